@@ -1,0 +1,36 @@
+"""gossamer: exact attention over only the (query, key) pairs that a pattern keeps, with gradients.
+
+Importing this package needs numpy alone; `gossamer.attention` needs torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_PATTERNS = (
+    "Pattern", "Dense", "Causal", "SlidingWindow", "Local", "BlockMask", "BigBird", "Longformer", "Dilated",
+    "Strided", "PowerStrided", "Document", "CSR", "Predicate", "PerHead",
+)  # fmt: skip
+
+# Public name -> the module that defines it; loaded on first use.
+_PUBLIC = {name: "gossamer.patterns" for name in _PATTERNS} | {
+    "BlockLayout": "gossamer.layouts",
+    "Unsupported": "gossamer.kernels.contract",
+    "attention": "gossamer.attention",
+    "explain": "gossamer.attention",
+}
+
+__all__ = [*_PUBLIC, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'gossamer' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

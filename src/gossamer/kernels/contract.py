@@ -1,0 +1,132 @@
+"""What an implementation promises: the problem, the limits as data, and the reasons for a refusal.
+
+Framework names are strings here ("bfloat16", "cuda"), so that torch and JAX share the contract.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+MASK_MODES = ("full", "interval", "bits")
+SCORE_TERMS = ("q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes")
+
+
+class Unsupported(ValueError):
+    """No implementation, or not the one asked for, can run the problem. The message lists every reason."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The static facts of one call: shapes, types, and which features it uses. No data.
+
+    Shapes: q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E).
+    """
+
+    B: int
+    H: int
+    G: int
+    Q: int
+    K: int
+    D: int
+    E: int
+    dtype: str  # "float16", "bfloat16", "float32", "float64"
+    device: str  # "cpu", "cuda"
+    sm: int | None = None  # compute capability of a CUDA device: 80, 89, 90, 100
+    score_terms: frozenset[str] = frozenset()  # subset of SCORE_TERMS
+    backward: bool = False
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class Capability:
+    """The limits of an implementation. Dispatch, errors, the support table and test selection all read this."""
+
+    devices: frozenset[str]
+    dtypes: frozenset[str]
+    max_head_dim: int | None = None  # of D and of E; None: any
+    min_sm: int | None = None  # for CUDA devices
+    mask_modes: frozenset[str] = frozenset(MASK_MODES)
+    score_terms: frozenset[str] = frozenset(SCORE_TERMS)
+    backward: bool = True
+    deterministic: frozenset[str] = frozenset({"cpu", "cuda"})  # devices on which a deterministic run exists
+
+
+def reasons(problem: Problem, capability: Capability) -> list[str]:
+    """Every reason why `capability` does not cover `problem`; empty when it does."""
+    p, c = problem, capability
+    found = []
+    if p.device not in c.devices:
+        found.append(f"needs a {_names(c.devices)} tensor, got {p.device}")
+    elif p.device == "cuda" and c.min_sm is not None and (p.sm is None or p.sm < c.min_sm):
+        found.append(f"needs compute capability {_sm(c.min_sm)} or later, got {_sm(p.sm)}")
+    if p.dtype not in c.dtypes:
+        found.append(f"dtype {p.dtype} not in {{{_names(c.dtypes)}}}")
+    if c.max_head_dim is not None:
+        for name, size in (("D", p.D), ("E", p.E)):
+            if size > c.max_head_dim:
+                found.append(f"head size {name}={size} is over {c.max_head_dim}")
+    missing = p.score_terms - c.score_terms
+    if missing:
+        found.append(f"does not compute {_names(missing)}")
+    if p.backward and not c.backward:
+        found.append("has no backward")
+    if p.deterministic and p.device in c.devices and p.device not in c.deterministic:
+        found.append(f"has no deterministic mode on {p.device}")
+    return found
+
+
+def _names(names: frozenset[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _sm(sm: int | None) -> str:
+    return "none" if sm is None else f"{sm // 10}.{sm % 10}"
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The values of the score terms of one call (section 1 of DESIGN.md); tensors are on the inputs' device."""
+
+    scale: float
+    q_offset: int  # position of query row 0
+    softcap: float | None = None
+    key_lengths: Any = None  # (B,) integer: keys j >= key_lengths[b] are not attended
+    sink_logits: Any = None  # (H,) float32: adds exp(sink) to the denominator
+    alibi_slopes: Any = None  # (H,) float32: adds slope * (j - i) to the score
+
+
+class Implementation(Protocol):
+    """One backend. It sees layouts, never patterns.
+
+    `layout` says which form it reads: "dense" (a boolean tensor broadcastable to (B, H, Q, K), the oracle alone)
+    or "block" (a BlockLayout of torch tensors on the inputs' device, with `columns` present for the backward).
+    """
+
+    name: str
+    capability: Capability
+    layout: Literal["dense", "block"]
+
+    def unavailable(self) -> list[str]:
+        """Why it cannot run here at all (a failed import, no compiler); empty when it can."""
+
+    def tile(self, problem: Problem) -> tuple[int, int]:
+        """(block_q, block_kv) of the layout it wants."""
+
+    def forward(self, problem: Problem, q: Any, k: Any, v: Any, layout: Any, terms: Terms) -> tuple[Any, Any]:
+        """(out (B, H, Q, E) in the inputs' dtype, lse (B, H, Q) float32)."""
+
+    def backward(
+        self,
+        problem: Problem,
+        dout: Any,
+        dlse: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        layout: Any,
+        terms: Terms,
+    ) -> tuple[Any, Any, Any, Any]:
+        """(dq, dk, dv, dsink_logits or None). `dlse` (B, H, Q) float32 may be None."""
