@@ -16,11 +16,11 @@ _PATTERNS = (
 )  # fmt: skip
 
 # Public name -> the module that defines it; loaded on first use.
-_PUBLIC = {name: "gossamer.patterns" for name in _PATTERNS} | {
+_PUBLIC = dict.fromkeys(_PATTERNS, "gossamer.patterns") | {
     "BlockLayout": "gossamer.layouts",
     "Unsupported": "gossamer.kernels.contract",
-    "attention": "gossamer.attention",
-    "explain": "gossamer.attention",
+    "attention": "gossamer.torch",
+    "explain": "gossamer.torch",
 }
 
 __all__ = [*_PUBLIC, "__version__"]
