@@ -1,0 +1,41 @@
+# make demo, make test, make check, make bench, make docs, make clean: each installs what it needs first.
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WORKERS := 2
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check bench docs clean
+
+help:
+	@echo "make demo | test | check | bench | docs | clean"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints/cpu.txt scripts/install.sh
+	@./scripts/install.sh $(VENV)
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/gossamer demo
+
+# One thread a worker: two workers on two cores do not compete.
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/gossamer bench --tag foundation --peers
+
+# The generated parts: the support table in README.md and the picture of the patterns.
+docs: $(STAMP)
+	$(BIN)/python docs/make_support_table.py --write
+	$(BIN)/python docs/make_figures.py
+
+clean:
+	rm -rf $(VENV) build dist demo .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
