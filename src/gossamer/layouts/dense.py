@@ -5,18 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gossamer.layouts.block import WORD, BlockLayout, TileList, Walk, iterate
-
-
-def pack_bits(tiles: np.ndarray) -> np.ndarray:
-    """(..., R, C) bool -> (..., R, C // 32) uint32; bit c of word w is column 32 w + c."""
-    packed = np.packbits(tiles, axis=-1, bitorder="little")
-    return np.ascontiguousarray(packed).view("<u4").astype(np.uint32, copy=False)
-
-
-def unpack_bits(words: np.ndarray) -> np.ndarray:
-    """(..., R, W) uint32 -> (..., R, 32 W) bool."""
-    as_bytes = np.ascontiguousarray(words.astype("<u4", copy=False)).view(np.uint8)
-    return np.unpackbits(as_bytes, axis=-1, bitorder="little").astype(bool)
+from gossamer.patterns.grid import pack_bits, unpack_bits
 
 
 def expand(walk: Walk) -> np.ndarray:

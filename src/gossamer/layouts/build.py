@@ -1,0 +1,280 @@
+"""From a pattern to a BlockLayout, through tiles and never through an N x N array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from gossamer.layouts.block import WORD, BlockLayout, TileList, Walk
+from gossamer.patterns.base import Intervals, Pattern
+from gossamer.patterns.compose import And, Or
+from gossamer.patterns.grid import EMPTY, FULL, Grid, Sizes, combine_ids, ranges
+
+# Tile pairs looked at together, and elements of a mixed tile evaluated together: they bound the scratch memory.
+TILES_AT_ONCE = 2**21
+ELEMENTS_AT_ONCE = 2**23
+
+KIND_FULL, KIND_INTERVAL, KIND_BITS = 0, 1, 2
+
+
+class Tiles(NamedTuple):
+    """Non-empty tiles of some tile rows, in row-major order."""
+
+    ti: np.ndarray  # (n,) tile rows
+    tj: np.ndarray  # (n,) tile columns
+    kind: np.ndarray  # (n,) KIND_*
+    entry: np.ndarray  # (n,) index into words for bits tiles, -1 for others
+    words: np.ndarray  # (P, block_q, block_kv // 32) uint32
+
+
+def build(pattern: Pattern, Q: int, K: int, *, block_q: int, block_kv: int, q_offset: int | None = None) -> BlockLayout:
+    """The layout of a pattern, as numpy arrays; `q_offset` defaults to K - Q.
+
+    Raises:
+        ValueError: the pattern does not fit Q and K, or a block edge is not a positive multiple of 32.
+    """
+    sizes = pattern._sizes(Q, K, q_offset)
+    for name, block in (("block_q", block_q), ("block_kv", block_kv)):
+        if isinstance(block, bool) or not isinstance(block, (int, np.integer)) or block < WORD or block % WORD:
+            raise ValueError(f"{name} must be a positive multiple of {WORD}, got {block!r}")
+    pattern.check(sizes.Q, sizes.K)
+    grid = Grid(*sizes, int(block_q), int(block_kv))
+    built: dict[Pattern, tuple[Tiles, Intervals | None]] = {}
+    order: list[Pattern] = []
+    for b, h in np.ndindex(*pattern.lead):
+        part = pattern.at(b, h)
+        if part not in built:
+            built[part] = _one(part, grid)
+        order.append(part)
+    return BlockLayout(_assemble(grid, pattern.lead, order, built))
+
+
+def count_pairs(pattern: Pattern, sizes: Sizes) -> int:
+    """How many pairs are kept, summed over the pattern's batch elements and heads."""
+    grid = Grid(*sizes, 128, 128)
+    counted: dict[Pattern, int] = {}
+    total = 0
+    for b, h in np.ndindex(*pattern.lead):
+        part = pattern.at(b, h)
+        if part not in counted:
+            exact = part.lower(sizes).pairs_kept(sizes)
+            counted[part] = _count(part.lower(sizes), grid) if exact is None else exact
+        total += counted[part]
+    return total
+
+
+def _count(pattern: Pattern, grid: Grid) -> int:
+    interval, total = skeleton(pattern, grid), 0
+    for tiles in _chunks(pattern, grid, interval):
+        full = tiles.kind == KIND_FULL
+        total += int(grid.area(tiles.ti[full], tiles.tj[full]).sum())
+        if interval is not None:
+            edge = tiles.kind == KIND_INTERVAL
+            total += int(_interval_overlap(interval, grid, tiles.ti[edge], tiles.tj[edge]).sum())
+        per_entry = np.bitwise_count(tiles.words).sum(axis=(1, 2), dtype=np.int64)
+        total += int(per_entry[tiles.entry[tiles.kind == KIND_BITS]].sum())
+    return total
+
+
+def _one(pattern: Pattern, grid: Grid) -> tuple[Tiles, Intervals | None]:
+    """All tiles of a pattern shared by heads, and the row intervals that its interval tiles refer to."""
+    pattern = pattern.lower(Sizes(grid.Q, grid.K, grid.q_offset))
+    interval = skeleton(pattern, grid)
+    parts = list(_chunks(pattern, grid, interval))
+    words = np.concatenate([p.words for p in parts])
+    base = np.cumsum([0, *(len(p.words) for p in parts)])
+    entry = np.concatenate([np.where(p.entry >= 0, p.entry + at, -1) for p, at in zip(parts, base, strict=False)])
+    if len(parts) > 1:
+        words, same = unique_tiles(words)
+        entry = np.where(entry >= 0, same[entry], -1) if len(same) else entry
+    merged = [np.concatenate([getattr(p, name) for p in parts]) for name in ("ti", "tj", "kind")]
+    return Tiles(*merged, entry, words), interval
+
+
+# -- interval tiles ---------------------------------------------------------------------------------------------
+
+
+def skeleton(pattern: Pattern, grid: Grid) -> Intervals | None:
+    """The row intervals that interval tiles refer to: those of the first part of the pattern that is exactly one."""
+    part = _interval_part(pattern, Sizes(grid.Q, grid.K, grid.q_offset))
+    return None if part is None else part.intervals(Sizes(grid.Q, grid.K, grid.q_offset))
+
+
+def _interval_part(pattern: Pattern, sizes: Sizes) -> Pattern | None:
+    if pattern.intervals(sizes) is not None:
+        return pattern
+    if isinstance(pattern, (And, Or)):
+        left = _interval_part(pattern.left, sizes)
+        return left if left is not None else _interval_part(pattern.right, sizes)
+    return None
+
+
+def _reduces(pattern: Pattern, part: Pattern, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+    """Tiles in which the pattern keeps exactly what its `part` keeps."""
+    if pattern is part:
+        return np.ones(len(ti), dtype=bool)
+    if not isinstance(pattern, (And, Or)):
+        return np.zeros(len(ti), dtype=bool)
+    neutral = FULL if isinstance(pattern, And) else EMPTY
+    found = np.zeros(len(ti), dtype=bool)
+    for one, other in ((pattern.left, pattern.right), (pattern.right, pattern.left)):
+        inner = _reduces(one, part, grid, ti, tj)
+        if inner.any():
+            found |= inner & (other.tile_classes(grid, ti, tj) == neutral)
+    return found
+
+
+def _interval_overlap(interval: Intervals, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+    """How many pairs of each tile lie in the row intervals."""
+    lo, hi = interval
+    overlap = np.zeros(len(ti), dtype=np.int64)
+    step = max(1, ELEMENTS_AT_ONCE // grid.block_q)
+    for at in range(0, len(ti), step):
+        part = slice(at, at + step)
+        rows = ti[part, None] * grid.block_q + np.arange(grid.block_q)
+        inside = rows < grid.Q
+        rows = np.minimum(rows, grid.Q - 1)
+        c0, c1 = grid.key_bounds(tj[part, None])
+        width = np.minimum(hi[rows], c1) - np.maximum(lo[rows], c0)
+        overlap[part] = (np.maximum(width, 0) * inside).sum(axis=1)
+    return overlap
+
+
+# -- tiles, some tile rows at a time -------------------------------------------------------------------------------
+
+
+def _chunks(pattern: Pattern, grid: Grid, interval: Intervals | None) -> Iterator[Tiles]:
+    if interval is not None and pattern.intervals(Sizes(grid.Q, grid.K, grid.q_offset)) is not None:
+        yield from _interval_chunks(interval, grid)
+        return
+    part = _interval_part(pattern, Sizes(grid.Q, grid.K, grid.q_offset))
+    rows = max(1, TILES_AT_ONCE * grid.nq // max(1, pattern.tile_bound(grid)))
+    for start in range(0, grid.nq, rows):
+        yield _mixed_chunk(pattern, part, interval, grid, start, min(start + rows, grid.nq))
+
+
+def _interval_chunks(interval: Intervals, grid: Grid) -> Iterator[Tiles]:
+    """A pattern that is one interval per row: its lists are ranges, nothing is looked up."""
+    lo, hi = interval
+    rows = max(1, TILES_AT_ONCE // grid.nk)
+    none = np.zeros((0, grid.block_q, grid.block_kv // WORD), dtype=np.uint32)
+    for start in range(0, grid.nq, rows):
+        t = np.arange(start, min(start + rows, grid.nq))
+        r0, r1 = grid.row_bounds(t)
+        first, last = lo[r0] // grid.block_kv, -(-hi[r1 - 1] // grid.block_kv)
+        which, tj = ranges(first, last)
+        # hi never exceeds K, so a tile past K is never full.
+        full = (tj * grid.block_kv >= lo[r1 - 1][which]) & ((tj + 1) * grid.block_kv <= hi[r0][which])
+        listed = full.copy()
+        edge = np.nonzero(~full)[0]
+        listed[edge] = _interval_overlap(interval, grid, t[which[edge]], tj[edge]) > 0
+        kind = np.where(full, KIND_FULL, KIND_INTERVAL)[listed]
+        yield Tiles(t[which[listed]], tj[listed], kind, np.full(len(kind), -1), none)
+
+
+def _mixed_chunk(
+    pattern: Pattern, part: Pattern | None, interval: Intervals | None, grid: Grid, start: int, stop: int
+) -> Tiles:
+    ti, tj = pattern.tile_candidates(grid, start, stop)
+    ti, tj = np.divmod(np.unique(ti.astype(np.int64) * grid.nk + tj), grid.nk)
+    classes = pattern.tile_classes(grid, ti, tj)
+    ti, tj, classes = (a[classes != EMPTY] for a in (ti, tj, classes))
+    fits = (tj + 1) * grid.block_kv <= grid.K
+    kind = np.where((classes == FULL) & fits, KIND_FULL, KIND_BITS)
+    if part is not None and interval is not None:
+        open_tiles = np.nonzero(kind == KIND_BITS)[0]
+        same = _reduces(pattern, part, grid, ti[open_tiles], tj[open_tiles])
+        kept = _interval_overlap(interval, grid, ti[open_tiles[same]], tj[open_tiles[same]]) > 0
+        kind[open_tiles[same]] = np.where(kept, KIND_INTERVAL, -1)
+    bits = np.nonzero(kind == KIND_BITS)[0]
+    entry = np.full(len(ti), -1, dtype=np.int64)
+    words, entry[bits] = _words(pattern, grid, ti[bits], tj[bits], classes[bits])
+    # The classes may call a tile mixed that is empty or full: the words decide.
+    kept = np.bitwise_count(words).sum(axis=(1, 2), dtype=np.int64)
+    kind[bits[kept[entry[bits]] == 0]] = -1
+    whole = bits[(kept[entry[bits]] == grid.area(ti[bits], tj[bits])) & fits[bits]]
+    kind[whole], entry[whole] = KIND_FULL, -1
+    listed = kind >= 0
+    ti, tj, kind, entry = (a[listed] for a in (ti, tj, kind, entry))
+    used, entry_of = np.unique(entry[entry >= 0], return_inverse=True)
+    entry[entry >= 0] = entry_of
+    return Tiles(ti, tj, kind, entry, words[used])
+
+
+def _words(
+    pattern: Pattern, grid: Grid, ti: np.ndarray, tj: np.ndarray, classes: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct words of the given tiles, and which of them each tile has."""
+    width = grid.block_kv // WORD
+    if not len(ti):
+        return np.zeros((0, grid.block_q, width), dtype=np.uint32), np.zeros(0, dtype=np.int64)
+    ids = combine_ids(pattern.tile_ids(grid, ti, tj), grid.ragged(ti, tj), classes)
+    _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+    ti, tj = ti[first], tj[first]
+    words = np.empty((len(ti), grid.block_q, width), dtype=np.uint32)
+    step = max(1, ELEMENTS_AT_ONCE // (grid.block_q * grid.block_kv))
+    for at in range(0, len(ti), step):
+        chunk = slice(at, at + step)
+        words[chunk] = pattern.tile_words(grid, ti[chunk], tj[chunk]) & grid.existing(ti[chunk], tj[chunk])
+    words, same = unique_tiles(words)
+    return words, same[inverse]
+
+
+def unique_tiles(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct tiles of words (T, R, W), and which of them each tile is. Sorts 64-bit sums, then compares all bits."""
+    if not len(words):
+        return words, np.zeros(0, dtype=np.int64)
+    flat = words.reshape(len(words), -1)
+    weights = np.random.default_rng(0).integers(1, 2**63, size=flat.shape[1], dtype=np.uint64) | np.uint64(1)
+    sums = np.zeros(len(flat), dtype=np.uint64)
+    step = max(1, ELEMENTS_AT_ONCE // flat.shape[1])
+    for at in range(0, len(flat), step):
+        sums[at : at + step] = (flat[at : at + step].astype(np.uint64) * weights).sum(axis=1, dtype=np.uint64)
+    _, first, inverse = np.unique(sums, return_index=True, return_inverse=True)
+    for at in range(0, len(flat), step):
+        if (flat[first[inverse[at : at + step]]] != flat[at : at + step]).any():  # two tiles with the same sum
+            _, first, inverse = np.unique(flat, axis=0, return_index=True, return_inverse=True)
+            break
+    return words[first], inverse.reshape(-1)
+
+
+# -- assembly -------------------------------------------------------------------------------------------------------
+
+
+def _assemble(
+    grid: Grid, lead: tuple[int, int], order: list[Pattern], built: dict[Pattern, tuple[Tiles, Intervals | None]]
+) -> Walk:
+    """Stack the tiles of each batch element and head; equal patterns share their lists."""
+    parts = list(built)
+    lists = [_stack([built[p][0] for p in parts], kind, grid.nq) for kind in (KIND_FULL, KIND_INTERVAL, KIND_BITS)]
+    slot = np.array([parts.index(p) for p in order]).reshape(lead)
+    full, interval, bits = (TileList(t.starts[slot], t.counts[slot], t.indices) for t in lists)
+    words = np.concatenate([built[p][0].words for p in parts])
+    base = np.cumsum([0, *(len(built[p][0].words) for p in parts)])
+    entries = [t.entry[t.kind == KIND_BITS] + at for (t, _), at in zip((built[p] for p in parts), base, strict=False)]
+    entry = np.concatenate(entries)
+    if len(parts) > 1:
+        words, same = unique_tiles(words)
+        entry = same[entry] if len(same) else entry
+    lo = hi = np.zeros((1, 1, 0), dtype=np.int32)
+    if len(interval.indices):
+        nothing = (np.zeros(grid.Q, dtype=np.int64), np.zeros(grid.Q, dtype=np.int64))
+        rows = [built[p][1] or nothing for p in parts]
+        lo, hi = (np.stack([r[side] for r in rows]).astype(np.int32)[slot] for side in (0, 1))
+        hi = np.maximum(lo, hi)
+    return Walk(
+        grid.Q, grid.K, grid.block_q, grid.block_kv,
+        full=full, interval=interval, bits=bits, lo=lo, hi=hi, pool_index=entry.astype(np.int32), pool=words,
+    )  # fmt: skip
+
+
+def _stack(parts: list[Tiles], kind: int, nq: int) -> TileList:
+    """The tiles of one kind of every part: starts and counts (parts, T)."""
+    counts = np.stack([np.bincount(t.ti[t.kind == kind], minlength=nq) for t in parts])
+    ends = np.cumsum(counts.reshape(-1)).reshape(counts.shape)
+    if int(ends[-1, -1]) >= 2**31:
+        raise ValueError(f"the layout would list {int(ends[-1, -1])} tiles; at most {2**31 - 1} can be addressed")
+    indices = np.concatenate([t.tj[t.kind == kind] for t in parts])
+    return TileList((ends - counts).astype(np.int32), counts.astype(np.int32), indices.astype(np.int32))

@@ -1,0 +1,52 @@
+"""Work items: which program computes which range of which tile row, longest first, long rows split."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from gossamer.layouts.block import Walk
+
+
+class WorkItems(NamedTuple):
+    """The items of a walk, for each of its Bl x Hl lists.
+
+    A range counts tiles in the order full, interval, bits of the row's lists. A row done by one item has slot -1;
+    the parts of a split row have consecutive slots, whose results are merged in slot order.
+    """
+
+    items: np.ndarray  # (n, 6) int32: b * Hl + h, tile row, begin, end, slot, 0; longest range first
+    merges: np.ndarray  # (m, 4) int32: b * Hl + h, tile row, first slot, number of slots
+
+    @property
+    def slots(self) -> int:
+        """How many partial results there are."""
+        return int(self.merges[:, 3].sum())
+
+
+def work_items(walk: Walk, limit: int) -> WorkItems:
+    """Cut the rows of a numpy walk into ranges of at most `limit` tiles; empty rows get one empty item each.
+
+    Raises:
+        ValueError: `limit` is not positive, or the walk's arrays are not numpy arrays.
+    """
+    if limit < 1:
+        raise ValueError(f"limit must be at least 1 tile, got {limit}")
+    if not isinstance(walk.lo, np.ndarray):
+        raise ValueError("work items are made from a layout of numpy arrays, got torch tensors")
+    lengths = (walk.full.counts + walk.interval.counts + walk.bits.counts).reshape(-1).astype(np.int64)
+    lead, tile = np.divmod(np.arange(len(lengths)), walk.tiles)
+    pieces = np.maximum(1, -(-lengths // limit))
+    row = np.repeat(np.arange(len(lengths)), pieces)
+    piece = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    # Pieces of a row are equal to within one tile.
+    begin, end = piece * lengths[row] // pieces[row], (piece + 1) * lengths[row] // pieces[row]
+    split = pieces > 1
+    slot = np.full(len(row), -1, dtype=np.int64)
+    slot[split[row]] = np.arange(int(pieces[split].sum()))
+    items = np.stack([lead[row], tile[row], begin, end, slot, np.zeros_like(row)], axis=1)
+    items = items[np.argsort(begin - end, kind="stable")]
+    first = np.cumsum(pieces[split]) - pieces[split]
+    merges = np.stack([lead[split], tile[split], first, pieces[split]], axis=1)
+    return WorkItems(items.astype(np.int32), merges.astype(np.int32))

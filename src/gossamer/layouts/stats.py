@@ -1,0 +1,94 @@
+"""Counts of a layout: tiles by kind, useful and executed pairs, balance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gossamer.layouts.block import BlockLayout, TileList, Walk
+from gossamer.patterns.grid import ranges
+
+
+@dataclass(frozen=True)
+class LayoutStats:
+    """Averages are over the layout's batch elements and heads (Bl x Hl)."""
+
+    full_tiles: float
+    interval_tiles: float
+    bits_tiles: float
+    all_tiles: int  # tiles of the dense matrix
+    useful_pairs: float  # pairs kept
+    executed_pairs: float  # existing pairs of the listed tiles
+    density: float  # useful over Q * K
+    longest_row: int  # tiles of the longest tile row
+    mean_row: float
+    pool_tiles: int
+    bytes: int  # of all arrays, the transpose not counted
+
+    @property
+    def overhead(self) -> float:
+        """Executed over useful pairs: 1.0 is perfect; infinite when nothing is kept."""
+        return self.executed_pairs / self.useful_pairs if self.useful_pairs else float("inf")
+
+    @property
+    def balance(self) -> float:
+        """Longest over mean tile row: 1.0 is perfect."""
+        return self.longest_row / self.mean_row if self.mean_row else 1.0
+
+
+def layout_stats(layout: BlockLayout) -> LayoutStats:
+    """Count the tiles and pairs of a layout; one on a GPU is copied to the CPU first."""
+    walk = layout.rows
+    if not isinstance(walk.lo, np.ndarray):
+        arrays = [a.cpu().numpy() for a in walk.arrays()]
+        walk = walk.with_arrays([*arrays[:-1], arrays[-1].view(np.uint32)])
+    copies = walk.lead[0] * walk.lead[1]
+    lengths = walk.full.counts + walk.interval.counts + walk.bits.counts
+    useful = executed = 0
+    per_entry = np.bitwise_count(walk.pool).sum(axis=(1, 2), dtype=np.int64)
+    for b, h in np.ndindex(*walk.lead):
+        for kind in ("full", "interval", "bits"):
+            t, at = _listed(getattr(walk, kind), b, h)
+            c = getattr(walk, kind).indices[at].astype(np.int64)
+            height = np.minimum(walk.block_rows, walk.rows - t * walk.block_rows)
+            area = height * np.minimum(walk.block_columns, walk.columns - c * walk.block_columns)
+            executed += int(area.sum())
+            if kind == "full":
+                useful += int(area.sum())
+            elif kind == "interval":
+                useful += _interval_pairs(walk, b, h, t, c)
+            else:
+                useful += int(per_entry[walk.pool_index[at]].sum())
+    return LayoutStats(
+        full_tiles=float(walk.full.counts.sum()) / copies,
+        interval_tiles=float(walk.interval.counts.sum()) / copies,
+        bits_tiles=float(walk.bits.counts.sum()) / copies,
+        all_tiles=walk.tiles * -(-walk.columns // walk.block_columns),
+        useful_pairs=useful / copies,
+        executed_pairs=executed / copies,
+        density=useful / copies / (walk.rows * walk.columns),
+        longest_row=int(lengths.max(initial=0)),
+        mean_row=float(lengths.mean()) if lengths.size else 0.0,
+        pool_tiles=len(walk.pool),
+        bytes=sum(int(a.nbytes) for a in walk.arrays()),
+    )
+
+
+def _listed(tiles: TileList, b: int, h: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tile row, place in `indices`) of each listed tile."""
+    starts = tiles.starts[b, h].astype(np.int64)
+    return ranges(starts, starts + tiles.counts[b, h])
+
+
+def _interval_pairs(walk: Walk, b: int, h: int, t: np.ndarray, c: np.ndarray) -> int:
+    total = 0
+    for at in range(0, len(t), 2**16):
+        rows = t[at : at + 2**16, None] * walk.block_rows + np.arange(walk.block_rows)
+        inside = rows < walk.rows
+        rows = np.minimum(rows, walk.rows - 1)
+        first = c[at : at + 2**16, None] * walk.block_columns
+        hi = np.minimum(walk.hi[b, h, rows], np.minimum(first + walk.block_columns, walk.columns))
+        width = hi - np.maximum(walk.lo[b, h, rows], first)
+        total += int((np.maximum(width, 0) * inside).sum())
+    return total

@@ -1,0 +1,29 @@
+"""Patterns: what is attended. Pure descriptions in numpy, composable with & | ~, each its own oracle."""
+
+from gossamer.patterns.base import Pattern
+from gossamer.patterns.block import BigBird, BlockMask
+from gossamer.patterns.compose import PerHead
+from gossamer.patterns.csr import CSR
+from gossamer.patterns.dense import Causal, Dense
+from gossamer.patterns.dilated import Dilated, PowerStrided, Strided
+from gossamer.patterns.document import Document
+from gossamer.patterns.predicate import Predicate
+from gossamer.patterns.window import Local, Longformer, SlidingWindow
+
+__all__ = [
+    "CSR",
+    "BigBird",
+    "BlockMask",
+    "Causal",
+    "Dense",
+    "Dilated",
+    "Document",
+    "Local",
+    "Longformer",
+    "Pattern",
+    "PerHead",
+    "PowerStrided",
+    "Predicate",
+    "SlidingWindow",
+    "Strided",
+]

@@ -1,0 +1,309 @@
+"""Pattern: what is attended. A pure, frozen, hashable description, composable with & | ~.
+
+A pattern answers questions about pairs (`keep`, `materialize`) and, for the layout builder, questions about whole
+tiles: which tiles may hold a kept pair (`tile_candidates`), whether a tile is empty, full or mixed (`tile_classes`),
+which mixed tiles are surely alike (`tile_ids`), and what a mixed tile holds (`tile_words`). Every default below is
+right for any pattern that defines `_keep`; the overrides make it fast.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gossamer.patterns.grid import (
+    EMPTY,
+    FULL,
+    MIXED,
+    Grid,
+    Sizes,
+    all_tiles,
+    interval_words,
+    pack_bits,
+    ranges,
+)  # fmt: skip
+from gossamer.patterns.validate import integer, optional_integer, show
+
+if TYPE_CHECKING:
+    from gossamer.layouts import BlockLayout
+
+Intervals = tuple[np.ndarray, np.ndarray]  # lo (Q,), hi (Q,) int64, both non-decreasing
+Tiles = tuple[np.ndarray, np.ndarray]  # tile rows, tile columns
+
+
+class Pattern(ABC):
+    """A set of (query, key) pairs. Query row r has position i = r + q_offset, key j has position j.
+
+    `q_offset` defaults to K - Q (aligned at the end). Positions may be negative and never wrap.
+    """
+
+    # -- what a subclass says -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
+        """Kept or not, for int64 positions i and j, which may be anything; what is said of absent pairs is ignored."""
+
+    def _key(self) -> tuple[Any, ...]:
+        """What makes two patterns of this class equal."""
+        return tuple(getattr(self, name) for name in getattr(self, "__dataclass_fields__", ()))
+
+    def _check(self, Q: int, K: int) -> None:  # noqa: B027  (most patterns fit any size)
+        """Raise ValueError when the pattern cannot describe Q rows by K keys."""
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        """(Bp, Hp): 1 where batch elements or query heads share the pattern, else how many it describes."""
+        return 1, 1
+
+    def at(self, b: int, h: int) -> Pattern:
+        """The pattern of batch element b and query head h: one whose `lead` is (1, 1)."""
+        return self
+
+    def lower(self, sizes: Sizes) -> Pattern:
+        """The same pattern in terms of simpler ones; itself when it is simple."""
+        return self
+
+    # -- pairs --------------------------------------------------------------------------------------------------
+
+    def keep(self, i: Any, j: Any, Q: int, K: int, q_offset: int | None = None) -> np.ndarray:
+        """Which pairs are kept, for integer arrays of positions i and j that broadcast against each other.
+
+        Returns a boolean array of the broadcast shape, behind (Bp, Hp) when `lead` is not (1, 1). Keys outside
+        [0, K) are never kept.
+        """
+        sizes = self._sizes(Q, K, q_offset)
+        self.check(sizes.Q, sizes.K)
+        i, j = np.asarray(i), np.asarray(j)
+        for name, given in (("i", i), ("j", j)):
+            if given.dtype.kind not in "iu":
+                raise ValueError(f"{name} must hold integer positions, got dtype {given.dtype}")
+        i, j = i.astype(np.int64), j.astype(np.int64)
+        exists = (j >= 0) & (j < sizes.K)
+        if self.lead == (1, 1):
+            return np.broadcast_to(self._keep(i, j, sizes), np.broadcast_shapes(i.shape, j.shape)) & exists
+        shape = np.broadcast_shapes(i.shape, j.shape)
+        kept = np.empty((*self.lead, *shape), dtype=bool)
+        for b, h in np.ndindex(*self.lead):
+            kept[b, h] = self.at(b, h)._keep(i, j, sizes) & exists
+        return kept
+
+    def materialize(self, Q: int, K: int, q_offset: int | None = None) -> np.ndarray:
+        """The dense boolean matrix (Q, K), or (Bp, Hp, Q, K): slow, plain, trusted."""
+        sizes = self._sizes(Q, K, q_offset)
+        i = np.arange(sizes.Q)[:, None] + sizes.q_offset
+        j = np.arange(sizes.K)[None, :]
+        rows = max(1, 2**23 // max(1, sizes.K))
+        parts = [self.keep(i[at : at + rows], j, Q, K, q_offset) for at in range(0, sizes.Q, rows)]
+        return np.concatenate(parts, axis=-2)
+
+    def density(self, Q: int, K: int, q_offset: int | None = None) -> float:
+        """Kept pairs over Q x K, averaged over heads and batch elements. Counted by tiles, never materialised."""
+        from gossamer.layouts.build import count_pairs
+
+        sizes = self._sizes(Q, K, q_offset)
+        self.check(sizes.Q, sizes.K)
+        return count_pairs(self, sizes) / (sizes.Q * sizes.K * self.lead[0] * self.lead[1])
+
+    def layout(self, Q: int, K: int, *, block_q: int, block_kv: int, q_offset: int | None = None) -> BlockLayout:
+        """The tiles to visit, as numpy arrays: see `gossamer.layouts.BlockLayout`."""
+        from gossamer.layouts.build import build
+
+        return build(self, Q, K, block_q=block_q, block_kv=block_kv, q_offset=q_offset)
+
+    def check(self, Q: int, K: int, H: int | None = None, B: int | None = None) -> None:
+        """Raise ValueError unless the pattern fits Q rows, K keys, H query heads and B batch elements."""
+        Bp, Hp = self.lead
+        if B is not None and Bp not in (1, B):
+            raise ValueError(f"pattern {self!r} describes {Bp} batch elements, the inputs have {B}")
+        if H is not None and Hp not in (1, H):
+            raise ValueError(f"pattern {self!r} describes {Hp} query heads, the inputs have {H}")
+        self._check(Q, K)
+
+    @staticmethod
+    def _sizes(Q: Any, K: Any, q_offset: Any = None) -> Sizes:
+        Q, K = integer("Q", Q, minimum=1), integer("K", K, minimum=1)
+        q_offset = optional_integer("q_offset", q_offset)
+        return Sizes(Q, K, K - Q if q_offset is None else q_offset)
+
+    # -- composition --------------------------------------------------------------------------------------------
+
+    def __and__(self, other: Any) -> Pattern:
+        from gossamer.patterns.compose import And
+
+        return And(self, other) if isinstance(other, Pattern) else NotImplemented
+
+    def __or__(self, other: Any) -> Pattern:
+        from gossamer.patterns.compose import Or
+
+        return Or(self, other) if isinstance(other, Pattern) else NotImplemented
+
+    def __invert__(self) -> Pattern:
+        from gossamer.patterns.compose import Not
+
+        return Not(self)
+
+    def __bool__(self) -> bool:
+        raise ValueError(
+            f"the truth value of a pattern is not defined: compose patterns with & | ~ "
+            f"instead of `and`, `or`, `not` (got {show(self)})"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return type(self) is type(other) and isinstance(other, Pattern) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        try:
+            return self.__dict__["_hash"]
+        except KeyError:
+            value = hash((type(self).__name__, self._key()))
+            object.__setattr__(self, "_hash", value)
+            return value
+
+    # -- tiles, for the layout builder --------------------------------------------------------------------------
+
+    def _intervals(self, sizes: Sizes) -> Intervals | None:
+        """lo, hi when row r keeps exactly the keys [lo[r], hi[r]), both non-decreasing; None for any other form."""
+        return None
+
+    def intervals(self, sizes: Sizes) -> Intervals | None:
+        """`_intervals`, remembered for the last few patterns."""
+        return _remembered_intervals(self, sizes)
+
+    def tile_bound(self, grid: Grid) -> int:
+        """An upper bound of how many tiles `tile_candidates` lists over all rows."""
+        interval = self.intervals(Sizes(grid.Q, grid.K, grid.q_offset))
+        if interval is None:
+            return grid.nq * grid.nk
+        first, last = _interval_tiles(interval, grid, 0, grid.nq)
+        return int(np.maximum(last - first, 0).sum())
+
+    def tile_candidates(self, grid: Grid, start: int, stop: int) -> Tiles:
+        """Tiles of tile rows [start, stop) that may hold a kept pair: all that do, perhaps some more or twice."""
+        interval = self.intervals(Sizes(grid.Q, grid.K, grid.q_offset))
+        if interval is None:
+            return all_tiles(grid, start, stop)
+        which, tj = ranges(*_interval_tiles(interval, grid, start, stop))
+        return which + start, tj
+
+    def tile_classes(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+        """EMPTY, MIXED or FULL for each tile, of its existing pairs; MIXED is always a right answer."""
+        interval = self.intervals(Sizes(grid.Q, grid.K, grid.q_offset))
+        if interval is None:
+            return np.full(len(ti), MIXED, dtype=np.int8)
+        lo, hi = interval
+        r0, r1 = grid.row_bounds(ti)
+        c0, c1 = grid.key_bounds(tj)
+        full = (lo[r1 - 1] <= c0) & (hi[r0] >= c1)
+        empty = (lo[r0] >= c1) | (hi[r1 - 1] <= c0)
+        return np.where(full, FULL, np.where(empty, EMPTY, MIXED)).astype(np.int8)
+
+    def tile_ids(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+        """Equal ids mean equal content, for tiles that cross the same ragged edges. All different by default."""
+        return np.arange(len(ti), dtype=np.int64)
+
+    def tile_words(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+        """Packed words (T, block_q, block_kv // 32) uint32 of the kept pairs; pairs that do not exist may be set."""
+        sizes = Sizes(grid.Q, grid.K, grid.q_offset)
+        interval = self.intervals(sizes)
+        if interval is not None:
+            return interval_words(*interval, grid, ti, tj)
+        i, j = grid.pairs(ti, tj)
+        kept = self._keep(i, j, sizes)
+        return pack_bits(np.broadcast_to(kept, (len(ti), grid.block_q, grid.block_kv)))
+
+    def pairs_kept(self, sizes: Sizes) -> int | None:
+        """How many pairs are kept when a formula gives it; None to count by tiles."""
+        interval = self.intervals(sizes)
+        if interval is None:
+            return None
+        return int(np.maximum(interval[1] - interval[0], 0).sum())
+
+
+def _interval_tiles(interval: Intervals, grid: Grid, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    """First and one past the last tile column that the rows of each tile row of [start, stop) may reach."""
+    lo, hi = interval
+    r0, r1 = grid.row_bounds(np.arange(start, stop))
+    return lo[r0] // grid.block_kv, -(-hi[r1 - 1] // grid.block_kv)
+
+
+class Offsets(Pattern):
+    """A pattern that depends on i - j alone."""
+
+    def _offset_range(self, sizes: Sizes) -> tuple[int, int]:
+        """The least and the greatest i - j that can be kept, within what the sizes allow."""
+        return sizes.q_offset - sizes.K + 1, sizes.q_offset + sizes.Q - 1
+
+    @abstractmethod
+    def _keep_offset(self, offset: np.ndarray) -> np.ndarray:
+        """Kept or not by offset i - j."""
+
+    def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
+        return self._keep_offset(i - j)
+
+    def _table(self, sizes: Sizes) -> tuple[int, np.ndarray]:
+        """(d, c) with c[n] = how many of the offsets d, d + 1, ..., d + n - 1 are kept."""
+        return _remembered_table(self, sizes)
+
+    def _count(self, sizes: Sizes, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """How many offsets of [first, last] are kept."""
+        least, counts = self._table(sizes)
+        top = len(counts) - 1
+        return counts[np.clip(last - least + 1, 0, top)] - counts[np.clip(first - least, 0, top)]
+
+    def _tile_shifts(self, grid: Grid) -> np.ndarray:
+        """The values of `grid.shift` at which a tile may hold a kept pair."""
+        sizes = Sizes(grid.Q, grid.K, grid.q_offset)
+        step = int(np.gcd(grid.block_q, grid.block_kv))
+        least = grid.q_offset - (grid.nk - 1) * grid.block_kv
+        shifts = np.arange(least, grid.q_offset + (grid.nq - 1) * grid.block_q + 1, step)
+        kept = self._count(sizes, shifts - grid.block_kv + 1, shifts + grid.block_q - 1)
+        return shifts[kept > 0]
+
+    def tile_bound(self, grid: Grid) -> int:
+        step = int(np.gcd(grid.block_q, grid.block_kv))
+        return grid.nq * min(grid.nk, len(self._tile_shifts(grid)) * step // grid.block_kv + 1)
+
+    def tile_candidates(self, grid: Grid, start: int, stop: int) -> Tiles:
+        ti = np.arange(start, stop)[:, None]
+        distance = grid.q_offset + ti * grid.block_q - self._tile_shifts(grid)[::-1]
+        tj, rest = np.divmod(distance, grid.block_kv)
+        listed = (rest == 0) & (tj >= 0) & (tj < grid.nk)
+        return np.nonzero(listed)[0] + start, tj[listed]
+
+    def tile_classes(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+        sizes = Sizes(grid.Q, grid.K, grid.q_offset)
+        r0, r1 = grid.row_bounds(ti)
+        c0, c1 = grid.key_bounds(tj)
+        first, last = grid.q_offset + r0 - c1 + 1, grid.q_offset + r1 - 1 - c0
+        kept = self._count(sizes, first, last)
+        return np.where(kept == 0, EMPTY, np.where(kept == last - first + 1, FULL, MIXED)).astype(np.int8)
+
+    def tile_ids(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+        return grid.shift(ti, tj)
+
+    def pairs_kept(self, sizes: Sizes) -> int | None:
+        least, counts = self._table(sizes)
+        offsets = np.arange(least, least + len(counts) - 1)[np.diff(counts) > 0] - sizes.q_offset
+        rows = np.minimum(sizes.Q - 1, sizes.K - 1 + offsets) - np.maximum(0, offsets) + 1
+        return int(np.maximum(rows, 0).sum())
+
+
+@lru_cache(maxsize=8)
+def _remembered_intervals(pattern: Pattern, sizes: Sizes) -> Intervals | None:
+    return pattern._intervals(sizes)
+
+
+@lru_cache(maxsize=8)
+def _remembered_table(pattern: Offsets, sizes: Sizes) -> tuple[int, np.ndarray]:
+    least, greatest = sizes.q_offset - sizes.K + 1, sizes.q_offset + sizes.Q - 1
+    first, last = pattern._offset_range(sizes)
+    first, last = max(first, least), min(last, greatest)
+    kept = np.zeros(greatest - least + 2, dtype=np.int64)
+    if first <= last:
+        kept[first - least + 1 : last - least + 2] = pattern._keep_offset(np.arange(first, last + 1))
+    return least, np.cumsum(kept)

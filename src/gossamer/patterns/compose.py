@@ -1,0 +1,181 @@
+"""Composition: &, |, ~ and a pattern for each head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gossamer.patterns.base import Intervals, Pattern, Tiles
+from gossamer.patterns.grid import FULL, Grid, Sizes, combine_ids
+from gossamer.patterns.validate import show
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Binary(Pattern):
+    left: Pattern
+    right: Pattern
+
+    _symbol = "?"
+
+    def __post_init__(self) -> None:
+        for mine, other in zip(self.left.lead, self.right.lead, strict=True):
+            if mine != other and 1 not in (mine, other):
+                raise ValueError(
+                    f"patterns describe different batch elements or heads: {show(self.left)} has (B, H) = "
+                    f"{self.left.lead}, {show(self.right)} has {self.right.lead}"
+                )
+
+    def __repr__(self) -> str:
+        return f"({self.left!r} {self._symbol} {self.right!r})"
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        (b0, h0), (b1, h1) = self.left.lead, self.right.lead
+        return max(b0, b1), max(h0, h1)
+
+    def at(self, b: int, h: int) -> Pattern:
+        if self.lead == (1, 1):
+            return self
+        left, right = (p.at(min(b, p.lead[0] - 1), min(h, p.lead[1] - 1)) for p in (self.left, self.right))
+        return type(self)(left, right)
+
+    def lower(self, sizes: Sizes) -> Pattern:
+        return type(self)(self.left.lower(sizes), self.right.lower(sizes))
+
+    def _check(self, Q: int, K: int) -> None:
+        self.left._check(Q, K)
+        self.right._check(Q, K)
+
+    def tile_ids(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+        return combine_ids(self.left.tile_ids(grid, ti, tj), self.right.tile_ids(grid, ti, tj))
+
+
+class And(_Binary):
+    """Pairs that both patterns keep."""
+
+    _symbol = "&"
+
+    def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
+        return self.left._keep(i, j, sizes) & self.right._keep(i, j, sizes)
+
+    def _intervals(self, sizes: Sizes) -> Intervals | None:
+        left, right = self.left.intervals(sizes), self.right.intervals(sizes)
+        if left is None or right is None:
+            return None
+        return np.maximum(left[0], right[0]), np.minimum(left[1], right[1])
+
+    def tile_bound(self, grid: Grid) -> int:
+        return min(self.left.tile_bound(grid), self.right.tile_bound(grid))
+
+    def tile_candidates(self, grid: Grid, start: int, stop: int) -> Tiles:
+        fewer = self.left if self.left.tile_bound(grid) <= self.right.tile_bound(grid) else self.right
+        return fewer.tile_candidates(grid, start, stop)
+
+    def tile_classes(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+        return np.minimum(self.left.tile_classes(grid, ti, tj), self.right.tile_classes(grid, ti, tj))
+
+    def tile_words(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+        return self.left.tile_words(grid, ti, tj) & self.right.tile_words(grid, ti, tj)
+
+
+class Or(_Binary):
+    """Pairs that either pattern keeps."""
+
+    _symbol = "|"
+
+    def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
+        return self.left._keep(i, j, sizes) | self.right._keep(i, j, sizes)
+
+    def tile_bound(self, grid: Grid) -> int:
+        return min(grid.nq * grid.nk, self.left.tile_bound(grid) + self.right.tile_bound(grid))
+
+    def tile_candidates(self, grid: Grid, start: int, stop: int) -> Tiles:
+        left = self.left.tile_candidates(grid, start, stop)
+        right = self.right.tile_candidates(grid, start, stop)
+        return np.concatenate([left[0], right[0]]), np.concatenate([left[1], right[1]])
+
+    def tile_classes(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+        return np.maximum(self.left.tile_classes(grid, ti, tj), self.right.tile_classes(grid, ti, tj))
+
+    def tile_words(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+        return self.left.tile_words(grid, ti, tj) | self.right.tile_words(grid, ti, tj)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Not(Pattern):
+    """Pairs that the pattern does not keep."""
+
+    pattern: Pattern
+
+    def __repr__(self) -> str:
+        return f"~{self.pattern!r}"
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        return self.pattern.lead
+
+    def at(self, b: int, h: int) -> Pattern:
+        return Not(self.pattern.at(b, h))
+
+    def lower(self, sizes: Sizes) -> Pattern:
+        return Not(self.pattern.lower(sizes))
+
+    def _check(self, Q: int, K: int) -> None:
+        self.pattern._check(Q, K)
+
+    def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
+        return ~self.pattern._keep(i, j, sizes)
+
+    def tile_classes(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+        return FULL - self.pattern.tile_classes(grid, ti, tj)
+
+    def tile_ids(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+        return self.pattern.tile_ids(grid, ti, tj)
+
+    def tile_words(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+        return ~self.pattern.tile_words(grid, ti, tj)
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class PerHead(Pattern):
+    """A pattern for each query head, in order.
+
+    Args:
+        patterns: one pattern per query head; each may differ by batch element but not by head.
+    """
+
+    patterns: tuple[Pattern, ...]
+
+    def __init__(self, patterns: Iterable[Pattern]) -> None:
+        wanted = "patterns must be a non-empty list of patterns, one for each query head"
+        try:
+            given: tuple[Any, ...] = tuple(patterns)
+        except TypeError:
+            raise ValueError(f"{wanted}, got {show(patterns)}") from None
+        if not given or not all(isinstance(p, Pattern) for p in given):
+            raise ValueError(f"{wanted}, got {show(patterns)}")
+        batches = {p.lead[0] for p in given} - {1}
+        if any(p.lead[1] != 1 for p in given) or len(batches) > 1:
+            raise ValueError(f"{wanted}, each for one head and the same batch; got leads {[p.lead for p in given]}")
+        object.__setattr__(self, "patterns", given)
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        return max(p.lead[0] for p in self.patterns), len(self.patterns)
+
+    def at(self, b: int, h: int) -> Pattern:
+        pattern = self.patterns[h]
+        return pattern.at(min(b, pattern.lead[0] - 1), 0)
+
+    def lower(self, sizes: Sizes) -> Pattern:
+        raise AssertionError("a per-head pattern is lowered head by head, through `at`")
+
+    def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
+        raise AssertionError("a per-head pattern is evaluated head by head, through `at`")
+
+    def _check(self, Q: int, K: int) -> None:
+        for pattern in self.patterns:
+            pattern._check(Q, K)

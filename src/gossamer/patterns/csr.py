@@ -1,0 +1,146 @@
+"""An explicit list of pairs in compressed sparse rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from gossamer.patterns.block import Counted, TileCounts
+from gossamer.patterns.grid import WORD, Grid, Sizes, ranges
+from gossamer.patterns.validate import array, digest, integer, show
+
+
+@dataclass(frozen=True, eq=False, init=False, repr=False)
+class CSR(Counted):
+    """Query row r sees the keys indices[indptr[r] : indptr[r + 1]], rows counted from 0 whatever `q_offset` is.
+
+    Args:
+        indptr: integer (Q + 1,), starting at 0, non-decreasing.
+        indices: integer (nnz,) in [0, num_keys), strictly increasing within a row. `CSR.from_scipy` and
+            `CSR.from_torch` sort and merge.
+        num_keys: K.
+    """
+
+    indptr: np.ndarray
+    indices: np.ndarray
+    num_keys: int
+
+    def __init__(self, indptr: Any, indices: Any, num_keys: int) -> None:
+        num_keys = integer("num_keys", num_keys, minimum=1)
+        indptr = array("indptr", indptr, ndim=(1,), kind="integer")
+        indices = array("indices", indices, ndim=(1,), kind="integer")
+        if len(indptr) < 2 or indptr[0] != 0 or (indptr[1:] < indptr[:-1]).any():
+            raise ValueError(
+                f"indptr must start at 0 and never decrease, with one entry more than query rows; got {show(indptr)}"
+            )
+        if int(indptr[-1]) != len(indices):
+            raise ValueError(f"indptr must end at len(indices)={len(indices)}, got {int(indptr[-1])}")
+        outside = (indices < 0) | (indices >= num_keys)
+        if outside.any():
+            raise ValueError(f"indices must be in [0, {num_keys}), got {int(indices[outside][0])}")
+        rising = np.diff(indices) > 0
+        starts = indptr[1:-1]
+        rising[starts[(starts > 0) & (starts < len(indices))] - 1] = True  # a new row may begin anywhere
+        if not rising.all():
+            at = int(np.nonzero(~rising)[0][0]) + 1
+            row = int(np.searchsorted(indptr, at, side="right")) - 1
+            raise ValueError(
+                f"indices must increase strictly within a row; row {row} has {int(indices[at - 1])} before "
+                f"{int(indices[at])}. CSR.from_scipy and CSR.from_torch sort and merge"
+            )
+        object.__setattr__(self, "indptr", indptr)
+        object.__setattr__(self, "indices", indices)
+        object.__setattr__(self, "num_keys", num_keys)
+        object.__setattr__(self, "_digest", (digest(indptr), digest(indices)))
+
+    @classmethod
+    def from_scipy(cls, matrix: Any) -> CSR:
+        """From any scipy sparse matrix (Q, K): stored entries count, values are ignored, duplicates are merged."""
+        if not hasattr(matrix, "tocoo") or len(getattr(matrix, "shape", ())) != 2:
+            raise ValueError(f"matrix must be a two-dimensional scipy sparse matrix, got {show(matrix)}")
+        entries = matrix.tocoo()
+        return cls._from_pairs(entries.row, entries.col, *matrix.shape)
+
+    @classmethod
+    def from_torch(cls, tensor: Any) -> CSR:
+        """From a torch sparse CSR or COO tensor (Q, K): stored entries count, values are ignored, duplicates merge."""
+        layout = str(getattr(tensor, "layout", None))
+        if layout not in ("torch.sparse_csr", "torch.sparse_coo") or tensor.dim() != 2:
+            raise ValueError(f"tensor must be a two-dimensional torch sparse CSR or COO tensor, got {show(tensor)}")
+        Q, K = tensor.shape
+        if layout == "torch.sparse_csr":
+            indptr = tensor.crow_indices().cpu().numpy()
+            rows = np.repeat(np.arange(Q), np.diff(indptr))
+            return cls._from_pairs(rows, tensor.col_indices().cpu().numpy(), Q, K)
+        rows, columns = tensor._indices().cpu().numpy()
+        return cls._from_pairs(rows, columns, Q, K)
+
+    @classmethod
+    def _from_pairs(cls, rows: np.ndarray, columns: np.ndarray, Q: int, K: int) -> CSR:
+        rows, columns = rows.astype(np.int64), columns.astype(np.int64)
+        for name, given, size in (("row", rows, Q), ("column", columns, K)):
+            if len(given) and (int(given.min()) < 0 or int(given.max()) >= size):
+                raise ValueError(f"{name} indices must be in [0, {size}), got [{given.min()}, {given.max()}]")
+        keys = np.unique(rows * K + columns)
+        rows, columns = np.divmod(keys, K)
+        indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=Q))])
+        return cls(indptr, columns, K)
+
+    def __repr__(self) -> str:
+        return f"CSR({len(self.indptr) - 1}x{self.num_keys}, {len(self.indices)} pairs)"
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.num_keys, self.__dict__["_digest"]
+
+    def _check(self, Q: int, K: int) -> None:
+        if (len(self.indptr) - 1, self.num_keys) != (Q, K):
+            raise ValueError(f"CSR has {len(self.indptr) - 1} rows and num_keys={self.num_keys}, needs Q={Q} and K={K}")
+
+    def _pairs(self) -> np.ndarray:
+        """Sorted row * num_keys + column."""
+        rows = np.repeat(np.arange(len(self.indptr) - 1), np.diff(self.indptr))
+        return rows * self.num_keys + self.indices
+
+    def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
+        pairs = self._pairs()
+        row = i - sizes.q_offset
+        exists = (row >= 0) & (row < len(self.indptr) - 1) & (j >= 0) & (j < self.num_keys)
+        if not len(pairs):
+            return np.zeros_like(exists)
+        wanted = row * self.num_keys + j
+        return (pairs[np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)] == wanted) & exists
+
+    def _count_tiles(self, grid: Grid) -> TileCounts:
+        keys, _, starts = _remembered_order(self, grid)
+        return TileCounts(keys, np.diff(starts))
+
+    def tile_words(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+        keys, pairs, starts = _remembered_order(self, grid)
+        width = grid.block_kv // WORD
+        words = np.zeros(len(ti) * grid.block_q * width, dtype=np.uint32)
+        wanted = ti * grid.nk + tj
+        at = np.minimum(np.searchsorted(keys, wanted), max(0, len(keys) - 1))
+        listed = np.nonzero(keys[at] == wanted)[0] if len(keys) else np.zeros(0, dtype=np.int64)
+        which, found = ranges(starts[at[listed]], starts[at[listed] + 1])
+        row, column = np.divmod(pairs[found], self.num_keys)
+        word = (listed[which] * grid.block_q + row % grid.block_q) * width + column % grid.block_kv // WORD
+        # Each pair is stored once, so adding bits is setting them.
+        np.add.at(words, word, np.uint32(1) << (column % WORD).astype(np.uint32))
+        return words.reshape(len(ti), grid.block_q, width)
+
+    def pairs_kept(self, sizes: Sizes) -> int:
+        return len(self.indices)
+
+
+@lru_cache(maxsize=4)
+def _remembered_order(pattern: CSR, grid: Grid) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Non-empty tiles ti * nk + tj ascending, all pairs in tile order, and where each tile's pairs start."""
+    pairs = pattern._pairs()
+    row, column = np.divmod(pairs, pattern.num_keys)
+    tile = row // grid.block_q * grid.nk + column // grid.block_kv
+    order = np.argsort(tile, kind="stable")
+    keys, counts = np.unique(tile, return_counts=True)
+    return keys, pairs[order], np.concatenate([[0], np.cumsum(counts)])

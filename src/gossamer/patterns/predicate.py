@@ -1,0 +1,48 @@
+"""Any boolean function of positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gossamer.patterns.base import Pattern
+from gossamer.patterns.grid import Sizes
+from gossamer.patterns.validate import show
+
+
+@dataclass(frozen=True, eq=False)
+class Predicate(Pattern):
+    """Pairs for which `fn(i, j)` is true.
+
+    Equal only to a Predicate of the same function object: keep the pattern, and its layout is built once. The
+    layout is evaluated tile by tile, over all Q x K pairs unless it is composed by & with a pattern that has fewer.
+
+    Args:
+        fn: a vectorised boolean function of int64 numpy arrays of query and key positions, which broadcast against
+            each other. Positions may lie outside the sequence; what it says of them is ignored.
+    """
+
+    fn: Callable[[np.ndarray, np.ndarray], Any]
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise ValueError(f"fn must be a function fn(i, j) of positions, got {show(self.fn)}")
+
+    def _key(self) -> tuple[Any, ...]:
+        return (id(self.fn),)
+
+    def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
+        kept = np.asarray(self.fn(i, j))
+        shape = np.broadcast_shapes(i.shape, j.shape)
+        try:
+            if kept.dtype != np.bool_:
+                raise ValueError
+            return np.broadcast_to(kept, shape)
+        except ValueError:
+            raise ValueError(
+                f"fn of Predicate must return booleans that broadcast to {shape} for positions of shapes {i.shape} "
+                f"and {j.shape}; got shape {kept.shape}, dtype {kept.dtype}"
+            ) from None
