@@ -1,0 +1,133 @@
+"""The dense oracle: attention written as its formulas, over a whole (Q, K) matrix, forward and backward.
+
+Every other implementation is tested against this one. It is the only path that holds an N x N array.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gossamer.kernels.contract import Capability, Problem, Terms
+from gossamer.kernels.rows import compute_dtype, row_terms, sink_gradient
+
+
+def kept(mask: Tensor, terms: Terms, K: int) -> Tensor:
+    """`mask`, broadcastable to (B, H, Q, K), without the keys at and past `key_lengths`."""
+    if terms.key_lengths is None:
+        return mask
+    j = torch.arange(K, device=mask.device)
+    return mask & (j < terms.key_lengths.to(mask.device)[:, None, None, None])
+
+
+def scores(q: Tensor, k: Tensor, terms: Terms) -> tuple[Tensor, Tensor | None]:
+    """(scores (B, H, Q, K) before masking, tanh(s / softcap) or None); q (B, H, Q, D), k (B, G, K, D)."""
+    B, H, Q, _ = q.shape
+    G, K = k.shape[1:3]
+    s = (_by_group(q, G) @ k.mT.unsqueeze(2)).reshape(B, H, Q, K) * terms.scale
+    t = None
+    if terms.softcap is not None:
+        t = torch.tanh(s / terms.softcap)
+        s = terms.softcap * t
+    if terms.alibi_slopes is not None:
+        i = torch.arange(Q, device=q.device) + terms.q_offset
+        j = torch.arange(K, device=q.device)
+        s = s + terms.alibi_slopes.to(s.dtype)[:, None, None] * (j - i[:, None])
+    return s, t
+
+
+def oracle(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    """(out (B, H, Q, E), lse (B, H, Q)) in float64 whatever the inputs; plain autograd differentiates it.
+
+    A row that keeps nothing gives out 0, zero gradients, and lse -inf, or the sink where there is one: an empty
+    row's denominator is exp(sink) alone, which is what merging by log-sum-exp needs.
+    """
+    q, k, v = q.double(), k.double(), v.double()
+    B, H, Q, _ = q.shape
+    G, K = k.shape[1:3]
+    keep = kept(mask, terms, K).expand(B, H, Q, K)
+    s, _ = scores(q, k, terms)
+    some = keep.any(-1)
+    s = torch.where(keep, s, -torch.inf)
+    if terms.sink_logits is not None:
+        sink = terms.sink_logits.double()[:, None, None].expand(B, H, Q, 1)
+        s, some = torch.cat([s, sink], -1), torch.ones_like(some)
+    s = torch.where(some[..., None], s, 0.0)
+    lse = torch.logsumexp(s, -1)
+    p = torch.where(keep, torch.exp(s - lse[..., None])[..., :K], 0.0)
+    out = (_by_group(p, G) @ v.unsqueeze(2)).reshape(B, H, Q, -1)
+    return out, torch.where(some, lse, -torch.inf)
+
+
+def _by_group(x: Tensor, G: int) -> Tensor:
+    """(B, H, ...) -> (B, G, H // G, ...): the query heads of each key head."""
+    return x.unflatten(1, (G, x.shape[1] // G))
+
+
+class Reference:
+    """Dense attention on any device; float64 inputs are computed in float64, the others in float32."""
+
+    name = "reference"
+    layout = "dense"
+    capability = Capability(
+        devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({"float16", "bfloat16", "float32", "float64"})
+    )
+
+    def unavailable(self) -> list[str]:
+        return []
+
+    def tile(self, problem: Problem) -> tuple[int, int]:
+        return 128, 128
+
+    def forward(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, layout: Tensor, terms: Terms
+    ) -> tuple[Tensor, Tensor]:
+        dtype = compute_dtype(q.dtype)
+        s, _ = scores(q.to(dtype), k.to(dtype), terms)
+        s = s.masked_fill(~kept(layout, terms, problem.K), -torch.inf)
+        m = s.amax(-1)
+        sink = None if terms.sink_logits is None else terms.sink_logits.to(dtype)[:, None]
+        if sink is not None:
+            m = torch.maximum(m, sink)
+        m = m.clamp(min=torch.finfo(dtype).min)
+        p = torch.exp(s - m[..., None])
+        total = p.sum(-1)
+        if sink is not None:
+            total = total + torch.exp(sink - m)
+        out = (_by_group(p, problem.G) @ v.to(dtype).unsqueeze(2)).reshape(*q.shape[:3], problem.E)
+        # A row that keeps anything has a total of at least 1, its largest term.
+        out = out / total.clamp(min=1.0)[..., None]
+        return out.to(q.dtype), m + torch.log(total)
+
+    def backward(
+        self,
+        problem: Problem,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        layout: Tensor,
+        terms: Terms,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        dtype = compute_dtype(q.dtype)
+        delta, lse = row_terms(dout, dlse, out, lse, dtype)
+        qc, kc, vc, do = q.to(dtype), k.to(dtype), v.to(dtype), dout.to(dtype)
+        s, t = scores(qc, kc, terms)
+        s = s.masked_fill(~kept(layout, terms, problem.K), -torch.inf)
+        p = torch.exp(s - lse[..., None])
+        by_group = problem.G
+        dp = (_by_group(do, by_group) @ vc.mT.unsqueeze(2)).reshape(s.shape)
+        ds = p * (dp - delta[..., None])
+        if t is not None:
+            ds = ds * (1 - t * t)
+        ds = _by_group(ds * terms.scale, by_group)
+        dq = (ds @ kc.unsqueeze(2)).reshape(q.shape)
+        dk = (ds.mT @ _by_group(qc, by_group)).sum(2)
+        dv = (_by_group(p, by_group).mT @ _by_group(do, by_group)).sum(2)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), sink_gradient(delta, lse, terms)
+
+
+IMPLEMENTATION = Reference()
