@@ -10,11 +10,10 @@ import numpy as np
 from gossamer.layouts.block import WORD, BlockLayout, TileList, Walk
 from gossamer.patterns.base import Intervals, Pattern
 from gossamer.patterns.compose import And, Or
-from gossamer.patterns.grid import EMPTY, FULL, Grid, Sizes, combine_ids, ranges
+from gossamer.patterns.grid import ELEMENTS_AT_ONCE, EMPTY, FULL, Grid, Sizes, combine_ids, ranges
 
-# Tile pairs looked at together, and elements of a mixed tile evaluated together: they bound the scratch memory.
+# Tile pairs looked at together: bounds the scratch memory, with ELEMENTS_AT_ONCE for what is in the tiles.
 TILES_AT_ONCE = 2**21
-ELEMENTS_AT_ONCE = 2**23
 
 KIND_FULL, KIND_INTERVAL, KIND_BITS = 0, 1, 2
 
@@ -89,8 +88,8 @@ def _one(pattern: Pattern, grid: Grid) -> tuple[Tiles, Intervals | None]:
     if len(parts) > 1:
         words, same = unique_tiles(words)
         entry = np.where(entry >= 0, same[entry], -1) if len(same) else entry
-    merged = [np.concatenate([getattr(p, name) for p in parts]) for name in ("ti", "tj", "kind")]
-    return Tiles(*merged, entry, words), interval
+    ti, tj, kind = (np.concatenate([p[column] for p in parts]) for column in range(3))
+    return Tiles(ti, tj, kind, entry, words), interval
 
 
 # -- interval tiles ---------------------------------------------------------------------------------------------
@@ -214,7 +213,7 @@ def _words(
     _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
     ti, tj = ti[first], tj[first]
     words = np.empty((len(ti), grid.block_q, width), dtype=np.uint32)
-    step = max(1, ELEMENTS_AT_ONCE // (grid.block_q * grid.block_kv))
+    step = max(1, ELEMENTS_AT_ONCE // (grid.block_q * width))
     for at in range(0, len(ti), step):
         chunk = slice(at, at + step)
         words[chunk] = pattern.tile_words(grid, ti[chunk], tj[chunk]) & grid.existing(ti[chunk], tj[chunk])

@@ -15,16 +15,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gossamer.patterns.grid import (
+    ELEMENTS_AT_ONCE,
     EMPTY,
     FULL,
     MIXED,
+    WORD,
     Grid,
     Sizes,
     all_tiles,
+    combine_ids,
     interval_words,
     pack_bits,
     ranges,
-)  # fmt: skip
+)
 from gossamer.patterns.validate import integer, optional_integer, show
 
 if TYPE_CHECKING:
@@ -212,9 +215,19 @@ class Pattern(ABC):
         interval = self.intervals(sizes)
         if interval is not None:
             return interval_words(*interval, grid, ti, tj)
-        i, j = grid.pairs(ti, tj)
-        kept = self._keep(i, j, sizes)
-        return pack_bits(np.broadcast_to(kept, (len(ti), grid.block_q, grid.block_kv)))
+        words = np.empty((len(ti), grid.block_q, grid.block_kv // WORD), dtype=np.uint32)
+        step = max(1, ELEMENTS_AT_ONCE // (grid.block_q * grid.block_kv))
+        for at in range(0, len(ti), step):
+            i, j = grid.pairs(ti[at : at + step], tj[at : at + step])
+            kept = self._keep(i, j, sizes)
+            words[at : at + step] = pack_bits(np.broadcast_to(kept, (len(i), grid.block_q, grid.block_kv)))
+        return words
+
+    def shared_tile_words(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+        """`tile_words`, evaluated once for each distinct id."""
+        ids = combine_ids(self.tile_ids(grid, ti, tj), grid.ragged(ti, tj))
+        _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+        return self.tile_words(grid, ti[first], tj[first])[inverse]
 
     def pairs_kept(self, sizes: Sizes) -> int | None:
         """How many pairs are kept when a formula gives it; None to count by tiles."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gossamer.patterns.base import Intervals, Pattern, Tiles
-from gossamer.patterns.grid import FULL, Grid, Sizes, combine_ids
+from gossamer.patterns.grid import FULL, MIXED, Grid, Sizes, combine_ids
 from gossamer.patterns.validate import show
 
 
@@ -50,7 +50,11 @@ class _Binary(Pattern):
         self.right._check(Q, K)
 
     def tile_ids(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
-        return combine_ids(self.left.tile_ids(grid, ti, tj), self.right.tile_ids(grid, ti, tj))
+        ids = []
+        for part in (self.left, self.right):
+            classes = part.tile_classes(grid, ti, tj)  # what is not mixed is alike everywhere
+            ids += [classes, np.where(classes == MIXED, part.tile_ids(grid, ti, tj), 0)]
+        return combine_ids(*ids)
 
 
 class And(_Binary):
@@ -78,7 +82,7 @@ class And(_Binary):
         return np.minimum(self.left.tile_classes(grid, ti, tj), self.right.tile_classes(grid, ti, tj))
 
     def tile_words(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
-        return self.left.tile_words(grid, ti, tj) & self.right.tile_words(grid, ti, tj)
+        return self.left.shared_tile_words(grid, ti, tj) & self.right.shared_tile_words(grid, ti, tj)
 
 
 class Or(_Binary):
@@ -101,7 +105,7 @@ class Or(_Binary):
         return np.maximum(self.left.tile_classes(grid, ti, tj), self.right.tile_classes(grid, ti, tj))
 
     def tile_words(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
-        return self.left.tile_words(grid, ti, tj) | self.right.tile_words(grid, ti, tj)
+        return self.left.shared_tile_words(grid, ti, tj) | self.right.shared_tile_words(grid, ti, tj)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

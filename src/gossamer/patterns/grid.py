@@ -11,6 +11,9 @@ EMPTY, MIXED, FULL = 0, 1, 2
 
 WORD = 32
 
+# Elements of mixed tiles evaluated together.
+ELEMENTS_AT_ONCE = 2**22
+
 
 class Sizes(NamedTuple):
     """Q query rows and K keys; row r has position r + q_offset."""
