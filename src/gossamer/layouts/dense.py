@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from gossamer.layouts.block import WORD, BlockLayout, TileList, Walk, iterate
+from gossamer.layouts.block import BlockLayout, TileList, Walk, iterate
+from gossamer.layouts.build import unique_tiles
 from gossamer.patterns.grid import pack_bits, unpack_bits
 
 
@@ -52,15 +53,14 @@ def from_dense(mask: np.ndarray, *, block_q: int, block_kv: int) -> BlockLayout:
     fits = (np.arange(1, nk + 1) * block_kv <= k)[None, :]
     full = (kept == height * block_kv) & fits
     bits = (kept > 0) & ~full
-    words = pack_bits(tiles[bits])
-    pool, inverse = np.unique(words.reshape(len(words), -1), axis=0, return_inverse=True)
+    pool, pool_index = unique_tiles(pack_bits(tiles[bits]))
     none = np.zeros((1, 1, 0), dtype=np.int32)
     walk = Walk(
         q, k, block_q, block_kv,
         full=list_tiles(full), interval=list_tiles(np.zeros_like(full)), bits=list_tiles(bits),
         lo=none, hi=none,
-        pool_index=inverse.reshape(-1).astype(np.int32),
-        pool=pool.reshape(-1, block_q, block_kv // WORD),
+        pool_index=pool_index.astype(np.int32),
+        pool=pool,
     )  # fmt: skip
     return BlockLayout(walk)
 

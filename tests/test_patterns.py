@@ -1,0 +1,290 @@
+"""Patterns against their definitions, written here independently: plain loops over pairs of positions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.sparse
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gossamer as gs
+
+SIZES = [(17, 17), (40, 40), (9, 40), (40, 9), (1, 33), (33, 1)]
+
+
+def matrix(Q, K, kept, q_offset=None):
+    """The dense matrix of a definition over positions, by a double loop."""
+    offset = K - Q if q_offset is None else q_offset
+    return np.array([[bool(kept(r + offset, j)) for j in range(K)] for r in range(Q)])
+
+
+DEFINITIONS = {
+    "dense": (gs.Dense(), lambda i, j, K: True),
+    "causal": (gs.Causal(), lambda i, j, K: j <= i),
+    "window": (gs.SlidingWindow(5), lambda i, j, K: i - 5 <= j <= i),
+    "window both": (gs.SlidingWindow(5, 3), lambda i, j, K: i - 5 <= j <= i + 3),
+    "window 0": (gs.SlidingWindow(0), lambda i, j, K: i == j),
+    "unbounded left": (gs.SlidingWindow(None, 2), lambda i, j, K: j <= i + 2),
+    "unbounded": (gs.SlidingWindow(None, None), lambda i, j, K: True),
+    "causal sinks": (gs.SlidingWindow(4, 0, 3), lambda i, j, K: j <= i and (j >= i - 4 or j < 3)),
+    "sinks": (gs.SlidingWindow(4, 1, 3), lambda i, j, K: i - 4 <= j <= i + 1 or j < 3),
+    "local": (gs.Local(6), lambda i, j, K: i // 6 == j // 6),
+    "longformer": (gs.Longformer(7, (0, 5)), lambda i, j, K: abs(i - j) <= 3 or i in (0, 5) or j in (0, 5)),
+    "longformer dilated": (gs.Longformer(6, (), 3), lambda i, j, K: abs(i - j) <= 9 and (i - j) % 3 == 0),
+    "dilated": (gs.Dilated(4, 2, 3), lambda i, j, K: any(j == i - m * 3 for m in range(-2, 5))),
+    "strided": (gs.Strided(5, 2), lambda i, j, K: i >= j and (i - j <= 2 or (i - j) % 5 == 0)),
+    "powers": (gs.PowerStrided(), lambda i, j, K: i == j or any(i - j == 2**m for m in range(9))),
+    "powers of 3": (gs.PowerStrided(3, 2), lambda i, j, K: i - j in (0, 1, 2, 3, 9, 27)),
+    "predicate": (gs.Predicate(lambda i, j: (i + 2 * j) % 3 == 0), lambda i, j, K: (i + 2 * j) % 3 == 0),
+    "and": (gs.SlidingWindow(9) & gs.Strided(4, 0), lambda i, j, K: 0 <= i - j <= 9 and (i - j) % 4 == 0),
+    "or": (gs.SlidingWindow(2) | gs.Dilated(3, 0, 5), lambda i, j, K: i - j in (0, 1, 2, 5, 10, 15)),
+    "not": (~gs.Causal(), lambda i, j, K: j > i),
+}
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+@pytest.mark.parametrize(("Q", "K"), SIZES)
+def test_pattern_is_its_definition(name, Q, K):
+    pattern, kept = DEFINITIONS[name]
+    if isinstance(pattern, gs.Longformer) and pattern.global_tokens and max(pattern.global_tokens) >= K:
+        with pytest.raises(ValueError, match="global_tokens"):
+            pattern.materialize(Q, K)
+        return
+    for q_offset in (None, 3, -4):
+        expected = matrix(Q, K, lambda i, j: kept(i, j, K), q_offset)
+        assert (pattern.materialize(Q, K, q_offset) == expected).all()
+        assert pattern.density(Q, K, q_offset) == pytest.approx(expected.mean(), abs=1e-12)
+
+
+def test_keep_broadcasts_and_knows_no_keys_outside():
+    i, j = np.arange(4)[:, None], np.arange(-2, 8)[None, :]
+    kept = gs.Dense().keep(i, j, 4, 5)
+    assert kept.shape == (4, 10)
+    assert (kept == ((j >= 0) & (j < 5))).all()
+    assert gs.Causal().keep(2, 1, 4, 4).shape == ()
+    with pytest.raises(ValueError, match="integer positions"):
+        gs.Causal().keep(np.array([0.5]), np.array([1]), 4, 4)
+
+
+def test_negative_positions_never_wrap():
+    # Q > K: the first rows have negative positions, and none of the indexed patterns may read from the end.
+    ids = np.array([0, 0, 1, 1])
+    assert not gs.Document(ids).materialize(8, 4)[:4].any()
+    assert not gs.Longformer(0, (3,)).materialize(8, 4)[0, :3].any()
+    assert not gs.Local(2).materialize(8, 4)[:4].any()
+
+
+# -- block patterns ----------------------------------------------------------------------------------------------
+
+
+def test_block_mask_counts_rows_and_keys_from_zero():
+    mask = np.array([[1, 0, 0], [0, 1, 1]], dtype=bool)
+    expected = np.kron(mask, np.ones((4, 4), dtype=bool))[:7, :10]
+    for q_offset in (None, 0, 5):
+        assert (gs.BlockMask(mask, 4).materialize(7, 10, q_offset) == expected).all()
+    per_head = gs.BlockMask(np.stack([mask, ~mask]), 4)
+    assert per_head.lead == (1, 2)
+    assert (per_head.materialize(8, 12)[0, 1] == np.kron(~mask, np.ones((4, 4), dtype=bool))).all()
+    assert per_head.mask.shape == (2, 2, 3)
+    assert per_head.block == 4
+
+
+def big_bird_blocks(n, window, g, random, causal):
+    """(must, may) block matrices: what every draw keeps, and where the random blocks of a row may lie."""
+    must, may = np.zeros((n, n), dtype=bool), np.zeros((n, n), dtype=bool)
+    for row in range(n):
+        for column in range(n):
+            is_global = row < g or row >= n - g or column < g or column >= n - g
+            must[row, column] = is_global or abs(row - column) <= window // 2
+            may[row, column] = not must[row, column] and (not causal or column <= row - 2)
+    return must, may
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("block", "window", "g", "random"), [(4, 3, 1, 3), (4, 1, 0, 2), (3, 5, 2, 1), (8, 3, 1, 0)])
+@pytest.mark.parametrize("N", [4, 30, 64, 101])
+def test_big_bird(block, window, g, random, causal, N):
+    pattern = gs.BigBird(block, window, g, random, seed=5, causal=causal)
+    dense = pattern.materialize(N, N)
+    if causal:
+        lower = np.tril(np.ones((N, N), dtype=bool))
+        assert not (dense & ~lower).any()
+        dense = dense | ~lower
+    n = -(-N // block)
+    edges = np.arange(0, N, block)
+    every = np.logical_and.reduceat(np.logical_and.reduceat(dense, edges, axis=0), edges, axis=1)
+    some = np.logical_or.reduceat(
+        np.logical_or.reduceat(dense & np.tril(dense) if causal else dense, edges, 0), edges, 1
+    )
+    must, may = big_bird_blocks(n, window, g, random, causal)
+    if causal:
+        must &= np.tril(np.ones((n, n), dtype=bool))
+        some &= np.tril(np.ones((n, n), dtype=bool))
+        every = every & np.tril(np.ones((n, n), dtype=bool))
+    assert (every == some).all(), "blocks are whole"
+    assert not (must & ~some).any(), "global and window blocks are kept"
+    drawn = some & ~must
+    assert not (drawn & ~may).any(), "random blocks lie where they may"
+    middle = np.arange(n)[g : max(g, n - g)]
+    assert (drawn.sum(1)[middle] == np.minimum(random, may.sum(1)[middle])).all()
+    others = np.setdiff1d(np.arange(n), middle)
+    assert not drawn[others].any()
+
+
+def test_big_bird_draws_differ_by_row_and_seed_and_cover_all_candidates():
+    first = gs.BigBird(1, 1, 0, 2, seed=0).materialize(40, 40)
+    assert (first == gs.BigBird(1, 1, 0, 2, seed=0).materialize(40, 40)).all()
+    assert (first != gs.BigBird(1, 1, 0, 2, seed=1).materialize(40, 40)).any()
+    seen = sum(gs.BigBird(1, 1, 0, 2, seed=s).materialize(12, 12).astype(int) for s in range(400))
+    off_diagonal = seen[~np.eye(12, dtype=bool)]
+    # 2 of 11 candidates: 400 * 2 / 11 = 73 times each, standard deviation 7.7
+    assert off_diagonal.min() > 73 - 5 * 7.7
+    assert off_diagonal.max() < 73 + 5 * 7.7
+
+
+def test_big_bird_needs_square():
+    with pytest.raises(ValueError, match="as many queries as keys"):
+        gs.BigBird().materialize(64, 128)
+
+
+# -- documents, lists, heads -----------------------------------------------------------------------------------------
+
+
+def test_document():
+    ids = np.array([3, 3, 3, 7, 7, 1])
+    assert (gs.Document(ids).materialize(6, 6) == (ids[:, None] == ids[None, :])).all()
+    assert (gs.Document(ids).materialize(2, 6) == (ids[4:, None] == ids[None, :])).all()
+    assert (gs.Document.from_cu_seqlens([0, 3, 5, 6]).materialize(6, 6) == gs.Document(ids).materialize(6, 6)).all()
+    batch = gs.Document(np.stack([ids, ids[::-1]]))
+    assert batch.lead == (2, 1)
+    assert (batch.materialize(6, 6)[1, 0] == (ids[::-1, None] == ids[None, ::-1])).all()
+    again = np.array([0, 1, 0, 1])
+    assert (gs.Document(again).materialize(4, 4) == (again[:, None] == again[None, :])).all()
+
+
+def test_csr_sources_agree():
+    rng = np.random.default_rng(3)
+    dense = rng.random((13, 29)) < 0.2
+    scipy_matrix = scipy.sparse.csr_array(dense.astype(float))
+    scipy_matrix.data[:] = 0.0  # stored entries count, values do not
+    pattern = gs.CSR.from_scipy(scipy_matrix)
+    assert (pattern.materialize(13, 29) == dense).all()
+    assert pattern == gs.CSR(scipy_matrix.indptr, scipy_matrix.indices, 29)
+    rows, columns = np.nonzero(dense)
+    twice = scipy.sparse.coo_array((np.ones(2 * len(rows)), (np.tile(rows, 2), np.tile(columns, 2))), (13, 29))
+    assert gs.CSR.from_scipy(twice) == pattern
+    assert (pattern.materialize(13, 29, q_offset=4) == dense).all()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_csr_from_torch():
+    torch = pytest.importorskip("torch")
+    dense = np.random.default_rng(3).random((5, 7)) < 0.4
+    rows, columns = np.nonzero(dense)
+    coo = torch.sparse_coo_tensor(np.stack([rows, columns]), torch.ones(len(rows)), (5, 7), check_invariants=True)
+    crow, values = torch.tensor([0, *np.cumsum(dense.sum(1))]), torch.ones(len(rows))
+    csr = torch.sparse_csr_tensor(crow, torch.from_numpy(columns.copy()), values, (5, 7), check_invariants=True)
+    for tensor in (coo, csr):
+        assert (gs.CSR.from_torch(tensor).materialize(5, 7) == dense).all()
+
+
+def test_empty_csr_rows():
+    pattern = gs.CSR([0, 0, 2, 2], [1, 3], 4)
+    assert pattern.materialize(3, 4).tolist() == [[False] * 4, [False, True, False, True], [False] * 4]
+    assert not gs.CSR([0, 0], [], 4).materialize(1, 4).any()
+
+
+def test_per_head_and_composition_by_head():
+    heads = gs.PerHead([gs.SlidingWindow(2), gs.Dilated(2, 0, 3)])
+    assert heads.lead == (1, 2)
+    dense = (heads & gs.Causal()).materialize(9, 9)
+    assert dense.shape == (1, 2, 9, 9)
+    assert (dense[0, 0] == gs.SlidingWindow(2).materialize(9, 9)).all()
+    assert (dense[0, 1] == gs.Dilated(2, 0, 3).materialize(9, 9)).all()
+    assert (~heads).materialize(9, 9)[0, 1, 0, 0] == np.False_
+    batch = gs.Document(np.zeros((3, 9), dtype=int))
+    assert (heads & batch).materialize(9, 9).shape == (3, 2, 9, 9)
+    with pytest.raises(ValueError, match="different batch elements or heads"):
+        heads & gs.PerHead([gs.Causal()] * 3)
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def test_patterns_are_values():
+    assert gs.SlidingWindow(4) == gs.SlidingWindow(np.int64(4))
+    assert hash(gs.BlockMask(np.eye(3, dtype=bool), 8)) == hash(gs.BlockMask(np.eye(3, dtype=bool), 8))
+    assert gs.BlockMask(np.eye(3, dtype=bool), 8) != gs.BlockMask(~np.eye(3, dtype=bool), 8)
+    assert gs.SlidingWindow(4) & gs.Causal() == gs.SlidingWindow(4) & gs.Causal()
+    assert gs.SlidingWindow(4) & gs.Causal() != gs.SlidingWindow(4) | gs.Causal()
+    fn = lambda i, j: i > j  # noqa: E731
+    assert gs.Predicate(fn) == gs.Predicate(fn)
+    assert gs.Predicate(fn) != gs.Predicate(lambda i, j: i > j)
+    with pytest.raises(AttributeError):
+        gs.SlidingWindow(4).left = 5
+    source = np.zeros((2, 2), dtype=bool)
+    mask = gs.BlockMask(source, 8)
+    source[:] = True
+    assert not mask.mask.any()
+
+
+@pytest.mark.parametrize("use", [bool, lambda p: p and p, lambda p: not p])
+def test_truth_value_says_what_to_use(use):
+    with pytest.raises(ValueError, match=r"& \| ~"):
+        use(gs.Causal())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: gs.SlidingWindow(-1), "left"),
+        (lambda: gs.SlidingWindow(2.5), "left"),
+        (lambda: gs.SlidingWindow(1, True), "right"),
+        (lambda: gs.SlidingWindow(1, 0, None), "sinks"),
+        (lambda: gs.Local(0), "block"),
+        (lambda: gs.BlockMask(np.zeros((2, 2)), 4), "mask"),
+        (lambda: gs.BlockMask(np.zeros((0, 2), dtype=bool), 4), "mask"),
+        (lambda: gs.BlockMask([[True], [True, False]], 4), "mask"),
+        (lambda: gs.BigBird(window_blocks=2), "window_blocks"),
+        (lambda: gs.BigBird(causal=1), "causal"),
+        (lambda: gs.Longformer(4, (-1,)), "global_tokens"),
+        (lambda: gs.Longformer(4, 7), "global_tokens"),
+        (lambda: gs.Dilated(1, 0, 0), "dilation"),
+        (lambda: gs.Strided(0, 1), "stride"),
+        (lambda: gs.PowerStrided(1), "base"),
+        (lambda: gs.Document([0.5]), "ids"),
+        (lambda: gs.Document([]), "ids"),
+        (lambda: gs.Document.from_cu_seqlens([0, 4, 2]), "cu_seqlens"),
+        (lambda: gs.CSR([0, 2], [1, 1], 4), "strictly"),
+        (lambda: gs.CSR([0, 2], [2, 1], 4), "strictly"),
+        (lambda: gs.CSR([0, 1], [4], 4), r"\[0, 4\)"),
+        (lambda: gs.CSR([0, 2], [1], 4), "indptr"),
+        (lambda: gs.CSR([1, 2], [1], 4), "indptr"),
+        (lambda: gs.CSR.from_scipy(np.eye(3)), "matrix"),
+        (lambda: gs.CSR.from_torch(np.eye(3)), "tensor"),
+        (lambda: gs.Predicate(3), "fn"),
+        (lambda: gs.Predicate(lambda i, j: i + j).materialize(3, 3), "fn of Predicate"),
+        (lambda: gs.PerHead([]), "patterns"),
+        (lambda: gs.PerHead(gs.Causal()), "patterns"),
+        (lambda: gs.Causal().materialize(0, 4), "Q"),
+        (lambda: gs.Causal().layout(4, 4, block_q=64, block_kv=40), "block_kv"),
+        (lambda: gs.CSR([0, 1], [0], 4).materialize(2, 4), "CSR has 1 rows"),
+        (lambda: gs.Document([0, 1]).materialize(3, 3), "ids of Document"),
+        (lambda: gs.BlockMask(np.eye(3, dtype=bool), 4).materialize(16, 12), "blocks of 4"),
+    ],
+)
+def test_errors_name_the_argument(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_random_csr_survives_the_round_trip(data):
+    Q, K = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 70))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
+    dense = rng.random((Q, K)) < data.draw(st.sampled_from([0.0, 0.05, 0.5, 1.0]))
+    pattern = gs.CSR.from_scipy(scipy.sparse.coo_array(dense))
+    assert (pattern.materialize(Q, K) == dense).all()
+    assert pattern.density(Q, K) == pytest.approx(dense.mean())
