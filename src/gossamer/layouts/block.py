@@ -89,6 +89,7 @@ class BlockLayout:
     """
 
     rows: Walk
+    host: BlockLayout | None = field(default=None, repr=False)  # the numpy layout that this is a device copy of
     _transpose: list[Walk] = field(default_factory=list, repr=False)
     _copies: dict[Any, BlockLayout] = field(default_factory=dict, repr=False)
 
@@ -119,7 +120,8 @@ class BlockLayout:
         if not self._transpose:
             from gossamer.layouts.transpose import transpose
 
-            self._transpose.append(transpose(self.rows))
+            host = self.host
+            self._transpose.append(transpose(self.rows) if host is None else _walk_to(host.columns, self.device))
         return self._transpose[0]
 
     @property
@@ -128,7 +130,7 @@ class BlockLayout:
         return None if isinstance(self.rows.lo, np.ndarray) else self.rows.lo.device
 
     def to(self, device: Any) -> BlockLayout:
-        """A copy with torch tensors on `device`; made once and kept. The transpose goes along if it exists."""
+        """A copy with torch tensors on `device`; made once and kept."""
         import torch
 
         device = torch.device(device)
@@ -138,10 +140,9 @@ class BlockLayout:
             return self
         copy = self._copies.get(device)
         if copy is None:
-            copy = BlockLayout(_walk_to(self.rows, device))
+            host = self if self.device is None else self.host
+            copy = BlockLayout(_walk_to(self.rows, device), host)
             self._copies[device] = copy
-        if self._transpose and not copy._transpose:
-            copy._transpose.append(_walk_to(self._transpose[0], device))
         return copy
 
     def expand(self) -> np.ndarray:
