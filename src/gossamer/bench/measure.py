@@ -1,0 +1,107 @@
+"""Times and peak memory of one call, and the dense matrix-product rate that they are held against."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+FLUSH_BYTES = 256 * 2**20  # more than any level-2 cache
+MATMUL_SIZE = {"cuda": 8192, "cpu": 1536}
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Quantiles of the time of one call, in milliseconds, over `repeats` calls."""
+
+    p20: float
+    p50: float
+    p80: float
+    repeats: int
+
+
+def time_call(call: Call, device: torch.device, *, budget_s: float = 0.5, most: int = 50, least: int = 5) -> Timing:
+    """Times `call` after two warm-up calls: about `budget_s` of repeats, caches cleared before each on a GPU."""
+    measure = _cuda_times if device.type == "cuda" else _cpu_times
+    call()
+    first = measure(call, 1)[0]
+    repeats = int(min(most, max(least, 1000 * budget_s / max(first, 1e-3))))
+    times = torch.tensor(measure(call, repeats), dtype=torch.float64)
+    p20, p50, p80 = torch.quantile(times, torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
+    return Timing(p20, p50, p80, repeats)
+
+
+def _cuda_times(call: Call, repeats: int) -> list[float]:
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for start, end in events:
+        flush.zero_()
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in events]
+
+
+def _cpu_times(call: Call, repeats: int) -> list[float]:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(1000 * (time.perf_counter() - start))
+    return times
+
+
+def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
+    """TFLOP/s of a large dense matrix product of random numbers: the rate that shares are taken of."""
+    n = MATMUL_SIZE[device.type]
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(n, n, device=device, generator=generator).to(dtype) for _ in range(2))
+    return 2 * n**3 / (time_call(lambda: a @ b, device).p50 * 1e9)
+
+
+def reset_peak(device: torch.device) -> int:
+    """Starts a new peak and returns the bytes in use now."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    ctypes.CDLL(None).malloc_trim(0)  # freed blocks that glibc still holds would hide the next peak
+    # Linux: 5 sets the high-water mark back to the present size.
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most bytes in use since `reset_peak`: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+    return _status("VmHWM")
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def device_name(device: torch.device) -> str:
+    """The processor in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    names = (line.partition(":")[2].strip() for line in _cpu_lines() if line.startswith("model name"))
+    return f"{next(names, 'CPU')}, {torch.get_num_threads()} threads of {len(os.sched_getaffinity(0))} cores"
+
+
+def _cpu_lines() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []

@@ -1,0 +1,249 @@
+"""The implementations that a case is compared with: each prepares a call, or refuses with its reason."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import gossamer
+from gossamer.bench.check import Inputs
+from gossamer.bench.flex import block_mask
+from gossamer.bench.measure import time_call
+
+MASK_BYTES = 2 * 2**30  # the largest dense boolean mask that is built
+SLOWEST_S = 3.0  # of one dense call, estimated from the matrix-product rate
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Gradients = Callable[[], tuple[Tensor, ...]]
+
+
+class Refusal(Exception):
+    """The peer is missing here or does not take the case; the message is its reason."""
+
+
+@dataclass
+class Prepared:
+    """`attend(q, k, v)` gives the output; `gradients(dout)` the backward alone, or None for autograd's."""
+
+    attend: Attend
+    gradients: Callable[[Inputs], Gradients] | None = None
+    computes: Any = None  # the pattern it computes when that is not the case's (dense peers)
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A named comparison; `prepare(inputs, matmul_tflops)` raises Refusal."""
+
+    name: str
+    prepare: Callable[[Inputs, float], Prepared]
+
+
+def backward_call(prepared: Prepared, inputs: Inputs) -> Gradients:
+    """The backward alone, as a call that can be repeated: the forward runs once, here."""
+    if prepared.gradients is not None:
+        return prepared.gradients(inputs)
+    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    out = prepared.attend(leaves[0], leaves[1], leaves[2])
+    return lambda: torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
+
+
+def _needs_plain(inputs: Inputs) -> None:
+    t = inputs.terms
+    extra = [name for name in ("softcap", "key_lengths", "sink_logits", "alibi_slopes") if getattr(t, name) is not None]
+    if extra:
+        raise Refusal(f"not asked for {', '.join(extra)}")
+
+
+def _needs_cuda(inputs: Inputs) -> None:
+    if not inputs.q.is_cuda:
+        raise Refusal("needs a GPU")
+
+
+def _import(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # a package for another GPU or torch raises more than ImportError
+        raise Refusal(f"{module} cannot be imported ({type(error).__name__}: {str(error).splitlines()[:1]})") from error
+
+
+def _is_causal(inputs: Inputs) -> bool:
+    """Whether no query sees a later key, on the rows and keys at the far corner."""
+    Q, K = inputs.q.shape[2], inputs.k.shape[2]
+    rows = np.unique(np.linspace(0, Q - 1, min(Q, 64)).astype(np.int64)) + inputs.terms.q_offset
+    keys = np.unique(np.concatenate((rows + 1, rows + 2, np.linspace(0, K - 1, min(K, 1024)).astype(np.int64))))
+    keys = keys[(keys >= 0) & (keys < K)]
+    later = keys[None, :] > rows[:, None]
+    return not (inputs.pattern.keep(rows[:, None], keys[None, :], Q, K, inputs.terms.q_offset) & later).any()
+
+
+def _sdpa_dense(inputs: Inputs, matmul_tflops: float) -> Prepared:
+    _needs_plain(inputs)
+    B, H, Q, D = inputs.q.shape
+    K, E = inputs.k.shape[2], inputs.v.shape[3]
+    causal = _is_causal(inputs)
+    if causal and Q != K:
+        raise Refusal(f"is_causal is aligned at the first row, which differs for Q={Q}, K={K}")
+    seconds = B * H * Q * K * 2 * (D + E) * (0.5 if causal else 1.0) / (matmul_tflops * 1e12)
+    if seconds > SLOWEST_S:
+        raise Refusal(f"dense attention would take about {seconds:.0f} s a call")
+    gqa = H != inputs.k.shape[1]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=inputs.terms.scale, enable_gqa=gqa)
+
+    computes = gossamer.Causal() if causal else gossamer.Dense()
+    if not inputs.q.is_cuda:
+        return Prepared(attend, computes=computes, note="dense")
+    backend = _fastest_backend(attend, inputs)
+
+    def chosen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.nn.attention.sdpa_kernel(backend):
+            return attend(q, k, v)
+
+    return Prepared(chosen, computes=computes, note=f"dense, {backend.name}")
+
+
+def _fastest_backend(attend: Attend, inputs: Inputs) -> Any:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    times, refused = {}, []
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        try:
+            with sdpa_kernel(backend), torch.no_grad():
+                call = lambda: attend(inputs.q, inputs.k, inputs.v)  # noqa: E731
+                times[backend] = time_call(call, inputs.q.device, budget_s=0.02, least=2).p50
+        except RuntimeError as error:
+            refused.append(f"{backend.name}: {_first_line(error)}")
+    if not times:
+        raise Refusal("; ".join(refused))
+    return min(times, key=lambda backend: times[backend])
+
+
+def _sdpa_mask(inputs: Inputs, matmul_tflops: float) -> Prepared:
+    _needs_plain(inputs)
+    Q, K = inputs.q.shape[2], inputs.k.shape[2]
+    size = inputs.pattern.lead[0] * inputs.pattern.lead[1] * Q * K
+    if size > MASK_BYTES:
+        raise Refusal(f"its boolean mask would take {size / 2**30:.0f} GiB")
+    mask = torch.from_numpy(inputs.pattern.materialize(Q, K, inputs.terms.q_offset)).to(inputs.q.device)
+    gqa = inputs.q.shape[1] != inputs.k.shape[1]
+    return Prepared(
+        lambda q, k, v: F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=inputs.terms.scale, enable_gqa=gqa
+        )
+    )
+
+
+def _flex(options: dict[str, Any], needed: str | None) -> Callable[[Inputs, float], Prepared]:
+    def prepare(inputs: Inputs, matmul_tflops: float) -> Prepared:
+        _needs_cuda(inputs)  # on a CPU it has no backward
+        _needs_plain(inputs)
+        if needed:
+            _import(needed)
+        flex = _import("torch.nn.attention.flex_attention")
+        # Compiled backward graphs may otherwise free what a repeated backward still needs.
+        _import("torch._functorch.config").donated_buffer = False
+        try:
+            mask = block_mask(inputs)
+        except ValueError as error:
+            raise Refusal(str(error)) from None
+        compiled = torch.compile(flex.flex_attention, dynamic=False)
+        gqa = inputs.q.shape[1] != inputs.k.shape[1]
+        return Prepared(
+            lambda q, k, v: compiled(
+                q, k, v, block_mask=mask, scale=inputs.terms.scale, enable_gqa=gqa, kernel_options=options or None
+            )
+        )
+
+    return prepare
+
+
+def _fa4(inputs: Inputs, matmul_tflops: float) -> Prepared:
+    _needs_cuda(inputs)
+    _needs_plain(inputs)
+    match inputs.pattern:
+        case gossamer.Dense():
+            causal, window = False, (None, None)
+        case gossamer.Causal():
+            causal, window = True, (None, None)
+        case gossamer.SlidingWindow(left=left, right=right, sinks=0):
+            causal, window = False, (left, right)
+        case _:
+            raise Refusal("takes causal attention and windows alone")
+    function = _import("flash_attn.cute.interface").flash_attn_func
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads_inside = (x.transpose(1, 2) for x in (q, k, v))
+        out = function(*heads_inside, softmax_scale=inputs.terms.scale, causal=causal, window_size=window)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return Prepared(attend)
+
+
+def _cudnn(inputs: Inputs, matmul_tflops: float) -> Prepared:
+    _needs_cuda(inputs)
+    _needs_plain(inputs)
+    pattern = inputs.pattern
+    blocks = isinstance(pattern, gossamer.BlockMask) or (isinstance(pattern, gossamer.BigBird) and not pattern.causal)
+    if not blocks or pattern.lead != (1, 1):
+        raise Refusal("takes one block matrix alone")
+    block = pattern.block  # type: ignore[attr-defined]
+    Q, K = inputs.q.shape[2], inputs.k.shape[2]
+    if block not in (64, 128) or Q % block or K % block:
+        raise Refusal(f"takes whole blocks of 64 or 128, got {block} for Q={Q}, K={K}")
+    module = _import("cudnn.block_sparse_attention")
+    matrix = torch.from_numpy(block_matrix(inputs, block)).to(inputs.q.device)
+    B, H = inputs.q.shape[:2]
+    counts = matrix.sum(1, dtype=torch.int32)
+    indices = matrix.int().argsort(dim=1, descending=True, stable=True)[:, : int(counts.max())].int()
+    lists = {
+        "q2k_block_index": indices.expand(B, H, -1, -1).contiguous(),
+        "q2k_block_nums": counts.expand(B, H, -1).contiguous(),
+        "sparse_block_size": block,
+        "softmax_scale": inputs.terms.scale,
+    }
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return module.block_sparse_attention_forward(q, k, v, **lists)
+
+    def gradients(given: Inputs) -> Gradients:
+        done = forward(given.q, given.k, given.v)
+        out, lse = done["o_tensor"], done["lse_tensor"]
+
+        def call() -> tuple[Tensor, ...]:
+            back = module.block_sparse_attention_backward(given.dout, given.q, given.k, given.v, out, lse, **lists)
+            return back["dq_tensor"], back["dk_tensor"], back["dv_tensor"]
+
+        return call
+
+    return Prepared(lambda q, k, v: forward(q, k, v)["o_tensor"], gradients)
+
+
+def block_matrix(inputs: Inputs, block: int) -> np.ndarray:
+    """The boolean block matrix (nq, nk) of a pattern made of whole blocks: `keep` at each block's first pair."""
+    Q, K = inputs.q.shape[2], inputs.k.shape[2]
+    i = np.arange(0, Q, block)[:, None] + inputs.terms.q_offset
+    return inputs.pattern.keep(i, np.arange(0, K, block)[None, :], Q, K, inputs.terms.q_offset)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
+
+
+PEERS = (
+    Peer("SDPA dense", _sdpa_dense),
+    Peer("SDPA mask", _sdpa_mask),
+    Peer("FlexAttention Triton", _flex({}, None)),
+    Peer("FlexAttention FLASH", _flex({"BACKEND": "FLASH"}, "flash_attn.cute")),
+    Peer("FA4", _fa4),
+    Peer("cuDNN block sparse", _cudnn),
+)

@@ -1,0 +1,5 @@
+"""`gossamer bench`."""
+
+
+def run() -> None:
+    pass

@@ -1,0 +1,68 @@
+"""The support table of the documentation, written from the capabilities that dispatch itself reads."""
+
+from __future__ import annotations
+
+from gossamer.kernels.contract import MASK_MODES, SCORE_TERMS, Capability
+
+BEGIN = "<!-- support table: made by docs/make_support_table.py -->"
+END = "<!-- end of the support table -->"
+
+
+def support_table() -> str:
+    """What each implementation supports, as a Markdown table with one column an implementation."""
+    from gossamer.kernels.table import NAMES, load
+
+    loaded = {name: load(name) for name in NAMES}
+    failed = [f"{name}: {reason}" for name, reason in loaded.items() if isinstance(reason, str)]
+    if failed:
+        raise ValueError(f"the support table needs every implementation: {'; '.join(failed)}")
+    limits = [found.capability for found in loaded.values() if not isinstance(found, str)]
+    lines = ["| | " + " | ".join(f"`{name}`" for name in NAMES) + " |"]
+    lines.append("|---" * (len(limits) + 1) + "|")
+    for title, cell in ROWS:
+        lines.append(f"| {title} | " + " | ".join(cell(limit) for limit in limits) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def replace_table(text: str) -> str:
+    """`text` with what stands between the two markers replaced by the present table."""
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the text has no support table: the lines {BEGIN!r} and {END!r} mark its place")
+    return f"{head}{BEGIN}\n{support_table()}{END}{tail}"
+
+
+def _devices(limit: Capability) -> str:
+    names = {"cpu": "CPU", "cuda": "CUDA"}
+    text = ", ".join(names.get(device, device) for device in sorted(limit.devices))
+    return text if limit.min_sm is None else f"{text} (sm_{limit.min_sm} and later)"
+
+
+def _all_or(names: frozenset[str], every: tuple[str, ...]) -> str:
+    if names == frozenset(every):
+        return "all"
+    return ", ".join(name for name in every if name in names) or "none"
+
+
+def _deterministic(limit: Capability) -> str:
+    # Only the devices it runs on count.
+    return (
+        "yes"
+        if limit.devices <= limit.deterministic
+        else ", ".join(sorted(limit.deterministic & limit.devices)) or "no"
+    )
+
+
+ROWS = (
+    ("devices", _devices),
+    ("types", lambda limit: ", ".join(sorted(limit.dtypes))),
+    ("head sizes D, E", lambda limit: "any" if limit.max_head_dim is None else f"1 to {limit.max_head_dim}"),
+    (f"tiles ({', '.join(MASK_MODES)})", lambda limit: _all_or(limit.mask_modes, MASK_MODES)),
+    (
+        "score terms (" + ", ".join(f"`{term}`" for term in SCORE_TERMS) + ")",
+        lambda limit: _all_or(limit.score_terms, SCORE_TERMS),
+    ),
+    ("backward", lambda limit: "yes" if limit.backward else "no"),
+    ("deterministic mode", _deterministic),
+)
