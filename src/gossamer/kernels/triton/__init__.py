@@ -1,0 +1,57 @@
+"""Triton kernels for NVIDIA GPUs of compute capability 8.0 and later: forward and backward, always deterministic."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from gossamer.kernels.contract import Capability, Problem, Terms
+from gossamer.kernels.triton import launch
+from gossamer.layouts.block import BlockLayout
+
+
+class Triton:
+    """Tiles of 128 x 128 pairs, walked by the three mask modes of a layout; see docs/kernels/triton.md."""
+
+    name = "triton"
+    layout = "block"
+    capability = Capability(
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({"float16", "bfloat16", "float32"}),
+        max_head_dim=256,
+        min_sm=80,
+    )
+
+    def unavailable(self) -> list[str]:
+        """Why nothing can run here."""
+        if torch.cuda.is_available() or triton.knobs.runtime.interpret:
+            return []
+        return ["torch finds no CUDA device"]
+
+    def tile(self, problem: Problem) -> tuple[int, int]:
+        """(block_q, block_kv): fewer query rows when there are few queries (decoding)."""
+        return (32 if problem.Q <= 32 else 64 if problem.Q <= 64 else 128), 128
+
+    def forward(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, terms: Terms
+    ) -> tuple[Tensor, Tensor]:
+        return launch.forward(problem, q, k, v, layout, terms)
+
+    def backward(
+        self,
+        problem: Problem,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        layout: BlockLayout,
+        terms: Terms,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        return launch.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms)
+
+
+IMPLEMENTATION = Triton()

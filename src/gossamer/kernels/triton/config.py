@@ -1,0 +1,99 @@
+"""Tile choices of the kernels: which rows and columns a program holds, for each direction, head size, type and GPU.
+
+Semantics never enter here. A layout tile is cut into parts of `rows` resident rows and walked in steps of `columns`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Direction = Literal["forward", "dq", "dkdv"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "dq", "dkdv")
+# Head sizes are padded to a power of two; a configuration serves all sizes up to its bucket.
+BUCKETS = (64, 128, 256)
+ARCHITECTURES = (80, 89, 90, 100)
+# Shared memory that a block can have, in bytes.
+SHARED_MEMORY = {80: 166912, 89: 101376, 90: 232448, 100: 232448}
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """One way to run one kernel.
+
+    Raises:
+        ValueError: a size that the kernels cannot run.
+    """
+
+    rows: int  # resident rows of a program: queries (forward, dQ) or keys (dK and dV)
+    columns: int  # rows streamed in one step: keys, or queries
+    warps: int
+    stages: int
+    precision: Literal["ieee", "tf32x3", "tf32"] = "ieee"  # of float32 products; 16-bit products ignore it
+
+    def __post_init__(self) -> None:
+        for name, least in (("rows", 16), ("columns", 32)):
+            value = getattr(self, name)
+            if value < least or value & (value - 1):
+                raise ValueError(f"{name} must be a power of two and at least {least}, got {value}")
+        if self.warps not in (4, 8):
+            raise ValueError(f"warps must be 4 or 8, got {self.warps}")
+        if not 1 <= self.stages <= 5:
+            raise ValueError(f"stages must be 1 to 5, got {self.stages}")
+        if self.precision not in ("ieee", "tf32x3", "tf32"):
+            raise ValueError(f"precision must be ieee, tf32x3 or tf32, got {self.precision!r}")
+
+    def fit(self, tile_rows: int, tile_columns: int) -> TileConfig:
+        """The same with sizes that divide a layout tile, whose edges are multiples of 32."""
+        rows = min(self.rows, tile_rows & -tile_rows)
+        columns = min(self.columns, tile_columns & -tile_columns)
+        if (rows, columns) == (self.rows, self.columns):
+            return self
+        return replace(self, rows=rows, columns=columns, warps=4 if rows <= 64 else self.warps)
+
+
+T = TileConfig
+
+# (direction, bits of a number, bucket) -> configuration by architecture.
+TABLE: dict[tuple[Direction, int, int], dict[int, TileConfig]] = {
+    ("forward", 16, 64): {80: T(128, 64, 4, 3), 89: T(128, 64, 4, 3), 90: T(128, 128, 8, 2), 100: T(128, 64, 4, 3)},
+    ("forward", 16, 128): {80: T(128, 64, 8, 2), 89: T(128, 32, 8, 2), 90: T(128, 128, 8, 2), 100: T(128, 64, 8, 3)},
+    ("forward", 16, 256): {80: T(128, 32, 8, 2), 89: T(64, 32, 4, 2), 90: T(128, 64, 8, 2), 100: T(128, 64, 8, 2)},
+    ("dq", 16, 64): {80: T(128, 64, 8, 2), 89: T(128, 64, 8, 2), 90: T(128, 128, 8, 2), 100: T(128, 64, 8, 2)},
+    ("dq", 16, 128): {80: T(128, 32, 8, 2), 89: T(64, 32, 4, 2), 90: T(128, 64, 8, 3), 100: T(128, 64, 8, 2)},
+    ("dq", 16, 256): {80: T(64, 32, 8, 2), 89: T(32, 32, 4, 1), 90: T(64, 64, 8, 2), 100: T(64, 32, 8, 2)},
+    ("dkdv", 16, 64): {80: T(128, 64, 8, 2), 89: T(64, 64, 4, 2), 90: T(128, 64, 8, 3), 100: T(128, 64, 8, 2)},
+    ("dkdv", 16, 128): {80: T(64, 64, 8, 2), 89: T(64, 32, 4, 2), 90: T(128, 64, 8, 2), 100: T(128, 64, 8, 2)},
+    ("dkdv", 16, 256): {80: T(64, 32, 8, 2), 89: T(32, 32, 4, 1), 90: T(64, 32, 8, 2), 100: T(64, 32, 8, 2)},
+    ("forward", 32, 64): {sm: T(64, 32, 4, 2) for sm in ARCHITECTURES},
+    ("forward", 32, 128): {sm: T(32, 32, 4, 2) for sm in ARCHITECTURES},
+    ("forward", 32, 256): {sm: T(32, 32, 8, 1) for sm in ARCHITECTURES},
+    ("dq", 32, 64): {sm: T(32, 32, 4, 2) for sm in ARCHITECTURES},
+    ("dq", 32, 128): {sm: T(32, 32, 4, 1) for sm in ARCHITECTURES},
+    ("dq", 32, 256): {sm: T(32, 32, 8, 1) for sm in ARCHITECTURES},
+    ("dkdv", 32, 64): {sm: T(32, 32, 4, 2) for sm in ARCHITECTURES},
+    ("dkdv", 32, 128): {sm: T(32, 32, 4, 1) for sm in ARCHITECTURES},
+    ("dkdv", 32, 256): {sm: T(32, 32, 8, 1) for sm in ARCHITECTURES},
+}
+
+
+def padded(size: int) -> int:
+    """The power of two, at least 16, that holds a head size."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def architecture(sm: int) -> int:
+    """The newest listed architecture that is not newer than `sm`.
+
+    8.6 and 8.7 have the shared memory of 8.9, and so do 12.x parts.
+    """
+    if sm in (86, 87) or sm >= 110:
+        return 89
+    return max((listed for listed in ARCHITECTURES if listed <= sm), default=ARCHITECTURES[0])
+
+
+def config(direction: Direction, bits: int, D: int, E: int, sm: int) -> TileConfig:
+    """The shipped configuration."""
+    size = max(padded(D), padded(E))
+    bucket = next(b for b in BUCKETS if size <= b)
+    return TABLE[direction, bits, bucket][architecture(sm)]

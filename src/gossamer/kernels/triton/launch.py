@@ -1,0 +1,315 @@
+"""From tensors and a layout to kernel arguments: forward and backward of one call."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.rows import sink_gradient
+from gossamer.kernels.triton import backward as backward_kernels
+from gossamer.kernels.triton import forward as forward_kernels
+from gossamer.kernels.triton.config import Direction, TileConfig, config, padded
+from gossamer.kernels.triton.walks import Items, facts, items
+from gossamer.layouts.block import BlockLayout, Walk
+
+LOG2E = 1.0 / math.log(2.0)
+# Offsets inside a tile are 32-bit: 256 rows (the largest tile) times this stride stay below 2**31.
+LARGEST_ROW_STRIDE = 2**22
+# Rows of a program of the merge and delta kernels.
+MERGE_ROWS = 32
+DELTA_ROWS = 32
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which programs run for one walk: the grid order of `tiles.decode`, the work items, and where lists are."""
+
+    size: int  # items, or tile rows without them, of one broadcast copy
+    copies: int
+    work: Items | None
+    pointers: dict[str, Tensor]
+    constants: dict[str, Any]
+    list_b: int
+    list_h: int
+    lead_heads: int
+
+    @property
+    def slots(self) -> int:
+        return self.work.slots if self.work is not None else 0
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a CUDA device; 1 elsewhere (the interpreter)."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def schedule(layout: BlockLayout, transposed: bool, B: int, heads: int, group: int, split: int | None) -> Schedule:
+    """`heads` is the number of heads that programs run over: H for the rows, G for the columns of a layout.
+
+    `split` caps the tiles of a work item instead of the automatic limit.
+    """
+    walk: Walk = layout.columns if transposed else layout.rows
+    known = facts(layout, transposed)
+    Bl, Hl = walk.lead
+    # dK and dV of a per-head layout under grouped queries: the program loops over the heads of its group, whose
+    # lists differ, so the key heads come from the grid and no item can describe the row.
+    grouped_lists = transposed and Hl > 1 and group > 1
+    b_from_grid, h_from_grid = Bl == 1, Hl == 1 or grouped_lists
+    copies = (B if b_from_grid else 1) * (heads if h_from_grid else 1)
+    work = None
+    if not grouped_lists:
+        work = items(layout, transposed, copies, processors(known.arrays[0].device), split)
+    lead_heads = 1 if h_from_grid else Hl
+    size = work.items.shape[0] if work is not None else (1 if b_from_grid else Bl) * lead_heads * walk.tiles
+    names = ("starts", "counts", "indices")
+    kinds = ("full", "interval", "bits")
+    pointers = dict(zip([f"{kind}_{name}" for kind in kinds for name in names], known.arrays[:9], strict=True))
+    pointers |= dict(zip(("lo", "hi", "pool_index", "pool"), known.arrays[9:], strict=True))
+    # An unused pointer still needs a tensor.
+    pointers["items"] = work.items if work is not None else known.arrays[0]
+    constants = {
+        "TILE_ROWS": walk.block_rows,
+        "TILE_COLUMNS": walk.block_columns,
+        "GROUP": group,
+        "B_FROM_GRID": b_from_grid,
+        "H_FROM_GRID": h_from_grid,
+        "HAS_ITEMS": work is not None,
+        "HAS_SLOTS": work is not None and work.slots > 0,
+    }
+    for kind, has, contiguous in zip(kinds, known.has, known.contiguous, strict=True):
+        constants[f"HAS_{kind.upper()}"] = has
+        constants[f"{kind.upper()}_CONTIGUOUS"] = contiguous
+    return Schedule(size, copies, work, pointers, constants, Hl if Bl > 1 else 0, 1 if Hl > 1 else 0, lead_heads)
+
+
+def operand(x: Tensor) -> Tensor:
+    """The tensor itself when the kernels can read it: last dimension contiguous, 32-bit offsets inside a tile."""
+    readable = (x.stride(-1) == 1 or x.shape[-1] == 1) and x.stride(-2) <= LARGEST_ROW_STRIDE
+    return x if readable else x.contiguous()
+
+
+def strides(name: str, x: Tensor) -> dict[str, int]:
+    """The strides of (B, heads, rows) as kernel arguments."""
+    return {f"stride_{name}{axis}": x.stride(i) for i, axis in enumerate("bhn")}
+
+
+def term_arguments(terms: Terms, like: Tensor) -> tuple[dict[str, Any], dict[str, bool]]:
+    """Score terms as kernel arguments and flags. A missing tensor is replaced by one that is never read."""
+    softcap, alibi = terms.softcap is not None, terms.alibi_slopes is not None
+    scale, cap = terms.scale * LOG2E, 0.0
+    if terms.softcap is not None:
+        scale, cap = terms.scale / terms.softcap, terms.softcap * LOG2E
+    arguments = {
+        "q_offset": terms.q_offset,
+        "scale": scale,
+        "cap": cap,
+        "slopes": terms.alibi_slopes.contiguous() if alibi else like,
+        "lengths": terms.key_lengths.contiguous() if terms.key_lengths is not None else like,
+    }
+    flags = {
+        # One multiply-add takes the products to the exponent; the maximum commutes with a positive scale alone.
+        "FOLD": terms.scale > 0 and not softcap and not alibi,
+        "SOFTCAP": softcap,
+        "ALIBI": alibi,
+        "LENGTHS": terms.key_lengths is not None,
+    }
+    return arguments, flags
+
+
+def sizes(problem: Problem, walk: Walk, direction: Direction, chosen: TileConfig | None) -> tuple[dict[str, Any], int]:
+    """Block sizes and launch options of a kernel, and its programs for each tile row."""
+    bits = 32 if problem.dtype == "float32" else 16
+    if chosen is None:
+        chosen = config(direction, bits, problem.D, problem.E, problem.sm or 80)
+    fitted = chosen.fit(walk.block_rows, walk.block_columns)
+    options = {
+        "D": problem.D,
+        "E": problem.E,
+        "BLOCK_D": padded(problem.D),
+        "BLOCK_E": padded(problem.E),
+        "R": fitted.rows,
+        "C": fitted.columns,
+        "PRECISION": fitted.precision,
+        "num_warps": fitted.warps,
+        "num_stages": fitted.stages,
+        # Scores become exponents by one multiply-add; Triton 3.10 stops fusing unless asked.
+        "enable_fp_fusion": True,
+    }
+    return options, walk.block_rows // fitted.rows
+
+
+def workspace(plan: Schedule, tile_rows: int, size: int, like: Tensor) -> Tensor:
+    """Partial results of split rows, (copies, slots, tile_rows, size) float32; `like` where no row is split."""
+    if not plan.slots:
+        return like
+    return torch.empty((plan.copies, plan.slots, tile_rows, size), dtype=torch.float32, device=like.device)
+
+
+def forward(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    terms: Terms,
+    *,
+    tiles: TileConfig | None = None,
+    split: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse). `tiles` and `split` replace the shipped configuration and the automatic split of long rows."""
+    p, walk = problem, layout.rows
+    q, k, v = operand(q), operand(k), operand(v)
+    out = torch.empty((p.B, p.H, p.Q, p.E), dtype=q.dtype, device=q.device)
+    lse = torch.empty((p.B, p.H, p.Q), dtype=torch.float32, device=q.device)
+    plan = schedule(layout, False, p.B, p.H, p.H // p.G, split)
+    arguments, flags = term_arguments(terms, lse)
+    options, parts = sizes(p, walk, "forward", tiles)
+    part_acc = workspace(plan, walk.block_rows, p.E, lse)
+    part_ml = workspace(plan, walk.block_rows, 2, lse)
+    grid = (parts * plan.size * plan.copies,)
+    if grid[0]:
+        forward_kernels.forward_kernel[grid](
+            q=q, k=k, v=v, out=out, lse=lse, part_acc=part_acc, part_ml=part_ml,
+            sinks=terms.sink_logits.contiguous() if terms.sink_logits is not None else lse,
+            n_items=plan.size, n_slots=plan.slots, n_tiles=walk.tiles, H=p.H, G=p.G, Q=p.Q, K=p.K,
+            list_b=plan.list_b, list_h=plan.list_h, lead_heads=plan.lead_heads,
+            SINK=terms.sink_logits is not None,
+            **plan.pointers, **strides("q", q), **strides("k", k), **strides("v", v), **strides("o", out),
+            **arguments, **flags, **plan.constants, **options,
+        )  # fmt: skip
+    if plan.work is not None and plan.slots:
+        merges = plan.work.merges
+        forward_kernels.merge_kernel[(walk.block_rows // MERGE_ROWS * merges.shape[0] * plan.copies,)](
+            out, lse, part_acc, part_ml, merges, *out.stride()[:3], merges.shape[0], plan.slots, p.H, p.Q,
+            plan.lead_heads, E=p.E, BLOCK_E=padded(p.E), R=MERGE_ROWS, TILE_ROWS=walk.block_rows,
+            B_FROM_GRID=plan.constants["B_FROM_GRID"], H_FROM_GRID=plan.constants["H_FROM_GRID"], num_warps=4,
+        )  # fmt: skip
+    return out, lse
+
+
+def row_delta(problem: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
+    """delta (B, H, Q) float32 = rowsum(dout * out) - dlse."""
+    p = problem
+    out = operand(out)
+    delta = torch.empty_like(lse)
+    if delta.numel():
+        backward_kernels.delta_kernel[(p.B * p.H * -(-p.Q // DELTA_ROWS),)](
+            dout, out, lse, lse if dlse is None else dlse.contiguous(), delta,
+            *dout.stride()[:3], *out.stride()[:3], p.H, p.Q,
+            E=p.E, BLOCK_E=padded(p.E), R=DELTA_ROWS, DLSE=dlse is not None, num_warps=4,
+        )  # fmt: skip
+    return delta
+
+
+def query_gradient(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    layout: BlockLayout,
+    terms: Terms,
+    *,
+    tiles: TileConfig | None = None,
+    split: int | None = None,
+) -> Tensor:
+    """dq (B, H, Q, D)."""
+    p, walk = problem, layout.rows
+    dq = torch.empty((p.B, p.H, p.Q, p.D), dtype=q.dtype, device=q.device)
+    plan = schedule(layout, False, p.B, p.H, p.H // p.G, split)
+    arguments, flags = term_arguments(terms, lse)
+    options, parts = sizes(p, walk, "dq", tiles)
+    part = workspace(plan, walk.block_rows, p.D, lse)
+    grid = (parts * plan.size * plan.copies,)
+    if grid[0]:
+        backward_kernels.dq_kernel[grid](
+            q=q, k=k, v=v, dout=dout, lse=lse, delta=delta, dq=dq, part=part, plain_scale=terms.scale,
+            n_items=plan.size, n_slots=plan.slots, n_tiles=walk.tiles, H=p.H, G=p.G, Q=p.Q, K=p.K,
+            list_b=plan.list_b, list_h=plan.list_h, lead_heads=plan.lead_heads,
+            **plan.pointers, **strides("q", q), **strides("k", k), **strides("v", v), **strides("g", dout),
+            **strides("dq", dq), **arguments, **flags, **plan.constants, **options,
+        )  # fmt: skip
+    add_parts(plan, walk, part, dq)
+    return dq
+
+
+def key_gradients(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    layout: BlockLayout,
+    terms: Terms,
+    *,
+    tiles: TileConfig | None = None,
+    split: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """dk (B, G, K, D) and dv (B, G, K, E)."""
+    p, walk = problem, layout.columns
+    dk = torch.empty((p.B, p.G, p.K, p.D), dtype=k.dtype, device=k.device)
+    dv = torch.empty((p.B, p.G, p.K, p.E), dtype=v.dtype, device=v.device)
+    plan = schedule(layout, True, p.B, p.G, p.H // p.G, split)
+    arguments, flags = term_arguments(terms, lse)
+    options, parts = sizes(p, walk, "dkdv", tiles)
+    part_dk = workspace(plan, walk.block_rows, p.D, lse)
+    part_dv = workspace(plan, walk.block_rows, p.E, lse)
+    grid = (parts * plan.size * plan.copies,)
+    if grid[0]:
+        backward_kernels.dkdv_kernel[grid](
+            q=q, k=k, v=v, dout=dout, lse=lse, delta=delta, dk=dk, dv=dv, part_dk=part_dk, part_dv=part_dv,
+            plain_scale=terms.scale,
+            n_items=plan.size, n_slots=plan.slots, n_tiles=walk.tiles, H=p.H, G=p.G, Q=p.Q, K=p.K,
+            list_b=plan.list_b, list_h=plan.list_h, lead_heads=plan.lead_heads,
+            **plan.pointers, **strides("q", q), **strides("k", k), **strides("v", v), **strides("g", dout),
+            **strides("dk", dk), **strides("dv", dv), **arguments, **flags, **plan.constants, **options,
+        )  # fmt: skip
+    add_parts(plan, walk, part_dk, dk)
+    add_parts(plan, walk, part_dv, dv)
+    return dk, dv
+
+
+def add_parts(plan: Schedule, walk: Walk, part: Tensor, result: Tensor) -> None:
+    """Write the rows of `result` (B, heads, rows, size) whose work was split."""
+    if plan.work is None or not plan.slots:
+        return
+    merges, size = plan.work.merges, result.shape[-1]
+    backward_kernels.sum_kernel[(walk.block_rows // MERGE_ROWS * merges.shape[0] * plan.copies,)](
+        result, part, merges, *result.stride()[:3], merges.shape[0], plan.slots, result.shape[1], walk.rows,
+        plan.lead_heads, SIZE=size, BLOCK_SIZE=padded(size), R=MERGE_ROWS, TILE_ROWS=walk.block_rows,
+        B_FROM_GRID=plan.constants["B_FROM_GRID"], H_FROM_GRID=plan.constants["H_FROM_GRID"], num_warps=4,
+    )  # fmt: skip
+
+
+def backward(
+    problem: Problem,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: BlockLayout,
+    terms: Terms,
+    *,
+    split: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq, dk, dv, dsink_logits or None)."""
+    q, k, v, dout, lse = operand(q), operand(k), operand(v), operand(dout), lse.contiguous()
+    delta = row_delta(problem, dout, dlse, out, lse)
+    dq = query_gradient(problem, q, k, v, dout, lse, delta, layout, terms, split=split)
+    dk, dv = key_gradients(problem, q, k, v, dout, lse, delta, layout, terms, split=split)
+    # A row is empty only under a sink of -inf; +inf makes its share of the sink 0.
+    return dq, dk, dv, sink_gradient(delta, lse.masked_fill(lse == -math.inf, math.inf), terms)

@@ -1,0 +1,115 @@
+"""What a launch needs to know of a walk besides its arrays: which lists exist, which are ranges, the work items.
+
+Computed once for each walk and kept as long as the walk lives. Nothing is read back from a device: what only the
+values could tell is known for layouts that were built on the host, and assumed not to hold for the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from threading import Lock
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gossamer.layouts.block import BlockLayout, TileList, Walk
+from gossamer.layouts.schedule import work_items
+
+KINDS = ("full", "interval", "bits")
+# A split row costs a write and a read of its accumulator for each part, about as much as one tile: not for less.
+FEWEST_TILES = 16
+# A part may take this share of the time that each multiprocessor works.
+PARTS_PER_PROCESSOR = 4
+
+
+@dataclass(frozen=True)
+class Items:
+    """Work items of a walk on the device of the layout: see `gossamer.layouts.schedule.WorkItems`."""
+
+    items: Tensor  # (n, 6) int32
+    merges: Tensor  # (m, 4) int32
+    slots: int
+
+
+@dataclass(frozen=True)
+class WalkFacts:
+    """What is known of a walk without reading its values from a device."""
+
+    arrays: tuple[Tensor, ...]  # as `Walk.arrays`, contiguous
+    has: tuple[bool, ...]  # by KINDS: a list has any entry
+    contiguous: tuple[bool, ...]  # by KINDS: every row's list is a range of tiles
+    listed: int | None  # tiles in all lists; None when it would have to be read from a device
+    longest: int  # tiles of the longest row
+    items: dict[int, Items]
+
+
+_facts: WeakKeyDictionary[Walk, WalkFacts] = WeakKeyDictionary()
+_lock = Lock()
+
+
+def host_walk(layout: BlockLayout, transposed: bool) -> Walk | None:
+    """The numpy walk that a layout on a device was copied from, if there is one."""
+    if layout.host is None:
+        return None
+    return layout.host.columns if transposed else layout.host.rows
+
+
+def is_range(tiles: TileList) -> bool:
+    """Whether each row's list of a numpy walk is consecutive: indices ascend, so the ends tell."""
+    counts = tiles.counts.reshape(-1)
+    some = counts > 0
+    first = tiles.starts.reshape(-1)[some]
+    last = first + counts[some] - 1
+    return bool((tiles.indices[last] - tiles.indices[first] == counts[some] - 1).all())
+
+
+def facts(layout: BlockLayout, transposed: bool) -> WalkFacts:
+    """The facts of one direction of a layout of torch tensors."""
+    walk = layout.columns if transposed else layout.rows
+    found = _facts.get(walk)
+    if found is not None:
+        return found
+    host = host_walk(layout, transposed)
+    lists = [getattr(walk, kind) for kind in KINDS]
+    has = tuple(int(tiles.indices.shape[0]) > 0 for tiles in lists)
+    contiguous: tuple[bool, ...] = (False, False, False)
+    listed, longest = None, 0
+    if host is not None:
+        host_lists = [getattr(host, kind) for kind in KINDS]
+        contiguous = tuple(is_range(tiles) for tiles in host_lists)
+        lengths = sum(tiles.counts.astype(np.int64) for tiles in host_lists)
+        listed, longest = int(lengths.sum()), int(lengths.max(initial=0))
+    arrays = tuple(a.contiguous() for a in walk.arrays())
+    found = WalkFacts(arrays, has, contiguous, listed, longest, {})
+    with _lock:
+        return _facts.setdefault(walk, found)
+
+
+def items(
+    layout: BlockLayout, transposed: bool, copies: int, processors: int, split: int | None = None
+) -> Items | None:
+    """Longest-first work items, with rows split that would keep one processor busy for too long.
+
+    None for a layout that was made on a device: its programs then take one tile row each. `split` replaces the
+    automatic limit of tiles in an item.
+    """
+    known = facts(layout, transposed)
+    if known.listed is None:
+        return None
+    automatic = max(FEWEST_TILES, known.listed * copies // (processors * PARTS_PER_PROCESSOR))
+    limit = min(split or automatic, max(known.longest, 1))
+    found = known.items.get(limit)
+    if found is None:
+        host = host_walk(layout, transposed)
+        assert host is not None
+        made = work_items(host, limit)
+        device = known.arrays[0].device
+        found = Items(
+            torch.from_numpy(np.ascontiguousarray(made.items)).to(device),
+            torch.from_numpy(np.ascontiguousarray(made.merges)).to(device),
+            made.slots,
+        )
+        known.items[limit] = found
+    return found
