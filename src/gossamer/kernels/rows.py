@@ -13,9 +13,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def row_terms(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def row_terms(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(delta, lse), each (B, H, Q) in `dtype`: delta = rowsum(dout * out) - dlse; -inf becomes +inf in lse.
 
     With lse = +inf every probability of an empty row is exactly 0, and so are its gradients.

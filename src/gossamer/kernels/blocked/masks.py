@@ -70,7 +70,7 @@ def make_masks(bounds: np.ndarray, pool: Tensor, block_q: int, block_kv: int) ->
     rows = np.ascontiguousarray(bounds.astype(np.int16)).reshape(-1, 2 * block_q)
     unique, inverse = unique_rows(rows)
     table = torch.from_numpy(unique.reshape(-1, 2, block_q)).to(pool.device)
-    words = pool.contiguous().view(torch.uint8).view(len(pool), block_q, block_kv // 8)
+    words = pool.reshape(-1).view(torch.uint8).view(len(pool), block_q, block_kv // 8)
     count = len(unique) + len(words) + 2
     kept = None
     if count * block_q * block_kv <= KEEP_BYTES:

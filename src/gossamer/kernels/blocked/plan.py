@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,9 +82,7 @@ def make_plan(layout: BlockLayout, problem: Problem) -> Plan:
     lead = [(b, h) for b in range(bl) for h in range(hl)]
     heads = {
         i: tuple(
-            (b, h)
-            for b in (range(problem.B) if bl == 1 else [bi])
-            for h in (range(problem.H) if hl == 1 else [hi])
+            (b, h) for b in (range(problem.B) if bl == 1 else [bi]) for h in (range(problem.H) if hl == 1 else [hi])
         )
         for i, (bi, hi) in enumerate(lead)
     }
@@ -107,22 +106,22 @@ def make_plan(layout: BlockLayout, problem: Problem) -> Plan:
 
 
 def _read(layout: BlockLayout) -> tuple[Lists, Masks]:
-    walk = layout.rows
+    walk = layout.rows if layout.host is None else layout.host.rows
     rows, bk, bq, T = walk.rows, walk.block_columns, walk.block_rows, walk.tiles
-    count = walk.full.counts.numel()
+    count = walk.lead[0] * walk.lead[1] * T
     parts = {name: _entries(getattr(walk, name)) for name in ("full", "interval", "bits")}
     row, column, _ = parts["interval"]
     if len(row):
         # (lead rows, 2, T, block_q): bounds of the rows that do not exist are empty
         both = np.zeros((count // T, 2, T * bq), np.int32)
-        both[:, 0, :rows] = walk.lo.reshape(-1, rows).cpu().numpy()
-        both[:, 1, :rows] = walk.hi.reshape(-1, rows).cpu().numpy()
+        both[:, 0, :rows] = _host(walk.lo).reshape(-1, rows)
+        both[:, 1, :rows] = _host(walk.hi).reshape(-1, rows)
         bounds = both.reshape(-1, 2, T, bq)[row // T, :, row % T] - (column * bk)[:, None, None]
         bounds = bounds.clip(0, bk)
     else:
         bounds = np.zeros((0, 2, bq), np.int32)
-    masks, interval_mask = make_masks(bounds, walk.pool, bq, bk)
-    bits_mask = walk.pool_index.cpu().numpy()[parts["bits"][2]] + len(masks.bounds)
+    masks, interval_mask = make_masks(bounds, layout.rows.pool, bq, bk)
+    bits_mask = _host(walk.pool_index)[parts["bits"][2]] + len(masks.bounds)
     row = np.concatenate([parts[name][0] for name in parts])
     column = np.concatenate([parts[name][1] for name in parts])
     mask = np.concatenate([np.full(len(parts["full"][0]), -1), interval_mask, bits_mask])
@@ -133,11 +132,15 @@ def _read(layout: BlockLayout) -> tuple[Lists, Masks]:
 
 def _entries(tiles: TileList) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(layout row, column, place in `indices`) of every listed tile."""
-    counts = tiles.counts.reshape(-1).cpu().numpy().astype(np.int64)
-    starts = tiles.starts.reshape(-1).cpu().numpy().astype(np.int64)
+    counts = _host(tiles.counts).reshape(-1).astype(np.int64)
+    starts = _host(tiles.starts).reshape(-1).astype(np.int64)
     row = np.repeat(np.arange(len(counts)), counts)
     place = np.arange(len(row)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
-    return row, tiles.indices.cpu().numpy().astype(np.int64)[place], place
+    return row, _host(tiles.indices).astype(np.int64)[place], place
+
+
+def _host(array: Any) -> np.ndarray:
+    return array if isinstance(array, np.ndarray) else array.cpu().numpy()
 
 
 def _segments(run: np.ndarray, n: np.ndarray, start: np.ndarray, T: int) -> Iterator[tuple[int, int, int]]:

@@ -1,0 +1,6 @@
+"""The torch edge: `attention` and `explain` on torch tensors, as operators with fakes, autograd and autocast."""
+
+from gossamer.torch.api import attention
+from gossamer.torch.explain import Explanation, explain
+
+__all__ = ["Explanation", "attention", "explain"]

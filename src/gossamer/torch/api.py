@@ -1,0 +1,170 @@
+"""`attention`: arguments in every accepted form, brought to the one form of the operator."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from gossamer.layouts import BlockLayout
+from gossamer.patterns import CSR, Dense, Pattern
+from gossamer.torch import operators as _operators  # noqa: F401  (defines the operators)
+from gossamer.torch.registry import handle_of, not_compiled
+from gossamer.torch.validate import describe
+
+_DENSE = Dense()
+_forward = torch.ops.gossamer.forward.default
+_from_sparse: dict[int, tuple[Any, Any, CSR]] = {}
+
+_PATTERN = (
+    "None, a Pattern, a BlockLayout, a boolean mask tensor that broadcasts to (B, H, Q, K), or a two-dimensional "
+    "torch sparse CSR tensor"
+)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | BlockLayout | Tensor | None = None,
+    *,
+    scale: float | None = None,
+    q_offset: int | Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+    deterministic: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale * q k^T) v over the pairs that `pattern` keeps; exact, differentiable, never an N x N array.
+
+    A row that keeps nothing gives 0, an lse of -inf and zero gradients.
+
+    Args:
+        q: (B, H, Q, D), (H, Q, D) or (Q, D); float16, bfloat16, float32 or float64.
+        k: (B, G, K, D) and so on, H a multiple of G: query head h uses key head h // (H // G).
+        v: (B, G, K, E) and so on.
+        pattern: what is attended: a Pattern; a BlockLayout (its tensors are data: they may change from call to call.
+            On a CPU its indices are checked, on a GPU only its shapes); a boolean tensor that broadcasts to
+            (B, H, Q, K); a torch sparse CSR tensor (Q, K), of which the stored entries count. None is every pair.
+        scale: D ** -0.5 by default.
+        q_offset: position of query row 0, K - Q by default. A 0-d tensor is read when the operator runs, which waits
+            for a GPU.
+        key_lengths: (B,) integers; keys j >= key_lengths[b] are not attended.
+        softcap: scores become softcap * tanh(score / softcap).
+        sink_logits: (H,), differentiable; exp(sink) joins the denominator and lse. An empty row's lse is the sink.
+        alibi_slopes: (H,), constant; slope * (j - i) is added to the scores.
+        return_lse: also return lse (B, H, Q), the natural logarithm of the denominators, differentiable; float32,
+            or float64 for float64 inputs.
+        implementation: by name, runs or raises `Unsupported`; None is the first that supports the problem.
+        deterministic: the same bits every time; torch.are_deterministic_algorithms_enabled() by default.
+
+    Returns:
+        out (B, H, Q, E) and so on, in q's dtype; with lse if asked for.
+
+    Raises:
+        ValueError: an argument is wrong; `Unsupported` is one.
+    """
+    _check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation)
+    if not isinstance(return_lse, bool):
+        raise ValueError(f"return_lse must be True or False; got {describe(return_lse)}")
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    elif not isinstance(deterministic, bool):
+        raise ValueError(f"deterministic must be True, False or None; got {describe(deterministic)}")
+    dims = q.ndim
+    q, k, v = four_dimensional(q, k, v)
+    handle, layout, blocks, _alive = what(pattern, q)
+    is_tensor = isinstance(q_offset, Tensor)
+    out, lse = _forward(
+        q, k, v, layout, blocks, handle,
+        None if is_tensor else q_offset, q_offset if is_tensor else None,
+        key_lengths, sink_logits, alibi_slopes, scale, softcap, implementation, deterministic, False,
+    )  # fmt: skip
+    if dims == 3:
+        out, lse = out.squeeze(0), lse.squeeze(0)
+    elif dims == 2:
+        out, lse = out.squeeze(0).squeeze(0), lse.squeeze(0).squeeze(0)
+    return (out, lse) if return_lse else out
+
+
+def _check_types(
+    q: Any, k: Any, v: Any, scale: Any, q_offset: Any, key_lengths: Any, softcap: Any, sink_logits: Any,
+    alibi_slopes: Any, implementation: Any,
+) -> None:  # fmt: skip
+    """What the operator's schema would refuse with a less helpful error; values and shapes are checked inside it."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a torch tensor; got {describe(x)}")
+    for name, x in (("key_lengths", key_lengths), ("sink_logits", sink_logits), ("alibi_slopes", alibi_slopes)):
+        if x is not None and not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a torch tensor or None; got {describe(x)}")
+    for name, x in (("scale", scale), ("softcap", softcap)):
+        if x is not None and (isinstance(x, bool) or not isinstance(x, (int, float, torch.SymFloat, torch.SymInt))):
+            raise ValueError(f"{name} must be a number or None; got {describe(x)}")
+    if q_offset is not None and (isinstance(q_offset, bool) or not isinstance(q_offset, (int, Tensor, torch.SymInt))):
+        raise ValueError(f"q_offset must be an int, a 0-d integer tensor or None; got {describe(q_offset)}")
+    if isinstance(q_offset, int) and not -(2**31) < q_offset < 2**31:
+        raise ValueError(f"q_offset must be an integer within 2**31; got {q_offset}")
+    for name, x in (("scale", scale), ("softcap", softcap)):
+        if isinstance(x, int) and abs(x) > 2**53:
+            raise ValueError(f"{name} must be a number of at most 2**53; got {x}")
+    if implementation is not None and not isinstance(implementation, str):
+        raise ValueError(f"implementation must be a name or None; got {describe(implementation)}")
+
+
+def four_dimensional(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as (B, heads, positions, features), from two, three or four dimensions."""
+    if not (q.ndim == k.ndim == v.ndim and 2 <= q.ndim <= 4):
+        raise ValueError(
+            f"q, k and v must all have 2, 3 or 4 dimensions: (N, D), (H, N, D) or (B, H, N, D); "
+            f"got shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if q.ndim == 4:
+        return q, k, v
+    if q.ndim == 3:
+        return q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    return q[None, None], k[None, None], v[None, None]
+
+
+def what(pattern: Any, q: Tensor) -> tuple[int, list[Tensor], list[int], Any]:
+    """(handle or -1, layout tensors or a mask, block edges, what must stay alive) of the `pattern` argument."""
+    if pattern is None:
+        pattern = _DENSE
+    if isinstance(pattern, Pattern):
+        if not torch.compiler.is_compiling():
+            return handle_of(pattern), [], [], pattern
+        if not_compiled is not None:
+            raise ValueError(f"pattern cannot be compiled: {not_compiled}")
+        return pattern._compiled_handle(), [], [], None  # type: ignore[attr-defined]
+    if isinstance(pattern, Tensor):
+        if pattern.layout == torch.sparse_csr:
+            csr = _sparse(pattern)
+            return handle_of(csr), [], [], csr
+        if pattern.dtype != torch.bool or pattern.layout != torch.strided:
+            raise ValueError(f"pattern must be {_PATTERN}; got {describe(pattern)}, {pattern.layout}")
+        return -1, [pattern], [], None
+    if isinstance(pattern, BlockLayout):
+        layout = pattern.to(q.device) if pattern.device is None else pattern
+        arrays = layout.rows.arrays()
+        if layout._transpose:
+            arrays = arrays + layout._transpose[0].arrays()
+        return -1, arrays, [layout.block_q, layout.block_kv], layout
+    raise ValueError(f"pattern must be {_PATTERN}; got {describe(pattern)}")
+
+
+def _sparse(tensor: Tensor) -> CSR:
+    """The pattern of a sparse tensor, read once as long as it lives and is not written to."""
+    if torch.compiler.is_compiling():
+        raise ValueError("pattern, a sparse tensor, must be turned into CSR.from_torch(tensor) outside torch.compile")
+    number, version = id(tensor), -1 if tensor.is_inference() else tensor._version
+    known = _from_sparse.get(number)
+    if known is not None and known[0]() is tensor and known[1] == version >= 0:
+        return known[2]
+    csr = CSR.from_torch(tensor)
+    _from_sparse[number] = ref(tensor, lambda _: _from_sparse.pop(number, None)), version, csr
+    return csr

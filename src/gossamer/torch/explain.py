@@ -1,0 +1,128 @@
+"""`explain`: the plan of a call as a table, without running it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.kernels.contract import Problem
+from gossamer.kernels.table import NAMES
+from gossamer.layouts import BlockLayout
+from gossamer.patterns import Pattern
+from gossamer.torch.api import _check_types, four_dimensional, what
+from gossamer.torch.plan import layout_for, make_plan, refusals, terms_of
+from gossamer.torch.registry import pattern_of
+from gossamer.torch.validate import Arguments
+
+BACKWARD = 2.5  # floating-point operations of the backward, over those of the forward
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call would do. Counts are over all batch elements and query heads, of one forward."""
+
+    problem: Problem
+    implementation: str
+    reasons: dict[str, list[str]]  # of each implementation that is not chosen
+    tile: tuple[int, int]  # (block_q, block_kv)
+    density: float  # kept pairs over Q * K; key_lengths are not counted
+    tiles: dict[str, float]  # full, interval and bits tiles, and all of the dense matrix, of one head
+    useful_flops: float  # kept pairs * 2 * (D + E)
+    executed_flops: float  # the same over every pair of the tiles that are visited
+    bytes: int  # q, k, v, out and lse
+    layout_bytes: int
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The table, as (name, value) pairs."""
+        p, t = self.problem, self.tiles
+        useful, executed = self.useful_flops, self.executed_flops
+        over = f" ({executed / useful:.2f} x)" if useful else ""
+        lines = [
+            ("problem", f"B={p.B} H={p.H} G={p.G} Q={p.Q} K={p.K} D={p.D} E={p.E} {p.dtype} {p.device}"),
+            ("score terms", ", ".join(sorted(p.score_terms)) or "none"),
+            ("density", f"{self.density:.4%}"),
+            (f"tiles of {self.tile[0]} x {self.tile[1]}", ", ".join(f"{name} {n:g}" for name, n in t.items())),
+            ("useful", f"{useful / 1e9:,.3f} GFLOP forward, {BACKWARD * useful / 1e9:,.3f} backward"),
+            ("executed", f"{executed / 1e9:,.3f} GFLOP forward{over}"),
+            ("bytes", f"{self.bytes / 2**20:,.2f} MiB of tensors, {self.layout_bytes / 2**20:,.2f} MiB of layout"),
+            ("implementation", self.implementation),
+        ]
+        return lines + [(f"not {name}", "; ".join(found)) for name, found in self.reasons.items()]
+
+    def __rich__(self) -> Any:
+        from rich.table import Table
+
+        table = Table(title="gossamer.explain", show_header=False)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in self.rows():
+            table.add_row(name, value)
+        return table
+
+    def __str__(self) -> str:
+        width = max(len(name) for name, _ in self.rows())
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in self.rows())
+
+    __repr__ = __str__
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | BlockLayout | Tensor | None = None,
+    *,
+    scale: float | None = None,
+    q_offset: int | Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    implementation: str | None = None,
+    deterministic: bool | None = None,
+) -> Explanation:
+    """What `attention` would do with these arguments, and why not otherwise; nothing is computed but the layout.
+
+    Raises:
+        ValueError: as `attention`.
+    """
+    _check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation)
+    inputs = (q, k, v, sink_logits)
+    backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    q, k, v = four_dimensional(q, k, v)
+    handle, tensors, blocks, _alive = what(pattern, q)
+    is_tensor = isinstance(q_offset, Tensor)
+    a = Arguments(
+        q, k, v, None if is_tensor else q_offset, q_offset if is_tensor else None, key_lengths, sink_logits,
+        alibi_slopes, scale, softcap, implementation,
+        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic, backward,
+    )  # fmt: skip
+    plan = make_plan(a)
+    terms = terms_of(a)
+    p, name = plan.problem, plan.implementation.name
+    layout = layout_for(plan, a, terms, handle, tensors, blocks)
+    tile = plan.implementation.tile(p)
+    if isinstance(layout, BlockLayout):
+        stats = (layout if layout.host is None else layout.host).stats
+        useful, executed, layout_bytes = stats.useful_pairs, stats.executed_pairs, stats.bytes
+        tiles = {"full": stats.full_tiles, "interval": stats.interval_tiles, "bits": stats.bits_tiles}
+        tiles["of"], tile = stats.all_tiles, (layout.block_q, layout.block_kv)
+        density = stats.density
+    else:
+        density = pattern_of(handle).density(p.Q, p.K, terms.q_offset) if handle >= 0 else float(layout.float().mean())
+        useful, executed, layout_bytes = density * p.Q * p.K, float(p.Q * p.K), layout.nbytes
+        tiles = {"dense": 1, "of": 1}
+        tile = (p.Q, p.K)
+    refused = {other: refusals(other, p) or ["comes after the one chosen"] for other in NAMES if other != name}
+    if implementation is not None:
+        refused = {other: refusals(other, p) or ["not asked for"] for other in NAMES if other != name}
+    size = q.element_size()
+    elements = q.numel() + k.numel() + v.numel() + q.numel() // p.D * p.E
+    flops = 2.0 * (p.D + p.E) * p.B * p.H
+    return Explanation(
+        p, name, refused, tile, density, tiles, useful * flops, executed * flops,
+        elements * size + p.B * p.H * p.Q * (8 if p.dtype == "float64" else 4), layout_bytes,
+    )  # fmt: skip

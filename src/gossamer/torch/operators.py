@@ -1,0 +1,151 @@
+"""The operators `gossamer::forward` and `gossamer::backward`: opaque to a compiler, with fakes and a gradient.
+
+The gradient is an own autograd function on the Autograd key, which costs a third of what `register_autograd` costs a
+call. What is attended enters either as tensors (a layout or a mask: data, which may change from call to call) or as
+the handle of a pattern, whose layout is looked up in here, by the sizes of the call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gossamer.kernels.rows import compute_dtype
+from gossamer.torch.plan import layout_for, plan_for, terms_of
+from gossamer.torch.registry import pattern_of
+from gossamer.torch.validate import Arguments
+
+_OPTIONS = (
+    "Tensor[] layout, int[] blocks, int pattern, SymInt? q_offset, Tensor? q_offset_tensor, Tensor? key_lengths, "
+    "Tensor? sink_logits, Tensor? alibi_slopes, float? scale, float? softcap, str? implementation, "
+    "bool deterministic, bool backward"
+)
+
+library = torch.library.Library("gossamer", "DEF")
+library.define(f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor out, Tensor lse)")
+library.define(
+    f"backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_OPTIONS})"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink_logits)"
+)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, layout: list[Tensor], blocks: list[int], pattern: int, *options: Any):
+    a = Arguments(q, k, v, *options)
+    plan = plan_for(a)
+    terms = terms_of(a)
+    where = layout_for(plan, a, terms, pattern, layout, blocks)
+    return plan.implementation.forward(plan.problem, q, k, v, where, terms)
+
+
+def _backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: list[Tensor],
+    blocks: list[int],
+    pattern: int,
+    *options: Any,
+):
+    a = Arguments(q, k, v, *options)
+    plan = plan_for(a)
+    terms = terms_of(a)
+    where = layout_for(plan, a, terms, pattern, layout, blocks)
+    dout = torch.zeros_like(out) if dout is None else dout
+    dq, dk, dv, dsink = plan.implementation.backward(plan.problem, dout, dlse, q, k, v, out, lse, where, terms)
+    return dq, dk, dv, q.new_empty(0) if dsink is None else dsink
+
+
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    shape = q.shape[:3]
+    return q.new_empty((*shape, v.shape[3])), q.new_empty(shape, dtype=compute_dtype(q.dtype))
+
+
+def _backward_fake(
+    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sink = Arguments(q, k, v, *rest[3:]).sink_logits
+    dsink = q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
+
+
+_forward_op = torch.ops.gossamer.forward.default
+_backward_op = torch.ops.gossamer.backward.default
+
+
+class _Attention(torch.autograd.Function):
+    """Saves what the backward operator reads; lse is differentiable, double backward is not."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sink_logits, key_lengths, alibi_slopes, q_offset_tensor, layout, static):  # type: ignore[no-untyped-def, override]
+        blocks, pattern, q_offset, *rest = static
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = _forward_op(
+                q, k, v, layout, blocks, pattern, q_offset, q_offset_tensor, key_lengths, sink_logits, alibi_slopes,
+                *rest, True,
+            )  # fmt: skip
+        ctx.save_for_backward(q, k, v, out, lse, sink_logits, key_lengths, alibi_slopes, q_offset_tensor, *layout)
+        ctx.static = static
+        ctx.pattern = pattern_of(pattern) if pattern >= 0 else None  # its handle must live until the backward
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):  # type: ignore[no-untyped-def, override]
+        q, k, v, out, lse, sink_logits, key_lengths, alibi_slopes, q_offset_tensor, *layout = ctx.saved_tensors
+        blocks, pattern, q_offset, *rest = ctx.static
+        dq, dk, dv, dsink = _backward_op(
+            dout, dlse, q, k, v, out, lse, layout, blocks, pattern, q_offset, q_offset_tensor, key_lengths,
+            sink_logits, alibi_slopes, *rest, True,
+        )  # fmt: skip
+        return dq, dk, dv, None if sink_logits is None else dsink, None, None, None, None, None
+
+
+def _forward_autograd(
+    q: Tensor, k: Tensor, v: Tensor, layout: list[Tensor], blocks: list[int], pattern: int, q_offset: int | None,
+    q_offset_tensor: Tensor | None, key_lengths: Tensor | None, sink_logits: Tensor | None,
+    alibi_slopes: Tensor | None, scale: float | None, softcap: float | None, implementation: str | None,
+    deterministic: bool, backward: bool,
+):  # fmt: skip
+    needed = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sink_logits is not None and sink_logits.requires_grad)
+    )
+    if needed:
+        static = (blocks, pattern, q_offset, scale, softcap, implementation, deterministic)
+        return _Attention.apply(
+            q, k, v, sink_logits, key_lengths, alibi_slopes, q_offset_tensor, layout, static
+        )  # fmt: skip
+    with torch._C._AutoDispatchBelowAutograd():
+        return _forward_op(
+            q, k, v, layout, blocks, pattern, q_offset, q_offset_tensor, key_lengths, sink_logits, alibi_slopes,
+            scale, softcap, implementation, deterministic, backward,
+        )  # fmt: skip
+
+
+def _autocast(device: str, key: torch._C.DispatchKey):  # type: ignore[no-untyped-def]
+    """Under autocast q, k and v take its dtype, as for scaled_dot_product_attention; float64 stays."""
+    keys = torch._C.DispatchKeySet(key)
+
+    def cast_and_call(q: Tensor, k: Tensor, v: Tensor, *rest: Any):  # type: ignore[no-untyped-def]
+        dtype = torch.get_autocast_dtype(device)
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+            return _forward_op(q, k, v, *rest)
+
+    return cast_and_call
+
+
+library.impl("forward", _forward, "CompositeExplicitAutograd")
+library.impl("backward", _backward, "CompositeExplicitAutograd")
+library.impl("forward", _forward_autograd, "Autograd")
+library.impl("forward", _autocast("cpu", torch._C.DispatchKey.AutocastCPU), "AutocastCPU")
+library.impl("forward", _autocast("cuda", torch._C.DispatchKey.AutocastCUDA), "AutocastCUDA")
+torch.library.register_fake("gossamer::forward", _forward_fake, lib=library)
+torch.library.register_fake("gossamer::backward", _backward_fake, lib=library)

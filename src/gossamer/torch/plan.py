@@ -1,0 +1,206 @@
+"""From the arguments of a call to a plan: what is computed, by which implementation, and why not by the others.
+
+Plans are kept by a cheap key, so that a repeated call validates nothing and chooses nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from gossamer.kernels.contract import Implementation, Problem, Terms, Unsupported, reasons
+from gossamer.kernels.table import NAMES, load
+from gossamer.layouts import BlockLayout, cached_layout
+from gossamer.patterns import Pattern
+from gossamer.torch.masks import dense_of, layout_of
+from gossamer.torch.registry import pattern_of
+from gossamer.torch.validate import Arguments, check_layout, check_mask, layout_from, validate
+
+logger = logging.getLogger("gossamer")
+
+KEPT_PLANS = 256
+KEPT_DENSE = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The problem, the implementation that computes it, and the reasons of those tried before it."""
+
+    problem: Problem
+    implementation: Implementation
+    refused: dict[str, list[str]]
+
+
+_plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
+_dense: OrderedDict[tuple[Any, ...], Tensor] = OrderedDict()
+_given: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_lock = threading.RLock()
+_logged: set[str] = set()
+
+
+def plan_for(a: Arguments) -> Plan:
+    """The plan of a call; validated and chosen once for each combination of shapes, types and options."""
+    q, k, v, t, n, s, w = a.q, a.k, a.v, a.q_offset_tensor, a.key_lengths, a.sink_logits, a.alibi_slopes
+    key = (
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, a[8:], a.q_offset,
+        None if t is None else (t.shape, t.dtype),
+        None if n is None else (n.shape, n.dtype, n.device),
+        None if s is None else (s.shape, s.dtype, s.device),
+        None if w is None else (w.shape, w.dtype, w.device, w.requires_grad),
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        plan = make_plan(a)
+        with _lock:
+            _plans[key] = plan
+            while len(_plans) > KEPT_PLANS:
+                _plans.popitem(last=False)
+    return plan
+
+
+def make_plan(a: Arguments) -> Plan:
+    """Validate and choose: the first implementation in the table that supports the problem, or the one named.
+
+    Raises:
+        ValueError: an argument is wrong.
+        Unsupported: nothing, or not the one named, computes the problem; the message has every reason.
+    """
+    validate(a)
+    problem = problem_of(a)
+    refused: dict[str, list[str]] = {}
+    for name in NAMES if a.implementation is None else [a.implementation]:
+        found = refusals(name, problem)
+        if not found:
+            implementation = load(name)
+            assert not isinstance(implementation, str), "a module that cannot be imported is a refusal"
+            _log(name, problem, refused)
+            return Plan(problem, implementation, refused)
+        refused[name] = found
+    raise Unsupported(_refusal(a.implementation, problem, refused))
+
+
+def _refusal(named: str | None, problem: Problem, refused: dict[str, list[str]]) -> str:
+    text = "; ".join(f"{name}: {', '.join(found)}" for name, found in refused.items())
+    if named is None:
+        return f"no implementation computes this problem: {text}"
+    others = [name for name in NAMES if name != named and not refusals(name, problem)]
+    return f"implementation={named!r} cannot compute this problem: {text}; available: {', '.join(others) or 'none'}"
+
+
+def refusals(name: str, problem: Problem) -> list[str]:
+    """Why an implementation does not compute a problem; empty when it does."""
+    implementation = load(name)
+    if isinstance(implementation, str):
+        return [implementation]
+    return implementation.unavailable() + reasons(problem, implementation.capability)
+
+
+def problem_of(a: Arguments) -> Problem:
+    q, k = a.q, a.k
+    terms = {name for name in ("key_lengths", "softcap", "sink_logits", "alibi_slopes") if getattr(a, name) is not None}
+    if a.q_offset_tensor is not None or a.q_offset not in (None, k.shape[2] - q.shape[2]):
+        terms.add("q_offset")
+    sm = None
+    if q.device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(q.device)
+        sm = 10 * major + minor
+    return Problem(
+        *q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], a.v.shape[3],
+        dtype=str(q.dtype)[6:], device=q.device.type, sm=sm, score_terms=frozenset(terms),
+        backward=a.backward, deterministic=a.deterministic,
+    )  # fmt: skip
+
+
+def terms_of(a: Arguments) -> Terms:
+    """The score terms; a `q_offset` tensor is read here, which waits for a GPU."""
+    q_offset = a.q_offset if a.q_offset_tensor is None else int(a.q_offset_tensor)
+    return Terms(
+        scale=a.q.shape[3] ** -0.5 if a.scale is None else a.scale,
+        q_offset=a.k.shape[2] - a.q.shape[2] if q_offset is None else q_offset,
+        softcap=a.softcap,
+        key_lengths=a.key_lengths,
+        sink_logits=a.sink_logits,
+        alibi_slopes=a.alibi_slopes,
+    )
+
+
+def layout_for(plan: Plan, a: Arguments, terms: Terms, pattern: int, given: list[Tensor], blocks: list[int]) -> Any:
+    """What the implementation reads: a BlockLayout, or for the reference a dense boolean tensor.
+
+    Args:
+        pattern: a handle, or -1 when `given` says what is attended.
+        given: the tensors of a BlockLayout, or one dense boolean mask.
+        blocks: (block_q, block_kv) of a BlockLayout; empty for a mask.
+    """
+    p, dense = plan.problem, plan.implementation.layout == "dense"
+    block_q, block_kv = plan.implementation.tile(p)
+    if pattern >= 0:
+        which = pattern_of(pattern)
+        if dense:
+            return _dense_pattern(which, p, terms.q_offset, a.q.device)
+        which.check(p.Q, p.K, p.H, p.B)
+        return cached_layout(
+            which, p.Q, p.K, block_q=block_q, block_kv=block_kv, q_offset=terms.q_offset, device=a.q.device
+        )
+    if not blocks:
+        mask = given[0]
+        check_mask(mask, a)
+        if dense:
+            return mask
+        # The blocked implementation walks rows alone; building columns on a CPU would be for nothing.
+        columns = p.backward and p.device != "cpu"
+        make = (p.Q, p.K, block_q, block_kv, columns)
+        return _remember(
+            [mask], make, lambda: layout_of(mask, p.Q, p.K, block_q=block_q, block_kv=block_kv, transpose=columns)
+        )
+
+    def checked() -> BlockLayout:
+        # Aliases: what is remembered under a tensor must not keep that tensor alive.
+        layout = layout_from([x.detach() for x in given], blocks, p.Q, p.K)
+        check_layout(layout.rows, a)
+        return layout
+
+    layout = _remember(given, (p.B, p.H, p.Q, p.K, tuple(blocks)), checked)
+    return dense_of(layout.rows) if dense else layout
+
+
+def _remember(tensors: list[Tensor], more: tuple[Any, ...], make: Any) -> BlockLayout:
+    """A layout made from tensors, kept as long as the first of them lives and none has been written to."""
+    if any(x.is_inference() for x in tensors):  # these do not count their writes
+        return make()
+    key = (more, tuple((id(x), x._version) for x in tensors))
+    kept = _given.get(tensors[0])
+    if kept is not None and kept[0] == key and all(a() is b for a, b in zip(kept[1], tensors[1:], strict=True)):
+        return kept[2]
+    layout = make()
+    _given[tensors[0]] = key, [ref(x) for x in tensors[1:]], layout
+    return layout
+
+
+def _dense_pattern(pattern: Pattern, p: Problem, q_offset: int, device: torch.device) -> Tensor:
+    pattern.check(p.Q, p.K, p.H, p.B)
+    key = (pattern, p.Q, p.K, q_offset, device)
+    mask = _dense.get(key)
+    if mask is None:
+        mask = torch.from_numpy(pattern.materialize(p.Q, p.K, q_offset)).to(device)
+        with _lock:
+            _dense[key] = mask
+            while len(_dense) > KEPT_DENSE:
+                _dense.popitem(last=False)
+    return mask
+
+
+def _log(name: str, problem: Problem, refused: dict[str, list[str]]) -> None:
+    text = "; ".join(f"not {other}: {', '.join(found)}" for other, found in refused.items())
+    line = f"attention on {problem.device} in {problem.dtype} runs by {name}" + (f" ({text})" if text else "")
+    if line not in _logged:
+        _logged.add(line)
+        logger.info(line)

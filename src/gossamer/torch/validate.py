@@ -1,0 +1,187 @@
+"""Every check of the arguments of `attention`, in one table: (is it right, what the message says)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer.kernels.table import NAMES
+from gossamer.layouts import BlockLayout, TileList, Walk
+from gossamer.layouts.block import ARRAYS_PER_WALK, WORD
+from gossamer.patterns.validate import show
+
+INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+MAX_HEAD = 4096
+
+
+class Arguments(NamedTuple):
+    """The arguments of one call, tensors four-dimensional: q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_offset: int | None
+    q_offset_tensor: Tensor | None
+    key_lengths: Tensor | None
+    sink_logits: Tensor | None
+    alibi_slopes: Tensor | None
+    scale: float | None
+    softcap: float | None
+    implementation: str | None
+    deterministic: bool
+    backward: bool
+
+
+def describe(value: Any) -> str:
+    """What was given, for a message: the shape and dtype of a tensor, the repr of anything else."""
+    if isinstance(value, Tensor):
+        return f"shape {tuple(value.shape)}, {str(value.dtype)[6:]}, {value.device}"
+    return f"{show(value)} ({type(value).__name__})"
+
+
+def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
+    """(right, argument, value given, what is accepted); each may rely on the ones before it."""
+    q, k, v = a.q, a.k, a.v
+    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    accepted = "float16, bfloat16, float32 or float64"
+    yield q.ndim == 4, "q", q, "a tensor of 2, 3 or 4 dimensions: (Q, D), (H, Q, D) or (B, H, Q, D)"
+    yield q.layout == torch.strided, "q", q.layout, "a strided tensor"
+    yield q.dtype in floats, "q", q, f"a tensor of {accepted}"
+    for name, x in (("k", k), ("v", v)):
+        yield x.ndim == 4, name, x, "a tensor with as many dimensions as q"
+        yield x.layout == torch.strided, name, x.layout, "a strided tensor"
+        yield x.dtype == q.dtype, name, x, f"a tensor of q's dtype, {str(q.dtype)[6:]}"
+        yield x.device == q.device, name, x, f"a tensor on q's device, {q.device}"
+        yield x.shape[0] == q.shape[0], name, x, f"B={q.shape[0]} batch elements, as in q"
+    yield min(q.shape) > 0, "q", q, "no empty dimension"
+    yield min(k.shape) > 0, "k", k, "no empty dimension"
+    yield k.shape[3] == q.shape[3], "k", k, f"features of q's size, D={q.shape[3]}"
+    yield v.shape[1:3] == k.shape[1:3], "v", v, f"heads and positions of k, (G, K) = {tuple(k.shape[1:3])}"
+    yield v.shape[3] > 0, "v", v, "no empty dimension"
+    yield q.shape[1] % k.shape[1] == 0, "k", k, f"a number of heads G that divides q's H={q.shape[1]}"
+    yield q.shape[3] <= MAX_HEAD and v.shape[3] <= MAX_HEAD, "q", (q.shape[3], v.shape[3]), f"D, E up to {MAX_HEAD}"
+    yield max(q.shape[2], k.shape[2]) < 2**31 - 2**16, "q", q, "fewer than 2**31 positions"
+    B, H = q.shape[:2]
+    yield a.scale is None or math.isfinite(a.scale), "scale", a.scale, "a finite number, or None for D ** -0.5"
+    yield (
+        a.softcap is None or (math.isfinite(a.softcap) and a.softcap > 0),
+        "softcap", a.softcap, "a finite number over 0, or None",
+    )  # fmt: skip
+    yield a.q_offset is None or abs(a.q_offset) < 2**31, "q_offset", a.q_offset, "an integer within 2**31"
+    t = a.q_offset_tensor
+    yield t is None or (t.ndim == 0 and t.dtype in INTEGERS), "q_offset", t, "an int or a 0-d integer tensor"
+    for name, x, size, letter in (
+        ("key_lengths", a.key_lengths, B, "B"),
+        ("sink_logits", a.sink_logits, H, "H"),
+        ("alibi_slopes", a.alibi_slopes, H, "H"),
+    ):
+        if x is None:
+            continue
+        kinds = INTEGERS if name == "key_lengths" else floats
+        yield x.shape == (size,), name, x, f"shape ({letter},) = ({size},)"
+        yield x.dtype in kinds, name, x, "integers" if name == "key_lengths" else accepted
+        yield x.device == q.device, name, x, f"a tensor on q's device, {q.device}"
+    yield (
+        a.alibi_slopes is None or not a.alibi_slopes.requires_grad,
+        "alibi_slopes", "a tensor that requires grad", "a constant; no gradient is computed for it",
+    )  # fmt: skip
+    yield (
+        a.implementation is None or a.implementation in NAMES,
+        "implementation", a.implementation, f"None or one of {', '.join(NAMES)}",
+    )  # fmt: skip
+
+
+def validate(a: Arguments) -> None:
+    """Raise ValueError for the first argument that is wrong."""
+    for right, name, given, accepted in _checks(a):
+        if not right:
+            raise ValueError(f"{name} must be {accepted}; got {describe(given)}")
+
+
+def check_mask(mask: Tensor, a: Arguments) -> None:
+    """Raise ValueError unless a boolean mask broadcasts to (B, H, Q, K) and lies on q's device."""
+    shape = (*a.q.shape[:3], a.k.shape[2])
+    fits = 0 < mask.ndim <= 4 and all(
+        n in (1, want) for n, want in zip(reversed(mask.shape), reversed(shape), strict=False)
+    )
+    if mask.dtype != torch.bool or mask.device != a.q.device or not fits:
+        raise ValueError(
+            f"pattern, a dense mask, must be boolean, on {a.q.device}, and broadcast to (B, H, Q, K) = {shape}; "
+            f"got {describe(mask)}"
+        )
+
+
+def check_layout(walk: Walk, a: Arguments) -> None:
+    """Raise ValueError unless a layout's arrays fit together and the inputs; on a CPU its indices are read too."""
+    for right, name, given, accepted in _layout_checks(walk, a):
+        if not right:
+            raise ValueError(f"pattern, a BlockLayout, must have {name} {accepted}; got {describe(given)}")
+
+
+def _layout_checks(walk: Walk, a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
+    Q, K, (B, H) = a.q.shape[2], a.k.shape[2], a.q.shape[:2]
+    br, bc = walk.block_rows, walk.block_columns
+    yield (walk.rows, walk.columns) == (Q, K), "(Q, K)", (walk.rows, walk.columns), f"of the inputs, {(Q, K)}"
+    for name, block in (("block_q", br), ("block_kv", bc)):
+        yield 0 < block <= 1024 and block % WORD == 0, name, block, f"a multiple of {WORD} up to 1024"
+    for at, x in enumerate(walk.arrays()):
+        yield isinstance(x, Tensor), f"array {at}", x, "a torch tensor"
+        yield x.dtype == torch.int32 and x.device == a.q.device, f"array {at}", x, f"of int32 on {a.q.device}"
+    yield walk.full.counts.ndim == 3, "full.counts", walk.full.counts, "of shape (Bl, Hl, T)"
+    Bl, Hl = walk.lead
+    yield Bl in (1, B) and Hl in (1, H), "(Bl, Hl)", (Bl, Hl), f"1 or the inputs' (B, H) = {(B, H)}"
+    shape = (Bl, Hl, walk.tiles)
+    for kind in ("full", "interval", "bits"):
+        tiles: TileList = getattr(walk, kind)
+        yield tiles.starts.shape == shape, f"{kind}.starts", tiles.starts, f"of shape {shape}"
+        yield tiles.counts.shape == shape, f"{kind}.counts", tiles.counts, f"of shape {shape}"
+        yield tiles.indices.ndim == 1, f"{kind}.indices", tiles.indices, "of one dimension"
+    for name, x in (("lo", walk.lo), ("hi", walk.hi)):
+        none = x.shape == (1, 1, 0) and not len(walk.interval.indices)
+        yield none or x.shape == (Bl, Hl, Q), name, x, f"of shape {(Bl, Hl, Q)}, or (1, 1, 0) without intervals"
+    n = len(walk.bits.indices)
+    yield walk.pool_index.shape == (n,), "pool_index", walk.pool_index, f"of shape ({n},), one for each bits tile"
+    yield walk.pool.ndim == 3 and walk.pool.shape[1:] == (br, bc // WORD), "pool", walk.pool, f"(P, {br}, {bc // WORD})"
+    if a.q.device.type == "cpu":
+        yield from _index_checks(walk)
+
+
+def _index_checks(walk: Walk) -> Iterator[tuple[bool, str, Any, str]]:
+    C = -(-walk.columns // walk.block_columns)
+    seen = []
+    for kind in ("full", "interval", "bits"):
+        starts, counts, indices = (x.long() for x in getattr(walk, kind))
+        inside = (counts >= 0) & (starts >= 0) & (starts + counts <= len(indices))
+        yield bool(inside.all()), f"{kind}.starts and counts", "others", f"within its {len(indices)} indices"
+        counts, starts = counts.flatten(), starts.flatten()
+        row = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        place = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row] + starts[row]
+        column = indices[place]
+        bad = column[(column < 0) | (column >= C)]
+        yield not len(bad), f"{kind}.indices", int(bad[0]) if len(bad) else None, f"in [0, {C})"
+        if kind == "full" and walk.columns % walk.block_columns:
+            yield not bool((column == C - 1).any()), "full.indices", C - 1, "no tile that reaches past the last key"
+        if kind == "bits" and len(place):
+            pool = walk.pool_index[place]
+            right = bool(((pool >= 0) & (pool < len(walk.pool))).all())
+            yield right, "pool_index", f"{int(pool.min())} to {int(pool.max())}", f"in [0, {len(walk.pool)})"
+        seen.append(row * C + column)
+    every = torch.cat(seen)
+    yield len(every.unique()) == len(every), "every tile listed once", "a tile listed twice", "at most"
+
+
+def layout_from(arrays: list[Tensor], blocks: list[int], Q: int, K: int) -> BlockLayout:
+    """The layout whose tensors entered an operator: the rows, then the columns if they were built."""
+    if len(blocks) != 2 or len(arrays) not in (ARRAYS_PER_WALK, 2 * ARRAYS_PER_WALK):
+        raise ValueError(f"layout must hold {ARRAYS_PER_WALK} or {2 * ARRAYS_PER_WALK} tensors, got {len(arrays)}")
+    none = TileList(None, None, None)
+    rows = Walk(Q, K, blocks[0], blocks[1], none, none, none, None, None, None, None)
+    columns = Walk(K, Q, blocks[1], blocks[0], none, none, none, None, None, None, None)
+    n = ARRAYS_PER_WALK
+    return BlockLayout(
+        rows.with_arrays(arrays[:n]), _transpose=[columns.with_arrays(arrays[n:])] if len(arrays) > n else []
+    )
