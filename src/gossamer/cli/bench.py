@@ -1,5 +1,95 @@
-"""`gossamer bench`."""
+"""`gossamer bench`: named cases, their numbers checked in the same run, beside other implementations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from gossamer.bench.workload import Workload
+
+RESULTS = Path("benchmarks") / "results"
 
 
-def run() -> None:
-    pass
+def run(
+    names: Annotated[list[str] | None, typer.Argument(help="Cases by name.", show_default=False)] = None,
+    tag: Annotated[list[str] | None, typer.Option("--tag", help="Cases by tag, such as foundation.")] = None,
+    peers: Annotated[bool, typer.Option("--peers", help="Also run the other implementations.")] = False,
+    implementation: Annotated[str | None, typer.Option(help="Of gossamer; the one it chooses by default.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU when there is one.")] = None,
+    budget: Annotated[float, typer.Option(min=0.01, max=60, help="Seconds of timed calls for each row.")] = 0.5,
+    out: Annotated[
+        Path | None, typer.Option(help="File to add rows to; benchmarks/results/DEVICE.jsonl by default.")
+    ] = None,
+    list_cases: Annotated[bool, typer.Option("--list", help="List the cases for the device and stop.")] = False,
+) -> None:
+    """Measure cases; a row whose numbers are wrong is reported as failed, without a time."""
+    from rich.console import Console
+
+    from gossamer.cli.errors import Refused, need
+
+    torch = need("torch", "gossamer bench")
+    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if chosen not in ("cpu", "cuda"):
+        raise Refused(f"--device must be cpu or cuda, got {chosen!r}")
+    if chosen == "cuda" and not torch.cuda.is_available():
+        raise Refused("--device cuda needs an NVIDIA GPU that torch can use; there is none here")
+    from gossamer.bench.rows import append_rows, fill_ratios, table
+    from gossamer.bench.run import Session, run_case
+    from gossamer.cli.info import versions
+
+    console = Console()
+    works = _choose(names or [], tag or [], chosen, everything=list_cases)
+    if list_cases:
+        for work in works:
+            console.print(f"{work.name}: {', '.join(sorted(work.tags))}", highlight=False)
+        return
+    target = out or RESULTS / f"{_file_name(torch, chosen)}.jsonl"
+    session = Session(torch.device(chosen), versions(), implementation, budget)
+    rows = []
+    with console.status("") as status:
+        session.progress = status.update
+        for number, work in enumerate(works, 1):
+            session.progress = lambda text, number=number: status.update(f"[{number}/{len(works)}] {text}")  # type: ignore[misc]
+            found = run_case(session, work, peers)
+            fill_ratios(found)
+            append_rows(found, target)  # case by case: an interrupted run keeps what it has
+            rows += found
+    console.print(table(rows))
+    console.print(
+        f"{session.name}; matrix product " + ", ".join(f"{rate:,.0f} TFLOP/s" for rate in session.rates.values())
+    )
+    console.print(f"added {len(rows)} rows to {target}")
+    failed = [row for row in rows if row.status == "failed" and not row.peer]
+    for row in failed:
+        typer.echo(f"gossamer bench: {row.case}, {row.direction}, {row.implementation} failed: {row.reason}", err=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _choose(names: list[str], tags: list[str], device: str, everything: bool) -> list[Workload]:
+    from gossamer.bench.workload import workloads
+    from gossamer.cli.errors import Refused
+
+    known = {work.name: work for work in workloads(device)}
+    if everything and not (names or tags):
+        return list(known.values())
+    every_tag = sorted({tag for work in known.values() for tag in work.tags})
+    if not (names or tags):
+        raise Refused(f"name a case or a --tag; cases for {device}: {', '.join(known)}; tags: {', '.join(every_tag)}")
+    unknown = [name for name in names if name not in known] + [tag for tag in tags if tag not in every_tag]
+    if unknown:
+        raise Refused(
+            f"no case or tag {', '.join(map(repr, unknown))} for {device}; "
+            f"cases: {', '.join(known)}; tags: {', '.join(every_tag)}"
+        )
+    return [work for work in known.values() if work.name in names or work.tags.intersection(tags)]
+
+
+def _file_name(torch: object, device: str) -> str:
+    import re
+
+    name = "cpu" if device == "cpu" else torch.cuda.get_device_name()  # type: ignore[attr-defined]
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")

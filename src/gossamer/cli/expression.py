@@ -58,8 +58,10 @@ def _tree(source: str) -> ast.expr:
     except SyntaxError as error:
         column = max((error.offset or 1) - 1, 0)
         raise ExpressionError(f"cannot read the pattern ({error.msg})", source, column) from None
-    except (ValueError, MemoryError, RecursionError) as error:  # null bytes, surrogates; very deep nesting
-        raise ExpressionError(f"cannot read the pattern ({error or 'nested too deeply'})", source) from None
+    except ValueError as error:  # null bytes, surrogates
+        raise ExpressionError(f"cannot read the pattern ({error})", source) from None
+    except (MemoryError, RecursionError):
+        raise ExpressionError("cannot read the pattern (nested too deeply)", source) from None
 
 
 class _Reader:
@@ -122,6 +124,8 @@ class _Reader:
         for keyword in node.keywords:
             if keyword.arg is None:
                 raise self.error("** is not accepted in a pattern", keyword.value)
+            if keyword.arg in named:
+                raise self.error(f"the argument {keyword.arg} is repeated", keyword.value)
             named[keyword.arg] = self.value(keyword.value, depth + 1)
         try:
             return constructor(*arguments, **named)

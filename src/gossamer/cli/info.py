@@ -79,6 +79,7 @@ def _machine() -> Table:
 
 
 def _implementations() -> Table:
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table("implementation", title="implementations, in order of choice")
@@ -88,7 +89,7 @@ def _implementations() -> Table:
     try:
         import torch  # noqa: F401
     except ImportError as error:
-        table.add_row("none", f"[red]torch is needed: pip install 'gossamer[torch]' ({error})", "", "", "")
+        table.add_row("none", escape(f"torch is needed: pip install 'gossamer[torch]' ({error})"), "", "", "")
         return table
     from gossamer.kernels.table import NAMES, available, load
 
@@ -98,7 +99,7 @@ def _implementations() -> Table:
         reasons = available(name)
         table.add_row(
             name,
-            "[red]no: " + "; ".join(reasons) if reasons else "[green]available",
+            "[red]no: " + escape("; ".join(reasons)) if reasons else "[green]available",
             ", ".join(sorted(limits.devices)) if limits else "",
             ", ".join(sorted(limits.dtypes)) if limits else "",
             ("any" if limits.max_head_dim is None else f"1 to {limits.max_head_dim}") if limits else "",

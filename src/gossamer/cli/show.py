@@ -54,6 +54,7 @@ def run(
 
 def summary(layout: BlockLayout, title: str) -> Table:
     """The layout's tiles by kind, density and executed work."""
+    from rich.markup import escape
     from rich.table import Table
 
     stats = layout.stats
@@ -61,7 +62,7 @@ def summary(layout: BlockLayout, title: str) -> Table:
     each = "" if (Bl, Hl) == (1, 1) else " (each, on average)"
     counts = {"full": stats.full_tiles, "interval": stats.interval_tiles, "bits": stats.bits_tiles}
     visited = sum(counts.values())
-    table = Table("quantity", "value", title=title, show_header=False)
+    table = Table("quantity", "value", title=escape(title), show_header=False)
     table.add_row("size", f"{layout.Q:,} query rows x {layout.K:,} keys")
     table.add_row("tile", f"{layout.block_q} x {layout.block_kv}")
     if each:

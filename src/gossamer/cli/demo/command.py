@@ -142,9 +142,11 @@ def comparison(dense: Run, sparse: Run) -> Table:
 
 
 def _check_line(sparse: Run) -> str:
+    from rich.markup import escape
+
     check = sparse.check
     if check["wrong"]:
-        return "[red]sparse outputs differ from the oracle:[/red] " + "; ".join(check["wrong"])
+        return "[red]sparse outputs differ from the oracle:[/red] " + escape("; ".join(check["wrong"]))
     return (
         f"sparse outputs of the trained weights agree with the float64 oracle: {check['rows']:,} rows in "
         f"{check['layers']} layers, largest error {check['error_over_limit']:.2f} of the limit"

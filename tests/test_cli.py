@@ -1,0 +1,234 @@
+"""The command line: patterns as text, info, show, and what a user sees when something is wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import gossamer as gs
+from gossamer.cli import app
+from gossamer.cli.expression import NAMES, parse_pattern
+
+ROOT = Path(__file__).parent.parent
+runner = CliRunner()
+
+
+def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`gossamer ARGUMENTS` in a fresh process."""
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "gossamer.cli", *arguments],
+        capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": path} | environment, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        ("SlidingWindow(256) | BigBird(64)", gs.SlidingWindow(256) | gs.BigBird(64)),
+        ("SlidingWindow(left=4, right=None, sinks=2)", gs.SlidingWindow(4, None, 2)),
+        ("~Causal() & (Dense() | Local(8))", ~gs.Causal() & (gs.Dense() | gs.Local(8))),
+        ("PerHead([SlidingWindow(63), Dilated(31, 0, 8)])", gs.PerHead([gs.SlidingWindow(63), gs.Dilated(31, 0, 8)])),
+        ("Document([0, 0, 1, -1]) & Causal()", gs.Document([0, 0, 1, -1]) & gs.Causal()),
+        ("Document.from_cu_seqlens((0, 3, 8))", gs.Document.from_cu_seqlens((0, 3, 8))),
+        ("BlockMask([[True, False], [True, True]], 4)", gs.BlockMask(np.array([[True, False], [True, True]]), 4)),
+        ("  Longformer( 8 , global_tokens=(0,) ,\n dilation=2 ) ", gs.Longformer(8, (0,), 2)),
+        ("CSR([0, 1, 3], [2, 0, 1], 3)", gs.CSR([0, 1, 3], [2, 0, 1], 3)),
+    ],
+)
+def test_a_pattern_reads_as_in_python(text: str, pattern: gs.Pattern) -> None:
+    assert parse_pattern(text) == pattern
+
+
+def test_every_public_pattern_has_a_name_here() -> None:
+    classes = {name for name in gs.__all__ if isinstance(getattr(gs, name, None), type)}
+    patterns = {name for name in classes if issubclass(getattr(gs, name), gs.Pattern)}
+    assert patterns - {"Pattern", "Predicate"} == set(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("SlidngWindow(3)", ["'SlidngWindow'", "did you mean SlidingWindow?", "column 1", "'SlidngWindow(3)'"]),
+        ("Dense() | Windw(3)", ["'Windw'", "column 11", "accepted are Dense, Causal"]),
+        ("SlidingWindow(256", ["never closed", "column 14", "'SlidingWindow(256'"]),
+        ("SlidingWindow", ["write SlidingWindow(...)"]),
+        ("", ["empty pattern"]),
+        ("3", ["a pattern is expected, got int 3"]),
+        ("Dense() & 3", ["join patterns, got int 3", "column 11"]),
+        ("BigBird(blck=3)", ["blck", "accepted is BigBird(block=64"]),
+        ("SlidingWindow(-4)", ["got -4", "accepted is SlidingWindow(left, right=0, sinks=0)"]),
+        ("SlidingWindow(*[1])", ["* is not accepted"]),
+        ("SlidingWindow(**{})", ["** is not accepted"]),
+        ("SlidingWindow(left=1, left=2)", ["repeated"]),
+        ("Predicate(abs)", ["cannot be written here"]),
+        ("Dense() and Causal()", ["not accepted", "&, | and ~"]),
+        ("Dense() if 1 else Causal()", ["not accepted"]),
+        ("__import__('os').system('true')", ["not the name of a pattern"]),
+        ("Dense().__class__()", ["not the name of a pattern"]),
+        ("CSR.from_scipy(1)", ["'CSR.from_scipy' is not the name of a pattern"]),
+        ("(lambda: Dense())()", ["not the name of a pattern"]),
+        ("SlidingWindow('4')", ["not accepted"]),
+        ("é | Dense(", ["never closed"]),
+        ("Dense() | ü()", ["'ü'", "column 11"]),
+        ("Dense()\x00", ["cannot read the pattern"]),
+        ("~" * 5000 + "Dense()", ["nested"]),
+        ("|".join(["Dense()"] * 400), ["nested more than 100 deep"]),
+        ("Dense() | " * 5000, ["at most 20000"]),
+    ],
+)
+def test_a_wrong_pattern_says_what_and_where(text: str, said: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_pattern(text)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in said:
+        assert part in message
+
+
+WORDS = [
+    *NAMES,
+    "Predicate",
+    "(",
+    ")",
+    "[",
+    "]",
+    ",",
+    "&",
+    "|",
+    "~",
+    "-",
+    "=",
+    "1",
+    "64",
+    "None",
+    "True",
+    "left",
+    "*",
+    " ",
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(WORDS), max_size=12).map("".join) | st.text(max_size=40))
+def test_any_text_is_a_pattern_or_a_value_error(text: str) -> None:
+    try:
+        pattern = parse_pattern(text)
+    except ValueError as error:
+        assert str(error)
+    else:
+        assert isinstance(pattern, gs.Pattern)
+
+
+def test_info_names_the_machine_and_every_implementation() -> None:
+    from gossamer.kernels.table import NAMES as IMPLEMENTATIONS
+
+    shown = runner.invoke(app, ["info"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, shown.output
+    for word in ("cpu", "numpy", "torch", gs.__version__, *IMPLEMENTATIONS):
+        assert word in shown.output
+
+
+def test_show_draws_pairs_when_small_and_tiles_when_large(tmp_path: Path) -> None:
+    import matplotlib.image
+
+    for name, arguments in {
+        "small": ["SlidingWindow(20)", "--q", "100", "--k", "130", "--block-q", "32", "--block-kv", "32"],
+        "large": ["SlidingWindow(256) | BigBird(64)", "--q", "131072"],
+        "heads": ["PerHead([SlidingWindow(63), Dilated(31, 0, 8)])", "--q", "2048"],
+    }.items():
+        out = tmp_path / "deep" / f"{name}.png"
+        shown = runner.invoke(app, ["show", *arguments, "--out", str(out)])
+        assert shown.exit_code == 0, shown.output
+        assert matplotlib.image.imread(out).shape[0] > 300
+        for word in ("full tiles", "interval tiles", "bits tiles", "density", "executed / kept"):
+            assert word in shown.output
+
+
+def test_pictures_hold_what_the_pattern_keeps() -> None:
+    from gossamer.cli.show import KINDS, pair_picture, tile_counts
+
+    pattern = gs.SlidingWindow(20) | gs.Local(32)
+    layout = pattern.layout(100, 100, block_q=32, block_kv=32)
+    kept = pattern.materialize(100, 100)
+    strong = pair_picture(pattern, layout, 0, 0).min(-1) < 0.5
+    assert np.array_equal(strong, kept)
+    counts = sum(tile_counts(layout, 0, 0, kind, (4, 4)) for kind in KINDS)
+    padded = np.pad(kept, ((0, 28), (0, 28))).reshape(4, 32, 4, 32).any((1, 3))
+    assert np.array_equal(counts, padded.astype(int))
+    # Binned, every listed tile is in some bin.
+    assert sum(tile_counts(layout, 0, 0, kind, (2, 3)).sum() for kind in KINDS) == padded.sum()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["SlidngWindow(3)", "--q", "64", "--out", "a.png"], "unknown pattern 'SlidngWindow'"),
+        (["Dense()", "--q", "64", "--out", "a.pdf"], "--out must name a .png file"),
+        (["Document([0, 1])", "--q", "64", "--out", "a.png"], "K=64"),
+        (["Dense()", "--q", "0", "--out", "a.png"], "--q"),
+        (["Dense()", "--q", "64", "--block-kv", "48", "--out", "a.png"], "block_kv"),
+    ],
+)
+def test_show_refuses_with_one_line_and_code_2(arguments: list[str], said: str, tmp_path: Path) -> None:
+    arguments = [str(tmp_path / word) if word.startswith("a.") else word for word in arguments]
+    shown = runner.invoke(app, ["show", *arguments])
+    assert shown.exit_code == 2
+    assert said in shown.output
+    assert "Traceback" not in shown.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_process_starts_fast_and_refuses_plainly(tmp_path: Path) -> None:
+    refused = command("show", "Window(3)", "--q", "64", "--out", str(tmp_path / "a.png"))
+    assert refused.returncode == 2
+    assert refused.stdout == ""
+    assert refused.stderr.startswith("gossamer: unknown pattern 'Window'")
+    assert refused.stderr.count("\n") == 1
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from gossamer.cli import app; "
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0; "
+        "print([m for m in ('torch', 'matplotlib', 'numpy', 'triton') if m in sys.modules])"
+    )
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, check=True
+    )
+    assert told.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("module", "extra"), [("torch", "torch"), ("matplotlib", "plot")])
+def test_a_missing_package_names_its_extra(module: str, extra: str, tmp_path: Path) -> None:
+    # A package of that name that cannot be imported stands before the real one.
+    (tmp_path / f"{module}.py").write_text(f"raise ImportError('no {module} here')\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
+    refused = command("demo", "--out", str(tmp_path / "demo"), PYTHONPATH=path)
+    assert refused.returncode == 2
+    assert f"pip install 'gossamer[{extra}]'" in refused.stderr
+    assert refused.stderr.count("\n") == 1
+
+
+def test_info_works_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
+    shown = command("info", PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT / "src")]), COLUMNS="200")
+    assert shown.returncode == 0, shown.stderr
+    assert "gossamer[torch]" in shown.stdout
+
+
+def test_the_readme_has_the_present_support_table() -> None:
+    from gossamer.cli.support import replace_table, support_table
+
+    readme = (ROOT / "README.md").read_text()
+    assert support_table() in readme, "run `make docs`"
+    assert replace_table(readme) == readme
