@@ -76,6 +76,22 @@ TABLE: dict[tuple[Direction, int, int], dict[int, TileConfig]] = {
     ("dkdv", 32, 256): {sm: T(32, 32, 8, 1) for sm in ARCHITECTURES},
 }
 
+# What `benchmarks/tune_triton.py` times on sm_90 against the table, for 16-bit types, by (direction, bucket).
+CANDIDATES: dict[tuple[Direction, int], tuple[TileConfig, ...]] = {
+    ("forward", 64): (T(128, 128, 8, 2), T(128, 128, 8, 3), T(128, 64, 4, 3), T(128, 64, 8, 3), T(128, 128, 4, 3)),
+    ("forward", 128): (T(128, 128, 8, 2), T(128, 64, 8, 2), T(128, 64, 8, 3), T(128, 64, 8, 4), T(64, 128, 4, 2),
+                       T(64, 64, 4, 3), T(128, 64, 4, 3)),
+    ("forward", 256): (T(128, 64, 8, 2), T(128, 32, 8, 3), T(64, 64, 4, 2), T(128, 64, 8, 1)),
+    ("dq", 64): (T(128, 128, 8, 2), T(128, 64, 8, 3), T(128, 64, 4, 3), T(64, 64, 4, 3)),
+    ("dq", 128): (T(128, 64, 8, 2), T(128, 64, 8, 3), T(128, 128, 8, 2), T(128, 32, 8, 3), T(64, 64, 4, 2),
+                  T(64, 64, 4, 3)),
+    ("dq", 256): (T(64, 64, 8, 2), T(64, 32, 4, 2), T(64, 32, 8, 2), T(128, 32, 8, 2)),
+    ("dkdv", 64): (T(128, 64, 8, 3), T(128, 64, 8, 2), T(128, 128, 8, 2), T(64, 64, 4, 3)),
+    ("dkdv", 128): (T(128, 64, 8, 2), T(128, 64, 8, 3), T(128, 32, 8, 2), T(128, 32, 8, 3), T(64, 64, 4, 2),
+                    T(64, 64, 8, 3), T(64, 32, 4, 3)),
+    ("dkdv", 256): (T(64, 32, 8, 2), T(64, 64, 8, 1), T(64, 32, 4, 2), T(64, 64, 8, 2)),
+}  # fmt: skip
+
 
 def padded(size: int) -> int:
     """The power of two, at least 16, that holds a head size."""

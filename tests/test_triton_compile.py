@@ -1,0 +1,117 @@
+"""Every shipped tile configuration compiles for every architecture, without a GPU, and fits its shared memory.
+
+Compilation runs in processes of its own, with a cache that is thrown away.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from gossamer.kernels.triton.config import (
+    ARCHITECTURES,
+    BUCKETS,
+    CANDIDATES,
+    DIRECTIONS,
+    SHARED_MEMORY,
+    TABLE,
+    TileConfig,
+    architecture,
+    config,
+    padded,
+)
+
+# What is compiled besides the shipped configurations: score terms, odd head sizes, contiguous lists, grouped queries.
+EXTRA = """
+from gossamer.kernels.triton.compile import Variant
+from gossamer.kernels.triton.config import config
+extra = [
+    Variant("float16", 64, 64, terms=("softcap", "alibi", "sink", "lengths")),
+    Variant("bfloat16", 72, 40, terms=("lengths",), group=4, split=False),
+    Variant("bfloat16", 128, 128, modes=("full", "interval"), contiguous=("full", "interval"), split=False),
+    Variant("bfloat16", 64, 64, tile=(32, 128)),
+]
+work = [(d, config(d, 16, v.D, v.E, sm), v) for d in ("forward", "dq", "dkdv") for v in extra]
+"""
+
+COMPILE = """
+import sys
+from gossamer.kernels.triton.compile import compile_kernel, shipped
+from gossamer.kernels.triton.config import SHARED_MEMORY
+sm = int(sys.argv[1])
+{work}
+for direction, config, variant in work:
+    shared = compile_kernel(direction, config, variant, sm).metadata.shared
+    print(direction, config, variant, "uses", shared, "bytes of shared memory")
+    assert shared <= SHARED_MEMORY[sm], f"over {{SHARED_MEMORY[sm]}}"
+"""
+
+
+def compile_in_process(script: str, sm: int, cache: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script, str(sm)],
+        env=environment | {"TRITON_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+def test_shipped_configurations_compile(sm: int, dtype: str, tmp_path: Path) -> None:
+    work = f"work = [w for w in shipped(sm) if w[2].dtype == {dtype!r}]"
+    compile_in_process(COMPILE.format(work=work), sm, tmp_path)
+
+
+@pytest.mark.slow
+def test_variants_compile(tmp_path: Path) -> None:
+    compile_in_process(COMPILE.format(work=EXTRA), 90, tmp_path)
+
+
+def test_table_is_complete() -> None:
+    for direction in DIRECTIONS:
+        for bits in (16, 32):
+            for bucket in BUCKETS:
+                assert set(TABLE[direction, bits, bucket]) == set(ARCHITECTURES)
+        for bucket in BUCKETS:
+            assert CANDIDATES[direction, bucket]
+
+
+def test_config_by_head_size_and_gpu() -> None:
+    assert [padded(n) for n in (1, 16, 17, 64, 96, 129, 256)] == [16, 16, 32, 64, 128, 256, 256]
+    assert [architecture(sm) for sm in (80, 86, 87, 89, 90, 100, 103, 120)] == [80, 89, 89, 89, 90, 100, 100, 89]
+    assert config("dq", 16, 65, 8, 90) == TABLE["dq", 16, 128][90]
+    assert config("forward", 32, 64, 200, 80) == TABLE["forward", 32, 256][80]
+    assert set(SHARED_MEMORY) == set(ARCHITECTURES)
+
+
+def test_fit_divides_the_tile() -> None:
+    whole = TileConfig(128, 64, 8, 2)
+    assert whole.fit(128, 128) is whole
+    assert whole.fit(96, 160) == TileConfig(32, 32, 4, 2)
+    assert whole.fit(256, 64) == whole
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((48, 64, 4, 2), "rows must be a power of two"),
+        ((64, 16, 4, 2), "columns must be a power of two and at least 32, got 16"),
+        ((64, 64, 3, 2), "warps must be 4 or 8, got 3"),
+        ((64, 64, 4, 0), "stages must be 1 to 5, got 0"),
+        ((64, 64, 4, 2, "tf32x2"), "precision must be ieee, tf32x3 or tf32"),
+    ],
+)
+def test_bad_configurations_are_refused(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TileConfig(*arguments)

@@ -1,0 +1,72 @@
+"""The Triton kernels in Triton's interpreter, on the CPU, against float64.
+
+The interpreter is chosen when triton is imported, so the cases run in processes of their own, a part in each.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PARTS = 4
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+triton = pytest.importorskip("triton")
+
+if INTERPRETING:
+    from triton_cases import CASES, Case, check, make
+
+    @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+    def test_case(case: Case) -> None:
+        check(case, "cpu")
+
+    def test_same_bits_with_and_without_work_items() -> None:
+        import torch
+
+        from gossamer.kernels.triton import launch
+        from gossamer.layouts import BlockLayout
+
+        case = next(case for case in CASES if case.name == "window-both-sides-batch")
+        problem, layout, _, terms, (q, k, v, dout, dlse) = make(case, "cpu")
+        results = []
+        for walked in (layout, BlockLayout(layout.rows)):
+            out, lse = launch.forward(problem, q, k, v, walked, terms)
+            results.append([out, lse, *launch.backward(problem, dout, dlse, q, k, v, out, lse, walked, terms)[:3]])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+    @pytest.mark.parametrize("columns", [32, 64])
+    @pytest.mark.parametrize("rows", [16, 64])
+    def test_every_step_size_gives_the_same_rows(rows: int, columns: int) -> None:
+        from gossamer.kernels.triton.config import TileConfig
+
+        for name in ("bigbird", "window-half", "every-term"):
+            check(next(case for case in CASES if case.name == name), "cpu", tiles=TileConfig(rows, columns, 4, 1))
+
+else:
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("part", range(PARTS))
+    def test_in_the_interpreter(part: int) -> None:
+        from triton_cases import CASES
+
+        names = [case.name for case in CASES][part::PARTS]
+        file = Path(__file__)
+        tests = [f"{file}::test_case[{name}]" for name in names]
+        if part == 0:
+            tests.append(f"{file}::test_same_bits_with_and_without_work_items")
+        if part == 1:
+            tests.append(f"{file}::test_every_step_size_gives_the_same_rows")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+        found = subprocess.run(
+            command,
+            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+            cwd=file.parent.parent,
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
