@@ -71,7 +71,7 @@ def _import(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except Exception as error:  # a package for another GPU or torch raises more than ImportError
-        raise Refusal(f"{module} cannot be imported ({type(error).__name__}: {str(error).splitlines()[:1]})") from error
+        raise Refusal(f"{module} cannot be imported ({first_line(error)})") from error
 
 
 def _is_causal(inputs: Inputs) -> bool:
@@ -89,12 +89,12 @@ def _sdpa_dense(inputs: Inputs, matmul_tflops: float) -> Prepared:
     B, H, Q, D = inputs.q.shape
     K, E = inputs.k.shape[2], inputs.v.shape[3]
     causal = _is_causal(inputs)
-    if causal and Q != K:
-        raise Refusal(f"is_causal is aligned at the first row, which differs for Q={Q}, K={K}")
+    if causal and (Q != K or inputs.terms.q_offset):
+        raise Refusal(f"is_causal begins at the first key; Q={Q}, K={K}, q_offset={inputs.terms.q_offset} does not")
     seconds = B * H * Q * K * 2 * (D + E) * (0.5 if causal else 1.0) / (matmul_tflops * 1e12)
     if seconds > SLOWEST_S:
         raise Refusal(f"dense attention would take about {seconds:.0f} s a call")
-    gqa = H != inputs.k.shape[1]
+    gqa = inputs.k.shape[1] != H
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=inputs.terms.scale, enable_gqa=gqa)
@@ -121,7 +121,7 @@ def _fastest_backend(attend: Attend, inputs: Inputs) -> Any:
                 call = lambda: attend(inputs.q, inputs.k, inputs.v)  # noqa: E731
                 times[backend] = time_call(call, inputs.q.device, budget_s=0.02, least=2).p50
         except RuntimeError as error:
-            refused.append(f"{backend.name}: {_first_line(error)}")
+            refused.append(f"{backend.name}: {first_line(error)}")
     if not times:
         raise Refusal("; ".join(refused))
     return min(times, key=lambda backend: times[backend])
@@ -195,7 +195,7 @@ def _cudnn(inputs: Inputs, matmul_tflops: float) -> Prepared:
     blocks = isinstance(pattern, gossamer.BlockMask) or (isinstance(pattern, gossamer.BigBird) and not pattern.causal)
     if not blocks or pattern.lead != (1, 1):
         raise Refusal("takes one block matrix alone")
-    block = pattern.block  # type: ignore[attr-defined]
+    block = pattern.block
     Q, K = inputs.q.shape[2], inputs.k.shape[2]
     if block not in (64, 128) or Q % block or K % block:
         raise Refusal(f"takes whole blocks of 64 or 128, got {block} for Q={Q}, K={K}")
@@ -234,7 +234,8 @@ def block_matrix(inputs: Inputs, block: int) -> np.ndarray:
     return inputs.pattern.keep(i, np.arange(0, K, block)[None, :], Q, K, inputs.terms.q_offset)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The error in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
 

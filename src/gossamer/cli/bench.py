@@ -36,10 +36,13 @@ def run(
         raise Refused(f"--device must be cpu or cuda, got {chosen!r}")
     if chosen == "cuda" and not torch.cuda.is_available():
         raise Refused("--device cuda needs an NVIDIA GPU that torch can use; there is none here")
-    from gossamer.bench.rows import append_rows, fill_ratios, table
+    from gossamer.bench.rows import append_rows, fill_ratios, refusals, table
     from gossamer.bench.run import Session, run_case
     from gossamer.cli.info import versions
+    from gossamer.kernels.table import NAMES
 
+    if implementation is not None and implementation not in NAMES:
+        raise Refused(f"--implementation must be one of {', '.join(NAMES)}, got {implementation!r}")
     console = Console()
     works = _choose(names or [], tag or [], chosen, everything=list_cases)
     if list_cases:
@@ -58,6 +61,8 @@ def run(
             append_rows(found, target)  # case by case: an interrupted run keeps what it has
             rows += found
     console.print(table(rows))
+    for line in refusals(rows):
+        console.print(line, style="dim", markup=False)
     console.print(
         f"{session.name}; matrix product " + ", ".join(f"{rate:,.0f} TFLOP/s" for rate in session.rates.values())
     )

@@ -1,0 +1,40 @@
+"""Peak resident memory of one call in a process of its own: `python -m gossamer.bench.memory CASE NAME DIRECTION`.
+
+Prints one JSON object: rss (of the whole process), beyond (inputs, outputs and gradients), counted (their bytes).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from gossamer.bench.measure import peak_bytes, reset_peak
+from gossamer.bench.peers import PEERS, backward_call
+from gossamer.bench.run import OURS, forward_call, ours, tensor_bytes
+from gossamer.bench.workload import find, make_inputs
+
+
+def main(case: str, name: str, direction: str, implementation: str | None = None) -> None:
+    """Measures one call on the CPU."""
+    cpu = torch.device("cpu")
+    inputs = make_inputs(find(case, "cpu"), cpu)
+    assert inputs.dout is not None
+    peers = {peer.name: peer for peer in PEERS} | {OURS: ours(implementation)}
+    base = reset_peak(cpu)
+    # The rate is only used to refuse slow calls, and this one was made before.
+    prepared = peers[name].prepare(inputs, float("inf"))
+    if direction == "backward":
+        made = [*backward_call(prepared, inputs)(), inputs.dout]  # the output is as large as its gradient
+        given = [inputs.q, inputs.k, inputs.v, inputs.dout]
+    else:
+        made = [*forward_call(prepared, inputs)()]
+        given = [inputs.q, inputs.k, inputs.v]
+    peak = peak_bytes(cpu)
+    beyond = peak - base - tensor_bytes(made)
+    print(json.dumps({"rss": peak, "beyond": beyond, "counted": tensor_bytes(made) + tensor_bytes(given)}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,166 @@
+"""A benchmark row: what is measured, how it is written to a .jsonl file and shown as a table."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from gossamer.bench.measure import Timing
+
+BACKWARD_WORK = 2.5  # the backward's matrix products over the forward's
+
+
+@dataclass
+class Row:
+    """One implementation on one case in one direction. A row whose check failed has no times.
+
+    `check` is the largest error of a sampled row over its limit: at most 1.
+    """
+
+    case: str
+    implementation: str
+    direction: Literal["forward", "backward"]
+    peer: bool
+    status: Literal["ok", "failed", "refused"] = "ok"
+    reason: str = ""
+    check: float | None = None
+    p20_ms: float | None = None
+    p50_ms: float | None = None
+    p80_ms: float | None = None
+    repeats: int | None = None
+    useful_tflops: float | None = None
+    matmul_tflops: float | None = None  # dense rate measured in the same run
+    share_of_matmul: float | None = None
+    peak_bytes: int | None = None  # beyond inputs, outputs and gradients
+    peak_percent: float | None = None  # of inputs, outputs and gradients
+    peak_rss_bytes: int | None = None  # on a CPU: of a process of its own, everything included
+    ratios: dict[str, float] = field(default_factory=dict)  # peer: its p50 over this row's
+    shape: dict[str, int] = field(default_factory=dict)
+    dtype: str = ""
+    pairs: int = 0  # kept, over all batch elements and heads
+    density: float = 0.0
+    pattern: str = ""
+    device: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    commit: str = ""
+    time: str = ""
+
+    def set_timing(self, timing: Timing, matmul_tflops: float) -> None:
+        """Fills in the times and what follows from them."""
+        self.p20_ms, self.p50_ms, self.p80_ms = timing.p20, timing.p50, timing.p80
+        self.repeats = timing.repeats
+        flop: float = 2 * (self.shape["D"] + self.shape["E"]) * self.pairs
+        flop *= BACKWARD_WORK if self.direction == "backward" else 1
+        self.useful_tflops = flop / (timing.p50 * 1e9)
+        self.matmul_tflops = matmul_tflops
+        self.share_of_matmul = self.useful_tflops / matmul_tflops
+
+    def set_memory(self, beyond: int, counted: int, rss: int | None = None) -> None:
+        """Peak bytes beyond inputs, outputs and gradients, and the bytes of those."""
+        self.peak_bytes = max(0, beyond)
+        self.peak_percent = 100 * self.peak_bytes / counted
+        self.peak_rss_bytes = rss
+
+    def fail(self, status: Literal["failed", "refused"], reason: str) -> None:
+        """Marks the row and drops its times."""
+        self.status, self.reason = status, reason
+        self.p20_ms = self.p50_ms = self.p80_ms = self.useful_tflops = self.share_of_matmul = None
+        self.repeats = None
+
+
+def commit() -> str:
+    """The commit of the checkout that the package runs from, "+" when its files differ; "unknown" outside one."""
+    here = Path(__file__).parent
+    try:
+        told = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"],
+            cwd=here, capture_output=True, text=True, timeout=10, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return told.stdout.strip() or "unknown"
+
+
+def append_rows(rows: list[Row], path: Path) -> None:
+    """Adds the rows to a .jsonl file, one object a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        for row in rows:
+            file.write(json.dumps(asdict(row)) + "\n")
+
+
+def fill_ratios(rows: list[Row]) -> None:
+    """Gives each of our rows the time of every peer on the same case and direction over its own."""
+    for own in rows:
+        if own.peer or own.p50_ms is None:
+            continue
+        for other in rows:
+            if other.peer and other.p50_ms and (other.case, other.direction) == (own.case, own.direction):
+                own.ratios[other.implementation] = other.p50_ms / own.p50_ms
+
+
+def table(rows: list[Row]) -> Table:
+    """The rows of a run; `speed-up` is the row's time over gossamer's, so above 1 gossamer is faster."""
+    from rich.table import Table
+
+    shown = Table(title="benchmarks", caption="speed-up: time of this row over gossamer's on the same case")
+    shown.add_column("case", overflow="fold")
+    shown.add_column("implementation", overflow="fold")
+    for column in ("ms (p20 - p80)", "TFLOP/s", "of matmul", "peak", "check", "speed-up"):
+        shown.add_column(column, justify="right", overflow="fold")
+    last = None
+    for row in rows:
+        if row.status == "refused":
+            continue
+        group = (row.case, row.direction)
+        if last not in (None, group):
+            shown.add_section()
+        shown.add_row(f"{row.case}\n{row.direction}" if group != last else "", *_cells(row, rows))
+        last = group
+    return shown
+
+
+def refusals(rows: list[Row]) -> list[str]:
+    """Each peer that did not take part, with its reason and the cases, in lines."""
+    cases: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row.status == "refused":
+            named = cases.setdefault((row.implementation, row.reason), [])
+            named += [] if row.case in named else [row.case]
+    return [f"{name} left out: {reason} ({', '.join(named)})" for (name, reason), named in cases.items()]
+
+
+def _cells(row: Row, rows: list[Row]) -> list[str]:
+    from rich.markup import escape
+
+    name = row.implementation if row.peer else f"[bold]{row.implementation}"
+    check = "" if row.check is None else f"{row.check:.2f}"
+    if row.p50_ms is None or row.useful_tflops is None or row.share_of_matmul is None:
+        return [f"{name}\n[red]{escape(f'{row.status}: {row.reason}')}", "", "", "", "", check, ""]
+    speed_ups = [
+        own.ratios[row.implementation]
+        for own in rows
+        if row.peer and (own.case, own.direction) == (row.case, row.direction) and row.implementation in own.ratios
+    ]
+    return [
+        name,
+        f"{row.p50_ms:.3g} ({row.p20_ms:.3g} - {row.p80_ms:.3g})",
+        f"{row.useful_tflops:.3g}",
+        f"{row.share_of_matmul:.0%}",
+        _memory(row),
+        check,
+        " ".join(f"{ratio:.2f}" for ratio in speed_ups),
+    ]
+
+
+def _memory(row: Row) -> str:
+    if row.peak_percent is None or row.peak_bytes is None:
+        return ""
+    text = f"+{row.peak_bytes / 2**20:,.0f} MiB ({row.peak_percent:.1f} %)"
+    return text if row.peak_rss_bytes is None else f"{text}, RSS {row.peak_rss_bytes / 2**30:.2f} GiB"

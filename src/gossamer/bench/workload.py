@@ -1,0 +1,101 @@
+"""What is measured: a case of gossamer.testing in one type, as inputs on a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+import gossamer
+from gossamer import Pattern
+from gossamer.bench.check import Inputs
+from gossamer.kernels.contract import Terms
+from gossamer.testing.cases import CASES, Case, case
+
+PREFERRED = {"cpu": "float32", "cuda": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A case in one of its types; its pattern is made once, and counted once, when first asked for."""
+
+    case: Case
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        return self.case.name
+
+    @property
+    def tags(self) -> frozenset[str]:
+        return self.case.tags
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return {name: getattr(self.case, name) for name in ("B", "H", "G", "Q", "K", "D", "E")}
+
+    @property
+    def q_offset(self) -> int:
+        return self.case.K - self.case.Q if self.case.q_offset is None else self.case.q_offset
+
+    @cached_property
+    def pattern(self) -> Pattern:
+        return self.case.pattern()
+
+    @cached_property
+    def density(self) -> float:
+        """Kept pairs over Q x K."""
+        return self.pattern.density(self.case.Q, self.case.K, self.q_offset)
+
+    @property
+    def pairs(self) -> int:
+        """Kept pairs over all batch elements and query heads."""
+        return round(self.density * self.case.B * self.case.H * self.case.Q * self.case.K)
+
+
+def workloads(device: str) -> list[Workload]:
+    """Every case that runs on "cpu" or "cuda", in the type that is usual there."""
+    return [workload(found, device) for found in CASES if device in found.devices]
+
+
+def workload(found: Case, device: str) -> Workload:
+    """The case in the type that is usual on the device, or else in its first."""
+    preferred = PREFERRED[device]
+    return Workload(found, preferred if preferred in found.dtypes else found.dtypes[0])
+
+
+def find(name: str, device: str) -> Workload:
+    """The case called `name`."""
+    return workload(case(name), device)
+
+
+def make_inputs(work: Workload, device: torch.device, seed: int = 0) -> Inputs:
+    """Random q, k, v and dout (normal), drawn on the device: gigabytes of them take no time there."""
+    c, dtype = work.case, getattr(torch, work.dtype)
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=dtype, generator=generator)
+
+    terms = Terms(
+        scale=c.D**-0.5,
+        q_offset=work.q_offset,
+        softcap=c.softcap,
+        key_lengths=None if c.key_lengths is None else torch.tensor(c.key_lengths, dtype=torch.int32, device=device),
+        sink_logits=torch.randn(c.H, device=device, generator=generator) if c.sink_logits else None,
+        alibi_slopes=2.0 ** -torch.arange(1, c.H + 1, device=device) if c.alibi_slopes else None,
+    )
+    q, k, v = draw(c.B, c.H, c.Q, c.D), draw(c.B, c.G, c.K, c.D), draw(c.B, c.G, c.K, c.E)
+    return Inputs(work.pattern, q, k, v, terms, dout=draw(c.B, c.H, c.Q, c.E))
+
+
+def chosen(inputs: Inputs, implementation: str | None) -> str:
+    """The name of the implementation that gossamer takes for the inputs, gradients included."""
+    q = inputs.q.detach().requires_grad_()
+    t = inputs.terms
+    plan = gossamer.explain(
+        q, inputs.k, inputs.v, inputs.pattern, scale=t.scale, q_offset=t.q_offset, key_lengths=t.key_lengths,
+        softcap=t.softcap, sink_logits=t.sink_logits, alibi_slopes=t.alibi_slopes, implementation=implementation,
+    )  # fmt: skip
+    return plan.implementation
