@@ -69,13 +69,10 @@ def attention(
     Raises:
         ValueError: an argument is wrong; `Unsupported` is one.
     """
-    _check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation)
+    check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation)
     if not isinstance(return_lse, bool):
         raise ValueError(f"return_lse must be True or False; got {describe(return_lse)}")
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    elif not isinstance(deterministic, bool):
-        raise ValueError(f"deterministic must be True, False or None; got {describe(deterministic)}")
+    deterministic = is_deterministic(deterministic)
     dims = q.ndim
     q, k, v = four_dimensional(q, k, v)
     handle, layout, blocks, _alive = what(pattern, q)
@@ -92,7 +89,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _check_types(
+def check_types(
     q: Any, k: Any, v: Any, scale: Any, q_offset: Any, key_lengths: Any, softcap: Any, sink_logits: Any,
     alibi_slopes: Any, implementation: Any,
 ) -> None:  # fmt: skip
@@ -100,9 +97,15 @@ def _check_types(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch tensor; got {describe(x)}")
+        if x.layout != torch.strided:
+            raise ValueError(f"{name} must be a strided tensor; got {x.layout}, shape {tuple(x.shape)}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be a tensor on q's device, {q.device}; got {describe(x)}")
     for name, x in (("key_lengths", key_lengths), ("sink_logits", sink_logits), ("alibi_slopes", alibi_slopes)):
         if x is not None and not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch tensor or None; got {describe(x)}")
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{name} must be a tensor on q's device, {q.device}; got {describe(x)}")
     for name, x in (("scale", scale), ("softcap", softcap)):
         if x is not None and (isinstance(x, bool) or not isinstance(x, (int, float, torch.SymFloat, torch.SymInt))):
             raise ValueError(f"{name} must be a number or None; got {describe(x)}")
@@ -115,6 +118,15 @@ def _check_types(
             raise ValueError(f"{name} must be a number of at most 2**53; got {x}")
     if implementation is not None and not isinstance(implementation, str):
         raise ValueError(f"implementation must be a name or None; got {describe(implementation)}")
+
+
+def is_deterministic(deterministic: Any) -> bool:
+    """The option, or torch's setting where it is None."""
+    if deterministic is None:
+        return torch.are_deterministic_algorithms_enabled()
+    if not isinstance(deterministic, bool):
+        raise ValueError(f"deterministic must be True, False or None; got {describe(deterministic)}")
+    return deterministic
 
 
 def four_dimensional(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,7 +144,7 @@ def four_dimensional(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def what(pattern: Any, q: Tensor) -> tuple[int, list[Tensor], list[int], Any]:
-    """(handle or -1, layout tensors or a mask, block edges, what must stay alive) of the `pattern` argument."""
+    """(handle or -1, layout tensors or a mask, its geometry, what must stay alive) of the `pattern` argument."""
     if pattern is None:
         pattern = _DENSE
     if isinstance(pattern, Pattern):
@@ -147,13 +159,20 @@ def what(pattern: Any, q: Tensor) -> tuple[int, list[Tensor], list[int], Any]:
             return handle_of(csr), [], [], csr
         if pattern.dtype != torch.bool or pattern.layout != torch.strided:
             raise ValueError(f"pattern must be {_PATTERN}; got {describe(pattern)}, {pattern.layout}")
+        if pattern.device != q.device:
+            raise ValueError(f"pattern must be a tensor on q's device, {q.device}; got {describe(pattern)}")
         return -1, [pattern], [], None
     if isinstance(pattern, BlockLayout):
         layout = pattern.to(q.device) if pattern.device is None else pattern
         arrays = layout.rows.arrays()
         if layout._transpose:
             arrays = arrays + layout._transpose[0].arrays()
-        return -1, arrays, [layout.block_q, layout.block_kv], layout
+        for at, x in enumerate(arrays):
+            if not isinstance(x, Tensor) or x.device != q.device:
+                raise ValueError(
+                    f"pattern, a BlockLayout, must hold tensors on {q.device}; array {at} is {describe(x)}"
+                )
+        return -1, arrays, [layout.block_q, layout.block_kv, layout.Q, layout.K], layout
     raise ValueError(f"pattern must be {_PATTERN}; got {describe(pattern)}")
 
 
@@ -166,5 +185,5 @@ def _sparse(tensor: Tensor) -> CSR:
     if known is not None and known[0]() is tensor and known[1] == version >= 0:
         return known[2]
     csr = CSR.from_torch(tensor)
-    _from_sparse[number] = ref(tensor, lambda _: _from_sparse.pop(number, None)), version, csr
+    _from_sparse[number] = ref(tensor, lambda _, known=_from_sparse: known.pop(number, None)), version, csr
     return csr

@@ -12,7 +12,7 @@ from gossamer.kernels.contract import Problem
 from gossamer.kernels.table import NAMES
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import Pattern
-from gossamer.torch.api import _check_types, four_dimensional, what
+from gossamer.torch.api import check_types, four_dimensional, is_deterministic, what
 from gossamer.torch.plan import layout_for, make_plan, refusals, terms_of
 from gossamer.torch.registry import pattern_of
 from gossamer.torch.validate import Arguments
@@ -89,21 +89,21 @@ def explain(
     Raises:
         ValueError: as `attention`.
     """
-    _check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation)
+    check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation)
     inputs = (q, k, v, sink_logits)
     backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     q, k, v = four_dimensional(q, k, v)
-    handle, tensors, blocks, _alive = what(pattern, q)
+    handle, tensors, geometry, _alive = what(pattern, q)
     is_tensor = isinstance(q_offset, Tensor)
     a = Arguments(
         q, k, v, None if is_tensor else q_offset, q_offset if is_tensor else None, key_lengths, sink_logits,
         alibi_slopes, scale, softcap, implementation,
-        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic, backward,
+        is_deterministic(deterministic), backward,
     )  # fmt: skip
     plan = make_plan(a)
     terms = terms_of(a)
     p, name = plan.problem, plan.implementation.name
-    layout = layout_for(plan, a, terms, handle, tensors, blocks)
+    layout = layout_for(plan, a, terms, handle, tensors, geometry)
     tile = plan.implementation.tile(p)
     if isinstance(layout, BlockLayout):
         stats = (layout if layout.host is None else layout.host).stats

@@ -16,10 +16,10 @@ from torch.autograd.function import once_differentiable
 from gossamer.kernels.rows import compute_dtype
 from gossamer.torch.plan import layout_for, plan_for, terms_of
 from gossamer.torch.registry import pattern_of
-from gossamer.torch.validate import Arguments
+from gossamer.torch.validate import Arguments, validate
 
 _OPTIONS = (
-    "Tensor[] layout, int[] blocks, int pattern, SymInt? q_offset, Tensor? q_offset_tensor, Tensor? key_lengths, "
+    "Tensor[] layout, int[] geometry, int pattern, SymInt? q_offset, Tensor? q_offset_tensor, Tensor? key_lengths, "
     "Tensor? sink_logits, Tensor? alibi_slopes, float? scale, float? softcap, str? implementation, "
     "bool deterministic, bool backward"
 )
@@ -32,11 +32,11 @@ library.define(
 )
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, layout: list[Tensor], blocks: list[int], pattern: int, *options: Any):
+def _forward(q: Tensor, k: Tensor, v: Tensor, layout: list[Tensor], geometry: list[int], pattern: int, *options: Any):
     a = Arguments(q, k, v, *options)
     plan = plan_for(a)
     terms = terms_of(a)
-    where = layout_for(plan, a, terms, pattern, layout, blocks)
+    where = layout_for(plan, a, terms, pattern, layout, geometry)
     return plan.implementation.forward(plan.problem, q, k, v, where, terms)
 
 
@@ -49,20 +49,21 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     layout: list[Tensor],
-    blocks: list[int],
+    geometry: list[int],
     pattern: int,
     *options: Any,
 ):
     a = Arguments(q, k, v, *options)
     plan = plan_for(a)
     terms = terms_of(a)
-    where = layout_for(plan, a, terms, pattern, layout, blocks)
+    where = layout_for(plan, a, terms, pattern, layout, geometry)
     dout = torch.zeros_like(out) if dout is None else dout
     dq, dk, dv, dsink = plan.implementation.backward(plan.problem, dout, dlse, q, k, v, out, lse, where, terms)
     return dq, dk, dv, q.new_empty(0) if dsink is None else dsink
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    validate(Arguments(q, k, v, *rest[3:]))
     shape = q.shape[:3]
     return q.new_empty((*shape, v.shape[3])), q.new_empty(shape, dtype=compute_dtype(q.dtype))
 
@@ -84,10 +85,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sink_logits, key_lengths, alibi_slopes, q_offset_tensor, layout, static):  # type: ignore[no-untyped-def, override]
-        blocks, pattern, q_offset, *rest = static
+        geometry, pattern, q_offset, *rest = static
         with torch._C._AutoDispatchBelowAutograd():
             out, lse = _forward_op(
-                q, k, v, layout, blocks, pattern, q_offset, q_offset_tensor, key_lengths, sink_logits, alibi_slopes,
+                q, k, v, layout, geometry, pattern, q_offset, q_offset_tensor, key_lengths, sink_logits, alibi_slopes,
                 *rest, True,
             )  # fmt: skip
         ctx.save_for_backward(q, k, v, out, lse, sink_logits, key_lengths, alibi_slopes, q_offset_tensor, *layout)
@@ -100,16 +101,16 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout, dlse):  # type: ignore[no-untyped-def, override]
         q, k, v, out, lse, sink_logits, key_lengths, alibi_slopes, q_offset_tensor, *layout = ctx.saved_tensors
-        blocks, pattern, q_offset, *rest = ctx.static
+        geometry, pattern, q_offset, *rest = ctx.static
         dq, dk, dv, dsink = _backward_op(
-            dout, dlse, q, k, v, out, lse, layout, blocks, pattern, q_offset, q_offset_tensor, key_lengths,
+            dout, dlse, q, k, v, out, lse, layout, geometry, pattern, q_offset, q_offset_tensor, key_lengths,
             sink_logits, alibi_slopes, *rest, True,
         )  # fmt: skip
         return dq, dk, dv, None if sink_logits is None else dsink, None, None, None, None, None
 
 
 def _forward_autograd(
-    q: Tensor, k: Tensor, v: Tensor, layout: list[Tensor], blocks: list[int], pattern: int, q_offset: int | None,
+    q: Tensor, k: Tensor, v: Tensor, layout: list[Tensor], geometry: list[int], pattern: int, q_offset: int | None,
     q_offset_tensor: Tensor | None, key_lengths: Tensor | None, sink_logits: Tensor | None,
     alibi_slopes: Tensor | None, scale: float | None, softcap: float | None, implementation: str | None,
     deterministic: bool, backward: bool,
@@ -118,13 +119,13 @@ def _forward_autograd(
         q.requires_grad or k.requires_grad or v.requires_grad or (sink_logits is not None and sink_logits.requires_grad)
     )
     if needed:
-        static = (blocks, pattern, q_offset, scale, softcap, implementation, deterministic)
+        static = (geometry, pattern, q_offset, scale, softcap, implementation, deterministic)
         return _Attention.apply(
             q, k, v, sink_logits, key_lengths, alibi_slopes, q_offset_tensor, layout, static
         )  # fmt: skip
     with torch._C._AutoDispatchBelowAutograd():
         return _forward_op(
-            q, k, v, layout, blocks, pattern, q_offset, q_offset_tensor, key_lengths, sink_logits, alibi_slopes,
+            q, k, v, layout, geometry, pattern, q_offset, q_offset_tensor, key_lengths, sink_logits, alibi_slopes,
             scale, softcap, implementation, deterministic, backward,
         )  # fmt: skip
 

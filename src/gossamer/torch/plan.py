@@ -132,13 +132,13 @@ def terms_of(a: Arguments) -> Terms:
     )
 
 
-def layout_for(plan: Plan, a: Arguments, terms: Terms, pattern: int, given: list[Tensor], blocks: list[int]) -> Any:
+def layout_for(plan: Plan, a: Arguments, terms: Terms, pattern: int, given: list[Tensor], geometry: list[int]) -> Any:
     """What the implementation reads: a BlockLayout, or for the reference a dense boolean tensor.
 
     Args:
         pattern: a handle, or -1 when `given` says what is attended.
         given: the tensors of a BlockLayout, or one dense boolean mask.
-        blocks: (block_q, block_kv) of a BlockLayout; empty for a mask.
+        geometry: (block_q, block_kv, Q, K) of a BlockLayout; empty for a mask.
     """
     p, dense = plan.problem, plan.implementation.layout == "dense"
     block_q, block_kv = plan.implementation.tile(p)
@@ -150,7 +150,7 @@ def layout_for(plan: Plan, a: Arguments, terms: Terms, pattern: int, given: list
         return cached_layout(
             which, p.Q, p.K, block_q=block_q, block_kv=block_kv, q_offset=terms.q_offset, device=a.q.device
         )
-    if not blocks:
+    if not geometry:
         mask = given[0]
         check_mask(mask, a)
         if dense:
@@ -164,11 +164,11 @@ def layout_for(plan: Plan, a: Arguments, terms: Terms, pattern: int, given: list
 
     def checked() -> BlockLayout:
         # Aliases: what is remembered under a tensor must not keep that tensor alive.
-        layout = layout_from([x.detach() for x in given], blocks, p.Q, p.K)
+        layout = layout_from([x.detach() for x in given], geometry)
         check_layout(layout.rows, a)
         return layout
 
-    layout = _remember(given, (p.B, p.H, p.Q, p.K, tuple(blocks)), checked)
+    layout = _remember(given, (p.B, p.H, p.Q, p.K, tuple(geometry)), checked)
     return dense_of(layout.rows) if dense else layout
 
 

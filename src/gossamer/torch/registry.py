@@ -6,6 +6,7 @@ was compiled into a graph. A handle is never used again for another pattern, so 
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import threading
 from typing import Any, NamedTuple
@@ -44,7 +45,7 @@ def handle_of(pattern: Pattern) -> int:
             group = _Group(next(_numbers), key, {})
             _by_value[key] = _by_handle[group.handle] = group  # type: ignore[assignment]
         number = id(pattern)
-        weak = ref(pattern, lambda _: _forget(number, weak, group))
+        weak = ref(pattern, lambda dead: _forget(number, dead, group))
         group.members[number] = weak
         _by_id[number] = weak, group
     return group.handle
@@ -60,6 +61,14 @@ def _forget(number: int, weak: ref[Pattern], group: _Group) -> None:
         if not group.members:
             _by_value.pop(group.key, None)
             _by_handle.pop(group.handle, None)
+
+
+@atexit.register
+def _close() -> None:
+    """Drop the weak references while what they call still exists."""
+    for group in list(_by_handle.values()):
+        group.members.clear()
+    _by_id.clear()
 
 
 def pattern_of(handle: int) -> Pattern:

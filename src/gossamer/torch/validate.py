@@ -174,13 +174,18 @@ def _index_checks(walk: Walk) -> Iterator[tuple[bool, str, Any, str]]:
     yield len(every.unique()) == len(every), "every tile listed once", "a tile listed twice", "at most"
 
 
-def layout_from(arrays: list[Tensor], blocks: list[int], Q: int, K: int) -> BlockLayout:
-    """The layout whose tensors entered an operator: the rows, then the columns if they were built."""
-    if len(blocks) != 2 or len(arrays) not in (ARRAYS_PER_WALK, 2 * ARRAYS_PER_WALK):
+def layout_from(arrays: list[Tensor], geometry: list[int]) -> BlockLayout:
+    """The layout whose tensors entered an operator: the rows, then the columns if they were built.
+
+    Args:
+        geometry: (block_q, block_kv, Q, K).
+    """
+    if len(geometry) != 4 or len(arrays) not in (ARRAYS_PER_WALK, 2 * ARRAYS_PER_WALK):
         raise ValueError(f"layout must hold {ARRAYS_PER_WALK} or {2 * ARRAYS_PER_WALK} tensors, got {len(arrays)}")
     none = TileList(None, None, None)
-    rows = Walk(Q, K, blocks[0], blocks[1], none, none, none, None, None, None, None)
-    columns = Walk(K, Q, blocks[1], blocks[0], none, none, none, None, None, None, None)
+    block_q, block_kv, Q, K = geometry
+    rows = Walk(Q, K, block_q, block_kv, none, none, none, None, None, None, None)
+    columns = Walk(K, Q, block_kv, block_q, none, none, none, None, None, None, None)
     n = ARRAYS_PER_WALK
     return BlockLayout(
         rows.with_arrays(arrays[:n]), _transpose=[columns.with_arrays(arrays[n:])] if len(arrays) > n else []

@@ -1,0 +1,23 @@
+"""Shared by every test: memory that was never written is NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What torch.empty, empty_like and new_empty return is filled: NaN for floats, a large number for integers."""
+
+    def fill(x: torch.Tensor) -> torch.Tensor:
+        if x.is_floating_point():
+            return x.fill_(float("nan"))
+        return x if x.dtype == torch.bool else x.fill_(torch.iinfo(x.dtype).max)
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, _original=original, **k: fill(_original(*a, **k)))
+    yield

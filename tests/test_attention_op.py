@@ -1,0 +1,287 @@
+"""The operators: opcheck, torch.compile, autocast, derivatives, what is remembered, explain, and host cost."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import gossamer as gs
+from gossamer.kernels.contract import Unsupported
+from gossamer.torch import plan, registry
+
+P = gs.SlidingWindow(10)
+
+
+def qkv(N: int = 40, *, B: int = 2, H: int = 4, D: int = 16, grad: bool = True) -> list[Tensor]:
+    return [torch.randn(B, H, N, D, requires_grad=grad) for _ in range(3)]
+
+
+def dense(pattern: gs.Pattern, N: int) -> Tensor:
+    return torch.from_numpy(pattern.materialize(N, N))
+
+
+def same_as_sdpa(function: Callable[..., Tensor], args: list[Tensor], mask: Tensor) -> None:
+    """Output and gradients of `function(q, k, v)` against SDPA with a dense mask."""
+    out, expected = function(*args), F.scaled_dot_product_attention(*args, attn_mask=mask)
+    weight = torch.randn_like(out)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad((out * weight).sum(), args)
+    torch.testing.assert_close(found, torch.autograd.grad((expected * weight).sum(), args), rtol=1e-4, atol=1e-5)
+
+
+FORMS = {
+    "pattern": lambda p, N: p,
+    "mask": dense,
+    "mask_by_head": lambda p, N: dense(p, N).expand(4, N, N),
+    "layout": lambda p, N: p.layout(N, N, block_q=32, block_kv=64),
+    "layout_of_tensors": lambda p, N: p.layout(N, N, block_q=32, block_kv=64).to("cpu"),
+    "csr_pattern": lambda p, N: gs.CSR.from_torch(dense(p, N).to_sparse_coo()),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_forms_of_a_pattern(form: str, implementation: str | None) -> None:
+    pattern = FORMS[form](P, 70)
+    for _ in range(2):  # the second call finds what the first one made
+        same_as_sdpa(lambda *a: gs.attention(*a, pattern, implementation=implementation), qkv(70), dense(P, 70))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_csr_tensor() -> None:
+    sparse = dense(P, 40).to(torch.float32).to_sparse_csr()
+    for _ in range(2):
+        same_as_sdpa(lambda *a: gs.attention(*a, sparse), qkv(), dense(P, 40))
+
+
+def test_ranks() -> None:
+    q, k, v = qkv(grad=False)
+    out, lse = gs.attention(q, k, v, P, return_lse=True)
+    for at in ((0,), (0, 1)):
+        part, part_lse = gs.attention(q[at], k[at], v[at], P, return_lse=True)
+        torch.testing.assert_close((part, part_lse), (out[at], lse[at]))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("form", ["pattern", "mask", "layout_of_tensors"])
+def test_opcheck(form: str, grad: bool) -> None:
+    given = FORMS[form](P, 40)
+    if form == "pattern":
+        entered: tuple[Any, ...] = [], [], registry.handle_of(given)
+    elif form == "mask":
+        entered = [given], [], -1
+    else:
+        entered = given.rows.arrays(), [32, 64, 40, 40], -1
+    sink = torch.randn(4, requires_grad=grad)
+    operator = torch.ops.gossamer.forward.default
+    args = (*qkv(grad=grad), *entered, None, None, None, sink, None, None, None, None, False, False)
+    result = torch.library.opcheck(operator, args)
+    assert set(result.values()) == {"SUCCESS"}
+
+
+class TestCompile:
+    @pytest.fixture(autouse=True)
+    def fresh(self) -> None:
+        torch._dynamo.reset()
+
+    def compiled(self, function: Callable[..., Any], **more: Any) -> Callable[..., Any]:
+        return torch.compile(function, fullgraph=True, backend="aot_eager", **more)
+
+    def test_pattern_from_outside_with_changing_sizes(self) -> None:
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        f = torch.compile(lambda q, k, v: gs.attention(q, k, v, P), fullgraph=True, backend=counter)
+        for N in (40, 50, 70, 33, 90):
+            same_as_sdpa(f, qkv(N), dense(P, N))
+        assert counter.frame_count <= 2
+
+    def test_marked_dynamic(self) -> None:
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        f = torch.compile(lambda q, k, v: gs.attention(q, k, v, P), fullgraph=True, backend=counter)
+        for N in (40, 70, 100):
+            args = qkv(N)
+            for x in args:
+                torch._dynamo.mark_dynamic(x, 2)
+            same_as_sdpa(f, args, dense(P, N))
+        assert counter.frame_count == 1
+
+    def test_pattern_as_argument_never_stale(self) -> None:
+        f = self.compiled(lambda q, k, v, p: gs.attention(q, k, v, p))
+        for p in (gs.Causal(), gs.SlidingWindow(3), gs.Causal(), gs.SlidingWindow(4) | gs.Local(8)):
+            same_as_sdpa(lambda *a, p=p: f(*a, p), qkv(), dense(p, 40))
+
+    def test_pattern_as_module_attribute(self) -> None:
+        class Layer(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.pattern: gs.Pattern = gs.SlidingWindow(6)
+
+            def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                return gs.attention(q, k, v, self.pattern)
+
+        layer = Layer()
+        f = self.compiled(layer)
+        same_as_sdpa(f, qkv(), dense(gs.SlidingWindow(6), 40))
+        layer.pattern = gs.BigBird(8)
+        same_as_sdpa(f, qkv(), dense(gs.BigBird(8), 40))
+        same_as_sdpa(copy.deepcopy(layer), qkv(), dense(gs.BigBird(8), 40))
+
+    def test_pattern_made_inside(self) -> None:
+        f = self.compiled(lambda q, k, v: gs.attention(q, k, v, gs.SlidingWindow(5) | gs.BigBird(8)))
+        for _ in range(2):
+            same_as_sdpa(f, qkv(), dense(gs.SlidingWindow(5) | gs.BigBird(8), 40))
+            gc.collect()
+
+    def test_masks_and_layouts_are_data(self) -> None:
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        f = torch.compile(lambda q, k, v, m: gs.attention(q, k, v, m), fullgraph=True, backend=counter)
+        for _ in range(3):
+            mask = torch.rand(40, 40) < 0.5
+            same_as_sdpa(lambda *a, mask=mask: f(*a, mask), qkv(), mask)
+        assert counter.frame_count == 1
+        for p in (gs.SlidingWindow(3), gs.Causal(), gs.BigBird(8)):
+            layout = p.layout(40, 40, block_q=32, block_kv=32).to("cpu")
+            same_as_sdpa(lambda *a, layout=layout: f(*a, layout), qkv(), dense(p, 40))
+
+    def test_score_terms(self) -> None:
+        def f(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, lengths: Tensor, offset: Any) -> Any:
+            slopes = torch.full((4,), 0.5)
+            return gs.attention(
+                q, k, v, P, sink_logits=sink, key_lengths=lengths, q_offset=offset, softcap=3.0, alibi_slopes=slopes,
+                return_lse=True,
+            )  # fmt: skip
+
+        compiled = self.compiled(f)
+        for offset in (0, 3, torch.tensor(2)):
+            args = [*qkv(), torch.randn(4, requires_grad=True)]
+            lengths = torch.tensor([40, 17])
+            found, expected = compiled(*args, lengths, offset), f(*args, lengths, offset)
+            torch.testing.assert_close(found, expected)
+            grads = [torch.autograd.grad(out.sum() + lse.sum(), args) for out, lse in (found, expected)]
+            torch.testing.assert_close(*grads)
+
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+    def test_inductor(self) -> None:
+        f = torch.compile(lambda q, k, v: 2 * gs.attention(q + 1, k, v, P), fullgraph=True, mode="default")
+        q, k, v = qkv()
+        found = torch.autograd.grad(f(q, k, v).sum(), (q, k, v))
+        expected = torch.autograd.grad((2 * gs.attention(q + 1, k, v, P)).sum(), (q, k, v))
+        torch.testing.assert_close(found, expected)
+
+
+def test_autocast_as_sdpa() -> None:
+    q, k, v = qkv()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, expected = gs.attention(q, k, v), F.scaled_dot_product_attention(q, k, v)
+        kept = gs.attention(q.double(), k.double(), v.double())
+    assert out.dtype == expected.dtype == torch.bfloat16 and kept.dtype == torch.float64
+    assert torch.autograd.grad(out.sum(), q)[0].dtype == torch.float32
+    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+
+
+def test_only_lse_is_used() -> None:
+    q, k, v = qkv()
+    _, lse = gs.attention(q, k, v, P, return_lse=True)
+    found = torch.autograd.grad(lse.sum(), (q, k, v))
+    scores = (q @ k.mT * 0.25).masked_fill(~dense(P, 40), -torch.inf)
+    expected = torch.autograd.grad(scores.logsumexp(-1).sum(), (q, k))
+    torch.testing.assert_close(found[:2], expected, rtol=1e-4, atol=1e-5)
+    assert not found[2].any()
+
+
+def test_double_backward_raises() -> None:
+    q, k, v = qkv()
+    (grad,) = torch.autograd.grad(gs.attention(q, k, v, P).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_layouts_written_to_are_read_again() -> None:
+    mask = dense(P, 40)
+    same_as_sdpa(lambda *a: gs.attention(*a, mask), qkv(), mask)
+    mask[:, :5] = True
+    same_as_sdpa(lambda *a: gs.attention(*a, mask), qkv(), mask)
+
+
+def test_handles_are_shared_by_value_and_released() -> None:
+    gc.collect()
+    before = registry.count()
+    first, second = gs.SlidingWindow(1234), gs.SlidingWindow(1234)
+    handle = registry.handle_of(first)
+    assert registry.handle_of(second) == handle
+    del first
+    gc.collect()
+    assert registry.pattern_of(handle) == second
+    del second
+    gc.collect()
+    assert registry.count() == before
+    with pytest.raises(ValueError, match="unknown"):
+        registry.pattern_of(handle)
+    assert registry.handle_of(gs.SlidingWindow(1234)) != handle
+
+
+def test_a_pattern_dropped_before_the_backward() -> None:
+    q, k, v = qkv()
+    out = gs.attention(q, k, v, gs.SlidingWindow(17))
+    gc.collect()
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=dense(gs.SlidingWindow(17), 40))
+    torch.testing.assert_close(
+        torch.autograd.grad(out.sum(), q), torch.autograd.grad(expected.sum(), q), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    plan._plans.clear()
+    plan._logged.clear()
+    with caplog.at_level(logging.INFO, "gossamer"):
+        for N in (40, 41):
+            gs.attention(*qkv(N), P)
+    (record,) = caplog.records
+    assert "runs by blocked" in record.message and "not triton: " in record.message
+
+
+def test_named_implementation_runs_or_gives_every_reason() -> None:
+    q, k, v = (x.double() for x in qkv())
+    with pytest.raises(Unsupported) as raised:
+        gs.attention(q, k, v, P, implementation="triton")
+    assert "cuda" in str(raised.value) and "available: blocked, reference" in str(raised.value)
+
+
+def test_explain() -> None:
+    q, k, v = qkv(256, grad=False)
+    found = gs.explain(q, k, v, gs.SlidingWindow(64))
+    pairs = int(dense(gs.SlidingWindow(64), 256).sum())
+    assert found.implementation == "blocked" and set(found.reasons) == {"triton", "reference"}
+    assert found.density == pytest.approx(pairs / 256**2)
+    assert found.useful_flops == pairs * 8 * 2 * 32 and found.executed_flops >= found.useful_flops
+    assert found.tiles["full"] + found.tiles["interval"] + found.tiles["bits"] <= found.tiles["of"]
+    assert not found.problem.backward and gs.explain(*qkv(), P).problem.backward
+    assert "SlidingWindow" not in str(found) and "implementation" in str(found) and "not triton" in repr(found)
+    from rich.console import Console
+
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(found)
+    console.file.close()
+    assert "density" in console.export_text()
+    for form in (dense(P, 256), P.layout(256, 256, block_q=32, block_kv=32)):
+        assert gs.explain(q, k, v, form).density == pytest.approx(gs.explain(q, k, v, P).density)
+    assert gs.explain(q, k, v, P, implementation="reference").executed_flops == 256**2 * 8 * 2 * 32
+
+
+def test_host_cost() -> None:
+    """A repeated call does little in Python: well under a millisecond, whatever else the machine does."""
+    q, k, v = qkv(8, B=1, H=1, D=8, grad=False)
+    times = []
+    for _ in range(200):
+        start = time.perf_counter()
+        gs.attention(q, k, v, P)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 1e-3

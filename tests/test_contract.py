@@ -1,0 +1,184 @@
+"""One contract, every implementation: named cases against float64, and what each refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gossamer
+from gossamer.kernels.contract import Implementation, Problem, Unsupported, reasons
+from gossamer.kernels.reference import oracle
+from gossamer.kernels.table import available, load
+from gossamer.layouts import cached_layout
+from gossamer.testing import inputs, tolerance
+from gossamer.testing.cases import SMALL, Case
+
+CUDA = torch.cuda.is_available()
+no_gpu = pytest.mark.skipif(not CUDA, reason="torch finds no CUDA device")
+
+
+def parameters() -> Iterator[Any]:
+    for case in SMALL:
+        for dtype in case.dtypes:
+            for name in ("reference", "blocked"):
+                # The low precisions take the same path; a few cases hold them.
+                if dtype in ("float32", "float64") or case.name in ("window", "per_head", "all_terms", "empty_rows"):
+                    yield pytest.param(name, case, dtype, "cpu", id=f"{name}-cpu-{dtype}-{case.name}")
+            for name in ("triton", "blocked"):
+                marks = [pytest.mark.gpu, no_gpu]
+                yield pytest.param(name, case, dtype, "cuda", id=f"{name}-cuda-{dtype}-{case.name}", marks=marks)
+
+
+def implementation_of(name: str) -> Implementation:
+    found = load(name)
+    assert not isinstance(found, str), found
+    return found
+
+
+class Exact:
+    """A case in float64 and by plain attention in its own dtype: outputs, and gradients for one random cotangent."""
+
+    def __init__(self, case: Case, dtype: str, device: str) -> None:
+        self.case, self.dtype, self.device = case, dtype, device
+        given = inputs.make(case, dtype, device, requires_grad=True)
+        while given.q.ndim < 4:
+            given = given._replace(q=given.q[None], k=given.k[None], v=given.v[None])
+        self.leaves = [x.detach().requires_grad_() for x in given.leaves()]
+        q, k, v = self.leaves[:3]
+        options = given.options | ({"sink_logits": self.leaves[3]} if len(self.leaves) > 3 else {})
+        self.terms = inputs.terms_of(case, given._replace(options=options))
+        self.problem = inputs.problem_of(case, dtype, device)
+        self.pattern = case.pattern()
+        self.mask = torch.from_numpy(self.pattern.materialize(case.Q, case.K, self.terms.q_offset)).to(device)
+        generator = torch.Generator().manual_seed(11)
+        shape = (case.B, case.H, case.Q)
+        self.dout = torch.randn((*shape, case.E), generator=generator, dtype=torch.float64).to(q.dtype).to(device)
+        self.dlse = torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+        self.exact = self._run(oracle(q, k, v, self.mask, self.terms))
+        self.low = self._run(tolerance.plain(q, k, v, self.mask, self.terms))
+
+    def _run(self, results: tuple[Tensor, Tensor]) -> list[Tensor]:
+        out, lse = results
+        loss = (out * self.dout).sum() + (torch.where(lse.isinf(), 0.0, lse) * self.dlse).sum()
+        return [out.detach(), lse.detach(), *torch.autograd.grad(loss, self.leaves)]
+
+
+@cache
+def exact_of(case: Case, dtype: str, device: str) -> Exact:
+    return Exact(case, dtype, device)
+
+
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsink_logits")
+
+
+@pytest.mark.parametrize(("name", "case", "dtype", "device"), list(parameters()))
+class TestContract:
+    def layout(self, implementation: Implementation, e: Exact) -> Any:
+        if implementation.layout == "dense":
+            return e.mask
+        block_q, block_kv = implementation.tile(e.problem)
+        layout = cached_layout(
+            e.pattern, e.case.Q, e.case.K, block_q=block_q, block_kv=block_kv, q_offset=e.terms.q_offset,
+            device=e.leaves[0].device,
+        )  # fmt: skip
+        _ = layout.columns
+        return layout
+
+    def run(self, implementation: Implementation, e: Exact, problem: Problem, dlse: Tensor | None) -> list[Tensor]:
+        with torch.no_grad():
+            q, k, v = (x.detach() for x in e.leaves[:3])
+            layout = self.layout(implementation, e)
+            out, lse = implementation.forward(problem, q, k, v, layout, e.terms)
+            grads = implementation.backward(problem, e.dout, dlse, q, k, v, out, lse, layout, e.terms)
+        return [out, lse, *(g for g in grads if g is not None)]
+
+    def test_numbers(self, name: str, case: Case, dtype: str, device: str, poison: None) -> None:
+        implementation = implementation_of(name)
+        problem = inputs.problem_of(case, dtype, device)
+        refused = reasons(problem, implementation.capability)
+        if refused:
+            given = inputs.make(case, dtype, device, requires_grad=True)
+            with pytest.raises(Unsupported) as raised:
+                gossamer.attention(*given[:3], case.pattern(), implementation=name, **given.options)
+            assert all(reason in str(raised.value) for reason in refused)
+            return
+        e = exact_of(case, dtype, device)
+        found = self.run(implementation, e, problem, e.dlse)
+        assert found[0].dtype == e.leaves[0].dtype and found[0].is_contiguous()
+        assert found[1].dtype == (torch.float64 if dtype == "float64" else torch.float32)
+        assert len(found) == 2 + len(e.leaves)
+        for what, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
+            assert actual.shape == exact.shape
+            tolerance.check(what, actual, exact, low)
+        empty = e.exact[1] == -torch.inf
+        assert (found[0][empty] == 0).all() and (found[1][empty] == -torch.inf).all()
+        assert (found[2][empty] == 0).all()
+
+    def test_same_bits_twice(self, name: str, case: Case, dtype: str, device: str) -> None:
+        implementation = implementation_of(name)
+        problem = inputs.problem_of(case, dtype, device)
+        problem = Problem(**vars(problem) | {"deterministic": True})
+        if reasons(problem, implementation.capability):
+            assert device not in implementation.capability.deterministic or reasons(
+                inputs.problem_of(case, dtype, device), implementation.capability
+            )
+            return
+        e = exact_of(case, dtype, device)
+        first, second = (self.run(implementation, e, problem, None) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("strides", inputs.STRIDES)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
+def test_strided_inputs(strides: str, device: str) -> None:
+    case = next(c for c in SMALL if c.name == "window")
+    given = inputs.make(case, "float32", device, strides=strides, requires_grad=True)
+    plain = inputs.make(case, "float32", device, requires_grad=True)
+    results = []
+    for x in (given, plain):
+        out = gossamer.attention(*x[:3], case.pattern())
+        results.append([out, *torch.autograd.grad(out.square().sum(), x[:3])])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_blocked_in_pieces_and_without_kept_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers when every list is cut, every run is a view, and masks are made on the fly."""
+    from gossamer.kernels.blocked import masks, plan
+
+    monkeypatch.setattr(plan, "SCRATCH_BYTES", {"cpu": 1 << 15, "cuda": 1 << 15})
+    monkeypatch.setattr(plan, "VIEW_BYTES", 0)
+    monkeypatch.setattr(masks, "KEEP_BYTES", 0)
+    for wanted in ("causal", "bigbird", "block_mask_by_head", "all_terms", "documents_by_batch", "empty_rows"):
+        e = Exact(next(c for c in SMALL if c.name == wanted), "float64", "cpu")
+        implementation = implementation_of("blocked")
+        layout = e.pattern.layout(e.case.Q, e.case.K, block_q=32, block_kv=32, q_offset=e.terms.q_offset).to("cpu")
+        q, k, v = (x.detach() for x in e.leaves[:3])
+        with torch.no_grad():
+            out, lse = implementation.forward(e.problem, q, k, v, layout, e.terms)
+            grads = implementation.backward(e.problem, e.dout, e.dlse, q, k, v, out, lse, layout, e.terms)
+        for actual, exact in zip([out, lse, *(g for g in grads if g is not None)], e.exact, strict=True):
+            assert tolerance.error(actual, exact) < (1e-6 if actual.dtype == torch.float32 else 1e-12)
+
+
+def test_gradcheck() -> None:
+    """The explicit backward, lse and sinks included, is the derivative of the forward."""
+    pattern = gossamer.SlidingWindow(3) & ~gossamer.Local(2)  # some rows keep nothing
+
+    def f(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+        out, lse = gossamer.attention(q, k, v, pattern, sink_logits=sink, softcap=2.0, return_lse=True)
+        return torch.cat([out, lse[..., None]], -1)
+
+    shapes = ((1, 2, 7, 3), (1, 1, 7, 3), (1, 1, 7, 2), (2,))
+    leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    assert torch.autograd.gradcheck(f, leaves)
+
+
+def test_names_and_availability() -> None:
+    assert available("reference") == available("blocked") == []
+    with pytest.raises(ValueError, match="is not one of triton, blocked, reference"):
+        load("nothing")

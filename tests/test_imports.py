@@ -1,0 +1,80 @@
+"""What an import loads, held in fresh processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SRC = Path(__file__).parent.parent / "src"
+
+BLOCK = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names!r}:
+            raise ImportError(f"{{name}} is blocked by this test")
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def run(code: str, *, blocked: tuple[str, ...] = ()) -> str:
+    """The output of `code` in a fresh process in which some modules cannot be imported."""
+    path = os.pathsep.join([str(SRC), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCK.format(names=blocked) + code],
+        capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": path}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_gossamer_loads_no_framework() -> None:
+    loaded = run(
+        "import gossamer, gossamer.patterns, gossamer.layouts, gossamer.kernels.table, gossamer.testing.cases\n"
+        "print([m for m in ('torch', 'jax', 'triton', 'matplotlib', 'scipy', 'typer') if m in sys.modules])"
+    )
+    assert loaded.strip() == "[]"
+
+
+def test_patterns_and_layouts_without_torch() -> None:
+    out = run(
+        "import gossamer as gs\n"
+        "p = gs.SlidingWindow(5) | gs.BigBird(8)\n"
+        "layout = p.layout(70, 70, block_q=32, block_kv=32)\n"
+        "assert (layout.expand() == p.materialize(70, 70)).all() and layout.columns.rows == 70\n"
+        "from gossamer.kernels.table import available\n"
+        "print(available('blocked'))",
+        blocked=("torch", "jax", "triton"),
+    )
+    assert "cannot be imported: ImportError: torch is blocked by this test" in out
+
+
+def test_torch_without_triton() -> None:
+    out = run(
+        "import torch, gossamer as gs\n"
+        "x = torch.randn(1, 2, 40, 8)\n"
+        "gs.attention(x, x, x, gs.Causal())\n"
+        "print(gs.explain(x, x, x, gs.Causal()))\n"
+        "try: gs.attention(x, x, x, implementation='triton')\n"
+        "except gs.Unsupported as error: print(error)",
+        blocked=("triton",),
+    )
+    assert out.count("triton is blocked by this test") == 2 and "implementation" in out and "available: blocked" in out
+
+
+def test_kernels_see_layouts_and_never_patterns_or_one_another() -> None:
+    for name in ("reference", "blocked", "triton"):
+        for file in (SRC / "gossamer" / "kernels" / name).rglob("*.py"):
+            text = file.read_text()
+            assert "gossamer.patterns" not in text and "gossamer.torch" not in text, file
+            for other in {"reference", "blocked", "triton"} - {name}:
+                assert f"gossamer.kernels.{other}" not in text, file
+
+
+def test_public_names() -> None:
+    out = run(
+        "import gossamer as gs\nfor name in gs.__all__: getattr(gs, name)\nprint(sorted(set(gs.__all__)) == dir(gs))"
+    )
+    assert out.strip() == "True"
