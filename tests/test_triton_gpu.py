@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU: the cases of the interpreter, larger and 16-bit ones, and that they repeat their bits."""
+"""The Triton kernels on a GPU: the cases of the interpreter, larger and 16-bit ones, and repeated bits."""
 
 from __future__ import annotations
 

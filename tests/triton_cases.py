@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+
 from dataclasses import dataclass, field
 from typing import Any
 
