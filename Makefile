@@ -19,9 +19,9 @@ $(STAMP): pyproject.toml constraints/cpu.txt scripts/install.sh
 demo: $(STAMP)
 	$(BIN)/gossamer demo
 
-# One thread a worker: two workers on two cores do not compete.
+# One thread a worker, which does not spin while it waits: two workers on two cores do not compete.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests
 
 check: $(STAMP)
 	$(BIN)/ruff check .

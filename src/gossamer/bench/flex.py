@@ -74,7 +74,7 @@ def mask_function(p: Any, Q: int, K: int, q_offset: int, device: torch.device) -
                 (j <= r + q_offset) & ((r + q_offset - j <= local) | ((r + q_offset - j) % stride == 0))
             )
         case gossamer.Document() if p.lead[0] == 1 and q_offset == 0:
-            ids = torch.as_tensor(np.ascontiguousarray(p.ids).reshape(-1), device=device)
+            ids = torch.from_numpy(np.array(p.ids).reshape(-1)).to(device)
             return lambda b, h, r, j: ids[r] == ids[j]
         case And(left=one, right=other):
             first, second = inner(one), inner(other)

@@ -64,7 +64,7 @@ def run_case(session: Session, work: Workload, peers: bool) -> list[Row]:
 
 def ours(implementation: str | None) -> Peer:
     """gossamer itself in the form of a peer."""
-    return Peer(OURS, lambda given, rate: Prepared(lambda q, k, v: attend(given, q, k, v, implementation)))
+    return Peer(OURS, lambda given, matmul_tflops: Prepared(lambda q, k, v: attend(given, q, k, v, implementation)))
 
 
 def attend(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, implementation: str | None) -> Tensor:

@@ -64,7 +64,7 @@ def run(
     for line in refusals(rows):
         console.print(line, style="dim", markup=False)
     console.print(
-        f"{session.name}; matrix product " + ", ".join(f"{rate:,.0f} TFLOP/s" for rate in session.rates.values())
+        f"{session.name}; matrix product " + ", ".join(f"{rate:,.3g} TFLOP/s" for rate in session.rates.values())
     )
     console.print(f"added {len(rows)} rows to {target}")
     failed = [row for row in rows if row.status == "failed" and not row.peer]

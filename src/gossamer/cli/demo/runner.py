@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -48,9 +49,13 @@ def run(settings: Settings, progress: Callable[[Run], None]) -> Run:
     """Trains in a fresh process; calls `progress` after every event. A failure is in the run's `error`."""
     found = Run(settings)
     command = [sys.executable, "-m", "gossamer.cli.demo.train", settings.to_json()]
+    # Threads that wait by spinning cost far more than they gain as soon as anything else runs on the machine.
+    environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ
     with (
         tempfile.TemporaryFile("w+", errors="replace") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, text=True) as child,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, text=True, env=environment
+        ) as child,
     ):
         try:
             assert child.stdout is not None

@@ -1,0 +1,284 @@
+"""The benchmarks: their check finds wrong numbers, their rows say what was measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+import gossamer as gs
+from gossamer.bench import run as bench_run
+from gossamer.bench.check import Inputs, compare, draw_samples, kept_pairs, row_error
+from gossamer.bench.flex import block_mask, mask_function
+from gossamer.bench.measure import peak_bytes, reset_peak, time_call
+from gossamer.bench.peers import PEERS, Refusal, block_matrix
+from gossamer.bench.rows import Row, append_rows, fill_ratios, refusals, table
+from gossamer.bench.workload import find, make_inputs, workloads
+from gossamer.cli import app
+from gossamer.kernels.contract import Terms
+
+CPU = torch.device("cpu")
+runner = CliRunner()
+
+
+def exact_everything(inputs: Inputs) -> dict[str, Tensor]:
+    """Dense float64 attention and its gradients by autograd: independent of the check's own formulas."""
+    q, k, v = (x.detach().double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    group = q.shape[1] // k.shape[1]
+    keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    Q, K = q.shape[2], k.shape[2]
+    kept = torch.from_numpy(inputs.pattern.materialize(Q, K, inputs.terms.q_offset))
+    score = inputs.terms.scale * q @ keys.transpose(-1, -2)
+    if inputs.terms.softcap is not None:
+        score = inputs.terms.softcap * torch.tanh(score / inputs.terms.softcap)
+    score = score.masked_fill(~kept, -torch.inf)
+    some = kept.any(-1, keepdim=True)
+    p = torch.softmax(torch.where(some, score, 0.0), -1) * kept
+    out = p @ values
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), inputs.dout.double())  # type: ignore[union-attr]
+    return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def problem(
+    pattern: gs.Pattern, Q: int = 90, K: int = 120, softcap: float | None = None, dtype=torch.float32
+) -> Inputs:
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((2, 4, Q, 16), (2, 2, K, 16), (2, 2, K, 24), (2, 4, Q, 24))
+    q, k, v, dout = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    return Inputs(pattern, q, k, v, Terms(scale=0.25, q_offset=K - Q, softcap=softcap), dout)
+
+
+PATTERNS: list[tuple[gs.Pattern, float | None]] = [
+    (gs.SlidingWindow(20), None),
+    (gs.SlidingWindow(20), 2.0),
+    (gs.PerHead([gs.SlidingWindow(9), gs.Dilated(5, 0, 4), gs.Causal(), gs.Dense()]), None),
+    (gs.Local(16) & ~gs.SlidingWindow(100), None),  # rows that keep nothing
+]
+
+
+@pytest.mark.parametrize(("pattern", "softcap"), PATTERNS)
+def test_the_samples_are_exact(pattern: gs.Pattern, softcap: float | None) -> None:
+    inputs = problem(pattern, softcap=softcap)
+    exact = exact_everything(inputs)
+    samples = draw_samples(inputs, heads=8, rows=40)
+    assert {sample.index for sample in samples} == {(b, h) for b in range(2) for h in range(4)}
+    for sample in samples:
+        b, h = sample.index
+        for name, own in sample.exact.items():
+            at = (b, h // 2, sample.keys) if name in ("dk", "dv") else (b, h, sample.rows)
+            torch.testing.assert_close(own, exact[name][at], rtol=1e-10, atol=1e-12)
+    worst, wrong = compare(samples, exact, group=2)
+    assert (worst < 1e-3, wrong) == (True, [])
+
+
+@pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_small_mistake_is_found(name: str, dtype: torch.dtype) -> None:
+    inputs = problem(gs.SlidingWindow(20), dtype=dtype)
+    right = {key: x.to(dtype) for key, x in exact_everything(inputs).items()}
+    samples = draw_samples(inputs, rows=40)
+    assert compare(samples, right, group=2)[1] == []
+    b, h = samples[0].index
+    at = int(samples[0].keys[-1]) if name in ("dk", "dv") else int(samples[0].rows[-1])  # type: ignore[index]
+    h = h // 2 if name in ("dk", "dv") else h
+    factor = 1.05 if dtype == torch.float32 else 1.3
+    for spoil in (lambda x: x * factor, lambda x: x * float("nan")):
+        wrong = {key: x.clone() for key, x in right.items()}
+        wrong[name][b, h, at] = spoil(wrong[name][b, h, at])
+        worst, said = compare(samples, wrong, group=2)
+        assert worst > 1
+        assert [line.split()[0] for line in said] == [name]
+
+
+def shifted_window(q: Tensor, k: Tensor, v: Tensor, *_: object, **options: object) -> Tensor:
+    """Attention whose window is one key too long: the classic mistake."""
+    return gs.attention(q, k, v, gs.SlidingWindow(51))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_wrong_implementation_has_no_speed(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_run, "attend", lambda inputs, q, k, v, implementation: shifted_window(q, k, v))
+    monkeypatch.setattr(bench_run, "_own_process", lambda *a: None)
+    session = bench_run.Session(CPU, {}, budget_s=0.01)
+    rows = [
+        row for row in bench_run.run_case(session, find("window", "cpu"), peers=False) if row.direction == direction
+    ]
+    assert len(rows) == 1
+    assert rows[0].status == "failed"
+    assert "limit" in rows[0].reason
+    assert rows[0].check is not None
+    assert rows[0].check > 1
+    assert (rows[0].p50_ms, rows[0].useful_tflops, rows[0].share_of_matmul) == (None, None, None)
+
+
+def test_a_case_end_to_end(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    arguments = ["bench", "window", "--peers", "--device", "cpu", "--budget", "0.02", "--out", str(out)]
+    done = runner.invoke(app, arguments, env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {row["direction"] for row in rows} == {"forward", "backward"}
+    ours = [row for row in rows if not row["peer"]]
+    assert [row["implementation"] for row in ours] == ["gossamer blocked"] * 2
+    for row in ours:
+        assert row["status"] == "ok", row["reason"]
+        assert 0 < row["check"] <= 1
+        assert row["p20_ms"] <= row["p50_ms"] <= row["p80_ms"]
+        flop = (
+            2 * (row["shape"]["D"] + row["shape"]["E"]) * row["pairs"] * (2.5 if row["direction"] == "backward" else 1)
+        )
+        assert row["useful_tflops"] == pytest.approx(flop / row["p50_ms"] / 1e9)
+        assert row["share_of_matmul"] == pytest.approx(row["useful_tflops"] / row["matmul_tflops"])
+        assert row["peak_rss_bytes"] > 2**26
+        assert set(row["ratios"]) == {"SDPA dense (dense)", "SDPA mask"}
+        assert row["pairs"] == 4 * int(gs.SlidingWindow(50).materialize(200, 200).sum())
+        assert row["commit"] and row["versions"]["torch"] == torch.__version__
+    refused = [row for row in rows if row["status"] == "refused"]
+    assert {row["implementation"] for row in refused} == {p.name for p in PEERS[2:]}
+    assert all(row["reason"] == "needs a GPU" and row["p50_ms"] is None for row in refused)
+    assert "FA4 left out: needs a GPU (window)" in done.output
+    # Rows are added, never overwritten.
+    before = len(rows)
+    assert (
+        runner.invoke(app, ["bench", "window", "--device", "cpu", "--budget", "0.02", "--out", str(out)]).exit_code == 0
+    )
+    assert len(out.read_text().splitlines()) == before + 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "name a case or a --tag; cases for cpu: dense,"),
+        (["no_such_case"], "no case or tag 'no_such_case' for cpu"),
+        (["--tag", "no_such_tag"], "foundation"),
+        (["window", "--implementation", "magic"], "--implementation must be one of"),
+        (["window", "--device", "tpu"], "--device must be cpu or cuda"),
+    ],
+)
+def test_bench_refuses_in_one_line(arguments: list[str], said: str) -> None:
+    device = [] if "--device" in arguments else ["--device", "cpu"]
+    done = runner.invoke(app, ["bench", *arguments, *device])
+    assert done.exit_code == 2
+    assert said in done.output
+
+
+def test_the_listed_cases_are_those_of_the_device() -> None:
+    done = runner.invoke(app, ["bench", "--list", "--device", "cpu", "--tag", "foundation"])
+    assert done.exit_code == 0
+    names = [work.name for work in workloads("cpu") if "foundation" in work.tags]
+    assert [line.split(":")[0] for line in done.output.splitlines()] == names
+    assert names
+
+
+def test_ratios_compare_the_same_case_and_direction() -> None:
+    rows = [Row(case, name, way, name != "gossamer x") for case in "ab" for way in ("forward", "backward")
+            for name in ("gossamer x", "peer")]  # fmt: skip
+    for at, row in enumerate(rows):
+        row.p50_ms = float(at + 1)
+    rows[-1].fail("refused", "for a [reason]")
+    fill_ratios(rows)
+    assert [row.ratios for row in rows if not row.peer] == [{"peer": 2.0}, {"peer": 4 / 3}, {"peer": 6 / 5}, {}]
+    assert refusals(rows) == ["peer left out: for a [reason] (b)"]
+
+
+def test_a_failed_row_is_shown_with_its_reason(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    row = Row("case", "gossamer x", "forward", False)
+    row.fail("failed", "out of head 0: error [1e-1]")
+    console = Console(record=True, width=160, file=(tmp_path / "shown").open("w"))
+    console.print(table([row]))
+    assert "failed: out of head 0: error [1e-1]" in console.export_text()
+    append_rows([row], tmp_path / "deep" / "rows.jsonl")
+    assert json.loads((tmp_path / "deep" / "rows.jsonl").read_text())["status"] == "failed"
+    console.file.close()
+
+
+FLEX: list[gs.Pattern] = [
+    gs.Dense(), gs.Causal(), gs.SlidingWindow(300, 17), gs.SlidingWindow(100, sinks=5), gs.SlidingWindow(None, 4, 9),
+    gs.Local(96), gs.BigBird(64), gs.Dilated(20, 3, 8), gs.Strided(64, 30),
+    (gs.Local(100) | gs.BigBird(64)) & gs.Causal(),
+    gs.Causal() & ~gs.SlidingWindow(40), gs.Document(np.arange(640) // 150),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", FLEX, ids=str)
+def test_flex_attention_is_given_the_same_pairs(pattern: gs.Pattern) -> None:
+    N = 640
+    inputs = Inputs(pattern, *(torch.zeros(1, 1, N, 8) for _ in range(3)), Terms(scale=1.0, q_offset=0))
+    mask = block_mask(inputs)
+    kept = torch.from_numpy(pattern.materialize(N, N))
+    rows, keys = torch.arange(N)[:, None], torch.arange(N)[None, :]
+    function = mask_function(pattern, N, N, 0, CPU)
+    zero = torch.zeros((), dtype=torch.long)
+    pairs = function(zero, zero, rows, keys).expand(N, N)
+    assert torch.equal(pairs, kept)
+    # What it computes: full blocks entirely, partial blocks by the function.
+    block = mask.BLOCK_SIZE[0]
+    computed = torch.zeros(N // block, N // block, dtype=torch.bool)
+    for count, index in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)):
+        for row in range(N // block):
+            columns = index[0, 0, row, : count[0, 0, row]].long()
+            assert not computed[row, columns].any()
+            computed[row, columns] = True
+    assert torch.equal(computed, kept.view(N // block, block, -1, block).any(3).any(1))
+    for row in range(N // block):
+        for column in mask.full_kv_indices[0, 0, row, : mask.full_kv_num_blocks[0, 0, row]].tolist():
+            assert kept[row * block : (row + 1) * block, column * block : (column + 1) * block].all()
+
+
+def test_peers_refuse_what_they_do_not_take() -> None:
+    inputs = make_inputs(find("all_terms", "cpu"), CPU)
+    for peer in PEERS:
+        with pytest.raises(Refusal):
+            peer.prepare(inputs, 1.0)
+    huge = Inputs(gs.Causal(), *(torch.zeros(1, 1, 2**17, 1) for _ in range(3)), Terms(scale=1.0, q_offset=0))
+    with pytest.raises(Refusal, match="would take 16 GiB"):
+        PEERS[1].prepare(huge, 1.0)
+    with pytest.raises(Refusal, match="s a call"):
+        PEERS[0].prepare(huge, 1e-3)
+
+
+def test_a_block_matrix_is_read_from_keep() -> None:
+    rng = np.random.default_rng(0)
+    matrix = rng.random((10, 10)) < 0.4
+    inputs = Inputs(gs.BlockMask(matrix, 64), *(torch.zeros(1, 1, 640, 8) for _ in range(3)), Terms(1.0, 0))
+    assert np.array_equal(block_matrix(inputs, 64), matrix)
+
+
+def test_kept_pairs_are_those_of_the_pattern() -> None:
+    pattern = gs.PerHead([gs.SlidingWindow(5), gs.Dilated(3, 0, 2)])
+    rows, keys = np.array([3, 0, 29]), np.arange(40)
+    kept = kept_pairs(pattern, 0, 1, rows, keys, 30, 40, 10)
+    assert np.array_equal(kept.numpy(), pattern.materialize(30, 40)[0, 1][rows])
+
+
+def test_an_error_is_relative_to_the_row() -> None:
+    exact = torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.6, 0.8]], dtype=torch.float64)
+    assert row_error(exact, exact) == 0
+    assert row_error(exact + torch.tensor([[0.5, 0.0], [0.0, 0.0], [0.0, 0.0]]), exact) == pytest.approx(0.1)
+    assert row_error(exact + torch.tensor([[0.0, 0.0], [0.1, 0.0], [0.0, 0.0]]), exact) == pytest.approx(0.1)
+    assert row_error(exact * float("nan"), exact) == float("inf")
+
+
+def test_times_and_peaks_are_of_the_call() -> None:
+    calls = 0
+
+    def call() -> None:
+        nonlocal calls
+        calls += 1
+
+    timing = time_call(call, CPU, budget_s=0.01, most=20)
+    assert timing.repeats == 20
+    assert calls == 22
+    assert 0 <= timing.p20 <= timing.p50 <= timing.p80
+    base = reset_peak(CPU)
+    allocate: Callable[[], Tensor] = lambda: torch.ones(2**24)  # noqa: E731
+    allocate()
+    assert 0.9 * 2**26 < peak_bytes(CPU) - base < 1.5 * 2**26
