@@ -168,6 +168,10 @@ BENCH = (
         "window_256_cpu", 8192, lambda: SlidingWindow(256), "bench", "foundation", H=4, D=64,
         dtypes=("float32",), devices=frozenset({"cpu"}),
     ),
+    square(
+        "window_256_cpu_131072", _N, lambda: SlidingWindow(256), "bench", "foundation", H=4, D=64,
+        dtypes=("float32",), devices=frozenset({"cpu"}),
+    ),
 )  # fmt: skip
 
 CASES = SMALL + BENCH

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -185,5 +186,6 @@ def _sparse(tensor: Tensor) -> CSR:
     if known is not None and known[0]() is tensor and known[1] == version >= 0:
         return known[2]
     csr = CSR.from_torch(tensor)
-    _from_sparse[number] = ref(tensor, lambda _, known=_from_sparse: known.pop(number, None)), version, csr
+    forget = partial(_from_sparse.pop, number)  # called with the dead reference, which `pop` takes as its default
+    _from_sparse[number] = ref(tensor, forget), version, csr
     return csr

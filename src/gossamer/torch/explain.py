@@ -94,9 +94,9 @@ def explain(
     backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     q, k, v = four_dimensional(q, k, v)
     handle, tensors, geometry, _alive = what(pattern, q)
-    is_tensor = isinstance(q_offset, Tensor)
+    offset, offset_tensor = (None, q_offset) if isinstance(q_offset, Tensor) else (q_offset, None)
     a = Arguments(
-        q, k, v, None if is_tensor else q_offset, q_offset if is_tensor else None, key_lengths, sink_logits,
+        q, k, v, offset, offset_tensor, key_lengths, sink_logits,
         alibi_slopes, scale, softcap, implementation,
         is_deterministic(deterministic), backward,
     )  # fmt: skip

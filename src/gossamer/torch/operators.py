@@ -84,7 +84,7 @@ class _Attention(torch.autograd.Function):
     """Saves what the backward operator reads; lse is differentiable, double backward is not."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sink_logits, key_lengths, alibi_slopes, q_offset_tensor, layout, static):  # type: ignore[no-untyped-def, override]
+    def forward(ctx, q, k, v, sink_logits, key_lengths, alibi_slopes, q_offset_tensor, layout, static):
         geometry, pattern, q_offset, *rest = static
         with torch._C._AutoDispatchBelowAutograd():
             out, lse = _forward_op(
@@ -99,7 +99,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout, dlse):  # type: ignore[no-untyped-def, override]
+    def backward(ctx, dout, dlse):
         q, k, v, out, lse, sink_logits, key_lengths, alibi_slopes, q_offset_tensor, *layout = ctx.saved_tensors
         geometry, pattern, q_offset, *rest = ctx.static
         dq, dk, dv, dsink = _backward_op(
@@ -130,11 +130,11 @@ def _forward_autograd(
         )  # fmt: skip
 
 
-def _autocast(device: str, key: torch._C.DispatchKey):  # type: ignore[no-untyped-def]
+def _autocast(device: str, key: torch._C.DispatchKey):
     """Under autocast q, k and v take its dtype, as for scaled_dot_product_attention; float64 stays."""
     keys = torch._C.DispatchKeySet(key)
 
-    def cast_and_call(q: Tensor, k: Tensor, v: Tensor, *rest: Any):  # type: ignore[no-untyped-def]
+    def cast_and_call(q: Tensor, k: Tensor, v: Tensor, *rest: Any):
         dtype = torch.get_autocast_dtype(device)
         with torch._C._ExcludeDispatchKeyGuard(keys):
             q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))

@@ -113,7 +113,7 @@ def problem_of(a: Arguments) -> Problem:
         major, minor = torch.cuda.get_device_capability(q.device)
         sm = 10 * major + minor
     return Problem(
-        *q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], a.v.shape[3],
+        B=q.shape[0], H=q.shape[1], G=k.shape[1], Q=q.shape[2], K=k.shape[2], D=q.shape[3], E=a.v.shape[3],
         dtype=str(q.dtype)[6:], device=q.device.type, sm=sm, score_terms=frozenset(terms),
         backward=a.backward, deterministic=a.deterministic,
     )  # fmt: skip

@@ -43,7 +43,7 @@ def handle_of(pattern: Pattern) -> int:
         group = _by_value.get(key)
         if group is None:
             group = _Group(next(_numbers), key, {})
-            _by_value[key] = _by_handle[group.handle] = group  # type: ignore[assignment]
+            _by_value[key] = _by_handle[group.handle] = group
         number = id(pattern)
         weak = ref(pattern, lambda dead: _forget(number, dead, group))
         group.members[number] = weak

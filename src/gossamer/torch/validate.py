@@ -74,17 +74,17 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
     yield a.q_offset is None or abs(a.q_offset) < 2**31, "q_offset", a.q_offset, "an integer within 2**31"
     t = a.q_offset_tensor
     yield t is None or (t.ndim == 0 and t.dtype in INTEGERS), "q_offset", t, "an int or a 0-d integer tensor"
-    for name, x, size, letter in (
+    for name, vector, size, letter in (
         ("key_lengths", a.key_lengths, B, "B"),
         ("sink_logits", a.sink_logits, H, "H"),
         ("alibi_slopes", a.alibi_slopes, H, "H"),
     ):
-        if x is None:
+        if vector is None:
             continue
         kinds = INTEGERS if name == "key_lengths" else floats
-        yield x.shape == (size,), name, x, f"shape ({letter},) = ({size},)"
-        yield x.dtype in kinds, name, x, "integers" if name == "key_lengths" else accepted
-        yield x.device == q.device, name, x, f"a tensor on q's device, {q.device}"
+        yield vector.shape == (size,), name, vector, f"shape ({letter},) = ({size},)"
+        yield vector.dtype in kinds, name, vector, "integers" if name == "key_lengths" else accepted
+        yield vector.device == q.device, name, vector, f"a tensor on q's device, {q.device}"
     yield (
         a.alibi_slopes is None or not a.alibi_slopes.requires_grad,
         "alibi_slopes", "a tensor that requires grad", "a constant; no gradient is computed for it",

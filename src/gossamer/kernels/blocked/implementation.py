@@ -8,7 +8,19 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.blocked.plan import Batch, Plan, make_plan
-from gossamer.kernels.blocked.tiles import Scorer, Scratch, Tiled, Where, keys_of, rows_of, tile, uses, zeros
+from gossamer.kernels.blocked.tiles import (
+    LN2,
+    LOG2E,
+    Scorer,
+    Scratch,
+    Tiled,
+    Where,
+    keys_of,
+    rows_of,
+    tile,
+    uses,
+    zeros,
+)
 from gossamer.kernels.contract import Capability, Problem, Terms
 from gossamer.kernels.rows import compute_dtype, row_terms, sink_gradient
 from gossamer.layouts.block import BlockLayout
@@ -63,30 +75,31 @@ class Blocked:
                 top, total, acc = self._batch(batch, where, qt, kt, vt, scorer, scratch)
                 if sink is not None:
                     logit = rows_of(lse_rows, batch, where)
+                    logit = logit * LOG2E
                     both = torch.maximum(top, logit)
-                    shrink = torch.exp(top - both)
-                    total = total * shrink + torch.exp(logit - both)
+                    shrink = torch.exp2(top - both)
+                    total = total * shrink + torch.exp2(logit - both)
                     acc.mul_(shrink)
                     top = both
                 # A row that keeps anything has a total of at least 1, its largest term (or its sink).
                 acc.div_(total.clamp(min=1.0) if sink is None else total)
                 _store(out, batch, where, acc)
-                _store(lse_rows, batch, where, top + torch.log(total))
+                _store(lse_rows, batch, where, (top + torch.log2(total)).mul_(LN2))
         return out.untiled(problem.Q, q.dtype), lse[:, :, : problem.Q].contiguous().to(compute_dtype(dtype))
 
     def _batch(
         self, batch: Batch, where: Where, qt: Tiled, kt: Tiled, vt: Tiled, scorer: Scorer, scratch: Scratch
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(maximum (n, block_q, 1), sum of exp, unnormalised output (n, block_q, E)) over the pieces."""
+        """(maximum (n, block_q, 1) * LOG2E, sum of exp, unnormalised output (n, block_q, E)) over the pieces."""
         q = rows_of(qt, batch, where)
         lowest = torch.finfo(q.dtype).min
         state: tuple[Tensor, Tensor, Tensor] | None = None
         for piece in batch.pieces:
             keys = keys_of(kt, batch, piece, where, scorer.group, scratch, "k")
             s, _ = scorer(q, keys, batch, piece, where)
-            # The clamp makes exp(-inf - max) zero, not NaN, in a row that keeps nothing here.
+            # The clamp makes exp2(-inf - max) zero, not NaN, in a row that keeps nothing here.
             top = s.amax(-1, keepdim=True).clamp_(min=lowest)
-            s.sub_(top).exp_()
+            s.sub_(top).exp2_()
             total = s.sum(-1, keepdim=True)
             values = keys_of(vt, batch, piece, where, scorer.group, scratch, "v")
             name = "acc" if state is None else "acc_piece"
@@ -95,7 +108,7 @@ class Blocked:
             if state is not None:
                 old_top, old_total, old_acc = state
                 both = torch.maximum(old_top, top)
-                old, new = torch.exp(old_top - both), torch.exp(top - both)
+                old, new = torch.exp2(old_top - both), torch.exp2(top - both)
                 top, total, acc = both, old_total * old + total * new, old_acc.mul_(old).addcmul_(acc, new)
             state = top, total, acc
         assert state is not None, "a batch has at least one piece"
@@ -120,7 +133,7 @@ class Blocked:
         dot = tile(dout, plan.query_tiles, bq)
         delta, lse = row_terms(dout, dlse, out, lse, qt.flat.dtype)
         dsink = sink_gradient(delta, lse, terms)
-        delta_t, lse_t = (tile(x[..., None], plan.query_tiles, bq) for x in (delta, lse))
+        delta_t, lse_t = (tile(x[..., None], plan.query_tiles, bq) for x in (delta, lse * LOG2E))
         dq = zeros(p, p.H, plan.query_tiles, bq, p.D, qt.flat)
         dk, dv = (zeros(p, p.G, plan.key_tiles, bk, size, qt.flat) for size in (p.D, p.E))
         scratch = Scratch(qt.flat)
@@ -151,7 +164,7 @@ class Blocked:
             keys = keys_of(kt, batch, piece, where, scorer.group, scratch, "k")
             values = keys_of(vt, batch, piece, where, scorer.group, scratch, "v")
             prob, tanh = scorer(q, keys, batch, piece, where, keep_tanh=True)
-            prob.sub_(lse).exp_()
+            prob.sub_(lse).exp2_()
             ds = scratch.take("ds", *prob.shape)
             torch.bmm(do, values.mT, out=ds)
             share = scratch.take("dv", *values.shape)
