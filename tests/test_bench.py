@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import gossamer as gs
 from gossamer.bench import run as bench_run
-from gossamer.bench.check import Inputs, compare, draw_samples, kept_pairs, row_error
+from gossamer.bench.check import Inputs, Oracle, compare, draw_samples, row_error
 from gossamer.bench.flex import block_mask, mask_function
 from gossamer.bench.measure import peak_bytes, reset_peak, time_call
 from gossamer.bench.peers import PEERS, Refusal, block_matrix
@@ -254,8 +254,9 @@ def test_a_block_matrix_is_read_from_keep() -> None:
 
 def test_kept_pairs_are_those_of_the_pattern() -> None:
     pattern = gs.PerHead([gs.SlidingWindow(5), gs.Dilated(3, 0, 2)])
-    rows, keys = np.array([3, 0, 29]), np.arange(40)
-    kept = kept_pairs(pattern, 0, 1, rows, keys, 30, 40, 10)
+    q, k = torch.zeros(1, 2, 30, 4), torch.zeros(1, 2, 40, 4)
+    rows = np.array([3, 0, 29])
+    kept = Oracle(Inputs(pattern, q, k, k, Terms(1.0, 10))).kept(0, 1, rows, np.arange(40))
     assert np.array_equal(kept.numpy(), pattern.materialize(30, 40)[0, 1][rows])
 
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from gossamer import Pattern
 
 PAIRS_AT_ONCE = 2**25  # of float64 scores held at a time
-ROWS_FOR_KEYS = 4608  # the rows that the sampled keys may need: enough for one key in a window of 4096
+# Rows that the sampled keys may need: more than a few for one key (a window of 4096), not many for all.
+FEW_ROWS, MANY_ROWS = 2048, 16384
 
 # A rounding of the result; float32 sums of thousands of terms lose a little more than that.
 FLOOR = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -51,87 +52,98 @@ class Sample:
     limit: dict[str, float]
 
 
-def plain_rows(
-    inputs: Inputs, b: int, h: int, rows: Tensor, rounding: torch.dtype | None = None
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-    """For chunks of query rows of a head: (rows, P, out, dS) in float64 over all keys; dS without a dout is None.
+class Oracle:
+    """Exact rows and keys of one problem in float64; which pairs are kept is asked once for each row."""
 
-    With `rounding`, scores pass through float32 and P through that type, as in a kernel of that precision.
-    """
-    pattern, terms = inputs.pattern, inputs.terms
-    Q, K = inputs.q.shape[2], inputs.k.shape[2]
-    g = h // (inputs.q.shape[1] // inputs.k.shape[1])
-    k, v = inputs.k[b, g].double(), inputs.v[b, g].double()
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+        self.group = inputs.q.shape[1] // inputs.k.shape[1]
+        self._kept: dict[tuple[int, int, bytes], Tensor] = {}
 
-    for chunk in rows.split(max(1, PAIRS_AT_ONCE // K)):
-        kept = kept_pairs(pattern, b, h, chunk.cpu().numpy(), np.arange(K), Q, K, terms.q_offset).to(k.device)
-        q = inputs.q[b, h, chunk].double()
-        score = terms.scale * q @ k.T
-        score = score if rounding is None else score.float().double()
-        slope = torch.ones((), dtype=torch.float64, device=k.device)
-        if terms.softcap is not None:
-            bounded = torch.tanh(score / terms.softcap)
-            score, slope = terms.softcap * bounded, 1 - bounded**2
-        if terms.alibi_slopes is not None:
-            distance = torch.arange(K, device=k.device) - (chunk[:, None] + terms.q_offset)
-            score = score + terms.alibi_slopes[h].double() * distance
-        if terms.key_lengths is not None:
-            kept &= torch.arange(K, device=k.device) < terms.key_lengths[b]
-        score = score.masked_fill(~kept, -torch.inf)
-        lse = score.logsumexp(-1, keepdim=True)
-        if terms.sink_logits is not None:
-            lse = torch.logaddexp(lse, terms.sink_logits[h].double())
-        p = torch.exp(score - lse.masked_fill(lse.isneginf(), 0.0))
-        out = _through(p, rounding) @ v
-        ds = None
-        if inputs.dout is not None:
-            dout = inputs.dout[b, h, chunk].double()
-            ds = p * (dout @ v.T - (dout * out).sum(-1, keepdim=True)) * slope
-        yield chunk, p, out, ds
+    def rows(self, b: int, h: int, rows: Tensor, rounding: torch.dtype | None = None) -> dict[str, Tensor]:
+        """ "out" (R, E), and "dq" (R, D) when there is a dout, of one head's rows."""
+        k = self.inputs.k[b, h // self.group].double()
+        found: dict[str, list[Tensor]] = {"out": []}
+        for _, _, out, ds in self._chunks(b, h, rows, rounding):
+            found["out"].append(out)
+            if ds is not None:
+                found.setdefault("dq", []).append(self.inputs.terms.scale * _through(ds, rounding) @ k)
+        return {name: torch.cat(parts) for name, parts in found.items()}
+
+    def keys(self, b: int, g: int, keys: Tensor, rounding: torch.dtype | None = None) -> dict[str, Tensor]:
+        """ "dk" (n, D) and "dv" (n, E) of a key head's keys, from every row that keeps one of them."""
+        inputs = self.inputs
+        assert inputs.dout is not None
+        dk = torch.zeros(len(keys), inputs.k.shape[3], dtype=torch.float64, device=keys.device)
+        dv = torch.zeros(len(keys), inputs.v.shape[3], dtype=torch.float64, device=keys.device)
+        for h in range(g * self.group, (g + 1) * self.group):
+            kept = self.kept(b, h, np.arange(inputs.q.shape[2]), keys.cpu().numpy())
+            rows = kept.any(1).nonzero().squeeze(1)
+            for chunk, p, _, ds in self._chunks(b, h, rows, rounding):
+                assert ds is not None
+                dv += _through(p[:, keys], rounding).T @ inputs.dout[b, h, chunk].double()
+                dk += inputs.terms.scale * _through(ds[:, keys], rounding).T @ inputs.q[b, h, chunk].double()
+        return {"dk": dk, "dv": dv}
+
+    def kept(self, b: int, h: int, rows: np.ndarray, keys: np.ndarray) -> Tensor:
+        """Which pairs of rows (R,) and keys (n,) the pattern keeps for one head, (R, n) bool, from `keep` alone."""
+        Q, K, q_offset = self.inputs.q.shape[2], self.inputs.k.shape[2], self.inputs.terms.q_offset
+        one = self.inputs.pattern.at(*self._own(b, h))
+        parts = np.array_split(rows, max(1, min(len(rows), len(rows) * len(keys) // 2**20)))
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            kept = pool.map(lambda part: one.keep(part[:, None] + q_offset, keys[None, :], Q, K, q_offset), parts)
+            return torch.from_numpy(np.concatenate(list(kept))).to(self.inputs.q.device)
+
+    def _own(self, b: int, h: int) -> tuple[int, int]:
+        """Where the pattern of a head is: heads and batch elements may share it."""
+        Bp, Hp = self.inputs.pattern.lead
+        return (b if Bp > 1 else 0), (h if Hp > 1 else 0)
+
+    def _kept_rows(self, b: int, h: int, rows: Tensor) -> Tensor:
+        held = rows.cpu().numpy()
+        key = (*self._own(b, h), held.tobytes())
+        if key not in self._kept:
+            self._kept[key] = self.kept(b, h, held, np.arange(self.inputs.k.shape[2]))
+        return self._kept[key]
+
+    def _chunks(
+        self, b: int, h: int, rows: Tensor, rounding: torch.dtype | None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+        """For chunks of a head's rows: (rows, P, out, dS) over all keys; dS is None without a dout.
+
+        With `rounding`, scores pass through float32 and P through that type, as in a kernel of that precision.
+        """
+        inputs, terms = self.inputs, self.inputs.terms
+        k, v = inputs.k[b, h // self.group].double(), inputs.v[b, h // self.group].double()
+        K, device = k.shape[0], k.device
+        j = torch.arange(K, device=device)
+        for chunk in rows.split(max(1, PAIRS_AT_ONCE // K)):
+            kept = self._kept_rows(b, h, chunk)
+            score = terms.scale * inputs.q[b, h, chunk].double() @ k.T
+            score = score if rounding is None else score.float().double()
+            slope = torch.ones((), dtype=torch.float64, device=device)
+            if terms.softcap is not None:
+                bounded = torch.tanh(score / terms.softcap)
+                score, slope = terms.softcap * bounded, 1 - bounded**2
+            if terms.alibi_slopes is not None:
+                score = score + terms.alibi_slopes[h].double() * (j - (chunk[:, None] + terms.q_offset))
+            if terms.key_lengths is not None:
+                kept = kept & (j < terms.key_lengths[b])
+            score = score.masked_fill(~kept, -torch.inf)
+            lse = score.logsumexp(-1, keepdim=True)
+            if terms.sink_logits is not None:
+                lse = torch.logaddexp(lse, terms.sink_logits[h].double())
+            p = torch.exp(score - lse.masked_fill(lse.isneginf(), 0.0))
+            out = _through(p, rounding) @ v
+            ds = None
+            if inputs.dout is not None:
+                dout = inputs.dout[b, h, chunk].double()
+                ds = p * (dout @ v.T - (dout * out).sum(-1, keepdim=True)) * slope
+            yield chunk, p, out, ds
 
 
 def _through(x: Tensor, rounding: torch.dtype | None) -> Tensor:
     return x if rounding is None else x.to(rounding).double()
-
-
-def kept_pairs(
-    pattern: Pattern, b: int, h: int, rows: np.ndarray, keys: np.ndarray, Q: int, K: int, q_offset: int
-) -> Tensor:
-    """Which pairs of rows (R,) and keys (n,) the pattern keeps for one head, (R, n) bool, from `keep` alone."""
-    one = pattern.at(b if pattern.lead[0] > 1 else 0, h if pattern.lead[1] > 1 else 0)
-    parts = np.array_split(rows, max(1, min(len(rows), len(rows) * len(keys) // 2**20)))
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        kept = pool.map(lambda part: one.keep(part[:, None] + q_offset, keys[None, :], Q, K, q_offset), parts)
-        return torch.from_numpy(np.concatenate(list(kept)))
-
-
-def exact_rows(inputs: Inputs, b: int, h: int, rows: Tensor, rounding: torch.dtype | None = None) -> dict[str, Tensor]:
-    """ "out" (R, E), and "dq" (R, D) when there is a dout, of one head's rows in float64."""
-    g = h // (inputs.q.shape[1] // inputs.k.shape[1])
-    found: dict[str, list[Tensor]] = {"out": []}
-    for _, _, out, ds in plain_rows(inputs, b, h, rows, rounding):
-        found["out"].append(out)
-        if ds is not None:
-            found.setdefault("dq", []).append(inputs.terms.scale * _through(ds, rounding) @ inputs.k[b, g].double())
-    return {name: torch.cat(parts) for name, parts in found.items()}
-
-
-def exact_keys(inputs: Inputs, b: int, g: int, keys: Tensor, rounding: torch.dtype | None = None) -> dict[str, Tensor]:
-    """ "dk" (n, D) and "dv" (n, E) of a key head's sampled keys in float64, from every row that keeps one of them."""
-    assert inputs.dout is not None
-    H, Q, K = inputs.q.shape[1], inputs.q.shape[2], inputs.k.shape[2]
-    group = H // inputs.k.shape[1]
-    dk = torch.zeros(len(keys), inputs.k.shape[3], dtype=torch.float64, device=keys.device)
-    dv = torch.zeros(len(keys), inputs.v.shape[3], dtype=torch.float64, device=keys.device)
-    for h in range(g * group, (g + 1) * group):
-        kept = kept_pairs(inputs.pattern, b, h, np.arange(Q), keys.cpu().numpy(), Q, K, inputs.terms.q_offset)
-        rows = kept.any(1).nonzero().squeeze(1).to(keys.device)
-        for chunk, p, _, ds in plain_rows(inputs, b, h, rows, rounding):
-            assert ds is not None
-            p, ds = _through(p[:, keys], rounding), _through(ds[:, keys], rounding)
-            dv += p.T @ inputs.dout[b, h, chunk].double()
-            dk += inputs.terms.scale * ds.T @ inputs.q[b, h, chunk].double()
-    return {"dk": dk, "dv": dv}
 
 
 def draw_samples(inputs: Inputs, *, heads: int = 2, rows: int = 64, keys: int = 8, seed: int = 0) -> list[Sample]:
@@ -141,43 +153,41 @@ def draw_samples(inputs: Inputs, *, heads: int = 2, rows: int = 64, keys: int = 
     plus a rounding.
     """
     B, H, Q = inputs.q.shape[:3]
-    generator = torch.Generator().manual_seed(seed)
     device, dtype = inputs.q.device, inputs.q.dtype
-    chosen = torch.linspace(0, B * H - 1, min(heads, B * H)).round().long().unique().tolist()
+    oracle = Oracle(inputs)
     samples = []
-    for at in chosen:
+    for at in torch.linspace(0, B * H - 1, min(heads, B * H)).round().long().unique().tolist():
         b, h = divmod(at, H)
+        # The same draw for every head: where they share the pattern, its pairs are asked for once.
+        generator = torch.Generator().manual_seed(seed)
         picked = torch.randint(Q, (rows,), generator=generator)
         picked = torch.cat((picked, torch.tensor([0, Q - 1]))).unique().to(device)
-        exact = exact_rows(inputs, b, h, picked)
-        rounded = exact_rows(inputs, b, h, picked, dtype)
+        exact, rounded = oracle.rows(b, h, picked), oracle.rows(b, h, picked, dtype)
         columns = None
         if inputs.dout is not None and keys:
-            g = h // (H // inputs.k.shape[1])
-            columns = _sample_keys(inputs, b, g, keys, generator).to(device)
-            exact |= exact_keys(inputs, b, g, columns)
-            rounded |= exact_keys(inputs, b, g, columns, dtype)
+            columns = _sample_keys(oracle, b, h, keys, generator).to(device)
+            exact |= oracle.keys(b, h // oracle.group, columns)
+            rounded |= oracle.keys(b, h // oracle.group, columns, dtype)
         limit = {name: 2 * row_error(rounded[name].to(dtype), exact[name]) + FLOOR[dtype] for name in exact}
         samples.append(Sample((b, h), picked, columns, exact, limit))
     return samples
 
 
-def _sample_keys(inputs: Inputs, b: int, g: int, count: int, generator: torch.Generator) -> Tensor:
-    """Random keys of a key head, and the last one, as many as few enough rows keep; at least one."""
-    Q, K = inputs.q.shape[2], inputs.k.shape[2]
-    h = g * (inputs.q.shape[1] // inputs.k.shape[1])
-    centre = int(torch.randint(K, (1,), generator=generator))
-    near = [centre, min(centre + 1, K - 1), min(centre + 5, K - 1)]  # neighbours share most of their rows
-    drawn = list(dict.fromkeys([*near, K - 1, *torch.randint(K, (count,), generator=generator).tolist(), 0]))
-    kept = kept_pairs(inputs.pattern, b, h, np.arange(Q), np.array(drawn), Q, K, inputs.terms.q_offset).numpy()
-    # Keys that too many rows keep (global columns) come last, and are taken only where there are no others.
-    order = np.argsort(np.maximum(kept.sum(0), ROWS_FOR_KEYS), kind="stable")
-    taken, rows = [order[0]], kept[:, order[0]]
-    for at in order[1:]:
+def _sample_keys(oracle: Oracle, b: int, h: int, count: int, generator: torch.Generator) -> Tensor:
+    """Random keys of a head, two beside the first, and the last, as long as few rows are needed; at least one."""
+    Q, K = oracle.inputs.q.shape[2], oracle.inputs.k.shape[2]
+    drawn = torch.randint(K, (count,), generator=generator).tolist()
+    near = [min(drawn[0] + 1, K - 1), min(drawn[0] + 5, K - 1)]  # neighbours share most of their rows
+    order = np.array(list(dict.fromkeys([drawn[0], *near, K - 1, *drawn, 0])))
+    kept = oracle.kept(b, h, np.arange(Q), order).cpu().numpy()
+    # A key that very many rows keep (a global column) is taken only where there is no other.
+    start = int(np.argmin(np.maximum(kept.sum(0), MANY_ROWS)))
+    taken, rows = [start], kept[:, start]
+    for at in range(len(order)):
         union = rows | kept[:, at]
-        if len(taken) < count and union.sum() <= ROWS_FOR_KEYS:
+        if at != start and len(taken) < count and union.sum() <= max(FEW_ROWS, kept[:, start].sum() + 64):
             taken, rows = [*taken, at], union
-    return torch.tensor(sorted(drawn[at] for at in taken))
+    return torch.from_numpy(np.sort(order[taken]))
 
 
 def row_error(found: Tensor, exact: Tensor) -> float:

@@ -155,6 +155,8 @@ def _flex(options: dict[str, Any], needed: str | None) -> Callable[[Inputs, floa
             mask = block_mask(inputs)
         except ValueError as error:
             raise Refusal(str(error)) from None
+        # Every case compiles the same function anew: without this the limit of recompilations is met.
+        torch.compiler.reset()
         compiled = torch.compile(flex.flex_attention, dynamic=False)
         gqa = inputs.q.shape[1] != inputs.k.shape[1]
         return Prepared(
