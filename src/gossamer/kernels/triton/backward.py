@@ -29,27 +29,32 @@ from gossamer.kernels.triton.tiles import (
 
 
 @triton.jit(do_not_specialize=["Q"])
-def delta_kernel(
+def row_terms_kernel(
     dout,  # (B, H, Q, E)
     out,  # (B, H, Q, E)
     lse,  # (B, H, Q)
     dlse,  # (B, H, Q)
-    delta,  # (B, H, Q)
+    row_terms,  # (2, B, H, padded Q): lse in base 2, delta
     stride_gb,
     stride_gh,
     stride_gn,
     stride_ob,
     stride_oh,
     stride_on,
+    B,
     H,
     Q,
+    padded_Q,
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     R: tl.constexpr,
     DLSE: tl.constexpr,
 ):
-    """delta = rowsum(dout * out) - dlse; 0 for rows that keep nothing."""
-    tiles = tl.cdiv(Q, R)
+    """lse in base 2, and delta = rowsum(dout * out) - dlse.
+
+    Rows that keep nothing, and rows past the last, get lse = +inf: all their probabilities are then exactly 0.
+    """
+    tiles = padded_Q // R
     i_bh = tl.program_id(0) // tiles
     row_start = tl.program_id(0) % tiles * R
     b64 = (i_bh // H).to(tl.int64)
@@ -61,14 +66,11 @@ def delta_kernel(
     o_rows = i_bh.to(tl.int64) * Q + o_r
     if DLSE:
         b_delta -= tl.load(dlse + o_rows, mask=o_r < Q, other=0.0)
-    b_lse = tl.load(lse + o_rows, mask=o_r < Q, other=0.0)
-    tl.store(delta + o_rows, tl.where(b_lse == float("-inf"), 0.0, b_delta), mask=o_r < Q)
-
-
-@triton.jit
-def base2(b_lse):
-    """lse in base 2; an empty row becomes +inf, which makes every probability of it exactly 0."""
-    return tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2E)
+    b_lse = tl.load(lse + o_rows, mask=o_r < Q, other=float("-inf"))
+    m_empty = b_lse == float("-inf")
+    row_terms += i_bh.to(tl.int64) * padded_Q + o_r
+    tl.store(row_terms, tl.where(m_empty, float("inf"), b_lse * LOG2E))
+    tl.store(row_terms + padded_Q.to(tl.int64) * B * H, tl.where(m_empty, 0.0, b_delta))
 
 
 @triton.jit
@@ -185,8 +187,7 @@ def dq_kernel(
     k,  # (B, G, K, D)
     v,  # (B, G, K, E)
     dout,  # (B, H, Q, E)
-    lse,  # (B, H, Q)
-    delta,  # (B, H, Q)
+    row_terms,  # (2, B, H, padded Q): lse in base 2, delta
     dq,  # (B, H, Q, D)
     lengths,  # (B,)
     slopes,  # (H,)
@@ -231,6 +232,8 @@ def dq_kernel(
     scale,
     cap,
     plain_scale,
+    padded_Q,
+    delta_offset,
     list_b,
     list_h,
     lead_heads,
@@ -278,9 +281,9 @@ def dq_kernel(
 
     b_q = load_rows(q + b64 * stride_qb + h64 * stride_qh, row_start, Q, stride_qn, R, D, BLOCK_D, True)
     b_dout = load_rows(dout + b64 * stride_gb + h64 * stride_gh, row_start, Q, stride_gn, R, E, BLOCK_E, True)
-    o_rows = (b64 * H + h64) * Q + o_r
-    b_lse = base2(tl.load(lse + o_rows, mask=o_r < Q, other=0.0))
-    b_delta = tl.load(delta + o_rows, mask=o_r < Q, other=0.0)
+    o_rows = row_terms + (b64 * H + h64) * padded_Q + o_r
+    b_lse = tl.load(o_rows)
+    b_delta = tl.load(o_rows + delta_offset)
     k += b64 * stride_kb + g64 * stride_kh
     v += b64 * stride_vb + g64 * stride_vh
     b_dq = tl.zeros([R, BLOCK_D], tl.float32)
@@ -338,8 +341,8 @@ def dkdv_loop(
     b_v,
     q,
     dout,
-    lse,
-    delta,
+    row_lse,
+    row_delta,
     stride_qn,
     stride_gn,
     Q,
@@ -390,12 +393,9 @@ def dkdv_loop(
         if MODE == INTERVAL:
             m_keep = interval_mask(b_lo, b_hi, column, o_c)
         o_q = column + o_c
-        if MODE == FULL:
-            b_lse = base2(tl.load(lse + o_q))
-            b_delta = tl.load(delta + o_q)
-        else:
-            b_lse = base2(tl.load(lse + o_q, mask=o_q < Q, other=0.0))
-            b_delta = tl.load(delta + o_q, mask=o_q < Q, other=0.0)
+        # No mask: these rows are padded to whole tiles, and the loads stay wide.
+        b_lse = tl.load(row_lse + o_q)
+        b_delta = tl.load(row_delta + o_q)
         b_q = load_rows(q, column, Q, stride_qn, C, D, BLOCK_D, MODE != FULL)
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
         b_dout = load_rows(dout, column, Q, stride_gn, C, E, BLOCK_E, MODE != FULL)
@@ -424,8 +424,7 @@ def dkdv_kernel(
     k,  # (B, G, K, D)
     v,  # (B, G, K, E)
     dout,  # (B, H, Q, E)
-    lse,  # (B, H, Q)
-    delta,  # (B, H, Q)
+    row_terms,  # (2, B, H, padded Q): lse in base 2, delta
     dk,  # (B, G, K, D)
     dv,  # (B, G, K, E)
     lengths,  # (B,)
@@ -475,6 +474,8 @@ def dkdv_kernel(
     scale,
     cap,
     plain_scale,
+    padded_Q,
+    delta_offset,
     list_b,
     list_h,
     lead_heads,
@@ -535,8 +536,8 @@ def dkdv_kernel(
         i_row = i_list * n_tiles + tile
         q_head = q + b64 * stride_qb + h64 * stride_qh
         dout_head = dout + b64 * stride_gb + h64 * stride_gh
-        lse_head = lse + (b64 * H + h64) * Q
-        delta_head = delta + (b64 * H + h64) * Q
+        lse_head = row_terms + (b64 * H + h64) * padded_Q
+        delta_head = lse_head + delta_offset
         slope = 0.0
         if ALIBI:
             slope = tl.load(slopes + i_h).to(tl.float32) * LOG2E

@@ -32,7 +32,7 @@ from gossamer.kernels.triton.config import (
 
 KERNELS = {"forward": forward.forward_kernel, "dq": backward.dq_kernel, "dkdv": backward.dkdv_kernel}
 POINTERS_16 = {"q", "k", "v", "out", "dout", "dq", "dk", "dv"}
-POINTERS_FLOAT = {"lse", "dlse", "delta", "sinks", "slopes", "part", "part_acc", "part_ml", "part_dk", "part_dv"}
+POINTERS_FLOAT = {"lse", "dlse", "row_terms", "sinks", "slopes", "part", "part_acc", "part_ml", "part_dk", "part_dv"}
 FLOATS = {"scale", "cap", "plain_scale"}
 TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 # Arguments of which nothing is known at compile time: `do_not_specialize` of the kernels.
@@ -111,7 +111,7 @@ def _type(name: str, dtype: str) -> str:
         return "*fp32"
     if name in FLOATS:
         return "fp32"
-    if name.startswith("stride_") or name in PLAIN:
+    if name.startswith("stride_") or name in PLAIN | {"padded_Q", "delta_offset"}:
         return "i32"
     return "*i32"
 

@@ -21,9 +21,9 @@ from gossamer.layouts.block import BlockLayout, Walk
 LOG2E = 1.0 / math.log(2.0)
 # Offsets inside a tile are 32-bit: 256 rows (the largest tile) times this stride stay below 2**31.
 LARGEST_ROW_STRIDE = 2**22
-# Rows of a program of the merge and delta kernels.
+# Rows of a program of the merge and row-terms kernels.
 MERGE_ROWS = 32
-DELTA_ROWS = 32
+ROW_TERMS_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -194,18 +194,20 @@ def forward(
     return out, lse
 
 
-def row_delta(problem: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
-    """delta (B, H, Q) float32 = rowsum(dout * out) - dlse."""
+def row_terms(
+    problem: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, layout: BlockLayout
+) -> Tensor:
+    """(2, B, H, Q padded to whole tiles) float32: lse in base 2, and delta = rowsum(dout * out) - dlse."""
     p = problem
-    out = operand(out)
-    delta = torch.empty_like(lse)
-    if delta.numel():
-        backward_kernels.delta_kernel[(p.B * p.H * -(-p.Q // DELTA_ROWS),)](
-            dout, out, lse, lse if dlse is None else dlse.contiguous(), delta,
-            *dout.stride()[:3], *out.stride()[:3], p.H, p.Q,
-            E=p.E, BLOCK_E=padded(p.E), R=DELTA_ROWS, DLSE=dlse is not None, num_warps=4,
+    out, padded_Q = operand(out), layout.rows.tiles * layout.block_q
+    terms = torch.empty((2, p.B, p.H, padded_Q), dtype=torch.float32, device=lse.device)
+    if terms.numel():
+        backward_kernels.row_terms_kernel[(p.B * p.H * padded_Q // ROW_TERMS_ROWS,)](
+            dout, out, lse, lse if dlse is None else dlse.contiguous(), terms,
+            *dout.stride()[:3], *out.stride()[:3], p.B, p.H, p.Q, padded_Q,
+            E=p.E, BLOCK_E=padded(p.E), R=ROW_TERMS_ROWS, DLSE=dlse is not None, num_warps=4,
         )  # fmt: skip
-    return delta
+    return terms
 
 
 def query_gradient(
@@ -214,8 +216,7 @@ def query_gradient(
     k: Tensor,
     v: Tensor,
     dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    rows: Tensor,
     layout: BlockLayout,
     terms: Terms,
     *,
@@ -226,13 +227,14 @@ def query_gradient(
     p, walk = problem, layout.rows
     dq = torch.empty((p.B, p.H, p.Q, p.D), dtype=q.dtype, device=q.device)
     plan = schedule(layout, False, p.B, p.H, p.H // p.G, split)
-    arguments, flags = term_arguments(terms, lse)
+    arguments, flags = term_arguments(terms, rows)
     options, parts = sizes(p, walk, "dq", tiles)
-    part = workspace(plan, walk.block_rows, p.D, lse)
+    part = workspace(plan, walk.block_rows, p.D, rows)
     grid = (parts * plan.size * plan.copies,)
     if grid[0]:
         backward_kernels.dq_kernel[grid](
-            q=q, k=k, v=v, dout=dout, lse=lse, delta=delta, dq=dq, part=part, plain_scale=terms.scale,
+            q=q, k=k, v=v, dout=dout, row_terms=rows, dq=dq, part=part, plain_scale=terms.scale,
+            padded_Q=rows.shape[-1], delta_offset=rows.stride(0),
             n_items=plan.size, n_slots=plan.slots, n_tiles=walk.tiles, H=p.H, G=p.G, Q=p.Q, K=p.K,
             list_b=plan.list_b, list_h=plan.list_h, lead_heads=plan.lead_heads,
             **plan.pointers, **strides("q", q), **strides("k", k), **strides("v", v), **strides("g", dout),
@@ -248,8 +250,7 @@ def key_gradients(
     k: Tensor,
     v: Tensor,
     dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    rows: Tensor,
     layout: BlockLayout,
     terms: Terms,
     *,
@@ -261,15 +262,15 @@ def key_gradients(
     dk = torch.empty((p.B, p.G, p.K, p.D), dtype=k.dtype, device=k.device)
     dv = torch.empty((p.B, p.G, p.K, p.E), dtype=v.dtype, device=v.device)
     plan = schedule(layout, True, p.B, p.G, p.H // p.G, split)
-    arguments, flags = term_arguments(terms, lse)
+    arguments, flags = term_arguments(terms, rows)
     options, parts = sizes(p, walk, "dkdv", tiles)
-    part_dk = workspace(plan, walk.block_rows, p.D, lse)
-    part_dv = workspace(plan, walk.block_rows, p.E, lse)
+    part_dk = workspace(plan, walk.block_rows, p.D, rows)
+    part_dv = workspace(plan, walk.block_rows, p.E, rows)
     grid = (parts * plan.size * plan.copies,)
     if grid[0]:
         backward_kernels.dkdv_kernel[grid](
-            q=q, k=k, v=v, dout=dout, lse=lse, delta=delta, dk=dk, dv=dv, part_dk=part_dk, part_dv=part_dv,
-            plain_scale=terms.scale,
+            q=q, k=k, v=v, dout=dout, row_terms=rows, dk=dk, dv=dv, part_dk=part_dk, part_dv=part_dv,
+            plain_scale=terms.scale, padded_Q=rows.shape[-1], delta_offset=rows.stride(0),
             n_items=plan.size, n_slots=plan.slots, n_tiles=walk.tiles, H=p.H, G=p.G, Q=p.Q, K=p.K,
             list_b=plan.list_b, list_h=plan.list_h, lead_heads=plan.lead_heads,
             **plan.pointers, **strides("q", q), **strides("k", k), **strides("v", v), **strides("g", dout),
@@ -308,8 +309,11 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsink_logits or None)."""
     q, k, v, dout, lse = operand(q), operand(k), operand(v), operand(dout), lse.contiguous()
-    delta = row_delta(problem, dout, dlse, out, lse)
-    dq = query_gradient(problem, q, k, v, dout, lse, delta, layout, terms, split=split)
-    dk, dv = key_gradients(problem, q, k, v, dout, lse, delta, layout, terms, split=split)
-    # A row is empty only under a sink of -inf; +inf makes its share of the sink 0.
-    return dq, dk, dv, sink_gradient(delta, lse.masked_fill(lse == -math.inf, math.inf), terms)
+    rows = row_terms(problem, dout, dlse, out, lse, layout)
+    dq = query_gradient(problem, q, k, v, dout, rows, layout, terms, split=split)
+    dk, dv = key_gradients(problem, q, k, v, dout, rows, layout, terms, split=split)
+    dsink = None
+    if terms.sink_logits is not None:
+        # A row is empty only under a sink of -inf; +inf makes its share of the sink 0.
+        dsink = sink_gradient(rows[1, :, :, : problem.Q], lse.masked_fill(lse == -math.inf, math.inf), terms)
+    return dq, dk, dv, dsink
