@@ -33,9 +33,11 @@ def replace_table(text: str) -> str:
     return f"{head}{BEGIN}\n{support_table()}{END}{tail}"
 
 
+DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
+
+
 def _devices(limit: Capability) -> str:
-    names = {"cpu": "CPU", "cuda": "CUDA"}
-    text = ", ".join(names.get(device, device) for device in sorted(limit.devices))
+    text = ", ".join(DEVICES[device] for device in sorted(limit.devices))
     return text if limit.min_sm is None else f"{text} (sm_{limit.min_sm} and later)"
 
 
@@ -46,12 +48,8 @@ def _all_or(names: frozenset[str], every: tuple[str, ...]) -> str:
 
 
 def _deterministic(limit: Capability) -> str:
-    # Only the devices it runs on count.
-    return (
-        "yes"
-        if limit.devices <= limit.deterministic
-        else ", ".join(sorted(limit.deterministic & limit.devices)) or "no"
-    )
+    on = sorted(limit.deterministic & limit.devices)  # only the devices it runs on count
+    return "yes" if len(on) == len(limit.devices) else ", ".join(DEVICES[device] for device in on) or "no"
 
 
 ROWS = (
