@@ -115,7 +115,10 @@ class TestCompile:
 
     def test_pattern_as_argument_never_stale(self) -> None:
         f = self.compiled(lambda q, k, v, p: gs.attention(q, k, v, p))
-        for p in (gs.Causal(), gs.SlidingWindow(3), gs.Causal(), gs.SlidingWindow(4) | gs.Local(8)):
+        block = gs.BlockMask(torch.eye(5, dtype=torch.bool).numpy(), 8)
+        documents = gs.Document([[0] * 15 + [1] * 25] * 2)
+        many = (gs.SlidingWindow(3), block, documents, gs.PerHead([gs.Causal(), block] * 2), gs.Local(8) | gs.Local(5))
+        for p in (gs.Causal(), *many, gs.Causal(), gs.Predicate(lambda i, j: abs(i - j) % 3 == 0)):
             same_as_sdpa(lambda *a, p=p: f(*a, p), qkv(), dense(p, 40))
 
     def test_pattern_as_module_attribute(self) -> None:
@@ -185,6 +188,14 @@ def test_autocast_as_sdpa() -> None:
     assert out.dtype == expected.dtype == torch.bfloat16 and kept.dtype == torch.float64
     assert torch.autograd.grad(out.sum(), q)[0].dtype == torch.float32
     torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_inference_mode_first_then_training(form: str) -> None:
+    pattern = FORMS[form](gs.SlidingWindow(12), 40)
+    with torch.inference_mode():
+        gs.attention(*qkv(grad=False), pattern)
+    same_as_sdpa(lambda *a: gs.attention(*a, pattern), qkv(), dense(gs.SlidingWindow(12), 40))
 
 
 def test_only_lse_is_used() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +33,8 @@ def parameters() -> Iterator[Any]:
                 # The low precisions take the same path; a few cases hold them.
                 if dtype in ("float32", "float64") or case.name in ("window", "per_head", "all_terms", "empty_rows"):
                     yield pytest.param(name, case, dtype, "cpu", id=f"{name}-cpu-{dtype}-{case.name}")
+            if "smoke" in case.tags:
+                yield pytest.param("triton", case, dtype, "cpu", id=f"triton-cpu-{dtype}-{case.name}")
             for name in ("triton", "blocked"):
                 marks = [pytest.mark.gpu, no_gpu]
                 yield pytest.param(name, case, dtype, "cuda", id=f"{name}-cuda-{dtype}-{case.name}", marks=marks)
@@ -182,3 +188,31 @@ def test_names_and_availability() -> None:
     assert available("reference") == available("blocked") == []
     with pytest.raises(ValueError, match="is not one of triton, blocked, reference"):
         load("nothing")
+
+
+MEMORY = """
+import resource, torch, gossamer as gs
+q, k, v = (torch.randn(1, 4, 131072, 64, requires_grad=True) for _ in range(3))
+out = gs.attention(q, k, v, gs.SlidingWindow(256))
+out.backward(torch.ones_like(out))
+rows = torch.tensor([0, 70000, 131071])
+for r in rows.tolist():
+    keys = slice(max(0, r - 256), r + 1)
+    exact = torch.nn.functional.scaled_dot_product_attention(q[:, :, r : r + 1], k[:, :, keys], v[:, :, keys])
+    torch.testing.assert_close(out[:, :, r : r + 1], exact, rtol=1e-4, atol=1e-5)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+def test_memory_at_131072_tokens() -> None:
+    """Forward and backward of a window stay within 4 GiB, torch itself and the tensors included."""
+    path = os.pathsep.join([str(Path(__file__).parent.parent / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert int(done.stdout) * 1024 < 4 << 30

@@ -164,7 +164,7 @@ def what(pattern: Any, q: Tensor) -> tuple[int, list[Tensor], list[int], Any]:
             raise ValueError(f"pattern must be a tensor on q's device, {q.device}; got {describe(pattern)}")
         return -1, [pattern], [], None
     if isinstance(pattern, BlockLayout):
-        layout = pattern.to(q.device) if pattern.device is None else pattern
+        layout = _tensors_of(pattern, q.device) if pattern.device is None else pattern
         arrays = layout.rows.arrays()
         if layout._transpose:
             arrays = arrays + layout._transpose[0].arrays()
@@ -175,6 +175,14 @@ def what(pattern: Any, q: Tensor) -> tuple[int, list[Tensor], list[int], Any]:
                 )
         return -1, arrays, [layout.block_q, layout.block_kv, layout.Q, layout.K], layout
     raise ValueError(f"pattern must be {_PATTERN}; got {describe(pattern)}")
+
+
+def _tensors_of(layout: BlockLayout, device: torch.device) -> BlockLayout:
+    """The kept copy of a numpy layout on a device; made in inference mode, it could not be used in training later."""
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return layout.to(device)
+    with torch.inference_mode(False):
+        return layout.to(device)
 
 
 def _sparse(tensor: Tensor) -> CSR:
