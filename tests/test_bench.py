@@ -151,6 +151,26 @@ def test_a_case_end_to_end(tmp_path: Path) -> None:
     assert len(out.read_text().splitlines()) == before + 2
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_case_on_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    done = runner.invoke(app, ["bench", "window", "bigbird", "--peers", "--budget", "0.02", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    for row in rows:
+        if row["peer"]:
+            continue
+        assert row["status"] == "ok", row["reason"]
+        assert row["implementation"] == "gossamer triton"
+        assert 0 < row["check"] <= 1
+        assert row["peak_bytes"] >= 0
+        assert row["peak_rss_bytes"] is None
+        assert "SDPA mask" in row["ratios"]
+    flex = [row for row in rows if row["implementation"] == "FlexAttention Triton"]
+    assert {row["status"] for row in flex} == {"ok"}, flex[0]["reason"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -48,6 +48,17 @@ def test_the_smallest_demo_reports_both_models(tmp_path: Path) -> None:
     assert check["rows"] > 50
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_the_smallest_demo_on_a_gpu(tmp_path: Path) -> None:
+    small = ["--steps", "6", "--context", "1024", "--width", "64", "--layers", "1", "--heads", "2"]
+    done = runner.invoke(app, ["demo", *small, "--device", "cuda", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["models"]["sparse"]["check"]["wrong"] == []
+    assert [row["length"] for row in report["models"]["dense"]["lengths"]] == [8192, 16384]
+
+
 def test_a_failing_process_gives_its_error_and_loses_nothing(tmp_path: Path) -> None:
     # A learning rate at the edge of what is accepted, and a process that is told to use a device it has not.
     from gossamer.cli.demo.report import write_report
