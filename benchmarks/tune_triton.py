@@ -274,13 +274,15 @@ def tune(s: Setting, quick: bool, peers: bool, record: Callable[[dict[str, Any]]
 
 
 def line(row: dict[str, Any]) -> str:
-    tiles = f"{row['rows']}x{row['columns']} w{row['warps']} s{row['stages']}" if "rows" in row else ""
+    tiles = (
+        f"{row['rows']}x{row['columns']} w{row['warps']} s{row['stages']}{' tma' * row['tma']}" if "rows" in row else ""
+    )
     if "error" in row:
-        return f"{row['case']:8s} {row['direction']:16s} {tiles:18s} {row['error']}"
+        return f"{row['case']:8s} {row['direction']:16s} {tiles:19s} {row['error']}"
     errors = " ".join(f"{name} {value:.1e}" for name, value in row.get("errors", {}).items())
     wrong = "" if row.get("correct", True) else "  WRONG"
     return (
-        f"{row['case']:8s} {row['direction']:16s} {tiles:18s} {row['ms']:8.3f} ms {row['tflops']:7.1f} {errors}{wrong}"
+        f"{row['case']:8s} {row['direction']:16s} {tiles:19s} {row['ms']:8.3f} ms {row['tflops']:7.1f} {errors}{wrong}"
     )
 
 

@@ -30,7 +30,7 @@ from gossamer.kernels.triton.config import (
 # What is compiled besides the shipped configurations: score terms, odd head sizes, contiguous lists, grouped queries.
 EXTRA = """
 from gossamer.kernels.triton.compile import Variant
-from gossamer.kernels.triton.config import config
+from gossamer.kernels.triton.config import TileConfig, config
 extra = [
     Variant("float16", 64, 64, terms=("softcap", "alibi", "sink", "lengths")),
     Variant("bfloat16", 72, 40, terms=("lengths",), group=4, split=False),
@@ -38,6 +38,7 @@ extra = [
     Variant("bfloat16", 64, 64, tile=(32, 128)),
 ]
 work = [(d, config(d, 16, v.D, v.E, sm), v) for d in ("forward", "dq", "dkdv") for v in extra]
+work += [(d, TileConfig(64, 64, 4, 2, tma=True), Variant(D=72)) for d in ("forward", "dq", "dkdv")]
 """
 
 COMPILE = """

@@ -46,6 +46,12 @@ if INTERPRETING:
         for name in ("bigbird", "window-half", "every-term"):
             check(next(case for case in CASES if case.name == name), "cpu", tiles=TileConfig(rows, columns, 4, 1))
 
+    def test_descriptors_give_the_same_numbers() -> None:
+        from gossamer.kernels.triton.config import TileConfig
+
+        for name in ("bigbird", "window-half", "random", "large-heads", "strided"):
+            check(next(case for case in CASES if case.name == name), "cpu", tiles=TileConfig(64, 64, 4, 1, tma=True))
+
 else:
 
     @pytest.mark.slow
@@ -58,6 +64,7 @@ else:
         tests = [f"{file}::test_case[{name}]" for name in names]
         if part == 0:
             tests.append(f"{file}::test_same_bits_with_and_without_work_items")
+            tests.append(f"{file}::test_descriptors_give_the_same_numbers")
         if part == 1:
             tests.append(f"{file}::test_every_step_size_gives_the_same_rows")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.triton.config import TileConfig
 from gossamer.layouts import BlockLayout, build, from_dense
 from gossamer.patterns import BigBird, Causal, Dense, Dilated, Document, Pattern, PerHead, SlidingWindow
 
@@ -145,14 +146,15 @@ def expected(mask: torch.Tensor, terms: Terms, inputs: list[torch.Tensor]) -> di
     return found | dict(zip(("dq", "dk", "dv", "dsink"), gradients, strict=False))
 
 
-def check(case: Case, device: str, **options: Any) -> None:
-    """Forward and backward of a case against float64. The error of 16-bit products grows with the sums they enter."""
+def check(case: Case, device: str, tiles: TileConfig | None = None) -> None:
+    """Forward and backward of a case against float64, with `tiles` instead of the shipped configurations."""
     from gossamer.kernels.triton import launch
 
     problem, layout, mask, terms, inputs = make(case, device)
     q, k, v, dout, dlse = inputs
-    out, lse = launch.forward(problem, q, k, v, layout, terms, split=case.split, **options)
-    dq, dk, dv, dsink = launch.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, split=case.split)
+    options: dict[str, Any] = {"tiles": tiles, "split": case.split}
+    out, lse = launch.forward(problem, q, k, v, layout, terms, **options)
+    dq, dk, dv, dsink = launch.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, **options)
     got = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     if dsink is not None:
         got["dsink"] = dsink

@@ -25,6 +25,7 @@ from gossamer.kernels.triton.tiles import (
     load_rows,
     score,
     store_rows,
+    stream_rows,
 )
 
 
@@ -108,6 +109,8 @@ def dq_loop(
     b_delta,
     k,
     v,
+    i_b,
+    i_g,
     stride_kn,
     stride_vn,
     K,
@@ -140,6 +143,7 @@ def dq_loop(
     ALIBI: tl.constexpr,
     LENGTHS: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """dS k over tiles [first, last) of one list of a tile row."""
     STEPS: tl.constexpr = TILE_COLUMNS // C
@@ -162,8 +166,8 @@ def dq_loop(
         if LENGTHS:
             m_length = (column + o_c < key_end)[None, :]
             m_keep = m_length if MODE == FULL else m_keep & m_length
-        b_k = load_rows(k, column, K, stride_kn, C, D, BLOCK_D, MODE != FULL)
-        b_v = load_rows(v, column, K, stride_vn, C, E, BLOCK_E, MODE != FULL)
+        b_k = stream_rows(k, i_b, i_g, column, K, stride_kn, C, D, BLOCK_D, MODE != FULL, TMA)
+        b_v = stream_rows(v, i_b, i_g, column, K, stride_vn, C, E, BLOCK_E, MODE != FULL, TMA)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         b_dp = tl.dot(b_dout, tl.trans(b_v), input_precision=PRECISION)
         distance = column + o_c[None, :] - o_position[:, None]
@@ -184,7 +188,7 @@ def dq_loop(
 @triton.jit(do_not_specialize=["n_items", "n_slots", "n_tiles", "Q", "K", "q_offset"])
 def dq_kernel(
     q,  # (B, H, Q, D)
-    k,  # (B, G, K, D)
+    k,  # (B, G, K, D); k and v are descriptors with TMA
     v,  # (B, G, K, E)
     dout,  # (B, H, Q, E)
     row_terms,  # (2, B, H, padded Q): lse in base 2, delta
@@ -261,6 +265,7 @@ def dq_kernel(
     ALIBI: tl.constexpr,
     LENGTHS: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """dQ of R query rows, or a partial sum of it when the row is split."""
     SUB: tl.constexpr = TILE_ROWS // R
@@ -270,7 +275,7 @@ def dq_kernel(
     )
     b64 = i_b.to(tl.int64)
     h64 = i_h.to(tl.int64)
-    g64 = h64 // GROUP
+    i_g = i_h // GROUP
     row_start = tile * TILE_ROWS + sub * R
     if SUB > 1:
         if row_start >= Q:
@@ -284,8 +289,9 @@ def dq_kernel(
     o_rows = row_terms + (b64 * H + h64) * padded_Q + o_r
     b_lse = tl.load(o_rows)
     b_delta = tl.load(o_rows + delta_offset)
-    k += b64 * stride_kb + g64 * stride_kh
-    v += b64 * stride_vb + g64 * stride_vh
+    if not TMA:
+        k += b64 * stride_kb + i_g.to(tl.int64) * stride_kh
+        v += b64 * stride_vb + i_g.to(tl.int64) * stride_vh
     b_dq = tl.zeros([R, BLOCK_D], tl.float32)
     slope = 0.0
     if ALIBI:
@@ -299,10 +305,10 @@ def dq_kernel(
     if HAS_FULL:
         start, first, last, before = list_range(full_starts, full_counts, i_row, begin, end, before)
         b_dq = dq_loop(
-            b_dq, b_q, b_dout, b_lse, b_delta, k, v, stride_kn, stride_vn, K, key_end, start, first, last,
+            b_dq, b_q, b_dout, b_lse, b_delta, k, v, i_b, i_g, stride_kn, stride_vn, K, key_end, start, first, last,
             full_indices, pool_index, pool, sub, o_r, o_r, o_position, scale, cap, slope,
             D, E, BLOCK_D, BLOCK_E, R, C, TILE_ROWS, TILE_COLUMNS, FULL, FULL_CONTIGUOUS,
-            FOLD, SOFTCAP, ALIBI, LENGTHS, PRECISION,
+            FOLD, SOFTCAP, ALIBI, LENGTHS, PRECISION, TMA,
         )  # fmt: skip
     if HAS_INTERVAL:
         start, first, last, before = list_range(interval_starts, interval_counts, i_row, begin, end, before)
@@ -310,18 +316,18 @@ def dq_kernel(
         b_lo = tl.load(lo + o_bounds, mask=o_r < Q, other=0)
         b_hi = tl.maximum(tl.load(hi + o_bounds, mask=o_r < Q, other=0), b_lo)
         b_dq = dq_loop(
-            b_dq, b_q, b_dout, b_lse, b_delta, k, v, stride_kn, stride_vn, K, key_end, start, first, last,
+            b_dq, b_q, b_dout, b_lse, b_delta, k, v, i_b, i_g, stride_kn, stride_vn, K, key_end, start, first, last,
             interval_indices, pool_index, pool, sub, b_lo, b_hi, o_position, scale, cap, slope,
             D, E, BLOCK_D, BLOCK_E, R, C, TILE_ROWS, TILE_COLUMNS, INTERVAL, INTERVAL_CONTIGUOUS,
-            FOLD, SOFTCAP, ALIBI, LENGTHS, PRECISION,
+            FOLD, SOFTCAP, ALIBI, LENGTHS, PRECISION, TMA,
         )  # fmt: skip
     if HAS_BITS:
         start, first, last, before = list_range(bits_starts, bits_counts, i_row, begin, end, before)
         b_dq = dq_loop(
-            b_dq, b_q, b_dout, b_lse, b_delta, k, v, stride_kn, stride_vn, K, key_end, start, first, last,
+            b_dq, b_q, b_dout, b_lse, b_delta, k, v, i_b, i_g, stride_kn, stride_vn, K, key_end, start, first, last,
             bits_indices, pool_index, pool, sub, o_r, o_r, o_position, scale, cap, slope,
             D, E, BLOCK_D, BLOCK_E, R, C, TILE_ROWS, TILE_COLUMNS, BITS, BITS_CONTIGUOUS,
-            FOLD, SOFTCAP, ALIBI, LENGTHS, PRECISION,
+            FOLD, SOFTCAP, ALIBI, LENGTHS, PRECISION, TMA,
         )  # fmt: skip
 
     b_dq *= plain_scale
@@ -341,6 +347,8 @@ def dkdv_loop(
     b_v,
     q,
     dout,
+    i_b,
+    i_h,
     row_lse,
     row_delta,
     stride_qn,
@@ -374,6 +382,7 @@ def dkdv_loop(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """dS^T q and P^T dout over tiles [first, last) of one list of a tile row; scores are [keys, queries]."""
     STEPS: tl.constexpr = TILE_COLUMNS // C
@@ -396,9 +405,9 @@ def dkdv_loop(
         # No mask: these rows are padded to whole tiles, and the loads stay wide.
         b_lse = tl.load(row_lse + o_q)
         b_delta = tl.load(row_delta + o_q)
-        b_q = load_rows(q, column, Q, stride_qn, C, D, BLOCK_D, MODE != FULL)
+        b_q = stream_rows(q, i_b, i_h, column, Q, stride_qn, C, D, BLOCK_D, MODE != FULL, TMA)
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
-        b_dout = load_rows(dout, column, Q, stride_gn, C, E, BLOCK_E, MODE != FULL)
+        b_dout = stream_rows(dout, i_b, i_h, column, Q, stride_gn, C, E, BLOCK_E, MODE != FULL, TMA)
         b_dp = tl.dot(b_v, tl.trans(b_dout), input_precision=PRECISION)
         distance = o_r[:, None] - (o_q + q_offset)[None, :]
         b_p, b_t = probability(
@@ -420,7 +429,7 @@ def dkdv_loop(
 
 @triton.jit(do_not_specialize=["n_items", "n_slots", "n_tiles", "Q", "K", "q_offset"])
 def dkdv_kernel(
-    q,  # (B, H, Q, D)
+    q,  # (B, H, Q, D); q and dout are descriptors with TMA
     k,  # (B, G, K, D)
     v,  # (B, G, K, E)
     dout,  # (B, H, Q, E)
@@ -503,6 +512,7 @@ def dkdv_kernel(
     ALIBI: tl.constexpr,
     LENGTHS: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """dK and dV of R key rows, summed over the query heads of the key head, or partial sums when the row is split.
 
@@ -534,8 +544,11 @@ def dkdv_kernel(
         h64 = i_h.to(tl.int64)
         i_list = i_b * list_b + i_h * list_h
         i_row = i_list * n_tiles + tile
-        q_head = q + b64 * stride_qb + h64 * stride_qh
-        dout_head = dout + b64 * stride_gb + h64 * stride_gh
+        q_head = q
+        dout_head = dout
+        if not TMA:
+            q_head = q + b64 * stride_qb + h64 * stride_qh
+            dout_head = dout + b64 * stride_gb + h64 * stride_gh
         lse_head = row_terms + (b64 * H + h64) * padded_Q
         delta_head = lse_head + delta_offset
         slope = 0.0
@@ -545,10 +558,10 @@ def dkdv_kernel(
         if HAS_FULL:
             start, first, last, before = list_range(full_starts, full_counts, i_row, begin, end, before)
             b_dk, b_dv = dkdv_loop(
-                b_dk, b_dv, b_k, b_v, q_head, dout_head, lse_head, delta_head, stride_qn, stride_gn, Q,
+                b_dk, b_dv, b_k, b_v, q_head, dout_head, i_b, i_h, lse_head, delta_head, stride_qn, stride_gn, Q,
                 start, first, last, full_indices, pool_index, pool, sub, o_r, o_r, o_r, q_offset, scale, cap, slope,
                 D, E, BLOCK_D, BLOCK_E, R, C, TILE_ROWS, TILE_COLUMNS, FULL, FULL_CONTIGUOUS,
-                FOLD, SOFTCAP, ALIBI, PRECISION,
+                FOLD, SOFTCAP, ALIBI, PRECISION, TMA,
             )  # fmt: skip
         if HAS_INTERVAL:
             start, first, last, before = list_range(interval_starts, interval_counts, i_row, begin, end, before)
@@ -556,19 +569,19 @@ def dkdv_kernel(
             b_lo = tl.load(lo + o_bounds, mask=o_r < K, other=0)
             b_hi = tl.maximum(tl.load(hi + o_bounds, mask=o_r < K, other=0), b_lo)
             b_dk, b_dv = dkdv_loop(
-                b_dk, b_dv, b_k, b_v, q_head, dout_head, lse_head, delta_head, stride_qn, stride_gn, Q,
+                b_dk, b_dv, b_k, b_v, q_head, dout_head, i_b, i_h, lse_head, delta_head, stride_qn, stride_gn, Q,
                 start, first, last, interval_indices, pool_index, pool, sub, b_lo, b_hi, o_r, q_offset,
                 scale, cap, slope,
                 D, E, BLOCK_D, BLOCK_E, R, C, TILE_ROWS, TILE_COLUMNS, INTERVAL, INTERVAL_CONTIGUOUS,
-                FOLD, SOFTCAP, ALIBI, PRECISION,
+                FOLD, SOFTCAP, ALIBI, PRECISION, TMA,
             )  # fmt: skip
         if HAS_BITS:
             start, first, last, before = list_range(bits_starts, bits_counts, i_row, begin, end, before)
             b_dk, b_dv = dkdv_loop(
-                b_dk, b_dv, b_k, b_v, q_head, dout_head, lse_head, delta_head, stride_qn, stride_gn, Q,
+                b_dk, b_dv, b_k, b_v, q_head, dout_head, i_b, i_h, lse_head, delta_head, stride_qn, stride_gn, Q,
                 start, first, last, bits_indices, pool_index, pool, sub, o_r, o_r, o_r, q_offset, scale, cap, slope,
                 D, E, BLOCK_D, BLOCK_E, R, C, TILE_ROWS, TILE_COLUMNS, BITS, BITS_CONTIGUOUS,
-                FOLD, SOFTCAP, ALIBI, PRECISION,
+                FOLD, SOFTCAP, ALIBI, PRECISION, TMA,
             )  # fmt: skip
 
     b_dk *= plain_scale

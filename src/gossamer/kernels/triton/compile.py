@@ -31,6 +31,7 @@ from gossamer.kernels.triton.config import (
 )
 
 KERNELS = {"forward": forward.forward_kernel, "dq": backward.dq_kernel, "dkdv": backward.dkdv_kernel}
+STREAMED = {"forward": ("k", "v"), "dq": ("k", "v"), "dkdv": ("q", "dout")}
 POINTERS_16 = {"q", "k", "v", "out", "dout", "dq", "dk", "dv"}
 POINTERS_FLOAT = {"lse", "dlse", "row_terms", "sinks", "slopes", "part", "part_acc", "part_ml", "part_dk", "part_dv"}
 FLOATS = {"scale", "cap", "plain_scale"}
@@ -84,6 +85,7 @@ def compile_kernel(direction: Direction, config: TileConfig, variant: Variant, s
         "HAS_SLOTS": variant.split,
         "FOLD": not {"softcap", "alibi"} & set(variant.terms),
         "PRECISION": config.precision,
+        "TMA": config.tma,
     }
     for mode in ("full", "interval", "bits"):
         constants[f"HAS_{mode.upper()}"] = mode in variant.modes
@@ -94,6 +96,10 @@ def compile_kernel(direction: Direction, config: TileConfig, variant: Variant, s
     for at, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
+            continue
+        if config.tma and name in STREAMED[direction]:
+            size = padded(variant.D if name in ("q", "k") else variant.E)
+            signature[name] = f"tensordesc<{TYPES[variant.dtype][1:]}[1, 1, {config.columns}, {size}]>"
             continue
         signature[name] = _type(name, variant.dtype)
         if name not in PLAIN | FLOATS:

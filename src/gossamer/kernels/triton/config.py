@@ -30,6 +30,7 @@ class TileConfig:
     warps: int
     stages: int
     precision: Literal["ieee", "tf32x3", "tf32"] = "ieee"  # of float32 products; 16-bit products ignore it
+    tma: bool = False  # stream through tensor descriptors (sm_90 and later), when the operands' strides allow it
 
     def __post_init__(self) -> None:
         for name, least in (("rows", 16), ("columns", 32)):
@@ -65,31 +66,31 @@ TABLE: dict[tuple[Direction, int, int], dict[int, TileConfig]] = {
     ("dkdv", 16, 64): {80: T(128, 64, 8, 2), 89: T(64, 64, 4, 2), 90: T(128, 64, 8, 3), 100: T(128, 64, 8, 2)},
     ("dkdv", 16, 128): {80: T(64, 64, 8, 2), 89: T(64, 32, 4, 2), 90: T(128, 64, 8, 3), 100: T(128, 64, 8, 2)},
     ("dkdv", 16, 256): {80: T(64, 32, 8, 2), 89: T(32, 32, 4, 1), 90: T(64, 32, 8, 2), 100: T(64, 32, 8, 2)},
-    ("forward", 32, 64): {sm: T(64, 32, 4, 2) for sm in ARCHITECTURES},
-    ("forward", 32, 128): {sm: T(32, 32, 4, 2) for sm in ARCHITECTURES},
-    ("forward", 32, 256): {sm: T(32, 32, 8, 1) for sm in ARCHITECTURES},
-    ("dq", 32, 64): {sm: T(32, 32, 4, 2) for sm in ARCHITECTURES},
-    ("dq", 32, 128): {sm: T(32, 32, 4, 1) for sm in ARCHITECTURES},
-    ("dq", 32, 256): {sm: T(32, 32, 8, 1) for sm in ARCHITECTURES},
-    ("dkdv", 32, 64): {sm: T(32, 32, 4, 2) for sm in ARCHITECTURES},
-    ("dkdv", 32, 128): {sm: T(32, 32, 4, 1) for sm in ARCHITECTURES},
-    ("dkdv", 32, 256): {sm: T(32, 32, 8, 1) for sm in ARCHITECTURES},
+    ("forward", 32, 64): {sm: T(32, 32, 8, 1) for sm in ARCHITECTURES},
+    ("forward", 32, 128): {sm: T(32, 32, 8, 1) for sm in ARCHITECTURES},
+    ("forward", 32, 256): {sm: T(16, 32, 8, 1) for sm in ARCHITECTURES},
+    ("dq", 32, 64): {sm: T(32, 32, 8, 1) for sm in ARCHITECTURES},
+    ("dq", 32, 128): {sm: T(16, 32, 8, 1) for sm in ARCHITECTURES},
+    ("dq", 32, 256): {sm: T(16, 32, 8, 1) for sm in ARCHITECTURES},
+    ("dkdv", 32, 64): {sm: T(32, 32, 8, 1) for sm in ARCHITECTURES},
+    ("dkdv", 32, 128): {sm: T(16, 32, 8, 1) for sm in ARCHITECTURES},
+    ("dkdv", 32, 256): {sm: T(16, 32, 8, 1) for sm in ARCHITECTURES},
 }
 
-# What `benchmarks/tune_triton.py` times on sm_90 against the table, for 16-bit types, by (direction, bucket).
+# What `benchmarks/tune_triton.py` times on sm_90 beside the table, for 16-bit types, by (direction, bucket).
 CANDIDATES: dict[tuple[Direction, int], tuple[TileConfig, ...]] = {
-    ("forward", 64): (T(128, 128, 8, 2), T(128, 128, 8, 3), T(128, 64, 4, 3), T(128, 64, 8, 3), T(128, 128, 4, 3)),
-    ("forward", 128): (T(128, 128, 8, 3), T(128, 128, 8, 2), T(128, 64, 8, 2), T(128, 64, 8, 3), T(128, 64, 8, 4),
-                       T(64, 128, 4, 2), T(64, 64, 4, 3), T(128, 64, 4, 3)),
-    ("forward", 256): (T(128, 64, 8, 2), T(128, 32, 8, 3), T(64, 64, 4, 2), T(128, 64, 8, 1)),
-    ("dq", 64): (T(128, 128, 8, 2), T(128, 64, 8, 3), T(128, 64, 4, 3), T(64, 64, 4, 3)),
-    ("dq", 128): (T(128, 64, 8, 2), T(128, 64, 8, 3), T(128, 128, 8, 2), T(128, 32, 8, 3), T(64, 64, 4, 2),
-                  T(64, 64, 4, 3)),
-    ("dq", 256): (T(64, 64, 8, 2), T(64, 32, 4, 2), T(64, 32, 8, 2), T(128, 32, 8, 2)),
-    ("dkdv", 64): (T(128, 64, 8, 3), T(128, 64, 8, 2), T(128, 128, 8, 2), T(64, 64, 4, 3)),
-    ("dkdv", 128): (T(128, 64, 8, 2), T(128, 64, 8, 3), T(128, 32, 8, 2), T(128, 32, 8, 3), T(64, 64, 4, 2),
-                    T(64, 64, 8, 3), T(64, 32, 4, 3)),
-    ("dkdv", 256): (T(64, 32, 8, 2), T(64, 64, 8, 1), T(64, 32, 4, 2), T(64, 64, 8, 2)),
+    ("forward", 64): (T(128, 128, 8, 3), T(128, 64, 4, 3), T(128, 64, 8, 3), T(128, 128, 8, 2, tma=True),
+                      T(128, 64, 8, 3, tma=True), T(64, 64, 4, 3), T(64, 128, 4, 2, tma=True)),
+    ("forward", 128): (T(128, 64, 8, 3, tma=True), T(128, 128, 8, 3), T(128, 128, 8, 2, tma=True),
+                       T(64, 64, 4, 3), T(64, 64, 4, 3, tma=True), T(64, 64, 4, 2, tma=True)),
+    ("forward", 256): (T(128, 64, 8, 2, tma=True), T(128, 32, 8, 3), T(64, 64, 4, 2), T(64, 64, 4, 2, tma=True)),
+    ("dq", 64): (T(128, 64, 8, 3), T(128, 64, 4, 3), T(128, 128, 8, 2, tma=True), T(64, 64, 4, 3, tma=True)),
+    ("dq", 128): (T(128, 64, 8, 3, tma=True), T(128, 128, 8, 2, tma=True), T(64, 64, 4, 2), T(64, 64, 4, 2, tma=True)),
+    ("dq", 256): (T(64, 64, 8, 2, tma=True), T(64, 32, 4, 2), T(64, 32, 8, 2), T(128, 32, 8, 2)),
+    ("dkdv", 64): (T(128, 64, 8, 2), T(128, 128, 8, 2), T(64, 64, 4, 3), T(128, 64, 8, 3, tma=True)),
+    ("dkdv", 128): (T(128, 64, 8, 3, tma=True), T(128, 32, 8, 3), T(64, 32, 4, 3), T(64, 64, 4, 2),
+                    T(64, 32, 4, 3, tma=True), T(64, 64, 4, 2, tma=True)),
+    ("dkdv", 256): (T(64, 64, 8, 1), T(64, 32, 4, 2), T(64, 64, 8, 2), T(64, 32, 8, 2, tma=True)),
 }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from gossamer.kernels.triton.tiles import (
     load_rows,
     score,
     store_rows,
+    stream_rows,
 )
 
 
@@ -33,6 +34,8 @@ def forward_loop(
     b_q,
     k,
     v,
+    i_b,
+    i_g,
     stride_kn,
     stride_vn,
     K,
@@ -65,6 +68,7 @@ def forward_loop(
     ALIBI: tl.constexpr,
     LENGTHS: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """Tiles [first, last) of one list of a tile row, TILE_COLUMNS // C steps each."""
     STEPS: tl.constexpr = TILE_COLUMNS // C
@@ -85,7 +89,7 @@ def forward_loop(
         if LENGTHS:
             m_length = (column + o_c < key_end)[None, :]
             m_keep = m_length if MODE == FULL else m_keep & m_length
-        b_k = load_rows(k, column, K, stride_kn, C, D, BLOCK_D, MODE != FULL)
+        b_k = stream_rows(k, i_b, i_g, column, K, stride_kn, C, D, BLOCK_D, MODE != FULL, TMA)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         if FOLD:
             if (MODE != FULL) or LENGTHS:
@@ -101,7 +105,7 @@ def forward_loop(
         b_shrink = tl.exp2(b_m - b_new)
         b_l = b_l * b_shrink + tl.sum(b_p, 1)
         b_acc = b_acc * b_shrink[:, None]
-        b_v = load_rows(v, column, K, stride_vn, C, E, BLOCK_E, MODE != FULL)
+        b_v = stream_rows(v, i_b, i_g, column, K, stride_vn, C, E, BLOCK_E, MODE != FULL, TMA)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
         b_m = b_new
         # The list entries of the next step are loaded a step ahead, so that the loads of keys do not wait for them.
@@ -117,7 +121,7 @@ def forward_loop(
 @triton.jit(do_not_specialize=["n_items", "n_slots", "n_tiles", "Q", "K", "q_offset"])
 def forward_kernel(
     q,  # (B, H, Q, D)
-    k,  # (B, G, K, D)
+    k,  # (B, G, K, D); k and v are descriptors with TMA
     v,  # (B, G, K, E)
     out,  # (B, H, Q, E)
     lse,  # (B, H, Q)
@@ -190,6 +194,7 @@ def forward_kernel(
     SINK: tl.constexpr,
     LENGTHS: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """out and lse of R query rows, or their partial sums when the row is split.
 
@@ -202,7 +207,7 @@ def forward_kernel(
     )
     b64 = i_b.to(tl.int64)
     h64 = i_h.to(tl.int64)
-    g64 = h64 // GROUP
+    i_g = i_h // GROUP
     row_start = tile * TILE_ROWS + sub * R
     if SUB > 1:
         if row_start >= Q:
@@ -212,8 +217,9 @@ def forward_kernel(
     o_r = row_start + tl.arange(0, R)
 
     b_q = load_rows(q + b64 * stride_qb + h64 * stride_qh, row_start, Q, stride_qn, R, D, BLOCK_D, True)
-    k += b64 * stride_kb + g64 * stride_kh
-    v += b64 * stride_vb + g64 * stride_vh
+    if not TMA:
+        k += b64 * stride_kb + i_g.to(tl.int64) * stride_kh
+        v += b64 * stride_vb + i_g.to(tl.int64) * stride_vh
     b_acc = tl.zeros([R, BLOCK_E], tl.float32)
     b_l = tl.zeros([R], tl.float32)
     b_m = tl.full([R], FLOOR, tl.float32)
@@ -234,10 +240,10 @@ def forward_kernel(
     if HAS_FULL:
         start, first, last, before = list_range(full_starts, full_counts, i_row, begin, end, before)
         b_acc, b_l, b_m = forward_loop(
-            b_acc, b_l, b_m, b_q, k, v, stride_kn, stride_vn, K, key_end, start, first, last, full_indices,
+            b_acc, b_l, b_m, b_q, k, v, i_b, i_g, stride_kn, stride_vn, K, key_end, start, first, last, full_indices,
             pool_index, pool, sub, o_r, o_r, o_position, scale, cap, slope,
             D, E, BLOCK_D, BLOCK_E, R, C, TILE_ROWS, TILE_COLUMNS, FULL, FULL_CONTIGUOUS,
-            FOLD, SOFTCAP, ALIBI, LENGTHS, PRECISION,
+            FOLD, SOFTCAP, ALIBI, LENGTHS, PRECISION, TMA,
         )  # fmt: skip
     if HAS_INTERVAL:
         start, first, last, before = list_range(interval_starts, interval_counts, i_row, begin, end, before)
@@ -245,18 +251,18 @@ def forward_kernel(
         b_lo = tl.load(lo + o_rows, mask=o_r < Q, other=0)
         b_hi = tl.maximum(tl.load(hi + o_rows, mask=o_r < Q, other=0), b_lo)
         b_acc, b_l, b_m = forward_loop(
-            b_acc, b_l, b_m, b_q, k, v, stride_kn, stride_vn, K, key_end, start, first, last, interval_indices,
-            pool_index, pool, sub, b_lo, b_hi, o_position, scale, cap, slope,
+            b_acc, b_l, b_m, b_q, k, v, i_b, i_g, stride_kn, stride_vn, K, key_end, start, first, last,
+            interval_indices, pool_index, pool, sub, b_lo, b_hi, o_position, scale, cap, slope,
             D, E, BLOCK_D, BLOCK_E, R, C, TILE_ROWS, TILE_COLUMNS, INTERVAL, INTERVAL_CONTIGUOUS,
-            FOLD, SOFTCAP, ALIBI, LENGTHS, PRECISION,
+            FOLD, SOFTCAP, ALIBI, LENGTHS, PRECISION, TMA,
         )  # fmt: skip
     if HAS_BITS:
         start, first, last, before = list_range(bits_starts, bits_counts, i_row, begin, end, before)
         b_acc, b_l, b_m = forward_loop(
-            b_acc, b_l, b_m, b_q, k, v, stride_kn, stride_vn, K, key_end, start, first, last, bits_indices,
+            b_acc, b_l, b_m, b_q, k, v, i_b, i_g, stride_kn, stride_vn, K, key_end, start, first, last, bits_indices,
             pool_index, pool, sub, o_r, o_r, o_position, scale, cap, slope,
             D, E, BLOCK_D, BLOCK_E, R, C, TILE_ROWS, TILE_COLUMNS, BITS, BITS_CONTIGUOUS,
-            FOLD, SOFTCAP, ALIBI, LENGTHS, PRECISION,
+            FOLD, SOFTCAP, ALIBI, LENGTHS, PRECISION, TMA,
         )  # fmt: skip
 
     if HAS_SLOTS:

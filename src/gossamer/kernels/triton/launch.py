@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.rows import sink_gradient
@@ -95,6 +96,17 @@ def operand(x: Tensor) -> Tensor:
     return x if readable else x.contiguous()
 
 
+def describable(x: Tensor) -> bool:
+    """Whether a tensor descriptor can be made: 16-byte alignment of the base and of every stride."""
+    unit = 16 // x.element_size()
+    return x.numel() > 0 and x.data_ptr() % 16 == 0 and all(s > 0 and s % unit == 0 for s in x.stride()[:3])
+
+
+def described(x: Tensor, rows: int) -> TensorDescriptor:
+    """A descriptor of (B, heads, N, size) for blocks of `rows` rows of one head."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, padded(x.shape[-1])])
+
+
 def strides(name: str, x: Tensor) -> dict[str, int]:
     """The strides of (B, heads, rows) as kernel arguments."""
     return {f"stride_{name}{axis}": x.stride(i) for i, axis in enumerate("bhn")}
@@ -123,13 +135,18 @@ def term_arguments(terms: Terms, like: Tensor) -> tuple[dict[str, Any], dict[str
     return arguments, flags
 
 
-def sizes(problem: Problem, walk: Walk, direction: Direction, chosen: TileConfig | None) -> tuple[dict[str, Any], int]:
-    """Block sizes and launch options of a kernel, and its programs for each tile row."""
+def sizes(
+    problem: Problem, walk: Walk, direction: Direction, chosen: TileConfig | None, streamed: dict[str, Tensor]
+) -> tuple[dict[str, Any], int]:
+    """Block sizes and launch options of a kernel with its streamed operands, and its programs for each tile row."""
     bits = 32 if problem.dtype == "float32" else 16
     if chosen is None:
         chosen = config(direction, bits, problem.D, problem.E, problem.sm or 80)
     fitted = chosen.fit(walk.block_rows, walk.block_columns)
+    tma = fitted.tma and all(describable(x) for x in streamed.values())
     options = {
+        **{name: described(x, fitted.columns) if tma else x for name, x in streamed.items()},
+        "TMA": tma,
         "D": problem.D,
         "E": problem.E,
         "BLOCK_D": padded(problem.D),
@@ -170,13 +187,13 @@ def forward(
     lse = torch.empty((p.B, p.H, p.Q), dtype=torch.float32, device=q.device)
     plan = schedule(layout, False, p.B, p.H, p.H // p.G, split)
     arguments, flags = term_arguments(terms, lse)
-    options, parts = sizes(p, walk, "forward", tiles)
+    options, parts = sizes(p, walk, "forward", tiles, {"k": k, "v": v})
     part_acc = workspace(plan, walk.block_rows, p.E, lse)
     part_ml = workspace(plan, walk.block_rows, 2, lse)
     grid = (parts * plan.size * plan.copies,)
     if grid[0]:
         forward_kernels.forward_kernel[grid](
-            q=q, k=k, v=v, out=out, lse=lse, part_acc=part_acc, part_ml=part_ml,
+            q=q, out=out, lse=lse, part_acc=part_acc, part_ml=part_ml,
             sinks=terms.sink_logits.contiguous() if terms.sink_logits is not None else lse,
             n_items=plan.size, n_slots=plan.slots, n_tiles=walk.tiles, H=p.H, G=p.G, Q=p.Q, K=p.K,
             list_b=plan.list_b, list_h=plan.list_h, lead_heads=plan.lead_heads,
@@ -228,12 +245,12 @@ def query_gradient(
     dq = torch.empty((p.B, p.H, p.Q, p.D), dtype=q.dtype, device=q.device)
     plan = schedule(layout, False, p.B, p.H, p.H // p.G, split)
     arguments, flags = term_arguments(terms, rows)
-    options, parts = sizes(p, walk, "dq", tiles)
+    options, parts = sizes(p, walk, "dq", tiles, {"k": k, "v": v})
     part = workspace(plan, walk.block_rows, p.D, rows)
     grid = (parts * plan.size * plan.copies,)
     if grid[0]:
         backward_kernels.dq_kernel[grid](
-            q=q, k=k, v=v, dout=dout, row_terms=rows, dq=dq, part=part, plain_scale=terms.scale,
+            q=q, dout=dout, row_terms=rows, dq=dq, part=part, plain_scale=terms.scale,
             padded_Q=rows.shape[-1], delta_offset=rows.stride(0),
             n_items=plan.size, n_slots=plan.slots, n_tiles=walk.tiles, H=p.H, G=p.G, Q=p.Q, K=p.K,
             list_b=plan.list_b, list_h=plan.list_h, lead_heads=plan.lead_heads,
@@ -263,13 +280,13 @@ def key_gradients(
     dv = torch.empty((p.B, p.G, p.K, p.E), dtype=v.dtype, device=v.device)
     plan = schedule(layout, True, p.B, p.G, p.H // p.G, split)
     arguments, flags = term_arguments(terms, rows)
-    options, parts = sizes(p, walk, "dkdv", tiles)
+    options, parts = sizes(p, walk, "dkdv", tiles, {"q": q, "dout": dout})
     part_dk = workspace(plan, walk.block_rows, p.D, rows)
     part_dv = workspace(plan, walk.block_rows, p.E, rows)
     grid = (parts * plan.size * plan.copies,)
     if grid[0]:
         backward_kernels.dkdv_kernel[grid](
-            q=q, k=k, v=v, dout=dout, row_terms=rows, dk=dk, dv=dv, part_dk=part_dk, part_dv=part_dv,
+            k=k, v=v, row_terms=rows, dk=dk, dv=dv, part_dk=part_dk, part_dv=part_dv,
             plain_scale=terms.scale, padded_Q=rows.shape[-1], delta_offset=rows.stride(0),
             n_items=plan.size, n_slots=plan.slots, n_tiles=walk.tiles, H=p.H, G=p.G, Q=p.Q, K=p.K,
             list_b=plan.list_b, list_h=plan.list_h, lead_heads=plan.lead_heads,
@@ -305,13 +322,14 @@ def backward(
     layout: BlockLayout,
     terms: Terms,
     *,
+    tiles: TileConfig | None = None,
     split: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsink_logits or None)."""
     q, k, v, dout, lse = operand(q), operand(k), operand(v), operand(dout), lse.contiguous()
     rows = row_terms(problem, dout, dlse, out, lse, layout)
-    dq = query_gradient(problem, q, k, v, dout, rows, layout, terms, split=split)
-    dk, dv = key_gradients(problem, q, k, v, dout, rows, layout, terms, split=split)
+    dq = query_gradient(problem, q, k, v, dout, rows, layout, terms, tiles=tiles, split=split)
+    dk, dv = key_gradients(problem, q, k, v, dout, rows, layout, terms, tiles=tiles, split=split)
     dsink = None
     if terms.sink_logits is not None:
         # A row is empty only under a sink of -inf; +inf makes its share of the sink 0.

@@ -122,6 +122,31 @@ def load_rows(
 
 
 @triton.jit
+def stream_rows(
+    source,
+    i_b,
+    i_h,
+    start,
+    limit,
+    stride,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CHECK: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """`load_rows` of a streamed operand: from a pointer to its head, or from a descriptor of the whole tensor.
+
+    The descriptor fills with zeros what lies past the tensor, in rows and in columns.
+    """
+    if TMA:
+        block = source.load([i_b, i_h, start, 0]).reshape([ROWS, BLOCK_SIZE])
+    else:
+        block = load_rows(source, start, limit, stride, ROWS, SIZE, BLOCK_SIZE, CHECK)
+    return block
+
+
+@triton.jit
 def store_rows(base, block, start, limit, stride, ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """The rows of `block` that exist, in the type of `base`."""
     o_r = tl.arange(0, ROWS)
