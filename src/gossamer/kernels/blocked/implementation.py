@@ -46,7 +46,6 @@ class Blocked:
     capability = Capability(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
-        deterministic=frozenset({"cpu"}),  # on CUDA the sums over key tiles use atomic additions
     )
 
     def unavailable(self) -> list[str]:
@@ -192,10 +191,14 @@ def _store(x: Tiled, batch: Batch, where: Where, value: Tensor) -> None:
 
 
 def _add(x: Tiled, batch: Batch, piece, where: Where, group: int, share: Tensor) -> None:
-    """Add (n, tiles * edge, features) to the key tiles of a piece, always in the same order on a CPU."""
+    """Add (n, tiles * edge, features) to the key tiles of a piece, always in the same order."""
     share = share.view(batch.n, piece.tiles, x.edge, -1)
     if piece.index is not None:
-        x.flat.index_add_(0, piece.index.view(-1), share.flatten(0, 1))
+        index, share = piece.index.view(-1), share.flatten(0, 1)
+        if share.is_cuda:  # sorted by index, where the additions of index_add_ are atomic
+            x.flat.index_put_((index,), share, accumulate=True)
+        else:
+            x.flat.index_add_(0, index, share)
         return
     mine = x.of(where.b, where.h // group)
     if piece.step == 0:
