@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from triton_cases import CASES, Case, check, make
 
+from gossamer.kernels.triton.config import TileConfig
 from gossamer.patterns import BigBird, Causal, SlidingWindow
 
 pytestmark = [
@@ -36,6 +37,13 @@ def test_case(case: Case) -> None:
 @pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
 def test_large(case: Case, dtype: torch.dtype) -> None:
     check(dataclasses.replace(case, dtype=dtype), "cuda")
+
+
+@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
+def test_descriptors(case: Case) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("tensor descriptors need compute capability 9.0")
+    check(dataclasses.replace(case, dtype=torch.bfloat16), "cuda", tiles=TileConfig(64, 32, 4, 2, tma=True))
 
 
 @pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)

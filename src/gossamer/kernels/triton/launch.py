@@ -56,6 +56,15 @@ def schedule(layout: BlockLayout, transposed: bool, B: int, heads: int, group: i
 
     `split` caps the tiles of a work item instead of the automatic limit.
     """
+    known = facts(layout, transposed)
+    key = (B, heads, group, split)
+    found = known.plans.get(key)
+    if found is None:
+        found = known.plans[key] = _schedule(layout, transposed, B, heads, group, split)
+    return found
+
+
+def _schedule(layout: BlockLayout, transposed: bool, B: int, heads: int, group: int, split: int | None) -> Schedule:
     walk: Walk = layout.columns if transposed else layout.rows
     known = facts(layout, transposed)
     Bl, Hl = walk.lead

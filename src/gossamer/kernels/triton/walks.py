@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from threading import Lock
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -42,7 +43,8 @@ class WalkFacts:
     contiguous: tuple[bool, ...]  # by KINDS: every row's list is a range of tiles
     listed: int | None  # tiles in all lists; None when it would have to be read from a device
     longest: int  # tiles of the longest row
-    items: dict[int, Items]
+    items: dict[int, Items]  # by the limit of tiles in an item
+    plans: dict[Any, Any]  # the launcher's, by batch size, heads and split
 
 
 _facts: WeakKeyDictionary[Walk, WalkFacts] = WeakKeyDictionary()
@@ -82,7 +84,7 @@ def facts(layout: BlockLayout, transposed: bool) -> WalkFacts:
         lengths = sum(tiles.counts.astype(np.int64) for tiles in host_lists)
         listed, longest = int(lengths.sum()), int(lengths.max(initial=0))
     arrays = tuple(a.contiguous() for a in walk.arrays())
-    found = WalkFacts(arrays, has, contiguous, listed, longest, {})
+    found = WalkFacts(arrays, has, contiguous, listed, longest, {}, {})
     with _lock:
         return _facts.setdefault(walk, found)
 
