@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import scipy.sparse
@@ -288,3 +291,13 @@ def test_random_csr_survives_the_round_trip(data):
     pattern = gs.CSR.from_scipy(scipy.sparse.coo_array(dense))
     assert (pattern.materialize(Q, K) == dense).all()
     assert pattern.density(Q, K) == pytest.approx(dense.mean())
+
+
+def test_patterns_survive_pickling_and_copying():
+    for pattern in (gs.SlidingWindow(4) & gs.Causal(), gs.CSR([0, 1], [2], 3), gs.Document([0, 0, 1])):
+        hash(pattern)
+        for twin in (pickle.loads(pickle.dumps(pattern)), copy.deepcopy(pattern)):
+            assert twin == pattern
+            assert twin.handle == pattern.handle
+    assert b"handle" not in pickle.dumps(gs.Causal())
+    assert not pickle.loads(pickle.dumps(gs.Document([0, 1]))).ids.flags.writeable

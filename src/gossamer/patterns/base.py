@@ -8,7 +8,7 @@ right for any pattern that defines `_keep`; the overrides make it fast.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from gossamer.patterns.grid import (
     pack_bits,
     ranges,
 )
+from gossamer.patterns.handles import give_handle
 from gossamer.patterns.validate import integer, optional_integer, show
 
 if TYPE_CHECKING:
@@ -37,11 +38,22 @@ Intervals = tuple[np.ndarray, np.ndarray]  # lo (Q,), hi (Q,) int64, both non-de
 Tiles = tuple[np.ndarray, np.ndarray]  # tile rows, tile columns
 
 
-class Pattern(ABC):
+class _PatternMeta(ABCMeta):
+    """Gives every pattern its handle once it is made."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        pattern = super().__call__(*args, **kwargs)
+        give_handle(pattern)
+        return pattern
+
+
+class Pattern(metaclass=_PatternMeta):
     """A set of (query, key) pairs. Query row r has position i = r + q_offset, key j has position j.
 
     `q_offset` defaults to K - Q (aligned at the end). Positions may be negative and never wrap.
     """
+
+    handle: int  # what operators and compiled graphs call it; equal patterns share one
 
     # -- what a subclass says -----------------------------------------------------------------------------------
 
@@ -53,7 +65,7 @@ class Pattern(ABC):
         """What makes two patterns of this class equal."""
         return tuple(getattr(self, name) for name in getattr(self, "__dataclass_fields__", ()))
 
-    def _check(self, Q: int, K: int) -> None:  # noqa: B027  (most patterns fit any size)
+    def _check(self, Q: int, K: int) -> None:
         """Raise ValueError when the pattern cannot describe Q rows by K keys."""
 
     @property
@@ -166,6 +178,17 @@ class Pattern(ABC):
             value = hash((type(self).__name__, self._key()))
             object.__setattr__(self, "_hash", value)
             return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A handle and a hash mean nothing in another process.
+        return {name: value for name, value in self.__dict__.items() if name not in ("handle", "_token", "_hash")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for value in state.values():
+            if isinstance(value, np.ndarray):
+                value.setflags(write=False)
+        self.__dict__.update(state)
+        give_handle(self)
 
     # -- tiles, for the layout builder --------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import CSR, Dense, Pattern
 from gossamer.torch import operators as _operators  # noqa: F401  (defines the operators)
-from gossamer.torch.registry import handle_of, not_compiled
+from gossamer.torch.registry import constants
 from gossamer.torch.validate import describe
 
 _DENSE = Dense()
@@ -149,15 +149,13 @@ def what(pattern: Any, q: Tensor) -> tuple[int, list[Tensor], list[int], Any]:
     if pattern is None:
         pattern = _DENSE
     if isinstance(pattern, Pattern):
-        if not torch.compiler.is_compiling():
-            return handle_of(pattern), [], [], pattern
-        if not_compiled is not None:
-            raise ValueError(f"pattern cannot be compiled: {not_compiled}")
-        return pattern._compiled_handle(), [], [], None  # type: ignore[attr-defined]
+        if constants and torch.compiler.is_compiling():
+            return pattern._compiled_handle(), [], [], None  # type: ignore[attr-defined]
+        return pattern.handle, [], [], pattern
     if isinstance(pattern, Tensor):
         if pattern.layout == torch.sparse_csr:
             csr = _sparse(pattern)
-            return handle_of(csr), [], [], csr
+            return csr.handle, [], [], csr
         if pattern.dtype != torch.bool or pattern.layout != torch.strided:
             raise ValueError(f"pattern must be {_PATTERN}; got {describe(pattern)}, {pattern.layout}")
         if pattern.device != q.device:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gossamer.kernels.rows import compute_dtype
+from gossamer.patterns.handles import token_of
 from gossamer.torch.plan import layout_for, plan_for, terms_of
-from gossamer.torch.registry import pattern_of
 from gossamer.torch.validate import Arguments, validate
 
 _OPTIONS = (
@@ -93,7 +93,7 @@ class _Attention(torch.autograd.Function):
             )  # fmt: skip
         ctx.save_for_backward(q, k, v, out, lse, sink_logits, key_lengths, alibi_slopes, q_offset_tensor, *layout)
         ctx.static = static
-        ctx.pattern = pattern_of(pattern) if pattern >= 0 else None  # its handle must live until the backward
+        ctx.token = token_of(pattern) if pattern >= 0 else None  # the handle must live until the backward
         ctx.set_materialize_grads(False)
         return out, lse
 
