@@ -6,7 +6,7 @@ Framework names are strings here ("bfloat16", "cuda"), so that torch and JAX sha
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 MASK_MODES = ("full", "interval", "bits")
 SCORE_TERMS = ("q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes")
@@ -96,6 +96,14 @@ class Terms:
     alibi_slopes: Any = None  # (H,) float32: adds slope * (j - i) to the score
 
 
+class TileChoice(NamedTuple):
+    """Another tile that an implementation can walk."""
+
+    block_q: int
+    block_kv: int
+    rate: float  # pairs executed per second, over those of its `tile`
+
+
 class Implementation(Protocol):
     """One backend. It sees layouts, never patterns.
 
@@ -112,6 +120,9 @@ class Implementation(Protocol):
 
     def tile(self, problem: Problem) -> tuple[int, int]:
         """(block_q, block_kv) of the layout it wants."""
+
+    def tile_choices(self, problem: Problem) -> tuple[TileChoice, ...]:
+        """Other tiles, for patterns that leave much of `tile` empty; often none."""
 
     def forward(self, problem: Problem, q: Any, k: Any, v: Any, layout: Any, terms: Terms) -> tuple[Any, Any]:
         """(out (B, H, Q, E) in the inputs' dtype, lse (B, H, Q) float32)."""

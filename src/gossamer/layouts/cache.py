@@ -11,8 +11,11 @@ from gossamer.layouts.build import build
 from gossamer.patterns.base import Pattern
 
 LIMIT = 64
+# A tile that executes no more than this for each useful pair is not compared with others.
+WORTH_A_LOOK = 1.25
 
 _layouts: OrderedDict[tuple[Any, ...], BlockLayout] = OrderedDict()
+_tiles: OrderedDict[tuple[Any, ...], tuple[int, int]] = OrderedDict()
 _lock = Lock()
 
 
@@ -20,6 +23,10 @@ def cached_layout(
     pattern: Pattern, Q: int, K: int, *, block_q: int, block_kv: int, q_offset: int, device: Any
 ) -> BlockLayout:
     """The layout of a pattern as torch tensors on `device`; the last 64 are kept, device copies with them."""
+    return _host_layout(pattern, Q, K, block_q, block_kv, q_offset).to(device)
+
+
+def _host_layout(pattern: Pattern, Q: int, K: int, block_q: int, block_kv: int, q_offset: int) -> BlockLayout:
     key = (pattern, Q, K, q_offset, block_q, block_kv)
     with _lock:
         layout = _layouts.get(key)
@@ -31,10 +38,47 @@ def cached_layout(
             layout = _layouts.setdefault(key, layout)
             while len(_layouts) > LIMIT:
                 _layouts.popitem(last=False)
-    return layout.to(device)
+    return layout
+
+
+def chosen_tile(
+    pattern: Pattern,
+    Q: int,
+    K: int,
+    *,
+    tile: tuple[int, int],
+    others: tuple[tuple[int, int, float], ...],
+    q_offset: int,
+) -> tuple[int, int]:
+    """The tile (block_q, block_kv) with the least time: executed pairs over rate, by counting.
+
+    Args:
+        tile: the preferred tile, of rate 1; kept where it executes at most 1.25 pairs for each useful one.
+        others: (block_q, block_kv, rate).
+    """
+    if not others:
+        return tile
+    key = (pattern, Q, K, q_offset, tile, others)
+    with _lock:
+        known = _tiles.get(key)
+    if known is not None:
+        return known
+    stats = _host_layout(pattern, Q, K, *tile, q_offset).stats
+    best, least = tile, stats.executed_pairs
+    if stats.overhead > WORTH_A_LOOK:
+        for block_q, block_kv, rate in others:
+            pairs = _host_layout(pattern, Q, K, block_q, block_kv, q_offset).stats.executed_pairs / rate
+            if pairs < least:
+                best, least = (block_q, block_kv), pairs
+    with _lock:
+        _tiles[key] = best
+        while len(_tiles) > 4 * LIMIT:
+            _tiles.popitem(last=False)
+    return best
 
 
 def clear_cache() -> None:
     """Forget every layout."""
     with _lock:
         _layouts.clear()
+        _tiles.clear()

@@ -35,7 +35,10 @@ class Predicate(Pattern):
         return (id(self.fn),)
 
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
-        kept = np.asarray(self.fn(i, j))
+        try:
+            kept = np.asarray(self.fn(i, j))
+        except Exception as error:
+            raise ValueError(f"fn of Predicate raised {type(error).__name__}: {error}") from error
         shape = np.broadcast_shapes(i.shape, j.shape)
         try:
             if kept.dtype != np.bool_:

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gossamer.kernels.contract import Implementation, Problem, Terms, Unsupported, reasons
 from gossamer.kernels.table import NAMES, load
-from gossamer.layouts import BlockLayout, cached_layout
+from gossamer.layouts import BlockLayout, cached_layout, chosen_tile
 from gossamer.patterns import Pattern
 from gossamer.torch.masks import dense_of, layout_of
 from gossamer.torch.registry import pattern_of
@@ -147,6 +147,14 @@ def layout_for(plan: Plan, a: Arguments, terms: Terms, pattern: int, given: list
         if dense:
             return _dense_pattern(which, p, terms.q_offset, a.q.device)
         which.check(p.Q, p.K, p.H, p.B)
+        block_q, block_kv = chosen_tile(
+            which,
+            p.Q,
+            p.K,
+            tile=(block_q, block_kv),
+            others=plan.implementation.tile_choices(p),
+            q_offset=terms.q_offset,
+        )
         return cached_layout(
             which, p.Q, p.K, block_q=block_q, block_kv=block_kv, q_offset=terms.q_offset, device=a.q.device
         )

@@ -21,7 +21,7 @@ from gossamer.kernels.blocked.tiles import (
     uses,
     zeros,
 )
-from gossamer.kernels.contract import Capability, Problem, Terms
+from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice
 from gossamer.kernels.rows import compute_dtype, row_terms, sink_gradient
 from gossamer.layouts.block import BlockLayout
 
@@ -54,6 +54,9 @@ class Blocked:
     def tile(self, problem: Problem) -> tuple[int, int]:
         """64 x 64, measured on a CPU against 32 and 128; fewer rows where there are few queries."""
         return (32 if problem.Q <= 32 else 64), 64
+
+    def tile_choices(self, problem: Problem) -> tuple[TileChoice, ...]:
+        return ()
 
     def forward(
         self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, terms: Terms

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Capability, Problem, Terms
+from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice
 from gossamer.kernels.rows import compute_dtype, row_terms, sink_gradient
 
 
@@ -75,6 +75,9 @@ class Reference:
 
     def unavailable(self) -> list[str]:
         return []
+
+    def tile_choices(self, problem: Problem) -> tuple[TileChoice, ...]:
+        return ()
 
     def tile(self, problem: Problem) -> tuple[int, int]:
         return 128, 128

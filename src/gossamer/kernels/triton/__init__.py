@@ -6,8 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
-from gossamer.kernels.contract import Capability, Problem, Terms
+from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice
 from gossamer.kernels.triton import launch
+from gossamer.kernels.triton.config import SMALL_TILE_RATE
 from gossamer.layouts.block import BlockLayout
 
 
@@ -32,6 +33,11 @@ class Triton:
     def tile(self, problem: Problem) -> tuple[int, int]:
         """(block_q, block_kv): fewer query rows when there are few queries (decoding)."""
         return (32 if problem.Q <= 32 else 64 if problem.Q <= 64 else 128), 128
+
+    def tile_choices(self, problem: Problem) -> tuple[TileChoice, ...]:
+        """64 x 64 where its configurations were measured: BigBird's own blocks, narrow windows, sparse graphs."""
+        measured = (problem.sm or 0) >= 90 and problem.dtype != "float32" and max(problem.D, problem.E) <= 128
+        return (TileChoice(64, 64, SMALL_TILE_RATE),) if measured and problem.Q > 64 else ()
 
     def forward(
         self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, terms: Terms

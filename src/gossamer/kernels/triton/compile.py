@@ -24,6 +24,7 @@ from gossamer.kernels.triton.config import (
     BUCKETS,
     DIRECTIONS,
     SHARED_MEMORY,
+    SMALL,
     TABLE,
     Direction,
     TileConfig,
@@ -149,6 +150,9 @@ def shipped(sm: int) -> Iterator[tuple[Direction, TileConfig, Variant]]:
         for bits, dtype in ((16, "bfloat16"), (32, "float32")):
             for bucket in BUCKETS:
                 yield direction, TABLE[direction, bits, bucket][sm], Variant(dtype, bucket, bucket)
+    if sm >= 90:
+        for (direction, bucket), small in SMALL.items():
+            yield direction, small, Variant("bfloat16", bucket, bucket, tile=(64, 64))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -77,6 +77,18 @@ TABLE: dict[tuple[Direction, int, int], dict[int, TileConfig]] = {
     ("dkdv", 32, 256): {sm: T(16, 32, 8, 1) for sm in ARCHITECTURES},
 }
 
+# For layouts of 64 x 64 tiles: (direction, bucket) -> configuration, 16-bit types, sm_90 and later.
+SMALL: dict[tuple[Direction, int], TileConfig] = {
+    ("forward", 64): T(64, 64, 4, 3),
+    ("forward", 128): T(64, 64, 4, 3),
+    ("dq", 64): T(64, 64, 4, 2),
+    ("dq", 128): T(64, 64, 4, 2),
+    ("dkdv", 64): T(64, 64, 4, 2),
+    ("dkdv", 128): T(64, 32, 4, 3),
+}
+# Pairs a second with 64 x 64 tiles over those with 128 x 128, forward and backward together.
+SMALL_TILE_RATE = 0.9
+
 # What `benchmarks/tune_triton.py` times on sm_90 beside the table, for 16-bit types, by (direction, bucket).
 CANDIDATES: dict[tuple[Direction, int], tuple[TileConfig, ...]] = {
     ("forward", 64): (T(128, 128, 8, 3), T(128, 64, 4, 3), T(128, 64, 8, 3), T(128, 128, 8, 2, tma=True),
@@ -109,8 +121,10 @@ def architecture(sm: int) -> int:
     return max((listed for listed in ARCHITECTURES if listed <= sm), default=ARCHITECTURES[0])
 
 
-def config(direction: Direction, bits: int, D: int, E: int, sm: int) -> TileConfig:
-    """The shipped configuration."""
+def config(direction: Direction, bits: int, D: int, E: int, sm: int, tile: tuple[int, int] = (128, 128)) -> TileConfig:
+    """The shipped configuration for layouts of `tile` (block_q, block_kv)."""
     size = max(padded(D), padded(E))
     bucket = next(b for b in BUCKETS if size <= b)
+    if tile == (64, 64) and bits == 16 and architecture(sm) >= 90 and (direction, bucket) in SMALL:
+        return SMALL[direction, bucket]
     return TABLE[direction, bits, bucket][architecture(sm)]

@@ -150,7 +150,8 @@ def sizes(
     """Block sizes and launch options of a kernel with its streamed operands, and its programs for each tile row."""
     bits = 32 if problem.dtype == "float32" else 16
     if chosen is None:
-        chosen = config(direction, bits, problem.D, problem.E, problem.sm or 80)
+        tile = (walk.block_rows, walk.block_columns)
+        chosen = config(direction, bits, problem.D, problem.E, problem.sm or 80, tile)
     fitted = chosen.fit(walk.block_rows, walk.block_columns)
     tma = fitted.tma and all(describable(x) for x in streamed.values())
     options = {
