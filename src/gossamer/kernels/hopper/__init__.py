@@ -1,0 +1,53 @@
+"""CuTe DSL kernels for Hopper (compute capability 9.0): see docs/kernels/hopper.md."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from gossamer.kernels.contract import Capability, Problem, Terms, Unsupported
+from gossamer.layouts.block import BlockLayout
+
+
+class Hopper:
+    """Block-sparse attention for sm_90a. The compiler is imported with the first call that needs it."""
+
+    name = "hopper"
+    layout = "block"
+    capability = Capability(
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({"float16", "bfloat16"}),
+        max_head_dim=256,
+        min_sm=90,
+        score_terms=frozenset({"q_offset", "softcap", "sink_logits"}),
+        backward=False,
+    )
+
+    def unavailable(self) -> list[str]:
+        """Why nothing can run here."""
+        import torch
+
+        if importlib.util.find_spec("cutlass") is None:
+            return ["needs the package nvidia-cutlass-dsl"]
+        if not torch.cuda.is_available():
+            return ["torch finds no CUDA device"]
+        major, minor = torch.cuda.get_device_capability()
+        if major != 9:
+            return [f"the kernels use instructions of compute capability 9.0 alone, this device has {major}.{minor}"]
+        return []
+
+    def tile(self, problem: Problem) -> tuple[int, int]:
+        """(block_q, block_kv): three warpgroups of 64 query rows for small heads, where the accumulators are small."""
+        return (192 if max(problem.D, problem.E) <= 64 else 128), 128
+
+    def forward(self, problem: Problem, q: Any, k: Any, v: Any, layout: BlockLayout, terms: Terms) -> tuple[Any, Any]:
+        """(out, lse)."""
+        from gossamer.kernels.hopper import launch
+
+        return launch.forward(problem, q, k, v, layout, terms)
+
+    def backward(self, problem: Problem, *arguments: Any) -> tuple[Any, Any, Any, Any]:
+        raise Unsupported("hopper has no backward")
+
+
+IMPLEMENTATION = Hopper()

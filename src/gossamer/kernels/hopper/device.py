@@ -1,0 +1,194 @@
+"""Register-level helpers of the Hopper kernels: packed conversion, row words of a mask, softmax over a fragment.
+
+A fragment of a 64 x N accumulator gives each thread two rows (r = 0, 1: eight rows apart) and, of each eight columns,
+a pair: element `4 * j + 2 * r + c` is row r, column `8 * j + 2 * (lane % 4) + c`.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+ROWS = 2  # rows of a fragment that a thread holds
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+
+
+@dsl_user_op
+def pack(a: Float32, b: Float32, dtype: type, *, loc=None, ip=None) -> Int32:
+    """Two float32 as one 32-bit register of two 16-bit numbers, `a` in the low half."""
+    name = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
+    operands = [Float32(a).ir_value(loc=loc, ip=ip), Float32(b).ir_value(loc=loc, ip=ip)]
+    return Int32(
+        llvm.inline_asm(
+            T.i32(), operands, f"cvt.rn.{name}.f32 $0, $2, $1;", "=r,f,f",
+            has_side_effects=False, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+        )
+    )  # fmt: skip
+
+
+@dsl_user_op
+def below(limit: Int32, *, loc=None, ip=None) -> Int32:
+    """A word with bits [0, limit) set; any limit is legal (PTX clamps the shift, LLVM's own shift does not)."""
+    operands = [Int32(limit).ir_value(loc=loc, ip=ip)]
+    code = "{ .reg .b32 t; max.s32 t, $1, 0; shl.b32 t, 1, t; sub.s32 $0, t, 1; }"
+    return Int32(
+        llvm.inline_asm(
+            T.i32(), operands, code, "=r,r",
+            has_side_effects=False, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+        )
+    )  # fmt: skip
+
+
+@cute.jit
+def soft_cap(scores: cute.Tensor, factor: Float32) -> None:
+    """Scores to tanh(factor * score): the exponential form, since the hardware's tanh is good to 2**-11 only."""
+    for j in cutlass.range_constexpr(cute.size(scores) // 4):
+        for i in cutlass.range_constexpr(4 * j, 4 * j + 4):
+            grown = cute.math.exp2(scores[i] * (factor * (2.0 * LOG2E)), fastmath=True)
+            scores[i] = 1.0 - 2.0 * cute.arch.rcp_approx(grown + 1.0)
+
+
+@cute.jit
+def multiply(scores: cute.Tensor, factor: Float32) -> None:
+    """Scores times a factor of any sign."""
+    for j in cutlass.range_constexpr(cute.size(scores) // 4):
+        for i in cutlass.range_constexpr(4 * j, 4 * j + 4):
+            scores[i] = scores[i] * factor
+
+
+@cute.jit
+def convert(source: cute.Tensor, target: cute.Tensor) -> None:
+    """float32 registers to 16 bits, element by element in flat order."""
+    packed = cute.recast_tensor(target, Int32)
+    for j in cutlass.range_constexpr(cute.size(packed) // 4):
+        for i in cutlass.range_constexpr(4 * j, 4 * j + 4):
+            packed[i] = pack(source[2 * i], source[2 * i + 1], target.element_type)
+
+
+@cute.jit
+def keep(scores: cute.Tensor, words: cute.Tensor) -> None:
+    """Scores whose bit is not set become -inf. `words` (2, step / 32) begin at this thread's first column."""
+    count = const_expr(cute.size(scores) // 4)
+    for j in cutlass.range_constexpr(count):
+        for r in cutlass.range_constexpr(ROWS):
+            word = words[r, j // 4]
+            for c in cutlass.range_constexpr(2):
+                bit = const_expr(1 << (8 * (j % 4) + c))
+                i = const_expr(4 * j + 2 * r + c)
+                scores[i] = scores[i] if (word & bit) != 0 else -Float32.inf
+
+
+@cute.jit
+def interval_words(words: cute.Tensor, lo: cute.Tensor, hi: cute.Tensor, first: Int32) -> None:
+    """Bits of [lo, hi) for each row; `first` is the column of bit 0 of word 0."""
+    for r in cutlass.range_constexpr(ROWS):
+        for w in cutlass.range_constexpr(cute.size(words, mode=[1])):
+            words[r, w] = below(hi[r] - first - 32 * w) & ~below(lo[r] - first - 32 * w)
+
+
+@cute.jit
+def tops(scores: cute.Tensor, top: cute.Tensor) -> None:
+    """The largest score of each row among this thread's columns."""
+    count = const_expr(cute.size(scores) // 4)
+    for r in cutlass.range_constexpr(ROWS):
+        best = [scores[2 * r], scores[2 * r + 1], scores[4 + 2 * r], scores[4 + 2 * r + 1]]
+        for j in cutlass.range_constexpr(2, count):
+            k = const_expr(2 * (j % 2))
+            best[k] = cute.arch.fmax(best[k], scores[4 * j + 2 * r])
+            best[k + 1] = cute.arch.fmax(best[k + 1], scores[4 * j + 2 * r + 1])
+        top[r] = cute.arch.fmax(cute.arch.fmax(best[0], best[1]), cute.arch.fmax(best[2], best[3]))
+
+
+@cute.jit
+def raise_reference(
+    top: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, rescale: cute.Tensor, exponent: Float32
+) -> None:
+    """Make the row's maximum its new reference; `rescale` is the factor for what was summed before."""
+    for r in cutlass.range_constexpr(ROWS):
+        before = row_max[r]
+        new = cute.arch.fmax(top[r], cute.arch.shuffle_sync_bfly(top[r], offset=1))
+        new = cute.arch.fmax(new, cute.arch.shuffle_sync_bfly(new, offset=2))
+        new = cute.arch.fmax(new, before)
+        row_max[r] = new
+        # Nothing kept yet: exp2(-inf - 0) is 0 where (-inf) - (-inf) would be NaN.
+        shift = Float32(0.0) if new == -Float32.inf else new
+        rescale[r] = cute.math.exp2((before - shift) * exponent, fastmath=True)
+        row_sum[r] = row_sum[r] * rescale[r]
+
+
+@cute.jit
+def exponentials(
+    scores: cute.Tensor,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    exponent: Float32,
+    masked: cutlass.Constexpr,
+    hold: cutlass.Constexpr,
+    scratch: cute.Tensor,
+) -> None:
+    """Scores to exp2(exponent * (score - reference)) in place, added to `row_sum`.
+
+    `row_sum` holds this thread's columns only: it is reduced over the quad once, at the end. A store that never
+    happens (no sum is negative) keeps the assembler from moving the exponentials of the first `hold` rows behind the
+    caller's next wait for matrix products.
+    """
+    count = const_expr(cute.size(scores) // 4)
+    for r in cutlass.range_constexpr(ROWS):
+        top = row_max[r]
+        if const_expr(masked):
+            top = Float32(0.0) if top == -Float32.inf else top
+        shift = top * exponent
+        sums = [row_sum[r], Float32(0.0), Float32(0.0), Float32(0.0)]
+        for j in cutlass.range_constexpr(count):
+            for c in cutlass.range_constexpr(2):
+                i = const_expr(4 * j + 2 * r + c)
+                p = cute.math.exp2(scores[i] * exponent - shift, fastmath=True)
+                scores[i] = p
+                k = const_expr(2 * (j % 2) + c)
+                sums[k] = sums[k] + p
+        row_sum[r] = (sums[0] + sums[1]) + (sums[2] + sums[3])
+        if const_expr(r < hold):  # noqa: SIM102
+            if row_sum[r] == -1.0:
+                scratch[0] = Int32(0)
+
+
+@cute.jit
+def scale_rows(acc: cute.Tensor, factor: cute.Tensor) -> None:
+    """Each row of a fragment times its factor."""
+    for j in cutlass.range_constexpr(cute.size(acc) // 4):
+        for r in cutlass.range_constexpr(ROWS):
+            for c in cutlass.range_constexpr(2):
+                i = const_expr(4 * j + 2 * r + c)
+                acc[i] = acc[i] * factor[r]
+
+
+@cute.jit
+def finish(
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    factor: cute.Tensor,
+    lse: cute.Tensor,
+    exponent: Float32,
+    sink: Float32,
+) -> None:
+    """Reduce the sums over the quad; `factor` = 1 / sum (0 for a row that keeps nothing), lse in natural logarithm.
+
+    `sink` is a sink logit times log2(e), -inf for none.
+    """
+    for r in cutlass.range_constexpr(ROWS):
+        total = row_sum[r]
+        total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
+        total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
+        top = row_max[r] * exponent
+        shift = cute.arch.fmax(top, sink)
+        shift = Float32(0.0) if shift == -Float32.inf else shift
+        shrink = cute.math.exp2(top - shift, fastmath=True)
+        total = total * shrink + cute.math.exp2(sink - shift, fastmath=True)
+        empty = total == 0.0
+        factor[r] = Float32(0.0) if empty else shrink * cute.arch.rcp_approx(total)
+        value = (shift + cute.math.log2(total, fastmath=True)) * LN2
+        lse[r] = -Float32.inf if empty else value

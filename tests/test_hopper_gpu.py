@@ -1,0 +1,181 @@
+"""The Hopper kernels on a GPU against the float64 oracle, with NaN in every output before a kernel runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.hopper import IMPLEMENTATION
+from gossamer.layouts import from_dense
+from gossamer.layouts.block import BlockLayout
+from gossamer.patterns import BlockMask, Causal, Dense, Pattern, SlidingWindow
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0"),
+    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
+]
+UNIT = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def inputs(B: int, H: int, G: int, Q: int, K: int, D: int, E: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    g = torch.Generator(device="cuda").manual_seed(0)
+    shapes = ((B, H, Q, D), (B, G, K, D), (B, G, K, E))
+    return [torch.randn(s, generator=g, device="cuda").to(dtype) for s in shapes]
+
+
+def oracle(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, terms: Terms
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) in float64."""
+    ratio = q.shape[1] // k.shape[1]
+    q, k, v = q.double(), k.double().repeat_interleave(ratio, 1), v.double().repeat_interleave(ratio, 1)
+    s = terms.scale * q @ k.transpose(-1, -2)
+    if terms.softcap is not None:
+        s = terms.softcap * torch.tanh(s / terms.softcap)
+    s = s.masked_fill(~keep, -math.inf)
+    if terms.sink_logits is not None:
+        sinks = terms.sink_logits.double()[None, :, None, None].expand(*s.shape[:3], 1)
+        s = torch.cat([s, sinks], dim=-1)
+        v = torch.cat([v, v.new_zeros((*v.shape[:2], 1, v.shape[3]))], dim=2)
+    lse = s.logsumexp(-1)
+    p = torch.exp(s - torch.where(lse == -math.inf, 0.0, lse)[..., None])
+    return p @ v, lse
+
+
+def compare(
+    layout: BlockLayout,
+    B: int,
+    H: int,
+    G: int,
+    D: int,
+    E: int | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    split: int | None = None,
+    swap: bool = False,
+    scale: float | None = None,
+    repeat: int = 1,
+    **terms: object,
+) -> None:
+    from gossamer.kernels.hopper import launch
+
+    Q, K = layout.Q, layout.K
+    q, k, v = inputs(B, H, G, Q, K, D, E or D, dtype)
+    if swap:  # (B, N, H, D) storage
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    given = Terms(scale=D**-0.5 if scale is None else scale, q_offset=K - Q, **terms)  # type: ignore[arg-type]
+    keep = torch.from_numpy(np.ascontiguousarray(layout.expand())).cuda()
+    want, want_lse = oracle(q, k, v, keep, given)
+    p = Problem(B, H, G, Q, K, D, E or D, str(dtype).removeprefix("torch."), "cuda", 90)
+    on, first = layout.to("cuda"), None
+    for _ in range(repeat):
+        out, lse = launch.forward(p, q, k, v, on, given, split=split)
+        if first is None:
+            first = out
+            finite = torch.isfinite(want_lse)
+            assert torch.isfinite(out).all()
+            assert torch.equal(lse == -math.inf, want_lse == -math.inf)
+            assert (out.double() - want).abs().max() <= 4 * UNIT[dtype] * want.abs().max().clamp_min(1e-3)
+            assert not finite.any() or (lse.double() - want_lse)[finite].abs().max() <= 1e-3
+        assert torch.equal(first, out)
+
+
+def build(pattern: Pattern, Q: int, K: int, D: int = 128) -> BlockLayout:
+    block_q, block_kv = IMPLEMENTATION.tile(Problem(1, 1, 1, Q, K, D, D, "bfloat16", "cuda", 90))
+    return pattern.layout(Q, K, block_q=block_q, block_kv=block_kv)
+
+
+def scattered(shape: tuple[int, ...], share: float, D: int) -> BlockLayout:
+    rng = np.random.default_rng(0)
+    mask = rng.random(shape) < share
+    mask[..., 40:60, :] = False
+    mask[..., :100, :300] = True
+    block_q, block_kv = IMPLEMENTATION.tile(Problem(1, 1, 1, 1, 1, D, D, "bfloat16", "cuda", 90))
+    return from_dense(mask, block_q=block_q, block_kv=block_kv)
+
+
+@pytest.mark.usefixtures("poison")
+class TestForward:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("D", [64, 96, 128, 192, 256])
+    def test_head_sizes_and_mask_modes(self, D: int, dtype: torch.dtype) -> None:
+        compare(build(Dense(), 512, 512, D), 1, 2, 2, D, dtype=dtype)
+        compare(build(Causal(), 300, 777, D), 2, 4, 2, D, dtype=dtype)
+        compare(build(SlidingWindow(300, 90), 1000, 1000, D), 2, 2, 1, D, dtype=dtype)
+        compare(scattered((1, 3, 391, 517), 0.3, D), 2, 3, 3, D, dtype=dtype)
+        compare(scattered((2, 1, 200, 900), 0.05, D), 2, 2, 1, D, dtype=dtype)
+
+    @pytest.mark.parametrize("sizes", [(40, 24), (77, 33), (64, 128), (192, 128), (1, 1)], ids=str)
+    def test_padded_sizes(self, sizes: tuple[int, int]) -> None:
+        compare(build(Causal(), 500, 500, max(sizes)), 1, 2, 2, *sizes)
+
+    @pytest.mark.parametrize("split", [1, 2, 3, 5])
+    def test_split_rows(self, split: int) -> None:
+        sinks = torch.tensor([0.5, -2.0], device="cuda")
+        layout = scattered((1, 1, 640, 1664), 0.2, 128)
+        compare(layout, 2, 2, 1, 128, split=split)
+        compare(layout, 2, 2, 2, 128, split=split, sink_logits=sinks)
+
+    @pytest.mark.parametrize("Q", [1, 5, 64, 65, 129])
+    def test_few_queries(self, Q: int) -> None:
+        compare(build(Causal(), Q, 3000), 2, 4, 2, 128)
+        compare(build(Causal(), Q, 3000), 2, 4, 2, 128, split=4)
+
+    def test_score_terms(self) -> None:
+        layout = build(Causal(), 500, 500)
+        compare(layout, 1, 2, 2, 128, softcap=5.0)
+        compare(layout, 1, 2, 2, 128, scale=-0.1)
+        compare(layout, 1, 2, 2, 128, scale=0.0)
+        compare(
+            scattered((1, 1, 300, 300), 0.1, 128), 1, 2, 2, 128, sink_logits=torch.tensor([0.5, -2.0], device="cuda")
+        )
+
+    def test_scores_that_grow(self) -> None:
+        """The reference of the exponentials is raised many times, and by far."""
+        compare(build(Causal(), 600, 600), 1, 2, 2, 128, scale=2.0)
+        compare(build(SlidingWindow(200), 600, 600), 1, 2, 2, 128, scale=20.0)
+
+    def test_strides(self) -> None:
+        compare(build(Causal(), 500, 500), 2, 3, 3, 128, swap=True)
+
+    def test_no_race(self) -> None:
+        blocks = BlockMask(np.random.default_rng(0).random((32, 32)) < 0.3, 128)
+        compare(build(SlidingWindow(700), 4000, 4000), 1, 8, 4, 128, repeat=50)
+        compare(build(blocks, 4000, 4000), 2, 4, 4, 64, repeat=50)
+
+    def test_made_on_the_device(self) -> None:
+        """A layout that has no copy on the host: its items are made on the device."""
+        from gossamer.kernels.hopper import launch
+
+        layout = build(SlidingWindow(200), 1000, 1000)
+        q, k, v = inputs(2, 2, 2, 1000, 1000, 128, 128, torch.bfloat16)
+        p = Problem(2, 2, 2, 1000, 1000, 128, 128, "bfloat16", "cuda", 90)
+        terms = Terms(scale=0.1, q_offset=0)
+        made = BlockLayout(layout.to("cuda").rows)
+        for a, b in zip(
+            launch.forward(p, q, k, v, made, terms), launch.forward(p, q, k, v, layout.to("cuda"), terms), strict=True
+        ):
+            assert torch.equal(a, b)
+
+    def test_graph(self) -> None:
+        from gossamer.kernels.hopper import launch
+
+        layout = build(SlidingWindow(200), 3000, 3000).to("cuda")
+        q, k, v = inputs(1, 8, 8, 3000, 3000, 128, 128, torch.bfloat16)
+        p = Problem(1, 8, 8, 3000, 3000, 128, 128, "bfloat16", "cuda", 90)
+        terms = Terms(scale=0.1, q_offset=0)
+        want = launch.forward(p, q, k, v, layout, terms)[0]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = launch.forward(p, q, k, v, layout, terms)[0]
+        for _ in range(3):
+            got.zero_()
+            graph.replay()
+            assert torch.equal(got, want)
