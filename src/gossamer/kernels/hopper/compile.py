@@ -43,7 +43,8 @@ def _forward(config: ForwardConfig, options: str = "--enable-tvm-ffi") -> Callab
     import cutlass.cute as cute
     from cutlass import Float32, Int32
 
-    from gossamer.kernels.hopper.forward import ITEM, NUMBERS, Forward
+    from gossamer.kernels.hopper.common import ITEM, NUMBERS
+    from gossamer.kernels.hopper.forward import Forward
 
     n, c, s = NUMBERS[config.dtype], config, cute.sym_int
     H, G, Q = s(), s(), s()
@@ -63,7 +64,7 @@ def _merge(key: tuple[str, str, int, int]) -> Callable[..., None]:
     import cutlass.cute as cute
     from cutlass import Float32, Int32
 
-    from gossamer.kernels.hopper.forward import NUMBERS
+    from gossamer.kernels.hopper.common import NUMBERS
     from gossamer.kernels.hopper.merge import MERGE, Merge
 
     _, dtype, E, block_q = key

@@ -1,0 +1,44 @@
+"""What the roles of a kernel share: fields of an item's description, named barriers, positions in a ring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Int32
+
+WARPGROUP = 128
+ROWS = 64  # query rows of a warpgroup
+ITEM = 16  # 32-bit words of an item's description
+# Fields of a description; see schedule.py.
+BATCH, HEAD, TILE, SLOT, FULL, FULLS, INTERVAL, INTERVALS, BITS, BITSES, LEAD, COPY, VALID, START = range(14)
+TURN = 1  # named barriers 1, 2, 3: a warpgroup's turn at the tensor cores
+READ = 4  # named barriers 4, 5, 6: every warp of a warpgroup has read its Q
+OUT = 7  # named barriers 7, 8, 9: a warpgroup's output is in shared memory
+BOUNDS = 10  # named barriers 10, 11, 12: the bounds of an item's rows are in shared memory
+FAR = 1 << 30
+SLACK = 8.0  # a row's largest power of two may reach 2 ** SLACK
+NUMBERS = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+
+
+def ring(count: Int32, stages: int) -> tuple[Any, Any]:
+    """(stage, phase) of the `count`-th use of a ring."""
+    if stages & (stages - 1) == 0:
+        return count & (stages - 1), (count >> (stages.bit_length() - 1)) & 1
+    return count % stages, (count // stages) & 1
+
+
+class Env:
+    """What a role's functions share. Opaque to the tracer, which would thread a namespace through every branch."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+    def __extract_mlir_values__(self) -> list[Any]:
+        return []
+
+    def __new_from_mlir_values__(self, values: list[Any]) -> Env:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)

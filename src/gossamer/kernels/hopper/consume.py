@@ -1,0 +1,371 @@
+"""The consumer warpgroups of the forward kernel: products, masks, softmax, and the result of an item."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from gossamer.kernels.hopper import device
+from gossamer.kernels.hopper.common import (
+    BATCH,
+    BITS,
+    BITSES,
+    BOUNDS,
+    COPY,
+    FAR,
+    FULL,
+    FULLS,
+    HEAD,
+    INTERVAL,
+    INTERVALS,
+    OUT,
+    READ,
+    ROWS,
+    SLACK,
+    SLOT,
+    START,
+    TILE,
+    TURN,
+    VALID,
+    WARPGROUP,
+    Env,
+    ring,
+)
+from gossamer.kernels.hopper.config import ForwardConfig
+
+
+class Consumer:
+    """64 query rows of each item for each warpgroup."""
+
+    config: ForwardConfig
+    dtype: Any
+    groups: int
+    parts: int
+    bridges: bool
+    turns: bool
+
+    @cute.jit
+    def consume(
+        self, mma_qk, mma_pv, s_q, s_k, s_v, s_o, bars, item, bounds, lists, pool, sinks, lse,
+        part_out, part_lse, before, exponent, slots, has_sinks, rows,
+    ):  # fmt: skip
+        """A consumer warpgroup: 64 query rows of each item."""
+        c = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        me = cute.arch.make_warp_uniform(thread // WARPGROUP) - 1
+        thread = thread % WARPGROUP
+        lane = cute.arch.lane_idx()
+        quad = 2 * (lane % 4)
+        my_row = me * ROWS + thread // 32 * 16 + lane // 4  # and eight below
+        whole_qk, whole_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
+        s_vt = cute.composition(s_v, cute.make_ordered_layout((c.E, c.step, c.stages), order=(1, 0, 2)))
+        two = (device.ROWS,)
+        env = Env(
+            me=me, lane=lane, thread=thread, quad=quad, my_row=my_row, rows=rows, mma_qk=mma_qk, mma_pv=mma_pv, s_o=s_o,
+            frag_q=whole_qk.make_fragment_A(whole_qk.partition_A(s_q)),
+            frag_k=whole_qk.make_fragment_B(whole_qk.partition_B(s_k)),
+            frag_v=whole_pv.make_fragment_B(whole_pv.partition_B(s_vt)),
+            frag_p=whole_pv.make_fragment_A(whole_pv.partition_shape_A((ROWS, c.step))),
+            acc_o=cute.make_rmem_tensor(whole_pv.partition_shape_C((ROWS, c.E)), Float32),
+            row_max=cute.make_rmem_tensor(two, Float32),
+            row_sum=cute.make_rmem_tensor(two, Float32),
+            rescale=cute.make_rmem_tensor(two, Float32),
+            lo=cute.make_rmem_tensor(two, Int32),
+            hi=cute.make_rmem_tensor(two, Int32),
+            start=cute.make_rmem_tensor((2 * device.ROWS + 1,), Int32),
+            start_words=cute.make_rmem_tensor((device.ROWS, c.step // 32), Int32),
+            bars=bars, item=item, scratch=item[15, None], lists=lists,
+            pool=pool, bounds=bounds, sinks=sinks, has_sinks=has_sinks,
+            lse=lse, part_out=part_out, part_lse=part_lse, slots=slots, before=before, exponent=exponent,
+            slack=SLACK / exponent,
+        )  # fmt: skip
+        if const_expr(self.turns):  # noqa: SIM102
+            if me == 0:
+                cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=2 * WARPGROUP)
+        turn = Int32(0)
+        kv = Int32(0)
+        started = Int32(0)  # the item's first step was done together with the last one of the item before
+        cute.arch.mbarrier_wait(bars.q_full, 0)
+        running = item[VALID, 0]
+        env.row_max.fill(0.0)
+        env.row_sum.fill(0.0)
+        env.lo.fill(0)
+        env.hi.fill(0)
+        while running != 0:
+            stage = ring(turn, c.q_stages)[0]
+            at_full, fulls = item[FULL, stage], item[FULLS, stage]
+            at_interval, intervals = item[INTERVAL, stage], item[INTERVALS, stage]
+            at_bits, bitses = item[BITS, stage], item[BITSES, stage]
+            count = fulls + intervals + bitses
+            buffer = stage * self.groups + me
+            if started == 0:
+                env.row_max.fill(-Float32.inf)
+                env.row_sum.fill(0.0)
+                env.acc_o.fill(0.0)
+                self.prepare(env, stage)
+                if count > 0:
+                    self.first(env, buffer, kv)
+                    kv += 1
+            from_full = Int32(1) if fulls > 0 else Int32(0)
+            from_interval = Int32(1) if fulls == 0 and intervals > 0 else Int32(0)
+            from_bits = Int32(1) if fulls == 0 and intervals == 0 else Int32(0)
+            for i in cutlass.range(from_full, fulls * self.parts, unroll=1):
+                self.step(env, "full", buffer, kv, at_full, i)
+                kv += 1
+            for i in cutlass.range(from_interval, intervals * self.parts, unroll=1):
+                self.step(env, "interval", buffer, kv, at_interval, i)
+                kv += 1
+            for i in cutlass.range(from_bits, bitses * self.parts, unroll=1):
+                self.step(env, "bits", buffer, kv, at_bits, i)
+                kv += 1
+            started = Int32(0)
+            turn += 1
+            if const_expr(self.bridges):
+                following, phase = ring(turn, c.q_stages)
+                cute.arch.mbarrier_wait(bars.q_full + following, phase)
+                running = item[VALID, following]
+                next_count = item[FULLS, following] + item[INTERVALS, following] + item[BITSES, following]
+                if count > 0 and next_count > 0:
+                    started = Int32(1)
+            if started != 0:
+                self.bridge(env, ring(turn, c.q_stages)[0], stage, kv)
+                kv += 1
+            else:
+                if count > 0:
+                    self.last(env, kv)
+                self.finish(env, stage, env.row_max, env.row_sum, False)
+            if const_expr(not self.bridges):
+                following, phase = ring(turn, c.q_stages)
+                cute.arch.mbarrier_wait(bars.q_full + following, phase)
+                running = item[VALID, following]
+
+    @cute.jit
+    def prepare(self, env, stage):
+        """Load what masks the steps of an item: its rows' bounds and, for the first step, column and words."""
+        item = env.item
+        fulls, intervals = item[FULLS, stage], item[INTERVALS, stage]
+        env.start_words.fill(-1)
+        cute.arch.barrier(barrier_id=BOUNDS + env.me, number_of_threads=WARPGROUP + 32)
+        env.start[0] = item[START, stage]
+        for r in cutlass.range_constexpr(device.ROWS):
+            env.lo[r] = env.bounds[env.my_row + 8 * r, 0, stage] - env.quad
+            env.hi[r] = env.bounds[env.my_row + 8 * r, 1, stage] - env.quad
+            masked = fulls == 0 and intervals > 0
+            env.start[1 + r] = env.lo[r] if masked else -FAR
+            env.start[3 + r] = env.hi[r] if masked else FAR
+        if fulls + intervals == 0:  # noqa: SIM102
+            if item[BITSES, stage] > 0:
+                self.words(env, env.start_words, False, item[BITS, stage], Int32(0))
+
+    @cute.jit
+    def finish(self, env, stage, row_max, row_sum, read: cutlass.Constexpr):
+        """The result of an item: normalised, with lse, into shared memory for the store warp (or a slot's floats).
+
+        `read`: a barrier since the item's last Q K^T has shown already that every warp has read its Q.
+        """
+        c = self.config
+        item = env.item
+        batch, head, tile, slot = item[BATCH, stage], item[HEAD, stage], item[TILE, stage], item[SLOT, stage]
+        sink = -Float32.inf
+        if env.has_sinks != 0 and slot < 0:
+            sink = env.sinks[head] * device.LOG2E
+        factor = cute.make_rmem_tensor((device.ROWS,), Float32)
+        value = cute.make_rmem_tensor((device.ROWS,), Float32)
+        device.finish(row_max, row_sum, factor, value, env.exponent, sink)
+        device.scale_rows(env.acc_o, factor)
+        if slot < 0:
+            packed = cute.make_rmem_tensor_like(env.acc_o, self.dtype)
+            device.convert(env.acc_o, packed)
+            if const_expr(not read):
+                cute.arch.barrier(barrier_id=READ + env.me, number_of_threads=WARPGROUP)
+            atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+            mine = cute.make_tiled_copy_C(atom, env.mma_pv).get_slice(env.thread)
+            to = mine.partition_D(env.s_o)
+            cute.copy(atom, mine.retile(packed), to[None, None, None, stage * self.groups + env.me])
+            cute.arch.fence_view_async_shared()
+            if env.lane % 4 == 0:
+                for r in cutlass.range_constexpr(device.ROWS):
+                    row = tile * c.block_q + env.my_row + 8 * r
+                    if row < env.rows:
+                        env.lse[batch, head, row] = value[r]
+        else:
+            place = item[COPY, stage] * env.slots + slot
+            for r in cutlass.range_constexpr(device.ROWS):
+                row = env.my_row + 8 * r
+                for j in cutlass.range_constexpr(c.E // 8):
+                    for e in cutlass.range_constexpr(2):
+                        env.part_out[place, row, 8 * j + env.quad + e] = env.acc_o[4 * j + 2 * r + e]
+                if env.lane % 4 == 0:
+                    env.part_lse[place, row] = value[r]
+        cute.arch.barrier_arrive(barrier_id=OUT + env.me, number_of_threads=WARPGROUP + 32)
+
+    @cute.jit
+    def product(self, mma, acc, a, b, accumulate: cutlass.Constexpr):
+        """Issue acc (+)= a b as one group of asynchronous products."""
+        warpgroup.fence()
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+        for i in cutlass.range_constexpr(cute.size(a, mode=[2])):
+            cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def release(self, env, bar):
+        if env.lane == 0:
+            cute.arch.mbarrier_arrive(bar)
+
+    @cute.jit
+    def words(self, env, words, interval, at, i):
+        """The mask words of step `i` of a list, shifted to this thread's columns. `interval` is a Python bool."""
+        c = self.config
+        tile, part = at + i // self.parts, i % self.parts
+        if const_expr(interval):
+            first = env.lists[0, tile] * c.block_kv + part * c.step
+            device.interval_words(words, env.lo, env.hi, first)
+        else:
+            entry = env.lists[1, tile]
+            for r in cutlass.range_constexpr(device.ROWS):
+                row = env.pool[entry * c.block_q + env.my_row + 8 * r, None]
+                for n in cutlass.range_constexpr(c.step // 32):
+                    words[r, n] = Int32(cutlass.Uint32(row[part * (c.step // 32) + n]) >> cutlass.Uint32(env.quad))
+
+    @cute.jit
+    def transform(self, env, acc_s):
+        if const_expr(self.config.score == "softcap"):
+            device.soft_cap(acc_s, env.before)
+        elif const_expr(self.config.score == "scale"):
+            device.multiply(acc_s, env.before)
+
+    @cute.jit
+    def start_mask(self, env):
+        """Words of an item's first step; all ones when its tile is full."""
+        lo, hi = cute.make_rmem_tensor((device.ROWS,), Int32), cute.make_rmem_tensor((device.ROWS,), Int32)
+        for r in cutlass.range_constexpr(device.ROWS):
+            lo[r], hi[r] = env.start[1 + r], env.start[3 + r]
+        words = cute.make_rmem_tensor((device.ROWS, self.config.step // 32), Int32)
+        device.interval_words(words, lo, hi, env.start[0])
+        for r in cutlass.range_constexpr(device.ROWS):
+            for n in cutlass.range_constexpr(self.config.step // 32):
+                words[r, n] = words[r, n] & env.start_words[r, n]
+        return words
+
+    @cute.jit
+    def first(self, env, buffer, kv):
+        """The first step of an item: S and softmax; its P V is issued by the next step."""
+        c = self.config
+        stage, phase = ring(kv, c.stages)
+        acc_s = cute.make_rmem_tensor(env.mma_qk.get_slice(0).partition_shape_C((ROWS, c.step)), Float32)
+        cute.arch.mbarrier_wait(env.bars.k_full + stage, phase)
+        q, k = env.frag_q[None, None, None, buffer], env.frag_k[None, None, None, stage]
+        self.product(env.mma_qk, acc_s, q, k, False)
+        words = self.start_mask(env)
+        warpgroup.wait_group(0)
+        self.release(env, env.bars.k_empty + stage)
+        self.transform(env, acc_s)
+        device.keep(acc_s, words)
+        self.start_softmax(env, acc_s, 0)
+        device.convert(acc_s, env.frag_p)
+
+    @cute.jit
+    def bridge(self, env, following, current, kv):
+        """The first step of the following item together with the last P V and the result of the current one."""
+        c = self.config
+        stage, phase = ring(kv, c.stages)
+        old = kv - 1
+        old_stage, old_phase = ring(old, c.stages)
+        acc_s = cute.make_rmem_tensor(env.mma_qk.get_slice(0).partition_shape_C((ROWS, c.step)), Float32)
+        self.prepare(env, following)
+        cute.arch.mbarrier_wait(env.bars.k_full + stage, phase)
+        if const_expr(self.turns):
+            cute.arch.barrier(barrier_id=TURN + env.me, number_of_threads=2 * WARPGROUP)
+        q, k = env.frag_q[None, None, None, following * self.groups + env.me], env.frag_k[None, None, None, stage]
+        self.product(env.mma_qk, acc_s, q, k, False)
+        cute.arch.mbarrier_wait(env.bars.v_full + old_stage, old_phase)
+        self.product(env.mma_pv, env.acc_o, env.frag_p, env.frag_v[None, None, None, old_stage], True)
+        self.pass_turn(env)
+        words = self.start_mask(env)
+        old_max = cute.make_rmem_tensor((device.ROWS,), Float32)
+        old_sum = cute.make_rmem_tensor((device.ROWS,), Float32)
+        for r in cutlass.range_constexpr(device.ROWS):
+            old_max[r], old_sum[r] = env.row_max[r], env.row_sum[r]
+        env.row_max.fill(-Float32.inf)
+        env.row_sum.fill(0.0)
+        warpgroup.wait_group(1)
+        self.release(env, env.bars.k_empty + stage)
+        self.transform(env, acc_s)
+        device.keep(acc_s, words)
+        self.start_softmax(env, acc_s, c.hold)
+        warpgroup.wait_group(0)
+        self.release(env, env.bars.v_empty + old_stage)
+        device.convert(acc_s, env.frag_p)
+        self.finish(env, current, old_max, old_sum, self.turns)
+        env.acc_o.fill(0.0)
+
+    @cute.jit
+    def pass_turn(self, env):
+        if const_expr(self.turns):
+            other = 1 - env.me if const_expr(self.groups == 2) else (env.me + 1) % self.groups
+            cute.arch.barrier_arrive(barrier_id=TURN + other, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def step(self, env, mode: cutlass.Constexpr, buffer, kv, at, i):
+        """S of this step and P V of the one before, softmax of this step while P V runs."""
+        c = self.config
+        stage, phase = ring(kv, c.stages)
+        old = kv - 1
+        old_stage, old_phase = ring(old, c.stages)
+        acc_s = cute.make_rmem_tensor(env.mma_qk.get_slice(0).partition_shape_C((ROWS, c.step)), Float32)
+        words = cute.make_rmem_tensor((device.ROWS, c.step // 32), Int32)
+        if const_expr(mode != "full"):
+            self.words(env, words, mode == "interval", at, i)
+        cute.arch.mbarrier_wait(env.bars.k_full + stage, phase)
+        if const_expr(self.turns):
+            cute.arch.barrier(barrier_id=TURN + env.me, number_of_threads=2 * WARPGROUP)
+        q, k = env.frag_q[None, None, None, buffer], env.frag_k[None, None, None, stage]
+        self.product(env.mma_qk, acc_s, q, k, False)
+        cute.arch.mbarrier_wait(env.bars.v_full + old_stage, old_phase)
+        self.product(env.mma_pv, env.acc_o, env.frag_p, env.frag_v[None, None, None, old_stage], True)
+        self.pass_turn(env)
+        warpgroup.wait_group(1)
+        self.release(env, env.bars.k_empty + stage)
+        self.transform(env, acc_s)
+        if const_expr(mode != "full"):
+            device.keep(acc_s, words)
+        top = cute.make_rmem_tensor((device.ROWS,), Float32)
+        device.tops(acc_s, top)
+        # The reference of a row need not be its maximum: what matters is that no power of two overflows. So it is
+        # raised, and O rescaled, only when a score is far above it, and most steps need no exchange between threads.
+        above = top[0] > env.row_max[0] + env.slack or top[1] > env.row_max[1] + env.slack
+        raised = cute.arch.vote_any_sync(above)
+        if raised:
+            device.raise_reference(top, env.row_max, env.row_sum, env.rescale, env.exponent)
+        device.exponentials(acc_s, env.row_max, env.row_sum, env.exponent, mode != "full", c.hold, env.scratch)
+        warpgroup.wait_group(0)
+        self.release(env, env.bars.v_empty + old_stage)
+        device.convert(acc_s, env.frag_p)
+        if raised:
+            device.scale_rows(env.acc_o, env.rescale)
+
+    @cute.jit
+    def start_softmax(self, env, acc_s, hold: cutlass.Constexpr):
+        """The softmax of an item's first step."""
+        top = cute.make_rmem_tensor((device.ROWS,), Float32)
+        device.tops(acc_s, top)
+        device.raise_reference(top, env.row_max, env.row_sum, env.rescale, env.exponent)
+        device.exponentials(acc_s, env.row_max, env.row_sum, env.exponent, True, hold, env.scratch)
+
+    @cute.jit
+    def last(self, env, kv):
+        """The P V of an item's last step."""
+        c = self.config
+        old = kv - 1
+        stage, phase = ring(old, c.stages)
+        cute.arch.mbarrier_wait(env.bars.v_full + stage, phase)
+        self.product(env.mma_pv, env.acc_o, env.frag_p, env.frag_v[None, None, None, stage], True)
+        warpgroup.wait_group(0)
+        self.release(env, env.bars.v_empty + stage)

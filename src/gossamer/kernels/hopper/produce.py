@@ -1,0 +1,245 @@
+"""The producer warp and the store warps of the forward kernel."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from gossamer.kernels.hopper.common import (
+    BATCH,
+    BITS,
+    BITSES,
+    BOUNDS,
+    COPY,
+    FULL,
+    FULLS,
+    HEAD,
+    INTERVAL,
+    INTERVALS,
+    ITEM,
+    LEAD,
+    OUT,
+    ROWS,
+    SLOT,
+    START,
+    TILE,
+    VALID,
+    WARPGROUP,
+    Env,
+    ring,
+)
+from gossamer.kernels.hopper.config import ForwardConfig
+
+
+class Producer:
+    """Work items, the rings of Q, K and V, and what leaves the block."""
+
+    config: ForwardConfig
+    groups: int
+    parts: int
+    bridges: bool
+    ahead: int
+    bytes: dict[str, int]
+
+    @cute.jit
+    def load_item(self, env, w):
+        """This lane's word of the description of item `w`; all zero (not valid) past the end."""
+        lane = cute.arch.lane_idx()
+        word = Int32(0)
+        if w < env.items * env.copies:
+            copy = w // env.items
+            if lane < ITEM:
+                word = env.work[w - copy * env.items, lane]
+            if lane == BATCH:
+                word += copy // env.heads
+            if lane == HEAD:
+                word += copy % env.heads
+            if lane == COPY:
+                word = copy
+        return word
+
+    @cute.jit
+    def produce(
+        self, tma_q, g_q, tma_k, g_k, tma_v, g_v, s_q, s_k, s_v, bars, item, work, lists, tickets, items, copies,
+        heads, ratio,
+    ):  # fmt: skip
+        """The producer warp: items and Q, then K and V of each step, K one step ahead of V."""
+        c = self.config
+        t_q = cute.local_tile(g_q, (ROWS, c.D), (None, 0, None, None))
+        t_k = cute.local_tile(g_k, (c.step, c.D), (None, 0, None, None))
+        t_v = cute.local_tile(g_v, (c.step, c.E), (None, 0, None, None))
+        whole = cute.make_layout(1)
+        q_to, q_from = cpasync.tma_partition(tma_q, 0, whole, cute.group_modes(s_q, 0, 2), cute.group_modes(t_q, 0, 2))
+        k_to, k_from = cpasync.tma_partition(tma_k, 0, whole, cute.group_modes(s_k, 0, 2), cute.group_modes(t_k, 0, 2))
+        v_to, v_from = cpasync.tma_partition(tma_v, 0, whole, cute.group_modes(s_v, 0, 2), cute.group_modes(t_v, 0, 2))
+        env = Env(
+            tma_q=tma_q, q_from=q_from, q_to=q_to, bars=bars, item=item, work=work, lists=lists,
+            items=items, copies=copies, heads=heads, tickets=tickets,
+        )  # fmt: skip
+        w, _, _ = cute.arch.block_idx()
+        reserved = self.ticket(env)
+        turn = Int32(0)  # items so far
+        kv = Int32(0)  # steps so far
+        owed = Int32(0)  # the V of the step before is still to be loaded: K runs one step ahead of V
+        v_block, v_group, v_batch = Int32(0), Int32(0), Int32(0)
+        word = self.load_item(env, w)
+        following = self.publish(env, turn, word)
+        running = item[VALID, 0]
+        while running != 0:
+            stage = ring(turn, c.q_stages)[0]
+            batch, head = item[BATCH, stage], item[HEAD, stage]
+            group = head // ratio
+            fulls, intervals = item[FULLS, stage], item[INTERVALS, stage]
+            at_full = item[FULL, stage]
+            at_interval = item[INTERVAL, stage] - fulls
+            at_bits = item[BITS, stage] - fulls - intervals
+            count = fulls + intervals + item[BITSES, stage]
+            word = self.load_item(env, reserved)
+            reserved = self.ticket(env)
+            turn += 1
+            upcoming = Int32(0)
+            for i in cutlass.range(count, unroll=1):
+                column = following
+                n = i + 1
+                if n < count:
+                    at = n + (at_full if n < fulls else (at_interval if n < fulls + intervals else at_bits))
+                    following = lists[0, at]
+                for p in cutlass.range_constexpr(self.parts):
+                    block = column * self.parts + p
+                    stage, phase = ring(kv, c.stages)
+                    cute.arch.mbarrier_wait(bars.k_empty + stage, phase ^ 1)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full + stage, self.bytes["k"])
+                    cute.copy(
+                        tma_k, k_from[None, block, group, batch], k_to[None, stage], tma_bar_ptr=bars.k_full + stage
+                    )
+                    if owed != 0:
+                        self.load_v(tma_v, v_from, v_to, bars, kv - 1, v_block, v_group, v_batch)
+                    owed = Int32(1)
+                    v_block, v_group, v_batch = block, group, batch
+                    kv += 1
+                if i == self.ahead:
+                    upcoming = self.publish(env, turn, word)
+            if const_expr(self.bridges):
+                if count <= self.ahead:
+                    upcoming = self.publish(env, turn, word)
+                stage = ring(turn, c.q_stages)[0]
+                # The next item's first K comes before this item's last V, as the consumers use them.
+                if item[FULLS, stage] + item[INTERVALS, stage] + item[BITSES, stage] == 0 and owed != 0:
+                    self.load_v(tma_v, v_from, v_to, bars, kv - 1, v_block, v_group, v_batch)
+                    owed = Int32(0)
+            else:
+                if owed != 0:
+                    self.load_v(tma_v, v_from, v_to, bars, kv - 1, v_block, v_group, v_batch)
+                owed = Int32(0)
+                upcoming = self.publish(env, turn, word)
+            following = upcoming
+            running = item[VALID, ring(turn, c.q_stages)[0]]
+
+    @cute.jit
+    def ticket(self, env):
+        """The number of the next item that nobody has taken. Each block starts with the item of its own index.
+
+        Each block draws once for each of its items and once more; the last draw of all resets the counter.
+        """
+        drawn = Int32(0)
+        blocks, _, _ = cute.arch.grid_dim()
+        if cute.arch.lane_idx() == 0:
+            drawn = cute.arch.atomic_add(env.tickets.iterator, Int32(1), sem="relaxed", scope="gpu")
+            if drawn == env.items * env.copies + blocks - 1:
+                env.tickets[0] = Int32(0)
+        return cute.arch.shuffle_sync(drawn, 0) + blocks
+
+    @cute.jit
+    def publish(self, env, turn, word):
+        """Put an item's description and Q into shared memory; returns the column of its first tile."""
+        c = self.config
+        item, bars = env.item, env.bars
+        stage, phase = ring(turn, c.q_stages)
+        lane = cute.arch.lane_idx()
+        cute.arch.mbarrier_wait(bars.q_empty + stage, phase ^ 1)
+        if lane < ITEM:
+            item[lane, stage] = word
+        cute.arch.sync_warp()
+        column = Int32(0)
+        if item[VALID, stage] != 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(bars.q_full + stage, self.bytes["q"] * self.groups)
+            for g in cutlass.range_constexpr(self.groups):
+                cute.copy(
+                    env.tma_q,
+                    env.q_from[None, item[TILE, stage] * self.groups + g, item[HEAD, stage], item[BATCH, stage]],
+                    env.q_to[None, stage * self.groups + g],
+                    tma_bar_ptr=bars.q_full + stage,
+                )
+            fulls, intervals = item[FULLS, stage], item[INTERVALS, stage]
+            if fulls + intervals + item[BITSES, stage] > 0:
+                first = item[FULL, stage]
+                if fulls == 0:
+                    first = item[INTERVAL, stage] if intervals > 0 else item[BITS, stage]
+                column = env.lists[0, first]
+        else:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(bars.q_full + stage)
+        return column
+
+    @cute.jit
+    def load_v(self, tma_v, v_from, v_to, bars, kv, block, group, batch):
+        c = self.config
+        stage, phase = ring(kv, c.stages)
+        cute.arch.mbarrier_wait(bars.v_empty + stage, phase ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(bars.v_full + stage, self.bytes["v"])
+        cute.copy(tma_v, v_from[None, block, group, batch], v_to[None, stage], tma_bar_ptr=bars.v_full + stage)
+
+    @cute.jit
+    def store(self, tma_o, g_o, s_o, bars, item, bounds, lists, lo, hi, me):
+        """A store warp: fetches the bounds of warpgroup `me`'s rows, sends its finished output, frees its Q."""
+        c = self.config
+        t_o = cute.local_tile(g_o, (ROWS, c.E), (None, 0, None, None))
+        o_from, o_to = cpasync.tma_partition(
+            tma_o, 0, cute.make_layout(1), cute.group_modes(s_o, 0, 2), cute.group_modes(t_o, 0, 2)
+        )
+        env = Env(bars=bars, item=item, bounds=bounds, lists=lists, lo=lo, hi=hi, me=me, rows=cute.size(g_o, mode=[0]))
+        turn = Int32(0)
+        running = self.fetch(env, turn)
+        while running != 0:
+            stage = ring(turn, c.q_stages)[0]
+            batch, head, tile, slot = item[BATCH, stage], item[HEAD, stage], item[TILE, stage], item[SLOT, stage]
+            turn += 1
+            if const_expr(self.bridges):
+                running = self.fetch(env, turn)
+            cute.arch.barrier(barrier_id=OUT + me, number_of_threads=WARPGROUP + 32)
+            if slot < 0:
+                cute.copy(
+                    tma_o, o_from[None, stage * self.groups + me], o_to[None, tile * self.groups + me, head, batch]
+                )
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(bars.q_empty + stage)
+            if const_expr(not self.bridges):
+                running = self.fetch(env, turn)
+
+    @cute.jit
+    def fetch(self, env, turn):
+        """Wait for an item and put what masks its steps into shared memory; returns whether there is one."""
+        c = self.config
+        item = env.item
+        stage, phase = ring(turn, c.q_stages)
+        cute.arch.mbarrier_wait(env.bars.q_full + stage, phase)
+        running = item[VALID, stage]
+        if running != 0:
+            if item[INTERVALS, stage] > 0:
+                for i in cutlass.range_constexpr(ROWS // 32):
+                    place = env.me * ROWS + 32 * i + cute.arch.lane_idx()
+                    row = item[TILE, stage] * c.block_q + place
+                    row = row if row < env.rows else env.rows - 1
+                    env.bounds[place, 0, stage] = env.lo[item[LEAD, stage], row]
+                    env.bounds[place, 1, stage] = env.hi[item[LEAD, stage], row]
+                item[START, stage] = env.lists[0, item[INTERVAL, stage]] * c.block_kv
+            cute.arch.barrier_arrive(barrier_id=BOUNDS + env.me, number_of_threads=WARPGROUP + 32)
+        return running
