@@ -54,26 +54,28 @@ class TileConfig:
 
 
 T = TileConfig
+# float32 products as three of TF32: the rounding error of float32 at the speed of tensor cores.
+X3: Literal["tf32x3"] = "tf32x3"
 
 # (direction, bits of a number, bucket) -> configuration by architecture.
 TABLE: dict[tuple[Direction, int, int], dict[int, TileConfig]] = {
-    ("forward", 16, 64): {80: T(128, 64, 4, 3), 89: T(128, 64, 4, 3), 90: T(128, 128, 8, 2), 100: T(128, 64, 4, 3)},
+    ("forward", 16, 64): {80: T(128, 64, 4, 3), 89: T(128, 64, 4, 3), 90: T(128, 64, 4, 3), 100: T(128, 64, 4, 3)},
     ("forward", 16, 128): {80: T(128, 64, 8, 2), 89: T(128, 32, 8, 2), 90: T(128, 64, 8, 3), 100: T(128, 64, 8, 3)},
     ("forward", 16, 256): {80: T(128, 32, 8, 2), 89: T(64, 32, 4, 2), 90: T(128, 64, 8, 2), 100: T(128, 64, 8, 2)},
-    ("dq", 16, 64): {80: T(128, 64, 8, 2), 89: T(128, 64, 8, 2), 90: T(128, 128, 8, 2), 100: T(128, 64, 8, 2)},
+    ("dq", 16, 64): {80: T(128, 64, 8, 2), 89: T(128, 64, 8, 2), 90: T(64, 64, 4, 3, tma=True), 100: T(128, 64, 8, 2)},
     ("dq", 16, 128): {80: T(128, 32, 8, 2), 89: T(64, 32, 4, 2), 90: T(128, 64, 8, 3), 100: T(128, 64, 8, 2)},
     ("dq", 16, 256): {80: T(64, 32, 8, 2), 89: T(32, 32, 4, 1), 90: T(64, 64, 8, 2), 100: T(64, 32, 8, 2)},
-    ("dkdv", 16, 64): {80: T(128, 64, 8, 2), 89: T(64, 64, 4, 2), 90: T(128, 64, 8, 3), 100: T(128, 64, 8, 2)},
+    ("dkdv", 16, 64): {80: T(128, 64, 8, 2), 89: T(64, 64, 4, 2), 90: T(64, 64, 4, 3), 100: T(128, 64, 8, 2)},
     ("dkdv", 16, 128): {80: T(64, 64, 8, 2), 89: T(64, 32, 4, 2), 90: T(128, 64, 8, 3), 100: T(128, 64, 8, 2)},
     ("dkdv", 16, 256): {80: T(64, 32, 8, 2), 89: T(32, 32, 4, 1), 90: T(64, 32, 8, 2), 100: T(64, 32, 8, 2)},
-    ("forward", 32, 64): {sm: T(32, 32, 8, 1) for sm in ARCHITECTURES},
-    ("forward", 32, 128): {sm: T(32, 32, 8, 1) for sm in ARCHITECTURES},
+    ("forward", 32, 64): {sm: T(32, 32, 8, 1) for sm in ARCHITECTURES} | {90: T(128, 64, 8, 2, X3)},
+    ("forward", 32, 128): {sm: T(32, 32, 8, 1) for sm in ARCHITECTURES} | {90: T(128, 32, 8, 2, X3)},
     ("forward", 32, 256): {sm: T(16, 32, 8, 1) for sm in ARCHITECTURES},
-    ("dq", 32, 64): {sm: T(32, 32, 8, 1) for sm in ARCHITECTURES},
-    ("dq", 32, 128): {sm: T(16, 32, 8, 1) for sm in ARCHITECTURES},
+    ("dq", 32, 64): {sm: T(32, 32, 8, 1) for sm in ARCHITECTURES} | {90: T(128, 64, 8, 2, X3)},
+    ("dq", 32, 128): {sm: T(16, 32, 8, 1) for sm in ARCHITECTURES} | {90: T(32, 32, 4, 2, X3)},
     ("dq", 32, 256): {sm: T(16, 32, 8, 1) for sm in ARCHITECTURES},
-    ("dkdv", 32, 64): {sm: T(32, 32, 8, 1) for sm in ARCHITECTURES},
-    ("dkdv", 32, 128): {sm: T(16, 32, 8, 1) for sm in ARCHITECTURES},
+    ("dkdv", 32, 64): {sm: T(32, 32, 8, 1) for sm in ARCHITECTURES} | {90: T(128, 64, 8, 2, X3)},
+    ("dkdv", 32, 128): {sm: T(16, 32, 8, 1) for sm in ARCHITECTURES} | {90: T(32, 32, 4, 2, X3)},
     ("dkdv", 32, 256): {sm: T(16, 32, 8, 1) for sm in ARCHITECTURES},
 }
 
@@ -81,9 +83,9 @@ TABLE: dict[tuple[Direction, int, int], dict[int, TileConfig]] = {
 SMALL: dict[tuple[Direction, int], TileConfig] = {
     ("forward", 64): T(64, 64, 4, 3),
     ("forward", 128): T(64, 64, 4, 3),
-    ("dq", 64): T(64, 64, 4, 2),
+    ("dq", 64): T(64, 64, 4, 3, tma=True),
     ("dq", 128): T(64, 64, 4, 2),
-    ("dkdv", 64): T(64, 64, 4, 2),
+    ("dkdv", 64): T(64, 64, 4, 3),
     ("dkdv", 128): T(64, 32, 4, 3),
 }
 # Pairs a second with 64 x 64 tiles over those with 128 x 128, forward and backward together.
