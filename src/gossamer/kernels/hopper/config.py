@@ -25,6 +25,7 @@ class ForwardConfig:
     stages: int = 2
     q_stages: int = 2
     hold: int = 1  # rows whose exponentials are done before P V is waited for
+    halves: bool = True  # interval steps of which a warpgroup needs one half of the columns compute no more
     score: str = "fold"  # or "scale" (a factor that is not positive), "softcap"
 
     def __post_init__(self) -> None:

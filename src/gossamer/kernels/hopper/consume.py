@@ -47,10 +47,11 @@ class Consumer:
     parts: int
     bridges: bool
     turns: bool
+    halves: bool
 
     @cute.jit
     def consume(
-        self, mma_qk, mma_pv, s_q, s_k, s_v, s_o, bars, item, bounds, lists, pool, sinks, lse,
+        self, mma_qk, mma_pv, mma_half, s_q, s_k, s_v, s_o, bars, item, bounds, lists, pool, sinks, lse,
         part_out, part_lse, before, exponent, slots, has_sinks, rows,
     ):  # fmt: skip
         """A consumer warpgroup: 64 query rows of each item."""
@@ -83,6 +84,13 @@ class Consumer:
             lse=lse, part_out=part_out, part_lse=part_lse, slots=slots, before=before, exponent=exponent,
             slack=SLACK / exponent,
         )  # fmt: skip
+        if const_expr(self.halves):
+            whole_half = mma_half.get_slice(0)
+            env.mma_half = mma_half
+            env.frag_q_half = whole_half.make_fragment_A(whole_half.partition_A(s_q))
+            env.frag_k_half = whole_half.make_fragment_B(
+                whole_half.partition_B(cute.flat_divide(s_k, (c.step // 2, c.D)))
+            )
         if const_expr(self.turns):  # noqa: SIM102
             if me == 0:
                 cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=2 * WARPGROUP)
@@ -116,8 +124,28 @@ class Consumer:
             for i in cutlass.range(from_full, fulls * self.parts, unroll=1):
                 self.step(env, "full", buffer, kv, at_full, i)
                 kv += 1
+            column = item[START, stage]
+            if from_interval != 0 and intervals > 1:
+                column = lists[0, at_interval + 1] * c.block_kv
+            # The columns that any row of this warpgroup keeps: both bounds ascend with the rows.
+            lowest = cute.arch.make_warp_uniform(bounds[me * ROWS, 0, stage])
+            highest = cute.arch.make_warp_uniform(bounds[me * ROWS + ROWS - 1, 1, stage])
             for i in cutlass.range(from_interval, intervals * self.parts, unroll=1):
-                self.step(env, "interval", buffer, kv, at_interval, i)
+                if const_expr(self.halves):
+                    upcoming = column
+                    if i + 1 < intervals:
+                        upcoming = lists[0, at_interval + i + 1] * c.block_kv
+                    middle = column + c.step // 2
+                    if highest <= middle:
+                        self.step(env, "interval", buffer, kv, column, i, 0)
+                    elif lowest >= middle:
+                        self.step(env, "interval", buffer, kv, column, i, 1)
+                    else:
+                        self.step(env, "interval", buffer, kv, column, i)
+                    column = upcoming
+                else:
+                    column = lists[0, at_interval + i // self.parts] * c.block_kv + i % self.parts * c.step
+                    self.step(env, "interval", buffer, kv, column, i)
                 kv += 1
             for i in cutlass.range(from_bits, bitses * self.parts, unroll=1):
                 self.step(env, "bits", buffer, kv, at_bits, i)
@@ -159,7 +187,7 @@ class Consumer:
             env.start[3 + r] = env.hi[r] if masked else FAR
         if fulls + intervals == 0:  # noqa: SIM102
             if item[BITSES, stage] > 0:
-                self.words(env, env.start_words, False, item[BITS, stage], Int32(0))
+                self.words(env, env.start_words, item[BITS, stage], Int32(0))
 
     @cute.jit
     def finish(self, env, stage, row_max, row_sum, read: cutlass.Constexpr):
@@ -220,19 +248,14 @@ class Consumer:
             cute.arch.mbarrier_arrive(bar)
 
     @cute.jit
-    def words(self, env, words, interval, at, i):
-        """The mask words of step `i` of a list, shifted to this thread's columns. `interval` is a Python bool."""
+    def words(self, env, words, at, i):
+        """The mask words of step `i` of a list of bits tiles, shifted to this thread's columns."""
         c = self.config
-        tile, part = at + i // self.parts, i % self.parts
-        if const_expr(interval):
-            first = env.lists[0, tile] * c.block_kv + part * c.step
-            device.interval_words(words, env.lo, env.hi, first)
-        else:
-            entry = env.lists[1, tile]
-            for r in cutlass.range_constexpr(device.ROWS):
-                row = env.pool[entry * c.block_q + env.my_row + 8 * r, None]
-                for n in cutlass.range_constexpr(c.step // 32):
-                    words[r, n] = Int32(cutlass.Uint32(row[part * (c.step // 32) + n]) >> cutlass.Uint32(env.quad))
+        entry, part = env.lists[1, at + i // self.parts], i % self.parts
+        for r in cutlass.range_constexpr(device.ROWS):
+            row = env.pool[entry * c.block_q + env.my_row + 8 * r, None]
+            for n in cutlass.range_constexpr(c.step // 32):
+                words[r, n] = Int32(cutlass.Uint32(row[part * (c.step // 32) + n]) >> cutlass.Uint32(env.quad))
 
     @cute.jit
     def transform(self, env, acc_s):
@@ -313,24 +336,37 @@ class Consumer:
             cute.arch.barrier_arrive(barrier_id=TURN + other, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
-    def step(self, env, mode: cutlass.Constexpr, buffer, kv, at, i):
-        """S of this step and P V of the one before, softmax of this step while P V runs."""
+    def step(
+        self, env, mode: cutlass.Constexpr, buffer, kv, at, i, half: cutlass.Constexpr = None
+    ):  # fmt: skip
+        """S of this step and P V of the one before, softmax of this step while P V runs.
+
+        `at` is the step's first column (mode "interval") or the first entry of the list. With `half` given only that
+        half of the step's columns is computed: no row of this warpgroup keeps any other.
+        """
         c = self.config
         stage, phase = ring(kv, c.stages)
         old = kv - 1
         old_stage, old_phase = ring(old, c.stages)
-        acc_s = cute.make_rmem_tensor(env.mma_qk.get_slice(0).partition_shape_C((ROWS, c.step)), Float32)
-        words = cute.make_rmem_tensor((device.ROWS, c.step // 32), Int32)
-        if const_expr(mode != "full"):
-            self.words(env, words, mode == "interval", at, i)
+        columns = c.step if const_expr(half is None) else c.step // 2
+        mma = env.mma_qk if const_expr(half is None) else env.mma_half
+        acc_s = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C((ROWS, columns)), Float32)
+        words = cute.make_rmem_tensor((device.ROWS, columns // 32), Int32)
+        if const_expr(mode == "bits"):
+            self.words(env, words, at, i)
         cute.arch.mbarrier_wait(env.bars.k_full + stage, phase)
         if const_expr(self.turns):
             cute.arch.barrier(barrier_id=TURN + env.me, number_of_threads=2 * WARPGROUP)
-        q, k = env.frag_q[None, None, None, buffer], env.frag_k[None, None, None, stage]
-        self.product(env.mma_qk, acc_s, q, k, False)
+        if const_expr(half is None):
+            q, k = env.frag_q[None, None, None, buffer], env.frag_k[None, None, None, stage]
+        else:
+            q, k = env.frag_q_half[None, None, None, buffer], env.frag_k_half[None, None, None, half, 0, stage]
+        self.product(mma, acc_s, q, k, False)
         cute.arch.mbarrier_wait(env.bars.v_full + old_stage, old_phase)
         self.product(env.mma_pv, env.acc_o, env.frag_p, env.frag_v[None, None, None, old_stage], True)
         self.pass_turn(env)
+        if const_expr(mode == "interval"):
+            device.interval_words(words, env.lo, env.hi, at + (0 if const_expr(half is None) else half * columns))
         warpgroup.wait_group(1)
         self.release(env, env.bars.k_empty + stage)
         self.transform(env, acc_s)
@@ -347,7 +383,10 @@ class Consumer:
         device.exponentials(acc_s, env.row_max, env.row_sum, env.exponent, mode != "full", c.hold, env.scratch)
         warpgroup.wait_group(0)
         self.release(env, env.bars.v_empty + old_stage)
-        device.convert(acc_s, env.frag_p)
+        if const_expr(half is None):
+            device.convert(acc_s, env.frag_p)
+        else:
+            device.convert_half(acc_s, env.frag_p, half)
         if raised:
             device.scale_rows(env.acc_o, env.rescale)
 

@@ -44,6 +44,16 @@ def below(limit: Int32, *, loc=None, ip=None) -> Int32:
 
 
 @cute.jit
+def convert_half(source: cute.Tensor, target: cute.Tensor, half: cutlass.Constexpr) -> None:
+    """As `convert`, into one half of the columns; the other half becomes zero."""
+    packed = cute.recast_tensor(target, Int32)
+    count = const_expr(cute.size(packed) // 2)
+    for i in cutlass.range_constexpr(count):
+        packed[half * count + i] = pack(source[2 * i], source[2 * i + 1], target.element_type)
+        packed[(1 - half) * count + i] = Int32(0)
+
+
+@cute.jit
 def soft_cap(scores: cute.Tensor, factor: Float32) -> None:
     """Scores to tanh(factor * score): the exponential form, since the hardware's tanh is good to 2**-11 only."""
     for j in cutlass.range_constexpr(cute.size(scores) // 4):

@@ -42,6 +42,7 @@ class Forward(Producer, Consumer):
         self.threads = WARPGROUP * (self.groups + 1)
         self.producer_registers, self.consumer_registers = {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.groups]
         self.turns = self.groups > 1
+        self.halves = bool(config.halves) and self.parts == 1 and config.step == 128
         self.bridges = config.q_stages > 1  # the next item's Q is there while this item's is in use
         # The next item is published after this many tiles of the current one.
         self.ahead = 2 if self.bridges else 1 << 30
@@ -104,6 +105,10 @@ class Forward(Producer, Consumer):
             a_source=warpgroup.OperandSource.RMEM,
         )  # fmt: skip
 
+        mma_half = hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, major.K, major.K, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, c.step // 2)
+        )
+
         @cute.struct
         class Shared:
             q_full: cute.struct.MemRange[cutlass.Int64, c.q_stages]
@@ -125,7 +130,7 @@ class Forward(Producer, Consumer):
         self.kernel(
             tma_q, g_q, tma_k, g_k, tma_v, g_v, tma_o, g_o, lse, work, lists, lo, hi, pool, sinks, part_out, part_lse,
             tickets, before, exponent, items, copies, heads, slots, has_sinks, q_layout, k_layout, v_layout, o_layout,
-            mma_qk, mma_pv,
+            mma_qk, mma_pv, mma_half,
         ).launch(grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
@@ -162,6 +167,7 @@ class Forward(Producer, Consumer):
         o_layout: cute.ComposedLayout,
         mma_qk: cute.TiledMma,
         mma_pv: cute.TiledMma,
+        mma_half: cute.TiledMma,
     ) -> None:
         c = self.config
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -206,6 +212,6 @@ class Forward(Producer, Consumer):
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             self.consume(
-                mma_qk, mma_pv, s_q, s_k, s_v, s_o, bars, item, bounds, lists, pool, sinks, lse,
+                mma_qk, mma_pv, mma_half, s_q, s_k, s_v, s_o, bars, item, bounds, lists, pool, sinks, lse,
                 part_out, part_lse, before, exponent, slots, has_sinks, cute.size(g_q, mode=[0]),
             )  # fmt: skip
