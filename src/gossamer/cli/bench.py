@@ -10,6 +10,8 @@ import typer
 if TYPE_CHECKING:
     from gossamer.bench.workload import Workload
 
+# Columns of the table where the output is not a terminal.
+WIDTH = 150
 RESULTS = Path("benchmarks") / "results"
 
 
@@ -27,6 +29,7 @@ def run(
 ) -> None:
     """Measure cases; a row whose numbers are wrong is reported as failed, without a time."""
     from rich.console import Console
+    from rich.progress import Progress
 
     from gossamer.cli.errors import Refused, need
 
@@ -44,6 +47,8 @@ def run(
     if implementation is not None and implementation not in NAMES:
         raise Refused(f"--implementation must be one of {', '.join(NAMES)}, got {implementation!r}")
     console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, WIDTH)
     works = _choose(names or [], tag or [], chosen, everything=list_cases)
     if list_cases:
         for work in works:
@@ -52,14 +57,15 @@ def run(
     target = out or RESULTS / f"{_file_name(torch, chosen)}.jsonl"
     session = Session(torch.device(chosen), versions(), implementation, budget)
     rows = []
-    with console.status("") as status:
-        session.progress = status.update
-        for number, work in enumerate(works, 1):
-            session.progress = lambda text, number=number: status.update(f"[{number}/{len(works)}] {text}")  # type: ignore[misc]
+    with Progress(*Progress.get_default_columns(), console=console, transient=True) as progress:
+        bar = progress.add_task("", total=len(works))
+        session.progress = lambda text: progress.update(bar, description=text)
+        for work in works:
             found = run_case(session, work, peers)
             fill_ratios(found)
             append_rows(found, target)  # case by case: an interrupted run keeps what it has
             rows += found
+            progress.advance(bar)
     console.print(table(rows))
     for line in refusals(rows):
         console.print(line, style="dim", markup=False)

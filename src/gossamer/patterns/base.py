@@ -8,6 +8,7 @@ right for any pattern that defines `_keep`; the overrides make it fast.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABCMeta, abstractmethod
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,12 @@ class _PatternMeta(ABCMeta):
         pattern = super().__call__(*args, **kwargs)
         give_handle(pattern)
         return pattern
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The constructor's, which `__call__` would hide from help() and error messages."""
+        signature = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 class Pattern(metaclass=_PatternMeta):
