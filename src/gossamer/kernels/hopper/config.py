@@ -13,7 +13,7 @@ class ForwardConfig:
     """One compiled forward kernel.
 
     block_q x block_kv is the layout's tile, `step` the keys of one step (a divisor of block_kv), `stages` the depth of
-    the K and V rings, `q_stages` that of Q.
+    the K and V rings, `q_stages` that of Q: with two, the next item begins while the current one ends.
     """
 
     dtype: str
@@ -29,7 +29,7 @@ class ForwardConfig:
     score: str = "fold"  # or "scale" (a factor that is not positive), "softcap"
 
     def __post_init__(self) -> None:
-        if self.block_q not in (64, 128, 192) or self.block_kv % self.step or self.step % 32:
+        if self.block_q not in (128, 192) or self.block_kv != 128 or self.step not in (64, 128):
             raise ValueError(f"no forward kernel for tiles {self.block_q} x {self.block_kv} in steps of {self.step}")
         if self.shared_bytes > SHARED_MEMORY:
             raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory, there are {SHARED_MEMORY}")
@@ -58,4 +58,4 @@ def forward_config(dtype: str, D: int, E: int, block_q: int, block_kv: int, scor
     """The configuration for head sizes D, E and a layout of block_q x block_kv tiles."""
     D, E = padded(max(D, E)), padded(E)
     step, stages, q_stages = {64: (128, 2, 2), 96: (128, 2, 2), 128: (128, 2, 2), 192: (64, 2, 2), 256: (64, 2, 1)}[D]
-    return ForwardConfig(dtype, D, E, block_q, block_kv, min(step, block_kv), stages, q_stages, score=score)
+    return ForwardConfig(dtype, D, E, block_q, block_kv, step, stages, q_stages, score=score)

@@ -68,6 +68,9 @@ def forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, terms: Terms, *, split: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse). `split` replaces the automatic split of long rows."""
+    if q.device.index != torch.cuda.current_device():
+        with torch.cuda.device(q.device):
+            return forward(problem, q, k, v, layout, terms, split=split)
     p, walk, device = problem, layout.rows, q.device
     score = "softcap" if terms.softcap is not None else "fold" if terms.scale > 0 else "scale"
     config = forward_config(p.dtype, p.D, p.E, walk.block_rows, walk.block_columns, score)
