@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gossamer as gs
-from gossamer.layouts import BlockLayout, build, cached_layout, chosen_tile, clear_cache, from_dense, work_items
+from gossamer.layouts import BlockLayout, build, cached_layout, cheapest_tile, clear_cache, from_dense, work_items
 
 
 def check(pattern, Q, K, block_q, block_kv, q_offset=None):
@@ -255,11 +255,15 @@ def test_density_at_a_million_tokens():
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 * 2**20
 
 
-def test_the_tile_with_fewest_pairs_is_chosen():
-    others = ((64, 64, 0.9), (32, 32, 0.2))
-    size = {"tile": (128, 128), "others": others, "q_offset": 0}
-    assert chosen_tile(gs.BigBird(64), 2048, 2048, **size) == (64, 64)
-    assert chosen_tile(gs.SlidingWindow(30), 2048, 2048, **size) == (64, 64)
-    assert chosen_tile(gs.SlidingWindow(1024), 2048, 2048, **size) == (128, 128)
-    assert chosen_tile(gs.BigBird(128), 2048, 2048, **size) == (128, 128)
-    assert chosen_tile(gs.BigBird(64), 2048, 2048, tile=(128, 128), others=(), q_offset=0) == (128, 128)
+def test_the_cheapest_tile_is_chosen():
+    options = ((128, 128, 1.0), (64, 64, 0.9), (32, 32, 0.2))
+
+    def tile(pattern, options=options):
+        return options[cheapest_tile(pattern, 2048, 2048, options=options, q_offset=0)][:2]
+
+    assert tile(gs.BigBird(64)) == (64, 64)
+    assert tile(gs.SlidingWindow(30)) == (64, 64)
+    assert tile(gs.SlidingWindow(1024)) == (128, 128)
+    assert tile(gs.BigBird(128)) == (128, 128)
+    assert tile(gs.BigBird(64), options[:1]) == (128, 128)
+    assert tile(gs.BigBird(64), ((128, 128, 1.0), (64, 64, 0.1))) == (128, 128)

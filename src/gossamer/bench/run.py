@@ -84,8 +84,8 @@ def _measure(session: Session, work: Workload, inputs: Inputs, samples: list[Sam
     try:
         session.progress(f"{work.name}: {name}")
         if not is_peer:
-            for row in rows:
-                row.implementation = f"{name} {chosen(inputs, session.implementation)}"
+            for row, taken in zip(rows, chosen(inputs, session.implementation), strict=True):
+                row.implementation = f"{name} {taken}"
         prepared = peer.prepare(inputs, session.rate(inputs.q.dtype))
         if prepared.note:
             for row in rows:

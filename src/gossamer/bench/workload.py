@@ -90,12 +90,12 @@ def make_inputs(work: Workload, device: torch.device, seed: int = 0) -> Inputs:
     return Inputs(work.pattern, q, k, v, terms, dout=draw(c.B, c.H, c.Q, c.E))
 
 
-def chosen(inputs: Inputs, implementation: str | None) -> str:
-    """The name of the implementation that gossamer takes for the inputs, gradients included."""
+def chosen(inputs: Inputs, implementation: str | None) -> tuple[str, str]:
+    """The implementations that gossamer takes for the forward and for the backward of the inputs."""
     q = inputs.q.detach().requires_grad_()
     t = inputs.terms
     plan = gossamer.explain(
         q, inputs.k, inputs.v, inputs.pattern, scale=t.scale, q_offset=t.q_offset, key_lengths=t.key_lengths,
         softcap=t.softcap, sink_logits=t.sink_logits, alibi_slopes=t.alibi_slopes, implementation=implementation,
     )  # fmt: skip
-    return plan.implementation
+    return plan.implementation, plan.backward or plan.implementation

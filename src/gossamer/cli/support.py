@@ -38,7 +38,9 @@ DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
 
 def _devices(limit: Capability) -> str:
     text = ", ".join(DEVICES[device] for device in sorted(limit.devices))
-    return text if limit.min_sm is None else f"{text} (sm_{limit.min_sm} and later)"
+    if limit.min_sm is None:
+        return text
+    return f"{text} (sm_{limit.min_sm})" if limit.max_sm == limit.min_sm else f"{text} (sm_{limit.min_sm} and later)"
 
 
 def _all_or(names: frozenset[str], every: tuple[str, ...]) -> str:

@@ -36,6 +36,7 @@ class Problem:
     score_terms: frozenset[str] = frozenset()  # subset of SCORE_TERMS
     backward: bool = False
     deterministic: bool = False
+    tile: tuple[int, int] | None = None  # (block_q, block_kv) of a layout that the user made
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,13 @@ class Capability:
     dtypes: frozenset[str]
     max_head_dim: int | None = None  # of D and of E; None: any
     min_sm: int | None = None  # for CUDA devices
+    max_sm: int | None = None
     mask_modes: frozenset[str] = frozenset(MASK_MODES)
     score_terms: frozenset[str] = frozenset(SCORE_TERMS)
     backward: bool = True
     deterministic: frozenset[str] = frozenset({"cpu", "cuda"})  # devices on which a deterministic run exists
+    tiles: frozenset[tuple[int, int]] | None = None  # layout tiles that it walks; None: any
+    rate: float = 1.0  # pairs executed per second with its own tile; ratios on one device count
 
 
 def reasons(problem: Problem, capability: Capability) -> list[str]:
@@ -60,12 +64,17 @@ def reasons(problem: Problem, capability: Capability) -> list[str]:
         found.append(f"needs a {_names(c.devices)} tensor, got {p.device}")
     elif p.device == "cuda" and c.min_sm is not None and (p.sm is None or p.sm < c.min_sm):
         found.append(f"needs compute capability {_sm(c.min_sm)} or later, got {_sm(p.sm)}")
+    elif p.device == "cuda" and c.max_sm is not None and (p.sm is None or p.sm > c.max_sm):
+        found.append(f"needs compute capability {_sm(c.max_sm)} or earlier, got {_sm(p.sm)}")
     if p.dtype not in c.dtypes:
         found.append(f"dtype {p.dtype} not in {{{_names(c.dtypes)}}}")
     if c.max_head_dim is not None:
         for name, size in (("D", p.D), ("E", p.E)):
             if size > c.max_head_dim:
                 found.append(f"head size {name}={size} is over {c.max_head_dim}")
+    if p.tile is not None and c.tiles is not None and p.tile not in c.tiles:
+        walked = ", ".join(f"{q} x {kv}" for q, kv in sorted(c.tiles))
+        found.append(f"walks layout tiles of {walked}, got {p.tile[0]} x {p.tile[1]}")
     missing = p.score_terms - c.score_terms
     if missing:
         found.append(f"does not compute {_names(missing)}")

@@ -2,7 +2,7 @@
 
 from gossamer.layouts.block import BlockLayout, TileList, Walk
 from gossamer.layouts.build import build
-from gossamer.layouts.cache import cached_layout, chosen_tile, clear_cache
+from gossamer.layouts.cache import cached_layout, cheapest_tile, clear_cache
 from gossamer.layouts.dense import from_dense
 from gossamer.layouts.schedule import WorkItems, work_items
 from gossamer.layouts.stats import LayoutStats
@@ -15,7 +15,7 @@ __all__ = [
     "WorkItems",
     "build",
     "cached_layout",
-    "chosen_tile",
+    "cheapest_tile",
     "clear_cache",
     "from_dense",
     "work_items",

@@ -15,7 +15,7 @@ LIMIT = 64
 WORTH_A_LOOK = 1.25
 
 _layouts: OrderedDict[tuple[Any, ...], BlockLayout] = OrderedDict()
-_tiles: OrderedDict[tuple[Any, ...], tuple[int, int]] = OrderedDict()
+_tiles: OrderedDict[tuple[Any, ...], int] = OrderedDict()
 _lock = Lock()
 
 
@@ -41,35 +41,27 @@ def _host_layout(pattern: Pattern, Q: int, K: int, block_q: int, block_kv: int, 
     return layout
 
 
-def chosen_tile(
-    pattern: Pattern,
-    Q: int,
-    K: int,
-    *,
-    tile: tuple[int, int],
-    others: tuple[tuple[int, int, float], ...],
-    q_offset: int,
-) -> tuple[int, int]:
-    """The tile (block_q, block_kv) with the least time: executed pairs over rate, by counting.
+def cheapest_tile(
+    pattern: Pattern, Q: int, K: int, *, options: tuple[tuple[int, int, float], ...], q_offset: int
+) -> int:
+    """Which of the options (block_q, block_kv, rate) takes the least time: executed pairs over rate, by counting.
 
-    Args:
-        tile: the preferred tile, of rate 1; kept where it executes at most 1.25 pairs for each useful one.
-        others: (block_q, block_kv, rate).
+    The first is taken without a look at the others where it executes at most 1.25 pairs for each useful one.
     """
-    if not others:
-        return tile
-    key = (pattern, Q, K, q_offset, tile, others)
+    if len(options) == 1:
+        return 0
+    key = (pattern, Q, K, q_offset, options)
     with _lock:
         known = _tiles.get(key)
     if known is not None:
         return known
-    stats = _host_layout(pattern, Q, K, *tile, q_offset).stats
-    best, least = tile, stats.executed_pairs
-    if stats.overhead > WORTH_A_LOOK:
-        for block_q, block_kv, rate in others:
-            pairs = _host_layout(pattern, Q, K, block_q, block_kv, q_offset).stats.executed_pairs / rate
-            if pairs < least:
-                best, least = (block_q, block_kv), pairs
+    times = []
+    for block_q, block_kv, rate in options:
+        stats = _host_layout(pattern, Q, K, block_q, block_kv, q_offset).stats
+        times.append(stats.executed_pairs / rate)
+        if len(times) == 1 and stats.overhead <= WORTH_A_LOOK:
+            break
+    best = times.index(min(times))
     with _lock:
         _tiles[key] = best
         while len(_tiles) > 4 * LIMIT:

@@ -13,7 +13,7 @@ from gossamer.kernels.table import NAMES
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import Pattern
 from gossamer.torch.api import check_types, four_dimensional, is_deterministic, what
-from gossamer.torch.plan import layout_for, make_plan, refusals, terms_of
+from gossamer.torch.plan import make_plan, placed, refusals, terms_of
 from gossamer.torch.registry import pattern_of
 from gossamer.torch.validate import Arguments
 
@@ -26,6 +26,7 @@ class Explanation:
 
     problem: Problem
     implementation: str
+    backward: str | None  # the implementation of the backward; None without gradients
     reasons: dict[str, list[str]]  # of each implementation that is not chosen
     tile: tuple[int, int]  # (block_q, block_kv)
     density: float  # kept pairs over Q * K; key_lengths are not counted
@@ -50,6 +51,8 @@ class Explanation:
             ("bytes", f"{self.bytes / 2**20:,.2f} MiB of tensors, {self.layout_bytes / 2**20:,.2f} MiB of layout"),
             ("implementation", self.implementation),
         ]
+        if self.backward is not None:
+            lines.append(("backward by", self.backward))
         return lines + [(f"not {name}", "; ".join(found)) for name, found in self.reasons.items()]
 
     def __rich__(self) -> Any:
@@ -100,11 +103,13 @@ def explain(
         alibi_slopes, scale, softcap, implementation,
         is_deterministic(deterministic), backward,
     )  # fmt: skip
-    plan = make_plan(a)
+    plan = make_plan(a, geometry, backward=False)
     terms = terms_of(a)
-    p, name = plan.problem, plan.implementation.name
-    layout = layout_for(plan, a, terms, handle, tensors, geometry)
-    tile = plan.implementation.tile(p)
+    p = plan.problem
+    chosen, layout = placed(plan, a, terms, handle, tensors, geometry)
+    name, tile, gradient = chosen.name, chosen.tile(p), None
+    if backward:
+        gradient = placed(make_plan(a, geometry, backward=True), a, terms, handle, tensors, geometry)[0].name
     if isinstance(layout, BlockLayout):
         stats = (layout if layout.host is None else layout.host).stats
         useful, executed, layout_bytes = stats.useful_pairs, stats.executed_pairs, stats.bytes
@@ -116,13 +121,15 @@ def explain(
         useful, executed, layout_bytes = density * p.Q * p.K, float(p.Q * p.K), layout.nbytes
         tiles = {"dense": 1, "of": 1}
         tile = (p.Q, p.K)
-    refused = {other: refusals(other, p) or ["comes after the one chosen"] for other in NAMES if other != name}
-    if implementation is not None:
-        refused = {other: refusals(other, p) or ["not asked for"] for other in NAMES if other != name}
+    refused = {}
+    for at, other in enumerate(NAMES):
+        later = "comes after the one chosen" if at > NAMES.index(name) else "its tiles hold more pairs of this pattern"
+        if other != name:
+            refused[other] = refusals(other, p) or [later if implementation is None else "not asked for"]
     size = q.element_size()
     elements = q.numel() + k.numel() + v.numel() + q.numel() // p.D * p.E
     flops = 2.0 * (p.D + p.E) * p.B * p.H
     return Explanation(
-        p, name, refused, tile, density, tiles, useful * flops, executed * flops,
+        p, name, gradient, refused, tile, density, tiles, useful * flops, executed * flops,
         elements * size + p.B * p.H * p.Q * (8 if p.dtype == "float64" else 4), layout_bytes,
     )  # fmt: skip

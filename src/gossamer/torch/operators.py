@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from gossamer.kernels.rows import compute_dtype
 from gossamer.patterns.handles import token_of
-from gossamer.torch.plan import layout_for, plan_for, terms_of
+from gossamer.torch.plan import placed, plan_for, terms_of
 from gossamer.torch.validate import Arguments, validate
 
 _OPTIONS = (
@@ -34,10 +34,11 @@ library.define(
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, layout: list[Tensor], geometry: list[int], pattern: int, *options: Any):
     a = Arguments(q, k, v, *options)
-    plan = plan_for(a)
+    plan = plan_for(a, geometry, backward=False)
     terms = terms_of(a)
-    where = layout_for(plan, a, terms, pattern, layout, geometry)
-    return plan.implementation.forward(plan.problem, q, k, v, where, terms)
+    implementation, where = placed(plan, a, terms, pattern, layout, geometry)
+    out, lse = implementation.forward(plan.problem, q, k, v, where, terms)
+    return out.contiguous(), lse  # as the fake says; rows of an odd size may come padded
 
 
 def _backward(
@@ -54,11 +55,11 @@ def _backward(
     *options: Any,
 ):
     a = Arguments(q, k, v, *options)
-    plan = plan_for(a)
+    plan = plan_for(a, geometry, backward=True)
     terms = terms_of(a)
-    where = layout_for(plan, a, terms, pattern, layout, geometry)
+    implementation, where = placed(plan, a, terms, pattern, layout, geometry)
     dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv, dsink = plan.implementation.backward(plan.problem, dout, dlse, q, k, v, out, lse, where, terms)
+    dq, dk, dv, dsink = implementation.backward(plan.problem, dout, dlse, q, k, v, out, lse, where, terms)
     return dq, dk, dv, q.new_empty(0) if dsink is None else dsink
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
 
@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gossamer.kernels.contract import Implementation, Problem, Terms, Unsupported, reasons
 from gossamer.kernels.table import NAMES, load
-from gossamer.layouts import BlockLayout, cached_layout, chosen_tile
+from gossamer.layouts import BlockLayout, cached_layout, cheapest_tile
 from gossamer.patterns import Pattern
 from gossamer.torch.masks import dense_of, layout_of
 from gossamer.torch.registry import pattern_of
@@ -32,10 +32,10 @@ KEPT_DENSE = 4
 
 @dataclass(frozen=True)
 class Plan:
-    """The problem, the implementation that computes it, and the reasons of those tried before it."""
+    """The problem, the implementations that compute it in the order of the table, and the others' reasons."""
 
     problem: Problem
-    implementation: Implementation
+    implementations: tuple[Implementation, ...]
     refused: dict[str, list[str]]
 
 
@@ -43,11 +43,14 @@ _plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
 _dense: OrderedDict[tuple[Any, ...], Tensor] = OrderedDict()
 _given: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _lock = threading.RLock()
-_logged: set[str] = set()
+_logged: set[tuple[Any, ...]] = set()
 
 
-def plan_for(a: Arguments) -> Plan:
-    """The plan of a call; validated and chosen once for each combination of shapes, types and options."""
+def plan_for(a: Arguments, geometry: list[int], backward: bool) -> Plan:
+    """The plan of a call's forward, or of its backward.
+
+    Validated and chosen once for each combination of shapes, types and options.
+    """
     q, k, v, t, n, s, w = a.q, a.k, a.v, a.q_offset_tensor, a.key_lengths, a.sink_logits, a.alibi_slopes
     key = (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, a[8:], a.q_offset,
@@ -55,10 +58,11 @@ def plan_for(a: Arguments) -> Plan:
         None if n is None else (n.shape, n.dtype, n.device),
         None if s is None else (s.shape, s.dtype, s.device),
         None if w is None else (w.shape, w.dtype, w.device, w.requires_grad),
+        tuple(geometry), backward,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        plan = make_plan(a)
+        plan = make_plan(a, geometry, backward)
         with _lock:
             _plans[key] = plan
             while len(_plans) > KEPT_PLANS:
@@ -66,25 +70,36 @@ def plan_for(a: Arguments) -> Plan:
     return plan
 
 
-def make_plan(a: Arguments) -> Plan:
-    """Validate and choose: the first implementation in the table that supports the problem, or the one named.
+def make_plan(a: Arguments, geometry: list[int], backward: bool) -> Plan:
+    """Validate and choose: the implementations in the table that support the problem, or the one named.
+
+    One that is chosen, not named, may compute the forward alone: the backward reads out and lse, whoever made them.
+
+    Args:
+        geometry: of a BlockLayout that the user made, else empty: see `placed`.
+        backward: the plan is that of the backward.
 
     Raises:
         ValueError: an argument is wrong.
         Unsupported: nothing, or not the one named, computes the problem; the message has every reason.
     """
     validate(a)
-    problem = problem_of(a)
+    problem = problem_of(a, geometry)
+    if a.backward and not backward and a.implementation is None:
+        make_plan(a, geometry, True)  # raises before anything is computed
+        problem = replace(problem, backward=False)
     refused: dict[str, list[str]] = {}
+    found = []
     for name in NAMES if a.implementation is None else [a.implementation]:
-        found = refusals(name, problem)
-        if not found:
-            implementation = load(name)
-            assert not isinstance(implementation, str), "a module that cannot be imported is a refusal"
-            _log(name, problem, refused)
-            return Plan(problem, implementation, refused)
-        refused[name] = found
-    raise Unsupported(_refusal(a.implementation, problem, refused))
+        reasons_of = refusals(name, problem)
+        implementation = load(name)
+        if reasons_of or isinstance(implementation, str):
+            refused[name] = reasons_of
+        else:
+            found.append(implementation)
+    if not found:
+        raise Unsupported(_refusal(a.implementation, problem, refused))
+    return Plan(problem, tuple(found), refused)
 
 
 def _refusal(named: str | None, problem: Problem, refused: dict[str, list[str]]) -> str:
@@ -103,7 +118,7 @@ def refusals(name: str, problem: Problem) -> list[str]:
     return implementation.unavailable() + reasons(problem, implementation.capability)
 
 
-def problem_of(a: Arguments) -> Problem:
+def problem_of(a: Arguments, geometry: list[int]) -> Problem:
     q, k = a.q, a.k
     terms = {name for name in ("key_lengths", "softcap", "sink_logits", "alibi_slopes") if getattr(a, name) is not None}
     if a.q_offset_tensor is not None or a.q_offset not in (None, k.shape[2] - q.shape[2]):
@@ -115,7 +130,7 @@ def problem_of(a: Arguments) -> Problem:
     return Problem(
         B=q.shape[0], H=q.shape[1], G=k.shape[1], Q=q.shape[2], K=k.shape[2], D=q.shape[3], E=a.v.shape[3],
         dtype=str(q.dtype)[6:], device=q.device.type, sm=sm, score_terms=frozenset(terms),
-        backward=a.backward, deterministic=a.deterministic,
+        backward=a.backward, deterministic=a.deterministic, tile=(geometry[0], geometry[1]) if geometry else None,
     )  # fmt: skip
 
 
@@ -132,32 +147,47 @@ def terms_of(a: Arguments) -> Terms:
     )
 
 
-def layout_for(plan: Plan, a: Arguments, terms: Terms, pattern: int, given: list[Tensor], geometry: list[int]) -> Any:
-    """What the implementation reads: a BlockLayout, or for the reference a dense boolean tensor.
+def placed(
+    plan: Plan, a: Arguments, terms: Terms, pattern: int, given: list[Tensor], geometry: list[int]
+) -> tuple[Implementation, Any]:
+    """The implementation that computes a call, and what it reads: a BlockLayout, or a dense boolean tensor.
+
+    It is the first of the plan; for a pattern that leaves most of its tiles empty, the one whose tile takes the least
+    time by counted pairs.
 
     Args:
         pattern: a handle, or -1 when `given` says what is attended.
         given: the tensors of a BlockLayout, or one dense boolean mask.
         geometry: (block_q, block_kv, Q, K) of a BlockLayout; empty for a mask.
     """
-    p, dense = plan.problem, plan.implementation.layout == "dense"
-    block_q, block_kv = plan.implementation.tile(p)
-    if pattern >= 0:
-        which = pattern_of(pattern)
-        if dense:
-            return _dense_pattern(which, p, terms.q_offset, a.q.device)
-        which.check(p.Q, p.K, p.H, p.B)
-        block_q, block_kv = chosen_tile(
-            which,
-            p.Q,
-            p.K,
-            tile=(block_q, block_kv),
-            others=plan.implementation.tile_choices(p),
-            q_offset=terms.q_offset,
-        )
-        return cached_layout(
-            which, p.Q, p.K, block_q=block_q, block_kv=block_kv, q_offset=terms.q_offset, device=a.q.device
-        )
+    p, first = plan.problem, plan.implementations[0]
+    if pattern < 0:
+        layout = _given_layout(p, first, a, given, geometry)
+        _log(first.name, plan)
+        return first, layout
+    which = pattern_of(pattern)
+    if first.layout == "dense":
+        _log(first.name, plan)
+        return first, _dense_pattern(which, p, terms.q_offset, a.q.device)
+    which.check(p.Q, p.K, p.H, p.B)
+    able = [i for i in plan.implementations if i.layout == "block"]
+    options = [(i, *i.tile(p), i.capability.rate) for i in able]
+    options += [(i, c.block_q, c.block_kv, c.rate * i.capability.rate) for i in able for c in i.tile_choices(p)]
+    tiles = tuple(option[1:] for option in options)
+    chosen = options[cheapest_tile(which, p.Q, p.K, options=tiles, q_offset=terms.q_offset)]
+    implementation, block_q, block_kv, _ = chosen
+    _log(implementation.name, plan)
+    return implementation, cached_layout(
+        which, p.Q, p.K, block_q=block_q, block_kv=block_kv, q_offset=terms.q_offset, device=a.q.device
+    )
+
+
+def _given_layout(
+    p: Problem, implementation: Implementation, a: Arguments, given: list[Tensor], geometry: list[int]
+) -> Any:
+    """What an implementation reads when tensors say what is attended."""
+    dense = implementation.layout == "dense"
+    block_q, block_kv = implementation.tile(p)
     if not geometry:
         mask = given[0]
         check_mask(mask, a)
@@ -206,9 +236,12 @@ def _dense_pattern(pattern: Pattern, p: Problem, q_offset: int, device: torch.de
     return mask
 
 
-def _log(name: str, problem: Problem, refused: dict[str, list[str]]) -> None:
-    text = "; ".join(f"not {other}: {', '.join(found)}" for other, found in refused.items())
-    line = f"attention on {problem.device} in {problem.dtype} runs by {name}" + (f" ({text})" if text else "")
-    if line not in _logged:
-        _logged.add(line)
-        logger.info(line)
+def _log(name: str, plan: Plan) -> None:
+    """Say once which implementation computes a kind of problem."""
+    key = (name, plan.problem.device, plan.problem.dtype, plan.problem.backward)
+    if key in _logged:
+        return
+    _logged.add(key)
+    text = "; ".join(f"not {other}: {', '.join(found)}" for other, found in plan.refused.items())
+    problem = plan.problem
+    logger.info(f"attention on {problem.device} in {problem.dtype} runs by {name}" + (f" ({text})" if text else ""))

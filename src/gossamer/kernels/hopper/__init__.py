@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from gossamer.kernels.contract import Capability, Problem, Terms, Unsupported
+from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice, Unsupported
 from gossamer.layouts.block import BlockLayout
 
 
@@ -19,8 +19,10 @@ class Hopper:
         dtypes=frozenset({"float16", "bfloat16"}),
         max_head_dim=256,
         min_sm=90,
+        max_sm=90,
         score_terms=frozenset({"q_offset", "softcap", "sink_logits"}),
         backward=False,
+        tiles=frozenset({(128, 128), (192, 128)}),
     )
 
     def unavailable(self) -> list[str]:
@@ -39,6 +41,9 @@ class Hopper:
     def tile(self, problem: Problem) -> tuple[int, int]:
         """(block_q, block_kv): three warpgroups of 64 query rows for small heads, where the accumulators are small."""
         return (192 if max(problem.D, problem.E) <= 64 else 128), 128
+
+    def tile_choices(self, problem: Problem) -> tuple[TileChoice, ...]:
+        return ()
 
     def forward(self, problem: Problem, q: Any, k: Any, v: Any, layout: BlockLayout, terms: Terms) -> tuple[Any, Any]:
         """(out, lse)."""
