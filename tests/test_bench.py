@@ -153,6 +153,7 @@ def test_a_case_end_to_end(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.filterwarnings("ignore")  # of the peers: refused backends, deprecations inside torch's compiler
 def test_a_case_on_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     done = runner.invoke(app, ["bench", "window", "bigbird", "--peers", "--budget", "0.02", "--out", str(out)])

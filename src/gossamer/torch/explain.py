@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -130,6 +130,6 @@ def explain(
     elements = q.numel() + k.numel() + v.numel() + q.numel() // p.D * p.E
     flops = 2.0 * (p.D + p.E) * p.B * p.H
     return Explanation(
-        p, name, gradient, refused, tile, density, tiles, useful * flops, executed * flops,
+        replace(p, backward=backward), name, gradient, refused, tile, density, tiles, useful * flops, executed * flops,
         elements * size + p.B * p.H * p.Q * (8 if p.dtype == "float64" else 4), layout_bytes,
     )  # fmt: skip
