@@ -28,6 +28,7 @@ from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.hopper import launch
 from gossamer.layouts import from_dense
 from gossamer.patterns import BigBird, BlockMask, Causal, Dense, SlidingWindow
+from gossamer.testing.cases import bigbird_matrix
 
 DEVICE = "cuda"
 
@@ -188,18 +189,6 @@ def host_us(run: Callable[[], Any], calls: int = 200) -> float:
     return 1e6 * spent / calls
 
 
-def anchor(block: int, n: int, p: float) -> BlockMask:
-    """The block matrices of the anchors."""
-    g, nb = torch.Generator().manual_seed(0), n // block
-    m = torch.zeros(nb, nb, dtype=torch.bool)
-    for o in (-1, 0, 1):
-        i = torch.arange(nb)
-        m[i, (i + o).clamp(0, nb - 1)] = True
-    m[:, :2] = True
-    m |= torch.rand(nb, nb, generator=g) < p
-    return BlockMask(m.numpy(), block)
-
-
 N = 131072
 ROWS: dict[str, tuple[Any, ...]] = {
     # name: pattern, H, N, D, FA4 arguments
@@ -207,7 +196,7 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "window +-4096 D128": (lambda: SlidingWindow(4096, 4096), 8, N, 128, {"window_size": (4096, 4096)}),
     "window left 512 D128": (lambda: SlidingWindow(512), 8, N, 128, {"causal": True, "window_size": (512, 0)}),
     "window left 4096 D64": (lambda: SlidingWindow(4096), 16, N, 64, {"causal": True, "window_size": (4096, 0)}),
-    "128-blocks 3.1 % D128": (lambda: anchor(128, N, 27 / 1024), 8, N, 128, None),
+    "128-blocks 3.1 % D128": (lambda: bigbird_matrix(N, 128), 8, N, 128, None),
     "dense causal 32768 D128": (lambda: Causal(), 16, 32768, 128, {"causal": True}),
     "BigBird(64) D128": (lambda: BigBird(64), 8, N, 128, None),
 }

@@ -29,29 +29,18 @@ from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.triton import launch
 from gossamer.kernels.triton.config import BUCKETS, CANDIDATES, DIRECTIONS, Direction, TileConfig, config, padded
 from gossamer.layouts import BlockLayout, build
-from gossamer.patterns import BigBird, BlockMask, Pattern, SlidingWindow
+from gossamer.patterns import BigBird, Pattern, SlidingWindow
+from gossamer.testing.cases import bigbird_matrix
 
 PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}
 SAMPLES = 24
 TOLERANCE = 2e-2
 
 
-def block_matrix(N: int, block: int = 128, p: float = 27 / 1024) -> torch.Tensor:
-    """Three diagonals, two leading block columns, and a random share `p`: 3.1 % dense at N 131072."""
-    n = N // block
-    generator = torch.Generator().manual_seed(0)
-    matrix = torch.zeros(n, n, dtype=torch.bool)
-    i = torch.arange(n)
-    for offset in (-1, 0, 1):
-        matrix[i, (i + offset).clamp(0, n - 1)] = True
-    matrix[:, :2] = True
-    return matrix | (torch.rand(n, n, generator=generator) < p)
-
-
 PATTERNS: dict[str, Callable[[int], Pattern]] = {
     "window": lambda N: SlidingWindow(4096),
     "both": lambda N: SlidingWindow(4096, 4096),
-    "blocks": lambda N: BlockMask(block_matrix(N).numpy(), 128),
+    "blocks": lambda N: bigbird_matrix(N, 128),
     "bigbird": lambda N: BigBird(64),
 }
 # No split of rows in small problems, so that they compile the kernels of the large ones.
@@ -198,7 +187,7 @@ def flex(s: Setting) -> tuple[float, float] | None:
 
     N = s.problem.Q
     if s.name == "blocks":
-        matrix = block_matrix(N).cuda()
+        matrix = torch.from_numpy(bigbird_matrix(N, 128).mask.copy()).cuda()
         counts = matrix.sum(-1, dtype=torch.int32)[None, None]
         order = torch.argsort(matrix.int(), dim=-1, descending=True, stable=True).int()[None, None].contiguous()
         mask = FlexMask.from_kv_blocks(torch.zeros_like(counts), order, counts, order, BLOCK_SIZE=128)
