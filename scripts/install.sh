@@ -29,4 +29,4 @@ else
   echo "install: no NVIDIA GPU, torch from constraints/cpu.txt"
   constraints=(-c constraints/cpu.txt)
 fi
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${constraints[@]}" -e '.[torch,plot,dev]'
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${constraints[@]}" -e '.[torch,hopper,plot,dev]'

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
 from gossamer.kernels.contract import Problem, reasons
-from gossamer.kernels.hopper import IMPLEMENTATION
+from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
 from gossamer.kernels.hopper.config import HEAD_SIZES, SHARED_MEMORY, ForwardConfig, forward_config, padded
 
-needs_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
-)
+needs_compiler = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 SIZES = [(size, size) for size in HEAD_SIZES] + [(192, 128)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from gossamer.kernels.contract import Problem, Terms
-from gossamer.kernels.hopper import IMPLEMENTATION
+from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
 from gossamer.layouts import from_dense
 from gossamer.layouts.block import BlockLayout
 from gossamer.patterns import BlockMask, Causal, Dense, Pattern, SlidingWindow
@@ -19,7 +18,7 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0"),
-    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
+    pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages())),
 ]
 UNIT = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 

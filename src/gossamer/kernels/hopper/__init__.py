@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
+import re
+from functools import cache
 from typing import Any
 
 from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice, Unsupported
 from gossamer.layouts.block import BlockLayout
+
+NEEDED = {"nvidia-cutlass-dsl": (4, 8), "apache-tvm-ffi": (0, 1)}
+
+
+@cache
+def missing_packages() -> list[str]:
+    """What of the compiler is not installed, or too old for the kernels (vLLM pins an older one)."""
+    found = []
+    for name, least in NEEDED.items():
+        wanted = f"needs the package {name} {'.'.join(map(str, least))} or later (pip install 'gossamer[hopper]')"
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"{wanted}, which is not installed")
+            continue
+        if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < least:
+            found.append(f"{wanted}, got {version}")
+    return found
 
 
 class Hopper:
@@ -29,8 +49,9 @@ class Hopper:
         """Why nothing can run here."""
         import torch
 
-        if importlib.util.find_spec("cutlass") is None:
-            return ["needs the package nvidia-cutlass-dsl"]
+        missing = missing_packages()
+        if missing:
+            return missing
         if not torch.cuda.is_available():
             return ["torch finds no CUDA device"]
         major, minor = torch.cuda.get_device_capability()
