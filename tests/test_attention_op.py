@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -299,3 +301,30 @@ def test_host_cost() -> None:
         gs.attention(q, k, v, P)
         times.append(time.perf_counter() - start)
     assert min(times) < 1e-3
+
+
+OLDER_TORCH = """
+import torch, torch._library.opaque_object as opaque
+register = opaque.register_opaque_type
+def refuse(cls, *args, **options):
+    if cls.__module__.startswith("gossamer"):
+        raise TypeError("needs a metaclass of its own")
+    return register(cls, *args, **options)
+opaque.register_opaque_type = refuse
+import gossamer as gs
+from gossamer.torch import registry
+assert not registry.constants
+f = torch.compile(lambda q, k, v, p: gs.attention(q, k, v, p), fullgraph=True, backend="aot_eager")
+q, k, v = (torch.randn(1, 2, 40, 16, requires_grad=True) for _ in range(3))
+for p in (gs.Causal(), gs.SlidingWindow(3), gs.BigBird(8), gs.Causal(), gs.SlidingWindow(3)):
+    found, expected = f(q, k, v, p), gs.attention(q, k, v, p)
+    torch.testing.assert_close(found, expected)
+    for x, y in zip(*(torch.autograd.grad(o.sum(), (q, k, v)) for o in (found, expected))):
+        torch.testing.assert_close(x, y)
+"""
+
+
+def test_compile_where_torch_has_no_constants_of_a_plain_class() -> None:
+    """The path of torch 2.11: a pattern enters a graph by its handle, an integer attribute."""
+    done = subprocess.run([sys.executable, "-c", OLDER_TORCH], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr

@@ -180,7 +180,7 @@ def test_csr_sources_agree():
     assert (pattern.materialize(13, 29, q_offset=4) == dense).all()
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta", "ignore:Sparse invariant checks")
 def test_csr_from_torch():
     torch = pytest.importorskip("torch")
     dense = np.random.default_rng(3).random((5, 7)) < 0.4
