@@ -69,6 +69,24 @@ class Walk:
         """Every array in a fixed order (see `with_arrays`)."""
         return [*self.full, *self.interval, *self.bits, self.lo, self.hi, self.pool_index, self.pool]
 
+    def on_host(self) -> Walk:
+        """The same walk as numpy arrays; itself when it is one. Tensors on a GPU are copied, which waits for it."""
+        if isinstance(self.lo, np.ndarray):
+            return self
+        *arrays, pool = [a.cpu().numpy() for a in self.arrays()]
+        return self.with_arrays([*arrays, pool.view(np.uint32)])
+
+    def on_device(self, device: Any) -> Walk:
+        """The same walk as torch tensors on `device`."""
+        import torch
+
+        def move(array: Array) -> Any:
+            if isinstance(array, np.ndarray):
+                array = torch.from_numpy(np.ascontiguousarray(array).view(np.int32))
+            return array.to(device)
+
+        return self.with_arrays([move(a) for a in self.arrays()])
+
     def with_arrays(self, arrays: list[Array]) -> Walk:
         """The same walk over other arrays, in the order of `arrays()`."""
         a = list(arrays)
@@ -121,7 +139,7 @@ class BlockLayout:
             from gossamer.layouts.transpose import transpose
 
             host = self.host
-            self._transpose.append(transpose(self.rows) if host is None else _walk_to(host.columns, self.device))
+            self._transpose.append(transpose(self.rows) if host is None else host.columns.on_device(self.device))
         return self._transpose[0]
 
     @property
@@ -141,7 +159,7 @@ class BlockLayout:
         copy = self._copies.get(device)
         if copy is None:
             host = self if self.device is None else self.host
-            copy = BlockLayout(_walk_to(self.rows, device), host)
+            copy = BlockLayout(self.rows.on_device(device), host)
             self._copies[device] = copy
         return copy
 
@@ -165,17 +183,6 @@ class BlockLayout:
             f"BlockLayout(Q={self.Q}, K={self.K}, block_q={self.block_q}, block_kv={self.block_kv}, "
             f"lead={self.lead}, {tiles}, pool={int(self.rows.pool.shape[0])})"
         )
-
-
-def _walk_to(walk: Walk, device: Any) -> Walk:
-    import torch
-
-    def move(array: Array) -> Any:
-        if isinstance(array, np.ndarray):
-            array = torch.from_numpy(np.ascontiguousarray(array).view(np.int32))
-        return array.to(device)
-
-    return walk.with_arrays([move(a) for a in walk.arrays()])
 
 
 def iterate(walk: Walk) -> Iterator[tuple[int, int, int, str, int, int]]:

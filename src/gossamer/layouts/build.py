@@ -65,13 +65,14 @@ def count_pairs(pattern: Pattern, sizes: Sizes) -> int:
 
 
 def _count(pattern: Pattern, grid: Grid) -> int:
-    interval, total = skeleton(pattern, grid), 0
-    for tiles in _chunks(pattern, grid, interval):
+    part, total = _interval_part(pattern, grid.sizes), 0
+    interval = None if part is None else part.intervals(grid.sizes)
+    for tiles in _chunks(pattern, part, grid):
         full = tiles.kind == KIND_FULL
         total += int(grid.area(tiles.ti[full], tiles.tj[full]).sum())
         if interval is not None:
             edge = tiles.kind == KIND_INTERVAL
-            total += int(_interval_overlap(interval, grid, tiles.ti[edge], tiles.tj[edge]).sum())
+            total += int(interval_overlap(interval, grid, tiles.ti[edge], tiles.tj[edge]).sum())
         per_entry = np.bitwise_count(tiles.words).sum(axis=(1, 2), dtype=np.int64)
         total += int(per_entry[tiles.entry[tiles.kind == KIND_BITS]].sum())
     return total
@@ -79,9 +80,9 @@ def _count(pattern: Pattern, grid: Grid) -> int:
 
 def _one(pattern: Pattern, grid: Grid) -> tuple[Tiles, Intervals | None]:
     """All tiles of a pattern shared by heads, and the row intervals that its interval tiles refer to."""
-    pattern = pattern.lower(Sizes(grid.Q, grid.K, grid.q_offset))
-    interval = skeleton(pattern, grid)
-    parts = list(_chunks(pattern, grid, interval))
+    pattern = pattern.lower(grid.sizes)
+    part = _interval_part(pattern, grid.sizes)
+    parts = list(_chunks(pattern, part, grid))
     words = np.concatenate([p.words for p in parts])
     base = np.cumsum([0, *(len(p.words) for p in parts)])
     entry = np.concatenate([np.where(p.entry >= 0, p.entry + at, -1) for p, at in zip(parts, base, strict=False)])
@@ -89,19 +90,14 @@ def _one(pattern: Pattern, grid: Grid) -> tuple[Tiles, Intervals | None]:
         words, same = unique_tiles(words)
         entry = np.where(entry >= 0, same[entry], -1) if len(same) else entry
     ti, tj, kind = (np.concatenate([p[column] for p in parts]) for column in range(3))
-    return Tiles(ti, tj, kind, entry, words), interval
+    return Tiles(ti, tj, kind, entry, words), None if part is None else part.intervals(grid.sizes)
 
 
 # -- interval tiles ---------------------------------------------------------------------------------------------
 
 
-def skeleton(pattern: Pattern, grid: Grid) -> Intervals | None:
-    """The row intervals that interval tiles refer to: those of the first part of the pattern that is exactly one."""
-    part = _interval_part(pattern, Sizes(grid.Q, grid.K, grid.q_offset))
-    return None if part is None else part.intervals(Sizes(grid.Q, grid.K, grid.q_offset))
-
-
 def _interval_part(pattern: Pattern, sizes: Sizes) -> Pattern | None:
+    """The first part of a pattern that is exactly one interval per row: interval tiles refer to its intervals."""
     if pattern.intervals(sizes) is not None:
         return pattern
     if isinstance(pattern, (And, Or)):
@@ -125,7 +121,7 @@ def _reduces(pattern: Pattern, part: Pattern, grid: Grid, ti: np.ndarray, tj: np
     return found
 
 
-def _interval_overlap(interval: Intervals, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+def interval_overlap(interval: Intervals, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
     """How many pairs of each tile lie in the row intervals."""
     lo, hi = interval
     overlap = np.zeros(len(ti), dtype=np.int64)
@@ -144,11 +140,11 @@ def _interval_overlap(interval: Intervals, grid: Grid, ti: np.ndarray, tj: np.nd
 # -- tiles, some tile rows at a time -------------------------------------------------------------------------------
 
 
-def _chunks(pattern: Pattern, grid: Grid, interval: Intervals | None) -> Iterator[Tiles]:
-    if interval is not None and pattern.intervals(Sizes(grid.Q, grid.K, grid.q_offset)) is not None:
+def _chunks(pattern: Pattern, part: Pattern | None, grid: Grid) -> Iterator[Tiles]:
+    interval = None if part is None else part.intervals(grid.sizes)
+    if interval is not None and part is pattern:
         yield from _interval_chunks(interval, grid)
         return
-    part = _interval_part(pattern, Sizes(grid.Q, grid.K, grid.q_offset))
     rows = max(1, TILES_AT_ONCE * grid.nq // max(1, pattern.tile_bound(grid)))
     for start in range(0, grid.nq, rows):
         yield _mixed_chunk(pattern, part, interval, grid, start, min(start + rows, grid.nq))
@@ -168,7 +164,7 @@ def _interval_chunks(interval: Intervals, grid: Grid) -> Iterator[Tiles]:
         full = (tj * grid.block_kv >= lo[r1 - 1][which]) & ((tj + 1) * grid.block_kv <= hi[r0][which])
         listed = full.copy()
         edge = np.nonzero(~full)[0]
-        listed[edge] = _interval_overlap(interval, grid, t[which[edge]], tj[edge]) > 0
+        listed[edge] = interval_overlap(interval, grid, t[which[edge]], tj[edge]) > 0
         kind = np.where(full, KIND_FULL, KIND_INTERVAL)[listed]
         yield Tiles(t[which[listed]], tj[listed], kind, np.full(len(kind), -1), none)
 
@@ -185,7 +181,7 @@ def _mixed_chunk(
     if part is not None and interval is not None:
         open_tiles = np.nonzero(kind == KIND_BITS)[0]
         same = _reduces(pattern, part, grid, ti[open_tiles], tj[open_tiles])
-        kept = _interval_overlap(interval, grid, ti[open_tiles[same]], tj[open_tiles[same]]) > 0
+        kept = interval_overlap(interval, grid, ti[open_tiles[same]], tj[open_tiles[same]]) > 0
         kind[open_tiles[same]] = np.where(kept, KIND_INTERVAL, -1)
     bits = np.nonzero(kind == KIND_BITS)[0]
     entry = np.full(len(ti), -1, dtype=np.int64)

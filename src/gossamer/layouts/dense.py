@@ -11,9 +11,7 @@ from gossamer.patterns.grid import pack_bits, unpack_bits
 
 def expand(walk: Walk) -> np.ndarray:
     """The dense boolean matrix of a numpy walk, (rows, columns) or (Bl, Hl, rows, columns)."""
-    if not isinstance(walk.lo, np.ndarray):
-        arrays = [a.cpu().numpy() for a in walk.arrays()]
-        walk = walk.with_arrays([*arrays[:-1], arrays[-1].view(np.uint32)])
+    walk = walk.on_host()
     br, bc = walk.block_rows, walk.block_columns
     height, width = walk.tiles * br, -(-walk.columns // bc) * bc
     dense = np.zeros((*walk.lead, height, width), dtype=bool)

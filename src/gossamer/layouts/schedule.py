@@ -25,6 +25,29 @@ class WorkItems(NamedTuple):
         return int(self.merges[:, 3].sum())
 
 
+# A split row costs a write and a read of its accumulator for each part, about as much as one tile: not for less.
+FEWEST_TILES = 16
+# A part may take this share of the time that each multiprocessor works.
+PARTS_PER_PROCESSOR = 4
+
+
+def row_lengths(walk: Walk) -> np.ndarray:
+    """Tiles listed for each tile row of a numpy walk, (Bl, Hl, T) int64."""
+    return sum(tiles.counts.astype(np.int64) for tiles in (walk.full, walk.interval, walk.bits))
+
+
+def split_limit(listed: int, longest: int, copies: int, processors: int, split: int | None = None) -> int:
+    """The most tiles in a work item, for rows that would keep one of `processors` busy for too long.
+
+    Args:
+        listed: tiles in all rows of a walk; longest: in its longest row.
+        copies: how often the rows are computed, by batch elements and heads that share them.
+        split: replaces the automatic limit.
+    """
+    automatic = max(FEWEST_TILES, listed * copies // (processors * PARTS_PER_PROCESSOR))
+    return min(split or automatic, max(longest, 1))
+
+
 def work_items(walk: Walk, limit: int) -> WorkItems:
     """Cut the rows of a numpy walk into ranges of at most `limit` tiles; empty rows get one empty item each.
 
@@ -35,7 +58,7 @@ def work_items(walk: Walk, limit: int) -> WorkItems:
         raise ValueError(f"limit must be at least 1 tile, got {limit}")
     if not isinstance(walk.lo, np.ndarray):
         raise ValueError("work items are made from a layout of numpy arrays, got torch tensors")
-    lengths = (walk.full.counts + walk.interval.counts + walk.bits.counts).reshape(-1).astype(np.int64)
+    lengths = row_lengths(walk).reshape(-1)
     lead, tile = np.divmod(np.arange(len(lengths)), walk.tiles)
     pieces = np.maximum(1, -(-lengths // limit))
     row = np.repeat(np.arange(len(lengths)), pieces)

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gossamer.layouts.block import BlockLayout, TileList, Walk
-from gossamer.patterns.grid import ranges
+from gossamer.layouts.block import BlockLayout, TileList
+from gossamer.layouts.build import interval_overlap
+from gossamer.layouts.schedule import row_lengths
+from gossamer.patterns.grid import Grid, ranges
 
 
 @dataclass(frozen=True)
@@ -39,25 +41,24 @@ class LayoutStats:
 
 def layout_stats(layout: BlockLayout) -> LayoutStats:
     """Count the tiles and pairs of a layout; one on a GPU is copied to the CPU first."""
-    walk = layout.rows
-    if not isinstance(walk.lo, np.ndarray):
-        arrays = [a.cpu().numpy() for a in walk.arrays()]
-        walk = walk.with_arrays([*arrays[:-1], arrays[-1].view(np.uint32)])
+    walk = layout.rows.on_host()
+    grid = Grid(walk.rows, walk.columns, 0, walk.block_rows, walk.block_columns)
     copies = walk.lead[0] * walk.lead[1]
-    lengths = walk.full.counts + walk.interval.counts + walk.bits.counts
+    lengths = row_lengths(walk)
     useful = executed = 0
     per_entry = np.bitwise_count(walk.pool).sum(axis=(1, 2), dtype=np.int64)
     for b, h in np.ndindex(*walk.lead):
         for kind in ("full", "interval", "bits"):
             t, at = _listed(getattr(walk, kind), b, h)
+            if not len(t):  # without interval tiles there are no lo and hi to look into
+                continue
             c = getattr(walk, kind).indices[at].astype(np.int64)
-            height = np.minimum(walk.block_rows, walk.rows - t * walk.block_rows)
-            area = height * np.minimum(walk.block_columns, walk.columns - c * walk.block_columns)
+            area = grid.area(t, c)
             executed += int(area.sum())
             if kind == "full":
                 useful += int(area.sum())
             elif kind == "interval":
-                useful += _interval_pairs(walk, b, h, t, c)
+                useful += int(interval_overlap((walk.lo[b, h], walk.hi[b, h]), grid, t, c).sum())
             else:
                 useful += int(per_entry[walk.pool_index[at]].sum())
     return LayoutStats(
@@ -79,16 +80,3 @@ def _listed(tiles: TileList, b: int, h: int) -> tuple[np.ndarray, np.ndarray]:
     """(tile row, place in `indices`) of each listed tile."""
     starts = tiles.starts[b, h].astype(np.int64)
     return ranges(starts, starts + tiles.counts[b, h])
-
-
-def _interval_pairs(walk: Walk, b: int, h: int, t: np.ndarray, c: np.ndarray) -> int:
-    total = 0
-    for at in range(0, len(t), 2**16):
-        rows = t[at : at + 2**16, None] * walk.block_rows + np.arange(walk.block_rows)
-        inside = rows < walk.rows
-        rows = np.minimum(rows, walk.rows - 1)
-        first = c[at : at + 2**16, None] * walk.block_columns
-        hi = np.minimum(walk.hi[b, h, rows], np.minimum(first + walk.block_columns, walk.columns))
-        width = hi - np.maximum(walk.lo[b, h, rows], first)
-        total += int((np.maximum(width, 0) * inside).sum())
-    return total

@@ -17,14 +17,7 @@ def transpose(walk: Walk) -> Walk:
     """The walk of the transposed matrix, on the same device; torch tensors go through the CPU (one copy)."""
     if isinstance(walk.lo, np.ndarray):
         return _transpose(walk)
-    import torch
-
-    device = walk.lo.device
-    arrays = [a.cpu().numpy() for a in walk.arrays()]
-    result = _transpose(walk.with_arrays([*arrays[:-1], arrays[-1].view(np.uint32)]))
-    return result.with_arrays(
-        [torch.from_numpy(np.ascontiguousarray(a).view(np.int32)).to(device) for a in result.arrays()]
-    )
+    return _transpose(walk.on_host()).on_device(walk.lo.device)
 
 
 def _transpose(walk: Walk) -> Walk:

@@ -209,7 +209,7 @@ class Pattern(metaclass=_PatternMeta):
 
     def tile_bound(self, grid: Grid) -> int:
         """An upper bound of how many tiles `tile_candidates` lists over all rows."""
-        interval = self.intervals(Sizes(grid.Q, grid.K, grid.q_offset))
+        interval = self.intervals(grid.sizes)
         if interval is None:
             return grid.nq * grid.nk
         first, last = _interval_tiles(interval, grid, 0, grid.nq)
@@ -217,7 +217,7 @@ class Pattern(metaclass=_PatternMeta):
 
     def tile_candidates(self, grid: Grid, start: int, stop: int) -> Tiles:
         """Tiles of tile rows [start, stop) that may hold a kept pair: all that do, perhaps some more or twice."""
-        interval = self.intervals(Sizes(grid.Q, grid.K, grid.q_offset))
+        interval = self.intervals(grid.sizes)
         if interval is None:
             return all_tiles(grid, start, stop)
         which, tj = ranges(*_interval_tiles(interval, grid, start, stop))
@@ -225,7 +225,7 @@ class Pattern(metaclass=_PatternMeta):
 
     def tile_classes(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
         """EMPTY, MIXED or FULL for each tile, of its existing pairs; MIXED is always a right answer."""
-        interval = self.intervals(Sizes(grid.Q, grid.K, grid.q_offset))
+        interval = self.intervals(grid.sizes)
         if interval is None:
             return np.full(len(ti), MIXED, dtype=np.int8)
         lo, hi = interval
@@ -241,7 +241,7 @@ class Pattern(metaclass=_PatternMeta):
 
     def tile_words(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
         """Packed words (T, block_q, block_kv // 32) uint32 of the kept pairs; pairs that do not exist may be set."""
-        sizes = Sizes(grid.Q, grid.K, grid.q_offset)
+        sizes = grid.sizes
         interval = self.intervals(sizes)
         if interval is not None:
             return interval_words(*interval, grid, ti, tj)
@@ -300,7 +300,7 @@ class Offsets(Pattern):
 
     def _tile_shifts(self, grid: Grid) -> np.ndarray:
         """The values of `grid.shift` at which a tile may hold a kept pair."""
-        sizes = Sizes(grid.Q, grid.K, grid.q_offset)
+        sizes = grid.sizes
         step = int(np.gcd(grid.block_q, grid.block_kv))
         least = grid.q_offset - (grid.nk - 1) * grid.block_kv
         shifts = np.arange(least, grid.q_offset + (grid.nq - 1) * grid.block_q + 1, step)
@@ -319,7 +319,7 @@ class Offsets(Pattern):
         return np.nonzero(listed)[0] + start, tj[listed]
 
     def tile_classes(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
-        sizes = Sizes(grid.Q, grid.K, grid.q_offset)
+        sizes = grid.sizes
         r0, r1 = grid.row_bounds(ti)
         c0, c1 = grid.key_bounds(tj)
         first, last = grid.q_offset + r0 - c1 + 1, grid.q_offset + r1 - 1 - c0

@@ -70,7 +70,7 @@ class Blocks(Counted):
         return self._holds((i - sizes.q_offset) // self.block, j // self.block, sizes)
 
     def _count_tiles(self, grid: Grid) -> TileCounts:
-        block_rows, block_columns = self._blocks(Sizes(grid.Q, grid.K, grid.q_offset))
+        block_rows, block_columns = self._blocks(grid.sizes)
         r0, c0 = block_rows * self.block, block_columns * self.block
         r1, c1 = np.minimum(r0 + self.block, grid.Q), np.minimum(c0 + self.block, grid.K)
         which, ti = ranges(r0 // grid.block_q, -(-r1 // grid.block_q))
@@ -88,7 +88,7 @@ class Blocks(Counted):
         aligned = grid.block_q % self.block == 0 and grid.block_kv % self.block == 0
         if not aligned or rows * columns > 62:
             return super().tile_ids(grid, ti, tj)
-        sizes = Sizes(grid.Q, grid.K, grid.q_offset)
+        sizes = grid.sizes
         ids = np.zeros(len(ti), dtype=np.int64)
         for bit, (r, c) in enumerate(np.ndindex(rows, columns)):
             ids |= self._holds(ti * rows + r, tj * columns + c, sizes).astype(np.int64) << bit

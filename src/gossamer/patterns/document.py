@@ -83,19 +83,19 @@ class Document(Pattern):
         return lo, hi
 
     def tile_bound(self, grid: Grid) -> int:
-        if self.intervals(Sizes(grid.Q, grid.K, grid.q_offset)) is not None:
+        if self.intervals(grid.sizes) is not None:
             return super().tile_bound(grid)
         return len(_remembered_tiles(self, grid).ti)
 
     def tile_candidates(self, grid: Grid, start: int, stop: int) -> Tiles:
-        if self.intervals(Sizes(grid.Q, grid.K, grid.q_offset)) is not None:
+        if self.intervals(grid.sizes) is not None:
             return super().tile_candidates(grid, start, stop)
         tiles = _remembered_tiles(self, grid)
         first, last = np.searchsorted(tiles.ti, [start, stop])
         return tiles.ti[first:last], tiles.tj[first:last]
 
     def tile_classes(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
-        if self.intervals(Sizes(grid.Q, grid.K, grid.q_offset)) is not None:
+        if self.intervals(grid.sizes) is not None:
             return super().tile_classes(grid, ti, tj)
         tiles = _remembered_tiles(self, grid)
         q_min, q_max = tiles.q_min[ti], tiles.q_max[ti]

@@ -33,6 +33,10 @@ class Grid(NamedTuple):
     block_kv: int
 
     @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.Q, self.K, self.q_offset)
+
+    @property
     def nq(self) -> int:
         return -(-self.Q // self.block_q)
 

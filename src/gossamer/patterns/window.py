@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -175,18 +176,12 @@ class GlobalTokens(Pattern):
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         return np.isin(i, self.tokens) | np.isin(j, self.tokens)
 
-    def _tiles(self, grid: Grid) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Of each tile row and each tile column: how many of its positions are global, and an id of which."""
-        rows = self.tokens - grid.q_offset
-        rows = rows[(rows >= 0) & (rows < grid.Q)]
-        return (*_members(rows, grid.block_q, grid.nq), *_members(self.tokens, grid.block_kv, grid.nk))
-
     def tile_bound(self, grid: Grid) -> int:
-        rows, _, columns, _ = self._tiles(grid)
+        rows, _, columns, _ = _remembered_tiles(self, grid)
         return int((rows > 0).sum()) * grid.nk + int((columns > 0).sum()) * grid.nq
 
     def tile_candidates(self, grid: Grid, start: int, stop: int) -> Tiles:
-        rows, _, columns, _ = self._tiles(grid)
+        rows, _, columns, _ = _remembered_tiles(self, grid)
         (of_rows,) = np.nonzero(rows[start:stop])
         (of_columns,) = np.nonzero(columns)
         ti, tj = all_tiles(grid, 0, len(of_rows))
@@ -196,7 +191,7 @@ class GlobalTokens(Pattern):
         )
 
     def tile_classes(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
-        rows, _, columns, _ = self._tiles(grid)
+        rows, _, columns, _ = _remembered_tiles(self, grid)
         r0, r1 = grid.row_bounds(ti)
         c0, c1 = grid.key_bounds(tj)
         full = (rows[ti] == r1 - r0) | (columns[tj] == c1 - c0)
@@ -204,16 +199,22 @@ class GlobalTokens(Pattern):
         return np.where(full, FULL, np.where(empty, EMPTY, MIXED)).astype(np.int8)
 
     def tile_ids(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
-        _, row_ids, _, column_ids = self._tiles(grid)
+        _, row_ids, _, column_ids = _remembered_tiles(self, grid)
         return combine_ids(row_ids[ti], column_ids[tj])
 
 
+@lru_cache(maxsize=8)
+def _remembered_tiles(pattern: GlobalTokens, grid: Grid) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Of each tile row and each tile column: how many of its positions are global, and an id of which."""
+    rows = pattern.tokens - grid.q_offset
+    rows = rows[(rows >= 0) & (rows < grid.Q)]
+    return (*_members(rows, grid.block_q, grid.nq), *_members(pattern.tokens, grid.block_kv, grid.nk))
+
+
 def _members(positions: np.ndarray, block: int, blocks: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each block of positions: how many of the given ones it holds, and an id of which (equal: the same)."""
+    """For each block of positions: how many of the given (sorted) it holds, and an id of which (equal: the same)."""
     counts = np.bincount(positions // block, minlength=blocks)
-    held: dict[bytes, int] = {b"": 0}
-    ids = np.zeros(blocks, dtype=np.int64)
-    for block_index in np.nonzero(counts)[0]:
-        inside = positions[positions // block == block_index] % block
-        ids[block_index] = held.setdefault(inside.tobytes(), len(held))
-    return counts, ids
+    held: dict[bytes, int] = {}
+    inside = np.split(positions % block, np.cumsum(counts)[:-1])
+    ids = [held.setdefault(members.tobytes(), len(held)) for members in inside]
+    return counts, np.array(ids, dtype=np.int64)

@@ -9,6 +9,7 @@ import logging
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 from weakref import ref
 
@@ -37,6 +38,19 @@ class Plan:
     problem: Problem
     implementations: tuple[Implementation, ...]
     refused: dict[str, list[str]]
+
+    @cached_property
+    def options(self) -> list[tuple[Implementation, tuple[int, int, float]]]:
+        """Every tile that an implementation offers, as (block_q, block_kv, rate); preferred ones first."""
+        p, able = self.problem, [i for i in self.implementations if i.layout == "block"]
+        preferred = [(i, (*i.tile(p), i.capability.rate)) for i in able]
+        others = [(i, (c.block_q, c.block_kv, c.rate * i.capability.rate)) for i in able for c in i.tile_choices(p)]
+        return preferred + others
+
+    @cached_property
+    def tiles(self) -> tuple[tuple[int, int, float], ...]:
+        """The tiles of `options`."""
+        return tuple(tile for _, tile in self.options)
 
 
 _plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
@@ -170,12 +184,8 @@ def placed(
         _log(first.name, plan)
         return first, _dense_pattern(which, p, terms.q_offset, a.q.device)
     which.check(p.Q, p.K, p.H, p.B)
-    able = [i for i in plan.implementations if i.layout == "block"]
-    options = [(i, *i.tile(p), i.capability.rate) for i in able]
-    options += [(i, c.block_q, c.block_kv, c.rate * i.capability.rate) for i in able for c in i.tile_choices(p)]
-    tiles = tuple(option[1:] for option in options)
-    chosen = options[cheapest_tile(which, p.Q, p.K, options=tiles, q_offset=terms.q_offset)]
-    implementation, block_q, block_kv, _ = chosen
+    at = cheapest_tile(which, p.Q, p.K, options=plan.tiles, q_offset=terms.q_offset)
+    implementation, (block_q, block_kv, _) = plan.options[at]
     _log(implementation.name, plan)
     return implementation, cached_layout(
         which, p.Q, p.K, block_q=block_q, block_kv=block_kv, q_offset=terms.q_offset, device=a.q.device

@@ -17,15 +17,11 @@ import torch
 from torch import Tensor
 
 from gossamer.layouts.block import BlockLayout, Walk
-from gossamer.layouts.schedule import work_items
+from gossamer.layouts.schedule import row_lengths, split_limit, work_items
 
 ITEM = 16
 MERGE = 8
 KINDS = ("full", "interval", "bits")
-# A split row costs a write and a read of its accumulator for each part, about as much as one tile: not for less.
-FEWEST_TILES = 16
-# A part may take this share of the time that each multiprocessor works.
-PARTS_PER_PROCESSOR = 4
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,7 @@ def lists(layout: BlockLayout) -> Lists:
         entries[1, len(some[0]) + len(some[1]) : len(listed)] = walk.pool_index
         counted, longest = -1, 0
         if layout.host is not None:
-            lengths = sum(getattr(layout.host.rows, kind).counts.astype(np.int64) for kind in KINDS)
+            lengths = row_lengths(layout.host.rows)
             counted, longest = int(lengths.sum()), int(lengths.max(initial=0))
         lo, hi = _rows(walk.lo, walk.rows), _rows(walk.hi, walk.rows)
         found = Lists(entries, lo, hi, _rows(walk.pool, walk.block_columns // 32), counted, longest)
@@ -80,8 +76,7 @@ def work(layout: BlockLayout, copies: int, processors: int, split: int | None = 
     known = lists(layout)
     limit = 0
     if known.listed >= 0:
-        automatic = max(FEWEST_TILES, known.listed * copies // (processors * PARTS_PER_PROCESSOR))
-        limit = min(split or automatic, max(known.longest, 1))
+        limit = split_limit(known.listed, known.longest, copies, processors, split)
     kept = _work.get(layout.rows)
     found = kept.get(limit) if kept is not None else None
     if found is None:

@@ -16,13 +16,9 @@ import torch
 from torch import Tensor
 
 from gossamer.layouts.block import BlockLayout, TileList, Walk
-from gossamer.layouts.schedule import work_items
+from gossamer.layouts.schedule import row_lengths, split_limit, work_items
 
 KINDS = ("full", "interval", "bits")
-# A split row costs a write and a read of its accumulator for each part, about as much as one tile: not for less.
-FEWEST_TILES = 16
-# A part may take this share of the time that each multiprocessor works.
-PARTS_PER_PROCESSOR = 4
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ def facts(layout: BlockLayout, transposed: bool) -> WalkFacts:
     if host is not None:
         host_lists = [getattr(host, kind) for kind in KINDS]
         contiguous = tuple(is_range(tiles) for tiles in host_lists)
-        lengths = sum(tiles.counts.astype(np.int64) for tiles in host_lists)
+        lengths = row_lengths(host)
         listed, longest = int(lengths.sum()), int(lengths.max(initial=0))
     arrays = tuple(a.contiguous() for a in walk.arrays())
     found = WalkFacts(arrays, has, contiguous, listed, longest, {}, {})
@@ -100,8 +96,7 @@ def items(
     known = facts(layout, transposed)
     if known.listed is None:
         return None
-    automatic = max(FEWEST_TILES, known.listed * copies // (processors * PARTS_PER_PROCESSOR))
-    limit = min(split or automatic, max(known.longest, 1))
+    limit = split_limit(known.listed, known.longest, copies, processors, split)
     found = known.items.get(limit)
     if found is None:
         host = host_walk(layout, transposed)
