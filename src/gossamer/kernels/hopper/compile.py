@@ -44,7 +44,7 @@ def _forward(config: ForwardConfig, options: str = "--enable-tvm-ffi") -> Callab
     from cutlass import Float32, Int32
 
     from gossamer.kernels.hopper.common import ITEM, NUMBERS
-    from gossamer.kernels.hopper.forward import Forward
+    from gossamer.kernels.hopper.forward.kernel import Forward
 
     n, c, s = NUMBERS[config.dtype], config, cute.sym_int
     H, G, Q = s(), s(), s()
@@ -65,7 +65,7 @@ def _merge(key: tuple[str, str, int, int]) -> Callable[..., None]:
     from cutlass import Float32, Int32
 
     from gossamer.kernels.hopper.common import NUMBERS
-    from gossamer.kernels.hopper.merge import MERGE, Merge
+    from gossamer.kernels.hopper.forward.merge import MERGE, Merge
 
     _, dtype, E, block_q = key
     s = cute.sym_int

@@ -27,8 +27,8 @@ from gossamer.kernels.hopper.common import (
     Env,
 )
 from gossamer.kernels.hopper.config import ForwardConfig
-from gossamer.kernels.hopper.consume import Consumer
-from gossamer.kernels.hopper.produce import Producer
+from gossamer.kernels.hopper.forward.consume import Consumer
+from gossamer.kernels.hopper.forward.produce import Producer
 
 
 class Forward(Producer, Consumer):

@@ -1,0 +1,1 @@
+"""The forward kernel, by roles, and the merge of split rows."""
