@@ -144,6 +144,26 @@ class TestForward:
     def test_strides(self) -> None:
         compare(build(Causal(), 500, 500), 2, 3, 3, 128, swap=True)
 
+    @pytest.mark.parametrize(("D", "E", "split"), [(128, 128, None), (64, 64, 2), (40, 23, None)])
+    def test_into_views(self, D: int, E: int, split: int | None) -> None:
+        """Every third position of a tensor is a problem of its own: inputs and results are views, the rest is kept."""
+        from gossamer.kernels.hopper import launch
+
+        layout = build(SlidingWindow(300), 500, 500, max(D, E)).to("cuda")
+        whole = [x.transpose(1, 2).contiguous() for x in inputs(1, 2, 2, 1500, 1500, D, E, torch.bfloat16)]
+        q, k, v = (x[:, 1::3].transpose(1, 2) for x in whole)
+        out, lse = torch.full((1, 1500, 2, E), math.nan, dtype=q.dtype, device="cuda"), torch.zeros(1, 1500, 2)
+        lse = lse.cuda()
+        p = Problem(1, 2, 2, 500, 500, D, E, "bfloat16", "cuda", 90)
+        terms = Terms(scale=0.1, q_offset=0)
+        into = out[:, 1::3].transpose(1, 2), lse[:, 1::3].transpose(1, 2)
+        got = launch.forward(p, q, k, v, layout, terms, split=split, into=into)
+        want = launch.forward(p, *(x.contiguous() for x in (q, k, v)), layout, terms, split=split)
+        assert got[0] is into[0] and got[1] is into[1]
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+        for i in (0, 2):
+            assert out[:, i::3].isnan().all() and (lse[:, i::3] == 0).all()
+
     def test_no_race(self) -> None:
         blocks = BlockMask(np.random.default_rng(0).random((32, 32)) < 0.3, 128)
         compare(build(SlidingWindow(700), 4000, 4000), 1, 8, 4, 128, repeat=50)

@@ -66,11 +66,20 @@ class Hopper:
     def tile_choices(self, problem: Problem) -> tuple[TileChoice, ...]:
         return ()
 
-    def forward(self, problem: Problem, q: Any, k: Any, v: Any, layout: BlockLayout, terms: Terms) -> tuple[Any, Any]:
-        """(out, lse)."""
+    def forward(
+        self,
+        problem: Problem,
+        q: Any,
+        k: Any,
+        v: Any,
+        layout: BlockLayout,
+        terms: Terms,
+        into: tuple[Any, Any] | None = None,
+    ) -> tuple[Any, Any]:
+        """(out, lse), written into the tensors of `into` where given."""
         from gossamer.kernels.hopper import launch
 
-        return launch.forward(problem, q, k, v, layout, terms)
+        return launch.forward(problem, q, k, v, layout, terms, into=into)
 
     def backward(self, problem: Problem, *arguments: Any) -> tuple[Any, Any, Any, Any]:
         raise Unsupported("hopper has no backward")

@@ -52,7 +52,7 @@ def _forward(config: ForwardConfig, options: str = "--enable-tvm-ffi") -> Callab
     return cute.compile(
         Forward(c),
         _strided(n, s(), H, Q), _strided(n, s(), G, s()), _strided(n, s(), G, s()), _strided(n, s(), H, Q),
-        _compact(Float32, s(), H, Q), _compact(Int32, s(), ITEM), lists, rows, _compact(Int32, s(), s()),
+        _rows(s(), H, Q), _compact(Int32, s(), ITEM), lists, rows, _compact(Int32, s(), s()),
         _compact(Int32, s(), c.block_kv // 32), _compact(Float32, s()),
         _compact(Float32, s(), c.block_q, c.E), _compact(Float32, s(), c.block_q), _compact(Int32, 1),
         Float32(1), Float32(1), *[Int32(1)] * 6, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -70,7 +70,7 @@ def _merge(key: tuple[str, str, int, int]) -> Callable[..., None]:
     _, dtype, E, block_q = key
     s = cute.sym_int
     return cute.compile(
-        Merge(E, block_q), _strided(NUMBERS[dtype], s(), s(), s()), _compact(Float32, s(), s(), s()),
+        Merge(E, block_q), _strided(NUMBERS[dtype], s(), s(), s()), _rows(s(), s(), s()),
         _compact(Float32, s(), block_q, E), _compact(Float32, s(), block_q), _compact(Int32, s(), MERGE),
         _compact(Float32, s()), *[Int32(1)] * 4, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options="--enable-tvm-ffi",
@@ -84,6 +84,15 @@ def _strided(dtype: Any, *lead: Any) -> Any:
 
     strides = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
     return make_fake_tensor(dtype, (*lead, cute.sym_int()), (*strides, 1), assumed_align=16)
+
+
+def _rows(*shape: Any) -> Any:
+    """A fake float32 (B, H, rows) tensor of any strides."""
+    import cutlass.cute as cute
+    from cutlass import Float32
+    from cutlass.cute.runtime import make_fake_tensor
+
+    return make_fake_tensor(Float32, shape, tuple(cute.sym_int64() for _ in shape), assumed_align=4)
 
 
 def _compact(dtype: Any, *shape: Any) -> Any:

@@ -65,17 +65,38 @@ def empty(like: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
 
 
 def forward(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, terms: Terms, *, split: int | None = None
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    terms: Terms,
+    *,
+    split: int | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse). `split` replaces the automatic split of long rows."""
+    """(out, lse).
+
+    Args:
+        split: replaces the automatic split of long rows.
+        into: (out (B, H, Q, E), lse (B, H, Q) float32) that receive the results, of any strides; an out that TMA cannot
+            address is written by a copy.
+    """
     if q.device.index != torch.cuda.current_device():
         with torch.cuda.device(q.device):
-            return forward(problem, q, k, v, layout, terms, split=split)
+            return forward(problem, q, k, v, layout, terms, split=split, into=into)
+    if into is not None and not readable(into[0]):
+        out, _ = forward(problem, q, k, v, layout, terms, split=split, into=(empty(q, into[0].shape), into[1]))
+        into[0].copy_(out)
+        return into
     p, walk, device = problem, layout.rows, q.device
     score = "softcap" if terms.softcap is not None else "fold" if terms.scale > 0 else "scale"
     config = forward_config(p.dtype, p.D, p.E, walk.block_rows, walk.block_columns, score)
-    out = empty(q, (p.B, p.H, p.Q, p.E))
-    lse = torch.empty((p.B, p.H, p.Q), dtype=torch.float32, device=device)
+    if into is None:
+        out = empty(q, (p.B, p.H, p.Q, p.E))
+        lse = torch.empty((p.B, p.H, p.Q), dtype=torch.float32, device=device)
+    else:
+        out, lse = into
     if not lse.numel():
         return out, lse
     if not p.K:
