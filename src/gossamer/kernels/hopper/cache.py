@@ -1,0 +1,138 @@
+"""Compiled kernels: made when first asked for, kept in memory and as object files on disk.
+
+A file holds what `export_to_c` writes and 32 bytes more, its SHA-256: readers of ELF files ignore what follows. It is
+called through a plain tvm-ffi function, which costs less than calling the compiler's own result. Its name is a digest
+of all that it depends on, so that an entry is never wrong, only unused; processes that make the same one at the same
+time replace it by the same one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import logging
+import os
+import platform
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from threading import RLock
+from time import perf_counter
+from typing import Any
+
+DIRECTORY = "GOSSAMER_CACHE_DIR"
+ARCHITECTURE = "sm_90a"
+DIGEST = 32
+
+_lock = RLock()  # the compiler is not made for threads
+log = logging.getLogger("gossamer")
+
+
+class Kernel:
+    """A kind of kernel: called with its configuration, gives the compiled function."""
+
+    def __init__(self, build: Callable[..., Any]) -> None:
+        self.build = build
+        self.name = build.__name__
+        self.__doc__ = build.__doc__
+        self._kept: dict[Any, Callable[..., None]] = {}
+
+    def __call__(self, *key: Any) -> Callable[..., None]:
+        return self._kept.get(key) or self._make(key)
+
+    def _make(self, key: Any) -> Callable[..., None]:
+        with _lock:
+            found = self._kept.get(key)
+            if found is None:
+                # Without a GPU the compiler cannot see for what it compiles.
+                os.environ.setdefault("CUTE_DSL_ARCH", ARCHITECTURE)
+                found = self._kept[key] = self._load(key) or self._compile(key)
+            return found
+
+    def path(self, *key: Any) -> Path:
+        """The file of a configuration."""
+        return directory() / "hopper" / f"{self.name}-{_digest(self.name, key)}.o"
+
+    def ready(self, *key: Any) -> bool:
+        """Whether the file of a configuration is there."""
+        return self.path(*key).exists()
+
+    def _load(self, key: Any) -> Callable[..., None] | None:
+        if "CUTE_DSL_KEEP" in os.environ:  # the compiler shall write what it makes on the way
+            return None
+        path = self.path(*key)
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return None
+        if hashlib.sha256(data[:-DIGEST]).digest() != data[-DIGEST:]:
+            log.warning("%s is damaged: compiling %s again", path, self.name)
+            return None
+        start = perf_counter()
+        found = _loaded(path)
+        log.info("read %s %s from %s in %.2f s", self.name, key, path, perf_counter() - start)
+        return found
+
+    def _compile(self, key: Any) -> Callable[..., None]:
+        start = perf_counter()
+        made = self.build(*key)
+        spent = perf_counter() - start
+        with tempfile.TemporaryDirectory() as folder:
+            local = Path(folder) / "kernel.o"
+            made.export_to_c(str(local), function_name="kernel")
+            data = local.read_bytes()
+            found = _loaded(local)
+        log.info("compiled %s %s in %.1f s", self.name, key, spent)
+        if _sources() != _fingerprint():
+            log.warning("the sources of the kernels changed meanwhile: %s is not kept on disk", self.name)
+            return found
+        path = self.path(*key)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # A new name and then a rename: no process ever reads half a file.
+            number, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+            with os.fdopen(number, "wb") as file:
+                file.write(data + hashlib.sha256(data).digest())
+            os.replace(name, path)
+        except OSError as error:
+            log.warning("cannot keep the compiled %s: %s (%s names another folder)", self.name, error, DIRECTORY)
+        return found
+
+
+def directory() -> Path:
+    """The folder of compiled kernels: $GOSSAMER_CACHE_DIR, or gossamer in the user's cache folder."""
+    given = os.environ.get(DIRECTORY)
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gossamer"
+
+
+def _loaded(path: Path) -> Callable[..., None]:
+    from cutlass.cute.runtime import load_module
+
+    return load_module(str(path), enable_tvm_ffi=True).kernel
+
+
+def _digest(name: str, key: Any) -> str:
+    settings = sorted((k, v) for k, v in os.environ.items() if k.startswith("CUTE_DSL_") and k != "CUTE_DSL_ARCH")
+    architecture = os.environ.get("CUTE_DSL_ARCH", ARCHITECTURE)
+    what = (_fingerprint(), architecture, platform.machine(), settings, name, key)
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:32]
+
+
+@cache
+def _fingerprint() -> str:
+    """The sources as they were when this process first asked."""
+    return _sources()
+
+
+def _sources() -> str:
+    """Digest of the sources of this package and of the versions of the compiler."""
+    found = hashlib.sha256()
+    for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
+        found.update(f"{package} {importlib.metadata.version(package)}\n".encode())
+    folder = Path(__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        found.update(f"{path.relative_to(folder).as_posix()}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()
