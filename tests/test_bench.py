@@ -13,9 +13,10 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import gossamer as gs
+from gossamer.bench import flex as bench_flex
 from gossamer.bench import run as bench_run
 from gossamer.bench.check import Inputs, Oracle, compare, draw_samples, row_error
-from gossamer.bench.flex import block_mask, mask_function
+from gossamer.bench.flex import block_mask
 from gossamer.bench.measure import peak_bytes, reset_peak, time_call
 from gossamer.bench.peers import PEERS, Refusal, block_matrix
 from gossamer.bench.rows import Row, append_rows, fill_ratios, refusals, table
@@ -221,37 +222,19 @@ def test_a_failed_row_is_shown_with_its_reason(tmp_path: Path) -> None:
     console.file.close()
 
 
-FLEX: list[gs.Pattern] = [
-    gs.Dense(), gs.Causal(), gs.SlidingWindow(300, 17), gs.SlidingWindow(100, sinks=5), gs.SlidingWindow(None, 4, 9),
-    gs.Local(96), gs.BigBird(64), gs.Dilated(20, 3, 8), gs.Strided(64, 30),
-    (gs.Local(100) | gs.BigBird(64)) & gs.Causal(),
-    gs.Causal() & ~gs.SlidingWindow(40), gs.Document(np.arange(640) // 150),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("pattern", FLEX, ids=str)
-def test_flex_attention_is_given_the_same_pairs(pattern: gs.Pattern) -> None:
-    N = 640
-    inputs = Inputs(pattern, *(torch.zeros(1, 1, N, 8) for _ in range(3)), Terms(scale=1.0, q_offset=0))
-    mask = block_mask(inputs)
-    kept = torch.from_numpy(pattern.materialize(N, N))
-    rows, keys = torch.arange(N)[:, None], torch.arange(N)[None, :]
-    function = mask_function(pattern, N, N, 0, CPU)
-    zero = torch.zeros((), dtype=torch.long)
-    pairs = function(zero, zero, rows, keys).expand(N, N)
-    assert torch.equal(pairs, kept)
-    # What it computes: full blocks entirely, partial blocks by the function.
-    block = mask.BLOCK_SIZE[0]
-    computed = torch.zeros(N // block, N // block, dtype=torch.bool)
-    for count, index in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)):
-        for row in range(N // block):
-            columns = index[0, 0, row, : count[0, 0, row]].long()
-            assert not computed[row, columns].any()
-            computed[row, columns] = True
-    assert torch.equal(computed, kept.view(N // block, block, -1, block).any(3).any(1))
-    for row in range(N // block):
-        for column in mask.full_kv_indices[0, 0, row, : mask.full_kv_num_blocks[0, 0, row]].tolist():
-            assert kept[row * block : (row + 1) * block, column * block : (column + 1) * block].all()
+def test_flex_attention_is_given_the_same_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of the way out is held by test_flex.py."""
+    for pattern, block in ((gs.BigBird(64), 64), (gs.SlidingWindow(100) | gs.PowerStrided(2, 4), 128)):
+        inputs = Inputs(pattern, *(torch.zeros(1, 1, 600, 8) for _ in range(3)), Terms(scale=1.0, q_offset=0))
+        mask = block_mask(inputs)
+        assert set(mask.BLOCK_SIZE) == {block}
+        assert np.array_equal(gs.from_flex(mask).expand(), pattern.materialize(600, 600))
+    graph = gs.CSR(np.arange(601), np.random.default_rng(0).integers(0, 600, 600), 600)
+    inputs = Inputs(graph, *(torch.zeros(1, 1, 600, 1) for _ in range(3)), Terms(scale=1.0, q_offset=0))
+    assert np.array_equal(gs.from_flex(block_mask(inputs)).expand(), graph.materialize(600, 600))
+    monkeypatch.setattr(bench_flex, "BITS_BYTES", 2**15)
+    with pytest.raises(ValueError, match=r"this graph would read 0\.0 GiB of bits"):
+        block_mask(inputs)
 
 
 def test_peers_refuse_what_they_do_not_take() -> None:

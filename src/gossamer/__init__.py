@@ -21,6 +21,8 @@ _PUBLIC = dict.fromkeys(_PATTERNS, "gossamer.patterns") | {
     "Unsupported": "gossamer.kernels.contract",
     "attention": "gossamer.torch",
     "explain": "gossamer.torch",
+    "from_flex": "gossamer.integrations.flex",
+    "to_flex": "gossamer.integrations.flex",
 }
 
 __all__ = [*_PUBLIC, "__version__"]

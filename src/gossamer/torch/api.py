@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -15,13 +16,16 @@ from gossamer.torch import operators as _operators  # noqa: F401  (defines the o
 from gossamer.torch.registry import constants
 from gossamer.torch.validate import describe
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
 _DENSE = Dense()
 _forward = torch.ops.gossamer.forward.default
 _from_sparse: dict[int, tuple[Any, Any, CSR]] = {}
 
 _PATTERN = (
-    "None, a Pattern, a BlockLayout, a boolean mask tensor that broadcasts to (B, H, Q, K), or a two-dimensional "
-    "torch sparse CSR tensor"
+    "None, a Pattern, a BlockLayout, a torch BlockMask, a boolean mask tensor that broadcasts to (B, H, Q, K), or a "
+    "two-dimensional torch sparse CSR tensor"
 )
 
 
@@ -29,7 +33,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Pattern | BlockLayout | Tensor | None = None,
+    pattern: Pattern | BlockLayout | BlockMask | Tensor | None = None,
     *,
     scale: float | None = None,
     q_offset: int | Tensor | None = None,
@@ -50,8 +54,9 @@ def attention(
         k: (B, G, K, D) and so on, H a multiple of G: query head h uses key head h // (H // G).
         v: (B, G, K, E) and so on.
         pattern: what is attended: a Pattern; a BlockLayout (its tensors are data: they may change from call to call.
-            On a CPU its indices are checked, on a GPU only its shapes); a boolean tensor that broadcasts to
-            (B, H, Q, K); a torch sparse CSR tensor (Q, K), of which the stored entries count. None is every pair.
+            On a CPU its indices are checked, on a GPU only its shapes); a torch BlockMask of flex_attention, read
+            once (`from_flex`); a boolean tensor that broadcasts to (B, H, Q, K); a torch sparse CSR tensor (Q, K), of
+            which the stored entries count. None is every pair.
         scale: D ** -0.5 by default.
         q_offset: position of query row 0, K - Q by default. A 0-d tensor is read when the operator runs, which waits
             for a GPU.
@@ -172,6 +177,11 @@ def what(pattern: Any, q: Tensor) -> tuple[int, list[Tensor], list[int], Any]:
                     f"pattern, a BlockLayout, must hold tensors on {q.device}; array {at} is {describe(x)}"
                 )
         return -1, arrays, [layout.block_q, layout.block_kv, layout.Q, layout.K], layout
+    flex = sys.modules.get("torch.nn.attention.flex_attention")  # whoever has a BlockMask has imported it
+    if flex is not None and isinstance(pattern, flex.BlockMask):
+        from gossamer.integrations.flex import layout_for
+
+        return what(layout_for(pattern, q), q)
     raise ValueError(f"pattern must be {_PATTERN}; got {describe(pattern)}")
 
 

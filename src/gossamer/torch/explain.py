@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from gossamer.torch.api import check_types, four_dimensional, is_deterministic, 
 from gossamer.torch.plan import make_plan, placed, refusals, terms_of
 from gossamer.torch.registry import pattern_of
 from gossamer.torch.validate import Arguments
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 BACKWARD = 2.5  # floating-point operations of the backward, over those of the forward
 
@@ -76,7 +79,7 @@ def explain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Pattern | BlockLayout | Tensor | None = None,
+    pattern: Pattern | BlockLayout | BlockMask | Tensor | None = None,
     *,
     scale: float | None = None,
     q_offset: int | Tensor | None = None,

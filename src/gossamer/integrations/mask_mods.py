@@ -1,0 +1,129 @@
+"""`mask_mod(b, h, row, key)` functions, as FlexAttention calls them, of gossamer's patterns and layouts.
+
+A mask function sees query rows, which begin at 0; a pattern sees positions, which begin at `q_offset`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import gossamer
+from gossamer.layouts import BlockLayout, TileList
+from gossamer.layouts.block import WORD
+from gossamer.patterns import Pattern
+from gossamer.patterns.compose import And, Not, Or
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+EMPTY, FULL, INTERVAL = -1, -2, -3
+
+
+def by_formula(p: Pattern, Q: int, K: int, q_offset: int, device: torch.device) -> MaskMod | None:
+    """A mask function that computes a pattern's definition from the indices, or None where none is written."""
+
+    def inner(pattern: Pattern) -> MaskMod | None:
+        return by_formula(pattern, Q, K, q_offset, device)
+
+    match p:
+        case gossamer.Dense():
+            return lambda b, h, r, j: j >= 0
+        case gossamer.Causal():
+            return lambda b, h, r, j: j <= r + q_offset
+        case gossamer.SlidingWindow():
+            return _window(p, q_offset)
+        case gossamer.Local(block=block):
+            return lambda b, h, r, j: (r + q_offset) // block == j // block
+        case gossamer.BlockMask() | gossamer.BigBird(causal=False) if p.lead == (1, 1) and q_offset == 0:
+            return _block_matrix(p, Q, K, device)
+        case gossamer.Dilated(left=left, right=right, dilation=d):
+            return lambda b, h, r, j: (
+                ((r + q_offset - j) % d == 0) & (r + q_offset - j <= left * d) & (j - r - q_offset <= right * d)
+            )
+        case gossamer.Strided(stride=stride, local=local):
+            return lambda b, h, r, j: (
+                (j <= r + q_offset) & ((r + q_offset - j <= local) | ((r + q_offset - j) % stride == 0))
+            )
+        case gossamer.Document() if p.lead[0] == 1 and q_offset == 0:
+            ids = torch.from_numpy(np.array(p.ids).reshape(-1)).to(device)
+            return lambda b, h, r, j: ids[r] == ids[j]
+        case And(left=one, right=other):
+            return _both(inner(one), inner(other), torch.logical_and)
+        case Or(left=one, right=other):
+            return _both(inner(one), inner(other), torch.logical_or)
+        case Not(pattern=one):
+            first = inner(one)
+            return None if first is None else lambda b, h, r, j: ~first(b, h, r, j)
+    return None
+
+
+def _both(first: MaskMod | None, second: MaskMod | None, join: Callable[..., Tensor]) -> MaskMod | None:
+    if first is None or second is None:
+        return None
+    return lambda b, h, r, j: join(first(b, h, r, j), second(b, h, r, j))
+
+
+def _window(p: Any, q_offset: int) -> MaskMod:
+    left, right, sinks = p.left, p.right, p.sinks
+
+    def mask(b: Tensor, h: Tensor, r: Tensor, j: Tensor) -> Tensor:
+        i = r + q_offset
+        kept = j >= 0
+        if left is not None:
+            kept = kept & (j >= i - left)
+        if right is not None:
+            kept = kept & (j <= i + right)
+        if sinks:
+            first = j < sinks
+            kept = kept | (first & (j <= i) if right == 0 else first)
+        return kept
+
+    return mask
+
+
+def _block_matrix(p: Any, Q: int, K: int, device: torch.device) -> MaskMod:
+    block = p.block
+    kept = p.keep(np.arange(0, Q, block)[:, None], np.arange(0, K, block)[None, :], Q, K, 0)
+    matrix = torch.from_numpy(kept).to(device)
+    return lambda b, h, r, j: matrix[r // block, j // block]
+
+
+def by_lookup(layout: BlockLayout, device: torch.device) -> MaskMod:
+    """A mask function that reads a layout: its tile in a map (Bl, Hl, T, C) int32, then bounds or bits.
+
+    Serves every pattern. The tensors it captures take 4 bytes a tile of the whole matrix beside the layout's own.
+    """
+    rows = layout.rows.on_host()
+    block_q, block_kv = rows.block_rows, rows.block_columns
+    found = np.full((*rows.lead, rows.tiles, -(-rows.columns // block_kv)), EMPTY, dtype=np.int32)
+    flat = found.reshape(-1, found.shape[-1])
+    for tiles, value in ((rows.full, FULL), (rows.interval, INTERVAL), (rows.bits, None)):
+        row, at = listed(tiles)
+        flat[row, tiles.indices[at]] = rows.pool_index[at] if value is None else value
+    place = torch.from_numpy(found).to(device)
+    moved = rows.on_device(device)
+    shared_b, shared_h = rows.lead[0] == 1, rows.lead[1] == 1
+    # Something to index where there are no interval or no bits tiles.
+    lo, hi = (x if x.numel() else x.new_zeros(*rows.lead, rows.rows) for x in (moved.lo, moved.hi))
+    pool = moved.pool if moved.pool.numel() else moved.pool.new_zeros(1, block_q, block_kv // WORD)
+
+    def mask(b: Tensor, h: Tensor, r: Tensor, j: Tensor) -> Tensor:
+        b, h = b * 0 if shared_b else b, h * 0 if shared_h else h
+        at = place[b, h, r // block_q, j // block_kv]
+        word = pool[at.clamp(min=0), r % block_q, j % block_kv // WORD]
+        bit = ((word >> (j % WORD)) & 1) == 1
+        inside = (j >= lo[b, h, r]) & (j < hi[b, h, r])
+        return torch.where(at >= 0, bit, (at == FULL) | ((at == INTERVAL) & inside))
+
+    return mask
+
+
+def listed(tiles: TileList) -> tuple[np.ndarray, np.ndarray]:
+    """Of every tile in a numpy list: its tile row, counted over (Bl, Hl, T), and its place in `indices`."""
+    counts, starts = tiles.counts.reshape(-1).astype(np.int64), tiles.starts.reshape(-1).astype(np.int64)
+    before = np.cumsum(counts) - counts
+    return np.repeat(np.arange(len(counts)), counts), np.repeat(starts - before, counts) + np.arange(counts.sum())

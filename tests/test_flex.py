@@ -1,0 +1,197 @@
+"""torch's BlockMask in and out: the same pairs, the same numbers, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention, noop_mask
+
+import gossamer as gs
+from gossamer.integrations import flex
+from gossamer.integrations.mask_mods import by_formula
+
+CPU = torch.device("cpu")
+unfused = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return j <= i
+
+
+def by_head(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (i - j).abs() <= 40 * (h + 1)
+
+
+def by_batch(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (j <= i) & (j >= 30 * b)
+
+
+def pairs(mask_mod, B: int, H: int, Q: int, K: int) -> np.ndarray:
+    """Every pair of a mask function, (B, H, Q, K)."""
+    index = torch.meshgrid(*(torch.arange(n) for n in (B, H, Q, K)), indexing="ij")
+    return mask_mod(*index).expand(B, H, Q, K).numpy()
+
+
+CREATED = [
+    (causal, None, None, 300, 300, 128),
+    (causal, None, None, 256, 256, 128),
+    (causal, None, None, 200, 333, (64, 128)),
+    (by_head, None, 3, 250, 190, 64),
+    (by_batch, 2, None, 150, 150, 32),
+    (noop_mask, None, None, 130, 130, 128),
+]
+
+
+@pytest.mark.parametrize(("mask_mod", "B", "H", "Q", "K", "block"), CREATED)
+def test_a_block_mask_becomes_the_same_pairs(mask_mod, B, H, Q, K, block) -> None:
+    mask = create_block_mask(mask_mod, B, H, Q, K, device="cpu", BLOCK_SIZE=block)
+    layout = flex.from_flex(mask, B=B or 1, H=H or 1)
+    assert layout.lead == (B or 1, H or 1)
+    kept = np.broadcast_to(layout.expand(), (B or 1, H or 1, Q, K))
+    assert np.array_equal(kept, pairs(mask_mod, B or 1, H or 1, Q, K))
+
+
+def test_pool_entries_are_shared() -> None:
+    layout = flex.from_flex(create_block_mask(causal, None, None, 4096, 4096, device="cpu"))
+    assert layout.rows.full.counts.sum() == 32 * 31 // 2
+    assert layout.rows.bits.counts.sum() == 32
+    assert len(layout.rows.pool) == 1
+
+
+def test_the_mask_function_sees_partial_blocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(flex, "PAIRS_AT_ONCE", 3 * 128 * 128)
+    evaluated = flex._evaluated
+
+    def count(mask_mod, at, *sizes):
+        for part in evaluated(mask_mod, at, *sizes):
+            seen.append(len(part[0]))
+            yield part
+
+    monkeypatch.setattr(flex, "_evaluated", count)
+    flex.from_flex(create_block_mask(causal, None, None, 1024, 1024, device="cpu"))
+    assert seen == [3, 3, 2]
+
+
+def test_lists_shared_by_heads_that_the_function_tells_apart() -> None:
+    """flex_attention calls the function with the true head whatever the lists say: so do we."""
+    shared = create_block_mask(causal, None, None, 200, 200, device="cpu")
+    mask = BlockMask.from_kv_blocks(
+        shared.kv_num_blocks, shared.kv_indices, BLOCK_SIZE=128, mask_mod=by_head, seq_lengths=(200, 200)
+    )
+    layout = flex.from_flex(mask, H=3)
+    assert layout.lead == (1, 3)
+    listed = np.zeros((1, 1, 256, 256), dtype=bool)
+    for t in range(2):
+        for c in mask.kv_indices[0, 0, t, : mask.kv_num_blocks[0, 0, t]].tolist():
+            listed[..., 128 * t : 128 * t + 128, 128 * c : 128 * c + 128] = True
+    assert np.array_equal(layout.expand(), pairs(by_head, 1, 3, 200, 200) & listed[..., :200, :200])
+
+
+@unfused
+@pytest.mark.parametrize(("mask_mod", "B", "H"), [(causal, None, None), (by_head, None, 4), (by_batch, 2, None)])
+def test_attention_takes_a_block_mask(mask_mod, B, H) -> None:
+    mask = create_block_mask(mask_mod, B, H, 150, 150, device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, 150, 16, generator=generator).requires_grad_() for h in (4, 2, 2))
+    expected = flex_attention(*(x.detach() for x in (q, k, v)), block_mask=mask, enable_gqa=True)
+    out = gs.attention(q, k, v, mask)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    kept = torch.from_numpy(pairs(mask_mod, 2, 4, 150, 150).copy())
+    dense = gs.attention(q, k, v, kept, implementation="reference")
+    found, exact = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, dense))
+    for a, b in zip(found, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    first = flex.layout_for(mask, q)
+    assert flex.layout_for(mask, q) is first
+    assert gs.explain(q, k, v, mask).density == pytest.approx(kept.float().mean().item())
+
+
+def test_an_own_list_of_full_blocks() -> None:
+    """A full block at the ragged edge keeps the keys that exist; entries past the counts are not read."""
+    counts = torch.tensor([[[1, 1]]], dtype=torch.int32)
+    indices = torch.tensor([[[[1, 9], [0, -5]]]], dtype=torch.int32)
+    none = torch.zeros(1, 1, 2, dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(
+        none, torch.zeros_like(indices), counts, indices, BLOCK_SIZE=64, mask_mod=causal, seq_lengths=(100, 90),
+        compute_q_blocks=False,
+    )  # fmt: skip
+    expected = np.zeros((100, 90), dtype=bool)
+    expected[:64, 64:] = True
+    expected[64:, :64] = True
+    assert np.array_equal(flex.from_flex(mask).expand(), expected)
+
+
+def test_what_is_refused() -> None:
+    mask = create_block_mask(causal, None, None, 256, 256, device="cpu")
+    q = torch.zeros(1, 1, 128, 8)
+    k = torch.zeros(1, 1, 256, 8)
+    with pytest.raises(ValueError, match=r"BlockMask, is a slice of another one \(mask\[...\]\).*rows"):
+        gs.attention(q, k, k, mask[:, :, :1])
+    with pytest.raises(ValueError, match=r"BLOCK_SIZE of multiples of 32 up to 1024; got \(16, 128\)"):
+        flex.from_flex(create_block_mask(causal, None, None, 64, 256, device="cpu", BLOCK_SIZE=(16, 128)))
+    with pytest.raises(ValueError, match=r"\(Q, K\) of the inputs, \(128, 256\)"):
+        gs.attention(q, k, k, mask)
+    lists = (mask.kv_num_blocks, mask.kv_indices)
+    twice = BlockMask.from_kv_blocks(*lists, *lists, mask_mod=causal, seq_lengths=(256, 256))
+    with pytest.raises(ValueError, match="lists a block twice"):
+        flex.from_flex(twice)
+    two = create_block_mask(by_head, None, 2, 128, 128, device="cpu")
+    with pytest.raises(ValueError, match="has lists for H=2, the inputs have H=3"):
+        flex.from_flex(two, H=3)
+    with pytest.raises(ValueError, match="Q must be the number of query rows"):
+        gs.to_flex(gs.Causal())
+    with pytest.raises(ValueError, match="must be left out for a BlockLayout"):
+        gs.to_flex(gs.Causal().layout(64, 64, block_q=64, block_kv=64), 64)
+
+
+def test_a_compiled_function_converts_outside() -> None:
+    mask = create_block_mask(causal, None, None, 128, 128, device="cpu")
+    layout = gs.from_flex(mask)
+    x = torch.randn(1, 1, 128, 8)
+    compiled = torch.compile(lambda q: gs.attention(q, q, q, layout), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), gs.attention(x, x, x, mask))
+
+
+PATTERNS = [
+    gs.Dense(), gs.Causal(), gs.SlidingWindow(300, 17), gs.SlidingWindow(100, sinks=5), gs.SlidingWindow(None, 4, 9),
+    gs.Local(96), gs.BigBird(64), gs.Dilated(20, 3, 8), gs.Strided(64, 30), gs.PowerStrided(2, 4),
+    (gs.Local(100) | gs.BigBird(64)) & gs.Causal(), gs.Causal() & ~gs.SlidingWindow(40), ~gs.Dense(),
+    gs.Document(np.arange(500) // 150), gs.PerHead([gs.SlidingWindow(30), gs.Dilated(9, 0, 4)]),
+]  # fmt: skip
+# Those that take fewer queries than keys.
+OFFSET = [p for p in PATTERNS if p.lead == (1, 1) and "BigBird" not in repr(p) and "Document" not in repr(p)]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_a_pattern_goes_out_and_comes_back(pattern: gs.Pattern) -> None:
+    N = 500
+    H = pattern.lead[1]
+    kept = np.broadcast_to(pattern.materialize(N, N), (1, H, N, N))
+    layout = pattern.layout(N, N, block_q=64, block_kv=128)
+    for mask in (gs.to_flex(pattern, N), gs.to_flex(layout)):
+        assert mask.shape == (1, H, N, N)
+        assert np.array_equal(np.broadcast_to(gs.from_flex(mask, H=H).expand(), kept.shape), kept)
+        assert np.array_equal(pairs(mask.mask_mod, 1, H, N, N), kept)
+
+
+@pytest.mark.parametrize("pattern", OFFSET, ids=str)
+def test_rows_are_positions_less_the_offset(pattern: gs.Pattern) -> None:
+    mask = gs.to_flex(pattern, 200, 500)
+    assert np.array_equal(gs.from_flex(mask).expand(), pattern.materialize(200, 500))
+    assert np.array_equal(pairs(mask.mask_mod, 1, 1, 200, 500)[0, 0], pattern.materialize(200, 500))
+
+
+def test_formulas_are_used_where_they_exist() -> None:
+    assert by_formula(gs.Causal() & ~gs.SlidingWindow(4), 9, 9, 0, CPU) is not None
+    assert by_formula(gs.Causal() & gs.PowerStrided(2, 4), 9, 9, 0, CPU) is None
+
+
+@unfused
+def test_flex_attention_computes_what_to_flex_says() -> None:
+    pattern = gs.SlidingWindow(50) | gs.PowerStrided(2, 4)
+    x = torch.randn(1, 2, 200, 16)
+    out = flex_attention(x, x, x, block_mask=gs.to_flex(pattern, 200))
+    torch.testing.assert_close(out, gs.attention(x, x, x, pattern), rtol=1e-4, atol=1e-5)
