@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from gossamer.cli import bench, info, show
+from gossamer.cli import bench, compile, info, show
 from gossamer.cli.demo import command as demo
 from gossamer.cli.errors import Commands
 
@@ -20,6 +20,7 @@ app.command("demo")(demo.run)
 app.command("info")(info.run)
 app.command("show")(show.run)
 app.command("bench")(bench.run)
+app.command("compile")(compile.run)
 
 
 def main() -> None:

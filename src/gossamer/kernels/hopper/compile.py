@@ -1,7 +1,7 @@
 """Every kind of kernel, as the compiler is called for it: without a GPU and without tensors.
 
 To add one, write a function of its configuration that returns `cute.compile(...)` and put `@Kernel` in front: calling
-it gives the compiled function, which takes torch tensors and numbers; see `cache`. Imports of the compiler and of the
+it gives the compiled function, which takes torch tensors and numbers; see `store`. Imports of the compiler and of the
 kernels stay inside.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gossamer.kernels.hopper.cache import Kernel
 from gossamer.kernels.hopper.config import ForwardConfig
+from gossamer.kernels.hopper.store import Kernel
 
 OPTIONS = "--enable-tvm-ffi"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, NamedTuple
 
 SHARED_MEMORY = 227 * 1024
 
@@ -41,6 +42,34 @@ class ForwardConfig:
         return 2 * rings + 8 * self.q_stages * self.block_q + 2048
 
 
+@dataclass(frozen=True)
+class QueryConfig:
+    """One compiled kernel of dQ by rows (the deterministic backward): tiles and steps as in ForwardConfig."""
+
+    dtype: str
+    D: int  # head sizes after padding
+    E: int
+    block_q: int = 128
+    block_kv: int = 128
+    step: int = 128
+    k_stages: int = 2
+    v_stages: int = 2
+    score: str = "fold"  # or "softcap"
+
+    def __post_init__(self) -> None:
+        tiles = self.block_q in (64, 128, 192) and self.block_kv in (64, 128)
+        if not tiles or self.step not in (32, 64, 128) or self.block_kv % self.step:
+            raise ValueError(f"no dQ kernel for tiles {self.block_q} x {self.block_kv} in steps of {self.step}")
+        if self.shared_bytes > SHARED_MEMORY:
+            raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory, there are {SHARED_MEMORY}")
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: Q, dO, rings, barriers and an item's description."""
+        rings = self.block_q * (self.D + self.E) + self.step * (self.k_stages * self.D + self.v_stages * self.E)
+        return 2 * rings + 1024
+
+
 # Padded head sizes: a smaller head is padded with zeros by TMA, exactly.
 HEAD_SIZES = (64, 96, 128, 192, 256)
 
@@ -59,3 +88,50 @@ def forward_config(dtype: str, D: int, E: int, block_q: int, block_kv: int, scor
     D, E = padded(max(D, E)), padded(E)
     step, stages, q_stages = {64: (128, 2, 2), 96: (128, 2, 2), 128: (128, 2, 2), 192: (64, 2, 2), 256: (64, 2, 1)}[D]
     return ForwardConfig(dtype, D, E, block_q, block_kv, step, stages, q_stages, score=score)
+
+
+@cache
+def query_config(dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str) -> QueryConfig:
+    """The configuration of dQ by rows for head sizes D, E and a layout of block_q x block_kv tiles."""
+    D, E = padded(max(D, E)), padded(E)
+    step, k_stages, v_stages = {
+        64: (128, 2, 2), 96: (128, 2, 2), 128: (128, 2, 2), 192: (64, 2, 2), 256: (64, 2, 1)
+    }[D]  # fmt: skip
+    # Three warpgroups have 160 registers a thread each: room for a quarter of the scores of a 128-key tile.
+    step = min(step, block_kv, 64 if block_q == 192 else 128)
+    if block_q == 192 and D > 128:
+        step, k_stages, v_stages = 32, 1, 1
+    return QueryConfig(dtype, D, E, block_q, block_kv, step, k_stages, v_stages, score)
+
+
+DTYPES = ("bfloat16", "float16")
+SIZES = (*((size, size) for size in HEAD_SIZES), (192, 128))  # (D, E) for which kernels are made in advance
+
+
+class Shipped(NamedTuple):
+    """A kernel that `gossamer compile` makes and the tests compile: `kind` is its name in compile.py."""
+
+    kind: str
+    arguments: tuple[Any, ...]
+    dtype: str
+    sizes: frozenset[tuple[int, int]]  # (D, E) that it serves
+
+
+@cache
+def shipped() -> tuple[Shipped, ...]:
+    """At most 120 kernels, each once. What is not here is compiled when it is needed, and kept as well."""
+    found: dict[tuple[str, tuple[Any, ...]], Shipped] = {}
+
+    def add(kind: str, *arguments: Any, dtype: str, size: tuple[int, int]) -> None:
+        known = found.get((kind, arguments))
+        sizes = frozenset({size}) if known is None else known.sizes | {size}
+        found[kind, arguments] = Shipped(kind, arguments, dtype, sizes)
+
+    for size in SIZES:
+        block_q = 192 if max(size) <= 64 else 128
+        for dtype in DTYPES:
+            for score in ("fold", "softcap") if dtype == "bfloat16" else ("fold",):
+                add("forward", forward_config(dtype, *size, block_q, 128, score), dtype=dtype, size=size)
+            add("merge", dtype, size[1], block_q, dtype=dtype, size=size)
+    add("forward", forward_config("bfloat16", 128, 128, 128, 128, "scale"), dtype="bfloat16", size=(128, 128))
+    return tuple(found.values())

@@ -20,6 +20,7 @@ from pathlib import Path
 from threading import RLock
 from time import perf_counter
 from typing import Any
+from uuid import uuid4
 
 DIRECTORY = "GOSSAMER_CACHE_DIR"
 ARCHITECTURE = "sm_90a"
@@ -91,10 +92,9 @@ class Kernel:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # A new name and then a rename: no process ever reads half a file.
-            number, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
-            with os.fdopen(number, "wb") as file:
-                file.write(data + hashlib.sha256(data).digest())
-            os.replace(name, path)
+            part = path.with_name(f"{path.name}.{uuid4().hex}")
+            part.write_bytes(data + hashlib.sha256(data).digest())
+            part.replace(path)
         except OSError as error:
             log.warning("cannot keep the compiled %s: %s (%s names another folder)", self.name, error, DIRECTORY)
         return found

@@ -1,0 +1,93 @@
+"""`gossamer compile`: the Hopper kernels made in advance, on any machine with the compiler, with or without a GPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from gossamer.kernels.hopper.config import Shipped
+
+
+def run(
+    head_dim: Annotated[
+        list[str] | None, typer.Option("--head-dim", help="Only these: 128, or 192,128 for D and E. Repeatable.")
+    ] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="Only bfloat16 or float16.")] = None,
+    arch: Annotated[str, typer.Option(help="What to compile for.")] = "sm_90a",
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; one for each core by default.")] = None,
+    list_kernels: Annotated[bool, typer.Option("--list", help="List the kernels and stop.")] = False,
+) -> None:
+    """Compile the Hopper kernels into the cache; what is there already is left alone."""
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+    from time import perf_counter
+
+    from rich.console import Console
+    from rich.progress import track
+
+    from gossamer.cli.errors import Refused
+    from gossamer.kernels.hopper import missing_packages
+    from gossamer.kernels.hopper.store import ARCHITECTURE, directory
+
+    if arch != ARCHITECTURE:
+        raise Refused(f"--arch must be {ARCHITECTURE}, for which the kernels are written, got {arch!r}")
+    missing = missing_packages()
+    if missing:
+        raise Refused(f"gossamer compile {'; '.join(missing)}")
+    console = Console()
+    chosen = _choose(head_dim or [], dtype or [])
+    found = [(kernel, _path(kernel)) for kernel in chosen]
+    if list_kernels:
+        for kernel, path in found:
+            console.print(
+                f"{'ready' if path.exists() else 'absent':7}{kernel.kind} {kernel.arguments}",
+                highlight=False, soft_wrap=True,
+            )  # fmt: skip
+        return
+    todo = [kernel for kernel, path in found if not path.exists()]
+    start = perf_counter()
+    processes = min(jobs or len(os.sched_getaffinity(0)), len(todo))
+    if todo:
+        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+            for _ in track(pool.map(_make, todo), "compiling", total=len(todo), console=console, transient=True):
+                pass
+    lost = [path for _, path in found if not path.exists()]
+    if lost:
+        typer.echo(f"gossamer compile: {len(lost)} kernels could not be kept in {directory()}", err=True)
+        raise typer.Exit(1)
+    size = sum(path.stat().st_size for _, path in found)
+    console.print(
+        f"{len(todo)} kernels compiled in {perf_counter() - start:.0f} s by {processes} processes, "
+        f"{len(found) - len(todo)} were ready; {size / 2**20:.1f} MiB in {directory()}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+def _choose(head_dims: list[str], dtypes: list[str]) -> list[Shipped]:
+    from gossamer.cli.errors import Refused
+    from gossamer.kernels.hopper.config import DTYPES, SIZES, shipped
+
+    known = {f"{D}" if D == E else f"{D},{E}": (D, E) for D, E in SIZES}
+    for option, given, accepted in (("--head-dim", head_dims, list(known)), ("--dtype", dtypes, list(DTYPES))):
+        unknown = [text for text in given if text not in accepted]
+        if unknown:
+            raise Refused(f"{option} must be one of {' | '.join(accepted)}, got {unknown[0]!r}")
+    sizes = {known[text] for text in head_dims or known}
+    return [kernel for kernel in shipped() if kernel.dtype in (dtypes or DTYPES) and sizes & kernel.sizes]
+
+
+def _path(kernel: Shipped) -> Path:
+    from gossamer.kernels.hopper import compile as compiled
+
+    return getattr(compiled, kernel.kind).path(*kernel.arguments)
+
+
+def _make(kernel: Shipped) -> None:
+    """In a process of its own."""
+    from gossamer.kernels.hopper import compile as compiled
+
+    getattr(compiled, kernel.kind)(*kernel.arguments)
