@@ -79,6 +79,18 @@ def exact_of(case: Case, dtype: str, device: str) -> Exact:
     return Exact(case, dtype, device)
 
 
+INTO = ("window", "block_mask_by_head", "composed", "all_terms", "empty_rows")
+
+
+def within_nan(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(a larger tensor of NaN, a view of it in the shape of x (B, heads, N[, size]) with every stride another)."""
+    rows = x if x.ndim == 4 else x[..., None]
+    B, heads, N, size = rows.shape
+    room = torch.full((heads + 1, N + 1, 2, B, size + 8), torch.nan, dtype=x.dtype, device=x.device)
+    view = room[1:, :N, 1, :, :size].permute(2, 0, 1, 3)
+    return room, view if x.ndim == 4 else view[..., 0]
+
+
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsink_logits")
 
 
@@ -124,6 +136,27 @@ class TestContract:
         empty = e.exact[1] == -torch.inf
         assert (found[0][empty] == 0).all() and (found[1][empty] == -torch.inf).all()
         assert (found[2][empty] == 0).all()
+
+    def test_into_given_tensors(self, name: str, case: Case, dtype: str, device: str) -> None:
+        """The same bits, where they were asked for and nowhere else; lse and the inputs may be strided as well."""
+        implementation = implementation_of(name)
+        problem = inputs.problem_of(case, dtype, device)
+        if case.name not in INTO or reasons(problem, implementation.capability):
+            return
+        e = exact_of(case, dtype, device)
+        out, lse, *gradients = self.run(implementation, e, problem, e.dlse)
+        q, k, v = (x.detach() for x in e.leaves[:3])
+        layout, plain = self.layout(implementation, e), [out, lse, *gradients[:3]]
+        room, found = zip(*(within_nan(x) for x in plain), strict=True)
+        with torch.no_grad():
+            implementation.forward(problem, q, k, v, layout, e.terms, into=found[:2])
+            dlse = within_nan(e.dlse.to(lse.dtype))[1].copy_(e.dlse)
+            implementation.backward(
+                problem, e.dout, dlse, q, k, v, found[0], found[1], layout, e.terms, into=found[2:]
+            )  # fmt: skip
+        for x, given, around in zip(plain, found, room, strict=True):
+            assert torch.equal(given, x)
+            assert int(around.isnan().sum()) == around.numel() - x.numel()
 
     def test_same_bits_twice(self, name: str, case: Case, dtype: str, device: str) -> None:
         implementation = implementation_of(name)

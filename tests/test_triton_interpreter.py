@@ -38,6 +38,26 @@ if INTERPRETING:
             results.append([out, lse, *launch.backward(problem, dout, dlse, q, k, v, out, lse, walked, terms)[:3]])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
+    def test_into_given_tensors() -> None:
+        import torch
+        from test_contract import within_nan
+
+        from gossamer.kernels.triton import launch
+
+        for name in ("window-both-sides-batch", "causal-split", "sink-split", "every-term"):
+            case = next(case for case in CASES if case.name == name)
+            problem, layout, _, terms, (q, k, v, dout, dlse) = make(case, "cpu")
+            split = {"split": case.split}
+            out, lse = launch.forward(problem, q, k, v, layout, terms, **split)
+            plain = [out, lse, *launch.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, **split)[:3]]
+            room, found = zip(*(within_nan(x) for x in plain), strict=True)
+            dlse = within_nan(dlse)[1].copy_(dlse)
+            launch.forward(problem, q, k, v, layout, terms, **split, into=found[:2])
+            launch.backward(problem, dout, dlse, q, k, v, *found[:2], layout, terms, **split, into=found[2:])
+            for x, given, around in zip(plain, found, room, strict=True):
+                assert torch.equal(given, x)
+                assert int(around.isnan().sum()) == around.numel() - x.numel()
+
     @pytest.mark.parametrize("columns", [32, 64])
     @pytest.mark.parametrize("rows", [16, 64])
     def test_every_step_size_gives_the_same_rows(rows: int, columns: int) -> None:
@@ -65,6 +85,7 @@ else:
         if part == 0:
             tests.append(f"{file}::test_same_bits_with_and_without_work_items")
             tests.append(f"{file}::test_descriptors_give_the_same_numbers")
+            tests.append(f"{file}::test_into_given_tensors")
         if part == 1:
             tests.append(f"{file}::test_every_step_size_gives_the_same_rows")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]

@@ -133,8 +133,21 @@ class Implementation(Protocol):
     def tile_choices(self, problem: Problem) -> tuple[TileChoice, ...]:
         """Other tiles, for patterns that leave much of `tile` empty; often none."""
 
-    def forward(self, problem: Problem, q: Any, k: Any, v: Any, layout: Any, terms: Terms) -> tuple[Any, Any]:
-        """(out (B, H, Q, E) in the inputs' dtype, lse (B, H, Q) float32)."""
+    def forward(
+        self,
+        problem: Problem,
+        q: Any,
+        k: Any,
+        v: Any,
+        layout: Any,
+        terms: Terms,
+        into: tuple[Any, Any] | None = None,
+    ) -> tuple[Any, Any]:
+        """(out (B, H, Q, E) in the inputs' dtype, lse (B, H, Q) float32).
+
+        Inputs may have any strides. Where `into` is given, both are written there and returned: tensors of any
+        strides, but for the last dimension of out, which is contiguous.
+        """
 
     def backward(
         self,
@@ -148,5 +161,10 @@ class Implementation(Protocol):
         lse: Any,
         layout: Any,
         terms: Terms,
+        into: tuple[Any, Any, Any] | None = None,
     ) -> tuple[Any, Any, Any, Any]:
-        """(dq, dk, dv, dsink_logits or None). `dlse` (B, H, Q) float32 may be None."""
+        """(dq, dk, dv, dsink_logits or None). `dlse` (B, H, Q) float32 may be None.
+
+        Where `into` is given, dq, dk and dv are written there and returned: tensors of any strides, but for the last
+        dimension, which is contiguous.
+        """

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Terms
 
+Results = TypeVar("Results", bound=tuple[Tensor, ...])
+
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the arithmetic and of lse: float64 for float64, float32 for everything else."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def stored(into: Results, results: Results) -> Results:
+    """`into`, with the results copied to where the caller wants them, in its dtypes and strides."""
+    for place, result in zip(into, results, strict=True):
+        place.copy_(result)
+    return into
 
 
 def row_terms(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

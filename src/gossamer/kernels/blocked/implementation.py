@@ -22,7 +22,7 @@ from gossamer.kernels.blocked.tiles import (
     zeros,
 )
 from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice
-from gossamer.kernels.rows import compute_dtype, row_terms, sink_gradient
+from gossamer.kernels.rows import compute_dtype, row_terms, sink_gradient, stored
 from gossamer.layouts.block import BlockLayout
 
 _PLANS: WeakKeyDictionary[BlockLayout, dict[tuple[object, ...], Plan]] = WeakKeyDictionary()
@@ -60,7 +60,14 @@ class Blocked:
         return ()
 
     def forward(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, terms: Terms
+        self,
+        problem: Problem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: BlockLayout,
+        terms: Terms,
+        into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         bq, bk = layout.block_q, layout.block_kv
         plan = plan_of(layout, problem)
@@ -88,7 +95,10 @@ class Blocked:
                 acc.div_(total.clamp(min=1.0) if sink is None else total)
                 _store(out, batch, where, acc)
                 _store(lse_rows, batch, where, (top + torch.log2(total)).mul_(LN2))
-        return out.untiled(problem.Q, q.dtype), lse[:, :, : problem.Q].contiguous().to(compute_dtype(dtype))
+        lse = lse[:, :, : problem.Q]
+        if into is not None:
+            return stored(into, (out.positions(problem.Q), lse))
+        return out.untiled(problem.Q, q.dtype), lse.contiguous().to(compute_dtype(dtype))
 
     def _batch(
         self, batch: Batch, where: Where, qt: Tiled, kt: Tiled, vt: Tiled, scorer: Scorer, scratch: Scratch
@@ -129,6 +139,7 @@ class Blocked:
         lse: Tensor,
         layout: BlockLayout,
         terms: Terms,
+        into: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         bq, bk, p = layout.block_q, layout.block_kv, problem
         plan = plan_of(layout, problem)
@@ -145,6 +156,8 @@ class Blocked:
             for where in uses(batch):
                 rows = [rows_of(x, batch, where) for x in (qt, dot, delta_t, lse_t)]
                 self._batch_backward(batch, where, rows, kt, vt, dq, dk, dv, scorer, scratch)
+        if into is not None:
+            return (*stored(into, (dq.positions(p.Q), dk.positions(p.K), dv.positions(p.K))), dsink)
         return dq.untiled(p.Q, q.dtype), dk.untiled(p.K, k.dtype), dv.untiled(p.K, v.dtype), dsink
 
     def _batch_backward(

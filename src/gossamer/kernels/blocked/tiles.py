@@ -47,10 +47,13 @@ class Tiled(NamedTuple):
         at = (b * self.heads + h) * self.tiles
         return self.flat[at : at + self.tiles]
 
+    def positions(self, count: int) -> Tensor:
+        """(B, heads, count, features), without the padding; a view."""
+        return self.flat.view(-1, self.heads, self.tiles * self.edge, self.flat.shape[-1])[:, :, :count]
+
     def untiled(self, positions: int, dtype: torch.dtype) -> Tensor:
         """Back to (B, heads, positions, features), without the padding."""
-        size = self.flat.shape[-1]
-        return self.flat.view(-1, self.heads, self.tiles * self.edge, size)[:, :, :positions].to(dtype).contiguous()
+        return self.positions(positions).to(dtype).contiguous()
 
 
 def tile(x: Tensor, tiles: int, edge: int) -> Tiled:

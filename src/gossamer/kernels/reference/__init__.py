@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice
-from gossamer.kernels.rows import compute_dtype, row_terms, sink_gradient
+from gossamer.kernels.rows import compute_dtype, row_terms, sink_gradient, stored
 
 
 def kept(mask: Tensor, terms: Terms, K: int) -> Tensor:
@@ -83,7 +83,14 @@ class Reference:
         return 128, 128
 
     def forward(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, layout: Tensor, terms: Terms
+        self,
+        problem: Problem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: Tensor,
+        terms: Terms,
+        into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(q.dtype)
         s, _ = scores(q.to(dtype), k.to(dtype), terms)
@@ -100,7 +107,8 @@ class Reference:
         out = (_by_group(p, problem.G) @ v.to(dtype).unsqueeze(2)).reshape(*q.shape[:3], problem.E)
         # A row that keeps anything has a total of at least 1, its largest term.
         out = out / total.clamp(min=1.0)[..., None]
-        return out.to(q.dtype), m + torch.log(total)
+        lse = m + torch.log(total)
+        return (out.to(q.dtype), lse) if into is None else stored(into, (out, lse))
 
     def backward(
         self,
@@ -114,6 +122,7 @@ class Reference:
         lse: Tensor,
         layout: Tensor,
         terms: Terms,
+        into: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         dtype = compute_dtype(q.dtype)
         delta, lse = row_terms(dout, dlse, out, lse, dtype)
@@ -130,7 +139,10 @@ class Reference:
         dq = (ds @ kc.unsqueeze(2)).reshape(q.shape)
         dk = (ds.mT @ _by_group(qc, by_group)).sum(2)
         dv = (_by_group(p, by_group).mT @ _by_group(do, by_group)).sum(2)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), sink_gradient(delta, lse, terms)
+        dsink = sink_gradient(delta, lse, terms)
+        if into is not None:
+            return (*stored(into, (dq, dk, dv)), dsink)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink
 
 
 IMPLEMENTATION = Reference()

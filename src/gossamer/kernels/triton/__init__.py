@@ -41,9 +41,16 @@ class Triton:
         return (TileChoice(64, 64, SMALL_TILE_RATE),) if measured and problem.Q > 64 else ()
 
     def forward(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, terms: Terms
+        self,
+        problem: Problem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: BlockLayout,
+        terms: Terms,
+        into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return launch.forward(problem, q, k, v, layout, terms)
+        return launch.forward(problem, q, k, v, layout, terms, into=into)
 
     def backward(
         self,
@@ -57,8 +64,9 @@ class Triton:
         lse: Tensor,
         layout: BlockLayout,
         terms: Terms,
+        into: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        return launch.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms)
+        return launch.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
 
 
 IMPLEMENTATION = Triton()

@@ -42,6 +42,12 @@ def row_terms_kernel(
     stride_ob,
     stride_oh,
     stride_on,
+    stride_lb,
+    stride_lh,
+    stride_ln,
+    stride_mb,
+    stride_mh,
+    stride_mn,
     B,
     H,
     Q,
@@ -64,10 +70,12 @@ def row_terms_kernel(
     b_out = load_rows(out + b64 * stride_ob + h64 * stride_oh, row_start, Q, stride_on, R, E, BLOCK_E, True)
     b_delta = tl.sum(b_dout.to(tl.float32) * b_out.to(tl.float32), 1)
     o_r = row_start + tl.arange(0, R)
-    o_rows = i_bh.to(tl.int64) * Q + o_r
+    o64 = o_r.to(tl.int64)
     if DLSE:
-        b_delta -= tl.load(dlse + o_rows, mask=o_r < Q, other=0.0)
-    b_lse = tl.load(lse + o_rows, mask=o_r < Q, other=float("-inf"))
+        dlse += b64 * stride_mb + h64 * stride_mh
+        b_delta -= tl.load(dlse + o64 * stride_mn, mask=o_r < Q, other=0.0)
+    lse += b64 * stride_lb + h64 * stride_lh
+    b_lse = tl.load(lse + o64 * stride_ln, mask=o_r < Q, other=float("-inf"))
     m_empty = b_lse == float("-inf")
     row_terms += i_bh.to(tl.int64) * padded_Q + o_r
     tl.store(row_terms, tl.where(m_empty, float("inf"), b_lse * LOG2E))

@@ -156,6 +156,9 @@ def forward_kernel(
     stride_ob,
     stride_oh,
     stride_on,
+    stride_lb,
+    stride_lh,
+    stride_ln,
     n_items,
     n_slots,
     n_tiles,
@@ -275,13 +278,14 @@ def forward_kernel(
             store_rows(part_acc, b_acc, sub * R, TILE_ROWS, E, R, E, BLOCK_E)
             return
     store_row_results(
-        out, lse, b_acc, b_l, b_m, b64, h64, H, Q, row_start, stride_ob, stride_oh, stride_on, R, E, BLOCK_E
-    )
+        out, lse, b_acc, b_l, b_m, b64, h64, Q, row_start, stride_ob, stride_oh, stride_on,
+        stride_lb, stride_lh, stride_ln, R, E, BLOCK_E,
+    )  # fmt: skip
 
 
 @triton.jit
 def store_row_results(
-    out, lse, b_acc, b_l, b_m, b64, h64, H, Q, row_start, stride_ob, stride_oh, stride_on,
+    out, lse, b_acc, b_l, b_m, b64, h64, Q, row_start, stride_ob, stride_oh, stride_on, stride_lb, stride_lh, stride_ln,
     R: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """out = acc / l and lse = m + log l; a row that kept nothing gives 0 and -inf."""
@@ -289,7 +293,8 @@ def store_row_results(
     b_l = tl.where(m_empty, 1.0, b_l)
     b_lse = tl.where(m_empty, float("-inf"), (b_m + tl.log2(b_l)) * LN2)
     o_r = row_start + tl.arange(0, R)
-    tl.store(lse + (b64 * H + h64) * Q + o_r, b_lse, mask=o_r < Q)
+    lse += b64 * stride_lb + h64 * stride_lh
+    tl.store(lse + o_r.to(tl.int64) * stride_ln, b_lse, mask=o_r < Q)
     store_rows(out + b64 * stride_ob + h64 * stride_oh, b_acc / b_l[:, None], row_start, Q, stride_on, R, E, BLOCK_E)
 
 
@@ -303,6 +308,9 @@ def merge_kernel(
     stride_ob,
     stride_oh,
     stride_on,
+    stride_lb,
+    stride_lh,
+    stride_ln,
     n_merges,
     n_slots,
     H,
@@ -341,8 +349,9 @@ def merge_kernel(
     b64 = i_b.to(tl.int64)
     h64 = i_h.to(tl.int64)
     store_row_results(
-        out, lse, b_acc, b_l, b_m, b64, h64, H, Q, row_start, stride_ob, stride_oh, stride_on, R, E, BLOCK_E
-    )
+        out, lse, b_acc, b_l, b_m, b64, h64, Q, row_start, stride_ob, stride_oh, stride_on,
+        stride_lb, stride_lh, stride_ln, R, E, BLOCK_E,
+    )  # fmt: skip
 
 
 @triton.jit

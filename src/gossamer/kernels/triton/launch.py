@@ -189,12 +189,16 @@ def forward(
     *,
     tiles: TileConfig | None = None,
     split: int | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse). `tiles` and `split` replace the shipped configuration and the automatic split of long rows."""
     p, walk = problem, layout.rows
     q, k, v = operand(q), operand(k), operand(v)
-    out = torch.empty((p.B, p.H, p.Q, p.E), dtype=q.dtype, device=q.device)
-    lse = torch.empty((p.B, p.H, p.Q), dtype=torch.float32, device=q.device)
+    if into is None:
+        out = torch.empty((p.B, p.H, p.Q, p.E), dtype=q.dtype, device=q.device)
+        lse = torch.empty((p.B, p.H, p.Q), dtype=torch.float32, device=q.device)
+    else:
+        out, lse = into
     plan = schedule(layout, False, p.B, p.H, p.H // p.G, split)
     arguments, flags = term_arguments(terms, lse)
     options, parts = sizes(p, walk, "forward", tiles, {"k": k, "v": v})
@@ -209,13 +213,13 @@ def forward(
             list_b=plan.list_b, list_h=plan.list_h, lead_heads=plan.lead_heads,
             SINK=terms.sink_logits is not None,
             **plan.pointers, **strides("q", q), **strides("k", k), **strides("v", v), **strides("o", out),
-            **arguments, **flags, **plan.constants, **options,
+            **strides("l", lse), **arguments, **flags, **plan.constants, **options,
         )  # fmt: skip
     if plan.work is not None and plan.slots:
         merges = plan.work.merges
         forward_kernels.merge_kernel[(walk.block_rows // MERGE_ROWS * merges.shape[0] * plan.copies,)](
-            out, lse, part_acc, part_ml, merges, *out.stride()[:3], merges.shape[0], plan.slots, p.H, p.Q,
-            plan.lead_heads, E=p.E, BLOCK_E=padded(p.E), R=MERGE_ROWS, TILE_ROWS=walk.block_rows,
+            out, lse, part_acc, part_ml, merges, *out.stride()[:3], *lse.stride(), merges.shape[0], plan.slots,
+            p.H, p.Q, plan.lead_heads, E=p.E, BLOCK_E=padded(p.E), R=MERGE_ROWS, TILE_ROWS=walk.block_rows,
             B_FROM_GRID=plan.constants["B_FROM_GRID"], H_FROM_GRID=plan.constants["H_FROM_GRID"], num_warps=4,
         )  # fmt: skip
     return out, lse
@@ -229,9 +233,10 @@ def row_terms(
     out, padded_Q = operand(out), layout.rows.tiles * layout.block_q
     terms = torch.empty((2, p.B, p.H, padded_Q), dtype=torch.float32, device=lse.device)
     if terms.numel():
+        given = lse if dlse is None else dlse
         backward_kernels.row_terms_kernel[(p.B * p.H * padded_Q // ROW_TERMS_ROWS,)](
-            dout, out, lse, lse if dlse is None else dlse.contiguous(), terms,
-            *dout.stride()[:3], *out.stride()[:3], p.B, p.H, p.Q, padded_Q,
+            dout, out, lse, given, terms,
+            *dout.stride()[:3], *out.stride()[:3], *lse.stride(), *given.stride(), p.B, p.H, p.Q, padded_Q,
             E=p.E, BLOCK_E=padded(p.E), R=ROW_TERMS_ROWS, DLSE=dlse is not None, num_warps=4,
         )  # fmt: skip
     return terms
@@ -249,10 +254,11 @@ def query_gradient(
     *,
     tiles: TileConfig | None = None,
     split: int | None = None,
+    into: Tensor | None = None,
 ) -> Tensor:
     """dq (B, H, Q, D)."""
     p, walk = problem, layout.rows
-    dq = torch.empty((p.B, p.H, p.Q, p.D), dtype=q.dtype, device=q.device)
+    dq = torch.empty((p.B, p.H, p.Q, p.D), dtype=q.dtype, device=q.device) if into is None else into
     plan = schedule(layout, False, p.B, p.H, p.H // p.G, split)
     arguments, flags = term_arguments(terms, rows)
     options, parts = sizes(p, walk, "dq", tiles, {"k": k, "v": v})
@@ -283,11 +289,15 @@ def key_gradients(
     *,
     tiles: TileConfig | None = None,
     split: int | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dk (B, G, K, D) and dv (B, G, K, E)."""
     p, walk = problem, layout.columns
-    dk = torch.empty((p.B, p.G, p.K, p.D), dtype=k.dtype, device=k.device)
-    dv = torch.empty((p.B, p.G, p.K, p.E), dtype=v.dtype, device=v.device)
+    if into is None:
+        dk = torch.empty((p.B, p.G, p.K, p.D), dtype=k.dtype, device=k.device)
+        dv = torch.empty((p.B, p.G, p.K, p.E), dtype=v.dtype, device=v.device)
+    else:
+        dk, dv = into
     plan = schedule(layout, True, p.B, p.G, p.H // p.G, split)
     arguments, flags = term_arguments(terms, rows)
     options, parts = sizes(p, walk, "dkdv", tiles, {"q": q, "dout": dout})
@@ -334,12 +344,14 @@ def backward(
     *,
     tiles: TileConfig | None = None,
     split: int | None = None,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsink_logits or None)."""
-    q, k, v, dout, lse = operand(q), operand(k), operand(v), operand(dout), lse.contiguous()
+    q, k, v, dout = operand(q), operand(k), operand(v), operand(dout)
     rows = row_terms(problem, dout, dlse, out, lse, layout)
-    dq = query_gradient(problem, q, k, v, dout, rows, layout, terms, tiles=tiles, split=split)
-    dk, dv = key_gradients(problem, q, k, v, dout, rows, layout, terms, tiles=tiles, split=split)
+    into_q, into_kv = (None, None) if into is None else (into[0], into[1:])
+    dq = query_gradient(problem, q, k, v, dout, rows, layout, terms, tiles=tiles, split=split, into=into_q)
+    dk, dv = key_gradients(problem, q, k, v, dout, rows, layout, terms, tiles=tiles, split=split, into=into_kv)
     dsink = None
     if terms.sink_logits is not None:
         # A row is empty only under a sink of -inf; +inf makes its share of the sink 0.
