@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import CSR, Dense, Pattern
-from gossamer.torch import operators as _operators  # noqa: F401  (defines the operators)
+from gossamer.torch.operators import eager, plain
 from gossamer.torch.registry import constants
 from gossamer.torch.validate import describe
 
@@ -83,7 +83,8 @@ def attention(
     q, k, v = four_dimensional(q, k, v)
     handle, layout, blocks, _alive = what(pattern, q)
     is_tensor = isinstance(q_offset, Tensor)
-    out, lse = _forward(
+    run = eager if not torch.compiler.is_compiling() and plain(q, k, v, sink_logits) else _forward
+    out, lse = run(
         q, k, v, layout, blocks, handle,
         None if is_tensor else q_offset, q_offset if is_tensor else None,
         key_lengths, sink_logits, alibi_slopes, scale, softcap, implementation, deterministic, False,

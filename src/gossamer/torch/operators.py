@@ -1,16 +1,19 @@
 """The operators `gossamer::forward` and `gossamer::backward`: opaque to a compiler, with fakes and a gradient.
 
 The gradient is an own autograd function on the Autograd key, which costs a third of what `register_autograd` costs a
-call. What is attended enters either as tensors (a layout or a mask: data, which may change from call to call) or as
-the handle of a pattern, whose layout is looked up in here, by the sizes of the call.
+call; where nothing could want to see an operator, `attention` goes through none at all: see `plain`. What is attended
+enters either as tensors (a layout or a mask: data, which may change from call to call) or as the handle of a pattern,
+whose layout is looked up in here, by the sizes of the call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import _C, Tensor
 from torch.autograd.function import once_differentiable
 
 from gossamer.kernels.rows import compute_dtype
@@ -79,16 +82,35 @@ def _backward_fake(
 
 _forward_op = torch.ops.gossamer.forward.default
 _backward_op = torch.ops.gossamer.backward.default
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+
+def plain(*tensors: Tensor | None) -> bool:
+    """Whether these are plain tensors, computed eagerly, and no mode, transform, tracer or profiler is active.
+
+    Crossing the dispatcher costs more than all else that a repeated call does on the host.
+    """
+    for x in tensors:
+        if x is not None and type(x) not in _PLAIN:
+            return False
+    return not (
+        _C._len_torch_dispatch_stack()
+        or _C._len_torch_function_stack()
+        or _C._functorch.peek_interpreter_stack() is not None
+        or _C._get_tracing_state() is not None
+        or _C._is_any_autocast_enabled()
+        or torch.autograd._profiler_enabled()
+    )
 
 
 class _Attention(torch.autograd.Function):
     """Saves what the backward operator reads; lse is differentiable, double backward is not."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sink_logits, key_lengths, alibi_slopes, q_offset_tensor, layout, static):
+    def forward(ctx, q, k, v, sink_logits, key_lengths, alibi_slopes, q_offset_tensor, layout, static, run):
         geometry, pattern, q_offset, *rest = static
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = _forward_op(
+        with _C._AutoDispatchBelowAutograd():
+            out, lse = run(
                 q, k, v, layout, geometry, pattern, q_offset, q_offset_tensor, key_lengths, sink_logits, alibi_slopes,
                 *rest, True,
             )  # fmt: skip
@@ -103,41 +125,44 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         q, k, v, out, lse, sink_logits, key_lengths, alibi_slopes, q_offset_tensor, *layout = ctx.saved_tensors
         geometry, pattern, q_offset, *rest = ctx.static
-        dq, dk, dv, dsink = _backward_op(
+        run = _backward if plain(dout, dlse, q, k, v) else _backward_op
+        dq, dk, dv, dsink = run(
             dout, dlse, q, k, v, out, lse, layout, geometry, pattern, q_offset, q_offset_tensor, key_lengths,
             sink_logits, alibi_slopes, *rest, True,
         )  # fmt: skip
-        return dq, dk, dv, None if sink_logits is None else dsink, None, None, None, None, None
+        return dq, dk, dv, None if sink_logits is None else dsink, None, None, None, None, None, None
 
 
-def _forward_autograd(
+def forward(
     q: Tensor, k: Tensor, v: Tensor, layout: list[Tensor], geometry: list[int], pattern: int, q_offset: int | None,
     q_offset_tensor: Tensor | None, key_lengths: Tensor | None, sink_logits: Tensor | None,
     alibi_slopes: Tensor | None, scale: float | None, softcap: float | None, implementation: str | None,
-    deterministic: bool, backward: bool,
+    deterministic: bool, backward: bool, run: Callable[..., tuple[Tensor, Tensor]] = _forward_op,
 ):  # fmt: skip
+    """(out, lse), with the gradient where one is needed; `run` computes them: the operator, or its kernel itself."""
     needed = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sink_logits is not None and sink_logits.requires_grad)
     )
     if needed:
         static = (geometry, pattern, q_offset, scale, softcap, implementation, deterministic)
-        return _Attention.apply(
-            q, k, v, sink_logits, key_lengths, alibi_slopes, q_offset_tensor, layout, static
-        )  # fmt: skip
-    with torch._C._AutoDispatchBelowAutograd():
-        return _forward_op(
+        return _Attention.apply(q, k, v, sink_logits, key_lengths, alibi_slopes, q_offset_tensor, layout, static, run)
+    with _C._AutoDispatchBelowAutograd():
+        return run(
             q, k, v, layout, geometry, pattern, q_offset, q_offset_tensor, key_lengths, sink_logits, alibi_slopes,
             scale, softcap, implementation, deterministic, backward,
         )  # fmt: skip
 
 
-def _autocast(device: str, key: torch._C.DispatchKey):
+eager = partial(forward, run=_forward)
+
+
+def _autocast(device: str, key: _C.DispatchKey):
     """Under autocast q, k and v take its dtype, as for scaled_dot_product_attention; float64 stays."""
-    keys = torch._C.DispatchKeySet(key)
+    keys = _C.DispatchKeySet(key)
 
     def cast_and_call(q: Tensor, k: Tensor, v: Tensor, *rest: Any):
         dtype = torch.get_autocast_dtype(device)
-        with torch._C._ExcludeDispatchKeyGuard(keys):
+        with _C._ExcludeDispatchKeyGuard(keys):
             q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
             return _forward_op(q, k, v, *rest)
 
@@ -146,8 +171,8 @@ def _autocast(device: str, key: torch._C.DispatchKey):
 
 library.impl("forward", _forward, "CompositeExplicitAutograd")
 library.impl("backward", _backward, "CompositeExplicitAutograd")
-library.impl("forward", _forward_autograd, "Autograd")
-library.impl("forward", _autocast("cpu", torch._C.DispatchKey.AutocastCPU), "AutocastCPU")
-library.impl("forward", _autocast("cuda", torch._C.DispatchKey.AutocastCUDA), "AutocastCUDA")
+library.impl("forward", forward, "Autograd")
+library.impl("forward", _autocast("cpu", _C.DispatchKey.AutocastCPU), "AutocastCPU")
+library.impl("forward", _autocast("cuda", _C.DispatchKey.AutocastCUDA), "AutocastCUDA")
 torch.library.register_fake("gossamer::forward", _forward_fake, lib=library)
 torch.library.register_fake("gossamer::backward", _backward_fake, lib=library)

@@ -152,9 +152,9 @@ def terms_of(a: Arguments) -> Terms:
     """The score terms; a `q_offset` tensor is read here, which waits for a GPU."""
     q_offset = a.q_offset if a.q_offset_tensor is None else int(a.q_offset_tensor)
     return Terms(
-        scale=a.q.shape[3] ** -0.5 if a.scale is None else a.scale,
+        scale=a.q.shape[3] ** -0.5 if a.scale is None else float(a.scale),
         q_offset=a.k.shape[2] - a.q.shape[2] if q_offset is None else q_offset,
-        softcap=a.softcap,
+        softcap=None if a.softcap is None else float(a.softcap),
         key_lengths=a.key_lengths,
         sink_logits=a.sink_logits,
         alibi_slopes=a.alibi_slopes,

@@ -1,0 +1,95 @@
+"""What a call does on the host: through the operator where something wants to see it, past it otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gossamer as gs
+from gossamer.torch import operators
+
+
+class Seen(TorchDispatchMode):
+    """The names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def inputs() -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 2, 24, 8, generator=g, requires_grad=True) for _ in range(3)]
+
+
+def gradients(x: list[Tensor]) -> tuple[Tensor, ...]:
+    out = gs.attention(*x, gs.SlidingWindow(5))
+    return (out, *torch.autograd.grad(out.square().sum(), x))
+
+
+def test_a_mode_sees_the_operators_and_changes_nothing() -> None:
+    x = inputs()
+    want = gradients(x)
+    with Seen() as seen:
+        found = gradients(x)
+    ours = [name for name in seen.names if name.startswith("gossamer")]
+    assert ours == ["gossamer.forward.default", "gossamer.backward.default"]
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def test_a_profile_names_the_operators() -> None:
+    x = inputs()
+    with torch.autograd.profiler.profile() as found:
+        gradients(x)
+    assert {"gossamer::forward", "gossamer::backward"} <= {event.name for event in found.function_events}
+
+
+def test_a_plain_call_crosses_no_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crossed(*arguments: Any) -> None:
+        raise AssertionError("went through the operator")
+
+    monkeypatch.setattr(operators, "_forward_op", crossed)
+    monkeypatch.setattr(operators, "_backward_op", crossed)
+    monkeypatch.setattr("gossamer.torch.api._forward", crossed)
+    x = inputs()
+    gradients(x)
+    gradients([torch.nn.Parameter(y) for y in x])
+    with torch.no_grad():
+        gs.attention(*x, gs.SlidingWindow(5))
+    with torch.inference_mode():
+        gs.attention(*x, gs.SlidingWindow(5))
+
+
+class Own(Tensor):
+    """A subclass, which may want to see operators."""
+
+
+def test_what_is_plain() -> None:
+    x = torch.zeros(2)
+    assert operators.plain(x, None, torch.nn.Parameter(x))
+    assert not operators.plain(x, x.as_subclass(Own))
+    with Seen():
+        assert not operators.plain(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not operators.plain(x)
+    with torch.device("cpu"):  # a function mode
+        assert not operators.plain(x)
+    with torch.autograd.profiler.profile():
+        assert not operators.plain(x)
+    assert not torch.func.vmap(lambda y: y + operators.plain(y))(x).any()
+    assert operators.plain(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_traced_call_is_not_plain() -> None:
+    found = []
+    torch.jit.trace(lambda y: (found.append(operators.plain(y)), y + 1)[1], torch.zeros(2), check_trace=False)
+    assert found == [False]
