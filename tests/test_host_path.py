@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -93,3 +94,45 @@ def test_a_traced_call_is_not_plain() -> None:
     found = []
     torch.jit.trace(lambda y: (found.append(operators.plain(y)), y + 1)[1], torch.zeros(2), check_trace=False)
     assert found == [False]
+
+
+def views() -> dict[str, Tensor]:
+    """(B, H, N, D) tensors whose strides and addresses differ, in bfloat16."""
+    x = torch.zeros(2, 3, 40, 64, dtype=torch.bfloat16)
+    return {
+        "compact": x,
+        "storage (B, N, H, D)": x.reshape(2, 40, 3, 64).transpose(1, 2),
+        "packed with others": torch.zeros(2, 40, 3, 3, 64, dtype=torch.bfloat16)[:, :, 1].transpose(1, 2),
+        "every other row": x[:, :, ::2],
+        "last dimension": x.transpose(2, 3),
+        "row stride": torch.zeros(2, 3, 40, 65, dtype=torch.bfloat16)[..., :64],
+        "head stride": torch.zeros(2, 4 * (40 * 64 + 4), dtype=torch.bfloat16).as_strided(
+            (2, 3, 40, 64), (4 * (40 * 64 + 4), 40 * 64 + 4, 64, 1)
+        ),
+        "batch stride": x[:1].expand(2, 3, 40, 64),
+        "address": torch.zeros(40 * 64 * 6 + 1, dtype=torch.bfloat16)[1:].view(2, 3, 40, 64),
+    }
+
+
+@pytest.mark.parametrize("name", views())
+def test_explain_says_what_is_copied(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gossamer.kernels.hopper import IMPLEMENTATION, launch
+    from gossamer.kernels.table import load
+    from gossamer.torch.explain import unaligned
+
+    x = views()[name]
+    fine = name in ("compact", "storage (B, N, H, D)", "packed with others", "every other row")
+    why = unaligned(x, 16)
+    assert (why is None) == fine == launch.readable(x)
+    assert fine or name.replace("dimension", "dimension is not contiguous") in str(why)
+    q = k = views()["compact"][:, :, : x.shape[2]]
+    if name == "last dimension":
+        return
+    blocked = load("blocked")
+    assert not isinstance(blocked, str)
+    assert not gs.explain(q, k, x, implementation="blocked").copies
+    limits = dataclasses.replace(blocked.capability, alignment=IMPLEMENTATION.capability.alignment)
+    monkeypatch.setattr(type(blocked), "capability", limits)
+    found = gs.explain(q, k, x, implementation="blocked")
+    assert found.copies == ({} if fine else {"v": why})
+    assert fine or ("copies v", why) in found.rows()

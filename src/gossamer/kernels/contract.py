@@ -53,6 +53,8 @@ class Capability:
     backward: bool = True
     deterministic: frozenset[str] = frozenset({"cpu", "cuda"})  # devices on which a deterministic run exists
     tiles: frozenset[tuple[int, int]] | None = None  # layout tiles that it walks; None: any
+    max_pairs: int | None = None  # of Q * K; None: any
+    alignment: int | None = None  # of the inputs' addresses and strides, in bytes; others are copied first
     rate: float = 1.0  # pairs executed per second with its own tile; ratios on one device count
 
 
@@ -72,7 +74,11 @@ def reasons(problem: Problem, capability: Capability) -> list[str]:
         for name, size in (("D", p.D), ("E", p.E)):
             if size > c.max_head_dim:
                 found.append(f"head size {name}={size} is over {c.max_head_dim}")
-    if p.tile is not None and c.tiles is not None and p.tile not in c.tiles:
+    if c.max_pairs is not None and p.Q * p.K > c.max_pairs:
+        found.append(f"Q x K = {p.Q * p.K} is over {c.max_pairs}")
+    if p.tile is not None and c.tiles == frozenset():
+        found.append("walks no layout")
+    elif p.tile is not None and c.tiles is not None and p.tile not in c.tiles:
         walked = ", ".join(f"{q} x {kv}" for q, kv in sorted(c.tiles))
         found.append(f"walks layout tiles of {walked}, got {p.tile[0]} x {p.tile[1]}")
     missing = p.score_terms - c.score_terms

@@ -83,7 +83,7 @@ def attention(
     q, k, v = four_dimensional(q, k, v)
     handle, layout, blocks, _alive = what(pattern, q)
     is_tensor = isinstance(q_offset, Tensor)
-    run = eager if not torch.compiler.is_compiling() and plain(q, k, v, sink_logits) else _forward
+    run: Any = eager if not torch.compiler.is_compiling() and plain(q, k, v, sink_logits) else _forward
     out, lse = run(
         q, k, v, layout, blocks, handle,
         None if is_tensor else q_offset, q_offset if is_tensor else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +38,7 @@ class Explanation:
     executed_flops: float  # the same over every pair of the tiles that are visited
     bytes: int  # q, k, v, out and lse
     layout_bytes: int
+    copies: dict[str, str] = field(default_factory=dict)  # inputs that are copied before a kernel reads them, and why
 
     def rows(self) -> list[tuple[str, str]]:
         """The table, as (name, value) pairs."""
@@ -56,6 +57,7 @@ class Explanation:
         ]
         if self.backward is not None:
             lines.append(("backward by", self.backward))
+        lines += [(f"copies {name}", why) for name, why in self.copies.items()]
         return lines + [(f"not {name}", "; ".join(found)) for name, found in self.reasons.items()]
 
     def __rich__(self) -> Any:
@@ -73,6 +75,16 @@ class Explanation:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in self.rows())
 
     __repr__ = __str__
+
+
+def unaligned(x: Tensor, alignment: int) -> str | None:
+    """Why x (B, heads, rows, columns) cannot be read where it is by a kernel that needs an alignment in bytes."""
+    if x.stride(3) != 1:
+        return "its last dimension is not contiguous"
+    for name, stride in zip(("batch", "head", "row"), x.stride(), strict=False):
+        if stride <= 0 or stride * x.element_size() % alignment:
+            return f"its {name} stride is {stride * x.element_size()} bytes, not a multiple of {alignment}"
+    return f"its address is not a multiple of {alignment}" if x.data_ptr() % alignment else None
 
 
 def explain(
@@ -129,10 +141,14 @@ def explain(
         later = "comes after the one chosen" if at > NAMES.index(name) else "its tiles hold more pairs of this pattern"
         if other != name:
             refused[other] = refusals(other, p) or [later if implementation is None else "not asked for"]
+    copies = {}
+    if chosen.capability.alignment is not None:
+        found = {n: unaligned(x, chosen.capability.alignment) for n, x in (("q", q), ("k", k), ("v", v))}
+        copies = {n: why for n, why in found.items() if why is not None}
     size = q.element_size()
     elements = q.numel() + k.numel() + v.numel() + q.numel() // p.D * p.E
     flops = 2.0 * (p.D + p.E) * p.B * p.H
     return Explanation(
         replace(p, backward=backward), name, gradient, refused, tile, density, tiles, useful * flops, executed * flops,
-        elements * size + p.B * p.H * p.Q * (8 if p.dtype == "float64" else 4), layout_bytes,
+        elements * size + p.B * p.H * p.Q * (8 if p.dtype == "float64" else 4), layout_bytes, copies,
     )  # fmt: skip

@@ -40,6 +40,7 @@ class Hopper:
         max_head_dim=256,
         min_sm=90,
         max_sm=90,
+        alignment=16,
         score_terms=frozenset({"q_offset", "softcap", "sink_logits"}),
         backward=False,
         tiles=frozenset({(128, 128), (192, 128)}),
