@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gossamer.kernels.hopper.config import ForwardConfig
+from gossamer.kernels.hopper.config import BackwardConfig, ForwardConfig, QueryConfig
 from gossamer.kernels.hopper.store import Kernel
 
 OPTIONS = "--enable-tvm-ffi"
@@ -39,6 +39,31 @@ def forward(config: ForwardConfig) -> Any:
 
 
 @Kernel
+def backward(config: BackwardConfig) -> Any:
+    """The column kernel of a configuration."""
+    import cutlass.cute as cute
+    from cutlass import Float32, Int32
+
+    from gossamer.kernels.hopper.backward.fields import ITEM, SEGMENT
+    from gossamer.kernels.hopper.backward.kernel import Backward
+    from gossamer.kernels.hopper.common import NUMBERS
+
+    n, c, s = NUMBERS[config.dtype], config, cute.sym_int
+    B, H, G, K = s(), s(), s(), s()
+    bounds = compact(Int32, s(), s())
+    return cute.compile(
+        Backward(c),
+        strided(n, B, H, s()), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, s()),
+        compact(Float32, 2, s(), s(), s(divisibility=128)), compact(Float32, s(), s(), s(), 64 * c.D),
+        strided(n, B, G, K), strided(n, B, G, K), compact(Int32, s(), ITEM), compact(Int32, s(), SEGMENT),
+        compact(Int32, 2, s()), bounds, bounds, compact(Int32, s(), c.block_q // 32),
+        compact(Float32, s(), c.block_kv, c.D), compact(Float32, s(), c.block_kv, c.E), compact(Int32, 1),
+        *[Float32(1)] * 3, *[Int32(1)] * 5, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=OPTIONS,
+    )  # fmt: skip
+
+
+@Kernel
 def merge(dtype: str, E: int, block_q: int) -> Any:
     """The merge of split rows."""
     import cutlass.cute as cute
@@ -53,6 +78,80 @@ def merge(dtype: str, E: int, block_q: int) -> Any:
         compact(Float32, s(), block_q, E), compact(Float32, s(), block_q), compact(Int32, s(), MERGE),
         compact(Float32, s()), *[Int32(1)] * 4, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=OPTIONS,
+    )  # fmt: skip
+
+
+@Kernel
+def preprocess(dtype: str, E: int, zeroed: int) -> Any:
+    """Row terms of the backward; zeroes sums of dQ of `zeroed` columns (0: none)."""
+    import cutlass.cute as cute
+    from cutlass import Float32, Int32
+
+    from gossamer.kernels.hopper.backward.rows import Preprocess
+    from gossamer.kernels.hopper.common import NUMBERS
+
+    n, s = NUMBERS[dtype], cute.sym_int
+    B, H, Q = s(), s(), s()
+    return cute.compile(
+        Preprocess(E, zeroed), strided(n, B, H, Q), strided(n, B, H, Q), _rows(B, H, Q), _rows(B, H, Q),
+        compact(Float32, 2, B, H, s()), compact(Float32, s(), s(), s(), 64 * max(1, zeroed)), Int32(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
+    )  # fmt: skip
+
+
+@Kernel
+def postprocess(dtype: str, D: int) -> Any:
+    """dQ from its float32 sums."""
+    import cutlass.cute as cute
+    from cutlass import Float32
+
+    from gossamer.kernels.hopper.backward.rows import Postprocess
+    from gossamer.kernels.hopper.common import NUMBERS
+
+    n, s = NUMBERS[dtype], cute.sym_int
+    B, H = s(), s()
+    return cute.compile(
+        Postprocess(n, D), compact(Float32, B, H, s(), 64 * D), strided(n, B, H, s()), Float32(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
+    )  # fmt: skip
+
+
+@Kernel
+def query_gradient(config: QueryConfig) -> Any:
+    """dQ by rows."""
+    import cutlass.cute as cute
+    from cutlass import Float32, Int32
+
+    from gossamer.kernels.hopper.backward.query import QueryGradient
+    from gossamer.kernels.hopper.common import ITEM, NUMBERS
+
+    n, c, s = NUMBERS[config.dtype], config, cute.sym_int
+    B, H, G, Q, K = s(), s(), s(), s(), s()
+    rows = compact(Int32, s(), s())
+    return cute.compile(
+        QueryGradient(c), strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q),
+        compact(Float32, 2, B, H, s()), strided(n, B, H, Q), compact(Int32, s(), ITEM), compact(Int32, 2, s()), rows,
+        rows, compact(Int32, s(), c.block_kv // 32), compact(Float32, s(), c.block_q, c.D), compact(Int32, 1),
+        *[Float32(1)] * 3, *[Int32(1)] * 5, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=OPTIONS,
+    )  # fmt: skip
+
+
+@Kernel
+def sum_parts(dtype: str, size: int, block: int) -> Any:
+    """The sum of the parts of split tiles of `block` rows."""
+    import cutlass.cute as cute
+    from cutlass import Float32, Int32
+
+    from gossamer.kernels.hopper.backward.parts import Sum
+    from gossamer.kernels.hopper.common import NUMBERS
+    from gossamer.kernels.hopper.forward.merge import MERGE
+
+    s = cute.sym_int
+    return cute.compile(
+        Sum(size, block), strided(NUMBERS[dtype], s(), s(), s()), compact(Float32, s(), block, size),
+        compact(Int32, s(), MERGE), Float32(1), *[Int32(1)] * 3,
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip
 
 

@@ -69,6 +69,47 @@ class QueryConfig:
         rings = self.block_q * (self.D + self.E) + self.step * (self.k_stages * self.D + self.v_stages * self.E)
         return 2 * rings + 1024
 
+    @property
+    def blocks_per_processor(self) -> int:
+        """Two blocks of one warpgroup each, where the shared memory holds them."""
+        return 2 if self.block_q == 64 and 2 * (self.shared_bytes + 1024) <= SHARED_MEMORY else 1
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """One compiled column kernel: dK and dV, and dQ by reduction where `with_dq`.
+
+    block_q x block_kv is the layout's tile, `step` the queries of one step (a divisor of block_q), `q_stages` and
+    `do_stages` the depths of the rings of Q and dO.
+    """
+
+    dtype: str
+    D: int  # head sizes after padding
+    E: int
+    block_q: int = 128
+    block_kv: int = 128
+    step: int = 64
+    q_stages: int = 2
+    do_stages: int = 2
+    score: str = "fold"  # or "softcap"
+    with_dq: bool = True
+    reduce: str = "bulk"  # dQ through shared memory and the copy engine, or "direct" from registers
+    ds_stages: int = 2
+
+    def __post_init__(self) -> None:
+        if self.block_q not in (64, 128, 192) or self.block_kv != 128 or self.block_q % self.step:
+            raise ValueError(f"no backward kernel for tiles {self.block_q} x {self.block_kv} in steps of {self.step}")
+        if self.shared_bytes > SHARED_MEMORY:
+            raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory, there are {SHARED_MEMORY}")
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: K, V, rings, dS, staging memory of dQ or dK, dV, barriers and descriptions."""
+        tiles = self.block_kv * (self.D + self.E) + self.step * (self.q_stages * self.D + self.do_stages * self.E)
+        gradients = self.ds_stages * self.block_kv * self.step + self.block_kv * self.E
+        staging = max(4 * self.step * self.D, 2 * self.block_kv * self.D)
+        return 2 * (tiles + gradients) + staging + 4 * self.step * (self.q_stages + self.do_stages) + 1024
+
 
 # Padded head sizes: a smaller head is padded with zeros by TMA, exactly.
 HEAD_SIZES = (64, 96, 128, 192, 256)
@@ -88,6 +129,17 @@ def forward_config(dtype: str, D: int, E: int, block_q: int, block_kv: int, scor
     D, E = padded(max(D, E)), padded(E)
     step, stages, q_stages = {64: (128, 2, 2), 96: (128, 2, 2), 128: (128, 2, 2), 192: (64, 2, 2), 256: (64, 2, 1)}[D]
     return ForwardConfig(dtype, D, E, block_q, block_kv, step, stages, q_stages, score=score)
+
+
+@cache
+def backward_config(
+    dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str, with_dq: bool
+) -> BackwardConfig:
+    """The configuration of the column kernel for head sizes D, E and a layout of block_q x block_kv tiles."""
+    size = padded(max(D, E))
+    size = 128 if size == 96 else size
+    step = 128 if size == 64 and block_q % 128 == 0 else 64
+    return BackwardConfig(dtype, size, size, block_q, block_kv, step, score=score, with_dq=with_dq)
 
 
 @cache

@@ -1,0 +1,323 @@
+"""The consumer warpgroups of the column kernel: products, probabilities, gradients of scores, and an item's result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from gossamer.kernels.hopper import device
+from gossamer.kernels.hopper.backward.fields import (
+    BOUNDED,
+    COPY,
+    END,
+    ENTRY,
+    FIRST,
+    FREE_OUT,
+    FULL_OUT,
+    KEPT,
+    KIND,
+    MASKED,
+    READY,
+    SCRATCH,
+    SLOT,
+    STEP_BATCH,
+    STEP_HEAD,
+    TILE,
+    VALID,
+    WORD,
+    add_four,
+    high,
+    low,
+)
+from gossamer.kernels.hopper.common import FAR, ROWS, WARPGROUP, Env, ring
+from gossamer.kernels.hopper.config import BackwardConfig
+
+
+class Consumer:
+    """64 keys of each item for each warpgroup."""
+
+    config: BackwardConfig
+    dtype: Any
+    groups: int
+    split_columns: bool
+    dq_columns: int
+    staging_floats: int
+
+    @cute.jit
+    def consume(self, shared, mma_s, mma_dv, mma_dk, mma_dq):
+        """A consumer warpgroup: 64 keys of each item."""
+        c = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        me = cute.arch.make_warp_uniform(thread // WARPGROUP) - 1
+        thread = thread % WARPGROUP
+        lane = cute.arch.lane_idx()
+        whole_s, whole_dv, whole_dk, whole_dq = [m.get_slice(0) for m in (mma_s, mma_dv, mma_dk, mma_dq)]
+
+        halves = cute.flat_divide(shared.s_ds, (ROWS, c.step))  # (64, step, group, 1, stage)
+        s_kt = cute.flat_divide(self.turned(shared.s_k, c.block_kv, c.D), (self.dq_columns, c.block_kv))
+        s_dst = cute.flat_divide(self.turned(shared.s_ds, c.block_kv, c.step, c.ds_stages), (ROWS, c.block_kv))
+        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+        env = Env(
+            **shared.__dict__, me=me, lane=lane, thread=thread, quad=2 * (lane % 4),
+            my_row=me * ROWS + thread // 32 * 16 + lane // 4,  # and eight below
+            mma_s=mma_s, mma_dv=mma_dv, mma_dk=mma_dk, mma_dq=mma_dq, stmatrix=stmatrix,
+            frag_k=whole_s.make_fragment_A(whole_s.partition_A(cute.flat_divide(shared.s_k, (ROWS, c.D)))),
+            frag_v=whole_s.make_fragment_A(whole_s.partition_A(cute.flat_divide(shared.s_v, (ROWS, c.E)))),
+            frag_q=whole_s.make_fragment_B(whole_s.partition_B(shared.s_q)),
+            frag_do=whole_s.make_fragment_B(whole_s.partition_B(shared.s_do)),
+            frag_qt=whole_dk.make_fragment_B(whole_dk.partition_B(self.turned(shared.s_q, c.step, c.D, c.q_stages))),
+            frag_dot=whole_dv.make_fragment_B(whole_dv.partition_B(self.turned(shared.s_do, c.step, c.E, c.do_stages))),
+            frag_kt=whole_dq.make_fragment_B(whole_dq.partition_B(s_kt)),
+            frag_dst=whole_dq.make_fragment_A(whole_dq.partition_A(s_dst)),
+            frag_p=whole_dv.make_fragment_A(whole_dv.partition_shape_A((ROWS, c.step))),
+            frag_ds=whole_dk.make_fragment_A(whole_dk.partition_shape_A((ROWS, c.step))),
+            slope=cute.make_rmem_tensor((c.step // 4,), Int32),
+            acc_s=cute.make_rmem_tensor(whole_s.partition_shape_C((ROWS, c.step)), Float32),
+            acc_dp=cute.make_rmem_tensor(whole_s.partition_shape_C((ROWS, c.step)), Float32),
+            acc_dv=cute.make_rmem_tensor(whole_dv.partition_shape_C((ROWS, c.E)), Float32),
+            acc_dk=cute.make_rmem_tensor(whole_dk.partition_shape_C((ROWS, c.D)), Float32),
+            mask=cute.make_rmem_tensor((device.ROWS, max(2, c.step // 32)), Int32),
+            ds_to=cute.make_tiled_copy_C(stmatrix, mma_s).get_slice(thread).partition_D(halves),
+        )  # fmt: skip
+        env.mask.fill(0)
+        bars, item = env.bars, env.item
+        turn, n, m = Int32(0), Int32(0), Int32(0)  # items, stages of Q, stages of dO so far
+        cute.arch.mbarrier_wait(bars.k_full, 0)
+        running = item[VALID]
+        while running != 0:
+            env.acc_dk.fill(0.0)
+            env.acc_dv.fill(0.0)
+            kind = self.look(env, n)
+            cute.arch.mbarrier_wait(bars.v_full, turn & 1)
+            while kind != END:
+                self.scores(env, n)
+                self.probabilities(env, n, m, kind)
+                self.step(env, n, m)
+                n += 1
+                m += 1
+                kind = self.look(env, n)
+            self.release(env, bars.v_empty)
+            self.finish(env)
+            self.release(env, bars.q_empty + ring(n, c.q_stages)[0])
+            n += 1
+            turn += 1
+            cute.arch.mbarrier_wait(bars.k_full, turn & 1)
+            running = item[VALID]
+
+    def turned(self, s: Any, rows: int, columns: int, *stages: int) -> Any:
+        """The transpose of a tile in shared memory."""
+        order = (1, 0, 2) if stages else (1, 0)
+        return cute.composition(s, cute.make_ordered_layout((columns, rows, *stages), order=order))
+
+    @cute.jit
+    def look(self, env, n):
+        """Wait for stage `n` of Q; returns the kind of its step and loads what masks it."""
+        c = self.config
+        stage, phase = ring(n, c.q_stages)
+        cute.arch.mbarrier_wait(env.bars.q_full + stage, phase)
+        kind = cute.arch.make_warp_uniform(env.steps[KIND, stage])
+        entry = env.steps[ENTRY, stage]
+        if kind == BOUNDED:
+            for r in cutlass.range_constexpr(device.ROWS):
+                key = env.item[TILE] * c.block_kv + env.my_row + 8 * r
+                env.mask[r, 0] = Int32(0)
+                env.mask[r, 1] = Int32(0)
+                if key < env.keys:
+                    env.mask[r, 0] = Int32(-FAR)
+                    env.mask[r, 1] = Int32(FAR)
+                    if entry >= 0:
+                        env.mask[r, 0] = env.lo[entry, key] - env.quad
+                        env.mask[r, 1] = env.hi[entry, key] - env.quad
+        elif kind == MASKED:
+            word = env.steps[WORD, stage] // (c.step // 32)
+            for r in cutlass.range_constexpr(device.ROWS):
+                row = cute.local_tile(env.pool[entry + env.my_row + 8 * r, None], (c.step // 32,), (word,))
+                for w in cutlass.range_constexpr(c.step // 32):
+                    env.mask[r, w] = row[w]
+        return kind
+
+    @cute.jit
+    def product(self, mma, acc, a, b, accumulate: cutlass.Constexpr):
+        """Issue acc (+)= a b as one group of asynchronous products."""
+        warpgroup.fence()
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+        for i in cutlass.range_constexpr(cute.size(a, mode=[2])):
+            cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def release(self, env, bar):
+        if env.lane == 0:
+            cute.arch.mbarrier_arrive(bar)
+
+    @cute.jit
+    def scores(self, env, n):
+        """Issue S^T = K Q^T of stage `n`."""
+        stage = ring(n, self.config.q_stages)[0]
+        self.product(
+            env.mma_s, env.acc_s, env.frag_k[None, None, None, env.me, 0], env.frag_q[None, None, None, stage], False
+        )
+
+    @cute.jit
+    def row(self, s, stage, env):
+        """This thread's columns of a row of floats in shared memory: element 2 * j + c is column 8 j + quad + c."""
+        step = const_expr(self.config.step)
+        stages = const_expr(cute.size(s, mode=[1]))
+        pairs = cute.make_tensor(s.iterator, cute.make_layout((2, 4, step // 8, stages), stride=(1, 2, 8, step)))
+        mine = pairs[None, env.lane % 4, None, stage]
+        found = cute.make_rmem_tensor((2, step // 8), Float32)
+        cute.autovec_copy(mine, found)
+        return found
+
+    @cute.jit
+    def probabilities(self, env, n, m, kind):
+        """With S of stage `n` in flight, issue dP^T = V dO^T of stage `m`, turn S into P, wait for both."""
+        c, bars = self.config, env.bars
+        stage, _ = ring(n, c.q_stages)
+        do_stage, do_phase = ring(m, c.do_stages)
+        cute.arch.mbarrier_wait(bars.do_full + do_stage, do_phase)
+        self.product(
+            env.mma_s, env.acc_dp, env.frag_v[None, None, None, env.me, 0], env.frag_do[None, None, None, do_stage],
+            False,
+        )  # fmt: skip
+        warpgroup.wait_group(1)
+        lse = self.row(env.s_lse, stage, env)
+        acc = env.acc_s
+        if const_expr(c.score == "softcap"):
+            device.soft_cap(acc, env.before)
+        packed = cute.recast_tensor(env.frag_p, Int32)
+        for i in cutlass.range_constexpr(cute.size(acc) // 2):
+            p = [acc[2 * i], acc[2 * i + 1]]
+            slope = [1.0, 1.0]
+            for e in cutlass.range_constexpr(2):
+                x = p[e]
+                p[e] = cute.math.exp2(x * env.exponent - lse[e, i // 2], fastmath=True)
+                slope[e] = 1.0 - x * x
+            packed[i] = device.pack(p[0], p[1], self.dtype)
+            if const_expr(c.score == "softcap"):
+                env.slope[i] = device.pack(slope[0], slope[1], self.dtype)
+        if kind != KEPT:
+            words = cute.make_rmem_tensor((device.ROWS, c.step // 32), Int32)
+            if kind == BOUNDED:
+                lo, hi = cute.make_rmem_tensor((2,), Int32), cute.make_rmem_tensor((2,), Int32)
+                for r in cutlass.range_constexpr(device.ROWS):
+                    lo[r], hi[r] = env.mask[r, 0], env.mask[r, 1]
+                device.interval_words(words, lo, hi, env.steps[FIRST, stage])
+            else:
+                for r in cutlass.range_constexpr(device.ROWS):
+                    for w in cutlass.range_constexpr(c.step // 32):
+                        words[r, w] = Int32(cutlass.Uint32(env.mask[r, w]) >> cutlass.Uint32(env.quad))
+            self.drop(packed, words)
+        # A store that never happens (no probability is negative) keeps the exponentials before the wait.
+        signs = packed[0]
+        for i in cutlass.range_constexpr(1, cute.size(packed)):
+            signs = signs | packed[i]
+        if signs < 0:
+            env.item[SCRATCH] = Int32(0)
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def drop(self, packed, words):
+        """Probabilities whose bit is not set become zero."""
+        for i in cutlass.range_constexpr(cute.size(packed)):
+            word = words[i % 2, i // 8]
+            first = const_expr(1 << (8 * (i // 2 % 4)))
+            low = Int32(65535) if (word & first) != 0 else Int32(0)
+            high = Int32(-65536) if (word & (2 * first)) != 0 else Int32(0)
+            packed[i] = packed[i] & (low | high)
+
+    @cute.jit
+    def step(self, env, n, m):
+        """From P and dP of a step to its dV, dK and dQ, and on to P and dP of the following one."""
+        c, bars = self.config, env.bars
+        stage, _ = ring(n, c.q_stages)
+        do_stage, _ = ring(m, c.do_stages)
+        ds_stage, _ = ring(m, c.ds_stages)
+        delta = self.row(env.s_delta, do_stage, env)
+        acc = env.acc_dp
+        p = cute.recast_tensor(env.frag_p, Int32)
+        for i in cutlass.range_constexpr(cute.size(p)):
+            pair = [low(p[i], self.dtype), high(p[i], self.dtype)]
+            if const_expr(c.score == "softcap"):
+                pair[0] = pair[0] * low(env.slope[i], self.dtype)
+                pair[1] = pair[1] * high(env.slope[i], self.dtype)
+            for e in cutlass.range_constexpr(2):
+                acc[2 * i + e] = pair[e] * (acc[2 * i + e] - delta[e, i // 2])
+        device.convert(acc, env.frag_ds)
+        if const_expr(c.with_dq):
+            packed = cute.make_tensor(env.frag_ds.iterator, acc.layout)
+            mine = cute.make_tiled_copy_C(env.stmatrix, env.mma_s).get_slice(env.thread)
+            cute.copy(env.stmatrix, mine.retile(packed), env.ds_to[None, None, None, env.me, 0, ds_stage])
+            cute.arch.fence_view_async_shared()
+        self.product(env.mma_dv, env.acc_dv, env.frag_p, env.frag_dot[None, None, None, do_stage], True)
+        acc_dq = cute.make_rmem_tensor(env.mma_dq.get_slice(0).partition_shape_C((ROWS, self.dq_columns)), Float32)
+        if const_expr(c.with_dq):
+            cute.arch.barrier(barrier_id=READY, number_of_threads=self.groups * WARPGROUP)
+            row, column = (0, env.me) if const_expr(self.split_columns) else (env.me, 0)
+            self.product(
+                env.mma_dq, acc_dq, env.frag_dst[None, None, None, row, 0, ds_stage],
+                env.frag_kt[None, None, None, column, 0], False,
+            )  # fmt: skip
+        self.product(env.mma_dk, env.acc_dk, env.frag_ds, env.frag_qt[None, None, None, stage], True)
+        warpgroup.wait_group(1)
+        self.release(env, bars.do_empty + do_stage)
+        if const_expr(c.with_dq):
+            self.put(env, acc_dq, stage)
+        warpgroup.wait_group(0)
+        self.release(env, bars.q_empty + stage)
+
+    @cute.jit
+    def put(self, env, acc, stage):
+        """A warpgroup's part of dQ to global memory, or to its staging memory for the sending warp."""
+        vectors = const_expr(cute.size(acc) // 4)
+        if const_expr(self.config.reduce == "bulk"):
+            cute.arch.barrier(barrier_id=FREE_OUT + env.me, number_of_threads=WARPGROUP + 32)
+            layout = cute.make_layout(
+                (4, WARPGROUP, vectors, self.groups), stride=(1, 4, 4 * WARPGROUP, self.staging_floats)
+            )
+            to = cute.make_tensor(env.staging, layout)[None, env.thread, None, env.me]
+            cute.autovec_copy(cute.make_tensor(acc.iterator, cute.make_layout((4, vectors))), to)
+            cute.arch.fence_view_async_shared()
+            cute.arch.barrier_arrive(barrier_id=FULL_OUT + env.me, number_of_threads=WARPGROUP + 32)
+        else:
+            first, head, batch = env.steps[FIRST, stage], env.steps[STEP_HEAD, stage], env.steps[STEP_BATCH, stage]
+            to = self.dq_target(env, first, head, batch, env.me)
+            for j in cutlass.range_constexpr(vectors):
+                at = to.iterator + 4 * (j * WARPGROUP + env.thread)
+                add_four(at, *[acc[4 * j + i] for i in range(4)])
+
+    @cute.jit
+    def finish(self, env):
+        """dK and dV of an item: in 16 bits to shared memory for the sending warp, or as float32 to the parts."""
+        c, item = self.config, env.item
+        slot, place = item[SLOT], item[COPY] * env.slots + item[SLOT]
+        cute.arch.sync_warp()
+        self.release(env, env.bars.k_empty)
+        cute.arch.barrier(barrier_id=FREE_OUT + env.me, number_of_threads=WARPGROUP + 32)
+        if slot < 0:
+            for i in cutlass.range_constexpr(cute.size(env.acc_dk)):
+                env.acc_dk[i] = env.acc_dk[i] * env.factor
+            self.pack(env, env.acc_dk, env.mma_dk, env.s_dk)
+            self.pack(env, env.acc_dv, env.mma_dv, env.s_dv)
+            cute.arch.fence_view_async_shared()
+        else:
+            for acc, part in ((env.acc_dk, env.part_dk), (env.acc_dv, env.part_dv)):
+                for j in cutlass.range_constexpr(cute.size(acc) // 4):
+                    for r in cutlass.range_constexpr(device.ROWS):
+                        for e in cutlass.range_constexpr(2):
+                            part[place, env.my_row + 8 * r, 8 * j + env.quad + e] = acc[4 * j + 2 * r + e]
+        cute.arch.barrier_arrive(barrier_id=FULL_OUT + env.me, number_of_threads=WARPGROUP + 32)
+
+    @cute.jit
+    def pack(self, env, acc, mma, s):
+        """An accumulator in 16 bits to this warpgroup's part of shared memory."""
+        packed = cute.make_rmem_tensor_like(acc, self.dtype)
+        device.convert(acc, packed)
+        mine = cute.make_tiled_copy_C(env.stmatrix, mma).get_slice(env.thread)
+        cute.copy(env.stmatrix, mine.retile(packed), mine.partition_D(s)[None, None, None, env.me])

@@ -1,0 +1,325 @@
+"""The producer warp and the sending warps of the column kernel."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from gossamer.kernels.hopper.backward.fields import (
+    BATCH,
+    BITS,
+    BITSES,
+    BOUNDED,
+    COPY,
+    COUNT,
+    END,
+    ENTRY,
+    FIRST,
+    FREE_OUT,
+    FULL,
+    FULL_OUT,
+    FULLS,
+    GROUP,
+    HEAD,
+    INTERVAL,
+    INTERVALS,
+    ITEM,
+    KEPT,
+    KIND,
+    LEAD,
+    MASKED,
+    SEGMENT,
+    SEGMENTS,
+    SLOT,
+    STEP,
+    STEP_BATCH,
+    STEP_HEAD,
+    TILE,
+    VALID,
+    WORD,
+    bulk_add,
+)
+from gossamer.kernels.hopper.common import ROWS, WARPGROUP, Env, ring
+from gossamer.kernels.hopper.config import BackwardConfig
+
+
+class Producer:
+    """Work items, K and V, the rings of Q and dO, and what leaves the block."""
+
+    config: BackwardConfig
+    groups: int
+    parts: int
+    split_columns: bool
+    bytes: dict[str, int]
+    staging_floats: int
+
+    @property
+    def sends(self) -> int:
+        """Whether the sending warps follow every step."""
+        return int(self.config.with_dq and self.config.reduce == "bulk")
+
+    @cute.jit
+    def load_item(self, env, w):
+        """This lane's word of the description of item `w`; all zero (not valid) past the end."""
+        lane = cute.arch.lane_idx()
+        word = Int32(0)
+        if w < env.items * env.copies:
+            copy = w // env.items
+            if lane < ITEM:
+                word = env.work[w - copy * env.items, lane]
+            if lane == BATCH:
+                word += copy // env.heads
+            if lane == GROUP:
+                word += copy % env.heads
+            if lane == COPY:
+                word = copy
+        return word
+
+    @cute.jit
+    def ticket(self, env):
+        """The number of the next item that nobody has taken. Each block starts with the item of its own index.
+
+        Each block draws once for each of its items and once more; the last draw of all resets the counter.
+        """
+        drawn = Int32(0)
+        blocks, _, _ = cute.arch.grid_dim()
+        if cute.arch.lane_idx() == 0:
+            drawn = cute.arch.atomic_add(env.tickets.iterator, Int32(1), sem="relaxed", scope="gpu")
+            if drawn == env.items * env.copies + blocks - 1:
+                env.tickets[0] = Int32(0)
+        return cute.arch.shuffle_sync(drawn, 0) + blocks
+
+    @cute.jit
+    def produce(self, env, tma_q, g_q, tma_k, g_k, tma_v, g_v, tma_do, g_do):
+        """The producer warp: for each item K, V and the steps of its segments, then a step that says it is over."""
+        c = self.config
+        whole = cute.make_layout(1)
+        pairs = {}
+        for name, tma, s, g, rows, columns in (
+            ("q", tma_q, env.s_q, g_q, c.step, c.D),
+            ("do", tma_do, env.s_do, g_do, c.step, c.E),
+            ("k", tma_k, env.s_k, g_k, c.block_kv, c.D),
+            ("v", tma_v, env.s_v, g_v, c.block_kv, c.E),
+        ):
+            tiles = cute.local_tile(g, (rows, columns), (None, 0, None, None))
+            to, from_ = cpasync.tma_partition(tma, 0, whole, cute.group_modes(s, 0, 2), cute.group_modes(tiles, 0, 2))
+            pairs |= {"tma_" + name: tma, name + "_to": to, name + "_from": from_}
+        bars, item = env.bars, env.item
+        lane = cute.arch.lane_idx()
+        load = Env(**pairs)
+        w, _, _ = cute.arch.block_idx()
+        reserved = self.ticket(env)
+        turn, n, m = Int32(0), Int32(0), Int32(0)  # items, stages of Q, stages of dO so far
+        word = self.load_item(env, w)
+        running = Int32(1)
+        while running != 0:
+            cute.arch.mbarrier_wait(bars.k_empty, (turn & 1) ^ 1)
+            if lane < ITEM:
+                item[lane] = word
+            cute.arch.sync_warp()
+            running = item[VALID]
+            if running == 0:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(bars.k_full)
+            else:
+                batch, group, tile = item[BATCH], item[GROUP], item[TILE]
+                at_segment, count = item[SEGMENTS], item[COUNT]
+                ragged = Int32(1) if tile * c.block_kv + c.block_kv > env.keys else Int32(0)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full, self.bytes["k"])
+                cute.copy(load.tma_k, load.k_from[None, tile, group, batch], load.k_to, tma_bar_ptr=bars.k_full)
+                word = self.load_item(env, reserved)
+                reserved = self.ticket(env)
+                owed = Int32(1)  # V comes after the first Q
+                for s in cutlass.range(count, unroll=1):
+                    part = Int32(0)
+                    if lane < SEGMENT:
+                        part = env.segments[at_segment + s, lane]
+                    head = group * env.ratio + cute.arch.shuffle_sync(part, HEAD)
+                    lead = cute.arch.shuffle_sync(part, LEAD)
+                    fulls = cute.arch.shuffle_sync(part, FULLS)
+                    intervals = cute.arch.shuffle_sync(part, INTERVALS)
+                    total = fulls + intervals + cute.arch.shuffle_sync(part, BITSES)
+                    at_full = cute.arch.shuffle_sync(part, FULL)
+                    at_interval = cute.arch.shuffle_sync(part, INTERVAL) - fulls
+                    at_bits = cute.arch.shuffle_sync(part, BITS) - fulls - intervals
+                    lowest, highest = Int32(0), Int32(0)
+                    if intervals > 0:
+                        # The queries that any key of the tile keeps: both bounds ascend with the keys.
+                        last = tile * c.block_kv + c.block_kv - 1
+                        last = last if last < env.keys else env.keys - 1
+                        lowest, highest = env.lo[lead, tile * c.block_kv], env.hi[lead, last]
+                    for i in cutlass.range(total, unroll=1):
+                        kind = Int32(KEPT)
+                        entry = Int32(0)
+                        at = at_full + i
+                        if i >= fulls:
+                            kind = Int32(BOUNDED)
+                            entry = lead
+                            at = at_interval + i
+                            if i >= fulls + intervals:
+                                kind = Int32(MASKED)
+                                at = at_bits + i
+                                entry = env.lists[1, at] * c.block_kv
+                        elif ragged != 0:
+                            # Keys that do not exist have score 0: far above a very negative lse, p overflows.
+                            kind, entry = Int32(BOUNDED), Int32(-1)
+                        begin = env.lists[0, at] * c.block_q
+                        for p in cutlass.range(self.parts, unroll=1):
+                            first = begin + p * c.step
+                            wanted = first < env.queries
+                            if kind == BOUNDED and entry >= 0:
+                                wanted = wanted and lowest < first + c.step and highest > first
+                            if wanted:
+                                value = kind
+                                if lane == FIRST:
+                                    value = first
+                                if lane == ENTRY:
+                                    value = entry
+                                if lane == WORD:
+                                    value = p * (c.step // 32)
+                                if lane == STEP_HEAD:
+                                    value = head
+                                if lane == STEP_BATCH:
+                                    value = batch
+                                self.load_q(env, load, n, value, first, head, batch)
+                                n += 1
+                                if owed != 0:
+                                    self.load_v(env, load, turn, tile, group, batch)
+                                owed = Int32(0)
+                                self.load_do(env, load, m, first, head, batch)
+                                m += 1
+                if owed != 0:
+                    self.load_v(env, load, turn, tile, group, batch)
+                stage, phase = ring(n, c.q_stages)
+                cute.arch.mbarrier_wait(bars.q_empty + stage, phase ^ 1)
+                if lane == KIND:
+                    env.steps[KIND, stage] = Int32(END)
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(bars.q_full + stage)
+                n += 1
+                turn += 1
+
+    @cute.jit
+    def load_q(self, env, load, n, value, first, head, batch):
+        """Q and lse of a step, with its description: a word of each lane."""
+        c, bars = self.config, env.bars
+        stage, phase = ring(n, c.q_stages)
+        lane = cute.arch.lane_idx()
+        cute.arch.mbarrier_wait(bars.q_empty + stage, phase ^ 1)
+        if lane < STEP:
+            env.steps[lane, stage] = value
+        cute.arch.sync_warp()
+        bar = bars.q_full + stage
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(bar, self.bytes["q"] + 4 * c.step)
+        cute.copy(load.tma_q, load.q_from[None, first // c.step, head, batch], load.q_to[None, stage], tma_bar_ptr=bar)
+        self.load_row(env.terms[0, batch, head, None], first, env.s_lse[None, stage], bar)
+
+    @cute.jit
+    def load_do(self, env, load, m, first, head, batch):
+        """dO and delta of a step."""
+        c, bars = self.config, env.bars
+        stage, phase = ring(m, c.do_stages)
+        cute.arch.mbarrier_wait(bars.do_empty + stage, phase ^ 1)
+        bar = bars.do_full + stage
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(bar, self.bytes["do"] + 4 * c.step)
+        cute.copy(
+            load.tma_do, load.do_from[None, first // c.step, head, batch], load.do_to[None, stage], tma_bar_ptr=bar
+        )
+        self.load_row(env.terms[1, batch, head, None], first, env.s_delta[None, stage], bar)
+
+    @cute.jit
+    def load_row(self, row, first, to, bar):
+        """A step's floats of a row of `terms`."""
+        c = self.config
+        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        from_ = cute.local_tile(row, (c.step,), (first // c.step,))
+        with cute.arch.elect_one():
+            cute.copy(atom, from_, to, mbar_ptr=bar)
+
+    @cute.jit
+    def load_v(self, env, load, turn, tile, group, batch):
+        bars = env.bars
+        cute.arch.mbarrier_wait(bars.v_empty, (turn & 1) ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(bars.v_full, self.bytes["v"])
+        cute.copy(load.tma_v, load.v_from[None, tile, group, batch], load.v_to, tma_bar_ptr=bars.v_full)
+
+    @cute.jit
+    def send(self, env, tma_dk, g_dk, tma_dv, g_dv, me):
+        """A sending warp: dQ of each step and dK, dV of each item of warpgroup `me`, from shared to global memory."""
+        c, bars, item = self.config, env.bars, env.item
+        whole = cute.make_layout(1)
+        t_dk = cute.local_tile(g_dk, (ROWS, c.D), (None, 0, None, None))
+        t_dv = cute.local_tile(g_dv, (ROWS, c.E), (None, 0, None, None))
+        dk_from, dk_to = cpasync.tma_partition(
+            tma_dk, 0, whole, cute.group_modes(env.s_dk, 0, 2), cute.group_modes(t_dk, 0, 2)
+        )
+        dv_from, dv_to = cpasync.tma_partition(
+            tma_dv, 0, whole, cute.group_modes(env.s_dv, 0, 2), cute.group_modes(t_dv, 0, 2)
+        )
+        turn, n = Int32(0), Int32(0)
+        cute.arch.mbarrier_wait(bars.k_full, 0)
+        running = item[VALID]
+        while running != 0:
+            batch, group, tile, slot = item[BATCH], item[GROUP], item[TILE], item[SLOT]
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(bars.k_empty)
+            if const_expr(self.sends):
+                kind, first, head, batch = self.follow(env, n)
+                n += 1
+                while kind != END:
+                    self.exchange(me)
+                    target = self.dq_target(env, first, head, batch, me)
+                    with cute.arch.elect_one():
+                        bulk_add(target.iterator, env.staging + me * self.staging_floats, 4 * cute.size(target))
+                    cute.arch.cp_async_bulk_commit_group()
+                    kind, first, head, batch = self.follow(env, n)
+                    n += 1
+            self.exchange(me)
+            if slot < 0:
+                cute.copy(tma_dv, dv_from[None, me], dv_to[None, tile * self.groups + me, group, batch])
+                cute.copy(tma_dk, dk_from[None, me], dk_to[None, tile * self.groups + me, group, batch])
+                cute.arch.cp_async_bulk_commit_group()
+            turn += 1
+            cute.arch.mbarrier_wait(bars.k_full, turn & 1)
+            running = item[VALID]
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def follow(self, env, n):
+        """(kind, first query, head, batch) of step `n`."""
+        stage, phase = ring(n, self.config.q_stages)
+        cute.arch.mbarrier_wait(env.bars.q_full + stage, phase)
+        kind, first = env.steps[KIND, stage], env.steps[FIRST, stage]
+        head, batch = env.steps[STEP_HEAD, stage], env.steps[STEP_BATCH, stage]
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(env.bars.q_empty + stage)
+        return kind, first, head, batch
+
+    @cute.jit
+    def dq_target(self, env, first, head, batch, me):
+        """The floats of dq_sum that warpgroup `me` adds to."""
+        c = self.config
+        if const_expr(self.split_columns):
+            tile, half = first // ROWS, me
+            size = ROWS * c.D // 2
+        else:
+            tile, half = first // ROWS + me, 0
+            size = ROWS * c.D
+        return cute.local_tile(env.dq_sum[batch, head, tile, None], (size,), (half,))
+
+    @cute.jit
+    def exchange(self, me):
+        """Let the warpgroup write its staging memory, and wait until it has."""
+        threads = WARPGROUP + 32
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.barrier_arrive(barrier_id=FREE_OUT + me, number_of_threads=threads)
+        cute.arch.barrier(barrier_id=FULL_OUT + me, number_of_threads=threads)
