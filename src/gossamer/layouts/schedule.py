@@ -59,17 +59,28 @@ def work_items(walk: Walk, limit: int) -> WorkItems:
     if not isinstance(walk.lo, np.ndarray):
         raise ValueError("work items are made from a layout of numpy arrays, got torch tensors")
     lengths = row_lengths(walk).reshape(-1)
-    lead, tile = np.divmod(np.arange(len(lengths)), walk.tiles)
+    row, begin, end, slot, pieces = cut(lengths, limit)
+    lead, tile = np.divmod(row, walk.tiles)
+    items = np.stack([lead, tile, begin, end, slot, np.zeros_like(row)], axis=1)
+    split = np.flatnonzero(pieces > 1)
+    first = np.cumsum(pieces[split]) - pieces[split]
+    merges = np.stack([split // walk.tiles, split % walk.tiles, first, pieces[split]], axis=1)
+    return WorkItems(items.astype(np.int32), merges.astype(np.int32))
+
+
+def cut(lengths: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Cut rows of given lengths into ranges of at most `limit`, equal to within one.
+
+    Returns:
+        Of each range, longest first: its row, begin, end and slot (-1 for a row that is not cut; slots are numbered
+        along the rows); and of each row, its number of ranges (1 for an empty one).
+    """
     pieces = np.maximum(1, -(-lengths // limit))
     row = np.repeat(np.arange(len(lengths)), pieces)
     piece = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    # Pieces of a row are equal to within one tile.
     begin, end = piece * lengths[row] // pieces[row], (piece + 1) * lengths[row] // pieces[row]
     split = pieces > 1
     slot = np.full(len(row), -1, dtype=np.int64)
     slot[split[row]] = np.arange(int(pieces[split].sum()))
-    items = np.stack([lead[row], tile[row], begin, end, slot, np.zeros_like(row)], axis=1)
-    items = items[np.argsort(begin - end, kind="stable")]
-    first = np.cumsum(pieces[split]) - pieces[split]
-    merges = np.stack([lead[split], tile[split], first, pieces[split]], axis=1)
-    return WorkItems(items.astype(np.int32), merges.astype(np.int32))
+    order = np.argsort(begin - end, kind="stable")
+    return row[order], begin[order], end[order], slot[order], pieces

@@ -50,9 +50,9 @@ _work: WeakKeyDictionary[Walk, dict[int, Work]] = WeakKeyDictionary()
 _lock = Lock()
 
 
-def lists(layout: BlockLayout) -> Lists:
-    """The lists of a layout of torch tensors."""
-    walk = layout.rows
+def lists(layout: BlockLayout, transposed: bool = False) -> Lists:
+    """The lists of a layout of torch tensors: of its rows, or of its columns."""
+    walk = layout.columns if transposed else layout.rows
     found = _lists.get(walk)
     if found is None:
         some = [getattr(walk, kind).indices for kind in KINDS]
@@ -62,7 +62,7 @@ def lists(layout: BlockLayout) -> Lists:
         entries[1, len(some[0]) + len(some[1]) : len(listed)] = walk.pool_index
         counted, longest = -1, 0
         if layout.host is not None:
-            lengths = row_lengths(layout.host.rows)
+            lengths = row_lengths(layout.host.columns if transposed else layout.host.rows)
             counted, longest = int(lengths.sum()), int(lengths.max(initial=0))
         lo, hi = _rows(walk.lo, walk.rows), _rows(walk.hi, walk.rows)
         found = Lists(entries, lo, hi, _rows(walk.pool, walk.block_columns // 32), counted, longest)

@@ -35,9 +35,7 @@ class Sum:
         stream: Any,
     ) -> None:
         grid = (cute.ceil_div(self.block * self.lanes, THREADS), cute.size(merges, mode=[0]), copies)
-        self.kernel(result, parts, merges, factor, heads, slots).launch(
-            grid=grid, block=(THREADS, 1, 1), stream=stream
-        )
+        self.kernel(result, parts, merges, factor, heads, slots).launch(grid=grid, block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(

@@ -1,7 +1,7 @@
 """dQ by a walk over query tiles, without float32 sums in memory: for a deterministic backward.
 
-Roles as in the forward kernel: one producer warp (items, Q and dO of a tile, rings of K and V), and a warpgroup for each
-64 query rows, which computes S = Q K^T, dP = dO V^T, dS = P (dP - delta) and dQ += dS K with dS from registers.
+Roles as in the forward kernel: one producer warp (items, Q and dO of a tile, rings of K and V), and for each 64 query
+rows a warpgroup, which computes S = Q K^T, dP = dO V^T, dS = P (dP - delta) and dQ += dS K with dS from registers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from gossamer.kernels.hopper.common import (
     Env,
     ring,
 )
-from gossamer.kernels.hopper.config import SHARED_MEMORY, QueryConfig
+from gossamer.kernels.hopper.config import QueryConfig
 from gossamer.kernels.hopper.forward.produce import Producer
 
 
@@ -90,7 +90,6 @@ class QueryGradient:
         self.groups = c.block_q // ROWS
         self.parts = c.block_kv // c.step
         self.threads = WARPGROUP * (self.groups + 1)
-        self.blocks_per_processor = 2 if self.groups == 1 and 2 * (c.shared_bytes + 1024) <= SHARED_MEMORY else 1
         self.producer_registers, self.consumer_registers = {1: (24, 232), 2: (24, 240), 3: (32, 160)}[self.groups]
 
     def smem_layout(self, rows: int, columns: int, stages: int) -> Any:
@@ -174,9 +173,9 @@ class QueryGradient:
             mma_s, mma_dq,
         ).launch(
             grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream,
-            min_blocks_per_mp=self.blocks_per_processor,
+            min_blocks_per_mp=c.blocks_per_processor,
             # For two blocks the compiler would otherwise ask the driver, which need not be there.
-            preferred_smem_carveout=100 if self.blocks_per_processor > 1 else None,
+            preferred_smem_carveout=100 if c.blocks_per_processor > 1 else None,
         )  # fmt: skip
 
     @cute.kernel
@@ -268,9 +267,7 @@ class QueryGradient:
 
         def partition(tma, shared, source, rows, columns):
             tiles = cute.local_tile(source, (rows, columns), (None, 0, None, None))
-            return cpasync.tma_partition(
-                tma, 0, whole, cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
-            )
+            return cpasync.tma_partition(tma, 0, whole, cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2))
 
         q_to, q_from = partition(tma_q, s_q, g_q, ROWS, c.D)
         g_to, g_from = partition(tma_g, s_g, g_g, ROWS, c.E)
