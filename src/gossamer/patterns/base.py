@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 Intervals = tuple[np.ndarray, np.ndarray]  # lo (Q,), hi (Q,) int64, both non-decreasing
 Tiles = tuple[np.ndarray, np.ndarray]  # tile rows, tile columns
+Pairs = tuple[np.ndarray, np.ndarray]  # query rows, keys
+# A pattern of offsets with more of them than this is looked into by tiles.
+OFFSETS_LISTED = 2**13
 
 
 class _PatternMeta(ABCMeta):
@@ -259,6 +262,10 @@ class Pattern(metaclass=_PatternMeta):
         _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
         return self.tile_words(grid, ti[first], tj[first])[inverse]
 
+    def listed_pairs(self, sizes: Sizes, start: int, stop: int) -> Pairs | None:
+        """The kept pairs of query rows [start, stop), each once in row-major order; None to look into tiles."""
+        return None
+
     def pairs_kept(self, sizes: Sizes) -> int | None:
         """How many pairs are kept when a formula gives it; None to count by tiles."""
         interval = self.intervals(sizes)
@@ -329,9 +336,22 @@ class Offsets(Pattern):
     def tile_ids(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
         return grid.shift(ti, tj)
 
-    def pairs_kept(self, sizes: Sizes) -> int | None:
+    def _kept_offsets(self, sizes: Sizes) -> np.ndarray:
+        """The offsets i - j that are kept, ascending."""
         least, counts = self._table(sizes)
-        offsets = np.arange(least, least + len(counts) - 1)[np.diff(counts) > 0] - sizes.q_offset
+        return least + np.nonzero(np.diff(counts))[0]
+
+    def listed_pairs(self, sizes: Sizes, start: int, stop: int) -> Pairs | None:
+        offsets = self._kept_offsets(sizes)
+        if len(offsets) > OFFSETS_LISTED:
+            return None
+        rows = np.arange(start, stop)
+        keys = (rows + sizes.q_offset)[:, None] - offsets[::-1]
+        exists = (keys >= 0) & (keys < sizes.K)
+        return np.repeat(rows, exists.sum(axis=1)), keys[exists]
+
+    def pairs_kept(self, sizes: Sizes) -> int | None:
+        offsets = self._kept_offsets(sizes) - sizes.q_offset
         rows = np.minimum(sizes.Q - 1, sizes.K - 1 + offsets) - np.maximum(0, offsets) + 1
         return int(np.maximum(rows, 0).sum())
 

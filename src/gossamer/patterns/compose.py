@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gossamer.patterns.base import Intervals, Pattern, Tiles
+from gossamer.patterns.base import Intervals, Pairs, Pattern, Tiles
 from gossamer.patterns.grid import FULL, MIXED, Grid, Sizes, combine_ids
 from gossamer.patterns.validate import show
 
@@ -71,6 +71,15 @@ class And(_Binary):
             return None
         return np.maximum(left[0], right[0]), np.minimum(left[1], right[1])
 
+    def listed_pairs(self, sizes: Sizes, start: int, stop: int) -> Pairs | None:
+        for one, other in ((self.left, self.right), (self.right, self.left)):
+            found = one.listed_pairs(sizes, start, stop)
+            if found is not None:
+                rows, keys = found
+                kept = np.broadcast_to(other._keep(rows + sizes.q_offset, keys, sizes), rows.shape)
+                return rows[kept], keys[kept]
+        return None
+
     def tile_bound(self, grid: Grid) -> int:
         return min(self.left.tile_bound(grid), self.right.tile_bound(grid))
 
@@ -92,6 +101,15 @@ class Or(_Binary):
 
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         return self.left._keep(i, j, sizes) | self.right._keep(i, j, sizes)
+
+    def listed_pairs(self, sizes: Sizes, start: int, stop: int) -> Pairs | None:
+        left = self.left.listed_pairs(sizes, start, stop)
+        right = None if left is None else self.right.listed_pairs(sizes, start, stop)
+        if left is None or right is None:
+            return None
+        pairs = [rows * sizes.K + keys for rows, keys in (left, right)]
+        rows, keys = np.divmod(np.union1d(*pairs), sizes.K)
+        return rows, keys
 
     def tile_bound(self, grid: Grid) -> int:
         return min(grid.nq * grid.nk, self.left.tile_bound(grid) + self.right.tile_bound(grid))

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gossamer.patterns.base import Pairs
 from gossamer.patterns.block import Counted, TileCounts
 from gossamer.patterns.grid import WORD, Grid, Sizes, ranges
 from gossamer.patterns.validate import array, digest, integer, show
@@ -130,6 +131,10 @@ class CSR(Counted):
         # Each pair is stored once, so adding bits is setting them.
         np.add.at(words, word, np.uint32(1) << (column % WORD).astype(np.uint32))
         return words.reshape(len(ti), grid.block_q, width)
+
+    def listed_pairs(self, sizes: Sizes, start: int, stop: int) -> Pairs:
+        rows, at = ranges(self.indptr[start:stop], self.indptr[start + 1 : stop + 1])
+        return rows + start, self.indices[at]
 
     def pairs_kept(self, sizes: Sizes) -> int:
         return len(self.indices)

@@ -5,8 +5,6 @@ blocks are [RP, C, size], laid over one warp so that a gathered row is read in w
 kernels is the traffic of the gathered rows; the arithmetic rides along. Lengths within a program are alike.
 """
 
-# ruff: noqa: SIM102  (an `if` on a constexpr is resolved while compiling, one on data is not: they stay apart)
-
 from __future__ import annotations
 
 import triton
@@ -187,7 +185,7 @@ def rows_forward_kernel(
 
     o_j = begin[:, None] + o_c[None, :]
     j = tl.load(indices + o_j, mask=o_j < end[:, None], other=0)
-    for step in range(tl.cdiv(tl.max(end - begin, 0), C)):
+    for _step in range(tl.cdiv(tl.max(end - begin, 0), C)):
         m_j = o_j < end[:, None]
         if LENGTHS:
             m_j = m_j & (j < key_end)
@@ -282,7 +280,7 @@ def rows_dq_kernel(
 ):
     """dQ of RP query rows, or a partial sum of it where a row is split."""
     SHARED: tl.constexpr = B_FROM_GRID and H_FROM_GRID
-    i_b, i_h, row, begin, end, slot, part_number, m_row = decode_rows(
+    i_b, i_h, row, begin, end, slot, _part, m_row = decode_rows(
         items, n_items, n_groups, H, lead_heads, RP, B_FROM_GRID, H_FROM_GRID
     )
     b64 = i_b.to(tl.int64)
@@ -308,7 +306,7 @@ def rows_dq_kernel(
 
     o_j = begin[:, None] + o_c[None, :]
     j = tl.load(indices + o_j, mask=o_j < end[:, None], other=0)
-    for step in range(tl.cdiv(tl.max(end - begin, 0), C)):
+    for _step in range(tl.cdiv(tl.max(end - begin, 0), C)):
         m_j = o_j < end[:, None]
         if LENGTHS:
             m_j = m_j & (j < key_end)
@@ -401,7 +399,7 @@ def rows_dkdv_kernel(
     MEMBERS query heads of a key head are summed here: all GROUP of them where they share their lists, else one.
     """
     SHARED: tl.constexpr = B_FROM_GRID and H_FROM_GRID
-    i_b, i_h, row, begin, end, slot, part_number, m_row = decode_rows(
+    i_b, i_h, row, begin, end, slot, _part, m_row = decode_rows(
         items, n_items, n_groups, heads, lead_heads, RP, B_FROM_GRID, H_FROM_GRID
     )
     b64 = i_b.to(tl.int64)
@@ -429,7 +427,7 @@ def rows_dkdv_kernel(
             slope = of_row(tl.load(slopes + i_q).to(tl.float32) * LOG2E, H_FROM_GRID)
         o_i = begin[:, None] + o_c[None, :]
         i = tl.load(indices + o_i, mask=o_i < last[:, None], other=0)
-        for step in range(tl.cdiv(tl.max(last - begin, 0), C)):
+        for _step in range(tl.cdiv(tl.max(last - begin, 0), C)):
             m_i = o_i < last[:, None]
             b_q = gather(q, o_q, i, m_i, stride_qn, D, BLOCK_D, SHARED)
             b_dout = gather(dout, o_dout, i, m_i, stride_gn, E, BLOCK_E, SHARED)

@@ -41,6 +41,13 @@ def decode_tile(
 
 
 @triton.jit
+def listed(indices, chunk, end, C: tl.constexpr):
+    """The columns of a chunk, [C]; -1 past the last chunk."""
+    o_c = chunk * C + tl.arange(0, C)
+    return tl.load(indices + o_c, mask=o_c < end * C, other=-1)
+
+
+@triton.jit
 def gathered(source, j, stride, C: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Rows j of a matrix, [C, BLOCK]; zero where j is -1."""
     o_d = tl.arange(0, BLOCK)
@@ -52,7 +59,7 @@ def gathered(source, j, stride, C: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.c
 def gathered_bits(bits, chunk, R: tl.constexpr, C: tl.constexpr):
     """[R, C] of a chunk: its words are [C // 32, R]."""
     o_c = tl.arange(0, C)
-    words = bits + chunk.to(tl.int64) * (C // 32 * R) + tl.arange(0, R)
+    words = bits + (tl.full([R], 0, tl.int64) + chunk) * (C // 32 * R) + tl.arange(0, R)
     word = tl.load(words)[:, None]
     for i_w in tl.static_range(1, C // 32):
         word = tl.where((o_c // 32)[None, :] == i_w, tl.load(words + i_w * R)[:, None], word)
@@ -125,7 +132,6 @@ def tiles_forward_kernel(
     g64 = (i_h // GROUP).to(tl.int64)
     row_start = tile * R
     o_r = tl.arange(0, R)
-    o_c = tl.arange(0, C)
     b_q = load_rows(q + b64 * stride_qb + h64 * stride_qh, row_start, Q, stride_qn, R, D, BLOCK_D, True)
     k += b64 * stride_kb + g64 * stride_kh
     v += b64 * stride_vb + g64 * stride_vh
@@ -144,7 +150,7 @@ def tiles_forward_kernel(
         key_end = tl.minimum(tl.load(lengths + i_b), K).to(tl.int32)
     position = row_start + o_r + q_offset
 
-    j = tl.load(indices + begin.to(tl.int64) * C + o_c, mask=begin < end, other=-1)
+    j = listed(indices, begin, end, C)
     for chunk in range(begin, end):
         m_keep = gathered_bits(bits, chunk, R, C)
         if LENGTHS:
@@ -153,7 +159,7 @@ def tiles_forward_kernel(
         b_v = gathered(v, j, stride_vn, C, E, BLOCK_E)
         distance = j[None, :] - position[:, None]
         # The next columns are loaded a step ahead, so that the loads of their rows do not wait for them.
-        j = tl.load(indices + (chunk + 1).to(tl.int64) * C + o_c, mask=chunk + 1 < end, other=-1)
+        j = listed(indices, chunk + 1, end, C)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         b_s, _ = score(b_s, scale, cap, slope, distance, SOFTCAP, ALIBI)
         b_s = tl.where(m_keep, b_s, float("-inf"))
@@ -243,7 +249,6 @@ def tiles_dq_kernel(
     g64 = (i_h // GROUP).to(tl.int64)
     row_start = tile * R
     o_r = tl.arange(0, R)
-    o_c = tl.arange(0, C)
     b_q = load_rows(q + b64 * stride_qb + h64 * stride_qh, row_start, Q, stride_qn, R, D, BLOCK_D, True)
     b_dout = load_rows(dout + b64 * stride_gb + h64 * stride_gh, row_start, Q, stride_gn, R, E, BLOCK_E, True)
     o_rows = row_terms + (b64 * H + h64) * padded_Q + row_start + o_r
@@ -260,7 +265,7 @@ def tiles_dq_kernel(
         key_end = tl.minimum(tl.load(lengths + i_b), K).to(tl.int32)
     position = row_start + o_r + q_offset
 
-    j = tl.load(indices + begin.to(tl.int64) * C + o_c, mask=begin < end, other=-1)
+    j = listed(indices, begin, end, C)
     for chunk in range(begin, end):
         m_keep = gathered_bits(bits, chunk, R, C)
         if LENGTHS:
@@ -268,7 +273,7 @@ def tiles_dq_kernel(
         b_k = gathered(k, j, stride_kn, C, D, BLOCK_D)
         b_v = gathered(v, j, stride_vn, C, E, BLOCK_E)
         distance = j[None, :] - position[:, None]
-        j = tl.load(indices + (chunk + 1).to(tl.int64) * C + o_c, mask=chunk + 1 < end, other=-1)
+        j = listed(indices, chunk + 1, end, C)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         b_dp = tl.dot(b_dout, tl.trans(b_v), input_precision=PRECISION)
         b_s, b_t = score(b_s, scale, cap, slope, distance, SOFTCAP, ALIBI)
@@ -358,7 +363,6 @@ def tiles_dkdv_kernel(
     g64 = (i_h // (GROUP // MEMBERS)).to(tl.int64)
     row_start = tile * R
     o_r = row_start + tl.arange(0, R)
-    o_c = tl.arange(0, C)
     b_k = load_rows(k + b64 * stride_kb + g64 * stride_kh, row_start, K, stride_kn, R, D, BLOCK_D, True)
     b_v = load_rows(v + b64 * stride_vb + g64 * stride_vh, row_start, K, stride_vn, R, E, BLOCK_E, True)
     b_dk = tl.zeros([R, BLOCK_D], tl.float32)
@@ -378,7 +382,7 @@ def tiles_dkdv_kernel(
         slope = 0.0
         if ALIBI:
             slope = tl.load(slopes + i_q).to(tl.float32) * LOG2E
-        i = tl.load(indices + begin.to(tl.int64) * C + o_c, mask=begin < end, other=-1)
+        i = listed(indices, begin, end, C)
         for chunk in range(begin, end):
             m_keep = gathered_bits(bits, chunk, R, C)
             b_lse = tl.load(lse_head + i, mask=i >= 0, other=float("inf"))
@@ -386,7 +390,7 @@ def tiles_dkdv_kernel(
             b_q = gathered(q_head, i, stride_qn, C, D, BLOCK_D)
             b_dout = gathered(dout_head, i, stride_gn, C, E, BLOCK_E)
             distance = o_r[:, None] - (i + q_offset)[None, :]
-            i = tl.load(indices + (chunk + 1).to(tl.int64) * C + o_c, mask=chunk + 1 < end, other=-1)
+            i = listed(indices, chunk + 1, end, C)
             b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
             b_dp = tl.dot(b_v, tl.trans(b_dout), input_precision=PRECISION)
             b_s, b_t = score(b_s, scale, cap, slope, distance, SOFTCAP, ALIBI)

@@ -1,0 +1,329 @@
+"""From tensors and a gather layout to kernel arguments: forward and backward of one call."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.rows import sink_gradient
+from gossamer.kernels.triton import backward as backward_kernels
+from gossamer.kernels.triton import forward as forward_kernels
+from gossamer.kernels.triton import gather_rows, gather_tiles
+from gossamer.kernels.triton.config import Direction, padded
+from gossamer.kernels.triton.gather_config import GroupConfig, RowConfig, group_config, lanes, row_config
+from gossamer.kernels.triton.launch import ROW_TERMS_ROWS, operand, processors, strides, term_arguments
+from gossamer.layouts.gather import GatherLayout, GatherWalk
+from gossamer.layouts.schedule import FEWEST_TILES, PARTS_PER_PROCESSOR, cut
+
+# Query rows of the row terms are padded to this: the largest group of rows.
+PADDED_ROWS = 64
+# The longest list that one item gathers, in columns.
+LONGEST_ITEM = 1024
+
+
+@dataclass(frozen=True)
+class Work:
+    """The items of a walk, on its device: (n, 6) int32 lead, group, begin, end, slot, part; longest first.
+
+    begin and end count columns from the start of `indices`, in units of the walk's width.
+    """
+
+    items: Tensor
+    merges: Tensor  # (m, 4) int32: lead, group, first slot, number of slots
+    slots: int
+    mean: float  # units in an item
+
+
+_work: WeakKeyDictionary[GatherWalk, dict[int, Work]] = WeakKeyDictionary()
+
+
+def work_of(layout: GatherLayout, transposed: bool, copies: int, split: int | None) -> Work:
+    """The items of one direction, made once; a layout that was made on a device is read back for it."""
+    walk = layout.columns if transposed else layout.rows
+    known = _work.setdefault(walk, {})
+    if split is None:
+        programs = processors(walk.indices.device) * PARTS_PER_PROCESSOR
+        split = max(FEWEST_TILES, LONGEST_ITEM // walk.width)
+        if len(walk.counts.reshape(-1)) * copies < 4 * programs:
+            # Few groups: their lists are cut until every processor has a part.
+            listed = int(walk.indices.shape[0]) // walk.width
+            split = min(split, max(FEWEST_TILES, listed * copies // programs))
+    if split not in known:
+        source = (layout.host.columns if transposed else layout.host.rows) if layout.host is not None else walk
+        known[split] = _make_work(source.on_host(), split, walk.indices.device)
+    return known[split]
+
+
+def _make_work(walk: GatherWalk, limit: int, device: torch.device) -> Work:
+    lengths = -(-walk.counts.astype(np.int64) // walk.width).reshape(-1)
+    of, begin, end, slot, pieces = cut(lengths, limit)
+    start = walk.starts.astype(np.int64).reshape(-1)[of] // walk.width
+    length = end - begin
+    # Lengths that differ little stay in the order of rows, whose columns are likely to be near each other.
+    steps = -(-length // 8)
+    near = np.where(steps <= 16, steps, 16 + np.ceil(np.log2(np.maximum(steps, 1))))
+    lead, tile = np.divmod(of, walk.tiles)
+    items = np.stack([lead, tile, start + begin, start + end, slot, begin > 0], axis=1)
+    items = items[np.lexsort((begin, of, -near))]
+    split = np.flatnonzero(pieces > 1)
+    first = np.cumsum(pieces[split]) - pieces[split]
+    merges = np.stack([split // walk.tiles, split % walk.tiles, first, pieces[split]], axis=1)
+
+    def move(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array.astype(np.int32))).to(device)
+
+    return Work(move(items), move(merges), int(pieces[split].sum()), float(length.mean()) if len(of) else 0.0)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the three kernels of one walk have in common."""
+
+    walk: GatherWalk
+    work: Work
+    copies: int
+    heads: int  # that programs run over
+    constants: dict[str, Any]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+    grid: tuple[int]
+
+    def part(self, size: int, like: Tensor) -> Tensor:
+        """Partial results (copies, slots, block_rows, size) float32; `like` where no list is cut."""
+        if not self.work.slots:
+            return like
+        shape = (self.copies, self.work.slots, self.walk.block_rows, size)
+        return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+def launch_of(
+    problem: Problem,
+    layout: GatherLayout,
+    direction: Direction,
+    config: RowConfig | GroupConfig | None,
+    split: int | None,
+) -> Launch:
+    """The programs of one kernel: which items, how many copies of them, and with which sizes."""
+    p, transposed = problem, direction == "dkdv"
+    walk = layout.columns if transposed else layout.rows
+    Bl, Hl = walk.lead
+    group = p.H // p.G
+    # Heads that share a key head but not their lists get gradients of their own, which are summed afterwards.
+    members = group if transposed and Hl == 1 else 1
+    heads = p.H // members
+    copies = (p.B if Bl == 1 else 1) * (heads if Hl == 1 else 1)
+    work = work_of(layout, transposed, copies, split)
+    constants: dict[str, Any] = {
+        "D": p.D, "E": p.E, "BLOCK_D": padded(p.D), "BLOCK_E": padded(p.E), "GROUP": group,
+        "B_FROM_GRID": Bl == 1, "H_FROM_GRID": Hl == 1, "HAS_SLOTS": work.slots > 0,
+    }  # fmt: skip
+    if transposed:
+        constants["MEMBERS"] = members
+    n_items, bits = int(work.items.shape[0]), 32 if p.dtype == "float32" else 16
+    arguments: dict[str, Any] = {
+        "items": work.items, "indices": walk.indices, "n_items": n_items, "n_slots": work.slots,
+        "K": p.K, "lead_heads": Hl,
+    }  # fmt: skip
+    if walk.block_rows == 1:
+        rows = config if isinstance(config, RowConfig) else row_config(direction, bits, p.D, p.E, work.mean)
+        constants |= {"RP": rows.items, "C": rows.columns, "LANES": lanes(rows.columns, bits, p.D, p.E)}
+        arguments["n_groups"] = -(-n_items // rows.items)
+        options = {"num_warps": rows.warps, "num_stages": 1, "enable_fp_fusion": True}
+        return Launch(walk, work, copies, heads, constants, arguments, options, (arguments["n_groups"] * copies,))
+    groups = config if isinstance(config, GroupConfig) else group_config(direction, bits, p.D, p.E, walk.block_rows)
+    constants |= {"R": walk.block_rows, "C": walk.width, "PRECISION": groups.precision}
+    arguments["bits"] = walk.bits
+    if not transposed:
+        arguments["G"] = p.G
+    options = {"num_warps": groups.warps, "num_stages": groups.stages, "enable_fp_fusion": True}
+    return Launch(walk, work, copies, heads, constants, arguments, options, (n_items * copies,))
+
+
+def forward(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: GatherLayout,
+    terms: Terms,
+    *,
+    config: RowConfig | GroupConfig | None = None,
+    split: int | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse). `config` and `split` (units of an item) replace the shipped configuration."""
+    p = problem
+    q, k, v = operand(q), operand(k), operand(v)
+    if into is None:
+        out = torch.empty((p.B, p.H, p.Q, p.E), dtype=q.dtype, device=q.device)
+        lse = torch.empty((p.B, p.H, p.Q), dtype=torch.float32, device=q.device)
+    else:
+        out, lse = into
+    run = launch_of(p, layout, "forward", config, split)
+    arguments, flags = _terms(terms, lse)
+    part_acc, part_ml = run.part(p.E, lse), run.part(2, lse)
+    kernel = gather_rows.rows_forward_kernel if layout.block_q == 1 else gather_tiles.tiles_forward_kernel
+    if run.grid[0]:
+        kernel[run.grid](
+            q=q, k=k, v=v, out=out, lse=lse, part_acc=part_acc, part_ml=part_ml,
+            sinks=terms.sink_logits.contiguous() if terms.sink_logits is not None else lse,
+            SINK=terms.sink_logits is not None, H=p.H, Q=p.Q,
+            **strides("q", q), **strides("k", k), **strides("v", v), **strides("o", out), **strides("l", lse),
+            **arguments, **flags, **run.arguments, **run.constants, **run.options,
+        )  # fmt: skip
+    if run.work.slots:
+        merges, R = run.work.merges, layout.block_q
+        forward_kernels.merge_kernel[(merges.shape[0] * run.copies,)](
+            out, lse, part_acc, part_ml, merges, *out.stride()[:3], *lse.stride(), merges.shape[0], run.work.slots,
+            p.H, p.Q, run.walk.lead[1], E=p.E, BLOCK_E=padded(p.E), R=R, TILE_ROWS=R,
+            B_FROM_GRID=run.constants["B_FROM_GRID"], H_FROM_GRID=run.constants["H_FROM_GRID"],
+            num_warps=1 if R == 1 else 4,
+        )  # fmt: skip
+    return out, lse
+
+
+def _terms(terms: Terms, like: Tensor) -> tuple[dict[str, Any], dict[str, bool]]:
+    arguments, flags = term_arguments(terms, like)
+    return arguments, {name: value for name, value in flags.items() if name != "FOLD"}
+
+
+def row_terms(problem: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
+    """(2, B, H, Q padded) float32: lse in base 2, and delta = rowsum(dout * out) - dlse."""
+    p, out = problem, operand(out)
+    padded_Q = -(-p.Q // PADDED_ROWS) * PADDED_ROWS
+    terms = torch.empty((2, p.B, p.H, padded_Q), dtype=torch.float32, device=lse.device)
+    if terms.numel():
+        given = lse if dlse is None else dlse
+        backward_kernels.row_terms_kernel[(p.B * p.H * padded_Q // ROW_TERMS_ROWS,)](
+            dout, out, lse, given, terms,
+            *dout.stride()[:3], *out.stride()[:3], *lse.stride(), *given.stride(), p.B, p.H, p.Q, padded_Q,
+            E=p.E, BLOCK_E=padded(p.E), R=ROW_TERMS_ROWS, DLSE=dlse is not None, num_warps=4,
+        )  # fmt: skip
+    return terms
+
+
+def query_gradient(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    rows: Tensor,
+    layout: GatherLayout,
+    terms: Terms,
+    *,
+    config: RowConfig | GroupConfig | None = None,
+    split: int | None = None,
+    into: Tensor | None = None,
+) -> Tensor:
+    """dq (B, H, Q, D)."""
+    p = problem
+    dq = torch.empty((p.B, p.H, p.Q, p.D), dtype=q.dtype, device=q.device) if into is None else into
+    run = launch_of(p, layout, "dq", config, split)
+    arguments, flags = _terms(terms, rows)
+    part = run.part(p.D, rows)
+    more = {} if layout.block_q == 1 else {"Q": p.Q}
+    kernel = gather_rows.rows_dq_kernel if layout.block_q == 1 else gather_tiles.tiles_dq_kernel
+    if run.grid[0]:
+        kernel[run.grid](
+            q=q, k=k, v=v, dout=dout, row_terms=rows, dq=dq, part=part, plain_scale=terms.scale, H=p.H,
+            padded_Q=rows.shape[-1], delta_offset=rows.stride(0), **more,
+            **strides("q", q), **strides("k", k), **strides("v", v), **strides("g", dout), **strides("dq", dq),
+            **arguments, **flags, **run.arguments, **run.constants, **run.options,
+        )  # fmt: skip
+    _add_parts(run, part, dq)
+    return dq
+
+
+def key_gradients(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    rows: Tensor,
+    layout: GatherLayout,
+    terms: Terms,
+    *,
+    config: RowConfig | GroupConfig | None = None,
+    split: int | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """dk (B, G, K, D) and dv (B, G, K, E)."""
+    p = problem
+    run = launch_of(p, layout, "dkdv", config, split)
+    if into is None:
+        dk = torch.empty((p.B, p.G, p.K, p.D), dtype=k.dtype, device=k.device)
+        dv = torch.empty((p.B, p.G, p.K, p.E), dtype=v.dtype, device=v.device)
+    else:
+        dk, dv = into
+    own_k, own_v = dk, dv
+    if run.heads != p.G:
+        own_k = torch.empty((p.B, run.heads, p.K, p.D), dtype=torch.float32, device=k.device)
+        own_v = torch.empty((p.B, run.heads, p.K, p.E), dtype=torch.float32, device=v.device)
+    arguments, flags = _terms(terms, rows)
+    part_dk, part_dv = run.part(p.D, rows), run.part(p.E, rows)
+    kernel = gather_rows.rows_dkdv_kernel if layout.block_q == 1 else gather_tiles.tiles_dkdv_kernel
+    if run.grid[0]:
+        kernel[run.grid](
+            q=q, k=k, v=v, dout=dout, row_terms=rows, dk=own_k, dv=own_v, part_dk=part_dk, part_dv=part_dv,
+            plain_scale=terms.scale, heads=run.heads, padded_Q=rows.shape[-1], delta_offset=rows.stride(0),
+            **strides("q", q), **strides("k", k), **strides("v", v), **strides("g", dout),
+            **strides("dk", own_k), **strides("dv", own_v),
+            **arguments, **flags, **run.arguments, **run.constants, **run.options,
+        )  # fmt: skip
+    _add_parts(run, part_dk, own_k)
+    _add_parts(run, part_dv, own_v)
+    if run.heads != p.G:
+        dk.copy_(own_k.unflatten(1, (p.G, -1)).sum(2))
+        dv.copy_(own_v.unflatten(1, (p.G, -1)).sum(2))
+    return dk, dv
+
+
+def _add_parts(run: Launch, part: Tensor, result: Tensor) -> None:
+    """Write the rows of `result` (B, heads, rows, size) whose lists were cut."""
+    if not run.work.slots:
+        return
+    merges, size, R = run.work.merges, result.shape[-1], run.walk.block_rows
+    backward_kernels.sum_kernel[(merges.shape[0] * run.copies,)](
+        result, part, merges, *result.stride()[:3], merges.shape[0], run.work.slots, run.heads, run.walk.rows,
+        run.walk.lead[1], SIZE=size, BLOCK_SIZE=padded(size), R=R, TILE_ROWS=R,
+        B_FROM_GRID=run.constants["B_FROM_GRID"], H_FROM_GRID=run.constants["H_FROM_GRID"],
+        num_warps=1 if R == 1 else 4,
+    )  # fmt: skip
+
+
+def backward(
+    problem: Problem,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: GatherLayout,
+    terms: Terms,
+    *,
+    config: RowConfig | GroupConfig | None = None,
+    split: int | None = None,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq, dk, dv, dsink_logits or None)."""
+    q, k, v, dout = operand(q), operand(k), operand(v), operand(dout)
+    rows = row_terms(problem, dout, dlse, out, lse)
+    into_q, into_kv = (None, None) if into is None else (into[0], into[1:])
+    dq = query_gradient(problem, q, k, v, dout, rows, layout, terms, config=config, split=split, into=into_q)
+    dk, dv = key_gradients(problem, q, k, v, dout, rows, layout, terms, config=config, split=split, into=into_kv)
+    dsink = None
+    if terms.sink_logits is not None:
+        # A row is empty only under a sink of -inf; +inf makes its share of the sink 0.
+        dsink = sink_gradient(rows[1, :, :, : problem.Q], lse.masked_fill(lse == -math.inf, math.inf), terms)
+    return dq, dk, dv, dsink

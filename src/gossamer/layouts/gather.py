@@ -1,0 +1,357 @@
+"""GatherLayout: for patterns whose tiles would be nearly empty, the list of columns that each group of rows keeps.
+
+A kernel gathers the listed columns into a dense tile and masks it by bits; groups of one row need no bits. Arrays are
+numpy arrays or torch tensors; nothing here imports a framework. A layout is a value: nothing writes to its arrays
+after it is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gossamer.layouts.block import WORD, Array
+from gossamer.patterns.base import Pattern
+from gossamer.patterns.grid import EMPTY, FULL, Grid, Sizes, ranges, unpack_bits
+
+# Rows that are gathered for together, and how many columns are gathered at a time for each.
+WIDTHS = {1: 1, 16: 32, 32: 32, 64: 64}
+# Pairs listed together: bounds the scratch memory of a build.
+PAIRS_AT_ONCE = 2**22
+# Rows in the smallest part of a build: a multiple of every group of rows, and the edge of the tiles it looks into.
+ROWS_AT_ONCE = 128
+
+
+@dataclass(frozen=True, eq=False)
+class GatherWalk:
+    """One direction: for each group of `block_rows` rows, the columns that any of them keeps, ascending.
+
+    The list of group t is `indices[starts : starts + counts]`; it is padded with -1 to a multiple of `width`, and
+    starts at one. Bit c of word [w, r] says that row r of the group keeps the column `indices[32 w + c]`.
+
+    Bl is 1 or B, Hl is 1 or H; T = ceil(rows / block_rows).
+    """
+
+    rows: int
+    columns: int
+    block_rows: int
+    starts: Array  # (Bl, Hl, T) int32
+    counts: Array  # (Bl, Hl, T) int32
+    indices: Array  # (n,) int32
+    bits: Array  # (n // 32, block_rows) uint32 (torch: int32); (0, 1) for groups of one row, which keep all they list
+
+    @property
+    def tiles(self) -> int:
+        """T, the number of groups."""
+        return -(-self.rows // self.block_rows)
+
+    @property
+    def width(self) -> int:
+        """Columns that are gathered at a time: lists are padded to a multiple of it."""
+        return WIDTHS[self.block_rows]
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        """(Bl, Hl)."""
+        shape = self.counts.shape
+        return int(shape[0]), int(shape[1])
+
+    def arrays(self) -> list[Array]:
+        """Every array in a fixed order (see `with_arrays`)."""
+        return [self.starts, self.counts, self.indices, self.bits]
+
+    def with_arrays(self, arrays: list[Array]) -> GatherWalk:
+        """The same walk over other arrays, in the order of `arrays()`."""
+        return GatherWalk(self.rows, self.columns, self.block_rows, *arrays)
+
+    def on_host(self) -> GatherWalk:
+        """The same walk as numpy arrays; itself when it is one. Tensors on a GPU are copied, which waits for it."""
+        if isinstance(self.indices, np.ndarray):
+            return self
+        *arrays, bits = [a.cpu().numpy() for a in self.arrays()]
+        return self.with_arrays([*arrays, bits.view(np.uint32)])
+
+    def on_device(self, device: Any) -> GatherWalk:
+        """The same walk as torch tensors on `device`."""
+        import torch
+
+        def move(array: Array) -> Any:
+            if isinstance(array, np.ndarray):
+                array = torch.from_numpy(np.ascontiguousarray(array).view(np.int32))
+            return array.to(device)
+
+        return self.with_arrays([move(a) for a in self.arrays()])
+
+
+@dataclass(frozen=True)
+class GatherStats:
+    """Averages are over the layout's batch elements and heads (Bl x Hl)."""
+
+    useful_pairs: float  # pairs kept
+    executed_pairs: float  # rows of a group times its padded list
+    gathered: float  # columns listed, of all groups
+    density: float  # useful over Q * K
+    bytes: int  # of all arrays, the transpose not counted
+
+    @property
+    def fill(self) -> float:
+        """Useful over executed pairs: 1.0 is perfect."""
+        return self.useful_pairs / self.executed_pairs if self.executed_pairs else 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class GatherLayout:
+    """Which keys to gather for each group of queries. `columns` is the transpose, built on first use."""
+
+    rows: GatherWalk
+    host: GatherLayout | None = field(default=None, repr=False)  # the numpy layout that this is a device copy of
+    _transpose: list[GatherWalk] = field(default_factory=list, repr=False)
+    _copies: dict[Any, GatherLayout] = field(default_factory=dict, repr=False)
+
+    @property
+    def Q(self) -> int:
+        return self.rows.rows
+
+    @property
+    def K(self) -> int:
+        return self.rows.columns
+
+    @property
+    def block_q(self) -> int:
+        return self.rows.block_rows
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        """(Bl, Hl): 1 where batch elements or heads share the layout."""
+        return self.rows.lead
+
+    @property
+    def columns(self) -> GatherWalk:
+        """The transpose: groups of keys and the queries that keep any of them, for dK and dV."""
+        if not self._transpose:
+            host = self.host
+            if self.device is None:
+                self._transpose.append(transpose(self.rows))
+            elif host is None:
+                self._transpose.append(transpose(self.rows.on_host()).on_device(self.device))
+            else:
+                self._transpose.append(host.columns.on_device(self.device))
+        return self._transpose[0]
+
+    @property
+    def device(self) -> Any:
+        """The torch device of the arrays, or None for numpy."""
+        return None if isinstance(self.rows.indices, np.ndarray) else self.rows.indices.device
+
+    def to(self, device: Any) -> GatherLayout:
+        """A copy with torch tensors on `device`; made once and kept."""
+        import torch
+
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if self.device == device:
+            return self
+        copy = self._copies.get(device)
+        if copy is None:
+            host = self if self.device is None else self.host
+            copy = GatherLayout(self.rows.on_device(device), host)
+            self._copies[device] = copy
+        return copy
+
+    def expand(self) -> np.ndarray:
+        """The dense boolean matrix (Q, K), or (Bl, Hl, Q, K) unless Bl == Hl == 1. The oracle of the builder."""
+        return expand_gather(self.rows.on_host())
+
+    @cached_property
+    def stats(self) -> GatherStats:
+        """Counts of pairs and gathered columns."""
+        walk = self.rows.on_host()
+        copies, counts = walk.lead[0] * walk.lead[1], walk.counts.astype(np.int64)
+        padded = -(-counts // walk.width) * walk.width
+        useful = executed = 0
+        for at in np.ndindex(*walk.lead):
+            first, last = walk.starts[at].astype(np.int64), walk.starts[at].astype(np.int64) + padded[at]
+            executed += int(padded[at].sum()) * walk.block_rows
+            if walk.block_rows == 1:
+                useful += int(counts[at].sum())
+            else:
+                _, word = ranges(first // WORD, last // WORD)
+                useful += int(np.bitwise_count(walk.bits[word]).sum(dtype=np.int64))
+        return GatherStats(
+            useful / copies,
+            executed / copies,
+            int(counts.sum()) / copies,
+            useful / copies / (walk.rows * walk.columns),
+            sum(int(a.nbytes) for a in walk.arrays()),
+        )
+
+    def __repr__(self) -> str:
+        listed = int(self.rows.indices.shape[0])
+        return f"GatherLayout(Q={self.Q}, K={self.K}, block_q={self.block_q}, lead={self.lead}, indices={listed})"
+
+
+# -- building ---------------------------------------------------------------------------------------------------
+
+
+class _Lists(NamedTuple):
+    """The lists of some groups: counts (T,), padded lengths (T,), indices and bits as in a GatherWalk."""
+
+    counts: np.ndarray
+    padded: np.ndarray
+    indices: np.ndarray
+    bits: np.ndarray
+
+
+def build_gather(pattern: Pattern, Q: int, K: int, *, block_q: int, q_offset: int | None = None) -> GatherLayout:
+    """The gather layout of a pattern, as numpy arrays; `q_offset` defaults to K - Q.
+
+    Raises:
+        ValueError: the pattern does not fit Q and K, or block_q is not 1, 16, 32 or 64.
+    """
+    sizes = pattern._sizes(Q, K, q_offset)
+    if block_q not in WIDTHS:
+        raise ValueError(f"block_q of a gather layout must be one of {', '.join(map(str, WIDTHS))}, got {block_q!r}")
+    pattern.check(sizes.Q, sizes.K)
+    built: dict[Pattern, _Lists] = {}
+    order = []
+    for b, h in np.ndindex(*pattern.lead):
+        part = pattern.at(b, h)
+        if part not in built:
+            chunks = list(pair_chunks(part, sizes))
+            lists = [_lists(rows - start, keys, stop - start, sizes.K, block_q) for start, stop, rows, keys in chunks]
+            built[part] = _join(lists)
+        order.append(list(built).index(part))
+    return GatherLayout(_assemble(sizes.Q, sizes.K, block_q, pattern.lead, order, list(built.values())))
+
+
+def pair_chunks(pattern: Pattern, sizes: Sizes) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
+    """(start, stop, rows, keys): the kept pairs of query rows [start, stop) in row-major order, a bounded number."""
+    pattern = pattern.lower(sizes)
+    start, rows = 0, ROWS_AT_ONCE
+    while start < sizes.Q:
+        stop = min(start + rows, sizes.Q)
+        found = pattern.listed_pairs(sizes, start, stop)
+        if found is None:
+            found = _pairs_by_tiles(pattern, sizes, start, stop)
+        yield start, stop, *found
+        each = max(1, len(found[0])) / (stop - start)
+        start, rows = stop, max(1, min(512, int(PAIRS_AT_ONCE / each) // ROWS_AT_ONCE)) * ROWS_AT_ONCE
+
+
+def _pairs_by_tiles(pattern: Pattern, sizes: Sizes, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    grid = Grid(*sizes, ROWS_AT_ONCE, ROWS_AT_ONCE)
+    ti, tj = pattern.tile_candidates(grid, start // ROWS_AT_ONCE, -(-stop // ROWS_AT_ONCE))
+    ti, tj = np.divmod(np.unique(ti.astype(np.int64) * grid.nk + tj), grid.nk)
+    classes = pattern.tile_classes(grid, ti, tj)
+    ti, tj, classes = (a[classes != EMPTY] for a in (ti, tj, classes))
+    keys = [np.zeros(0, dtype=np.int64)]
+    step = PAIRS_AT_ONCE // ROWS_AT_ONCE**2
+    for at in range(0, len(ti), step):
+        t, u = ti[at : at + step], tj[at : at + step]
+        words = grid.existing(t, u)
+        mixed = np.nonzero(classes[at : at + step] != FULL)[0]
+        words[mixed] &= pattern.shared_tile_words(grid, t[mixed], u[mixed])
+        tile, row, column = np.nonzero(unpack_bits(words))
+        keys.append((t[tile] * ROWS_AT_ONCE + row) * sizes.K + u[tile] * ROWS_AT_ONCE + column)
+    rows, columns = np.divmod(np.sort(np.concatenate(keys)), sizes.K)
+    return rows, columns
+
+
+def _lists(rows: np.ndarray, columns: np.ndarray, n: int, size: int, block_rows: int) -> _Lists:
+    """Lists of n rows from their pairs; `columns` are below `size`, pairs in row-major order without repetition."""
+    if block_rows == 1:
+        counts = np.bincount(rows, minlength=n)
+        return _Lists(counts, counts, columns.astype(np.int32), np.zeros((0, 1), dtype=np.uint32))
+    width, tiles = WIDTHS[block_rows], -(-n // block_rows)
+    pairs = np.sort((rows // block_rows * size + columns) * block_rows + rows % block_rows)
+    key, row = np.divmod(pairs, block_rows)
+    new = np.ones(len(key), dtype=bool)
+    new[1:] = key[1:] != key[:-1]
+    tile, column = np.divmod(key[new], size)
+    counts = np.bincount(tile, minlength=tiles)
+    padded = -(-counts // width) * width
+    place = np.arange(len(tile)) + np.repeat(np.cumsum(padded) - padded - (np.cumsum(counts) - counts), counts)
+    indices = np.full(int(padded.sum()), -1, dtype=np.int32)
+    indices[place] = column
+    place = place[np.cumsum(new) - 1]
+    bits = np.zeros((len(indices) // WORD) * block_rows, dtype=np.uint32)
+    # Each pair is there once, so adding bits is setting them.
+    np.add.at(bits, place // WORD * block_rows + row, np.uint32(1) << (place % WORD).astype(np.uint32))
+    return _Lists(counts, padded, indices, bits.reshape(-1, block_rows))
+
+
+def _join(parts: list[_Lists]) -> _Lists:
+    return _Lists(*(np.concatenate([p[at] for p in parts]) for at in range(4)))
+
+
+def _assemble(
+    rows: int, columns: int, block_rows: int, lead: tuple[int, int], order: list[int], lists: list[_Lists]
+) -> GatherWalk:
+    """The lists of each batch element and head; equal patterns share theirs."""
+    counts, padded = (np.stack([p[at] for p in lists]) for at in (0, 1))
+    ends = np.cumsum(padded.reshape(-1), dtype=np.int64).reshape(padded.shape)
+    if int(ends[-1, -1]) >= 2**31:
+        raise ValueError(f"the layout would list {int(ends[-1, -1])} columns; at most {2**31 - 1} can be addressed")
+    slot, whole = np.array(order).reshape(lead), _join(lists)
+    return GatherWalk(
+        rows, columns, block_rows, (ends - padded).astype(np.int32)[slot], counts.astype(np.int32)[slot],
+        whole.indices, whole.bits,
+    )  # fmt: skip
+
+
+def _pairs(walk: GatherWalk, b: int, h: int) -> tuple[np.ndarray, np.ndarray]:
+    """The pairs (row, column) of one batch element and head, in no particular order."""
+    starts, counts = walk.starts[b, h].astype(np.int64), walk.counts[b, h].astype(np.int64)
+    if walk.block_rows == 1:
+        rows, at = ranges(starts, starts + counts)
+        return rows, walk.indices[at].astype(np.int64)
+    group, word = ranges(starts // WORD, -(-(starts + counts) // WORD))
+    rows, columns = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    step = max(1, PAIRS_AT_ONCE // (WORD * walk.block_rows))
+    for at in range(0, len(word), step):
+        some = word[at : at + step]
+        listed, row, bit = np.nonzero(unpack_bits(walk.bits[some][:, :, None]))
+        rows.append(group[at + listed] * walk.block_rows + row)
+        columns.append(walk.indices[some[listed] * WORD + bit].astype(np.int64))
+    return np.concatenate(rows), np.concatenate(columns)
+
+
+def transpose(walk: GatherWalk) -> GatherWalk:
+    """The walk of the transposed matrix, of numpy arrays."""
+    seen: dict[tuple[bytes, bytes], int] = {}
+    order: list[int] = []
+    lists: list[_Lists] = []
+    for b, h in np.ndindex(*walk.lead):
+        key = walk.starts[b, h].tobytes(), walk.counts[b, h].tobytes()
+        if key not in seen:
+            seen[key] = len(lists)
+            rows, columns = _pairs(walk, b, h)
+            columns, rows = np.divmod(np.sort(columns * walk.rows + rows), walk.rows)
+            lists.append(_lists(columns, rows, walk.columns, walk.rows, walk.block_rows))
+        order.append(seen[key])
+    return _assemble(walk.columns, walk.rows, walk.block_rows, walk.lead, order, lists)
+
+
+def expand_gather(walk: GatherWalk) -> np.ndarray:
+    """The dense boolean matrix of a numpy walk, slow and plain."""
+    dense = np.zeros((*walk.lead, walk.rows, walk.columns), dtype=bool)
+    for b, h, t in np.ndindex(*walk.counts.shape):
+        start, count = int(walk.starts[b, h, t]), int(walk.counts[b, h, t])
+        listed = walk.indices[start : start + count]
+        if (np.diff(listed) <= 0).any() or (count and (listed[0] < 0 or listed[-1] >= walk.columns)):
+            raise ValueError(f"the list of group {t} of batch element {b}, head {h} must ascend within the columns")
+        for r in range(min(walk.block_rows, walk.rows - t * walk.block_rows)):
+            kept = np.ones(count, dtype=bool)
+            if walk.block_rows > 1:
+                words = walk.bits[start // WORD : -(-(start + count) // WORD), r]
+                bits = unpack_bits(np.ascontiguousarray(words)[None])[0]
+                if bits[count:].any():
+                    raise ValueError(f"row {r} of group {t} has bits past the end of its list")
+                kept = bits[:count]
+            dense[b, h, t * walk.block_rows + r, listed[kept]] = True
+    return dense[0, 0] if walk.lead == (1, 1) else dense
