@@ -275,7 +275,7 @@ def test_explain() -> None:
     q, k, v = qkv(256, grad=False)
     found = gs.explain(q, k, v, gs.SlidingWindow(64))
     pairs = int(dense(gs.SlidingWindow(64), 256).sum())
-    assert found.implementation == "blocked" and set(found.reasons) == {"hopper", "triton", "reference"}
+    assert found.implementation == "blocked" and set(found.reasons) == {"dense", "hopper", "triton", "reference"}
     assert found.density == pytest.approx(pairs / 256**2)
     assert found.useful_flops == pairs * 8 * 2 * 32 and found.executed_flops >= found.useful_flops
     assert found.tiles["full"] + found.tiles["interval"] + found.tiles["bits"] <= found.tiles["of"]

@@ -21,6 +21,7 @@ from gossamer.kernels.table import available, load
 from gossamer.layouts import cached_layout
 from gossamer.testing import inputs, tolerance
 from gossamer.testing.cases import SMALL, Case
+from gossamer.torch.masks import words_of
 
 CUDA = torch.cuda.is_available()
 no_gpu = pytest.mark.skipif(not CUDA, reason="torch finds no CUDA device")
@@ -34,8 +35,9 @@ def parameters() -> Iterator[Any]:
                 if dtype in ("float32", "float64") or case.name in ("window", "per_head", "all_terms", "empty_rows"):
                     yield pytest.param(name, case, dtype, "cpu", id=f"{name}-cpu-{dtype}-{case.name}")
             if "smoke" in case.tags:
-                yield pytest.param("triton", case, dtype, "cpu", id=f"triton-cpu-{dtype}-{case.name}")
-            for name in ("triton", "blocked"):
+                for name in ("dense", "triton"):
+                    yield pytest.param(name, case, dtype, "cpu", id=f"{name}-cpu-{dtype}-{case.name}")
+            for name in ("dense", "triton", "blocked"):
                 marks = [pytest.mark.gpu, no_gpu]
                 yield pytest.param(name, case, dtype, "cuda", id=f"{name}-cuda-{dtype}-{case.name}", marks=marks)
 
@@ -99,6 +101,8 @@ class TestContract:
     def layout(self, implementation: Implementation, e: Exact) -> Any:
         if implementation.layout == "dense":
             return e.mask
+        if implementation.layout == "words":
+            return words_of(e.mask, e.case.Q, e.case.K)
         block_q, block_kv = implementation.tile(e.problem)
         layout = cached_layout(
             e.pattern, e.case.Q, e.case.K, block_q=block_q, block_kv=block_kv, q_offset=e.terms.q_offset,
@@ -219,7 +223,7 @@ def test_gradcheck() -> None:
 
 def test_names_and_availability() -> None:
     assert available("reference") == available("blocked") == []
-    with pytest.raises(ValueError, match="is not one of hopper, triton, blocked, reference"):
+    with pytest.raises(ValueError, match="is not one of dense, hopper, triton, blocked, reference"):
         load("nothing")
 
 

@@ -68,7 +68,7 @@ CALLS = {
     "sink integers": ((q, kv, kv), {"sink_logits": ints(1, 2, 3, 4)}, "sink_logits must be float16"),
     "alibi shape": ((q, kv, kv), {"alibi_slopes": bad(4, 1)}, "alibi_slopes must be shape"),
     "alibi grad": ((q, kv, kv), {"alibi_slopes": bad(4).requires_grad_()}, "alibi_slopes must be a constant"),
-    "implementation": ((q, kv, kv), {"implementation": "cuda"}, "must be None or one of hopper, triton, block"),
+    "implementation": ((q, kv, kv), {"implementation": "cuda"}, "must be None or one of dense, hopper, triton, block"),
     "implementation type": ((q, kv, kv), {"implementation": 3}, "implementation must be a name or None"),
     "return_lse": ((q, kv, kv), {"return_lse": 1}, "return_lse must be True or False"),
     "deterministic": ((q, kv, kv), {"deterministic": "yes"}, "deterministic must be True, False or None"),

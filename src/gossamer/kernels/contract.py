@@ -53,7 +53,7 @@ class Capability:
     backward: bool = True
     deterministic: frozenset[str] = frozenset({"cpu", "cuda"})  # devices on which a deterministic run exists
     tiles: frozenset[tuple[int, int]] | None = None  # layout tiles that it walks; None: any
-    max_pairs: int | None = None  # of Q * K; None: any
+    max_pairs: int | None = None  # B * H * Q * K; None: any
     alignment: int | None = None  # of the inputs' addresses and strides, in bytes; others are copied first
     rate: float = 1.0  # pairs executed per second with its own tile; ratios on one device count
 
@@ -74,8 +74,8 @@ def reasons(problem: Problem, capability: Capability) -> list[str]:
         for name, size in (("D", p.D), ("E", p.E)):
             if size > c.max_head_dim:
                 found.append(f"head size {name}={size} is over {c.max_head_dim}")
-    if c.max_pairs is not None and p.Q * p.K > c.max_pairs:
-        found.append(f"Q x K = {p.Q * p.K} is over {c.max_pairs}")
+    if c.max_pairs is not None and p.B * p.H * p.Q * p.K > c.max_pairs:
+        found.append(f"computes every pair: B x H x Q x K = {p.B * p.H * p.Q * p.K:,} is over {c.max_pairs:,}")
     if p.tile is not None and c.tiles == frozenset():
         found.append("walks no layout")
     elif p.tile is not None and c.tiles is not None and p.tile not in c.tiles:
@@ -122,13 +122,14 @@ class TileChoice(NamedTuple):
 class Implementation(Protocol):
     """One backend. It sees layouts, never patterns.
 
-    `layout` says which form it reads: "dense" (a boolean tensor broadcastable to (B, H, Q, K), the oracle alone)
-    or "block" (a BlockLayout of torch tensors on the inputs' device, with `columns` present for the backward).
+    `layout` says which form it reads: "dense" (a boolean tensor broadcastable to (B, H, Q, K), the oracle alone),
+    "words" (bits of all pairs, (Bl, Hl, Q, 4 ceil(K / 128)) int32, or None for every pair: small problems alone) or
+    "block" (a BlockLayout of torch tensors on the inputs' device, with `columns` present for the backward).
     """
 
     name: str
     capability: Capability
-    layout: Literal["dense", "block"]
+    layout: Literal["dense", "words", "block"]
 
     def unavailable(self) -> list[str]:
         """Why it cannot run here at all (a failed import, no compiler); empty when it can."""

@@ -8,7 +8,7 @@ from typing import cast
 
 from gossamer.kernels.contract import Implementation
 
-NAMES = ("hopper", "triton", "blocked", "reference")
+NAMES = ("dense", "hopper", "triton", "blocked", "reference")
 
 
 @cache

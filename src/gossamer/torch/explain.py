@@ -132,8 +132,12 @@ def explain(
         tiles["of"], tile = stats.all_tiles, (layout.block_q, layout.block_kv)
         density = stats.density
     else:
-        density = pattern_of(handle).density(p.Q, p.K, terms.q_offset) if handle >= 0 else float(layout.float().mean())
-        useful, executed, layout_bytes = density * p.Q * p.K, float(p.Q * p.K), layout.nbytes
+        if handle >= 0:
+            density = pattern_of(handle).density(p.Q, p.K, terms.q_offset)
+        else:  # a mask, or a layout that was made dense
+            density = float((layout if geometry else tensors[0]).float().mean())
+        useful, executed = density * p.Q * p.K, float(p.Q * p.K)
+        layout_bytes = 0 if layout is None else layout.nbytes
         tiles = {"dense": 1, "of": 1}
         tile = (p.Q, p.K)
     refused = {}

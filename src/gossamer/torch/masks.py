@@ -109,3 +109,10 @@ def dense_of(walk: Walk) -> Tensor:
             tiles[row, column] = (j[:, None, :] >= lo[:, :, None]) & (j[:, None, :] < hi[:, :, None])
     dense = tiles.view(bl, hl, T, C, br, bc).transpose(3, 4).reshape(bl, hl, T * br, C * bc)
     return dense[:, :, : walk.rows, : walk.columns]
+
+
+def words_of(mask: Tensor, Q: int, K: int) -> Tensor:
+    """A boolean mask that broadcasts to (B, H, Q, K) as words (Bl, Hl, Q, 4 ceil(K / 128)) int32, packed by `pack`."""
+    mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    mask = mask.expand(mask.shape[0], mask.shape[1], Q, K)
+    return pack(F.pad(mask, (0, -K % 128)).flatten(0, 1)).unflatten(0, mask.shape[:2])

@@ -20,8 +20,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gossamer.kernels.contract import Implementation, Problem, Terms, Unsupported, reasons
 from gossamer.kernels.table import NAMES, load
 from gossamer.layouts import BlockLayout, cached_layout, cheapest_tile
-from gossamer.patterns import Pattern
-from gossamer.torch.masks import dense_of, layout_of
+from gossamer.patterns import Dense, Pattern
+from gossamer.torch.masks import dense_of, layout_of, words_of
 from gossamer.torch.registry import pattern_of
 from gossamer.torch.validate import Arguments, check_layout, check_mask, layout_from, validate
 
@@ -29,6 +29,7 @@ logger = logging.getLogger("gossamer")
 
 KEPT_PLANS = 256
 KEPT_DENSE = 4
+KEPT_WORDS = 64
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Plan:
 
 _plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
 _dense: OrderedDict[tuple[Any, ...], Tensor] = OrderedDict()
+_words: OrderedDict[tuple[Any, ...], Tensor | None] = OrderedDict()
 _given: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _lock = threading.RLock()
 _logged: set[tuple[Any, ...]] = set()
@@ -164,7 +166,7 @@ def terms_of(a: Arguments) -> Terms:
 def placed(
     plan: Plan, a: Arguments, terms: Terms, pattern: int, given: list[Tensor], geometry: list[int]
 ) -> tuple[Implementation, Any]:
-    """The implementation that computes a call, and what it reads: a BlockLayout, or a dense boolean tensor.
+    """The implementation that computes a call, and what it reads: a BlockLayout, a dense boolean tensor, or words.
 
     It is the first of the plan; for a pattern that leaves most of its tiles empty, the one whose tile takes the least
     time by counted pairs.
@@ -183,6 +185,9 @@ def placed(
     if first.layout == "dense":
         _log(first.name, plan)
         return first, _dense_pattern(which, p, terms.q_offset, a.q.device)
+    if first.layout == "words":
+        _log(first.name, plan)
+        return first, _words_pattern(which, p, terms.q_offset, a.q.device)
     which.check(p.Q, p.K, p.H, p.B)
     at = cheapest_tile(which, p.Q, p.K, options=plan.tiles, q_offset=terms.q_offset)
     implementation, (block_q, block_kv, _) = plan.options[at]
@@ -203,6 +208,8 @@ def _given_layout(
         check_mask(mask, a)
         if dense:
             return mask
+        if implementation.layout == "words":
+            return _remember([mask], (p.Q, p.K, "words"), lambda: words_of(mask, p.Q, p.K))
         # The blocked implementation walks rows alone; building columns on a CPU would be for nothing.
         columns = p.backward and p.device != "cpu"
         make = (p.Q, p.K, block_q, block_kv, columns)
@@ -220,8 +227,8 @@ def _given_layout(
     return dense_of(layout.rows) if dense else layout
 
 
-def _remember(tensors: list[Tensor], more: tuple[Any, ...], make: Any) -> BlockLayout:
-    """A layout made from tensors, kept as long as the first of them lives and none has been written to."""
+def _remember(tensors: list[Tensor], more: tuple[Any, ...], make: Any) -> Any:
+    """A layout or words made from tensors, kept as long as the first of them lives and none has been written to."""
     if any(x.is_inference() for x in tensors):  # these do not count their writes
         return make()
     key = (more, tuple((id(x), x._version) for x in tensors))
@@ -244,6 +251,22 @@ def _dense_pattern(pattern: Pattern, p: Problem, q_offset: int, device: torch.de
             while len(_dense) > KEPT_DENSE:
                 _dense.popitem(last=False)
     return mask
+
+
+def _words_pattern(pattern: Pattern, p: Problem, q_offset: int, device: torch.device) -> Tensor | None:
+    """The bits of a small problem's pairs, made once; None where the pattern keeps them all."""
+    key = (pattern, p.B, p.H, p.Q, p.K, q_offset, device)
+    if key in _words:
+        return _words[key]
+    pattern.check(p.Q, p.K, p.H, p.B)
+    words = None
+    if not isinstance(pattern, Dense):
+        words = words_of(torch.from_numpy(pattern.materialize(p.Q, p.K, q_offset)), p.Q, p.K).to(device)
+    with _lock:
+        _words[key] = words
+        while len(_words) > KEPT_WORDS:
+            _words.popitem(last=False)
+    return words
 
 
 def _log(name: str, plan: Plan) -> None:

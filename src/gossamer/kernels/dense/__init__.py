@@ -1,0 +1,78 @@
+"""Small problems: every pair is computed, with one bit for each that says whether it counts. Triton."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice
+from gossamer.kernels.dense import launch
+from gossamer.kernels.rows import stored
+
+# Q x K: a bit each, and the work of a dense matrix. Past it tiles win whatever the pattern.
+MOST_PAIRS = 2**22
+
+
+class Dense:
+    """One launch forward and one backward, with nothing to look up: what counts where a call is all latency."""
+
+    name = "dense"
+    layout = "words"
+    capability = Capability(
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({"float16", "bfloat16", "float32"}),
+        max_head_dim=256,
+        min_sm=80,
+        max_pairs=MOST_PAIRS,
+        tiles=frozenset(),
+    )
+
+    def unavailable(self) -> list[str]:
+        """Why nothing can run here."""
+        if torch.cuda.is_available() or triton.knobs.runtime.interpret:
+            return []
+        return ["torch finds no CUDA device"]
+
+    def tile(self, problem: Problem) -> tuple[int, int]:
+        """The whole matrix."""
+        return problem.Q, problem.K
+
+    def tile_choices(self, problem: Problem) -> tuple[TileChoice, ...]:
+        return ()
+
+    def forward(
+        self,
+        problem: Problem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: Tensor | None,
+        terms: Terms,
+        into: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`layout` is the words (Bl, Hl, Q, 4 ceil(K / 128)) int32 of the kept pairs, or None when all are kept."""
+        found = launch.forward(problem, q, k, v, layout, terms)
+        return found if into is None else stored(into, found)
+
+    def backward(
+        self,
+        problem: Problem,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        layout: Tensor | None,
+        terms: Terms,
+        into: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        *grads, dsink = found = launch.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms)
+        return found if into is None else (*stored(into, tuple(grads)), dsink)  # type: ignore[return-value]
+
+
+IMPLEMENTATION: Any = Dense()

@@ -1,0 +1,147 @@
+"""The kernels for small problems: every contract case in Triton's interpreter, and every tile compiled.
+
+The interpreter is chosen when triton is imported, so the cases run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+
+from gossamer.testing import inputs, tolerance
+from gossamer.testing.cases import SMALL, Case
+from gossamer.torch.masks import unpack, words_of
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+PARTS = 2
+
+if INTERPRETING:
+    from test_contract import NAMES, Exact
+
+    from gossamer.kernels.dense import launch
+
+    @torch.no_grad()
+    def check(case: Case, tile: launch.Tile | None) -> None:
+        with torch.enable_grad():
+            e = Exact(case, "float32", "cpu")
+        words = words_of(e.mask, case.Q, case.K)
+        q, k, v = (x.detach() for x in e.leaves[:3])
+        out, lse = launch.forward(e.problem, q, k, v, words, e.terms, tile)
+        grads = launch.backward(e.problem, e.dout, e.dlse.float(), q, k, v, out, lse, words, e.terms, tile)
+        found = [out, lse, *(g for g in grads if g is not None)]
+        assert len(found) == 2 + len(e.leaves)
+        for what, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
+            tolerance.check(what, actual, exact, low)
+        empty = e.exact[1] == -torch.inf
+        assert (out[empty] == 0).all() and (lse[empty] == -torch.inf).all() and (grads[0][empty] == 0).all()
+
+    @pytest.mark.parametrize("case", SMALL, ids=str)
+    def test_case(case: Case) -> None:
+        check(case, None)
+
+    def test_other_tiles() -> None:
+        for name in ("causal", "odd_sizes", "all_terms"):
+            check(next(c for c in SMALL if c.name == name), launch.Tile(64, 128, 4, 1))
+
+    @pytest.mark.parametrize("strides", inputs.STRIDES)
+    def test_strides_and_no_words(strides: str) -> None:
+        case = next(c for c in SMALL if c.name == "dense")
+        e = Exact(case, "float32", "cpu")
+        given = inputs.make(case, "float32", strides=strides)
+        words = words_of(e.mask, case.Q, case.K)
+        found = launch.forward(e.problem, *given[:3], None, e.terms)
+        for actual, same, exact, low in zip(
+            found, launch.forward(e.problem, *given[:3], words, e.terms), e.exact, e.low, strict=False
+        ):
+            assert torch.equal(actual, same)
+            tolerance.check("result", actual, exact, low)
+
+else:
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("part", range(PARTS))
+    def test_in_the_interpreter(part: int) -> None:
+        file = Path(__file__)
+        tests = [f"{file}::test_case[{case.name}]" for case in SMALL][part::PARTS]
+        if part == 0:
+            tests += [f"{file}::test_strides_and_no_words", f"{file}::test_other_tiles"]
+        found = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests],
+            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+            cwd=file.parent.parent,
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
+
+
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from gossamer.kernels.contract import Problem
+from gossamer.kernels.dense import kernels, launch
+
+SHARED = {80: 166912, 89: 101376, 90: 232448, 100: 232448}
+NONE = {"slopes", "sinks", "lengths", "dlse"}
+for dtype, kind in (("bfloat16", "*bf16"), ("float32", "*fp32")):
+    for D, N in ((64, 128), (128, 128), (128, 4096), (256, 128), (256, 4096), (64, 4096)):
+        problem = Problem(1, 8, 8, N, N, D, D, dtype, "cuda", backward=True)
+        for kernel, tile in (
+            (kernels.forward_kernel, launch.forward_tile(problem, 132)),
+            (kernels.backward_kernel, launch.backward_tile(problem, 132)),
+        ):
+            precision = "ieee" if dtype == "bfloat16" else "tf32x3"
+            constants = dict(GROUP=1, D=D, E=D, BLOCK_D=D, BLOCK_E=D, R=tile.R, C=tile.C, SOFTCAP=False)
+            constants["PRECISION"] = precision
+            constants |= dict.fromkeys(NONE & set(kernel.arg_names))
+            signature = {}
+            for name in kernel.arg_names:
+                if name in constants:
+                    signature[name] = "constexpr"
+                elif name in ("lse", "words"):
+                    signature[name] = "*fp32" if name == "lse" else "*i32"
+                elif name in ("scale", "cap", "plain_scale"):
+                    signature[name] = "fp32"
+                else:
+                    signature[name] = kind if name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv") else "i32"
+            source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+            options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
+            for sm in map(int, sys.argv[1:]):
+                shared = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options).metadata.shared
+                print(kernel.__name__, dtype, D, N, tile, "sm", sm, "shared", shared)
+                assert shared <= SHARED[sm]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter does not compile")
+def test_every_tile_compiles(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = subprocess.run(
+        [sys.executable, "-W", "error", "-c", COMPILE, "80", "89", "90", "100"],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
+
+
+def test_words_hold_the_mask() -> None:
+    mask = torch.from_numpy(np.random.default_rng(0).random((2, 1, 37, 150)) < 0.5)
+    words = words_of(mask, 37, 150)
+    assert words.shape == (2, 1, 37, 8) and words.dtype == torch.int32
+    assert torch.equal(unpack(words.flatten(0, 1))[:, :, :150].view(2, 1, 37, 150), mask)
+    assert not unpack(words.flatten(0, 1))[:, :, 150:].any()
