@@ -94,7 +94,7 @@ def preprocess(dtype: str, E: int, zeroed: int) -> Any:
     B, H, Q = s(), s(), s()
     return cute.compile(
         Preprocess(E, zeroed), strided(n, B, H, Q), strided(n, B, H, Q), _rows(B, H, Q), _rows(B, H, Q),
-        compact(Float32, 2, B, H, s()), compact(Float32, s(), s(), s(), 64 * max(1, zeroed)), Int32(1),
+        compact(Float32, 2, B, H, s()), compact(Float32, s(), s(), s(), 64 * zeroed if zeroed else s()), Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip
 
