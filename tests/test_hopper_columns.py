@@ -1,0 +1,81 @@
+"""The work of the Hopper column kernel: items and segments cover every listed tile of every query head once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from gossamer.kernels.hopper.backward.schedule import ColumnWork, column_work
+from gossamer.kernels.hopper.schedule import lists
+from gossamer.layouts import from_dense
+from gossamer.layouts.block import BlockLayout, Walk, iterate
+
+Covered = dict[tuple[int, int, int], list[tuple[int, int, int]]]
+
+
+def layout_of(lead: tuple[int, int]) -> BlockLayout:
+    """Full, bits and empty tiles; other lists for each batch element and head of `lead`."""
+    mask = np.random.default_rng(0).random((*lead, 640, 900)) < 0.2
+    mask[..., :128, :] = True
+    mask[..., 256:384, 256:512] = False
+    return from_dense(mask, block_q=128, block_kv=128).to("cpu")
+
+
+def covered(layout: BlockLayout, work: ColumnWork) -> Covered:
+    """(batch, key head, key tile) to (query head of the group, query tile, pool entry), in the order of the slots."""
+    entries, found = lists(layout, True).lists.tolist(), defaultdict(list)
+    for item in sorted(work.items.tolist(), key=lambda item: item[3]):
+        batch, group, tile, _, first, count, _, valid = item[:8]
+        assert valid == 1
+        for head, lead, *ranges in work.segments[first : first + count].tolist():
+            Bl, Hl = layout.lead
+            ratio_head = head if Hl == 1 else lead % Hl - group * 2
+            assert ratio_head == head and lead // Hl == (batch if Bl > 1 else 0)
+            for kind, (at, n) in enumerate(zip(ranges[::2], ranges[1::2], strict=True)):
+                for i in range(at, at + n):
+                    found[batch, group, tile].append((head, entries[0][i], entries[1][i] if kind == 2 else -1))
+    return found
+
+
+def wanted(walk: Walk, ratio: int) -> Covered:
+    found = defaultdict(list)
+    for b, h, t, _, column, entry in iterate(walk):
+        heads = range(ratio) if walk.lead[1] == 1 else [h % ratio]
+        for head in heads:
+            found[b, h // ratio, t].append((head, column, entry))
+    return found
+
+
+@pytest.mark.parametrize("lead", [(1, 1), (1, 4), (2, 1), (2, 4)], ids=str)
+@pytest.mark.parametrize("split", [1, 3, 1000, None])
+def test_items_cover_the_lists(lead: tuple[int, int], split: int | None) -> None:
+    layout = layout_of(lead)
+    assert layout.host is not None
+    work, want = column_work(layout, 2, 2, 132, split), wanted(layout.host.columns, 2)
+    found = covered(layout, work)
+    assert {key: sorted(tiles) for key, tiles in want.items()} == {k: sorted(t) for k, t in found.items() if t}
+    # Heads follow one another, also from one slot to the next.
+    assert all([head for head, _, _ in tiles] == sorted(head for head, _, _ in tiles) for tiles in found.values())
+    tiles = -(-900 // 128)
+    assert len({tuple(item[:3]) for item in work.items.tolist()}) == lead[0] * (lead[1] // 2 or 1) * tiles
+    cut = [item for item in work.items.tolist() if item[3] >= 0]
+    assert sorted(item[3] for item in cut) == list(range(work.slots))
+    assert work.slots == int(work.merges[:, 4].sum())
+    for batch, group, tile, first, count, *_ in work.merges.tolist():
+        slots = [item[3] for item in cut if item[:3] == [batch, group, tile]]
+        assert sorted(slots) == list(range(first, first + count))
+
+
+@pytest.mark.parametrize("lead", [(1, 1), (1, 4), (2, 1), (2, 4)], ids=str)
+def test_made_on_the_device(lead: tuple[int, int]) -> None:
+    """Without a copy on the host: the same lists, unsplit, longest first."""
+    layout = layout_of(lead)
+    made = BlockLayout(layout.rows)
+    work = column_work(made, 2, 2, 132)
+    assert covered(made, work) == covered(layout, column_work(layout, 2, 2, 132, 1000))
+    lengths = [
+        int(work.segments[first : first + count, 3::2].sum()) for first, count in work.items[:, 4:6].tolist()
+    ]  # fmt: skip
+    assert lengths == sorted(lengths, reverse=True) and work.slots == 0
