@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 _PATTERNS = (
     "Pattern", "Dense", "Causal", "SlidingWindow", "Local", "BlockMask", "BigBird", "Longformer", "Dilated",
-    "Strided", "PowerStrided", "Document", "CSR", "Predicate", "PerHead",
+    "DilatedSegment", "Strided", "PowerStrided", "LongNet", "Document", "CSR", "Predicate", "PerHead",
 )  # fmt: skip
 
 # Public name -> the module that defines it; loaded on first use.
@@ -31,7 +31,8 @@ __all__ = [*_PUBLIC, "__version__"]
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'gossamer' has no attribute {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+    found = globals()[name] = getattr(importlib.import_module(_PUBLIC[name]), name)  # looked up once
+    return found
 
 
 def __dir__() -> list[str]:

@@ -29,6 +29,7 @@ logger = logging.getLogger("gossamer")
 
 KEPT_PLANS = 256
 KEPT_DENSE = 4
+KEPT_PLACED = 64
 KEPT_WORDS = 64
 
 
@@ -53,10 +54,16 @@ class Plan:
         """The tiles of `options`."""
         return tuple(tile for _, tile in self.options)
 
+    @cached_property
+    def splits(self) -> dict[tuple[int, int], Any]:
+        """What `parts.split_for` found, by pattern handle and q_offset."""
+        return {}
+
 
 _plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
 _dense: OrderedDict[tuple[Any, ...], Tensor] = OrderedDict()
 _words: OrderedDict[tuple[Any, ...], Tensor | None] = OrderedDict()
+_placed: OrderedDict[tuple[int, int, int], tuple[Plan, Implementation, Any]] = OrderedDict()  # holds the plan of its id
 _given: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _lock = threading.RLock()
 _logged: set[tuple[Any, ...]] = set()
@@ -181,6 +188,20 @@ def placed(
         layout = _given_layout(p, first, a, given, geometry)
         _log(first.name, plan)
         return first, layout
+    key = (id(plan), pattern, terms.q_offset)
+    kept = _placed.get(key)
+    if kept is None:
+        kept = plan, *_placed_pattern(plan, a, terms, pattern)
+        if kept[1].layout != "dense":  # these are large, and few are kept
+            with _lock:
+                _placed[key] = kept
+                while len(_placed) > KEPT_PLACED:
+                    _placed.popitem(last=False)
+    return kept[1:]
+
+
+def _placed_pattern(plan: Plan, a: Arguments, terms: Terms, pattern: int) -> tuple[Implementation, Any]:
+    p, first = plan.problem, plan.implementations[0]
     which = pattern_of(pattern)
     if first.layout == "dense":
         _log(first.name, plan)

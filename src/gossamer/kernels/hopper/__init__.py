@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import re
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice, Unsupported
@@ -60,6 +61,11 @@ class Hopper:
             return [f"the kernels use instructions of compute capability 9.0 alone, this device has {major}.{minor}"]
         return []
 
+    @cached_property
+    def launch(self) -> Any:
+        """What calls the kernels, and imports torch."""
+        return importlib.import_module("gossamer.kernels.hopper.launch")
+
     def tile(self, problem: Problem) -> tuple[int, int]:
         """(block_q, block_kv): three warpgroups of 64 query rows for small heads, where the accumulators are small."""
         return (192 if max(problem.D, problem.E) <= 64 else 128), 128
@@ -78,9 +84,7 @@ class Hopper:
         into: tuple[Any, Any] | None = None,
     ) -> tuple[Any, Any]:
         """(out, lse), written into the tensors of `into` where given."""
-        from gossamer.kernels.hopper import launch
-
-        return launch.forward(problem, q, k, v, layout, terms, into=into)
+        return self.launch.forward(problem, q, k, v, layout, terms, into=into)
 
     def backward(self, problem: Problem, *arguments: Any) -> tuple[Any, Any, Any, Any]:
         raise Unsupported("hopper has no backward")

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.hopper import compile as compiled
-from gossamer.kernels.hopper.config import forward_config
+from gossamer.kernels.hopper.config import ForwardConfig, forward_config
 from gossamer.kernels.hopper.schedule import lists, work
-from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.block import BlockLayout, Walk
 
 LOG2E = 1.0 / math.log(2.0)
+STEP = 8  # 16-bit numbers in the 16 bytes to which TMA wants addresses and strides aligned
 
 
 @cache
@@ -29,7 +33,7 @@ def unused(device: torch.device, *shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.float32, device=device)
 
 
-_tickets: dict[tuple[torch.device, int], Tensor] = {}
+_tickets: dict[tuple[int | None, int], Tensor] = {}
 
 
 def tickets(device: torch.device) -> Tensor:
@@ -37,19 +41,19 @@ def tickets(device: torch.device) -> Tensor:
 
     A graph gets its own, zeroed by the graph itself: its replays may run beside the stream it was captured on.
     """
-    stream = torch.cuda.current_stream(device)
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    found = _tickets.get((device, stream.cuda_stream))
+    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
+    found = _tickets.get(key)
     if found is None:
-        found = _tickets[device, stream.cuda_stream] = torch.zeros(1, dtype=torch.int32, device=device)
+        found = _tickets[key] = torch.zeros(1, dtype=torch.int32, device=device)
     return found
 
 
 def readable(x: Tensor) -> bool:
-    """Whether TMA can read a (B, heads, rows, columns) tensor where it is."""
-    step = 16 // x.element_size()
-    return x.stride(3) == 1 and all(s > 0 and s % step == 0 for s in x.stride()[:3]) and x.data_ptr() % 16 == 0
+    """Whether TMA can read a (B, heads, rows, columns) tensor of 16-bit numbers where it is."""
+    a, b, c, d = x.stride()
+    return d == 1 and a > 0 and b > 0 and c > 0 and not (a | b | c) % STEP and not x.data_ptr() % 16
 
 
 def operand(x: Tensor) -> Tensor:
@@ -59,9 +63,59 @@ def operand(x: Tensor) -> Tensor:
 
 def empty(like: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
     """An uninitialised tensor that TMA can address: rows padded to 16 bytes."""
-    step = 16 // like.element_size()
-    columns = -(-shape[-1] // step) * step
-    return torch.empty((*shape[:-1], columns), dtype=like.dtype, device=like.device)[..., : shape[-1]]
+    columns = shape[-1]
+    if columns % STEP == 0:
+        return like.new_empty(shape)
+    return like.new_empty((*shape[:-1], -(-columns // STEP) * STEP))[..., :columns]
+
+
+class Prepared(NamedTuple):
+    """What the calls of one layout, of the same sizes and kind of score, have in common."""
+
+    config: ForwardConfig
+    run: Callable[..., None]
+    merge: Callable[..., None] | None  # of split rows
+    arrays: tuple[Any, ...]  # items and lists, in the form that costs least to pass
+    merges: Tensor
+    counts: tuple[int, int, int, int]  # items, copies, heads, slots
+    blocks: int
+    parts: tuple[Tensor, Tensor] | None  # what stands for none
+
+
+_prepared: WeakKeyDictionary[Walk, dict[Any, Prepared]] = WeakKeyDictionary()
+
+
+def prepared(problem: Problem, layout: BlockLayout, score: str, split: int | None) -> Prepared:
+    """Compiled kernels, items and lists of a call; made once and kept as long as the layout."""
+    p = problem
+    kept = _prepared.get(layout.rows)
+    if kept is None:
+        kept = _prepared.setdefault(layout.rows, {})
+    key = (forward_config, p.dtype, p.B, p.H, p.D, p.E, score, split)
+    return kept.get(key) or kept.setdefault(key, _prepare(p, layout, score, split))
+
+
+def _prepare(p: Problem, layout: BlockLayout, score: str, split: int | None) -> Prepared:
+    from tvm_ffi import from_dlpack
+
+    walk = layout.rows
+    config = forward_config(p.dtype, p.D, p.E, walk.block_rows, walk.block_columns, score)
+    Bl, Hl = walk.lead
+    heads = p.H if Hl == 1 else 1
+    copies = heads * (p.B if Bl == 1 else 1)
+    known, device = lists(layout), walk.lo.device
+    plan = work(layout, copies, processors(device), split)
+    items = plan.items.shape[0]
+    return Prepared(
+        config,
+        compiled.forward(config),
+        compiled.merge(p.dtype, config.E, config.block_q) if plan.slots else None,
+        tuple(from_dlpack(x) for x in (plan.items, known.lists, known.lo, known.hi, known.pool)),
+        plan.merges,
+        (items, copies, heads, plan.slots),
+        min(processors(device), items * copies),
+        None if plan.slots else (unused(device, 1, config.block_q, config.E), unused(device, 1, config.block_q)),
+    )
 
 
 def forward(
@@ -89,12 +143,10 @@ def forward(
         out, _ = forward(problem, q, k, v, layout, terms, split=split, into=(empty(q, into[0].shape), into[1]))
         into[0].copy_(out)
         return into
-    p, walk, device = problem, layout.rows, q.device
-    score = "softcap" if terms.softcap is not None else "fold" if terms.scale > 0 else "scale"
-    config = forward_config(p.dtype, p.D, p.E, walk.block_rows, walk.block_columns, score)
+    p, device = problem, q.device
     if into is None:
         out = empty(q, (p.B, p.H, p.Q, p.E))
-        lse = torch.empty((p.B, p.H, p.Q), dtype=torch.float32, device=device)
+        lse = q.new_empty((p.B, p.H, p.Q), dtype=torch.float32)
     else:
         out, lse = into
     if not lse.numel():
@@ -103,13 +155,8 @@ def forward(
         sinks = terms.sink_logits
         lse.copy_(lse.new_full((1,), -math.inf) if sinks is None else sinks.float()[:, None])
         return out.zero_(), lse
-    q, k, v = operand(q), operand(k), operand(v)
-    Bl, Hl = walk.lead
-    heads = p.H if Hl == 1 else 1
-    copies = heads * (p.B if Bl == 1 else 1)
-    known = lists(layout)
-    plan = work(layout, copies, processors(device), split)
-    items = plan.items.shape[0]
+    score = "softcap" if terms.softcap is not None else "fold" if terms.scale > 0 else "scale"
+    call = prepared(p, layout, score, split)
     before, exponent = 1.0, terms.scale * LOG2E
     if terms.softcap is not None:
         before, exponent = terms.scale / terms.softcap, terms.softcap * LOG2E
@@ -117,18 +164,17 @@ def forward(
         before, exponent = terms.scale, LOG2E
     sinks = unused(device, 1) if terms.sink_logits is None else terms.sink_logits.float().contiguous()
     has_sinks = int(terms.sink_logits is not None)
-    if plan.slots:
-        part_out = torch.empty((copies * plan.slots, config.block_q, config.E), dtype=torch.float32, device=device)
-        part_lse = torch.empty((copies * plan.slots, config.block_q), dtype=torch.float32, device=device)
+    if call.parts is None:
+        rows, config = call.counts[1] * call.counts[3], call.config
+        part_out = q.new_empty((rows, config.block_q, config.E), dtype=torch.float32)
+        part_lse = q.new_empty((rows, config.block_q), dtype=torch.float32)
     else:
-        part_out, part_lse = unused(device, 1, config.block_q, config.E), unused(device, 1, config.block_q)
-    blocks = min(processors(device), items * copies)
-    compiled.forward(config)(
-        q, k, v, out, lse, plan.items, known.lists, known.lo, known.hi, known.pool, sinks, part_out, part_lse,
-        tickets(device), before, exponent, items, copies, heads, plan.slots, has_sinks, blocks,
+        part_out, part_lse = call.parts
+    call.run(
+        operand(q), operand(k), operand(v), out, lse, *call.arrays, sinks, part_out, part_lse, tickets(device),
+        before, exponent, *call.counts, has_sinks, call.blocks,
     )  # fmt: skip
-    if plan.slots:
-        compiled.merge(p.dtype, config.E, config.block_q)(
-            out, lse, part_out, part_lse, plan.merges, sinks, copies, heads, plan.slots, has_sinks
-        )
+    if call.merge is not None:
+        _, copies, heads, slots = call.counts
+        call.merge(out, lse, part_out, part_lse, call.merges, sinks, copies, heads, slots, has_sinks)
     return out, lse
