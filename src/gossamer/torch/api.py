@@ -108,6 +108,8 @@ def check_types(
             raise ValueError(f"{name} must be a strided tensor; got {x.layout}, shape {tuple(x.shape)}")
         if x.device != q.device:
             raise ValueError(f"{name} must be a tensor on q's device, {q.device}; got {describe(x)}")
+    if scale is q_offset is key_lengths is softcap is sink_logits is alibi_slopes is implementation is None:
+        return
     for name, x in (("key_lengths", key_lengths), ("sink_logits", sink_logits), ("alibi_slopes", alibi_slopes)):
         if x is not None and not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch tensor or None; got {describe(x)}")

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 from weakref import ref
 
@@ -160,13 +160,20 @@ def problem_of(a: Arguments, geometry: list[int]) -> Problem:
 def terms_of(a: Arguments) -> Terms:
     """The score terms; a `q_offset` tensor is read here, which waits for a GPU."""
     q_offset = a.q_offset if a.q_offset_tensor is None else int(a.q_offset_tensor)
+    if q_offset is None:
+        q_offset = a.k.shape[2] - a.q.shape[2]
+    terms = _numbers(a.q.shape[3], a.scale, q_offset, a.softcap)
+    if a.key_lengths is None and a.sink_logits is None and a.alibi_slopes is None:
+        return terms
+    return replace(terms, key_lengths=a.key_lengths, sink_logits=a.sink_logits, alibi_slopes=a.alibi_slopes)
+
+
+@lru_cache(KEPT_PLANS)
+def _numbers(D: int, scale: float | None, q_offset: int, softcap: float | None) -> Terms:
     return Terms(
-        scale=a.q.shape[3] ** -0.5 if a.scale is None else float(a.scale),
-        q_offset=a.k.shape[2] - a.q.shape[2] if q_offset is None else q_offset,
-        softcap=None if a.softcap is None else float(a.softcap),
-        key_lengths=a.key_lengths,
-        sink_logits=a.sink_logits,
-        alibi_slopes=a.alibi_slopes,
+        scale=D**-0.5 if scale is None else float(scale),
+        q_offset=q_offset,
+        softcap=None if softcap is None else float(softcap),
     )
 
 
