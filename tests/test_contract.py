@@ -16,6 +16,7 @@ from torch import Tensor
 
 import gossamer
 from gossamer.kernels.contract import Implementation, Problem, Unsupported, reasons
+from gossamer.kernels.hopper import missing_packages
 from gossamer.kernels.reference import oracle
 from gossamer.kernels.table import available, load
 from gossamer.layouts import cached_layout
@@ -25,6 +26,7 @@ from gossamer.torch.masks import words_of
 
 CUDA = torch.cuda.is_available()
 no_gpu = pytest.mark.skipif(not CUDA, reason="torch finds no CUDA device")
+no_compiler = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 
 
 def parameters() -> Iterator[Any]:
@@ -40,6 +42,8 @@ def parameters() -> Iterator[Any]:
             for name in ("dense", "triton", "blocked"):
                 marks = [pytest.mark.gpu, no_gpu]
                 yield pytest.param(name, case, dtype, "cuda", id=f"{name}-cuda-{dtype}-{case.name}", marks=marks)
+            marks = [pytest.mark.gpu, no_gpu, no_compiler]
+            yield pytest.param("hopper", case, dtype, "cuda", id=f"hopper-cuda-{dtype}-{case.name}", marks=marks)
 
 
 def implementation_of(name: str) -> Implementation:

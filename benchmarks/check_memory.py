@@ -1,0 +1,49 @@
+"""The Hopper kernels on the smoke cases, forward and both backwards, for a tool that watches memory:
+
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python benchmarks/check_memory.py
+
+Without the caching allocator every tensor is an allocation of its own, so that an access past its end is seen.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from gossamer.kernels.contract import reasons
+from gossamer.kernels.hopper import IMPLEMENTATION
+from gossamer.testing import inputs
+from gossamer.testing.cases import SMALL, Case
+
+
+def run(case: Case, dtype: str) -> bool:
+    """Whether the case was computed: its forward, then dq by reduction and by rows."""
+    problem = inputs.problem_of(case, dtype, "cuda")
+    if reasons(problem, IMPLEMENTATION.capability):
+        return False
+    given = inputs.make(case, dtype, "cuda")
+    while given.q.ndim < 4:
+        given = given._replace(q=given.q[None], k=given.k[None], v=given.v[None])
+    q, k, v = given[:3]
+    terms = inputs.terms_of(case, given)
+    block_q, block_kv = IMPLEMENTATION.tile(problem)
+    made = case.pattern().layout(case.Q, case.K, block_q=block_q, block_kv=block_kv, q_offset=terms.q_offset)
+    layout = made.to("cuda")
+    out, lse = IMPLEMENTATION.forward(problem, q, k, v, layout, terms)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    for deterministic in (False, True):
+        asked = type(problem)(**vars(problem) | {"deterministic": deterministic})
+        IMPLEMENTATION.backward(asked, dout, dlse, q, k, v, out, lse, layout, terms)
+    torch.cuda.synchronize()
+    return True
+
+
+def main(names: list[str]) -> None:
+    cases = [case for case in SMALL if not names or case.name in names]
+    done = [case.name for case in cases if run(case, "bfloat16")]
+    print(f"{len(done)} cases: {', '.join(done)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
