@@ -55,6 +55,7 @@ class Capability:
     tiles: frozenset[tuple[int, int]] | None = None  # layout tiles that it walks; None: any
     max_pairs: int | None = None  # B * H * Q * K; None: any
     alignment: int | None = None  # of the inputs' addresses and strides, in bytes; others are copied first
+    float32_results: bool = True  # writes into float32 tensors for 16-bit inputs as well
     rate: float = 1.0  # pairs executed per second with its own tile; ratios on one device count
 
 

@@ -6,6 +6,7 @@ from gossamer.patterns.compose import PerHead
 from gossamer.patterns.csr import CSR
 from gossamer.patterns.dense import Causal, Dense
 from gossamer.patterns.dilated import Dilated, PowerStrided, Strided
+from gossamer.patterns.dilated_segments import DilatedSegment, LongNet
 from gossamer.patterns.document import Document
 from gossamer.patterns.predicate import Predicate
 from gossamer.patterns.window import Local, Longformer, SlidingWindow
@@ -17,8 +18,10 @@ __all__ = [
     "Causal",
     "Dense",
     "Dilated",
+    "DilatedSegment",
     "Document",
     "Local",
+    "LongNet",
     "Longformer",
     "Pattern",
     "PerHead",

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Problem
+from gossamer.kernels.contract import Implementation, Problem, Terms
 from gossamer.kernels.table import NAMES
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import Pattern
 from gossamer.torch.api import check_types, four_dimensional, is_deterministic, what
-from gossamer.torch.plan import make_plan, placed, refusals, terms_of
+from gossamer.torch.parts import calls, folded, split_for
+from gossamer.torch.plan import Plan, make_plan, placed, refusals, terms_of
 from gossamer.torch.registry import pattern_of
+from gossamer.torch.split import Split
 from gossamer.torch.validate import Arguments
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ class Explanation:
     executed_flops: float  # the same over every pair of the tiles that are visited
     bytes: int  # q, k, v, out and lse
     layout_bytes: int
+    parts: tuple[str, ...] = ()  # the calls over strided views that compute it, when it is not computed as one
     copies: dict[str, str] = field(default_factory=dict)  # inputs that are copied before a kernel reads them, and why
 
     def rows(self) -> list[tuple[str, str]]:
@@ -55,6 +58,7 @@ class Explanation:
             ("bytes", f"{self.bytes / 2**20:,.2f} MiB of tensors, {self.layout_bytes / 2**20:,.2f} MiB of layout"),
             ("implementation", self.implementation),
         ]
+        lines += [("part", part) for part in self.parts]
         if self.backward is not None:
             lines.append(("backward by", self.backward))
         lines += [(f"copies {name}", why) for name, why in self.copies.items()]
@@ -85,6 +89,59 @@ def unaligned(x: Tensor, alignment: int) -> str | None:
         if stride <= 0 or stride * x.element_size() % alignment:
             return f"its {name} stride is {stride * x.element_size()} bytes, not a multiple of {alignment}"
     return f"its address is not a multiple of {alignment}" if x.data_ptr() % alignment else None
+
+
+class _Work(NamedTuple):
+    """What one head of a call visits."""
+
+    useful: float
+    executed: float
+    tiles: dict[str, float]
+    tile: tuple[int, int]
+    bytes: int
+
+
+class _Computed(NamedTuple):
+    implementation: Implementation
+    layout: Any
+    work: _Work
+    heads: int  # times batch elements
+
+
+def _calls(
+    plan: Plan, split: Split | None, a: Arguments, terms: Terms, handle: int, tensors: list[Tensor],
+    geometry: list[int], backward: bool,
+) -> tuple[list[_Computed], tuple[str, ...]]:  # fmt: skip
+    """The calls that compute a call, and what its parts are called."""
+    if split is None:
+        implementation, layout = placed(plan, a, terms, handle, tensors, geometry)
+        work = _work(plan.problem, layout, handle, terms.q_offset, tensors, geometry)
+        return [_Computed(implementation, layout, work, plan.problem.B * plan.problem.H)], ()
+    split, a = folded(split, a, plan, terms, handle)
+    found = []
+    for call in calls(split, a, terms.q_offset, backward):
+        p, inner = call.plan.problem, call.part.pattern.handle
+        work = _work(p, call.where, inner, call.terms.q_offset, [], [])
+        found.append(_Computed(call.implementation, call.where, work, p.B * p.H))
+    return found, tuple(str(part) for part in split.parts)
+
+
+def _work(p: Problem, layout: Any, handle: int, q_offset: int, tensors: list[Tensor], geometry: list[int]) -> _Work:
+    if isinstance(layout, BlockLayout):
+        stats = (layout if layout.host is None else layout.host).stats
+        tiles = {"full": stats.full_tiles, "interval": stats.interval_tiles, "bits": stats.bits_tiles}
+        tile = (layout.block_q, layout.block_kv)
+        return _Work(stats.useful_pairs, stats.executed_pairs, tiles | {"of": stats.all_tiles}, tile, stats.bytes)
+    if handle >= 0:
+        density = pattern_of(handle).density(p.Q, p.K, q_offset)
+    else:  # a mask, or a layout that was made dense
+        density = float((layout if geometry else tensors[0]).float().mean())
+    pairs = float(p.Q * p.K)
+    return _Work(density * pairs, pairs, {"dense": 1, "of": 1}, (p.Q, p.K), 0 if layout is None else layout.nbytes)
+
+
+def _names(computed: list[_Computed]) -> str:
+    return ", ".join(dict.fromkeys(c.implementation.name for c in computed))
 
 
 def explain(
@@ -121,32 +178,30 @@ def explain(
     plan = make_plan(a, geometry, backward=False)
     terms = terms_of(a)
     p = plan.problem
-    chosen, layout = placed(plan, a, terms, handle, tensors, geometry)
-    name, tile, gradient = chosen.name, chosen.tile(p), None
+    split, where = split_for(plan, terms, handle), (handle, tensors, geometry)
+    computed, parts = _calls(plan, split, a, terms, *where, backward=False)
+    works = [c.work for c in computed]
+    name, tile, gradient = _names(computed), works[0].tile, None
     if backward:
-        gradient = placed(make_plan(a, geometry, backward=True), a, terms, handle, tensors, geometry)[0].name
-    if isinstance(layout, BlockLayout):
-        stats = (layout if layout.host is None else layout.host).stats
-        useful, executed, layout_bytes = stats.useful_pairs, stats.executed_pairs, stats.bytes
-        tiles = {"full": stats.full_tiles, "interval": stats.interval_tiles, "bits": stats.bits_tiles}
-        tiles["of"], tile = stats.all_tiles, (layout.block_q, layout.block_kv)
-        density = stats.density
-    else:
-        if handle >= 0:
-            density = pattern_of(handle).density(p.Q, p.K, terms.q_offset)
-        else:  # a mask, or a layout that was made dense
-            density = float((layout if geometry else tensors[0]).float().mean())
-        useful, executed = density * p.Q * p.K, float(p.Q * p.K)
-        layout_bytes = 0 if layout is None else layout.nbytes
-        tiles = {"dense": 1, "of": 1}
-        tile = (p.Q, p.K)
+        later = make_plan(a, geometry, backward=True)
+        gradient = _names(_calls(later, split_for(later, terms, handle), a, terms, *where, backward=True)[0])
+    # Of one head of the call, whatever heads and batch elements the views have.
+    share = [c.heads / (p.B * p.H) for c in computed]
+    useful, executed = (
+        sum(n * getattr(w, x) for n, w in zip(share, works, strict=True)) for x in ("useful", "executed")
+    )
+    tiles = {kind: sum(n * w.tiles.get(kind, 0) for n, w in zip(share, works, strict=True)) for kind in works[0].tiles}
+    layout_bytes = sum({id(c.layout): c.work.bytes for c in computed}.values())
+    chosen, density = computed[0].implementation, useful / (p.Q * p.K)
     refused = {}
+    named = {c.implementation.name for c in computed}
+    first = min(NAMES.index(n) for n in named)
     for at, other in enumerate(NAMES):
-        later = "comes after the one chosen" if at > NAMES.index(name) else "its tiles hold more pairs of this pattern"
-        if other != name:
-            refused[other] = refusals(other, p) or [later if implementation is None else "not asked for"]
+        unused = "comes after the one chosen" if at > first else "its tiles hold more pairs of this pattern"
+        if other not in named:
+            refused[other] = refusals(other, p) or [unused if implementation is None else "not asked for"]
     copies = {}
-    if chosen.capability.alignment is not None:
+    if chosen.capability.alignment is not None:  # views keep the alignment of what they are views of
         found = {n: unaligned(x, chosen.capability.alignment) for n, x in (("q", q), ("k", k), ("v", v))}
         copies = {n: why for n, why in found.items() if why is not None}
     size = q.element_size()
@@ -154,5 +209,5 @@ def explain(
     flops = 2.0 * (p.D + p.E) * p.B * p.H
     return Explanation(
         replace(p, backward=backward), name, gradient, refused, tile, density, tiles, useful * flops, executed * flops,
-        elements * size + p.B * p.H * p.Q * (8 if p.dtype == "float64" else 4), layout_bytes, copies,
+        elements * size + p.B * p.H * p.Q * (8 if p.dtype == "float64" else 4), layout_bytes, parts, copies,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from gossamer.kernels.rows import compute_dtype
 from gossamer.patterns.handles import token_of
+from gossamer.torch import parts
 from gossamer.torch.plan import placed, plan_for, terms_of
 from gossamer.torch.validate import Arguments, validate
 
@@ -39,6 +40,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, layout: list[Tensor], geometry: li
     a = Arguments(q, k, v, *options)
     plan = plan_for(a, geometry, backward=False)
     terms = terms_of(a)
+    split = parts.split_for(plan, terms, pattern)
+    if split is not None:
+        return parts.forward(split, plan, a, terms, pattern)
     implementation, where = placed(plan, a, terms, pattern, layout, geometry)
     out, lse = implementation.forward(plan.problem, q, k, v, where, terms)
     return out.contiguous(), lse  # as the fake says; rows of an odd size may come padded
@@ -60,9 +64,13 @@ def _backward(
     a = Arguments(q, k, v, *options)
     plan = plan_for(a, geometry, backward=True)
     terms = terms_of(a)
-    implementation, where = placed(plan, a, terms, pattern, layout, geometry)
     dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv, dsink = implementation.backward(plan.problem, dout, dlse, q, k, v, out, lse, where, terms)
+    split = parts.split_for(plan, terms, pattern)
+    if split is not None:
+        dq, dk, dv, dsink = parts.backward(split, plan, a, terms, pattern, dout, dlse, out, lse)
+    else:
+        implementation, where = placed(plan, a, terms, pattern, layout, geometry)
+        dq, dk, dv, dsink = implementation.backward(plan.problem, dout, dlse, q, k, v, out, lse, where, terms)
     return dq, dk, dv, q.new_empty(0) if dsink is None else dsink
 
 

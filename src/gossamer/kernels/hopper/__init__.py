@@ -44,6 +44,7 @@ class Hopper:
         alignment=16,
         score_terms=frozenset({"q_offset", "softcap", "sink_logits"}),
         backward=False,
+        float32_results=False,
         tiles=frozenset({(128, 128), (192, 128)}),
     )
 

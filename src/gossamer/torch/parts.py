@@ -1,0 +1,262 @@
+"""A call computed as several over strided views of its tensors: residue classes, and heads of different patterns.
+
+The views share memory with the tensors of the call, and kernels write into views of its results: nothing is copied or
+permuted. Where two parts meet in a row, their results are merged by log-sum-exp; every part's backward reads the
+joint out and lse, which makes its gradients shares of the exact ones, and these are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.kernels.contract import Implementation, Terms
+from gossamer.kernels.rows import compute_dtype, row_terms, sink_gradient
+from gossamer.torch.plan import Plan, placed, plan_for, terms_of
+from gossamer.torch.registry import pattern_of
+from gossamer.torch.split import Part, Split, problem_of_fold, split_of
+from gossamer.torch.validate import Arguments
+
+KEPT_SPLITS = 64
+
+
+def split_for(plan: Plan, terms: Terms, handle: int) -> Split | None:
+    """The parts of a call, or None where it is computed as one; remembered with the plan."""
+    if handle < 0:
+        return None
+    key = (handle, terms.q_offset)
+    known = plan.splits
+    if key not in known:
+        first = plan.implementations[0]
+        tiles = plan.tiles if first.layout == "block" else ()
+        while len(known) >= KEPT_SPLITS:
+            known.pop(next(iter(known)), None)
+        known[key] = split_of(pattern_of(handle), plan.problem, terms.q_offset, tiles)
+    return known[key]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One part of a call, for one batch element or for all."""
+
+    part: Part
+    b: int | None  # of the call's batch elements; None: all of them
+    arguments: Arguments
+    plan: Plan
+    terms: Terms
+    implementation: Implementation
+    where: Any
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The view of q, out, dout or dq (B, H, Q, size), or of lse (B, H, Q)."""
+        return _query_view(x, self.part, self.b)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """The view of k, v or their gradients (B, G, K, size)."""
+        return _key_view(x, self.part, self.b)
+
+
+def calls(split: Split, a: Arguments, q_offset: int, backward: bool, sinks: bool = True) -> Iterator[Call]:
+    """The calls of a split, in order.
+
+    Args:
+        sinks: whether a part that computes rows first gets the sinks of its heads: the forward's do.
+    """
+    for part in split.parts:
+        for piece, b in _passes(part, a):
+            arguments = _arguments(piece, b, a, q_offset, sinks and not part.joins)
+            plan = plan_for(arguments, [], backward)
+            terms = terms_of(arguments)
+            implementation, where = placed(plan, arguments, terms, piece.pattern.handle, [], [])
+            yield Call(piece, b, arguments, plan, terms, implementation, where)
+
+
+def _passes(part: Part, a: Arguments) -> Iterator[tuple[Part, int | None]]:
+    """The calls of a part: one, unless both batch elements and classes are many. Then the fewer pass one by one.
+
+    So do the classes of a diagonal with terms by head: each class has heads of its own.
+    """
+    B, classes, h = a.q.shape[0], part.run.classes, part.heads
+    own_terms = part.diagonal and not (a.sink_logits is None and a.alibi_slopes is None)
+    if classes == 1:
+        yield part, None
+    elif classes >= B and not own_terms:
+        for b in range(B):
+            yield part, b
+    else:
+        for n in range(classes):
+            shift = n if part.diagonal else 0
+            heads = h._replace(start=h.start + shift, key_start=h.key_start + shift)
+            yield replace(part, heads=heads, run=part.run.cut(n, n + 1)), None
+
+
+def _view(x: Tensor, part: Part, b: int | None, heads: tuple[int, int, int], first: int, count: int) -> Tensor:
+    """(classes, heads, count, size) of one batch element, or (B, heads, count, size) of all of them for one class."""
+    if x.ndim == 3:
+        return _view(x.unsqueeze(3), part, b, heads, first, count).squeeze(3)
+    batch, head, row, last = x.stride()
+    start, many, step = heads
+    offset = x.storage_offset() + start * head + first * row
+    if b is None:
+        size, lead = x.shape[0], batch
+    else:
+        size, lead = part.run.classes, row + (head if part.diagonal else 0)
+        offset += b * batch
+    return x.as_strided((size, many, count, x.shape[3]), (lead, step * head, part.dilation * row, last), offset)
+
+
+def _query_view(x: Tensor, part: Part, b: int | None) -> Tensor:
+    h, run = part.heads, part.run
+    return _view(x, part, b, (h.start, h.number, h.step), run.row, run.Q)
+
+
+def _key_view(x: Tensor, part: Part, b: int | None) -> Tensor:
+    h, run = part.heads, part.run
+    return _view(x, part, b, (h.key_start, h.key_number, h.key_step), run.first, run.K)
+
+
+def _arguments(part: Part, b: int | None, a: Arguments, q_offset: int, sinks: bool) -> Arguments:
+    h, run, d = part.heads, part.run, part.dilation
+
+    def of_heads(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        assert not part.diagonal or run.classes == 1, "a class of a diagonal has heads of its own"
+        return x[h.start : h.start + h.number * h.step : h.step]
+
+    lengths = a.key_lengths
+    if lengths is not None:
+        lengths = lengths if b is None else lengths[b : b + 1]
+        if d > 1:
+            first = torch.arange(run.first, run.first + run.classes, device=lengths.device, dtype=torch.int32)
+            lengths = torch.div(lengths.int() - first + (d - 1), d, rounding_mode="floor").clamp(min=0)
+    slopes = of_heads(a.alibi_slopes)
+    return a._replace(
+        q=_query_view(a.q, part, b),
+        k=_key_view(a.k, part, b),
+        v=_key_view(a.v, part, b),
+        q_offset=q_offset if d == 1 else run.q_offset,
+        q_offset_tensor=None,
+        key_lengths=lengths,
+        sink_logits=of_heads(a.sink_logits) if sinks else None,
+        alibi_slopes=slopes if slopes is None or d == 1 else slopes * d,
+    )
+
+
+def folded(split: Split, a: Arguments, plan: Plan, terms: Terms, handle: int) -> tuple[Split, Arguments]:
+    """The split and arguments with the batch elements seen as heads, where all lie at one stride; else as they are.
+
+    Then the classes of every batch element are one call.
+    """
+    B, pattern, inputs = a.q.shape[0], pattern_of(handle), (a.q, a.k, a.v)
+    apart = any(x.stride(0) != x.shape[1] * x.stride(1) for x in inputs)
+    if B == 1 or apart or a.key_lengths is not None or pattern.lead != (1, 1):
+        return split, a
+    found = split_of(pattern, problem_of_fold(plan.problem), terms.q_offset, plan.tiles)
+    if found is None:
+        return split, a
+    q, k, v = (x.as_strided((1, B * x.shape[1], *x.shape[2:]), x.stride()) for x in inputs)
+    sinks, slopes = (None if x is None else x.repeat(B) for x in (a.sink_logits, a.alibi_slopes))
+    return found, a._replace(q=q, k=k, v=v, sink_logits=sinks, alibi_slopes=slopes)
+
+
+def forward(split: Split, plan: Plan, a: Arguments, terms: Terms, handle: int) -> tuple[Tensor, Tensor]:
+    """(out (B, H, Q, E), lse (B, H, Q)), contiguous."""
+    shape, dtype = a.q.shape[:3], compute_dtype(a.q.dtype)
+    split, a = folded(split, a, plan, terms, handle)
+    out = _rows(a.q, (*a.q.shape[:3], a.v.shape[3]), dtype if split.joined else a.q.dtype)
+    lse = torch.empty(a.q.shape[:3], dtype=dtype, device=a.q.device)
+    if split.rows_left:
+        out.zero_()
+        lse.copy_(lse.new_full((), -torch.inf) if a.sink_logits is None else a.sink_logits[:, None])
+    for call in calls(split, a, terms.q_offset, backward=False):
+        x, more = call.arguments, call.part.joins
+        wanted = call.rows(out), call.rows(lse)
+        into = _room(wanted[0], call, more), torch.empty_like(wanted[1]) if more else wanted[1]
+        call.implementation.forward(call.plan.problem, x.q, x.k, x.v, call.where, call.terms, into=into)
+        if more:
+            _merge(*wanted, *into)
+        elif into[0] is not wanted[0]:
+            wanted[0].copy_(into[0])
+    return out.to(a.q.dtype).contiguous().view(*shape, -1), lse.view(shape)
+
+
+def backward(
+    split: Split,
+    plan: Plan,
+    a: Arguments,
+    terms: Terms,
+    handle: int,
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq, dk, dv, dsink_logits or None), contiguous."""
+    inputs, dtype = (a.q, a.k, a.v), compute_dtype(a.q.dtype)
+    dsink = _sink_gradient(dout, dlse, out, lse, terms)
+    split, a = folded(split, a, plan, terms, handle)
+    lead = a.q.shape[:3]
+    dout, out, lse = dout.reshape(*lead, -1), out.reshape(*lead, -1), lse.reshape(lead)
+    dlse = None if dlse is None else dlse.reshape(lead)
+    dq = _rows(a.q, a.q.shape, dtype if split.joined else a.q.dtype)
+    dk, dv = (_rows(x, x.shape, dtype if split.added else x.dtype) for x in (a.k, a.v))
+    for x, left in ((dq, split.rows_left), (dk, split.keys_left), (dv, split.keys_left)):
+        if left:
+            x.zero_()
+    for call in calls(split, a, terms.q_offset, backward=True, sinks=False):
+        given, adds = call.arguments, call.part.adds
+        wanted, more = (call.rows(dq), call.keys(dk), call.keys(dv)), (call.part.joins, adds, adds)
+        into = _room(wanted[0], call, more[0]), _room(wanted[1], call, adds), _room(wanted[2], call, adds)
+        call.implementation.backward(
+            call.plan.problem, call.rows(dout), None if dlse is None else call.rows(dlse), given.q, given.k, given.v,
+            call.rows(out), call.rows(lse), call.where, call.terms, into=into,
+        )  # fmt: skip
+        for place, found, add in zip(wanted, into, more, strict=True):
+            if add:
+                place.add_(found)
+            elif found is not place:
+                place.copy_(found)
+    dq, dk, dv = (g.to(x.dtype).contiguous().view(x.shape) for g, x in zip((dq, dk, dv), inputs, strict=True))
+    return dq, dk, dv, dsink
+
+
+def _rows(like: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor whose rows are padded to 16 bytes, as wide stores need them."""
+    step = 16 // dtype.itemsize
+    return torch.empty((*shape[:-1], -(-shape[-1] // step) * step), dtype=dtype, device=like.device)[..., : shape[-1]]
+
+
+def _room(wanted: Tensor, call: Call, more: bool) -> Tensor:
+    """Where a kernel writes: the result itself, or a tensor to be merged with it or to be copied."""
+    dtype = call.arguments.q.dtype
+    wide = wanted.dtype != dtype
+    able = call.implementation.capability.float32_results
+    if not more and (not wide or able):
+        return wanted
+    return _rows(wanted, wanted.shape, wanted.dtype if able else dtype)
+
+
+def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Join the results of another part into out and lse, in place."""
+    weight = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)
+    out.lerp_(part_out.to(out.dtype), weight[..., None])
+    torch.logaddexp(lse, part_lse, out=lse)
+
+
+def _sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, terms: Terms) -> Tensor | None:
+    """Of the whole call, head by head: the product of dout and out is as large as they are."""
+    sinks = terms.sink_logits
+    if sinks is None:
+        return None
+    found = []
+    for h in range(len(sinks)):
+        mine = slice(h, h + 1)
+        shares = None if dlse is None else dlse[:, mine]
+        delta, full = row_terms(dout[:, mine], shares, out[:, mine], lse[:, mine], lse.dtype)
+        found.append(sink_gradient(delta, full, replace(terms, sink_logits=sinks[mine])))
+    return torch.cat([x for x in found if x is not None])
