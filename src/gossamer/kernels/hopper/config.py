@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 SHARED_MEMORY = 227 * 1024
@@ -123,12 +125,32 @@ def padded(size: int) -> int:
     raise ValueError(f"head size {size} is over {HEAD_SIZES[-1]}")
 
 
+# What benchmarks/tune.py found faster than the choices below: kernel -> head sizes and tile -> fields.
+TUNED = Path(__file__).with_name("tuned.json")
+
+
+def tuned(kernel: str, D: int, E: int, block_q: int, block_kv: int) -> dict[str, Any]:
+    """Fields of a configuration that were measured."""
+    return _tuned().get(kernel, {}).get(tuned_key(D, E, block_q, block_kv), {})
+
+
+def tuned_key(D: int, E: int, block_q: int, block_kv: int) -> str:
+    """How head sizes and a layout's tile are written in tuned.json."""
+    return f"{D},{E} {block_q}x{block_kv}"
+
+
+@cache
+def _tuned() -> dict[str, dict[str, dict[str, Any]]]:
+    return json.loads(TUNED.read_text())
+
+
 @cache
 def forward_config(dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str) -> ForwardConfig:
     """The configuration for head sizes D, E and a layout of block_q x block_kv tiles."""
     D, E = padded(max(D, E)), padded(E)
     step, stages, q_stages = {64: (128, 2, 2), 96: (128, 2, 2), 128: (128, 2, 2), 192: (64, 2, 2), 256: (64, 2, 1)}[D]
-    return ForwardConfig(dtype, D, E, block_q, block_kv, step, stages, q_stages, score=score)
+    found = ForwardConfig(dtype, D, E, block_q, block_kv, step, stages, q_stages, score=score)
+    return replace(found, **tuned("forward", D, E, block_q, block_kv))
 
 
 @cache
@@ -139,7 +161,8 @@ def backward_config(
     size = padded(max(D, E))
     size = 128 if size == 96 else size
     step = 128 if size == 64 and block_q % 128 == 0 else 64
-    return BackwardConfig(dtype, size, size, block_q, block_kv, step, score=score, with_dq=with_dq)
+    found = BackwardConfig(dtype, size, size, block_q, block_kv, step, score=score, with_dq=with_dq)
+    return replace(found, **tuned("backward", size, size, block_q, block_kv))
 
 
 @cache
@@ -153,7 +176,8 @@ def query_config(dtype: str, D: int, E: int, block_q: int, block_kv: int, score:
     step = min(step, block_kv, 64 if block_q == 192 else 128)
     if block_q == 192 and D > 128:
         step, k_stages, v_stages = 32, 1, 1
-    return QueryConfig(dtype, D, E, block_q, block_kv, step, k_stages, v_stages, score)
+    found = QueryConfig(dtype, D, E, block_q, block_kv, step, k_stages, v_stages, score)
+    return replace(found, **tuned("query_gradient", D, E, block_q, block_kv))
 
 
 DTYPES = ("bfloat16", "float16")
