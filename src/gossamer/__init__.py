@@ -21,6 +21,7 @@ _PUBLIC = dict.fromkeys(_PATTERNS, "gossamer.patterns") | {
     "Unsupported": "gossamer.kernels.contract",
     "attention": "gossamer.torch",
     "explain": "gossamer.torch",
+    "merge": "gossamer.torch",
     "from_flex": "gossamer.integrations.flex",
     "to_flex": "gossamer.integrations.flex",
 }

@@ -175,6 +175,10 @@ BENCH = (
     large("random_matrix_64", lambda: bigbird_matrix(32768, 64, 0.1), "hopper", N=32768, H=16),
     large("causal_32768", Causal, "hopper", N=32768),
     large("causal_32768_h16", Causal, "hopper", N=32768, H=16),
+    large("dilated_16_256", lambda: Dilated(255, 0, 16), "dilated"),
+    large("plain_256", lambda: SlidingWindow(255), "dilated"),
+    large("dilated_8_1024", lambda: Dilated(1023, 0, 8), "dilated"),
+    large("plain_1024", lambda: SlidingWindow(1023), "dilated"),
     square(
         "window_256_cpu", 8192, lambda: SlidingWindow(256), "bench", "foundation", H=4, D=64,
         dtypes=("float32",), devices=frozenset({"cpu"}),

@@ -2,5 +2,6 @@
 
 from gossamer.torch.api import attention
 from gossamer.torch.explain import Explanation, explain
+from gossamer.torch.merge import merge
 
-__all__ = ["Explanation", "attention", "explain"]
+__all__ = ["Explanation", "attention", "explain", "merge"]

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import CSR, Dense, Pattern
+from gossamer.torch.merge import branches_of
+from gossamer.torch.merge import merge as merge_results
 from gossamer.torch.operators import eager, plain
 from gossamer.torch.registry import constants
 from gossamer.torch.validate import describe
@@ -42,6 +44,7 @@ def attention(
     sink_logits: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
+    merge: str | None = None,
     implementation: str | None = None,
     deterministic: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -66,6 +69,9 @@ def attention(
         alibi_slopes: (H,), constant; slope * (j - i) is added to the scores.
         return_lse: also return lse (B, H, Q), the natural logarithm of the denominators, differentiable; float32,
             or float64 for float64 inputs.
+        merge: None is one softmax over all pairs that `pattern` keeps. "lse" attends to each term of a union `a | b`,
+            or each branch of a LongNet, alone, and weighs the results by their denominators: a key counts once for
+            each term that keeps it.
         implementation: by name, runs or raises `Unsupported`; None is the first that supports the problem.
         deterministic: the same bits every time; torch.are_deterministic_algorithms_enabled() by default.
 
@@ -78,6 +84,12 @@ def attention(
     check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation)
     if not isinstance(return_lse, bool):
         raise ValueError(f"return_lse must be True or False; got {describe(return_lse)}")
+    if merge is not None:
+        return _merged(
+            q, k, v, pattern, merge, return_lse, scale=scale, q_offset=q_offset, key_lengths=key_lengths,
+            softcap=softcap, sink_logits=sink_logits, alibi_slopes=alibi_slopes, implementation=implementation,
+            deterministic=deterministic,
+        )  # fmt: skip
     deterministic = is_deterministic(deterministic)
     dims = q.ndim
     q, k, v = four_dimensional(q, k, v)
@@ -93,6 +105,23 @@ def attention(
         out, lse = out.squeeze(0), lse.squeeze(0)
     elif dims == 2:
         out, lse = out.squeeze(0).squeeze(0), lse.squeeze(0).squeeze(0)
+    return (out, lse) if return_lse else out
+
+
+def _merged(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Any, merge: str, return_lse: bool, sink_logits: Tensor | None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """`attention` with `merge`; the sinks join once, with the first term."""
+    if merge != "lse":
+        raise ValueError(f'merge must be None or "lse"; got {describe(merge)}')
+    outs, lses = [], []
+    for term in branches_of(pattern):
+        found = attention(q, k, v, term, sink_logits=sink_logits, return_lse=True, **options)
+        outs.append(found[0])
+        lses.append(found[1])
+        sink_logits = None
+    out, lse = merge_results(outs, lses)
     return (out, lse) if return_lse else out
 
 
