@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gossamer.kernels.hopper.config import BackwardConfig, ForwardConfig, QueryConfig
+from gossamer.kernels.hopper.config import BackwardConfig, ForwardConfig, QueryConfig, WideConfig
 from gossamer.kernels.hopper.store import Kernel
 
 OPTIONS = "--enable-tvm-ffi"
@@ -58,6 +58,29 @@ def backward(config: BackwardConfig) -> Any:
         strided(n, B, G, K), strided(n, B, G, K), compact(Int32, s(), ITEM), compact(Int32, s(), SEGMENT),
         compact(Int32, 2, s()), bounds, bounds, compact(Int32, s(), c.block_q // 32),
         compact(Float32, s(), c.block_kv, c.D), compact(Float32, s(), c.block_kv, c.E), compact(Int32, 1),
+        *[Float32(1)] * 3, *[Int32(1)] * 5, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=OPTIONS,
+    )  # fmt: skip
+
+
+@Kernel
+def wide(config: WideConfig) -> Any:
+    """dK and dV of wide heads."""
+    import cutlass.cute as cute
+    from cutlass import Float32, Int32
+
+    from gossamer.kernels.hopper.backward.fields import ITEM, SEGMENT
+    from gossamer.kernels.hopper.backward.wide import Wide
+    from gossamer.kernels.hopper.common import NUMBERS
+
+    n, c, s = NUMBERS[config.dtype], config, cute.sym_int
+    B, H, G, Q, K = s(), s(), s(), s(), s()
+    bounds = compact(Int32, s(), s())
+    return cute.compile(
+        Wide(c), strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q),
+        compact(Float32, 2, B, H, s()), strided(n, B, G, K), strided(n, B, G, K), compact(Int32, s(), ITEM),
+        compact(Int32, s(), SEGMENT), compact(Int32, 2, s()), bounds, bounds, compact(Int32, s(), c.block_q // 32),
+        compact(Float32, s(), c.tile_kv, c.D), compact(Float32, s(), c.tile_kv, c.E), compact(Int32, 1),
         *[Float32(1)] * 3, *[Int32(1)] * 5, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=OPTIONS,
     )  # fmt: skip

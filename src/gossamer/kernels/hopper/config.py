@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass, replace
 from functools import cache
@@ -113,6 +114,38 @@ class BackwardConfig:
         return 2 * (tiles + gradients) + staging + 4 * self.step * (self.q_stages + self.do_stages) + 1024
 
 
+@dataclass(frozen=True)
+class WideConfig:
+    """One compiled kernel of dK and dV for heads wider than 128: items of 64 keys, layout tiles block_q x tile_kv."""
+
+    dtype: str
+    D: int  # head sizes after padding
+    E: int
+    block_q: int = 128
+    tile_kv: int = 128
+    step: int = 64
+    q_stages: int = 2
+    do_stages: int = 2
+    score: str = "fold"  # or "softcap"
+
+    def __post_init__(self) -> None:
+        if self.tile_kv not in (64, 128) or self.step not in (64, 128) or self.block_q % self.step:
+            raise ValueError(f"no backward kernel for tiles {self.block_q} x {self.tile_kv} in steps of {self.step}")
+        if self.shared_bytes > SHARED_MEMORY:
+            raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory, there are {SHARED_MEMORY}")
+
+    @property
+    def block_kv(self) -> int:
+        """Keys of an item."""
+        return 64
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: K, V, rings, two stages of P, row terms, barriers and descriptions."""
+        tiles = 128 * max(self.D, self.E) + self.step * (self.q_stages * self.D + self.do_stages * self.E)
+        return 2 * tiles + 256 * self.step + 4 * self.step * (self.q_stages + self.do_stages) + 1024
+
+
 # Padded head sizes: a smaller head is padded with zeros by TMA, exactly.
 HEAD_SIZES = (64, 96, 128, 192, 256)
 
@@ -166,6 +199,14 @@ def backward_config(
 
 
 @cache
+def wide_config(dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str) -> WideConfig:
+    """The configuration of dK and dV for head sizes over 128 and a layout of block_q x block_kv tiles."""
+    D, E = padded(max(D, E)), padded(E)
+    stages = 2 if D > 192 else 3
+    return WideConfig(dtype, D, E, block_q, block_kv, 64, stages, stages, score)
+
+
+@cache
 def query_config(dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str) -> QueryConfig:
     """The configuration of dQ by rows for head sizes D, E and a layout of block_q x block_kv tiles."""
     D, E = padded(max(D, E)), padded(E)
@@ -182,6 +223,8 @@ def query_config(dtype: str, D: int, E: int, block_q: int, block_kv: int, score:
 
 DTYPES = ("bfloat16", "float16")
 SIZES = (*((size, size) for size in HEAD_SIZES), (192, 128))  # (D, E) for which kernels are made in advance
+
+BACKWARD_SIZES = tuple(size for size in SIZES if max(size) <= 128)  # those of the column kernel
 
 
 class Shipped(NamedTuple):
@@ -203,11 +246,23 @@ def shipped() -> tuple[Shipped, ...]:
         sizes = frozenset({size}) if known is None else known.sizes | {size}
         found[kind, arguments] = Shipped(kind, arguments, dtype, sizes)
 
-    for size in SIZES:
+    for size, dtype in itertools.product(SIZES, DTYPES):
         block_q = 192 if max(size) <= 64 else 128
-        for dtype in DTYPES:
-            for score in ("fold", "softcap") if dtype == "bfloat16" else ("fold",):
-                add("forward", forward_config(dtype, *size, block_q, 128, score), dtype=dtype, size=size)
-            add("merge", dtype, size[1], block_q, dtype=dtype, size=size)
+        for score in ("fold", "softcap") if dtype == "bfloat16" else ("fold",):
+            tile = (dtype, *size, block_q, 128, score)
+            add("forward", forward_config(*tile), dtype=dtype, size=size)
+            query = query_config(*tile)
+            add("query_gradient", query, dtype=dtype, size=size)
+            if size in BACKWARD_SIZES:
+                for with_dq in (True, False) if score == "fold" else (True,):
+                    columns = backward_config(*tile, with_dq)
+                    add("backward", columns, dtype=dtype, size=size)
+        add("merge", dtype, size[1], block_q, dtype=dtype, size=size)
+        if size in BACKWARD_SIZES:
+            add("preprocess", dtype, columns.E, columns.D, dtype=dtype, size=size)
+            add("preprocess", dtype, columns.E, 0, dtype=dtype, size=size)
+            add("postprocess", dtype, columns.D, dtype=dtype, size=size)
+            for width, block in ((columns.D, 128), (columns.E, 128), (query.D, block_q)):
+                add("sum_parts", dtype, width, block, dtype=dtype, size=size)
     add("forward", forward_config("bfloat16", 128, 128, 128, 128, "scale"), dtype="bfloat16", size=(128, 128))
     return tuple(found.values())

@@ -1,12 +1,14 @@
 """From tensors and a layout to the calls of a backward.
 
 Row terms and zeroed sums of dQ; dK, dV and those sums by the columns of the layout; parts of split columns; dQ from its
-sums. A deterministic backward has no sums in memory: dQ comes from a walk over the rows, parts are added in slot order.
+sums. A deterministic backward, and one of wide heads, has no sums in memory: dQ comes from a walk over the rows. Parts
+are added in slot order.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from torch import Tensor
 from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.hopper import compile as compiled
 from gossamer.kernels.hopper.backward.schedule import column_work
-from gossamer.kernels.hopper.config import backward_config, query_config
+from gossamer.kernels.hopper.config import backward_config, query_config, wide_config
 from gossamer.kernels.hopper.launch import LOG2E, empty, operand, processors, readable, tickets, unused
 from gossamer.kernels.hopper.schedule import lists, work
 from gossamer.kernels.rows import row_terms, sink_gradient
@@ -22,6 +24,7 @@ from gossamer.layouts.block import BlockLayout
 
 ROWS = 128  # row terms are padded to whole tiles of this many queries
 TILE = 64  # rows of a tile of dQ's sums
+WIDE = 128  # heads over this size have a kernel of their own for dK and dV, and dQ by rows
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -93,33 +96,44 @@ def _gradients(
     score, before, exponent = "fold", 1.0, terms.scale * LOG2E
     if terms.softcap is not None:
         score, before, exponent = "softcap", terms.scale / terms.softcap, terms.softcap * LOG2E
-    config = backward_config(p.dtype, p.D, p.E, walk.block_columns, walk.block_rows, score, not p.deterministic)
+    tile = walk.block_columns, walk.block_rows
+    is_wide = max(p.D, p.E) > WIDE
+    by_rows = p.deterministic or is_wide
+    if is_wide:
+        config: Any = wide_config(p.dtype, p.D, p.E, *tile, score)
+    else:
+        config = backward_config(p.dtype, p.D, p.E, *tile, score, not by_rows)
     padded_Q = -(-p.Q // ROWS) * ROWS
     rows = torch.empty((2, p.B, p.H, padded_Q), dtype=torch.float32, device=device)
-    if p.deterministic:
+    if by_rows:
         sums = unused(device, 1, 1, 1, TILE * config.D)
     else:
         sums = torch.empty((p.B, p.H, padded_Q // TILE, TILE * config.D), dtype=torch.float32, device=device)
-    compiled.preprocess(p.dtype, config.E, 0 if p.deterministic else config.D)(
+    compiled.preprocess(p.dtype, config.E, 0 if by_rows else config.D)(
         out, dout, lse, lse if dlse is None else dlse, rows, sums, int(dlse is not None)
     )
     Bl, Hl = walk.lead
     heads = p.G if Hl == 1 else 1
     copies = heads * (p.B if Bl == 1 else 1)
     plan, known = column_work(layout, copies, p.H // p.G, processors(device), split), lists(layout, True)
-    items = plan.items.shape[0]
-    part_dk, part_dv = (_parts(device, copies * plan.slots, config.block_kv, n) for n in (config.D, config.E))
-    compiled.backward(config)(
-        q, k, v, dout, rows, sums, dk, dv, plan.items, plan.segments, known.lists, known.lo, known.hi, known.pool,
-        part_dk, part_dv, tickets(device), before, exponent, terms.scale, items, copies, heads, plan.slots,
-        min(processors(device), items * copies),
+    items, block = plan.items.shape[0], walk.block_rows
+    part_dk, part_dv = (_parts(device, copies * plan.slots, block, n) for n in (config.D, config.E))
+    shared = (
+        plan.items, plan.segments, known.lists, known.lo, known.hi, known.pool, part_dk, part_dv, tickets(device),
+        before, exponent, terms.scale, items, copies, heads, plan.slots,
     )  # fmt: skip
+    if is_wide:
+        blocks = min(processors(device), items * copies * block // config.block_kv)
+        compiled.wide(config)(q, k, v, dout, rows, dk, dv, *shared, blocks)
+    else:
+        blocks = min(processors(device), items * copies)
+        compiled.backward(config)(q, k, v, dout, rows, sums, dk, dv, *shared, blocks)
     if plan.slots:
         for result, parts, factor in ((dk, part_dk, terms.scale), (dv, part_dv, 1.0)):
-            compiled.sum_parts(p.dtype, parts.shape[2], config.block_kv)(
+            compiled.sum_parts(p.dtype, parts.shape[2], block)(
                 result, parts, plan.merges, factor, copies, heads, plan.slots
             )
-    if p.deterministic:
+    if by_rows:
         query_gradient(p, q, k, v, dout, rows, layout, terms, dq, split)
     else:
         compiled.postprocess(p.dtype, config.D)(sums, dq, terms.scale)

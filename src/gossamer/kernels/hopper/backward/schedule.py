@@ -95,8 +95,8 @@ def _host_work(
     merges[: len(cuts), :5] = np.stack(
         [*np.unravel_index(cuts, (Bl, groups, tiles)), first_slot, pieces[cuts]], axis=1
     )  # fmt: skip
-    made = (torch.from_numpy(x).to(device) for x in (items, segments, merges))
-    return ColumnWork(*made, int(pieces[cuts].sum()))
+    made = [torch.from_numpy(x).to(device) for x in (items, segments, merges)]
+    return ColumnWork(made[0], made[1], made[2], int(pieces[cuts].sum()))
 
 
 def _device_work(walk: Walk, ratio: int) -> ColumnWork:
