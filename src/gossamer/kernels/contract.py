@@ -53,7 +53,7 @@ class Capability:
     backward: bool = True
     deterministic: frozenset[str] = frozenset({"cpu", "cuda"})  # devices on which a deterministic run exists
     tiles: frozenset[tuple[int, int]] | None = None  # layout tiles that it walks; None: any
-    max_pairs: int | None = None  # B * H * Q * K; None: any
+    max_pairs: tuple[int, int] | None = None  # B * H * Q * K of a forward, and of a backward; None: any
     alignment: int | None = None  # of the inputs' addresses and strides, in bytes; others are copied first
     float32_results: bool = True  # writes into float32 tensors for 16-bit inputs as well
     rate: float = 1.0  # pairs executed per second with its own tile; ratios on one device count
@@ -75,8 +75,8 @@ def reasons(problem: Problem, capability: Capability) -> list[str]:
         for name, size in (("D", p.D), ("E", p.E)):
             if size > c.max_head_dim:
                 found.append(f"head size {name}={size} is over {c.max_head_dim}")
-    if c.max_pairs is not None and p.B * p.H * p.Q * p.K > c.max_pairs:
-        found.append(f"computes every pair: B x H x Q x K = {p.B * p.H * p.Q * p.K:,} is over {c.max_pairs:,}")
+    if c.max_pairs is not None and (most := c.max_pairs[p.backward]) < p.B * p.H * p.Q * p.K:
+        found.append(f"computes every pair: B x H x Q x K = {p.B * p.H * p.Q * p.K:,} is over {most:,}")
     if p.tile is not None and c.tiles == frozenset():
         found.append("walks no layout")
     elif p.tile is not None and c.tiles is not None and p.tile not in c.tiles:

@@ -12,8 +12,8 @@ from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice
 from gossamer.kernels.dense import launch
 from gossamer.kernels.rows import stored
 
-# Q x K: a bit each, and the work of a dense matrix. Past it tiles win whatever the pattern.
-MOST_PAIRS = 2**22
+# B * H * Q * K of a forward, and of a backward. Past them lists of tiles win: measured on an H200, docs/results.md.
+MOST_PAIRS = (2**20, 2**18)
 
 
 class Dense:
@@ -28,6 +28,7 @@ class Dense:
         min_sm=80,
         max_pairs=MOST_PAIRS,
         tiles=frozenset(),
+        float32_results=False,
     )
 
     def unavailable(self) -> list[str]:

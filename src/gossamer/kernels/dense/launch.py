@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,10 @@ from gossamer.kernels.dense.kernels import backward_kernel, forward_kernel
 from gossamer.kernels.rows import row_terms, sink_gradient
 
 LOG2E = 1.0 / math.log(2.0)
+
+MOST_KNOWN = 1024
+# Compiled kernels, ready to be launched on their grid: see `launch`.
+_known: dict[tuple[Any, ...], Any] = {}
 
 
 class Tile(NamedTuple):
@@ -37,23 +41,20 @@ def processors(device: torch.device) -> int:
 
 
 def forward_tile(p: Problem, multiprocessors: int) -> Tile:
-    """The most rows that still give every multiprocessor a program."""
+    """Few rows, many keys a step while there are few programs; measured on an H200 from 26 to 2048 positions."""
     wide = max(padded(p.D), padded(p.E)) * (2 if p.dtype == "float32" else 1)
-    C = 64 if wide <= 128 else 32
-    for R in (64, 32):
-        if multiprocessors <= -(-p.Q // R) * p.B * p.H and R * wide <= 64 * 256:
-            return Tile(R, C, 4, 2)
-    return Tile(16, C, 4, 2)
+    if wide > 128:
+        R = 32 if multiprocessors <= -(-p.Q // 32) * p.B * p.H else 16
+        return Tile(R, 32, 4, 2)
+    if multiprocessors // 2 <= -(-p.Q // 64) * p.B * p.H:
+        return Tile(64, 64, 4, 3)
+    return Tile(16, 32 if p.K <= 32 else 128, 4, 2)
 
 
 def backward_tile(p: Problem, multiprocessors: int) -> Tile:
-    """Smaller tiles for large heads, whose gradients are held in registers."""
+    """Small tiles, whose loops are short; smaller for large heads, whose gradients are held in registers."""
     wide = max(padded(p.D), padded(p.E)) * (2 if p.dtype == "float32" else 1)
-    programs = -(-p.Q // 64) * p.B * p.H
-    if wide > 256:
-        return Tile(16, 32, 4, 1)
-    size = 64 if wide <= 128 and programs >= multiprocessors else 32
-    return Tile(size, size, 4, 2 if wide <= 128 else 1)
+    return Tile(16 if wide > 256 else 32, 32, 4, 2 if wide <= 64 else 1)
 
 
 def operand(x: Tensor) -> Tensor:
@@ -75,22 +76,58 @@ def shared_strides(words: Tensor | None) -> tuple[int, int]:
     return (words.stride(0) if words.shape[0] > 1 else 0), (words.stride(1) if words.shape[1] > 1 else 0)
 
 
+def launch(
+    kernel: Any, grid: tuple[int, int, int], key: tuple[Any, ...], arguments: tuple[Any, ...], tile: Tile
+) -> None:
+    """Run a kernel with its arguments in the order of its signature, without Triton's own look-up for a known key.
+
+    That look-up costs more than all the rest of a small call. The key holds what Triton compiles a kernel for: types,
+    sizes and strides, and which pointers are None or not aligned to 16 bytes.
+    """
+    known = _known.get((kernel, key))
+    if known is not None:
+        known(*arguments)
+        return
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
+    compiled = kernel[grid](*arguments, **options)
+    if compiled is not None:  # the interpreter compiles nothing
+        if len(_known) >= MOST_KNOWN:
+            _known.clear()
+        _known[kernel, key] = compiled[grid]
+
+
+def key_of(p: Problem, tile: Tile, terms: Terms, device: torch.device, *tensors: Tensor | None) -> tuple[Any, ...]:
+    """See `launch`."""
+    aligned = tuple(None if x is None else (x.dtype, x.stride(), x.data_ptr() % 16) for x in tensors)
+    return p, tile, terms.q_offset, terms.softcap is None, device, aligned
+
+
 def forward(
     p: Problem, q: Tensor, k: Tensor, v: Tensor, words: Tensor | None, terms: Terms, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse). `tile` replaces the one chosen by size."""
+    device = q.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return forward(p, q, k, v, words, terms, tile)
     q, k, v = operand(q), operand(k), operand(v)
-    out = torch.empty((p.B, p.H, p.Q, p.E), dtype=q.dtype, device=q.device)
-    lse = torch.empty((p.B, p.H, p.Q), dtype=torch.float32, device=q.device)
-    R, C, warps, stages = tile or forward_tile(p, processors(q.device))
-    forward_kernel[-(-p.Q // R), p.H, p.B](
-        q, k, v, out, lse, words, terms.key_lengths, terms.sink_logits, terms.alibi_slopes,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *shared_strides(words), p.Q, p.K, terms.q_offset,
-        *scales(terms), GROUP=p.H // p.G, D=p.D, E=p.E, BLOCK_D=padded(p.D), BLOCK_E=padded(p.E), R=R, C=C,
-        SOFTCAP=terms.softcap is not None, PRECISION="tf32x3" if p.dtype == "float32" else "ieee",
-        num_warps=warps, num_stages=stages, enable_fp_fusion=True,
+    out = torch.empty((p.B, p.H, p.Q, p.E), dtype=q.dtype, device=device)
+    lse = torch.empty((p.B, p.H, p.Q), dtype=torch.float32, device=device)
+    tile = tile or forward_tile(p, processors(device))
+    t = terms
+    key = key_of(p, tile, t, device, q, k, v, words, t.key_lengths, t.sink_logits, t.alibi_slopes)
+    arguments = (
+        q, k, v, out, lse, words, t.key_lengths, t.sink_logits, t.alibi_slopes, *q.stride()[:3], *k.stride()[:3],
+        *v.stride()[:3], *shared_strides(words), p.Q, p.K, t.q_offset, *scales(t),
+        p.H // p.G, p.D, p.E, padded(p.D), padded(p.E), tile.R, tile.C, t.softcap is not None, precision(p),
     )  # fmt: skip
+    launch(forward_kernel, (-(-p.Q // tile.R), p.H, p.B), key, arguments, tile)
     return out, lse
+
+
+def precision(p: Problem) -> str:
+    """Of products: float32 as three of TF32, which rounds as float32 does."""
+    return "tf32x3" if p.dtype == "float32" else "ieee"
 
 
 def backward(
@@ -98,18 +135,23 @@ def backward(
     words: Tensor | None, terms: Terms, tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dq, dk, dv, dsink_logits or None)."""
+    device = q.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return backward(p, dout, dlse, q, k, v, out, lse, words, terms, tile)
     q, k, v, dout, out, lse = operand(q), operand(k), operand(v), dout.contiguous(), out.contiguous(), lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    R, C, warps, stages = tile or backward_tile(p, processors(q.device))
-    programs = -(-p.K // C) * p.G + -(-p.Q // R) * p.H
-    backward_kernel[programs, p.B](
-        q, k, v, dout, out, lse, dlse, dq, dk, dv, words, terms.key_lengths, terms.alibi_slopes,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *shared_strides(words), p.Q, p.K, terms.q_offset,
-        *scales(terms), terms.scale, p.H, GROUP=p.H // p.G, D=p.D, E=p.E, BLOCK_D=padded(p.D), BLOCK_E=padded(p.E),
-        R=R, C=C, SOFTCAP=terms.softcap is not None, PRECISION="tf32x3" if p.dtype == "float32" else "ieee",
-        num_warps=warps, num_stages=stages, enable_fp_fusion=True,
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
+    tile = tile or backward_tile(p, processors(device))
+    t = terms
+    key = key_of(p, tile, t, device, q, k, v, dout, out, lse, dlse, words, t.key_lengths, t.alibi_slopes)
+    arguments = (
+        q, k, v, dout, out, lse, dlse, dq, dk, dv, words, t.key_lengths, t.alibi_slopes, *q.stride()[:3],
+        *k.stride()[:3], *v.stride()[:3], *shared_strides(words), p.Q, p.K, t.q_offset, *scales(t), float(t.scale), p.H,
+        p.H // p.G, p.D, p.E, padded(p.D), padded(p.E), tile.R, tile.C, t.softcap is not None, precision(p),
     )  # fmt: skip
+    programs = -(-p.K // tile.C) * p.G + -(-p.Q // tile.R) * p.H
+    launch(backward_kernel, (programs, p.B, 1), key, arguments, tile)
     dsink = None
     if terms.sink_logits is not None:
         dsink = sink_gradient(*row_terms(dout, dlse, out, lse, torch.float32), terms)
