@@ -58,6 +58,23 @@ if INTERPRETING:
                 assert torch.equal(given, x)
                 assert int(around.isnan().sum()) == around.numel() - x.numel()
 
+    from test_residue import always  # noqa: F401  (a fixture)
+
+    def test_parts_of_a_call(always: list, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+        """Calls in parts, as the GPU tests of `test_residue` make them."""
+        from dataclasses import replace
+
+        import test_residue
+
+        from gossamer.kernels.triton import IMPLEMENTATION
+
+        on_cpu = replace(IMPLEMENTATION.capability, devices=frozenset({"cpu"}))
+        monkeypatch.setattr(type(IMPLEMENTATION), "capability", on_cpu)
+        for name in ("few_keys", "longformer_sinks"):
+            always.clear()
+            case = next(case for case in test_residue.CASES if case.name == name)
+            test_residue.test_parts_are_exact("triton", "cpu", "float32", case, None, always)
+
     @pytest.mark.parametrize("columns", [32, 64])
     @pytest.mark.parametrize("rows", [16, 64])
     def test_every_step_size_gives_the_same_rows(rows: int, columns: int) -> None:
@@ -86,6 +103,8 @@ else:
             tests.append(f"{file}::test_same_bits_with_and_without_work_items")
             tests.append(f"{file}::test_descriptors_give_the_same_numbers")
             tests.append(f"{file}::test_into_given_tensors")
+        if part == 2:
+            tests.append(f"{file}::test_parts_of_a_call")
         if part == 1:
             tests.append(f"{file}::test_every_step_size_gives_the_same_rows")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
