@@ -146,7 +146,7 @@ CASES = (
     square("more_queries", 150, lambda: gs.Dilated(12, 0, 8), K=70, B=3, G=1),
     square("negative_positions", 100, lambda: gs.Dilated(9, 4, 6), K=80, q_offset=-31, B=2),
     square("one_query", 1, lambda: gs.Dilated(40, 0, 3), K=199, B=2, H=4, G=2),
-    square("few_keys", 40, lambda: gs.Dilated(3, 3, 11), K=7, q_offset=0, B=2),
+    square("few_keys", 40, lambda: gs.Dilated(3, 3, 11), K=7, q_offset=0, B=2, D=8),  # at most one in a class
     square("odd_sizes", 131, lambda: gs.Dilated(9, 0, 4), D=17, E=23, H=3, G=1),
     square("many_batches", 60, lambda: gs.Dilated(9, 0, 3), B=5, H=2, key_lengths=(60, 0, 31, 1, 59)),
     square(

@@ -56,6 +56,11 @@ def readable(x: Tensor) -> bool:
     return d == 1 and a > 0 and b > 0 and c > 0 and not (a | b | c) % STEP and not x.data_ptr() % 16
 
 
+def aligned(x: Tensor) -> Tensor:
+    """The tensor itself when it is contiguous and 16-byte aligned, as kernel arguments are compiled; else a copy."""
+    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
 def operand(x: Tensor) -> Tensor:
     """The tensor itself when TMA can read it, else a copy whose rows are padded to 16 bytes."""
     return x if readable(x) else empty(x, x.shape).copy_(x)
@@ -162,7 +167,7 @@ def forward(
         before, exponent = terms.scale / terms.softcap, terms.softcap * LOG2E
     elif score == "scale":
         before, exponent = terms.scale, LOG2E
-    sinks = unused(device, 1) if terms.sink_logits is None else terms.sink_logits.float().contiguous()
+    sinks = unused(device, 1) if terms.sink_logits is None else aligned(terms.sink_logits.float())
     has_sinks = int(terms.sink_logits is not None)
     if call.parts is None:
         rows, config = call.counts[1] * call.counts[3], call.config
