@@ -1,15 +1,19 @@
-"""Every shipped forward configuration of the Hopper kernels compiles for sm_90a, without a GPU, and fits the chip."""
+"""Every shipped Hopper kernel compiles for sm_90a, without a GPU, fits the chip and keeps its numbers in registers."""
 
 from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from gossamer.kernels.contract import Problem, reasons
 from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
-from gossamer.kernels.hopper.config import HEAD_SIZES, SHARED_MEMORY, ForwardConfig, forward_config, padded
+from gossamer.kernels.hopper.config import SHARED_MEMORY, SIZES, ForwardConfig, Shipped, forward_config, padded, shipped
 
 needs_compiler = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
-SIZES = [(size, size) for size in HEAD_SIZES] + [(192, 128)]
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -49,28 +53,58 @@ def test_reasons() -> None:
     assert "has no backward" in reasons(problem(64, 64, backward=True), capability)[0]
 
 
+def name_of(kernel: Shipped) -> str:
+    """For a test's id."""
+    values = kernel.arguments
+    if dataclasses.is_dataclass(values[0]):
+        c: Any = values[0]
+        values = (
+            c.dtype,
+            c.D,
+            c.E,
+            c.block_q,
+            c.block_kv,
+            c.score,
+            *(("no dq",) if not getattr(c, "with_dq", 1) else ()),
+        )
+    return "-".join(str(value) for value in (kernel.kind, *values))
+
+
+def resources(data: bytes) -> tuple[list[int], list[int]]:
+    """Registers a thread, and bytes of stack a thread (spills among them), of every kernel of an object file."""
+    registers: list[int] = []
+    stack: list[int] = []
+    at = data.find(b"\x7fELF", 1)
+    while at > 0:
+        if struct.unpack_from("<H", data, at + 18)[0] == 190:  # EM_CUDA
+            for kind, value in attributes(data[at:]):
+                (registers if kind == 0x2F else stack).append(value)
+        at = data.find(b"\x7fELF", at + 4)
+    return registers, stack
+
+
+def attributes(cubin: bytes) -> Iterator[tuple[int, int]]:
+    """(0x2f, registers) and (0x11, frame size) of the functions of a cubin, from its .nv.info sections."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
+    for name, _, _, _, at, length in sections:
+        if cubin.startswith(b".nv.info", sections[names][4] + name):
+            end = at + length
+            while at < end:
+                form, kind, value = struct.unpack_from("<BBH", cubin, at)
+                at += 4
+                if form == 4:  # `value` bytes follow
+                    if kind in (0x11, 0x2F):
+                        yield kind, struct.unpack_from("<II", cubin, at)[1]
+                    at += value
+
+
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_forward_compiles(size: tuple[int, int]) -> None:
+@pytest.mark.parametrize("kernel", shipped(), ids=name_of)
+def test_every_shipped_kernel_compiles_without_a_spill(kernel: Shipped) -> None:
     from gossamer.kernels.hopper import compile as compiled
 
-    block = IMPLEMENTATION.tile(problem(*size))
-    assert callable(compiled.forward(forward_config("bfloat16", *size, *block, "fold")))
-
-
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("score", ["scale", "softcap"])
-def test_score_terms_compile(score: str) -> None:
-    from gossamer.kernels.hopper import compile as compiled
-
-    assert callable(compiled.forward(forward_config("float16", 128, 128, 128, 128, score)))
-
-
-@needs_compiler
-@pytest.mark.parametrize("E", [64, 128])
-def test_merge_compiles(E: int) -> None:
-    from gossamer.kernels.hopper import compile as compiled
-
-    assert callable(compiled.merge("bfloat16", E, 128))
+    registers, stack = resources(getattr(compiled, kernel.kind).object(*kernel.arguments))
+    assert registers and max(registers) <= 255 and stack and not any(stack), (registers, stack)

@@ -90,4 +90,4 @@ def _make(kernel: Shipped) -> None:
     """In a process of its own."""
     from gossamer.kernels.hopper import compile as compiled
 
-    getattr(compiled, kernel.kind)(*kernel.arguments)
+    getattr(compiled, kernel.kind).object(*kernel.arguments)

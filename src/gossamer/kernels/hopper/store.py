@@ -46,20 +46,21 @@ class Kernel:
         with _lock:
             found = self._kept.get(key)
             if found is None:
-                # Without a GPU the compiler cannot see for what it compiles.
-                os.environ.setdefault("CUTE_DSL_ARCH", ARCHITECTURE)
-                found = self._kept[key] = self._load(key) or self._compile(key)
+                found = self._kept[key] = _loaded(self.object(*key))
             return found
 
     def path(self, *key: Any) -> Path:
         """The file of a configuration."""
         return directory() / "hopper" / f"{self.name}-{_digest(self.name, key)}.o"
 
-    def ready(self, *key: Any) -> bool:
-        """Whether the file of a configuration is there."""
-        return self.path(*key).exists()
+    def object(self, *key: Any) -> bytes:
+        """The object file of a configuration: from disk, or compiled and written there."""
+        with _lock:
+            # Without a GPU the compiler cannot see for what it compiles.
+            os.environ.setdefault("CUTE_DSL_ARCH", ARCHITECTURE)
+            return self._read(key) or self._compile(key)
 
-    def _load(self, key: Any) -> Callable[..., None] | None:
+    def _read(self, key: Any) -> bytes | None:
         if "CUTE_DSL_KEEP" in os.environ:  # the compiler shall write what it makes on the way
             return None
         path = self.path(*key)
@@ -70,24 +71,20 @@ class Kernel:
         if hashlib.sha256(data[:-DIGEST]).digest() != data[-DIGEST:]:
             log.warning("%s is damaged: compiling %s again", path, self.name)
             return None
-        start = perf_counter()
-        found = _loaded(path)
-        log.info("read %s %s from %s in %.2f s", self.name, key, path, perf_counter() - start)
-        return found
+        log.info("read %s %s from %s", self.name, key, path)
+        return data[:-DIGEST]
 
-    def _compile(self, key: Any) -> Callable[..., None]:
+    def _compile(self, key: Any) -> bytes:
         start = perf_counter()
         made = self.build(*key)
-        spent = perf_counter() - start
         with tempfile.TemporaryDirectory() as folder:
             local = Path(folder) / "kernel.o"
             made.export_to_c(str(local), function_name="kernel")
             data = local.read_bytes()
-            found = _loaded(local)
-        log.info("compiled %s %s in %.1f s", self.name, key, spent)
+        log.info("compiled %s %s in %.1f s", self.name, key, perf_counter() - start)
         if _sources() != _fingerprint():
             log.warning("the sources of the kernels changed meanwhile: %s is not kept on disk", self.name)
-            return found
+            return data
         path = self.path(*key)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +94,7 @@ class Kernel:
             part.replace(path)
         except OSError as error:
             log.warning("cannot keep the compiled %s: %s (%s names another folder)", self.name, error, DIRECTORY)
-        return found
+        return data
 
 
 def directory() -> Path:
@@ -108,10 +105,13 @@ def directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gossamer"
 
 
-def _loaded(path: Path) -> Callable[..., None]:
+def _loaded(data: bytes) -> Callable[..., None]:
     from cutlass.cute.runtime import load_module
 
-    return load_module(str(path), enable_tvm_ffi=True).kernel
+    with tempfile.TemporaryDirectory() as folder:
+        local = Path(folder) / "kernel.o"
+        local.write_bytes(data)
+        return load_module(str(local), enable_tvm_ffi=True).kernel
 
 
 def _digest(name: str, key: Any) -> str:
