@@ -162,6 +162,8 @@ CASES = (
     square("strided", 300, lambda: gs.Strided(16, 20)),
     square("several", 220, lambda: gs.Dilated(9, 3, 4) | gs.Dilated(8, 3, 6) | gs.SlidingWindow(5) | gs.Local(20)),
     square("longnet", 256, lambda: gs.LongNet((32, 64, 128), (1, 2, 4), heads=6), H=6, B=2),
+    square("longnet_grouped", 256, lambda: gs.LongNet((32, 64, 128), (1, 2, 8), heads=12), H=12, G=3),
+    square("longnet_one_key_head", 130, lambda: gs.LongNet((32, 64), (2, 4), heads=8), H=8, G=1, B=2),
     square(
         "longnet_terms", 250, lambda: gs.LongNet((32, 64), (2, 4), heads=3, causal=False), H=3, K=260,
         sink_logits=True, alibi_slopes=True,

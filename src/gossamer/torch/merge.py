@@ -24,7 +24,9 @@ class _Merge(torch.autograd.Function):
         lse = lses[0].to(dtype)
         for x in lses[1:]:
             lse = torch.logaddexp(lse, x.to(dtype))
-        out = sum(w * x for w, x in zip(_weights(lses, lse), outs, strict=True))
+        out = torch.zeros_like(outs[0], dtype=dtype)
+        for w, x in zip(_weights(lses, lse), outs, strict=True):
+            out.addcmul_(w, x.to(dtype))
         out = out.to(outs[0].dtype)
         ctx.save_for_backward(out, lse, *given)
         ctx.set_materialize_grads(False)

@@ -89,34 +89,35 @@ def _passes(part: Part, a: Arguments) -> Iterator[tuple[Part, int | None]]:
             yield part, b
     else:
         for n in range(classes):
-            shift = n if part.diagonal else 0
-            heads = h._replace(start=h.start + shift, key_start=h.key_start + shift)
+            heads = h._replace(start=h.start + n * part.diagonal, key_start=h.key_start + n * part.key_diagonal)
             yield replace(part, heads=heads, run=part.run.cut(n, n + 1)), None
 
 
-def _view(x: Tensor, part: Part, b: int | None, heads: tuple[int, int, int], first: int, count: int) -> Tensor:
+def _view(
+    x: Tensor, part: Part, b: int | None, heads: tuple[int, int, int], shift: bool, first: int, count: int
+) -> Tensor:
     """(classes, heads, count, size) of one batch element, or (B, heads, count, size) of all of them for one class."""
     if x.ndim == 3:
-        return _view(x.unsqueeze(3), part, b, heads, first, count).squeeze(3)
+        return _view(x.unsqueeze(3), part, b, heads, shift, first, count).squeeze(3)
     batch, head, row, last = x.stride()
     start, many, step = heads
     offset = x.storage_offset() + start * head + first * row
     if b is None:
         size, lead = x.shape[0], batch
     else:
-        size, lead = part.run.classes, row + (head if part.diagonal else 0)
+        size, lead = part.run.classes, row + (head if shift else 0)
         offset += b * batch
     return x.as_strided((size, many, count, x.shape[3]), (lead, step * head, part.dilation * row, last), offset)
 
 
 def _query_view(x: Tensor, part: Part, b: int | None) -> Tensor:
     h, run = part.heads, part.run
-    return _view(x, part, b, (h.start, h.number, h.step), run.row, run.Q)
+    return _view(x, part, b, (h.start, h.number, h.step), part.diagonal, run.row, run.Q)
 
 
 def _key_view(x: Tensor, part: Part, b: int | None) -> Tensor:
     h, run = part.heads, part.run
-    return _view(x, part, b, (h.key_start, h.key_number, h.key_step), run.first, run.K)
+    return _view(x, part, b, (h.key_start, h.key_number, h.key_step), part.key_diagonal, run.first, run.K)
 
 
 def _arguments(part: Part, b: int | None, a: Arguments, q_offset: int, sinks: bool) -> Arguments:

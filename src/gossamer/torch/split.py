@@ -43,8 +43,8 @@ class Heads(NamedTuple):
 class Part:
     """One call over views: the heads `heads`, inside the classes `run` modulo `dilation`.
 
-    The classes are batch elements of the view. Where `diagonal`, each has heads of its own: class first + n those of
-    `heads` shifted by n.
+    The classes are batch elements of the view. Where `diagonal`, each has query heads of its own, those of `heads`
+    shifted by n for the class first + n, and where `key_diagonal` key heads.
     """
 
     pattern: Pattern
@@ -53,6 +53,7 @@ class Part:
     run: Run
     cost: float  # seconds of the forward, estimated
     diagonal: bool = False
+    key_diagonal: bool = False
     joins: bool = False  # its rows are computed by an earlier part as well: results merge by log-sum-exp
     adds: bool = False  # its keys, and so their gradients
 
@@ -113,9 +114,9 @@ def split_of(pattern: Pattern, problem: Problem, q_offset: int, tiles: Tiles) ->
 def _split(pattern: Pattern, p: Problem, q_offset: int, tiles: Tiles) -> Split | None:
     sizes = Sizes(p.Q, p.K, q_offset)
     cost = Costs(p, tiles)
-    if isinstance(pattern, LongNet) and p.G == p.H:
-        found = branch_pieces(pattern)
-        if found is not None:
+    if isinstance(pattern, LongNet):
+        found, group = branch_pieces(pattern), p.H // p.G
+        if found is not None and all(r % group == 0 or group % r == 0 for _, r in found):
             return _cheaper(_diagonal_parts(found, p, sizes, cost), pattern, p, sizes, cost)
     by_head = [pattern.at(0, h) for h in range(p.H)] if pattern.lead[1] > 1 else [pattern] * p.H
     chosen: dict[Pattern, tuple[Piece, ...]] = {}
@@ -158,20 +159,37 @@ def _parts(found: tuple[Piece, ...], heads: Heads, p: Problem, sizes: Sizes, cos
 
 
 def _diagonal_parts(found: tuple[Piece, ...], p: Problem, sizes: Sizes, cost: Costs) -> list[Part]:
-    """Head h computes the pieces in class h % dilation: of the first `dilation` heads each has its own, and so on."""
-    made = []
+    """Head h computes the pieces in class h % dilation: of the first `dilation` heads each has its own, and so on.
+
+    The classes of a part are as many as have one stride: with grouped queries, those whose heads share key heads.
+    """
+    made, group = [], p.H // p.G
     for at, piece in enumerate(found):
         r, rounds = piece.dilation, p.H // piece.dilation
-        for start, stop, first, count in ((0, r, 0, rounds), (0, p.H % r, rounds * r, 1)):
+        width = r if group == 1 else min(r, group)
+        # Class n belongs to the heads n, n + r, ...: `rounds` of them, and one more of the last that are fewer than r.
+        blocks = [(n, rounds) for n in range(0, r, width) if rounds]
+        blocks += [(n, 0) for n in range(0, p.H % r, width)]
+        for block, count in blocks:
+            stop = min(block + width, r if count else p.H % r)
             for run in _classes(r, sizes):
-                # Class n belongs to the heads n, n + r, ...
-                a, z = max(start, run.first), min(stop, run.first + run.classes)
-                if a >= z or not count:
+                a, z = max(block, run.first), min(stop, run.first + run.classes)
+                if a >= z:
                     continue
-                mine = run.cut(a - run.first, z - run.first)
-                seconds = cost.call(piece.pattern, p.B * mine.classes * count, run_sizes(mine), per_head=False)
-                heads = Heads(first + a, count, r, first + a, count, r)
-                made.append(Part(piece.pattern, heads, r, mine, seconds, diagonal=r > 1, joins=at > 0, adds=at > 0))
+                mine, head, number = (
+                    run.cut(a - run.first, z - run.first),
+                    a if count else rounds * r + a,
+                    max(1, count),
+                )
+                keys, step = (p.G, 1) if r < group else (number, max(1, r // group))
+                heads = Heads(head, number, r, head // group, keys, step)
+                seconds = cost.call(piece.pattern, p.B * mine.classes * number, run_sizes(mine), per_head=False)
+                made.append(
+                    Part(
+                        piece.pattern, heads, r, mine, seconds, diagonal=r > 1, key_diagonal=r > 1 and group == 1,
+                        joins=at > 0, adds=at > 0,
+                    )
+                )  # fmt: skip
     return made
 
 
