@@ -31,10 +31,11 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/gossamer bench --tag foundation --peers
 
-# The generated parts: the support table in README.md and the picture of the patterns.
+# The generated parts: the support table in README.md and the figures of the documentation.
 docs: $(STAMP)
 	$(BIN)/python docs/make_support_table.py --write
 	$(BIN)/python docs/make_figures.py
+	$(BIN)/python docs/make_pipeline.py
 
 clean:
 	rm -rf $(VENV) build dist demo .pytest_cache .hypothesis .mypy_cache .ruff_cache
