@@ -12,7 +12,7 @@ from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
 from gossamer.layouts import from_dense
 from gossamer.layouts.block import BlockLayout
-from gossamer.patterns import BlockMask, Causal, Dense, Pattern, SlidingWindow
+from gossamer.patterns import BigBird, BlockMask, Causal, Dense, Pattern, SlidingWindow
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [
@@ -61,6 +61,7 @@ def compare(
     swap: bool = False,
     scale: float | None = None,
     repeat: int = 1,
+    key_lengths: list[int] | None = None,
     **terms: object,
 ) -> None:
     from gossamer.kernels.hopper import launch
@@ -69,8 +70,12 @@ def compare(
     q, k, v = inputs(B, H, G, Q, K, D, E or D, dtype)
     if swap:  # (B, N, H, D) storage
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
-    given = Terms(scale=D**-0.5 if scale is None else scale, q_offset=K - Q, **terms)  # type: ignore[arg-type]
+    lengths = None if key_lengths is None else torch.tensor(key_lengths, device="cuda")
+    scale = D**-0.5 if scale is None else scale
+    given = Terms(scale=scale, q_offset=K - Q, key_lengths=lengths, **terms)  # type: ignore[arg-type]
     keep = torch.from_numpy(np.ascontiguousarray(layout.expand())).cuda()
+    if lengths is not None:
+        keep = keep & (torch.arange(K, device="cuda") < lengths[:, None, None, None])
     want, want_lse = oracle(q, k, v, keep, given)
     p = Problem(B, H, G, Q, K, D, E or D, str(dtype).removeprefix("torch."), "cuda", 90)
     on, first = layout.to("cuda"), None
@@ -86,17 +91,17 @@ def compare(
         assert torch.equal(first, out)
 
 
-def build(pattern: Pattern, Q: int, K: int, D: int = 128) -> BlockLayout:
-    block_q, block_kv = IMPLEMENTATION.tile(Problem(1, 1, 1, Q, K, D, D, "bfloat16", "cuda", 90))
+def build(pattern: Pattern, Q: int, K: int, D: int = 128, tile: tuple[int, int] | None = None) -> BlockLayout:
+    block_q, block_kv = tile or IMPLEMENTATION.tile(Problem(1, 1, 1, Q, K, D, D, "bfloat16", "cuda", 90))
     return pattern.layout(Q, K, block_q=block_q, block_kv=block_kv)
 
 
-def scattered(shape: tuple[int, ...], share: float, D: int) -> BlockLayout:
+def scattered(shape: tuple[int, ...], share: float, D: int, tile: tuple[int, int] | None = None) -> BlockLayout:
     rng = np.random.default_rng(0)
     mask = rng.random(shape) < share
     mask[..., 40:60, :] = False
     mask[..., :100, :300] = True
-    block_q, block_kv = IMPLEMENTATION.tile(Problem(1, 1, 1, 1, 1, D, D, "bfloat16", "cuda", 90))
+    block_q, block_kv = tile or IMPLEMENTATION.tile(Problem(1, 1, 1, 128, 128, D, D, "bfloat16", "cuda", 90))
     return from_dense(mask, block_q=block_q, block_kv=block_kv)
 
 
@@ -110,6 +115,27 @@ class TestForward:
         compare(build(SlidingWindow(300, 90), 1000, 1000, D), 2, 2, 1, D, dtype=dtype)
         compare(scattered((1, 3, 391, 517), 0.3, D), 2, 3, 3, D, dtype=dtype)
         compare(scattered((2, 1, 200, 900), 0.05, D), 2, 2, 1, D, dtype=dtype)
+
+    @pytest.mark.parametrize("D", [64, 96, 128, 192, 256])
+    def test_small_tiles(self, D: int) -> None:
+        tile = (64, 64)
+        blocks = BlockMask(np.random.default_rng(0).random((30, 30)) < 0.3, 64)
+        compare(build(Causal(), 300, 777, D, tile), 2, 4, 2, D)
+        compare(build(SlidingWindow(300, 90), 1000, 1000, D, tile), 2, 2, 1, D, dtype=torch.float16)
+        compare(build(BigBird(64), 2000, 2000, D, tile), 1, 2, 2, D)
+        compare(build(blocks, 1900, 1900, D, tile), 1, 8, 8, D, repeat=20)
+        compare(scattered((1, 3, 391, 517), 0.3, D, tile), 2, 3, 3, D)
+        compare(scattered((2, 1, 200, 900), 0.05, D, tile), 2, 2, 1, D, split=3)
+
+    @pytest.mark.parametrize("tile", [(64, 64), None], ids=str)
+    @pytest.mark.parametrize("D", [64, 128, 256])
+    def test_key_lengths(self, D: int, tile: tuple[int, int] | None) -> None:
+        lengths = [0, 1, 64, 333, 500]
+        compare(build(Dense(), 300, 500, D, tile), 5, 2, 2, D, key_lengths=lengths)
+        compare(build(Causal(), 300, 500, D, tile), 5, 2, 1, D, key_lengths=lengths)
+        compare(build(SlidingWindow(100, 40), 500, 500, D, tile), 5, 2, 2, D, key_lengths=lengths)
+        compare(scattered((1, 2, 391, 500), 0.3, D, tile), 5, 2, 2, D, key_lengths=lengths)
+        compare(scattered((5, 1, 391, 500), 0.3, D, tile), 5, 2, 2, D, key_lengths=lengths, split=2)
 
     @pytest.mark.parametrize("sizes", [(40, 24), (77, 33), (64, 128), (192, 128), (1, 1)], ids=str)
     def test_padded_sizes(self, sizes: tuple[int, int]) -> None:
@@ -126,6 +152,17 @@ class TestForward:
     def test_few_queries(self, Q: int) -> None:
         compare(build(Causal(), Q, 3000), 2, 4, 2, 128)
         compare(build(Causal(), Q, 3000), 2, 4, 2, 128, split=4)
+        compare(build(Causal(), Q, 3000, 64), 2, 4, 4, 64, split=4)
+
+    @pytest.mark.parametrize("Q", [1, 7, 16])
+    def test_query_heads_as_rows(self, Q: int) -> None:
+        """Few queries of grouped heads share a tile, unless a head's own layout or sink forbids it."""
+        for tile in ((64, 64), (128, 128)):
+            compare(build(Causal(), Q, 3000, 128, tile), 2, 8, 2, 128, split=4)
+            compare(build(SlidingWindow(200), Q, 3000, 128, tile), 2, 8, 2, 128, key_lengths=[2900, 3000])
+            compare(scattered((2, 1, Q, 900), 0.3, 128, tile), 2, 8, 2, 128, swap=True)
+            compare(scattered((2, 8, Q, 900), 0.3, 128, tile), 2, 8, 2, 128)
+            compare(build(Causal(), Q, 300, 128, tile), 1, 4, 2, 128, sink_logits=torch.arange(4.0, device="cuda"))
 
     def test_score_terms(self) -> None:
         layout = build(Causal(), 500, 500)

@@ -13,6 +13,9 @@ from gossamer.layouts.block import BlockLayout
 
 NEEDED = {"nvidia-cutlass-dsl": (4, 8), "apache-tvm-ffi": (0, 1)}
 
+# Pairs a second with 64 x 64 tiles over those with 128 x 128 or 192 x 128, measured on block matrices and BigBird(64).
+SMALL_TILE_RATE = 0.8
+
 
 @cache
 def missing_packages() -> list[str]:
@@ -42,10 +45,12 @@ class Hopper:
         min_sm=90,
         max_sm=90,
         alignment=16,
-        score_terms=frozenset({"q_offset", "softcap", "sink_logits"}),
+        score_terms=frozenset({"q_offset", "key_lengths", "softcap", "sink_logits"}),
+        backward_score_terms=frozenset({"q_offset", "softcap", "sink_logits"}),
         backward=False,
         float32_results=False,
-        tiles=frozenset({(128, 128), (192, 128)}),
+        tiles=frozenset({(64, 64), (128, 128), (192, 128)}),
+        backward_tiles=frozenset({(128, 128), (192, 128)}),
     )
 
     def unavailable(self) -> list[str]:
@@ -68,11 +73,18 @@ class Hopper:
         return importlib.import_module("gossamer.kernels.hopper.launch")
 
     def tile(self, problem: Problem) -> tuple[int, int]:
-        """(block_q, block_kv): three warpgroups of 64 query rows for small heads, where the accumulators are small."""
+        """(block_q, block_kv): three warpgroups of 64 query rows for small heads, where the accumulators are small.
+
+        For few queries one warpgroup, in two blocks of a multiprocessor, leaves less of a tile empty.
+        """
+        if problem.Q <= 64 and not problem.backward:
+            return 64, 64
         return (192 if max(problem.D, problem.E) <= 64 else 128), 128
 
     def tile_choices(self, problem: Problem) -> tuple[TileChoice, ...]:
-        return ()
+        if problem.backward or problem.Q <= 64:
+            return ()
+        return (TileChoice(64, 64, SMALL_TILE_RATE),)
 
     def forward(
         self,

@@ -11,7 +11,7 @@ WARPGROUP = 128
 ROWS = 64  # query rows of a warpgroup
 ITEM = 16  # 32-bit words of an item's description
 # Fields of a description; see schedule.py.
-BATCH, HEAD, TILE, SLOT, FULL, FULLS, INTERVAL, INTERVALS, BITS, BITSES, LEAD, COPY, VALID, START = range(14)
+BATCH, HEAD, TILE, SLOT, FULL, FULLS, INTERVAL, INTERVALS, BITS, BITSES, LEAD, COPY, VALID, START, FIRST = range(15)
 TURN = 1  # named barriers 1, 2, 3: a warpgroup's turn at the tensor cores
 READ = 4  # named barriers 4, 5, 6: every warp of a warpgroup has read its Q
 OUT = 7  # named barriers 7, 8, 9: a warpgroup's output is in shared memory

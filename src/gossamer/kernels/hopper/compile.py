@@ -32,9 +32,9 @@ def forward(config: ForwardConfig) -> Any:
         strided(n, s(), H, Q), strided(n, s(), G, s()), strided(n, s(), G, s()), strided(n, s(), H, Q),
         _rows(s(), H, Q), compact(Int32, s(), ITEM), lists, rows, compact(Int32, s(), s()),
         compact(Int32, s(), c.block_kv // 32), compact(Float32, s()),
-        compact(Float32, s(), c.block_q, c.E), compact(Float32, s(), c.block_q), compact(Int32, 1),
-        Float32(1), Float32(1), *[Int32(1)] * 6, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=OPTIONS,
+        compact(Float32, s(), c.block_q, c.E), compact(Float32, s(), c.block_q), compact(Int32, s()),
+        compact(Int32, 1), Float32(1), Float32(1), *[Int32(1)] * 6,
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SHARED_MEMORY = 227 * 1024
+MULTIPROCESSOR = 228 * 1024  # shared memory of a multiprocessor; each block takes 1024 bytes more than it asks for
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class ForwardConfig:
     """One compiled forward kernel.
 
     block_q x block_kv is the layout's tile, `step` the keys of one step (a divisor of block_kv), `stages` the depth of
-    the K and V rings, `q_stages` that of Q: with two, the next item begins while the current one ends.
+    the K and V rings, `q_stages` that of Q: with two, the next item begins while the current one ends. `blocks` share a
+    multiprocessor: two, of 64 query rows each.
     """
 
     dtype: str
@@ -28,21 +30,26 @@ class ForwardConfig:
     step: int = 128
     stages: int = 2
     q_stages: int = 2
+    blocks: int = 1
     hold: int = 1  # rows whose exponentials are done before P V is waited for
     halves: bool = True  # interval steps of which a warpgroup needs one half of the columns compute no more
+    lengths: bool = False  # keys at and after a length for each batch element are not attended
     score: str = "fold"  # or "scale" (a factor that is not positive), "softcap"
 
     def __post_init__(self) -> None:
-        if self.block_q not in (128, 192) or self.block_kv != 128 or self.step not in (64, 128):
+        known = self.block_q in (64, 128, 192) and self.block_kv in (64, 128) and self.step in (64, 128)
+        if not known or self.block_kv % self.step or self.blocks not in ((1, 2) if self.block_q == 64 else (1,)):
             raise ValueError(f"no forward kernel for tiles {self.block_q} x {self.block_kv} in steps of {self.step}")
-        if self.shared_bytes > SHARED_MEMORY:
-            raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory, there are {SHARED_MEMORY}")
+        limit = min(SHARED_MEMORY, MULTIPROCESSOR // self.blocks - 1024)
+        if self.shared_bytes > limit:
+            raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory, there are {limit}")
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: rings, barriers and item descriptions."""
         rings = self.q_stages * self.block_q * self.D + self.stages * self.step * (self.D + self.E)
-        return 2 * rings + 8 * self.q_stages * self.block_q + 2048
+        head = 8 * (2 * self.q_stages + 4 * self.stages) + (64 + 8 * self.block_q) * self.q_stages
+        return 2 * rings + -(-head // 1024) * 1024
 
 
 @dataclass(frozen=True)
@@ -178,11 +185,21 @@ def _tuned() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 @cache
-def forward_config(dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str) -> ForwardConfig:
+def forward_config(
+    dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str, lengths: bool = False
+) -> ForwardConfig:
     """The configuration for head sizes D, E and a layout of block_q x block_kv tiles."""
     D, E = padded(max(D, E)), padded(E)
-    step, stages, q_stages = {64: (128, 2, 2), 96: (128, 2, 2), 128: (128, 2, 2), 192: (64, 2, 2), 256: (64, 2, 1)}[D]
-    found = ForwardConfig(dtype, D, E, block_q, block_kv, step, stages, q_stages, score=score)
+    blocks = 1
+    if block_q == 64:
+        step, stages, q_stages, blocks = {
+            64: (64, 4, 2, 2), 96: (64, 3, 2, 2), 128: (64, 2, 2, 2), 192: (64, 3, 2, 1), 256: (64, 2, 2, 1)
+        }[D]  # fmt: skip
+    else:
+        step, stages, q_stages = {
+            64: (128, 2, 2), 96: (128, 2, 2), 128: (128, 2, 2), 192: (64, 2, 2), 256: (64, 2, 1)
+        }[D]  # fmt: skip
+    found = ForwardConfig(dtype, D, E, block_q, block_kv, step, stages, q_stages, blocks, lengths=lengths, score=score)
     return replace(found, **tuned("forward", D, E, block_q, block_kv))
 
 
@@ -224,7 +241,7 @@ def query_config(dtype: str, D: int, E: int, block_q: int, block_kv: int, score:
 DTYPES = ("bfloat16", "float16")
 SIZES = (*((size, size) for size in HEAD_SIZES), (192, 128))  # (D, E) for which kernels are made in advance
 
-BACKWARD_SIZES = tuple(size for size in SIZES if max(size) <= 128)  # those of the column kernel
+WIDE = 128  # heads over this size have a kernel of their own for dK and dV, and dQ by rows
 
 
 class Shipped(NamedTuple):
@@ -253,16 +270,19 @@ def shipped() -> tuple[Shipped, ...]:
             add("forward", forward_config(*tile), dtype=dtype, size=size)
             query = query_config(*tile)
             add("query_gradient", query, dtype=dtype, size=size)
-            if size in BACKWARD_SIZES:
+            if max(size) > WIDE:
+                columns: Any = wide_config(*tile)
+                add("wide", columns, dtype=dtype, size=size)
+            else:
                 for with_dq in (True, False) if score == "fold" else (True,):
                     columns = backward_config(*tile, with_dq)
                     add("backward", columns, dtype=dtype, size=size)
         add("merge", dtype, size[1], block_q, dtype=dtype, size=size)
-        if size in BACKWARD_SIZES:
+        add("preprocess", dtype, columns.E, 0, dtype=dtype, size=size)
+        if max(size) <= WIDE:
             add("preprocess", dtype, columns.E, columns.D, dtype=dtype, size=size)
-            add("preprocess", dtype, columns.E, 0, dtype=dtype, size=size)
             add("postprocess", dtype, columns.D, dtype=dtype, size=size)
-            for width, block in ((columns.D, 128), (columns.E, 128), (query.D, block_q)):
-                add("sum_parts", dtype, width, block, dtype=dtype, size=size)
+        for width, block in ((columns.D, 128), (columns.E, 128), (query.D, block_q)):
+            add("sum_parts", dtype, width, block, dtype=dtype, size=size)
     add("forward", forward_config("bfloat16", 128, 128, 128, 128, "scale"), dtype="bfloat16", size=(128, 128))
     return tuple(found.values())

@@ -80,6 +80,15 @@ def convert(source: cute.Tensor, target: cute.Tensor) -> None:
 
 
 @cute.jit
+def convert_rows(source: cute.Tensor, target: cute.Tensor, factor: cute.Tensor) -> None:
+    """As `convert`, of each row times its factor."""
+    packed = cute.recast_tensor(target, Int32)
+    for i in cutlass.range_constexpr(cute.size(packed)):
+        scale = factor[i % ROWS]
+        packed[i] = pack(source[2 * i] * scale, source[2 * i + 1] * scale, target.element_type)
+
+
+@cute.jit
 def keep(scores: cute.Tensor, words: cute.Tensor) -> None:
     """Scores whose bit is not set become -inf. `words` (2, step / 32) begin at this thread's first column."""
     count = const_expr(cute.size(scores) // 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -18,6 +19,7 @@ from gossamer.kernels.hopper.schedule import lists, work
 from gossamer.layouts.block import BlockLayout, Walk
 
 LOG2E = 1.0 / math.log(2.0)
+FEW = 64  # query rows of the smallest tile
 STEP = 8  # 16-bit numbers in the 16 bytes to which TMA wants addresses and strides aligned
 
 
@@ -31,6 +33,12 @@ def processors(device: torch.device) -> int:
 def unused(device: torch.device, *shape: int) -> Tensor:
     """A tensor for an argument that the kernel does not read."""
     return torch.zeros(shape, dtype=torch.float32, device=device)
+
+
+@cache
+def unused_lengths(device: torch.device) -> Tensor:
+    """Key lengths for a kernel that does not read them."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 _tickets: dict[tuple[int | None, int], Tensor] = {}
@@ -90,35 +98,60 @@ class Prepared(NamedTuple):
 _prepared: WeakKeyDictionary[Walk, dict[Any, Prepared]] = WeakKeyDictionary()
 
 
-def prepared(problem: Problem, layout: BlockLayout, score: str, split: int | None) -> Prepared:
-    """Compiled kernels, items and lists of a call; made once and kept as long as the layout."""
+def packs(p: Problem, layout: BlockLayout, terms: Terms) -> bool:
+    """Whether the query heads of a key head become the rows of one tile, so that its keys are loaded once for all.
+
+    For few queries of heads that share their layout; a learned sink is the head's own.
+    """
+    few = p.G < p.H and p.Q * (p.H // p.G) <= FEW <= layout.block_q
+    # The kernel for wide tiles reads which half of one is empty off the first and last row: they must ascend.
+    ascend = p.Q == 1 or layout.block_kv == 64
+    return few and ascend and layout.lead[1] == 1 and terms.sink_logits is None
+
+
+def prepared(
+    problem: Problem, layout: BlockLayout, score: str, lengths: bool, packed: bool, split: int | None
+) -> Prepared:
+    """Compiled kernels, items and lists of a call; made once and kept as long as the layout.
+
+    `packed`: the problem's rows are those of several heads, the layout's those of one.
+    """
     p = problem
     kept = _prepared.get(layout.rows)
     if kept is None:
         kept = _prepared.setdefault(layout.rows, {})
-    key = (forward_config, p.dtype, p.B, p.H, p.D, p.E, score, split)
-    return kept.get(key) or kept.setdefault(key, _prepare(p, layout, score, split))
+    key = (forward_config, p.dtype, p.B, p.H, p.D, p.E, score, lengths, p.Q if packed else 0, split)
+    return kept.get(key) or kept.setdefault(key, _prepare(p, layout, score, lengths, packed, split))
 
 
-def _prepare(p: Problem, layout: BlockLayout, score: str, split: int | None) -> Prepared:
+def _prepare(p: Problem, layout: BlockLayout, score: str, lengths: bool, packed: bool, split: int | None) -> Prepared:
     from tvm_ffi import from_dlpack
 
     walk = layout.rows
-    config = forward_config(p.dtype, p.D, p.E, walk.block_rows, walk.block_columns, score)
+    config = forward_config(p.dtype, p.D, p.E, walk.block_rows, walk.block_columns, score, lengths)
     Bl, Hl = walk.lead
     heads = p.H if Hl == 1 else 1
     copies = heads * (p.B if Bl == 1 else 1)
     known, device = lists(layout), walk.lo.device
-    plan = work(layout, copies, processors(device), split)
+    blocks = config.blocks * processors(device)
+    plan = work(layout, copies, blocks, split)
     items = plan.items.shape[0]
+    lo, hi, pool = known.lo, known.hi, known.pool
+    if packed:
+        repeat = p.Q // layout.Q
+        lo, hi = (x.repeat(1, repeat) if layout.rows.lo.numel() else x for x in (lo, hi))
+        pool = pool.clone()
+        if layout.rows.pool.numel():
+            rows = pool.view(-1, config.block_q, pool.shape[1])
+            rows[:, : p.Q] = rows[:, : layout.Q].repeat(1, repeat, 1)
     return Prepared(
         config,
         compiled.forward(config),
         compiled.merge(p.dtype, config.E, config.block_q) if plan.slots else None,
-        tuple(from_dlpack(x) for x in (plan.items, known.lists, known.lo, known.hi, known.pool)),
+        tuple(from_dlpack(x) for x in (plan.items, known.lists, lo, hi, pool)),
         plan.merges,
         (items, copies, heads, plan.slots),
-        min(processors(device), items * copies),
+        min(blocks, items * copies),
         None if plan.slots else (unused(device, 1, config.block_q, config.E), unused(device, 1, config.block_q)),
     )
 
@@ -161,13 +194,21 @@ def forward(
         lse.copy_(lse.new_full((1,), -math.inf) if sinks is None else sinks.float()[:, None])
         return out.zero_(), lse
     score = "softcap" if terms.softcap is not None else "fold" if terms.scale > 0 else "scale"
-    call = prepared(p, layout, score, split)
+    lengths = terms.key_lengths
+    packed = packs(p, layout, terms) and (p.Q == 1 or (out.is_contiguous() and lse.is_contiguous()))
+    if packed:
+        shape = (p.B, p.G, p.Q * (p.H // p.G))
+        q, into = q.reshape(*shape, p.D), (out, lse)
+        out, lse = out.view(*shape, p.E), lse.view(shape)
+        p = replace(p, H=p.G, Q=shape[2])
+    call = prepared(p, layout, score, lengths is not None, packed, split)
     before, exponent = 1.0, terms.scale * LOG2E
     if terms.softcap is not None:
         before, exponent = terms.scale / terms.softcap, terms.softcap * LOG2E
     elif score == "scale":
         before, exponent = terms.scale, LOG2E
     sinks = unused(device, 1) if terms.sink_logits is None else aligned(terms.sink_logits.float())
+    lengths = unused_lengths(device) if lengths is None else lengths.to(torch.int32)
     has_sinks = int(terms.sink_logits is not None)
     if call.parts is None:
         rows, config = call.counts[1] * call.counts[3], call.config
@@ -176,10 +217,10 @@ def forward(
     else:
         part_out, part_lse = call.parts
     call.run(
-        operand(q), operand(k), operand(v), out, lse, *call.arrays, sinks, part_out, part_lse, tickets(device),
-        before, exponent, *call.counts, has_sinks, call.blocks,
+        operand(q), operand(k), operand(v), out, lse, *call.arrays, sinks, part_out, part_lse, lengths,
+        tickets(device), before, exponent, *call.counts, has_sinks, call.blocks,
     )  # fmt: skip
     if call.merge is not None:
         _, copies, heads, slots = call.counts
         call.merge(out, lse, part_out, part_lse, call.merges, sinks, copies, heads, slots, has_sinks)
-    return out, lse
+    return into or (out, lse)

@@ -17,6 +17,7 @@ from gossamer.kernels.hopper.common import (
     BOUNDS,
     COPY,
     FAR,
+    FIRST,
     FULL,
     FULLS,
     HEAD,
@@ -37,6 +38,8 @@ from gossamer.kernels.hopper.common import (
 )
 from gossamer.kernels.hopper.config import ForwardConfig
 
+BOTH = 2  # halves of a step's columns that P has: 0, 1, or both
+
 
 class Consumer:
     """64 query rows of each item for each warpgroup."""
@@ -52,7 +55,7 @@ class Consumer:
     @cute.jit
     def consume(
         self, mma_qk, mma_pv, mma_half, s_q, s_k, s_v, s_o, bars, item, bounds, lists, pool, sinks, lse,
-        part_out, part_lse, before, exponent, slots, has_sinks, rows,
+        part_out, part_lse, lengths, before, exponent, slots, has_sinks, rows,
     ):  # fmt: skip
         """A consumer warpgroup: 64 query rows of each item."""
         c = self.config
@@ -75,18 +78,22 @@ class Consumer:
             row_max=cute.make_rmem_tensor(two, Float32),
             row_sum=cute.make_rmem_tensor(two, Float32),
             rescale=cute.make_rmem_tensor(two, Float32),
+            old_max=cute.make_rmem_tensor(two, Float32),
+            old_sum=cute.make_rmem_tensor(two, Float32),
             lo=cute.make_rmem_tensor(two, Int32),
             hi=cute.make_rmem_tensor(two, Int32),
-            start=cute.make_rmem_tensor((2 * device.ROWS + 1,), Int32),
+            start=cute.make_rmem_tensor((2 * device.ROWS + 2,), Int32),
             start_words=cute.make_rmem_tensor((device.ROWS, c.step // 32), Int32),
             bars=bars, item=item, scratch=item[15, None], lists=lists,
             pool=pool, bounds=bounds, sinks=sinks, has_sinks=has_sinks,
             lse=lse, part_out=part_out, part_lse=part_lse, slots=slots, before=before, exponent=exponent,
-            slack=SLACK / exponent,
+            slack=SLACK / exponent, lengths=lengths, length=cute.make_rmem_tensor((1,), Int32),
         )  # fmt: skip
         if const_expr(self.halves):
             whole_half = mma_half.get_slice(0)
             env.mma_half = mma_half
+            env.half = cute.make_rmem_tensor((1,), Int32)
+            env.half.fill(BOTH)
             env.frag_q_half = whole_half.make_fragment_A(whole_half.partition_A(s_q))
             env.frag_k_half = whole_half.make_fragment_B(
                 whole_half.partition_B(cute.flat_divide(s_k, (c.step // 2, c.D)))
@@ -99,16 +106,14 @@ class Consumer:
         started = Int32(0)  # the item's first step was done together with the last one of the item before
         cute.arch.mbarrier_wait(bars.q_full, 0)
         running = item[VALID, 0]
-        env.row_max.fill(0.0)
-        env.row_sum.fill(0.0)
+        for row in (env.row_max, env.row_sum, env.old_max, env.old_sum):
+            row.fill(0.0)
         env.lo.fill(0)
         env.hi.fill(0)
+        env.length.fill(0)
         while running != 0:
             stage = ring(turn, c.q_stages)[0]
-            at_full, fulls = item[FULL, stage], item[FULLS, stage]
-            at_interval, intervals = item[INTERVAL, stage], item[INTERVALS, stage]
-            at_bits, bitses = item[BITS, stage], item[BITSES, stage]
-            count = fulls + intervals + bitses
+            count = item[FULLS, stage] + item[INTERVALS, stage] + item[BITSES, stage]
             buffer = stage * self.groups + me
             if started == 0:
                 env.row_max.fill(-Float32.inf)
@@ -118,38 +123,7 @@ class Consumer:
                 if count > 0:
                     self.first(env, buffer, kv)
                     kv += 1
-            from_full = Int32(1) if fulls > 0 else Int32(0)
-            from_interval = Int32(1) if fulls == 0 and intervals > 0 else Int32(0)
-            from_bits = Int32(1) if fulls == 0 and intervals == 0 else Int32(0)
-            for i in cutlass.range(from_full, fulls * self.parts, unroll=1):
-                self.step(env, "full", buffer, kv, at_full, i)
-                kv += 1
-            column = item[START, stage]
-            if from_interval != 0 and intervals > 1:
-                column = lists[0, at_interval + 1] * c.block_kv
-            # The columns that any row of this warpgroup keeps: both bounds ascend with the rows.
-            lowest = cute.arch.make_warp_uniform(bounds[me * ROWS, 0, stage])
-            highest = cute.arch.make_warp_uniform(bounds[me * ROWS + ROWS - 1, 1, stage])
-            for i in cutlass.range(from_interval, intervals * self.parts, unroll=1):
-                if const_expr(self.halves):
-                    upcoming = column
-                    if i + 1 < intervals:
-                        upcoming = lists[0, at_interval + i + 1] * c.block_kv
-                    middle = column + c.step // 2
-                    if highest <= middle:
-                        self.step(env, "interval", buffer, kv, column, i, 0)
-                    elif lowest >= middle:
-                        self.step(env, "interval", buffer, kv, column, i, 1)
-                    else:
-                        self.step(env, "interval", buffer, kv, column, i)
-                    column = upcoming
-                else:
-                    column = lists[0, at_interval + i // self.parts] * c.block_kv + i % self.parts * c.step
-                    self.step(env, "interval", buffer, kv, column, i)
-                kv += 1
-            for i in cutlass.range(from_bits, bitses * self.parts, unroll=1):
-                self.step(env, "bits", buffer, kv, at_bits, i)
-                kv += 1
+            kv = self.steps(env, stage, kv, started)
             started = Int32(0)
             turn += 1
             if const_expr(self.bridges):
@@ -160,8 +134,11 @@ class Consumer:
                 if count > 0 and next_count > 0:
                     started = Int32(1)
             if started != 0:
-                self.bridge(env, ring(turn, c.q_stages)[0], stage, kv)
+                self.bridge(env, ring(turn, c.q_stages)[0], kv)
                 kv += 1
+                if next_count * self.parts == 1:  # else done with the next step
+                    self.finish(env, stage, env.old_max, env.old_sum, self.turns)
+                    env.acc_o.fill(0.0)
             else:
                 if count > 0:
                     self.last(env, kv)
@@ -172,6 +149,67 @@ class Consumer:
                 running = item[VALID, following]
 
     @cute.jit
+    def steps(self, env, stage, kv, started):
+        """All steps of an item but the first; `started`: that one was done together with the item before."""
+        c = self.config
+        item, bounds, lists, me = env.item, env.bounds, env.lists, env.me
+        at_full, fulls = item[FULL, stage], item[FULLS, stage] * self.parts
+        at_interval, intervals = item[INTERVAL, stage], item[INTERVALS, stage] * self.parts
+        at_bits, bitses = item[BITS, stage], item[BITSES, stage] * self.parts
+        buffer = stage * self.groups + me
+        done = Int32(1)
+        if const_expr(self.bridges):  # noqa: SIM102
+            if started != 0 and fulls + intervals + bitses > 1:
+                self.step(env, "second", buffer, kv, stage, 1)
+                kv += 1
+                done = Int32(2)
+        from_full = done
+        from_interval = done - fulls if done > fulls else Int32(0)
+        from_bits = done - fulls - intervals if done > fulls + intervals else Int32(0)
+        column = item[START, stage]
+        if const_expr(self.halves):  # noqa: SIM102
+            if from_interval > 0 and from_interval < intervals:
+                column = lists[0, at_interval + from_interval] * c.block_kv
+        unmasked = fulls
+        if const_expr(c.lengths):  # the last full tile may hold the end of the keys
+            unmasked -= self.parts if fulls > 0 else 0
+        for i in cutlass.range(from_full, unmasked, unroll=1):
+            self.step(env, "full", buffer, kv, at_full, i)
+            kv += 1
+        if const_expr(c.lengths):
+            for i in cutlass.range(unmasked if unmasked > from_full else from_full, fulls, unroll=1):
+                self.step(env, "edge", buffer, kv, at_full, i)
+                kv += 1
+        # The columns that any row of this warpgroup keeps: both bounds ascend with the rows.
+        lowest = cute.arch.make_warp_uniform(bounds[me * ROWS, 0, stage])
+        highest = cute.arch.make_warp_uniform(bounds[me * ROWS + ROWS - 1, 1, stage])
+        for i in cutlass.range(from_interval, intervals, unroll=1):
+            if const_expr(self.halves):
+                upcoming = column
+                if i + 1 < intervals:
+                    upcoming = lists[0, at_interval + i + 1] * c.block_kv
+                middle = column + c.step // 2
+                if highest <= middle:
+                    self.step(env, "interval", buffer, kv, column, i, 0)
+                elif lowest >= middle:
+                    self.step(env, "interval", buffer, kv, column, i, 1)
+                else:
+                    self.step(env, "interval", buffer, kv, column, i)
+                column = upcoming
+            else:
+                self.step(env, "interval", buffer, kv, self.column(env, at_interval, i), i)
+            kv += 1
+        for i in cutlass.range(from_bits, bitses, unroll=1):
+            self.step(env, "bits", buffer, kv, at_bits, i)
+            kv += 1
+        return kv
+
+    @cute.jit
+    def column(self, env, at, i):
+        """The first column of step `i` of a list."""
+        return env.lists[0, at + i // self.parts] * self.config.block_kv + i % self.parts * self.config.step
+
+    @cute.jit
     def prepare(self, env, stage):
         """Load what masks the steps of an item: its rows' bounds and, for the first step, column and words."""
         item = env.item
@@ -179,12 +217,20 @@ class Consumer:
         env.start_words.fill(-1)
         cute.arch.barrier(barrier_id=BOUNDS + env.me, number_of_threads=WARPGROUP + 32)
         env.start[0] = item[START, stage]
+        if const_expr(self.config.lengths):
+            env.start[0] = item[FIRST, stage]
+            env.length[0] = env.lengths[item[BATCH, stage]] - env.quad
         for r in cutlass.range_constexpr(device.ROWS):
             env.lo[r] = env.bounds[env.my_row + 8 * r, 0, stage] - env.quad
             env.hi[r] = env.bounds[env.my_row + 8 * r, 1, stage] - env.quad
+            end = Int32(FAR)
+            if const_expr(self.config.lengths):
+                end = env.length[0]
+                env.hi[r] = cutlass.min(env.hi[r], end)
             masked = fulls == 0 and intervals > 0
             env.start[1 + r] = env.lo[r] if masked else -FAR
-            env.start[3 + r] = env.hi[r] if masked else FAR
+            env.start[3 + r] = env.hi[r] if masked else end
+        env.start[5] = Int32(1) if fulls == 0 or self.config.lengths else Int32(0)
         if fulls + intervals == 0:  # noqa: SIM102
             if item[BITSES, stage] > 0:
                 self.words(env, env.start_words, item[BITS, stage], Int32(0))
@@ -204,10 +250,10 @@ class Consumer:
         factor = cute.make_rmem_tensor((device.ROWS,), Float32)
         value = cute.make_rmem_tensor((device.ROWS,), Float32)
         device.finish(row_max, row_sum, factor, value, env.exponent, sink)
-        device.scale_rows(env.acc_o, factor)
+        # O itself stays as it is: to write it now would make the assembler wait for products in flight.
         if slot < 0:
             packed = cute.make_rmem_tensor_like(env.acc_o, self.dtype)
-            device.convert(env.acc_o, packed)
+            device.convert_rows(env.acc_o, packed, factor)
             if const_expr(not read):
                 cute.arch.barrier(barrier_id=READ + env.me, number_of_threads=WARPGROUP)
             atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
@@ -226,7 +272,7 @@ class Consumer:
                 row = env.my_row + 8 * r
                 for j in cutlass.range_constexpr(c.E // 8):
                     for e in cutlass.range_constexpr(2):
-                        env.part_out[place, row, 8 * j + env.quad + e] = env.acc_o[4 * j + 2 * r + e]
+                        env.part_out[place, row, 8 * j + env.quad + e] = env.acc_o[4 * j + 2 * r + e] * factor[r]
                 if env.lane % 4 == 0:
                     env.part_lse[place, row] = value[r]
         cute.arch.barrier_arrive(barrier_id=OUT + env.me, number_of_threads=WARPGROUP + 32)
@@ -243,6 +289,22 @@ class Consumer:
         warpgroup.commit_group()
 
     @cute.jit
+    def product_of_halves(self, env, v):
+        """Issue O += P V over the half of the columns that P has, or both."""
+        warpgroup.fence()
+        atom = cute.make_mma_atom(env.mma_pv.op)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+        count = const_expr(cute.size(env.frag_p, mode=[2]))
+        half = cute.arch.make_warp_uniform(env.half[0])
+        if half != 1:
+            for i in cutlass.range_constexpr(count // 2):
+                cute.gemm(atom, env.acc_o, env.frag_p[None, None, i], v[None, None, i], env.acc_o)
+        if half != 0:
+            for i in cutlass.range_constexpr(count // 2, count):
+                cute.gemm(atom, env.acc_o, env.frag_p[None, None, i], v[None, None, i], env.acc_o)
+        warpgroup.commit_group()
+
+    @cute.jit
     def release(self, env, bar):
         if env.lane == 0:
             cute.arch.mbarrier_arrive(bar)
@@ -254,8 +316,40 @@ class Consumer:
         entry, part = env.lists[1, at + i // self.parts], i % self.parts
         for r in cutlass.range_constexpr(device.ROWS):
             row = env.pool[entry * c.block_q + env.my_row + 8 * r, None]
-            for n in cutlass.range_constexpr(c.step // 32):
+            for n in cutlass.range_constexpr(cute.size(words, mode=[1])):
                 words[r, n] = Int32(cutlass.Uint32(row[part * (c.step // 32) + n]) >> cutlass.Uint32(env.quad))
+        if const_expr(c.lengths):
+            first = env.lists[0, at + i // self.parts] * c.block_kv + part * c.step
+            for n in cutlass.range_constexpr(cute.size(words, mode=[1])):
+                within = device.below(env.length[0] - first - 32 * n)
+                for r in cutlass.range_constexpr(device.ROWS):
+                    words[r, n] = words[r, n] & within
+
+    @cute.jit
+    def edge_words(self, env, words, at, i):
+        """The mask words of step `i` of a list of full tiles that holds the end of the keys."""
+        first = self.column(env, at, i)
+        for n in cutlass.range_constexpr(cute.size(words, mode=[1])):
+            for r in cutlass.range_constexpr(device.ROWS):
+                words[r, n] = device.below(env.length[0] - first - 32 * n)
+
+    @cute.jit
+    def second_words(self, env, words, stage):
+        """The mask words of an item's second step, of whatever kind; returns whether it has any."""
+        item, parts = env.item, self.parts
+        fulls, intervals = item[FULLS, stage] * parts, item[INTERVALS, stage] * parts
+        masked = fulls < 2
+        words.fill(-1)
+        if fulls < 2:
+            if fulls + intervals >= 2:
+                first = self.column(env, item[INTERVAL, stage], 1 - fulls)
+                device.interval_words(words, env.lo, env.hi, first)
+            else:
+                self.words(env, words, item[BITS, stage], 1 - fulls - intervals)
+        elif const_expr(self.config.lengths):
+            self.edge_words(env, words, item[FULL, stage], 1)
+            masked = fulls >= 2
+        return masked
 
     @cute.jit
     def transform(self, env, acc_s):
@@ -286,21 +380,20 @@ class Consumer:
         cute.arch.mbarrier_wait(env.bars.k_full + stage, phase)
         q, k = env.frag_q[None, None, None, buffer], env.frag_k[None, None, None, stage]
         self.product(env.mma_qk, acc_s, q, k, False)
-        words = self.start_mask(env)
         warpgroup.wait_group(0)
         self.release(env, env.bars.k_empty + stage)
         self.transform(env, acc_s)
-        device.keep(acc_s, words)
+        if env.start[5] != 0:
+            device.keep(acc_s, self.start_mask(env))
         self.start_softmax(env, acc_s, 0)
         device.convert(acc_s, env.frag_p)
 
     @cute.jit
-    def bridge(self, env, following, current, kv):
-        """The first step of the following item together with the last P V and the result of the current one."""
+    def bridge(self, env, following, kv):
+        """The first step of the following item together with the last P V of the current one."""
         c = self.config
         stage, phase = ring(kv, c.stages)
-        old = kv - 1
-        old_stage, old_phase = ring(old, c.stages)
+        old_stage, old_phase = ring(kv - 1, c.stages)
         acc_s = cute.make_rmem_tensor(env.mma_qk.get_slice(0).partition_shape_C((ROWS, c.step)), Float32)
         self.prepare(env, following)
         cute.arch.mbarrier_wait(env.bars.k_full + stage, phase)
@@ -309,25 +402,26 @@ class Consumer:
         q, k = env.frag_q[None, None, None, following * self.groups + env.me], env.frag_k[None, None, None, stage]
         self.product(env.mma_qk, acc_s, q, k, False)
         cute.arch.mbarrier_wait(env.bars.v_full + old_stage, old_phase)
-        self.product(env.mma_pv, env.acc_o, env.frag_p, env.frag_v[None, None, None, old_stage], True)
+        v = env.frag_v[None, None, None, old_stage]
+        if const_expr(self.halves):
+            self.product_of_halves(env, v)
+            env.half[0] = Int32(BOTH)
+        else:
+            self.product(env.mma_pv, env.acc_o, env.frag_p, v, True)
         self.pass_turn(env)
-        words = self.start_mask(env)
-        old_max = cute.make_rmem_tensor((device.ROWS,), Float32)
-        old_sum = cute.make_rmem_tensor((device.ROWS,), Float32)
         for r in cutlass.range_constexpr(device.ROWS):
-            old_max[r], old_sum[r] = env.row_max[r], env.row_sum[r]
+            env.old_max[r], env.old_sum[r] = env.row_max[r], env.row_sum[r]
         env.row_max.fill(-Float32.inf)
         env.row_sum.fill(0.0)
         warpgroup.wait_group(1)
         self.release(env, env.bars.k_empty + stage)
         self.transform(env, acc_s)
-        device.keep(acc_s, words)
+        if env.start[5] != 0:
+            device.keep(acc_s, self.start_mask(env))
         self.start_softmax(env, acc_s, c.hold)
         warpgroup.wait_group(0)
         self.release(env, env.bars.v_empty + old_stage)
         device.convert(acc_s, env.frag_p)
-        self.finish(env, current, old_max, old_sum, self.turns)
-        env.acc_o.fill(0.0)
 
     @cute.jit
     def pass_turn(self, env):
@@ -342,18 +436,23 @@ class Consumer:
         """S of this step and P V of the one before, softmax of this step while P V runs.
 
         `at` is the step's first column (mode "interval") or the first entry of the list. With `half` given only that
-        half of the step's columns is computed: no row of this warpgroup keeps any other.
+        half of the step's columns is computed: no row of this warpgroup keeps any other. In mode "second", of any kind
+        of mask, `at` is the item's stage, and the result of the item before is finished while S is computed.
         """
         c = self.config
         stage, phase = ring(kv, c.stages)
-        old = kv - 1
-        old_stage, old_phase = ring(old, c.stages)
+        old_stage, old_phase = ring(kv - 1, c.stages)
         columns = c.step if const_expr(half is None) else c.step // 2
         mma = env.mma_qk if const_expr(half is None) else env.mma_half
         acc_s = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C((ROWS, columns)), Float32)
         words = cute.make_rmem_tensor((device.ROWS, columns // 32), Int32)
+        masked = const_expr(mode != "full")
         if const_expr(mode == "bits"):
             self.words(env, words, at, i)
+        elif const_expr(mode == "edge"):
+            self.edge_words(env, words, at, i)
+        elif const_expr(mode == "second"):
+            masked = self.second_words(env, words, at)
         cute.arch.mbarrier_wait(env.bars.k_full + stage, phase)
         if const_expr(self.turns):
             cute.arch.barrier(barrier_id=TURN + env.me, number_of_threads=2 * WARPGROUP)
@@ -362,15 +461,24 @@ class Consumer:
         else:
             q, k = env.frag_q_half[None, None, None, buffer], env.frag_k_half[None, None, None, half, 0, stage]
         self.product(mma, acc_s, q, k, False)
+        if const_expr(mode == "second"):
+            self.finish(env, 1 - at, env.old_max, env.old_sum, self.turns)
         cute.arch.mbarrier_wait(env.bars.v_full + old_stage, old_phase)
-        self.product(env.mma_pv, env.acc_o, env.frag_p, env.frag_v[None, None, None, old_stage], True)
+        v = env.frag_v[None, None, None, old_stage]
+        if const_expr(self.halves and mode == "interval"):
+            self.product_of_halves(env, v)
+        else:
+            self.product(env.mma_pv, env.acc_o, env.frag_p, v, mode != "second")
         self.pass_turn(env)
         if const_expr(mode == "interval"):
             device.interval_words(words, env.lo, env.hi, at + (0 if const_expr(half is None) else half * columns))
         warpgroup.wait_group(1)
         self.release(env, env.bars.k_empty + stage)
         self.transform(env, acc_s)
-        if const_expr(mode != "full"):
+        if const_expr(mode == "second"):
+            if masked:
+                device.keep(acc_s, words)
+        elif const_expr(mode != "full"):
             device.keep(acc_s, words)
         top = cute.make_rmem_tensor((device.ROWS,), Float32)
         device.tops(acc_s, top)
@@ -387,6 +495,8 @@ class Consumer:
             device.convert(acc_s, env.frag_p)
         else:
             device.convert_half(acc_s, env.frag_p, half)
+        if const_expr(self.halves):
+            env.half[0] = Int32(BOTH if const_expr(half is None) else half)
         if raised:
             device.scale_rows(env.acc_o, env.rescale)
 
@@ -402,9 +512,10 @@ class Consumer:
     def last(self, env, kv):
         """The P V of an item's last step."""
         c = self.config
-        old = kv - 1
-        stage, phase = ring(old, c.stages)
+        stage, phase = ring(kv - 1, c.stages)
         cute.arch.mbarrier_wait(env.bars.v_full + stage, phase)
         self.product(env.mma_pv, env.acc_o, env.frag_p, env.frag_v[None, None, None, stage], True)
         warpgroup.wait_group(0)
         self.release(env, env.bars.v_empty + stage)
+        if const_expr(self.halves):
+            env.half[0] = Int32(BOTH)

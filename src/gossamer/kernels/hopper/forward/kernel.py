@@ -40,7 +40,9 @@ class Forward(Producer, Consumer):
         self.groups = c.block_q // ROWS
         self.parts = c.block_kv // c.step
         self.threads = WARPGROUP * (self.groups + 1)
-        self.producer_registers, self.consumer_registers = {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.groups]
+        self.producer_registers, self.consumer_registers = {
+            (1, 1): (56, 240), (1, 2): (24, 232), (2, 1): (24, 240), (3, 1): (32, 160),
+        }[self.groups, c.blocks]  # fmt: skip
         self.turns = self.groups > 1
         self.halves = bool(config.halves) and self.parts == 1 and config.step == 128
         self.bridges = config.q_stages > 1  # the next item's Q is there while this item's is in use
@@ -71,6 +73,7 @@ class Forward(Producer, Consumer):
         sinks: cute.Tensor,  # (H,) float32
         part_out: cute.Tensor,  # (copies * slots, block_q, E) float32
         part_lse: cute.Tensor,  # (copies * slots, block_q) float32
+        lengths: cute.Tensor,  # (B,) int32; not read without `lengths` in the configuration
         tickets: cute.Tensor,  # (1,) int32: items taken; zero before and after
         before: Float32,  # factor of a score before the soft cap
         exponent: Float32,  # factor of a score in exp2
@@ -129,9 +132,12 @@ class Forward(Producer, Consumer):
         }
         self.kernel(
             tma_q, g_q, tma_k, g_k, tma_v, g_v, tma_o, g_o, lse, work, lists, lo, hi, pool, sinks, part_out, part_lse,
-            tickets, before, exponent, items, copies, heads, slots, has_sinks, q_layout, k_layout, v_layout, o_layout,
-            mma_qk, mma_pv, mma_half,
-        ).launch(grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
+            lengths, tickets, before, exponent, items, copies, heads, slots, has_sinks, q_layout, k_layout, v_layout,
+            o_layout, mma_qk, mma_pv, mma_half,
+        ).launch(
+            grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=c.blocks,
+            preferred_smem_carveout=100,
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -153,6 +159,7 @@ class Forward(Producer, Consumer):
         sinks: cute.Tensor,
         part_out: cute.Tensor,
         part_lse: cute.Tensor,
+        lengths: cute.Tensor,
         tickets: cute.Tensor,
         before: Float32,
         exponent: Float32,
@@ -204,8 +211,8 @@ class Forward(Producer, Consumer):
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_index == 0:
                 self.produce(
-                    tma_q, g_q, tma_k, g_k, tma_v, g_v, s_q, s_k, s_v, bars, item, work, lists, tickets, items, copies,
-                    heads, cute.size(g_q, mode=[2]) // cute.size(g_k, mode=[2]),
+                    tma_q, g_q, tma_k, g_k, tma_v, g_v, s_q, s_k, s_v, bars, item, work, lists, lengths, tickets, items,
+                    copies, heads, cute.size(g_q, mode=[2]) // cute.size(g_k, mode=[2]),
                 )  # fmt: skip
             elif warp_index <= self.groups:
                 self.store(tma_o, g_o, s_o, bars, item, bounds, lists, lo, hi, warp_index - 1)
@@ -213,5 +220,5 @@ class Forward(Producer, Consumer):
             cute.arch.setmaxregister_increase(self.consumer_registers)
             self.consume(
                 mma_qk, mma_pv, mma_half, s_q, s_k, s_v, s_o, bars, item, bounds, lists, pool, sinks, lse,
-                part_out, part_lse, before, exponent, slots, has_sinks, cute.size(g_q, mode=[0]),
+                part_out, part_lse, lengths, before, exponent, slots, has_sinks, cute.size(g_q, mode=[0]),
             )  # fmt: skip

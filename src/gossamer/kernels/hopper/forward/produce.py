@@ -13,6 +13,7 @@ from gossamer.kernels.hopper.common import (
     BITSES,
     BOUNDS,
     COPY,
+    FIRST,
     FULL,
     FULLS,
     HEAD,
@@ -58,12 +59,41 @@ class Producer:
                 word += copy % env.heads
             if lane == COPY:
                 word = copy
+            if const_expr(self.config.lengths):
+                batch = cute.arch.shuffle_sync(word, BATCH)
+                within = cute.ceil_div(env.lengths[batch], self.config.block_kv)
+                for at, count in ((FULL, FULLS), (INTERVAL, INTERVALS), (BITS, BITSES)):
+                    kept = self.listed_below(
+                        env, cute.arch.shuffle_sync(word, at), cute.arch.shuffle_sync(word, count), within
+                    )
+                    if lane == count:
+                        word = kept
         return word
 
     @cute.jit
+    def listed_below(self, env, first, count, limit):
+        """How many of the ascending tile columns `first` to `first + count` of the lists are below `limit`.
+
+        The warp looks at 32 places at a time.
+        """
+        low, high = Int32(0), count
+        while low < high:
+            step = cute.ceil_div(high - low, 32)
+            place = low + cute.arch.lane_idx() * step
+            below = Int32(0)
+            if place < high:
+                below = Int32(1) if env.lists[0, first + place] < limit else Int32(0)
+            found = cute.arch.popc(cute.arch.vote_ballot_sync(below != 0))
+            # The last place found below the limit is counted, the first that is not is the end.
+            end = low + found * step
+            high = end if end < high else high
+            low = low + (found - 1) * step + 1 if found > 0 else high
+        return low
+
+    @cute.jit
     def produce(
-        self, tma_q, g_q, tma_k, g_k, tma_v, g_v, s_q, s_k, s_v, bars, item, work, lists, tickets, items, copies,
-        heads, ratio,
+        self, tma_q, g_q, tma_k, g_k, tma_v, g_v, s_q, s_k, s_v, bars, item, work, lists, lengths, tickets, items,
+        copies, heads, ratio,
     ):  # fmt: skip
         """The producer warp: items and Q, then K and V of each step, K one step ahead of V."""
         c = self.config
@@ -76,7 +106,8 @@ class Producer:
         v_to, v_from = cpasync.tma_partition(tma_v, 0, whole, cute.group_modes(s_v, 0, 2), cute.group_modes(t_v, 0, 2))
         env = Env(
             tma_q=tma_q, q_from=q_from, q_to=q_to, bars=bars, item=item, work=work, lists=lists,
-            items=items, copies=copies, heads=heads, tickets=tickets,
+            items=items, copies=copies, heads=heads, lengths=lengths, tickets=tickets,
+            k=(tma_k, k_from, k_to), v=(tma_v, v_from, v_to),
         )  # fmt: skip
         w, _, _ = cute.arch.block_idx()
         reserved = self.ticket(env)
@@ -108,15 +139,9 @@ class Producer:
                     following = lists[0, at]
                 for p in cutlass.range_constexpr(self.parts):
                     block = column * self.parts + p
-                    stage, phase = ring(kv, c.stages)
-                    cute.arch.mbarrier_wait(bars.k_empty + stage, phase ^ 1)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full + stage, self.bytes["k"])
-                    cute.copy(
-                        tma_k, k_from[None, block, group, batch], k_to[None, stage], tma_bar_ptr=bars.k_full + stage
-                    )
+                    self.load(env, "k", kv, block, group, batch)
                     if owed != 0:
-                        self.load_v(tma_v, v_from, v_to, bars, kv - 1, v_block, v_group, v_batch)
+                        self.load(env, "v", kv - 1, v_block, v_group, v_batch)
                     owed = Int32(1)
                     v_block, v_group, v_batch = block, group, batch
                     kv += 1
@@ -128,11 +153,11 @@ class Producer:
                 stage = ring(turn, c.q_stages)[0]
                 # The next item's first K comes before this item's last V, as the consumers use them.
                 if item[FULLS, stage] + item[INTERVALS, stage] + item[BITSES, stage] == 0 and owed != 0:
-                    self.load_v(tma_v, v_from, v_to, bars, kv - 1, v_block, v_group, v_batch)
+                    self.load(env, "v", kv - 1, v_block, v_group, v_batch)
                     owed = Int32(0)
             else:
                 if owed != 0:
-                    self.load_v(tma_v, v_from, v_to, bars, kv - 1, v_block, v_group, v_batch)
+                    self.load(env, "v", kv - 1, v_block, v_group, v_batch)
                 owed = Int32(0)
                 upcoming = self.publish(env, turn, word)
             following = upcoming
@@ -186,13 +211,15 @@ class Producer:
         return column
 
     @cute.jit
-    def load_v(self, tma_v, v_from, v_to, bars, kv, block, group, batch):
-        c = self.config
-        stage, phase = ring(kv, c.stages)
-        cute.arch.mbarrier_wait(bars.v_empty + stage, phase ^ 1)
+    def load(self, env, name: cutlass.Constexpr, at, block, group, batch):
+        """K or V of step `at` into its ring."""
+        stage, phase = ring(at, self.config.stages)
+        full, empty = getattr(env.bars, name + "_full") + stage, getattr(env.bars, name + "_empty") + stage
+        tma, source, target = getattr(env, name)
+        cute.arch.mbarrier_wait(empty, phase ^ 1)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(bars.v_full + stage, self.bytes["v"])
-        cute.copy(tma_v, v_from[None, block, group, batch], v_to[None, stage], tma_bar_ptr=bars.v_full + stage)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.bytes[name])
+        cute.copy(tma, source[None, block, group, batch], target[None, stage], tma_bar_ptr=full)
 
     @cute.jit
     def store(self, tma_o, g_o, s_o, bars, item, bounds, lists, lo, hi, me):
@@ -241,5 +268,10 @@ class Producer:
                     env.bounds[place, 0, stage] = env.lo[item[LEAD, stage], row]
                     env.bounds[place, 1, stage] = env.hi[item[LEAD, stage], row]
                 item[START, stage] = env.lists[0, item[INTERVAL, stage]] * c.block_kv
+            if const_expr(c.lengths):
+                first = item[FULL, stage]
+                if item[FULLS, stage] == 0:
+                    first = item[INTERVAL, stage] if item[INTERVALS, stage] > 0 else item[BITS, stage]
+                item[FIRST, stage] = env.lists[0, first] * c.block_kv
             cute.arch.barrier_arrive(barrier_id=BOUNDS + env.me, number_of_threads=WARPGROUP + 32)
         return running
