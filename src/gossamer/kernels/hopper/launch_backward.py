@@ -16,7 +16,7 @@ from torch import Tensor
 from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.hopper import compile as compiled
 from gossamer.kernels.hopper.backward.schedule import column_work
-from gossamer.kernels.hopper.config import backward_config, query_config, wide_config
+from gossamer.kernels.hopper.config import WIDE, backward_config, query_config, wide_config
 from gossamer.kernels.hopper.launch import LOG2E, empty, operand, processors, readable, tickets, unused
 from gossamer.kernels.hopper.schedule import lists, work
 from gossamer.kernels.rows import row_terms, sink_gradient
@@ -24,7 +24,6 @@ from gossamer.layouts.block import BlockLayout
 
 ROWS = 128  # row terms are padded to whole tiles of this many queries
 TILE = 64  # rows of a tile of dQ's sums
-WIDE = 128  # heads over this size have a kernel of their own for dK and dV, and dQ by rows
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 

@@ -90,7 +90,7 @@ class QueryGradient:
         self.groups = c.block_q // ROWS
         self.parts = c.block_kv // c.step
         self.threads = WARPGROUP * (self.groups + 1)
-        self.producer_registers, self.consumer_registers = {1: (24, 232), 2: (24, 240), 3: (32, 160)}[self.groups]
+        self.producer_registers, self.consumer_registers = {1: (24, 232), 2: (40, 232), 3: (32, 160)}[self.groups]
 
     def smem_layout(self, rows: int, columns: int, stages: int) -> Any:
         atom = warpgroup.make_smem_layout_atom(
