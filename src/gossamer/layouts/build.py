@@ -65,17 +65,31 @@ def count_pairs(pattern: Pattern, sizes: Sizes) -> int:
 
 
 def _count(pattern: Pattern, grid: Grid) -> int:
-    part, total = _interval_part(pattern, grid.sizes), 0
+    part = _interval_part(pattern, grid.sizes)
     interval = None if part is None else part.intervals(grid.sizes)
-    for tiles in _chunks(pattern, part, grid):
-        full = tiles.kind == KIND_FULL
-        total += int(grid.area(tiles.ti[full], tiles.tj[full]).sum())
-        if interval is not None:
-            edge = tiles.kind == KIND_INTERVAL
-            total += int(interval_overlap(interval, grid, tiles.ti[edge], tiles.tj[edge]).sum())
-        per_entry = np.bitwise_count(tiles.words).sum(axis=(1, 2), dtype=np.int64)
-        total += int(per_entry[tiles.entry[tiles.kind == KIND_BITS]].sum())
-    return total
+    return sum(_pairs_in(tiles, interval, grid) for tiles in _chunks(pattern, part, grid))
+
+
+def _pairs_in(tiles: Tiles, interval: Intervals | None, grid: Grid) -> int:
+    """How many pairs the tiles keep."""
+    full = tiles.kind == KIND_FULL
+    total = int(grid.area(tiles.ti[full], tiles.tj[full]).sum())
+    if interval is not None:
+        edge = tiles.kind == KIND_INTERVAL
+        total += int(interval_overlap(interval, grid, tiles.ti[edge], tiles.tj[edge]).sum())
+    per_entry = np.bitwise_count(tiles.words).sum(axis=(1, 2), dtype=np.int64)
+    return total + int(per_entry[tiles.entry[tiles.kind == KIND_BITS]].sum())
+
+
+def count_tiles(pattern: Pattern, grid: Grid, start: int, stop: int) -> tuple[int, int]:
+    """(pairs kept, existing pairs of the listed tiles) of tile rows [start, stop) of a pattern shared by heads."""
+    part = _interval_part(pattern, grid.sizes)
+    interval = None if part is None else part.intervals(grid.sizes)
+    if interval is not None and part is pattern:
+        tiles = _interval_chunk(interval, grid, start, stop)
+    else:
+        tiles = _mixed_chunk(pattern, part, interval, grid, start, stop)
+    return _pairs_in(tiles, interval, grid), int(grid.area(tiles.ti, tiles.tj).sum())
 
 
 def _one(pattern: Pattern, grid: Grid) -> tuple[Tiles, Intervals | None]:
@@ -151,22 +165,26 @@ def _chunks(pattern: Pattern, part: Pattern | None, grid: Grid) -> Iterator[Tile
 
 
 def _interval_chunks(interval: Intervals, grid: Grid) -> Iterator[Tiles]:
+    rows = max(1, TILES_AT_ONCE // grid.nk)
+    for start in range(0, grid.nq, rows):
+        yield _interval_chunk(interval, grid, start, min(start + rows, grid.nq))
+
+
+def _interval_chunk(interval: Intervals, grid: Grid, start: int, stop: int) -> Tiles:
     """A pattern that is one interval per row: its lists are ranges, nothing is looked up."""
     lo, hi = interval
-    rows = max(1, TILES_AT_ONCE // grid.nk)
     none = np.zeros((0, grid.block_q, grid.block_kv // WORD), dtype=np.uint32)
-    for start in range(0, grid.nq, rows):
-        t = np.arange(start, min(start + rows, grid.nq))
-        r0, r1 = grid.row_bounds(t)
-        first, last = lo[r0] // grid.block_kv, -(-hi[r1 - 1] // grid.block_kv)
-        which, tj = ranges(first, last)
-        # hi never exceeds K, so a tile past K is never full.
-        full = (tj * grid.block_kv >= lo[r1 - 1][which]) & ((tj + 1) * grid.block_kv <= hi[r0][which])
-        listed = full.copy()
-        edge = np.nonzero(~full)[0]
-        listed[edge] = interval_overlap(interval, grid, t[which[edge]], tj[edge]) > 0
-        kind = np.where(full, KIND_FULL, KIND_INTERVAL)[listed]
-        yield Tiles(t[which[listed]], tj[listed], kind, np.full(len(kind), -1), none)
+    t = np.arange(start, stop)
+    r0, r1 = grid.row_bounds(t)
+    first, last = lo[r0] // grid.block_kv, -(-hi[r1 - 1] // grid.block_kv)
+    which, tj = ranges(first, last)
+    # hi never exceeds K, so a tile past K is never full.
+    full = (tj * grid.block_kv >= lo[r1 - 1][which]) & ((tj + 1) * grid.block_kv <= hi[r0][which])
+    listed = full.copy()
+    edge = np.nonzero(~full)[0]
+    listed[edge] = interval_overlap(interval, grid, t[which[edge]], tj[edge]) > 0
+    kind = np.where(full, KIND_FULL, KIND_INTERVAL)[listed]
+    return Tiles(t[which[listed]], tj[listed], kind, np.full(len(kind), -1), none)
 
 
 def _mixed_chunk(

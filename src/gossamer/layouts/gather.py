@@ -237,13 +237,14 @@ def pair_chunks(pattern: Pattern, sizes: Sizes) -> Iterator[tuple[int, int, np.n
         stop = min(start + rows, sizes.Q)
         found = pattern.listed_pairs(sizes, start, stop)
         if found is None:
-            found = _pairs_by_tiles(pattern, sizes, start, stop)
+            found = pairs_by_tiles(pattern, sizes, start, stop)
         yield start, stop, *found
         each = max(1, len(found[0])) / (stop - start)
         start, rows = stop, max(1, min(512, int(PAIRS_AT_ONCE / each) // ROWS_AT_ONCE)) * ROWS_AT_ONCE
 
 
-def _pairs_by_tiles(pattern: Pattern, sizes: Sizes, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+def pairs_by_tiles(pattern: Pattern, sizes: Sizes, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    """The kept pairs of query rows [start, stop), in row-major order; `start` is a multiple of ROWS_AT_ONCE."""
     grid = Grid(*sizes, ROWS_AT_ONCE, ROWS_AT_ONCE)
     ti, tj = pattern.tile_candidates(grid, start // ROWS_AT_ONCE, -(-stop // ROWS_AT_ONCE))
     ti, tj = np.divmod(np.unique(ti.astype(np.int64) * grid.nk + tj), grid.nk)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gossamer.patterns.base import Intervals, Pairs, Pattern, Tiles
-from gossamer.patterns.grid import FULL, MIXED, Grid, Sizes, combine_ids
+from gossamer.patterns.grid import FULL, MIXED, Grid, Sizes, combine_ids, distinct
 from gossamer.patterns.validate import show
 
 
@@ -108,7 +108,7 @@ class Or(_Binary):
         if left is None or right is None:
             return None
         pairs = [rows * sizes.K + keys for rows, keys in (left, right)]
-        rows, keys = np.divmod(np.union1d(*pairs), sizes.K)
+        rows, keys = np.divmod(distinct(np.concatenate(pairs)), sizes.K)
         return rows, keys
 
     def tile_bound(self, grid: Grid) -> int:

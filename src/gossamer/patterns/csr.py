@@ -10,7 +10,7 @@ import numpy as np
 
 from gossamer.patterns.base import Pairs
 from gossamer.patterns.block import Counted, TileCounts
-from gossamer.patterns.grid import WORD, Grid, Sizes, ranges
+from gossamer.patterns.grid import WORD, Grid, Sizes, distinct, ranges
 from gossamer.patterns.validate import array, digest, integer, show
 
 
@@ -85,7 +85,7 @@ class CSR(Counted):
         for name, given, size in (("row", rows, Q), ("column", columns, K)):
             if len(given) and (int(given.min()) < 0 or int(given.max()) >= size):
                 raise ValueError(f"{name} indices must be in [0, {size}), got [{given.min()}, {given.max()}]")
-        keys = np.unique(rows * K + columns)
+        keys = distinct(rows * K + columns)
         rows, columns = np.divmod(keys, K)
         indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=Q))])
         return cls(indptr, columns, K)

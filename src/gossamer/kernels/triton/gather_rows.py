@@ -171,9 +171,9 @@ def rows_forward_kernel(
     b_m = tl.full([RP], FLOOR, tl.float32)
     if SINK:
         # The sink joins once: in the first part of a split row.
-        sink = tl.load(sinks + i_h).to(tl.float32) * LOG2E
-        b_m = tl.maximum(b_m, sink)
-        b_l = tl.where((sink > FLOOR) & (part == 0), b_l + 1.0, b_l)
+        b_sink = b_l + tl.load(sinks + i_h).to(tl.float32) * LOG2E
+        b_m = tl.maximum(b_m, b_sink)
+        b_l = tl.where((b_sink > FLOOR) & (part == 0), b_l + 1.0, b_l)
     slope = 0.0
     if ALIBI:
         slope = of_row(tl.load(slopes + i_h).to(tl.float32) * LOG2E, H_FROM_GRID)

@@ -1,0 +1,96 @@
+"""What a layout would hold, counted on some of its rows: for choosing one without building any.
+
+Windows of rows are spread evenly over the sequence; a short sequence is counted whole.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from gossamer.layouts.build import count_tiles
+from gossamer.layouts.gather import WIDTHS, pairs_by_tiles
+from gossamer.patterns.base import Pattern
+from gossamer.patterns.grid import Grid, Sizes, distinct
+
+# Rows of a window: a multiple of the tiles in use.
+ROWS = 384
+WINDOWS = 12
+
+
+class TileWork(NamedTuple):
+    """Of all heads and batch elements that have lists of their own."""
+
+    useful: float  # pairs kept
+    executed: float  # existing pairs of the tiles that would be listed
+
+
+class GatherWork(NamedTuple):
+    """Of all heads and batch elements that have lists of their own."""
+
+    columns: float  # listed, over all groups of rows
+    executed: float  # pairs of the gathered tiles, padding included
+    rows: float
+
+
+class Sample:
+    """The windows of a pattern, and what has been found in them so far."""
+
+    def __init__(self, pattern: Pattern, sizes: Sizes) -> None:
+        self.sizes = sizes
+        every = -(-sizes.Q // ROWS)
+        chosen = range(every) if every <= WINDOWS else (np.arange(WINDOWS) * every + every // 2) // WINDOWS
+        self.windows = [(int(w) * ROWS, min((int(w) + 1) * ROWS, sizes.Q)) for w in chosen]
+        self.scale = sizes.Q / sum(stop - start for start, stop in self.windows)
+        self.parts: dict[Pattern, int] = {}  # how many heads and batch elements have this pattern
+        for b, h in np.ndindex(*pattern.lead):
+            part = pattern.at(b, h).lower(sizes)
+            self.parts[part] = self.parts.get(part, 0) + 1
+        self._pairs: dict[Pattern, list[tuple[np.ndarray, np.ndarray]]] = {}
+
+    def _listed(self, part: Pattern) -> list[tuple[np.ndarray, np.ndarray]] | None:
+        """The pairs of each window where the pattern lists them itself."""
+        if part.intervals(self.sizes) is not None:
+            return None
+        if part not in self._pairs:
+            found = []
+            for window in self.windows:
+                pairs = part.listed_pairs(self.sizes, *window)
+                if pairs is None:
+                    return None
+                found.append(pairs)
+            self._pairs[part] = found
+        return self._pairs[part]
+
+    def tiles(self, block_q: int, block_kv: int) -> TileWork:
+        """Of a block layout with these tiles."""
+        grid = Grid(*self.sizes, block_q, block_kv)
+        useful = executed = 0
+        for part, times in self.parts.items():
+            listed = self._listed(part)
+            if listed is None:
+                for start, stop in self.windows:
+                    found = count_tiles(part, grid, start // block_q, -(-stop // block_q))
+                    useful, executed = useful + times * found[0], executed + times * found[1]
+                continue
+            for rows, keys in listed:
+                ti, tj = np.divmod(distinct(rows // block_q * grid.nk + keys // block_kv), grid.nk)
+                useful, executed = useful + times * len(rows), executed + times * int(grid.area(ti, tj).sum())
+        return TileWork(useful * self.scale, executed * self.scale)
+
+    def gathers(self, block_q: int) -> GatherWork:
+        """Of a gather layout with groups of `block_q` rows."""
+        width, (Q, K, _) = WIDTHS[block_q], self.sizes
+        columns = executed = 0
+        for part, times in self.parts.items():
+            listed = self._listed(part)
+            if listed is None:
+                listed = self._pairs[part] = [pairs_by_tiles(part, self.sizes, *window) for window in self.windows]
+            for rows, keys in listed:
+                group = rows if block_q == 1 else distinct(rows // block_q * K + keys) // K
+                counts = np.bincount(group - group.min(initial=Q))
+                columns += times * int(counts.sum())
+                executed += times * int((-(-counts // width) * width).sum()) * block_q
+        copies = sum(self.parts.values())
+        return GatherWork(columns * self.scale, executed * self.scale, Q * copies)
