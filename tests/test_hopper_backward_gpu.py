@@ -109,7 +109,7 @@ def compare(layout: BlockLayout, *sizes: int, split: int | None = None, **more: 
 
 
 def build(pattern: Pattern, Q: int, K: int, D: int = 128) -> BlockLayout:
-    block_q, block_kv = IMPLEMENTATION.tile(Problem(1, 1, 1, Q, K, D, D, "bfloat16", "cuda", 90))
+    block_q, block_kv = IMPLEMENTATION.tile(Problem(1, 1, 1, Q, K, D, D, "bfloat16", "cuda", 90, backward=True))
     return pattern.layout(Q, K, block_q=block_q, block_kv=block_kv)
 
 
@@ -119,7 +119,7 @@ def scattered(shape: tuple[int, ...], share: float, D: int = 128) -> BlockLayout
     mask[..., :100, :300] = True
     mask[..., 40:60, :] = False
     mask[..., 70:90] = False
-    block_q, block_kv = IMPLEMENTATION.tile(Problem(1, 1, 1, 1, 1, D, D, "bfloat16", "cuda", 90))
+    block_q, block_kv = IMPLEMENTATION.tile(Problem(1, 1, 1, 1, 1, D, D, "bfloat16", "cuda", 90, backward=True))
     return from_dense(mask, block_q=block_q, block_kv=block_kv)
 
 

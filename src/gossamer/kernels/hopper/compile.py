@@ -78,9 +78,10 @@ def wide(config: WideConfig) -> Any:
     bounds = compact(Int32, s(), s())
     return cute.compile(
         Wide(c), strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q),
-        compact(Float32, 2, B, H, s()), strided(n, B, G, K), strided(n, B, G, K), compact(Int32, s(), ITEM),
-        compact(Int32, s(), SEGMENT), compact(Int32, 2, s()), bounds, bounds, compact(Int32, s(), c.block_q // 32),
-        compact(Float32, s(), c.tile_kv, c.D), compact(Float32, s(), c.tile_kv, c.E), compact(Int32, 1),
+        compact(Float32, 2, B, H, s()), compact(Float32, s(), s(), s(), 64 * c.D), strided(n, B, G, K),
+        strided(n, B, G, K), compact(Int32, s(), ITEM), compact(Int32, s(), SEGMENT), compact(Int32, 2, s()), bounds,
+        bounds, compact(Int32, s(), c.block_q // 32), compact(Float32, s(), c.tile_kv, c.D),
+        compact(Float32, s(), c.tile_kv, c.E), compact(Int32, 1),
         *[Float32(1)] * 3, *[Int32(1)] * 5, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=OPTIONS,
     )  # fmt: skip

@@ -8,7 +8,9 @@ are added in slot order.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,12 +22,30 @@ from gossamer.kernels.hopper.config import WIDE, backward_config, query_config, 
 from gossamer.kernels.hopper.launch import LOG2E, empty, operand, processors, readable, tickets, unused
 from gossamer.kernels.hopper.schedule import lists, work
 from gossamer.kernels.rows import row_terms, sink_gradient
-from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.block import BlockLayout, Walk
 
 ROWS = 128  # row terms are padded to whole tiles of this many queries
 TILE = 64  # rows of a tile of dQ's sums
 
 Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class Prepared(NamedTuple):
+    """What the calls of one walk, of the same sizes and kind of score, have in common."""
+
+    run: Callable[..., None]
+    arrays: tuple[Any, ...]  # items and lists, in the form that costs least to pass
+    counts: tuple[int, int, int, int]  # items, copies, heads, slots
+    blocks: int
+    block: int  # rows of a tile
+    sizes: tuple[int, ...]  # head sizes after padding: of dK and dV, or of dQ
+    sums: tuple[Callable[..., None], ...]  # of the parts of split tiles; none without
+    merges: Tensor
+    preprocess: Callable[..., None] | None = None
+    postprocess: Callable[..., None] | None = None  # None: dQ comes from a walk over the rows
+
+
+_prepared: WeakKeyDictionary[Walk, dict[Any, Prepared]] = WeakKeyDictionary()
 
 
 def backward(
@@ -53,20 +73,23 @@ def backward(
         with torch.cuda.device(q.device):
             return backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into, split=split)
     p = problem
-    shapes = (p.B, p.H, p.Q, p.D), (p.B, p.G, p.K, p.D), (p.B, p.G, p.K, p.E)
     if into is None:
-        dq, dk, dv = (empty(q, shape) for shape in shapes)
+        shapes = (p.B, p.H, p.Q, p.D), (p.B, p.G, p.K, p.D), (p.B, p.G, p.K, p.E)
+        dq, dk, dv = [empty(q, shape) for shape in shapes]
     else:
-        dq, dk, dv = (x if readable(x) else empty(q, x.shape) for x in into)
+        dq, dk, dv = [x if readable(x) else empty(q, x.shape) for x in into]
     sink = None
-    if not (p.B * p.H * p.Q and p.K):
+    if p.B and p.Q and p.K:
+        q, k, v, dout, out = operand(q), operand(k), operand(v), operand(dout), operand(out)
+        rows = _gradients(p, dout, dlse, q, k, v, out, lse, layout, terms, (dq, dk, dv), split)
+        if terms.sink_logits is not None:
+            # A row is empty only under a sink of -inf; +inf makes its share of the sink 0.
+            sink = sink_gradient(rows[1, :, :, : p.Q], lse.masked_fill(lse == -math.inf, math.inf), terms)
+    else:
         for gradient in (dq, dk, dv):
             gradient.zero_()
         if terms.sink_logits is not None:
             sink = sink_gradient(*row_terms(dout, dlse, out, lse, torch.float32), terms)
-    else:
-        q, k, v, dout = operand(q), operand(k), operand(v), operand(dout)
-        sink = _gradients(p, dout, dlse, q, k, v, operand(out), lse, layout, terms, (dq, dk, dv), split)
     if into is None:
         return dq.contiguous(), dk.contiguous(), dv.contiguous(), sink
     for given, made in zip(into, (dq, dk, dv), strict=True):
@@ -88,58 +111,32 @@ def _gradients(
     terms: Terms,
     results: Gradients,
     split: int | None,
-) -> Tensor | None:
-    """Write dq, dk and dv, tensors that TMA can address; returns the gradient of the sink logits."""
+) -> Tensor:
+    """Write dq, dk and dv, tensors that TMA can address; returns the row terms (2, B, H, padded Q)."""
     dq, dk, dv = results
-    walk, device = layout.columns, q.device
-    score, before, exponent = "fold", 1.0, terms.scale * LOG2E
-    if terms.softcap is not None:
-        score, before, exponent = "softcap", terms.scale / terms.softcap, terms.softcap * LOG2E
-    tile = walk.block_columns, walk.block_rows
-    is_wide = max(p.D, p.E) > WIDE
-    by_rows = p.deterministic or is_wide
-    if is_wide:
-        config: Any = wide_config(p.dtype, p.D, p.E, *tile, score)
-    else:
-        config = backward_config(p.dtype, p.D, p.E, *tile, score, not by_rows)
+    call = prepared(p, layout, terms, True, split)
+    assert call.preprocess is not None
     padded_Q = -(-p.Q // ROWS) * ROWS
-    rows = torch.empty((2, p.B, p.H, padded_Q), dtype=torch.float32, device=device)
-    if by_rows:
-        sums = unused(device, 1, 1, 1, TILE * config.D)
+    rows = q.new_empty((2, p.B, p.H, padded_Q), dtype=torch.float32)
+    size = TILE * call.sizes[0]
+    if call.postprocess is None:
+        sums = unused(q.device, 1, 1, 1, size)
     else:
-        sums = torch.empty((p.B, p.H, padded_Q // TILE, TILE * config.D), dtype=torch.float32, device=device)
-    compiled.preprocess(p.dtype, config.E, 0 if by_rows else config.D)(
-        out, dout, lse, lse if dlse is None else dlse, rows, sums, int(dlse is not None)
-    )
-    Bl, Hl = walk.lead
-    heads = p.G if Hl == 1 else 1
-    copies = heads * (p.B if Bl == 1 else 1)
-    plan, known = column_work(layout, copies, p.H // p.G, processors(device), split), lists(layout, True)
-    items, block = plan.items.shape[0], walk.block_rows
-    part_dk, part_dv = (_parts(device, copies * plan.slots, block, n) for n in (config.D, config.E))
-    shared = (
-        plan.items, plan.segments, known.lists, known.lo, known.hi, known.pool, part_dk, part_dv, tickets(device),
-        before, exponent, terms.scale, items, copies, heads, plan.slots,
+        sums = q.new_empty((p.B, p.H, padded_Q // TILE, size), dtype=torch.float32)
+    call.preprocess(out, dout, lse, lse if dlse is None else dlse, rows, sums, int(dlse is not None))
+    part_dk, part_dv = (_parts(call, q, columns) for columns in call.sizes)
+    call.run(
+        q, k, v, dout, rows, sums, dk, dv, *call.arrays, part_dk, part_dv, tickets(q.device), *_factors(terms),
+        *call.counts, call.blocks,
     )  # fmt: skip
-    if is_wide:
-        blocks = min(processors(device), items * copies * block // config.block_kv)
-        compiled.wide(config)(q, k, v, dout, rows, dk, dv, *shared, blocks)
-    else:
-        blocks = min(processors(device), items * copies)
-        compiled.backward(config)(q, k, v, dout, rows, sums, dk, dv, *shared, blocks)
-    if plan.slots:
-        for result, parts, factor in ((dk, part_dk, terms.scale), (dv, part_dv, 1.0)):
-            compiled.sum_parts(p.dtype, parts.shape[2], block)(
-                result, parts, plan.merges, factor, copies, heads, plan.slots
-            )
-    if by_rows:
+    if call.sums:
+        for add, result, parts, factor in zip(call.sums, (dk, dv), (part_dk, part_dv), (terms.scale, 1.0), strict=True):
+            add(result, parts, call.merges, factor, *call.counts[1:])
+    if call.postprocess is None:
         query_gradient(p, q, k, v, dout, rows, layout, terms, dq, split)
     else:
-        compiled.postprocess(p.dtype, config.D)(sums, dq, terms.scale)
-    if terms.sink_logits is None:
-        return None
-    # A row is empty only under a sink of -inf; +inf makes its share of the sink 0.
-    return sink_gradient(rows[1, :, :, : p.Q], lse.masked_fill(lse == -math.inf, math.inf), terms)
+        call.postprocess(sums, dq, terms.scale)
+    return rows
 
 
 def query_gradient(
@@ -155,30 +152,101 @@ def query_gradient(
     split: int | None = None,
 ) -> None:
     """Write dq by a walk over the rows of the layout. `rows` are the row terms (2, B, H, padded Q)."""
-    walk, device = layout.rows, q.device
-    score, before, exponent = "fold", 1.0, terms.scale * LOG2E
-    if terms.softcap is not None:
-        score, before, exponent = "softcap", terms.scale / terms.softcap, terms.softcap * LOG2E
-    config = query_config(p.dtype, p.D, p.E, walk.block_rows, walk.block_columns, score)
-    Bl, Hl = walk.lead
-    heads = p.H if Hl == 1 else 1
-    copies = heads * (p.B if Bl == 1 else 1)
-    plan, known = work(layout, copies, processors(device), split), lists(layout)
+    call = prepared(p, layout, terms, False, split)
+    parts = _parts(call, q, call.sizes[0])
+    call.run(
+        q, k, v, dout, rows, dq, *call.arrays, parts, tickets(q.device), *_factors(terms), *call.counts, call.blocks
+    )
+    for add in call.sums:
+        add(dq, parts, call.merges, terms.scale, *call.counts[1:])
+
+
+def prepared(p: Problem, layout: BlockLayout, terms: Terms, transposed: bool, split: int | None) -> Prepared:
+    """Compiled kernels, items and lists of a walk; made once and kept as long as the layout."""
+    walk = layout.columns if transposed else layout.rows
+    kept = _prepared.get(walk)
+    if kept is None:
+        kept = _prepared.setdefault(walk, {})
+    score = "fold" if terms.softcap is None else "softcap"
+    key = (p.dtype, p.B, p.H, p.G, p.D, p.E, p.deterministic, score, split)
+    found = kept.get(key)
+    if found is None:
+        make = _prepare_columns if transposed else _prepare_rows
+        found = kept.setdefault(key, make(p, layout, score, split))
+    return found
+
+
+def _prepare_columns(p: Problem, layout: BlockLayout, score: str, split: int | None) -> Prepared:
+    walk = layout.columns
+    heads, copies = _copies(p.G, p.B, walk)
+    device, block, tile = walk.lo.device, walk.block_rows, (walk.block_columns, walk.block_rows)
+    with_sums = not p.deterministic and max(p.D, p.E) <= WIDE
+    if max(p.D, p.E) > WIDE:
+        config: Any = wide_config(p.dtype, p.D, p.E, *tile, score)
+        run = compiled.wide(config)
+    else:
+        config = backward_config(p.dtype, p.D, p.E, *tile, score, with_sums)
+        run = compiled.backward(config)
+    plan = column_work(layout, copies, p.H // p.G, processors(device), split)
+    sizes = config.D, config.E
     items = plan.items.shape[0]
-    parts = _parts(device, copies * plan.slots, config.block_q, config.D)
-    compiled.query_gradient(config)(
-        q, k, v, dout, rows, dq, plan.items, known.lists, known.lo, known.hi, known.pool, parts, tickets(device),
-        before, exponent, terms.scale, items, copies, heads, plan.slots,
-        min(config.blocks_per_processor * processors(device), items * copies),
-    )  # fmt: skip
-    if plan.slots:
-        compiled.sum_parts(p.dtype, config.D, config.block_q)(
-            dq, parts, plan.merges, terms.scale, copies, heads, plan.slots
-        )
+    return Prepared(
+        run,
+        _arrays(layout, True, plan.items, plan.segments),
+        (items, copies, heads, plan.slots),
+        min(processors(device), items * copies * block // config.block_kv),
+        block,
+        sizes,
+        tuple(compiled.sum_parts(p.dtype, size, block) for size in sizes) if plan.slots else (),
+        plan.merges,
+        compiled.preprocess(p.dtype, config.E, config.D if with_sums else 0),
+        compiled.postprocess(p.dtype, config.D) if with_sums else None,
+    )
 
 
-def _parts(device: torch.device, n: int, rows: int, size: int) -> Tensor:
+def _prepare_rows(p: Problem, layout: BlockLayout, score: str, split: int | None) -> Prepared:
+    walk = layout.rows
+    heads, copies = _copies(p.H, p.B, walk)
+    config = query_config(p.dtype, p.D, p.E, walk.block_rows, walk.block_columns, score)
+    blocks = config.blocks_per_processor * processors(walk.lo.device)
+    plan = work(layout, copies, blocks, split)
+    items = plan.items.shape[0]
+    return Prepared(
+        compiled.query_gradient(config),
+        _arrays(layout, False, plan.items),
+        (items, copies, heads, plan.slots),
+        min(blocks, items * copies),
+        config.block_q,
+        (config.D,),
+        (compiled.sum_parts(p.dtype, config.D, config.block_q),) if plan.slots else (),
+        plan.merges,
+    )
+
+
+def _copies(heads: int, batch: int, walk: Walk) -> tuple[int, int]:
+    """(heads, and all batch elements' heads) that share a list."""
+    Bl, Hl = walk.lead
+    shared = heads if Hl == 1 else 1
+    return shared, shared * (batch if Bl == 1 else 1)
+
+
+def _arrays(layout: BlockLayout, transposed: bool, *work_arrays: Tensor) -> tuple[Any, ...]:
+    from tvm_ffi import from_dlpack
+
+    known = lists(layout, transposed)
+    return tuple(from_dlpack(x) for x in (*work_arrays, known.lists, known.lo, known.hi, known.pool))
+
+
+def _factors(terms: Terms) -> tuple[float, float, float]:
+    """Factor of a score before the soft cap, in exp2, and of the gradients."""
+    if terms.softcap is None:
+        return 1.0, terms.scale * LOG2E, terms.scale
+    return terms.scale / terms.softcap, terms.softcap * LOG2E, terms.scale
+
+
+def _parts(call: Prepared, like: Tensor, columns: int) -> Tensor:
     """Float32 parts of split tiles, or what stands for none."""
-    if not n:
-        return unused(device, 1, rows, size)
-    return torch.empty((n, rows, size), dtype=torch.float32, device=device)
+    _, copies, _, slots = call.counts
+    if not slots:
+        return unused(like.device, 1, call.block, columns)
+    return like.new_empty((copies * slots, call.block, columns), dtype=torch.float32)

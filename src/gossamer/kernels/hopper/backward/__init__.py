@@ -27,6 +27,6 @@ hi, then for each of full, interval and bits the first entry in `lists` and the 
 item of a shared list has one segment a query head; a split item has the pieces of the concatenation of its heads'
 lists that fall into its range. Segments with no entries are allowed.
 
-Head sizes over 128 are wide.py's, which takes the same arguments without dq_sum and writes dK and dV alone: its items
-are the halves of 64 keys of a key tile. dQ is then made by rows (query.py) in both modes.
+Head sizes over 128 are wide.py's, which takes the same arguments and writes dK and dV alone: its items are the halves
+of 64 keys of a key tile. dQ is then made by rows (query.py) in both modes.
 """

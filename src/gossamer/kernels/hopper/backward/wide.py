@@ -75,6 +75,7 @@ class Wide(Producer):
         v: cute.Tensor,  # (B, G, K, E)
         dout: cute.Tensor,  # (B, H, Q, E)
         terms: cute.Tensor,  # (2, B, H, Qp) float32
+        dq_sum: cute.Tensor,  # unread: the arguments are those of the column kernel
         dk: cute.Tensor,  # (B, G, K, D)
         dv: cute.Tensor,  # (B, G, K, E)
         work: cute.Tensor,  # (n, ITEM) int32
