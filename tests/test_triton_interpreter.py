@@ -58,6 +58,29 @@ if INTERPRETING:
                 assert torch.equal(given, x)
                 assert int(around.isnan().sum()) == around.numel() - x.numel()
 
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_results_of_two_parts_join(dtype: str) -> None:
+        import torch
+        from test_contract import within_nan
+
+        from gossamer.kernels.triton.join import join
+
+        kind = getattr(torch, dtype)
+        outs = [torch.randn(2, 3, 45, 20).to(kind) for _ in range(2)]
+        lses = [3 * torch.randn(2, 3, 45) for _ in range(2)]
+        for n, empty in enumerate(([0, 7], [0, 9])):
+            lses[n][:, :, empty] = -torch.inf
+            outs[n][:, :, empty] = 0
+        rooms, (out, lse) = zip(*(within_nan(x) for x in (outs[0], lses[0])), strict=True)
+        out.copy_(outs[0])
+        lse.copy_(lses[0])
+        join(out, lse, outs[1], lses[1])
+        weight = torch.softmax(torch.stack(lses).double(), 0).nan_to_num()[..., None]
+        exact = weight[0] * outs[0].double() + weight[1] * outs[1].double()
+        torch.testing.assert_close(out.double(), exact, rtol=0, atol=2e-6 if dtype == "float32" else 2e-2)
+        torch.testing.assert_close(lse, torch.logaddexp(*lses))
+        assert all(int(r.isnan().sum()) == r.numel() - x.numel() for r, x in zip(rooms, (out, lse), strict=True))
+
     from test_residue import always  # noqa: F401  (a fixture)
 
     def test_parts_of_a_call(always: list, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
@@ -104,7 +127,7 @@ else:
             tests.append(f"{file}::test_descriptors_give_the_same_numbers")
             tests.append(f"{file}::test_into_given_tensors")
         if part == 2:
-            tests.append(f"{file}::test_parts_of_a_call")
+            tests += [f"{file}::test_parts_of_a_call", f"{file}::test_results_of_two_parts_join"]
         if part == 1:
             tests.append(f"{file}::test_every_step_size_gives_the_same_rows")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gossamer.kernels.contract import Implementation, Terms
 from gossamer.kernels.rows import compute_dtype, row_terms, sink_gradient
+from gossamer.kernels.table import available
 from gossamer.torch.plan import Plan, placed, plan_for, terms_of
 from gossamer.torch.registry import pattern_of
 from gossamer.torch.split import Part, Split, problem_of_fold, split_of
@@ -169,13 +170,13 @@ def forward(split: Split, plan: Plan, a: Arguments, terms: Terms, handle: int) -
     """(out (B, H, Q, E), lse (B, H, Q)), contiguous."""
     shape, dtype = a.q.shape[:3], compute_dtype(a.q.dtype)
     split, a = folded(split, a, plan, terms, handle)
-    out = _rows(a.q, (*a.q.shape[:3], a.v.shape[3]), dtype if split.joined else a.q.dtype)
+    out = _rows(a.q, (*a.q.shape[:3], a.v.shape[3]), _sum_dtype(a, plan, split.depth))
     lse = torch.empty(a.q.shape[:3], dtype=dtype, device=a.q.device)
     if split.rows_left:
         out.zero_()
         lse.copy_(lse.new_full((), -torch.inf) if a.sink_logits is None else a.sink_logits[:, None])
     for call in calls(split, a, terms.q_offset, backward=False):
-        x, more = call.arguments, call.part.joins
+        x, more = call.arguments, call.part.joins > 0
         wanted = call.rows(out), call.rows(lse)
         into = _room(wanted[0], call, more), torch.empty_like(wanted[1]) if more else wanted[1]
         call.implementation.forward(call.plan.problem, x.q, x.k, x.v, call.where, call.terms, into=into)
@@ -198,20 +199,20 @@ def backward(
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsink_logits or None), contiguous."""
-    inputs, dtype = (a.q, a.k, a.v), compute_dtype(a.q.dtype)
+    inputs = (a.q, a.k, a.v)
     dsink = _sink_gradient(dout, dlse, out, lse, terms)
     split, a = folded(split, a, plan, terms, handle)
     lead = a.q.shape[:3]
     dout, out, lse = dout.reshape(*lead, -1), out.reshape(*lead, -1), lse.reshape(lead)
     dlse = None if dlse is None else dlse.reshape(lead)
-    dq = _rows(a.q, a.q.shape, dtype if split.joined else a.q.dtype)
-    dk, dv = (_rows(x, x.shape, dtype if split.added else x.dtype) for x in (a.k, a.v))
+    dq = _rows(a.q, a.q.shape, _sum_dtype(a, plan, split.depth))
+    dk, dv = (_rows(x, x.shape, _sum_dtype(a, plan, split.key_depth)) for x in (a.k, a.v))
     for x, left in ((dq, split.rows_left), (dk, split.keys_left), (dv, split.keys_left)):
         if left:
             x.zero_()
     for call in calls(split, a, terms.q_offset, backward=True, sinks=False):
         given, adds = call.arguments, call.part.adds
-        wanted, more = (call.rows(dq), call.keys(dk), call.keys(dv)), (call.part.joins, adds, adds)
+        wanted, more = (call.rows(dq), call.keys(dk), call.keys(dv)), (call.part.joins > 0, adds, adds)
         into = _room(wanted[0], call, more[0]), _room(wanted[1], call, adds), _room(wanted[2], call, adds)
         call.implementation.backward(
             call.plan.problem, call.rows(dout), None if dlse is None else call.rows(dlse), given.q, given.k, given.v,
@@ -224,6 +225,12 @@ def backward(
                 place.copy_(found)
     dq, dk, dv = (g.to(x.dtype).contiguous().view(x.shape) for g, x in zip((dq, dk, dv), inputs, strict=True))
     return dq, dk, dv, dsink
+
+
+def _sum_dtype(a: Arguments, plan: Plan, depth: int) -> torch.dtype:
+    """In what the results of `depth` parts are joined: float32, unless two that come in 16 bits are all there is."""
+    rounded = not plan.implementations[0].capability.float32_results
+    return a.q.dtype if depth == 1 or (depth == 2 and rounded) else compute_dtype(a.q.dtype)
 
 
 def _rows(like: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
@@ -244,8 +251,13 @@ def _room(wanted: Tensor, call: Call, more: bool) -> Tensor:
 
 def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Join the results of another part into out and lse, in place."""
+    if out.is_cuda and out.dtype != torch.float64 and not available("triton"):
+        from gossamer.kernels.triton.join import join
+
+        join(out, lse, part_out, part_lse)
+        return
     weight = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)
-    out.lerp_(part_out.to(out.dtype), weight[..., None])
+    out.lerp_(part_out.to(out.dtype), weight[..., None].to(out.dtype))
     torch.logaddexp(lse, part_lse, out=lse)
 
 

@@ -54,7 +54,7 @@ class Part:
     cost: float  # seconds of the forward, estimated
     diagonal: bool = False
     key_diagonal: bool = False
-    joins: bool = False  # its rows are computed by an earlier part as well: results merge by log-sum-exp
+    joins: int = 0  # how many earlier parts compute its rows as well: results merge by log-sum-exp
     adds: bool = False  # its keys, and so their gradients
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Part:
         h = self.heads
         heads = range(h.start, h.start + h.number * h.step, h.step)
         own = f", {len(heads) * count} heads in a class each" if self.diagonal else f", heads {_shown(heads)}"
-        return what + own + (", merged" if self.joins else "")
+        return what + own + ", merged" * bool(self.joins)
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,15 @@ class Split:
     keys_left: bool
 
     @property
-    def joined(self) -> bool:
-        return any(part.joins for part in self.parts)
+    def depth(self) -> int:
+        """The most parts that meet in a row."""
+        return 1 + max(part.joins for part in self.parts)
 
     @property
-    def added(self) -> bool:
-        return any(part.adds for part in self.parts)
+    def key_depth(self) -> int:
+        """The most parts that may meet in a key; 3 stands for more."""
+        adds = sum(part.adds for part in self.parts)
+        return 1 if not adds else max(self.depth, 2 if all(part.joins for part in self.parts if part.adds) else 3)
 
 
 _known: OrderedDict[tuple[Any, ...], Split | None] = OrderedDict()
@@ -154,7 +157,7 @@ def _parts(found: tuple[Piece, ...], heads: Heads, p: Problem, sizes: Sizes, cos
     for at, piece in enumerate(found):
         for run in _classes(piece.dilation, sizes):
             seconds = cost.call(piece.pattern, p.B * run.classes * heads.number, run_sizes(run), per_head=False)
-            made.append(Part(piece.pattern, heads, piece.dilation, run, seconds, joins=at > 0, adds=at > 0 or shared))
+            made.append(Part(piece.pattern, heads, piece.dilation, run, seconds, joins=at, adds=at > 0 or shared))
     return made
 
 
@@ -187,7 +190,7 @@ def _diagonal_parts(found: tuple[Piece, ...], p: Problem, sizes: Sizes, cost: Co
                 made.append(
                     Part(
                         piece.pattern, heads, r, mine, seconds, diagonal=r > 1, key_diagonal=r > 1 and group == 1,
-                        joins=at > 0, adds=at > 0,
+                        joins=at, adds=at > 0,
                     )
                 )  # fmt: skip
     return made

@@ -1,0 +1,75 @@
+"""Results of two attentions over the same rows as one, in place: read and written once."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer.kernels.triton.config import padded
+from gossamer.kernels.triton.launch import operand
+from gossamer.kernels.triton.tiles import LN2, LOG2E, load_rows, store_rows
+
+ROWS = 32
+
+
+@triton.jit(do_not_specialize=["heads", "rows"])
+def join_kernel(
+    out,  # (B, heads, rows, E)
+    lse,  # (B, heads, rows)
+    part_out,  # (B, heads, rows, E)
+    part_lse,  # (B, heads, rows)
+    stride_ob,
+    stride_oh,
+    stride_on,
+    stride_lb,
+    stride_lh,
+    stride_ln,
+    stride_pb,
+    stride_ph,
+    stride_pn,
+    stride_mb,
+    stride_mh,
+    stride_mn,
+    heads,
+    rows,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    R: tl.constexpr,
+):
+    """out and lse of the softmax over the keys of both."""
+    tiles = tl.cdiv(rows, R)
+    i_bh = tl.program_id(0) // tiles
+    row_start = tl.program_id(0) % tiles * R
+    b64 = (i_bh // heads).to(tl.int64)
+    h64 = (i_bh % heads).to(tl.int64)
+    o_r = row_start + tl.arange(0, R)
+    o64 = o_r.to(tl.int64)
+    lse += b64 * stride_lb + h64 * stride_lh + o64 * stride_ln
+    part_lse += b64 * stride_mb + h64 * stride_mh + o64 * stride_mn
+    b_lse = tl.load(lse, mask=o_r < rows, other=0.0)
+    b_part = tl.load(part_lse, mask=o_r < rows, other=0.0)
+    b_most = tl.maximum(b_lse, b_part)
+    # A row that neither keeps anything in is 0 and -inf in both.
+    b_most = tl.where(b_most == float("-inf"), 0.0, b_most)
+    b_old = tl.exp2((b_lse - b_most) * LOG2E)
+    b_new = tl.exp2((b_part - b_most) * LOG2E)
+    b_sum = b_old + b_new
+    b_one = tl.where(b_sum == 0.0, 1.0, b_sum)
+    tl.store(lse, tl.where(b_sum == 0.0, float("-inf"), b_most + tl.log2(b_one) * LN2), mask=o_r < rows)
+    out += b64 * stride_ob + h64 * stride_oh
+    part_out += b64 * stride_pb + h64 * stride_ph
+    b_out = load_rows(out, row_start, rows, stride_on, R, E, BLOCK_E, True).to(tl.float32)
+    b_more = load_rows(part_out, row_start, rows, stride_pn, R, E, BLOCK_E, True).to(tl.float32)
+    b_out = b_out * (b_old / b_one)[:, None] + b_more * (b_new / b_one)[:, None]
+    store_rows(out, b_out, row_start, rows, stride_on, R, E, BLOCK_E)
+
+
+def join(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Merge part_out (B, heads, N, E) and part_lse (B, heads, N) into out and lse, in place; of any strides."""
+    B, heads, rows, E = out.shape
+    part_out = operand(part_out)
+    join_kernel[(B * heads * triton.cdiv(rows, ROWS),)](
+        out, lse, part_out, part_lse, *out.stride()[:3], *lse.stride(), *part_out.stride()[:3], *part_lse.stride(),
+        heads, rows, E=E, BLOCK_E=padded(E), R=ROWS, num_warps=4,
+    )  # fmt: skip
