@@ -168,7 +168,9 @@ def prepared(p: Problem, layout: BlockLayout, terms: Terms, transposed: bool, sp
     if kept is None:
         kept = _prepared.setdefault(walk, {})
     score = "fold" if terms.softcap is None else "softcap"
-    key = (p.dtype, p.B, p.H, p.G, p.D, p.E, p.deterministic, score, split)
+    # A sweep puts other configurations in the place of these two.
+    replaced = compiled.backward, backward_config
+    key = (*replaced, p.dtype, p.B, p.H, p.G, p.D, p.E, p.deterministic, score, split)
     found = kept.get(key)
     if found is None:
         make = _prepare_columns if transposed else _prepare_rows
