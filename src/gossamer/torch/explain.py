@@ -41,6 +41,7 @@ class Explanation:
     bytes: int  # q, k, v, out and lse
     layout_bytes: int
     parts: tuple[str, ...] = ()  # the calls over strided views that compute it, when it is not computed as one
+    estimates: tuple[float, float] | None = None  # seconds of the forward in parts, and as one call
     copies: dict[str, str] = field(default_factory=dict)  # inputs that are copied before a kernel reads them, and why
 
     def rows(self) -> list[tuple[str, str]]:
@@ -59,6 +60,10 @@ class Explanation:
             ("implementation", self.implementation),
         ]
         lines += [("part", part) for part in self.parts]
+        if self.estimates is not None:
+            lines.append(
+                ("estimated", "{:.3g} ms in parts, {:.3g} ms as one call".format(*(1e3 * x for x in self.estimates)))
+            )
         if self.backward is not None:
             lines.append(("backward by", self.backward))
         lines += [(f"copies {name}", why) for name, why in self.copies.items()]
@@ -209,5 +214,6 @@ def explain(
     flops = 2.0 * (p.D + p.E) * p.B * p.H
     return Explanation(
         replace(p, backward=backward), name, gradient, refused, tile, density, tiles, useful * flops, executed * flops,
-        elements * size + p.B * p.H * p.Q * (8 if p.dtype == "float64" else 4), layout_bytes, parts, copies,
+        elements * size + p.B * p.H * p.Q * (8 if p.dtype == "float64" else 4), layout_bytes, parts,
+        None if split is None else (split.cost, split.whole), copies,
     )  # fmt: skip
