@@ -17,9 +17,13 @@ PATTERN = gs.SlidingWindow(300)
 B, H, G, N, D = 2, 4, 2, 1500, 64
 
 
-def needs(name: str) -> None:
+def needs(name: str, *, gradients: bool = False) -> None:
     if available(name):
         pytest.skip("; ".join(available(name)))
+    implementation = load(name)
+    assert not isinstance(implementation, str)
+    if gradients and not implementation.capability.backward:
+        pytest.skip(f"{name} has no backward")
 
 
 def inputs(gradient: bool = True, storage: str = "BHND") -> list[Tensor]:
@@ -53,7 +57,7 @@ def warmed(run: Callable[[], object]) -> Iterator[None]:
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", ["hopper", "triton"])
 def test_forward_and_backward_in_a_graph(name: str, deterministic: bool) -> None:
-    needs(name)
+    needs(name, gradients=True)
     x, dout = inputs(), torch.randn(B, H, N, D, device="cuda", dtype=torch.bfloat16)
     options = {"implementation": name, "deterministic": deterministic}
     graph = torch.cuda.CUDAGraph()
@@ -95,7 +99,7 @@ def test_two_streams_at_once() -> None:
 
 @pytest.mark.parametrize("name", ["hopper", "triton"])
 def test_graphed_callables(name: str) -> None:
-    needs(name)
+    needs(name, gradients=True)
 
     class Block(torch.nn.Module):
         def __init__(self) -> None:
@@ -125,7 +129,7 @@ def test_graphed_callables(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["hopper", "triton"])
 def test_a_repeated_call_waits_for_nothing(name: str) -> None:
-    needs(name)
+    needs(name, gradients=True)
     x, dout = inputs(), torch.randn(B, H, N, D, device="cuda", dtype=torch.bfloat16)
     gradients(x, dout, implementation=name)
     torch.cuda.set_sync_debug_mode("error")
@@ -157,14 +161,17 @@ def units(*sizes: int) -> list[int]:
 @pytest.mark.parametrize("storage", ["BHND", "BNHD"])
 def test_hopper_allocates_what_it_returns_and_little_more(storage: str) -> None:
     needs("hopper")
-    x, dout = inputs(storage=storage), torch.randn(B, H, N, D, device="cuda", dtype=torch.bfloat16)
-    rows, queries, keys = 4 * B * H * N, 2 * B * H * N * D, 2 * B * G * N * D
+    x = inputs(storage=storage)
+    rows, queries = 4 * B * H * N, 2 * B * H * N * D
     with torch.no_grad():
         assert sorted(allocations(lambda: gs.attention(*x, PATTERN, implementation="hopper"))) == units(queries, rows)
-    hopper = load("hopper")
-    assert not isinstance(hopper, str)
-    if not hopper.capability.backward:
-        return
+
+
+@pytest.mark.parametrize("storage", ["BHND", "BNHD"])
+def test_the_hopper_backward_allocates_row_terms_and_sums_of_dq(storage: str) -> None:
+    needs("hopper", gradients=True)
+    x, dout = inputs(storage=storage), torch.randn(B, H, N, D, device="cuda", dtype=torch.bfloat16)
+    rows, queries, keys = 4 * B * H * N, 2 * B * H * N * D, 2 * B * G * N * D
     padded = -(-N // 128) * 128
     terms, sums = 2 * 4 * B * H * padded, 4 * B * H * padded * D
     results = (queries, rows, queries, keys, keys)

@@ -277,7 +277,9 @@ def shipped() -> tuple[Shipped, ...]:
                 for with_dq in (True, False) if score == "fold" else (True,):
                     columns = backward_config(*tile, with_dq)
                     add("backward", columns, dtype=dtype, size=size)
-        add("merge", dtype, size[1], block_q, dtype=dtype, size=size)
+        add("forward", forward_config(dtype, *size, 64, 64, "fold"), dtype=dtype, size=size)
+        for rows in (64, block_q):
+            add("merge", dtype, size[1], rows, dtype=dtype, size=size)
         add("preprocess", dtype, columns.E, 0, dtype=dtype, size=size)
         if max(size) <= WIDE:
             add("preprocess", dtype, columns.E, columns.D, dtype=dtype, size=size)
