@@ -12,7 +12,8 @@ import sys
 import torch
 
 from gossamer.bench.measure import peak_bytes, reset_peak
-from gossamer.bench.peers import PEERS, backward_call
+from gossamer.bench.peer import backward_call
+from gossamer.bench.peers import PEERS
 from gossamer.bench.run import OURS, forward_call, ours, tensor_bytes
 from gossamer.bench.workload import find, make_inputs
 

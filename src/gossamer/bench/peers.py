@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,62 +14,21 @@ import gossamer
 from gossamer.bench.check import Inputs
 from gossamer.bench.flex import block_mask
 from gossamer.bench.measure import time_call
+from gossamer.bench.peer import (
+    Attend,
+    Gradients,
+    Peer,
+    Prepared,
+    Refusal,
+    first_line,
+    needs_cuda,
+    needs_module,
+    needs_plain,
+)
+from gossamer.bench.plain_peers import PLAIN_PEERS
 
 MASK_BYTES = 2 * 2**30  # the largest dense boolean mask that is built
 SLOWEST_S = 3.0  # of one dense call, estimated from the matrix-product rate
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-Gradients = Callable[[], tuple[Tensor, ...]]
-
-
-class Refusal(Exception):
-    """The peer is missing here or does not take the case; the message is its reason."""
-
-
-@dataclass
-class Prepared:
-    """`attend(q, k, v)` gives the output; `gradients(dout)` the backward alone, or None for autograd's."""
-
-    attend: Attend
-    gradients: Callable[[Inputs], Gradients] | None = None
-    computes: Any = None  # the pattern it computes when that is not the case's (dense peers)
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A named comparison; `prepare(inputs, matmul_tflops)` raises Refusal."""
-
-    name: str
-    prepare: Callable[[Inputs, float], Prepared]
-
-
-def backward_call(prepared: Prepared, inputs: Inputs) -> Gradients:
-    """The backward alone, as a call that can be repeated: the forward runs once, here."""
-    if prepared.gradients is not None:
-        return prepared.gradients(inputs)
-    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    out = prepared.attend(leaves[0], leaves[1], leaves[2])
-    return lambda: torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
-
-
-def _needs_plain(inputs: Inputs) -> None:
-    t = inputs.terms
-    extra = [name for name in ("softcap", "key_lengths", "sink_logits", "alibi_slopes") if getattr(t, name) is not None]
-    if extra:
-        raise Refusal(f"not asked for {', '.join(extra)}")
-
-
-def _needs_cuda(inputs: Inputs) -> None:
-    if not inputs.q.is_cuda:
-        raise Refusal("needs a GPU")
-
-
-def _import(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except Exception as error:  # a package for another GPU or torch raises more than ImportError
-        raise Refusal(f"{module} cannot be imported ({first_line(error)})") from error
 
 
 def _is_causal(inputs: Inputs) -> bool:
@@ -85,7 +42,7 @@ def _is_causal(inputs: Inputs) -> bool:
 
 
 def _sdpa_dense(inputs: Inputs, matmul_tflops: float) -> Prepared:
-    _needs_plain(inputs)
+    needs_plain(inputs)
     B, H, Q, D = inputs.q.shape
     K, E = inputs.k.shape[2], inputs.v.shape[3]
     causal = _is_causal(inputs)
@@ -128,7 +85,7 @@ def _fastest_backend(attend: Attend, inputs: Inputs) -> Any:
 
 
 def _sdpa_mask(inputs: Inputs, matmul_tflops: float) -> Prepared:
-    _needs_plain(inputs)
+    needs_plain(inputs)
     Q, K = inputs.q.shape[2], inputs.k.shape[2]
     size = inputs.pattern.lead[0] * inputs.pattern.lead[1] * Q * K
     if size > MASK_BYTES:
@@ -144,13 +101,13 @@ def _sdpa_mask(inputs: Inputs, matmul_tflops: float) -> Prepared:
 
 def _flex(options: dict[str, Any], needed: str | None) -> Callable[[Inputs, float], Prepared]:
     def prepare(inputs: Inputs, matmul_tflops: float) -> Prepared:
-        _needs_cuda(inputs)  # on a CPU it has no backward
-        _needs_plain(inputs)
+        needs_cuda(inputs)  # on a CPU it has no backward
+        needs_plain(inputs)
         if needed:
-            _import(needed)
-        flex = _import("torch.nn.attention.flex_attention")
+            needs_module(needed)
+        flex = needs_module("torch.nn.attention.flex_attention")
         # Compiled backward graphs may otherwise free what a repeated backward still needs.
-        _import("torch._functorch.config").donated_buffer = False
+        needs_module("torch._functorch.config").donated_buffer = False
         try:
             mask = block_mask(inputs)
         except ValueError as error:
@@ -169,8 +126,8 @@ def _flex(options: dict[str, Any], needed: str | None) -> Callable[[Inputs, floa
 
 
 def _fa4(inputs: Inputs, matmul_tflops: float) -> Prepared:
-    _needs_cuda(inputs)
-    _needs_plain(inputs)
+    needs_cuda(inputs)
+    needs_plain(inputs)
     match inputs.pattern:
         case gossamer.Dense():
             causal, window = False, (None, None)
@@ -180,7 +137,7 @@ def _fa4(inputs: Inputs, matmul_tflops: float) -> Prepared:
             causal, window = False, (left, right)
         case _:
             raise Refusal("takes causal attention and windows alone")
-    function = _import("flash_attn.cute.interface").flash_attn_func
+    function = needs_module("flash_attn.cute.interface").flash_attn_func
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         heads_inside = (x.transpose(1, 2) for x in (q, k, v))
@@ -191,8 +148,8 @@ def _fa4(inputs: Inputs, matmul_tflops: float) -> Prepared:
 
 
 def _cudnn(inputs: Inputs, matmul_tflops: float) -> Prepared:
-    _needs_cuda(inputs)
-    _needs_plain(inputs)
+    needs_cuda(inputs)
+    needs_plain(inputs)
     pattern = inputs.pattern
     blocks = isinstance(pattern, gossamer.BlockMask) or (isinstance(pattern, gossamer.BigBird) and not pattern.causal)
     if not blocks or pattern.lead != (1, 1):
@@ -201,7 +158,7 @@ def _cudnn(inputs: Inputs, matmul_tflops: float) -> Prepared:
     Q, K = inputs.q.shape[2], inputs.k.shape[2]
     if block not in (64, 128) or Q % block or K % block:
         raise Refusal(f"takes whole blocks of 64 or 128, got {block} for Q={Q}, K={K}")
-    module = _import("cudnn.block_sparse_attention")
+    module = needs_module("cudnn.block_sparse_attention")
     matrix = torch.from_numpy(block_matrix(inputs, block)).to(inputs.q.device)
     B, H = inputs.q.shape[:2]
     counts = matrix.sum(1, dtype=torch.int32)
@@ -236,12 +193,6 @@ def block_matrix(inputs: Inputs, block: int) -> np.ndarray:
     return inputs.pattern.keep(i, np.arange(0, K, block)[None, :], Q, K, inputs.terms.q_offset)
 
 
-def first_line(error: BaseException) -> str:
-    """The error in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
-
-
 PEERS = (
     Peer("SDPA dense", _sdpa_dense),
     Peer("SDPA mask", _sdpa_mask),
@@ -249,4 +200,5 @@ PEERS = (
     Peer("FlexAttention FLASH", _flex({"BACKEND": "FLASH"}, "flash_attn.cute")),
     Peer("FA4", _fa4),
     Peer("cuDNN block sparse", _cudnn),
+    *PLAIN_PEERS,
 )

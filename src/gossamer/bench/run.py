@@ -17,7 +17,8 @@ from torch import Tensor
 import gossamer
 from gossamer.bench.check import Inputs, Sample, compare, draw_samples
 from gossamer.bench.measure import device_name, matmul_rate, peak_bytes, reset_peak, time_call
-from gossamer.bench.peers import PEERS, Peer, Prepared, Refusal, backward_call, first_line
+from gossamer.bench.peer import Peer, Prepared, Refusal, backward_call, first_line
+from gossamer.bench.peers import PEERS
 from gossamer.bench.rows import Row, commit
 from gossamer.bench.workload import Workload, chosen, make_inputs
 
@@ -79,7 +80,7 @@ def attend(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, implementation: str 
 def _measure(session: Session, work: Workload, inputs: Inputs, samples: list[Sample], peer: Peer) -> list[Row]:
     """The rows of one implementation. Nothing it does ends the run: it is refused or failed, with the reason."""
     name, is_peer = peer.name, peer.name != OURS
-    rows = [_row(session, work, name, direction, is_peer) for direction in DIRECTIONS]
+    rows = [make_row(session, work, name, direction, is_peer) for direction in DIRECTIONS]
     base = reset_peak(session.device)  # before masks and layouts are made: they count
     try:
         session.progress(f"{work.name}: {name}")
@@ -158,7 +159,8 @@ def _release() -> None:
         torch.cuda.empty_cache()
 
 
-def _row(session: Session, work: Workload, name: str, direction: Direction, peer: bool) -> Row:
+def make_row(session: Session, work: Workload, name: str, direction: Direction, peer: bool) -> Row:
+    """A row without numbers."""
     return Row(
         work.name, name, direction, peer, shape=work.shape, dtype=work.dtype, pairs=work.pairs, density=work.density,
         pattern=repr(work.pattern), device=session.name, versions=session.versions, commit=session.commit,

@@ -12,6 +12,7 @@ from gossamer import Pattern
 from gossamer.bench.check import Inputs
 from gossamer.kernels.contract import Terms
 from gossamer.testing.cases import CASES, Case, case
+from gossamer.testing.sweeps import BREAKEVEN, LADDER
 
 PREFERRED = {"cpu": "float32", "cuda": "bfloat16"}
 
@@ -56,7 +57,7 @@ class Workload:
 
 def workloads(device: str) -> list[Workload]:
     """Every case that runs on "cpu" or "cuda", in the type that is usual there."""
-    return [workload(found, device) for found in CASES if device in found.devices]
+    return [workload(found, device) for found in (*CASES, *BREAKEVEN, *LADDER) if device in found.devices]
 
 
 def workload(found: Case, device: str) -> Workload:
@@ -90,9 +91,9 @@ def make_inputs(work: Workload, device: torch.device, seed: int = 0) -> Inputs:
     return Inputs(work.pattern, q, k, v, terms, dout=draw(c.B, c.H, c.Q, c.E))
 
 
-def chosen(inputs: Inputs, implementation: str | None) -> tuple[str, str]:
+def chosen(inputs: Inputs, implementation: str | None, gradients: bool = True) -> tuple[str, str]:
     """The implementations that gossamer takes for the forward and for the backward of the inputs."""
-    q = inputs.q.detach().requires_grad_()
+    q = inputs.q.detach().requires_grad_(gradients)
     t = inputs.terms
     plan = gossamer.explain(
         q, inputs.k, inputs.v, inputs.pattern, scale=t.scale, q_offset=t.q_offset, key_lengths=t.key_lengths,

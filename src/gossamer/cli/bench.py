@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,6 +26,7 @@ def run(
     out: Annotated[
         Path | None, typer.Option(help="File to add rows to; benchmarks/results/DEVICE.jsonl by default.")
     ] = None,
+    chart: Annotated[Path | None, typer.Option(help="PNG to draw the rows of this run to; needs matplotlib.")] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="List the cases for the device and stop.")] = False,
 ) -> None:
     """Measure cases; a row whose numbers are wrong is reported as failed, without a time."""
@@ -39,10 +41,13 @@ def run(
         raise Refused(f"--device must be cpu or cuda, got {chosen!r}")
     if chosen == "cuda" and not torch.cuda.is_available():
         raise Refused("--device cuda needs an NVIDIA GPU that torch can use; there is none here")
+    from gossamer.bench.charts import chart as draw
     from gossamer.bench.rows import append_rows, fill_ratios, refusals, table
     from gossamer.bench.run import Session, run_case
+    from gossamer.bench.sweep import Sweep, run_point
     from gossamer.cli.info import versions
     from gossamer.kernels.table import NAMES
+    from gossamer.testing.sweeps import SWEEPS
 
     if implementation is not None and implementation not in NAMES:
         raise Refused(f"--implementation must be one of {', '.join(NAMES)}, got {implementation!r}")
@@ -54,14 +59,19 @@ def run(
         for work in works:
             console.print(f"{work.name}: {', '.join(sorted(work.tags))}", highlight=False)
         return
-    target = out or RESULTS / f"{_file_name(torch, chosen)}.jsonl"
+    sweeps = {tag for work in works for tag in work.tags & SWEEPS}
+    whole = len(sweeps) == 1 and all(work.tags & SWEEPS for work in works)
+    target = out or RESULTS / f"{_file_name(torch, chosen)}{'_' + sweeps.pop() if whole else ''}.jsonl"
+    if chart is not None:
+        need("matplotlib", "--chart")
     session = Session(torch.device(chosen), versions(), implementation, budget)
+    sweep = Sweep(session)
     rows = []
     with Progress(*Progress.get_default_columns(), console=console, transient=True) as progress:
         bar = progress.add_task("", total=len(works))
         session.progress = lambda text: progress.update(bar, description=text)
         for work in works:
-            found = run_case(session, work, peers)
+            found = run_point(sweep, work) if work.tags & SWEEPS else run_case(session, work, peers)
             fill_ratios(found)
             append_rows(found, target)  # case by case: an interrupted run keeps what it has
             rows += found
@@ -73,6 +83,9 @@ def run(
         f"{session.name}; matrix product " + ", ".join(f"{rate:,.3g} TFLOP/s" for rate in session.rates.values())
     )
     console.print(f"added {len(rows)} rows to {target}")
+    if chart is not None:
+        draw([asdict(row) for row in rows], chart)
+        console.print(f"drawn to {chart}")
     failed = [row for row in rows if row.status == "failed" and not row.peer]
     for row in failed:
         typer.echo(f"gossamer bench: {row.case}, {row.direction}, {row.implementation} failed: {row.reason}", err=True)
@@ -83,18 +96,20 @@ def run(
 def _choose(names: list[str], tags: list[str], device: str, everything: bool) -> list[Workload]:
     from gossamer.bench.workload import workloads
     from gossamer.cli.errors import Refused
+    from gossamer.testing.sweeps import SWEEPS
 
     known = {work.name: work for work in workloads(device)}
     if everything and not (names or tags):
         return list(known.values())
+    named = [name for name, work in known.items() if not work.tags & SWEEPS]  # a sweep is asked for by its tag
     every_tag = sorted({tag for work in known.values() for tag in work.tags})
     if not (names or tags):
-        raise Refused(f"name a case or a --tag; cases for {device}: {', '.join(known)}; tags: {', '.join(every_tag)}")
+        raise Refused(f"name a case or a --tag; cases for {device}: {', '.join(named)}; tags: {', '.join(every_tag)}")
     unknown = [name for name in names if name not in known] + [tag for tag in tags if tag not in every_tag]
     if unknown:
         raise Refused(
             f"no case or tag {', '.join(map(repr, unknown))} for {device}; "
-            f"cases: {', '.join(known)}; tags: {', '.join(every_tag)}"
+            f"cases: {', '.join(named)}; tags: {', '.join(every_tag)}"
         )
     return [work for work in known.values() if work.name in names or work.tags.intersection(tags)]
 

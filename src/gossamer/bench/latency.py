@@ -1,0 +1,58 @@
+"""The two costs of a small call: its work on the device, by replaying a CUDA graph, and its time on the host."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+GRAPH_MS = 2.0  # of work in a graph
+MOST_IN_A_GRAPH = 20
+HOST_CALLS = 50
+
+_streams: list[torch.cuda.Stream] = []
+
+
+def graph_ms(call: Callable[[], object], *, replays: int = 5) -> float:
+    """Milliseconds of one call among several in a replayed CUDA graph: no launch, no host; the median of `replays`.
+
+    Raises:
+        RuntimeError: the call cannot be captured.
+    """
+    if not _streams:
+        _streams.append(torch.cuda.Stream())
+    with torch.cuda.stream(_streams[0]):
+        call()
+        once = _events(call)
+        count = int(min(MOST_IN_A_GRAPH, max(1, GRAPH_MS / max(once, 1e-3))))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=_streams[0]):
+        for _ in range(count):
+            call()
+    graph.replay()
+    return statistics.median(_events(graph.replay) / count for _ in range(replays))
+
+
+def _events(call: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def call_ms(call: Callable[[], object], *, rounds: int = 5) -> float:
+    """Milliseconds that the host needs for a call, the device's work not waited for: the median of some rounds."""
+    times = []
+    for _ in range(rounds + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            call()
+        times.append(1000 * (time.perf_counter() - start) / HOST_CALLS)
+    torch.cuda.synchronize()
+    return statistics.median(times[1:])

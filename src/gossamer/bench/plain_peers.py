@@ -1,0 +1,108 @@
+"""Attention as users write it without a kernel of their own: materialised scores, torch.sparse, PyG's scatter softmax.
+
+The sparse ones take graphs (`CSR`), compute in float32, and are written head by head, as their operations are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gossamer
+from gossamer.bench.check import Inputs
+from gossamer.bench.peer import Gradients, Peer, Prepared, Refusal, needs_cuda, needs_module, needs_plain
+
+SCORE_BYTES = 24 * 2**30  # the largest materialised scores
+EDGE_BYTES = 48 * 2**30  # the largest gathered features
+
+
+def _naive(inputs: Inputs, matmul_tflops: float) -> Prepared:
+    needs_plain(inputs)
+    B, H, Q, _ = inputs.q.shape
+    K, group = inputs.k.shape[2], inputs.q.shape[1] // inputs.k.shape[1]
+    size = B * H * Q * K * inputs.q.element_size()
+    if size > SCORE_BYTES or Q * K > 2**31:
+        raise Refusal(f"its scores would take {size / 2**30:.0f} GiB")
+    missing = None
+    if not isinstance(inputs.pattern, gossamer.Dense):
+        missing = ~torch.from_numpy(inputs.pattern.materialize(Q, K, inputs.terms.q_offset)).to(inputs.q.device)
+        if not bool((~missing).any(-1).all()):
+            raise Refusal("a row that keeps nothing becomes NaN")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if group > 1:
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = inputs.terms.scale * q @ k.mT
+        if missing is not None:
+            scores = scores.masked_fill(missing, -torch.inf)
+        return torch.softmax(scores, -1) @ v
+
+    return Prepared(attend)
+
+
+def _graph(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """(crow, row, column) of a graph, int64 on the inputs' device."""
+    needs_cuda(inputs)
+    needs_plain(inputs)
+    if not isinstance(inputs.pattern, gossamer.CSR):
+        raise Refusal("takes graphs (CSR) alone")
+    crow, column = (
+        torch.from_numpy(x.astype("int64")).to(inputs.q.device) for x in (inputs.pattern.indptr, inputs.pattern.indices)
+    )
+    row = torch.repeat_interleave(torch.arange(len(crow) - 1, device=crow.device), crow.diff())
+    return crow, row, column
+
+
+def _torch_sparse(inputs: Inputs, matmul_tflops: float) -> Prepared:
+    crow, row, column = _graph(inputs)
+    Q, K = inputs.q.shape[2], inputs.k.shape[2]
+    group = inputs.q.shape[1] // inputs.k.shape[1]
+    zeros = torch.zeros(len(column), device=crow.device)
+    structure = torch.sparse_csr_tensor(crow, column, zeros, (Q, K), check_invariants=False)
+
+    def head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        score = torch.sparse.sampled_addmm(structure, q, k.mT, beta=0.0, alpha=inputs.terms.scale).values()
+        top = score.new_full((Q,), -torch.inf).scatter_reduce_(0, row, score, "amax")
+        weight = torch.exp(score - top[row])
+        weight = weight / weight.new_zeros(Q).index_add_(0, row, weight)[row]
+        return torch.sparse_csr_tensor(crow, column, weight, (Q, K), check_invariants=False) @ v
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found = [
+            torch.stack([head(q[b, h].float(), k[b, h // group].float(), v[b, h // group].float())
+                         for h in range(q.shape[1])])
+            for b in range(q.shape[0])
+        ]  # fmt: skip
+        return torch.stack(found).to(q.dtype)
+
+    def gradients(given: Inputs) -> Gradients:
+        raise Refusal("has no backward as written: a sparse matrix made of computed values passes no gradient")
+
+    return Prepared(attend, gradients, note="float32")
+
+
+def _pyg(inputs: Inputs, matmul_tflops: float) -> Prepared:
+    softmax: Any = needs_module("torch_geometric.utils").softmax
+    _, row, column = _graph(inputs)
+    B, H, Q, _ = inputs.q.shape
+    group = H // inputs.k.shape[1]
+    size = len(column) * H * (2 * inputs.q.shape[3] + inputs.v.shape[3]) * 4
+    if B > 1 or size > EDGE_BYTES:
+        raise Refusal(f"its gathered features would take {size / 2**30:.0f} GiB" if B == 1 else "takes one graph")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x[0].transpose(0, 1).float() for x in (q, k, v))  # (nodes, heads, features)
+        if group > 1:
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        score = (q[row] * k[column]).sum(-1) * inputs.terms.scale
+        weight = softmax(score, row, num_nodes=Q)
+        out = v.new_zeros(Q, H, v.shape[2]).index_add(0, row, weight[..., None] * v[column])
+        return out.transpose(0, 1)[None].to(inputs.q.dtype)
+
+    return Prepared(attend, note="float32")
+
+
+NAIVE, TORCH_SPARSE = Peer("materialised", _naive), Peer("torch.sparse", _torch_sparse)
+PLAIN_PEERS = (NAIVE, TORCH_SPARSE, Peer("PyG scatter softmax", _pyg))

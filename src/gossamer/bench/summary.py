@@ -1,0 +1,148 @@
+"""Markdown tables of benchmark rows read back from .jsonl files: the break-even, the ladder, and any cases."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+KINDS = ("window", "bigbird", "dilated", "csr")
+# The dense attention that a kind is held against: of the same causality.
+DENSE_OF = {"window": "SDPA causal", "dilated": "SDPA causal", "bigbird": "SDPA dense", "csr": "SDPA dense"}
+
+
+def read(path: Path) -> list[Record]:
+    """The last row of every case, implementation (without its note) and direction."""
+    found: dict[tuple[str, str, str], Record] = {}
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        found[row["case"], name_of(row), row["direction"]] = row
+    return list(found.values())
+
+
+def name_of(row: Record) -> str:
+    """The implementation without its note; ours without the kernel that was chosen."""
+    return row["implementation"].partition(" (")[0] if row["peer"] else "gossamer"
+
+
+def point(row: Record) -> tuple[str, int, float]:
+    """(kind, positions, nominal density) of a break-even row."""
+    _, kind, N, density = row["case"].split("_")
+    return kind, int(N), float(density)
+
+
+def series(
+    rows: Iterable[Record], what: str, name: str, kind: str | None = None, density: float | None = None
+) -> dict[int, float]:
+    """A number of one implementation by positions, ascending; of any pattern where no kind is given."""
+    found = {}
+    for row in rows:
+        own_kind, N, own_density = point(row)
+        same = kind in (None, own_kind) and density in (None, own_density)
+        if same and name_of(row) == name and row[what] is not None:
+            found[N] = row[what]
+    return dict(sorted(found.items()))
+
+
+def breakeven_table(rows: Sequence[Record]) -> str:
+    """From which size on each pattern is faster than each rival, and by how much at the largest size of both."""
+    lines = ["| pattern | density | dense SDPA | materialised | torch.sparse | at the largest size |", "|---" * 6 + "|"]
+    for kind in KINDS:
+        for density in sorted({d for k, _, d in map(point, rows) if k == kind}, reverse=True):
+            mine = series(rows, "device_ms", "gossamer", kind, density)
+            rivals = {
+                DENSE_OF[kind]: series(rows, "device_ms", DENSE_OF[kind]),
+                "materialised": series(rows, "device_ms", "materialised"),
+                "torch.sparse": series(rows, "device_ms", "torch.sparse", kind, density),
+            }
+            cells = [overtakes(mine, rival) for rival in rivals.values()]
+            dense = rivals[DENSE_OF[kind]]
+            common = sorted(set(mine) & set(dense))
+            last = f"{dense[common[-1]] / mine[common[-1]]:.3g} x {DENSE_OF[kind]} at {common[-1]:,}" if common else "-"
+            lines.append(f"| {kind} | {100 * density:g} % | {' | '.join(cells)} | {last} |")
+    return "\n".join(lines) + "\n"
+
+
+def overtakes(mine: dict[int, float], rival: dict[int, float]) -> str:
+    """The smallest size from which on `mine` takes no longer than `rival` at every size that both have."""
+    common = sorted(set(mine) & set(rival))
+    if not common:
+        return "-"
+    slower = [N for N in common if mine[N] > rival[N]]
+    if not slower:
+        return f"always (from {common[0]:,})"
+    later = [N for N in common if slower[-1] < N]
+    return f"from {later[0]:,}" if later else f"not up to {common[-1]:,}"
+
+
+def small_table(rows: Sequence[Record], most: int = 2048) -> str:
+    """Device and host time of small problems beside dense attention of the same causality."""
+    lines = [
+        "| pattern | density | positions | by | device us | SDPA | ratio | call us | SDPA | difference |",
+        "|---" * 10 + "|",
+    ]
+    for row in sorted(rows, key=lambda r: (KINDS.index(point(r)[0]), point(r)[1], -point(r)[2])):
+        kind, N, density = point(row)
+        dense = [r for r in rows if name_of(r) == DENSE_OF[kind] and point(r)[1] == N and r["device_ms"] is not None]
+        if row["peer"] or most < N or row["device_ms"] is None or not dense:
+            continue
+        device, call = (1000 * row[what] for what in ("device_ms", "call_ms"))
+        by = row["implementation"].removeprefix("gossamer ")
+        dense_device, dense_call = (1000 * dense[0][what] for what in ("device_ms", "call_ms"))
+        lines.append(
+            f"| {kind} | {100 * density:g} % | {N} | {by} | {device:.1f} | "
+            f"{dense_device:.1f} | {device / dense_device:.2f} | {call:.0f} | {dense_call:.0f} | "
+            f"{call - dense_call:+.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def rung(row: Record) -> str:
+    """The step of the ladder that a row is."""
+    return name_of(row) if row["peer"] else f"gossamer {row['case'].split('_')[1]}"
+
+
+def ladder_points(rows: Iterable[Record]) -> dict[tuple[int, int, int], dict[str, Record]]:
+    """(positions, heads, head size) -> rung -> row. Materialised scores count once, of the dense case."""
+    found: dict[tuple[int, int, int], dict[str, Record]] = {}
+    for row in rows:
+        shape = row["shape"]
+        if row["device_ms"] is None or (row["peer"] and "_dense_" not in row["case"]):
+            continue
+        found.setdefault((shape["Q"], shape["H"], shape["D"]), {})[rung(row)] = row
+    return dict(sorted(found.items(), key=lambda item: (item[0][0], item[0][1] * item[0][2], item[0][1])))
+
+
+def ladder_table(rows: Sequence[Record]) -> str:
+    """Time, relative error and speed-up over materialised scores, of every rung."""
+    names = ("materialised", "fused", "gossamer dense", "gossamer local", "gossamer causal")
+    lines = ["| positions | heads x size | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
+    for (N, H, D), found in ladder_points(rows).items():
+        base = found.get("materialised")
+        cells = []
+        for name in names:
+            row = found.get(name)
+            if row is None:
+                cells.append("-")
+                continue
+            text = f"{row['device_ms']:.3g} ms, {row['relative_error']:.0e}"
+            if base is not None and row is not base:
+                text += f", {base['device_ms'] / row['device_ms']:.1f} x"
+            cells.append(text)
+        lines.append(f"| {N} | {H} x {D} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def case_table(rows: Sequence[Record], cases: Sequence[str]) -> str:
+    """p50 of every implementation on some cases, in milliseconds; ours in bold with the kernel that was chosen."""
+    lines = ["| case | direction | implementation | ms | useful TFLOP/s |", "|---" * 5 + "|"]
+    for case in cases:
+        for direction in ("forward", "backward"):
+            mine = [r for r in rows if (r["case"], r["direction"]) == (case, direction) and r["p50_ms"] is not None]
+            for row in sorted(mine, key=lambda r: r["p50_ms"]):
+                name = row["implementation"] if row["peer"] else f"**{row['implementation']}**"
+                lines.append(f"| `{case}` | {direction} | {name} | {row['p50_ms']:.3g} | {row['useful_tflops']:.0f} |")
+    return "\n".join(lines) + "\n"
