@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gossamer as gs
-from gossamer.layouts import BlockLayout, build, cached_layout, cheapest_tile, clear_cache, from_dense, work_items
+from gossamer.layouts import BlockLayout, build, cached_layout, cheapest, clear_cache, from_dense, work_items
 
 
 def check(pattern, Q, K, block_q, block_kv, q_offset=None):
@@ -259,7 +259,7 @@ def test_the_cheapest_tile_is_chosen():
     options = ((128, 128, 1.0), (64, 64, 0.9), (32, 32, 0.2))
 
     def tile(pattern, options=options):
-        return options[cheapest_tile(pattern, 2048, 2048, options=options, q_offset=0)][:2]
+        return options[cheapest(pattern, 2048, 2048, tiles=options, q_offset=0)][:2]
 
     assert tile(gs.BigBird(64)) == (64, 64)
     assert tile(gs.SlidingWindow(30)) == (64, 64)

@@ -37,6 +37,20 @@ class Problem:
     backward: bool = False
     deterministic: bool = False
     tile: tuple[int, int] | None = None  # (block_q, block_kv) of a layout that the user made
+    gather: int | None = None  # block_q of a gather layout that the user made
+
+
+class GatherChoice(NamedTuple):
+    """A group of rows whose gather layout an implementation can read, and what that costs.
+
+    In units of a pair of a full tile at rate 1: time is counted in executed pairs, whatever computes them.
+    """
+
+    block_q: int
+    dtypes: frozenset[str]
+    pair: float  # of an executed pair
+    column: float  # of a gathered column
+    row: float  # of a row of the output
 
 
 @dataclass(frozen=True)
@@ -59,6 +73,7 @@ class Capability:
     alignment: int | None = None  # of the inputs' addresses and strides, in bytes; others are copied first
     float32_results: bool = True  # writes into float32 tensors for 16-bit inputs as well
     rate: float = 1.0  # pairs executed per second with its own tile; ratios on one device count
+    gathers: tuple[GatherChoice, ...] = ()  # gather layouts that it reads besides block layouts
 
 
 def reasons(problem: Problem, capability: Capability) -> list[str]:
@@ -85,6 +100,8 @@ def reasons(problem: Problem, capability: Capability) -> list[str]:
     elif p.tile is not None and tiles is not None and p.tile not in tiles:
         walked = ", ".join(f"{q} x {kv}" for q, kv in sorted(tiles))
         found.append(f"walks layout tiles of {walked}, got {p.tile[0]} x {p.tile[1]}")
+    if p.gather is not None and not any(p.gather == g.block_q and p.dtype in g.dtypes for g in c.gathers):
+        found.append(f"reads no gather layout of {p.gather} rows in {p.dtype}")
     terms = c.backward_score_terms if p.backward and c.backward_score_terms is not None else c.score_terms
     missing = p.score_terms - terms
     if missing:
@@ -129,7 +146,8 @@ class Implementation(Protocol):
 
     `layout` says which form it reads: "dense" (a boolean tensor broadcastable to (B, H, Q, K), the oracle alone),
     "words" (bits of all pairs, (Bl, Hl, Q, 4 ceil(K / 128)) int32, or None for every pair: small problems alone) or
-    "block" (a BlockLayout of torch tensors on the inputs' device, with `columns` present for the backward).
+    "block" (a BlockLayout of torch tensors on the inputs' device, with `columns` present for the backward). One whose
+    capability lists `gathers` reads a GatherLayout in its place.
     """
 
     name: str

@@ -2,21 +2,26 @@
 
 from gossamer.layouts.block import BlockLayout, TileList, Walk
 from gossamer.layouts.build import build
-from gossamer.layouts.cache import cached_layout, cheapest_tile, clear_cache
+from gossamer.layouts.cache import cached_gather, cached_layout, cheapest, clear_cache, costs
 from gossamer.layouts.dense import from_dense
+from gossamer.layouts.gather import GatherLayout, build_gather
 from gossamer.layouts.schedule import WorkItems, work_items
 from gossamer.layouts.stats import LayoutStats
 
 __all__ = [
     "BlockLayout",
+    "GatherLayout",
     "LayoutStats",
     "TileList",
     "Walk",
     "WorkItems",
     "build",
+    "build_gather",
+    "cached_gather",
     "cached_layout",
-    "cheapest_tile",
+    "cheapest",
     "clear_cache",
+    "costs",
     "from_dense",
     "work_items",
 ]

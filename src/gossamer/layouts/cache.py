@@ -1,21 +1,27 @@
-"""A bounded cache of layouts by pattern, sizes, tile and device."""
+"""A bounded cache of layouts by pattern, sizes, tile and device, and the choice among layouts."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from threading import Lock
 from typing import Any
 
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.build import build
+from gossamer.layouts.estimate import Sample
+from gossamer.layouts.gather import GatherLayout, build_gather
 from gossamer.patterns.base import Pattern
 
 LIMIT = 64
 # A tile that executes no more than this for each useful pair is not compared with others.
 WORTH_A_LOOK = 1.25
+# Nor are gather layouts where the best tile takes no more than this, in pairs at rate 1, for each useful pair: the
+# cheapest of them takes as much when 64 rows keep the same keys.
+WORTH_A_GATHER = 3.0
 
-_layouts: OrderedDict[tuple[Any, ...], BlockLayout] = OrderedDict()
-_tiles: OrderedDict[tuple[Any, ...], int] = OrderedDict()
+_layouts: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+_costs: OrderedDict[tuple[Any, ...], tuple[float, ...]] = OrderedDict()
 _lock = Lock()
 
 
@@ -23,17 +29,23 @@ def cached_layout(
     pattern: Pattern, Q: int, K: int, *, block_q: int, block_kv: int, q_offset: int, device: Any
 ) -> BlockLayout:
     """The layout of a pattern as torch tensors on `device`; the last 64 are kept, device copies with them."""
-    return _host_layout(pattern, Q, K, block_q, block_kv, q_offset).to(device)
-
-
-def _host_layout(pattern: Pattern, Q: int, K: int, block_q: int, block_kv: int, q_offset: int) -> BlockLayout:
     key = (pattern, Q, K, q_offset, block_q, block_kv)
+    return _kept(key, lambda: build(pattern, Q, K, block_q=block_q, block_kv=block_kv, q_offset=q_offset)).to(device)
+
+
+def cached_gather(pattern: Pattern, Q: int, K: int, *, block_q: int, q_offset: int, device: Any) -> GatherLayout:
+    """The gather layout of a pattern as torch tensors on `device`, kept with the others."""
+    key = (pattern, Q, K, q_offset, block_q)
+    return _kept(key, lambda: build_gather(pattern, Q, K, block_q=block_q, q_offset=q_offset)).to(device)
+
+
+def _kept(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
     with _lock:
         layout = _layouts.get(key)
         if layout is not None:
             _layouts.move_to_end(key)
     if layout is None:
-        layout = build(pattern, Q, K, block_q=block_q, block_kv=block_kv, q_offset=q_offset)
+        layout = make()
         with _lock:
             layout = _layouts.setdefault(key, layout)
             while len(_layouts) > LIMIT:
@@ -41,36 +53,76 @@ def _host_layout(pattern: Pattern, Q: int, K: int, block_q: int, block_kv: int, 
     return layout
 
 
-def cheapest_tile(
-    pattern: Pattern, Q: int, K: int, *, options: tuple[tuple[int, int, float], ...], q_offset: int
-) -> int:
-    """Which of the options (block_q, block_kv, rate) takes the least time: executed pairs over rate, by counting.
+def costs(
+    pattern: Pattern,
+    Q: int,
+    K: int,
+    *,
+    tiles: tuple[tuple[int, int, float], ...],
+    gathers: tuple[Any, ...] = (),
+    q_offset: int,
+) -> tuple[float, ...]:
+    """What each option takes, in pairs of a full tile at rate 1, counted on windows of rows without building a layout.
 
-    The first is taken without a look at the others where it executes at most 1.25 pairs for each useful one.
+    Those that need no look are left out at the end: all after the first tile where that executes at most 1.25 pairs
+    for each useful one, and the gather layouts where none can be the cheapest.
+
+    Args:
+        tiles: (block_q, block_kv, rate) of block layouts, the preferred one first.
+        gathers: gather layouts, as `kernels.contract.GatherChoice`.
     """
-    if len(options) == 1:
+    key = (pattern, Q, K, q_offset, tiles, gathers)
+    with _lock:
+        known = _costs.get(key)
+    if known is None:
+        known = tuple(_count(pattern, Q, K, tiles, gathers, q_offset))
+        with _lock:
+            _costs[key] = known
+            while len(_costs) > 4 * LIMIT:
+                _costs.popitem(last=False)
+    return known
+
+
+def _count(
+    pattern: Pattern,
+    Q: int,
+    K: int,
+    tiles: tuple[tuple[int, int, float], ...],
+    gathers: tuple[Any, ...],
+    q_offset: int,
+) -> list[float]:
+    sample, found, useful = Sample(pattern, pattern._sizes(Q, K, q_offset)), [], 0.0
+    for block_q, block_kv, rate in tiles:
+        work = sample.tiles(block_q, block_kv)
+        found.append(work.executed / rate)
+        useful = work.useful
+        if len(found) == 1 and work.executed <= WORTH_A_LOOK * useful:
+            return found
+    if min(found) > WORTH_A_GATHER * useful:
+        for choice in gathers:
+            counts = sample.gathers(choice.block_q)
+            found.append(choice.column * counts.columns + choice.pair * counts.executed + choice.row * counts.rows)
+    return found
+
+
+def cheapest(
+    pattern: Pattern,
+    Q: int,
+    K: int,
+    *,
+    tiles: tuple[tuple[int, int, float], ...],
+    gathers: tuple[Any, ...] = (),
+    q_offset: int,
+) -> int:
+    """Which option takes the least, by `costs`: an index into the tiles, and after them the gather layouts."""
+    if len(tiles) == 1 and not gathers:
         return 0
-    key = (pattern, Q, K, q_offset, options)
-    with _lock:
-        known = _tiles.get(key)
-    if known is not None:
-        return known
-    times = []
-    for block_q, block_kv, rate in options:
-        stats = _host_layout(pattern, Q, K, block_q, block_kv, q_offset).stats
-        times.append(stats.executed_pairs / rate)
-        if len(times) == 1 and stats.overhead <= WORTH_A_LOOK:
-            break
-    best = times.index(min(times))
-    with _lock:
-        _tiles[key] = best
-        while len(_tiles) > 4 * LIMIT:
-            _tiles.popitem(last=False)
-    return best
+    found = costs(pattern, Q, K, tiles=tiles, gathers=gathers, q_offset=q_offset)
+    return found.index(min(found))
 
 
 def clear_cache() -> None:
     """Forget every layout."""
     with _lock:
         _layouts.clear()
-        _tiles.clear()
+        _costs.clear()

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gossamer.kernels.contract import Implementation, Problem, Terms, Unsupported, reasons
+from gossamer.kernels.contract import GatherChoice, Implementation, Problem, Terms, Unsupported, reasons
 from gossamer.kernels.table import NAMES, load
-from gossamer.layouts import BlockLayout, cached_layout, cheapest_tile
+from gossamer.layouts import BlockLayout, cached_gather, cached_layout, cheapest
 from gossamer.patterns import Dense, Pattern
 from gossamer.torch.masks import dense_of, layout_of, words_of
 from gossamer.torch.registry import pattern_of
@@ -53,6 +53,17 @@ class Plan:
     def tiles(self) -> tuple[tuple[int, int, float], ...]:
         """The tiles of `options`."""
         return tuple(tile for _, tile in self.options)
+
+    @cached_property
+    def gather_options(self) -> list[tuple[Implementation, GatherChoice]]:
+        """Every gather layout that an implementation reads."""
+        able = [i for i in self.implementations if i.layout == "block"]
+        return [(i, c) for i in able for c in i.capability.gathers if self.problem.dtype in c.dtypes]
+
+    @cached_property
+    def gathers(self) -> tuple[GatherChoice, ...]:
+        """The choices of `gather_options`."""
+        return tuple(choice for _, choice in self.gather_options)
 
     @cached_property
     def splits(self) -> dict[tuple[int, int], Any]:
@@ -180,10 +191,10 @@ def _numbers(D: int, scale: float | None, q_offset: int, softcap: float | None) 
 def placed(
     plan: Plan, a: Arguments, terms: Terms, pattern: int, given: list[Tensor], geometry: list[int]
 ) -> tuple[Implementation, Any]:
-    """The implementation that computes a call, and what it reads: a BlockLayout, a dense boolean tensor, or words.
+    """The implementation that computes a call, and what it reads: a layout, a dense boolean tensor, or words.
 
-    It is the first of the plan; for a pattern that leaves most of its tiles empty, the one whose tile takes the least
-    time by counted pairs.
+    It is the first of the plan; for a pattern that leaves most of its tiles empty, the one whose tile, or gather
+    layout, takes the least time by counted work.
 
     Args:
         pattern: a handle, or -1 when `given` says what is attended.
@@ -217,7 +228,13 @@ def _placed_pattern(plan: Plan, a: Arguments, terms: Terms, pattern: int) -> tup
         _log(first.name, plan)
         return first, _words_pattern(which, p, terms.q_offset, a.q.device)
     which.check(p.Q, p.K, p.H, p.B)
-    at = cheapest_tile(which, p.Q, p.K, options=plan.tiles, q_offset=terms.q_offset)
+    at = cheapest(which, p.Q, p.K, tiles=plan.tiles, gathers=plan.gathers, q_offset=terms.q_offset)
+    if at >= len(plan.tiles):
+        implementation, choice = plan.gather_options[at - len(plan.tiles)]
+        _log(implementation.name, plan)
+        return implementation, cached_gather(
+            which, p.Q, p.K, block_q=choice.block_q, q_offset=terms.q_offset, device=a.q.device
+        )
     implementation, (block_q, block_kv, _) = plan.options[at]
     _log(implementation.name, plan)
     return implementation, cached_layout(

@@ -7,13 +7,18 @@ import triton
 from torch import Tensor
 
 from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice
-from gossamer.kernels.triton import launch
+from gossamer.kernels.triton import gather_launch, launch
 from gossamer.kernels.triton.config import SMALL_TILE_RATE
+from gossamer.kernels.triton.gather_config import GATHERS
 from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.gather import GatherLayout
 
 
 class Triton:
-    """Tiles of 128 x 128 pairs, walked by the three mask modes of a layout; see docs/kernels/triton.md."""
+    """Tiles of 128 x 128 pairs, walked by the three mask modes of a layout, and gathered keys for scattered pairs.
+
+    See docs/kernels/triton.md and docs/kernels/gather.md.
+    """
 
     name = "triton"
     layout = "block"
@@ -23,6 +28,7 @@ class Triton:
         max_head_dim=256,
         min_sm=80,
         rate=0.7,  # of hopper's, windows at D 128 on an H200
+        gathers=GATHERS,
     )
 
     def unavailable(self) -> list[str]:
@@ -46,10 +52,12 @@ class Triton:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        layout: BlockLayout,
+        layout: BlockLayout | GatherLayout,
         terms: Terms,
         into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
+        if isinstance(layout, GatherLayout):
+            return gather_launch.forward(problem, q, k, v, layout, terms, into=into)
         return launch.forward(problem, q, k, v, layout, terms, into=into)
 
     def backward(
@@ -62,10 +70,12 @@ class Triton:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        layout: BlockLayout,
+        layout: BlockLayout | GatherLayout,
         terms: Terms,
         into: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        if isinstance(layout, GatherLayout):
+            return gather_launch.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
         return launch.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
 
 

@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from gossamer.kernels.contract import GatherChoice
 from gossamer.kernels.triton.config import X3, Direction, padded
+
+_SHORT, _LONG = frozenset({"float16", "bfloat16"}), frozenset({"float32"})
+# Measured on one H200 (docs/kernels/gather.md): seconds of a pair, of a gathered column and of a row, over those of a
+# pair in a full tile of the fastest implementation. float32 products are slow, and its gathers move twice the bytes.
+GATHERS = (
+    GatherChoice(1, _SHORT, 0.0, 80.0, 600.0),
+    GatherChoice(16, _SHORT, 1.7, 80.0, 0.0),
+    GatherChoice(64, _SHORT, 1.7, 80.0, 0.0),
+    GatherChoice(1, _LONG, 0.0, 24.0, 160.0),
+    GatherChoice(64, _LONG, 2.0, 24.0, 0.0),
+)
 
 
 @dataclass(frozen=True)
