@@ -45,22 +45,32 @@ CASES: dict[str, Callable[[int], Pattern]] = {
 FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "forward": {"step": (64, 128), "stages": (2, 3), "q_stages": (1, 2), "hold": (0, 1, 2)},
     "backward": {"step": (64, 128), "q_stages": (1, 2), "do_stages": (1, 2), "ds_stages": (1, 2)},
+    "wide": {"step": (64, 128), "q_stages": (1, 2, 3), "do_stages": (1, 2, 3)},
     "query_gradient": {"step": (32, 64, 128), "k_stages": (1, 2), "v_stages": (1, 2)},
 }
 # The function that chooses the configuration, and the name of the module that calls it.
 CHOOSERS = {
     "forward": ("forward_config", "launch"),
     "backward": ("backward_config", "launch_backward"),
+    "wide": ("wide_config", "launch_backward"),
     "query_gradient": ("query_config", "launch_backward"),
 }
 
 
+def tile(D: int, E: int) -> tuple[int, int]:
+    """The tile of the layouts that are walked."""
+    return IMPLEMENTATION.tile(Problem(1, 1, 1, 4096, 4096, D, E, "bfloat16", "cuda", 90, backward=True))
+
+
+def serves(kernel: str, size: tuple[int, int]) -> bool:
+    """Whether a kernel is used for head sizes (D, E)."""
+    return {"backward": max(size) <= config.WIDE, "wide": max(size) > config.WIDE}.get(kernel, True)
+
+
 def shipped(kernel: str, D: int, E: int) -> Any:
     """The configuration that a call of these head sizes takes today."""
-    p = Problem(1, 1, 1, 128, 128, D, E, "bfloat16", "cuda", 90)
     more = {"backward": (True,)}.get(kernel, ())
-    choose = getattr(config, CHOOSERS[kernel][0])
-    return choose("bfloat16", D, E, *IMPLEMENTATION.tile(p), "fold", *more)
+    return getattr(config, CHOOSERS[kernel][0])("bfloat16", D, E, *tile(D, E), "fold", *more)
 
 
 def candidates(kernel: str, first: Any) -> list[Any]:
@@ -96,17 +106,19 @@ def chosen(kernel: str, choice: Any) -> Iterator[None]:
     owner = importlib.import_module(f"gossamer.kernels.hopper.{module}")
     before = getattr(owner, name)
     setattr(owner, name, lambda *key: choice)
+    owner._prepared.clear()  # what calls have in common holds the configuration
     try:
         yield
     finally:
         setattr(owner, name, before)
+        owner._prepared.clear()
 
 
 def problem(pattern: Pattern, H: int, N: int, D: int, E: int) -> tuple[Inputs, Problem, Any]:
     g = torch.Generator("cuda").manual_seed(0)
     q, k, v, dout = (torch.randn(1, H, N, n, device="cuda", generator=g).bfloat16() for n in (D, D, E, E))
     p = Problem(1, H, H, N, N, D, E, "bfloat16", "cuda", 90, backward=True)
-    block_q, block_kv = IMPLEMENTATION.tile(p)
+    block_q, block_kv = tile(D, E)
     layout = pattern.layout(N, N, block_q=block_q, block_kv=block_kv).to("cuda")
     return Inputs(pattern, q, k, v, Terms(scale=D**-0.5, q_offset=0), dout), p, layout
 
@@ -117,7 +129,7 @@ def caller(kernel: str, x: Inputs, p: Problem, layout: Any) -> Callable[[], dict
     if kernel == "forward":
         return lambda: {"out": hopper.forward(p, x.q, x.k, x.v, layout, x.terms)[0]}
     out, lse = hopper.forward(p, x.q, x.k, x.v, layout, x.terms)
-    p = dataclasses.replace(p, deterministic=kernel == "query_gradient")
+    p = dataclasses.replace(p, deterministic=kernel == "query_gradient")  # else dQ is a sum, where there is a choice
 
     def backward() -> dict[str, torch.Tensor]:
         found = hopper.backward(p, x.dout, None, x.q, x.k, x.v, out, lse, layout, x.terms)
@@ -164,7 +176,7 @@ def winner(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], float]:
 def keep(kernel: str, choice: Any, fields: dict[str, Any]) -> None:
     """Write the fields of a winner where the configuration is looked up."""
     found = json.loads(config.TUNED.read_text())
-    found.setdefault(kernel, {})[config.tuned_key(choice.D, choice.E, choice.block_q, choice.block_kv)] = fields
+    found.setdefault(kernel, {})[config.tuned_key(choice.D, choice.E, *tile(choice.D, choice.E))] = fields
     config.TUNED.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 
@@ -181,7 +193,12 @@ def main() -> None:
     a = parser.parse_args()
     start = time.perf_counter()
     sizes = [(int(D), int(E or D)) for D, _, E in (text.partition(",") for text in a.sizes)]
-    wanted = {(kernel, size): candidates(kernel, shipped(kernel, *size)) for kernel in a.kernels for size in sizes}
+    wanted = {
+        (kernel, size): candidates(kernel, shipped(kernel, *size))
+        for kernel in a.kernels
+        for size in sizes
+        if serves(kernel, size)
+    }
     tasks = [(kernel, choice) for (kernel, _), choices in wanted.items() for choice in choices]
     with ProcessPoolExecutor(a.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         refused = {repr(task): why for task, why in zip(tasks, pool.map(make, tasks), strict=True) if why}
