@@ -136,3 +136,20 @@ def test_explain_says_what_is_copied(name: str, monkeypatch: pytest.MonkeyPatch)
     found = gs.explain(q, k, x, implementation="blocked")
     assert found.copies == ({} if fine else {"v": why})
     assert fine or ("copies v", why) in found.rows()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    "pattern", [gs.Causal(), gs.BigBird(64), gs.PerHead([gs.Causal(), gs.Dilated(15, 0, 8)])], ids=str
+)
+def test_lists_are_the_same_from_the_host_and_from_the_device(pattern: gs.Pattern, transposed: bool) -> None:
+    """From the host where there is a copy, since that is complete for every stream at once."""
+    from gossamer.kernels.hopper.schedule import lists
+
+    layout = pattern.layout(700, 700, block_q=128, block_kv=128).to("cpu")
+    walks = [layout.rows.with_arrays(layout.rows.arrays()), layout.columns]
+    found, want = lists(layout, transposed), lists(gs.BlockLayout(walks[0], _transpose=walks[1:]), transposed)
+    assert (
+        torch.equal(found.lists, want.lists) and torch.equal(found.lo, want.lo) and torch.equal(found.pool, want.pool)
+    )
+    assert found.listed > 0 > want.listed
