@@ -1,4 +1,6 @@
-"""Draws docs/figures/patterns.png: the patterns of the README, each pair coloured by the kind of its tile."""
+"""Draws docs/figures: patterns.png, the patterns of the README; patterns/, one for each pattern of docs/patterns.md,
+each pair coloured by the kind of its tile; and the charts of docs/results.md, from the rows in benchmarks/results.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ import gossamer as gs
 from gossamer.cli.show import COLOURS, KINDS, pair_picture
 
 SIZE, TILE = 256, 32
-OUT = Path(__file__).parent / "figures" / "patterns.png"
+FIGURES = Path(__file__).parent / "figures"
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+OUT = FIGURES / "patterns.png"
 documents = gs.Document(np.repeat(np.arange(4), (40, 96, 24, 96)))
 
 PATTERNS = {
@@ -33,7 +37,30 @@ PATTERNS = {
 }
 
 
-def main() -> None:
+rng = np.random.default_rng(0)
+edges = rng.random((SIZE, SIZE)) < 0.02
+
+# One picture for each section of docs/patterns.md.
+EACH = {
+    "dense": gs.Dense(),
+    "causal": gs.Causal(),
+    "sliding_window": gs.SlidingWindow(48, sinks=8),
+    "local": gs.Local(64),
+    "block_mask": gs.BlockMask(rng.random((8, 8)) < 0.3, 32),
+    "bigbird": gs.BigBird(16),
+    "longformer": gs.Longformer(32, (0, 128)),
+    "dilated": gs.Dilated(15, 0, 8),
+    "longnet": gs.LongNet((32, 128), (1, 4), heads=4).at(0, 1),
+    "strided": gs.Strided(32, 16),
+    "power_strided": gs.PowerStrided(2, 4),
+    "document": documents & gs.Causal(),
+    "csr": gs.CSR(np.concatenate(([0], np.cumsum(edges.sum(1)))), np.nonzero(edges)[1], SIZE),
+    "predicate": gs.Predicate(lambda i, j: (i & j) == 0),
+    "composed": (documents | gs.Dilated(15, 0, 16)) & gs.Causal(),
+}
+
+
+def patterns() -> None:
     figure, axes = plt.subplots(2, 6, figsize=(13.2, 5.1), layout="constrained")
     for axis, (title, pattern) in zip(axes.flat, PATTERNS.items(), strict=True):
         layout = pattern.layout(SIZE, SIZE, block_q=TILE, block_kv=TILE)
@@ -47,4 +74,27 @@ def main() -> None:
     figure.savefig(OUT, dpi=100, pil_kwargs={"optimize": True})
 
 
-main()
+def each() -> None:
+    """A picture of one pixel for a pair, in the colours of the legend of docs/figures/patterns.png."""
+    folder = FIGURES / "patterns"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, pattern in EACH.items():
+        layout = pattern.layout(SIZE, SIZE, block_q=TILE, block_kv=TILE)
+        picture = np.asarray(pair_picture(pattern, layout, 0, 0))
+        plt.imsave(folder / f"{name}.png", picture, pil_kwargs={"optimize": True})
+
+
+def charts() -> None:
+    """The sweeps that have rows."""
+    from gossamer.bench.charts import chart
+    from gossamer.bench.summary import read
+
+    for sweep in ("breakeven", "ladder"):
+        rows = RESULTS / f"nvidia_h200_{sweep}.jsonl"
+        if rows.exists():
+            chart(read(rows), FIGURES / f"{sweep}.png")
+
+
+patterns()
+each()
+charts()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 GRAPH_MS = 2.0  # of work in a graph
+LONG_MS = 20.0  # of a call whose launch no longer matters: no graph is made
 MOST_IN_A_GRAPH = 20
 HOST_CALLS = 50
 
@@ -26,6 +27,8 @@ def graph_ms(call: Callable[[], object], *, replays: int = 5) -> float:
     with torch.cuda.stream(_streams[0]):
         call()
         once = _events(call)
+        if once > LONG_MS:
+            return once
         count = int(min(MOST_IN_A_GRAPH, max(1, GRAPH_MS / max(once, 1e-3))))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -28,6 +28,7 @@ class Prepared:
     gradients: Callable[[Inputs], Gradients] | None = None
     computes: Any = None  # the pattern it computes when that is not the case's (dense peers)
     note: str = ""
+    captured: bool = True  # a CUDA graph can hold it: it never waits for the device
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def _torch_sparse(inputs: Inputs, matmul_tflops: float) -> Prepared:
     def gradients(given: Inputs) -> Gradients:
         raise Refusal("has no backward as written: a sparse matrix made of computed values passes no gradient")
 
-    return Prepared(attend, gradients, note="float32")
+    return Prepared(attend, gradients, note="float32", captured=False)
 
 
 def _pyg(inputs: Inputs, matmul_tflops: float) -> Prepared:
@@ -101,7 +101,7 @@ def _pyg(inputs: Inputs, matmul_tflops: float) -> Prepared:
         out = v.new_zeros(Q, H, v.shape[2]).index_add(0, row, weight[..., None] * v[column])
         return out.transpose(0, 1)[None].to(inputs.q.dtype)
 
-    return Prepared(attend, note="float32")
+    return Prepared(attend, note="float32", captured=False)
 
 
 NAIVE, TORCH_SPARSE = Peer("materialised", _naive), Peer("torch.sparse", _torch_sparse)

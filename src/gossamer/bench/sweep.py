@@ -94,11 +94,7 @@ def _fill(session: Session, row: Row, inputs: Inputs, samples: list[Sample], pre
     row.set_timing(
         time_call(call, session.device, budget_s=session.budget_s, most=20, least=2), session.rate(inputs.q.dtype)
     )
-    try:
-        row.device_ms = graph_ms(call)
-    except RuntimeError:  # what waits for the device cannot be captured: its time is that of the events
-        row.device_ms = row.p50_ms
-        torch.cuda.synchronize()
+    row.device_ms = graph_ms(call) if prepared.captured else row.p50_ms
     if inputs.q.shape[2] <= HOST_POSITIONS:
         row.call_ms = call_ms(call)
 

@@ -15,7 +15,7 @@ from gossamer.testing.cases import Case, square
 # 26 positions are the draft tree of EAGLE.
 LENGTHS = (26, 200, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 DENSITIES = (0.5, 0.1, 0.01, 0.001)
-MOST_EDGES = 2**23  # of a generated graph
+MOST_EDGES, MOST_BLOCKS = 2**23, 2**18  # of a generated graph, of a generated block matrix
 BLOCK = 128
 
 LADDER_LENGTHS = (1024, 4096)
@@ -33,7 +33,8 @@ def bigbird(N: int, density: float) -> Pattern | None:
     block = 64 if N >= 4096 else 16 if N >= 200 else 4
     across = -(-N // block)
     random_blocks = round(density * across) - 5
-    return BigBird(block, random_blocks=random_blocks) if random_blocks >= 0 else None
+    fits = random_blocks >= 0 and density * across**2 <= MOST_BLOCKS
+    return BigBird(block, random_blocks=random_blocks) if fits else None
 
 
 def dilated(N: int, density: float) -> Pattern | None:
