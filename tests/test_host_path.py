@@ -147,7 +147,7 @@ def test_lists_are_the_same_from_the_host_and_from_the_device(pattern: gs.Patter
     from gossamer.kernels.hopper.schedule import lists
 
     layout = pattern.layout(700, 700, block_q=128, block_kv=128).to("cpu")
-    walks = [layout.rows.with_arrays(layout.rows.arrays()), layout.columns]
+    walks = [walk.with_arrays(walk.arrays()) for walk in (layout.rows, layout.columns)]
     found, want = lists(layout, transposed), lists(gs.BlockLayout(walks[0], _transpose=walks[1:]), transposed)
     assert (
         torch.equal(found.lists, want.lists) and torch.equal(found.lo, want.lo) and torch.equal(found.pool, want.pool)
