@@ -210,8 +210,7 @@ def backward_config(
     """The configuration of the column kernel for head sizes D, E and a layout of block_q x block_kv tiles."""
     size = padded(max(D, E))
     size = 128 if size == 96 else size
-    step = 128 if size == 64 and block_q % 128 == 0 else 64
-    found = BackwardConfig(dtype, size, size, block_q, block_kv, step, score=score, with_dq=with_dq)
+    found = BackwardConfig(dtype, size, size, block_q, block_kv, 64, score=score, with_dq=with_dq)
     return replace(found, **tuned("backward", size, size, block_q, block_kv))
 
 
@@ -220,7 +219,8 @@ def wide_config(dtype: str, D: int, E: int, block_q: int, block_kv: int, score: 
     """The configuration of dK and dV for head sizes over 128 and a layout of block_q x block_kv tiles."""
     D, E = padded(max(D, E)), padded(E)
     stages = 2 if D > 192 else 3
-    return WideConfig(dtype, D, E, block_q, block_kv, 64, stages, stages, score)
+    found = WideConfig(dtype, D, E, block_q, block_kv, 64, stages, stages, score)
+    return replace(found, **tuned("wide", D, E, block_q, block_kv))
 
 
 @cache

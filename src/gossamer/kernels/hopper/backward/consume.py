@@ -80,10 +80,12 @@ class Consumer:
             acc_dp=cute.make_rmem_tensor(whole_s.partition_shape_C((ROWS, c.step)), Float32),
             acc_dv=cute.make_rmem_tensor(whole_dv.partition_shape_C((ROWS, c.E)), Float32),
             acc_dk=cute.make_rmem_tensor(whole_dk.partition_shape_C((ROWS, c.D)), Float32),
+            goal=cute.make_rmem_tensor((3,), Int32),
             mask=cute.make_rmem_tensor((device.ROWS, max(2, c.step // 32)), Int32),
             ds_to=cute.make_tiled_copy_C(stmatrix, mma_s).get_slice(thread).partition_D(halves),
         )  # fmt: skip
         env.mask.fill(0)
+        env.goal.fill(0)
         bars, item = env.bars, env.item
         turn, n, m = Int32(0), Int32(0), Int32(0)  # items, stages of Q, stages of dO so far
         cute.arch.mbarrier_wait(bars.k_full, 0)
@@ -93,13 +95,14 @@ class Consumer:
             env.acc_dv.fill(0.0)
             kind = self.look(env, n)
             cute.arch.mbarrier_wait(bars.v_full, turn & 1)
+            begin = m
             while kind != END:
-                self.scores(env, n)
-                self.probabilities(env, n, m, kind)
-                self.step(env, n, m)
+                self.step(env, n, m, kind, m != begin)
                 n += 1
                 m += 1
                 kind = self.look(env, n)
+            if m != begin:
+                self.last(env, n, m)
             self.release(env, bars.v_empty)
             self.finish(env)
             self.release(env, bars.q_empty + ring(n, c.q_stages)[0])
@@ -130,8 +133,8 @@ class Consumer:
                     env.mask[r, 0] = Int32(-FAR)
                     env.mask[r, 1] = Int32(FAR)
                     if entry >= 0:
-                        env.mask[r, 0] = env.lo[entry, key] - env.quad
-                        env.mask[r, 1] = env.hi[entry, key] - env.quad
+                        env.mask[r, 0] = env.lo[entry, key]
+                        env.mask[r, 1] = env.hi[entry, key]
         elif kind == MASKED:
             word = env.steps[WORD, stage] // (c.step // 32)
             for r in cutlass.range_constexpr(device.ROWS):
@@ -157,9 +160,8 @@ class Consumer:
             cute.arch.mbarrier_arrive(bar)
 
     @cute.jit
-    def scores(self, env, n):
-        """Issue S^T = K Q^T of stage `n`."""
-        stage = ring(n, self.config.q_stages)[0]
+    def scores(self, env, stage):
+        """Issue S^T = K Q^T of a stage."""
         self.product(
             env.mma_s, env.acc_s, env.frag_k[None, None, None, env.me, 0], env.frag_q[None, None, None, stage], False
         )
@@ -176,19 +178,97 @@ class Consumer:
         return found
 
     @cute.jit
-    def probabilities(self, env, n, m, kind):
-        """With S of stage `n` in flight, issue dP^T = V dO^T of stage `m`, turn S into P, wait for both."""
+    def step(self, env, n, m, kind, started):
+        """A step: stage `n` of Q and `m` of dO. dQ of a step is computed in the following one.
+
+        While one product runs the next operands are made: P during dP, dS during dQ of the step before. An item's
+        first step has no such dQ (`started` is false): the product is issued and what it gives is not used, since
+        the compiler lets products run beside other work only where they are issued without a condition.
+        """
         c, bars = self.config, env.bars
         stage, _ = ring(n, c.q_stages)
         do_stage, do_phase = ring(m, c.do_stages)
+        self.scores(env, stage)
+        warpgroup.wait_group(1)
+        if started:
+            self.release(env, bars.do_empty + ring(m - 1, c.do_stages)[0])
+            self.release(env, bars.q_empty + ring(n - 1, c.q_stages)[0])
         cute.arch.mbarrier_wait(bars.do_full + do_stage, do_phase)
         self.product(
             env.mma_s, env.acc_dp, env.frag_v[None, None, None, env.me, 0], env.frag_do[None, None, None, do_stage],
             False,
         )  # fmt: skip
         warpgroup.wait_group(1)
-        lse = self.row(env.s_lse, stage, env)
+        self.probabilities(env, stage, kind)
+        acc_dq = cute.make_rmem_tensor(env.mma_dq.get_slice(0).partition_shape_C((ROWS, self.dq_columns)), Float32)
+        if const_expr(c.with_dq):
+            if started:
+                self.ready(env, m - 1)
+            self.query_product(env, acc_dq, m - 1)
+            warpgroup.wait_group(1)
+        else:
+            warpgroup.wait_group(0)
+        self.score_gradient(env, do_stage, ring(m, c.ds_stages)[0])
+        self.product(env.mma_dv, env.acc_dv, env.frag_p, env.frag_dot[None, None, None, do_stage], True)
+        if const_expr(c.with_dq):
+            warpgroup.wait_group(1)
+            # The other warpgroup may write dS of the step before the last again.
+            number = READY + 2 * self.other(env) + (m & 1)
+            cute.arch.barrier_arrive(barrier_id=number, number_of_threads=2 * WARPGROUP)
+            if started:
+                self.put(env, acc_dq)
+            self.target(env, stage)
+        self.product(env.mma_dk, env.acc_dk, env.frag_ds, env.frag_qt[None, None, None, stage], True)
+
+    @cute.jit
+    def last(self, env, n, m):
+        """What the last step of an item has left: `n` and `m` are the stages after it."""
+        c, bars = self.config, env.bars
+        if const_expr(c.with_dq):
+            acc_dq = cute.make_rmem_tensor(env.mma_dq.get_slice(0).partition_shape_C((ROWS, self.dq_columns)), Float32)
+            self.ready(env, m - 1)
+            self.query_product(env, acc_dq, m - 1)
+            warpgroup.wait_group(0)
+            self.put(env, acc_dq)
+        else:
+            warpgroup.wait_group(0)
+        self.release(env, bars.do_empty + ring(m - 1, c.do_stages)[0])
+        self.release(env, bars.q_empty + ring(n - 1, c.q_stages)[0])
+
+    def other(self, env):
+        return 1 - env.me if self.groups == 2 else 0
+
+    @cute.jit
+    def ready(self, env, m):
+        """Wait until dS of step `m` of the other warpgroup is there.
+
+        It may have gone on to the next step by then, and arrived for that one too.
+        """
+        cute.arch.barrier(barrier_id=READY + 2 * env.me + (m & 1), number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def query_product(self, env, acc_dq, m):
+        """Issue this warpgroup's part of dQ = dS K of step `m`."""
+        c = self.config
+        row, column = (0, env.me) if const_expr(self.split_columns) else (env.me, 0)
+        self.product(
+            env.mma_dq, acc_dq, env.frag_dst[None, None, None, row, 0, ring(m, c.ds_stages)[0]],
+            env.frag_kt[None, None, None, column, 0], False,
+        )  # fmt: skip
+
+    @cute.jit
+    def target(self, env, stage):
+        """Remember where dQ of the step in `stage` belongs."""
+        if const_expr(self.config.with_dq and self.config.reduce == "direct"):
+            env.goal[0], env.goal[1] = env.steps[FIRST, stage], env.steps[STEP_HEAD, stage]
+            env.goal[2] = env.steps[STEP_BATCH, stage]
+
+    @cute.jit
+    def probabilities(self, env, stage, kind):
+        """S of a step to P."""
+        c = self.config
         acc = env.acc_s
+        lse = self.row(env.s_lse, stage, env)
         if const_expr(c.score == "softcap"):
             device.soft_cap(acc, env.before)
         packed = cute.recast_tensor(env.frag_p, Int32)
@@ -208,39 +288,25 @@ class Consumer:
                 lo, hi = cute.make_rmem_tensor((2,), Int32), cute.make_rmem_tensor((2,), Int32)
                 for r in cutlass.range_constexpr(device.ROWS):
                     lo[r], hi[r] = env.mask[r, 0], env.mask[r, 1]
-                device.interval_words(words, lo, hi, env.steps[FIRST, stage])
+                device.interval_words(words, lo, hi, env.steps[FIRST, stage] + env.quad)
             else:
                 for r in cutlass.range_constexpr(device.ROWS):
                     for w in cutlass.range_constexpr(c.step // 32):
                         words[r, w] = Int32(cutlass.Uint32(env.mask[r, w]) >> cutlass.Uint32(env.quad))
             self.drop(packed, words)
-        # A store that never happens (no probability is negative) keeps the exponentials before the wait.
+        # A store that never happens (no probability is negative) keeps the exponentials before the caller's wait.
         signs = packed[0]
         for i in cutlass.range_constexpr(1, cute.size(packed)):
             signs = signs | packed[i]
         if signs < 0:
             env.item[SCRATCH] = Int32(0)
-        warpgroup.wait_group(0)
 
     @cute.jit
-    def drop(self, packed, words):
-        """Probabilities whose bit is not set become zero."""
-        for i in cutlass.range_constexpr(cute.size(packed)):
-            word = words[i % 2, i // 8]
-            first = const_expr(1 << (8 * (i // 2 % 4)))
-            low = Int32(65535) if (word & first) != 0 else Int32(0)
-            high = Int32(-65536) if (word & (2 * first)) != 0 else Int32(0)
-            packed[i] = packed[i] & (low | high)
-
-    @cute.jit
-    def step(self, env, n, m):
-        """From P and dP of a step to its dV, dK and dQ, and on to P and dP of the following one."""
-        c, bars = self.config, env.bars
-        stage, _ = ring(n, c.q_stages)
-        do_stage, _ = ring(m, c.do_stages)
-        ds_stage, _ = ring(m, c.ds_stages)
-        delta = self.row(env.s_delta, do_stage, env)
+    def score_gradient(self, env, stage, ds_stage):
+        """dS = P (dP - delta), in 16 bits in registers and in shared memory."""
+        c = self.config
         acc = env.acc_dp
+        delta = self.row(env.s_delta, stage, env)
         p = cute.recast_tensor(env.frag_p, Int32)
         for i in cutlass.range_constexpr(cute.size(p)):
             pair = [low(p[i], self.dtype), high(p[i], self.dtype)]
@@ -255,25 +321,19 @@ class Consumer:
             mine = cute.make_tiled_copy_C(env.stmatrix, env.mma_s).get_slice(env.thread)
             cute.copy(env.stmatrix, mine.retile(packed), env.ds_to[None, None, None, env.me, 0, ds_stage])
             cute.arch.fence_view_async_shared()
-        self.product(env.mma_dv, env.acc_dv, env.frag_p, env.frag_dot[None, None, None, do_stage], True)
-        acc_dq = cute.make_rmem_tensor(env.mma_dq.get_slice(0).partition_shape_C((ROWS, self.dq_columns)), Float32)
-        if const_expr(c.with_dq):
-            cute.arch.barrier(barrier_id=READY, number_of_threads=self.groups * WARPGROUP)
-            row, column = (0, env.me) if const_expr(self.split_columns) else (env.me, 0)
-            self.product(
-                env.mma_dq, acc_dq, env.frag_dst[None, None, None, row, 0, ds_stage],
-                env.frag_kt[None, None, None, column, 0], False,
-            )  # fmt: skip
-        self.product(env.mma_dk, env.acc_dk, env.frag_ds, env.frag_qt[None, None, None, stage], True)
-        warpgroup.wait_group(1)
-        self.release(env, bars.do_empty + do_stage)
-        if const_expr(c.with_dq):
-            self.put(env, acc_dq, stage)
-        warpgroup.wait_group(0)
-        self.release(env, bars.q_empty + stage)
 
     @cute.jit
-    def put(self, env, acc, stage):
+    def drop(self, packed, words):
+        """Probabilities whose bit is not set become zero."""
+        for i in cutlass.range_constexpr(cute.size(packed)):
+            word = words[i % 2, i // 8]
+            first = const_expr(1 << (8 * (i // 2 % 4)))
+            low = Int32(65535) if (word & first) != 0 else Int32(0)
+            high = Int32(-65536) if (word & (2 * first)) != 0 else Int32(0)
+            packed[i] = packed[i] & (low | high)
+
+    @cute.jit
+    def put(self, env, acc):
         """A warpgroup's part of dQ to global memory, or to its staging memory for the sending warp."""
         vectors = const_expr(cute.size(acc) // 4)
         if const_expr(self.config.reduce == "bulk"):
@@ -286,8 +346,7 @@ class Consumer:
             cute.arch.fence_view_async_shared()
             cute.arch.barrier_arrive(barrier_id=FULL_OUT + env.me, number_of_threads=WARPGROUP + 32)
         else:
-            first, head, batch = env.steps[FIRST, stage], env.steps[STEP_HEAD, stage], env.steps[STEP_BATCH, stage]
-            to = self.dq_target(env, first, head, batch, env.me)
+            to = self.dq_target(env, env.goal[0], env.goal[1], env.goal[2], env.me)
             for j in cutlass.range_constexpr(vectors):
                 at = to.iterator + 4 * (j * WARPGROUP + env.thread)
                 add_four(at, *[acc[4 * j + i] for i in range(4)])
@@ -295,7 +354,7 @@ class Consumer:
     @cute.jit
     def finish(self, env):
         """dK and dV of an item: in 16 bits to shared memory for the sending warp, or as float32 to the parts."""
-        c, item = self.config, env.item
+        item = env.item
         slot, place = item[SLOT], item[COPY] * env.slots + item[SLOT]
         cute.arch.sync_warp()
         self.release(env, env.bars.k_empty)

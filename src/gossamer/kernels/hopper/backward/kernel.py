@@ -3,7 +3,8 @@
 Warp 0 takes work items and keeps the rings of Q (with lse) and dO (with delta) filled by TMA; a stage of Q carries a
 description of its step. Warps 1 and 2 send what the two other warpgroups leave in shared memory: dQ of every step by
 bulk reduction, dK and dV at the end of an item. Each of those owns 64 keys: S^T = K Q^T, dP^T = V dO^T, then
-dV += P^T dO and dK += dS^T Q with P^T and dS^T from registers; dQ = dS K needs the dS of both, each computes half of it.
+dV += P^T dO and dK += dS^T Q with P^T and dS^T from registers. dQ = dS K needs the dS of both: it goes through shared
+memory, and each computes half of dQ, one step later.
 """
 
 from __future__ import annotations
