@@ -22,9 +22,8 @@ def graph_ms(call: Callable[[], object], *, replays: int = 5) -> float:
     Raises:
         RuntimeError: the call cannot be captured.
     """
-    if not _streams:
-        _streams.append(torch.cuda.Stream())
-    with torch.cuda.stream(_streams[0]):
+    stream = capture_stream()
+    with torch.cuda.stream(stream):
         call()
         once = _events(call)
         if once > LONG_MS:
@@ -32,11 +31,18 @@ def graph_ms(call: Callable[[], object], *, replays: int = 5) -> float:
         count = int(min(MOST_IN_A_GRAPH, max(1, GRAPH_MS / max(once, 1e-3))))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=_streams[0]):
+    with torch.cuda.graph(graph, stream=stream):
         for _ in range(count):
             call()
     graph.replay()
     return statistics.median(_events(graph.replay) / count for _ in range(replays))
+
+
+def capture_stream() -> torch.cuda.Stream:
+    """The stream of the graphs: a backward is captured on the stream of its forward."""
+    if not _streams:
+        _streams.append(torch.cuda.Stream())
+    return _streams[0]
 
 
 def _events(call: Callable[[], object]) -> float:
