@@ -1,7 +1,7 @@
 """Check and time the Hopper forward kernel on a GPU, each part in its own process with a time limit.
 
 python benchmarks/tune_hopper.py check          # every case against the float64 oracle
-python benchmarks/tune_hopper.py time           # rows beside FA4 (flash-attn-4), numbers checked in the run
+python benchmarks/tune_hopper.py time           # rows beside FA4 (flash-attn-4) or cuDNN, numbers checked in the run
 python benchmarks/tune_hopper.py all
 """
 
@@ -190,68 +190,108 @@ def host_us(run: Callable[[], Any], calls: int = 200) -> float:
 
 
 N = 131072
+ROUNDS = 5  # every kernel once in each; the first, on a chip that is not yet warm, is not counted
 ROWS: dict[str, tuple[Any, ...]] = {
-    # name: pattern, H, N, D, FA4 arguments
+    # name: pattern, H, N, D, FA4's arguments or another peer's name; tile when not the first choice
     "window left 4096 D128": (lambda: SlidingWindow(4096), 8, N, 128, {"causal": True, "window_size": (4096, 0)}),
     "window +-4096 D128": (lambda: SlidingWindow(4096, 4096), 8, N, 128, {"window_size": (4096, 4096)}),
     "window left 512 D128": (lambda: SlidingWindow(512), 8, N, 128, {"causal": True, "window_size": (512, 0)}),
     "window left 4096 D64": (lambda: SlidingWindow(4096), 16, N, 64, {"causal": True, "window_size": (4096, 0)}),
     "128-blocks 3.1 % D128": (lambda: bigbird_matrix(N, 128), 8, N, 128, None),
+    "64-blocks 2.9 % D128": (lambda: bigbird_matrix(N, 64), 8, N, 128, "cuDNN", (64, 64)),
+    "64-blocks 11 % D128": (lambda: banded_matrix(32768, 64, 0.1), 16, 32768, 128, "cuDNN", (64, 64)),
+    "64-blocks 2.9 % D64": (lambda: bigbird_matrix(N, 64), 16, N, 64, "cuDNN", (64, 64)),
     "dense causal 32768 D128": (lambda: Causal(), 16, 32768, 128, {"causal": True}),
-    "BigBird(64) D128": (lambda: BigBird(64), 8, N, 128, None),
+    "BigBird(64) D128": (lambda: BigBird(64), 8, N, 128, "Triton", (64, 64)),
 }
+
+
+def banded_matrix(n: int, block: int, share: float) -> BlockMask:
+    """Three diagonals, two columns and a random share of the blocks, as in `testing.cases.bigbird_matrix`."""
+    blocks, g = n // block, torch.Generator().manual_seed(0)
+    mask = torch.rand(blocks, blocks, generator=g) < share
+    i = torch.arange(blocks)
+    for o in (-1, 0, 1):
+        mask[i, (i + o).clamp(0, blocks - 1)] = True
+    mask[:, :2] = True
+    return BlockMask(mask, block)
+
+
+def peer_of(name: str, what: Any, pattern: Any, q: Any, k: Any, v: Any) -> tuple[str, Callable[[], Any]] | None:
+    """(name, call) of what a row is measured beside; a call returns out (B, H, Q, E)."""
+    if what is None:
+        return None
+    n, D = q.shape[2:]
+    if what == "Triton":
+        from gossamer.kernels.triton import IMPLEMENTATION as triton
+
+        layout = pattern.layout(n, n, block_q=64, block_kv=64).to(DEVICE)
+        p, terms = problem_of(q, k, v), Terms(scale=D**-0.5, q_offset=0)
+        return "Triton", lambda: triton.forward(p, q, k, v, layout, terms)[0]
+    if what == "cuDNN":
+        from cudnn.block_sparse_attention import block_sparse_attention_forward
+
+        matrix = torch.from_numpy(np.array(pattern.mask)).to(DEVICE).reshape(n // pattern.block, -1)
+        counts = matrix.sum(1, dtype=torch.int32)
+        order = matrix.int().argsort(dim=1, descending=True, stable=True)[:, : int(counts.max())].int()
+        lists = {
+            "q2k_block_index": order.expand(1, q.shape[1], -1, -1).contiguous(),
+            "q2k_block_nums": counts.expand(1, q.shape[1], -1).contiguous(),
+            "sparse_block_size": pattern.block,
+            "softmax_scale": D**-0.5,
+        }
+        return "cuDNN", lambda: block_sparse_attention_forward(q, k, v, **lists)["o_tensor"]
+    from flash_attn.cute.interface import flash_attn_func
+
+    swapped = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+
+    def fa4() -> Any:
+        out = flash_attn_func(*swapped, **what)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return "FA4", fa4
 
 
 def rows(names: list[str], variants: list[str], once: bool = False) -> None:
     from gossamer.kernels.hopper import IMPLEMENTATION
 
     for name in names:
-        make, H, n, D, fa4 = ROWS[name]
+        make, H, n, D, what, *tile = ROWS[name]
         q, k, v = inputs(1, H, H, n, n, D, D, torch.bfloat16)
-        p = problem_of(q, k, v)
-        block_q, block_kv = IMPLEMENTATION.tile(p)
-        layout = make().layout(n, n, block_q=block_q, block_kv=block_kv)
-        pairs = make().density(n, n) * n * n * H
-        on, terms = layout.to(DEVICE), Terms(scale=D**-0.5, q_offset=0)
+        p, pattern = problem_of(q, k, v), make()
+        block_q, block_kv = tile[0] if tile else IMPLEMENTATION.tile(p)
+        pairs = pattern.density(n, n) * n * n * H
+        on, terms = (
+            pattern.layout(n, n, block_q=block_q, block_kv=block_kv).to(DEVICE),
+            Terms(scale=D**-0.5, q_offset=0),
+        )
         out, _ = launch.forward(p, q, k, v, on, terms)
-        result: dict[str, Any] = {"row": name}
         if once:
             launch.forward(p, q, k, v, on, terms)
-        peer = None
-        if fa4 is not None:
-            from flash_attn.cute.interface import flash_attn_func
-
-            swapped = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
-
-            def peer(swapped=swapped, fa4=fa4):
-                return flash_attn_func(*swapped, **fa4)
-
-            other = peer()
-            if once:
-                continue
-            other = (other[0] if isinstance(other, tuple) else other).transpose(1, 2)
-            result["difference"] = (out.float() - other.float()).abs().max().item()
-        calls = {"FA4": peer} if peer is not None else {}
+            continue
+        result: dict[str, Any] = {"row": name}
+        peer = peer_of(name, what, pattern, q, k, v)
+        calls: dict[str, Callable[[], Any]] = {} if peer is None else dict([peer])
         for text in variants:
             fields = fields_of(text)
-            rows_ = fields.pop("block_q", block_q)
-            other_layout = on if rows_ == block_q else make().layout(n, n, block_q=rows_, block_kv=block_kv).to(DEVICE)
-            call = functools.partial(launch.forward, p, q, k, v, other_layout, terms)
+            rows_, columns = fields.pop("block_q", block_q), fields.pop("block_kv", block_kv)
+            layout = pattern.layout(n, n, block_q=rows_, block_kv=columns).to(DEVICE)
+            call = functools.partial(launch.forward, p, q, k, v, layout, terms)
             calls[text or "shipped"] = functools.partial(with_variant, fields, call)
-        if variants != [""]:
-            for text, call in calls.items():
-                if text != "FA4":
-                    result["difference " + text] = (call()[0].float() - out.float()).abs().max().item()
+        for text, run in calls.items():
+            other = run()
+            other = other[0] if isinstance(other, tuple) else other
+            result["difference " + text] = (other.float() - out.float()).abs().max().item()
         times: dict[str, list[float]] = {text: [] for text in calls}
-        for _ in range(2):  # interleaved, the better of two rounds
-            for text, call in calls.items():
-                times[text].append(median_ms(call))
-        best = {text: min(t) for text, t in times.items()}
+        for _ in range(ROUNDS):
+            for text, run in calls.items():
+                times[text].append(median_ms(run, 0.06))
+        best = {text: statistics.median(t[1:]) for text, t in times.items()}
         rate = 4 * D * pairs / 1e9
         for text, ms in best.items():
             result[text] = {"ms": round(ms, 4), "TFLOP/s": round(rate / ms, 1)}
-            if "FA4" in best and text != "FA4":
-                result[text]["ratio"] = round(best["FA4"] / ms, 3)
+            if peer is not None and text != peer[0]:
+                result[text]["ratio"] = round(best[peer[0]] / ms, 3)
         result["rounds"] = {text: [round(x, 3) for x in t] for text, t in times.items()}
         print(json.dumps(result), flush=True)
 
@@ -266,11 +306,17 @@ def with_variant(fields: dict[str, int], run: Callable[[], Any]) -> Any:
     if not fields:
         return run()
     shipped = launch.forward_config
-    launch.forward_config = lambda *a: dataclasses.replace(shipped(*a), **fields)
+    launch.forward_config = variant(shipped, tuple(fields.items()))
     try:
         return run()
     finally:
         launch.forward_config = shipped
+
+
+@functools.cache
+def variant(shipped: Callable[..., Any], fields: tuple[tuple[str, int], ...]) -> Callable[..., Any]:
+    """The choice of configurations with fields replaced; one object each, by which a launch keeps what it prepares."""
+    return lambda *a: dataclasses.replace(shipped(*a), **dict(fields))
 
 
 def host() -> None:

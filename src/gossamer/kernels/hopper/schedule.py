@@ -22,6 +22,9 @@ from gossamer.layouts.schedule import row_lengths, split_limit, work_items
 ITEM = 16
 MERGE = 8
 KINDS = ("full", "interval", "bits")
+START = 3  # what an item costs beside its tiles, in tiles
+PART = 0.25  # what merging a part costs, in tiles
+FEWEST = 4  # tiles of a part of one of few rows
 
 
 @dataclass(frozen=True)
@@ -55,17 +58,20 @@ def lists(layout: BlockLayout, transposed: bool = False) -> Lists:
     walk = layout.columns if transposed else layout.rows
     found = _lists.get(walk)
     if found is None:
-        some = [getattr(walk, kind).indices for kind in KINDS]
+        known = walk
+        if layout.host is not None:  # what is copied from there is complete for every stream
+            known = layout.host.columns if transposed else layout.host.rows
+        some = [torch.as_tensor(getattr(known, kind).indices) for kind in KINDS]
         entries = torch.zeros((2, max(1, sum(len(x) for x in some))), dtype=torch.int32, device=some[0].device)
         listed = torch.cat(some)
         entries[0, : len(listed)] = listed
-        entries[1, len(some[0]) + len(some[1]) : len(listed)] = walk.pool_index
+        entries[1, len(some[0]) + len(some[1]) : len(listed)] = torch.as_tensor(known.pool_index)
         counted, longest = -1, 0
         if layout.host is not None:
-            lengths = row_lengths(layout.host.columns if transposed else layout.host.rows)
+            lengths = row_lengths(known)
             counted, longest = int(lengths.sum()), int(lengths.max(initial=0))
         lo, hi = _rows(walk.lo, walk.rows), _rows(walk.hi, walk.rows)
-        found = Lists(entries, lo, hi, _rows(walk.pool, walk.block_columns // 32), counted, longest)
+        found = Lists(entries.to(walk.lo.device), lo, hi, _rows(walk.pool, walk.block_columns // 32), counted, longest)
         with _lock:
             found = _lists.setdefault(walk, found)
     return found
@@ -76,6 +82,10 @@ def work(layout: BlockLayout, copies: int, processors: int, split: int | None = 
     known = lists(layout)
     limit = 0
     if known.listed >= 0:
+        Bl, Hl = layout.lead
+        rows = Bl * Hl * layout.rows.tiles * copies
+        if split is None and 0 < rows <= processors:
+            split = whole_rounds(rows, known.longest, processors)
         limit = split_limit(known.listed, known.longest, copies, processors, split)
     kept = _work.get(layout.rows)
     found = kept.get(limit) if kept is not None else None
@@ -84,6 +94,15 @@ def work(layout: BlockLayout, copies: int, processors: int, split: int | None = 
         with _lock:
             found = _work.setdefault(layout.rows, {}).setdefault(limit, found)
     return found
+
+
+def whole_rounds(rows: int, longest: int, processors: int) -> int:
+    """The most tiles in an item, for no more rows than processors: whole rounds of items, and few parts to merge."""
+
+    def time(parts: int) -> float:
+        return -(-rows * parts // processors) * (-(-longest // parts) + START) + PART * parts
+
+    return -(-longest // min(range(1, max(1, longest // FEWEST) + 1), key=time))
 
 
 def _rows(x: Tensor, width: int) -> Tensor:

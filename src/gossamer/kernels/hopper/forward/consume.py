@@ -270,11 +270,12 @@ class Consumer:
             place = item[COPY, stage] * env.slots + slot
             for r in cutlass.range_constexpr(device.ROWS):
                 row = env.my_row + 8 * r
-                for j in cutlass.range_constexpr(c.E // 8):
-                    for e in cutlass.range_constexpr(2):
-                        env.part_out[place, row, 8 * j + env.quad + e] = env.acc_o[4 * j + 2 * r + e] * factor[r]
-                if env.lane % 4 == 0:
-                    env.part_lse[place, row] = value[r]
+                if tile * c.block_q + row < env.rows:
+                    for j in cutlass.range_constexpr(c.E // 8):
+                        for e in cutlass.range_constexpr(2):
+                            env.part_out[place, row, 8 * j + env.quad + e] = env.acc_o[4 * j + 2 * r + e] * factor[r]
+                    if env.lane % 4 == 0:
+                        env.part_lse[place, row] = value[r]
         cute.arch.barrier_arrive(barrier_id=OUT + env.me, number_of_threads=WARPGROUP + 32)
 
     @cute.jit

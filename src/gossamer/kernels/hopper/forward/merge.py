@@ -64,8 +64,10 @@ class Merge:
         count = merges[merge, COUNT]
         if row < cute.size(out, mode=[2]):
             top = -Float32.inf
-            for i in cutlass.range(count):
+            for i in cutlass.range(lane, count, 32):
                 top = cute.arch.fmax(top, part_lse[first + i, place])
+            for i in cutlass.range_constexpr(5):
+                top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1 << i))
             sink = -Float32.inf
             if has_sinks != 0:
                 sink = sinks[head]
@@ -74,7 +76,7 @@ class Merge:
             total = cute.math.exp2((sink - shift) * LOG2E, fastmath=True)
             acc = cute.make_rmem_tensor((self.columns,), Float32)
             acc.fill(0.0)
-            for i in cutlass.range(count):
+            for i in cutlass.range(count, unroll=4):
                 weight = cute.math.exp2((part_lse[first + i, place] - shift) * LOG2E, fastmath=True)
                 total += weight
                 for n in cutlass.range_constexpr(self.columns):
