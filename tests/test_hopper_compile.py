@@ -41,7 +41,7 @@ def test_configuration_refuses() -> None:
 
 def problem(D: int, E: int, **fields: object) -> Problem:
     values = {"dtype": "bfloat16", "device": "cuda", "sm": 90} | fields
-    return Problem(B=1, H=1, G=1, Q=128, K=128, D=D, E=E, **values)  # type: ignore[arg-type]
+    return Problem(B=1, H=1, G=1, Q=1024, K=1024, D=D, E=E, **values)  # type: ignore[arg-type]
 
 
 def test_reasons() -> None:
@@ -51,6 +51,15 @@ def test_reasons() -> None:
     assert "compute capability 9.0" in reasons(problem(64, 64, sm=80), capability)[0]
     assert "alibi_slopes" in reasons(problem(64, 64, score_terms=frozenset({"alibi_slopes"})), capability)[0]
     assert "has no backward" in reasons(problem(64, 64, backward=True), capability)[0]
+
+
+def test_few_queries_take_small_tiles() -> None:
+    def tile(Q: int, D: int, backward: bool = False) -> tuple[int, int]:
+        return IMPLEMENTATION.tile(dataclasses.replace(problem(D, D), Q=Q, backward=backward))
+
+    assert [tile(Q, 64) for Q in (1, 128, 129)] == [(64, 64), (64, 64), (192, 128)]
+    assert [tile(Q, 128) for Q in (1, 64, 65)] == [(64, 64), (64, 64), (128, 128)]
+    assert tile(1, 128, backward=True) == (128, 128)
 
 
 def name_of(kernel: Shipped) -> str:

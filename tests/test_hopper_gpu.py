@@ -101,7 +101,7 @@ def scattered(shape: tuple[int, ...], share: float, D: int, tile: tuple[int, int
     mask = rng.random(shape) < share
     mask[..., 40:60, :] = False
     mask[..., :100, :300] = True
-    block_q, block_kv = tile or IMPLEMENTATION.tile(Problem(1, 1, 1, 128, 128, D, D, "bfloat16", "cuda", 90))
+    block_q, block_kv = tile or IMPLEMENTATION.tile(Problem(1, 1, 1, 1024, 1024, D, D, "bfloat16", "cuda", 90))
     return from_dense(mask, block_q=block_q, block_kv=block_kv)
 
 

@@ -77,12 +77,16 @@ class Hopper:
 
         For few queries one warpgroup, in two blocks of a multiprocessor, leaves less of a tile empty.
         """
-        if problem.Q <= 64 and not problem.backward:
+        if self._few(problem):
             return 64, 64
         return (192 if max(problem.D, problem.E) <= 64 else 128), 128
 
+    def _few(self, problem: Problem) -> bool:
+        few = 128 if max(problem.D, problem.E) <= 64 else 64
+        return not problem.backward and problem.Q <= few
+
     def tile_choices(self, problem: Problem) -> tuple[TileChoice, ...]:
-        if problem.backward or problem.Q <= 64:
+        if problem.backward or self._few(problem):
             return ()
         return (TileChoice(64, 64, SMALL_TILE_RATE),)
 
