@@ -51,6 +51,7 @@ class GatherChoice(NamedTuple):
     pair: float  # of an executed pair
     column: float  # of a gathered column
     row: float  # of a row of the output
+    reuse: float  # pairs that a gathered column serves, below which it was not seen to win
 
 
 @dataclass(frozen=True)

@@ -81,15 +81,16 @@ def _pairs_in(tiles: Tiles, interval: Intervals | None, grid: Grid) -> int:
     return total + int(per_entry[tiles.entry[tiles.kind == KIND_BITS]].sum())
 
 
-def count_tiles(pattern: Pattern, grid: Grid, start: int, stop: int) -> tuple[int, int]:
-    """(pairs kept, existing pairs of the listed tiles) of tile rows [start, stop) of a pattern shared by heads."""
+def count_tiles(pattern: Pattern, grid: Grid, start: int, stop: int) -> tuple[int, int, int]:
+    """Of tile rows [start, stop) of a pattern shared by heads: pairs kept, of listed tiles, and of bits tiles."""
     part = _interval_part(pattern, grid.sizes)
     interval = None if part is None else part.intervals(grid.sizes)
     if interval is not None and part is pattern:
         tiles = _interval_chunk(interval, grid, start, stop)
     else:
         tiles = _mixed_chunk(pattern, part, interval, grid, start, stop)
-    return _pairs_in(tiles, interval, grid), int(grid.area(tiles.ti, tiles.tj).sum())
+    area = grid.area(tiles.ti, tiles.tj)
+    return _pairs_in(tiles, interval, grid), int(area.sum()), int(area[tiles.kind == KIND_BITS].sum())
 
 
 def _one(pattern: Pattern, grid: Grid) -> tuple[Tiles, Intervals | None]:

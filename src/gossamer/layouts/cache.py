@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from math import inf
 from threading import Lock
 from typing import Any
 
@@ -19,6 +20,10 @@ WORTH_A_LOOK = 1.25
 # Nor are gather layouts where the best tile takes no more than this, in pairs at rate 1, for each useful pair: the
 # cheapest of them takes as much when 64 rows keep the same keys.
 WORTH_A_GATHER = 3.0
+# What a query row costs with tiles, in the same unit: fetching and storing it, beginning and ending its loop.
+TILE_ROW = 400.0
+# What a pair of a bits tile costs above one of a full tile.
+BITS_PAIR = 0.28
 
 _layouts: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 _costs: OrderedDict[tuple[Any, ...], tuple[float, ...]] = OrderedDict()
@@ -94,14 +99,15 @@ def _count(
     sample, found, useful = Sample(pattern, pattern._sizes(Q, K, q_offset)), [], 0.0
     for block_q, block_kv, rate in tiles:
         work = sample.tiles(block_q, block_kv)
-        found.append(work.executed / rate)
+        found.append((work.executed + BITS_PAIR * work.bits) / rate + TILE_ROW * Q * pattern.lead[0] * pattern.lead[1])
         useful = work.useful
         if len(found) == 1 and work.executed <= WORTH_A_LOOK * useful:
             return found
     if min(found) > WORTH_A_GATHER * useful:
         for choice in gathers:
             counts = sample.gathers(choice.block_q)
-            found.append(choice.column * counts.columns + choice.pair * counts.executed + choice.row * counts.rows)
+            cost = choice.column * counts.columns + choice.pair * counts.executed + choice.row * counts.rows
+            found.append(cost if useful >= choice.reuse * counts.columns else inf)
     return found
 
 

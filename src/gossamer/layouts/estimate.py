@@ -24,6 +24,7 @@ class TileWork(NamedTuple):
 
     useful: float  # pairs kept
     executed: float  # existing pairs of the tiles that would be listed
+    bits: float  # of them, in tiles with a bit a pair
 
 
 class GatherWork(NamedTuple):
@@ -66,18 +67,20 @@ class Sample:
     def tiles(self, block_q: int, block_kv: int) -> TileWork:
         """Of a block layout with these tiles."""
         grid = Grid(*self.sizes, block_q, block_kv)
-        useful = executed = 0
+        total = np.zeros(3)
         for part, times in self.parts.items():
             listed = self._listed(part)
             if listed is None:
                 for start, stop in self.windows:
-                    found = count_tiles(part, grid, start // block_q, -(-stop // block_q))
-                    useful, executed = useful + times * found[0], executed + times * found[1]
+                    total += times * np.array(count_tiles(part, grid, start // block_q, -(-stop // block_q)))
                 continue
             for rows, keys in listed:
-                ti, tj = np.divmod(distinct(rows // block_q * grid.nk + keys // block_kv), grid.nk)
-                useful, executed = useful + times * len(rows), executed + times * int(grid.area(ti, tj).sum())
-        return TileWork(useful * self.scale, executed * self.scale)
+                tile = np.sort(rows // block_q * grid.nk + keys // block_kv)
+                first = np.flatnonzero(np.diff(tile, prepend=-1))
+                kept = np.diff(first, append=len(tile))
+                area = grid.area(*np.divmod(tile[first], grid.nk))
+                total += times * np.array([len(rows), area.sum(), area[kept < area].sum()])
+        return TileWork(*(float(x) for x in total * self.scale))
 
     def gathers(self, block_q: int) -> GatherWork:
         """Of a gather layout with groups of `block_q` rows."""

@@ -9,14 +9,14 @@ from gossamer.kernels.contract import GatherChoice
 from gossamer.kernels.triton.config import X3, Direction, padded
 
 _SHORT, _LONG = frozenset({"float16", "bfloat16"}), frozenset({"float32"})
-# Measured on one H200 (docs/kernels/gather.md): seconds of a pair, of a gathered column and of a row, over those of a
-# pair in a full tile of the fastest implementation. float32 products are slow, and its gathers move twice the bytes.
+# Fitted to what one H200 measured (docs/kernels/gather.md), forward and backward weighed together. In pairs of a full
+# tile of the fastest implementation; float32 products are slower, so a pair is more, and a gathered column less of it.
 GATHERS = (
-    GatherChoice(1, _SHORT, 0.0, 80.0, 600.0),
-    GatherChoice(16, _SHORT, 1.7, 80.0, 0.0),
-    GatherChoice(64, _SHORT, 1.7, 80.0, 0.0),
-    GatherChoice(1, _LONG, 0.0, 24.0, 160.0),
-    GatherChoice(64, _LONG, 2.0, 24.0, 0.0),
+    GatherChoice(1, _SHORT, 0.0, 70.0, 600.0, 0.0),
+    GatherChoice(16, _SHORT, 1.7, 70.0, 100.0, 2.0),
+    GatherChoice(64, _SHORT, 2.2, 70.0, 100.0, 2.0),
+    GatherChoice(1, _LONG, 0.0, 16.0, 100.0, 0.0),
+    GatherChoice(64, _LONG, 2.0, 16.0, 20.0, 2.0),
 )
 
 
@@ -54,22 +54,34 @@ def lanes(columns: int, bits: int, D: int, E: int) -> int:
 
 
 def row_config(direction: Direction, bits: int, D: int, E: int, mean: float) -> RowConfig:
-    """The shipped configuration of a kernel without tiles, for rows of `mean` columns."""
+    """The shipped configuration of a kernel without tiles, for rows of `mean` columns.
+
+    Measured for 16-bit rows of 64 and 128 numbers and float32 rows of 64; other sizes follow the same rule.
+    """
     size = max(padded(D), padded(E)) * bits // 16
-    # Columns in flight for one warp: what fits its registers without a spill.
-    room = max(2, (2048 if direction == "forward" else 1024) // size)
-    columns = 2
-    while columns < room and columns < mean:
-        columns *= 2
-    return RowConfig(max(1, min(4, room // columns)), columns)
+    # Columns in flight for one warp: what leaves its registers to enough other warps.
+    room = max(2, 1024 // size)
+    short = mean < (16 if size <= 64 else 32)
+    if short and direction == "forward" and size == 128:
+        return RowConfig(8, 2, 4)
+    if direction == "dkdv" and (size <= 64 or not short):
+        items = 2 if size <= 64 else 1
+        return RowConfig(items, max(1, min(32, room // 2)))
+    items = 4 if short else 2
+    return RowConfig(items, max(1, min(32, room // items)))
 
 
 def group_config(direction: Direction, bits: int, D: int, E: int, block_rows: int) -> GroupConfig:
-    """The shipped configuration of a kernel with gathered tiles of `block_rows` rows."""
+    """The shipped configuration of a kernel with gathered tiles of `block_rows` rows.
+
+    Measured for 16-bit rows: tiles of 16 and 64 with 64 numbers, tiles of 64 with 128; the others fit and are right.
+    """
     size = max(padded(D), padded(E))
-    warps = 4 if block_rows == 64 else 2 if block_rows == 32 else 1
+    warps = {16: 1, 32: 2, 64: 4}[block_rows]
     if bits == 32:
         return GroupConfig(max(warps, 4 if size > 64 else 2), 2 if size <= 64 else 1, X3 if size <= 64 else "ieee")
     if size > 128:
         return GroupConfig(8 if block_rows == 64 else 4, 2 if direction == "forward" else 1)
-    return GroupConfig(max(warps, 2) if size > 64 else warps, 3 if size <= 64 else 2)
+    if size > 64:
+        return GroupConfig(max(warps, 2), 3 if direction == "forward" else 2)
+    return GroupConfig(warps, 2 if block_rows == 64 and direction != "dkdv" else 3)

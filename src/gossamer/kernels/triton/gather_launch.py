@@ -67,7 +67,7 @@ def _make_work(walk: GatherWalk, limit: int, device: torch.device) -> Work:
     start = walk.starts.astype(np.int64).reshape(-1)[of] // walk.width
     length = end - begin
     # Lengths that differ little stay in the order of rows, whose columns are likely to be near each other.
-    steps = -(-length // 8)
+    steps = -(-length // 4)
     near = np.where(steps <= 16, steps, 16 + np.ceil(np.log2(np.maximum(steps, 1))))
     lead, tile = np.divmod(of, walk.tiles)
     items = np.stack([lead, tile, start + begin, start + end, slot, begin > 0], axis=1)
