@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gossamer.kernels.contract import Implementation, Problem, Terms
 from gossamer.kernels.table import NAMES
-from gossamer.layouts import BlockLayout
+from gossamer.layouts import BlockLayout, GatherLayout
 from gossamer.patterns import Pattern
 from gossamer.torch.api import check_types, four_dimensional, is_deterministic, what
 from gossamer.torch.parts import calls, folded, split_for
@@ -137,6 +137,10 @@ def _work(p: Problem, layout: Any, handle: int, q_offset: int, tensors: list[Ten
         tiles = {"full": stats.full_tiles, "interval": stats.interval_tiles, "bits": stats.bits_tiles}
         tile = (layout.block_q, layout.block_kv)
         return _Work(stats.useful_pairs, stats.executed_pairs, tiles | {"of": stats.all_tiles}, tile, stats.bytes)
+    if isinstance(layout, GatherLayout):
+        counts = (layout if layout.host is None else layout.host).stats
+        gathered, tile = {"gathered columns": counts.gathered}, (layout.rows.block_rows, layout.rows.width)
+        return _Work(counts.useful_pairs, counts.executed_pairs, gathered, tile, counts.bytes)
     if handle >= 0:
         density = pattern_of(handle).density(p.Q, p.K, q_offset)
     else:  # a mask, or a layout that was made dense
@@ -195,7 +199,8 @@ def explain(
     useful, executed = (
         sum(n * getattr(w, x) for n, w in zip(share, works, strict=True)) for x in ("useful", "executed")
     )
-    tiles = {kind: sum(n * w.tiles.get(kind, 0) for n, w in zip(share, works, strict=True)) for kind in works[0].tiles}
+    kinds = dict.fromkeys(kind for w in works for kind in w.tiles)
+    tiles = {kind: sum(n * w.tiles.get(kind, 0) for n, w in zip(share, works, strict=True)) for kind in kinds}
     layout_bytes = sum({id(c.layout): c.work.bytes for c in computed}.values())
     chosen, density = computed[0].implementation, useful / (p.Q * p.K)
     refused = {}

@@ -36,7 +36,7 @@ def split_for(plan: Plan, terms: Terms, handle: int) -> Split | None:
         tiles = plan.tiles if first.layout == "block" else ()
         while len(known) >= KEPT_SPLITS:
             known.pop(next(iter(known)), None)
-        known[key] = split_of(pattern_of(handle), plan.problem, terms.q_offset, tiles)
+        known[key] = split_of(pattern_of(handle), plan.problem, terms.q_offset, tiles, plan.gathers)
     return known[key]
 
 
@@ -158,7 +158,7 @@ def folded(split: Split, a: Arguments, plan: Plan, terms: Terms, handle: int) ->
     apart = any(x.stride(0) != x.shape[1] * x.stride(1) for x in inputs)
     if B == 1 or apart or a.key_lengths is not None or pattern.lead != (1, 1):
         return split, a
-    found = split_of(pattern, problem_of_fold(plan.problem), terms.q_offset, plan.tiles)
+    found = split_of(pattern, problem_of_fold(plan.problem), terms.q_offset, plan.tiles, plan.gathers)
     if found is None:
         return split, a
     q, k, v = (x.as_strided((1, B * x.shape[1], *x.shape[2:]), x.stride()) for x in inputs)

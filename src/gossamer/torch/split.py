@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from gossamer.kernels.contract import Problem
+from gossamer.kernels.contract import GatherChoice, Problem
 from gossamer.layouts.residue import Run, runs
 from gossamer.patterns import LongNet, Pattern, PerHead, SlidingWindow
 from gossamer.patterns.grid import Grid, Sizes
@@ -26,6 +26,7 @@ BYTES = {"cuda": 3e12, "cpu": 5e9}
 KEPT = 256
 
 Tiles = tuple[tuple[int, int, float], ...]  # (block_q, block_kv, rate)
+Gathers = tuple[GatherChoice, ...]
 
 
 class Heads(NamedTuple):
@@ -94,19 +95,20 @@ _known: OrderedDict[tuple[Any, ...], Split | None] = OrderedDict()
 _lock = threading.Lock()
 
 
-def split_of(pattern: Pattern, problem: Problem, q_offset: int, tiles: Tiles) -> Split | None:
+def split_of(pattern: Pattern, problem: Problem, q_offset: int, tiles: Tiles, gathers: Gathers = ()) -> Split | None:
     """The parts of a call, or None where one call takes less (or where nothing in the pattern is dilated).
 
     Args:
         tiles: what the implementations that may compute it offer, as (block_q, block_kv, rate).
+        gathers: the gather layouts that they offer.
     """
-    key = (pattern.handle, problem, q_offset, tiles)
+    key = (pattern.handle, problem, q_offset, tiles, gathers)
     if key in _known:
         return _known[key]
     found = None
     if tiles and pattern.lead[0] == 1 and problem.tile is None:
         pattern.check(problem.Q, problem.K, problem.H, problem.B)
-        found = _split(pattern, problem, q_offset, tiles)
+        found = _split(pattern, problem, q_offset, tiles, gathers)
     with _lock:
         _known[key] = found
         while len(_known) > KEPT:
@@ -114,9 +116,9 @@ def split_of(pattern: Pattern, problem: Problem, q_offset: int, tiles: Tiles) ->
     return found
 
 
-def _split(pattern: Pattern, p: Problem, q_offset: int, tiles: Tiles) -> Split | None:
+def _split(pattern: Pattern, p: Problem, q_offset: int, tiles: Tiles, gathers: Gathers) -> Split | None:
     sizes = Sizes(p.Q, p.K, q_offset)
-    cost = Costs(p, tiles)
+    cost = Costs(p, tiles, gathers)
     if isinstance(pattern, LongNet):
         found, group = branch_pieces(pattern), p.H // p.G
         if found is not None and all(r % group == 0 or group % r == 0 for _, r in found):
@@ -212,14 +214,14 @@ def _cheaper(parts: list[Part], pattern: Pattern, p: Problem, sizes: Sizes, cost
 class Costs:
     """Seconds of the forward, from counts of tiles."""
 
-    def __init__(self, problem: Problem, tiles: Tiles) -> None:
-        self.problem, self.tiles = problem, tiles
+    def __init__(self, problem: Problem, tiles: Tiles, gathers: Gathers) -> None:
+        self.problem, self.tiles, self.gathers = problem, tiles, gathers
         self.pairs, self.one = PAIRS[problem.device], CALL[problem.device]
 
     def call(self, pattern: Pattern, copies: int, sizes: Sizes, per_head: bool = True) -> float:
         """One call. `copies` are batch elements, and heads of a shared pattern too where not `per_head`."""
         every = range(pattern.lead[1])
-        executed = sum(_executed(pattern.at(0, h), sizes, self.tiles) for h in every)
+        executed = sum(_executed(pattern.at(0, h), sizes, self.tiles, self.gathers) for h in every)
         if pattern.lead[1] == 1 and per_head:
             copies *= self.problem.H
         elif pattern.lead[1] > 1 and not per_head:
@@ -232,10 +234,15 @@ class Costs:
 
 
 @lru_cache(maxsize=1024)
-def _executed(pattern: Pattern, sizes: Sizes, tiles: Tiles) -> float:
-    """Pairs of the tiles that a pattern of one head may visit, at rate 1, by its cheapest tile."""
+def _executed(pattern: Pattern, sizes: Sizes, tiles: Tiles, gathers: Gathers) -> float:
+    """Pairs at rate 1 of the tiles that a pattern of one head may visit, or of gathering its keys row by row."""
     lower = pattern.lower(sizes)
-    return min(bq * bk * lower.tile_bound(Grid(*sizes, bq, bk)) / rate for bq, bk, rate in tiles)
+    found = [bq * bk * lower.tile_bound(Grid(*sizes, bq, bk)) / rate for bq, bk, rate in tiles]
+    one_row = [choice for choice in gathers if choice.block_q == 1]
+    kept = lower.pairs_kept(sizes) if one_row else None
+    if kept is not None:
+        found += [choice.column * kept + choice.row * sizes.Q for choice in one_row]
+    return min(found)
 
 
 def _classes_cost(found: tuple[Piece, ...], B: int, sizes: Sizes, cost: Costs) -> float:

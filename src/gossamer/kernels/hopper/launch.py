@@ -208,7 +208,7 @@ def forward(
     elif score == "scale":
         before, exponent = terms.scale, LOG2E
     sinks = unused(device, 1) if terms.sink_logits is None else aligned(terms.sink_logits.float())
-    lengths = unused_lengths(device) if lengths is None else lengths.to(torch.int32)
+    lengths = unused_lengths(device) if lengths is None else aligned(lengths.to(torch.int32))
     has_sinks = int(terms.sink_logits is not None)
     if call.parts is None:
         rows, config = call.counts[1] * call.counts[3], call.config
