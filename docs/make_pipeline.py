@@ -36,14 +36,12 @@ def main() -> None:
             for part, step in ((0, score), (1, value)):  # both products are issued together
                 name = f"S{score}" if part == 0 else f"P V{value}"
                 box(1, start + part / 2, 0.5, name, colour(step))
-                box(2 + group, start + part / 2, 0.5, name, colour(step), 7.0)
-            if score != "0'":
-                box(2 + group, start + 1, 1.0, f"softmax {score}", SOFT[colour(score)])
-                continue
-            # The accumulator of the finished item is normalised and handed over.
-            box(2 + group, start + 1, 0.64, "softmax 0'", SOFT[NEXT], 7.0)
-            box(2 + group, start + 1.64, 0.36, "O", THIS)
-            box(4, start + 2.05, 0.9, f"O of group {group}", THIS, 7.0)
+                if name == "S1'":  # meanwhile the accumulator of the finished item is normalised and handed over
+                    box(2 + group, start, 0.5, "O", THIS)
+                    box(4, start + 0.55, 0.9, f"O of group {group}", THIS, 7.0)
+                else:
+                    box(2 + group, start + part / 2, 0.5, name, colour(step), 7.0)
+            box(2 + group, start + 1, 1.0, f"softmax {score}", SOFT[colour(score)])
     box(4, 0.1, 1.9, "bounds of the next rows", NEXT)
     loads = ["K9", "V8", "Q'", "K0'", "V9", "K1'", "V0'", "K2'", "V1'", "K3'", "V2'"]  # the next K before the last V
     for n, name in enumerate(loads):

@@ -83,7 +83,7 @@ class Hopper:
 
     def _few(self, problem: Problem) -> bool:
         few = 128 if max(problem.D, problem.E) <= 64 else 64
-        return not problem.backward and problem.Q <= few
+        return few >= problem.Q and not problem.backward
 
     def tile_choices(self, problem: Problem) -> tuple[TileChoice, ...]:
         if problem.backward or self._few(problem):
