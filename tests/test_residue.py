@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -262,6 +263,27 @@ def test_parts_are_exact(
     assert (found[0][empty] == 0).all() and (found[1][empty] == -torch.inf).all()
     again = run(e, name, leaves, backward)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("name", ["longformer", "several", "longnet", "per_head_one_key_head", "odd_sizes"])
+def test_parts_of_kernels_that_write_16_bits_alone(
+    name: str, always: list[split.Split], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of Hopper do: results go through tensors of the inputs' type where they are joined in float32."""
+    blocked = load("blocked")
+    assert not isinstance(blocked, str)
+    kind = type(blocked)
+    monkeypatch.setattr(kind, "capability", replace(blocked.capability, float32_results=False))
+    for direction, written in (("forward", 1), ("backward", 3)):
+
+        def narrow(
+            self: Any, *given: Any, into: Any, original: Any = getattr(kind, direction), written: int = written
+        ) -> Any:
+            assert all(x.dtype == torch.bfloat16 for x in into[:written])
+            return original(self, *given, into=into)
+
+        monkeypatch.setattr(kind, direction, narrow)
+    test_parts_are_exact("blocked", "cpu", "bfloat16", next(c for c in CASES if c.name == name), None, always)
 
 
 def surrounded(x: torch.Tensor) -> torch.Tensor:
