@@ -35,6 +35,7 @@ bench: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python docs/make_support_table.py --write
 	$(BIN)/python docs/make_figures.py
+	$(BIN)/python docs/make_tables.py --write
 	$(BIN)/python docs/make_pipeline.py
 
 clean:

@@ -144,5 +144,5 @@ def case_table(rows: Sequence[Record], cases: Sequence[str]) -> str:
             mine = [r for r in rows if (r["case"], r["direction"]) == (case, direction) and r["p50_ms"] is not None]
             for row in sorted(mine, key=lambda r: r["p50_ms"]):
                 name = row["implementation"] if row["peer"] else f"**{row['implementation']}**"
-                lines.append(f"| `{case}` | {direction} | {name} | {row['p50_ms']:.3g} | {row['useful_tflops']:.0f} |")
+                lines.append(f"| `{case}` | {direction} | {name} | {row['p50_ms']:.3g} | {row['useful_tflops']:.3g} |")
     return "\n".join(lines) + "\n"

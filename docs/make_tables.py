@@ -1,0 +1,163 @@
+"""Writes the generated tables of docs/patterns.md and docs/results.md between their markers, or prints them.
+
+    python docs/make_tables.py [--write]
+
+A table stands between `<!-- table: NAME -->` and `<!-- end of NAME -->`. Those of results come from the rows in
+benchmarks/results; those of patterns are counted here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+import gossamer as gs
+from gossamer.bench.summary import breakeven_table, case_table, ladder_table, read, small_table
+from gossamer.layouts.estimate import Sample
+from gossamer.patterns.grid import Sizes
+from gossamer.testing.cases import BENCH
+
+DOCS = Path(__file__).parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
+N = 131072
+TILES = ((128, 128), (64, 64))
+
+
+def _documents() -> gs.Pattern:
+    lengths = np.random.default_rng(0).integers(500, 1500, 200)
+    return gs.Document(np.repeat(np.arange(200), lengths)[:N]) & gs.Causal()
+
+
+def _graph() -> gs.Pattern:
+    keys = np.sort(np.random.default_rng(0).integers(0, N, (N, 64)), axis=1)
+    fresh = np.concatenate((np.ones((N, 1), dtype=bool), keys[:, 1:] > keys[:, :-1]), axis=1)
+    return gs.CSR(np.concatenate(([0], np.cumsum(fresh.sum(1)))), keys[fresh], N)
+
+
+COUNTED: dict[str, Callable[[], gs.Pattern]] = {
+    "`Dense()`": gs.Dense,
+    "`Causal()`": gs.Causal,
+    "`SlidingWindow(4096)`": lambda: gs.SlidingWindow(4096),
+    "`SlidingWindow(256, sinks=4)`": lambda: gs.SlidingWindow(256, sinks=4),
+    "`Local(512)`": lambda: gs.Local(512),
+    "`BigBird(64)`": lambda: gs.BigBird(64),
+    "`Longformer(512, 16 tokens)`": lambda: gs.Longformer(512, tuple(range(16))),
+    "`Dilated(255, 0, 16)`": lambda: gs.Dilated(255, 0, 16),
+    "`Strided(128, 128)`": lambda: gs.Strided(128, 128),
+    "`PowerStrided(2, 16)`": lambda: gs.PowerStrided(2, 16),
+    "`Document(ids) & Causal()`, 500 to 1500 each": _documents,
+    "`CSR`, 64 random keys a row": _graph,
+}
+
+
+def pattern_costs() -> str:
+    """Density, tiles and executed pairs of each pattern at 131,072 positions."""
+    lines = [
+        "| pattern | density | keys a row | tiles of 128: full, interval, bits | executed per useful pair: 128 | 64 |",
+        "|---" * 6 + "|",
+    ]
+    for name, make in COUNTED.items():
+        pattern = make()
+        density = pattern.density(N, N)
+        cells, over = "-", []
+        for block_q, block_kv in TILES:
+            if isinstance(pattern, gs.CSR):  # nearly every tile has bits of its own, gigabytes: counted on some rows
+                work = Sample(pattern, Sizes(N, N, 0)).tiles(block_q, block_kv)
+                over.append(f"{work.executed / work.useful:.0f}")
+                continue
+            stats = pattern.layout(N, N, block_q=block_q, block_kv=block_kv).stats
+            over.append(f"{stats.overhead:.3g}")
+            if block_q == TILES[0][0]:
+                cells = f"{stats.full_tiles:,.0f}, {stats.interval_tiles:,.0f}, {stats.bits_tiles:,.0f}"
+        lines.append(f"| {name} | {100 * density:.3g} % | {density * N:,.0f} | {cells} | {' | '.join(over)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _rows(name: str) -> list[dict]:
+    path = RESULTS / f"{name}.jsonl"
+    return read(path) if path.exists() else []
+
+
+def cases(device: str) -> str:
+    """The rows of named cases, by the tag that they carry."""
+    rows = _rows(device)
+    known = {row["case"] for row in rows}
+    names = [case.name for case in BENCH if case.name in known]
+    return case_table(rows, names) if names else f"No rows in benchmarks/results/{device}.jsonl.\n"
+
+
+def breakeven() -> str:
+    rows = _rows("nvidia_h200_breakeven")
+    if not rows:
+        return "No rows in benchmarks/results/nvidia_h200_breakeven.jsonl.\n"
+    return f"![Break-even](figures/breakeven.png)\n\n{breakeven_table(rows)}"
+
+
+def small() -> str:
+    rows = _rows("nvidia_h200_breakeven")
+    return small_table(rows) if rows else "No rows in benchmarks/results/nvidia_h200_breakeven.jsonl.\n"
+
+
+def ladder() -> str:
+    rows = _rows("nvidia_h200_ladder")
+    if not rows:
+        return "No rows in benchmarks/results/nvidia_h200_ladder.jsonl.\n"
+    return f"![Ladder](figures/ladder.png)\n\n{ladder_table(rows)}"
+
+
+def dense() -> str:
+    """Microseconds from `benchmarks/tune_dense.py`: the shipped tiles beside SDPA and the other implementations."""
+    from gossamer.kernels.contract import Problem
+    from gossamer.kernels.dense import MOST_PAIRS
+    from gossamer.kernels.dense.launch import backward_tile, forward_tile
+
+    lines = [
+        "| D | positions | SDPA flash | SDPA cuDNN | SDPA with the mask | `dense` | `triton` | `hopper` | taken | "
+        "backward: SDPA flash | `dense` | `triton` | taken |",
+        "|---" * 13 + "|",
+    ]
+    for line in (RESULTS / "tune_dense_h200.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        D, N = row["D"], row["N"]
+        problem = Problem(1, 8, 8, N, N, D, D, "bfloat16", "cuda", sm=90, backward=True)
+        tiles = tuple(forward_tile(problem, 132)), tuple(backward_tile(problem, 132))
+        forward, backward = row.get(f"forward {tiles[0]}"), row.get(f"backward {tiles[1]}")
+        pairs = 8 * N * N
+        taken = ["`dense`" if pairs <= most else "lists" for most in MOST_PAIRS]
+        numbers = (row["sdpa flash"], row["sdpa cudnn"], row["sdpa mask"], forward, row["triton"], row["hopper"])
+        back = (row["backward sdpa flash"], backward, row["backward triton"])
+        cells = [*(f"{x:.1f}" for x in numbers), taken[0], *(f"{x:.1f}" for x in back), taken[1]]
+        lines.append(f"| {D} | {N} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+TABLES: dict[str, tuple[str, Callable[[], str]]] = {
+    "pattern costs": ("patterns.md", pattern_costs),
+    "cases on an H200": ("results.md", lambda: cases("nvidia_h200")),
+    "cases on a CPU": ("results.md", lambda: cases("cpu")),
+    "break-even": ("results.md", breakeven),
+    "small problems": ("results.md", small),
+    "dense": ("results.md", dense),
+    "ladder": ("results.md", ladder),
+}
+
+
+def main() -> None:
+    for name, (file, make) in TABLES.items():
+        table, path = make(), DOCS / file
+        if sys.argv[1:] != ["--write"]:
+            print(f"{name}\n\n{table}")
+            continue
+        text = path.read_text()
+        begin, end = f"<!-- table: {name} -->\n", f"<!-- end of {name} -->"
+        if begin not in text or end not in text:
+            raise ValueError(f"{path} has no place for the table {name!r}: the lines {begin!r} and {end!r} mark it")
+        head, _, rest = text.partition(begin)
+        path.write_text(head + begin + table + end + rest.partition(end)[2])
+
+
+main()
