@@ -19,7 +19,7 @@ from gossamer.kernels.contract import Implementation, Problem, Unsupported, reas
 from gossamer.kernels.hopper import missing_packages
 from gossamer.kernels.reference import oracle
 from gossamer.kernels.table import available, load
-from gossamer.layouts import cached_layout
+from gossamer.layouts import cached_gather, cached_layout
 from gossamer.testing import inputs, tolerance
 from gossamer.testing.cases import SMALL, Case
 from gossamer.torch.masks import words_of
@@ -46,8 +46,18 @@ def parameters() -> Iterator[Any]:
             yield pytest.param("hopper", case, dtype, "cuda", id=f"hopper-cuda-{dtype}-{case.name}", marks=marks)
 
 
+def gathering() -> Iterator[Any]:
+    """The implementations that read gather layouts, as name/rows of a group."""
+    for case in SMALL:
+        for dtype in set(case.dtypes) & {"bfloat16", "float32"}:
+            for rows in (1, 64):
+                marks = [pytest.mark.gpu, no_gpu]
+                name = f"triton/{rows}"
+                yield pytest.param(name, case, dtype, "cuda", id=f"{name}-cuda-{dtype}-{case.name}", marks=marks)
+
+
 def implementation_of(name: str) -> Implementation:
-    found = load(name)
+    found = load(name.split("/")[0])
     assert not isinstance(found, str), found
     return found
 
@@ -100,9 +110,21 @@ def within_nan(x: Tensor) -> tuple[Tensor, Tensor]:
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsink_logits")
 
 
-@pytest.mark.parametrize(("name", "case", "dtype", "device"), list(parameters()))
+@pytest.mark.parametrize(("name", "case", "dtype", "device"), [*parameters(), *gathering()])
 class TestContract:
+    rows = 0  # of a group of a gather layout
+
+    @pytest.fixture(autouse=True)
+    def _rows(self, name: str) -> None:
+        self.rows = int(name.partition("/")[2] or 0)
+
     def layout(self, implementation: Implementation, e: Exact) -> Any:
+        if self.rows:
+            layout = cached_gather(
+                e.pattern, e.case.Q, e.case.K, block_q=self.rows, q_offset=e.terms.q_offset, device=e.leaves[0].device
+            )
+            _ = layout.columns
+            return layout
         if implementation.layout == "dense":
             return e.mask
         if implementation.layout == "words":
@@ -130,7 +152,7 @@ class TestContract:
         if refused:
             given = inputs.make(case, dtype, device, requires_grad=True)
             with pytest.raises(Unsupported) as raised:
-                gossamer.attention(*given[:3], case.pattern(), implementation=name, **given.options)
+                gossamer.attention(*given[:3], case.pattern(), implementation=implementation.name, **given.options)
             assert all(reason in str(raised.value) for reason in refused)
             return
         e = exact_of(case, dtype, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 import gossamer as gs
 from gossamer.layouts.gather import WIDTHS, GatherLayout, build_gather, expand_gather
@@ -45,3 +46,74 @@ def test_builds_in_parts_give_the_same_lists(monkeypatch: pytest.MonkeyPatch) ->
 def test_rows_of_a_group_are_checked() -> None:
     with pytest.raises(ValueError, match="block_q of a gather layout must be one of 1, 16, 32, 64, got 8"):
         build_gather(gs.Causal(), 40, 40, block_q=8)
+
+
+def test_the_cheapest_layout_is_chosen_without_building_one() -> None:
+    from gossamer.kernels.triton.gather_config import GATHERS
+    from gossamer.layouts import cache
+    from gossamer.testing.graphs import proximity_graph, random_graph
+
+    tiles = ((128, 128, 1.0), (64, 64, 0.63))
+    gathers = tuple(choice for choice in GATHERS if "bfloat16" in choice.dtypes)
+    cache.clear_cache()
+
+    def chosen(pattern: gs.Pattern, N: int) -> int | tuple[int, int]:
+        at = cache.cheapest(pattern, N, N, tiles=tiles, gathers=gathers, q_offset=0)
+        return tiles[at][:2] if at < len(tiles) else gathers[at - len(tiles)].block_q
+
+    assert chosen(gs.SlidingWindow(4096), 65536) == (128, 128)
+    assert chosen(gs.BigBird(64), 16384) == (64, 64)
+    assert chosen(gs.Causal() & gs.Document(np.arange(8192) // 1000), 8192) == (128, 128)
+    assert chosen(random_graph(20000, 16), 20000) == 1
+    assert chosen(gs.PowerStrided(2), 131072) == 1
+    assert chosen(proximity_graph((5, 5, 4), 2.5), 2**14) == 16
+    assert not cache._layouts
+
+
+@pytest.mark.parametrize("block_q", ROWS)
+def test_estimates_of_short_sequences_are_exact(block_q: int) -> None:
+    from gossamer.layouts.estimate import Sample
+
+    for pattern in (gs.BigBird(64), gs.PowerStrided(2, 4), gs.PerHead([gs.SlidingWindow(31), gs.Dilated(8, 0, 4)])):
+        sample = Sample(pattern, pattern._sizes(900, 900))
+        gathered, copies = build_gather(pattern, 900, 900, block_q=block_q).stats, np.prod(pattern.lead)
+        found = sample.gathers(block_q)
+        assert found[:2] == pytest.approx((gathered.gathered * copies, gathered.executed_pairs * copies))
+        tiles, stats = sample.tiles(64, 128), pattern.layout(900, 900, block_q=64, block_kv=128).stats
+        assert tiles[:2] == pytest.approx((stats.useful_pairs * copies, stats.executed_pairs * copies))
+
+
+def ancestors(parents: list[int], prompt: int) -> np.ndarray:
+    """The dense mask of a tree, from its definition."""
+    mask = np.zeros((len(parents), prompt + len(parents)), dtype=bool)
+    mask[:, :prompt] = True
+    for row in range(len(parents)):
+        node = row
+        while node >= 0:
+            mask[row, prompt + node] = True
+            node = parents[node]
+    return mask
+
+
+@pytest.mark.parametrize("prompt", [0, 1, 77])
+@pytest.mark.parametrize("nodes", [1, 26, 150])
+def test_tree(nodes: int, prompt: int) -> None:
+    parents = [int(np.random.default_rng(t).integers(-1, t)) for t in range(nodes)]
+    pattern, mask = gs.Tree(parents), ancestors(parents, prompt)
+    assert np.array_equal(pattern.materialize(nodes, nodes + prompt), mask)
+    assert np.array_equal(pattern.layout(nodes, nodes + prompt, block_q=32, block_kv=64).expand(), mask)
+    assert np.array_equal((pattern & ~gs.Local(4)).layout(nodes, nodes + prompt, block_q=32, block_kv=64).expand(),
+                          (pattern & ~gs.Local(4)).materialize(nodes, nodes + prompt))  # fmt: skip
+    for block_q in ROWS:
+        assert np.array_equal(build_gather(pattern, nodes, nodes + prompt, block_q=block_q).expand(), mask)
+    assert pattern.density(nodes, nodes + prompt) == pytest.approx(mask.mean())
+    assert pattern == gs.Tree(torch.tensor(parents)) and hash(pattern) == hash(gs.Tree(parents))
+
+
+def test_tree_refuses() -> None:
+    with pytest.raises(ValueError, match=r"parents\[t\] must be in \[-1, t\), got parents\[1\] = 1"):
+        gs.Tree([-1, 1])
+    with pytest.raises(ValueError, match="at least one node"):
+        gs.Tree([])
+    with pytest.raises(ValueError, match="Tree has 3 nodes, needs Q=4"):
+        gs.Tree([-1, 0, 0]).materialize(4, 4)

@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 _PATTERNS = (
     "Pattern", "Dense", "Causal", "SlidingWindow", "Local", "BlockMask", "BigBird", "Longformer", "Dilated",
-    "DilatedSegment", "Strided", "PowerStrided", "LongNet", "Document", "CSR", "Predicate", "PerHead",
+    "DilatedSegment", "Strided", "PowerStrided", "LongNet", "Document", "CSR", "Tree", "Predicate", "PerHead",
 )  # fmt: skip
 
 # Public name -> the module that defines it; loaded on first use.

@@ -9,6 +9,7 @@ from gossamer.patterns.dilated import Dilated, PowerStrided, Strided
 from gossamer.patterns.dilated_segments import DilatedSegment, LongNet
 from gossamer.patterns.document import Document
 from gossamer.patterns.predicate import Predicate
+from gossamer.patterns.tree import Tree
 from gossamer.patterns.window import Local, Longformer, SlidingWindow
 
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
     "Predicate",
     "SlidingWindow",
     "Strided",
+    "Tree",
 ]

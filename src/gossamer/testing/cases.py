@@ -1,7 +1,8 @@
 """Named cases, declared once: the contract tests, the benchmarks and users read the same list.
 
 Tags: `smoke` (small, one of each kind), `odd` (sizes and edges that break things), `terms` (score terms), `bench`
-(large, measured), `foundation` (the README's measurements), `hopper` (beside the fastest kernels for an H200).
+(large, measured), `foundation` (the README's measurements), `hopper` (beside the fastest kernels for an H200),
+`dilated`, `graph` (scattered pairs).
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from gossamer.patterns import (
     PowerStrided,
     SlidingWindow,
     Strided,
+    Tree,
 )
+from gossamer.testing.graphs import power_law_graph, proximity_graph, random_graph
 
 LOW = ("float16", "bfloat16", "float32")
 EVERY = (*LOW, "float64")
@@ -84,6 +87,11 @@ def _random_rows(rows: int, keys: int, each: int, seed: int) -> CSR:
     return CSR(np.cumsum([0, *map(len, columns)]), np.concatenate(columns), keys)
 
 
+def _tree(nodes: int) -> Tree:
+    rng = np.random.default_rng(5)
+    return Tree([int(rng.integers(-1, t)) for t in range(nodes)])
+
+
 def _half_empty(N: int) -> BlockMask:
     """Every other block row keeps nothing."""
     mask = np.tril(np.ones((-(-N // 16), -(-N // 16)), dtype=bool))
@@ -129,6 +137,8 @@ SMALL = (
     square("strided", 170, lambda: Strided(16, 10), "smoke"),
     square("power_strided", 170, lambda: PowerStrided(2, 4), "smoke"),
     square("csr", 150, lambda: _random_rows(150, 150, 9, 1), "smoke", "odd"),
+    square("tree", 40, lambda: _tree(40), "smoke", K=110, H=4, G=2),
+    square("tree_alone", 26, lambda: _tree(26), "odd"),
     square("composed", 140, lambda: (SlidingWindow(16) | BigBird(16)) & ~Local(8), "smoke"),
     square("block_mask_by_head", 150, lambda: _block_mask_by_head(4, 150, 16), "smoke", H=4, G=2, B=2),
     square("per_head", 140, lambda: PerHead([SlidingWindow(31), Dilated(8, 0, 4), Causal(), Dense()]), "smoke", H=4),
@@ -166,6 +176,13 @@ def large(name: str, pattern: Callable[[], Pattern], *tags: str, N: int = _N, H:
     return square(name, N, pattern, "bench", *tags, H=H, D=D, dtypes=("bfloat16",), devices=frozenset({"cuda"}))
 
 
+def graph(name: str, N: int, pattern: Callable[[], Pattern], *tags: str, dtypes: tuple[str, ...], D: int = 64) -> Case:
+    """A case of scattered pairs that is measured on a GPU."""
+    return square(name, N, pattern, "bench", "graph", *tags, H=8, D=D, dtypes=dtypes, devices=frozenset({"cuda"}))
+
+
+_BOTH = ("bfloat16", "float32")
+
 BENCH = (
     large("window_4096_causal", lambda: SlidingWindow(4096), "foundation", "hopper"),
     large("window_4096_both", lambda: SlidingWindow(4096, 4096), "foundation", "hopper"),
@@ -181,6 +198,11 @@ BENCH = (
     large("plain_256", lambda: SlidingWindow(255), "dilated"),
     large("dilated_8_1024", lambda: Dilated(1023, 0, 8), "dilated"),
     large("plain_1024", lambda: SlidingWindow(1023), "dilated"),
+    graph("graph_random_64", _N, lambda: random_graph(_N, 64), dtypes=_BOTH),
+    graph("graph_power_law", 169343, lambda: power_law_graph(169343, 1166243), dtypes=_BOTH),
+    graph("graph_proximity", _N, lambda: proximity_graph((6, 6, 5), 2.5), dtypes=_BOTH),
+    graph("power_strided_131072", _N, lambda: PowerStrided(2), dtypes=("bfloat16",), D=128),
+    graph("power_strided_1048576", 2**20, lambda: PowerStrided(2), dtypes=("bfloat16",)),
     square(
         "window_256_cpu", 8192, lambda: SlidingWindow(256), "bench", "foundation", H=4, D=64,
         dtypes=("float32",), devices=frozenset({"cpu"}),

@@ -1,0 +1,127 @@
+"""A tree of draft tokens, as speculative decoding verifies it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gossamer.patterns.base import Intervals, Pairs, Pattern, Tiles
+from gossamer.patterns.grid import EMPTY, MIXED, Grid, Sizes, ranges
+from gossamer.patterns.validate import array, digest, show
+
+
+@dataclass(frozen=True, eq=False, init=False, repr=False)
+class Tree(Pattern):
+    """Query row t is node t of a tree and sees itself, its ancestors, and the prompt: the first K - Q keys.
+
+    Node t is key K - Q + t. Rows are counted from 0 whatever `q_offset` is.
+
+    Args:
+        parents: integer (Q,), parents[t] in [-1, t): the node that t follows, or -1 for a root. There may be several.
+    """
+
+    parents: np.ndarray
+
+    def __init__(self, parents: Any) -> None:
+        parents = array("parents", parents, ndim=(1,), kind="integer")
+        if not len(parents):
+            raise ValueError(f"parents must have at least one node, got {show(parents)}")
+        wrong = np.flatnonzero((parents < -1) | (parents >= np.arange(len(parents))))
+        if len(wrong):
+            t = int(wrong[0])
+            raise ValueError(f"parents[t] must be in [-1, t), got parents[{t}] = {int(parents[t])}")
+        object.__setattr__(self, "parents", parents)
+        object.__setattr__(self, "_digest", digest(parents))
+
+    def __repr__(self) -> str:
+        return f"Tree({len(self.parents)} nodes)"
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.__dict__["_digest"]
+
+    def _check(self, Q: int, K: int) -> None:
+        if len(self.parents) != Q or K < Q:
+            raise ValueError(
+                f"Tree has {len(self.parents)} nodes, needs Q={Q} of them and at least as many keys, K={K}"
+            )
+
+    def lower(self, sizes: Sizes) -> Pattern:
+        nodes = _Nodes(self)
+        return _Prompt(sizes.K - sizes.Q) | nodes if sizes.K > sizes.Q else nodes
+
+    def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
+        return self.lower(sizes)._keep(i, j, sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class _Prompt(Pattern):
+    """Every query sees the keys below `stop`."""
+
+    stop: int
+
+    def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
+        return (j < self.stop) & (i == i)
+
+    def _intervals(self, sizes: Sizes) -> Intervals:
+        return np.zeros(sizes.Q, dtype=np.int64), np.full(sizes.Q, self.stop)
+
+
+@dataclass(frozen=True, eq=False)
+class _Nodes(Pattern):
+    """The nodes of a tree alone, as the last keys."""
+
+    tree: Tree
+
+    def _spans(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each node, its place in a depth-first walk, and the end of its subtree there."""
+        known = self.__dict__.get("_walk")
+        if known is None:
+            parents = self.tree.parents.tolist()
+            size = [1] * len(parents)
+            for t in range(len(parents) - 1, -1, -1):
+                if parents[t] >= 0:
+                    size[parents[t]] += size[t]
+            first, free, roots = [0] * len(parents), [0] * len(parents), 0
+            for t, parent in enumerate(parents):
+                if parent < 0:
+                    first[t], roots = roots, roots + size[t]
+                else:
+                    first[t], free[parent] = free[parent], free[parent] + size[t]
+                free[t] = first[t] + 1
+            known = np.array(first), np.array(first) + np.array(size)
+            object.__setattr__(self, "_walk", known)
+        return known
+
+    def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
+        first, end = self._spans()
+        row, node = i - sizes.q_offset, j - (sizes.K - sizes.Q)
+        exists = (row >= 0) & (row < len(first)) & (node >= 0) & (node < len(first))
+        row, node = np.clip(row, 0, len(first) - 1), np.clip(node, 0, len(first) - 1)
+        return exists & (first[node] <= first[row]) & (first[row] < end[node])
+
+    def listed_pairs(self, sizes: Sizes, start: int, stop: int) -> Pairs:
+        rows = at = np.arange(start, stop)
+        pairs = []
+        while len(rows):
+            pairs.append(rows * sizes.K + at + sizes.K - sizes.Q)
+            at = self.tree.parents[at]
+            rows, at = rows[at >= 0], at[at >= 0]
+        rows, keys = np.divmod(np.sort(np.concatenate(pairs)), sizes.K)
+        return rows, keys
+
+    def tile_bound(self, grid: Grid) -> int:
+        return len(self.tile_candidates(grid, 0, grid.nq)[0])
+
+    def tile_candidates(self, grid: Grid, start: int, stop: int) -> Tiles:
+        prompt = grid.K - grid.Q
+        _, last = grid.row_bounds(np.arange(start, stop))
+        which, tj = ranges(np.full(stop - start, prompt // grid.block_kv), (prompt + last - 1) // grid.block_kv + 1)
+        return which + start, tj
+
+    def tile_classes(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+        prompt = grid.K - grid.Q
+        first, last = grid.key_bounds(tj)
+        _, row = grid.row_bounds(ti)
+        return np.where((last > prompt) & (first < prompt + row), MIXED, EMPTY).astype(np.int8)
