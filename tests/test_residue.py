@@ -274,15 +274,16 @@ def test_parts_of_kernels_that_write_16_bits_alone(
     assert not isinstance(blocked, str)
     kind = type(blocked)
     monkeypatch.setattr(kind, "capability", replace(blocked.capability, float32_results=False))
-    for direction, written in (("forward", 1), ("backward", 3)):
 
-        def narrow(
-            self: Any, *given: Any, into: Any, original: Any = getattr(kind, direction), written: int = written
-        ) -> Any:
+    def narrow(original: Any, written: int) -> Any:
+        def run(self: Any, *given: Any, into: Any) -> Any:
             assert all(x.dtype == torch.bfloat16 for x in into[:written])
             return original(self, *given, into=into)
 
-        monkeypatch.setattr(kind, direction, narrow)
+        return run
+
+    monkeypatch.setattr(kind, "forward", narrow(kind.forward, 1))
+    monkeypatch.setattr(kind, "backward", narrow(kind.backward, 3))
     test_parts_are_exact("blocked", "cpu", "bfloat16", next(c for c in CASES if c.name == name), None, always)
 
 

@@ -54,6 +54,23 @@ for direction, config, variant in work:
 """
 
 
+JOIN = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from gossamer.kernels.triton.join import ROWS, join_kernel
+for kind, size in (("bf16", 128), ("fp16", 40), ("fp32", 256)):
+    constants = {"E": size, "BLOCK_E": max(64, size), "R": ROWS}
+    types = dict.fromkeys(("out", "part_out"), "*" + kind) | dict.fromkeys(("lse", "part_lse"), "*fp32")
+    signature = {name: types.get(name, "i32") for name in join_kernel.arg_names}
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=join_kernel, signature=signature, constexprs=constants)
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options)
+"""
+
+
 def compile_in_process(script: str, sm: int, cache: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     found = subprocess.run(
@@ -77,6 +94,7 @@ def test_shipped_configurations_compile(sm: int, dtype: str, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_variants_compile(tmp_path: Path) -> None:
     compile_in_process(COMPILE.format(work=EXTRA), 90, tmp_path)
+    compile_in_process(JOIN, 90, tmp_path)
 
 
 def test_table_is_complete() -> None:
