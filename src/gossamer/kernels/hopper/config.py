@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 SHARED_MEMORY = 227 * 1024
 MULTIPROCESSOR = 228 * 1024  # shared memory of a multiprocessor; each block takes 1024 bytes more than it asks for
@@ -65,6 +65,8 @@ class QueryConfig:
     k_stages: int = 2
     v_stages: int = 2
     score: str = "fold"  # or "softcap"
+
+    lengths: ClassVar[bool] = False  # no key_lengths; the forward's producer, which it shares, asks
 
     def __post_init__(self) -> None:
         tiles = self.block_q in (64, 128, 192) and self.block_kv in (64, 128)
