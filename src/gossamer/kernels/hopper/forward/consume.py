@@ -125,6 +125,7 @@ class Consumer:
                     kv += 1
             kv = self.steps(env, stage, kv, started)
             started = Int32(0)
+            next_count = Int32(0)
             turn += 1
             if const_expr(self.bridges):
                 following, phase = ring(turn, c.q_stages)
