@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gossamer as gs
+from gossamer.kernels.hopper import missing_packages
 from gossamer.torch import operators
+
+needs_tvm_ffi = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 
 
 class Seen(TorchDispatchMode):
@@ -153,3 +157,69 @@ def test_lists_are_the_same_from_the_host_and_from_the_device(pattern: gs.Patter
         torch.equal(found.lists, want.lists) and torch.equal(found.lo, want.lo) and torch.equal(found.pool, want.pool)
     )
     assert found.listed > 0 > want.listed
+
+
+@pytest.fixture
+def stubbed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Hopper forward calls on a CPU, without their kernel; the arguments that it got."""
+    from gossamer.kernels import hopper
+    from gossamer.kernels.hopper import compile as compiled
+    from gossamer.kernels.hopper import launch
+    from gossamer.torch import plan
+
+    got: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(hopper.Hopper, "unavailable", lambda self: [])
+    limits = dataclasses.replace(
+        hopper.Hopper.capability, devices=frozenset({"cpu"}), min_sm=None, max_sm=None, backward=True
+    )
+    monkeypatch.setattr(hopper.Hopper, "capability", limits)
+    monkeypatch.setattr(compiled, "forward", lambda config: lambda *arguments: got.append(arguments))
+    monkeypatch.setattr(launch, "processors", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    # What is kept for other tests is left alone.
+    for module, name in ((plan, "_plans"), (plan, "_placed"), (launch, "_prepared")):
+        monkeypatch.setattr(module, name, type(getattr(module, name))())
+    return got
+
+
+def events(run: Any) -> int:
+    """Functions that a call enters, of Python and of C."""
+    count = 0
+
+    def see(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    run()
+    sys.setprofile(see)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@needs_tvm_ffi
+def test_a_repeated_call_does_little(stubbed: list[tuple[Any, ...]]) -> None:
+    """What a call costs on the host, counted: about 70 functions, each a tenth of a microsecond to one."""
+    x = [torch.randn(1, 4, 2048, 64).bfloat16() for _ in range(3)]
+    pattern = gs.SlidingWindow(100)
+    assert events(lambda: gs.attention(*x, pattern, implementation="hopper")) <= 90
+    assert len(stubbed) == 2
+    leaves = [y.requires_grad_() for y in x]
+    assert events(lambda: gs.attention(*leaves, pattern, implementation="hopper")) <= 120
+    # The inputs themselves, no copies of them.
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(stubbed[-1][:3], x, strict=True))
+
+
+@needs_tvm_ffi
+def test_inputs_are_copied_once_where_they_must_be(stubbed: list[tuple[Any, ...]]) -> None:
+    for name, x in views().items():
+        if name != "last dimension":
+            q = torch.zeros(2, 3, x.shape[2], 64, dtype=torch.bfloat16)
+            gs.attention(q, x, q, gs.Causal(), implementation="hopper")
+            passed = stubbed[-1][1]
+            fine = name in ("compact", "storage (B, N, H, D)", "packed with others", "every other row")
+            assert (passed.data_ptr() == x.data_ptr()) == fine and torch.equal(passed, x)
