@@ -91,8 +91,8 @@ class QueryConfig:
 class BackwardConfig:
     """One compiled column kernel: dK and dV, and dQ by reduction where `with_dq`.
 
-    block_q x block_kv is the layout's tile, `step` the queries of one step (a divisor of block_q), `q_stages` and
-    `do_stages` the depths of the rings of Q and dO.
+    block_q x block_kv is the layout's tile, `q_stages` and `do_stages` the depths of the rings of Q and dO, in steps
+    of 64 queries. A stage of Q is given back one step later, so there are two at least.
     """
 
     dtype: str
@@ -100,27 +100,26 @@ class BackwardConfig:
     E: int
     block_q: int = 128
     block_kv: int = 128
-    step: int = 64
     q_stages: int = 2
     do_stages: int = 2
     score: str = "fold"  # or "softcap"
     with_dq: bool = True
     reduce: str = "bulk"  # dQ through shared memory and the copy engine, or "direct" from registers
-    ds_stages: int = 2
 
     def __post_init__(self) -> None:
-        if self.block_q not in (64, 128, 192) or self.block_kv != 128 or self.block_q % self.step:
-            raise ValueError(f"no backward kernel for tiles {self.block_q} x {self.block_kv} in steps of {self.step}")
+        if self.block_q not in (64, 128, 192) or self.block_kv != 128 or self.D not in (64, 128):
+            raise ValueError(f"no column kernel for tiles {self.block_q} x {self.block_kv} and heads of {self.D}")
+        if self.E > self.D or self.q_stages < 2 or self.reduce not in ("bulk", "direct"):
+            raise ValueError(f"the column kernel cannot run as {self}")
         if self.shared_bytes > SHARED_MEMORY:
             raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory, there are {SHARED_MEMORY}")
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: K, V, rings, dS, staging memory of dQ or dK, dV, barriers and descriptions."""
-        tiles = self.block_kv * (self.D + self.E) + self.step * (self.q_stages * self.D + self.do_stages * self.E)
-        gradients = self.ds_stages * self.block_kv * self.step + self.block_kv * self.E
-        staging = max(4 * self.step * self.D, 2 * self.block_kv * self.D)
-        return 2 * (tiles + gradients) + staging + 4 * self.step * (self.q_stages + self.do_stages) + 1024
+        tiles = self.block_kv * (self.D + 2 * self.E) + 64 * (self.q_stages * self.D + self.do_stages * self.E)
+        scores = 2 * self.block_kv * 64
+        return 2 * (tiles + scores) + 256 * self.D + 256 * (self.q_stages + self.do_stages) + 1024
 
 
 @dataclass(frozen=True)
@@ -212,7 +211,7 @@ def backward_config(
     """The configuration of the column kernel for head sizes D, E and a layout of block_q x block_kv tiles."""
     size = padded(max(D, E))
     size = 128 if size == 96 else size
-    found = BackwardConfig(dtype, size, size, block_q, block_kv, 64, score=score, with_dq=with_dq)
+    found = BackwardConfig(dtype, size, size, block_q, block_kv, score=score, with_dq=with_dq)
     return replace(found, **tuned("backward", size, size, block_q, block_kv))
 
 

@@ -24,6 +24,7 @@ from gossamer.kernels.hopper.backward.fields import (
     READY,
     SCRATCH,
     SLOT,
+    STAGES,
     STEP_BATCH,
     STEP_HEAD,
     TILE,
@@ -43,7 +44,6 @@ class Consumer:
     config: BackwardConfig
     dtype: Any
     groups: int
-    split_columns: bool
     dq_columns: int
     staging_floats: int
 
@@ -57,9 +57,9 @@ class Consumer:
         lane = cute.arch.lane_idx()
         whole_s, whole_dv, whole_dk, whole_dq = [m.get_slice(0) for m in (mma_s, mma_dv, mma_dk, mma_dq)]
 
-        halves = cute.flat_divide(shared.s_ds, (ROWS, c.step))  # (64, step, group, 1, stage)
+        halves = cute.flat_divide(shared.s_ds, (ROWS, ROWS))  # (64, step, group, 1, stage)
         s_kt = cute.flat_divide(self.turned(shared.s_k, c.block_kv, c.D), (self.dq_columns, c.block_kv))
-        s_dst = cute.flat_divide(self.turned(shared.s_ds, c.block_kv, c.step, c.ds_stages), (ROWS, c.block_kv))
+        s_dst = self.turned(shared.s_ds, c.block_kv, ROWS, STAGES)
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
         env = Env(
             **shared.__dict__, me=me, lane=lane, thread=thread, quad=2 * (lane % 4),
@@ -69,19 +69,19 @@ class Consumer:
             frag_v=whole_s.make_fragment_A(whole_s.partition_A(cute.flat_divide(shared.s_v, (ROWS, c.E)))),
             frag_q=whole_s.make_fragment_B(whole_s.partition_B(shared.s_q)),
             frag_do=whole_s.make_fragment_B(whole_s.partition_B(shared.s_do)),
-            frag_qt=whole_dk.make_fragment_B(whole_dk.partition_B(self.turned(shared.s_q, c.step, c.D, c.q_stages))),
-            frag_dot=whole_dv.make_fragment_B(whole_dv.partition_B(self.turned(shared.s_do, c.step, c.E, c.do_stages))),
+            frag_qt=whole_dk.make_fragment_B(whole_dk.partition_B(self.turned(shared.s_q, ROWS, c.D, c.q_stages))),
+            frag_dot=whole_dv.make_fragment_B(whole_dv.partition_B(self.turned(shared.s_do, ROWS, c.E, c.do_stages))),
             frag_kt=whole_dq.make_fragment_B(whole_dq.partition_B(s_kt)),
             frag_dst=whole_dq.make_fragment_A(whole_dq.partition_A(s_dst)),
-            frag_p=whole_dv.make_fragment_A(whole_dv.partition_shape_A((ROWS, c.step))),
-            frag_ds=whole_dk.make_fragment_A(whole_dk.partition_shape_A((ROWS, c.step))),
-            slope=cute.make_rmem_tensor((c.step // 4,), Int32),
-            acc_s=cute.make_rmem_tensor(whole_s.partition_shape_C((ROWS, c.step)), Float32),
-            acc_dp=cute.make_rmem_tensor(whole_s.partition_shape_C((ROWS, c.step)), Float32),
+            frag_p=whole_dv.make_fragment_A(whole_dv.partition_shape_A((ROWS, ROWS))),
+            frag_ds=whole_dk.make_fragment_A(whole_dk.partition_shape_A((ROWS, ROWS))),
+            slope=cute.make_rmem_tensor((ROWS // 4,), Int32),
+            acc_s=cute.make_rmem_tensor(whole_s.partition_shape_C((ROWS, ROWS)), Float32),
+            acc_dp=cute.make_rmem_tensor(whole_s.partition_shape_C((ROWS, ROWS)), Float32),
             acc_dv=cute.make_rmem_tensor(whole_dv.partition_shape_C((ROWS, c.E)), Float32),
             acc_dk=cute.make_rmem_tensor(whole_dk.partition_shape_C((ROWS, c.D)), Float32),
             goal=cute.make_rmem_tensor((3,), Int32),
-            mask=cute.make_rmem_tensor((device.ROWS, max(2, c.step // 32)), Int32),
+            mask=cute.make_rmem_tensor((device.ROWS, ROWS // 32), Int32),
             ds_to=cute.make_tiled_copy_C(stmatrix, mma_s).get_slice(thread).partition_D(halves),
         )  # fmt: skip
         env.mask.fill(0)
@@ -136,10 +136,10 @@ class Consumer:
                         env.mask[r, 0] = env.lo[entry, key]
                         env.mask[r, 1] = env.hi[entry, key]
         elif kind == MASKED:
-            word = env.steps[WORD, stage] // (c.step // 32)
+            word = env.steps[WORD, stage] // (ROWS // 32)
             for r in cutlass.range_constexpr(device.ROWS):
-                row = cute.local_tile(env.pool[entry + env.my_row + 8 * r, None], (c.step // 32,), (word,))
-                for w in cutlass.range_constexpr(c.step // 32):
+                row = cute.local_tile(env.pool[entry + env.my_row + 8 * r, None], (ROWS // 32,), (word,))
+                for w in cutlass.range_constexpr(ROWS // 32):
                     env.mask[r, w] = row[w]
         return kind
 
@@ -169,11 +169,10 @@ class Consumer:
     @cute.jit
     def row(self, s, stage, env):
         """This thread's columns of a row of floats in shared memory: element 2 * j + c is column 8 j + quad + c."""
-        step = const_expr(self.config.step)
         stages = const_expr(cute.size(s, mode=[1]))
-        pairs = cute.make_tensor(s.iterator, cute.make_layout((2, 4, step // 8, stages), stride=(1, 2, 8, step)))
+        pairs = cute.make_tensor(s.iterator, cute.make_layout((2, 4, ROWS // 8, stages), stride=(1, 2, 8, ROWS)))
         mine = pairs[None, env.lane % 4, None, stage]
-        found = cute.make_rmem_tensor((2, step // 8), Float32)
+        found = cute.make_rmem_tensor((2, ROWS // 8), Float32)
         cute.autovec_copy(mine, found)
         return found
 
@@ -208,7 +207,7 @@ class Consumer:
             warpgroup.wait_group(1)
         else:
             warpgroup.wait_group(0)
-        self.score_gradient(env, do_stage, ring(m, c.ds_stages)[0])
+        self.score_gradient(env, do_stage, ring(m, STAGES)[0])
         self.product(env.mma_dv, env.acc_dv, env.frag_p, env.frag_dot[None, None, None, do_stage], True)
         if const_expr(c.with_dq):
             warpgroup.wait_group(1)
@@ -249,11 +248,9 @@ class Consumer:
     @cute.jit
     def query_product(self, env, acc_dq, m):
         """Issue this warpgroup's part of dQ = dS K of step `m`."""
-        c = self.config
-        row, column = (0, env.me) if const_expr(self.split_columns) else (env.me, 0)
         self.product(
-            env.mma_dq, acc_dq, env.frag_dst[None, None, None, row, 0, ring(m, c.ds_stages)[0]],
-            env.frag_kt[None, None, None, column, 0], False,
+            env.mma_dq, acc_dq, env.frag_dst[None, None, None, ring(m, STAGES)[0]],
+            env.frag_kt[None, None, None, env.me, 0], False,
         )  # fmt: skip
 
     @cute.jit
@@ -283,7 +280,7 @@ class Consumer:
             if const_expr(c.score == "softcap"):
                 env.slope[i] = device.pack(slope[0], slope[1], self.dtype)
         if kind != KEPT:
-            words = cute.make_rmem_tensor((device.ROWS, c.step // 32), Int32)
+            words = cute.make_rmem_tensor((device.ROWS, ROWS // 32), Int32)
             if kind == BOUNDED:
                 lo, hi = cute.make_rmem_tensor((2,), Int32), cute.make_rmem_tensor((2,), Int32)
                 for r in cutlass.range_constexpr(device.ROWS):
@@ -291,7 +288,7 @@ class Consumer:
                 device.interval_words(words, lo, hi, env.steps[FIRST, stage] + env.quad)
             else:
                 for r in cutlass.range_constexpr(device.ROWS):
-                    for w in cutlass.range_constexpr(c.step // 32):
+                    for w in cutlass.range_constexpr(ROWS // 32):
                         words[r, w] = Int32(cutlass.Uint32(env.mask[r, w]) >> cutlass.Uint32(env.quad))
             self.drop(packed, words)
         # A store that never happens (no probability is negative) keeps the exponentials before the caller's wait.

@@ -18,6 +18,7 @@ HEAD, LEAD, FULL, FULLS, INTERVAL, INTERVALS, BITS, BITSES = range(8)
 STEP = 8  # words of a step: what the producer tells about the queries of a stage
 KIND, FIRST, ENTRY, WORD, STEP_HEAD, STEP_BATCH = range(6)
 KEPT, BOUNDED, MASKED, END = range(4)  # kinds: all pairs, an interval of each row, one bit a pair, no more steps
+STAGES = 2  # of dS
 READY = 1  # named barriers 1 to 4: dS of the other warpgroup is there, of steps with even and with odd numbers
 FULL_OUT = 5  # named barriers 5, 6: a warpgroup has written its staging memory
 FREE_OUT = 7  # named barriers 7, 8: its staging memory may be written

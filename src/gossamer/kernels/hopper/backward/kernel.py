@@ -20,7 +20,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from gossamer.kernels.hopper.backward.consume import Consumer
-from gossamer.kernels.hopper.backward.fields import ITEM, STEP
+from gossamer.kernels.hopper.backward.fields import ITEM, STAGES, STEP
 from gossamer.kernels.hopper.backward.produce import Producer
 from gossamer.kernels.hopper.common import NUMBERS, ROWS, WARPGROUP, Env
 from gossamer.kernels.hopper.config import BackwardConfig
@@ -35,11 +35,9 @@ class Backward(Producer, Consumer):
         self.config = c = config
         self.dtype = NUMBERS[c.dtype]
         self.groups = c.block_kv // ROWS
-        self.parts = c.block_q // c.step
+        self.parts = c.block_q // ROWS
         self.threads = WARPGROUP * (self.groups + 1)
-        # A step of 64 queries: each warpgroup computes half the columns of dQ; of 128: half the rows.
-        self.split_columns = c.step == ROWS
-        self.dq_columns = c.D // 2 if self.split_columns else c.D
+        self.dq_columns = c.D // self.groups  # of a step's dQ, for each warpgroup
 
     def smem_layout(self, rows: int, columns: int, stages: int | None = None) -> Any:
         atom = warpgroup.make_smem_layout_atom(
@@ -54,7 +52,7 @@ class Backward(Producer, Consumer):
         c, major = self.config, cute.nvgpu.OperandMajorMode
         n, one = self.dtype, (1, 1, 1)
         mma_s = hopper.make_trivial_tiled_mma(
-            n, n, major.K, major.K, Float32, atom_layout_mnk=one, tiler_mn=(ROWS, c.step)
+            n, n, major.K, major.K, Float32, atom_layout_mnk=one, tiler_mn=(ROWS, ROWS)
         )
         mma_dv, mma_dk = [
             hopper.make_trivial_tiled_mma(
@@ -103,15 +101,15 @@ class Backward(Producer, Consumer):
             cute.make_tensor(t.iterator, cute.select(t.layout, [2, 3, 1, 0])) for t in (q, k, v, dout, dk, dv)
         ]  # (rows, columns, head, batch)
         k_layout, v_layout = self.smem_layout(c.block_kv, c.D), self.smem_layout(c.block_kv, c.E)
-        q_layout, do_layout = self.smem_layout(c.step, c.D, c.q_stages), self.smem_layout(c.step, c.E, c.do_stages)
-        ds_layout = self.smem_layout(c.block_kv, c.step, c.ds_stages)
+        q_layout, do_layout = self.smem_layout(ROWS, c.D, c.q_stages), self.smem_layout(ROWS, c.E, c.do_stages)
+        ds_layout = self.smem_layout(c.block_kv, ROWS, STAGES)
         dk_layout, dv_layout = self.smem_layout(ROWS, c.D), self.smem_layout(ROWS, c.E)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         q_one, do_one = cute.select(q_layout, mode=[0, 1]), cute.select(do_layout, mode=[0, 1])
-        tma_q, g_q = cpasync.make_tiled_tma_atom(load, q, q_one, (c.step, c.D))
+        tma_q, g_q = cpasync.make_tiled_tma_atom(load, q, q_one, (ROWS, c.D))
         tma_k, g_k = cpasync.make_tiled_tma_atom(load, k, k_layout, (c.block_kv, c.D))
         tma_v, g_v = cpasync.make_tiled_tma_atom(load, v, v_layout, (c.block_kv, c.E))
-        tma_do, g_do = cpasync.make_tiled_tma_atom(load, dout, do_one, (c.step, c.E))
+        tma_do, g_do = cpasync.make_tiled_tma_atom(load, dout, do_one, (ROWS, c.E))
         tma_dk, g_dk = cpasync.make_tiled_tma_atom(store, dk, dk_layout, (ROWS, c.D))
         tma_dv, g_dv = cpasync.make_tiled_tma_atom(store, dv, dv_layout, (ROWS, c.E))
         mma_s, mma_dv, mma_dk, mma_dq = self.products()
@@ -126,8 +124,8 @@ class Backward(Producer, Consumer):
             once: cute.struct.MemRange[cutlass.Int64, len(BARRIERS)]
             item: cute.struct.MemRange[Int32, ITEM]
             steps: cute.struct.MemRange[Int32, STEP * c.q_stages]
-            lse: cute.struct.Align[cute.struct.MemRange[Float32, c.step * c.q_stages], 128]
-            delta: cute.struct.Align[cute.struct.MemRange[Float32, c.step * c.do_stages], 128]
+            lse: cute.struct.Align[cute.struct.MemRange[Float32, ROWS * c.q_stages], 128]
+            delta: cute.struct.Align[cute.struct.MemRange[Float32, ROWS * c.do_stages], 128]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_layout)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(v_layout)], 1024]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
@@ -152,7 +150,7 @@ class Backward(Producer, Consumer):
     def staging_floats(self) -> int:
         """float32 of a warpgroup's staging memory: its share of dQ, or its dK in 16 bits."""
         c = self.config
-        return max(c.step * c.D // self.groups, ROWS * c.D // 2)
+        return ROWS * c.D // 2
 
     @cute.kernel
     def kernel(
@@ -240,8 +238,8 @@ class Backward(Producer, Consumer):
             bars=bars,
             item=cute.make_tensor(storage.item.data_ptr(), cute.make_layout(ITEM)),
             steps=cute.make_tensor(storage.steps.data_ptr(), cute.make_layout((STEP, c.q_stages))),
-            s_lse=cute.make_tensor(storage.lse.data_ptr(), cute.make_layout((c.step, c.q_stages))),
-            s_delta=cute.make_tensor(storage.delta.data_ptr(), cute.make_layout((c.step, c.do_stages))),
+            s_lse=cute.make_tensor(storage.lse.data_ptr(), cute.make_layout((ROWS, c.q_stages))),
+            s_delta=cute.make_tensor(storage.delta.data_ptr(), cute.make_layout((ROWS, c.do_stages))),
             staging=storage.staging.data_ptr(), s_k=s_k, s_v=s_v, s_q=s_q, s_do=s_do, s_ds=s_ds, s_dk=s_dk, s_dv=s_dv,
             terms=terms, dq_sum=dq_sum, work=work, segments=segments, lists=lists, lo=lo, hi=hi, pool=pool,
             part_dk=part_dk, part_dv=part_dv, tickets=tickets, before=before, exponent=exponent, factor=factor,

@@ -51,7 +51,7 @@ class Producer:
     config: BackwardConfig
     groups: int
     parts: int
-    split_columns: bool
+    dq_columns: int
     bytes: dict[str, int]
     staging_floats: int
 
@@ -98,8 +98,8 @@ class Producer:
         whole = cute.make_layout(1)
         pairs = {}
         for name, tma, s, g, rows, columns in (
-            ("q", tma_q, env.s_q, g_q, c.step, c.D),
-            ("do", tma_do, env.s_do, g_do, c.step, c.E),
+            ("q", tma_q, env.s_q, g_q, ROWS, c.D),
+            ("do", tma_do, env.s_do, g_do, ROWS, c.E),
             ("k", tma_k, env.s_k, g_k, c.block_kv, c.D),
             ("v", tma_v, env.s_v, g_v, c.block_kv, c.E),
         ):
@@ -168,10 +168,10 @@ class Producer:
                             kind, entry = Int32(BOUNDED), Int32(-1)
                         begin = env.lists[0, at] * c.block_q
                         for p in cutlass.range(self.parts, unroll=1):
-                            first = begin + p * c.step
+                            first = begin + p * ROWS
                             wanted = first < env.queries
                             if kind == BOUNDED and entry >= 0:
-                                wanted = wanted and lowest < first + c.step and highest > first
+                                wanted = wanted and lowest < first + ROWS and highest > first
                             if wanted:
                                 value = kind
                                 if lane == FIRST:
@@ -179,7 +179,7 @@ class Producer:
                                 if lane == ENTRY:
                                     value = entry
                                 if lane == WORD:
-                                    value = p * (c.step // 32)
+                                    value = p * (ROWS // 32)
                                 if lane == STEP_HEAD:
                                     value = head
                                 if lane == STEP_BATCH:
@@ -215,8 +215,8 @@ class Producer:
         cute.arch.sync_warp()
         bar = bars.q_full + stage
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(bar, self.bytes["q"] + 4 * c.step)
-        cute.copy(load.tma_q, load.q_from[None, first // c.step, head, batch], load.q_to[None, stage], tma_bar_ptr=bar)
+            cute.arch.mbarrier_arrive_and_expect_tx(bar, self.bytes["q"] + 4 * ROWS)
+        cute.copy(load.tma_q, load.q_from[None, first // ROWS, head, batch], load.q_to[None, stage], tma_bar_ptr=bar)
         self.load_row(env.terms[0, batch, head, None], first, env.s_lse[None, stage], bar)
 
     @cute.jit
@@ -227,18 +227,15 @@ class Producer:
         cute.arch.mbarrier_wait(bars.do_empty + stage, phase ^ 1)
         bar = bars.do_full + stage
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(bar, self.bytes["do"] + 4 * c.step)
-        cute.copy(
-            load.tma_do, load.do_from[None, first // c.step, head, batch], load.do_to[None, stage], tma_bar_ptr=bar
-        )
+            cute.arch.mbarrier_arrive_and_expect_tx(bar, self.bytes["do"] + 4 * ROWS)
+        cute.copy(load.tma_do, load.do_from[None, first // ROWS, head, batch], load.do_to[None, stage], tma_bar_ptr=bar)
         self.load_row(env.terms[1, batch, head, None], first, env.s_delta[None, stage], bar)
 
     @cute.jit
     def load_row(self, row, first, to, bar):
         """A step's floats of a row of `terms`."""
-        c = self.config
         atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        from_ = cute.local_tile(row, (c.step,), (first // c.step,))
+        from_ = cute.local_tile(row, (ROWS,), (first // ROWS,))
         with cute.arch.elect_one():
             cute.copy(atom, from_, to, mbar_ptr=bar)
 
@@ -307,14 +304,8 @@ class Producer:
     @cute.jit
     def dq_target(self, env, first, head, batch, me):
         """The floats of dq_sum that warpgroup `me` adds to."""
-        c = self.config
-        if const_expr(self.split_columns):
-            tile, half = first // ROWS, me
-            size = ROWS * c.D // 2
-        else:
-            tile, half = first // ROWS + me, 0
-            size = ROWS * c.D
-        return cute.local_tile(env.dq_sum[batch, head, tile, None], (size,), (half,))
+        row = env.dq_sum[batch, head, first // ROWS, None]
+        return cute.local_tile(row, (ROWS * self.dq_columns,), (me,))
 
     @cute.jit
     def exchange(self, me):
