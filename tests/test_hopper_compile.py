@@ -11,7 +11,16 @@ import pytest
 
 from gossamer.kernels.contract import Problem, reasons
 from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
-from gossamer.kernels.hopper.config import SHARED_MEMORY, SIZES, ForwardConfig, Shipped, forward_config, padded, shipped
+from gossamer.kernels.hopper.config import (
+    SHARED_MEMORY,
+    SIZES,
+    BackwardConfig,
+    ForwardConfig,
+    Shipped,
+    forward_config,
+    padded,
+    shipped,
+)
 
 # Bytes of stack of the kernels that spill. Steps of 64 keys would end it; which is faster has to be measured.
 SPILLS = {"forward-bfloat16-64-64-192-128-softcap": 152}
@@ -40,6 +49,12 @@ def test_configuration_refuses() -> None:
         ForwardConfig("bfloat16", 128, 128, block_q=100)
     with pytest.raises(ValueError, match="bytes of shared memory"):
         ForwardConfig("bfloat16", 256, 256, stages=4)
+    with pytest.raises(ValueError, match="no column kernel for tiles 128 x 64 and heads of 128"):
+        BackwardConfig("bfloat16", 128, 128, block_kv=64)
+    with pytest.raises(ValueError, match="the column kernel cannot run as"):
+        BackwardConfig("bfloat16", 64, 64, q_stages=1)
+    with pytest.raises(ValueError, match="bytes of shared memory"):
+        BackwardConfig("bfloat16", 128, 128, q_stages=3)
 
 
 def problem(D: int, E: int, **fields: object) -> Problem:
@@ -53,7 +68,11 @@ def test_reasons() -> None:
     assert "float32" in reasons(problem(64, 64, dtype="float32"), capability)[0]
     assert "compute capability 9.0" in reasons(problem(64, 64, sm=80), capability)[0]
     assert "alibi_slopes" in reasons(problem(64, 64, score_terms=frozenset({"alibi_slopes"})), capability)[0]
-    assert "has no backward" in reasons(problem(64, 64, backward=True), capability)[0]
+    assert reasons(problem(64, 64, backward=True), capability) == []
+    assert (
+        "key_lengths" in reasons(problem(64, 64, backward=True, score_terms=frozenset({"key_lengths"})), capability)[0]
+    )
+    assert "64 x 64" in reasons(problem(64, 64, backward=True, tile=(64, 64)), capability)[0]
 
 
 def test_few_queries_take_small_tiles() -> None:

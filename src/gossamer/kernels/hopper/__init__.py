@@ -8,7 +8,7 @@ import re
 from functools import cache, cached_property
 from typing import Any
 
-from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice, Unsupported
+from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice
 from gossamer.layouts.block import BlockLayout
 
 NEEDED = {"nvidia-cutlass-dsl": (4, 8), "apache-tvm-ffi": (0, 1)}
@@ -47,7 +47,6 @@ class Hopper:
         alignment=16,
         score_terms=frozenset({"q_offset", "key_lengths", "softcap", "sink_logits"}),
         backward_score_terms=frozenset({"q_offset", "softcap", "sink_logits"}),
-        backward=False,
         float32_results=False,
         tiles=frozenset({(64, 64), (128, 128), (192, 128)}),
         backward_tiles=frozenset({(128, 128), (192, 128)}),
@@ -71,6 +70,11 @@ class Hopper:
     def launch(self) -> Any:
         """What calls the kernels, and imports torch."""
         return importlib.import_module("gossamer.kernels.hopper.launch")
+
+    @cached_property
+    def launch_backward(self) -> Any:
+        """As `launch`, for the backward."""
+        return importlib.import_module("gossamer.kernels.hopper.launch_backward")
 
     def tile(self, problem: Problem) -> tuple[int, int]:
         """(block_q, block_kv): three warpgroups of 64 query rows for small heads, where the accumulators are small.
@@ -103,8 +107,22 @@ class Hopper:
         """(out, lse), written into the tensors of `into` where given."""
         return self.launch.forward(problem, q, k, v, layout, terms, into=into)
 
-    def backward(self, problem: Problem, *arguments: Any) -> tuple[Any, Any, Any, Any]:
-        raise Unsupported("hopper has no backward")
+    def backward(
+        self,
+        problem: Problem,
+        dout: Any,
+        dlse: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        layout: BlockLayout,
+        terms: Terms,
+        into: tuple[Any, Any, Any] | None = None,
+    ) -> tuple[Any, Any, Any, Any]:
+        """(dq, dk, dv, dsink_logits or None), the first three written into the tensors of `into` where given."""
+        return self.launch_backward.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
 
 
 IMPLEMENTATION = Hopper()

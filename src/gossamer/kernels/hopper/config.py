@@ -137,7 +137,7 @@ class WideConfig:
     score: str = "fold"  # or "softcap"
 
     def __post_init__(self) -> None:
-        if self.tile_kv not in (64, 128) or self.step not in (64, 128) or self.block_q % self.step:
+        if self.tile_kv not in (64, 128) or self.step != 64 or self.block_q % self.step:
             raise ValueError(f"no backward kernel for tiles {self.block_q} x {self.tile_kv} in steps of {self.step}")
         if self.shared_bytes > SHARED_MEMORY:
             raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory, there are {SHARED_MEMORY}")
