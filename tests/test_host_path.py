@@ -73,6 +73,12 @@ def test_a_plain_call_crosses_no_operator(monkeypatch: pytest.MonkeyPatch) -> No
         gs.attention(*x, gs.SlidingWindow(5))
 
 
+def test_tensors_without_data_have_a_shape() -> None:
+    x = [y.detach().to("meta").requires_grad_() for y in inputs()]
+    out, dq, dk, dv = gradients(x)
+    assert out.is_meta and [y.shape for y in (out, dq, dk, dv)] == [x[0].shape, *(y.shape for y in x)]
+
+
 class Own(Tensor):
     """A subclass, which may want to see operators."""
 
@@ -81,6 +87,7 @@ def test_what_is_plain() -> None:
     x = torch.zeros(2)
     assert operators.plain(x, None, torch.nn.Parameter(x))
     assert not operators.plain(x, x.as_subclass(Own))
+    assert not operators.plain(x.to("meta"))
     with Seen():
         assert not operators.plain(x)
     with torch.autocast("cpu", torch.bfloat16):

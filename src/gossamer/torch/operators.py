@@ -99,7 +99,7 @@ def plain(*tensors: Tensor | None) -> bool:
     Crossing the dispatcher costs more than all else that a repeated call does on the host.
     """
     for x in tensors:
-        if x is not None and type(x) not in _PLAIN:
+        if x is not None and (type(x) not in _PLAIN or x.is_meta):
             return False
     return not (
         _C._len_torch_dispatch_stack()
