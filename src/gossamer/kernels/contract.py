@@ -75,6 +75,7 @@ class Capability:
     float32_results: bool = True  # writes into float32 tensors for 16-bit inputs as well
     rate: float = 1.0  # pairs executed per second with its own tile; ratios on one device count
     gathers: tuple[GatherChoice, ...] = ()  # gather layouts that it reads besides block layouts
+    max_gather_dim: int = 256  # of D and of E, for the gather layouts
 
 
 def reasons(problem: Problem, capability: Capability) -> list[str]:

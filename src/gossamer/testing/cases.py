@@ -149,6 +149,7 @@ SMALL = (
     square("odd_sizes", 97, lambda: SlidingWindow(31), "odd", D=17, E=23, H=3, G=1),
     square("wide_values", 100, Causal, "odd", D=8, E=72),
     square("head_size_one", 65, Causal, "odd", D=1),
+    square("wide_heads", 90, lambda: SlidingWindow(40), "odd", D=264, E=300, G=1),
     square("fewer_queries", 60, Causal, "odd", K=190),
     square("more_queries", 150, Causal, "odd", K=70),  # the first 80 rows keep nothing
     square("offset_zero", 60, lambda: SlidingWindow(20), "odd", K=150, q_offset=0),

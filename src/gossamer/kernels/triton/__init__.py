@@ -7,8 +7,8 @@ import triton
 from torch import Tensor
 
 from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice
-from gossamer.kernels.triton import gather_launch, launch
-from gossamer.kernels.triton.config import SMALL_TILE_RATE
+from gossamer.kernels.triton import gather_launch, launch, wide
+from gossamer.kernels.triton.config import BUCKETS, SMALL_TILE_RATE
 from gossamer.kernels.triton.gather_config import GATHERS
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout
@@ -16,6 +16,8 @@ from gossamer.layouts.gather import GatherLayout
 
 class Triton:
     """Tiles of 128 x 128 pairs, walked by the three mask modes of a layout, and gathered keys for scattered pairs.
+
+    Heads wider than 256 are computed by slices of D and E.
 
     See docs/kernels/triton.md and docs/kernels/gather.md.
     """
@@ -25,7 +27,7 @@ class Triton:
     capability = Capability(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({"float16", "bfloat16", "float32"}),
-        max_head_dim=256,
+        max_head_dim=4096,
         min_sm=80,
         rate=0.7,  # of hopper's, windows at D 128 on an H200
         gathers=GATHERS,
@@ -58,6 +60,8 @@ class Triton:
     ) -> tuple[Tensor, Tensor]:
         if isinstance(layout, GatherLayout):
             return gather_launch.forward(problem, q, k, v, layout, terms, into=into)
+        if max(problem.D, problem.E) > BUCKETS[-1]:
+            return wide.forward(problem, q, k, v, layout, terms, into=into)
         return launch.forward(problem, q, k, v, layout, terms, into=into)
 
     def backward(
@@ -76,6 +80,8 @@ class Triton:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         if isinstance(layout, GatherLayout):
             return gather_launch.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
+        if max(problem.D, problem.E) > BUCKETS[-1]:
+            return wide.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
         return launch.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
 
 

@@ -1,0 +1,171 @@
+"""Heads wider than 256 by Triton: every mask mode and term in the interpreter, and compiled without a GPU.
+
+The interpreter is chosen when triton is imported, so the cases run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from gossamer.layouts import cached_layout
+from gossamer.patterns import BlockMask, Causal, Dense, Dilated, Document, PerHead, SlidingWindow
+from gossamer.testing import tolerance
+from gossamer.testing.cases import Case, square
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _half_empty(N: int) -> BlockMask:
+    mask = np.tril(np.ones((-(-N // 16), -(-N // 16)), dtype=bool))
+    mask[::2] = False
+    return BlockMask(mask, 16)
+
+
+CASES = (
+    square("wide_window", 140, lambda: SlidingWindow(50), D=300, H=2, G=1),
+    square("wide_values", 70, Causal, D=16, E=270, K=90),
+    square("wide_empty_rows", 70, lambda: _half_empty(70), D=260, E=24),
+    square("wide_per_head", 130, lambda: PerHead([SlidingWindow(30), Dilated(4, 0, 5)]), D=264, E=16, G=1),
+    square("wide_documents", 100, lambda: Document(np.repeat([[0, 1], [2, 2]], 50, axis=1)), B=2, D=280, E=8),
+    square("wide_one_query", 1, Dense, K=150, D=258, E=258),
+    square(
+        "wide_terms", 70, lambda: SlidingWindow(60), B=2, H=2, G=1, D=257, E=32, K=90, key_lengths=(90, 0),
+        softcap=5.0, sink_logits=True, alibi_slopes=True,
+    ),
+)  # fmt: skip
+
+if INTERPRETING:
+    from test_contract import NAMES, Exact
+
+    from gossamer.kernels.triton import wide
+
+    @torch.no_grad()
+    def check(case: Case, dtype: str, tile: tuple[int, int]) -> list[torch.Tensor]:
+        with torch.enable_grad():
+            e = Exact(case, dtype, "cpu")
+        q, k, v = (x.detach() for x in e.leaves[:3])
+        layout = cached_layout(
+            e.pattern, case.Q, case.K, block_q=tile[0], block_kv=tile[1], q_offset=e.terms.q_offset, device="cpu"
+        )
+        out, lse = wide.forward(e.problem, q, k, v, layout, e.terms)
+        grads = wide.backward(e.problem, e.dout, e.dlse.float(), q, k, v, out, lse, layout, e.terms)
+        found = [out, lse, *(g for g in grads if g is not None)]
+        assert len(found) == 2 + len(e.leaves)
+        for what, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
+            tolerance.check(what, actual, exact.detach(), low.detach())
+        empty = e.exact[1] == -torch.inf
+        assert (out[empty] == 0).all() and (lse[empty] == -torch.inf).all() and (grads[0][empty] == 0).all()
+        return found
+
+    @pytest.mark.parametrize("case", CASES, ids=str)
+    def test_case(case: Case) -> None:
+        check(case, "float32", (64, 64))
+
+    def test_passes_give_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+        for case, tile in ((CASES[0], (32, 64)), (CASES[3], (64, 32))):
+            whole = check(case, "float32", tile)
+            wide._tiles.clear()
+            monkeypatch.setattr(wide, "SCRATCH_BYTES", 1)
+            for a, b in zip(whole, check(case, "float32", tile), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+            wide._tiles.clear()
+            monkeypatch.undo()
+
+    def test_half_precision_and_given_places() -> None:
+        case = CASES[1]
+        whole = check(case, "float16", (96, 64))
+        e = Exact(case, "float16", "cpu")
+        layout = cached_layout(e.pattern, case.Q, case.K, block_q=96, block_kv=64, q_offset=20, device="cpu")
+        with torch.no_grad():
+            q, k, v = (x.detach() for x in e.leaves[:3])
+            places = [torch.full((*x.shape[:2], 2 * x.shape[2], *x.shape[3:]), torch.nan, dtype=x.dtype)[:, :, ::2]
+                      for x in whole[:5]]  # fmt: skip
+            wide.forward(e.problem, q, k, v, layout, e.terms, into=(places[0], places[1]))
+            wide.backward(
+                e.problem, e.dout, e.dlse.float(), q, k, v, whole[0], whole[1], layout, e.terms, into=tuple(places[2:])
+            )
+        assert all(torch.equal(a, b) for a, b in zip(whole, places, strict=True))
+
+else:
+
+    @pytest.mark.slow
+    def test_in_the_interpreter() -> None:
+        file = Path(__file__)
+        names = [f"test_case[{case.name}]" for case in CASES]
+        names += ["test_passes_give_the_same_numbers", "test_half_precision_and_given_places"]
+        found = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
+             *(f"{file}::{name}" for name in names)],
+            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+            cwd=file.parent.parent,
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )  # fmt: skip
+        assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
+
+
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from gossamer.kernels.triton import wide_kernels as kernels
+from gossamer.kernels.triton.config import SHARED_MEMORY
+
+NONE = {"lengths", "slopes", "sinks"}
+SIXTEEN = {"q", "k", "v", "x", "out", "dout", "result", "weights"}
+FLOATS = {"lse", "delta", "scores"}
+NUMBERS = {"scale", "cap", "factor"}
+TABLES = {
+    "tiles", "begins", "counts", "lo", "hi", "pool", "row_starts", "order", "order_begins", "starts"
+}
+for dtype, kind, edge, block, precision in (
+    ("bfloat16", "*bf16", 128, 256, "ieee"), ("float32", "*fp32", 64, 128, "tf32x3")
+):
+    shape = dict(TILE_ROWS=128, TILE_COLUMNS=128, PRECISION=precision)
+    products = dict(GROUP=1, D=1024, E=1024, R=edge, C=edge, STEP=64, SOFTCAP=False, **shape)
+    results = dict(R=64, C=64, BLOCK=block, **shape)
+    gradient = dict(MEMBERS=1, X_GROUP=1, SIZE=1024, ADD=False, **results)
+    work = [(kernels.products_kernel, products | {"BACKWARD": back}) for back in (False, True)]
+    work += [(kernels.output_kernel, dict(GROUP=1, E=1024, **results))]
+    work += [(kernels.gradient_kernel, gradient | {"TRANSPOSED": keys}) for keys in (False, True)]
+    for kernel, constants in work:
+        constants |= dict.fromkeys(NONE & set(kernel.arg_names))
+        types = {name: kind for name in SIXTEEN} | {name: "*fp32" for name in FLOATS}
+        types |= {name: "fp32" for name in NUMBERS} | {name: "*i32" for name in TABLES}
+        types |= dict.fromkeys(("first", "second"), kind if constants.get("BACKWARD") else "*fp32")
+        signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
+        aligned = {(at,): [["tt.divisibility", 16]] for at, n in enumerate(kernel.arg_names)
+                   if signature[n].startswith("*") or n.startswith("stride_") and n[-1] != "d"}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+        options = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": True}
+        for sm in map(int, sys.argv[1:]):
+            compiled = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+            print(kernel.__name__, dtype, "sm", sm, "shared", compiled.metadata.shared)
+            assert compiled.metadata.shared <= SHARED_MEMORY[sm]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter does not compile")
+@pytest.mark.parametrize("sm", [80, 89, 90, 100])
+def test_it_compiles(sm: int, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = subprocess.run(
+        [sys.executable, "-W", "error", "-c", COMPILE, str(sm)],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
