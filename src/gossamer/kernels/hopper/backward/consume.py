@@ -357,8 +357,7 @@ class Consumer:
         self.release(env, env.bars.k_empty)
         cute.arch.barrier(barrier_id=FREE_OUT + env.me, number_of_threads=WARPGROUP + 32)
         if slot < 0:
-            for i in cutlass.range_constexpr(cute.size(env.acc_dk)):
-                env.acc_dk[i] = env.acc_dk[i] * env.factor
+            device.multiply(env.acc_dk, env.factor)
             self.pack(env, env.acc_dk, env.mma_dk, env.s_dk)
             self.pack(env, env.acc_dv, env.mma_dv, env.s_dv)
             cute.arch.fence_view_async_shared()
