@@ -139,6 +139,44 @@ def test_every_tile_compiles(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
 
 
+def test_a_known_kernel_is_launched_past_the_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gossamer.kernels.dense import launch as launching
+
+    calls = []
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *arguments: calls.append(("known", grid, arguments))
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: calls.append(("looked up", grid, arguments)) or Compiled()
+
+    monkeypatch.setattr(launching, "_known", {})
+    monkeypatch.setattr(launching, "MOST_KNOWN", 2)
+    kernel, tile = Kernel(), launching.Tile(16, 32, 4, 2)
+    for key in ("a", "a", "b", "a", "c", "a"):
+        launching.launch(kernel, (3, 2, 1), (key,), (1, None, key), tile)
+    assert [call[0] for call in calls] == ["looked up", "known", "looked up", "known", "looked up", "looked up"]
+    assert all(call[1:] == ((3, 2, 1), (1, None, key)) for call, key in zip(calls, "aabaca", strict=True))
+
+
+@pytest.mark.parametrize("change", ["stride", "offset", "dtype", "none"])
+def test_the_key_tells_what_triton_compiles_for(change: str) -> None:
+    from gossamer.kernels.contract import Problem, Terms
+    from gossamer.kernels.dense import launch as launching
+
+    problem = Problem(1, 2, 2, 8, 8, 16, 16, "float32", "cuda")
+    x = torch.zeros(1, 2, 20, 17)
+    tensors = {
+        "stride": x.transpose(1, 2), "offset": x[..., 1:], "dtype": x.half(), "none": None
+    }  # fmt: skip
+    tile, terms, cpu = launching.Tile(16, 32, 4, 2), Terms(scale=1.0, q_offset=0), torch.device("cpu")
+    same = launching.key_of(problem, tile, terms, cpu, x)
+    assert same == launching.key_of(problem, tile, terms, cpu, torch.ones_like(x))
+    assert same != launching.key_of(problem, tile, terms, cpu, tensors[change])
+
+
 def test_words_hold_the_mask() -> None:
     mask = torch.from_numpy(np.random.default_rng(0).random((2, 1, 37, 150)) < 0.5)
     words = words_of(mask, 37, 150)
