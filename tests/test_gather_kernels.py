@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,9 +25,16 @@ from gossamer.layouts.gather import WIDTHS, build_gather
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 ROWS = tuple(WIDTHS)
 
+
+def hubs(Q: int, K: int) -> gs.CSR:
+    """A few pairs a row, one row that sees everything, and one key that everything sees."""
+    mask = np.random.default_rng(2).random((Q, K)) < 0.05
+    mask[3] = mask[:, 5] = True
+    return gs.CSR(np.cumsum([0, *mask.sum(1)]), np.nonzero(mask)[1], K)
+
+
 SCATTERED = [
-    Case("few", 0.1, Q=20, K=40, split=1),
-    Case("one-long-row", 0.02, Q=60, K=400, split=1),
+    Case("hubs", hubs(40, 100), Q=40, K=100, split=1),
     Case("group-of-heads", 0.1, B=2, H=4, G=2, Q=70, K=90),
     Case("group-of-heads-by-head", 0.1, H=4, G=2, lead=(1, 4), Q=70, K=90, split=1),
     Case("by-batch", 0.1, B=2, H=2, G=1, lead=(2, 1), Q=70, K=90, terms={"alibi": (0.1, 0.4), "lengths": (90, 31)}),
@@ -47,7 +55,8 @@ def run(case: Case, device: str, block_q: int, config: Any = None) -> tuple[Any,
     host = mask.cpu().numpy()
     pattern = gs.BlockMask(host, 1)
     layout = build_gather(pattern, case.Q, case.K, block_q=block_q, q_offset=terms.q_offset).to(device)
-    split = None if case.split is None else 32 if block_q == 1 else 1
+    # Lists without tiles are counted in columns; where all are long, cutting them is slow in the interpreter.
+    split = None if case.split is None else 1 if block_q > 1 else 16 if case.name == "hubs" else None
     options: dict[str, Any] = {"config": config, "split": split}
     out, lse = gather_launch.forward(problem, q, k, v, layout, terms, **options)
     gradients = gather_launch.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, **options)
@@ -67,9 +76,9 @@ if INTERPRETING:
         # Many rows in a program: the interpreter pays for programs.
         check(case, "cpu", block_q, RowConfig(32, 8) if block_q == 1 else None)
 
-    @pytest.mark.parametrize("config", [RowConfig(1, 32), RowConfig(4, 2), RowConfig(16, 1)], ids=str)
+    @pytest.mark.parametrize("config", [RowConfig(2, 32), RowConfig(4, 2), RowConfig(16, 1)], ids=str)
     def test_every_row_configuration_gives_the_same_rows(config: RowConfig) -> None:
-        check(next(case for case in ALL if case.name == "few"), "cpu", 1, config)
+        check(next(case for case in ALL if case.name == "hubs"), "cpu", 1, config)
 
 else:
 

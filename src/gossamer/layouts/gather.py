@@ -312,14 +312,14 @@ def _pairs(walk: GatherWalk, b: int, h: int) -> tuple[np.ndarray, np.ndarray]:
         rows, at = ranges(starts, starts + counts)
         return rows, walk.indices[at].astype(np.int64)
     group, word = ranges(starts // WORD, -(-(starts + counts) // WORD))
-    rows, columns = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    found_rows, found_columns = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     step = max(1, PAIRS_AT_ONCE // (WORD * walk.block_rows))
-    for at in range(0, len(word), step):
-        some = word[at : at + step]
+    for first in range(0, len(word), step):
+        some = word[first : first + step]
         listed, row, bit = np.nonzero(unpack_bits(walk.bits[some][:, :, None]))
-        rows.append(group[at + listed] * walk.block_rows + row)
-        columns.append(walk.indices[some[listed] * WORD + bit].astype(np.int64))
-    return np.concatenate(rows), np.concatenate(columns)
+        found_rows.append(group[first + listed] * walk.block_rows + row)
+        found_columns.append(walk.indices[some[listed] * WORD + bit].astype(np.int64))
+    return np.concatenate(found_rows), np.concatenate(found_columns)
 
 
 def transpose(walk: GatherWalk) -> GatherWalk:

@@ -1,0 +1,152 @@
+"""Time the gather kernels on the graph cases: every group of rows and configuration, each direction apart.
+
+    python benchmarks/tune_gather.py                                  # all of it: about 80 s on one H200
+    python benchmarks/tune_gather.py --cases graph_power_law --rows 1 16 --dtypes bfloat16
+
+Sampled rows and keys of the last configuration of each group are checked against float64 in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+from statistics import median
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.triton import gather_launch as launch
+from gossamer.kernels.triton.gather_config import GroupConfig, RowConfig
+from gossamer.layouts.gather import GatherWalk, build_gather
+from gossamer.testing.cases import case, tagged
+
+ROWS = {
+    1: [RowConfig(2, 4), RowConfig(2, 8), RowConfig(4, 4), RowConfig(4, 2), RowConfig(1, 4), RowConfig(8, 2, 4),
+        RowConfig(4, 4, 4), RowConfig(8, 4, 4), RowConfig(4, 2, 4)],
+    16: [GroupConfig(1, 3), GroupConfig(2, 2), GroupConfig(2, 3)],
+    32: [GroupConfig(2, 3), GroupConfig(4, 2)],
+    64: [GroupConfig(4, 2), GroupConfig(4, 3)],
+}  # fmt: skip
+SAMPLES = 16
+TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-6}
+WORKERS = 12
+
+
+def milliseconds(call: Callable[..., object], *arguments: object, **options: object) -> float:
+    call(*arguments, **options)
+    times = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call(*arguments, **options)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return median(times)
+
+
+def listed(walk: GatherWalk, row: int, like: Tensor) -> Tensor:
+    """The columns of one row of a walk with groups of one row."""
+    start, count = int(walk.starts[0, 0, row]), int(walk.counts[0, 0, row])
+    return torch.from_numpy(walk.indices[start : start + count].astype(np.int64)).to(like.device)
+
+
+def worst(rows: GatherWalk, columns: GatherWalk, scale: float, q, k, v, dout, out, lse, dq, dk, dv) -> float:  # type: ignore[no-untyped-def]
+    """The largest relative error, against float64, of all results on some rows and keys."""
+    rng, found = np.random.default_rng(0), dict[str, list[float]]()
+
+    def add(name: str, got: Tensor, exact: Tensor) -> None:
+        error, size = found.setdefault(name, [0.0, 0.0])
+        found[name] = [error + float((got.double() - exact).square().sum()), size + float(exact.square().sum())]
+
+    for i in rng.choice(rows.rows, SAMPLES, replace=False):
+        j = listed(rows, i, q)
+        one, keys, values, g = q[0, :, i].double(), k[0, :, j].double(), v[0, :, j].double(), dout[0, :, i].double()
+        s = torch.einsum("hd,hcd->hc", one, keys) * scale
+        p = torch.softmax(s, 1)
+        o = torch.einsum("hc,hcd->hd", p, values)
+        ds = p * (torch.einsum("hd,hcd->hc", g, values) - (g * o).sum(1)[:, None])
+        add("out", out[0, :, i], o)
+        add("lse", lse[0, :, i], torch.logsumexp(s, 1))
+        add("dq", dq[0, :, i], torch.einsum("hc,hcd->hd", ds, keys) * scale)
+    for j in rng.choice(columns.rows, SAMPLES, replace=False):
+        i = listed(columns, j, q)
+        one, queries, g = k[0, :, j].double(), q[0, :, i].double(), dout[0, :, i].double()
+        p = torch.exp(torch.einsum("hcd,hd->hc", queries, one) * scale - lse[0, :, i].double())
+        delta = (g * out[0, :, i].double()).sum(-1)
+        ds = p * (torch.einsum("hcd,hd->hc", g, v[0, :, j].double()) - delta)
+        add("dv", dv[0, :, j], torch.einsum("hc,hcd->hd", p, g))
+        add("dk", dk[0, :, j], torch.einsum("hc,hcd->hd", ds, queries) * scale)
+    return max((error / size) ** 0.5 if size else 0.0 for error, size in found.values())
+
+
+def tune(name: str, dtype: str, rows: list[int], size: int | None) -> None:
+    """Time one case; `size` compiles its kernels on a random graph of so many nodes instead."""
+    c = case(name)
+    N, kind = size or c.Q, getattr(torch, dtype)
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, dout = (torch.randn(1, c.H, N, c.D, device="cuda", generator=generator).to(kind) for _ in range(4))
+    if size is None:
+        pattern = c.pattern()
+    else:
+        from gossamer.testing.graphs import random_graph
+
+        pattern = random_graph(N, 16)
+    problem = Problem(1, c.H, c.H, N, N, c.D, c.D, dtype, "cuda", sm=90, backward=True)
+    terms = Terms(c.D**-0.5, 0)
+    single = build_gather(pattern, N, N, block_q=1)
+    for block_q in rows:
+        host = single if block_q == 1 else build_gather(pattern, N, N, block_q=block_q)
+        layout = host.to("cuda")
+        for config in ROWS[block_q]:
+            if isinstance(config, GroupConfig) and dtype == "float32":
+                config = GroupConfig(config.warps, config.stages, "tf32x3")
+            for split in (32, None) if size else (None,):
+                options = {"config": config, "split": split}
+                out, lse = launch.forward(problem, q, k, v, layout, terms, **options)
+                terms_of_rows = launch.row_terms(problem, dout, None, out, lse)
+                operands = (problem, q, k, v, dout, terms_of_rows, layout, terms)
+                dq = launch.query_gradient(*operands, **options)
+                dk, dv = launch.key_gradients(*operands, **options)
+            if size:
+                continue
+            times = [
+                milliseconds(launch.forward, problem, q, k, v, layout, terms, config=config),
+                milliseconds(launch.query_gradient, *operands, config=config),
+                milliseconds(launch.key_gradients, *operands, config=config),
+            ]
+            print(name, dtype, f"rows {block_q}", config, *(f"{t:.3f} ms" for t in times), flush=True)
+        if not size:
+            error = worst(single.rows, single.columns, terms.scale, q, k, v, dout, out, lse, dq, dk, dv)
+            fill = f"fill {host.stats.fill:.4f}, {host.stats.gathered / N:.2f} columns a row, error {error:.2e}"
+            print(name, dtype, f"rows {block_q}", fill, "" if error < TOLERANCE[dtype] else "WRONG", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", nargs="*", default=[c.name for c in tagged("graph") if c.Q < 2**20])
+    parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
+    parser.add_argument("--rows", nargs="*", type=int, default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--size", type=int, help="compile alone, on a random graph of so many nodes")
+    options = parser.parse_args()
+    jobs = [(name, dtype) for name in options.cases for dtype in options.dtypes if dtype in case(name).dtypes]
+    if options.size is None:
+        # Compile in parallel first: kernels depend on types and head sizes, not on the graph.
+        waiting = [(name, dtype, rows) for name, dtype in jobs for rows in options.rows]
+        for at in range(0, len(waiting), WORKERS):
+            some = [
+                [sys.executable, __file__, "--size", "4096", "--cases", name, "--dtypes", dtype, "--rows", str(rows)]
+                for name, dtype, rows in waiting[at : at + WORKERS]
+            ]
+            for process in [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in some]:
+                process.wait()
+    for name, dtype in jobs:
+        tune(name, dtype, options.rows, options.size)
+
+
+if __name__ == "__main__":
+    main()
