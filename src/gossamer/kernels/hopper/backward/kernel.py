@@ -38,6 +38,7 @@ class Backward(Producer, Consumer):
         self.parts = c.block_q // ROWS
         self.threads = WARPGROUP * (self.groups + 1)
         self.dq_columns = c.D // self.groups  # of a step's dQ, for each warpgroup
+        self.staging_floats = ROWS * c.D // 2  # a warpgroup's share of dQ, or its dK in 16 bits
 
     def smem_layout(self, rows: int, columns: int, stages: int | None = None) -> Any:
         atom = warpgroup.make_smem_layout_atom(
@@ -145,12 +146,6 @@ class Backward(Producer, Consumer):
             slots, k_layout, v_layout, q_layout, do_layout, ds_layout, dk_layout, dv_layout, mma_s, mma_dv, mma_dk,
             mma_dq,
         ).launch(grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
-
-    @property
-    def staging_floats(self) -> int:
-        """float32 of a warpgroup's staging memory: its share of dQ, or its dK in 16 bits."""
-        c = self.config
-        return ROWS * c.D // 2
 
     @cute.kernel
     def kernel(
