@@ -55,6 +55,7 @@ EACH = {
     "power_strided": gs.PowerStrided(2, 4),
     "document": documents & gs.Causal(),
     "csr": gs.CSR(np.concatenate(([0], np.cumsum(edges.sum(1)))), np.nonzero(edges)[1], SIZE),
+    "tree": gs.Tree(np.where(np.arange(SIZE) < 3, -1, (np.arange(SIZE) - 3) // 3)),
     "predicate": gs.Predicate(lambda i, j: (i & j) == 0),
     "composed": (documents | gs.Dilated(15, 0, 16)) & gs.Causal(),
 }

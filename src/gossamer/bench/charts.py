@@ -35,8 +35,9 @@ def _breakeven(rows: list[Record]) -> Any:
     """Device time above, time of the host below, over the number of positions; a column for each kind of pattern."""
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(2, len(KINDS), figsize=(15, 7.4), layout="constrained", sharey="row")
-    for column, kind in enumerate(KINDS):
+    curves = [kind for kind in KINDS if kind != "tree"]  # which is one size
+    figure, axes = plt.subplots(2, len(curves), figsize=(15, 7.4), layout="constrained", sharey="row")
+    for column, kind in enumerate(curves):
         for row, (what, unit) in enumerate((("device_ms", "device time"), ("call_ms", "host time of a call"))):
             axis = axes[row, column]
             densities = sorted({d for k, _, d in map(point, rows) if k == kind}, reverse=True)

@@ -9,9 +9,9 @@ from typing import Any
 
 Record = dict[str, Any]
 
-KINDS = ("window", "bigbird", "dilated", "csr")
+KINDS = ("window", "bigbird", "dilated", "csr", "tree")
 # The dense attention that a kind is held against: of the same causality.
-DENSE_OF = {"window": "SDPA causal", "dilated": "SDPA causal", "bigbird": "SDPA dense", "csr": "SDPA dense"}
+DENSE_OF = dict.fromkeys(("window", "dilated", "tree"), "SDPA causal") | dict.fromkeys(("bigbird", "csr"), "SDPA dense")
 
 
 def read(path: Path) -> list[Record]:

@@ -42,7 +42,7 @@ def run_point(sweep: Sweep, work: Workload) -> list[Row]:
     inputs = make_inputs(work, sweep.session.device)
     samples = draw_samples(inputs, heads=1, rows=SAMPLED_ROWS, keys=0)
     rows = [_measured(sweep, work, inputs, samples, ours(sweep.session.implementation))]
-    causal = isinstance(inputs.pattern, gossamer.SlidingWindow | gossamer.Dilated)
+    causal = isinstance(inputs.pattern, gossamer.SlidingWindow | gossamer.Dilated | gossamer.Tree)
     if "ladder" in work.tags:
         peers = [(NAIVE, False), (FUSED, False)] if isinstance(inputs.pattern, gossamer.Dense) else []
     else:

@@ -9,14 +9,16 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from gossamer.patterns import CSR, BigBird, BlockMask, Dense, Dilated, Local, Pattern, SlidingWindow
+from gossamer.patterns import CSR, BigBird, BlockMask, Dense, Dilated, Local, Pattern, SlidingWindow, Tree
 from gossamer.testing.cases import Case, square
 
-# 26 positions are the draft tree of EAGLE.
 LENGTHS = (26, 200, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 DENSITIES = (0.5, 0.1, 0.01, 0.001)
 MOST_EDGES, MOST_BLOCKS = 2**23, 2**18  # of a generated graph, of a generated block matrix
 BLOCK = 128
+
+# The draft tree of EAGLE (arXiv:2401.15077): 25 candidates after the last token.
+EAGLE = (-1, 0, 0, 0, 0, 1, 1, 1, 2, 2, 3, 3, 4, 5, 5, 5, 6, 6, 7, 7, 8, 13, 13, 13, 21, 21)
 
 LADDER_LENGTHS = (1024, 4096)
 LADDER_WIDTHS = (128, 512, 1024, 4096)
@@ -63,16 +65,20 @@ KINDS: dict[str, Callable[[int, float], Pattern | None]] = {
 
 
 def _breakeven() -> Iterator[Case]:
+    kept = Tree(EAGLE).density(len(EAGLE), len(EAGLE))
+    yield _point("tree", len(EAGLE), round(kept, 2), lambda: Tree(EAGLE))
     for N in LENGTHS:
         for kind, make in KINDS.items():
             for density in DENSITIES:
                 # Graphs are large: whether there is one is known without making it.
                 possible = N <= density * N * N <= MOST_EDGES if kind == "csr" else make(N, density) is not None
                 if possible:
-                    yield square(
-                        f"breakeven_{kind}_{N}_{density:g}", N, lambda make=make, N=N, d=density: make(N, d),  # type: ignore[misc]
-                        "breakeven", H=8, D=128, dtypes=("bfloat16",), devices=frozenset({"cuda"}),
-                    )  # fmt: skip
+                    yield _point(kind, N, density, lambda make=make, N=N, d=density: make(N, d))  # type: ignore[misc]
+
+
+def _point(kind: str, N: int, density: float, make: Callable[[], Pattern]) -> Case:
+    gpu = {"dtypes": ("bfloat16",), "devices": frozenset({"cuda"})}
+    return square(f"breakeven_{kind}_{N}_{density:g}", N, make, "breakeven", H=8, D=128, **gpu)  # type: ignore[arg-type]
 
 
 def _block_causal(N: int) -> BlockMask:
