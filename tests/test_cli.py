@@ -42,6 +42,7 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
         ("BlockMask([[True, False], [True, True]], 4)", gs.BlockMask(np.array([[True, False], [True, True]]), 4)),
         ("  Longformer( 8 , global_tokens=(0,) ,\n dilation=2 ) ", gs.Longformer(8, (0,), 2)),
         ("CSR([0, 1, 3], [2, 0, 1], 3)", gs.CSR([0, 1, 3], [2, 0, 1], 3)),
+        ("Tree([-1, 0, 0, 1])", gs.Tree([-1, 0, 0, 1])),
     ],
 )
 def test_a_pattern_reads_as_in_python(text: str, pattern: gs.Pattern) -> None:

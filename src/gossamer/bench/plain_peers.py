@@ -14,7 +14,7 @@ import gossamer
 from gossamer.bench.check import Inputs
 from gossamer.bench.peer import Gradients, Peer, Prepared, Refusal, needs_cuda, needs_module, needs_plain
 
-SCORE_BYTES = 24 * 2**30  # the largest materialised scores
+SCORE_BYTES = 8 * 2**30  # the largest materialised scores
 EDGE_BYTES = 48 * 2**30  # the largest gathered features
 
 

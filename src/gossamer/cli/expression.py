@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # Predicate takes a function, which has no form here.
 NAMES = (
     "Dense", "Causal", "SlidingWindow", "Local", "BlockMask", "BigBird", "Longformer", "Dilated", "Strided",
-    "DilatedSegment", "PowerStrided", "LongNet", "Document", "CSR", "PerHead",
+    "DilatedSegment", "PowerStrided", "LongNet", "Document", "CSR", "Tree", "PerHead",
 )  # fmt: skip
 METHODS = {"Document.from_cu_seqlens"}
 ACCEPTED = f"accepted are {', '.join(NAMES)} with numbers, lists and named arguments, joined by &, | and ~"
