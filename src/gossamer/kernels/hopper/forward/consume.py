@@ -50,6 +50,7 @@ class Consumer:
     parts: int
     bridges: bool
     turns: bool
+    defers: bool
     halves: bool
 
     @cute.jit
@@ -137,7 +138,10 @@ class Consumer:
             if started != 0:
                 self.bridge(env, ring(turn, c.q_stages)[0], kv)
                 kv += 1
-                if next_count * self.parts == 1:  # else done with the next step
+                at_once = Int32(1)
+                if const_expr(self.defers):  # or with the next step, if the item has one
+                    at_once = Int32(1) if next_count * self.parts == 1 else Int32(0)
+                if at_once != 0:
                     self.finish(env, stage, env.old_max, env.old_sum, self.turns)
                     env.acc_o.fill(0.0)
             else:
@@ -159,7 +163,7 @@ class Consumer:
         at_bits, bitses = item[BITS, stage], item[BITSES, stage] * self.parts
         buffer = stage * self.groups + me
         done = Int32(1)
-        if const_expr(self.bridges):  # noqa: SIM102
+        if const_expr(self.bridges and self.defers):  # noqa: SIM102
             if started != 0 and fulls + intervals + bitses > 1:
                 self.step(env, "second", buffer, kv, stage, 1)
                 kv += 1

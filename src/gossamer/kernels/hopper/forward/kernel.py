@@ -44,6 +44,8 @@ class Forward(Producer, Consumer):
             (1, 1): (56, 240), (1, 2): (24, 232), (2, 1): (24, 240), (3, 1): (32, 160),
         }[self.groups, c.blocks]  # fmt: skip
         self.turns = self.groups > 1
+        # An item's result is finished while the next one's second S is computed, where registers hold both.
+        self.defers = self.groups < 3
         self.halves = bool(config.halves) and self.parts == 1 and config.step == 128
         self.bridges = config.q_stages > 1  # the next item's Q is there while this item's is in use
         # The next item is published after this many tiles of the current one.
