@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Profiles the Hopper kernels of one row of benchmarks/tune_hopper.py with Nsight Compute, and prints the main metrics.
+# Profiles the Hopper forward kernel of one row of benchmarks/tune_hopper.py with Nsight Compute, and prints the main metrics.
 #
 #   benchmarks/profile.sh "512 D128"                 # a row, named by a part of its name
 #   benchmarks/profile.sh "512 D128" profile/left512 # where the report goes (.ncu-rep is added)
@@ -14,7 +14,7 @@ command -v ncu >/dev/null || { echo "profile.sh: ncu (Nsight Compute) is not on 
 mkdir -p "$(dirname "$report")"
 
 # One launch each, the clocks as they are: a locked clock hides what the power limit does to long kernels.
-CUTE_DSL_LINEINFO=1 ncu --clock-control none --target-processes all --kernel-name regex:gossamer --launch-count 1 \
+CUTE_DSL_LINEINFO=1 ncu --clock-control none --target-processes all --kernel-name regex:forwardkernel --launch-count 1 \
   --launch-skip 1 --set full --import-source yes --force-overwrite --export "$report" \
   "$python" benchmarks/tune_hopper.py once --rows "$row" >/dev/null
 
