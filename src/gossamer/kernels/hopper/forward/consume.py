@@ -14,10 +14,7 @@ from gossamer.kernels.hopper.common import (
     BATCH,
     BITS,
     BITSES,
-    BOUNDS,
     COPY,
-    FAR,
-    FIRST,
     FULL,
     FULLS,
     HEAD,
@@ -37,11 +34,12 @@ from gossamer.kernels.hopper.common import (
     ring,
 )
 from gossamer.kernels.hopper.config import ForwardConfig
+from gossamer.kernels.hopper.forward.masks import Masks
 
 BOTH = 2  # halves of a step's columns that P has: 0, 1, or both
 
 
-class Consumer:
+class Consumer(Masks):
     """64 query rows of each item for each warpgroup."""
 
     config: ForwardConfig
@@ -210,37 +208,6 @@ class Consumer:
         return kv
 
     @cute.jit
-    def column(self, env, at, i):
-        """The first column of step `i` of a list."""
-        return env.lists[0, at + i // self.parts] * self.config.block_kv + i % self.parts * self.config.step
-
-    @cute.jit
-    def prepare(self, env, stage):
-        """Load what masks the steps of an item: its rows' bounds and, for the first step, column and words."""
-        item = env.item
-        fulls, intervals = item[FULLS, stage], item[INTERVALS, stage]
-        env.start_words.fill(-1)
-        cute.arch.barrier(barrier_id=BOUNDS + env.me, number_of_threads=WARPGROUP + 32)
-        env.start[0] = item[START, stage]
-        if const_expr(self.config.lengths):
-            env.start[0] = item[FIRST, stage]
-            env.length[0] = env.lengths[item[BATCH, stage]] - env.quad
-        for r in cutlass.range_constexpr(device.ROWS):
-            env.lo[r] = env.bounds[env.my_row + 8 * r, 0, stage] - env.quad
-            env.hi[r] = env.bounds[env.my_row + 8 * r, 1, stage] - env.quad
-            end = Int32(FAR)
-            if const_expr(self.config.lengths):
-                end = env.length[0]
-                env.hi[r] = cutlass.min(env.hi[r], end)
-            masked = fulls == 0 and intervals > 0
-            env.start[1 + r] = env.lo[r] if masked else -FAR
-            env.start[3 + r] = env.hi[r] if masked else end
-        env.start[5] = Int32(1) if fulls == 0 or self.config.lengths else Int32(0)
-        if fulls + intervals == 0:  # noqa: SIM102
-            if item[BITSES, stage] > 0:
-                self.words(env, env.start_words, item[BITS, stage], Int32(0))
-
-    @cute.jit
     def finish(self, env, stage, row_max, row_sum, read: cutlass.Constexpr):
         """The result of an item: normalised, with lse, into shared memory for the store warp (or a slot's floats).
 
@@ -316,66 +283,11 @@ class Consumer:
             cute.arch.mbarrier_arrive(bar)
 
     @cute.jit
-    def words(self, env, words, at, i):
-        """The mask words of step `i` of a list of bits tiles, shifted to this thread's columns."""
-        c = self.config
-        entry, part = env.lists[1, at + i // self.parts], i % self.parts
-        for r in cutlass.range_constexpr(device.ROWS):
-            row = env.pool[entry * c.block_q + env.my_row + 8 * r, None]
-            for n in cutlass.range_constexpr(cute.size(words, mode=[1])):
-                words[r, n] = Int32(cutlass.Uint32(row[part * (c.step // 32) + n]) >> cutlass.Uint32(env.quad))
-        if const_expr(c.lengths):
-            first = env.lists[0, at + i // self.parts] * c.block_kv + part * c.step
-            for n in cutlass.range_constexpr(cute.size(words, mode=[1])):
-                within = device.below(env.length[0] - first - 32 * n)
-                for r in cutlass.range_constexpr(device.ROWS):
-                    words[r, n] = words[r, n] & within
-
-    @cute.jit
-    def edge_words(self, env, words, at, i):
-        """The mask words of step `i` of a list of full tiles that holds the end of the keys."""
-        first = self.column(env, at, i)
-        for n in cutlass.range_constexpr(cute.size(words, mode=[1])):
-            for r in cutlass.range_constexpr(device.ROWS):
-                words[r, n] = device.below(env.length[0] - first - 32 * n)
-
-    @cute.jit
-    def second_words(self, env, words, stage):
-        """The mask words of an item's second step, of whatever kind; returns whether it has any."""
-        item, parts = env.item, self.parts
-        fulls, intervals = item[FULLS, stage] * parts, item[INTERVALS, stage] * parts
-        masked = fulls < 2
-        words.fill(-1)
-        if fulls < 2:
-            if fulls + intervals >= 2:
-                first = self.column(env, item[INTERVAL, stage], 1 - fulls)
-                device.interval_words(words, env.lo, env.hi, first)
-            else:
-                self.words(env, words, item[BITS, stage], 1 - fulls - intervals)
-        elif const_expr(self.config.lengths):
-            self.edge_words(env, words, item[FULL, stage], 1)
-            masked = fulls >= 2
-        return masked
-
-    @cute.jit
     def transform(self, env, acc_s):
         if const_expr(self.config.score == "softcap"):
             device.soft_cap(acc_s, env.before)
         elif const_expr(self.config.score == "scale"):
             device.multiply(acc_s, env.before)
-
-    @cute.jit
-    def start_mask(self, env):
-        """Words of an item's first step; all ones when its tile is full."""
-        lo, hi = cute.make_rmem_tensor((device.ROWS,), Int32), cute.make_rmem_tensor((device.ROWS,), Int32)
-        for r in cutlass.range_constexpr(device.ROWS):
-            lo[r], hi[r] = env.start[1 + r], env.start[3 + r]
-        words = cute.make_rmem_tensor((device.ROWS, self.config.step // 32), Int32)
-        device.interval_words(words, lo, hi, env.start[0])
-        for r in cutlass.range_constexpr(device.ROWS):
-            for n in cutlass.range_constexpr(self.config.step // 32):
-                words[r, n] = words[r, n] & env.start_words[r, n]
-        return words
 
     @cute.jit
     def first(self, env, buffer, kv):
