@@ -140,3 +140,14 @@ def test_every_shipped_kernel_compiles(kernel: Shipped) -> None:
     registers, stack = resources(getattr(compiled, kernel.kind).object(*kernel.arguments))
     assert registers and max(registers) <= 255, registers
     assert stack and max(stack) <= SPILLS.get(name_of(kernel), 0), stack
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("reduce", ("direct", "group"))
+def test_other_reductions_of_dq_compile(reduce: str) -> None:
+    """Candidates of the sweep in benchmarks/tune.py."""
+    from gossamer.kernels.hopper import compile as compiled
+
+    _, stack = resources(compiled.backward.object(BackwardConfig("bfloat16", 128, 128, reduce=reduce)))
+    assert stack and max(stack) == 0, stack

@@ -104,12 +104,14 @@ class BackwardConfig:
     do_stages: int = 2
     score: str = "fold"  # or "softcap"
     with_dq: bool = True
-    reduce: str = "bulk"  # dQ through shared memory and the copy engine, or "direct" from registers
+    # dQ is added through shared memory and the copy engine; "direct": from registers; "group": from the registers of a
+    # warpgroup of its own.
+    reduce: str = "bulk"
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128, 192) or self.block_kv != 128 or self.D not in (64, 128):
             raise ValueError(f"no column kernel for tiles {self.block_q} x {self.block_kv} and heads of {self.D}")
-        if self.E > self.D or self.q_stages < 2 or self.reduce not in ("bulk", "direct"):
+        if self.E > self.D or self.q_stages < 2 or self.reduce not in ("bulk", "direct", "group"):
             raise ValueError(f"the column kernel cannot run as {self}")
         if self.shared_bytes > SHARED_MEMORY:
             raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory, there are {SHARED_MEMORY}")

@@ -45,6 +45,9 @@ class Consumer:
     dtype: Any
     groups: int
     dq_columns: int
+    apart: bool
+    dq_target: Any
+    short_step: Any
     staging_floats: int
 
     @cute.jit
@@ -97,12 +100,16 @@ class Consumer:
             cute.arch.mbarrier_wait(bars.v_full, turn & 1)
             begin = m
             while kind != END:
-                self.step(env, n, m, kind, m != begin)
+                if const_expr(self.apart):
+                    self.short_step(env, n, m, kind)
+                else:
+                    self.step(env, n, m, kind, m != begin)
                 n += 1
                 m += 1
                 kind = self.look(env, n)
-            if m != begin:
-                self.last(env, n, m)
+            if const_expr(not self.apart):  # noqa: SIM102
+                if m != begin:
+                    self.last(env, n, m)
             self.release(env, bars.v_empty)
             self.finish(env)
             self.release(env, bars.q_empty + ring(n, c.q_stages)[0])

@@ -14,7 +14,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -22,13 +22,15 @@ from cutlass.tensor_utils import LayoutEnum
 from gossamer.kernels.hopper.backward.consume import Consumer
 from gossamer.kernels.hopper.backward.fields import ITEM, STAGES, STEP
 from gossamer.kernels.hopper.backward.produce import Producer
+from gossamer.kernels.hopper.backward.query_group import QueryGroup
 from gossamer.kernels.hopper.common import NUMBERS, ROWS, WARPGROUP, Env
 from gossamer.kernels.hopper.config import BackwardConfig
 
+RINGS = ("q_full", "q_empty", "do_full", "do_empty", "ds_full", "ds_empty")
 BARRIERS = ("k_full", "k_empty", "v_full", "v_empty")
 
 
-class Backward(Producer, Consumer):
+class Backward(Producer, Consumer, QueryGroup):
     """The kernel of one configuration."""
 
     def __init__(self, config: BackwardConfig) -> None:
@@ -36,7 +38,8 @@ class Backward(Producer, Consumer):
         self.dtype = NUMBERS[c.dtype]
         self.groups = c.block_kv // ROWS
         self.parts = c.block_q // ROWS
-        self.threads = WARPGROUP * (self.groups + 1)
+        self.apart = c.with_dq and c.reduce == "group"  # a third warpgroup computes dQ
+        self.threads = WARPGROUP * (self.groups + 1 + int(self.apart))
         self.dq_columns = c.D // self.groups  # of a step's dQ, for each warpgroup
         self.staging_floats = ROWS * c.D // 2  # a warpgroup's share of dQ, or its dK in 16 bits
 
@@ -122,6 +125,8 @@ class Backward(Producer, Consumer):
             q_empty: cute.struct.MemRange[cutlass.Int64, c.q_stages]
             do_full: cute.struct.MemRange[cutlass.Int64, c.do_stages]
             do_empty: cute.struct.MemRange[cutlass.Int64, c.do_stages]
+            ds_full: cute.struct.MemRange[cutlass.Int64, STAGES]
+            ds_empty: cute.struct.MemRange[cutlass.Int64, STAGES]
             once: cute.struct.MemRange[cutlass.Int64, len(BARRIERS)]
             item: cute.struct.MemRange[Int32, ITEM]
             steps: cute.struct.MemRange[Int32, STEP * c.q_stages]
@@ -200,22 +205,25 @@ class Backward(Producer, Consumer):
         storage = SmemAllocator().allocate(self.shared)
         once = storage.once.data_ptr()
         bars = Env(
-            **{name: getattr(storage, name).data_ptr() for name in ("q_full", "q_empty", "do_full", "do_empty")},
+            **{name: getattr(storage, name).data_ptr() for name in RINGS},
             **{name: once + i for i, name in enumerate(BARRIERS)},
         )
         if warp_index == 0:
             with cute.arch.elect_one():
-                senders = self.groups
+                senders, third = self.groups, 4 * int(self.apart)
                 cute.arch.mbarrier_init(bars.k_full, 1)
                 cute.arch.mbarrier_init(bars.v_full, 1)
-                cute.arch.mbarrier_init(bars.k_empty, 4 * self.groups + senders)
+                cute.arch.mbarrier_init(bars.k_empty, 4 * self.groups + senders + third)
                 cute.arch.mbarrier_init(bars.v_empty, 4 * self.groups)
                 for i in cutlass.range_constexpr(c.q_stages):
                     cute.arch.mbarrier_init(bars.q_full + i, 1)
-                    cute.arch.mbarrier_init(bars.q_empty + i, 4 * self.groups + senders * self.sends)
+                    cute.arch.mbarrier_init(bars.q_empty + i, 4 * self.groups + senders * self.sends + third)
                 for i in cutlass.range_constexpr(c.do_stages):
                     cute.arch.mbarrier_init(bars.do_full + i, 1)
                     cute.arch.mbarrier_init(bars.do_empty + i, 4 * self.groups)
+                for i in cutlass.range_constexpr(STAGES):
+                    cute.arch.mbarrier_init(bars.ds_full + i, 4 * self.groups)
+                    cute.arch.mbarrier_init(bars.ds_empty + i, 4)
         cute.arch.mbarrier_init_fence()
         s_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         s_v = storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner)
@@ -243,11 +251,14 @@ class Backward(Producer, Consumer):
         )  # fmt: skip
         cute.arch.sync_threads()
         if warp_index < 4:
-            cute.arch.setmaxregister_decrease(24)
+            cute.arch.setmaxregister_decrease(32 if self.apart else 24)
             if warp_index == 0:
                 self.produce(env, tma_q, g_q, tma_k, g_k, tma_v, g_v, tma_do, g_do)
             elif warp_index <= self.groups:
                 self.send(env, tma_dk, g_dk, tma_dv, g_dv, warp_index - 1)
-        else:
-            cute.arch.setmaxregister_increase(240)
+        elif warp_index < 4 * (self.groups + 1):
+            cute.arch.setmaxregister_increase(208 if self.apart else 240)
             self.consume(env, mma_s, mma_dv, mma_dk, mma_dq)
+        elif const_expr(self.apart):
+            cute.arch.setmaxregister_decrease(64)
+            self.consume_queries(env, mma_dq)
