@@ -121,6 +121,8 @@ class TestOnGPU:
     @pytest.mark.parametrize("block_q", ROWS)
     @pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
     def test_large(self, case: Case, block_q: int, dtype: torch.dtype, poison: None) -> None:
+        if max(case.D, case.E) > 128 and block_q > 16:
+            pytest.skip("no implementation offers it")
         check(dataclasses.replace(case, dtype=dtype), "cuda", block_q)
 
     @pytest.mark.parametrize("block_q", ROWS)

@@ -52,6 +52,13 @@ class GatherChoice(NamedTuple):
     column: float  # of a gathered column
     row: float  # of a row of the output
     reuse: float  # pairs that a gathered column serves, below which it was not seen to win
+    max_head_dim: int  # of D and of E
+    min_sm: int
+
+    def reads(self, problem: Problem) -> bool:
+        """Whether its kernels fit the problem's types, head sizes and device."""
+        p = problem
+        return p.dtype in self.dtypes and max(p.D, p.E) <= self.max_head_dim and (p.sm or 0) >= self.min_sm
 
 
 @dataclass(frozen=True)
@@ -102,8 +109,8 @@ def reasons(problem: Problem, capability: Capability) -> list[str]:
     elif p.tile is not None and tiles is not None and p.tile not in tiles:
         walked = ", ".join(f"{q} x {kv}" for q, kv in sorted(tiles))
         found.append(f"walks layout tiles of {walked}, got {p.tile[0]} x {p.tile[1]}")
-    if p.gather is not None and not any(p.gather == g.block_q and p.dtype in g.dtypes for g in c.gathers):
-        found.append(f"reads no gather layout of {p.gather} rows in {p.dtype}")
+    if p.gather is not None and not any(p.gather == g.block_q and g.reads(p) for g in c.gathers):
+        found.append(f"reads no gather layout of {p.gather} rows in {p.dtype} with D={p.D} and E={p.E}")
     terms = c.backward_score_terms if p.backward and c.backward_score_terms is not None else c.score_terms
     missing = p.score_terms - terms
     if missing:

@@ -12,11 +12,11 @@ _SHORT, _LONG = frozenset({"float16", "bfloat16"}), frozenset({"float32"})
 # Fitted to what one H200 measured (docs/kernels/gather.md), forward and backward weighed together. In pairs of a full
 # tile of the fastest implementation; float32 products are slower, so a pair is more, and a gathered column less of it.
 GATHERS = (
-    GatherChoice(1, _SHORT, 0.0, 70.0, 600.0, 0.0),
-    GatherChoice(16, _SHORT, 1.7, 70.0, 100.0, 2.0),
-    GatherChoice(64, _SHORT, 2.2, 70.0, 100.0, 2.0),
-    GatherChoice(1, _LONG, 0.0, 16.0, 100.0, 0.0),
-    GatherChoice(64, _LONG, 2.0, 16.0, 20.0, 2.0),
+    GatherChoice(1, _SHORT, 0.0, 70.0, 600.0, 0.0, 256, 80),
+    GatherChoice(16, _SHORT, 1.7, 70.0, 100.0, 2.0, 256, 80),
+    GatherChoice(64, _SHORT, 2.2, 70.0, 100.0, 2.0, 128, 90),
+    GatherChoice(1, _LONG, 0.0, 16.0, 100.0, 0.0, 256, 80),
+    GatherChoice(16, _LONG, 2.0, 16.0, 20.0, 2.0, 128, 80),
 )
 
 
@@ -78,8 +78,12 @@ def group_config(direction: Direction, bits: int, D: int, E: int, block_rows: in
     """
     size = max(padded(D), padded(E))
     warps = {16: 1, 32: 2, 64: 4}[block_rows]
-    if bits == 32:
-        return GroupConfig(max(warps, 4 if size > 64 else 2), 2 if size <= 64 else 1, X3 if size <= 64 else "ieee")
+    if bits == 32:  # ordinary products would hold whole rows in registers
+        return (
+            GroupConfig(8, 1, X3)
+            if block_rows == 64
+            else GroupConfig(4 if size > 64 else 2, 2 if size <= 64 else 1, X3)
+        )
     if size > 128:
         return GroupConfig(8 if block_rows == 64 else 4, 2 if direction == "forward" else 1)
     if size > 64:
