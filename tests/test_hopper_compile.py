@@ -73,6 +73,8 @@ def test_reasons() -> None:
         "key_lengths" in reasons(problem(64, 64, backward=True, score_terms=frozenset({"key_lengths"})), capability)[0]
     )
     assert "64 x 64" in reasons(problem(64, 64, backward=True, tile=(64, 64)), capability)[0]
+    assert reasons(problem(96, 96, tile=(192, 128)), capability) == []
+    assert "192 x 128 for head sizes up to 96" in reasons(problem(128, 64, tile=(192, 128)), capability)[0]
 
 
 def test_few_queries_take_small_tiles() -> None:

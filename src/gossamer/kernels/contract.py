@@ -75,6 +75,7 @@ class Capability:
     backward: bool = True
     deterministic: frozenset[str] = frozenset({"cpu", "cuda"})  # devices on which a deterministic run exists
     tiles: frozenset[tuple[int, int]] | None = None  # layout tiles that it walks; None: any
+    max_head_dim_of: tuple[tuple[tuple[int, int], int], ...] = ()  # (tile, the largest D and E with it)
     backward_score_terms: frozenset[str] | None = None  # of a backward, where they are fewer
     backward_tiles: frozenset[tuple[int, int]] | None = None
     max_pairs: tuple[int, int] | None = None  # B * H * Q * K of a forward, and of a backward; None: any
@@ -109,6 +110,9 @@ def reasons(problem: Problem, capability: Capability) -> list[str]:
     elif p.tile is not None and tiles is not None and p.tile not in tiles:
         walked = ", ".join(f"{q} x {kv}" for q, kv in sorted(tiles))
         found.append(f"walks layout tiles of {walked}, got {p.tile[0]} x {p.tile[1]}")
+    for tile, most in c.max_head_dim_of:
+        if p.tile == tile and max(p.D, p.E) > most:
+            found.append(f"walks layout tiles of {tile[0]} x {tile[1]} for head sizes up to {most}")
     if p.gather is not None and not any(p.gather == g.block_q and g.reads(p) for g in c.gathers):
         found.append(f"reads no gather layout of {p.gather} rows in {p.dtype} with D={p.D} and E={p.E}")
     terms = c.backward_score_terms if p.backward and c.backward_score_terms is not None else c.score_terms

@@ -49,6 +49,7 @@ class Hopper:
         backward_score_terms=frozenset({"q_offset", "softcap", "sink_logits"}),
         float32_results=False,
         tiles=frozenset({(64, 64), (128, 128), (192, 128)}),
+        max_head_dim_of=(((192, 128), 96),),
         backward_tiles=frozenset({(128, 128), (192, 128)}),
     )
 
