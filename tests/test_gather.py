@@ -117,3 +117,37 @@ def test_tree_refuses() -> None:
         gs.Tree([])
     with pytest.raises(ValueError, match="Tree has 3 nodes, needs Q=4"):
         gs.Tree([-1, 0, 0]).materialize(4, 4)
+
+
+def shuffled(graph: gs.CSR) -> gs.CSR:
+    """The same graph with its nodes numbered at random."""
+    nodes = graph.num_keys
+    number = np.random.default_rng(4).permutation(nodes)
+    rows = np.repeat(np.arange(nodes), np.diff(graph.indptr))
+    return gs.CSR._from_pairs(number[rows], number[graph.indices], nodes, nodes)
+
+
+def test_reordering_brings_neighbours_together_and_undoes_itself() -> None:
+    pytest.importorskip("scipy")
+    from gossamer.testing.graphs import proximity_graph
+
+    graph = shuffled(proximity_graph((3, 3, 2), 1.2))
+    ordered = graph.reordered()
+    N = graph.num_keys
+    assert np.array_equal(ordered.materialize(N, N), graph.materialize(N, N)) and ordered != graph
+    before, after = (build_gather(p, N, N, block_q=16).stats.gathered for p in (graph, ordered.inner))
+    assert after < 0.7 * before
+    q, k, v = (torch.randn(2, 2, N, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    results = []
+    for pattern in (graph, ordered):
+        out, lse = gs.attention(q, k, v, pattern, return_lse=True)
+        gradients = torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v))
+        results.append([out, lse, *gradients])
+    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(*results, strict=True))
+    single = gs.attention(q[0, 0], k[0, 0], v[0, 0], ordered)
+    assert torch.allclose(single, results[0][0][0, 0], atol=1e-12)
+    assert gs.explain(q, k, v, ordered).density == pytest.approx(len(graph.indices) / N**2)
+    with pytest.raises(ValueError, match="alibi_slopes must be None with a reordered pattern"):
+        gs.attention(q, k, v, ordered, alibi_slopes=torch.ones(2))
+    with pytest.raises(ValueError, match="as many rows as keys, got 1 and 3"):
+        gs.CSR([0, 1], [2], 3).reordered()

@@ -79,6 +79,26 @@ class CSR(Counted):
         rows, columns = tensor._indices().cpu().numpy()
         return cls._from_pairs(rows, columns, Q, K)
 
+    def reordered(self) -> CSR:
+        """The same pairs, computed in reverse Cuthill-McKee order, which brings neighbours near each other.
+
+        Worth it where a graph has neighbourhoods but its numbering does not follow them: rows that are near each other
+        then gather the same keys. `attention` copies q, k and v in that order and its results back, and refuses
+        `key_lengths` and `alibi_slopes`, which speak of positions. Inside torch.compile the given order is kept.
+
+        Raises:
+            ValueError: the matrix is not square, or scipy is not installed.
+        """
+        from gossamer.patterns.reordered import ReorderedCSR, bandwidth_order
+
+        if len(self.indptr) - 1 != self.num_keys:
+            raise ValueError(f"reordered() needs as many rows as keys, got {len(self.indptr) - 1} and {self.num_keys}")
+        try:
+            order = bandwidth_order(self)
+        except ImportError as error:
+            raise ValueError(f"reordered() needs scipy: {error}") from error
+        return ReorderedCSR(self, order)
+
     @classmethod
     def _from_pairs(cls, rows: np.ndarray, columns: np.ndarray, Q: int, K: int) -> CSR:
         rows, columns = rows.astype(np.int64), columns.astype(np.int64)
@@ -88,7 +108,7 @@ class CSR(Counted):
         keys = distinct(rows * K + columns)
         rows, columns = np.divmod(keys, K)
         indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=Q))])
-        return cls(indptr, columns, K)
+        return CSR(indptr, columns, K)
 
     def __repr__(self) -> str:
         return f"CSR({len(self.indptr) - 1}x{self.num_keys}, {len(self.indices)} pairs)"

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import CSR, Dense, Pattern
+from gossamer.patterns.reordered import ReorderedCSR
 from gossamer.torch.merge import branches_of
 from gossamer.torch.merge import merge as merge_results
 from gossamer.torch.operators import eager, plain
 from gossamer.torch.registry import constants
+from gossamer.torch.reorder import orders, permuted
 from gossamer.torch.validate import describe
 
 if TYPE_CHECKING:
@@ -93,6 +95,10 @@ def attention(
     deterministic = is_deterministic(deterministic)
     dims = q.ndim
     q, k, v = four_dimensional(q, k, v)
+    back = None
+    if isinstance(pattern, ReorderedCSR) and not torch.compiler.is_compiling():
+        q, k, v = permuted(pattern, q, k, v, key_lengths, alibi_slopes)
+        back, pattern = orders(pattern, q.device)[1], pattern.inner
     handle, layout, blocks, _alive = what(pattern, q)
     is_tensor = isinstance(q_offset, Tensor)
     run: Any = eager if not torch.compiler.is_compiling() and plain(q, k, v, sink_logits) else _forward
@@ -101,6 +107,8 @@ def attention(
         None if is_tensor else q_offset, q_offset if is_tensor else None,
         key_lengths, sink_logits, alibi_slopes, scale, softcap, implementation, deterministic, False,
     )  # fmt: skip
+    if back is not None:
+        out, lse = out.index_select(2, back), lse.index_select(2, back)
     if dims == 3:
         out, lse = out.squeeze(0), lse.squeeze(0)
     elif dims == 2:

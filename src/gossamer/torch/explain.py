@@ -12,6 +12,7 @@ from gossamer.kernels.contract import Implementation, Problem, Terms
 from gossamer.kernels.table import NAMES
 from gossamer.layouts import BlockLayout, GatherLayout
 from gossamer.patterns import Pattern
+from gossamer.patterns.reordered import ReorderedCSR
 from gossamer.torch.api import check_types, four_dimensional, is_deterministic, what
 from gossamer.torch.parts import calls, folded, split_for
 from gossamer.torch.plan import Plan, make_plan, placed, refusals, terms_of
@@ -177,6 +178,8 @@ def explain(
     inputs = (q, k, v, sink_logits)
     backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     q, k, v = four_dimensional(q, k, v)
+    if isinstance(pattern, ReorderedCSR):
+        pattern = pattern.inner
     handle, tensors, geometry, _alive = what(pattern, q)
     offset, offset_tensor = (None, q_offset) if isinstance(q_offset, Tensor) else (q_offset, None)
     a = Arguments(

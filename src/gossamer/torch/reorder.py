@@ -1,0 +1,38 @@
+"""A call in the order of a reordered sparse matrix: inputs permuted, results put back."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from gossamer.patterns.reordered import ReorderedCSR
+from gossamer.torch.validate import describe
+
+_orders: WeakKeyDictionary[ReorderedCSR, dict[torch.device, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
+
+
+def orders(pattern: ReorderedCSR, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(which row comes at each place, where each row went), int64 on a device; kept with the pattern."""
+    kept = _orders.setdefault(pattern, {})
+    if device not in kept:
+        order = torch.from_numpy(pattern.order.copy()).to(device)
+        kept[device] = order, torch.argsort(order)
+    return kept[device]
+
+
+def permuted(
+    pattern: ReorderedCSR, q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None, alibi_slopes: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v (B, heads, N, size) in the order of the pattern.
+
+    Raises:
+        ValueError: the sizes are others, or a term speaks of positions.
+    """
+    pattern.check(q.shape[2], k.shape[2])
+    for name, x in (("key_lengths", key_lengths), ("alibi_slopes", alibi_slopes)):
+        if x is not None:
+            raise ValueError(f"{name} must be None with a reordered pattern, which moves positions; got {describe(x)}")
+    order, _ = orders(pattern, q.device)
+    return q.index_select(2, order), k.index_select(2, order), v.index_select(2, order)
