@@ -144,7 +144,7 @@ def test_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     everything = command._choose(["64"], ["float16"])
     assert {kernel.kind for kernel in everything} >= {"forward", "merge"}
-    monkeypatch.setattr(command, "_choose", lambda *given: [k for k in everything if k.kind == "merge"])
+    monkeypatch.setattr(command, "_choose", lambda *given: [k for k in everything if k.kind == "merge"][:1])
     for said in ("1 kernels compiled", "0 kernels compiled"):
         done = CliRunner().invoke(app, ["compile", "--head-dim", "64", "--jobs", "1"])
         assert done.exit_code == 0 and said in done.output and str(folder) in done.output.replace("\n", "")
