@@ -131,11 +131,12 @@ def test_graphed_callables(name: str) -> None:
 def test_a_repeated_call_waits_for_nothing(name: str) -> None:
     needs(name, gradients=True)
     x, dout = inputs(), torch.randn(B, H, N, D, device="cuda", dtype=torch.bfloat16)
-    gradients(x, dout, implementation=name)
+    for deterministic in (False, True):
+        gradients(x, dout, implementation=name, deterministic=deterministic)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        gradients(x, dout, implementation=name)
-        gradients(x, dout, implementation=name, deterministic=True)
+        for deterministic in (False, True):
+            gradients(x, dout, implementation=name, deterministic=deterministic)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -144,7 +145,7 @@ def allocations(run: Callable[[], object]) -> list[int]:
     """Sizes of the allocations of a call, in the allocator's units of 512 bytes."""
     run()
     torch.cuda.synchronize()
-    torch.cuda.memory._record_memory_history(max_entries=1000, stacks="python", context=None)
+    torch.cuda.memory._record_memory_history(max_entries=1000, stacks="python", context=None, clear_history=True)
     try:
         kept = run()
         trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
