@@ -151,3 +151,25 @@ def test_reordering_brings_neighbours_together_and_undoes_itself() -> None:
         gs.attention(q, k, v, ordered, alibi_slopes=torch.ones(2))
     with pytest.raises(ValueError, match="as many rows as keys, got 1 and 3"):
         gs.CSR([0, 1], [2], 3).reordered()
+
+
+def test_a_plan_takes_the_gather_layout_for_a_graph() -> None:
+    pytest.importorskip("triton")
+    from gossamer.kernels.contract import Problem
+    from gossamer.kernels.table import load
+    from gossamer.testing.graphs import random_graph
+    from gossamer.torch.plan import Plan, _placed_pattern, terms_of
+    from gossamer.torch.validate import Arguments
+
+    def placed(pattern: gs.Pattern, N: int, dtype: str) -> object:
+        problem = Problem(1, 2, 2, N, N, 64, 64, dtype, "cuda", sm=90)
+        x = torch.empty(1, 2, N, 64, dtype=getattr(torch, dtype))
+        a = Arguments(x, x, x, None, None, None, None, None, None, None, None, False, False)
+        return _placed_pattern(Plan(problem, (load("triton"),), {}), a, terms_of(a), pattern.handle)[1]  # type: ignore[arg-type]
+
+    graph, window = random_graph(20000, 8), gs.SlidingWindow(300)
+    for dtype in ("bfloat16", "float32"):
+        layout = placed(graph, 20000, dtype)
+        assert isinstance(layout, GatherLayout) and layout.block_q == 1 and layout.device == torch.device("cpu")
+        assert placed(graph, 20000, dtype) is layout
+        assert isinstance(placed(window, 4000, dtype), gs.BlockLayout)

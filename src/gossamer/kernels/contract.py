@@ -37,7 +37,6 @@ class Problem:
     backward: bool = False
     deterministic: bool = False
     tile: tuple[int, int] | None = None  # (block_q, block_kv) of a layout that the user made
-    gather: int | None = None  # block_q of a gather layout that the user made
 
 
 class GatherChoice(NamedTuple):
@@ -83,7 +82,6 @@ class Capability:
     float32_results: bool = True  # writes into float32 tensors for 16-bit inputs as well
     rate: float = 1.0  # pairs executed per second with its own tile; ratios on one device count
     gathers: tuple[GatherChoice, ...] = ()  # gather layouts that it reads besides block layouts
-    max_gather_dim: int = 256  # of D and of E, for the gather layouts
 
 
 def reasons(problem: Problem, capability: Capability) -> list[str]:
@@ -113,8 +111,6 @@ def reasons(problem: Problem, capability: Capability) -> list[str]:
     for tile, most in c.max_head_dim_of:
         if p.tile == tile and max(p.D, p.E) > most:
             found.append(f"walks layout tiles of {tile[0]} x {tile[1]} for head sizes up to {most}")
-    if p.gather is not None and not any(p.gather == g.block_q and g.reads(p) for g in c.gathers):
-        found.append(f"reads no gather layout of {p.gather} rows in {p.dtype} with D={p.D} and E={p.E}")
     terms = c.backward_score_terms if p.backward and c.backward_score_terms is not None else c.score_terms
     missing = p.score_terms - terms
     if missing:

@@ -70,7 +70,7 @@ def costs(
     """What each option takes, in pairs of a full tile at rate 1, counted on windows of rows without building a layout.
 
     Those that need no look are left out at the end: all after the first tile where that executes at most 1.25 pairs
-    for each useful one, and the gather layouts where none can be the cheapest.
+    for each useful one, and the gather layouts where none can be the cheapest or each row keeps one interval.
 
     Args:
         tiles: (block_q, block_kv, rate) of block layouts, the preferred one first.
@@ -103,7 +103,7 @@ def _count(
         useful = work.useful
         if len(found) == 1 and work.executed <= WORTH_A_LOOK * useful:
             return found
-    if min(found) > WORTH_A_GATHER * useful:
+    if min(found) > WORTH_A_GATHER * useful and not sample.intervals:
         for choice in gathers:
             counts = sample.gathers(choice.block_q)
             cost = choice.column * counts.columns + choice.pair * counts.executed + choice.row * counts.rows

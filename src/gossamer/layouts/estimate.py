@@ -50,6 +50,11 @@ class Sample:
             self.parts[part] = self.parts.get(part, 0) + 1
         self._pairs: dict[Pattern, list[tuple[np.ndarray, np.ndarray]]] = {}
 
+    @property
+    def intervals(self) -> bool:
+        """Whether every row keeps one interval of keys: its tiles are dense."""
+        return all(part.intervals(self.sizes) is not None for part in self.parts)
+
     def _listed(self, part: Pattern) -> list[tuple[np.ndarray, np.ndarray]] | None:
         """The pairs of each window where the pattern lists them itself."""
         if part.intervals(self.sizes) is not None:

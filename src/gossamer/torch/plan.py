@@ -58,8 +58,8 @@ class Plan:
     def gather_options(self) -> list[tuple[Implementation, GatherChoice]]:
         """Every gather layout that an implementation reads."""
         p = self.problem
-        able = [i for i in self.implementations if i.layout == "block" and max(p.D, p.E) <= i.capability.max_gather_dim]
-        return [(i, c) for i in able for c in i.capability.gathers if p.dtype in c.dtypes]
+        able = [i for i in self.implementations if i.layout == "block"]
+        return [(i, c) for i in able for c in i.capability.gathers if c.reads(p)]
 
     @cached_property
     def gathers(self) -> tuple[GatherChoice, ...]:

@@ -86,7 +86,8 @@ def _make_work(walk: GatherWalk, limit: int, device: torch.device) -> Work:
 class Launch:
     """What the three kernels of one walk have in common."""
 
-    walk: GatherWalk
+    rows: int  # of the walk, which is not held: what is known of it must not keep it alive
+    block_rows: int
     work: Work
     copies: int
     heads: int  # that programs run over
@@ -99,8 +100,11 @@ class Launch:
         """Partial results (copies, slots, block_rows, size) float32; `like` where no list is cut."""
         if not self.work.slots:
             return like
-        shape = (self.copies, self.work.slots, self.walk.block_rows, size)
+        shape = (self.copies, self.work.slots, self.block_rows, size)
         return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+_launches: WeakKeyDictionary[GatherWalk, dict[Any, Launch]] = WeakKeyDictionary()
 
 
 def launch_of(
@@ -110,7 +114,23 @@ def launch_of(
     config: RowConfig | GroupConfig | None,
     split: int | None,
 ) -> Launch:
-    """The programs of one kernel: which items, how many copies of them, and with which sizes."""
+    """The programs of one kernel, worked out once for a walk and a kind of problem."""
+    p = problem
+    known = _launches.setdefault(layout.columns if direction == "dkdv" else layout.rows, {})
+    key = direction, p.B, p.H, p.G, p.D, p.E, p.dtype, config, split
+    if key not in known:
+        known[key] = _make_launch(problem, layout, direction, config, split)
+    return known[key]
+
+
+def _make_launch(
+    problem: Problem,
+    layout: GatherLayout,
+    direction: Direction,
+    config: RowConfig | GroupConfig | None,
+    split: int | None,
+) -> Launch:
+    """Which items, how many copies of them, and with which sizes."""
     p, transposed = problem, direction == "dkdv"
     walk = layout.columns if transposed else layout.rows
     Bl, Hl = walk.lead
@@ -136,14 +156,24 @@ def launch_of(
         constants |= {"RP": rows.items, "C": rows.columns, "LANES": lanes(rows.columns, bits, p.D, p.E)}
         arguments["n_groups"] = -(-n_items // rows.items)
         options = {"num_warps": rows.warps, "num_stages": 1, "enable_fp_fusion": True}
-        return Launch(walk, work, copies, heads, constants, arguments, options, (arguments["n_groups"] * copies,))
+        return Launch(
+            walk.rows,
+            walk.block_rows,
+            work,
+            copies,
+            heads,
+            constants,
+            arguments,
+            options,
+            (arguments["n_groups"] * copies,),
+        )
     groups = config if isinstance(config, GroupConfig) else group_config(direction, bits, p.D, p.E, walk.block_rows)
     constants |= {"R": walk.block_rows, "C": walk.width, "PRECISION": groups.precision}
     arguments["bits"] = walk.bits
     if not transposed:
         arguments["G"] = p.G
     options = {"num_warps": groups.warps, "num_stages": groups.stages, "enable_fp_fusion": True}
-    return Launch(walk, work, copies, heads, constants, arguments, options, (n_items * copies,))
+    return Launch(walk.rows, walk.block_rows, work, copies, heads, constants, arguments, options, (n_items * copies,))
 
 
 def forward(
@@ -182,7 +212,7 @@ def forward(
         merges, R = run.work.merges, layout.block_q
         forward_kernels.merge_kernel[(merges.shape[0] * run.copies,)](
             out, lse, part_acc, part_ml, merges, *out.stride()[:3], *lse.stride(), merges.shape[0], run.work.slots,
-            p.H, p.Q, run.walk.lead[1], E=p.E, BLOCK_E=padded(p.E), R=R, TILE_ROWS=R,
+            p.H, p.Q, run.arguments["lead_heads"], E=p.E, BLOCK_E=padded(p.E), R=R, TILE_ROWS=R,
             B_FROM_GRID=run.constants["B_FROM_GRID"], H_FROM_GRID=run.constants["H_FROM_GRID"],
             num_warps=1 if R == 1 else 4,
         )  # fmt: skip
@@ -291,10 +321,10 @@ def _add_parts(run: Launch, part: Tensor, result: Tensor) -> None:
     """Write the rows of `result` (B, heads, rows, size) whose lists were cut."""
     if not run.work.slots:
         return
-    merges, size, R = run.work.merges, result.shape[-1], run.walk.block_rows
+    merges, size, R = run.work.merges, result.shape[-1], run.block_rows
     backward_kernels.sum_kernel[(merges.shape[0] * run.copies,)](
-        result, part, merges, *result.stride()[:3], merges.shape[0], run.work.slots, run.heads, run.walk.rows,
-        run.walk.lead[1], SIZE=size, BLOCK_SIZE=padded(size), R=R, TILE_ROWS=R,
+        result, part, merges, *result.stride()[:3], merges.shape[0], run.work.slots, run.heads, run.rows,
+        run.arguments["lead_heads"], SIZE=size, BLOCK_SIZE=padded(size), R=R, TILE_ROWS=R,
         B_FROM_GRID=run.constants["B_FROM_GRID"], H_FROM_GRID=run.constants["H_FROM_GRID"],
         num_warps=1 if R == 1 else 4,
     )  # fmt: skip

@@ -1,0 +1,70 @@
+"""The gather kernels compile for GPUs that are not there: registers without spills, shared memory that fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from gossamer.kernels.triton import gather_rows, gather_tiles
+from gossamer.kernels.triton.compile import FLOATS, PLAIN, Report, _type, report
+from gossamer.kernels.triton.config import SHARED_MEMORY, padded
+from gossamer.kernels.triton.gather_config import GATHERS, group_config, lanes, row_config
+from gossamer.layouts.gather import WIDTHS
+
+INTEGERS = PLAIN | {"n_groups", "heads", "stride_lb", "stride_lh", "stride_ln"}
+
+
+def compiled(direction: str, block_q: int, dtype: str, D: int, sm: int) -> Report:
+    """What the compiler says of the shipped configuration, with every feature that costs registers off."""
+    bits = 32 if dtype == "float32" else 16
+    constants: dict[str, Any] = {
+        "D": D, "E": D, "BLOCK_D": padded(D), "BLOCK_E": padded(D), "GROUP": 1, "MEMBERS": 1, "B_FROM_GRID": True,
+        "H_FROM_GRID": True, "HAS_SLOTS": True, "SOFTCAP": False, "ALIBI": False, "SINK": False, "LENGTHS": False,
+    }  # fmt: skip
+    if block_q == 1:
+        kernel = getattr(gather_rows, f"rows_{direction}_kernel")
+        rows = row_config(direction, bits, D, D, 64.0)  # type: ignore[arg-type]
+        constants |= {"RP": rows.items, "C": rows.columns, "LANES": lanes(rows.columns, bits, D, D)}
+        warps, stages = rows.warps, 1
+    else:
+        kernel = getattr(gather_tiles, f"tiles_{direction}_kernel")
+        groups = group_config(direction, bits, D, D, block_q)  # type: ignore[arg-type]
+        constants |= {"R": block_q, "C": WIDTHS[block_q], "PRECISION": groups.precision}
+        warps, stages = groups.warps, groups.stages
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    signature, attributes = {}, {}
+    for at, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        signature[name] = "i32" if name in INTEGERS else _type(name, dtype)
+        if name not in INTEGERS | FLOATS:
+            attributes[(at,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    return report(triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options), sm)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("block_q", [1, 16])
+@pytest.mark.parametrize("direction", ["forward", "dq", "dkdv"])
+def test_no_spills(direction: str, block_q: int, dtype: str) -> None:
+    found = compiled(direction, block_q, dtype, 64, 90)
+    assert not found.spills and found.shared <= SHARED_MEMORY[90]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", GATHERS, ids=lambda c: f"{c.block_q}-{'-'.join(sorted(c.dtypes))}")
+def test_the_largest_offered_sizes_fit(choice: Any) -> None:
+    dtype = "float32" if "float32" in choice.dtypes else "bfloat16"
+    # The GPU with the least shared memory that the choice is offered on.
+    sm = min((s for s in SHARED_MEMORY if s >= choice.min_sm), key=lambda s: SHARED_MEMORY[s])
+    found = compiled("dkdv", choice.block_q, dtype, choice.max_head_dim, sm)
+    assert found.shared <= SHARED_MEMORY[sm]
