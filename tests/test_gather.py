@@ -158,7 +158,7 @@ def test_a_plan_takes_the_gather_layout_for_a_graph() -> None:
     from gossamer.kernels.contract import Problem
     from gossamer.kernels.table import load
     from gossamer.testing.graphs import random_graph
-    from gossamer.torch.plan import Plan, _placed_pattern, terms_of
+    from gossamer.torch.plan import Plan, _placed_pattern, counted, terms_of
     from gossamer.torch.validate import Arguments
 
     def placed(pattern: gs.Pattern, N: int, dtype: str) -> object:
@@ -173,3 +173,7 @@ def test_a_plan_takes_the_gather_layout_for_a_graph() -> None:
         assert isinstance(layout, GatherLayout) and layout.block_q == 1 and layout.device == torch.device("cpu")
         assert placed(graph, 20000, dtype) is layout
         assert isinstance(placed(window, 4000, dtype), gs.BlockLayout)
+    plan = Plan(Problem(1, 2, 2, 20000, 20000, 64, 64, "bfloat16", "cuda", sm=90), (load("triton"),), {})  # type: ignore[arg-type]
+    found = dict(counted(plan, graph, 0))
+    assert found["triton gather 1"] == 1.0 and found["triton 128 x 128"] > 10 and "triton 64 x 64" in found
+    assert list(dict(counted(plan, gs.SlidingWindow(4000), 0))) == ["triton 128 x 128"]

@@ -15,7 +15,7 @@ from gossamer.patterns import Pattern
 from gossamer.patterns.reordered import ReorderedCSR
 from gossamer.torch.api import check_types, four_dimensional, is_deterministic, what
 from gossamer.torch.parts import calls, folded, split_for
-from gossamer.torch.plan import Plan, make_plan, placed, refusals, terms_of
+from gossamer.torch.plan import Plan, counted, make_plan, placed, refusals, terms_of
 from gossamer.torch.registry import pattern_of
 from gossamer.torch.split import Split
 from gossamer.torch.validate import Arguments
@@ -43,6 +43,7 @@ class Explanation:
     layout_bytes: int
     parts: tuple[str, ...] = ()  # the calls over strided views that compute it, when it is not computed as one
     estimates: tuple[float, float] | None = None  # seconds of the forward in parts, and as one call
+    options: tuple[tuple[str, float], ...] = ()  # what each layout was counted to take, over the least
     copies: dict[str, str] = field(default_factory=dict)  # inputs that are copied before a kernel reads them, and why
 
     def rows(self) -> list[tuple[str, str]]:
@@ -65,6 +66,8 @@ class Explanation:
             lines.append(
                 ("estimated", "{:.3g} ms in parts, {:.3g} ms as one call".format(*(1e3 * x for x in self.estimates)))
             )
+        if len(self.options) > 1:
+            lines.append(("counted", ", ".join(f"{name}: {cost:.2f}" for name, cost in self.options)))
         if self.backward is not None:
             lines.append(("backward by", self.backward))
         lines += [(f"copies {name}", why) for name, why in self.copies.items()]
@@ -223,5 +226,6 @@ def explain(
     return Explanation(
         replace(p, backward=backward), name, gradient, refused, tile, density, tiles, useful * flops, executed * flops,
         elements * size + p.B * p.H * p.Q * (8 if p.dtype == "float64" else 4), layout_bytes, parts,
-        None if split is None else (split.cost, split.whole), copies,
+        None if split is None else (split.cost, split.whole),
+        counted(plan, pattern_of(handle), terms.q_offset) if split is None and handle >= 0 else (), copies,
     )  # fmt: skip

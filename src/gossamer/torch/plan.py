@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import isfinite
 from typing import Any
 from weakref import ref
 
@@ -19,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gossamer.kernels.contract import GatherChoice, Implementation, Problem, Terms, Unsupported, reasons
 from gossamer.kernels.table import NAMES, load
-from gossamer.layouts import BlockLayout, cached_gather, cached_layout, cheapest
+from gossamer.layouts import BlockLayout, cached_gather, cached_layout, cheapest, costs
 from gossamer.patterns import Dense, Pattern
 from gossamer.torch.masks import dense_of, layout_of, words_of
 from gossamer.torch.registry import pattern_of
@@ -241,6 +242,18 @@ def _placed_pattern(plan: Plan, a: Arguments, terms: Terms, pattern: int) -> tup
     return implementation, cached_layout(
         which, p.Q, p.K, block_q=block_q, block_kv=block_kv, q_offset=terms.q_offset, device=a.q.device
     )
+
+
+def counted(plan: Plan, pattern: Pattern, q_offset: int) -> tuple[tuple[str, float], ...]:
+    """What each option of a plan was counted to take, over the least; empty where there is nothing to choose."""
+    p = plan.problem
+    if plan.implementations[0].layout != "block" or len(plan.tiles) + len(plan.gathers) < 2:
+        return ()
+    found = costs(pattern, p.Q, p.K, tiles=plan.tiles, gathers=plan.gathers, q_offset=q_offset)
+    names = [f"{i.name} {block_q} x {block_kv}" for i, (block_q, block_kv, _) in plan.options]
+    names += [f"{i.name} gather {choice.block_q}" for i, choice in plan.gather_options]
+    # The costs may stop early; infinite ones were not measured to win.
+    return tuple((name, cost / min(found)) for name, cost in zip(names, found, strict=False) if isfinite(cost))
 
 
 def _given_layout(
