@@ -91,6 +91,7 @@ def _implementations() -> Table:
     except ImportError as error:
         table.add_row("none", escape(f"torch is needed: pip install 'gossamer[torch]' ({error})"), "", "", "")
         return table
+    from gossamer.cli.support import head_sizes
     from gossamer.kernels.table import NAMES, available, load
 
     for name in NAMES:
@@ -102,6 +103,6 @@ def _implementations() -> Table:
             "[red]no: " + escape("; ".join(reasons)) if reasons else "[green]available",
             ", ".join(sorted(limits.devices)) if limits else "",
             ", ".join(sorted(limits.dtypes)) if limits else "",
-            ("any" if limits.max_head_dim is None else f"1 to {limits.max_head_dim}") if limits else "",
+            head_sizes(limits) if limits else "",
         )
     return table

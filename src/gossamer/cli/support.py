@@ -54,15 +54,31 @@ def _deterministic(limit: Capability) -> str:
     return "yes" if len(on) == len(limit.devices) else ", ".join(DEVICES[device] for device in on) or "no"
 
 
+def head_sizes(limit: Capability) -> str:
+    """The head sizes D and E, in words."""
+    if limit.max_head_dim is None:
+        return "any"
+    narrower = "" if limit.max_float32_head_dim is None else f" (float32: {limit.max_float32_head_dim})"
+    return f"1 to {limit.max_head_dim}{narrower}"
+
+
+def _backward(limit: Capability) -> str:
+    if not limit.backward:
+        return "no"
+    terms = limit.score_terms if limit.backward_score_terms is None else limit.backward_score_terms
+    missing = _all_or(limit.score_terms - terms, SCORE_TERMS)
+    return "yes" if missing == "none" else f"yes, without {missing}"
+
+
 ROWS = (
     ("devices", _devices),
     ("types", lambda limit: ", ".join(sorted(limit.dtypes))),
-    ("head sizes D, E", lambda limit: "any" if limit.max_head_dim is None else f"1 to {limit.max_head_dim}"),
+    ("head sizes D, E", head_sizes),
     (f"tiles ({', '.join(MASK_MODES)})", lambda limit: _all_or(limit.mask_modes, MASK_MODES)),
     (
         "score terms (" + ", ".join(f"`{term}`" for term in SCORE_TERMS) + ")",
         lambda limit: _all_or(limit.score_terms, SCORE_TERMS),
     ),
-    ("backward", lambda limit: "yes" if limit.backward else "no"),
+    ("backward", _backward),
     ("deterministic mode", _deterministic),
 )

@@ -67,6 +67,7 @@ class Capability:
     devices: frozenset[str]
     dtypes: frozenset[str]
     max_head_dim: int | None = None  # of D and of E; None: any
+    max_float32_head_dim: int | None = None  # in float32; None: as in the other types
     min_sm: int | None = None  # for CUDA devices
     max_sm: int | None = None
     mask_modes: frozenset[str] = frozenset(MASK_MODES)
@@ -96,12 +97,14 @@ def reasons(problem: Problem, capability: Capability) -> list[str]:
         found.append(f"needs compute capability {_sm(c.max_sm)} or earlier, got {_sm(p.sm)}")
     if p.dtype not in c.dtypes:
         found.append(f"dtype {p.dtype} not in {{{_names(c.dtypes)}}}")
-    if c.max_head_dim is not None:
-        for name, size in (("D", p.D), ("E", p.E)):
-            if size > c.max_head_dim:
-                found.append(f"head size {name}={size} is over {c.max_head_dim}")
-    if c.max_pairs is not None and (most := c.max_pairs[p.backward]) < p.B * p.H * p.Q * p.K:
-        found.append(f"computes every pair: B x H x Q x K = {p.B * p.H * p.Q * p.K:,} is over {most:,}")
+    most, where = c.max_head_dim, ""
+    if p.dtype == "float32" and c.max_float32_head_dim is not None:
+        most, where = c.max_float32_head_dim, " in float32"
+    for name, size in (("D", p.D), ("E", p.E)):
+        if most is not None and size > most:
+            found.append(f"head size {name}={size} is over {most}{where}")
+    if c.max_pairs is not None and (pairs := c.max_pairs[p.backward]) < p.B * p.H * p.Q * p.K:
+        found.append(f"computes every pair: B x H x Q x K = {p.B * p.H * p.Q * p.K:,} is over {pairs:,}")
     tiles = c.backward_tiles if p.backward and c.backward_tiles is not None else c.tiles
     if p.tile is not None and tiles == frozenset():
         found.append("walks no layout")

@@ -25,6 +25,7 @@ class Dense:
         devices=frozenset({"cuda"}),
         dtypes=frozenset({"float16", "bfloat16", "float32"}),
         max_head_dim=256,
+        max_float32_head_dim=128,  # more does not fit the shared memory of sm_89
         min_sm=80,
         max_pairs=MOST_PAIRS,
         tiles=frozenset(),

@@ -12,10 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-# Where the running maximum starts: finite, so that a row with nothing kept yet needs no special case.
-FLOOR = tl.constexpr(-3.4028234663852886e38)
+from gossamer.kernels.scores import FLOOR, LN2, LOG2E, score
 
 
 @triton.jit
@@ -56,33 +53,6 @@ def keeps(words, o_r, start, Q, K, end, C: tl.constexpr, TRANSPOSED: tl.constexp
         bit = 1 << (o_c % 32)
         m_keep = m_keep & ((word & (bit[:, None] if TRANSPOSED else bit[None, :])) != 0)
     return m_keep
-
-
-@triton.jit
-def tanh(x):
-    """tanh in float32 to 2e-7 of its value: a series near 0, where the quotient would cancel."""
-    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
-    quotient = (1.0 - e) / (1.0 + e)
-    y = x * x
-    series = x * (1.0 + y * (-0.33333333 + y * (0.13333333 + y * (-0.053968254 + y * 0.021869488))))
-    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -quotient, quotient))
-
-
-@triton.jit
-def score(b_s, scale, cap, slope, distance, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
-    """Base-2 scores of the products q.k, and tanh(s / softcap) for the gradient (or 0).
-
-    `scale` is scale * log2(e), or scale / softcap with a softcap, whose `cap` is softcap * log2(e).
-    """
-    b_t = b_s
-    if SOFTCAP:
-        b_t = tanh(b_s * scale)
-        b_s = b_t * cap
-    else:
-        b_s = b_s * scale
-    if ALIBI:
-        b_s += slope * distance.to(tl.float32)
-    return b_s, b_t
 
 
 @triton.jit(do_not_specialize=["Q", "K", "q_offset"])

@@ -52,9 +52,9 @@ def forward_tile(p: Problem, multiprocessors: int) -> Tile:
 
 
 def backward_tile(p: Problem, multiprocessors: int) -> Tile:
-    """Small tiles, whose loops are short; smaller for large heads, whose gradients are held in registers."""
+    """Small tiles, whose loops are short."""
     wide = max(padded(p.D), padded(p.E)) * (2 if p.dtype == "float32" else 1)
-    return Tile(16 if wide > 256 else 32, 32, 4, 2 if wide <= 64 else 1)
+    return Tile(32, 32, 4, 2 if wide <= 64 else 1)
 
 
 def operand(x: Tensor) -> Tensor:

@@ -11,19 +11,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gossamer.kernels.scores import LOG2E, score
 from gossamer.kernels.triton.forward import decode_merge
 from gossamer.kernels.triton.tiles import (
     BITS,
     FULL,
     INTERVAL,
-    LOG2E,
     bits_mask,
     copy_index,
     decode,
     interval_mask,
     list_range,
     load_rows,
-    score,
     store_rows,
     stream_rows,
 )

@@ -7,20 +7,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gossamer.kernels.scores import FLOOR, LN2, LOG2E, score
 from gossamer.kernels.triton.tiles import (
     BITS,
-    FLOOR,
     FULL,
     INTERVAL,
-    LN2,
-    LOG2E,
     bits_mask,
     copy_index,
     decode,
     interval_mask,
     list_range,
     load_rows,
-    score,
     store_rows,
     stream_rows,
 )

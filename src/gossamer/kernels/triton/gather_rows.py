@@ -10,7 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gossamer.kernels.triton.tiles import FLOOR, LN2, LOG2E, copy_index, score
+from gossamer.kernels.scores import FLOOR, LN2, LOG2E, score
+from gossamer.kernels.triton.tiles import copy_index
 
 
 @triton.jit

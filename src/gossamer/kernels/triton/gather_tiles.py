@@ -10,8 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gossamer.kernels.scores import FLOOR, LOG2E, score
 from gossamer.kernels.triton.forward import store_row_results
-from gossamer.kernels.triton.tiles import FLOOR, LOG2E, copy_index, load_rows, score, store_rows
+from gossamer.kernels.triton.tiles import copy_index, load_rows, store_rows
 
 
 @triton.jit

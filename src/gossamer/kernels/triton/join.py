@@ -6,9 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gossamer.kernels.scores import LN2, LOG2E
 from gossamer.kernels.triton.config import padded
 from gossamer.kernels.triton.launch import operand
-from gossamer.kernels.triton.tiles import LN2, LOG2E, load_rows, store_rows
+from gossamer.kernels.triton.tiles import load_rows, store_rows
 
 ROWS = 32
 

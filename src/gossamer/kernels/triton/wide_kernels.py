@@ -11,7 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gossamer.kernels.triton.tiles import FLOOR, LN2, LOG2E, bits_mask, interval_mask, score
+from gossamer.kernels.scores import FLOOR, LN2, LOG2E, score
+from gossamer.kernels.triton.tiles import bits_mask, interval_mask
 
 INTERVAL_TILE = tl.constexpr(1)
 BITS_TILE = tl.constexpr(2)
