@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from gossamer.layouts.block import BlockLayout
 from gossamer.patterns import BigBird, Causal, Pattern, PerHead, SlidingWindow
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
-SHARED = ("work", "segments", "lists", "lo", "hi", "pool", "part_dk", "part_dv", "tickets")
+SHARED = ("work", "segments", "lists", "lo", "hi", "pool", "part_dk", "part_dv", "lengths", "tickets")
 NUMBERS = ("before", "exponent", "factor", "items", "copies", "heads", "slots", "blocks")
 
 
@@ -32,6 +33,13 @@ def tile_mask(a: dict[str, Any], kind: int, at: int, lead: int, tile: int, rows:
     positions = (tile * rows + torch.arange(rows)).clamp(max=a["lo"].shape[1] - 1)
     column = a["lists"][0, at] * columns + torch.arange(columns)
     return (a["lo"][lead, positions][:, None] <= column) & (column < a["hi"][lead, positions][:, None])
+
+
+def attended(a: dict[str, Any], batch: int, keys: slice) -> Tensor:
+    """Which of the keys come before the end of those of a batch element."""
+    assert (a["lengths"] is not None) == a["has_lengths"]
+    positions = torch.arange(keys.start, keys.stop)
+    return positions < (a["lengths"][batch] if a["has_lengths"] else keys.stop)
 
 
 def padded(x: Tensor, rows: int) -> Tensor:
@@ -54,7 +62,7 @@ def columns(config: Any, block_kv: int) -> Callable[..., None]:
     names = ("q", "k", "v", "dout", "terms", "dq_sum", "dk", "dv", *SHARED, *NUMBERS)
 
     def run(*given: Any) -> None:
-        a = dict(zip(names, given, strict=True)) | {"score": config.score}
+        a = dict(zip(names, given, strict=True)) | {"score": config.score, "has_lengths": config.lengths}
         a |= {name: torch.from_dlpack(a[name]) for name in SHARED[:6]}
         q, dout = padded(a["q"], config.block_q), padded(a["dout"], config.block_q)
         k, v = padded(a["k"], block_kv), padded(a["v"], block_kv)
@@ -73,7 +81,7 @@ def columns(config: Any, block_kv: int) -> Callable[..., None]:
                         for at in range(ranges[2 * kind], ranges[2 * kind] + ranges[2 * kind + 1]):
                             first = int(a["lists"][0, at]) * config.block_q
                             queries = slice(first, first + config.block_q)
-                            keep = tile_mask(a, kind, at, lead, tile, block_kv, config.block_q).T
+                            keep = tile_mask(a, kind, at, lead, tile, block_kv, config.block_q).T & attended(a, b, keys)
                             x = q[b, h, queries], k[b, g, keys], v[b, g, keys], dout[b, h, queries]
                             p, ds = gradients(a, *x, rows[:, b, h, queries], keep)
                             dv[:, : v.shape[-1]] += p.T @ x[3]
@@ -101,10 +109,10 @@ def add(sums: Tensor, first: int, dq: Tensor, D: int) -> None:
 def by_rows(config: Any) -> Callable[..., None]:
     """The kernel of dQ by rows."""
     arrays = ("work", "lists", "lo", "hi", "pool")
-    names = ("q", "k", "v", "dout", "terms", "dq", *arrays, "part_dq", "tickets", *NUMBERS)
+    names = ("q", "k", "v", "dout", "terms", "dq", *arrays, "part_dq", "lengths", "tickets", *NUMBERS)
 
     def run(*given: Any) -> None:
-        a = dict(zip(names, given, strict=True)) | {"score": config.score}
+        a = dict(zip(names, given, strict=True)) | {"score": config.score, "has_lengths": config.lengths}
         a |= {name: torch.from_dlpack(a[name]) for name in arrays}
         block_q, block_kv = config.block_q, config.block_kv
         k, v = padded(a["k"], block_kv), padded(a["v"], block_kv)
@@ -121,7 +129,7 @@ def by_rows(config: Any) -> Callable[..., None]:
                     for at in range(item[4 + 2 * kind], item[4 + 2 * kind] + item[5 + 2 * kind]):
                         first = int(a["lists"][0, at]) * block_kv
                         keys = slice(first, first + block_kv)
-                        keep = tile_mask(a, kind, at, item[10], tile, block_q, block_kv)
+                        keep = tile_mask(a, kind, at, item[10], tile, block_q, block_kv) & attended(a, b, keys)
                         x = q[b, h, queries], k[b, h // ratio, keys], v[b, h // ratio, keys], dout[b, h, queries]
                         dq[:, : q.shape[-1]] += gradients(a, *x, rows[:, b, h, queries], keep)[1] @ x[1]
                 if slot < 0:
@@ -187,11 +195,11 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def scattered(lead: tuple[int, int]) -> BlockLayout:
+def scattered(lead: tuple[int, int], block: int = 128) -> BlockLayout:
     mask = np.random.default_rng(0).random((*lead, 300, 400)) < 0.2
     mask[..., :128, :256] = True
     mask[..., 40:60, :] = False
-    return from_dense(mask, block_q=128, block_kv=128)
+    return from_dense(mask, block_q=block, block_kv=block)
 
 
 def patterned(pattern: Pattern, Q: int, K: int, block_q: int = 128) -> BlockLayout:
@@ -206,6 +214,8 @@ LAYOUTS: dict[str, Callable[[], BlockLayout]] = {
     "by head": lambda: scattered((1, 4)),
     "by batch element": lambda: scattered((2, 1)),
     "by both": lambda: scattered((2, 4)),
+    "blocks of 64": lambda: BigBird(64, random_blocks=1).layout(600, 600, block_q=64, block_kv=64),
+    "by both, tiles of 64": lambda: scattered((2, 4), 64),
     "other patterns": lambda: patterned(PerHead([SlidingWindow(31), Causal()] * 2), 300, 300),
 }
 
@@ -214,7 +224,8 @@ LAYOUTS: dict[str, Callable[[], BlockLayout]] = {
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("D", "E"), [(40, 24), (192, 130)], ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_arguments(launch: Any, name: str, D: int, E: int, deterministic: bool) -> None:
+@pytest.mark.parametrize("given_lengths", [False, True], ids=("all keys", "lengths"))
+def test_arguments(launch: Any, name: str, D: int, E: int, deterministic: bool, given_lengths: bool) -> None:
     layout = LAYOUTS[name]()
     if layout.block_q == 192 and D > 128:
         pytest.skip("192-row tiles are those of small heads")
@@ -226,9 +237,11 @@ def test_arguments(launch: Any, name: str, D: int, E: int, deterministic: bool) 
     )
     dlse = torch.randn(B, H, Q, generator=generator)
     sinks, mask = torch.randn(H, generator=generator), torch.from_numpy(layout.expand())
-    terms = Terms(D**-0.5, K - Q, softcap=2.0 if name == "causal" else None, sink_logits=sinks)
+    # One ends within a tile, one keeps nothing.
+    lengths = torch.tensor([K - 90, 0][:B]) if given_lengths else None
+    terms = Terms(D**-0.5, K - Q, 2.0 if name == "causal" else None, lengths, sinks)
     leaves = [x.double().requires_grad_() for x in (q, k, v, sinks)]
-    out, lse = oracle(*leaves[:3], mask, Terms(terms.scale, terms.q_offset, terms.softcap, sink_logits=leaves[3]))
+    out, lse = oracle(*leaves[:3], mask, replace(terms, sink_logits=leaves[3]))
     want = torch.autograd.grad((out * dout).sum() + (lse * dlse).sum(), leaves)
     problem = Problem(B, H, G, Q, K, D, E, "bfloat16", "cpu", deterministic=deterministic)
     made = layout.to("cpu")

@@ -91,7 +91,8 @@ class Hopper:
         return few >= problem.Q and not problem.backward
 
     def tile_choices(self, problem: Problem) -> tuple[TileChoice, ...]:
-        if problem.backward or self._few(problem):
+        tiles = self.capability.backward_tiles if problem.backward else self.capability.tiles
+        if self._few(problem) or (64, 64) not in (tiles or ()):
             return ()
         return (TileChoice(64, 64, SMALL_TILE_RATE),)
 

@@ -57,9 +57,9 @@ def backward(config: BackwardConfig) -> Any:
         compact(Float32, 2, s(), s(), s(divisibility=128)), compact(Float32, s(), s(), s(), 64 * c.D),
         strided(n, B, G, K), strided(n, B, G, K), compact(Int32, s(), ITEM), compact(Int32, s(), SEGMENT),
         compact(Int32, 2, s()), bounds, bounds, compact(Int32, s(), c.block_q // 32),
-        compact(Float32, s(), c.block_kv, c.D), compact(Float32, s(), c.block_kv, c.E), compact(Int32, 1),
-        *[Float32(1)] * 3, *[Int32(1)] * 5, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=OPTIONS,
+        compact(Float32, s(), c.block_kv, c.D), compact(Float32, s(), c.block_kv, c.E), _lengths(c),
+        compact(Int32, 1), *[Float32(1)] * 3, *[Int32(1)] * 5,
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def wide(config: WideConfig) -> Any:
         compact(Float32, 2, B, H, s()), compact(Float32, s(), s(), s(), 64 * c.D), strided(n, B, G, K),
         strided(n, B, G, K), compact(Int32, s(), ITEM), compact(Int32, s(), SEGMENT), compact(Int32, 2, s()), bounds,
         bounds, compact(Int32, s(), c.block_q // 32), compact(Float32, s(), c.tile_kv, c.D),
-        compact(Float32, s(), c.tile_kv, c.E), compact(Int32, 1),
+        compact(Float32, s(), c.tile_kv, c.E), _lengths(c), compact(Int32, 1),
         *[Float32(1)] * 3, *[Int32(1)] * 5, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=OPTIONS,
     )  # fmt: skip
@@ -155,9 +155,9 @@ def query_gradient(config: QueryConfig) -> Any:
     return cute.compile(
         QueryGradient(c), strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q),
         compact(Float32, 2, B, H, s()), strided(n, B, H, Q), compact(Int32, s(), ITEM), compact(Int32, 2, s()), rows,
-        rows, compact(Int32, s(), c.block_kv // 32), compact(Float32, s(), c.block_q, c.D), compact(Int32, 1),
-        *[Float32(1)] * 3, *[Int32(1)] * 5, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=OPTIONS,
+        rows, compact(Int32, s(), c.block_kv // 32), compact(Float32, s(), c.block_q, c.D), _lengths(c),
+        compact(Int32, 1), *[Float32(1)] * 3, *[Int32(1)] * 5,
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip
 
 
@@ -195,6 +195,14 @@ def _rows(*shape: Any) -> Any:
     from cutlass.cute.runtime import make_fake_tensor
 
     return make_fake_tensor(Float32, shape, tuple(cute.sym_int64() for _ in shape), assumed_align=4)
+
+
+def _lengths(config: Any) -> Any:
+    """Key lengths of the batch elements, where a configuration of the backward reads them: else no argument."""
+    import cutlass.cute as cute
+    from cutlass import Int32
+
+    return compact(Int32, cute.sym_int()) if config.lengths else None
 
 
 def compact(dtype: Any, *shape: Any) -> Any:

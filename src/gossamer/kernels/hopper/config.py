@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 SHARED_MEMORY = 227 * 1024
 MULTIPROCESSOR = 228 * 1024  # shared memory of a multiprocessor; each block takes 1024 bytes more than it asks for
@@ -65,8 +65,7 @@ class QueryConfig:
     k_stages: int = 2
     v_stages: int = 2
     score: str = "fold"  # or "softcap"
-
-    lengths: ClassVar[bool] = False  # no key_lengths; the forward's producer, which it shares, asks
+    lengths: bool = False  # keys at and after a length for each batch element are not attended
 
     def __post_init__(self) -> None:
         tiles = self.block_q in (64, 128, 192) and self.block_kv in (64, 128)
@@ -92,7 +91,8 @@ class BackwardConfig:
     """One compiled column kernel: dK and dV, and dQ by reduction where `with_dq`.
 
     block_q x block_kv is the layout's tile, `q_stages` and `do_stages` the depths of the rings of Q and dO, in steps
-    of 64 queries. A stage of Q is given back one step later, so there are two at least.
+    of 64 queries. A stage of Q is given back one step later, so there are two at least. Tiles of 64 x 64 have one
+    consumer warpgroup, and two blocks a multiprocessor; their dQ is added from registers ("direct").
     """
 
     dtype: str
@@ -107,21 +107,38 @@ class BackwardConfig:
     # dQ is added through shared memory and the copy engine; "direct": from registers; "group": from the registers of a
     # warpgroup of its own.
     reduce: str = "bulk"
+    lengths: bool = False  # keys at and after a length for each batch element are not attended
 
     def __post_init__(self) -> None:
-        if self.block_q not in (64, 128, 192) or self.block_kv != 128 or self.D not in (64, 128):
+        wide = self.block_q in (64, 128, 192) and self.block_kv == 128
+        if not (wide or self.single) or self.D not in (64, 128):
             raise ValueError(f"no column kernel for tiles {self.block_q} x {self.block_kv} and heads of {self.D}")
-        if self.E > self.D or self.q_stages < 2 or self.reduce not in ("bulk", "direct", "group"):
+        reductions = ("direct",) if self.single else ("bulk", "direct", "group")
+        if self.E > self.D or self.q_stages < 2 or self.reduce not in reductions:
             raise ValueError(f"the column kernel cannot run as {self}")
-        if self.shared_bytes > SHARED_MEMORY:
-            raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory, there are {SHARED_MEMORY}")
+        limit = min(SHARED_MEMORY, MULTIPROCESSOR // self.blocks_per_processor - 1024)
+        if self.shared_bytes > limit:
+            raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory, there are {limit}")
+
+    @property
+    def single(self) -> bool:
+        """One consumer warpgroup a block: K and V make room for dK and dV, and there is one stage of dS."""
+        return (self.block_q, self.block_kv) == (64, 64)
+
+    @property
+    def blocks_per_processor(self) -> int:
+        """Blocks that share a multiprocessor."""
+        return 2 if self.single else 1
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: K, V, rings, dS, staging memory of dQ or dK, dV, barriers and descriptions."""
-        tiles = self.block_kv * (self.D + 2 * self.E) + 64 * (self.q_stages * self.D + self.do_stages * self.E)
-        scores = 2 * self.block_kv * 64
-        return 2 * (tiles + scores) + 256 * self.D + 256 * (self.q_stages + self.do_stages) + 1024
+        rings = 64 * (self.q_stages * self.D + self.do_stages * self.E)
+        head = 256 * (self.q_stages + self.do_stages) + 1024
+        if self.single:
+            return 2 * (64 * (self.D + self.E + 64) + rings) + head
+        tiles = self.block_kv * (self.D + 2 * self.E + 2 * 64)
+        return 2 * (tiles + rings) + 256 * self.D + head
 
 
 @dataclass(frozen=True)
@@ -137,6 +154,7 @@ class WideConfig:
     q_stages: int = 2
     do_stages: int = 2
     score: str = "fold"  # or "softcap"
+    lengths: bool = False  # keys at and after a length for each batch element are not attended
 
     def __post_init__(self) -> None:
         if self.tile_kv not in (64, 128) or self.step != 64 or self.block_q % self.step:
@@ -148,6 +166,11 @@ class WideConfig:
     def block_kv(self) -> int:
         """Keys of an item."""
         return 64
+
+    @property
+    def blocks_per_processor(self) -> int:
+        """Blocks that share a multiprocessor."""
+        return 1
 
     @property
     def shared_bytes(self) -> int:
@@ -208,26 +231,33 @@ def forward_config(
 
 @cache
 def backward_config(
-    dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str, with_dq: bool
+    dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str, with_dq: bool, lengths: bool = False
 ) -> BackwardConfig:
     """The configuration of the column kernel for head sizes D, E and a layout of block_q x block_kv tiles."""
     size = padded(max(D, E))
     size = 128 if size == 96 else size
-    found = BackwardConfig(dtype, size, size, block_q, block_kv, score=score, with_dq=with_dq)
+    stages, reduce = 2, "bulk"
+    if block_kv == 64:
+        stages, reduce = (3 if size == 64 else 2), "direct"
+    found = BackwardConfig(dtype, size, size, block_q, block_kv, stages, stages, score, with_dq, reduce, lengths)
     return replace(found, **tuned("backward", size, size, block_q, block_kv))
 
 
 @cache
-def wide_config(dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str) -> WideConfig:
+def wide_config(
+    dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str, lengths: bool = False
+) -> WideConfig:
     """The configuration of dK and dV for head sizes over 128 and a layout of block_q x block_kv tiles."""
     D, E = padded(max(D, E)), padded(E)
     stages = 2 if D > 192 else 3
-    found = WideConfig(dtype, D, E, block_q, block_kv, 64, stages, stages, score)
+    found = WideConfig(dtype, D, E, block_q, block_kv, 64, stages, stages, score, lengths)
     return replace(found, **tuned("wide", D, E, block_q, block_kv))
 
 
 @cache
-def query_config(dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str) -> QueryConfig:
+def query_config(
+    dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str, lengths: bool = False
+) -> QueryConfig:
     """The configuration of dQ by rows for head sizes D, E and a layout of block_q x block_kv tiles."""
     D, E = padded(max(D, E)), padded(E)
     step, k_stages, v_stages = {
@@ -237,7 +267,7 @@ def query_config(dtype: str, D: int, E: int, block_q: int, block_kv: int, score:
     step = min(step, block_kv, 64 if block_q == 192 else 128)
     if block_q == 192 and D > 128:
         step, k_stages, v_stages = 32, 1, 1
-    found = QueryConfig(dtype, D, E, block_q, block_kv, step, k_stages, v_stages, score)
+    found = QueryConfig(dtype, D, E, block_q, block_kv, step, k_stages, v_stages, score, lengths)
     return replace(found, **tuned("query_gradient", D, E, block_q, block_kv))
 
 

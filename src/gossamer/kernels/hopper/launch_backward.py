@@ -19,7 +19,7 @@ from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.hopper import compile as compiled
 from gossamer.kernels.hopper.backward.schedule import column_work
 from gossamer.kernels.hopper.config import WIDE, backward_config, query_config, wide_config
-from gossamer.kernels.hopper.launch import LOG2E, empty, operand, processors, readable, tickets, unused
+from gossamer.kernels.hopper.launch import LOG2E, aligned, empty, operand, processors, readable, tickets, unused
 from gossamer.kernels.hopper.schedule import lists, work
 from gossamer.kernels.rows import row_terms, sink_gradient
 from gossamer.layouts.block import BlockLayout, Walk
@@ -126,8 +126,8 @@ def _gradients(
     call.preprocess(out, dout, lse, lse if dlse is None else dlse, rows, sums, int(dlse is not None))
     part_dk, part_dv = (_parts(call, q, columns) for columns in call.sizes)
     call.run(
-        q, k, v, dout, rows, sums, dk, dv, *call.arrays, part_dk, part_dv, tickets(q.device), *_factors(terms),
-        *call.counts, call.blocks,
+        q, k, v, dout, rows, sums, dk, dv, *call.arrays, part_dk, part_dv, _lengths(terms), tickets(q.device),
+        *_factors(terms), *call.counts, call.blocks,
     )  # fmt: skip
     if call.sums:
         for add, result, parts, factor in zip(call.sums, (dk, dv), (part_dk, part_dv), (terms.scale, 1.0), strict=True):
@@ -155,8 +155,9 @@ def query_gradient(
     call = prepared(p, layout, terms, False, split)
     parts = _parts(call, q, call.sizes[0])
     call.run(
-        q, k, v, dout, rows, dq, *call.arrays, parts, tickets(q.device), *_factors(terms), *call.counts, call.blocks
-    )
+        q, k, v, dout, rows, dq, *call.arrays, parts, _lengths(terms), tickets(q.device), *_factors(terms),
+        *call.counts, call.blocks,
+    )  # fmt: skip
     for add in call.sums:
         add(dq, parts, call.merges, terms.scale, *call.counts[1:])
 
@@ -170,33 +171,35 @@ def prepared(p: Problem, layout: BlockLayout, terms: Terms, transposed: bool, sp
     score = "fold" if terms.softcap is None else "softcap"
     # A sweep puts other configurations in the place of these two.
     replaced = compiled.backward, backward_config
-    key = (*replaced, p.dtype, p.B, p.H, p.G, p.D, p.E, p.deterministic, score, split)
+    lengths = terms.key_lengths is not None
+    key = (*replaced, p.dtype, p.B, p.H, p.G, p.D, p.E, p.deterministic, score, lengths, split)
     found = kept.get(key)
     if found is None:
         make = _prepare_columns if transposed else _prepare_rows
-        found = kept.setdefault(key, make(p, layout, score, split))
+        found = kept.setdefault(key, make(p, layout, score, lengths, split))
     return found
 
 
-def _prepare_columns(p: Problem, layout: BlockLayout, score: str, split: int | None) -> Prepared:
+def _prepare_columns(p: Problem, layout: BlockLayout, score: str, lengths: bool, split: int | None) -> Prepared:
     walk = layout.columns
     heads, copies = _copies(p.G, p.B, walk)
     device, block, tile = walk.lo.device, walk.block_rows, (walk.block_columns, walk.block_rows)
     with_sums = not p.deterministic and max(p.D, p.E) <= WIDE
     if max(p.D, p.E) > WIDE:
-        config: Any = wide_config(p.dtype, p.D, p.E, *tile, score)
+        config: Any = wide_config(p.dtype, p.D, p.E, *tile, score, lengths)
         run = compiled.wide(config)
     else:
-        config = backward_config(p.dtype, p.D, p.E, *tile, score, with_sums)
+        config = backward_config(p.dtype, p.D, p.E, *tile, score, with_sums, lengths)
         run = compiled.backward(config)
-    plan = column_work(layout, copies, p.H // p.G, processors(device), split)
+    blocks = config.blocks_per_processor * processors(device)
+    plan = column_work(layout, copies, p.H // p.G, blocks, split)
     sizes = config.D, config.E
     items = plan.items.shape[0]
     return Prepared(
         run,
         _arrays(layout, True, plan.items, plan.segments),
         (items, copies, heads, plan.slots),
-        min(processors(device), items * copies * block // config.block_kv),
+        min(blocks, items * copies * block // config.block_kv),
         block,
         sizes,
         tuple(compiled.sum_parts(p.dtype, size, block) for size in sizes) if plan.slots else (),
@@ -206,10 +209,10 @@ def _prepare_columns(p: Problem, layout: BlockLayout, score: str, split: int | N
     )
 
 
-def _prepare_rows(p: Problem, layout: BlockLayout, score: str, split: int | None) -> Prepared:
+def _prepare_rows(p: Problem, layout: BlockLayout, score: str, lengths: bool, split: int | None) -> Prepared:
     walk = layout.rows
     heads, copies = _copies(p.H, p.B, walk)
-    config = query_config(p.dtype, p.D, p.E, walk.block_rows, walk.block_columns, score)
+    config = query_config(p.dtype, p.D, p.E, walk.block_rows, walk.block_columns, score, lengths)
     blocks = config.blocks_per_processor * processors(walk.lo.device)
     plan = work(layout, copies, blocks, split)
     items = plan.items.shape[0]
@@ -244,6 +247,11 @@ def _factors(terms: Terms) -> tuple[float, float, float]:
     if terms.softcap is None:
         return 1.0, terms.scale * LOG2E, terms.scale
     return terms.scale / terms.softcap, terms.softcap * LOG2E, terms.scale
+
+
+def _lengths(terms: Terms) -> Tensor | None:
+    """Key lengths as a kernel that reads them wants them."""
+    return None if terms.key_lengths is None else aligned(terms.key_lengths.to(torch.int32))
 
 
 def _parts(call: Prepared, like: Tensor, columns: int) -> Tensor:

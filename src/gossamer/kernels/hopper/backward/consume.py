@@ -16,6 +16,7 @@ from gossamer.kernels.hopper.backward.fields import (
     END,
     ENTRY,
     FIRST,
+    FREE_DS,
     FREE_OUT,
     FULL_OUT,
     KEPT,
@@ -24,13 +25,11 @@ from gossamer.kernels.hopper.backward.fields import (
     READY,
     SCRATCH,
     SLOT,
-    STAGES,
     STEP_BATCH,
     STEP_HEAD,
     TILE,
     VALID,
     WORD,
-    add_four,
     high,
     low,
 )
@@ -46,8 +45,12 @@ class Consumer:
     groups: int
     dq_columns: int
     apart: bool
+    ds_stages: int
     dq_target: Any
+    attended: Any
     short_step: Any
+    single_step: Any
+    add: Any
     staging_floats: int
 
     @cute.jit
@@ -62,7 +65,7 @@ class Consumer:
 
         halves = cute.flat_divide(shared.s_ds, (ROWS, ROWS))  # (64, step, group, 1, stage)
         s_kt = cute.flat_divide(self.turned(shared.s_k, c.block_kv, c.D), (self.dq_columns, c.block_kv))
-        s_dst = self.turned(shared.s_ds, c.block_kv, ROWS, STAGES)
+        s_dst = self.turned(shared.s_ds, c.block_kv, ROWS, self.ds_stages)
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
         env = Env(
             **shared.__dict__, me=me, lane=lane, thread=thread, quad=2 * (lane % 4),
@@ -102,15 +105,18 @@ class Consumer:
             while kind != END:
                 if const_expr(self.apart):
                     self.short_step(env, n, m, kind)
+                elif const_expr(c.single):
+                    self.single_step(env, n, m, kind)
                 else:
                     self.step(env, n, m, kind, m != begin)
                 n += 1
                 m += 1
                 kind = self.look(env, n)
-            if const_expr(not self.apart):  # noqa: SIM102
+            if const_expr(not (self.apart or c.single)):  # noqa: SIM102
                 if m != begin:
                     self.last(env, n, m)
-            self.release(env, bars.v_empty)
+            if const_expr(not c.single):
+                self.release(env, bars.v_empty)
             self.finish(env)
             self.release(env, bars.q_empty + ring(n, c.q_stages)[0])
             n += 1
@@ -131,12 +137,13 @@ class Consumer:
         cute.arch.mbarrier_wait(env.bars.q_full + stage, phase)
         kind = cute.arch.make_warp_uniform(env.steps[KIND, stage])
         entry = env.steps[ENTRY, stage]
+        keys = self.attended(env)
         if kind == BOUNDED:
             for r in cutlass.range_constexpr(device.ROWS):
                 key = env.item[TILE] * c.block_kv + env.my_row + 8 * r
                 env.mask[r, 0] = Int32(0)
                 env.mask[r, 1] = Int32(0)
-                if key < env.keys:
+                if key < keys:
                     env.mask[r, 0] = Int32(-FAR)
                     env.mask[r, 1] = Int32(FAR)
                     if entry >= 0:
@@ -148,6 +155,10 @@ class Consumer:
                 row = cute.local_tile(env.pool[entry + env.my_row + 8 * r, None], (ROWS // 32,), (word,))
                 for w in cutlass.range_constexpr(ROWS // 32):
                     env.mask[r, w] = row[w]
+                if const_expr(c.lengths):  # noqa: SIM102
+                    if env.item[TILE] * c.block_kv + env.my_row + 8 * r >= keys:
+                        for w in cutlass.range_constexpr(ROWS // 32):
+                            env.mask[r, w] = Int32(0)
         return kind
 
     @cute.jit
@@ -214,7 +225,7 @@ class Consumer:
             warpgroup.wait_group(1)
         else:
             warpgroup.wait_group(0)
-        self.score_gradient(env, do_stage, ring(m, STAGES)[0])
+        self.score_gradient(env, do_stage, ring(m, self.ds_stages)[0])
         self.product(env.mma_dv, env.acc_dv, env.frag_p, env.frag_dot[None, None, None, do_stage], True)
         if const_expr(c.with_dq):
             warpgroup.wait_group(1)
@@ -256,7 +267,7 @@ class Consumer:
     def query_product(self, env, acc_dq, m):
         """Issue this warpgroup's part of dQ = dS K of step `m`."""
         self.product(
-            env.mma_dq, acc_dq, env.frag_dst[None, None, None, ring(m, STAGES)[0]],
+            env.mma_dq, acc_dq, env.frag_dst[None, None, None, ring(m, self.ds_stages)[0]],
             env.frag_kt[None, None, None, env.me, 0], False,
         )  # fmt: skip
 
@@ -323,6 +334,8 @@ class Consumer:
         if const_expr(c.with_dq):
             packed = cute.make_tensor(env.frag_ds.iterator, acc.layout)
             mine = cute.make_tiled_copy_C(env.stmatrix, env.mma_s).get_slice(env.thread)
+            if const_expr(c.single):
+                cute.arch.barrier(barrier_id=FREE_DS, number_of_threads=WARPGROUP)
             cute.copy(env.stmatrix, mine.retile(packed), env.ds_to[None, None, None, env.me, 0, ds_stage])
             cute.arch.fence_view_async_shared()
 
@@ -350,10 +363,7 @@ class Consumer:
             cute.arch.fence_view_async_shared()
             cute.arch.barrier_arrive(barrier_id=FULL_OUT + env.me, number_of_threads=WARPGROUP + 32)
         else:
-            to = self.dq_target(env, env.goal[0], env.goal[1], env.goal[2], env.me)
-            for j in cutlass.range_constexpr(vectors):
-                at = to.iterator + 4 * (j * WARPGROUP + env.thread)
-                add_four(at, *[acc[4 * j + i] for i in range(4)])
+            self.add(env, acc, env.me)
 
     @cute.jit
     def finish(self, env):
@@ -361,7 +371,8 @@ class Consumer:
         item = env.item
         slot, place = item[SLOT], item[COPY] * env.slots + item[SLOT]
         cute.arch.sync_warp()
-        self.release(env, env.bars.k_empty)
+        if const_expr(not self.config.single):
+            self.release(env, env.bars.k_empty)
         cute.arch.barrier(barrier_id=FREE_OUT + env.me, number_of_threads=WARPGROUP + 32)
         if slot < 0:
             device.multiply(env.acc_dk, env.factor)

@@ -4,7 +4,7 @@ Warp 0 takes work items and keeps the rings of Q (with lse) and dO (with delta) 
 description of its step. Warps 1 and 2 send what the two other warpgroups leave in shared memory: dQ of every step by
 bulk reduction, dK and dV at the end of an item. Each of those owns 64 keys: S^T = K Q^T, dP^T = V dO^T, then
 dV += P^T dO and dK += dS^T Q with P^T and dS^T from registers. dQ = dS K needs the dS of both: it goes through shared
-memory, and each computes half of dQ, one step later.
+memory, and each computes half of dQ, one step later. Tiles of 64 x 64 have one consumer warpgroup (single.py).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from gossamer.kernels.hopper.backward.consume import Consumer
 from gossamer.kernels.hopper.backward.fields import ITEM, STAGES, STEP
 from gossamer.kernels.hopper.backward.produce import Producer
 from gossamer.kernels.hopper.backward.query_group import QueryGroup
+from gossamer.kernels.hopper.backward.single import Single
 from gossamer.kernels.hopper.common import NUMBERS, ROWS, WARPGROUP, Env
 from gossamer.kernels.hopper.config import BackwardConfig
 
@@ -30,7 +31,7 @@ RINGS = ("q_full", "q_empty", "do_full", "do_empty", "ds_full", "ds_empty")
 BARRIERS = ("k_full", "k_empty", "v_full", "v_empty")
 
 
-class Backward(Producer, Consumer, QueryGroup):
+class Backward(Producer, Consumer, QueryGroup, Single):
     """The kernel of one configuration."""
 
     def __init__(self, config: BackwardConfig) -> None:
@@ -40,8 +41,12 @@ class Backward(Producer, Consumer, QueryGroup):
         self.parts = c.block_q // ROWS
         self.apart = c.with_dq and c.reduce == "group"  # a third warpgroup computes dQ
         self.threads = WARPGROUP * (self.groups + 1 + int(self.apart))
-        self.dq_columns = c.D // self.groups  # of a step's dQ, for each warpgroup
+        self.dq_columns = ROWS if c.single else c.D // self.groups  # of a step's dQ, for each warpgroup or at a time
         self.staging_floats = ROWS * c.D // 2  # a warpgroup's share of dQ, or its dK in 16 bits
+        self.ds_stages = 1 if c.single else STAGES
+        self.producer_registers, self.consumer_registers = (32, 208) if self.apart else (24, 240)
+        if c.single:  # two blocks share the registers
+            self.producer_registers, self.consumer_registers = (32, 224) if c.score == "softcap" else (24, 232)
 
     def smem_layout(self, rows: int, columns: int, stages: int | None = None) -> Any:
         atom = warpgroup.make_smem_layout_atom(
@@ -89,6 +94,7 @@ class Backward(Producer, Consumer, QueryGroup):
         pool: cute.Tensor,  # (P * block_kv, block_q / 32)
         part_dk: cute.Tensor,  # (copies * slots, block_kv, D) float32
         part_dv: cute.Tensor,  # (copies * slots, block_kv, E) float32
+        lengths: cute.Tensor | None,  # (B,) int32, None without `lengths` in the configuration
         tickets: cute.Tensor,  # (1,) int32: items taken; zero before and after
         before: Float32,  # factor of a score before the soft cap
         exponent: Float32,  # factor of a score in exp2
@@ -106,7 +112,7 @@ class Backward(Producer, Consumer, QueryGroup):
         ]  # (rows, columns, head, batch)
         k_layout, v_layout = self.smem_layout(c.block_kv, c.D), self.smem_layout(c.block_kv, c.E)
         q_layout, do_layout = self.smem_layout(ROWS, c.D, c.q_stages), self.smem_layout(ROWS, c.E, c.do_stages)
-        ds_layout = self.smem_layout(c.block_kv, ROWS, STAGES)
+        ds_layout = self.smem_layout(c.block_kv, ROWS, self.ds_stages)
         dk_layout, dv_layout = self.smem_layout(ROWS, c.D), self.smem_layout(ROWS, c.E)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         q_one, do_one = cute.select(q_layout, mode=[0, 1]), cute.select(do_layout, mode=[0, 1])
@@ -117,7 +123,8 @@ class Backward(Producer, Consumer, QueryGroup):
         tma_dk, g_dk = cpasync.make_tiled_tma_atom(store, dk, dk_layout, (ROWS, c.D))
         tma_dv, g_dv = cpasync.make_tiled_tma_atom(store, dv, dv_layout, (ROWS, c.E))
         mma_s, mma_dv, mma_dk, mma_dq = self.products()
-        floats = self.groups * self.staging_floats
+        floats = 0 if c.single else self.groups * self.staging_floats
+        results = 0 if c.single else c.block_kv * c.E
 
         @cute.struct
         class Shared:
@@ -138,7 +145,7 @@ class Backward(Producer, Consumer, QueryGroup):
             do: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(do_layout)], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(ds_layout)], 1024]
             staging: cute.struct.Align[cute.struct.MemRange[Float32, floats], 1024]
-            out: cute.struct.Align[cute.struct.MemRange[self.dtype, c.block_kv * c.E], 1024]
+            out: cute.struct.Align[cute.struct.MemRange[self.dtype, results], 1024]
 
         self.shared = Shared
         self.bytes = {
@@ -147,10 +154,14 @@ class Backward(Producer, Consumer, QueryGroup):
         }
         self.kernel(
             tma_q, g_q, tma_k, g_k, tma_v, g_v, tma_do, g_do, tma_dk, g_dk, tma_dv, g_dv, terms, dq_sum, work,
-            segments, lists, lo, hi, pool, part_dk, part_dv, tickets, before, exponent, factor, items, copies, heads,
-            slots, k_layout, v_layout, q_layout, do_layout, ds_layout, dk_layout, dv_layout, mma_s, mma_dv, mma_dk,
-            mma_dq,
-        ).launch(grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
+            segments, lists, lo, hi, pool, part_dk, part_dv, lengths, tickets, before, exponent, factor, items, copies,
+            heads, slots, k_layout, v_layout, q_layout, do_layout, ds_layout, dk_layout, dv_layout, mma_s, mma_dv,
+            mma_dk, mma_dq,
+        ).launch(
+            grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=c.blocks_per_processor,
+            # For two blocks the compiler would otherwise ask the driver, which need not be there.
+            preferred_smem_carveout=100 if c.blocks_per_processor > 1 else None,
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -177,6 +188,7 @@ class Backward(Producer, Consumer, QueryGroup):
         pool: cute.Tensor,
         part_dk: cute.Tensor,
         part_dv: cute.Tensor,
+        lengths: cute.Tensor | None,
         tickets: cute.Tensor,
         before: Float32,
         exponent: Float32,
@@ -213,8 +225,9 @@ class Backward(Producer, Consumer, QueryGroup):
                 senders, third = self.groups, 4 * int(self.apart)
                 cute.arch.mbarrier_init(bars.k_full, 1)
                 cute.arch.mbarrier_init(bars.v_full, 1)
-                cute.arch.mbarrier_init(bars.k_empty, 4 * self.groups + senders + third)
-                cute.arch.mbarrier_init(bars.v_empty, 4 * self.groups)
+                # Where K and V make room for dK and dV, who sends these gives them back.
+                cute.arch.mbarrier_init(bars.k_empty, 1 if c.single else 4 * self.groups + senders + third)
+                cute.arch.mbarrier_init(bars.v_empty, 1 if c.single else 4 * self.groups)
                 for i in cutlass.range_constexpr(c.q_stages):
                     cute.arch.mbarrier_init(bars.q_full + i, 1)
                     cute.arch.mbarrier_init(bars.q_empty + i, 4 * self.groups + senders * self.sends + third)
@@ -230,13 +243,12 @@ class Backward(Producer, Consumer, QueryGroup):
         s_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         s_do = storage.do.get_tensor(do_layout.outer, swizzle=do_layout.inner)
         s_ds = storage.ds.get_tensor(ds_layout.outer, swizzle=ds_layout.inner)
-        # dK in 16 bits takes the place of a warpgroup's dQ.
+        # dK in 16 bits takes the place of a warpgroup's dQ, or of K, and dV its own or that of V.
+        sent_dk, sent_dv = (storage.k, storage.v) if c.single else (storage.staging, storage.out)
         dk_outer = cute.append(dk_layout.outer, cute.make_layout(self.groups, stride=2 * self.staging_floats))
         dv_outer = cute.append(dv_layout.outer, cute.make_layout(self.groups, stride=ROWS * c.E))
-        s_dk = cute.make_tensor(
-            cute.recast_ptr(storage.staging.data_ptr(), dk_layout.inner, dtype=self.dtype), dk_outer
-        )
-        s_dv = storage.out.get_tensor(dv_outer, swizzle=dv_layout.inner)
+        s_dk = cute.make_tensor(cute.recast_ptr(sent_dk.data_ptr(), dk_layout.inner, dtype=self.dtype), dk_outer)
+        s_dv = sent_dv.get_tensor(dv_outer, swizzle=dv_layout.inner)
         env = Env(
             bars=bars,
             item=cute.make_tensor(storage.item.data_ptr(), cute.make_layout(ITEM)),
@@ -245,19 +257,20 @@ class Backward(Producer, Consumer, QueryGroup):
             s_delta=cute.make_tensor(storage.delta.data_ptr(), cute.make_layout((ROWS, c.do_stages))),
             staging=storage.staging.data_ptr(), s_k=s_k, s_v=s_v, s_q=s_q, s_do=s_do, s_ds=s_ds, s_dk=s_dk, s_dv=s_dv,
             terms=terms, dq_sum=dq_sum, work=work, segments=segments, lists=lists, lo=lo, hi=hi, pool=pool,
-            part_dk=part_dk, part_dv=part_dv, tickets=tickets, before=before, exponent=exponent, factor=factor,
-            items=items, copies=copies, heads=heads, slots=slots, queries=cute.size(g_q, mode=[0]),
-            keys=cute.size(g_k, mode=[0]), ratio=cute.size(g_q, mode=[2]) // cute.size(g_k, mode=[2]),
+            part_dk=part_dk, part_dv=part_dv, lengths=lengths, tickets=tickets, before=before,
+            exponent=exponent, factor=factor, items=items, copies=copies, heads=heads, slots=slots,
+            queries=cute.size(g_q, mode=[0]), keys=cute.size(g_k, mode=[0]),
+            ratio=cute.size(g_q, mode=[2]) // cute.size(g_k, mode=[2]),
         )  # fmt: skip
         cute.arch.sync_threads()
         if warp_index < 4:
-            cute.arch.setmaxregister_decrease(32 if self.apart else 24)
+            cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_index == 0:
                 self.produce(env, tma_q, g_q, tma_k, g_k, tma_v, g_v, tma_do, g_do)
             elif warp_index <= self.groups:
                 self.send(env, tma_dk, g_dk, tma_dv, g_dv, warp_index - 1)
         elif warp_index < 4 * (self.groups + 1):
-            cute.arch.setmaxregister_increase(208 if self.apart else 240)
+            cute.arch.setmaxregister_increase(self.consumer_registers)
             self.consume(env, mma_s, mma_dv, mma_dk, mma_dq)
         elif const_expr(self.apart):
             cute.arch.setmaxregister_decrease(64)

@@ -27,6 +27,7 @@ from gossamer.kernels.hopper.backward.fields import (
     INTERVALS,
     ITEM,
     KEPT,
+    KEYS,
     KIND,
     LEAD,
     MASKED,
@@ -75,7 +76,29 @@ class Producer:
                 word += copy % env.heads
             if lane == COPY:
                 word = copy
+        if const_expr(self.config.lengths):
+            word = self.within(env, word)
         return word
+
+    @cute.jit
+    def within(self, env, word):
+        """The description with the number of keys that its batch element attends; nothing to walk past them."""
+        lane = cute.arch.lane_idx()
+        keys = Int32(0)
+        if cute.arch.shuffle_sync(word, VALID) != 0:
+            keys = env.lengths[cute.arch.shuffle_sync(word, BATCH)]
+            keys = keys if keys < env.keys else env.keys
+        first = cute.arch.shuffle_sync(word, TILE) * self.config.block_kv
+        if lane == KEYS:
+            word = keys
+        if lane == COUNT and first >= keys:
+            word = Int32(0)
+        return word
+
+    @cute.jit
+    def attended(self, env):
+        """Keys of the item's batch element that are attended at all."""
+        return env.item[KEYS] if const_expr(self.config.lengths) else env.keys
 
     @cute.jit
     def ticket(self, env):
@@ -126,7 +149,8 @@ class Producer:
             else:
                 batch, group, tile = item[BATCH], item[GROUP], item[TILE]
                 at_segment, count = item[SEGMENTS], item[COUNT]
-                ragged = Int32(1) if tile * c.block_kv + c.block_kv > env.keys else Int32(0)
+                keys = self.attended(env)
+                ragged = Int32(1) if tile * c.block_kv + c.block_kv > keys else Int32(0)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full, self.bytes["k"])
                 cute.copy(load.tma_k, load.k_from[None, tile, group, batch], load.k_to, tma_bar_ptr=bars.k_full)
@@ -149,7 +173,7 @@ class Producer:
                     if intervals > 0:
                         # The queries that any key of the tile keeps: both bounds ascend with the keys.
                         last = tile * c.block_kv + c.block_kv - 1
-                        last = last if last < env.keys else env.keys - 1
+                        last = last if last < keys else keys - 1
                         lowest, highest = env.lo[lead, tile * c.block_kv], env.hi[lead, last]
                     for i in cutlass.range(total, unroll=1):
                         kind = Int32(KEPT)
@@ -266,8 +290,9 @@ class Producer:
         while running != 0:
             batch, group, tile, slot = item[BATCH], item[GROUP], item[TILE], item[SLOT]
             cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(bars.k_empty)
+            if const_expr(not c.single):
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(bars.k_empty)
             if const_expr(self.sends):
                 kind, first, head, batch = self.follow(env, n)
                 n += 1
@@ -284,6 +309,12 @@ class Producer:
                 cute.copy(tma_dv, dv_from[None, me], dv_to[None, tile * self.groups + me, group, batch])
                 cute.copy(tma_dk, dk_from[None, me], dk_to[None, tile * self.groups + me, group, batch])
                 cute.arch.cp_async_bulk_commit_group()
+            if const_expr(c.single):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(bars.k_empty)
+                    cute.arch.mbarrier_arrive(bars.v_empty)
             turn += 1
             cute.arch.mbarrier_wait(bars.k_full, turn & 1)
             running = item[VALID]

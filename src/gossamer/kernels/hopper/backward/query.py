@@ -43,6 +43,7 @@ class QueryGradient(QueryConsumer):
     """The kernel of one configuration."""
 
     load_item = Producer.load_item
+    listed_below = Producer.listed_below
     ticket = Producer.ticket
 
     def __init__(self, config: QueryConfig) -> None:
@@ -74,6 +75,7 @@ class QueryGradient(QueryConsumer):
         hi: cute.Tensor,
         pool: cute.Tensor,  # (P * block_q, block_kv / 32)
         part_dq: cute.Tensor,  # (copies * slots, block_q, D) float32, without the scale
+        lengths: cute.Tensor | None,  # (B,) int32, None without `lengths` in the configuration
         tickets: cute.Tensor,  # (1,) int32: items taken; zero before and after
         before: Float32,  # factor of a score before the soft cap
         exponent: Float32,  # factor of a score in exp2
@@ -130,8 +132,8 @@ class QueryGradient(QueryConsumer):
         }
         self.kernel(
             tma_q, g_q, tma_g, g_g, tma_k, g_k, tma_v, g_v, tma_dq, g_dq, terms, work, lists, lo, hi, pool, part_dq,
-            tickets, before, exponent, factor, items, copies, heads, slots, q_layout, g_layout, k_layout, v_layout,
-            mma_s, mma_dq,
+            lengths, tickets, before, exponent, factor, items, copies, heads, slots, q_layout, g_layout, k_layout,
+            v_layout, mma_s, mma_dq,
         ).launch(
             grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream,
             min_blocks_per_mp=c.blocks_per_processor,
@@ -159,6 +161,7 @@ class QueryGradient(QueryConsumer):
         hi: cute.Tensor,
         pool: cute.Tensor,
         part_dq: cute.Tensor,
+        lengths: cute.Tensor | None,
         tickets: cute.Tensor,
         before: Float32,
         exponent: Float32,
@@ -207,19 +210,19 @@ class QueryGradient(QueryConsumer):
             if warp_index == 0:
                 self.produce(
                     tma_q, g_q, tma_g, g_g, tma_k, g_k, tma_v, g_v, s_q, s_g, s_k, s_v, bars, item, work, lists,
-                    tickets, items, copies, heads,
+                    lengths, tickets, items, copies, heads,
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             self.consume(
                 mma_s, mma_dq, tma_dq, g_dq, s_q, s_g, s_k, s_v, bars, item, terms, lists, lo, hi, pool, part_dq,
-                before, exponent, factor, slots,
+                lengths, before, exponent, factor, slots,
             )  # fmt: skip
 
     @cute.jit
     def produce(
-        self, tma_q, g_q, tma_g, g_g, tma_k, g_k, tma_v, g_v, s_q, s_g, s_k, s_v, bars, item, work, lists, tickets,
-        items, copies, heads,
+        self, tma_q, g_q, tma_g, g_g, tma_k, g_k, tma_v, g_v, s_q, s_g, s_k, s_v, bars, item, work, lists, lengths,
+        tickets, items, copies, heads,
     ):  # fmt: skip
         """The producer warp: items with their Q and dO, then K and V of each step."""
         c = self.config
@@ -234,7 +237,9 @@ class QueryGradient(QueryConsumer):
         g_to, g_from = partition(tma_g, s_g, g_g, ROWS, c.E)
         k_to, k_from = partition(tma_k, s_k, g_k, c.step, c.D)
         v_to, v_from = partition(tma_v, s_v, g_v, c.step, c.E)
-        env = Env(work=work, items=items, copies=copies, heads=heads, tickets=tickets)
+        env = Env(
+            work=work, lists=lists, lengths=lengths, items=items, copies=copies, heads=heads, tickets=tickets
+        )  # fmt: skip
         lane = cute.arch.lane_idx()
         w, _, _ = cute.arch.block_idx()
         reserved = self.ticket(env)

@@ -15,6 +15,7 @@ from gossamer.kernels.hopper.common import (
     BITS,
     BITSES,
     COPY,
+    FULL,
     FULLS,
     HEAD,
     INTERVAL,
@@ -77,8 +78,8 @@ class QueryConsumer:
 
     @cute.jit
     def consume(
-        self, mma_s, mma_dq, tma_dq, g_dq, s_q, s_g, s_k, s_v, bars, item, terms, lists, lo, hi, pool, part_dq, before,
-        exponent, factor, slots,
+        self, mma_s, mma_dq, tma_dq, g_dq, s_q, s_g, s_k, s_v, bars, item, terms, lists, lo, hi, pool, part_dq,
+        lengths, before, exponent, factor, slots,
     ):  # fmt: skip
         """A consumer warpgroup: 64 query rows of each item."""
         c = self.config
@@ -105,6 +106,8 @@ class QueryConsumer:
             bars=bars, pool=pool, before=before, exponent=exponent, factor=factor, item=item, slots=slots,
             s_dq=s_q[None, None, me], tma_dq=tma_dq, g_dq=g_dq, part_dq=part_dq,
         )  # fmt: skip
+        if const_expr(c.lengths):
+            env.length = cute.make_rmem_tensor((1,), Int32)
         turn = Int32(0)
         kv = Int32(0)
         cute.arch.mbarrier_wait(bars.q_full, 0)
@@ -112,6 +115,8 @@ class QueryConsumer:
         while running != 0:
             batch, head, first, row_list = item[BATCH], item[HEAD], item[TILE] * c.block_q + my_row, item[LEAD]
             intervals = item[INTERVALS]
+            if const_expr(c.lengths):
+                env.length[0] = lengths[batch] - env.quad
             for r in cutlass.range_constexpr(device.ROWS):
                 row = first + 8 * r
                 row = row if row < rows else rows - 1
@@ -121,11 +126,22 @@ class QueryConsumer:
                 if intervals > 0:
                     env.lo[r] = lo[row_list, row] - env.quad
                     env.hi[r] = hi[row_list, row] - env.quad
+                if const_expr(c.lengths):
+                    env.hi[r] = cutlass.min(env.hi[r], env.length[0])
             env.acc_dq.fill(0.0)
             fresh = kv  # the item's first step has no product in flight
-            for _ in cutlass.range(item[FULLS] * self.parts, unroll=1):
-                self.step(env, "full", kv, fresh, Int32(0), Int32(0))
+            fulls = item[FULLS] * self.parts
+            unmasked = fulls
+            if const_expr(c.lengths):  # the last full tile may hold the end of the keys
+                unmasked -= self.parts if fulls > 0 else 0
+            for _ in cutlass.range(unmasked, unroll=1):
+                self.step(env, "full", kv, fresh, Int32(0), Int32(0), Int32(0))
                 kv += 1
+            if const_expr(c.lengths):
+                for i in cutlass.range(unmasked, fulls, unroll=1):
+                    column = lists[0, item[FULL] + i // self.parts]
+                    self.step(env, "edge", kv, fresh, Int32(0), i % self.parts, column)
+                    kv += 1
             for mode, row in (("interval", 0), ("bits", 1)):
                 at = item[INTERVAL] if const_expr(mode == "interval") else item[BITS]
                 tiles = intervals if const_expr(mode == "interval") else item[BITSES]
@@ -136,7 +152,10 @@ class QueryConsumer:
                     current, following = upcoming, (i + 1) // self.parts
                     if following < tiles:
                         upcoming = lists[row, at + following]
-                    self.step(env, mode, kv, fresh, current, i % self.parts)
+                    column = Int32(0)
+                    if const_expr(mode == "bits" and c.lengths):
+                        column = lists[0, at + i // self.parts]
+                    self.step(env, mode, kv, fresh, current, i % self.parts, column)
                     kv += 1
             warpgroup.wait_group(0)
             if kv != fresh:
@@ -147,10 +166,12 @@ class QueryConsumer:
             running = item[VALID]
 
     @cute.jit
-    def step(self, env, mode: cutlass.Constexpr, kv, fresh, at, part):
+    def step(self, env, mode: cutlass.Constexpr, kv, fresh, at, part, column):
         """S and dP of this step while dQ of the one before ends; then dS, and dQ begins.
 
         `at` is the tile column (mode "interval") or the pool entry of the step's tile, `part` the step in the tile.
+        Where the end of the keys matters besides, `column` is the tile column: in a full tile that may hold it (mode
+        "edge"), and in tiles of bits of a configuration with lengths.
         """
         c = self.config
         bars = env.bars
@@ -165,7 +186,15 @@ class QueryConsumer:
                 for n in cutlass.range_constexpr(c.step // 32):
                     word = row[part * (c.step // 32) + n]
                     words[r, n] = Int32(cutlass.Uint32(word) >> cutlass.Uint32(env.quad))
-        elif const_expr(mode == "interval"):
+        elif const_expr(mode == "edge"):
+            words.fill(-1)
+        if const_expr(mode == "edge" or (mode == "bits" and c.lengths)):
+            first = column * c.block_kv + part * c.step
+            for n in cutlass.range_constexpr(c.step // 32):
+                within = device.below(env.length[0] - first - 32 * n)
+                for r in cutlass.range_constexpr(device.ROWS):
+                    words[r, n] = words[r, n] & within
+        if const_expr(mode == "interval"):
             device.interval_words(words, env.lo, env.hi, at * c.block_kv + part * c.step)
         cute.arch.mbarrier_wait(bars.k_full + k_stage, k_phase)
         self.product(env.mma_s, acc_s, env.frag_q, env.frag_k[None, None, None, k_stage], False)

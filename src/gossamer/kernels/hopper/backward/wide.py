@@ -13,7 +13,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -67,6 +67,7 @@ class Wide(Producer, WideConsumer):
         pool: cute.Tensor,  # (P * tile_kv, block_q / 32)
         part_dk: cute.Tensor,  # (copies * slots, tile_kv, D) float32
         part_dv: cute.Tensor,  # (copies * slots, tile_kv, E) float32
+        lengths: cute.Tensor | None,  # (B,) int32, None without `lengths` in the configuration
         tickets: cute.Tensor,  # (1,) int32: items taken; zero before and after
         before: Float32,  # factor of a score before the soft cap
         exponent: Float32,  # factor of a score in exp2
@@ -130,8 +131,8 @@ class Wide(Producer, WideConsumer):
         }
         self.kernel(
             tma_q, g_q, tma_k, g_k, tma_v, g_v, tma_do, g_do, tma_dk, g_dk, tma_dv, g_dv, terms, work, segments, lists,
-            lo, hi, pool, part_dk, part_dv, tickets, before, exponent, factor, items * self.pieces, copies, heads,
-            slots, k_layout, v_layout, q_layout, do_layout, mma_s, mma_dv, mma_dk,
+            lo, hi, pool, part_dk, part_dv, lengths, tickets, before, exponent, factor, items * self.pieces, copies,
+            heads, slots, k_layout, v_layout, q_layout, do_layout, mma_s, mma_dv, mma_dk,
         ).launch(grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
@@ -158,6 +159,7 @@ class Wide(Producer, WideConsumer):
         pool: cute.Tensor,
         part_dk: cute.Tensor,
         part_dv: cute.Tensor,
+        lengths: cute.Tensor | None,
         tickets: cute.Tensor,
         before: Float32,
         exponent: Float32,
@@ -213,9 +215,9 @@ class Wide(Producer, WideConsumer):
             s_do=storage.do.get_tensor(do_layout.outer, swizzle=do_layout.inner),
             s_dv=storage.k.get_tensor(v_layout.outer, swizzle=v_layout.inner),
             s_dk=storage.v.get_tensor(k_layout.outer, swizzle=k_layout.inner),
-            terms=terms, work=work, segments=segments, lists=lists, lo=lo, hi=hi, pool=pool, tickets=tickets,
-            before=before, exponent=exponent, factor=factor, items=items, copies=copies, heads=heads, slots=slots,
-            queries=cute.size(g_q, mode=[0]), keys=cute.size(g_k, mode=[0]),
+            terms=terms, work=work, segments=segments, lists=lists, lo=lo, hi=hi, pool=pool, lengths=lengths,
+            tickets=tickets, before=before, exponent=exponent, factor=factor, items=items, copies=copies, heads=heads,
+            slots=slots, queries=cute.size(g_q, mode=[0]), keys=cute.size(g_k, mode=[0]),
             ratio=cute.size(g_q, mode=[2]) // cute.size(g_k, mode=[2]),
         )  # fmt: skip
         cute.arch.sync_threads()
@@ -248,6 +250,8 @@ class Wide(Producer, WideConsumer):
                 word = copy
             if lane == TILE:
                 word = word * self.pieces + at % self.pieces
+        if const_expr(self.config.lengths):
+            return self.within(env, word)
         # A half past the last key has nothing to walk.
         tile = cute.arch.shuffle_sync(word, TILE)
         if lane == COUNT and tile * ROWS >= env.keys:

@@ -41,6 +41,7 @@ class WideConsumer:
     config: Any
     dtype: Any
     pieces: int
+    attended: Any
 
     turned = Consumer.turned
     product = Consumer.product
@@ -166,12 +167,12 @@ class WideConsumer:
         kind = self.kind(env, n)
         if kind != KEPT and kind != END:
             stage, _ = ring(n, c.q_stages)
-            entry, first = env.steps[ENTRY, stage], env.steps[FIRST, stage]
+            entry, first, keys = env.steps[ENTRY, stage], env.steps[FIRST, stage], self.attended(env)
             for r in cutlass.range_constexpr(device.ROWS):
                 key = env.item[TILE] * ROWS + env.my_row + 8 * r
                 if kind == BOUNDED:
                     lo, hi = Int32(0), Int32(0)
-                    if key < env.keys:
+                    if key < keys:
                         lo, hi = Int32(-FAR), Int32(FAR)
                         if entry >= 0:
                             lo, hi = env.lo[entry, key] - env.quad, env.hi[entry, key] - env.quad
@@ -184,6 +185,10 @@ class WideConsumer:
                     for w in cutlass.range_constexpr(c.step // 32):
                         word = env.pool[row, env.steps[WORD, stage] + w]
                         env.words[r, w] = Int32(cutlass.Uint32(word) >> cutlass.Uint32(env.quad))
+                    if const_expr(c.lengths):  # noqa: SIM102
+                        if key >= keys:
+                            for w in cutlass.range_constexpr(c.step // 32):
+                                env.words[r, w] = Int32(0)
         return kind
 
     @cute.jit
