@@ -49,7 +49,7 @@ def parameters() -> Iterator[Any]:
 def gathering() -> Iterator[Any]:
     """The implementations that read gather layouts, as name/rows of a group."""
     for case in SMALL:
-        for dtype in set(case.dtypes) & {"bfloat16", "float32"}:
+        for dtype in sorted({"bfloat16", "float32"}.intersection(case.dtypes)):
             for rows in (1, 64):
                 marks = [pytest.mark.gpu, no_gpu]
                 name = f"triton/{rows}"
