@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.contract import Problem, Terms, reasons
 from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
 from gossamer.kernels.reference import oracle
 from gossamer.layouts import from_dense
@@ -28,6 +28,8 @@ pytestmark = [
 ]
 NAMES = ("dq", "dk", "dv")
 SIZES = (64, 80, 96, 128, 192, 256)
+TILES = sorted(IMPLEMENTATION.capability.backward_tiles or ())
+TERMS = IMPLEMENTATION.capability.backward_score_terms or frozenset()
 
 
 class Call(NamedTuple):
@@ -281,6 +283,52 @@ class TestBackward:
             *found, dsink = call.run(deterministic=deterministic)
             call.check(tuple(found))
             torch.testing.assert_close(dsink.double(), want, rtol=1e-2, atol=1e-2)
+
+    @pytest.mark.parametrize("D", [64, 96, 128, 256])
+    @pytest.mark.parametrize("tile", TILES, ids=str)
+    def test_tiles(self, tile: tuple[int, int], D: int) -> None:
+        """Every tile that the capability lists: mask modes, ragged edges, layouts by head, split columns, no tiles."""
+        problem = Problem(1, 4, 2, 700, 700, D, D, "bfloat16", "cuda", 90, backward=True, tile=tile)
+        if why := reasons(problem, IMPLEMENTATION.capability):
+            pytest.skip(why[0])
+        blocks = {"block_q": tile[0], "block_kv": tile[1]}
+        mask = np.random.default_rng(0).random((1, 4, 500, 777)) < 0.3
+        mask[..., :100, :300], mask[..., 40:60, :], mask[..., 128:320] = True, False, False
+        for pattern in (SlidingWindow(150, 40), BigBird(64), Causal(), ~Dense(), PerHead([Causal(), Dense()] * 2)):
+            compare(pattern.layout(640, 640, **blocks), 1, 4, 2, D)
+        compare(from_dense(mask, **blocks), 2, 4, 2, D, with_dlse=True)
+        compare(from_dense(mask, **blocks), 1, 4, 2, D, softcap=5.0, dtype=torch.float16)
+        compare(Causal().layout(333, 900, **blocks), 1, 4, 2, D, split=3)
+        compare(SlidingWindow(300).layout(5, 900, **blocks), 1, 4, 2, D)
+
+    @pytest.mark.parametrize("tile", TILES, ids=str)
+    def test_no_race_with_tiles(self, tile: tuple[int, int]) -> None:
+        """As `test_no_race`, with more items than blocks and items without steps between them."""
+        pattern = BlockMask(np.random.default_rng(0).random((125, 125)) < 0.1, 32)
+        call = prepare(pattern.layout(4000, 4000, block_q=tile[0], block_kv=tile[1]), 1, 8, 4, 64)
+        first = call.run()
+        call.check(first)
+        for _ in range(50):
+            again = call.run()
+            assert torch.equal(first[1], again[1]) and torch.equal(first[2], again[2])
+            assert (first[0].float() - again[0].float()).abs().max() <= 2**-7 * first[0].abs().max()
+
+    @pytest.mark.skipif("key_lengths" not in TERMS, reason="the capability lists no key_lengths for the backward")
+    @pytest.mark.parametrize("D", [64, 96, 128, 192, 256])
+    def test_key_lengths(self, D: int) -> None:
+        """Ends within a tile of each mask mode, at the edge of one, after the first key, and before it."""
+        for layout, B, H, G in small(D):
+            for ends in ((layout.K - 90, 0), (128, 1), (300, layout.K), (65, 64)):
+                lengths = torch.tensor(ends[:B], device="cuda")
+                compare(layout, B, H, G, D, key_lengths=lengths, with_dlse=True)
+        lengths = torch.tensor([450, 70], device="cuda", dtype=torch.int32)
+        compare(scattered((1, 1, 1664, 640), 0.2, D), 2, 4, 2, D, split=2, key_lengths=lengths)
+        for tile in TILES:
+            problem = Problem(1, 4, 2, 700, 700, D, D, "bfloat16", "cuda", 90, backward=True, tile=tile)
+            if not reasons(problem, IMPLEMENTATION.capability):
+                for pattern in (BigBird(32), SlidingWindow(150, 40)):
+                    layout = pattern.layout(700, 700, block_q=tile[0], block_kv=tile[1])
+                    compare(layout, 2, 4, 2, D, key_lengths=lengths)
 
     def test_strides(self) -> None:
         compare(build(Causal(), 500, 500), 2, 3, 3, 128, swap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -14,12 +15,16 @@ from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
 from gossamer.kernels.hopper.config import (
     SHARED_MEMORY,
     SIZES,
+    WIDE,
     BackwardConfig,
     ForwardConfig,
     Shipped,
+    backward_config,
     forward_config,
     padded,
+    query_config,
     shipped,
+    wide_config,
 )
 
 # Bytes of stack of the kernels that spill.
@@ -55,6 +60,10 @@ def test_configuration_refuses() -> None:
         BackwardConfig("bfloat16", 64, 64, q_stages=1)
     with pytest.raises(ValueError, match="bytes of shared memory"):
         BackwardConfig("bfloat16", 128, 128, q_stages=3)
+    with pytest.raises(ValueError, match="the column kernel cannot run as"):
+        BackwardConfig("bfloat16", 128, 128, 64, 64, reduce="bulk")
+    with pytest.raises(ValueError, match="bytes of shared memory"):
+        BackwardConfig("bfloat16", 128, 128, 64, 64, q_stages=3, reduce="direct")
 
 
 def problem(D: int, E: int, **fields: object) -> Problem:
@@ -69,10 +78,11 @@ def test_reasons() -> None:
     assert "compute capability 9.0" in reasons(problem(64, 64, sm=80), capability)[0]
     assert "alibi_slopes" in reasons(problem(64, 64, score_terms=frozenset({"alibi_slopes"})), capability)[0]
     assert reasons(problem(64, 64, backward=True), capability) == []
-    assert (
-        "key_lengths" in reasons(problem(64, 64, backward=True, score_terms=frozenset({"key_lengths"})), capability)[0]
+    less = dataclasses.replace(
+        capability, backward_score_terms=frozenset({"q_offset"}), backward_tiles=frozenset({(128, 128)})
     )
-    assert "64 x 64" in reasons(problem(64, 64, backward=True, tile=(64, 64)), capability)[0]
+    assert "key_lengths" in reasons(problem(64, 64, backward=True, score_terms=frozenset({"key_lengths"})), less)[0]
+    assert "64 x 64" in reasons(problem(64, 64, backward=True, tile=(64, 64)), less)[0]
     assert reasons(problem(96, 96, tile=(192, 128)), capability) == []
     assert "192 x 128 for head sizes up to 96" in reasons(problem(128, 64, tile=(192, 128)), capability)[0]
 
@@ -142,6 +152,34 @@ def test_every_shipped_kernel_compiles(kernel: Shipped) -> None:
     registers, stack = resources(getattr(compiled, kernel.kind).object(*kernel.arguments))
     assert registers and max(registers) <= 255, registers
     assert stack and max(stack) <= SPILLS.get(name_of(kernel), 0), stack
+
+
+def switched_off() -> Iterator[tuple[str, Any]]:
+    """Configurations of the backward that no call takes yet: tiles of 64 x 64, and key lengths."""
+    for score, with_dq, lengths in itertools.product(("fold", "softcap"), (True, False), (False, True)):
+        for D in (64, 128):
+            yield "backward", backward_config("bfloat16", D, D, 64, 64, score, with_dq, lengths)
+    yield "backward", backward_config("float16", 128, 128, 64, 64, "fold", True)
+    yield "wide", wide_config("bfloat16", 256, 256, 64, 64, "fold")
+    for D, E in ((128, 128), (64, 64), (256, 256), (192, 128)):
+        tile = (192 if D == 64 else 128, 128)
+        if D > WIDE:
+            yield "wide", wide_config("bfloat16", D, E, *tile, "fold", True)
+        else:
+            yield "backward", backward_config("bfloat16", D, E, *tile, "fold", True, True)
+        yield "query_gradient", query_config("bfloat16", D, E, *tile, "fold", True)
+    yield "query_gradient", query_config("bfloat16", 128, 128, 64, 64, "fold", True)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "config"), list(switched_off()), ids=repr)
+def test_what_is_switched_off_compiles(kind: str, config: Any) -> None:
+    from gossamer.kernels.hopper import compile as compiled
+
+    registers, stack = resources(getattr(compiled, kind).object(config))
+    assert stack and max(stack) == 0, stack
+    assert config.blocks_per_processor == 1 or max(registers) <= 128, registers
 
 
 @needs_compiler
