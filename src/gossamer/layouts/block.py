@@ -13,13 +13,13 @@ The ragged edge is defined here, once:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-Array = Any  # numpy.ndarray or torch.Tensor
+from gossamer.layouts.base import Array, Layout, WalkArrays
 
 WORD = 32
 
@@ -33,7 +33,7 @@ class TileList(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Walk:
+class Walk(WalkArrays):
     """One direction: for each tile of rows, the tiles of columns to visit, by kind of mask.
 
     `rows` and `columns` are counts of positions, `block_rows` and `block_columns` the tile edges. Forward and dQ
@@ -55,11 +55,6 @@ class Walk:
     pool: Array  # (P, block_rows, block_columns // 32) uint32 (torch: int32): bit c of word w is column 32 w + c
 
     @property
-    def tiles(self) -> int:
-        """T, the number of tile rows."""
-        return -(-self.rows // self.block_rows)
-
-    @property
     def lead(self) -> tuple[int, int]:
         """(Bl, Hl)."""
         shape = self.full.counts.shape
@@ -68,24 +63,6 @@ class Walk:
     def arrays(self) -> list[Array]:
         """Every array in a fixed order (see `with_arrays`)."""
         return [*self.full, *self.interval, *self.bits, self.lo, self.hi, self.pool_index, self.pool]
-
-    def on_host(self) -> Walk:
-        """The same walk as numpy arrays; itself when it is one. Tensors on a GPU are copied, which waits for it."""
-        if isinstance(self.lo, np.ndarray):
-            return self
-        *arrays, pool = [a.cpu().numpy() for a in self.arrays()]
-        return self.with_arrays([*arrays, pool.view(np.uint32)])
-
-    def on_device(self, device: Any) -> Walk:
-        """The same walk as torch tensors on `device`."""
-        import torch
-
-        def move(array: Array) -> Any:
-            if isinstance(array, np.ndarray):
-                array = torch.from_numpy(np.ascontiguousarray(array).view(np.int32))
-            return array.to(device)
-
-        return self.with_arrays([move(a) for a in self.arrays()])
 
     def with_arrays(self, arrays: list[Array]) -> Walk:
         """The same walk over other arrays, in the order of `arrays()`."""
@@ -100,68 +77,20 @@ ARRAYS_PER_WALK = 13
 
 
 @dataclass(frozen=True, eq=False)
-class BlockLayout:
+class BlockLayout(Layout[Walk]):
     """Which tiles of a (Q, K) score matrix to compute, and which pairs in them.
 
     `rows` walks query tiles (block_q) over key tiles (block_kv). `columns` is its transpose, built on first use.
     """
 
-    rows: Walk
-    host: BlockLayout | None = field(default=None, repr=False)  # the numpy layout that this is a device copy of
-    _transpose: list[Walk] = field(default_factory=list, repr=False)
-    _copies: dict[Any, BlockLayout] = field(default_factory=dict, repr=False)
-
-    @property
-    def Q(self) -> int:
-        return self.rows.rows
-
-    @property
-    def K(self) -> int:
-        return self.rows.columns
-
-    @property
-    def block_q(self) -> int:
-        return self.rows.block_rows
-
     @property
     def block_kv(self) -> int:
         return self.rows.block_columns
 
-    @property
-    def lead(self) -> tuple[int, int]:
-        """(Bl, Hl): 1 where batch elements or heads share the layout."""
-        return self.rows.lead
+    def _transposed(self, walk: Walk) -> Walk:
+        from gossamer.layouts.transpose import transpose
 
-    @property
-    def columns(self) -> Walk:
-        """The transpose: key tiles over query tiles, for dK and dV."""
-        if not self._transpose:
-            from gossamer.layouts.transpose import transpose
-
-            host = self.host
-            self._transpose.append(transpose(self.rows) if host is None else host.columns.on_device(self.device))
-        return self._transpose[0]
-
-    @property
-    def device(self) -> Any:
-        """The torch device of the arrays, or None for numpy."""
-        return None if isinstance(self.rows.lo, np.ndarray) else self.rows.lo.device
-
-    def to(self, device: Any) -> BlockLayout:
-        """A copy with torch tensors on `device`; made once and kept."""
-        import torch
-
-        device = torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        if self.device == device:
-            return self
-        copy = self._copies.get(device)
-        if copy is None:
-            host = self if self.device is None else self.host
-            copy = BlockLayout(self.rows.on_device(device), host)
-            self._copies[device] = copy
-        return copy
+        return transpose(walk)
 
     def expand(self) -> np.ndarray:
         """The dense boolean matrix (Q, K), or (Bl, Hl, Q, K) unless Bl == Hl == 1. The oracle of every builder."""

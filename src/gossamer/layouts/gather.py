@@ -8,13 +8,14 @@ after it is built.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from gossamer.layouts.block import WORD, Array
+from gossamer.layouts.base import Array, Layout, WalkArrays
+from gossamer.layouts.block import WORD
 from gossamer.patterns.base import Pattern
 from gossamer.patterns.grid import EMPTY, FULL, Grid, Sizes, ranges, unpack_bits
 
@@ -27,7 +28,7 @@ ROWS_AT_ONCE = 128
 
 
 @dataclass(frozen=True, eq=False)
-class GatherWalk:
+class GatherWalk(WalkArrays):
     """One direction: for each group of `block_rows` rows, the columns that any of them keeps, ascending.
 
     The list of group t is `indices[starts : starts + counts]`; it is padded with -1 to a multiple of `width`, and
@@ -43,11 +44,6 @@ class GatherWalk:
     counts: Array  # (Bl, Hl, T) int32
     indices: Array  # (n,) int32
     bits: Array  # (n // 32, block_rows) uint32 (torch: int32); (0, 1) for groups of one row, which keep all they list
-
-    @property
-    def tiles(self) -> int:
-        """T, the number of groups."""
-        return -(-self.rows // self.block_rows)
 
     @property
     def width(self) -> int:
@@ -68,24 +64,6 @@ class GatherWalk:
         """The same walk over other arrays, in the order of `arrays()`."""
         return GatherWalk(self.rows, self.columns, self.block_rows, *arrays)
 
-    def on_host(self) -> GatherWalk:
-        """The same walk as numpy arrays; itself when it is one. Tensors on a GPU are copied, which waits for it."""
-        if isinstance(self.indices, np.ndarray):
-            return self
-        *arrays, bits = [a.cpu().numpy() for a in self.arrays()]
-        return self.with_arrays([*arrays, bits.view(np.uint32)])
-
-    def on_device(self, device: Any) -> GatherWalk:
-        """The same walk as torch tensors on `device`."""
-        import torch
-
-        def move(array: Array) -> Any:
-            if isinstance(array, np.ndarray):
-                array = torch.from_numpy(np.ascontiguousarray(array).view(np.int32))
-            return array.to(device)
-
-        return self.with_arrays([move(a) for a in self.arrays()])
-
 
 @dataclass(frozen=True)
 class GatherStats:
@@ -104,64 +82,11 @@ class GatherStats:
 
 
 @dataclass(frozen=True, eq=False)
-class GatherLayout:
+class GatherLayout(Layout[GatherWalk]):
     """Which keys to gather for each group of queries. `columns` is the transpose, built on first use."""
 
-    rows: GatherWalk
-    host: GatherLayout | None = field(default=None, repr=False)  # the numpy layout that this is a device copy of
-    _transpose: list[GatherWalk] = field(default_factory=list, repr=False)
-    _copies: dict[Any, GatherLayout] = field(default_factory=dict, repr=False)
-
-    @property
-    def Q(self) -> int:
-        return self.rows.rows
-
-    @property
-    def K(self) -> int:
-        return self.rows.columns
-
-    @property
-    def block_q(self) -> int:
-        return self.rows.block_rows
-
-    @property
-    def lead(self) -> tuple[int, int]:
-        """(Bl, Hl): 1 where batch elements or heads share the layout."""
-        return self.rows.lead
-
-    @property
-    def columns(self) -> GatherWalk:
-        """The transpose: groups of keys and the queries that keep any of them, for dK and dV."""
-        if not self._transpose:
-            host = self.host
-            if self.device is None:
-                self._transpose.append(transpose(self.rows))
-            elif host is None:
-                self._transpose.append(transpose(self.rows.on_host()).on_device(self.device))
-            else:
-                self._transpose.append(host.columns.on_device(self.device))
-        return self._transpose[0]
-
-    @property
-    def device(self) -> Any:
-        """The torch device of the arrays, or None for numpy."""
-        return None if isinstance(self.rows.indices, np.ndarray) else self.rows.indices.device
-
-    def to(self, device: Any) -> GatherLayout:
-        """A copy with torch tensors on `device`; made once and kept."""
-        import torch
-
-        device = torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        if self.device == device:
-            return self
-        copy = self._copies.get(device)
-        if copy is None:
-            host = self if self.device is None else self.host
-            copy = GatherLayout(self.rows.on_device(device), host)
-            self._copies[device] = copy
-        return copy
+    def _transposed(self, walk: GatherWalk) -> GatherWalk:
+        return transpose(walk)
 
     def expand(self) -> np.ndarray:
         """The dense boolean matrix (Q, K), or (Bl, Hl, Q, K) unless Bl == Hl == 1. The oracle of the builder."""

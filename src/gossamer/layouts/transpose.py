@@ -14,13 +14,7 @@ ENTRIES_AT_ONCE = 1024
 
 
 def transpose(walk: Walk) -> Walk:
-    """The walk of the transposed matrix, on the same device; torch tensors go through the CPU (one copy)."""
-    if isinstance(walk.lo, np.ndarray):
-        return _transpose(walk)
-    return _transpose(walk.on_host()).on_device(walk.lo.device)
-
-
-def _transpose(walk: Walk) -> Walk:
+    """The walk of the transposed matrix, both of numpy arrays."""
     slots, slot = _distinct(walk)
     parts = [_transpose_one(walk, b, h) for b, h in slots]
     nk = -(-walk.columns // walk.block_columns)

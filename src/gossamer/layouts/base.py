@@ -1,0 +1,132 @@
+"""What the layouts have in common: walks of numpy arrays or torch tensors, their copies on devices, their transpose.
+
+Nothing here imports a framework before it is asked for tensors.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, Generic, Self, TypeVar
+
+import numpy as np
+
+Array = Any  # numpy.ndarray or torch.Tensor
+
+
+class WalkArrays:
+    """One direction of a layout: rows in groups of `block_rows`, and arrays that say which columns each visits."""
+
+    rows: int
+    columns: int
+    block_rows: int
+
+    @property
+    @abstractmethod
+    def lead(self) -> tuple[int, int]:
+        """(Bl, Hl): 1 where batch elements or heads share the lists."""
+
+    @abstractmethod
+    def arrays(self) -> list[Array]:
+        """Every array in a fixed order (see `with_arrays`); int32, but for the words of bits, which come last."""
+
+    @abstractmethod
+    def with_arrays(self, arrays: list[Array]) -> Self:
+        """The same walk over other arrays, in the order of `arrays()`."""
+
+    @property
+    def tiles(self) -> int:
+        """T, the number of groups of rows."""
+        return -(-self.rows // self.block_rows)
+
+    @property
+    def device(self) -> Any:
+        """The torch device of the arrays, or None for numpy."""
+        last = self.arrays()[-1]
+        return None if isinstance(last, np.ndarray) else last.device
+
+    def on_host(self) -> Self:
+        """The same walk as numpy arrays; itself when it is one. Tensors on a GPU are copied, which waits for it."""
+        if self.device is None:
+            return self
+        *arrays, words = [a.cpu().numpy() for a in self.arrays()]
+        return self.with_arrays([*arrays, words.view(np.uint32)])
+
+    def on_device(self, device: Any) -> Self:
+        """The same walk as torch tensors on `device`."""
+        import torch
+
+        def move(array: Array) -> Any:
+            if isinstance(array, np.ndarray):
+                array = torch.from_numpy(np.ascontiguousarray(array).view(np.int32))
+            return array.to(device)
+
+        return self.with_arrays([move(a) for a in self.arrays()])
+
+
+W = TypeVar("W", bound=WalkArrays)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout(Generic[W]):
+    """Which pairs of a (Q, K) score matrix to compute. `columns` is the transpose of `rows`, built on first use."""
+
+    rows: W
+    host: Self | None = field(default=None, repr=False)  # the numpy layout that this is a device copy of
+    _transpose: list[W] = field(default_factory=list, repr=False)
+    _copies: dict[Any, Self] = field(default_factory=dict, repr=False)
+
+    @abstractmethod
+    def _transposed(self, walk: W) -> W:
+        """The transpose of a walk of numpy arrays."""
+
+    @property
+    def Q(self) -> int:
+        return self.rows.rows
+
+    @property
+    def K(self) -> int:
+        return self.rows.columns
+
+    @property
+    def block_q(self) -> int:
+        return self.rows.block_rows
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        """(Bl, Hl): 1 where batch elements or heads share the layout."""
+        return self.rows.lead
+
+    @property
+    def columns(self) -> W:
+        """The transpose: keys and the queries that keep them, for dK and dV. Tensors go through the CPU (one copy)."""
+        if not self._transpose:
+            if self.host is not None:
+                found = self.host.columns.on_device(self.device)
+            else:
+                found = self._transposed(self.rows.on_host())
+                if self.device is not None:
+                    found = found.on_device(self.device)
+            self._transpose.append(found)
+        return self._transpose[0]
+
+    @property
+    def device(self) -> Any:
+        """The torch device of the arrays, or None for numpy."""
+        return self.rows.device
+
+    def to(self, device: Any) -> Self:
+        """A copy with torch tensors on `device`; made once and kept."""
+        import torch
+
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if self.device == device:
+            return self
+        copy = self._copies.get(device)
+        if copy is None:
+            host = self if self.device is None else self.host
+            copy = type(self)(self.rows.on_device(device), host)
+            self._copies[device] = copy
+        return copy
