@@ -250,10 +250,11 @@ class Wide(Producer, WideConsumer):
                 word = copy
             if lane == TILE:
                 word = word * self.pieces + at % self.pieces
-        if const_expr(self.config.lengths):
-            return self.within(env, word)
         # A half past the last key has nothing to walk.
-        tile = cute.arch.shuffle_sync(word, TILE)
-        if lane == COUNT and tile * ROWS >= env.keys:
-            word = Int32(0)
+        if const_expr(self.config.lengths):
+            word = self.within(env, word)
+        else:
+            tile = cute.arch.shuffle_sync(word, TILE)
+            if lane == COUNT and tile * ROWS >= env.keys:
+                word = Int32(0)
         return word
