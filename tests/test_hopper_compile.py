@@ -169,6 +169,7 @@ def switched_off() -> Iterator[tuple[str, Any]]:
             yield "backward", backward_config("bfloat16", D, E, *tile, "fold", True, True)
         yield "query_gradient", query_config("bfloat16", D, E, *tile, "fold", True)
     yield "query_gradient", query_config("bfloat16", 128, 128, 64, 64, "fold", True)
+    yield "query_gradient", query_config("bfloat16", 256, 256, 128, 128, "softcap", True)
 
 
 @needs_compiler
@@ -178,7 +179,9 @@ def test_what_is_switched_off_compiles(kind: str, config: Any) -> None:
     from gossamer.kernels.hopper import compile as compiled
 
     registers, stack = resources(getattr(compiled, kind).object(config))
-    assert stack and max(stack) == 0, stack
+    # With 256 columns, a soft cap and lengths a few words of an item are kept in memory while its steps run.
+    most = 16 if kind == "query_gradient" and config.D == 256 and config.score == "softcap" else 0
+    assert stack and max(stack) <= most, stack
     assert config.blocks_per_processor == 1 or max(registers) <= 128, registers
 
 
