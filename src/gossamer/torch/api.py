@@ -65,7 +65,7 @@ def attention(
         scale: D ** -0.5 by default.
         q_offset: position of query row 0, K - Q by default. A 0-d tensor is read when the operator runs, which waits
             for a GPU.
-        key_lengths: (B,) integers; keys j >= key_lengths[b] are not attended.
+        key_lengths: (B,) integers; keys j >= key_lengths[b] are not attended. Their memory must hold finite numbers.
         softcap: scores become softcap * tanh(score / softcap).
         sink_logits: (H,), differentiable; exp(sink) joins the denominator and lse. An empty row's lse is the sink.
         alibi_slopes: (H,), constant; slope * (j - i) is added to the scores.
