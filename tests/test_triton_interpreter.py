@@ -77,7 +77,8 @@ if INTERPRETING:
         join(out, lse, outs[1], lses[1])
         weight = torch.softmax(torch.stack(lses).double(), 0).nan_to_num()[..., None]
         exact = weight[0] * outs[0].double() + weight[1] * outs[1].double()
-        torch.testing.assert_close(out.double(), exact, rtol=0, atol=2e-6 if dtype == "float32" else 2e-2)
+        # The interpreter cuts bfloat16 where a GPU rounds it: one unit of the last place.
+    torch.testing.assert_close(out.double(), exact, rtol=0 if dtype == "float32" else 2**-7, atol=2e-6)
         torch.testing.assert_close(lse, torch.logaddexp(*lses))
         assert all(int(r.isnan().sum()) == r.numel() - x.numel() for r, x in zip(rooms, (out, lse), strict=True))
 

@@ -83,9 +83,10 @@ def convert(source: cute.Tensor, target: cute.Tensor) -> None:
 def convert_rows(source: cute.Tensor, target: cute.Tensor, factor: cute.Tensor) -> None:
     """As `convert`, of each row times its factor."""
     packed = cute.recast_tensor(target, Int32)
-    for i in cutlass.range_constexpr(cute.size(packed)):
-        scale = factor[i % ROWS]
-        packed[i] = pack(source[2 * i] * scale, source[2 * i + 1] * scale, target.element_type)
+    for j in cutlass.range_constexpr(cute.size(packed) // 4):
+        for i in cutlass.range_constexpr(4 * j, 4 * j + 4):
+            scale = factor[i % ROWS]
+            packed[i] = pack(source[2 * i] * scale, source[2 * i + 1] * scale, target.element_type)
 
 
 @cute.jit
