@@ -65,6 +65,7 @@ if INTERPRETING:
 
         from gossamer.kernels.triton.join import join
 
+        torch.manual_seed(0)
         kind = getattr(torch, dtype)
         outs = [torch.randn(2, 3, 45, 20).to(kind) for _ in range(2)]
         lses = [3 * torch.randn(2, 3, 45) for _ in range(2)]
@@ -78,7 +79,7 @@ if INTERPRETING:
         weight = torch.softmax(torch.stack(lses).double(), 0).nan_to_num()[..., None]
         exact = weight[0] * outs[0].double() + weight[1] * outs[1].double()
         # The interpreter cuts bfloat16 where a GPU rounds it: one unit of the last place.
-    torch.testing.assert_close(out.double(), exact, rtol=0 if dtype == "float32" else 2**-7, atol=2e-6)
+        torch.testing.assert_close(out.double(), exact, rtol=0 if dtype == "float32" else 2**-7, atol=2e-6)
         torch.testing.assert_close(lse, torch.logaddexp(*lses))
         assert all(int(r.isnan().sum()) == r.numel() - x.numel() for r, x in zip(rooms, (out, lse), strict=True))
 
