@@ -21,6 +21,7 @@ from torch import Tensor
 from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.triton import gather_launch as launch
 from gossamer.kernels.triton.gather_config import GroupConfig, RowConfig
+from gossamer.kernels.triton.launch import row_terms
 from gossamer.layouts.gather import GatherWalk, build_gather
 from gossamer.testing.cases import case, tagged
 
@@ -108,7 +109,7 @@ def tune(name: str, dtype: str, rows: list[int], size: int | None) -> None:
             for split in (32, None) if size else (None,):
                 options = {"config": config, "split": split}
                 out, lse = launch.forward(problem, q, k, v, layout, terms, **options)
-                terms_of_rows = launch.row_terms(problem, dout, None, out, lse)
+                terms_of_rows = row_terms(problem, dout, None, out, lse, launch.padded_rows(problem.Q))
                 operands = (problem, q, k, v, dout, terms_of_rows, layout, terms)
                 dq = launch.query_gradient(*operands, **options)
                 dk, dv = launch.key_gradients(*operands, **options)

@@ -214,7 +214,7 @@ def tune(s: Setting, quick: bool, peers: bool, record: Callable[[dict[str, Any]]
     pairs = round(s.pattern.density(p.Q, p.K) * p.Q * p.K) * p.H
     oracle = Oracle(s)
     out, lse = launch.forward(p, s.q, s.k, s.v, s.layout, s.terms)
-    rows = launch.row_terms(p, s.dout, None, out, lse, s.layout)
+    rows = launch.row_terms(p, s.dout, None, out, lse, s.layout.rows.tiles * s.layout.block_q)
     want_out, want_lse, want_dq = oracle.forward()
     want_dk, want_dv = oracle.backward(lse, rows[1])
     at = oracle.at
@@ -249,7 +249,7 @@ def tune(s: Setting, quick: bool, peers: bool, record: Callable[[dict[str, Any]]
                 best[direction] = min(best.get(direction, ms), ms)
     if len(best) < len(DIRECTIONS):
         return
-    terms_ms = milliseconds(lambda: launch.row_terms(p, s.dout, None, out, lse, s.layout))
+    terms_ms = milliseconds(lambda: launch.row_terms(p, s.dout, None, out, lse, s.layout.rows.tiles * s.layout.block_q))
     whole = milliseconds(lambda: launch.backward(p, s.dout, None, s.q, s.k, s.v, out, lse, s.layout, s.terms))
     backward = best["dq"] + best["dkdv"] + terms_ms
     useful = {"forward": pairs * 4 * p.D / 1e9, "backward": pairs * 10 * p.D / 1e9}

@@ -15,7 +15,7 @@ from torch import Tensor
 from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.hopper import compile as compiled
 from gossamer.kernels.hopper.config import ForwardConfig, forward_config
-from gossamer.kernels.hopper.schedule import lists, work
+from gossamer.kernels.hopper.schedule import lists, sharing, work
 from gossamer.layouts.block import BlockLayout, Walk
 
 LOG2E = 1.0 / math.log(2.0)
@@ -129,9 +129,7 @@ def _prepare(p: Problem, layout: BlockLayout, score: str, lengths: bool, packed:
 
     walk = layout.rows
     config = forward_config(p.dtype, p.D, p.E, walk.block_rows, walk.block_columns, score, lengths)
-    Bl, Hl = walk.lead
-    heads = p.H if Hl == 1 else 1
-    copies = heads * (p.B if Bl == 1 else 1)
+    heads, copies = sharing(p.H, p.B, walk)
     known, device = lists(layout), walk.lo.device
     blocks = config.blocks * processors(device)
     plan = work(layout, copies, blocks, split)

@@ -20,7 +20,7 @@ from gossamer.kernels.hopper import compile as compiled
 from gossamer.kernels.hopper.backward.schedule import column_work
 from gossamer.kernels.hopper.config import WIDE, backward_config, query_config, wide_config
 from gossamer.kernels.hopper.launch import LOG2E, aligned, empty, operand, processors, readable, tickets, unused
-from gossamer.kernels.hopper.schedule import lists, work
+from gossamer.kernels.hopper.schedule import lists, sharing, work
 from gossamer.kernels.rows import row_terms, sink_gradient
 from gossamer.layouts.block import BlockLayout, Walk
 
@@ -182,7 +182,7 @@ def prepared(p: Problem, layout: BlockLayout, terms: Terms, transposed: bool, sp
 
 def _prepare_columns(p: Problem, layout: BlockLayout, score: str, lengths: bool, split: int | None) -> Prepared:
     walk = layout.columns
-    heads, copies = _copies(p.G, p.B, walk)
+    heads, copies = sharing(p.G, p.B, walk)
     device, block, tile = walk.lo.device, walk.block_rows, (walk.block_columns, walk.block_rows)
     with_sums = not p.deterministic and max(p.D, p.E) <= WIDE
     if max(p.D, p.E) > WIDE:
@@ -211,7 +211,7 @@ def _prepare_columns(p: Problem, layout: BlockLayout, score: str, lengths: bool,
 
 def _prepare_rows(p: Problem, layout: BlockLayout, score: str, lengths: bool, split: int | None) -> Prepared:
     walk = layout.rows
-    heads, copies = _copies(p.H, p.B, walk)
+    heads, copies = sharing(p.H, p.B, walk)
     config = query_config(p.dtype, p.D, p.E, walk.block_rows, walk.block_columns, score, lengths)
     blocks = config.blocks_per_processor * processors(walk.lo.device)
     plan = work(layout, copies, blocks, split)
@@ -226,13 +226,6 @@ def _prepare_rows(p: Problem, layout: BlockLayout, score: str, lengths: bool, sp
         (compiled.sum_parts(p.dtype, config.D, config.block_q),) if plan.slots else (),
         plan.merges,
     )
-
-
-def _copies(heads: int, batch: int, walk: Walk) -> tuple[int, int]:
-    """(heads, and all batch elements' heads) that share a list."""
-    Bl, Hl = walk.lead
-    shared = heads if Hl == 1 else 1
-    return shared, shared * (batch if Bl == 1 else 1)
 
 
 def _arrays(layout: BlockLayout, transposed: bool, *work_arrays: Tensor) -> tuple[Any, ...]:

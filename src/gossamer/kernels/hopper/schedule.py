@@ -96,6 +96,13 @@ def work(layout: BlockLayout, copies: int, processors: int, split: int | None = 
     return found
 
 
+def sharing(heads: int, batch: int, walk: Walk) -> tuple[int, int]:
+    """How many heads, and how many heads of all batch elements, share a list of a walk."""
+    Bl, Hl = walk.lead
+    shared = heads if Hl == 1 else 1
+    return shared, shared * (batch if Bl == 1 else 1)
+
+
 def whole_rounds(rows: int, longest: int, processors: int) -> int:
     """The most tiles in an item, for no more rows than processors: whole rounds of items, and few parts to merge."""
 

@@ -18,7 +18,7 @@ from gossamer.kernels.triton import forward as forward_kernels
 from gossamer.kernels.triton import gather_rows, gather_tiles
 from gossamer.kernels.triton.config import Direction, padded
 from gossamer.kernels.triton.gather_config import GroupConfig, RowConfig, group_config, lanes, row_config
-from gossamer.kernels.triton.launch import ROW_TERMS_ROWS, operand, processors, strides, term_arguments
+from gossamer.kernels.triton.launch import operand, processors, row_terms, strides, term_arguments
 from gossamer.layouts.gather import GatherLayout, GatherWalk
 from gossamer.layouts.schedule import FEWEST_TILES, PARTS_PER_PROCESSOR, cut
 
@@ -224,19 +224,9 @@ def _terms(terms: Terms, like: Tensor) -> tuple[dict[str, Any], dict[str, bool]]
     return arguments, {name: value for name, value in flags.items() if name != "FOLD"}
 
 
-def row_terms(problem: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
-    """(2, B, H, Q padded) float32: lse in base 2, and delta = rowsum(dout * out) - dlse."""
-    p, out = problem, operand(out)
-    padded_Q = -(-p.Q // PADDED_ROWS) * PADDED_ROWS
-    terms = torch.empty((2, p.B, p.H, padded_Q), dtype=torch.float32, device=lse.device)
-    if terms.numel():
-        given = lse if dlse is None else dlse
-        backward_kernels.row_terms_kernel[(p.B * p.H * padded_Q // ROW_TERMS_ROWS,)](
-            dout, out, lse, given, terms,
-            *dout.stride()[:3], *out.stride()[:3], *lse.stride(), *given.stride(), p.B, p.H, p.Q, padded_Q,
-            E=p.E, BLOCK_E=padded(p.E), R=ROW_TERMS_ROWS, DLSE=dlse is not None, num_warps=4,
-        )  # fmt: skip
-    return terms
+def padded_rows(Q: int) -> int:
+    """Queries padded to whole groups, of any size that a layout has."""
+    return -(-Q // PADDED_ROWS) * PADDED_ROWS
 
 
 def query_gradient(
@@ -348,7 +338,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsink_logits or None)."""
     q, k, v, dout = operand(q), operand(k), operand(v), operand(dout)
-    rows = row_terms(problem, dout, dlse, out, lse)
+    rows = row_terms(problem, dout, dlse, out, lse, padded_rows(problem.Q))
     into_q, into_kv = (None, None) if into is None else (into[0], into[1:])
     dq = query_gradient(problem, q, k, v, dout, rows, layout, terms, config=config, split=split, into=into_q)
     dk, dv = key_gradients(problem, q, k, v, dout, rows, layout, terms, config=config, split=split, into=into_kv)

@@ -225,12 +225,9 @@ def forward(
     return out, lse
 
 
-def row_terms(
-    problem: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, layout: BlockLayout
-) -> Tensor:
-    """(2, B, H, Q padded to whole tiles) float32: lse in base 2, and delta = rowsum(dout * out) - dlse."""
-    p = problem
-    out, padded_Q = operand(out), layout.rows.tiles * layout.block_q
+def row_terms(problem: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, padded_Q: int) -> Tensor:
+    """(2, B, H, padded_Q) float32: lse in base 2, and delta = rowsum(dout * out) - dlse."""
+    p, out = problem, operand(out)
     terms = torch.empty((2, p.B, p.H, padded_Q), dtype=torch.float32, device=lse.device)
     if terms.numel():
         given = lse if dlse is None else dlse
@@ -348,7 +345,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsink_logits or None)."""
     q, k, v, dout = operand(q), operand(k), operand(v), operand(dout)
-    rows = row_terms(problem, dout, dlse, out, lse, layout)
+    rows = row_terms(problem, dout, dlse, out, lse, layout.rows.tiles * layout.block_q)
     into_q, into_kv = (None, None) if into is None else (into[0], into[1:])
     dq = query_gradient(problem, q, k, v, dout, rows, layout, terms, tiles=tiles, split=split, into=into_q)
     dk, dv = key_gradients(problem, q, k, v, dout, rows, layout, terms, tiles=tiles, split=split, into=into_kv)
