@@ -294,15 +294,16 @@ class Producer:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(bars.k_empty)
             if const_expr(self.sends):
-                kind, first, head, batch = self.follow(env, n)
+                # An item's own batch element stays apart from its steps': a stage of kind END says nothing of it.
+                kind, first, head, of = self.follow(env, n)
                 n += 1
                 while kind != END:
                     self.exchange(me)
-                    target = self.dq_target(env, first, head, batch, me)
+                    target = self.dq_target(env, first, head, of, me)
                     with cute.arch.elect_one():
                         bulk_add(target.iterator, env.staging + me * self.staging_floats, 4 * cute.size(target))
                     cute.arch.cp_async_bulk_commit_group()
-                    kind, first, head, batch = self.follow(env, n)
+                    kind, first, head, of = self.follow(env, n)
                     n += 1
             self.exchange(me)
             if slot < 0:
