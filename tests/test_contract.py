@@ -18,6 +18,7 @@ import gossamer
 from gossamer.kernels.contract import Implementation, Problem, Unsupported, reasons
 from gossamer.kernels.hopper import missing_packages
 from gossamer.kernels.reference import oracle
+from gossamer.kernels.rows import compute_dtype
 from gossamer.kernels.table import available, load
 from gossamer.layouts import cached_gather, cached_layout
 from gossamer.testing import inputs, tolerance
@@ -80,7 +81,8 @@ class Exact:
         generator = torch.Generator().manual_seed(11)
         shape = (case.B, case.H, case.Q)
         self.dout = torch.randn((*shape, case.E), generator=generator, dtype=torch.float64).to(q.dtype).to(device)
-        self.dlse = torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+        dlse = torch.randn(shape, generator=generator, dtype=torch.float64)
+        self.dlse = dlse.to(compute_dtype(q.dtype)).to(device)  # that of lse, as autograd gives it
         self.exact = self._run(oracle(q, k, v, self.mask, self.terms))
         self.low = self._run(tolerance.plain(q, k, v, self.mask, self.terms))
 
@@ -180,7 +182,7 @@ class TestContract:
         room, found = zip(*(within_nan(x) for x in plain), strict=True)
         with torch.no_grad():
             implementation.forward(problem, q, k, v, layout, e.terms, into=found[:2])
-            dlse = within_nan(e.dlse.to(lse.dtype))[1].copy_(e.dlse)
+            dlse = within_nan(e.dlse)[1].copy_(e.dlse)
             implementation.backward(
                 problem, e.dout, dlse, q, k, v, found[0], found[1], layout, e.terms, into=found[2:]
             )  # fmt: skip
