@@ -34,5 +34,6 @@ def score(b_s, scale, cap, slope, distance, SOFTCAP: tl.constexpr, ALIBI: tl.con
     else:
         b_s = b_s * scale
     if ALIBI:
-        b_s += slope * distance.to(tl.float32)
+        # Rounded once, and alike in both directions: a compiler may fuse either product of a plain sum.
+        b_s = tl.fma(distance.to(tl.float32), slope, b_s)
     return b_s, b_t

@@ -193,10 +193,11 @@ def forward(
         return out.zero_(), lse
     score = "softcap" if terms.softcap is not None else "fold" if terms.scale > 0 else "scale"
     lengths = terms.key_lengths
+    results = out, lse
     packed = packs(p, layout, terms) and (p.Q == 1 or (out.is_contiguous() and lse.is_contiguous()))
     if packed:
         shape = (p.B, p.G, p.Q * (p.H // p.G))
-        q, into = q.reshape(*shape, p.D), (out, lse)
+        q = q.reshape(*shape, p.D)
         out, lse = out.view(*shape, p.E), lse.view(shape)
         p = replace(p, H=p.G, Q=shape[2])
     call = prepared(p, layout, score, lengths is not None, packed, split)
@@ -221,4 +222,4 @@ def forward(
     if call.merge is not None:
         _, copies, heads, slots = call.counts
         call.merge(out, lse, part_out, part_lse, call.merges, sinks, copies, heads, slots, has_sinks)
-    return into or (out, lse)
+    return results if into is not None else (results[0].contiguous(), results[1])
