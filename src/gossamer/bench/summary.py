@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ DENSE_OF = dict.fromkeys(("window", "dilated", "tree"), "SDPA causal") | dict.fr
 
 
 def read(path: Path) -> list[Record]:
-    """The last row of every case, implementation (without its note) and direction."""
-    found: dict[tuple[str, str, str], Record] = {}
+    """The last row of every case, type, implementation (without its note) and direction."""
+    found: dict[tuple[str, str, str, str], Record] = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
-        found[row["case"], name_of(row), row["direction"]] = row
+        found[row["case"], row["dtype"], name_of(row), row["direction"]] = row
     return list(found.values())
 
 
@@ -140,9 +141,12 @@ def case_table(rows: Sequence[Record], cases: Sequence[str]) -> str:
     """p50 of every implementation on some cases, in milliseconds; ours in bold with the kernel that was chosen."""
     lines = ["| case | direction | implementation | ms | useful TFLOP/s |", "|---" * 5 + "|"]
     for case in cases:
-        for direction in ("forward", "backward"):
-            mine = [r for r in rows if (r["case"], r["direction"]) == (case, direction) and r["p50_ms"] is not None]
+        of_case = [row for row in rows if row["case"] == case and row["p50_ms"] is not None]
+        types = sorted({row["dtype"] for row in of_case})
+        for dtype, direction in product(types, ("forward", "backward")):
+            mine = [row for row in of_case if (row["dtype"], row["direction"]) == (dtype, direction)]
+            title = f"`{case}`" + (f", {dtype}" if len(types) > 1 else "")
             for row in sorted(mine, key=lambda r: r["p50_ms"]):
                 name = row["implementation"] if row["peer"] else f"**{row['implementation']}**"
-                lines.append(f"| `{case}` | {direction} | {name} | {row['p50_ms']:.3g} | {row['useful_tflops']:.3g} |")
+                lines.append(f"| {title} | {direction} | {name} | {row['p50_ms']:.3g} | {row['useful_tflops']:.3g} |")
     return "\n".join(lines) + "\n"

@@ -55,9 +55,12 @@ class Workload:
         return round(self.density * self.case.B * self.case.H * self.case.Q * self.case.K)
 
 
-def workloads(device: str) -> list[Workload]:
-    """Every case that runs on "cpu" or "cuda", in the type that is usual there."""
-    return [workload(found, device) for found in (*CASES, *BREAKEVEN, *LADDER) if device in found.devices]
+def workloads(device: str, dtype: str | None = None) -> list[Workload]:
+    """Every case that runs on "cpu" or "cuda", in the type that is usual there; in `dtype` those that have it."""
+    every = [found for found in (*CASES, *BREAKEVEN, *LADDER) if device in found.devices]
+    if dtype is not None:
+        return [Workload(found, dtype) for found in every if dtype in found.dtypes]
+    return [workload(found, device) for found in every]
 
 
 def workload(found: Case, device: str) -> Workload:

@@ -21,6 +21,7 @@ def run(
     tag: Annotated[list[str] | None, typer.Option("--tag", help="Cases by tag, such as foundation.")] = None,
     peers: Annotated[bool, typer.Option("--peers", help="Also run the other implementations.")] = False,
     implementation: Annotated[str | None, typer.Option(help="Of gossamer; the one it chooses by default.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float16, bfloat16, float32 or float64; the usual one.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU when there is one.")] = None,
     budget: Annotated[float, typer.Option(min=0.01, max=60, help="Seconds of timed calls for each row.")] = 0.5,
     out: Annotated[
@@ -47,14 +48,17 @@ def run(
     from gossamer.bench.sweep import Sweep, run_point
     from gossamer.cli.info import versions
     from gossamer.kernels.table import NAMES
+    from gossamer.testing.cases import EVERY
     from gossamer.testing.sweeps import SWEEPS
 
     if implementation is not None and implementation not in NAMES:
         raise Refused(f"--implementation must be one of {', '.join(NAMES)}, got {implementation!r}")
+    if dtype is not None and dtype not in EVERY:
+        raise Refused(f"--dtype must be one of {', '.join(EVERY)}, got {dtype!r}")
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
-    works = _choose(names or [], tag or [], chosen, everything=list_cases)
+    works = _choose(names or [], tag or [], chosen, dtype, everything=list_cases)
     if list_cases:
         for work in works:
             console.print(f"{work.name}: {', '.join(sorted(work.tags))}", highlight=False)
@@ -93,22 +97,23 @@ def run(
         raise typer.Exit(1)
 
 
-def _choose(names: list[str], tags: list[str], device: str, everything: bool) -> list[Workload]:
+def _choose(names: list[str], tags: list[str], device: str, dtype: str | None, everything: bool) -> list[Workload]:
     from gossamer.bench.workload import workloads
     from gossamer.cli.errors import Refused
     from gossamer.testing.sweeps import SWEEPS
 
-    known = {work.name: work for work in workloads(device)}
+    known = {work.name: work for work in workloads(device, dtype)}
+    where = device if dtype is None else f"{device} in {dtype}"
     if everything and not (names or tags):
         return list(known.values())
     named = [name for name, work in known.items() if not work.tags & SWEEPS]  # a sweep is asked for by its tag
     every_tag = sorted({tag for work in known.values() for tag in work.tags})
     if not (names or tags):
-        raise Refused(f"name a case or a --tag; cases for {device}: {', '.join(named)}; tags: {', '.join(every_tag)}")
+        raise Refused(f"name a case or a --tag; cases for {where}: {', '.join(named)}; tags: {', '.join(every_tag)}")
     unknown = [name for name in names if name not in known] + [tag for tag in tags if tag not in every_tag]
     if unknown:
         raise Refused(
-            f"no case or tag {', '.join(map(repr, unknown))} for {device}; "
+            f"no case or tag {', '.join(map(repr, unknown))} for {where}; "
             f"cases: {', '.join(named)}; tags: {', '.join(every_tag)}"
         )
     return [work for work in known.values() if work.name in names or work.tags.intersection(tags)]
