@@ -46,11 +46,9 @@ class Hopper:
         max_sm=90,
         alignment=16,
         score_terms=frozenset({"q_offset", "key_lengths", "softcap", "sink_logits"}),
-        backward_score_terms=frozenset({"q_offset", "softcap", "sink_logits"}),
         float32_results=False,
         tiles=frozenset({(64, 64), (128, 128), (192, 128)}),
         max_head_dim_of=(((192, 128), 96),),
-        backward_tiles=frozenset({(128, 128), (192, 128)}),
     )
 
     def unavailable(self) -> list[str]:
@@ -91,10 +89,7 @@ class Hopper:
         return few >= problem.Q and not problem.backward
 
     def tile_choices(self, problem: Problem) -> tuple[TileChoice, ...]:
-        tiles = self.capability.backward_tiles if problem.backward else self.capability.tiles
-        if self._few(problem) or (64, 64) not in (tiles or ()):
-            return ()
-        return (TileChoice(64, 64, SMALL_TILE_RATE),)
+        return () if self._few(problem) else (TileChoice(64, 64, SMALL_TILE_RATE),)
 
     def forward(
         self,

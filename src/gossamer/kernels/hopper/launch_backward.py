@@ -1,8 +1,8 @@
 """From tensors and a layout to the calls of a backward.
 
 Row terms and zeroed sums of dQ; dK, dV and those sums by the columns of the layout; parts of split columns; dQ from its
-sums. A deterministic backward, and one of wide heads, has no sums in memory: dQ comes from a walk over the rows. Parts
-are added in slot order.
+sums. A deterministic backward, one of wide heads and one of 64 x 64 tiles have no sums in memory: dQ comes from a walk
+over the rows. Parts are added in slot order.
 """
 
 from __future__ import annotations
@@ -184,7 +184,8 @@ def _prepare_columns(p: Problem, layout: BlockLayout, score: str, lengths: bool,
     walk = layout.columns
     heads, copies = sharing(p.G, p.B, walk)
     device, block, tile = walk.lo.device, walk.block_rows, (walk.block_columns, walk.block_rows)
-    with_sums = not p.deterministic and max(p.D, p.E) <= WIDE
+    # Of tiles of 64 x 64, additions in memory take longer than a second walk.
+    with_sums = not p.deterministic and max(p.D, p.E) <= WIDE and block > TILE
     if max(p.D, p.E) > WIDE:
         config: Any = wide_config(p.dtype, p.D, p.E, *tile, score, lengths)
         run = compiled.wide(config)

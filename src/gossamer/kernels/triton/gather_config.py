@@ -80,11 +80,10 @@ def group_config(direction: Direction, bits: int, D: int, E: int, block_rows: in
     size = max(padded(D), padded(E))
     warps = {16: 1, 32: 2, 64: 4}[block_rows]
     if bits == 32:  # ordinary products would hold whole rows in registers
-        return (
-            GroupConfig(8, 1, X3)
-            if block_rows == 64
-            else GroupConfig(4 if size > 64 else 2, 2 if size <= 64 else 1, X3)
-        )
+        if block_rows == 64:
+            # Of products with 16 columns, eight warps reach past the shared memory (Triton 3.6).
+            return GroupConfig(4 if min(padded(D), padded(E)) == 16 else 8, 1, X3)
+        return GroupConfig(4 if size > 64 else 2, 2 if size <= 64 else 1, X3)
     if size > 128:
         return GroupConfig(8 if block_rows == 64 else 4, 2 if direction == "forward" else 1)
     if size > 64:
