@@ -104,16 +104,14 @@ class BackwardConfig:
     do_stages: int = 2
     score: str = "fold"  # or "softcap"
     with_dq: bool = True
-    # dQ is added through shared memory and the copy engine; "direct": from registers; "group": from the registers of a
-    # warpgroup of its own.
-    reduce: str = "bulk"
+    reduce: str = "bulk"  # dQ is added through shared memory and the copy engine; "direct": from registers
     lengths: bool = False  # keys at and after a length for each batch element are not attended
 
     def __post_init__(self) -> None:
         wide = self.block_q in (64, 128, 192) and self.block_kv == 128
         if not (wide or self.single) or self.D not in (64, 128):
             raise ValueError(f"no column kernel for tiles {self.block_q} x {self.block_kv} and heads of {self.D}")
-        reductions = ("direct",) if self.single else ("bulk", "direct", "group")
+        reductions = ("direct",) if self.single else ("bulk", "direct")
         if self.E > self.D or self.q_stages < 2 or self.reduce not in reductions:
             raise ValueError(f"the column kernel cannot run as {self}")
         limit = min(SHARED_MEMORY, MULTIPROCESSOR // self.blocks_per_processor - 1024)

@@ -44,11 +44,9 @@ class Consumer:
     dtype: Any
     groups: int
     dq_columns: int
-    apart: bool
     ds_stages: int
     dq_target: Any
     attended: Any
-    short_step: Any
     single_step: Any
     add: Any
     staging_floats: int
@@ -63,14 +61,16 @@ class Consumer:
         lane = cute.arch.lane_idx()
         whole_s, whole_dv, whole_dk, whole_dq = [m.get_slice(0) for m in (mma_s, mma_dv, mma_dk, mma_dq)]
 
-        halves = cute.flat_divide(shared.s_ds, (ROWS, ROWS))  # (64, step, group, 1, stage)
+        halves = cute.flat_divide(self.turned(shared.s_ds, ROWS, c.block_kv, self.ds_stages), (ROWS, ROWS))
         s_kt = cute.flat_divide(self.turned(shared.s_k, c.block_kv, c.D), (self.dq_columns, c.block_kv))
-        s_dst = self.turned(shared.s_ds, c.block_kv, ROWS, self.ds_stages)
-        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+        stmatrix, turning = [
+            cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=t, num_matrices=4), self.dtype) for t in (False, True)
+        ]
         env = Env(
             **shared.__dict__, me=me, lane=lane, thread=thread, quad=2 * (lane % 4),
             my_row=me * ROWS + thread // 32 * 16 + lane // 4,  # and eight below
             mma_s=mma_s, mma_dv=mma_dv, mma_dk=mma_dk, mma_dq=mma_dq, stmatrix=stmatrix,
+            turning=cute.make_tiled_copy_C(turning, mma_s).get_slice(thread),
             frag_k=whole_s.make_fragment_A(whole_s.partition_A(cute.flat_divide(shared.s_k, (ROWS, c.D)))),
             frag_v=whole_s.make_fragment_A(whole_s.partition_A(cute.flat_divide(shared.s_v, (ROWS, c.E)))),
             frag_q=whole_s.make_fragment_B(whole_s.partition_B(shared.s_q)),
@@ -78,7 +78,7 @@ class Consumer:
             frag_qt=whole_dk.make_fragment_B(whole_dk.partition_B(self.turned(shared.s_q, ROWS, c.D, c.q_stages))),
             frag_dot=whole_dv.make_fragment_B(whole_dv.partition_B(self.turned(shared.s_do, ROWS, c.E, c.do_stages))),
             frag_kt=whole_dq.make_fragment_B(whole_dq.partition_B(s_kt)),
-            frag_dst=whole_dq.make_fragment_A(whole_dq.partition_A(s_dst)),
+            frag_dsq=whole_dq.make_fragment_A(whole_dq.partition_A(shared.s_ds)),
             frag_p=whole_dv.make_fragment_A(whole_dv.partition_shape_A((ROWS, ROWS))),
             frag_ds=whole_dk.make_fragment_A(whole_dk.partition_shape_A((ROWS, ROWS))),
             slope=cute.make_rmem_tensor((ROWS // 4,), Int32),
@@ -88,7 +88,7 @@ class Consumer:
             acc_dk=cute.make_rmem_tensor(whole_dk.partition_shape_C((ROWS, c.D)), Float32),
             goal=cute.make_rmem_tensor((3,), Int32),
             mask=cute.make_rmem_tensor((device.ROWS, ROWS // 32), Int32),
-            ds_to=cute.make_tiled_copy_C(stmatrix, mma_s).get_slice(thread).partition_D(halves),
+            ds_to=cute.make_tiled_copy_C(turning, mma_s).get_slice(thread).partition_D(halves),
         )  # fmt: skip
         env.mask.fill(0)
         env.goal.fill(0)
@@ -103,16 +103,14 @@ class Consumer:
             cute.arch.mbarrier_wait(bars.v_full, turn & 1)
             begin = m
             while kind != END:
-                if const_expr(self.apart):
-                    self.short_step(env, n, m, kind)
-                elif const_expr(c.single):
+                if const_expr(c.single):
                     self.single_step(env, n, m, kind)
                 else:
                     self.step(env, n, m, kind, m != begin)
                 n += 1
                 m += 1
                 kind = self.look(env, n)
-            if const_expr(not (self.apart or c.single)):  # noqa: SIM102
+            if const_expr(not c.single):  # noqa: SIM102
                 if m != begin:
                     self.last(env, n, m)
             if const_expr(not c.single):
@@ -206,6 +204,7 @@ class Consumer:
         stage, _ = ring(n, c.q_stages)
         do_stage, do_phase = ring(m, c.do_stages)
         self.scores(env, stage)
+        lse = self.row(env.s_lse, stage, env)
         warpgroup.wait_group(1)
         if started:
             self.release(env, bars.do_empty + ring(m - 1, c.do_stages)[0])
@@ -216,7 +215,9 @@ class Consumer:
             False,
         )  # fmt: skip
         warpgroup.wait_group(1)
-        self.probabilities(env, stage, kind)
+        self.probabilities(env, stage, kind, lse)
+        if const_expr(c.score != "softcap"):
+            delta = self.row(env.s_delta, do_stage, env)
         acc_dq = cute.make_rmem_tensor(env.mma_dq.get_slice(0).partition_shape_C((ROWS, self.dq_columns)), Float32)
         if const_expr(c.with_dq):
             if started:
@@ -225,7 +226,9 @@ class Consumer:
             warpgroup.wait_group(1)
         else:
             warpgroup.wait_group(0)
-        self.score_gradient(env, do_stage, ring(m, self.ds_stages)[0])
+        if const_expr(c.score == "softcap"):  # its slopes leave no registers for delta before
+            delta = self.row(env.s_delta, do_stage, env)
+        self.score_gradient(env, delta, ring(m, self.ds_stages)[0])
         self.product(env.mma_dv, env.acc_dv, env.frag_p, env.frag_dot[None, None, None, do_stage], True)
         if const_expr(c.with_dq):
             warpgroup.wait_group(1)
@@ -267,7 +270,7 @@ class Consumer:
     def query_product(self, env, acc_dq, m):
         """Issue this warpgroup's part of dQ = dS K of step `m`."""
         self.product(
-            env.mma_dq, acc_dq, env.frag_dst[None, None, None, ring(m, self.ds_stages)[0]],
+            env.mma_dq, acc_dq, env.frag_dsq[None, None, None, ring(m, self.ds_stages)[0]],
             env.frag_kt[None, None, None, env.me, 0], False,
         )  # fmt: skip
 
@@ -279,11 +282,10 @@ class Consumer:
             env.goal[2] = env.steps[STEP_BATCH, stage]
 
     @cute.jit
-    def probabilities(self, env, stage, kind):
+    def probabilities(self, env, stage, kind, lse):
         """S of a step to P."""
         c = self.config
         acc = env.acc_s
-        lse = self.row(env.s_lse, stage, env)
         if const_expr(c.score == "softcap"):
             device.soft_cap(acc, env.before)
         packed = cute.recast_tensor(env.frag_p, Int32)
@@ -317,11 +319,10 @@ class Consumer:
             env.item[SCRATCH] = Int32(0)
 
     @cute.jit
-    def score_gradient(self, env, stage, ds_stage):
+    def score_gradient(self, env, delta, ds_stage):
         """dS = P (dP - delta), in 16 bits in registers and in shared memory."""
         c = self.config
         acc = env.acc_dp
-        delta = self.row(env.s_delta, stage, env)
         p = cute.recast_tensor(env.frag_p, Int32)
         for i in cutlass.range_constexpr(cute.size(p)):
             pair = [low(p[i], self.dtype), high(p[i], self.dtype)]
@@ -333,10 +334,9 @@ class Consumer:
         device.convert(acc, env.frag_ds)
         if const_expr(c.with_dq):
             packed = cute.make_tensor(env.frag_ds.iterator, acc.layout)
-            mine = cute.make_tiled_copy_C(env.stmatrix, env.mma_s).get_slice(env.thread)
             if const_expr(c.single):
                 cute.arch.barrier(barrier_id=FREE_DS, number_of_threads=WARPGROUP)
-            cute.copy(env.stmatrix, mine.retile(packed), env.ds_to[None, None, None, env.me, 0, ds_stage])
+            cute.copy(env.turning, env.turning.retile(packed), env.ds_to[None, None, None, env.me, 0, ds_stage])
             cute.arch.fence_view_async_shared()
 
     @cute.jit

@@ -14,7 +14,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -22,7 +22,6 @@ from cutlass.tensor_utils import LayoutEnum
 from gossamer.kernels.hopper.backward.consume import Consumer
 from gossamer.kernels.hopper.backward.fields import ITEM, STAGES, STEP
 from gossamer.kernels.hopper.backward.produce import Producer
-from gossamer.kernels.hopper.backward.query_group import QueryGroup
 from gossamer.kernels.hopper.backward.single import Single
 from gossamer.kernels.hopper.common import NUMBERS, ROWS, WARPGROUP, Env
 from gossamer.kernels.hopper.config import BackwardConfig
@@ -31,7 +30,7 @@ RINGS = ("q_full", "q_empty", "do_full", "do_empty", "ds_full", "ds_empty")
 BARRIERS = ("k_full", "k_empty", "v_full", "v_empty")
 
 
-class Backward(Producer, Consumer, QueryGroup, Single):
+class Backward(Producer, Consumer, Single):
     """The kernel of one configuration."""
 
     def __init__(self, config: BackwardConfig) -> None:
@@ -39,12 +38,11 @@ class Backward(Producer, Consumer, QueryGroup, Single):
         self.dtype = NUMBERS[c.dtype]
         self.groups = c.block_kv // ROWS
         self.parts = c.block_q // ROWS
-        self.apart = c.with_dq and c.reduce == "group"  # a third warpgroup computes dQ
-        self.threads = WARPGROUP * (self.groups + 1 + int(self.apart))
+        self.threads = WARPGROUP * (self.groups + 1)
         self.dq_columns = ROWS if c.single else c.D // self.groups  # of a step's dQ, for each warpgroup or at a time
         self.staging_floats = ROWS * c.D // 2  # a warpgroup's share of dQ, or its dK in 16 bits
         self.ds_stages = 1 if c.single else STAGES
-        self.producer_registers, self.consumer_registers = (32, 208) if self.apart else (24, 240)
+        self.producer_registers, self.consumer_registers = 24, 240
         if c.single:  # two blocks share the registers
             self.producer_registers, self.consumer_registers = (32, 224) if c.score == "softcap" else (24, 232)
 
@@ -71,7 +69,7 @@ class Backward(Producer, Consumer, QueryGroup, Single):
             for columns in (c.E, c.D)
         ]  # fmt: skip
         mma_dq = hopper.make_trivial_tiled_mma(
-            n, n, major.MN, major.MN, Float32, atom_layout_mnk=one, tiler_mn=(ROWS, self.dq_columns)
+            n, n, major.K, major.MN, Float32, atom_layout_mnk=one, tiler_mn=(ROWS, self.dq_columns)
         )
         return mma_s, mma_dv, mma_dk, mma_dq
 
@@ -112,7 +110,7 @@ class Backward(Producer, Consumer, QueryGroup, Single):
         ]  # (rows, columns, head, batch)
         k_layout, v_layout = self.smem_layout(c.block_kv, c.D), self.smem_layout(c.block_kv, c.E)
         q_layout, do_layout = self.smem_layout(ROWS, c.D, c.q_stages), self.smem_layout(ROWS, c.E, c.do_stages)
-        ds_layout = self.smem_layout(c.block_kv, ROWS, self.ds_stages)
+        ds_layout = self.smem_layout(ROWS, c.block_kv, self.ds_stages)
         dk_layout, dv_layout = self.smem_layout(ROWS, c.D), self.smem_layout(ROWS, c.E)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         q_one, do_one = cute.select(q_layout, mode=[0, 1]), cute.select(do_layout, mode=[0, 1])
@@ -222,15 +220,15 @@ class Backward(Producer, Consumer, QueryGroup, Single):
         )
         if warp_index == 0:
             with cute.arch.elect_one():
-                senders, third = self.groups, 4 * int(self.apart)
+                senders = self.groups
                 cute.arch.mbarrier_init(bars.k_full, 1)
                 cute.arch.mbarrier_init(bars.v_full, 1)
                 # Where K and V make room for dK and dV, who sends these gives them back.
-                cute.arch.mbarrier_init(bars.k_empty, 1 if c.single else 4 * self.groups + senders + third)
+                cute.arch.mbarrier_init(bars.k_empty, 1 if c.single else 4 * self.groups + senders)
                 cute.arch.mbarrier_init(bars.v_empty, 1 if c.single else 4 * self.groups)
                 for i in cutlass.range_constexpr(c.q_stages):
                     cute.arch.mbarrier_init(bars.q_full + i, 1)
-                    cute.arch.mbarrier_init(bars.q_empty + i, 4 * self.groups + senders * self.sends + third)
+                    cute.arch.mbarrier_init(bars.q_empty + i, 4 * self.groups + senders * self.sends)
                 for i in cutlass.range_constexpr(c.do_stages):
                     cute.arch.mbarrier_init(bars.do_full + i, 1)
                     cute.arch.mbarrier_init(bars.do_empty + i, 4 * self.groups)
@@ -269,9 +267,6 @@ class Backward(Producer, Consumer, QueryGroup, Single):
                 self.produce(env, tma_q, g_q, tma_k, g_k, tma_v, g_v, tma_do, g_do)
             elif warp_index <= self.groups:
                 self.send(env, tma_dk, g_dk, tma_dv, g_dv, warp_index - 1)
-        elif warp_index < 4 * (self.groups + 1):
+        else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             self.consume(env, mma_s, mma_dv, mma_dk, mma_dq)
-        elif const_expr(self.apart):
-            cute.arch.setmaxregister_decrease(64)
-            self.consume_queries(env, mma_dq)

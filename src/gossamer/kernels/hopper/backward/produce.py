@@ -104,13 +104,14 @@ class Producer:
     def ticket(self, env):
         """The number of the next item that nobody has taken. Each block starts with the item of its own index.
 
-        Each block draws once for each of its items and once more; the last draw of all resets the counter.
+        There is one draw for each item, made when its loads have been issued: blocks that are late take fewer items.
+        The last draw of all resets the counter.
         """
         drawn = Int32(0)
         blocks, _, _ = cute.arch.grid_dim()
         if cute.arch.lane_idx() == 0:
             drawn = cute.arch.atomic_add(env.tickets.iterator, Int32(1), sem="relaxed", scope="gpu")
-            if drawn == env.items * env.copies + blocks - 1:
+            if drawn == env.items * env.copies - 1:
                 env.tickets[0] = Int32(0)
         return cute.arch.shuffle_sync(drawn, 0) + blocks
 
@@ -133,7 +134,6 @@ class Producer:
         lane = cute.arch.lane_idx()
         load = Env(**pairs)
         w, _, _ = cute.arch.block_idx()
-        reserved = self.ticket(env)
         turn, n, m = Int32(0), Int32(0), Int32(0)  # items, stages of Q, stages of dO so far
         word = self.load_item(env, w)
         running = Int32(1)
@@ -154,8 +154,6 @@ class Producer:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full, self.bytes["k"])
                 cute.copy(load.tma_k, load.k_from[None, tile, group, batch], load.k_to, tma_bar_ptr=bars.k_full)
-                word = self.load_item(env, reserved)
-                reserved = self.ticket(env)
                 owed = Int32(1)  # V comes after the first Q
                 for s in cutlass.range(count, unroll=1):
                     part = Int32(0)
@@ -217,6 +215,7 @@ class Producer:
                                 m += 1
                 if owed != 0:
                     self.load_v(env, load, turn, tile, group, batch)
+                word = self.load_item(env, self.ticket(env))  # while the consumers are still two steps behind
                 stage, phase = ring(n, c.q_stages)
                 cute.arch.mbarrier_wait(bars.q_empty + stage, phase ^ 1)
                 if lane == KIND:

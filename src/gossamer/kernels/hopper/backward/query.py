@@ -242,7 +242,6 @@ class QueryGradient(QueryConsumer):
         )  # fmt: skip
         lane = cute.arch.lane_idx()
         w, _, _ = cute.arch.block_idx()
-        reserved = self.ticket(env)
         word = self.load_item(env, w)
         turn = Int32(0)  # items so far
         kv = Int32(0)  # steps so far
@@ -269,8 +268,6 @@ class QueryGradient(QueryConsumer):
                 at_full, at_interval = item[FULL], item[INTERVAL] - fulls
                 at_bits = item[BITS] - fulls - intervals
                 count = fulls + intervals + item[BITSES]
-                word = self.load_item(env, reserved)
-                reserved = self.ticket(env)
                 for i in cutlass.range(count, unroll=1):
                     at = i + (at_full if i < fulls else (at_interval if i < fulls + intervals else at_bits))
                     column = lists[0, at]
@@ -291,6 +288,7 @@ class QueryGradient(QueryConsumer):
                             tma_v, v_from[None, block, group, batch], v_to[None, stage], tma_bar_ptr=bars.v_full + stage
                         )
                         kv += 1
+                word = self.load_item(env, self.ticket(env))
             else:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(bars.q_full)

@@ -38,18 +38,22 @@ class Single:
         stage, _ = ring(n, c.q_stages)
         do_stage, do_phase = ring(m, c.do_stages)
         self.scores(env, stage)
+        lse = self.row(env.s_lse, stage, env)
         if const_expr(c.score == "softcap"):  # its slopes leave no registers for S beside dP
             warpgroup.wait_group(0)
-            self.probabilities(env, stage, kind)
+            self.probabilities(env, stage, kind, lse)
         cute.arch.mbarrier_wait(bars.do_full + do_stage, do_phase)
         self.product(
             env.mma_s, env.acc_dp, env.frag_v[None, None, None, 0, 0], env.frag_do[None, None, None, do_stage], False
         )
         if const_expr(c.score != "softcap"):
             warpgroup.wait_group(1)
-            self.probabilities(env, stage, kind)
+            self.probabilities(env, stage, kind, lse)
+            delta = self.row(env.s_delta, do_stage, env)
         warpgroup.wait_group(0)
-        self.score_gradient(env, do_stage, 0)
+        if const_expr(c.score == "softcap"):
+            delta = self.row(env.s_delta, do_stage, env)
+        self.score_gradient(env, delta, 0)
         self.product(env.mma_dv, env.acc_dv, env.frag_p, env.frag_dot[None, None, None, do_stage], True)
         if const_expr(c.with_dq):
             cute.arch.barrier(barrier_id=FULL_DS, number_of_threads=WARPGROUP)
@@ -61,7 +65,7 @@ class Single:
             for share in cutlass.range(c.D // self.dq_columns, unroll=1):
                 acc = cute.make_rmem_tensor(env.mma_dq.get_slice(0).partition_shape_C((ROWS, self.dq_columns)), Float32)
                 self.product(
-                    env.mma_dq, acc, env.frag_dst[None, None, None, 0], env.frag_kt[None, None, None, share, 0], False
+                    env.mma_dq, acc, env.frag_dsq[None, None, None, 0], env.frag_kt[None, None, None, share, 0], False
                 )
                 warpgroup.wait_group(0)
                 self.add(env, acc, share)

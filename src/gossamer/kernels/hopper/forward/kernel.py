@@ -48,8 +48,6 @@ class Forward(Producer, Consumer):
         self.defers = self.groups < 3
         self.halves = bool(config.halves) and self.parts == 1 and config.step == 128
         self.bridges = config.q_stages > 1  # the next item's Q is there while this item's is in use
-        # The next item is published after this many tiles of the current one.
-        self.ahead = 2 if self.bridges else 1 << 30
 
     def smem_layout(self, rows: int, columns: int, stages: int | None = None) -> Any:
         atom = warpgroup.make_smem_layout_atom(

@@ -33,6 +33,12 @@ from gossamer.kernels.hopper.common import (
 )
 from gossamer.kernels.hopper.config import ForwardConfig
 
+# The next item is drawn this many keys before the last load of an item, and then published with its Q: not before the
+# item's third tile is loaded, since consumers finish the item before it during the second.
+DRAW = 768
+PUBLISH = 512
+EARLIEST = 2
+
 
 class Producer:
     """Work items, the rings of Q, K and V, and what leaves the block."""
@@ -41,7 +47,6 @@ class Producer:
     groups: int
     parts: int
     bridges: bool
-    ahead: int
     bytes: dict[str, int]
 
     @cute.jit
@@ -110,7 +115,6 @@ class Producer:
             k=(tma_k, k_from, k_to), v=(tma_v, v_from, v_to),
         )  # fmt: skip
         w, _, _ = cute.arch.block_idx()
-        reserved = self.ticket(env)
         turn = Int32(0)  # items so far
         kv = Int32(0)  # steps so far
         owed = Int32(0)  # the V of the step before is still to be loaded: K runs one step ahead of V
@@ -127,10 +131,12 @@ class Producer:
             at_interval = item[INTERVAL, stage] - fulls
             at_bits = item[BITS, stage] - fulls - intervals
             count = fulls + intervals + item[BITSES, stage]
-            word = self.load_item(env, reserved)
-            reserved = self.ticket(env)
             turn += 1
             upcoming = Int32(0)
+            draw_at, publish_at = count - DRAW // c.block_kv, count - PUBLISH // c.block_kv
+            publish_at = publish_at if publish_at > EARLIEST else Int32(EARLIEST)
+            if draw_at < 0:
+                word = self.load_item(env, self.ticket(env))
             for i in cutlass.range(count, unroll=1):
                 column = following
                 n = i + 1
@@ -145,10 +151,13 @@ class Producer:
                     owed = Int32(1)
                     v_block, v_group, v_batch = block, group, batch
                     kv += 1
-                if i == self.ahead:
-                    upcoming = self.publish(env, turn, word)
+                if i == draw_at:
+                    word = self.load_item(env, self.ticket(env))
+                if const_expr(self.bridges):  # noqa: SIM102
+                    if i == publish_at:
+                        upcoming = self.publish(env, turn, word)
             if const_expr(self.bridges):
-                if count <= self.ahead:
+                if count <= EARLIEST:
                     upcoming = self.publish(env, turn, word)
                 stage = ring(turn, c.q_stages)[0]
                 # The next item's first K comes before this item's last V, as the consumers use them.
@@ -167,13 +176,14 @@ class Producer:
     def ticket(self, env):
         """The number of the next item that nobody has taken. Each block starts with the item of its own index.
 
-        Each block draws once for each of its items and once more; the last draw of all resets the counter.
+        There is one draw for each item, near its end: blocks that are late take fewer items. The last draw of all
+        resets the counter.
         """
         drawn = Int32(0)
         blocks, _, _ = cute.arch.grid_dim()
         if cute.arch.lane_idx() == 0:
             drawn = cute.arch.atomic_add(env.tickets.iterator, Int32(1), sem="relaxed", scope="gpu")
-            if drawn == env.items * env.copies + blocks - 1:
+            if drawn == env.items * env.copies - 1:
                 env.tickets[0] = Int32(0)
         return cute.arch.shuffle_sync(drawn, 0) + blocks
 
