@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from gossamer.kernels.contract import Problem, Terms
-from gossamer.kernels.hopper import launch
+from gossamer.kernels.hopper import launch, launch_backward
 from gossamer.layouts import from_dense
 from gossamer.patterns import BigBird, BlockMask, Causal, Dense, SlidingWindow
 from gossamer.testing.cases import bigbird_matrix
@@ -267,7 +267,9 @@ def rows(names: list[str], variants: list[str], once: bool = False) -> None:
         )
         out, _ = launch.forward(p, q, k, v, on, terms)
         if once:
-            launch.forward(p, q, k, v, on, terms)
+            out, lse = launch.forward(p, q, k, v, on, terms)
+            launch_backward.backward(p, torch.randn_like(out), None, q, k, v, out, lse, on, terms)
+            torch.cuda.synchronize()
             continue
         result: dict[str, Any] = {"row": name}
         peer = peer_of(name, what, pattern, q, k, v)
