@@ -92,7 +92,7 @@ class BackwardConfig:
 
     block_q x block_kv is the layout's tile, `q_stages` and `do_stages` the depths of the rings of Q and dO, in steps
     of 64 queries. A stage of Q is given back one step later, so there are two at least. Tiles of 64 x 64 have one
-    consumer warpgroup, and two blocks a multiprocessor; their dQ is added from registers ("direct").
+    consumer warpgroup, and two blocks a multiprocessor; their dQ is always made by rows.
     """
 
     dtype: str
@@ -111,8 +111,8 @@ class BackwardConfig:
         wide = self.block_q in (64, 128, 192) and self.block_kv == 128
         if not (wide or self.single) or self.D not in (64, 128):
             raise ValueError(f"no column kernel for tiles {self.block_q} x {self.block_kv} and heads of {self.D}")
-        reductions = ("direct",) if self.single else ("bulk", "direct")
-        if self.E > self.D or self.q_stages < 2 or self.reduce not in reductions:
+        known = self.reduce in ("bulk", "direct") and not (self.single and self.with_dq)
+        if self.E > self.D or self.q_stages < 2 or not known:
             raise ValueError(f"the column kernel cannot run as {self}")
         limit = min(SHARED_MEMORY, MULTIPROCESSOR // self.blocks_per_processor - 1024)
         if self.shared_bytes > limit:
@@ -120,7 +120,7 @@ class BackwardConfig:
 
     @property
     def single(self) -> bool:
-        """One consumer warpgroup a block: K and V make room for dK and dV, and there is one stage of dS."""
+        """One consumer warpgroup a block: K and V make room for dK and dV."""
         return (self.block_q, self.block_kv) == (64, 64)
 
     @property
@@ -134,7 +134,7 @@ class BackwardConfig:
         rings = 64 * (self.q_stages * self.D + self.do_stages * self.E)
         head = 256 * (self.q_stages + self.do_stages) + 1024
         if self.single:
-            return 2 * (64 * (self.D + self.E + 64) + rings) + head
+            return 2 * (64 * (self.D + self.E) + rings) + head
         tiles = self.block_kv * (self.D + 2 * self.E + 2 * 64)
         return 2 * (tiles + rings) + 256 * self.D + head
 
@@ -234,10 +234,8 @@ def backward_config(
     """The configuration of the column kernel for head sizes D, E and a layout of block_q x block_kv tiles."""
     size = padded(max(D, E))
     size = 128 if size == 96 else size
-    stages, reduce = 2, "bulk"
-    if block_kv == 64:
-        stages, reduce = (3 if size == 64 else 2), "direct"
-    found = BackwardConfig(dtype, size, size, block_q, block_kv, stages, stages, score, with_dq, reduce, lengths)
+    stages = 3 if (size, block_kv) == (64, 64) else 2
+    found = BackwardConfig(dtype, size, size, block_q, block_kv, stages, stages, score, with_dq, lengths=lengths)
     return replace(found, **tuned("backward", size, size, block_q, block_kv))
 
 

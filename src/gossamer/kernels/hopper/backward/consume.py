@@ -16,7 +16,6 @@ from gossamer.kernels.hopper.backward.fields import (
     END,
     ENTRY,
     FIRST,
-    FREE_DS,
     FREE_OUT,
     FULL_OUT,
     KEPT,
@@ -25,11 +24,13 @@ from gossamer.kernels.hopper.backward.fields import (
     READY,
     SCRATCH,
     SLOT,
+    STAGES,
     STEP_BATCH,
     STEP_HEAD,
     TILE,
     VALID,
     WORD,
+    add_four,
     high,
     low,
 )
@@ -44,11 +45,8 @@ class Consumer:
     dtype: Any
     groups: int
     dq_columns: int
-    ds_stages: int
     dq_target: Any
     attended: Any
-    single_step: Any
-    add: Any
     staging_floats: int
 
     @cute.jit
@@ -61,7 +59,7 @@ class Consumer:
         lane = cute.arch.lane_idx()
         whole_s, whole_dv, whole_dk, whole_dq = [m.get_slice(0) for m in (mma_s, mma_dv, mma_dk, mma_dq)]
 
-        halves = cute.flat_divide(self.turned(shared.s_ds, ROWS, c.block_kv, self.ds_stages), (ROWS, ROWS))
+        halves = cute.flat_divide(self.turned(shared.s_ds, ROWS, c.block_kv, STAGES), (ROWS, ROWS))
         s_kt = cute.flat_divide(self.turned(shared.s_k, c.block_kv, c.D), (self.dq_columns, c.block_kv))
         stmatrix, turning = [
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=t, num_matrices=4), self.dtype) for t in (False, True)
@@ -104,7 +102,7 @@ class Consumer:
             begin = m
             while kind != END:
                 if const_expr(c.single):
-                    self.single_step(env, n, m, kind)
+                    self.short_step(env, n, m, kind)
                 else:
                     self.step(env, n, m, kind, m != begin)
                 n += 1
@@ -228,7 +226,7 @@ class Consumer:
             warpgroup.wait_group(0)
         if const_expr(c.score == "softcap"):  # its slopes leave no registers for delta before
             delta = self.row(env.s_delta, do_stage, env)
-        self.score_gradient(env, delta, ring(m, self.ds_stages)[0])
+        self.score_gradient(env, delta, ring(m, STAGES)[0])
         self.product(env.mma_dv, env.acc_dv, env.frag_p, env.frag_dot[None, None, None, do_stage], True)
         if const_expr(c.with_dq):
             warpgroup.wait_group(1)
@@ -239,6 +237,39 @@ class Consumer:
                 self.put(env, acc_dq)
             self.target(env, stage)
         self.product(env.mma_dk, env.acc_dk, env.frag_ds, env.frag_qt[None, None, None, stage], True)
+
+    @cute.jit
+    def short_step(self, env, n, m, kind):
+        """A step of a block of one warpgroup, without dQ. Nothing of it is left for the following one.
+
+        Its registers hold no more; while it makes P or dS, the products of the other block run.
+        """
+        c, bars = self.config, env.bars
+        stage, _ = ring(n, c.q_stages)
+        do_stage, do_phase = ring(m, c.do_stages)
+        self.scores(env, stage)
+        lse = self.row(env.s_lse, stage, env)
+        if const_expr(c.score == "softcap"):  # its slopes leave no registers for S beside dP
+            warpgroup.wait_group(0)
+            self.probabilities(env, stage, kind, lse)
+        cute.arch.mbarrier_wait(bars.do_full + do_stage, do_phase)
+        self.product(
+            env.mma_s, env.acc_dp, env.frag_v[None, None, None, 0, 0], env.frag_do[None, None, None, do_stage], False
+        )
+        if const_expr(c.score != "softcap"):
+            warpgroup.wait_group(1)
+            self.probabilities(env, stage, kind, lse)
+            delta = self.row(env.s_delta, do_stage, env)
+        warpgroup.wait_group(0)
+        if const_expr(c.score == "softcap"):
+            delta = self.row(env.s_delta, do_stage, env)
+        self.score_gradient(env, delta, 0)
+        self.product(env.mma_dv, env.acc_dv, env.frag_p, env.frag_dot[None, None, None, do_stage], True)
+        self.product(env.mma_dk, env.acc_dk, env.frag_ds, env.frag_qt[None, None, None, stage], True)
+        warpgroup.wait_group(1)
+        self.release(env, bars.do_empty + do_stage)
+        warpgroup.wait_group(0)
+        self.release(env, bars.q_empty + stage)
 
     @cute.jit
     def last(self, env, n, m):
@@ -256,7 +287,7 @@ class Consumer:
         self.release(env, bars.q_empty + ring(n - 1, c.q_stages)[0])
 
     def other(self, env):
-        return 1 - env.me if self.groups == 2 else 0
+        return 1 - env.me
 
     @cute.jit
     def ready(self, env, m):
@@ -270,7 +301,7 @@ class Consumer:
     def query_product(self, env, acc_dq, m):
         """Issue this warpgroup's part of dQ = dS K of step `m`."""
         self.product(
-            env.mma_dq, acc_dq, env.frag_dsq[None, None, None, ring(m, self.ds_stages)[0]],
+            env.mma_dq, acc_dq, env.frag_dsq[None, None, None, ring(m, STAGES)[0]],
             env.frag_kt[None, None, None, env.me, 0], False,
         )  # fmt: skip
 
@@ -334,8 +365,6 @@ class Consumer:
         device.convert(acc, env.frag_ds)
         if const_expr(c.with_dq):
             packed = cute.make_tensor(env.frag_ds.iterator, acc.layout)
-            if const_expr(c.single):
-                cute.arch.barrier(barrier_id=FREE_DS, number_of_threads=WARPGROUP)
             cute.copy(env.turning, env.turning.retile(packed), env.ds_to[None, None, None, env.me, 0, ds_stage])
             cute.arch.fence_view_async_shared()
 
@@ -364,6 +393,14 @@ class Consumer:
             cute.arch.barrier_arrive(barrier_id=FULL_OUT + env.me, number_of_threads=WARPGROUP + 32)
         else:
             self.add(env, acc, env.me)
+
+    @cute.jit
+    def add(self, env, acc, share):
+        """A share of dQ from registers to its sums in global memory."""
+        to = self.dq_target(env, env.goal[0], env.goal[1], env.goal[2], share)
+        for j in cutlass.range_constexpr(cute.size(acc) // 4):
+            at = to.iterator + 4 * (j * WARPGROUP + env.thread)
+            add_four(at, *[acc[4 * j + i] for i in range(4)])
 
     @cute.jit
     def finish(self, env):

@@ -20,7 +20,6 @@ KIND, FIRST, ENTRY, WORD, STEP_HEAD, STEP_BATCH = range(6)
 KEPT, BOUNDED, MASKED, END = range(4)  # kinds: all pairs, an interval of each row, one bit a pair, no more steps
 STAGES = 2  # of dS
 READY = 1  # named barriers 1 to 4: dS of the other warpgroup is there, of steps with even and with odd numbers
-FREE_DS, FULL_DS = 1, 2  # in place of these for one warpgroup: its dS has been read, and written
 FULL_OUT = 5  # named barriers 5, 6: a warpgroup has written its staging memory
 FREE_OUT = 7  # named barriers 7, 8: its staging memory may be written
 

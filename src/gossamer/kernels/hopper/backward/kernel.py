@@ -4,7 +4,7 @@ Warp 0 takes work items and keeps the rings of Q (with lse) and dO (with delta) 
 description of its step. Warps 1 and 2 send what the two other warpgroups leave in shared memory: dQ of every step by
 bulk reduction, dK and dV at the end of an item. Each of those owns 64 keys: S^T = K Q^T, dP^T = V dO^T, then
 dV += P^T dO and dK += dS^T Q with P^T and dS^T from registers. dQ = dS K needs the dS of both: it goes through shared
-memory, and each computes half of dQ, one step later. Tiles of 64 x 64 have one consumer warpgroup (single.py).
+memory, and each computes half of dQ, one step later. Tiles of 64 x 64 have one consumer warpgroup and no dQ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from cutlass.tensor_utils import LayoutEnum
 from gossamer.kernels.hopper.backward.consume import Consumer
 from gossamer.kernels.hopper.backward.fields import ITEM, STAGES, STEP
 from gossamer.kernels.hopper.backward.produce import Producer
-from gossamer.kernels.hopper.backward.single import Single
 from gossamer.kernels.hopper.common import NUMBERS, ROWS, WARPGROUP, Env
 from gossamer.kernels.hopper.config import BackwardConfig
 
@@ -30,7 +29,7 @@ RINGS = ("q_full", "q_empty", "do_full", "do_empty", "ds_full", "ds_empty")
 BARRIERS = ("k_full", "k_empty", "v_full", "v_empty")
 
 
-class Backward(Producer, Consumer, Single):
+class Backward(Producer, Consumer):
     """The kernel of one configuration."""
 
     def __init__(self, config: BackwardConfig) -> None:
@@ -39,12 +38,9 @@ class Backward(Producer, Consumer, Single):
         self.groups = c.block_kv // ROWS
         self.parts = c.block_q // ROWS
         self.threads = WARPGROUP * (self.groups + 1)
-        self.dq_columns = ROWS if c.single else c.D // self.groups  # of a step's dQ, for each warpgroup or at a time
+        self.dq_columns = c.D // self.groups  # of a step's dQ, for each warpgroup
         self.staging_floats = ROWS * c.D // 2  # a warpgroup's share of dQ, or its dK in 16 bits
-        self.ds_stages = 1 if c.single else STAGES
-        self.producer_registers, self.consumer_registers = 24, 240
-        if c.single:  # two blocks share the registers
-            self.producer_registers, self.consumer_registers = (32, 224) if c.score == "softcap" else (24, 232)
+        self.consumer_registers = 232 if c.single else 240  # one warpgroup a block: two blocks share the registers
 
     def smem_layout(self, rows: int, columns: int, stages: int | None = None) -> Any:
         atom = warpgroup.make_smem_layout_atom(
@@ -110,7 +106,7 @@ class Backward(Producer, Consumer, Single):
         ]  # (rows, columns, head, batch)
         k_layout, v_layout = self.smem_layout(c.block_kv, c.D), self.smem_layout(c.block_kv, c.E)
         q_layout, do_layout = self.smem_layout(ROWS, c.D, c.q_stages), self.smem_layout(ROWS, c.E, c.do_stages)
-        ds_layout = self.smem_layout(ROWS, c.block_kv, self.ds_stages)
+        ds_layout = self.smem_layout(ROWS, c.block_kv, STAGES)
         dk_layout, dv_layout = self.smem_layout(ROWS, c.D), self.smem_layout(ROWS, c.E)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         q_one, do_one = cute.select(q_layout, mode=[0, 1]), cute.select(do_layout, mode=[0, 1])
@@ -141,7 +137,7 @@ class Backward(Producer, Consumer, Single):
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(v_layout)], 1024]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
             do: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(do_layout)], 1024]
-            ds: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(ds_layout)], 1024]
+            ds: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(ds_layout) * int(c.with_dq)], 1024]
             staging: cute.struct.Align[cute.struct.MemRange[Float32, floats], 1024]
             out: cute.struct.Align[cute.struct.MemRange[self.dtype, results], 1024]
 
@@ -240,7 +236,8 @@ class Backward(Producer, Consumer, Single):
         s_v = storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner)
         s_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         s_do = storage.do.get_tensor(do_layout.outer, swizzle=do_layout.inner)
-        s_ds = storage.ds.get_tensor(ds_layout.outer, swizzle=ds_layout.inner)
+        # Without dQ there is no dS in shared memory, and this is never used.
+        s_ds = (storage.ds if c.with_dq else storage.q).get_tensor(ds_layout.outer, swizzle=ds_layout.inner)
         # dK in 16 bits takes the place of a warpgroup's dQ, or of K, and dV its own or that of V.
         sent_dk, sent_dv = (storage.k, storage.v) if c.single else (storage.staging, storage.out)
         dk_outer = cute.append(dk_layout.outer, cute.make_layout(self.groups, stride=2 * self.staging_floats))
@@ -262,7 +259,7 @@ class Backward(Producer, Consumer, Single):
         )  # fmt: skip
         cute.arch.sync_threads()
         if warp_index < 4:
-            cute.arch.setmaxregister_decrease(self.producer_registers)
+            cute.arch.setmaxregister_decrease(24)
             if warp_index == 0:
                 self.produce(env, tma_q, g_q, tma_k, g_k, tma_v, g_v, tma_do, g_do)
             elif warp_index <= self.groups:
