@@ -1,4 +1,4 @@
-"""Writes the generated tables of docs/patterns.md and docs/results.md between their markers, or prints them.
+"""Writes the generated tables of README.md, docs/patterns.md and docs/results.md between their markers, or prints them.
 
     python docs/make_tables.py [--write]
 
@@ -90,6 +90,57 @@ def cases(device: str) -> str:
     return case_table(rows, names) if names else f"No rows in benchmarks/results/{device}.jsonl.\n"
 
 
+HEADLINE = {
+    "window_4096_causal": "`SlidingWindow(4096)`",
+    "window_4096_both": "`SlidingWindow(4096, 4096)`",
+    "window_512_causal": "`SlidingWindow(512)`",
+    "window_4096_causal_d64": "`SlidingWindow(4096)`, H 16 D 64",
+    "bigbird_matrix_128": "128-blocks, 3.1 % dense",
+    "bigbird_matrix_64": "64-blocks, 2.9 % dense",
+    "random_matrix_64": "64-blocks, 11 % dense, H 16 N 32768",
+    "bigbird_64": "`BigBird(64)`",
+    "causal_32768_h16": "`Causal()`, H 16 N 32768",
+    "causal_32768": "`Causal()`, N 32768",
+    "dilated_16_256": "`Dilated(255, 0, 16)`",
+    "dilated_8_1024": "`Dilated(1023, 0, 8)`",
+    "power_strided_131072": "`PowerStrided(2)`",
+}
+
+
+def headline() -> str:
+    """The last row of ours and of each peer, case by case: milliseconds, the least in bold."""
+    peers = {
+        "FlexAttention": "FlexAttention",
+        "FA4": "FA4",
+        "cuDNN": "cuDNN block sparse",
+        "SDPA dense": "fastest dense",
+    }
+    lines = ["| case | direction | gossamer | " + " | ".join(peers.values()) + " |", "|---" * (len(peers) + 3) + "|"]
+    rows = [row for row in _rows("nvidia_h200") if row["dtype"] == "bfloat16" and row["p50_ms"] is not None]
+    for case, title in HEADLINE.items():
+        for direction in ("forward", "backward"):
+            of_case = [row for row in rows if (row["case"], row["direction"]) == (case, direction)]
+            mine = [row for row in of_case if not row["peer"]]
+            if not mine:
+                continue
+            best = {"gossamer": mine[-1]["p50_ms"]}
+            for start in peers:
+                last = {
+                    row["implementation"]: row["p50_ms"] for row in of_case if row["implementation"].startswith(start)
+                }
+                if last:
+                    best[start] = min(last.values())
+            least = min(best.values())
+            cells = {name: f"**{ms:.3g}**" if ms == least else f"{ms:.3g}" for name, ms in best.items()}
+            chosen = mine[-1]["implementation"].removeprefix("gossamer ")
+            cells["gossamer"] += f" (`{chosen}`, {mine[-1]['useful_tflops']:.0f})"
+            place = title if direction == "forward" else ""
+            lines.append(
+                f"| {place} | {direction} | " + " | ".join(cells.get(n, "-") for n in ("gossamer", *peers)) + " |"
+            )
+    return "\n".join(lines) + "\n"
+
+
 def breakeven() -> str:
     rows = _rows("nvidia_h200_breakeven")
     if not rows:
@@ -136,6 +187,7 @@ def dense() -> str:
 
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
+    "measured": ("../README.md", headline),
     "pattern costs": ("patterns.md", pattern_costs),
     "cases on an H200": ("results.md", lambda: cases("nvidia_h200")),
     "cases on a CPU": ("results.md", lambda: cases("cpu")),
