@@ -18,7 +18,7 @@ from gossamer.testing.cases import SMALL, Case
 
 
 def run(case: Case, dtype: str) -> bool:
-    """Whether the case was computed: its forward, then dq by reduction and by rows."""
+    """Whether the case was computed, by each size of tiles: its forward, then dq by reduction and by rows."""
     problem = inputs.problem_of(case, dtype, "cuda")
     if reasons(problem, IMPLEMENTATION.capability):
         return False
@@ -27,14 +27,14 @@ def run(case: Case, dtype: str) -> bool:
         given = given._replace(q=given.q[None], k=given.k[None], v=given.v[None])
     q, k, v = given[:3]
     terms = inputs.terms_of(case, given)
-    block_q, block_kv = IMPLEMENTATION.tile(problem)
-    made = case.pattern().layout(case.Q, case.K, block_q=block_q, block_kv=block_kv, q_offset=terms.q_offset)
-    layout = made.to("cuda")
-    out, lse = IMPLEMENTATION.forward(problem, q, k, v, layout, terms)
-    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    for deterministic in (False, True):
-        asked = type(problem)(**vars(problem) | {"deterministic": deterministic})
-        IMPLEMENTATION.backward(asked, dout, dlse, q, k, v, out, lse, layout, terms)
+    for block_q, block_kv in sorted({IMPLEMENTATION.tile(problem), (64, 64)}):
+        made = case.pattern().layout(case.Q, case.K, block_q=block_q, block_kv=block_kv, q_offset=terms.q_offset)
+        layout = made.to("cuda")
+        out, lse = IMPLEMENTATION.forward(problem, q, k, v, layout, terms)
+        dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+        for deterministic in (False, True):
+            asked = type(problem)(**vars(problem) | {"deterministic": deterministic})
+            IMPLEMENTATION.backward(asked, dout, dlse, q, k, v, out, lse, layout, terms)
     torch.cuda.synchronize()
     return True
 
