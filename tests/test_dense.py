@@ -17,6 +17,7 @@ import torch
 pytest.importorskip("triton")
 
 
+from gossamer.kernels import relaunch
 from gossamer.testing import inputs, tolerance
 from gossamer.testing.cases import SMALL, Case
 from gossamer.torch.masks import unpack, words_of
@@ -147,42 +148,55 @@ def test_every_tile_compiles(tmp_path: Path, dtype: str) -> None:
     assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
 
 
+class Kernel:
+    """A Triton kernel that computes nothing and says how it was launched."""
+
+    arg_names = ("size", "x", "scale", "y", "table", "FLAG")
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[int, ...], object]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        def compiled(**arguments):
+            self.calls.append(("looked up", grid, arguments))
+            return {grid: lambda *arguments: self.calls.append(("known", grid, arguments))}
+
+        return compiled
+
+
 def test_a_known_kernel_is_launched_past_the_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gossamer.kernels.dense import launch as launching
+    monkeypatch.setattr(relaunch, "MOST_KNOWN", 2)
+    kernel, known, table = Kernel(), {}, torch.zeros(3)
+    x, other = torch.zeros(2, 3), torch.zeros(2, 3)
 
-    calls = []
+    def run(key: str, x: torch.Tensor, scale: float) -> None:
+        rest = {"size": 7, "table": table, "FLAG": True, "num_warps": 4}
+        relaunch.launch(known, kernel, (3, 2, 1), key, {"x": x, "y": None}, {"scale": scale}, lambda: rest)
 
-    class Compiled:
-        def __getitem__(self, grid):
-            return lambda *arguments: calls.append(("known", grid, arguments))
-
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda *arguments, **options: calls.append(("looked up", grid, arguments)) or Compiled()
-
-    monkeypatch.setattr(launching, "_known", {})
-    monkeypatch.setattr(launching, "MOST_KNOWN", 2)
-    kernel, tile = Kernel(), launching.Tile(16, 32, 4, 2)
-    for key in ("a", "a", "b", "a", "c", "a"):
-        launching.launch(kernel, (3, 2, 1), (key,), (1, None, key), tile)
-    assert [call[0] for call in calls] == ["looked up", "known", "looked up", "known", "looked up", "looked up"]
-    assert all(call[1:] == ((3, 2, 1), (1, None, key)) for call, key in zip(calls, "aabaca", strict=True))
+    run("a", x, 0.5)
+    run("a", other, 0.25)
+    assert kernel.calls[0][:2] == ("looked up", (3, 2, 1)) and kernel.calls[0][2]["x"] is x
+    assert kernel.calls[1] == ("known", (3, 2, 1), (7, other.data_ptr(), 0.25, None, table.data_ptr(), True))
+    for key in "abca":
+        run(key, x, 0.5)
+    assert [call[0] for call in kernel.calls[2:]] == ["known", "looked up", "looked up", "looked up"]
 
 
 @pytest.mark.parametrize("change", ["stride", "offset", "dtype", "none"])
 def test_the_key_tells_what_triton_compiles_for(change: str) -> None:
-    from gossamer.kernels.contract import Problem, Terms
-    from gossamer.kernels.dense import launch as launching
+    kernel, known, x = Kernel(), {}, torch.zeros(1, 2, 20, 17)
+    changed = {"stride": x.transpose(1, 2), "offset": x[..., 1:], "dtype": x.half(), "none": None}[change]
+    for given in (x, torch.ones_like(x), changed):
+        relaunch.launch(known, kernel, (1,), None, {"x": given}, {}, dict)
+    assert [call[0] for call in kernel.calls] == ["looked up", "known", "looked up"]
 
-    problem = Problem(1, 2, 2, 8, 8, 16, 16, "float32", "cuda")
-    x = torch.zeros(1, 2, 20, 17)
-    tensors = {
-        "stride": x.transpose(1, 2), "offset": x[..., 1:], "dtype": x.half(), "none": None
-    }  # fmt: skip
-    tile, terms, cpu = launching.Tile(16, 32, 4, 2), Terms(scale=1.0, q_offset=0), torch.device("cpu")
-    same = launching.key_of(problem, tile, terms, cpu, x)
-    assert same == launching.key_of(problem, tile, terms, cpu, torch.ones_like(x))
-    assert same != launching.key_of(problem, tile, terms, cpu, tensors[change])
+
+def test_words_that_batch_elements_share_are_another_key() -> None:
+    """(1, 2, Q, W) and (2, 2, Q, W) have the same strides."""
+    from gossamer.kernels.dense.launch import shared_strides
+
+    one, two = torch.zeros(1, 2, 8, 4), torch.zeros(2, 2, 8, 4)
+    assert one.stride() == two.stride() and shared_strides(one) == (0, 32) and shared_strides(two) == (64, 32)
 
 
 def test_words_hold_the_mask() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -11,13 +11,12 @@ from torch import Tensor
 
 from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.dense.kernels import backward_kernel, forward_kernel
+from gossamer.kernels.relaunch import Known, launch
 from gossamer.kernels.rows import row_terms, sink_gradient
 
 LOG2E = 1.0 / math.log(2.0)
 
-MOST_KNOWN = 1024
-# Compiled kernels, ready to be launched on their grid: see `launch`.
-_known: dict[tuple[Any, ...], Any] = {}
+_known: Known = {}
 
 
 class Tile(NamedTuple):
@@ -34,12 +33,13 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-@cache
+@lru_cache
 def processors(device: torch.device) -> int:
     """Streaming multiprocessors of a CUDA device; 1 elsewhere (the interpreter)."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+@lru_cache
 def forward_tile(p: Problem, multiprocessors: int) -> Tile:
     """Few rows, many keys a step while there are few programs; measured on an H200 from 26 to 2048 positions."""
     wide = max(padded(p.D), padded(p.E)) * (2 if p.dtype == "float32" else 1)
@@ -51,6 +51,7 @@ def forward_tile(p: Problem, multiprocessors: int) -> Tile:
     return Tile(16, 32 if p.K <= 32 else 128, 4, 2)
 
 
+@lru_cache
 def backward_tile(p: Problem, multiprocessors: int) -> Tile:
     """Small tiles, whose loops are short."""
     wide = max(padded(p.D), padded(p.E)) * (2 if p.dtype == "float32" else 1)
@@ -76,30 +77,19 @@ def shared_strides(words: Tensor | None) -> tuple[int, int]:
     return (words.stride(0) if words.shape[0] > 1 else 0), (words.stride(1) if words.shape[1] > 1 else 0)
 
 
-def launch(
-    kernel: Any, grid: tuple[int, int, int], key: tuple[Any, ...], arguments: tuple[Any, ...], tile: Tile
-) -> None:
-    """Run a kernel with its arguments in the order of its signature, without Triton's own look-up for a known key.
-
-    That look-up costs more than all the rest of a small call. The key holds what Triton compiles a kernel for: types,
-    sizes and strides, and which pointers are None or not aligned to 16 bytes.
-    """
-    known = _known.get((kernel, key))
-    if known is not None:
-        known(*arguments)
-        return
-    options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
-    compiled = kernel[grid](*arguments, **options)
-    if compiled is not None:  # the interpreter compiles nothing
-        if len(_known) >= MOST_KNOWN:
-            _known.clear()
-        _known[kernel, key] = compiled[grid]
+def strides(name: str, x: Tensor) -> dict[str, int]:
+    """Of (B, heads, rows), as kernel arguments."""
+    return {f"stride_{name}{axis}": x.stride(i) for i, axis in enumerate("bhn")}
 
 
-def key_of(p: Problem, tile: Tile, terms: Terms, device: torch.device, *tensors: Tensor | None) -> tuple[Any, ...]:
-    """See `launch`."""
-    aligned = tuple(None if x is None else (x.dtype, x.stride(), x.data_ptr() % 16) for x in tensors)
-    return p, tile, terms.q_offset, terms.softcap is None, device, aligned
+def constants(p: Problem, tile: Tile, terms: Terms, shared: tuple[int, int]) -> dict[str, Any]:
+    """Arguments of both kernels that follow from the sizes, and the launch options."""
+    return {
+        "words_b": shared[0], "words_h": shared[1], "Q": p.Q, "K": p.K, "q_offset": terms.q_offset, "GROUP": p.H // p.G,
+        "D": p.D, "E": p.E, "BLOCK_D": padded(p.D), "BLOCK_E": padded(p.E), "R": tile.R, "C": tile.C,
+        "SOFTCAP": terms.softcap is not None, "PRECISION": precision(p), "num_warps": tile.warps,
+        "num_stages": tile.stages, "enable_fp_fusion": True,
+    }  # fmt: skip
 
 
 def forward(
@@ -111,17 +101,19 @@ def forward(
         with torch.cuda.device(device):
             return forward(p, q, k, v, words, terms, tile)
     q, k, v = operand(q), operand(k), operand(v)
-    out = torch.empty((p.B, p.H, p.Q, p.E), dtype=q.dtype, device=device)
-    lse = torch.empty((p.B, p.H, p.Q), dtype=torch.float32, device=device)
+    out = q.new_empty((p.B, p.H, p.Q, p.E))
+    lse = q.new_empty((p.B, p.H, p.Q), dtype=torch.float32)
     tile = tile or forward_tile(p, processors(device))
-    t = terms
-    key = key_of(p, tile, t, device, q, k, v, words, t.key_lengths, t.sink_logits, t.alibi_slopes)
-    arguments = (
-        q, k, v, out, lse, words, t.key_lengths, t.sink_logits, t.alibi_slopes, *q.stride()[:3], *k.stride()[:3],
-        *v.stride()[:3], *shared_strides(words), p.Q, p.K, t.q_offset, *scales(t),
-        p.H // p.G, p.D, p.E, padded(p.D), padded(p.E), tile.R, tile.C, t.softcap is not None, precision(p),
+    t, (scale, cap), shared = terms, scales(terms), shared_strides(words)
+    key = p, tile, t.q_offset, t.softcap is None, shared, device
+    tensors = {
+        "q": q, "k": k, "v": v, "out": out, "lse": lse, "words": words, "lengths": t.key_lengths,
+        "sinks": t.sink_logits, "slopes": t.alibi_slopes,
+    }  # fmt: skip
+    launch(
+        _known, forward_kernel, (-(-p.Q // tile.R), p.H, p.B), key, tensors, {"scale": scale, "cap": cap},
+        lambda: strides("q", q) | strides("k", k) | strides("v", v) | constants(p, tile, t, shared),
     )  # fmt: skip
-    launch(forward_kernel, (-(-p.Q // tile.R), p.H, p.B), key, arguments, tile)
     return out, lse
 
 
@@ -141,17 +133,20 @@ def backward(
             return backward(p, dout, dlse, q, k, v, out, lse, words, terms, tile)
     q, k, v, dout, out, lse = operand(q), operand(k), operand(v), dout.contiguous(), out.contiguous(), lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     tile = tile or backward_tile(p, processors(device))
-    t = terms
-    key = key_of(p, tile, t, device, q, k, v, dout, out, lse, dlse, words, t.key_lengths, t.alibi_slopes)
-    arguments = (
-        q, k, v, dout, out, lse, dlse, dq, dk, dv, words, t.key_lengths, t.alibi_slopes, *q.stride()[:3],
-        *k.stride()[:3], *v.stride()[:3], *shared_strides(words), p.Q, p.K, t.q_offset, *scales(t), float(t.scale), p.H,
-        p.H // p.G, p.D, p.E, padded(p.D), padded(p.E), tile.R, tile.C, t.softcap is not None, precision(p),
-    )  # fmt: skip
+    t, (scale, cap), shared = terms, scales(terms), shared_strides(words)
+    key = p, tile, t.q_offset, t.softcap is None, shared, device
+    tensors = {
+        "q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv,
+        "words": words, "lengths": t.key_lengths, "slopes": t.alibi_slopes,
+    }  # fmt: skip
     programs = -(-p.K // tile.C) * p.G + -(-p.Q // tile.R) * p.H
-    launch(backward_kernel, (programs, p.B, 1), key, arguments, tile)
+    launch(
+        _known, backward_kernel, (programs, p.B, 1), key, tensors,
+        {"scale": scale, "cap": cap, "plain_scale": float(t.scale)},
+        lambda: strides("q", q) | strides("k", k) | strides("v", v) | constants(p, tile, t, shared) | {"H": p.H},
+    )  # fmt: skip
     dsink = None
     if terms.sink_logits is not None:
         dsink = sink_gradient(*row_terms(dout, dlse, out, lse, torch.float32), terms)
