@@ -24,7 +24,8 @@ from gossamer.bench.rows import Row
 from gossamer.bench.run import OURS, Session, make_row, ours
 from gossamer.bench.workload import Workload, chosen, make_inputs
 
-# Positions up to which the time of a call on the host is told: longer ones fill the queue of launches.
+# Positions up to which the time of a call on the host is told: longer ones fill the queue of launches. Of a call that
+# waits for the device there is none.
 HOST_POSITIONS = 4096
 SAMPLED_ROWS = 14
 
@@ -95,7 +96,7 @@ def _fill(session: Session, row: Row, inputs: Inputs, samples: list[Sample], pre
         time_call(call, session.device, budget_s=session.budget_s, most=20, least=2), session.rate(inputs.q.dtype)
     )
     row.device_ms = graph_ms(call) if prepared.captured else row.p50_ms
-    if inputs.q.shape[2] <= HOST_POSITIONS:
+    if prepared.captured and inputs.q.shape[2] <= HOST_POSITIONS:
         row.call_ms = call_ms(call)
 
 

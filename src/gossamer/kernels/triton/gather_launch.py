@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.relaunch import Known, launch
 from gossamer.kernels.rows import sink_gradient
 from gossamer.kernels.triton import backward as backward_kernels
 from gossamer.kernels.triton import forward as forward_kernels
@@ -95,13 +96,19 @@ class Launch:
     arguments: dict[str, Any]
     options: dict[str, Any]
     grid: tuple[int]
+    known: Known = field(default_factory=dict)  # launches of before
+
+    @property
+    def rest(self) -> dict[str, Any]:
+        """The arguments that are the same in every call."""
+        return self.arguments | self.constants | self.options
 
     def part(self, size: int, like: Tensor) -> Tensor:
         """Partial results (copies, slots, block_rows, size) float32; `like` where no list is cut."""
         if not self.work.slots:
             return like
         shape = (self.copies, self.work.slots, self.block_rows, size)
-        return torch.empty(shape, dtype=torch.float32, device=like.device)
+        return like.new_empty(shape, dtype=torch.float32)
 
 
 _launches: WeakKeyDictionary[GatherWalk, dict[Any, Launch]] = WeakKeyDictionary()
@@ -192,36 +199,59 @@ def forward(
     p = problem
     q, k, v = operand(q), operand(k), operand(v)
     if into is None:
-        out = torch.empty((p.B, p.H, p.Q, p.E), dtype=q.dtype, device=q.device)
-        lse = torch.empty((p.B, p.H, p.Q), dtype=torch.float32, device=q.device)
+        out = q.new_empty((p.B, p.H, p.Q, p.E))
+        lse = q.new_empty((p.B, p.H, p.Q), dtype=torch.float32)
     else:
         out, lse = into
     run = launch_of(p, layout, "forward", config, split)
-    arguments, flags = _terms(terms, lse)
+    more, floats, key, flags = _terms(terms, lse)
     part_acc, part_ml = run.part(p.E, lse), run.part(2, lse)
+    sinks = lse if terms.sink_logits is None else terms.sink_logits.contiguous()
     kernel = gather_rows.rows_forward_kernel if layout.block_q == 1 else gather_tiles.tiles_forward_kernel
     if run.grid[0]:
-        kernel[run.grid](
-            q=q, k=k, v=v, out=out, lse=lse, part_acc=part_acc, part_ml=part_ml,
-            sinks=terms.sink_logits.contiguous() if terms.sink_logits is not None else lse,
-            SINK=terms.sink_logits is not None, H=p.H, Q=p.Q,
-            **strides("q", q), **strides("k", k), **strides("v", v), **strides("o", out), **strides("l", lse),
-            **arguments, **flags, **run.arguments, **run.constants, **run.options,
+        tensors = {
+            "q": q, "k": k, "v": v, "out": out, "lse": lse, "part_acc": part_acc, "part_ml": part_ml, "sinks": sinks,
+            **more,
+        }  # fmt: skip
+        launch(
+            run.known, kernel, run.grid, (key, terms.sink_logits is None), tensors, floats,
+            lambda: {
+                "SINK": terms.sink_logits is not None, "H": p.H, "Q": p.Q, "q_offset": terms.q_offset,
+                **strides("q", q), **strides("k", k), **strides("v", v), **strides("o", out), **strides("l", lse),
+                **flags, **run.rest,
+            },
         )  # fmt: skip
     if run.work.slots:
         merges, R = run.work.merges, layout.block_q
-        forward_kernels.merge_kernel[(merges.shape[0] * run.copies,)](
-            out, lse, part_acc, part_ml, merges, *out.stride()[:3], *lse.stride(), merges.shape[0], run.work.slots,
-            p.H, p.Q, run.arguments["lead_heads"], E=p.E, BLOCK_E=padded(p.E), R=R, TILE_ROWS=R,
-            B_FROM_GRID=run.constants["B_FROM_GRID"], H_FROM_GRID=run.constants["H_FROM_GRID"],
-            num_warps=1 if R == 1 else 4,
+        launch(
+            run.known, forward_kernels.merge_kernel, (merges.shape[0] * run.copies,), None,
+            {"out": out, "lse": lse, "part_acc": part_acc, "part_ml": part_ml}, {},
+            lambda: {
+                "merges": merges, **strides("o", out), **strides("l", lse), "H": p.H, "Q": p.Q, "E": p.E,
+                "BLOCK_E": padded(p.E), **_merging(run, R),
+            },
         )  # fmt: skip
     return out, lse
 
 
-def _terms(terms: Terms, like: Tensor) -> tuple[dict[str, Any], dict[str, bool]]:
+def _terms(
+    terms: Terms, like: Tensor
+) -> tuple[dict[str, Tensor | None], dict[str, float], tuple[Any, ...], dict[str, bool]]:
+    """The score terms of a launch: tensors, numbers, what else its key holds, and flags."""
     arguments, flags = term_arguments(terms, like)
-    return arguments, {name: value for name, value in flags.items() if name != "FOLD"}
+    del flags["FOLD"]
+    tensors = {name: arguments[name] for name in ("slopes", "lengths")}
+    floats = {name: arguments[name] for name in ("scale", "cap")}
+    return tensors, floats, (terms.q_offset, *flags.values()), flags
+
+
+def _merging(run: Launch, R: int) -> dict[str, Any]:
+    """Arguments of the kernels that join the parts of a list."""
+    return {
+        "n_merges": run.work.merges.shape[0], "n_slots": run.work.slots, "lead_heads": run.arguments["lead_heads"],
+        "R": R, "TILE_ROWS": R, "B_FROM_GRID": run.constants["B_FROM_GRID"],
+        "H_FROM_GRID": run.constants["H_FROM_GRID"], "num_warps": 1 if R == 1 else 4,
+    }  # fmt: skip
 
 
 def padded_rows(Q: int) -> int:
@@ -245,18 +275,21 @@ def query_gradient(
 ) -> Tensor:
     """dq (B, H, Q, D)."""
     p = problem
-    dq = torch.empty((p.B, p.H, p.Q, p.D), dtype=q.dtype, device=q.device) if into is None else into
+    dq = q.new_empty((p.B, p.H, p.Q, p.D)) if into is None else into
     run = launch_of(p, layout, "dq", config, split)
-    arguments, flags = _terms(terms, rows)
+    more, floats, key, flags = _terms(terms, rows)
     part = run.part(p.D, rows)
-    more = {} if layout.block_q == 1 else {"Q": p.Q}
     kernel = gather_rows.rows_dq_kernel if layout.block_q == 1 else gather_tiles.tiles_dq_kernel
     if run.grid[0]:
-        kernel[run.grid](
-            q=q, k=k, v=v, dout=dout, row_terms=rows, dq=dq, part=part, plain_scale=terms.scale, H=p.H,
-            padded_Q=rows.shape[-1], delta_offset=rows.stride(0), **more,
-            **strides("q", q), **strides("k", k), **strides("v", v), **strides("g", dout), **strides("dq", dq),
-            **arguments, **flags, **run.arguments, **run.constants, **run.options,
+        tensors = {"q": q, "k": k, "v": v, "dout": dout, "row_terms": rows, "dq": dq, "part": part, **more}
+        launch(
+            run.known, kernel, run.grid, key, tensors, {"plain_scale": terms.scale, **floats},
+            lambda: {
+                "H": p.H, "padded_Q": rows.shape[-1], "delta_offset": rows.stride(0), "q_offset": terms.q_offset,
+                **({} if layout.block_q == 1 else {"Q": p.Q}),
+                **strides("q", q), **strides("k", k), **strides("v", v), **strides("g", dout), **strides("dq", dq),
+                **flags, **run.rest,
+            },
         )  # fmt: skip
     _add_parts(run, part, dq)
     return dq
@@ -280,24 +313,30 @@ def key_gradients(
     p = problem
     run = launch_of(p, layout, "dkdv", config, split)
     if into is None:
-        dk = torch.empty((p.B, p.G, p.K, p.D), dtype=k.dtype, device=k.device)
-        dv = torch.empty((p.B, p.G, p.K, p.E), dtype=v.dtype, device=v.device)
+        dk, dv = k.new_empty((p.B, p.G, p.K, p.D)), v.new_empty((p.B, p.G, p.K, p.E))
     else:
         dk, dv = into
     own_k, own_v = dk, dv
     if run.heads != p.G:
-        own_k = torch.empty((p.B, run.heads, p.K, p.D), dtype=torch.float32, device=k.device)
-        own_v = torch.empty((p.B, run.heads, p.K, p.E), dtype=torch.float32, device=v.device)
-    arguments, flags = _terms(terms, rows)
+        own_k, own_v = (
+            x.new_empty((p.B, run.heads, p.K, size), dtype=torch.float32) for x, size in ((k, p.D), (v, p.E))
+        )
+    more, floats, key, flags = _terms(terms, rows)
     part_dk, part_dv = run.part(p.D, rows), run.part(p.E, rows)
     kernel = gather_rows.rows_dkdv_kernel if layout.block_q == 1 else gather_tiles.tiles_dkdv_kernel
     if run.grid[0]:
-        kernel[run.grid](
-            q=q, k=k, v=v, dout=dout, row_terms=rows, dk=own_k, dv=own_v, part_dk=part_dk, part_dv=part_dv,
-            plain_scale=terms.scale, heads=run.heads, padded_Q=rows.shape[-1], delta_offset=rows.stride(0),
-            **strides("q", q), **strides("k", k), **strides("v", v), **strides("g", dout),
-            **strides("dk", own_k), **strides("dv", own_v),
-            **arguments, **flags, **run.arguments, **run.constants, **run.options,
+        tensors = {
+            "q": q, "k": k, "v": v, "dout": dout, "row_terms": rows, "dk": own_k, "dv": own_v, "part_dk": part_dk,
+            "part_dv": part_dv, **more,
+        }  # fmt: skip
+        launch(
+            run.known, kernel, run.grid, key, tensors, {"plain_scale": terms.scale, **floats},
+            lambda: {
+                "heads": run.heads, "padded_Q": rows.shape[-1], "delta_offset": rows.stride(0),
+                "q_offset": terms.q_offset,
+                **strides("q", q), **strides("k", k), **strides("v", v), **strides("g", dout),
+                **strides("dk", own_k), **strides("dv", own_v), **flags, **run.rest,
+            },
         )  # fmt: skip
     _add_parts(run, part_dk, own_k)
     _add_parts(run, part_dv, own_v)
@@ -311,12 +350,15 @@ def _add_parts(run: Launch, part: Tensor, result: Tensor) -> None:
     """Write the rows of `result` (B, heads, rows, size) whose lists were cut."""
     if not run.work.slots:
         return
-    merges, size, R = run.work.merges, result.shape[-1], run.block_rows
-    backward_kernels.sum_kernel[(merges.shape[0] * run.copies,)](
-        result, part, merges, *result.stride()[:3], merges.shape[0], run.work.slots, run.heads, run.rows,
-        run.arguments["lead_heads"], SIZE=size, BLOCK_SIZE=padded(size), R=R, TILE_ROWS=R,
-        B_FROM_GRID=run.constants["B_FROM_GRID"], H_FROM_GRID=run.constants["H_FROM_GRID"],
-        num_warps=1 if R == 1 else 4,
+    merges, size = run.work.merges, result.shape[-1]
+    launch(
+        run.known, backward_kernels.sum_kernel, (merges.shape[0] * run.copies,), size,
+        {"result": result, "part": part}, {},
+        lambda: {
+            "merges": merges, **{f"stride_{axis}": result.stride(i) for i, axis in enumerate("bhn")},
+            "heads": run.heads, "rows": run.rows, "SIZE": size, "BLOCK_SIZE": padded(size),
+            **_merging(run, run.block_rows),
+        },
     )  # fmt: skip
 
 
