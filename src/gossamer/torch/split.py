@@ -23,6 +23,8 @@ from gossamer.patterns.pieces import Piece, branch_pieces, pieces
 PAIRS = {"cuda": 1e12, "cpu": 2.5e10}
 CALL = {"cuda": 3e-5, "cpu": 1e-3}
 BYTES = {"cuda": 3e12, "cpu": 5e9}
+# What making the views of a call must save: a part costs the host 60 us and more.
+VIEWS = {"cuda": 1e-5, "cpu": 0.0}
 KEPT = 256
 
 Tiles = tuple[tuple[int, int, float], ...]  # (block_q, block_kv, rate)
@@ -201,7 +203,7 @@ def _diagonal_parts(found: tuple[Piece, ...], p: Problem, sizes: Sizes, cost: Co
 def _cheaper(parts: list[Part], pattern: Pattern, p: Problem, sizes: Sizes, cost: Costs) -> Split | None:
     """The parts, longest first, if they take less than one call."""
     merged = sum(cost.merge(p.B * part.heads.number * part.run.classes * part.run.Q) for part in parts if part.joins)
-    seconds = sum(part.cost for part in parts) + merged
+    seconds = sum(part.cost for part in parts) + merged + VIEWS[p.device]
     whole = cost.call(pattern, p.B, sizes)
     if seconds >= whole:
         return None
