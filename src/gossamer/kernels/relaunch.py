@@ -53,4 +53,4 @@ def launch(
     order = {name: place for place, name in enumerate(kernel.arg_names)}
     fixed = [more.get(name) for name in order]
     fixed = [x.data_ptr() if isinstance(x, Tensor) else x for x in fixed]
-    known[key] = compiled[grid], fixed, [order[name] for name in (*tensors, *floats)]
+    known[key] = compiled[(*grid, 1, 1)[:3]], fixed, [order[name] for name in (*tensors, *floats)]
