@@ -148,6 +148,28 @@ def test_every_tile_compiles(tmp_path: Path, dtype: str) -> None:
     assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
 
 
+class Compiled:
+    """A compiled kernel, whose grid has three numbers: grid, stream, function, metadata and three of hooks first."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, calls: list[tuple[str, tuple[int, ...], object]]) -> None:
+        self.calls = calls
+
+    def __getitem__(self, grid: tuple[int, int, int]):
+        assert len(grid) == 3
+
+    def run(self, x: int, y: int, z: int, *arguments) -> None:
+        assert arguments[:6] == ("stream", "function", "metadata", None, None, None)
+        self.calls.append(("known", (x, y, z), arguments[6:]))
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
+
+
 class Kernel:
     """A Triton kernel that computes nothing and says how it was launched."""
 
@@ -159,13 +181,12 @@ class Kernel:
     def __getitem__(self, grid: tuple[int, ...]):
         def compiled(**arguments):
             self.calls.append(("looked up", grid, arguments))
-            whole = (*grid, 1, 1)[:3]  # a compiled kernel wants all three
-            return {whole: lambda *arguments: self.calls.append(("known", whole, arguments))}
+            return Compiled(self.calls)
 
         return compiled
 
 
-def test_a_known_kernel_is_launched_past_the_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_kernel_is_launched_past_the_look_up(streams: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relaunch, "MOST_KNOWN", 2)
     kernel, known, table = Kernel(), {}, torch.zeros(3)
     x, other = torch.zeros(2, 3), torch.zeros(2, 3)
@@ -184,7 +205,7 @@ def test_a_known_kernel_is_launched_past_the_look_up(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("change", ["stride", "offset", "dtype", "none"])
-def test_the_key_tells_what_triton_compiles_for(change: str) -> None:
+def test_the_key_tells_what_triton_compiles_for(change: str, streams: None) -> None:
     kernel, known, x = Kernel(), {}, torch.zeros(1, 2, 20, 17)
     changed = {"stride": x.transpose(1, 2), "offset": x[..., 1:], "dtype": x.half(), "none": None}[change]
     for given in (x, torch.ones_like(x), changed):
