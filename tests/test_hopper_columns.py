@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gossamer.kernels.hopper.backward.schedule import ColumnWork, column_work
-from gossamer.kernels.hopper.schedule import lists
+from gossamer.kernels.hopper.schedule import lists, sharing
 from gossamer.layouts import from_dense
 from gossamer.layouts.block import BlockLayout, Walk, iterate
 
@@ -23,28 +23,34 @@ def layout_of(lead: tuple[int, int]) -> BlockLayout:
     return from_dense(mask, block_q=128, block_kv=128).to("cpu")
 
 
+def made(layout: BlockLayout, split: int | None = None) -> ColumnWork:
+    """The work of two batch elements of four query heads and two key heads."""
+    heads, copies = sharing(2, 2, layout.columns)
+    return column_work(layout, copies, heads, 2, 132, split)
+
+
 def covered(layout: BlockLayout, work: ColumnWork) -> Covered:
     """(batch, key head, key tile) to (query head of the group, query tile, pool entry), in the order of the slots."""
     entries, found = lists(layout, True).lists.tolist(), defaultdict(list)
+    Bl, Hl = layout.lead
     for item in sorted(work.items.tolist(), key=lambda item: item[3]):
         batch, group, tile, _, first, count, _, valid = item[:8]
         assert valid == 1
         for head, lead, *ranges in work.segments[first : first + count].tolist():
-            Bl, Hl = layout.lead
-            ratio_head = head if Hl == 1 else lead % Hl - group * 2
-            assert ratio_head == head and lead // Hl == (batch if Bl > 1 else 0)
+            assert lead == (batch if Bl > 1 else 0) * Hl + (group * 2 + head if Hl > 1 else 0)
             for kind, (at, n) in enumerate(zip(ranges[::2], ranges[1::2], strict=True)):
                 for i in range(at, at + n):
                     found[batch, group, tile].append((head, entries[0][i], entries[1][i] if kind == 2 else -1))
     return found
 
 
-def wanted(walk: Walk, ratio: int) -> Covered:
+def wanted(walk: Walk) -> Covered:
     found = defaultdict(list)
+    Bl, Hl = walk.lead
     for b, h, t, _, column, entry in iterate(walk):
-        heads = range(ratio) if walk.lead[1] == 1 else [h % ratio]
-        for head in heads:
-            found[b, h // ratio, t].append((head, column, entry))
+        for batch in [b] if Bl > 1 else range(2):
+            for head in [h] if Hl > 1 else range(4):
+                found[batch, head // 2, t].append((head % 2, column, entry))
     return found
 
 
@@ -53,13 +59,12 @@ def wanted(walk: Walk, ratio: int) -> Covered:
 def test_items_cover_the_lists(lead: tuple[int, int], split: int | None) -> None:
     layout = layout_of(lead)
     assert layout.host is not None
-    work, want = column_work(layout, 2, 2, 132, split), wanted(layout.host.columns, 2)
+    work, want = made(layout, split), wanted(layout.host.columns)
     found = covered(layout, work)
     assert {key: sorted(tiles) for key, tiles in want.items()} == {k: sorted(t) for k, t in found.items() if t}
     # Heads follow one another, also from one slot to the next.
     assert all([head for head, _, _ in tiles] == sorted(head for head, _, _ in tiles) for tiles in found.values())
-    tiles = -(-900 // 128)
-    assert len({tuple(item[:3]) for item in work.items.tolist()}) == lead[0] * (lead[1] // 2 or 1) * tiles
+    assert len({tuple(item[:3]) for item in work.items.tolist()}) == 2 * 2 * -(-900 // 128)
     cut = [item for item in work.items.tolist() if item[3] >= 0]
     assert sorted(item[3] for item in cut) == list(range(work.slots))
     assert work.slots == int(work.merges[:, 4].sum())
@@ -72,10 +77,11 @@ def test_items_cover_the_lists(lead: tuple[int, int], split: int | None) -> None
 def test_made_on_the_device(lead: tuple[int, int]) -> None:
     """Without a copy on the host: the same lists, unsplit, longest first."""
     layout = layout_of(lead)
-    made = BlockLayout(layout.rows)
-    work = column_work(made, 2, 2, 132)
-    assert covered(made, work) == covered(layout, column_work(layout, 2, 2, 132, 1000))
+    there = BlockLayout(layout.rows)
+    work = made(there)
+    assert covered(there, work) == covered(layout, made(layout, 1000))
     lengths = [
         int(work.segments[first : first + count, 3::2].sum()) for first, count in work.items[:, 4:6].tolist()
     ]  # fmt: skip
-    assert lengths == sorted(lengths, reverse=True) and work.slots == 0
+    classes = [int(2 * np.log2(max(n, 1))) for n in lengths]
+    assert classes == sorted(classes, reverse=True) and work.slots == 0

@@ -180,7 +180,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
     from gossamer.kernels.hopper import launch_backward as module
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(module, "processors", lambda device: 3)
+    monkeypatch.setattr(module, "processors", lambda device: 40)
     monkeypatch.setattr(module, "tickets", lambda device: torch.zeros(1, dtype=torch.int32))
     kernels = {
         "preprocess": preprocess,

@@ -1,12 +1,20 @@
-"""The work items of the Hopper kernels: every listed tile once, and whole rounds where rows are few."""
+"""The work items of the Hopper kernels: every listed tile of every head once, in an order that keeps blocks busy."""
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
 
-from gossamer.kernels.hopper.schedule import lists, whole_rounds, work
-from gossamer.patterns import BigBird, Causal, Pattern, SlidingWindow
+from gossamer.kernels.hopper.schedule import KINDS, START, item_limit, lists, whole_rounds, work
+from gossamer.layouts import from_dense
+from gossamer.layouts.block import BlockLayout
+from gossamer.patterns import BigBird, Causal, Document, Pattern, PerHead, SlidingWindow
+
+Row = tuple[int, int, int]
 
 
 @pytest.mark.parametrize(
@@ -25,14 +33,133 @@ def test_whole_rounds(rows: int, longest: int, processors: int, limit: int) -> N
     assert whole_rounds(rows, longest, processors) == limit
 
 
+@pytest.mark.parametrize(
+    ("lengths", "copies", "limit"),
+    [
+        ([64] * 64, 3, 32),  # 192 rows are one round and a half; their halves are three rounds of half the length
+        ([64] * 64, 4, 64),  # 1.94 rounds: nothing to gain
+        (list(range(1, 65)), 8, 64),  # causal: short rows fill the ends
+        ([1024] + [8] * 1023, 1, 69),  # a row of 15 shares
+        ([1024] + [8] * 1023, 16, 76),  # of 0.93 shares, but of 15 shares of a head
+        (list(range(1, 257)), 8, 256),  # causal: a head takes 249
+        (list(range(1, 513)), 3, 512),  # most rows of a head take longer than the others together
+        ([0] * 200, 2, 1),
+        ([], 2, 1),
+    ],
+)
+def test_limit(lengths: list[int], copies: int, limit: int) -> None:
+    assert item_limit(np.array(lengths, dtype=np.int64), 1, copies, 132) == limit
+    assert item_limit(np.array(lengths, dtype=np.int64), 1, copies, 132, 1) == 1
+
+
+def tiles_of(layout: BlockLayout, copies: int, heads: int, split: int | None) -> dict[Row, list[int]]:
+    """(batch, head, tile row) to the places of its tiles in the lists; checks slots and merges on the way."""
+    found = work(layout, copies, heads, 132, split)
+    tiles: dict[Row, list[int]] = {}
+    slots: dict[Row, list[int]] = {}
+    for item in found.items.tolist():
+        row, ranges = (item[0], item[1], item[2]), zip(item[4:10:2], item[5:10:2], strict=True)
+        assert row not in tiles or item[3] >= 0
+        tiles.setdefault(row, []).extend(place for at, n in ranges for place in range(at, at + n))
+        if item[3] >= 0:
+            slots.setdefault(row, []).append(item[3])
+    merged = {(b, h, t): list(range(first, first + n)) for b, h, t, first, n, *_ in found.merges.tolist() if n}
+    assert merged == {row: sorted(some) for row, some in slots.items()}
+    assert sorted(slot for some in slots.values() for slot in some) == list(range(found.slots))
+    return tiles
+
+
 @pytest.mark.parametrize("pattern", [Causal(), SlidingWindow(300), BigBird(64)], ids=str)
-@pytest.mark.parametrize("copies", [1, 8])
-def test_items_hold_every_tile_once(pattern: Pattern, copies: int) -> None:
-    layout = pattern.layout(2000, 2000, block_q=64, block_kv=64).to(torch.device("cpu"))
-    for split in (None, 3):
-        found = work(layout, copies, 132, split)
-        first, count = found.items[:, 4:10:2], found.items[:, 5:10:2]
-        listed = torch.cat(
-            [torch.arange(a, a + n) for a, n in zip(first.flatten().tolist(), count.flatten().tolist(), strict=True)]
-        )
-        assert torch.equal(listed.sort().values, torch.arange(lists(layout).listed))
+@pytest.mark.parametrize("split", [None, 3])
+@pytest.mark.parametrize("where", [lambda made: made, lambda made: BlockLayout(made.rows)], ids=("host", "device"))
+def test_items_hold_every_tile_once(
+    pattern: Pattern, split: int | None, where: Callable[[BlockLayout], BlockLayout]
+) -> None:
+    layout = where(pattern.layout(2000, 2000, block_q=64, block_kv=64).to(torch.device("cpu")))
+    one = tiles_of(layout, 1, 1, split)
+    places = sorted(place for some in one.values() for place in some)
+    assert places == list(range(lists(layout).lists.shape[1]))
+    assert len(one) == layout.rows.tiles
+    every = tiles_of(layout, 6, 3, split)
+    want = {(b, h, t): sorted(some) for (_, _, t), some in one.items() for b in range(2) for h in range(3)}
+    assert {row: sorted(some) for row, some in every.items()} == want
+
+
+def test_heads_with_lists_of_their_own() -> None:
+    """A list for each of two batch elements, which three heads share."""
+    mask = np.random.default_rng(0).random((2, 1, 512, 512)) < 0.0005
+    layout = from_dense(mask, block_q=64, block_kv=64).to("cpu")
+    items = work(layout, 3, 3, 132, 1000).items.tolist()
+    assert sorted((item[0], item[1], item[2]) for item in items) == [
+        (b, h, t) for b in range(2) for h in range(3) for t in range(8)
+    ]
+    assert all(item[10] == item[0] for item in items)
+
+
+def test_heads_of_their_own_lists_are_cut_and_ordered_like_those_that_share_one() -> None:
+    """Per head or shared, the same items in the same order."""
+    shared = BigBird(128).layout(16384, 16384, block_q=128, block_kv=128).to("cpu")
+    own = PerHead([BigBird(128)] * 16).layout(16384, 16384, block_q=128, block_kv=128).to("cpu")
+    one, other = work(shared, 16, 16, 132), work(own, 1, 1, 132)
+    words = [0, 1, 2, 3, 5, 7, 9]
+    assert own.lead == (1, 16) and one.slots == other.slots > 0
+    assert torch.equal(one.items[:, words], other.items[:, words]) and torch.equal(one.merges, other.merges)
+
+
+PATTERNS = {
+    "window": lambda: SlidingWindow(2048),
+    "global": lambda: BigBird(128),
+    "causal": lambda: Causal(),
+    "documents": lambda: Document.from_cu_seqlens([0, 2000, 5000, 16384]) & Causal(),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("made_there", [False, True])
+def test_blocks_end_together(name: str, made_there: bool) -> None:
+    """Blocks that draw items in their order end within about one item of the mean."""
+    layout = PATTERNS[name]().layout(16384, 16384, block_q=128, block_kv=128).to(torch.device("cpu"))
+    if made_there:
+        layout = BlockLayout(layout.rows)
+    found = work(layout, 16, 16, 132)
+    lengths = found.items[:, 5:10:2].sum(1)
+    assert ends(lengths) < 1.01 * float((lengths + START).sum()) / 132 + float(lengths.median())
+    if name != "causal":  # whose last head has short rows of all lengths
+        whole = work(layout, 16, 16, 132, 1000).items
+        whole = whole[torch.argsort(whole[:, 1], stable=True)]
+        assert ends(lengths) < ends(whole[:, 5:10:2].sum(1))
+    # Of about the same length, a head's items follow one another.
+    some = lengths == lengths.mode().values
+    heads = found.items[some, 1].tolist()
+    assert heads == sorted(heads)
+
+
+@pytest.mark.parametrize("pattern", [Causal(), SlidingWindow(300), BigBird(64)], ids=str)
+def test_every_other_round_is_listed_backwards(pattern: Pattern) -> None:
+    """A warm cache is used from its end; intervals keep their order, and rows their tiles."""
+    layout = pattern.layout(2000, 2000, block_q=64, block_kv=64).to("cpu")
+    assert layout.host is not None
+    rows = layout.host.rows
+    there, back = lists(layout).lists, lists(layout, blocks=3).lists
+    lengths = sum(getattr(rows, kind).counts.reshape(-1).astype(int) for kind in KINDS)
+    order = np.argsort(-lengths, kind="stable").tolist()
+    base = turned = 0
+    for kind in KINDS:
+        tiles = getattr(rows, kind)
+        for row, (start, count) in enumerate(zip(tiles.starts.reshape(-1), tiles.counts.reshape(-1), strict=True)):
+            some = slice(base + int(start), base + int(start) + int(count))
+            backwards = kind != "interval" and order.index(row) // 3 % 2 == 1
+            assert torch.equal(back[:, some], there[:, some].flip(1) if backwards else there[:, some])
+            turned += backwards and count > 1
+        base += len(tiles.indices)
+    assert turned > 0
+    made_there = BlockLayout(layout.rows.with_arrays(layout.rows.arrays()))
+    assert torch.equal(lists(made_there, blocks=3).lists, there)
+
+
+def ends(lengths: torch.Tensor) -> int:
+    """When the last of 132 blocks ends that draw items of these lengths, in tiles."""
+    busy = [0] * 132
+    for length in lengths.tolist():
+        heapq.heapreplace(busy, busy[0] + length + START)
+    return max(busy)

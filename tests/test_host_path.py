@@ -163,7 +163,6 @@ def test_lists_are_the_same_from_the_host_and_from_the_device(pattern: gs.Patter
     assert (
         torch.equal(found.lists, want.lists) and torch.equal(found.lo, want.lo) and torch.equal(found.pool, want.pool)
     )
-    assert found.listed > 0 > want.listed
 
 
 @pytest.fixture

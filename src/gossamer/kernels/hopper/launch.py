@@ -130,9 +130,10 @@ def _prepare(p: Problem, layout: BlockLayout, score: str, lengths: bool, packed:
     walk = layout.rows
     config = forward_config(p.dtype, p.D, p.E, walk.block_rows, walk.block_columns, score, lengths)
     heads, copies = sharing(p.H, p.B, walk)
-    known, device = lists(layout), walk.lo.device
+    device = walk.lo.device
     blocks = config.blocks * processors(device)
-    plan = work(layout, copies, blocks, split)
+    known = lists(layout, blocks=0 if lengths else blocks)  # lengths are looked up in lists that ascend
+    plan = work(layout, copies, heads, blocks, split)
     items = plan.items.shape[0]
     lo, hi, pool = known.lo, known.hi, known.pool
     if packed:
@@ -148,8 +149,8 @@ def _prepare(p: Problem, layout: BlockLayout, score: str, lengths: bool, packed:
         compiled.merge(p.dtype, config.E, config.block_q) if plan.slots else None,
         tuple(from_dlpack(x) for x in (plan.items, known.lists, lo, hi, pool)),
         plan.merges,
-        (items, copies, heads, plan.slots),
-        min(blocks, items * copies),
+        (items, 1, 1, plan.slots),
+        min(blocks, items),
         None if plan.slots else (unused(device, 1, config.block_q, config.E), unused(device, 1, config.block_q)),
     )
 

@@ -20,7 +20,7 @@ from gossamer.kernels.hopper import compile as compiled
 from gossamer.kernels.hopper.backward.schedule import column_work
 from gossamer.kernels.hopper.config import WIDE, backward_config, query_config, wide_config
 from gossamer.kernels.hopper.launch import LOG2E, aligned, empty, operand, processors, readable, tickets, unused
-from gossamer.kernels.hopper.schedule import lists, sharing, work
+from gossamer.kernels.hopper.schedule import Lists, lists, sharing, work
 from gossamer.kernels.rows import row_terms, sink_gradient
 from gossamer.layouts.block import BlockLayout, Walk
 
@@ -193,14 +193,14 @@ def _prepare_columns(p: Problem, layout: BlockLayout, score: str, lengths: bool,
         config = backward_config(p.dtype, p.D, p.E, *tile, score, with_sums, lengths)
         run = compiled.backward(config)
     blocks = config.blocks_per_processor * processors(device)
-    plan = column_work(layout, copies, p.H // p.G, blocks, split)
+    plan = column_work(layout, copies, heads, p.H // p.G, blocks, split)
     sizes = config.D, config.E
     items = plan.items.shape[0]
     return Prepared(
         run,
-        _arrays(layout, True, plan.items, plan.segments),
-        (items, copies, heads, plan.slots),
-        min(blocks, items * copies * block // config.block_kv),
+        _arrays(lists(layout, True), plan.items, plan.segments),
+        (items, 1, 1, plan.slots),
+        min(blocks, items * block // config.block_kv),
         block,
         sizes,
         tuple(compiled.sum_parts(p.dtype, size, block) for size in sizes) if plan.slots else (),
@@ -215,13 +215,13 @@ def _prepare_rows(p: Problem, layout: BlockLayout, score: str, lengths: bool, sp
     heads, copies = sharing(p.H, p.B, walk)
     config = query_config(p.dtype, p.D, p.E, walk.block_rows, walk.block_columns, score, lengths)
     blocks = config.blocks_per_processor * processors(walk.lo.device)
-    plan = work(layout, copies, blocks, split)
+    plan = work(layout, copies, heads, blocks, split)
     items = plan.items.shape[0]
     return Prepared(
         compiled.query_gradient(config),
-        _arrays(layout, False, plan.items),
-        (items, copies, heads, plan.slots),
-        min(blocks, items * copies),
+        _arrays(lists(layout, blocks=0 if lengths else blocks), plan.items),
+        (items, 1, 1, plan.slots),
+        min(blocks, items),
         config.block_q,
         (config.D,),
         (compiled.sum_parts(p.dtype, config.D, config.block_q),) if plan.slots else (),
@@ -229,10 +229,9 @@ def _prepare_rows(p: Problem, layout: BlockLayout, score: str, lengths: bool, sp
     )
 
 
-def _arrays(layout: BlockLayout, transposed: bool, *work_arrays: Tensor) -> tuple[Any, ...]:
+def _arrays(known: Lists, *work_arrays: Tensor) -> tuple[Any, ...]:
     from tvm_ffi import from_dlpack
 
-    known = lists(layout, transposed)
     return tuple(from_dlpack(x) for x in (*work_arrays, known.lists, known.lo, known.hi, known.pool))
 
 

@@ -1,13 +1,15 @@
 """The work of one launch: item descriptions and lists that the kernel reads, made once for a layout and kept.
 
-An item is 16 words: batch and head of its list (0 where broadcast), tile row, slot (-1: not split), then for each of
-full, interval and bits the first entry and the count, the list's row in lo and hi, the copy (the kernel fills it in)
-and 1. Nothing is read back from a device: a layout that was made there gets its items there, longest first, unsplit.
+An item is 16 words: batch, head, tile row, slot (-1: not split), then for each of full, interval and bits the first
+entry and the count, the list's row in lo and hi, the copy (the kernel fills it in) and 1. Heads that share a list have
+items of their own. Nothing is read back from a device: a layout that was made there gets its items there, unsplit.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from heapq import heapreplace
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gossamer.layouts.block import BlockLayout, Walk
-from gossamer.layouts.schedule import row_lengths, split_limit, work_items
+from gossamer.layouts.schedule import FEWEST_TILES, cut, row_lengths, work_items
 
 ITEM = 16
 MERGE = 8
@@ -25,6 +27,12 @@ KINDS = ("full", "interval", "bits")
 START = 3  # what an item costs beside its tiles, in tiles
 PART = 0.25  # what merging a part costs, in tiles
 FEWEST = 4  # tiles of a part of one of few rows
+MERGE_CALL = 6  # what the second launch costs, in tiles: 10 us, where a tile of 128 x 128 takes 1.7
+PARTS_A_TILE = 40  # parts that are written, read and merged in the time of a tile
+ROUNDS = 8  # items for each block, up to which their order minds no cache and cutting all rows is considered
+SLACK = 1.1  # of a head's share of a block's time: what an item may take where heads follow one another
+FEW = 0.25  # rows for each block that are so long that they are cut for it
+BATCH, HEAD, SLOT = 0, 1, 3  # words of an item; a merge has its first slot there too
 
 
 @dataclass(frozen=True)
@@ -35,8 +43,6 @@ class Lists:
     lo: Tensor  # (Bl * Hl, Q) int32
     hi: Tensor
     pool: Tensor  # (P * block_q, block_kv / 32) int32
-    listed: int  # tiles in all lists; -1 when only the device knows
-    longest: int
 
 
 @dataclass(frozen=True)
@@ -48,15 +54,21 @@ class Work:
     slots: int
 
 
-_lists: WeakKeyDictionary[Walk, Lists] = WeakKeyDictionary()
-_work: WeakKeyDictionary[Walk, dict[int, Work]] = WeakKeyDictionary()
+_lists: WeakKeyDictionary[Walk, dict[int, Lists]] = WeakKeyDictionary()
+_work: WeakKeyDictionary[Walk, dict[tuple[int, int, int, int], Work]] = WeakKeyDictionary()
 _lock = Lock()
 
 
-def lists(layout: BlockLayout, transposed: bool = False) -> Lists:
-    """The lists of a layout of torch tensors: of its rows, or of its columns."""
+def lists(layout: BlockLayout, transposed: bool = False, blocks: int = 0) -> Lists:
+    """The lists of a layout of torch tensors: of its rows, or of its columns.
+
+    With `blocks` that draw items at the same time, every other round of rows is listed backwards: it begins with the
+    keys that are in the level-2 cache since the round before. Else, and where only the device knows the lists, tile
+    columns ascend in each list.
+    """
     walk = layout.columns if transposed else layout.rows
-    found = _lists.get(walk)
+    kept = _lists.get(walk)
+    found = kept.get(blocks) if kept is not None else None
     if found is None:
         known = walk
         if layout.host is not None:  # what is copied from there is complete for every stream
@@ -66,33 +78,53 @@ def lists(layout: BlockLayout, transposed: bool = False) -> Lists:
         listed = torch.cat(some)
         entries[0, : len(listed)] = listed
         entries[1, len(some[0]) + len(some[1]) : len(listed)] = torch.as_tensor(known.pool_index)
-        counted, longest = -1, 0
-        if layout.host is not None:
-            lengths = row_lengths(known)
-            counted, longest = int(lengths.sum()), int(lengths.max(initial=0))
+        if blocks and layout.host is not None:
+            entries[:, : len(listed)] = entries[:, torch.from_numpy(_there_and_back(known, blocks))]
         lo, hi = _rows(walk.lo, walk.rows), _rows(walk.hi, walk.rows)
-        found = Lists(entries.to(walk.lo.device), lo, hi, _rows(walk.pool, walk.block_columns // 32), counted, longest)
+        found = Lists(entries.to(walk.lo.device), lo, hi, _rows(walk.pool, walk.block_columns // 32))
         with _lock:
-            found = _lists.setdefault(walk, found)
+            found = _lists.setdefault(walk, {}).setdefault(blocks, found)
     return found
 
 
-def work(layout: BlockLayout, copies: int, processors: int, split: int | None = None) -> Work:
-    """The items of a layout that `copies` heads share. `split` replaces the automatic limit of tiles in an item."""
-    known = lists(layout)
+def _there_and_back(walk: Walk, blocks: int) -> np.ndarray:
+    """The places of a numpy walk's entries, the full and bits tiles of every other `blocks` rows of a head reversed."""
+    lengths = row_lengths(walk).reshape(-1, walk.tiles)
+    rank = np.argsort(np.argsort(-lengths, axis=1, kind="stable"), axis=1)
+    rows = np.flatnonzero(rank // blocks % 2)
+    base, places = 0, []
+    for kind in KINDS:
+        tiles = getattr(walk, kind)
+        place = np.arange(base, base + len(tiles.indices))
+        if kind != "interval":  # the first of which the kernel takes for the leftmost
+            counts, starts = tiles.counts.reshape(-1)[rows].astype(np.int64), tiles.starts.reshape(-1)[rows]
+            step = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+            first = np.repeat(starts.astype(np.int64), counts)
+            place[first + step] = base + first + np.repeat(counts, counts) - 1 - step
+        places.append(place)
+        base += len(tiles.indices)
+    return np.concatenate(places)
+
+
+def work(layout: BlockLayout, copies: int, heads: int, blocks: int, split: int | None = None) -> Work:
+    """The items of a layout. `split` replaces the automatic limit of tiles in an item.
+
+    Args:
+        copies: how many heads, of all batch elements, share a list; heads: of one batch element.
+        blocks: draw items at the same time.
+    """
     limit = 0
-    if known.listed >= 0:
-        Bl, Hl = layout.lead
-        rows = Bl * Hl * layout.rows.tiles * copies
-        if split is None and 0 < rows <= processors:
-            split = whole_rounds(rows, known.longest, processors)
-        limit = split_limit(known.listed, known.longest, copies, processors, split)
+    if layout.host is not None:
+        lengths = row_lengths(layout.host.rows).reshape(-1)
+        limit = item_limit(lengths, math.prod(layout.lead), copies, blocks, split)
+    key = (limit, copies, heads, blocks)
     kept = _work.get(layout.rows)
-    found = kept.get(limit) if kept is not None else None
+    found = kept.get(key) if kept is not None else None
     if found is None:
-        found = _host_work(layout, limit) if limit else _device_work(layout.rows)
+        made = copies, heads, blocks
+        found = _host_work(layout, limit, *made) if limit else _device_work(layout.rows, *made)
         with _lock:
-            found = _work.setdefault(layout.rows, {}).setdefault(limit, found)
+            found = _work.setdefault(layout.rows, {}).setdefault(key, found)
     return found
 
 
@@ -103,13 +135,81 @@ def sharing(heads: int, batch: int, walk: Walk) -> tuple[int, int]:
     return shared, shared * (batch if Bl == 1 else 1)
 
 
-def whole_rounds(rows: int, longest: int, processors: int) -> int:
-    """The most tiles in an item, for no more rows than processors: whole rounds of items, and few parts to merge."""
+def item_limit(lengths: np.ndarray, leads: int, copies: int, blocks: int, split: int | None = None) -> int:
+    """The most tiles in an item, for the rows of `leads` lists that are computed `copies` times.
+
+    Rows are cut where one takes longer than each block works. A few rows that take longer than a head does are cut as
+    well: heads can follow one another then (see `for_every_head`). Where there are few rows, whole rounds of parts may
+    take less, merging included.
+    """
+    longest = max(1, int(lengths.max(initial=0)))
+    if split is not None:
+        return min(split, longest)
+    rows = len(lengths) * copies
+    if rows <= blocks:
+        return max(1, whole_rounds(rows, longest, blocks))
+    head = int(lengths.sum()) / (leads * blocks)
+    share = min(longest, max(FEWEST_TILES, int(head * leads * copies)))
+    if rows > ROUNDS * blocks:
+        longer = int((lengths > SLACK * head).sum()) / leads
+        return min(share, max(FEWEST_TILES, int(SLACK * head))) if longer <= FEW * blocks else share
+
+    def time(limit: int) -> float:
+        _, begin, end, slot, _ = cut(lengths, limit)
+        parts = int((slot >= 0).sum()) * copies
+        busy = [0] * blocks
+        for length in np.repeat(end - begin + START, copies).tolist():
+            heapreplace(busy, busy[0] + length)
+        return max(busy) + (MERGE_CALL + parts / PARTS_A_TILE if parts else 0)
+
+    return min(sorted({share, *(-(-longest // parts) for parts in range(1, 5))}, reverse=True), key=time)
+
+
+def whole_rounds(rows: int, longest: int, blocks: int) -> int:
+    """The most tiles in an item, for no more rows than blocks: whole rounds of items, and few parts to merge."""
 
     def time(parts: int) -> float:
-        return -(-rows * parts // processors) * (-(-longest // parts) + START) + PART * parts
+        return -(-rows * parts // blocks) * (-(-longest // parts) + START) + PART * parts + MERGE_CALL * (parts > 1)
 
     return -(-longest // min(range(1, max(1, longest // FEWEST) + 1), key=time))
+
+
+def for_every_head(
+    items: Tensor, lengths: Tensor, merges: Tensor, slots: int, leads: int, copies: int, heads: int, blocks: int
+) -> tuple[Tensor, Tensor]:
+    """Items and merges of every head, in the order in which blocks draw them, from those of lists that heads share.
+
+    Long items first and short ones last, all blocks end together. But the items of a head should be drawn together,
+    longest first: equally long ones walk its keys side by side, and read them from the level-2 cache. So, where blocks
+    have many items, only items shorter than half of the median wait until the end; and items twice as long come first,
+    if one takes longer than a head does.
+
+    Args:
+        items: (n, ITEM), longest first; lengths: (n,) their tiles.
+        merges: (m, MERGE); slots: theirs in all.
+        leads: lists; copies, heads, blocks: see `work`.
+    """
+    n, device = len(items), items.device
+    place = torch.arange(n * copies, device=device)
+    at, copy = place % n, place // n
+    every = _copied(items[at], copy, slots, heads)
+    size = lengths.long()
+    if len(every) > ROUNDS * blocks:
+        size = (lengths / lengths[n // 2].clamp(min=1)).clamp(min=2**-20).log2().long()  # towards zero
+        fits = lengths[0] * leads * blocks <= SLACK * lengths.sum()
+        size = torch.where(fits, size.clamp(max=0), size)
+    order = torch.argsort((every[:, BATCH].long() << 20) + every[:, HEAD] - (size[at] << 40), stable=True)
+    if slots:
+        merges = _copied(merges.repeat(copies, 1), torch.arange(copies).repeat_interleave(len(merges)), slots, heads)
+    return every[order], merges
+
+
+def _copied(rows: Tensor, copy: Tensor, slots: int, heads: int) -> Tensor:
+    """Items or merges with the batch element, the head and the slots of their copies."""
+    rows[:, BATCH] += copy // heads
+    rows[:, HEAD] += copy % heads
+    rows[:, SLOT] += torch.where(rows[:, SLOT] < 0, 0, copy * slots)
+    return rows
 
 
 def _rows(x: Tensor, width: int) -> Tensor:
@@ -117,15 +217,15 @@ def _rows(x: Tensor, width: int) -> Tensor:
     return x.reshape(-1, width) if x.numel() else x.new_zeros((1, max(1, width)))
 
 
-def _host_work(layout: BlockLayout, limit: int) -> Work:
+def _host_work(layout: BlockLayout, limit: int, copies: int, heads: int, blocks: int) -> Work:
     host = layout.host
     assert host is not None
     walk = host.rows
     made = work_items(walk, limit)
     device = layout.rows.lo.device
-    heads = walk.lead[1]
+    Hl = walk.lead[1]
     lead, tile, begin, end, slot = (made.items[:, i].astype(np.int64) for i in range(5))
-    columns: list[Any] = [lead // heads, lead % heads, tile, slot]
+    columns: list[Any] = [lead // Hl, lead % Hl, tile, slot]
     base = before = np.int64(0)
     for kind in KINDS:
         tiles = getattr(walk, kind)
@@ -141,11 +241,15 @@ def _host_work(layout: BlockLayout, limit: int) -> Work:
     merges = np.zeros((max(1, len(made.merges)), MERGE), dtype=np.int32)
     if len(made.merges):
         which = made.merges[:, 0]
-        merges[:, :5] = np.stack([which // heads, which % heads, *made.merges[:, 1:].T], axis=1)
-    return Work(torch.from_numpy(items).to(device), torch.from_numpy(merges).to(device), made.slots)
+        merges[:, :5] = np.stack([which // Hl, which % Hl, *made.merges[:, 1:].T], axis=1)
+    every = for_every_head(
+        torch.from_numpy(items), torch.from_numpy(end - begin), torch.from_numpy(merges), made.slots,
+        math.prod(walk.lead), copies, heads, blocks,
+    )  # fmt: skip
+    return Work(every[0].to(device), every[1].to(device), made.slots * copies)
 
 
-def _device_work(walk: Walk) -> Work:
+def _device_work(walk: Walk, copies: int, heads: int, blocks: int) -> Work:
     counts = [getattr(walk, kind).counts.reshape(-1).long() for kind in KINDS]
     starts = [getattr(walk, kind).starts.reshape(-1).long() for kind in KINDS]
     n, device = counts[0].shape[0], counts[0].device
@@ -158,5 +262,7 @@ def _device_work(walk: Walk) -> Work:
         items[:, 4 + 2 * i], items[:, 5 + 2 * i] = starts[i] + base, counts[i]
         base += len(getattr(walk, kind).indices)
     items[:, 10], items[:, 12] = lead, 1
-    order = torch.argsort(sum(counts), descending=True, stable=True)
-    return Work(items[order].int(), torch.zeros((1, MERGE), dtype=torch.int32, device=device), 0)
+    lengths, order = torch.sort(sum(counts), descending=True, stable=True)
+    merges = torch.zeros((1, MERGE), dtype=torch.int32, device=device)
+    every, _ = for_every_head(items[order].int(), lengths, merges, 0, math.prod(walk.lead), copies, heads, blocks)
+    return Work(every, merges, 0)

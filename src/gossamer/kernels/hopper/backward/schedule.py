@@ -1,6 +1,6 @@
 """The work of the column kernel: items of key heads and their segments, in the words that this package describes.
 
-Made once for a layout and kept. A layout that was made on a device gets its items there, longest first, unsplit.
+Made once for a layout and kept. A layout that was made on a device gets its items there, unsplit.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.kernels.hopper.schedule import ITEM, KINDS, MERGE
+from gossamer.kernels.hopper.schedule import ITEM, KINDS, MERGE, for_every_head, item_limit
 from gossamer.layouts.block import BlockLayout, Walk
-from gossamer.layouts.schedule import cut, row_lengths, split_limit
+from gossamer.layouts.schedule import cut, row_lengths
 
 SEGMENT = 8
 
@@ -30,33 +30,36 @@ class ColumnWork:
     slots: int
 
 
-_work: WeakKeyDictionary[Walk, dict[tuple[int, int, int | None], ColumnWork]] = WeakKeyDictionary()
+_work: WeakKeyDictionary[Walk, dict[tuple[int, int, int, int, int | None], ColumnWork]] = WeakKeyDictionary()
 _lock = Lock()
 
 
-def column_work(layout: BlockLayout, copies: int, ratio: int, processors: int, split: int | None = None) -> ColumnWork:
+def column_work(
+    layout: BlockLayout, copies: int, heads: int, ratio: int, blocks: int, split: int | None = None
+) -> ColumnWork:
     """The items of a layout's columns.
 
     Args:
-        copies: how many key heads, of all batch elements, share an item.
+        copies: how many key heads, of all batch elements, share a list; heads: of one batch element.
         ratio: query heads of a key head.
+        blocks: draw items at the same time.
         split: replaces the automatic limit of tiles in an item.
     """
-    key = (copies, ratio, split)
+    key = (copies, heads, ratio, blocks, split)
     kept = _work.get(layout.columns)
     found = kept.get(key) if kept is not None else None
     if found is None:
         if layout.host is None:
-            found = _device_work(layout.columns, ratio)
+            found = _device_work(layout.columns, copies, heads, ratio, blocks)
         else:
-            found = _host_work(layout.host.columns, layout.columns.lo.device, copies, ratio, processors, split)
+            found = _host_work(layout.host.columns, layout.columns.lo.device, copies, heads, ratio, blocks, split)
         with _lock:
             found = _work.setdefault(layout.columns, {}).setdefault(key, found)
     return found
 
 
 def _host_work(
-    walk: Walk, device: torch.device, copies: int, ratio: int, processors: int, split: int | None
+    walk: Walk, device: torch.device, copies: int, heads: int, ratio: int, blocks: int, split: int | None
 ) -> ColumnWork:
     (Bl, Hl), tiles = walk.lead, walk.tiles
     per_head = Hl > 1
@@ -65,7 +68,7 @@ def _host_work(
     lengths = row_lengths(walk).reshape(Bl, groups, -1, tiles).swapaxes(2, 3).reshape(Bl * groups * tiles, -1)
     lengths = np.broadcast_to(lengths, (len(lengths), ratio))
     totals = lengths.sum(1)
-    limit = split_limit(int(totals.sum()), int(totals.max(initial=0)), copies, processors, split)
+    limit = item_limit(totals, Bl * groups, copies, blocks, split)
     row, begin, end, slot, pieces = cut(totals, limit)
     before = (np.cumsum(lengths, 1) - lengths)[row]
     from_ = np.clip(begin[:, None] - before, 0, lengths[row])
@@ -95,11 +98,15 @@ def _host_work(
     merges[: len(cuts), :5] = np.stack(
         [*np.unravel_index(cuts, (Bl, groups, tiles)), first_slot, pieces[cuts]], axis=1
     )  # fmt: skip
-    made = [torch.from_numpy(x).to(device) for x in (items, segments, merges)]
-    return ColumnWork(made[0], made[1], made[2], int(pieces[cuts].sum()))
+    slots = int(pieces[cuts].sum())
+    every, merged = for_every_head(
+        torch.from_numpy(items), torch.from_numpy(end - begin), torch.from_numpy(merges), slots, Bl * groups, copies,
+        heads, blocks,
+    )  # fmt: skip
+    return ColumnWork(every.to(device), torch.from_numpy(segments).to(device), merged.to(device), slots * copies)
 
 
-def _device_work(walk: Walk, ratio: int) -> ColumnWork:
+def _device_work(walk: Walk, copies: int, heads: int, ratio: int, blocks: int) -> ColumnWork:
     (Bl, Hl), tiles, device = walk.lead, walk.tiles, walk.lo.device
     per_head = Hl > 1
     groups = Hl // ratio if per_head else 1
@@ -126,5 +133,7 @@ def _device_work(walk: Walk, ratio: int) -> ColumnWork:
     for i, column in enumerate(columns):
         items[:, i] = column
     items[:, 7] = 1
-    order = torch.argsort(total, descending=True, stable=True)
-    return ColumnWork(items[order], segments, torch.zeros((1, MERGE), dtype=torch.int32, device=device), 0)
+    lengths, order = torch.sort(total, descending=True, stable=True)
+    merges = torch.zeros((1, MERGE), dtype=torch.int32, device=device)
+    every, _ = for_every_head(items[order], lengths, merges, 0, Bl * groups, copies, heads, blocks)
+    return ColumnWork(every, segments, merges, 0)
