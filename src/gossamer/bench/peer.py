@@ -29,6 +29,7 @@ class Prepared:
     computes: Any = None  # the pattern it computes when that is not the case's (dense peers)
     note: str = ""
     captured: bool = True  # a CUDA graph can hold it: it never waits for the device
+    plain: Attend | None = None  # the call as a user writes it, where `attend` chooses something first
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,8 @@ def _fill(session: Session, row: Row, inputs: Inputs, samples: list[Sample], pre
     )
     row.device_ms = graph_ms(call) if prepared.captured else row.p50_ms
     if prepared.captured and inputs.q.shape[2] <= HOST_POSITIONS:
-        row.call_ms = call_ms(call)
+        plain = prepared.plain or prepared.attend
+        row.call_ms = call_ms(lambda: plain(inputs.q, inputs.k, inputs.v))
 
 
 def _relative_error(samples: list[Sample], out: Tensor) -> float:
@@ -132,7 +133,8 @@ def _dense(causal: bool) -> Peer:
                 return attend(q, k, v)
 
         pattern = gossamer.Causal() if causal else gossamer.Dense()
-        return Prepared(chosen_backend, computes=pattern, note=best.name.removesuffix("_ATTENTION").lower())
+        note = best.name.removesuffix("_ATTENTION").lower()
+        return Prepared(chosen_backend, computes=pattern, note=note, plain=attend)
 
     return Peer("SDPA causal" if causal else "SDPA dense", prepare)
 
