@@ -42,6 +42,8 @@ def test_whole_rounds(rows: int, longest: int, processors: int, limit: int) -> N
         ([1024] + [8] * 1023, 1, 69),  # a row of 15 shares
         ([1024] + [8] * 1023, 16, 76),  # of 0.93 shares, but of 15 shares of a head
         (list(range(1, 257)), 8, 256),  # causal: a head takes 249
+        ([150] * 4 + [40] * 224, 8, 79),  # four rows longer than a head takes,
+        ([150] * 32 + [40] * 224, 8, 150),  # or too many to merge
         (list(range(1, 513)), 3, 512),  # most rows of a head take longer than the others together
         ([0] * 200, 2, 1),
         ([], 2, 1),

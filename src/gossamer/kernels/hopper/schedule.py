@@ -31,7 +31,7 @@ MERGE_CALL = 6  # what the second launch costs, in tiles: 10 us, where a tile of
 PARTS_A_TILE = 40  # parts that are written, read and merged in the time of a tile
 ROUNDS = 8  # items for each block, up to which their order minds no cache and cutting all rows is considered
 SLACK = 1.1  # of a head's share of a block's time: what an item may take where heads follow one another
-FEW = 0.25  # rows for each block that are so long that they are cut for it
+FEW = 0.06  # rows of a list for each block, at most, that are cut because one takes longer
 BATCH, HEAD, SLOT = 0, 1, 3  # words of an item; a merge has its first slot there too
 
 
