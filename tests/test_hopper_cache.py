@@ -59,7 +59,7 @@ def test_a_name_holds_what_the_kernel_depends_on(folder: Path, monkeypatch: pyte
     assert path == kernel.path(*KEY)
 
 
-def test_the_fingerprint_sees_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_sees_every_source_of_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "__file__", str(tmp_path / "store.py"))
     monkeypatch.setattr(store.importlib.metadata, "version", lambda name: "1.0")
     (tmp_path / "inner").mkdir()
@@ -68,6 +68,7 @@ def test_the_fingerprint_sees_every_source(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "inner" / "kernel.py").write_text("two")
     assert store._sources() != before
     (tmp_path / "inner" / "kernel.py").write_text("one")
+    (tmp_path / "inner" / "schedule.py").write_text("what calls a kernel is in no object file")
     assert store._sources() == before
     monkeypatch.setattr(store.importlib.metadata, "version", lambda name: "1.1")
     assert store._sources() != before
