@@ -257,3 +257,18 @@ def test_arguments(launch: Any, name: str, D: int, E: int, deterministic: bool, 
                 assert actual.is_contiguous()
                 error = (actual.double() - exact).abs().max() / exact.abs().max()
                 assert error < 2e-2, (split, float(error))
+
+
+def test_calls_in_graphs_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gossamer.kernels.hopper import launch as forward
+
+    cpu, pool = torch.device("cpu"), torch.zeros((2, forward.APART), dtype=torch.int32)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(forward, "_captured", {cpu.index: (pool, iter(range(2)))})
+    found = [forward.tickets(cpu) for _ in range(3)]
+    assert [x.shape for x in found] == [(1,)] * 3 and len({x.data_ptr() for x in found}) == 3
+    # The third finds none left, and is zeroed by the graph.
+    owners = [x.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr() for x in found]
+    assert owners == [True, True, False] and found[1].data_ptr() - found[0].data_ptr() == 4 * forward.APART
+    monkeypatch.setattr(forward, "_captured", {})
+    assert forward.tickets(cpu).tolist() == [0]
