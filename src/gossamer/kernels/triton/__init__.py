@@ -14,6 +14,11 @@ from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout
 
 
+def elsewhere(x: Tensor) -> bool:
+    """Whether a tensor is on a GPU that is not the current one, where Triton would run its kernels."""
+    return x.is_cuda and x.device.index != torch.cuda.current_device()
+
+
 class Triton:
     """Tiles of 128 x 128 pairs, walked by the three mask modes of a layout, and gathered keys for scattered pairs.
 
@@ -58,6 +63,9 @@ class Triton:
         terms: Terms,
         into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
+        if elsewhere(q):
+            with torch.cuda.device(q.device):
+                return self.forward(problem, q, k, v, layout, terms, into)
         if isinstance(layout, GatherLayout):
             return gather_launch.forward(problem, q, k, v, layout, terms, into=into)
         if max(problem.D, problem.E) > BUCKETS[-1]:
@@ -78,6 +86,9 @@ class Triton:
         terms: Terms,
         into: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        if elsewhere(q):
+            with torch.cuda.device(q.device):
+                return self.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into)
         if isinstance(layout, GatherLayout):
             return gather_launch.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
         if max(problem.D, problem.E) > BUCKETS[-1]:
