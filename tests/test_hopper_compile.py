@@ -78,11 +78,7 @@ def test_reasons() -> None:
     assert "compute capability 9.0" in reasons(problem(64, 64, sm=80), capability)[0]
     assert "alibi_slopes" in reasons(problem(64, 64, score_terms=frozenset({"alibi_slopes"})), capability)[0]
     assert reasons(problem(64, 64, backward=True), capability) == []
-    less = dataclasses.replace(
-        capability, backward_score_terms=frozenset({"q_offset"}), backward_tiles=frozenset({(128, 128)})
-    )
-    assert "key_lengths" in reasons(problem(64, 64, backward=True, score_terms=frozenset({"key_lengths"})), less)[0]
-    assert "64 x 64" in reasons(problem(64, 64, backward=True, tile=(64, 64)), less)[0]
+    assert "32 x 32" in reasons(problem(64, 64, tile=(32, 32)), capability)[0]
     assert reasons(problem(96, 96, tile=(192, 128)), capability) == []
     assert "192 x 128 for head sizes up to 96" in reasons(problem(128, 64, tile=(192, 128)), capability)[0]
 

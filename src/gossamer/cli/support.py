@@ -62,14 +62,6 @@ def head_sizes(limit: Capability) -> str:
     return f"1 to {limit.max_head_dim}{narrower}"
 
 
-def _backward(limit: Capability) -> str:
-    if not limit.backward:
-        return "no"
-    terms = limit.score_terms if limit.backward_score_terms is None else limit.backward_score_terms
-    missing = _all_or(limit.score_terms - terms, SCORE_TERMS)
-    return "yes" if missing == "none" else f"yes, without {missing}"
-
-
 ROWS = (
     ("devices", _devices),
     ("types", lambda limit: ", ".join(sorted(limit.dtypes))),
@@ -79,6 +71,6 @@ ROWS = (
         "score terms (" + ", ".join(f"`{term}`" for term in SCORE_TERMS) + ")",
         lambda limit: _all_or(limit.score_terms, SCORE_TERMS),
     ),
-    ("backward", _backward),
+    ("backward", lambda limit: "yes" if limit.backward else "no"),
     ("deterministic mode", _deterministic),
 )

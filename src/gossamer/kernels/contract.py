@@ -76,8 +76,6 @@ class Capability:
     deterministic: frozenset[str] = frozenset({"cpu", "cuda"})  # devices on which a deterministic run exists
     tiles: frozenset[tuple[int, int]] | None = None  # layout tiles that it walks; None: any
     max_head_dim_of: tuple[tuple[tuple[int, int], int], ...] = ()  # (tile, the largest D and E with it)
-    backward_score_terms: frozenset[str] | None = None  # of a backward, where they are fewer
-    backward_tiles: frozenset[tuple[int, int]] | None = None
     max_pairs: tuple[int, int] | None = None  # B * H * Q * K of a forward, and of a backward; None: any
     alignment: int | None = None  # of the inputs' addresses and strides, in bytes; others are copied first
     float32_results: bool = True  # writes into float32 tensors for 16-bit inputs as well
@@ -105,17 +103,15 @@ def reasons(problem: Problem, capability: Capability) -> list[str]:
             found.append(f"head size {name}={size} is over {most}{where}")
     if c.max_pairs is not None and (pairs := c.max_pairs[p.backward]) < p.B * p.H * p.Q * p.K:
         found.append(f"computes every pair: B x H x Q x K = {p.B * p.H * p.Q * p.K:,} is over {pairs:,}")
-    tiles = c.backward_tiles if p.backward and c.backward_tiles is not None else c.tiles
-    if p.tile is not None and tiles == frozenset():
+    if p.tile is not None and c.tiles == frozenset():
         found.append("walks no layout")
-    elif p.tile is not None and tiles is not None and p.tile not in tiles:
-        walked = ", ".join(f"{q} x {kv}" for q, kv in sorted(tiles))
+    elif p.tile is not None and c.tiles is not None and p.tile not in c.tiles:
+        walked = ", ".join(f"{q} x {kv}" for q, kv in sorted(c.tiles))
         found.append(f"walks layout tiles of {walked}, got {p.tile[0]} x {p.tile[1]}")
     for tile, most in c.max_head_dim_of:
         if p.tile == tile and max(p.D, p.E) > most:
             found.append(f"walks layout tiles of {tile[0]} x {tile[1]} for head sizes up to {most}")
-    terms = c.backward_score_terms if p.backward and c.backward_score_terms is not None else c.score_terms
-    missing = p.score_terms - terms
+    missing = p.score_terms - c.score_terms
     if missing:
         found.append(f"does not compute {_names(missing)}")
     if p.backward and not c.backward:
