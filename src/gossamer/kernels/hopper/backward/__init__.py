@@ -17,13 +17,13 @@ lengths (B,) int32 where the configuration has them, else None: keys j >= length
 tickets (1,) int32, then before, exponent, factor (Float32) and items, copies, heads, slots, blocks (Int32):
     scores are s = q . k; "fold": exponent = scale * log2(e), before = 1 (any sign of the scale, zero too);
     "softcap": before = scale / softcap, exponent = softcap * log2(e). factor = scale is what dk is multiplied by.
-    items = n; copies = heads * (B if the lists are shared by the batch, else 1); heads = G if they are shared by the
-    heads, else 1. Copy c adds c // heads to an item's batch and c % heads to its key head.
+    items = n; the kernel computes each for copies, of which copy c adds c // heads to the item's batch and c % heads to
+    its key head. Both are 1: schedule.py lists items of every key head, also where heads share a list.
 
-An item is 16 words: batch, key head (0 where broadcast), key tile, slot (-1: not split), first segment, segments, copy
+An item is 16 words: batch, key head, key tile, slot (-1: not split), first segment, segments, copy
 (the kernel fills it in), 1, and with lengths the keys that count (the kernel fills these in too). It computes one key
 tile of one key head over its segments, and writes dk and dv (or the rows copy * slots + slot of the parts). An item
-without segments writes zeros. Longest items come first.
+without segments writes zeros. Their order is that of `for_every_head` in the forward's schedule.py.
 
 A segment is 8 words: query head within the group of the key head (0 .. H / G - 1), row of the walk's lists in lo and
 hi, then for each of full, interval and bits the first entry in `lists` and the count (as in the forward's items). An
@@ -31,5 +31,5 @@ item of a shared list has one segment a query head; a split item has the pieces 
 lists that fall into its range. Segments with no entries are allowed.
 
 Head sizes over 128 are wide.py's, which takes the same arguments and writes dK and dV alone: its items are the halves
-of 64 keys of a key tile. dQ is then made by rows (query.py) in both modes.
+of 64 keys of a key tile. dQ is then made by rows (query.py) in both modes, and so it is for tiles of 64 x 64.
 """
