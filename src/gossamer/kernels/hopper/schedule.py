@@ -26,12 +26,12 @@ MERGE = 8
 KINDS = ("full", "interval", "bits")
 START = 3  # what an item costs beside its tiles, in tiles
 PART = 0.25  # what merging a part costs, in tiles
-FEWEST = 4  # tiles of a part of one of few rows
+LEAST_PART = 4  # tiles of a part of one of few rows
 MERGE_CALL = 6  # what the second launch costs, in tiles: 10 us, where a tile of 128 x 128 takes 1.7
 PARTS_A_TILE = 40  # parts that are written, read and merged in the time of a tile
 ROUNDS = 8  # items for each block, up to which their order minds no cache and cutting all rows is considered
 SLACK = 1.1  # of a head's share of a block's time: what an item may take where heads follow one another
-FEW = 0.06  # rows of a list for each block, at most, that are cut because one takes longer
+CUT_ROWS = 0.06  # of a list, for each block, at most: rows that are cut because one takes longer than a head
 BATCH, HEAD, SLOT = 0, 1, 3  # words of an item; a merge has its first slot there too
 
 
@@ -55,7 +55,7 @@ class Work:
 
 
 _lists: WeakKeyDictionary[Walk, dict[int, Lists]] = WeakKeyDictionary()
-_work: WeakKeyDictionary[Walk, dict[tuple[int, int, int, int], Work]] = WeakKeyDictionary()
+_work: WeakKeyDictionary[Walk, dict[tuple[int, int, int, int | None], Work]] = WeakKeyDictionary()
 _lock = Lock()
 
 
@@ -113,16 +113,14 @@ def work(layout: BlockLayout, copies: int, heads: int, blocks: int, split: int |
         copies: how many heads, of all batch elements, share a list; heads: of one batch element.
         blocks: draw items at the same time.
     """
-    limit = 0
-    if layout.host is not None:
-        lengths = row_lengths(layout.host.rows).reshape(-1)
-        limit = item_limit(lengths, math.prod(layout.lead), copies, blocks, split)
-    key = (limit, copies, heads, blocks)
+    key = (copies, heads, blocks, split)
     kept = _work.get(layout.rows)
     found = kept.get(key) if kept is not None else None
     if found is None:
-        made = copies, heads, blocks
-        found = _host_work(layout, limit, *made) if limit else _device_work(layout.rows, *made)
+        if layout.host is None:
+            found = _device_work(layout.rows, copies, heads, blocks)
+        else:
+            found = _host_work(layout.host.rows, layout.rows.lo.device, copies, heads, blocks, split)
         with _lock:
             found = _work.setdefault(layout.rows, {}).setdefault(key, found)
     return found
@@ -152,7 +150,7 @@ def item_limit(lengths: np.ndarray, leads: int, copies: int, blocks: int, split:
     share = min(longest, max(FEWEST_TILES, int(head * leads * copies)))
     if rows > ROUNDS * blocks:
         longer = int((lengths > SLACK * head).sum()) / leads
-        return min(share, max(FEWEST_TILES, int(SLACK * head))) if longer <= FEW * blocks else share
+        return min(share, max(FEWEST_TILES, int(SLACK * head))) if longer <= CUT_ROWS * blocks else share
 
     def time(limit: int) -> float:
         _, begin, end, slot, _ = cut(lengths, limit)
@@ -171,7 +169,7 @@ def whole_rounds(rows: int, longest: int, blocks: int) -> int:
     def time(parts: int) -> float:
         return -(-rows * parts // blocks) * (-(-longest // parts) + START) + PART * parts + MERGE_CALL * (parts > 1)
 
-    return -(-longest // min(range(1, max(1, longest // FEWEST) + 1), key=time))
+    return -(-longest // min(range(1, max(1, longest // LEAST_PART) + 1), key=time))
 
 
 def for_every_head(
@@ -217,13 +215,9 @@ def _rows(x: Tensor, width: int) -> Tensor:
     return x.reshape(-1, width) if x.numel() else x.new_zeros((1, max(1, width)))
 
 
-def _host_work(layout: BlockLayout, limit: int, copies: int, heads: int, blocks: int) -> Work:
-    host = layout.host
-    assert host is not None
-    walk = host.rows
-    made = work_items(walk, limit)
-    device = layout.rows.lo.device
-    Hl = walk.lead[1]
+def _host_work(walk: Walk, device: torch.device, copies: int, heads: int, blocks: int, split: int | None) -> Work:
+    leads, Hl = math.prod(walk.lead), walk.lead[1]
+    made = work_items(walk, item_limit(row_lengths(walk).reshape(-1), leads, copies, blocks, split))
     lead, tile, begin, end, slot = (made.items[:, i].astype(np.int64) for i in range(5))
     columns: list[Any] = [lead // Hl, lead % Hl, tile, slot]
     base = before = np.int64(0)
@@ -243,8 +237,8 @@ def _host_work(layout: BlockLayout, limit: int, copies: int, heads: int, blocks:
         which = made.merges[:, 0]
         merges[:, :5] = np.stack([which // Hl, which % Hl, *made.merges[:, 1:].T], axis=1)
     every = for_every_head(
-        torch.from_numpy(items), torch.from_numpy(end - begin), torch.from_numpy(merges), made.slots,
-        math.prod(walk.lead), copies, heads, blocks,
+        torch.from_numpy(items), torch.from_numpy(end - begin), torch.from_numpy(merges), made.slots, leads, copies,
+        heads, blocks,
     )  # fmt: skip
     return Work(every[0].to(device), every[1].to(device), made.slots * copies)
 
