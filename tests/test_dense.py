@@ -17,7 +17,6 @@ import torch
 pytest.importorskip("triton")
 
 
-from gossamer.kernels import relaunch
 from gossamer.testing import inputs, tolerance
 from gossamer.testing.cases import SMALL, Case
 from gossamer.torch.masks import unpack, words_of
@@ -146,71 +145,6 @@ def test_every_tile_compiles(tmp_path: Path, dtype: str) -> None:
         timeout=900,
     )
     assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
-
-
-class Compiled:
-    """A compiled kernel, whose grid has three numbers: grid, stream, function, metadata and three of hooks first."""
-
-    function, packed_metadata = "function", "metadata"
-
-    def __init__(self, calls: list[tuple[str, tuple[int, ...], object]]) -> None:
-        self.calls = calls
-
-    def __getitem__(self, grid: tuple[int, int, int]):
-        assert len(grid) == 3
-
-    def run(self, x: int, y: int, z: int, *arguments) -> None:
-        assert arguments[:6] == ("stream", "function", "metadata", None, None, None)
-        self.calls.append(("known", (x, y, z), arguments[6:]))
-
-
-@pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
-
-
-class Kernel:
-    """A Triton kernel that computes nothing and says how it was launched."""
-
-    arg_names = ("size", "x", "scale", "y", "table", "FLAG")
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, tuple[int, ...], object]] = []
-
-    def __getitem__(self, grid: tuple[int, ...]):
-        def compiled(**arguments):
-            self.calls.append(("looked up", grid, arguments))
-            return Compiled(self.calls)
-
-        return compiled
-
-
-def test_a_known_kernel_is_launched_past_the_look_up(streams: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relaunch, "MOST_KNOWN", 2)
-    kernel, known, table = Kernel(), {}, torch.zeros(3)
-    x, other = torch.zeros(2, 3), torch.zeros(2, 3)
-
-    def run(key: str, x: torch.Tensor, scale: float) -> None:
-        rest = {"size": 7, "table": table, "FLAG": True, "num_warps": 4}
-        relaunch.launch(known, kernel, (3, 2), key, {"x": x, "y": None}, {"scale": scale}, lambda: rest)
-
-    run("a", x, 0.5)
-    run("a", other, 0.25)
-    assert kernel.calls[0][:2] == ("looked up", (3, 2)) and kernel.calls[0][2]["x"] is x
-    assert kernel.calls[1] == ("known", (3, 2, 1), (7, other.data_ptr(), 0.25, None, table.data_ptr(), True))
-    for key in "abca":
-        run(key, x, 0.5)
-    assert [call[0] for call in kernel.calls[2:]] == ["known", "looked up", "looked up", "looked up"]
-
-
-@pytest.mark.parametrize("change", ["stride", "offset", "dtype", "none"])
-def test_the_key_tells_what_triton_compiles_for(change: str, streams: None) -> None:
-    kernel, known, x = Kernel(), {}, torch.zeros(1, 2, 20, 17)
-    changed = {"stride": x.transpose(1, 2), "offset": x[..., 1:], "dtype": x.half(), "none": None}[change]
-    for given in (x, torch.ones_like(x), changed):
-        relaunch.launch(known, kernel, (1,), None, {"x": given}, {}, dict)
-    assert [call[0] for call in kernel.calls] == ["looked up", "known", "looked up"]
 
 
 def test_words_that_batch_elements_share_are_another_key() -> None:
