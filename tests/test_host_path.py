@@ -97,6 +97,9 @@ def test_what_is_plain() -> None:
     with torch.autograd.profiler.profile():
         assert not operators.plain(x)
     assert not torch.func.vmap(lambda y: y + operators.plain(y))(x).any()
+    escaped: list[Tensor] = []
+    torch.func.grad(lambda y: (escaped.append(y), y.sum())[1])(x)
+    assert not operators.plain(*escaped)  # it has no address
     assert operators.plain(x)
 
 

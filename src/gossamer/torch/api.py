@@ -15,10 +15,10 @@ from gossamer.patterns import CSR, Dense, Pattern
 from gossamer.patterns.reordered import ReorderedCSR
 from gossamer.torch.merge import branches_of
 from gossamer.torch.merge import merge as merge_results
-from gossamer.torch.operators import eager, plain
+from gossamer.torch.operators import differentiable, eager, plain
 from gossamer.torch.registry import constants
 from gossamer.torch.reorder import orders, permuted
-from gossamer.torch.validate import describe
+from gossamer.torch.validate import Arguments, describe
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -100,13 +100,18 @@ def attention(
         q, k, v = permuted(pattern, q, k, v, key_lengths, alibi_slopes)
         back, pattern = orders(pattern, q.device)[1], pattern.inner
     handle, layout, blocks, _alive = what(pattern, q)
-    is_tensor = isinstance(q_offset, Tensor)
-    run: Any = eager if not torch.compiler.is_compiling() and plain(q, k, v, sink_logits) else _forward
-    out, lse = run(
-        q, k, v, layout, blocks, handle,
-        None if is_tensor else q_offset, q_offset if is_tensor else None,
-        key_lengths, sink_logits, alibi_slopes, scale, softcap, implementation, deterministic, False,
-    )  # fmt: skip
+    offset, offset_tensor = (None, q_offset) if isinstance(q_offset, Tensor) else (q_offset, None)
+    if not torch.compiler.is_compiling() and plain(q, k, v, sink_logits):
+        a = Arguments(
+            q, k, v, offset, offset_tensor, key_lengths, sink_logits, alibi_slopes, scale, softcap, implementation,
+            deterministic, differentiable(q, k, v, sink_logits),
+        )  # fmt: skip
+        out, lse = eager(a, layout, blocks, handle)
+    else:
+        out, lse = _forward(
+            q, k, v, layout, blocks, handle, offset, offset_tensor, key_lengths, sink_logits, alibi_slopes, scale,
+            softcap, implementation, deterministic, False,
+        )  # fmt: skip
     if back is not None:
         out, lse = out.index_select(2, back), lse.index_select(2, back)
     if dims == 3:
@@ -145,7 +150,9 @@ def check_types(
             raise ValueError(f"{name} must be a strided tensor; got {x.layout}, shape {tuple(x.shape)}")
         if x.device != q.device:
             raise ValueError(f"{name} must be a tensor on q's device, {q.device}; got {describe(x)}")
-    if scale is q_offset is key_lengths is softcap is sink_logits is alibi_slopes is implementation is None:
+    if implementation is not None and not isinstance(implementation, str):
+        raise ValueError(f"implementation must be a name or None; got {describe(implementation)}")
+    if scale is q_offset is key_lengths is softcap is sink_logits is alibi_slopes is None:
         return
     for name, x in (("key_lengths", key_lengths), ("sink_logits", sink_logits), ("alibi_slopes", alibi_slopes)):
         if x is not None and not isinstance(x, Tensor):
@@ -162,8 +169,6 @@ def check_types(
     for name, x in (("scale", scale), ("softcap", softcap)):
         if isinstance(x, int) and abs(x) > 2**53:
             raise ValueError(f"{name} must be a number of at most 2**53; got {x}")
-    if implementation is not None and not isinstance(implementation, str):
-        raise ValueError(f"implementation must be a name or None; got {describe(implementation)}")
 
 
 def is_deterministic(deterministic: Any) -> bool:

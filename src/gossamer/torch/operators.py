@@ -8,8 +8,6 @@ whose layout is looked up in here, by the sizes of the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from gossamer.kernels.rows import compute_dtype
 from gossamer.patterns.handles import token_of
 from gossamer.torch import parts
-from gossamer.torch.plan import placed, plan_for, terms_of
+from gossamer.torch.plan import Plan, placed, plan_for, terms_of
 from gossamer.torch.validate import Arguments, validate
 
 _OPTIONS = (
@@ -36,16 +34,41 @@ library.define(
 )
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, layout: list[Tensor], geometry: list[int], pattern: int, *options: Any):
-    a = Arguments(q, k, v, *options)
-    plan = plan_for(a, geometry, backward=False)
+def compute(plan: Plan, a: Arguments, layout: list[Tensor], geometry: list[int], pattern: int) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call whose plan is known."""
     terms = terms_of(a)
     split = parts.split_for(plan, terms, pattern)
     if split is not None:
         return parts.forward(split, plan, a, terms, pattern)
     implementation, where = placed(plan, a, terms, pattern, layout, geometry)
-    out, lse = implementation.forward(plan.problem, q, k, v, where, terms)
+    out, lse = implementation.forward(plan.problem, a.q, a.k, a.v, where, terms)
     return out.contiguous(), lse  # as the fake says; rows of an odd size may come padded
+
+
+def compute_gradients(
+    plan: Plan,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    a: Arguments,
+    out: Tensor,
+    lse: Tensor,
+    layout: list[Tensor],
+    geometry: list[int],
+    pattern: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq, dk, dv, dsink_logits or None); `plan` is that of the backward."""
+    terms = terms_of(a)
+    dout = torch.zeros_like(out) if dout is None else dout
+    split = parts.split_for(plan, terms, pattern)
+    if split is not None:
+        return parts.backward(split, plan, a, terms, pattern, dout, dlse, out, lse)
+    implementation, where = placed(plan, a, terms, pattern, layout, geometry)
+    return implementation.backward(plan.problem, dout, dlse, a.q, a.k, a.v, out, lse, where, terms)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, layout: list[Tensor], geometry: list[int], pattern: int, *options: Any):
+    a = Arguments(q, k, v, *options)
+    return compute(plan_for(a, geometry), a, layout, geometry, pattern)
 
 
 def _backward(
@@ -62,15 +85,8 @@ def _backward(
     *options: Any,
 ):
     a = Arguments(q, k, v, *options)
-    plan = plan_for(a, geometry, backward=True)
-    terms = terms_of(a)
-    dout = torch.zeros_like(out) if dout is None else dout
-    split = parts.split_for(plan, terms, pattern)
-    if split is not None:
-        dq, dk, dv, dsink = parts.backward(split, plan, a, terms, pattern, dout, dlse, out, lse)
-    else:
-        implementation, where = placed(plan, a, terms, pattern, layout, geometry)
-        dq, dk, dv, dsink = implementation.backward(plan.problem, dout, dlse, q, k, v, out, lse, where, terms)
+    plan = plan_for(a, geometry).gradient
+    dq, dk, dv, dsink = compute_gradients(plan, dout, dlse, a, out, lse, layout, geometry, pattern)
     return dq, dk, dv, q.new_empty(0) if dsink is None else dsink
 
 
@@ -99,7 +115,7 @@ def plain(*tensors: Tensor | None) -> bool:
     Crossing the dispatcher costs more than all else that a repeated call does on the host.
     """
     for x in tensors:
-        if x is not None and (type(x) not in _PLAIN or x.is_meta):
+        if x is not None and (type(x) not in _PLAIN or x.is_meta or _C._functorch.is_functorch_wrapped_tensor(x)):
             return False
     return not (
         _C._len_torch_dispatch_stack()
@@ -111,57 +127,74 @@ def plain(*tensors: Tensor | None) -> bool:
     )
 
 
+def _gradients(ctx, dout, dlse):
+    """What `_Attention.backward` returns."""
+    q, k, v, out, lse, sink_logits, key_lengths, alibi_slopes, q_offset_tensor, *layout = ctx.saved_tensors
+    plan, geometry, pattern, q_offset, rest = ctx.static
+    a = Arguments(q, k, v, q_offset, q_offset_tensor, key_lengths, sink_logits, alibi_slopes, *rest)
+    if plain(dout, dlse, q, k, v):
+        plan = plan or plan_for(a, geometry)
+        dq, dk, dv, dsink = compute_gradients(plan.gradient, dout, dlse, a, out, lse, layout, geometry, pattern)
+    else:
+        dq, dk, dv, dsink = _backward_op(dout, dlse, q, k, v, out, lse, layout, geometry, pattern, *a[3:])
+    return dq, dk, dv, None if sink_logits is None else dsink, None
+
+
+_gradients_once = once_differentiable(_gradients)
+
+
 class _Attention(torch.autograd.Function):
     """Saves what the backward operator reads; lse is differentiable, double backward is not."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sink_logits, key_lengths, alibi_slopes, q_offset_tensor, layout, static, run):
-        geometry, pattern, q_offset, *rest = static
-        with _C._AutoDispatchBelowAutograd():
-            out, lse = run(
-                q, k, v, layout, geometry, pattern, q_offset, q_offset_tensor, key_lengths, sink_logits, alibi_slopes,
-                *rest, True,
-            )  # fmt: skip
-        ctx.save_for_backward(q, k, v, out, lse, sink_logits, key_lengths, alibi_slopes, q_offset_tensor, *layout)
-        ctx.static = static
+    def forward(ctx, q, k, v, sink_logits, call):
+        eager, a, layout, geometry, pattern = call
+        plan = None
+        if eager:
+            plan = plan_for(a, geometry)
+            out, lse = compute(plan, a, layout, geometry, pattern)
+        else:
+            with _C._AutoDispatchBelowAutograd():
+                out, lse = _forward_op(q, k, v, layout, geometry, pattern, *a[3:])
+        ctx.save_for_backward(q, k, v, out, lse, sink_logits, a.key_lengths, a.alibi_slopes, a.q_offset_tensor, *layout)
+        ctx.static = plan, geometry, pattern, a.q_offset, a[8:]
         ctx.token = token_of(pattern) if pattern >= 0 else None  # the handle must live until the backward
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout, dlse):
-        q, k, v, out, lse, sink_logits, key_lengths, alibi_slopes, q_offset_tensor, *layout = ctx.saved_tensors
-        geometry, pattern, q_offset, *rest = ctx.static
-        run = _backward if plain(dout, dlse, q, k, v) else _backward_op
-        dq, dk, dv, dsink = run(
-            dout, dlse, q, k, v, out, lse, layout, geometry, pattern, q_offset, q_offset_tensor, key_lengths,
-            sink_logits, alibi_slopes, *rest, True,
-        )  # fmt: skip
-        return dq, dk, dv, None if sink_logits is None else dsink, None, None, None, None, None, None
+        # Without create_graph there is nothing to differentiate twice, and the check costs more than the look-ups.
+        return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, dout, dlse)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: list[Tensor], geometry: list[int], pattern: int, q_offset: int | None,
-    q_offset_tensor: Tensor | None, key_lengths: Tensor | None, sink_logits: Tensor | None,
-    alibi_slopes: Tensor | None, scale: float | None, softcap: float | None, implementation: str | None,
-    deterministic: bool, backward: bool, run: Callable[..., tuple[Tensor, Tensor]] = _forward_op,
-):  # fmt: skip
-    """(out, lse), with the gradient where one is needed; `run` computes them: the operator, or its kernel itself."""
-    needed = torch.is_grad_enabled() and (
+# `Function.apply` without its search for functorch's tensors, of which `plain` has found none.
+_apply_plain = super(torch.autograd.Function, _Attention).apply
+
+
+def differentiable(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None) -> bool:
+    """Whether a call needs a gradient."""
+    return torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sink_logits is not None and sink_logits.requires_grad)
     )
-    if needed:
-        static = (geometry, pattern, q_offset, scale, softcap, implementation, deterministic)
-        return _Attention.apply(q, k, v, sink_logits, key_lengths, alibi_slopes, q_offset_tensor, layout, static, run)
+
+
+def eager(a: Arguments, layout: list[Tensor], geometry: list[int], pattern: int) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a `plain` call, past the dispatcher; with the gradient where `a.backward` asks for it."""
+    if a.backward:
+        return _apply_plain(a.q, a.k, a.v, a.sink_logits, (True, a, layout, geometry, pattern))
     with _C._AutoDispatchBelowAutograd():
-        return run(
-            q, k, v, layout, geometry, pattern, q_offset, q_offset_tensor, key_lengths, sink_logits, alibi_slopes,
-            scale, softcap, implementation, deterministic, backward,
-        )  # fmt: skip
+        return compute(plan_for(a, geometry), a, layout, geometry, pattern)
 
 
-eager = partial(forward, run=_forward)
+def _forward_autograd(q: Tensor, k: Tensor, v: Tensor, layout: Any, geometry: Any, pattern: Any, *options: Any):
+    """The operator on the Autograd key: with the gradient where one is needed."""
+    a = Arguments(q, k, v, *options)
+    if differentiable(q, k, v, a.sink_logits):
+        call = False, a._replace(backward=True), layout, geometry, pattern
+        return _Attention.apply(q, k, v, a.sink_logits, call)
+    with _C._AutoDispatchBelowAutograd():
+        return _forward_op(q, k, v, layout, geometry, pattern, *options)
 
 
 def _autocast(device: str, key: _C.DispatchKey):
@@ -179,7 +212,7 @@ def _autocast(device: str, key: _C.DispatchKey):
 
 library.impl("forward", _forward, "CompositeExplicitAutograd")
 library.impl("backward", _backward, "CompositeExplicitAutograd")
-library.impl("forward", forward, "Autograd")
+library.impl("forward", _forward_autograd, "Autograd")
 library.impl("forward", _autocast("cpu", _C.DispatchKey.AutocastCPU), "AutocastCPU")
 library.impl("forward", _autocast("cuda", _C.DispatchKey.AutocastCUDA), "AutocastCUDA")
 torch.library.register_fake("gossamer::forward", _forward_fake, lib=library)

@@ -70,7 +70,8 @@ def calls(split: Split, a: Arguments, q_offset: int, backward: bool, sinks: bool
     for part in split.parts:
         for piece, b in _passes(part, a):
             arguments = _arguments(piece, b, a, q_offset, sinks and not part.joins)
-            plan = plan_for(arguments, [], backward)
+            plan = plan_for(arguments, [])
+            plan = plan.gradient if backward else plan
             terms = terms_of(arguments)
             implementation, where = placed(plan, arguments, terms, piece.pattern.handle, [], [])
             yield Call(piece, b, arguments, plan, terms, implementation, where)

@@ -41,6 +41,12 @@ class Plan:
     problem: Problem
     implementations: tuple[Implementation, ...]
     refused: dict[str, list[str]]
+    later: Plan | None = None  # of the backward, where that is another
+
+    @property
+    def gradient(self) -> Plan:
+        """The plan of the backward."""
+        return self.later or self
 
     @cached_property
     def options(self) -> list[tuple[Implementation, tuple[int, int, float]]]:
@@ -82,8 +88,8 @@ _lock = threading.RLock()
 _logged: set[tuple[Any, ...]] = set()
 
 
-def plan_for(a: Arguments, geometry: list[int], backward: bool) -> Plan:
-    """The plan of a call's forward, or of its backward.
+def plan_for(a: Arguments, geometry: list[int]) -> Plan:
+    """The plan of a call's forward, with that of its backward.
 
     Validated and chosen once for each combination of shapes, types and options.
     """
@@ -94,11 +100,11 @@ def plan_for(a: Arguments, geometry: list[int], backward: bool) -> Plan:
         None if n is None else (n.shape, n.dtype, n.device),
         None if s is None else (s.shape, s.dtype, s.device),
         None if w is None else (w.shape, w.dtype, w.device, w.requires_grad),
-        tuple(geometry), backward,
+        tuple(geometry),
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        plan = make_plan(a, geometry, backward)
+        plan = make_plan(a, geometry, backward=False)
         with _lock:
             _plans[key] = plan
             while len(_plans) > KEPT_PLANS:
@@ -121,8 +127,9 @@ def make_plan(a: Arguments, geometry: list[int], backward: bool) -> Plan:
     """
     validate(a)
     problem = problem_of(a, geometry)
+    later = None
     if a.backward and not backward and a.implementation is None:
-        make_plan(a, geometry, True)  # raises before anything is computed
+        later = make_plan(a, geometry, True)  # raises before anything is computed
         problem = replace(problem, backward=False)
     refused: dict[str, list[str]] = {}
     found = []
@@ -135,7 +142,7 @@ def make_plan(a: Arguments, geometry: list[int], backward: bool) -> Plan:
             found.append(implementation)
     if not found:
         raise Unsupported(_refusal(a.implementation, problem, refused))
-    return Plan(problem, tuple(found), refused)
+    return Plan(problem, tuple(found), refused, later)
 
 
 def _refusal(named: str | None, problem: Problem, refused: dict[str, list[str]]) -> str:

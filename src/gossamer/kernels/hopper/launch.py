@@ -85,7 +85,7 @@ def aligned(x: Tensor) -> Tensor:
 
 def operand(x: Tensor) -> Tensor:
     """The tensor itself when TMA can read it, else a copy whose rows are padded to 16 bytes."""
-    return x if readable(x) else empty(x, x.shape).copy_(x)
+    return x if readable(x) else empty_like(x).copy_(x)
 
 
 def empty(like: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
@@ -94,6 +94,13 @@ def empty(like: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
     if columns % STEP == 0:
         return like.new_empty(shape)
     return like.new_empty((*shape[:-1], -(-columns // STEP) * STEP))[..., :columns]
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """An uninitialised contiguous tensor of the same shape and type; padded as those of `empty`."""
+    if x.shape[-1] % STEP:
+        return empty(x, x.shape)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 class Prepared(NamedTuple):
@@ -196,7 +203,7 @@ def forward(
         return into
     p, device = problem, q.device
     if into is None:
-        out = empty(q, (p.B, p.H, p.Q, p.E))
+        out = empty_like(q) if p.E == p.D else empty(q, (p.B, p.H, p.Q, p.E))
         lse = q.new_empty((p.B, p.H, p.Q), dtype=torch.float32)
     else:
         out, lse = into

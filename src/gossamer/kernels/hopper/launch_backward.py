@@ -19,7 +19,7 @@ from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.hopper import compile as compiled
 from gossamer.kernels.hopper.backward.schedule import column_work
 from gossamer.kernels.hopper.config import WIDE, backward_config, query_config, wide_config
-from gossamer.kernels.hopper.launch import LOG2E, aligned, empty, operand, processors, readable, tickets, unused
+from gossamer.kernels.hopper.launch import LOG2E, aligned, empty_like, operand, processors, readable, tickets, unused
 from gossamer.kernels.hopper.schedule import Lists, lists, sharing, work
 from gossamer.kernels.rows import row_terms, sink_gradient
 from gossamer.layouts.block import BlockLayout, Walk
@@ -41,8 +41,10 @@ class Prepared(NamedTuple):
     sizes: tuple[int, ...]  # head sizes after padding: of dK and dV, or of dQ
     sums: tuple[Callable[..., None], ...]  # of the parts of split tiles; none without
     merges: Tensor
+    no_parts: tuple[Tensor, ...]  # what stands for the parts where there are none
     preprocess: Callable[..., None] | None = None
     postprocess: Callable[..., None] | None = None  # None: dQ comes from a walk over the rows
+    no_sums: Tensor | None = None  # what stands for dQ's sums then
 
 
 _prepared: WeakKeyDictionary[Walk, dict[Any, Prepared]] = WeakKeyDictionary()
@@ -74,10 +76,9 @@ def backward(
             return backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into, split=split)
     p = problem
     if into is None:
-        shapes = (p.B, p.H, p.Q, p.D), (p.B, p.G, p.K, p.D), (p.B, p.G, p.K, p.E)
-        dq, dk, dv = [empty(q, shape) for shape in shapes]
+        dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
     else:
-        dq, dk, dv = [x if readable(x) else empty(q, x.shape) for x in into]
+        dq, dk, dv = [x if readable(x) else empty_like(x) for x in into]
     sink = None
     if p.B and p.Q and p.K:
         q, k, v, dout, out = operand(q), operand(k), operand(v), operand(dout), operand(out)
@@ -118,13 +119,11 @@ def _gradients(
     assert call.preprocess is not None
     padded_Q = -(-p.Q // ROWS) * ROWS
     rows = q.new_empty((2, p.B, p.H, padded_Q), dtype=torch.float32)
-    size = TILE * call.sizes[0]
-    if call.postprocess is None:
-        sums = unused(q.device, 1, 1, 1, size)
-    else:
-        sums = q.new_empty((p.B, p.H, padded_Q // TILE, size), dtype=torch.float32)
+    sums = call.no_sums
+    if sums is None:
+        sums = q.new_empty((p.B, p.H, padded_Q // TILE, TILE * call.sizes[0]), dtype=torch.float32)
     call.preprocess(out, dout, lse, lse if dlse is None else dlse, rows, sums, int(dlse is not None))
-    part_dk, part_dv = (_parts(call, q, columns) for columns in call.sizes)
+    part_dk, part_dv = call.no_parts or _parts(call, q)
     call.run(
         q, k, v, dout, rows, sums, dk, dv, *call.arrays, part_dk, part_dv, _lengths(terms), tickets(q.device),
         *_factors(terms), *call.counts, call.blocks,
@@ -153,7 +152,7 @@ def query_gradient(
 ) -> None:
     """Write dq by a walk over the rows of the layout. `rows` are the row terms (2, B, H, padded Q)."""
     call = prepared(p, layout, terms, False, split)
-    parts = _parts(call, q, call.sizes[0])
+    (parts,) = call.no_parts or _parts(call, q)
     call.run(
         q, k, v, dout, rows, dq, *call.arrays, parts, _lengths(terms), tickets(q.device), *_factors(terms),
         *call.counts, call.blocks,
@@ -205,8 +204,10 @@ def _prepare_columns(p: Problem, layout: BlockLayout, score: str, lengths: bool,
         sizes,
         tuple(compiled.sum_parts(p.dtype, size, block) for size in sizes) if plan.slots else (),
         plan.merges,
+        () if plan.slots else tuple(unused(device, 1, block, size) for size in sizes),
         compiled.preprocess(p.dtype, config.E, config.D if with_sums else 0),
         compiled.postprocess(p.dtype, config.D) if with_sums else None,
+        None if with_sums else unused(device, 1, 1, 1, TILE * config.D),
     )
 
 
@@ -226,6 +227,7 @@ def _prepare_rows(p: Problem, layout: BlockLayout, score: str, lengths: bool, sp
         (config.D,),
         (compiled.sum_parts(p.dtype, config.D, config.block_q),) if plan.slots else (),
         plan.merges,
+        () if plan.slots else (unused(walk.lo.device, 1, config.block_q, config.D),),
     )
 
 
@@ -247,9 +249,7 @@ def _lengths(terms: Terms) -> Tensor | None:
     return None if terms.key_lengths is None else aligned(terms.key_lengths.to(torch.int32))
 
 
-def _parts(call: Prepared, like: Tensor, columns: int) -> Tensor:
-    """Float32 parts of split tiles, or what stands for none."""
+def _parts(call: Prepared, like: Tensor) -> list[Tensor]:
+    """Float32 parts of split tiles, for each result."""
     _, copies, _, slots = call.counts
-    if not slots:
-        return unused(like.device, 1, call.block, columns)
-    return like.new_empty((copies * slots, call.block, columns), dtype=torch.float32)
+    return [like.new_empty((copies * slots, call.block, columns), dtype=torch.float32) for columns in call.sizes]
