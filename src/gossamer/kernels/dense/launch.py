@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -11,10 +10,9 @@ from torch import Tensor
 
 from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.dense.kernels import backward_kernel, forward_kernel
-from gossamer.kernels.relaunch import Known, launch
+from gossamer.kernels.relaunch import Known, elsewhere, launch, processors, strides
 from gossamer.kernels.rows import row_terms, sink_gradient
-
-LOG2E = 1.0 / math.log(2.0)
+from gossamer.kernels.scores import scales
 
 _known: Known = {}
 
@@ -31,12 +29,6 @@ class Tile(NamedTuple):
 def padded(size: int) -> int:
     """The power of two, at least 16, that holds a head size."""
     return max(16, 1 << (size - 1).bit_length())
-
-
-@lru_cache
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device; 1 elsewhere (the interpreter)."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @lru_cache
@@ -63,23 +55,11 @@ def operand(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 
-def scales(terms: Terms) -> tuple[float, float]:
-    """(factor of the products, factor of the tanh), so that scores are in base 2."""
-    if terms.softcap is None:
-        return terms.scale * LOG2E, 0.0
-    return terms.scale / terms.softcap, terms.softcap * LOG2E
-
-
 def shared_strides(words: Tensor | None) -> tuple[int, int]:
     """Distances of two batch elements' and two heads' words (Bl, Hl, Q, W); 0 where they share."""
     if words is None:
         return 0, 0
     return (words.stride(0) if words.shape[0] > 1 else 0), (words.stride(1) if words.shape[1] > 1 else 0)
-
-
-def strides(name: str, x: Tensor) -> dict[str, int]:
-    """Of (B, heads, rows), as kernel arguments."""
-    return {f"stride_{name}{axis}": x.stride(i) for i, axis in enumerate("bhn")}
 
 
 def constants(p: Problem, tile: Tile, terms: Terms, shared: tuple[int, int]) -> dict[str, Any]:
@@ -97,7 +77,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse). `tile` replaces the one chosen by size."""
     device = q.device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
+    if elsewhere(q):
         with torch.cuda.device(device):
             return forward(p, q, k, v, words, terms, tile)
     q, k, v = operand(q), operand(k), operand(v)
@@ -128,7 +108,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dq, dk, dv, dsink_logits or None)."""
     device = q.device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
+    if elsewhere(q):
         with torch.cuda.device(device):
             return backward(p, dout, dlse, q, k, v, out, lse, words, terms, tile)
     q, k, v, dout, out, lse = operand(q), operand(k), operand(v), dout.contiguous(), out.contiguous(), lse.contiguous()

@@ -7,16 +7,12 @@ import triton
 from torch import Tensor
 
 from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice
+from gossamer.kernels.relaunch import elsewhere
 from gossamer.kernels.triton import gather_launch, launch, wide
 from gossamer.kernels.triton.config import BUCKETS, SMALL_TILE_RATE
 from gossamer.kernels.triton.gather_config import GATHERS
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout
-
-
-def elsewhere(x: Tensor) -> bool:
-    """Whether a tensor is on a GPU that is not the current one, where Triton would run its kernels."""
-    return x.is_cuda and x.device.index != torch.cuda.current_device()
 
 
 class Triton:

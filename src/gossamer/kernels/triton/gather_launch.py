@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Problem, Terms
-from gossamer.kernels.relaunch import Known, launch
+from gossamer.kernels.relaunch import Known, launch, processors, strides
 from gossamer.kernels.rows import sink_gradient
 from gossamer.kernels.triton import backward as backward_kernels
 from gossamer.kernels.triton import forward as forward_kernels
 from gossamer.kernels.triton import gather_rows, gather_tiles
 from gossamer.kernels.triton.config import Direction, padded
 from gossamer.kernels.triton.gather_config import GroupConfig, RowConfig, group_config, lanes, row_config
-from gossamer.kernels.triton.launch import operand, processors, row_terms, strides, term_arguments
+from gossamer.kernels.triton.launch import operand, row_terms, term_arguments
 from gossamer.layouts.gather import GatherLayout, GatherWalk
 from gossamer.layouts.schedule import FEWEST_TILES, PARTS_PER_PROCESSOR, cut
 

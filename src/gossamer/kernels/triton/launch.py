@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,14 +11,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.relaunch import processors, strides
 from gossamer.kernels.rows import sink_gradient
+from gossamer.kernels.scores import scales
 from gossamer.kernels.triton import backward as backward_kernels
 from gossamer.kernels.triton import forward as forward_kernels
 from gossamer.kernels.triton.config import Direction, TileConfig, config, padded
 from gossamer.kernels.triton.walks import Items, facts, items
 from gossamer.layouts.block import BlockLayout, Walk
 
-LOG2E = 1.0 / math.log(2.0)
 # Offsets inside a tile are 32-bit: 256 rows (the largest tile) times this stride stay below 2**31.
 LARGEST_ROW_STRIDE = 2**22
 # Rows of a program of the merge and row-terms kernels.
@@ -43,12 +43,6 @@ class Schedule:
     @property
     def slots(self) -> int:
         return self.work.slots if self.work is not None else 0
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device; 1 elsewhere (the interpreter)."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def schedule(layout: BlockLayout, transposed: bool, B: int, heads: int, group: int, split: int | None) -> Schedule:
@@ -116,17 +110,10 @@ def described(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, padded(x.shape[-1])])
 
 
-def strides(name: str, x: Tensor) -> dict[str, int]:
-    """The strides of (B, heads, rows) as kernel arguments."""
-    return {f"stride_{name}{axis}": x.stride(i) for i, axis in enumerate("bhn")}
-
-
 def term_arguments(terms: Terms, like: Tensor) -> tuple[dict[str, Any], dict[str, bool]]:
     """Score terms as kernel arguments and flags. A missing tensor is replaced by one that is never read."""
     softcap, alibi = terms.softcap is not None, terms.alibi_slopes is not None
-    scale, cap = terms.scale * LOG2E, 0.0
-    if terms.softcap is not None:
-        scale, cap = terms.scale / terms.softcap, terms.softcap * LOG2E
+    scale, cap = scales(terms)
     arguments = {
         "q_offset": terms.q_offset,
         "scale": scale,

@@ -6,7 +6,6 @@ memory does not grow with the sequence. Gradients of keys are added up over the 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,10 +16,10 @@ from torch import Tensor
 
 from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.rows import row_terms, sink_gradient
+from gossamer.kernels.scores import scales
 from gossamer.kernels.triton.wide_kernels import gradient_kernel, output_kernel, products_kernel
 from gossamer.layouts.block import BlockLayout, Walk
 
-LOG2E = 1.0 / math.log(2.0)
 SCRATCH_BYTES = 2**28
 STEP = 64  # of D or E in one product of scores
 BLOCK = 256  # of D or E in one program of a result
@@ -141,9 +140,7 @@ class Call:
         p, t, walk = self.p, self.terms, self.walk
         if not done.most:
             return
-        scale, cap = t.scale * LOG2E, 0.0
-        if t.softcap is not None:
-            scale, cap = t.scale / t.softcap, t.softcap * LOG2E
+        scale, cap = scales(t)
         grid = (done.most, p.B * p.H, walk.block_rows // self.R * (walk.block_columns // self.C))
         products_kernel[grid](
             self.q, self.k, self.v, dout, lse, delta, first, second, self.tiles.table, done.begins, done.counts,
