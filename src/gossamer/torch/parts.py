@@ -8,8 +8,8 @@ joint out and lse, which makes its gradients shares of the exact ones, and these
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +40,7 @@ def split_for(plan: Plan, terms: Terms, handle: int) -> Split | None:
     return known[key]
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One part of a call, for one batch element or for all."""
 
     part: Part
@@ -98,10 +97,8 @@ def _passes(part: Part, a: Arguments) -> Iterator[tuple[Part, int | None]]:
 def _view(
     x: Tensor, part: Part, b: int | None, heads: tuple[int, int, int], shift: bool, first: int, count: int
 ) -> Tensor:
-    """(classes, heads, count, size) of one batch element, or (B, heads, count, size) of all of them for one class."""
-    if x.ndim == 3:
-        return _view(x.unsqueeze(3), part, b, heads, shift, first, count).squeeze(3)
-    batch, head, row, last = x.stride()
+    """(classes, heads, count, ...) of one batch element, or (B, heads, count, ...) of all of them for one class."""
+    batch, head, row, *last = x.stride()
     start, many, step = heads
     offset = x.storage_offset() + start * head + first * row
     if b is None:
@@ -109,7 +106,7 @@ def _view(
     else:
         size, lead = part.run.classes, row + (head if shift else 0)
         offset += b * batch
-    return x.as_strided((size, many, count, x.shape[3]), (lead, step * head, part.dilation * row, last), offset)
+    return x.as_strided((size, many, count, *x.shape[3:]), (lead, step * head, part.dilation * row, *last), offset)
 
 
 def _query_view(x: Tensor, part: Part, b: int | None) -> Tensor:
@@ -156,8 +153,9 @@ def folded(split: Split, a: Arguments, plan: Plan, terms: Terms, handle: int) ->
     Then the classes of every batch element are one call.
     """
     B, pattern, inputs = a.q.shape[0], pattern_of(handle), (a.q, a.k, a.v)
-    apart = any(x.stride(0) != x.shape[1] * x.stride(1) for x in inputs)
-    if B == 1 or apart or a.key_lengths is not None or pattern.lead != (1, 1):
+    if B == 1 or a.key_lengths is not None or pattern.lead != (1, 1):
+        return split, a
+    if any(x.stride(0) != x.shape[1] * x.stride(1) for x in inputs):
         return split, a
     found = split_of(pattern, problem_of_fold(plan.problem), terms.q_offset, plan.tiles, plan.gathers)
     if found is None:
@@ -203,9 +201,10 @@ def backward(
     inputs = (a.q, a.k, a.v)
     dsink = _sink_gradient(dout, dlse, out, lse, terms)
     split, a = folded(split, a, plan, terms, handle)
-    lead = a.q.shape[:3]
-    dout, out, lse = dout.reshape(*lead, -1), out.reshape(*lead, -1), lse.reshape(lead)
-    dlse = None if dlse is None else dlse.reshape(lead)
+    if a.q is not inputs[0]:
+        lead = a.q.shape[:3]
+        dout, out, lse = dout.reshape(*lead, -1), out.reshape(*lead, -1), lse.reshape(lead)
+        dlse = None if dlse is None else dlse.reshape(lead)
     dq = _rows(a.q, a.q.shape, _sum_dtype(a, plan, split.depth))
     dk, dv = (_rows(x, x.shape, _sum_dtype(a, plan, split.key_depth)) for x in (a.k, a.v))
     for x, left in ((dq, split.rows_left), (dk, split.keys_left), (dv, split.keys_left)):
@@ -237,7 +236,8 @@ def _sum_dtype(a: Arguments, plan: Plan, depth: int) -> torch.dtype:
 def _rows(like: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
     """An uninitialised tensor whose rows are padded to 16 bytes, as wide stores need them."""
     step = 16 // dtype.itemsize
-    return torch.empty((*shape[:-1], -(-shape[-1] // step) * step), dtype=dtype, device=like.device)[..., : shape[-1]]
+    x = torch.empty((*shape[:-1], -(-shape[-1] // step) * step), dtype=dtype, device=like.device)
+    return x if x.shape[-1] == shape[-1] else x[..., : shape[-1]]
 
 
 def _room(wanted: Tensor, call: Call, more: bool) -> Tensor:
