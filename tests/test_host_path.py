@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from typing import Any
@@ -48,6 +49,20 @@ def test_a_mode_sees_the_operators_and_changes_nothing() -> None:
     ours = [name for name in seen.names if name.startswith("gossamer")]
     assert ours == ["gossamer.forward.default", "gossamer.backward.default"]
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("seen", ["forward", "backward"])
+def test_a_mode_sees_one_direction(seen: str) -> None:
+    x, pattern = inputs(), gs.SlidingWindow(5)
+    want = gradients(x)
+    modes = {way: Seen() if way == seen else contextlib.nullcontext() for way in ("forward", "backward")}
+    with modes["forward"]:
+        out = gs.attention(*x, pattern)
+    loss = out.square().sum()
+    with modes["backward"]:
+        found = torch.autograd.grad(loss, x)
+    assert f"gossamer.{seen}.default" in modes[seen].names  # type: ignore[attr-defined]
+    assert all(torch.equal(a, b) for a, b in zip(found, want[1:], strict=True))
 
 
 def test_a_profile_names_the_operators() -> None:
