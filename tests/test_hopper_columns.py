@@ -25,7 +25,7 @@ def layout_of(lead: tuple[int, int]) -> BlockLayout:
 
 def made(layout: BlockLayout, split: int | None = None) -> ColumnWork:
     """The work of two batch elements of four query heads and two key heads."""
-    heads, copies = sharing(2, 2, layout.columns)
+    copies, heads = sharing(2, 2, layout.columns)
     return column_work(layout, copies, heads, 2, 132, split)
 
 

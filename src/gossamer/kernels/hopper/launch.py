@@ -150,7 +150,7 @@ def _prepare(p: Problem, layout: BlockLayout, score: str, lengths: bool, packed:
 
     walk = layout.rows
     config = forward_config(p.dtype, p.D, p.E, walk.block_rows, walk.block_columns, score, lengths)
-    heads, copies = sharing(p.H, p.B, walk)
+    copies, heads = sharing(p.H, p.B, walk)
     device = walk.lo.device
     blocks = config.blocks * processors(device)
     known = lists(layout, blocks=0 if lengths else blocks)  # lengths are looked up in lists that ascend

@@ -181,7 +181,7 @@ def prepared(p: Problem, layout: BlockLayout, terms: Terms, transposed: bool, sp
 
 def _prepare_columns(p: Problem, layout: BlockLayout, score: str, lengths: bool, split: int | None) -> Prepared:
     walk = layout.columns
-    heads, copies = sharing(p.G, p.B, walk)
+    copies, heads = sharing(p.G, p.B, walk)
     device, block, tile = walk.lo.device, walk.block_rows, (walk.block_columns, walk.block_rows)
     # Of tiles of 64 x 64, additions in memory take longer than a second walk.
     with_sums = not p.deterministic and max(p.D, p.E) <= WIDE and block > TILE
@@ -213,7 +213,7 @@ def _prepare_columns(p: Problem, layout: BlockLayout, score: str, lengths: bool,
 
 def _prepare_rows(p: Problem, layout: BlockLayout, score: str, lengths: bool, split: int | None) -> Prepared:
     walk = layout.rows
-    heads, copies = sharing(p.H, p.B, walk)
+    copies, heads = sharing(p.H, p.B, walk)
     config = query_config(p.dtype, p.D, p.E, walk.block_rows, walk.block_columns, score, lengths)
     blocks = config.blocks_per_processor * processors(walk.lo.device)
     plan = work(layout, copies, heads, blocks, split)

@@ -127,10 +127,10 @@ def work(layout: BlockLayout, copies: int, heads: int, blocks: int, split: int |
 
 
 def sharing(heads: int, batch: int, walk: Walk) -> tuple[int, int]:
-    """How many heads, and how many heads of all batch elements, share a list of a walk."""
+    """How many heads of all batch elements share a list of a walk, and how many of one batch element."""
     Bl, Hl = walk.lead
     shared = heads if Hl == 1 else 1
-    return shared, shared * (batch if Bl == 1 else 1)
+    return shared * (batch if Bl == 1 else 1), shared
 
 
 def item_limit(lengths: np.ndarray, leads: int, copies: int, blocks: int, split: int | None = None) -> int:
