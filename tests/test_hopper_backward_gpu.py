@@ -133,6 +133,16 @@ def small(D: int) -> Iterator[tuple[BlockLayout, int, int, int]]:
     yield scattered((2, 1, 200, 900), 0.05, D), 2, 2, 1
 
 
+def repeats(call: Call) -> None:
+    """50 runs after one that is right: dk and dv have the same bits in all, and the sums of dq differ by rounding."""
+    first = call.run()
+    call.check(first)
+    for _ in range(50):
+        again = call.run()
+        assert torch.equal(first[1], again[1]) and torch.equal(first[2], again[2])
+        assert (first[0].float() - again[0].float()).abs().max() <= 2**-7 * first[0].abs().max()
+
+
 class TestPieces:
     """The kernels around the column kernel, each alone."""
 
@@ -305,12 +315,7 @@ class TestBackward:
         """As `test_no_race`, with more items than blocks and items without steps between them."""
         pattern = BlockMask(np.random.default_rng(0).random((125, 125)) < 0.1, 32)
         call = prepare(pattern.layout(4000, 4000, block_q=tile[0], block_kv=tile[1]), 1, 8, 4, 64)
-        first = call.run()
-        call.check(first)
-        for _ in range(50):
-            again = call.run()
-            assert torch.equal(first[1], again[1]) and torch.equal(first[2], again[2])
-            assert (first[0].float() - again[0].float()).abs().max() <= 2**-7 * first[0].abs().max()
+        repeats(call)
 
     @pytest.mark.parametrize("D", [64, 96, 128, 192, 256])
     def test_key_lengths(self, D: int) -> None:
@@ -382,12 +387,7 @@ class TestBackward:
             (build(Causal(), 2000, 2000, 64), 2, 4, 4, 64),
         ):
             call = prepare(layout, *sizes)
-            first = call.run()
-            call.check(first)
-            for _ in range(50):
-                again = call.run()
-                assert torch.equal(first[1], again[1]) and torch.equal(first[2], again[2])
-                assert (first[0].float() - again[0].float()).abs().max() <= 2**-7 * first[0].abs().max()
+            repeats(call)
 
     def test_made_on_the_device(self) -> None:
         """A layout that has no copy on the host: its items are made on the device."""

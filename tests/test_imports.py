@@ -65,11 +65,12 @@ def test_torch_without_triton() -> None:
 
 
 def test_kernels_see_layouts_and_never_patterns_or_one_another() -> None:
-    for name in ("reference", "blocked", "triton"):
+    names = {"reference", "blocked", "triton", "dense", "hopper"}
+    for name in names:
         for file in (SRC / "gossamer" / "kernels" / name).rglob("*.py"):
             text = file.read_text()
             assert "gossamer.patterns" not in text and "gossamer.torch" not in text, file
-            for other in {"reference", "blocked", "triton"} - {name}:
+            for other in names - {name}:
                 assert f"gossamer.kernels.{other}" not in text, file
 
 

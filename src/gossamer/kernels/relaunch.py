@@ -1,12 +1,8 @@
-"""Launches of Triton kernels past Triton's own look-up, which takes several times as long as a small kernel.
-
-And what every launch asks of a device and of a tensor.
-"""
+"""Launches of Triton kernels past Triton's own look-up, which takes several times as long as a small kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,17 +12,6 @@ from triton import knobs
 MOST_KNOWN = 1024
 
 Known = dict[Any, tuple[Callable[..., None], list[Any], list[int]]]
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device; 1 elsewhere (the interpreter)."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def elsewhere(x: Tensor) -> bool:
-    """Whether a tensor is on a GPU that is not the current one, where Triton would run its kernels."""
-    return x.is_cuda and x.device.index != torch.cuda.current_device()
 
 
 def strides(name: str, x: Tensor) -> dict[str, int]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.dense.kernels import backward_kernel, forward_kernel
-from gossamer.kernels.relaunch import Known, elsewhere, launch, processors, strides
+from gossamer.kernels.devices import elsewhere, processors
+from gossamer.kernels.relaunch import Known, launch, strides
 from gossamer.kernels.rows import row_terms, sink_gradient
 from gossamer.kernels.scores import scales
 

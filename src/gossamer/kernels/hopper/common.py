@@ -1,10 +1,11 @@
-"""What the roles of a kernel share: fields of an item's description, named barriers, positions in a ring."""
+"""What the roles of a kernel share: fields of an item's description, how it is drawn, barriers, places in a ring."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import cutlass
+import cutlass.cute as cute
 from cutlass import Int32
 
 WARPGROUP = 128
@@ -42,3 +43,19 @@ class Env:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name)
+
+
+@cute.jit
+def ticket(env):
+    """The number of the next item that nobody has taken. Each block starts with the item of its own index.
+
+    There is one draw for each item, made near its end: blocks that are late take fewer items. The last draw of all
+    resets the counter.
+    """
+    drawn = Int32(0)
+    blocks, _, _ = cute.arch.grid_dim()
+    if cute.arch.lane_idx() == 0:
+        drawn = cute.arch.atomic_add(env.tickets.iterator, Int32(1), sem="relaxed", scope="gpu")
+        if drawn == env.items * env.copies - 1:
+            env.tickets[0] = Int32(0)
+    return cute.arch.shuffle_sync(drawn, 0) + blocks

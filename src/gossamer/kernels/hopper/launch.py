@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.devices import elsewhere, processors
 from gossamer.kernels.hopper import compile as compiled
 from gossamer.kernels.hopper.config import ForwardConfig, forward_config
 from gossamer.kernels.hopper.schedule import lists, sharing, work
@@ -21,12 +22,6 @@ from gossamer.layouts.block import BlockLayout, Walk
 LOG2E = 1.0 / math.log(2.0)
 FEW = 64  # query rows of the smallest tile
 STEP = 8  # 16-bit numbers in the 16 bytes to which TMA wants addresses and strides aligned
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache
@@ -194,7 +189,7 @@ def forward(
         into: (out (B, H, Q, E), lse (B, H, Q) float32) that receive the results, of any strides; an out that TMA cannot
             address is written by a copy.
     """
-    if q.device.index != torch.cuda.current_device():
+    if elsewhere(q):
         with torch.cuda.device(q.device):
             return forward(problem, q, k, v, layout, terms, split=split, into=into)
     if into is not None and not readable(into[0]):

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.devices import elsewhere, processors
 from gossamer.kernels.hopper import compile as compiled
 from gossamer.kernels.hopper.backward.schedule import column_work
 from gossamer.kernels.hopper.config import WIDE, backward_config, query_config, wide_config
-from gossamer.kernels.hopper.launch import LOG2E, aligned, empty_like, operand, processors, readable, tickets, unused
+from gossamer.kernels.hopper.launch import LOG2E, aligned, empty_like, operand, readable, tickets, unused
 from gossamer.kernels.hopper.schedule import Lists, lists, sharing, work
 from gossamer.kernels.rows import row_terms, sink_gradient
 from gossamer.layouts.block import BlockLayout, Walk
@@ -71,7 +72,7 @@ def backward(
         into: (dq, dk, dv) that receive the gradients, of any strides; one that TMA cannot address is written by a copy.
         split: replaces the automatic split of long rows and columns.
     """
-    if q.device.index != torch.cuda.current_device():
+    if elsewhere(q):
         with torch.cuda.device(q.device):
             return backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into, split=split)
     p = problem

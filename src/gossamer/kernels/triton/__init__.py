@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice
-from gossamer.kernels.relaunch import elsewhere
+from gossamer.kernels.devices import elsewhere
 from gossamer.kernels.triton import gather_launch, launch, wide
 from gossamer.kernels.triton.config import BUCKETS, SMALL_TILE_RATE
 from gossamer.kernels.triton.gather_config import GATHERS

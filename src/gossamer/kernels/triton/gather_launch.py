@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Problem, Terms
-from gossamer.kernels.relaunch import Known, launch, processors, strides
+from gossamer.kernels.devices import processors
+from gossamer.kernels.relaunch import Known, launch, strides
 from gossamer.kernels.rows import sink_gradient
 from gossamer.kernels.triton import backward as backward_kernels
 from gossamer.kernels.triton import forward as forward_kernels
@@ -161,26 +162,17 @@ def _make_launch(
     if walk.block_rows == 1:
         rows = config if isinstance(config, RowConfig) else row_config(direction, bits, p.D, p.E, work.mean)
         constants |= {"RP": rows.items, "C": rows.columns, "LANES": lanes(rows.columns, bits, p.D, p.E)}
-        arguments["n_groups"] = -(-n_items // rows.items)
-        options = {"num_warps": rows.warps, "num_stages": 1, "enable_fp_fusion": True}
-        return Launch(
-            walk.rows,
-            walk.block_rows,
-            work,
-            copies,
-            heads,
-            constants,
-            arguments,
-            options,
-            (arguments["n_groups"] * copies,),
-        )
-    groups = config if isinstance(config, GroupConfig) else group_config(direction, bits, p.D, p.E, walk.block_rows)
-    constants |= {"R": walk.block_rows, "C": walk.width, "PRECISION": groups.precision}
-    arguments["bits"] = walk.bits
-    if not transposed:
-        arguments["G"] = p.G
-    options = {"num_warps": groups.warps, "num_stages": groups.stages, "enable_fp_fusion": True}
-    return Launch(walk.rows, walk.block_rows, work, copies, heads, constants, arguments, options, (n_items * copies,))
+        programs = arguments["n_groups"] = -(-n_items // rows.items)
+        warps, stages = rows.warps, 1
+    else:
+        groups = config if isinstance(config, GroupConfig) else group_config(direction, bits, p.D, p.E, walk.block_rows)
+        constants |= {"R": walk.block_rows, "C": walk.width, "PRECISION": groups.precision}
+        arguments["bits"] = walk.bits
+        if not transposed:
+            arguments["G"] = p.G
+        programs, warps, stages = n_items, groups.warps, groups.stages
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    return Launch(walk.rows, walk.block_rows, work, copies, heads, constants, arguments, options, (programs * copies,))
 
 
 def forward(
@@ -222,13 +214,13 @@ def forward(
             },
         )  # fmt: skip
     if run.work.slots:
-        merges, R = run.work.merges, layout.block_q
+        merges = run.work.merges
         launch(
             run.known, forward_kernels.merge_kernel, (merges.shape[0] * run.copies,), None,
             {"out": out, "lse": lse, "part_acc": part_acc, "part_ml": part_ml}, {},
             lambda: {
                 "merges": merges, **strides("o", out), **strides("l", lse), "H": p.H, "Q": p.Q, "E": p.E,
-                "BLOCK_E": padded(p.E), **_merging(run, R),
+                "BLOCK_E": padded(p.E), **_merging(run),
             },
         )  # fmt: skip
     return out, lse
@@ -245,8 +237,9 @@ def _terms(
     return tensors, floats, (terms.q_offset, *flags.values()), flags
 
 
-def _merging(run: Launch, R: int) -> dict[str, Any]:
+def _merging(run: Launch) -> dict[str, Any]:
     """Arguments of the kernels that join the parts of a list."""
+    R = run.block_rows
     return {
         "n_merges": run.work.merges.shape[0], "n_slots": run.work.slots, "lead_heads": run.arguments["lead_heads"],
         "R": R, "TILE_ROWS": R, "B_FROM_GRID": run.constants["B_FROM_GRID"],
@@ -357,7 +350,7 @@ def _add_parts(run: Launch, part: Tensor, result: Tensor) -> None:
         lambda: {
             "merges": merges, **{f"stride_{axis}": result.stride(i) for i, axis in enumerate("bhn")},
             "heads": run.heads, "rows": run.rows, "SIZE": size, "BLOCK_SIZE": padded(size),
-            **_merging(run, run.block_rows),
+            **_merging(run),
         },
     )  # fmt: skip
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gossamer.kernels.contract import Problem, Terms
-from gossamer.kernels.relaunch import processors, strides
+from gossamer.kernels.devices import processors
+from gossamer.kernels.relaunch import strides
 from gossamer.kernels.rows import sink_gradient
 from gossamer.kernels.scores import scales
 from gossamer.kernels.triton import backward as backward_kernels

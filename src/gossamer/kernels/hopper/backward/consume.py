@@ -108,10 +108,9 @@ class Consumer:
                 n += 1
                 m += 1
                 kind = self.look(env, n)
-            if const_expr(not c.single):  # noqa: SIM102
+            if const_expr(not c.single):
                 if m != begin:
                     self.last(env, n, m)
-            if const_expr(not c.single):
                 self.release(env, bars.v_empty)
             self.finish(env)
             self.release(env, bars.q_empty + ring(n, c.q_stages)[0])

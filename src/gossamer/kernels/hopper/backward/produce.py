@@ -42,7 +42,7 @@ from gossamer.kernels.hopper.backward.fields import (
     WORD,
     bulk_add,
 )
-from gossamer.kernels.hopper.common import ROWS, WARPGROUP, Env, ring
+from gossamer.kernels.hopper.common import ROWS, WARPGROUP, Env, ring, ticket
 from gossamer.kernels.hopper.config import BackwardConfig
 
 
@@ -99,21 +99,6 @@ class Producer:
     def attended(self, env):
         """Keys of the item's batch element that are attended at all."""
         return env.item[KEYS] if const_expr(self.config.lengths) else env.keys
-
-    @cute.jit
-    def ticket(self, env):
-        """The number of the next item that nobody has taken. Each block starts with the item of its own index.
-
-        There is one draw for each item, made when its loads have been issued: blocks that are late take fewer items.
-        The last draw of all resets the counter.
-        """
-        drawn = Int32(0)
-        blocks, _, _ = cute.arch.grid_dim()
-        if cute.arch.lane_idx() == 0:
-            drawn = cute.arch.atomic_add(env.tickets.iterator, Int32(1), sem="relaxed", scope="gpu")
-            if drawn == env.items * env.copies - 1:
-                env.tickets[0] = Int32(0)
-        return cute.arch.shuffle_sync(drawn, 0) + blocks
 
     @cute.jit
     def produce(self, env, tma_q, g_q, tma_k, g_k, tma_v, g_v, tma_do, g_do):
@@ -215,7 +200,7 @@ class Producer:
                                 m += 1
                 if owed != 0:
                     self.load_v(env, load, turn, tile, group, batch)
-                word = self.load_item(env, self.ticket(env))  # while the consumers are still two steps behind
+                word = self.load_item(env, ticket(env))  # while the consumers are still two steps behind
                 stage, phase = ring(n, c.q_stages)
                 cute.arch.mbarrier_wait(bars.q_empty + stage, phase ^ 1)
                 if lane == KIND:

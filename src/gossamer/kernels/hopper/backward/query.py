@@ -34,6 +34,7 @@ from gossamer.kernels.hopper.common import (
     WARPGROUP,
     Env,
     ring,
+    ticket,
 )
 from gossamer.kernels.hopper.config import QueryConfig
 from gossamer.kernels.hopper.forward.produce import Producer
@@ -44,7 +45,6 @@ class QueryGradient(QueryConsumer):
 
     load_item = Producer.load_item
     listed_below = Producer.listed_below
-    ticket = Producer.ticket
 
     def __init__(self, config: QueryConfig) -> None:
         self.config = c = config
@@ -288,7 +288,7 @@ class QueryGradient(QueryConsumer):
                             tma_v, v_from[None, block, group, batch], v_to[None, stage], tma_bar_ptr=bars.v_full + stage
                         )
                         kv += 1
-                word = self.load_item(env, self.ticket(env))
+                word = self.load_item(env, ticket(env))
             else:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(bars.q_full)

@@ -30,6 +30,7 @@ from gossamer.kernels.hopper.common import (
     WARPGROUP,
     Env,
     ring,
+    ticket,
 )
 from gossamer.kernels.hopper.config import ForwardConfig
 
@@ -136,7 +137,7 @@ class Producer:
             draw_at, publish_at = count - DRAW // c.block_kv, count - PUBLISH // c.block_kv
             publish_at = publish_at if publish_at > EARLIEST else Int32(EARLIEST)
             if draw_at < 0:
-                word = self.load_item(env, self.ticket(env))
+                word = self.load_item(env, ticket(env))
             for i in cutlass.range(count, unroll=1):
                 column = following
                 n = i + 1
@@ -152,7 +153,7 @@ class Producer:
                     v_block, v_group, v_batch = block, group, batch
                     kv += 1
                 if i == draw_at:
-                    word = self.load_item(env, self.ticket(env))
+                    word = self.load_item(env, ticket(env))
                 if const_expr(self.bridges):  # noqa: SIM102
                     if i == publish_at:
                         upcoming = self.publish(env, turn, word)
@@ -171,21 +172,6 @@ class Producer:
                 upcoming = self.publish(env, turn, word)
             following = upcoming
             running = item[VALID, ring(turn, c.q_stages)[0]]
-
-    @cute.jit
-    def ticket(self, env):
-        """The number of the next item that nobody has taken. Each block starts with the item of its own index.
-
-        There is one draw for each item, near its end: blocks that are late take fewer items. The last draw of all
-        resets the counter.
-        """
-        drawn = Int32(0)
-        blocks, _, _ = cute.arch.grid_dim()
-        if cute.arch.lane_idx() == 0:
-            drawn = cute.arch.atomic_add(env.tickets.iterator, Int32(1), sem="relaxed", scope="gpu")
-            if drawn == env.items * env.copies - 1:
-                env.tickets[0] = Int32(0)
-        return cute.arch.shuffle_sync(drawn, 0) + blocks
 
     @cute.jit
     def publish(self, env, turn, word):
