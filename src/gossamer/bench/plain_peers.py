@@ -15,7 +15,7 @@ from gossamer.bench.check import Inputs
 from gossamer.bench.peer import Gradients, Peer, Prepared, Refusal, needs_cuda, needs_module, needs_plain
 
 SCORE_BYTES = 8 * 2**30  # the largest materialised scores
-EDGE_BYTES = 48 * 2**30  # the largest gathered features
+EDGE_BYTES = 52 * 2**30  # the largest gathered features
 
 
 def _naive(inputs: Inputs, matmul_tflops: float) -> Prepared:
