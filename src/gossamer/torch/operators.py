@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import _C, Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 
+from gossamer.kernels.contract import Unsupported
 from gossamer.kernels.rows import compute_dtype
 from gossamer.patterns.handles import token_of
 from gossamer.torch import parts
@@ -124,6 +125,7 @@ def plain(*tensors: Tensor | None) -> bool:
         or _C._get_tracing_state() is not None
         or _C._is_any_autocast_enabled()
         or torch.autograd._profiler_enabled()
+        or forward_ad._current_level >= 0
     )
 
 
@@ -140,7 +142,16 @@ def _gradients(ctx, dout, dlse):
     return dq, dk, dv, None if sink_logits is None else dsink, None
 
 
-_gradients_once = once_differentiable(_gradients)
+class _Gradients(torch.autograd.Function):
+    """The gradients where a graph of them is asked for; it leads to the inputs, so that its use raises, not gives 0."""
+
+    @staticmethod
+    def forward(ctx, call, dout, dlse, *inputs):
+        return _gradients(call, dout, dlse)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise Unsupported("attention can be differentiated once: its gradients have no gradient (double backward)")
 
 
 class _Attention(torch.autograd.Function):
@@ -164,8 +175,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        # Without create_graph there is nothing to differentiate twice, and the check costs more than the look-ups.
-        return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, dout, dlse)
+        if not torch.is_grad_enabled():
+            return _gradients(ctx, dout, dlse)
+        q, k, v, _, _, sink_logits, *_ = ctx.saved_tensors  # create_graph
+        return _Gradients.apply(ctx, dout, dlse, q, k, v, sink_logits)
 
 
 # `Function.apply` without its search for functorch's tensors, of which `plain` has found none.
@@ -190,11 +203,21 @@ def eager(a: Arguments, layout: list[Tensor], geometry: list[int], pattern: int)
 def _forward_autograd(q: Tensor, k: Tensor, v: Tensor, layout: Any, geometry: Any, pattern: Any, *options: Any):
     """The operator on the Autograd key: with the gradient where one is needed."""
     a = Arguments(q, k, v, *options)
+    if forward_ad._current_level >= 0:
+        for x in (q, k, v, a.sink_logits):
+            if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+                raise Unsupported("attention has no forward-mode derivative (jvp); backward() and autograd.grad work")
     if differentiable(q, k, v, a.sink_logits):
+        if _C._are_functorch_transforms_active():
+            raise Unsupported("attention has no derivative inside torch.func; backward() and autograd.grad work")
         call = False, a._replace(backward=True), layout, geometry, pattern
         return _Attention.apply(q, k, v, a.sink_logits, call)
     with _C._AutoDispatchBelowAutograd():
         return _forward_op(q, k, v, layout, geometry, pattern, *options)
+
+
+def _batched(*args: Any):
+    raise Unsupported("attention cannot be mapped by torch.func.vmap; give it the mapped dimension as batch elements")
 
 
 def _autocast(device: str, key: _C.DispatchKey):
@@ -213,6 +236,8 @@ def _autocast(device: str, key: _C.DispatchKey):
 library.impl("forward", _forward, "CompositeExplicitAutograd")
 library.impl("backward", _backward, "CompositeExplicitAutograd")
 library.impl("forward", _forward_autograd, "Autograd")
+library.impl("forward", _batched, "FuncTorchBatched")
+library.impl("backward", _batched, "FuncTorchBatched")
 library.impl("forward", _autocast("cpu", _C.DispatchKey.AutocastCPU), "AutocastCPU")
 library.impl("forward", _autocast("cuda", _C.DispatchKey.AutocastCUDA), "AutocastCUDA")
 torch.library.register_fake("gossamer::forward", _forward_fake, lib=library)
