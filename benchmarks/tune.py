@@ -4,9 +4,10 @@
     python benchmarks/tune.py --kernels backward --sizes 128 --write
 
 Every candidate is compiled (in parallel processes, into the cache on disk), its numbers are checked against float64 on
-sampled rows and keys, and it is timed in each case, the shipped one first and last. Rows go to --out. With --write, a
-candidate that is right and whose times are at most 0.99 of the shipped one's (geometric mean over the cases) takes its
-place in src/gossamer/kernels/hopper/tuned.json.
+sampled rows and keys, and all are timed in turns in each case of its tile, since a chip slows as it gets hot. A row
+holds the median of each round; rows go to --out. With --write, a candidate that is right and whose times are at most
+0.99 of the shipped one's (geometric mean over the cases of the tile) takes its place in
+src/gossamer/kernels/hopper/tuned.json.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import json
 import math
 import multiprocessing
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,14 +34,18 @@ from gossamer.bench.measure import time_call
 from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.hopper import IMPLEMENTATION, config
 from gossamer.kernels.hopper import compile as compiled
-from gossamer.patterns import Pattern, SlidingWindow
+from gossamer.patterns import BigBird, Pattern, SlidingWindow
 from gossamer.testing.cases import bigbird_matrix
 
 GAIN = 0.99
-CASES: dict[str, Callable[[int], Pattern]] = {
-    "window 4096": lambda N: SlidingWindow(4096),
-    "window 512": lambda N: SlidingWindow(512),
-    "128-blocks": lambda N: bigbird_matrix(N, 128),
+ROUNDS = 3
+# Name -> the pattern, and the layout's tile where it is not the first choice of its head sizes.
+CASES: dict[str, tuple[Callable[[int], Pattern], tuple[int, int] | None]] = {
+    "window 4096": (lambda N: SlidingWindow(4096), None),
+    "window 512": (lambda N: SlidingWindow(512), None),
+    "128-blocks": (lambda N: bigbird_matrix(N, 128), None),
+    "64-blocks": (lambda N: bigbird_matrix(N, 64), (64, 64)),
+    "BigBird(64)": (lambda N: BigBird(64), (64, 64)),
 }
 # The fields of each kernel's configuration that are tried, and their values; what a configuration refuses is left out.
 FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -57,20 +63,36 @@ CHOOSERS = {
 }
 
 
-def tile(D: int, E: int) -> tuple[int, int]:
-    """The tile of the layouts that are walked."""
-    return IMPLEMENTATION.tile(Problem(1, 1, 1, 4096, 4096, D, E, "bfloat16", "cuda", 90, backward=True))
+class Group(NamedTuple):
+    """What has one configuration: a kernel, head sizes and a tile of layouts; and the cases it is timed in."""
+
+    kernel: str
+    D: int
+    E: int
+    tile: tuple[int, int]
+    cases: tuple[str, ...]
+
+    def shipped(self) -> Any:
+        """The configuration that a call takes today."""
+        with_dq = {"backward": (self.tile != (64, 64),)}.get(self.kernel, ())
+        return getattr(config, CHOOSERS[self.kernel][0])("bfloat16", self.D, self.E, *self.tile, "fold", *with_dq)
 
 
-def serves(kernel: str, size: tuple[int, int]) -> bool:
-    """Whether a kernel is used for head sizes (D, E)."""
-    return {"backward": max(size) <= config.WIDE, "wide": max(size) > config.WIDE}.get(kernel, True)
-
-
-def shipped(kernel: str, D: int, E: int) -> Any:
-    """The configuration that a call of these head sizes takes today."""
-    more = {"backward": (True,)}.get(kernel, ())
-    return getattr(config, CHOOSERS[kernel][0])("bfloat16", D, E, *tile(D, E), "fold", *more)
+def groups(kernels: list[str], sizes: list[tuple[int, int]], cases: list[str]) -> list[Group]:
+    """The groups of which there is a kernel."""
+    found = []
+    for kernel, (D, E) in itertools.product(kernels, sizes):
+        if not {"backward": max(D, E) <= config.WIDE, "wide": max(D, E) > config.WIDE}.get(kernel, True):
+            continue
+        problem = Problem(1, 1, 1, 4096, 4096, D, E, "bfloat16", "cuda", 90, backward=True)
+        by_tile: dict[tuple[int, int], list[str]] = {}
+        for name in cases:
+            by_tile.setdefault(CASES[name][1] or IMPLEMENTATION.tile(problem), []).append(name)
+        for tile, names in by_tile.items():
+            group = Group(kernel, D, E, tile, tuple(names))
+            if group.shipped().D == D:  # else it is padded to a size of which there is a group
+                found.append(group)
+    return found
 
 
 def candidates(kernel: str, first: Any) -> list[Any]:
@@ -82,7 +104,8 @@ def candidates(kernel: str, first: Any) -> list[Any]:
             other = dataclasses.replace(first, **dict(zip(fields, values, strict=True)))
         except ValueError:
             continue
-        if other not in found:
+        unlike = getattr(first, "with_dq", True) or other.reduce == first.reduce  # how dQ is added is of no account
+        if other not in found and unlike:
             found.append(other)
     return found
 
@@ -114,12 +137,12 @@ def chosen(kernel: str, choice: Any) -> Iterator[None]:
         owner._prepared.clear()
 
 
-def problem(pattern: Pattern, H: int, N: int, D: int, E: int) -> tuple[Inputs, Problem, Any]:
+def problem(group: Group, pattern: Pattern, H: int, N: int) -> tuple[Inputs, Problem, Any]:
+    D, E = group.D, group.E
     g = torch.Generator("cuda").manual_seed(0)
     q, k, v, dout = (torch.randn(1, H, N, n, device="cuda", generator=g).bfloat16() for n in (D, D, E, E))
     p = Problem(1, H, H, N, N, D, E, "bfloat16", "cuda", 90, backward=True)
-    block_q, block_kv = tile(D, E)
-    layout = pattern.layout(N, N, block_q=block_q, block_kv=block_kv).to("cuda")
+    layout = pattern.layout(N, N, block_q=group.tile[0], block_kv=group.tile[1]).to("cuda")
     return Inputs(pattern, q, k, v, Terms(scale=D**-0.5, q_offset=0), dout), p, layout
 
 
@@ -138,26 +161,31 @@ def caller(kernel: str, x: Inputs, p: Problem, layout: Any) -> Callable[[], dict
     return backward
 
 
-def measure(kernel: str, D: int, E: int, choices: list[Any], cases: list[str], N: int, budget: float) -> list[Any]:
-    """Rows of every case and candidate; the shipped configuration is timed first and last."""
+def measure(group: Group, choices: list[Any], N: int, budget: float) -> list[dict[str, Any]]:
+    """Rows of every case and candidate, the shipped one first."""
     rows = []
-    for name in cases:
-        x, p, layout = problem(CASES[name](N), 16 if D <= 64 else 8, N, D, E)
+    for name in group.cases:
+        x, p, layout = problem(group, CASES[name][0](N), 16 if group.D <= 64 else 8, N)
         samples = draw_samples(x, heads=1, rows=32, keys=4)
-        run = caller(kernel, x, p, layout)
-        for at, choice in enumerate([*choices, choices[0]]):
-            row = {"kernel": kernel, "D": D, "E": E, "case": name, "config": dataclasses.asdict(choice)}
-            with chosen(kernel, choice):
+        run = caller(group.kernel, x, p, layout)
+        found: list[dict[str, Any]] = []
+        for choice in choices:
+            with chosen(group.kernel, choice):
                 torch.use_deterministic_algorithms(True, warn_only=True)  # and new memory is filled with NaN
                 worst, wrong = compare(samples, run(), 1)
                 torch.use_deterministic_algorithms(False)
-                row |= {"error": worst, "wrong": wrong, "again": at == len(choices)}
-                row["ms"] = time_call(run, torch.device("cuda"), budget_s=budget).p50
-            rows.append(row)
-            fields = " ".join(f"{n}={getattr(choice, n)}" for n in FIELDS[kernel])
-            print(
-                f"{kernel} {D},{E} {name:12s} {fields:44s} {row['ms']:8.3f} ms {'WRONG' if wrong else ''}", flush=True
-            )
+            fields = {"config": dataclasses.asdict(choice), "error": worst, "wrong": wrong, "rounds": []}
+            found.append({"kernel": group.kernel, "D": group.D, "E": group.E, "case": name} | fields)
+        for _ in range(ROUNDS):
+            for row, choice in zip(found, choices, strict=True):
+                with chosen(group.kernel, choice):
+                    row["rounds"].append(time_call(run, torch.device("cuda"), budget_s=budget / ROUNDS).p50)
+        for row, choice in zip(found, choices, strict=True):
+            row["ms"] = statistics.median(row["rounds"])
+            fields = " ".join(f"{n}={getattr(choice, n)}" for n in FIELDS[group.kernel])
+            head = f"{group.kernel} {group.D},{group.E} {name:12s} {fields:44s}"
+            print(f"{head} {row['ms']:8.3f} ms {'WRONG' if row['wrong'] else ''}", flush=True)
+        rows += found
     return rows
 
 
@@ -173,10 +201,10 @@ def winner(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], float]:
     return json.loads(best), math.exp(means[best] - means[first])
 
 
-def keep(kernel: str, choice: Any, fields: dict[str, Any]) -> None:
+def keep(group: Group, first: Any, fields: dict[str, Any]) -> None:
     """Write the fields of a winner where the configuration is looked up."""
     found = json.loads(config.TUNED.read_text())
-    found.setdefault(kernel, {})[config.tuned_key(choice.D, choice.E, *tile(choice.D, choice.E))] = fields
+    found.setdefault(group.kernel, {})[config.tuned_key(first.D, first.E, *group.tile)] = fields
     config.TUNED.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 
@@ -184,7 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", nargs="*", choices=list(FIELDS), default=list(FIELDS))
     parser.add_argument("--sizes", nargs="*", default=["64", "96", "128", "192", "256", "192,128"])
-    parser.add_argument("--cases", nargs="*", choices=list(CASES), default=["window 4096", "128-blocks"])
+    parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
     parser.add_argument("-N", "--length", type=int, default=65536)
     parser.add_argument("--budget", type=float, default=0.1, help="seconds of timed calls for each row")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
@@ -193,13 +221,8 @@ def main() -> None:
     a = parser.parse_args()
     start = time.perf_counter()
     sizes = [(int(D), int(E or D)) for D, _, E in (text.partition(",") for text in a.sizes)]
-    wanted = {
-        (kernel, size): candidates(kernel, shipped(kernel, *size))
-        for kernel in a.kernels
-        for size in sizes
-        if serves(kernel, size)
-    }
-    tasks = [(kernel, choice) for (kernel, _), choices in wanted.items() for choice in choices]
+    wanted = {group: candidates(group.kernel, group.shipped()) for group in groups(a.kernels, sizes, a.cases)}
+    tasks = [(group.kernel, choice) for group, choices in wanted.items() for choice in choices]
     with ProcessPoolExecutor(a.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         refused = {repr(task): why for task, why in zip(tasks, pool.map(make, tasks), strict=True) if why}
     for task, why in refused.items():
@@ -207,15 +230,16 @@ def main() -> None:
     print(f"{len(tasks)} configurations compiled in {time.perf_counter() - start:.0f} s", flush=True)
     facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "N": a.length}
     a.out.parent.mkdir(parents=True, exist_ok=True)
-    for (kernel, (D, E)), choices in wanted.items():
-        able = [choice for choice in choices if repr((kernel, choice)) not in refused]
-        rows = measure(kernel, D, E, able, a.cases, a.length, a.budget)
+    for group, choices in wanted.items():
+        able = [choice for choice in choices if repr((group.kernel, choice)) not in refused]
+        rows = measure(group, able, a.length, a.budget)
         with a.out.open("a") as file:
             file.writelines(json.dumps(row | facts) + "\n" for row in rows)
         best, ratio = winner(rows)
-        print(f"{kernel} {D},{E}: best {ratio:.3f} of the shipped time, {best}", flush=True)
+        where = f"{group.kernel} {group.D},{group.E}, tiles {group.tile[0]}x{group.tile[1]}"
+        print(f"{where}: best {ratio:.3f} of the shipped time, {best}", flush=True)
         if a.write and ratio <= GAIN:
-            keep(kernel, able[0], {name: best[name] for name in FIELDS[kernel]})
+            keep(group, able[0], {name: best[name] for name in FIELDS[group.kernel]})
     print(f"{time.perf_counter() - start:.0f} s")
 
 
