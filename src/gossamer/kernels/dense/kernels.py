@@ -12,7 +12,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gossamer.kernels.scores import FLOOR, LN2, LOG2E, score
+from gossamer.kernels.scores import score
+from gossamer.kernels.softmax import (
+    add_scores,
+    empty_rows,
+    end_of_keys,
+    finish_rows,
+    head_slope,
+    probability,
+    score_gradient,
+    start_rows,
+)
 
 
 @triton.jit
@@ -104,20 +114,11 @@ def forward_kernel(
     v += b64 * stride_vb + h64 // GROUP * stride_vh
     if words is not None:
         words += b64 * words_b + h64 * words_h
-    end = K
-    if lengths is not None:
-        end = tl.minimum(tl.load(lengths + i_b), K).to(tl.int32)
-    slope = 0.0
-    if slopes is not None:
-        slope = tl.load(slopes + i_h).to(tl.float32) * LOG2E
+    end = end_of_keys(lengths, i_b, K, lengths is not None)
+    slope = head_slope(slopes, i_h, slopes is not None)
     b_q = load_rows(q + b64 * stride_qb + h64 * stride_qh, stride_qn, o_r, Q, D, BLOCK_D)
     b_acc = tl.zeros([R, BLOCK_E], tl.float32)
-    b_l = tl.zeros([R], tl.float32)
-    b_m = tl.full([R], FLOOR, tl.float32)
-    if sinks is not None:
-        sink = tl.load(sinks + i_h).to(tl.float32) * LOG2E
-        b_m = tl.maximum(b_m, sink)
-        b_l = tl.where(sink > FLOOR, b_l + 1.0, b_l)
+    b_l, b_m = start_rows(sinks, i_h, True, R, sinks is not None)
     for start in range(0, K, C):
         m_keep = keeps(words, o_r, start, Q, K, end, C, False)
         b_k = load_rows(k, stride_kn, start + o_c, K, D, BLOCK_D)
@@ -125,28 +126,22 @@ def forward_kernel(
         distance = (start + o_c)[None, :] - (o_r + q_offset)[:, None]
         b_s, _ = score(b_s, scale, cap, slope, distance, SOFTCAP, slopes is not None)
         b_s = tl.where(m_keep, b_s, float("-inf"))
-        b_new = tl.maximum(b_m, tl.max(b_s, 1))
-        b_p = tl.exp2(b_s - b_new[:, None])
-        b_shrink = tl.exp2(b_m - b_new)
-        b_l = b_l * b_shrink + tl.sum(b_p, 1)
+        b_p, b_shrink, b_l, b_m = add_scores(b_s, b_l, b_m)
         b_v = load_rows(v, stride_vn, start + o_c, K, E, BLOCK_E)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_shrink[:, None], input_precision=PRECISION)
-        b_m = b_new
-    m_empty = b_l == 0.0
-    b_l = tl.where(m_empty, 1.0, b_l)
-    tl.store(lse + i_bh * Q + o_r, tl.where(m_empty, float("-inf"), (b_m + tl.log2(b_l)) * LN2), mask=o_r < Q)
+    b_l, b_lse = finish_rows(b_l, b_m)
+    tl.store(lse + i_bh * Q + o_r, b_lse, mask=o_r < Q)
     store_rows(out + i_bh * Q * E, b_acc / b_l[:, None], o_r, Q, E, BLOCK_E)
 
 
 @triton.jit
 def row_terms(lse, dlse, b_dout, b_out, i_bh, o_r, Q):
-    """(lse in base 2, delta = rowsum(dout * out) - dlse) of rows o_r; +inf and 0 where a row is empty or not there."""
+    """(lse in base 2, delta = rowsum(dout * out) - dlse) of rows o_r; a row that is not there counts as empty."""
     b_lse = tl.load(lse + i_bh * Q + o_r, mask=o_r < Q, other=float("-inf"))
     b_delta = tl.sum(b_dout.to(tl.float32) * b_out.to(tl.float32), 1)
     if dlse is not None:
         b_delta -= tl.load(dlse + i_bh * Q + o_r, mask=o_r < Q, other=0.0)
-    m_empty = b_lse == float("-inf")
-    return tl.where(m_empty, float("inf"), b_lse * LOG2E), tl.where(m_empty, 0.0, b_delta)
+    return empty_rows(b_lse, b_delta)
 
 
 @triton.jit(do_not_specialize=["Q", "K", "q_offset"])
@@ -195,9 +190,7 @@ def backward_kernel(
     """dk and dv of C keys by the first programs, dq of R queries by the rest; one batch element in each grid row."""
     i_b = tl.program_id(1)
     b64 = i_b.to(tl.int64)
-    end = K
-    if lengths is not None:
-        end = tl.minimum(tl.load(lengths + i_b), K).to(tl.int32)
+    end = end_of_keys(lengths, i_b, K, lengths is not None)
     q += b64 * stride_qb
     k += b64 * stride_kb
     v += b64 * stride_vb
@@ -218,9 +211,7 @@ def backward_kernel(
             i_h = i_g * GROUP + member
             h64 = i_h.to(tl.int64)
             i_bh = b64 * H + h64
-            slope = 0.0
-            if slopes is not None:
-                slope = tl.load(slopes + i_h).to(tl.float32) * LOG2E
+            slope = head_slope(slopes, i_h, slopes is not None)
             own = words
             if words is not None:
                 own += b64 * words_b + h64 * words_h
@@ -234,11 +225,10 @@ def backward_kernel(
                 b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
                 b_dp = tl.dot(b_v, tl.trans(b_dout), input_precision=PRECISION)
                 distance = (start + o_c)[:, None] - (o_r + q_offset)[None, :]
-                b_s, b_t = score(b_s, scale, cap, slope, distance, SOFTCAP, slopes is not None)
-                b_p = tl.where(m_keep, tl.exp2(b_s - b_lse[None, :]), 0.0)
-                b_ds = b_p * (b_dp - b_delta[None, :])
-                if SOFTCAP:
-                    b_ds *= 1.0 - b_t * b_t
+                b_p, b_t = probability(
+                    b_s, b_lse[None, :], scale, cap, slope, distance, m_keep, True, False, SOFTCAP, slopes is not None
+                )
+                b_ds = score_gradient(b_p, b_dp, b_delta[None, :], b_t, SOFTCAP)
                 b_dv = tl.dot(b_p.to(b_dout.dtype), b_dout, b_dv, input_precision=PRECISION)
                 b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
         i_bg = b64 * (H // GROUP) + g64
@@ -250,9 +240,7 @@ def backward_kernel(
         h64 = i_h.to(tl.int64)
         i_bh = b64 * H + h64
         o_r = (pid - key_programs) % n_q * R + o_row
-        slope = 0.0
-        if slopes is not None:
-            slope = tl.load(slopes + i_h).to(tl.float32) * LOG2E
+        slope = head_slope(slopes, i_h, slopes is not None)
         if words is not None:
             words += b64 * words_b + h64 * words_h
         b_q = load_rows(q + h64 * stride_qh, stride_qn, o_r, Q, D, BLOCK_D)
@@ -267,10 +255,9 @@ def backward_kernel(
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
             b_dp = tl.dot(b_dout, tl.trans(b_v), input_precision=PRECISION)
             distance = (start + o_c)[None, :] - (o_r + q_offset)[:, None]
-            b_s, b_t = score(b_s, scale, cap, slope, distance, SOFTCAP, slopes is not None)
-            b_p = tl.where(m_keep, tl.exp2(b_s - b_lse[:, None]), 0.0)
-            b_ds = b_p * (b_dp - b_delta[:, None])
-            if SOFTCAP:
-                b_ds *= 1.0 - b_t * b_t
+            b_p, b_t = probability(
+                b_s, b_lse[:, None], scale, cap, slope, distance, m_keep, True, False, SOFTCAP, slopes is not None
+            )
+            b_ds = score_gradient(b_p, b_dp, b_delta[:, None], b_t, SOFTCAP)
             b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
         store_rows(dq + i_bh * Q * D, b_dq * plain_scale, o_r, Q, D, BLOCK_D)

@@ -18,7 +18,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gossamer.kernels.triton import backward, forward
 from gossamer.kernels.triton.config import (
     ARCHITECTURES,
     BUCKETS,
@@ -30,8 +29,11 @@ from gossamer.kernels.triton.config import (
     TileConfig,
     padded,
 )
+from gossamer.kernels.triton.forward import forward_kernel
+from gossamer.kernels.triton.key_gradients import dkdv_kernel
+from gossamer.kernels.triton.query_gradient import dq_kernel
 
-KERNELS = {"forward": forward.forward_kernel, "dq": backward.dq_kernel, "dkdv": backward.dkdv_kernel}
+KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 STREAMED = {"forward": ("k", "v"), "dq": ("k", "v"), "dkdv": ("q", "dout")}
 POINTERS_16 = {"q", "k", "v", "out", "dout", "dq", "dk", "dv"}
 POINTERS_FLOAT = {"lse", "dlse", "row_terms", "sinks", "slopes", "part", "part_acc", "part_ml", "part_dk", "part_dv"}

@@ -15,12 +15,11 @@ from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.devices import processors
 from gossamer.kernels.relaunch import Known, launch, strides
 from gossamer.kernels.rows import sink_gradient
-from gossamer.kernels.triton import backward as backward_kernels
-from gossamer.kernels.triton import forward as forward_kernels
 from gossamer.kernels.triton import gather_rows, gather_tiles
 from gossamer.kernels.triton.config import Direction, padded
 from gossamer.kernels.triton.gather_config import GroupConfig, RowConfig, group_config, lanes, row_config
 from gossamer.kernels.triton.launch import operand, row_terms, term_arguments
+from gossamer.kernels.triton.merge import merge_kernel, sum_kernel
 from gossamer.layouts.gather import GatherLayout, GatherWalk
 from gossamer.layouts.schedule import FEWEST_TILES, PARTS_PER_PROCESSOR, cut
 
@@ -216,7 +215,7 @@ def forward(
     if run.work.slots:
         merges = run.work.merges
         launch(
-            run.known, forward_kernels.merge_kernel, (merges.shape[0] * run.copies,), None,
+            run.known, merge_kernel, (merges.shape[0] * run.copies,), None,
             {"out": out, "lse": lse, "part_acc": part_acc, "part_ml": part_ml}, {},
             lambda: {
                 "merges": merges, **strides("o", out), **strides("l", lse), "H": p.H, "Q": p.Q, "E": p.E,
@@ -345,7 +344,7 @@ def _add_parts(run: Launch, part: Tensor, result: Tensor) -> None:
         return
     merges, size = run.work.merges, result.shape[-1]
     launch(
-        run.known, backward_kernels.sum_kernel, (merges.shape[0] * run.copies,), size,
+        run.known, sum_kernel, (merges.shape[0] * run.copies,), size,
         {"result": result, "part": part}, {},
         lambda: {
             "merges": merges, **{f"stride_{axis}": result.stride(i) for i, axis in enumerate("bhn")},

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 
 from gossamer.kernels.scores import FLOOR, LOG2E, score
-from gossamer.kernels.triton.forward import store_row_results
-from gossamer.kernels.triton.tiles import copy_index, load_rows, store_rows
+from gossamer.kernels.triton.tiles import copy_index, load_rows, store_row_results, store_rows
 
 
 @triton.jit

@@ -15,9 +15,12 @@ from gossamer.kernels.devices import processors
 from gossamer.kernels.relaunch import strides
 from gossamer.kernels.rows import sink_gradient
 from gossamer.kernels.scores import scales
-from gossamer.kernels.triton import backward as backward_kernels
-from gossamer.kernels.triton import forward as forward_kernels
 from gossamer.kernels.triton.config import Direction, TileConfig, config, padded
+from gossamer.kernels.triton.forward import forward_kernel
+from gossamer.kernels.triton.key_gradients import dkdv_kernel
+from gossamer.kernels.triton.merge import merge_kernel, sum_kernel
+from gossamer.kernels.triton.query_gradient import dq_kernel
+from gossamer.kernels.triton.row_terms import row_terms_kernel
 from gossamer.kernels.triton.walks import Items, facts, items
 from gossamer.layouts.block import BlockLayout, Walk
 
@@ -194,7 +197,7 @@ def forward(
     part_ml = workspace(plan, walk.block_rows, 2, lse)
     grid = (parts * plan.size * plan.copies,)
     if grid[0]:
-        forward_kernels.forward_kernel[grid](
+        forward_kernel[grid](
             q=q, out=out, lse=lse, part_acc=part_acc, part_ml=part_ml,
             sinks=terms.sink_logits.contiguous() if terms.sink_logits is not None else lse,
             n_items=plan.size, n_slots=plan.slots, n_tiles=walk.tiles, H=p.H, G=p.G, Q=p.Q, K=p.K,
@@ -205,7 +208,7 @@ def forward(
         )  # fmt: skip
     if plan.work is not None and plan.slots:
         merges = plan.work.merges
-        forward_kernels.merge_kernel[(walk.block_rows // MERGE_ROWS * merges.shape[0] * plan.copies,)](
+        merge_kernel[(walk.block_rows // MERGE_ROWS * merges.shape[0] * plan.copies,)](
             out, lse, part_acc, part_ml, merges, *out.stride()[:3], *lse.stride(), merges.shape[0], plan.slots,
             p.H, p.Q, plan.lead_heads, E=p.E, BLOCK_E=padded(p.E), R=MERGE_ROWS, TILE_ROWS=walk.block_rows,
             B_FROM_GRID=plan.constants["B_FROM_GRID"], H_FROM_GRID=plan.constants["H_FROM_GRID"], num_warps=4,
@@ -219,7 +222,7 @@ def row_terms(problem: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, 
     terms = torch.empty((2, p.B, p.H, padded_Q), dtype=torch.float32, device=lse.device)
     if terms.numel():
         given = lse if dlse is None else dlse
-        backward_kernels.row_terms_kernel[(p.B * p.H * padded_Q // ROW_TERMS_ROWS,)](
+        row_terms_kernel[(p.B * p.H * padded_Q // ROW_TERMS_ROWS,)](
             dout, out, lse, given, terms,
             *dout.stride()[:3], *out.stride()[:3], *lse.stride(), *given.stride(), p.B, p.H, p.Q, padded_Q,
             E=p.E, BLOCK_E=padded(p.E), R=ROW_TERMS_ROWS, DLSE=dlse is not None, num_warps=4,
@@ -250,7 +253,7 @@ def query_gradient(
     part = workspace(plan, walk.block_rows, p.D, rows)
     grid = (parts * plan.size * plan.copies,)
     if grid[0]:
-        backward_kernels.dq_kernel[grid](
+        dq_kernel[grid](
             q=q, dout=dout, row_terms=rows, dq=dq, part=part, plain_scale=terms.scale,
             padded_Q=rows.shape[-1], delta_offset=rows.stride(0),
             n_items=plan.size, n_slots=plan.slots, n_tiles=walk.tiles, H=p.H, G=p.G, Q=p.Q, K=p.K,
@@ -290,7 +293,7 @@ def key_gradients(
     part_dv = workspace(plan, walk.block_rows, p.E, rows)
     grid = (parts * plan.size * plan.copies,)
     if grid[0]:
-        backward_kernels.dkdv_kernel[grid](
+        dkdv_kernel[grid](
             k=k, v=v, row_terms=rows, dk=dk, dv=dv, part_dk=part_dk, part_dv=part_dv,
             plain_scale=terms.scale, padded_Q=rows.shape[-1], delta_offset=rows.stride(0),
             n_items=plan.size, n_slots=plan.slots, n_tiles=walk.tiles, H=p.H, G=p.G, Q=p.Q, K=p.K,
@@ -308,7 +311,7 @@ def add_parts(plan: Schedule, walk: Walk, part: Tensor, result: Tensor) -> None:
     if plan.work is None or not plan.slots:
         return
     merges, size = plan.work.merges, result.shape[-1]
-    backward_kernels.sum_kernel[(walk.block_rows // MERGE_ROWS * merges.shape[0] * plan.copies,)](
+    sum_kernel[(walk.block_rows // MERGE_ROWS * merges.shape[0] * plan.copies,)](
         result, part, merges, *result.stride()[:3], merges.shape[0], plan.slots, result.shape[1], walk.rows,
         plan.lead_heads, SIZE=size, BLOCK_SIZE=padded(size), R=MERGE_ROWS, TILE_ROWS=walk.block_rows,
         B_FROM_GRID=plan.constants["B_FROM_GRID"], H_FROM_GRID=plan.constants["H_FROM_GRID"], num_warps=4,

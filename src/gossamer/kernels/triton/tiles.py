@@ -1,7 +1,7 @@
-"""Pieces that the forward and backward kernels share: program order, list ranges, masked loads, masks.
+"""What a program computes, and how it reads and writes rows of a tensor.
 
-Names: `i_` an index, `o_` offsets, `m_` a mask, `b_` a block of values, `w_` a list of the walk. A kernel's resident
-rows are R of the walk's rows; it streams C columns at a time. Scores are in base 2: natural scores times log2(e).
+Names: `i_` an index, `o_` offsets, `m_` a mask, `b_` a block of values. A kernel's resident rows are R of the walk's
+rows; it streams C columns at a time. Scores are in base 2: natural scores times log2(e).
 """
 
 from __future__ import annotations
@@ -9,10 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Mask modes of a loop: one of the three lists of a walk.
-FULL = tl.constexpr(0)
-INTERVAL = tl.constexpr(1)
-BITS = tl.constexpr(2)
+from gossamer.kernels.softmax import finish_rows
 
 # The end of a range that is not cut.
 ALL = tl.constexpr(1 << 30)
@@ -82,19 +79,6 @@ def copy_index(b, h, heads, B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr
 
 
 @triton.jit
-def list_range(starts, counts, row, begin, end, before):
-    """The part of a row's list inside [begin, end) of the row's lists in a row: (list start, first, last, next before).
-
-    `before` is the number of tiles in the lists before this one.
-    """
-    start = tl.load(starts + row)
-    count = tl.load(counts + row)
-    first = tl.minimum(tl.maximum(begin - before, 0), count)
-    last = tl.minimum(tl.maximum(end - before, 0), count)
-    return start, first, last, before + count
-
-
-@triton.jit
 def load_rows(
     base,
     start,
@@ -153,21 +137,13 @@ def store_rows(base, block, start, limit, stride, ROWS: tl.constexpr, SIZE: tl.c
 
 
 @triton.jit
-def bits_mask(words, o_c, WORDS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """[R, C] bits of a bits tile; `words` points at the first word of row 0, a row has WORDS words.
-
-    Each thread holds whole words of its rows and tests its own bits; the word of a column is known at compile time.
-    """
-    o_r = tl.arange(0, R)
-    row = words + o_r * WORDS
-    word = tl.load(row)[:, None]
-    for i_w in tl.static_range(1, C // 32):
-        word = tl.where((o_c // 32)[None, :] == i_w, tl.load(row + i_w)[:, None], word)
-    return (word & (1 << (o_c % 32))[None, :]) != 0
-
-
-@triton.jit
-def interval_mask(b_lo, b_hi, column, o_c):
-    """[R, C] of column + o_c in [lo, hi), with one comparison: below lo the difference wraps to a large number."""
-    distance = (column - b_lo)[:, None] + o_c[None, :]
-    return distance.to(tl.uint32, bitcast=True) < (b_hi - b_lo)[:, None].to(tl.uint32, bitcast=True)
+def store_row_results(
+    out, lse, b_acc, b_l, b_m, b64, h64, Q, row_start, stride_ob, stride_oh, stride_on, stride_lb, stride_lh, stride_ln,
+    R: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """out = acc / l and lse = m + log l; a row that kept nothing gives 0 and -inf."""
+    b_l, b_lse = finish_rows(b_l, b_m)
+    o_r = row_start + tl.arange(0, R)
+    lse += b64 * stride_lb + h64 * stride_lh
+    tl.store(lse + o_r.to(tl.int64) * stride_ln, b_lse, mask=o_r < Q)
+    store_rows(out + b64 * stride_ob + h64 * stride_oh, b_acc / b_l[:, None], row_start, Q, stride_on, R, E, BLOCK_E)

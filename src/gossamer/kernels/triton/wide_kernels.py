@@ -11,11 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gossamer.kernels.scores import FLOOR, LN2, LOG2E, score
-from gossamer.kernels.triton.tiles import bits_mask, interval_mask
-
-INTERVAL_TILE = tl.constexpr(1)
-BITS_TILE = tl.constexpr(2)
+from gossamer.kernels.scores import LOG2E, score
+from gossamer.kernels.softmax import add_scores, end_of_keys, finish_rows, head_slope, score_gradient, start_rows
+from gossamer.kernels.triton.lists import BITS, INTERVAL, bits_mask, interval_mask, row_bounds
 
 
 @triton.jit
@@ -101,21 +99,16 @@ def products_kernel(
         b_q = slice_rows(q, stride_qn, o_r, Q, at_d, D, STEP)
         b_k = slice_rows(k, stride_kn, key + o_c, K, at_d, D, STEP)
         b_s = tl.dot(b_q, tl.trans(b_k), b_s, input_precision=PRECISION)
-    end = K
-    if lengths is not None:
-        end = tl.minimum(tl.load(lengths + i_b), K).to(tl.int32)
+    end = end_of_keys(lengths, i_b, K, lengths is not None)
     m_keep = (key + o_c < end)[None, :] & (o_r < Q)[:, None]
-    if kind == INTERVAL_TILE:
-        b_lo = tl.load(lo + lead.to(tl.int64) * Q + o_r, mask=o_r < Q, other=0)
-        b_hi = tl.maximum(tl.load(hi + lead.to(tl.int64) * Q + o_r, mask=o_r < Q, other=0), b_lo)
+    if kind == INTERVAL:
+        b_lo, b_hi = row_bounds(lo, hi, lead, Q, o_r)
         m_keep = m_keep & interval_mask(b_lo, b_hi, key, o_c)
-    if kind == BITS_TILE:
+    if kind == BITS:
         WORDS: tl.constexpr = TILE_COLUMNS // 32
         words = pool + entry.to(tl.int64) * (TILE_ROWS * WORDS) + sub_r * WORDS + sub_c // 32
         m_keep = m_keep & bits_mask(words, o_c, WORDS, R, C)
-    slope = 0.0
-    if slopes is not None:
-        slope = tl.load(slopes + i_h).to(tl.float32) * LOG2E
+    slope = head_slope(slopes, i_h, slopes is not None)
     distance = (key + o_c)[None, :] - (o_r + q_offset)[:, None]
     b_s, b_t = score(b_s, scale, cap, slope, distance, SOFTCAP, slopes is not None)
     place = (i_bh * slots + slot) * (TILE_ROWS * TILE_COLUMNS)
@@ -130,9 +123,7 @@ def products_kernel(
         b_lse = tl.load(lse + i_bh * Q + o_r, mask=o_r < Q, other=float("inf")) * LOG2E
         b_delta = tl.load(delta + i_bh * Q + o_r, mask=o_r < Q, other=0.0)
         b_p = tl.where(m_keep, tl.exp2(b_s - b_lse[:, None]), 0.0)
-        b_ds = b_p * (b_dp - b_delta[:, None])
-        if SOFTCAP:
-            b_ds *= 1.0 - b_t * b_t
+        b_ds = score_gradient(b_p, b_dp, b_delta[:, None], b_t, SOFTCAP)
         tl.store(first + place, b_p.to(first.dtype.element_ty))
         tl.store(second + place, b_ds.to(second.dtype.element_ty))
     else:
@@ -190,12 +181,7 @@ def output_kernel(
     h64 = i_h.to(tl.int64)
     v += b64 * stride_vb + h64 // GROUP * stride_vh
     b_acc = tl.zeros([R, BLOCK], tl.float32)
-    b_l = tl.zeros([R], tl.float32)
-    b_m = tl.full([R], FLOOR, tl.float32)
-    if sinks is not None:
-        sink = tl.load(sinks + i_h).to(tl.float32) * LOG2E
-        b_m = tl.maximum(b_m, sink)
-        b_l = tl.where(sink > FLOOR, b_l + 1.0, b_l)
+    b_l, b_m = start_rows(sinks, i_h, True, R, sinks is not None)
     begin = tl.load(begins + lead)
     start = tl.load(row_starts + lead * (n_rows + 1) + here)
     stop = tl.load(row_starts + lead * (n_rows + 1) + here + 1)
@@ -205,17 +191,11 @@ def output_kernel(
         part = step % STEPS * C
         key = tl.load(tiles + (begin + slot) * 4 + 1) * TILE_COLUMNS + part
         b_s = tl.load(scores + slot.to(tl.int64) * (TILE_ROWS * TILE_COLUMNS) + (part + o_c)[None, :])
-        b_new = tl.maximum(b_m, tl.max(b_s, 1))
-        b_p = tl.exp2(b_s - b_new[:, None])
-        b_shrink = tl.exp2(b_m - b_new)
-        b_l = b_l * b_shrink + tl.sum(b_p, 1)
+        b_p, b_shrink, b_l, b_m = add_scores(b_s, b_l, b_m)
         b_v = slice_rows(v, stride_vn, key + o_c, K, at_e, E, BLOCK)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_shrink[:, None], input_precision=PRECISION)
-        b_m = b_new
-    m_empty = b_l == 0.0
-    b_l = tl.where(m_empty, 1.0, b_l)
+    b_l, b_lse = finish_rows(b_l, b_m)
     if at_e == 0:
-        b_lse = tl.where(m_empty, float("-inf"), (b_m + tl.log2(b_l)) * LN2)
         tl.store(lse + b64 * stride_lb + h64 * stride_lh + o_r.to(tl.int64) * stride_ln, b_lse, mask=o_r < Q)
     o_e = at_e + tl.arange(0, BLOCK)
     out += b64 * stride_ob + h64 * stride_oh

@@ -1,0 +1,125 @@
+"""Rows whose list was split: parts of the forward joined by log-sum-exp, parts of a gradient added, in slot order."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gossamer.kernels.scores import FLOOR
+from gossamer.kernels.triton.tiles import copy_index, load_rows, store_row_results, store_rows
+
+
+@triton.jit
+def decode_merge(
+    merges, n_merges, heads, lead_heads, SUB: tl.constexpr, B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr
+):
+    """What this program merges: (b, h, tile row, part of the tile row, first slot, number of slots)."""
+    pid = tl.program_id(0)
+    sub = pid % SUB
+    pid = pid // SUB
+    merge = merges + (pid % n_merges) * 4
+    copy = pid // n_merges
+    lead = tl.load(merge)
+    tile = tl.load(merge + 1)
+    first = tl.load(merge + 2)
+    count = tl.load(merge + 3)
+    b = lead // lead_heads
+    h = lead % lead_heads
+    if H_FROM_GRID:
+        h = copy % heads
+        copy = copy // heads
+    if B_FROM_GRID:
+        b = copy
+    return b, h, tile, sub, first, count
+
+
+@triton.jit(do_not_specialize=["n_merges", "n_slots", "Q"])
+def merge_kernel(
+    out,  # (B, H, Q, E)
+    lse,  # (B, H, Q)
+    part_acc,  # (copies, slots, TILE_ROWS, E)
+    part_ml,  # (copies, slots, 2, TILE_ROWS)
+    merges,
+    stride_ob,
+    stride_oh,
+    stride_on,
+    stride_lb,
+    stride_lh,
+    stride_ln,
+    n_merges,
+    n_slots,
+    H,
+    Q,
+    lead_heads,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    R: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    B_FROM_GRID: tl.constexpr,
+    H_FROM_GRID: tl.constexpr,
+):
+    """Rows whose list was split: their parts joined by log-sum-exp, in slot order."""
+    i_b, i_h, tile, sub, first, count = decode_merge(
+        merges, n_merges, H, lead_heads, TILE_ROWS // R, B_FROM_GRID, H_FROM_GRID
+    )
+    row_start = tile * TILE_ROWS + sub * R
+    if row_start >= Q:
+        return
+    o_r = sub * R + tl.arange(0, R)
+    base = copy_index(i_b, i_h, H, B_FROM_GRID, H_FROM_GRID).to(tl.int64) * n_slots + first
+    b_acc = tl.zeros([R, BLOCK_E], tl.float32)
+    b_l = tl.zeros([R], tl.float32)
+    b_m = tl.full([R], FLOOR, tl.float32)
+    for i_part in range(count):
+        slot = base + i_part
+        o_ml = part_ml + slot * (2 * TILE_ROWS) + o_r
+        b_part = tl.load(o_ml)
+        b_new = tl.maximum(b_m, b_part)
+        b_shrink = tl.exp2(b_m - b_new)
+        b_weight = tl.exp2(b_part - b_new)
+        b_l = b_l * b_shrink + tl.load(o_ml + TILE_ROWS) * b_weight
+        b_block = load_rows(part_acc + slot * (TILE_ROWS * E), sub * R, TILE_ROWS, E, R, E, BLOCK_E, True)
+        b_acc = b_acc * b_shrink[:, None] + b_block * b_weight[:, None]
+        b_m = b_new
+    b64 = i_b.to(tl.int64)
+    h64 = i_h.to(tl.int64)
+    store_row_results(
+        out, lse, b_acc, b_l, b_m, b64, h64, Q, row_start, stride_ob, stride_oh, stride_on,
+        stride_lb, stride_lh, stride_ln, R, E, BLOCK_E,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n_merges", "n_slots", "rows"])
+def sum_kernel(
+    result,  # (B, heads, rows, SIZE)
+    part,  # (copies, slots, TILE_ROWS, SIZE)
+    merges,
+    stride_b,
+    stride_h,
+    stride_n,
+    n_merges,
+    n_slots,
+    heads,
+    rows,
+    lead_heads,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    R: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    B_FROM_GRID: tl.constexpr,
+    H_FROM_GRID: tl.constexpr,
+):
+    """Rows whose list was split: their partial sums added in slot order."""
+    i_b, i_h, tile, sub, first, count = decode_merge(
+        merges, n_merges, heads, lead_heads, TILE_ROWS // R, B_FROM_GRID, H_FROM_GRID
+    )
+    row_start = tile * TILE_ROWS + sub * R
+    if row_start >= rows:
+        return
+    base = copy_index(i_b, i_h, heads, B_FROM_GRID, H_FROM_GRID).to(tl.int64) * n_slots + first
+    b_sum = tl.zeros([R, BLOCK_SIZE], tl.float32)
+    for i_part in range(count):
+        part_rows = part + (base + i_part) * (TILE_ROWS * SIZE)
+        b_sum += load_rows(part_rows, sub * R, TILE_ROWS, SIZE, R, SIZE, BLOCK_SIZE, True)
+    result += i_b.to(tl.int64) * stride_b + i_h.to(tl.int64) * stride_h
+    store_rows(result, b_sum, row_start, rows, stride_n, R, SIZE, BLOCK_SIZE)

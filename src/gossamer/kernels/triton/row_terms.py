@@ -1,0 +1,62 @@
+"""What a backward needs of each query row: lse and delta, made once and padded to whole tiles."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gossamer.kernels.softmax import empty_rows
+from gossamer.kernels.triton.tiles import load_rows
+
+
+@triton.jit(do_not_specialize=["Q"])
+def row_terms_kernel(
+    dout,  # (B, H, Q, E)
+    out,  # (B, H, Q, E)
+    lse,  # (B, H, Q)
+    dlse,  # (B, H, Q)
+    row_terms,  # (2, B, H, padded Q): lse in base 2, delta
+    stride_gb,
+    stride_gh,
+    stride_gn,
+    stride_ob,
+    stride_oh,
+    stride_on,
+    stride_lb,
+    stride_lh,
+    stride_ln,
+    stride_mb,
+    stride_mh,
+    stride_mn,
+    B,
+    H,
+    Q,
+    padded_Q,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    R: tl.constexpr,
+    DLSE: tl.constexpr,
+):
+    """lse in base 2, and delta = rowsum(dout * out) - dlse.
+
+    Rows past the last count as rows that keep nothing.
+    """
+    tiles = padded_Q // R
+    i_bh = tl.program_id(0) // tiles
+    row_start = tl.program_id(0) % tiles * R
+    b64 = (i_bh // H).to(tl.int64)
+    h64 = (i_bh % H).to(tl.int64)
+    b_dout = load_rows(dout + b64 * stride_gb + h64 * stride_gh, row_start, Q, stride_gn, R, E, BLOCK_E, True)
+    b_out = load_rows(out + b64 * stride_ob + h64 * stride_oh, row_start, Q, stride_on, R, E, BLOCK_E, True)
+    b_delta = tl.sum(b_dout.to(tl.float32) * b_out.to(tl.float32), 1)
+    o_r = row_start + tl.arange(0, R)
+    o64 = o_r.to(tl.int64)
+    if DLSE:
+        dlse += b64 * stride_mb + h64 * stride_mh
+        b_delta -= tl.load(dlse + o64 * stride_mn, mask=o_r < Q, other=0.0)
+    lse += b64 * stride_lb + h64 * stride_lh
+    b_lse = tl.load(lse + o64 * stride_ln, mask=o_r < Q, other=float("-inf"))
+    b_lse, b_delta = empty_rows(b_lse, b_delta)
+    row_terms += i_bh.to(tl.int64) * padded_Q + o_r
+    tl.store(row_terms, b_lse)
+    tl.store(row_terms + padded_Q.to(tl.int64) * B * H, b_delta)
