@@ -20,7 +20,7 @@ from torch import Tensor
 import gossamer as gs
 from gossamer.kernels.contract import Unsupported
 from gossamer.patterns import handles
-from gossamer.torch import plan, registry
+from gossamer.torch import calls, plan, registry
 
 P = gs.SlidingWindow(10)
 
@@ -248,6 +248,7 @@ def test_a_pattern_dropped_before_the_backward() -> None:
 
 
 def test_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    calls.forget()
     plan._plans.clear()
     plan._logged.clear()
     with caplog.at_level(logging.INFO, "gossamer"):

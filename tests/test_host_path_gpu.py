@@ -11,6 +11,7 @@ from torch import Tensor
 
 import gossamer as gs
 from gossamer.kernels.table import available, load
+from gossamer.torch import calls
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 PATTERN = gs.SlidingWindow(300)
@@ -191,3 +192,97 @@ def test_the_hopper_backward_allocates_row_terms_and_sums_of_dq(storage: str) ->
             )
         )
         assert sorted(found) == units(*results, terms, *more), (pattern, deterministic)
+
+
+SHORT = 40
+
+
+def small(N: int, E: int, storage: str) -> list[Tensor]:
+    """q, k, v and dout; "shifted" by two bytes, "BNHD" of another storage order."""
+    found = []
+    for heads, size in ((H, D), (G, D), (G, E), (H, E)):
+        shape = (B, N, heads, size) if storage == "BNHD" else (B, heads, N, size)
+        count = B * heads * N * size
+        x = torch.randn(count + 1, device="cuda").bfloat16()
+        x = (x[1:] if storage == "shifted" else x[:-1]).view(shape)
+        found.append(x.transpose(1, 2) if storage == "BNHD" else x)
+    return found
+
+
+@pytest.mark.parametrize("storage", ["BHND", "BNHD", "shifted"])
+@pytest.mark.parametrize("E", [D, 2 * D])
+@pytest.mark.parametrize(
+    ("name", "N", "pattern"),
+    [
+        ("dense", SHORT, gs.Causal()),
+        ("dense", SHORT, gs.Dense()),
+        ("hopper", SHORT, gs.Causal()),
+        ("hopper", 1500, gs.Causal()),
+        ("hopper", 1500, PATTERN),
+        ("hopper", 1500, gs.Longformer(64, global_tokens=[0, 1, 2])),
+    ],
+    ids=str,
+)
+def test_known_calls_compute_what_first_ones_do(
+    name: str, N: int, pattern: gs.Pattern, E: int, storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs(name, gradients=True)
+
+    def run(given: list[Tensor], dout: Tensor) -> list[tuple[Tensor, ...]]:
+        leaves = [x.detach().requires_grad_() for x in given]
+        options = {"implementation": name, "deterministic": True}
+        both = gs.attention(*leaves, pattern, return_lse=True, **options)  # type: ignore[arg-type]
+        dlse = torch.linspace(-1, 1, both[1].numel(), device="cuda").view(both[1].shape)
+        with torch.no_grad():
+            alone = gs.attention(*given, pattern, **options)  # type: ignore[arg-type]
+        return [
+            (alone, *both),  # type: ignore[list-item]
+            gradients(leaves, dout, pattern, **options),
+            torch.autograd.grad(both, leaves, (dout, dlse)),
+        ]
+
+    calls.forget()
+    first, other = small(N, E, storage), small(N, E, storage)
+    run(first[:3], first[3])
+    known = len(calls._calls)
+    assert known == 2  # with gradients and without
+    # The same numbers where a call knows, and where none may.
+    found = run(other[:3], other[3]), run(other[:3], other[3][:, :, :1].expand_as(other[3]))
+    assert len(calls._calls) == known
+    monkeypatch.setattr(calls, "KEPT_CALLS", 0)
+    calls.forget()
+    want = run(other[:3], other[3]), run(other[:3], other[3][:, :, :1].expand_as(other[3]))
+    for these, those in zip(found, want, strict=True):
+        for a, b in zip(these, those, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    # Tensors of the same kind at another address: aligned ones follow shifted ones, and the reverse.
+    monkeypatch.undo()
+    run(first[:3], first[3])
+    moved = [x.clone(memory_format=torch.preserve_format) for x in other]
+    again = run(moved[:3], moved[3])
+    for a, b in zip(again, want[0], strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("name", ["dense", "hopper"])
+def test_saved_tensors_may_come_back_with_other_strides(name: str) -> None:
+    needs(name, gradients=True)
+    q, k, v, dout = small(SHORT, D, "BNHD")
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    want = [gradients(leaves, dout, gs.Causal(), implementation=name, deterministic=True) for _ in range(3)][-1]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.contiguous(), lambda x: x):
+        found = gradients(leaves, dout, gs.Causal(), implementation=name, deterministic=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("name", ["dense", "hopper"])
+def test_few_queries_are_known_too(name: str) -> None:
+    """Decoding: the heads of a group are rows of one tile, and long lists are cut and merged."""
+    needs(name)
+    q, k, v, _ = small(2000, D, "BHND")
+    q = q[:, :, :1].contiguous()
+    calls.forget()
+    found = [gs.attention(q, k, v, gs.Causal(), implementation=name, return_lse=True) for _ in range(3)]
+    assert all(torch.equal(a, b) for pair in found[1:] for a, b in zip(pair, found[0], strict=True))
+    want = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), enable_gqa=True)
+    assert (found[-1][0].double() - want).abs().max() <= 2**-7 * want.abs().max()

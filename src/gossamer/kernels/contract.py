@@ -5,8 +5,9 @@ Framework names are strings here ("bfloat16", "cuda"), so that torch and JAX sha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 MASK_MODES = ("full", "interval", "bits")
 SCORE_TERMS = ("q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes")
@@ -206,3 +207,23 @@ class Implementation(Protocol):
         Where `into` is given, dq, dk and dv are written there and returned: tensors of any strides, but for the last
         dimension, which is contiguous.
         """
+
+
+@runtime_checkable
+class Binding(Protocol):
+    """An implementation that can bind a call to all that its repetitions have in common, so that they look up nothing.
+
+    Both methods are given what a call was computed with just before, with no tensor among its terms. What they return
+    holds its layout, and computes calls whose tensors have the same shapes, strides (of q, k and v), types and device;
+    their addresses, and the strides of dout, are looked at each time. None where there is nothing to gain.
+    """
+
+    def bound_forward(
+        self, problem: Problem, q: Any, k: Any, v: Any, layout: Any, terms: Terms
+    ) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
+        """(q, k, v) -> (out, lse)."""
+
+    def bound_backward(
+        self, problem: Problem, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, layout: Any, terms: Terms
+    ) -> Callable[..., tuple[Any, Any, Any]] | None:
+        """(dout, dlse or None, q, k, v, out, lse) -> (dq, dk, dv)."""

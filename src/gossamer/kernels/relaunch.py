@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,16 @@ from triton import knobs
 
 MOST_KNOWN = 1024
 
-Known = dict[Any, tuple[Callable[..., None], list[Any], list[int]]]
+
+class Launch(NamedTuple):
+    """A kernel that was launched before."""
+
+    run: Callable[..., None]
+    arguments: list[Any]  # of then
+    places: list[int]  # of what changes from call to call among them
+
+
+Known = dict[Any, Launch]
 
 
 def strides(name: str, x: Tensor) -> dict[str, int]:
@@ -38,19 +47,13 @@ def launch(
         floats: numbers that change; Triton compiles nothing for their values.
         rest: all other arguments by name, strides among them, and launch options.
     """
-    addresses = [None if x is None else x.data_ptr() for x in tensors.values()]
-    kinds = [
-        None if x is None else (x.dtype, x.stride(), (address or 0) % 16)
-        for x, address in zip(tensors.values(), addresses, strict=True)
-    ]
-    key = (kernel, key, *kinds)
-    found = known.get(key)
+    found = known.get(_key(kernel, key, tensors))
     if found is not None:
-        run, arguments, places = found
-        arguments = arguments.copy()
-        for place, value in zip(places, (*addresses, *floats.values()), strict=True):
+        arguments = found.arguments.copy()
+        addresses = [None if x is None else x.data_ptr() for x in tensors.values()]
+        for place, value in zip(found.places, (*addresses, *floats.values()), strict=True):
             arguments[place] = value
-        run(*arguments)
+        found.run(*arguments)
         return
     more = rest()
     compiled = kernel[grid](**tensors, **floats, **more)
@@ -59,9 +62,39 @@ def launch(
     if len(known) >= MOST_KNOWN:
         known.clear()
     order = {name: place for place, name in enumerate(kernel.arg_names)}
-    fixed = [more.get(name) for name in order]
+    given = more | floats
+    fixed = [given.get(name) for name in order]
     fixed = [x.data_ptr() if isinstance(x, Tensor) else x for x in fixed]
-    known[key] = _runner(compiled, grid), fixed, [order[name] for name in (*tensors, *floats)]
+    places = [order[name] for name in (*tensors, *floats)]
+    known[_key(kernel, key, tensors)] = Launch(_runner(compiled, grid), fixed, places)
+
+
+def _key(kernel: Any, key: Hashable, tensors: dict[str, Tensor | None]) -> Hashable:
+    """What Triton compiles for, and what is passed as it was in a known launch."""
+    kinds = [None if x is None else (x.dtype, x.stride(), x.data_ptr() % 16) for x in tensors.values()]
+    return (kernel, key, *kinds)
+
+
+def bound(
+    known: Known, kernel: Any, key: Hashable, tensors: dict[str, Tensor | None], floats: dict[str, float], first: int
+) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
+    """A known launch as (run, arguments after the first ones): `run(*addresses, *arguments)`; None if there is none.
+
+    For a call whose tensors are known to have the types, strides and alignment of `tensors`, so that nothing is looked
+    up. Those after the first ones must be the same in every call, and stay alive as long as it is used.
+
+    Args:
+        first: how many tensors, the first arguments of the kernel, get addresses of their own in each call.
+    """
+    found = known.get(_key(kernel, key, tensors))
+    if found is None:
+        return None
+    assert found.places[:first] == list(range(first)), "the tensors that change are the kernel's first arguments"
+    arguments = found.arguments.copy()
+    rest = [None if x is None else x.data_ptr() for x in tensors.values()]
+    for place, value in zip(found.places, (*rest, *floats.values()), strict=True):
+        arguments[place] = value
+    return found.run, tuple(arguments[first:])
 
 
 def _runner(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import CSR, Dense, Pattern
 from gossamer.patterns.reordered import ReorderedCSR
+from gossamer.torch.calls import kind_of, known, remember
 from gossamer.torch.merge import branches_of
 from gossamer.torch.merge import merge as merge_results
 from gossamer.torch.operators import differentiable, eager, plain
@@ -83,6 +84,14 @@ def attention(
     Raises:
         ValueError: an argument is wrong; `Unsupported` is one.
     """
+    kind = None
+    if not torch.compiler.is_compiling() and merge is key_lengths is sink_logits is alibi_slopes is None:
+        which = _DENSE if pattern is None else pattern
+        kind = kind_of(q, k, v, which, (scale, q_offset, softcap, implementation, is_deterministic(deterministic)))
+        call = known(kind)
+        if call is not None and (return_lse is False or return_lse is True):
+            found = call(q, k, v, which)
+            return found if return_lse else found[0]
     check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation)
     if not isinstance(return_lse, bool):
         raise ValueError(f"return_lse must be True or False; got {describe(return_lse)}")
@@ -107,6 +116,8 @@ def attention(
             deterministic, differentiable(q, k, v, sink_logits),
         )  # fmt: skip
         out, lse = eager(a, layout, blocks, handle)
+        if kind is not None and dims == 4 and back is None:
+            remember(kind, a, handle)
     else:
         out, lse = _forward(
             q, k, v, layout, blocks, handle, offset, offset_tensor, key_lengths, sink_logits, alibi_slopes, scale,

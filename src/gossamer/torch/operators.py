@@ -8,6 +8,7 @@ whose layout is looked up in here, by the sizes of the call.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ def _backward_fake(
 
 
 _forward_op = torch.ops.gossamer.forward.default
-_backward_op = torch.ops.gossamer.backward.default
+backward_op = torch.ops.gossamer.backward.default
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
@@ -138,16 +139,16 @@ def _gradients(ctx, dout, dlse):
         plan = plan or plan_for(a, geometry)
         dq, dk, dv, dsink = compute_gradients(plan.gradient, dout, dlse, a, out, lse, layout, geometry, pattern)
     else:
-        dq, dk, dv, dsink = _backward_op(dout, dlse, q, k, v, out, lse, layout, geometry, pattern, *a[3:])
+        dq, dk, dv, dsink = backward_op(dout, dlse, q, k, v, out, lse, layout, geometry, pattern, *a[3:])
     return dq, dk, dv, None if sink_logits is None else dsink, None
 
 
-class _Gradients(torch.autograd.Function):
+class Gradients(torch.autograd.Function):
     """The gradients where a graph of them is asked for; it leads to the inputs, so that its use raises, not gives 0."""
 
     @staticmethod
-    def forward(ctx, call, dout, dlse, *inputs):
-        return _gradients(call, dout, dlse)
+    def forward(ctx, compute, dout, dlse, *inputs):
+        return compute(dout, dlse)
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -178,7 +179,7 @@ class _Attention(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return _gradients(ctx, dout, dlse)
         q, k, v, _, _, sink_logits, *_ = ctx.saved_tensors  # create_graph
-        return _Gradients.apply(ctx, dout, dlse, q, k, v, sink_logits)
+        return Gradients.apply(partial(_gradients, ctx), dout, dlse, q, k, v, sink_logits)
 
 
 # `Function.apply` without its search for functorch's tensors, of which `plain` has found none.

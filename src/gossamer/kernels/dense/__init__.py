@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,6 +76,25 @@ class Dense:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         *grads, dsink = found = launch.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms)
         return found if into is None else (*stored(into, tuple(grads)), dsink)  # type: ignore[return-value]
+
+    def bound_forward(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, layout: Tensor | None, terms: Terms
+    ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+        return launch.bound_forward(problem, q, k, v, layout, terms)
+
+    def bound_backward(
+        self,
+        problem: Problem,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        layout: Tensor | None,
+        terms: Terms,
+    ) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+        return launch.bound_backward(problem, dout, q, k, v, out, lse, layout, terms)
 
 
 IMPLEMENTATION: Any = Dense()

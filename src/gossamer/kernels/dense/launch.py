@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.dense.kernels import backward_kernel, forward_kernel
-from gossamer.kernels.devices import elsewhere, processors
-from gossamer.kernels.relaunch import Known, launch, strides
+from gossamer.kernels.devices import elsewhere, empty_from, processors, template
+from gossamer.kernels.relaunch import Known, bound, launch, strides
 from gossamer.kernels.rows import row_terms, sink_gradient
 from gossamer.kernels.scores import scales
 
@@ -84,18 +85,53 @@ def forward(
     q, k, v = operand(q), operand(k), operand(v)
     out = q.new_empty((p.B, p.H, p.Q, p.E))
     lse = q.new_empty((p.B, p.H, p.Q), dtype=torch.float32)
-    tile = tile or forward_tile(p, processors(device))
-    t, (scale, cap), shared = terms, scales(terms), shared_strides(words)
-    key = p, tile, t.q_offset, t.softcap is None, shared, device
+    t, tile = terms, tile or forward_tile(p, processors(device))
+    key, tensors, floats = forward_arguments(p, q, k, v, out, lse, words, t, tile)
+    launch(
+        _known, forward_kernel, (-(-p.Q // tile.R), p.H, p.B), key, tensors, floats,
+        lambda: strides("q", q) | strides("k", k) | strides("v", v) | constants(p, tile, t, shared_strides(words)),
+    )  # fmt: skip
+    return out, lse
+
+
+def forward_arguments(
+    p: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, words: Tensor | None, t: Terms, tile: Tile
+) -> tuple[Any, dict[str, Tensor | None], dict[str, float]]:
+    """What `launch` tells forwards apart by, and what it gives each: tensors and numbers."""
+    scale, cap = scales(t)
     tensors = {
         "q": q, "k": k, "v": v, "out": out, "lse": lse, "words": words, "lengths": t.key_lengths,
         "sinks": t.sink_logits, "slopes": t.alibi_slopes,
     }  # fmt: skip
-    launch(
-        _known, forward_kernel, (-(-p.Q // tile.R), p.H, p.B), key, tensors, {"scale": scale, "cap": cap},
-        lambda: strides("q", q) | strides("k", k) | strides("v", v) | constants(p, tile, t, shared),
-    )  # fmt: skip
-    return out, lse
+    key = p, tile, t.q_offset, t.softcap is None, shared_strides(words), q.device
+    return key, tensors, {"scale": scale, "cap": cap}
+
+
+def bound_forward(
+    p: Problem, q: Tensor, k: Tensor, v: Tensor, words: Tensor | None, terms: Terms
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """See `kernels.contract.Binding`."""
+    if any(operand(x) is not x for x in (q, k, v)):
+        return None
+    device = q.device
+    out, lse = template(q, (p.B, p.H, p.Q, p.E)), template(q, (p.B, p.H, p.Q), torch.float32)
+    key, tensors, floats = forward_arguments(
+        p, q, k, v, empty_from(out), empty_from(lse), words, terms, forward_tile(p, processors(device))
+    )
+    found = bound(_known, forward_kernel, key, tensors, floats, 5)
+    if found is None:
+        return None
+    run, rest = found
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if (addresses[0] | addresses[1] | addresses[2]) % 16 or elsewhere(q):
+            return forward(p, q, k, v, words, terms)
+        results = empty_from(out), empty_from(lse)
+        run(*addresses, results[0].data_ptr(), results[1].data_ptr(), *rest)
+        return results
+
+    return call
 
 
 def precision(p: Problem) -> str:
@@ -115,20 +151,62 @@ def backward(
     q, k, v, dout, out, lse = operand(q), operand(k), operand(v), dout.contiguous(), out.contiguous(), lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    tile = tile or backward_tile(p, processors(device))
-    t, (scale, cap), shared = terms, scales(terms), shared_strides(words)
-    key = p, tile, t.q_offset, t.softcap is None, shared, device
-    tensors = {
-        "q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv,
-        "words": words, "lengths": t.key_lengths, "slopes": t.alibi_slopes,
-    }  # fmt: skip
+    t, tile = terms, tile or backward_tile(p, processors(device))
+    key, tensors, floats = backward_arguments(p, (q, k, v, dout, out, lse, dlse, dq, dk, dv), words, t, tile)
     programs = -(-p.K // tile.C) * p.G + -(-p.Q // tile.R) * p.H
     launch(
-        _known, backward_kernel, (programs, p.B, 1), key, tensors,
-        {"scale": scale, "cap": cap, "plain_scale": float(t.scale)},
-        lambda: strides("q", q) | strides("k", k) | strides("v", v) | constants(p, tile, t, shared) | {"H": p.H},
+        _known, backward_kernel, (programs, p.B, 1), key, tensors, floats,
+        lambda: strides("q", q) | strides("k", k) | strides("v", v) | {"H": p.H}
+        | constants(p, tile, t, shared_strides(words)),
     )  # fmt: skip
     dsink = None
     if terms.sink_logits is not None:
         dsink = sink_gradient(*row_terms(dout, dlse, out, lse, torch.float32), terms)
     return dq, dk, dv, dsink
+
+
+def backward_arguments(
+    p: Problem, x: tuple[Tensor | None, ...], words: Tensor | None, t: Terms, tile: Tile
+) -> tuple[Any, dict[str, Tensor | None], dict[str, float]]:
+    """As `forward_arguments`; `x` are q, k, v, dout, out, lse, dlse, dq, dk and dv."""
+    names = ("q", "k", "v", "dout", "out", "lse", "dlse", "dq", "dk", "dv")
+    more = {"words": words, "lengths": t.key_lengths, "slopes": t.alibi_slopes}
+    scale, cap = scales(t)
+    key = p, tile, t.q_offset, t.softcap is None, shared_strides(words), x[0].device if x[0] is not None else None
+    return key, dict(zip(names, x, strict=True)) | more, {"scale": scale, "cap": cap, "plain_scale": float(t.scale)}
+
+
+def bound_backward(
+    p: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, words: Tensor | None,
+    terms: Terms,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:  # fmt: skip
+    """See `kernels.contract.Binding`."""
+    if any(operand(x) is not x for x in (q, k, v)) or not all(x.is_contiguous() for x in (dout, out, lse)):
+        return None
+    grads = [template(x, x.shape) for x in (q, k, v)]
+    given = (q, k, v, dout, out, lse, None, *(empty_from(x) for x in grads))
+    found = bound(_known, backward_kernel, *backward_arguments(p, given, words, terms, backward_tile(
+        p, processors(q.device)
+    )), 10)  # fmt: skip
+    if found is None:
+        return None
+    (run, rest), inputs = found, (q.stride(), k.stride(), v.stride())
+    like_q, like_k, like_v = grads
+
+    def call(
+        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        first = q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr(), out.data_ptr(), lse.data_ptr()
+        alike = (
+            dlse is None and dout.is_contiguous() and out.is_contiguous() and lse.is_contiguous()
+            # What was saved may have been elsewhere meanwhile, by hooks.
+            and (q.stride(), k.stride(), v.stride()) == inputs
+            and not (first[0] | first[1] | first[2] | first[3] | first[4] | first[5]) % 16
+        )  # fmt: skip
+        if not alike or elsewhere(q):
+            return backward(p, dout, dlse, q, k, v, out, lse, words, terms)[:3]
+        dq, dk, dv = empty_from(like_q), empty_from(like_k), empty_from(like_v)
+        run(*first, None, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), *rest)
+        return dq, dk, dv
+
+    return call

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Problem, Terms
-from gossamer.kernels.devices import elsewhere, processors
+from gossamer.kernels.devices import elsewhere, empty_from, processors, template
 from gossamer.kernels.hopper import compile as compiled
 from gossamer.kernels.hopper.config import ForwardConfig, forward_config
 from gossamer.kernels.hopper.schedule import lists, sharing, work
@@ -171,6 +171,18 @@ def _prepare(p: Problem, layout: BlockLayout, score: str, lengths: bool, packed:
     )
 
 
+def score_of(terms: Terms) -> str:
+    """The kind of score, for which kernels are compiled."""
+    return "softcap" if terms.softcap is not None else "fold" if terms.scale > 0 else "scale"
+
+
+def factors(terms: Terms, score: str) -> tuple[float, float]:
+    """Factors of a score before its soft cap, and of the exponent in base 2."""
+    if terms.softcap is not None:
+        return terms.scale / terms.softcap, terms.softcap * LOG2E
+    return (terms.scale, LOG2E) if score == "scale" else (1.0, terms.scale * LOG2E)
+
+
 def forward(
     problem: Problem,
     q: Tensor,
@@ -208,7 +220,7 @@ def forward(
         sinks = terms.sink_logits
         lse.copy_(lse.new_full((1,), -math.inf) if sinks is None else sinks.float()[:, None])
         return out.zero_(), lse
-    score = "softcap" if terms.softcap is not None else "fold" if terms.scale > 0 else "scale"
+    score = score_of(terms)
     lengths = terms.key_lengths
     results = out, lse
     packed = packs(p, layout, terms) and (p.Q == 1 or (out.is_contiguous() and lse.is_contiguous()))
@@ -218,11 +230,7 @@ def forward(
         out, lse = out.view(*shape, p.E), lse.view(shape)
         p = replace(p, H=p.G, Q=shape[2])
     call = prepared(p, layout, score, lengths is not None, packed, split)
-    before, exponent = 1.0, terms.scale * LOG2E
-    if terms.softcap is not None:
-        before, exponent = terms.scale / terms.softcap, terms.softcap * LOG2E
-    elif score == "scale":
-        before, exponent = terms.scale, LOG2E
+    before, exponent = factors(terms, score)
     sinks = unused(device, 1) if terms.sink_logits is None else aligned(terms.sink_logits.float())
     lengths = unused_lengths(device) if lengths is None else aligned(lengths.to(torch.int32))
     has_sinks = int(terms.sink_logits is not None)
@@ -240,3 +248,37 @@ def forward(
         _, copies, heads, slots = call.counts
         call.merge(out, lse, part_out, part_lse, call.merges, sinks, copies, heads, slots, has_sinks)
     return results if into is not None else (results[0].contiguous(), results[1])
+
+
+def bound_forward(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, terms: Terms
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """See `kernels.contract.Binding`."""
+    p, device, score, shape = problem, q.device, score_of(terms), q.shape[:3]
+    if not (readable(q) and readable(k) and readable(v)) or p.E % STEP:
+        return None
+    packed = packs(p, layout, terms)
+    if packed:  # the query heads of a key head are rows of one tile
+        p = replace(p, H=p.G, Q=p.Q * (p.H // p.G))
+    kept = prepared(p, layout, score, False, packed, None)
+    run, merge, (_, copies, heads, slots) = kept.run, kept.merge, kept.counts
+    rows, sinks = (p.B, p.H, p.Q), unused(device, 1)
+    out_like, lse_like = template(q, (*shape, p.E)), template(q, shape, torch.float32)
+    block, size = kept.config.block_q, kept.config.E
+    part_likes = [template(q, (copies * slots, block, *last), torch.float32) for last in ((size,), ())]
+    before, after = (*kept.arrays, sinks), (*factors(terms, score), *kept.counts, 0, kept.blocks)
+    lengths = unused_lengths(device)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 or elsewhere(q):
+            return forward(problem, q, k, v, layout, terms)
+        results = out, lse = empty_from(out_like), empty_from(lse_like)
+        if packed:
+            q, out, lse = q.reshape(*rows, p.D), out.view(*rows, p.E), lse.view(rows)
+        part_out, part_lse = kept.parts or (empty_from(part_likes[0]), empty_from(part_likes[1]))
+        run(q, k, v, out, lse, *before, part_out, part_lse, lengths, tickets(device), *after)
+        if merge is not None:
+            merge(out, lse, part_out, part_lse, kept.merges, sinks, copies, heads, slots, 0)
+        return results
+
+    return call

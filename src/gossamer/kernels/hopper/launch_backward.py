@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Problem, Terms
-from gossamer.kernels.devices import elsewhere, processors
+from gossamer.kernels.devices import elsewhere, empty_from, processors, template
 from gossamer.kernels.hopper import compile as compiled
 from gossamer.kernels.hopper.backward.schedule import column_work
 from gossamer.kernels.hopper.config import WIDE, backward_config, query_config, wide_config
-from gossamer.kernels.hopper.launch import LOG2E, aligned, empty_like, operand, readable, tickets, unused
+from gossamer.kernels.hopper.launch import LOG2E, STEP, aligned, empty_like, operand, readable, tickets, unused
 from gossamer.kernels.hopper.schedule import Lists, lists, sharing, work
 from gossamer.kernels.rows import row_terms, sink_gradient
 from gossamer.layouts.block import BlockLayout, Walk
@@ -137,6 +137,57 @@ def _gradients(
     else:
         call.postprocess(sums, dq, terms.scale)
     return rows
+
+
+def bound_backward(
+    problem: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: BlockLayout,
+    terms: Terms,
+) -> Callable[..., Gradients] | None:  # fmt: skip
+    """See `kernels.contract.Binding`; only where no row and no column is split."""
+    p, device, inputs = problem, q.device, (q.stride(), k.stride(), v.stride())
+    kept = prepared(p, layout, terms, True, None)
+    by_rows = kept.postprocess is None
+    kept_rows = prepared(p, layout, terms, False, None) if by_rows else None
+    if kept.sums or (kept_rows is not None and kept_rows.sums) or p.D % STEP or p.E % STEP:
+        return None
+    if not all(readable(x) for x in (q, k, v)):
+        return None
+    padded_Q = -(-p.Q // ROWS) * ROWS
+    likes = [template(x, x.shape) for x in (q, k, v)]
+    rows_like = template(q, (2, p.B, p.H, padded_Q), torch.float32)
+    sums_like = template(q, (p.B, p.H, padded_Q // TILE, TILE * kept.sizes[0]), torch.float32)
+    preprocess, postprocess, factors = kept.preprocess, kept.postprocess, _factors(terms)
+    before, after = (*kept.arrays, *kept.no_parts, None), (*factors, *kept.counts, kept.blocks)
+    assert preprocess is not None
+
+    def call(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        alike = (
+            # What was saved may have been elsewhere meanwhile, by hooks.
+            (q.stride(), k.stride(), v.stride()) == inputs and out.is_contiguous() and lse.is_contiguous()
+            and not (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % 16
+            and (dlse is None or dlse.is_contiguous()) and readable(dout)
+        )  # fmt: skip
+        if not alike or elsewhere(q):
+            return backward(p, dout, dlse, q, k, v, out, lse, layout, terms)[:3]
+        dq, dk, dv = empty_from(likes[0]), empty_from(likes[1]), empty_from(likes[2])
+        rows, sums = empty_from(rows_like), kept.no_sums
+        if sums is None:
+            sums = empty_from(sums_like)
+        if dlse is None:
+            preprocess(out, dout, lse, lse, rows, sums, 0)
+        else:
+            preprocess(out, dout, lse, dlse, rows, sums, 1)
+        kept.run(q, k, v, dout, rows, sums, dk, dv, *before, tickets(device), *after)
+        if postprocess is not None:
+            postprocess(sums, dq, terms.scale)
+        elif kept_rows is not None:
+            kept_rows.run(
+                q, k, v, dout, rows, dq, *kept_rows.arrays, *kept_rows.no_parts, None, tickets(device), *factors,
+                *kept_rows.counts, kept_rows.blocks,
+            )  # fmt: skip
+        return dq, dk, dv
+
+    return call
 
 
 def query_gradient(
