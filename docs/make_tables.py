@@ -1,9 +1,9 @@
 """Writes the generated tables of README.md, docs/patterns.md and docs/results.md between their markers, or prints them.
 
-    python docs/make_tables.py [--write]
+    python docs/make_tables.py [--write | --check]
 
-A table stands between `<!-- table: NAME -->` and `<!-- end of NAME -->`. Those of results come from the rows in
-benchmarks/results; those of patterns are counted here.
+`--check` names the tables that are not what would be written. A table stands between `<!-- table: NAME -->` and
+`<!-- end of NAME -->`. Those of results come from the rows in benchmarks/results; those of patterns are counted here.
 """
 
 from __future__ import annotations
@@ -199,9 +199,10 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
 
 
 def main() -> None:
+    stale = []
     for name, (file, make) in TABLES.items():
         table, path = make(), DOCS / file
-        if sys.argv[1:] != ["--write"]:
+        if not sys.argv[1:]:
             print(f"{name}\n\n{table}")
             continue
         text = path.read_text()
@@ -209,7 +210,13 @@ def main() -> None:
         if begin not in text or end not in text:
             raise ValueError(f"{path} has no place for the table {name!r}: the lines {begin!r} and {end!r} mark it")
         head, _, rest = text.partition(begin)
-        path.write_text(head + begin + table + end + rest.partition(end)[2])
+        written = head + begin + table + end + rest.partition(end)[2]
+        if sys.argv[1:] == ["--write"]:
+            path.write_text(written)
+        elif written != text:
+            stale.append(f"{name} in {path.name}")
+    if stale:
+        sys.exit(f"not what the rows say: {', '.join(stale)}; run `make docs`")
 
 
 main()

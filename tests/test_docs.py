@@ -1,0 +1,100 @@
+"""The documentation is right: its code runs, its links lead somewhere, its tables are those of the rows."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+# Sizes of the examples that are there for a GPU: a CPU runs the same code on shorter sequences.
+SMALLER = {
+    '"cuda"': '"cpu"',
+    "16384": "1024",
+    "12000": "700",
+    "5000": "300",
+    "4096": "256",
+    "torch.bfloat16": "torch.float32",
+}
+
+
+def run(code: str, *options: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, *options, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+
+
+def examples(page: str) -> str:
+    return "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/recipes.md", "docs/patterns.md"])
+def test_examples_run(page: str) -> None:
+    code = examples(page)
+    assert code
+    if page != "docs/recipes.md":
+        for large, small in SMALLER.items():
+            code = code.replace(large, small)
+    if page == "docs/patterns.md":
+        code = "import torch\nimport gossamer as gs\nq = k = v = torch.randn(1, 2, 256, 16)\n" + code.replace(
+            "256, 256)", '256, 256, device="cpu")'
+        )
+    done = run(code, "-W", "error", "-W", "ignore:flex_attention called without torch.compile")
+    assert done.returncode == 0, done.stderr
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments of a page's headings, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith("http"):
+            continue
+        file, _, fragment = target.partition("#")
+        found = (page.parent / file).resolve() if file else page
+        assert found.exists(), target
+        assert not fragment or fragment in anchors(found), target
+
+
+def test_files_that_are_named_exist() -> None:
+    """Paths in backticks, from the repository's root or from a folder of it."""
+    places = ("src", "tests", "docs", "benchmarks", "constraints", "scripts")
+    files = ["/" + str(path.relative_to(ROOT)) for place in places for path in (ROOT / place).rglob("*")]
+    files += ["/" + path.name for path in PAGES]
+    for page in PAGES:
+        for name in re.findall(r"`([\w/]+\.(?:py|sh))(?::\w+)?`", page.read_text()):
+            assert any(file.endswith("/" + name) for file in files), (page.name, name)
+
+
+def test_tables_are_those_of_the_rows() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "docs/make_tables.py"), "--check"],
+        capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_line_page_names_every_command_and_option() -> None:
+    from typer.main import get_command
+
+    from gossamer.cli import app
+
+    written = "\n".join((ROOT / "docs" / name).read_text() for name in ("cli.md", "benchmarks.md", "compilation.md"))
+    group = get_command(app)
+    for name, command in group.commands.items():  # type: ignore[attr-defined]
+        assert f"gossamer {name}" in written
+        for parameter in command.params:
+            for option in parameter.opts:
+                assert option == "--help" or option in written, (name, option)
