@@ -1,30 +1,32 @@
 #!/usr/bin/env bash
-# Profiles a Hopper kernel of one row of benchmarks/tune_hopper.py with Nsight Compute, and prints the main metrics and
-# the instructions at which warps wait.
+# Profiles a Hopper kernel on one case of gossamer.testing with Nsight Compute, and prints the main metrics and the
+# instructions at which warps wait.
 #
-#   benchmarks/profile.sh "512 D128"                          # a row, named by a part of its name
-#   benchmarks/profile.sh "4096 D128" backward                # its column kernel (dK, dV and the sums of dQ)
-#   benchmarks/profile.sh "512 D128" forward profile/left512  # where the report goes (.ncu-rep is added)
+#   benchmarks/profile.sh window_512_causal                            # the forward kernel
+#   benchmarks/profile.sh window_4096_causal backward                  # dK, dV and the sums of dQ
+#   benchmarks/profile.sh window_4096_causal query_gradient            # dQ by rows, the other one of two for 64-token tiles
+#   benchmarks/profile.sh window_512_causal forward profile/left512    # where the report goes (.ncu-rep is added)
 #
 # How to read them: docs/kernels/hopper.md, "How to look at it". Needs ncu and the permission to read counters.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-row=${1:?usage: benchmarks/profile.sh ROW [forward|backward] [REPORT]; rows: ROWS in benchmarks/tune_hopper.py}
-direction=${2:-forward}
-report=${3:-profile/$(tr -c '[:alnum:]\n' '_' <<<"$row")-$direction}
-case $direction in
-  forward) skip=1 ;; # the first launch warms up
-  backward) skip=0 ;;
-  *) echo "profile.sh: '$direction' is neither forward nor backward" >&2; exit 2 ;;
+case_name=${1:?usage: benchmarks/profile.sh CASE [forward|backward|query_gradient|wide] [REPORT]}
+kernel=${2:-forward}
+report=${3:-profile/$case_name-$kernel}
+case $kernel in
+  forward | backward) module=${kernel}kernel ;;
+  query_gradient) module=backwardquery ;;
+  wide) module=backwardwide ;;
+  *) echo "profile.sh: '$kernel' is none of forward, backward, query_gradient, wide" >&2; exit 2 ;;
 esac
 python=${PYTHON:-python}
 command -v ncu >/dev/null || { echo "profile.sh: ncu (Nsight Compute) is not on the PATH" >&2; exit 2; }
 mkdir -p "$(dirname "$report")"
 
-# One launch each, the clocks as they are: a locked clock hides what the power limit does to long kernels.
-CUTE_DSL_LINEINFO=1 ncu --clock-control none --target-processes all --kernel-name "regex:hopper${direction}kernel" --launch-count 1 \
-  --launch-skip $skip --set full --import-source yes --force-overwrite --export "$report" \
-  "$python" benchmarks/tune_hopper.py once --rows "$row" >/dev/null
+# The second launch, the clocks as they are: a locked clock hides what the power limit does to long kernels.
+CUTE_DSL_LINEINFO=1 ncu --clock-control none --target-processes all --kernel-name "regex:hopper$module" --launch-count 1 \
+  --launch-skip 1 --set full --import-source yes --force-overwrite --export "$report" \
+  "$python" benchmarks/compare_hopper.py "$case_name" --kernel "$kernel" --once >/dev/null
 
 metrics=(
   gpu__time_duration.sum                                     # time of the launch

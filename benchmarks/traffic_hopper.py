@@ -1,6 +1,7 @@
 """How fast the tiles of a row reach shared memory: the forward kernel with consumers that only wait and release.
 
-python benchmarks/traffic_hopper.py             # the rows of tune_hopper.py with 64-blocks
+python benchmarks/traffic_hopper.py                        # the cases with 64-blocks
+python benchmarks/traffic_hopper.py window_512_causal      # cases of gossamer.testing.cases
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import torch
-import tune_hopper
+from compare_hopper import DEVICE, layout_of, plan_of
 from cutlass import Int32
 
 import gossamer.kernels.hopper.forward.kernel as forward_kernel
-from gossamer.kernels.contract import Terms
+from gossamer.bench.measure import time_call
+from gossamer.bench.workload import find, make_inputs
 from gossamer.kernels.hopper import compile as compiled
 from gossamer.kernels.hopper import launch
 from gossamer.kernels.hopper.common import BITSES, BOUNDS, FULLS, INTERVALS, OUT, VALID, WARPGROUP, ring
@@ -56,34 +57,24 @@ class Traffic(forward_kernel.Forward):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", default="64-blocks")
-    wanted = parser.parse_args().rows.split(",")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", default=["bigbird_matrix_64", "random_matrix_64"])
     shipped: Any = compiled.forward
-    for name in (n for n in tune_hopper.ROWS if any(part in n for part in wanted)):
-        make, H, n, D, _, *tile = tune_hopper.ROWS[name]
-        q, k, v = tune_hopper.inputs(1, H, H, n, n, D, D, torch.bfloat16)
-        p, terms = tune_hopper.problem_of(q, k, v), Terms(scale=D**-0.5, q_offset=0)
-        block_q, block_kv = tile[0] if tile else launch_tile(p)
-        layout = make().layout(n, n, block_q=block_q, block_kv=block_kv)
+    for name in parser.parse_args().cases:
+        x = make_inputs(find(name, "cuda"), DEVICE)
+        plan = plan_of(x, "forward")
+        p, (block_q, block_kv) = plan.problem, plan.tile
+        layout = layout_of(x, plan.tile)
         # Not by the store of compiled kernels: this one is not the shipped one.
         forward_kernel.Forward = Traffic
-        made = shipped.build(launch.forward_config("bfloat16", D, D, block_q, block_kv, "fold"))
+        made = shipped.build(launch.forward_config(p.dtype, p.D, p.E, block_q, block_kv, "fold"))
         compiled.forward = lambda config, made=made: made
-        on = layout.to(tune_hopper.DEVICE)
-        ms = tune_hopper.median_ms(functools.partial(launch.forward, p, q, k, v, on, terms))
-        tiles = int(row_lengths(layout.rows).sum()) * H
-        rate = 4 * D * tiles * block_q * block_kv / ms / 1e9
-        print(
-            f"{name}: {ms:.3f} ms, {4 * D * block_kv * tiles / ms / 1e9:.2f} TB/s, {rate:.0f} TFLOP/s at most",
-            flush=True,
-        )
-
-
-def launch_tile(p: Any) -> tuple[int, int]:
-    from gossamer.kernels.hopper import IMPLEMENTATION
-
-    return IMPLEMENTATION.tile(p)
+        run = functools.partial(launch.forward, p, x.q, x.k, x.v, layout, x.terms)
+        ms = time_call(run, DEVICE, budget_s=0.25).p50
+        tiles = int(row_lengths(layout.host.rows).sum()) * p.H
+        loaded = 2 * (p.D + p.E) * block_kv * tiles / ms / 1e9
+        rate = 2 * (p.D + p.E) * tiles * block_q * block_kv / ms / 1e9
+        print(f"{name}: {ms:.3f} ms, {loaded:.2f} TB/s, {rate:.0f} TFLOP/s at most", flush=True)
 
 
 if __name__ == "__main__":
