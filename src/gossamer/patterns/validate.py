@@ -20,7 +20,7 @@ def show(value: Any) -> str:
 
 def integer(name: str, value: Any, *, minimum: int | None = None, maximum: int = 2**31 - 1) -> int:
     """`value` as an int within [minimum, maximum]; booleans and fractions are refused."""
-    bounds = "an integer" if minimum is None else f"an integer in [{minimum}, {maximum}]"
+    bounds = f"an integer of at most {maximum}" if minimum is None else f"an integer in [{minimum}, {maximum}]"
     try:
         if isinstance(value, (bool, np.bool_)):
             raise TypeError

@@ -44,36 +44,37 @@ def describe(value: Any) -> str:
 
 
 def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
-    """(right, argument, value given, what is accepted); each may rely on the ones before it."""
+    """(right, argument, value given, what it must do); each may rely on the ones before it."""
     q, k, v = a.q, a.k, a.v
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     accepted = "float16, bfloat16, float32 or float64"
-    yield q.ndim == 4, "q", q, "a tensor of 2, 3 or 4 dimensions: (Q, D), (H, Q, D) or (B, H, Q, D)"
-    yield q.layout == torch.strided, "q", q.layout, "a strided tensor"
-    yield q.dtype in floats, "q", q, f"a tensor of {accepted}"
+    yield q.ndim == 4, "q", q, "be a tensor of 2, 3 or 4 dimensions: (Q, D), (H, Q, D) or (B, H, Q, D)"
+    yield q.layout == torch.strided, "q", q.layout, "be a strided tensor"
+    yield q.dtype in floats, "q", q, f"be a tensor of {accepted}"
     for name, x in (("k", k), ("v", v)):
-        yield x.ndim == 4, name, x, "a tensor with as many dimensions as q"
-        yield x.layout == torch.strided, name, x.layout, "a strided tensor"
-        yield x.dtype == q.dtype, name, x, f"a tensor of q's dtype, {str(q.dtype)[6:]}"
-        yield x.device == q.device, name, x, f"a tensor on q's device, {q.device}"
-        yield x.shape[0] == q.shape[0], name, x, f"B={q.shape[0]} batch elements, as in q"
-    yield min(q.shape) > 0, "q", q, "no empty dimension"
-    yield min(k.shape) > 0, "k", k, "no empty dimension"
-    yield k.shape[3] == q.shape[3], "k", k, f"features of q's size, D={q.shape[3]}"
-    yield v.shape[1:3] == k.shape[1:3], "v", v, f"heads and positions of k, (G, K) = {tuple(k.shape[1:3])}"
-    yield v.shape[3] > 0, "v", v, "no empty dimension"
-    yield q.shape[1] % k.shape[1] == 0, "k", k, f"a number of heads G that divides q's H={q.shape[1]}"
-    yield q.shape[3] <= MAX_HEAD and v.shape[3] <= MAX_HEAD, "q", (q.shape[3], v.shape[3]), f"D, E up to {MAX_HEAD}"
-    yield max(q.shape[2], k.shape[2]) < 2**31 - 2**16, "q", q, "fewer than 2**31 positions"
+        yield x.ndim == 4, name, x, "have as many dimensions as q"
+        yield x.layout == torch.strided, name, x.layout, "be a strided tensor"
+        yield x.dtype == q.dtype, name, x, f"be a tensor of q's dtype, {str(q.dtype)[6:]}"
+        yield x.device == q.device, name, x, f"be a tensor on q's device, {q.device}"
+        yield x.shape[0] == q.shape[0], name, x, f"have B={q.shape[0]} batch elements, as q has"
+    yield min(q.shape) > 0, "q", q, "have no empty dimension"
+    yield min(k.shape) > 0, "k", k, "have no empty dimension"
+    yield k.shape[3] == q.shape[3], "k", k, f"have the head size of q, D={q.shape[3]}"
+    yield v.shape[1:3] == k.shape[1:3], "v", v, f"have the heads and positions of k, (G, K) = {tuple(k.shape[1:3])}"
+    yield v.shape[3] > 0, "v", v, "have no empty dimension"
+    yield q.shape[1] % k.shape[1] == 0, "k", k, f"have a number of heads G that divides q's H={q.shape[1]}"
+    sizes = q.shape[3], v.shape[3]
+    yield max(sizes) <= MAX_HEAD, "q and v", sizes, f"have head sizes D, E up to {MAX_HEAD}"
+    yield max(q.shape[2], k.shape[2]) < 2**31 - 2**16, "q and k", q, "have fewer than 2**31 positions"
     B, H = q.shape[:2]
-    yield a.scale is None or math.isfinite(a.scale), "scale", a.scale, "a finite number, or None for D ** -0.5"
+    yield a.scale is None or math.isfinite(a.scale), "scale", a.scale, "be a finite number, or None for D ** -0.5"
     yield (
         a.softcap is None or (math.isfinite(a.softcap) and a.softcap > 0),
-        "softcap", a.softcap, "a finite number over 0, or None",
+        "softcap", a.softcap, "be a finite number over 0, or None",
     )  # fmt: skip
-    yield a.q_offset is None or abs(a.q_offset) < 2**31, "q_offset", a.q_offset, "an integer within 2**31"
+    yield a.q_offset is None or abs(a.q_offset) < 2**31, "q_offset", a.q_offset, "be an integer within 2**31"
     t = a.q_offset_tensor
-    yield t is None or (t.ndim == 0 and t.dtype in INTEGERS), "q_offset", t, "an int or a 0-d integer tensor"
+    yield t is None or (t.ndim == 0 and t.dtype in INTEGERS), "q_offset", t, "be an int or a 0-d integer tensor"
     for name, vector, size, letter in (
         ("key_lengths", a.key_lengths, B, "B"),
         ("sink_logits", a.sink_logits, H, "H"),
@@ -82,16 +83,16 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
         if vector is None:
             continue
         kinds = INTEGERS if name == "key_lengths" else floats
-        yield vector.shape == (size,), name, vector, f"shape ({letter},) = ({size},)"
-        yield vector.dtype in kinds, name, vector, "integers" if name == "key_lengths" else accepted
-        yield vector.device == q.device, name, vector, f"a tensor on q's device, {q.device}"
+        yield vector.shape == (size,), name, vector, f"have shape ({letter},) = ({size},)"
+        yield vector.dtype in kinds, name, vector, f"be {'integers' if name == 'key_lengths' else accepted}"
+        yield vector.device == q.device, name, vector, f"be a tensor on q's device, {q.device}"
     yield (
         a.alibi_slopes is None or not a.alibi_slopes.requires_grad,
-        "alibi_slopes", "a tensor that requires grad", "a constant; no gradient is computed for it",
+        "alibi_slopes", "a tensor that requires grad", "be a constant; no gradient is computed for it",
     )  # fmt: skip
     yield (
         a.implementation is None or a.implementation in NAMES,
-        "implementation", a.implementation, f"None or one of {', '.join(NAMES)}",
+        "implementation", a.implementation, f"be None or one of {', '.join(NAMES)}",
     )  # fmt: skip
 
 
@@ -99,7 +100,7 @@ def validate(a: Arguments) -> None:
     """Raise ValueError for the first argument that is wrong."""
     for right, name, given, accepted in _checks(a):
         if not right:
-            raise ValueError(f"{name} must be {accepted}; got {describe(given)}")
+            raise ValueError(f"{name} must {accepted}; got {describe(given)}")
 
 
 def check_mask(mask: Tensor, a: Arguments) -> None:
