@@ -77,6 +77,12 @@ def test_files_that_are_named_exist() -> None:
             assert any(file.endswith("/" + name) for file in files), (page.name, name)
 
 
+def test_scripts_are_named() -> None:
+    written = (ROOT / "docs/benchmarks.md").read_text()
+    for script in [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("benchmarks/*.sh")]:
+        assert f"`{script.name}`" in written, script.name
+
+
 def test_tables_are_those_of_the_rows() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "docs/make_tables.py"), "--check"],
