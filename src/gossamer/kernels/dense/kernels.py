@@ -76,32 +76,13 @@ def forward_kernel(
     lengths,  # (B,) or None
     sinks,  # (H,) or None
     slopes,  # (H,) or None
-    stride_qb,
-    stride_qh,
-    stride_qn,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     words_b,  # distance of two batch elements' and of two heads' words, 0 where they share
-    words_h,
-    Q,
-    K,
-    q_offset,
-    scale,
-    cap,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    words_h, Q, K, q_offset, scale, cap,
+    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """out and lse of R query rows of one head, C keys at a time."""
     i_h = tl.program_id(1)
     i_b = tl.program_id(2)
@@ -146,9 +127,7 @@ def row_terms(lse, dlse, b_dout, b_out, i_bh, o_r, Q):
 
 @triton.jit(do_not_specialize=["Q", "K", "q_offset"])
 def backward_kernel(
-    q,
-    k,
-    v,
+    q, k, v,
     dout,  # (B, H, Q, E)
     out,  # (B, H, Q, E)
     lse,  # (B, H, Q)
@@ -156,37 +135,13 @@ def backward_kernel(
     dq,  # (B, H, Q, D)
     dk,  # (B, G, K, D)
     dv,  # (B, G, K, E)
-    words,
-    lengths,
-    slopes,
-    stride_qb,
-    stride_qh,
-    stride_qn,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    words_b,
-    words_h,
-    Q,
-    K,
-    q_offset,
-    scale,
-    cap,
-    plain_scale,
-    H,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    words, lengths, slopes,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    words_b, words_h, Q, K, q_offset, scale, cap, plain_scale, H,
+    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """dk and dv of C keys by the first programs, dq of R queries by the rest; one batch element in each grid row."""
     i_b = tl.program_id(1)
     b64 = i_b.to(tl.int64)

@@ -20,24 +20,11 @@ def join_kernel(
     lse,  # (B, heads, rows)
     part_out,  # (B, heads, rows, E)
     part_lse,  # (B, heads, rows)
-    stride_ob,
-    stride_oh,
-    stride_on,
-    stride_lb,
-    stride_lh,
-    stride_ln,
-    stride_pb,
-    stride_ph,
-    stride_pn,
-    stride_mb,
-    stride_mh,
-    stride_mn,
-    heads,
-    rows,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    R: tl.constexpr,
-):
+    stride_ob, stride_oh, stride_on, stride_lb, stride_lh, stride_ln, stride_pb, stride_ph, stride_pn,
+    stride_mb, stride_mh, stride_mn,
+    heads, rows,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
     """out and lse of the softmax over the keys of both."""
     tiles = tl.cdiv(rows, R)
     i_bh = tl.program_id(0) // tiles

@@ -12,7 +12,7 @@ from gossamer.kernels.triton.tiles import copy_index, load_rows, store_row_resul
 @triton.jit
 def decode_merge(
     merges, n_merges, heads, lead_heads, SUB: tl.constexpr, B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr
-):
+):  # fmt: skip
     """What this program merges: (b, h, tile row, part of the tile row, first slot, number of slots)."""
     pid = tl.program_id(0)
     sub = pid % SUB
@@ -40,24 +40,11 @@ def merge_kernel(
     part_acc,  # (copies, slots, TILE_ROWS, E)
     part_ml,  # (copies, slots, 2, TILE_ROWS)
     merges,
-    stride_ob,
-    stride_oh,
-    stride_on,
-    stride_lb,
-    stride_lh,
-    stride_ln,
-    n_merges,
-    n_slots,
-    H,
-    Q,
-    lead_heads,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    R: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    B_FROM_GRID: tl.constexpr,
-    H_FROM_GRID: tl.constexpr,
-):
+    stride_ob, stride_oh, stride_on, stride_lb, stride_lh, stride_ln,
+    n_merges, n_slots, H, Q, lead_heads,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, R: tl.constexpr, TILE_ROWS: tl.constexpr,
+    B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr,
+):  # fmt: skip
     """Rows whose list was split: their parts joined by log-sum-exp, in slot order."""
     i_b, i_h, tile, sub, first, count = decode_merge(
         merges, n_merges, H, lead_heads, TILE_ROWS // R, B_FROM_GRID, H_FROM_GRID
@@ -94,21 +81,11 @@ def sum_kernel(
     result,  # (B, heads, rows, SIZE)
     part,  # (copies, slots, TILE_ROWS, SIZE)
     merges,
-    stride_b,
-    stride_h,
-    stride_n,
-    n_merges,
-    n_slots,
-    heads,
-    rows,
-    lead_heads,
-    SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    R: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    B_FROM_GRID: tl.constexpr,
-    H_FROM_GRID: tl.constexpr,
-):
+    stride_b, stride_h, stride_n,
+    n_merges, n_slots, heads, rows, lead_heads,
+    SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, R: tl.constexpr, TILE_ROWS: tl.constexpr,
+    B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr,
+):  # fmt: skip
     """Rows whose list was split: their partial sums added in slot order."""
     i_b, i_h, tile, sub, first, count = decode_merge(
         merges, n_merges, heads, lead_heads, TILE_ROWS // R, B_FROM_GRID, H_FROM_GRID

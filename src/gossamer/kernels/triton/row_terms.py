@@ -16,27 +16,12 @@ def row_terms_kernel(
     lse,  # (B, H, Q)
     dlse,  # (B, H, Q)
     row_terms,  # (2, B, H, padded Q): lse in base 2, delta
-    stride_gb,
-    stride_gh,
-    stride_gn,
-    stride_ob,
-    stride_oh,
-    stride_on,
-    stride_lb,
-    stride_lh,
-    stride_ln,
-    stride_mb,
-    stride_mh,
-    stride_mn,
-    B,
-    H,
-    Q,
-    padded_Q,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    R: tl.constexpr,
+    stride_gb, stride_gh, stride_gn, stride_ob, stride_oh, stride_on, stride_lb, stride_lh, stride_ln,
+    stride_mb, stride_mh, stride_mn,
+    B, H, Q, padded_Q,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, R: tl.constexpr,
     DLSE: tl.constexpr,
-):
+):  # fmt: skip
     """lse in base 2, and delta = rowsum(dout * out) - dlse.
 
     Rows past the last count as rows that keep nothing.

@@ -18,16 +18,10 @@ ALL = tl.constexpr(1 << 30)
 @triton.jit
 def decode(
     items,
-    n_items,
-    n_tiles,
-    key_heads,
-    lead_heads,
-    SUB: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    B_FROM_GRID: tl.constexpr,
-    H_FROM_GRID: tl.constexpr,
-    HAS_ITEMS: tl.constexpr,
-):
+    n_items, n_tiles, key_heads, lead_heads,
+    SUB: tl.constexpr, MEMBERS: tl.constexpr,
+    B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr, HAS_ITEMS: tl.constexpr,
+):  # fmt: skip
     """What this program computes: (b, h, tile row, part of the tile row, begin, end, slot).
 
     The grid is one-dimensional. Parts of a tile row are next to each other, then the query heads of one key head,
@@ -80,15 +74,9 @@ def copy_index(b, h, heads, B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr
 
 @triton.jit
 def load_rows(
-    base,
-    start,
-    limit,
-    stride,
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    CHECK: tl.constexpr,
-):
+    base, start, limit, stride,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
     """Rows [start, start + ROWS) of a matrix as [ROWS, BLOCK_SIZE]; zero past `limit` rows and SIZE columns."""
     o_r = tl.arange(0, ROWS)
     o_d = tl.arange(0, BLOCK_SIZE)
@@ -103,18 +91,10 @@ def load_rows(
 
 @triton.jit
 def stream_rows(
-    source,
-    i_b,
-    i_h,
-    start,
-    limit,
-    stride,
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    CHECK: tl.constexpr,
+    source, i_b, i_h, start, limit, stride,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHECK: tl.constexpr,
     TMA: tl.constexpr,
-):
+):  # fmt: skip
     """`load_rows` of a streamed operand: from a pointer to its head, or from a descriptor of the whole tensor.
 
     The descriptor fills with zeros what lies past the tensor, in rows and in columns.
@@ -138,7 +118,8 @@ def store_rows(base, block, start, limit, stride, ROWS: tl.constexpr, SIZE: tl.c
 
 @triton.jit
 def store_row_results(
-    out, lse, b_acc, b_l, b_m, b64, h64, Q, row_start, stride_ob, stride_oh, stride_on, stride_lb, stride_lh, stride_ln,
+    out, lse, b_acc, b_l, b_m, b64, h64, Q, row_start,
+    stride_ob, stride_oh, stride_on, stride_lb, stride_lh, stride_ln,
     R: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """out = acc / l and lse = m + log l; a row that kept nothing gives 0 and -inf."""

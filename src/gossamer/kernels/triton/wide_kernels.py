@@ -38,40 +38,19 @@ def products_kernel(
     begins,  # (leads,) of the first tile of each lead's list
     counts,  # (leads,) of its tiles
     lo,  # (leads, Q)
-    hi,
+    hi,  # (leads, Q)
     pool,
     lengths,  # (B,) or None
     slopes,  # (H,) or None
-    stride_qb,
-    stride_qh,
-    stride_qn,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    H,
-    Q,
-    K,
-    q_offset,
-    slots,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    H, Q, K, q_offset, slots,
     lead_b,  # leads between two batch elements, and between two heads; 0 where they share
     lead_h,
-    scale,
-    cap,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    STEP: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    scale, cap,
+    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, C: tl.constexpr, STEP: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    SOFTCAP: tl.constexpr, BACKWARD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """R x C pairs of one listed tile: their scores, or P and dS."""
     slot = tl.program_id(0)
     i_b = tl.program_id(1) // H
@@ -137,35 +116,14 @@ def output_kernel(
     out,  # (B, H, Q, E)
     lse,  # (B, H, Q)
     sinks,  # (H,) or None
-    tiles,
-    begins,
+    tiles, begins,
     row_starts,  # (leads, tile rows here + 1) within the list
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_ob,
-    stride_oh,
-    stride_on,
-    stride_lb,
-    stride_lh,
-    stride_ln,
-    H,
-    Q,
-    K,
-    slots,
-    first_row,
-    n_rows,
-    lead_b,
-    lead_h,
-    GROUP: tl.constexpr,
-    E: tl.constexpr,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
+    stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_on, stride_lb, stride_lh, stride_ln,
+    H, Q, K, slots, first_row, n_rows, lead_b, lead_h,
+    GROUP: tl.constexpr, E: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """BLOCK columns of the output of R rows, from their scores; the first slice also writes lse."""
     SUB: tl.constexpr = TILE_ROWS // R
     STEPS: tl.constexpr = TILE_COLUMNS // C
@@ -209,38 +167,19 @@ def gradient_kernel(
     weights,  # (B * H, slots, TILE_ROWS, TILE_COLUMNS): P or dS
     x,  # (B, heads of x, columns, SIZE): k for dQ; dout for dV, q for dK
     result,  # (B, heads of the result, rows, SIZE); added to where ADD
-    tiles,
-    begins,
+    tiles, begins,
     order,  # slots by tile row of the result, of each lead
     order_begins,  # (leads,)
     starts,  # (leads, n_rows + 1) within the order
-    stride_xb,
-    stride_xh,
-    stride_xn,
-    stride_rb,
-    stride_rh,
-    stride_rn,
-    H,
-    rows,
-    columns,
-    slots,
-    first_row,
-    n_rows,
-    lead_b,
-    lead_h,
-    factor,
+    stride_xb, stride_xh, stride_xn, stride_rb, stride_rh, stride_rn,
+    H, rows, columns, slots, first_row, n_rows, lead_b, lead_h, factor,
     MEMBERS: tl.constexpr,  # query heads of a program: 1 for dQ, the group for dK and dV
     X_GROUP: tl.constexpr,  # query heads of a head of x
-    SIZE: tl.constexpr,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
+    SIZE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     TRANSPOSED: tl.constexpr,  # the result's rows are the tiles' columns
-    ADD: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    ADD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """BLOCK columns of a gradient of R rows: weights of its tiles by slices of x."""
     RESIDENT: tl.constexpr = TILE_COLUMNS if TRANSPOSED else TILE_ROWS
     STREAMED: tl.constexpr = TILE_ROWS if TRANSPOSED else TILE_COLUMNS
