@@ -19,6 +19,7 @@ from gossamer.kernels.contract import Implementation, Problem, Unsupported, reas
 from gossamer.kernels.hopper import missing_packages
 from gossamer.kernels.reference import oracle
 from gossamer.kernels.rows import compute_dtype
+from gossamer.kernels.table import NAMES as IMPLEMENTATIONS
 from gossamer.kernels.table import available, load
 from gossamer.layouts import cached_gather, cached_layout
 from gossamer.testing import inputs, tolerance
@@ -30,38 +31,37 @@ no_gpu = pytest.mark.skipif(not CUDA, reason="torch finds no CUDA device")
 no_compiler = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 
 
-def parameters() -> Iterator[Any]:
-    for case in SMALL:
-        for dtype in case.dtypes:
-            for name in ("reference", "blocked"):
-                # The low precisions take the same path; a few cases hold them.
-                if dtype in ("float32", "float64") or case.name in ("window", "per_head", "all_terms", "empty_rows"):
-                    yield pytest.param(name, case, dtype, "cpu", id=f"{name}-cpu-{dtype}-{case.name}")
-            if "smoke" in case.tags:
-                for name in ("dense", "triton"):
-                    yield pytest.param(name, case, dtype, "cpu", id=f"{name}-cpu-{dtype}-{case.name}")
-            for name in ("dense", "triton", "blocked"):
-                marks = [pytest.mark.gpu, no_gpu]
-                yield pytest.param(name, case, dtype, "cuda", id=f"{name}-cuda-{dtype}-{case.name}", marks=marks)
-            marks = [pytest.mark.gpu, no_gpu, no_compiler]
-            yield pytest.param("hopper", case, dtype, "cuda", id=f"hopper-cuda-{dtype}-{case.name}", marks=marks)
-
-
-def gathering() -> Iterator[Any]:
-    """The implementations that read gather layouts, as name/rows of a group, up to the widest heads they gather."""
-    widest = max(choice.max_head_dim for choice in implementation_of("triton").capability.gathers)
-    for case in (c for c in SMALL if max(c.D, c.E) <= widest):
-        for dtype in sorted({"bfloat16", "float32"}.intersection(case.dtypes)):
-            for rows in (1, 64):
-                marks = [pytest.mark.gpu, no_gpu]
-                name = f"triton/{rows}"
-                yield pytest.param(name, case, dtype, "cuda", id=f"{name}-cuda-{dtype}-{case.name}", marks=marks)
-
-
 def implementation_of(name: str) -> Implementation:
     found = load(name.split("/")[0])
     assert not isinstance(found, str), found
     return found
+
+
+def parameters() -> Iterator[Any]:
+    """Every implementation of the table on its devices; elsewhere a few cases hold what it says when it refuses."""
+    for name in IMPLEMENTATIONS:
+        devices = implementation_of(name).capability.devices
+        for case in SMALL:
+            for dtype in case.dtypes:
+                # The low precisions take the same path on a CPU; a few cases hold them.
+                few = case.name in ("window", "per_head", "all_terms", "empty_rows")
+                if dtype in ("float32", "float64") or few if "cpu" in devices else "smoke" in case.tags:
+                    yield pytest.param(name, case, dtype, "cpu", id=f"{name}-cpu-{dtype}-{case.name}")
+                if "cuda" in devices and name != "reference":  # which is what the others are compared with
+                    marks = [pytest.mark.gpu, no_gpu, *([no_compiler] if name == "hopper" else [])]
+                    yield pytest.param(name, case, dtype, "cuda", id=f"{name}-cuda-{dtype}-{case.name}", marks=marks)
+
+
+def gathering() -> Iterator[Any]:
+    """The implementations that read gather layouts, as name/rows of a group, up to the widest heads they gather."""
+    for name in IMPLEMENTATIONS:
+        widest = max((choice.max_head_dim for choice in implementation_of(name).capability.gathers), default=0)
+        for case in (c for c in SMALL if max(c.D, c.E) <= widest):
+            for dtype in sorted({"bfloat16", "float32"}.intersection(case.dtypes)):
+                for rows in (1, 64):
+                    marks = [pytest.mark.gpu, no_gpu]
+                    at = f"{name}/{rows}"
+                    yield pytest.param(at, case, dtype, "cuda", id=f"{at}-cuda-{dtype}-{case.name}", marks=marks)
 
 
 class Exact:
@@ -114,8 +114,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv", "dsink_logits")
 
 
 ALL = [*parameters(), *gathering()]
-# `dense` and `triton` stand there on a CPU for what they say when they refuse.
-COMPUTED = [p for p in ALL if p.values[3] != "cpu" or p.values[0] not in ("dense", "triton")]
+COMPUTED = [p for p in ALL if p.values[3] in implementation_of(p.values[0]).capability.devices]
 
 
 class Runs:
