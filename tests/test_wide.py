@@ -120,8 +120,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from gossamer.kernels.triton import wide_kernels as kernels
+from gossamer.kernels.triton.compile import report
 from gossamer.kernels.triton.config import SHARED_MEMORY
+from gossamer.kernels.triton.wide import product_step
 
+sm = int(sys.argv[1])
 NONE = {"lengths", "slopes", "sinks"}
 SIXTEEN = {"q", "k", "v", "x", "out", "dout", "result", "weights"}
 FLOATS = {"lse", "delta", "scores"}
@@ -133,7 +136,7 @@ for dtype, kind, edge, block, precision in (
     ("bfloat16", "*bf16", 128, 256, "ieee"), ("float32", "*fp32", 64, 128, "tf32x3")
 ):
     shape = dict(TILE_ROWS=128, TILE_COLUMNS=128, PRECISION=precision)
-    products = dict(GROUP=1, D=1024, E=1024, R=edge, C=edge, STEP=64, SOFTCAP=False, **shape)
+    products = dict(GROUP=1, D=1024, E=1024, R=edge, C=edge, STEP=product_step(dtype, sm), SOFTCAP=False, **shape)
     results = dict(R=64, C=64, BLOCK=block, **shape)
     gradient = dict(MEMBERS=1, X_GROUP=1, SIZE=1024, ADD=False, **results)
     work = [(kernels.products_kernel, products | {"BACKWARD": back}) for back in (False, True)]
@@ -149,10 +152,10 @@ for dtype, kind, edge, block, precision in (
                    if signature[n].startswith("*") or n.startswith("stride_") and n[-1] != "d"}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
         options = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": True}
-        for sm in map(int, sys.argv[1:]):
-            compiled = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
-            print(kernel.__name__, dtype, "sm", sm, "shared", compiled.metadata.shared)
-            assert compiled.metadata.shared <= SHARED_MEMORY[sm]
+        compiled = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+        found = report(compiled, sm)
+        print(kernel.__name__, dtype, "sm", sm, found)
+        assert found.shared <= SHARED_MEMORY[sm] and found.spills <= 1024
 """
 
 

@@ -21,9 +21,13 @@ from gossamer.kernels.triton.wide_kernels import gradient_kernel, output_kernel,
 from gossamer.layouts.block import BlockLayout, Walk
 
 SCRATCH_BYTES = 2**28
-STEP = 64  # of D or E in one product of scores
 BLOCK = 256  # of D or E in one program of a result
 KINDS = ("full", "interval", "bits")
+
+
+def product_step(dtype: str, sm: int) -> int:
+    """How much of D or E one product of scores takes; 64 float32 numbers spill kilobytes before sm_90."""
+    return 32 if dtype == "float32" and sm < 90 else 64
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,7 @@ class Call:
         self.R, self.C = min(edge, rows & -rows), min(edge, columns & -columns)
         self.rows, self.columns = min(64, self.R), min(64, self.C)  # of the kernels that make results
         self.block = BLOCK // 2 if short else BLOCK
+        self.step = product_step(p.dtype, p.sm or 80)
         self.precision = "tf32x3" if short else "ieee"
         self.options = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": True}
         Bl, Hl = self.walk.lead
@@ -146,7 +151,7 @@ class Call:
             self.q, self.k, self.v, dout, lse, delta, first, second, self.tiles.table, done.begins, done.counts,
             *self.masks, t.key_lengths, t.alibi_slopes, *self.q.stride()[:3], *self.k.stride()[:3],
             *self.v.stride()[:3], p.H, p.Q, p.K, t.q_offset, first.shape[1], **self.leads, scale=scale, cap=cap,
-            GROUP=p.H // p.G, D=p.D, E=p.E, R=self.R, C=self.C, STEP=STEP, TILE_ROWS=walk.block_rows,
+            GROUP=p.H // p.G, D=p.D, E=p.E, R=self.R, C=self.C, STEP=self.step, TILE_ROWS=walk.block_rows,
             TILE_COLUMNS=walk.block_columns, SOFTCAP=t.softcap is not None, BACKWARD=backward,
             PRECISION=self.precision, **self.options,
         )  # fmt: skip
