@@ -20,6 +20,7 @@ import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from tune import CHOOSERS, Group, caller, chosen
@@ -64,7 +65,8 @@ def variant(inputs: Inputs, kernel: str, text: str) -> Entry:
     if not fields:
         return run, nullcontext
     choice = dataclasses.replace(Group(kernel, p.D, p.E, tile, ()).shipped(), **fields)
-    return run, lambda: chosen(kernel, choice)
+    prepared: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+    return run, lambda: chosen(kernel, choice, prepared)
 
 
 def peer(inputs: Inputs, kernel: str, name: str) -> Entry:
