@@ -67,6 +67,14 @@ def test_sparse_csr_tensor() -> None:
         same_as_sdpa(lambda *a: gs.attention(*a, sparse), qkv(), dense(P, 40))
 
 
+@pytest.mark.parametrize("N", [40, 3000])
+def test_packed_documents_of_one_batch_element(N: int) -> None:
+    ids = torch.arange(N)[None] // 15
+    for pattern in (gs.Document(ids) & gs.Causal(), gs.PerHead([gs.Document(ids)]) & gs.Dilated(9, 0, 16)):
+        args = qkv(N, B=1, H=1)
+        same_as_sdpa(lambda *a, p=pattern: gs.attention(*a, p), args, dense(pattern, N))
+
+
 def test_ranks() -> None:
     q, k, v = qkv(grad=False)
     out, lse = gs.attention(q, k, v, P, return_lse=True)

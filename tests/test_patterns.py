@@ -212,6 +212,27 @@ def test_per_head_and_composition_by_head():
         heads & gs.PerHead([gs.Causal()] * 3)
 
 
+IDS, BLOCKS = np.arange(40) // 7, np.random.default_rng(0).random((5, 5)) < 0.5
+ONE = [
+    (gs.Document(IDS[None]), gs.Document(IDS)),
+    (gs.BlockMask(BLOCKS[None], 8), gs.BlockMask(BLOCKS, 8)),
+    (gs.BlockMask(BLOCKS[None, None], 8), gs.BlockMask(BLOCKS, 8)),
+    (gs.PerHead([gs.Strided(5, 2)]), gs.Strided(5, 2)),
+    (gs.PerHead([gs.Document(IDS[None])]), gs.Document(IDS)),
+    (gs.LongNet((8, 16), (1, 2), heads=1), (gs.DilatedSegment(8) | gs.DilatedSegment(16, 2)) & gs.Causal()),
+]
+
+
+@pytest.mark.parametrize(("one", "plain"), ONE, ids=lambda p: repr(p)[:30])
+def test_one_batch_element_or_head_is_none(one, plain):
+    window = gs.SlidingWindow(9)
+    for found, same in ((one, plain), (one & window, plain & window), (~one | window, ~plain | window)):
+        dense = same.materialize(40, 40)
+        assert found.lead == (1, 1) and (found.materialize(40, 40) == dense).all()
+        assert (found.layout(40, 40, block_q=32, block_kv=32).expand() == dense).all()
+        assert found.density(40, 40) == pytest.approx(dense.mean())
+
+
 # -- values ------------------------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ def by_formula(p: Pattern, Q: int, K: int, q_offset: int, device: torch.device) 
     def inner(pattern: Pattern) -> MaskMod | None:
         return by_formula(pattern, Q, K, q_offset, device)
 
+    p = p.at(0, 0) if p.lead == (1, 1) else p
     match p:
         case gossamer.Dense():
             return lambda b, h, r, j: j >= 0

@@ -84,7 +84,10 @@ class Pattern(metaclass=_PatternMeta):
         return 1, 1
 
     def at(self, b: int, h: int) -> Pattern:
-        """The pattern of batch element b and query head h: one whose `lead` is (1, 1)."""
+        """The pattern of batch element b and query head h, which is what `_keep` and the questions about tiles are for.
+
+        Also where `lead` is (1, 1): a pattern of one batch element or head may be told by an array that has them.
+        """
         return self
 
     def lower(self, sizes: Sizes) -> Pattern:
@@ -107,13 +110,11 @@ class Pattern(metaclass=_PatternMeta):
                 raise ValueError(f"{name} must hold integer positions, got dtype {given.dtype}")
         i, j = i.astype(np.int64), j.astype(np.int64)
         exists = (j >= 0) & (j < sizes.K)
-        if self.lead == (1, 1):
-            return np.broadcast_to(self._keep(i, j, sizes), np.broadcast_shapes(i.shape, j.shape)) & exists
         shape = np.broadcast_shapes(i.shape, j.shape)
         kept = np.empty((*self.lead, *shape), dtype=bool)
         for b, h in np.ndindex(*self.lead):
             kept[b, h] = self.at(b, h)._keep(i, j, sizes) & exists
-        return kept
+        return kept[0, 0] if self.lead == (1, 1) else kept
 
     def materialize(self, Q: int, K: int, q_offset: int | None = None) -> np.ndarray:
         """The dense boolean matrix (Q, K), or (Bp, Hp, Q, K): slow, plain, trusted."""

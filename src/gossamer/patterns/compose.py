@@ -37,10 +37,8 @@ class _Binary(Pattern):
         return max(b0, b1), max(h0, h1)
 
     def at(self, b: int, h: int) -> Pattern:
-        if self.lead == (1, 1):
-            return self
         left, right = (p.at(min(b, p.lead[0] - 1), min(h, p.lead[1] - 1)) for p in (self.left, self.right))
-        return type(self)(left, right)
+        return self if left is self.left and right is self.right else type(self)(left, right)
 
     def lower(self, sizes: Sizes) -> Pattern:
         return type(self)(self.left.lower(sizes), self.right.lower(sizes))
@@ -140,7 +138,8 @@ class Not(Pattern):
         return self.pattern.lead
 
     def at(self, b: int, h: int) -> Pattern:
-        return Not(self.pattern.at(b, h))
+        inner = self.pattern.at(b, h)
+        return self if inner is self.pattern else Not(inner)
 
     def lower(self, sizes: Sizes) -> Pattern:
         return Not(self.pattern.lower(sizes))

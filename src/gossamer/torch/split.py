@@ -125,7 +125,7 @@ def _split(pattern: Pattern, p: Problem, q_offset: int, tiles: Tiles, gathers: G
         found, group = branch_pieces(pattern), p.H // p.G
         if found is not None and all(r % group == 0 or group % r == 0 for _, r in found):
             return _cheaper(_diagonal_parts(found, p, sizes, cost), pattern, p, sizes, cost)
-    by_head = [pattern.at(0, h) for h in range(p.H)] if pattern.lead[1] > 1 else [pattern] * p.H
+    by_head = [pattern.at(0, h) for h in range(p.H)] if pattern.lead[1] > 1 else [pattern.at(0, 0)] * p.H
     chosen: dict[Pattern, tuple[Piece, ...]] = {}
     for one in dict.fromkeys(by_head):
         chosen[one] = (Piece(one),)
