@@ -111,31 +111,33 @@ def test_the_second_call_is_known_and_the_same() -> None:
 def test_a_kind_is_told_by_all_that_matters() -> None:
     q, k, v = (torch.randn(2, 2, 24, 8) for _ in range(3))
     pattern = gs.SlidingWindow(5)
-    options = (None, None, None, None, False)
+    options = (None, None, None, None)
     others = {
-        "pattern": (q, k, v, gs.SlidingWindow(6), options),
-        "shape": (q[:1], k[:1], v[:1], pattern, options),
-        "q's strides": (q.transpose(1, 2).contiguous().transpose(1, 2), k, v, pattern, options),
-        "v's strides": (q, k, v.transpose(1, 2).contiguous().transpose(1, 2), pattern, options),
-        "type": (q.double(), k.double(), v.double(), pattern, options),
-        "device": (q, k.to("meta"), v, pattern, options),
-        "gradient": (q, k.clone().requires_grad_(), v, pattern, options),
-        "scale": (q, k, v, pattern, (1.0, None, None, None, False)),
-        "a bool is no number": (q, k, v, pattern, (True, None, None, None, False)),
-        "offset": (q, k, v, pattern, (None, 1, None, None, False)),
-        "mode": (q, k, v, pattern, (None, None, None, None, True)),
+        "pattern": (q, k, v, gs.SlidingWindow(6), False, options),
+        "shape": (q[:1], k[:1], v[:1], pattern, False, options),
+        "q's strides": (q.transpose(1, 2).contiguous().transpose(1, 2), k, v, pattern, False, options),
+        "v's strides": (q, k, v.transpose(1, 2).contiguous().transpose(1, 2), pattern, False, options),
+        "type": (q.double(), k.double(), v.double(), pattern, False, options),
+        "device": (q, k.to("meta"), v, pattern, False, options),
+        "gradient": (q, k.clone().requires_grad_(), v, pattern, False, options),
+        "scale": (q, k, v, pattern, False, (1.0, None, None, None)),
+        "a bool is no number": (q, k, v, pattern, False, (True, None, None, None)),
+        "offset": (q, k, v, pattern, False, (None, 1, None, None)),
+        "mode": (q, k, v, pattern, True, options),
     }
-    kind = calls.kind_of(q, k, v, pattern, options)
-    assert kind is not None and kind == calls.kind_of(q.clone(), k.clone(), v.clone(), gs.SlidingWindow(5), options)
+    kind = calls.kind_of(q, k, v, pattern, False, options)
+    assert kind is not None and kind == calls.kind_of(
+        q.clone(), k.clone(), v.clone(), gs.SlidingWindow(5), False, options
+    )
     found = [kind, *(calls.kind_of(*other) for other in others.values())]
     assert len(set(found)) == len(found)
     assert found[1 + list(others).index("device")] is None  # tensors without data have no kind
     for none in (
-        (None, k, v, pattern, options),
-        (q, k, v, torch.ones(24, 24, dtype=torch.bool), options),
-        (q, k, v, pattern, (None, torch.tensor(0), None, None, False)),
-        (q, k, v, pattern, ([1.0], None, None, None, False)),
-        (q, k, v.to_sparse(), pattern, options),
+        (None, k, v, pattern, False, options),
+        (q, k, v, torch.ones(24, 24, dtype=torch.bool), False, options),
+        (q, k, v, pattern, False, (None, torch.tensor(0), None, None)),
+        (q, k, v, pattern, False, ([1.0], None, None, None)),
+        (q, k, v.to_sparse(), pattern, False, options),
     ):
         assert calls.kind_of(*none) is None
 
@@ -150,7 +152,7 @@ def test_a_kind_is_told_by_all_that_matters() -> None:
         ({"return_lse": 1}, "return_lse must be True or False"),
         ({"deterministic": 0}, "deterministic must be True, False or None"),
         ({"implementation": "none"}, "implementation must be"),
-        ({"k": torch.zeros(1, 2, 24, 9)}, "features of q's size"),
+        ({"k": torch.zeros(1, 2, 24, 9)}, "the head size of q"),
         ({"k": torch.zeros(1, 2, 24, 8).double()}, "q's dtype"),
         ({"k": torch.zeros(1, 2, 24, 8).to_sparse()}, "k must be a strided tensor"),
         ({"v": None}, "v must be a torch tensor"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ class Launch(NamedTuple):
 
 
 Known = dict[Any, Launch]
+Bound = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 def strides(name: str, x: Tensor) -> dict[str, int]:
@@ -33,7 +34,7 @@ def launch(
     kernel: Any,
     grid: tuple[int, ...],
     key: Hashable,
-    tensors: dict[str, Tensor | None],
+    tensors: Mapping[str, Tensor | None],
     floats: dict[str, float],
     rest: Callable[[], dict[str, Any]],
 ) -> None:
@@ -69,15 +70,15 @@ def launch(
     known[_key(kernel, key, tensors)] = Launch(_runner(compiled, grid), fixed, places)
 
 
-def _key(kernel: Any, key: Hashable, tensors: dict[str, Tensor | None]) -> Hashable:
+def _key(kernel: Any, key: Hashable, tensors: Mapping[str, Tensor | None]) -> Hashable:
     """What Triton compiles for, and what is passed as it was in a known launch."""
     kinds = [None if x is None else (x.dtype, x.stride(), x.data_ptr() % 16) for x in tensors.values()]
     return (kernel, key, *kinds)
 
 
 def bound(
-    known: Known, kernel: Any, key: Hashable, tensors: dict[str, Tensor | None], floats: dict[str, float], first: int
-) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
+    known: Known, kernel: Any, key: Hashable, tensors: Mapping[str, Tensor | None], floats: dict[str, float], first: int
+) -> Bound | None:
     """A known launch as (run, arguments after the first ones): `run(*addresses, *arguments)`; None if there is none.
 
     For a call whose tensors are known to have the types, strides and alignment of `tensors`, so that nothing is looked

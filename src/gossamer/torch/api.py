@@ -88,7 +88,10 @@ def attention(
     kind = None
     if not torch.compiler.is_compiling() and merge is key_lengths is sink_logits is alibi_slopes is None:
         which = _DENSE if pattern is None else pattern
-        kind = kind_of(q, k, v, which, (scale, q_offset, softcap, implementation, is_deterministic(deterministic)))
+        options = (scale, q_offset, softcap, implementation)
+        deterministic = is_deterministic(deterministic)
+        none = scale is q_offset is softcap is implementation is None
+        kind = kind_of(q, k, v, which, deterministic, () if none else options)
         call = known(kind)
         if call is not None and (return_lse is False or return_lse is True):
             found = call(q, k, v, which)

@@ -29,11 +29,13 @@ _calls: OrderedDict[tuple[Any, ...], Call] = OrderedDict()
 _lock = threading.Lock()
 
 
-def kind_of(q: Any, k: Any, v: Any, pattern: Any, options: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def kind_of(
+    q: Any, k: Any, v: Any, pattern: Any, deterministic: bool, options: tuple[Any, ...] = ()
+) -> tuple[Any, ...] | None:
     """What tells kinds of calls apart; None for a call that has no kind.
 
     Args:
-        options: numbers, names and None; those of a call with others, tensors for example, have no kind.
+        options: numbers, names and None; a call with others, tensors for example, has no kind.
     """
     if not isinstance(pattern, Pattern) or q is None or k is None or v is None or not plain(q, k, v):
         return None
@@ -44,7 +46,7 @@ def kind_of(q: Any, k: Any, v: Any, pattern: Any, options: tuple[Any, ...]) -> t
             return None
     return (
         pattern.handle, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-        q.device, k.device, v.device, differentiable(q, k, v, None), options, *map(type, options),
+        q.device, k.device, v.device, differentiable(q, k, v, None), deterministic, *options, *map(type, options),
     )  # fmt: skip
 
 

@@ -109,6 +109,14 @@ def _backward_fake(
 _forward_op = torch.ops.gossamer.forward.default
 backward_op = torch.ops.gossamer.backward.default
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
+# Looked up once: these are asked for in every call.
+_wrapped, _interpreter = _C._functorch.is_functorch_wrapped_tensor, _C._functorch.peek_interpreter_stack
+_dispatch_modes, _function_modes = _C._len_torch_dispatch_stack, _C._len_torch_function_stack
+_traced, _autocast_enabled, _profiled = (
+    _C._get_tracing_state,
+    _C._is_any_autocast_enabled,
+    torch.autograd._profiler_enabled,
+)
 
 
 def plain(*tensors: Tensor | None) -> bool:
@@ -117,15 +125,15 @@ def plain(*tensors: Tensor | None) -> bool:
     Crossing the dispatcher costs more than all else that a repeated call does on the host.
     """
     for x in tensors:
-        if x is not None and (type(x) not in _PLAIN or x.is_meta or _C._functorch.is_functorch_wrapped_tensor(x)):
+        if x is not None and (type(x) not in _PLAIN or x.is_meta or _wrapped(x)):
             return False
     return not (
-        _C._len_torch_dispatch_stack()
-        or _C._len_torch_function_stack()
-        or _C._functorch.peek_interpreter_stack() is not None
-        or _C._get_tracing_state() is not None
-        or _C._is_any_autocast_enabled()
-        or torch.autograd._profiler_enabled()
+        _dispatch_modes()
+        or _function_modes()
+        or _interpreter() is not None
+        or _traced() is not None
+        or _autocast_enabled()
+        or _profiled()
         or forward_ad._current_level >= 0
     )
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 from torch import Tensor
 
 from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice
 from gossamer.kernels.devices import elsewhere
-from gossamer.kernels.triton import gather_launch, launch, wide
+from gossamer.kernels.triton import binding, gather_launch, launch, wide
 from gossamer.kernels.triton.config import BUCKETS, SMALL_TILE_RATE
 from gossamer.kernels.triton.gather_config import GATHERS
 from gossamer.layouts.block import BlockLayout
@@ -90,6 +92,30 @@ class Triton:
         if max(problem.D, problem.E) > BUCKETS[-1]:
             return wide.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
         return launch.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
+
+    def bound_forward(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout | GatherLayout, terms: Terms
+    ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+        if max(problem.D, problem.E) > BUCKETS[-1]:
+            return None
+        return binding.bound_forward(
+            problem, q, k, v, layout, terms, lambda q, k, v: self.forward(problem, q, k, v, layout, terms)
+        )
+
+    def bound_backward(
+        self,
+        problem: Problem,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        layout: BlockLayout | GatherLayout,
+        terms: Terms,
+    ) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+        """None: several launches and their workspace are most of it."""
+        return None
 
 
 IMPLEMENTATION = Triton()

@@ -18,7 +18,7 @@ from gossamer.kernels.rows import sink_gradient
 from gossamer.kernels.triton import gather_rows, gather_tiles
 from gossamer.kernels.triton.config import Direction, padded
 from gossamer.kernels.triton.gather_config import GroupConfig, RowConfig, group_config, lanes, row_config
-from gossamer.kernels.triton.launch import operand, row_terms, term_arguments
+from gossamer.kernels.triton.launch import merged, operand, row_terms, term_arguments
 from gossamer.kernels.triton.merge import merge_kernel, sum_kernel
 from gossamer.layouts.gather import GatherLayout, GatherWalk
 from gossamer.layouts.schedule import FEWEST_TILES, PARTS_PER_PROCESSOR, cut
@@ -52,10 +52,12 @@ def work_of(layout: GatherLayout, transposed: bool, copies: int, split: int | No
     if split is None:
         programs = processors(walk.indices.device) * PARTS_PER_PROCESSOR
         split = max(FEWEST_TILES, LONGEST_ITEM // walk.width)
-        if len(walk.counts.reshape(-1)) * copies < 4 * programs:
-            # Few groups: their lists are cut until every processor has a part.
+        groups = len(walk.counts.reshape(-1))
+        if groups * copies < 4 * programs:
+            # Few groups: their lists are cut until every processor has a part, and those much longer than the others,
+            # for which all would wait, in shorter parts.
             listed = int(walk.indices.shape[0]) // walk.width
-            split = min(split, max(FEWEST_TILES, listed * copies // programs))
+            split = min(split, max(FEWEST_TILES // 2, 2 * listed // groups, listed * copies // programs))
     if split not in known:
         source = (layout.host.columns if transposed else layout.host.rows) if layout.host is not None else walk
         known[split] = _make_work(source.on_host(), split, walk.indices.device)
@@ -195,28 +197,21 @@ def forward(
     else:
         out, lse = into
     run = launch_of(p, layout, "forward", config, split)
-    more, floats, key, flags = _terms(terms, lse)
-    part_acc, part_ml = run.part(p.E, lse), run.part(2, lse)
-    sinks = lse if terms.sink_logits is None else terms.sink_logits.contiguous()
-    kernel = gather_rows.rows_forward_kernel if layout.block_q == 1 else gather_tiles.tiles_forward_kernel
+    parts = run.part(p.E, lse), run.part(2, lse)
     if run.grid[0]:
-        tensors = {
-            "q": q, "k": k, "v": v, "out": out, "lse": lse, "part_acc": part_acc, "part_ml": part_ml, "sinks": sinks,
-            **more,
-        }  # fmt: skip
         launch(
-            run.known, kernel, run.grid, (key, terms.sink_logits is None), tensors, floats,
+            run.known, forward_kernel_of(layout), run.grid,
+            *forward_arguments(q, k, v, out, lse, parts, terms),
             lambda: {
                 "SINK": terms.sink_logits is not None, "H": p.H, "Q": p.Q, "q_offset": terms.q_offset,
                 **strides("q", q), **strides("k", k), **strides("v", v), **strides("o", out), **strides("l", lse),
-                **flags, **run.rest,
+                **_terms(terms, lse)[-1], **run.rest,
             },
         )  # fmt: skip
     if run.work.slots:
         merges = run.work.merges
         launch(
-            run.known, merge_kernel, (merges.shape[0] * run.copies,), None,
-            {"out": out, "lse": lse, "part_acc": part_acc, "part_ml": part_ml}, {},
+            run.known, merge_kernel, (merges.shape[0] * run.copies,), None, merged(out, lse, parts), {},
             lambda: {
                 "merges": merges, **strides("o", out), **strides("l", lse), "H": p.H, "Q": p.Q, "E": p.E,
                 "BLOCK_E": padded(p.E), **_merging(run),
@@ -225,15 +220,29 @@ def forward(
     return out, lse
 
 
-def _terms(
-    terms: Terms, like: Tensor
-) -> tuple[dict[str, Tensor | None], dict[str, float], tuple[Any, ...], dict[str, bool]]:
-    """The score terms of a launch: tensors, numbers, what else its key holds, and flags."""
-    arguments, flags = term_arguments(terms, like)
+def forward_kernel_of(layout: GatherLayout) -> Any:
+    """Rows alone need no tiles."""
+    return gather_rows.rows_forward_kernel if layout.block_q == 1 else gather_tiles.tiles_forward_kernel
+
+
+def forward_arguments(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, parts: tuple[Tensor, Tensor], terms: Terms
+) -> tuple[Any, dict[str, Tensor | None], dict[str, float]]:
+    """(key, tensors, numbers) of a launch of the forward."""
+    more, floats, key, _ = _terms(terms, lse)
+    sinks = lse if terms.sink_logits is None else terms.sink_logits.contiguous()
+    tensors = {
+        "q": q, "k": k, "v": v, "out": out, "lse": lse, "lengths": more["lengths"], "sinks": sinks,
+        "slopes": more["slopes"], "part_acc": parts[0], "part_ml": parts[1],
+    }  # fmt: skip
+    return (key, terms.sink_logits is None), tensors, floats
+
+
+def _terms(terms: Terms, like: Tensor) -> tuple[dict[str, Tensor], dict[str, float], tuple[Any, ...], dict[str, bool]]:
+    """As `term_arguments`, without the flag that these kernels do not have."""
+    tensors, floats, key, flags = term_arguments(terms, like)
     del flags["FOLD"]
-    tensors = {name: arguments[name] for name in ("slopes", "lengths")}
-    floats = {name: arguments[name] for name in ("scale", "cap")}
-    return tensors, floats, (terms.q_offset, *flags.values()), flags
+    return tensors, floats, key, flags
 
 
 def _merging(run: Launch) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.devices import processors
-from gossamer.kernels.relaunch import strides
+from gossamer.kernels.relaunch import Known, launch, strides
 from gossamer.kernels.rows import sink_gradient
 from gossamer.kernels.scores import scales
 from gossamer.kernels.triton.config import Direction, TileConfig, config, padded
@@ -30,6 +31,8 @@ LARGEST_ROW_STRIDE = 2**22
 MERGE_ROWS = 32
 ROW_TERMS_ROWS = 32
 
+_row_terms: Known = {}
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -43,6 +46,7 @@ class Schedule:
     list_b: int
     list_h: int
     lead_heads: int
+    known: Known = field(default_factory=dict)  # launches of before
 
     @property
     def slots(self) -> int:
@@ -114,16 +118,18 @@ def described(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, padded(x.shape[-1])])
 
 
-def term_arguments(terms: Terms, like: Tensor) -> tuple[dict[str, Any], dict[str, bool]]:
-    """Score terms as kernel arguments and flags. A missing tensor is replaced by one that is never read."""
+def term_arguments(
+    terms: Terms, like: Tensor
+) -> tuple[dict[str, Tensor], dict[str, float], tuple[Any, ...], dict[str, bool]]:
+    """The score terms of a launch: tensors, numbers, what else its key holds, and flags.
+
+    A missing tensor is replaced by one that is never read.
+    """
     softcap, alibi = terms.softcap is not None, terms.alibi_slopes is not None
     scale, cap = scales(terms)
-    arguments = {
-        "q_offset": terms.q_offset,
-        "scale": scale,
-        "cap": cap,
-        "slopes": terms.alibi_slopes.contiguous() if alibi else like,
+    tensors = {
         "lengths": terms.key_lengths.contiguous() if terms.key_lengths is not None else like,
+        "slopes": terms.alibi_slopes.contiguous() if alibi else like,
     }
     flags = {
         # One multiply-add takes the products to the exponent; the maximum commutes with a positive scale alone.
@@ -132,21 +138,21 @@ def term_arguments(terms: Terms, like: Tensor) -> tuple[dict[str, Any], dict[str
         "ALIBI": alibi,
         "LENGTHS": terms.key_lengths is not None,
     }
-    return arguments, flags
+    return tensors, {"scale": scale, "cap": cap}, (terms.q_offset, *flags.values()), flags
 
 
 def sizes(
     problem: Problem, walk: Walk, direction: Direction, chosen: TileConfig | None, streamed: dict[str, Tensor]
-) -> tuple[dict[str, Any], int]:
-    """Block sizes and launch options of a kernel with its streamed operands, and its programs for each tile row."""
+) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """A kernel's streamed operands, as it wants them; its block sizes and launch options; its programs for a row."""
     bits = 32 if problem.dtype == "float32" else 16
     if chosen is None:
         tile = (walk.block_rows, walk.block_columns)
         chosen = config(direction, bits, problem.D, problem.E, problem.sm or 80, tile)
     fitted = chosen.fit(walk.block_rows, walk.block_columns)
     tma = fitted.tma and all(describable(x) for x in streamed.values())
+    operands = {name: described(x, fitted.columns) if tma else x for name, x in streamed.items()}
     options = {
-        **{name: described(x, fitted.columns) if tma else x for name, x in streamed.items()},
         "TMA": tma,
         "D": problem.D,
         "E": problem.E,
@@ -160,7 +166,52 @@ def sizes(
         # Scores become exponents by one multiply-add; Triton 3.10 stops fusing unless asked.
         "enable_fp_fusion": True,
     }
-    return options, walk.block_rows // fitted.rows
+    return operands, options, walk.block_rows // fitted.rows
+
+
+def start(
+    plan: Schedule,
+    kernel: Any,
+    programs: int,
+    key: Hashable,
+    tensors: dict[str, Any],
+    floats: dict[str, float],
+    options: dict[str, Any],
+    rest: Callable[[], dict[str, Any]],
+) -> None:
+    """Run a kernel over a walk: see `kernels.relaunch.launch`, past which a descriptor goes, made for one call."""
+    if not programs:
+        return
+    grid = (programs * plan.copies,)
+    if options["TMA"]:
+        kernel[grid](**tensors, **floats, **options, **rest())
+    else:
+        launch(plan.known, kernel, grid, (key, *options.values()), tensors, floats, lambda: options | rest())
+
+
+def fixed(plan: Schedule, p: Problem, walk: Walk, terms: Terms, flags: dict[str, bool]) -> dict[str, Any]:
+    """Arguments of the three kernels that follow from the sizes."""
+    return {
+        "n_items": plan.size, "n_slots": plan.slots, "n_tiles": walk.tiles, "H": p.H, "G": p.G, "Q": p.Q, "K": p.K,
+        "list_b": plan.list_b, "list_h": plan.list_h, "lead_heads": plan.lead_heads, "q_offset": terms.q_offset,
+        **plan.pointers, **plan.constants, **flags,
+    }  # fmt: skip
+
+
+def merging(plan: Schedule, walk: Walk) -> dict[str, Any]:
+    """Arguments of the kernels that join the parts of a row."""
+    assert plan.work is not None
+    return {
+        "merges": plan.work.merges, "n_merges": plan.work.merges.shape[0], "n_slots": plan.slots,
+        "lead_heads": plan.lead_heads, "R": MERGE_ROWS, "TILE_ROWS": walk.block_rows,
+        "B_FROM_GRID": plan.constants["B_FROM_GRID"], "H_FROM_GRID": plan.constants["H_FROM_GRID"], "num_warps": 4,
+    }  # fmt: skip
+
+
+def merge_grid(plan: Schedule, walk: Walk) -> tuple[int]:
+    """Programs of those kernels."""
+    assert plan.work is not None
+    return (walk.block_rows // MERGE_ROWS * plan.work.merges.shape[0] * plan.copies,)
 
 
 def workspace(plan: Schedule, tile_rows: int, size: int, like: Tensor) -> Tensor:
@@ -191,41 +242,61 @@ def forward(
     else:
         out, lse = into
     plan = schedule(layout, False, p.B, p.H, p.H // p.G, split)
-    arguments, flags = term_arguments(terms, lse)
-    options, parts = sizes(p, walk, "forward", tiles, {"k": k, "v": v})
-    part_acc = workspace(plan, walk.block_rows, p.E, lse)
-    part_ml = workspace(plan, walk.block_rows, 2, lse)
-    grid = (parts * plan.size * plan.copies,)
-    if grid[0]:
-        forward_kernel[grid](
-            q=q, out=out, lse=lse, part_acc=part_acc, part_ml=part_ml,
-            sinks=terms.sink_logits.contiguous() if terms.sink_logits is not None else lse,
-            n_items=plan.size, n_slots=plan.slots, n_tiles=walk.tiles, H=p.H, G=p.G, Q=p.Q, K=p.K,
-            list_b=plan.list_b, list_h=plan.list_h, lead_heads=plan.lead_heads,
-            SINK=terms.sink_logits is not None,
-            **plan.pointers, **strides("q", q), **strides("k", k), **strides("v", v), **strides("o", out),
-            **strides("l", lse), **arguments, **flags, **plan.constants, **options,
-        )  # fmt: skip
-    if plan.work is not None and plan.slots:
-        merges = plan.work.merges
-        merge_kernel[(walk.block_rows // MERGE_ROWS * merges.shape[0] * plan.copies,)](
-            out, lse, part_acc, part_ml, merges, *out.stride()[:3], *lse.stride(), merges.shape[0], plan.slots,
-            p.H, p.Q, plan.lead_heads, E=p.E, BLOCK_E=padded(p.E), R=MERGE_ROWS, TILE_ROWS=walk.block_rows,
-            B_FROM_GRID=plan.constants["B_FROM_GRID"], H_FROM_GRID=plan.constants["H_FROM_GRID"], num_warps=4,
+    parts = workspace(plan, walk.block_rows, p.E, lse), workspace(plan, walk.block_rows, 2, lse)
+    run, programs = forward_launch(p, q, k, v, out, lse, parts, layout, terms, plan, tiles)
+    start(
+        plan, forward_kernel, programs, *run,
+        lambda: {
+            "SINK": terms.sink_logits is not None, **fixed(plan, p, walk, terms, term_arguments(terms, lse)[-1]),
+            **strides("q", q), **strides("k", k), **strides("v", v), **strides("o", out), **strides("l", lse),
+        },
+    )  # fmt: skip
+    if plan.slots:
+        launch(
+            plan.known, merge_kernel, merge_grid(plan, walk), p.E, merged(out, lse, parts), {},
+            lambda: {
+                **strides("o", out), **strides("l", lse), "H": p.H, "Q": p.Q, "E": p.E, "BLOCK_E": padded(p.E),
+                **merging(plan, walk),
+            },
         )  # fmt: skip
     return out, lse
+
+
+def forward_launch(
+    p: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, parts: tuple[Tensor, Tensor],
+    layout: BlockLayout, terms: Terms, plan: Schedule, tiles: TileConfig | None,
+) -> tuple[tuple[Any, dict[str, Any], dict[str, float], dict[str, Any]], int]:  # fmt: skip
+    """(key, tensors, numbers, options) of a launch of the forward kernel, and its programs for one copy."""
+    more, floats, key, _ = term_arguments(terms, lse)
+    operands, options, cuts = sizes(p, layout.rows, "forward", tiles, {"k": k, "v": v})
+    tensors = {
+        "q": q, **operands, "out": out, "lse": lse, "lengths": more["lengths"],
+        "sinks": lse if terms.sink_logits is None else terms.sink_logits.contiguous(), "slopes": more["slopes"],
+        "part_acc": parts[0], "part_ml": parts[1],
+    }  # fmt: skip
+    return ((*key, terms.sink_logits is None), tensors, floats, options), cuts * plan.size
+
+
+def merged(out: Tensor, lse: Tensor, parts: tuple[Tensor, Tensor]) -> dict[str, Tensor | None]:
+    """The tensors of a launch of the kernel that joins the parts of a row."""
+    return {"out": out, "lse": lse, "part_acc": parts[0], "part_ml": parts[1]}
 
 
 def row_terms(problem: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, padded_Q: int) -> Tensor:
     """(2, B, H, padded_Q) float32: lse in base 2, and delta = rowsum(dout * out) - dlse."""
     p, out = problem, operand(out)
-    terms = torch.empty((2, p.B, p.H, padded_Q), dtype=torch.float32, device=lse.device)
+    terms = lse.new_empty((2, p.B, p.H, padded_Q), dtype=torch.float32)
     if terms.numel():
         given = lse if dlse is None else dlse
-        row_terms_kernel[(p.B * p.H * padded_Q // ROW_TERMS_ROWS,)](
-            dout, out, lse, given, terms,
-            *dout.stride()[:3], *out.stride()[:3], *lse.stride(), *given.stride(), p.B, p.H, p.Q, padded_Q,
-            E=p.E, BLOCK_E=padded(p.E), R=ROW_TERMS_ROWS, DLSE=dlse is not None, num_warps=4,
+        launch(
+            _row_terms, row_terms_kernel, (p.B * p.H * padded_Q // ROW_TERMS_ROWS,),
+            (p.B, p.H, p.Q, padded_Q, p.E, dlse is None, lse.device),
+            {"dout": dout, "out": out, "lse": lse, "dlse": given, "row_terms": terms}, {},
+            lambda: {
+                **strides("g", dout), **strides("o", out), **strides("l", lse), **strides("m", given), "B": p.B,
+                "H": p.H, "Q": p.Q, "padded_Q": padded_Q, "E": p.E, "BLOCK_E": padded(p.E), "R": ROW_TERMS_ROWS,
+                "DLSE": dlse is not None, "num_warps": 4,
+            },
         )  # fmt: skip
     return terms
 
@@ -246,21 +317,20 @@ def query_gradient(
 ) -> Tensor:
     """dq (B, H, Q, D)."""
     p, walk = problem, layout.rows
-    dq = torch.empty((p.B, p.H, p.Q, p.D), dtype=q.dtype, device=q.device) if into is None else into
+    dq = q.new_empty((p.B, p.H, p.Q, p.D)) if into is None else into
     plan = schedule(layout, False, p.B, p.H, p.H // p.G, split)
-    arguments, flags = term_arguments(terms, rows)
-    options, parts = sizes(p, walk, "dq", tiles, {"k": k, "v": v})
+    more, floats, key, flags = term_arguments(terms, rows)
+    operands, options, parts = sizes(p, walk, "dq", tiles, {"k": k, "v": v})
     part = workspace(plan, walk.block_rows, p.D, rows)
-    grid = (parts * plan.size * plan.copies,)
-    if grid[0]:
-        dq_kernel[grid](
-            q=q, dout=dout, row_terms=rows, dq=dq, part=part, plain_scale=terms.scale,
-            padded_Q=rows.shape[-1], delta_offset=rows.stride(0),
-            n_items=plan.size, n_slots=plan.slots, n_tiles=walk.tiles, H=p.H, G=p.G, Q=p.Q, K=p.K,
-            list_b=plan.list_b, list_h=plan.list_h, lead_heads=plan.lead_heads,
-            **plan.pointers, **strides("q", q), **strides("k", k), **strides("v", v), **strides("g", dout),
-            **strides("dq", dq), **arguments, **flags, **plan.constants, **options,
-        )  # fmt: skip
+    start(
+        plan, dq_kernel, parts * plan.size, key,
+        {"q": q, **operands, "dout": dout, "row_terms": rows, "dq": dq, **more, "part": part},
+        {"plain_scale": terms.scale, **floats}, options,
+        lambda: {
+            "padded_Q": rows.shape[-1], "delta_offset": rows.stride(0), **fixed(plan, p, walk, terms, flags),
+            **strides("q", q), **strides("k", k), **strides("v", v), **strides("g", dout), **strides("dq", dq),
+        },
+    )  # fmt: skip
     add_parts(plan, walk, part, dq)
     return dq
 
@@ -282,25 +352,26 @@ def key_gradients(
     """dk (B, G, K, D) and dv (B, G, K, E)."""
     p, walk = problem, layout.columns
     if into is None:
-        dk = torch.empty((p.B, p.G, p.K, p.D), dtype=k.dtype, device=k.device)
-        dv = torch.empty((p.B, p.G, p.K, p.E), dtype=v.dtype, device=v.device)
+        dk, dv = k.new_empty((p.B, p.G, p.K, p.D)), v.new_empty((p.B, p.G, p.K, p.E))
     else:
         dk, dv = into
     plan = schedule(layout, True, p.B, p.G, p.H // p.G, split)
-    arguments, flags = term_arguments(terms, rows)
-    options, parts = sizes(p, walk, "dkdv", tiles, {"q": q, "dout": dout})
+    more, floats, key, flags = term_arguments(terms, rows)
+    operands, options, parts = sizes(p, walk, "dkdv", tiles, {"q": q, "dout": dout})
     part_dk = workspace(plan, walk.block_rows, p.D, rows)
     part_dv = workspace(plan, walk.block_rows, p.E, rows)
-    grid = (parts * plan.size * plan.copies,)
-    if grid[0]:
-        dkdv_kernel[grid](
-            k=k, v=v, row_terms=rows, dk=dk, dv=dv, part_dk=part_dk, part_dv=part_dv,
-            plain_scale=terms.scale, padded_Q=rows.shape[-1], delta_offset=rows.stride(0),
-            n_items=plan.size, n_slots=plan.slots, n_tiles=walk.tiles, H=p.H, G=p.G, Q=p.Q, K=p.K,
-            list_b=plan.list_b, list_h=plan.list_h, lead_heads=plan.lead_heads,
-            **plan.pointers, **strides("q", q), **strides("k", k), **strides("v", v), **strides("g", dout),
-            **strides("dk", dk), **strides("dv", dv), **arguments, **flags, **plan.constants, **options,
-        )  # fmt: skip
+    tensors = {
+        "k": k, "v": v, **operands, "row_terms": rows, "dk": dk, "dv": dv, **more, "part_dk": part_dk,
+        "part_dv": part_dv,
+    }  # fmt: skip
+    start(
+        plan, dkdv_kernel, parts * plan.size, key, tensors, {"plain_scale": terms.scale, **floats}, options,
+        lambda: {
+            "padded_Q": rows.shape[-1], "delta_offset": rows.stride(0), **fixed(plan, p, walk, terms, flags),
+            **strides("q", q), **strides("k", k), **strides("v", v), **strides("g", dout), **strides("dk", dk),
+            **strides("dv", dv),
+        },
+    )  # fmt: skip
     add_parts(plan, walk, part_dk, dk)
     add_parts(plan, walk, part_dv, dv)
     return dk, dv
@@ -308,13 +379,15 @@ def key_gradients(
 
 def add_parts(plan: Schedule, walk: Walk, part: Tensor, result: Tensor) -> None:
     """Write the rows of `result` (B, heads, rows, size) whose work was split."""
-    if plan.work is None or not plan.slots:
+    if not plan.slots:
         return
-    merges, size = plan.work.merges, result.shape[-1]
-    sum_kernel[(walk.block_rows // MERGE_ROWS * merges.shape[0] * plan.copies,)](
-        result, part, merges, *result.stride()[:3], merges.shape[0], plan.slots, result.shape[1], walk.rows,
-        plan.lead_heads, SIZE=size, BLOCK_SIZE=padded(size), R=MERGE_ROWS, TILE_ROWS=walk.block_rows,
-        B_FROM_GRID=plan.constants["B_FROM_GRID"], H_FROM_GRID=plan.constants["H_FROM_GRID"], num_warps=4,
+    size = result.shape[-1]
+    launch(
+        plan.known, sum_kernel, merge_grid(plan, walk), size, {"result": result, "part": part}, {},
+        lambda: {
+            **{f"stride_{axis}": result.stride(i) for i, axis in enumerate("bhn")}, "heads": result.shape[1],
+            "rows": walk.rows, "SIZE": size, "BLOCK_SIZE": padded(size), **merging(plan, walk),
+        },
     )  # fmt: skip
 
 
