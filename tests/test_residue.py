@@ -319,6 +319,12 @@ def test_calls_are_few(always: list[split.Split]) -> None:
         assert seen == [(3, 2, 33)] * 2 + [(3, 2, 32)] * 2  # the two classes of a run are fewer than the batch
 
 
+def test_no_class_that_has_queries_and_keys() -> None:
+    q, k = torch.randn(2, 1, 8, requires_grad=True), torch.randn(2, 3, 8)
+    out, lse = gs.attention(q, k, k, gs.Dilated(4, 6, 7), q_offset=33, return_lse=True)
+    assert not out.any() and (lse == -torch.inf).all() and not torch.autograd.grad(out.sum(), q)[0].any()
+
+
 def test_the_cheaper_way_is_taken_and_told() -> None:
     x = torch.randn(1, 2, 4096, 16)
     told = gs.explain(x, x, x, gs.Dilated(15, 0, 16))

@@ -201,11 +201,11 @@ def _diagonal_parts(found: tuple[Piece, ...], p: Problem, sizes: Sizes, cost: Co
 
 
 def _cheaper(parts: list[Part], pattern: Pattern, p: Problem, sizes: Sizes, cost: Costs) -> Split | None:
-    """The parts, longest first, if they take less than one call."""
+    """The parts, longest first, if they take less than one call; it computes what keeps nothing in any class."""
     merged = sum(cost.merge(p.B * part.heads.number * part.run.classes * part.run.Q) for part in parts if part.joins)
     seconds = sum(part.cost for part in parts) + merged + VIEWS[p.device]
     whole = cost.call(pattern, p.B, sizes)
-    if seconds >= whole:
+    if not parts or seconds >= whole:
         return None
     rows = sum(part.heads.number * part.run.classes * part.run.Q for part in parts if not part.joins)
     keys = sum(part.heads.key_number * part.run.classes * part.run.K for part in parts if not part.adds)
