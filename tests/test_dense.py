@@ -147,6 +147,16 @@ def test_every_tile_compiles(tmp_path: Path, dtype: str) -> None:
     assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
 
 
+def test_rows_far_apart_are_copied() -> None:
+    """One head of a long fused cache: its last row lies 2**32 numbers behind the first, and offsets have 32 bits."""
+    from gossamer.kernels.dense.launch import operand
+
+    cache = torch.empty(1, 1, 2**20, 4096, device="meta")
+    assert operand(cache[..., :64]).is_contiguous()
+    short = cache[:, :, : 2**18, :64]
+    assert operand(short) is short
+
+
 def test_words_that_batch_elements_share_are_another_key() -> None:
     """(1, 2, Q, W) and (2, 2, Q, W) have the same strides."""
     from gossamer.kernels.dense.launch import shared_strides

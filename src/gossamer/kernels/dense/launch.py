@@ -53,8 +53,9 @@ def backward_tile(p: Problem, multiprocessors: int) -> Tile:
 
 
 def operand(x: Tensor) -> Tensor:
-    """The tensor itself when its last dimension is contiguous."""
-    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+    """The tensor itself when the kernels can read it: last dimension contiguous, 32-bit offsets inside a head."""
+    readable = (x.stride(3) == 1 or x.shape[3] == 1) and x.shape[2] * x.stride(2) < 2**31
+    return x if readable else x.contiguous()
 
 
 def shared_strides(words: Tensor | None) -> tuple[int, int]:
