@@ -69,6 +69,10 @@ def leaves(K, Q):
         st.builds(block_mask, rng, st.sampled_from([16, 32, 48, 64, 128])),
         st.integers(2, 8).map(lambda n: gs.Predicate(lambda i, j: (i * 7 + j) % n == 0)),
         rng.map(lambda r: csr(r, Q, K)),
+        # A batch element or head alone, told by an array or a list that could hold more.
+        rng.map(lambda r: gs.Document(np.sort(r.integers(0, 5, (1, K))))),
+        rng.map(lambda r: gs.BlockMask(block_mask(r, 32).mask[None], 32)),
+        st.builds(gs.SlidingWindow, small, small).map(lambda p: gs.PerHead([p])),
     ]
     if Q == K:
         options.append(
