@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import itertools
 import json
 import math
@@ -26,6 +27,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -51,8 +53,8 @@ CASES: dict[str, tuple[Callable[[int], Pattern], tuple[int, int] | None]] = {
 FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "forward": {"step": (64, 128), "stages": (2, 3), "q_stages": (1, 2), "hold": (0, 1, 2)},
     "backward": {"q_stages": (2, 3), "do_stages": (1, 2, 3), "reduce": ("bulk", "direct")},
-    "wide": {"step": (64, 128), "q_stages": (1, 2, 3), "do_stages": (1, 2, 3)},
-    "query_gradient": {"step": (32, 64, 128), "k_stages": (1, 2), "v_stages": (1, 2)},
+    "wide": {"step": (64, 128), "q_stages": (2, 3), "do_stages": (1, 2, 3)},
+    "query_gradient": {"step": (32, 64, 128), "k_stages": (2, 3), "v_stages": (1, 2)},
 }
 # The function that chooses the configuration, and the name of the module that calls it.
 CHOOSERS = {
@@ -121,20 +123,18 @@ def make(task: tuple[str, Any]) -> str:
 
 
 @contextmanager
-def chosen(kernel: str, choice: Any) -> Iterator[None]:
-    """Calls take this configuration."""
-    import importlib
-
+def chosen(kernel: str, choice: Any, prepared: WeakKeyDictionary[Any, Any]) -> Iterator[None]:
+    """Calls take this configuration; what they have in common, which holds it, is kept in `prepared`."""
     name, module = CHOOSERS[kernel]
     owner = importlib.import_module(f"gossamer.kernels.hopper.{module}")
-    before = getattr(owner, name)
+    before = getattr(owner, name), owner._prepared
     setattr(owner, name, lambda *key: choice)
-    owner._prepared.clear()  # what calls have in common holds the configuration
+    owner._prepared = prepared
     try:
         yield
     finally:
-        setattr(owner, name, before)
-        owner._prepared.clear()
+        setattr(owner, name, before[0])
+        owner._prepared = before[1]
 
 
 def problem(group: Group, pattern: Pattern, H: int, N: int) -> tuple[Inputs, Problem, Any]:
@@ -169,8 +169,9 @@ def measure(group: Group, choices: list[Any], N: int, budget: float) -> list[dic
         samples = draw_samples(x, heads=1, rows=32, keys=4)
         run = caller(group.kernel, x, p, layout)
         found: list[dict[str, Any]] = []
+        prepared: dict[Any, WeakKeyDictionary[Any, Any]] = {choice: WeakKeyDictionary() for choice in choices}
         for choice in choices:
-            with chosen(group.kernel, choice):
+            with chosen(group.kernel, choice, prepared[choice]):
                 torch.use_deterministic_algorithms(True, warn_only=True)  # and new memory is filled with NaN
                 worst, wrong = compare(samples, run(), 1)
                 torch.use_deterministic_algorithms(False)
@@ -178,7 +179,7 @@ def measure(group: Group, choices: list[Any], N: int, budget: float) -> list[dic
             found.append({"kernel": group.kernel, "D": group.D, "E": group.E, "case": name} | fields)
         for _ in range(ROUNDS):
             for row, choice in zip(found, choices, strict=True):
-                with chosen(group.kernel, choice):
+                with chosen(group.kernel, choice, prepared[choice]):
                     row["rounds"].append(time_call(run, torch.device("cuda"), budget_s=budget / ROUNDS).p50)
         for row, choice in zip(found, choices, strict=True):
             row["ms"] = statistics.median(row["rounds"])

@@ -54,7 +54,10 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class QueryConfig:
-    """One compiled kernel of dQ by rows (the deterministic backward): tiles and steps as in ForwardConfig."""
+    """One compiled kernel of dQ by rows (the deterministic backward): tiles and steps as in ForwardConfig.
+
+    A stage of K is given back one step later, so there are two at least.
+    """
 
     dtype: str
     D: int  # head sizes after padding
@@ -71,6 +74,8 @@ class QueryConfig:
         tiles = self.block_q in (64, 128, 192) and self.block_kv in (64, 128)
         if not tiles or self.step not in (32, 64, 128) or self.block_kv % self.step:
             raise ValueError(f"no dQ kernel for tiles {self.block_q} x {self.block_kv} in steps of {self.step}")
+        if self.k_stages < 2:
+            raise ValueError(f"the dQ kernel needs two stages of K, got {self.k_stages}")
         if self.shared_bytes > SHARED_MEMORY:
             raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory, there are {SHARED_MEMORY}")
 
@@ -141,7 +146,10 @@ class BackwardConfig:
 
 @dataclass(frozen=True)
 class WideConfig:
-    """One compiled kernel of dK and dV for heads wider than 128: items of 64 keys, layout tiles block_q x tile_kv."""
+    """One compiled kernel of dK and dV for heads wider than 128: items of 64 keys, layout tiles block_q x tile_kv.
+
+    A stage of Q is given back one step later, so there are two at least.
+    """
 
     dtype: str
     D: int  # head sizes after padding
@@ -157,6 +165,8 @@ class WideConfig:
     def __post_init__(self) -> None:
         if self.tile_kv not in (64, 128) or self.step != 64 or self.block_q % self.step:
             raise ValueError(f"no backward kernel for tiles {self.block_q} x {self.tile_kv} in steps of {self.step}")
+        if self.q_stages < 2:
+            raise ValueError(f"the kernel of dK and dV needs two stages of Q, got {self.q_stages}")
         if self.shared_bytes > SHARED_MEMORY:
             raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory, there are {SHARED_MEMORY}")
 
@@ -261,8 +271,6 @@ def query_config(
     }[D]  # fmt: skip
     # Three warpgroups have 160 registers a thread each: room for a quarter of the scores of a 128-key tile.
     step = min(step, block_kv, 64 if block_q == 192 else 128)
-    if block_q == 192 and D > 128:
-        step, k_stages, v_stages = 32, 1, 1
     found = QueryConfig(dtype, D, E, block_q, block_kv, step, k_stages, v_stages, score, lengths)
     return replace(found, **tuned("query_gradient", D, E, block_q, block_kv))
 
