@@ -55,10 +55,11 @@ def parameters() -> Iterator[Any]:
 def gathering() -> Iterator[Any]:
     """The implementations that read gather layouts, as name/rows of a group, up to the widest heads they gather."""
     for name in IMPLEMENTATIONS:
-        widest = max((choice.max_head_dim for choice in implementation_of(name).capability.gathers), default=0)
+        choices = implementation_of(name).capability.gathers
+        widest = max((choice.max_head_dim for choice in choices), default=0)
         for case in (c for c in SMALL if max(c.D, c.E) <= widest):
             for dtype in sorted({"bfloat16", "float32"}.intersection(case.dtypes)):
-                for rows in (1, 64):
+                for rows in sorted({1, 64}.intersection(choice.block_q for choice in choices)):
                     marks = [pytest.mark.gpu, no_gpu]
                     at = f"{name}/{rows}"
                     yield pytest.param(at, case, dtype, "cuda", id=f"{at}-cuda-{dtype}-{case.name}", marks=marks)
