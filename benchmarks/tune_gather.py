@@ -26,8 +26,9 @@ from gossamer.layouts.gather import GatherWalk, build_gather
 from gossamer.testing.cases import case, tagged
 
 ROWS = {
-    1: [RowConfig(2, 4), RowConfig(2, 8), RowConfig(4, 4), RowConfig(4, 2), RowConfig(1, 4), RowConfig(8, 2, 4),
-        RowConfig(4, 4, 4), RowConfig(8, 4, 4), RowConfig(4, 2, 4)],
+    1: [RowConfig(4, 4, 1, registers) for registers in (None, 80, 96, 112, 128)]
+    + [RowConfig(8, 4, 2, 96), RowConfig(8, 4, 2, 128), RowConfig(16, 4, 4, 96), RowConfig(4, 2, 1, 96),
+       RowConfig(4, 8, 1, 128), RowConfig(2, 4, 1, 128)],
     16: [GroupConfig(1, 3), GroupConfig(2, 2), GroupConfig(2, 3)],
     32: [GroupConfig(2, 3), GroupConfig(4, 2)],
     64: [GroupConfig(4, 2), GroupConfig(4, 3)],

@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 from gossamer.kernels.triton import gather_rows, gather_tiles
 from gossamer.kernels.triton.compile import FLOATS, PLAIN, Report, _type, report
 from gossamer.kernels.triton.config import SHARED_MEMORY, padded
-from gossamer.kernels.triton.gather_config import GATHERS, group_config, lanes, row_config
+from gossamer.kernels.triton.gather_config import GATHERS, group_config, piece, row_config
 from gossamer.layouts.gather import WIDTHS
 
 INTEGERS = PLAIN | {"n_groups", "heads", "stride_lb", "stride_lh", "stride_ln"}
@@ -30,14 +30,15 @@ def compiled(direction: str, block_q: int, dtype: str, D: int, sm: int) -> Repor
     }  # fmt: skip
     if block_q == 1:
         kernel = getattr(gather_rows, f"rows_{direction}_kernel")
-        rows = row_config(direction, bits, D, D, 64.0)  # type: ignore[arg-type]
-        constants |= {"RP": rows.items, "C": rows.columns, "LANES": lanes(rows.columns, bits, D, D)}
-        warps, stages = rows.warps, 1
+        rows = row_config(direction, bits, D, D)  # type: ignore[arg-type]
+        constants |= {"RP": rows.items, "C": rows.columns, "SD": piece(D, bits), "SE": piece(D, bits)}
+        constants |= {f"stride_{name}n": D for name in ("qg" if direction == "dkdv" else "kv")}
+        options = {"num_warps": rows.warps, "num_stages": 1, "maxnreg": rows.registers}
     else:
         kernel = getattr(gather_tiles, f"tiles_{direction}_kernel")
         groups = group_config(direction, bits, D, D, block_q)  # type: ignore[arg-type]
         constants |= {"R": block_q, "C": WIDTHS[block_q], "PRECISION": groups.precision}
-        warps, stages = groups.warps, groups.stages
+        options = {"num_warps": groups.warps, "num_stages": groups.stages}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature, attributes = {}, {}
     for at, name in enumerate(kernel.arg_names):
@@ -48,7 +49,7 @@ def compiled(direction: str, block_q: int, dtype: str, D: int, sm: int) -> Repor
         if name not in INTEGERS | FLOATS:
             attributes[(at,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    options["enable_fp_fusion"] = True
     return report(triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options), sm)
 
 

@@ -74,9 +74,9 @@ if INTERPRETING:
     @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
     def test_case(case: Case, block_q: int, poison: None) -> None:
         # Many rows in a program: the interpreter pays for programs.
-        check(case, "cpu", block_q, RowConfig(32, 8) if block_q == 1 else None)
+        check(case, "cpu", block_q, RowConfig(256, 4) if block_q == 1 else None)
 
-    @pytest.mark.parametrize("config", [RowConfig(2, 32), RowConfig(4, 2), RowConfig(16, 1)], ids=str)
+    @pytest.mark.parametrize("config", [RowConfig(2, 16), RowConfig(4, 2), RowConfig(16, 1)], ids=str)
     def test_every_row_configuration_gives_the_same_rows(config: RowConfig) -> None:
         check(next(case for case in ALL if case.name == "hubs"), "cpu", 1, config)
 

@@ -32,12 +32,15 @@ class RowConfig:
     items: int  # of a program
     columns: int  # gathered in one step, for each item
     warps: int = 1
+    registers: int | None = None  # that a thread may use; None leaves it to the compiler, which then spreads the loads
 
     def __post_init__(self) -> None:
         for name in ("items", "columns", "warps"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"{name} must be a positive power of two, got {value}")
+        if self.registers is not None and not 24 <= self.registers <= 255:
+            raise ValueError(f"registers must be from 24 to 255, got {self.registers}")
 
 
 @dataclass(frozen=True)
@@ -49,27 +52,24 @@ class GroupConfig:
     precision: Literal["ieee", "tf32x3", "tf32"] = "ieee"
 
 
-def lanes(columns: int, bits: int, D: int, E: int) -> int:
-    """Threads of a warp next to each other along the columns: each reads 16 bytes of a row."""
-    return min(columns, max(1, 32 * (128 // bits) // max(padded(D), padded(E))))
+def piece(size: int, bits: int) -> int:
+    """Numbers of a gathered row in one block: 128 bytes, or half a row that is longer than two of these."""
+    return max(min(padded(size), 1024 // bits), padded(size) // 2)
 
 
-def row_config(direction: Direction, bits: int, D: int, E: int, mean: float) -> RowConfig:
-    """The shipped configuration of a kernel without tiles, for rows of `mean` columns.
+def row_config(direction: Direction, bits: int, D: int, E: int) -> RowConfig:
+    """The shipped configuration of a kernel without tiles.
 
-    Measured for 16-bit rows of 64 and 128 numbers and float32 rows of 64; other sizes follow the same rule.
+    Measured for rows of 64 numbers; the others follow the same rule: as many items as fill the threads, loads of about
+    512 bytes a thread in flight where registers allow it.
     """
-    size = max(padded(D), padded(E)) * bits // 16
-    # Columns in flight for one warp: what leaves its registers to enough other warps.
-    room = max(2, 1024 // size)
-    short = mean < (16 if size <= 64 else 32)
-    if short and direction == "forward" and size == 128:
-        return RowConfig(8, 2, 4)
-    if direction == "dkdv" and (size <= 64 or not short):
-        items = 2 if size <= 64 else 1
-        return RowConfig(items, max(1, min(32, room // 2)))
-    items = 4 if short else 2
-    return RowConfig(items, max(1, min(32, room // items)))
+    size = max(padded(D), padded(E))
+    threads = max(1, piece(size, bits) * bits // 128)  # of an item
+    pieces = size // piece(size, bits)
+    warps = 2 if direction == "forward" and bits == 16 else 1
+    columns = 4 if bits == 32 or pieces == 1 else 2
+    registers = 128 if pieces > 1 and (direction != "dkdv" or bits == 16) else 96
+    return RowConfig(max(1, 32 * warps // threads), columns, warps, registers)
 
 
 def group_config(direction: Direction, bits: int, D: int, E: int, block_rows: int) -> GroupConfig:

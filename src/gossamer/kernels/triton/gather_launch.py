@@ -17,7 +17,7 @@ from gossamer.kernels.relaunch import Known, launch, strides
 from gossamer.kernels.rows import sink_gradient
 from gossamer.kernels.triton import gather_rows, gather_tiles
 from gossamer.kernels.triton.config import Direction, padded
-from gossamer.kernels.triton.gather_config import GroupConfig, RowConfig, group_config, lanes, row_config
+from gossamer.kernels.triton.gather_config import GroupConfig, RowConfig, group_config, piece, row_config
 from gossamer.kernels.triton.launch import merged, operand, row_terms, term_arguments
 from gossamer.kernels.triton.merge import merge_kernel, sum_kernel
 from gossamer.layouts.gather import GatherLayout, GatherWalk
@@ -39,7 +39,15 @@ class Work:
     items: Tensor
     merges: Tensor  # (m, 4) int32: lead, group, first slot, number of slots
     slots: int
-    mean: float  # units in an item
+
+    def longest(self, each: int) -> Tensor:
+        """(groups,) int32: units of the longest of each `each` items; negative where one is a part of a cut list."""
+        groups = -(-len(self.items) // each)
+        length, slot = self.items.new_zeros(groups * each), self.items.new_full((groups * each,), -1)
+        length[: len(self.items)] = self.items[:, 3] - self.items[:, 2]
+        slot[: len(self.items)] = self.items[:, 4]
+        longest = length.view(groups, each).amax(1)
+        return torch.where(slot.view(groups, each).amax(1) < 0, longest, -longest)
 
 
 _work: WeakKeyDictionary[GatherWalk, dict[int, Work]] = WeakKeyDictionary()
@@ -82,7 +90,7 @@ def _make_work(walk: GatherWalk, limit: int, device: torch.device) -> Work:
     def move(array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array.astype(np.int32))).to(device)
 
-    return Work(move(items), move(merges), int(pieces[split].sum()), float(length.mean()) if len(of) else 0.0)
+    return Work(move(items), move(merges), int(pieces[split].sum()))
 
 
 @dataclass(frozen=True)
@@ -150,8 +158,8 @@ def _make_launch(
     copies = (p.B if Bl == 1 else 1) * (heads if Hl == 1 else 1)
     work = work_of(layout, transposed, copies, split)
     constants: dict[str, Any] = {
-        "D": p.D, "E": p.E, "BLOCK_D": padded(p.D), "BLOCK_E": padded(p.E), "GROUP": group,
-        "B_FROM_GRID": Bl == 1, "H_FROM_GRID": Hl == 1, "HAS_SLOTS": work.slots > 0,
+        "D": p.D, "E": p.E, "GROUP": group, "B_FROM_GRID": Bl == 1, "H_FROM_GRID": Hl == 1,
+        "HAS_SLOTS": work.slots > 0,
     }  # fmt: skip
     if transposed:
         constants["MEMBERS"] = members
@@ -161,18 +169,24 @@ def _make_launch(
         "K": p.K, "lead_heads": Hl,
     }  # fmt: skip
     if walk.block_rows == 1:
-        rows = config if isinstance(config, RowConfig) else row_config(direction, bits, p.D, p.E, work.mean)
-        constants |= {"RP": rows.items, "C": rows.columns, "LANES": lanes(rows.columns, bits, p.D, p.E)}
+        rows = config if isinstance(config, RowConfig) else row_config(direction, bits, p.D, p.E)
+        constants |= {"RP": rows.items, "C": rows.columns, "SD": piece(p.D, bits), "SE": piece(p.E, bits)}
+        arguments["longest"] = work.longest(rows.items)
         programs = arguments["n_groups"] = -(-n_items // rows.items)
-        warps, stages = rows.warps, 1
+        options = {"num_warps": rows.warps, "num_stages": 1}
+        if rows.registers is not None:
+            options["maxnreg"] = rows.registers
     else:
         groups = config if isinstance(config, GroupConfig) else group_config(direction, bits, p.D, p.E, walk.block_rows)
-        constants |= {"R": walk.block_rows, "C": walk.width, "PRECISION": groups.precision}
+        constants |= {
+            "R": walk.block_rows, "C": walk.width, "BLOCK_D": padded(p.D), "BLOCK_E": padded(p.E),
+            "PRECISION": groups.precision,
+        }  # fmt: skip
         arguments["bits"] = walk.bits
         if not transposed:
             arguments["G"] = p.G
-        programs, warps, stages = n_items, groups.warps, groups.stages
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+        programs, options = n_items, {"num_warps": groups.warps, "num_stages": groups.stages}
+    options["enable_fp_fusion"] = True
     return Launch(walk.rows, walk.block_rows, work, copies, heads, constants, arguments, options, (programs * copies,))
 
 

@@ -1,8 +1,13 @@
-"""Kernels for rows with a few scattered columns each: no tiles, no tensor cores, one warp for a few rows.
+"""Kernels for rows with a few scattered columns each: no tiles, no tensor cores, a few threads for a row.
 
-A program takes RP items (a row of the walk and a range of its columns) and, in each step, gathers C columns of each:
-blocks are [RP, C, size], laid over one warp so that a gathered row is read in whole 16-byte pieces. What bounds these
-kernels is the traffic of the gathered rows; the arithmetic rides along. Lengths within a program are alike.
+A program takes RP items (a row of the walk and a range of its columns) and, in each step, gathers C columns of each.
+A gathered row is read in pieces of S numbers, 16 bytes a thread; a block [RP, S] is one piece of one column of every
+item. Columns and pieces are unrolled, as tuples of blocks: sums over columns stay inside a thread whichever layout the
+compiler takes. What bounds these kernels is the traffic of the gathered rows, as long as a pair takes few instructions
+and the loads of a step are issued before the first of them is used: registers are granted for that (`RowConfig`).
+
+A column past the end of a list is read as the first row and left out by its score: no load of a row is masked. Lengths
+within a program are alike; the longest is known beforehand, so that all threads agree on the number of steps.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from gossamer.kernels.triton.tiles import copy_index
 @triton.jit
 def decode_rows(
     items,
+    longest,
     n_items,
     n_groups,
     heads,
@@ -25,13 +31,14 @@ def decode_rows(
     B_FROM_GRID: tl.constexpr,
     H_FROM_GRID: tl.constexpr,
 ):
-    """What this program computes: (b, h, row, begin, end, slot, part, exists) of its RP items.
+    """What this program computes: (b, h, row, begin, end, slot, part, exists) of its RP items, and their `longest`.
 
     b and h are scalars where they come from the grid. One head is finished before the next one starts: its keys and
     values stay in L2.
     """
     pid = tl.program_id(0)
-    o_i = (pid % n_groups) * RP + tl.arange(0, RP)
+    i_group = pid % n_groups
+    o_i = i_group * RP + tl.arange(0, RP)
     copy = pid // n_groups
     m_i = o_i < n_items
     item = items + o_i * 6
@@ -48,56 +55,96 @@ def decode_rows(
         copy = copy // heads
     if B_FROM_GRID:
         b = copy
-    return b, h, row, begin, end, slot, part, m_i
-
-
-@triton.jit
-def load_own(
-    source, o_head, row, m_row, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr
-):  # fmt: skip
-    """The rows of the items, [RP, BLOCK] float32; `o_head` is the offset of the head, a scalar when SHARED."""
-    o_d = tl.arange(0, BLOCK)
-    base = source + o_head if SHARED else source + o_head[:, None]
-    mask = m_row[:, None] if SIZE == BLOCK else m_row[:, None] & (o_d < SIZE)[None, :]
-    return tl.load(base + (row.to(tl.int64) * stride)[:, None] + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def store_own(
-    target, o_head, row, m_row, stride, block, SIZE: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr
-):  # fmt: skip
-    """Write [RP, BLOCK] to the rows of the items."""
-    o_d = tl.arange(0, BLOCK)
-    base = target + o_head if SHARED else target + o_head[:, None]
-    mask = m_row[:, None] & (o_d < SIZE)[None, :]
-    pointers = base + (row.to(tl.int64) * stride)[:, None] + o_d[None, :]
-    tl.store(pointers, block.to(target.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def gather(
-    source, o_head, j, m_j, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr
-):  # fmt: skip
-    """Rows j of each item, [RP, C, BLOCK] float32; zero where m_j is false."""
-    o_d = tl.arange(0, BLOCK)
-    base = source + o_head if SHARED else source + o_head[:, None, None]
-    mask = m_j[:, :, None] if SIZE == BLOCK else m_j[:, :, None] & (o_d < SIZE)[None, None, :]
-    pointers = base + (j.to(tl.int64) * stride)[:, :, None] + o_d[None, None, :]
-    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def fold(x, LANES: tl.constexpr):
-    """[RP, C, size] -> [RP, LANES, size]: the part of a sum over C that stays inside a thread."""
-    if x.shape[1] == LANES:
-        return x
-    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // LANES, LANES, x.shape[2]]), 1)
+    return b, h, row, begin, end, slot, part, m_i, tl.load(longest + i_group)
 
 
 @triton.jit
 def of_row(x, FROM_GRID: tl.constexpr):
     """A scalar, or a vector over items as [RP, 1]."""
     return x if FROM_GRID else x[:, None]
+
+
+@triton.jit
+def load_pieces(base, offsets, SIZE: tl.constexpr, S: tl.constexpr, ONCE: tl.constexpr = False):
+    """The rows at `offsets` [RP] from `base` [1 or RP, S]: ceil(SIZE / S) blocks [RP, S] float32.
+
+    Rows that are read ONCE leave the caches first.
+    """
+    POLICY: tl.constexpr = "evict_first" if ONCE else ""
+    blocks = ()
+    for p in tl.static_range((SIZE + S - 1) // S):
+        pointers = base + offsets[:, None] + p * S
+        if (p + 1) * S <= SIZE:
+            block = tl.load(pointers, eviction_policy=POLICY)
+        else:
+            inside = (p * S + tl.arange(0, S) < SIZE)[None, :]
+            block = tl.load(pointers, mask=inside, other=0.0, eviction_policy=POLICY)
+        blocks += (block.to(tl.float32),)
+    return blocks
+
+
+@triton.jit
+def load_columns(base, columns, STRIDE: tl.constexpr, SIZE: tl.constexpr, S: tl.constexpr, C: tl.constexpr):
+    """The rows that each of C vectors [RP] names: C tuples as `load_pieces` gives them."""
+    rows = ()
+    for c in tl.static_range(C):
+        rows += (load_pieces(base, columns[c].to(tl.int64) * STRIDE, SIZE, S),)
+    return rows
+
+
+@triton.jit
+def store_pieces(base, offsets, mask, blocks, SIZE: tl.constexpr, S: tl.constexpr, ONCE: tl.constexpr = False):
+    """Write the pieces of rows to `offsets` [RP] from `base` [1 or RP, S] where `mask` [RP]."""
+    POLICY: tl.constexpr = "evict_first" if ONCE else ""
+    for p in tl.static_range((SIZE + S - 1) // S):
+        pointers = base + offsets[:, None] + p * S
+        inside = mask[:, None] & (p * S + tl.arange(0, S) < SIZE)[None, :]
+        tl.store(pointers, blocks[p].to(base.dtype.element_ty), mask=inside, eviction_policy=POLICY)
+
+
+@triton.jit
+def listed(pointers, left, C: tl.constexpr):
+    """The next C columns of each list, of which `left` [RP] are left: C vectors [RP], 0 past the end."""
+    columns = ()
+    for c in tl.static_range(C):
+        columns += (tl.load(pointers + c, mask=c < left, other=0),)
+    return columns
+
+
+@triton.jit
+def zeros(RP: tl.constexpr, SIZE: tl.constexpr, S: tl.constexpr):
+    """Pieces of rows of nothing."""
+    blocks = ()
+    for _p in tl.static_range((SIZE + S - 1) // S):
+        blocks += (tl.zeros([RP, S], tl.float32),)
+    return blocks
+
+
+@triton.jit
+def dot(x, y, SIZE: tl.constexpr, S: tl.constexpr):
+    """The products of rows in pieces, [RP]."""
+    total = x[0] * y[0]
+    for p in tl.static_range(1, (SIZE + S - 1) // S):
+        total += x[p] * y[p]
+    return tl.sum(total, 1)
+
+
+@triton.jit
+def scaled(x, factor, SIZE: tl.constexpr, S: tl.constexpr):
+    """Rows in pieces times a number each, [RP]."""
+    blocks = ()
+    for p in tl.static_range((SIZE + S - 1) // S):
+        blocks += (x[p] * factor[:, None],)
+    return blocks
+
+
+@triton.jit
+def added(x, factor, y, SIZE: tl.constexpr, S: tl.constexpr):
+    """x + factor y, of rows in pieces."""
+    blocks = ()
+    for p in tl.static_range((SIZE + S - 1) // S):
+        blocks += (x[p] + factor[:, None] * y[p],)
+    return blocks
 
 
 @triton.jit(do_not_specialize=["n_items", "n_groups", "n_slots", "Q", "K", "q_offset"])
@@ -113,16 +160,17 @@ def rows_forward_kernel(
     part_acc,  # (copies, slots, E)
     part_ml,  # (copies, slots, 2)
     items,
+    longest,
     indices,
     stride_qb,
     stride_qh,
     stride_qn,
     stride_kb,
     stride_kh,
-    stride_kn,
+    stride_kn: tl.constexpr,
     stride_vb,
     stride_vh,
-    stride_vn,
+    stride_vn: tl.constexpr,
     stride_ob,
     stride_oh,
     stride_on,
@@ -141,11 +189,10 @@ def rows_forward_kernel(
     lead_heads,
     D: tl.constexpr,
     E: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    SD: tl.constexpr,
+    SE: tl.constexpr,
     RP: tl.constexpr,
     C: tl.constexpr,
-    LANES: tl.constexpr,
     GROUP: tl.constexpr,
     B_FROM_GRID: tl.constexpr,
     H_FROM_GRID: tl.constexpr,
@@ -157,17 +204,19 @@ def rows_forward_kernel(
 ):
     """out and lse of RP query rows, or their partial sums where a row is split."""
     SHARED: tl.constexpr = B_FROM_GRID and H_FROM_GRID
-    i_b, i_h, row, begin, end, slot, part, m_row = decode_rows(
-        items, n_items, n_groups, H, lead_heads, RP, B_FROM_GRID, H_FROM_GRID
+    i_b, i_h, row, begin, end, slot, part, m_row, n_steps = decode_rows(
+        items, longest, n_items, n_groups, H, lead_heads, RP, B_FROM_GRID, H_FROM_GRID
     )
     b64 = i_b.to(tl.int64)
     h64 = i_h.to(tl.int64)
     g64 = (i_h // GROUP).to(tl.int64)
-    o_k = b64 * stride_kb + g64 * stride_kh
-    o_v = b64 * stride_vb + g64 * stride_vh
-    o_c = tl.arange(0, C)
-    b_q = load_own(q, b64 * stride_qb + h64 * stride_qh, row, m_row, stride_qn, D, BLOCK_D, SHARED)
-    b_acc = tl.zeros([RP, LANES, BLOCK_E], tl.float32)
+    o_d = tl.arange(0, SD)[None, :]
+    o_e = tl.arange(0, SE)[None, :]
+    k_base = k + of_row(b64 * stride_kb + g64 * stride_kh, SHARED) + o_d
+    v_base = v + of_row(b64 * stride_vb + g64 * stride_vh, SHARED) + o_e
+    q_base = q + of_row(b64 * stride_qb + h64 * stride_qh, SHARED) + o_d
+    b_q = load_pieces(q_base, row.to(tl.int64) * stride_qn, D, SD, True)
+    b_acc = zeros(RP, E, SE)
     b_l = tl.zeros([RP], tl.float32)
     b_m = tl.full([RP], FLOOR, tl.float32)
     if SINK:
@@ -177,51 +226,57 @@ def rows_forward_kernel(
         b_l = tl.where((b_sink > FLOOR) & (part == 0), b_l + 1.0, b_l)
     slope = 0.0
     if ALIBI:
-        slope = of_row(tl.load(slopes + i_h).to(tl.float32) * LOG2E, H_FROM_GRID)
+        slope = tl.load(slopes + i_h).to(tl.float32) * LOG2E
     key_end = K
     if LENGTHS:
         key_end = tl.minimum(tl.load(lengths + i_b), K).to(tl.int32)
-        key_end = of_row(key_end, B_FROM_GRID)
     position = row + q_offset
+    left = end - begin
+    pointers = indices + begin
 
-    o_j = begin[:, None] + o_c[None, :]
-    j = tl.load(indices + o_j, mask=o_j < end[:, None], other=0)
-    for _step in range(tl.cdiv(tl.max(end - begin, 0), C)):
-        m_j = o_j < end[:, None]
-        if LENGTHS:
-            m_j = m_j & (j < key_end)
-        b_k = gather(k, o_k, j, m_j, stride_kn, D, BLOCK_D, SHARED)
-        b_v = gather(v, o_v, j, m_j, stride_vn, E, BLOCK_E, SHARED)
-        distance = j - position[:, None]
+    j = listed(pointers, left, C)
+    for _step in range(0, tl.abs(n_steps), C):
+        b_k = load_columns(k_base, j, stride_kn, D, SD, C)
+        b_v = load_columns(v_base, j, stride_vn, E, SE, C)
         # The next columns are loaded a step ahead, so that the loads of their rows do not wait for them.
-        o_j += C
-        j = tl.load(indices + o_j, mask=o_j < end[:, None], other=0)
-        b_s, _ = score(tl.sum(b_q[:, None, :] * b_k, 2), scale, cap, slope, distance, SOFTCAP, ALIBI)
-        b_s = tl.where(m_j, b_s, float("-inf"))
-        b_new = tl.maximum(b_m, tl.max(b_s, 1))
-        b_p = tl.exp2(b_s - b_new[:, None])
+        pointers += C
+        after = listed(pointers, left - C, C)
+        b_new = b_m
+        scores = ()
+        for c in tl.static_range(C):
+            m_j = c < left
+            if LENGTHS:
+                m_j = m_j & (j[c] < key_end)
+            b_s, _ = score(dot(b_k[c], b_q, D, SD), scale, cap, slope, j[c] - position, SOFTCAP, ALIBI)
+            b_s = tl.where(m_j, b_s, float("-inf"))
+            b_new = tl.maximum(b_new, b_s)
+            scores += (b_s,)
         b_shrink = tl.exp2(b_m - b_new)
-        b_l = b_l * b_shrink + tl.sum(b_p, 1)
-        b_acc = b_acc * b_shrink[:, None, None] + fold(b_p[:, :, None] * b_v, LANES)
         b_m = b_new
+        b_l = b_l * b_shrink
+        b_acc = scaled(b_acc, b_shrink, E, SE)
+        for c in tl.static_range(C):
+            b_p = tl.exp2(scores[c] - b_new)
+            b_l += b_p
+            b_acc = added(b_acc, b_p, b_v[c], E, SE)
+        j = after
+        left -= C
 
-    b_sum = tl.sum(b_acc, 1)
     m_whole = m_row
     if HAS_SLOTS:
-        m_split = slot >= 0
         m_whole = m_row & (slot < 0)
-        i_part = copy_index(i_b, i_h, H, B_FROM_GRID, H_FROM_GRID).to(tl.int64) * n_slots + slot
-        tl.store(part_ml + i_part * 2, b_m, mask=m_split)
-        tl.store(part_ml + i_part * 2 + 1, b_l, mask=m_split)
-        o_e = tl.arange(0, BLOCK_E)
-        m_part = m_split[:, None] & (o_e < E)[None, :]
-        tl.store(part_acc + (i_part * E)[:, None] + o_e[None, :], b_sum, mask=m_part)
+        if n_steps < 0:
+            m_split = slot >= 0
+            i_part = copy_index(i_b, i_h, H, B_FROM_GRID, H_FROM_GRID).to(tl.int64) * n_slots + slot
+            tl.store(part_ml + i_part * 2, b_m, mask=m_split)
+            tl.store(part_ml + i_part * 2 + 1, b_l, mask=m_split)
+            store_pieces(part_acc + o_e, i_part * E, m_split, b_acc, E, SE)
     m_empty = b_l == 0.0
     b_l = tl.where(m_empty, 1.0, b_l)
     b_lse = tl.where(m_empty, float("-inf"), (b_m + tl.log2(b_l)) * LN2)
     tl.store(lse + b64 * stride_lb + h64 * stride_lh + row.to(tl.int64) * stride_ln, b_lse, mask=m_whole)
-    o_out = b64 * stride_ob + h64 * stride_oh
-    store_own(out, o_out, row, m_whole, stride_on, b_sum / b_l[:, None], E, BLOCK_E, SHARED)
+    o_base = out + of_row(b64 * stride_ob + h64 * stride_oh, SHARED) + o_e
+    store_pieces(o_base, row.to(tl.int64) * stride_on, m_whole, scaled(b_acc, 1.0 / b_l, E, SE), E, SE, True)
 
 
 @triton.jit(do_not_specialize=["n_items", "n_groups", "n_slots", "K", "q_offset", "padded_Q", "delta_offset"])
@@ -236,16 +291,17 @@ def rows_dq_kernel(
     slopes,  # (H,)
     part,  # (copies, slots, D)
     items,
+    longest,
     indices,
     stride_qb,
     stride_qh,
     stride_qn,
     stride_kb,
     stride_kh,
-    stride_kn,
+    stride_kn: tl.constexpr,
     stride_vb,
     stride_vh,
-    stride_vn,
+    stride_vn: tl.constexpr,
     stride_gb,
     stride_gh,
     stride_gn,
@@ -266,11 +322,10 @@ def rows_dq_kernel(
     lead_heads,
     D: tl.constexpr,
     E: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    SD: tl.constexpr,
+    SE: tl.constexpr,
     RP: tl.constexpr,
     C: tl.constexpr,
-    LANES: tl.constexpr,
     GROUP: tl.constexpr,
     B_FROM_GRID: tl.constexpr,
     H_FROM_GRID: tl.constexpr,
@@ -281,57 +336,62 @@ def rows_dq_kernel(
 ):
     """dQ of RP query rows, or a partial sum of it where a row is split."""
     SHARED: tl.constexpr = B_FROM_GRID and H_FROM_GRID
-    i_b, i_h, row, begin, end, slot, _part, m_row = decode_rows(
-        items, n_items, n_groups, H, lead_heads, RP, B_FROM_GRID, H_FROM_GRID
+    i_b, i_h, row, begin, end, slot, _part, m_row, n_steps = decode_rows(
+        items, longest, n_items, n_groups, H, lead_heads, RP, B_FROM_GRID, H_FROM_GRID
     )
     b64 = i_b.to(tl.int64)
     h64 = i_h.to(tl.int64)
     g64 = (i_h // GROUP).to(tl.int64)
-    o_k = b64 * stride_kb + g64 * stride_kh
-    o_v = b64 * stride_vb + g64 * stride_vh
-    o_c = tl.arange(0, C)
-    b_q = load_own(q, b64 * stride_qb + h64 * stride_qh, row, m_row, stride_qn, D, BLOCK_D, SHARED)
-    b_dout = load_own(dout, b64 * stride_gb + h64 * stride_gh, row, m_row, stride_gn, E, BLOCK_E, SHARED)
+    o_d = tl.arange(0, SD)[None, :]
+    o_e = tl.arange(0, SE)[None, :]
+    k_base = k + of_row(b64 * stride_kb + g64 * stride_kh, SHARED) + o_d
+    v_base = v + of_row(b64 * stride_vb + g64 * stride_vh, SHARED) + o_e
+    q_base = q + of_row(b64 * stride_qb + h64 * stride_qh, SHARED) + o_d
+    dout_base = dout + of_row(b64 * stride_gb + h64 * stride_gh, SHARED) + o_e
+    b_q = load_pieces(q_base, row.to(tl.int64) * stride_qn, D, SD, True)
+    b_dout = load_pieces(dout_base, row.to(tl.int64) * stride_gn, E, SE, True)
     o_row = (b64 * H + h64) * padded_Q + row
-    b_lse = tl.load(row_terms + o_row)[:, None]
-    b_delta = tl.load(row_terms + delta_offset + o_row)[:, None]
-    b_dq = tl.zeros([RP, LANES, BLOCK_D], tl.float32)
+    b_lse = tl.load(row_terms + o_row)
+    b_delta = tl.load(row_terms + delta_offset + o_row)
+    b_dq = zeros(RP, D, SD)
     slope = 0.0
     if ALIBI:
-        slope = of_row(tl.load(slopes + i_h).to(tl.float32) * LOG2E, H_FROM_GRID)
+        slope = tl.load(slopes + i_h).to(tl.float32) * LOG2E
     key_end = K
     if LENGTHS:
         key_end = tl.minimum(tl.load(lengths + i_b), K).to(tl.int32)
-        key_end = of_row(key_end, B_FROM_GRID)
     position = row + q_offset
+    left = end - begin
+    pointers = indices + begin
 
-    o_j = begin[:, None] + o_c[None, :]
-    j = tl.load(indices + o_j, mask=o_j < end[:, None], other=0)
-    for _step in range(tl.cdiv(tl.max(end - begin, 0), C)):
-        m_j = o_j < end[:, None]
-        if LENGTHS:
-            m_j = m_j & (j < key_end)
-        b_k = gather(k, o_k, j, m_j, stride_kn, D, BLOCK_D, SHARED)
-        b_v = gather(v, o_v, j, m_j, stride_vn, E, BLOCK_E, SHARED)
-        distance = j - position[:, None]
-        o_j += C
-        j = tl.load(indices + o_j, mask=o_j < end[:, None], other=0)
-        b_s, b_t = score(tl.sum(b_q[:, None, :] * b_k, 2), scale, cap, slope, distance, SOFTCAP, ALIBI)
-        b_p = tl.where(m_j, tl.exp2(b_s - b_lse), 0.0)
-        b_ds = b_p * (tl.sum(b_dout[:, None, :] * b_v, 2) - b_delta)
-        if SOFTCAP:
-            b_ds *= 1.0 - b_t * b_t
-        b_dq += fold(b_ds[:, :, None] * b_k, LANES)
+    j = listed(pointers, left, C)
+    for _step in range(0, tl.abs(n_steps), C):
+        b_k = load_columns(k_base, j, stride_kn, D, SD, C)
+        b_v = load_columns(v_base, j, stride_vn, E, SE, C)
+        pointers += C
+        after = listed(pointers, left - C, C)
+        for c in tl.static_range(C):
+            m_j = c < left
+            if LENGTHS:
+                m_j = m_j & (j[c] < key_end)
+            b_s, b_t = score(dot(b_k[c], b_q, D, SD), scale, cap, slope, j[c] - position, SOFTCAP, ALIBI)
+            b_p = tl.where(m_j, tl.exp2(b_s - b_lse), 0.0)
+            b_ds = b_p * (dot(b_v[c], b_dout, E, SE) - b_delta)
+            if SOFTCAP:
+                b_ds *= 1.0 - b_t * b_t
+            b_dq = added(b_dq, b_ds, b_k[c], D, SD)
+        j = after
+        left -= C
 
-    b_sum = tl.sum(b_dq, 1) * plain_scale
+    b_dq = scaled(b_dq, tl.full([RP], 1.0, tl.float32) * plain_scale, D, SD)
     m_whole = m_row
     if HAS_SLOTS:
         m_whole = m_row & (slot < 0)
-        i_part = copy_index(i_b, i_h, H, B_FROM_GRID, H_FROM_GRID).to(tl.int64) * n_slots + slot
-        o_d = tl.arange(0, BLOCK_D)
-        m_part = (slot >= 0)[:, None] & (o_d < D)[None, :]
-        tl.store(part + (i_part * D)[:, None] + o_d[None, :], b_sum, mask=m_part)
-    store_own(dq, b64 * stride_dqb + h64 * stride_dqh, row, m_whole, stride_dqn, b_sum, D, BLOCK_D, SHARED)
+        if n_steps < 0:
+            i_part = copy_index(i_b, i_h, H, B_FROM_GRID, H_FROM_GRID).to(tl.int64) * n_slots + slot
+            store_pieces(part + o_d, i_part * D, slot >= 0, b_dq, D, SD)
+    dq_base = dq + of_row(b64 * stride_dqb + h64 * stride_dqh, SHARED) + o_d
+    store_pieces(dq_base, row.to(tl.int64) * stride_dqn, m_whole, b_dq, D, SD, True)
 
 
 @triton.jit(do_not_specialize=["n_items", "n_groups", "n_slots", "K", "q_offset", "padded_Q", "delta_offset"])
@@ -348,10 +408,11 @@ def rows_dkdv_kernel(
     part_dk,  # (copies, slots, D)
     part_dv,  # (copies, slots, E)
     items,
+    longest,
     indices,
     stride_qb,
     stride_qh,
-    stride_qn,
+    stride_qn: tl.constexpr,
     stride_kb,
     stride_kh,
     stride_kn,
@@ -360,7 +421,7 @@ def rows_dkdv_kernel(
     stride_vn,
     stride_gb,
     stride_gh,
-    stride_gn,
+    stride_gn: tl.constexpr,
     stride_dkb,
     stride_dkh,
     stride_dkn,
@@ -381,11 +442,10 @@ def rows_dkdv_kernel(
     lead_heads,
     D: tl.constexpr,
     E: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    SD: tl.constexpr,
+    SE: tl.constexpr,
     RP: tl.constexpr,
     C: tl.constexpr,
-    LANES: tl.constexpr,
     GROUP: tl.constexpr,
     MEMBERS: tl.constexpr,
     B_FROM_GRID: tl.constexpr,
@@ -400,61 +460,66 @@ def rows_dkdv_kernel(
     MEMBERS query heads of a key head are summed here: all GROUP of them where they share their lists, else one.
     """
     SHARED: tl.constexpr = B_FROM_GRID and H_FROM_GRID
-    i_b, i_h, row, begin, end, slot, _part, m_row = decode_rows(
-        items, n_items, n_groups, heads, lead_heads, RP, B_FROM_GRID, H_FROM_GRID
+    i_b, i_h, row, begin, end, slot, _part, m_row, n_steps = decode_rows(
+        items, longest, n_items, n_groups, heads, lead_heads, RP, B_FROM_GRID, H_FROM_GRID
     )
     b64 = i_b.to(tl.int64)
     h64 = i_h.to(tl.int64)
     g64 = (i_h // (GROUP // MEMBERS)).to(tl.int64)
-    o_c = tl.arange(0, C)
-    b_k = load_own(k, b64 * stride_kb + g64 * stride_kh, row, m_row, stride_kn, D, BLOCK_D, SHARED)
-    b_v = load_own(v, b64 * stride_vb + g64 * stride_vh, row, m_row, stride_vn, E, BLOCK_E, SHARED)
-    b_dk = tl.zeros([RP, LANES, BLOCK_D], tl.float32)
-    b_dv = tl.zeros([RP, LANES, BLOCK_E], tl.float32)
-    last = end
+    o_d = tl.arange(0, SD)[None, :]
+    o_e = tl.arange(0, SE)[None, :]
+    k_base = k + of_row(b64 * stride_kb + g64 * stride_kh, SHARED) + o_d
+    v_base = v + of_row(b64 * stride_vb + g64 * stride_vh, SHARED) + o_e
+    b_k = load_pieces(k_base, row.to(tl.int64) * stride_kn, D, SD)
+    b_v = load_pieces(v_base, row.to(tl.int64) * stride_vn, E, SE)
+    b_dk = zeros(RP, D, SD)
+    b_dv = zeros(RP, E, SE)
+    count = end - begin
     if LENGTHS:
-        # Keys past the length have no gradient: nothing is visited for them.
-        last = tl.where(row < tl.minimum(tl.load(lengths + i_b), K), end, begin)
+        # Keys past the length have no gradient.
+        count = tl.where(row < tl.minimum(tl.load(lengths + i_b), K), count, 0)
 
     for member in range(MEMBERS):
         i_q = i_h * MEMBERS + member
         q64 = i_q.to(tl.int64)
-        o_q = b64 * stride_qb + q64 * stride_qh
-        o_dout = b64 * stride_gb + q64 * stride_gh
-        o_terms = (b64 * (heads * MEMBERS) + q64) * padded_Q
-        o_terms = of_row(o_terms, SHARED)
+        q_base = q + of_row(b64 * stride_qb + q64 * stride_qh, SHARED) + o_d
+        dout_base = dout + of_row(b64 * stride_gb + q64 * stride_gh, SHARED) + o_e
+        terms = row_terms + (b64 * (heads * MEMBERS) + q64) * padded_Q
         slope = 0.0
         if ALIBI:
-            slope = of_row(tl.load(slopes + i_q).to(tl.float32) * LOG2E, H_FROM_GRID)
-        o_i = begin[:, None] + o_c[None, :]
-        i = tl.load(indices + o_i, mask=o_i < last[:, None], other=0)
-        for _step in range(tl.cdiv(tl.max(last - begin, 0), C)):
-            m_i = o_i < last[:, None]
-            b_q = gather(q, o_q, i, m_i, stride_qn, D, BLOCK_D, SHARED)
-            b_dout = gather(dout, o_dout, i, m_i, stride_gn, E, BLOCK_E, SHARED)
-            b_lse = tl.load(row_terms + o_terms + i)
-            b_delta = tl.load(row_terms + delta_offset + o_terms + i)
-            distance = row[:, None] - (i + q_offset)
-            o_i += C
-            i = tl.load(indices + o_i, mask=o_i < last[:, None], other=0)
-            b_s, b_t = score(tl.sum(b_k[:, None, :] * b_q, 2), scale, cap, slope, distance, SOFTCAP, ALIBI)
-            b_p = tl.where(m_i, tl.exp2(b_s - b_lse), 0.0)
-            b_ds = b_p * (tl.sum(b_v[:, None, :] * b_dout, 2) - b_delta)
-            if SOFTCAP:
-                b_ds *= 1.0 - b_t * b_t
-            b_dv += fold(b_p[:, :, None] * b_dout, LANES)
-            b_dk += fold(b_ds[:, :, None] * b_q, LANES)
+            slope = tl.load(slopes + i_q).to(tl.float32) * LOG2E
+        left = count
+        pointers = indices + begin
+        i = listed(pointers, left, C)
+        for _step in range(0, tl.abs(n_steps), C):
+            b_q = load_columns(q_base, i, stride_qn, D, SD, C)
+            b_dout = load_columns(dout_base, i, stride_gn, E, SE, C)
+            pointers += C
+            after = listed(pointers, left - C, C)
+            for c in tl.static_range(C):
+                b_lse = tl.load(terms + i[c])
+                b_delta = tl.load(terms + delta_offset + i[c])
+                distance = row - (i[c] + q_offset)
+                b_s, b_t = score(dot(b_q[c], b_k, D, SD), scale, cap, slope, distance, SOFTCAP, ALIBI)
+                b_p = tl.where(c < left, tl.exp2(b_s - b_lse), 0.0)
+                b_ds = b_p * (dot(b_dout[c], b_v, E, SE) - b_delta)
+                if SOFTCAP:
+                    b_ds *= 1.0 - b_t * b_t
+                b_dv = added(b_dv, b_p, b_dout[c], E, SE)
+                b_dk = added(b_dk, b_ds, b_q[c], D, SD)
+            i = after
+            left -= C
 
-    b_sum_k = tl.sum(b_dk, 1) * plain_scale
-    b_sum_v = tl.sum(b_dv, 1)
+    b_dk = scaled(b_dk, tl.full([RP], 1.0, tl.float32) * plain_scale, D, SD)
     m_whole = m_row
     if HAS_SLOTS:
         m_whole = m_row & (slot < 0)
-        i_part = copy_index(i_b, i_h, heads, B_FROM_GRID, H_FROM_GRID).to(tl.int64) * n_slots + slot
-        o_d = tl.arange(0, BLOCK_D)
-        o_e = tl.arange(0, BLOCK_E)
-        m_split = (slot >= 0)[:, None]
-        tl.store(part_dk + (i_part * D)[:, None] + o_d[None, :], b_sum_k, mask=m_split & (o_d < D)[None, :])
-        tl.store(part_dv + (i_part * E)[:, None] + o_e[None, :], b_sum_v, mask=m_split & (o_e < E)[None, :])
-    store_own(dk, b64 * stride_dkb + h64 * stride_dkh, row, m_whole, stride_dkn, b_sum_k, D, BLOCK_D, SHARED)
-    store_own(dv, b64 * stride_dvb + h64 * stride_dvh, row, m_whole, stride_dvn, b_sum_v, E, BLOCK_E, SHARED)
+        if n_steps < 0:
+            m_split = slot >= 0
+            i_part = copy_index(i_b, i_h, heads, B_FROM_GRID, H_FROM_GRID).to(tl.int64) * n_slots + slot
+            store_pieces(part_dk + o_d, i_part * D, m_split, b_dk, D, SD)
+            store_pieces(part_dv + o_e, i_part * E, m_split, b_dv, E, SE)
+    dk_base = dk + of_row(b64 * stride_dkb + h64 * stride_dkh, SHARED) + o_d
+    dv_base = dv + of_row(b64 * stride_dvb + h64 * stride_dvh, SHARED) + o_e
+    store_pieces(dk_base, row.to(tl.int64) * stride_dkn, m_whole, b_dk, D, SD)
+    store_pieces(dv_base, row.to(tl.int64) * stride_dvn, m_whole, b_dv, E, SE)
