@@ -34,7 +34,7 @@ def covered(layout: BlockLayout, work: ColumnWork) -> Covered:
     entries, found = lists(layout, True).lists.tolist(), defaultdict(list)
     Bl, Hl = layout.lead
     for item in sorted(work.items.tolist(), key=lambda item: item[3]):
-        batch, group, tile, _, first, count, _, valid = item[:8]
+        batch, group, tile, _, first, count, valid = item[:7]
         assert valid == 1
         for head, lead, *ranges in work.segments[first : first + count].tolist():
             assert lead == (batch if Bl > 1 else 0) * Hl + (group * 2 + head if Hl > 1 else 0)

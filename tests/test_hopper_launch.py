@@ -20,7 +20,7 @@ from gossamer.patterns import BigBird, Causal, Pattern, PerHead, SlidingWindow
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 SHARED = ("work", "segments", "lists", "lo", "hi", "pool", "part_dk", "part_dv", "lengths", "tickets")
-NUMBERS = ("before", "exponent", "factor", "items", "copies", "heads", "slots", "blocks")
+NUMBERS = ("before", "exponent", "factor", "items", "blocks")
 
 
 def tile_mask(a: dict[str, Any], kind: int, at: int, lead: int, tile: int, rows: int, columns: int) -> Tensor:
@@ -70,31 +70,30 @@ def columns(config: Any, block_kv: int) -> Callable[..., None]:
         rows[1] = rows[1].nan_to_num(posinf=0.0)
         ratio = q.shape[1] // k.shape[1]
         assert a["work"].shape[0] == a["items"]
-        for copy in range(a["copies"]):
-            for item in a["work"].tolist():
-                b, g, tile, slot = item[0] + copy // a["heads"], item[1] + copy % a["heads"], item[2], item[3]
-                keys = slice(tile * block_kv, (tile + 1) * block_kv)
-                dk, dv = torch.zeros(block_kv, config.D), torch.zeros(block_kv, config.E)
-                for head, lead, *ranges in a["segments"][item[4] : item[4] + item[5]].tolist():
-                    h = g * ratio + head
-                    for kind in range(3):
-                        for at in range(ranges[2 * kind], ranges[2 * kind] + ranges[2 * kind + 1]):
-                            first = int(a["lists"][0, at]) * config.block_q
-                            queries = slice(first, first + config.block_q)
-                            keep = tile_mask(a, kind, at, lead, tile, block_kv, config.block_q).T & attended(a, b, keys)
-                            x = q[b, h, queries], k[b, g, keys], v[b, g, keys], dout[b, h, queries]
-                            p, ds = gradients(a, *x, rows[:, b, h, queries], keep)
-                            dv[:, : v.shape[-1]] += p.T @ x[3]
-                            dk[:, : k.shape[-1]] += ds.T @ x[0]
-                            if getattr(config, "with_dq", False):
-                                add(a["dq_sum"][b, h], first, ds @ x[1], config.D)
-                if slot < 0:
-                    some = a["dk"][b, g, keys], a["dv"][b, g, keys]
-                    some[0].copy_(dk[: len(some[0]), : k.shape[-1]] * a["factor"])
-                    some[1].copy_(dv[: len(some[1]), : v.shape[-1]])
-                else:
-                    a["part_dk"][copy * a["slots"] + slot] = dk
-                    a["part_dv"][copy * a["slots"] + slot] = dv
+        for item in a["work"].tolist():
+            b, g, tile, slot = item[:4]
+            keys = slice(tile * block_kv, (tile + 1) * block_kv)
+            dk, dv = torch.zeros(block_kv, config.D), torch.zeros(block_kv, config.E)
+            for head, lead, *ranges in a["segments"][item[4] : item[4] + item[5]].tolist():
+                h = g * ratio + head
+                for kind in range(3):
+                    for at in range(ranges[2 * kind], ranges[2 * kind] + ranges[2 * kind + 1]):
+                        first = int(a["lists"][0, at]) * config.block_q
+                        queries = slice(first, first + config.block_q)
+                        keep = tile_mask(a, kind, at, lead, tile, block_kv, config.block_q).T & attended(a, b, keys)
+                        x = q[b, h, queries], k[b, g, keys], v[b, g, keys], dout[b, h, queries]
+                        p, ds = gradients(a, *x, rows[:, b, h, queries], keep)
+                        dv[:, : v.shape[-1]] += p.T @ x[3]
+                        dk[:, : k.shape[-1]] += ds.T @ x[0]
+                        if getattr(config, "with_dq", False):
+                            add(a["dq_sum"][b, h], first, ds @ x[1], config.D)
+            if slot < 0:
+                some = a["dk"][b, g, keys], a["dv"][b, g, keys]
+                some[0].copy_(dk[: len(some[0]), : k.shape[-1]] * a["factor"])
+                some[1].copy_(dv[: len(some[1]), : v.shape[-1]])
+            else:
+                a["part_dk"][slot] = dk
+                a["part_dv"][slot] = dv
 
     return run
 
@@ -120,23 +119,22 @@ def by_rows(config: Any) -> Callable[..., None]:
         rows = torch.nn.functional.pad(a["terms"], (0, -a["terms"].shape[-1] % block_q), value=torch.inf)
         rows[1] = rows[1].nan_to_num(posinf=0.0)
         ratio = q.shape[1] // k.shape[1]
-        for copy in range(a["copies"]):
-            for item in a["work"].tolist():
-                b, h, tile, slot = item[0] + copy // a["heads"], item[1] + copy % a["heads"], item[2], item[3]
-                queries = slice(tile * block_q, (tile + 1) * block_q)
-                dq = torch.zeros(block_q, config.D)
-                for kind in range(3):
-                    for at in range(item[4 + 2 * kind], item[4 + 2 * kind] + item[5 + 2 * kind]):
-                        first = int(a["lists"][0, at]) * block_kv
-                        keys = slice(first, first + block_kv)
-                        keep = tile_mask(a, kind, at, item[10], tile, block_q, block_kv) & attended(a, b, keys)
-                        x = q[b, h, queries], k[b, h // ratio, keys], v[b, h // ratio, keys], dout[b, h, queries]
-                        dq[:, : q.shape[-1]] += gradients(a, *x, rows[:, b, h, queries], keep)[1] @ x[1]
-                if slot < 0:
-                    some = a["dq"][b, h, queries]
-                    some.copy_(dq[: len(some), : q.shape[-1]] * a["factor"])
-                else:
-                    a["part_dq"][copy * a["slots"] + slot] = dq
+        for item in a["work"].tolist():
+            b, h, tile, slot = item[:4]
+            queries = slice(tile * block_q, (tile + 1) * block_q)
+            dq = torch.zeros(block_q, config.D)
+            for kind in range(3):
+                for at in range(item[4 + 2 * kind], item[4 + 2 * kind] + item[5 + 2 * kind]):
+                    first = int(a["lists"][0, at]) * block_kv
+                    keys = slice(first, first + block_kv)
+                    keep = tile_mask(a, kind, at, item[10], tile, block_q, block_kv) & attended(a, b, keys)
+                    x = q[b, h, queries], k[b, h // ratio, keys], v[b, h // ratio, keys], dout[b, h, queries]
+                    dq[:, : q.shape[-1]] += gradients(a, *x, rows[:, b, h, queries], keep)[1] @ x[1]
+            if slot < 0:
+                some = a["dq"][b, h, queries]
+                some.copy_(dq[: len(some), : q.shape[-1]] * a["factor"])
+            else:
+                a["part_dq"][slot] = dq
 
     return run
 
@@ -164,13 +162,12 @@ def postprocess(dtype: str, D: int) -> Callable[..., None]:
 
 
 def sum_parts(dtype: str, size: int, block: int) -> Callable[..., None]:
-    def run(result: Tensor, parts: Tensor, merges: Tensor, factor: float, copies: int, heads: int, slots: int) -> None:
+    def run(result: Tensor, parts: Tensor, merges: Tensor, factor: float) -> None:
         assert parts.shape[1:] == (block, size)
-        for copy in range(copies):
-            for b, h, tile, first, count, *_ in merges.tolist():
-                some = result[b + copy // heads, h + copy % heads, tile * block : (tile + 1) * block]
-                total = parts[copy * slots + first : copy * slots + first + count].sum(0) * factor
-                some.copy_(total[: len(some), : some.shape[1]])
+        for b, h, tile, first, count, *_ in merges.tolist():
+            some = result[b, h, tile * block : (tile + 1) * block]
+            total = parts[first : first + count].sum(0) * factor
+            some.copy_(total[: len(some), : some.shape[1]])
 
     return run
 
@@ -246,7 +243,7 @@ def test_arguments(launch: Any, name: str, D: int, E: int, deterministic: bool, 
     problem = Problem(B, H, G, Q, K, D, E, "bfloat16", "cpu", deterministic=deterministic)
     made = layout.to("cpu")
     if name == "global":
-        assert launch.prepared(problem, made, terms, True, None).counts[3] > 0
+        assert launch.prepared(problem, made, terms, True, None).slots > 0
     for split in (None, 2) if name in ("causal", "by both") else (None,):
         # The second has no copy on the host.
         for where in (made, BlockLayout(made.rows)) if split is None else (made,):

@@ -12,7 +12,7 @@ WARPGROUP = 128
 ROWS = 64  # query rows of a warpgroup
 ITEM = 16  # 32-bit words of an item's description
 # Fields of a description; see schedule.py.
-BATCH, HEAD, TILE, SLOT, FULL, FULLS, INTERVAL, INTERVALS, BITS, BITSES, LEAD, COPY, VALID, START, FIRST = range(15)
+BATCH, HEAD, TILE, SLOT, FULL, FULLS, INTERVAL, INTERVALS, BITS, BITSES, LEAD, VALID, START, FIRST = range(14)
 TURN = 1  # named barriers 1, 2, 3: a warpgroup's turn at the tensor cores
 READ = 4  # named barriers 4, 5, 6: every warp of a warpgroup has read its Q
 OUT = 7  # named barriers 7, 8, 9: a warpgroup's output is in shared memory
@@ -46,6 +46,19 @@ class Env:
 
 
 @cute.jit
+def load_item(env, w, pieces: cutlass.Constexpr = 1):
+    """This lane's word of the description of item `w`; all zero (not valid) past the end.
+
+    Each item that is listed makes `pieces` of the kernel's.
+    """
+    lane = cute.arch.lane_idx()
+    word = Int32(0)
+    if w < env.items and lane < ITEM:
+        word = env.work[w // pieces, lane]
+    return word
+
+
+@cute.jit
 def ticket(env):
     """The number of the next item that nobody has taken. Each block starts with the item of its own index.
 
@@ -56,6 +69,6 @@ def ticket(env):
     blocks, _, _ = cute.arch.grid_dim()
     if cute.arch.lane_idx() == 0:
         drawn = cute.arch.atomic_add(env.tickets.iterator, Int32(1), sem="relaxed", scope="gpu")
-        if drawn == env.items * env.copies - 1:
+        if drawn == env.items - 1:
             env.tickets[0] = Int32(0)
     return cute.arch.shuffle_sync(drawn, 0) + blocks

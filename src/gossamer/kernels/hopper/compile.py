@@ -33,7 +33,7 @@ def forward(config: ForwardConfig) -> Any:
         _rows(s(), H, Q), compact(Int32, s(), ITEM), lists, rows, compact(Int32, s(), s()),
         compact(Int32, s(), c.block_kv // 32), compact(Float32, s()),
         compact(Float32, s(), c.block_q, c.E), compact(Float32, s(), c.block_q), compact(Int32, s()),
-        compact(Int32, 1), Float32(1), Float32(1), *[Int32(1)] * 6,
+        compact(Int32, 1), Float32(1), Float32(1), *[Int32(1)] * 3,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip
 
@@ -58,7 +58,7 @@ def backward(config: BackwardConfig) -> Any:
         strided(n, B, G, K), strided(n, B, G, K), compact(Int32, s(), ITEM), compact(Int32, s(), SEGMENT),
         compact(Int32, 2, s()), bounds, bounds, compact(Int32, s(), c.block_q // 32),
         compact(Float32, s(), c.block_kv, c.D), compact(Float32, s(), c.block_kv, c.E), _lengths(c),
-        compact(Int32, 1), *[Float32(1)] * 3, *[Int32(1)] * 5,
+        compact(Int32, 1), *[Float32(1)] * 3, *[Int32(1)] * 2,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip
 
@@ -82,7 +82,7 @@ def wide(config: WideConfig) -> Any:
         strided(n, B, G, K), compact(Int32, s(), ITEM), compact(Int32, s(), SEGMENT), compact(Int32, 2, s()), bounds,
         bounds, compact(Int32, s(), c.block_q // 32), compact(Float32, s(), c.tile_kv, c.D),
         compact(Float32, s(), c.tile_kv, c.E), _lengths(c), compact(Int32, 1),
-        *[Float32(1)] * 3, *[Int32(1)] * 5, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        *[Float32(1)] * 3, *[Int32(1)] * 2, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=OPTIONS,
     )  # fmt: skip
 
@@ -100,7 +100,7 @@ def merge(dtype: str, E: int, block_q: int) -> Any:
     return cute.compile(
         Merge(E, block_q), strided(NUMBERS[dtype], s(), s(), s()), _rows(s(), s(), s()),
         compact(Float32, s(), block_q, E), compact(Float32, s(), block_q), compact(Int32, s(), MERGE),
-        compact(Float32, s()), *[Int32(1)] * 4, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        compact(Float32, s()), Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=OPTIONS,
     )  # fmt: skip
 
@@ -156,7 +156,7 @@ def query_gradient(config: QueryConfig) -> Any:
         QueryGradient(c), strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q),
         compact(Float32, 2, B, H, s()), strided(n, B, H, Q), compact(Int32, s(), ITEM), compact(Int32, 2, s()), rows,
         rows, compact(Int32, s(), c.block_kv // 32), compact(Float32, s(), c.block_q, c.D), _lengths(c),
-        compact(Int32, 1), *[Float32(1)] * 3, *[Int32(1)] * 5,
+        compact(Int32, 1), *[Float32(1)] * 3, *[Int32(1)] * 2,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip
 
@@ -174,7 +174,7 @@ def sum_parts(dtype: str, size: int, block: int) -> Any:
     s = cute.sym_int
     return cute.compile(
         Sum(size, block), strided(NUMBERS[dtype], s(), s(), s()), compact(Float32, s(), block, size),
-        compact(Int32, s(), MERGE), Float32(1), *[Int32(1)] * 3,
+        compact(Int32, s(), MERGE), Float32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip
 

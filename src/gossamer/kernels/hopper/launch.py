@@ -106,7 +106,8 @@ class Prepared(NamedTuple):
     merge: Callable[..., None] | None  # of split rows
     arrays: tuple[Any, ...]  # items and lists, in the form that costs least to pass
     merges: Tensor
-    counts: tuple[int, int, int, int]  # items, copies, heads, slots
+    items: int
+    slots: int
     blocks: int
     parts: tuple[Tensor, Tensor] | None  # what stands for none
 
@@ -165,7 +166,8 @@ def _prepare(p: Problem, layout: BlockLayout, score: str, lengths: bool, packed:
         compiled.merge(p.dtype, config.E, config.block_q) if plan.slots else None,
         tuple(from_dlpack(x) for x in (plan.items, known.lists, lo, hi, pool)),
         plan.merges,
-        (items, 1, 1, plan.slots),
+        items,
+        plan.slots,
         min(blocks, items),
         None if plan.slots else (unused(device, 1, config.block_q, config.E), unused(device, 1, config.block_q)),
     )
@@ -235,18 +237,17 @@ def forward(
     lengths = unused_lengths(device) if lengths is None else aligned(lengths.to(torch.int32))
     has_sinks = int(terms.sink_logits is not None)
     if call.parts is None:
-        rows, config = call.counts[1] * call.counts[3], call.config
-        part_out = q.new_empty((rows, config.block_q, config.E), dtype=torch.float32)
-        part_lse = q.new_empty((rows, config.block_q), dtype=torch.float32)
+        slots, config = call.slots, call.config
+        part_out = q.new_empty((slots, config.block_q, config.E), dtype=torch.float32)
+        part_lse = q.new_empty((slots, config.block_q), dtype=torch.float32)
     else:
         part_out, part_lse = call.parts
     call.run(
         operand(q), operand(k), operand(v), out, lse, *call.arrays, sinks, part_out, part_lse, lengths,
-        tickets(device), before, exponent, *call.counts, has_sinks, call.blocks,
+        tickets(device), before, exponent, call.items, has_sinks, call.blocks,
     )  # fmt: skip
     if call.merge is not None:
-        _, copies, heads, slots = call.counts
-        call.merge(out, lse, part_out, part_lse, call.merges, sinks, copies, heads, slots, has_sinks)
+        call.merge(out, lse, part_out, part_lse, call.merges, sinks, has_sinks)
     return results if into is not None else (results[0].contiguous(), results[1])
 
 
@@ -261,16 +262,16 @@ def bound_forward(
     if packed:  # the query heads of a key head are rows of one tile
         p = replace(p, H=p.G, Q=p.Q * (p.H // p.G))
     kept = prepared(p, layout, score, False, packed, None)
-    run, merge, (_, copies, heads, slots) = kept.run, kept.merge, kept.counts
+    run, merge = kept.run, kept.merge
     rows, sinks = (p.B, p.H, p.Q), unused(device, 1)
     out_like, lse_like = template(q, (*shape, p.E)), template(q, shape, torch.float32)
     block, size = kept.config.block_q, kept.config.E
-    part_likes = [template(q, (copies * slots, block, *last), torch.float32) for last in ((size,), ())]
-    before, after = (*kept.arrays, sinks), (*factors(terms, score), *kept.counts, 0, kept.blocks)
+    part_likes = [template(q, (kept.slots, block, *last), torch.float32) for last in ((size,), ())]
+    before, after = (*kept.arrays, sinks), (*factors(terms, score), kept.items, 0, kept.blocks)
     lengths = unused_lengths(device)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 or elsewhere(q):
+        if elsewhere(q):
             return forward(problem, q, k, v, layout, terms)
         results = out, lse = empty_from(out_like), empty_from(lse_like)
         if packed:
@@ -278,7 +279,7 @@ def bound_forward(
         part_out, part_lse = kept.parts or (empty_from(part_likes[0]), empty_from(part_likes[1]))
         run(q, k, v, out, lse, *before, part_out, part_lse, lengths, tickets(device), *after)
         if merge is not None:
-            merge(out, lse, part_out, part_lse, kept.merges, sinks, copies, heads, slots, 0)
+            merge(out, lse, part_out, part_lse, kept.merges, sinks, 0)
         return results
 
     return call

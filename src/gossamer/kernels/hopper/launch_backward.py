@@ -36,7 +36,8 @@ class Prepared(NamedTuple):
 
     run: Callable[..., None]
     arrays: tuple[Any, ...]  # items and lists, in the form that costs least to pass
-    counts: tuple[int, int, int, int]  # items, copies, heads, slots
+    items: int
+    slots: int
     blocks: int
     block: int  # rows of a tile
     sizes: tuple[int, ...]  # head sizes after padding: of dK and dV, or of dQ
@@ -127,11 +128,11 @@ def _gradients(
     part_dk, part_dv = call.no_parts or _parts(call, q)
     call.run(
         q, k, v, dout, rows, sums, dk, dv, *call.arrays, part_dk, part_dv, _lengths(terms), tickets(q.device),
-        *_factors(terms), *call.counts, call.blocks,
+        *_factors(terms), call.items, call.blocks,
     )  # fmt: skip
     if call.sums:
         for add, result, parts, factor in zip(call.sums, (dk, dv), (part_dk, part_dv), (terms.scale, 1.0), strict=True):
-            add(result, parts, call.merges, factor, *call.counts[1:])
+            add(result, parts, call.merges, factor)
     if call.postprocess is None:
         query_gradient(p, q, k, v, dout, rows, layout, terms, dq, split)
     else:
@@ -157,7 +158,7 @@ def bound_backward(
     rows_like = template(q, (2, p.B, p.H, padded_Q), torch.float32)
     sums_like = template(q, (p.B, p.H, padded_Q // TILE, TILE * kept.sizes[0]), torch.float32)
     preprocess, postprocess, factors = kept.preprocess, kept.postprocess, _factors(terms)
-    before, after = (*kept.arrays, *kept.no_parts, None), (*factors, *kept.counts, kept.blocks)
+    before, after = (*kept.arrays, *kept.no_parts, None), (*factors, kept.items, kept.blocks)
     assert preprocess is not None
 
     def call(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Gradients:
@@ -183,7 +184,7 @@ def bound_backward(
         elif kept_rows is not None:
             kept_rows.run(
                 q, k, v, dout, rows, dq, *kept_rows.arrays, *kept_rows.no_parts, None, tickets(device), *factors,
-                *kept_rows.counts, kept_rows.blocks,
+                kept_rows.items, kept_rows.blocks,
             )  # fmt: skip
         return dq, dk, dv
 
@@ -207,10 +208,10 @@ def query_gradient(
     (parts,) = call.no_parts or _parts(call, q)
     call.run(
         q, k, v, dout, rows, dq, *call.arrays, parts, _lengths(terms), tickets(q.device), *_factors(terms),
-        *call.counts, call.blocks,
+        call.items, call.blocks,
     )  # fmt: skip
     for add in call.sums:
-        add(dq, parts, call.merges, terms.scale, *call.counts[1:])
+        add(dq, parts, call.merges, terms.scale)
 
 
 def prepared(p: Problem, layout: BlockLayout, terms: Terms, transposed: bool, split: int | None) -> Prepared:
@@ -250,7 +251,8 @@ def _prepare_columns(p: Problem, layout: BlockLayout, score: str, lengths: bool,
     return Prepared(
         run,
         _arrays(lists(layout, True), plan.items, plan.segments),
-        (items, 1, 1, plan.slots),
+        items,
+        plan.slots,
         min(blocks, items * block // config.block_kv),
         block,
         sizes,
@@ -273,7 +275,8 @@ def _prepare_rows(p: Problem, layout: BlockLayout, score: str, lengths: bool, sp
     return Prepared(
         compiled.query_gradient(config),
         _arrays(lists(layout, blocks=0 if lengths else blocks), plan.items),
-        (items, 1, 1, plan.slots),
+        items,
+        plan.slots,
         min(blocks, items),
         config.block_q,
         (config.D,),
@@ -303,5 +306,4 @@ def _lengths(terms: Terms) -> Tensor | None:
 
 def _parts(call: Prepared, like: Tensor) -> list[Tensor]:
     """Float32 parts of split tiles, for each result."""
-    _, copies, _, slots = call.counts
-    return [like.new_empty((copies * slots, call.block, columns), dtype=torch.float32) for columns in call.sizes]
+    return [like.new_empty((call.slots, call.block, columns), dtype=torch.float32) for columns in call.sizes]

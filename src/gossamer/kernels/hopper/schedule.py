@@ -1,8 +1,8 @@
 """The work of one launch: item descriptions and lists that the kernel reads, made once for a layout and kept.
 
 An item is 16 words: batch, head, tile row, slot (-1: not split), then for each of full, interval and bits the first
-entry and the count, the list's row in lo and hi, the copy (the kernel fills it in) and 1. Heads that share a list have
-items of their own. Nothing is read back from a device: a layout that was made there gets its items there, unsplit.
+entry and the count, the list's row in lo and hi, and 1. Heads that share a list have items of their own. Nothing is
+read back from a device: a layout that was made there gets its items there, unsplit.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def _host_work(walk: Walk, device: torch.device, copies: int, heads: int, blocks
     items = np.zeros((len(lead), ITEM), dtype=np.int32)
     items[:, : len(columns)] = np.stack(columns, axis=1)
     items[:, 10] = lead
-    items[:, 12] = 1
+    items[:, 11] = 1
     merges = np.zeros((max(1, len(made.merges)), MERGE), dtype=np.int32)
     if len(made.merges):
         which = made.merges[:, 0]
@@ -255,7 +255,7 @@ def _device_work(walk: Walk, copies: int, heads: int, blocks: int) -> Work:
     for i, kind in enumerate(KINDS):
         items[:, 4 + 2 * i], items[:, 5 + 2 * i] = starts[i] + base, counts[i]
         base += len(getattr(walk, kind).indices)
-    items[:, 10], items[:, 12] = lead, 1
+    items[:, 10], items[:, 11] = lead, 1
     lengths, order = torch.sort(sum(counts), descending=True, stable=True)
     merges = torch.zeros((1, MERGE), dtype=torch.int32, device=device)
     every, _ = for_every_head(items[order].int(), lengths, merges, 0, math.prod(walk.lead), copies, heads, blocks)

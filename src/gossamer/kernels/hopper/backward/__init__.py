@@ -10,20 +10,18 @@ dq_sum (B, H, Qp / 64, 64 * D) float32, D padded, zeroed before the launch: the 
     is row 16 * (t // 32) + t % 32 // 4 + 8 * r, column 8 * j + 2 * (t % 4) + c, for j < D / 8, t < 128, r and c < 2.
     One tile is one contiguous block, added to by bulk reduction; only (1, 1, 1, 64 * D) floats, unread, without dQ.
 work (n, ITEM) int32, segments (m, SEGMENT) int32, lists, lo, hi and pool: see below and schedule.py.
-part_dk (copies * slots, block_kv, D), part_dv (copies * slots, block_kv, E) float32: parts of split columns, without
-    the scale, every row written; summed in slot order afterwards, times the scale for dk.
+part_dk (slots, block_kv, D), part_dv (slots, block_kv, E) float32: parts of split columns, without the scale, every row
+    written; summed in slot order afterwards, times the scale for dk.
 lengths (B,) int32 where the configuration has them, else None: keys j >= lengths[b] are not attended. Their dk and dv
     are zero, and they add nothing to dq_sum.
-tickets (1,) int32, then before, exponent, factor (Float32) and items, copies, heads, slots, blocks (Int32):
+tickets (1,) int32, then before, exponent, factor (Float32) and items (n), blocks (Int32):
     scores are s = q . k; "fold": exponent = scale * log2(e), before = 1 (any sign of the scale, zero too);
     "softcap": before = scale / softcap, exponent = softcap * log2(e). factor = scale is what dk is multiplied by.
-    items = n; the kernel computes each for copies, of which copy c adds c // heads to the item's batch and c % heads to
-    its key head. Both are 1: schedule.py lists items of every key head, also where heads share a list.
 
-An item is 16 words: batch, key head, key tile, slot (-1: not split), first segment, segments, copy
-(the kernel fills it in), 1, and with lengths the keys that count (the kernel fills these in too). It computes one key
-tile of one key head over its segments, and writes dk and dv (or the rows copy * slots + slot of the parts). An item
-without segments writes zeros. Their order is that of `for_every_head` in the forward's schedule.py.
+An item is 16 words: batch, key head, key tile, slot (-1: not split), first segment, segments, 1, and with lengths the
+keys that count (the kernel fills these in). It computes one key tile of one key head over its segments, and writes dk
+and dv (or its slot of the parts). An item without segments writes zeros. Their order is that of `for_every_head` in the
+forward's schedule.py.
 
 A segment is 8 words: query head within the group of the key head (0 .. H / G - 1), row of the walk's lists in lo and
 hi, then for each of full, interval and bits the first entry in `lists` and the count (as in the forward's items). An

@@ -12,7 +12,6 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from gossamer.kernels.hopper import device
 from gossamer.kernels.hopper.backward.fields import (
     BOUNDED,
-    COPY,
     END,
     ENTRY,
     FIRST,
@@ -405,7 +404,7 @@ class Consumer:
     def finish(self, env):
         """dK and dV of an item: in 16 bits to shared memory for the sending warp, or as float32 to the parts."""
         item = env.item
-        slot, place = item[SLOT], item[COPY] * env.slots + item[SLOT]
+        slot = item[SLOT]
         cute.arch.sync_warp()
         if const_expr(not self.config.single):
             self.release(env, env.bars.k_empty)
@@ -420,7 +419,7 @@ class Consumer:
                 for j in cutlass.range_constexpr(cute.size(acc) // 4):
                     for r in cutlass.range_constexpr(device.ROWS):
                         for e in cutlass.range_constexpr(2):
-                            part[place, env.my_row + 8 * r, 8 * j + env.quad + e] = acc[4 * j + 2 * r + e]
+                            part[slot, env.my_row + 8 * r, 8 * j + env.quad + e] = acc[4 * j + 2 * r + e]
         cute.arch.barrier_arrive(barrier_id=FULL_OUT + env.me, number_of_threads=WARPGROUP + 32)
 
     @cute.jit

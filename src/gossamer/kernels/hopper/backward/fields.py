@@ -11,7 +11,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 ITEM = 16  # 32-bit words of an item's description
-BATCH, GROUP, TILE, SLOT, SEGMENTS, COUNT, COPY, VALID, KEYS = range(9)
+BATCH, GROUP, TILE, SLOT, SEGMENTS, COUNT, VALID, KEYS = range(8)
 SCRATCH = 15  # a word that nobody reads
 SEGMENT = 8  # words of a segment
 HEAD, LEAD, FULL, FULLS, INTERVAL, INTERVALS, BITS, BITSES = range(8)

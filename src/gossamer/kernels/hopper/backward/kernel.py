@@ -86,17 +86,14 @@ class Backward(Producer, Consumer):
         lo: cute.Tensor,  # (Bl * Hl, K)
         hi: cute.Tensor,
         pool: cute.Tensor,  # (P * block_kv, block_q / 32)
-        part_dk: cute.Tensor,  # (copies * slots, block_kv, D) float32
-        part_dv: cute.Tensor,  # (copies * slots, block_kv, E) float32
+        part_dk: cute.Tensor,  # (slots, block_kv, D) float32
+        part_dv: cute.Tensor,  # (slots, block_kv, E) float32
         lengths: cute.Tensor | None,  # (B,) int32, None without `lengths` in the configuration
         tickets: cute.Tensor,  # (1,) int32: items taken; zero before and after
         before: Float32,  # factor of a score before the soft cap
         exponent: Float32,  # factor of a score in exp2
         factor: Float32,  # factor of dK
         items: Int32,
-        copies: Int32,
-        heads: Int32,  # key heads that are copies of one list: G or 1
-        slots: Int32,
         blocks: Int32,
         stream: Any,
     ) -> None:
@@ -148,9 +145,8 @@ class Backward(Producer, Consumer):
         }
         self.kernel(
             tma_q, g_q, tma_k, g_k, tma_v, g_v, tma_do, g_do, tma_dk, g_dk, tma_dv, g_dv, terms, dq_sum, work,
-            segments, lists, lo, hi, pool, part_dk, part_dv, lengths, tickets, before, exponent, factor, items, copies,
-            heads, slots, k_layout, v_layout, q_layout, do_layout, ds_layout, dk_layout, dv_layout, mma_s, mma_dv,
-            mma_dk, mma_dq,
+            segments, lists, lo, hi, pool, part_dk, part_dv, lengths, tickets, before, exponent, factor, items,
+            k_layout, v_layout, q_layout, do_layout, ds_layout, dk_layout, dv_layout, mma_s, mma_dv, mma_dk, mma_dq,
         ).launch(
             grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=c.blocks_per_processor,
             # For two blocks the compiler would otherwise ask the driver, which need not be there.
@@ -188,9 +184,6 @@ class Backward(Producer, Consumer):
         exponent: Float32,
         factor: Float32,
         items: Int32,
-        copies: Int32,
-        heads: Int32,
-        slots: Int32,
         k_layout: cute.ComposedLayout,
         v_layout: cute.ComposedLayout,
         q_layout: cute.ComposedLayout,
@@ -253,7 +246,7 @@ class Backward(Producer, Consumer):
             staging=storage.staging.data_ptr(), s_k=s_k, s_v=s_v, s_q=s_q, s_do=s_do, s_ds=s_ds, s_dk=s_dk, s_dv=s_dv,
             terms=terms, dq_sum=dq_sum, work=work, segments=segments, lists=lists, lo=lo, hi=hi, pool=pool,
             part_dk=part_dk, part_dv=part_dv, lengths=lengths, tickets=tickets, before=before,
-            exponent=exponent, factor=factor, items=items, copies=copies, heads=heads, slots=slots,
+            exponent=exponent, factor=factor, items=items,
             queries=cute.size(g_q, mode=[0]), keys=cute.size(g_k, mode=[0]),
             ratio=cute.size(g_q, mode=[2]) // cute.size(g_k, mode=[2]),
         )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32
 
 from gossamer.kernels.hopper.backward.rows import THREADS, VECTOR, lanes_of, store
 from gossamer.kernels.hopper.forward.merge import BATCH, COUNT, HEAD, SLOT, TILE
@@ -26,16 +26,13 @@ class Sum:
     def __call__(
         self,
         result: cute.Tensor,  # (B, heads, rows, columns) 16-bit
-        parts: cute.Tensor,  # (copies * slots, block, size) float32
+        parts: cute.Tensor,  # (slots, block, size) float32
         merges: cute.Tensor,  # (m, MERGE) int32
         factor: Float32,
-        copies: Int32,
-        heads: Int32,
-        slots: Int32,
         stream: Any,
     ) -> None:
-        grid = (cute.ceil_div(self.block * self.lanes, THREADS), cute.size(merges, mode=[0]), copies)
-        self.kernel(result, parts, merges, factor, heads, slots).launch(grid=grid, block=(THREADS, 1, 1), stream=stream)
+        grid = (cute.ceil_div(self.block * self.lanes, THREADS), cute.size(merges, mode=[0]), 1)
+        self.kernel(result, parts, merges, factor).launch(grid=grid, block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(
@@ -44,16 +41,14 @@ class Sum:
         parts: cute.Tensor,
         merges: cute.Tensor,
         factor: Float32,
-        heads: Int32,
-        slots: Int32,
     ) -> None:
-        group, merge, copy = cute.arch.block_idx()
+        group, merge, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         chunk, place = thread % self.lanes, group * (THREADS // self.lanes) + thread // self.lanes
-        batch = merges[merge, BATCH] + copy // heads
-        head = merges[merge, HEAD] + copy % heads
+        batch = merges[merge, BATCH]
+        head = merges[merge, HEAD]
         row = merges[merge, TILE] * self.block + place
-        first = copy * slots + merges[merge, SLOT]
+        first = merges[merge, SLOT]
         count = merges[merge, COUNT]
         rows, columns = cute.size(result, mode=[2]), cute.size(result, mode=[3])
         if row < rows and place < self.block and chunk * VECTOR < columns:

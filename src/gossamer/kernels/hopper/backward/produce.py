@@ -12,7 +12,6 @@ from gossamer.kernels.hopper.backward.fields import (
     BITS,
     BITSES,
     BOUNDED,
-    COPY,
     COUNT,
     END,
     ENTRY,
@@ -42,7 +41,7 @@ from gossamer.kernels.hopper.backward.fields import (
     WORD,
     bulk_add,
 )
-from gossamer.kernels.hopper.common import ROWS, WARPGROUP, Env, ring, ticket
+from gossamer.kernels.hopper.common import ROWS, WARPGROUP, Env, load_item, ring, ticket
 from gossamer.kernels.hopper.config import BackwardConfig
 
 
@@ -62,20 +61,9 @@ class Producer:
         return int(self.config.with_dq and self.config.reduce == "bulk")
 
     @cute.jit
-    def load_item(self, env, w):
-        """This lane's word of the description of item `w`; all zero (not valid) past the end."""
-        lane = cute.arch.lane_idx()
-        word = Int32(0)
-        if w < env.items * env.copies:
-            copy = w // env.items
-            if lane < ITEM:
-                word = env.work[w - copy * env.items, lane]
-            if lane == BATCH:
-                word += copy // env.heads
-            if lane == GROUP:
-                word += copy % env.heads
-            if lane == COPY:
-                word = copy
+    def draw(self, env, w):
+        """This lane's word of the description of item `w`."""
+        word = load_item(env, w)
         if const_expr(self.config.lengths):
             word = self.within(env, word)
         return word
@@ -120,7 +108,7 @@ class Producer:
         load = Env(**pairs)
         w, _, _ = cute.arch.block_idx()
         turn, n, m = Int32(0), Int32(0), Int32(0)  # items, stages of Q, stages of dO so far
-        word = self.load_item(env, w)
+        word = self.draw(env, w)
         running = Int32(1)
         while running != 0:
             cute.arch.mbarrier_wait(bars.k_empty, (turn & 1) ^ 1)
@@ -200,7 +188,7 @@ class Producer:
                                 m += 1
                 if owed != 0:
                     self.load_v(env, load, turn, tile, group, batch)
-                word = self.load_item(env, ticket(env))  # while the consumers are still two steps behind
+                word = self.draw(env, ticket(env))  # while the consumers are still two steps behind
                 stage, phase = ring(n, c.q_stages)
                 cute.arch.mbarrier_wait(bars.q_empty + stage, phase ^ 1)
                 if lane == KIND:

@@ -43,7 +43,7 @@ from gossamer.kernels.hopper.forward.produce import Producer
 class QueryGradient(QueryConsumer):
     """The kernel of one configuration."""
 
-    load_item = Producer.load_item
+    draw = Producer.draw
     listed_below = Producer.listed_below
 
     def __init__(self, config: QueryConfig) -> None:
@@ -74,16 +74,13 @@ class QueryGradient(QueryConsumer):
         lo: cute.Tensor,  # (Bl * Hl, Q)
         hi: cute.Tensor,
         pool: cute.Tensor,  # (P * block_q, block_kv / 32)
-        part_dq: cute.Tensor,  # (copies * slots, block_q, D) float32, without the scale
+        part_dq: cute.Tensor,  # (slots, block_q, D) float32, without the scale
         lengths: cute.Tensor | None,  # (B,) int32, None without `lengths` in the configuration
         tickets: cute.Tensor,  # (1,) int32: items taken; zero before and after
         before: Float32,  # factor of a score before the soft cap
         exponent: Float32,  # factor of a score in exp2
         factor: Float32,  # the scale
         items: Int32,
-        copies: Int32,
-        heads: Int32,  # heads that are copies of one list: H or 1
-        slots: Int32,
         blocks: Int32,
         stream: Any,
     ) -> None:
@@ -132,7 +129,7 @@ class QueryGradient(QueryConsumer):
         }
         self.kernel(
             tma_q, g_q, tma_g, g_g, tma_k, g_k, tma_v, g_v, tma_dq, g_dq, terms, work, lists, lo, hi, pool, part_dq,
-            lengths, tickets, before, exponent, factor, items, copies, heads, slots, q_layout, g_layout, k_layout,
+            lengths, tickets, before, exponent, factor, items, q_layout, g_layout, k_layout,
             v_layout, mma_s, mma_dq,
         ).launch(
             grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream,
@@ -167,9 +164,6 @@ class QueryGradient(QueryConsumer):
         exponent: Float32,
         factor: Float32,
         items: Int32,
-        copies: Int32,
-        heads: Int32,
-        slots: Int32,
         q_layout: cute.ComposedLayout,
         g_layout: cute.ComposedLayout,
         k_layout: cute.ComposedLayout,
@@ -210,19 +204,19 @@ class QueryGradient(QueryConsumer):
             if warp_index == 0:
                 self.produce(
                     tma_q, g_q, tma_g, g_g, tma_k, g_k, tma_v, g_v, s_q, s_g, s_k, s_v, bars, item, work, lists,
-                    lengths, tickets, items, copies, heads,
+                    lengths, tickets, items,
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             self.consume(
                 mma_s, mma_dq, tma_dq, g_dq, s_q, s_g, s_k, s_v, bars, item, terms, lists, lo, hi, pool, part_dq,
-                lengths, before, exponent, factor, slots,
+                lengths, before, exponent, factor,
             )  # fmt: skip
 
     @cute.jit
     def produce(
         self, tma_q, g_q, tma_g, g_g, tma_k, g_k, tma_v, g_v, s_q, s_g, s_k, s_v, bars, item, work, lists, lengths,
-        tickets, items, copies, heads,
+        tickets, items,
     ):  # fmt: skip
         """The producer warp: items with their Q and dO, then K and V of each step."""
         c = self.config
@@ -238,11 +232,11 @@ class QueryGradient(QueryConsumer):
         k_to, k_from = partition(tma_k, s_k, g_k, c.step, c.D)
         v_to, v_from = partition(tma_v, s_v, g_v, c.step, c.E)
         env = Env(
-            work=work, lists=lists, lengths=lengths, items=items, copies=copies, heads=heads, tickets=tickets
+            work=work, lists=lists, lengths=lengths, items=items, tickets=tickets
         )  # fmt: skip
         lane = cute.arch.lane_idx()
         w, _, _ = cute.arch.block_idx()
-        word = self.load_item(env, w)
+        word = self.draw(env, w)
         turn = Int32(0)  # items so far
         kv = Int32(0)  # steps so far
         running = Int32(1)
@@ -288,7 +282,7 @@ class QueryGradient(QueryConsumer):
                             tma_v, v_from[None, block, group, batch], v_to[None, stage], tma_bar_ptr=bars.v_full + stage
                         )
                         kv += 1
-                word = self.load_item(env, ticket(env))
+                word = self.draw(env, ticket(env))
             else:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(bars.q_full)

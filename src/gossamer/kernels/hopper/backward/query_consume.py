@@ -14,7 +14,6 @@ from gossamer.kernels.hopper.common import (
     BATCH,
     BITS,
     BITSES,
-    COPY,
     FULL,
     FULLS,
     HEAD,
@@ -79,7 +78,7 @@ class QueryConsumer:
     @cute.jit
     def consume(
         self, mma_s, mma_dq, tma_dq, g_dq, s_q, s_g, s_k, s_v, bars, item, terms, lists, lo, hi, pool, part_dq,
-        lengths, before, exponent, factor, slots,
+        lengths, before, exponent, factor,
     ):  # fmt: skip
         """A consumer warpgroup: 64 query rows of each item."""
         c = self.config
@@ -103,7 +102,7 @@ class QueryConsumer:
             acc_dq=cute.make_rmem_tensor(whole_dq.partition_shape_C((ROWS, c.D)), Float32),
             lse=cute.make_rmem_tensor(two, Float32), delta=cute.make_rmem_tensor(two, Float32),
             lo=cute.make_rmem_tensor(two, Int32), hi=cute.make_rmem_tensor(two, Int32),
-            bars=bars, pool=pool, before=before, exponent=exponent, factor=factor, item=item, slots=slots,
+            bars=bars, pool=pool, before=before, exponent=exponent, factor=factor, item=item,
             s_dq=s_q[None, None, me], tma_dq=tma_dq, g_dq=g_dq, part_dq=part_dq,
         )  # fmt: skip
         if const_expr(c.lengths):
@@ -219,7 +218,6 @@ class QueryConsumer:
         """dQ of an item: times the scale, by TMA, or as a part of a split row."""
         c = self.config
         tile, slot = env.item[TILE], env.item[SLOT]
-        place = env.item[COPY] * env.slots + slot
         cute.arch.barrier(barrier_id=READ + env.me, number_of_threads=WARPGROUP)
         if slot < 0:
             packed = cute.make_rmem_tensor_like(env.acc_dq, self.dtype)
@@ -233,7 +231,7 @@ class QueryConsumer:
             for r in cutlass.range_constexpr(device.ROWS):
                 for j in cutlass.range_constexpr(c.D // 8):
                     for e in cutlass.range_constexpr(2):
-                        env.part_dq[place, env.my_row + 8 * r, 8 * j + env.quad + e] = env.acc_dq[4 * j + 2 * r + e]
+                        env.part_dq[slot, env.my_row + 8 * r, 8 * j + env.quad + e] = env.acc_dq[4 * j + 2 * r + e]
         cute.arch.barrier(barrier_id=READ + env.me, number_of_threads=WARPGROUP)
         if env.thread < 32:
             if slot < 0:

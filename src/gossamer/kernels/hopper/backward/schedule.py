@@ -91,7 +91,7 @@ def _host_work(
     number = np.bincount(item, minlength=len(row))
     items = np.zeros((len(row), ITEM), dtype=np.int32)
     items[:, :6] = np.stack([batch, group, tile, slot, np.cumsum(number) - number, number], axis=1)
-    items[:, 7] = 1
+    items[:, 6] = 1
     cuts = np.flatnonzero(pieces > 1)
     merges = np.zeros((max(1, len(cuts)), MERGE), dtype=np.int32)
     first_slot = np.cumsum(pieces[cuts]) - pieces[cuts]
@@ -132,7 +132,7 @@ def _device_work(walk: Walk, copies: int, heads: int, ratio: int, blocks: int) -
     columns = (batch, group, tile, torch.full_like(row, -1), row * ratio, torch.full_like(row, ratio))
     for i, column in enumerate(columns):
         items[:, i] = column
-    items[:, 7] = 1
+    items[:, 6] = 1
     lengths, order = torch.sort(total, descending=True, stable=True)
     merges = torch.zeros((1, MERGE), dtype=torch.int32, device=device)
     every, _ = for_every_head(items[order], lengths, merges, 0, Bl * groups, copies, heads, blocks)

@@ -18,10 +18,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from gossamer.kernels.hopper.backward.fields import (
-    BATCH,
-    COPY,
     COUNT,
-    GROUP,
     ITEM,
     STEP,
     TILE,
@@ -29,7 +26,7 @@ from gossamer.kernels.hopper.backward.fields import (
 from gossamer.kernels.hopper.backward.kernel import BARRIERS, Backward
 from gossamer.kernels.hopper.backward.produce import Producer
 from gossamer.kernels.hopper.backward.wide_consume import WideConsumer
-from gossamer.kernels.hopper.common import NUMBERS, ROWS, WARPGROUP, Env
+from gossamer.kernels.hopper.common import NUMBERS, ROWS, WARPGROUP, Env, load_item
 from gossamer.kernels.hopper.config import WideConfig
 
 GROUPS = 2
@@ -65,17 +62,14 @@ class Wide(Producer, WideConsumer):
         lo: cute.Tensor,  # (Bl * Hl, K)
         hi: cute.Tensor,
         pool: cute.Tensor,  # (P * tile_kv, block_q / 32)
-        part_dk: cute.Tensor,  # (copies * slots, tile_kv, D) float32
-        part_dv: cute.Tensor,  # (copies * slots, tile_kv, E) float32
+        part_dk: cute.Tensor,  # (slots, tile_kv, D) float32
+        part_dv: cute.Tensor,  # (slots, tile_kv, E) float32
         lengths: cute.Tensor | None,  # (B,) int32, None without `lengths` in the configuration
         tickets: cute.Tensor,  # (1,) int32: items taken; zero before and after
         before: Float32,  # factor of a score before the soft cap
         exponent: Float32,  # factor of a score in exp2
         factor: Float32,  # factor of dK
         items: Int32,
-        copies: Int32,
-        heads: Int32,  # key heads that are copies of one list: G or 1
-        slots: Int32,
         blocks: Int32,
         stream: Any,
     ) -> None:
@@ -131,8 +125,8 @@ class Wide(Producer, WideConsumer):
         }
         self.kernel(
             tma_q, g_q, tma_k, g_k, tma_v, g_v, tma_do, g_do, tma_dk, g_dk, tma_dv, g_dv, terms, work, segments, lists,
-            lo, hi, pool, part_dk, part_dv, lengths, tickets, before, exponent, factor, items * self.pieces, copies,
-            heads, slots, k_layout, v_layout, q_layout, do_layout, mma_s, mma_dv, mma_dk,
+            lo, hi, pool, part_dk, part_dv, lengths, tickets, before, exponent, factor, items * self.pieces,
+            k_layout, v_layout, q_layout, do_layout, mma_s, mma_dv, mma_dk,
         ).launch(grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
@@ -165,9 +159,6 @@ class Wide(Producer, WideConsumer):
         exponent: Float32,
         factor: Float32,
         items: Int32,
-        copies: Int32,
-        heads: Int32,
-        slots: Int32,
         k_layout: cute.ComposedLayout,
         v_layout: cute.ComposedLayout,
         q_layout: cute.ComposedLayout,
@@ -216,8 +207,8 @@ class Wide(Producer, WideConsumer):
             s_dv=storage.k.get_tensor(v_layout.outer, swizzle=v_layout.inner),
             s_dk=storage.v.get_tensor(k_layout.outer, swizzle=k_layout.inner),
             terms=terms, work=work, segments=segments, lists=lists, lo=lo, hi=hi, pool=pool, lengths=lengths,
-            tickets=tickets, before=before, exponent=exponent, factor=factor, items=items, copies=copies, heads=heads,
-            slots=slots, queries=cute.size(g_q, mode=[0]), keys=cute.size(g_k, mode=[0]),
+            tickets=tickets, before=before, exponent=exponent, factor=factor, items=items,
+            queries=cute.size(g_q, mode=[0]), keys=cute.size(g_k, mode=[0]),
             ratio=cute.size(g_q, mode=[2]) // cute.size(g_k, mode=[2]),
         )  # fmt: skip
         cute.arch.sync_threads()
@@ -233,23 +224,12 @@ class Wide(Producer, WideConsumer):
                 self.keys(env, mma_s, mma_dk, tma_dk, g_dk, part_dk)
 
     @cute.jit
-    def load_item(self, env, w):
-        """This lane's word of the description of item `w`; all zero (not valid) past the end. Its tile has 64 keys."""
+    def draw(self, env, w):
+        """This lane's word of the description of item `w`. Its tile has 64 keys."""
         lane = cute.arch.lane_idx()
-        word = Int32(0)
-        if w < env.items * env.copies:
-            copy = w // env.items
-            at = w - copy * env.items
-            if lane < ITEM:
-                word = env.work[at // self.pieces, lane]
-            if lane == BATCH:
-                word += copy // env.heads
-            if lane == GROUP:
-                word += copy % env.heads
-            if lane == COPY:
-                word = copy
-            if lane == TILE:
-                word = word * self.pieces + at % self.pieces
+        word = load_item(env, w, self.pieces)
+        if lane == TILE:
+            word = word * self.pieces + w % self.pieces
         # A half past the last key has nothing to walk.
         if const_expr(self.config.lengths):
             word = self.within(env, word)

@@ -14,7 +14,6 @@ from gossamer.kernels.hopper.backward.consume import Consumer
 from gossamer.kernels.hopper.backward.fields import (
     BATCH,
     BOUNDED,
-    COPY,
     END,
     ENTRY,
     FIRST,
@@ -235,7 +234,6 @@ class WideConsumer:
         """A warpgroup's result of an item: in 16 bits by TMA, or as a part of a split column."""
         item, bars = env.item, env.bars
         batch, group, tile, slot = item[BATCH], item[GROUP], item[TILE], item[SLOT]
-        place = item[COPY] * env.slots + slot
         if slot < 0:
             packed = cute.make_rmem_tensor_like(acc, self.dtype)
             device.convert(acc, packed)
@@ -250,7 +248,7 @@ class WideConsumer:
             for r in cutlass.range_constexpr(device.ROWS):
                 for j in cutlass.range_constexpr(columns // 8):
                     for e in cutlass.range_constexpr(2):
-                        part[place, first + 8 * r, 8 * j + env.quad + e] = acc[4 * j + 2 * r + e]
+                        part[slot, first + 8 * r, 8 * j + env.quad + e] = acc[4 * j + 2 * r + e]
         cute.arch.barrier(barrier_id=OUT + me, number_of_threads=WARPGROUP)
         if env.thread < 32:
             if slot < 0:

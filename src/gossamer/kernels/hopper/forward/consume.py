@@ -14,7 +14,6 @@ from gossamer.kernels.hopper.common import (
     BATCH,
     BITS,
     BITSES,
-    COPY,
     FULL,
     FULLS,
     HEAD,
@@ -54,7 +53,7 @@ class Consumer(Masks):
     @cute.jit
     def consume(
         self, mma_qk, mma_pv, mma_half, s_q, s_k, s_v, s_o, bars, item, bounds, lists, pool, sinks, lse,
-        part_out, part_lse, lengths, before, exponent, slots, has_sinks, rows,
+        part_out, part_lse, lengths, before, exponent, has_sinks, rows,
     ):  # fmt: skip
         """A consumer warpgroup: 64 query rows of each item."""
         c = self.config
@@ -85,7 +84,7 @@ class Consumer(Masks):
             start_words=cute.make_rmem_tensor((device.ROWS, c.step // 32), Int32),
             bars=bars, item=item, scratch=item[15, None], lists=lists,
             pool=pool, bounds=bounds, sinks=sinks, has_sinks=has_sinks,
-            lse=lse, part_out=part_out, part_lse=part_lse, slots=slots, before=before, exponent=exponent,
+            lse=lse, part_out=part_out, part_lse=part_lse, before=before, exponent=exponent,
             slack=SLACK / exponent, lengths=lengths, length=cute.make_rmem_tensor((1,), Int32),
         )  # fmt: skip
         if const_expr(self.halves):
@@ -239,15 +238,14 @@ class Consumer(Masks):
                     if row < env.rows:
                         env.lse[batch, head, row] = value[r]
         else:
-            place = item[COPY, stage] * env.slots + slot
             for r in cutlass.range_constexpr(device.ROWS):
                 row = env.my_row + 8 * r
                 if tile * c.block_q + row < env.rows:
                     for j in cutlass.range_constexpr(c.E // 8):
                         for e in cutlass.range_constexpr(2):
-                            env.part_out[place, row, 8 * j + env.quad + e] = env.acc_o[4 * j + 2 * r + e] * factor[r]
+                            env.part_out[slot, row, 8 * j + env.quad + e] = env.acc_o[4 * j + 2 * r + e] * factor[r]
                     if env.lane % 4 == 0:
-                        env.part_lse[place, row] = value[r]
+                        env.part_lse[slot, row] = value[r]
         cute.arch.barrier_arrive(barrier_id=OUT + env.me, number_of_threads=WARPGROUP + 32)
 
     @cute.jit

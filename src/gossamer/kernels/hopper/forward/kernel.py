@@ -71,16 +71,13 @@ class Forward(Producer, Consumer):
         hi: cute.Tensor,
         pool: cute.Tensor,  # (P * block_q, block_kv / 32)
         sinks: cute.Tensor,  # (H,) float32
-        part_out: cute.Tensor,  # (copies * slots, block_q, E) float32
-        part_lse: cute.Tensor,  # (copies * slots, block_q) float32
+        part_out: cute.Tensor,  # (slots, block_q, E) float32
+        part_lse: cute.Tensor,  # (slots, block_q) float32
         lengths: cute.Tensor,  # (B,) int32; not read without `lengths` in the configuration
         tickets: cute.Tensor,  # (1,) int32: items taken; zero before and after
         before: Float32,  # factor of a score before the soft cap
         exponent: Float32,  # factor of a score in exp2
         items: Int32,
-        copies: Int32,
-        heads: Int32,  # heads that are copies of one list: H or 1
-        slots: Int32,
         has_sinks: Int32,
         blocks: Int32,
         stream: Any,
@@ -132,7 +129,7 @@ class Forward(Producer, Consumer):
         }
         self.kernel(
             tma_q, g_q, tma_k, g_k, tma_v, g_v, tma_o, g_o, lse, work, lists, lo, hi, pool, sinks, part_out, part_lse,
-            lengths, tickets, before, exponent, items, copies, heads, slots, has_sinks, q_layout, k_layout, v_layout,
+            lengths, tickets, before, exponent, items, has_sinks, q_layout, k_layout, v_layout,
             o_layout, mma_qk, mma_pv, mma_half,
         ).launch(
             grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=c.blocks,
@@ -164,9 +161,6 @@ class Forward(Producer, Consumer):
         before: Float32,
         exponent: Float32,
         items: Int32,
-        copies: Int32,
-        heads: Int32,
-        slots: Int32,
         has_sinks: Int32,
         q_layout: cute.ComposedLayout,
         k_layout: cute.ComposedLayout,
@@ -212,7 +206,7 @@ class Forward(Producer, Consumer):
             if warp_index == 0:
                 self.produce(
                     tma_q, g_q, tma_k, g_k, tma_v, g_v, s_q, s_k, s_v, bars, item, work, lists, lengths, tickets, items,
-                    copies, heads, cute.size(g_q, mode=[2]) // cute.size(g_k, mode=[2]),
+                    cute.size(g_q, mode=[2]) // cute.size(g_k, mode=[2]),
                 )  # fmt: skip
             elif warp_index <= self.groups:
                 self.store(tma_o, g_o, s_o, bars, item, bounds, lists, lo, hi, warp_index - 1)
@@ -220,5 +214,5 @@ class Forward(Producer, Consumer):
             cute.arch.setmaxregister_increase(self.consumer_registers)
             self.consume(
                 mma_qk, mma_pv, mma_half, s_q, s_k, s_v, s_o, bars, item, bounds, lists, pool, sinks, lse,
-                part_out, part_lse, lengths, before, exponent, slots, has_sinks, cute.size(g_q, mode=[0]),
+                part_out, part_lse, lengths, before, exponent, has_sinks, cute.size(g_q, mode=[0]),
             )  # fmt: skip

@@ -27,18 +27,15 @@ class Merge:
         self,
         out: cute.Tensor,  # (B, H, Q, E)
         lse: cute.Tensor,  # (B, H, Q)
-        part_out: cute.Tensor,  # (copies * slots, block_q, E)
-        part_lse: cute.Tensor,  # (copies * slots, block_q)
+        part_out: cute.Tensor,  # (slots, block_q, E)
+        part_lse: cute.Tensor,  # (slots, block_q)
         merges: cute.Tensor,  # (m, MERGE)
         sinks: cute.Tensor,  # (H,)
-        copies: Int32,
-        heads: Int32,
-        slots: Int32,
         has_sinks: Int32,
         stream: Any,
     ) -> None:
-        self.kernel(out, lse, part_out, part_lse, merges, sinks, heads, slots, has_sinks).launch(
-            grid=(self.block_q // WARPS, cute.size(merges, mode=[0]), copies), block=(32 * WARPS, 1, 1), stream=stream
+        self.kernel(out, lse, part_out, part_lse, merges, sinks, has_sinks).launch(
+            grid=(self.block_q // WARPS, cute.size(merges, mode=[0]), 1), block=(32 * WARPS, 1, 1), stream=stream
         )
 
     @cute.kernel
@@ -50,17 +47,15 @@ class Merge:
         part_lse: cute.Tensor,
         merges: cute.Tensor,
         sinks: cute.Tensor,
-        heads: Int32,
-        slots: Int32,
         has_sinks: Int32,
     ) -> None:
-        group, merge, copy = cute.arch.block_idx()
+        group, merge, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         place = group * WARPS + cute.arch.warp_idx()
-        batch = merges[merge, BATCH] + copy // heads
-        head = merges[merge, HEAD] + copy % heads
+        batch = merges[merge, BATCH]
+        head = merges[merge, HEAD]
         row = merges[merge, TILE] * self.block_q + place
-        first = copy * slots + merges[merge, SLOT]
+        first = merges[merge, SLOT]
         count = merges[merge, COUNT]
         if row < cute.size(out, mode=[2]):
             top = -Float32.inf

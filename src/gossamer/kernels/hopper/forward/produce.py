@@ -12,7 +12,6 @@ from gossamer.kernels.hopper.common import (
     BITS,
     BITSES,
     BOUNDS,
-    COPY,
     FIRST,
     FULL,
     FULLS,
@@ -29,6 +28,7 @@ from gossamer.kernels.hopper.common import (
     VALID,
     WARPGROUP,
     Env,
+    load_item,
     ring,
     ticket,
 )
@@ -51,29 +51,18 @@ class Producer:
     bytes: dict[str, int]
 
     @cute.jit
-    def load_item(self, env, w):
-        """This lane's word of the description of item `w`; all zero (not valid) past the end."""
-        lane = cute.arch.lane_idx()
-        word = Int32(0)
-        if w < env.items * env.copies:
-            copy = w // env.items
-            if lane < ITEM:
-                word = env.work[w - copy * env.items, lane]
-            if lane == BATCH:
-                word += copy // env.heads
-            if lane == HEAD:
-                word += copy % env.heads
-            if lane == COPY:
-                word = copy
-            if const_expr(self.config.lengths):
-                batch = cute.arch.shuffle_sync(word, BATCH)
-                within = cute.ceil_div(env.lengths[batch], self.config.block_kv)
-                for at, count in ((FULL, FULLS), (INTERVAL, INTERVALS), (BITS, BITSES)):
-                    kept = self.listed_below(
-                        env, cute.arch.shuffle_sync(word, at), cute.arch.shuffle_sync(word, count), within
-                    )
-                    if lane == count:
-                        word = kept
+    def draw(self, env, w):
+        """This lane's word of the description of item `w`, its lists cut at the length of its batch element."""
+        word = load_item(env, w)
+        if const_expr(self.config.lengths):
+            batch = cute.arch.shuffle_sync(word, BATCH)
+            within = cute.ceil_div(env.lengths[batch], self.config.block_kv)
+            for at, count in ((FULL, FULLS), (INTERVAL, INTERVALS), (BITS, BITSES)):
+                kept = self.listed_below(
+                    env, cute.arch.shuffle_sync(word, at), cute.arch.shuffle_sync(word, count), within
+                )
+                if cute.arch.lane_idx() == count:
+                    word = kept
         return word
 
     @cute.jit
@@ -99,7 +88,7 @@ class Producer:
     @cute.jit
     def produce(
         self, tma_q, g_q, tma_k, g_k, tma_v, g_v, s_q, s_k, s_v, bars, item, work, lists, lengths, tickets, items,
-        copies, heads, ratio,
+        ratio,
     ):  # fmt: skip
         """The producer warp: items and Q, then K and V of each step, K one step ahead of V."""
         c = self.config
@@ -112,7 +101,7 @@ class Producer:
         v_to, v_from = cpasync.tma_partition(tma_v, 0, whole, cute.group_modes(s_v, 0, 2), cute.group_modes(t_v, 0, 2))
         env = Env(
             tma_q=tma_q, q_from=q_from, q_to=q_to, bars=bars, item=item, work=work, lists=lists,
-            items=items, copies=copies, heads=heads, lengths=lengths, tickets=tickets,
+            items=items, lengths=lengths, tickets=tickets,
             k=(tma_k, k_from, k_to), v=(tma_v, v_from, v_to),
         )  # fmt: skip
         w, _, _ = cute.arch.block_idx()
@@ -120,7 +109,7 @@ class Producer:
         kv = Int32(0)  # steps so far
         owed = Int32(0)  # the V of the step before is still to be loaded: K runs one step ahead of V
         v_block, v_group, v_batch = Int32(0), Int32(0), Int32(0)
-        word = self.load_item(env, w)
+        word = self.draw(env, w)
         following = self.publish(env, turn, word)
         running = item[VALID, 0]
         while running != 0:
@@ -137,7 +126,7 @@ class Producer:
             draw_at, publish_at = count - DRAW // c.block_kv, count - PUBLISH // c.block_kv
             publish_at = publish_at if publish_at > EARLIEST else Int32(EARLIEST)
             if draw_at < 0:
-                word = self.load_item(env, ticket(env))
+                word = self.draw(env, ticket(env))
             for i in cutlass.range(count, unroll=1):
                 column = following
                 n = i + 1
@@ -153,7 +142,7 @@ class Producer:
                     v_block, v_group, v_batch = block, group, batch
                     kv += 1
                 if i == draw_at:
-                    word = self.load_item(env, ticket(env))
+                    word = self.draw(env, ticket(env))
                 if const_expr(self.bridges):  # noqa: SIM102
                     if i == publish_at:
                         upcoming = self.publish(env, turn, word)
