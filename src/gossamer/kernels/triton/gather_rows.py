@@ -71,7 +71,7 @@ def load_pieces(base, offsets, SIZE: tl.constexpr, S: tl.constexpr, ONCE: tl.con
     Rows that are read ONCE leave the caches first.
     """
     POLICY: tl.constexpr = "evict_first" if ONCE else ""
-    blocks = ()
+    blocks: tl.tuple = ()
     for p in tl.static_range((SIZE + S - 1) // S):
         pointers = base + offsets[:, None] + p * S
         if (p + 1) * S <= SIZE:
@@ -86,7 +86,7 @@ def load_pieces(base, offsets, SIZE: tl.constexpr, S: tl.constexpr, ONCE: tl.con
 @triton.jit
 def load_columns(base, columns, STRIDE: tl.constexpr, SIZE: tl.constexpr, S: tl.constexpr, C: tl.constexpr):
     """The rows that each of C vectors [RP] names: C tuples as `load_pieces` gives them."""
-    rows = ()
+    rows: tl.tuple = ()
     for c in tl.static_range(C):
         rows += (load_pieces(base, columns[c].to(tl.int64) * STRIDE, SIZE, S),)
     return rows
@@ -105,7 +105,7 @@ def store_pieces(base, offsets, mask, blocks, SIZE: tl.constexpr, S: tl.constexp
 @triton.jit
 def listed(pointers, left, C: tl.constexpr):
     """The next C columns of each list, of which `left` [RP] are left: C vectors [RP], 0 past the end."""
-    columns = ()
+    columns: tl.tuple = ()
     for c in tl.static_range(C):
         columns += (tl.load(pointers + c, mask=c < left, other=0),)
     return columns
@@ -114,7 +114,7 @@ def listed(pointers, left, C: tl.constexpr):
 @triton.jit
 def zeros(RP: tl.constexpr, SIZE: tl.constexpr, S: tl.constexpr):
     """Pieces of rows of nothing."""
-    blocks = ()
+    blocks: tl.tuple = ()
     for _p in tl.static_range((SIZE + S - 1) // S):
         blocks += (tl.zeros([RP, S], tl.float32),)
     return blocks
@@ -132,7 +132,7 @@ def dot(x, y, SIZE: tl.constexpr, S: tl.constexpr):
 @triton.jit
 def scaled(x, factor, SIZE: tl.constexpr, S: tl.constexpr):
     """Rows in pieces times a number each, [RP]."""
-    blocks = ()
+    blocks: tl.tuple = ()
     for p in tl.static_range((SIZE + S - 1) // S):
         blocks += (x[p] * factor[:, None],)
     return blocks
@@ -141,7 +141,7 @@ def scaled(x, factor, SIZE: tl.constexpr, S: tl.constexpr):
 @triton.jit
 def added(x, factor, y, SIZE: tl.constexpr, S: tl.constexpr):
     """x + factor y, of rows in pieces."""
-    blocks = ()
+    blocks: tl.tuple = ()
     for p in tl.static_range((SIZE + S - 1) // S):
         blocks += (x[p] + factor[:, None] * y[p],)
     return blocks
@@ -242,7 +242,7 @@ def rows_forward_kernel(
         pointers += C
         after = listed(pointers, left - C, C)
         b_new = b_m
-        scores = ()
+        scores: tl.tuple = ()
         for c in tl.static_range(C):
             m_j = c < left
             if LENGTHS:
