@@ -70,7 +70,6 @@ def forward_kernel(
     i_list = i_b * list_b + i_h * list_h
     i_row = i_list * n_tiles + tile_row
     o_r = row_start + tl.arange(0, R)
-    o_c = tl.arange(0, C)
 
     b_q = load_rows(q + b64 * stride_qb + h64 * stride_qh, row_start, Q, stride_qn, R, D, BLOCK_D, True)
     if not TMA:
@@ -87,6 +86,7 @@ def forward_kernel(
         (interval_starts, interval_counts, interval_indices, HAS_INTERVAL, INTERVAL_CONTIGUOUS),
         (bits_starts, bits_counts, bits_indices, HAS_BITS, BITS_CONTIGUOUS),
     )
+    o_c = tl.arange(0, C)
     before = begin * 0
     b_lo = o_r
     b_hi = o_r
