@@ -54,10 +54,10 @@ def compiled(direction: str, block_q: int, dtype: str, D: int, sm: int) -> Repor
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("block_q", [1, 16])
+@pytest.mark.parametrize(("block_q", "D"), [(1, 64), (1, 128), (16, 64)])
 @pytest.mark.parametrize("direction", ["forward", "dq", "dkdv"])
-def test_no_spills(direction: str, block_q: int, dtype: str) -> None:
-    found = compiled(direction, block_q, dtype, 64, 90)
+def test_no_spills(direction: str, block_q: int, D: int, dtype: str) -> None:
+    found = compiled(direction, block_q, dtype, D, 90)
     assert not found.spills and found.shared <= SHARED_MEMORY[90]
 
 

@@ -60,16 +60,18 @@ def piece(size: int, bits: int) -> int:
 def row_config(direction: Direction, bits: int, D: int, E: int) -> RowConfig:
     """The shipped configuration of a kernel without tiles.
 
-    Measured for rows of 64 numbers; the others follow the same rule: as many items as fill the threads, loads of about
-    512 bytes a thread in flight where registers allow it.
+    Measured for rows of 64 numbers; the others follow the same rule: as many items as fill the threads, two or four
+    columns a step, and as many registers as hold most of what a step loads.
     """
     size = max(padded(D), padded(E))
     threads = max(1, piece(size, bits) * bits // 128)  # of an item
-    pieces = size // piece(size, bits)
+    halves = size > piece(size, bits)
     warps = 2 if direction == "forward" and bits == 16 else 1
-    columns = 4 if bits == 32 or pieces == 1 else 2
-    registers = 128 if pieces > 1 and (direction != "dkdv" or bits == 16) else 96
-    return RowConfig(max(1, 32 * warps // threads), columns, warps, registers)
+    if bits == 16:
+        columns, registers = 2 if halves and direction != "forward" else 4, 128 if halves else 96
+    else:
+        columns, registers = 4, 96 if direction == "dkdv" else 128
+    return RowConfig(32 * warps // threads, columns, warps, registers)
 
 
 def group_config(direction: Direction, bits: int, D: int, E: int, block_rows: int) -> GroupConfig:
