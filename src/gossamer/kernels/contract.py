@@ -213,9 +213,10 @@ class Implementation(Protocol):
 class Binding(Protocol):
     """An implementation that can bind a call to all that its repetitions have in common, so that they look up nothing.
 
-    Both methods are given what a call was computed with just before, with no tensor among its terms. What they return
-    holds its layout, and computes calls whose tensors have the same shapes, strides (of q, k and v), types and device;
-    their addresses, and the strides of dout, are looked at each time. None where there is nothing to gain.
+    Both methods are given what a call was computed with just before, with no tensor among its terms, and q, k and v at
+    multiples of 16 bytes. What they return holds the layout, and computes calls whose q, k and v are at such addresses
+    too, with the same shapes, strides, types and device. A backward looks at strides and addresses itself: what was
+    saved may have been moved meanwhile. None where there is nothing to gain.
     """
 
     def bound_forward(

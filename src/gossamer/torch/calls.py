@@ -46,8 +46,14 @@ def kind_of(
             return None
     return (
         pattern.handle, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-        q.device, k.device, v.device, differentiable(q, k, v, None), deterministic, *options, *map(type, options),
+        q.device, k.device, v.device, differentiable(q, k, v, None), _aligned(q, k, v), deterministic, *options,
+        *map(type, options),
     )  # fmt: skip
+
+
+def _aligned(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether tensors begin at multiples of 16 bytes, for which kernels are compiled."""
+    return not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16
 
 
 def known(kind: tuple[Any, ...] | None) -> Call | None:
@@ -119,7 +125,7 @@ class Call:
 def _bound(plan: Plan, a: Arguments, pattern: int, bind: Callable[[Binding, Any, Any], Any]) -> Any:
     """What `bind` makes of the implementation of a call, its layout and its terms; None where it has no such thing."""
     terms = terms_of(a)
-    if split_for(plan, terms, pattern) is not None:
+    if not _aligned(a.q, a.k, a.v) or split_for(plan, terms, pattern) is not None:
         return None
     implementation, where = placed(plan, a, terms, pattern, [], [])
     return bind(implementation, where, terms) if isinstance(implementation, Binding) else None

@@ -124,11 +124,15 @@ class Hopper:
         return self.launch_backward.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
 
     def bound_forward(self, problem: Problem, q: Any, k: Any, v: Any, layout: BlockLayout, terms: Terms) -> Any:
+        if not isinstance(layout, BlockLayout):
+            return None
         return self.launch.bound_forward(problem, q, k, v, layout, terms)
 
     def bound_backward(
         self, problem: Problem, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, layout: BlockLayout, terms: Terms
     ) -> Any:
+        if not isinstance(layout, BlockLayout):
+            return None
         return self.launch_backward.bound_backward(problem, dout, q, k, v, out, lse, layout, terms)
 
 
