@@ -1,0 +1,134 @@
+"""What the kernels of `gather_rows` share: their items, and rows in pieces, as tuples of blocks that are unrolled."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def decode_rows(
+    items,
+    longest,
+    n_items,
+    n_groups,
+    heads,
+    lead_heads,
+    RP: tl.constexpr,
+    B_FROM_GRID: tl.constexpr,
+    H_FROM_GRID: tl.constexpr,
+):
+    """What this program computes: (b, h, row, begin, end, slot, part, exists) of its RP items, and their `longest`.
+
+    b and h are scalars where they come from the grid. One head is finished before the next one starts: its keys and
+    values stay in L2.
+    """
+    pid = tl.program_id(0)
+    i_group = pid % n_groups
+    o_i = i_group * RP + tl.arange(0, RP)
+    copy = pid // n_groups
+    m_i = o_i < n_items
+    item = items + o_i * 6
+    lead = tl.load(item, mask=m_i, other=0)
+    row = tl.load(item + 1, mask=m_i, other=0)
+    begin = tl.load(item + 2, mask=m_i, other=0)
+    end = tl.load(item + 3, mask=m_i, other=0)
+    slot = tl.load(item + 4, mask=m_i, other=-1)
+    part = tl.load(item + 5, mask=m_i, other=0)
+    b = lead // lead_heads
+    h = lead % lead_heads
+    if H_FROM_GRID:
+        h = copy % heads
+        copy = copy // heads
+    if B_FROM_GRID:
+        b = copy
+    return b, h, row, begin, end, slot, part, m_i, tl.load(longest + i_group)
+
+
+@triton.jit
+def of_row(x, FROM_GRID: tl.constexpr):
+    """A scalar, or a vector over items as [RP, 1]."""
+    return x if FROM_GRID else x[:, None]
+
+
+@triton.jit
+def load_pieces(base, offsets, SIZE: tl.constexpr, S: tl.constexpr, ONCE: tl.constexpr = False):
+    """The rows at `offsets` [RP] from `base` [1 or RP, S]: ceil(SIZE / S) blocks [RP, S] float32.
+
+    Rows that are read ONCE leave the caches first.
+    """
+    POLICY: tl.constexpr = "evict_first" if ONCE else ""
+    blocks: tl.tuple = ()
+    for p in tl.static_range((SIZE + S - 1) // S):
+        pointers = base + offsets[:, None] + p * S
+        if (p + 1) * S <= SIZE:
+            block = tl.load(pointers, eviction_policy=POLICY)
+        else:
+            inside = (p * S + tl.arange(0, S) < SIZE)[None, :]
+            block = tl.load(pointers, mask=inside, other=0.0, eviction_policy=POLICY)
+        blocks += (block.to(tl.float32),)
+    return blocks
+
+
+@triton.jit
+def load_columns(base, columns, STRIDE: tl.constexpr, SIZE: tl.constexpr, S: tl.constexpr, C: tl.constexpr):
+    """The rows that each of C vectors [RP] names: C tuples as `load_pieces` gives them."""
+    rows: tl.tuple = ()
+    for c in tl.static_range(C):
+        rows += (load_pieces(base, columns[c].to(tl.int64) * STRIDE, SIZE, S),)
+    return rows
+
+
+@triton.jit
+def store_pieces(base, offsets, mask, blocks, SIZE: tl.constexpr, S: tl.constexpr, ONCE: tl.constexpr = False):
+    """Write the pieces of rows to `offsets` [RP] from `base` [1 or RP, S] where `mask` [RP]."""
+    POLICY: tl.constexpr = "evict_first" if ONCE else ""
+    for p in tl.static_range((SIZE + S - 1) // S):
+        pointers = base + offsets[:, None] + p * S
+        inside = mask[:, None] & (p * S + tl.arange(0, S) < SIZE)[None, :]
+        tl.store(pointers, blocks[p].to(base.dtype.element_ty), mask=inside, eviction_policy=POLICY)
+
+
+@triton.jit
+def listed(pointers, left, C: tl.constexpr):
+    """The next C columns of each list, of which `left` [RP] are left: C vectors [RP], 0 past the end."""
+    columns: tl.tuple = ()
+    for c in tl.static_range(C):
+        columns += (tl.load(pointers + c, mask=c < left, other=0),)
+    return columns
+
+
+@triton.jit
+def zeros(RP: tl.constexpr, SIZE: tl.constexpr, S: tl.constexpr):
+    """Pieces of rows of nothing."""
+    blocks: tl.tuple = ()
+    for _p in tl.static_range((SIZE + S - 1) // S):
+        blocks += (tl.zeros([RP, S], tl.float32),)
+    return blocks
+
+
+@triton.jit
+def dot(x, y, SIZE: tl.constexpr, S: tl.constexpr):
+    """The products of rows in pieces, [RP]."""
+    total = x[0] * y[0]
+    for p in tl.static_range(1, (SIZE + S - 1) // S):
+        total += x[p] * y[p]
+    return tl.sum(total, 1)
+
+
+@triton.jit
+def scaled(x, factor, SIZE: tl.constexpr, S: tl.constexpr):
+    """Rows in pieces times a number each, [RP]."""
+    blocks: tl.tuple = ()
+    for p in tl.static_range((SIZE + S - 1) // S):
+        blocks += (x[p] * factor[:, None],)
+    return blocks
+
+
+@triton.jit
+def added(x, factor, y, SIZE: tl.constexpr, S: tl.constexpr):
+    """x + factor y, of rows in pieces."""
+    blocks: tl.tuple = ()
+    for p in tl.static_range((SIZE + S - 1) // S):
+        blocks += (x[p] + factor[:, None] * y[p],)
+    return blocks
