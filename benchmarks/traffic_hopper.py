@@ -30,7 +30,7 @@ class Traffic(forward_kernel.Forward):
     @cute.jit
     def consume(
         self, mma_qk, mma_pv, mma_half, s_q, s_k, s_v, s_o, bars, item, bounds, lists, pool, sinks, lse,
-        part_out, part_lse, lengths, before, exponent, slots, has_sinks, rows,
+        part_out, part_lse, lengths, before, exponent, has_sinks, rows,
     ):  # fmt: skip
         c = self.config
         thread, _, _ = cute.arch.thread_idx()

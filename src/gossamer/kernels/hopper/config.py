@@ -31,7 +31,7 @@ class ForwardConfig:
     stages: int = 2
     q_stages: int = 2
     blocks: int = 1
-    hold: int = 1  # rows whose exponentials are done before P V is waited for
+    hold: int = 1  # 1: a row's exponentials are done before P V is waited for; 2: and begun before scores are compared
     halves: bool = True  # interval steps of which a warpgroup needs one half of the columns compute no more
     lengths: bool = False  # keys at and after a length for each batch element are not attended
     score: str = "fold"  # or "scale" (a factor that is not positive), "softcap"
@@ -233,7 +233,10 @@ def forward_config(
         step, stages, q_stages = {
             64: (128, 2, 2), 96: (128, 2, 2), 128: (128, 2, 2), 192: (64, 2, 2), 256: (64, 2, 1)
         }[D]  # fmt: skip
-    found = ForwardConfig(dtype, D, E, block_q, block_kv, step, stages, q_stages, blocks, lengths=lengths, score=score)
+    hold = 2 if block_q < 192 and E <= 128 else 1  # a row in registers of its own, until it is known to count
+    found = ForwardConfig(
+        dtype, D, E, block_q, block_kv, step, stages, q_stages, blocks, hold, lengths=lengths, score=score
+    )
     return replace(found, **tuned("forward", D, E, block_q, block_kv))
 
 

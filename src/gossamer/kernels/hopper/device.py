@@ -15,6 +15,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 ROWS = 2  # rows of a fragment that a thread holds
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
+LIMIT = 0x41000000  # the bits of 8.0: the largest power of two, relative to a row's reference, that may be summed
 
 
 @dsl_user_op
@@ -38,6 +39,19 @@ def below(limit: Int32, *, loc=None, ip=None) -> Int32:
     return Int32(
         llvm.inline_asm(
             T.i32(), operands, code, "=r,r",
+            has_side_effects=False, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+        )
+    )  # fmt: skip
+
+
+@dsl_user_op
+def largest(a: Float32, b: Float32, top: Int32, *, loc=None, ip=None) -> Int32:
+    """The largest of `top` and the bits of two floats, as integers: one instruction."""
+    operands = [Float32(a).ir_value(loc=loc, ip=ip), Float32(b).ir_value(loc=loc, ip=ip)]
+    code = "{ .reg .b32 x, y; mov.b32 x, $1; mov.b32 y, $2; max.s32 x, x, y; max.s32 $0, x, $3; }"
+    return Int32(
+        llvm.inline_asm(
+            T.i32(), [*operands, Int32(top).ir_value(loc=loc, ip=ip)], code, "=r,f,f,r",
             has_side_effects=False, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
         )
     )  # fmt: skip
@@ -111,69 +125,88 @@ def interval_words(words: cute.Tensor, lo: cute.Tensor, hi: cute.Tensor, first: 
 
 
 @cute.jit
-def tops(scores: cute.Tensor, top: cute.Tensor) -> None:
-    """The largest score of each row among this thread's columns."""
+def exceed(scores: cute.Tensor, reference: cute.Tensor, exponent: Float32) -> cutlass.Boolean:
+    """Whether any power of two of this thread is above the limit, or a row has no reference yet.
+
+    Their bits are compared, those of negative powers as 0; without a reference a power is infinite or not a number.
+    """
+    count = const_expr(cute.size(scores) // 4)
+    found = []
+    for r in cutlass.range_constexpr(ROWS):
+        top = [Int32(0), Int32(0)]
+        for j in cutlass.range_constexpr(count):
+            pair = [scores[4 * j + 2 * r + c] * exponent - reference[r] for c in range(2)]
+            top[j % 2] = largest(pair[0], pair[1], top[j % 2])
+        found.append(cutlass.max(top[0], top[1]))
+    return cutlass.max(found[0], found[1]) > LIMIT
+
+
+@cute.jit
+def start_reference(scores: cute.Tensor, reference: cute.Tensor, exponent: Float32) -> None:
+    """A row's first reference: of its largest score among a quarter of the columns; -inf if none of those is kept."""
     count = const_expr(cute.size(scores) // 4)
     for r in cutlass.range_constexpr(ROWS):
-        best = [scores[2 * r], scores[2 * r + 1], scores[4 + 2 * r], scores[4 + 2 * r + 1]]
-        for j in cutlass.range_constexpr(2, count):
-            k = const_expr(2 * (j % 2))
-            best[k] = cute.arch.fmax(best[k], scores[4 * j + 2 * r])
-            best[k + 1] = cute.arch.fmax(best[k + 1], scores[4 * j + 2 * r + 1])
-        top[r] = cute.arch.fmax(cute.arch.fmax(best[0], best[1]), cute.arch.fmax(best[2], best[3]))
+        top = scores[2 * r]
+        for j in cutlass.range_constexpr(count):
+            if const_expr(j % 5 == 0):
+                top = cute.arch.fmax(top, cute.arch.fmax(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]))
+        reference[r] = over_quad(top) * exponent
+
+
+@cute.jit
+def over_quad(value: Float32) -> Float32:
+    """The largest value of the four threads that share a row."""
+    value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=1))
+    return cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=2))
 
 
 @cute.jit
 def raise_reference(
-    top: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, rescale: cute.Tensor, exponent: Float32
+    scores: cute.Tensor, reference: cute.Tensor, row_sum: cute.Tensor, rescale: cute.Tensor, exponent: Float32
 ) -> None:
-    """Make the row's maximum its new reference; `rescale` is the factor for what was summed before."""
+    """Make the row's largest power of two its new reference; `rescale` is the factor for what was summed before."""
+    count = const_expr(cute.size(scores) // 4)
     for r in cutlass.range_constexpr(ROWS):
-        before = row_max[r]
-        new = cute.arch.fmax(top[r], cute.arch.shuffle_sync_bfly(top[r], offset=1))
-        new = cute.arch.fmax(new, cute.arch.shuffle_sync_bfly(new, offset=2))
-        new = cute.arch.fmax(new, before)
-        row_max[r] = new
-        # Nothing kept yet: exp2(-inf - 0) is 0 where (-inf) - (-inf) would be NaN.
-        shift = Float32(0.0) if new == -Float32.inf else new
-        rescale[r] = cute.math.exp2((before - shift) * exponent, fastmath=True)
+        top = scores[2 * r]
+        for j in cutlass.range_constexpr(count):
+            top = cute.arch.fmax(top, cute.arch.fmax(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]))
+        before = reference[r]
+        reference[r] = cute.arch.fmax(over_quad(top) * exponent, before)
+        rescale[r] = cute.math.exp2(before - shift_of(reference[r]), fastmath=True)
         row_sum[r] = row_sum[r] * rescale[r]
 
 
 @cute.jit
-def exponentials(
-    scores: cute.Tensor,
-    row_max: cute.Tensor,
-    row_sum: cute.Tensor,
-    exponent: Float32,
-    masked: cutlass.Constexpr,
-    hold: cutlass.Constexpr,
-    scratch: cute.Tensor,
-) -> None:
-    """Scores to exp2(exponent * (score - reference)) in place, added to `row_sum`.
+def shift_of(reference: Float32) -> Float32:
+    """What is taken from the powers of a row. Nothing kept yet: exp2(-inf - 0) is 0 where (-inf) - (-inf) is NaN."""
+    return Float32(0.0) if reference == -Float32.inf else reference
 
-    `row_sum` holds this thread's columns only: it is reduced over the quad once, at the end. A store that never
-    happens (no sum is negative) keeps the assembler from moving the exponentials of the first `hold` rows behind the
-    caller's next wait for matrix products.
+
+@cute.jit
+def exponentials(
+    scores: cute.Tensor, r: cutlass.Constexpr, shift: Float32, exponent: Float32, powers: cute.Tensor
+) -> Float32:
+    """Two to the powers of row `r`, less `shift`, into the same places of `powers`; returns their sum.
+
+    It is that of this thread's columns only: a row's sum is reduced over the quad once, at the end.
     """
-    count = const_expr(cute.size(scores) // 4)
-    for r in cutlass.range_constexpr(ROWS):
-        top = row_max[r]
-        if const_expr(masked):
-            top = Float32(0.0) if top == -Float32.inf else top
-        shift = top * exponent
-        sums = [row_sum[r], Float32(0.0), Float32(0.0), Float32(0.0)]
-        for j in cutlass.range_constexpr(count):
-            for c in cutlass.range_constexpr(2):
-                i = const_expr(4 * j + 2 * r + c)
-                p = cute.math.exp2(scores[i] * exponent - shift, fastmath=True)
-                scores[i] = p
-                k = const_expr(2 * (j % 2) + c)
-                sums[k] = sums[k] + p
-        row_sum[r] = (sums[0] + sums[1]) + (sums[2] + sums[3])
-        if const_expr(r < hold):  # noqa: SIM102
-            if row_sum[r] == -1.0:
-                scratch[0] = Int32(0)
+    sums = [Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)]
+    for j in cutlass.range_constexpr(cute.size(scores) // 4):
+        for c in cutlass.range_constexpr(2):
+            i = const_expr(4 * j + 2 * r + c)
+            powers[i] = cute.math.exp2(scores[i] * exponent - shift, fastmath=True)
+            k = const_expr(2 * (j % 2) + c)
+            sums[k] = sums[k] + powers[i]
+    return (sums[0] + sums[1]) + (sums[2] + sums[3])
+
+
+@cute.jit
+def copy_row(source: cute.Tensor, r: cutlass.Constexpr, target: cute.Tensor) -> None:
+    """Row `r` of a fragment to the same places of another."""
+    for j in cutlass.range_constexpr(cute.size(source) // 4):
+        for c in cutlass.range_constexpr(2):
+            i = const_expr(4 * j + 2 * r + c)
+            target[i] = source[i]
 
 
 @cute.jit
@@ -188,22 +221,21 @@ def scale_rows(acc: cute.Tensor, factor: cute.Tensor) -> None:
 
 @cute.jit
 def finish(
-    row_max: cute.Tensor,
+    reference: cute.Tensor,
     row_sum: cute.Tensor,
     factor: cute.Tensor,
     lse: cute.Tensor,
-    exponent: Float32,
     sink: Float32,
 ) -> None:
     """Reduce the sums over the quad; `factor` = 1 / sum (0 for a row that keeps nothing), lse in natural logarithm.
 
-    `sink` is a sink logit times log2(e), -inf for none.
+    `reference` is -inf for a row that keeps nothing, `sink` a sink logit times log2(e), -inf for none.
     """
     for r in cutlass.range_constexpr(ROWS):
         total = row_sum[r]
         total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
         total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
-        top = row_max[r] * exponent
+        top = reference[r]
         shift = cute.arch.fmax(top, sink)
         shift = Float32(0.0) if shift == -Float32.inf else shift
         shrink = cute.math.exp2(top - shift, fastmath=True)

@@ -7,25 +7,20 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from gossamer.kernels.hopper import device
 from gossamer.kernels.hopper.common import (
-    BATCH,
     BITS,
     BITSES,
     FULL,
     FULLS,
-    HEAD,
     INTERVAL,
     INTERVALS,
     OUT,
-    READ,
     ROWS,
-    SLACK,
     SLOT,
     START,
-    TILE,
     TURN,
     VALID,
     WARPGROUP,
@@ -34,11 +29,12 @@ from gossamer.kernels.hopper.common import (
 )
 from gossamer.kernels.hopper.config import ForwardConfig
 from gossamer.kernels.hopper.forward.masks import Masks
+from gossamer.kernels.hopper.forward.results import Results
 
 BOTH = 2  # halves of a step's columns that P has: 0, 1, or both
 
 
-class Consumer(Masks):
+class Consumer(Masks, Results):
     """64 query rows of each item for each warpgroup."""
 
     config: ForwardConfig
@@ -49,6 +45,7 @@ class Consumer(Masks):
     turns: bool
     defers: bool
     halves: bool
+    late: bool
 
     @cute.jit
     def consume(
@@ -73,19 +70,17 @@ class Consumer(Masks):
             frag_v=whole_pv.make_fragment_B(whole_pv.partition_B(s_vt)),
             frag_p=whole_pv.make_fragment_A(whole_pv.partition_shape_A((ROWS, c.step))),
             acc_o=cute.make_rmem_tensor(whole_pv.partition_shape_C((ROWS, c.E)), Float32),
-            row_max=cute.make_rmem_tensor(two, Float32),
+            reference=cute.make_rmem_tensor(two, Float32),
             row_sum=cute.make_rmem_tensor(two, Float32),
             rescale=cute.make_rmem_tensor(two, Float32),
-            old_max=cute.make_rmem_tensor(two, Float32),
+            old_reference=cute.make_rmem_tensor(two, Float32),
             old_sum=cute.make_rmem_tensor(two, Float32),
-            lo=cute.make_rmem_tensor(two, Int32),
-            hi=cute.make_rmem_tensor(two, Int32),
             start=cute.make_rmem_tensor((2 * device.ROWS + 2,), Int32),
             start_words=cute.make_rmem_tensor((device.ROWS, c.step // 32), Int32),
             bars=bars, item=item, scratch=item[15, None], lists=lists,
             pool=pool, bounds=bounds, sinks=sinks, has_sinks=has_sinks,
             lse=lse, part_out=part_out, part_lse=part_lse, before=before, exponent=exponent,
-            slack=SLACK / exponent, lengths=lengths, length=cute.make_rmem_tensor((1,), Int32),
+            lengths=lengths, length=cute.make_rmem_tensor((1,), Int32),
         )  # fmt: skip
         if const_expr(self.halves):
             whole_half = mma_half.get_slice(0)
@@ -104,18 +99,15 @@ class Consumer(Masks):
         started = Int32(0)  # the item's first step was done together with the last one of the item before
         cute.arch.mbarrier_wait(bars.q_full, 0)
         running = item[VALID, 0]
-        for row in (env.row_max, env.row_sum, env.old_max, env.old_sum):
+        for row in (env.reference, env.row_sum, env.old_reference, env.old_sum):
             row.fill(0.0)
-        env.lo.fill(0)
-        env.hi.fill(0)
         env.length.fill(0)
         while running != 0:
             stage = ring(turn, c.q_stages)[0]
             count = item[FULLS, stage] + item[INTERVALS, stage] + item[BITSES, stage]
             buffer = stage * self.groups + me
             if started == 0:
-                env.row_max.fill(-Float32.inf)
-                env.row_sum.fill(0.0)
+                self.begin(env)
                 env.acc_o.fill(0.0)
                 self.prepare(env, stage)
                 if count > 0:
@@ -139,12 +131,13 @@ class Consumer(Masks):
                 if const_expr(self.defers):  # or with the next step, if the item has one
                     at_once = Int32(1) if next_count * self.parts == 1 else Int32(0)
                 if at_once != 0:
-                    self.finish(env, stage, env.old_max, env.old_sum, self.turns)
+                    self.finish(env, stage, self.turns)
                     env.acc_o.fill(0.0)
             else:
                 if count > 0:
                     self.last(env, kv)
-                self.finish(env, stage, env.row_max, env.row_sum, False)
+                self.begin(env)
+                self.finish(env, stage, False)
             if const_expr(not self.bridges):
                 following, phase = ring(turn, c.q_stages)
                 cute.arch.mbarrier_wait(bars.q_full + following, phase)
@@ -207,48 +200,6 @@ class Consumer(Masks):
         return kv
 
     @cute.jit
-    def finish(self, env, stage, row_max, row_sum, read: cutlass.Constexpr):
-        """The result of an item: normalised, with lse, into shared memory for the store warp (or a slot's floats).
-
-        `read`: a barrier since the item's last Q K^T has shown already that every warp has read its Q.
-        """
-        c = self.config
-        item = env.item
-        batch, head, tile, slot = item[BATCH, stage], item[HEAD, stage], item[TILE, stage], item[SLOT, stage]
-        sink = -Float32.inf
-        if env.has_sinks != 0 and slot < 0:
-            sink = env.sinks[head] * device.LOG2E
-        factor = cute.make_rmem_tensor((device.ROWS,), Float32)
-        value = cute.make_rmem_tensor((device.ROWS,), Float32)
-        device.finish(row_max, row_sum, factor, value, env.exponent, sink)
-        # O itself stays as it is: to write it now would make the assembler wait for products in flight.
-        if slot < 0:
-            packed = cute.make_rmem_tensor_like(env.acc_o, self.dtype)
-            device.convert_rows(env.acc_o, packed, factor)
-            if const_expr(not read):
-                cute.arch.barrier(barrier_id=READ + env.me, number_of_threads=WARPGROUP)
-            atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
-            mine = cute.make_tiled_copy_C(atom, env.mma_pv).get_slice(env.thread)
-            to = mine.partition_D(env.s_o)
-            cute.copy(atom, mine.retile(packed), to[None, None, None, stage * self.groups + env.me])
-            cute.arch.fence_view_async_shared()
-            if env.lane % 4 == 0:
-                for r in cutlass.range_constexpr(device.ROWS):
-                    row = tile * c.block_q + env.my_row + 8 * r
-                    if row < env.rows:
-                        env.lse[batch, head, row] = value[r]
-        else:
-            for r in cutlass.range_constexpr(device.ROWS):
-                row = env.my_row + 8 * r
-                if tile * c.block_q + row < env.rows:
-                    for j in cutlass.range_constexpr(c.E // 8):
-                        for e in cutlass.range_constexpr(2):
-                            env.part_out[slot, row, 8 * j + env.quad + e] = env.acc_o[4 * j + 2 * r + e] * factor[r]
-                    if env.lane % 4 == 0:
-                        env.part_lse[slot, row] = value[r]
-        cute.arch.barrier_arrive(barrier_id=OUT + env.me, number_of_threads=WARPGROUP + 32)
-
-    @cute.jit
     def product(self, mma, acc, a, b, accumulate: cutlass.Constexpr):
         """Issue acc (+)= a b as one group of asynchronous products."""
         warpgroup.fence()
@@ -301,7 +252,9 @@ class Consumer(Masks):
         self.transform(env, acc_s)
         if env.start[5] != 0:
             device.keep(acc_s, self.start_mask(env))
-        self.start_softmax(env, acc_s, 0)
+        device.start_reference(acc_s, env.reference, env.exponent)
+        self.softmax(env, acc_s)
+        self.second_row(env, acc_s)
         device.convert(acc_s, env.frag_p)
 
     @cute.jit
@@ -325,18 +278,17 @@ class Consumer(Masks):
         else:
             self.product(env.mma_pv, env.acc_o, env.frag_p, v, True)
         self.pass_turn(env)
-        for r in cutlass.range_constexpr(device.ROWS):
-            env.old_max[r], env.old_sum[r] = env.row_max[r], env.row_sum[r]
-        env.row_max.fill(-Float32.inf)
-        env.row_sum.fill(0.0)
+        self.begin(env)
         warpgroup.wait_group(1)
         self.release(env, env.bars.k_empty + stage)
         self.transform(env, acc_s)
         if env.start[5] != 0:
             device.keep(acc_s, self.start_mask(env))
-        self.start_softmax(env, acc_s, c.hold)
+        device.start_reference(acc_s, env.reference, env.exponent)
+        self.softmax(env, acc_s)
         warpgroup.wait_group(0)
         self.release(env, env.bars.v_empty + old_stage)
+        self.second_row(env, acc_s)
         device.convert(acc_s, env.frag_p)
 
     @cute.jit
@@ -369,6 +321,8 @@ class Consumer(Masks):
             self.edge_words(env, words, at, i)
         elif const_expr(mode == "second"):
             masked = self.second_words(env, words, at)
+            if const_expr(self.late):
+                factor, value = self.factors(env, 1 - at)
         cute.arch.mbarrier_wait(env.bars.k_full + stage, phase)
         if const_expr(self.turns):
             cute.arch.barrier(barrier_id=TURN + env.me, number_of_threads=2 * WARPGROUP)
@@ -378,7 +332,12 @@ class Consumer(Masks):
             q, k = env.frag_q_half[None, None, None, buffer], env.frag_k_half[None, None, None, half, 0, stage]
         self.product(mma, acc_s, q, k, False)
         if const_expr(mode == "second"):
-            self.finish(env, 1 - at, env.old_max, env.old_sum, self.turns)
+            if const_expr(self.late):
+                packed = self.normalise(env, factor)
+                if env.item[SLOT, 1 - at] >= 0:
+                    self.write_part(env, 1 - at, factor, value)
+            else:
+                self.finish(env, 1 - at, self.turns)
         cute.arch.mbarrier_wait(env.bars.v_full + old_stage, old_phase)
         v = env.frag_v[None, None, None, old_stage]
         if const_expr(self.halves and mode == "interval"):
@@ -386,8 +345,13 @@ class Consumer(Masks):
         else:
             self.product(env.mma_pv, env.acc_o, env.frag_p, v, mode != "second")
         self.pass_turn(env)
+        if const_expr(mode == "second" and self.late):
+            if env.item[SLOT, 1 - at] < 0:
+                self.send(env, 1 - at, packed, value, self.turns)
+            cute.arch.barrier_arrive(barrier_id=OUT + env.me, number_of_threads=WARPGROUP + 32)
         if const_expr(mode == "interval"):
-            device.interval_words(words, env.lo, env.hi, at + (0 if const_expr(half is None) else half * columns))
+            lo, hi = self.row_bounds(env, buffer // self.groups)
+            device.interval_words(words, lo, hi, at + (0 if const_expr(half is None) else half * columns))
         warpgroup.wait_group(1)
         self.release(env, env.bars.k_empty + stage)
         self.transform(env, acc_s)
@@ -396,17 +360,10 @@ class Consumer(Masks):
                 device.keep(acc_s, words)
         elif const_expr(mode != "full"):
             device.keep(acc_s, words)
-        top = cute.make_rmem_tensor((device.ROWS,), Float32)
-        device.tops(acc_s, top)
-        # The reference of a row need not be its maximum: what matters is that no power of two overflows. So it is
-        # raised, and O rescaled, only when a score is far above it, and most steps need no exchange between threads.
-        above = top[0] > env.row_max[0] + env.slack or top[1] > env.row_max[1] + env.slack
-        raised = cute.arch.vote_any_sync(above)
-        if raised:
-            device.raise_reference(top, env.row_max, env.row_sum, env.rescale, env.exponent)
-        device.exponentials(acc_s, env.row_max, env.row_sum, env.exponent, mode != "full", c.hold, env.scratch)
+        raised = self.softmax(env, acc_s)
         warpgroup.wait_group(0)
         self.release(env, env.bars.v_empty + old_stage)
+        self.second_row(env, acc_s)
         if const_expr(half is None):
             device.convert(acc_s, env.frag_p)
         else:
@@ -417,12 +374,38 @@ class Consumer(Masks):
             device.scale_rows(env.acc_o, env.rescale)
 
     @cute.jit
-    def start_softmax(self, env, acc_s, hold: cutlass.Constexpr):
-        """The softmax of an item's first step."""
-        top = cute.make_rmem_tensor((device.ROWS,), Float32)
-        device.tops(acc_s, top)
-        device.raise_reference(top, env.row_max, env.row_sum, env.rescale, env.exponent)
-        device.exponentials(acc_s, env.row_max, env.row_sum, env.exponent, True, hold, env.scratch)
+    def softmax(self, env, acc_s):
+        """Scores to probabilities relative to the references, those of the second row but for `second_row`.
+
+        Returns whether a reference was raised, and O is to be rescaled. It need not be the row's maximum: what matters
+        is that no power of two overflows. So it is raised only when a score is far above it, most steps need no
+        exchange between threads, and the first row's exponentials need not wait for the comparison (`hold` of 2).
+        """
+        early = const_expr(self.config.hold == 2)
+        first = cute.make_rmem_tensor_like(acc_s) if early else acc_s
+        if const_expr(early):
+            total = device.exponentials(acc_s, 0, env.reference[0], env.exponent, first)
+        raised = cute.arch.vote_any_sync(device.exceed(acc_s, env.reference, env.exponent))
+        if raised:
+            device.raise_reference(acc_s, env.reference, env.row_sum, env.rescale, env.exponent)
+            if const_expr(early):
+                total = device.exponentials(acc_s, 0, device.shift_of(env.reference[0]), env.exponent, first)
+        if const_expr(early):
+            device.copy_row(first, 0, acc_s)
+        else:
+            total = device.exponentials(acc_s, 0, device.shift_of(env.reference[0]), env.exponent, acc_s)
+        env.row_sum[0] = env.row_sum[0] + total
+        if const_expr(self.config.hold == 1):  # noqa: SIM102
+            # This never happens, and keeps the assembler from moving the exponentials behind the wait for P V.
+            if env.row_sum[0] == -1.0:
+                env.scratch[0] = Int32(0)
+        return raised
+
+    @cute.jit
+    def second_row(self, env, acc_s):
+        """Scores of the second row to probabilities: what is left of the softmax when P V is done."""
+        total = device.exponentials(acc_s, 1, device.shift_of(env.reference[1]), env.exponent, acc_s)
+        env.row_sum[1] = env.row_sum[1] + total
 
     @cute.jit
     def last(self, env, kv):

@@ -46,6 +46,8 @@ class Forward(Producer, Consumer):
         self.turns = self.groups > 1
         # An item's result is finished while the next one's second S is computed, where registers hold both.
         self.defers = self.groups < 3
+        # Where registers hold it beside O, a result leaves them when the product that overwrites O runs already.
+        self.late = self.defers and config.hold == 2
         self.halves = bool(config.halves) and self.parts == 1 and config.step == 128
         self.bridges = config.q_stages > 1  # the next item's Q is there while this item's is in use
 

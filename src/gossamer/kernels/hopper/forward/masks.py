@@ -37,7 +37,7 @@ class Masks:
 
     @cute.jit
     def prepare(self, env, stage):
-        """Load what masks the steps of an item: its rows' bounds and, for the first step, column and words."""
+        """Load what masks the first step of an item: column, bounds and words of its rows."""
         item = env.item
         fulls, intervals = item[FULLS, stage], item[INTERVALS, stage]
         env.start_words.fill(-1)
@@ -46,20 +46,27 @@ class Masks:
         if const_expr(self.config.lengths):
             env.start[0] = item[FIRST, stage]
             env.length[0] = env.lengths[item[BATCH, stage]] - env.quad
+        lo, hi = self.row_bounds(env, stage)
+        masked = fulls == 0 and intervals > 0
         for r in cutlass.range_constexpr(device.ROWS):
-            env.lo[r] = env.bounds[env.my_row + 8 * r, 0, stage] - env.quad
-            env.hi[r] = env.bounds[env.my_row + 8 * r, 1, stage] - env.quad
-            end = Int32(FAR)
-            if const_expr(self.config.lengths):
-                end = env.length[0]
-                env.hi[r] = cutlass.min(env.hi[r], end)
-            masked = fulls == 0 and intervals > 0
-            env.start[1 + r] = env.lo[r] if masked else -FAR
-            env.start[3 + r] = env.hi[r] if masked else end
+            end = env.length[0] if const_expr(self.config.lengths) else Int32(FAR)
+            env.start[1 + r] = lo[r] if masked else -FAR
+            env.start[3 + r] = hi[r] if masked else end
         env.start[5] = Int32(1) if fulls == 0 or self.config.lengths else Int32(0)
         if fulls + intervals == 0:  # noqa: SIM102
             if item[BITSES, stage] > 0:
                 self.words(env, env.start_words, item[BITS, stage], Int32(0))
+
+    @cute.jit
+    def row_bounds(self, env, stage):
+        """The bounds of this thread's rows of the item in `stage`, shifted to its first column."""
+        lo, hi = cute.make_rmem_tensor((device.ROWS,), Int32), cute.make_rmem_tensor((device.ROWS,), Int32)
+        for r in cutlass.range_constexpr(device.ROWS):
+            lo[r] = env.bounds[env.my_row + 8 * r, 0, stage] - env.quad
+            hi[r] = env.bounds[env.my_row + 8 * r, 1, stage] - env.quad
+            if const_expr(self.config.lengths):
+                hi[r] = cutlass.min(hi[r], env.length[0])
+        return lo, hi
 
     @cute.jit
     def words(self, env, words, at, i):
@@ -95,7 +102,8 @@ class Masks:
         if fulls < 2:
             if fulls + intervals >= 2:
                 first = self.column(env, item[INTERVAL, stage], 1 - fulls)
-                device.interval_words(words, env.lo, env.hi, first)
+                lo, hi = self.row_bounds(env, stage)
+                device.interval_words(words, lo, hi, first)
             else:
                 self.words(env, words, item[BITS, stage], 1 - fulls - intervals)
         elif const_expr(self.config.lengths):
