@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from gossamer.kernels.hopper.config import BackwardConfig, ForwardConfig, QueryConfig, WideConfig
+from gossamer.kernels.hopper.gather.config import GatherConfig
 from gossamer.kernels.hopper.store import Kernel
 
 OPTIONS = "--enable-tvm-ffi"
@@ -158,6 +159,41 @@ def query_gradient(config: QueryConfig) -> Any:
         rows, compact(Int32, s(), c.block_kv // 32), compact(Float32, s(), c.block_q, c.D), _lengths(c),
         compact(Int32, 1), *[Float32(1)] * 3, *[Int32(1)] * 2,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
+    )  # fmt: skip
+
+
+@Kernel
+def gather(config: GatherConfig) -> Any:
+    """A kernel over gathered columns: the forward, dQ, or dK and dV."""
+    import cutlass.cute as cute
+    from cutlass import Float32, Int32
+
+    from gossamer.kernels.hopper.backward.fields import SEGMENT
+    from gossamer.kernels.hopper.common import ITEM, NUMBERS
+    from gossamer.kernels.hopper.gather.columns import GatherColumns
+    from gossamer.kernels.hopper.gather.forward import GatherForward
+    from gossamer.kernels.hopper.gather.query import GatherQuery
+
+    n, c, s = NUMBERS[config.dtype], config, cute.sym_int
+    B, H, G, Q, K = s(), s(), s(), s(), s()
+    inputs = strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q)
+    items, lists = compact(Int32, s(), ITEM), (compact(Int32, s()), compact(Int32, s(), 64))
+    terms, part, lengths = compact(Float32, 2, B, H, s()), compact(Float32, s(), 64, c.size), compact(Int32, s())
+    tickets, stream = compact(Int32, 1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    if c.direction == "forward":
+        return cute.compile(
+            GatherForward(c), *inputs, _rows(B, H, Q), items, *lists, compact(Float32, s()), part,
+            compact(Float32, s(), 64), lengths, tickets, *[Float32(1)] * 2, *[Int32(1)] * 3, stream, options=OPTIONS,
+        )  # fmt: skip
+    numbers = [Float32(1)] * 3 + [Int32(1)] * 2
+    if c.direction == "query":
+        return cute.compile(
+            GatherQuery(c), *inputs, terms, strided(n, B, H, Q), items, *lists, part, lengths, tickets, *numbers,
+            stream, options=OPTIONS,
+        )  # fmt: skip
+    return cute.compile(
+        GatherColumns(c), *inputs, terms, strided(n, B, G, K), strided(n, B, G, K), items, compact(Int32, s(), SEGMENT),
+        *lists, part, compact(Float32, s(), 64, c.size), lengths, tickets, *numbers, stream, options=OPTIONS,
     )  # fmt: skip
 
 

@@ -128,7 +128,7 @@ class Consumer:
         """Wait for stage `n` of Q; returns the kind of its step and loads what masks it."""
         c = self.config
         stage, phase = ring(n, c.q_stages)
-        cute.arch.mbarrier_wait(env.bars.q_full + stage, phase)
+        self.filled(env.bars.q_full + stage, phase)
         kind = cute.arch.make_warp_uniform(env.steps[KIND, stage])
         entry = env.steps[ENTRY, stage]
         keys = self.attended(env)
@@ -165,6 +165,11 @@ class Consumer:
             cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
+
+    @cute.jit
+    def filled(self, bar, phase):
+        """Wait until a stage is there."""
+        cute.arch.mbarrier_wait(bar, phase)
 
     @cute.jit
     def release(self, env, bar):
@@ -205,7 +210,7 @@ class Consumer:
         if started:
             self.release(env, bars.do_empty + ring(m - 1, c.do_stages)[0])
             self.release(env, bars.q_empty + ring(n - 1, c.q_stages)[0])
-        cute.arch.mbarrier_wait(bars.do_full + do_stage, do_phase)
+        self.filled(bars.do_full + do_stage, do_phase)
         self.product(
             env.mma_s, env.acc_dp, env.frag_v[None, None, None, env.me, 0], env.frag_do[None, None, None, do_stage],
             False,
@@ -250,7 +255,7 @@ class Consumer:
         if const_expr(c.score == "softcap"):  # its slopes leave no registers for S beside dP
             warpgroup.wait_group(0)
             self.probabilities(env, stage, kind, lse)
-        cute.arch.mbarrier_wait(bars.do_full + do_stage, do_phase)
+        self.filled(bars.do_full + do_stage, do_phase)
         self.product(
             env.mma_s, env.acc_dp, env.frag_v[None, None, None, 0, 0], env.frag_do[None, None, None, do_stage], False
         )

@@ -179,6 +179,29 @@ class QueryConsumer:
         shape = env.mma_s.get_slice(0).partition_shape_C((ROWS, c.step))
         acc_s, acc_dp = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
         words = cute.make_rmem_tensor((device.ROWS, c.step // 32), Int32)
+        self.mask(env, words, mode, kv, at, part, column)
+        self.filled(bars.k_full + k_stage, k_phase)
+        self.product(env.mma_s, acc_s, env.frag_q, env.frag_k[None, None, None, k_stage], False)
+        self.filled(bars.v_full + v_stage, v_phase)
+        warpgroup.wait_group(1)
+        if kv != fresh:
+            self.release(env, bars.k_empty + ring(kv - 1, c.k_stages)[0])
+        self.product(env.mma_s, acc_dp, env.frag_g, env.frag_v[None, None, None, v_stage], False)
+        warpgroup.wait_group(1)
+        if const_expr(c.score == "softcap"):
+            device.soft_cap(acc_s, env.before)
+        probabilities(acc_s, env.lse, env.exponent, c.score == "softcap")
+        if const_expr(mode != "full"):
+            clear(acc_s, words)
+        warpgroup.wait_group(0)
+        self.release(env, bars.v_empty + v_stage)
+        score_gradients(acc_s, acc_dp, env.delta, env.frag_ds)
+        self.product(env.mma_dq, env.acc_dq, env.frag_ds, env.frag_kt[None, None, None, k_stage], True)
+
+    @cute.jit
+    def mask(self, env, words, mode: cutlass.Constexpr, kv, at, part, column):
+        """The words of what step `kv` keeps, shifted to this thread's columns; arguments as for `step`."""
+        c = self.config
         if const_expr(mode == "bits"):
             for r in cutlass.range_constexpr(device.ROWS):
                 row = env.pool[at * c.block_q + env.my_row + 8 * r, None]
@@ -195,23 +218,6 @@ class QueryConsumer:
                     words[r, n] = words[r, n] & within
         if const_expr(mode == "interval"):
             device.interval_words(words, env.lo, env.hi, at * c.block_kv + part * c.step)
-        cute.arch.mbarrier_wait(bars.k_full + k_stage, k_phase)
-        self.product(env.mma_s, acc_s, env.frag_q, env.frag_k[None, None, None, k_stage], False)
-        cute.arch.mbarrier_wait(bars.v_full + v_stage, v_phase)
-        warpgroup.wait_group(1)
-        if kv != fresh:
-            self.release(env, bars.k_empty + ring(kv - 1, c.k_stages)[0])
-        self.product(env.mma_s, acc_dp, env.frag_g, env.frag_v[None, None, None, v_stage], False)
-        warpgroup.wait_group(1)
-        if const_expr(c.score == "softcap"):
-            device.soft_cap(acc_s, env.before)
-        probabilities(acc_s, env.lse, env.exponent, c.score == "softcap")
-        if const_expr(mode != "full"):
-            clear(acc_s, words)
-        warpgroup.wait_group(0)
-        self.release(env, bars.v_empty + v_stage)
-        score_gradients(acc_s, acc_dp, env.delta, env.frag_ds)
-        self.product(env.mma_dq, env.acc_dq, env.frag_ds, env.frag_kt[None, None, None, k_stage], True)
 
     @cute.jit
     def finish(self, env, batch, head):
@@ -256,6 +262,11 @@ class QueryConsumer:
             cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
+
+    @cute.jit
+    def filled(self, bar, phase):
+        """Wait until a stage is there."""
+        cute.arch.mbarrier_wait(bar, phase)
 
     @cute.jit
     def release(self, env, bar):

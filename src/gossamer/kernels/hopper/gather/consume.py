@@ -1,0 +1,95 @@
+"""The consumer warpgroup of the forward over gathered columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from gossamer.kernels.hopper import device
+from gossamer.kernels.hopper.common import BITS, BITSES, FIRST, ring
+from gossamer.kernels.hopper.forward.consume import Consumer
+
+WORD = 32
+
+
+class RowConsumer(Consumer):
+    """The consumer warpgroup of the forward kernel: 64 query rows, with one list of gathered columns."""
+
+    config: Any
+
+    @cute.jit
+    def words(self, env, words, at, i):
+        """The mask words of step `i` of the list from step `at` on, shifted to this thread's columns.
+
+        They come with K. Every step asks for its own once, in their order, before its products: so this is where K of
+        the step and V of the one before are waited for and made visible to the products.
+        """
+        c = self.config
+        count, owed = env.item.count[0], env.item.count[1]
+        stage, phase = ring(count, c.stages)
+        if owed != 0:
+            self.value(env, count - 1)
+        cute.arch.mbarrier_wait(env.bars.k_full + stage, phase)
+        cute.arch.fence_view_async_shared()
+        slot = ring(count, 2 * c.stages)[0]
+        for n in cutlass.range_constexpr(c.step // WORD):
+            for r in cutlass.range_constexpr(device.ROWS):
+                words[r, n] = Int32(cutlass.Uint32(env.pool[env.my_row + 8 * r, n, slot]) >> cutlass.Uint32(env.quad))
+            if const_expr(c.lengths):
+                within = device.below(env.length[0] - (at + i) * c.step - n * WORD)
+                for r in cutlass.range_constexpr(device.ROWS):
+                    words[r, n] = words[r, n] & within
+        env.item.count[0], env.item.count[1] = count + 1, Int32(1)
+
+    @cute.jit
+    def value(self, env, count):
+        """Wait for V of a step."""
+        stage, phase = ring(count, self.config.stages)
+        cute.arch.mbarrier_wait(env.bars.v_full + stage, phase)
+
+    @cute.jit
+    def last(self, env, kv):
+        """The P V of an item's last step."""
+        self.value(env, kv - 1)
+        cute.arch.fence_view_async_shared()
+        Consumer.last(self, env, kv)
+        env.item.count[1] = Int32(0)
+
+    @cute.jit
+    def prepare(self, env, stage):
+        """Load what masks the first step of an item."""
+        env.start_words.fill(0)
+        env.start[5] = Int32(1)
+        if const_expr(self.config.lengths):  # lists ascend: what is below the length comes first
+            env.length[0] = env.item[FIRST, stage] - env.quad
+        if env.item[BITSES, stage] > 0:
+            self.words(env, env.start_words, env.item[BITS, stage], Int32(0))
+
+    @cute.jit
+    def start_mask(self, env):
+        """Words of an item's first step."""
+        return env.start_words
+
+    @cute.jit
+    def second_words(self, env, words, stage):
+        """The mask words of an item's second step."""
+        self.words(env, words, env.item[BITS, stage], Int32(1))
+        return cutlass.Boolean(True)
+
+    @cute.jit
+    def steps(self, env, stage, kv, started):
+        """All steps of an item but the first; `started`: that one was done together with the item before."""
+        at, count = env.item[BITS, stage], env.item[BITSES, stage]
+        buffer = stage * self.groups + env.me
+        done = Int32(1)
+        if started != 0 and count > 1:
+            self.step(env, "second", buffer, kv, stage, 1)
+            kv += 1
+            done = Int32(2)
+        for i in cutlass.range(done, count, unroll=1):
+            self.step(env, "bits", buffer, kv, at, i)
+            kv += 1
+        return kv

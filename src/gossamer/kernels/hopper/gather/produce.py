@@ -1,0 +1,232 @@
+"""What the kernels that walk gathered rows do beside arithmetic: items, and the two warps that gather.
+
+A thread copies 16 bytes of a row at a time (cp.async), to where the 128-byte swizzle of the products wants them, and
+arrives at the stage's barrier when its copies are complete. Those are writes of the generic proxy: a consumer that has
+waited for the barrier makes them visible to the products by a proxy fence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Int32, Int64, const_expr
+from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import dsl_user_op
+from cutlass.tensor_utils import LayoutEnum
+
+from gossamer.kernels.hopper.common import (
+    BATCH,
+    BITS,
+    BITSES,
+    FIRST,
+    FULLS,
+    HEAD,
+    INTERVALS,
+    ITEM,
+    VALID,
+    Env,
+    load_item,
+    ring,
+)
+from gossamer.kernels.hopper.forward.produce import Producer
+from gossamer.kernels.hopper.gather.config import ROWS
+
+WORDS = 2 * ROWS  # of a step
+PIECE = 16  # bytes of a copy
+THREADS = 64  # that gather
+PIECES = 8  # of a line
+AT_ONCE = THREADS // PIECES  # rows
+COPIES = ROWS // AT_ONCE  # rows of a stage that a thread copies from
+LINE = 128  # bytes of a row that lie together in shared memory, their pieces permuted by the row
+
+
+@dsl_user_op
+def copy_piece(to: Int32, source: Int64, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """Copy `size` of 16 bytes to shared memory, asynchronously; what is left of them becomes zero."""
+    operands = [Int32(to).ir_value(loc=loc, ip=ip), Int64(source).ir_value(loc=loc, ip=ip)]
+    llvm.inline_asm(
+        None, [*operands, Int32(size).ir_value(loc=loc, ip=ip)], "cp.async.cg.shared.global [$0], [$1], 16, $2;",
+        "r,l,r", has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+    )  # fmt: skip
+
+
+def smem_layout(kernel: Any, stages: int, columns: int | None = None) -> Any:
+    """Tiles of 64 rows in shared memory."""
+    size = columns or kernel.config.size
+    atom = warpgroup.make_smem_layout_atom(
+        hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, kernel.dtype, size), kernel.dtype
+    )
+    return cute.tile_to_shape(atom, (ROWS, size, stages), (0, 1, 2))
+
+
+@dsl_user_op
+def copy_word(to: Int32, source: Int64, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """As `copy_piece`, of 4 bytes."""
+    operands = [Int32(to).ir_value(loc=loc, ip=ip), Int64(source).ir_value(loc=loc, ip=ip)]
+    llvm.inline_asm(
+        None, [*operands, Int32(size).ir_value(loc=loc, ip=ip)], "cp.async.ca.shared.global [$0], [$1], 4, $2;",
+        "r,l,r", has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+    )  # fmt: skip
+
+
+class Filled:
+    """A consumer of gathered stages."""
+
+    @cute.jit
+    def filled(self, bar, phase):
+        """Wait until a stage was gathered, and make it visible to the products."""
+        cute.arch.mbarrier_wait(bar, phase)
+        cute.arch.fence_view_async_shared()
+
+
+class Gatherer:
+    """Two warps of which each thread copies the same piece of each line of eight of a stage's 64 rows."""
+
+    config: Any
+
+    def source(self, tensor: Any, shared: Any, thread: Any) -> Any:
+        """What a thread needs to know of a tensor (B, heads, rows, columns) and the ring that its rows go to."""
+        piece, row = thread % PIECES, thread // PIECES
+        # A row may end before the padded size, and inside a piece.
+        held = [2 * cute.size(tensor, mode=[3]) - LINE * line - PIECE * piece for line in range(self.lines)]
+        return Env(
+            tensor=tensor, row=row, piece=piece, held=[cutlass.min(cutlass.max(h, 0), PIECE) for h in held],
+            to=shared.toint() + row * LINE + (piece ^ row) * PIECE, stride=2 * Int64(tensor.stride[2]),
+        )  # fmt: skip
+
+    @property
+    def lines(self) -> int:
+        """Lines of a row."""
+        return self.config.size * 2 // LINE
+
+    def start(self, source: Any, batch: Any, head: Any) -> Any:
+        """The address of this thread's piece of row 0 of a head."""
+        strides = source.tensor.stride
+        at = 2 * (Int64(batch) * strides[0] + Int64(head) * strides[1])
+        return source.tensor.iterator.toint() + at + PIECE * source.piece
+
+    @cute.jit
+    def listed(self, indices, row, first, to):
+        """The columns of this thread's rows of the step whose list begins at `first`."""
+        for j in cutlass.range_constexpr(COPIES):
+            to[j] = indices[first + row + j * AT_ONCE]
+
+    @cute.jit
+    def fill(self, source, start, columns, stage):
+        """Issue this thread's copies of a stage; rows that the list does not fill become zero."""
+        to = source.to + stage * (ROWS * LINE * self.lines)
+        for j in cutlass.range_constexpr(COPIES):
+            column = columns[j]
+            there = start + Int64(column if column >= 0 else Int32(0)) * source.stride
+            for line in cutlass.range_constexpr(self.lines):
+                held = source.held[line] if column >= 0 else Int32(0)
+                copy_piece(to + j * AT_ONCE * LINE + line * ROWS * LINE, there + line * LINE, held)
+
+    @cute.jit
+    def fill_words(self, bits, shared, step, slot, thread):
+        """Copy the words of a step: as many pieces as half of the threads."""
+        if thread < WORDS * 4 // PIECE:
+            from_ = bits.iterator.toint() + Int64(step) * (4 * WORDS) + thread * PIECE
+            copy_piece(shared.iterator.toint() + slot * (4 * WORDS) + thread * PIECE, from_, Int32(PIECE))
+
+    @cute.jit
+    def gather(self, k, v, s_k, s_v, bars, told, indices, bits, s_bits, ratio):
+        """Fill the rings of K and V for item after item, as `told` says: its descriptions and their barriers."""
+        c = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        thread = thread % THREADS
+        keys, values = self.source(k, s_k, thread), self.source(v, s_v, thread)
+        columns, upcoming = cute.make_rmem_tensor((COPIES,), Int32), cute.make_rmem_tensor((COPIES,), Int32)
+        upcoming.fill(-1)
+        turn, kv = Int32(0), Int32(0)  # items and steps so far
+        cute.arch.mbarrier_wait(told.full, 0)
+        running = told.item[VALID, 0]
+        while running != 0:
+            place = ring(turn, told.stages)[0]
+            batch, group = told.item[BATCH, place], told.item[HEAD, place] // ratio
+            at, steps = told.item[BITS, place], told.item[BITSES, place]
+            self.heard(told, place)
+            k_start, v_start = self.start(keys, batch, group), self.start(values, batch, group)
+            if steps > 0:
+                self.listed(indices, keys.row, at * ROWS, upcoming)
+            for i in cutlass.range(steps, unroll=1):
+                for j in cutlass.range_constexpr(COPIES):
+                    columns[j] = upcoming[j]
+                if i + 1 < steps:
+                    self.listed(indices, keys.row, (at + i + 1) * ROWS, upcoming)
+                stage, phase = ring(kv, c.stages)
+                cute.arch.mbarrier_wait(bars.k_empty + stage, phase ^ 1)
+                self.fill(keys, k_start, columns, stage)
+                self.fill_words(bits, s_bits, at + i, ring(kv, 2 * c.stages)[0], thread)
+                cute.arch.cp_async_mbarrier_arrive_noinc(bars.k_full + stage)
+                cute.arch.mbarrier_wait(bars.v_empty + stage, phase ^ 1)
+                self.fill(values, v_start, columns, stage)
+                cute.arch.cp_async_mbarrier_arrive_noinc(bars.v_full + stage)
+                kv += 1
+            turn += 1
+            place, phase = ring(turn, told.stages)
+            cute.arch.mbarrier_wait(told.full + place, phase)
+            running = told.item[VALID, place]
+
+    @cute.jit
+    def tell(self, told, turn, word):
+        """Publish a description, a word of each lane, for the warps that gather."""
+        place, phase = ring(turn, told.stages)
+        lane = cute.arch.lane_idx()
+        cute.arch.mbarrier_wait(told.empty + place, phase ^ 1)
+        if lane < ITEM:
+            told.item[lane, place] = word
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(told.full + place)
+
+    @cute.jit
+    def heard(self, told, place):
+        """This warp has read a description."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(told.empty + place)
+
+
+class Places(Env):
+    """The lists of a walk of gathered columns: steps follow one another in them."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return key[1]
+
+
+class Bits(Env):
+    """Descriptions of items without full and interval tiles: what would walk those is left out of the kernel."""
+
+    def __getitem__(self, key: Any) -> Any:
+        field = key[0] if isinstance(key, tuple) else key
+        return Int32(0) if field in (FULLS, INTERVALS) else self.item[key]
+
+
+class Items:
+    """Descriptions of items that walk gathered columns: as those of block layouts, with bits alone.
+
+    BITS is the first step, counted over all lists, BITSES their number, FIRST the end of the list of columns.
+    """
+
+    config: Any
+    listed_below = Producer.listed_below
+
+    @cute.jit
+    def draw(self, env, w):
+        """This lane's word of the description of item `w`, its list cut at the length of its batch element."""
+        word = load_item(env, w)
+        if const_expr(self.config.lengths):
+            lane = cute.arch.lane_idx()
+            limit = env.lengths[cute.arch.shuffle_sync(word, BATCH)]
+            first = cute.arch.shuffle_sync(word, BITS) * ROWS
+            kept = self.listed_below(env, first, cute.arch.shuffle_sync(word, FIRST) - first, limit)
+            if lane == FIRST:
+                word = first + kept
+            if lane == BITSES:
+                word = cute.ceil_div(kept, ROWS)
+        return word

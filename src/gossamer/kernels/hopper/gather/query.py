@@ -1,0 +1,249 @@
+"""dQ over gathered columns: 64 query rows, and the keys that any of them keeps.
+
+Warp 0 takes items, tells the two warps that gather, and loads Q and dO by TMA; the second warpgroup computes as that of
+dQ by rows does for block layouts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from gossamer.kernels.hopper import device
+from gossamer.kernels.hopper.backward.query_consume import QueryConsumer
+from gossamer.kernels.hopper.common import (
+    BATCH,
+    FIRST,
+    HEAD,
+    ITEM,
+    NUMBERS,
+    ROWS,
+    TILE,
+    VALID,
+    WARPGROUP,
+    Env,
+    ring,
+    ticket,
+)
+from gossamer.kernels.hopper.gather.config import GatherConfig
+from gossamer.kernels.hopper.gather.produce import THREADS, WORDS, Bits, Filled, Gatherer, Items, Places, smem_layout
+
+WORD = 32
+AHEAD = 2  # descriptions of items for the warps that gather
+
+
+class Ends(Env):
+    """In the place of the lengths of batch elements: where an item's list ends."""
+
+    def __getitem__(self, batch: Any) -> Any:
+        return self.item[FIRST]
+
+
+class GatherQuery(Items, Gatherer, Filled, QueryConsumer):
+    """The kernel of one configuration."""
+
+    def __init__(self, config: GatherConfig) -> None:
+        self.config = config
+        self.dtype = NUMBERS[config.dtype]
+        self.groups = self.parts = 1
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,  # (B, H, Q, D)
+        k: cute.Tensor,  # (B, G, K, D)
+        v: cute.Tensor,  # (B, G, K, E)
+        dout: cute.Tensor,  # (B, H, Q, E)
+        terms: cute.Tensor,  # (2, B, H, Qp) float32: lse in base 2, delta
+        dq: cute.Tensor,  # (B, H, Q, D)
+        work: cute.Tensor,  # (n, ITEM) int32, as for the forward
+        indices: cute.Tensor,  # (columns,) int32
+        bits: cute.Tensor,  # (columns / 32, 64) int32
+        part_dq: cute.Tensor,  # (slots, 64, D) float32, without the scale
+        lengths: cute.Tensor,  # (B,) int32; not read without `lengths` in the configuration
+        tickets: cute.Tensor,  # (1,) int32: items taken; zero before and after
+        before: Float32,  # factor of a score before the soft cap
+        exponent: Float32,  # factor of a score in exp2
+        factor: Float32,  # the scale
+        items: Int32,
+        blocks: Int32,
+        stream: Any,
+    ) -> None:
+        c = self.config
+        q, dout, dq = [cute.make_tensor(t.iterator, cute.select(t.layout, [2, 3, 1, 0])) for t in (q, dout, dq)]
+        layout, ring_layout = smem_layout(self, 1), smem_layout(self, c.stages)
+        one = cute.select(layout, mode=[0, 1])
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        tma_q, g_q = cpasync.make_tiled_tma_atom(load, q, one, (ROWS, c.size))
+        tma_g, g_g = cpasync.make_tiled_tma_atom(load, dout, one, (ROWS, c.size))
+        tma_dq, g_dq = cpasync.make_tiled_tma_atom(store, dq, one, (ROWS, c.size))
+        major = cute.nvgpu.OperandMajorMode
+        mma_s = hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, major.K, major.K, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, ROWS)
+        )
+        mma_dq = hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, major.K, major.MN, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, c.size),
+            a_source=warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+
+        @cute.struct
+        class Shared:
+            q_full: cutlass.Int64
+            q_empty: cutlass.Int64
+            told_full: cute.struct.MemRange[cutlass.Int64, AHEAD]
+            told_empty: cute.struct.MemRange[cutlass.Int64, AHEAD]
+            k_full: cute.struct.MemRange[cutlass.Int64, c.stages]
+            k_empty: cute.struct.MemRange[cutlass.Int64, c.stages]
+            v_full: cute.struct.MemRange[cutlass.Int64, c.stages]
+            v_empty: cute.struct.MemRange[cutlass.Int64, c.stages]
+            item: cute.struct.MemRange[Int32, ITEM]
+            told: cute.struct.MemRange[Int32, ITEM * AHEAD]
+            bits: cute.struct.Align[cute.struct.MemRange[Int32, 2 * c.stages * WORDS], 128]
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
+            g: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(ring_layout)], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(ring_layout)], 1024]
+
+        self.shared = Shared
+        self.bytes = cute.size_in_bytes(self.dtype, one)
+        self.kernel(
+            tma_q, g_q, tma_g, g_g, tma_dq, g_dq, k, v, terms, work, indices, bits, part_dq, lengths, tickets, before,
+            exponent, factor, items, layout, ring_layout, mma_s, mma_dq,
+        ).launch(
+            grid=(blocks, 1, 1), block=(2 * WARPGROUP, 1, 1), stream=stream, min_blocks_per_mp=c.blocks,
+            preferred_smem_carveout=100,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_q: cute.CopyAtom,
+        g_q: cute.Tensor,
+        tma_g: cute.CopyAtom,
+        g_g: cute.Tensor,
+        tma_dq: cute.CopyAtom,
+        g_dq: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        terms: cute.Tensor,
+        work: cute.Tensor,
+        indices: cute.Tensor,
+        bits: cute.Tensor,
+        part_dq: cute.Tensor,
+        lengths: cute.Tensor,
+        tickets: cute.Tensor,
+        before: Float32,
+        exponent: Float32,
+        factor: Float32,
+        items: Int32,
+        layout: cute.ComposedLayout,
+        ring_layout: cute.ComposedLayout,
+        mma_s: cute.TiledMma,
+        mma_dq: cute.TiledMma,
+    ) -> None:
+        c = self.config
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_index == 0:
+            for atom in (tma_q, tma_g, tma_dq):
+                cpasync.prefetch_descriptor(atom)
+        storage = SmemAllocator().allocate(self.shared)
+        bars = Env(
+            q_full=storage.q_full.ptr, q_empty=storage.q_empty.ptr,
+            **{name: getattr(storage, name).data_ptr() for name in ("k_full", "k_empty", "v_full", "v_empty")},
+        )  # fmt: skip
+        told = Env(
+            item=cute.make_tensor(storage.told.data_ptr(), cute.make_layout((ITEM, AHEAD))),
+            full=storage.told_full.data_ptr(), empty=storage.told_empty.data_ptr(), stages=AHEAD,
+        )  # fmt: skip
+        item = cute.make_tensor(storage.item.data_ptr(), cute.make_layout(ITEM))
+        if warp_index == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_init(bars.q_full, 1)
+                cute.arch.mbarrier_init(bars.q_empty, 1)
+                for i in cutlass.range_constexpr(AHEAD):
+                    cute.arch.mbarrier_init(told.full + i, 1)
+                    cute.arch.mbarrier_init(told.empty + i, THREADS // 32)
+                for i in cutlass.range_constexpr(c.stages):
+                    for full, empty in ((bars.k_full, bars.k_empty), (bars.v_full, bars.v_empty)):
+                        cute.arch.mbarrier_init(full + i, THREADS)
+                        cute.arch.mbarrier_init(empty + i, 4)
+        cute.arch.mbarrier_init_fence()
+        s_q = storage.q.get_tensor(layout.outer, swizzle=layout.inner)
+        s_g = storage.g.get_tensor(layout.outer, swizzle=layout.inner)
+        s_k = storage.k.get_tensor(ring_layout.outer, swizzle=ring_layout.inner)
+        s_v = storage.v.get_tensor(ring_layout.outer, swizzle=ring_layout.inner)
+        s_bits = cute.make_tensor(storage.bits.data_ptr(), cute.make_layout((ROWS, 2, 2 * c.stages)))
+        ratio = cute.size(g_q, mode=[2]) // cute.size(k, mode=[1])
+        serving, computing = c.registers
+        cute.arch.sync_threads()
+        if warp_index < 4:
+            cute.arch.setmaxregister_decrease(serving)
+            if warp_index == 0:
+                listed = cute.make_tensor(indices.iterator, cute.prepend(indices.layout, cute.make_layout(1)))
+                env = Env(work=work, lists=listed, lengths=lengths, items=items, tickets=tickets)
+                self.serve(env, tma_q, g_q, s_q, tma_g, g_g, s_g, bars, told, item)
+            elif warp_index >= 2:
+                self.gather(k, v, storage.k.data_ptr(), storage.v.data_ptr(), bars, told, indices, bits, s_bits, ratio)
+        else:
+            cute.arch.setmaxregister_increase(computing)
+            places = Places()
+            self.consume(
+                mma_s, mma_dq, tma_dq, g_dq, s_q, s_g, s_k, s_v, bars, Bits(item=item), terms, places, places, places,
+                s_bits, part_dq, Ends(item=item), before, exponent, factor,
+            )  # fmt: skip
+
+    @cute.jit
+    def mask(self, env, words, mode: cutlass.Constexpr, kv, at, part, column):
+        """The words of step `at` of all lists, which come with K, shifted to this thread's columns."""
+        c = self.config
+        stage, phase = ring(kv, c.stages)
+        cute.arch.mbarrier_wait(env.bars.k_full + stage, phase)
+        slot = ring(kv, 2 * c.stages)[0]
+        for n in cutlass.range_constexpr(c.step // WORD):
+            for r in cutlass.range_constexpr(device.ROWS):
+                words[r, n] = Int32(cutlass.Uint32(env.pool[env.my_row + 8 * r, n, slot]) >> cutlass.Uint32(env.quad))
+            if const_expr(c.lengths):
+                within = device.below(env.length[0] - at * c.step - n * WORD)
+                for r in cutlass.range_constexpr(device.ROWS):
+                    words[r, n] = words[r, n] & within
+
+    @cute.jit
+    def serve(self, env, tma_q, g_q, s_q, tma_g, g_g, s_g, bars, told, item):
+        """Publish items: to the warps that gather as soon as they listen, with Q and dO when there is room."""
+        c = self.config
+        whole = cute.make_layout(1)
+        pairs = []
+        for tma, shared, source in ((tma_q, s_q, g_q), (tma_g, s_g, g_g)):
+            tiles = cute.local_tile(source, (ROWS, c.size), (None, 0, None, None))
+            pairs.append(
+                cpasync.tma_partition(tma, 0, whole, cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2))
+            )
+        (q_to, q_from), (g_to, g_from) = pairs
+        lane = cute.arch.lane_idx()
+        w, _, _ = cute.arch.block_idx()
+        word = self.draw(env, w)
+        turn, running = Int32(0), Int32(1)
+        while running != 0:
+            self.tell(told, turn, word)
+            cute.arch.mbarrier_wait(bars.q_empty, (turn & 1) ^ 1)
+            if lane < ITEM:
+                item[lane] = word
+            cute.arch.sync_warp()
+            running = item[VALID]
+            if running != 0:
+                batch, head, tile = item[BATCH], item[HEAD], item[TILE]
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(bars.q_full, 2 * self.bytes)
+                cute.copy(tma_q, q_from[None, tile, head, batch], q_to[None, 0], tma_bar_ptr=bars.q_full)
+                cute.copy(tma_g, g_from[None, tile, head, batch], g_to[None, 0], tma_bar_ptr=bars.q_full)
+                word = self.draw(env, ticket(env))
+            else:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(bars.q_full)
+            turn += 1
