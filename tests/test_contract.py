@@ -60,7 +60,7 @@ def gathering() -> Iterator[Any]:
         for case in (c for c in SMALL if max(c.D, c.E) <= widest):
             for dtype in sorted({"bfloat16", "float32"}.intersection(case.dtypes)):
                 for rows in sorted({1, 64}.intersection(choice.block_q for choice in choices)):
-                    marks = [pytest.mark.gpu, no_gpu]
+                    marks = [pytest.mark.gpu, no_gpu, *([no_compiler] if name == "hopper" else [])]
                     at = f"{name}/{rows}"
                     yield pytest.param(at, case, dtype, "cuda", id=f"{at}-cuda-{dtype}-{case.name}", marks=marks)
 

@@ -177,3 +177,19 @@ def test_a_plan_takes_the_gather_layout_for_a_graph() -> None:
     found = dict(counted(plan, graph, 0))
     assert found["triton gather 1"] == 1.0 and found["triton 128 x 128"] > 10 and "triton 64 x 64" in found
     assert list(dict(counted(plan, gs.SlidingWindow(4000), 0))) == ["triton 128 x 128"]
+
+
+def test_a_forward_of_neighbours_is_gathered_by_hopper() -> None:
+    pytest.importorskip("triton")
+    from gossamer.kernels.contract import Problem
+    from gossamer.kernels.table import load
+    from gossamer.testing.graphs import proximity_graph
+    from gossamer.torch.plan import Plan, counted
+
+    def best(backward: bool, D: int) -> str:
+        problem = Problem(1, 2, 2, 2**14, 2**14, D, D, "bfloat16", "cuda", sm=90, backward=backward)
+        found = dict(counted(Plan(problem, (load("hopper"), load("triton")), {}), proximity_graph((5, 5, 4), 2.5), 0))
+        return min(found, key=lambda name: found[name])
+
+    assert best(False, 64) == best(False, 128) == "hopper gather 64"
+    assert best(True, 64) == "triton gather 16"

@@ -8,14 +8,26 @@ import re
 from functools import cache, cached_property
 from typing import Any
 
-from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice
+from gossamer.kernels.contract import Capability, GatherChoice, Problem, Terms, TileChoice
 from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.gather import GatherLayout
 
 NEEDED = {"nvidia-cutlass-dsl": (4, 8), "apache-tvm-ffi": (0, 1)}
 
 # Pairs a second with 64 x 64 tiles over those with 128 x 128 or 192 x 128, measured on block matrices and BigBird(64).
 SMALL_TILE_RATE = 0.8
 SMALL_TILE_RATE_BACKWARD = 0.7  # dK, dV and dQ come from two walks there
+
+
+class ForwardGather(GatherChoice):
+    """A gather layout that is chosen for forwards alone."""
+
+    def reads(self, problem: Problem) -> bool:
+        return not problem.backward and super().reads(problem)
+
+
+# In the units of those of `triton`, fitted to the proximity graph on an H200 (docs/kernels/gather.md).
+GATHERS = (ForwardGather(64, frozenset({"float16", "bfloat16"}), 1.6, 70.0, 100.0, 2.0, 128, 90),)
 
 
 @cache
@@ -50,6 +62,7 @@ class Hopper:
         float32_results=False,
         tiles=frozenset({(64, 64), (128, 128), (192, 128)}),
         max_head_dim_of=(((192, 128), 96),),
+        gathers=GATHERS,
     )
 
     def unavailable(self) -> list[str]:
@@ -76,6 +89,11 @@ class Hopper:
         """As `launch`, for the backward."""
         return importlib.import_module("gossamer.kernels.hopper.launch_backward")
 
+    @cached_property
+    def launch_gather(self) -> Any:
+        """As `launch`, of both directions over gathered columns."""
+        return importlib.import_module("gossamer.kernels.hopper.gather.launch")
+
     def tile(self, problem: Problem) -> tuple[int, int]:
         """(block_q, block_kv): three warpgroups of 64 query rows for small heads, where the accumulators are small.
 
@@ -99,11 +117,13 @@ class Hopper:
         q: Any,
         k: Any,
         v: Any,
-        layout: BlockLayout,
+        layout: BlockLayout | GatherLayout,
         terms: Terms,
         into: tuple[Any, Any] | None = None,
     ) -> tuple[Any, Any]:
         """(out, lse), written into the tensors of `into` where given."""
+        if isinstance(layout, GatherLayout):
+            return self.launch_gather.forward(problem, q, k, v, layout, terms, into=into)
         return self.launch.forward(problem, q, k, v, layout, terms, into=into)
 
     def backward(
@@ -116,11 +136,13 @@ class Hopper:
         v: Any,
         out: Any,
         lse: Any,
-        layout: BlockLayout,
+        layout: BlockLayout | GatherLayout,
         terms: Terms,
         into: tuple[Any, Any, Any] | None = None,
     ) -> tuple[Any, Any, Any, Any]:
         """(dq, dk, dv, dsink_logits or None), the first three written into the tensors of `into` where given."""
+        if isinstance(layout, GatherLayout):
+            return self.launch_gather.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
         return self.launch_backward.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
 
     def bound_forward(self, problem: Problem, q: Any, k: Any, v: Any, layout: BlockLayout, terms: Terms) -> Any:
