@@ -191,16 +191,16 @@ class TestPieces:
     def test_parts_are_added_in_slot_order(self, D: int) -> None:
         from gossamer.kernels.hopper import compile as compiled
 
-        # Two key heads share a list: tiles 0 and 2 of 128 rows are split into 3 and 6 parts.
+        # Tiles 0 and 2 of two heads, of 128 rows each, are split into 3 and 6 parts.
         parts = torch.randn(2 * 9, 128, D, device="cuda")
-        merges = torch.tensor([[0, 0, 0, 0, 3, 0, 0, 0], [0, 0, 2, 3, 6, 0, 0, 0]], dtype=torch.int32, device="cuda")
+        split = [(head, tile, 9 * head + first, count) for head in range(2) for tile, first, count in ((0, 0, 3), (2, 3, 6))]
+        merges = torch.tensor([(0, *fields, 0, 0, 0) for fields in split], dtype=torch.int32, device="cuda")
         result = torch.zeros(1, 2, 300, D, dtype=torch.bfloat16, device="cuda")
-        compiled.sum_parts("bfloat16", D, 128)(result, parts, merges, 0.5, 2, 2, 9)
+        compiled.sum_parts("bfloat16", D, 128)(result, parts, merges, 0.5)
         want = torch.zeros(1, 2, 384, D, device="cuda")
-        for head in range(2):
-            for tile, first, count in ((0, 0, 3), (2, 3, 6)):
-                for slot in range(first, first + count):
-                    want[0, head, 128 * tile : 128 * tile + 128] += parts[9 * head + slot]
+        for head, tile, first, count in split:
+            for slot in range(first, first + count):
+                want[0, head, 128 * tile : 128 * tile + 128] += parts[slot]
         assert torch.equal(result, (0.5 * want[:, :, :300]).bfloat16())
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
