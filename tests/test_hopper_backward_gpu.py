@@ -193,7 +193,7 @@ class TestPieces:
 
         # Tiles 0 and 2 of two heads, of 128 rows each, are split into 3 and 6 parts.
         parts = torch.randn(2 * 9, 128, D, device="cuda")
-        split = [(head, tile, 9 * head + first, count) for head in range(2) for tile, first, count in ((0, 0, 3), (2, 3, 6))]
+        split = [(head, tile, 9 * head + at, n) for head in range(2) for tile, at, n in ((0, 0, 3), (2, 3, 6))]
         merges = torch.tensor([(0, *fields, 0, 0, 0) for fields in split], dtype=torch.int32, device="cuda")
         result = torch.zeros(1, 2, 300, D, dtype=torch.bfloat16, device="cuda")
         compiled.sum_parts("bfloat16", D, 128)(result, parts, merges, 0.5)
