@@ -18,16 +18,9 @@ NEEDED = {"nvidia-cutlass-dsl": (4, 8), "apache-tvm-ffi": (0, 1)}
 SMALL_TILE_RATE = 0.8
 SMALL_TILE_RATE_BACKWARD = 0.7  # dK, dV and dQ come from two walks there
 
-
-class ForwardGather(GatherChoice):
-    """A gather layout that is chosen for forwards alone."""
-
-    def reads(self, problem: Problem) -> bool:
-        return not problem.backward and super().reads(problem)
-
-
-# In the units of those of `triton`, fitted to the proximity graph on an H200 (docs/kernels/gather.md).
-GATHERS = (ForwardGather(64, frozenset({"float16", "bfloat16"}), 1.6, 70.0, 100.0, 2.0, 128, 90),)
+# In the units of those of `triton`, fitted to the proximity graph on an H200 (docs/kernels/gather.md), both directions
+# and head sizes of 64 and 128 weighed together.
+GATHERS = (GatherChoice(64, frozenset({"float16", "bfloat16"}), 1.6, 70.0, 100.0, 2.0, 128, 90),)
 
 
 @cache
