@@ -10,14 +10,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gossamer.kernels.scores import FLOOR, LOG2E, score
+from gossamer.kernels.scores import score
+from gossamer.kernels.softmax import add_scores, end_of_keys, head_slope, probability, score_gradient, start_rows
 from gossamer.kernels.triton.tiles import copy_index, load_rows, store_row_results, store_rows
 
 
 @triton.jit
 def decode_tile(
     items, n_items, key_heads, lead_heads, MEMBERS: tl.constexpr, B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr
-):
+):  # fmt: skip
     """What this program computes: (b, h, tile row, begin, end, slot, part); the order is that of `tiles.decode`."""
     pid = tl.program_id(0)
     member = pid % MEMBERS
@@ -79,49 +80,15 @@ def tiles_forward_kernel(
     part_acc,  # (copies, slots, R, E)
     part_ml,  # (copies, slots, 2, R)
     items,
-    indices,
-    bits,
-    stride_qb,
-    stride_qh,
-    stride_qn,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_ob,
-    stride_oh,
-    stride_on,
-    stride_lb,
-    stride_lh,
-    stride_ln,
-    n_items,
-    n_slots,
-    H,
-    G,
-    Q,
-    K,
-    q_offset,
-    scale,
-    cap,
-    lead_heads,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    R: tl.constexpr,
-    C: tl.constexpr,
+    indices, bits,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_on, stride_lb, stride_lh, stride_ln,
+    n_items, n_slots, H, G, Q, K, q_offset, scale, cap, lead_heads,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     GROUP: tl.constexpr,
-    B_FROM_GRID: tl.constexpr,
-    H_FROM_GRID: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    SINK: tl.constexpr,
-    LENGTHS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr, HAS_SLOTS: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINK: tl.constexpr, LENGTHS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """out and lse of R query rows, or their partial sums when the tile row is split."""
     MEMBERS: tl.constexpr = GROUP if H_FROM_GRID else 1
     i_b, i_h, tile, begin, end, slot, part = decode_tile(
@@ -136,18 +103,9 @@ def tiles_forward_kernel(
     k += b64 * stride_kb + g64 * stride_kh
     v += b64 * stride_vb + g64 * stride_vh
     b_acc = tl.zeros([R, BLOCK_E], tl.float32)
-    b_l = tl.zeros([R], tl.float32)
-    b_m = tl.full([R], FLOOR, tl.float32)
-    if SINK:
-        sink = tl.load(sinks + i_h).to(tl.float32) * LOG2E
-        b_m = tl.maximum(b_m, sink)
-        b_l = tl.where((sink > FLOOR) & (part == 0), b_l + 1.0, b_l)
-    slope = 0.0
-    if ALIBI:
-        slope = tl.load(slopes + i_h).to(tl.float32) * LOG2E
-    key_end = K
-    if LENGTHS:
-        key_end = tl.minimum(tl.load(lengths + i_b), K).to(tl.int32)
+    b_l, b_m = start_rows(sinks, i_h, part == 0, R, SINK)
+    slope = head_slope(slopes, i_h, ALIBI)
+    key_end = end_of_keys(lengths, i_b, K, LENGTHS)
     position = row_start + o_r + q_offset
 
     j = listed(indices, begin, end, C)
@@ -163,12 +121,8 @@ def tiles_forward_kernel(
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         b_s, _ = score(b_s, scale, cap, slope, distance, SOFTCAP, ALIBI)
         b_s = tl.where(m_keep, b_s, float("-inf"))
-        b_new = tl.maximum(b_m, tl.max(b_s, 1))
-        b_p = tl.exp2(b_s - b_new[:, None])
-        b_shrink = tl.exp2(b_m - b_new)
-        b_l = b_l * b_shrink + tl.sum(b_p, 1)
+        b_p, b_shrink, b_l, b_m = add_scores(b_s, b_l, b_m)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_shrink[:, None], input_precision=PRECISION)
-        b_m = b_new
 
     if HAS_SLOTS:
         if slot >= 0:
@@ -196,51 +150,15 @@ def tiles_dq_kernel(
     slopes,  # (H,)
     part,  # (copies, slots, R, D)
     items,
-    indices,
-    bits,
-    stride_qb,
-    stride_qh,
-    stride_qn,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_gb,
-    stride_gh,
-    stride_gn,
-    stride_dqb,
-    stride_dqh,
-    stride_dqn,
-    n_items,
-    n_slots,
-    H,
-    G,
-    Q,
-    K,
-    q_offset,
-    scale,
-    cap,
-    plain_scale,
-    padded_Q,
-    delta_offset,
-    lead_heads,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    R: tl.constexpr,
-    C: tl.constexpr,
+    indices, bits,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_gb, stride_gh, stride_gn, stride_dqb, stride_dqh, stride_dqn,
+    n_items, n_slots, H, G, Q, K, q_offset, scale, cap, plain_scale, padded_Q, delta_offset, lead_heads,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     GROUP: tl.constexpr,
-    B_FROM_GRID: tl.constexpr,
-    H_FROM_GRID: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    LENGTHS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr, HAS_SLOTS: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, LENGTHS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """dQ of R query rows, or a partial sum of it when the tile row is split."""
     MEMBERS: tl.constexpr = GROUP if H_FROM_GRID else 1
     i_b, i_h, tile, begin, end, slot, _ = decode_tile(items, n_items, G, lead_heads, MEMBERS, B_FROM_GRID, H_FROM_GRID)
@@ -257,12 +175,8 @@ def tiles_dq_kernel(
     k += b64 * stride_kb + g64 * stride_kh
     v += b64 * stride_vb + g64 * stride_vh
     b_dq = tl.zeros([R, BLOCK_D], tl.float32)
-    slope = 0.0
-    if ALIBI:
-        slope = tl.load(slopes + i_h).to(tl.float32) * LOG2E
-    key_end = K
-    if LENGTHS:
-        key_end = tl.minimum(tl.load(lengths + i_b), K).to(tl.int32)
+    slope = head_slope(slopes, i_h, ALIBI)
+    key_end = end_of_keys(lengths, i_b, K, LENGTHS)
     position = row_start + o_r + q_offset
 
     j = listed(indices, begin, end, C)
@@ -276,11 +190,8 @@ def tiles_dq_kernel(
         j = listed(indices, chunk + 1, end, C)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         b_dp = tl.dot(b_dout, tl.trans(b_v), input_precision=PRECISION)
-        b_s, b_t = score(b_s, scale, cap, slope, distance, SOFTCAP, ALIBI)
-        b_p = tl.where(m_keep, tl.exp2(b_s - b_lse), 0.0)
-        b_ds = b_p * (b_dp - b_delta)
-        if SOFTCAP:
-            b_ds *= 1.0 - b_t * b_t
+        b_p, b_t = probability(b_s, b_lse, scale, cap, slope, distance, m_keep, True, False, SOFTCAP, ALIBI)
+        b_ds = score_gradient(b_p, b_dp, b_delta, b_t, SOFTCAP)
         b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
 
     b_dq *= plain_scale
@@ -306,53 +217,15 @@ def tiles_dkdv_kernel(
     part_dk,  # (copies, slots, R, D)
     part_dv,  # (copies, slots, R, E)
     items,
-    indices,
-    bits,
-    stride_qb,
-    stride_qh,
-    stride_qn,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_gb,
-    stride_gh,
-    stride_gn,
-    stride_dkb,
-    stride_dkh,
-    stride_dkn,
-    stride_dvb,
-    stride_dvh,
-    stride_dvn,
-    n_items,
-    n_slots,
-    heads,
-    K,
-    q_offset,
-    scale,
-    cap,
-    plain_scale,
-    padded_Q,
-    delta_offset,
-    lead_heads,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    GROUP: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    B_FROM_GRID: tl.constexpr,
-    H_FROM_GRID: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    LENGTHS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    indices, bits,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_gb, stride_gh, stride_gn, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
+    n_items, n_slots, heads, K, q_offset, scale, cap, plain_scale, padded_Q, delta_offset, lead_heads,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr,
+    B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr, HAS_SLOTS: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, LENGTHS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """dK and dV of R key rows, or partial sums when the tile row is split; scores are [keys, queries].
 
     MEMBERS query heads of a key head are summed here: all GROUP of them where they share their lists, else one.
@@ -367,10 +240,9 @@ def tiles_dkdv_kernel(
     b_v = load_rows(v + b64 * stride_vb + g64 * stride_vh, row_start, K, stride_vn, R, E, BLOCK_E, True)
     b_dk = tl.zeros([R, BLOCK_D], tl.float32)
     b_dv = tl.zeros([R, BLOCK_E], tl.float32)
-    key_end = K
+    key_end = end_of_keys(lengths, i_b, K, LENGTHS)
     if LENGTHS:
         # Keys past the length have no gradient: nothing is visited when all rows lie there.
-        key_end = tl.minimum(tl.load(lengths + i_b), K).to(tl.int32)
         end = tl.where(row_start < key_end, end, begin)
 
     for member in range(MEMBERS):
@@ -379,9 +251,7 @@ def tiles_dkdv_kernel(
         q_head = q + b64 * stride_qb + q64 * stride_qh
         dout_head = dout + b64 * stride_gb + q64 * stride_gh
         lse_head = row_terms + (b64 * (heads * MEMBERS) + q64) * padded_Q
-        slope = 0.0
-        if ALIBI:
-            slope = tl.load(slopes + i_q).to(tl.float32) * LOG2E
+        slope = head_slope(slopes, i_q, ALIBI)
         i = listed(indices, begin, end, C)
         for chunk in range(begin, end):
             m_keep = gathered_bits(bits, chunk, R, C)
@@ -393,12 +263,11 @@ def tiles_dkdv_kernel(
             i = listed(indices, chunk + 1, end, C)
             b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
             b_dp = tl.dot(b_v, tl.trans(b_dout), input_precision=PRECISION)
-            b_s, b_t = score(b_s, scale, cap, slope, distance, SOFTCAP, ALIBI)
-            b_p = tl.where(m_keep, tl.exp2(b_s - b_lse[None, :]), 0.0)
+            b_p, b_t = probability(
+                b_s, b_lse[None, :], scale, cap, slope, distance, m_keep, True, False, SOFTCAP, ALIBI
+            )
             b_dv = tl.dot(b_p.to(b_dout.dtype), b_dout, b_dv, input_precision=PRECISION)
-            b_ds = b_p * (b_dp - b_delta[None, :])
-            if SOFTCAP:
-                b_ds *= 1.0 - b_t * b_t
+            b_ds = score_gradient(b_p, b_dp, b_delta[None, :], b_t, SOFTCAP)
             b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
 
     b_dk *= plain_scale
