@@ -187,6 +187,25 @@ def test_a_known_call_is_seen_where_one_looks() -> None:
         dq.sum().backward()
 
 
+def test_negative_views_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an implementation gets may be read by its address."""
+    q, k, v = (x.detach() for x in inputs())
+    pattern = gs.SlidingWindow(5)
+    want = gs.attention(q, k, v, pattern)
+    negative = torch.complex(torch.zeros_like(q), -q).conj().imag
+    assert negative.is_neg() and torch.equal(negative, q)
+    got: list[bool] = []
+    compute = operators.compute
+
+    def see(plan: Any, a: Any, *rest: Any) -> tuple[Tensor, Tensor]:
+        got.append(a.q.is_neg())
+        return compute(plan, a, *rest)
+
+    monkeypatch.setattr(operators, "compute", see)
+    assert torch.equal(gs.attention(negative, k, v, pattern), want)  # type: ignore[arg-type]
+    assert got == [False]
+
+
 class Own(Tensor):
     """A subclass, which may want to see operators."""
 
@@ -196,6 +215,7 @@ def test_what_is_plain() -> None:
     assert operators.plain(x, None, torch.nn.Parameter(x))
     assert not operators.plain(x, x.as_subclass(Own))
     assert not operators.plain(x.to("meta"))
+    assert not operators.plain(torch.zeros(2, dtype=torch.complex64).conj().imag)  # its memory has the other sign
     with Seen():
         assert not operators.plain(x)
     with torch.autocast("cpu", torch.bfloat16):
