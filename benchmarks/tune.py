@@ -53,7 +53,7 @@ CASES: dict[str, tuple[Callable[[int], Pattern], tuple[int, int] | None]] = {
 FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "forward": {"step": (64, 128), "stages": (2, 3), "q_stages": (1, 2), "hold": (0, 1, 2)},
     "backward": {"q_stages": (2, 3), "do_stages": (1, 2, 3), "reduce": ("bulk", "direct")},
-    "wide": {"step": (64, 128), "q_stages": (2, 3), "do_stages": (1, 2, 3)},
+    "wide": {"q_stages": (2, 3), "do_stages": (1, 2, 3)},
     "query_gradient": {"step": (32, 64, 128), "k_stages": (2, 3), "v_stages": (1, 2)},
 }
 # The function that chooses the configuration, and the name of the module that calls it.

@@ -18,7 +18,9 @@ from gossamer.kernels.hopper.config import (
     WIDE,
     BackwardConfig,
     ForwardConfig,
+    QueryConfig,
     Shipped,
+    WideConfig,
     backward_config,
     forward_config,
     padded,
@@ -26,7 +28,7 @@ from gossamer.kernels.hopper.config import (
     shipped,
     wide_config,
 )
-from gossamer.kernels.hopper.gather.config import gather_config
+from gossamer.kernels.hopper.gather.config import GatherConfig, gather_config
 
 # Bytes of stack of the kernels that spill.
 SPILLS = {"forward-bfloat16-64-64-192-128-softcap": 32}
@@ -55,6 +57,16 @@ def test_configuration_refuses() -> None:
         ForwardConfig("bfloat16", 128, 128, block_q=100)
     with pytest.raises(ValueError, match="bytes of shared memory"):
         ForwardConfig("bfloat16", 256, 256, stages=4)
+    with pytest.raises(ValueError, match="hold must be 0, 1 or 2, got 3"):
+        ForwardConfig("bfloat16", 128, 128, hold=3)
+    with pytest.raises(ValueError, match="the dQ kernel needs two stages of K, got 1"):
+        QueryConfig("bfloat16", 128, 128, k_stages=1)
+    with pytest.raises(ValueError, match="the kernel of dK and dV needs two stages of Q, got 1"):
+        WideConfig("bfloat16", 192, 192, q_stages=1)
+    with pytest.raises(ValueError, match="no gather kernel as"):
+        GatherConfig("forward", "bfloat16", 64, stages=1)
+    with pytest.raises(ValueError, match="bytes of shared memory"):
+        GatherConfig("forward", "bfloat16", 128, stages=2, blocks=3)
     with pytest.raises(ValueError, match="no column kernel for tiles 128 x 64 and heads of 128"):
         BackwardConfig("bfloat16", 128, 128, block_kv=64)
     with pytest.raises(ValueError, match="the column kernel cannot run as"):
