@@ -177,6 +177,30 @@ def test_few_calls_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls._calls) == 3
 
 
+def test_no_memory_to_bind_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call has succeeded, and so do its repetitions."""
+    from gossamer.kernels.table import load
+
+    tried: list[str] = []
+
+    def full(name: str) -> Any:
+        def bind(*arguments: Any) -> None:
+            tried.append(name)
+            raise torch.OutOfMemoryError
+
+        return bind
+
+    x = inputs()
+    want = gradients(x)
+    for name in ("bound_forward", "bound_backward"):
+        monkeypatch.setattr(type(load("blocked")), name, full(name), raising=False)
+    calls.forget()
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(x), want, strict=True))
+    assert tried == ["bound_forward", "bound_backward"]
+    calls.forget()
+
+
 def test_a_known_call_is_seen_where_one_looks() -> None:
     x = inputs()
     gradients(x)

@@ -128,7 +128,10 @@ def _bound(plan: Plan, a: Arguments, pattern: int, bind: Callable[[Binding, Any,
     if not _aligned(a.q, a.k, a.v) or split_for(plan, terms, pattern) is not None:
         return None
     implementation, where = placed(plan, a, terms, pattern, [], [])
-    return bind(implementation, where, terms) if isinstance(implementation, Binding) else None
+    try:
+        return bind(implementation, where, terms) if isinstance(implementation, Binding) else None
+    except torch.OutOfMemoryError:  # it may take as much as the results; the call itself has succeeded
+        return None
 
 
 class _Known(torch.autograd.Function):
