@@ -364,7 +364,7 @@ def events(run: Any) -> int:
 
 @needs_tvm_ffi
 def test_a_repeated_call_does_little(stubbed: list[tuple[Any, ...]]) -> None:
-    """What a call costs on the host, counted: about 45 functions, each a tenth of a microsecond to one."""
+    """What a call costs on the host, counted: about 50 functions, each a tenth of a microsecond to one."""
     x = [torch.randn(1, 4, 2048, 64).bfloat16() for _ in range(3)]
     pattern = gs.SlidingWindow(100)
     assert events(lambda: gs.attention(*x, pattern, implementation="hopper")) <= 50
