@@ -138,14 +138,27 @@ class Hopper:
             return self.launch_gather.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
         return self.launch_backward.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
 
-    def bound_forward(self, problem: Problem, q: Any, k: Any, v: Any, layout: BlockLayout, terms: Terms) -> Any:
+    def bound_forward(
+        self, problem: Problem, q: Any, k: Any, v: Any, layout: BlockLayout | GatherLayout, terms: Terms
+    ) -> Any:
+        """See `kernels.contract.Binding`; of block layouts alone."""
         if not isinstance(layout, BlockLayout):
             return None
         return self.launch.bound_forward(problem, q, k, v, layout, terms)
 
     def bound_backward(
-        self, problem: Problem, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, layout: BlockLayout, terms: Terms
+        self,
+        problem: Problem,
+        dout: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        layout: BlockLayout | GatherLayout,
+        terms: Terms,
     ) -> Any:
+        """As `bound_forward`, for the backward."""
         if not isinstance(layout, BlockLayout):
             return None
         return self.launch_backward.bound_backward(problem, dout, q, k, v, out, lse, layout, terms)
