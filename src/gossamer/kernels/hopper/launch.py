@@ -173,6 +173,18 @@ def _prepare(p: Problem, layout: BlockLayout, score: str, lengths: bool, packed:
     )
 
 
+def without_keys(out: Tensor, lse: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call without keys, written: the sinks alone are attended."""
+    sinks = terms.sink_logits
+    lse.copy_(lse.new_full((1,), -math.inf) if sinks is None else sinks.float()[:, None])
+    return out.zero_(), lse
+
+
+def lengths_of(terms: Terms, device: torch.device) -> Tensor:
+    """Key lengths as the kernels want them, or what is never read in their place."""
+    return unused_lengths(device) if terms.key_lengths is None else aligned(terms.key_lengths.to(torch.int32))
+
+
 def score_of(terms: Terms) -> str:
     """The kind of score, for which kernels are compiled."""
     return "softcap" if terms.softcap is not None else "fold" if terms.scale > 0 else "scale"
@@ -219,11 +231,8 @@ def forward(
     if not lse.numel():
         return out, lse
     if not p.K:
-        sinks = terms.sink_logits
-        lse.copy_(lse.new_full((1,), -math.inf) if sinks is None else sinks.float()[:, None])
-        return out.zero_(), lse
+        return without_keys(out, lse, terms)
     score = score_of(terms)
-    lengths = terms.key_lengths
     results = out, lse
     packed = packs(p, layout, terms) and (p.Q == 1 or (out.is_contiguous() and lse.is_contiguous()))
     if packed:
@@ -231,10 +240,9 @@ def forward(
         q = q.reshape(*shape, p.D)
         out, lse = out.view(*shape, p.E), lse.view(shape)
         p = replace(p, H=p.G, Q=shape[2])
-    call = prepared(p, layout, score, lengths is not None, packed, split)
+    call = prepared(p, layout, score, terms.key_lengths is not None, packed, split)
     before, exponent = factors(terms, score)
     sinks = unused(device, 1) if terms.sink_logits is None else aligned(terms.sink_logits.float())
-    lengths = unused_lengths(device) if lengths is None else aligned(lengths.to(torch.int32))
     has_sinks = int(terms.sink_logits is not None)
     if call.parts is None:
         slots, config = call.slots, call.config
@@ -243,8 +251,8 @@ def forward(
     else:
         part_out, part_lse = call.parts
     call.run(
-        operand(q), operand(k), operand(v), out, lse, *call.arrays, sinks, part_out, part_lse, lengths,
-        tickets(device), before, exponent, call.items, has_sinks, call.blocks,
+        operand(q), operand(k), operand(v), out, lse, *call.arrays, sinks, part_out, part_lse,
+        lengths_of(terms, device), tickets(device), before, exponent, call.items, has_sinks, call.blocks,
     )  # fmt: skip
     if call.merge is not None:
         call.merge(out, lse, part_out, part_lse, call.merges, sinks, has_sinks)

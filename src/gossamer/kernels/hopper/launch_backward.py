@@ -25,7 +25,7 @@ from gossamer.kernels.hopper.schedule import Lists, lists, sharing, work
 from gossamer.kernels.rows import row_terms, sink_gradient
 from gossamer.layouts.block import BlockLayout, Walk
 
-ROWS = 128  # row terms are padded to whole tiles of this many queries
+TERMS = 128  # row terms are padded to whole tiles of this many queries
 TILE = 64  # rows of a tile of dQ's sums
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -76,15 +76,39 @@ def backward(
     if elsewhere(q):
         with torch.cuda.device(q.device):
             return backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into, split=split)
-    p = problem
+
+    def write(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, results: Gradients) -> Tensor:
+        return _gradients(problem, dout, dlse, q, k, v, out, lse, layout, terms, results, split)
+
+    return completed(problem, dout, dlse, q, k, v, out, lse, terms, into, write)
+
+
+def completed(
+    p: Problem,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    terms: Terms,
+    into: Gradients | None,
+    write: Callable[..., Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq, dk, dv, dsink_logits or None), as `backward` returns them.
+
+    Args:
+        write: called with (dout, q, k, v, out, results), all of which TMA can address, where there are pairs; it
+            writes the results dq, dk and dv, and returns the row terms (2, B, H, padded Q).
+    """
     if into is None:
         dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
     else:
         dq, dk, dv = [x if readable(x) else empty_like(x) for x in into]
     sink = None
     if p.B and p.Q and p.K:
-        q, k, v, dout, out = operand(q), operand(k), operand(v), operand(dout), operand(out)
-        rows = _gradients(p, dout, dlse, q, k, v, out, lse, layout, terms, (dq, dk, dv), split)
+        rows = write(operand(dout), operand(q), operand(k), operand(v), operand(out), (dq, dk, dv))
         if terms.sink_logits is not None:
             # A row is empty only under a sink of -inf; +inf makes its share of the sink 0.
             sink = sink_gradient(rows[1, :, :, : p.Q], lse.masked_fill(lse == -math.inf, math.inf), terms)
@@ -119,7 +143,7 @@ def _gradients(
     dq, dk, dv = results
     call = prepared(p, layout, terms, True, split)
     assert call.preprocess is not None
-    padded_Q = -(-p.Q // ROWS) * ROWS
+    padded_Q = -(-p.Q // TERMS) * TERMS
     rows = q.new_empty((2, p.B, p.H, padded_Q), dtype=torch.float32)
     sums = call.no_sums
     if sums is None:
@@ -128,7 +152,7 @@ def _gradients(
     part_dk, part_dv = call.no_parts or _parts(call, q)
     call.run(
         q, k, v, dout, rows, sums, dk, dv, *call.arrays, part_dk, part_dv, _lengths(terms), tickets(q.device),
-        *_factors(terms), call.items, call.blocks,
+        *gradient_factors(terms), call.items, call.blocks,
     )  # fmt: skip
     if call.sums:
         for add, result, parts, factor in zip(call.sums, (dk, dv), (part_dk, part_dv), (terms.scale, 1.0), strict=True):
@@ -153,11 +177,11 @@ def bound_backward(
         return None
     if not all(readable(x) for x in (q, k, v)):
         return None
-    padded_Q = -(-p.Q // ROWS) * ROWS
+    padded_Q = -(-p.Q // TERMS) * TERMS
     likes = [template(x, x.shape) for x in (q, k, v)]
     rows_like = template(q, (2, p.B, p.H, padded_Q), torch.float32)
     sums_like = template(q, (p.B, p.H, padded_Q // TILE, TILE * kept.sizes[0]), torch.float32)
-    preprocess, postprocess, factors = kept.preprocess, kept.postprocess, _factors(terms)
+    preprocess, postprocess, factors = kept.preprocess, kept.postprocess, gradient_factors(terms)
     before, after = (*kept.arrays, *kept.no_parts, None), (*factors, kept.items, kept.blocks)
     assert preprocess is not None
 
@@ -207,7 +231,7 @@ def query_gradient(
     call = prepared(p, layout, terms, False, split)
     (parts,) = call.no_parts or _parts(call, q)
     call.run(
-        q, k, v, dout, rows, dq, *call.arrays, parts, _lengths(terms), tickets(q.device), *_factors(terms),
+        q, k, v, dout, rows, dq, *call.arrays, parts, _lengths(terms), tickets(q.device), *gradient_factors(terms),
         call.items, call.blocks,
     )  # fmt: skip
     for add in call.sums:
@@ -220,7 +244,7 @@ def prepared(p: Problem, layout: BlockLayout, terms: Terms, transposed: bool, sp
     kept = _prepared.get(walk)
     if kept is None:
         kept = _prepared.setdefault(walk, {})
-    score = "fold" if terms.softcap is None else "softcap"
+    score = gradient_score(terms)
     # A sweep puts other configurations in the place of these two.
     replaced = compiled.backward, backward_config
     lengths = terms.key_lengths is not None
@@ -292,7 +316,12 @@ def _arrays(known: Lists, *work_arrays: Tensor) -> tuple[Any, ...]:
     return tuple(from_dlpack(x) for x in (*work_arrays, known.lists, known.lo, known.hi, known.pool))
 
 
-def _factors(terms: Terms) -> tuple[float, float, float]:
+def gradient_score(terms: Terms) -> str:
+    """The kind of score, for which kernels of a backward are compiled."""
+    return "fold" if terms.softcap is None else "softcap"
+
+
+def gradient_factors(terms: Terms) -> tuple[float, float, float]:
     """Factor of a score before the soft cap, in exp2, and of the gradients."""
     if terms.softcap is None:
         return 1.0, terms.scale * LOG2E, terms.scale

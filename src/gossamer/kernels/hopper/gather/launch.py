@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -16,23 +15,21 @@ from gossamer.kernels.hopper import compile as compiled
 from gossamer.kernels.hopper.gather.config import ROWS, GatherConfig, gather_config
 from gossamer.kernels.hopper.gather.schedule import column_work, row_work
 from gossamer.kernels.hopper.launch import (
-    LOG2E,
     aligned,
     empty,
     empty_like,
     factors,
+    lengths_of,
     operand,
     readable,
     score_of,
     tickets,
     unused,
-    unused_lengths,
+    without_keys,
 )
+from gossamer.kernels.hopper.launch_backward import TERMS, Gradients, completed, gradient_factors, gradient_score
 from gossamer.kernels.hopper.schedule import sharing
-from gossamer.kernels.rows import row_terms, sink_gradient
 from gossamer.layouts.gather import GatherLayout, GatherWalk
-
-TERMS = 128  # row terms are padded to whole tiles of this many queries, as the kernel that makes them writes
 
 
 class Prepared(NamedTuple):
@@ -96,11 +93,6 @@ def _prepare(
     )  # fmt: skip
 
 
-def lengths_of(terms: Terms, device: torch.device) -> Tensor:
-    """Key lengths as the kernels want them."""
-    return unused_lengths(device) if terms.key_lengths is None else aligned(terms.key_lengths.to(torch.int32))
-
-
 def forward(
     problem: Problem,
     q: Tensor,
@@ -136,9 +128,7 @@ def forward(
     if not lse.numel():
         return out, lse
     if not p.K:
-        sinks = terms.sink_logits
-        lse.copy_(lse.new_full((1,), -math.inf) if sinks is None else sinks.float()[:, None])
-        return out.zero_(), lse
+        return without_keys(out, lse, terms)
     score = score_of(terms)
     call = prepared(p, layout, "forward", score, terms.key_lengths is not None, split, config)
     sinks = unused(device, 1) if terms.sink_logits is None else aligned(terms.sink_logits.float())
@@ -166,37 +156,22 @@ def backward(
     terms: Terms,
     *,
     split: int | None = None,
-    into: tuple[Tensor, Tensor, Tensor] | None = None,
+    into: Gradients | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsink_logits or None); `split` and `into` as for the forward."""
     if elsewhere(q):
         with torch.cuda.device(q.device):
             return backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, split=split, into=into)
     p = problem
-    if into is None:
-        dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
-    else:
-        dq, dk, dv = [x if readable(x) else empty_like(x) for x in into]
-    sink = None
-    if p.B and p.Q and p.K:
-        q, k, v, dout, out = operand(q), operand(k), operand(v), operand(dout), operand(out)
+
+    def write(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, results: Gradients) -> Tensor:
+        dq, dk, dv = results
         rows = row_terms_of(p, dout, dlse, out, lse)
         key_gradients(p, q, k, v, dout, rows, layout, terms, dk, dv, split)
         query_gradient(p, q, k, v, dout, rows, layout, terms, dq, split)
-        if terms.sink_logits is not None:
-            # A row is empty only under a sink of -inf; +inf makes its share of the sink 0.
-            sink = sink_gradient(rows[1, :, :, : p.Q], lse.masked_fill(lse == -math.inf, math.inf), terms)
-    else:
-        for gradient in (dq, dk, dv):
-            gradient.zero_()
-        if terms.sink_logits is not None:
-            sink = sink_gradient(*row_terms(dout, dlse, out, lse, torch.float32), terms)
-    if into is None:
-        return dq.contiguous(), dk.contiguous(), dv.contiguous(), sink
-    for given, made in zip(into, (dq, dk, dv), strict=True):
-        if given is not made:
-            given.copy_(made)
-    return *into, sink
+        return rows
+
+    return completed(p, dout, dlse, q, k, v, out, lse, terms, into, write)
 
 
 def row_terms_of(p: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
@@ -210,24 +185,16 @@ def row_terms_of(p: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse
     return rows
 
 
-def _factors(terms: Terms) -> tuple[str, float, float, float]:
-    """The kind of score; factors of a score before the soft cap, in exp2, and of the gradients."""
-    if terms.softcap is None:
-        return "fold", 1.0, terms.scale * LOG2E, terms.scale
-    return "softcap", terms.scale / terms.softcap, terms.softcap * LOG2E, terms.scale
-
-
 def query_gradient(
     p: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rows: Tensor, layout: GatherLayout, terms: Terms,
     dq: Tensor, split: int | None = None, config: GatherConfig | None = None,
 ) -> None:  # fmt: skip
     """Write dq, a tensor that TMA can address; `rows` are the row terms."""
-    score, *numbers = _factors(terms)
-    call = prepared(p, layout, "query", score, terms.key_lengths is not None, split, config)
+    call = prepared(p, layout, "query", gradient_score(terms), terms.key_lengths is not None, split, config)
     part = call.parts(q, call.size)
     call.run(
-        q, k, v, dout, rows, dq, *call.arrays, part, lengths_of(terms, q.device), tickets(q.device), *numbers,
-        call.items, call.blocks,
+        q, k, v, dout, rows, dq, *call.arrays, part, lengths_of(terms, q.device), tickets(q.device),
+        *gradient_factors(terms), call.items, call.blocks,
     )  # fmt: skip
     if call.join is not None:
         call.join(dq, part, call.merges, terms.scale)
@@ -238,12 +205,11 @@ def key_gradients(
     dk: Tensor, dv: Tensor, split: int | None = None, config: GatherConfig | None = None,
 ) -> None:  # fmt: skip
     """Write dk and dv, tensors that TMA can address; `rows` are the row terms."""
-    score, *numbers = _factors(terms)
-    call = prepared(p, layout, "columns", score, terms.key_lengths is not None, split, config)
+    call = prepared(p, layout, "columns", gradient_score(terms), terms.key_lengths is not None, split, config)
     part_dk, part_dv = call.parts(q, call.size), call.parts(q, call.size)
     call.run(
         q, k, v, dout, rows, dk, dv, *call.arrays, part_dk, part_dv, lengths_of(terms, q.device), tickets(q.device),
-        *numbers, call.items, call.blocks,
+        *gradient_factors(terms), call.items, call.blocks,
     )  # fmt: skip
     if call.join is not None:
         for result, part, factor in ((dk, part_dk, terms.scale), (dv, part_dv, 1.0)):
