@@ -39,6 +39,7 @@ from gossamer.kernels.hopper.backward.produce import Producer
 from gossamer.kernels.hopper.common import NUMBERS, ROWS, WARPGROUP, Env, ring, ticket
 from gossamer.kernels.hopper.gather.config import GatherConfig
 from gossamer.kernels.hopper.gather.produce import (
+    AHEAD,
     COPIES,
     THREADS,
     WORDS,
@@ -46,10 +47,11 @@ from gossamer.kernels.hopper.gather.produce import (
     Gatherer,
     Places,
     copy_word,
+    init_told,
     smem_layout,
+    told_of,
+    whole_tiles,
 )
-
-AHEAD = 2  # descriptions of items for the warps that gather
 
 
 class GatherColumns(Gatherer, Filled, Consumer):
@@ -182,17 +184,12 @@ class GatherColumns(Gatherer, Filled, Consumer):
             **{name: getattr(storage, name).data_ptr() for name in rings},
             **{name: getattr(storage, name).ptr for name in ("k_full", "k_empty", "v_full", "v_empty")},
         )
-        told = Env(
-            item=cute.make_tensor(storage.told.data_ptr(), cute.make_layout((ITEM, AHEAD))),
-            full=storage.told_full.data_ptr(), empty=storage.told_empty.data_ptr(), stages=AHEAD,
-        )  # fmt: skip
+        told = told_of(storage)
         if warp_index == 0:
             with cute.arch.elect_one():
                 for bar in (bars.k_full, bars.k_empty, bars.v_full, bars.v_empty):
                     cute.arch.mbarrier_init(bar, 1)
-                for i in cutlass.range_constexpr(AHEAD):
-                    cute.arch.mbarrier_init(told.full + i, 1)
-                    cute.arch.mbarrier_init(told.empty + i, THREADS // 32)
+                init_told(told)
                 for i in cutlass.range_constexpr(c.stages):
                     cute.arch.mbarrier_init(bars.q_full + i, THREADS + 1)  # and the step's description
                     cute.arch.mbarrier_init(bars.do_full + i, THREADS)
@@ -244,14 +241,8 @@ class GatherColumns(Gatherer, Filled, Consumer):
     def serve(self, env, tma_k, g_k, tma_v, g_v):
         """Publish items: to the warps that gather as soon as they listen, with K and V when there is room."""
         c, bars, item = self.config, env.bars, env.item
-        whole = cute.make_layout(1)
-        pairs = []
-        for tma, shared, source in ((tma_k, env.s_k, g_k), (tma_v, env.s_v, g_v)):
-            tiles = cute.local_tile(source, (ROWS, c.size), (None, 0, None, None))
-            pairs.append(
-                cpasync.tma_partition(tma, 0, whole, cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2))
-            )
-        (k_to, k_from), (v_to, v_from) = pairs
+        k_to, k_from = whole_tiles(tma_k, env.s_k, g_k, c.size)
+        v_to, v_from = whole_tiles(tma_v, env.s_v, g_v, c.size)
         lane = cute.arch.lane_idx()
         w, _, _ = cute.arch.block_idx()
         word = self.draw(env, w)

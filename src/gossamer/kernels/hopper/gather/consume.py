@@ -8,11 +8,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from gossamer.kernels.hopper import device
 from gossamer.kernels.hopper.common import BITS, BITSES, FIRST, ring
 from gossamer.kernels.hopper.forward.consume import Consumer
-
-WORD = 32
+from gossamer.kernels.hopper.gather.produce import step_words
 
 
 class RowConsumer(Consumer):
@@ -35,13 +33,7 @@ class RowConsumer(Consumer):
         cute.arch.mbarrier_wait(env.bars.k_full + stage, phase)
         cute.arch.fence_view_async_shared()
         slot = ring(count, 2 * c.stages)[0]
-        for n in cutlass.range_constexpr(c.step // WORD):
-            for r in cutlass.range_constexpr(device.ROWS):
-                words[r, n] = Int32(cutlass.Uint32(env.pool[env.my_row + 8 * r, n, slot]) >> cutlass.Uint32(env.quad))
-            if const_expr(c.lengths):
-                within = device.below(env.length[0] - (at + i) * c.step - n * WORD)
-                for r in cutlass.range_constexpr(device.ROWS):
-                    words[r, n] = words[r, n] & within
+        step_words(env, words, slot, at + i, c.lengths)
         env.item.count[0], env.item.count[1] = count + 1, Int32(1)
 
     @cute.jit

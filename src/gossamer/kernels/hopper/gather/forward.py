@@ -10,16 +10,25 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from gossamer.kernels.hopper.common import BATCH, HEAD, ITEM, NUMBERS, ROWS, TILE, VALID, WARPGROUP, Env, ring, ticket
 from gossamer.kernels.hopper.forward.produce import Producer
 from gossamer.kernels.hopper.gather.config import GatherConfig
 from gossamer.kernels.hopper.gather.consume import RowConsumer
-from gossamer.kernels.hopper.gather.produce import THREADS, WORDS, Bits, Gatherer, Items, smem_layout
+from gossamer.kernels.hopper.gather.produce import (
+    THREADS,
+    WORDS,
+    Bits,
+    Gatherer,
+    Items,
+    init_rings,
+    row_products,
+    smem_layout,
+    whole_tiles,
+)
 
 
 class GatherForward(Items, Gatherer, RowConsumer):
@@ -63,14 +72,7 @@ class GatherForward(Items, Gatherer, RowConsumer):
         one = cute.select(q_layout, mode=[0, 1])
         tma_q, g_q = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), q, one, (ROWS, c.size))
         tma_o, g_o = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), out, one, (ROWS, c.size))
-        major = cute.nvgpu.OperandMajorMode
-        mma_qk = hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, major.K, major.K, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, ROWS)
-        )
-        mma_pv = hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, major.K, major.MN, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, c.size),
-            a_source=warpgroup.OperandSource.RMEM,
-        )  # fmt: skip
+        mma_qk, mma_pv = row_products(self)
 
         @cute.struct
         class Shared:
@@ -141,10 +143,7 @@ class GatherForward(Items, Gatherer, RowConsumer):
                 for i in cutlass.range_constexpr(c.q_stages):
                     cute.arch.mbarrier_init(bars.q_full + i, 1)
                     cute.arch.mbarrier_init(bars.q_empty + i, 1 + THREADS // 32)  # the storing and the gathering warps
-                for i in cutlass.range_constexpr(c.stages):
-                    for full, empty in ((bars.k_full, bars.k_empty), (bars.v_full, bars.v_empty)):
-                        cute.arch.mbarrier_init(full + i, THREADS)
-                        cute.arch.mbarrier_init(empty + i, 4)
+                init_rings(bars, c.stages)
         cute.arch.mbarrier_init_fence()
         s_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         s_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
@@ -179,10 +178,7 @@ class GatherForward(Items, Gatherer, RowConsumer):
     def serve(self, env, tma_q, g_q, s_q, bars, item):
         """The warp that publishes items with their Q, as soon as there is room."""
         c = self.config
-        tiles = cute.local_tile(g_q, (ROWS, c.size), (None, 0, None, None))
-        to, from_ = cpasync.tma_partition(
-            tma_q, 0, cute.make_layout(1), cute.group_modes(s_q, 0, 2), cute.group_modes(tiles, 0, 2)
-        )
+        to, from_ = whole_tiles(tma_q, s_q, g_q, c.size)
         lane = cute.arch.lane_idx()
         w, _, _ = cute.arch.block_idx()
         word = self.draw(env, w)

@@ -12,12 +12,13 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass._mlir.dialects import llvm
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.tensor_utils import LayoutEnum
 
+from gossamer.kernels.hopper import device
 from gossamer.kernels.hopper.common import (
     BATCH,
     BITS,
@@ -35,12 +36,14 @@ from gossamer.kernels.hopper.common import (
 from gossamer.kernels.hopper.forward.produce import Producer
 from gossamer.kernels.hopper.gather.config import ROWS
 
+WORD = 32  # columns of a mask word
 WORDS = 2 * ROWS  # of a step
 PIECE = 16  # bytes of a copy
 THREADS = 64  # that gather
 PIECES = 8  # of a line
 AT_ONCE = THREADS // PIECES  # rows
 COPIES = ROWS // AT_ONCE  # rows of a stage that a thread copies from
+AHEAD = 2  # descriptions of items, where the warps that gather have their own
 LINE = 128  # bytes of a row that lie together in shared memory, their pieces permuted by the row
 
 
@@ -71,6 +74,64 @@ def copy_word(to: Int32, source: Int64, size: Int32, *, loc: Any = None, ip: Any
         None, [*operands, Int32(size).ir_value(loc=loc, ip=ip)], "cp.async.ca.shared.global [$0], [$1], 4, $2;",
         "r,l,r", has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
     )  # fmt: skip
+
+
+def row_products(kernel: Any) -> tuple[Any, Any]:
+    """S (64 rows by 64 columns), and what its 16 bits in registers are multiplied into (64 by the head size)."""
+    major, one = cute.nvgpu.OperandMajorMode, (1, 1, 1)
+    scores = hopper.make_trivial_tiled_mma(
+        kernel.dtype, kernel.dtype, major.K, major.K, Float32, atom_layout_mnk=one, tiler_mn=(ROWS, ROWS)
+    )
+    results = hopper.make_trivial_tiled_mma(
+        kernel.dtype, kernel.dtype, major.K, major.MN, Float32, atom_layout_mnk=one,
+        tiler_mn=(ROWS, kernel.config.size), a_source=warpgroup.OperandSource.RMEM,
+    )  # fmt: skip
+    return scores, results
+
+
+def whole_tiles(tma: Any, shared: Any, source: Any, size: int) -> tuple[Any, Any]:
+    """(to, from) of TMA loads of tiles of 64 rows."""
+    tiles = cute.local_tile(source, (ROWS, size), (None, 0, None, None))
+    return cpasync.tma_partition(
+        tma, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+    )
+
+
+@cute.jit
+def init_rings(bars, stages: cutlass.Constexpr):
+    """Barriers of the rings of K and V."""
+    for i in cutlass.range_constexpr(stages):
+        for full, empty in ((bars.k_full, bars.k_empty), (bars.v_full, bars.v_empty)):
+            cute.arch.mbarrier_init(full + i, THREADS)
+            cute.arch.mbarrier_init(empty + i, 4)
+
+
+def told_of(storage: Any) -> Env:
+    """Descriptions of items for the warps that gather, with their barriers."""
+    return Env(
+        item=cute.make_tensor(storage.told.data_ptr(), cute.make_layout((ITEM, AHEAD))),
+        full=storage.told_full.data_ptr(), empty=storage.told_empty.data_ptr(), stages=AHEAD,
+    )  # fmt: skip
+
+
+@cute.jit
+def init_told(told):
+    """Barriers of those descriptions."""
+    for i in cutlass.range_constexpr(AHEAD):
+        cute.arch.mbarrier_init(told.full + i, 1)
+        cute.arch.mbarrier_init(told.empty + i, THREADS // 32)
+
+
+@cute.jit
+def step_words(env, words, slot, at, lengths: cutlass.Constexpr):
+    """The mask words of step `at` of all lists, from `slot` of the ring, shifted to this thread's columns."""
+    for n in cutlass.range_constexpr(ROWS // WORD):
+        for r in cutlass.range_constexpr(device.ROWS):
+            words[r, n] = Int32(cutlass.Uint32(env.pool[env.my_row + 8 * r, n, slot]) >> cutlass.Uint32(env.quad))
+        if const_expr(lengths):
+            within = device.below(env.length[0] - at * ROWS - n * WORD)
+            for r in cutlass.range_constexpr(device.ROWS):
+                words[r, n] = words[r, n] & within
 
 
 class Filled:

@@ -10,12 +10,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from gossamer.kernels.hopper import device
 from gossamer.kernels.hopper.backward.query_consume import QueryConsumer
 from gossamer.kernels.hopper.common import (
     BATCH,
@@ -32,10 +30,22 @@ from gossamer.kernels.hopper.common import (
     ticket,
 )
 from gossamer.kernels.hopper.gather.config import GatherConfig
-from gossamer.kernels.hopper.gather.produce import THREADS, WORDS, Bits, Filled, Gatherer, Items, Places, smem_layout
-
-WORD = 32
-AHEAD = 2  # descriptions of items for the warps that gather
+from gossamer.kernels.hopper.gather.produce import (
+    AHEAD,
+    WORDS,
+    Bits,
+    Filled,
+    Gatherer,
+    Items,
+    Places,
+    init_rings,
+    init_told,
+    row_products,
+    smem_layout,
+    step_words,
+    told_of,
+    whole_tiles,
+)
 
 
 class Ends(Env):
@@ -83,14 +93,7 @@ class GatherQuery(Items, Gatherer, Filled, QueryConsumer):
         tma_q, g_q = cpasync.make_tiled_tma_atom(load, q, one, (ROWS, c.size))
         tma_g, g_g = cpasync.make_tiled_tma_atom(load, dout, one, (ROWS, c.size))
         tma_dq, g_dq = cpasync.make_tiled_tma_atom(store, dq, one, (ROWS, c.size))
-        major = cute.nvgpu.OperandMajorMode
-        mma_s = hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, major.K, major.K, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, ROWS)
-        )
-        mma_dq = hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, major.K, major.MN, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, c.size),
-            a_source=warpgroup.OperandSource.RMEM,
-        )  # fmt: skip
+        mma_s, mma_dq = row_products(self)
 
         @cute.struct
         class Shared:
@@ -157,22 +160,14 @@ class GatherQuery(Items, Gatherer, Filled, QueryConsumer):
             q_full=storage.q_full.ptr, q_empty=storage.q_empty.ptr,
             **{name: getattr(storage, name).data_ptr() for name in ("k_full", "k_empty", "v_full", "v_empty")},
         )  # fmt: skip
-        told = Env(
-            item=cute.make_tensor(storage.told.data_ptr(), cute.make_layout((ITEM, AHEAD))),
-            full=storage.told_full.data_ptr(), empty=storage.told_empty.data_ptr(), stages=AHEAD,
-        )  # fmt: skip
+        told = told_of(storage)
         item = cute.make_tensor(storage.item.data_ptr(), cute.make_layout(ITEM))
         if warp_index == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(bars.q_full, 1)
                 cute.arch.mbarrier_init(bars.q_empty, 1)
-                for i in cutlass.range_constexpr(AHEAD):
-                    cute.arch.mbarrier_init(told.full + i, 1)
-                    cute.arch.mbarrier_init(told.empty + i, THREADS // 32)
-                for i in cutlass.range_constexpr(c.stages):
-                    for full, empty in ((bars.k_full, bars.k_empty), (bars.v_full, bars.v_empty)):
-                        cute.arch.mbarrier_init(full + i, THREADS)
-                        cute.arch.mbarrier_init(empty + i, 4)
+                init_told(told)
+                init_rings(bars, c.stages)
         cute.arch.mbarrier_init_fence()
         s_q = storage.q.get_tensor(layout.outer, swizzle=layout.inner)
         s_g = storage.g.get_tensor(layout.outer, swizzle=layout.inner)
@@ -205,26 +200,14 @@ class GatherQuery(Items, Gatherer, Filled, QueryConsumer):
         stage, phase = ring(kv, c.stages)
         cute.arch.mbarrier_wait(env.bars.k_full + stage, phase)
         slot = ring(kv, 2 * c.stages)[0]
-        for n in cutlass.range_constexpr(c.step // WORD):
-            for r in cutlass.range_constexpr(device.ROWS):
-                words[r, n] = Int32(cutlass.Uint32(env.pool[env.my_row + 8 * r, n, slot]) >> cutlass.Uint32(env.quad))
-            if const_expr(c.lengths):
-                within = device.below(env.length[0] - at * c.step - n * WORD)
-                for r in cutlass.range_constexpr(device.ROWS):
-                    words[r, n] = words[r, n] & within
+        step_words(env, words, slot, at, c.lengths)
 
     @cute.jit
     def serve(self, env, tma_q, g_q, s_q, tma_g, g_g, s_g, bars, told, item):
         """Publish items: to the warps that gather as soon as they listen, with Q and dO when there is room."""
         c = self.config
-        whole = cute.make_layout(1)
-        pairs = []
-        for tma, shared, source in ((tma_q, s_q, g_q), (tma_g, s_g, g_g)):
-            tiles = cute.local_tile(source, (ROWS, c.size), (None, 0, None, None))
-            pairs.append(
-                cpasync.tma_partition(tma, 0, whole, cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2))
-            )
-        (q_to, q_from), (g_to, g_from) = pairs
+        q_to, q_from = whole_tiles(tma_q, s_q, g_q, c.size)
+        g_to, g_from = whole_tiles(tma_g, s_g, g_g, c.size)
         lane = cute.arch.lane_idx()
         w, _, _ = cute.arch.block_idx()
         word = self.draw(env, w)
