@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Problem, Terms
-from gossamer.kernels.triton import gather_launch as launch
-from gossamer.kernels.triton.gather_config import GroupConfig, RowConfig
-from gossamer.kernels.triton.launch import row_terms
+from gossamer.kernels.triton.gather import launch
+from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig
+from gossamer.kernels.triton.row_terms import row_terms
 from gossamer.layouts.gather import GatherWalk, build_gather
 from gossamer.testing.cases import case, tagged
 

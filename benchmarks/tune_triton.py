@@ -31,8 +31,10 @@ from gossamer.bench.peer import backward_call
 from gossamer.bench.peers import PEERS
 from gossamer.bench.run import forward_call
 from gossamer.kernels.contract import Problem, Terms
-from gossamer.kernels.triton import launch
-from gossamer.kernels.triton.config import BUCKETS, CANDIDATES, DIRECTIONS, Direction, TileConfig, config, padded
+from gossamer.kernels.triton.block import launch
+from gossamer.kernels.triton.block.config import CANDIDATES, TileConfig, config
+from gossamer.kernels.triton.config import BUCKETS, DIRECTIONS, Direction, padded
+from gossamer.kernels.triton.row_terms import row_terms
 from gossamer.layouts import BlockLayout, build
 from gossamer.patterns import BigBird, Pattern, SlidingWindow
 from gossamer.testing.cases import bigbird_matrix
@@ -124,7 +126,7 @@ def tune(s: Setting, quick: bool, peers: bool, record: Callable[[dict[str, Any]]
     samples = draw_samples(x)
     out, lse = launch.forward(p, x.q, x.k, x.v, s.layout, x.terms)
     padded_rows = s.layout.rows.tiles * s.layout.block_q
-    rows = launch.row_terms(p, x.dout, None, out, lse, padded_rows)
+    rows = row_terms(p, x.dout, None, out, lse, padded_rows)
 
     def milliseconds(run: Callable[[], Any]) -> float:
         return time_call(run, DEVICE, budget_s=0.05 if quick else 0.1).p50
@@ -146,7 +148,7 @@ def tune(s: Setting, quick: bool, peers: bool, record: Callable[[dict[str, Any]]
                 best[direction] = min(best.get(direction, ms), ms)
     if len(best) < len(DIRECTIONS):
         return
-    terms_ms = milliseconds(lambda: launch.row_terms(p, x.dout, None, out, lse, padded_rows))
+    terms_ms = milliseconds(lambda: row_terms(p, x.dout, None, out, lse, padded_rows))
     whole = milliseconds(lambda: launch.backward(p, x.dout, None, x.q, x.k, x.v, out, lse, s.layout, x.terms))
     backward = best["dq"] + best["dkdv"] + terms_ms
     useful = {"forward": pairs * 4 * p.D / 1e9, "backward": pairs * 10 * p.D / 1e9}

@@ -49,7 +49,7 @@ def test_rows_of_a_group_are_checked() -> None:
 
 
 def test_the_cheapest_layout_is_chosen_without_building_one() -> None:
-    from gossamer.kernels.triton.gather_config import GATHERS
+    from gossamer.kernels.triton.gather.config import GATHERS
     from gossamer.layouts import cache
     from gossamer.testing.graphs import proximity_graph, random_graph
 

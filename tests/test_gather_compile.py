@@ -12,10 +12,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gossamer.kernels.triton import gather_rows, gather_tiles
-from gossamer.kernels.triton.compile import FLOATS, PLAIN, Report, _type, report
+from gossamer.kernels.triton.compile import FLOATS, PLAIN, Report, argument_type, report
 from gossamer.kernels.triton.config import SHARED_MEMORY, padded
-from gossamer.kernels.triton.gather_config import GATHERS, group_config, piece, row_config
+from gossamer.kernels.triton.gather import rows, tiles
+from gossamer.kernels.triton.gather.config import GATHERS, group_config, piece, row_config
 from gossamer.layouts.gather import WIDTHS
 
 INTEGERS = PLAIN | {"n_groups", "heads", "stride_lb", "stride_lh", "stride_ln"}
@@ -29,13 +29,13 @@ def compiled(direction: str, block_q: int, dtype: str, D: int, sm: int) -> Repor
         "H_FROM_GRID": True, "HAS_SLOTS": True, "SOFTCAP": False, "ALIBI": False, "SINK": False, "LENGTHS": False,
     }  # fmt: skip
     if block_q == 1:
-        kernel = getattr(gather_rows, f"rows_{direction}_kernel")
-        rows = row_config(direction, bits, D, D)  # type: ignore[arg-type]
-        constants |= {"RP": rows.items, "C": rows.columns, "SD": piece(D, bits), "SE": piece(D, bits)}
+        kernel = getattr(rows, f"rows_{direction}_kernel")
+        chosen = row_config(direction, bits, D, D)  # type: ignore[arg-type]
+        constants |= {"RP": chosen.items, "C": chosen.columns, "SD": piece(D, bits), "SE": piece(D, bits)}
         constants |= {f"stride_{name}n": D for name in ("qg" if direction == "dkdv" else "kv")}
-        options = {"num_warps": rows.warps, "num_stages": 1, "maxnreg": rows.registers}
+        options = {"num_warps": chosen.warps, "num_stages": 1, "maxnreg": chosen.registers}
     else:
-        kernel = getattr(gather_tiles, f"tiles_{direction}_kernel")
+        kernel = getattr(tiles, f"tiles_{direction}_kernel")
         groups = group_config(direction, bits, D, D, block_q)  # type: ignore[arg-type]
         constants |= {"R": block_q, "C": WIDTHS[block_q], "PRECISION": groups.precision}
         options = {"num_warps": groups.warps, "num_stages": groups.stages}
@@ -45,7 +45,7 @@ def compiled(direction: str, block_q: int, dtype: str, D: int, sm: int) -> Repor
         if name in constants:
             signature[name] = "constexpr"
             continue
-        signature[name] = "i32" if name in INTEGERS else _type(name, dtype)
+        signature[name] = "i32" if name in INTEGERS else argument_type(name, dtype)
         if name not in INTEGERS | FLOATS:
             attributes[(at,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)

@@ -18,8 +18,8 @@ pytest.importorskip("triton")
 from triton_cases import CASES, Case, compare, make
 
 import gossamer as gs
-from gossamer.kernels.triton import gather_launch
-from gossamer.kernels.triton.gather_config import RowConfig
+from gossamer.kernels.triton.gather import launch as gather
+from gossamer.kernels.triton.gather.config import RowConfig
 from gossamer.layouts.gather import WIDTHS, build_gather
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -58,8 +58,8 @@ def run(case: Case, device: str, block_q: int, config: Any = None) -> tuple[Any,
     # Lists without tiles are counted in columns; where all are long, cutting them is slow in the interpreter.
     split = None if case.split is None else 1 if block_q > 1 else 16 if case.name == "hubs" else None
     options: dict[str, Any] = {"config": config, "split": split}
-    out, lse = gather_launch.forward(problem, q, k, v, layout, terms, **options)
-    gradients = gather_launch.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, **options)
+    out, lse = gather.forward(problem, q, k, v, layout, terms, **options)
+    gradients = gather.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, **options)
     return (mask, terms, inputs), (out, lse, *gradients)
 
 

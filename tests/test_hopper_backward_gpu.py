@@ -212,7 +212,7 @@ class TestPieces:
     @pytest.mark.parametrize("tile", [(64, 64), (64, 128), (128, 64), (192, 128)], ids=str)
     def test_dq_by_rows_of_other_tiles(self, tile: tuple[int, int]) -> None:
         """The forward is Triton's: it walks any tile."""
-        from gossamer.kernels.triton import launch as triton
+        from gossamer.kernels.triton.block import launch as triton
 
         for D in (64, 128):
             for pattern in (SlidingWindow(150, 40), BigBird(32), Causal()):

@@ -14,23 +14,13 @@ import pytest
 
 pytest.importorskip("triton")
 
-from gossamer.kernels.triton.config import (
-    ARCHITECTURES,
-    BUCKETS,
-    CANDIDATES,
-    DIRECTIONS,
-    SHARED_MEMORY,
-    TABLE,
-    TileConfig,
-    architecture,
-    config,
-    padded,
-)
+from gossamer.kernels.triton.block.config import CANDIDATES, TABLE, TileConfig, config
+from gossamer.kernels.triton.config import ARCHITECTURES, BUCKETS, DIRECTIONS, SHARED_MEMORY, architecture, padded
 
 # What is compiled besides the shipped configurations: score terms, odd head sizes, contiguous lists, grouped queries.
 EXTRA = """
 from gossamer.kernels.triton.compile import Variant
-from gossamer.kernels.triton.config import TileConfig, config
+from gossamer.kernels.triton.block.config import TileConfig, config
 extra = [
     Variant("float16", 64, 64, terms=("softcap", "alibi", "sink", "lengths")),
     Variant("bfloat16", 72, 40, terms=("lengths",), group=4, split=False),

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from triton_cases import CASES, Case, check, make
 
-from gossamer.kernels.triton.config import TileConfig
+from gossamer.kernels.triton.block.config import TileConfig
 from gossamer.patterns import BigBird, Causal, SlidingWindow
 
 pytestmark = [
@@ -48,7 +48,7 @@ def test_descriptors(case: Case) -> None:
 
 @pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
 def test_two_runs_give_the_same_bits(case: Case) -> None:
-    from gossamer.kernels.triton import launch
+    from gossamer.kernels.triton.block import launch
 
     problem, layout, _, terms, (q, k, v, dout, dlse) = make(dataclasses.replace(case, dtype=torch.bfloat16), "cuda")
     results = []

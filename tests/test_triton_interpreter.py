@@ -27,7 +27,7 @@ if INTERPRETING:
     def test_same_bits_with_and_without_work_items() -> None:
         import torch
 
-        from gossamer.kernels.triton import launch
+        from gossamer.kernels.triton.block import launch
         from gossamer.layouts import BlockLayout
 
         case = next(case for case in CASES if case.name == "window-both-sides-batch")
@@ -42,7 +42,7 @@ if INTERPRETING:
         import torch
         from test_contract import within_nan
 
-        from gossamer.kernels.triton import launch
+        from gossamer.kernels.triton.block import launch
 
         for name in ("window-both-sides-batch", "causal-split", "sink-split", "every-term"):
             case = next(case for case in CASES if case.name == name)
@@ -103,13 +103,13 @@ if INTERPRETING:
     @pytest.mark.parametrize("columns", [32, 64])
     @pytest.mark.parametrize("rows", [16, 64])
     def test_every_step_size_gives_the_same_rows(rows: int, columns: int) -> None:
-        from gossamer.kernels.triton.config import TileConfig
+        from gossamer.kernels.triton.block.config import TileConfig
 
         for name in ("bigbird", "window-half", "every-term"):
             check(next(case for case in CASES if case.name == name), "cpu", tiles=TileConfig(rows, columns, 4, 1))
 
     def test_descriptors_give_the_same_numbers() -> None:
-        from gossamer.kernels.triton.config import TileConfig
+        from gossamer.kernels.triton.block.config import TileConfig
 
         for name in ("bigbird", "window-half", "random", "large-heads", "strided"):
             check(next(case for case in CASES if case.name == name), "cpu", tiles=TileConfig(64, 64, 4, 1, tma=True))

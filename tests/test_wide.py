@@ -46,7 +46,7 @@ CASES = (
 if INTERPRETING:
     from test_contract import NAMES, Exact
 
-    from gossamer.kernels.triton import wide
+    from gossamer.kernels.triton.wide import launch as wide
 
     @torch.no_grad()
     def check(case: Case, dtype: str, tile: tuple[int, int]) -> list[torch.Tensor]:
@@ -119,10 +119,10 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from gossamer.kernels.triton import wide_kernels as kernels
+from gossamer.kernels.triton.wide import kernels
 from gossamer.kernels.triton.compile import report
 from gossamer.kernels.triton.config import SHARED_MEMORY
-from gossamer.kernels.triton.wide import product_step
+from gossamer.kernels.triton.wide.launch import product_step
 
 sm = int(sys.argv[1])
 NONE = {"lengths", "slopes", "sinks"}

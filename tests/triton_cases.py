@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gossamer.kernels.contract import Problem, Terms
-from gossamer.kernels.triton.config import TileConfig
+from gossamer.kernels.triton.block.config import TileConfig
 from gossamer.layouts import BlockLayout, build, from_dense
 from gossamer.patterns import BigBird, Causal, Dense, Dilated, Document, Pattern, PerHead, SlidingWindow
 
@@ -147,7 +147,7 @@ def expected(mask: torch.Tensor, terms: Terms, inputs: list[torch.Tensor]) -> di
 
 def check(case: Case, device: str, tiles: TileConfig | None = None) -> None:
     """Forward and backward of a case against float64, with `tiles` instead of the shipped configurations."""
-    from gossamer.kernels.triton import launch
+    from gossamer.kernels.triton.block import launch
 
     problem, layout, mask, terms, inputs = make(case, device)
     q, k, v, dout, dlse = inputs

@@ -10,9 +10,13 @@ from torch import Tensor
 
 from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice
 from gossamer.kernels.devices import elsewhere
-from gossamer.kernels.triton import binding, gather_launch, launch, wide
-from gossamer.kernels.triton.config import BUCKETS, SMALL_TILE_RATE
-from gossamer.kernels.triton.gather_config import GATHERS
+from gossamer.kernels.triton import binding
+from gossamer.kernels.triton.block import launch as block
+from gossamer.kernels.triton.block.config import SMALL_TILE_RATE
+from gossamer.kernels.triton.config import BUCKETS
+from gossamer.kernels.triton.gather import launch as gather
+from gossamer.kernels.triton.gather.config import GATHERS
+from gossamer.kernels.triton.wide import launch as wide
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout
 
@@ -65,10 +69,10 @@ class Triton:
             with torch.cuda.device(q.device):
                 return self.forward(problem, q, k, v, layout, terms, into)
         if isinstance(layout, GatherLayout):
-            return gather_launch.forward(problem, q, k, v, layout, terms, into=into)
+            return gather.forward(problem, q, k, v, layout, terms, into=into)
         if max(problem.D, problem.E) > BUCKETS[-1]:
             return wide.forward(problem, q, k, v, layout, terms, into=into)
-        return launch.forward(problem, q, k, v, layout, terms, into=into)
+        return block.forward(problem, q, k, v, layout, terms, into=into)
 
     def backward(
         self,
@@ -88,10 +92,10 @@ class Triton:
             with torch.cuda.device(q.device):
                 return self.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into)
         if isinstance(layout, GatherLayout):
-            return gather_launch.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
+            return gather.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
         if max(problem.D, problem.E) > BUCKETS[-1]:
             return wide.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
-        return launch.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
+        return block.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
 
     def bound_forward(
         self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout | GatherLayout, terms: Terms

@@ -14,10 +14,12 @@ from torch import Tensor
 from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.devices import elsewhere, empty_from, template
 from gossamer.kernels.relaunch import Bound, bound
-from gossamer.kernels.triton import gather_launch, launch
-from gossamer.kernels.triton.forward import forward_kernel
-from gossamer.kernels.triton.launch import operand
-from gossamer.kernels.triton.merge import merge_kernel
+from gossamer.kernels.triton.arguments import operand
+from gossamer.kernels.triton.block import launch as block
+from gossamer.kernels.triton.block.forward import forward_kernel
+from gossamer.kernels.triton.gather import launch as gather
+from gossamer.kernels.triton.gather.schedule import launch_of
+from gossamer.kernels.triton.merge import merge_kernel, merged
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout
 
@@ -34,24 +36,24 @@ def bound_forward(
     out_like, lse_like = template(q, (p.B, p.H, p.Q, p.E)), template(q, (p.B, p.H, p.Q), torch.float32)
     out, lse = empty_from(out_like), empty_from(lse_like)
     if isinstance(layout, GatherLayout):
-        plan: Any = gather_launch.launch_of(p, layout, "forward", None, None)
-        kernel, slots, block = gather_launch.forward_kernel_of(layout), plan.work.slots, plan.block_rows
+        plan: Any = launch_of(p, layout, "forward", None, None)
+        kernel, slots, block_rows = gather.forward_kernel_of(layout), plan.work.slots, plan.block_rows
     else:
-        plan = launch.schedule(layout, False, p.B, p.H, p.H // p.G, None)
-        kernel, slots, block = forward_kernel, plan.slots, layout.block_q
-    likes = [template(q, (plan.copies, slots, block, size), torch.float32) for size in (p.E, 2)] if slots else []
+        plan = block.schedule(layout, False, p.B, p.H, p.H // p.G, None)
+        kernel, slots, block_rows = forward_kernel, plan.slots, layout.block_q
+    likes = [template(q, (plan.copies, slots, block_rows, size), torch.float32) for size in (p.E, 2)] if slots else []
     parts = (empty_from(likes[0]), empty_from(likes[1])) if slots else (lse, lse)
     if isinstance(layout, GatherLayout):
-        key, tensors, floats = gather_launch.forward_arguments(q, k, v, out, lse, parts, terms)
+        key, tensors, floats = gather.forward_arguments(q, k, v, out, lse, parts, terms)
         merge_key: Any = None
     else:
-        launched, _ = launch.forward_launch(p, q, k, v, out, lse, parts, layout, terms, plan, None)
+        launched, _ = block.forward_launch(p, q, k, v, out, lse, parts, layout, terms, plan, None)
         key, tensors, floats, options = launched
         key, merge_key = (key, *options.values()), p.E
         if options["TMA"]:
             return None
     found = bound(plan.known, kernel, key, tensors, floats, GIVEN)
-    merge = bound(plan.known, merge_kernel, merge_key, launch.merged(out, lse, parts), {}, MERGED) if slots else None
+    merge = bound(plan.known, merge_kernel, merge_key, merged(out, lse, parts), {}, MERGED) if slots else None
     if found is None or (slots and merge is None):
         return None
     return _forward(found, merge, out_like, lse_like, likes, general)

@@ -18,20 +18,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gossamer.kernels.triton.config import (
-    ARCHITECTURES,
-    BUCKETS,
-    DIRECTIONS,
-    SHARED_MEMORY,
-    SMALL,
-    TABLE,
-    Direction,
-    TileConfig,
-    padded,
-)
-from gossamer.kernels.triton.forward import forward_kernel
-from gossamer.kernels.triton.key_gradients import dkdv_kernel
-from gossamer.kernels.triton.query_gradient import dq_kernel
+from gossamer.kernels.triton.block.config import SMALL, TABLE, TileConfig
+from gossamer.kernels.triton.block.forward import forward_kernel
+from gossamer.kernels.triton.block.key_gradients import dkdv_kernel
+from gossamer.kernels.triton.block.query_gradient import dq_kernel
+from gossamer.kernels.triton.config import ARCHITECTURES, BUCKETS, DIRECTIONS, SHARED_MEMORY, Direction, padded
 
 KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 STREAMED = {"forward": ("k", "v"), "dq": ("k", "v"), "dkdv": ("q", "dout")}
@@ -104,7 +95,7 @@ def compile_kernel(direction: Direction, config: TileConfig, variant: Variant, s
             size = padded(variant.D if name in ("q", "k") else variant.E)
             signature[name] = f"tensordesc<{TYPES[variant.dtype][1:]}[1, 1, {config.columns}, {size}]>"
             continue
-        signature[name] = _type(name, variant.dtype)
+        signature[name] = argument_type(name, variant.dtype)
         if name not in PLAIN | FLOATS:
             attributes[(at,)] = [["tt.divisibility", 16]]
     constants = {name: value for name, value in constants.items() if name in signature}
@@ -113,7 +104,7 @@ def compile_kernel(direction: Direction, config: TileConfig, variant: Variant, s
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 
-def _type(name: str, dtype: str) -> str:
+def argument_type(name: str, dtype: str) -> str:
     if name in POINTERS_16:
         return TYPES[dtype]
     if name in POINTERS_FLOAT:

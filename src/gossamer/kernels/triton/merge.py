@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from gossamer.kernels.scores import FLOOR
-from gossamer.kernels.triton.tiles import copy_index, load_rows, store_row_results, store_rows
+from gossamer.kernels.triton.rows import copy_index, load_rows, store_row_results, store_rows
 
 
 @triton.jit
@@ -100,3 +101,8 @@ def sum_kernel(
         b_sum += load_rows(part_rows, sub * R, TILE_ROWS, SIZE, R, SIZE, BLOCK_SIZE, True)
     result += i_b.to(tl.int64) * stride_b + i_h.to(tl.int64) * stride_h
     store_rows(result, b_sum, row_start, rows, stride_n, R, SIZE, BLOCK_SIZE)
+
+
+def merged(out: Tensor, lse: Tensor, parts: tuple[Tensor, Tensor]) -> dict[str, Tensor | None]:
+    """The tensors of a launch of the kernel that joins the parts of a row."""
+    return {"out": out, "lse": lse, "part_acc": parts[0], "part_ml": parts[1]}

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from gossamer.kernels.contract import Problem
+from gossamer.kernels.relaunch import Known, launch, strides
 from gossamer.kernels.softmax import empty_rows
-from gossamer.kernels.triton.tiles import load_rows
+from gossamer.kernels.triton.arguments import operand
+from gossamer.kernels.triton.config import padded
+from gossamer.kernels.triton.rows import load_rows
+
+ROWS = 32  # of a program
+
+_launches: Known = {}
 
 
 @triton.jit(do_not_specialize=["Q"])
@@ -45,3 +55,22 @@ def row_terms_kernel(
     row_terms += i_bh.to(tl.int64) * padded_Q + o_r
     tl.store(row_terms, b_lse)
     tl.store(row_terms + padded_Q.to(tl.int64) * B * H, b_delta)
+
+
+def row_terms(problem: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, padded_Q: int) -> Tensor:
+    """(2, B, H, padded_Q) float32: lse in base 2, and delta = rowsum(dout * out) - dlse."""
+    p, out = problem, operand(out)
+    terms = lse.new_empty((2, p.B, p.H, padded_Q), dtype=torch.float32)
+    if terms.numel():
+        given = lse if dlse is None else dlse
+        launch(
+            _launches, row_terms_kernel, (p.B * p.H * padded_Q // ROWS,),
+            (p.B, p.H, p.Q, padded_Q, p.E, dlse is None, lse.device),
+            {"dout": dout, "out": out, "lse": lse, "dlse": given, "row_terms": terms}, {},
+            lambda: {
+                **strides("g", dout), **strides("o", out), **strides("l", lse), **strides("m", given), "B": p.B,
+                "H": p.H, "Q": p.Q, "padded_Q": padded_Q, "E": p.E, "BLOCK_E": padded(p.E), "R": ROWS,
+                "DLSE": dlse is not None, "num_warps": 4,
+            },
+        )  # fmt: skip
+    return terms

@@ -3,7 +3,7 @@
 No program can hold a row of the output. One kernel makes the scores of the listed tiles of some tile rows, as a matrix
 product does; others multiply those tiles by slices of v, k, q or dout. What is kept is some tiles, never a matrix.
 
-Names as in `tiles`. `tiles` is a table (n, 4) of the listed tiles: tile row, tile column, kind, entry of the pool.
+Names as in `rows`. `tiles` is a table (n, 4) of the listed tiles: tile row, tile column, kind, entry of the pool.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from gossamer.kernels.scores import LOG2E, score
 from gossamer.kernels.softmax import add_scores, end_of_keys, finish_rows, head_slope, score_gradient, start_rows
-from gossamer.kernels.triton.lists import BITS, INTERVAL, bits_mask, interval_mask, row_bounds
+from gossamer.kernels.triton.masks import BITS, INTERVAL, bits_mask, interval_mask, row_bounds
 
 
 @triton.jit

@@ -23,7 +23,7 @@ GATHERS = (
 
 @dataclass(frozen=True)
 class RowConfig:
-    """How the kernels of `gather_rows` are run.
+    """How the kernels of `rows` are run.
 
     Raises:
         ValueError: a size that the kernels cannot run.
@@ -45,7 +45,7 @@ class RowConfig:
 
 @dataclass(frozen=True)
 class GroupConfig:
-    """How the kernels of `gather_tiles` are run; their tile is that of the layout."""
+    """How the kernels of `tiles` are run; their tile is that of the layout."""
 
     warps: int
     stages: int

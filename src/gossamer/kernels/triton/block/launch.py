@@ -15,28 +15,24 @@ from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.devices import processors
 from gossamer.kernels.relaunch import Known, launch, strides
 from gossamer.kernels.rows import sink_gradient
-from gossamer.kernels.scores import scales
-from gossamer.kernels.triton.config import Direction, TileConfig, config, padded
-from gossamer.kernels.triton.forward import forward_kernel
-from gossamer.kernels.triton.key_gradients import dkdv_kernel
-from gossamer.kernels.triton.merge import merge_kernel, sum_kernel
-from gossamer.kernels.triton.query_gradient import dq_kernel
-from gossamer.kernels.triton.row_terms import row_terms_kernel
-from gossamer.kernels.triton.walks import Items, facts, items
+from gossamer.kernels.triton.arguments import operand, term_arguments
+from gossamer.kernels.triton.block.config import TileConfig, config
+from gossamer.kernels.triton.block.forward import forward_kernel
+from gossamer.kernels.triton.block.key_gradients import dkdv_kernel
+from gossamer.kernels.triton.block.query_gradient import dq_kernel
+from gossamer.kernels.triton.block.walks import Items, facts, items
+from gossamer.kernels.triton.config import Direction, padded
+from gossamer.kernels.triton.merge import merge_kernel, merged, sum_kernel
+from gossamer.kernels.triton.row_terms import row_terms
 from gossamer.layouts.block import BlockLayout, Walk
 
-# Offsets inside a tile are 32-bit: 256 rows (the largest tile) times this stride stay below 2**31.
-LARGEST_ROW_STRIDE = 2**22
-# Rows of a program of the merge and row-terms kernels.
+# Rows of a program of the merge kernels.
 MERGE_ROWS = 32
-ROW_TERMS_ROWS = 32
-
-_row_terms: Known = {}
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which programs run for one walk: the grid order of `tiles.decode`, the work items, and where lists are."""
+    """Which programs run for one walk: the grid order of `block.lists.decode`, the work items, and where lists are."""
 
     size: int  # items, or tile rows without them, of one broadcast copy
     copies: int
@@ -101,12 +97,6 @@ def _schedule(layout: BlockLayout, transposed: bool, B: int, heads: int, group: 
     return Schedule(size, copies, work, pointers, constants, Hl if Bl > 1 else 0, 1 if Hl > 1 else 0, lead_heads)
 
 
-def operand(x: Tensor) -> Tensor:
-    """The tensor itself when the kernels can read it: last dimension contiguous, 32-bit offsets inside a tile."""
-    readable = (x.stride(-1) == 1 or x.shape[-1] == 1) and x.stride(-2) <= LARGEST_ROW_STRIDE
-    return x if readable else x.contiguous()
-
-
 def describable(x: Tensor) -> bool:
     """Whether a tensor descriptor can be made: 16-byte alignment of the base and of every stride."""
     unit = 16 // x.element_size()
@@ -116,29 +106,6 @@ def describable(x: Tensor) -> bool:
 def described(x: Tensor, rows: int) -> TensorDescriptor:
     """A descriptor of (B, heads, N, size) for blocks of `rows` rows of one head."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, padded(x.shape[-1])])
-
-
-def term_arguments(
-    terms: Terms, like: Tensor
-) -> tuple[dict[str, Tensor], dict[str, float], tuple[Any, ...], dict[str, bool]]:
-    """The score terms of a launch: tensors, numbers, what else its key holds, and flags.
-
-    A missing tensor is replaced by one that is never read.
-    """
-    softcap, alibi = terms.softcap is not None, terms.alibi_slopes is not None
-    scale, cap = scales(terms)
-    tensors = {
-        "lengths": terms.key_lengths.contiguous() if terms.key_lengths is not None else like,
-        "slopes": terms.alibi_slopes.contiguous() if alibi else like,
-    }
-    flags = {
-        # One multiply-add takes the products to the exponent; the maximum commutes with a positive scale alone.
-        "FOLD": terms.scale > 0 and not softcap and not alibi,
-        "SOFTCAP": softcap,
-        "ALIBI": alibi,
-        "LENGTHS": terms.key_lengths is not None,
-    }
-    return tensors, {"scale": scale, "cap": cap}, (terms.q_offset, *flags.values()), flags
 
 
 def sizes(
@@ -275,30 +242,6 @@ def forward_launch(
         "part_acc": parts[0], "part_ml": parts[1],
     }  # fmt: skip
     return ((*key, terms.sink_logits is None), tensors, floats, options), cuts * plan.size
-
-
-def merged(out: Tensor, lse: Tensor, parts: tuple[Tensor, Tensor]) -> dict[str, Tensor | None]:
-    """The tensors of a launch of the kernel that joins the parts of a row."""
-    return {"out": out, "lse": lse, "part_acc": parts[0], "part_ml": parts[1]}
-
-
-def row_terms(problem: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, padded_Q: int) -> Tensor:
-    """(2, B, H, padded_Q) float32: lse in base 2, and delta = rowsum(dout * out) - dlse."""
-    p, out = problem, operand(out)
-    terms = lse.new_empty((2, p.B, p.H, padded_Q), dtype=torch.float32)
-    if terms.numel():
-        given = lse if dlse is None else dlse
-        launch(
-            _row_terms, row_terms_kernel, (p.B * p.H * padded_Q // ROW_TERMS_ROWS,),
-            (p.B, p.H, p.Q, padded_Q, p.E, dlse is None, lse.device),
-            {"dout": dout, "out": out, "lse": lse, "dlse": given, "row_terms": terms}, {},
-            lambda: {
-                **strides("g", dout), **strides("o", out), **strides("l", lse), **strides("m", given), "B": p.B,
-                "H": p.H, "Q": p.Q, "padded_Q": padded_Q, "E": p.E, "BLOCK_E": padded(p.E), "R": ROW_TERMS_ROWS,
-                "DLSE": dlse is not None, "num_warps": 4,
-            },
-        )  # fmt: skip
-    return terms
 
 
 def query_gradient(

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from gossamer.kernels.scores import FLOOR, LN2, LOG2E, score
-from gossamer.kernels.triton.gather_pieces import (
+from gossamer.kernels.triton.gather.pieces import (
     added,
     decode_rows,
     dot,
@@ -28,7 +28,7 @@ from gossamer.kernels.triton.gather_pieces import (
     store_pieces,
     zeros,
 )
-from gossamer.kernels.triton.tiles import copy_index
+from gossamer.kernels.triton.rows import copy_index
 
 
 @triton.jit(do_not_specialize=["n_items", "n_groups", "n_slots", "Q", "K", "q_offset"])
@@ -43,49 +43,14 @@ def rows_forward_kernel(
     slopes,  # (H,)
     part_acc,  # (copies, slots, E)
     part_ml,  # (copies, slots, 2)
-    items,
-    longest,
-    indices,
-    stride_qb,
-    stride_qh,
-    stride_qn,
-    stride_kb,
-    stride_kh,
-    stride_kn: tl.constexpr,
-    stride_vb,
-    stride_vh,
-    stride_vn: tl.constexpr,
-    stride_ob,
-    stride_oh,
-    stride_on,
-    stride_lb,
-    stride_lh,
-    stride_ln,
-    n_items,
-    n_groups,
-    n_slots,
-    H,
-    Q,
-    K,
-    q_offset,
-    scale,
-    cap,
-    lead_heads,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    SD: tl.constexpr,
-    SE: tl.constexpr,
-    RP: tl.constexpr,
-    C: tl.constexpr,
-    GROUP: tl.constexpr,
-    B_FROM_GRID: tl.constexpr,
-    H_FROM_GRID: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    SINK: tl.constexpr,
-    LENGTHS: tl.constexpr,
-):
+    items, longest, indices,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn: tl.constexpr, stride_vb, stride_vh,
+    stride_vn: tl.constexpr, stride_ob, stride_oh, stride_on, stride_lb, stride_lh, stride_ln,
+    n_items, n_groups, n_slots, H, Q, K, q_offset, scale, cap, lead_heads,
+    D: tl.constexpr, E: tl.constexpr, SD: tl.constexpr, SE: tl.constexpr, RP: tl.constexpr, C: tl.constexpr,
+    GROUP: tl.constexpr, B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr, HAS_SLOTS: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINK: tl.constexpr, LENGTHS: tl.constexpr,
+):  # fmt: skip
     """out and lse of RP query rows, or their partial sums where a row is split."""
     SHARED: tl.constexpr = B_FROM_GRID and H_FROM_GRID
     i_b, i_h, row, begin, end, slot, part, m_row, n_steps = decode_rows(
@@ -174,50 +139,14 @@ def rows_dq_kernel(
     lengths,  # (B,)
     slopes,  # (H,)
     part,  # (copies, slots, D)
-    items,
-    longest,
-    indices,
-    stride_qb,
-    stride_qh,
-    stride_qn,
-    stride_kb,
-    stride_kh,
-    stride_kn: tl.constexpr,
-    stride_vb,
-    stride_vh,
-    stride_vn: tl.constexpr,
-    stride_gb,
-    stride_gh,
-    stride_gn,
-    stride_dqb,
-    stride_dqh,
-    stride_dqn,
-    n_items,
-    n_groups,
-    n_slots,
-    H,
-    K,
-    q_offset,
-    scale,
-    cap,
-    plain_scale,
-    padded_Q,
-    delta_offset,
-    lead_heads,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    SD: tl.constexpr,
-    SE: tl.constexpr,
-    RP: tl.constexpr,
-    C: tl.constexpr,
-    GROUP: tl.constexpr,
-    B_FROM_GRID: tl.constexpr,
-    H_FROM_GRID: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    LENGTHS: tl.constexpr,
-):
+    items, longest, indices,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn: tl.constexpr, stride_vb, stride_vh,
+    stride_vn: tl.constexpr, stride_gb, stride_gh, stride_gn, stride_dqb, stride_dqh, stride_dqn,
+    n_items, n_groups, n_slots, H, K, q_offset, scale, cap, plain_scale, padded_Q, delta_offset, lead_heads,
+    D: tl.constexpr, E: tl.constexpr, SD: tl.constexpr, SE: tl.constexpr, RP: tl.constexpr, C: tl.constexpr,
+    GROUP: tl.constexpr, B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr, HAS_SLOTS: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, LENGTHS: tl.constexpr,
+):  # fmt: skip
     """dQ of RP query rows, or a partial sum of it where a row is split."""
     SHARED: tl.constexpr = B_FROM_GRID and H_FROM_GRID
     i_b, i_h, row, begin, end, slot, _part, m_row, n_steps = decode_rows(
@@ -291,54 +220,15 @@ def rows_dkdv_kernel(
     slopes,  # (H,)
     part_dk,  # (copies, slots, D)
     part_dv,  # (copies, slots, E)
-    items,
-    longest,
-    indices,
-    stride_qb,
-    stride_qh,
-    stride_qn: tl.constexpr,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_gb,
-    stride_gh,
-    stride_gn: tl.constexpr,
-    stride_dkb,
-    stride_dkh,
-    stride_dkn,
-    stride_dvb,
-    stride_dvh,
+    items, longest, indices,
+    stride_qb, stride_qh, stride_qn: tl.constexpr, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_gb, stride_gh, stride_gn: tl.constexpr, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh,
     stride_dvn,
-    n_items,
-    n_groups,
-    n_slots,
-    heads,
-    K,
-    q_offset,
-    scale,
-    cap,
-    plain_scale,
-    padded_Q,
-    delta_offset,
-    lead_heads,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    SD: tl.constexpr,
-    SE: tl.constexpr,
-    RP: tl.constexpr,
-    C: tl.constexpr,
-    GROUP: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    B_FROM_GRID: tl.constexpr,
-    H_FROM_GRID: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    LENGTHS: tl.constexpr,
-):
+    n_items, n_groups, n_slots, heads, K, q_offset, scale, cap, plain_scale, padded_Q, delta_offset, lead_heads,
+    D: tl.constexpr, E: tl.constexpr, SD: tl.constexpr, SE: tl.constexpr, RP: tl.constexpr, C: tl.constexpr,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr, B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, LENGTHS: tl.constexpr,
+):  # fmt: skip
     """dK and dV of RP key rows, or partial sums of them where a row is split.
 
     MEMBERS query heads of a key head are summed here: all GROUP of them where they share their lists, else one.

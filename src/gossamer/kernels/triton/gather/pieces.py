@@ -1,4 +1,4 @@
-"""What the kernels of `gather_rows` share: their items, and rows in pieces, as tuples of blocks that are unrolled."""
+"""What the kernels of `rows` share: their items, and rows in pieces, as tuples of blocks that are unrolled."""
 
 from __future__ import annotations
 
@@ -8,16 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def decode_rows(
-    items,
-    longest,
-    n_items,
-    n_groups,
-    heads,
-    lead_heads,
-    RP: tl.constexpr,
-    B_FROM_GRID: tl.constexpr,
-    H_FROM_GRID: tl.constexpr,
-):
+    items, longest, n_items, n_groups, heads, lead_heads,
+    RP: tl.constexpr, B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr,
+):  # fmt: skip
     """What this program computes: (b, h, row, begin, end, slot, part, exists) of its RP items, and their `longest`.
 
     b and h are scalars where they come from the grid. One head is finished before the next one starts: its keys and

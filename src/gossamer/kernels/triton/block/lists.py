@@ -9,11 +9,54 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The lists of a walk, by what is known of their tiles.
-FULL = tl.constexpr(0)
-INTERVAL = tl.constexpr(1)
-BITS = tl.constexpr(2)
-MODES = tl.constexpr(3)
+from gossamer.kernels.triton.masks import BITS, INTERVAL, bits_mask, interval_mask
+
+MODES = tl.constexpr(3)  # full, interval, bits
+# The end of a range that is not cut.
+ALL = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def decode(
+    items,
+    n_items, n_tiles, key_heads, lead_heads,
+    SUB: tl.constexpr, MEMBERS: tl.constexpr,
+    B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr, HAS_ITEMS: tl.constexpr,
+):  # fmt: skip
+    """What this program computes: (b, h, tile row, part of the tile row, begin, end, slot).
+
+    The grid is one-dimensional. Parts of a tile row are next to each other, then the query heads of one key head,
+    because they read the same keys at about the same time; then the items, so that neighbouring rows of one head
+    share what is in L2; different key heads come last, since they share nothing.
+    """
+    pid = tl.program_id(0)
+    sub = pid % SUB
+    pid = pid // SUB
+    member = pid % MEMBERS
+    pid = pid // MEMBERS
+    at = pid % n_items
+    copy = pid // n_items
+    if HAS_ITEMS:
+        item = items + at * 6
+        lead = tl.load(item)
+        tile = tl.load(item + 1)
+        begin = tl.load(item + 2)
+        end = tl.load(item + 3)
+        slot = tl.load(item + 4)
+    else:
+        lead = at // n_tiles
+        tile = at % n_tiles
+        begin = at * 0
+        end = begin + ALL
+        slot = begin - 1
+    b = lead // lead_heads
+    h = lead % lead_heads
+    if H_FROM_GRID:
+        h = (copy % key_heads) * MEMBERS + member
+        copy = copy // key_heads
+    if B_FROM_GRID:
+        b = copy
+    return b, h, tile, sub, begin, end, slot
 
 
 @triton.jit
@@ -52,14 +95,6 @@ def next_entry(
 
 
 @triton.jit
-def row_bounds(lo, hi, i_list, rows, o_r):
-    """[lo, hi) of the rows o_r of an interval list; empty past the last row."""
-    at = i_list.to(tl.int64) * rows + o_r
-    b_lo = tl.load(lo + at, mask=o_r < rows, other=0)
-    return b_lo, tl.maximum(tl.load(hi + at, mask=o_r < rows, other=0), b_lo)
-
-
-@triton.jit
 def step_mask(
     pool, entry, sub, part, column, b_lo, b_hi, MODE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
@@ -74,24 +109,3 @@ def step_mask(
     if MODE == INTERVAL:
         m_keep = interval_mask(b_lo, b_hi, column, o_c)
     return m_keep
-
-
-@triton.jit
-def bits_mask(words, o_c, WORDS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """[R, C] bits of a bits tile; `words` points at the first word of row 0, a row has WORDS words.
-
-    Each thread holds whole words of its rows and tests its own bits; the word of a column is known at compile time.
-    """
-    o_r = tl.arange(0, R)
-    row = words + o_r * WORDS
-    word = tl.load(row)[:, None]
-    for i_w in tl.static_range(1, C // 32):
-        word = tl.where((o_c // 32)[None, :] == i_w, tl.load(row + i_w)[:, None], word)
-    return (word & (1 << (o_c % 32))[None, :]) != 0
-
-
-@triton.jit
-def interval_mask(b_lo, b_hi, column, o_c):
-    """[R, C] of column + o_c in [lo, hi), with one comparison: below lo the difference wraps to a large number."""
-    distance = (column - b_lo)[:, None] + o_c[None, :]
-    return distance.to(tl.uint32, bitcast=True) < (b_hi - b_lo)[:, None].to(tl.uint32, bitcast=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.rows import row_terms, sink_gradient
 from gossamer.kernels.scores import scales
-from gossamer.kernels.triton.wide_kernels import gradient_kernel, output_kernel, products_kernel
+from gossamer.kernels.triton.wide.kernels import gradient_kernel, output_kernel, products_kernel
 from gossamer.layouts.block import BlockLayout, Walk
 
 SCRATCH_BYTES = 2**28

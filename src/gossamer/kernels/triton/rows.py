@@ -1,4 +1,4 @@
-"""What a program computes, and how it reads and writes rows of a tensor.
+"""How a program reads and writes rows of a tensor.
 
 Names: `i_` an index, `o_` offsets, `m_` a mask, `b_` a block of values. A kernel's resident rows are R of the walk's
 rows; it streams C columns at a time. Scores are in base 2: natural scores times log2(e).
@@ -10,52 +10,6 @@ import triton
 import triton.language as tl
 
 from gossamer.kernels.softmax import finish_rows
-
-# The end of a range that is not cut.
-ALL = tl.constexpr(1 << 30)
-
-
-@triton.jit
-def decode(
-    items,
-    n_items, n_tiles, key_heads, lead_heads,
-    SUB: tl.constexpr, MEMBERS: tl.constexpr,
-    B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr, HAS_ITEMS: tl.constexpr,
-):  # fmt: skip
-    """What this program computes: (b, h, tile row, part of the tile row, begin, end, slot).
-
-    The grid is one-dimensional. Parts of a tile row are next to each other, then the query heads of one key head,
-    because they read the same keys at about the same time; then the items, so that neighbouring rows of one head
-    share what is in L2; different key heads come last, since they share nothing.
-    """
-    pid = tl.program_id(0)
-    sub = pid % SUB
-    pid = pid // SUB
-    member = pid % MEMBERS
-    pid = pid // MEMBERS
-    at = pid % n_items
-    copy = pid // n_items
-    if HAS_ITEMS:
-        item = items + at * 6
-        lead = tl.load(item)
-        tile = tl.load(item + 1)
-        begin = tl.load(item + 2)
-        end = tl.load(item + 3)
-        slot = tl.load(item + 4)
-    else:
-        lead = at // n_tiles
-        tile = at % n_tiles
-        begin = at * 0
-        end = begin + ALL
-        slot = begin - 1
-    b = lead // lead_heads
-    h = lead % lead_heads
-    if H_FROM_GRID:
-        h = (copy % key_heads) * MEMBERS + member
-        copy = copy // key_heads
-    if B_FROM_GRID:
-        b = copy
-    return b, h, tile, sub, begin, end, slot
 
 
 @triton.jit

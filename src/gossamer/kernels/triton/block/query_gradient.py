@@ -1,4 +1,4 @@
-"""The forward kernel: one program computes R query rows over their list of key tiles, C keys at a time."""
+"""dQ = scale * dS k, by the rows of a layout: one program computes R query rows over their list of key tiles."""
 
 # ruff: noqa: SIM102  (an `if` on a constexpr is resolved while compiling, one on data is not: they stay apart)
 
@@ -7,53 +7,41 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gossamer.kernels.scores import score
-from gossamer.kernels.softmax import add_scores, end_of_keys, head_slope, start_rows
-from gossamer.kernels.triton.lists import (
-    FULL,
-    INTERVAL,
-    MODES,
-    list_entry,
-    list_range,
-    next_entry,
-    row_bounds,
-    step_mask,
-)
-from gossamer.kernels.triton.tiles import copy_index, decode, load_rows, store_row_results, store_rows, stream_rows
+from gossamer.kernels.softmax import end_of_keys, head_slope, probability, score_gradient
+from gossamer.kernels.triton.block.lists import MODES, decode, list_entry, list_range, next_entry, step_mask
+from gossamer.kernels.triton.masks import FULL, INTERVAL, row_bounds
+from gossamer.kernels.triton.rows import copy_index, load_rows, store_rows, stream_rows
 
 
 @triton.jit(do_not_specialize=["n_items", "n_slots", "n_tiles", "Q", "K", "q_offset"])
-def forward_kernel(
+def dq_kernel(
     q,  # (B, H, Q, D)
     k,  # (B, G, K, D); k and v are descriptors with TMA
     v,  # (B, G, K, E)
-    out,  # (B, H, Q, E)
-    lse,  # (B, H, Q)
+    dout,  # (B, H, Q, E)
+    row_terms,  # (2, B, H, padded Q): lse in base 2, delta
+    dq,  # (B, H, Q, D)
     lengths,  # (B,)
-    sinks,  # (H,)
     slopes,  # (H,)
-    part_acc,  # (copies, slots, TILE_ROWS, E)
-    part_ml,  # (copies, slots, 2, TILE_ROWS)
+    part,  # (copies, slots, TILE_ROWS, D)
     items,
     full_starts, full_counts, full_indices,
     interval_starts, interval_counts, interval_indices,
     bits_starts, bits_counts, bits_indices,
     lo, hi, pool_index, pool,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_ob, stride_oh, stride_on, stride_lb, stride_lh, stride_ln,
-    n_items, n_slots, n_tiles, H, G, Q, K, q_offset, scale, cap, list_b, list_h, lead_heads,
+    stride_gb, stride_gh, stride_gn, stride_dqb, stride_dqh, stride_dqn,
+    n_items, n_slots, n_tiles, H, G, Q, K, q_offset, scale, cap, plain_scale, padded_Q, delta_offset, list_b, list_h,
+    lead_heads,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, GROUP: tl.constexpr,
     B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr, HAS_ITEMS: tl.constexpr, HAS_SLOTS: tl.constexpr,
     HAS_FULL: tl.constexpr, HAS_INTERVAL: tl.constexpr, HAS_BITS: tl.constexpr, FULL_CONTIGUOUS: tl.constexpr,
     INTERVAL_CONTIGUOUS: tl.constexpr, BITS_CONTIGUOUS: tl.constexpr,
-    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINK: tl.constexpr, LENGTHS: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, LENGTHS: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of R query rows, or their partial sums when the row is split.
-
-    `list_b` and `list_h` are the strides, in lists, of a batch element and a head (0 where they share).
-    """
+    """dQ of R query rows, or a partial sum of it when the row is split."""
     SUB: tl.constexpr = TILE_ROWS // R
     MEMBERS: tl.constexpr = GROUP if H_FROM_GRID else 1
     STEPS: tl.constexpr = TILE_COLUMNS // C
@@ -72,11 +60,14 @@ def forward_kernel(
     o_r = row_start + tl.arange(0, R)
 
     b_q = load_rows(q + b64 * stride_qb + h64 * stride_qh, row_start, Q, stride_qn, R, D, BLOCK_D, True)
+    b_dout = load_rows(dout + b64 * stride_gb + h64 * stride_gh, row_start, Q, stride_gn, R, E, BLOCK_E, True)
+    o_rows = row_terms + (b64 * H + h64) * padded_Q + o_r
+    b_lse = tl.load(o_rows)
+    b_delta = tl.load(o_rows + delta_offset)
     if not TMA:
         k += b64 * stride_kb + i_g.to(tl.int64) * stride_kh
         v += b64 * stride_vb + i_g.to(tl.int64) * stride_vh
-    b_acc = tl.zeros([R, BLOCK_E], tl.float32)
-    b_l, b_m = start_rows(sinks, i_h, begin == 0, R, SINK)
+    b_dq = tl.zeros([R, BLOCK_D], tl.float32)
     slope = head_slope(slopes, i_h, ALIBI)
     key_end = end_of_keys(lengths, i_b, K, LENGTHS)
     o_position = o_r + q_offset
@@ -107,29 +98,23 @@ def forward_kernel(
                     m_length = (column + o_c < key_end)[None, :]
                     m_keep = m_length if mode == FULL else m_keep & m_length
                 b_k = stream_rows(k, i_b, i_g, column, K, stride_kn, C, D, BLOCK_D, mode != FULL, TMA)
-                b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-                if not FOLD:
-                    distance = column + o_c[None, :] - o_position[:, None]
-                    b_s, _ = score(b_s, scale, cap, slope, distance, SOFTCAP, ALIBI)
-                if (mode != FULL) or LENGTHS:
-                    b_s = tl.where(m_keep, b_s, float("-inf"))
-                b_p, b_shrink, b_l, b_m = add_scores(b_s, b_l, b_m, scale, FOLD)
-                b_acc = b_acc * b_shrink[:, None]
                 b_v = stream_rows(v, i_b, i_g, column, K, stride_vn, C, E, BLOCK_E, mode != FULL, TMA)
-                b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
+                b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+                b_dp = tl.dot(b_dout, tl.trans(b_v), input_precision=PRECISION)
+                distance = column + o_c[None, :] - o_position[:, None]
+                b_p, b_t = probability(
+                    b_s, b_lse[:, None], scale, cap, slope, distance, m_keep, (mode != FULL) or LENGTHS, FOLD, SOFTCAP,
+                    ALIBI,
+                )  # fmt: skip
+                b_ds = score_gradient(b_p, b_dp, b_delta[:, None], b_t, SOFTCAP)
+                b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
                 ahead = (step + 1) // STEPS
                 tile, entry = next_entry(tile, entry, indices, pool_index, start, ahead, last, mode, contiguous)
 
+    b_dq *= plain_scale
     if HAS_SLOTS:
         if slot >= 0:
             i_part = copy_index(i_b, i_h, H, B_FROM_GRID, H_FROM_GRID).to(tl.int64) * n_slots + slot
-            o_ml = part_ml + i_part * (2 * TILE_ROWS) + sub * R + tl.arange(0, R)
-            tl.store(o_ml, b_m)
-            tl.store(o_ml + TILE_ROWS, b_l)
-            part_acc += i_part * (TILE_ROWS * E)
-            store_rows(part_acc, b_acc, sub * R, TILE_ROWS, E, R, E, BLOCK_E)
+            store_rows(part + i_part * (TILE_ROWS * D), b_dq, sub * R, TILE_ROWS, D, R, D, BLOCK_D)
             return
-    store_row_results(
-        out, lse, b_acc, b_l, b_m, b64, h64, Q, row_start, stride_ob, stride_oh, stride_on,
-        stride_lb, stride_lh, stride_ln, R, E, BLOCK_E,
-    )  # fmt: skip
+    store_rows(dq + b64 * stride_dqb + h64 * stride_dqh, b_dq, row_start, Q, stride_dqn, R, D, BLOCK_D)

@@ -12,14 +12,14 @@ import triton.language as tl
 
 from gossamer.kernels.scores import score
 from gossamer.kernels.softmax import add_scores, end_of_keys, head_slope, probability, score_gradient, start_rows
-from gossamer.kernels.triton.tiles import copy_index, load_rows, store_row_results, store_rows
+from gossamer.kernels.triton.rows import copy_index, load_rows, store_row_results, store_rows
 
 
 @triton.jit
 def decode_tile(
     items, n_items, key_heads, lead_heads, MEMBERS: tl.constexpr, B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr
 ):  # fmt: skip
-    """What this program computes: (b, h, tile row, begin, end, slot, part); the order is that of `tiles.decode`."""
+    """What this program computes: (b, h, tile row, begin, end, slot, part), in the order of `block.lists.decode`."""
     pid = tl.program_id(0)
     member = pid % MEMBERS
     pid = pid // MEMBERS

@@ -1,0 +1,183 @@
+"""Which programs run for a gather layout: the items of a walk, longest first, and what launches have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gossamer.kernels.contract import Problem
+from gossamer.kernels.devices import processors
+from gossamer.kernels.relaunch import Known
+from gossamer.kernels.triton.config import Direction, padded
+from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig, group_config, piece, row_config
+from gossamer.layouts.gather import GatherLayout, GatherWalk
+from gossamer.layouts.schedule import FEWEST_TILES, PARTS_PER_PROCESSOR, cut
+
+# The longest list that one item gathers, in columns.
+LONGEST_ITEM = 1024
+
+
+@dataclass(frozen=True)
+class Work:
+    """The items of a walk, on its device: (n, 6) int32 lead, group, begin, end, slot, part; longest first.
+
+    begin and end count columns from the start of `indices`, in units of the walk's width.
+    """
+
+    items: Tensor
+    merges: Tensor  # (m, 4) int32: lead, group, first slot, number of slots
+    slots: int
+
+    def longest(self, each: int) -> Tensor:
+        """(groups,) int32: units of the longest of each `each` items; negative where one is a part of a cut list."""
+        groups = -(-len(self.items) // each)
+        length, slot = self.items.new_zeros(groups * each), self.items.new_full((groups * each,), -1)
+        length[: len(self.items)] = self.items[:, 3] - self.items[:, 2]
+        slot[: len(self.items)] = self.items[:, 4]
+        longest = length.view(groups, each).amax(1)
+        return torch.where(slot.view(groups, each).amax(1) < 0, longest, -longest)
+
+
+_work: WeakKeyDictionary[GatherWalk, dict[int, Work]] = WeakKeyDictionary()
+
+
+def work_of(layout: GatherLayout, transposed: bool, copies: int, split: int | None) -> Work:
+    """The items of one direction, made once; a layout that was made on a device is read back for it."""
+    walk = layout.columns if transposed else layout.rows
+    known = _work.setdefault(walk, {})
+    if split is None:
+        programs = processors(walk.indices.device) * PARTS_PER_PROCESSOR
+        split = max(FEWEST_TILES, LONGEST_ITEM // walk.width)
+        groups = len(walk.counts.reshape(-1))
+        if groups * copies < 4 * programs:
+            # Few groups: their lists are cut until every processor has a part, and those much longer than the others,
+            # for which all would wait, in shorter parts.
+            listed = int(walk.indices.shape[0]) // walk.width
+            split = min(split, max(FEWEST_TILES // 2, 2 * listed // groups, listed * copies // programs))
+    if split not in known:
+        source = (layout.host.columns if transposed else layout.host.rows) if layout.host is not None else walk
+        known[split] = _make_work(source.on_host(), split, walk.indices.device)
+    return known[split]
+
+
+def _make_work(walk: GatherWalk, limit: int, device: torch.device) -> Work:
+    lengths = -(-walk.counts.astype(np.int64) // walk.width).reshape(-1)
+    of, begin, end, slot, pieces = cut(lengths, limit)
+    start = walk.starts.astype(np.int64).reshape(-1)[of] // walk.width
+    length = end - begin
+    # Lengths that differ little stay in the order of rows, whose columns are likely to be near each other.
+    steps = -(-length // 4)
+    near = np.where(steps <= 16, steps, 16 + np.ceil(np.log2(np.maximum(steps, 1))))
+    lead, tile = np.divmod(of, walk.tiles)
+    items = np.stack([lead, tile, start + begin, start + end, slot, begin > 0], axis=1)
+    items = items[np.lexsort((begin, of, -near))]
+    split = np.flatnonzero(pieces > 1)
+    first = np.cumsum(pieces[split]) - pieces[split]
+    merges = np.stack([split // walk.tiles, split % walk.tiles, first, pieces[split]], axis=1)
+
+    def move(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array.astype(np.int32))).to(device)
+
+    return Work(move(items), move(merges), int(pieces[split].sum()))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the three kernels of one walk have in common."""
+
+    rows: int  # of the walk, which is not held: what is known of it must not keep it alive
+    block_rows: int
+    work: Work
+    copies: int
+    heads: int  # that programs run over
+    constants: dict[str, Any]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+    grid: tuple[int]
+    known: Known = field(default_factory=dict)  # launches of before
+
+    @property
+    def rest(self) -> dict[str, Any]:
+        """The arguments that are the same in every call."""
+        return self.arguments | self.constants | self.options
+
+    def part(self, size: int, like: Tensor) -> Tensor:
+        """Partial results (copies, slots, block_rows, size) float32; `like` where no list is cut."""
+        if not self.work.slots:
+            return like
+        shape = (self.copies, self.work.slots, self.block_rows, size)
+        return like.new_empty(shape, dtype=torch.float32)
+
+
+_launches: WeakKeyDictionary[GatherWalk, dict[Any, Launch]] = WeakKeyDictionary()
+
+
+def launch_of(
+    problem: Problem,
+    layout: GatherLayout,
+    direction: Direction,
+    config: RowConfig | GroupConfig | None,
+    split: int | None,
+) -> Launch:
+    """The programs of one kernel, worked out once for a walk and a kind of problem."""
+    p = problem
+    known = _launches.setdefault(layout.columns if direction == "dkdv" else layout.rows, {})
+    key = direction, p.B, p.H, p.G, p.D, p.E, p.dtype, config, split
+    if key not in known:
+        known[key] = _make_launch(problem, layout, direction, config, split)
+    return known[key]
+
+
+def _make_launch(
+    problem: Problem,
+    layout: GatherLayout,
+    direction: Direction,
+    config: RowConfig | GroupConfig | None,
+    split: int | None,
+) -> Launch:
+    """Which items, how many copies of them, and with which sizes."""
+    p, transposed = problem, direction == "dkdv"
+    walk = layout.columns if transposed else layout.rows
+    Bl, Hl = walk.lead
+    group = p.H // p.G
+    # Heads that share a key head but not their lists get gradients of their own, which are summed afterwards.
+    members = group if transposed and Hl == 1 else 1
+    heads = p.H // members
+    copies = (p.B if Bl == 1 else 1) * (heads if Hl == 1 else 1)
+    work = work_of(layout, transposed, copies, split)
+    constants: dict[str, Any] = {
+        "D": p.D, "E": p.E, "GROUP": group, "B_FROM_GRID": Bl == 1, "H_FROM_GRID": Hl == 1,
+        "HAS_SLOTS": work.slots > 0,
+    }  # fmt: skip
+    if transposed:
+        constants["MEMBERS"] = members
+    n_items, bits = int(work.items.shape[0]), 32 if p.dtype == "float32" else 16
+    arguments: dict[str, Any] = {
+        "items": work.items, "indices": walk.indices, "n_items": n_items, "n_slots": work.slots,
+        "K": p.K, "lead_heads": Hl,
+    }  # fmt: skip
+    if walk.block_rows == 1:
+        rows = config if isinstance(config, RowConfig) else row_config(direction, bits, p.D, p.E)
+        constants |= {"RP": rows.items, "C": rows.columns, "SD": piece(p.D, bits), "SE": piece(p.E, bits)}
+        arguments["longest"] = work.longest(rows.items)
+        programs = arguments["n_groups"] = -(-n_items // rows.items)
+        options = {"num_warps": rows.warps, "num_stages": 1}
+        if rows.registers is not None:
+            options["maxnreg"] = rows.registers
+    else:
+        groups = config if isinstance(config, GroupConfig) else group_config(direction, bits, p.D, p.E, walk.block_rows)
+        constants |= {
+            "R": walk.block_rows, "C": walk.width, "BLOCK_D": padded(p.D), "BLOCK_E": padded(p.E),
+            "PRECISION": groups.precision,
+        }  # fmt: skip
+        arguments["bits"] = walk.bits
+        if not transposed:
+            arguments["G"] = p.G
+        programs, options = n_items, {"num_warps": groups.warps, "num_stages": groups.stages}
+    options["enable_fp_fusion"] = True
+    return Launch(walk.rows, walk.block_rows, work, copies, heads, constants, arguments, options, (programs * copies,))
