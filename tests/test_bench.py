@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +18,10 @@ from gossamer.bench import flex as bench_flex
 from gossamer.bench import run as bench_run
 from gossamer.bench.check import Inputs, Oracle, compare, draw_samples, row_error
 from gossamer.bench.flex import block_mask
-from gossamer.bench.measure import peak_bytes, reset_peak, time_call
-from gossamer.bench.peer import Refusal
+from gossamer.bench.measure import ROUNDS, Timing, peak_bytes, reset_peak, time_call, time_in_turns
+from gossamer.bench.peer import Peer, Refusal
 from gossamer.bench.peers import PEERS, block_matrix
+from gossamer.bench.processes import run_cases
 from gossamer.bench.rows import Row, append_rows, fill_ratios, refusals, table
 from gossamer.bench.workload import find, make_inputs, workloads
 from gossamer.cli import app
@@ -108,9 +110,7 @@ def test_a_wrong_implementation_has_no_speed(direction: str, monkeypatch: pytest
     monkeypatch.setattr(bench_run, "attend", lambda inputs, q, k, v, implementation: shifted_window(q, k, v))
     monkeypatch.setattr(bench_run, "_own_process", lambda *a: None)
     session = bench_run.Session(CPU, {}, budget_s=0.01)
-    rows = [
-        row for row in bench_run.run_case(session, find("window", "cpu"), peers=False) if row.direction == direction
-    ]
+    rows = [row for row in bench_run.run_case(session, find("window", "cpu")) if row.direction == direction]
     assert len(rows) == 1
     assert rows[0].status == "failed"
     assert "limit" in rows[0].reason
@@ -139,6 +139,7 @@ def test_a_case_end_to_end(tmp_path: Path) -> None:
         assert row["share_of_matmul"] == pytest.approx(row["useful_tflops"] / row["matmul_tflops"])
         assert row["peak_rss_bytes"] > 2**26
         assert set(row["ratios"]) == {"SDPA dense (dense)", "SDPA mask", "materialised"}
+        assert row["turns"] == 4
         assert row["pairs"] == 4 * int(gs.SlidingWindow(50).materialize(200, 200).sum())
         assert row["commit"] and row["versions"]["torch"] == torch.__version__
     refused = [row for row in rows if row["status"] == "refused"]
@@ -147,12 +148,29 @@ def test_a_case_end_to_end(tmp_path: Path) -> None:
     assert all("needs a GPU" in row["reason"] or "cannot be imported" in row["reason"] for row in refused)
     assert all(row["p50_ms"] is None for row in refused)
     assert "FA4 left out: needs a GPU (window)" in done.output
-    # Rows are added, never overwritten.
+    # Rows are added, never overwritten; an implementation that is timed alone takes no turns.
     before = len(rows)
-    assert (
-        runner.invoke(app, ["bench", "window", "--device", "cpu", "--budget", "0.02", "--out", str(out)]).exit_code == 0
-    )
-    assert len(out.read_text().splitlines()) == before + 2
+    alone = ["bench", "window", "--device", "cpu", "--budget", "0.02", "--out", str(out)]
+    assert runner.invoke(app, alone).exit_code == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["turns"] for row in rows[before:]] == [1, 1]
+
+
+def test_cases_prepare_in_processes_of_their_own(capfd: pytest.CaptureFixture[str]) -> None:
+    told: list[str] = []
+    session = bench_run.Session(CPU, {"torch": "x"}, budget_s=0.01, progress=told.append)
+    work = find("window", "cpu")
+    unknown = dataclasses.replace(work, case=dataclasses.replace(work.case, name="nowhere"))
+    (first, rows), (second, reason) = run_cases(session, [work, unknown], ["SDPA dense"], processes=2)
+    assert (first.name, second.name) == ("window", "nowhere")
+    assert isinstance(rows, list)
+    assert [(row.implementation, row.direction, row.turns) for row in rows] == [
+        (name, way, 2) for way in ("forward", "backward") for name in ("gossamer blocked", "SDPA dense (dense)")
+    ]
+    assert {row.versions["torch"] for row in rows} == {"x"}
+    assert "window: exact numbers" in told
+    assert reason == "its process ended with 1"
+    assert "case 'nowhere' is not one of" in capfd.readouterr().err
 
 
 @pytest.mark.gpu
@@ -273,6 +291,40 @@ def test_an_error_is_relative_to_the_row() -> None:
     assert row_error(exact + torch.tensor([[0.5, 0.0], [0.0, 0.0], [0.0, 0.0]]), exact) == pytest.approx(0.1)
     assert row_error(exact + torch.tensor([[0.0, 0.0], [0.1, 0.0], [0.0, 0.0]]), exact) == pytest.approx(0.1)
     assert row_error(exact * float("nan"), exact) == float("inf")
+
+
+def test_calls_take_turns() -> None:
+    order: list[str] = []
+
+    def calls(name: str) -> Callable[[], None]:
+        return lambda: order.append(name)
+
+    def breaks() -> None:
+        order.append("c")
+        if order.count("c") > 4:
+            raise RuntimeError("out of luck")
+
+    told = time_in_turns({"a": calls("a"), "b": calls("b"), "c": breaks}, CPU, budget_s=1.0, most=11)
+    # Two calls to begin with, and one in each round before those that count.
+    assert order.count("a") == order.count("b") == 2 + ROUNDS + 11
+    assert [name for at, name in enumerate(order) if at == 0 or order[at - 1] != name] == [*"abcabcbabab"]
+    for name in "ab":
+        timing = told[name]
+        assert isinstance(timing, Timing)
+        assert timing.repeats == 11
+    assert str(told["c"]) == "out of luck"
+
+
+def test_what_does_not_fit_into_memory_is_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 200))
+    entries = []
+    for name, takes in (("small", 10), ("huge", 95), ("middling", 80)):
+        entry = bench_run.Entry(Peer(name, lambda inputs, rate: pytest.fail("not called")), rows={}, samples=[])
+        entry.takes["forward"] = takes
+        entries.append(entry)
+    groups = bench_run._fitting(entries, "forward", torch.device("cuda"))
+    assert [[entry.peer.name for entry in group] for group in groups] == [["small", "middling"], ["huge"]]
+    assert bench_run._fitting([], "forward", torch.device("cuda")) == []
 
 
 def test_times_and_peaks_are_of_the_call() -> None:

@@ -14,6 +14,8 @@ import torch
 
 FLUSH_BYTES = 256 * 2**20  # more than any level-2 cache
 MATMUL_SIZE = {"cuda": 8192, "cpu": 1536}
+ROUNDS = 5
+COLD_MS = 20.0  # a call that takes longer needs no other before it to be warm
 
 Call = Callable[[], object]
 
@@ -34,9 +36,47 @@ def time_call(call: Call, device: torch.device, *, budget_s: float = 0.5, most: 
     call()
     first = measure(call, 1)[0]
     repeats = int(min(most, max(least, 1000 * budget_s / max(first, 1e-3))))
-    times = torch.tensor(measure(call, repeats), dtype=torch.float64)
-    p20, p50, p80 = torch.quantile(times, torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
-    return Timing(p20, p50, p80, repeats)
+    return _timing(measure(call, repeats))
+
+
+def time_in_turns(
+    calls: dict[str, Call], device: torch.device, *, budget_s: float = 0.5, most: int = 50, least: int = ROUNDS
+) -> dict[str, Timing | Exception]:
+    """Times several calls in alternating rounds, so that a clock that drifts falls on all of them alike.
+
+    Each call has about `budget_s` of repeats, spread over the rounds; caches are cleared before each on a GPU. Every
+    other round goes backwards, so that none is always behind the same one. A call that raises is left out from there
+    on, and its exception stands for its times.
+    """
+    measure = _cuda_times if device.type == "cuda" else _cpu_times
+    found: dict[str, Timing | Exception] = {}
+    once: dict[str, float] = {}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for name, call in calls.items():
+        try:
+            call()
+            once[name] = max(measure(call, 1)[0], 1e-3)
+        except Exception as error:
+            found[name] = error
+    for turn in range(ROUNDS):
+        for name in reversed(calls) if turn % 2 else calls:
+            if name in found:
+                continue
+            repeats = int(min(most, max(least, 1000 * budget_s / once[name])))
+            share = repeats * (turn + 1) // ROUNDS - repeats * turn // ROUNDS
+            try:
+                if once[name] < COLD_MS and share:
+                    calls[name]()
+                times[name] += measure(calls[name], share)
+            except Exception as error:
+                found[name] = error
+    return {name: found[name] if name in found else _timing(times[name]) for name in calls}
+
+
+def _timing(times: list[float]) -> Timing:
+    ordered = torch.tensor(times, dtype=torch.float64)
+    p20, p50, p80 = torch.quantile(ordered, torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
+    return Timing(p20, p50, p80, len(times))
 
 
 def _cuda_times(call: Call, repeats: int) -> list[float]:

@@ -38,6 +38,7 @@ class Peer:
 
     name: str
     prepare: Callable[[Inputs, float], Prepared]
+    compiles: bool = False  # its first calls take seconds: they are made before anything is timed
 
 
 def backward_call(prepared: Prepared, inputs: Inputs) -> Gradients:

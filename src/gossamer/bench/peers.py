@@ -71,12 +71,15 @@ def _sdpa_dense(inputs: Inputs, matmul_tflops: float) -> Prepared:
 def _fastest_backend(attend: Attend, inputs: Inputs) -> Any:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    times, refused = {}, []
+    times: dict[Any, float] = {}
+    refused = []
     for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        if times and backend == SDPBackend.EFFICIENT_ATTENTION:
+            continue  # which serves what the others do not take
         try:
             with sdpa_kernel(backend), torch.no_grad():
                 call = lambda: attend(inputs.q, inputs.k, inputs.v)  # noqa: E731
-                times[backend] = time_call(call, inputs.q.device, budget_s=0.02, least=2).p50
+                times[backend] = time_call(call, inputs.q.device, budget_s=0.02, least=1).p50
         except RuntimeError as error:
             refused.append(f"{backend.name}: {first_line(error)}")
     if not times:
@@ -108,12 +111,12 @@ def _flex(options: dict[str, Any], needed: str | None) -> Callable[[Inputs, floa
         flex = needs_module("torch.nn.attention.flex_attention")
         # Compiled backward graphs may otherwise free what a repeated backward still needs.
         needs_module("torch._functorch.config").donated_buffer = False
+        # Every case compiles the same function anew: by default it is not compiled any more after eight.
+        needs_module("torch._dynamo.config").recompile_limit = 256
         try:
             mask = block_mask(inputs)
         except ValueError as error:
             raise Refusal(str(error)) from None
-        # Every case compiles the same function anew: without this the limit of recompilations is met.
-        torch.compiler.reset()
         compiled = torch.compile(flex.flex_attention, dynamic=False)
         gqa = inputs.q.shape[1] != inputs.k.shape[1]
         return Prepared(
@@ -128,6 +131,7 @@ def _flex(options: dict[str, Any], needed: str | None) -> Callable[[Inputs, floa
 def _fa4(inputs: Inputs, matmul_tflops: float) -> Prepared:
     needs_cuda(inputs)
     needs_plain(inputs)
+    window: tuple[int | None, int | None]
     match inputs.pattern:
         case gossamer.Dense():
             causal, window = False, (None, None)
@@ -151,8 +155,8 @@ def _cudnn(inputs: Inputs, matmul_tflops: float) -> Prepared:
     needs_cuda(inputs)
     needs_plain(inputs)
     pattern = inputs.pattern
-    blocks = isinstance(pattern, gossamer.BlockMask) or (isinstance(pattern, gossamer.BigBird) and not pattern.causal)
-    if not blocks or pattern.lead != (1, 1):
+    causal = isinstance(pattern, gossamer.BigBird) and pattern.causal
+    if not isinstance(pattern, gossamer.BlockMask | gossamer.BigBird) or causal or pattern.lead != (1, 1):
         raise Refusal("takes one block matrix alone")
     block = pattern.block
     Q, K = inputs.q.shape[2], inputs.k.shape[2]
@@ -196,9 +200,9 @@ def block_matrix(inputs: Inputs, block: int) -> np.ndarray:
 PEERS = (
     Peer("SDPA dense", _sdpa_dense),
     Peer("SDPA mask", _sdpa_mask),
-    Peer("FlexAttention Triton", _flex({}, None)),
-    Peer("FlexAttention FLASH", _flex({"BACKEND": "FLASH"}, "flash_attn.cute")),
-    Peer("FA4", _fa4),
-    Peer("cuDNN block sparse", _cudnn),
+    Peer("FlexAttention Triton", _flex({}, None), compiles=True),
+    Peer("FlexAttention FLASH", _flex({"BACKEND": "FLASH"}, "flash_attn.cute"), compiles=True),
+    Peer("FA4", _fa4, compiles=True),
+    Peer("cuDNN block sparse", _cudnn, compiles=True),
     *PLAIN_PEERS,
 )

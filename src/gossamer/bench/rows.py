@@ -34,6 +34,7 @@ class Row:
     p50_ms: float | None = None
     p80_ms: float | None = None
     repeats: int | None = None
+    turns: int | None = None  # implementations timed in alternating rounds, this one among them; None: one by one
     device_ms: float | None = None  # of one call of a replayed CUDA graph, in sweeps
     call_ms: float | None = None  # of the host, in sweeps of small problems
     relative_error: float | None = None  # of the sampled rows together, in sweeps
@@ -74,7 +75,7 @@ class Row:
         """Marks the row and drops its times."""
         self.status, self.reason = status, reason
         self.p20_ms = self.p50_ms = self.p80_ms = self.useful_tflops = self.share_of_matmul = None
-        self.repeats = self.device_ms = self.call_ms = None
+        self.repeats = self.turns = self.device_ms = self.call_ms = None
 
 
 def commit() -> str:

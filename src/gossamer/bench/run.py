@@ -1,13 +1,14 @@
-"""One case through gossamer and its peers: check first, then time, then memory."""
+"""One case through gossamer and its peers: compile, then check and take memory, then time in turns."""
 
 from __future__ import annotations
 
 import datetime
 import gc
 import json
+import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,9 +17,8 @@ from torch import Tensor
 
 import gossamer
 from gossamer.bench.check import Inputs, Sample, compare, draw_samples
-from gossamer.bench.measure import device_name, matmul_rate, peak_bytes, reset_peak, time_call
+from gossamer.bench.measure import device_name, matmul_rate, peak_bytes, reset_peak, time_in_turns
 from gossamer.bench.peer import Peer, Prepared, Refusal, backward_call, first_line
-from gossamer.bench.peers import PEERS
 from gossamer.bench.rows import Row, commit
 from gossamer.bench.workload import Workload, chosen, make_inputs
 
@@ -26,6 +26,7 @@ Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 Progress = Callable[[str], None]
 OURS = "gossamer"
+ROOM = 0.9  # of the free memory of a device, that calls timed in turns may take together
 
 
 @dataclass
@@ -51,21 +52,193 @@ class Session:
         return self.rates[dtype]
 
 
-def run_case(session: Session, work: Workload, peers: bool) -> list[Row]:
-    """All rows of a case: gossamer's, then each peer's, in every direction of the case."""
+@dataclass
+class Entry:
+    """An implementation on a case: its rows, and what they are measured with."""
+
+    peer: Peer
+    rows: dict[Direction, Row]
+    samples: list[Sample]
+    prepared: Prepared | None = None
+    kept: int = 0  # bytes on the device that its masks and layouts hold
+    takes: dict[Direction, int] = field(default_factory=dict)  # bytes of a call, results and workspace
+
+    def refuse(self, error: Exception, *directions: Direction) -> None:
+        """Nothing an implementation does ends the run: it is refused or failed, with the reason."""
+        told = str(error) if isinstance(error, Refusal | gossamer.Unsupported) else first_line(error)
+        for direction in directions or DIRECTIONS:
+            self.rows[direction].fail("refused" if self.rows[direction].peer else "failed", told)
+
+
+@dataclass
+class Ready:
+    """A case whose kernels are compiled."""
+
+    work: Workload
+    inputs: Inputs
+    entries: list[Entry]
+
+
+def run_case(session: Session, work: Workload, peers: Sequence[Peer] = ()) -> list[Row]:
+    """All rows of a case: gossamer's and each peer's, in every direction."""
+    return measure_case(session, prepare_case(session, work, peers))
+
+
+def prepare_case(session: Session, work: Workload, peers: Sequence[Peer] = ()) -> Ready:
+    """Everything that may run while other cases do the same: inputs, exact numbers, compilation."""
     inputs = make_inputs(work, session.device)
     session.progress(f"{work.name}: exact numbers")
     samples = draw_samples(inputs)
-    rows = _measure(session, work, inputs, samples, ours(session.implementation))
-    for peer in PEERS if peers else ():
+    entries = []
+    for peer in (ours(session.implementation), *peers):
+        rows = {way: make_row(session, work, peer.name, way, peer.name != OURS) for way in DIRECTIONS}
+        entries.append(Entry(peer, rows, samples))
+    ready = Ready(work, inputs, entries)
+    for entry in entries if session.device.type == "cuda" else ():
+        if entry.peer.compiles:
+            _compile(session, ready, entry)
+    return ready
+
+
+def _compile(session: Session, ready: Ready, entry: Entry) -> None:
+    """Makes the first calls, in which kernels are compiled and lists are made."""
+    _release()
+    base = torch.cuda.memory_allocated()
+    _prepare(session, ready, entry, math.inf)
+    for direction in DIRECTIONS:
+        if entry.prepared is None:
+            return
+        session.progress(f"{ready.work.name}: {entry.peer.name}, {direction}, compilation")
+        try:
+            _start(entry.prepared, ready.inputs, direction)()
+        except torch.OutOfMemoryError:
+            pass  # beside other cases: it is called again on its own
+        except Exception as error:
+            entry.refuse(error, direction)
         _release()
-        rows += _measure(session, work, inputs, samples, peer)
-    return sorted(rows, key=lambda row: row.direction != "forward")
+    entry.kept = torch.cuda.memory_allocated() - base
+
+
+def _prepare(session: Session, ready: Ready, entry: Entry, matmul_tflops: float) -> None:
+    """Fills `prepared`, or the reason why there is none."""
+    inputs, name = ready.inputs, entry.peer.name
+    session.progress(f"{ready.work.name}: {name}")
+    try:
+        if name == OURS:
+            for row, taken in zip(entry.rows.values(), chosen(inputs, session.implementation), strict=True):
+                row.implementation = f"{name} {taken}"
+        prepared = entry.peer.prepare(inputs, matmul_tflops)
+        if prepared.note:
+            for row in entry.rows.values():
+                row.implementation = f"{name} ({prepared.note})"
+        if prepared.computes is not None:
+            known = Inputs(prepared.computes, inputs.q, inputs.k, inputs.v, inputs.terms, inputs.dout)
+            entry.samples = draw_samples(known, heads=1, keys=0)
+        entry.prepared = prepared
+    except Exception as error:  # of the peer's code or ours: the other rows still count
+        entry.refuse(error)
+
+
+def measure_case(session: Session, ready: Ready) -> list[Row]:
+    """Checks every implementation and takes its memory, then times all of them in turns."""
+    rate = session.rate(ready.inputs.q.dtype)
+    for entry in ready.entries:
+        _release()
+        if entry.prepared is None and all(row.status == "ok" for row in entry.rows.values()):
+            base = _in_use(session.device)
+            _prepare(session, ready, entry, rate)
+            entry.kept = _in_use(session.device) - base
+        for direction in DIRECTIONS:
+            if entry.prepared is not None and entry.rows[direction].status == "ok":
+                _check(session, ready, entry, direction)
+    for direction in DIRECTIONS:
+        able = [entry for entry in ready.entries if entry.rows[direction].status == "ok"]
+        for group in _fitting(able, direction, session.device):
+            _time(session, ready, group, direction)
+    if session.device.type == "cpu":
+        for entry in ready.entries:
+            _own_process(session, ready.work, list(entry.rows.values()), entry.peer)
+    return [entry.rows[direction] for direction in DIRECTIONS for entry in ready.entries]
+
+
+def _check(session: Session, ready: Ready, entry: Entry, direction: Direction) -> None:
+    """Checks one direction, and measures the memory of that call."""
+    inputs, row, cuda = ready.inputs, entry.rows[direction], session.device.type == "cuda"
+    session.progress(f"{ready.work.name}: {entry.peer.name}, {direction}")
+    assert inputs.dout is not None and entry.prepared is not None
+    try:
+        base = reset_peak(session.device) if cuda else 0
+        names = ("out",) if direction == "forward" else ("dq", "dk", "dv")
+        found = dict(zip(names, _start(entry.prepared, inputs, direction)(), strict=True))
+        entry.takes[direction] = peak_bytes(session.device) - base if cuda else 0
+        row.check, wrong = compare(entry.samples, found, group=inputs.q.shape[1] // inputs.k.shape[1])
+        if wrong:
+            row.fail("failed", "; ".join(wrong))
+        elif cuda:
+            dout = inputs.dout if direction == "backward" else inputs.dout[:0]
+            made = tensor_bytes([*found.values(), dout])  # the output is as large as its gradient
+            given = tensor_bytes([inputs.q, inputs.k, inputs.v, dout])
+            row.set_memory(entry.kept + entry.takes[direction] - made, made + given)
+    except Exception as error:
+        entry.refuse(error, direction)
+    _release()
+
+
+def _fitting(able: list[Entry], direction: Direction, device: torch.device) -> list[list[Entry]]:
+    """The implementations that fit into memory together, and each of the others on its own."""
+    if not able:
+        return []
+    _release()
+    free = ROOM * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
+    together: list[Entry] = []
+    alone: list[list[Entry]] = []
+    for entry in sorted(able, key=lambda entry: entry.takes[direction]):
+        free -= entry.takes[direction]
+        if free >= 0:
+            together.append(entry)
+        else:
+            alone.append([entry])
+    return [together, *alone] if together else alone
+
+
+def _time(session: Session, ready: Ready, group: list[Entry], direction: Direction) -> None:
+    """Times some implementations in turns."""
+    session.progress(f"{ready.work.name}: {direction}, times")
+    calls = {}
+    for entry in group:
+        assert entry.prepared is not None
+        try:
+            calls[entry.peer.name] = _start(entry.prepared, ready.inputs, direction)
+        except Exception as error:
+            entry.refuse(error, direction)
+    told = time_in_turns(calls, session.device, budget_s=session.budget_s)
+    for entry in group:
+        timing = told.get(entry.peer.name)
+        if isinstance(timing, Exception):
+            entry.refuse(timing, direction)
+        elif timing is not None:
+            entry.rows[direction].set_timing(timing, session.rate(ready.inputs.q.dtype))
+            entry.rows[direction].turns = len(calls)
+    del calls
+    _release()
+
+
+def _start(prepared: Prepared, inputs: Inputs, direction: Direction) -> Callable[[], tuple[Tensor, ...]]:
+    """A call that can be repeated; that of a backward runs the forward here and keeps its graph."""
+    return backward_call(prepared, inputs) if direction == "backward" else forward_call(prepared, inputs)
+
+
+def _in_use(device: torch.device) -> int:
+    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
 
 
 def ours(implementation: str | None) -> Peer:
     """gossamer itself in the form of a peer."""
-    return Peer(OURS, lambda given, matmul_tflops: Prepared(lambda q, k, v: attend(given, q, k, v, implementation)))
+    return Peer(
+        OURS,
+        lambda given, matmul_tflops: Prepared(lambda q, k, v: attend(given, q, k, v, implementation)),
+        compiles=True,
+    )
 
 
 def attend(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, implementation: str | None) -> Tensor:
@@ -75,67 +248,6 @@ def attend(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, implementation: str 
         q, k, v, inputs.pattern, scale=t.scale, q_offset=t.q_offset, key_lengths=t.key_lengths, softcap=t.softcap,
         sink_logits=t.sink_logits, alibi_slopes=t.alibi_slopes, implementation=implementation,
     )  # fmt: skip
-
-
-def _measure(session: Session, work: Workload, inputs: Inputs, samples: list[Sample], peer: Peer) -> list[Row]:
-    """The rows of one implementation. Nothing it does ends the run: it is refused or failed, with the reason."""
-    name, is_peer = peer.name, peer.name != OURS
-    rows = [make_row(session, work, name, direction, is_peer) for direction in DIRECTIONS]
-    base = reset_peak(session.device)  # before masks and layouts are made: they count
-    try:
-        session.progress(f"{work.name}: {name}")
-        if not is_peer:
-            for row, taken in zip(rows, chosen(inputs, session.implementation), strict=True):
-                row.implementation = f"{name} {taken}"
-        prepared = peer.prepare(inputs, session.rate(inputs.q.dtype))
-        if prepared.note:
-            for row in rows:
-                row.implementation = f"{name} ({prepared.note})"
-        if prepared.computes is not None:
-            known = Inputs(prepared.computes, inputs.q, inputs.k, inputs.v, inputs.terms, inputs.dout)
-            samples = draw_samples(known, heads=1, keys=0)
-    except (Refusal, gossamer.Unsupported) as refusal:
-        for row in rows:
-            row.fail("refused" if is_peer else "failed", str(refusal))
-        return rows
-    for row in rows:
-        session.progress(f"{work.name}: {name}, {row.direction}")
-        try:
-            _fill(session, row, inputs, samples, prepared, base)
-        except Exception as error:  # of the peer's code or ours: the other rows still count
-            row.fail("refused" if is_peer else "failed", first_line(error))
-        _release()
-    if session.device.type == "cpu":
-        _own_process(session, work, rows, peer)
-    return rows
-
-
-def _fill(session: Session, row: Row, inputs: Inputs, samples: list[Sample], prepared: Prepared, base: int) -> None:
-    """Checks one direction, then measures its memory, then times it."""
-
-    def start() -> Callable[[], tuple[Tensor, ...]]:
-        if row.direction == "backward":
-            return backward_call(prepared, inputs)  # runs the forward, whose graph the call keeps
-        return forward_call(prepared, inputs)
-
-    names = ("out",) if row.direction == "forward" else ("dq", "dk", "dv")
-    found = dict(zip(names, start()(), strict=True))
-    row.check, wrong = compare(samples, found, group=inputs.q.shape[1] // inputs.k.shape[1])
-    if wrong:
-        row.fail("failed", "; ".join(wrong))
-        return
-    assert inputs.dout is not None
-    dout = inputs.dout if row.direction == "backward" else inputs.dout[:0]
-    made = tensor_bytes([*found.values(), dout])  # the output is as large as its gradient
-    del found
-    if session.device.type == "cuda":
-        _release()
-        reset_peak(session.device)
-        start()()
-        row.set_memory(
-            peak_bytes(session.device) - base - made, made + tensor_bytes([inputs.q, inputs.k, inputs.v, dout])
-        )
-    row.set_timing(time_call(start(), session.device, budget_s=session.budget_s), session.rate(inputs.q.dtype))
 
 
 def forward_call(prepared: Prepared, inputs: Inputs) -> Callable[[], tuple[Tensor, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from gossamer.bench.peer import Peer
+    from gossamer.bench.rows import Row
+    from gossamer.bench.run import Session
     from gossamer.bench.workload import Workload
 
 # Columns of the table where the output is not a terminal.
@@ -20,10 +24,16 @@ def run(
     names: Annotated[list[str] | None, typer.Argument(help="Cases by name.", show_default=False)] = None,
     tag: Annotated[list[str] | None, typer.Option("--tag", help="Cases by tag, such as foundation.")] = None,
     peers: Annotated[bool, typer.Option("--peers", help="Also run the other implementations.")] = False,
+    peer: Annotated[list[str] | None, typer.Option("--peer", help="Only this one of them. Repeatable.")] = None,
     implementation: Annotated[str | None, typer.Option(help="Of gossamer; the one it chooses by default.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float16, bfloat16, float32 or float64; the usual one.")] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="float16, bfloat16, float32 or float64; the usual one. Repeatable.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU when there is one.")] = None,
     budget: Annotated[float, typer.Option(min=0.01, max=60, help="Seconds of timed calls for each row.")] = 0.5,
+    prepare: Annotated[
+        int, typer.Option(min=0, help="Cases that compile at the same time, each in a process; 0: in this one.")
+    ] = 0,
     out: Annotated[
         Path | None, typer.Option(help="File to add rows to; benchmarks/results/DEVICE.jsonl by default.")
     ] = None,
@@ -43,9 +53,9 @@ def run(
     if chosen == "cuda" and not torch.cuda.is_available():
         raise Refused("--device cuda needs an NVIDIA GPU that torch can use; there is none here")
     from gossamer.bench.charts import chart as draw
+    from gossamer.bench.peers import PEERS
     from gossamer.bench.rows import append_rows, fill_ratios, refusals, table
-    from gossamer.bench.run import Session, run_case
-    from gossamer.bench.sweep import Sweep, run_point
+    from gossamer.bench.run import Session
     from gossamer.cli.info import versions
     from gossamer.kernels.table import NAMES
     from gossamer.testing.cases import EVERY
@@ -53,12 +63,17 @@ def run(
 
     if implementation is not None and implementation not in NAMES:
         raise Refused(f"--implementation must be one of {', '.join(NAMES)}, got {implementation!r}")
-    if dtype is not None and dtype not in EVERY:
-        raise Refused(f"--dtype must be one of {', '.join(EVERY)}, got {dtype!r}")
+    for named in dtype or []:
+        if named not in EVERY:
+            raise Refused(f"--dtype must be one of {', '.join(EVERY)}, got {named!r}")
+    others = [found for found in PEERS if peers or found.name in (peer or [])]
+    unknown = set(peer or []) - {found.name for found in PEERS}
+    if unknown:
+        raise Refused(f"--peer must be one of {', '.join(p.name for p in PEERS)}, got {unknown.pop()!r}")
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
-    works = _choose(names or [], tag or [], chosen, dtype, everything=list_cases)
+    works = _choose(names or [], tag or [], chosen, dtype or [], everything=list_cases)
     if list_cases:
         for work in works:
             console.print(f"{work.name}: {', '.join(sorted(work.tags))}", highlight=False)
@@ -69,22 +84,26 @@ def run(
     if chart is not None:
         need("matplotlib", "--chart")
     session = Session(torch.device(chosen), versions(), implementation, budget)
-    sweep = Sweep(session)
-    rows = []
+    rows, lost = [], []
+
     with Progress(*Progress.get_default_columns(), console=console, transient=True) as progress:
         bar = progress.add_task("", total=len(works))
         session.progress = lambda text: progress.update(bar, description=text)
-        for work in works:
-            found = run_point(sweep, work) if work.tags & SWEEPS else run_case(session, work, peers)
-            fill_ratios(found)
-            append_rows(found, target)  # case by case: an interrupted run keeps what it has
-            rows += found
+        for work, found in _measured(session, works, others, prepare):
+            if isinstance(found, str):
+                lost.append(f"{work.name}: {found}")
+            else:
+                fill_ratios(found)
+                append_rows(found, target)  # case by case: an interrupted run keeps what it has
+                rows += found
             progress.advance(bar)
     console.print(table(rows))
     for line in refusals(rows):
         console.print(line, style="dim", markup=False)
+    rates = {row.dtype: row.matmul_tflops for row in rows if row.matmul_tflops}
     console.print(
-        f"{session.name}; matrix product " + ", ".join(f"{rate:,.3g} TFLOP/s" for rate in session.rates.values())
+        f"{session.name}; matrix product "
+        + ", ".join(f"{rate:,.3g} TFLOP/s in {dtype}" for dtype, rate in rates.items())
     )
     console.print(f"added {len(rows)} rows to {target}")
     if chart is not None:
@@ -93,21 +112,45 @@ def run(
     failed = [row for row in rows if row.status == "failed" and not row.peer]
     for row in failed:
         typer.echo(f"gossamer bench: {row.case}, {row.direction}, {row.implementation} failed: {row.reason}", err=True)
-    if failed:
+    for line in lost:
+        typer.echo(f"gossamer bench: {line}", err=True)
+    if failed or lost:
         raise typer.Exit(1)
 
 
-def _choose(names: list[str], tags: list[str], device: str, dtype: str | None, everything: bool) -> list[Workload]:
+def _measured(
+    session: Session, works: list[Workload], peers: list[Peer], prepare: int
+) -> Iterator[tuple[Workload, list[Row] | str]]:
+    """The rows of each case, or why its process ended without."""
+    from gossamer.bench.processes import run_cases, warm
+    from gossamer.bench.run import run_case
+    from gossamer.bench.sweep import Sweep, run_point
+    from gossamer.testing.sweeps import SWEEPS
+
+    cases = [work for work in works if not work.tags & SWEEPS]
+    points = [work for work in works if work.tags & SWEEPS]
+    if prepare:
+        yield from run_cases(session, cases, [peer.name for peer in peers], prepare)
+    else:
+        yield from ((work, run_case(session, work, peers)) for work in cases)
+    if prepare and points and session.device.type == "cuda":
+        warm(points, prepare)
+    sweep = Sweep(session)
+    yield from ((work, run_point(sweep, work)) for work in points)
+
+
+def _choose(names: list[str], tags: list[str], device: str, dtypes: list[str], everything: bool) -> list[Workload]:
     from gossamer.bench.workload import workloads
     from gossamer.cli.errors import Refused
     from gossamer.testing.sweeps import SWEEPS
 
-    known = {work.name: work for work in workloads(device, dtype)}
-    where = device if dtype is None else f"{device} in {dtype}"
+    works = [work for dtype in dtypes for work in workloads(device, dtype)] if dtypes else workloads(device)
+    known = {work.name: work for work in works}
+    where = f"{device} in {', '.join(dtypes)}" if dtypes else device
     if everything and not (names or tags):
-        return list(known.values())
+        return works
     named = [name for name, work in known.items() if not work.tags & SWEEPS]  # a sweep is asked for by its tag
-    every_tag = sorted({tag for work in known.values() for tag in work.tags})
+    every_tag = sorted({tag for work in works for tag in work.tags})
     if not (names or tags):
         raise Refused(f"name a case or a --tag; cases for {where}: {', '.join(named)}; tags: {', '.join(every_tag)}")
     unknown = [name for name in names if name not in known] + [tag for tag in tags if tag not in every_tag]
@@ -116,7 +159,7 @@ def _choose(names: list[str], tags: list[str], device: str, dtype: str | None, e
             f"no case or tag {', '.join(map(repr, unknown))} for {where}; "
             f"cases: {', '.join(named)}; tags: {', '.join(every_tag)}"
         )
-    return [work for work in known.values() if work.name in names or work.tags.intersection(tags)]
+    return [work for work in works if work.name in names or work.tags.intersection(tags)]
 
 
 def _file_name(torch: object, device: str) -> str:

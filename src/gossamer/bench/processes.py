@@ -1,0 +1,123 @@
+"""Preparation in parallel: cases compile in processes of their own at the same time, and are timed one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gossamer.bench.rows import Row
+    from gossamer.bench.run import Session
+    from gossamer.bench.workload import Workload
+
+CONTEXT = get_context("spawn")
+LONGEST = 8192  # positions of a sweep's cases that are called in advance: longer ones take the same kernels
+
+
+class Child:
+    """The process of a case. It prepares, says so, waits to be told, and measures.
+
+    Peers are named, since what calls them cannot be sent.
+    """
+
+    def __init__(self, session: Session, work: Workload, peers: Sequence[str]) -> None:
+        self.work, self.session = work, session
+        self._pipe, theirs = CONTEXT.Pipe()
+        options = {"implementation": session.implementation, "budget_s": session.budget_s, "commit": session.commit}
+        self._process = CONTEXT.Process(
+            target=_serve,
+            args=(theirs, str(session.device), session.versions, options, work.name, work.dtype, list(peers)),
+        )
+        self._process.start()
+        theirs.close()  # so that its end is seen here
+
+    def wait(self) -> None:
+        """Returns when the case is prepared, or its process has ended."""
+        self._next("ready")
+
+    def rows(self) -> list[Row] | str:
+        """The rows, while nothing else runs; or why there are none."""
+        with contextlib.suppress(BrokenPipeError):  # the process has ended: there will be no answer
+            self._pipe.send("measure")
+        rows = self._next("rows")
+        self._process.join()
+        return rows if rows is not None else f"its process ended with {self._process.exitcode}"
+
+    def end(self) -> None:
+        self._process.terminate()
+        self._process.join()
+
+    def _next(self, wanted: str) -> Any:
+        while True:
+            try:
+                kind, told = self._pipe.recv()
+            except (EOFError, ConnectionResetError):
+                return None
+            if kind == wanted:
+                return told
+            self.session.progress(told)
+
+
+def run_cases(
+    session: Session, works: Sequence[Workload], peers: Sequence[str], processes: int
+) -> Iterator[tuple[Workload, list[Row] | str]]:
+    """The rows of each case, or why there are none. `processes` cases prepare at once; then each is measured alone."""
+    for at in range(0, len(works), processes):
+        wave: list[Child] = []
+        try:
+            for work in works[at : at + processes]:
+                wave.append(Child(session, work, peers))
+            for child in wave:
+                child.wait()
+            for child in wave:
+                yield child.work, child.rows()
+        finally:
+            for child in wave:
+                child.end()
+
+
+def _serve(
+    pipe: Connection, device: str, versions: dict[str, str], options: dict[str, Any], name: str, dtype: str,
+    peers: list[str],
+) -> None:  # fmt: skip
+    """One case, in a process of its own."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # every process would start one for each core
+    import torch
+
+    from gossamer.bench.peers import PEERS
+    from gossamer.bench.run import Session, measure_case, prepare_case
+    from gossamer.bench.workload import Workload
+    from gossamer.testing.cases import case
+
+    session = Session(torch.device(device), versions, **options)
+    session.progress = lambda text: pipe.send(("progress", text))
+    ready = prepare_case(session, Workload(case(name), dtype), [peer for peer in PEERS if peer.name in peers])
+    pipe.send(("ready", True))
+    pipe.recv()
+    pipe.send(("rows", measure_case(session, ready)))
+
+
+def warm(works: Sequence[Workload], processes: int) -> None:
+    """Calls the shorter cases of a sweep once, so that their kernels lie in the caches."""
+    names = [work.name for work in works if work.case.Q <= LONGEST]
+    with ProcessPoolExecutor(processes, mp_context=CONTEXT) as pool:
+        list(pool.map(_call_each, [names[part::processes] for part in range(processes)]))
+
+
+def _call_each(names: list[str]) -> None:
+    import torch
+
+    import gossamer
+    from gossamer.bench.workload import make_inputs, workloads
+
+    known = {work.name: work for work in workloads("cuda")}
+    for name in names:
+        inputs = make_inputs(known[name], torch.device("cuda"))
+        with contextlib.suppress(Exception):  # the row of the case will say so
+            gossamer.attention(inputs.q, inputs.k, inputs.v, inputs.pattern)
+            torch.cuda.synchronize()
