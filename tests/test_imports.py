@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import gossamer
 from gossamer.kernels.table import NAMES
 
 SRC = Path(__file__).parent.parent / "src"
@@ -83,3 +86,14 @@ def test_public_names() -> None:
         "import gossamer as gs\nfor name in gs.__all__: getattr(gs, name)\nprint(sorted(set(gs.__all__)) == dir(gs))"
     )
     assert out.strip() == "True"
+
+
+def test_type_checkers_see_the_public_names() -> None:
+    source = (SRC / "gossamer" / "__init__.py").read_text()
+    imported = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    seen = {name.name for node in imported if (node.module or "").startswith("gossamer.") for name in node.names}
+    assert seen == set(gossamer.__all__) - {"__version__"}
+    for node in imported:  # what is loaded at run time is the same object
+        for name in node.names if (node.module or "").startswith("gossamer.") else ():
+            assert getattr(importlib.import_module(node.module or ""), name.name) is getattr(gossamer, name.name)
+    assert (SRC / "gossamer" / "py.typed").exists()

@@ -6,17 +6,41 @@ Importing this package needs numpy alone; `gossamer.attention` needs torch.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_PATTERNS = (
-    "Pattern", "Dense", "Causal", "SlidingWindow", "Local", "BlockMask", "BigBird", "Longformer", "Dilated",
-    "DilatedSegment", "Strided", "PowerStrided", "LongNet", "Document", "CSR", "Tree", "Predicate", "PerHead",
-)  # fmt: skip
+__all__ = [
+    "CSR",
+    "BigBird",
+    "BlockLayout",
+    "BlockMask",
+    "Causal",
+    "Dense",
+    "Dilated",
+    "DilatedSegment",
+    "Document",
+    "Local",
+    "LongNet",
+    "Longformer",
+    "Pattern",
+    "PerHead",
+    "PowerStrided",
+    "Predicate",
+    "SlidingWindow",
+    "Strided",
+    "Tree",
+    "Unsupported",
+    "__version__",
+    "attention",
+    "explain",
+    "from_flex",
+    "merge",
+    "to_flex",
+]
 
-# Public name -> the module that defines it; loaded on first use.
-_PUBLIC = dict.fromkeys(_PATTERNS, "gossamer.patterns") | {
+# The modules that define public names other than patterns.
+_MODULES = {
     "BlockLayout": "gossamer.layouts",
     "Unsupported": "gossamer.kernels.contract",
     "attention": "gossamer.torch",
@@ -26,14 +50,41 @@ _PUBLIC = dict.fromkeys(_PATTERNS, "gossamer.patterns") | {
     "to_flex": "gossamer.integrations.flex",
 }
 
-__all__ = [*_PUBLIC, "__version__"]
+if TYPE_CHECKING:  # what type checkers and editors see; at run time a name is loaded on its first use
+    from gossamer.integrations.flex import from_flex, to_flex
+    from gossamer.kernels.contract import Unsupported
+    from gossamer.layouts import BlockLayout
+    from gossamer.patterns import (
+        CSR,
+        BigBird,
+        BlockMask,
+        Causal,
+        Dense,
+        Dilated,
+        DilatedSegment,
+        Document,
+        Local,
+        Longformer,
+        LongNet,
+        Pattern,
+        PerHead,
+        PowerStrided,
+        Predicate,
+        SlidingWindow,
+        Strided,
+        Tree,
+    )
+    from gossamer.torch.api import attention
+    from gossamer.torch.explain import explain
+    from gossamer.torch.merge import merge
+else:
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'gossamer' has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(_PUBLIC[name]), name)  # looked up once
-    return found
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'gossamer' has no attribute {name!r}")
+        module = importlib.import_module(_MODULES.get(name, "gossamer.patterns"))
+        found = globals()[name] = getattr(module, name)  # looked up once
+        return found
 
 
 def __dir__() -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 from weakref import ref
 
 import torch
@@ -19,7 +19,7 @@ from gossamer.torch.merge import merge as merge_results
 from gossamer.torch.operators import differentiable, eager, plain
 from gossamer.torch.registry import constants
 from gossamer.torch.reorder import orders, permuted
-from gossamer.torch.validate import Arguments, describe
+from gossamer.torch.validate import Arguments, describe, instead
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -32,6 +32,36 @@ _PATTERN = (
     "None, a Pattern, a BlockLayout, a torch BlockMask, a boolean mask tensor that broadcasts to (B, H, Q, K), or a "
     "two-dimensional torch sparse CSR tensor"
 )
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | BlockLayout | BlockMask | Tensor | None = None, *,
+    scale: float | None = None, q_offset: int | Tensor | None = None, key_lengths: Tensor | None = None,
+    softcap: float | None = None, sink_logits: Tensor | None = None, alibi_slopes: Tensor | None = None,
+    return_lse: Literal[False] = False, merge: str | None = None, implementation: str | None = None,
+    deterministic: bool | None = None,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | BlockLayout | BlockMask | Tensor | None = None, *,
+    scale: float | None = None, q_offset: int | Tensor | None = None, key_lengths: Tensor | None = None,
+    softcap: float | None = None, sink_logits: Tensor | None = None, alibi_slopes: Tensor | None = None,
+    return_lse: Literal[True], merge: str | None = None, implementation: str | None = None,
+    deterministic: bool | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | BlockLayout | BlockMask | Tensor | None = None, *,
+    scale: float | None = None, q_offset: int | Tensor | None = None, key_lengths: Tensor | None = None,
+    softcap: float | None = None, sink_logits: Tensor | None = None, alibi_slopes: Tensor | None = None,
+    return_lse: bool, merge: str | None = None, implementation: str | None = None,
+    deterministic: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def attention(
@@ -68,6 +98,7 @@ def attention(
         q_offset: position of query row 0, K - Q by default. A 0-d tensor is read when the operator runs, which waits
             for a GPU.
         key_lengths: (B,) integers; keys j >= key_lengths[b] are not attended. Their memory must hold finite numbers.
+            Positions do not follow them: with a cache of fixed size, a window needs `q_offset` too.
         softcap: scores become softcap * tanh(score / softcap).
         sink_logits: (H,), differentiable; exp(sink) joins the denominator and lse. An empty row's lse is the sink.
         alibi_slopes: (H,), constant; slope * (j - i) is added to the scores.
@@ -86,15 +117,17 @@ def attention(
         ValueError: an argument is wrong; `Unsupported` is one.
     """
     kind = None
-    if not torch.compiler.is_compiling() and merge is key_lengths is sink_logits is alibi_slopes is None:
+    if not torch.compiler.is_compiling() and merge is None:
         which = _DENSE if pattern is None else pattern
         options = (scale, q_offset, softcap, implementation)
         deterministic = is_deterministic(deterministic)
         none = scale is q_offset is softcap is implementation is None
-        kind = kind_of(q, k, v, which, deterministic, () if none else options)
+        vectors = key_lengths, sink_logits, alibi_slopes
+        tensors = () if key_lengths is sink_logits is alibi_slopes is None else vectors
+        kind = kind_of(q, k, v, which, deterministic, () if none else options, tensors)
         call = known(kind)
         if call is not None and (return_lse is False or return_lse is True):
-            found = call(q, k, v, which)
+            found = call(q, k, v, which, *tensors)
             return found if return_lse else found[0]
     check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation)
     if not isinstance(return_lse, bool):
@@ -222,7 +255,7 @@ def what(pattern: Any, q: Tensor) -> tuple[int, list[Tensor], list[int], Any]:
             csr = _sparse(pattern)
             return csr.handle, [], [], csr
         if pattern.dtype != torch.bool or pattern.layout != torch.strided:
-            raise ValueError(f"pattern must be {_PATTERN}; got {describe(pattern)}, {pattern.layout}")
+            raise ValueError(f"pattern must be {_PATTERN}; got {describe(pattern)}, {pattern.layout}{instead(pattern)}")
         if pattern.device != q.device:
             raise ValueError(f"pattern must be a tensor on q's device, {q.device}; got {describe(pattern)}")
         return -1, [pattern], [], None
@@ -242,7 +275,7 @@ def what(pattern: Any, q: Tensor) -> tuple[int, list[Tensor], list[int], Any]:
         from gossamer.integrations.flex import layout_for
 
         return what(layout_for(pattern, q), q)
-    raise ValueError(f"pattern must be {_PATTERN}; got {describe(pattern)}")
+    raise ValueError(f"pattern must be {_PATTERN}; got {describe(pattern)}{instead(pattern)}")
 
 
 def _tensors_of(layout: BlockLayout, device: torch.device) -> BlockLayout:
