@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.sparse
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -73,8 +74,14 @@ CALLS = {
     "return_lse": ((q, kv, kv), {"return_lse": 1}, "return_lse must be True or False"),
     "deterministic": ((q, kv, kv), {"deterministic": "yes"}, "deterministic must be True, False or None"),
     "pattern text": ((q, kv, kv, "causal"), {}, "pattern must be None, a Pattern, a BlockLayout.*got 'causal'"),
-    "pattern class": ((q, kv, kv, gs.Causal), {}, "pattern must be None, a Pattern"),
-    "mask of floats": ((q, kv, kv, bad(8, 8)), {}, "pattern must be .*boolean mask.*float32"),
+    "pattern class": ((q, kv, kv, gs.Causal), {}, r"pattern must be None, a Pattern.*a class, Causal\(...\) is a pat"),
+    "patterns": ((q, kv, kv, [gs.Causal()] * 4), {}, r"pattern must be None.*; PerHead\(patterns\) gives each"),
+    "function": ((q, kv, kv, lambda b, h, i, j: i >= j), {}, r"pattern must be None.*; Predicate\(fn\) takes a func"),
+    "scipy": ((q, kv, kv, scipy.sparse.eye(8)), {}, r"got dia_matrix of shape \(8, 8\).*; CSR.from_scipy\(matrix"),
+    "edges": ((q, kv, kv, torch.zeros(2, 9).int()), {}, r"pattern must be None.*; CSR.from_edge_index\(edges, num_n"),
+    "coo": ((q, kv, kv, torch.eye(8).to_sparse()), {}, r"pattern must be None.*; CSR.from_torch\(tensor\) takes"),
+    "mask of floats": ((q, kv, kv, bad(8, 8)), {}, "pattern must be .*boolean mask.*float32.*; of an additive mask"),
+    "mask of keys": ((q, kv, kv, mask[:2]), {}, r"a dense mask, must be.*; a mask of keys \(B, K\) is given as"),
     "mask shape": ((q, kv, kv, mask[:7]), {}, r"pattern, a dense mask, must .*\(2, 4, 8, 8\); got shape \(7, 8\)"),
     "mask rank": ((q, kv, kv, mask[None, None, None]), {}, "pattern, a dense mask, must be boolean"),
     "mask scalar": ((q, kv, kv, mask[0, 0]), {}, "pattern, a dense mask, must be boolean"),
@@ -156,6 +163,7 @@ CONSTRUCTORS: dict[str, tuple[Any, int]] = {
     "CSR": (gs.CSR, 3),
     "CSR.from_scipy": (gs.CSR.from_scipy, 1),
     "CSR.from_torch": (gs.CSR.from_torch, 1),
+    "CSR.from_edge_index": (gs.CSR.from_edge_index, 2),
     "Predicate": (gs.Predicate, 1),
     "PerHead": (gs.PerHead, 1),
 }

@@ -192,6 +192,20 @@ def test_csr_from_torch():
         assert (gs.CSR.from_torch(tensor).materialize(5, 7) == dense).all()
 
 
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_csr_from_edge_index(kind):
+    """Row: the target, which attends; column: the source. Several equal edges are one."""
+    rng = np.random.default_rng(4)
+    edges = np.stack([rng.integers(0, 7, 40), rng.integers(0, 5, 40)])
+    expected = np.zeros((5, 7), dtype=bool)
+    for source, target in edges.T:
+        expected[target, source] = True
+    given = pytest.importorskip("torch").from_numpy(edges) if kind == "torch" else edges
+    assert (gs.CSR.from_edge_index(given, (7, 5)).materialize(5, 7) == expected).all()
+    assert (gs.CSR.from_edge_index(given, 9).materialize(9, 9)[:5, :7] == expected).all()
+    assert not gs.CSR.from_edge_index(given[:, :0], 3).materialize(3, 3).any()
+
+
 def test_empty_csr_rows():
     pattern = gs.CSR([0, 0, 2, 2], [1, 3], 4)
     assert pattern.materialize(3, 4).tolist() == [[False] * 4, [False, True, False, True], [False] * 4]
@@ -287,6 +301,13 @@ def test_truth_value_says_what_to_use(use):
         (lambda: gs.CSR([1, 2], [1], 4), "indptr"),
         (lambda: gs.CSR.from_scipy(np.eye(3)), "matrix"),
         (lambda: gs.CSR.from_torch(np.eye(3)), "tensor"),
+        (lambda: gs.CSR.from_scipy(np.zeros((2, 90), int)), r"ndarray of shape \(2, 90\).*from_edge_index takes"),
+        (lambda: gs.CSR.from_edge_index(np.zeros((3, 4), int), 5), "edge_index must have shape"),
+        (lambda: gs.CSR.from_edge_index(np.zeros((2, 4)), 5), "edge_index must be .* integer"),
+        (lambda: gs.CSR.from_edge_index([[0, 4], [1, 1]], 4), r"sources in \[0, 4\).*got \[0, 4\]"),
+        (lambda: gs.CSR.from_edge_index([[0, 1], [1, -1]], 4), r"targets in \[0, 4\).*got \[-1, 1\]"),
+        (lambda: gs.CSR.from_edge_index([[0], [0]], (4, 4, 4)), "num_nodes must be one number or"),
+        (lambda: gs.CSR.from_edge_index([[0], [0]], 0), "num_nodes must be an integer"),
         (lambda: gs.Predicate(3), "fn"),
         (lambda: gs.Predicate(lambda i, j: i + j).materialize(3, 3), "fn of Predicate"),
         (lambda: gs.PerHead([]), "patterns"),

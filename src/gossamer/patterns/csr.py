@@ -20,8 +20,8 @@ class CSR(Counted):
 
     Args:
         indptr: integer (Q + 1,), starting at 0, non-decreasing.
-        indices: integer (nnz,) in [0, num_keys), strictly increasing within a row. `CSR.from_scipy` and
-            `CSR.from_torch` sort and merge.
+        indices: integer (nnz,) in [0, num_keys), strictly increasing within a row. `CSR.from_scipy`,
+            `CSR.from_torch` and `CSR.from_edge_index` sort and merge.
         num_keys: K.
     """
 
@@ -50,7 +50,7 @@ class CSR(Counted):
             row = int(np.searchsorted(indptr, at, side="right")) - 1
             raise ValueError(
                 f"indices must increase strictly within a row; row {row} has {int(indices[at - 1])} before "
-                f"{int(indices[at])}. CSR.from_scipy and CSR.from_torch sort and merge"
+                f"{int(indices[at])}. CSR.from_scipy, CSR.from_torch and CSR.from_edge_index sort and merge"
             )
         object.__setattr__(self, "indptr", indptr)
         object.__setattr__(self, "indices", indices)
@@ -61,7 +61,9 @@ class CSR(Counted):
     def from_scipy(cls, matrix: Any) -> CSR:
         """From any scipy sparse matrix (Q, K): stored entries count, values are ignored, duplicates are merged."""
         if not hasattr(matrix, "tocoo") or len(getattr(matrix, "shape", ())) != 2:
-            raise ValueError(f"matrix must be a two-dimensional scipy sparse matrix, got {show(matrix)}")
+            raise ValueError(
+                f"matrix must be a two-dimensional scipy sparse matrix, got {show(matrix)}{_instead(matrix)}"
+            )
         entries = matrix.tocoo()
         return cls._from_pairs(entries.row, entries.col, *matrix.shape)
 
@@ -70,7 +72,9 @@ class CSR(Counted):
         """From a torch sparse CSR or COO tensor (Q, K): stored entries count, values are ignored, duplicates merge."""
         layout = str(getattr(tensor, "layout", None))
         if layout not in ("torch.sparse_csr", "torch.sparse_coo") or tensor.dim() != 2:
-            raise ValueError(f"tensor must be a two-dimensional torch sparse CSR or COO tensor, got {show(tensor)}")
+            raise ValueError(
+                f"tensor must be a two-dimensional torch sparse CSR or COO tensor, got {show(tensor)}{_instead(tensor)}"
+            )
         Q, K = tensor.shape
         if layout == "torch.sparse_csr":
             indptr = tensor.crow_indices().cpu().numpy()
@@ -78,6 +82,31 @@ class CSR(Counted):
             return cls._from_pairs(rows, tensor.col_indices().cpu().numpy(), Q, K)
         rows, columns = tensor._indices().cpu().numpy()
         return cls._from_pairs(rows, columns, Q, K)
+
+    @classmethod
+    def from_edge_index(cls, edge_index: Any, num_nodes: int | tuple[int, int]) -> CSR:
+        """From the edges of a graph, as PyTorch Geometric has them: each node attends to the sources of its edges.
+
+        An edge that is listed several times counts once. `edge_index.flip(0)` is the graph with its edges turned.
+
+        Args:
+            edge_index: integer (2, edges), in any order: the source of each edge, then its target.
+            num_nodes: nodes, those without an edge too; (sources, targets) where these are of two kinds: K keys are
+                sources, Q query rows are targets.
+        """
+        edges = array("edge_index", edge_index, ndim=(2,), kind="integer")
+        if edges.shape[0] != 2:
+            raise ValueError(f"edge_index must have shape (2, edges), got {edges.shape}")
+        both = num_nodes if isinstance(num_nodes, (tuple, list)) else (num_nodes, num_nodes)
+        if len(both) != 2:
+            raise ValueError(f"num_nodes must be one number or (sources, targets), got {show(num_nodes)}")
+        K, Q = (integer("num_nodes", n, minimum=1) for n in both)
+        for name, given, size in (("sources", edges[0], K), ("targets", edges[1], Q)):
+            if len(given) and (int(given.min()) < 0 or int(given.max()) >= size):
+                raise ValueError(
+                    f"edge_index must hold {name} in [0, {size}), as num_nodes says; got [{given.min()}, {given.max()}]"
+                )
+        return cls._from_pairs(edges[1], edges[0], Q, K)
 
     def reordered(self) -> CSR:
         """The same pairs, computed in reverse Cuthill-McKee order, which brings neighbours near each other.
@@ -158,6 +187,12 @@ class CSR(Counted):
 
     def pairs_kept(self, sizes: Sizes) -> int:
         return len(self.indices)
+
+
+def _instead(given: Any) -> str:
+    """What to use instead, where a list of edges was given for a matrix."""
+    shape = tuple(getattr(given, "shape", ()))
+    return "; CSR.from_edge_index takes (2, edges)" if len(shape) == 2 and shape[0] == 2 else ""
 
 
 @lru_cache(maxsize=4)

@@ -10,11 +10,15 @@ import numpy as np
 
 
 def show(value: Any) -> str:
-    """A short repr for error messages."""
+    """A short repr on one line, for error messages; of an array that has none, its type, shape and dtype."""
     try:
         text = repr(value)
     except Exception as error:  # a user's object may have a broken repr; the message must still come out
         text = f"<{type(value).__name__}, repr failed: {error!r}>"
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if isinstance(shape, tuple) and dtype is not None and (len(text) > 80 or "\n" in text):
+        return f"{type(value).__name__} of shape {tuple(shape)}, dtype {dtype}"
+    text = " ".join(text.split())
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from gossamer.kernels.table import NAMES
 from gossamer.layouts import BlockLayout, TileList, Walk
 from gossamer.layouts.block import ARRAYS_PER_WALK, WORD
+from gossamer.patterns import Pattern
 from gossamer.patterns.validate import show
 
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
@@ -41,6 +42,26 @@ def describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"shape {tuple(value.shape)}, {str(value.dtype)[6:]}, {value.device}"
     return f"{show(value)} ({type(value).__name__})"
+
+
+def instead(given: Any) -> str:
+    """What to give instead of something that is no pattern, for the end of a message."""
+    if isinstance(given, Tensor):
+        if given.layout == torch.sparse_coo:
+            return "; CSR.from_torch(tensor) takes a sparse COO tensor"
+        if given.is_floating_point() and given.layout == torch.strided and given.ndim > 1:
+            return "; of an additive mask give the pairs that it keeps, mask == 0"
+        if given.ndim == 2 and given.shape[0] == 2:
+            return "; CSR.from_edge_index(edges, num_nodes) takes the edges of a graph"
+    elif hasattr(given, "tocoo"):
+        return "; CSR.from_scipy(matrix) takes a scipy sparse matrix"
+    elif isinstance(given, type) and issubclass(given, Pattern):
+        return f"; this is a class, {given.__name__}(...) is a pattern"
+    elif isinstance(given, (list, tuple)) and given and all(isinstance(p, Pattern) for p in given):
+        return "; PerHead(patterns) gives each query head its own"
+    elif callable(given):
+        return "; Predicate(fn) takes a function fn(i, j), create_block_mask of torch one of FlexAttention"
+    return ""
 
 
 def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
@@ -109,10 +130,11 @@ def check_mask(mask: Tensor, a: Arguments) -> None:
     fits = 0 < mask.ndim <= 4 and all(
         n in (1, want) for n, want in zip(reversed(mask.shape), reversed(shape), strict=False)
     )
+    of_keys = "; a mask of keys (B, K) is given as mask[:, None, None], and lengths are faster as key_lengths"
     if mask.dtype != torch.bool or mask.device != a.q.device or not fits:
         raise ValueError(
             f"pattern, a dense mask, must be boolean, on {a.q.device}, and broadcast to (B, H, Q, K) = {shape}; "
-            f"got {describe(mask)}"
+            f"got {describe(mask)}{of_keys if mask.shape == (shape[0], shape[3]) else ''}"
         )
 
 
