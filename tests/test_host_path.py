@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gossamer as gs
 from gossamer.kernels.hopper import missing_packages
+from gossamer.layouts.kept import Kept
 from gossamer.torch import calls, operators
 
 needs_tvm_ffi = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
@@ -112,6 +113,7 @@ def test_a_kind_is_told_by_all_that_matters() -> None:
     q, k, v = (torch.randn(2, 2, 24, 8) for _ in range(3))
     pattern = gs.SlidingWindow(5)
     options = (None, None, None, None)
+    lengths, sinks = torch.tensor([9, 24]), torch.zeros(2)
     others = {
         "pattern": (q, k, v, gs.SlidingWindow(6), False, options),
         "shape": (q[:1], k[:1], v[:1], pattern, False, options),
@@ -124,6 +126,11 @@ def test_a_kind_is_told_by_all_that_matters() -> None:
         "a bool is no number": (q, k, v, pattern, False, (True, None, None, None)),
         "offset": (q, k, v, pattern, False, (None, 1, None, None)),
         "mode": (q, k, v, pattern, True, options),
+        "lengths": (q, k, v, pattern, False, options, (lengths, None, None)),
+        "type of lengths": (q, k, v, pattern, False, options, (lengths.int(), None, None)),
+        "sinks": (q, k, v, pattern, False, options, (None, sinks, None)),
+        "gradient of sinks": (q, k, v, pattern, False, options, (None, sinks.clone().requires_grad_(), None)),
+        "slopes": (q, k, v, pattern, False, options, (None, None, sinks)),
     }
     kind = calls.kind_of(q, k, v, pattern, False, options)
     assert kind is not None and kind == calls.kind_of(
@@ -138,6 +145,9 @@ def test_a_kind_is_told_by_all_that_matters() -> None:
         (q, k, v, pattern, False, (None, torch.tensor(0), None, None)),
         (q, k, v, pattern, False, ([1.0], None, None, None)),
         (q, k, v.to_sparse(), pattern, False, options),
+        (q, k, v, pattern, False, options, (lengths.repeat(2)[::2], None, None)),
+        (q, k, v, pattern, False, options, (None, torch.zeros(3)[1:], None)),
+        (q, k, v, pattern, False, options, (None, None, [0.1, 0.2])),
     ):
         assert calls.kind_of(*none) is None
 
@@ -170,11 +180,25 @@ def test_a_known_call_forgives_nothing(change: dict[str, Any], message: str) -> 
 
 def test_few_calls_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     calls.forget()
-    monkeypatch.setattr(calls, "KEPT_CALLS", 3)
+    monkeypatch.setattr(calls, "_calls", Kept(3))
     x = [y.detach() for y in inputs()]
     for left in range(6):
         gs.attention(*x, gs.SlidingWindow(left))
     assert len(calls._calls) == 3
+
+
+def test_a_hundred_layers_are_all_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with a pattern of its own, asked for in turn: none is forgotten before it comes again."""
+    calls.forget()
+    x, made = [y.detach() for y in inputs()], []
+    patterns = [gs.SlidingWindow(left, right) for left in range(10) for right in range(10)]
+    init = calls.Call.__init__
+    monkeypatch.setattr(calls.Call, "__init__", lambda self, *rest: (made.append(1), init(self, *rest))[1])
+    for _ in range(3):
+        for pattern in patterns:
+            gs.attention(*x, pattern)
+    assert len(made) == 100
+    calls.forget()
 
 
 def test_no_memory_to_bind_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,8 +364,9 @@ def stubbed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     # What is kept for other tests is left alone.
-    for module, name in ((plan, "_plans"), (plan, "_placed"), (launch, "_prepared"), (calls, "_calls")):
-        monkeypatch.setattr(module, name, type(getattr(module, name))())
+    monkeypatch.setattr(launch, "_prepared", type(launch._prepared)())
+    for module, name in ((plan, "_plans"), (plan, "_placed"), (calls, "_calls")):
+        monkeypatch.setattr(module, name, Kept(64))
     return got
 
 

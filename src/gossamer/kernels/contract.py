@@ -6,7 +6,7 @@ Framework names are strings here ("bfloat16", "cuda"), so that torch and JAX sha
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 MASK_MODES = ("full", "interval", "bits")
@@ -141,6 +141,22 @@ class Terms:
     sink_logits: Any = None  # (H,) float32: adds exp(sink) to the denominator
     alibi_slopes: Any = None  # (H,) float32: adds slope * (j - i) to the score
 
+    @property
+    def tensors(self) -> tuple[Any, Any, Any]:
+        """key_lengths, sink_logits and alibi_slopes; None where there are none."""
+        return self.key_lengths, self.sink_logits, self.alibi_slopes
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether there is any of them."""
+        return not self.key_lengths is self.sink_logits is self.alibi_slopes is None
+
+    def having(self, key_lengths: Any, sink_logits: Any, alibi_slopes: Any) -> Terms:
+        """The same with these tensors."""
+        if not self.has_tensors and key_lengths is sink_logits is alibi_slopes is None:
+            return self
+        return replace(self, key_lengths=key_lengths, sink_logits=sink_logits, alibi_slopes=alibi_slopes)
+
 
 class TileChoice(NamedTuple):
     """Another tile that an implementation can walk."""
@@ -213,18 +229,26 @@ class Implementation(Protocol):
 class Binding(Protocol):
     """An implementation that can bind a call to all that its repetitions have in common, so that they look up nothing.
 
-    Both methods are given what a call was computed with just before, with no tensor among its terms, and q, k and v at
-    multiples of 16 bytes. What they return holds the layout, and computes calls whose q, k and v are at such addresses
-    too, with the same shapes, strides, types and device. A backward looks at strides and addresses itself: what was
-    saved may have been moved meanwhile. None where there is nothing to gain.
+    Both methods are given what a call was computed with just before, q, k and v at multiples of 16 bytes, and tensors
+    among its terms contiguous and at such addresses. What they return holds the layout but none of these tensors, and
+    computes calls whose tensors have the same shapes, strides, types and device, at such addresses too, and whose terms
+    have tensors where the bound call has. A backward looks at strides and addresses itself: what was saved may have
+    been moved meanwhile. None where there is nothing to gain.
     """
 
     def bound_forward(
-        self, problem: Problem, q: Any, k: Any, v: Any, layout: Any, terms: Terms
-    ) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
-        """(q, k, v) -> (out, lse)."""
+        self, problem: Problem, q: Any, k: Any, v: Any, layout: Any, terms: Terms, into: tuple[Any, Any] | None = None
+    ) -> Callable[..., tuple[Any, Any]] | None:
+        """(q, k, v, key_lengths=None, sink_logits=None, alibi_slopes=None, into=None) -> (out, lse).
+
+        Where `into` is given, calls get results of its strides to write, as `forward` does, whose addresses are as far
+        from a multiple of 16 bytes.
+        """
 
     def bound_backward(
         self, problem: Problem, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, layout: Any, terms: Terms
-    ) -> Callable[..., tuple[Any, Any, Any]] | None:
-        """(dout, dlse or None, q, k, v, out, lse) -> (dq, dk, dv)."""
+    ) -> Callable[..., tuple[Any, ...]] | None:
+        """(dout, dlse or None, q, k, v, out, lse, key_lengths=None, sink_logits=None, alibi_slopes=None) -> gradients.
+
+        They are (dq, dk, dv), and with sinks (dq, dk, dv, dsink_logits).
+        """

@@ -22,6 +22,16 @@ class Launch(NamedTuple):
 
 Known = dict[Any, Launch]
 Bound = tuple[Callable[..., None], tuple[Any, ...]]
+# What a key tells of a tensor: its type, its strides, and the bytes from a multiple of 16 to its address.
+Kind = tuple[torch.dtype, tuple[int, ...], int]
+
+
+def fresh(dtype: torch.dtype, shape: tuple[int, ...]) -> Kind:
+    """Of a tensor of this shape that an allocator would give."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return dtype, tuple(reversed(strides)), 0
 
 
 def strides(name: str, x: Tensor) -> dict[str, int]:
@@ -70,19 +80,25 @@ def launch(
     known[_key(kernel, key, tensors)] = Launch(_runner(compiled, grid), fixed, places)
 
 
-def _key(kernel: Any, key: Hashable, tensors: Mapping[str, Tensor | None]) -> Hashable:
+def _key(kernel: Any, key: Hashable, tensors: Mapping[str, Tensor | Kind | None]) -> Hashable:
     """What Triton compiles for, and what is passed as it was in a known launch."""
-    kinds = [None if x is None else (x.dtype, x.stride(), x.data_ptr() % 16) for x in tensors.values()]
+    kinds = [(x.dtype, x.stride(), x.data_ptr() % 16) if isinstance(x, Tensor) else x for x in tensors.values()]
     return (kernel, key, *kinds)
 
 
 def bound(
-    known: Known, kernel: Any, key: Hashable, tensors: Mapping[str, Tensor | None], floats: dict[str, float], first: int
+    known: Known,
+    kernel: Any,
+    key: Hashable,
+    tensors: Mapping[str, Tensor | Kind | None],
+    floats: dict[str, float],
+    first: int,
 ) -> Bound | None:
     """A known launch as (run, arguments after the first ones): `run(*addresses, *arguments)`; None if there is none.
 
     For a call whose tensors are known to have the types, strides and alignment of `tensors`, so that nothing is looked
-    up. Those after the first ones must be the same in every call, and stay alive as long as it is used.
+    up. The first ones may be told by their kinds. Those after them must be the same in every call, and stay alive as
+    long as it is used.
 
     Args:
         first: how many tensors, the first arguments of the kernel, get addresses of their own in each call.
@@ -92,7 +108,7 @@ def bound(
         return None
     assert found.places[:first] == list(range(first)), "the tensors that change are the kernel's first arguments"
     arguments = found.arguments.copy()
-    rest = [None if x is None else x.data_ptr() for x in tensors.values()]
+    rest = [x.data_ptr() if isinstance(x, Tensor) else None for x in tensors.values()]
     for place, value in zip(found.places, (*rest, *floats.values()), strict=True):
         arguments[place] = value
     return found.run, tuple(arguments[first:])

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from math import inf
-from threading import Lock
 from typing import Any
 
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.build import build
 from gossamer.layouts.estimate import Sample
 from gossamer.layouts.gather import GatherLayout, build_gather
+from gossamer.layouts.kept import Kept
 from gossamer.patterns.base import Pattern
 
-LIMIT = 64
+# Layouts that are kept: these many in any case, and these many that hold no more than these bytes.
+LEAST_KEPT, MOST_KEPT, KEPT_BYTES = 64, 1024, 2**28
 # A tile that executes no more than this for each useful pair is not compared with others.
 WORTH_A_LOOK = 1.25
 # Nor are gather layouts where the best tile takes no more than this, in pairs at rate 1, for each useful pair: the
@@ -25,15 +25,14 @@ TILE_ROW = 400.0
 # What a pair of a bits tile costs above one of a full tile.
 BITS_PAIR = 0.28
 
-_layouts: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
-_costs: OrderedDict[tuple[Any, ...], tuple[float, ...]] = OrderedDict()
-_lock = Lock()
+_layouts: Kept[Any] = Kept(LEAST_KEPT, MOST_KEPT, KEPT_BYTES)
+_costs: Kept[tuple[float, ...]] = Kept(MOST_KEPT)
 
 
 def cached_layout(
     pattern: Pattern, Q: int, K: int, *, block_q: int, block_kv: int, q_offset: int, device: Any
 ) -> BlockLayout:
-    """The layout of a pattern as torch tensors on `device`; the last 64 are kept, device copies with them."""
+    """The layout of a pattern as torch tensors on `device`; those used last are kept, device copies with them."""
     key = (pattern, Q, K, q_offset, block_q, block_kv)
     return _kept(key, lambda: build(pattern, Q, K, block_q=block_q, block_kv=block_kv, q_offset=q_offset)).to(device)
 
@@ -44,17 +43,16 @@ def cached_gather(pattern: Pattern, Q: int, K: int, *, block_q: int, q_offset: i
     return _kept(key, lambda: build_gather(pattern, Q, K, block_q=block_q, q_offset=q_offset)).to(device)
 
 
+def bytes_of(layout: BlockLayout | GatherLayout) -> int:
+    """About what a layout holds with its transpose, on the host or on a device."""
+    return 2 * sum(int(x.nbytes) for x in layout.rows.arrays())
+
+
 def _kept(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-    with _lock:
-        layout = _layouts.get(key)
-        if layout is not None:
-            _layouts.move_to_end(key)
+    layout = _layouts.get(key)
     if layout is None:
         layout = make()
-        with _lock:
-            layout = _layouts.setdefault(key, layout)
-            while len(_layouts) > LIMIT:
-                _layouts.popitem(last=False)
+        layout = _layouts.put(key, layout, bytes_of(layout))
     return layout
 
 
@@ -77,14 +75,9 @@ def costs(
         gathers: gather layouts, as `kernels.contract.GatherChoice`.
     """
     key = (pattern, Q, K, q_offset, tiles, gathers)
-    with _lock:
-        known = _costs.get(key)
+    known = _costs.get(key)
     if known is None:
-        known = tuple(_count(pattern, Q, K, tiles, gathers, q_offset))
-        with _lock:
-            _costs[key] = known
-            while len(_costs) > 4 * LIMIT:
-                _costs.popitem(last=False)
+        known = _costs.put(key, tuple(_count(pattern, Q, K, tiles, gathers, q_offset)))
     return known
 
 
@@ -129,6 +122,5 @@ def cheapest(
 
 def clear_cache() -> None:
     """Forget every layout."""
-    with _lock:
-        _layouts.clear()
-        _costs.clear()
+    _layouts.clear()
+    _costs.clear()

@@ -6,8 +6,6 @@ call of it has succeeded, so all that was checked then holds for the next; whate
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,26 +14,29 @@ import torch
 from torch import _C, Tensor
 
 from gossamer.kernels.contract import Binding
+from gossamer.layouts.cache import KEPT_BYTES, LEAST_KEPT, MOST_KEPT
+from gossamer.layouts.kept import Kept
 from gossamer.patterns import Pattern
+from gossamer.torch.bound_parts import bound_parts
 from gossamer.torch.operators import Gradients, backward_op, compute, compute_gradients, differentiable, plain
 from gossamer.torch.parts import split_for
-from gossamer.torch.plan import Plan, placed, plan_for, terms_of
+from gossamer.torch.plan import Plan, held, placed, plan_for, terms_of
 from gossamer.torch.validate import Arguments
 
-KEPT_CALLS = 64
 _SIMPLE = frozenset({type(None), bool, int, float, str})
 
-_calls: OrderedDict[tuple[Any, ...], Call] = OrderedDict()
-_lock = threading.Lock()
+_calls: Kept[Call] = Kept(LEAST_KEPT, MOST_KEPT, KEPT_BYTES)
 
 
 def kind_of(
-    q: Any, k: Any, v: Any, pattern: Any, deterministic: bool, options: tuple[Any, ...] = ()
-) -> tuple[Any, ...] | None:
+    q: Any, k: Any, v: Any, pattern: Any, deterministic: bool, options: tuple[Any, ...] = (),
+    tensors: tuple[Any, ...] = (),
+) -> tuple[Any, ...] | None:  # fmt: skip
     """What tells kinds of calls apart; None for a call that has no kind.
 
     Args:
         options: numbers, names and None; a call with others, tensors for example, has no kind.
+        tensors: key_lengths, sink_logits and alibi_slopes, of which some may be None; or nothing.
     """
     if not isinstance(pattern, Pattern) or q is None or k is None or v is None or not plain(q, k, v):
         return None
@@ -44,16 +45,38 @@ def kind_of(
     for option in options:
         if type(option) not in _SIMPLE:
             return None
+    sinks: Any = None
+    more: tuple[Any, ...] = ()
+    if tensors:
+        told = _vectors(tensors)
+        if told is None:
+            return None
+        sinks, more = tensors[1], (told,)
     return (
         pattern.handle, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-        q.device, k.device, v.device, differentiable(q, k, v, None), _aligned(q, k, v), deterministic, *options,
-        *map(type, options),
+        q.device, k.device, v.device, differentiable(q, k, v, sinks), _aligned(q, k, v), deterministic, *options,
+        *map(type, options), *more,
     )  # fmt: skip
 
 
 def _aligned(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether tensors begin at multiples of 16 bytes, for which kernels are compiled."""
     return not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16
+
+
+def _vectors(tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What tells lengths, sinks and slopes apart; None unless all are plain, contiguous and at multiples of 16."""
+    found: list[Any] = []
+    for x in tensors:
+        if x is None:
+            found.append(None)
+            continue
+        if not isinstance(x, Tensor) or not plain(x) or x.layout != torch.strided:
+            return None
+        if not x.is_contiguous() or x.data_ptr() % 16:
+            return None
+        found.append((x.shape, x.dtype, x.device, x.requires_grad))
+    return tuple(found)
 
 
 def known(kind: tuple[Any, ...] | None) -> Call | None:
@@ -64,74 +87,93 @@ def known(kind: tuple[Any, ...] | None) -> Call | None:
 def remember(kind: tuple[Any, ...], a: Arguments, pattern: int) -> None:
     """Keep what calls of a kind do; one of them, with the arguments `a`, has succeeded."""
     call = Call(plan_for(a, []), a, pattern)
-    with _lock:
-        _calls[kind] = call
-        while len(_calls) > KEPT_CALLS:
-            _calls.popitem(last=False)
+    _calls.put(kind, call, call.bytes)
 
 
 def forget() -> None:
     """Forget every call."""
-    with _lock:
-        _calls.clear()
+    _calls.clear()
 
 
 class Call:
-    """What every call of a kind does: bound functions where the implementations have them, else the general ones."""
+    """What every call of a kind does: bound functions where the implementations have them, else the general ones.
 
-    __slots__ = ("_backward", "_bindable", "_forward", "differentiable", "pattern", "plan", "rest")
+    `tensors` below are key_lengths, sink_logits and alibi_slopes, or nothing where calls of the kind have none.
+    """
+
+    __slots__ = ("_backward", "_bindable", "_forward", "bytes", "differentiable", "options", "pattern", "plan")
 
     def __init__(self, plan: Plan, a: Arguments, pattern: int) -> None:
-        self.plan, self.rest, self.pattern, self.differentiable = plan, a[3:], pattern, a.backward
-        self._backward: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
-        self._forward = _bound(plan, a, pattern, lambda i, where, terms: i.bound_forward(
+        self.plan, self.pattern, self.differentiable = plan, pattern, a.backward
+        self.options, self.bytes = (a.q_offset, a[8:]), 0
+        self._backward: Callable[..., tuple[Tensor, ...]] | None = None
+        self._forward = self._bound(plan, a, lambda i, where, terms: i.bound_forward(
             plan.problem, a.q, a.k, a.v, where, terms
-        ))  # fmt: skip
+        ), lambda split, terms: bound_parts(split, plan, a, terms, pattern))  # fmt: skip
         self._bindable = a.backward
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, pattern: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, pattern: Any, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         """(out, lse); with the gradient where calls of the kind have one. `pattern` is that of the kind."""
         if self.differentiable:
+            if tensors:
+                return _apply_terms(q, k, v, *tensors, (self, pattern))
             return _apply(q, k, v, (self, pattern))
         if self._forward is not None:
-            return self._forward(q, k, v)
+            return self._forward(q, k, v, *tensors)
         with _C._AutoDispatchBelowAutograd():
-            return self.forward(q, k, v)
+            return self.forward(q, k, v, *tensors)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def arguments(self, q: Tensor, k: Tensor, v: Tensor, tensors: tuple[Tensor | None, ...]) -> Arguments:
+        """Those of a call of the kind."""
+        offset, rest = self.options
+        lengths, sinks, slopes = tensors or (None, None, None)
+        return Arguments(q, k, v, offset, None, lengths, sinks, slopes, *rest)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         """(out, lse), without a gradient."""
         if self._forward is not None:
-            return self._forward(q, k, v)
-        return compute(self.plan, Arguments(q, k, v, *self.rest), [], [], self.pattern)
+            return self._forward(q, k, v, *tensors)
+        return compute(self.plan, self.arguments(q, k, v, tensors), [], [], self.pattern)
 
-    def gradients(self, saved: tuple[Tensor, ...], dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, ...]:
-        """(dq, dk, dv). `saved` are q, k, v, out and lse."""
-        q, k, v, out, lse = saved
-        if not plain(dout, dlse, q, k, v):
-            found = backward_op(dout, dlse, q, k, v, out, lse, [], [], self.pattern, *self.rest)
-            return found[:3]
+    def gradients(self, saved: tuple[Tensor, ...], dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        """(dq, dk, dv, dsink_logits or None); the last one may be left out. `saved` are q, k, v, out, lse, tensors."""
+        q, k, v, out, lse, *tensors = saved
+        if not plain(dout, dlse, q, k, v, *tensors):
+            a = self.arguments(q, k, v, tuple(tensors))
+            return backward_op(dout, dlse, q, k, v, out, lse, [], [], self.pattern, *a[3:])
         if self._backward is not None and dout is not None:
-            return self._backward(dout, dlse, q, k, v, out, lse)
-        a, plan = Arguments(q, k, v, *self.rest), self.plan.gradient
+            return self._backward(dout, dlse, q, k, v, out, lse, *tensors)
+        a, plan = self.arguments(q, k, v, tuple(tensors)), self.plan.gradient
         found = compute_gradients(plan, dout, dlse, a, out, lse, [], [], self.pattern)
         if self._bindable and dout is not None:  # the first time: what it needed has been compiled
             self._bindable = False
-            self._backward = _bound(plan, a, self.pattern, lambda i, where, terms: i.bound_backward(
+            self._backward = self._bound(plan, a, lambda i, where, terms: i.bound_backward(
                 plan.problem, dout, q, k, v, out, lse, where, terms
             ))  # fmt: skip
-        return found[:3]
+        return found
 
+    def _bound(
+        self, plan: Plan, a: Arguments, bind: Callable[[Binding, Any, Any], Any],
+        bind_parts: Callable[[Any, Any], Any] | None = None,
+    ) -> Any:  # fmt: skip
+        """What `bind` makes of the implementation of a call, its layout and its terms; None where it has no such thing.
 
-def _bound(plan: Plan, a: Arguments, pattern: int, bind: Callable[[Binding, Any, Any], Any]) -> Any:
-    """What `bind` makes of the implementation of a call, its layout and its terms; None where it has no such thing."""
-    terms = terms_of(a)
-    if not _aligned(a.q, a.k, a.v) or split_for(plan, terms, pattern) is not None:
-        return None
-    implementation, where = placed(plan, a, terms, pattern, [], [])
-    try:
-        return bind(implementation, where, terms) if isinstance(implementation, Binding) else None
-    except torch.OutOfMemoryError:  # it may take as much as the results; the call itself has succeeded
-        return None
+        `bind_parts` makes it of a call that is computed in parts.
+        """
+        terms = terms_of(a)
+        if not _aligned(a.q, a.k, a.v):
+            return None
+        split = split_for(plan, terms, self.pattern)
+        try:
+            if split is not None:
+                found, size = bind_parts(split, terms) if bind_parts is not None else (None, 0)
+                self.bytes += size
+                return found
+            implementation, where = placed(plan, a, terms, self.pattern, [], [])
+            self.bytes += held(where)
+            return bind(implementation, where, terms) if isinstance(implementation, Binding) else None
+        except torch.OutOfMemoryError:  # it may take as much as the results; the call itself has succeeded
+            return None
 
 
 class _Known(torch.autograd.Function):
@@ -150,9 +192,33 @@ class _Known(torch.autograd.Function):
         saved = ctx.saved_tensors
         compute = ctx.what[0].gradients
         if torch.is_grad_enabled():  # create_graph
-            return (*Gradients.apply(partial(compute, saved), dout, dlse, *saved[:3]), None)
-        return (*compute(saved, dout, dlse), None)
+            return (*Gradients.apply(partial(compute, saved), dout, dlse, *saved[:3])[:3], None)
+        return (*compute(saved, dout, dlse)[:3], None)
+
+
+class _KnownTerms(torch.autograd.Function):
+    """The same with key_lengths, sink_logits and alibi_slopes: each argument of a function costs, most need none."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, key_lengths, sink_logits, alibi_slopes, what):
+        tensors = key_lengths, sink_logits, alibi_slopes
+        out, lse = what[0].forward(q, k, v, *tensors)
+        ctx.save_for_backward(q, k, v, out, lse, *tensors)
+        ctx.what = what
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        saved = ctx.saved_tensors
+        compute, sinks = ctx.what[0].gradients, saved[6]
+        if torch.is_grad_enabled():  # create_graph
+            found = Gradients.apply(partial(compute, saved), dout, dlse, *saved[:3], sinks)
+        else:
+            found = compute(saved, dout, dlse)
+        return (*found[:3], None, None if sinks is None else found[3], None, None)
 
 
 # `Function.apply` without its search for functorch's tensors, of which `plain` has found none.
 _apply = super(torch.autograd.Function, _Known).apply
+_apply_terms = super(torch.autograd.Function, _KnownTerms).apply

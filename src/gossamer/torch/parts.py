@@ -22,7 +22,7 @@ from gossamer.torch.registry import pattern_of
 from gossamer.torch.split import Part, Split, problem_of_fold, split_of
 from gossamer.torch.validate import Arguments
 
-KEPT_SPLITS = 64
+KEPT_SPLITS = 1024
 
 
 def split_for(plan: Plan, terms: Terms, handle: int) -> Split | None:

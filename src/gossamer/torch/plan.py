@@ -6,8 +6,6 @@ Plans are kept by a cheap key, so that a repeated call validates nothing and cho
 from __future__ import annotations
 
 import logging
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import isfinite
@@ -21,6 +19,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gossamer.kernels.contract import GatherChoice, Implementation, Problem, Terms, Unsupported, reasons
 from gossamer.kernels.table import NAMES, load
 from gossamer.layouts import BlockLayout, cached_gather, cached_layout, cheapest, costs
+from gossamer.layouts.cache import KEPT_BYTES, LEAST_KEPT, MOST_KEPT, bytes_of
+from gossamer.layouts.kept import Kept
 from gossamer.patterns import Dense, Pattern
 from gossamer.torch.masks import dense_of, layout_of, words_of
 from gossamer.torch.registry import pattern_of
@@ -28,10 +28,7 @@ from gossamer.torch.validate import Arguments, check_layout, check_mask, layout_
 
 logger = logging.getLogger("gossamer")
 
-KEPT_PLANS = 256
 KEPT_DENSE = 4
-KEPT_PLACED = 64
-KEPT_WORDS = 64
 
 
 @dataclass(frozen=True)
@@ -79,12 +76,12 @@ class Plan:
         return {}
 
 
-_plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
-_dense: OrderedDict[tuple[Any, ...], Tensor] = OrderedDict()
-_words: OrderedDict[tuple[Any, ...], Tensor | None] = OrderedDict()
-_placed: OrderedDict[tuple[int, int, int], tuple[Plan, Implementation, Any]] = OrderedDict()  # holds the plan of its id
+_plans: Kept[Plan] = Kept(MOST_KEPT)
+_dense: Kept[Tensor] = Kept(KEPT_DENSE)
+_words: Kept[tuple[Tensor | None]] = Kept(LEAST_KEPT, MOST_KEPT, KEPT_BYTES)
+# By the id of a plan, which is held with what it places.
+_placed: Kept[tuple[Plan, Implementation, Any]] = Kept(LEAST_KEPT, MOST_KEPT, KEPT_BYTES)
 _given: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_lock = threading.RLock()
 _logged: set[tuple[Any, ...]] = set()
 
 
@@ -104,11 +101,7 @@ def plan_for(a: Arguments, geometry: list[int]) -> Plan:
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        plan = make_plan(a, geometry, backward=False)
-        with _lock:
-            _plans[key] = plan
-            while len(_plans) > KEPT_PLANS:
-                _plans.popitem(last=False)
+        plan = _plans.put(key, make_plan(a, geometry, backward=False))
     return plan
 
 
@@ -185,10 +178,11 @@ def terms_of(a: Arguments) -> Terms:
     terms = _numbers(a.q.shape[3], a.scale, q_offset, a.softcap)
     if a.key_lengths is None and a.sink_logits is None and a.alibi_slopes is None:
         return terms
-    return replace(terms, key_lengths=a.key_lengths, sink_logits=a.sink_logits, alibi_slopes=a.alibi_slopes)
+    vectors = (a.key_lengths, a.sink_logits, a.alibi_slopes)
+    return terms.having(*(None if x is None else x.contiguous() for x in vectors))  # kernels read them one by one
 
 
-@lru_cache(KEPT_PLANS)
+@lru_cache(MOST_KEPT)
 def _numbers(D: int, scale: float | None, q_offset: int, softcap: float | None) -> Terms:
     return Terms(
         scale=D**-0.5 if scale is None else float(scale),
@@ -220,11 +214,15 @@ def placed(
     if kept is None:
         kept = plan, *_placed_pattern(plan, a, terms, pattern)
         if kept[1].layout != "dense":  # these are large, and few are kept
-            with _lock:
-                _placed[key] = kept
-                while len(_placed) > KEPT_PLACED:
-                    _placed.popitem(last=False)
+            kept = _placed.put(key, kept, held(kept[2]))
     return kept[1:]
+
+
+def held(where: Any) -> int:
+    """About the bytes of what `placed` says that a call reads."""
+    if where is None:
+        return 0
+    return where.nbytes if isinstance(where, Tensor) else bytes_of(where)
 
 
 def _placed_pattern(plan: Plan, a: Arguments, terms: Terms, pattern: int) -> tuple[Implementation, Any]:
@@ -311,28 +309,21 @@ def _dense_pattern(pattern: Pattern, p: Problem, q_offset: int, device: torch.de
     key = (pattern, p.Q, p.K, q_offset, device)
     mask = _dense.get(key)
     if mask is None:
-        mask = torch.from_numpy(pattern.materialize(p.Q, p.K, q_offset)).to(device)
-        with _lock:
-            _dense[key] = mask
-            while len(_dense) > KEPT_DENSE:
-                _dense.popitem(last=False)
+        mask = _dense.put(key, torch.from_numpy(pattern.materialize(p.Q, p.K, q_offset)).to(device))
     return mask
 
 
 def _words_pattern(pattern: Pattern, p: Problem, q_offset: int, device: torch.device) -> Tensor | None:
     """The bits of a small problem's pairs, made once; None where the pattern keeps them all."""
     key = (pattern, p.B, p.H, p.Q, p.K, q_offset, device)
-    if key in _words:
-        return _words[key]
-    pattern.check(p.Q, p.K, p.H, p.B)
-    words = None
-    if not isinstance(pattern, Dense):
-        words = words_of(torch.from_numpy(pattern.materialize(p.Q, p.K, q_offset)), p.Q, p.K).to(device)
-    with _lock:
-        _words[key] = words
-        while len(_words) > KEPT_WORDS:
-            _words.popitem(last=False)
-    return words
+    kept = _words.get(key)
+    if kept is None:
+        pattern.check(p.Q, p.K, p.H, p.B)
+        words = None
+        if not isinstance(pattern, Dense):
+            words = words_of(torch.from_numpy(pattern.materialize(p.Q, p.K, q_offset)), p.Q, p.K).to(device)
+        kept = _words.put(key, (words,), held(words))
+    return kept[0]
 
 
 def _log(name: str, plan: Plan) -> None:

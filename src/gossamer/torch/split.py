@@ -25,7 +25,7 @@ CALL = {"cuda": 3e-5, "cpu": 1e-3}
 BYTES = {"cuda": 3e12, "cpu": 5e9}
 # What making the views of a call must save: a part costs the host 60 us and more.
 VIEWS = {"cuda": 1e-5, "cpu": 0.0}
-KEPT = 256
+KEPT = 1024
 
 Tiles = tuple[tuple[int, int, float], ...]  # (block_q, block_kv, rate)
 Gathers = tuple[GatherChoice, ...]

@@ -78,9 +78,9 @@ class Dense:
         return found if into is None else (*stored(into, tuple(grads)), dsink)  # type: ignore[return-value]
 
     def bound_forward(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, layout: Tensor | None, terms: Terms
-    ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-        return launch.bound_forward(problem, q, k, v, layout, terms)
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, layout: Tensor | None, terms: Terms, into: Any = None
+    ) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        return launch.bound_forward(problem, q, k, v, layout, terms, into)
 
     def bound_backward(
         self,
@@ -93,7 +93,7 @@ class Dense:
         lse: Tensor,
         layout: Tensor | None,
         terms: Terms,
-    ) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+    ) -> Callable[..., tuple[Tensor, ...]] | None:
         return launch.bound_backward(problem, dout, q, k, v, out, lse, layout, terms)
 
 

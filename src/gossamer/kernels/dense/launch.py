@@ -12,7 +12,7 @@ from torch import Tensor
 from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.dense.kernels import backward_kernel, forward_kernel
 from gossamer.kernels.devices import elsewhere, empty_from, processors, template
-from gossamer.kernels.relaunch import Known, bound, launch, strides
+from gossamer.kernels.relaunch import Known, bound, fresh, launch, strides
 from gossamer.kernels.rows import row_terms, sink_gradient
 from gossamer.kernels.scores import scales
 
@@ -96,7 +96,7 @@ def forward(
 
 
 def forward_arguments(
-    p: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, words: Tensor | None, t: Terms, tile: Tile
+    p: Problem, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, words: Tensor | None, t: Terms, tile: Tile
 ) -> tuple[Any, dict[str, Tensor | None], dict[str, float]]:
     """What `launch` tells forwards apart by, and what it gives each: tensors and numbers."""
     scale, cap = scales(t)
@@ -109,29 +109,43 @@ def forward_arguments(
 
 
 def bound_forward(
-    p: Problem, q: Tensor, k: Tensor, v: Tensor, words: Tensor | None, terms: Terms
-) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-    """See `kernels.contract.Binding`."""
-    if any(operand(x) is not x for x in (q, k, v)):
+    p: Problem, q: Tensor, k: Tensor, v: Tensor, words: Tensor | None, terms: Terms, into: Any = None
+) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """See `kernels.contract.Binding`; not into results of any strides."""
+    if into is not None or any(operand(x) is not x for x in (q, k, v)):
         return None
-    device = q.device
+    device, plain = q.device, terms.having(None, None, None)
     out, lse = template(q, (p.B, p.H, p.Q, p.E)), template(q, (p.B, p.H, p.Q), torch.float32)
-    key, tensors, floats = forward_arguments(
-        p, q, k, v, empty_from(out), empty_from(lse), words, terms, forward_tile(p, processors(device))
-    )
-    found = bound(_known, forward_kernel, key, tensors, floats, 5)
+    kinds = fresh(q.dtype, (p.B, p.H, p.Q, p.E)), fresh(torch.float32, (p.B, p.H, p.Q))
+    tile = forward_tile(p, processors(device))
+    key, tensors, floats = forward_arguments(p, q, k, v, kinds[0], kinds[1], words, terms, tile)
+    with_terms = terms is not plain
+    found = bound(_known, forward_kernel, key, tensors, floats, 9 if with_terms else 5)
     if found is None:
         return None
     run, rest = found
+    masked = None if words is None else words.data_ptr()
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None, sinks: Tensor | None = None,
+        slopes: Tensor | None = None, into: Any = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if elsewhere(q):
-            return forward(p, q, k, v, words, terms)
+            return forward(p, q, k, v, words, plain.having(lengths, sinks, slopes))
         results = empty_from(out), empty_from(lse)
-        run(q.data_ptr(), k.data_ptr(), v.data_ptr(), results[0].data_ptr(), results[1].data_ptr(), *rest)
+        given = q.data_ptr(), k.data_ptr(), v.data_ptr(), results[0].data_ptr(), results[1].data_ptr()
+        if with_terms:
+            run(*given, masked, address(lengths), address(sinks), address(slopes), *rest)
+        else:
+            run(*given, *rest)
         return results
 
     return call
+
+
+def address(x: Tensor | None) -> int | None:
+    """Of a tensor that may be absent."""
+    return None if x is None else x.data_ptr()
 
 
 def precision(p: Problem) -> str:
@@ -179,34 +193,49 @@ def backward_arguments(
 def bound_backward(
     p: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, words: Tensor | None,
     terms: Terms,
-) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:  # fmt: skip
+) -> Callable[..., tuple[Tensor, ...]] | None:  # fmt: skip
     """See `kernels.contract.Binding`."""
     if any(operand(x) is not x for x in (q, k, v)) or not all(x.is_contiguous() for x in (dout, out, lse)):
         return None
-    grads = [template(x, x.shape) for x in (q, k, v)]
-    given = (q, k, v, dout, out, lse, None, *(empty_from(x) for x in grads))
+    grads, plain = [template(x, x.shape) for x in (q, k, v)], terms.having(None, None, None)
+    given: Any = (q, k, v, dout, out, lse, None, *(fresh(x.dtype, tuple(x.shape)) for x in (q, k, v)))
+    with_terms = terms is not plain
     found = bound(_known, backward_kernel, *backward_arguments(p, given, words, terms, backward_tile(
         p, processors(q.device)
-    )), 10)  # fmt: skip
+    )), 13 if with_terms else 10)  # fmt: skip
     if found is None:
         return None
     (run, rest), inputs = found, (q.stride(), k.stride(), v.stride())
     like_q, like_k, like_v = grads
+    masked = address(words)
 
     def call(
-        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        lengths: Tensor | None = None, sinks: Tensor | None = None, slopes: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         first = q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr(), out.data_ptr(), lse.data_ptr()
         alike = (
             dlse is None and dout.is_contiguous() and out.is_contiguous() and lse.is_contiguous()
             # What was saved may have been elsewhere meanwhile, by hooks.
             and (q.stride(), k.stride(), v.stride()) == inputs
             and not (first[0] | first[1] | first[2] | first[3] | first[4] | first[5]) % 16
+            and (not with_terms or (like_bound(lengths) and like_bound(slopes)))
         )  # fmt: skip
         if not alike or elsewhere(q):
-            return backward(p, dout, dlse, q, k, v, out, lse, words, terms)[:3]
+            found = backward(p, dout, dlse, q, k, v, out, lse, words, plain.having(lengths, sinks, slopes))
+            return found if sinks is not None else found[:3]  # type: ignore[return-value]
         dq, dk, dv = empty_from(like_q), empty_from(like_k), empty_from(like_v)
-        run(*first, None, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), *rest)
-        return dq, dk, dv
+        more = (masked, address(lengths), address(slopes)) if with_terms else ()
+        run(*first, None, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), *more, *rest)
+        if sinks is None:
+            return dq, dk, dv
+        dsink = sink_gradient(*row_terms(dout, None, out, lse, torch.float32), plain.having(lengths, sinks, slopes))
+        assert dsink is not None
+        return dq, dk, dv, dsink
 
     return call
+
+
+def like_bound(x: Tensor | None) -> bool:
+    """Whether a saved tensor of one dimension is as it was when its call was bound, or absent as it was then."""
+    return x is None or (x.is_contiguous() and not x.data_ptr() % 16)

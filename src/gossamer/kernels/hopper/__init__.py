@@ -139,12 +139,19 @@ class Hopper:
         return self.launch_backward.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
 
     def bound_forward(
-        self, problem: Problem, q: Any, k: Any, v: Any, layout: BlockLayout | GatherLayout, terms: Terms
+        self,
+        problem: Problem,
+        q: Any,
+        k: Any,
+        v: Any,
+        layout: BlockLayout | GatherLayout,
+        terms: Terms,
+        into: tuple[Any, Any] | None = None,
     ) -> Any:
         """See `kernels.contract.Binding`; of block layouts alone."""
         if not isinstance(layout, BlockLayout):
             return None
-        return self.launch.bound_forward(problem, q, k, v, layout, terms)
+        return self.launch.bound_forward(problem, q, k, v, layout, terms, into)
 
     def bound_backward(
         self,

@@ -260,34 +260,40 @@ def forward(
 
 
 def bound_forward(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, terms: Terms
-) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, terms: Terms,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> Callable[..., tuple[Tensor, Tensor]] | None:  # fmt: skip
     """See `kernels.contract.Binding`."""
     p, device, score, shape = problem, q.device, score_of(terms), q.shape[:3]
-    if not (readable(q) and readable(k) and readable(v)) or p.E % STEP:
+    if not (readable(q) and readable(k) and readable(v)) or p.E % STEP or (into and not readable(into[0])):
         return None
-    packed = packs(p, layout, terms)
+    packed = packs(p, layout, terms) and (into is None or p.Q == 1)
     if packed:  # the query heads of a key head are rows of one tile
         p = replace(p, H=p.G, Q=p.Q * (p.H // p.G))
-    kept = prepared(p, layout, score, False, packed, None)
-    run, merge = kept.run, kept.merge
-    rows, sinks = (p.B, p.H, p.Q), unused(device, 1)
+    kept = prepared(p, layout, score, terms.key_lengths is not None, packed, None)
+    run, merge, plain = kept.run, kept.merge, terms.having(None, None, None)
+    rows, no_sinks, has_sinks = (p.B, p.H, p.Q), unused(device, 1), int(terms.sink_logits is not None)
     out_like, lse_like = template(q, (*shape, p.E)), template(q, shape, torch.float32)
     block, size = kept.config.block_q, kept.config.E
     part_likes = [template(q, (kept.slots, block, *last), torch.float32) for last in ((size,), ())]
-    before, after = (*kept.arrays, sinks), (*factors(terms, score), kept.items, 0, kept.blocks)
-    lengths = unused_lengths(device)
+    after = (*factors(terms, score), kept.items, has_sinks, kept.blocks)
+    no_lengths = unused_lengths(device)
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None, sinks: Tensor | None = None,
+        slopes: Tensor | None = None, into: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if elsewhere(q):
-            return forward(problem, q, k, v, layout, terms)
-        results = out, lse = empty_from(out_like), empty_from(lse_like)
+            return forward(problem, q, k, v, layout, plain.having(lengths, sinks, slopes), into=into)
+        results = out, lse = into or (empty_from(out_like), empty_from(lse_like))
         if packed:
             q, out, lse = q.reshape(*rows, p.D), out.view(*rows, p.E), lse.view(rows)
         part_out, part_lse = kept.parts or (empty_from(part_likes[0]), empty_from(part_likes[1]))
-        run(q, k, v, out, lse, *before, part_out, part_lse, lengths, tickets(device), *after)
+        end = no_lengths if lengths is None else aligned(lengths.to(torch.int32))
+        sink = no_sinks if sinks is None else aligned(sinks.float())
+        run(q, k, v, out, lse, *kept.arrays, sink, part_out, part_lse, end, tickets(device), *after)
         if merge is not None:
-            merge(out, lse, part_out, part_lse, kept.merges, sinks, 0)
+            merge(out, lse, part_out, part_lse, kept.merges, sink, has_sinks)
         return results
 
     return call

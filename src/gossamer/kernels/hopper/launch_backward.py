@@ -110,8 +110,7 @@ def completed(
     if p.B and p.Q and p.K:
         rows = write(operand(dout), operand(q), operand(k), operand(v), operand(out), (dq, dk, dv))
         if terms.sink_logits is not None:
-            # A row is empty only under a sink of -inf; +inf makes its share of the sink 0.
-            sink = sink_gradient(rows[1, :, :, : p.Q], lse.masked_fill(lse == -math.inf, math.inf), terms)
+            sink = sink_gradient_of(p, rows, lse, terms)
     else:
         for gradient in (dq, dk, dv):
             gradient.zero_()
@@ -167,7 +166,7 @@ def _gradients(
 def bound_backward(
     problem: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: BlockLayout,
     terms: Terms,
-) -> Callable[..., Gradients] | None:  # fmt: skip
+) -> Callable[..., tuple[Tensor, ...]] | None:  # fmt: skip
     """See `kernels.contract.Binding`; only where no row and no column is split."""
     p, device, inputs = problem, q.device, (q.stride(), k.stride(), v.stride())
     kept = prepared(p, layout, terms, True, None)
@@ -182,10 +181,14 @@ def bound_backward(
     rows_like = template(q, (2, p.B, p.H, padded_Q), torch.float32)
     sums_like = template(q, (p.B, p.H, padded_Q // TILE, TILE * kept.sizes[0]), torch.float32)
     preprocess, postprocess, factors = kept.preprocess, kept.postprocess, gradient_factors(terms)
-    before, after = (*kept.arrays, *kept.no_parts, None), (*factors, kept.items, kept.blocks)
+    before, after = (*kept.arrays, *kept.no_parts), (*factors, kept.items, kept.blocks)
+    plain = terms.having(None, None, None)
     assert preprocess is not None
 
-    def call(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    def call(
+        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        lengths: Tensor | None = None, sinks: Tensor | None = None, slopes: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         alike = (
             # What was saved may have been elsewhere meanwhile, by hooks.
             (q.stride(), k.stride(), v.stride()) == inputs and out.is_contiguous() and lse.is_contiguous()
@@ -193,7 +196,9 @@ def bound_backward(
             and (dlse is None or dlse.is_contiguous()) and readable(dout)
         )  # fmt: skip
         if not alike or elsewhere(q):
-            return backward(p, dout, dlse, q, k, v, out, lse, layout, terms)[:3]
+            given = plain.having(lengths, sinks, slopes)
+            found = backward(p, dout, dlse, q, k, v, out, lse, layout, given)
+            return found if sinks is not None else found[:3]  # type: ignore[return-value]
         dq, dk, dv = empty_from(likes[0]), empty_from(likes[1]), empty_from(likes[2])
         rows, sums = empty_from(rows_like), kept.no_sums
         if sums is None:
@@ -202,17 +207,28 @@ def bound_backward(
             preprocess(out, dout, lse, lse, rows, sums, 0)
         else:
             preprocess(out, dout, lse, dlse, rows, sums, 1)
-        kept.run(q, k, v, dout, rows, sums, dk, dv, *before, tickets(device), *after)
+        end = None if lengths is None else aligned(lengths.to(torch.int32))
+        kept.run(q, k, v, dout, rows, sums, dk, dv, *before, end, tickets(device), *after)
         if postprocess is not None:
-            postprocess(sums, dq, terms.scale)
+            postprocess(sums, dq, plain.scale)
         elif kept_rows is not None:
             kept_rows.run(
-                q, k, v, dout, rows, dq, *kept_rows.arrays, *kept_rows.no_parts, None, tickets(device), *factors,
+                q, k, v, dout, rows, dq, *kept_rows.arrays, *kept_rows.no_parts, end, tickets(device), *factors,
                 kept_rows.items, kept_rows.blocks,
             )  # fmt: skip
-        return dq, dk, dv
+        if sinks is None:
+            return dq, dk, dv
+        return dq, dk, dv, sink_gradient_of(p, rows, lse, plain.having(lengths, sinks, slopes))
 
     return call
+
+
+def sink_gradient_of(p: Problem, rows: Tensor, lse: Tensor, terms: Terms) -> Tensor:
+    """The gradient (H,) of the sinks. `rows` are the row terms (2, B, H, padded Q)."""
+    # A row is empty only under a sink of -inf; +inf makes its share of the sink 0.
+    found = sink_gradient(rows[1, :, :, : p.Q], lse.masked_fill(lse == -math.inf, math.inf), terms)
+    assert found is not None
+    return found
 
 
 def query_gradient(

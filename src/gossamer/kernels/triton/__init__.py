@@ -98,13 +98,21 @@ class Triton:
         return block.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
 
     def bound_forward(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout | GatherLayout, terms: Terms
-    ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+        self,
+        problem: Problem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: BlockLayout | GatherLayout,
+        terms: Terms,
+        into: tuple[Tensor, Tensor] | None = None,
+    ) -> Callable[..., tuple[Tensor, Tensor]] | None:
         if max(problem.D, problem.E) > BUCKETS[-1]:
             return None
         return binding.bound_forward(
-            problem, q, k, v, layout, terms, lambda q, k, v: self.forward(problem, q, k, v, layout, terms)
-        )
+            problem, q, k, v, layout, terms, into,
+            lambda q, k, v, terms, into: self.forward(problem, q, k, v, layout, terms, into),
+        )  # fmt: skip
 
     def bound_backward(
         self,
@@ -117,7 +125,7 @@ class Triton:
         lse: Tensor,
         layout: BlockLayout | GatherLayout,
         terms: Terms,
-    ) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+    ) -> Callable[..., tuple[Tensor, ...]] | None:
         """None: several launches and their workspace are most of it."""
         return None
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.devices import elsewhere, empty_from, template
-from gossamer.kernels.relaunch import Bound, bound
+from gossamer.kernels.relaunch import Bound, bound, fresh
 from gossamer.kernels.triton.arguments import operand
 from gossamer.kernels.triton.block import launch as block
 from gossamer.kernels.triton.block.forward import forward_kernel
@@ -23,26 +23,31 @@ from gossamer.kernels.triton.merge import merge_kernel, merged
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout
 
-Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Forward = Callable[..., tuple[Tensor, Tensor]]
 GIVEN, MERGED = 10, 4  # tensors that come first among the arguments of a forward kernel, and of the merging
 
 
 def bound_forward(
-    p: Problem, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout | GatherLayout, terms: Terms, general: Forward
-) -> Forward | None:
-    """What computes (out, lse) of calls like this one; `general` computes those on another device."""
+    p: Problem, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout | GatherLayout, terms: Terms, into: Any,
+    general: Forward,
+) -> Forward | None:  # fmt: skip
+    """What computes (out, lse) of calls like this one; `general` computes those on another device, as `forward` does.
+
+    `into` as in `kernels.contract.Binding`.
+    """
     if any(operand(x) is not x for x in (q, k, v)):
         return None
-    out_like, lse_like = template(q, (p.B, p.H, p.Q, p.E)), template(q, (p.B, p.H, p.Q), torch.float32)
-    out, lse = empty_from(out_like), empty_from(lse_like)
+    shapes = (p.B, p.H, p.Q, p.E), (p.B, p.H, p.Q)
+    out: Any = fresh(q.dtype, shapes[0]) if into is None else into[0]
+    lse: Any = fresh(torch.float32, shapes[1]) if into is None else into[1]
     if isinstance(layout, GatherLayout):
         plan: Any = launch_of(p, layout, "forward", None, None)
         kernel, slots, block_rows = gather.forward_kernel_of(layout), plan.work.slots, plan.block_rows
     else:
         plan = block.schedule(layout, False, p.B, p.H, p.H // p.G, None)
         kernel, slots, block_rows = forward_kernel, plan.slots, layout.block_q
-    likes = [template(q, (plan.copies, slots, block_rows, size), torch.float32) for size in (p.E, 2)] if slots else []
-    parts = (empty_from(likes[0]), empty_from(likes[1])) if slots else (lse, lse)
+    part_shapes = [(plan.copies, slots, block_rows, size) for size in (p.E, 2)]
+    parts: Any = tuple(fresh(torch.float32, shape) for shape in part_shapes) if slots else (lse, lse)
     if isinstance(layout, GatherLayout):
         key, tensors, floats = gather.forward_arguments(q, k, v, out, lse, parts, terms)
         merge_key: Any = None
@@ -56,26 +61,37 @@ def bound_forward(
     merge = bound(plan.known, merge_kernel, merge_key, merged(out, lse, parts), {}, MERGED) if slots else None
     if found is None or (slots and merge is None):
         return None
-    return _forward(found, merge, out_like, lse_like, likes, general)
+    likes = template(q, shapes[0]), template(q, shapes[1], torch.float32)
+    part_likes = [template(q, shape, torch.float32) for shape in part_shapes] if slots else []
+    return _forward(found, merge, likes, part_likes, terms.having(None, None, None), general)
 
 
 def _forward(
-    found: Bound, merge: Bound | None, out_like: Tensor, lse_like: Tensor, likes: list[Tensor], general: Forward
-) -> Forward:
+    found: Bound, merge: Bound | None, likes: tuple[Tensor, Tensor], part_likes: list[Tensor], plain: Terms,
+    general: Forward,
+) -> Forward:  # fmt: skip
     run, rest = found
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None, sinks: Tensor | None = None,
+        slopes: Tensor | None = None, into: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if elsewhere(q):
-            return general(q, k, v)
-        given = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        results = empty_from(out_like), empty_from(lse_like)
+            return general(q, k, v, plain.having(lengths, sinks, slopes), into)
+        results = into or (empty_from(likes[0]), empty_from(likes[1]))
         out, lse = results[0].data_ptr(), results[1].data_ptr()
-        if merge is None:  # what a kernel does not read is the address of lse
-            run(*given, out, lse, lse, lse, lse, lse, lse, *rest)
+        given = (
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), out, lse,
+            lse if lengths is None else lengths.data_ptr(),  # what a kernel does not read is the address of lse
+            lse if sinks is None else sinks.data_ptr(),
+            lse if slopes is None else slopes.data_ptr(),
+        )  # fmt: skip
+        if merge is None:
+            run(*given, lse, lse, *rest)
             return results
-        held = empty_from(likes[0]), empty_from(likes[1])
+        held = empty_from(part_likes[0]), empty_from(part_likes[1])
         parts = held[0].data_ptr(), held[1].data_ptr()
-        run(*given, out, lse, lse, lse, lse, *parts, *rest)
+        run(*given, *parts, *rest)
         merge[0](out, lse, *parts, *merge[1])
         return results
 

@@ -1,0 +1,69 @@
+"""What is kept of results that take long to make: bounded by number and memory, the least recently used goes first."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Hashable
+from threading import Lock
+from typing import Any, Generic, TypeVar
+
+Value = TypeVar("Value")
+
+
+class Kept(Generic[Value]):
+    """Values by key. `least` stay whatever they hold; more, up to `most`, while all hold no more than `limit` bytes.
+
+    A model whose layers all differ has an entry for each and asks for them in turn: forgetting the oldest, or the least
+    recently used, of one entry too few would forget each just before its turn, so there is room for many small ones.
+    One that was asked for since it came up last for being forgotten is passed over once (`get` only marks it, since
+    moving it would take as long as finding it).
+    """
+
+    def __init__(self, least: int, most: int | None = None, limit: float = math.inf) -> None:
+        self.least, self.most, self.limit = least, most or least, limit
+        self._entries: OrderedDict[Hashable, list[Any]] = OrderedDict()  # [value, bytes, asked for]
+        self._bytes = 0
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._entries
+
+    def get(self, key: Hashable) -> Value | None:
+        """The value of a key, or None."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        entry[2] = True
+        return entry[0]
+
+    def put(self, key: Hashable, value: Value, size: int = 0) -> Value:
+        """Keep a value that holds `size` bytes; returns what is kept, which is an earlier one if there is one."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None:
+                return entry[0]
+            while self._entries and self._full(size):
+                oldest, entry = self._entries.popitem(last=False)
+                if entry[2]:
+                    entry[2] = False
+                    self._entries[oldest] = entry
+                else:
+                    self._bytes -= entry[1]
+            self._entries[key] = [value, size, False]
+            self._bytes += size
+            return value
+
+    def _full(self, size: int) -> bool:
+        """Whether one more of this size is too many."""
+        n = len(self._entries) + 1
+        return n > self.most or (n > self.least and self._bytes + size > self.limit)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._entries.clear()
+            self._bytes = 0

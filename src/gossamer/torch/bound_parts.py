@@ -1,0 +1,71 @@
+"""Calls in parts that were computed before, bound: each part to its views and to what its implementation has bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import _C, Tensor
+
+from gossamer.kernels.contract import Binding, Terms
+from gossamer.kernels.devices import empty_from, template
+from gossamer.kernels.rows import compute_dtype
+from gossamer.torch.parts import calls, folded
+from gossamer.torch.plan import Plan, held
+from gossamer.torch.split import Split
+from gossamer.torch.validate import Arguments
+
+# Sizes, strides, and how many elements after the first one of its base a view begins.
+View = tuple[torch.Size, tuple[int, ...], int]
+
+
+def bound_parts(
+    split: Split, plan: Plan, a: Arguments, terms: Terms, handle: int
+) -> tuple[Callable[..., tuple[Tensor, Tensor]] | None, int]:
+    """((q, k, v) -> (out, lse), the bytes of its layouts); see `kernels.contract.Binding`.
+
+    None where parts meet in a row or leave some out, where there are tensors among the terms, and where an
+    implementation binds nothing.
+    """
+    E, given = a.v.shape[3], (a.q, a.k, a.v)
+    if terms.has_tensors or split.rows_left or split.depth > 1 or E * a.q.element_size() % 16:
+        return None, 0
+    out_like = template(a.q, (*a.q.shape[:3], E))
+    lse_like = template(a.q, a.q.shape[:3], compute_dtype(a.q.dtype))
+    results = empty_from(out_like), empty_from(lse_like)
+    split, a = folded(split, a, plan, terms, handle)
+    if split.depth > 1 or split.rows_left:
+        return None, 0
+    rows = results[0].view(*a.q.shape[:3], E), results[1].view(a.q.shape[:3])
+    parts: list[tuple[Any, ...]] = []
+    size = 0
+    for call in calls(split, a, terms.q_offset, backward=False):
+        x, into = call.arguments, (call.rows(rows[0]), call.rows(rows[1]))
+        inputs = (x.q, x.k, x.v)
+        if not isinstance(call.implementation, Binding) or any(y.data_ptr() % 16 for y in (*inputs, into[0])):
+            return None, 0
+        run = call.implementation.bound_forward(call.plan.problem, *inputs, call.where, call.terms, into)
+        if run is None:
+            return None, 0
+        views = [_seen_from(base, view) for base, view in zip((*given, *results), (*inputs, *into), strict=True)]
+        parts.append((run, *views))
+        size += held(call.where)
+
+    def call_parts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        with _C._AutoDispatchBelowAutograd():
+            out, lse = empty_from(out_like), empty_from(lse_like)
+            for run, of_q, of_k, of_v, of_out, of_lse in parts:
+                run(_view(q, of_q), _view(k, of_k), _view(v, of_v), into=(_view(out, of_out), _view(lse, of_lse)))
+        return out, lse
+
+    return call_parts, size
+
+
+def _seen_from(base: Tensor, view: Tensor) -> View:
+    return view.shape, view.stride(), int(view.storage_offset() - base.storage_offset())
+
+
+def _view(x: Tensor, view: View) -> Tensor:
+    shape, strides, first = view
+    return x.as_strided(shape, strides, x.storage_offset() + first)

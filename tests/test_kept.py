@@ -1,0 +1,36 @@
+"""What is kept, and what goes first."""
+
+from __future__ import annotations
+
+from gossamer.layouts.kept import Kept
+
+
+def test_what_was_asked_for_stays() -> None:
+    kept: Kept[int] = Kept(3)
+    for key in "abc":
+        kept.put(key, ord(key))
+    assert kept.get("a") == ord("a") and kept.get("z") is None
+    kept.put("d", 0)
+    assert "a" in kept and "b" not in kept and len(kept) == 3
+    kept.put("e", 0)
+    assert "c" not in kept and kept.put("e", 5) == 0
+    kept.clear()
+    assert len(kept) == 0 and kept.get("a") is None
+
+
+def test_many_small_ones_or_few_large_ones() -> None:
+    kept: Kept[int] = Kept(2, 5, 100)
+    for key in range(8):
+        kept.put(key, key, 10)
+    assert [key in kept for key in range(8)] == [False] * 3 + [True] * 5
+    for key in range(8, 12):
+        kept.put(key, key, 90)
+    assert [key in kept for key in range(12)] == [False] * 10 + [True] * 2  # two, though they are too large together
+
+
+def test_all_asked_for_and_no_room() -> None:
+    kept: Kept[int] = Kept(2)
+    for key in range(9):
+        kept.put(key, key)
+        assert kept.get(key) == key
+    assert len(kept) == 2
