@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from gossamer.patterns.base import Intervals, Pairs, Pattern, Tiles
+from gossamer.patterns.base import Pairs, Pattern, Tiles
 from gossamer.patterns.grid import EMPTY, MIXED, Grid, Sizes, ranges
 from gossamer.patterns.validate import array, digest, show
+from gossamer.patterns.window import FirstKeys
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
@@ -49,23 +50,10 @@ class Tree(Pattern):
 
     def lower(self, sizes: Sizes) -> Pattern:
         nodes = _Nodes(self)
-        return _Prompt(sizes.K - sizes.Q) | nodes if sizes.K > sizes.Q else nodes
+        return FirstKeys(sizes.K - sizes.Q, causal=False) | nodes if sizes.K > sizes.Q else nodes
 
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         return self.lower(sizes)._keep(i, j, sizes)
-
-
-@dataclass(frozen=True, eq=False)
-class _Prompt(Pattern):
-    """Every query sees the keys below `stop`."""
-
-    stop: int
-
-    def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
-        return (j < self.stop) & (i == i)
-
-    def _intervals(self, sizes: Sizes) -> Intervals:
-        return np.zeros(sizes.Q, dtype=np.int64), np.full(sizes.Q, self.stop)
 
 
 @dataclass(frozen=True, eq=False)

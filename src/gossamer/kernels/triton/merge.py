@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer.kernels.scores import FLOOR
-from gossamer.kernels.triton.rows import copy_index, load_rows, store_row_results, store_rows
+from gossamer.kernels.triton.rows import batch_and_head, copy_index, load_rows, store_row_results, store_rows
 
 
 @triton.jit
@@ -24,13 +24,7 @@ def decode_merge(
     tile = tl.load(merge + 1)
     first = tl.load(merge + 2)
     count = tl.load(merge + 3)
-    b = lead // lead_heads
-    h = lead % lead_heads
-    if H_FROM_GRID:
-        h = copy % heads
-        copy = copy // heads
-    if B_FROM_GRID:
-        b = copy
+    b, h = batch_and_head(lead, copy, heads, lead_heads, B_FROM_GRID, H_FROM_GRID)
     return b, h, tile, sub, first, count
 
 

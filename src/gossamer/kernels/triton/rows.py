@@ -1,4 +1,4 @@
-"""How a program reads and writes rows of a tensor.
+"""Which batch element and head a program works on, and how it reads and writes rows of a tensor.
 
 Names: `i_` an index, `o_` offsets, `m_` a mask, `b_` a block of values. A kernel's resident rows are R of the walk's
 rows; it streams C columns at a time. Scores are in base 2: natural scores times log2(e).
@@ -10,6 +10,19 @@ import triton
 import triton.language as tl
 
 from gossamer.kernels.softmax import finish_rows
+
+
+@triton.jit
+def batch_and_head(lead, copy, heads, lead_heads, B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr):
+    """(b, h) of a copy of an item: from its list, and from the copy where batch elements or heads share it."""
+    b = lead // lead_heads
+    h = lead % lead_heads
+    if H_FROM_GRID:
+        h = copy % heads
+        copy = copy // heads
+    if B_FROM_GRID:
+        b = copy
+    return b, h
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from gossamer.kernels.triton.masks import BITS, INTERVAL, bits_mask, interval_mask
+from gossamer.kernels.triton.rows import batch_and_head
 
 MODES = tl.constexpr(3)  # full, interval, bits
 # The end of a range that is not cut.
@@ -49,14 +50,8 @@ def decode(
         begin = at * 0
         end = begin + ALL
         slot = begin - 1
-    b = lead // lead_heads
-    h = lead % lead_heads
-    if H_FROM_GRID:
-        h = (copy % key_heads) * MEMBERS + member
-        copy = copy // key_heads
-    if B_FROM_GRID:
-        b = copy
-    return b, h, tile, sub, begin, end, slot
+    b, h = batch_and_head(lead, copy, key_heads, lead_heads, B_FROM_GRID, H_FROM_GRID)
+    return b, h * MEMBERS + member, tile, sub, begin, end, slot
 
 
 @triton.jit

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gossamer.kernels.triton.rows import batch_and_head
+
 
 @triton.jit
 def decode_rows(
@@ -28,13 +30,7 @@ def decode_rows(
     end = tl.load(item + 3, mask=m_i, other=0)
     slot = tl.load(item + 4, mask=m_i, other=-1)
     part = tl.load(item + 5, mask=m_i, other=0)
-    b = lead // lead_heads
-    h = lead % lead_heads
-    if H_FROM_GRID:
-        h = copy % heads
-        copy = copy // heads
-    if B_FROM_GRID:
-        b = copy
+    b, h = batch_and_head(lead, copy, heads, lead_heads, B_FROM_GRID, H_FROM_GRID)
     return b, h, row, begin, end, slot, part, m_i, tl.load(longest + i_group)
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from gossamer.kernels.scores import score
 from gossamer.kernels.softmax import add_scores, end_of_keys, head_slope, probability, score_gradient, start_rows
-from gossamer.kernels.triton.rows import copy_index, load_rows, store_row_results, store_rows
+from gossamer.kernels.triton.rows import batch_and_head, copy_index, load_rows, store_row_results, store_rows
 
 
 @triton.jit
@@ -31,14 +31,8 @@ def decode_tile(
     end = tl.load(item + 3)
     slot = tl.load(item + 4)
     part = tl.load(item + 5)
-    b = lead // lead_heads
-    h = lead % lead_heads
-    if H_FROM_GRID:
-        h = (copy % key_heads) * MEMBERS + member
-        copy = copy // key_heads
-    if B_FROM_GRID:
-        b = copy
-    return b, h, tile, begin, end, slot, part
+    b, h = batch_and_head(lead, copy, key_heads, lead_heads, B_FROM_GRID, H_FROM_GRID)
+    return b, h * MEMBERS + member, tile, begin, end, slot, part
 
 
 @triton.jit
