@@ -24,8 +24,8 @@ class SlidingWindow(Pattern):
     Args:
         left: keys before the query; None is unbounded.
         right: keys after the query; None is unbounded, 0 is causal.
-        sinks: the first `sinks` keys are always visible, but never in the future when `right == 0`
-            (attention sinks, arXiv:2309.17453).
+        sinks: the first `sinks` keys of the sequence, not of each packed document, are always visible, but never in
+            the future when `right == 0` (attention sinks, arXiv:2309.17453).
     """
 
     left: int | None
