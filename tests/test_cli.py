@@ -154,6 +154,32 @@ def test_show_draws_pairs_when_small_and_tiles_when_large(tmp_path: Path) -> Non
             assert word in shown.output
 
 
+@pytest.mark.parametrize(
+    ("pattern", "rows"),
+    [
+        ("SlidingWindow(900)", []),
+        ("SlidingWindow(9)", []),  # rows of one interval are not gathered
+        ("PerHead([Dilated(31, 0, 8), SlidingWindow(99)])", ["or in 8 classes", "or beside"]),
+        ("LongNet([64, 256], [1, 4], heads=4)", ["or beside", "or in 4 classes"]),
+        ("PowerStrided(2)", ["or gathered for 1, 16, 32, 64 rows"]),
+        ("~Dense()", []),
+    ],
+)
+def test_what_is_executed_instead_of_tiles_that_are_mostly_empty(pattern: str, rows: list[str]) -> None:
+    from gossamer.cli.show import others
+
+    parsed = parse_pattern(pattern)
+    layout = parsed.layout(2000, 2000, block_q=128, block_kv=128)
+    found = others(parsed, layout)
+    assert [name for name, _ in found] == rows
+    if "gathered" in str(rows):
+        executed = [float(over) for over in found[0][1].split(", ")]
+        assert executed[0] == 1 and executed == sorted(executed) and executed[-1] < layout.stats.overhead
+    shown = runner.invoke(app, ["show", pattern, "--q", "2000"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0 and "wrote" not in shown.output
+    assert all(name in shown.output for name in rows)
+
+
 def test_pictures_hold_what_the_pattern_keeps() -> None:
     from gossamer.cli.show import KINDS, pair_picture, tile_counts
 

@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 DENSE_LIMIT = 512  # up to this many rows and keys each pair is drawn
 PIXELS = 512  # of a tile picture, at most, a side
 MOST_PANELS = 4
-KINDS = ("full", "interval", "bits")
+MOSTLY_FULL = 1.25  # executed pairs for each kept one, over which a plan looks for something else
 COLOURS = {"full": "#1b6ca8", "interval": "#4fb286", "bits": "#e08e45"}
 
 
 def run(
     pattern: Annotated[str, typer.Argument(help='A pattern as in Python: "SlidingWindow(256) | BigBird(64)".')],
     q: Annotated[int, typer.Option("--q", min=1, max=2**24, help="Query rows.")],
-    out: Annotated[Path, typer.Option("--out", help="The picture to write, FILE.png.")],
+    out: Annotated[Path | None, typer.Option("--out", help="The picture to write, FILE.png; none by default.")] = None,
     k: Annotated[
         int | None, typer.Option("--k", min=1, max=2**24, help="Keys; as many as query rows by default.")
     ] = None,
     block_q: Annotated[int, typer.Option("--block-q", min=1, max=1024, help="Query rows of a tile.")] = 128,
     block_kv: Annotated[int, typer.Option("--block-kv", min=1, max=1024, help="Keys of a tile.")] = 128,
 ) -> None:
-    """Draw a pattern and count its tiles, its density and the work it costs."""
+    """Count a pattern's tiles, its density and the work it costs, and draw it."""
     from rich.console import Console
 
     from gossamer.cli.errors import Refused, need
@@ -39,21 +39,23 @@ def run(
 
     parsed = parse_pattern(pattern)
     keys = q if k is None else k
-    need("matplotlib", "gossamer show")
-    if out.suffix.lower() != ".png":
-        raise Refused(f"--out must name a .png file, got {str(out)!r}")
+    if out is not None:
+        need("matplotlib", "gossamer show --out")
+        if out.suffix.lower() != ".png":
+            raise Refused(f"--out must name a .png file, got {str(out)!r}")
     try:
         layout = parsed.layout(q, keys, block_q=block_q, block_kv=block_kv)
     except ValueError as error:
         raise Refused(f"{pattern!r} with --q {q} --k {keys}: {error}") from None
-    draw(parsed, layout, out, pattern)
     console = Console()
-    console.print(summary(layout, pattern))
-    console.print(f"wrote {out}")
+    console.print(summary(parsed, layout, pattern))
+    if out is not None:
+        draw(parsed, layout, out, pattern)
+        console.print(f"wrote {out}")
 
 
-def summary(layout: BlockLayout, title: str) -> Table:
-    """The layout's tiles by kind, density and executed work."""
+def summary(pattern: Pattern, layout: BlockLayout, title: str) -> Table:
+    """The layout's tiles by kind, density and executed work, and what else than these tiles may be executed."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -67,7 +69,7 @@ def summary(layout: BlockLayout, title: str) -> Table:
     table.add_row("tile", f"{layout.block_q} x {layout.block_kv}")
     if each:
         table.add_row("layouts", f"{Bl} batch elements x {Hl} heads")
-    for kind in KINDS:
+    for kind in COLOURS:
         table.add_row(f"[{COLOURS[kind]}]{kind} tiles{each}", f"{counts[kind]:,.0f}")
     share = visited / stats.all_tiles
     table.add_row(f"tiles visited{each}", f"{visited:,.0f} of {stats.all_tiles:,} ({share:.3%})")
@@ -77,8 +79,39 @@ def summary(layout: BlockLayout, title: str) -> Table:
     table.add_row("density", f"{stats.density:.4%}")
     table.add_row(f"pairs executed{each}", f"{stats.executed_pairs:,.0f}")
     table.add_row("executed / kept", f"{stats.overhead:.2f}")
+    for name, value in others(pattern, layout):
+        table.add_row(name, value)
     table.add_row("layout", f"{stats.bytes / 2**20:,.2f} MiB")
     return table
+
+
+def others(pattern: Pattern, layout: BlockLayout) -> list[tuple[str, str]]:
+    """Of tiles that are mostly empty: the plain patterns inside residue classes, or executed over kept when gathered.
+
+    A plan takes the first on any device and the second on a GPU, where they take less time.
+    """
+    from gossamer.layouts.estimate import Sample
+    from gossamer.layouts.gather import WIDTHS
+    from gossamer.patterns import LongNet
+    from gossamer.patterns.grid import Sizes
+    from gossamer.patterns.pieces import branch_pieces, pieces
+    from gossamer.patterns.validate import show
+
+    stats, sizes = layout.stats, Sizes(layout.Q, layout.K, layout.K - layout.Q)
+    if stats.overhead <= MOSTLY_FULL or not stats.useful_pairs:
+        return []
+    found = branch_pieces(pattern) if isinstance(pattern, LongNet) else None
+    if found is None:
+        heads = dict.fromkeys(pattern.at(b, h) for b in range(pattern.lead[0]) for h in range(pattern.lead[1]))
+        found = tuple(dict.fromkeys(piece for one in heads for piece in pieces(one, sizes)))
+    if any(piece.dilation > 1 for piece in found):
+        return [(f"or in {p.dilation} classes" if p.dilation > 1 else "or beside", show(p.pattern)) for p in found]
+    sample = Sample(pattern, sizes)
+    if sample.intervals:
+        return []
+    useful = stats.useful_pairs * layout.lead[0] * layout.lead[1]
+    over = [f"{sample.gathers(rows).executed / useful:.2f}" for rows in WIDTHS]
+    return [(f"or gathered for {', '.join(map(str, WIDTHS))} rows", ", ".join(over))]
 
 
 def draw(pattern: Pattern, layout: BlockLayout, out: Path, title: str) -> None:
@@ -98,8 +131,8 @@ def draw(pattern: Pattern, layout: BlockLayout, out: Path, title: str) -> None:
         axis.set_ylabel("query row")
         if len(panels) > 1:
             axis.set_title(f"batch element {b}, head {h}" if layout.lead[0] > 1 else f"head {h}", fontsize=9)
-    legend = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[kind]) for kind in KINDS]
-    figure.legend(legend, [f"{kind} tile" for kind in KINDS], loc="outside lower center", ncols=3, frameon=False)
+    legend = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[kind]) for kind in COLOURS]
+    figure.legend(legend, [f"{kind} tile" for kind in COLOURS], loc="outside lower center", ncols=3, frameon=False)
     every = layout.lead[0] * layout.lead[1]
     more = f" ({len(panels)} of {every} layouts)" if every > len(panels) else ""
     figure.suptitle((title if len(title) < 70 else title[:67] + "...") + more, fontsize=10)
@@ -122,7 +155,7 @@ def tile_counts(layout: BlockLayout, b: int, h: int, kind: str, bins: tuple[int,
     import numpy as np
 
     rows = layout.rows
-    tiles = getattr(rows, kind)
+    tiles = rows.lists[kind]
     counts, starts = tiles.counts[b, h].astype(np.int64), tiles.starts[b, h].astype(np.int64)
     at = np.repeat(starts - np.concatenate(([0], np.cumsum(counts)[:-1])), counts) + np.arange(counts.sum())
     row = np.repeat(np.arange(rows.tiles), counts) * bins[0] // rows.tiles
@@ -137,7 +170,7 @@ def tile_picture(layout: BlockLayout, b: int, h: int) -> np.ndarray:
 
     grid = (layout.rows.tiles, -(-layout.K // layout.block_kv))
     bins = (min(grid[0], PIXELS), min(grid[1], PIXELS))
-    share = np.stack([tile_counts(layout, b, h, kind, bins) for kind in KINDS]).astype(float)
+    share = np.stack([tile_counts(layout, b, h, kind, bins) for kind in COLOURS]).astype(float)
     visited = share.sum(0)
     mixed = np.einsum("krc,kx->rcx", share, _palette()) / np.maximum(visited, 1)[..., None]
     # A bin with a single visited tile still shows: from 35 % of the colour up.
@@ -154,7 +187,7 @@ def pair_picture(pattern: Pattern, layout: BlockLayout, b: int, h: int) -> np.nd
     kept = kept if kept.ndim == 2 else kept[b, h]
     bins = (layout.rows.tiles, -(-layout.K // layout.block_kv))
     image = np.ones((layout.Q, layout.K, 3))
-    for kind, colour in zip(KINDS, _palette(), strict=True):
+    for kind, colour in zip(COLOURS, _palette(), strict=True):
         listed = tile_counts(layout, b, h, kind, bins) > 0
         inside = listed.repeat(layout.block_q, 0).repeat(layout.block_kv, 1)[: layout.Q, : layout.K]
         image[inside] = 1 - 0.18 * (1 - colour)
@@ -165,4 +198,4 @@ def pair_picture(pattern: Pattern, layout: BlockLayout, b: int, h: int) -> np.nd
 def _palette() -> Any:
     import numpy as np
 
-    return np.array([[int(COLOURS[kind][at : at + 2], 16) / 255 for at in (1, 3, 5)] for kind in KINDS])
+    return np.array([[int(COLOURS[kind][at : at + 2], 16) / 255 for at in (1, 3, 5)] for kind in COLOURS])
