@@ -244,7 +244,7 @@ def _block_lists(rows: Walk, kinds: tuple[str, ...], device: torch.device) -> tu
     columns = -(-rows.columns // rows.block_columns)
     found = np.zeros((*rows.lead, rows.tiles, columns), dtype=bool)
     for kind in kinds:
-        tiles: TileList = getattr(rows, kind)
+        tiles = rows.lists[kind]
         row, at = listed(tiles)
         found.reshape(-1, columns)[row, tiles.indices[at]] = True
     dense = torch.from_numpy(found).to(device)

@@ -15,13 +15,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from gossamer.layouts.base import Array, Layout, WalkArrays
 
+if TYPE_CHECKING:
+    from gossamer.layouts.stats import LayoutStats
+
 WORD = 32
+# The lists of a walk, in the order in which kernels visit them.
+KINDS = ("full", "interval", "bits")
 
 
 class TileList(NamedTuple):
@@ -59,6 +64,11 @@ class Walk(WalkArrays):
         """(Bl, Hl)."""
         shape = self.full.counts.shape
         return int(shape[0]), int(shape[1])
+
+    @property
+    def lists(self) -> dict[str, TileList]:
+        """The three lists by KINDS."""
+        return {"full": self.full, "interval": self.interval, "bits": self.bits}
 
     def arrays(self) -> list[Array]:
         """Every array in a fixed order (see `with_arrays`)."""
@@ -99,15 +109,14 @@ class BlockLayout(Layout[Walk]):
         return expand(self.rows)
 
     @cached_property
-    def stats(self) -> Any:
-        """Counts of tiles and pairs: see `gossamer.layouts.stats.LayoutStats`."""
+    def stats(self) -> LayoutStats:
+        """Counts of tiles and pairs."""
         from gossamer.layouts.stats import layout_stats
 
         return layout_stats(self)
 
     def __repr__(self) -> str:
-        kinds = {name: int(getattr(self.rows, name).counts.sum()) for name in ("full", "interval", "bits")}
-        tiles = ", ".join(f"{name}={n}" for name, n in kinds.items())
+        tiles = ", ".join(f"{kind}={int(tiles.counts.sum())}" for kind, tiles in self.rows.lists.items())
         return (
             f"BlockLayout(Q={self.Q}, K={self.K}, block_q={self.block_q}, block_kv={self.block_kv}, "
             f"lead={self.lead}, {tiles}, pool={int(self.rows.pool.shape[0])})"
@@ -116,8 +125,7 @@ class BlockLayout(Layout[Walk]):
 
 def iterate(walk: Walk) -> Iterator[tuple[int, int, int, str, int, int]]:
     """(b, h, tile row, kind, tile column, pool entry or -1) for each listed tile of a numpy walk. Slow and plain."""
-    for kind in ("full", "interval", "bits"):
-        tiles: TileList = getattr(walk, kind)
+    for kind, tiles in walk.lists.items():
         for b, h, t in np.ndindex(*tiles.counts.shape):
             start, count = int(tiles.starts[b, h, t]), int(tiles.counts[b, h, t])
             for at in range(start, start + count):

@@ -33,7 +33,7 @@ PARTS_PER_PROCESSOR = 4
 
 def row_lengths(walk: Walk) -> np.ndarray:
     """Tiles listed for each tile row of a numpy walk, (Bl, Hl, T) int64."""
-    return sum(tiles.counts.astype(np.int64) for tiles in (walk.full, walk.interval, walk.bits))
+    return sum(tiles.counts.astype(np.int64) for tiles in walk.lists.values())
 
 
 def split_limit(listed: int, longest: int, copies: int, processors: int, split: int | None = None) -> int:

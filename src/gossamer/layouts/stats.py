@@ -48,11 +48,11 @@ def layout_stats(layout: BlockLayout) -> LayoutStats:
     useful = executed = 0
     per_entry = np.bitwise_count(walk.pool).sum(axis=(1, 2), dtype=np.int64)
     for b, h in np.ndindex(*walk.lead):
-        for kind in ("full", "interval", "bits"):
-            t, at = _listed(getattr(walk, kind), b, h)
+        for kind, tiles in walk.lists.items():
+            t, at = _listed(tiles, b, h)
             if not len(t):  # without interval tiles there are no lo and hi to look into
                 continue
-            c = getattr(walk, kind).indices[at].astype(np.int64)
+            c = tiles.indices[at].astype(np.int64)
             area = grid.area(t, c)
             executed += int(area.sum())
             if kind == "full":

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gossamer.layouts.block import WORD, TileList, Walk
+from gossamer.layouts.block import KINDS, WORD, TileList, Walk
 from gossamer.patterns.grid import pack_bits, ranges, unpack_bits
 
 # Pool entries transposed together: bounds the scratch memory.
@@ -19,7 +19,7 @@ def transpose(walk: Walk) -> Walk:
     parts = [_transpose_one(walk, b, h) for b, h in slots]
     nk = -(-walk.columns // walk.block_columns)
     lists: dict[str, TileList] = {}
-    for kind in ("full", "interval", "bits"):
+    for kind in KINDS:
         counts = np.stack([np.bincount(p[kind][0], minlength=nk) for p in parts])
         ends = np.cumsum(counts.reshape(-1)).reshape(counts.shape)
         indices = np.concatenate([p[kind][1] for p in parts]).astype(np.int32)
@@ -46,7 +46,7 @@ def _distinct(walk: Walk) -> tuple[list[tuple[int, int]], np.ndarray]:
     slots: list[tuple[int, int]] = []
     slot = np.zeros(walk.lead, dtype=np.int64)
     for b, h in np.ndindex(*walk.lead):
-        key = tuple(a[b, h].tobytes() for t in (walk.full, walk.interval, walk.bits) for a in (t.starts, t.counts))
+        key = tuple(a[b, h].tobytes() for t in walk.lists.values() for a in (t.starts, t.counts))
         if walk.lo.size:
             key += (walk.lo[b, h].tobytes(), walk.hi[b, h].tobytes())
         if key not in seen:
@@ -59,8 +59,7 @@ def _distinct(walk: Walk) -> tuple[list[tuple[int, int]], np.ndarray]:
 def _transpose_one(walk: Walk, b: int, h: int) -> dict[str, Any]:
     """Lists of one batch element and head: kind -> (tile rows, tile columns[, pool entries]) of the transpose."""
     found: dict[str, Any] = {}
-    for kind in ("full", "interval", "bits"):
-        tiles: TileList = getattr(walk, kind)
+    for kind, tiles in walk.lists.items():
         starts = tiles.starts[b, h].astype(np.int64)
         t, at = ranges(starts, starts + tiles.counts[b, h])
         c = tiles.indices[at].astype(np.int64)

@@ -92,8 +92,7 @@ def dense_of(walk: Walk) -> Tensor:
     br, bc = walk.block_rows, walk.block_columns
     device = walk.lo.device
     tiles = torch.zeros(bl * hl * T, C, br, bc, dtype=torch.bool, device=device)
-    for kind in ("full", "interval", "bits"):
-        listed: TileList = getattr(walk, kind)
+    for kind, listed in walk.lists.items():
         counts = listed.counts.flatten().long()
         row = torch.repeat_interleave(torch.arange(len(counts), device=device), counts)
         place = torch.arange(len(row), device=device) - (counts.cumsum(0) - counts)[row]

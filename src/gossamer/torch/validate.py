@@ -158,8 +158,7 @@ def _layout_checks(walk: Walk, a: Arguments) -> Iterator[tuple[bool, str, Any, s
     Bl, Hl = walk.lead
     yield Bl in (1, B) and Hl in (1, H), "(Bl, Hl)", (Bl, Hl), f"1 or the inputs' (B, H) = {(B, H)}"
     shape = (Bl, Hl, walk.tiles)
-    for kind in ("full", "interval", "bits"):
-        tiles: TileList = getattr(walk, kind)
+    for kind, tiles in walk.lists.items():
         yield tiles.starts.shape == shape, f"{kind}.starts", tiles.starts, f"of shape {shape}"
         yield tiles.counts.shape == shape, f"{kind}.counts", tiles.counts, f"of shape {shape}"
         yield tiles.indices.ndim == 1, f"{kind}.indices", tiles.indices, "of one dimension"
@@ -176,8 +175,8 @@ def _layout_checks(walk: Walk, a: Arguments) -> Iterator[tuple[bool, str, Any, s
 def _index_checks(walk: Walk) -> Iterator[tuple[bool, str, Any, str]]:
     C = -(-walk.columns // walk.block_columns)
     seen = []
-    for kind in ("full", "interval", "bits"):
-        starts, counts, indices = (x.long() for x in getattr(walk, kind))
+    for kind, tiles in walk.lists.items():
+        starts, counts, indices = (x.long() for x in tiles)
         inside = (counts >= 0) & (starts >= 0) & (starts + counts <= len(indices))
         yield bool(inside.all()), f"{kind}.starts and counts", "others", f"within its {len(indices)} indices"
         counts, starts = counts.flatten(), starts.flatten()

@@ -109,7 +109,7 @@ def _read(layout: BlockLayout) -> tuple[Lists, Masks]:
     walk = layout.rows if layout.host is None else layout.host.rows
     rows, bk, bq, T = walk.rows, walk.block_columns, walk.block_rows, walk.tiles
     count = walk.lead[0] * walk.lead[1] * T
-    parts = {name: _entries(getattr(walk, name)) for name in ("full", "interval", "bits")}
+    parts = {kind: _entries(tiles) for kind, tiles in walk.lists.items()}
     row, column, _ = parts["interval"]
     if len(row):
         # (lead rows, 2, T, block_q): bounds of the rows that do not exist are empty

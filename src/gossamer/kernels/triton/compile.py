@@ -23,6 +23,7 @@ from gossamer.kernels.triton.block.forward import forward_kernel
 from gossamer.kernels.triton.block.key_gradients import dkdv_kernel
 from gossamer.kernels.triton.block.query_gradient import dq_kernel
 from gossamer.kernels.triton.config import ARCHITECTURES, BUCKETS, DIRECTIONS, SHARED_MEMORY, Direction, padded
+from gossamer.layouts.block import KINDS
 
 KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 STREAMED = {"forward": ("k", "v"), "dq": ("k", "v"), "dkdv": ("q", "dout")}
@@ -42,7 +43,7 @@ class Variant:
     D: int = 128
     E: int = 128
     group: int = 1
-    modes: tuple[str, ...] = ("full", "interval", "bits")
+    modes: tuple[str, ...] = KINDS
     contiguous: tuple[str, ...] = ()
     terms: tuple[str, ...] = ()  # of softcap, alibi, sink, lengths
     split: bool = True
@@ -81,7 +82,7 @@ def compile_kernel(direction: Direction, config: TileConfig, variant: Variant, s
         "PRECISION": config.precision,
         "TMA": config.tma,
     }
-    for mode in ("full", "interval", "bits"):
+    for mode in KINDS:
         constants[f"HAS_{mode.upper()}"] = mode in variant.modes
         constants[f"{mode.upper()}_CONTIGUOUS"] = mode in variant.contiguous
     for term in ("softcap", "alibi", "sink", "lengths"):

@@ -24,7 +24,7 @@ from gossamer.kernels.triton.block.walks import Items, facts, items
 from gossamer.kernels.triton.config import Direction, padded
 from gossamer.kernels.triton.merge import merge_kernel, merged, sum_kernel
 from gossamer.kernels.triton.row_terms import row_terms
-from gossamer.layouts.block import BlockLayout, Walk
+from gossamer.layouts.block import KINDS, BlockLayout, Walk
 
 # Rows of a program of the merge kernels.
 MERGE_ROWS = 32
@@ -77,8 +77,7 @@ def _schedule(layout: BlockLayout, transposed: bool, B: int, heads: int, group: 
     lead_heads = 1 if h_from_grid else Hl
     size = work.items.shape[0] if work is not None else (1 if b_from_grid else Bl) * lead_heads * walk.tiles
     names = ("starts", "counts", "indices")
-    kinds = ("full", "interval", "bits")
-    pointers = dict(zip([f"{kind}_{name}" for kind in kinds for name in names], known.arrays[:9], strict=True))
+    pointers = dict(zip([f"{kind}_{name}" for kind in KINDS for name in names], known.arrays[:9], strict=True))
     pointers |= dict(zip(("lo", "hi", "pool_index", "pool"), known.arrays[9:], strict=True))
     # An unused pointer still needs a tensor.
     pointers["items"] = work.items if work is not None else known.arrays[0]
@@ -91,7 +90,7 @@ def _schedule(layout: BlockLayout, transposed: bool, B: int, heads: int, group: 
         "HAS_ITEMS": work is not None,
         "HAS_SLOTS": work is not None and work.slots > 0,
     }
-    for kind, has, contiguous in zip(kinds, known.has, known.contiguous, strict=True):
+    for kind, has, contiguous in zip(KINDS, known.has, known.contiguous, strict=True):
         constants[f"HAS_{kind.upper()}"] = has
         constants[f"{kind.upper()}_CONTIGUOUS"] = contiguous
     return Schedule(size, copies, work, pointers, constants, Hl if Bl > 1 else 0, 1 if Hl > 1 else 0, lead_heads)

@@ -18,8 +18,6 @@ from torch import Tensor
 from gossamer.layouts.block import BlockLayout, TileList, Walk
 from gossamer.layouts.schedule import row_lengths, split_limit, work_items
 
-KINDS = ("full", "interval", "bits")
-
 
 @dataclass(frozen=True)
 class Items:
@@ -70,13 +68,11 @@ def facts(layout: BlockLayout, transposed: bool) -> WalkFacts:
     if found is not None:
         return found
     host = host_walk(layout, transposed)
-    lists = [getattr(walk, kind) for kind in KINDS]
-    has = tuple(int(tiles.indices.shape[0]) > 0 for tiles in lists)
+    has = tuple(int(tiles.indices.shape[0]) > 0 for tiles in walk.lists.values())
     contiguous: tuple[bool, ...] = (False, False, False)
     listed, longest = None, 0
     if host is not None:
-        host_lists = [getattr(host, kind) for kind in KINDS]
-        contiguous = tuple(is_range(tiles) for tiles in host_lists)
+        contiguous = tuple(is_range(tiles) for tiles in host.lists.values())
         lengths = row_lengths(host)
         listed, longest = int(lengths.sum()), int(lengths.max(initial=0))
     arrays = tuple(a.contiguous() for a in walk.arrays())

@@ -22,7 +22,6 @@ from gossamer.layouts.block import BlockLayout, Walk
 
 SCRATCH_BYTES = 2**28
 BLOCK = 256  # of D or E in one program of a result
-KINDS = ("full", "interval", "bits")
 
 
 def product_step(dtype: str, sm: int) -> int:
@@ -71,8 +70,7 @@ def _make_tiles(walk: Walk, most: int, device: torch.device) -> Tiles:
     leads, T = walk.lead[0] * walk.lead[1], walk.tiles
     C = -(-walk.columns // walk.block_columns)
     parts = []
-    for kind, name in enumerate(KINDS):
-        tiles = getattr(walk, name)
+    for kind, (name, tiles) in enumerate(walk.lists.items()):
         counts, starts = tiles.counts.reshape(-1).astype(np.int64), tiles.starts.reshape(-1).astype(np.int64)
         row = np.repeat(np.arange(leads * T), counts)
         at = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(starts, counts)
