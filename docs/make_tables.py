@@ -44,9 +44,15 @@ COUNTED: dict[str, Callable[[], gs.Pattern]] = {
     "`SlidingWindow(4096)`": lambda: gs.SlidingWindow(4096),
     "`SlidingWindow(256, sinks=4)`": lambda: gs.SlidingWindow(256, sinks=4),
     "`Local(512)`": lambda: gs.Local(512),
+    "`BlockMask(mask, 128)`, 5 % of the blocks": lambda: gs.BlockMask(
+        np.random.default_rng(0).random((1024, 1024)) < 0.05, 128
+    ),
     "`BigBird(64)`": lambda: gs.BigBird(64),
     "`Longformer(512, 16 tokens)`": lambda: gs.Longformer(512, tuple(range(16))),
     "`Dilated(255, 0, 16)`": lambda: gs.Dilated(255, 0, 16),
+    "`LongNet((2048, 8192, 32768), (1, 4, 16))`, one head": lambda: gs.LongNet(
+        (2048, 8192, 32768), (1, 4, 16), heads=1
+    ),
     "`Strided(128, 128)`": lambda: gs.Strided(128, 128),
     "`PowerStrided(2, 16)`": lambda: gs.PowerStrided(2, 16),
     "`Document(ids) & Causal()`, 500 to 1500 each": _documents,
