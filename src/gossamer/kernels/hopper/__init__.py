@@ -148,9 +148,9 @@ class Hopper:
         terms: Terms,
         into: tuple[Any, Any] | None = None,
     ) -> Any:
-        """See `kernels.contract.Binding`; of block layouts alone."""
-        if not isinstance(layout, BlockLayout):
-            return None
+        """See `kernels.contract.Binding`."""
+        if isinstance(layout, GatherLayout):
+            return self.launch_gather.bound_forward(problem, q, k, v, layout, terms, into)
         return self.launch.bound_forward(problem, q, k, v, layout, terms, into)
 
     def bound_backward(
@@ -166,8 +166,8 @@ class Hopper:
         terms: Terms,
     ) -> Any:
         """As `bound_forward`, for the backward."""
-        if not isinstance(layout, BlockLayout):
-            return None
+        if isinstance(layout, GatherLayout):
+            return self.launch_gather.bound_backward(problem, dout, q, k, v, out, lse, layout, terms)
         return self.launch_backward.bound_backward(problem, dout, q, k, v, out, lse, layout, terms)
 
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Problem, Terms
-from gossamer.kernels.devices import elsewhere, processors
+from gossamer.kernels.devices import elsewhere, empty_from, processors, template
 from gossamer.kernels.hopper import compile as compiled
 from gossamer.kernels.hopper.gather.config import ROWS, GatherConfig, gather_config
 from gossamer.kernels.hopper.gather.schedule import column_work, row_work
 from gossamer.kernels.hopper.launch import (
+    STEP,
     aligned,
     empty,
     empty_like,
@@ -25,9 +26,17 @@ from gossamer.kernels.hopper.launch import (
     score_of,
     tickets,
     unused,
+    unused_lengths,
     without_keys,
 )
-from gossamer.kernels.hopper.launch_backward import TERMS, Gradients, completed, gradient_factors, gradient_score
+from gossamer.kernels.hopper.launch_backward import (
+    TERMS,
+    Gradients,
+    completed,
+    gradient_factors,
+    gradient_score,
+    sink_gradient_of,
+)
 from gossamer.kernels.hopper.schedule import sharing
 from gossamer.layouts.gather import GatherLayout, GatherWalk
 
@@ -49,6 +58,14 @@ class Prepared(NamedTuple):
         if not self.slots:
             return unused(like.device, 1, ROWS, *last)
         return like.new_empty((self.slots, ROWS, *last), dtype=torch.float32)
+
+    def bound_parts(self, like: Tensor, *last: int) -> Callable[[], Tensor]:
+        """What makes such parts, for a call that is bound."""
+        if not self.slots:
+            none = unused(like.device, 1, ROWS, *last)
+            return lambda: none
+        shape = template(like, (self.slots, ROWS, *last), torch.float32)
+        return lambda: empty_from(shape)
 
 
 _prepared: WeakKeyDictionary[GatherWalk, dict[Any, Prepared]] = WeakKeyDictionary()
@@ -143,6 +160,41 @@ def forward(
     return (out, lse) if into is not None else (out.contiguous(), lse)
 
 
+def bound_forward(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, layout: GatherLayout, terms: Terms,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> Callable[..., tuple[Tensor, Tensor]] | None:  # fmt: skip
+    """See `kernels.contract.Binding`."""
+    p, device, score = problem, q.device, score_of(terms)
+    if not (p.B and p.Q and p.K and all(readable(x) for x in (q, k, v))) or p.E % STEP:
+        return None
+    if into is not None and not readable(into[0]):
+        return None
+    kept = prepared(p, layout, "forward", score, terms.key_lengths is not None, None)
+    run, join, plain = kept.run, kept.join, terms.having(None, None, None)
+    out_like, lse_like = template(q, (p.B, p.H, p.Q, p.E)), template(q, (p.B, p.H, p.Q), torch.float32)
+    part_out, part_lse = kept.bound_parts(q, kept.size), kept.bound_parts(q)
+    no_sinks, no_lengths, has_sinks = unused(device, 1), unused_lengths(device), int(terms.sink_logits is not None)
+    after = (*factors(terms, score), kept.items, has_sinks, kept.blocks)
+
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None, sinks: Tensor | None = None,
+        slopes: Tensor | None = None, into: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if elsewhere(q):
+            return forward(problem, q, k, v, layout, plain.having(lengths, sinks, slopes), into=into)
+        results = out, lse = into or (empty_from(out_like), empty_from(lse_like))
+        sums, sums_lse = part_out(), part_lse()
+        end = no_lengths if lengths is None else aligned(lengths.to(torch.int32))
+        sink = no_sinks if sinks is None else aligned(sinks.float())
+        run(q, k, v, out, lse, *kept.arrays, sink, sums, sums_lse, end, tickets(device), *after)
+        if join is not None:
+            join(out, lse, sums, sums_lse, kept.merges, sink, has_sinks)
+        return results
+
+    return call
+
+
 def backward(
     problem: Problem,
     dout: Tensor,
@@ -174,15 +226,75 @@ def backward(
     return completed(p, dout, dlse, q, k, v, out, lse, terms, into, write)
 
 
+def bound_backward(
+    problem: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: GatherLayout,
+    terms: Terms,
+) -> Callable[..., tuple[Tensor, ...]] | None:  # fmt: skip
+    """See `kernels.contract.Binding`."""
+    p, device, inputs = problem, q.device, (q.stride(), k.stride(), v.stride())
+    if not (p.B and p.Q and p.K and all(readable(x) for x in (q, k, v))) or p.D % STEP or p.E % STEP:
+        return None
+    of_terms = gradient_score(terms), terms.key_lengths is not None, None
+    by_rows = prepared(p, layout, "query", *of_terms)
+    by_columns = prepared(p, layout, "columns", *of_terms)
+    terms_like, no_sums, preprocess = _row_terms(p, q)
+    likes = [template(x, x.shape) for x in (q, k, v)]
+    part_dq, part_dk, part_dv = (x.bound_parts(q, x.size) for x in (by_rows, by_columns, by_columns))
+    plain, no_lengths, numbers = terms.having(None, None, None), unused_lengths(device), gradient_factors(terms)
+
+    def call(
+        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        lengths: Tensor | None = None, sinks: Tensor | None = None, slopes: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        alike = (
+            # What was saved may have been elsewhere meanwhile, by hooks.
+            (q.stride(), k.stride(), v.stride()) == inputs and out.is_contiguous() and lse.is_contiguous()
+            and not (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % 16
+            and (dlse is None or dlse.is_contiguous()) and readable(dout)
+        )  # fmt: skip
+        given = plain.having(lengths, sinks, slopes)
+        if not alike or elsewhere(q):
+            found = backward(p, dout, dlse, q, k, v, out, lse, layout, given)
+            return found if sinks is not None else found[:3]  # type: ignore[return-value]
+        dq, dk, dv = empty_from(likes[0]), empty_from(likes[1]), empty_from(likes[2])
+        rows = empty_from(terms_like)
+        preprocess(out, dout, lse, lse if dlse is None else dlse, rows, no_sums, int(dlse is not None))
+        end = no_lengths if lengths is None else aligned(lengths.to(torch.int32))
+        sums_dk, sums_dv, sums_dq = part_dk(), part_dv(), part_dq()
+        by_columns.run(
+            q, k, v, dout, rows, dk, dv, *by_columns.arrays, sums_dk, sums_dv, end, tickets(device), *numbers,
+            by_columns.items, by_columns.blocks,
+        )  # fmt: skip
+        if by_columns.join is not None:
+            by_columns.join(dk, sums_dk, by_columns.merges, plain.scale)
+            by_columns.join(dv, sums_dv, by_columns.merges, 1.0)
+        by_rows.run(
+            q, k, v, dout, rows, dq, *by_rows.arrays, sums_dq, end, tickets(device), *numbers, by_rows.items,
+            by_rows.blocks,
+        )  # fmt: skip
+        if by_rows.join is not None:
+            by_rows.join(dq, sums_dq, by_rows.merges, plain.scale)
+        return (dq, dk, dv) if sinks is None else (dq, dk, dv, sink_gradient_of(p, rows, lse, given))
+
+    return call
+
+
 def row_terms_of(p: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
     """(2, B, H, padded Q) float32: lse in base 2, and delta."""
-    size = gather_config("query", p.dtype, p.D, p.E, "fold").size
-    rows = out.new_empty((2, p.B, p.H, -(-p.Q // TERMS) * TERMS), dtype=torch.float32)
-    sums = unused(out.device, 1, 1, 1, ROWS * size)  # that this kernel zeroes for others
-    compiled.preprocess(p.dtype, size, 0)(
-        out, dout, lse, lse if dlse is None else dlse, rows, sums, int(dlse is not None)
-    )
+    like, no_sums, preprocess = _row_terms(p, out)
+    rows = empty_from(like)
+    preprocess(out, dout, lse, lse if dlse is None else dlse, rows, no_sums, int(dlse is not None))
     return rows
+
+
+def _row_terms(p: Problem, like: Tensor) -> tuple[Tensor, Tensor, Callable[..., None]]:
+    """The template of row terms, what stands for the sums that their kernel zeroes for others, and that kernel."""
+    size = gather_config("query", p.dtype, p.D, p.E, "fold").size
+    shape = (2, p.B, p.H, -(-p.Q // TERMS) * TERMS)
+    return (
+        template(like, shape, torch.float32), unused(like.device, 1, 1, 1, ROWS * size),
+        compiled.preprocess(p.dtype, size, 0),
+    )  # fmt: skip
 
 
 def query_gradient(

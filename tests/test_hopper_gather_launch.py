@@ -1,0 +1,295 @@
+"""Calls of the Hopper gather kernels on a CPU: plain functions that read the documented arguments replace them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import gossamer as gs
+from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
+from gossamer.kernels.reference import oracle
+from gossamer.layouts.gather import GatherLayout, build_gather
+
+pytestmark = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
+LISTS = ("indices", "bits")
+ROWS = 64
+B, H, G, Q, K = 2, 4, 2, 150, 220
+
+
+class Arguments(dict[str, Any]):
+    """Those of a kernel by name. Lists come in another form, of which plain tensors are made."""
+
+    def __init__(self, names: tuple[str, ...], given: tuple[Any, ...], config: Any) -> None:
+        super().__init__(zip(names, given, strict=True))
+        for name in ("work", "segments", *LISTS):
+            if name in self:
+                self[name] = torch.from_dlpack(self[name])
+        assert self["work"].shape[0] == self["items"] and 0 < self["blocks"] <= self["items"]
+        assert all(self[x].dtype == torch.bfloat16 for x in ("q", "k", "v")) and self["tickets"].tolist() == [0]
+        self.config = config
+
+    def step(self, at: int, end: int) -> tuple[Tensor, Tensor]:
+        """The places that a step gathers, and which of its pairs are kept: (rows of the walk, places)."""
+        places = self["indices"][at * ROWS : min(end, (at + 1) * ROWS)].long()
+        assert (places >= 0).all()
+        words = self["bits"].view(-1, 2, ROWS)[at]
+        keep = (words[:, None] >> torch.arange(32)[:, None] & 1).bool().reshape(ROWS, ROWS).T
+        return places, keep[:, : len(places)]
+
+    def attended(self, batch: int, keys: Tensor) -> Tensor:
+        """Which keys come before the end of those of a batch element."""
+        return keys < (int(self["lengths"][batch]) if self.config.lengths else K)
+
+    def scores(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Powers of two of the scores of queries and keys, and the derivative of the soft cap."""
+        s = q.float() @ k.float().T * self["before"]
+        slope = torch.ones_like(s)
+        if self.config.score == "softcap":
+            s = torch.tanh(s)
+            slope = 1 - s * s
+        return s * self["exponent"], slope
+
+
+def forward(config: Any) -> Callable[..., None]:
+    names = (
+        "q", "k", "v", "out", "lse", "work", *LISTS, "sinks", "part_out", "part_lse", "lengths", "tickets", "before",
+        "exponent", "items", "has_sinks", "blocks",
+    )  # fmt: skip
+
+    def run(*given: Any) -> None:
+        a = Arguments(names, given, config)
+        for b, h, tile, slot, *_, at, steps, _, valid, _, end, _, _ in a["work"].tolist():
+            assert valid == 1
+            rows = slice(tile * ROWS, min(Q, (tile + 1) * ROWS))
+            count, g = rows.stop - rows.start, h // (H // G)
+            powers, values = [torch.full((count, 0), -torch.inf)], [a["v"][b, g, :0].float()]
+            for step in range(at, at + steps):
+                keys, keep = a.step(step, end)
+                kept = keep[:count] & a.attended(b, keys)
+                powers.append(torch.where(kept, a.scores(a["q"][b, h, rows], a["k"][b, g, keys])[0], -torch.inf))
+                values.append(a["v"][b, g, keys].float())
+            s = torch.cat(powers, 1) * math.log(2.0)
+            if slot < 0 and a["has_sinks"]:
+                s = torch.cat([s, a["sinks"][h].expand(count, 1)], 1)
+                values.append(torch.zeros(1, a["v"].shape[-1]))
+            lse = torch.logsumexp(s, 1)
+            out = torch.exp(s - torch.where(lse == -torch.inf, 0.0, lse)[:, None]) @ torch.cat(values)
+            if slot < 0:
+                a["out"][b, h, rows], a["lse"][b, h, rows] = out.bfloat16(), lse
+            else:
+                a["part_out"][slot, :count, : out.shape[1]], a["part_lse"][slot, :count] = out, lse
+
+    return run
+
+
+def merge(dtype: str, size: int, block: int) -> Callable[..., None]:
+    def run(out: Tensor, lse: Tensor, parts: Tensor, part_lse: Tensor, merges: Tensor, sinks: Tensor, has: int) -> None:
+        assert parts.shape[1:] == (block, size)
+        for b, h, tile, first, number, *_ in merges.tolist():
+            count = min(block, Q - tile * block)
+            some = part_lse[first : first + number, :count]
+            whole = torch.cat([some, sinks[h].expand(1, count)]) if has else some
+            total = torch.logsumexp(whole, 0)
+            weights = torch.exp(some - torch.where(total == -torch.inf, 0.0, total))
+            found = (weights[..., None] * parts[first : first + number, :count, : out.shape[-1]]).sum(0)
+            rows = slice(tile * block, tile * block + count)
+            out[b, h, rows], lse[b, h, rows] = found.bfloat16(), total
+
+    return run
+
+
+def gradients(a: Arguments, b: int, h: int, i: Tensor, j: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """(P, dS) of queries i and keys j."""
+    g = h // (H // G)
+    s, slope = a.scores(a["q"][b, h, i], a["k"][b, g, j])
+    lse, delta = a["terms"][:, b, h, i]
+    p = torch.where(keep, torch.exp2(s - lse[:, None]), 0.0)
+    return p, p * slope * (a["dout"][b, h, i].float() @ a["v"][b, g, j].float().T - delta[:, None])
+
+
+def query(config: Any) -> Callable[..., None]:
+    names = (
+        "q", "k", "v", "dout", "terms", "dq", "work", *LISTS, "part_dq", "lengths", "tickets", "before", "exponent",
+        "factor", "items", "blocks",
+    )  # fmt: skip
+
+    def run(*given: Any) -> None:
+        a = Arguments(names, given, config)
+        for b, h, tile, slot, *_, at, steps, _, _, _, end, _, _ in a["work"].tolist():
+            i = torch.arange(tile * ROWS, min(Q, (tile + 1) * ROWS))
+            dq = torch.zeros(len(i), a["q"].shape[-1])
+            for step in range(at, at + steps):
+                j, keep = a.step(step, end)
+                ds = gradients(a, b, h, i, j, keep[: len(i)] & a.attended(b, j))[1]
+                dq += ds @ a["k"][b, h // (H // G), j].float()
+            if slot < 0:
+                a["dq"][b, h, i] = (dq * a["factor"]).bfloat16()
+            else:
+                a["part_dq"][slot, : len(i), : dq.shape[1]] = dq
+
+    return run
+
+
+def columns(config: Any) -> Callable[..., None]:
+    names = (
+        "q", "k", "v", "dout", "terms", "dk", "dv", "work", "segments", *LISTS, "part_dk", "part_dv", "lengths",
+        "tickets", "before", "exponent", "factor", "items", "blocks",
+    )  # fmt: skip
+
+    def run(*given: Any) -> None:
+        a = Arguments(names, given, config)
+        for b, g, tile, slot, first, number, valid, *_ in a["work"].tolist():
+            assert valid == 1
+            j = torch.arange(tile * ROWS, min(K, (tile + 1) * ROWS))
+            dk, dv = torch.zeros(len(j), a["k"].shape[-1]), torch.zeros(len(j), a["v"].shape[-1])
+            for head, _, *_, at, steps in a["segments"][first : first + number].tolist():
+                h = g * (H // G) + head
+                for step in range(at, at + steps):
+                    listed = a["indices"][step * ROWS : (step + 1) * ROWS]
+                    i, keep = a.step(step, step * ROWS + int((listed >= 0).sum()))
+                    kept = (keep[: len(j)] & a.attended(b, j)[:, None]).T
+                    p, ds = gradients(a, b, h, i, j, kept)
+                    dk += ds.T @ a["q"][b, h, i].float()
+                    dv += p.T @ a["dout"][b, h, i].float()
+            if slot < 0:
+                a["dk"][b, g, j], a["dv"][b, g, j] = (dk * a["factor"]).bfloat16(), dv.bfloat16()
+            else:
+                a["part_dk"][slot, : len(j), : dk.shape[1]], a["part_dv"][slot, : len(j), : dv.shape[1]] = dk, dv
+
+    return run
+
+
+def sum_parts(dtype: str, size: int, block: int) -> Callable[..., None]:
+    def run(result: Tensor, parts: Tensor, merges: Tensor, factor: float) -> None:
+        assert parts.shape[1:] == (block, size)
+        for b, h, tile, first, number, *_ in merges.tolist():
+            some = result[b, h, tile * block : (tile + 1) * block]
+            some.copy_((parts[first : first + number].sum(0) * factor)[: len(some), : some.shape[1]])
+
+    return run
+
+
+def preprocess(dtype: str, size: int, zeroed: int) -> Callable[..., None]:
+    def run(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor, rows: Tensor, sums: Tensor, has_dlse: int) -> None:
+        assert zeroed == 0 and sums.shape[-1] == ROWS * size
+        empty = lse == -torch.inf
+        delta = (out.float() * dout.float()).sum(-1) - (dlse if has_dlse else 0.0)
+        rows[0], rows[1] = torch.inf, 0.0
+        rows[0, :, :, :Q] = torch.where(empty, torch.inf, lse / math.log(2.0))
+        rows[1, :, :, :Q] = torch.where(empty, 0.0, delta)
+
+    return run
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    from gossamer.kernels.hopper.gather import launch as module
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(module, "processors", lambda device: 4)
+    monkeypatch.setattr(module, "tickets", lambda device: torch.zeros(1, dtype=torch.int32))
+    kernels = {"forward": forward, "query": query, "columns": columns}
+    monkeypatch.setattr(module.compiled, "gather", lambda config: kernels[config.direction](config))
+    for name, kernel in {"merge": merge, "sum_parts": sum_parts, "preprocess": preprocess}.items():
+        monkeypatch.setattr(module.compiled, name, kernel)
+    return module
+
+
+def layout_of(lead: tuple[int, int]) -> tuple[GatherLayout, Tensor]:
+    """Lists of a walk, some long and some empty, and the pairs that they keep."""
+    mask = np.random.default_rng(0).random((*lead, Q, K)) < 0.03
+    mask[..., 70, :] = mask[..., :, 5] = True
+    mask[..., 64:128, 100:] = mask[..., 20:30, :] = False
+    return build_gather(gs.BlockMask(mask, 1), Q, K, block_q=ROWS).to("cpu"), torch.from_numpy(mask)
+
+
+def wrong(found: Any, want: Any) -> float:
+    """The largest error, over the largest number of each result; -inf must be where it is wanted."""
+    worst = 0.0
+    for actual, exact in zip(found, want, strict=True):
+        assert actual.is_contiguous() and ((actual == -torch.inf) == (exact == -torch.inf)).all()
+        finite = exact != -torch.inf
+        error = (actual.double() - exact)[finite].abs().max() / exact[finite].abs().max()
+        worst = max(worst, float(error))
+    return worst
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("lead", [(1, 1), (1, H), (B, 1), (B, H)], ids=str)
+@pytest.mark.parametrize(("D", "E"), [(64, 64), (40, 20), (128, 72)], ids=str)
+@pytest.mark.parametrize("given", [False, True], ids=("plain", "terms"))
+@pytest.mark.parametrize("split", [None, 1])
+def test_calls(launch: Any, lead: tuple[int, int], D: int, E: int, given: bool, split: int | None) -> None:
+    layout, mask = layout_of(lead)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(B, h, n, d, generator=generator).bfloat16()
+        for h, n, d in ((H, Q, D), (G, K, D), (G, K, E), (H, Q, E))
+    )
+    dlse = torch.randn(B, H, Q, generator=generator).masked_fill(~mask.any(-1), 0.0)
+    sinks = torch.randn(H, generator=generator) if given else None
+    # One ends within a list, one keeps nothing.
+    terms = Terms(D**-0.5, K - Q, 2.0, torch.tensor([K - 90, 0]), sinks) if given else Terms(D**-0.5, K - Q)
+    leaves = [x.double().requires_grad_() for x in ((q, k, v) if sinks is None else (q, k, v, sinks))]
+    exact_terms = replace(terms, sink_logits=leaves[3] if given else None)
+    out, lse = oracle(leaves[0], leaves[1], leaves[2], mask, exact_terms)
+    some = torch.where(lse == -torch.inf, 0.0, lse)
+    want = torch.autograd.grad((out * dout).sum() + (some * dlse).sum(), leaves)
+    problem = Problem(B, H, G, Q, K, D, E, "bfloat16", "cpu", backward=True)
+    exact = out.detach(), lse.detach()
+    saved = exact[0].bfloat16(), exact[1].float()
+    # The second has no copy on the host.
+    for where in (layout, GatherLayout(layout.rows)) if split else (layout,):
+        assert wrong(launch.forward(problem, q, k, v, where, terms, split=split), exact) < 1e-2
+        found = launch.backward(problem, dout, dlse, q, k, v, *saved, where, terms, split=split)
+        assert wrong(found[: len(want)], want) < 2e-2 and (given or found[3] is None)
+    into = [torch.full_like(x, torch.nan).transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    found = launch.backward(problem, dout, dlse, q, k, v, *saved, layout, terms, split=split, into=tuple(into))
+    assert all(a is b for a, b in zip(found, into, strict=False))
+    assert wrong([x.contiguous() for x in found[: len(want)]], want) < 2e-2
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("given", [False, True], ids=("plain", "terms"))
+@pytest.mark.parametrize("cut", [False, True])
+def test_bound_calls(launch: Any, monkeypatch: pytest.MonkeyPatch, given: bool, cut: bool) -> None:
+    layout, mask = layout_of((1, H))
+    D = E = 64
+    monkeypatch.setattr("gossamer.kernels.hopper.gather.schedule.item_limit", lambda *given: 1 if cut else 100)
+    problem = Problem(B, H, G, Q, K, D, E, "bfloat16", "cpu", backward=True)
+    tensors = (torch.tensor([K - 90, 0]), torch.randn(H), None) if given else ()
+    terms = Terms(D**-0.5, K - Q, None, *tensors)
+    calls = []
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        calls.append([
+            torch.randn(B, h, n, 64, generator=generator).bfloat16() for h, n in ((H, Q), (G, K), (G, K), (H, Q))
+        ])  # fmt: skip
+    q, k, v, dout = calls[0]
+    run = IMPLEMENTATION.bound_forward(problem, q, k, v, layout, terms)
+    out, lse = run(q, k, v, *tensors)
+    back = IMPLEMENTATION.bound_backward(problem, dout, q, k, v, out, lse, layout, terms)
+    assert any(x.slots for x in launch._prepared[layout.rows].values()) == cut
+    for q, k, v, dout in calls:
+        exact = oracle(q, k, v, mask, terms)
+        out, lse = run(q, k, v, *tensors)
+        assert wrong((out, lse), exact) < 1e-2
+        for dlse in (None, torch.randn(B, H, Q)):
+            want = launch.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms)
+            found = back(dout, dlse, q, k, v, out, lse, *tensors)
+            assert len(found) == (4 if given else 3)
+            assert all(torch.equal(a, b) for a, b in zip(found, want, strict=False))
+            # One that was saved and has been moved meanwhile.
+            moved = q.transpose(1, 2).contiguous().transpose(1, 2)
+            again = back(dout, dlse, moved, k, v, out, lse, *tensors)
+            assert all(torch.equal(a, b) for a, b in zip(again, want, strict=False))
+        into = torch.full((B, Q, H, E), torch.nan).bfloat16().transpose(1, 2), torch.full((B, H, Q), torch.nan)
+        assert run(q, k, v, *tensors, into=into) is into and torch.equal(into[0], out) and torch.equal(into[1], lse)
