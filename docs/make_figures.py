@@ -13,7 +13,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import gossamer as gs
-from gossamer.cli.show import COLOURS, KINDS, pair_picture
+from gossamer.cli.show import COLOURS, pair_picture
+from gossamer.layouts.block import KINDS
 
 SIZE, TILE = 256, 32
 FIGURES = Path(__file__).parent / "figures"

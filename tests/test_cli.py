@@ -59,7 +59,7 @@ def test_every_public_pattern_has_a_name_here() -> None:
     ("text", "said"),
     [
         ("SlidngWindow(3)", ["'SlidngWindow'", "did you mean SlidingWindow?", "column 1", "'SlidngWindow(3)'"]),
-        ("Dense() | Windw(3)", ["'Windw'", "column 11", "accepted are Dense, Causal"]),
+        ("Dense() | Windw(3)", ["'Windw'", "column 11", "accepted are CSR, BigBird"]),
         ("SlidingWindow(256", ["never closed", "column 14", "'SlidingWindow(256'"]),
         ("SlidingWindow", ["write SlidingWindow(...)"]),
         ("", ["empty pattern"]),

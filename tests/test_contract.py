@@ -65,6 +65,11 @@ def gathering() -> Iterator[Any]:
                     yield pytest.param(at, case, dtype, "cuda", id=f"{at}-cuda-{dtype}-{case.name}", marks=marks)
 
 
+def problem_for(implementation: Implementation, case: Case, dtype: str, device: str) -> Problem:
+    """With a backward, where the implementation has one."""
+    return inputs.problem_of(case, dtype, device, backward=implementation.capability.backward)
+
+
 class Exact:
     """A case in float64 and by plain attention in its own dtype: outputs, and gradients for one random cotangent."""
 
@@ -151,6 +156,8 @@ class Runs:
             q, k, v = (x.detach() for x in e.leaves[:3])
             layout = self.layout(implementation, e)
             out, lse = implementation.forward(problem, q, k, v, layout, e.terms)
+            if not problem.backward:
+                return [out, lse]
             grads = implementation.backward(problem, e.dout, dlse, q, k, v, out, lse, layout, e.terms)
         return [out, lse, *(g for g in grads if g is not None)]
 
@@ -159,7 +166,7 @@ class Runs:
 class TestNumbers(Runs):
     def test_numbers(self, name: str, case: Case, dtype: str, device: str, poison: None) -> None:
         implementation = implementation_of(name)
-        problem = inputs.problem_of(case, dtype, device)
+        problem = problem_for(implementation, case, dtype, device)
         refused = reasons(problem, implementation.capability)
         if refused:
             given = inputs.make(case, dtype, device, requires_grad=True)
@@ -171,13 +178,14 @@ class TestNumbers(Runs):
         found = self.run(implementation, e, problem, e.dlse)
         assert found[0].dtype == e.leaves[0].dtype and found[0].is_contiguous()
         assert found[1].dtype == (torch.float64 if dtype == "float64" else torch.float32)
-        assert len(found) == 2 + len(e.leaves)
+        assert len(found) == (2 + len(e.leaves) if problem.backward else 2)
         for what, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
             assert actual.shape == exact.shape
             tolerance.check(what, actual, exact, low)
         empty = e.exact[1] == -torch.inf
         assert (found[0][empty] == 0).all() and (found[1][empty] == -torch.inf).all()
-        assert (found[2][empty] == 0).all()
+        if problem.backward:
+            assert (found[2][empty] == 0).all()
 
 
 @pytest.mark.parametrize(("name", "case", "dtype", "device"), [p for p in COMPUTED if p.values[1].name in INTO])
@@ -185,7 +193,7 @@ class TestPlaces(Runs):
     def test_into_given_tensors(self, name: str, case: Case, dtype: str, device: str) -> None:
         """The same bits, where they were asked for and nowhere else; lse and the inputs may be strided as well."""
         implementation = implementation_of(name)
-        problem = inputs.problem_of(case, dtype, device)
+        problem = problem_for(implementation, case, dtype, device)
         if refused := reasons(problem, implementation.capability):
             pytest.skip("; ".join(refused))
         e = exact_of(case, dtype, device)
@@ -195,10 +203,11 @@ class TestPlaces(Runs):
         room, found = zip(*(within_nan(x) for x in plain), strict=True)
         with torch.no_grad():
             implementation.forward(problem, q, k, v, layout, e.terms, into=found[:2])
-            dlse = within_nan(e.dlse)[1].copy_(e.dlse)
-            implementation.backward(
-                problem, e.dout, dlse, q, k, v, found[0], found[1], layout, e.terms, into=found[2:]
-            )  # fmt: skip
+            if problem.backward:
+                dlse = within_nan(e.dlse)[1].copy_(e.dlse)
+                implementation.backward(
+                    problem, e.dout, dlse, q, k, v, found[0], found[1], layout, e.terms, into=found[2:]
+                )  # fmt: skip
         for x, given, around in zip(plain, found, room, strict=True):
             assert torch.equal(given, x)
             assert int(around.isnan().sum()) == around.numel() - x.numel()
@@ -208,11 +217,11 @@ class TestPlaces(Runs):
 class TestBits(Runs):
     def test_same_bits_twice(self, name: str, case: Case, dtype: str, device: str) -> None:
         implementation = implementation_of(name)
-        problem = inputs.problem_of(case, dtype, device)
+        problem = problem_for(implementation, case, dtype, device)
         problem = Problem(**vars(problem) | {"deterministic": True})
         if reasons(problem, implementation.capability):
             assert device not in implementation.capability.deterministic or reasons(
-                inputs.problem_of(case, dtype, device), implementation.capability
+                problem_for(implementation, case, dtype, device), implementation.capability
             )
             return
         e = exact_of(case, dtype, device)

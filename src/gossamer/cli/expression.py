@@ -8,16 +8,14 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import gossamer
+from gossamer import patterns
 from gossamer.cli.errors import Refused
 
 if TYPE_CHECKING:
     from gossamer import Pattern
 
 # Predicate takes a function, which has no form here.
-NAMES = (
-    "Dense", "Causal", "SlidingWindow", "Local", "BlockMask", "BigBird", "Longformer", "Dilated", "Strided",
-    "DilatedSegment", "PowerStrided", "LongNet", "Document", "CSR", "Tree", "PerHead",
-)  # fmt: skip
+NAMES = tuple(name for name in patterns.__all__ if name not in ("Pattern", "Predicate"))
 METHODS = {"Document.from_cu_seqlens"}
 ACCEPTED = f"accepted are {', '.join(NAMES)} with numbers, lists and named arguments, joined by &, | and ~"
 MAX_LENGTH = 20_000

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from gossamer.kernels.blocked.plan import Batch, Plan, make_plan
+from gossamer.kernels.blocked.plan import Batch, Piece, Plan, make_plan
 from gossamer.kernels.blocked.tiles import (
     LN2,
     LOG2E,
@@ -25,14 +25,14 @@ from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice
 from gossamer.kernels.rows import compute_dtype, row_terms, sink_gradient, stored
 from gossamer.layouts.block import BlockLayout
 
-_PLANS: WeakKeyDictionary[BlockLayout, dict[tuple[object, ...], Plan]] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[BlockLayout, dict[tuple[object, ...], Plan]] = WeakKeyDictionary()
 
 
 def plan_of(layout: BlockLayout, problem: Problem) -> Plan:
     """The plan of a layout, made once for each set of shapes and kept as long as the layout."""
     p = problem
     key = (p.B, p.H, p.G, p.D, p.E, p.dtype == "float64")
-    plans = _PLANS.setdefault(layout, {})
+    plans = _plans.setdefault(layout, {})
     if key not in plans:
         plans[key] = make_plan(layout, problem)
     return plans[key]
@@ -207,7 +207,7 @@ def _store(x: Tiled, batch: Batch, where: Where, value: Tensor) -> None:
         rows_of(x, batch, where).copy_(value)
 
 
-def _add(x: Tiled, batch: Batch, piece, where: Where, group: int, share: Tensor) -> None:
+def _add(x: Tiled, batch: Batch, piece: Piece, where: Where, group: int, share: Tensor) -> None:
     """Add (n, tiles * edge, features) to the key tiles of a piece, always in the same order."""
     share = share.view(batch.n, piece.tiles, x.edge, -1)
     if piece.index is not None:
