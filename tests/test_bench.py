@@ -161,7 +161,7 @@ def test_cases_prepare_in_processes_of_their_own(capfd: pytest.CaptureFixture[st
     session = bench_run.Session(CPU, {"torch": "x"}, budget_s=0.01, progress=told.append)
     work = find("window", "cpu")
     unknown = dataclasses.replace(work, case=dataclasses.replace(work.case, name="nowhere"))
-    (first, rows), (second, reason) = run_cases(session, [work, unknown], ["SDPA dense"], processes=2)
+    (first, rows), (second, reason) = run_cases(session, [work, unknown], ["SDPA dense"], 2, limit_s=300)
     assert (first.name, second.name) == ("window", "nowhere")
     assert isinstance(rows, list)
     assert [(row.implementation, row.direction, row.turns) for row in rows] == [
@@ -171,6 +171,7 @@ def test_cases_prepare_in_processes_of_their_own(capfd: pytest.CaptureFixture[st
     assert "window: exact numbers" in told
     assert reason == "its process ended with 1"
     assert "case 'nowhere' is not one of" in capfd.readouterr().err
+    assert list(run_cases(session, [work], [], 1, limit_s=0.01)) == [(work, "not done after 0 s")]
 
 
 @pytest.mark.gpu

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,59 +27,72 @@ class Child:
     """
 
     def __init__(self, session: Session, work: Workload, peers: Sequence[str]) -> None:
-        self.work, self.session = work, session
-        self._pipe, theirs = CONTEXT.Pipe()
+        self.work = work
+        self.pipe, theirs = CONTEXT.Pipe()
         options = {"implementation": session.implementation, "budget_s": session.budget_s, "commit": session.commit}
-        self._process = CONTEXT.Process(
+        self.process = CONTEXT.Process(
             target=_serve,
             args=(theirs, str(session.device), session.versions, options, work.name, work.dtype, list(peers)),
         )
-        self._process.start()
+        self.process.start()
         theirs.close()  # so that its end is seen here
-
-    def wait(self) -> None:
-        """Returns when the case is prepared, or its process has ended."""
-        self._next("ready")
-
-    def rows(self) -> list[Row] | str:
-        """The rows, while nothing else runs; or why there are none."""
-        with contextlib.suppress(BrokenPipeError):  # the process has ended: there will be no answer
-            self._pipe.send("measure")
-        rows = self._next("rows")
-        self._process.join()
-        return rows if rows is not None else f"its process ended with {self._process.exitcode}"
-
-    def end(self) -> None:
-        self._process.terminate()
-        self._process.join()
-
-    def _next(self, wanted: str) -> Any:
-        while True:
-            try:
-                kind, told = self._pipe.recv()
-            except (EOFError, ConnectionResetError):
-                return None
-            if kind == wanted:
-                return told
-            self.session.progress(told)
 
 
 def run_cases(
-    session: Session, works: Sequence[Workload], peers: Sequence[str], processes: int
+    session: Session, works: Sequence[Workload], peers: Sequence[str], processes: int, limit_s: float
 ) -> Iterator[tuple[Workload, list[Row] | str]]:
-    """The rows of each case, or why there are none. `processes` cases prepare at once; then each is measured alone."""
+    """The rows of each case, or why there are none.
+
+    `processes` cases prepare at once, then each is measured alone. `limit_s`: after so many seconds of preparation, or
+    of measuring one case, a case is given up.
+    """
     for at in range(0, len(works), processes):
         wave: list[Child] = []
         try:
             for work in works[at : at + processes]:
                 wave.append(Child(session, work, peers))
+            prepared = _answers(session, wave, "ready", limit_s)
             for child in wave:
-                child.wait()
-            for child in wave:
-                yield child.work, child.rows()
+                rows = None
+                if child in prepared:
+                    child.pipe.send("measure")
+                    rows = _answers(session, [child], "rows", limit_s).get(child)
+                    child.process.join(1)
+                ended = child.process.exitcode
+                why = f"not done after {limit_s:.0f} s" if ended is None else f"its process ended with {ended}"
+                yield child.work, why if rows is None else rows
+                _end(child)  # what it holds on the device is free for the next
         finally:
             for child in wave:
-                child.end()
+                _end(child)
+
+
+def _answers(session: Session, children: Sequence[Child], wanted: str, limit_s: float) -> dict[Child, Any]:
+    """What each child answers; those that have ended, or do not answer in time, are missing."""
+    found: dict[Child, Any] = {}
+    waiting = {child.pipe: child for child in children}
+    deadline = time.monotonic() + limit_s
+    while waiting:
+        heard = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not heard:
+            break
+        for pipe in heard:
+            assert isinstance(pipe, Connection)
+            try:
+                kind, told = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                waiting.pop(pipe).process.join()
+                continue
+            if kind == wanted:
+                found[waiting.pop(pipe)] = told
+            else:
+                session.progress(told)
+    return found
+
+
+def _end(child: Child) -> None:
+    child.process.kill()
+    child.process.join()
 
 
 def _serve(
@@ -97,6 +111,7 @@ def _serve(
     session = Session(torch.device(device), versions, **options)
     session.progress = lambda text: pipe.send(("progress", text))
     ready = prepare_case(session, Workload(case(name), dtype), [peer for peer in PEERS if peer.name in peers])
+    session.progress(f"{name}: prepared")
     pipe.send(("ready", True))
     pipe.recv()
     pipe.send(("rows", measure_case(session, ready)))

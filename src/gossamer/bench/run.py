@@ -17,7 +17,7 @@ from torch import Tensor
 
 import gossamer
 from gossamer.bench.check import Inputs, Sample, compare, draw_samples
-from gossamer.bench.measure import device_name, matmul_rate, peak_bytes, reset_peak, time_in_turns
+from gossamer.bench.measure import Call, device_name, matmul_rate, peak_bytes, reset_peak, time_in_turns
 from gossamer.bench.peer import Peer, Prepared, Refusal, backward_call, first_line
 from gossamer.bench.rows import Row, commit
 from gossamer.bench.workload import Workload, chosen, make_inputs
@@ -204,7 +204,7 @@ def _fitting(able: list[Entry], direction: Direction, device: torch.device) -> l
 def _time(session: Session, ready: Ready, group: list[Entry], direction: Direction) -> None:
     """Times some implementations in turns."""
     session.progress(f"{ready.work.name}: {direction}, times")
-    calls = {}
+    calls: dict[str, Call] = {}
     for entry in group:
         assert entry.prepared is not None
         try:

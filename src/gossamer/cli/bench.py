@@ -34,6 +34,9 @@ def run(
     prepare: Annotated[
         int, typer.Option(min=0, help="Cases that compile at the same time, each in a process; 0: in this one.")
     ] = 0,
+    limit: Annotated[
+        float, typer.Option(min=1, help="With --prepare: seconds after which a case that does not end is given up.")
+    ] = 600,
     out: Annotated[
         Path | None, typer.Option(help="File to add rows to; benchmarks/results/DEVICE.jsonl by default.")
     ] = None,
@@ -41,6 +44,8 @@ def run(
     list_cases: Annotated[bool, typer.Option("--list", help="List the cases for the device and stop.")] = False,
 ) -> None:
     """Measure cases; a row whose numbers are wrong is reported as failed, without a time."""
+    from time import perf_counter
+
     from rich.console import Console
     from rich.progress import Progress
 
@@ -86,10 +91,13 @@ def run(
     session = Session(torch.device(chosen), versions(), implementation, budget)
     rows, lost = [], []
 
+    start = perf_counter()
     with Progress(*Progress.get_default_columns(), console=console, transient=True) as progress:
         bar = progress.add_task("", total=len(works))
         session.progress = lambda text: progress.update(bar, description=text)
-        for work, found in _measured(session, works, others, prepare):
+        if not console.is_terminal:
+            session.progress = lambda text: print(f"{perf_counter() - start:6.1f} s  {text}", flush=True)
+        for work, found in _measured(session, works, others, prepare, limit):
             if isinstance(found, str):
                 lost.append(f"{work.name}: {found}")
             else:
@@ -119,7 +127,7 @@ def run(
 
 
 def _measured(
-    session: Session, works: list[Workload], peers: list[Peer], prepare: int
+    session: Session, works: list[Workload], peers: list[Peer], prepare: int, limit: float
 ) -> Iterator[tuple[Workload, list[Row] | str]]:
     """The rows of each case, or why its process ended without."""
     from gossamer.bench.processes import run_cases, warm
@@ -130,7 +138,7 @@ def _measured(
     cases = [work for work in works if not work.tags & SWEEPS]
     points = [work for work in works if work.tags & SWEEPS]
     if prepare:
-        yield from run_cases(session, cases, [peer.name for peer in peers], prepare)
+        yield from run_cases(session, cases, [peer.name for peer in peers], prepare, limit)
     else:
         yield from ((work, run_case(session, work, peers)) for work in cases)
     if prepare and points and session.device.type == "cuda":
