@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gossamer.kernels.contract import MASK_MODES, SCORE_TERMS, Capability
+from gossamer.kernels.contract import SCORE_TERMS, Capability
 
 BEGIN = "<!-- support table: made by docs/make_support_table.py -->"
 END = "<!-- end of the support table -->"
@@ -66,7 +66,6 @@ ROWS = (
     ("devices", _devices),
     ("types", lambda limit: ", ".join(sorted(limit.dtypes))),
     ("head sizes D, E", head_sizes),
-    (f"tiles ({', '.join(MASK_MODES)})", lambda limit: _all_or(limit.mask_modes, MASK_MODES)),
     (
         "score terms (" + ", ".join(f"`{term}`" for term in SCORE_TERMS) + ")",
         lambda limit: _all_or(limit.score_terms, SCORE_TERMS),

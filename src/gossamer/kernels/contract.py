@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-MASK_MODES = ("full", "interval", "bits")
 SCORE_TERMS = ("q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes")
 
 
@@ -71,8 +70,7 @@ class Capability:
     max_float32_head_dim: int | None = None  # in float32; None: as in the other types
     min_sm: int | None = None  # for CUDA devices
     max_sm: int | None = None
-    mask_modes: frozenset[str] = frozenset(MASK_MODES)
-    score_terms: frozenset[str] = frozenset(SCORE_TERMS)
+    score_terms: frozenset[str] = frozenset()  # of SCORE_TERMS, what it computes
     backward: bool = True
     deterministic: frozenset[str] = frozenset({"cpu", "cuda"})  # devices on which a deterministic run exists
     tiles: frozenset[tuple[int, int]] | None = None  # layout tiles that it walks; None: any

@@ -46,6 +46,7 @@ class Blocked:
     capability = Capability(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
+        score_terms=frozenset({"q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes"}),
         rate=0.02,  # of triton's on a GPU; on a CPU it has no rival
     )
 

@@ -28,6 +28,7 @@ class Dense:
         max_head_dim=256,
         max_float32_head_dim=128,  # more does not fit the shared memory of sm_89
         min_sm=80,
+        score_terms=frozenset({"q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes"}),
         max_pairs=MOST_PAIRS,
         tiles=frozenset(),
         float32_results=False,

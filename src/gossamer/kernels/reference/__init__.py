@@ -70,7 +70,9 @@ class Reference:
     name = "reference"
     layout = "dense"
     capability = Capability(
-        devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({"float16", "bfloat16", "float32", "float64"})
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
+        score_terms=frozenset({"q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes"}),
     )
 
     def unavailable(self) -> list[str]:

@@ -36,6 +36,7 @@ class Triton:
         dtypes=frozenset({"float16", "bfloat16", "float32"}),
         max_head_dim=4096,
         min_sm=80,
+        score_terms=frozenset({"q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes"}),
         rate=0.7,  # of hopper's, windows at D 128 on an H200
         gathers=GATHERS,
     )
