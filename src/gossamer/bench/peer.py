@@ -39,6 +39,7 @@ class Peer:
     name: str
     prepare: Callable[[Inputs, float], Prepared]
     compiles: bool = False  # its first calls take seconds: they are made before anything is timed
+    imports: str = ""  # a module that takes seconds to import, likewise
 
 
 def backward_call(prepared: Prepared, inputs: Inputs) -> Gradients:

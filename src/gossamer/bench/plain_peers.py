@@ -16,6 +16,7 @@ from gossamer.bench.peer import Gradients, Peer, Prepared, Refusal, needs_cuda, 
 
 SCORE_BYTES = 8 * 2**30  # the largest materialised scores
 EDGE_BYTES = 52 * 2**30  # the largest gathered features
+PYG = "torch_geometric.utils"
 
 
 def _naive(inputs: Inputs, matmul_tflops: float) -> Prepared:
@@ -84,7 +85,7 @@ def _torch_sparse(inputs: Inputs, matmul_tflops: float) -> Prepared:
 
 
 def _pyg(inputs: Inputs, matmul_tflops: float) -> Prepared:
-    softmax: Any = needs_module("torch_geometric.utils").softmax
+    softmax: Any = needs_module(PYG).softmax
     _, row, column = _graph(inputs)
     B, H, Q, _ = inputs.q.shape
     group = H // inputs.k.shape[1]
@@ -105,4 +106,4 @@ def _pyg(inputs: Inputs, matmul_tflops: float) -> Prepared:
 
 
 NAIVE, TORCH_SPARSE = Peer("materialised", _naive), Peer("torch.sparse", _torch_sparse)
-PLAIN_PEERS = (NAIVE, TORCH_SPARSE, Peer("PyG scatter softmax", _pyg))
+PLAIN_PEERS = (NAIVE, TORCH_SPARSE, Peer("PyG scatter softmax", _pyg, imports=PYG))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import json
@@ -18,7 +19,7 @@ from torch import Tensor
 import gossamer
 from gossamer.bench.check import Inputs, Sample, compare, draw_samples
 from gossamer.bench.measure import Call, device_name, matmul_rate, peak_bytes, reset_peak, time_in_turns
-from gossamer.bench.peer import Peer, Prepared, Refusal, backward_call, first_line
+from gossamer.bench.peer import Peer, Prepared, Refusal, backward_call, first_line, needs_module
 from gossamer.bench.rows import Row, commit
 from gossamer.bench.workload import Workload, chosen, make_inputs
 
@@ -95,6 +96,9 @@ def prepare_case(session: Session, work: Workload, peers: Sequence[Peer] = ()) -
         entries.append(Entry(peer, rows, samples))
     ready = Ready(work, inputs, entries)
     for entry in entries if session.device.type == "cuda" else ():
+        if entry.peer.imports:
+            with contextlib.suppress(Refusal):  # which is told when the peer prepares
+                needs_module(entry.peer.imports)
         if entry.peer.compiles:
             _compile(session, ready, entry)
     return ready
