@@ -57,7 +57,7 @@ def time_in_turns(
             call()
             once[name] = max(measure(call, 1)[0], 1e-3)
         except Exception as error:
-            found[name] = error
+            found[name] = error.with_traceback(None)  # whose frames may hold gigabytes
     for turn in range(ROUNDS):
         for name in reversed(calls) if turn % 2 else calls:
             if name in found:
@@ -69,7 +69,7 @@ def time_in_turns(
                     calls[name]()
                 times[name] += measure(calls[name], share)
             except Exception as error:
-                found[name] = error
+                found[name] = error.with_traceback(None)
     return {name: found[name] if name in found else _timing(times[name]) for name in calls}
 
 
