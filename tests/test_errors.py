@@ -69,6 +69,11 @@ CALLS = {
     "sink integers": ((q, kv, kv), {"sink_logits": ints(1, 2, 3, 4)}, "sink_logits must be float16"),
     "alibi shape": ((q, kv, kv), {"alibi_slopes": bad(4, 1)}, "alibi_slopes must have shape"),
     "alibi grad": ((q, kv, kv), {"alibi_slopes": bad(4).requires_grad_()}, "alibi_slopes must be a constant"),
+    "lengths of a reordered graph": (
+        (q, q, q, gs.CSR.from_edge_index([[1], [2]], 8).reordered()), {"key_lengths": ints(1, 2)},
+        "key_lengths must be None with a reordered pattern",
+    ),
+    "merge": ((q, kv, kv, gs.Causal()), {"merge": "lse"}, "pattern must be a union|merge must be None: each term of C"),
     "implementation": ((q, kv, kv), {"implementation": "cuda"}, "must be None or one of dense, hopper, triton, block"),
     "implementation type": ((q, kv, kv), {"implementation": 3}, "implementation must be a name or None"),
     "return_lse": ((q, kv, kv), {"return_lse": 1}, "return_lse must be True or False"),
@@ -96,9 +101,8 @@ def test_attention_and_explain(call: str) -> None:
     args, options, message = CALLS[call]
     with pytest.raises(ValueError, match=message):
         gs.attention(*args, **options)
-    if "return_lse" not in options:
-        with pytest.raises(ValueError, match=message):
-            gs.explain(*args, **options)
+    with pytest.raises(ValueError, match=message):
+        gs.explain(*args, **options)
 
 
 LAYOUTS = {
@@ -216,6 +220,6 @@ def test_malformed_calls(data: st.DataObject) -> None:
     pattern = data.draw(st.one_of(st.none(), patterns))
     try:
         gs.attention(*qkv, pattern, **options)
-        gs.explain(*qkv, pattern, **{n: x for n, x in options.items() if n != "return_lse"})
+        gs.explain(*qkv, pattern, **options)
     except ValueError:
         return

@@ -17,8 +17,9 @@ from gossamer.torch.api import check_types, four_dimensional, is_deterministic, 
 from gossamer.torch.parts import calls, folded, split_for
 from gossamer.torch.plan import Plan, counted, make_plan, placed, refusals, terms_of
 from gossamer.torch.registry import pattern_of
+from gossamer.torch.reorder import check_order
 from gossamer.torch.split import Split
-from gossamer.torch.validate import Arguments
+from gossamer.torch.validate import Arguments, describe
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -169,19 +170,28 @@ def explain(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    return_lse: bool = False,
+    merge: str | None = None,
     implementation: str | None = None,
     deterministic: bool | None = None,
 ) -> Explanation:
     """What `attention` would do with these arguments, and why not otherwise; nothing is computed but the layout.
 
+    `return_lse` makes no difference. The terms that `merge="lse"` attends to are explained one by one.
+
     Raises:
-        ValueError: as `attention`.
+        ValueError: as `attention`, or `merge` is given.
     """
+    if not isinstance(return_lse, bool):
+        raise ValueError(f"return_lse must be True or False; got {describe(return_lse)}")
+    if merge is not None:
+        raise ValueError(f"merge must be None: each term of {describe(pattern)} is a call, to be explained alone")
     check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation)
     inputs = (q, k, v, sink_logits)
     backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     q, k, v = four_dimensional(q, k, v)
     if isinstance(pattern, ReorderedCSR):
+        check_order(pattern, q, k, key_lengths, alibi_slopes)
         pattern = pattern.inner
     handle, tensors, geometry, _alive = what(pattern, q)
     offset, offset_tensor = (None, q_offset) if isinstance(q_offset, Tensor) else (q_offset, None)

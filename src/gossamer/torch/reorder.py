@@ -22,17 +22,24 @@ def orders(pattern: ReorderedCSR, device: torch.device) -> tuple[Tensor, Tensor]
     return kept[device]
 
 
+def check_order(
+    pattern: ReorderedCSR, q: Tensor, k: Tensor, key_lengths: Tensor | None, alibi_slopes: Tensor | None
+) -> None:
+    """Raise ValueError where the sizes of q and k (B, heads, N, D) are others, or a term speaks of positions."""
+    pattern.check(q.shape[2], k.shape[2])
+    for name, x in (("key_lengths", key_lengths), ("alibi_slopes", alibi_slopes)):
+        if x is not None:
+            raise ValueError(f"{name} must be None with a reordered pattern, which moves positions; got {describe(x)}")
+
+
 def permuted(
     pattern: ReorderedCSR, q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None, alibi_slopes: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v (B, heads, N, size) in the order of the pattern.
 
     Raises:
-        ValueError: the sizes are others, or a term speaks of positions.
+        ValueError: as `check_order`.
     """
-    pattern.check(q.shape[2], k.shape[2])
-    for name, x in (("key_lengths", key_lengths), ("alibi_slopes", alibi_slopes)):
-        if x is not None:
-            raise ValueError(f"{name} must be None with a reordered pattern, which moves positions; got {describe(x)}")
+    check_order(pattern, q, k, key_lengths, alibi_slopes)
     order, _ = orders(pattern, q.device)
     return q.index_select(2, order), k.index_select(2, order), v.index_select(2, order)
