@@ -91,9 +91,9 @@ def attention(
         v: (B, G, K, E) and so on.
         pattern: what is attended: a Pattern; a BlockLayout (its tensors are data: they may change from call to call.
             On a CPU its indices are checked, on a GPU only its shapes); a torch BlockMask of flex_attention, read
-            once (`from_flex`); a boolean tensor that broadcasts to (B, H, Q, K), read again when torch counts a write
-            to it (one through numpy or `.data` is not seen); a torch sparse CSR tensor (Q, K), of which the stored
-            entries count. None is every pair.
+            once (`from_flex`); a boolean tensor that broadcasts to (B, H, Q, K), True where a pair is kept, read again
+            when torch counts a write to it (one through numpy or `.data` is not seen); a torch sparse CSR tensor
+            (Q, K), of which the stored entries count. None is every pair.
         scale: D ** -0.5 by default.
         q_offset: position of query row 0, K - Q by default. A 0-d tensor is read when the operator runs, which waits
             for a GPU.
