@@ -53,11 +53,15 @@ class GatherChoice(NamedTuple):
     reuse: float  # pairs that a gathered column serves, below which it was not seen to win
     max_head_dim: int  # of D and of E
     min_sm: int
+    step: float = 0.0  # of a step in a list, while its processor has nothing else to do
+    part: int = 0  # steps to which long lists are cut at the least; 0: in two, and only where rows are many
+    min_head_dim: int = 1  # of the larger of D and E
 
     def reads(self, problem: Problem) -> bool:
         """Whether its kernels fit the problem's types, head sizes and device."""
         p = problem
-        return p.dtype in self.dtypes and max(p.D, p.E) <= self.max_head_dim and (p.sm or 0) >= self.min_sm
+        sized = self.min_head_dim <= max(p.D, p.E) <= self.max_head_dim
+        return p.dtype in self.dtypes and sized and (p.sm or 0) >= self.min_sm
 
 
 @dataclass(frozen=True)

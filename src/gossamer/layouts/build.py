@@ -81,8 +81,10 @@ def _pairs_in(tiles: Tiles, interval: Intervals | None, grid: Grid) -> int:
     return total + int(per_entry[tiles.entry[tiles.kind == KIND_BITS]].sum())
 
 
-def count_tiles(pattern: Pattern, grid: Grid, start: int, stop: int) -> tuple[int, int, int]:
-    """Of tile rows [start, stop) of a pattern shared by heads: pairs kept, of listed tiles, and of bits tiles."""
+def count_tiles(pattern: Pattern, grid: Grid, start: int, stop: int) -> tuple[int, int, int, np.ndarray]:
+    """Of tile rows [start, stop) of a pattern shared by heads: pairs kept, of listed tiles, and of bits tiles; and the
+    tiles of each row.
+    """
     part = _interval_part(pattern, grid.sizes)
     interval = None if part is None else part.intervals(grid.sizes)
     if interval is not None and part is pattern:
@@ -90,7 +92,8 @@ def count_tiles(pattern: Pattern, grid: Grid, start: int, stop: int) -> tuple[in
     else:
         tiles = _mixed_chunk(pattern, part, interval, grid, start, stop)
     area = grid.area(tiles.ti, tiles.tj)
-    return _pairs_in(tiles, interval, grid), int(area.sum()), int(area[tiles.kind == KIND_BITS].sum())
+    of_rows = np.bincount(tiles.ti - start, minlength=stop - start)
+    return _pairs_in(tiles, interval, grid), int(area.sum()), int(area[tiles.kind == KIND_BITS].sum()), of_rows
 
 
 def _one(pattern: Pattern, grid: Grid) -> tuple[Tiles, Intervals | None]:

@@ -25,6 +25,9 @@ class TileWork(NamedTuple):
     useful: float  # pairs kept
     executed: float  # existing pairs of the tiles that would be listed
     bits: float  # of them, in tiles with a bit a pair
+    tiles: float  # listed
+    longest: int  # tiles of a row
+    rows: int  # of tiles
 
 
 class GatherWork(NamedTuple):
@@ -33,6 +36,9 @@ class GatherWork(NamedTuple):
     columns: float  # listed, over all groups of rows
     executed: float  # pairs of the gathered tiles, padding included
     rows: float
+    steps: float  # each gathers as many columns as are gathered at a time
+    longest: int  # steps of a group
+    groups: int
 
 
 class Sample:
@@ -72,25 +78,30 @@ class Sample:
     def tiles(self, block_q: int, block_kv: int) -> TileWork:
         """Of a block layout with these tiles."""
         grid = Grid(*self.sizes, block_q, block_kv)
-        total = np.zeros(3)
+        total, longest = np.zeros(4), 0
         for part, times in self.parts.items():
             listed = self._listed(part)
             if listed is None:
                 for start, stop in self.windows:
-                    total += times * np.array(count_tiles(part, grid, start // block_q, -(-stop // block_q)))
+                    *pairs, of_rows = count_tiles(part, grid, start // block_q, -(-stop // block_q))
+                    total += times * np.array([*pairs, of_rows.sum()])
+                    longest = max(longest, int(of_rows.max(initial=0)))
                 continue
             for rows, keys in listed:
                 tile = np.sort(rows // block_q * grid.nk + keys // block_kv)
                 first = np.flatnonzero(np.diff(tile, prepend=-1))
                 kept = np.diff(first, append=len(tile))
-                area = grid.area(*np.divmod(tile[first], grid.nk))
-                total += times * np.array([len(rows), area.sum(), area[kept < area].sum()])
-        return TileWork(*(float(x) for x in total * self.scale))
+                ti, tj = np.divmod(tile[first], grid.nk)
+                area = grid.area(ti, tj)
+                total += times * np.array([len(rows), area.sum(), area[kept < area].sum(), len(first)])
+                longest = max(longest, int(np.bincount(ti - ti.min(initial=grid.nq)).max(initial=0)))
+        useful, executed, bits, tiles = (float(x) for x in total * self.scale)
+        return TileWork(useful, executed, bits, tiles, longest, grid.nq * sum(self.parts.values()))
 
     def gathers(self, block_q: int) -> GatherWork:
         """Of a gather layout with groups of `block_q` rows."""
         width, (Q, K, _) = WIDTHS[block_q], self.sizes
-        columns = executed = 0
+        columns = steps = longest = 0
         for part, times in self.parts.items():
             listed = self._listed(part)
             if listed is None:
@@ -99,6 +110,12 @@ class Sample:
                 group = rows if block_q == 1 else distinct(rows // block_q * K + keys) // K
                 counts = np.bincount(group - group.min(initial=Q))
                 columns += times * int(counts.sum())
-                executed += times * int((-(-counts // width) * width).sum()) * block_q
+                taken = -(-counts // width)
+                steps += times * int(taken.sum())
+                longest = max(longest, int(taken.max(initial=0)))
         copies = sum(self.parts.values())
-        return GatherWork(columns * self.scale, executed * self.scale, Q * copies)
+        executed = steps * width * block_q
+        return GatherWork(
+            columns * self.scale, executed * self.scale, Q * copies, steps * self.scale, longest,
+            -(-Q // block_q) * copies,
+        )  # fmt: skip

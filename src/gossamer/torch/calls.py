@@ -17,6 +17,7 @@ from gossamer.kernels.contract import Binding
 from gossamer.layouts.cache import KEPT_BYTES, LEAST_KEPT, MOST_KEPT
 from gossamer.layouts.kept import Kept
 from gossamer.patterns import Pattern
+from gossamer.patterns.handles import token_of
 from gossamer.torch.bound_parts import bound_parts
 from gossamer.torch.operators import Gradients, backward_op, compute, compute_gradients, differentiable, plain
 from gossamer.torch.parts import split_for
@@ -101,9 +102,21 @@ class Call:
     `tensors` below are key_lengths, sink_logits and alibi_slopes, or nothing where calls of the kind have none.
     """
 
-    __slots__ = ("_backward", "_bindable", "_forward", "bytes", "differentiable", "options", "pattern", "plan")
+    __slots__ = (
+        "_alive",
+        "_backward",
+        "_bindable",
+        "_forward",
+        "bytes",
+        "differentiable",
+        "options",
+        "pattern",
+        "plan",
+    )
 
     def __init__(self, plan: Plan, a: Arguments, pattern: int) -> None:
+        # A pattern that is made again for each call keeps its handle, and so its kind.
+        self._alive = token_of(pattern)
         self.plan, self.pattern, self.differentiable = plan, pattern, a.backward
         self.options, self.bytes = (a.q_offset, a[8:]), 0
         self._backward: Callable[..., tuple[Tensor, ...]] | None = None

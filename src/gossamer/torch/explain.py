@@ -237,5 +237,5 @@ def explain(
         replace(p, backward=backward), name, gradient, refused, tile, density, tiles, useful * flops, executed * flops,
         elements * size + p.B * p.H * p.Q * (8 if p.dtype == "float64" else 4), layout_bytes, parts,
         None if split is None else (split.cost, split.whole),
-        counted(plan, pattern_of(handle), terms.q_offset) if split is None and handle >= 0 else (), copies,
+        counted(plan, pattern_of(handle), terms.q_offset, q.device) if split is None and handle >= 0 else (), copies,
     )  # fmt: skip

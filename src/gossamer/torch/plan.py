@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gossamer.kernels.contract import GatherChoice, Implementation, Problem, Terms, Unsupported, reasons
+from gossamer.kernels.devices import processors
 from gossamer.kernels.table import NAMES, load
 from gossamer.layouts import BlockLayout, cached_gather, cached_layout, cheapest, costs
-from gossamer.layouts.cache import KEPT_BYTES, LEAST_KEPT, MOST_KEPT, bytes_of
+from gossamer.layouts.cache import KEPT_BYTES, LEAST_KEPT, MOST_KEPT, Machine, bytes_of
 from gossamer.layouts.kept import Kept
 from gossamer.patterns import Dense, Pattern
 from gossamer.torch.masks import dense_of, layout_of, words_of
@@ -235,7 +236,10 @@ def _placed_pattern(plan: Plan, a: Arguments, terms: Terms, pattern: int) -> tup
         _log(first.name, plan)
         return first, _words_pattern(which, p, terms.q_offset, a.q.device)
     which.check(p.Q, p.K, p.H, p.B)
-    at = cheapest(which, p.Q, p.K, tiles=plan.tiles, gathers=plan.gathers, q_offset=terms.q_offset)
+    machine = machine_of(plan, which, a.q.device)
+    at = cheapest(
+        which, p.Q, p.K, tiles=plan.tiles, gathers=plan.gathers, q_offset=terms.q_offset, machine=machine
+    )  # fmt: skip
     if at >= len(plan.tiles):
         implementation, choice = plan.gather_options[at - len(plan.tiles)]
         _log(implementation.name, plan)
@@ -249,12 +253,20 @@ def _placed_pattern(plan: Plan, a: Arguments, terms: Terms, pattern: int) -> tup
     )
 
 
-def counted(plan: Plan, pattern: Pattern, q_offset: int) -> tuple[tuple[str, float], ...]:
+def machine_of(plan: Plan, pattern: Pattern, device: torch.device) -> Machine:
+    """How often the lists of a pattern are computed in a call, and by how many processors."""
+    p, (b, h) = plan.problem, pattern.lead
+    copies = (p.B if b == 1 else 1) * (p.H if h == 1 else 1)
+    return Machine(copies, processors(device) if p.device == "cuda" else 0)
+
+
+def counted(plan: Plan, pattern: Pattern, q_offset: int, device: torch.device) -> tuple[tuple[str, float], ...]:
     """What each option of a plan was counted to take, over the least; empty where there is nothing to choose."""
     p = plan.problem
     if plan.implementations[0].layout != "block" or len(plan.tiles) + len(plan.gathers) < 2:
         return ()
-    found = costs(pattern, p.Q, p.K, tiles=plan.tiles, gathers=plan.gathers, q_offset=q_offset)
+    machine = machine_of(plan, pattern, device)
+    found = costs(pattern, p.Q, p.K, tiles=plan.tiles, gathers=plan.gathers, q_offset=q_offset, machine=machine)
     names = [f"{i.name} {block_q} x {block_kv}" for i, (block_q, block_kv, _) in plan.options]
     names += [f"{i.name} gather {choice.block_q}" for i, choice in plan.gather_options]
     # The costs may stop early; infinite ones were not measured to win.

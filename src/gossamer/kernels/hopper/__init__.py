@@ -20,7 +20,7 @@ SMALL_TILE_RATE_BACKWARD = 0.7  # dK, dV and dQ come from two walks there
 
 # In the units of those of `triton`, fitted to the proximity graph on an H200 (docs/kernels/gather.md), both directions
 # and head sizes of 64 and 128 weighed together.
-GATHERS = (GatherChoice(64, frozenset({"float16", "bfloat16"}), 1.6, 70.0, 100.0, 2.0, 128, 90),)
+GATHERS = (GatherChoice(64, frozenset({"float16", "bfloat16"}), 1.6, 70.0, 100.0, 2.0, 128, 90, 11400.0),)
 
 
 @cache
