@@ -184,6 +184,13 @@ def test_rows_are_positions_less_the_offset(pattern: gs.Pattern) -> None:
     assert np.array_equal(pairs(mask.mask_mod, 1, 1, 200, 500)[0, 0], pattern.materialize(200, 500))
 
 
+def test_rows_without_a_key_of_their_own_have_no_document() -> None:
+    pattern = ~gs.Causal() | gs.Document(np.arange(129) // 40)
+    mask = gs.to_flex(pattern, 150, 129, q_offset=0)
+    assert np.array_equal(gs.from_flex(mask).expand(), pattern.materialize(150, 129, 0))
+    assert np.array_equal(pairs(mask.mask_mod, 1, 1, 150, 129)[0, 0], pattern.materialize(150, 129, 0))
+
+
 def test_formulas_are_used_where_they_exist() -> None:
     assert by_formula(gs.Causal() & ~gs.SlidingWindow(4), 9, 9, 0, CPU) is not None
     assert by_formula(gs.Causal() & gs.PowerStrided(2, 4), 9, 9, 0, CPU) is None

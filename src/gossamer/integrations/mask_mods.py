@@ -49,7 +49,7 @@ def by_formula(p: Pattern, Q: int, K: int, q_offset: int, device: torch.device) 
             return lambda b, h, r, j: (
                 (j <= r + q_offset) & ((r + q_offset - j <= local) | ((r + q_offset - j) % stride == 0))
             )
-        case gossamer.Document() if p.lead[0] == 1 and q_offset == 0:
+        case gossamer.Document() if p.lead[0] == 1 and q_offset == 0 and Q <= K:
             ids = torch.from_numpy(np.array(p.ids).reshape(-1)).to(device)
             return lambda b, h, r, j: ids[r] == ids[j]
         case And(left=one, right=other):
