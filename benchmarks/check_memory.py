@@ -1,4 +1,4 @@
-"""The Hopper kernels on the smoke cases, forward and both backwards, for a tool that watches memory:
+"""The Hopper kernels on the smoke cases, forward and both backwards, tiles and gathers, for a tool that watches memory:
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python benchmarks/check_memory.py
 
@@ -13,12 +13,16 @@ import torch
 
 from gossamer.kernels.contract import reasons
 from gossamer.kernels.hopper import IMPLEMENTATION
+from gossamer.layouts.gather import build_gather
 from gossamer.testing import inputs
 from gossamer.testing.cases import SMALL, Case
 
 
 def run(case: Case, dtype: str) -> bool:
-    """Whether the case was computed, by each size of tiles: its forward, then dq by reduction and by rows."""
+    """Whether the case was computed, by each size of tiles: its forward, then dq by reduction and by rows.
+
+    Then over gathered columns, where its head sizes and terms have such kernels.
+    """
     problem = inputs.problem_of(case, dtype, "cuda")
     if reasons(problem, IMPLEMENTATION.capability):
         return False
@@ -35,6 +39,14 @@ def run(case: Case, dtype: str) -> bool:
         for deterministic in (False, True):
             asked = type(problem)(**vars(problem) | {"deterministic": deterministic})
             IMPLEMENTATION.backward(asked, dout, dlse, q, k, v, out, lse, layout, terms)
+    for choice in IMPLEMENTATION.capability.gathers:
+        if choice.reads(problem):
+            made = build_gather(case.pattern(), case.Q, case.K, block_q=choice.block_q, q_offset=terms.q_offset)
+            gathered = made.to("cuda")
+            for split in (None, 1):  # lists whole, and cut after each step
+                out, lse = IMPLEMENTATION.launch_gather.forward(problem, q, k, v, gathered, terms, split=split)
+                given = torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, gathered, terms
+                IMPLEMENTATION.launch_gather.backward(problem, *given, split=split)
     torch.cuda.synchronize()
     return True
 

@@ -33,7 +33,14 @@ class Arguments(dict[str, Any]):
             if name in self:
                 self[name] = torch.from_dlpack(self[name])
         assert self["work"].shape[0] == self["items"] and 0 < self["blocks"] <= self["items"]
-        assert all(self[x].dtype == torch.bfloat16 for x in ("q", "k", "v")) and self["tickets"].tolist() == [0]
+        assert self["tickets"].tolist() == [0]
+        for name in ("q", "k", "v", "dout"):
+            x = self.get(name, self["q"])
+            # Rows are copied 8 numbers at a time: what follows the last one counts as zero.
+            whole = -(-x.shape[-1] // 8) * 8
+            assert x.dtype == torch.bfloat16 and not any(n % 8 for n in x.stride()[:3]) and x.stride(3) == 1
+            held = x.as_strided((*x.shape[:3], whole), x.stride())[..., x.shape[-1] :]
+            assert (name == "q" and config.direction == "forward") or not held.numel() or (held == 0).all()
         self.config = config
 
     def step(self, at: int, end: int) -> tuple[Tensor, Tensor]:

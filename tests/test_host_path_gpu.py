@@ -11,6 +11,7 @@ from torch import Tensor
 
 import gossamer as gs
 from gossamer.kernels.table import available, load
+from gossamer.testing.graphs import proximity_graph
 from gossamer.testing.sweeps import graph
 from gossamer.torch import calls
 
@@ -223,6 +224,7 @@ def small(N: int, E: int, storage: str) -> list[Tensor]:
         ("hopper", 1500, gs.Causal()),
         ("hopper", 1500, PATTERN),
         ("hopper", 1500, gs.Longformer(64, global_tokens=[0, 1, 2])),
+        ("hopper", 2048, proximity_graph((4, 4, 3), 2.5)),  # its keys are gathered
         ("triton", SHORT, gs.Causal()),
         ("triton", 1500, PATTERN),
         ("triton", 1500, gs.Longformer(64, global_tokens=[0, 1, 2])),  # long rows are cut

@@ -227,6 +227,16 @@ class Consumer(Masks, Results):
         warpgroup.commit_group()
 
     @cute.jit
+    def key(self, env, stage, phase):
+        """Wait for K of a step."""
+        cute.arch.mbarrier_wait(env.bars.k_full + stage, phase)
+
+    @cute.jit
+    def value(self, env, stage, phase):
+        """Wait for V of a step, whose S was issued before."""
+        cute.arch.mbarrier_wait(env.bars.v_full + stage, phase)
+
+    @cute.jit
     def release(self, env, bar):
         if env.lane == 0:
             cute.arch.mbarrier_arrive(bar)
@@ -244,7 +254,7 @@ class Consumer(Masks, Results):
         c = self.config
         stage, phase = ring(kv, c.stages)
         acc_s = cute.make_rmem_tensor(env.mma_qk.get_slice(0).partition_shape_C((ROWS, c.step)), Float32)
-        cute.arch.mbarrier_wait(env.bars.k_full + stage, phase)
+        self.key(env, stage, phase)
         q, k = env.frag_q[None, None, None, buffer], env.frag_k[None, None, None, stage]
         self.product(env.mma_qk, acc_s, q, k, False)
         warpgroup.wait_group(0)
@@ -265,12 +275,12 @@ class Consumer(Masks, Results):
         old_stage, old_phase = ring(kv - 1, c.stages)
         acc_s = cute.make_rmem_tensor(env.mma_qk.get_slice(0).partition_shape_C((ROWS, c.step)), Float32)
         self.prepare(env, following)
-        cute.arch.mbarrier_wait(env.bars.k_full + stage, phase)
+        self.key(env, stage, phase)
         if const_expr(self.turns):
             cute.arch.barrier(barrier_id=TURN + env.me, number_of_threads=2 * WARPGROUP)
         q, k = env.frag_q[None, None, None, following * self.groups + env.me], env.frag_k[None, None, None, stage]
         self.product(env.mma_qk, acc_s, q, k, False)
-        cute.arch.mbarrier_wait(env.bars.v_full + old_stage, old_phase)
+        self.value(env, old_stage, old_phase)
         v = env.frag_v[None, None, None, old_stage]
         if const_expr(self.halves):
             self.product_of_halves(env, v)
@@ -323,7 +333,7 @@ class Consumer(Masks, Results):
             masked = self.second_words(env, words, at)
             if const_expr(self.late):
                 factor, value = self.factors(env, 1 - at)
-        cute.arch.mbarrier_wait(env.bars.k_full + stage, phase)
+        self.key(env, stage, phase)
         if const_expr(self.turns):
             cute.arch.barrier(barrier_id=TURN + env.me, number_of_threads=2 * WARPGROUP)
         if const_expr(half is None):
@@ -338,7 +348,7 @@ class Consumer(Masks, Results):
                     self.write_part(env, 1 - at, factor, value)
             else:
                 self.finish(env, 1 - at, self.turns)
-        cute.arch.mbarrier_wait(env.bars.v_full + old_stage, old_phase)
+        self.value(env, old_stage, old_phase)
         v = env.frag_v[None, None, None, old_stage]
         if const_expr(self.halves and mode == "interval"):
             self.product_of_halves(env, v)
@@ -412,7 +422,7 @@ class Consumer(Masks, Results):
         """The P V of an item's last step."""
         c = self.config
         stage, phase = ring(kv - 1, c.stages)
-        cute.arch.mbarrier_wait(env.bars.v_full + stage, phase)
+        self.value(env, stage, phase)
         self.product(env.mma_pv, env.acc_o, env.frag_p, env.frag_v[None, None, None, stage], True)
         warpgroup.wait_group(0)
         self.release(env, env.bars.v_empty + stage)

@@ -1,7 +1,7 @@
 """dK and dV over gathered rows: 64 keys, and the queries that keep any of them, of every query head of the key head.
 
-Warp 0 takes items and loads K and V by TMA, warp 1 sends dK and dV, the two warps that gather fill the rings of Q and
-dO, and copy the row terms; the second warpgroup computes as that of the column kernel does for tiles of 64 x 64.
+Of the first warpgroup one warp takes items and loads K and V by TMA, one sends dK and dV, and two fill the rings of Q
+and dO and copy the row terms; the second computes as that of the column kernel does for tiles of 64 x 64.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -46,8 +46,9 @@ from gossamer.kernels.hopper.gather.produce import (
     Filled,
     Gatherer,
     Places,
-    copy_word,
+    copy,
     init_told,
+    role_of,
     smem_layout,
     told_of,
     whole_tiles,
@@ -217,9 +218,10 @@ class GatherColumns(Gatherer, Filled, Consumer):
         cute.arch.sync_threads()
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(serving)
-            if warp_index == 0:
+            role = role_of(warp_index, c.blocks)
+            if role == 0:
                 self.serve(env, tma_k, g_k, tma_v, g_v)
-            elif warp_index == 1:
+            elif role == 1:
                 self.send(env, tma_dk, g_dk, tma_dv, g_dv, 0)
             else:
                 self.gather_queries(env)
@@ -334,5 +336,4 @@ class GatherColumns(Gatherer, Filled, Consumer):
     @cute.jit
     def term(self, shared, start, row, stage, thread):
         """Copy the term of this thread's row of a stage."""
-        there = start + 4 * Int64(row if row >= 0 else Int32(0))
-        copy_word(shared.iterator.toint() + 4 * (stage * ROWS + thread), there, Int32(4) if row >= 0 else Int32(0))
+        copy(shared.iterator.toint() + 4 * (stage * ROWS + thread), start, row, Int32(4), False, 4)

@@ -23,32 +23,32 @@ class RowConsumer(Consumer):
         """The mask words of step `i` of the list from step `at` on, shifted to this thread's columns.
 
         They come with K. Every step asks for its own once, in their order, before its products: so this is where K of
-        the step and V of the one before are waited for and made visible to the products.
+        the step is waited for and made visible to the products. V of the step before is there too: a thread that
+        gathers arrives when all that it has copied so far is complete.
         """
         c = self.config
-        count, owed = env.item.count[0], env.item.count[1]
+        count = env.item.count[0]
         stage, phase = ring(count, c.stages)
-        if owed != 0:
-            self.value(env, count - 1)
         cute.arch.mbarrier_wait(env.bars.k_full + stage, phase)
         cute.arch.fence_view_async_shared()
-        slot = ring(count, 2 * c.stages)[0]
-        step_words(env, words, slot, at + i, c.lengths)
-        env.item.count[0], env.item.count[1] = count + 1, Int32(1)
+        step_words(env, words, ring(count, 2 * c.stages)[0], at + i, c.lengths)
+        env.item.count[0] = count + 1
 
     @cute.jit
-    def value(self, env, count):
-        """Wait for V of a step."""
-        stage, phase = ring(count, self.config.stages)
-        cute.arch.mbarrier_wait(env.bars.v_full + stage, phase)
+    def key(self, env, stage, phase):
+        """K is there since the words are."""
+
+    @cute.jit
+    def value(self, env, stage, phase):
+        """V is there since the words of the step after it are."""
 
     @cute.jit
     def last(self, env, kv):
         """The P V of an item's last step."""
-        self.value(env, kv - 1)
+        stage, phase = ring(kv - 1, self.config.stages)
+        cute.arch.mbarrier_wait(env.bars.v_full + stage, phase)
         cute.arch.fence_view_async_shared()
         Consumer.last(self, env, kv)
-        env.item.count[1] = Int32(0)
 
     @cute.jit
     def prepare(self, env, stage):

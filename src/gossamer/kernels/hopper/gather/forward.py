@@ -1,7 +1,7 @@
 """The forward kernel of gathered columns: 64 query rows, and the keys that any of them keeps.
 
-Warp 0 takes items and loads Q by TMA, warp 1 stores finished outputs, warps 2 and 3 gather K and V; the second
-warpgroup computes as that of the forward kernel of block layouts does. Two or three blocks share a multiprocessor.
+Of the first warpgroup one warp takes items and loads Q by TMA, one stores finished outputs, and two gather K and V; the
+second computes as that of the forward kernel of block layouts does. Two or three blocks share a multiprocessor.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from gossamer.kernels.hopper.gather.produce import (
     Gatherer,
     Items,
     init_rings,
+    role_of,
     row_products,
     smem_layout,
     whole_tiles,
@@ -154,11 +155,12 @@ class GatherForward(Items, Gatherer, RowConsumer):
         cute.arch.sync_threads()
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(serving)
-            if warp_index == 0:
+            role = role_of(warp_index, c.blocks)
+            if role == 0:
                 listed = cute.make_tensor(indices.iterator, cute.prepend(indices.layout, cute.make_layout(1)))
                 env = Env(work=work, lists=listed, lengths=lengths, items=items, tickets=tickets)
                 self.serve(env, tma_q, g_q, s_q, bars, item)
-            elif warp_index == 1:
+            elif role == 1:
                 # The output takes the place of Q.
                 self.store(tma_o, g_o, s_q, bars, item, None, None, None, None, 0)
             else:
@@ -166,8 +168,7 @@ class GatherForward(Items, Gatherer, RowConsumer):
                 self.gather(k, v, storage.k.data_ptr(), storage.v.data_ptr(), bars, told, indices, bits, s_bits, ratio)
         else:
             cute.arch.setmaxregister_increase(computing)
-            # Steps whose words were read; whether V of the last of them is still to be used.
-            count = cute.make_rmem_tensor((2,), Int32)
+            count = cute.make_rmem_tensor((1,), Int32)  # of the steps whose words were read
             count.fill(0)
             self.consume(
                 mma_qk, mma_pv, mma_qk, s_q, s_k, s_v, s_q, bars, Bits(item=item, count=count), None, None, s_bits,

@@ -40,6 +40,8 @@ from gossamer.kernels.hopper.launch_backward import (
 from gossamer.kernels.hopper.schedule import sharing
 from gossamer.layouts.gather import GatherLayout, GatherWalk
 
+FAR = 1 << 30  # 16-bit numbers from row to row
+
 
 class Prepared(NamedTuple):
     """What the calls of one walk, of the same sizes and kind of score, have in common."""
@@ -66,6 +68,19 @@ class Prepared(NamedTuple):
             return lambda: none
         shape = template(like, (self.slots, ROWS, *last), torch.float32)
         return lambda: empty_from(shape)
+
+
+def gathers(x: Tensor) -> bool:
+    """Whether the kernels can gather rows of a tensor where it is: 8 numbers at a time, bytes counted in 32 bits."""
+    return readable(x) and not x.shape[-1] % STEP and x.stride(2) < FAR
+
+
+def gathered(x: Tensor) -> Tensor:
+    """The tensor itself when the kernels can gather its rows, else a copy; what a row lacks of 8 numbers is zero."""
+    if gathers(x):
+        return x
+    columns = x.shape[-1]
+    return x.new_zeros((*x.shape[:-1], -(-columns // STEP) * STEP))[..., :columns].copy_(x)
 
 
 _prepared: WeakKeyDictionary[GatherWalk, dict[Any, Prepared]] = WeakKeyDictionary()
@@ -152,7 +167,7 @@ def forward(
     has_sinks = int(terms.sink_logits is not None)
     part_out, part_lse = call.parts(q, call.size), call.parts(q)
     call.run(
-        operand(q), operand(k), operand(v), out, lse, *call.arrays, sinks, part_out, part_lse,
+        operand(q), gathered(k), gathered(v), out, lse, *call.arrays, sinks, part_out, part_lse,
         lengths_of(terms, device), tickets(device), *factors(terms, score), call.items, has_sinks, call.blocks,
     )  # fmt: skip
     if call.join is not None:
@@ -166,7 +181,7 @@ def bound_forward(
 ) -> Callable[..., tuple[Tensor, Tensor]] | None:  # fmt: skip
     """See `kernels.contract.Binding`."""
     p, device, score = problem, q.device, score_of(terms)
-    if not (p.B and p.Q and p.K and all(readable(x) for x in (q, k, v))) or p.E % STEP:
+    if not (p.B and p.Q and p.K and readable(q) and gathers(k) and gathers(v)):
         return None
     if into is not None and not readable(into[0]):
         return None
@@ -218,6 +233,7 @@ def backward(
 
     def write(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, results: Gradients) -> Tensor:
         dq, dk, dv = results
+        q, k, v, dout = (gathered(x) for x in (q, k, v, dout))
         rows = row_terms_of(p, dout, dlse, out, lse)
         key_gradients(p, q, k, v, dout, rows, layout, terms, dk, dv, split)
         query_gradient(p, q, k, v, dout, rows, layout, terms, dq, split)
@@ -232,7 +248,7 @@ def bound_backward(
 ) -> Callable[..., tuple[Tensor, ...]] | None:  # fmt: skip
     """See `kernels.contract.Binding`."""
     p, device, inputs = problem, q.device, (q.stride(), k.stride(), v.stride())
-    if not (p.B and p.Q and p.K and all(readable(x) for x in (q, k, v))) or p.D % STEP or p.E % STEP:
+    if not (p.B and p.Q and p.K and all(gathers(x) for x in (q, k, v))):
         return None
     of_terms = gradient_score(terms), terms.key_lengths is not None, None
     by_rows = prepared(p, layout, "query", *of_terms)
@@ -250,7 +266,7 @@ def bound_backward(
             # What was saved may have been elsewhere meanwhile, by hooks.
             (q.stride(), k.stride(), v.stride()) == inputs and out.is_contiguous() and lse.is_contiguous()
             and not (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % 16
-            and (dlse is None or dlse.is_contiguous()) and readable(dout)
+            and (dlse is None or dlse.is_contiguous()) and gathers(dout)
         )  # fmt: skip
         given = plain.having(lengths, sinks, slopes)
         if not alike or elsewhere(q):
@@ -301,7 +317,7 @@ def query_gradient(
     p: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rows: Tensor, layout: GatherLayout, terms: Terms,
     dq: Tensor, split: int | None = None, config: GatherConfig | None = None,
 ) -> None:  # fmt: skip
-    """Write dq, a tensor that TMA can address; `rows` are the row terms."""
+    """Write dq, a tensor that TMA can address. `rows` are the row terms; rows of k and v can be gathered."""
     call = prepared(p, layout, "query", gradient_score(terms), terms.key_lengths is not None, split, config)
     part = call.parts(q, call.size)
     call.run(
@@ -316,7 +332,7 @@ def key_gradients(
     p: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rows: Tensor, layout: GatherLayout, terms: Terms,
     dk: Tensor, dv: Tensor, split: int | None = None, config: GatherConfig | None = None,
 ) -> None:  # fmt: skip
-    """Write dk and dv, tensors that TMA can address; `rows` are the row terms."""
+    """Write dk and dv, tensors that TMA can address. `rows` are the row terms; rows of q and dout can be gathered."""
     call = prepared(p, layout, "columns", gradient_score(terms), terms.key_lengths is not None, split, config)
     part_dk, part_dv = call.parts(q, call.size), call.parts(q, call.size)
     call.run(

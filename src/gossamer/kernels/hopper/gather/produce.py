@@ -12,7 +12,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cutlass_dsl import dsl_user_op
@@ -48,12 +48,21 @@ LINE = 128  # bytes of a row that lie together in shared memory, their pieces pe
 
 
 @dsl_user_op
-def copy_piece(to: Int32, source: Int64, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """Copy `size` of 16 bytes to shared memory, asynchronously; what is left of them becomes zero."""
-    operands = [Int32(to).ir_value(loc=loc, ip=ip), Int64(source).ir_value(loc=loc, ip=ip)]
+def copy(
+    to: Int32, start: Int64, row: Int32, stride: Int32, past: Boolean | bool, size: int, place: int = 0, line: int = 0,
+    *, loc: Any = None, ip: Any = None,
+) -> None:  # fmt: skip
+    """Copy `size` bytes of a row, `line` bytes from where it starts, to `place` bytes behind `to`, asynchronously.
+
+    Nothing is read, and zeros are written, for a negative row, and where the copied columns are `past` the last one.
+    """
+    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int32(to), Int64(start), Int32(row), Int32(stride), Boolean(past))]
+    cached = "cg" if size == PIECE else "ca"
     llvm.inline_asm(
-        None, [*operands, Int32(size).ir_value(loc=loc, ip=ip)], "cp.async.cg.shared.global [$0], [$1], 16, $2;",
-        "r,l,r", has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+        None, operands,
+        "{ .reg .pred p; .reg .b64 a; setp.lt.or.s32 p, $2, 0, $4; mad.wide.s32 a, $2, $3, $1; "
+        f"cp.async.{cached}.shared.global [$0 + {place}], [a + {line}], {size}, p; }}",
+        "r,l,r,r,b", has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
     )  # fmt: skip
 
 
@@ -64,16 +73,6 @@ def smem_layout(kernel: Any, stages: int, columns: int | None = None) -> Any:
         hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, kernel.dtype, size), kernel.dtype
     )
     return cute.tile_to_shape(atom, (ROWS, size, stages), (0, 1, 2))
-
-
-@dsl_user_op
-def copy_word(to: Int32, source: Int64, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """As `copy_piece`, of 4 bytes."""
-    operands = [Int32(to).ir_value(loc=loc, ip=ip), Int64(source).ir_value(loc=loc, ip=ip)]
-    llvm.inline_asm(
-        None, [*operands, Int32(size).ir_value(loc=loc, ip=ip)], "cp.async.ca.shared.global [$0], [$1], 4, $2;",
-        "r,l,r", has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
 
 
 def row_products(kernel: Any) -> tuple[Any, Any]:
@@ -95,6 +94,18 @@ def whole_tiles(tma: Any, shared: Any, source: Any, size: int) -> tuple[Any, Any
     return cpasync.tma_partition(
         tma, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
     )
+
+
+@cute.jit
+def role_of(warp_index, blocks: cutlass.Constexpr):
+    """What a warp of the first warpgroup does: 0 and 1 serve, 2 and 3 gather.
+
+    Warps of the same index share a scheduler, and those that gather issue most. So they are others in every other one
+    of the `blocks` of a multiprocessor, which are as far apart as there are multiprocessors.
+    """
+    block, _, _ = cute.arch.block_idx()
+    grid, _, _ = cute.arch.grid_dim()
+    return cute.arch.make_warp_uniform(warp_index ^ ((block * blocks // grid) & 1) * 2)
 
 
 @cute.jit
@@ -152,11 +163,11 @@ class Gatherer:
     def source(self, tensor: Any, shared: Any, thread: Any) -> Any:
         """What a thread needs to know of a tensor (B, heads, rows, columns) and the ring that its rows go to."""
         piece, row = thread % PIECES, thread // PIECES
-        # A row may end before the padded size, and inside a piece.
-        held = [2 * cute.size(tensor, mode=[3]) - LINE * line - PIECE * piece for line in range(self.lines)]
+        # A row may end before the padded size: with a piece, since its columns are a multiple of 8.
+        past = [LINE * line + PIECE * piece >= 2 * cute.size(tensor, mode=[3]) for line in range(self.lines)]
         return Env(
-            tensor=tensor, row=row, piece=piece, held=[cutlass.min(cutlass.max(h, 0), PIECE) for h in held],
-            to=shared.toint() + row * LINE + (piece ^ row) * PIECE, stride=2 * Int64(tensor.stride[2]),
+            tensor=tensor, row=row, piece=piece, past=past, to=shared.toint() + row * LINE + (piece ^ row) * PIECE,
+            stride=Int32(2 * tensor.stride[2]),
         )  # fmt: skip
 
     @property
@@ -181,18 +192,17 @@ class Gatherer:
         """Issue this thread's copies of a stage; rows that the list does not fill become zero."""
         to = source.to + stage * (ROWS * LINE * self.lines)
         for j in cutlass.range_constexpr(COPIES):
-            column = columns[j]
-            there = start + Int64(column if column >= 0 else Int32(0)) * source.stride
             for line in cutlass.range_constexpr(self.lines):
-                held = source.held[line] if column >= 0 else Int32(0)
-                copy_piece(to + j * AT_ONCE * LINE + line * ROWS * LINE, there + line * LINE, held)
+                place = const_expr((j * AT_ONCE + line * ROWS) * LINE)
+                copy(to, start, columns[j], source.stride, source.past[line], PIECE, place, line * LINE)
 
     @cute.jit
     def fill_words(self, bits, shared, step, slot, thread):
         """Copy the words of a step: as many pieces as half of the threads."""
         if thread < WORDS * 4 // PIECE:
-            from_ = bits.iterator.toint() + Int64(step) * (4 * WORDS) + thread * PIECE
-            copy_piece(shared.iterator.toint() + slot * (4 * WORDS) + thread * PIECE, from_, Int32(PIECE))
+            from_ = bits.iterator.toint() + thread * PIECE
+            to = shared.iterator.toint() + slot * (4 * WORDS) + thread * PIECE
+            copy(to, from_, step, Int32(4 * WORDS), False, PIECE)
 
     @cute.jit
     def gather(self, k, v, s_k, s_v, bars, told, indices, bits, s_bits, ratio):

@@ -1,7 +1,7 @@
 """dQ over gathered columns: 64 query rows, and the keys that any of them keeps.
 
-Warp 0 takes items, tells the two warps that gather, and loads Q and dO by TMA; the second warpgroup computes as that of
-dQ by rows does for block layouts.
+Of the first warpgroup one warp takes items, tells the two that gather, and loads Q and dO by TMA; the second computes
+as that of dQ by rows does for block layouts.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from gossamer.kernels.hopper.gather.produce import (
     Places,
     init_rings,
     init_told,
+    role_of,
     row_products,
     smem_layout,
     step_words,
@@ -179,11 +180,12 @@ class GatherQuery(Items, Gatherer, Filled, QueryConsumer):
         cute.arch.sync_threads()
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(serving)
-            if warp_index == 0:
+            role = role_of(warp_index, c.blocks)
+            if role == 0:
                 listed = cute.make_tensor(indices.iterator, cute.prepend(indices.layout, cute.make_layout(1)))
                 env = Env(work=work, lists=listed, lengths=lengths, items=items, tickets=tickets)
                 self.serve(env, tma_q, g_q, s_q, tma_g, g_g, s_g, bars, told, item)
-            elif warp_index >= 2:
+            elif role >= 2:
                 self.gather(k, v, storage.k.data_ptr(), storage.v.data_ptr(), bars, told, indices, bits, s_bits, ratio)
         else:
             cute.arch.setmaxregister_increase(computing)
