@@ -25,7 +25,7 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 PARTS = 2
 
 if INTERPRETING:
-    from test_contract import NAMES, Exact
+    from exact import NAMES, Exact
 
     from gossamer.kernels.dense import launch
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from test_contract import no_gpu, within_nan
+from exact import no_gpu, within_nan
 from torch import Tensor
 
 import gossamer as gs

@@ -40,7 +40,7 @@ if INTERPRETING:
 
     def test_into_given_tensors() -> None:
         import torch
-        from test_contract import within_nan
+        from exact import within_nan
 
         from gossamer.kernels.triton.block import launch
 
@@ -61,7 +61,7 @@ if INTERPRETING:
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_results_of_two_parts_join(dtype: str) -> None:
         import torch
-        from test_contract import within_nan
+        from exact import within_nan
 
         from gossamer.kernels.triton.join import join
 
@@ -83,13 +83,11 @@ if INTERPRETING:
         torch.testing.assert_close(lse, torch.logaddexp(*lses))
         assert all(int(r.isnan().sum()) == r.numel() - x.numel() for r, x in zip(rooms, (out, lse), strict=True))
 
-    from test_residue import always  # noqa: F401  (a fixture)
-
-    def test_parts_of_a_call(always: list, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-        """Calls in parts, as the GPU tests of `test_residue` make them."""
+    def test_parts_of_a_call(always: list, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Calls in parts, as the GPU tests make them."""
         from dataclasses import replace
 
-        import test_residue
+        import parts_cases
 
         from gossamer.kernels.triton import IMPLEMENTATION
 
@@ -97,8 +95,8 @@ if INTERPRETING:
         monkeypatch.setattr(type(IMPLEMENTATION), "capability", on_cpu)
         for name in ("few_keys", "longformer_sinks"):
             always.clear()
-            case = next(case for case in test_residue.CASES if case.name == name)
-            test_residue.test_parts_are_exact("triton", "cpu", "float32", case, None, always)
+            case = next(case for case in parts_cases.CASES if case.name == name)
+            parts_cases.check("triton", "cpu", "float32", case, always)
 
     @pytest.mark.parametrize("columns", [32, 64])
     @pytest.mark.parametrize("rows", [16, 64])

@@ -44,7 +44,7 @@ CASES = (
 )  # fmt: skip
 
 if INTERPRETING:
-    from test_contract import NAMES, Exact
+    from exact import NAMES, Exact
 
     from gossamer.kernels.triton.wide import launch as wide
 
