@@ -31,9 +31,10 @@ from gossamer.bench.peer import backward_call
 from gossamer.bench.peers import PEERS
 from gossamer.bench.run import forward_call
 from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.relaunch import padded
 from gossamer.kernels.triton.block import launch
 from gossamer.kernels.triton.block.config import CANDIDATES, TileConfig, config
-from gossamer.kernels.triton.config import BUCKETS, DIRECTIONS, Direction, padded
+from gossamer.kernels.triton.config import BUCKETS, DIRECTIONS, Direction
 from gossamer.kernels.triton.row_terms import row_terms
 from gossamer.layouts import BlockLayout, build
 from gossamer.patterns import BigBird, Pattern, SlidingWindow

@@ -12,8 +12,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from gossamer.kernels.relaunch import padded
 from gossamer.kernels.triton.compile import FLOATS, PLAIN, Report, argument_type, report
-from gossamer.kernels.triton.config import SHARED_MEMORY, padded
+from gossamer.kernels.triton.config import SHARED_MEMORY
 from gossamer.kernels.triton.gather import rows, tiles
 from gossamer.kernels.triton.gather.config import GATHERS, group_config, piece, row_config
 from gossamer.layouts.gather import WIDTHS

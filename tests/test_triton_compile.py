@@ -14,8 +14,9 @@ import pytest
 
 pytest.importorskip("triton")
 
+from gossamer.kernels.relaunch import padded
 from gossamer.kernels.triton.block.config import CANDIDATES, TABLE, TileConfig, config
-from gossamer.kernels.triton.config import ARCHITECTURES, BUCKETS, DIRECTIONS, SHARED_MEMORY, architecture, padded
+from gossamer.kernels.triton.config import ARCHITECTURES, BUCKETS, DIRECTIONS, SHARED_MEMORY, architecture
 
 # What is compiled besides the shipped configurations: score terms, odd head sizes, contiguous lists, grouped queries.
 EXTRA = """

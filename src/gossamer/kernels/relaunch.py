@@ -34,6 +34,11 @@ def fresh(dtype: torch.dtype, shape: tuple[int, ...]) -> Kind:
     return dtype, tuple(reversed(strides)), 0
 
 
+def padded(size: int) -> int:
+    """The power of two, at least 16, that holds a head size."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
 def strides(name: str, x: Tensor) -> dict[str, int]:
     """The strides of (B, heads, rows) as kernel arguments."""
     return {f"stride_{name}{axis}": x.stride(i) for i, axis in enumerate("bhn")}

@@ -12,7 +12,7 @@ from torch import Tensor
 from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.dense.kernels import backward_kernel, forward_kernel
 from gossamer.kernels.devices import elsewhere, empty_from, processors, template
-from gossamer.kernels.relaunch import Known, bound, fresh, launch, strides
+from gossamer.kernels.relaunch import Known, bound, fresh, launch, padded, strides
 from gossamer.kernels.rows import row_terms, sink_gradient
 from gossamer.kernels.scores import scales
 
@@ -26,11 +26,6 @@ class Tile(NamedTuple):
     C: int
     warps: int
     stages: int
-
-
-def padded(size: int) -> int:
-    """The power of two, at least 16, that holds a head size."""
-    return max(16, 1 << (size - 1).bit_length())
 
 
 @lru_cache

@@ -15,11 +15,6 @@ SHARED_MEMORY = {80: 166912, 89: 101376, 90: 232448, 100: 232448}
 X3: Literal["tf32x3"] = "tf32x3"
 
 
-def padded(size: int) -> int:
-    """The power of two, at least 16, that holds a head size."""
-    return max(16, 1 << (size - 1).bit_length())
-
-
 def architecture(sm: int) -> int:
     """The newest listed architecture that is not newer than `sm`.
 

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gossamer.kernels.relaunch import padded
 from gossamer.kernels.scores import LN2, LOG2E
 from gossamer.kernels.triton.arguments import operand
-from gossamer.kernels.triton.config import padded
 from gossamer.kernels.triton.rows import load_rows, store_rows
 
 ROWS = 32

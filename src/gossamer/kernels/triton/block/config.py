@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gossamer.kernels.triton.config import ARCHITECTURES, BUCKETS, X3, Direction, architecture, padded
+from gossamer.kernels.relaunch import padded
+from gossamer.kernels.triton.config import ARCHITECTURES, BUCKETS, X3, Direction, architecture
 
 
 @dataclass(frozen=True)

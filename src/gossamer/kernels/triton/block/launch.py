@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.devices import processors
-from gossamer.kernels.relaunch import Known, launch, strides
+from gossamer.kernels.relaunch import Known, launch, padded, strides
 from gossamer.kernels.rows import sink_gradient
 from gossamer.kernels.triton.arguments import operand, term_arguments
 from gossamer.kernels.triton.block.config import TileConfig, config
@@ -21,7 +21,7 @@ from gossamer.kernels.triton.block.forward import forward_kernel
 from gossamer.kernels.triton.block.key_gradients import dkdv_kernel
 from gossamer.kernels.triton.block.query_gradient import dq_kernel
 from gossamer.kernels.triton.block.walks import Items, facts, items
-from gossamer.kernels.triton.config import Direction, padded
+from gossamer.kernels.triton.config import Direction
 from gossamer.kernels.triton.merge import merge_kernel, merged, sum_kernel
 from gossamer.kernels.triton.row_terms import row_terms
 from gossamer.layouts.block import KINDS, BlockLayout, Walk

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gossamer.kernels.contract import GatherChoice
-from gossamer.kernels.triton.config import X3, Direction, padded
+from gossamer.kernels.relaunch import padded
+from gossamer.kernels.triton.config import X3, Direction
 
 _SHORT, _LONG = frozenset({"float16", "bfloat16"}), frozenset({"float32"})
 # Fitted to what one H200 measured (docs/kernels/gather.md), forward and backward weighed together. In pairs of a full

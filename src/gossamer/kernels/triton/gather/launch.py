@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Problem, Terms
-from gossamer.kernels.relaunch import launch, strides
+from gossamer.kernels.relaunch import launch, padded, strides
 from gossamer.kernels.rows import sink_gradient
 from gossamer.kernels.triton.arguments import operand, term_arguments
-from gossamer.kernels.triton.config import padded
 from gossamer.kernels.triton.gather import rows as row_kernels
 from gossamer.kernels.triton.gather import tiles as tile_kernels
 from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gossamer.kernels.contract import Problem
 from gossamer.kernels.devices import processors
-from gossamer.kernels.relaunch import Known
-from gossamer.kernels.triton.config import Direction, padded
+from gossamer.kernels.relaunch import Known, padded
+from gossamer.kernels.triton.config import Direction
 from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig, group_config, piece, row_config
 from gossamer.layouts.gather import GatherLayout, GatherWalk
 from gossamer.layouts.schedule import FEWEST_TILES, PARTS_PER_PROCESSOR, cut
