@@ -13,9 +13,10 @@ from gossamer.kernels.table import NAMES
 from gossamer.layouts import BlockLayout, GatherLayout
 from gossamer.patterns import Pattern
 from gossamer.patterns.reordered import ReorderedCSR
+from gossamer.torch.advice import advice, all_pairs, pairs_per_second, shown, ways
 from gossamer.torch.api import check_types, four_dimensional, is_deterministic, what
 from gossamer.torch.parts import calls, folded, split_for
-from gossamer.torch.plan import Plan, counted, make_plan, placed, refusals, terms_of
+from gossamer.torch.plan import Plan, make_plan, placed, refusals, terms_of
 from gossamer.torch.registry import pattern_of
 from gossamer.torch.reorder import check_order
 from gossamer.torch.split import Split
@@ -24,6 +25,7 @@ from gossamer.torch.validate import Arguments, describe
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+SHOWN = 6  # estimates
 BACKWARD = 2.5  # floating-point operations of the backward, over those of the forward
 
 
@@ -44,7 +46,11 @@ class Explanation:
     layout_bytes: int
     parts: tuple[str, ...] = ()  # the calls over strided views that compute it, when it is not computed as one
     estimates: tuple[float, float] | None = None  # seconds of the forward in parts, and as one call
-    options: tuple[tuple[str, float], ...] = ()  # what each layout was counted to take, over the least
+    options: tuple[tuple[str, float], ...] = ()  # what each layout was counted to take, over the least, which is first
+    seconds: float | None = None  # estimated of the forward, on the device; None where no rate was measured
+    backward_seconds: float | None = None
+    all_pairs: float | None = None  # estimated seconds of a forward that keeps every pair
+    faster: tuple[str, ...] = ()  # what would make it so
     copies: dict[str, str] = field(default_factory=dict)  # inputs that are copied before a kernel reads them, and why
 
     def rows(self) -> list[tuple[str, str]]:
@@ -67,12 +73,25 @@ class Explanation:
             lines.append(
                 ("estimated", "{:.3g} ms in parts, {:.3g} ms as one call".format(*(1e3 * x for x in self.estimates)))
             )
-        if len(self.options) > 1:
-            lines.append(("counted", ", ".join(f"{name}: {cost:.2f}" for name, cost in self.options)))
+        lines += self._ways()
         if self.backward is not None:
-            lines.append(("backward by", self.backward))
+            about = "" if self.backward_seconds is None else f", about {shown(self.backward_seconds)}"
+            lines.append(("backward by", self.backward + about))
+        lines += [("faster", text) for text in self.faster]
         lines += [(f"copies {name}", why) for name, why in self.copies.items()]
         return lines + [(f"not {name}", "; ".join(found)) for name, found in self.reasons.items()]
+
+    def _ways(self) -> list[tuple[str, str]]:
+        """The estimates, the least first: seconds, or where no rate was measured how many times the least."""
+        if self.seconds is None:
+            if len(self.options) < 2:
+                return []
+            return [("counted", ", ".join(f"{name}: {cost:.2f}" for name, cost in self.options))]
+        text = ", ".join(f"{shown(cost * self.seconds)} by {name}" for name, cost in self.options[:SHOWN])
+        if len(self.options) == 1:
+            text += " (its tiles are nearly full: nothing else was counted)"
+        every = [] if self.all_pairs is None else [("of all pairs", f"{shown(self.all_pairs)} (as with Dense())")]
+        return [("estimated", text), *every]
 
     def __rich__(self) -> Any:
         from rich.table import Table
@@ -189,7 +208,9 @@ def explain(
     check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation)
     inputs = (q, k, v, sink_logits)
     backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    dims = q.ndim
     q, k, v = four_dimensional(q, k, v)
+    reordered = isinstance(pattern, ReorderedCSR)
     if isinstance(pattern, ReorderedCSR):
         check_order(pattern, q, k, key_lengths, alibi_slopes)
         pattern = pattern.inner
@@ -233,9 +254,41 @@ def explain(
     size = q.element_size()
     elements = q.numel() + k.numel() + v.numel() + q.numel() // p.D * p.E
     flops = 2.0 * (p.D + p.E) * p.B * p.H
+    pattern_taken = None if handle < 0 else pattern_of(handle)
+    options: tuple[tuple[str, float], ...] = ()
+    taken = later_taken = every = None
+    if split is None and pattern_taken is not None:
+        counts = ways(plan, pattern_taken, terms.q_offset, q.device)
+        options = tuple((way, cost / counts[0][1]) for way, cost in counts)
+        taken, every = _seconds(plan, counts), all_pairs(plan, q.device)
+        if backward:
+            later_taken = _seconds(later, ways(later, pattern_taken, terms.q_offset, q.device))
+    fill = executed / useful if useful else 1.0
+    again = planned_again(a, handle, dims, reordered)
+    faster = advice(plan, pattern_taken if split is None else None, terms.q_offset, q.device, fill, again)
     return Explanation(
         replace(p, backward=backward), name, gradient, refused, tile, density, tiles, useful * flops, executed * flops,
         elements * size + p.B * p.H * p.Q * (8 if p.dtype == "float64" else 4), layout_bytes, parts,
         None if split is None else (split.cost, split.whole),
-        counted(plan, pattern_of(handle), terms.q_offset, q.device) if split is None and handle >= 0 else (), copies,
+        options, taken, later_taken, every, faster, copies,
     )  # fmt: skip
+
+
+def _seconds(plan: Plan, counts: tuple[tuple[str, float], ...]) -> float | None:
+    """Of the least of the ways that were counted."""
+    rate = pairs_per_second(plan.problem)
+    return counts[0][1] / rate if counts and rate is not None else None
+
+
+def planned_again(a: Arguments, handle: int, dims: int, reordered: bool) -> list[str]:
+    """Why repetitions of a call are looked at from the beginning on the host: see `torch.calls`."""
+    found = []
+    if handle < 0:
+        found.append("pattern is a tensor or a BlockLayout, which may have been written to")
+    if reordered:
+        found.append("the rows of a reordered graph are permuted")
+    if a.q_offset_tensor is not None:
+        found.append("q_offset is a tensor")
+    if dims != 4:
+        found.append("q, k and v have fewer than four dimensions")
+    return found

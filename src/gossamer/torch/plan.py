@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from math import isfinite
 from typing import Any
 from weakref import ref
 
@@ -19,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gossamer.kernels.contract import GatherChoice, Implementation, Problem, Terms, Unsupported, reasons
 from gossamer.kernels.devices import processors
 from gossamer.kernels.table import NAMES, load
-from gossamer.layouts import BlockLayout, cached_gather, cached_layout, cheapest, costs
+from gossamer.layouts import BlockLayout, cached_gather, cached_layout, cheapest
 from gossamer.layouts.cache import KEPT_BYTES, LEAST_KEPT, MOST_KEPT, Machine, bytes_of
 from gossamer.layouts.kept import Kept
 from gossamer.patterns import Dense, Pattern
@@ -258,19 +257,6 @@ def machine_of(plan: Plan, pattern: Pattern, device: torch.device) -> Machine:
     p, (b, h) = plan.problem, pattern.lead
     copies = (p.B if b == 1 else 1) * (p.H if h == 1 else 1)
     return Machine(copies, processors(device) if p.device == "cuda" else 0)
-
-
-def counted(plan: Plan, pattern: Pattern, q_offset: int, device: torch.device) -> tuple[tuple[str, float], ...]:
-    """What each option of a plan was counted to take, over the least; empty where there is nothing to choose."""
-    p = plan.problem
-    if plan.implementations[0].layout != "block" or len(plan.tiles) + len(plan.gathers) < 2:
-        return ()
-    machine = machine_of(plan, pattern, device)
-    found = costs(pattern, p.Q, p.K, tiles=plan.tiles, gathers=plan.gathers, q_offset=q_offset, machine=machine)
-    names = [f"{i.name} {block_q} x {block_kv}" for i, (block_q, block_kv, _) in plan.options]
-    names += [f"{i.name} gather {choice.block_q}" for i, choice in plan.gather_options]
-    # The costs may stop early; infinite ones were not measured to win.
-    return tuple((name, cost / min(found)) for name, cost in zip(names, found, strict=False) if isfinite(cost))
 
 
 def _given_layout(
