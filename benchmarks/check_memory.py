@@ -8,29 +8,20 @@ Without the caching allocator every tensor is an allocation of its own, so that 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from gossamer.kernels.contract import reasons
+from gossamer.kernels.contract import Problem, Terms, reasons
 from gossamer.kernels.hopper import IMPLEMENTATION
 from gossamer.layouts.gather import build_gather
 from gossamer.testing import inputs
 from gossamer.testing.cases import SMALL, Case
 
 
-def run(case: Case, dtype: str) -> bool:
-    """Whether the case was computed, by each size of tiles: its forward, then dq by reduction and by rows.
-
-    Then over gathered columns, where its head sizes and terms have such kernels.
-    """
-    problem = inputs.problem_of(case, dtype, "cuda")
-    if reasons(problem, IMPLEMENTATION.capability):
-        return False
-    given = inputs.make(case, dtype, "cuda")
-    while given.q.ndim < 4:
-        given = given._replace(q=given.q[None], k=given.k[None], v=given.v[None])
-    q, k, v = given[:3]
-    terms = inputs.terms_of(case, given)
+def by_tiles(case: Case, problem: Problem, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> None:
+    """A forward by each size of tiles, then dq by reduction and by rows."""
     for block_q, block_kv in sorted({IMPLEMENTATION.tile(problem), (64, 64)}):
         made = case.pattern().layout(case.Q, case.K, block_q=block_q, block_kv=block_kv, q_offset=terms.q_offset)
         layout = made.to("cuda")
@@ -39,21 +30,38 @@ def run(case: Case, dtype: str) -> bool:
         for deterministic in (False, True):
             asked = type(problem)(**vars(problem) | {"deterministic": deterministic})
             IMPLEMENTATION.backward(asked, dout, dlse, q, k, v, out, lse, layout, terms)
+
+
+def by_gathers(case: Case, problem: Problem, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> None:
+    """Both directions over gathered columns, where the head sizes have such kernels; lists whole and cut."""
+    launch = IMPLEMENTATION.launch_gather
     for choice in IMPLEMENTATION.capability.gathers:
         if choice.reads(problem):
             made = build_gather(case.pattern(), case.Q, case.K, block_q=choice.block_q, q_offset=terms.q_offset)
-            gathered = made.to("cuda")
-            for split in (None, 1):  # lists whole, and cut after each step
-                out, lse = IMPLEMENTATION.launch_gather.forward(problem, q, k, v, gathered, terms, split=split)
-                given = torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, gathered, terms
-                IMPLEMENTATION.launch_gather.backward(problem, *given, split=split)
+            layout = made.to("cuda")
+            for split in (None, 1):
+                out, lse = launch.forward(problem, q, k, v, layout, terms, split=split)
+                given = torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, layout, terms
+                launch.backward(problem, *given, split=split)
+
+
+def run(case: Case, dtype: str, *parts: Callable[..., None]) -> bool:
+    """Whether the case was computed."""
+    problem = inputs.problem_of(case, dtype, "cuda")
+    if reasons(problem, IMPLEMENTATION.capability):
+        return False
+    given = inputs.make(case, dtype, "cuda")
+    while given.q.ndim < 4:
+        given = given._replace(q=given.q[None], k=given.k[None], v=given.v[None])
+    for part in parts:
+        part(case, problem, *given[:3], inputs.terms_of(case, given))
     torch.cuda.synchronize()
     return True
 
 
 def main(names: list[str]) -> None:
     cases = [case for case in SMALL if not names or case.name in names]
-    done = [case.name for case in cases if run(case, "bfloat16")]
+    done = [case.name for case in cases if run(case, "bfloat16", by_tiles, by_gathers)]
     print(f"{len(done)} cases: {', '.join(done)}")
 
 
