@@ -13,8 +13,12 @@ BLOCK = 128
 BITS_BYTES = 2**30  # the largest pool of bits that is made for a pattern without a formula
 
 
-def block_mask(inputs: Inputs) -> Any:
-    """A torch BlockMask of the inputs' pattern; ValueError when it would take too much memory."""
+def block_mask(inputs: Inputs) -> tuple[Any, bool]:
+    """A torch BlockMask of the inputs' pattern, and whether its function looks pairs up.
+
+    Raises:
+        ValueError: it would take too much memory.
+    """
     from gossamer.integrations import flex
     from gossamer.integrations.mask_mods import by_formula, by_lookup
 
@@ -31,4 +35,5 @@ def block_mask(inputs: Inputs) -> Any:
         if size > BITS_BYTES:
             raise ValueError(f"a mask function of this graph would read {size / 2**30:.1f} GiB of bits")
     layout = pattern.layout(Q, K, block_q=block, block_kv=block, q_offset=q_offset)
-    return flex.block_mask(layout, by_lookup(layout, device) if mask_mod is None else mask_mod, device)
+    looked_up = mask_mod is None
+    return flex.block_mask(layout, by_lookup(layout, device) if mask_mod is None else mask_mod, device), looked_up

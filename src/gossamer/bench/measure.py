@@ -40,7 +40,7 @@ def time_call(call: Call, device: torch.device, *, budget_s: float = 0.5, most: 
 
 
 def time_in_turns(
-    calls: dict[str, Call], device: torch.device, *, budget_s: float = 0.5, most: int = 50, least: int = ROUNDS
+    calls: dict[str, Call], device: torch.device, *, budget_s: float = 0.5, most: int = 200, least: int = ROUNDS
 ) -> dict[str, Timing | Exception]:
     """Times several calls in alternating rounds, so that a clock that drifts falls on all of them alike.
 

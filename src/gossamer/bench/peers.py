@@ -114,14 +114,16 @@ def _flex(options: dict[str, Any], needed: str | None) -> Callable[[Inputs, floa
         # Every case compiles the same function anew: by default it is not compiled any more after eight.
         needs_module("torch._dynamo.config").recompile_limit = 256
         try:
-            mask = block_mask(inputs)
+            mask, looked_up = block_mask(inputs)
         except ValueError as error:
             raise Refusal(str(error)) from None
+        # By default its Triton kernel keeps what is looked up in shared memory for several steps, which is too much.
+        chosen = options or ({"num_stages": 1} if looked_up else None)
         compiled = torch.compile(flex.flex_attention, dynamic=False)
         gqa = inputs.q.shape[1] != inputs.k.shape[1]
         return Prepared(
             lambda q, k, v: compiled(
-                q, k, v, block_mask=mask, scale=inputs.terms.scale, enable_gqa=gqa, kernel_options=options or None
+                q, k, v, block_mask=mask, scale=inputs.terms.scale, enable_gqa=gqa, kernel_options=chosen
             )
         )
 
