@@ -94,7 +94,7 @@ def test_what_a_call_is_planned_again_for() -> None:
         (random_graph(1024, 102), 1024, {"hopper 128 x 128"}),
         (gs.SlidingWindow(54), 512, {"hopper 64 x 64", "triton 64 x 64"}),
     ],
-    ids=lambda x: str(x)[:40],
+    ids=lambda x: str(x)[:40] if isinstance(x, gs.Pattern) else None,
 )
 def test_small_problems_take_what_was_measured_to_be_fast(pattern: gs.Pattern, N: int, want: set[str]) -> None:
     assert advice.ways(planned(replace(PROBLEM, Q=N, K=N)), pattern, 0, DEVICE)[0][0] in want

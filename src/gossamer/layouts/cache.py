@@ -23,7 +23,7 @@ WORTH_A_GATHER = 3.0
 # What a query row costs with tiles, in the same unit: fetching and storing it, beginning and ending its loop.
 TILE_ROW = 400.0
 # What a pair of a bits tile costs above one of a full tile.
-BITS_PAIR = 0.2
+BITS_PAIR = 0.28
 # Of one processor, in the same unit: beginning and ending a launch, a second launch that joins the parts of long rows
 # with them, and a tile beside its pairs, while it follows another. Measured on an H200 at 512 to 4096 positions, D 128.
 START, JOIN, TILE_STEP, STEP_PAIR = 5e4, 4.5e4, 4500.0, 0.7

@@ -17,9 +17,9 @@ _SHORT, _LONG = frozenset({"float16", "bfloat16"}), frozenset({"float32"})
 # steps of float32 are guessed from those.
 GATHERS = (
     GatherChoice(1, _SHORT, 0.0, 70.0, 600.0, 0.0, 64, 80, 2050.0, 8),
-    GatherChoice(1, _SHORT, 0.0, 66.0, 200.0, 0.0, 256, 80, 2050.0, 8, 65),
+    GatherChoice(1, _SHORT, 0.0, 70.0, 520.0, 0.0, 256, 80, 2050.0, 8, 65),
     GatherChoice(16, _SHORT, 1.7, 70.0, 100.0, 2.0, 64, 80, 11400.0, 8),
-    GatherChoice(16, _SHORT, 4.0, 70.0, 300.0, 2.0, 256, 80, 11400.0, 8, 65),
+    GatherChoice(16, _SHORT, 4.0, 70.0, 350.0, 2.0, 256, 80, 11400.0, 8, 65),
     GatherChoice(64, _SHORT, 2.2, 70.0, 100.0, 2.0, 128, 90, 11900.0, 8),
     GatherChoice(1, _LONG, 0.0, 16.0, 440.0, 0.0, 256, 80, 500.0, 8),
     GatherChoice(16, _LONG, 4.0, 16.0, 400.0, 2.0, 128, 80, 4000.0, 8),
