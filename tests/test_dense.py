@@ -5,14 +5,12 @@ The interpreter is chosen when triton is imported, so the cases run in a process
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from processes import INTERPRETING, compiled, in_interpreter
 
 pytest.importorskip("triton")
 
@@ -21,7 +19,6 @@ from gossamer.testing import inputs, tolerance
 from gossamer.testing.cases import SMALL, Case
 from gossamer.torch.masks import unpack, words_of
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 PARTS = 2
 
 if INTERPRETING:
@@ -70,19 +67,10 @@ else:
     @pytest.mark.slow
     @pytest.mark.parametrize("part", range(PARTS))
     def test_in_the_interpreter(part: int) -> None:
-        file = Path(__file__)
-        tests = [f"{file}::test_case[{case.name}]" for case in SMALL][part::PARTS]
+        tests = [f"test_case[{case.name}]" for case in SMALL][part::PARTS]
         if part == 0:
-            tests += [f"{file}::test_strides_and_no_words", f"{file}::test_other_tiles"]
-        found = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests],
-            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-            cwd=file.parent.parent,
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-        assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
+            tests += ["test_strides_and_no_words", "test_other_tiles"]
+        in_interpreter(__file__, *tests)
 
 
 COMPILE = """
@@ -92,8 +80,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from gossamer.kernels.contract import Problem
 from gossamer.kernels.dense import kernels, launch
+from gossamer.kernels.triton.config import SHARED_MEMORY
 
-SHARED = {80: 166912, 89: 101376, 90: 232448, 100: 232448}
 NONE = {"slopes", "sinks", "lengths", "dlse"}
 dtype, *targets = sys.argv[1:]
 kind, seen = {"bfloat16": "*bf16", "float32": "*fp32"}[dtype], set()
@@ -127,7 +115,7 @@ for D, N in ((64, 128), (128, 128), (128, 4096), (256, 128), (256, 4096), (64, 4
         for sm in map(int, targets):
             shared = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options).metadata.shared
             print(kernel.__name__, dtype, D, N, tile, "sm", sm, "shared", shared)
-            assert shared <= SHARED[sm]
+            assert shared <= SHARED_MEMORY[sm]
 """
 
 
@@ -136,15 +124,7 @@ for D, N in ((64, 128), (128, 128), (128, 4096), (256, 128), (256, 4096), (64, 4
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 def test_every_tile_compiles(tmp_path: Path, dtype: str) -> None:
     """For the two architectures with the least and the most shared memory."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    found = subprocess.run(
-        [sys.executable, "-W", "error", "-c", COMPILE, dtype, "89", "90"],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
+    compiled(COMPILE, dtype, 89, 90, cache=tmp_path)
 
 
 def test_rows_far_apart_are_copied() -> None:

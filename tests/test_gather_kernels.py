@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from processes import INTERPRETING, in_interpreter
 from triton_cases import CASES, Case, compare, make
 
 import gossamer as gs
@@ -22,7 +19,6 @@ from gossamer.kernels.triton.gather import launch as gather
 from gossamer.kernels.triton.gather.config import RowConfig
 from gossamer.layouts.gather import WIDTHS, build_gather
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 ROWS = tuple(WIDTHS)
 
 
@@ -85,20 +81,10 @@ else:
     @pytest.mark.slow
     @pytest.mark.parametrize("part", range(4))
     def test_in_the_interpreter(part: int) -> None:
-        file = Path(__file__)
-        tests = [f"{file}::test_case[{case.name}-{rows}]" for case in ALL for rows in ROWS][part::4]
+        tests = [f"test_case[{case.name}-{rows}]" for case in ALL for rows in ROWS][part::4]
         if part == 0:
-            tests.append(f"{file}::test_every_row_configuration_gives_the_same_rows")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
-        found = subprocess.run(
-            command,
-            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-            cwd=file.parent.parent,
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-        assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
+            tests.append("test_every_row_configuration_gives_the_same_rows")
+        in_interpreter(__file__, *tests)
 
 
 LARGE = [

@@ -5,12 +5,10 @@ Compilation runs in processes of its own, with a cache that is thrown away.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import compiled
 
 pytest.importorskip("triton")
 
@@ -62,30 +60,18 @@ for kind, size in (("bf16", 128), ("fp16", 40), ("fp32", 256)):
 """
 
 
-def compile_in_process(script: str, sm: int, cache: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    found = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script, str(sm)],
-        env=environment | {"TRITON_CACHE_DIR": str(cache)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("sm", ARCHITECTURES)
 def test_shipped_configurations_compile(sm: int, dtype: str, tmp_path: Path) -> None:
     work = f"work = [w for w in shipped(sm) if w[2].dtype == {dtype!r}]"
-    compile_in_process(COMPILE.format(work=work), sm, tmp_path)
+    compiled(COMPILE.format(work=work), sm, cache=tmp_path)
 
 
 @pytest.mark.slow
 def test_variants_compile(tmp_path: Path) -> None:
-    compile_in_process(COMPILE.format(work=EXTRA), 90, tmp_path)
-    compile_in_process(JOIN, 90, tmp_path)
+    compiled(COMPILE.format(work=EXTRA), 90, cache=tmp_path)
+    compiled(JOIN, 90, cache=tmp_path)
 
 
 def test_table_is_complete() -> None:

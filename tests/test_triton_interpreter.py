@@ -5,15 +5,10 @@ The interpreter is chosen when triton is imported, so the cases run in processes
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from processes import INTERPRETING, in_interpreter
 
 PARTS = 4
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 triton = pytest.importorskip("triton")
 
@@ -120,23 +115,13 @@ else:
         from triton_cases import CASES
 
         names = [case.name for case in CASES][part::PARTS]
-        file = Path(__file__)
-        tests = [f"{file}::test_case[{name}]" for name in names]
+        tests = [f"test_case[{name}]" for name in names]
         if part == 0:
-            tests.append(f"{file}::test_same_bits_with_and_without_work_items")
-            tests.append(f"{file}::test_descriptors_give_the_same_numbers")
-            tests.append(f"{file}::test_into_given_tensors")
+            tests.append("test_same_bits_with_and_without_work_items")
+            tests.append("test_descriptors_give_the_same_numbers")
+            tests.append("test_into_given_tensors")
         if part == 2:
-            tests += [f"{file}::test_parts_of_a_call", f"{file}::test_results_of_two_parts_join"]
+            tests += ["test_parts_of_a_call", "test_results_of_two_parts_join"]
         if part == 1:
-            tests.append(f"{file}::test_every_step_size_gives_the_same_rows")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
-        found = subprocess.run(
-            command,
-            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-            cwd=file.parent.parent,
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-        assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
+            tests.append("test_every_step_size_gives_the_same_rows")
+        in_interpreter(__file__, *tests)

@@ -5,14 +5,12 @@ The interpreter is chosen when triton is imported, so the cases run in a process
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from processes import INTERPRETING, compiled, in_interpreter
 
 pytest.importorskip("triton")
 
@@ -20,8 +18,6 @@ from gossamer.layouts import cached_layout
 from gossamer.patterns import BlockMask, Causal, Dense, Dilated, Document, PerHead, SlidingWindow
 from gossamer.testing import tolerance
 from gossamer.testing.cases import Case, square
-
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _half_empty(N: int) -> BlockMask:
@@ -99,19 +95,9 @@ else:
 
     @pytest.mark.slow
     def test_in_the_interpreter() -> None:
-        file = Path(__file__)
         names = [f"test_case[{case.name}]" for case in CASES]
         names += ["test_passes_give_the_same_numbers", "test_half_precision_and_given_places"]
-        found = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
-             *(f"{file}::{name}" for name in names)],
-            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-            cwd=file.parent.parent,
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )  # fmt: skip
-        assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
+        in_interpreter(__file__, *names)
 
 
 COMPILE = """
@@ -163,12 +149,4 @@ for dtype, kind, edge, block, precision in (
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter does not compile")
 @pytest.mark.parametrize("sm", [80, 89, 90, 100])
 def test_it_compiles(sm: int, tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    found = subprocess.run(
-        [sys.executable, "-W", "error", "-c", COMPILE, str(sm)],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
+    compiled(COMPILE, sm, cache=tmp_path)
