@@ -75,13 +75,9 @@ def test_what_a_call_is_planned_again_for() -> None:
     q = torch.zeros(1, 2, 40, 8)
     known = gs.explain(q, q, q, gs.Causal())
     assert known.faster == () and known.seconds is None
-    for given, text in (
-        ((q, q, q, torch.ones(40, 40, dtype=torch.bool)), "pattern is a tensor"),
-        ((q[0], q[0], q[0], gs.Causal()), "fewer than four dimensions"),
-    ):
-        (found,) = [line for line in gs.explain(*given).faster if "planned again" in line]  # type: ignore[arg-type]
-        assert text in found
-        assert ("faster", found) in gs.explain(*given).rows()  # type: ignore[arg-type]
+    given = q, q, q, torch.ones(40, 40, dtype=torch.bool)
+    (found,) = gs.explain(*given).faster
+    assert "pattern is a tensor" in found and ("faster", found) in gs.explain(*given).rows()
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,19 @@ def test_the_second_call_is_known_and_the_same() -> None:
     assert len({float(out.detach().sum()) for out, _ in found[0]}) == len(kinds) - 1  # the mode changes no result here
 
 
+@pytest.mark.parametrize("dims", [2, 3])
+def test_calls_of_fewer_dimensions_are_known(dims: int) -> None:
+    calls.forget()
+    x, pattern = [y.detach()[0] if dims == 3 else y.detach()[0, 0] for y in inputs()], gs.SlidingWindow(5)
+    leaves = [y.requires_grad_() for y in x]
+    found = []
+    for _ in range(2):
+        out, lse = gs.attention(*leaves, pattern, return_lse=True)
+        found.append((out, lse, *torch.autograd.grad(out.sum() + lse.sum(), leaves)))
+    assert len(calls._calls) == 1 and out.shape == x[0].shape and lse.shape == x[0].shape[:-1]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_a_kind_is_told_by_all_that_matters() -> None:
     q, k, v = (torch.randn(2, 2, 24, 8) for _ in range(3))
     pattern = gs.SlidingWindow(5)

@@ -19,7 +19,7 @@ from gossamer.torch.merge import merge as merge_results
 from gossamer.torch.operators import differentiable, eager, plain
 from gossamer.torch.registry import constants
 from gossamer.torch.reorder import orders, permuted
-from gossamer.torch.validate import Arguments, describe, instead
+from gossamer.torch.validate import Arguments, describe, fewer, four_dimensional, instead
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -153,8 +153,8 @@ def attention(
             deterministic, differentiable(q, k, v, sink_logits),
         )  # fmt: skip
         out, lse = eager(a, layout, blocks, handle)
-        if kind is not None and dims == 4 and back is None:
-            remember(kind, a, handle)
+        if kind is not None and back is None:
+            remember(kind, a, handle, dims)
     else:
         out, lse = _forward(
             q, k, v, layout, blocks, handle, offset, offset_tensor, key_lengths, sink_logits, alibi_slopes, scale,
@@ -162,10 +162,7 @@ def attention(
         )  # fmt: skip
     if back is not None:
         out, lse = out.index_select(2, back), lse.index_select(2, back)
-    if dims == 3:
-        out, lse = out.squeeze(0), lse.squeeze(0)
-    elif dims == 2:
-        out, lse = out.squeeze(0).squeeze(0), lse.squeeze(0).squeeze(0)
+    out, lse = fewer(out, lse, dims)
     return (out, lse) if return_lse else out
 
 
@@ -226,20 +223,6 @@ def is_deterministic(deterministic: Any) -> bool:
     if not isinstance(deterministic, bool):
         raise ValueError(f"deterministic must be True, False or None; got {describe(deterministic)}")
     return deterministic
-
-
-def four_dimensional(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as (B, heads, positions, features), from two, three or four dimensions."""
-    if not (q.ndim == k.ndim == v.ndim and 2 <= q.ndim <= 4):
-        raise ValueError(
-            f"q, k and v must all have 2, 3 or 4 dimensions: (N, D), (H, N, D) or (B, H, N, D); "
-            f"got shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-        )
-    if q.ndim == 4:
-        return q, k, v
-    if q.ndim == 3:
-        return q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    return q[None, None], k[None, None], v[None, None]
 
 
 def what(pattern: Any, q: Tensor) -> tuple[int, list[Tensor], list[int], Any]:

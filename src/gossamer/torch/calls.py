@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import _C, Tensor
@@ -22,11 +22,11 @@ from gossamer.torch.bound_parts import bound_parts
 from gossamer.torch.operators import Gradients, backward_op, compute, compute_gradients, differentiable, plain
 from gossamer.torch.parts import split_for
 from gossamer.torch.plan import Plan, held, placed, plan_for, terms_of
-from gossamer.torch.validate import Arguments
+from gossamer.torch.validate import Arguments, fewer, four_dimensional
 
 _SIMPLE = frozenset({type(None), bool, int, float, str})
 
-_calls: Kept[Call] = Kept(LEAST_KEPT, MOST_KEPT, KEPT_BYTES)
+_calls: Kept[Call | Fewer] = Kept(LEAST_KEPT, MOST_KEPT, KEPT_BYTES)
 
 
 def kind_of(
@@ -80,15 +80,15 @@ def _vectors(tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
     return tuple(found)
 
 
-def known(kind: tuple[Any, ...] | None) -> Call | None:
+def known(kind: tuple[Any, ...] | None) -> Call | Fewer | None:
     """What a call of this kind does, if there was one."""
     return _calls.get(kind) if kind is not None else None
 
 
-def remember(kind: tuple[Any, ...], a: Arguments, pattern: int) -> None:
-    """Keep what calls of a kind do; one of them, with the arguments `a`, has succeeded."""
+def remember(kind: tuple[Any, ...], a: Arguments, pattern: int, dims: int) -> None:
+    """Keep what calls of a kind do; one of them, with the arguments `a`, has succeeded. `dims` are those of its q."""
     call = Call(plan_for(a, []), a, pattern)
-    _calls.put(kind, call, call.bytes)
+    _calls.put(kind, call if dims == 4 else Fewer(call, dims), call.bytes)
 
 
 def forget() -> None:
@@ -187,6 +187,17 @@ class Call:
             return bind(implementation, where, terms) if isinstance(implementation, Binding) else None
         except torch.OutOfMemoryError:  # it may take as much as the results; the call itself has succeeded
             return None
+
+
+class Fewer(NamedTuple):
+    """A call whose q, k and v have two or three dimensions."""
+
+    call: Call
+    dims: int
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, pattern: Any, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(out, lse), with as many dimensions as q has."""
+        return fewer(*self.call(*four_dimensional(q, k, v), pattern, *tensors), self.dims)
 
 
 class _Known(torch.autograd.Function):

@@ -14,13 +14,13 @@ from gossamer.layouts import BlockLayout, GatherLayout
 from gossamer.patterns import Pattern
 from gossamer.patterns.reordered import ReorderedCSR
 from gossamer.torch.advice import advice, all_pairs, pairs_per_second, shown, ways
-from gossamer.torch.api import check_types, four_dimensional, is_deterministic, what
+from gossamer.torch.api import check_types, is_deterministic, what
 from gossamer.torch.parts import calls, folded, split_for
 from gossamer.torch.plan import Plan, make_plan, placed, refusals, terms_of
 from gossamer.torch.registry import pattern_of
 from gossamer.torch.reorder import check_order
 from gossamer.torch.split import Split
-from gossamer.torch.validate import Arguments, describe
+from gossamer.torch.validate import Arguments, describe, four_dimensional
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -208,7 +208,6 @@ def explain(
     check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation)
     inputs = (q, k, v, sink_logits)
     backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    dims = q.ndim
     q, k, v = four_dimensional(q, k, v)
     reordered = isinstance(pattern, ReorderedCSR)
     if isinstance(pattern, ReorderedCSR):
@@ -264,7 +263,7 @@ def explain(
         if backward:
             later_taken = _seconds(later, ways(later, pattern_taken, terms.q_offset, q.device))
     fill = executed / useful if useful else 1.0
-    again = planned_again(a, handle, dims, reordered)
+    again = planned_again(a, handle, reordered)
     faster = advice(plan, pattern_taken if split is None else None, terms.q_offset, q.device, fill, again)
     return Explanation(
         replace(p, backward=backward), name, gradient, refused, tile, density, tiles, useful * flops, executed * flops,
@@ -280,7 +279,7 @@ def _seconds(plan: Plan, counts: tuple[tuple[str, float], ...]) -> float | None:
     return counts[0][1] / rate if counts and rate is not None else None
 
 
-def planned_again(a: Arguments, handle: int, dims: int, reordered: bool) -> list[str]:
+def planned_again(a: Arguments, handle: int, reordered: bool) -> list[str]:
     """Why repetitions of a call are looked at from the beginning on the host: see `torch.calls`."""
     found = []
     if handle < 0:
@@ -289,6 +288,4 @@ def planned_again(a: Arguments, handle: int, dims: int, reordered: bool) -> list
         found.append("the rows of a reordered graph are permuted")
     if a.q_offset_tensor is not None:
         found.append("q_offset is a tensor")
-    if dims != 4:
-        found.append("q, k and v have fewer than four dimensions")
     return found

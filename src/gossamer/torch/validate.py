@@ -124,6 +124,27 @@ def validate(a: Arguments) -> None:
             raise ValueError(f"{name} must {accepted}; got {describe(given)}")
 
 
+def four_dimensional(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as (B, heads, positions, features), from two, three or four dimensions."""
+    if not (q.ndim == k.ndim == v.ndim and 2 <= q.ndim <= 4):
+        raise ValueError(
+            f"q, k and v must all have 2, 3 or 4 dimensions: (N, D), (H, N, D) or (B, H, N, D); "
+            f"got shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if q.ndim == 4:
+        return q, k, v
+    if q.ndim == 3:
+        return q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    return q[None, None], k[None, None], v[None, None]
+
+
+def fewer(out: Tensor, lse: Tensor, dims: int) -> tuple[Tensor, Tensor]:
+    """out and lse with as many dimensions as q had."""
+    for _ in range(4 - dims):
+        out, lse = out.squeeze(0), lse.squeeze(0)
+    return out, lse
+
+
 def check_mask(mask: Tensor, a: Arguments) -> None:
     """Raise ValueError unless a boolean mask broadcasts to (B, H, Q, K) and lies on q's device."""
     shape = (*a.q.shape[:3], a.k.shape[2])
