@@ -2,7 +2,8 @@
 
 from gossamer.layouts.block import BlockLayout, TileList, Walk
 from gossamer.layouts.build import build
-from gossamer.layouts.cache import cached_gather, cached_layout, cheapest, clear_cache, costs
+from gossamer.layouts.cache import cached_gather, cached_layout, clear_cache
+from gossamer.layouts.choice import cheapest, costs
 from gossamer.layouts.dense import from_dense
 from gossamer.layouts.gather import GatherLayout, build_gather
 from gossamer.layouts.schedule import WorkItems, work_items

@@ -21,6 +21,8 @@ from gossamer.patterns.grid import EMPTY, FULL, Grid, Sizes, ranges, unpack_bits
 
 # Rows that are gathered for together, and how many columns are gathered at a time for each.
 WIDTHS = {1: 1, 16: 32, 32: 32, 64: 64}
+# The longest list that one item of a launch gathers, in columns.
+LONGEST_ITEM = 1024
 # Pairs listed together: bounds the scratch memory of a build.
 PAIRS_AT_ONCE = 2**22
 # Rows in the smallest part of a build: a multiple of every group of rows, and the edge of the tiles it looks into.

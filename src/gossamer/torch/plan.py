@@ -19,7 +19,8 @@ from gossamer.kernels.contract import GatherChoice, Implementation, Problem, Ter
 from gossamer.kernels.devices import processors
 from gossamer.kernels.table import NAMES, load
 from gossamer.layouts import BlockLayout, cached_gather, cached_layout, cheapest
-from gossamer.layouts.cache import KEPT_BYTES, LEAST_KEPT, MOST_KEPT, Machine, bytes_of
+from gossamer.layouts.cache import KEPT_BYTES, LEAST_KEPT, MOST_KEPT, bytes_of
+from gossamer.layouts.choice import Machine
 from gossamer.layouts.kept import Kept
 from gossamer.patterns import Dense, Pattern
 from gossamer.torch.masks import dense_of, layout_of, words_of

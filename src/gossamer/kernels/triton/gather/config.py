@@ -12,7 +12,7 @@ from gossamer.kernels.triton.config import X3, Direction
 _SHORT, _LONG = frozenset({"float16", "bfloat16"}), frozenset({"float32"})
 # Fitted to what one H200 measured (docs/kernels/gather.md), forward and backward weighed together. In pairs of a full
 # tile of the fastest implementation; float32 products are slower, so a gathered column is fewer of them. What a row of
-# float32 costs is set against the `TILE_ROW` of layouts/cache.py, and its groups of 16 rows were not measured. Steps,
+# float32 costs is set against the `TILE_ROW` of layouts/choice.py, and its groups of 16 rows were not measured. Steps,
 # and heads over 64 with one and 16 rows, were fitted to forwards of 512 to 4096 positions (docs/host_time.md); the
 # steps of float32 are guessed from those.
 GATHERS = (

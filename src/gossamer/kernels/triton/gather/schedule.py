@@ -15,11 +15,8 @@ from gossamer.kernels.devices import processors
 from gossamer.kernels.relaunch import Known, padded
 from gossamer.kernels.triton.config import Direction
 from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig, group_config, piece, row_config
-from gossamer.layouts.gather import GatherLayout, GatherWalk
+from gossamer.layouts.gather import LONGEST_ITEM, GatherLayout, GatherWalk
 from gossamer.layouts.schedule import FEWEST_TILES, PARTS_PER_PROCESSOR, cut
-
-# The longest list that one item gathers, in columns.
-LONGEST_ITEM = 1024
 
 
 @dataclass(frozen=True)
