@@ -2,6 +2,7 @@
 
 python benchmarks/host_time.py                  # B1 H8 N 26, 200, 512 and 1024, D128, causal, bfloat16
 python benchmarks/host_time.py --lengths 4096   # others
+python benchmarks/host_time.py --kinds          # with score terms, in parts, gathered, of a pattern made for each call
 
 Microseconds per call. Host: the median of 25 queues of 40 calls, each queue empty when it begins. The kernels are
 short, so that the host is what is measured; a row whose kernels take longer than its calls says "device" instead.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ import gossamer as gs
 from gossamer.bench.latency import capture_stream, graph_ms
 from gossamer.kernels.contract import Unsupported
 from gossamer.kernels.table import available
+from gossamer.testing.graphs import proximity_graph, random_graph
 
 CALLS, SAMPLES = 40, 25
 LOOSE = 2**-5  # of the largest result: two roundings of bfloat16 and their order
@@ -121,12 +123,43 @@ def measure(length: int, heads: int, size: int) -> None:
         print(f"{name:20s}{cells[0]:>12s}{cells[1]:>12s}{cells[2]:>14s}{cells[3]:>18s}{cells[4]:>14s}", flush=True)
 
 
+def kinds(heads: int, size: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Calls without gradients of every kind that is bound, and SDPA's."""
+    causal = gs.Causal()
+    lengths = torch.full((1,), 20, device="cuda", dtype=torch.int32)
+    sinks, slopes = (torch.rand(heads, device="cuda") for _ in range(2))
+    terms: dict[str, dict[str, Any]] = {
+        "nothing": {}, "key_lengths": {"key_lengths": lengths}, "sink_logits": {"sink_logits": sinks},
+        "softcap": {"softcap": 20.0}, "alibi_slopes": {"alibi_slopes": slopes},
+    }  # fmt: skip
+    for N in (26, 512):
+        x = [torch.randn((1, heads, N, size), device="cuda").bfloat16() for _ in range(3)]
+        yield f"SDPA, N {N}", lambda x=x: F.scaled_dot_product_attention(*x, is_causal=True)  # type: ignore[misc]
+        for name, more in terms.items():
+            yield f"with {name}, N {N}", lambda x=x, more=more: gs.attention(*x, causal, **more)  # type: ignore[misc]
+        yield f"a pattern made for each call, N {N}", lambda x=x: gs.attention(*x, gs.Causal())  # type: ignore[misc]
+        yield f"three dimensions, N {N}", lambda x=[y[0] for y in x]: gs.attention(*x, causal)  # type: ignore[misc]
+    for N, pattern in (
+        (1024, gs.BigBird(16, random_blocks=1)), (2048, random_graph(2048, 20)), (2048, gs.Dilated(28, 0, 4)),
+        (4096, gs.Dilated(28, 0, 16)), (2048, proximity_graph((4, 4, 3), 2.5)),
+    ):  # fmt: skip
+        x = [torch.randn((1, heads, N, size), device="cuda").bfloat16() for _ in range(3)]
+        yield f"{pattern}, N {N}", lambda x=x, pattern=pattern: gs.attention(*x, pattern)  # type: ignore[misc]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-N", "--lengths", type=int, nargs="+", default=[26, 200, 512, 1024])
     parser.add_argument("-H", "--heads", type=int, default=8)
     parser.add_argument("-D", "--size", type=int, default=128)
+    parser.add_argument("--kinds", action="store_true")
     a = parser.parse_args()
+    if a.kinds:
+        with torch.no_grad():
+            for name, run in kinds(a.heads, a.size):
+                us, device = host_us(run)
+                print(f"{name:60s}{'device' if device else f'{us:.1f}':>8s}", flush=True)
+        return
     print("microseconds of a call on the host, and on the device")
     for length in a.lengths:
         measure(length, a.heads, a.size)
