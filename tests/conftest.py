@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,33 +25,11 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Calls are computed in parts whatever that costs; returns the splits that were taken."""
-    from gossamer.torch import parts, split
+def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Calls are computed in parts whatever that costs; the splits that were taken."""
+    from parts_cases import at_any_price, forget
 
-    cheaper, forward, split_for = split._cheaper, parts.forward, parts.split_for
-    taken: list[Any] = []
-
-    def take(found: Any, pattern: Any, p: Any, sizes: Any, cost: Any) -> Any:
-        cost.call = lambda *a, **k: math.inf
-        return cheaper(found, pattern, p, sizes, cost)
-
-    def run(found: Any, *rest: Any) -> Any:
-        taken.append(found)
-        return forward(found, *rest)
-
-    def forgetful(plan: Any, terms: Any, handle: int) -> Any:
-        """What it finds, forgotten by the plan."""
-        plan.splits.clear()
-        try:
-            return split_for(plan, terms, handle)
-        finally:
-            plan.splits.clear()
-
-    monkeypatch.setattr(split, "_cheaper", take)
-    monkeypatch.setattr(split, "_classes_cost", lambda *a: 0.0)
-    monkeypatch.setattr(parts, "forward", run)
-    monkeypatch.setattr(split, "_known", split._known.copy())
-    split._known.clear()
-    monkeypatch.setattr(parts, "split_for", forgetful)
-    return taken
+    taken = at_any_price(monkeypatch)
+    forget()
+    yield taken
+    forget()

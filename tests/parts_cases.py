@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from gossamer.kernels.contract import reasons
 from gossamer.kernels.table import load
 from gossamer.testing import inputs, tolerance
 from gossamer.testing.cases import Case, square
-from gossamer.torch import split
+from gossamer.torch import calls, parts, plan, split
 
 HEADS = [gs.SlidingWindow(9), gs.Dilated(9, 0, 8), gs.SlidingWindow(3), gs.Dilated(9, 0, 8)]
 CASES = (
@@ -46,6 +47,31 @@ CASES = (
         sink_logits=True, alibi_slopes=True,
     ),
 )  # fmt: skip
+
+
+def at_any_price(patch: pytest.MonkeyPatch) -> list[split.Split]:
+    """Parts are taken whatever they cost; the splits that were."""
+    cheaper, forward, taken = split._cheaper, parts.forward, []
+
+    def take(found: Any, pattern: Any, p: Any, sizes: Any, cost: Any) -> Any:
+        cost.call = lambda *a, **k: math.inf
+        return cheaper(found, pattern, p, sizes, cost)
+
+    def run(found: Any, *rest: Any) -> Any:
+        taken.append(found)
+        return forward(found, *rest)
+
+    patch.setattr(split, "_cheaper", take)
+    patch.setattr(split, "_classes_cost", lambda *a: 0.0)
+    patch.setattr(parts, "forward", run)
+    return taken
+
+
+def forget() -> None:
+    """Plans and calls remember how they were computed."""
+    split._known.clear()
+    plan._plans.clear()
+    calls.forget()
 
 
 def run(e: Exact, name: str, leaves: list[torch.Tensor], backward: bool) -> list[torch.Tensor]:

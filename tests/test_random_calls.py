@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from exact import no_gpu, within_nan
+from parts_cases import at_any_price, forget
 from torch import Tensor
 
 import gossamer as gs
 from gossamer.kernels.contract import Terms, Unsupported
 from gossamer.kernels.reference import oracle
 from gossamer.testing import tolerance
-from gossamer.torch import calls, parts, plan, split
 
 Draw = random.Random
 CALLS = 60  # of a test on a CPU
@@ -174,31 +174,6 @@ def one_call(seed: int, kind: Kind = CPU) -> None:
             most = 2 * tolerance.bound(b, c, a.dtype) + 4 * torch.finfo(wide).eps * (E * Q) ** 0.5
             most = 1e-9 if wide == torch.float64 else most  # where ALiBi's scores are large
             assert tolerance.error(a, b) <= most, f"{tolerance.error(a, b):.2e} over {most:.2e} by {told}\n{said}"
-
-
-def at_any_price(patch: pytest.MonkeyPatch) -> list[split.Split]:
-    """Parts are taken whatever they cost; the splits that were."""
-    cheaper, forward, taken = split._cheaper, parts.forward, []
-
-    def take(found: Any, pattern: Any, p: Any, sizes: Any, cost: Any) -> Any:
-        cost.call = lambda *a, **k: math.inf
-        return cheaper(found, pattern, p, sizes, cost)
-
-    def run(found: Any, *rest: Any) -> Any:
-        taken.append(found)
-        return forward(found, *rest)
-
-    patch.setattr(split, "_cheaper", take)
-    patch.setattr(split, "_classes_cost", lambda *a: 0.0)
-    patch.setattr(parts, "forward", run)
-    return taken
-
-
-def forget() -> None:
-    """Plans and calls remember how they were computed."""
-    split._known.clear()
-    plan._plans.clear()
-    calls.forget()
 
 
 @pytest.mark.parametrize("in_parts", [False, True])

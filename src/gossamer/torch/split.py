@@ -6,13 +6,12 @@ elements of a view. So are heads whose patterns differ in that. Nothing is compu
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from gossamer.kernels.contract import GatherChoice, Problem
+from gossamer.layouts.kept import Kept
 from gossamer.layouts.residue import Run, runs
 from gossamer.patterns import LongNet, Pattern, PerHead, SlidingWindow
 from gossamer.patterns.grid import Grid, Sizes
@@ -25,7 +24,6 @@ CALL = {"cuda": 3e-5, "cpu": 1e-3}
 BYTES = {"cuda": 3e12, "cpu": 5e9}
 # What making the views of a call must save: a part costs the host 60 us and more.
 VIEWS = {"cuda": 1e-5, "cpu": 0.0}
-KEPT = 1024
 
 Tiles = tuple[tuple[int, int, float], ...]  # (block_q, block_kv, rate)
 Gathers = tuple[GatherChoice, ...]
@@ -93,8 +91,7 @@ class Split:
         return 1 if not adds else max(self.depth, 2 if all(part.joins for part in self.parts if part.adds) else 3)
 
 
-_known: OrderedDict[tuple[Any, ...], Split | None] = OrderedDict()
-_lock = threading.Lock()
+_known: Kept[tuple[Split | None]] = Kept(1024)
 
 
 def split_of(pattern: Pattern, problem: Problem, q_offset: int, tiles: Tiles, gathers: Gathers = ()) -> Split | None:
@@ -105,17 +102,14 @@ def split_of(pattern: Pattern, problem: Problem, q_offset: int, tiles: Tiles, ga
         gathers: the gather layouts that they offer.
     """
     key = (pattern.handle, problem, q_offset, tiles, gathers)
-    if key in _known:
-        return _known[key]
+    known = _known.get(key)
+    if known is not None:
+        return known[0]
     found = None
     if tiles and pattern.lead[0] == 1 and problem.tile is None:
         pattern.check(problem.Q, problem.K, problem.H, problem.B)
         found = _split(pattern, problem, q_offset, tiles, gathers)
-    with _lock:
-        _known[key] = found
-        while len(_known) > KEPT:
-            _known.popitem(last=False)
-    return found
+    return _known.put(key, (found,))[0]
 
 
 def _split(pattern: Pattern, p: Problem, q_offset: int, tiles: Tiles, gathers: Gathers) -> Split | None:
