@@ -42,6 +42,7 @@ def optional_integer(name: str, value: Any, *, minimum: int | None = None) -> in
 
 
 def boolean(name: str, value: Any) -> bool:
+    """`value` as a bool; numbers are refused."""
     if not isinstance(value, (bool, np.bool_)):
         raise ValueError(f"{name} must be True or False, got {show(value)}")
     return bool(value)

@@ -156,6 +156,7 @@ def refusals(name: str, problem: Problem) -> list[str]:
 
 
 def problem_of(a: Arguments, geometry: list[int]) -> Problem:
+    """The static facts of a call."""
     q, k = a.q, a.k
     terms = {name for name in ("key_lengths", "softcap", "sink_logits", "alibi_slopes") if getattr(a, name) is not None}
     if a.q_offset_tensor is not None or a.q_offset not in (None, k.shape[2] - q.shape[2]):

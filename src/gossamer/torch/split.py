@@ -264,6 +264,7 @@ def _shown(heads: range) -> str:
 
 
 def run_sizes(run: Run) -> Sizes:
+    """The sizes of one class of a run."""
     return Sizes(run.Q, run.K, run.q_offset)
 
 

@@ -50,6 +50,7 @@ class Masks:
 
     @property
     def edge(self) -> tuple[int, int]:
+        """(block_q, block_kv)."""
         return self.bounds.shape[-1], self.block_kv
 
 

@@ -66,6 +66,7 @@ def tile(x: Tensor, tiles: int, edge: int) -> Tiled:
 
 
 def zeros(problem: Problem, heads: int, tiles: int, edge: int, size: int, like: Tensor) -> Tiled:
+    """(B, heads, tiles * edge, size) of zeros in whole tiles."""
     return Tiled(like.new_zeros(problem.B * heads * tiles, edge, size), heads, tiles, edge)
 
 

@@ -107,6 +107,7 @@ def compile_kernel(direction: Direction, config: TileConfig, variant: Variant, s
 
 
 def argument_type(name: str, dtype: str) -> str:
+    """What Triton calls the type of a kernel's argument, by its name."""
     if name in POINTERS_16:
         return TYPES[dtype]
     if name in POINTERS_FLOAT:
@@ -151,6 +152,7 @@ def shipped(sm: int) -> Iterator[tuple[Direction, TileConfig, Variant]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Print what the compiler says of every shipped configuration."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--sm", type=int, nargs="*", default=list(ARCHITECTURES), choices=ARCHITECTURES)
     parser.add_argument("--bits", type=int, nargs="*", default=[16, 32], choices=[16, 32])

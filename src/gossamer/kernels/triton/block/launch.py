@@ -46,6 +46,7 @@ class Schedule:
 
     @property
     def slots(self) -> int:
+        """Partial results of one copy; 0 where no row is split."""
         return self.work.slots if self.work is not None else 0
 
 
