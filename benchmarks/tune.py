@@ -2,6 +2,7 @@
 
     python benchmarks/tune.py                                   # every kernel and head size: under 10 minutes
     python benchmarks/tune.py --kernels backward --sizes 128 --write
+    python benchmarks/tune.py --kernels forward --fields hold   # what a change of the kernel may have moved
 
 Every candidate is compiled (in parallel processes, into the cache on disk), its numbers are checked against float64 on
 sampled rows and keys, and all are timed in turns in each case of its tile, since a chip slows as it gets hot. A row
@@ -97,10 +98,10 @@ def groups(kernels: list[str], sizes: list[tuple[int, int]], cases: list[str]) -
     return found
 
 
-def candidates(kernel: str, first: Any) -> list[Any]:
-    """The shipped configuration, then every other that is valid."""
+def candidates(kernel: str, first: Any, names: list[str] | None = None) -> list[Any]:
+    """The shipped configuration, then every other that is valid; with `names`, unlike it in these fields alone."""
     found = [first]
-    fields = FIELDS[kernel]
+    fields = {name: values for name, values in FIELDS[kernel].items() if names is None or name in names}
     for values in itertools.product(*fields.values()):
         try:
             other = dataclasses.replace(first, **dict(zip(fields, values, strict=True)))
@@ -213,6 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", nargs="*", choices=list(FIELDS), default=list(FIELDS))
     parser.add_argument("--sizes", nargs="*", default=["64", "96", "128", "192", "256", "192,128"])
+    parser.add_argument("--fields", nargs="*", help="fields of the configurations that are tried: all")
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
     parser.add_argument("-N", "--length", type=int, default=65536)
     parser.add_argument("--budget", type=float, default=0.1, help="seconds of timed calls for each row")
@@ -222,7 +224,7 @@ def main() -> None:
     a = parser.parse_args()
     start = time.perf_counter()
     sizes = [(int(D), int(E or D)) for D, _, E in (text.partition(",") for text in a.sizes)]
-    wanted = {group: candidates(group.kernel, group.shipped()) for group in groups(a.kernels, sizes, a.cases)}
+    wanted = {group: candidates(group.kernel, group.shipped(), a.fields) for group in groups(a.kernels, sizes, a.cases)}
     tasks = [(group.kernel, choice) for group, choices in wanted.items() for choice in choices]
     with ProcessPoolExecutor(a.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         refused = {repr(task): why for task, why in zip(tasks, pool.map(make, tasks), strict=True) if why}

@@ -31,7 +31,7 @@ from gossamer.kernels.hopper.config import (
 from gossamer.kernels.hopper.gather.config import GatherConfig, gather_config
 
 # Bytes of stack of the kernels that spill.
-SPILLS = {"forward-bfloat16-64-64-192-128-softcap": 32}
+SPILLS = {"forward-bfloat16-64-64-192-128-softcap": 48}
 
 needs_compiler = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 
@@ -71,6 +71,9 @@ def test_configuration_refuses() -> None:
         BackwardConfig("bfloat16", 128, 128, block_kv=64)
     with pytest.raises(ValueError, match="the column kernel cannot run as"):
         BackwardConfig("bfloat16", 64, 64, q_stages=1)
+    for fields in ({"D": 128, "E": 128}, {"D": 64, "E": 64, "score": "softcap"}, {"D": 64, "E": 64, "block_kv": 64}):
+        with pytest.raises(ValueError, match="the column kernel cannot run as"):
+            BackwardConfig("bfloat16", block_q=64, with_dq=False, step=128, **fields)
     with pytest.raises(ValueError, match="bytes of shared memory"):
         BackwardConfig("bfloat16", 128, 128, q_stages=3)
     with pytest.raises(ValueError, match="the column kernel cannot run as"):
@@ -169,7 +172,7 @@ def made_when_needed() -> Iterator[tuple[str, Any]]:
         yield "backward", backward_config("bfloat16", D, D, 64, 64, score, False, lengths)
     yield "backward", backward_config("float16", 128, 128, 64, 64, "fold", False)
     yield "wide", wide_config("bfloat16", 256, 256, 64, 64, "fold")
-    for D, E in ((128, 128), (64, 64), (256, 256), (192, 128)):
+    for D, E in ((128, 128), (96, 96), (64, 64), (256, 256), (192, 128)):
         tile = (192 if D == 64 else 128, 128)
         if D > WIDE:
             yield "wide", wide_config("bfloat16", D, E, *tile, "fold", True)
@@ -204,5 +207,6 @@ def test_the_other_reduction_of_dq_compiles() -> None:
     """A candidate of the sweep in benchmarks/tune.py."""
     from gossamer.kernels.hopper import compile as compiled
 
-    _, stack = resources(compiled.backward.object(BackwardConfig("bfloat16", 128, 128, reduce="direct")))
-    assert stack and max(stack) == 0, stack
+    for D, step in ((128, 64), (64, 128)):
+        _, stack = resources(compiled.backward.object(BackwardConfig("bfloat16", D, D, reduce="direct", step=step)))
+        assert stack and max(stack) == 0, stack

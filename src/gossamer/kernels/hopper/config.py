@@ -99,9 +99,10 @@ class QueryConfig:
 class BackwardConfig:
     """One compiled column kernel: dK and dV, and dQ by reduction where `with_dq`.
 
-    block_q x block_kv is the layout's tile, `q_stages` and `do_stages` the depths of the rings of Q and dO, in steps
-    of 64 queries. A stage of Q is given back one step later, so there are two at least. Tiles of 64 x 64 have one
-    consumer warpgroup, and two blocks a multiprocessor; their dQ is always made by rows.
+    block_q x block_kv is the layout's tile, `q_stages` and `do_stages` the depths of the rings of Q and dO, `step` the
+    queries of one step: 128 are any two times 64 of an item. A stage of Q is given back one step later, so there are
+    two at least. Tiles of 64 x 64 have one consumer warpgroup, and two blocks a multiprocessor; their dQ is always made
+    by rows.
     """
 
     dtype: str
@@ -115,12 +116,16 @@ class BackwardConfig:
     with_dq: bool = True
     reduce: str = "bulk"  # dQ is added through shared memory and the copy engine; "direct": from registers
     lengths: bool = False  # keys at and after a length for each batch element are not attended
+    step: int = 64
 
     def __post_init__(self) -> None:
         wide = self.block_q in (64, 128, 192) and self.block_kv == 128
-        if not (wide or self.single) or self.D not in (64, 128):
+        if not (wide or self.single) or self.D not in (64, 96, 128):
             raise ValueError(f"no column kernel for tiles {self.block_q} x {self.block_kv} and heads of {self.D}")
         known = self.reduce in ("bulk", "direct") and not (self.single and self.with_dq)
+        # With more columns, or slopes of a soft cap, the registers hold no more than 64 queries.
+        long = self.step == 128 and (self.D, self.score) == (64, "fold") and not self.single
+        known = known and (self.step == 64 or long)
         if self.E > self.D or self.q_stages < 2 or not known:
             raise ValueError(f"the column kernel cannot run as {self}")
         limit = min(SHARED_MEMORY, MULTIPROCESSOR // self.blocks_per_processor - 1024)
@@ -140,12 +145,13 @@ class BackwardConfig:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: K, V, rings, dS, staging memory of dQ or dK, dV, barriers and descriptions."""
-        rings = 64 * (self.q_stages * self.D + self.do_stages * self.E)
-        head = 256 * (self.q_stages + self.do_stages) + 1024
+        rings = self.step * (self.q_stages * self.D + self.do_stages * self.E)
+        head = 4 * self.step * (self.q_stages + self.do_stages) + 1024
         if self.single:
             return 2 * (64 * (self.D + self.E) + rings) + head
-        tiles = self.block_kv * (self.D + 2 * self.E + 2 * 64)
-        return 2 * (tiles + rings) + 256 * self.D + head
+        tiles = self.block_kv * (self.D + self.E + 2 * self.step)
+        staging = 4 * self.step * self.D + (2 * self.block_kv * self.E if self.step == 64 else 0)
+        return 2 * (tiles + rings) + staging + head
 
 
 @dataclass(frozen=True)
@@ -250,9 +256,12 @@ def backward_config(
 ) -> BackwardConfig:
     """The configuration of the column kernel for head sizes D, E and a layout of block_q x block_kv tiles."""
     size = padded(max(D, E))
-    size = 128 if size == 96 else size
-    stages = 3 if (size, block_kv) == (64, 64) else 2
-    found = BackwardConfig(dtype, size, size, block_q, block_kv, stages, stages, score, with_dq, lengths=lengths)
+    step = 128 if (size, block_kv, score) == (64, 128, "fold") else 64
+    stages = 3 if block_kv == 64 and size < 128 else 2
+    q_stages = 3 if size < 128 and step == 64 else 2
+    found = BackwardConfig(
+        dtype, size, size, block_q, block_kv, q_stages, stages, score, with_dq, lengths=lengths, step=step
+    )
     return replace(found, **tuned("backward", size, size, block_q, block_kv))
 
 
@@ -299,7 +308,7 @@ class Shipped(NamedTuple):
 
 @cache
 def shipped() -> tuple[Shipped, ...]:
-    """At most 120 kernels, each once. What is not here is compiled when it is needed, and kept as well."""
+    """At most 140 kernels, each once. What is not here is compiled when it is needed, and kept as well."""
     found: dict[tuple[str, tuple[Any, ...]], Shipped] = {}
 
     def add(kind: str, *arguments: Any, dtype: str, size: tuple[int, int]) -> None:

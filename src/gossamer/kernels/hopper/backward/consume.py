@@ -20,6 +20,7 @@ from gossamer.kernels.hopper.backward.fields import (
     KEPT,
     KIND,
     MASKED,
+    NONE,
     READY,
     SCRATCH,
     SLOT,
@@ -43,6 +44,7 @@ class Consumer:
     config: BackwardConfig
     dtype: Any
     groups: int
+    halves: int = 1  # times 64 queries of a step
     dq_columns: int
     dq_target: Any
     attended: Any
@@ -52,13 +54,14 @@ class Consumer:
     def consume(self, shared, mma_s, mma_dv, mma_dk, mma_dq):
         """A consumer warpgroup: 64 keys of each item."""
         c = self.config
+        step = const_expr(ROWS * self.halves)
         thread, _, _ = cute.arch.thread_idx()
         me = cute.arch.make_warp_uniform(thread // WARPGROUP) - 1
         thread = thread % WARPGROUP
         lane = cute.arch.lane_idx()
         whole_s, whole_dv, whole_dk, whole_dq = [m.get_slice(0) for m in (mma_s, mma_dv, mma_dk, mma_dq)]
 
-        halves = cute.flat_divide(self.turned(shared.s_ds, ROWS, c.block_kv, STAGES), (ROWS, ROWS))
+        turned_ds = cute.flat_divide(self.turned(shared.s_ds, step, c.block_kv, STAGES), (ROWS, step))
         s_kt = cute.flat_divide(self.turned(shared.s_k, c.block_kv, c.D), (self.dq_columns, c.block_kv))
         stmatrix, turning = [
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=t, num_matrices=4), self.dtype) for t in (False, True)
@@ -72,20 +75,23 @@ class Consumer:
             frag_v=whole_s.make_fragment_A(whole_s.partition_A(cute.flat_divide(shared.s_v, (ROWS, c.E)))),
             frag_q=whole_s.make_fragment_B(whole_s.partition_B(shared.s_q)),
             frag_do=whole_s.make_fragment_B(whole_s.partition_B(shared.s_do)),
-            frag_qt=whole_dk.make_fragment_B(whole_dk.partition_B(self.turned(shared.s_q, ROWS, c.D, c.q_stages))),
-            frag_dot=whole_dv.make_fragment_B(whole_dv.partition_B(self.turned(shared.s_do, ROWS, c.E, c.do_stages))),
+            frag_qt=whole_dk.make_fragment_B(whole_dk.partition_B(self.turned(shared.s_q, step, c.D, c.q_stages))),
+            frag_dot=whole_dv.make_fragment_B(whole_dv.partition_B(self.turned(shared.s_do, step, c.E, c.do_stages))),
             frag_kt=whole_dq.make_fragment_B(whole_dq.partition_B(s_kt)),
-            frag_dsq=whole_dq.make_fragment_A(whole_dq.partition_A(shared.s_ds)),
-            frag_p=whole_dv.make_fragment_A(whole_dv.partition_shape_A((ROWS, ROWS))),
-            frag_ds=whole_dk.make_fragment_A(whole_dk.partition_shape_A((ROWS, ROWS))),
-            slope=cute.make_rmem_tensor((ROWS // 4,), Int32),
-            acc_s=cute.make_rmem_tensor(whole_s.partition_shape_C((ROWS, ROWS)), Float32),
-            acc_dp=cute.make_rmem_tensor(whole_s.partition_shape_C((ROWS, ROWS)), Float32),
+            frag_dsq=whole_dq.make_fragment_A(
+                whole_dq.partition_A(cute.flat_divide(shared.s_ds, (ROWS, c.block_kv)))
+            ),
+            frag_p=whole_dv.make_fragment_A(whole_dv.partition_shape_A((ROWS, step))),
+            frag_ds=whole_dk.make_fragment_A(whole_dk.partition_shape_A((ROWS, step))),
+            slope=cute.make_rmem_tensor((step // 4,), Int32),
+            acc_s=cute.make_rmem_tensor(whole_s.partition_shape_C((ROWS, step)), Float32),
+            acc_dp=cute.make_rmem_tensor(whole_s.partition_shape_C((ROWS, step)), Float32),
             acc_dv=cute.make_rmem_tensor(whole_dv.partition_shape_C((ROWS, c.E)), Float32),
             acc_dk=cute.make_rmem_tensor(whole_dk.partition_shape_C((ROWS, c.D)), Float32),
             goal=cute.make_rmem_tensor((3,), Int32),
-            mask=cute.make_rmem_tensor((device.ROWS, ROWS // 32), Int32),
-            ds_to=cute.make_tiled_copy_C(turning, mma_s).get_slice(thread).partition_D(halves),
+            kinds=cute.make_rmem_tensor((self.halves,), Int32),
+            mask=cute.make_rmem_tensor((device.ROWS, ROWS // 32, self.halves), Int32),
+            ds_to=cute.make_tiled_copy_C(turning, mma_s).get_slice(thread).partition_D(turned_ds),
         )  # fmt: skip
         env.mask.fill(0)
         env.goal.fill(0)
@@ -126,33 +132,45 @@ class Consumer:
     @cute.jit
     def look(self, env, n):
         """Wait for stage `n` of Q; returns the kind of its step and loads what masks it."""
-        c = self.config
-        stage, phase = ring(n, c.q_stages)
+        stage, phase = ring(n, self.config.q_stages)
         self.filled(env.bars.q_full + stage, phase)
-        kind = cute.arch.make_warp_uniform(env.steps[KIND, stage])
-        entry = env.steps[ENTRY, stage]
+        for half in cutlass.range_constexpr(self.halves):
+            env.kinds[half] = self.look_at(env, stage * self.halves + half, half)
+        return env.kinds[0]
+
+    @cute.jit
+    def look_at(self, env, place, half: cutlass.Constexpr):
+        """The kind of 64 queries of a stage; loads what masks them."""
+        c = self.config
+        kind = cute.arch.make_warp_uniform(env.steps[KIND, place])
+        entry = env.steps[ENTRY, place]
         keys = self.attended(env)
         if kind == BOUNDED:
             for r in cutlass.range_constexpr(device.ROWS):
                 key = env.item[TILE] * c.block_kv + env.my_row + 8 * r
-                env.mask[r, 0] = Int32(0)
-                env.mask[r, 1] = Int32(0)
+                env.mask[r, 0, half] = Int32(0)
+                env.mask[r, 1, half] = Int32(0)
                 if key < keys:
-                    env.mask[r, 0] = Int32(-FAR)
-                    env.mask[r, 1] = Int32(FAR)
+                    env.mask[r, 0, half] = Int32(-FAR)
+                    env.mask[r, 1, half] = Int32(FAR)
                     if entry >= 0:
-                        env.mask[r, 0] = env.lo[entry, key]
-                        env.mask[r, 1] = env.hi[entry, key]
+                        env.mask[r, 0, half] = env.lo[entry, key]
+                        env.mask[r, 1, half] = env.hi[entry, key]
         elif kind == MASKED:
-            word = env.steps[WORD, stage] // (ROWS // 32)
+            word = env.steps[WORD, place] // (ROWS // 32)
             for r in cutlass.range_constexpr(device.ROWS):
                 row = cute.local_tile(env.pool[entry + env.my_row + 8 * r, None], (ROWS // 32,), (word,))
                 for w in cutlass.range_constexpr(ROWS // 32):
-                    env.mask[r, w] = row[w]
+                    env.mask[r, w, half] = row[w]
                 if const_expr(c.lengths):  # noqa: SIM102
                     if env.item[TILE] * c.block_kv + env.my_row + 8 * r >= keys:
                         for w in cutlass.range_constexpr(ROWS // 32):
-                            env.mask[r, w] = Int32(0)
+                            env.mask[r, w, half] = Int32(0)
+        if const_expr(half > 0):  # noqa: SIM102
+            if kind == NONE:
+                for r in cutlass.range_constexpr(device.ROWS):
+                    for w in cutlass.range_constexpr(ROWS // 32):
+                        env.mask[r, w, half] = Int32(0)
         return kind
 
     @cute.jit
@@ -205,7 +223,7 @@ class Consumer:
         stage, _ = ring(n, c.q_stages)
         do_stage, do_phase = ring(m, c.do_stages)
         self.scores(env, stage)
-        lse = self.row(env.s_lse, stage, env)
+        lse = self.row(env.s_lse, stage * self.halves, env)
         warpgroup.wait_group(1)
         if started:
             self.release(env, bars.do_empty + ring(m - 1, c.do_stages)[0])
@@ -218,7 +236,7 @@ class Consumer:
         warpgroup.wait_group(1)
         self.probabilities(env, stage, kind, lse)
         if const_expr(c.score != "softcap"):
-            delta = self.row(env.s_delta, do_stage, env)
+            delta = self.row(env.s_delta, do_stage * self.halves, env)
         acc_dq = cute.make_rmem_tensor(env.mma_dq.get_slice(0).partition_shape_C((ROWS, self.dq_columns)), Float32)
         if const_expr(c.with_dq):
             if started:
@@ -229,7 +247,7 @@ class Consumer:
             warpgroup.wait_group(0)
         if const_expr(c.score == "softcap"):  # its slopes leave no registers for delta before
             delta = self.row(env.s_delta, do_stage, env)
-        self.score_gradient(env, delta, ring(m, STAGES)[0])
+        self.score_gradient(env, do_stage, delta, ring(m, STAGES)[0])
         self.product(env.mma_dv, env.acc_dv, env.frag_p, env.frag_dot[None, None, None, do_stage], True)
         if const_expr(c.with_dq):
             warpgroup.wait_group(1)
@@ -240,6 +258,8 @@ class Consumer:
                 self.put(env, acc_dq)
             self.target(env, stage)
         self.product(env.mma_dk, env.acc_dk, env.frag_ds, env.frag_qt[None, None, None, stage], True)
+        if const_expr(self.halves > 1):  # the next S takes the registers of P
+            warpgroup.wait_group(1)
 
     @cute.jit
     def short_step(self, env, n, m, kind):
@@ -266,7 +286,7 @@ class Consumer:
         warpgroup.wait_group(0)
         if const_expr(c.score == "softcap"):
             delta = self.row(env.s_delta, do_stage, env)
-        self.score_gradient(env, delta, 0)
+        self.score_gradient(env, do_stage, delta, 0)
         self.product(env.mma_dv, env.acc_dv, env.frag_p, env.frag_dot[None, None, None, do_stage], True)
         self.product(env.mma_dk, env.acc_dk, env.frag_ds, env.frag_qt[None, None, None, stage], True)
         warpgroup.wait_group(1)
@@ -303,17 +323,19 @@ class Consumer:
     @cute.jit
     def query_product(self, env, acc_dq, m):
         """Issue this warpgroup's part of dQ = dS K of step `m`."""
+        half, columns = (0, env.me) if const_expr(self.halves == 1) else (env.me, 0)
         self.product(
-            env.mma_dq, acc_dq, env.frag_dsq[None, None, None, ring(m, STAGES)[0]],
-            env.frag_kt[None, None, None, env.me, 0], False,
+            env.mma_dq, acc_dq, env.frag_dsq[None, None, None, half, 0, ring(m, STAGES)[0]],
+            env.frag_kt[None, None, None, columns, 0], False,
         )  # fmt: skip
 
     @cute.jit
     def target(self, env, stage):
         """Remember where dQ of the step in `stage` belongs."""
         if const_expr(self.config.with_dq and self.config.reduce == "direct"):
-            env.goal[0], env.goal[1] = env.steps[FIRST, stage], env.steps[STEP_HEAD, stage]
-            env.goal[2] = env.steps[STEP_BATCH, stage]
+            place = stage * self.halves + (env.me if const_expr(self.halves > 1) else 0)
+            env.goal[0], env.goal[1] = env.steps[FIRST, place], env.steps[STEP_HEAD, place]
+            env.goal[2] = env.steps[STEP_BATCH, place]
 
     @cute.jit
     def probabilities(self, env, stage, kind, lse):
@@ -324,27 +346,30 @@ class Consumer:
             device.soft_cap(acc, env.before)
         packed = cute.recast_tensor(env.frag_p, Int32)
         for i in cutlass.range_constexpr(cute.size(acc) // 2):
+            if const_expr(i > 0 and i % (ROWS // 4) == 0):
+                lse = self.row(env.s_lse, stage * self.halves + i // (ROWS // 4), env)
             p = [acc[2 * i], acc[2 * i + 1]]
             slope = [1.0, 1.0]
             for e in cutlass.range_constexpr(2):
                 x = p[e]
-                p[e] = cute.math.exp2(x * env.exponent - lse[e, i // 2], fastmath=True)
+                p[e] = cute.math.exp2(x * env.exponent - lse[e, i // 2 % (ROWS // 8)], fastmath=True)
                 slope[e] = 1.0 - x * x
             packed[i] = device.pack(p[0], p[1], self.dtype)
             if const_expr(c.score == "softcap"):
                 env.slope[i] = device.pack(slope[0], slope[1], self.dtype)
-        if kind != KEPT:
-            words = cute.make_rmem_tensor((device.ROWS, ROWS // 32), Int32)
-            if kind == BOUNDED:
-                lo, hi = cute.make_rmem_tensor((2,), Int32), cute.make_rmem_tensor((2,), Int32)
-                for r in cutlass.range_constexpr(device.ROWS):
-                    lo[r], hi[r] = env.mask[r, 0], env.mask[r, 1]
-                device.interval_words(words, lo, hi, env.steps[FIRST, stage] + env.quad)
-            else:
-                for r in cutlass.range_constexpr(device.ROWS):
-                    for w in cutlass.range_constexpr(ROWS // 32):
-                        words[r, w] = Int32(cutlass.Uint32(env.mask[r, w]) >> cutlass.Uint32(env.quad))
-            self.drop(packed, words)
+        for half in cutlass.range_constexpr(self.halves):
+            if env.kinds[half] != KEPT:
+                words = cute.make_rmem_tensor((device.ROWS, ROWS // 32), Int32)
+                if env.kinds[half] == BOUNDED:
+                    lo, hi = cute.make_rmem_tensor((2,), Int32), cute.make_rmem_tensor((2,), Int32)
+                    for r in cutlass.range_constexpr(device.ROWS):
+                        lo[r], hi[r] = env.mask[r, 0, half], env.mask[r, 1, half]
+                    device.interval_words(words, lo, hi, env.steps[FIRST, stage * self.halves + half] + env.quad)
+                else:
+                    for r in cutlass.range_constexpr(device.ROWS):
+                        for w in cutlass.range_constexpr(ROWS // 32):
+                            words[r, w] = Int32(cutlass.Uint32(env.mask[r, w, half]) >> cutlass.Uint32(env.quad))
+                self.drop(packed, words, half * ROWS // 4)
         # A store that never happens (no probability is negative) keeps the exponentials before the caller's wait.
         signs = packed[0]
         for i in cutlass.range_constexpr(1, cute.size(packed)):
@@ -353,18 +378,20 @@ class Consumer:
             env.item[SCRATCH] = Int32(0)
 
     @cute.jit
-    def score_gradient(self, env, delta, ds_stage):
+    def score_gradient(self, env, stage, delta, ds_stage):
         """dS = P (dP - delta), in 16 bits in registers and in shared memory."""
         c = self.config
         acc = env.acc_dp
         p = cute.recast_tensor(env.frag_p, Int32)
         for i in cutlass.range_constexpr(cute.size(p)):
+            if const_expr(i > 0 and i % (ROWS // 4) == 0):
+                delta = self.row(env.s_delta, stage * self.halves + i // (ROWS // 4), env)
             pair = [low(p[i], self.dtype), high(p[i], self.dtype)]
             if const_expr(c.score == "softcap"):
                 pair[0] = pair[0] * low(env.slope[i], self.dtype)
                 pair[1] = pair[1] * high(env.slope[i], self.dtype)
             for e in cutlass.range_constexpr(2):
-                acc[2 * i + e] = pair[e] * (acc[2 * i + e] - delta[e, i // 2])
+                acc[2 * i + e] = pair[e] * (acc[2 * i + e] - delta[e, i // 2 % (ROWS // 8)])
         device.convert(acc, env.frag_ds)
         if const_expr(c.with_dq):
             packed = cute.make_tensor(env.frag_ds.iterator, acc.layout)
@@ -372,14 +399,14 @@ class Consumer:
             cute.arch.fence_view_async_shared()
 
     @cute.jit
-    def drop(self, packed, words):
-        """Probabilities whose bit is not set become zero."""
-        for i in cutlass.range_constexpr(cute.size(packed)):
+    def drop(self, packed, words, begin: cutlass.Constexpr):
+        """Probabilities of 64 queries, from register `begin` on, whose bit is not set become zero."""
+        for i in cutlass.range_constexpr(ROWS // 4):
             word = words[i % 2, i // 8]
             first = const_expr(1 << (8 * (i // 2 % 4)))
             low = Int32(65535) if (word & first) != 0 else Int32(0)
             high = Int32(-65536) if (word & (2 * first)) != 0 else Int32(0)
-            packed[i] = packed[i] & (low | high)
+            packed[begin + i] = packed[begin + i] & (low | high)
 
     @cute.jit
     def put(self, env, acc):

@@ -15,9 +15,10 @@ BATCH, GROUP, TILE, SLOT, SEGMENTS, COUNT, VALID, KEYS = range(8)
 SCRATCH = 15  # a word that nobody reads
 SEGMENT = 8  # words of a segment
 HEAD, LEAD, FULL, FULLS, INTERVAL, INTERVALS, BITS, BITSES = range(8)
-STEP = 8  # words of a step: what the producer tells about the queries of a stage
+STEP = 8  # words for each 64 queries of a step: what the producer tells about them
 KIND, FIRST, ENTRY, WORD, STEP_HEAD, STEP_BATCH = range(6)
-KEPT, BOUNDED, MASKED, END = range(4)  # kinds: all pairs, an interval of each row, one bit a pair, no more steps
+# Kinds: all pairs, an interval of each row, one bit a pair, no more steps, nothing (to fill up a step).
+KEPT, BOUNDED, MASKED, END, NONE = range(5)
 STAGES = 2  # of dS
 READY = 1  # named barriers 1 to 4: dS of the other warpgroup is there, of steps with even and with odd numbers
 FULL_OUT = 5  # named barriers 5, 6: a warpgroup has written its staging memory

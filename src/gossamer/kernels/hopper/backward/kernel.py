@@ -14,7 +14,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -25,7 +25,7 @@ from gossamer.kernels.hopper.backward.produce import Producer
 from gossamer.kernels.hopper.common import NUMBERS, ROWS, WARPGROUP, Env
 from gossamer.kernels.hopper.config import BackwardConfig
 
-RINGS = ("q_full", "q_empty", "do_full", "do_empty", "ds_full", "ds_empty")
+RINGS = ("q_full", "q_empty", "do_full", "do_empty")
 BARRIERS = ("k_full", "k_empty", "v_full", "v_empty")
 
 
@@ -37,14 +37,17 @@ class Backward(Producer, Consumer):
         self.dtype = NUMBERS[c.dtype]
         self.groups = c.block_kv // ROWS
         self.parts = c.block_q // ROWS
+        self.halves = c.step // ROWS
         self.threads = WARPGROUP * (self.groups + 1)
-        self.dq_columns = c.D // self.groups  # of a step's dQ, for each warpgroup
-        self.staging_floats = ROWS * c.D // 2  # a warpgroup's share of dQ, or its dK in 16 bits
+        # Of a step's dQ each warpgroup makes half: half of the columns, or one of two halves of the queries.
+        self.dq_columns = c.D // self.groups * self.halves
+        self.staging_floats = ROWS * c.D // 2 * self.halves  # that half, or a warpgroup's dK (and dV) in 16 bits
         self.consumer_registers = 232 if c.single else 240  # one warpgroup a block: two blocks share the registers
 
-    def smem_layout(self, rows: int, columns: int, stages: int | None = None) -> Any:
+    def smem_layout(self, rows: int, columns: int, stages: int | None = None, within: int = 0) -> Any:
+        """A tile in shared memory; its swizzle is the widest that divides `within` columns, or all of them."""
         atom = warpgroup.make_smem_layout_atom(
-            hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, columns), self.dtype
+            hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, within or columns), self.dtype
         )
         if stages is None:
             return cute.tile_to_shape(atom, (rows, columns), (0, 1))
@@ -55,7 +58,7 @@ class Backward(Producer, Consumer):
         c, major = self.config, cute.nvgpu.OperandMajorMode
         n, one = self.dtype, (1, 1, 1)
         mma_s = hopper.make_trivial_tiled_mma(
-            n, n, major.K, major.K, Float32, atom_layout_mnk=one, tiler_mn=(ROWS, ROWS)
+            n, n, major.K, major.K, Float32, atom_layout_mnk=one, tiler_mn=(ROWS, c.step)
         )
         mma_dv, mma_dk = [
             hopper.make_trivial_tiled_mma(
@@ -101,12 +104,14 @@ class Backward(Producer, Consumer):
         q, k, v, dout, dk, dv = [
             cute.make_tensor(t.iterator, cute.select(t.layout, [2, 3, 1, 0])) for t in (q, k, v, dout, dk, dv)
         ]  # (rows, columns, head, batch)
-        k_layout, v_layout = self.smem_layout(c.block_kv, c.D), self.smem_layout(c.block_kv, c.E)
-        q_layout, do_layout = self.smem_layout(ROWS, c.D, c.q_stages), self.smem_layout(ROWS, c.E, c.do_stages)
-        ds_layout = self.smem_layout(ROWS, c.block_kv, STAGES)
+        # Half of 96 columns, which dQ takes from K, would end within a wider swizzle.
+        k_layout = self.smem_layout(c.block_kv, c.D, within=self.dq_columns if c.D == 96 else 0)
+        v_layout = self.smem_layout(c.block_kv, c.E)
+        q_layout, do_layout = self.smem_layout(c.step, c.D, c.q_stages), self.smem_layout(c.step, c.E, c.do_stages)
+        ds_layout = self.smem_layout(c.step, c.block_kv, STAGES)
         dk_layout, dv_layout = self.smem_layout(ROWS, c.D), self.smem_layout(ROWS, c.E)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        q_one, do_one = cute.select(q_layout, mode=[0, 1]), cute.select(do_layout, mode=[0, 1])
+        q_one, do_one = self.smem_layout(ROWS, c.D), self.smem_layout(ROWS, c.E)
         tma_q, g_q = cpasync.make_tiled_tma_atom(load, q, q_one, (ROWS, c.D))
         tma_k, g_k = cpasync.make_tiled_tma_atom(load, k, k_layout, (c.block_kv, c.D))
         tma_v, g_v = cpasync.make_tiled_tma_atom(load, v, v_layout, (c.block_kv, c.E))
@@ -115,7 +120,7 @@ class Backward(Producer, Consumer):
         tma_dv, g_dv = cpasync.make_tiled_tma_atom(store, dv, dv_layout, (ROWS, c.E))
         mma_s, mma_dv, mma_dk, mma_dq = self.products()
         floats = 0 if c.single else self.groups * self.staging_floats
-        results = 0 if c.single else c.block_kv * c.E
+        results = 0 if c.single or self.halves > 1 else c.block_kv * c.E
 
         @cute.struct
         class Shared:
@@ -123,13 +128,11 @@ class Backward(Producer, Consumer):
             q_empty: cute.struct.MemRange[cutlass.Int64, c.q_stages]
             do_full: cute.struct.MemRange[cutlass.Int64, c.do_stages]
             do_empty: cute.struct.MemRange[cutlass.Int64, c.do_stages]
-            ds_full: cute.struct.MemRange[cutlass.Int64, STAGES]
-            ds_empty: cute.struct.MemRange[cutlass.Int64, STAGES]
             once: cute.struct.MemRange[cutlass.Int64, len(BARRIERS)]
             item: cute.struct.MemRange[Int32, ITEM]
-            steps: cute.struct.MemRange[Int32, STEP * c.q_stages]
-            lse: cute.struct.Align[cute.struct.MemRange[Float32, ROWS * c.q_stages], 128]
-            delta: cute.struct.Align[cute.struct.MemRange[Float32, ROWS * c.do_stages], 128]
+            steps: cute.struct.MemRange[Int32, STEP * self.halves * c.q_stages]
+            lse: cute.struct.Align[cute.struct.MemRange[Float32, c.step * c.q_stages], 128]
+            delta: cute.struct.Align[cute.struct.MemRange[Float32, c.step * c.do_stages], 128]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_layout)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(v_layout)], 1024]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
@@ -216,14 +219,11 @@ class Backward(Producer, Consumer):
                 cute.arch.mbarrier_init(bars.k_empty, 1 if c.single else 4 * self.groups + senders)
                 cute.arch.mbarrier_init(bars.v_empty, 1 if c.single else 4 * self.groups)
                 for i in cutlass.range_constexpr(c.q_stages):
-                    cute.arch.mbarrier_init(bars.q_full + i, 1)
+                    cute.arch.mbarrier_init(bars.q_full + i, self.halves)
                     cute.arch.mbarrier_init(bars.q_empty + i, 4 * self.groups + senders * self.sends)
                 for i in cutlass.range_constexpr(c.do_stages):
-                    cute.arch.mbarrier_init(bars.do_full + i, 1)
+                    cute.arch.mbarrier_init(bars.do_full + i, self.halves)
                     cute.arch.mbarrier_init(bars.do_empty + i, 4 * self.groups)
-                for i in cutlass.range_constexpr(STAGES):
-                    cute.arch.mbarrier_init(bars.ds_full + i, 4 * self.groups)
-                    cute.arch.mbarrier_init(bars.ds_empty + i, 4)
         cute.arch.mbarrier_init_fence()
         s_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         s_v = storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner)
@@ -231,18 +231,23 @@ class Backward(Producer, Consumer):
         s_do = storage.do.get_tensor(do_layout.outer, swizzle=do_layout.inner)
         # Without dQ there is no dS in shared memory, and this is never used.
         s_ds = (storage.ds if c.with_dq else storage.q).get_tensor(ds_layout.outer, swizzle=ds_layout.inner)
-        # dK in 16 bits takes the place of a warpgroup's dQ, or of K, and dV its own or that of V.
-        sent_dk, sent_dv = (storage.k, storage.v) if c.single else (storage.staging, storage.out)
-        dk_outer = cute.append(dk_layout.outer, cute.make_layout(self.groups, stride=2 * self.staging_floats))
-        dv_outer = cute.append(dv_layout.outer, cute.make_layout(self.groups, stride=ROWS * c.E))
-        s_dk = cute.make_tensor(cute.recast_ptr(sent_dk.data_ptr(), dk_layout.inner, dtype=self.dtype), dk_outer)
-        s_dv = sent_dv.get_tensor(dv_outer, swizzle=dv_layout.inner)
+        # dK in 16 bits takes the place of a warpgroup's dQ, or of K; dV the rest of that place, its own, or that of V.
+        sent_dk, sent_dv = (storage.k if c.single else storage.staging).data_ptr(), storage.v.data_ptr()
+        apart, dv_apart = 2 * self.staging_floats, ROWS * c.E
+        if const_expr(self.halves > 1):
+            sent_dv, dv_apart = storage.staging.data_ptr() + ROWS * c.D // 2, apart
+        elif const_expr(not c.single):
+            sent_dv = storage.out.data_ptr()
+        dk_outer = cute.append(dk_layout.outer, cute.make_layout(self.groups, stride=apart))
+        dv_outer = cute.append(dv_layout.outer, cute.make_layout(self.groups, stride=dv_apart))
+        s_dk = cute.make_tensor(cute.recast_ptr(sent_dk, dk_layout.inner, dtype=self.dtype), dk_outer)
+        s_dv = cute.make_tensor(cute.recast_ptr(sent_dv, dv_layout.inner, dtype=self.dtype), dv_outer)
         env = Env(
             bars=bars,
             item=cute.make_tensor(storage.item.data_ptr(), cute.make_layout(ITEM)),
-            steps=cute.make_tensor(storage.steps.data_ptr(), cute.make_layout((STEP, c.q_stages))),
-            s_lse=cute.make_tensor(storage.lse.data_ptr(), cute.make_layout((ROWS, c.q_stages))),
-            s_delta=cute.make_tensor(storage.delta.data_ptr(), cute.make_layout((ROWS, c.do_stages))),
+            steps=cute.make_tensor(storage.steps.data_ptr(), cute.make_layout((STEP, self.halves * c.q_stages))),
+            s_lse=cute.make_tensor(storage.lse.data_ptr(), cute.make_layout((ROWS, self.halves * c.q_stages))),
+            s_delta=cute.make_tensor(storage.delta.data_ptr(), cute.make_layout((ROWS, self.halves * c.do_stages))),
             staging=storage.staging.data_ptr(), s_k=s_k, s_v=s_v, s_q=s_q, s_do=s_do, s_ds=s_ds, s_dk=s_dk, s_dv=s_dv,
             terms=terms, dq_sum=dq_sum, work=work, segments=segments, lists=lists, lo=lo, hi=hi, pool=pool,
             part_dk=part_dk, part_dv=part_dv, lengths=lengths, tickets=tickets, before=before,

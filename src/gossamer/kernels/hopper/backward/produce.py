@@ -30,6 +30,7 @@ from gossamer.kernels.hopper.backward.fields import (
     KIND,
     LEAD,
     MASKED,
+    NONE,
     SEGMENT,
     SEGMENTS,
     SLOT,
@@ -51,6 +52,7 @@ class Producer:
     config: BackwardConfig
     groups: int
     parts: int
+    halves: int = 1  # times 64 queries of a step
     dq_columns: int
     bytes: dict[str, int]
     staging_floats: int
@@ -101,13 +103,17 @@ class Producer:
             ("v", tma_v, env.s_v, g_v, c.block_kv, c.E),
         ):
             tiles = cute.local_tile(g, (rows, columns), (None, 0, None, None))
-            to, from_ = cpasync.tma_partition(tma, 0, whole, cute.group_modes(s, 0, 2), cute.group_modes(tiles, 0, 2))
+            halves = cute.flat_divide(s, (rows, columns))  # of a step's queries; K and V are whole
+            to, from_ = cpasync.tma_partition(
+                tma, 0, whole, cute.group_modes(halves, 0, 2), cute.group_modes(tiles, 0, 2)
+            )
             pairs |= {"tma_" + name: tma, name + "_to": to, name + "_from": from_}
         bars, item = env.bars, env.item
         lane = cute.arch.lane_idx()
         load = Env(**pairs)
         w, _, _ = cute.arch.block_idx()
         turn, n, m = Int32(0), Int32(0), Int32(0)  # items, stages of Q, stages of dO so far
+        half = Int32(0)  # of the step that is being filled
         word = self.draw(env, w)
         running = Int32(1)
         while running != 0:
@@ -126,8 +132,11 @@ class Producer:
                 ragged = Int32(1) if tile * c.block_kv + c.block_kv > keys else Int32(0)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full, self.bytes["k"])
-                cute.copy(load.tma_k, load.k_from[None, tile, group, batch], load.k_to, tma_bar_ptr=bars.k_full)
+                cute.copy(
+                    load.tma_k, load.k_from[None, tile, group, batch], load.k_to[None, 0, 0], tma_bar_ptr=bars.k_full
+                )
                 owed = Int32(1)  # V comes after the first Q
+                first, head, value = Int32(0), Int32(0), Int32(0)
                 for s in cutlass.range(count, unroll=1):
                     part = Int32(0)
                     if lane < SEGMENT:
@@ -179,53 +188,68 @@ class Producer:
                                     value = head
                                 if lane == STEP_BATCH:
                                     value = batch
-                                self.load_q(env, load, n, value, first, head, batch)
-                                n += 1
+                                self.load_q(env, load, n, half, value, first, head, batch)
                                 if owed != 0:
                                     self.load_v(env, load, turn, tile, group, batch)
                                 owed = Int32(0)
-                                self.load_do(env, load, m, first, head, batch)
-                                m += 1
+                                self.load_do(env, load, m, half, first, head, batch)
+                                n, m, half = self.following(n, m, half)
                 if owed != 0:
                     self.load_v(env, load, turn, tile, group, batch)
+                if const_expr(self.halves > 1):  # noqa: SIM102
+                    if half != 0:  # the last step is filled up by queries that it has, of which nothing is kept
+                        if lane == KIND:
+                            value = Int32(NONE)
+                        self.load_q(env, load, n, half, value, first, head, batch)
+                        self.load_do(env, load, m, half, first, head, batch)
+                        n, m, half = self.following(n, m, half)
                 word = self.draw(env, ticket(env))  # while the consumers are still two steps behind
                 stage, phase = ring(n, c.q_stages)
                 cute.arch.mbarrier_wait(bars.q_empty + stage, phase ^ 1)
-                if lane == KIND:
-                    env.steps[KIND, stage] = Int32(END)
+                if lane < self.halves:
+                    env.steps[KIND, stage * self.halves + lane] = Int32(END)
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(bars.q_full + stage)
+                    for _ in cutlass.range_constexpr(self.halves):
+                        cute.arch.mbarrier_arrive(bars.q_full + stage)
                 n += 1
                 turn += 1
 
+    def following(self, n, m, half):
+        """The place after a half of stage `n` of Q and `m` of dO."""
+        if self.halves == 1:
+            return n + 1, m + 1, half
+        return n + half, m + half, 1 - half
+
     @cute.jit
-    def load_q(self, env, load, n, value, first, head, batch):
-        """Q and lse of a step, with its description: a word of each lane."""
+    def load_q(self, env, load, n, half, value, first, head, batch):
+        """Q and lse of 64 queries of a step, with their description: a word of each lane."""
         c, bars = self.config, env.bars
         stage, phase = ring(n, c.q_stages)
         lane = cute.arch.lane_idx()
         cute.arch.mbarrier_wait(bars.q_empty + stage, phase ^ 1)
         if lane < STEP:
-            env.steps[lane, stage] = value
+            env.steps[lane, stage * self.halves + half] = value
         cute.arch.sync_warp()
         bar = bars.q_full + stage
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(bar, self.bytes["q"] + 4 * ROWS)
-        cute.copy(load.tma_q, load.q_from[None, first // ROWS, head, batch], load.q_to[None, stage], tma_bar_ptr=bar)
-        self.load_row(env.terms[0, batch, head, None], first, env.s_lse[None, stage], bar)
+        from_ = load.q_from[None, first // ROWS, head, batch]
+        cute.copy(load.tma_q, from_, load.q_to[None, half, 0, stage], tma_bar_ptr=bar)
+        self.load_row(env.terms[0, batch, head, None], first, env.s_lse[None, stage * self.halves + half], bar)
 
     @cute.jit
-    def load_do(self, env, load, m, first, head, batch):
-        """dO and delta of a step."""
+    def load_do(self, env, load, m, half, first, head, batch):
+        """dO and delta of 64 queries of a step."""
         c, bars = self.config, env.bars
         stage, phase = ring(m, c.do_stages)
         cute.arch.mbarrier_wait(bars.do_empty + stage, phase ^ 1)
         bar = bars.do_full + stage
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(bar, self.bytes["do"] + 4 * ROWS)
-        cute.copy(load.tma_do, load.do_from[None, first // ROWS, head, batch], load.do_to[None, stage], tma_bar_ptr=bar)
-        self.load_row(env.terms[1, batch, head, None], first, env.s_delta[None, stage], bar)
+        from_ = load.do_from[None, first // ROWS, head, batch]
+        cute.copy(load.tma_do, from_, load.do_to[None, half, 0, stage], tma_bar_ptr=bar)
+        self.load_row(env.terms[1, batch, head, None], first, env.s_delta[None, stage * self.halves + half], bar)
 
     @cute.jit
     def load_row(self, row, first, to, bar):
@@ -241,7 +265,7 @@ class Producer:
         cute.arch.mbarrier_wait(bars.v_empty, (turn & 1) ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(bars.v_full, self.bytes["v"])
-        cute.copy(load.tma_v, load.v_from[None, tile, group, batch], load.v_to, tma_bar_ptr=bars.v_full)
+        cute.copy(load.tma_v, load.v_from[None, tile, group, batch], load.v_to[None, 0, 0], tma_bar_ptr=bars.v_full)
 
     @cute.jit
     def send(self, env, tma_dk, g_dk, tma_dv, g_dv, me):
@@ -267,15 +291,16 @@ class Producer:
                     cute.arch.mbarrier_arrive(bars.k_empty)
             if const_expr(self.sends):
                 # An item's own batch element stays apart from its steps': a stage of kind END says nothing of it.
-                kind, first, head, of = self.follow(env, n)
+                kind, first, head, of = self.follow(env, n, me)
                 n += 1
                 while kind != END:
                     self.exchange(me)
                     target = self.dq_target(env, first, head, of, me)
-                    with cute.arch.elect_one():
-                        bulk_add(target.iterator, env.staging + me * self.staging_floats, 4 * cute.size(target))
+                    if const_expr(self.halves == 1) or kind != NONE:
+                        with cute.arch.elect_one():
+                            bulk_add(target.iterator, env.staging + me * self.staging_floats, 4 * cute.size(target))
                     cute.arch.cp_async_bulk_commit_group()
-                    kind, first, head, of = self.follow(env, n)
+                    kind, first, head, of = self.follow(env, n, me)
                     n += 1
             self.exchange(me)
             if slot < 0:
@@ -294,12 +319,13 @@ class Producer:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def follow(self, env, n):
-        """(kind, first query, head, batch) of step `n`."""
+    def follow(self, env, n, me):
+        """(kind, first query, head, batch) of those queries of step `n` whose dQ warpgroup `me` makes or shares."""
         stage, phase = ring(n, self.config.q_stages)
         cute.arch.mbarrier_wait(env.bars.q_full + stage, phase)
-        kind, first = env.steps[KIND, stage], env.steps[FIRST, stage]
-        head, batch = env.steps[STEP_HEAD, stage], env.steps[STEP_BATCH, stage]
+        place = stage * self.halves + (me if const_expr(self.halves > 1) else 0)
+        kind, first = env.steps[KIND, place], env.steps[FIRST, place]
+        head, batch = env.steps[STEP_HEAD, place], env.steps[STEP_BATCH, place]
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(env.bars.q_empty + stage)
@@ -309,7 +335,7 @@ class Producer:
     def dq_target(self, env, first, head, batch, me):
         """The floats of dq_sum that warpgroup `me` adds to."""
         row = env.dq_sum[batch, head, first // ROWS, None]
-        return cute.local_tile(row, (ROWS * self.dq_columns,), (me,))
+        return cute.local_tile(row, (ROWS * self.dq_columns,), (me if const_expr(self.halves == 1) else 0,))
 
     @cute.jit
     def exchange(self, me):
