@@ -204,7 +204,7 @@ class _Known(torch.autograd.Function):
     """The gradient of a known call. lse is differentiable, double backward is not."""
 
     @staticmethod
-    def forward(ctx, q, k, v, what):
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, what: tuple[Call, Any]) -> tuple[Tensor, Tensor]:
         out, lse = what[0].forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.what = what  # the pattern too: its handle must live until the backward
@@ -212,7 +212,7 @@ class _Known(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx, dout, dlse):
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         compute = ctx.what[0].gradients
         if torch.is_grad_enabled():  # create_graph
@@ -224,7 +224,10 @@ class _KnownTerms(torch.autograd.Function):
     """The same with key_lengths, sink_logits and alibi_slopes: each argument of a function costs, most need none."""
 
     @staticmethod
-    def forward(ctx, q, k, v, key_lengths, sink_logits, alibi_slopes, what):
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None, sink_logits: Tensor | None,
+        alibi_slopes: Tensor | None, what: tuple[Call, Any],
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         tensors = key_lengths, sink_logits, alibi_slopes
         out, lse = what[0].forward(q, k, v, *tensors)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
@@ -233,7 +236,7 @@ class _KnownTerms(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx, dout, dlse):
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         compute, sinks = ctx.what[0].gradients, saved[6]
         if torch.is_grad_enabled():  # create_graph

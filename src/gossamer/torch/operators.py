@@ -8,8 +8,9 @@ whose layout is looked up in here, by the sizes of the call.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import _C, Tensor
@@ -68,7 +69,9 @@ def compute_gradients(
     return implementation.backward(plan.problem, dout, dlse, a.q, a.k, a.v, out, lse, where, terms)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, layout: list[Tensor], geometry: list[int], pattern: int, *options: Any):
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, layout: list[Tensor], geometry: list[int], pattern: int, *options: Any
+) -> tuple[Tensor, Tensor]:
     a = Arguments(q, k, v, *options)
     return compute(plan_for(a, geometry), a, layout, geometry, pattern)
 
@@ -85,7 +88,7 @@ def _backward(
     geometry: list[int],
     pattern: int,
     *options: Any,
-):
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     a = Arguments(q, k, v, *options)
     plan = plan_for(a, geometry).gradient
     dq, dk, dv, dsink = compute_gradients(plan, dout, dlse, a, out, lse, layout, geometry, pattern)
@@ -138,7 +141,7 @@ def plain(*tensors: Tensor | None) -> bool:
     )
 
 
-def _gradients(ctx, dout, dlse):
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """What `_Attention.backward` returns."""
     q, k, v, out, lse, sink_logits, key_lengths, alibi_slopes, q_offset_tensor, *layout = ctx.saved_tensors
     plan, geometry, pattern, q_offset, rest = ctx.static
@@ -155,11 +158,11 @@ class Gradients(torch.autograd.Function):
     """The gradients where a graph of them is asked for; it leads to the inputs, so that its use raises, not gives 0."""
 
     @staticmethod
-    def forward(ctx, compute, dout, dlse, *inputs):
+    def forward(ctx: Any, compute: Any, dout: Tensor | None, dlse: Tensor | None, *inputs: Tensor | None) -> Any:
         return compute(dout, dlse)
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(ctx: Any, *gradients: Tensor | None) -> NoReturn:
         raise Unsupported("attention can be differentiated once: its gradients have no gradient (double backward)")
 
 
@@ -167,7 +170,9 @@ class _Attention(torch.autograd.Function):
     """Saves what the backward operator reads; lse is differentiable, double backward is not."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sink_logits, call):
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, call: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor]:
         eager, a, layout, geometry, pattern = call
         plan = None
         if eager:
@@ -183,7 +188,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx, dout, dlse):
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         if not torch.is_grad_enabled():
             return _gradients(ctx, dout, dlse)
         q, k, v, _, _, sink_logits, *_ = ctx.saved_tensors  # create_graph
@@ -209,7 +214,9 @@ def eager(a: Arguments, layout: list[Tensor], geometry: list[int], pattern: int)
         return compute(plan_for(a, geometry), a, layout, geometry, pattern)
 
 
-def _forward_autograd(q: Tensor, k: Tensor, v: Tensor, layout: Any, geometry: Any, pattern: Any, *options: Any):
+def _forward_autograd(
+    q: Tensor, k: Tensor, v: Tensor, layout: list[Tensor], geometry: list[int], pattern: int, *options: Any
+) -> tuple[Tensor, Tensor]:
     """The operator on the Autograd key: with the gradient where one is needed."""
     a = Arguments(q, k, v, *options)
     if forward_ad._current_level >= 0:
@@ -225,15 +232,15 @@ def _forward_autograd(q: Tensor, k: Tensor, v: Tensor, layout: Any, geometry: An
         return _forward_op(q, k, v, layout, geometry, pattern, *options)
 
 
-def _batched(*args: Any):
+def _batched(*args: Any) -> NoReturn:
     raise Unsupported("attention cannot be mapped by torch.func.vmap; give it the mapped dimension as batch elements")
 
 
-def _autocast(device: str, key: _C.DispatchKey):
+def _autocast(device: str, key: _C.DispatchKey) -> Callable[..., tuple[Tensor, Tensor]]:
     """Under autocast q, k and v take its dtype, as for scaled_dot_product_attention; float64 stays."""
     keys = _C.DispatchKeySet(key)
 
-    def cast_and_call(q: Tensor, k: Tensor, v: Tensor, *rest: Any):
+    def cast_and_call(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         dtype = torch.get_autocast_dtype(device)
         with _C._ExcludeDispatchKeyGuard(keys):
             q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
