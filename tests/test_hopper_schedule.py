@@ -25,6 +25,7 @@ Row = tuple[int, int, int]
         (100, 256, 132, 52),  # 500 items in four rounds
         (1, 512, 264, 12),  # merging the parts ends what more of them gain
         (264, 5, 264, 5),
+        (128, 16, 264, 16),  # joining 256 parts takes longer than eight tiles
         (1, 1, 132, 1),
         (1, 0, 132, 0),
     ],

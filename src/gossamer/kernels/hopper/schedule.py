@@ -167,7 +167,8 @@ def whole_rounds(rows: int, longest: int, blocks: int) -> int:
     """The most tiles in an item, for no more rows than blocks: whole rounds of items, and few parts to merge."""
 
     def time(parts: int) -> float:
-        return -(-rows * parts // blocks) * (-(-longest // parts) + START) + PART * parts + MERGE_CALL * (parts > 1)
+        merging = MERGE_CALL + rows * parts / PARTS_A_TILE if parts > 1 else 0
+        return -(-rows * parts // blocks) * (-(-longest // parts) + START) + PART * parts + merging
 
     return -(-longest // min(range(1, max(1, longest // LEAST_PART) + 1), key=time))
 
