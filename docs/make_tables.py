@@ -56,6 +56,7 @@ COUNTED: dict[str, Callable[[], gs.Pattern]] = {
     "`Strided(128, 128)`": lambda: gs.Strided(128, 128),
     "`PowerStrided(2, 16)`": lambda: gs.PowerStrided(2, 16),
     "`Document(ids) & Causal()`, 500 to 1500 each": _documents,
+    "`Neighborhood((32, 64, 64), (1, 6, 6))`": lambda: gs.Neighborhood((32, 64, 64), (1, 6, 6)),
     "`CSR`, 64 random keys a row": _graph,
 }
 

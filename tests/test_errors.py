@@ -161,6 +161,7 @@ CONSTRUCTORS: dict[str, tuple[Any, int]] = {
     "Longformer": (gs.Longformer, 3),
     "Dilated": (gs.Dilated, 3),
     "Strided": (gs.Strided, 2),
+    "Neighborhood": (gs.Neighborhood, 2),
     "PowerStrided": (gs.PowerStrided, 2),
     "Document": (gs.Document, 1),
     "Document.from_cu_seqlens": (gs.Document.from_cu_seqlens, 1),

@@ -69,6 +69,13 @@ def leaves(K, Q):
         st.builds(block_mask, rng, st.sampled_from([16, 32, 48, 64, 128])),
         st.integers(2, 8).map(lambda n: gs.Predicate(lambda i, j: (i * 7 + j) % n == 0)),
         rng.map(lambda r: csr(r, Q, K)),
+        st.builds(
+            lambda n, t, y, x: gs.Neighborhood((K // n, n) if K % n == 0 else (K,), ((t, y), x)[: 1 + (K % n == 0)]),
+            st.sampled_from([4, 10, 64]),
+            st.integers(0, 3),
+            st.integers(0, 2),
+            st.integers(0, 9),
+        ),
         # A batch element or head alone, told by an array or a list that could hold more.
         rng.map(lambda r: gs.Document(np.sort(r.integers(0, 5, (1, K))))),
         rng.map(lambda r: gs.BlockMask(block_mask(r, 32).mask[None], 32)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gossamer as gs
+from gossamer.patterns.grid import Sizes
 
 SIZES = [(17, 17), (40, 40), (9, 40), (40, 9), (1, 33), (33, 1)]
 
@@ -152,6 +154,40 @@ def test_big_bird_needs_square():
 
 
 # -- documents, lists, heads -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "reach"),
+    [((37,), (4,)), ((5, 8), ((1, 2), (3, 0))), ((3, 4, 5), (1, 2, (0, 1))), ((2, 1, 3, 4), (9, 0, 1, (2, 1)))],
+)
+def test_neighborhood(shape, reach):
+    """A box around each point, by comparing coordinates; positions outside the grid see nothing."""
+    pattern, K = gs.Neighborhood(shape, reach), int(np.prod(shape))
+    sides = [side if isinstance(side, tuple) else (side, side) for side in reach]
+    points = list(np.ndindex(*shape))
+
+    def kept(i, j):
+        if not 0 <= i < K:
+            return False
+        return all(a - before <= b <= a + after
+                   for a, b, (before, after) in zip(points[i], points[j], sides, strict=True))  # fmt: skip
+
+    for Q, q_offset in ((K, None), (7, None), (K + 9, None), (K, 5), (K, -6), (1, 3)):
+        expected = matrix(Q, K, kept, q_offset)
+        assert (pattern.materialize(Q, K, q_offset) == expected).all()
+        assert pattern.density(Q, K, q_offset) == pytest.approx(expected.mean(), abs=1e-12)
+        sizes = Sizes(Q, K, K - Q if q_offset is None else q_offset)
+        rows, keys = pattern.listed_pairs(sizes, 0, Q)
+        assert np.array_equal(rows * K + keys, np.flatnonzero(expected))
+
+
+def test_a_neighborhood_of_a_long_video_is_quick():
+    """Every plane is like the others: few tiles are evaluated, whatever the length."""
+    pattern, N = gs.Neighborhood((32, 64, 64), ((3, 0), 6, 6)), 2**17
+    begin = time.perf_counter()
+    stats = pattern.layout(N, N, block_q=64, block_kv=64).stats
+    assert time.perf_counter() - begin < 10
+    assert stats.useful_pairs == pytest.approx(pattern.density(N, N) * N**2)
 
 
 def test_document():
@@ -308,6 +344,14 @@ def test_truth_value_says_what_to_use(use):
         (lambda: gs.CSR.from_edge_index([[0, 1], [1, -1]], 4), r"targets in \[0, 4\).*got \[-1, 1\]"),
         (lambda: gs.CSR.from_edge_index([[0], [0]], (4, 4, 4)), "num_nodes must be one number or"),
         (lambda: gs.CSR.from_edge_index([[0], [0]], 0), "num_nodes must be an integer"),
+        (lambda: gs.Neighborhood((4, 4), (1,)), "shape and reach must have a value for each axis"),
+        (lambda: gs.Neighborhood(4, 1), "shape and reach must be lists"),
+        (lambda: gs.Neighborhood((), ()), "at least one"),
+        (lambda: gs.Neighborhood((4, 0), (1, 1)), "shape must be an integer"),
+        (lambda: gs.Neighborhood((4, 4), (1, -1)), "reach must be an integer"),
+        (lambda: gs.Neighborhood((4, 4), (1, (1, 2, 3))), r"a number or \(before, after\) for each axis"),
+        (lambda: gs.Neighborhood((2**16, 2**16), (1, 1)), "the number of points in shape"),
+        (lambda: gs.Neighborhood((4, 4), (1, 1)).materialize(16, 17), "has 16 points, needs K=17"),
         (lambda: gs.Predicate(3), "fn"),
         (lambda: gs.Predicate(lambda i, j: i + j).materialize(3, 3), "fn of Predicate"),
         (lambda: gs.PerHead([]), "patterns"),

@@ -71,6 +71,7 @@ SHARED: list[Callable[[Draw, int, int], gs.Pattern]] = [
     graph,
     lambda r, Q, K: gs.Document(np.sort(np.random.default_rng(r.randrange(99)).integers(0, 4, (1, K)))),
     lambda r, Q, K: gs.PerHead([gs.Dilated(r.randrange(9), 0, 1 + r.randrange(9))]),
+    lambda r, Q, K: gs.Neighborhood((-(-K // 8), 8) if K % 8 == 0 else (K,), [r.randrange(4)] * (1 + (K % 8 == 0))),
     lambda r, Q, K: gs.BigBird(16, random_blocks=1) if Q == K else gs.Dense(),
     lambda r, Q, K: gs.Tree([r.randrange(-1, t) for t in range(Q)]) if Q <= K else gs.Causal(),
 ]

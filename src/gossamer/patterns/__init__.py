@@ -8,6 +8,7 @@ from gossamer.patterns.dense import Causal, Dense
 from gossamer.patterns.dilated import Dilated, PowerStrided, Strided
 from gossamer.patterns.dilated_segments import DilatedSegment, LongNet
 from gossamer.patterns.document import Document
+from gossamer.patterns.neighborhood import Neighborhood
 from gossamer.patterns.predicate import Predicate
 from gossamer.patterns.tree import Tree
 from gossamer.patterns.window import Local, Longformer, SlidingWindow
@@ -24,6 +25,7 @@ __all__ = [
     "Local",
     "LongNet",
     "Longformer",
+    "Neighborhood",
     "Pattern",
     "PerHead",
     "PowerStrided",
