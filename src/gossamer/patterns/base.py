@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from abc import ABCMeta, abstractmethod
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -42,11 +42,15 @@ Pairs = tuple[np.ndarray, np.ndarray]  # query rows, keys
 OFFSETS_LISTED = 2**13
 
 
+P = TypeVar("P", bound="Pattern")
+
+
 class _PatternMeta(ABCMeta):
     """Gives every pattern its handle once it is made."""
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        pattern = super().__call__(*args, **kwargs)
+    # The type of an instance, for checkers that would else not look at the constructor.
+    def __call__(cls: type[P], *args: Any, **kwargs: Any) -> P:  # type: ignore[misc]
+        pattern: P = super().__call__(*args, **kwargs)  # type: ignore[misc]
         give_handle(pattern)
         return pattern
 
