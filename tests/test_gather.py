@@ -51,6 +51,7 @@ def test_rows_of_a_group_are_checked() -> None:
 def test_the_cheapest_layout_is_chosen_without_building_one() -> None:
     from gossamer.kernels.triton.gather.config import GATHERS
     from gossamer.layouts import cache
+    from gossamer.layouts.choice import cheapest
     from gossamer.testing.graphs import proximity_graph, random_graph
 
     tiles = ((128, 128, 1.0), (64, 64, 0.63))
@@ -58,7 +59,7 @@ def test_the_cheapest_layout_is_chosen_without_building_one() -> None:
     cache.clear_cache()
 
     def chosen(pattern: gs.Pattern, N: int) -> int | tuple[int, int]:
-        at = cache.cheapest(pattern, N, N, tiles=tiles, gathers=gathers, q_offset=0)
+        at = cheapest(pattern, N, N, tiles=tiles, gathers=gathers, q_offset=0)
         return tiles[at][:2] if at < len(tiles) else gathers[at - len(tiles)].block_q
 
     assert chosen(gs.SlidingWindow(4096), 65536) == (128, 128)
