@@ -102,8 +102,9 @@ def dkdv_kernel(
                 for step in range(first * STEPS, last * STEPS):
                     column = origin + step * C if contiguous else tile * TILE_COLUMNS + (step % STEPS) * C
                     m_keep = step_mask(
-                        pool, entry, sub, step % STEPS, column, b_lo, b_hi, mode, R, C, TILE_ROWS, TILE_COLUMNS
-                    )
+                        pool, entry, sub, step % STEPS, column, b_lo, b_hi, 0, mode, False, R, C, TILE_ROWS,
+                        TILE_COLUMNS,
+                    )  # fmt: skip
                     o_q = column + o_c
                     # No mask: these rows are padded to whole tiles, and the loads stay wide.
                     b_lse = tl.load(lse_head + o_q)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gossamer.kernels.triton.masks import BITS, INTERVAL, bits_mask, interval_mask
+from gossamer.kernels.triton.masks import BITS, FULL, INTERVAL, bits_mask, interval_mask
 from gossamer.kernels.triton.rows import batch_and_head
 
 MODES = tl.constexpr(3)  # full, interval, bits
@@ -91,10 +91,13 @@ def next_entry(
 
 @triton.jit
 def step_mask(
-    pool, entry, sub, part, column, b_lo, b_hi, MODE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    pool, entry, sub, part, column, b_lo, b_hi, end, MODE: tl.constexpr, LENGTHS: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """[R, C] of what a step keeps of a tile, from row sub * R and column part * C on; of no meaning in a full list."""
+    """[R, C] of what a step keeps of a tile, from row sub * R and column part * C on, below `end` with LENGTHS.
+
+    Of no meaning in a full list without.
+    """
     WORDS: tl.constexpr = TILE_COLUMNS // 32
     o_c = tl.arange(0, C)
     m_keep = o_c
@@ -103,4 +106,7 @@ def step_mask(
         m_keep = bits_mask(words, o_c, WORDS, R, C)
     if MODE == INTERVAL:
         m_keep = interval_mask(b_lo, b_hi, column, o_c)
+    if LENGTHS:
+        m_length = (column + o_c < end)[None, :]
+        m_keep = m_length if MODE == FULL else m_keep & m_length
     return m_keep

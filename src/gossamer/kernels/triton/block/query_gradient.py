@@ -92,11 +92,9 @@ def dq_kernel(
             for step in range(first * STEPS, last * STEPS):
                 column = origin + step * C if contiguous else tile * TILE_COLUMNS + (step % STEPS) * C
                 m_keep = step_mask(
-                    pool, entry, sub, step % STEPS, column, b_lo, b_hi, mode, R, C, TILE_ROWS, TILE_COLUMNS
-                )
-                if LENGTHS:
-                    m_length = (column + o_c < key_end)[None, :]
-                    m_keep = m_length if mode == FULL else m_keep & m_length
+                    pool, entry, sub, step % STEPS, column, b_lo, b_hi, key_end, mode, LENGTHS, R, C, TILE_ROWS,
+                    TILE_COLUMNS,
+                )  # fmt: skip
                 b_k = stream_rows(k, i_b, i_g, column, K, stride_kn, C, D, BLOCK_D, mode != FULL, TMA)
                 b_v = stream_rows(v, i_b, i_g, column, K, stride_vn, C, E, BLOCK_E, mode != FULL, TMA)
                 b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
