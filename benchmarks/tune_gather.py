@@ -3,7 +3,7 @@
     python benchmarks/tune_gather.py                                  # all of it: about 80 s on one H200
     python benchmarks/tune_gather.py --cases graph_power_law --rows 1 16 --dtypes bfloat16
 
-Sampled rows and keys of the last configuration of each group are checked against float64 in the same run.
+Sampled rows and keys of each configuration are checked against float64 in the same run.
 """
 
 from __future__ import annotations
@@ -12,39 +12,52 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.hopper import IMPLEMENTATION as HOPPER
+from gossamer.kernels.hopper.gather.config import GatherConfig, gather_config
 from gossamer.kernels.triton.gather import launch
 from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig
 from gossamer.kernels.triton.row_terms import row_terms
-from gossamer.layouts.gather import GatherWalk, build_gather
+from gossamer.layouts.gather import GatherLayout, GatherWalk, build_gather
 from gossamer.testing.cases import case, tagged
 
-ROWS = {
+
+@dataclass(frozen=True)
+class Rings:
+    """How the Hopper kernels are run: in the place of what each direction is shipped with, where not 0."""
+
+    stages: int = 0
+    blocks: int = 0  # of a multiprocessor
+
+
+ROWS: dict[int, list[Any]] = {
     1: [RowConfig(4, 4, 1, registers) for registers in (None, 80, 96, 112, 128)]
     + [RowConfig(8, 4, 2, 96), RowConfig(8, 4, 2, 128), RowConfig(16, 4, 4, 96), RowConfig(4, 2, 1, 96),
        RowConfig(4, 8, 1, 128), RowConfig(2, 4, 1, 128)],
     16: [GroupConfig(1, 3), GroupConfig(2, 2), GroupConfig(2, 3)],
     32: [GroupConfig(2, 3), GroupConfig(4, 2)],
-    64: [GroupConfig(4, 2), GroupConfig(4, 3)],
+    64: [GroupConfig(4, 2), GroupConfig(4, 3), Rings(), Rings(2), Rings(3), Rings(blocks=2)],
 }  # fmt: skip
 SAMPLES = 16
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-6}
 WORKERS = 12
 
 
-def milliseconds(call: Callable[..., object], *arguments: object, **options: object) -> float:
-    call(*arguments, **options)
+def milliseconds(call: Callable[[], object]) -> float:
+    call()
     times = []
     for _ in range(5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        call(*arguments, **options)
+        call()
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
@@ -86,6 +99,51 @@ def worst(rows: GatherWalk, columns: GatherWalk, scale: float, q, k, v, dout, ou
     return max((error / size) ** 0.5 if size else 0.0 for error, size in found.values())
 
 
+def triton_calls(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, layout: GatherLayout, terms: Terms, config: Any,
+    split: int | None,
+) -> list[Callable[[], Any]]:  # fmt: skip
+    """What computes (out, lse), dq, and (dk, dv); the last two from results of the first."""
+    options = {"config": config, "split": split}
+    out, lse = launch.forward(problem, q, k, v, layout, terms, **options)
+    rows = row_terms(problem, dout, None, out, lse, launch.padded_rows(problem.Q))
+    operands = (problem, q, k, v, dout, rows, layout, terms)
+    return [
+        lambda: launch.forward(problem, q, k, v, layout, terms, **options),
+        lambda: launch.query_gradient(*operands, **options),
+        lambda: launch.key_gradients(*operands, **options),
+    ]
+
+
+def hopper_calls(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, layout: GatherLayout, terms: Terms, config: Rings,
+    split: int | None,
+) -> list[Callable[[], Any]]:  # fmt: skip
+    """As `triton_calls`, of the Hopper kernels."""
+    run, p = HOPPER.launch_gather, problem
+
+    def chosen(direction: str) -> GatherConfig:
+        shipped = gather_config(direction, p.dtype, p.D, p.E, "fold")
+        return replace(shipped, stages=config.stages or shipped.stages, blocks=config.blocks or shipped.blocks)
+
+    forward, query, columns = (chosen(direction) for direction in ("forward", "query", "columns"))
+    out, lse = run.forward(p, q, k, v, layout, terms, split=split, config=forward)
+    operands = (p, q, k, v, dout, run.row_terms_of(p, dout, None, out, lse), layout, terms)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    def query_gradient() -> Tensor:
+        run.query_gradient(*operands, dq, split, query)
+        return dq
+
+    def key_gradients() -> tuple[Tensor, Tensor]:
+        run.key_gradients(*operands, dk, dv, split, columns)
+        return dk, dv
+
+    return [
+        lambda: run.forward(p, q, k, v, layout, terms, split=split, config=forward), query_gradient, key_gradients,
+    ]  # fmt: skip
+
+
 def tune(name: str, dtype: str, rows: list[int], size: int | None) -> None:
     """Time one case; `size` compiles its kernels on a random graph of so many nodes instead."""
     c = case(name)
@@ -107,25 +165,25 @@ def tune(name: str, dtype: str, rows: list[int], size: int | None) -> None:
         for config in ROWS[block_q]:
             if isinstance(config, GroupConfig) and dtype == "float32":
                 config = GroupConfig(config.warps, config.stages, "tf32x3")
-            for split in (32, None) if size else (None,):
-                options = {"config": config, "split": split}
-                out, lse = launch.forward(problem, q, k, v, layout, terms, **options)
-                terms_of_rows = row_terms(problem, dout, None, out, lse, launch.padded_rows(problem.Q))
-                operands = (problem, q, k, v, dout, terms_of_rows, layout, terms)
-                dq = launch.query_gradient(*operands, **options)
-                dk, dv = launch.key_gradients(*operands, **options)
+            if isinstance(config, Rings) and (dtype == "float32" or HOPPER.unavailable()):
+                continue
+            make = hopper_calls if isinstance(config, Rings) else triton_calls
+            try:
+                for split in (32, None) if size else (None,):
+                    calls = make(problem, q, k, v, dout, layout, terms, config, split)
+                    (out, lse), dq, (dk, dv) = (call() for call in calls)
+            except ValueError as refused:
+                print(name, dtype, f"rows {block_q}", config, refused, flush=True)
+                continue
             if size:
                 continue
-            times = [
-                milliseconds(launch.forward, problem, q, k, v, layout, terms, config=config),
-                milliseconds(launch.query_gradient, *operands, config=config),
-                milliseconds(launch.key_gradients, *operands, config=config),
-            ]
-            print(name, dtype, f"rows {block_q}", config, *(f"{t:.3f} ms" for t in times), flush=True)
-        if not size:
+            times = [milliseconds(call) for call in calls]
             error = worst(single.rows, single.columns, terms.scale, q, k, v, dout, out, lse, dq, dk, dv)
-            fill = f"fill {host.stats.fill:.4f}, {host.stats.gathered / N:.2f} columns a row, error {error:.2e}"
-            print(name, dtype, f"rows {block_q}", fill, "" if error < TOLERANCE[dtype] else "WRONG", flush=True)
+            found = f"error {error:.2e}", "" if error < TOLERANCE[dtype] else "WRONG"
+            print(name, dtype, f"rows {block_q}", config, *(f"{t:.3f} ms" for t in times), *found, flush=True)
+        if not size:
+            fill = f"fill {host.stats.fill:.4f}, {host.stats.gathered / N:.2f} columns a row"
+            print(name, dtype, f"rows {block_q}", fill, flush=True)
 
 
 def main() -> None:
