@@ -24,12 +24,12 @@ class GatherConfig:
     size: int  # D and E after padding
     stages: int
     blocks: int = 2
-    hold: int = 0
     lengths: bool = False  # keys at and after a length for each batch element are not attended
     score: str = "fold"  # or "scale" (a factor that is not positive), "softcap"
 
     block_q = block_kv = step = ROWS
     halves = False
+    hold = 0
     single = True
     with_dq = False
     reduce = "bulk"
