@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -78,7 +79,7 @@ def _fastest_backend(attend: Attend, inputs: Inputs) -> Any:
             continue  # which serves what the others do not take
         try:
             with sdpa_kernel(backend), torch.no_grad():
-                call = lambda: attend(inputs.q, inputs.k, inputs.v)  # noqa: E731
+                call = partial(attend, inputs.q, inputs.k, inputs.v)
                 times[backend] = time_call(call, inputs.q.device, budget_s=0.02, least=1).p50
         except RuntimeError as error:
             refused.append(f"{backend.name}: {first_line(error)}")
