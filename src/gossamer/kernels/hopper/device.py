@@ -16,6 +16,7 @@ ROWS = 2  # rows of a fragment that a thread holds
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 LIMIT = 0x41000000  # the bits of 8.0: the largest power of two, relative to a row's reference, that may be summed
+LARGEST_SUM = 4096.0  # of a thread's exponentials in a step, relative to the references of its rows
 
 
 @dsl_user_op
@@ -40,6 +41,17 @@ def below(limit: Int32, *, loc=None, ip=None) -> Int32:
         llvm.inline_asm(
             T.i32(), operands, code, "=r,r",
             has_side_effects=False, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+        )
+    )  # fmt: skip
+
+
+@dsl_user_op
+def power_here(x: Float32, *, loc=None, ip=None) -> Float32:
+    """Two to the power of x, where it stands and once: the compiler would make it again behind a wait."""
+    return Float32(
+        llvm.inline_asm(
+            T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], "ex2.approx.ftz.f32 $0, $1;", "=f,f",
+            has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
         )
     )  # fmt: skip
 
@@ -184,29 +196,23 @@ def shift_of(reference: Float32) -> Float32:
 
 @cute.jit
 def exponentials(
-    scores: cute.Tensor, r: cutlass.Constexpr, shift: Float32, exponent: Float32, powers: cute.Tensor
-) -> Float32:
+    scores: cute.Tensor, r: cutlass.Constexpr, shift: Float32, exponent: Float32, powers: cute.Tensor,
+    here: cutlass.Constexpr = False,
+) -> Float32:  # fmt: skip
     """Two to the powers of row `r`, less `shift`, into the same places of `powers`; returns their sum.
 
-    It is that of this thread's columns only: a row's sum is reduced over the quad once, at the end.
+    It is that of this thread's columns only: a row's sum is reduced over the quad once, at the end. `here`: see
+    `power_here`.
     """
     sums = [Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)]
     for j in cutlass.range_constexpr(cute.size(scores) // 4):
         for c in cutlass.range_constexpr(2):
             i = const_expr(4 * j + 2 * r + c)
-            powers[i] = cute.math.exp2(scores[i] * exponent - shift, fastmath=True)
+            power = scores[i] * exponent - shift
+            powers[i] = power_here(power) if const_expr(here) else cute.math.exp2(power, fastmath=True)
             k = const_expr(2 * (j % 2) + c)
             sums[k] = sums[k] + powers[i]
     return (sums[0] + sums[1]) + (sums[2] + sums[3])
-
-
-@cute.jit
-def copy_row(source: cute.Tensor, r: cutlass.Constexpr, target: cute.Tensor) -> None:
-    """Row `r` of a fragment to the same places of another."""
-    for j in cutlass.range_constexpr(cute.size(source) // 4):
-        for c in cutlass.range_constexpr(2):
-            i = const_expr(4 * j + 2 * r + c)
-            target[i] = source[i]
 
 
 @cute.jit

@@ -30,11 +30,12 @@ from gossamer.kernels.hopper.common import (
 from gossamer.kernels.hopper.config import ForwardConfig
 from gossamer.kernels.hopper.forward.masks import Masks
 from gossamer.kernels.hopper.forward.results import Results
+from gossamer.kernels.hopper.forward.softmax import Softmax
 
 BOTH = 2  # halves of a step's columns that P has: 0, 1, or both
 
 
-class Consumer(Masks, Results):
+class Consumer(Masks, Softmax, Results):
     """64 query rows of each item for each warpgroup."""
 
     config: ForwardConfig
@@ -46,6 +47,7 @@ class Consumer(Masks, Results):
     defers: bool
     halves: bool
     late: bool
+    asks: bool  # for what masks an item's first step before its S, not beside it
 
     @cute.jit
     def consume(
@@ -180,16 +182,19 @@ class Consumer(Masks, Results):
         highest = cute.arch.make_warp_uniform(bounds[me * ROWS + ROWS - 1, 1, stage])
         for i in cutlass.range(from_interval, intervals, unroll=1):
             if const_expr(self.halves):
+                # Of a window's two edges each of two warpgroups needs one whole and one half of the other: the one that
+                # is done with its half goes on, and the edges take as long as one and a half.
+                free = i > 0 and i == intervals - 1 if const_expr(self.groups == 2) else False
                 upcoming = column
                 if i + 1 < intervals:
                     upcoming = lists[0, at_interval + i + 1] * c.block_kv
                 middle = column + c.step // 2
                 if highest <= middle:
-                    self.step(env, "interval", buffer, kv, column, i, 0)
+                    self.step(env, "interval", buffer, kv, column, i, 0, free)
                 elif lowest >= middle:
-                    self.step(env, "interval", buffer, kv, column, i, 1)
+                    self.step(env, "interval", buffer, kv, column, i, 1, free)
                 else:
-                    self.step(env, "interval", buffer, kv, column, i)
+                    self.step(env, "interval", buffer, kv, column, i, None, free)
                 column = upcoming
             else:
                 self.step(env, "interval", buffer, kv, self.column(env, at_interval, i), i)
@@ -200,31 +205,32 @@ class Consumer(Masks, Results):
         return kv
 
     @cute.jit
-    def product(self, mma, acc, a, b, accumulate: cutlass.Constexpr):
-        """Issue acc (+)= a b as one group of asynchronous products."""
+    def product(self, mma, acc, a, b, accumulate: cutlass.Constexpr, half: cutlass.Constexpr = None):
+        """Issue acc (+)= a b as one group of asynchronous products; with `half`, over that half of a's columns."""
         warpgroup.fence()
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, accumulate)
-        for i in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        count = const_expr(cute.size(a, mode=[2]))
+        first, end = const_expr((0, count) if half is None else (half * count // 2, (half + 1) * count // 2))
+        for i in cutlass.range_constexpr(first, end):
             cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
 
     @cute.jit
     def product_of_halves(self, env, v):
-        """Issue O += P V over the half of the columns that P has, or both."""
-        warpgroup.fence()
-        atom = cute.make_mma_atom(env.mma_pv.op)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
-        count = const_expr(cute.size(env.frag_p, mode=[2]))
+        """Issue O += P V over the half of the columns that P has, or both.
+
+        Each way is a group that ends where its products do: one that ended behind a branch would be counted as several,
+        and S be waited for together with P V.
+        """
         half = cute.arch.make_warp_uniform(env.half[0])
-        if half != 1:
-            for i in cutlass.range_constexpr(count // 2):
-                cute.gemm(atom, env.acc_o, env.frag_p[None, None, i], v[None, None, i], env.acc_o)
-        if half != 0:
-            for i in cutlass.range_constexpr(count // 2, count):
-                cute.gemm(atom, env.acc_o, env.frag_p[None, None, i], v[None, None, i], env.acc_o)
-        warpgroup.commit_group()
+        if half == BOTH:
+            self.product(env.mma_pv, env.acc_o, env.frag_p, v, True)
+        elif half == 0:
+            self.product(env.mma_pv, env.acc_o, env.frag_p, v, True, 0)
+        else:
+            self.product(env.mma_pv, env.acc_o, env.frag_p, v, True, 1)
 
     @cute.jit
     def key(self, env, stage, phase):
@@ -263,9 +269,7 @@ class Consumer(Masks, Results):
         if env.start[5] != 0:
             device.keep(acc_s, self.start_mask(env))
         device.start_reference(acc_s, env.reference, env.exponent)
-        self.softmax(env, acc_s)
-        self.second_row(env, acc_s)
-        device.convert(acc_s, env.frag_p)
+        self.probabilities(env, acc_s, self.softmax(env, acc_s, env.old_sum[0]), False)
 
     @cute.jit
     def bridge(self, env, following, kv):
@@ -274,7 +278,8 @@ class Consumer(Masks, Results):
         stage, phase = ring(kv, c.stages)
         old_stage, old_phase = ring(kv - 1, c.stages)
         acc_s = cute.make_rmem_tensor(env.mma_qk.get_slice(0).partition_shape_C((ROWS, c.step)), Float32)
-        self.prepare(env, following)
+        if const_expr(self.asks):
+            self.prepare(env, following)
         self.key(env, stage, phase)
         if const_expr(self.turns):
             cute.arch.barrier(barrier_id=TURN + env.me, number_of_threads=2 * WARPGROUP)
@@ -289,17 +294,25 @@ class Consumer(Masks, Results):
             self.product(env.mma_pv, env.acc_o, env.frag_p, v, True)
         self.pass_turn(env)
         self.begin(env)
+        if const_expr(not self.asks):
+            self.prepare(env, following)
         warpgroup.wait_group(1)
         self.release(env, env.bars.k_empty + stage)
         self.transform(env, acc_s)
         if env.start[5] != 0:
             device.keep(acc_s, self.start_mask(env))
         device.start_reference(acc_s, env.reference, env.exponent)
-        self.softmax(env, acc_s)
+        begun = self.softmax(env, acc_s, env.old_sum[0])
         warpgroup.wait_group(0)
         self.release(env, env.bars.v_empty + old_stage)
-        self.second_row(env, acc_s)
-        device.convert(acc_s, env.frag_p)
+        self.probabilities(env, acc_s, begun, False)
+
+    @cute.jit
+    def take_turn(self, env, free):
+        """Wait for this warpgroup's turn at the tensor cores, but for a step in which all of them are free."""
+        if const_expr(self.turns):  # noqa: SIM102
+            if not free:
+                cute.arch.barrier(barrier_id=TURN + env.me, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def pass_turn(self, env):
@@ -309,13 +322,14 @@ class Consumer(Masks, Results):
 
     @cute.jit
     def step(
-        self, env, mode: cutlass.Constexpr, buffer, kv, at, i, half: cutlass.Constexpr = None
+        self, env, mode: cutlass.Constexpr, buffer, kv, at, i, half: cutlass.Constexpr = None, free=False
     ):  # fmt: skip
         """S of this step and P V of the one before, softmax of this step while P V runs.
 
         `at` is the step's first column (mode "interval") or the first entry of the list. With `half` given only that
-        half of the step's columns is computed: no row of this warpgroup keeps any other. In mode "second", of any kind
-        of mask, `at` is the item's stage, and the result of the item before is finished while S is computed.
+        half of the step's columns is computed: no row of this warpgroup keeps any other. A step that is `free`, in all
+        warpgroups, is done without turns. In mode "second", of any kind of mask, `at` is the item's stage, and the
+        result of the item before is finished while S is computed.
         """
         c = self.config
         stage, phase = ring(kv, c.stages)
@@ -331,11 +345,8 @@ class Consumer(Masks, Results):
             self.edge_words(env, words, at, i)
         elif const_expr(mode == "second"):
             masked = self.second_words(env, words, at)
-            if const_expr(self.late):
-                factor, value = self.factors(env, 1 - at)
         self.key(env, stage, phase)
-        if const_expr(self.turns):
-            cute.arch.barrier(barrier_id=TURN + env.me, number_of_threads=2 * WARPGROUP)
+        self.take_turn(env, free)
         if const_expr(half is None):
             q, k = env.frag_q[None, None, None, buffer], env.frag_k[None, None, None, stage]
         else:
@@ -343,6 +354,7 @@ class Consumer(Masks, Results):
         self.product(mma, acc_s, q, k, False)
         if const_expr(mode == "second"):
             if const_expr(self.late):
+                factor, value = self.factors(env, 1 - at)
                 packed = self.normalise(env, factor)
                 if env.item[SLOT, 1 - at] >= 0:
                     self.write_part(env, 1 - at, factor, value)
@@ -354,7 +366,8 @@ class Consumer(Masks, Results):
             self.product_of_halves(env, v)
         else:
             self.product(env.mma_pv, env.acc_o, env.frag_p, v, mode != "second")
-        self.pass_turn(env)
+        if not free:
+            self.pass_turn(env)
         if const_expr(mode == "second" and self.late):
             if env.item[SLOT, 1 - at] < 0:
                 self.send(env, 1 - at, packed, value, self.turns)
@@ -370,52 +383,12 @@ class Consumer(Masks, Results):
                 device.keep(acc_s, words)
         elif const_expr(mode != "full"):
             device.keep(acc_s, words)
-        raised = self.softmax(env, acc_s)
+        begun = self.softmax(env, acc_s, env.row_sum[0])
         warpgroup.wait_group(0)
         self.release(env, env.bars.v_empty + old_stage)
-        self.second_row(env, acc_s)
-        if const_expr(half is None):
-            device.convert(acc_s, env.frag_p)
-        else:
-            device.convert_half(acc_s, env.frag_p, half)
+        self.probabilities(env, acc_s, begun, True, half)
         if const_expr(self.halves):
             env.half[0] = Int32(BOTH if const_expr(half is None) else half)
-        if raised:
-            device.scale_rows(env.acc_o, env.rescale)
-
-    @cute.jit
-    def softmax(self, env, acc_s):
-        """Scores to probabilities relative to the references, those of the second row but for `second_row`.
-
-        Returns whether a reference was raised, and O is to be rescaled. It need not be the row's maximum: what matters
-        is that no power of two overflows. So it is raised only when a score is far above it, most steps need no
-        exchange between threads, and the first row's exponentials need not wait for the comparison (`hold` of 2).
-        """
-        early = const_expr(self.config.hold == 2)
-        first = cute.make_rmem_tensor_like(acc_s) if early else acc_s
-        if const_expr(early):
-            total = device.exponentials(acc_s, 0, env.reference[0], env.exponent, first)
-        raised = cute.arch.vote_any_sync(device.exceed(acc_s, env.reference, env.exponent))
-        if raised:
-            device.raise_reference(acc_s, env.reference, env.row_sum, env.rescale, env.exponent)
-            if const_expr(early):
-                total = device.exponentials(acc_s, 0, device.shift_of(env.reference[0]), env.exponent, first)
-        if const_expr(early):
-            device.copy_row(first, 0, acc_s)
-        else:
-            total = device.exponentials(acc_s, 0, device.shift_of(env.reference[0]), env.exponent, acc_s)
-        env.row_sum[0] = env.row_sum[0] + total
-        if const_expr(self.config.hold == 1):  # noqa: SIM102
-            # This never happens, and keeps the assembler from moving the exponentials behind the wait for P V.
-            if env.row_sum[0] == -1.0:
-                env.scratch[0] = Int32(0)
-        return raised
-
-    @cute.jit
-    def second_row(self, env, acc_s):
-        """Scores of the second row to probabilities: what is left of the softmax when P V is done."""
-        total = device.exponentials(acc_s, 1, device.shift_of(env.reference[1]), env.exponent, acc_s)
-        env.row_sum[1] = env.row_sum[1] + total
 
     @cute.jit
     def last(self, env, kv):

@@ -48,6 +48,8 @@ class Forward(Producer, Consumer):
         self.defers = self.groups < 3
         # Where registers hold it beside O, a result leaves them when the product that overwrites O runs already.
         self.late = self.defers and config.hold == 2
+        # What masks an item's first step is fetched while its S is computed, where registers hold that too.
+        self.asks = self.groups == 3
         self.halves = bool(config.halves) and self.parts == 1 and config.step == 128
         self.bridges = config.q_stages > 1  # the next item's Q is there while this item's is in use
 

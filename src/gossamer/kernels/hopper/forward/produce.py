@@ -12,6 +12,7 @@ from gossamer.kernels.hopper.common import (
     BITS,
     BITSES,
     BOUNDS,
+    FAR,
     FIRST,
     FULL,
     FULLS,
@@ -35,7 +36,8 @@ from gossamer.kernels.hopper.common import (
 from gossamer.kernels.hopper.config import ForwardConfig
 
 # The next item is drawn this many keys before the last load of an item, and then published with its Q: not before the
-# item's third tile is loaded, since consumers finish the item before it during the second.
+# item's third tile is loaded, since consumers finish the item before it during the second, nor before its results have
+# left. Nothing here waits before the first load of an item.
 DRAW = 768
 PUBLISH = 512
 EARLIEST = 2
@@ -124,8 +126,9 @@ class Producer:
             turn += 1
             upcoming = Int32(0)
             draw_at, publish_at = count - DRAW // c.block_kv, count - PUBLISH // c.block_kv
+            draw_at = draw_at if draw_at > 0 else Int32(0)
             publish_at = publish_at if publish_at > EARLIEST else Int32(EARLIEST)
-            if draw_at < 0:
+            if count == 0:
                 word = self.draw(env, ticket(env))
             for i in cutlass.range(count, unroll=1):
                 column = following
@@ -144,10 +147,12 @@ class Producer:
                 if i == draw_at:
                     word = self.draw(env, ticket(env))
                 if const_expr(self.bridges):  # noqa: SIM102
-                    if i == publish_at:
-                        upcoming = self.publish(env, turn, word)
+                    if i >= publish_at:  # noqa: SIM102
+                        if self.left(env, turn):
+                            upcoming = self.publish(env, turn, word)
+                            publish_at = Int32(FAR)
             if const_expr(self.bridges):
-                if count <= EARLIEST:
+                if publish_at < FAR:
                     upcoming = self.publish(env, turn, word)
                 stage = ring(turn, c.q_stages)[0]
                 # The next item's first K comes before this item's last V, as the consumers use them.
@@ -161,6 +166,12 @@ class Producer:
                 upcoming = self.publish(env, turn, word)
             following = upcoming
             running = item[VALID, ring(turn, c.q_stages)[0]]
+
+    @cute.jit
+    def left(self, env, turn):
+        """Whether there is room for an item: the results of the one two before it have left."""
+        stage, phase = ring(turn, self.config.q_stages)
+        return cute.arch.vote_all_sync(cute.arch.mbarrier_test_wait(env.bars.q_empty + stage, phase ^ 1))
 
     @cute.jit
     def publish(self, env, turn, word):
@@ -246,13 +257,15 @@ class Producer:
         running = item[VALID, stage]
         if running != 0:
             if item[INTERVALS, stage] > 0:
+                mine, lead, found = env.me * ROWS + cute.arch.lane_idx(), item[LEAD, stage], []
                 for i in cutlass.range_constexpr(ROWS // 32):
-                    place = env.me * ROWS + 32 * i + cute.arch.lane_idx()
-                    row = item[TILE, stage] * c.block_q + place
+                    row = item[TILE, stage] * c.block_q + mine + 32 * i
                     row = row if row < env.rows else env.rows - 1
-                    env.bounds[place, 0, stage] = env.lo[item[LEAD, stage], row]
-                    env.bounds[place, 1, stage] = env.hi[item[LEAD, stage], row]
-                item[START, stage] = env.lists[0, item[INTERVAL, stage]] * c.block_kv
+                    found.append((env.lo[lead, row], env.hi[lead, row]))
+                start = env.lists[0, item[INTERVAL, stage]] * c.block_kv
+                for i in cutlass.range_constexpr(ROWS // 32):
+                    env.bounds[mine + 32 * i, 0, stage], env.bounds[mine + 32 * i, 1, stage] = found[i]
+                item[START, stage] = start
             if const_expr(c.lengths):
                 first = item[FULL, stage]
                 if item[FULLS, stage] == 0:

@@ -17,6 +17,7 @@ class RowConsumer(Consumer):
     """The consumer warpgroup of the forward kernel: 64 query rows, with one list of gathered columns."""
 
     config: Any
+    asks = True  # K is waited for there
 
     @cute.jit
     def words(self, env, words, at, i):

@@ -1,0 +1,75 @@
+"""The softmax of a step: scores to probabilities in 16 bits, relative to a reference of each row."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from gossamer.kernels.hopper import device
+from gossamer.kernels.hopper.config import ForwardConfig
+
+
+class Softmax:
+    """A reference need not be the row's maximum: what matters is that no power of two overflows.
+
+    So it is raised only when a score is far above it, and most steps need no exchange between threads.
+    """
+
+    config: ForwardConfig
+
+    @cute.jit
+    def softmax(self, env, acc_s, known):
+        """What of a step's softmax runs beside P V: the exponentials of the first row. `probabilities` takes the rest.
+
+        With `hold` of 2 nothing is compared before: the sums tell, when all is done. `known` is any sum so far.
+        """
+        if const_expr(self.config.hold == 2):
+            powers = cute.make_rmem_tensor_like(acc_s)
+            mark = device.exponentials(acc_s, 0, env.reference[0], env.exponent, powers, True)
+            total = known + mark
+        else:
+            powers = acc_s
+            mark = cute.arch.vote_any_sync(device.exceed(acc_s, env.reference, env.exponent))
+            if mark:
+                device.raise_reference(acc_s, env.reference, env.row_sum, env.rescale, env.exponent)
+            total = device.exponentials(acc_s, 0, device.shift_of(env.reference[0]), env.exponent, acc_s)
+            total = env.row_sum[0] = env.row_sum[0] + total
+        if const_expr(self.config.hold > 0):  # noqa: SIM102
+            # This never happens, and keeps the assembler from moving the exponentials behind the wait for P V.
+            if total == -1.0:
+                env.scratch[0] = Int32(0)
+        return powers, mark
+
+    @cute.jit
+    def probabilities(self, env, acc_s, begun, rescale: cutlass.Constexpr, half: cutlass.Constexpr = None):
+        """What is left of a step's softmax when P V is done, and P in 16 bits; `rescale`: O too, if need be."""
+        powers, mark = begun
+        if const_expr(self.config.hold == 2):
+            totals = [mark, device.exponentials(acc_s, 1, env.reference[1], env.exponent, powers)]
+            self.convert(env, powers, half)
+            # Too large, or not a number: references are raised, and all is made again from the scores.
+            if cute.arch.vote_any_sync(not (totals[0] + totals[1] <= device.LARGEST_SUM)):
+                device.raise_reference(acc_s, env.reference, env.row_sum, env.rescale, env.exponent)
+                for r in cutlass.range_constexpr(device.ROWS):
+                    totals[r] = device.exponentials(acc_s, r, device.shift_of(env.reference[r]), env.exponent, powers)
+                self.convert(env, powers, half)
+                if const_expr(rescale):
+                    device.scale_rows(env.acc_o, env.rescale)
+            for r in cutlass.range_constexpr(device.ROWS):
+                env.row_sum[r] = env.row_sum[r] + totals[r]
+        else:
+            total = device.exponentials(acc_s, 1, device.shift_of(env.reference[1]), env.exponent, acc_s)
+            env.row_sum[1] = env.row_sum[1] + total
+            self.convert(env, powers, half)
+            if const_expr(rescale):  # noqa: SIM102
+                if mark:
+                    device.scale_rows(env.acc_o, env.rescale)
+
+    @cute.jit
+    def convert(self, env, powers, half: cutlass.Constexpr = None):
+        """P in 16 bits, of a whole step or of one half of its columns."""
+        if const_expr(half is None):
+            device.convert(powers, env.frag_p)
+        else:
+            device.convert_half(powers, env.frag_p, half)
