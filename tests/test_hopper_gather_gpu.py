@@ -37,6 +37,7 @@ OWN = [
     Case("hubs", hubs(700, 900), H=2, G=1, Q=700, K=900, D=64, E=64, split=2),
     Case("grouped", 0.02, B=2, H=4, G=2, Q=900, K=1100, D=64, E=64),
     Case("by-head", 0.05, H=4, G=2, lead=(1, 4), Q=500, K=500, D=96, E=40, split=1),
+    Case("odd-sizes", 0.05, H=2, G=1, Q=300, K=260, D=50, E=20),
     Case("by-batch", 0.1, B=2, H=2, G=1, lead=(2, 1), Q=170, K=190, D=128, E=128, terms={"lengths": (190, 31)}),
     Case("power-strided", gs.PowerStrided(2, 40), H=2, G=2, Q=2000, K=2000, D=128, E=128),
     Case("soft-cap", 0.05, H=2, G=2, Q=300, K=300, D=64, E=64, terms={"softcap": 3.0, "lengths": (211,)}),
