@@ -225,52 +225,78 @@ def explain(
     p = plan.problem
     split, where = split_for(plan, terms, handle), (handle, tensors, geometry)
     computed, parts = _calls(plan, split, a, terms, *where, backward=False)
-    works = [c.work for c in computed]
-    name, tile, gradient = _names(computed), works[0].tile, None
+    gradient = later = None
     if backward:
         later = make_plan(a, geometry, backward=True)
         gradient = _names(_calls(later, split_for(later, terms, handle), a, terms, *where, backward=True)[0])
-    # Of one head of the call, whatever heads and batch elements the views have.
-    share = [c.heads / (p.B * p.H) for c in computed]
-    useful, executed = (
-        sum(n * getattr(w, x) for n, w in zip(share, works, strict=True)) for x in ("useful", "executed")
+    useful, executed, tiles = _of_one_head(computed, p)
+    flops = 2.0 * (p.D + p.E) * p.B * p.H
+    which = None if handle < 0 or split is not None else pattern_of(handle)
+    counts = () if which is None else ways(plan, which, terms.q_offset, q.device)
+    later_counts = () if which is None or later is None else ways(later, which, terms.q_offset, q.device)
+    fill = executed / useful if useful else 1.0
+    return Explanation(
+        problem=replace(p, backward=backward),
+        implementation=_names(computed),
+        backward=gradient,
+        reasons=_refused(computed, p, implementation),
+        tile=computed[0].work.tile,
+        density=useful / (p.Q * p.K),
+        tiles=tiles,
+        useful_flops=useful * flops,
+        executed_flops=executed * flops,
+        bytes=_tensor_bytes(q, k, v),
+        layout_bytes=sum({id(c.layout): c.work.bytes for c in computed}.values()),
+        parts=parts,
+        estimates=None if split is None else (split.cost, split.whole),
+        options=tuple((way, cost / counts[0][1]) for way, cost in counts),
+        seconds=_seconds(plan, counts),
+        backward_seconds=None if later is None else _seconds(later, later_counts),
+        all_pairs=None if which is None else all_pairs(plan, q.device),
+        faster=advice(plan, which, terms.q_offset, q.device, fill, planned_again(a, handle, reordered)),
+        copies=_copies(computed[0].implementation, {"q": q, "k": k, "v": v}),
     )
-    kinds = dict.fromkeys(kind for w in works for kind in w.tiles)
-    tiles = {kind: sum(n * w.tiles.get(kind, 0) for n, w in zip(share, works, strict=True)) for kind in kinds}
-    layout_bytes = sum({id(c.layout): c.work.bytes for c in computed}.values())
-    chosen, density = computed[0].implementation, useful / (p.Q * p.K)
-    refused = {}
+
+
+def _of_one_head(computed: list[_Computed], p: Problem) -> tuple[float, float, dict[str, float]]:
+    """(useful pairs, executed pairs, tiles by kind) of one head of a call, whatever heads its views have."""
+    useful = executed = 0.0
+    tiles: dict[str, float] = {}
+    for c in computed:
+        share = c.heads / (p.B * p.H)
+        useful += share * c.work.useful
+        executed += share * c.work.executed
+        for kind, count in c.work.tiles.items():
+            tiles[kind] = tiles.get(kind, 0) + share * count
+    return useful, executed, tiles
+
+
+def _refused(computed: list[_Computed], p: Problem, asked_for: str | None) -> dict[str, list[str]]:
+    """Why each of the other implementations is not taken."""
     named = {c.implementation.name for c in computed}
-    first = min(NAMES.index(n) for n in named)
+    first = min(NAMES.index(name) for name in named)
+    found = {}
     for at, other in enumerate(NAMES):
         unused = "comes after the one chosen" if at > first else "its tiles hold more pairs of this pattern"
         if other not in named:
-            refused[other] = refusals(other, p) or [unused if implementation is None else "not asked for"]
-    copies = {}
-    if chosen.capability.alignment is not None:  # views keep the alignment of what they are views of
-        found = {n: unaligned(x, chosen.capability.alignment) for n, x in (("q", q), ("k", k), ("v", v))}
-        copies = {n: why for n, why in found.items() if why is not None}
-    size = q.element_size()
-    elements = q.numel() + k.numel() + v.numel() + q.numel() // p.D * p.E
-    flops = 2.0 * (p.D + p.E) * p.B * p.H
-    pattern_taken = None if handle < 0 else pattern_of(handle)
-    options: tuple[tuple[str, float], ...] = ()
-    taken = later_taken = every = None
-    if split is None and pattern_taken is not None:
-        counts = ways(plan, pattern_taken, terms.q_offset, q.device)
-        options = tuple((way, cost / counts[0][1]) for way, cost in counts)
-        taken, every = _seconds(plan, counts), all_pairs(plan, q.device)
-        if backward:
-            later_taken = _seconds(later, ways(later, pattern_taken, terms.q_offset, q.device))
-    fill = executed / useful if useful else 1.0
-    again = planned_again(a, handle, reordered)
-    faster = advice(plan, pattern_taken if split is None else None, terms.q_offset, q.device, fill, again)
-    return Explanation(
-        replace(p, backward=backward), name, gradient, refused, tile, density, tiles, useful * flops, executed * flops,
-        elements * size + p.B * p.H * p.Q * (8 if p.dtype == "float64" else 4), layout_bytes, parts,
-        None if split is None else (split.cost, split.whole),
-        options, taken, later_taken, every, faster, copies,
-    )  # fmt: skip
+            found[other] = refusals(other, p) or [unused if asked_for is None else "not asked for"]
+    return found
+
+
+def _copies(implementation: Implementation, inputs: dict[str, Tensor]) -> dict[str, str]:
+    """The inputs that are copied before a kernel reads them, and why; views keep the alignment of what they show."""
+    alignment = implementation.capability.alignment
+    if alignment is None:
+        return {}
+    found = {name: unaligned(x, alignment) for name, x in inputs.items()}
+    return {name: why for name, why in found.items() if why is not None}
+
+
+def _tensor_bytes(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Of q, k, v, out and lse."""
+    rows = q.shape[:3].numel()
+    elements = q.numel() + k.numel() + v.numel() + rows * v.shape[3]
+    return elements * q.element_size() + rows * (8 if q.dtype == torch.float64 else 4)
 
 
 def _seconds(plan: Plan, counts: tuple[tuple[str, float], ...]) -> float | None:
