@@ -56,6 +56,16 @@ def test_patterns_and_layouts_without_torch() -> None:
     assert "cannot be imported: ImportError: torch is blocked by this test" in out
 
 
+def test_what_needs_torch_says_so() -> None:
+    out = run(
+        "import sys; sys.modules['torch'] = None\n"
+        "import gossamer as gs\n"
+        "try: gs.attention\n"
+        "except ImportError as error: print(error)"
+    )
+    assert out.strip() == "gossamer.attention needs torch: pip install 'gossamer[torch]'"
+
+
 def test_torch_without_triton() -> None:
     out = run(
         "import torch, gossamer as gs\n"

@@ -84,7 +84,12 @@ else:
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module 'gossamer' has no attribute {name!r}")
-        module = importlib.import_module(_MODULES.get(name, "gossamer.patterns"))
+        try:
+            module = importlib.import_module(_MODULES.get(name, "gossamer.patterns"))
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise ImportError(f"gossamer.{name} needs torch: pip install 'gossamer[torch]'", name="torch") from error
         found = globals()[name] = getattr(module, name)  # looked up once
         return found
 
