@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gossamer as gs
-from gossamer.kernels.contract import Problem
+from gossamer.kernels.contract import Problem, reasons
 from gossamer.kernels.table import load
 from gossamer.testing.graphs import random_graph
 from gossamer.torch import advice, plan
@@ -55,6 +55,18 @@ def test_seconds_of_an_h200() -> None:
     assert advice.all_pairs(call, DEVICE) == pytest.approx(105e-6, rel=0.3)
     assert advice.pairs_per_second(replace(PROBLEM, sm=80)) is None
     assert advice.pairs_per_second(replace(PROBLEM, dtype="float32")) is None
+
+
+def test_few_queries_of_many_keys_are_cut() -> None:
+    """A decoding step has few pairs, but one program of `dense` would walk all its keys."""
+    dense = load("dense")
+    assert not isinstance(dense, str)
+    step = replace(PROBLEM, Q=1, K=20000, H=32)
+    assert reasons(step, dense.capability) == ["walks every row from end to end: 20,000 positions are over 1,024"]
+    assert not reasons(replace(step, K=1000), dense.capability)
+    backward = replace(PROBLEM, B=1, H=1, G=1, Q=600, K=26, backward=True)
+    assert reasons(backward, dense.capability) == ["walks every row from end to end: 600 positions are over 256"]
+    assert not reasons(replace(backward, backward=False), dense.capability)
 
 
 def test_what_would_be_faster() -> None:

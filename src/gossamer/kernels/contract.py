@@ -80,6 +80,7 @@ class Capability:
     tiles: frozenset[tuple[int, int]] | None = None  # layout tiles that it walks; None: any
     max_head_dim_of: tuple[tuple[tuple[int, int], int], ...] = ()  # (tile, the largest D and E with it)
     max_pairs: tuple[int, int] | None = None  # B * H * Q * K of a forward, and of a backward; None: any
+    max_walk: tuple[int, int] | None = None  # keys of a forward; keys and queries of a backward; None: any
     alignment: int | None = None  # of the inputs' addresses and strides, in bytes; others are copied first
     float32_results: bool = True  # writes into float32 tensors for 16-bit inputs as well
     rate: float = 1.0  # pairs executed per second with its own tile; ratios on one device count
@@ -106,6 +107,10 @@ def reasons(problem: Problem, capability: Capability) -> list[str]:
             found.append(f"head size {name}={size} is over {most}{where}")
     if c.max_pairs is not None and (pairs := c.max_pairs[p.backward]) < p.B * p.H * p.Q * p.K:
         found.append(f"computes every pair: B x H x Q x K = {p.B * p.H * p.Q * p.K:,} is over {pairs:,}")
+    if c.max_walk is not None:
+        most, longest = c.max_walk[p.backward], max(p.K, p.Q * p.backward)
+        if longest > most:
+            found.append(f"walks every row from end to end: {longest:,} positions are over {most:,}")
     if p.tile is not None and c.tiles == frozenset():
         found.append("walks no layout")
     elif p.tile is not None and c.tiles is not None and p.tile not in c.tiles:
