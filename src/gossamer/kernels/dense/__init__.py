@@ -17,7 +17,7 @@ from gossamer.kernels.rows import stored
 MOST_PAIRS = (2**20, 2**18)
 # Keys of a forward, and keys and queries of a backward: a program walks them all, 1.5 us for 128 keys of a forward and
 # 2.3 us for 32 of a backward, where lists are cut for several.
-MOST_POSITIONS = (1024, 256)
+MOST_POSITIONS = (512, 256)
 
 
 class Dense:
