@@ -168,7 +168,8 @@ def _work(p: Problem, layout: Any, handle: int, q_offset: int, tensors: list[Ten
     if handle >= 0:
         density = pattern_of(handle).density(p.Q, p.K, q_offset)
     else:  # a mask, or a layout that was made dense
-        density = float((layout if geometry else tensors[0]).float().mean())
+        mask = layout if geometry else tensors[0]
+        density = int(mask.count_nonzero()) / mask.numel()
     pairs = float(p.Q * p.K)
     return _Work(density * pairs, pairs, {"dense": 1, "of": 1}, (p.Q, p.K), 0 if layout is None else layout.nbytes)
 
