@@ -18,6 +18,7 @@ import gossamer as gs
 from gossamer.kernels.contract import Terms, Unsupported
 from gossamer.kernels.reference import oracle
 from gossamer.testing import tolerance
+from gossamer.torch.masks import layout_of
 
 Draw = random.Random
 CALLS = 60  # of a test on a CPU
@@ -205,3 +206,13 @@ def test_any_call_on_a_gpu(name: str, in_parts: bool, monkeypatch: pytest.Monkey
         done += 1
     forget()
     assert done >= kind.calls // 2
+
+
+def test_a_masks_layout_is_one_that_a_user_might_give() -> None:
+    """Row bounds that are not there are not read: no entry, not even padding, is in the interval list."""
+    x = torch.zeros(2, 3, 100, 8)
+    for shape in ((100, 90), (2, 1, 100, 90), (1, 3, 1, 90)):
+        made = layout_of(torch.rand(shape) < 0.5, 100, 90, block_q=32, block_kv=64, transpose=True)
+        gs.attention(x, x[:, :, :90], x[:, :, :90], made)
+        for walk in (made.rows, made.columns):
+            assert walk.lo.numel() or not walk.interval.indices.numel()

@@ -42,7 +42,7 @@ def walk_of(mask: Tensor, block_rows: int, block_columns: int) -> Walk:
         full[..., -1] = False
     return Walk(
         rows, columns, block_rows, block_columns,
-        full=_listed(full & some), interval=_listed(torch.zeros_like(full)), bits=_listed(some & ~full),
+        full=_listed(full & some), interval=_empty(full), bits=_listed(some & ~full),
         lo=_none(mask, 1, 1, 0), hi=_none(mask, 1, 1, 0),
         pool_index=_places(some & ~full), pool=pack(tiles.reshape(-1, block_rows, block_columns)),
     )  # fmt: skip
@@ -72,6 +72,12 @@ def _listed(listed: Tensor) -> TileList:
     return TileList(
         starts.view(listed.shape[:-1]), listed.sum(-1, dtype=torch.int32), _order(listed).flatten().to(torch.int32)
     )
+
+
+def _empty(like: Tensor) -> TileList:
+    """A list without a tile. Nor has it padding: kernels read row bounds where an interval list has entries."""
+    nothing = torch.zeros(like.shape[:-1], dtype=torch.int32, device=like.device)
+    return TileList(nothing, nothing, nothing.new_zeros(0))
 
 
 def _places(listed: Tensor) -> Tensor:
