@@ -224,6 +224,7 @@ def wrong(found: Any, want: Any) -> float:
     for actual, exact in zip(found, want, strict=True):
         assert actual.is_contiguous() and ((actual == -torch.inf) == (exact == -torch.inf)).all()
         finite = exact != -torch.inf
+        assert actual[finite].isfinite().all()  # max passes over NaN
         error = (actual.double() - exact)[finite].abs().max() / exact[finite].abs().max()
         worst = max(worst, float(error))
     return worst
