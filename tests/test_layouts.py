@@ -208,6 +208,22 @@ def test_cache_is_shared():
     assert (again.expand() == first.expand()).all()
 
 
+@pytest.mark.parametrize("pattern", [gs.BigBird(48), gs.SlidingWindow(30), gs.Document(np.arange(512) // 70)], ids=str)
+def test_what_a_layout_holds_on_a_cpu_is_counted(pattern):
+    """Its lists, and the masks that the blocked implementation keeps for it; equal intervals are counted apart."""
+    torch = pytest.importorskip("torch")
+    from gossamer.kernels.blocked.plan import make_plan
+    from gossamer.kernels.contract import Problem
+    from gossamer.layouts.cache import bytes_of
+
+    layout = build(pattern, 512, 512, block_q=64, block_kv=64).to("cpu")
+    masks = make_plan(layout, Problem(1, 1, 1, 512, 512, 8, 8, "float32", "cpu")).masks
+    assert isinstance(masks.kept, torch.Tensor) and masks.kept.nbytes > 0
+    lists = sum(x.nbytes for x in layout.rows.arrays())
+    alike = len(layout.rows.interval.indices) - len(masks.bounds)
+    assert bytes_of(layout) == lists + masks.kept.nbytes + (alike - 2) * 64 * 64
+
+
 def test_device_copies_expand_and_transpose():
     torch = pytest.importorskip("torch")
     pattern = gs.SlidingWindow(70, 0, 3) | gs.BigBird(32)

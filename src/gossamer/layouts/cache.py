@@ -9,11 +9,8 @@ from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.build import build
 from gossamer.layouts.choice import forget_costs
 from gossamer.layouts.gather import GatherLayout, build_gather
-from gossamer.layouts.kept import Kept
+from gossamer.layouts.kept import KEPT_BYTES, LEAST_KEPT, MOST_KEPT, Kept
 from gossamer.patterns.base import Pattern
-
-# Layouts that are kept: these many in any case, and these many that hold no more than these bytes.
-LEAST_KEPT, MOST_KEPT, KEPT_BYTES = 64, 1024, 2**28
 
 _layouts: Kept[Any] = Kept(LEAST_KEPT, MOST_KEPT, KEPT_BYTES)
 
@@ -23,26 +20,34 @@ def cached_layout(
 ) -> BlockLayout:
     """The layout of a pattern as torch tensors on `device`; those used last are kept, device copies with them."""
     key = (pattern, Q, K, q_offset, block_q, block_kv)
-    return _kept(key, lambda: build(pattern, Q, K, block_q=block_q, block_kv=block_kv, q_offset=q_offset)).to(device)
+    return _kept(key, lambda: build(pattern, Q, K, block_q=block_q, block_kv=block_kv, q_offset=q_offset), device)
 
 
 def cached_gather(pattern: Pattern, Q: int, K: int, *, block_q: int, q_offset: int, device: Any) -> GatherLayout:
     """The gather layout of a pattern as torch tensors on `device`, kept with the others."""
     key = (pattern, Q, K, q_offset, block_q)
-    return _kept(key, lambda: build_gather(pattern, Q, K, block_q=block_q, q_offset=q_offset)).to(device)
+    return _kept(key, lambda: build_gather(pattern, Q, K, block_q=block_q, q_offset=q_offset), device)
 
 
 def bytes_of(layout: BlockLayout | GatherLayout) -> int:
-    """About what a layout holds with its transpose, on the host or on a device."""
-    return 2 * sum(int(x.nbytes) for x in layout.rows.arrays())
+    """About what a layout of tensors holds, with its transpose; on a CPU with the masks of its partial tiles instead.
+
+    There rows alone are walked, and a mask takes a byte for each pair. Intervals that are alike count each time.
+    """
+    size = sum(int(x.nbytes) for x in layout.rows.arrays())
+    if isinstance(layout, GatherLayout) or layout.device.type != "cpu":
+        return 2 * size
+    masks = layout.rows.interval.indices.shape[0] + layout.rows.pool.shape[0]
+    return size + masks * layout.block_q * layout.block_kv
 
 
-def _kept(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+def _kept(key: tuple[Any, ...], make: Callable[[], Any], device: Any) -> Any:
+    """The tensors on `device` of a layout that is kept, made if there is none."""
     layout = _layouts.get(key)
     if layout is None:
         layout = make()
-        layout = _layouts.put(key, layout, bytes_of(layout))
-    return layout
+        layout = _layouts.put(key, layout, bytes_of(layout.to(device)))
+    return layout.to(device)
 
 
 def clear_cache() -> None:

@@ -10,6 +10,9 @@ from typing import Any, Generic, TypeVar
 
 Value = TypeVar("Value")
 
+# Entries of what holds memory: these many in any case, and these many that hold no more than these bytes.
+LEAST_KEPT, MOST_KEPT, KEPT_BYTES = 64, 1024, 2**28
+
 
 class Kept(Generic[Value]):
     """Values by key. `least` stay whatever they hold; more, up to `most`, while all hold no more than `limit` bytes.

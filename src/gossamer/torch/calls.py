@@ -14,8 +14,7 @@ import torch
 from torch import _C, Tensor
 
 from gossamer.kernels.contract import Binding
-from gossamer.layouts.cache import KEPT_BYTES, LEAST_KEPT, MOST_KEPT
-from gossamer.layouts.kept import Kept
+from gossamer.layouts.kept import KEPT_BYTES, LEAST_KEPT, MOST_KEPT, Kept
 from gossamer.patterns import Pattern
 from gossamer.patterns.handles import token_of
 from gossamer.torch.bound_parts import bound_parts

@@ -75,7 +75,7 @@ def _listed(listed: Tensor) -> TileList:
 
 
 def _empty(like: Tensor) -> TileList:
-    """A list without a tile. Nor has it padding: kernels read row bounds where an interval list has entries."""
+    """A list without a tile, and without padding: kernels read row bounds where an interval list has entries."""
     nothing = torch.zeros(like.shape[:-1], dtype=torch.int32, device=like.device)
     return TileList(nothing, nothing, nothing.new_zeros(0))
 

@@ -22,22 +22,18 @@ from gossamer.torch.registry import pattern_of
 from gossamer.torch.split import Part, Split, problem_of_fold, split_of
 from gossamer.torch.validate import Arguments
 
-KEPT_SPLITS = 1024
-
 
 def split_for(plan: Plan, terms: Terms, handle: int) -> Split | None:
     """The parts of a call, or None where it is computed as one; remembered with the plan."""
     if handle < 0:
         return None
     key = (handle, terms.q_offset)
-    known = plan.splits
-    if key not in known:
-        first = plan.implementations[0]
-        tiles = plan.tiles if first.layout == "block" else ()
-        while len(known) >= KEPT_SPLITS:
-            known.pop(next(iter(known)), None)
-        known[key] = split_of(pattern_of(handle), plan.problem, terms.q_offset, tiles, plan.gathers)
-    return known[key]
+    known = plan.splits.get(key)
+    if known is None:
+        tiles = plan.tiles if plan.implementations[0].layout == "block" else ()
+        split = split_of(pattern_of(handle), plan.problem, terms.q_offset, tiles, plan.gathers)
+        known = plan.splits.put(key, (split,))
+    return known[0]
 
 
 class Call(NamedTuple):

@@ -19,9 +19,9 @@ from gossamer.kernels.contract import GatherChoice, Implementation, Problem, Ter
 from gossamer.kernels.devices import processors
 from gossamer.kernels.table import NAMES, load
 from gossamer.layouts import BlockLayout, cached_gather, cached_layout, cheapest
-from gossamer.layouts.cache import KEPT_BYTES, LEAST_KEPT, MOST_KEPT, bytes_of
+from gossamer.layouts.cache import bytes_of
 from gossamer.layouts.choice import Machine
-from gossamer.layouts.kept import Kept
+from gossamer.layouts.kept import KEPT_BYTES, LEAST_KEPT, MOST_KEPT, Kept
 from gossamer.patterns import Dense, Pattern
 from gossamer.torch.masks import dense_of, layout_of, words_of
 from gossamer.torch.registry import pattern_of
@@ -72,9 +72,9 @@ class Plan:
         return tuple(choice for _, choice in self.gather_options)
 
     @cached_property
-    def splits(self) -> dict[tuple[int, int], Any]:
+    def splits(self) -> Kept[tuple[Any]]:
         """What `parts.split_for` found, by pattern handle and q_offset."""
-        return {}
+        return Kept(MOST_KEPT)
 
 
 _plans: Kept[Plan] = Kept(MOST_KEPT)
