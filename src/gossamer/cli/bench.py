@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -44,8 +45,6 @@ def run(
     list_cases: Annotated[bool, typer.Option("--list", help="List the cases for the device and stop.")] = False,
 ) -> None:
     """Measure cases; a row whose numbers are wrong is reported as failed, without a time."""
-    from time import perf_counter
-
     from rich.console import Console
     from rich.progress import Progress
 
@@ -89,9 +88,7 @@ def run(
     if chart is not None:
         need("matplotlib", "--chart")
     session = Session(torch.device(chosen), versions(), implementation, budget)
-    rows, lost = [], []
-
-    start = perf_counter()
+    rows, lost, start = [], [], perf_counter()
     with Progress(*Progress.get_default_columns(), console=console, transient=True) as progress:
         bar = progress.add_task("", total=len(works))
         session.progress = lambda text: progress.update(bar, description=text)

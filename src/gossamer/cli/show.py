@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 DENSE_LIMIT = 512  # up to this many rows and keys each pair is drawn
 PIXELS = 512  # of a tile picture, at most, a side
 MOST_PANELS = 4
-MOSTLY_FULL = 1.25  # executed pairs for each kept one, over which a plan looks for something else
 COLOURS = {"full": "#1b6ca8", "interval": "#4fb286", "bits": "#e08e45"}
 
 
@@ -31,7 +30,7 @@ def run(
     block_q: Annotated[int, typer.Option("--block-q", min=1, max=1024, help="Query rows of a tile.")] = 128,
     block_kv: Annotated[int, typer.Option("--block-kv", min=1, max=1024, help="Keys of a tile.")] = 128,
 ) -> None:
-    """Count a pattern's tiles, its density and the work it costs, and draw it."""
+    """Count a pattern's tiles, its density and the work it costs; with --out, draw it."""
     from rich.console import Console
 
     from gossamer.cli.errors import Refused, need
@@ -90,6 +89,7 @@ def others(pattern: Pattern, layout: BlockLayout) -> list[tuple[str, str]]:
 
     A plan takes the first on any device and the second on a GPU, where they take less time.
     """
+    from gossamer.layouts.choice import WORTH_A_LOOK
     from gossamer.layouts.estimate import Sample
     from gossamer.layouts.gather import WIDTHS
     from gossamer.patterns import LongNet
@@ -98,7 +98,7 @@ def others(pattern: Pattern, layout: BlockLayout) -> list[tuple[str, str]]:
     from gossamer.patterns.validate import show
 
     stats, sizes = layout.stats, Sizes(layout.Q, layout.K, layout.K - layout.Q)
-    if stats.overhead <= MOSTLY_FULL or not stats.useful_pairs:
+    if stats.overhead <= WORTH_A_LOOK or not stats.useful_pairs:
         return []
     found = branch_pieces(pattern) if isinstance(pattern, LongNet) else None
     if found is None:
