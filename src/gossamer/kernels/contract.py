@@ -156,7 +156,7 @@ class Terms:
     @property
     def has_tensors(self) -> bool:
         """Whether there is any of them."""
-        return not self.key_lengths is self.sink_logits is self.alibi_slopes is None
+        return self.key_lengths is not None or self.sink_logits is not None or self.alibi_slopes is not None
 
     def having(self, key_lengths: Any, sink_logits: Any, alibi_slopes: Any) -> Terms:
         """The same with these tensors."""

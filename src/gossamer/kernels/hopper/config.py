@@ -31,8 +31,8 @@ class ForwardConfig:
     stages: int = 2
     q_stages: int = 2
     blocks: int = 1
-    # 1: a row's exponentials are done before P V is waited for; 2: and begun before scores are compared with the
-    # reference, in registers of their own; 0: the assembler orders them, behind that wait
+    # 1: a row's exponentials are done before P V is waited for; 2: and, in registers of their own, without a comparison
+    # of the scores with the reference, for which their sums stand; 0: the assembler orders them, behind that wait
     hold: int = 1
     halves: bool = True  # interval steps of which a warpgroup needs one half of the columns compute no more
     lengths: bool = False  # keys at and after a length for each batch element are not attended

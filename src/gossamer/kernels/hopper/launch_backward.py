@@ -7,7 +7,6 @@ over the rows. Parts are added in slot order.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -22,7 +21,7 @@ from gossamer.kernels.hopper.backward.schedule import column_work
 from gossamer.kernels.hopper.config import WIDE, backward_config, query_config, wide_config
 from gossamer.kernels.hopper.launch import LOG2E, STEP, aligned, empty_like, operand, readable, tickets, unused
 from gossamer.kernels.hopper.schedule import Lists, lists, sharing, work
-from gossamer.kernels.rows import row_terms, sink_gradient
+from gossamer.kernels.rows import row_terms, sink_gradient, sink_gradient_of
 from gossamer.layouts.block import BlockLayout, Walk
 
 TERMS = 128  # row terms are padded to whole tiles of this many queries
@@ -110,7 +109,7 @@ def completed(
     if p.B and p.Q and p.K:
         rows = write(operand(dout), operand(q), operand(k), operand(v), operand(out), (dq, dk, dv))
         if terms.sink_logits is not None:
-            sink = sink_gradient_of(p, rows, lse, terms)
+            sink = sink_gradient_of(rows, lse, terms)
     else:
         for gradient in (dq, dk, dv):
             gradient.zero_()
@@ -218,17 +217,11 @@ def bound_backward(
             )  # fmt: skip
         if sinks is None:
             return dq, dk, dv
-        return dq, dk, dv, sink_gradient_of(p, rows, lse, plain.having(lengths, sinks, slopes))
+        dsink = sink_gradient_of(rows, lse, plain.having(lengths, sinks, slopes))
+        assert dsink is not None
+        return dq, dk, dv, dsink
 
     return call
-
-
-def sink_gradient_of(p: Problem, rows: Tensor, lse: Tensor, terms: Terms) -> Tensor:
-    """The gradient (H,) of the sinks. `rows` are the row terms (2, B, H, padded Q)."""
-    # A row is empty only under a sink of -inf; +inf makes its share of the sink 0.
-    found = sink_gradient(rows[1, :, :, : p.Q], lse.masked_fill(lse == -math.inf, math.inf), terms)
-    assert found is not None
-    return found
 
 
 def query_gradient(

@@ -35,12 +35,12 @@ from gossamer.kernels.hopper.launch_backward import (
     completed,
     gradient_factors,
     gradient_score,
-    sink_gradient_of,
 )
 from gossamer.kernels.hopper.schedule import sharing
+from gossamer.kernels.rows import sink_gradient_of
 from gossamer.layouts.gather import GatherLayout, GatherWalk
 
-FAR = 1 << 30  # 16-bit numbers from row to row
+LARGEST_ROW_STRIDE = 1 << 30  # in 16-bit numbers: bytes fit 32 bits
 
 
 class Prepared(NamedTuple):
@@ -71,8 +71,8 @@ class Prepared(NamedTuple):
 
 
 def gathers(x: Tensor) -> bool:
-    """Whether the kernels can gather rows of a tensor where it is: 8 numbers at a time, bytes counted in 32 bits."""
-    return readable(x) and not x.shape[-1] % STEP and x.stride(2) < FAR
+    """Whether the kernels can gather rows of a tensor where it is: 8 numbers at a time, strides in 32 bits."""
+    return readable(x) and not x.shape[-1] % STEP and x.stride(2) < LARGEST_ROW_STRIDE
 
 
 def gathered(x: Tensor) -> Tensor:
@@ -290,7 +290,11 @@ def bound_backward(
         )  # fmt: skip
         if by_rows.join is not None:
             by_rows.join(dq, sums_dq, by_rows.merges, plain.scale)
-        return (dq, dk, dv) if sinks is None else (dq, dk, dv, sink_gradient_of(p, rows, lse, given))
+        if sinks is None:
+            return dq, dk, dv
+        dsink = sink_gradient_of(rows, lse, given)
+        assert dsink is not None
+        return dq, dk, dv, dsink
 
     return call
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.relaunch import launch, padded, strides
-from gossamer.kernels.rows import sink_gradient
+from gossamer.kernels.rows import sink_gradient_of
 from gossamer.kernels.triton.arguments import operand, term_arguments
 from gossamer.kernels.triton.gather import rows as row_kernels
 from gossamer.kernels.triton.gather import tiles as tile_kernels
@@ -233,8 +232,5 @@ def backward(
     into_q, into_kv = (None, None) if into is None else (into[0], into[1:])
     dq = query_gradient(problem, q, k, v, dout, rows, layout, terms, config=config, split=split, into=into_q)
     dk, dv = key_gradients(problem, q, k, v, dout, rows, layout, terms, config=config, split=split, into=into_kv)
-    dsink = None
-    if terms.sink_logits is not None:
-        # A row is empty only under a sink of -inf; +inf makes its share of the sink 0.
-        dsink = sink_gradient(rows[1, :, :, : problem.Q], lse.masked_fill(lse == -math.inf, math.inf), terms)
+    dsink = None if terms.sink_logits is None else sink_gradient_of(rows, lse, terms)
     return dq, dk, dv, dsink
