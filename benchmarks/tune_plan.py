@@ -82,8 +82,9 @@ def measure(name: str, pattern: gs.Pattern, x: list[Tensor]) -> None:
         error = float((out.float() - want).abs().max() / want.abs().max())
         assert error <= LOOSE, f"{name} by {option}: error {error:.3f}"
         us = 1000 * graph_ms(lambda i=implementation, layout=layout: i.forward(p, q, k, v, layout, terms))  # type: ignore[misc]
-        known = rate is not None and at < len(counts) and math.isfinite(counts[at])
-        guess = f"{1e6 * counts[at] * machine.copies / rate:.0f}" if known and rate is not None else "-"
+        guess = "-"
+        if rate is not None and at < len(counts) and math.isfinite(counts[at]):
+            guess = f"{1e6 * counts[at] * machine.copies / rate:.0f}"
         cells.append((us, f"{option} {us:.1f}/{guess}"))
     causal = isinstance(pattern, gs.SlidingWindow | gs.Dilated | gs.Tree)
     print(

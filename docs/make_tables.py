@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -90,7 +91,7 @@ def _rows(name: str) -> list[dict]:
 
 
 def cases(device: str) -> str:
-    """The rows of named cases, by the tag that they carry."""
+    """The rows of the cases that have any, in the order in which cases are defined."""
     rows = _rows(device)
     known = {row["case"] for row in rows}
     names = [case.name for case in BENCH if case.name in known]
@@ -169,8 +170,8 @@ def ladder() -> str:
 
 def dense() -> str:
     """Microseconds from `benchmarks/tune_dense.py`: the shipped tiles beside SDPA and the other implementations."""
-    from gossamer.kernels.contract import Problem
-    from gossamer.kernels.dense import MOST_PAIRS
+    from gossamer.kernels.contract import Problem, reasons
+    from gossamer.kernels.dense import Dense
     from gossamer.kernels.dense.launch import backward_tile, forward_tile
 
     lines = [
@@ -184,8 +185,8 @@ def dense() -> str:
         problem = Problem(1, 8, 8, N, N, D, D, "bfloat16", "cuda", sm=90, backward=True)
         tiles = tuple(forward_tile(problem, 132)), tuple(backward_tile(problem, 132))
         forward, backward = row.get(f"forward {tiles[0]}"), row.get(f"backward {tiles[1]}")
-        pairs = 8 * N * N
-        taken = ["`dense`" if pairs <= most else "lists" for most in MOST_PAIRS]
+        asked = (replace(problem, backward=direction) for direction in (False, True))
+        taken = ["lists" if reasons(one, Dense.capability) else "`dense`" for one in asked]
         numbers = (row["sdpa flash"], row["sdpa cudnn"], row["sdpa mask"], forward, row["triton"], row["hopper"])
         back = (row["backward sdpa flash"], backward, row["backward triton"])
         cells = [*(f"{x:.1f}" for x in numbers), taken[0], *(f"{x:.1f}" for x in back), taken[1]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 
@@ -161,8 +162,13 @@ def test_cases_prepare_in_processes_of_their_own(capfd: pytest.CaptureFixture[st
     session = bench_run.Session(CPU, {"torch": "x"}, budget_s=0.01, progress=told.append)
     work = find("window", "cpu")
     unknown = dataclasses.replace(work, case=dataclasses.replace(work.case, name="nowhere"))
-    (first, rows), (second, reason) = run_cases(session, [work, unknown], ["SDPA dense"], 2, limit_s=300)
+    done = run_cases(session, [work, unknown, work], ["SDPA dense"], 3, limit_s=300)
+    (first, rows), (second, reason) = next(done), next(done)
     assert (first.name, second.name) == ("window", "nowhere")
+    (waiting,) = multiprocessing.active_children()
+    waiting.kill()
+    waiting.join()
+    assert list(done) == [(work, "its process ended with -9")]
     assert isinstance(rows, list)
     assert [(row.implementation, row.direction, row.turns) for row in rows] == [
         (name, way, 2) for way in ("forward", "backward") for name in ("gossamer blocked", "SDPA dense (dense)")

@@ -83,21 +83,25 @@ def _ladder(rows: list[Record]) -> Any:
 
 
 def _bars(rows: list[Record]) -> Any:
-    """A group of bars for each case and direction, the shortest time first."""
+    """A group of bars for each case, type and direction, the shortest time first."""
     from matplotlib import pyplot as plt
 
-    groups = list(dict.fromkeys((row["case"], row["direction"]) for row in rows))
-    lines = sum(1 + sum((row["case"], row["direction"]) == group for row in rows) for group in groups)
+    groups: dict[str, list[Record]] = {}
+    several = len({row["dtype"] for row in rows}) > 1
+    for row in rows:
+        title = ", ".join((row["case"], *([row["dtype"]] if several else []), row["direction"]))
+        groups.setdefault(title, []).append(row)
+    lines = len(groups) + len(rows)
     figure, axes = plt.subplots(
         len(groups), 1, figsize=(9, 0.24 * lines + 0.55 * len(groups)), layout="constrained", squeeze=False
     )
-    for axis, group in zip(axes[:, 0], groups, strict=True):
-        mine = sorted((r for r in rows if (r["case"], r["direction"]) == group), key=lambda r: -r["p50_ms"])
+    for axis, (title, group) in zip(axes[:, 0], groups.items(), strict=True):
+        mine = sorted(group, key=lambda r: -r["p50_ms"])
         names = [row["implementation"] for row in mine]
         bars = axis.barh(names, [row["p50_ms"] for row in mine],
                          color=["#b9c4cc" if row["peer"] else COLOURS[0] for row in mine])  # fmt: skip
         axis.bar_label(bars, fmt="%.3g ms", padding=3, fontsize=8)
-        axis.set_title(f"{group[0]}, {group[1]}", fontsize=9, loc="left")
+        axis.set_title(title, fontsize=9, loc="left")
         axis.tick_params(labelsize=8)
         axis.margins(x=0.12)
     return figure

@@ -1,4 +1,4 @@
-"""Peak resident memory of one call in a process of its own: `python -m gossamer.bench.memory CASE NAME DIRECTION`.
+"""Peak resident memory of one call in its own process: `python -m gossamer.bench.memory CASE DTYPE NAME DIRECTION`.
 
 Prints one JSON object: rss (of the whole process), beyond (inputs, outputs and gradients), counted (their bytes).
 """
@@ -15,15 +15,15 @@ from gossamer.bench.measure import peak_bytes, reset_peak
 from gossamer.bench.peer import backward_call
 from gossamer.bench.peers import PEERS
 from gossamer.bench.run import OURS, forward_call, ours, tensor_bytes
-from gossamer.bench.workload import find, make_inputs
+from gossamer.bench.workload import Workload, find, make_inputs
 
 WARM_UP = "dense"  # a small case that every implementation takes
 
 
-def main(case: str, name: str, direction: str, implementation: str | None = None) -> None:
+def main(case: str, dtype: str, name: str, direction: str, implementation: str | None = None) -> None:
     """Measures one call on the CPU."""
     cpu = torch.device("cpu")
-    inputs = make_inputs(find(case, "cpu"), cpu)
+    inputs = make_inputs(Workload(find(case, "cpu").case, dtype), cpu)
     assert inputs.dout is not None
     peers = {peer.name: peer for peer in PEERS} | {OURS: ours(implementation)}
     # The rate is only used to refuse slow calls, and this one was made before.

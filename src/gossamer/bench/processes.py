@@ -52,19 +52,20 @@ def run_cases(
             for work in works[at : at + processes]:
                 wave.append(Child(session, work, peers))
             prepared = _answers(session, wave, "ready", limit_s)
+            # Those that go on compiling would disturb what is measured.
+            lost = {child: _end(child, limit_s) for child in wave if child not in prepared}
             for child in wave:
-                rows = None
-                if child in prepared:
-                    child.pipe.send("measure")
-                    rows = _answers(session, [child], "rows", limit_s).get(child)
-                    child.process.join(1)
-                ended = child.process.exitcode
-                why = f"not done after {limit_s:.0f} s" if ended is None else f"its process ended with {ended}"
-                yield child.work, why if rows is None else rows
-                _end(child)  # what it holds on the device is free for the next
+                if child not in lost:
+                    with contextlib.suppress(ConnectionError):  # it ended while it waited
+                        child.pipe.send("measure")
+                    found = _answers(session, [child], "rows", limit_s).get(child)
+                    why = _end(child, limit_s)  # what it holds on the device is free for the next
+                    yield child.work, why if found is None else found
+                else:
+                    yield child.work, lost[child]
         finally:
             for child in wave:
-                _end(child)
+                _end(child, limit_s)
 
 
 def _answers(session: Session, children: Sequence[Child], wanted: str, limit_s: float) -> dict[Child, Any]:
@@ -90,9 +91,12 @@ def _answers(session: Session, children: Sequence[Child], wanted: str, limit_s: 
     return found
 
 
-def _end(child: Child) -> None:
+def _end(child: Child, limit_s: float) -> str:
+    """Ends a process, and says why there would be no answer from it."""
+    code = child.process.exitcode
     child.process.kill()
     child.process.join()
+    return f"not done after {limit_s:.0f} s" if code is None else f"its process ended with {code}"
 
 
 def _serve(

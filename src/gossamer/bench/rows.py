@@ -119,13 +119,15 @@ def table(rows: list[Row]) -> Table:
     for column in ("ms (p20 - p80)", "TFLOP/s", "of matmul", "peak", "check", "speed-up"):
         shown.add_column(column, justify="right", overflow="fold")
     last = None
+    several = len({row.dtype for row in rows}) > 1
     for row in rows:
         if row.status == "refused":
             continue
-        group = (row.case, row.direction)
+        group = (row.case, row.dtype, row.direction)
         if last not in (None, group):
             shown.add_section()
-        shown.add_row(f"{row.case}\n{row.direction}" if group != last else "", *_cells(row, rows))
+        title = f"{row.case}\n{row.dtype + ', ' if several else ''}{row.direction}"
+        shown.add_row(title if group != last else "", *_cells(row, rows))
         last = group
     return shown
 
@@ -150,7 +152,9 @@ def _cells(row: Row, rows: list[Row]) -> list[str]:
     speed_ups = [
         own.ratios[row.implementation]
         for own in rows
-        if row.peer and (own.case, own.direction) == (row.case, row.direction) and row.implementation in own.ratios
+        if row.peer
+        and (own.case, own.dtype, own.direction) == (row.case, row.dtype, row.direction)
+        and row.implementation in own.ratios
     ]
     return [
         name,

@@ -290,7 +290,7 @@ def _own_process(session: Session, work: Workload, rows: list[Row], peer: Peer) 
         if row.status != "ok":
             continue
         session.progress(f"{work.name}: {row.implementation}, {row.direction}, memory")
-        command = [sys.executable, "-m", "gossamer.bench.memory", work.name, peer.name, row.direction]
+        command = [sys.executable, "-m", "gossamer.bench.memory", work.name, work.dtype, peer.name, row.direction]
         if session.implementation and not row.peer:
             command.append(session.implementation)
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
