@@ -86,6 +86,8 @@ CALLS = {
     "edges": ((q, kv, kv, torch.zeros(2, 9).int()), {}, r"pattern must be None.*; CSR.from_edge_index\(edges, num_n"),
     "coo": ((q, kv, kv, torch.eye(8).to_sparse()), {}, r"pattern must be None.*; CSR.from_torch\(tensor\) takes"),
     "mask of floats": ((q, kv, kv, bad(8, 8)), {}, "pattern must be .*boolean mask.*float32.*; of an additive mask"),
+    "mask of integers": ((q, kv, kv, mask.int()), {}, "pattern must be .*boolean mask.*int32.*; of a mask of integers"),
+    "numpy mask": ((q, kv, kv, mask.numpy()), {}, "pattern must be .*boolean mask.*; a mask is given as a tensor"),
     "mask of keys": ((q, kv, kv, mask[:2]), {}, r"a dense mask, must be.*; a mask of keys \(B, K\) is given as"),
     "mask shape": ((q, kv, kv, mask[:7]), {}, r"pattern, a dense mask, must .*\(2, 4, 8, 8\); got shape \(7, 8\)"),
     "mask rank": ((q, kv, kv, mask[None, None, None]), {}, "pattern, a dense mask, must be boolean"),

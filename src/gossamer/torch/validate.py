@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,6 +54,10 @@ def instead(given: Any) -> str:
             return "; of an additive mask give the pairs that it keeps, mask == 0"
         if given.ndim == 2 and given.shape[0] == 2:
             return "; CSR.from_edge_index(edges, num_nodes) takes the edges of a graph"
+        if given.dtype in INTEGERS and given.layout == torch.strided and given.ndim > 1:
+            return "; of a mask of integers give mask != 0"
+    elif isinstance(given, np.ndarray):
+        return "; a mask is given as a tensor, torch.from_numpy(array)"
     elif hasattr(given, "tocoo"):
         return "; CSR.from_scipy(matrix) takes a scipy sparse matrix"
     elif isinstance(given, type) and issubclass(given, Pattern):
