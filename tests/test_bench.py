@@ -237,6 +237,28 @@ def test_ratios_compare_the_same_case_and_direction() -> None:
     assert refusals(rows) == ["peer left out: for a [reason] (b)"]
 
 
+def test_types_stay_apart(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    rows = []
+    for dtype, peer_ms in (("float32", 3.0), ("bfloat16", 7.0)):
+        found = [Row("case", name, "forward", name == "peer", dtype=dtype) for name in ("gossamer x", "peer")]
+        for row, ms in zip(found, (1.0, peer_ms), strict=True):
+            row.p20_ms = row.p50_ms = row.p80_ms = ms
+            row.useful_tflops = row.share_of_matmul = 0.5
+        fill_ratios(found)
+        rows += found
+    with (tmp_path / "shown").open("w") as file:
+        console = Console(record=True, width=160, file=file)
+        console.print(table(rows))
+    shown = [[cell.strip() for cell in line.split("│")] for line in console.export_text().splitlines()]
+    assert [cells[-2] for cells in shown if "peer" in cells] == ["3.00", "7.00"]
+    assert [cells[1] for cells in shown if cells[1:2] and "forward" in cells[1]] == [
+        "float32, forward",
+        "bfloat16, forward",
+    ]
+
+
 def test_a_failed_row_is_shown_with_its_reason(tmp_path: Path) -> None:
     from rich.console import Console
 

@@ -130,6 +130,12 @@ def test_where_sparse_overtakes() -> None:
     small = summary.small_table(breakeven_rows(), most=200)
     assert "| window | 10 % | 26 | triton | 3.0 | 2.0 | 1.50 | 20 | 15 | +5 |" in small
     assert "512" not in small
+    # A peer of a size may have rows of several cases, of several runs.
+    new = [row | {"time": "2"} for row in breakeven_rows()]
+    old = made("breakeven_window_26_0.1", "SDPA causal (flash)", 9.0) | {"time": "1"}
+    for rows in ([old, *new], [*new, old]):
+        assert summary.breakeven_table(rows) == table
+        assert summary.small_table(rows, most=200) == small
 
 
 def test_the_ladder_as_a_table() -> None:
