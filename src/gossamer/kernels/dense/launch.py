@@ -115,11 +115,12 @@ def bound_forward(
     tile = forward_tile(p, processors(device))
     key, tensors, floats = forward_arguments(p, q, k, v, kinds[0], kinds[1], words, terms, tile)
     with_terms = terms is not plain
-    found = bound(_known, forward_kernel, key, tensors, floats, 9 if with_terms else 5)
+    # Words, which are bound, stand between the results and the tensors of the terms.
+    found = bound(_known, forward_kernel, key, tensors, floats, len(tensors) if with_terms else 5)
     if found is None:
         return None
     run, rest = found
-    masked = None if words is None else words.data_ptr()
+    masked = address(words)
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None, sinks: Tensor | None = None,
@@ -175,13 +176,13 @@ def backward(
 
 
 def backward_arguments(
-    p: Problem, x: tuple[Tensor | None, ...], words: Tensor | None, t: Terms, tile: Tile
+    p: Problem, x: tuple[Any, ...], words: Tensor | None, t: Terms, tile: Tile
 ) -> tuple[Any, dict[str, Tensor | None], dict[str, float]]:
     """As `forward_arguments`; `x` are q, k, v, dout, out, lse, dlse, dq, dk and dv."""
     names = ("q", "k", "v", "dout", "out", "lse", "dlse", "dq", "dk", "dv")
     more = {"words": words, "lengths": t.key_lengths, "slopes": t.alibi_slopes}
     scale, cap = scales(t)
-    key = p, tile, t.q_offset, t.softcap is None, shared_strides(words), x[0].device if x[0] is not None else None
+    key = p, tile, t.q_offset, t.softcap is None, shared_strides(words), x[0].device
     return key, dict(zip(names, x, strict=True)) | more, {"scale": scale, "cap": cap, "plain_scale": float(t.scale)}
 
 
@@ -193,11 +194,11 @@ def bound_backward(
     if any(operand(x) is not x for x in (q, k, v)) or not all(x.is_contiguous() for x in (dout, out, lse)):
         return None
     grads, plain = [template(x, x.shape) for x in (q, k, v)], terms.having(None, None, None)
-    given: Any = (q, k, v, dout, out, lse, None, *(fresh(x.dtype, tuple(x.shape)) for x in (q, k, v)))
+    given = (q, k, v, dout, out, lse, None, *(fresh(x.dtype, tuple(x.shape)) for x in (q, k, v)))
     with_terms = terms is not plain
-    found = bound(_known, backward_kernel, *backward_arguments(p, given, words, terms, backward_tile(
-        p, processors(q.device)
-    )), 13 if with_terms else 10)  # fmt: skip
+    tile = backward_tile(p, processors(q.device))
+    key, tensors, floats = backward_arguments(p, given, words, terms, tile)
+    found = bound(_known, backward_kernel, key, tensors, floats, len(tensors) if with_terms else len(given))
     if found is None:
         return None
     (run, rest), inputs = found, (q.stride(), k.stride(), v.stride())
