@@ -11,12 +11,12 @@ from torch import Tensor
 from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice
 from gossamer.kernels.devices import elsewhere
 from gossamer.kernels.triton import binding
-from gossamer.kernels.triton.block import launch as block
+from gossamer.kernels.triton.block import launch as launch_block
 from gossamer.kernels.triton.block.config import SMALL_TILE_RATE
 from gossamer.kernels.triton.config import BUCKETS
-from gossamer.kernels.triton.gather import launch as gather
+from gossamer.kernels.triton.gather import launch as launch_gather
 from gossamer.kernels.triton.gather.config import GATHERS
-from gossamer.kernels.triton.wide import launch as wide
+from gossamer.kernels.triton.wide import launch as launch_wide
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout
 
@@ -70,10 +70,10 @@ class Triton:
             with torch.cuda.device(q.device):
                 return self.forward(problem, q, k, v, layout, terms, into)
         if isinstance(layout, GatherLayout):
-            return gather.forward(problem, q, k, v, layout, terms, into=into)
+            return launch_gather.forward(problem, q, k, v, layout, terms, into=into)
         if max(problem.D, problem.E) > BUCKETS[-1]:
-            return wide.forward(problem, q, k, v, layout, terms, into=into)
-        return block.forward(problem, q, k, v, layout, terms, into=into)
+            return launch_wide.forward(problem, q, k, v, layout, terms, into=into)
+        return launch_block.forward(problem, q, k, v, layout, terms, into=into)
 
     def backward(
         self,
@@ -93,10 +93,10 @@ class Triton:
             with torch.cuda.device(q.device):
                 return self.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into)
         if isinstance(layout, GatherLayout):
-            return gather.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
+            return launch_gather.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
         if max(problem.D, problem.E) > BUCKETS[-1]:
-            return wide.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
-        return block.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
+            return launch_wide.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
+        return launch_block.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
 
     def bound_forward(
         self,
