@@ -211,6 +211,15 @@ def test_inference_mode_first_then_training(form: str) -> None:
     same_as_sdpa(lambda *a: gs.attention(*a, pattern), qkv(), dense(gs.SlidingWindow(12), 40))
 
 
+def test_inference_mode_first_then_training_of_a_reordered_graph() -> None:
+    """Its order is made at the first call, and permutes what has a gradient in a later one."""
+    graph = gs.CSR.from_torch(dense(gs.Dilated(4, 4, 7), 40).float().to_sparse_coo())
+    pattern = graph.reordered()
+    with torch.inference_mode():
+        gs.attention(*qkv(grad=False), pattern)
+    same_as_sdpa(lambda *a: gs.attention(*a, pattern), qkv(), dense(graph, 40))
+
+
 def test_only_lse_is_used() -> None:
     q, k, v = qkv()
     _, lse = gs.attention(q, k, v, P, return_lse=True)

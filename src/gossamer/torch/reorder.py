@@ -17,8 +17,9 @@ def orders(pattern: ReorderedCSR, device: torch.device) -> tuple[Tensor, Tensor]
     """(which row comes at each place, where each row went), int64 on a device; kept with the pattern."""
     kept = _orders.setdefault(pattern, {})
     if device not in kept:
-        order = torch.from_numpy(pattern.order.copy()).to(device)
-        kept[device] = order, torch.argsort(order)
+        with torch.inference_mode(False):  # made in that mode, they could not be used in training later
+            order = torch.from_numpy(pattern.order.copy()).to(device)
+            kept[device] = order, torch.argsort(order)
     return kept[device]
 
 
