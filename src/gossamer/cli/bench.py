@@ -73,7 +73,7 @@ def run(
     others = [found for found in PEERS if peers or found.name in (peer or [])]
     unknown = set(peer or []) - {found.name for found in PEERS}
     if unknown:
-        raise Refused(f"--peer must be one of {', '.join(p.name for p in PEERS)}, got {unknown.pop()!r}")
+        raise Refused(f"--peer must be one of {', '.join(p.name for p in PEERS)}, got {min(unknown)!r}")
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
