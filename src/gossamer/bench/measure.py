@@ -34,9 +34,7 @@ def time_call(call: Call, device: torch.device, *, budget_s: float = 0.5, most: 
     """Times `call` after two warm-up calls: about `budget_s` of repeats, caches cleared before each on a GPU."""
     measure = _cuda_times if device.type == "cuda" else _cpu_times
     call()
-    first = measure(call, 1)[0]
-    repeats = int(min(most, max(least, 1000 * budget_s / max(first, 1e-3))))
-    return _timing(measure(call, repeats))
+    return _timing(measure(call, _repeats(measure(call, 1)[0], budget_s, most, least)))
 
 
 def time_in_turns(
@@ -55,14 +53,14 @@ def time_in_turns(
     for name, call in calls.items():
         try:
             call()
-            once[name] = max(measure(call, 1)[0], 1e-3)
+            once[name] = measure(call, 1)[0]
         except Exception as error:
             found[name] = error.with_traceback(None)  # whose frames may hold gigabytes
     for turn in range(ROUNDS):
         for name in reversed(calls) if turn % 2 else calls:
             if name in found:
                 continue
-            repeats = int(min(most, max(least, 1000 * budget_s / once[name])))
+            repeats = _repeats(once[name], budget_s, most, least)
             share = repeats * (turn + 1) // ROUNDS - repeats * turn // ROUNDS
             try:
                 if once[name] < COLD_MS and share:
@@ -71,6 +69,10 @@ def time_in_turns(
             except Exception as error:
                 found[name] = error.with_traceback(None)
     return {name: found[name] if name in found else _timing(times[name]) for name in calls}
+
+
+def _repeats(once_ms: float, budget_s: float, most: int, least: int) -> int:
+    return int(min(most, max(least, 1000 * budget_s / max(once_ms, 1e-3))))
 
 
 def _timing(times: list[float]) -> Timing:

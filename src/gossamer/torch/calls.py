@@ -117,9 +117,9 @@ class Call:
         # A pattern that is made again for each call keeps its handle, and so its kind.
         self._alive = token_of(pattern)
         self.plan, self.pattern, self.differentiable = plan, pattern, a.backward
-        self.options, self.bytes = (a.q_offset, a[8:]), 0
+        self.options = a.q_offset, a[8:]
         self._backward: Callable[..., tuple[Tensor, ...]] | None = None
-        self._forward = self._bound(plan, a, lambda i, where, terms: i.bound_forward(
+        self._forward, self.bytes = self._bound(plan, a, lambda i, where, terms: i.bound_forward(
             plan.problem, a.q, a.k, a.v, where, terms
         ), lambda split, terms: bound_parts(split, plan, a, terms, pattern))  # fmt: skip
         self._bindable = a.backward
@@ -159,7 +159,7 @@ class Call:
         found = compute_gradients(plan, dout, dlse, a, out, lse, [], [], self.pattern)
         if self._bindable and dout is not None:  # the first time: what it needed has been compiled
             self._bindable = False
-            self._backward = self._bound(plan, a, lambda i, where, terms: i.bound_backward(
+            self._backward, _ = self._bound(plan, a, lambda i, where, terms: i.bound_backward(
                 plan.problem, dout, q, k, v, out, lse, where, terms
             ))  # fmt: skip
         return found
@@ -167,25 +167,23 @@ class Call:
     def _bound(
         self, plan: Plan, a: Arguments, bind: Callable[[Binding, Any, Any], Any],
         bind_parts: Callable[[Any, Any], Any] | None = None,
-    ) -> Any:  # fmt: skip
-        """What `bind` makes of the implementation of a call, its layout and its terms; None where it has no such thing.
+    ) -> tuple[Any, int]:  # fmt: skip
+        """What `bind` makes of the implementation of a call, its layout and its terms, and the bytes of the layout.
 
+        None of it where the implementation has no such thing, or has no memory for it.
         `bind_parts` makes it of a call that is computed in parts.
         """
         terms = terms_of(a)
         if not _aligned(a.q, a.k, a.v):
-            return None
+            return None, 0
         split = split_for(plan, terms, self.pattern)
         try:
             if split is not None:
-                found, size = bind_parts(split, terms) if bind_parts is not None else (None, 0)
-                self.bytes += size
-                return found
+                return bind_parts(split, terms) if bind_parts is not None else (None, 0)
             implementation, where = placed(plan, a, terms, self.pattern, [], [])
-            self.bytes += held(where)
-            return bind(implementation, where, terms) if isinstance(implementation, Binding) else None
+            return bind(implementation, where, terms) if isinstance(implementation, Binding) else None, held(where)
         except torch.OutOfMemoryError:  # it may take as much as the results; the call itself has succeeded
-            return None
+            return None, 0
 
 
 class Fewer(NamedTuple):

@@ -23,7 +23,6 @@ from gossamer.layouts.schedule import FEWEST_TILES, cut, row_lengths, work_items
 
 ITEM = 16
 MERGE = 8
-KINDS = ("full", "interval", "bits")
 START = 3  # what an item costs beside its tiles, in tiles
 PART = 0.25  # what merging a part costs, in tiles
 LEAST_PART = 4  # tiles of a part of one of few rows
@@ -73,7 +72,7 @@ def lists(layout: BlockLayout, transposed: bool = False, blocks: int = 0) -> Lis
         known = walk
         if layout.host is not None:  # what is copied from there is complete for every stream
             known = layout.host.columns if transposed else layout.host.rows
-        some = [torch.as_tensor(getattr(known, kind).indices) for kind in KINDS]
+        some = [torch.as_tensor(tiles.indices) for tiles in known.lists.values()]
         entries = torch.zeros((2, max(1, sum(len(x) for x in some))), dtype=torch.int32, device=some[0].device)
         listed = torch.cat(some)
         entries[0, : len(listed)] = listed
@@ -93,8 +92,7 @@ def _there_and_back(walk: Walk, blocks: int) -> np.ndarray:
     rank = np.argsort(np.argsort(-lengths, axis=1, kind="stable"), axis=1)
     rows = np.flatnonzero(rank // blocks % 2)
     base, places = 0, []
-    for kind in KINDS:
-        tiles = getattr(walk, kind)
+    for kind, tiles in walk.lists.items():
         place = np.arange(base, base + len(tiles.indices))
         if kind != "interval":  # the first of which the kernel takes for the leftmost
             counts, starts = tiles.counts.reshape(-1)[rows].astype(np.int64), tiles.starts.reshape(-1)[rows]
@@ -222,8 +220,7 @@ def _host_work(walk: Walk, device: torch.device, copies: int, heads: int, blocks
     lead, tile, begin, end, slot = (made.items[:, i].astype(np.int64) for i in range(5))
     columns: list[Any] = [lead // Hl, lead % Hl, tile, slot]
     base = before = np.int64(0)
-    for kind in KINDS:
-        tiles = getattr(walk, kind)
+    for tiles in walk.lists.values():
         counts = tiles.counts.reshape(-1, walk.tiles)[lead, tile]
         starts = tiles.starts.reshape(-1, walk.tiles)[lead, tile]
         from_, to = np.clip(begin - before, 0, counts), np.clip(end - before, 0, counts)
@@ -245,17 +242,17 @@ def _host_work(walk: Walk, device: torch.device, copies: int, heads: int, blocks
 
 
 def _device_work(walk: Walk, copies: int, heads: int, blocks: int) -> Work:
-    counts = [getattr(walk, kind).counts.reshape(-1).long() for kind in KINDS]
-    starts = [getattr(walk, kind).starts.reshape(-1).long() for kind in KINDS]
+    counts = [tiles.counts.reshape(-1).long() for tiles in walk.lists.values()]
+    starts = [tiles.starts.reshape(-1).long() for tiles in walk.lists.values()]
     n, device = counts[0].shape[0], counts[0].device
     items = torch.zeros((n, ITEM), dtype=torch.int64, device=device)
     row = torch.arange(n, device=device)
     lead = row // walk.tiles
     items[:, 0], items[:, 1], items[:, 2], items[:, 3] = lead // walk.lead[1], lead % walk.lead[1], row % walk.tiles, -1
     base = 0
-    for i, kind in enumerate(KINDS):
+    for i, tiles in enumerate(walk.lists.values()):
         items[:, 4 + 2 * i], items[:, 5 + 2 * i] = starts[i] + base, counts[i]
-        base += len(getattr(walk, kind).indices)
+        base += len(tiles.indices)
     items[:, 10], items[:, 11] = lead, 1
     lengths, order = torch.sort(sum(counts), descending=True, stable=True)
     merges = torch.zeros((1, MERGE), dtype=torch.int32, device=device)

@@ -246,7 +246,7 @@ class Consumer:
         else:
             warpgroup.wait_group(0)
         if const_expr(c.score == "softcap"):  # its slopes leave no registers for delta before
-            delta = self.row(env.s_delta, do_stage, env)
+            delta = self.row(env.s_delta, do_stage * self.halves, env)
         self.score_gradient(env, do_stage, delta, ring(m, STAGES)[0])
         self.product(env.mma_dv, env.acc_dv, env.frag_p, env.frag_dot[None, None, None, do_stage], True)
         if const_expr(c.with_dq):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.kernels.hopper.schedule import ITEM, KINDS, MERGE, for_every_head, item_limit
+from gossamer.kernels.hopper.schedule import ITEM, MERGE, for_every_head, item_limit
 from gossamer.layouts.block import BlockLayout, Walk
 from gossamer.layouts.schedule import cut, row_lengths
 
@@ -79,8 +79,7 @@ def _host_work(
     lead = batch[item] * Hl + (group[item] * ratio + head if per_head else 0)
     columns = [head, lead]
     base = passed = np.int64(0)
-    for kind in KINDS:
-        listed = getattr(walk, kind)
+    for listed in walk.lists.values():
         counts = listed.counts.reshape(-1, tiles)[lead, tile[item]].astype(np.int64)
         starts = listed.starts.reshape(-1, tiles)[lead, tile[item]].astype(np.int64)
         first, last = np.clip(from_ - passed, 0, counts), np.clip(to - passed, 0, counts)
@@ -121,8 +120,7 @@ def _device_work(walk: Walk, copies: int, heads: int, ratio: int, blocks: int) -
     segments = torch.zeros((max(1, n * ratio), SEGMENT), dtype=torch.int32, device=device)
     segments[: n * ratio, 0], segments[: n * ratio, 1] = head, lead
     total, base = torch.zeros(n, dtype=torch.int64, device=device), 0
-    for i, kind in enumerate(KINDS):
-        listed = getattr(walk, kind)
+    for i, listed in enumerate(walk.lists.values()):
         counts = listed.counts.reshape(-1)[at]
         segments[: n * ratio, 2 + 2 * i] = listed.starts.reshape(-1)[at] + base
         segments[: n * ratio, 3 + 2 * i] = counts
