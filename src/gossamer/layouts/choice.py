@@ -6,7 +6,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from gossamer.layouts.estimate import Sample
-from gossamer.layouts.gather import LONGEST_ITEM, WIDTHS
+from gossamer.layouts.gather import WIDTHS, item_limit
 from gossamer.layouts.kept import MOST_KEPT, Kept
 from gossamer.patterns.base import Pattern
 
@@ -43,25 +43,18 @@ class Machine(NamedTuple):
         one = self.processors / self.copies
         return max(total, one * (START + chain)) + one * JOIN * cut
 
-    def longest(self, steps: int, total: float, rows: int, part: int = 0, most: int = 0) -> tuple[int, bool]:
-        """Steps of the longest item, and whether it is a part of a row, as `GatherChoice.part` says.
+    def limit(self, longest: int, tiles: float, rows: int) -> int:
+        """The most steps of an item: long rows are cut in two, and only where rows are many.
 
         Args:
-            steps: of the longest row; total: of all `rows` of the lists.
-            most: of an item, however many rows there are.
+            longest: steps of the longest row; tiles: of all `rows` of the lists.
         """
         every, work = rows * self.copies, self.processors
-        if part and every >= 16 * work:
-            limit = most
-        elif part:
-            limit = min(most, max(part, int(2 * total) // rows, int(total * self.copies) // (4 * work)))
-        elif every <= work // 2:  # a few steps are not cut
-            limit = max(4, -(-steps * every // work))
-        elif every <= 2 * work or steps <= 2 * max(16.0, total / rows):
-            limit = steps
-        else:
-            limit = -(-steps // 2)
-        return min(steps, limit), steps > limit
+        if every <= work // 2:  # a few steps are not cut
+            return max(4, -(-longest * every // work))
+        if every <= 2 * work or longest <= 2 * max(16.0, tiles / rows):
+            return longest
+        return -(-longest // 2)
 
 
 # One whose processors are not known.
@@ -108,11 +101,11 @@ def _count(
     for block_q, block_kv, rate in tiles:
         work = sample.tiles(block_q, block_kv)
         total = (work.executed + BITS_PAIR * work.bits) / rate + TILE_ROW * Q * pattern.lead[0] * pattern.lead[1]
-        steps, cut = machine.longest(work.longest, work.tiles, work.rows)
+        limit = machine.limit(work.longest, work.tiles, work.rows)
         step = (
             (TILE_STEP + STEP_PAIR * block_q * block_kv) * (1 + BITS_PAIR * work.bits / max(1.0, work.executed)) / rate
         )
-        found.append(machine.time(total, steps * step, cut))
+        found.append(machine.time(total, min(work.longest, limit) * step, work.longest > limit))
         useful = work.useful
         if len(found) == 1 and work.executed <= WORTH_A_LOOK * useful:
             return found
@@ -120,10 +113,15 @@ def _count(
         for choice in gathers:
             counts = sample.gathers(choice.block_q)
             total = choice.column * counts.columns + choice.pair * counts.executed + choice.row * counts.rows
-            most = max(16, LONGEST_ITEM // WIDTHS[choice.block_q])
-            steps, cut = machine.longest(counts.longest, counts.steps, counts.groups, choice.part, most)
+            if choice.part:
+                width = WIDTHS[choice.block_q]
+                limit = item_limit(
+                    counts.groups, machine.copies, counts.steps, width, machine.processors, choice.part
+                )  # fmt: skip
+            else:
+                limit = machine.limit(counts.longest, counts.steps, counts.groups)
             total += START * machine.processors / machine.copies
-            cost = machine.time(total, steps * choice.step, cut)
+            cost = machine.time(total, min(counts.longest, limit) * choice.step, counts.longest > limit)
             found.append(cost if useful >= choice.reuse * counts.columns else inf)
     return found
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from gossamer.layouts.base import Array, Layout, WalkArrays
 from gossamer.layouts.block import WORD
+from gossamer.layouts.schedule import FEWEST_TILES, PARTS_PER_PROCESSOR
 from gossamer.patterns.base import Pattern
 from gossamer.patterns.grid import EMPTY, FULL, Grid, Sizes, ranges, unpack_bits
 
@@ -27,6 +28,25 @@ LONGEST_ITEM = 1024
 PAIRS_AT_ONCE = 2**22
 # Rows in the smallest part of a build: a multiple of every group of rows, and the edge of the tiles it looks into.
 ROWS_AT_ONCE = 128
+
+
+def item_limit(
+    groups: int, copies: int, steps: float, width: int, processors: int, fewest: int = FEWEST_TILES // 2
+) -> int:
+    """The most steps of an item of a launch, each of `width` columns.
+
+    Where groups are few, their lists are cut until every processor has a part, and those much longer than the others,
+    for which all would wait, in shorter parts.
+
+    Args:
+        groups: of rows; copies: how often they are computed, by batch elements and heads that share their lists.
+        steps: of all groups; fewest: that are worth a part of their own then.
+    """
+    most = max(FEWEST_TILES, LONGEST_ITEM // width)
+    programs = processors * PARTS_PER_PROCESSOR
+    if groups * copies >= 4 * programs:
+        return most
+    return min(most, max(fewest, int(2 * steps) // groups, int(steps * copies) // programs))
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,8 +15,8 @@ from gossamer.kernels.devices import processors
 from gossamer.kernels.relaunch import Known, padded
 from gossamer.kernels.triton.config import Direction
 from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig, group_config, piece, row_config
-from gossamer.layouts.gather import LONGEST_ITEM, GatherLayout, GatherWalk
-from gossamer.layouts.schedule import FEWEST_TILES, PARTS_PER_PROCESSOR, cut
+from gossamer.layouts.gather import GatherLayout, GatherWalk, item_limit
+from gossamer.layouts.schedule import cut
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,8 @@ def work_of(layout: GatherLayout, transposed: bool, copies: int, split: int | No
     walk = layout.columns if transposed else layout.rows
     known = _work.setdefault(walk, {})
     if split is None:
-        programs = processors(walk.indices.device) * PARTS_PER_PROCESSOR
-        split = max(FEWEST_TILES, LONGEST_ITEM // walk.width)
-        groups = len(walk.counts.reshape(-1))
-        if groups * copies < 4 * programs:
-            # Few groups: their lists are cut until every processor has a part, and those much longer than the others,
-            # for which all would wait, in shorter parts.
-            listed = int(walk.indices.shape[0]) // walk.width
-            split = min(split, max(FEWEST_TILES // 2, 2 * listed // groups, listed * copies // programs))
+        groups, steps = len(walk.counts.reshape(-1)), int(walk.indices.shape[0]) // walk.width
+        split = item_limit(groups, copies, steps, walk.width, processors(walk.indices.device))
     if split not in known:
         source = (layout.host.columns if transposed else layout.host.rows) if layout.host is not None else walk
         known[split] = _make_work(source.on_host(), split, walk.indices.device)
