@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,11 +17,12 @@ from typer.testing import CliRunner
 
 import gossamer as gs
 from gossamer.bench import flex as bench_flex
+from gossamer.bench import measure as bench_measure
 from gossamer.bench import run as bench_run
 from gossamer.bench.check import Inputs, Oracle, compare, draw_samples, row_error
 from gossamer.bench.flex import block_mask
 from gossamer.bench.measure import ROUNDS, Timing, peak_bytes, reset_peak, time_call, time_in_turns
-from gossamer.bench.peer import Peer, Refusal
+from gossamer.bench.peer import Peer, Prepared, Refusal
 from gossamer.bench.peers import PEERS, block_matrix
 from gossamer.bench.processes import run_cases
 from gossamer.bench.rows import Row, append_rows, fill_ratios, refusals, table
@@ -146,7 +148,8 @@ def test_a_case_end_to_end(tmp_path: Path) -> None:
     refused = [row for row in rows if row["status"] == "refused"]
     known = {"SDPA dense", "SDPA mask", "materialised"}
     assert {row["implementation"] for row in refused} == {p.name for p in PEERS} - known
-    assert all("needs a GPU" in row["reason"] or "cannot be imported" in row["reason"] for row in refused)
+    why = ("needs a GPU", "cannot be imported", "takes dilated windows alone")
+    assert all(any(reason in row["reason"] for reason in why) for row in refused)
     assert all(row["p50_ms"] is None for row in refused)
     assert "FA4 left out: needs a GPU (window)" in done.output
     # Rows are added, never overwritten; an implementation that is timed alone takes no turns.
@@ -283,9 +286,16 @@ def test_flex_attention_is_given_the_same_pairs(monkeypatch: pytest.MonkeyPatch)
         assert looked_up is not by_hand
         assert set(mask.BLOCK_SIZE) == {block}
         assert np.array_equal(gs.from_flex(mask).expand(), pattern.materialize(600, 600))
-    graph = gs.CSR(np.arange(601), np.random.default_rng(0).integers(0, 600, 600), 600)
-    inputs = Inputs(graph, *(torch.zeros(1, 1, 600, 1) for _ in range(3)), Terms(scale=1.0, q_offset=0))
-    assert np.array_equal(gs.from_flex(block_mask(inputs)[0]).expand(), graph.materialize(600, 600))
+    # One key a row; and 300 rows of the first 300 keys: full tiles, whole words, rows without a key.
+    scattered = np.random.default_rng(0).integers(0, 600, 600)
+    graph = gs.CSR(np.arange(601), scattered, 600)
+    block = gs.CSR(np.minimum(np.arange(601), 300) * 300, np.tile(np.arange(300), 300), 600)
+    for kept in (graph, block):
+        inputs = Inputs(kept, *(torch.zeros(1, 1, 600, 1) for _ in range(3)), Terms(scale=1.0, q_offset=0))
+        mask, looked_up = block_mask(inputs)
+        assert looked_up
+        assert np.array_equal(gs.from_flex(mask).expand(), kept.materialize(600, 600))
+    assert int(mask.full_kv_num_blocks.sum()) == 4
     monkeypatch.setattr(bench_flex, "BITS_BYTES", 2**15)
     with pytest.raises(ValueError, match=r"this graph would read 0\.0 GiB of bits"):
         block_mask(inputs)
@@ -346,6 +356,45 @@ def test_calls_take_turns() -> None:
         assert isinstance(timing, Timing)
         assert timing.repeats == 11
     assert str(told["c"]) == "out of luck"
+
+
+def test_slow_calls_are_made_as_often_as_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_measure, "SLOW_MS", 5.0)
+    count = 0
+
+    def slow() -> None:
+        nonlocal count
+        count += 1
+        time.sleep(0.01)
+
+    told = time_in_turns({"slow": slow}, CPU, budget_s=0.001)["slow"]
+    assert isinstance(told, Timing)
+    assert (told.repeats, count) == (1, 3)  # one to find out, one before the round
+    assert told.p50 >= 10
+
+
+def test_dilation_is_measured_against_the_plain_window() -> None:
+    peer = next(peer for peer in PEERS if peer.name == "plain window")
+    inputs = problem(gs.Dilated(9, 2, 4))
+    prepared = peer.prepare(inputs, 1.0)
+    assert prepared.computes == gs.SlidingWindow(9, 2)
+    plain = dataclasses.replace(inputs, pattern=prepared.computes)
+    assert compare(draw_samples(plain), {"out": prepared.attend(inputs.q, inputs.k, inputs.v)}, group=2)[1] == []
+    with pytest.raises(Refusal, match="takes dilated windows alone"):
+        peer.prepare(plain, 1.0)
+
+
+def test_what_breaks_off_took_no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = Timing(1.0, 1.0, 1.0, 5)
+    monkeypatch.setattr(bench_run, "time_in_turns", lambda calls, *a, **b: {"gossamer": times, "x": OSError("gone")})
+    monkeypatch.setattr(bench_run, "_own_process", lambda *a: None)
+    other = Peer("x", lambda inputs, rate: Prepared(lambda q, k, v: gs.attention(q, k, v, inputs.pattern)))
+    session = bench_run.Session(CPU, {}, rates={torch.float32: 1.0})
+    rows = bench_run.run_case(session, find("window", "cpu"), [other])
+    assert [(row.status, row.turns, row.reason) for row in rows] == [
+        ("ok", 1, ""),
+        ("refused", None, "OSError: gone"),
+    ] * 2
 
 
 def test_what_does_not_fit_into_memory_is_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:

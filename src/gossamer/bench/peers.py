@@ -154,6 +154,15 @@ def _fa4(inputs: Inputs, matmul_tflops: float) -> Prepared:
     return Prepared(attend)
 
 
+def _plain_window(inputs: Inputs, matmul_tflops: float) -> Prepared:
+    """Ours: the window of as many keys a row without dilation, which dilation is measured against."""
+    if not isinstance(inputs.pattern, gossamer.Dilated):
+        raise Refusal("takes dilated windows alone")
+    window = gossamer.SlidingWindow(inputs.pattern.left, inputs.pattern.right)
+    terms = {"scale": inputs.terms.scale, "q_offset": inputs.terms.q_offset}
+    return Prepared(lambda q, k, v: gossamer.attention(q, k, v, window, **terms), computes=window)
+
+
 def _cudnn(inputs: Inputs, matmul_tflops: float) -> Prepared:
     needs_cuda(inputs)
     needs_plain(inputs)
@@ -206,6 +215,7 @@ PEERS = (
     Peer("FlexAttention Triton", _flex({}, None), compiles=True),
     Peer("FlexAttention FLASH", _flex({"BACKEND": "FLASH"}, "flash_attn.cute"), compiles=True),
     Peer("FA4", _fa4, compiles=True),
+    Peer("plain window", _plain_window),
     Peer("cuDNN block sparse", _cudnn, compiles=True),
     *PLAIN_PEERS,
 )

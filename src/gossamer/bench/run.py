@@ -18,7 +18,7 @@ from torch import Tensor
 
 import gossamer
 from gossamer.bench.check import Inputs, Sample, compare, draw_samples
-from gossamer.bench.measure import Call, device_name, matmul_rate, peak_bytes, reset_peak, time_in_turns
+from gossamer.bench.measure import Call, Timing, device_name, matmul_rate, peak_bytes, reset_peak, time_in_turns
 from gossamer.bench.peer import Peer, Prepared, Refusal, backward_call, first_line, needs_module
 from gossamer.bench.rows import Row, commit
 from gossamer.bench.workload import Workload, chosen, make_inputs
@@ -216,13 +216,14 @@ def _time(session: Session, ready: Ready, group: list[Entry], direction: Directi
         except Exception as error:
             entry.refuse(error, direction)
     told = time_in_turns(calls, session.device, budget_s=session.budget_s)
+    timed = sum(isinstance(timing, Timing) for timing in told.values())  # one that broke off took no part
     for entry in group:
         timing = told.get(entry.peer.name)
         if isinstance(timing, Exception):
             entry.refuse(timing, direction)
         elif timing is not None:
             entry.rows[direction].set_timing(timing, session.rate(ready.inputs.q.dtype))
-            entry.rows[direction].turns = len(calls)
+            entry.rows[direction].turns = timed
     del calls
     _release()
 

@@ -247,6 +247,10 @@ def _block_lists(rows: Walk, kinds: tuple[str, ...], device: torch.device) -> tu
         tiles = rows.lists[kind]
         row, at = listed(tiles)
         found.reshape(-1, columns)[row, tiles.indices[at]] = True
-    dense = torch.from_numpy(found).to(device)
-    indices = (~dense).to(torch.uint8).argsort(dim=-1, stable=True).int()
-    return dense.sum(-1, dtype=torch.int32), indices.contiguous()
+    return padded_lists(torch.from_numpy(found).to(device))
+
+
+def padded_lists(found: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts (Bl, Hl, T) and indices (Bl, Hl, T, columns) of the tiles that are set (Bl, Hl, T, columns)."""
+    indices = (~found).to(torch.uint8).argsort(dim=-1, stable=True).int()
+    return found.sum(-1, dtype=torch.int32), indices.contiguous()
