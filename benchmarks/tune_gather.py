@@ -115,18 +115,21 @@ def triton_calls(
     ]
 
 
+def hopper_configs(problem: Problem, rings: Rings) -> list[GatherConfig]:
+    """The configuration of each direction; ValueError where one does not fit the chip."""
+    shipped = [
+        gather_config(way, problem.dtype, problem.D, problem.E, "fold") for way in ("forward", "query", "columns")
+    ]
+    return [replace(one, stages=rings.stages or one.stages, blocks=rings.blocks or one.blocks) for one in shipped]
+
+
 def hopper_calls(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, layout: GatherLayout, terms: Terms, config: Rings,
-    split: int | None,
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, layout: GatherLayout, terms: Terms,
+    config: list[GatherConfig], split: int | None,
 ) -> list[Callable[[], Any]]:  # fmt: skip
     """As `triton_calls`, of the Hopper kernels."""
     run, p = HOPPER.launch_gather, problem
-
-    def chosen(direction: str) -> GatherConfig:
-        shipped = gather_config(direction, p.dtype, p.D, p.E, "fold")
-        return replace(shipped, stages=config.stages or shipped.stages, blocks=config.blocks or shipped.blocks)
-
-    forward, query, columns = (chosen(direction) for direction in ("forward", "query", "columns"))
+    forward, query, columns = config
     out, lse = run.forward(p, q, k, v, layout, terms, split=split, config=forward)
     operands = (p, q, k, v, dout, run.row_terms_of(p, dout, None, out, lse), layout, terms)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -167,14 +170,16 @@ def tune(name: str, dtype: str, rows: list[int], size: int | None) -> None:
                 config = GroupConfig(config.warps, config.stages, "tf32x3")
             if isinstance(config, Rings) and (dtype == "float32" or HOPPER.unavailable()):
                 continue
-            make = hopper_calls if isinstance(config, Rings) else triton_calls
-            try:
-                for split in (32, None) if size else (None,):
-                    calls = make(problem, q, k, v, dout, layout, terms, config, split)
-                    (out, lse), dq, (dk, dv) = (call() for call in calls)
-            except ValueError as refused:
-                print(name, dtype, f"rows {block_q}", config, refused, flush=True)
-                continue
+            make, made = triton_calls, config
+            if isinstance(config, Rings):
+                try:
+                    make, made = hopper_calls, hopper_configs(problem, config)
+                except ValueError as refused:
+                    print(name, dtype, f"rows {block_q}", config, refused, flush=True)
+                    continue
+            for split in (32, None) if size else (None,):
+                calls = make(problem, q, k, v, dout, layout, terms, made, split)
+                (out, lse), dq, (dk, dv) = (call() for call in calls)
             if size:
                 continue
             times = [milliseconds(call) for call in calls]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 import gossamer as gs
 from gossamer.bench import flex as bench_flex
 from gossamer.bench import measure as bench_measure
+from gossamer.bench import processes as bench_processes
 from gossamer.bench import run as bench_run
 from gossamer.bench.check import Inputs, Oracle, compare, draw_samples, row_error
 from gossamer.bench.flex import block_mask
@@ -181,6 +183,18 @@ def test_cases_prepare_in_processes_of_their_own(capfd: pytest.CaptureFixture[st
     assert reason == "its process ended with 1"
     assert "case 'nowhere' is not one of" in capfd.readouterr().err
     assert list(run_cases(session, [work], [], 1, limit_s=0.01)) == [(work, "not done after 0 s")]
+
+
+def ends(names: list[str]) -> None:
+    os._exit(3)
+
+
+def test_a_sweep_goes_on_when_a_process_that_compiles_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    session = bench_run.Session(CPU, {}, progress=told.append)
+    monkeypatch.setattr(bench_processes, "_call_each", ends)
+    bench_processes.warm(session, [find("window", "cpu")], 1)
+    assert told == ["a process that compiles in advance ended: cases compile one by one"]
 
 
 @pytest.mark.gpu

@@ -159,8 +159,10 @@ def _plain_window(inputs: Inputs, matmul_tflops: float) -> Prepared:
     if not isinstance(inputs.pattern, gossamer.Dilated):
         raise Refusal("takes dilated windows alone")
     window = gossamer.SlidingWindow(inputs.pattern.left, inputs.pattern.right)
-    terms = {"scale": inputs.terms.scale, "q_offset": inputs.terms.q_offset}
-    return Prepared(lambda q, k, v: gossamer.attention(q, k, v, window, **terms), computes=window)
+    scale, q_offset = inputs.terms.scale, inputs.terms.q_offset
+    return Prepared(
+        lambda q, k, v: gossamer.attention(q, k, v, window, scale=scale, q_offset=q_offset), computes=window
+    )
 
 
 def _cudnn(inputs: Inputs, matmul_tflops: float) -> Prepared:

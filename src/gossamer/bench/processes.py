@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
@@ -121,11 +122,17 @@ def _serve(
     pipe.send(("rows", measure_case(session, ready)))
 
 
-def warm(works: Sequence[Workload], processes: int) -> None:
-    """Calls the shorter cases of a sweep once, so that their kernels lie in the caches."""
+def warm(session: Session, works: Sequence[Workload], processes: int) -> None:
+    """Calls the shorter cases of a sweep once, so that their kernels lie in the caches.
+
+    What is not compiled then, since a process ended, is compiled when its case is measured.
+    """
     names = [work.name for work in works if work.case.Q <= LONGEST]
-    with ProcessPoolExecutor(processes, mp_context=CONTEXT) as pool:
-        list(pool.map(_call_each, [names[part::processes] for part in range(processes)]))
+    try:
+        with ProcessPoolExecutor(processes, mp_context=CONTEXT) as pool:
+            list(pool.map(_call_each, [names[part::processes] for part in range(processes)]))
+    except BrokenProcessPool:
+        session.progress("a process that compiles in advance ended: cases compile one by one")
 
 
 def _call_each(names: list[str]) -> None:
@@ -136,7 +143,7 @@ def _call_each(names: list[str]) -> None:
 
     known = {work.name: work for work in workloads("cuda")}
     for name in names:
-        inputs = make_inputs(known[name], torch.device("cuda"))
         with contextlib.suppress(Exception):  # the row of the case will say so
+            inputs = make_inputs(known[name], torch.device("cuda"))
             gossamer.attention(inputs.q, inputs.k, inputs.v, inputs.pattern)
             torch.cuda.synchronize()

@@ -139,7 +139,7 @@ def _measured(
     else:
         yield from ((work, run_case(session, work, peers)) for work in cases)
     if prepare and points and session.device.type == "cuda":
-        warm(points, prepare)
+        warm(session, points, prepare)
     sweep = Sweep(session)
     yield from ((work, run_point(sweep, work)) for work in points)
 
