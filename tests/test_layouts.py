@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import resource
 import subprocess
 import sys
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -14,7 +16,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gossamer as gs
-from gossamer.layouts import BlockLayout, build, cached_layout, cheapest, clear_cache, from_dense, work_items
+from gossamer.layouts import (
+    BlockLayout,
+    build,
+    build_gather,
+    cached_layout,
+    cheapest,
+    clear_cache,
+    from_dense,
+    work_items,
+)
 
 
 def check(pattern, Q, K, block_q, block_kv, q_offset=None):
@@ -233,6 +244,24 @@ def test_device_copies_expand_and_transpose():
     assert (copy.expand() == layout.expand()).all()
     assert (BlockLayout(copy.columns).expand() == layout.expand().T).all()
     assert copy.stats == layout.stats
+
+
+@pytest.mark.parametrize(
+    "kind", [lambda p: build(p, 64, 64, block_q=32, block_kv=32), lambda p: build_gather(p, 64, 64, block_q=16)]
+)
+def test_a_forgotten_layout_is_freed_at_once(kind):
+    """With its copies, whose memory may be a GPU's: the collector of cycles comes late, and not for a GPU's sake."""
+    pytest.importorskip("torch")
+    layout = kind(gs.SlidingWindow(7) | gs.Dilated(3, 0, 8))
+    copy = layout.to("cpu")
+    assert copy.host.rows is layout.rows and copy.host.columns is layout.columns
+    alive = [weakref.ref(x) for x in (layout, copy, copy.columns)]
+    gc.disable()
+    try:
+        del layout, copy
+        assert [x() for x in alive] == [None] * 3
+    finally:
+        gc.enable()
 
 
 MILLION = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import time
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -303,6 +304,45 @@ def test_patterns_are_values():
     assert not mask.mask.any()
 
 
+def test_a_pattern_of_ones_own_is_told_apart():
+    """Equal patterns share their layouts: one that differs and seems equal would be computed as the other."""
+
+    class Plain(gs.Pattern):
+        def __init__(self, reach):
+            self.reach = reach
+
+        def _keep(self, i, j, sizes):
+            return abs(i - j) <= self.reach
+
+    @dataclass
+    class Changing(gs.Pattern):
+        reach: int
+        _keep = Plain._keep
+
+    @dataclass(frozen=True, eq=False)
+    class Unhashable(gs.Pattern):
+        reach: np.ndarray
+        _keep = Plain._keep
+
+    @dataclass(frozen=True, eq=False)
+    class Right(gs.Pattern):
+        reach: int
+        _keep = Plain._keep
+
+    class Keyed(Plain):
+        def _key(self):
+            return (self.reach,)
+
+    with pytest.raises(TypeError, match=r"Plain must be a dataclass\(frozen=True, eq=False\) or define _key; reach"):
+        Plain(3)
+    with pytest.raises(TypeError, match="Changing must be a dataclass"):
+        Changing(3)
+    with pytest.raises(TypeError, match=r"Unhashable\._key must give what can be hashed"):
+        Unhashable(np.arange(3))
+    for kind in (Right, Keyed):
+        assert kind(3) == kind(3) and kind(3) != kind(5) and kind(3).handle != kind(5).handle
+
+
 @pytest.mark.parametrize("use", [bool, lambda p: p and p, lambda p: not p])
 def test_truth_value_says_what_to_use(use):
     with pytest.raises(ValueError, match=r"& \| ~"):
@@ -358,6 +398,8 @@ def test_truth_value_says_what_to_use(use):
         (lambda: gs.PerHead(gs.Causal()), "patterns"),
         (lambda: gs.Causal().materialize(0, 4), "Q"),
         (lambda: gs.Causal().layout(4, 4, block_q=64, block_kv=40), "block_kv"),
+        (lambda: gs.Causal().materialize(4, 4, -(2**31)), "q_offset must be an integer in"),
+        (lambda: gs.Causal().density(4, 4, 10**20), "q_offset must be an integer in"),
         (lambda: gs.CSR([0, 1], [0], 4).materialize(2, 4), "CSR has 1 rows"),
         (lambda: gs.Document([0, 1]).materialize(3, 3), "ids of Document"),
         (lambda: gs.BlockMask(np.eye(3, dtype=bool), 4).materialize(16, 12), "blocks of 4"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -9,7 +12,9 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
+import gossamer as gs
 from gossamer.kernels import relaunch
+from gossamer.kernels.contract import Problem
 
 
 class Compiled:
@@ -95,3 +100,38 @@ def test_a_profiler_sees_known_launches(streams: None) -> None:
     finally:
         seen.remove(hook)
     assert run() == "known"
+
+
+def test_threads_share_one_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound call holds addresses of a schedule's tensors: one made at the same time must not take its place."""
+    from gossamer.kernels.triton.block import launch, walks
+    from gossamer.kernels.triton.gather import schedule
+    from gossamer.layouts import build_gather
+
+    pattern = gs.SlidingWindow(9) | gs.Dilated(3, 0, 40)
+    blocks = pattern.layout(300, 300, block_q=64, block_kv=64).to("cpu")
+    gathers = build_gather(pattern, 300, 300, block_q=16).to("cpu")
+    problem = Problem(1, 2, 1, 300, 300, 16, 16, "float32", "cpu")
+    both = threading.Barrier(2)
+
+    def late(make):
+        def made(*arguments):
+            both.wait(timeout=30)  # both threads have found nothing
+            return make(*arguments)
+
+        return made
+
+    for module, name in (
+        (launch, "_schedule"),
+        (walks, "work_items"),
+        (schedule, "_make_launch"),
+        (schedule, "_make_work"),
+    ):
+        monkeypatch.setattr(module, name, late(getattr(module, name)))
+    for ask in (
+        lambda: launch.schedule(blocks, False, 1, 2, 2, 4),
+        lambda: schedule.launch_of(problem, gathers, "forward", None, 4),
+    ):
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(lambda _: ask(), range(2))  # noqa: B023
+        assert first is second is ask() and first.work is not None

@@ -72,7 +72,7 @@ class Layout(Generic[W]):
     """Which pairs of a (Q, K) score matrix to compute. `columns` is the transpose of `rows`, built on first use."""
 
     rows: W
-    host: Self | None = field(default=None, repr=False)  # the numpy layout that this is a device copy of
+    host: Self | None = field(default=None, repr=False)  # over the numpy arrays that this is a device copy of
     _transpose: list[W] = field(default_factory=list, repr=False)
     _copies: dict[Any, Self] = field(default_factory=dict, repr=False)
 
@@ -126,7 +126,8 @@ class Layout(Generic[W]):
             return self
         copy = self._copies.get(device)
         if copy is None:
-            host = self if self.device is None else self.host
-            copy = type(self)(self.rows.on_device(device), host)
-            self._copies[device] = copy
+            host = self.host
+            if self.device is None:  # a twin without copies: they would hold one another until the collector of cycles
+                host = type(self)(self.rows, None, self._transpose)
+            copy = self._copies.setdefault(device, type(self)(self.rows.on_device(device), host))
         return copy

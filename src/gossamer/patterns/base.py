@@ -51,7 +51,12 @@ class _PatternMeta(ABCMeta):
     # The type of an instance, for checkers that would else not look at the constructor.
     def __call__(cls: type[P], *args: Any, **kwargs: Any) -> P:  # type: ignore[misc]
         pattern: P = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        give_handle(pattern)
+        _check_key(pattern)
+        try:
+            give_handle(pattern)
+        except TypeError as error:
+            message = f"{cls.__name__}._key must give what can be hashed, of an array its digest: {error}"
+            raise TypeError(message) from None
         return pattern
 
     @property
@@ -61,10 +66,23 @@ class _PatternMeta(ABCMeta):
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
+def _check_key(pattern: Pattern) -> None:
+    """Raise TypeError where two patterns that differ would be taken for equal, or one could change."""
+    kind = type(pattern)
+    if kind._key is not Pattern._key:
+        return
+    unknown = vars(pattern).keys() - getattr(kind, "__dataclass_fields__", {}).keys()
+    if unknown or kind.__hash__ is not Pattern.__hash__:
+        names = f"; {', '.join(sorted(unknown))} would not tell two of them apart" if unknown else ""
+        raise TypeError(f"{kind.__name__} must be a dataclass(frozen=True, eq=False) or define _key{names}")
+
+
 class Pattern(metaclass=_PatternMeta):
     """A set of (query, key) pairs. Query row r has position i = r + q_offset, key j has position j.
 
     `q_offset` defaults to K - Q (aligned at the end). Positions may be negative and never wrap.
+
+    A subclass is a `dataclass(frozen=True, eq=False)`, whose fields tell two patterns apart, and defines `_keep`.
     """
 
     handle: int  # what operators and compiled graphs call it; equal patterns share one
@@ -155,7 +173,7 @@ class Pattern(metaclass=_PatternMeta):
     @staticmethod
     def _sizes(Q: Any, K: Any, q_offset: Any = None) -> Sizes:
         Q, K = integer("Q", Q, minimum=1), integer("K", K, minimum=1)
-        q_offset = optional_integer("q_offset", q_offset)
+        q_offset = optional_integer("q_offset", q_offset, minimum=1 - 2**31)
         return Sizes(Q, K, K - Q if q_offset is None else q_offset)
 
     # -- composition --------------------------------------------------------------------------------------------

@@ -58,7 +58,8 @@ def schedule(layout: BlockLayout, transposed: bool, B: int, heads: int, group: i
     key = (B, heads, group, split)
     found = known.plans.get(key)
     if found is None:
-        found = known.plans[key] = _schedule(layout, transposed, B, heads, group, split)
+        # The first is kept: a thread may have bound a call to its addresses.
+        found = known.plans.setdefault(key, _schedule(layout, transposed, B, heads, group, split))
     return found
 
 

@@ -98,11 +98,7 @@ def items(
         host = host_walk(layout, transposed)
         assert host is not None
         made = work_items(host, limit)
+        cut, merges = (torch.from_numpy(np.ascontiguousarray(x)) for x in (made.items, made.merges))
         device = known.arrays[0].device
-        found = Items(
-            torch.from_numpy(np.ascontiguousarray(made.items)).to(device),
-            torch.from_numpy(np.ascontiguousarray(made.merges)).to(device),
-            made.slots,
-        )
-        known.items[limit] = found
+        found = known.items.setdefault(limit, Items(cut.to(device), merges.to(device), made.slots))
     return found

@@ -50,10 +50,11 @@ def work_of(layout: GatherLayout, transposed: bool, copies: int, split: int | No
     if split is None:
         groups, steps = len(walk.counts.reshape(-1)), int(walk.indices.shape[0]) // walk.width
         split = item_limit(groups, copies, steps, walk.width, processors(walk.indices.device))
-    if split not in known:
+    found = known.get(split)
+    if found is None:
         source = (layout.host.columns if transposed else layout.host.rows) if layout.host is not None else walk
-        known[split] = _make_work(source.on_host(), split, walk.indices.device)
-    return known[split]
+        found = known.setdefault(split, _make_work(source.on_host(), split, walk.indices.device))
+    return found
 
 
 def _make_work(walk: GatherWalk, limit: int, device: torch.device) -> Work:
@@ -119,9 +120,11 @@ def launch_of(
     p = problem
     known = _launches.setdefault(layout.columns if direction == "dkdv" else layout.rows, {})
     key = direction, p.B, p.H, p.G, p.D, p.E, p.dtype, config, split
-    if key not in known:
-        known[key] = _make_launch(problem, layout, direction, config, split)
-    return known[key]
+    found = known.get(key)
+    if found is None:
+        # The first is kept: a thread may have bound a call to its addresses.
+        found = known.setdefault(key, _make_launch(problem, layout, direction, config, split))
+    return found
 
 
 def _make_launch(
