@@ -149,6 +149,33 @@ def headline() -> str:
     return "\n".join(lines) + "\n"
 
 
+GRAPHS = {
+    "graph_power_law": "power law, 169,343 nodes, 1.17 M edges",
+    "graph_random_64": "131,072 nodes, 64 random neighbours",
+    "graph_proximity": "131,072 points in space, 65 neighbours, Hilbert order",
+}
+
+
+def graphs() -> str:
+    """The last rows of the graphs, type by type: milliseconds of the forward and of the backward."""
+    names = ("gossamer", "torch.sparse", "PyG scatter softmax", "FlexAttention")
+    lines = ["| case | type | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
+    last = {
+        (row["case"], row["dtype"], start, row["direction"]): row["p50_ms"]
+        for row in _rows("nvidia_h200")
+        for start in names
+        if row["implementation"].startswith(start) and row["p50_ms"] is not None
+    }
+    for case, title in GRAPHS.items():
+        for dtype in ("bfloat16", "float32"):
+            cells = []
+            for name in names:
+                times = [last.get((case, dtype, name, way)) for way in ("forward", "backward")]
+                cells.append(", ".join("-" if ms is None else f"{ms:.3g}" for ms in times))
+            lines.append(f"| {title if dtype == 'bfloat16' else ''} | {dtype} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def breakeven() -> str:
     rows = _rows("nvidia_h200_breakeven")
     if not rows:
@@ -196,6 +223,7 @@ def dense() -> str:
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "measured": ("../README.md", headline),
+    "graphs": ("../README.md", graphs),
     "pattern costs": ("patterns.md", pattern_costs),
     "cases on an H200": ("results.md", lambda: cases("nvidia_h200")),
     "cases on a CPU": ("results.md", lambda: cases("cpu")),
