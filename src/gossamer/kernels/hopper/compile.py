@@ -18,12 +18,13 @@ OPTIONS = "--enable-tvm-ffi"
 
 @Kernel
 def forward(config: ForwardConfig) -> Any:
-    """The forward kernel of a configuration."""
+    """The forward kernel of a configuration, and the merge of its parts."""
     import cutlass.cute as cute
     from cutlass import Float32, Int32
 
     from gossamer.kernels.hopper.common import ITEM, NUMBERS
     from gossamer.kernels.hopper.forward.kernel import Forward
+    from gossamer.kernels.hopper.forward.merge import MERGE
 
     n, c, s = NUMBERS[config.dtype], config, cute.sym_int
     H, G, Q = s(), s(), s()
@@ -33,8 +34,8 @@ def forward(config: ForwardConfig) -> Any:
         strided(n, s(), H, Q), strided(n, s(), G, s()), strided(n, s(), G, s()), strided(n, s(), H, Q),
         _rows(s(), H, Q), compact(Int32, s(), ITEM), lists, rows, compact(Int32, s(), s()),
         compact(Int32, s(), c.block_kv // 32), compact(Float32, s()),
-        compact(Float32, s(), c.block_q, c.E), compact(Float32, s(), c.block_q), compact(Int32, s()),
-        compact(Int32, 1), Float32(1), Float32(1), *[Int32(1)] * 3,
+        compact(Float32, s(), c.block_q, c.E), compact(Float32, s(), c.block_q), compact(Int32, s(), MERGE),
+        compact(Int32, s()), compact(Int32, 1), Float32(1), Float32(1), *[Int32(1)] * 4,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip
 
@@ -90,7 +91,7 @@ def wide(config: WideConfig) -> Any:
 
 @Kernel
 def merge(dtype: str, E: int, block_q: int) -> Any:
-    """The merge of split rows."""
+    """The merge of the parts of gathered rows."""
     import cutlass.cute as cute
     from cutlass import Float32, Int32
 

@@ -333,8 +333,7 @@ def shipped() -> tuple[Shipped, ...]:
         add("forward", forward_config(dtype, *size, 64, 64, "fold"), dtype=dtype, size=size)
         if max(size) <= WIDE:
             add("backward", backward_config(dtype, *size, 64, 64, "fold", False), dtype=dtype, size=size)
-        for rows in (64, block_q):
-            add("merge", dtype, size[1], rows, dtype=dtype, size=size)
+        add("merge", dtype, size[1], 64, dtype=dtype, size=size)
         add("preprocess", dtype, columns.E, 0, dtype=dtype, size=size)
         if max(size) <= WIDE:
             add("preprocess", dtype, columns.E, columns.D, dtype=dtype, size=size)

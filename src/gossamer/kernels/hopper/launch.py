@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Problem, Terms
-from gossamer.kernels.devices import elsewhere, empty_from, processors, template
+from gossamer.kernels.devices import Workspace, elsewhere, empty_from, processors, template
 from gossamer.kernels.hopper import compile as compiled
 from gossamer.kernels.hopper.config import ForwardConfig, forward_config
 from gossamer.kernels.hopper.schedule import lists, sharing, work
@@ -103,9 +103,8 @@ class Prepared(NamedTuple):
 
     config: ForwardConfig
     run: Callable[..., None]
-    merge: Callable[..., None] | None  # of split rows
     arrays: tuple[Any, ...]  # items and lists, in the form that costs least to pass
-    merges: Tensor
+    merges: Any  # of split rows, in that form
     items: int
     slots: int
     blocks: int
@@ -163,9 +162,8 @@ def _prepare(p: Problem, layout: BlockLayout, score: str, lengths: bool, packed:
     return Prepared(
         config,
         compiled.forward(config),
-        compiled.merge(p.dtype, config.E, config.block_q) if plan.slots else None,
         tuple(from_dlpack(x) for x in (plan.items, known.lists, lo, hi, pool)),
-        plan.merges,
+        from_dlpack(plan.merges),
         items,
         plan.slots,
         min(blocks, items),
@@ -251,11 +249,10 @@ def forward(
     else:
         part_out, part_lse = call.parts
     call.run(
-        operand(q), operand(k), operand(v), out, lse, *call.arrays, sinks, part_out, part_lse,
+        operand(q), operand(k), operand(v), out, lse, *call.arrays, sinks, part_out, part_lse, call.merges,
         lengths_of(terms, device), tickets(device), before, exponent, call.items, has_sinks, call.blocks,
+        int(call.slots > 0),
     )  # fmt: skip
-    if call.merge is not None:
-        call.merge(out, lse, part_out, part_lse, call.merges, sinks, has_sinks)
     return results if into is not None else (results[0].contiguous(), results[1])
 
 
@@ -271,12 +268,12 @@ def bound_forward(
     if packed:  # the query heads of a key head are rows of one tile
         p = replace(p, H=p.G, Q=p.Q * (p.H // p.G))
     kept = prepared(p, layout, score, terms.key_lengths is not None, packed, None)
-    run, merge, plain = kept.run, kept.merge, terms.having(None, None, None)
+    run, plain = kept.run, terms.having(None, None, None)
     rows, no_sinks, has_sinks = (p.B, p.H, p.Q), unused(device, 1), int(terms.sink_logits is not None)
     out_like, lse_like = template(q, (*shape, p.E)), template(q, shape, torch.float32)
     block, size = kept.config.block_q, kept.config.E
-    part_likes = [template(q, (kept.slots, block, *last), torch.float32) for last in ((size,), ())]
-    after = (*factors(terms, score), kept.items, has_sinks, kept.blocks)
+    parts = Workspace(q, (kept.slots, block, size), (kept.slots, block))
+    after = (*factors(terms, score), kept.items, has_sinks, kept.blocks, int(kept.slots > 0))
     no_lengths = unused_lengths(device)
 
     def call(
@@ -288,12 +285,12 @@ def bound_forward(
         results = out, lse = into or (empty_from(out_like), empty_from(lse_like))
         if packed:
             q, out, lse = q.reshape(*rows, p.D), out.view(*rows, p.E), lse.view(rows)
-        part_out, part_lse = kept.parts or (empty_from(part_likes[0]), empty_from(part_likes[1]))
+        room, (part_out, part_lse) = (None, kept.parts) if kept.parts else parts.take()
         end = no_lengths if lengths is None else aligned(lengths.to(torch.int32))
         sink = no_sinks if sinks is None else aligned(sinks.float())
-        run(q, k, v, out, lse, *kept.arrays, sink, part_out, part_lse, end, tickets(device), *after)
-        if merge is not None:
-            merge(out, lse, part_out, part_lse, kept.merges, sink, has_sinks)
+        run(q, k, v, out, lse, *kept.arrays, sink, part_out, part_lse, kept.merges, end, tickets(device), *after)
+        if room is not None:
+            parts.leave(room)
         return results
 
     return call

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Problem, Terms
-from gossamer.kernels.devices import elsewhere, empty_from, template
+from gossamer.kernels.devices import Workspace, elsewhere, empty_from, template
 from gossamer.kernels.relaunch import Bound, bound, fresh
 from gossamer.kernels.triton.arguments import operand
 from gossamer.kernels.triton.block import launch as block
@@ -62,12 +62,11 @@ def bound_forward(
     if found is None or (slots and merge is None):
         return None
     likes = template(q, shapes[0]), template(q, shapes[1], torch.float32)
-    part_likes = [template(q, shape, torch.float32) for shape in part_shapes] if slots else []
-    return _forward(found, merge, likes, part_likes, terms.having(None, None, None), general)
+    return _forward(found, merge, likes, Workspace(q, *part_shapes), terms.having(None, None, None), general)
 
 
 def _forward(
-    found: Bound, merge: Bound | None, likes: tuple[Tensor, Tensor], part_likes: list[Tensor], plain: Terms,
+    found: Bound, merge: Bound | None, likes: tuple[Tensor, Tensor], workspace: Workspace, plain: Terms,
     general: Forward,
 ) -> Forward:  # fmt: skip
     run, rest = found
@@ -89,10 +88,12 @@ def _forward(
         if merge is None:
             run(*given, lse, lse, *rest)
             return results
-        held = empty_from(part_likes[0]), empty_from(part_likes[1])
+        room, held = workspace.take()
         parts = held[0].data_ptr(), held[1].data_ptr()
         run(*given, *parts, *rest)
         merge[0](out, lse, *parts, *merge[1])
+        if room is not None:
+            workspace.leave(room)
         return results
 
     return call

@@ -28,6 +28,7 @@ from gossamer.kernels.hopper.common import (
 )
 from gossamer.kernels.hopper.config import ForwardConfig
 from gossamer.kernels.hopper.forward.consume import Consumer
+from gossamer.kernels.hopper.forward.merge import Merge
 from gossamer.kernels.hopper.forward.produce import Producer
 
 
@@ -52,6 +53,7 @@ class Forward(Producer, Consumer):
         self.asks = self.groups == 3
         self.halves = bool(config.halves) and self.parts == 1 and config.step == 128
         self.bridges = config.q_stages > 1  # the next item's Q is there while this item's is in use
+        self.merge = Merge(c.E, c.block_q)
 
     def smem_layout(self, rows: int, columns: int, stages: int | None = None) -> Any:
         atom = warpgroup.make_smem_layout_atom(
@@ -77,6 +79,7 @@ class Forward(Producer, Consumer):
         sinks: cute.Tensor,  # (H,) float32
         part_out: cute.Tensor,  # (slots, block_q, E) float32
         part_lse: cute.Tensor,  # (slots, block_q) float32
+        merges: cute.Tensor,  # (m, MERGE) int32
         lengths: cute.Tensor,  # (B,) int32; not read without `lengths` in the configuration
         tickets: cute.Tensor,  # (1,) int32: items taken; zero before and after
         before: Float32,  # factor of a score before the soft cap
@@ -84,9 +87,11 @@ class Forward(Producer, Consumer):
         items: Int32,
         has_sinks: Int32,
         blocks: Int32,
+        cut: Int32,  # whether rows are cut, and their parts merged by a second kernel
         stream: Any,
     ) -> None:
         c = self.config
+        results = out
         q, k, v, out = [
             cute.make_tensor(t.iterator, cute.select(t.layout, [2, 3, 1, 0])) for t in (q, k, v, out)
         ]  # (rows, columns, head, batch)
@@ -139,6 +144,8 @@ class Forward(Producer, Consumer):
             grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=c.blocks,
             preferred_smem_carveout=100,
         )  # fmt: skip
+        if cut != 0:
+            self.merge(results, lse, part_out, part_lse, merges, sinks, has_sinks, stream)
 
     @cute.kernel
     def kernel(

@@ -1,0 +1,127 @@
+"""Memory that the kernels of a call leave one another, and that the next call on the stream gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from threading import Thread
+
+import pytest
+import torch
+from torch import Tensor
+
+import gossamer as gs
+from gossamer.kernels import devices
+from gossamer.kernels.devices import Workspace
+from gossamer.kernels.table import available
+
+SHAPES = (3, 64, 32), (3, 64)
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """A CPU that has streams; the number in the list is the current one."""
+    current = [0]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] < 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: current[0], raising=False)
+    monkeypatch.setattr(devices, "_rooms", {})
+    yield current
+
+
+def used(workspace: Workspace) -> tuple[int, ...]:
+    """Addresses of what a call gets, which it leaves."""
+    room, tensors = workspace.take()
+    if room is not None:
+        workspace.leave(room)
+    return tuple(x.data_ptr() for x in tensors)
+
+
+def test_the_next_call_gets_the_same_memory(stream: list[int]) -> None:
+    large, small = Workspace(torch.empty(0), *SHAPES), Workspace(torch.empty(0), (2, 64))
+    room, tensors = large.take()
+    assert room is not None and [tuple(x.shape) for x in tensors] == list(SHAPES)
+    assert all(x.is_contiguous() and x.dtype == torch.float32 for x in tensors)
+    first, last = tensors
+    assert first.data_ptr() + 4 * first.numel() <= last.data_ptr()
+    assert (last.data_ptr() - first.data_ptr()) % 256 == 0
+    large.leave(room)
+    assert used(large) == used(large) == (first.data_ptr(), last.data_ptr())
+    assert used(small) == (first.data_ptr(),)
+
+
+def test_what_is_in_use_is_given_to_nobody(stream: list[int]) -> None:
+    workspace = Workspace(torch.empty(0), *SHAPES)
+    room, (first, _) = workspace.take()
+    assert room is not None
+    assert used(workspace)[0] != first.data_ptr()  # another thread's
+    stream[0] = 7
+    other, (elsewhere, _) = workspace.take()
+    assert other is not None and elsewhere.data_ptr() != first.data_ptr()
+    workspace.leave(room)
+    workspace.leave(other)
+    assert used(workspace)[0] == elsewhere.data_ptr()
+    stream[0] = -1  # a graph is captured
+    found = [workspace.take() for _ in range(2)]
+    assert all(x[0] is None for x in found) and found[0][1][0].data_ptr() != found[1][1][0].data_ptr()
+
+
+def test_little_is_kept(stream: list[int]) -> None:
+    large = Workspace(torch.empty(0), (devices.ROOM_BYTES // 4 + 1,))
+    assert large.take()[0] is None
+    workspace = Workspace(torch.empty(0), *SHAPES)
+    for number in range(3 * devices.ROOMS):
+        stream[0] = number
+        used(workspace)
+    assert len(devices._rooms) == devices.ROOMS
+    for slots in range(1, 3 * devices.MOST_SHAPES):
+        stream[0] = 0
+        used(Workspace(torch.empty(0), (slots, 4)))
+    assert len(devices._rooms[None, 0].views) <= devices.MOST_SHAPES
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", ["hopper", "triton"])
+def test_cut_rows_of_streams_threads_and_graphs(name: str) -> None:
+    """Calls whose rows are cut, at the same time: each must read the parts that it wrote."""
+    if available(name):
+        pytest.skip("; ".join(available(name)))
+    pattern = gs.BigBird(64, random_blocks=1)
+    kind = {"device": "cuda", "dtype": torch.bfloat16}
+    inputs = [[torch.randn(1, 4, 4096, 64, **kind) for _ in range(3)] for _ in range(3)]
+
+    def call(x: list[Tensor]) -> Tensor:
+        out = gs.attention(*x, pattern, implementation=name)
+        assert isinstance(out, Tensor)
+        return out
+
+    want = [call(x) for x in inputs]
+    dense = gs.attention(*(x.float() for x in inputs[0]), pattern, implementation="reference")
+    assert isinstance(dense, Tensor)
+    assert (want[0].float() - dense).abs().max() <= 2**-7 * dense.abs().max()
+    assert torch.equal(want[0], call(inputs[0]))  # bound now
+    torch.cuda.synchronize()
+    found: list[tuple[int, Tensor]] = []
+
+    def repeated(at: int, stream: torch.cuda.Stream) -> None:
+        with torch.cuda.stream(stream):
+            for _ in range(20):
+                found.append((at, call(inputs[at])))
+
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    threads = [Thread(target=repeated, args=(at, streams[at % 2])) for at in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    assert len(found) == 60 and all(torch.equal(out, want[at]) for at, out in found)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = [call(x) for x in inputs]
+    for x in held:
+        x.fill_(float("nan"))
+    graph.replay()
+    again = [call(x) for x in inputs]  # beside the graph
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(held, want, again, strict=True))
