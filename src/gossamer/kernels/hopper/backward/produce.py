@@ -197,7 +197,8 @@ class Producer:
                 if owed != 0:
                     self.load_v(env, load, turn, tile, group, batch)
                 if const_expr(self.halves > 1):  # noqa: SIM102
-                    if half != 0:  # the last step is filled up by queries that it has, of which nothing is kept
+                    if half != 0:  # the last step is filled up by the queries that it has, of which nothing is kept
+                        first, head = cute.arch.shuffle_sync(value, FIRST), cute.arch.shuffle_sync(value, STEP_HEAD)
                         if lane == KIND:
                             value = Int32(NONE)
                         self.load_q(env, load, n, half, value, first, head, batch)
