@@ -133,6 +133,19 @@ class TestCompile:
         for p in (gs.Causal(), *many, gs.Causal(), gs.Predicate(lambda i, j: abs(i - j) % 3 == 0)):
             same_as_sdpa(lambda *a, p=p: f(*a, p), qkv(), dense(p, 40))
 
+    def test_a_handle_is_data(self) -> None:
+        """Other documents in each step: two compilations, the second for any number."""
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        f = torch.compile(lambda q, k, v, h: gs.attention(q, k, v, h), fullgraph=True, backend=counter)
+        for cut in range(3, 39, 3):
+            p = gs.Document.from_cu_seqlens([0, cut, 40]) & gs.Causal()
+            same_as_sdpa(lambda *a, p=p: f(*a, p.handle), qkv(), dense(p, 40))
+            same_as_sdpa(lambda *a, p=p: gs.attention(*a, p.handle), qkv(), dense(p, 40))
+        assert counter.frame_count <= 2
+        for wrong in (gs.Local(77).handle, True):
+            with pytest.raises(ValueError, match=r"no pattern it stood for is alive|Pattern or its handle.*got True"):
+                gs.attention(*qkv(30), wrong)
+
     def test_pattern_as_module_attribute(self) -> None:
         class Layer(torch.nn.Module):
             def __init__(self) -> None:

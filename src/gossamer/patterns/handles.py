@@ -26,7 +26,7 @@ class Token:
 
 _by_value: WeakValueDictionary[tuple[Any, ...], Token] = WeakValueDictionary()
 _by_handle: WeakValueDictionary[int, Token] = WeakValueDictionary()
-_numbers = itertools.count()
+_numbers = itertools.count(2)  # a compiler takes 0 and 1 for constants
 _lock = threading.Lock()
 
 

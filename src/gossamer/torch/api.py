@@ -12,12 +12,13 @@ from torch import Tensor
 
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import CSR, Dense, Pattern
+from gossamer.patterns.handles import token_of
 from gossamer.patterns.reordered import ReorderedCSR
 from gossamer.torch.calls import kind_of, known, remember
 from gossamer.torch.merge import branches_of
 from gossamer.torch.merge import merge as merge_results
 from gossamer.torch.operators import differentiable, eager, plain
-from gossamer.torch.registry import constants
+from gossamer.torch.registry import constants, pattern_of
 from gossamer.torch.reorder import orders, permuted
 from gossamer.torch.validate import Arguments, describe, fewer, four_dimensional, instead
 
@@ -29,14 +30,14 @@ _forward = torch.ops.gossamer.forward.default
 _from_sparse: dict[int, tuple[Any, Any, CSR]] = {}
 
 _PATTERN = (
-    "None, a Pattern, a BlockLayout, a torch BlockMask, a boolean mask tensor that broadcasts to (B, H, Q, K), or a "
-    "two-dimensional torch sparse CSR tensor"
+    "None, a Pattern or its handle, a BlockLayout, a torch BlockMask, a boolean mask tensor that broadcasts to "
+    "(B, H, Q, K), or a two-dimensional torch sparse CSR tensor"
 )
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | BlockLayout | BlockMask | Tensor | None = None, *,
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | int | BlockLayout | BlockMask | Tensor | None = None, *,
     scale: float | None = None, q_offset: int | Tensor | None = None, key_lengths: Tensor | None = None,
     softcap: float | None = None, sink_logits: Tensor | None = None, alibi_slopes: Tensor | None = None,
     return_lse: Literal[False] = False, merge: str | None = None, implementation: str | None = None,
@@ -46,7 +47,7 @@ def attention(
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | BlockLayout | BlockMask | Tensor | None = None, *,
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | int | BlockLayout | BlockMask | Tensor | None = None, *,
     scale: float | None = None, q_offset: int | Tensor | None = None, key_lengths: Tensor | None = None,
     softcap: float | None = None, sink_logits: Tensor | None = None, alibi_slopes: Tensor | None = None,
     return_lse: Literal[True], merge: str | None = None, implementation: str | None = None,
@@ -56,7 +57,7 @@ def attention(
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | BlockLayout | BlockMask | Tensor | None = None, *,
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | int | BlockLayout | BlockMask | Tensor | None = None, *,
     scale: float | None = None, q_offset: int | Tensor | None = None, key_lengths: Tensor | None = None,
     softcap: float | None = None, sink_logits: Tensor | None = None, alibi_slopes: Tensor | None = None,
     return_lse: bool, merge: str | None = None, implementation: str | None = None,
@@ -68,7 +69,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Pattern | BlockLayout | BlockMask | Tensor | None = None,
+    pattern: Pattern | int | BlockLayout | BlockMask | Tensor | None = None,
     *,
     scale: float | None = None,
     q_offset: int | Tensor | None = None,
@@ -89,7 +90,8 @@ def attention(
         q: (B, H, Q, D), (H, Q, D) or (Q, D); float16, bfloat16, float32 or float64.
         k: (B, G, K, D) and so on, H a multiple of G: query head h uses key head h // (H // G).
         v: (B, G, K, E) and so on.
-        pattern: what is attended: a Pattern; a BlockLayout (its tensors are data: they may change from call to call.
+        pattern: what is attended: a Pattern, or the handle of one (`pattern.handle`, an integer: a compiled function that
+            takes it is not compiled again for another pattern, which the caller keeps until the backward); a BlockLayout (its tensors are data: they may change from call to call.
             On a CPU its indices are checked, on a GPU only its shapes); a torch BlockMask of flex_attention, read
             once (`from_flex`); a boolean tensor that broadcasts to (B, H, Q, K), True where a pair is kept, read again
             when torch counts a write to it (one through numpy or `.data` is not seen); a torch sparse CSR tensor
@@ -118,6 +120,8 @@ def attention(
     """
     kind = None
     if not torch.compiler.is_compiling() and merge is None:
+        if type(pattern) is int:
+            pattern = pattern_of(pattern)
         which = _DENSE if pattern is None else pattern
         options = (scale, q_offset, softcap, implementation)
         deterministic = is_deterministic(deterministic)
@@ -225,7 +229,7 @@ def is_deterministic(deterministic: Any) -> bool:
     return deterministic
 
 
-def what(pattern: Any, q: Tensor) -> tuple[int, list[Tensor], list[int], Any]:
+def what(pattern: Any, q: Tensor) -> tuple[Any, list[Tensor], list[int], Any]:
     """(handle or -1, layout tensors or a mask, its geometry, what must stay alive) of the `pattern` argument."""
     if pattern is None:
         pattern = _DENSE
@@ -233,6 +237,8 @@ def what(pattern: Any, q: Tensor) -> tuple[int, list[Tensor], list[int], Any]:
         if constants and torch.compiler.is_compiling():
             return pattern._compiled_handle(), [], [], None  # type: ignore[attr-defined]
         return pattern.handle, [], [], pattern
+    if isinstance(pattern, torch.SymInt) or type(pattern) is int:
+        return pattern, [], [], None if torch.compiler.is_compiling() else token_of(pattern)
     if isinstance(pattern, Tensor):
         if pattern.layout == torch.sparse_csr:
             csr = _sparse(pattern)

@@ -182,7 +182,7 @@ def explain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Pattern | BlockLayout | BlockMask | Tensor | None = None,
+    pattern: Pattern | int | BlockLayout | BlockMask | Tensor | None = None,
     *,
     scale: float | None = None,
     q_offset: int | Tensor | None = None,

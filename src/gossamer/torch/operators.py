@@ -24,7 +24,7 @@ from gossamer.torch.plan import Plan, placed, plan_for, terms_of
 from gossamer.torch.validate import Arguments, validate
 
 _OPTIONS = (
-    "Tensor[] layout, int[] geometry, int pattern, SymInt? q_offset, Tensor? q_offset_tensor, Tensor? key_lengths, "
+    "Tensor[] layout, int[] geometry, SymInt pattern, SymInt? q_offset, Tensor? q_offset_tensor, Tensor? key_lengths, "
     "Tensor? sink_logits, Tensor? alibi_slopes, float? scale, float? softcap, str? implementation, "
     "bool deterministic, bool backward"
 )
@@ -183,7 +183,8 @@ class _Attention(torch.autograd.Function):
                 out, lse = _forward_op(q, k, v, layout, geometry, pattern, *a[3:])
         ctx.save_for_backward(q, k, v, out, lse, sink_logits, a.key_lengths, a.alibi_slopes, a.q_offset_tensor, *layout)
         ctx.static = plan, geometry, pattern, a.q_offset, a[8:]
-        ctx.token = token_of(pattern) if pattern >= 0 else None  # the handle must live until the backward
+        # The handle must live until the backward. A compiled graph that takes it as a number leaves that to its caller.
+        ctx.token = token_of(pattern) if isinstance(pattern, int) and pattern >= 0 else None
         ctx.set_materialize_grads(False)
         return out, lse
 
