@@ -3,6 +3,7 @@
 python benchmarks/host_time.py                  # B1 H8 N 26, 200, 512 and 1024, D128, causal, bfloat16
 python benchmarks/host_time.py --lengths 4096   # others
 python benchmarks/host_time.py --kinds          # with score terms, in parts, gathered, of a pattern made for each call
+python benchmarks/host_time.py --points 4096    # the break-even points of a length, forward, in turns with SDPA
 
 Microseconds per call. Host: the median of 25 queues of 40 calls, each queue empty when it begins. The kernels are
 short, so that the host is what is measured; a row whose kernels take longer than its calls says "device" instead.
@@ -26,18 +27,19 @@ from gossamer.bench.latency import capture_stream, graph_ms
 from gossamer.kernels.contract import Unsupported
 from gossamer.kernels.table import available
 from gossamer.testing.graphs import proximity_graph, random_graph
+from gossamer.testing.sweeps import DENSITIES, KINDS
 
-CALLS, SAMPLES = 40, 25
+CALLS, SAMPLES, TURNS = 40, 25, 5
 LOOSE = 2**-5  # of the largest result: two roundings of bfloat16 and their order
 
 
-def host_us(run: Callable[[], Any]) -> tuple[float, bool]:
+def host_us(run: Callable[[], Any], samples: int = SAMPLES) -> tuple[float, bool]:
     """(microseconds of a call, whether the device was still at work for longer than that when the host was done)."""
     for _ in range(5):
         run()
     torch.cuda.synchronize()
     spent, drained = [], []
-    for _ in range(SAMPLES):
+    for _ in range(samples):
         begin = time.perf_counter()
         for _ in range(CALLS):
             run()
@@ -147,18 +149,52 @@ def kinds(heads: int, size: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"{pattern}, N {N}", lambda x=x, pattern=pattern: gs.attention(*x, pattern)  # type: ignore[misc]
 
 
+def points(length: int, heads: int, size: int) -> None:
+    """Prints calls and device times of the break-even points of a length, and what SDPA's take in the same turns."""
+    q, k, v = (torch.randn((1, heads, length, size), device="cuda").bfloat16() for _ in range(3))
+    print(f"{'N ' + str(length):26s}{'layout':>24s}{'call':>8s}{'SDPA':>8s}{'more':>8s}{'device':>10s}{'SDPA':>8s}")
+    for kind, make in KINDS.items():
+        for density in DENSITIES:
+            pattern = make(length, density)
+            if pattern is None:
+                continue
+            causal = kind in ("window", "dilated")
+            runs = {
+                "ours": lambda p=pattern: gs.attention(q, k, v, p),
+                "SDPA": lambda c=causal: F.scaled_dot_product_attention(q, k, v, is_causal=c),
+            }
+            spent: dict[str, list[float]] = {name: [] for name in runs}
+            for _ in range(TURNS):
+                for name, run in runs.items():
+                    spent[name].append(host_us(run, SAMPLES // TURNS)[0])
+            ours, sdpa = (statistics.median(x) for x in spent.values())
+            device = [1000 * graph_ms(run) for run in runs.values()]
+            plan = gs.explain(q, k, v, pattern)
+            way = f"{plan.implementation} {plan.tile[0]} x {plan.tile[1]}" + " in parts" * bool(plan.parts)
+            print(
+                f"{kind + ' ' + format(density, 'g'):18s}{way:>32s}{ours:8.1f}{sdpa:8.1f}"
+                f"{ours - sdpa:+8.1f}{device[0]:10.1f}{device[1]:8.1f}", flush=True,
+            )  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-N", "--lengths", type=int, nargs="+", default=[26, 200, 512, 1024])
     parser.add_argument("-H", "--heads", type=int, default=8)
     parser.add_argument("-D", "--size", type=int, default=128)
     parser.add_argument("--kinds", action="store_true")
+    parser.add_argument("--points", type=int, nargs="+", default=[])
     a = parser.parse_args()
     if a.kinds:
         with torch.no_grad():
             for name, run in kinds(a.heads, a.size):
                 us, device = host_us(run)
                 print(f"{name:60s}{'device' if device else f'{us:.1f}':>8s}", flush=True)
+        return
+    if a.points:
+        with torch.no_grad():
+            for length in a.points:
+                points(length, a.heads, a.size)
         return
     print("microseconds of a call on the host, and on the device")
     for length in a.lengths:
