@@ -90,12 +90,13 @@ def attention(
         q: (B, H, Q, D), (H, Q, D) or (Q, D); float16, bfloat16, float32 or float64.
         k: (B, G, K, D) and so on, H a multiple of G: query head h uses key head h // (H // G).
         v: (B, G, K, E) and so on.
-        pattern: what is attended: a Pattern, or the handle of one (`pattern.handle`, an integer: a compiled function that
-            takes it is not compiled again for another pattern, which the caller keeps until the backward); a BlockLayout (its tensors are data: they may change from call to call.
-            On a CPU its indices are checked, on a GPU only its shapes); a torch BlockMask of flex_attention, read
-            once (`from_flex`); a boolean tensor that broadcasts to (B, H, Q, K), True where a pair is kept, read again
-            when torch counts a write to it (one through numpy or `.data` is not seen); a torch sparse CSR tensor
-            (Q, K), of which the stored entries count. None is every pair.
+        pattern: what is attended: a Pattern; its `handle`, an integer (a compiled function that is given one is not
+            compiled again for the next; whoever calls it keeps the pattern until the backward); a BlockLayout (its
+            tensors are data: they may change from call to call. On a CPU its indices are checked, on a GPU only its
+            shapes); a torch BlockMask of flex_attention, read once (`from_flex`); a boolean tensor that broadcasts to
+            (B, H, Q, K), True where a pair is kept, read again when torch counts a write to it (one through numpy or
+            `.data` is not seen); a torch sparse CSR tensor (Q, K), of which the stored entries count. None is every
+            pair.
         scale: D ** -0.5 by default.
         q_offset: position of query row 0, K - Q by default. A 0-d tensor is read when the operator runs, which waits
             for a GPU.
@@ -238,7 +239,7 @@ def what(pattern: Any, q: Tensor) -> tuple[Any, list[Tensor], list[int], Any]:
             return pattern._compiled_handle(), [], [], None  # type: ignore[attr-defined]
         return pattern.handle, [], [], pattern
     if isinstance(pattern, torch.SymInt) or type(pattern) is int:
-        return pattern, [], [], None if torch.compiler.is_compiling() else token_of(pattern)
+        return pattern, [], [], None if torch.compiler.is_compiling() else token_of(int(pattern))
     if isinstance(pattern, Tensor):
         if pattern.layout == torch.sparse_csr:
             csr = _sparse(pattern)

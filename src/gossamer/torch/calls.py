@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import _C, Tensor
+from torch.cuda import is_current_stream_capturing
 
 from gossamer.kernels.contract import Binding
 from gossamer.layouts.kept import KEPT_BYTES, LEAST_KEPT, MOST_KEPT, Kept
@@ -20,7 +21,7 @@ from gossamer.patterns.handles import token_of
 from gossamer.torch.bound_parts import bound_parts
 from gossamer.torch.operators import Gradients, backward_op, compute, compute_gradients, differentiable, plain
 from gossamer.torch.parts import split_for
-from gossamer.torch.plan import Plan, held, placed, plan_for, terms_of
+from gossamer.torch.plan import Plan, held, hold_for_graphs, placed, plan_for, terms_of
 from gossamer.torch.validate import Arguments, fewer, four_dimensional
 
 _SIMPLE = frozenset({type(None), bool, int, float, str})
@@ -126,6 +127,8 @@ class Call:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, pattern: Any, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         """(out, lse); with the gradient where calls of the kind have one. `pattern` is that of the kind."""
+        if q.is_cuda and is_current_stream_capturing():
+            hold_for_graphs(self)
         if self.differentiable:
             if tensors:
                 return _apply_terms(q, k, v, *tensors, (self, pattern))

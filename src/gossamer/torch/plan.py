@@ -13,6 +13,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.cuda import is_current_stream_capturing
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gossamer.kernels.contract import GatherChoice, Implementation, Problem, Terms, Unsupported, reasons
@@ -84,6 +85,12 @@ _words: Kept[tuple[Tensor | None]] = Kept(LEAST_KEPT, MOST_KEPT, KEPT_BYTES)
 _placed: Kept[tuple[Plan, Implementation, Any]] = Kept(LEAST_KEPT, MOST_KEPT, KEPT_BYTES)
 _given: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _logged: set[tuple[Any, ...]] = set()
+_in_graphs: dict[int, Any] = {}
+
+
+def hold_for_graphs(what: Any) -> None:
+    """Keep for good what a captured graph reads: it is replayed long after the call, which may be forgotten."""
+    _in_graphs[id(what)] = what
 
 
 def plan_for(a: Arguments, geometry: list[int]) -> Plan:
@@ -217,6 +224,8 @@ def placed(
         kept = plan, *_placed_pattern(plan, a, terms, pattern)
         if kept[1].layout != "dense":  # these are large, and few are kept
             kept = _placed.put(key, kept, held(kept[2]))
+    if p.device == "cuda" and is_current_stream_capturing():
+        hold_for_graphs(kept)
     return kept[1:]
 
 
@@ -270,14 +279,16 @@ def _given_layout(
     if not geometry:
         mask = given[0]
         check_mask(mask, a)
+        # A graph reads the mask again in every replay.
+        keep = _anew if p.device == "cuda" and is_current_stream_capturing() else _remember
         if dense:
             return mask
         if implementation.layout == "words":
-            return _remember([mask], (p.Q, p.K, "words"), lambda: words_of(mask, p.Q, p.K))
+            return keep([mask], (p.Q, p.K, "words"), lambda: words_of(mask, p.Q, p.K))
         # The blocked implementation walks rows alone; building columns on a CPU would be for nothing.
         columns = p.backward and p.device != "cpu"
         make = (p.Q, p.K, block_q, block_kv, columns)
-        return _remember(
+        return keep(
             [mask], make, lambda: layout_of(mask, p.Q, p.K, block_q=block_q, block_kv=block_kv, transpose=columns)
         )
 
@@ -288,7 +299,14 @@ def _given_layout(
         return layout
 
     layout = _remember(given, (p.B, p.H, p.Q, p.K, tuple(geometry)), checked)
+    if p.device == "cuda" and is_current_stream_capturing():
+        hold_for_graphs(layout)
     return dense_of(layout.rows) if dense else layout
+
+
+def _anew(tensors: list[Tensor], more: tuple[Any, ...], make: Any) -> Any:
+    """`_remember` that remembers nothing."""
+    return make()
 
 
 def _remember(tensors: list[Tensor], more: tuple[Any, ...], make: Any) -> Any:
