@@ -56,7 +56,11 @@ for kind, size in (("bf16", 128), ("fp16", 40), ("fp32", 256)):
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=join_kernel, signature=signature, constexprs=constants)
     options = {"num_warps": 4, "enable_fp_fusion": True}
-    triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options)
+    made = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options)
+    lines = made.asm["ptx"].splitlines()
+    loads, stores = ([at for at, line in enumerate(lines) if word in line] for word in ("ld.global", "st.global"))
+    # It works in place, and each warp reads the lse of all rows: none may write one that another has not read.
+    assert any("bar.sync" in line for line in lines[max(loads) : min(stores)]), made.asm["ptx"]
 """
 
 

@@ -44,13 +44,14 @@ def join_kernel(
     b_new = tl.exp2((b_part - b_most) * LOG2E)
     b_sum = b_old + b_new
     b_one = tl.where(b_sum == 0.0, 1.0, b_sum)
-    tl.store(lse, tl.where(b_sum == 0.0, float("-inf"), b_most + tl.log2(b_one) * LN2), mask=o_r < rows)
     out += b64 * stride_ob + h64 * stride_oh
     part_out += b64 * stride_pb + h64 * stride_ph
     b_out = load_rows(out, row_start, rows, stride_on, R, E, BLOCK_E, True).to(tl.float32)
     b_more = load_rows(part_out, row_start, rows, stride_pn, R, E, BLOCK_E, True).to(tl.float32)
     b_out = b_out * (b_old / b_one)[:, None] + b_more * (b_new / b_one)[:, None]
+    tl.debug_barrier()  # every warp reads the lse of all rows: none may write them before the last has read
     store_rows(out, b_out, row_start, rows, stride_on, R, E, BLOCK_E)
+    tl.store(lse, tl.where(b_sum == 0.0, float("-inf"), b_most + tl.log2(b_one) * LN2), mask=o_r < rows)
 
 
 def join(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
