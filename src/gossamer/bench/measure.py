@@ -16,7 +16,7 @@ FLUSH_BYTES = 256 * 2**20  # more than any level-2 cache
 MATMUL_SIZE = {"cuda": 8192, "cpu": 1536}
 ROUNDS = 5
 COLD_MS = 20.0  # a call that takes longer needs no other before it to be warm
-SLOW_MS = 1000.0  # a call that takes longer is made as often as its budget allows, and once at least
+SLOW_MS = 1000.0  # a call that takes longer is made as often as its budget allows, from its first on
 
 Call = Callable[[], object]
 
@@ -44,28 +44,34 @@ def time_in_turns(
     """Times several calls in alternating rounds, so that a clock that drifts falls on all of them alike.
 
     Each call has about `budget_s` of repeats, spread over the rounds; caches are cleared before each on a GPU. Every
-    other round goes backwards, so that none is always behind the same one. A call of more than `SLOW_MS` may have fewer
-    repeats than `least`. A call that raises is left out from there on, and its exception stands for its times.
+    other round goes backwards, so that none is always behind the same one. Of a call that takes more than `SLOW_MS` the
+    first counts, and there may be no other. A call that raises is left out from there on, and its exception stands for
+    its times.
     """
     measure = _cuda_times if device.type == "cuda" else _cpu_times
     found: dict[str, Timing | Exception] = {}
-    once: dict[str, float] = {}
+    repeats: dict[str, int] = {}
+    cold: dict[str, bool] = {}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for name, call in calls.items():
         try:
-            once[name] = measure(call, 1)[0]
-            if once[name] < SLOW_MS:
-                once[name] = measure(call, 1)[0]
+            (once,) = measure(call, 1)
+            if once > SLOW_MS:
+                times[name] = [once]
+                repeats[name] = _repeats(once, budget_s, most, 1) - 1
+            else:
+                (once,) = measure(call, 1)
+                repeats[name] = _repeats(once, budget_s, most, least)
+            cold[name] = once < COLD_MS
         except Exception as error:
             found[name] = error.with_traceback(None)  # whose frames may hold gigabytes
     for turn in range(ROUNDS):
         for name in reversed(calls) if turn % 2 else calls:
             if name in found:
                 continue
-            repeats = _repeats(once[name], budget_s, most, 1 if once[name] > SLOW_MS else least)
-            share = repeats * (turn + 1) // ROUNDS - repeats * turn // ROUNDS
+            share = repeats[name] * (turn + 1) // ROUNDS - repeats[name] * turn // ROUNDS
             try:
-                if once[name] < COLD_MS and share:
+                if cold[name] and share:
                     calls[name]()
                 times[name] += measure(calls[name], share)
             except Exception as error:

@@ -29,6 +29,9 @@ from gossamer.bench.peer import (
 from gossamer.bench.plain_peers import PLAIN_PEERS
 
 MASK_BYTES = 2 * 2**30  # the largest dense boolean mask that is built
+# By default FlexAttention's Triton kernel keeps what is looked up in shared memory for several steps, which is too
+# much; of the tiles that then fit, this was the fastest on a graph.
+LOOKED_UP = {"num_stages": 1, "fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4}
 SLOWEST_S = 0.5  # of one dense call, estimated from the matrix-product rate
 
 
@@ -118,8 +121,7 @@ def _flex(options: dict[str, Any], needed: str | None) -> Callable[[Inputs, floa
             mask, looked_up = block_mask(inputs)
         except ValueError as error:
             raise Refusal(str(error)) from None
-        # By default its Triton kernel keeps what is looked up in shared memory for several steps, which is too much.
-        chosen = options or ({"num_stages": 1} if looked_up else None)
+        chosen = options or (LOOKED_UP if looked_up else None)
         compiled = torch.compile(flex.flex_attention, dynamic=False)
         gqa = inputs.q.shape[1] != inputs.k.shape[1]
         return Prepared(

@@ -38,6 +38,9 @@ def run(
     limit: Annotated[
         float, typer.Option(min=1, help="With --prepare: seconds after which a case that does not end is given up.")
     ] = 600,
+    commit: Annotated[
+        str | None, typer.Option(help="What the rows name as the state of the code; that of the checkout by default.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="File to add rows to; benchmarks/results/DEVICE.jsonl by default.")
     ] = None,
@@ -88,6 +91,7 @@ def run(
     if chart is not None:
         need("matplotlib", "--chart")
     session = Session(torch.device(chosen), versions(), implementation, budget)
+    session.commit = commit or session.commit
     rows, lost, start = [], [], perf_counter()
     with Progress(*Progress.get_default_columns(), console=console, transient=True) as progress:
         bar = progress.add_task("", total=len(works))
