@@ -78,7 +78,7 @@ CALLS = {
     "implementation type": ((q, kv, kv), {"implementation": 3}, "implementation must be a name or None"),
     "return_lse": ((q, kv, kv), {"return_lse": 1}, "return_lse must be True or False"),
     "deterministic": ((q, kv, kv), {"deterministic": "yes"}, "deterministic must be True, False or None"),
-    "pattern text": ((q, kv, kv, "causal"), {}, "pattern must be None, a Pattern, a BlockLayout.*got 'causal'"),
+    "pattern text": ((q, kv, kv, "causal"), {}, "pattern must be None, a Pattern or its handle, a BlockLayout.*got 'causal'"),
     "pattern class": ((q, kv, kv, gs.Causal), {}, r"pattern must be None, a Pattern.*a class, Causal\(...\) is a pat"),
     "patterns": ((q, kv, kv, [gs.Causal()] * 4), {}, r"pattern must be None.*; PerHead\(patterns\) gives each"),
     "function": ((q, kv, kv, lambda b, h, i, j: i >= j), {}, r"pattern must be None.*; Predicate\(fn\) takes a func"),
@@ -173,6 +173,7 @@ CONSTRUCTORS: dict[str, tuple[Any, int]] = {
     "CSR.from_edge_index": (gs.CSR.from_edge_index, 2),
     "Predicate": (gs.Predicate, 1),
     "PerHead": (gs.PerHead, 1),
+    "PerBatch": (gs.PerBatch, 1),
 }
 relaxed = settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 
@@ -182,7 +183,7 @@ relaxed = settings(deadline=None, max_examples=300, suppress_health_check=[Healt
 def test_malformed_constructors(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(CONSTRUCTORS)))
     make, most = CONSTRUCTORS[name]
-    first = st.one_of(anything, pattern_lists) if name == "PerHead" else anything
+    first = st.one_of(anything, pattern_lists) if name in ("PerHead", "PerBatch") else anything
     least = {"BigBird": 0}.get(name, 2 if name == "BlockMask" else 3 if name in ("CSR", "Dilated") else most)
     args = [data.draw(first if i == 0 else anything) for i in range(max(least, 1))]
     try:

@@ -111,6 +111,22 @@ def test_tree(nodes: int, prompt: int) -> None:
     assert pattern == gs.Tree(torch.tensor(parents)) and hash(pattern) == hash(gs.Tree(parents))
 
 
+@pytest.mark.parametrize("q_offset", [-30, -4, 0, 7, 61, 93, 100, 300])
+def test_tree_in_a_cache_of_fixed_size(q_offset: int) -> None:
+    """The prompt ends where the tree begins; what would be outside the cache is not there."""
+    parents, K = [int(np.random.default_rng(t).integers(-1, t)) for t in range(40)], 100
+    whole = np.pad(ancestors(parents, max(q_offset, 0)), ((0, 0), (0, K)))
+    mask = whole[:, -min(q_offset, 0) :][:, :K]
+    pattern = gs.Tree(parents)
+    assert np.array_equal(pattern.materialize(40, K, q_offset), mask)
+    assert np.array_equal(pattern.layout(40, K, block_q=32, block_kv=32, q_offset=q_offset).expand(), mask)
+    for block_q in ROWS:
+        assert np.array_equal(build_gather(pattern, 40, K, block_q=block_q, q_offset=q_offset).expand(), mask)
+    q, k = torch.randn(2, 40, 8), torch.randn(2, K, 8)
+    given = torch.from_numpy(mask)
+    torch.testing.assert_close(gs.attention(q, k, k, pattern, q_offset=q_offset), gs.attention(q, k, k, given))
+
+
 def test_tree_refuses() -> None:
     with pytest.raises(ValueError, match=r"parents\[t\] must be in \[-1, t\), got parents\[1\] = 1"):
         gs.Tree([-1, 1])

@@ -263,6 +263,23 @@ def test_per_head_and_composition_by_head():
         heads & gs.PerHead([gs.Causal()] * 3)
 
 
+def test_per_batch():
+    heads = gs.PerHead([gs.Causal(), gs.Dense()])
+    batch = gs.PerBatch([gs.Longformer(4, [0, 5]), gs.Longformer(4, [7]) & heads, gs.Local(3)])
+    assert batch.lead == (3, 2) and batch == gs.PerBatch(batch.patterns) != gs.PerBatch(batch.patterns[::-1])
+    dense = (batch | gs.Dilated(3, 0, 4)).materialize(9, 11)
+    for b, mine in enumerate(batch.patterns):
+        expected = (mine | gs.Dilated(3, 0, 4)).materialize(9, 11)
+        assert (dense[b] == expected).all()
+    assert batch.density(9, 11) == pytest.approx(batch.materialize(9, 11).mean())
+    same = gs.PerHead([gs.PerBatch([gs.Causal(), gs.Local(2)]), gs.Dense()])
+    other = gs.PerBatch([gs.PerHead([gs.Causal(), gs.Dense()]), gs.PerHead([gs.Local(2), gs.Dense()])])
+    assert (same.materialize(6, 6) == other.materialize(6, 6)).all()
+    assert np.array_equal(other.layout(40, 70, block_q=32, block_kv=32).expand(), other.materialize(40, 70))
+    with pytest.raises(ValueError, match="each for one element and the same heads"):
+        gs.PerBatch([batch, batch])
+
+
 IDS, BLOCKS = np.arange(40) // 7, np.random.default_rng(0).random((5, 5)) < 0.5
 ONE = [
     (gs.Document(IDS[None]), gs.Document(IDS)),
@@ -270,6 +287,7 @@ ONE = [
     (gs.BlockMask(BLOCKS[None, None], 8), gs.BlockMask(BLOCKS, 8)),
     (gs.PerHead([gs.Strided(5, 2)]), gs.Strided(5, 2)),
     (gs.PerHead([gs.Document(IDS[None])]), gs.Document(IDS)),
+    (gs.PerBatch([gs.Dilated(3, 1, 4)]), gs.Dilated(3, 1, 4)),
     (gs.LongNet((8, 16), (1, 2), heads=1), (gs.DilatedSegment(8) | gs.DilatedSegment(16, 2)) & gs.Causal()),
 ]
 
@@ -396,6 +414,7 @@ def test_truth_value_says_what_to_use(use):
         (lambda: gs.Predicate(lambda i, j: i + j).materialize(3, 3), "fn of Predicate"),
         (lambda: gs.PerHead([]), "patterns"),
         (lambda: gs.PerHead(gs.Causal()), "patterns"),
+        (lambda: gs.PerBatch([]), "one for each batch element"),
         (lambda: gs.Causal().materialize(0, 4), "Q"),
         (lambda: gs.Causal().layout(4, 4, block_q=64, block_kv=40), "block_kv"),
         (lambda: gs.Causal().materialize(4, 4, -(2**31)), "q_offset must be an integer in"),

@@ -89,7 +89,9 @@ def pattern_of(r: Draw, Q: int, K: int, B: int, H: int, deep: int = 0) -> gs.Pat
         return gs.LongNet((8, 24), (1, 3), heads=H, causal=r.random() < 0.5)
     if how < 0.7:
         return gs.BlockMask(np.random.default_rng(r.randrange(99)).random((H, -(-Q // 16), -(-K // 16))) < 0.4, 16)
-    if how < 0.75:
+    if how < 0.73:
+        return gs.PerBatch([r.choice(SHARED)(r, Q, K) for _ in range(B)])
+    if how < 0.76:
         return gs.Document(np.sort(np.random.default_rng(r.randrange(99)).integers(0, 4, (B, K)), axis=1))
     one = pattern_of(r, Q, K, B, H, deep + 1)
     if how < 0.8:

@@ -2,7 +2,7 @@
 
 from gossamer.patterns.base import Pattern
 from gossamer.patterns.block import BigBird, BlockMask
-from gossamer.patterns.compose import PerHead
+from gossamer.patterns.compose import PerBatch, PerHead
 from gossamer.patterns.csr import CSR
 from gossamer.patterns.dense import Causal, Dense
 from gossamer.patterns.dilated import Dilated, PowerStrided, Strided
@@ -27,6 +27,7 @@ __all__ = [
     "Longformer",
     "Neighborhood",
     "Pattern",
+    "PerBatch",
     "PerHead",
     "PowerStrided",
     "Predicate",

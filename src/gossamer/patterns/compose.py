@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -161,42 +161,65 @@ class Not(Pattern):
 
 
 @dataclass(frozen=True, eq=False, init=False)
-class PerHead(Pattern):
-    """A pattern for each query head, in order.
-
-    Args:
-        patterns: one pattern per query head; each may differ by batch element but not by head.
-    """
+class _Each(Pattern):
+    """A pattern for each query head or each batch element."""
 
     patterns: tuple[Pattern, ...]
+    _axis: ClassVar[int]  # of `lead`, along which each has its own
 
     def __init__(self, patterns: Iterable[Pattern]) -> None:
-        wanted = "patterns must be a non-empty list of patterns, one for each query head"
+        own, other = self._axis, 1 - self._axis
+        of, shared = (("batch element", "heads"), ("query head", "batch"))[own]
+        wanted = f"patterns must be a non-empty list of patterns, one for each {of}"
         try:
             given: tuple[Any, ...] = tuple(patterns)
         except TypeError:
             raise ValueError(f"{wanted}, got {show(patterns)}") from None
         if not given or not all(isinstance(p, Pattern) for p in given):
             raise ValueError(f"{wanted}, got {show(patterns)}")
-        batches = {p.lead[0] for p in given} - {1}
-        if any(p.lead[1] != 1 for p in given) or len(batches) > 1:
-            raise ValueError(f"{wanted}, each for one head and the same batch; got leads {[p.lead for p in given]}")
+        if any(p.lead[own] != 1 for p in given) or len({p.lead[other] for p in given} - {1}) > 1:
+            raise ValueError(
+                f"{wanted}, each for one {of.split()[-1]} and the same {shared}; got leads {[p.lead for p in given]}"
+            )
         object.__setattr__(self, "patterns", given)
 
     @property
     def lead(self) -> tuple[int, int]:
-        return max(p.lead[0] for p in self.patterns), len(self.patterns)
+        many, shared = len(self.patterns), max(p.lead[1 - self._axis] for p in self.patterns)
+        return (shared, many) if self._axis else (many, shared)
 
     def at(self, b: int, h: int) -> Pattern:
-        pattern = self.patterns[h]
-        return pattern.at(min(b, pattern.lead[0] - 1), 0)
+        pattern = self.patterns[h if self._axis else b]
+        return pattern.at(min(b, pattern.lead[0] - 1), min(h, pattern.lead[1] - 1))
 
     def lower(self, sizes: Sizes) -> Pattern:
-        raise AssertionError("a per-head pattern is lowered head by head, through `at`")
+        raise AssertionError("lowered one by one, through `at`")
 
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
-        raise AssertionError("a per-head pattern is evaluated head by head, through `at`")
+        raise AssertionError("evaluated one by one, through `at`")
 
     def _check(self, Q: int, K: int) -> None:
         for pattern in self.patterns:
             pattern._check(Q, K)
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class PerHead(_Each):
+    """A pattern for each query head, in order.
+
+    Args:
+        patterns: one pattern per query head; each may differ by batch element but not by head.
+    """
+
+    _axis = 1
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class PerBatch(_Each):
+    """A pattern for each batch element, in order.
+
+    Args:
+        patterns: one pattern per batch element; each may differ by head but not by batch element.
+    """
+
+    _axis = 0

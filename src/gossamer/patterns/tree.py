@@ -15,9 +15,10 @@ from gossamer.patterns.window import FirstKeys
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
 class Tree(Pattern):
-    """Query row t is node t of a tree and sees itself, its ancestors, and the prompt: the first K - Q keys.
+    """Query row t is node t of a tree and sees itself, its ancestors, and the prompt: the keys before the tree's.
 
-    Node t is key K - Q + t. Rows are counted from 0 whatever `q_offset` is.
+    Node t is the key at its own position, t + `q_offset`: by default the prompt is the first K - Q keys. In a cache of
+    fixed size `q_offset` is the length of the prompt, and the keys behind the tree are seen by none.
 
     Args:
         parents: integer (Q,), parents[t] in [-1, t): the node that t follows, or -1 for a root. There may be several.
@@ -49,8 +50,8 @@ class Tree(Pattern):
             )
 
     def lower(self, sizes: Sizes) -> Pattern:
-        nodes = _Nodes(self)
-        return FirstKeys(sizes.K - sizes.Q, causal=False) | nodes if sizes.K > sizes.Q else nodes
+        nodes, prompt = _Nodes(self), min(sizes.q_offset, sizes.K)
+        return FirstKeys(prompt, causal=False) | nodes if prompt > 0 else nodes
 
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         return self.lower(sizes)._keep(i, j, sizes)
@@ -58,7 +59,7 @@ class Tree(Pattern):
 
 @dataclass(frozen=True, eq=False)
 class _Nodes(Pattern):
-    """The nodes of a tree alone, as the last keys."""
+    """The nodes of a tree alone: row t is key t + q_offset."""
 
     tree: Tree
 
@@ -84,7 +85,7 @@ class _Nodes(Pattern):
 
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         first, end = self._spans()
-        row, node = i - sizes.q_offset, j - (sizes.K - sizes.Q)
+        row, node = i - sizes.q_offset, j - sizes.q_offset
         exists = (row >= 0) & (row < len(first)) & (node >= 0) & (node < len(first))
         row, node = np.clip(row, 0, len(first) - 1), np.clip(node, 0, len(first) - 1)
         return exists & (first[node] <= first[row]) & (first[row] < end[node])
@@ -93,7 +94,9 @@ class _Nodes(Pattern):
         rows = at = np.arange(start, stop)
         pairs = []
         while len(rows):
-            pairs.append(rows * sizes.K + at + sizes.K - sizes.Q)
+            key = at + sizes.q_offset
+            exists = (key >= 0) & (key < sizes.K)
+            pairs.append(rows[exists] * sizes.K + key[exists])
             at = self.tree.parents[at]
             rows, at = rows[at >= 0], at[at >= 0]
         rows, keys = np.divmod(np.sort(np.concatenate(pairs)), sizes.K)
@@ -103,13 +106,13 @@ class _Nodes(Pattern):
         return len(self.tile_candidates(grid, 0, grid.nq)[0])
 
     def tile_candidates(self, grid: Grid, start: int, stop: int) -> Tiles:
-        prompt = grid.K - grid.Q
         _, last = grid.row_bounds(np.arange(start, stop))
-        which, tj = ranges(np.full(stop - start, prompt // grid.block_kv), (prompt + last - 1) // grid.block_kv + 1)
+        first = np.full(stop - start, min(max(grid.q_offset, 0), grid.K) // grid.block_kv)
+        end = -(-np.clip(grid.q_offset + last, 0, grid.K) // grid.block_kv)
+        which, tj = ranges(first, np.maximum(first, end))
         return which + start, tj
 
     def tile_classes(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
-        prompt = grid.K - grid.Q
         first, last = grid.key_bounds(tj)
         _, row = grid.row_bounds(ti)
-        return np.where((last > prompt) & (first < prompt + row), MIXED, EMPTY).astype(np.int8)
+        return np.where((last > grid.q_offset) & (first < grid.q_offset + row), MIXED, EMPTY).astype(np.int8)

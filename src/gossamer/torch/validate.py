@@ -63,7 +63,7 @@ def instead(given: Any) -> str:
     elif isinstance(given, type) and issubclass(given, Pattern):
         return f"; this is a class, {given.__name__}(...) is a pattern"
     elif isinstance(given, (list, tuple)) and given and all(isinstance(p, Pattern) for p in given):
-        return "; PerHead(patterns) gives each query head its own"
+        return "; PerHead(patterns) gives each query head its own, PerBatch(patterns) each batch element"
     elif callable(given):
         return "; Predicate(fn) takes a function fn(i, j), create_block_mask of torch one of FlexAttention"
     return ""
