@@ -1,0 +1,98 @@
+"""What a captured CUDA graph reads later: kept lists, and masks as they are at the replay."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from parts_cases import forget
+from torch import Tensor
+
+import gossamer as gs
+from gossamer.kernels.table import available
+from gossamer.layouts.cache import clear_cache
+from gossamer.torch import plan
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+
+def inputs(N: int, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randn(1, 4, N, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+def captured(run: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+    """A graph of `run`, after two calls on a stream of its own, and what it writes."""
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        held = run()
+    return graph, held
+
+
+def occupied() -> list[Tensor]:
+    """Memory that was free before, of zeros."""
+    torch.cuda.synchronize()
+    return [torch.zeros(2**k, dtype=torch.uint8, device="cuda") for k in range(9, 22) for _ in range(40)]
+
+
+@pytest.mark.parametrize("form", ["pattern", "parts", "layout", "sparse"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("N", [200, 1500])
+def test_lists_that_were_forgotten(N: int, dtype: torch.dtype, form: str) -> None:
+    make = {
+        "pattern": lambda: gs.SlidingWindow(N // 7) | gs.BigBird(16),
+        "parts": lambda: gs.Dilated(N // 4, 0, 3) | gs.SlidingWindow(9),
+        "layout": lambda: (gs.Causal() & ~gs.Local(50)).layout(N, N, block_q=128, block_kv=128).to("cuda"),
+        "sparse": lambda: gs.CSR.from_edge_index(torch.randint(N, (2, 9 * N)), N),
+    }[form]
+    given = [make()]
+    x, dout = inputs(N, dtype), torch.randn(1, 4, N, 64, device="cuda", dtype=dtype)
+
+    def run() -> tuple[Tensor, ...]:
+        out = gs.attention(*x, given[0], deterministic=True)
+        assert isinstance(out, Tensor)
+        return out.detach(), *torch.autograd.grad(out, x, dout)
+
+    graph, held = captured(run)
+    want = [y.clone() for y in run()]
+    given.clear()
+    forget()
+    plan._placed.clear()
+    plan._words.clear()
+    clear_cache()
+    gc.collect()
+    others = occupied()
+    for y in held:
+        y.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(held, want, strict=True))
+    assert not any(x.any() for x in others)
+
+
+@pytest.mark.parametrize("name", [None, "triton"])
+@pytest.mark.parametrize("N", [60, 700])
+def test_a_mask_that_is_written_to(N: int, name: str | None) -> None:
+    if name and available(name):
+        pytest.skip("; ".join(available(name)))
+    x, mask = inputs(N, torch.bfloat16), torch.rand(N, N, device="cuda") < 0.1
+    dout = torch.randn(1, 4, N, 64, device="cuda", dtype=torch.bfloat16)
+
+    def run(mask: Tensor = mask) -> tuple[Tensor, ...]:
+        out = gs.attention(*x, mask, implementation=name, deterministic=True)
+        assert isinstance(out, Tensor)
+        return out.detach(), *torch.autograd.grad(out, x, dout)
+
+    graph, held = captured(run)
+    for share in (0.5, 0.02):
+        other = torch.rand(N, N, device="cuda") < share
+        mask.copy_(other)
+        graph.replay()
+        for a, b in zip(held, run(other), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)

@@ -1,0 +1,143 @@
+"""What a Hopper call does on the host, without its kernel: what it copies, and how many functions it enters."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gossamer as gs
+from gossamer.kernels.hopper import missing_packages
+from gossamer.layouts.kept import Kept
+from gossamer.torch import calls
+
+needs_tvm_ffi = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
+
+
+def views() -> dict[str, Tensor]:
+    """(B, H, N, D) tensors whose strides and addresses differ, in bfloat16."""
+    x = torch.zeros(2, 3, 40, 64, dtype=torch.bfloat16)
+    return {
+        "compact": x,
+        "storage (B, N, H, D)": x.reshape(2, 40, 3, 64).transpose(1, 2),
+        "packed with others": torch.zeros(2, 40, 3, 3, 64, dtype=torch.bfloat16)[:, :, 1].transpose(1, 2),
+        "every other row": x[:, :, ::2],
+        "last dimension": x.transpose(2, 3),
+        "row stride": torch.zeros(2, 3, 40, 65, dtype=torch.bfloat16)[..., :64],
+        "head stride": torch.zeros(2, 4 * (40 * 64 + 4), dtype=torch.bfloat16).as_strided(
+            (2, 3, 40, 64), (4 * (40 * 64 + 4), 40 * 64 + 4, 64, 1)
+        ),
+        "batch stride": x[:1].expand(2, 3, 40, 64),
+        "address": torch.zeros(40 * 64 * 6 + 1, dtype=torch.bfloat16)[1:].view(2, 3, 40, 64),
+    }
+
+
+@pytest.mark.parametrize("name", views())
+def test_explain_says_what_is_copied(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gossamer.kernels.hopper import IMPLEMENTATION, launch
+    from gossamer.kernels.table import load
+    from gossamer.torch.explain import unaligned
+
+    x = views()[name]
+    fine = name in ("compact", "storage (B, N, H, D)", "packed with others", "every other row")
+    why = unaligned(x, 16)
+    assert (why is None) == fine == launch.readable(x)
+    assert fine or name.replace("dimension", "dimension is not contiguous") in str(why)
+    q = k = views()["compact"][:, :, : x.shape[2]]
+    if name == "last dimension":
+        return
+    blocked = load("blocked")
+    assert not isinstance(blocked, str)
+    assert not gs.explain(q, k, x, implementation="blocked").copies
+    limits = dataclasses.replace(blocked.capability, alignment=IMPLEMENTATION.capability.alignment)
+    monkeypatch.setattr(type(blocked), "capability", limits)
+    found = gs.explain(q, k, x, implementation="blocked")
+    assert found.copies == ({} if fine else {"v": why})
+    assert fine or ("copies v", why) in found.rows()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    "pattern", [gs.Causal(), gs.BigBird(64), gs.PerHead([gs.Causal(), gs.Dilated(15, 0, 8)])], ids=str
+)
+def test_lists_are_the_same_from_the_host_and_from_the_device(pattern: gs.Pattern, transposed: bool) -> None:
+    """From the host where there is a copy, since that is complete for every stream at once."""
+    from gossamer.kernels.hopper.schedule import lists
+
+    layout = pattern.layout(700, 700, block_q=128, block_kv=128).to("cpu")
+    walks = [walk.with_arrays(walk.arrays()) for walk in (layout.rows, layout.columns)]
+    found, want = lists(layout, transposed), lists(gs.BlockLayout(walks[0], _transpose=walks[1:]), transposed)
+    assert (
+        torch.equal(found.lists, want.lists) and torch.equal(found.lo, want.lo) and torch.equal(found.pool, want.pool)
+    )
+
+
+@pytest.fixture
+def stubbed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Hopper forward calls on a CPU, without their kernel; the arguments that it got."""
+    from gossamer.kernels import hopper
+    from gossamer.kernels.hopper import compile as compiled
+    from gossamer.kernels.hopper import launch
+    from gossamer.torch import plan
+
+    got: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(hopper.Hopper, "unavailable", lambda self: [])
+    limits = dataclasses.replace(
+        hopper.Hopper.capability, devices=frozenset({"cpu"}), min_sm=None, max_sm=None, backward=True
+    )
+    monkeypatch.setattr(hopper.Hopper, "capability", limits)
+    monkeypatch.setattr(compiled, "forward", lambda config: lambda *arguments: got.append(arguments))
+    monkeypatch.setattr(launch, "processors", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    # What is kept for other tests is left alone.
+    monkeypatch.setattr(launch, "_prepared", type(launch._prepared)())
+    for module, name in ((plan, "_plans"), (plan, "_placed"), (calls, "_calls")):
+        monkeypatch.setattr(module, name, Kept(64))
+    return got
+
+
+def events(run: Any) -> int:
+    """Functions that a call enters, of Python and of C."""
+    count = 0
+
+    def see(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    run()
+    sys.setprofile(see)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@needs_tvm_ffi
+def test_a_repeated_call_does_little(stubbed: list[tuple[Any, ...]]) -> None:
+    """What a call costs on the host, counted: about 50 functions, each a tenth of a microsecond to one."""
+    x = [torch.randn(1, 4, 2048, 64).bfloat16() for _ in range(3)]
+    pattern = gs.SlidingWindow(100)
+    assert events(lambda: gs.attention(*x, pattern, implementation="hopper")) <= 50
+    assert len(stubbed) == 2
+    leaves = [y.requires_grad_() for y in x]
+    assert events(lambda: gs.attention(*leaves, pattern, implementation="hopper")) <= 55
+    # The inputs themselves, no copies of them.
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(stubbed[-1][:3], x, strict=True))
+
+
+@needs_tvm_ffi
+def test_inputs_are_copied_once_where_they_must_be(stubbed: list[tuple[Any, ...]]) -> None:
+    for name, x in views().items():
+        if name != "last dimension":
+            q = torch.zeros(2, 3, x.shape[2], 64, dtype=torch.bfloat16)
+            gs.attention(q, x, q, gs.Causal(), implementation="hopper")
+            passed = stubbed[-1][1]
+            fine = name in ("compact", "storage (B, N, H, D)", "packed with others", "every other row")
+            assert (passed.data_ptr() == x.data_ptr()) == fine and torch.equal(passed, x)
