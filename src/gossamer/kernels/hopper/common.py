@@ -18,7 +18,7 @@ READ = 4  # named barriers 4, 5, 6: every warp of a warpgroup has read its Q
 OUT = 7  # named barriers 7, 8, 9: a warpgroup's output is in shared memory
 BOUNDS = 10  # named barriers 10, 11, 12: the bounds of an item's rows are in shared memory
 FAR = 1 << 30
-NUMBERS = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+NUMBERS = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32}
 
 
 def ring(count: Int32, stages: int) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from gossamer.kernels.hopper.config import BackwardConfig, ForwardConfig, QueryConfig, WideConfig
-from gossamer.kernels.hopper.gather.config import GatherConfig
+from gossamer.kernels.hopper.gather.config import GatherConfig, SplitConfig
 from gossamer.kernels.hopper.store import Kernel
 
 OPTIONS = "--enable-tvm-ffi"
@@ -164,16 +164,17 @@ def query_gradient(config: QueryConfig) -> Any:
 
 
 @Kernel
-def gather(config: GatherConfig) -> Any:
+def gather(config: GatherConfig | SplitConfig) -> Any:
     """A kernel over gathered columns: the forward, dQ, or dK and dV."""
     import cutlass.cute as cute
-    from cutlass import Float32, Int32
+    from cutlass import Float16, Float32, Int32
 
     from gossamer.kernels.hopper.backward.fields import SEGMENT
     from gossamer.kernels.hopper.common import ITEM, NUMBERS
     from gossamer.kernels.hopper.gather.columns import GatherColumns
     from gossamer.kernels.hopper.gather.forward import GatherForward
     from gossamer.kernels.hopper.gather.query import GatherQuery
+    from gossamer.kernels.hopper.gather.split_forward import SplitForward
 
     n, c, s = NUMBERS[config.dtype], config, cute.sym_int
     B, H, G, Q, K = s(), s(), s(), s(), s()
@@ -182,8 +183,13 @@ def gather(config: GatherConfig) -> Any:
     terms, part, lengths = compact(Float32, 2, B, H, s()), compact(Float32, s(), 64, c.size), compact(Int32, s())
     tickets, stream = compact(Int32, 1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     if c.direction == "forward":
+        halves = ()
+        if isinstance(c, SplitConfig):
+            halves = *[compact(Float16, B, G, K, 2 * c.size)] * 2, compact(Float32, B, G, K, 2)
+        kernel = SplitForward(c) if halves else GatherForward(c)
+        out, lse = inputs[3], _rows(B, H, Q)
         return cute.compile(
-            GatherForward(c), *inputs, _rows(B, H, Q), items, *lists, compact(Float32, s()), part,
+            kernel, *inputs[:3], *halves, out, lse, items, *lists, compact(Float32, s()), part,
             compact(Float32, s(), 64), lengths, tickets, *[Float32(1)] * 2, *[Int32(1)] * 3, stream, options=OPTIONS,
         )  # fmt: skip
     numbers = [Float32(1)] * 3 + [Int32(1)] * 2

@@ -88,9 +88,43 @@ class GatherConfig:
         return 2 * ROWS * self.size * (2 + 2 * self.stages) + words + 1024
 
 
+@dataclass(frozen=True)
+class SplitConfig:
+    """The compiled forward kernel of float32 numbers, which are split in two of float16 (split.py)."""
+
+    size: int = 64  # D and E after padding
+    stages: int = 2
+    lengths: bool = False  # keys at and after a length for each batch element are not attended
+    score: str = "fold"  # or "scale" (a factor that is not positive), "softcap"
+
+    dtype, direction = "float32", "forward"
+    blocks = 2
+    q_stages = 2
+    registers = 56, 200  # of a thread of the first and of the computing warpgroup
+
+    def __post_init__(self) -> None:
+        if self.size != 64 or self.stages < 2:
+            raise ValueError(f"no gather kernel as {self}")
+        limit = MULTIPROCESSOR // self.blocks - 1024
+        if self.shared_bytes > limit:
+            raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory, there are {limit}")
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: Q, rings, words and powers, barriers and item descriptions."""
+        tiles = 4 * ROWS * self.size * (self.q_stages + 2 * self.stages)
+        return tiles + 4 * (2 * ROWS + 2 * ROWS) * 2 * self.stages + 1024
+
+
 @cache
-def gather_config(direction: str, dtype: str, D: int, E: int, score: str, lengths: bool = False) -> GatherConfig:
+def gather_config(
+    direction: str, dtype: str, D: int, E: int, score: str, lengths: bool = False
+) -> GatherConfig | SplitConfig:
     """The configuration for head sizes D and E."""
+    if dtype == "float32":
+        if direction != "forward" or max(D, E) > SplitConfig.size:
+            raise ValueError(f"no gather kernel of float32 for {direction} with heads of {D} and {E}")
+        return SplitConfig(lengths=lengths, score=score)
     size = SIZES[0] if max(D, E) <= SIZES[0] else SIZES[1]
     stages, blocks = {64: (3, 3) if direction == "forward" else (4, 2), 128: (2, 2)}[size]
     return GatherConfig(direction, dtype, size, stages, blocks, lengths=lengths, score=score)

@@ -12,7 +12,7 @@ from torch import Tensor
 from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.devices import elsewhere, empty_from, processors, template
 from gossamer.kernels.hopper import compile as compiled
-from gossamer.kernels.hopper.gather.config import ROWS, GatherConfig, gather_config
+from gossamer.kernels.hopper.gather.config import ROWS, GatherConfig, SplitConfig, gather_config
 from gossamer.kernels.hopper.gather.schedule import column_work, row_work
 from gossamer.kernels.hopper.launch import (
     STEP,
@@ -54,6 +54,15 @@ class Prepared(NamedTuple):
     join: Callable[..., None] | None  # of the parts of lists that were cut
     merges: Tensor
     slots: int
+    split: bool  # in halves, before they are gathered
+
+    def halves(self, k: Tensor) -> list[Tensor]:
+        """Where a kernel of float32 writes the halves of K and V, and their powers; none for another."""
+        if not self.split:
+            return []
+        rows = k.shape[:3]
+        both = [k.new_empty((*rows, 2 * self.size), dtype=torch.float16) for _ in range(2)]
+        return [*both, k.new_empty((*rows, 2), dtype=torch.float32)]
 
     def parts(self, like: Tensor, *last: int) -> Tensor:
         """Float32 parts (slots, 64, *last); of one slot, never read, where no list is cut."""
@@ -88,7 +97,7 @@ _prepared: WeakKeyDictionary[GatherWalk, dict[Any, Prepared]] = WeakKeyDictionar
 
 def prepared(
     p: Problem, layout: GatherLayout, direction: str, score: str, lengths: bool, split: int | None,
-    config: GatherConfig | None = None,
+    config: GatherConfig | SplitConfig | None = None,
 ) -> Prepared:  # fmt: skip
     """Compiled kernels and items of one direction; made once and kept as long as the walk."""
     kept = _prepared.setdefault(layout.columns if direction == "columns" else layout.rows, {})
@@ -98,7 +107,7 @@ def prepared(
 
 def _prepare(
     p: Problem, layout: GatherLayout, direction: str, score: str, lengths: bool, split: int | None,
-    config: GatherConfig | None,
+    config: GatherConfig | SplitConfig | None,
 ) -> Prepared:  # fmt: skip
     from tvm_ffi import from_dlpack
 
@@ -122,6 +131,7 @@ def _prepare(
     return Prepared(
         compiled.gather(config), tuple(from_dlpack(x) for x in (*of_items, indices, bits)), plan.items.shape[0],
         min(blocks, plan.items.shape[0]), config.size, join, plan.merges, plan.slots,
+        isinstance(config, SplitConfig),
     )  # fmt: skip
 
 
@@ -135,7 +145,7 @@ def forward(
     *,
     split: int | None = None,
     into: tuple[Tensor, Tensor] | None = None,
-    config: GatherConfig | None = None,
+    config: GatherConfig | SplitConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse).
 
@@ -147,7 +157,8 @@ def forward(
     if elsewhere(q):
         with torch.cuda.device(q.device):
             return forward(problem, q, k, v, layout, terms, split=split, into=into, config=config)
-    if into is not None and not readable(into[0]):
+    # Results of float32 are written two numbers at a time.
+    if into is not None and (not readable(into[0]) or (q.dtype == torch.float32 and problem.E % 2)):
         out, _ = forward(problem, q, k, v, layout, terms, split=split, into=(empty(q, into[0].shape), into[1]))
         into[0].copy_(out)
         return into
@@ -167,7 +178,7 @@ def forward(
     has_sinks = int(terms.sink_logits is not None)
     part_out, part_lse = call.parts(q, call.size), call.parts(q)
     call.run(
-        operand(q), gathered(k), gathered(v), out, lse, *call.arrays, sinks, part_out, part_lse,
+        operand(q), gathered(k), gathered(v), *call.halves(k), out, lse, *call.arrays, sinks, part_out, part_lse,
         lengths_of(terms, device), tickets(device), *factors(terms, score), call.items, has_sinks, call.blocks,
     )  # fmt: skip
     if call.join is not None:
@@ -202,7 +213,7 @@ def bound_forward(
         sums, sums_lse = part_out(), part_lse()
         end = no_lengths if lengths is None else aligned(lengths.to(torch.int32))
         sink = no_sinks if sinks is None else aligned(sinks.float())
-        run(q, k, v, out, lse, *kept.arrays, sink, sums, sums_lse, end, tickets(device), *after)
+        run(q, k, v, *kept.halves(k), out, lse, *kept.arrays, sink, sums, sums_lse, end, tickets(device), *after)
         if join is not None:
             join(out, lse, sums, sums_lse, kept.merges, sink, has_sinks)
         return results
