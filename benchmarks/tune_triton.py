@@ -36,7 +36,8 @@ from gossamer.kernels.triton.block import launch
 from gossamer.kernels.triton.block.config import CANDIDATES, TileConfig, config
 from gossamer.kernels.triton.config import BUCKETS, DIRECTIONS, Direction
 from gossamer.kernels.triton.row_terms import row_terms
-from gossamer.layouts import BlockLayout, build
+from gossamer.layouts import BlockLayout
+from gossamer.layouts.build import build
 from gossamer.patterns import BigBird, Pattern, SlidingWindow
 from gossamer.testing.cases import bigbird_matrix
 

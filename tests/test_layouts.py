@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 import gossamer as gs
 from gossamer.layouts import (
     BlockLayout,
-    build,
     build_gather,
     cached_layout,
     cheapest,
@@ -26,6 +25,7 @@ from gossamer.layouts import (
     from_dense,
     work_items,
 )
+from gossamer.layouts.build import build
 
 
 def check(pattern, Q, K, block_q, block_kv, q_offset=None):

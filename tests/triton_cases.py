@@ -10,7 +10,8 @@ import torch
 
 from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.triton.block.config import TileConfig
-from gossamer.layouts import BlockLayout, build, from_dense
+from gossamer.layouts import BlockLayout, from_dense
+from gossamer.layouts.build import build
 from gossamer.patterns import BigBird, Causal, Dense, Dilated, Document, Pattern, PerHead, SlidingWindow
 
 

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import gossamer
+from gossamer import patterns
 from gossamer.layouts import BlockLayout, TileList
 from gossamer.layouts.block import WORD
-from gossamer.patterns import Pattern
 from gossamer.patterns.compose import And, Not, Or
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -23,33 +22,33 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 EMPTY, FULL, INTERVAL = -1, -2, -3
 
 
-def by_formula(p: Pattern, Q: int, K: int, q_offset: int, device: torch.device) -> MaskMod | None:
+def by_formula(p: patterns.Pattern, Q: int, K: int, q_offset: int, device: torch.device) -> MaskMod | None:
     """A mask function that computes a pattern's definition from the indices, or None where none is written."""
 
-    def inner(pattern: Pattern) -> MaskMod | None:
+    def inner(pattern: patterns.Pattern) -> MaskMod | None:
         return by_formula(pattern, Q, K, q_offset, device)
 
     p = p.at(0, 0) if p.lead == (1, 1) else p
     match p:
-        case gossamer.Dense():
+        case patterns.Dense():
             return lambda b, h, r, j: j >= 0
-        case gossamer.Causal():
+        case patterns.Causal():
             return lambda b, h, r, j: j <= r + q_offset
-        case gossamer.SlidingWindow():
+        case patterns.SlidingWindow():
             return _window(p, q_offset)
-        case gossamer.Local(block=block):
+        case patterns.Local(block=block):
             return lambda b, h, r, j: (r + q_offset) // block == j // block
-        case gossamer.BlockMask() | gossamer.BigBird(causal=False) if p.lead == (1, 1) and q_offset == 0:
+        case patterns.BlockMask() | patterns.BigBird(causal=False) if p.lead == (1, 1) and q_offset == 0:
             return _block_matrix(p, Q, K, device)
-        case gossamer.Dilated(left=left, right=right, dilation=d):
+        case patterns.Dilated(left=left, right=right, dilation=d):
             return lambda b, h, r, j: (
                 ((r + q_offset - j) % d == 0) & (r + q_offset - j <= left * d) & (j - r - q_offset <= right * d)
             )
-        case gossamer.Strided(stride=stride, local=local):
+        case patterns.Strided(stride=stride, local=local):
             return lambda b, h, r, j: (
                 (j <= r + q_offset) & ((r + q_offset - j <= local) | ((r + q_offset - j) % stride == 0))
             )
-        case gossamer.Document() if p.lead[0] == 1 and q_offset == 0 and Q <= K:
+        case patterns.Document() if p.lead[0] == 1 and q_offset == 0 and Q <= K:
             ids = torch.from_numpy(np.array(p.ids).reshape(-1)).to(device)
             return lambda b, h, r, j: ids[r] == ids[j]
         case And(left=one, right=other):

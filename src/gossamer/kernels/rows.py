@@ -46,5 +46,7 @@ def sink_gradient(delta: Tensor, lse: Tensor, terms: Terms) -> Tensor | None:
 
 def sink_gradient_of(rows: Tensor, lse: Tensor, terms: Terms) -> Tensor | None:
     """`sink_gradient` from what a kernel wrote, (2, B, H, padded Q): delta is its second, lse (B, H, Q) as returned."""
+    if terms.sink_logits is None:
+        return None
     # A row is empty only under a sink of -inf; +inf makes its share of the sink 0.
     return sink_gradient(rows[1, :, :, : lse.shape[2]], lse.masked_fill(lse == -torch.inf, torch.inf), terms)

@@ -37,7 +37,7 @@ def start_rows(sinks, i_h, joins, R: tl.constexpr, SINK: tl.constexpr):
     if SINK:
         sink = tl.load(sinks + i_h).to(tl.float32) * LOG2E
         b_m = tl.maximum(b_m, sink)
-        b_l = tl.where((sink > FLOOR) & joins, b_l + 1.0, b_l)
+        b_l = tl.where(joins, b_l + tl.where(sink > FLOOR, 1.0, 0.0), b_l)
     return b_l, b_m
 
 

@@ -1,7 +1,6 @@
 """Layouts: where the work is. Tiles and bits that a kernel walks; built from a pattern or from data."""
 
 from gossamer.layouts.block import BlockLayout, TileList, Walk
-from gossamer.layouts.build import build
 from gossamer.layouts.cache import cached_gather, cached_layout, clear_cache
 from gossamer.layouts.choice import cheapest, costs
 from gossamer.layouts.dense import from_dense
@@ -16,7 +15,6 @@ __all__ = [
     "TileList",
     "Walk",
     "WorkItems",
-    "build",
     "build_gather",
     "cached_gather",
     "cached_layout",

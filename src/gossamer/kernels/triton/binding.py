@@ -42,24 +42,23 @@ def bound_forward(
     lse: Any = fresh(torch.float32, shapes[1]) if into is None else into[1]
     if isinstance(layout, GatherLayout):
         plan: Any = launch_of(p, layout, "forward", None, None)
-        kernel, slots, block_rows = gather.forward_kernel_of(layout), plan.work.slots, plan.block_rows
+        kernel = gather.forward_kernel_of(layout)
     else:
         plan = block.schedule(layout, False, p.B, p.H, p.H // p.G, None)
-        kernel, slots, block_rows = forward_kernel, plan.slots, layout.block_q
-    part_shapes = [(plan.copies, slots, block_rows, size) for size in (p.E, 2)]
-    parts: Any = tuple(fresh(torch.float32, shape) for shape in part_shapes) if slots else (lse, lse)
+        kernel = forward_kernel
+    cut, part_shapes = plan.cut, [plan.cut.shape(size) for size in (p.E, 2)]
+    parts: Any = tuple(fresh(torch.float32, shape) for shape in part_shapes) if cut.slots else (lse, lse)
     if isinstance(layout, GatherLayout):
         key, tensors, floats = gather.forward_arguments(q, k, v, out, lse, parts, terms)
-        merge_key: Any = None
     else:
         launched, _ = block.forward_launch(p, q, k, v, out, lse, parts, layout, terms, plan, None)
         key, tensors, floats, options = launched
-        key, merge_key = (key, *options.values()), p.E
+        key = (key, *options.values())
         if options["TMA"]:
             return None
     found = bound(plan.known, kernel, key, tensors, floats, GIVEN)
-    merge = bound(plan.known, merge_kernel, merge_key, merged(out, lse, parts), {}, MERGED) if slots else None
-    if found is None or (slots and merge is None):
+    merge = bound(cut.known, merge_kernel, p.E, merged(out, lse, parts), {}, MERGED) if cut.slots else None
+    if found is None or (cut.slots and merge is None):
         return None
     likes = template(q, shapes[0]), template(q, shapes[1], torch.float32)
     return _forward(found, merge, likes, Workspace(q, *part_shapes), terms.having(None, None, None), general)

@@ -1,4 +1,4 @@
-"""Which pairs of a tile are kept, in the three modes of a block layout."""
+"""Which pairs of a tile are kept: in the three modes of a block layout, and by the bits of gathered columns."""
 
 from __future__ import annotations
 
@@ -20,16 +20,14 @@ def row_bounds(lo, hi, i_list, rows, o_r):
 
 
 @triton.jit
-def bits_mask(words, o_c, WORDS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """[R, C] bits of a bits tile; `words` points at the first word of row 0, a row has WORDS words.
+def bits_mask(words, o_c, STEP: tl.constexpr, C: tl.constexpr):
+    """[R, C] bits of R rows; `words` points at the first word of each, their next words are STEP further.
 
     Each thread holds whole words of its rows and tests its own bits; the word of a column is known at compile time.
     """
-    o_r = tl.arange(0, R)
-    row = words + o_r * WORDS
-    word = tl.load(row)[:, None]
+    word = tl.load(words)[:, None]
     for i_w in tl.static_range(1, C // 32):
-        word = tl.where((o_c // 32)[None, :] == i_w, tl.load(row + i_w)[:, None], word)
+        word = tl.where((o_c // 32)[None, :] == i_w, tl.load(words + i_w * STEP)[:, None], word)
     return (word & (1 << (o_c % 32))[None, :]) != 0
 
 

@@ -1,13 +1,20 @@
-"""Rows whose list was split: parts of the forward joined by log-sum-exp, parts of a gradient added, in slot order."""
+"""Rows whose list was cut: parts of the forward joined by log-sum-exp, parts of a gradient added, in slot order."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from gossamer.kernels.relaunch import Known, launch, padded, strides
 from gossamer.kernels.scores import FLOOR
 from gossamer.kernels.triton.rows import batch_and_head, copy_index, load_rows, store_row_results, store_rows
+
+ROWS = 32  # of a program, where a tile has as many
 
 
 @triton.jit
@@ -40,7 +47,7 @@ def merge_kernel(
     E: tl.constexpr, BLOCK_E: tl.constexpr, R: tl.constexpr, TILE_ROWS: tl.constexpr,
     B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr,
 ):  # fmt: skip
-    """Rows whose list was split: their parts joined by log-sum-exp, in slot order."""
+    """out and lse of rows whose list was cut, from their parts."""
     i_b, i_h, tile, sub, first, count = decode_merge(
         merges, n_merges, H, lead_heads, TILE_ROWS // R, B_FROM_GRID, H_FROM_GRID
     )
@@ -81,7 +88,7 @@ def sum_kernel(
     SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, R: tl.constexpr, TILE_ROWS: tl.constexpr,
     B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr,
 ):  # fmt: skip
-    """Rows whose list was split: their partial sums added in slot order."""
+    """A gradient of rows whose list was cut, from their parts."""
     i_b, i_h, tile, sub, first, count = decode_merge(
         merges, n_merges, heads, lead_heads, TILE_ROWS // R, B_FROM_GRID, H_FROM_GRID
     )
@@ -97,6 +104,70 @@ def sum_kernel(
     store_rows(result, b_sum, row_start, rows, stride_n, R, SIZE, BLOCK_SIZE)
 
 
-def merged(out: Tensor, lse: Tensor, parts: tuple[Tensor, Tensor]) -> dict[str, Tensor | None]:
-    """The tensors of a launch of the kernel that joins the parts of a row."""
+@dataclass(frozen=True)
+class CutRows:
+    """The rows of a walk whose lists were cut: where their parts are, and what joins them."""
+
+    merges: Tensor  # (m, 4) int32: see `layouts.schedule.WorkItems`
+    slots: int  # parts of one copy; 0 where no row is cut
+    copies: int
+    tile_rows: int
+    lead_heads: int
+    b_from_grid: bool
+    h_from_grid: bool
+    known: Known = field(default_factory=dict)  # launches of before
+
+    def shape(self, size: int) -> tuple[int, int, int, int]:
+        """Of the parts of rows of `size` numbers."""
+        return self.copies, self.slots, self.tile_rows, size
+
+    def part(self, size: int, like: Tensor) -> Tensor:
+        """Memory for parts of rows, float32; `like`, which is never read, where no row is cut."""
+        return torch.empty(self.shape(size), dtype=torch.float32, device=like.device) if self.slots else like
+
+    def join(self, out: Tensor, lse: Tensor, parts: tuple[Tensor, Tensor]) -> None:
+        """Write the cut rows of out (B, H, Q, E) and lse (B, H, Q), of any strides."""
+        if not self.slots:
+            return
+        _, H, Q, E = out.shape
+        launch(
+            self.known, merge_kernel, self._grid, E, merged(out, lse, parts), {},
+            lambda: {
+                **strides("o", out), **strides("l", lse), "H": H, "Q": Q, "E": E, "BLOCK_E": padded(E), **self._fixed(),
+            },
+        )  # fmt: skip
+
+    def add(self, part: Tensor, result: Tensor) -> None:
+        """Write the cut rows of a gradient (B, heads, rows, size), of any strides."""
+        if not self.slots:
+            return
+        _, heads, rows, size = result.shape
+        launch(
+            self.known, sum_kernel, self._grid, size, {"result": result, "part": part}, {},
+            lambda: {
+                **{f"stride_{axis}": result.stride(i) for i, axis in enumerate("bhn")}, "heads": heads, "rows": rows,
+                "SIZE": size, "BLOCK_SIZE": padded(size), **self._fixed(),
+            },
+        )  # fmt: skip
+
+    @property
+    def _rows(self) -> int:
+        """Of a program."""
+        return min(ROWS, self.tile_rows)
+
+    @property
+    def _grid(self) -> tuple[int]:
+        return (self.tile_rows // self._rows * self.merges.shape[0] * self.copies,)
+
+    def _fixed(self) -> dict[str, Any]:
+        """What both kernels are given for these rows."""
+        return {
+            "merges": self.merges, "n_merges": self.merges.shape[0], "n_slots": self.slots,
+            "lead_heads": self.lead_heads, "R": self._rows, "TILE_ROWS": self.tile_rows,
+            "B_FROM_GRID": self.b_from_grid, "H_FROM_GRID": self.h_from_grid, "num_warps": 1 if self._rows == 1 else 4,
+        }  # fmt: skip
+
+
+def merged(out: Any, lse: Any, parts: Any) -> dict[str, Any]:
+    """The tensors of a launch that joins the parts of rows, or their kinds."""
     return {"out": out, "lse": lse, "part_acc": parts[0], "part_ml": parts[1]}

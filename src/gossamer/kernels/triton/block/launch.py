@@ -19,14 +19,11 @@ from gossamer.kernels.triton.block.config import TileConfig, config
 from gossamer.kernels.triton.block.forward import forward_kernel
 from gossamer.kernels.triton.block.key_gradients import dkdv_kernel
 from gossamer.kernels.triton.block.query_gradient import dq_kernel
-from gossamer.kernels.triton.block.walks import Items, facts, items
+from gossamer.kernels.triton.block.walks import facts, items
 from gossamer.kernels.triton.config import Direction
-from gossamer.kernels.triton.merge import merge_kernel, merged, sum_kernel
+from gossamer.kernels.triton.merge import CutRows
 from gossamer.kernels.triton.row_terms import row_terms
 from gossamer.layouts.block import KINDS, BlockLayout, Walk
-
-# Rows of a program of the merge kernels.
-MERGE_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -35,18 +32,13 @@ class Schedule:
 
     size: int  # items, or tile rows without them, of one broadcast copy
     copies: int
-    work: Items | None
+    cut: CutRows
     pointers: dict[str, Tensor]
     constants: dict[str, Any]
     list_b: int
     list_h: int
     lead_heads: int
     known: Known = field(default_factory=dict)  # launches of before
-
-    @property
-    def slots(self) -> int:
-        """Partial results of one copy; 0 where no row is split."""
-        return self.work.slots if self.work is not None else 0
 
 
 def schedule(layout: BlockLayout, transposed: bool, B: int, heads: int, group: int, split: int | None) -> Schedule:
@@ -80,8 +72,10 @@ def _schedule(layout: BlockLayout, transposed: bool, B: int, heads: int, group: 
     names = ("starts", "counts", "indices")
     pointers = dict(zip([f"{kind}_{name}" for kind in KINDS for name in names], known.arrays[:9], strict=True))
     pointers |= dict(zip(("lo", "hi", "pool_index", "pool"), known.arrays[9:], strict=True))
-    # An unused pointer still needs a tensor.
-    pointers["items"] = work.items if work is not None else known.arrays[0]
+    slots, unused = 0, known.arrays[0]  # an unused pointer still needs a tensor
+    pointers["items"], merges = unused, unused
+    if work is not None:
+        pointers["items"], merges, slots = work.items, work.merges, work.slots
     constants = {
         "TILE_ROWS": walk.block_rows,
         "TILE_COLUMNS": walk.block_columns,
@@ -89,12 +83,13 @@ def _schedule(layout: BlockLayout, transposed: bool, B: int, heads: int, group: 
         "B_FROM_GRID": b_from_grid,
         "H_FROM_GRID": h_from_grid,
         "HAS_ITEMS": work is not None,
-        "HAS_SLOTS": work is not None and work.slots > 0,
+        "HAS_SLOTS": slots > 0,
     }
     for kind, has, contiguous in zip(KINDS, known.has, known.contiguous, strict=True):
         constants[f"HAS_{kind.upper()}"] = has
         constants[f"{kind.upper()}_CONTIGUOUS"] = contiguous
-    return Schedule(size, copies, work, pointers, constants, Hl if Bl > 1 else 0, 1 if Hl > 1 else 0, lead_heads)
+    cut = CutRows(merges, slots, copies, walk.block_rows, lead_heads, b_from_grid, h_from_grid)
+    return Schedule(size, copies, cut, pointers, constants, Hl if Bl > 1 else 0, 1 if Hl > 1 else 0, lead_heads)
 
 
 def describable(x: Tensor) -> bool:
@@ -159,33 +154,10 @@ def start(
 def fixed(plan: Schedule, p: Problem, walk: Walk, terms: Terms, flags: dict[str, bool]) -> dict[str, Any]:
     """Arguments of the three kernels that follow from the sizes."""
     return {
-        "n_items": plan.size, "n_slots": plan.slots, "n_tiles": walk.tiles, "H": p.H, "G": p.G, "Q": p.Q, "K": p.K,
+        "n_items": plan.size, "n_slots": plan.cut.slots, "n_tiles": walk.tiles, "H": p.H, "G": p.G, "Q": p.Q, "K": p.K,
         "list_b": plan.list_b, "list_h": plan.list_h, "lead_heads": plan.lead_heads, "q_offset": terms.q_offset,
         **plan.pointers, **plan.constants, **flags,
     }  # fmt: skip
-
-
-def merging(plan: Schedule, walk: Walk) -> dict[str, Any]:
-    """Arguments of the kernels that join the parts of a row."""
-    assert plan.work is not None
-    return {
-        "merges": plan.work.merges, "n_merges": plan.work.merges.shape[0], "n_slots": plan.slots,
-        "lead_heads": plan.lead_heads, "R": MERGE_ROWS, "TILE_ROWS": walk.block_rows,
-        "B_FROM_GRID": plan.constants["B_FROM_GRID"], "H_FROM_GRID": plan.constants["H_FROM_GRID"], "num_warps": 4,
-    }  # fmt: skip
-
-
-def merge_grid(plan: Schedule, walk: Walk) -> tuple[int]:
-    """Programs of those kernels."""
-    assert plan.work is not None
-    return (walk.block_rows // MERGE_ROWS * plan.work.merges.shape[0] * plan.copies,)
-
-
-def workspace(plan: Schedule, tile_rows: int, size: int, like: Tensor) -> Tensor:
-    """Partial results of split rows, (copies, slots, tile_rows, size) float32; `like` where no row is split."""
-    if not plan.slots:
-        return like
-    return torch.empty((plan.copies, plan.slots, tile_rows, size), dtype=torch.float32, device=like.device)
 
 
 def forward(
@@ -209,7 +181,7 @@ def forward(
     else:
         out, lse = into
     plan = schedule(layout, False, p.B, p.H, p.H // p.G, split)
-    parts = workspace(plan, walk.block_rows, p.E, lse), workspace(plan, walk.block_rows, 2, lse)
+    parts = plan.cut.part(p.E, lse), plan.cut.part(2, lse)
     run, programs = forward_launch(p, q, k, v, out, lse, parts, layout, terms, plan, tiles)
     start(
         plan, forward_kernel, programs, *run,
@@ -218,14 +190,7 @@ def forward(
             **strides("q", q), **strides("k", k), **strides("v", v), **strides("o", out), **strides("l", lse),
         },
     )  # fmt: skip
-    if plan.slots:
-        launch(
-            plan.known, merge_kernel, merge_grid(plan, walk), p.E, merged(out, lse, parts), {},
-            lambda: {
-                **strides("o", out), **strides("l", lse), "H": p.H, "Q": p.Q, "E": p.E, "BLOCK_E": padded(p.E),
-                **merging(plan, walk),
-            },
-        )  # fmt: skip
+    plan.cut.join(out, lse, parts)
     return out, lse
 
 
@@ -264,7 +229,7 @@ def query_gradient(
     plan = schedule(layout, False, p.B, p.H, p.H // p.G, split)
     more, floats, key, flags = term_arguments(terms, rows)
     operands, options, parts = sizes(p, walk, "dq", tiles, {"k": k, "v": v})
-    part = workspace(plan, walk.block_rows, p.D, rows)
+    part = plan.cut.part(p.D, rows)
     start(
         plan, dq_kernel, parts * plan.size, key,
         {"q": q, **operands, "dout": dout, "row_terms": rows, "dq": dq, **more, "part": part},
@@ -274,7 +239,7 @@ def query_gradient(
             **strides("q", q), **strides("k", k), **strides("v", v), **strides("g", dout), **strides("dq", dq),
         },
     )  # fmt: skip
-    add_parts(plan, walk, part, dq)
+    plan.cut.add(part, dq)
     return dq
 
 
@@ -301,8 +266,7 @@ def key_gradients(
     plan = schedule(layout, True, p.B, p.G, p.H // p.G, split)
     more, floats, key, flags = term_arguments(terms, rows)
     operands, options, parts = sizes(p, walk, "dkdv", tiles, {"q": q, "dout": dout})
-    part_dk = workspace(plan, walk.block_rows, p.D, rows)
-    part_dv = workspace(plan, walk.block_rows, p.E, rows)
+    part_dk, part_dv = plan.cut.part(p.D, rows), plan.cut.part(p.E, rows)
     tensors = {
         "k": k, "v": v, **operands, "row_terms": rows, "dk": dk, "dv": dv, **more, "part_dk": part_dk,
         "part_dv": part_dv,
@@ -315,23 +279,9 @@ def key_gradients(
             **strides("dv", dv),
         },
     )  # fmt: skip
-    add_parts(plan, walk, part_dk, dk)
-    add_parts(plan, walk, part_dv, dv)
+    plan.cut.add(part_dk, dk)
+    plan.cut.add(part_dv, dv)
     return dk, dv
-
-
-def add_parts(plan: Schedule, walk: Walk, part: Tensor, result: Tensor) -> None:
-    """Write the rows of `result` (B, heads, rows, size) whose work was split."""
-    if not plan.slots:
-        return
-    size = result.shape[-1]
-    launch(
-        plan.known, sum_kernel, merge_grid(plan, walk), size, {"result": result, "part": part}, {},
-        lambda: {
-            **{f"stride_{axis}": result.stride(i) for i, axis in enumerate("bhn")}, "heads": result.shape[1],
-            "rows": walk.rows, "SIZE": size, "BLOCK_SIZE": padded(size), **merging(plan, walk),
-        },
-    )  # fmt: skip
 
 
 def backward(
@@ -356,5 +306,4 @@ def backward(
     into_q, into_kv = (None, None) if into is None else (into[0], into[1:])
     dq = query_gradient(problem, q, k, v, dout, rows, layout, terms, tiles=tiles, split=split, into=into_q)
     dk, dv = key_gradients(problem, q, k, v, dout, rows, layout, terms, tiles=tiles, split=split, into=into_kv)
-    dsink = None if terms.sink_logits is None else sink_gradient_of(rows, lse, terms)
-    return dq, dk, dv, dsink
+    return dq, dk, dv, sink_gradient_of(rows, lse, terms)

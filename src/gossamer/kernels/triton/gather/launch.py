@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Problem, Terms
-from gossamer.kernels.relaunch import launch, padded, strides
+from gossamer.kernels.relaunch import launch, strides
 from gossamer.kernels.rows import sink_gradient_of
 from gossamer.kernels.triton.arguments import operand, term_arguments
 from gossamer.kernels.triton.gather import rows as row_kernels
 from gossamer.kernels.triton.gather import tiles as tile_kernels
 from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig
-from gossamer.kernels.triton.gather.schedule import Launch, launch_of
-from gossamer.kernels.triton.merge import merge_kernel, merged, sum_kernel
+from gossamer.kernels.triton.gather.schedule import launch_of
 from gossamer.kernels.triton.row_terms import row_terms
 from gossamer.layouts.gather import GatherLayout
 
@@ -44,7 +43,7 @@ def forward(
     else:
         out, lse = into
     run = launch_of(p, layout, "forward", config, split)
-    parts = run.part(p.E, lse), run.part(2, lse)
+    parts = run.cut.part(p.E, lse), run.cut.part(2, lse)
     if run.grid[0]:
         launch(
             run.known, forward_kernel_of(layout), run.grid,
@@ -55,15 +54,7 @@ def forward(
                 **_terms(terms, lse)[-1], **run.rest,
             },
         )  # fmt: skip
-    if run.work.slots:
-        merges = run.work.merges
-        launch(
-            run.known, merge_kernel, (merges.shape[0] * run.copies,), None, merged(out, lse, parts), {},
-            lambda: {
-                "merges": merges, **strides("o", out), **strides("l", lse), "H": p.H, "Q": p.Q, "E": p.E,
-                "BLOCK_E": padded(p.E), **_merging(run),
-            },
-        )  # fmt: skip
+    run.cut.join(out, lse, parts)
     return out, lse
 
 
@@ -92,16 +83,6 @@ def _terms(terms: Terms, like: Tensor) -> tuple[dict[str, Tensor], dict[str, flo
     return tensors, floats, key, flags
 
 
-def _merging(run: Launch) -> dict[str, Any]:
-    """Arguments of the kernels that join the parts of a list."""
-    R = run.block_rows
-    return {
-        "n_merges": run.work.merges.shape[0], "n_slots": run.work.slots, "lead_heads": run.arguments["lead_heads"],
-        "R": R, "TILE_ROWS": R, "B_FROM_GRID": run.constants["B_FROM_GRID"],
-        "H_FROM_GRID": run.constants["H_FROM_GRID"], "num_warps": 1 if R == 1 else 4,
-    }  # fmt: skip
-
-
 def padded_rows(Q: int) -> int:
     """Queries padded to whole groups, of any size that a layout has."""
     return -(-Q // PADDED_ROWS) * PADDED_ROWS
@@ -126,7 +107,7 @@ def query_gradient(
     dq = q.new_empty((p.B, p.H, p.Q, p.D)) if into is None else into
     run = launch_of(p, layout, "dq", config, split)
     more, floats, key, flags = _terms(terms, rows)
-    part = run.part(p.D, rows)
+    part = run.cut.part(p.D, rows)
     kernel = row_kernels.rows_dq_kernel if layout.block_q == 1 else tile_kernels.tiles_dq_kernel
     if run.grid[0]:
         tensors = {"q": q, "k": k, "v": v, "dout": dout, "row_terms": rows, "dq": dq, "part": part, **more}
@@ -139,7 +120,7 @@ def query_gradient(
                 **flags, **run.rest,
             },
         )  # fmt: skip
-    _add_parts(run, part, dq)
+    run.cut.add(part, dq)
     return dq
 
 
@@ -170,7 +151,7 @@ def key_gradients(
             x.new_empty((p.B, run.heads, p.K, size), dtype=torch.float32) for x, size in ((k, p.D), (v, p.E))
         )
     more, floats, key, flags = _terms(terms, rows)
-    part_dk, part_dv = run.part(p.D, rows), run.part(p.E, rows)
+    part_dk, part_dv = run.cut.part(p.D, rows), run.cut.part(p.E, rows)
     kernel = row_kernels.rows_dkdv_kernel if layout.block_q == 1 else tile_kernels.tiles_dkdv_kernel
     if run.grid[0]:
         tensors = {
@@ -186,28 +167,12 @@ def key_gradients(
                 **strides("dk", own_k), **strides("dv", own_v), **flags, **run.rest,
             },
         )  # fmt: skip
-    _add_parts(run, part_dk, own_k)
-    _add_parts(run, part_dv, own_v)
+    run.cut.add(part_dk, own_k)
+    run.cut.add(part_dv, own_v)
     if run.heads != p.G:
         dk.copy_(own_k.unflatten(1, (p.G, -1)).sum(2))
         dv.copy_(own_v.unflatten(1, (p.G, -1)).sum(2))
     return dk, dv
-
-
-def _add_parts(run: Launch, part: Tensor, result: Tensor) -> None:
-    """Write the rows of `result` (B, heads, rows, size) whose lists were cut."""
-    if not run.work.slots:
-        return
-    merges, size = run.work.merges, result.shape[-1]
-    launch(
-        run.known, sum_kernel, (merges.shape[0] * run.copies,), size,
-        {"result": result, "part": part}, {},
-        lambda: {
-            "merges": merges, **{f"stride_{axis}": result.stride(i) for i, axis in enumerate("bhn")},
-            "heads": run.heads, "rows": run.rows, "SIZE": size, "BLOCK_SIZE": padded(size),
-            **_merging(run),
-        },
-    )  # fmt: skip
 
 
 def backward(
@@ -232,5 +197,4 @@ def backward(
     into_q, into_kv = (None, None) if into is None else (into[0], into[1:])
     dq = query_gradient(problem, q, k, v, dout, rows, layout, terms, config=config, split=split, into=into_q)
     dk, dv = key_gradients(problem, q, k, v, dout, rows, layout, terms, config=config, split=split, into=into_kv)
-    dsink = None if terms.sink_logits is None else sink_gradient_of(rows, lse, terms)
-    return dq, dk, dv, dsink
+    return dq, dk, dv, sink_gradient_of(rows, lse, terms)

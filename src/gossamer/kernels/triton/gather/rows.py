@@ -15,7 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gossamer.kernels.scores import FLOOR, LN2, LOG2E, score
+from gossamer.kernels.scores import score
+from gossamer.kernels.softmax import end_of_keys, finish_rows, head_slope, probability, score_gradient, start_rows
 from gossamer.kernels.triton.gather.pieces import (
     added,
     decode_rows,
@@ -66,19 +67,9 @@ def rows_forward_kernel(
     q_base = q + of_row(b64 * stride_qb + h64 * stride_qh, SHARED) + o_d
     b_q = load_pieces(q_base, row.to(tl.int64) * stride_qn, D, SD, True)
     b_acc = zeros(RP, E, SE)
-    b_l = tl.zeros([RP], tl.float32)
-    b_m = tl.full([RP], FLOOR, tl.float32)
-    if SINK:
-        # The sink joins once: in the first part of a split row.
-        b_sink = b_l + tl.load(sinks + i_h).to(tl.float32) * LOG2E
-        b_m = tl.maximum(b_m, b_sink)
-        b_l = tl.where((b_sink > FLOOR) & (part == 0), b_l + 1.0, b_l)
-    slope = 0.0
-    if ALIBI:
-        slope = tl.load(slopes + i_h).to(tl.float32) * LOG2E
-    key_end = K
-    if LENGTHS:
-        key_end = tl.minimum(tl.load(lengths + i_b), K).to(tl.int32)
+    b_l, b_m = start_rows(sinks, i_h, part == 0, RP, SINK)
+    slope = head_slope(slopes, i_h, ALIBI)
+    key_end = end_of_keys(lengths, i_b, K, LENGTHS)
     position = row + q_offset
     left = end - begin
     pointers = indices + begin
@@ -120,9 +111,7 @@ def rows_forward_kernel(
             tl.store(part_ml + i_part * 2, b_m, mask=m_split)
             tl.store(part_ml + i_part * 2 + 1, b_l, mask=m_split)
             store_pieces(part_acc + o_e, i_part * E, m_split, b_acc, E, SE)
-    m_empty = b_l == 0.0
-    b_l = tl.where(m_empty, 1.0, b_l)
-    b_lse = tl.where(m_empty, float("-inf"), (b_m + tl.log2(b_l)) * LN2)
+    b_l, b_lse = finish_rows(b_l, b_m)
     tl.store(lse + b64 * stride_lb + h64 * stride_lh + row.to(tl.int64) * stride_ln, b_lse, mask=m_whole)
     o_base = out + of_row(b64 * stride_ob + h64 * stride_oh, SHARED) + o_e
     store_pieces(o_base, row.to(tl.int64) * stride_on, m_whole, scaled(b_acc, 1.0 / b_l, E, SE), E, SE, True)
@@ -167,12 +156,8 @@ def rows_dq_kernel(
     b_lse = tl.load(row_terms + o_row)
     b_delta = tl.load(row_terms + delta_offset + o_row)
     b_dq = zeros(RP, D, SD)
-    slope = 0.0
-    if ALIBI:
-        slope = tl.load(slopes + i_h).to(tl.float32) * LOG2E
-    key_end = K
-    if LENGTHS:
-        key_end = tl.minimum(tl.load(lengths + i_b), K).to(tl.int32)
+    slope = head_slope(slopes, i_h, ALIBI)
+    key_end = end_of_keys(lengths, i_b, K, LENGTHS)
     position = row + q_offset
     left = end - begin
     pointers = indices + begin
@@ -187,11 +172,10 @@ def rows_dq_kernel(
             m_j = c < left
             if LENGTHS:
                 m_j = m_j & (j[c] < key_end)
-            b_s, b_t = score(dot(b_k[c], b_q, D, SD), scale, cap, slope, j[c] - position, SOFTCAP, ALIBI)
-            b_p = tl.where(m_j, tl.exp2(b_s - b_lse), 0.0)
-            b_ds = b_p * (dot(b_v[c], b_dout, E, SE) - b_delta)
-            if SOFTCAP:
-                b_ds *= 1.0 - b_t * b_t
+            b_s = dot(b_k[c], b_q, D, SD)
+            distance = j[c] - position
+            b_p, b_t = probability(b_s, b_lse, scale, cap, slope, distance, m_j, True, False, SOFTCAP, ALIBI)
+            b_ds = score_gradient(b_p, dot(b_v[c], b_dout, E, SE), b_delta, b_t, SOFTCAP)
             b_dq = added(b_dq, b_ds, b_k[c], D, SD)
         j = after
         left -= C
@@ -251,7 +235,7 @@ def rows_dkdv_kernel(
     count = end - begin
     if LENGTHS:
         # Keys past the length have no gradient.
-        count = tl.where(row < tl.minimum(tl.load(lengths + i_b), K), count, 0)
+        count = tl.where(row < end_of_keys(lengths, i_b, K, LENGTHS), count, 0)
 
     for member in range(MEMBERS):
         i_q = i_h * MEMBERS + member
@@ -259,9 +243,7 @@ def rows_dkdv_kernel(
         q_base = q + of_row(b64 * stride_qb + q64 * stride_qh, SHARED) + o_d
         dout_base = dout + of_row(b64 * stride_gb + q64 * stride_gh, SHARED) + o_e
         terms = row_terms + (b64 * (heads * MEMBERS) + q64) * padded_Q
-        slope = 0.0
-        if ALIBI:
-            slope = tl.load(slopes + i_q).to(tl.float32) * LOG2E
+        slope = head_slope(slopes, i_q, ALIBI)
         left = count
         pointers = indices + begin
         i = listed(pointers, left, C)
@@ -274,11 +256,9 @@ def rows_dkdv_kernel(
                 b_lse = tl.load(terms + i[c])
                 b_delta = tl.load(terms + delta_offset + i[c])
                 distance = row - (i[c] + q_offset)
-                b_s, b_t = score(dot(b_q[c], b_k, D, SD), scale, cap, slope, distance, SOFTCAP, ALIBI)
-                b_p = tl.where(c < left, tl.exp2(b_s - b_lse), 0.0)
-                b_ds = b_p * (dot(b_dout[c], b_v, E, SE) - b_delta)
-                if SOFTCAP:
-                    b_ds *= 1.0 - b_t * b_t
+                b_s = dot(b_q[c], b_k, D, SD)
+                b_p, b_t = probability(b_s, b_lse, scale, cap, slope, distance, c < left, True, False, SOFTCAP, ALIBI)
+                b_ds = score_gradient(b_p, dot(b_dout[c], b_v, E, SE), b_delta, b_t, SOFTCAP)
                 b_dv = added(b_dv, b_p, b_dout[c], E, SE)
                 b_dk = added(b_dk, b_ds, b_q[c], D, SD)
             i = after

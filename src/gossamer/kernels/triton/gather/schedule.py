@@ -15,6 +15,7 @@ from gossamer.kernels.devices import processors
 from gossamer.kernels.relaunch import Known, padded
 from gossamer.kernels.triton.config import Direction
 from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig, group_config, piece, row_config
+from gossamer.kernels.triton.merge import CutRows
 from gossamer.layouts.gather import GatherLayout, GatherWalk, item_limit
 from gossamer.layouts.schedule import cut
 
@@ -84,8 +85,7 @@ class Launch:
 
     rows: int  # of the walk, which is not held: what is known of it must not keep it alive
     block_rows: int
-    work: Work
-    copies: int
+    cut: CutRows
     heads: int  # that programs run over
     constants: dict[str, Any]
     arguments: dict[str, Any]
@@ -97,13 +97,6 @@ class Launch:
     def rest(self) -> dict[str, Any]:
         """The arguments that are the same in every call."""
         return self.arguments | self.constants | self.options
-
-    def part(self, size: int, like: Tensor) -> Tensor:
-        """Partial results (copies, slots, block_rows, size) float32; `like` where no list is cut."""
-        if not self.work.slots:
-            return like
-        shape = (self.copies, self.work.slots, self.block_rows, size)
-        return like.new_empty(shape, dtype=torch.float32)
 
 
 _launches: WeakKeyDictionary[GatherWalk, dict[Any, Launch]] = WeakKeyDictionary()
@@ -174,4 +167,5 @@ def _make_launch(
             arguments["G"] = p.G
         programs, options = n_items, {"num_warps": groups.warps, "num_stages": groups.stages}
     options["enable_fp_fusion"] = True
-    return Launch(walk.rows, walk.block_rows, work, copies, heads, constants, arguments, options, (programs * copies,))
+    cut = CutRows(work.merges, work.slots, copies, walk.block_rows, Hl, Bl == 1, Hl == 1)
+    return Launch(walk.rows, walk.block_rows, cut, heads, constants, arguments, options, (programs * copies,))

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from gossamer.kernels.scores import score
 from gossamer.kernels.softmax import add_scores, end_of_keys, head_slope, probability, score_gradient, start_rows
+from gossamer.kernels.triton.masks import bits_mask
 from gossamer.kernels.triton.rows import batch_and_head, copy_index, load_rows, store_row_results, store_rows
 
 
@@ -53,12 +54,8 @@ def gathered(source, j, stride, C: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.c
 @triton.jit
 def gathered_bits(bits, chunk, R: tl.constexpr, C: tl.constexpr):
     """[R, C] of a chunk: its words are [C // 32, R]."""
-    o_c = tl.arange(0, C)
     words = bits + (tl.full([R], 0, tl.int64) + chunk) * (C // 32 * R) + tl.arange(0, R)
-    word = tl.load(words)[:, None]
-    for i_w in tl.static_range(1, C // 32):
-        word = tl.where((o_c // 32)[None, :] == i_w, tl.load(words + i_w * R)[:, None], word)
-    return (word & (1 << (o_c % 32))[None, :]) != 0
+    return bits_mask(words, tl.arange(0, C), R, C)
 
 
 @triton.jit(do_not_specialize=["n_items", "n_slots", "Q", "K", "q_offset"])

@@ -225,5 +225,4 @@ def backward(
     if several:
         dk.copy_(sums[0])
         dv.copy_(sums[1])
-    dsink = None if terms.sink_logits is None else sink_gradient(delta, lse, terms)
-    return dq, dk, dv, dsink
+    return dq, dk, dv, sink_gradient(delta, lse, terms)
