@@ -17,7 +17,16 @@ from pathlib import Path
 import numpy as np
 
 import gossamer as gs
-from gossamer.bench.summary import breakeven_table, case_table, ladder_table, read, small_table
+from gossamer.bench.summary import (
+    breakeven_table,
+    case_table,
+    ladder_table,
+    number,
+    ratio_table,
+    read,
+    records,
+    small_table,
+)
 from gossamer.layouts.estimate import Sample
 from gossamer.patterns.grid import Sizes
 from gossamer.testing.cases import BENCH
@@ -98,6 +107,11 @@ def cases(device: str) -> str:
     return case_table(rows, names) if names else f"No rows in benchmarks/results/{device}.jsonl.\n"
 
 
+def ratios() -> str:
+    """The rivals of every case on an H200."""
+    return ratio_table(records(RESULTS / "nvidia_h200.jsonl"), [case.name for case in BENCH])
+
+
 HEADLINE = {
     "window_4096_causal": "`SlidingWindow(4096)`",
     "window_4096_both": "`SlidingWindow(4096, 4096)`",
@@ -171,7 +185,7 @@ def graphs() -> str:
             cells = []
             for name in names:
                 times = [last.get((case, dtype, name, way)) for way in ("forward", "backward")]
-                cells.append(", ".join("-" if ms is None else f"{ms:.3g}" for ms in times))
+                cells.append(", ".join("-" if ms is None else number(ms) for ms in times))
             lines.append(f"| {title if dtype == 'bfloat16' else ''} | {dtype} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -225,6 +239,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "measured": ("../README.md", headline),
     "graphs": ("../README.md", graphs),
     "pattern costs": ("patterns.md", pattern_costs),
+    "ratios": ("results.md", ratios),
     "cases on an H200": ("results.md", lambda: cases("nvidia_h200")),
     "cases on a CPU": ("results.md", lambda: cases("cpu")),
     "break-even": ("results.md", breakeven),

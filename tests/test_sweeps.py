@@ -148,6 +148,24 @@ def test_the_ladder_as_a_table() -> None:
     assert "0.05 ms, 2e-03, 20.0 x | - |" in table
 
 
+def test_ratios_are_of_the_last_run_in_turns() -> None:
+    def row(way: str, turns: int | None, **ratios: float) -> dict:
+        names = {"fa4": "FA4", "flash": "FlexAttention FLASH", "triton": "FlexAttention Triton"}
+        told = {names[name]: ratio for name, ratio in ratios.items()}
+        return asdict(Row("a", "gossamer x", way, False, dtype="bfloat16", turns=turns, ratios=told))
+
+    rows = [
+        row("forward", 3, fa4=2.0, flash=3.0, triton=2.5),
+        row("forward", 2, fa4=1.25),
+        row("forward", None, fa4=9.0),
+        row("backward", 2, fa4=0.5),
+    ]
+    header, _, line = summary.ratio_table(rows, ["a", "b"]).splitlines()
+    cells = dict(zip(header.split(" | "), line.split(" | "), strict=True))
+    assert (cells["| case"], cells["FA4"], cells["FlexAttention"]) == ("| `a`", "1.25, 0.5", "2.5, -")
+    assert {cells[name].strip(" |") for name in ("plain window", "cuDNN", "PyG |")} == {""}
+
+
 def test_charts_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from gossamer.bench.charts import chart

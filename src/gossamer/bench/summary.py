@@ -15,11 +15,19 @@ KINDS = ("window", "bigbird", "dilated", "csr", "tree")
 DENSE_OF = dict.fromkeys(("window", "dilated", "tree"), "SDPA causal") | dict.fromkeys(("bigbird", "csr"), "SDPA dense")
 
 
+# A rival of the table of ratios: what the names of its implementations begin with.
+RIVALS = ("plain window", "FA4", "FlexAttention", "cuDNN", "SDPA dense", "torch.sparse", "PyG")
+
+
+def records(path: Path) -> list[Record]:
+    """All rows, in the order in which they were added."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def read(path: Path) -> list[Record]:
     """The last row of every case, type, implementation (without its note) and direction."""
     found: dict[tuple[str, str, str, str], Record] = {}
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
+    for row in records(path):
         found[row["case"], row["dtype"], name_of(row), row["direction"]] = row
     return list(found.values())
 
@@ -27,6 +35,11 @@ def read(path: Path) -> list[Record]:
 def name_of(row: Record) -> str:
     """The implementation without its note; ours without the kernel that was chosen."""
     return row["implementation"].partition(" (")[0] if row["peer"] else "gossamer"
+
+
+def number(x: float) -> str:
+    """Three digits, and all of those before the point."""
+    return f"{x:.3g}" if x < 999.5 else f"{x:,.0f}"
 
 
 def point(row: Record) -> tuple[str, int, float]:
@@ -149,5 +162,29 @@ def case_table(rows: Sequence[Record], cases: Sequence[str]) -> str:
             title = f"`{case}`" + (f", {dtype}" if len(types) > 1 else "")
             for row in sorted(mine, key=lambda r: r["p50_ms"]):
                 name = row["implementation"] if row["peer"] else f"**{row['implementation']}**"
-                lines.append(f"| {title} | {direction} | {name} | {row['p50_ms']:.3g} | {row['useful_tflops']:.3g} |")
+                lines.append(
+                    f"| {title} | {direction} | {name} | {number(row['p50_ms'])} | {number(row['useful_tflops'])} |"
+                )
+    return "\n".join(lines) + "\n"
+
+
+def ratio_table(rows: Sequence[Record], cases: Sequence[str]) -> str:
+    """Each rival's time over ours, forward and backward, of the last run in turns that had both, from `records`.
+
+    Of a rival with several backends the fastest counts. Above 1 ours is faster.
+    """
+    last: dict[tuple[str, str, str, str], float] = {}
+    for row in rows:
+        for rival in RIVALS if row.get("turns") else ():
+            found = [ratio for name, ratio in row["ratios"].items() if name.startswith(rival)]
+            if found:
+                last[row["case"], row["dtype"], row["direction"], rival] = min(found)
+    lines = ["| case | type | " + " | ".join(RIVALS) + " |", "|---" * (len(RIVALS) + 2) + "|"]
+    for case, dtype in product(cases, ("bfloat16", "float32")):
+        cells = []
+        for rival in RIVALS:
+            pair = [last.get((case, dtype, way, rival)) for way in ("forward", "backward")]
+            cells.append("" if pair == [None, None] else ", ".join("-" if x is None else number(x) for x in pair))
+        if any(cells):
+            lines.append(f"| `{case}` | {dtype} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
