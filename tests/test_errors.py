@@ -84,6 +84,9 @@ CALLS = {
     "function": ((q, kv, kv, lambda b, h, i, j: i >= j), {}, r"pattern must be None.*; Predicate\(fn\) takes a func"),
     "scipy": ((q, kv, kv, scipy.sparse.eye(8)), {}, r"got dia_matrix of shape \(8, 8\).*; CSR.from_scipy\(matrix"),
     "edges": ((q, kv, kv, torch.zeros(2, 9).int()), {}, r"pattern must be None.*; CSR.from_edge_index\(edges, num_n"),
+    "batch of matrices": (
+        (q, kv, kv, torch.eye(8).expand(2, 8, 8).to_sparse_csr()), {}, r"got shape \(2, 8, 8\).*; of a batch give PerBatch",
+    ),
     "coo": ((q, kv, kv, torch.eye(8).to_sparse()), {}, r"pattern must be None.*; CSR.from_torch\(tensor\) takes"),
     "mask of floats": ((q, kv, kv, bad(8, 8)), {}, "pattern must be .*boolean mask.*float32.*; of an additive mask"),
     "mask of integers": ((q, kv, kv, mask.int()), {}, "pattern must be .*boolean mask.*int32.*; of a mask of integers"),

@@ -190,8 +190,10 @@ class CSR(Counted):
 
 
 def _instead(given: Any) -> str:
-    """What to use instead, where a list of edges was given for a matrix."""
+    """What to use instead, where a batch of matrices or a list of edges was given for a matrix."""
     shape = tuple(getattr(given, "shape", ()))
+    if len(shape) == 3 and "sparse" in str(getattr(given, "layout", None)):
+        return "; of a batch give PerBatch([CSR.from_torch(one) for one in tensor])"
     return "; CSR.from_edge_index takes (2, edges)" if len(shape) == 2 and shape[0] == 2 else ""
 
 

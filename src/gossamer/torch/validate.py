@@ -48,6 +48,8 @@ def describe(value: Any) -> str:
 def instead(given: Any) -> str:
     """What to give instead of something that is no pattern, for the end of a message."""
     if isinstance(given, Tensor):
+        if given.ndim == 3 and given.layout in (torch.sparse_coo, torch.sparse_csr):
+            return "; of a batch give PerBatch([CSR.from_torch(one) for one in tensor])"
         if given.layout == torch.sparse_coo:
             return "; CSR.from_torch(tensor) takes a sparse COO tensor"
         if given.is_floating_point() and given.layout == torch.strided and given.ndim > 1:
