@@ -33,7 +33,7 @@ from gossamer.bench.peers import PEERS
 from gossamer.bench.rows import BACKWARD_WORK
 from gossamer.bench.run import forward_call, ours
 from gossamer.bench.workload import Workload, find, make_inputs
-from gossamer.torch import Explanation
+from gossamer.torch.explain import Explanation
 
 DEVICE = torch.device("cuda")
 ROUNDS = 5

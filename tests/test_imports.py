@@ -101,9 +101,25 @@ def test_public_names() -> None:
 def test_type_checkers_see_the_public_names() -> None:
     source = (SRC / "gossamer" / "__init__.py").read_text()
     imported = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
-    seen = {name.name for node in imported if (node.module or "").startswith("gossamer.") for name in node.names}
-    assert seen == set(gossamer.__all__) - {"__version__"}
+    seen = set(gossamer.patterns.__all__)
     for node in imported:  # what is loaded at run time is the same object
         for name in node.names if (node.module or "").startswith("gossamer.") else ():
-            assert getattr(importlib.import_module(node.module or ""), name.name) is getattr(gossamer, name.name)
+            if name.name != "*":
+                seen.add(name.name)
+                assert getattr(importlib.import_module(node.module or ""), name.name) is getattr(gossamer, name.name)
+    assert seen == set(gossamer.__all__) - {"__version__"}
     assert (SRC / "gossamer" / "py.typed").exists()
+
+
+def test_no_module_is_hidden() -> None:
+    """A name of a package that a module of it has as well hides that module from `package.module`."""
+    out = run(
+        "import importlib, pkgutil, sys, gossamer\n"
+        "for found in pkgutil.walk_packages(gossamer.__path__, 'gossamer.'):\n"
+        "    if 'hopper.' not in found.name and not found.name.endswith('__main__'):\n"
+        "        importlib.import_module(found.name)\n"
+        "for name, module in list(sys.modules.items()):\n"
+        "    package, _, child = name.rpartition('.')\n"
+        "    if name.startswith('gossamer.') and getattr(sys.modules[package], child) is not module: print(name)\n"
+    )
+    assert not out.split()

@@ -8,86 +8,39 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from gossamer import patterns
+from gossamer.patterns import *  # noqa: F403  (patterns.__all__ lists them, once)
+
 __version__ = "0.1.0"
 
-__all__ = [
-    "CSR",
-    "BigBird",
-    "BlockLayout",
-    "BlockMask",
-    "Causal",
-    "Dense",
-    "Dilated",
-    "DilatedSegment",
-    "Document",
-    "Local",
-    "LongNet",
-    "Longformer",
-    "Neighborhood",
-    "Pattern",
-    "PerBatch",
-    "PerHead",
-    "PowerStrided",
-    "Predicate",
-    "SlidingWindow",
-    "Strided",
-    "Tree",
-    "Unsupported",
-    "__version__",
-    "attention",
-    "explain",
-    "from_flex",
-    "merge",
-    "to_flex",
-]
+__all__ = ["BlockLayout", "Unsupported", "__version__", "attention", "explain", "from_flex", "merge", "to_flex"]
+__all__ += patterns.__all__
 
-# The modules that define public names other than patterns.
+# Where the names other than patterns are defined: those of torch are loaded on their first use.
 _MODULES = {
     "BlockLayout": "gossamer.layouts",
     "Unsupported": "gossamer.kernels.contract",
-    "attention": "gossamer.torch",
-    "explain": "gossamer.torch",
-    "merge": "gossamer.torch",
+    "attention": "gossamer.torch.api",
+    "explain": "gossamer.torch.explain",
+    "merge": "gossamer.torch.merge",
     "from_flex": "gossamer.integrations.flex",
     "to_flex": "gossamer.integrations.flex",
 }
 
-if TYPE_CHECKING:  # what type checkers and editors see; at run time a name is loaded on its first use
+if TYPE_CHECKING:  # what type checkers and editors see
     from gossamer.integrations.flex import from_flex, to_flex
     from gossamer.kernels.contract import Unsupported
     from gossamer.layouts import BlockLayout
-    from gossamer.patterns import (
-        CSR,
-        BigBird,
-        BlockMask,
-        Causal,
-        Dense,
-        Dilated,
-        DilatedSegment,
-        Document,
-        Local,
-        Longformer,
-        LongNet,
-        Neighborhood,
-        Pattern,
-        PerBatch,
-        PerHead,
-        PowerStrided,
-        Predicate,
-        SlidingWindow,
-        Strided,
-        Tree,
-    )
     from gossamer.torch.api import attention
     from gossamer.torch.explain import explain
     from gossamer.torch.merge import merge
 else:
 
     def __getattr__(name: str) -> Any:
-        if name not in __all__:
+        if name not in _MODULES:
             raise AttributeError(f"module 'gossamer' has no attribute {name!r}")
         try:
-            module = importlib.import_module(_MODULES.get(name, "gossamer.patterns"))
+            module = importlib.import_module(_MODULES[name])
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
