@@ -149,13 +149,13 @@ def kinds(heads: int, size: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"{pattern}, N {N}", lambda x=x, pattern=pattern: gs.attention(*x, pattern)  # type: ignore[misc]
 
 
-def points(length: int, heads: int, size: int) -> None:
+def points(length: int, heads: int, size: int, names: list[str]) -> None:
     """Prints calls and device times of the break-even points of a length, and what SDPA's take in the same turns."""
     q, k, v = (torch.randn((1, heads, length, size), device="cuda").bfloat16() for _ in range(3))
     print(f"{'N ' + str(length):26s}{'layout':>24s}{'call':>8s}{'SDPA':>8s}{'more':>8s}{'device':>10s}{'SDPA':>8s}")
-    for kind, make in KINDS.items():
+    for kind in names:
         for density in DENSITIES:
-            pattern = make(length, density)
+            pattern = KINDS[kind](length, density)
             if pattern is None:
                 continue
             causal = kind in ("window", "dilated")
@@ -184,6 +184,7 @@ def main() -> None:
     parser.add_argument("-D", "--size", type=int, default=128)
     parser.add_argument("--kinds", action="store_true")
     parser.add_argument("--points", type=int, nargs="+", default=[])
+    parser.add_argument("--patterns", nargs="+", choices=list(KINDS), default=list(KINDS), help="of --points")
     a = parser.parse_args()
     if a.kinds:
         with torch.no_grad():
@@ -194,7 +195,7 @@ def main() -> None:
     if a.points:
         with torch.no_grad():
             for length in a.points:
-                points(length, a.heads, a.size)
+                points(length, a.heads, a.size, a.patterns)
         return
     print("microseconds of a call on the host, and on the device")
     for length in a.lengths:

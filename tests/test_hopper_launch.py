@@ -256,6 +256,44 @@ def test_arguments(launch: Any, name: str, D: int, E: int, deterministic: bool, 
                 assert error < 2e-2, (split, float(error))
 
 
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["causal", "global", "by both", "by both, tiles of 64"])
+def test_bound_calls(launch: Any, monkeypatch: pytest.MonkeyPatch, name: str, deterministic: bool) -> None:
+    """A bound backward is the same as one that is not, also where columns are cut, and into views of other tensors."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    layout = LAYOUTS[name]().to("cpu")
+    B, H, Q, K, D = (1, 2, 1200, 1200, 64) if name == "global" else (2, 4, layout.Q, layout.K, 64)
+    problem = Problem(B, H, H, Q, K, D, D, "bfloat16", "cpu", deterministic=deterministic)
+    sinks, dlse = torch.randn(H), torch.randn(B, H, Q)
+    terms = Terms(D**-0.5, K - Q, None, None, sinks)
+
+    def draw() -> list[Tensor]:
+        q, k, v, dout, out = (torch.randn(B, H, n, D).bfloat16() for n in (Q, K, K, Q, Q))
+        return [dout, q, k, v, out, torch.randn(B, H, Q)]
+
+    def views() -> tuple[Tensor, ...]:
+        return tuple(torch.full((B, n, H, 2, D), torch.nan).bfloat16()[:, :, :, 1].transpose(1, 2) for n in (Q, K, K))
+
+    first = draw()
+    run = launch.bound_backward(problem, *first, layout, terms)
+    run_into = launch.bound_backward(problem, *first, layout, terms, views())
+    for share in (None, dlse):
+        dout, *rest = draw()
+        want = launch.backward(problem, dout, share, *rest, layout, terms)
+        for _ in range(2):
+            found = run(dout, share, *rest, None, sinks)
+            assert all(torch.equal(*x) for x in zip(found, want, strict=True))
+        into = views()
+        found = run_into(dout, share, *rest, None, sinks, into=into)
+        assert all(torch.equal(*x) for x in zip((*into, found[3]), want, strict=True))
+        # What was saved may come back with other strides.
+        moved = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in rest[:4]]
+        found = run(dout, share, *moved, rest[4], None, sinks)
+        assert all(torch.equal(*x) for x in zip(found, want, strict=True))
+
+
 def test_calls_in_graphs_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     from gossamer.kernels.hopper import launch as forward
 

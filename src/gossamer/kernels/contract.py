@@ -56,12 +56,13 @@ class GatherChoice(NamedTuple):
     step: float = 0.0  # of a step in a list, while its processor has nothing else to do
     part: int = 0  # steps to which long lists are cut at the least; 0: in two, and only where rows are many
     min_head_dim: int = 1  # of the larger of D and E
+    backward: bool = True  # else it computes the forward alone
 
     def reads(self, problem: Problem) -> bool:
-        """Whether its kernels fit the problem's types, head sizes and device."""
+        """Whether its kernels fit the problem's types, head sizes, device and directions."""
         p = problem
         sized = self.min_head_dim <= max(p.D, p.E) <= self.max_head_dim
-        return p.dtype in self.dtypes and sized and (p.sm or 0) >= self.min_sm
+        return p.dtype in self.dtypes and sized and (p.sm or 0) >= self.min_sm and self.backward >= p.backward
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class Capability:
     max_walk: tuple[int, int] | None = None  # keys of a forward; keys and queries of a backward; None: any
     alignment: int | None = None  # of the inputs' addresses and strides, in bytes; others are copied first
     float32_results: bool = True  # writes into float32 tensors for 16-bit inputs as well
+    grows: bool = False  # a bound forward with key_lengths takes fewer keys than its problem has, and reads no others
     rate: float = 1.0  # pairs executed per second with its own tile; ratios on one device count
     gathers: tuple[GatherChoice, ...] = ()  # gather layouts that it reads besides block layouts
 
@@ -127,6 +129,14 @@ def reasons(problem: Problem, capability: Capability) -> list[str]:
     if p.deterministic and p.device in c.devices and p.device not in c.deterministic:
         found.append(f"has no deterministic mode on {p.device}")
     return found
+
+
+def gathers_alone(problem: Problem, capability: Capability) -> bool:
+    """Whether an implementation computes a problem over gathered columns, whose types its tiles do not have."""
+    if problem.dtype in capability.dtypes or problem.tile is not None:
+        return False
+    dtypes = frozenset({problem.dtype} if any(c.reads(problem) for c in capability.gathers) else ())
+    return not reasons(problem, replace(capability, dtypes=dtypes))
 
 
 def _names(names: frozenset[str]) -> str:
@@ -253,9 +263,10 @@ class Binding(Protocol):
         """
 
     def bound_backward(
-        self, problem: Problem, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, layout: Any, terms: Terms
-    ) -> Callable[..., tuple[Any, ...]] | None:
-        """(dout, dlse or None, q, k, v, out, lse, key_lengths=None, sink_logits=None, alibi_slopes=None) -> gradients.
+        self, problem: Problem, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, layout: Any, terms: Terms,
+        into: tuple[Any, Any, Any] | None = None,
+    ) -> Callable[..., tuple[Any, ...]] | None:  # fmt: skip
+        """(dout, dlse or None, q, k, v, out, lse, lengths=None, sinks=None, slopes=None, into=None) -> gradients.
 
-        They are (dq, dk, dv), and with sinks (dq, dk, dv, dsink_logits).
+        They are (dq, dk, dv), and with sinks (dq, dk, dv, dsink_logits). `into` as for the forward.
         """

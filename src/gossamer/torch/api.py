@@ -15,6 +15,7 @@ from gossamer.patterns import CSR, Dense, Pattern
 from gossamer.patterns.handles import token_of
 from gossamer.patterns.reordered import ReorderedCSR
 from gossamer.torch.calls import kind_of, known, remember
+from gossamer.torch.decoding import decoding
 from gossamer.torch.merge import branches_of
 from gossamer.torch.merge import merge as merge_results
 from gossamer.torch.operators import differentiable, eager, plain
@@ -130,7 +131,9 @@ def attention(
         vectors = key_lengths, sink_logits, alibi_slopes
         tensors = () if key_lengths is sink_logits is alibi_slopes is None else vectors
         kind = kind_of(q, k, v, which, deterministic, () if none else options, tensors)
-        call = known(kind)
+        call: Any = known(kind)
+        if call is None and kind is not None and kind[1][-2:-1] == (1,):
+            call = decoding(kind, q, k, v, which, (*options, deterministic), tensors)
         if call is not None and (return_lse is False or return_lse is True):
             found = call(q, k, v, which, *tensors)
             return found if return_lse else found[0]
@@ -241,7 +244,7 @@ def what(pattern: Any, q: Tensor) -> tuple[Any, list[Tensor], list[int], Any]:
     if isinstance(pattern, torch.SymInt) or type(pattern) is int:
         return pattern, [], [], None if torch.compiler.is_compiling() else token_of(int(pattern))
     if isinstance(pattern, Tensor):
-        if pattern.layout == torch.sparse_csr:
+        if pattern.layout == torch.sparse_csr and pattern.ndim == 2:
             csr = _sparse(pattern)
             return csr.handle, [], [], csr
         if pattern.dtype != torch.bool or pattern.layout != torch.strided:

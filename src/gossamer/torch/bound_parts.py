@@ -11,7 +11,7 @@ from torch import _C, Tensor
 from gossamer.kernels.contract import Binding, Terms
 from gossamer.kernels.devices import empty_from, template
 from gossamer.kernels.rows import compute_dtype
-from gossamer.torch.parts import calls, folded
+from gossamer.torch.parts import backward, calls, folded
 from gossamer.torch.plan import Plan, held
 from gossamer.torch.split import Split
 from gossamer.torch.validate import Arguments
@@ -60,6 +60,72 @@ def bound_parts(
         return out, lse
 
     return call_parts, size
+
+
+def bound_parts_backward(
+    split: Split, plan: Plan, a: Arguments, terms: Terms, handle: int, dout: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Callable[..., tuple[Tensor, ...]] | None, int]:  # fmt: skip
+    """((dout, dlse or None, q, k, v, out, lse) -> (dq, dk, dv), the bytes of its layouts), as `bound_parts`.
+
+    `plan` is that of the backward. None where parts add to the same gradients, too.
+    """
+    given = a.q, a.k, a.v, dout, out, lse
+    whole, options = split, a[3:]
+    sizes = a.q.shape[3], a.v.shape[3]
+    if terms.has_tensors or any(size * a.q.element_size() % 16 for size in sizes) or not _contiguous(dout, out, lse):
+        return None, 0
+    split, a = folded(split, a, plan, terms, handle)
+    if split.depth > 1 or split.key_depth > 1 or split.rows_left or split.keys_left:
+        return None, 0
+    likes = [template(x, x.shape) for x in given[:3]]
+    results = [empty_from(x) for x in likes]
+    lead = a.q.shape[:3]
+    rows = dout.view(*lead, -1), out.view(*lead, -1), lse.view(lead)
+    grads = [x.view(y.shape) for x, y in zip(results, (a.q, a.k, a.v), strict=True)]
+    strides = tuple(x.stride() for x in given)
+    parts: list[tuple[Any, ...]] = []
+    size = 0
+    for call in calls(split, a, terms.q_offset, backward=True, sinks=False):
+        x = call.arguments
+        of_rows = [call.rows(y) for y in rows]
+        into = call.rows(grads[0]), call.keys(grads[1]), call.keys(grads[2])
+        inputs = x.q, x.k, x.v
+        if not isinstance(call.implementation, Binding) or any(
+            y.data_ptr() % 16 for y in (*inputs, *of_rows[:2], *into)
+        ):
+            return None, 0
+        run = call.implementation.bound_backward(
+            call.plan.problem, of_rows[0], x.q, x.k, x.v, of_rows[1], of_rows[2], call.where, call.terms, into
+        )
+        if run is None:
+            return None, 0
+        bases = (*given, *results)
+        views = [_seen_from(base, view) for base, view in zip(bases, (*inputs, *of_rows, *into), strict=True)]
+        parts.append((run, *views))
+        size += held(call.where)
+
+    def call_parts(
+        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, ...]:
+        alike = tuple([x.stride() for x in (q, k, v, dout, out, lse)]) == strides and not (
+            q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr() | out.data_ptr()
+        ) % 16  # fmt: skip
+        if not alike or (dlse is not None and not dlse.is_contiguous()):
+            return backward(whole, plan, Arguments(q, k, v, *options), terms, handle, dout, dlse, out, lse)[:3]
+        dq, dk, dv = empty_from(likes[0]), empty_from(likes[1]), empty_from(likes[2])
+        for run, of_q, of_k, of_v, of_dout, of_out, of_lse, of_dq, of_dk, of_dv in parts:
+            run(
+                _view(dout, of_dout), None if dlse is None else _view(dlse, of_lse), _view(q, of_q), _view(k, of_k),
+                _view(v, of_v), _view(out, of_out), _view(lse, of_lse),
+                into=(_view(dq, of_dq), _view(dk, of_dk), _view(dv, of_dv)),
+            )  # fmt: skip
+        return dq, dk, dv
+
+    return call_parts, size
+
+
+def _contiguous(*tensors: Tensor) -> bool:
+    return all(x.is_contiguous() for x in tensors)
 
 
 def _seen_from(base: Tensor, view: Tensor) -> View:

@@ -18,7 +18,7 @@ from gossamer.kernels.contract import Binding
 from gossamer.layouts.kept import KEPT_BYTES, LEAST_KEPT, MOST_KEPT, Kept
 from gossamer.patterns import Pattern
 from gossamer.patterns.handles import token_of
-from gossamer.torch.bound_parts import bound_parts
+from gossamer.torch.bound_parts import bound_parts, bound_parts_backward
 from gossamer.torch.operators import Gradients, backward_op, compute, compute_gradients, differentiable, plain
 from gossamer.torch.parts import split_for
 from gossamer.torch.plan import Plan, held, hold_for_graphs, placed, plan_for, terms_of
@@ -89,6 +89,11 @@ def remember(kind: tuple[Any, ...], a: Arguments, pattern: int, dims: int) -> No
     """Keep what calls of a kind do; one of them, with the arguments `a`, has succeeded. `dims` are those of its q."""
     call = Call(plan_for(a, []), a, pattern)
     _calls.put(kind, call if dims == 4 else Fewer(call, dims), call.bytes)
+
+
+def keep(kind: tuple[Any, ...], call: Any) -> Any:
+    """Keep a call that was bound elsewhere, and holds nothing of its own."""
+    return _calls.put(kind, call)
 
 
 def forget() -> None:
@@ -164,12 +169,14 @@ class Call:
             self._bindable = False
             self._backward, _ = self._bound(plan, a, lambda i, where, terms: i.bound_backward(
                 plan.problem, dout, q, k, v, out, lse, where, terms
+            ), lambda split, terms: bound_parts_backward(
+                split, plan, a, terms, self.pattern, dout, out, lse
             ))  # fmt: skip
         return found
 
     def _bound(
         self, plan: Plan, a: Arguments, bind: Callable[[Binding, Any, Any], Any],
-        bind_parts: Callable[[Any, Any], Any] | None = None,
+        bind_parts: Callable[[Any, Any], tuple[Any, int]],
     ) -> tuple[Any, int]:  # fmt: skip
         """What `bind` makes of the implementation of a call, its layout and its terms, and the bytes of the layout.
 
@@ -182,7 +189,7 @@ class Call:
         split = split_for(plan, terms, self.pattern)
         try:
             if split is not None:
-                return bind_parts(split, terms) if bind_parts is not None else (None, 0)
+                return bind_parts(split, terms)
             implementation, where = placed(plan, a, terms, self.pattern, [], [])
             return bind(implementation, where, terms) if isinstance(implementation, Binding) else None, held(where)
         except torch.OutOfMemoryError:  # it may take as much as the results; the call itself has succeeded

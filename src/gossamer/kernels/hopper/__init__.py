@@ -53,6 +53,7 @@ class Hopper:
         alignment=16,
         score_terms=frozenset({"q_offset", "key_lengths", "softcap", "sink_logits"}),
         float32_results=False,
+        grows=True,
         tiles=frozenset({(64, 64), (128, 128), (192, 128)}),
         max_head_dim_of=(((192, 128), 96),),
         gathers=GATHERS,
@@ -164,11 +165,14 @@ class Hopper:
         lse: Any,
         layout: BlockLayout | GatherLayout,
         terms: Terms,
+        into: tuple[Any, Any, Any] | None = None,
     ) -> Any:
-        """As `bound_forward`, for the backward."""
+        """As `bound_forward`, for the backward; not over gathered columns into given gradients."""
         if isinstance(layout, GatherLayout):
+            if into is not None:
+                return None
             return self.launch_gather.bound_backward(problem, dout, q, k, v, out, lse, layout, terms)
-        return self.launch_backward.bound_backward(problem, dout, q, k, v, out, lse, layout, terms)
+        return self.launch_backward.bound_backward(problem, dout, q, k, v, out, lse, layout, terms, into)
 
 
 IMPLEMENTATION = Hopper()

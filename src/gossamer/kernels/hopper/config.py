@@ -330,7 +330,8 @@ def shipped() -> tuple[Shipped, ...]:
                 for with_dq in (True, False) if score == "fold" else (True,):
                     columns = backward_config(*tile, with_dq)
                     add("backward", columns, dtype=dtype, size=size)
-        add("forward", forward_config(dtype, *size, 64, 64, "fold"), dtype=dtype, size=size)
+        for lengths in (False, True):  # one query behind keys that grow has them
+            add("forward", forward_config(dtype, *size, 64, 64, "fold", lengths), dtype=dtype, size=size)
         if max(size) <= WIDE:
             add("backward", backward_config(dtype, *size, 64, 64, "fold", False), dtype=dtype, size=size)
         add("merge", dtype, size[1], 64, dtype=dtype, size=size)

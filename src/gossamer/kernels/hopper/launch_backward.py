@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Problem, Terms
-from gossamer.kernels.devices import elsewhere, empty_from, processors, template
+from gossamer.kernels.devices import Workspace, elsewhere, empty_from, processors, template
 from gossamer.kernels.hopper import compile as compiled
 from gossamer.kernels.hopper.backward.schedule import column_work
 from gossamer.kernels.hopper.config import WIDE, backward_config, query_config, wide_config
@@ -164,64 +164,75 @@ def _gradients(
 
 def bound_backward(
     problem: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: BlockLayout,
-    terms: Terms,
+    terms: Terms, into: Gradients | None = None,
 ) -> Callable[..., tuple[Tensor, ...]] | None:  # fmt: skip
-    """See `kernels.contract.Binding`; only where no row and no column is split."""
-    p, device, inputs = problem, q.device, (q.stride(), k.stride(), v.stride())
+    """See `kernels.contract.Binding`."""
+    p, device, inputs = problem, q.device, _strides(q, k, v, out, lse)
+    if p.D % STEP or p.E % STEP or not all(readable(x) for x in (q, k, v, out, *(into or ()))):
+        return None
     kept = prepared(p, layout, terms, True, None)
-    by_rows = kept.postprocess is None
-    kept_rows = prepared(p, layout, terms, False, None) if by_rows else None
-    if kept.sums or (kept_rows is not None and kept_rows.sums) or p.D % STEP or p.E % STEP:
-        return None
-    if not all(readable(x) for x in (q, k, v)):
-        return None
+    kept_rows = prepared(p, layout, terms, False, None) if kept.postprocess is None else None
     padded_Q = -(-p.Q // TERMS) * TERMS
     likes = [template(x, x.shape) for x in (q, k, v)]
-    rows_like = template(q, (2, p.B, p.H, padded_Q), torch.float32)
-    sums_like = template(q, (p.B, p.H, padded_Q // TILE, TILE * kept.sizes[0]), torch.float32)
+    shapes: list[tuple[int, ...]] = [(2, p.B, p.H, padded_Q)]  # row terms
+    if kept.no_sums is None:
+        shapes.append((p.B, p.H, padded_Q // TILE, TILE * kept.sizes[0]))
+    shapes += [(kept.slots, kept.block, size) for size in kept.sizes if kept.slots]
+    if kept_rows is not None and kept_rows.slots:
+        shapes.append((kept_rows.slots, kept_rows.block, *kept_rows.sizes))
+    workspace = Workspace(q, *shapes)
     preprocess, postprocess, factors = kept.preprocess, kept.postprocess, gradient_factors(terms)
-    before, after = (*kept.arrays, *kept.no_parts), (*factors, kept.items, kept.blocks)
+    after = (*factors, kept.items, kept.blocks)
     plain = terms.having(None, None, None)
     assert preprocess is not None
 
     def call(
         dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         lengths: Tensor | None = None, sinks: Tensor | None = None, slopes: Tensor | None = None,
+        into: Gradients | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         alike = (
             # What was saved may have been elsewhere meanwhile, by hooks.
-            (q.stride(), k.stride(), v.stride()) == inputs and out.is_contiguous() and lse.is_contiguous()
+            _strides(q, k, v, out, lse) == inputs and readable(dout)
             and not (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % 16
-            and (dlse is None or dlse.is_contiguous()) and readable(dout)
         )  # fmt: skip
         if not alike or elsewhere(q):
             given = plain.having(lengths, sinks, slopes)
-            found = backward(p, dout, dlse, q, k, v, out, lse, layout, given)
+            found = backward(p, dout, dlse, q, k, v, out, lse, layout, given, into=into)
             return found if sinks is not None else found[:3]  # type: ignore[return-value]
-        dq, dk, dv = empty_from(likes[0]), empty_from(likes[1]), empty_from(likes[2])
-        rows, sums = empty_from(rows_like), kept.no_sums
-        if sums is None:
-            sums = empty_from(sums_like)
+        dq, dk, dv = into or (empty_from(likes[0]), empty_from(likes[1]), empty_from(likes[2]))
+        room, (rows, *more) = workspace.take()
+        sums = more.pop(0) if kept.no_sums is None else kept.no_sums
+        part_dk, part_dv, *part_dq = (*kept.no_parts, *more)
         if dlse is None:
             preprocess(out, dout, lse, lse, rows, sums, 0)
         else:
             preprocess(out, dout, lse, dlse, rows, sums, 1)
         end = None if lengths is None else aligned(lengths.to(torch.int32))
-        kept.run(q, k, v, dout, rows, sums, dk, dv, *before, end, tickets(device), *after)
+        kept.run(q, k, v, dout, rows, sums, dk, dv, *kept.arrays, part_dk, part_dv, end, tickets(device), *after)
+        if kept.sums:
+            kept.sums[0](dk, part_dk, kept.merges, plain.scale)
+            kept.sums[1](dv, part_dv, kept.merges, 1.0)
         if postprocess is not None:
             postprocess(sums, dq, plain.scale)
         elif kept_rows is not None:
+            (part,) = kept_rows.no_parts or part_dq
             kept_rows.run(
-                q, k, v, dout, rows, dq, *kept_rows.arrays, *kept_rows.no_parts, end, tickets(device), *factors,
-                kept_rows.items, kept_rows.blocks,
+                q, k, v, dout, rows, dq, *kept_rows.arrays, part, end, tickets(device), *factors, kept_rows.items,
+                kept_rows.blocks,
             )  # fmt: skip
-        if sinks is None:
-            return dq, dk, dv
-        dsink = sink_gradient_of(rows, lse, plain.having(lengths, sinks, slopes))
-        assert dsink is not None
-        return dq, dk, dv, dsink
+            if kept_rows.sums:
+                kept_rows.sums[0](dq, part, kept_rows.merges, plain.scale)
+        dsink = None if sinks is None else sink_gradient_of(rows, lse, plain.having(lengths, sinks, slopes))
+        if room is not None:
+            workspace.leave(room)
+        return (dq, dk, dv) if dsink is None else (dq, dk, dv, dsink)
 
     return call
+
+
+def _strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
+    return tuple([x.stride() for x in tensors])
 
 
 def query_gradient(

@@ -126,6 +126,7 @@ class Triton:
         lse: Tensor,
         layout: BlockLayout | GatherLayout,
         terms: Terms,
+        into: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Callable[..., tuple[Tensor, ...]] | None:
         """None: several launches and their workspace are most of it."""
         return None

@@ -1,0 +1,149 @@
+"""One query behind keys that grow: planned once for many numbers of keys, and as exact as any other call."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gossamer as gs
+from gossamer.kernels.hopper import missing_packages
+from gossamer.kernels.table import available
+from gossamer.layouts.kept import Kept
+from gossamer.torch import calls, decoding
+
+B, H, G, D, N = 2, 4, 2, 64, 700
+PATTERNS = {
+    "all": None, "causal": gs.Causal(), "window": gs.SlidingWindow(99), "unbounded": gs.SlidingWindow(None),
+    "both sides": gs.SlidingWindow(260, 5), "last": gs.SlidingWindow(0),
+}  # fmt: skip
+
+
+def caches(device: str = "cpu", storage: str = "room") -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """q, k and v of each step; keys lie in a cache with room, or are copied each time."""
+    g = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(B, G, N, D, generator=g).bfloat16().to(device) for _ in range(2))
+    for n in (1, 2, 99, 100, 101, 127, 128, 129, 255, 256, 257, 300, 511, 512, 513, N):
+        q = torch.randn(B, H, 1, D, generator=g).bfloat16().to(device)
+        some = k[:, :, :n], v[:, :, :n]
+        yield q, *(x.contiguous() if storage == "copied" else x for x in some)
+
+
+def right(q: Tensor, k: Tensor, v: Tensor, pattern: Any, **terms: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) in float64."""
+    sinks = terms.pop("sink_logits", None)
+    given = {} if sinks is None else {"sink_logits": sinks.double()}
+    return gs.attention(
+        q.double(), k.double(), v.double(), pattern, implementation="reference", return_lse=True, **given, **terms
+    )
+
+
+def made() -> int:
+    """Plans that calls of one query share."""
+    return sum(entry[0].run is not None for entry in decoding._ranges._entries.values())
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Hopper on a CPU, whose kernel is plain attention to as many keys as it is told; the numbers of tiles it got."""
+    from gossamer.kernels import hopper
+    from gossamer.kernels.hopper import compile as compiled
+    from gossamer.kernels.hopper import launch
+    from gossamer.torch import plan
+
+    listed: list[int] = []
+
+    def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *given: Any) -> None:
+        items, lengths, exponent = torch.from_dlpack(given[0]), given[9], given[12]
+        listed.append(int(items[:, [5, 7, 9]].sum(1).max()))
+        ratio = q.shape[1] // k.shape[1]
+        for b, n in enumerate(lengths.tolist()):
+            keys, values = (x[b, :, :n].float().repeat_interleave(ratio, 0) for x in (k, v))
+            assert keys.shape[1] == n  # it has them all
+            scores = q[b].float() @ keys.mT * exponent * math.log(2)
+            lse[b], out[b] = scores.logsumexp(-1), scores.softmax(-1) @ values
+
+    monkeypatch.setattr(hopper.Hopper, "unavailable", lambda self: [])
+    limits = dataclasses.replace(hopper.Hopper.capability, devices=frozenset({"cpu"}), min_sm=None, max_sm=None)
+    monkeypatch.setattr(hopper.Hopper, "capability", limits)
+    monkeypatch.setattr(compiled, "forward", lambda config: run)
+    monkeypatch.setattr(launch, "processors", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(launch, "_prepared", type(launch._prepared)())
+    for module, name in ((plan, "_plans"), (plan, "_placed"), (decoding, "_ranges"), (calls, "_calls")):
+        monkeypatch.setattr(module, name, Kept(64))
+    return listed
+
+
+@pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
+@pytest.mark.parametrize("storage", ["room", "copied"])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_keys_that_grow(kernel: list[int], name: str, storage: str) -> None:
+    pattern = PATTERNS[name]
+    for step, x in enumerate(caches(storage=storage)):
+        out, lse = gs.attention(*x, pattern, implementation="hopper", return_lse=True)
+        assert len(kernel) == step + 1
+        want = right(*x, pattern)
+        torch.testing.assert_close(lse.double(), want[1], atol=1e-4, rtol=0)
+        torch.testing.assert_close(out.double(), want[0], atol=2e-2, rtol=0)
+    assert made() == {"window": 1, "both sides": 3, "last": 1}.get(name, 6)  # ranges of keys, not numbers of them
+
+
+@pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
+def test_what_goes_the_usual_way(kernel: list[int]) -> None:
+    q, k, v = list(caches())[-1]
+    named = {"implementation": "hopper"}
+    usual: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((q, k, v, gs.SlidingWindow(99, sinks=4)), named),
+        ((q, k, v, gs.Causal()), {"q_offset": 300, **named}),
+        ((q, k, v, None), {"key_lengths": torch.tensor([3, 600]), **named}),
+        ((q.expand(B, H, 2, D).contiguous(), k, v, gs.Causal()), named),
+        ((q.requires_grad_(), k, v, gs.Causal()), {}),
+        ((q.detach()[0], k[0], v[0], gs.Causal()), named),
+        ((q.detach(), k, v, gs.Causal()), {"implementation": "blocked"}),
+        ((q.detach().float(), k.float(), v.float(), gs.Causal()), {}),
+    ]
+    for args, options in usual:
+        gs.attention(*args, **options)
+        assert not made()
+
+
+@pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
+def test_errors_stay_what_they_are(kernel: list[int]) -> None:
+    q, k, v = list(caches())[-1]
+    for _ in range(2):
+        gs.attention(q, k, v, None, implementation="hopper")
+        with pytest.raises(ValueError, match="v must"):
+            gs.attention(q, k, v[:, :, :-1], None, implementation="hopper")
+        with pytest.raises(ValueError, match="scale must"):
+            gs.attention(q, k, v, None, scale="large", implementation="hopper")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="must be a multiple|heads"):
+            gs.attention(q[:, :3], k, v, None, implementation="hopper")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("storage", ["room", "copied"])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_keys_that_grow_on_a_gpu(name: str, storage: str) -> None:
+    if available("hopper"):
+        pytest.skip("; ".join(available("hopper")))
+    pattern, sinks = PATTERNS[name], torch.randn(H, device="cuda")
+    for terms in ({}, {"sink_logits": sinks}, {"softcap": 20.0, "scale": 0.1}):
+        for q, k, v in caches("cuda", storage):
+            if storage == "room":  # what lies behind the keys
+                bad = torch.full((B, G, N + 128, D), float("nan"), device="cuda", dtype=torch.bfloat16)
+                k, v = (torch.cat((x, bad[:, :, x.shape[2] :]), 2)[:, :, : x.shape[2]] for x in (k, v))
+            found = [gs.attention(q, k, v, pattern, return_lse=True, **terms) for _ in range(2)]
+            assert all(torch.equal(*x) for x in zip(*found, strict=True))
+            want = right(q, k, v, pattern, **terms)
+            torch.testing.assert_close(found[0][1].double(), want[1], atol=1e-3, rtol=0)
+            torch.testing.assert_close(found[0][0].double(), want[0], atol=2e-2, rtol=0)
+    assert made()
