@@ -97,12 +97,26 @@ def test_keys_that_grow(kernel: list[int], name: str, storage: str) -> None:
 
 
 @pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_cache_of_fixed_size(kernel: list[int], name: str) -> None:
+    q, k, v = list(caches())[-1]
+    for step, at in enumerate((0, 1, 98, 99, 127, 300, N - 1, *[N + 40] * (name != "last"))):
+        out, lse = gs.attention(q, k, v, PATTERNS[name], q_offset=at, implementation="hopper", return_lse=True)
+        assert len(kernel) == step + 1
+        want = right(q, k, v, PATTERNS[name], q_offset=at)
+        torch.testing.assert_close(lse.double(), want[1], atol=1e-4, rtol=0)
+        torch.testing.assert_close(out.double(), want[0], atol=2e-2, rtol=0)
+    assert made() <= 5
+
+
+@pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 def test_what_goes_the_usual_way(kernel: list[int]) -> None:
     q, k, v = list(caches())[-1]
     named = {"implementation": "hopper"}
     usual: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
         ((q, k, v, gs.SlidingWindow(99, sinks=4)), named),
-        ((q, k, v, gs.Causal()), {"q_offset": 300, **named}),
+        ((q, k, v, gs.Causal()), {"q_offset": -1, **named}),
+        ((q, k, v, gs.SlidingWindow(9)), {"q_offset": torch.tensor(300), **named}),
         ((q, k, v, None), {"key_lengths": torch.tensor([3, 600]), **named}),
         ((q.expand(B, H, 2, D).contiguous(), k, v, gs.Causal()), named),
         ((q.requires_grad_(), k, v, gs.Causal()), {}),
@@ -122,9 +136,11 @@ def test_errors_stay_what_they_are(kernel: list[int]) -> None:
         gs.attention(q, k, v, None, implementation="hopper")
         with pytest.raises(ValueError, match="v must"):
             gs.attention(q, k, v[:, :, :-1], None, implementation="hopper")
+        with pytest.raises(ValueError, match="q_offset must"):
+            gs.attention(q, k, v, None, q_offset=2**31, implementation="hopper")
         with pytest.raises(ValueError, match="scale must"):
             gs.attention(q, k, v, None, scale="large", implementation="hopper")  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="must be a multiple|heads"):
+        with pytest.raises(ValueError, match="heads"):
             gs.attention(q[:, :3], k, v, None, implementation="hopper")
 
 

@@ -1,7 +1,8 @@
-"""One query at the end of its keys, which grow by a token a call: planned once for `RANGE` numbers of keys.
+"""One query behind keys that grow by a token a call: planned once for `RANGE` numbers of keys.
 
-It sees all keys, or the last ones of a window. A call is bound to the next multiple of `RANGE` keys, of which
-`key_lengths` says how many there are; the rest is neither there nor read (`Capability.grows`).
+It sees all keys, those before it, or those of a window: a view of the keys, of which it sees all. The call is bound to
+the next multiple of `RANGE` keys, of which `key_lengths` says how many there are; the rest is neither there nor read
+(`Capability.grows`).
 """
 
 from __future__ import annotations
@@ -41,21 +42,20 @@ class Range(NamedTuple):
 
 
 class Decoding(NamedTuple):
-    """What calls of one query and so many keys do, of which it sees the last ones."""
+    """What calls of one query and so many keys do."""
 
     run: Callable[..., tuple[Tensor, Tensor]]
-    first: int  # key that it sees
-    seen: int
-    length: Tensor  # (B,) int32: `seen`
+    some: tuple[int, int] | None  # the first key that it sees, and how many; None: all
+    length: Tensor  # (B,) int32: how many
     alive: Any  # the token of the pattern's handle, so that an equal one keeps it
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, pattern: Any, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         """(out, lse); see `calls.Call`."""
-        run, first, seen, length, _ = self
+        run, some, length, _ = self
         if q.is_cuda and is_current_stream_capturing():
             hold_for_graphs(self)
-        if first:
-            k, v = k.narrow(2, first, seen), v.narrow(2, first, seen)
+        if some is not None:
+            k, v = k.narrow(2, *some), v.narrow(2, *some)
         return run(q, k, v, length, tensors[1] if tensors else None)
 
 
@@ -74,7 +74,7 @@ def decoding(
         tensors: key_lengths, sink_logits and alibi_slopes, or nothing.
     """
     scale, q_offset, softcap, implementation, deterministic = options
-    if len(kind[Q_SHAPE]) != 4 or kind[GRADIENT] or not kind[ALIGNED] or q_offset is not None:
+    if len(kind[Q_SHAPE]) != 4 or kind[GRADIENT] or not kind[ALIGNED]:
         return None
     if type(scale) not in _NUMBERS or type(softcap) not in _NUMBERS or len(set(kind[DEVICES:GRADIENT])) > 1:
         return None
@@ -89,19 +89,34 @@ def decoding(
     for strides in (kind[K_STRIDE], kind[V_STRIDE]):
         if strides[3] != 1 or min(strides) <= 0 or (strides[0] | strides[1] | strides[2]) % STEP:
             return None
-    K, left = kind[K_SHAPE][2], getattr(pattern, "left", None)
-    seen = K if left is None else min(K, left + 1)
+    B, G, K, D = kind[K_SHAPE]
+    first, end = _seen(pattern, K, K - 1 if q_offset is None else q_offset)
+    seen = end - first
+    if seen <= 0 or type(q_offset) not in (type(None), int) or abs(q_offset or 0) >= 2**31:
+        return None
     most = -(-seen // RANGE) * RANGE
-    B, G, _, D = kind[K_SHAPE]
-    key = most, B, G, D, kind[V_SHAPE][3], kind[Q_SHAPE], kind[Q_STRIDE], kind[TYPES:GRADIENT], kind[REST:]
+    key = (
+        most, B, G, D, kind[V_SHAPE][3], kind[Q_SHAPE], kind[Q_STRIDE], kind[TYPES:GRADIENT], scale, softcap,
+        implementation, deterministic, kind[-1] if tensors else None,
+    )  # fmt: skip
     found = _ranges.get(key)
     if found is None:
-        sinks = tensors[1] if tensors else None
+        k, v, sinks = k[:, :, first:end], v[:, :, first:end], tensors[1] if tensors else None
         a = Arguments(q, k, v, None, None, None, sinks, None, scale, softcap, implementation, deterministic, False)
         found = _ranges.put(key, *_bound(a, most))
     if found.run is None:
         return None
-    return keep(kind, Decoding(found.run, K - seen, seen, found.lengths[seen - most - 1], token_of(kind[0])))
+    some = None if seen == K else (first, seen)
+    return keep(kind, Decoding(found.run, some, found.lengths[seen - most - 1], token_of(kind[0])))
+
+
+def _seen(pattern: Any, K: int, position: int) -> tuple[int, int]:
+    """The first of K keys that a query sees, and the one after the last."""
+    if isinstance(pattern, SlidingWindow):
+        left, right = pattern.left, pattern.right
+    else:
+        left, right = None, 0 if isinstance(pattern, Causal) else None
+    return 0 if left is None else max(0, position - left), K if right is None else min(K, position + right + 1)
 
 
 def _bound(a: Arguments, most: int) -> tuple[Range, int]:
