@@ -14,7 +14,7 @@ from processes import INTERPRETING, compiled, in_interpreter
 
 pytest.importorskip("triton")
 
-
+import gossamer as gs
 from gossamer.testing import inputs, tolerance
 from gossamer.testing.cases import SMALL, Case
 from gossamer.torch.masks import unpack, words_of
@@ -125,6 +125,21 @@ for D, N in ((64, 128), (128, 128), (128, 4096), (256, 128), (256, 4096), (64, 4
 def test_every_tile_compiles(tmp_path: Path, dtype: str) -> None:
     """For the two architectures with the least and the most shared memory."""
     compiled(COMPILE, dtype, 89, 90, cache=tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU; torch finds none")
+@pytest.mark.parametrize("shape", [(70000, 1, 1, 16), (1, 70000, 1, 16), (70000, 1, 3, 16)], ids=str)
+def test_more_heads_than_a_grid_is_high(shape: tuple[int, ...]) -> None:
+    """A grid has 65,535 programs along its second and third dimensions."""
+    q, k, v = (torch.randn(shape, device="cuda", requires_grad=shape[2] == 1) for _ in range(3))
+    results = []
+    for name in ("dense", "reference"):
+        out, lse = gs.attention(q, k, v, gs.Causal(), return_lse=True, implementation=name)
+        grads = torch.autograd.grad((out * v).sum() + lse.sum(), (q, k, v)) if v.requires_grad else ()
+        results.append((out, lse, *grads))
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted)
 
 
 def test_rows_far_apart_are_copied() -> None:

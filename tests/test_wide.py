@@ -14,6 +14,7 @@ from processes import INTERPRETING, compiled, in_interpreter
 
 pytest.importorskip("triton")
 
+import gossamer as gs
 from gossamer.layouts import cached_layout
 from gossamer.patterns import BlockMask, Causal, Dense, Dilated, Document, PerHead, SlidingWindow
 from gossamer.testing import tolerance
@@ -150,3 +151,16 @@ for dtype, kind, edge, block, precision in (
 @pytest.mark.parametrize("sm", [80, 89, 90, 100])
 def test_it_compiles(sm: int, tmp_path: Path) -> None:
     compiled(COMPILE, sm, cache=tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU; torch finds none")
+def test_more_heads_than_a_grid_is_high() -> None:
+    """A grid has 65,535 programs along its second and third dimensions."""
+    q, k, v = (torch.randn(70000, 1, 2, 264, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3))
+    results = []
+    for name in ("triton", "reference"):
+        out = gs.attention(q, k, v, Causal(), implementation=name)
+        results.append((out, *torch.autograd.grad((out * v).sum(), (q, k, v))))
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)

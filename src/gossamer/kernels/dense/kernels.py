@@ -78,18 +78,18 @@ def forward_kernel(
     slopes,  # (H,) or None
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     words_b,  # distance of two batch elements' and of two heads' words, 0 where they share
-    words_h, Q, K, q_offset, scale, cap,
+    words_h, Q, K, q_offset, scale, cap, H,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out and lse of R query rows of one head, C keys at a time."""
-    i_h = tl.program_id(1)
-    i_b = tl.program_id(2)
+    i_b = tl.program_id(0) // H
+    i_h = tl.program_id(0) % H
     b64 = i_b.to(tl.int64)
     h64 = i_h.to(tl.int64)
-    i_bh = b64 * tl.num_programs(1) + h64
-    o_r = tl.program_id(0) * R + tl.arange(0, R)
+    i_bh = b64 * H + h64
+    o_r = tl.program_id(1) * R + tl.arange(0, R)
     o_c = tl.arange(0, C)
     k += b64 * stride_kb + h64 // GROUP * stride_kh
     v += b64 * stride_vb + h64 // GROUP * stride_vh
@@ -142,8 +142,12 @@ def backward_kernel(
     R: tl.constexpr, C: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of C keys by the first programs, dq of R queries by the rest; one batch element in each grid row."""
-    i_b = tl.program_id(1)
+    """dk and dv of C keys by the first programs of a batch element, dq of R queries by the rest."""
+    n_k = (K + C - 1) // C
+    key_programs = n_k * (H // GROUP)
+    programs = key_programs + (Q + R - 1) // R * H
+    i_b = tl.program_id(0) // programs
+    pid = tl.program_id(0) % programs
     b64 = i_b.to(tl.int64)
     end = end_of_keys(lengths, i_b, K, lengths is not None)
     q += b64 * stride_qb
@@ -151,9 +155,6 @@ def backward_kernel(
     v += b64 * stride_vb
     o_c = tl.arange(0, C)
     o_row = tl.arange(0, R)
-    n_k = (K + C - 1) // C
-    key_programs = n_k * (H // GROUP)
-    pid = tl.program_id(0)
     if pid < key_programs:
         i_g = pid // n_k
         g64 = i_g.to(tl.int64)

@@ -63,7 +63,8 @@ def shared_strides(words: Tensor | None) -> tuple[int, int]:
 def constants(p: Problem, tile: Tile, terms: Terms, shared: tuple[int, int]) -> dict[str, Any]:
     """Arguments of both kernels that follow from the sizes, and the launch options."""
     return {
-        "words_b": shared[0], "words_h": shared[1], "Q": p.Q, "K": p.K, "q_offset": terms.q_offset, "GROUP": p.H // p.G,
+        "words_b": shared[0], "words_h": shared[1], "H": p.H, "Q": p.Q, "K": p.K, "q_offset": terms.q_offset,
+        "GROUP": p.H // p.G,
         "D": p.D, "E": p.E, "BLOCK_D": padded(p.D), "BLOCK_E": padded(p.E), "R": tile.R, "C": tile.C,
         "SOFTCAP": terms.softcap is not None, "PRECISION": precision(p), "num_warps": tile.warps,
         "num_stages": tile.stages, "enable_fp_fusion": True,
@@ -84,7 +85,7 @@ def forward(
     t, tile = terms, tile or forward_tile(p, processors(device))
     key, tensors, floats = forward_arguments(p, q, k, v, out, lse, words, t, tile)
     launch(
-        _known, forward_kernel, (-(-p.Q // tile.R), p.H, p.B), key, tensors, floats,
+        _known, forward_kernel, (p.B * p.H, -(-p.Q // tile.R)), key, tensors, floats,
         lambda: strides("q", q) | strides("k", k) | strides("v", v) | constants(p, tile, t, shared_strides(words)),
     )  # fmt: skip
     return out, lse
@@ -165,9 +166,8 @@ def backward(
     key, tensors, floats = backward_arguments(p, (q, k, v, dout, out, lse, dlse, dq, dk, dv), words, t, tile)
     programs = -(-p.K // tile.C) * p.G + -(-p.Q // tile.R) * p.H
     launch(
-        _known, backward_kernel, (programs, p.B, 1), key, tensors, floats,
-        lambda: strides("q", q) | strides("k", k) | strides("v", v) | {"H": p.H}
-        | constants(p, tile, t, shared_strides(words)),
+        _known, backward_kernel, (programs * p.B,), key, tensors, floats,
+        lambda: strides("q", q) | strides("k", k) | strides("v", v) | constants(p, tile, t, shared_strides(words)),
     )  # fmt: skip
     dsink = None
     if terms.sink_logits is not None:

@@ -52,9 +52,9 @@ def products_kernel(
     SOFTCAP: tl.constexpr, BACKWARD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """R x C pairs of one listed tile: their scores, or P and dS."""
-    slot = tl.program_id(0)
-    i_b = tl.program_id(1) // H
-    i_h = tl.program_id(1) % H
+    slot = tl.program_id(0) % slots
+    i_b = tl.program_id(0) // slots // H
+    i_h = tl.program_id(0) // slots % H
     lead = i_b * lead_b + i_h * lead_h
     if slot >= tl.load(counts + lead):
         return
@@ -63,8 +63,8 @@ def products_kernel(
     column = tl.load(at + 1)
     kind = tl.load(at + 2)
     entry = tl.load(at + 3)
-    sub_r = tl.program_id(2) % (TILE_ROWS // R) * R
-    sub_c = tl.program_id(2) // (TILE_ROWS // R) * C
+    sub_r = tl.program_id(1) % (TILE_ROWS // R) * R
+    sub_c = tl.program_id(1) // (TILE_ROWS // R) * C
     o_c = tl.arange(0, C)
     o_r = row * TILE_ROWS + sub_r + tl.arange(0, R)
     key = column * TILE_COLUMNS + sub_c
@@ -127,11 +127,12 @@ def output_kernel(
     """BLOCK columns of the output of R rows, from their scores; the first slice also writes lse."""
     SUB: tl.constexpr = TILE_ROWS // R
     STEPS: tl.constexpr = TILE_COLUMNS // C
-    here = tl.program_id(0) // SUB
+    here = tl.program_id(0) // SUB % n_rows
     sub = tl.program_id(0) % SUB * R
-    i_b = tl.program_id(1) // H
-    i_h = tl.program_id(1) % H
-    at_e = tl.program_id(2) * BLOCK
+    i_bh = tl.program_id(0) // SUB // n_rows
+    i_b = i_bh // H
+    i_h = i_bh % H
+    at_e = tl.program_id(1) * BLOCK
     lead = i_b * lead_b + i_h * lead_h
     o_r = (first_row + here) * TILE_ROWS + sub + tl.arange(0, R)
     o_c = tl.arange(0, C)
@@ -185,11 +186,13 @@ def gradient_kernel(
     STREAMED: tl.constexpr = TILE_ROWS if TRANSPOSED else TILE_COLUMNS
     AXIS: tl.constexpr = 0 if TRANSPOSED else 1
     STEPS: tl.constexpr = STREAMED // C
-    here = tl.program_id(0) // (RESIDENT // R)
-    sub = tl.program_id(0) % (RESIDENT // R) * R
-    i_b = tl.program_id(1) // (H // MEMBERS)
-    head = tl.program_id(1) % (H // MEMBERS)
-    at_d = tl.program_id(2) * BLOCK
+    SUB: tl.constexpr = RESIDENT // R
+    here = tl.program_id(0) // SUB % n_rows
+    sub = tl.program_id(0) % SUB * R
+    i_bh = tl.program_id(0) // SUB // n_rows
+    i_b = i_bh // (H // MEMBERS)
+    head = i_bh % (H // MEMBERS)
+    at_d = tl.program_id(1) * BLOCK
     o_row = sub + tl.arange(0, R)
     o_r = (first_row + here) * RESIDENT + o_row
     o_c = tl.arange(0, C)

@@ -144,7 +144,8 @@ class Call:
         if not done.most:
             return
         scale, cap = scales(t)
-        grid = (done.most, p.B * p.H, walk.block_rows // self.R * (walk.block_columns // self.C))
+        assert first.shape[1] == done.most, "a place for each tile of the pass"
+        grid = (done.most * p.B * p.H, walk.block_rows // self.R * (walk.block_columns // self.C))
         products_kernel[grid](
             self.q, self.k, self.v, dout, lse, delta, first, second, self.tiles.table, done.begins, done.counts,
             *self.masks, t.key_lengths, t.alibi_slopes, *self.q.stride()[:3], *self.k.stride()[:3],
@@ -167,7 +168,7 @@ class Call:
             done.in_order, done.zeros, done.row_starts
         )  # fmt: skip
         size = result.shape[3]
-        grid = (count * (resident // R), p.B * (p.G if keys else p.H), -(-size // self.block))
+        grid = (count * (resident // R) * p.B * (p.G if keys else p.H), -(-size // self.block))
         gradient_kernel[grid](
             weights, x, result, self.tiles.table, done.begins, *order, *x.stride()[:3], *result.stride()[:3], p.H,
             p.K if keys else p.Q, p.Q if keys else p.K, weights.shape[1], 0 if keys else done.first, count,
@@ -191,7 +192,7 @@ def forward(
     for done in call.tiles.passes:
         scores = call.scratch(done, torch.float32)
         call.products(done, scores, scores, call.v, lse, lse, False)
-        grid = (done.rows * (walk.block_rows // call.rows), p.B * p.H, -(-p.E // call.block))
+        grid = (done.rows * (walk.block_rows // call.rows) * p.B * p.H, -(-p.E // call.block))
         output_kernel[grid](
             scores, call.v, out, lse, terms.sink_logits, call.tiles.table, done.begins, done.row_starts,
             *call.v.stride()[:3], *out.stride()[:3], *lse.stride(), p.H, p.Q, p.K, scores.shape[1], done.first,
