@@ -20,7 +20,12 @@ SMALL_TILE_RATE_BACKWARD = 0.7  # dK, dV and dQ come from two walks there
 
 # In the units of those of `triton`, fitted to the proximity graph on an H200 (docs/kernels/gather.md), both directions
 # and head sizes of 64 and 128 weighed together.
-GATHERS = (GatherChoice(64, frozenset({"float16", "bfloat16"}), 1.6, 70.0, 100.0, 2.0, 128, 90, 11400.0),)
+GATHERS = (
+    GatherChoice(
+        64, frozenset({"float16", "bfloat16"}), pair=1.6, column=70.0, row=100.0, reuse=2.0, max_head_dim=128,
+        min_sm=90, step=11400.0,
+    ),
+)  # fmt: skip
 
 
 @cache

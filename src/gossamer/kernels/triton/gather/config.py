@@ -15,13 +15,13 @@ _SHORT, _LONG = frozenset({"float16", "bfloat16"}), frozenset({"float32"})
 # float32 costs is set against the `TILE_ROW` of layouts/choice.py. Steps, and heads over 64 with one and 16 rows, were
 # fitted to forwards of 512 to 4096 positions (docs/host_time.md); the steps of float32 are guessed from those.
 GATHERS = (
-    GatherChoice(1, _SHORT, 0.0, 70.0, 600.0, 0.0, 64, 80, 2050.0, 8),
-    GatherChoice(1, _SHORT, 0.0, 70.0, 520.0, 0.0, 256, 80, 2050.0, 8, 65),
-    GatherChoice(16, _SHORT, 1.7, 70.0, 100.0, 2.0, 64, 80, 11400.0, 8),
-    GatherChoice(16, _SHORT, 4.0, 70.0, 350.0, 2.0, 256, 80, 11400.0, 8, 65),
-    GatherChoice(64, _SHORT, 2.2, 70.0, 100.0, 2.0, 128, 90, 11900.0, 8),
-    GatherChoice(1, _LONG, 0.0, 16.0, 440.0, 0.0, 256, 80, 500.0, 8),
-    GatherChoice(16, _LONG, 5.4, 16.0, 400.0, 2.0, 128, 80, 4000.0, 8),
+    GatherChoice(1, _SHORT, pair=0.0, column=70.0, row=600.0, reuse=0.0, max_head_dim=64, min_sm=80, step=2050.0, part=8),
+    GatherChoice(1, _SHORT, pair=0.0, column=70.0, row=520.0, reuse=0.0, max_head_dim=256, min_sm=80, step=2050.0, part=8, min_head_dim=65),
+    GatherChoice(16, _SHORT, pair=1.7, column=70.0, row=100.0, reuse=2.0, max_head_dim=64, min_sm=80, step=11400.0, part=8),
+    GatherChoice(16, _SHORT, pair=4.0, column=70.0, row=350.0, reuse=2.0, max_head_dim=256, min_sm=80, step=11400.0, part=8, min_head_dim=65),
+    GatherChoice(64, _SHORT, pair=2.2, column=70.0, row=100.0, reuse=2.0, max_head_dim=128, min_sm=90, step=11900.0, part=8),
+    GatherChoice(1, _LONG, pair=0.0, column=16.0, row=440.0, reuse=0.0, max_head_dim=256, min_sm=80, step=500.0, part=8),
+    GatherChoice(16, _LONG, pair=5.4, column=16.0, row=400.0, reuse=2.0, max_head_dim=128, min_sm=80, step=4000.0, part=8),
 )
 
 
