@@ -15,14 +15,21 @@ _SHORT, _LONG = frozenset({"float16", "bfloat16"}), frozenset({"float32"})
 # float32 costs is set against the `TILE_ROW` of layouts/choice.py. Steps, and heads over 64 with one and 16 rows, were
 # fitted to forwards of 512 to 4096 positions (docs/host_time.md); the steps of float32 are guessed from those.
 GATHERS = (
-    GatherChoice(1, _SHORT, pair=0.0, column=70.0, row=600.0, reuse=0.0, max_head_dim=64, min_sm=80, step=2050.0, part=8),
-    GatherChoice(1, _SHORT, pair=0.0, column=70.0, row=520.0, reuse=0.0, max_head_dim=256, min_sm=80, step=2050.0, part=8, min_head_dim=65),
-    GatherChoice(16, _SHORT, pair=1.7, column=70.0, row=100.0, reuse=2.0, max_head_dim=64, min_sm=80, step=11400.0, part=8),
-    GatherChoice(16, _SHORT, pair=4.0, column=70.0, row=350.0, reuse=2.0, max_head_dim=256, min_sm=80, step=11400.0, part=8, min_head_dim=65),
-    GatherChoice(64, _SHORT, pair=2.2, column=70.0, row=100.0, reuse=2.0, max_head_dim=128, min_sm=90, step=11900.0, part=8),
-    GatherChoice(1, _LONG, pair=0.0, column=16.0, row=440.0, reuse=0.0, max_head_dim=256, min_sm=80, step=500.0, part=8),
-    GatherChoice(16, _LONG, pair=5.4, column=16.0, row=400.0, reuse=2.0, max_head_dim=128, min_sm=80, step=4000.0, part=8),
-)
+    GatherChoice(1, _SHORT, max_head_dim=64, min_sm=80,
+                 pair=0.0, column=70.0, row=600.0, reuse=0.0, step=2050.0, part=8),
+    GatherChoice(1, _SHORT, min_head_dim=65, max_head_dim=256, min_sm=80,
+                 pair=0.0, column=70.0, row=520.0, reuse=0.0, step=2050.0, part=8),
+    GatherChoice(16, _SHORT, max_head_dim=64, min_sm=80,
+                 pair=1.7, column=70.0, row=100.0, reuse=2.0, step=11400.0, part=8),
+    GatherChoice(16, _SHORT, min_head_dim=65, max_head_dim=256, min_sm=80,
+                 pair=4.0, column=70.0, row=350.0, reuse=2.0, step=11400.0, part=8),
+    GatherChoice(64, _SHORT, max_head_dim=128, min_sm=90,
+                 pair=2.2, column=70.0, row=100.0, reuse=2.0, step=11900.0, part=8),
+    GatherChoice(1, _LONG, max_head_dim=256, min_sm=80,
+                 pair=0.0, column=16.0, row=440.0, reuse=0.0, step=500.0, part=8),
+    GatherChoice(16, _LONG, max_head_dim=128, min_sm=80,
+                 pair=5.4, column=16.0, row=400.0, reuse=2.0, step=4000.0, part=8),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
