@@ -130,6 +130,24 @@ def test_what_goes_the_usual_way(kernel: list[int]) -> None:
 
 
 @pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
+def test_explained(kernel: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few keys, which `dense` would take if there were more queries."""
+    from gossamer.kernels import dense
+
+    monkeypatch.setattr(dense.Dense, "unavailable", lambda self: [])
+    limits = dataclasses.replace(dense.Dense.capability, devices=frozenset({"cpu"}), min_sm=None)
+    monkeypatch.setattr(dense.Dense, "capability", limits)
+    q, k, v = (x[:, :, :200] for x in list(caches())[-1])
+    told = gs.explain(q, k, v, gs.Causal())
+    assert told.implementation == "hopper"
+    assert told.reasons["dense"] == ["plans one query again for each number of keys"]
+    gs.attention(q, k, v, gs.Causal())
+    assert made() == 1 and len(kernel) == 1
+    assert gs.explain(q.expand(B, H, 2, D).contiguous(), k, v, gs.Causal()).implementation == "dense"
+    assert gs.explain(q[0], k[0], v[0], gs.Causal()).implementation == "dense"
+
+
+@pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 def test_errors_stay_what_they_are(kernel: list[int]) -> None:
     q, k, v = list(caches())[-1]
     for _ in range(2):

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
-from gossamer.kernels.contract import reasons
+from gossamer.kernels.contract import Problem, reasons
 from gossamer.layouts import cached_layout
 from gossamer.layouts.kept import KEPT_BYTES, LEAST_KEPT, MOST_KEPT, Kept
 from gossamer.patterns import Causal, Dense, SlidingWindow
 from gossamer.patterns.handles import token_of
-from gossamer.torch.calls import keep
-from gossamer.torch.plan import held, hold_for_graphs, plan_for, terms_of
+from gossamer.torch.calls import keep, kind_of
+from gossamer.torch.plan import Plan, held, hold_for_graphs, plan_for, terms_of
+from gossamer.torch.registry import pattern_of
 from gossamer.torch.validate import Arguments
 
 RANGE = 128  # numbers of keys that share a plan
@@ -73,8 +74,34 @@ def decoding(
         options: (scale, q_offset, softcap, implementation, deterministic).
         tensors: key_lengths, sink_logits and alibi_slopes, or nothing.
     """
-    scale, q_offset, softcap, implementation, deterministic = options
-    if len(kind[Q_SHAPE]) != 4 or kind[GRADIENT] or not kind[ALIGNED]:
+    seen = keys_seen(kind, pattern, options, tensors)
+    if seen is None:
+        return None
+    scale, _, softcap, implementation, deterministic = options
+    B, G, K, D = kind[K_SHAPE]
+    count = seen[1]
+    most = -(-count // RANGE) * RANGE
+    key = (
+        most, B, G, D, kind[V_SHAPE][3], kind[Q_SHAPE], kind[Q_STRIDE], kind[TYPES:GRADIENT], scale, softcap,
+        implementation, deterministic, kind[-1] if tensors else None,
+    )  # fmt: skip
+    found = _ranges.get(key)
+    if found is None:
+        k, v, sinks = k.narrow(2, *seen), v.narrow(2, *seen), tensors[1] if tensors else None
+        a = Arguments(q, k, v, None, None, None, sinks, None, scale, softcap, implementation, deterministic, False)
+        found = _ranges.put(key, *_bound(a, most))
+    if found.run is None:
+        return None
+    some = None if count == K else seen
+    return keep(kind, Decoding(found.run, some, found.lengths[count - most - 1], token_of(kind[0])))
+
+
+def keys_seen(
+    kind: tuple[Any, ...], pattern: Any, options: tuple[Any, ...], tensors: tuple[Tensor | None, ...]
+) -> tuple[int, int] | None:
+    """The first key that the one query of a call sees, and how many; None where it goes the usual way."""
+    scale, q_offset, softcap, *_ = options
+    if len(kind[Q_SHAPE]) != 4 or kind[Q_SHAPE][2] != 1 or kind[GRADIENT] or not kind[ALIGNED]:
         return None
     if type(scale) not in _NUMBERS or type(softcap) not in _NUMBERS or len(set(kind[DEVICES:GRADIENT])) > 1:
         return None
@@ -89,51 +116,54 @@ def decoding(
     for strides in (kind[K_STRIDE], kind[V_STRIDE]):
         if strides[3] != 1 or min(strides) <= 0 or (strides[0] | strides[1] | strides[2]) % STEP:
             return None
-    B, G, K, D = kind[K_SHAPE]
-    first, end = _seen(pattern, K, K - 1 if q_offset is None else q_offset)
-    seen = end - first
-    if seen <= 0 or type(q_offset) not in (type(None), int) or abs(q_offset or 0) >= 2**31:
+    if type(q_offset) not in (type(None), int) or abs(q_offset or 0) >= 2**31:
         return None
-    most = -(-seen // RANGE) * RANGE
-    key = (
-        most, B, G, D, kind[V_SHAPE][3], kind[Q_SHAPE], kind[Q_STRIDE], kind[TYPES:GRADIENT], scale, softcap,
-        implementation, deterministic, kind[-1] if tensors else None,
-    )  # fmt: skip
-    found = _ranges.get(key)
-    if found is None:
-        k, v, sinks = k[:, :, first:end], v[:, :, first:end], tensors[1] if tensors else None
-        a = Arguments(q, k, v, None, None, None, sinks, None, scale, softcap, implementation, deterministic, False)
-        found = _ranges.put(key, *_bound(a, most))
-    if found.run is None:
-        return None
-    some = None if seen == K else (first, seen)
-    return keep(kind, Decoding(found.run, some, found.lengths[seen - most - 1], token_of(kind[0])))
-
-
-def _seen(pattern: Any, K: int, position: int) -> tuple[int, int]:
-    """The first of K keys that a query sees, and the one after the last."""
+    K = kind[K_SHAPE][2]
+    position = K - 1 if q_offset is None else q_offset
     if isinstance(pattern, SlidingWindow):
         left, right = pattern.left, pattern.right
     else:
         left, right = None, 0 if isinstance(pattern, Causal) else None
-    return 0 if left is None else max(0, position - left), K if right is None else min(K, position + right + 1)
+    first = 0 if left is None else max(0, position - left)
+    end = K if right is None else min(K, position + right + 1)
+    return (first, end - first) if first < end else None
+
+
+def for_one_query(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, pattern: Any, options: tuple[Any, ...],
+    tensors: tuple[Tensor | None, ...],
+) -> Plan:  # fmt: skip
+    """The plan of a call with what its calls are bound to first, where they are: for `explain`."""
+    pattern = _DENSE if pattern is None else pattern_of(pattern) if type(pattern) is int else pattern
+    tensors = tensors if any(x is not None for x in tensors) else ()
+    kind = kind_of(q, k, v, pattern, options[4], options[:4], tensors)
+    seen = None if kind is None else keys_seen(kind, pattern, options, tensors)
+    found = None if seen is None else growing(plan, seen[1])
+    if found is None:
+        return plan
+    return replace(plan, implementations=(found[0], *(i for i in plan.implementations if i is not found[0])))
+
+
+def growing(plan: Plan, keys: int) -> tuple[Any, Problem] | None:
+    """The implementation of a plan whose bound calls take up to so many keys, and its problem; None without one."""
+    problem = replace(plan.problem, K=keys, score_terms=(plan.problem.score_terms - {"q_offset"}) | {"key_lengths"})
+    able = [i for i in plan.implementations if i.capability.grows and not reasons(problem, i.capability)]
+    return (able[0], problem) if able else None
 
 
 def _bound(a: Arguments, most: int) -> tuple[Range, int]:
     """The calls of up to `most` keys, and the bytes of what they hold."""
-    plan = plan_for(a, [])
-    problem = replace(plan.problem, K=most, score_terms=plan.problem.score_terms | {"key_lengths"})
-    able = [i for i in plan.implementations if i.capability.grows and not reasons(problem, i.capability)]
-    if not able or not most:
+    found = growing(plan_for(a, []), most)
+    if found is None:
         return Range(None, ()), 0
-    block_q, block_kv = able[0].tile(problem)
+    implementation, problem = found
+    block_q, block_kv = implementation.tile(problem)
     lengths = _lengths(a.q.device, problem.B, most)
     terms = replace(terms_of(a), q_offset=most - 1, key_lengths=lengths[0])
     layout = cached_layout(
         _DENSE, 1, most, block_q=block_q, block_kv=block_kv, q_offset=most - 1, device=a.q.device
     )  # fmt: skip
-    binding: Any = able[0]
-    return Range(binding.bound_forward(problem, a.q, a.k, a.v, layout, terms), lengths), held(layout)
+    return Range(implementation.bound_forward(problem, a.q, a.k, a.v, layout, terms), lengths), held(layout)
 
 
 @lru_cache(LEAST_KEPT)

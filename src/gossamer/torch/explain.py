@@ -15,6 +15,7 @@ from gossamer.patterns import Pattern
 from gossamer.patterns.reordered import ReorderedCSR
 from gossamer.torch.advice import advice, all_pairs, pairs_per_second, shown, ways
 from gossamer.torch.api import check_types, is_deterministic, what
+from gossamer.torch.decoding import for_one_query
 from gossamer.torch.parts import calls, folded, split_for
 from gossamer.torch.plan import Plan, make_plan, placed, refusals, terms_of
 from gossamer.torch.registry import pattern_of
@@ -207,7 +208,7 @@ def explain(
     if merge is not None:
         raise ValueError(f"merge must be None: each term of {describe(pattern)} is a call, to be explained alone")
     check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation)
-    inputs = (q, k, v, sink_logits)
+    inputs, given = (q, k, v, sink_logits), (q, k, v, pattern)
     backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     q, k, v = four_dimensional(q, k, v)
     reordered = isinstance(pattern, ReorderedCSR)
@@ -222,6 +223,8 @@ def explain(
         is_deterministic(deterministic), backward,
     )  # fmt: skip
     plan = make_plan(a, geometry, backward=False)
+    options = scale, q_offset, softcap, implementation, a.deterministic
+    plan = for_one_query(plan, *given, options, (key_lengths, sink_logits, alibi_slopes))
     terms = terms_of(a)
     p = plan.problem
     split, where = split_for(plan, terms, handle), (handle, tensors, geometry)
@@ -279,6 +282,8 @@ def _refused(computed: list[_Computed], p: Problem, asked_for: str | None) -> di
     found = {}
     for at, other in enumerate(NAMES):
         unused = "comes after the one chosen" if at > first else "its tiles hold more pairs of this pattern"
+        if at < first and p.Q == 1:
+            unused = "plans one query again for each number of keys"
         if other not in named:
             found[other] = refusals(other, p) or [unused if asked_for is None else "not asked for"]
     return found
