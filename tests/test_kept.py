@@ -22,10 +22,32 @@ def test_many_small_ones_or_few_large_ones() -> None:
     kept: Kept[int] = Kept(2, 5, 100)
     for key in range(8):
         kept.put(key, key, 10)
-    assert [key in kept for key in range(8)] == [False] * 3 + [True] * 5
+    assert [key in kept for key in range(8)] == [False] * 6 + [True] * 2  # none of them has come back
+    for _ in range(3):
+        for key in range(5):
+            kept.put(key, key, 10)
+    assert [key in kept for key in range(8)] == [True] * 5 + [False] * 3
     for key in range(8, 12):
         kept.put(key, key, 90)
     assert [key in kept for key in range(12)] == [False] * 10 + [True] * 2  # two, though they are too large together
+
+
+def test_room_grows_for_what_comes_back_alone() -> None:
+    kept: Kept[int] = Kept(4, 32)
+    for key in range(500):
+        kept.put(key, key)
+    assert len(kept) == 4
+    made = []
+    for turn in range(6):
+        for key in "abcdefghijklmnopqrstuvwxyz":  # a layer each
+            if kept.get(key) is None:
+                kept.put(key, turn)
+                made.append(turn)
+    assert made.count(0) == 26 and set(made) <= {0, 1} and len(kept) == 26
+    kept.clear()
+    for key in range(500):
+        kept.put(key, key)
+    assert len(kept) == 4
 
 
 def test_all_asked_for_and_no_room() -> None:

@@ -119,16 +119,18 @@ def test_few_calls_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_hundred_layers_are_all_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with a pattern of its own, asked for in turn: none is forgotten before it comes again."""
+    """Each with a pattern of its own, asked for in turn: in the second round there is room for all, and it stays."""
     calls.forget()
     x, made = [y.detach() for y in inputs()], []
     patterns = [gs.SlidingWindow(left, right) for left in range(10) for right in range(10)]
     init = calls.Call.__init__
     monkeypatch.setattr(calls.Call, "__init__", lambda self, *rest: (made.append(1), init(self, *rest))[1])
-    for _ in range(3):
+    rounds = []
+    for _ in range(4):
         for pattern in patterns:
             gs.attention(*x, pattern)
-    assert len(made) == 100
+        rounds.append(len(made))
+    assert rounds[0] == 100 and rounds[1] <= 200 and rounds[1] == rounds[2] == rounds[3]
     calls.forget()
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from gossamer.layouts.estimate import Sample
 from gossamer.layouts.gather import WIDTHS, item_limit
-from gossamer.layouts.kept import MOST_KEPT, Kept
+from gossamer.layouts.kept import LEAST_KEPT, MOST_KEPT, Kept
 from gossamer.patterns.base import Pattern
 
 # A tile that executes no more than this for each useful pair is not compared with others.
@@ -23,7 +23,7 @@ BITS_PAIR = 0.28
 # with them, and a tile beside its pairs, while it follows another. Measured on an H200 at 512 to 4096 positions, D 128.
 START, JOIN, TILE_STEP, STEP_PAIR = 5e4, 4.5e4, 4500.0, 0.7
 
-_costs: Kept[tuple[float, ...]] = Kept(MOST_KEPT)
+_costs: Kept[tuple[float, ...]] = Kept(LEAST_KEPT, MOST_KEPT)
 
 
 class Machine(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 Value = TypeVar("Value")
 
-# Entries of what holds memory: these many in any case, and these many that hold no more than these bytes.
+# Entries: these many in any case; and these many, where they are asked for again, that hold no more than these bytes.
 LEAST_KEPT, MOST_KEPT, KEPT_BYTES = 64, 1024, 2**28
 
 
@@ -18,13 +18,17 @@ class Kept(Generic[Value]):
     """Values by key. `least` stay whatever they hold; more, up to `most`, while all hold no more than `limit` bytes.
 
     A model whose layers all differ has an entry for each and asks for them in turn: forgetting the oldest, or the least
-    recently used, of one entry too few would forget each just before its turn, so there is room for many small ones.
+    recently used, of one entry too few would forget each just before its turn. Patterns that change in every step are
+    never asked for again, and keeping many of them is for nothing. So there is room for `least`, and for twice as many
+    each time that one comes back which was forgotten (its hash is remembered).
     One that was asked for since it came up last for being forgotten is passed over once (`get` only marks it, since
     moving it would take as long as finding it).
     """
 
     def __init__(self, least: int, most: int | None = None, limit: float = math.inf) -> None:
         self.least, self.most, self.limit = least, most or least, limit
+        self._room = least
+        self._forgotten: OrderedDict[int, None] = OrderedDict()  # hashes of keys
         self._entries: OrderedDict[Hashable, list[Any]] = OrderedDict()  # [value, bytes, asked for]
         self._bytes = 0
         self._lock = Lock()
@@ -49,6 +53,8 @@ class Kept(Generic[Value]):
             entry = self._entries.get(key)
             if entry is not None:
                 return entry[0]
+            if self._forgotten.pop(hash(key), 0) is None:
+                self._room = min(2 * self._room, self.most)
             while self._entries and self._full(size):
                 oldest, entry = self._entries.popitem(last=False)
                 if entry[2]:
@@ -56,6 +62,9 @@ class Kept(Generic[Value]):
                     self._entries[oldest] = entry
                 else:
                     self._bytes -= entry[1]
+                    self._forgotten[hash(oldest)] = None
+                    if len(self._forgotten) > self.most:
+                        self._forgotten.popitem(last=False)
             self._entries[key] = [value, size, False]
             self._bytes += size
             return value
@@ -63,10 +72,11 @@ class Kept(Generic[Value]):
     def _full(self, size: int) -> bool:
         """Whether one more of this size is too many."""
         n = len(self._entries) + 1
-        return n > self.most or (n > self.least and self._bytes + size > self.limit)
+        return n > self._room or (n > self.least and self._bytes + size > self.limit)
 
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
             self._entries.clear()
-            self._bytes = 0
+            self._forgotten.clear()
+            self._bytes, self._room = 0, self.least
