@@ -159,9 +159,8 @@ def forward(
             return forward(problem, q, k, v, layout, terms, split=split, into=into, config=config)
     # Results of float32 are written two numbers at a time.
     if into is not None and (not readable(into[0]) or (q.dtype == torch.float32 and problem.E % 2)):
-        out, _ = forward(problem, q, k, v, layout, terms, split=split, into=(empty(q, into[0].shape), into[1]))
-        into[0].copy_(out)
-        return into
+        found = forward(problem, q, k, v, layout, terms, split=split)
+        return into[0].copy_(found[0]), into[1].copy_(found[1])
     p, device = problem, q.device
     if into is None:
         out = empty_like(q) if p.E == p.D else empty(q, (p.B, p.H, p.Q, p.E))

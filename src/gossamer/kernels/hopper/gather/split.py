@@ -6,7 +6,7 @@ the row's largest keeps 22 bits, and of a smaller one the error is 2^-39 of the 
 then leaves out 2^-22 of a product at most. (Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores
 while surpassing the FP32 theoretical peak performance", IJHPCA 2022, split by powers of two in the same way.)
 
-Exponents are taken no lower than KEY_LEAST and VALUE_LEAST, below which numbers lose bits. Infinities become NaN.
+Exponents are taken no lower than LEAST: rows whose largest number is under 2^-115 lose bits. Infinities become NaN.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ VECTOR = 8  # numbers of a row that a thread splits: 16 bytes of hi and 16 of lo
 FIELD = 23  # place of the exponent in the bits of a float32
 BIAS = 127
 TOP = 14  # exponent of a row's largest number before it is split
-KEY_LEAST, VALUE_LEAST = -98, -75
-# What is stored with a row, 2^(e - shift). Scores: q k = (q' k') 2^(e_k - 28) 2^e_q; the factor of a query is not
-# stored. Values: so that probabilities of the least exponent and of the largest both fit float32, see split_consume.py.
-KEY_SHIFT, VALUE_SHIFT = 2 * TOP, 25
+LEAST = -98
+# What is stored with a row is 2^(e - shift). Scores: q k = (q' k') 2^(e_k - 28) 2^e_q; the factor of a query is not
+# stored. Values: so that the power of usual ones is near 1, see split_consume.py.
+KEY_SHIFT, VALUE_SHIFT = 2 * TOP, 1
 
 
 @dsl_user_op
@@ -79,9 +79,9 @@ def float_bits(x: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
     return Int32(llvm.bitcast(T.i32(), Float32(x).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
 
 
-def exponent_field(bits: Int32, least: int) -> Int32:
-    """The biased exponent of a number's bits, no less than that of 2^least."""
-    return cutlass.max(bits >> FIELD, Int32(BIAS + least))
+def exponent_field(bits: Int32) -> Int32:
+    """The biased exponent of a number's bits, no less than that of 2^LEAST."""
+    return cutlass.max(bits >> FIELD, Int32(BIAS + LEAST))
 
 
 def down(field: Int32) -> Float32:
@@ -127,8 +127,8 @@ class Split:
                 self.load(x[batch, head, row, None], lane, values)
                 found.append(values)
             both = cute.make_rmem_tensor((2,), Float32)
-            self.send(found[0], k_halves[batch, head, row, None], lane, both, 0, KEY_LEAST, KEY_SHIFT)
-            self.send(found[1], v_halves[batch, head, row, None], lane, both, 1, VALUE_LEAST, VALUE_SHIFT)
+            self.send(found[0], k_halves[batch, head, row, None], lane, both, 0, KEY_SHIFT)
+            self.send(found[1], v_halves[batch, head, row, None], lane, both, 1, VALUE_SHIFT)
             if lane == 0:
                 cute.autovec_copy(both, powers[batch, head, row, None])
 
@@ -139,14 +139,12 @@ class Split:
             cute.autovec_copy(cute.local_tile(row, (VECTOR,), (lane,)), to)
 
     @cute.jit
-    def send(
-        self, values, to, lane, both, place: cutlass.Constexpr, least: cutlass.Constexpr, shift: cutlass.Constexpr
-    ):  # fmt: skip
+    def send(self, values, to, lane, both, place: cutlass.Constexpr, shift: cutlass.Constexpr):
         """Split and store them, with the row's power."""
         bits = largest_bits(values, range(VECTOR))
         for i in cutlass.range_constexpr(self.lanes.bit_length() - 1):
             bits = cutlass.max(bits, cute.arch.shuffle_sync_bfly(bits, offset=1 << i))
-        field = exponent_field(bits, least)
+        field = exponent_field(bits)
         both[place] = power(field - shift)
         factor = down(field)
         for i in cutlass.range_constexpr(VECTOR):

@@ -3,8 +3,9 @@
 A score is a sum of three products of halves, times the powers of its query and its key. Probabilities are split as
 well: P' = 2^(t - r) f, with f the power of the value's row and r a reference of the query's row, is what is multiplied
 into the values as they are stored; the row sums add 2^(t - r). So that neither leaves its range, r follows the largest
-t + log2 f, what a key adds to the result, and not the largest t: P' is between 1 and LIMIT where it counts, and
-2^(t - r) between 2^-102 and 2^100 there, whatever the rows of V hold.
+t + log2 f, what a key adds to the result, and not the largest t: P' is between 1 and 2^LIMIT where it counts, and
+2^(t - r) between 2^-126 and 2^112 there, whatever the rows of V hold (up to 2^103; in larger ones what is far below a
+row's largest contribution is lost).
 
 The products of a step are summed from zero, the small ones first, and added to O in float32: tensor cores cut off what
 they add, and over many steps that would be seen.
@@ -41,7 +42,6 @@ from gossamer.kernels.hopper.gather.produce import step_words
 from gossamer.kernels.hopper.gather.split import (
     BIAS,
     FIELD,
-    KEY_LEAST,
     TOP,
     VALUE_SHIFT,
     down,
@@ -179,7 +179,7 @@ class SplitConsumer:
             bits = largest_bits(numbers, places)
             for offset in (1, 2):
                 bits = cutlass.max(bits, cute.arch.shuffle_sync_bfly(bits, offset=offset))
-            field = cutlass.min(exponent_field(bits, KEY_LEAST), Int32(2 * BIAS))
+            field = cutlass.min(exponent_field(bits), Int32(2 * BIAS))
             env.row[r] = power(field) * (env.exponent if const_expr(c.score == "fold") else env.before)
             factor = down(field)
             for i in places:
@@ -196,14 +196,10 @@ class SplitConsumer:
 
     @cute.jit
     def words(self, env, words, at, kv):
-        """Wait for K of step `at`, which is there with the step's words and powers, and V of the step before.
-
-        A thread that gathers arrives when all that it has copied so far is complete.
-        """
+        """Wait for K of step `at`, with the step's words and powers. A fence makes it visible to the products."""
         c = self.config
         stage, phase = ring(kv, c.stages)
         cute.arch.mbarrier_wait(env.bars.k_full + stage, phase)
-        cute.arch.fence_view_async_shared()
         step_words(env, words, ring(kv, 2 * c.stages)[0], at, c.lengths)
 
     @cute.jit
@@ -244,31 +240,33 @@ class SplitConsumer:
         acc_s = cute.make_rmem_tensor(env.mma_s.get_slice(0).partition_shape_C((ROWS, ROWS)), Float32)
         words = cute.make_rmem_tensor((device.ROWS, ROWS // 32), Int32)
         self.words(env, words, at, kv)
+        cute.arch.fence_view_async_shared()
         self.issue_s(env, acc_s, kv)
         warpgroup.wait_group(0)
         self.release(env, env.bars.k_empty + ring(kv, c.stages)[0])
-        self.softmax(env, acc_s, words, kv)
-        split(acc_s, *env.p)
+        values, _ = self.powers_of_two(env, acc_s, words, kv)
+        self.probabilities(env, acc_s, values)
 
     @cute.jit
     def step(self, env, at, kv):
-        """S of a step and P V of the one before, and its softmax while P V runs."""
+        """S of a step and P V of the one before, which runs beside the first half of the softmax."""
         c = self.config
         acc_s = cute.make_rmem_tensor(env.mma_s.get_slice(0).partition_shape_C((ROWS, ROWS)), Float32)
         part = cute.make_rmem_tensor_like(env.acc_o)
         words = cute.make_rmem_tensor((device.ROWS, ROWS // 32), Int32)
         self.words(env, words, at, kv)
+        self.value(env, kv)
         self.issue_s(env, acc_s, kv)
         self.issue_o(env, part, kv - 1)
         warpgroup.wait_group(1)
         self.release(env, env.bars.k_empty + ring(kv, c.stages)[0])
-        raised = self.softmax(env, acc_s, words, kv)
+        values, raised = self.powers_of_two(env, acc_s, words, kv)
         warpgroup.wait_group(0)
         self.release(env, env.bars.v_empty + ring(kv - 1, c.stages)[0])
         self.add(env, part)
         if raised:
             device.scale_rows(env.acc_o, env.rescale)
-        split(acc_s, *env.p)
+        self.probabilities(env, acc_s, values)
 
     @cute.jit
     def bridge(self, env, stage, following, kv):
@@ -281,6 +279,7 @@ class SplitConsumer:
         self.issue_o(env, part, kv - 1)
         self.query(env, following)
         self.words(env, words, env.item[BITS, following], kv)
+        cute.arch.fence_view_async_shared()
         self.issue_s(env, acc_s, kv)
         warpgroup.wait_group(1)
         self.release(env, env.bars.v_empty + ring(kv - 1, c.stages)[0])
@@ -289,8 +288,8 @@ class SplitConsumer:
         self.begin(env)
         warpgroup.wait_group(0)
         self.release(env, env.bars.k_empty + ring(kv, c.stages)[0])
-        self.softmax(env, acc_s, words, kv)
-        split(acc_s, *env.p)
+        values, _ = self.powers_of_two(env, acc_s, words, kv)
+        self.probabilities(env, acc_s, values)
 
     @cute.jit
     def last(self, env, kv):
@@ -304,7 +303,7 @@ class SplitConsumer:
 
     @cute.jit
     def value(self, env, kv):
-        """Wait for V of the last step."""
+        """Wait for V of the step before, and make what was waited for visible to the products."""
         stage, phase = ring(kv - 1, self.config.stages)
         cute.arch.mbarrier_wait(env.bars.v_full + stage, phase)
         cute.arch.fence_view_async_shared()
@@ -315,8 +314,11 @@ class SplitConsumer:
             env.acc_o[i] = env.acc_o[i] + part[i]
 
     @cute.jit
-    def softmax(self, env, scores, words, kv):
-        """Scores to P' of split.py, in place; returns whether references were raised, and O is to be rescaled."""
+    def powers_of_two(self, env, scores, words, kv):
+        """Scores to t - r of this module's text, in place.
+
+        Returns the powers of the values' rows, and whether references were raised, and O is to be rescaled.
+        """
         c = self.config
         count = const_expr(ROWS // 8)
         values = cute.make_rmem_tensor((2 * count,), Float32)  # powers of the rows of V, of this thread's columns
@@ -355,9 +357,14 @@ class SplitConsumer:
         raised = cute.arch.vote_any_sync(unset | above)
         if raised:
             self.raise_references(env, scores, values)
+        return values, raised
+
+    @cute.jit
+    def probabilities(self, env, scores, values):
+        """The sums of 2^(t - r), and P' in halves."""
         for r in cutlass.range_constexpr(device.ROWS):
             sums = [Float32(0.0) for _ in range(4)]
-            for j in cutlass.range_constexpr(count):
+            for j in cutlass.range_constexpr(ROWS // 8):
                 for e in cutlass.range_constexpr(2):
                     i = const_expr(4 * j + 2 * r + e)
                     weight = cute.math.exp2(scores[i], fastmath=True)
@@ -365,7 +372,7 @@ class SplitConsumer:
                     sums[place] = sums[place] + weight
                     scores[i] = weight * values[2 * j + e]
             env.row_sum[r] = env.row_sum[r] + ((sums[0] + sums[1]) + (sums[2] + sums[3]))
-        return raised
+        split(scores, *env.p)
 
     @cute.jit
     def powers_of(self, env, slot, j: cutlass.Constexpr):

@@ -11,17 +11,30 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float16, Float32, Int32
+from cutlass import Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from gossamer.kernels.hopper.common import BATCH, BITS, BITSES, HEAD, ITEM, ROWS, TILE, VALID, WARPGROUP, Env, ring, ticket
+from gossamer.kernels.hopper.common import (
+    BATCH,
+    BITS,
+    BITSES,
+    HEAD,
+    ITEM,
+    ROWS,
+    TILE,
+    VALID,
+    WARPGROUP,
+    Env,
+    ring,
+    ticket,
+)
 from gossamer.kernels.hopper.gather.config import SplitConfig
 from gossamer.kernels.hopper.gather.produce import (
     LINE,
     PIECE,
-    THREADS,
+    PIECES,
     WORDS,
     Gatherer,
     Items,
@@ -34,6 +47,7 @@ from gossamer.kernels.hopper.gather.split import Split
 from gossamer.kernels.hopper.gather.split_consume import SplitConsumer
 
 POWERS = 8  # bytes of the powers of a column
+AT_ONCE = 4  # rows that a warp copies a line of
 
 
 class SplitForward(Items, Gatherer, SplitConsumer):
@@ -165,10 +179,10 @@ class SplitForward(Items, Gatherer, SplitConsumer):
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(c.q_stages):
                     cute.arch.mbarrier_init(bars.q_full + i, 1)
-                    cute.arch.mbarrier_init(bars.q_empty + i, 4 + 3)  # the warps that compute, and those that gather
+                    cute.arch.mbarrier_init(bars.q_empty + i, 4 + 3)  # the warps that compute and gather
                 for i in cutlass.range_constexpr(c.stages):
-                    cute.arch.mbarrier_init(bars.k_full + i, THREADS + 32)
-                    cute.arch.mbarrier_init(bars.v_full + i, THREADS)
+                    cute.arch.mbarrier_init(bars.k_full + i, 64)
+                    cute.arch.mbarrier_init(bars.v_full + i, 32)
                     cute.arch.mbarrier_init(bars.k_empty + i, 4)
                     cute.arch.mbarrier_init(bars.v_empty + i, 4)
         cute.arch.mbarrier_init_fence()
@@ -191,9 +205,10 @@ class SplitForward(Items, Gatherer, SplitConsumer):
                 told = Env(item=item, full=bars.q_full, empty=bars.q_empty, stages=c.q_stages)
                 if role == 1:
                     self.accompany(powers, bars, told, indices, bits, s_bits, s_powers, ratio)
+                elif role == 2:
+                    self.gather_one(k, storage.k.data_ptr(), bars.k_full, bars.k_empty, told, indices, ratio)
                 else:
-                    rings = storage.k.data_ptr(), storage.v.data_ptr()
-                    self.gather(k, v, rings[0], rings[1], bars, told, indices, bits, s_bits, ratio)
+                    self.gather_one(v, storage.v.data_ptr(), bars.v_full, bars.v_empty, told, indices, ratio)
         else:
             cute.arch.setmaxregister_increase(computing)
             self.consume(
@@ -229,8 +244,46 @@ class SplitForward(Items, Gatherer, SplitConsumer):
                     cute.arch.mbarrier_arrive(bar)
             turn += 1
 
-    def fill_words(self, *given: Any) -> None:
-        """They come with the powers."""
+    @cute.jit
+    def gather_one(self, tensor, ring_at, full, empty, told, indices, ratio):
+        """A warp that fills the ring of K or of V: a thread copies the same piece of each line of every fourth row."""
+        c = self.config
+        lane = cute.arch.lane_idx()
+        piece, row = lane % PIECES, lane // PIECES
+        # Pieces of a line are permuted by the row in eight: two patterns, of rows below four and from there on.
+        to = [ring_at.toint() + row * LINE + (piece ^ (row + 4 * odd)) * PIECE for odd in range(2)]
+        stride = Int32(2 * tensor.stride[2])
+        columns = cute.make_rmem_tensor((ROWS // AT_ONCE,), Int32)
+        columns.fill(-1)
+        turn, kv = Int32(0), Int32(0)  # items and steps so far
+        cute.arch.mbarrier_wait(told.full, 0)
+        running = told.item[VALID, 0]
+        while running != 0:
+            place = ring(turn, told.stages)[0]
+            batch, group = told.item[BATCH, place], told.item[HEAD, place] // ratio
+            at, steps = told.item[BITS, place], told.item[BITSES, place]
+            self.heard(told, place)
+            start = tensor[batch, group, None, None].iterator.toint() + PIECE * piece
+            if steps > 0:
+                for j in cutlass.range_constexpr(ROWS // AT_ONCE):
+                    columns[j] = indices[at * ROWS + row + j * AT_ONCE]
+            for n in cutlass.range(at, at + steps, unroll=1):
+                stage, phase = ring(kv, c.stages)
+                cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+                for j in cutlass.range_constexpr(ROWS // AT_ONCE):
+                    for line in cutlass.range_constexpr(self.lines):
+                        behind = const_expr((j * AT_ONCE + line * ROWS) * LINE)
+                        target = to[j % 2] + stage * (ROWS * LINE * self.lines)
+                        copy(target, start, columns[j], stride, False, PIECE, behind, line * LINE)
+                cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+                if n + 1 < at + steps:
+                    for j in cutlass.range_constexpr(ROWS // AT_ONCE):
+                        columns[j] = indices[(n + 1) * ROWS + row + j * AT_ONCE]
+                kv += 1
+            turn += 1
+            place, phase = ring(turn, told.stages)
+            cute.arch.mbarrier_wait(told.full + place, phase)
+            running = told.item[VALID, place]
 
     @cute.jit
     def accompany(self, powers, bars, told, indices, bits, s_bits, s_powers, ratio):
