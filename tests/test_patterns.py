@@ -36,6 +36,7 @@ DEFINITIONS = {
     "causal sinks": (gs.SlidingWindow(4, 0, 3), lambda i, j, K: j <= i and (j >= i - 4 or j < 3)),
     "sinks": (gs.SlidingWindow(4, 1, 3), lambda i, j, K: i - 4 <= j <= i + 1 or j < 3),
     "local": (gs.Local(6), lambda i, j, K: i // 6 == j // 6),
+    "segment": (gs.DilatedSegment(12, 3, 2), lambda i, j, K: i // 12 == j // 12 and i % 12 % 3 == j % 12 % 3 == 2),
     "longformer": (gs.Longformer(7, (0, 5)), lambda i, j, K: abs(i - j) <= 3 or i in (0, 5) or j in (0, 5)),
     "longformer dilated": (gs.Longformer(6, (), 3), lambda i, j, K: abs(i - j) <= 9 and (i - j) % 3 == 0),
     "dilated": (gs.Dilated(4, 2, 3), lambda i, j, K: any(j == i - m * 3 for m in range(-2, 5))),
@@ -47,6 +48,14 @@ DEFINITIONS = {
     "or": (gs.SlidingWindow(2) | gs.Dilated(3, 0, 5), lambda i, j, K: i - j in (0, 1, 2, 5, 10, 15)),
     "not": (~gs.Causal(), lambda i, j, K: j > i),
 }
+
+# Defined in tests of their own, by sizes, batch elements or heads.
+APART = {"BigBird", "BlockMask", "CSR", "Document", "LongNet", "Neighborhood", "PerBatch", "PerHead", "Tree"}
+
+
+def test_every_pattern_has_a_definition():
+    defined = {type(pattern).__name__ for pattern, _ in DEFINITIONS.values()}
+    assert defined | APART >= set(gs.patterns.__all__) - {"Pattern"}
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)
@@ -412,6 +421,10 @@ def test_truth_value_says_what_to_use(use):
         (lambda: gs.Neighborhood((4, 4), (1, 1)).materialize(16, 17), "has 16 points, needs K=17"),
         (lambda: gs.Predicate(3), "fn"),
         (lambda: gs.Predicate(lambda i, j: i + j).materialize(3, 3), "fn of Predicate"),
+        (
+            lambda: gs.Predicate(lambda b, h, i, j: i >= j).materialize(3, 3),
+            r"as lambda i, j: mask\(0, 0, i, j\)",
+        ),
         (lambda: gs.PerHead([]), "patterns"),
         (lambda: gs.PerHead(gs.Causal()), "patterns"),
         (lambda: gs.PerBatch([]), "one for each batch element"),

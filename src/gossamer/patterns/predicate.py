@@ -22,7 +22,8 @@ class Predicate(Pattern):
 
     Args:
         fn: a vectorised boolean function of int64 numpy arrays of query and key positions, which broadcast against
-            each other. Positions may lie outside the sequence; what it says of them is ignored.
+            each other. Positions may lie outside the sequence; what it says of them is ignored. It is not asked again:
+            what it reads must not change.
     """
 
     fn: Callable[[np.ndarray, np.ndarray], Any]
@@ -38,7 +39,9 @@ class Predicate(Pattern):
         try:
             kept = np.asarray(self.fn(i, j))
         except Exception as error:
-            raise ValueError(f"fn of Predicate raised {type(error).__name__}: {error}") from error
+            four = "; a mask function of FlexAttention is given as lambda i, j: mask(0, 0, i, j)"
+            hint = four if isinstance(error, TypeError) and "positional argument" in str(error) else ""
+            raise ValueError(f"fn of Predicate raised {type(error).__name__}: {error}{hint}") from error
         shape = np.broadcast_shapes(i.shape, j.shape)
         try:
             if kept.dtype != np.bool_:

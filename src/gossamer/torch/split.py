@@ -62,7 +62,8 @@ class Part:
         what, count = repr(self.pattern), self.run.classes
         if self.dilation > 1:
             plain = "plain windows, " if isinstance(self.pattern, SlidingWindow) else ""
-            what = f"{count} views of {plain}{what}, by steps of {self.dilation} positions"
+            sizes = f"{self.run.Q:,} queries and {self.run.K:,} keys each"
+            what = f"{count} views of {plain}{what}, by steps of {self.dilation} positions, {sizes}"
         h = self.heads
         heads = range(h.start, h.start + h.number * h.step, h.step)
         own = f", {len(heads) * count} heads in a class each" if self.diagonal else f", heads {_shown(heads)}"
