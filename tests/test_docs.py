@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import gossamer
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 # Sizes of the examples that are there for a GPU: a CPU runs the same code on shorter sequences.
@@ -49,6 +51,14 @@ def test_examples_run(page: str) -> None:
     others = ("flex_attention called without torch.compile", "`torch.jit")  # the latter is torch's compiler's own
     done = run(code, "-W", "error", *(part for other in others for part in ("-W", f"ignore:{other}")))
     assert done.returncode == 0, done.stderr
+
+
+def test_every_public_name_is_documented() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    public = set(gossamer.__all__) - {"__version__"}
+    assert [name for name in public if not re.search(rf"\b{name}\b", text)] == []
+    patterns = (ROOT / "docs/patterns.md").read_text()
+    assert [name for name in gossamer.patterns.__all__ if not re.search(rf"\b{name}\b", patterns)] == ["Pattern"]
 
 
 def anchors(page: Path) -> set[str]:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_patterns import DEFINITIONS
 
 import gossamer as gs
 from gossamer.layouts import (
@@ -63,9 +64,15 @@ def leaves(K, Q):
     def block_mask(r, block):
         return gs.BlockMask(r.random((-(-Q // block), -(-K // block))) < 0.4, block)
 
+    def fits(pattern):
+        try:
+            pattern.check(Q, K)
+        except ValueError:
+            return False
+        return True
+
     options = [
-        st.just(gs.Dense()),
-        st.just(gs.Causal()),
+        st.sampled_from([pattern for pattern, _ in DEFINITIONS.values() if fits(pattern)]),
         st.builds(gs.SlidingWindow, small, small, st.sampled_from([0, 0, 3, 40])),
         st.builds(gs.SlidingWindow, st.none() | small, st.none() | st.just(0)),
         st.builds(gs.Local, st.integers(1, 150)),
@@ -75,6 +82,7 @@ def leaves(K, Q):
         st.builds(gs.Dilated, st.integers(0, 20), st.integers(0, 9), st.integers(1, 9)),
         st.builds(gs.Strided, st.integers(1, 60), small),
         st.builds(gs.PowerStrided, st.integers(2, 4), st.integers(0, 40)),
+        st.builds(lambda w, r: gs.DilatedSegment(w, r, w % r), st.integers(1, 150), st.integers(1, 9)),
         rng.map(lambda r: gs.Document(np.sort(r.integers(0, 5, K)))),
         rng.map(lambda r: gs.Document(r.integers(0, 3, K))),
         st.builds(block_mask, rng, st.sampled_from([16, 32, 48, 64, 128])),
@@ -92,6 +100,8 @@ def leaves(K, Q):
         rng.map(lambda r: gs.BlockMask(block_mask(r, 32).mask[None], 32)),
         st.builds(gs.SlidingWindow, small, small).map(lambda p: gs.PerHead([p])),
     ]
+    if K >= Q:
+        options.append(rng.map(lambda r: gs.Tree([int(r.integers(-1, t)) if t else -1 for t in range(Q)])))
     if Q == K:
         options.append(
             st.builds(
