@@ -16,7 +16,15 @@ from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gossamer.kernels.contract import GatherChoice, Implementation, Problem, Terms, Unsupported, reasons
+from gossamer.kernels.contract import (
+    GatherChoice,
+    Implementation,
+    Problem,
+    Terms,
+    Unsupported,
+    gathers_alone,
+    reasons,
+)
 from gossamer.kernels.devices import processors
 from gossamer.kernels.table import NAMES, load
 from gossamer.layouts import BlockLayout, cached_gather, cached_layout, cheapest
@@ -41,6 +49,7 @@ class Plan:
     implementations: tuple[Implementation, ...]
     refused: dict[str, list[str]]
     later: Plan | None = None  # of the backward, where that is another
+    gatherers: tuple[Implementation, ...] = ()  # refused, but for gather layouts
 
     @property
     def gradient(self) -> Plan:
@@ -64,7 +73,7 @@ class Plan:
     def gather_options(self) -> list[tuple[Implementation, GatherChoice]]:
         """Every gather layout that an implementation reads."""
         p = self.problem
-        able = [i for i in self.implementations if i.layout == "block"]
+        able = [i for i in (*self.implementations, *self.gatherers) if i.layout == "block"]
         return [(i, c) for i in able for c in i.capability.gathers if c.reads(p)]
 
     @cached_property
@@ -75,7 +84,7 @@ class Plan:
     @cached_property
     def splits(self) -> Kept[tuple[Any]]:
         """What `parts.split_for` found, by pattern handle and q_offset."""
-        return Kept(MOST_KEPT)
+        return Kept(LEAST_KEPT, MOST_KEPT)
 
 
 _plans: Kept[Plan] = Kept(MOST_KEPT)
@@ -133,17 +142,19 @@ def make_plan(a: Arguments, geometry: list[int], backward: bool) -> Plan:
         later = make_plan(a, geometry, True)  # raises before anything is computed
         problem = replace(problem, backward=False)
     refused: dict[str, list[str]] = {}
-    found = []
+    found, gatherers = [], []
     for name in NAMES if a.implementation is None else [a.implementation]:
         reasons_of = refusals(name, problem)
         implementation = load(name)
         if reasons_of or isinstance(implementation, str):
             refused[name] = reasons_of
+            if not isinstance(implementation, str) and gathers_alone(problem, implementation.capability):
+                gatherers += [] if implementation.unavailable() else [implementation]
         else:
             found.append(implementation)
     if not found:
         raise Unsupported(_refusal(a.implementation, problem, refused))
-    return Plan(problem, tuple(found), refused, later)
+    return Plan(problem, tuple(found), refused, later, tuple(gatherers))
 
 
 def _refusal(named: str | None, problem: Problem, refused: dict[str, list[str]]) -> str:
@@ -350,6 +361,6 @@ def _log(name: str, plan: Plan) -> None:
     if key in _logged:
         return
     _logged.add(key)
-    text = "; ".join(f"not {other}: {', '.join(found)}" for other, found in plan.refused.items())
+    text = "; ".join(f"not {other}: {', '.join(found)}" for other, found in plan.refused.items() if other != name)
     problem = plan.problem
     logger.info(f"attention on {problem.device} in {problem.dtype} runs by {name}" + (f" ({text})" if text else ""))

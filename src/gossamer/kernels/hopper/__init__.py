@@ -25,6 +25,11 @@ GATHERS = (
         64, frozenset({"float16", "bfloat16"}), pair=1.6, column=70.0, row=100.0, reuse=2.0, max_head_dim=128,
         min_sm=90, step=11400.0,
     ),
+    # Against groups of one row by `triton`; a row has the splitting of its key.
+    GatherChoice(
+        64, frozenset({"float32"}), pair=0.8, column=12.0, row=216.0, reuse=2.0, max_head_dim=64, min_sm=90,
+        step=12000.0, backward=False,
+    ),
 )  # fmt: skip
 
 
