@@ -182,16 +182,15 @@ def gather(config: GatherConfig | SplitConfig) -> Any:
     items, lists = compact(Int32, s(), ITEM), (compact(Int32, s()), compact(Int32, s(), 64))
     terms, part, lengths = compact(Float32, 2, B, H, s()), compact(Float32, s(), 64, c.size), compact(Int32, s())
     tickets, stream = compact(Int32, 1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    of_forward = (
+        inputs[3], _rows(B, H, Q), items, *lists, compact(Float32, s()), part, compact(Float32, s(), 64), lengths,
+        tickets, *[Float32(1)] * 2, *[Int32(1)] * 3, stream,
+    )  # fmt: skip
+    if isinstance(c, SplitConfig):
+        halves = *[compact(Float16, B, G, K, 2 * c.size)] * 2, compact(Float32, B, G, K, 2)
+        return cute.compile(SplitForward(c), *inputs[:3], *halves, *of_forward, options=OPTIONS)
     if c.direction == "forward":
-        halves = ()
-        if isinstance(c, SplitConfig):
-            halves = *[compact(Float16, B, G, K, 2 * c.size)] * 2, compact(Float32, B, G, K, 2)
-        kernel = SplitForward(c) if halves else GatherForward(c)
-        out, lse = inputs[3], _rows(B, H, Q)
-        return cute.compile(
-            kernel, *inputs[:3], *halves, out, lse, items, *lists, compact(Float32, s()), part,
-            compact(Float32, s(), 64), lengths, tickets, *[Float32(1)] * 2, *[Int32(1)] * 3, stream, options=OPTIONS,
-        )  # fmt: skip
+        return cute.compile(GatherForward(c), *inputs[:3], *of_forward, options=OPTIONS)
     numbers = [Float32(1)] * 3 + [Int32(1)] * 2
     if c.direction == "query":
         return cute.compile(
