@@ -57,8 +57,8 @@ def test_configuration_refuses() -> None:
         ForwardConfig("bfloat16", 128, 128, block_q=100)
     with pytest.raises(ValueError, match="bytes of shared memory"):
         ForwardConfig("bfloat16", 256, 256, stages=4)
-    with pytest.raises(ValueError, match="hold must be 0, 1 or 2, got 3"):
-        ForwardConfig("bfloat16", 128, 128, hold=3)
+    with pytest.raises(ValueError, match="hold must be 0, 1, 2 or 3, got 4"):
+        ForwardConfig("bfloat16", 128, 128, hold=4)
     with pytest.raises(ValueError, match="the dQ kernel needs two stages of K, got 1"):
         QueryConfig("bfloat16", 128, 128, k_stages=1)
     with pytest.raises(ValueError, match="the kernel of dK and dV needs two stages of Q, got 1"):

@@ -32,7 +32,8 @@ class ForwardConfig:
     q_stages: int = 2
     blocks: int = 1
     # 1: a row's exponentials are done before P V is waited for; 2: and, in registers of their own, without a comparison
-    # of the scores with the reference, for which their sums stand; 0: the assembler orders them, behind that wait
+    # of the scores with the reference, for which their sums stand; 0: the assembler orders them, behind that wait;
+    # 3: and full tiles are done without a comparison, in the registers of their scores
     hold: int = 1
     halves: bool = True  # interval steps of which a warpgroup needs one half of the columns compute no more
     lengths: bool = False  # keys at and after a length for each batch element are not attended
@@ -42,8 +43,8 @@ class ForwardConfig:
         known = self.block_q in (64, 128, 192) and self.block_kv in (64, 128) and self.step in (64, 128)
         if not known or self.block_kv % self.step or self.blocks not in ((1, 2) if self.block_q == 64 else (1,)):
             raise ValueError(f"no forward kernel for tiles {self.block_q} x {self.block_kv} in steps of {self.step}")
-        if self.hold not in (0, 1, 2):
-            raise ValueError(f"hold must be 0, 1 or 2, got {self.hold}")
+        if self.hold not in (0, 1, 2, 3):
+            raise ValueError(f"hold must be 0, 1, 2 or 3, got {self.hold}")
         limit = min(SHARED_MEMORY, MULTIPROCESSOR // self.blocks - 1024)
         if self.shared_bytes > limit:
             raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory, there are {limit}")
@@ -243,7 +244,9 @@ def forward_config(
         step, stages, q_stages = {
             64: (128, 2, 2), 96: (128, 2, 2), 128: (128, 2, 2), 192: (64, 2, 2), 256: (64, 2, 1)
         }[D]  # fmt: skip
-    hold = 2 if block_q < 192 and E <= 128 else 1  # else the registers do not hold a row beside the others
+    # With 192 rows, or more columns, the registers do not hold a row beside the others, and beside a soft cap not even
+    # what tells where scores are computed again.
+    hold = (0 if score == "softcap" else 3) if block_q == 192 else 2 if E <= 128 else 1
     found = ForwardConfig(
         dtype, D, E, block_q, block_kv, step, stages, q_stages, blocks, hold, lengths=lengths, score=score
     )

@@ -66,7 +66,8 @@ class Consumer(Masks, Softmax, Results):
         s_vt = cute.composition(s_v, cute.make_ordered_layout((c.E, c.step, c.stages), order=(1, 0, 2)))
         two = (device.ROWS,)
         env = Env(
-            me=me, lane=lane, thread=thread, quad=quad, my_row=my_row, rows=rows, mma_qk=mma_qk, mma_pv=mma_pv, s_o=s_o,
+            me=me, lane=lane, thread=thread, quad=quad, my_row=my_row, rows=rows, mma_qk=mma_qk, mma_pv=mma_pv,
+            s_q=s_q, s_k=s_k, s_o=s_o,
             frag_q=whole_qk.make_fragment_A(whole_qk.partition_A(s_q)),
             frag_k=whole_qk.make_fragment_B(whole_qk.partition_B(s_k)),
             frag_v=whole_pv.make_fragment_B(whole_pv.partition_B(s_vt)),
@@ -376,17 +377,24 @@ class Consumer(Masks, Softmax, Results):
             lo, hi = self.row_bounds(env, buffer // self.groups)
             device.interval_words(words, lo, hi, at + (0 if const_expr(half is None) else half * columns))
         warpgroup.wait_group(1)
-        self.release(env, env.bars.k_empty + stage)
-        self.transform(env, acc_s)
-        if const_expr(mode == "second"):
-            if masked:
+        if const_expr(c.hold == 3 and mode == "full"):
+            self.transform(env, acc_s)
+            warpgroup.wait_group(0)
+            self.release(env, env.bars.v_empty + old_stage)
+            self.weigh(env, acc_s, buffer, stage)
+            self.release(env, env.bars.k_empty + stage)
+        else:
+            self.release(env, env.bars.k_empty + stage)
+            self.transform(env, acc_s)
+            if const_expr(mode == "second"):
+                if masked:
+                    device.keep(acc_s, words)
+            elif const_expr(mode != "full"):
                 device.keep(acc_s, words)
-        elif const_expr(mode != "full"):
-            device.keep(acc_s, words)
-        begun = self.softmax(env, acc_s, env.row_sum[0])
-        warpgroup.wait_group(0)
-        self.release(env, env.bars.v_empty + old_stage)
-        self.probabilities(env, acc_s, begun, True, half)
+            begun = self.softmax(env, acc_s, env.row_sum[0])
+            warpgroup.wait_group(0)
+            self.release(env, env.bars.v_empty + old_stage)
+            self.probabilities(env, acc_s, begun, True, half)
         if const_expr(self.halves):
             env.half[0] = Int32(BOTH if const_expr(half is None) else half)
 

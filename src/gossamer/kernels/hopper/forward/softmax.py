@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from gossamer.kernels.hopper import device
+from gossamer.kernels.hopper.common import ROWS
 from gossamer.kernels.hopper.config import ForwardConfig
+
+FINITE = 2.0**100  # a sum that is not below it may have lost a power, which was too large for float32
 
 
 class Softmax:
@@ -17,6 +22,7 @@ class Softmax:
     """
 
     config: ForwardConfig
+    transform: Any
 
     @cute.jit
     def softmax(self, env, acc_s, known):
@@ -65,6 +71,57 @@ class Softmax:
             if const_expr(rescale):  # noqa: SIM102
                 if mark:
                     device.scale_rows(env.acc_o, env.rescale)
+
+    @cute.jit
+    def weigh(self, env, acc_s, buffer, stage):
+        """The softmax of a full step with `hold` of 3, when P V of the step before is done, in place of its scores.
+
+        Nothing is compared before: the sums tell, when all is done. Powers that are too large are exact all the same
+        while they are finite, and so is all that they are summed to.
+        """
+        totals = [Float32(0.0), Float32(0.0)]
+        for r in cutlass.range_constexpr(device.ROWS):
+            totals[r] = device.exponentials(acc_s, r, env.reference[r], env.exponent, acc_s)
+        self.convert(env, acc_s)
+        if cute.arch.vote_any_sync(not (totals[0] + totals[1] <= device.LARGEST_SUM)):
+            if cute.arch.vote_any_sync(not (totals[0] + totals[1] < FINITE)):
+                self.scores_again(env, acc_s, buffer, stage)
+                self.transform(env, acc_s)
+                device.raise_reference(acc_s, env.reference, env.row_sum, env.rescale, env.exponent)
+                for r in cutlass.range_constexpr(device.ROWS):
+                    totals[r] = device.exponentials(acc_s, r, device.shift_of(env.reference[r]), env.exponent, acc_s)
+            else:
+                self.lower(env, acc_s, totals)
+            self.convert(env, acc_s)
+            device.scale_rows(env.acc_o, env.rescale)
+        for r in cutlass.range_constexpr(device.ROWS):
+            env.row_sum[r] = env.row_sum[r] + totals[r]
+
+    @cute.jit
+    def scores_again(self, env, acc_s, buffer, stage):
+        """A step's scores once more, each thread's own from shared memory: a product would need all four warps here."""
+        acc_s.fill(0.0)
+        row = env.my_row % ROWS
+        for d in cutlass.range(self.config.D, unroll=1):
+            q = [env.s_q[row + 8 * r, d, buffer].to(Float32) for r in range(device.ROWS)]
+            for j in cutlass.range_constexpr(cute.size(acc_s) // 4):
+                for c in cutlass.range_constexpr(2):
+                    k = env.s_k[8 * j + env.quad + c, d, stage].to(Float32)
+                    for r in cutlass.range_constexpr(device.ROWS):
+                        i = const_expr(4 * j + 2 * r + c)
+                        acc_s[i] = acc_s[i] + q[r] * k
+
+    @cute.jit
+    def lower(self, env, powers, totals):
+        """Raise the references of rows whose powers are too large, by what makes their sums one."""
+        for r in cutlass.range_constexpr(device.ROWS):
+            before = env.reference[r]
+            largest = cute.arch.fmax(device.over_quad(totals[r]), 1.0)
+            env.reference[r] = before + cute.math.log2(largest, fastmath=True)
+            env.rescale[r] = cute.math.exp2(before - env.reference[r], fastmath=True)
+            env.row_sum[r] = env.row_sum[r] * env.rescale[r]
+            totals[r] = totals[r] * env.rescale[r]
+        device.scale_rows(powers, env.rescale)
 
     @cute.jit
     def convert(self, env, powers, half: cutlass.Constexpr = None):
