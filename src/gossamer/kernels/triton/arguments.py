@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Terms
+from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.scores import scales
 
 # Offsets inside a tile are 32-bit: 256 rows (the largest tile) times this stride stay below 2**31.
@@ -17,6 +18,13 @@ def operand(x: Tensor) -> Tensor:
     """The tensor itself when the kernels can read it: last dimension contiguous, 32-bit offsets inside a tile."""
     readable = (x.stride(-1) == 1 or x.shape[-1] == 1) and x.stride(-2) <= LARGEST_ROW_STRIDE
     return x if readable else x.contiguous()
+
+
+def results(p: Problem, q: Tensor, into: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """out (B, H, Q, E) and lse (B, H, Q) to write: those that the caller wants written, or new ones."""
+    if into is not None:
+        return into
+    return q.new_empty((p.B, p.H, p.Q, p.E)), q.new_empty((p.B, p.H, p.Q), dtype=torch.float32)
 
 
 def term_arguments(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -14,7 +13,7 @@ from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.devices import processors
 from gossamer.kernels.relaunch import Known, launch, padded, strides
 from gossamer.kernels.rows import sink_gradient_of
-from gossamer.kernels.triton.arguments import operand, term_arguments
+from gossamer.kernels.triton.arguments import operand, results, term_arguments
 from gossamer.kernels.triton.block.config import TileConfig, config
 from gossamer.kernels.triton.block.forward import forward_kernel
 from gossamer.kernels.triton.block.key_gradients import dkdv_kernel
@@ -175,11 +174,7 @@ def forward(
     """(out, lse). `tiles` and `split` replace the shipped configuration and the automatic split of long rows."""
     p, walk = problem, layout.rows
     q, k, v = operand(q), operand(k), operand(v)
-    if into is None:
-        out = torch.empty((p.B, p.H, p.Q, p.E), dtype=q.dtype, device=q.device)
-        lse = torch.empty((p.B, p.H, p.Q), dtype=torch.float32, device=q.device)
-    else:
-        out, lse = into
+    out, lse = results(p, q, into)
     plan = schedule(layout, False, p.B, p.H, p.H // p.G, split)
     parts = plan.cut.part(p.E, lse), plan.cut.part(2, lse)
     run, programs = forward_launch(p, q, k, v, out, lse, parts, layout, terms, plan, tiles)

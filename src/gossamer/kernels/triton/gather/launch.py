@@ -10,7 +10,7 @@ from torch import Tensor
 from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.relaunch import launch, strides
 from gossamer.kernels.rows import sink_gradient_of
-from gossamer.kernels.triton.arguments import operand, term_arguments
+from gossamer.kernels.triton.arguments import operand, results, term_arguments
 from gossamer.kernels.triton.gather import rows as row_kernels
 from gossamer.kernels.triton.gather import tiles as tile_kernels
 from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig
@@ -37,11 +37,7 @@ def forward(
     """(out, lse). `config` and `split` (units of an item) replace the shipped configuration."""
     p = problem
     q, k, v = operand(q), operand(k), operand(v)
-    if into is None:
-        out = q.new_empty((p.B, p.H, p.Q, p.E))
-        lse = q.new_empty((p.B, p.H, p.Q), dtype=torch.float32)
-    else:
-        out, lse = into
+    out, lse = results(p, q, into)
     run = launch_of(p, layout, "forward", config, split)
     parts = run.cut.part(p.E, lse), run.cut.part(2, lse)
     if run.grid[0]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from gossamer.kernels.contract import Problem, Terms
 from gossamer.kernels.rows import row_terms, sink_gradient
 from gossamer.kernels.scores import scales
+from gossamer.kernels.triton.arguments import results
 from gossamer.kernels.triton.wide.kernels import gradient_kernel, output_kernel, products_kernel
 from gossamer.layouts.block import BlockLayout, Walk
 
@@ -185,10 +186,7 @@ def forward(
     """(out, lse)."""
     call = Call(p, q, k, v, layout, terms)
     walk = call.walk
-    if into is None:
-        out = torch.empty((p.B, p.H, p.Q, p.E), dtype=q.dtype, device=q.device)
-        into = out, torch.empty((p.B, p.H, p.Q), dtype=torch.float32, device=q.device)
-    out, lse = into
+    out, lse = results(p, q, into)
     for done in call.tiles.passes:
         scores = call.scratch(done, torch.float32)
         call.products(done, scores, scores, call.v, lse, lse, False)
