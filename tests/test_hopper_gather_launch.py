@@ -34,11 +34,12 @@ class Arguments(dict[str, Any]):
                 self[name] = torch.from_dlpack(self[name])
         assert self["work"].shape[0] == self["items"] and 0 < self["blocks"] <= self["items"]
         assert self["tickets"].tolist() == [0]
-        for name in ("q", "k", "v", "dout"):
-            x = self.get(name, self["q"])
+        for name in ("q", "k", "v", "dout") if "dout" in self else ("q", "k", "v"):
+            x = self[name]
             # Rows are copied 8 numbers at a time: what follows the last one counts as zero.
             whole = -(-x.shape[-1] // 8) * 8
-            assert x.dtype == torch.bfloat16 and not any(n % 8 for n in x.stride()[:3]) and x.stride(3) == 1
+            assert x.dtype == getattr(torch, config.dtype)
+            assert not any(n % 8 for n in x.stride()[:3]) and x.stride(3) == 1
             held = x.as_strided((*x.shape[:3], whole), x.stride())[..., x.shape[-1] :]
             assert (name == "q" and config.direction == "forward") or not held.numel() or (held == 0).all()
         self.config = config
@@ -66,13 +67,19 @@ class Arguments(dict[str, Any]):
 
 
 def forward(config: Any) -> Callable[..., None]:
+    halves = ("k_halves", "v_halves", "powers") if config.dtype == "float32" else ()
     names = (
-        "q", "k", "v", "out", "lse", "work", *LISTS, "sinks", "part_out", "part_lse", "lengths", "tickets", "before",
-        "exponent", "items", "has_sinks", "blocks",
+        "q", "k", "v", *halves, "out", "lse", "work", *LISTS, "sinks", "part_out", "part_lse", "lengths", "tickets",
+        "before", "exponent", "items", "has_sinks", "blocks",
     )  # fmt: skip
 
     def run(*given: Any) -> None:
         a = Arguments(names, given, config)
+        for name, size in zip(halves, (2 * config.size, 2 * config.size, 2), strict=False):
+            assert a[name].shape == (B, G, K, size) and a[name].is_contiguous()
+            assert a[name].dtype == (torch.float32 if name == "powers" else torch.float16)
+        # Numbers of float32 are written in pairs.
+        assert not halves or not a["out"].shape[3] % 2 or a["out"].stride(2) > a["out"].shape[3]
         for b, h, tile, slot, *_, at, steps, _, valid, _, end, _, _ in a["work"].tolist():
             assert valid == 1
             rows = slice(tile * ROWS, min(Q, (tile + 1) * ROWS))
@@ -90,7 +97,7 @@ def forward(config: Any) -> Callable[..., None]:
             lse = torch.logsumexp(s, 1)
             out = torch.exp(s - torch.where(lse == -torch.inf, 0.0, lse)[:, None]) @ torch.cat(values)
             if slot < 0:
-                a["out"][b, h, rows], a["lse"][b, h, rows] = out.bfloat16(), lse
+                a["out"][b, h, rows], a["lse"][b, h, rows] = out.to(a["out"].dtype), lse
             else:
                 a["part_out"][slot, :count, : out.shape[1]], a["part_lse"][slot, :count] = out, lse
 
@@ -108,7 +115,7 @@ def merge(dtype: str, size: int, block: int) -> Callable[..., None]:
             weights = torch.exp(some - torch.where(total == -torch.inf, 0.0, total))
             found = (weights[..., None] * parts[first : first + number, :count, : out.shape[-1]]).sum(0)
             rows = slice(tile * block, tile * block + count)
-            out[b, h, rows], lse[b, h, rows] = found.bfloat16(), total
+            out[b, h, rows], lse[b, h, rows] = found.to(out.dtype), total
 
     return run
 
@@ -301,3 +308,37 @@ def test_bound_calls(launch: Any, monkeypatch: pytest.MonkeyPatch, given: bool, 
             assert all(torch.equal(a, b) for a, b in zip(again, want, strict=False))
         into = torch.full((B, Q, H, E), torch.nan).bfloat16().transpose(1, 2), torch.full((B, H, Q), torch.nan)
         assert run(q, k, v, *tensors, into=into) is into and torch.equal(into[0], out) and torch.equal(into[1], lse)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(("D", "E"), [(64, 64), (40, 20), (7, 33)], ids=str)
+@pytest.mark.parametrize("given", [False, True], ids=("plain", "terms"))
+@pytest.mark.parametrize("split", [None, 1])
+def test_float32_calls(launch: Any, D: int, E: int, given: bool, split: int | None) -> None:
+    layout, mask = layout_of((1, H))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, h, n, d, generator=generator) for h, n, d in ((H, Q, D), (G, K, D), (G, K, E)))
+    sinks = torch.randn(H, generator=generator) if given else None
+    terms = Terms(D**-0.5, K - Q, 2.0, torch.tensor([K - 90, 0]), sinks) if given else Terms(D**-0.5, K - Q)
+    exact = oracle(q.double(), k.double(), v.double(), mask, terms)
+    problem = Problem(B, H, G, Q, K, D, E, "float32", "cpu")
+    assert wrong(launch.forward(problem, q, k, v, layout, terms, split=split), exact) < 1e-5
+    # Rows of the second are followed by other tensors' numbers.
+    for width in (E, E + 5):
+        room = torch.full((B, Q, H, width), torch.nan)
+        into = room.transpose(1, 2)[..., :E], torch.full((B, H, Q), torch.nan)
+        found = launch.forward(problem, q, k, v, layout, terms, split=split, into=into)
+        assert all(a is b for a, b in zip(found, into, strict=True)) and room[..., E:].isnan().all()
+        assert wrong([x.contiguous() for x in found], exact) < 1e-5
+
+
+@pytest.mark.usefixtures("poison")
+def test_bound_float32_calls(launch: Any) -> None:
+    layout, mask = layout_of((1, H))
+    problem, terms = Problem(B, H, G, Q, K, 64, 64, "float32", "cpu"), Terms(0.125, K - Q)
+    run = None
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        q, k, v = (torch.randn(B, h, n, 64, generator=generator) for h, n in ((H, Q), (G, K), (G, K)))
+        run = run or IMPLEMENTATION.bound_forward(problem, q, k, v, layout, terms)
+        assert wrong(run(q, k, v), oracle(q.double(), k.double(), v.double(), mask, terms)) < 1e-5

@@ -98,7 +98,7 @@ class SplitConfig:
     score: str = "fold"  # or "scale" (a factor that is not positive), "softcap"
 
     dtype, direction = "float32", "forward"
-    blocks = 2
+    blocks = blocks_per_processor = 2
     q_stages = 2
     registers = 56, 200  # of a thread of the first and of the computing warpgroup
 
