@@ -104,8 +104,8 @@ def test_a_profiler_sees_known_launches(streams: None) -> None:
 
 def test_threads_share_one_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bound call holds addresses of a schedule's tensors: one made at the same time must not take its place."""
-    from gossamer.kernels.triton.block import launch, walks
-    from gossamer.kernels.triton.gather import schedule
+    from gossamer.kernels.triton.block import schedule as block
+    from gossamer.kernels.triton.gather import schedule as gather
     from gossamer.layouts import build_gather
 
     pattern = gs.SlidingWindow(9) | gs.Dilated(3, 0, 40)
@@ -122,15 +122,15 @@ def test_threads_share_one_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
         return made
 
     for module, name in (
-        (launch, "_schedule"),
-        (walks, "work_items"),
-        (schedule, "_make_launch"),
-        (schedule, "_make_work"),
+        (block, "_make_schedule"),
+        (block, "work_items"),
+        (gather, "_make_launch"),
+        (gather, "_make_work"),
     ):
         monkeypatch.setattr(module, name, late(getattr(module, name)))
     for ask in (
-        lambda: launch.schedule(blocks, False, 1, 2, 2, 2),
-        lambda: schedule.launch_of(problem, gathers, "forward", None, 2),
+        lambda: block.schedule_of(blocks, False, 1, 2, 2, 2),
+        lambda: gather.launch_of(problem, gathers, "forward", None, 2),
     ):
         with ThreadPoolExecutor(2) as pool:
             first, second = pool.map(lambda _: ask(), range(2))  # noqa: B023

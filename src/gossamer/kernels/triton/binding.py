@@ -17,6 +17,7 @@ from gossamer.kernels.relaunch import Bound, bound, fresh
 from gossamer.kernels.triton.arguments import operand
 from gossamer.kernels.triton.block import launch as block
 from gossamer.kernels.triton.block.forward import forward_kernel
+from gossamer.kernels.triton.block.schedule import schedule_of
 from gossamer.kernels.triton.gather import launch as gather
 from gossamer.kernels.triton.gather.schedule import launch_of
 from gossamer.kernels.triton.merge import merge_kernel, merged
@@ -44,7 +45,7 @@ def bound_forward(
         plan: Any = launch_of(p, layout, "forward", None, None)
         kernel = gather.forward_kernel_of(layout)
     else:
-        plan = block.schedule(layout, False, p.B, p.H, p.H // p.G, None)
+        plan = schedule_of(layout, False, p.B, p.H, p.H // p.G, None)
         kernel = forward_kernel
     cut, part_shapes = plan.cut, [plan.cut.shape(size) for size in (p.E, 2)]
     parts: Any = tuple(fresh(torch.float32, shape) for shape in part_shapes) if cut.slots else (lse, lse)

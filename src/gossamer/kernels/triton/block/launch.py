@@ -3,92 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gossamer.kernels.contract import Problem, Terms
-from gossamer.kernels.devices import processors
-from gossamer.kernels.relaunch import Known, launch, padded, strides
+from gossamer.kernels.relaunch import launch, padded, strides
 from gossamer.kernels.rows import sink_gradient_of
 from gossamer.kernels.triton.arguments import operand, results, term_arguments
 from gossamer.kernels.triton.block.config import TileConfig, config
 from gossamer.kernels.triton.block.forward import forward_kernel
 from gossamer.kernels.triton.block.key_gradients import dkdv_kernel
 from gossamer.kernels.triton.block.query_gradient import dq_kernel
-from gossamer.kernels.triton.block.walks import facts, items
+from gossamer.kernels.triton.block.schedule import Schedule, schedule_of
 from gossamer.kernels.triton.config import Direction
-from gossamer.kernels.triton.merge import CutRows
 from gossamer.kernels.triton.row_terms import row_terms
-from gossamer.layouts.block import KINDS, BlockLayout, Walk
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Which programs run for one walk: the grid order of `block.lists.decode`, the work items, and where lists are."""
-
-    size: int  # items, or tile rows without them, of one broadcast copy
-    copies: int
-    cut: CutRows
-    pointers: dict[str, Tensor]
-    constants: dict[str, Any]
-    list_b: int
-    list_h: int
-    lead_heads: int
-    known: Known = field(default_factory=dict)  # launches of before
-
-
-def schedule(layout: BlockLayout, transposed: bool, B: int, heads: int, group: int, split: int | None) -> Schedule:
-    """`heads` is the number of heads that programs run over: H for the rows, G for the columns of a layout.
-
-    `split` caps the tiles of a work item instead of the automatic limit.
-    """
-    known = facts(layout, transposed)
-    key = (B, heads, group, split)
-    found = known.plans.get(key)
-    if found is None:
-        # The first is kept: a thread may have bound a call to its addresses.
-        found = known.plans.setdefault(key, _schedule(layout, transposed, B, heads, group, split))
-    return found
-
-
-def _schedule(layout: BlockLayout, transposed: bool, B: int, heads: int, group: int, split: int | None) -> Schedule:
-    walk: Walk = layout.columns if transposed else layout.rows
-    known = facts(layout, transposed)
-    Bl, Hl = walk.lead
-    # dK and dV of a per-head layout under grouped queries: the program loops over the heads of its group, whose
-    # lists differ, so the key heads come from the grid and no item can describe the row.
-    grouped_lists = transposed and Hl > 1 and group > 1
-    b_from_grid, h_from_grid = Bl == 1, Hl == 1 or grouped_lists
-    copies = (B if b_from_grid else 1) * (heads if h_from_grid else 1)
-    work = None
-    if not grouped_lists:
-        work = items(layout, transposed, copies, processors(known.arrays[0].device), split)
-    lead_heads = 1 if h_from_grid else Hl
-    size = work.items.shape[0] if work is not None else (1 if b_from_grid else Bl) * lead_heads * walk.tiles
-    names = ("starts", "counts", "indices")
-    pointers = dict(zip([f"{kind}_{name}" for kind in KINDS for name in names], known.arrays[:9], strict=True))
-    pointers |= dict(zip(("lo", "hi", "pool_index", "pool"), known.arrays[9:], strict=True))
-    slots, unused = 0, known.arrays[0]  # an unused pointer still needs a tensor
-    pointers["items"], merges = unused, unused
-    if work is not None:
-        pointers["items"], merges, slots = work.items, work.merges, work.slots
-    constants = {
-        "TILE_ROWS": walk.block_rows,
-        "TILE_COLUMNS": walk.block_columns,
-        "GROUP": group,
-        "B_FROM_GRID": b_from_grid,
-        "H_FROM_GRID": h_from_grid,
-        "HAS_ITEMS": work is not None,
-        "HAS_SLOTS": slots > 0,
-    }
-    for kind, has, contiguous in zip(KINDS, known.has, known.contiguous, strict=True):
-        constants[f"HAS_{kind.upper()}"] = has
-        constants[f"{kind.upper()}_CONTIGUOUS"] = contiguous
-    cut = CutRows(merges, slots, copies, walk.block_rows, lead_heads, b_from_grid, h_from_grid)
-    return Schedule(size, copies, cut, pointers, constants, Hl if Bl > 1 else 0, 1 if Hl > 1 else 0, lead_heads)
+from gossamer.layouts.block import BlockLayout, Walk
 
 
 def describable(x: Tensor) -> bool:
@@ -143,7 +74,7 @@ def start(
     """Run a kernel over a walk: see `kernels.relaunch.launch`, past which a descriptor goes, made for one call."""
     if not programs:
         return
-    grid = (programs * plan.copies,)
+    grid = (programs * plan.cut.copies,)
     if options["TMA"]:
         kernel[grid](**tensors, **floats, **options, **rest())
     else:
@@ -154,7 +85,7 @@ def fixed(plan: Schedule, p: Problem, walk: Walk, terms: Terms, flags: dict[str,
     """Arguments of the three kernels that follow from the sizes."""
     return {
         "n_items": plan.size, "n_slots": plan.cut.slots, "n_tiles": walk.tiles, "H": p.H, "G": p.G, "Q": p.Q, "K": p.K,
-        "list_b": plan.list_b, "list_h": plan.list_h, "lead_heads": plan.lead_heads, "q_offset": terms.q_offset,
+        "list_b": plan.list_b, "list_h": plan.list_h, "lead_heads": plan.cut.lead_heads, "q_offset": terms.q_offset,
         **plan.pointers, **plan.constants, **flags,
     }  # fmt: skip
 
@@ -175,7 +106,7 @@ def forward(
     p, walk = problem, layout.rows
     q, k, v = operand(q), operand(k), operand(v)
     out, lse = results(p, q, into)
-    plan = schedule(layout, False, p.B, p.H, p.H // p.G, split)
+    plan = schedule_of(layout, False, p.B, p.H, p.H // p.G, split)
     parts = plan.cut.part(p.E, lse), plan.cut.part(2, lse)
     run, programs = forward_launch(p, q, k, v, out, lse, parts, layout, terms, plan, tiles)
     start(
@@ -221,7 +152,7 @@ def query_gradient(
     """dq (B, H, Q, D)."""
     p, walk = problem, layout.rows
     dq = q.new_empty((p.B, p.H, p.Q, p.D)) if into is None else into
-    plan = schedule(layout, False, p.B, p.H, p.H // p.G, split)
+    plan = schedule_of(layout, False, p.B, p.H, p.H // p.G, split)
     more, floats, key, flags = term_arguments(terms, rows)
     operands, options, parts = sizes(p, walk, "dq", tiles, {"k": k, "v": v})
     part = plan.cut.part(p.D, rows)
@@ -258,7 +189,7 @@ def key_gradients(
         dk, dv = k.new_empty((p.B, p.G, p.K, p.D)), v.new_empty((p.B, p.G, p.K, p.E))
     else:
         dk, dv = into
-    plan = schedule(layout, True, p.B, p.G, p.H // p.G, split)
+    plan = schedule_of(layout, True, p.B, p.G, p.H // p.G, split)
     more, floats, key, flags = term_arguments(terms, rows)
     operands, options, parts = sizes(p, walk, "dkdv", tiles, {"q": q, "dout": dout})
     part_dk, part_dv = plan.cut.part(p.D, rows), plan.cut.part(p.E, rows)
