@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,7 +144,7 @@ class TestCompile:
             same_as_sdpa(lambda *a, p=p: gs.attention(*a, p.handle), qkv(), dense(p, 40))
         assert counter.frame_count <= 2
         for wrong in (gs.Local(77).handle, True):
-            with pytest.raises(ValueError, match=r"no pattern it stood for is alive|Pattern or its handle.*got True"):
+            with pytest.raises(ValueError, match=r"make the pattern that it|Pattern or its handle.*got True"):
                 gs.attention(*qkv(30), wrong)
 
     def test_pattern_as_module_attribute(self) -> None:
@@ -264,7 +265,44 @@ def test_handles_are_shared_by_value_and_released() -> None:
     assert handles.count() == before
     with pytest.raises(ValueError, match="unknown"):
         registry.pattern_of(handle)
-    assert gs.SlidingWindow(1234).handle != handle
+    assert gs.SlidingWindow(1234).handle == handle
+    fn = lambda i, j: i > j  # noqa: E731
+    handle = gs.Predicate(fn).handle
+    assert gs.Predicate(fn).handle != handle  # the first one is gone, and so might be its function
+
+
+EXPORTED = """
+import sys
+import torch
+import gossamer as gs
+import gossamer.torch
+x = [torch.ones(1, 2, 40, 8).cumsum(2) for _ in range(3)]
+others = [gs.Local(n) for n in range(1, 9)]  # made before, they get no number of their own
+if sys.argv[2] == "save":
+    kept = gs.SlidingWindow(5) & ~gs.Local(3)
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return gs.attention(q, k, v, kept)
+    torch.export.save(torch.export.export(Model(), tuple(x)), sys.argv[1])
+else:
+    del others
+    program = torch.export.load(sys.argv[1]).module()
+    try:
+        program(*x)
+    except ValueError as error:
+        assert "make the pattern that it stands for" in str(error)
+    else:
+        raise AssertionError("another pattern was taken")
+    kept = gs.SlidingWindow(5) & ~gs.Local(3)
+    assert torch.equal(program(*x), gs.attention(*x, kept))
+"""
+
+
+def test_an_exported_program_means_its_pattern_in_another_process(tmp_path: Path) -> None:
+    for what in ("save", "load"):
+        command = [sys.executable, "-c", EXPORTED, str(tmp_path / "program.pt2"), what]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
 
 
 def test_a_pattern_dropped_before_the_backward() -> None:

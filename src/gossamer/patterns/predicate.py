@@ -12,6 +12,8 @@ from gossamer.patterns.base import Pattern
 from gossamer.patterns.grid import Sizes
 from gossamer.patterns.validate import show
 
+_PROCESS = object()  # an address means nothing to another process, nor after its function is gone
+
 
 @dataclass(frozen=True, eq=False)
 class Predicate(Pattern):
@@ -33,7 +35,7 @@ class Predicate(Pattern):
             raise ValueError(f"fn must be a function fn(i, j) of positions, got {show(self.fn)}")
 
     def _key(self) -> tuple[Any, ...]:
-        return (id(self.fn),)
+        return _PROCESS, id(self.fn)
 
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         try:
