@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -69,11 +70,7 @@ class Triton:
         if elsewhere(q):
             with torch.cuda.device(q.device):
                 return self.forward(problem, q, k, v, layout, terms, into)
-        if isinstance(layout, GatherLayout):
-            return launch_gather.forward(problem, q, k, v, layout, terms, into=into)
-        if max(problem.D, problem.E) > BUCKETS[-1]:
-            return launch_wide.forward(problem, q, k, v, layout, terms, into=into)
-        return launch_block.forward(problem, q, k, v, layout, terms, into=into)
+        return _launches(problem, layout).forward(problem, q, k, v, layout, terms, into=into)
 
     def backward(
         self,
@@ -92,11 +89,7 @@ class Triton:
         if elsewhere(q):
             with torch.cuda.device(q.device):
                 return self.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into)
-        if isinstance(layout, GatherLayout):
-            return launch_gather.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
-        if max(problem.D, problem.E) > BUCKETS[-1]:
-            return launch_wide.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
-        return launch_block.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
+        return _launches(problem, layout).backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
 
     def bound_forward(
         self,
@@ -130,6 +123,13 @@ class Triton:
     ) -> Callable[..., tuple[Tensor, ...]] | None:
         """None: several launches and their workspace are most of it."""
         return None
+
+
+def _launches(problem: Problem, layout: BlockLayout | GatherLayout) -> Any:
+    """The module whose forward and backward compute a layout."""
+    if isinstance(layout, GatherLayout):
+        return launch_gather
+    return launch_wide if max(problem.D, problem.E) > BUCKETS[-1] else launch_block
 
 
 IMPLEMENTATION = Triton()
