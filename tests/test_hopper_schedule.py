@@ -34,6 +34,14 @@ def test_whole_rounds(rows: int, longest: int, processors: int, limit: int) -> N
     assert whole_rounds(rows, longest, processors) == limit
 
 
+@pytest.mark.parametrize(("keys", "limit"), [(256, 4), (512, 8), (1024, 1), (2048, 2), (4096, 3), (8192, 4)])
+def test_one_query_is_cut_further(keys: int, limit: int) -> None:
+    """Of 8 key heads, in tiles of 64 keys; the parts of a row or four cost little."""
+    assert whole_rounds(8, keys // 64, 264, True) == limit <= whole_rounds(8, keys // 64, 264)
+    layout = Causal().layout(1, keys, block_q=64, block_kv=64).to("cpu")
+    assert int(work(layout, 8, 8, 264).items[:, 5:10:2].sum(1).max()) == limit
+
+
 @pytest.mark.parametrize(
     ("lengths", "copies", "limit"),
     [

@@ -28,6 +28,7 @@ PART = 0.25  # what merging a part costs, in tiles
 LEAST_PART = 4  # tiles of a part of one of few rows
 MERGE_CALL = 6  # what the second launch costs, in tiles: 10 us, where a tile of 128 x 128 takes 1.7
 PARTS_A_TILE = 40  # parts that are written, read and merged in the time of a tile
+FEW, FEW_CALL = 4, 7  # a tile of which at most a quarter is rows: what its parts are cheaper by; MERGE_CALL, of 0.5 us
 ROUNDS = 8  # items for each block, up to which their order minds no cache and cutting all rows is considered
 SLACK = 1.1  # of a head's share of a block's time: what an item may take where heads follow one another
 CUT_ROWS = 0.06  # of a list, for each block, at most: rows that are cut because one takes longer than a head
@@ -131,19 +132,21 @@ def sharing(heads: int, batch: int, walk: Walk) -> tuple[int, int]:
     return shared * (batch if Bl == 1 else 1), shared
 
 
-def item_limit(lengths: np.ndarray, leads: int, copies: int, blocks: int, split: int | None = None) -> int:
+def item_limit(
+    lengths: np.ndarray, leads: int, copies: int, blocks: int, split: int | None = None, few: bool = False
+) -> int:
     """The most tiles in an item, for the rows of `leads` lists that are computed `copies` times.
 
     Rows are cut where one takes longer than each block works. A few rows that take longer than a head does are cut as
     well: heads can follow one another then (see `for_every_head`). Where there are few rows, whole rounds of parts may
-    take less, merging included.
+    take less, merging included. `few`: see `whole_rounds`.
     """
     longest = max(1, int(lengths.max(initial=0)))
     if split is not None:
         return min(split, longest)
     rows = len(lengths) * copies
     if rows <= blocks:
-        return max(1, whole_rounds(rows, longest, blocks))
+        return max(1, whole_rounds(rows, longest, blocks, few))
     head = int(lengths.sum()) / (leads * blocks)
     share = min(longest, max(FEWEST_TILES, int(head * leads * copies)))
     if rows > ROUNDS * blocks:
@@ -161,14 +164,18 @@ def item_limit(lengths: np.ndarray, leads: int, copies: int, blocks: int, split:
     return min(sorted({share, *(-(-longest // parts) for parts in range(1, 5))}, reverse=True), key=time)
 
 
-def whole_rounds(rows: int, longest: int, blocks: int) -> int:
-    """The most tiles in an item, for no more rows than blocks: whole rounds of items, and few parts to merge."""
+def whole_rounds(rows: int, longest: int, blocks: int, few: bool = False) -> int:
+    """The most tiles in an item, for no more rows than blocks: whole rounds of items, and few parts to merge.
+
+    `few`: at most a quarter of each tile's rows exist, and no others are written and merged.
+    """
+    call, share = (FEW_CALL, 1 / FEW) if few else (MERGE_CALL, 1.0)
 
     def time(parts: int) -> float:
-        merging = MERGE_CALL + rows * parts / PARTS_A_TILE if parts > 1 else 0
-        return -(-rows * parts // blocks) * (-(-longest // parts) + START) + PART * parts + merging
+        merging = call + share * rows * parts / PARTS_A_TILE if parts > 1 else 0
+        return -(-rows * parts // blocks) * (-(-longest // parts) + START) + share * PART * parts + merging
 
-    return -(-longest // min(range(1, max(1, longest // LEAST_PART) + 1), key=time))
+    return -(-longest // min(range(1, max(1, longest // int(share * LEAST_PART)) + 1), key=time))
 
 
 def for_every_head(
@@ -216,7 +223,8 @@ def _rows(x: Tensor, width: int) -> Tensor:
 
 def _host_work(walk: Walk, device: torch.device, copies: int, heads: int, blocks: int, split: int | None) -> Work:
     leads, Hl = math.prod(walk.lead), walk.lead[1]
-    made = work_items(walk, item_limit(row_lengths(walk).reshape(-1), leads, copies, blocks, split))
+    few = walk.rows * FEW <= walk.block_rows
+    made = work_items(walk, item_limit(row_lengths(walk).reshape(-1), leads, copies, blocks, split, few))
     lead, tile, begin, end, slot = (made.items[:, i].astype(np.int64) for i in range(5))
     columns: list[Any] = [lead // Hl, lead % Hl, tile, slot]
     base = before = np.int64(0)
