@@ -102,6 +102,22 @@ def test_two_streams_at_once() -> None:
     assert all(torch.equal(y, want) for y in found)
 
 
+@pytest.mark.parametrize("n", [100, 700])
+def test_a_mask_on_two_streams(n: int) -> None:
+    """What one stream makes of a mask, and is late with, the other does not read."""
+    x, mask = inputs(gradient=False, n=n), torch.rand(n, n, device="cuda") < 0.2
+    want = gs.attention(*x, mask.clone())
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    found = []
+    for stream, cycles in ((first, 2 * 10**8), (second, 0)):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(cycles)  # a tenth of a second
+            found.append(gs.attention(*x, mask))
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, want) for y in found)
+
+
 # What torch warms up with, it keeps alive while it captures on another stream.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
 @pytest.mark.parametrize("name", ["hopper", "triton"])

@@ -324,7 +324,10 @@ def _remember(tensors: list[Tensor], more: tuple[Any, ...], make: Any) -> Any:
     """A layout or words made from tensors, kept as long as the first of them lives and none has been written to."""
     if any(x.is_inference() for x in tensors):  # these do not count their writes
         return make()
-    key = (more, tuple((id(x), x._version) for x in tensors))
+    # Made by kernels of the current stream, for which another stream would not wait.
+    device = tensors[0].device
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    key = (more, stream, tuple((id(x), x._version) for x in tensors))
     kept = _given.get(tensors[0])
     if kept is not None and kept[0] == key and all(a() is b for a, b in zip(kept[1], tensors[1:], strict=True)):
         return kept[2]
