@@ -45,6 +45,20 @@ if INTERPRETING:
     def test_case(case: Case) -> None:
         check(case, None)
 
+    @torch.no_grad()
+    def test_one_row_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+        """As for more batch elements or heads than the other dimensions of a grid have."""
+        case = next(c for c in SMALL if c.B > 1 and c.H > c.G > 1)
+        with torch.enable_grad():
+            e = Exact(case, "float32", "cpu")
+        q, k, v = (x.detach() for x in e.leaves[:3])
+        words, results = words_of(e.mask, case.Q, case.K), []
+        for one in (False, True):
+            monkeypatch.setattr(launch, "one_row", lambda p, one=one: one)
+            out, lse = launch.forward(e.problem, q, k, v, words, e.terms)
+            results.append((out, lse, *launch.backward(e.problem, e.dout, None, q, k, v, out, lse, words, e.terms)[:3]))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
     def test_other_tiles() -> None:
         for name in ("causal", "odd_sizes", "all_terms"):
             check(next(c for c in SMALL if c.name == name), launch.Tile(64, 128, 4, 1))
@@ -69,7 +83,7 @@ else:
     def test_in_the_interpreter(part: int) -> None:
         tests = [f"test_case[{case.name}]" for case in SMALL][part::PARTS]
         if part == 0:
-            tests += ["test_strides_and_no_words", "test_other_tiles"]
+            tests += ["test_strides_and_no_words", "test_other_tiles", "test_one_row_of_programs"]
         in_interpreter(__file__, *tests)
 
 
@@ -98,7 +112,7 @@ for D, N in ((64, 128), (128, 128), (128, 4096), (256, 128), (256, 4096), (64, 4
         seen.add((kernel, D, tile))
         precision = "ieee" if dtype == "bfloat16" else "tf32x3"
         constants = dict(GROUP=1, D=D, E=D, BLOCK_D=D, BLOCK_E=D, R=tile.R, C=tile.C, SOFTCAP=False)
-        constants["PRECISION"] = precision
+        constants |= {"PRECISION": precision, "ONE_ROW": False}
         constants |= dict.fromkeys(NONE & set(kernel.arg_names))
         signature = {}
         for name in kernel.arg_names:
@@ -131,15 +145,18 @@ def test_every_tile_compiles(tmp_path: Path, dtype: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU; torch finds none")
 @pytest.mark.parametrize("shape", [(70000, 1, 1, 16), (1, 70000, 1, 16), (70000, 1, 3, 16)], ids=str)
 def test_more_heads_than_a_grid_is_high(shape: tuple[int, ...]) -> None:
-    """A grid has 65,535 programs along its second and third dimensions."""
+    """A grid has 65,535 programs along its second and third dimensions: two halves have fewer."""
     q, k, v = (torch.randn(shape, device="cuda", requires_grad=shape[2] == 1) for _ in range(3))
-    results = []
-    for name in ("dense", "reference"):
-        out, lse = gs.attention(q, k, v, gs.Causal(), return_lse=True, implementation=name)
-        grads = torch.autograd.grad((out * v).sum() + lse.sum(), (q, k, v)) if v.requires_grad else ()
-        results.append((out, lse, *grads))
-    for found, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(found, wanted)
+
+    def results(*given: torch.Tensor) -> list[torch.Tensor]:
+        out, lse = gs.attention(*given, gs.Causal(), return_lse=True, implementation="dense")
+        grads = torch.autograd.grad((out * given[2]).sum() + lse.sum(), given) if out.requires_grad else ()
+        return [out, lse, *grads]
+
+    axis = shape.index(70000)
+    halves = zip(*(results(*part) for part in zip(*(x.chunk(2, axis) for x in (q, k, v)), strict=True)), strict=True)
+    for whole, both in zip(results(q, k, v), halves, strict=True):
+        assert torch.equal(whole, torch.cat(both, axis))
 
 
 def test_rows_far_apart_are_copied() -> None:

@@ -156,11 +156,13 @@ def test_it_compiles(sm: int, tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU; torch finds none")
 def test_more_heads_than_a_grid_is_high() -> None:
-    """A grid has 65,535 programs along its second and third dimensions."""
+    """A grid has 65,535 programs along its second and third dimensions: two halves have fewer."""
     q, k, v = (torch.randn(70000, 1, 2, 264, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3))
-    results = []
-    for name in ("triton", "reference"):
-        out = gs.attention(q, k, v, Causal(), implementation=name)
-        results.append((out, *torch.autograd.grad((out * v).sum(), (q, k, v))))
-    for found, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+
+    def results(*given: torch.Tensor) -> list[torch.Tensor]:
+        out = gs.attention(*given, Causal(), implementation="triton")
+        return [out, *torch.autograd.grad((out * given[2]).sum(), given)]
+
+    halves = zip(*(results(*part) for part in zip(*(x.chunk(2) for x in (q, k, v)), strict=True)), strict=True)
+    for whole, both in zip(results(q, k, v), halves, strict=True):
+        assert torch.equal(whole, torch.cat(both))

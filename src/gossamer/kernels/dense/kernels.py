@@ -82,14 +82,21 @@ def forward_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    ONE_ROW: tl.constexpr,  # the grid is one row of programs
 ):  # fmt: skip
     """out and lse of R query rows of one head, C keys at a time."""
-    i_b = tl.program_id(0) // H
-    i_h = tl.program_id(0) % H
+    i_r = tl.program_id(0)
+    i_h = tl.program_id(1)
+    i_b = tl.program_id(2)
+    if ONE_ROW:
+        n_r = (Q + R - 1) // R
+        i_h = i_r // n_r % H
+        i_b = i_r // n_r // H
+        i_r = i_r % n_r
     b64 = i_b.to(tl.int64)
     h64 = i_h.to(tl.int64)
     i_bh = b64 * H + h64
-    o_r = tl.program_id(1) * R + tl.arange(0, R)
+    o_r = i_r * R + tl.arange(0, R)
     o_c = tl.arange(0, C)
     k += b64 * stride_kb + h64 // GROUP * stride_kh
     v += b64 * stride_vb + h64 // GROUP * stride_vh
@@ -141,13 +148,17 @@ def backward_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    ONE_ROW: tl.constexpr,  # the grid is one row of programs
 ):  # fmt: skip
     """dk and dv of C keys by the first programs of a batch element, dq of R queries by the rest."""
     n_k = (K + C - 1) // C
     key_programs = n_k * (H // GROUP)
-    programs = key_programs + (Q + R - 1) // R * H
-    i_b = tl.program_id(0) // programs
-    pid = tl.program_id(0) % programs
+    pid = tl.program_id(0)
+    i_b = tl.program_id(1)
+    if ONE_ROW:
+        programs = key_programs + (Q + R - 1) // R * H
+        i_b = pid // programs
+        pid = pid % programs
     b64 = i_b.to(tl.int64)
     end = end_of_keys(lengths, i_b, K, lengths is not None)
     q += b64 * stride_qb

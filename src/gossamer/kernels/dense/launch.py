@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -66,9 +67,19 @@ def constants(p: Problem, tile: Tile, terms: Terms, shared: tuple[int, int]) -> 
         "words_b": shared[0], "words_h": shared[1], "H": p.H, "Q": p.Q, "K": p.K, "q_offset": terms.q_offset,
         "GROUP": p.H // p.G,
         "D": p.D, "E": p.E, "BLOCK_D": padded(p.D), "BLOCK_E": padded(p.E), "R": tile.R, "C": tile.C,
-        "SOFTCAP": terms.softcap is not None, "PRECISION": precision(p), "num_warps": tile.warps,
-        "num_stages": tile.stages, "enable_fp_fusion": True,
+        "SOFTCAP": terms.softcap is not None, "PRECISION": precision(p), "ONE_ROW": one_row(p),
+        "num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True,
     }  # fmt: skip
+
+
+def one_row(p: Problem) -> bool:
+    """Whether the grid is one row of programs, whose numbers take a division: its other dimensions end at 65,535."""
+    return max(p.B, p.H) >= 2**16
+
+
+def grid(p: Problem, *programs: int) -> tuple[int, ...]:
+    """Of all batch elements, each with its programs."""
+    return (math.prod(programs) * p.B,) if one_row(p) else (*programs, p.B)
 
 
 def forward(
@@ -85,7 +96,7 @@ def forward(
     t, tile = terms, tile or forward_tile(p, processors(device))
     key, tensors, floats = forward_arguments(p, q, k, v, out, lse, words, t, tile)
     launch(
-        _known, forward_kernel, (p.B * p.H, -(-p.Q // tile.R)), key, tensors, floats,
+        _known, forward_kernel, grid(p, -(-p.Q // tile.R), p.H), key, tensors, floats,
         lambda: strides("q", q) | strides("k", k) | strides("v", v) | constants(p, tile, t, shared_strides(words)),
     )  # fmt: skip
     return out, lse
@@ -166,7 +177,7 @@ def backward(
     key, tensors, floats = backward_arguments(p, (q, k, v, dout, out, lse, dlse, dq, dk, dv), words, t, tile)
     programs = -(-p.K // tile.C) * p.G + -(-p.Q // tile.R) * p.H
     launch(
-        _known, backward_kernel, (programs * p.B,), key, tensors, floats,
+        _known, backward_kernel, grid(p, programs), key, tensors, floats,
         lambda: strides("q", q) | strides("k", k) | strides("v", v) | constants(p, tile, t, shared_strides(words)),
     )  # fmt: skip
     dsink = None
