@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Problem, Terms, reasons
+from gossamer.kernels.contract import Problem, Terms, gathers_alone, reasons
 from gossamer.kernels.hopper import IMPLEMENTATION
 from gossamer.layouts.gather import build_gather
 from gossamer.testing import inputs
@@ -41,14 +41,17 @@ def by_gathers(case: Case, problem: Problem, q: Tensor, k: Tensor, v: Tensor, te
             layout = made.to("cuda")
             for split in (None, 1):
                 out, lse = launch.forward(problem, q, k, v, layout, terms, split=split)
+                if not choice.backward:
+                    continue
                 given = torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, layout, terms
                 launch.backward(problem, *given, split=split)
 
 
 def run(case: Case, dtype: str, *parts: Callable[..., None]) -> bool:
     """Whether the case was computed."""
-    problem = inputs.problem_of(case, dtype, "cuda")
-    if reasons(problem, IMPLEMENTATION.capability):
+    problem = inputs.problem_of(case, dtype, "cuda", backward=dtype != "float32")
+    capability = IMPLEMENTATION.capability
+    if reasons(problem, capability) and not gathers_alone(problem, capability):
         return False
     given = inputs.make(case, dtype, "cuda")
     while given.q.ndim < 4:
@@ -61,8 +64,9 @@ def run(case: Case, dtype: str, *parts: Callable[..., None]) -> bool:
 
 def main(names: list[str]) -> None:
     cases = [case for case in SMALL if not names or case.name in names]
-    done = [case.name for case in cases if run(case, "bfloat16", by_tiles, by_gathers)]
-    print(f"{len(done)} cases: {', '.join(done)}")
+    for dtype, parts in {"bfloat16": (by_tiles, by_gathers), "float32": (by_gathers,)}.items():
+        done = [case.name for case in cases if run(case, dtype, *parts)]
+        print(f"{len(done)} cases in {dtype}: {', '.join(done)}")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from gossamer.kernels.hopper.config import (
     shipped,
     wide_config,
 )
-from gossamer.kernels.hopper.gather.config import GatherConfig, gather_config
+from gossamer.kernels.hopper.gather.config import GatherConfig, SplitConfig, gather_config
 
 # Bytes of stack of the kernels that spill.
 SPILLS = {"forward-bfloat16-64-64-192-128-softcap": 48}
@@ -67,6 +67,11 @@ def test_configuration_refuses() -> None:
         GatherConfig("forward", "bfloat16", 64, stages=1)
     with pytest.raises(ValueError, match="bytes of shared memory"):
         GatherConfig("forward", "bfloat16", 128, stages=2, blocks=3)
+    with pytest.raises(ValueError, match="bytes of shared memory"):
+        SplitConfig(stages=3)
+    for direction, size in (("query", 64), ("columns", 64), ("forward", 65)):
+        with pytest.raises(ValueError, match=f"no gather kernel of float32 for {direction} with heads of {size}"):
+            gather_config(direction, "float32", size, 8, "fold")
     with pytest.raises(ValueError, match="no column kernel for tiles 128 x 64 and heads of 128"):
         BackwardConfig("bfloat16", 128, 128, block_kv=64)
     with pytest.raises(ValueError, match="the column kernel cannot run as"):
@@ -184,6 +189,8 @@ def made_when_needed() -> Iterator[tuple[str, Any]]:
     for direction, size in itertools.product(("forward", "query", "columns"), (64, 128)):
         yield "gather", gather_config(direction, "bfloat16", size, size, "fold")
         yield "gather", gather_config(direction, "float16", size, size, "softcap", True)
+    for score, lengths in itertools.product(("fold", "scale", "softcap"), (False, True)):
+        yield "gather", gather_config("forward", "float32", 64, 64, score, lengths)
 
 
 @needs_compiler

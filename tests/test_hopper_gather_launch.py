@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 import gossamer as gs
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.contract import Problem, Terms, gathers_alone, reasons
 from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
 from gossamer.kernels.reference import oracle
 from gossamer.layouts.gather import GatherLayout, build_gather
+from gossamer.torch.plan import Plan
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 LISTS = ("indices", "bits")
@@ -342,3 +343,18 @@ def test_bound_float32_calls(launch: Any) -> None:
         q, k, v = (torch.randn(B, h, n, 64, generator=generator) for h, n in ((H, Q), (G, K), (G, K)))
         run = run or IMPLEMENTATION.bound_forward(problem, q, k, v, layout, terms)
         assert wrong(run(q, k, v), oracle(q.double(), k.double(), v.double(), mask, terms)) < 1e-5
+
+
+def test_float32_is_gathered_alone() -> None:
+    """A call that is refused for its type may be gathered, forward alone; one that names hopper is refused."""
+    problem = Problem(1, 8, 8, 4096, 4096, 64, 64, "float32", "cuda", 90)
+    capability = IMPLEMENTATION.capability
+    assert "float32" in reasons(problem, capability)[0] and gathers_alone(problem, capability)
+    changes: tuple[dict[str, Any], ...] = (
+        {"backward": True}, {"D": 65}, {"sm": 80}, {"score_terms": frozenset({"alibi_slopes"})}, {"tile": (64, 64)},
+        {"dtype": "float64"}, {"dtype": "bfloat16"},
+    )  # fmt: skip
+    for change in changes:
+        assert not gathers_alone(replace(problem, **change), capability), change
+    plan = Plan(problem, (), {}, None, (IMPLEMENTATION,))
+    assert [(i.name, choice.block_q) for i, choice in plan.gather_options] == [("hopper", 64)] and not plan.tiles
