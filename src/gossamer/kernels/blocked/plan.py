@@ -102,6 +102,8 @@ def make_plan(layout: BlockLayout, problem: Problem) -> Plan:
     gathered |= (n > 0) & ~run
     batches.extend(_gathers(lists, masks, np.nonzero(gathered)[0], limit, T, key_tiles, heads, problem))
     device = walk.lo.device
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # the masks were made there, and calls on any stream read them
     return Plan(tuple(_to(b, device) for b in batches), masks, T, key_tiles)
 
 
