@@ -159,6 +159,8 @@ def _prepare(p: Problem, layout: BlockLayout, score: str, lengths: bool, packed:
         if layout.rows.pool.numel():
             rows = pool.view(-1, config.block_q, pool.shape[1])
             rows[:, : p.Q] = rows[:, : layout.Q].repeat(1, repeat, 1)
+        if device.type == "cuda" and layout.host is not None:  # kept for every stream, and others would not wait
+            torch.cuda.current_stream(device).synchronize()
     return Prepared(
         config,
         compiled.forward(config),

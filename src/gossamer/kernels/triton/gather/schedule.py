@@ -32,13 +32,16 @@ class Work:
     slots: int
 
     def longest(self, each: int) -> Tensor:
-        """(groups,) int32: units of the longest of each `each` items; negative where one is a part of a cut list."""
-        groups = -(-len(self.items) // each)
-        length, slot = self.items.new_zeros(groups * each), self.items.new_full((groups * each,), -1)
-        length[: len(self.items)] = self.items[:, 3] - self.items[:, 2]
-        slot[: len(self.items)] = self.items[:, 4]
+        """(groups,) int32: units of the longest of each `each` items; negative where one is a part of a cut list.
+
+        By way of the host: what is copied from there is complete for every stream.
+        """
+        items, groups = self.items.cpu(), -(-len(self.items) // each)
+        length, slot = items.new_zeros(groups * each), items.new_full((groups * each,), -1)
+        length[: len(items)] = items[:, 3] - items[:, 2]
+        slot[: len(items)] = items[:, 4]
         longest = length.view(groups, each).amax(1)
-        return torch.where(slot.view(groups, each).amax(1) < 0, longest, -longest)
+        return torch.where(slot.view(groups, each).amax(1) < 0, longest, -longest).to(self.items.device)
 
 
 _work: WeakKeyDictionary[GatherWalk, dict[int, Work]] = WeakKeyDictionary()
