@@ -104,6 +104,26 @@ def test_two_streams_at_once() -> None:
     assert all(torch.equal(y, want) for y in found)
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+def test_handles_in_a_compiled_function() -> None:
+    """Other documents in every step, whose handles are numbers of 62 bits: two compilations at most."""
+    import torch._dynamo.testing
+
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda q, k, v, handle: gs.attention(q, k, v, handle, deterministic=True), fullgraph=True, backend=counter
+    )
+    x, dout = inputs(), torch.randn(B, H, N, D, device="cuda", dtype=torch.bfloat16)
+    for cut in range(100, 1100, 100):
+        pattern = gs.Document.from_cu_seqlens([0, cut, N]) & gs.Causal()
+        out = compiled(*x, pattern.handle)
+        found = (out, *torch.autograd.grad(out, x, dout))
+        for a, b in zip(found, gradients(x, dout, pattern, deterministic=True), strict=True):
+            assert torch.equal(a, b)
+    assert counter.frame_count <= 2
+
+
 @pytest.mark.parametrize("n", [100, 700])
 def test_a_mask_on_two_streams(n: int) -> None:
     """What one stream makes of a mask, and is late with, the other does not read."""
