@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from gossamer.integrations.mask_mods import MaskMod, by_formula, by_lookup, listed
+from gossamer.integrations.mask_mods import MaskMod, by_formula, by_lookup
 from gossamer.layouts import BlockLayout, TileList, Walk
-from gossamer.layouts.block import WORD
 from gossamer.layouts.build import build, unique_tiles
 from gossamer.patterns import Pattern
+from gossamer.patterns.grid import WORD
 
 # Pairs of partial tiles on which a mask function is evaluated at once.
 PAIRS_AT_ONCE = 2**24
@@ -245,7 +245,7 @@ def _block_lists(rows: Walk, kinds: tuple[str, ...], device: torch.device) -> tu
     found = np.zeros((*rows.lead, rows.tiles, columns), dtype=bool)
     for kind in kinds:
         tiles = rows.lists[kind]
-        row, at = listed(tiles)
+        row, at = tiles.listed()
         found.reshape(-1, columns)[row, tiles.indices[at]] = True
     return padded_lists(torch.from_numpy(found).to(device))
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from gossamer import patterns
-from gossamer.layouts import BlockLayout, TileList
-from gossamer.layouts.block import WORD
+from gossamer.layouts import BlockLayout
 from gossamer.patterns.compose import And, Not, Or
+from gossamer.patterns.grid import WORD
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -102,7 +102,7 @@ def by_lookup(layout: BlockLayout, device: torch.device) -> MaskMod:
     found = np.full((*rows.lead, rows.tiles, -(-rows.columns // block_kv)), EMPTY, dtype=np.int32)
     flat = found.reshape(-1, found.shape[-1])
     for tiles, value in ((rows.full, FULL), (rows.interval, INTERVAL), (rows.bits, None)):
-        row, at = listed(tiles)
+        row, at = tiles.listed()
         flat[row, tiles.indices[at]] = rows.pool_index[at] if value is None else value
     place = torch.from_numpy(found).to(device)
     moved = rows.on_device(device)
@@ -120,10 +120,3 @@ def by_lookup(layout: BlockLayout, device: torch.device) -> MaskMod:
         return torch.where(at >= 0, bit, (at == FULL) | ((at == INTERVAL) & inside))
 
     return mask
-
-
-def listed(tiles: TileList) -> tuple[np.ndarray, np.ndarray]:
-    """Of every tile in a numpy list: its tile row, counted over (Bl, Hl, T), and its place in `indices`."""
-    counts, starts = tiles.counts.reshape(-1).astype(np.int64), tiles.starts.reshape(-1).astype(np.int64)
-    before = np.cumsum(counts) - counts
-    return np.repeat(np.arange(len(counts)), counts), np.repeat(starts - before, counts) + np.arange(counts.sum())

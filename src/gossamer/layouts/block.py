@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from gossamer.layouts.base import Array, Layout, WalkArrays
+from gossamer.patterns.grid import ranges
 
 if TYPE_CHECKING:
     from gossamer.layouts.stats import LayoutStats
 
-WORD = 32
 # The lists of a walk, in the order in which kernels visit them.
 KINDS = ("full", "interval", "bits")
 
@@ -35,6 +35,11 @@ class TileList(NamedTuple):
     starts: Array  # (Bl, Hl, T) int32
     counts: Array  # (Bl, Hl, T) int32
     indices: Array  # (n,) int32; entries that no row refers to are undefined
+
+    def listed(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of every tile that numpy arrays list: its tile row, counted over (Bl, Hl, T), and its place in `indices`."""
+        starts = self.starts.reshape(-1).astype(np.int64)
+        return ranges(starts, starts + self.counts.reshape(-1))
 
 
 @dataclass(frozen=True, eq=False)

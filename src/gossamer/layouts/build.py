@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gossamer.layouts.block import WORD, BlockLayout, TileList, Walk
+from gossamer.layouts.block import BlockLayout, TileList, Walk
 from gossamer.patterns.base import Intervals, Pattern
 from gossamer.patterns.compose import And, Or
-from gossamer.patterns.grid import ELEMENTS_AT_ONCE, EMPTY, FULL, Grid, Sizes, combine_ids, ranges
+from gossamer.patterns.grid import ELEMENTS_AT_ONCE, EMPTY, FULL, WORD, Grid, Sizes, combine_ids, ranges
 
 # Tile pairs looked at together: bounds the scratch memory, with ELEMENTS_AT_ONCE for what is in the tiles.
 TILES_AT_ONCE = 2**21

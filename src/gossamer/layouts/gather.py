@@ -15,10 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from gossamer.layouts.base import Array, Layout, WalkArrays
-from gossamer.layouts.block import WORD
 from gossamer.layouts.schedule import FEWEST_TILES, PARTS_PER_PROCESSOR
 from gossamer.patterns.base import Pattern
-from gossamer.patterns.grid import EMPTY, FULL, Grid, Sizes, ranges, unpack_bits
+from gossamer.patterns.grid import EMPTY, FULL, WORD, Grid, Sizes, ranges, unpack_bits
 
 # Rows that are gathered for together, and how many columns are gathered at a time for each.
 WIDTHS = {1: 1, 16: 32, 32: 32, 64: 64}

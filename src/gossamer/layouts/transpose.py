@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from gossamer.layouts.block import KINDS, WORD, TileList, Walk
-from gossamer.patterns.grid import pack_bits, ranges, unpack_bits
+from gossamer.layouts.block import KINDS, TileList, Walk
+from gossamer.patterns.grid import WORD, pack_bits, ranges, unpack_bits
 
 # Pool entries transposed together: bounds the scratch memory.
 ENTRIES_AT_ONCE = 1024

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gossamer.layouts import BlockLayout, TileList, Walk
-from gossamer.layouts.block import WORD
+from gossamer.patterns.grid import WORD
 
 
 def layout_of(mask: Tensor, Q: int, K: int, *, block_q: int, block_kv: int, transpose: bool) -> BlockLayout:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from gossamer.kernels.table import NAMES
 from gossamer.layouts import BlockLayout, TileList, Walk
-from gossamer.layouts.block import ARRAYS_PER_WALK, WORD
+from gossamer.layouts.block import ARRAYS_PER_WALK
 from gossamer.patterns import Pattern
+from gossamer.patterns.grid import WORD
 from gossamer.patterns.validate import show
 
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from gossamer.kernels.blocked.masks import Masks, make_masks
 from gossamer.kernels.contract import Problem
-from gossamer.layouts.block import BlockLayout, TileList
+from gossamer.layouts.block import BlockLayout
 
 SCRATCH_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}  # of the scores of one batch: the level-2 cache; few launches
 VIEW_BYTES = 128 << 10  # below this, copying keys into a larger batch costs less than a batch of its own
@@ -108,41 +107,31 @@ def make_plan(layout: BlockLayout, problem: Problem) -> Plan:
 
 
 def _read(layout: BlockLayout) -> tuple[Lists, Masks]:
-    walk = layout.rows if layout.host is None else layout.host.rows
+    walk = (layout.rows if layout.host is None else layout.host.rows).on_host()
     rows, bk, bq, T = walk.rows, walk.block_columns, walk.block_rows, walk.tiles
     count = walk.lead[0] * walk.lead[1] * T
-    parts = {kind: _entries(tiles) for kind, tiles in walk.lists.items()}
+    parts = {}
+    for kind, tiles in walk.lists.items():
+        row, place = tiles.listed()
+        parts[kind] = row, tiles.indices[place].astype(np.int64), place
     row, column, _ = parts["interval"]
     if len(row):
         # (lead rows, 2, T, block_q): bounds of the rows that do not exist are empty
         both = np.zeros((count // T, 2, T * bq), np.int32)
-        both[:, 0, :rows] = _host(walk.lo).reshape(-1, rows)
-        both[:, 1, :rows] = _host(walk.hi).reshape(-1, rows)
+        both[:, 0, :rows] = walk.lo.reshape(-1, rows)
+        both[:, 1, :rows] = walk.hi.reshape(-1, rows)
         bounds = both.reshape(-1, 2, T, bq)[row // T, :, row % T] - (column * bk)[:, None, None]
         bounds = bounds.clip(0, bk)
     else:
         bounds = np.zeros((0, 2, bq), np.int32)
     masks, interval_mask = make_masks(bounds, layout.rows.pool, bq, bk)
-    bits_mask = _host(walk.pool_index)[parts["bits"][2]] + len(masks.bounds)
+    bits_mask = walk.pool_index[parts["bits"][2]] + len(masks.bounds)
     row = np.concatenate([parts[name][0] for name in parts])
     column = np.concatenate([parts[name][1] for name in parts])
     mask = np.concatenate([np.full(len(parts["full"][0]), -1), interval_mask, bits_mask])
     order = np.argsort(row * (1 + int(column.max(initial=0))) + column, kind="stable")
     ptr = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=count))])
     return Lists(ptr, column[order], mask[order].astype(np.int64)), masks
-
-
-def _entries(tiles: TileList) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(layout row, column, place in `indices`) of every listed tile."""
-    counts = _host(tiles.counts).reshape(-1).astype(np.int64)
-    starts = _host(tiles.starts).reshape(-1).astype(np.int64)
-    row = np.repeat(np.arange(len(counts)), counts)
-    place = np.arange(len(row)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
-    return row, _host(tiles.indices).astype(np.int64)[place], place
-
-
-def _host(array: Any) -> np.ndarray:
-    return array if isinstance(array, np.ndarray) else array.cpu().numpy()
 
 
 def _segments(run: np.ndarray, n: np.ndarray, start: np.ndarray, T: int) -> Iterator[tuple[int, int, int]]:

@@ -72,9 +72,7 @@ def _make_tiles(walk: Walk, most: int, device: torch.device) -> Tiles:
     C = -(-walk.columns // walk.block_columns)
     parts = []
     for kind, (name, tiles) in enumerate(walk.lists.items()):
-        counts, starts = tiles.counts.reshape(-1).astype(np.int64), tiles.starts.reshape(-1).astype(np.int64)
-        row = np.repeat(np.arange(leads * T), counts)
-        at = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(starts, counts)
+        row, at = tiles.listed()
         entry = walk.pool_index[at] if name == "bits" else np.zeros(len(at), dtype=np.int64)
         parts.append(np.stack((row, tiles.indices[at], np.full(len(at), kind), entry), axis=1))
     table = np.concatenate(parts)
