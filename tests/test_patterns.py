@@ -346,6 +346,10 @@ def test_a_pattern_of_ones_own_is_told_apart():
         reach: int
         _keep = Plain._keep
 
+    @dataclass(eq=False)
+    class Writable(Changing):
+        pass
+
     @dataclass(frozen=True, eq=False)
     class Unhashable(gs.Pattern):
         reach: np.ndarray
@@ -356,18 +360,25 @@ def test_a_pattern_of_ones_own_is_told_apart():
         reach: int
         _keep = Plain._keep
 
+    @dataclass(frozen=True)
+    class Short(gs.Pattern):
+        reach: int
+        _keep = Plain._keep
+
     class Keyed(Plain):
         def _key(self):
             return (self.reach,)
 
-    with pytest.raises(TypeError, match=r"Plain must be a dataclass\(frozen=True, eq=False\) or define _key; reach"):
+    with pytest.raises(TypeError, match=r"Plain must be a frozen dataclass or define _key; reach would not tell"):
         Plain(3)
-    with pytest.raises(TypeError, match="Changing must be a dataclass"):
-        Changing(3)
+    for kind in (Changing, Writable):
+        with pytest.raises(TypeError, match=f"{kind.__name__} must be a frozen dataclass"):
+            kind(3)
     with pytest.raises(TypeError, match=r"Unhashable\._key must give what can be hashed"):
         Unhashable(np.arange(3))
-    for kind in (Right, Keyed):
+    for kind in (Right, Short, Keyed):
         assert kind(3) == kind(3) and kind(3) != kind(5) and kind(3).handle != kind(5).handle
+        assert hash(kind(3)) == hash(kind(3)) and kind(3).density(9, 9) == gs.SlidingWindow(3, 3).density(9, 9)
 
 
 @pytest.mark.parametrize("use", [bool, lambda p: p and p, lambda p: not p])

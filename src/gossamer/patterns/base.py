@@ -72,9 +72,10 @@ def _check_key(pattern: Pattern) -> None:
     if kind._key is not Pattern._key:
         return
     unknown = vars(pattern).keys() - getattr(kind, "__dataclass_fields__", {}).keys()
-    if unknown or kind.__hash__ is not Pattern.__hash__:
+    settings = getattr(kind, "__dataclass_params__", None)
+    if unknown or (settings is not None and not settings.frozen):
         names = f"; {', '.join(sorted(unknown))} would not tell two of them apart" if unknown else ""
-        raise TypeError(f"{kind.__name__} must be a dataclass(frozen=True, eq=False) or define _key{names}")
+        raise TypeError(f"{kind.__name__} must be a frozen dataclass or define _key{names}")
 
 
 class Pattern(metaclass=_PatternMeta):
@@ -82,7 +83,7 @@ class Pattern(metaclass=_PatternMeta):
 
     `q_offset` defaults to K - Q (aligned at the end). Positions may be negative and never wrap.
 
-    A subclass is a `dataclass(frozen=True, eq=False)`, whose fields tell two patterns apart, and defines `_keep`.
+    A subclass is a frozen dataclass, whose fields tell two patterns apart, and defines `_keep`.
     """
 
     handle: int  # what operators and compiled graphs call it; equal patterns share one
