@@ -9,9 +9,9 @@ import torch
 
 import gossamer
 from gossamer.bench.check import Inputs
+from gossamer.patterns.grid import WORD
 
 BLOCK = 128
-WORD = 32
 BITS_BYTES = 2**33  # of a graph: a compiled mask function reads them by 32-bit offsets of 4-byte words
 
 
