@@ -57,12 +57,11 @@ class Prepared(NamedTuple):
     split: bool  # in halves, before they are gathered
 
     def halves(self, k: Tensor) -> list[Tensor]:
-        """Where a kernel of float32 writes the halves of K and V, and their powers; none for another."""
+        """Templates of what a kernel of float32 writes first: halves of K and V, and their powers; else none."""
         if not self.split:
             return []
-        rows = k.shape[:3]
-        both = [k.new_empty((*rows, 2 * self.size), dtype=torch.float16) for _ in range(2)]
-        return [*both, k.new_empty((*rows, 2), dtype=torch.float32)]
+        both = [template(k, (*k.shape[:3], 2 * self.size), torch.float16)] * 2
+        return [*both, template(k, (*k.shape[:3], 2), torch.float32)]
 
     def parts(self, like: Tensor, *last: int) -> Tensor:
         """Float32 parts (slots, 64, *last); of one slot, never read, where no list is cut."""
@@ -177,8 +176,9 @@ def forward(
     has_sinks = int(terms.sink_logits is not None)
     part_out, part_lse = call.parts(q, call.size), call.parts(q)
     call.run(
-        operand(q), gathered(k), gathered(v), *call.halves(k), out, lse, *call.arrays, sinks, part_out, part_lse,
-        lengths_of(terms, device), tickets(device), *factors(terms, score), call.items, has_sinks, call.blocks,
+        operand(q), gathered(k), gathered(v), *map(empty_from, call.halves(k)), out, lse, *call.arrays, sinks,
+        part_out, part_lse, lengths_of(terms, device), tickets(device), *factors(terms, score), call.items, has_sinks,
+        call.blocks,
     )  # fmt: skip
     if call.join is not None:
         call.join(out, lse, part_out, part_lse, call.merges, sinks, has_sinks)
@@ -198,7 +198,7 @@ def bound_forward(
     kept = prepared(p, layout, "forward", score, terms.key_lengths is not None, None)
     run, join, plain = kept.run, kept.join, terms.having(None, None, None)
     out_like, lse_like = template(q, (p.B, p.H, p.Q, p.E)), template(q, (p.B, p.H, p.Q), torch.float32)
-    part_out, part_lse = kept.bound_parts(q, kept.size), kept.bound_parts(q)
+    part_out, part_lse, halves = kept.bound_parts(q, kept.size), kept.bound_parts(q), kept.halves(k)
     no_sinks, no_lengths, has_sinks = unused(device, 1), unused_lengths(device), int(terms.sink_logits is not None)
     after = (*factors(terms, score), kept.items, has_sinks, kept.blocks)
 
@@ -212,7 +212,10 @@ def bound_forward(
         sums, sums_lse = part_out(), part_lse()
         end = no_lengths if lengths is None else aligned(lengths.to(torch.int32))
         sink = no_sinks if sinks is None else aligned(sinks.float())
-        run(q, k, v, *kept.halves(k), out, lse, *kept.arrays, sink, sums, sums_lse, end, tickets(device), *after)
+        run(
+            q, k, v, *map(empty_from, halves), out, lse, *kept.arrays, sink, sums, sums_lse, end, tickets(device),
+            *after,
+        )  # fmt: skip
         if join is not None:
             join(out, lse, sums, sums_lse, kept.merges, sink, has_sinks)
         return results
