@@ -128,7 +128,8 @@ def columns(like: torch.Tensor) -> torch.Tensor:
 # How far the exponents of values are from zero, and the inputs.
 MAGNITUDES = {
     "values-unlike": (40, lambda q, k, v: (q, k, v * powers(40, v))),
-    "values-large": (100, lambda q, k, v: (q, k, v * 2.0**100)),
+    # As large as they may be.
+    "values-large": (103, lambda q, k, v: (q, k, v / v.abs().amax(-1, keepdim=True) * (0.99 * 2.0**103))),
     "values-small": (100, lambda q, k, v: (q, k, v * 2.0**-100)),
     "values-zero": (98, lambda q, k, v: (q, k, v * (powers(1, v) > 1) * 2.0**60)),
     "keys-unlike": (0, lambda q, k, v: (q, k * powers(40, k) * 2.0**-40, v)),

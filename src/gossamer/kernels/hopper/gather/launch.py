@@ -146,7 +146,7 @@ def forward(
     into: tuple[Tensor, Tensor] | None = None,
     config: GatherConfig | SplitConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse).
+    """(out, lse). In float32 numbers of v must be below 2^103 in magnitude: see docs/kernels/gather.md.
 
     Args:
         split: replaces the automatic split of long lists, in steps of 64 columns.
