@@ -39,7 +39,7 @@ def name_of(row: Record) -> str:
 
 def number(x: float) -> str:
     """Three digits, and all of those before the point."""
-    return f"{x:.3g}" if x < 999.5 else f"{x:,.0f}"
+    return f"{x:.3g}" if x < 999.5 else f"{x:.0f}"
 
 
 def point(row: Record) -> tuple[str, int, float]:
