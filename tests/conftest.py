@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+
+from gossamer.kernels.hopper.store import ARCHITECTURE
+
+# The compiler of the Hopper kernels asks for it when it is first imported, which a test may do before a kernel is made.
+os.environ.setdefault("CUTE_DSL_ARCH", ARCHITECTURE)
 
 
 @pytest.fixture
