@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gossamer as gs
-from gossamer.torch import operators
+from gossamer.torch import operators, plan
 
 
 class Seen(TorchDispatchMode):
@@ -129,3 +129,16 @@ def test_a_traced_call_is_not_plain() -> None:
     found = []
     torch.jit.trace(lambda y: (found.append(operators.plain(y)), y + 1)[1], torch.zeros(2), check_trace=False)
     assert found == [False]
+
+
+def test_lists_belong_to_the_stream_that_made_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another stream makes its own; a graph, which begins when all streams are done, takes what there is."""
+    x, made, stream = torch.randn(1, 2, 64, 8), [], [7]
+    layout = gs.SlidingWindow(9).layout(64, 64, block_q=32, block_kv=32).to("cpu")
+    make = plan.layout_from
+    monkeypatch.setattr(plan, "layout_from", lambda *given: made.append(stream[0]) or make(*given))
+    monkeypatch.setattr(plan, "_maker", lambda device: stream[0])
+    for now in (7, 7, None, 8, None, 8, 7):
+        stream[0] = now
+        gs.attention(x, x, x, layout)
+    assert made == [7, 8, 7]

@@ -189,7 +189,7 @@ def test_a_repeated_call_waits_for_nothing(name: str) -> None:
 
 def allocations(run: Callable[[], object]) -> list[int]:
     """Sizes of the allocations of a known call, in the allocator's units of 512 bytes."""
-    for _ in range(2):  # the second one binds what the third one runs
+    for _ in range(3):  # the second one binds what the third one runs, which makes the workspace of its stream
         run()
     torch.cuda.synchronize()
     torch.cuda.memory._record_memory_history(max_entries=1000, stacks="python", context=None, clear_history=True)

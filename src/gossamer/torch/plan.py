@@ -324,16 +324,24 @@ def _remember(tensors: list[Tensor], more: tuple[Any, ...], make: Any) -> Any:
     """A layout or words made from tensors, kept as long as the first of them lives and none has been written to."""
     if any(x.is_inference() for x in tensors):  # these do not count their writes
         return make()
-    # Made by kernels of the current stream, for which another stream would not wait.
-    device = tensors[0].device
-    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-    key = (more, stream, tuple((id(x), x._version) for x in tensors))
-    kept = _given.get(tensors[0])
-    if kept is not None and kept[0] == key and all(a() is b for a, b in zip(kept[1], tensors[1:], strict=True)):
-        return kept[2]
+    key = (more, tuple((id(x), x._version) for x in tensors))
+    maker, kept = _maker(tensors[0].device), _given.get(tensors[0])
+    known = kept is not None and kept[0] == key and maker in (None, kept[1])
+    if known and all(a() is b for a, b in zip(kept[2], tensors[1:], strict=True)):
+        return kept[3]
     layout = make()
-    _given[tensors[0]] = key, [ref(x) for x in tensors[1:]], layout
+    _given[tensors[0]] = key, maker, [ref(x) for x in tensors[1:]], layout
     return layout
+
+
+def _maker(device: torch.device) -> int | None:
+    """The stream whose kernels make what is kept now: another stream would not wait for them.
+
+    None while a graph is captured: that begins when all streams are done, and nothing can be read back in it.
+    """
+    if device.type != "cuda":
+        return 0
+    return None if is_current_stream_capturing() else torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def _dense_pattern(pattern: Pattern, p: Problem, q_offset: int, device: torch.device) -> Tensor:
