@@ -148,6 +148,22 @@ def test_the_ladder_as_a_table() -> None:
     assert "0.05 ms, 2e-03, 20.0 x | - |" in table
 
 
+def test_the_last_row_counts_unless_a_peer_was_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [Row("a", name, "forward", name != "gossamer x", p50_ms=1.0) for name in ("gossamer x", "PyG (float32)")]
+    later = [
+        Row("a", "gossamer y", "forward", False, p50_ms=2.0),
+        Row("a", "PyG", "forward", True),
+        Row("b", "PyG", "forward", True),
+    ]
+    later[1].fail("refused", "out of memory")
+    later[2].fail("refused", "out of memory")
+    append_rows(rows + later, path)
+    assert [(row["case"], row["implementation"], row["p50_ms"]) for row in summary.read(path)] == [
+        ("a", "gossamer y", 2.0), ("a", "PyG (float32)", 1.0), ("b", "PyG", None),
+    ]  # fmt: skip
+
+
 def test_ratios_are_of_the_last_run_in_turns() -> None:
     def row(way: str, turns: int | None, **ratios: float) -> dict:
         names = {"fa4": "FA4", "flash": "FlexAttention FLASH", "triton": "FlexAttention Triton"}

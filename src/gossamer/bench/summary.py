@@ -25,10 +25,15 @@ def records(path: Path) -> list[Record]:
 
 
 def read(path: Path) -> list[Record]:
-    """The last row of every case, type, implementation (without its note) and direction."""
+    """The last row of every case, type, implementation (without its note) and direction.
+
+    A peer that was refused keeps the row of a run before: memory may have been another's that day.
+    """
     found: dict[tuple[str, str, str, str], Record] = {}
     for row in records(path):
-        found[row["case"], row["dtype"], name_of(row), row["direction"]] = row
+        key = row["case"], row["dtype"], name_of(row), row["direction"]
+        if row["status"] != "refused" or key not in found:
+            found[key] = row
     return list(found.values())
 
 
