@@ -78,7 +78,8 @@ def bound_parts_backward(
     if split.depth > 1 or split.key_depth > 1 or split.rows_left or split.keys_left:
         return None, 0
     likes = [template(x, x.shape) for x in given[:3]]
-    results = [empty_from(x) for x in likes]
+    # What lies as the gradients will; nothing is written here.
+    results = [x if x.is_contiguous() else empty_from(like) for x, like in zip(given[:3], likes, strict=True)]
     lead = a.q.shape[:3]
     rows = dout.view(*lead, -1), out.view(*lead, -1), lse.view(lead)
     grads = [x.view(y.shape) for x, y in zip(results, (a.q, a.k, a.v), strict=True)]
