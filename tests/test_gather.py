@@ -163,7 +163,9 @@ def test_reordering_brings_neighbours_together_and_undoes_itself() -> None:
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(*results, strict=True))
     single = gs.attention(q[0, 0], k[0, 0], v[0, 0], ordered)
     assert torch.allclose(single, results[0][0][0, 0], atol=1e-12)
-    assert gs.explain(q, k, v, ordered).density == pytest.approx(len(graph.indices) / N**2)
+    told = gs.explain(q, k, v, ordered)
+    assert told.density == pytest.approx(len(graph.indices) / N**2)
+    assert str(told) == str(gs.explain(q, k, v, ordered.handle)) and "rows of a reordered graph" in str(told)
     with pytest.raises(ValueError, match="alibi_slopes must be None with a reordered pattern"):
         gs.attention(q, k, v, ordered, alibi_slopes=torch.ones(2))
     with pytest.raises(ValueError, match="as many rows as keys, got 1 and 3"):

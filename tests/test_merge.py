@@ -42,6 +42,8 @@ def test_merge_of_unions_and_its_errors() -> None:
     ]
     again = gs.merge([r[0] for r in results], [r[1] for r in results])
     torch.testing.assert_close((out, lse), again)
+    named = gs.attention(x, x, x, union.handle, merge="lse", return_lse=True, sink_logits=sinks)
+    assert all(torch.equal(*y) for y in zip(named, (out, lse), strict=True))
     with pytest.raises(ValueError, match="must be a union"):
         gs.attention(x, x, x, gs.SlidingWindow(3), merge="lse")
     with pytest.raises(ValueError, match="merge must be"):

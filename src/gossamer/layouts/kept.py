@@ -53,7 +53,9 @@ class Kept(Generic[Value]):
             entry = self._entries.get(key)
             if entry is not None:
                 return entry[0]
-            if self._forgotten.pop(hash(key), 0) is None:
+            number = hash(key)
+            if number in self._forgotten:
+                del self._forgotten[number]
                 self._room = min(2 * self._room, self.most)
             while self._entries and self._full(size):
                 oldest, entry = self._entries.popitem(last=False)

@@ -121,9 +121,9 @@ def attention(
         ValueError: an argument is wrong; `Unsupported` is one.
     """
     kind = None
+    if type(pattern) is int and not torch.compiler.is_compiling():
+        pattern = pattern_of(pattern)
     if not torch.compiler.is_compiling() and merge is None:
-        if type(pattern) is int:
-            pattern = pattern_of(pattern)
         which = _DENSE if pattern is None else pattern
         options = (scale, q_offset, softcap, implementation)
         deterministic = is_deterministic(deterministic)

@@ -23,14 +23,13 @@ from gossamer.patterns import Causal, Dense, SlidingWindow
 from gossamer.patterns.handles import token_of
 from gossamer.torch.calls import keep, kind_of
 from gossamer.torch.plan import Plan, held, hold_for_graphs, plan_for, terms_of
-from gossamer.torch.registry import pattern_of
 from gossamer.torch.validate import Arguments
 
 RANGE = 128  # numbers of keys that share a plan
 STEP = 8  # strides of k and v, which are not part of what tells calls apart, are multiples of it
 # Where `calls.kind_of` puts what is looked at here.
 Q_SHAPE, K_SHAPE, V_SHAPE, Q_STRIDE, K_STRIDE, V_STRIDE, TYPES, DEVICES = *range(1, 8), 10
-GRADIENT, ALIGNED, REST = range(13, 16)
+GRADIENT, ALIGNED = 13, 14
 _NUMBERS = (type(None), int, float)
 _DENSE = Dense()
 
@@ -134,7 +133,7 @@ def for_one_query(
     tensors: tuple[Tensor | None, ...],
 ) -> Plan:  # fmt: skip
     """The plan of a call with what its calls are bound to first, where they are: for `explain`."""
-    pattern = _DENSE if pattern is None else pattern_of(pattern) if type(pattern) is int else pattern
+    pattern = _DENSE if pattern is None else pattern
     tensors = tensors if any(x is not None for x in tensors) else ()
     kind = kind_of(q, k, v, pattern, options[4], options[:4], tensors)
     seen = None if kind is None else keys_seen(kind, pattern, options, tensors)

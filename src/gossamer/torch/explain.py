@@ -208,6 +208,8 @@ def explain(
     if merge is not None:
         raise ValueError(f"merge must be None: each term of {describe(pattern)} is a call, to be explained alone")
     check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation)
+    if type(pattern) is int:
+        pattern = pattern_of(pattern)
     inputs, given = (q, k, v, sink_logits), (q, k, v, pattern)
     backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     q, k, v = four_dimensional(q, k, v)
@@ -222,9 +224,9 @@ def explain(
         alibi_slopes, scale, softcap, implementation,
         is_deterministic(deterministic), backward,
     )  # fmt: skip
-    plan = make_plan(a, geometry, backward=False)
     options = scale, q_offset, softcap, implementation, a.deterministic
-    plan = for_one_query(plan, *given, options, (key_lengths, sink_logits, alibi_slopes))
+    usual = make_plan(a, geometry, backward=False)
+    plan = for_one_query(usual, *given, options, (key_lengths, sink_logits, alibi_slopes))
     terms = terms_of(a)
     p = plan.problem
     split, where = split_for(plan, terms, handle), (handle, tensors, geometry)
@@ -243,7 +245,7 @@ def explain(
         problem=replace(p, backward=backward),
         implementation=_names(computed),
         backward=gradient,
-        reasons=_refused(computed, p, implementation),
+        reasons=_refused(computed, p, implementation, grows=plan is not usual),
         tile=computed[0].work.tile,
         density=useful / (p.Q * p.K),
         tiles=tiles,
@@ -275,14 +277,14 @@ def _of_one_head(computed: list[_Computed], p: Problem) -> tuple[float, float, d
     return useful, executed, tiles
 
 
-def _refused(computed: list[_Computed], p: Problem, asked_for: str | None) -> dict[str, list[str]]:
-    """Why each of the other implementations is not taken."""
+def _refused(computed: list[_Computed], p: Problem, asked_for: str | None, grows: bool) -> dict[str, list[str]]:
+    """Why each of the other implementations is not taken; `grows`: one that takes any number of keys comes first."""
     named = {c.implementation.name for c in computed}
     first = min(NAMES.index(name) for name in named)
     found = {}
     for at, other in enumerate(NAMES):
         unused = "comes after the one chosen" if at > first else "its tiles hold more pairs of this pattern"
-        if at < first and p.Q == 1:
+        if at < first and grows:
             unused = "plans one query again for each number of keys"
         if other not in named:
             found[other] = refusals(other, p) or [unused if asked_for is None else "not asked for"]
