@@ -105,7 +105,7 @@ for D, N in ((64, 128), (128, 128), (128, 4096), (256, 128), (256, 4096), (64, 4
         continue
     for kernel, tile in (
         (kernels.forward_kernel, launch.forward_tile(problem, 132)),
-        (kernels.backward_kernel, launch.backward_tile(problem, 132)),
+        (kernels.backward_kernel, launch.backward_tile(problem)),
     ):
         if (kernel, D, tile) in seen:
             continue

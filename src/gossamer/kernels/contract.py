@@ -62,7 +62,8 @@ class GatherChoice(NamedTuple):
         """Whether its kernels fit the problem's types, head sizes, device and directions."""
         p = problem
         sized = self.min_head_dim <= max(p.D, p.E) <= self.max_head_dim
-        return p.dtype in self.dtypes and sized and (p.sm or 0) >= self.min_sm and self.backward >= p.backward
+        directions = self.backward or not p.backward
+        return p.dtype in self.dtypes and sized and (p.sm or 0) >= self.min_sm and directions
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,7 @@ class Binding(Protocol):
     def bound_forward(
         self, problem: Problem, q: Any, k: Any, v: Any, layout: Any, terms: Terms, into: tuple[Any, Any] | None = None
     ) -> Callable[..., tuple[Any, Any]] | None:
-        """(q, k, v, key_lengths=None, sink_logits=None, alibi_slopes=None, into=None) -> (out, lse).
+        """(q, k, v, lengths=None, sinks=None, slopes=None, into=None) -> (out, lse).
 
         Where `into` is given, calls get results of its strides to write, as `forward` does, whose addresses are as far
         from a multiple of 16 bytes.

@@ -42,7 +42,7 @@ def forward_tile(p: Problem, multiprocessors: int) -> Tile:
 
 
 @lru_cache
-def backward_tile(p: Problem, multiprocessors: int) -> Tile:
+def backward_tile(p: Problem) -> Tile:
     """Small tiles, whose loops are short."""
     wide = max(padded(p.D), padded(p.E)) * (2 if p.dtype == "float32" else 1)
     return Tile(32, 32, 4, 2 if wide <= 64 else 1)
@@ -173,7 +173,7 @@ def backward(
     q, k, v, dout, out, lse = operand(q), operand(k), operand(v), dout.contiguous(), out.contiguous(), lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    t, tile = terms, tile or backward_tile(p, processors(device))
+    t, tile = terms, tile or backward_tile(p)
     key, tensors, floats = backward_arguments(p, (q, k, v, dout, out, lse, dlse, dq, dk, dv), words, t, tile)
     programs = -(-p.K // tile.C) * p.G + -(-p.Q // tile.R) * p.H
     launch(
@@ -207,7 +207,7 @@ def bound_backward(
     grads, plain = [template(x, x.shape) for x in (q, k, v)], terms.having(None, None, None)
     given = (q, k, v, dout, out, lse, None, *(fresh(x.dtype, tuple(x.shape)) for x in (q, k, v)))
     with_terms = terms is not plain
-    tile = backward_tile(p, processors(q.device))
+    tile = backward_tile(p)
     key, tensors, floats = backward_arguments(p, given, words, terms, tile)
     found = bound(_known, backward_kernel, key, tensors, floats, len(tensors) if with_terms else len(given))
     if found is None:

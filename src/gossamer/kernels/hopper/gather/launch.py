@@ -54,7 +54,7 @@ class Prepared(NamedTuple):
     join: Callable[..., None] | None  # of the parts of lists that were cut
     merges: Tensor
     slots: int
-    split: bool  # in halves, before they are gathered
+    split: bool  # K and V, into halves of float16, before they are gathered
 
     def halves(self, k: Tensor) -> list[Tensor]:
         """Templates of what a kernel of float32 writes first: halves of K and V, and their powers; else none."""
@@ -146,19 +146,20 @@ def forward(
     into: tuple[Tensor, Tensor] | None = None,
     config: GatherConfig | SplitConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse). In float32 numbers of v must be below 2^103 in magnitude: see docs/kernels/gather.md.
+    """(out, lse). Float32 numbers of v must be below 2^103 in magnitude: see docs/kernels/gather.md.
 
     Args:
         split: replaces the automatic split of long lists, in steps of 64 columns.
         into: (out (B, H, Q, E), lse (B, H, Q) float32) that receive the results, of any strides; an out that TMA cannot
-            address is written by a copy.
+            address, or of float32 whose E is odd, is written by a copy.
+        config: replaces the configuration for these head sizes.
     """
     if elsewhere(q):
         with torch.cuda.device(q.device):
             return forward(problem, q, k, v, layout, terms, split=split, into=into, config=config)
     # Results of float32 are written two numbers at a time.
     if into is not None and (not readable(into[0]) or (q.dtype == torch.float32 and problem.E % 2)):
-        found = forward(problem, q, k, v, layout, terms, split=split)
+        found = forward(problem, q, k, v, layout, terms, split=split, config=config)
         return into[0].copy_(found[0]), into[1].copy_(found[1])
     p, device = problem, q.device
     if into is None:

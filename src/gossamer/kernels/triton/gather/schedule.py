@@ -84,10 +84,8 @@ def _make_work(walk: GatherWalk, limit: int, device: torch.device) -> Work:
 
 @dataclass(frozen=True)
 class Launch:
-    """What the three kernels of one walk have in common."""
+    """What the launches of one kernel over a walk have in common. The walk is not held: it would never be forgotten."""
 
-    rows: int  # of the walk, which is not held: what is known of it must not keep it alive
-    block_rows: int
     cut: CutRows
     heads: int  # that programs run over
     constants: dict[str, Any]
@@ -171,4 +169,4 @@ def _make_launch(
         programs, options = n_items, {"num_warps": groups.warps, "num_stages": groups.stages}
     options["enable_fp_fusion"] = True
     cut = CutRows(work.merges, work.slots, copies, walk.block_rows, Hl, Bl == 1, Hl == 1)
-    return Launch(walk.rows, walk.block_rows, cut, heads, constants, arguments, options, (programs * copies,))
+    return Launch(cut, heads, constants, arguments, options, (programs * copies,))
