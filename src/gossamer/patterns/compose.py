@@ -166,11 +166,12 @@ class _Each(Pattern):
 
     patterns: tuple[Pattern, ...]
     _axis: ClassVar[int]  # of `lead`, along which each has its own
+    _one: ClassVar[str]  # what that axis counts, and
+    _shared: ClassVar[str]  # the other one, for messages
 
     def __init__(self, patterns: Iterable[Pattern]) -> None:
         own, other = self._axis, 1 - self._axis
-        of, shared = (("batch element", "heads"), ("query head", "batch"))[own]
-        wanted = f"patterns must be a non-empty list of patterns, one for each {of}"
+        wanted = f"patterns must be a non-empty list of patterns, one for each {self._one}"
         try:
             given: tuple[Any, ...] = tuple(patterns)
         except TypeError:
@@ -179,7 +180,8 @@ class _Each(Pattern):
             raise ValueError(f"{wanted}, got {show(patterns)}")
         if any(p.lead[own] != 1 for p in given) or len({p.lead[other] for p in given} - {1}) > 1:
             raise ValueError(
-                f"{wanted}, each for one {of.split()[-1]} and the same {shared}; got leads {[p.lead for p in given]}"
+                f"{wanted}; none may differ by {self._one} itself, and all are for the same {self._shared}; "
+                f"got (B, H) = {', '.join(str(p.lead) for p in given)}"
             )
         object.__setattr__(self, "patterns", given)
 
@@ -211,7 +213,7 @@ class PerHead(_Each):
         patterns: one pattern per query head; each may differ by batch element but not by head.
     """
 
-    _axis = 1
+    _axis, _one, _shared = 1, "query head", "batch"
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -222,4 +224,4 @@ class PerBatch(_Each):
         patterns: one pattern per batch element; each may differ by head but not by batch element.
     """
 
-    _axis = 0
+    _axis, _one, _shared = 0, "batch element", "heads"
