@@ -285,7 +285,9 @@ def test_per_batch():
     other = gs.PerBatch([gs.PerHead([gs.Causal(), gs.Dense()]), gs.PerHead([gs.Local(2), gs.Dense()])])
     assert (same.materialize(6, 6) == other.materialize(6, 6)).all()
     assert np.array_equal(other.layout(40, 70, block_q=32, block_kv=32).expand(), other.materialize(40, 70))
-    with pytest.raises(ValueError, match=r"none may differ by batch element itself.*the same heads; got \(B, H\) = \(3, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"none may differ by batch element itself.*the same heads; got \(B, H\) = \(3, 2\)"
+    ):
         gs.PerBatch([batch, batch])
 
 
