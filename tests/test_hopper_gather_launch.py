@@ -352,9 +352,21 @@ def test_float32_is_gathered_alone() -> None:
     assert "float32" in reasons(problem, capability)[0] and gathers_alone(problem, capability)
     changes: tuple[dict[str, Any], ...] = (
         {"backward": True}, {"D": 65}, {"sm": 80}, {"score_terms": frozenset({"alibi_slopes"})}, {"tile": (64, 64)},
-        {"dtype": "float64"}, {"dtype": "bfloat16"},
+        {"dtype": "float64"}, {"dtype": "bfloat16"}, {"B": 2**16},
     )  # fmt: skip
     for change in changes:
         assert not gathers_alone(replace(problem, **change), capability), change
+    assert gathers_alone(replace(problem, B=2**16 - 1), capability)
     plan = Plan(problem, (), {}, None, (IMPLEMENTATION,))
     assert [(i.name, choice.block_q) for i, choice in plan.gather_options] == [("hopper", 64)] and not plan.tiles
+
+
+@pytest.mark.parametrize("dimension", ["B", "H"])
+def test_more_than_a_grid_holds(dimension: str) -> None:
+    """Kernels beside those of a backward have a grid row for each batch element and head; the forward has none."""
+    problem = Problem(1, 1, 1, 4096, 4096, 64, 64, "bfloat16", "cuda", 90)
+    most, over = replace(problem, **{dimension: 2**16 - 1}), replace(problem, **{dimension: 2**16})
+    capability = IMPLEMENTATION.capability
+    assert not reasons(over, capability) and not reasons(replace(most, backward=True), capability)
+    (found,) = reasons(replace(over, backward=True), capability)
+    assert found.startswith("has a backward for up to 65,535 batch elements and heads, got ")

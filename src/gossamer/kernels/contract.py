@@ -83,6 +83,7 @@ class Capability:
     max_head_dim_of: tuple[tuple[tuple[int, int], int], ...] = ()  # (tile, the largest D and E with it)
     max_pairs: tuple[int, int] | None = None  # B * H * Q * K of a forward, and of a backward; None: any
     max_walk: tuple[int, int] | None = None  # keys of a forward; keys and queries of a backward; None: any
+    max_grid: int | None = None  # batch elements, and heads, of a backward, and of what it gathers alone; None: any
     alignment: int | None = None  # of the inputs' addresses and strides, in bytes; others are copied first
     float32_results: bool = True  # writes into float32 tensors for 16-bit inputs as well
     grows: bool = False  # a bound forward with key_lengths takes fewer keys than its problem has, and reads no others
@@ -114,6 +115,8 @@ def reasons(problem: Problem, capability: Capability) -> list[str]:
         most, longest = c.max_walk[p.backward], max(p.K, p.Q * p.backward)
         if longest > most:
             found.append(f"walks every row from end to end: {longest:,} positions are over {most:,}")
+    if p.backward and c.max_grid is not None and max(p.B, p.H) > c.max_grid:
+        found.append(f"has a backward for up to {c.max_grid:,} batch elements and heads, got {p.B:,} and {p.H:,}")
     if p.tile is not None and c.tiles == frozenset():
         found.append("walks no layout")
     elif p.tile is not None and c.tiles is not None and p.tile not in c.tiles:
@@ -135,6 +138,8 @@ def reasons(problem: Problem, capability: Capability) -> list[str]:
 def gathers_alone(problem: Problem, capability: Capability) -> bool:
     """Whether an implementation computes a problem over gathered columns, whose types its tiles do not have."""
     if problem.dtype in capability.dtypes or problem.tile is not None:
+        return False
+    if capability.max_grid is not None and max(problem.B, problem.H) > capability.max_grid:
         return False
     dtypes = frozenset({problem.dtype} if any(c.reads(problem) for c in capability.gathers) else ())
     return not reasons(problem, replace(capability, dtypes=dtypes))

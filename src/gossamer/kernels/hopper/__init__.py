@@ -60,6 +60,7 @@ class Hopper:
         max_head_dim=256,
         min_sm=90,
         max_sm=90,
+        max_grid=2**16 - 1,  # small kernels before and after have a grid row for each
         alignment=16,
         score_terms=frozenset({"q_offset", "key_lengths", "softcap", "sink_logits"}),
         float32_results=False,
