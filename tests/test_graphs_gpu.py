@@ -41,15 +41,18 @@ def occupied() -> list[Tensor]:
     return [torch.zeros(2**k, dtype=torch.uint8, device="cuda") for k in range(9, 22) for _ in range(40)]
 
 
-@pytest.mark.parametrize("form", ["pattern", "parts", "layout", "sparse"])
+@pytest.mark.parametrize("form", ["pattern", "parts", "layout", "sparse", "reordered"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("N", [200, 1500])
 def test_lists_that_were_forgotten(N: int, dtype: torch.dtype, form: str) -> None:
+    if form == "reordered":
+        pytest.importorskip("scipy")
     make = {
         "pattern": lambda: gs.SlidingWindow(N // 7) | gs.BigBird(16),
         "parts": lambda: gs.Dilated(N // 4, 0, 3) | gs.SlidingWindow(9),
         "layout": lambda: (gs.Causal() & ~gs.Local(50)).layout(N, N, block_q=128, block_kv=128).to("cuda"),
         "sparse": lambda: gs.CSR.from_edge_index(torch.randint(N, (2, 9 * N)), N),
+        "reordered": lambda: gs.CSR.from_edge_index(torch.randint(N, (2, 9 * N)), N).reordered(),
     }[form]
     given = [make()]
     x, dout = inputs(N, dtype), torch.randn(1, 4, N, 64, device="cuda", dtype=dtype)

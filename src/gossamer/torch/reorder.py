@@ -6,8 +6,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.cuda import is_current_stream_capturing
 
 from gossamer.patterns.reordered import ReorderedCSR
+from gossamer.torch.plan import hold_for_graphs
 from gossamer.torch.validate import describe
 
 _orders: WeakKeyDictionary[ReorderedCSR, dict[torch.device, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
@@ -18,8 +20,11 @@ def orders(pattern: ReorderedCSR, device: torch.device) -> tuple[Tensor, Tensor]
     kept = _orders.setdefault(pattern, {})
     if device not in kept:
         with torch.inference_mode(False):  # made in that mode, they could not be used in training later
-            order = torch.from_numpy(pattern.order.copy()).to(device)
-            kept[device] = order, torch.argsort(order)
+            order = torch.from_numpy(pattern.order.copy())
+            # Copies are done when they return: a kernel would be waited for by the stream of this call alone.
+            kept[device] = order.to(device), torch.argsort(order).to(device)
+    if device.type == "cuda" and is_current_stream_capturing():
+        hold_for_graphs(kept[device])
     return kept[device]
 
 
