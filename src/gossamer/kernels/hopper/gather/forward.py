@@ -14,7 +14,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from gossamer.kernels.hopper.common import BATCH, HEAD, ITEM, NUMBERS, ROWS, TILE, VALID, WARPGROUP, Env, ring, ticket
+from gossamer.kernels.hopper.common import ITEM, NUMBERS, ROWS, VALID, WARPGROUP, Env, ring
 from gossamer.kernels.hopper.forward.produce import Producer
 from gossamer.kernels.hopper.gather.config import GatherConfig
 from gossamer.kernels.hopper.gather.consume import RowConsumer
@@ -23,16 +23,15 @@ from gossamer.kernels.hopper.gather.produce import (
     WORDS,
     Bits,
     Gatherer,
-    Items,
+    Queries,
     init_rings,
     role_of,
     row_products,
     smem_layout,
-    whole_tiles,
 )
 
 
-class GatherForward(Items, Gatherer, RowConsumer):
+class GatherForward(Queries, Gatherer, RowConsumer):
     """The kernel of one configuration."""
 
     store = Producer.store
@@ -174,34 +173,6 @@ class GatherForward(Items, Gatherer, RowConsumer):
                 mma_qk, mma_pv, mma_qk, s_q, s_k, s_v, s_q, bars, Bits(item=item, count=count), None, None, s_bits,
                 sinks, lse, part_out, part_lse, lengths, before, exponent, has_sinks, cute.size(g_q, mode=[0]),
             )  # fmt: skip
-
-    @cute.jit
-    def serve(self, env, tma_q, g_q, s_q, bars, item):
-        """The warp that publishes items with their Q, as soon as there is room."""
-        c = self.config
-        to, from_ = whole_tiles(tma_q, s_q, g_q, c.size)
-        lane = cute.arch.lane_idx()
-        w, _, _ = cute.arch.block_idx()
-        word = self.draw(env, w)
-        turn, running = Int32(0), Int32(1)
-        while running != 0:
-            stage, phase = ring(turn, c.q_stages)
-            cute.arch.mbarrier_wait(bars.q_empty + stage, phase ^ 1)
-            if lane < ITEM:
-                item[lane, stage] = word
-            cute.arch.sync_warp()
-            running = item[VALID, stage]
-            bar = bars.q_full + stage
-            if running != 0:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(bar, self.q_bytes)
-                at = from_[None, item[TILE, stage], item[HEAD, stage], item[BATCH, stage]]
-                cute.copy(tma_q, at, to[None, stage], tma_bar_ptr=bar)
-                word = self.draw(env, ticket(env))
-            else:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(bar)
-            turn += 1
 
     @cute.jit
     def fetch(self, env, turn):

@@ -28,10 +28,12 @@ from gossamer.kernels.hopper.common import (
     HEAD,
     INTERVALS,
     ITEM,
+    TILE,
     VALID,
     Env,
     load_item,
     ring,
+    ticket,
 )
 from gossamer.kernels.hopper.forward.produce import Producer
 from gossamer.kernels.hopper.gather.config import ROWS
@@ -301,3 +303,37 @@ class Items:
             if lane == BITSES:
                 word = cute.ceil_div(kept, ROWS)
         return word
+
+
+class Queries(Items):
+    """Items that begin with their Q: of the forward kernels."""
+
+    q_bytes: int
+
+    @cute.jit
+    def serve(self, env, tma_q, g_q, s_q, bars, item):
+        """The warp that publishes items with their Q, as soon as there is room."""
+        c = self.config
+        to, from_ = whole_tiles(tma_q, s_q, g_q, c.size)
+        lane = cute.arch.lane_idx()
+        w, _, _ = cute.arch.block_idx()
+        word = self.draw(env, w)
+        turn, running = Int32(0), Int32(1)
+        while running != 0:
+            stage, phase = ring(turn, c.q_stages)
+            cute.arch.mbarrier_wait(bars.q_empty + stage, phase ^ 1)
+            if lane < ITEM:
+                item[lane, stage] = word
+            cute.arch.sync_warp()
+            running = item[VALID, stage]
+            bar = bars.q_full + stage
+            if running != 0:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(bar, self.q_bytes)
+                at = from_[None, item[TILE, stage], item[HEAD, stage], item[BATCH, stage]]
+                cute.copy(tma_q, at, to[None, stage], tma_bar_ptr=bar)
+                word = self.draw(env, ticket(env))
+            else:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(bar)
+            turn += 1

@@ -23,12 +23,10 @@ from gossamer.kernels.hopper.common import (
     HEAD,
     ITEM,
     ROWS,
-    TILE,
     VALID,
     WARPGROUP,
     Env,
     ring,
-    ticket,
 )
 from gossamer.kernels.hopper.gather.config import SplitConfig
 from gossamer.kernels.hopper.gather.produce import (
@@ -37,11 +35,10 @@ from gossamer.kernels.hopper.gather.produce import (
     PIECES,
     WORDS,
     Gatherer,
-    Items,
+    Queries,
     copy,
     role_of,
     smem_layout,
-    whole_tiles,
 )
 from gossamer.kernels.hopper.gather.split import Split
 from gossamer.kernels.hopper.gather.split_consume import SplitConsumer
@@ -50,7 +47,7 @@ POWERS = 8  # bytes of the powers of a column
 AT_ONCE = 4  # rows that a warp copies a line of
 
 
-class SplitForward(Items, Gatherer, SplitConsumer):
+class SplitForward(Queries, Gatherer, SplitConsumer):
     """The kernel of one configuration."""
 
     def __init__(self, config: SplitConfig) -> None:
@@ -215,34 +212,6 @@ class SplitForward(Items, Gatherer, SplitConsumer):
                 mma_s, mma_o, storage.q.data_ptr().toint(), s_k, s_v, bars, item, s_bits, s_powers, sinks, out, lse,
                 part_out, part_lse, before, exponent, has_sinks,
             )  # fmt: skip
-
-    @cute.jit
-    def serve(self, env, tma_q, g_q, s_q, bars, item):
-        """The warp that publishes items with their Q, as soon as there is room."""
-        c = self.config
-        to, from_ = whole_tiles(tma_q, s_q, g_q, c.size)
-        lane = cute.arch.lane_idx()
-        w, _, _ = cute.arch.block_idx()
-        word = self.draw(env, w)
-        turn, running = Int32(0), Int32(1)
-        while running != 0:
-            stage, phase = ring(turn, c.q_stages)
-            cute.arch.mbarrier_wait(bars.q_empty + stage, phase ^ 1)
-            if lane < ITEM:
-                item[lane, stage] = word
-            cute.arch.sync_warp()
-            running = item[VALID, stage]
-            bar = bars.q_full + stage
-            if running != 0:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(bar, self.q_bytes)
-                at = from_[None, item[TILE, stage], item[HEAD, stage], item[BATCH, stage]]
-                cute.copy(tma_q, at, to[None, stage], tma_bar_ptr=bar)
-                word = self.draw(env, ticket(env))
-            else:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(bar)
-            turn += 1
 
     @cute.jit
     def gather_one(self, tensor, ring_at, full, empty, told, indices, ratio):
