@@ -29,8 +29,11 @@ def transpose(walk: Walk) -> Walk:
     if (pool_index < 0).any():  # full tiles that reach past the last query: see `_transpose_one`
         whole = np.zeros((1, walk.block_columns, walk.block_rows), dtype=bool)
         whole[:, :, : walk.rows % walk.block_rows] = True
-        pool_index = np.where(pool_index < 0, len(pool), pool_index)
-        pool = np.concatenate([pool, pack_bits(whole)])
+        entry = pack_bits(whole)
+        same = np.flatnonzero((pool == entry).all(axis=(1, 2)))  # of a bits tile that keeps just those queries
+        pool_index = np.where(pool_index < 0, same[0] if len(same) else len(pool), pool_index)
+        if not len(same):
+            pool = np.concatenate([pool, entry])
     lo = hi = np.zeros((1, 1, 0), dtype=np.int32)
     if len(lists["interval"].indices):
         lo, hi = (np.stack([p["intervals"][side] for p in parts]).astype(np.int32)[slot] for side in (0, 1))
