@@ -158,6 +158,41 @@ def test_big_bird_draws_differ_by_row_and_seed_and_cover_all_candidates():
     assert off_diagonal.max() < 73 + 5 * 7.7
 
 
+def test_big_bird_draws_what_it_always_drew():
+    """A model was trained with the blocks of its seed."""
+    drawn = {1: (5, 7, 8), 2: (7, 9, 10), 3: (6, 7, 8), 4: (1, 2, 7), 5: (2, 3, 9), 6: (1, 8, 10), 10: (5, 6, 7)}
+    dense = gs.BigBird(1).materialize(12, 12)
+    for row, blocks in drawn.items():
+        assert set(np.flatnonzero(dense[row]).tolist()) == {0, row - 1, row, row + 1, 11, *blocks}
+    # Some rows have fewer blocks than are to be drawn.
+    causal = gs.BigBird(1, 1, 0, 6, seed=2, causal=True).materialize(12, 12)
+    for row, blocks in {7: range(6), 8: range(1, 7), 9: (0, 1, 2, 3, 4, 7), 10: (0, 3, 4, 5, 7, 8)}.items():
+        assert set(np.flatnonzero(causal[row]).tolist()) == {row, *blocks}
+
+
+def test_more_random_blocks_than_there_are_take_no_longer():
+    begin = time.perf_counter()
+    assert gs.BigBird(1, random_blocks=100_000).materialize(6, 6).all()
+    assert gs.BigBird(1, random_blocks=2**31 - 1).density(1500, 1500) == 1.0
+    assert time.perf_counter() - begin < 5
+
+
+def test_equal_heads_are_counted_once():
+    """LongNet's heads are alike where they are equal modulo every dilation, in compositions too."""
+    begin = time.perf_counter()
+    many, few = (gs.LongNet((24, 48), (2, 3), heads=heads) for heads in (10**6 + 1, 6))
+    each = [few.at(0, h).density(48, 48) for h in range(6)]
+    expected = (sum(each) * (10**6 // 6) + sum(each[: 10**6 % 6 + 1])) / (10**6 + 1)
+    assert many.density(48, 48) == pytest.approx(expected, rel=1e-12)
+    batch = gs.PerBatch([gs.Causal(), gs.Local(5)])
+    for combined in (~many, many & gs.Causal(), gs.LongNet((48,), (5,), heads=10**6 + 1) | many, many & batch):
+        parts, which = combined.distinct()
+        assert which.shape == combined.lead and len(parts) <= 60
+        for b, h in ((0, 0), (combined.lead[0] - 1, 7), (0, 10**6), (combined.lead[0] - 1, 123_457)):
+            assert parts[which[b, h]] == combined.at(b, h)
+    assert time.perf_counter() - begin < 5
+
+
 def test_big_bird_needs_square():
     with pytest.raises(ValueError, match="as many queries as keys"):
         gs.BigBird().materialize(64, 128)

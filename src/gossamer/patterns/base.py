@@ -113,6 +113,20 @@ class Pattern(metaclass=_PatternMeta):
         """
         return self
 
+    @property
+    def _period(self) -> tuple[int, int]:
+        """Batch elements, and heads, that are equal modulo these have equal patterns: `lead` where none is shorter."""
+        return self.lead
+
+    def distinct(self) -> tuple[list[Pattern], np.ndarray]:
+        """The patterns that any batch element or head has, each once, and which of them each one has (Bp, Hp)."""
+        found: dict[Pattern, int] = {}
+        (B, H), (every_b, every_h) = self.lead, self._period
+        which = np.empty((every_b, every_h), dtype=np.int64)
+        for b, h in np.ndindex(every_b, every_h):
+            which[b, h] = found.setdefault(self.at(b, h), len(found))
+        return list(found), which[np.arange(B) % every_b][:, np.arange(H) % every_h]
+
     def lower(self, sizes: Sizes) -> Pattern:
         """The same pattern in terms of simpler ones; itself when it is simple."""
         return self
