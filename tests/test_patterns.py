@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import time
+import tracemalloc
 from dataclasses import dataclass
 
 import numpy as np
@@ -428,6 +429,8 @@ def test_truth_value_says_what_to_use(use):
     ("make", "message"),
     [
         (lambda: gs.SlidingWindow(-1), "left"),
+        (lambda: gs.SlidingWindow(-1, 0), r"left must be an integer in \[0, \d+\] or None \(unbounded\), got -1"),
+        (lambda: gs.SlidingWindow(1, -1), r"right must be .* or None \(unbounded\), got -1"),
         (lambda: gs.SlidingWindow(2.5), "left"),
         (lambda: gs.SlidingWindow(1, True), "right"),
         (lambda: gs.SlidingWindow(1, 0, None), "sinks"),
@@ -473,13 +476,17 @@ def test_truth_value_says_what_to_use(use):
             lambda: gs.Predicate(lambda b, h, i, j: i >= j).materialize(3, 3),
             r"as lambda i, j: mask\(0, 0, i, j\)",
         ),
+        (
+            lambda: gs.Predicate(lambda i, j: IDS[i] == IDS[j]).layout(40, 40, block_q=64, block_kv=64),
+            r"fn of Predicate raised IndexError: .*positions may lie outside the sequence .*np\.clip\(i, 0, len",
+        ),
         (lambda: gs.PerHead([]), "patterns"),
         (lambda: gs.PerHead(gs.Causal()), "patterns"),
         (lambda: gs.PerBatch([]), "one for each batch element"),
         (lambda: gs.Causal().materialize(0, 4), "Q"),
         (lambda: gs.Causal().layout(4, 4, block_q=64, block_kv=40), "block_kv"),
         (lambda: gs.Causal().materialize(4, 4, -(2**31)), "q_offset must be an integer in"),
-        (lambda: gs.Causal().density(4, 4, 10**20), "q_offset must be an integer in"),
+        (lambda: gs.Causal().density(4, 4, 10**20), r"q_offset must be an integer in .* or None \(K - Q\), got 10"),
         (lambda: gs.CSR([0, 1], [0], 4).materialize(2, 4), "CSR has 1 rows"),
         (lambda: gs.Document([0, 1]).materialize(3, 3), "ids of Document"),
         (lambda: gs.BlockMask(np.eye(3, dtype=bool), 4).materialize(16, 12), "blocks of 4"),
@@ -488,6 +495,89 @@ def test_truth_value_says_what_to_use(use):
 def test_errors_name_the_argument(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+class Broken:
+    """An object that cannot be shown."""
+
+    def __repr__(self):
+        raise KeyError("x" * 1000)
+
+
+class Shapeless:
+    """An object that cannot be asked for a shape."""
+
+    @property
+    def shape(self):
+        raise RuntimeError
+
+
+HUGE = {
+    "digits": (10**5000, "<integer of 16610 bits>"),
+    "negative digits": (-(10**5000), "-<integer of 16610 bits>"),
+    "digits in a list": ([10**5000], "[<integer of 16610 bits>]"),
+    "text": ("x" * 10**6, "'" + "x" * 76 + "... (1000000 characters)"),
+    "bytes": (b"x" * 10**6, "b'" + "x" * 75 + "... (1000000 characters)"),
+    "list": ([1] * 10**6, ("[" + "1, " * 26)[:77] + "... (1000000 entries)"),
+    "nested": ([[1] * 10**4] * 10**4, ("[[" + "1, " * 26)[:77] + "... (10000 entries)"),
+    "dictionary": (dict.fromkeys(range(10**4)), "... (10000 entries)"),
+    "array": (np.zeros((999, 99)), "ndarray of shape (999, 99), dtype float64"),
+    "pattern": (gs.PerHead([gs.Causal()] * 1000), "... (10018 characters)"),
+    "broken": (Broken(), "<Broken instance at "),
+    "shapeless": (Shapeless(), "<Shapeless, repr failed: RuntimeError>"),
+    "broken in a list": ([Broken()], "[<Broken instance at "),
+    "short": ("causal", "'causal'"),
+    "short list": ([1] * 26, str([1] * 26)),
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_values_are_shortened_in_messages(name):
+    """At most 80 characters of one, and how much there was; nothing is formatted that is not shown."""
+    value, shown = HUGE[name]
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="sinks must be an integer") as error:
+        gs.SlidingWindow(3, 0, value)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert shown in str(error.value)
+    assert len(str(error.value)) < 180 and peak < 2**18
+
+
+@pytest.mark.parametrize("value", [10**5000, "x" * 10**4, b"x" * 10**3, [7] * 10**3, [10**5000] * 30], ids=type)
+def test_every_constructor_shortens_what_it_was_given(value):
+    for make in (gs.SlidingWindow, gs.Document, gs.PerHead, lambda x: gs.Neighborhood(x, x), lambda x: gs.Strided(1, x),
+                 lambda x: gs.Neighborhood((1,), (x,)), lambda x: gs.LongNet(x, (1,), heads=1), gs.CSR.from_scipy,
+                 lambda x: gs.Causal().layout(8, 8, block_q=x, block_kv=32), gs.BlockMask, gs.Tree, gs.Predicate,
+                 lambda x: gs.CSR(x, x, 3), lambda x: gs.BlockMask([[True]], x)):  # fmt: skip
+        try:
+            pattern = make(value)
+        except (ValueError, TypeError) as error:
+            assert len(str(error)) < 400
+        else:
+            with pytest.raises(ValueError) as refused:
+                pattern.materialize(3, 5)
+            assert len(str(refused.value)) < 400
+
+
+def test_patterns_are_shortened_in_messages():
+    many = gs.PerHead([gs.Causal()] * 1000)
+    grid = gs.Neighborhood((1,) * 1000, (0,) * 1000)
+    for refused in (lambda: many.check(8, 8, H=2), lambda: many & gs.PerHead([gs.Dense()] * 3), lambda: bool(many),
+                    lambda: gs.PerHead([many] * 1000), lambda: grid.check(2, 2), lambda: gs.PerBatch([gs.Causal(), 3]),
+                    lambda: gs.Neighborhood((2**31 - 1,) * 1000, (0,) * 1000)):  # fmt: skip
+        with pytest.raises(ValueError) as error:
+            refused()
+        assert len(str(error.value)) < 400
+
+
+def test_what_a_function_raised_is_shortened():
+    def fails(i, j):
+        raise KeyError("x" * 10_000)
+
+    with pytest.raises(ValueError, match="fn of Predicate raised KeyError: 'x") as error:
+        gs.Predicate(fails).materialize(3, 3)
+    assert len(str(error.value)) < 400
 
 
 @settings(max_examples=60, deadline=None)

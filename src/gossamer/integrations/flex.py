@@ -224,8 +224,8 @@ def to_flex(
         raise ValueError(f"pattern must be a Pattern or a BlockLayout; got {describe(pattern)}")
     try:
         device = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device must be one of torch's; got {describe(device)} ({error})") from None
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device must be one of torch's; got {describe(device)}") from None
     edges = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
     if len(edges) != 2 or not all(isinstance(edge, int) and edge > 0 and edge % WORD == 0 for edge in edges):
         raise ValueError(

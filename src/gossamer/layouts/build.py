@@ -11,6 +11,7 @@ from gossamer.layouts.block import BlockLayout, TileList, Walk
 from gossamer.patterns.base import Intervals, Pattern
 from gossamer.patterns.compose import And, Or
 from gossamer.patterns.grid import ELEMENTS_AT_ONCE, EMPTY, FULL, WORD, Grid, Sizes, combine_ids, ranges
+from gossamer.patterns.validate import show
 
 # Tile pairs looked at together: bounds the scratch memory, with ELEMENTS_AT_ONCE for what is in the tiles.
 TILES_AT_ONCE = 2**21
@@ -37,7 +38,7 @@ def build(pattern: Pattern, Q: int, K: int, *, block_q: int, block_kv: int, q_of
     sizes = pattern._sizes(Q, K, q_offset)
     for name, block in (("block_q", block_q), ("block_kv", block_kv)):
         if isinstance(block, bool) or not isinstance(block, (int, np.integer)) or block < WORD or block % WORD:
-            raise ValueError(f"{name} must be a positive multiple of {WORD}, got {block!r}")
+            raise ValueError(f"{name} must be a positive multiple of {WORD}, got {show(block)}")
     pattern.check(sizes.Q, sizes.K)
     grid = Grid(*sizes, int(block_q), int(block_kv))
     parts, slot = pattern.distinct()

@@ -18,6 +18,7 @@ from gossamer.layouts.base import Array, Layout, WalkArrays
 from gossamer.layouts.schedule import FEWEST_TILES, PARTS_PER_PROCESSOR
 from gossamer.patterns.base import Pattern
 from gossamer.patterns.grid import EMPTY, FULL, WORD, Grid, Sizes, ranges, unpack_bits
+from gossamer.patterns.validate import show
 
 # Rows that are gathered for together, and how many columns are gathered at a time for each.
 WIDTHS = {1: 1, 16: 32, 32: 32, 64: 64}
@@ -161,7 +162,8 @@ def build_gather(pattern: Pattern, Q: int, K: int, *, block_q: int, q_offset: in
     """
     sizes = pattern._sizes(Q, K, q_offset)
     if block_q not in WIDTHS:
-        raise ValueError(f"block_q of a gather layout must be one of {', '.join(map(str, WIDTHS))}, got {block_q!r}")
+        sizes_of_groups = ", ".join(map(str, WIDTHS))
+        raise ValueError(f"block_q of a gather layout must be one of {sizes_of_groups}, got {show(block_q)}")
     pattern.check(sizes.Q, sizes.K)
     parts, slot = pattern.distinct()
     built = []

@@ -180,15 +180,15 @@ class Pattern(metaclass=_PatternMeta):
         """Raise ValueError unless the pattern fits Q rows, K keys, H query heads and B batch elements."""
         Bp, Hp = self.lead
         if B is not None and Bp not in (1, B):
-            raise ValueError(f"pattern {self!r} describes {Bp} batch elements, the inputs have {B}")
+            raise ValueError(f"pattern {show(self)} describes {Bp} batch elements, the inputs have {B}")
         if H is not None and Hp not in (1, H):
-            raise ValueError(f"pattern {self!r} describes {Hp} query heads, the inputs have {H}")
+            raise ValueError(f"pattern {show(self)} describes {Hp} query heads, the inputs have {H}")
         self._check(Q, K)
 
     @staticmethod
     def _sizes(Q: Any, K: Any, q_offset: Any = None) -> Sizes:
         Q, K = integer("Q", Q, minimum=1), integer("K", K, minimum=1)
-        q_offset = optional_integer("q_offset", q_offset, minimum=1 - 2**31)
+        q_offset = optional_integer("q_offset", q_offset, minimum=1 - 2**31, none="K - Q")
         return Sizes(Q, K, K - Q if q_offset is None else q_offset)
 
     # -- composition --------------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ class _Each(Pattern):
         if any(p.lead[own] != 1 for p in given) or len({p.lead[other] for p in given} - {1}) > 1:
             raise ValueError(
                 f"{wanted}; none may differ by {self._one} itself, and all are for the same {self._shared}; "
-                f"got (B, H) = {', '.join(str(p.lead) for p in given)}"
+                f"got (B, H) = {', '.join(str(p.lead) for p in given[:8])}{', ...' * (len(given) > 8)}"
             )
         object.__setattr__(self, "patterns", given)
 

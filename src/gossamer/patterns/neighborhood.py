@@ -58,7 +58,7 @@ class Neighborhood(Pattern):
 
     def _check(self, Q: int, K: int) -> None:
         if self.points != K:
-            raise ValueError(f"shape of Neighborhood, {self.shape}, has {self.points} points, needs K={K} of them")
+            raise ValueError(f"shape of Neighborhood, {show(self.shape)}, has {self.points} points, needs K={K}")
 
     def _inside(self, position: np.ndarray) -> np.ndarray:
         return (position >= 0) & (position < self.points)
