@@ -36,6 +36,7 @@ DEFINITIONS = {
     "unbounded": (gs.SlidingWindow(None, None), lambda i, j, K: True),
     "causal sinks": (gs.SlidingWindow(4, 0, 3), lambda i, j, K: j <= i and (j >= i - 4 or j < 3)),
     "sinks": (gs.SlidingWindow(4, 1, 3), lambda i, j, K: i - 4 <= j <= i + 1 or j < 3),
+    "unbounded sinks": (gs.SlidingWindow(None, None, 3), lambda i, j, K: True),
     "local": (gs.Local(6), lambda i, j, K: i // 6 == j // 6),
     "segment": (gs.DilatedSegment(12, 3, 2), lambda i, j, K: i // 12 == j // 12 and i % 12 % 3 == j % 12 % 3 == 2),
     "longformer": (gs.Longformer(7, (0, 5)), lambda i, j, K: abs(i - j) <= 3 or i in (0, 5) or j in (0, 5)),
