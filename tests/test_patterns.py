@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gossamer as gs
-from gossamer.patterns.grid import Sizes
+from gossamer.layouts import build_gather
+from gossamer.patterns.grid import Grid, Sizes
 
 SIZES = [(17, 17), (40, 40), (9, 40), (40, 9), (1, 33), (33, 1)]
 
@@ -203,21 +204,54 @@ def test_big_bird_needs_square():
 # -- documents, lists, heads -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("shape", "reach"),
-    [((37,), (4,)), ((5, 8), ((1, 2), (3, 0))), ((3, 4, 5), (1, 2, (0, 1))), ((2, 1, 3, 4), (9, 0, 1, (2, 1)))],
-)
-def test_neighborhood(shape, reach):
-    """A box around each point, by comparing coordinates; positions outside the grid see nothing."""
-    pattern, K = gs.Neighborhood(shape, reach), int(np.prod(shape))
+def along_an_axis(p, n, before, after, border):
+    """The keys that a query at p sees on an axis of n points: NATTEN's windows keep their length at the edges."""
+    if border == "cut":
+        return range(max(p - before, 0), min(p + after, n - 1) + 1)
+    start, window = p - before, before + after + 1
+    while start < 0:
+        start += 1
+    while start + window > n:
+        start -= 1
+    return range(start, start + window)
+
+
+NEIGHBORHOODS = [
+    ((37,), (4,), "cut"),
+    ((5, 8), ((1, 2), (3, 0)), "cut"),
+    ((3, 4, 5), (1, 2, (0, 1)), "cut"),
+    ((2, 1, 3, 4), (9, 0, 1, (2, 1)), "cut"),
+    ((37,), (4,), "shift"),
+    ((9,), (4,), "shift"),  # a window as long as the axis: all see all
+    ((40,), ((5, 4),), "shift"),  # kernel_size=10 of NATTEN
+    ((5, 8), (1, 3), "shift"),
+    ((8, 5), (3, 2), "shift"),
+    ((7, 9), ((3, 2), (1, 4)), "shift"),
+    ((6, 5, 7), ((3, 0), 1, 2), "shift"),  # is_causal=(True, False, False): NATTEN cuts that axis
+    ((6, 5, 7), (2, (0, 2), (1, 0)), "shift"),
+    ((6, 5, 7), ((3, 0), 1, (0, 2)), ("shift", "cut", "shift")),
+    ((5, 1, 3, 6), (2, 0, 1, (2, 3)), "shift"),
+    ((3, 3, 3, 3), (1, 1, 1, 1), ["cut", "shift", "cut", "shift"]),
+]
+
+
+@pytest.mark.parametrize(("shape", "reach", "border"), NEIGHBORHOODS)
+def test_neighborhood(shape, reach, border):
+    """A box around each point, by listing coordinates; positions outside the grid see nothing."""
+    pattern, K = gs.Neighborhood(shape, reach, border=border), int(np.prod(shape))
     sides = [side if isinstance(side, tuple) else (side, side) for side in reach]
+    each = border
+    if border == "shift":  # an axis that reaches to one side alone is causal
+        each = ["cut" if 0 in side and side != (0, 0) else "shift" for side in sides]
+    elif border == "cut":
+        each = ["cut"] * len(shape)
     points = list(np.ndindex(*shape))
 
     def kept(i, j):
         if not 0 <= i < K:
             return False
-        return all(a - before <= b <= a + after
-                   for a, b, (before, after) in zip(points[i], points[j], sides, strict=True))  # fmt: skip
+        axes = zip(points[i], points[j], shape, sides, each, strict=True)
+        return all(b in along_an_axis(a, n, *side, how) for a, b, n, side, how in axes)
 
     for Q, q_offset in ((K, None), (7, None), (K + 9, None), (K, 5), (K, -6), (1, 3)):
         expected = matrix(Q, K, kept, q_offset)
@@ -226,6 +260,22 @@ def test_neighborhood(shape, reach):
         sizes = Sizes(Q, K, K - Q if q_offset is None else q_offset)
         rows, keys = pattern.listed_pairs(sizes, 0, Q)
         assert np.array_equal(rows * K + keys, np.flatnonzero(expected))
+        for block_q, block_kv in ((32, 32), (32, 64), (64, 32)):
+            layout = pattern.layout(Q, K, block_q=block_q, block_kv=block_kv, q_offset=q_offset)
+            assert np.array_equal(layout.expand(), expected)
+            grid = Grid(Q, K, sizes.q_offset, block_q, block_kv)
+            assert len(pattern.tile_candidates(grid, 0, grid.nq)[0]) <= pattern.tile_bound(grid)
+        for block_q in (1, 16):
+            assert np.array_equal(build_gather(pattern, Q, K, block_q=block_q, q_offset=q_offset).expand(), expected)
+
+
+def test_shifted_neighborhoods_have_as_many_neighbours_everywhere():
+    pattern = gs.Neighborhood((7, 9), (2, (3, 2)), border="shift")
+    assert (pattern.materialize(63, 63).sum(axis=1) == 5 * 6).all()
+    assert pattern == gs.Neighborhood((7, 9), (2, (3, 2)), ("shift", "shift")) != gs.Neighborhood((7, 9), (2, (3, 2)))
+    causal = gs.Neighborhood((9, 8), ((3, 0), 2), border="shift")
+    assert causal.border == ("cut", "shift")
+    assert not causal.materialize(72, 72)[:8, 8:].any()  # the first row of the grid sees no later one
 
 
 def test_a_neighborhood_of_a_long_video_is_quick():
@@ -235,6 +285,10 @@ def test_a_neighborhood_of_a_long_video_is_quick():
     stats = pattern.layout(N, N, block_q=64, block_kv=64).stats
     assert time.perf_counter() - begin < 10
     assert stats.useful_pairs == pytest.approx(pattern.density(N, N) * N**2)
+    shifted = gs.Neighborhood((32, 64, 64), ((3, 0), 6, 6), border="shift")
+    stats = shifted.layout(N, N, block_q=64, block_kv=64).stats
+    assert time.perf_counter() - begin < 20
+    assert stats.useful_pairs == pytest.approx(shifted.density(N, N) * N**2) and shifted.density(N, N) * N > 169
 
 
 def test_document():
@@ -471,6 +525,13 @@ def test_truth_value_says_what_to_use(use):
         (lambda: gs.Neighborhood((4, 4), (1, (1, 2, 3))), r"a number or \(before, after\) for each axis"),
         (lambda: gs.Neighborhood((2**16, 2**16), (1, 1)), "the number of points in shape"),
         (lambda: gs.Neighborhood((4, 4), (1, 1)).materialize(16, 17), "has 16 points, needs K=17"),
+        (lambda: gs.Neighborhood((4, 4), (1, 1), border="move"), 'border must be "cut" or "shift".* got \'move\''),
+        (lambda: gs.Neighborhood((4, 4), (1, 1), border=("cut",)), "border must be .* one of them for each axis"),
+        (lambda: gs.Neighborhood((4, 4), (1, 1), border=None), "border must be .* got None"),
+        (
+            lambda: gs.Neighborhood((9, 4), (2, 2), border="shift"),
+            "reach must be within shape .*of axis 1 it makes windows of 5, and shape has 4 points there",
+        ),
         (lambda: gs.Predicate(3), "fn"),
         (lambda: gs.Predicate(lambda i, j: i + j).materialize(3, 3), "fn of Predicate"),
         (
