@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 import time
+import tracemalloc
 import weakref
 
 import numpy as np
@@ -27,6 +28,7 @@ from gossamer.layouts import (
     work_items,
 )
 from gossamer.layouts.build import build
+from gossamer.patterns.grid import Grid, combine_ids, one_of_each
 
 
 def check(pattern, Q, K, block_q, block_kv, q_offset=None):
@@ -338,6 +340,76 @@ def test_density_at_a_million_tokens():
     assert (gs.Causal() & gs.BigBird(64)).density(N, N) < gs.BigBird(64).density(N, N)
     assert time.process_time() - started < 5.0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 * 2**20
+
+
+def random_matrix(N, each=1):
+    """About `each` entries a row, anywhere."""
+    return gs.CSR.from_edge_index(np.random.default_rng(0).integers(0, N, (2, each * N)), N)
+
+
+def test_a_random_matrix_is_laid_out_by_its_entries(monkeypatch):
+    """Nearly every entry has a tile of its own: those that look alike are evaluated once, and none is held in full."""
+    evaluated, peaks = [], []
+    words = gs.CSR.tile_words
+    monkeypatch.setattr(
+        gs.CSR, "tile_words", lambda self, grid, ti, tj: evaluated.append(len(ti)) or words(self, grid, ti, tj)
+    )
+    sizes = (2**17, 2**18)
+    for N in sizes:
+        matrix = random_matrix(N)
+        evaluated.clear()
+        tracemalloc.start()
+        layout = build(matrix, N, N, block_q=64, block_kv=64)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert layout.stats.useful_pairs == len(matrix.indices)
+        assert sum(evaluated) < 2 * len(layout.rows.pool) < 20_000 < len(layout.rows.bits.indices)
+    assert (peaks[1] - peaks[0]) / (sizes[1] - sizes[0]) < 256  # bytes for each more entry; its tile has 512
+
+
+@pytest.mark.parametrize("each", [1, 3, 12])
+@pytest.mark.parametrize("sums", ["of numbers", "that are all alike"])
+def test_tiles_of_a_matrix_are_told_apart(monkeypatch, each, sums):
+    """Equal ids, equal tiles, also where numbers have the same sum."""
+    from gossamer.patterns import csr as module
+
+    if sums == "that are all alike":
+        monkeypatch.setattr(module, "_numbers", lambda places: np.ones(len(places), dtype=np.uint64))
+    N = 700
+    matrix = random_matrix(N, each)
+    dense = matrix.materialize(N, N)
+    module._remembered_ids.cache_clear()
+    for block_q, block_kv in ((32, 32), (64, 32), (32, 128)):
+        grid = Grid(N, N, 0, block_q, block_kv)
+        ti, tj = (x.ravel() for x in np.divmod(np.arange(grid.nq * grid.nk), grid.nk))
+        seen = {}
+        for t, c, number in zip(ti, tj, matrix.tile_ids(grid, ti, tj), strict=True):
+            tile = dense[t * block_q : (t + 1) * block_q, c * block_kv : (c + 1) * block_kv]
+            where = tuple(np.argwhere(tile).ravel())
+            assert seen.setdefault(number, where) == where
+        if sums == "of numbers":
+            assert len(seen) == len(set(seen.values()))
+        assert (build(matrix, N, N, block_q=block_q, block_kv=block_kv).expand() == dense).all()
+    module._remembered_ids.cache_clear()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_ids_are_combined_exactly(data):
+    n = data.draw(st.integers(0, 30))
+    columns = data.draw(st.integers(1, 4))
+    reach = st.sampled_from([1, 3, 2**40, 2**62])
+    ids = [
+        np.array([data.draw(st.integers(-m, m)) for _ in range(n)], dtype=np.int64)
+        for m in [data.draw(reach) for _ in range(columns)]
+    ]
+    combined = combine_ids(*ids)
+    for a in range(n):
+        for b in range(a):
+            assert (combined[a] == combined[b]) == all(x[a] == x[b] for x in ids)
+    one, which = one_of_each(combined)
+    assert len(one) == len(set(combined.tolist())) and (combined[one][which] == combined).all()
+    assert (np.diff(combined[one]) > 0).all()
 
 
 def test_the_cheapest_tile_is_chosen():

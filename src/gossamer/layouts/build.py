@@ -10,7 +10,18 @@ import numpy as np
 from gossamer.layouts.block import BlockLayout, TileList, Walk
 from gossamer.patterns.base import Intervals, Pattern
 from gossamer.patterns.compose import And, Or
-from gossamer.patterns.grid import ELEMENTS_AT_ONCE, EMPTY, FULL, WORD, Grid, Sizes, combine_ids, ranges
+from gossamer.patterns.grid import (
+    ELEMENTS_AT_ONCE,
+    EMPTY,
+    FULL,
+    WORD,
+    Grid,
+    Sizes,
+    combine_ids,
+    distinct,
+    one_of_each,
+    ranges,
+)
 from gossamer.patterns.validate import show
 
 # Tile pairs looked at together: bounds the scratch memory, with ELEMENTS_AT_ONCE for what is in the tiles.
@@ -187,7 +198,7 @@ def _mixed_chunk(
     pattern: Pattern, part: Pattern | None, interval: Intervals | None, grid: Grid, start: int, stop: int
 ) -> Tiles:
     ti, tj = pattern.tile_candidates(grid, start, stop)
-    ti, tj = np.divmod(np.unique(ti.astype(np.int64) * grid.nk + tj), grid.nk)
+    ti, tj = np.divmod(distinct(ti.astype(np.int64) * grid.nk + tj), grid.nk)
     classes = pattern.tile_classes(grid, ti, tj)
     ti, tj, classes = (a[classes != EMPTY] for a in (ti, tj, classes))
     fits = (tj + 1) * grid.block_kv <= grid.K
@@ -207,8 +218,9 @@ def _mixed_chunk(
     kind[whole], entry[whole] = KIND_FULL, -1
     listed = kind >= 0
     ti, tj, kind, entry = (a[listed] for a in (ti, tj, kind, entry))
-    used, entry_of = np.unique(entry[entry >= 0], return_inverse=True)
-    entry[entry >= 0] = entry_of
+    held = entry >= 0
+    used = np.bincount(entry[held], minlength=len(words)) > 0
+    entry[held] = (np.cumsum(used) - 1)[entry[held]]
     return Tiles(ti, tj, kind, entry, words[used])
 
 
@@ -220,15 +232,15 @@ def _words(
     if not len(ti):
         return np.zeros((0, grid.block_q, width), dtype=np.uint32), np.zeros(0, dtype=np.int64)
     ids = combine_ids(pattern.tile_ids(grid, ti, tj), grid.ragged(ti, tj), classes)
-    _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
-    ti, tj = ti[first], tj[first]
+    one, which = one_of_each(ids)
+    ti, tj = ti[one], tj[one]
     words = np.empty((len(ti), grid.block_q, width), dtype=np.uint32)
     step = max(1, ELEMENTS_AT_ONCE // (grid.block_q * width))
     for at in range(0, len(ti), step):
         chunk = slice(at, at + step)
         words[chunk] = pattern.tile_words(grid, ti[chunk], tj[chunk]) & grid.existing(ti[chunk], tj[chunk])
     words, same = unique_tiles(words)
-    return words, same[inverse]
+    return words, same[which]
 
 
 def unique_tiles(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ import numpy as np
 from gossamer.layouts.base import Array, Layout, WalkArrays
 from gossamer.layouts.schedule import FEWEST_TILES, PARTS_PER_PROCESSOR
 from gossamer.patterns.base import Pattern
-from gossamer.patterns.grid import EMPTY, FULL, WORD, Grid, Sizes, ranges, unpack_bits
+from gossamer.patterns.grid import EMPTY, FULL, WORD, Grid, Sizes, distinct, ranges, unpack_bits
 from gossamer.patterns.validate import show
 
 # Rows that are gathered for together, and how many columns are gathered at a time for each.
@@ -198,7 +198,7 @@ def pairs_by_tiles(pattern: Pattern, sizes: Sizes, start: int, stop: int) -> tup
     """The kept pairs of query rows [start, stop), in row-major order; `start` is a multiple of ROWS_AT_ONCE."""
     grid = Grid(*sizes, ROWS_AT_ONCE, ROWS_AT_ONCE)
     ti, tj = pattern.tile_candidates(grid, start // ROWS_AT_ONCE, -(-stop // ROWS_AT_ONCE))
-    ti, tj = np.divmod(np.unique(ti.astype(np.int64) * grid.nk + tj), grid.nk)
+    ti, tj = np.divmod(distinct(ti.astype(np.int64) * grid.nk + tj), grid.nk)
     classes = pattern.tile_classes(grid, ti, tj)
     ti, tj, classes = (a[classes != EMPTY] for a in (ti, tj, classes))
     keys = [np.zeros(0, dtype=np.int64)]

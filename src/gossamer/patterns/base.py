@@ -26,6 +26,7 @@ from gossamer.patterns.grid import (
     all_tiles,
     combine_ids,
     interval_words,
+    one_of_each,
     pack_bits,
     ranges,
 )
@@ -299,8 +300,8 @@ class Pattern(metaclass=_PatternMeta):
     def shared_tile_words(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
         """`tile_words`, evaluated once for each distinct id."""
         ids = combine_ids(self.tile_ids(grid, ti, tj), grid.ragged(ti, tj))
-        _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
-        return self.tile_words(grid, ti[first], tj[first])[inverse]
+        one, which = one_of_each(ids)
+        return self.tile_words(grid, ti[one], tj[one])[which]
 
     def listed_pairs(self, sizes: Sizes, start: int, stop: int) -> Pairs | None:
         """The kept pairs of query rows [start, stop), each once in row-major order; None to look into tiles."""

@@ -183,16 +183,20 @@ class CSR(Counted):
         keys, _, starts = _remembered_order(self, grid)
         return TileCounts(keys, np.diff(starts))
 
+    def tile_ids(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+        at, listed = _listed_tiles(self, grid, ti, tj)
+        ids = np.full(len(ti), -1, dtype=np.int64)
+        ids[listed] = _remembered_ids(self, grid)[at[listed]]
+        return ids
+
     def tile_words(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
-        keys, pairs, starts = _remembered_order(self, grid)
+        _, places, starts = _remembered_order(self, grid)
         width = grid.block_kv // WORD
         words = np.zeros(len(ti) * grid.block_q * width, dtype=np.uint32)
-        wanted = ti * grid.nk + tj
-        at = np.minimum(np.searchsorted(keys, wanted), max(0, len(keys) - 1))
-        listed = np.nonzero(keys[at] == wanted)[0] if len(keys) else np.zeros(0, dtype=np.int64)
+        at, listed = _listed_tiles(self, grid, ti, tj)
         which, found = ranges(starts[at[listed]], starts[at[listed] + 1])
-        row, column = np.divmod(pairs[found], self.num_keys)
-        word = (listed[which] * grid.block_q + row % grid.block_q) * width + column % grid.block_kv // WORD
+        row, column = np.divmod(places[found].astype(np.int64), grid.block_kv)
+        word = (np.flatnonzero(listed)[which] * grid.block_q + row) * width + column // WORD
         # Each pair is stored once, so adding bits is setting them.
         np.add.at(words, word, np.uint32(1) << (column % WORD).astype(np.uint32))
         return words.reshape(len(ti), grid.block_q, width)
@@ -244,10 +248,54 @@ def _instead(given: Any) -> str:
 
 @lru_cache(maxsize=4)
 def _remembered_order(pattern: CSR, grid: Grid) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Non-empty tiles ti * nk + tj ascending, all pairs in tile order, and where each tile's pairs start."""
-    pairs = pattern._pairs()
-    row, column = np.divmod(pairs, pattern.num_keys)
-    tile = row // grid.block_q * grid.nk + column // grid.block_kv
-    order = np.argsort(tile, kind="stable")
-    keys, counts = np.unique(tile, return_counts=True)
-    return keys, pairs[order], np.concatenate([[0], np.cumsum(counts)])
+    """Non-empty tiles ti * nk + tj ascending, the places row * block_kv + column in their tile of the pairs of each,
+    ascending, and where each tile's places start.
+    """
+    area = grid.block_q * grid.block_kv
+    ordered = np.repeat(np.arange(len(pattern.indptr) - 1), np.diff(pattern.indptr))
+    tile_row, row = np.divmod(ordered, grid.block_q)
+    tile_column, column = np.divmod(pattern.indices, grid.block_kv)
+    ordered = (tile_row * grid.nk + tile_column) * area + row * grid.block_kv + column
+    ordered.sort()
+    tiles, places = np.divmod(ordered, area)
+    first = np.flatnonzero(np.diff(tiles, prepend=-1))
+    return tiles[first], places.astype(np.int32 if area < 2**31 else np.int64), np.append(first, len(tiles))
+
+
+@lru_cache(maxsize=4)
+def _remembered_ids(pattern: CSR, grid: Grid) -> np.ndarray:
+    """An id of the content of each non-empty tile. By the pairs alone: a random graph has a tile for nearly each."""
+    _, places, starts = _remembered_order(pattern, grid)
+    ids = places[starts[:-1]].astype(np.int64)  # of a tile with one pair: where it is
+    many = np.flatnonzero(np.diff(starts) > 1)
+    if not len(many):
+        return ids
+    # Of more pairs: one of the tiles whose numbers have the same sum, if it has the same pairs.
+    area, counts = grid.block_q * grid.block_kv, np.diff(starts)[many]
+    tile, at = ranges(starts[many], starts[many] + counts)
+    first = np.cumsum(counts) - counts
+    _, alike, number = np.unique(np.add.reduceat(_numbers(places[at]), first), return_index=True, return_inverse=True)
+    other = alike[number]
+    same = counts == counts[other]
+    compared = same[tile]
+    mine, beside = at[compared], (at - starts[many][tile] + starts[many][other][tile])[compared]
+    same[tile[compared][places[mine] != places[beside]]] = False
+    ids[many] = area + np.where(same, number, len(many) + np.arange(len(many)))
+    return ids
+
+
+def _numbers(places: np.ndarray) -> np.ndarray:
+    """A number of 64 bits for each place, mixed (splitmix64) so that sums of several seldom agree."""
+    x = places.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return x ^ (x >> np.uint64(31))
+
+
+def _listed_tiles(pattern: CSR, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each tile, where it is among those that are not empty, and whether it is."""
+    keys, wanted = _remembered_order(pattern, grid)[0], ti * grid.nk + tj
+    if not len(keys):
+        return np.zeros(len(ti), dtype=np.int64), np.zeros(len(ti), dtype=bool)
+    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return at, keys[at] == wanted

@@ -99,6 +99,8 @@ def ranges(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 def distinct(values: np.ndarray) -> np.ndarray:
     """The distinct values, ascending. By sorting: `numpy.unique` may hash, many times slower for millions of them."""
+    if (values[1:] > values[:-1]).all():
+        return values
     ordered = np.sort(values)
     new = np.ones(len(ordered), dtype=bool)
     new[1:] = ordered[1:] != ordered[:-1]
@@ -137,9 +139,27 @@ def interval_words(lo: np.ndarray, hi: np.ndarray, grid: Grid, ti: np.ndarray, t
 
 def combine_ids(*ids: np.ndarray) -> np.ndarray:
     """One id per element such that equal ids mean equal tuples of the given ids. Exact, no hashing."""
-    _, combined = np.unique(ids[0], return_inverse=True)
-    for more in ids[1:]:
-        _, inverse = np.unique(more, return_inverse=True)
-        combined = combined.astype(np.int64) * (int(inverse.max(initial=0)) + 1) + inverse
-        _, combined = np.unique(combined, return_inverse=True)
-    return combined.astype(np.int64)
+    combined, size = np.zeros(len(ids[0]), dtype=np.int64), 1  # in [0, size)
+    for more in ids if len(ids[0]) else ():
+        more = more.astype(np.int64)
+        least, span = int(more.min()), int(more.max()) - int(more.min()) + 1
+        if size * span >= 2**62:  # numbered anew, which sorts them
+            numbers, combined = np.unique(combined, return_inverse=True)
+            size = len(numbers)
+        if size * span >= 2**62:
+            numbers, more = np.unique(more, return_inverse=True)
+            least, span = 0, len(numbers)
+        combined, size = combined * span + (more - least), size * span
+    return combined
+
+
+def one_of_each(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """An element of each distinct id, by ascending id, and of every element the place of its id among them."""
+    least, span = int(ids.min(initial=0)), int(ids.max(initial=0)) - int(ids.min(initial=0)) + 1
+    if span > 4 * len(ids) + 2**16:
+        _, one, which = np.unique(ids, return_index=True, return_inverse=True)
+        return one, which
+    one = np.full(span, -1, dtype=np.int64)  # without sorting, which takes longer
+    one[ids - least] = np.arange(len(ids))
+    there = one >= 0
+    return one[there], (np.cumsum(there) - 1)[ids - least]
