@@ -113,6 +113,11 @@ class Pattern(metaclass=_PatternMeta):
         """
         return self
 
+    @property
+    def reads_positions(self) -> bool:
+        """Whether `q_offset` has a meaning: not where rows are counted from 0 whatever it is."""
+        return True
+
     def lower(self, sizes: Sizes) -> Pattern:
         """The same pattern in terms of simpler ones; itself when it is simple."""
         return self

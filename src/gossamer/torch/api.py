@@ -7,9 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from gossamer.kernels.rows import compute_dtype
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import CSR, Dense, Pattern
 from gossamer.patterns.handles import token_of
@@ -137,6 +139,15 @@ def attention(
         if call is not None and (return_lse is False or return_lse is True):
             found = call(q, k, v, which, *tensors)
             return found if return_lse else found[0]
+    given = scale, q_offset, softcap, sink_logits, alibi_slopes
+    scale, q_offset, softcap = number(scale), number(q_offset), number(softcap)
+    sink_logits, alibi_slopes = wide(sink_logits, q), wide(alibi_slopes, q)
+    if any(x is not y for x, y in zip(given, (scale, q_offset, softcap, sink_logits, alibi_slopes), strict=True)):
+        return attention(
+            q, k, v, pattern, scale=scale, q_offset=q_offset, key_lengths=key_lengths, softcap=softcap,
+            sink_logits=sink_logits, alibi_slopes=alibi_slopes, return_lse=return_lse, merge=merge,
+            implementation=implementation, deterministic=deterministic,
+        )  # fmt: skip
     check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation)
     if not isinstance(return_lse, bool):
         raise ValueError(f"return_lse must be True or False; got {describe(return_lse)}")
@@ -191,6 +202,21 @@ def _merged(
     return (out, lse) if return_lse else out
 
 
+def number(x: Any) -> Any:
+    """A scalar of numpy as a number of Python; anything else as it is."""
+    return x.item() if isinstance(x, np.generic) else x
+
+
+def wide(x: Any, q: Any) -> Any:
+    """A score parameter in the type that scores are computed in, with its gradient; what is no such tensor as it is.
+
+    What is derived from one of 16 bits, such as the slope of a dilated part, would be rounded again.
+    """
+    if not (isinstance(x, Tensor) and isinstance(q, Tensor) and x.is_floating_point()):
+        return x
+    return x.to(compute_dtype(q.dtype))
+
+
 def check_types(
     q: Any, k: Any, v: Any, scale: Any, q_offset: Any, key_lengths: Any, softcap: Any, sink_logits: Any,
     alibi_slopes: Any, implementation: Any,
@@ -218,10 +244,10 @@ def check_types(
     if q_offset is not None and (isinstance(q_offset, bool) or not isinstance(q_offset, (int, Tensor, torch.SymInt))):
         raise ValueError(f"q_offset must be an int, a 0-d integer tensor or None; got {describe(q_offset)}")
     if isinstance(q_offset, int) and not -(2**31) < q_offset < 2**31:
-        raise ValueError(f"q_offset must be an integer within 2**31; got {q_offset}")
+        raise ValueError(f"q_offset must be an integer within 2**31; got {describe(q_offset)}")
     for name, x in (("scale", scale), ("softcap", softcap)):
         if isinstance(x, int) and abs(x) > 2**53:
-            raise ValueError(f"{name} must be a number of at most 2**53; got {x}")
+            raise ValueError(f"{name} must be a number of at most 2**53; got {describe(x)}")
 
 
 def is_deterministic(deterministic: Any) -> bool:

@@ -20,7 +20,7 @@ from gossamer.kernels.contract import Unsupported
 from gossamer.kernels.rows import compute_dtype
 from gossamer.patterns.handles import token_of
 from gossamer.torch import parts
-from gossamer.torch.plan import Plan, placed, plan_for, terms_of
+from gossamer.torch.plan import Plan, check_rows, placed, plan_for, terms_of
 from gossamer.torch.validate import Arguments, validate
 
 _OPTIONS = (
@@ -40,6 +40,7 @@ library.define(
 def compute(plan: Plan, a: Arguments, layout: list[Tensor], geometry: list[int], pattern: int) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call whose plan is known."""
     terms = terms_of(a)
+    check_rows(plan.problem, terms, pattern)
     split = parts.split_for(plan, terms, pattern)
     if split is not None:
         return parts.forward(split, plan, a, terms, pattern)

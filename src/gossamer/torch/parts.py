@@ -127,9 +127,10 @@ def _arguments(part: Part, b: int | None, a: Arguments, q_offset: int, sinks: bo
     lengths = a.key_lengths
     if lengths is not None:
         lengths = lengths if b is None else lengths[b : b + 1]
-        if d > 1:
+        if d > 1:  # of L keys a class has those at first, first + d, ... below L: ceil((L - first) / d)
             first = torch.arange(run.first, run.first + run.classes, device=lengths.device, dtype=torch.int32)
-            lengths = torch.div(lengths.int() - first + (d - 1), d, rounding_mode="floor").clamp(min=0)
+            lengths = (lengths if lengths.itemsize > 4 else lengths.int()).clamp(0, a.k.shape[2])
+            lengths = torch.div(first - lengths, d, rounding_mode="floor").neg_()
     slopes = of_heads(a.alibi_slopes)
     return a._replace(
         q=_query_view(a.q, part, b),

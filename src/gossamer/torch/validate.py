@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gossamer.kernels.rows import compute_dtype
 from gossamer.kernels.table import NAMES
 from gossamer.layouts import BlockLayout, TileList, Walk
 from gossamer.layouts.block import ARRAYS_PER_WALK
@@ -96,12 +96,20 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
     yield max(sizes) <= MAX_HEAD, "q and v", sizes, f"have head sizes D, E up to {MAX_HEAD}"
     yield max(q.shape[2], k.shape[2]) < 2**31 - 2**16, "q and k", q, "have fewer than 2**31 positions"
     B, H = q.shape[:2]
-    yield a.scale is None or math.isfinite(a.scale), "scale", a.scale, "be a finite number, or None for D ** -0.5"
+    held = torch.finfo(compute_dtype(q.dtype))
+    in_type = f"{held.dtype!s}, in which scores are computed, holds"
+    most, least = held.max / 2, held.tiny  # a kernel multiplies by log2(e) as well
+    scale = sizes[0] ** -0.5 if a.scale is None else a.scale
+    yield abs(scale) <= most, "scale", scale, f"be None for D ** -0.5, or a number up to {most:.1e}, which {in_type}"
     yield (
-        a.softcap is None or (math.isfinite(a.softcap) and a.softcap > 0),
-        "softcap", a.softcap, "be a finite number over 0, or None",
+        a.softcap is None or least <= a.softcap <= most,
+        "softcap", a.softcap, f"be None or a number over 0, from {least:.1e} to {most:.1e}, which {in_type}",
     )  # fmt: skip
-    yield a.q_offset is None or abs(a.q_offset) < 2**31, "q_offset", a.q_offset, "be an integer within 2**31"
+    if a.softcap is not None:
+        yield abs(scale) / a.softcap <= most, "scale / softcap", scale / a.softcap, f"be up to {most:.1e}"
+    if a.q_offset is not None:
+        Q, K = q.shape[2], k.shape[2]
+        yield abs(a.q_offset) <= most_offset(Q, K), "q_offset", a.q_offset, within_positions(Q, K)
     t = a.q_offset_tensor
     yield t is None or (t.ndim == 0 and t.dtype in INTEGERS), "q_offset", t, "be an int or a 0-d integer tensor"
     for name, vector, size, letter in (
@@ -123,6 +131,16 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
         a.implementation is None or a.implementation in NAMES,
         "implementation", a.implementation, f"be None or one of {', '.join(NAMES)}",
     )  # fmt: skip
+
+
+def most_offset(Q: int, K: int) -> int:
+    """The largest q_offset of either sign: positions and distances are 32-bit integers, in tiles that reach further."""
+    return 2**31 - 2**16 - max(Q, K)
+
+
+def within_positions(Q: int, K: int) -> str:
+    """What a q_offset must be, for a message."""
+    return f"be an integer up to 2**31 - 2**16 - max(Q, K) = {most_offset(Q, K)} in magnitude"
 
 
 def validate(a: Arguments) -> None:

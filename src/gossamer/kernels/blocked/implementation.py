@@ -148,7 +148,9 @@ class Blocked:
         dot = tile(dout, plan.query_tiles, bq)
         delta, lse = row_terms(dout, dlse, out, lse, qt.flat.dtype)
         dsink = sink_gradient(delta, lse, terms)
-        delta_t, lse_t = (tile(x[..., None], plan.query_tiles, bq) for x in (delta, lse * LOG2E))
+        delta_t = tile(delta[..., None], plan.query_tiles, bq)
+        # Rows that do not exist have probabilities of 0, whatever ALiBi makes of their scores.
+        lse_t = tile((lse * LOG2E)[..., None], plan.query_tiles, bq, padding=torch.inf)
         dq = zeros(p, p.H, plan.query_tiles, bq, p.D, qt.flat)
         dk, dv = (zeros(p, p.G, plan.key_tiles, bk, size, qt.flat) for size in (p.D, p.E))
         scratch = Scratch(qt.flat)
