@@ -146,7 +146,10 @@ def test_numbers_of_numpy() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"scale": 1e39}, r"scale must .* up to 1\.7e\+38.*float32.*; got 1e\+39"),
+        (
+            {"scale": 1e39},
+            r"scale must be a finite number up to 1\.7e\+38 in magnitude, as float32 holds, .*; got 1e\+39",
+        ),
         ({"scale": math.nan}, r"scale must .*; got nan"),
         ({"softcap": 1e39}, r"softcap must .* from 1\.2e-38 to 1\.7e\+38.*; got 1e\+39"),
         ({"softcap": 1e-39}, r"softcap must .*; got 1e-39"),
