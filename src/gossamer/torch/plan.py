@@ -96,7 +96,7 @@ class Plan:
         return Kept(LEAST_KEPT, MOST_KEPT)
 
 
-_plans: Kept[Plan] = Kept(MOST_KEPT)
+_plans: Kept[Plan] = Kept(LEAST_KEPT, MOST_KEPT)
 _dense: Kept[Tensor] = Kept(KEPT_DENSE)
 _words: Kept[tuple[Tensor | None]] = Kept(LEAST_KEPT, MOST_KEPT, KEPT_BYTES)
 # By the id of a plan, which is held with what it places.
