@@ -6,6 +6,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -269,11 +270,39 @@ def test_types_stay_apart(tmp_path: Path) -> None:
         console = Console(record=True, width=160, file=file)
         console.print(table(rows))
     shown = [[cell.strip() for cell in line.split("│")] for line in console.export_text().splitlines()]
-    assert [cells[-2] for cells in shown if "peer" in cells] == ["3.00", "7.00"]
+    assert [cells[-2] for cells in shown if "peer" in cells] == ["3x as fast", "7x as fast"]
     assert [cells[1] for cells in shown if cells[1:2] and "forward" in cells[1]] == [
         "float32, forward",
         "bfloat16, forward",
     ]
+
+
+@pytest.mark.parametrize(
+    ("peer_ms", "said"),
+    [
+        (2.314, "2.31x as fast"),
+        (1.0, "1x as fast"),
+        (0.43, "0.43x as fast (slower)"),
+        (0.9999, "1x as fast"),
+        (1234.0, "1234x as fast"),
+    ],
+)
+def test_the_table_says_who_is_faster(peer_ms: float, said: str) -> None:
+    from rich.console import Console
+
+    rows = [Row("case", name, "forward", name == "rival", dtype="float32") for name in ("gossamer x", "rival")]
+    for row, ms in zip(rows, (1.0, peer_ms), strict=True):
+        row.p20_ms = row.p50_ms = row.p80_ms = ms
+        row.useful_tflops = row.share_of_matmul = 0.5
+    fill_ratios(rows)
+    with open(os.devnull, "w") as file:
+        console = Console(record=True, width=160, file=file)
+        console.print(table(rows))
+    shown = [[cell.strip() for cell in re.split("[│┃]", line)] for line in console.export_text().splitlines()]
+    (rival,), (header,) = ([line for line in shown if word in line] for word in ("rival", "gossamer is"))
+    assert rival[header.index("gossamer is")] == said
+    (ours,) = (line for line in shown if "gossamer x" in line)
+    assert ours[header.index("gossamer is")] == ""
 
 
 def test_a_failed_row_is_shown_with_its_reason(tmp_path: Path) -> None:
