@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -243,7 +245,7 @@ def test_a_missing_package_names_its_extra(module: str, extra: str, tmp_path: Pa
     path = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
     refused = command("demo", "--out", str(tmp_path / "demo"), PYTHONPATH=path)
     assert refused.returncode == 2
-    assert f"pip install 'gossamer[{extra}]'" in refused.stderr
+    assert f"in a checkout of gossamer: pip install '.[{extra}]'" in refused.stderr
     assert refused.stderr.count("\n") == 1
 
 
@@ -251,7 +253,40 @@ def test_info_works_without_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
     shown = command("info", PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT / "src")]), COLUMNS="200")
     assert shown.returncode == 0, shown.stderr
-    assert "gossamer[torch]" in shown.stdout
+    assert "in a checkout of gossamer: pip install '.[torch]'" in shown.stdout
+
+
+def test_every_hint_installs_from_a_checkout() -> None:
+    """There is no release on an index: `pip install gossamer[torch]` would find nothing, or another package."""
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    pages = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    found = [(page.name, what) for page in pages for what in re.findall(r"pip install (\S+)", page.read_text())]
+    assert {page for page, _ in found} >= {"errors.py", "info.py", "__init__.py", "README.md", "compilation.md"}
+    for page, what in found:
+        named = re.match(r"""["']\.\[([a-z,]+|\{extra\})\]["']""", what)
+        assert named, f"{page}: pip install {what}"
+        assert named[1] == "{extra}" or set(named[1].split(",")) <= extras, f"{page}: {what}"
+
+
+@pytest.mark.parametrize("capability", [None, (8, 0), (9, 0)])
+def test_the_hopper_extra_is_recommended_where_its_kernels_could_run(
+    capability: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from gossamer.kernels import hopper
+
+    monkeypatch.setattr(hopper, "NEEDED", {"no-such-package": (1, 0)})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr("gossamer.cli.info.devices", lambda: ["cpu: of this test"])
+    hopper.missing_packages.cache_clear()
+    try:
+        shown = runner.invoke(app, ["info"], env={"COLUMNS": "400"})
+    finally:
+        hopper.missing_packages.cache_clear()
+    assert shown.exit_code == 0, shown.output
+    assert ("pip install '.[hopper]'" in shown.output) == (capability == (9, 0))
 
 
 def test_the_readme_has_the_present_support_table() -> None:

@@ -33,4 +33,4 @@ def need(module: str, user: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         extra = EXTRAS[module.partition(".")[0]]
-        raise Refused(f"{user} needs {module} ({error}); install it with: pip install 'gossamer[{extra}]'") from None
+        raise Refused(f"{user} needs {module} ({error}); in a checkout of gossamer: pip install '.[{extra}]'") from None
