@@ -63,7 +63,7 @@ def test_what_needs_torch_says_so() -> None:
         "try: gs.attention\n"
         "except ImportError as error: print(error)"
     )
-    assert out.strip() == "gossamer.attention needs torch: pip install 'gossamer[torch]'"
+    assert out.strip() == "gossamer.attention needs torch; in a checkout of gossamer: pip install '.[torch]'"
 
 
 def test_torch_without_triton() -> None:

@@ -13,6 +13,7 @@ from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout
 
 NEEDED = {"nvidia-cutlass-dsl": (4, 8), "apache-tvm-ffi": (0, 1)}
+INSTALL = "in a checkout of gossamer: pip install '.[hopper]'"
 
 # Pairs a second with 64 x 64 tiles over those with 128 x 128 or 192 x 128, measured on block matrices and BigBird(64).
 SMALL_TILE_RATE = 0.8
@@ -38,7 +39,7 @@ def missing_packages() -> list[str]:
     """What of the compiler is not installed, or too old for the kernels (vLLM pins an older one)."""
     found = []
     for name, least in NEEDED.items():
-        wanted = f"needs the package {name} {'.'.join(map(str, least))} or later (pip install 'gossamer[hopper]')"
+        wanted = f"needs the package {name} {'.'.join(map(str, least))} or later ({INSTALL})"
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -74,15 +75,12 @@ class Hopper:
         """Why nothing can run here."""
         import torch
 
-        missing = missing_packages()
-        if missing:
-            return missing
         if not torch.cuda.is_available():
             return ["torch finds no CUDA device"]
         major, minor = torch.cuda.get_device_capability()
         if major != 9:
             return [f"the kernels use instructions of compute capability 9.0 alone, this device has {major}.{minor}"]
-        return []
+        return missing_packages()  # last: where no kernel could run, nothing is to be installed
 
     @cached_property
     def launch(self) -> Any:
