@@ -139,6 +139,11 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
+def _segment(r: Draw, K: int) -> Spec:
+    dilation = sometimes(r, 1 + r.randrange(6), LARGEST)
+    return ("DilatedSegment", sometimes(r, 1 + r.randrange(K), LARGEST), dilation, r.randrange(min(dilation, 9)))
+
+
 def _neighborhood(r: Draw, K: int) -> Spec:
     first = r.choice(_divisors(K))
     second = r.choice(_divisors(K // first))
@@ -196,6 +201,7 @@ SHARED: dict[str, Any] = {
         r.choice([0, 0, 3, sometimes(r, 70, LARGEST)]),
     ),
     "Local": lambda r, Q, K: ("Local", sometimes(r, 1 + r.randrange(70), LARGEST)),
+    "DilatedSegment": lambda r, Q, K: _segment(r, K),
     "Dilated": lambda r, Q, K: (
         "Dilated", sometimes(r, r.randrange(20), LARGEST), sometimes(r, r.randrange(9), LARGEST),
         sometimes(r, 1 + r.randrange(12), r.choice([K, 100 * K, LARGEST])),

@@ -144,13 +144,14 @@ def _power_strided(p: Positions, base: int, local: int) -> Tensor:
     return ((distance >= 0) & (distance <= local)) | there
 
 
+def _segment(p: Positions, segment: int, dilation: int, offset: int) -> Tensor:
+    inside = (p.i % segment % dilation == offset) & (p.j % segment % dilation == offset)
+    return inside & (p.i // segment == p.j // segment)
+
+
 def _branches(p: Positions, segments: Any, dilations: Any, heads: int, causal: bool) -> list[Tensor]:
-    found = []
-    for w, r in zip(segments, dilations, strict=True):
-        mine = (p.i % w % r == p.h % r) & (p.j % w % r == p.h % r)
-        here = (p.i // w == p.j // w) & mine
-        found.append(here & (p.j <= p.i) if causal else here)
-    return found
+    every = [_segment(p, w, r, p.h % r) for w, r in zip(segments, dilations, strict=True)]
+    return [here & (p.j <= p.i) if causal else here for here in every]
 
 
 def _document(p: Positions, ids: np.ndarray) -> Tensor:
@@ -203,6 +204,7 @@ DEFINITIONS: dict[str, Any] = {
     "BigBird": _big_bird,
     "Longformer": _longformer,
     "Dilated": _dilated,
+    "DilatedSegment": _segment,
     "Strided": _strided,
     "PowerStrided": _power_strided,
     "LongNet": lambda p, *rest: torch.stack(_branches(p, *rest)).any(0),
