@@ -551,7 +551,7 @@ def accepted(c: Call) -> Iterator[tuple[str, str, bool]]:
     if c.form == "reordered" and c.slopes is not None:
         yield "alibi_slopes of a reordered matrix", "alibi_slopes", True
     for name, x in (("scale", c.scale), ("softcap", c.softcap)):
-        if x is not None and x != 0 and not 1.2e-38 < abs(x) < 3.4e38:
+        if x is not None and x != 0 and not 1.2e-38 < abs(float(x)) < 3.4e38:
             yield f"{name} that float32 does not hold", name, False
     if c.implementation not in (None, "blocked", "reference"):
         yield f"{c.implementation} does not support it", f"implementation|{c.implementation}", False

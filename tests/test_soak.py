@@ -17,7 +17,7 @@ import torch
 import gossamer as gs
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-CALLS = 30
+FIRST, CALLS = 60, 30
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,7 +60,7 @@ def test_every_pattern_is_drawn() -> None:
 def test_calls_run_clean(capsys: pytest.CaptureFixture[str]) -> None:
     import soak
 
-    assert soak.main(["--calls", str(CALLS), "--workers", "0"]) == 0, capsys.readouterr().out
+    assert soak.main(["--seed", str(FIRST), "--calls", str(CALLS), "--workers", "0"]) == 0, capsys.readouterr().out
     assert f"{CALLS} calls" in capsys.readouterr().out
 
 
