@@ -74,7 +74,7 @@ def terms(
     """Some of the named terms."""
     most = 30.0 if dtype == torch.float64 else 1.0
     optional = {
-        "softcap": lambda: number(r, r.choice([2.0, 0.01, 1e4, 1e-30, 1e30])),
+        "softcap": lambda: number(r, r.choice([2.0, 0.01, 1e4, 1e-18, 1e18])),
         "scale": lambda: number(r, r.choice([-0.3, 0.0, 1.0, 1e-35, 3.0])),
         "key_lengths": lambda: lengths(r, B, K, device),
         "alibi_slopes": lambda: vector(r, H, most, dtype, device),

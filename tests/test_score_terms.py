@@ -12,7 +12,9 @@ from exact import CUDA, no_gpu
 from torch import Tensor
 
 import gossamer as gs
+from gossamer.kernels.contract import Problem, reasons
 from gossamer.kernels.devices import int32_lengths
+from gossamer.kernels.table import load
 
 N, H, D = 100, 2, 8
 WRAPPING = (2**31 - 1, 2**31, 2**32 + 10, 2**63 - 1, -(2**31), -(2**32) + 5, -(2**63))
@@ -148,12 +150,12 @@ def test_numbers_of_numpy() -> None:
     [
         (
             {"scale": 1e39},
-            r"scale must be a finite number up to 1\.7e\+38 in magnitude, as float32 holds, .*; got 1e\+39",
+            r"scale must be a finite number up to 8\.5e\+37 in magnitude, as float32 holds, .*; got 1e\+39",
         ),
         ({"scale": math.nan}, r"scale must .*; got nan"),
-        ({"softcap": 1e39}, r"softcap must .* from 1\.2e-38 to 1\.7e\+38.*; got 1e\+39"),
+        ({"softcap": 1e39}, r"softcap must .* from 5\.4e-20 to 1\.8e\+19 in float32.*; got 1e\+39"),
         ({"softcap": 1e-39}, r"softcap must .*; got 1e-39"),
-        ({"softcap": 1e-20, "scale": 1e30}, r"scale / softcap must be up to 1\.7e\+38; got 1e\+50"),
+        ({"softcap": 1e-15, "scale": 1e35}, r"scale / softcap must be up to 8\.5e\+37; got 9\.9+e\+49"),
         ({"q_offset": 2**31 - 5}, r"q_offset must be an integer up to 2\*\*31 - 2\*\*16 - max\(Q, K\) = 2147418012"),
         ({"q_offset": torch.tensor(2**40)}, r"q_offset must be an integer up to .*; got a tensor of 1099511627776"),
         ({"scale": 10**5000}, r"scale must be a number of at most 2\*\*53"),
@@ -172,7 +174,7 @@ def test_float64_holds_more() -> None:
     assert gs.attention(q, k, v, softcap=1e100).isfinite().all()
 
 
-@pytest.mark.parametrize("softcap", [1e-37, 1e-20, 1e20, 1e37])
+@pytest.mark.parametrize("softcap", [1e-19, 1e-8, 1e8, 1e19])
 def test_soft_caps_at_their_ends(softcap: float) -> None:
     """A tiny cap leaves the mean of the kept values, a huge one the scores as they are."""
     q, k, v = inputs()
@@ -214,6 +216,35 @@ def test_an_offset_that_nothing_reads_is_refused() -> None:
     both = gs.attention(q, k, v, csr & gs.SlidingWindow(9), q_offset=5)
     keep = mask.numpy() & gs.SlidingWindow(9).materialize(N, N, 5)
     torch.testing.assert_close(both.double(), exact(q, k, v, keep)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    """Also where a row keeps nothing, alone and in a merge."""
+    q, k, v = inputs()
+    pattern = gs.CSR(np.repeat([0, 3], [51, 50]), np.array([0, 5, 9]), N)  # one row keeps anything
+    sinks = torch.full((H,), -math.inf)
+    wanted = exact(q, k, v, pattern.materialize(N, N))
+    for name in ("blocked", "reference"):
+        check(found(q, k, v, pattern, sink_logits=sinks, implementation=name), wanted, 1e-5)
+    union = {"pattern": pattern | gs.SlidingWindow(3), "merge": "lse"}
+    plain, sunk = found(q, k, v, **union), found(q, k, v, **union, sink_logits=sinks)
+    assert all(torch.equal(a, b) for a, b in zip(plain, sunk, strict=True))
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_longnet_of_a_batch(heads: int, always: list[Any]) -> None:
+    """A head of LongNet attends in a class of its own, and batch elements seen as heads would too."""
+    q, k, v = (x[:, :heads].detach().requires_grad_() for x in inputs())
+    pattern = gs.LongNet((64,), (4,), heads=heads)
+    check(found(q, k, v, pattern), exact(q, k, v, pattern.materialize(N, N)), 1e-5)
+    assert always
+
+
+def test_hopper_leaves_wide_soft_caps_to_others() -> None:
+    capability = load("hopper").capability
+    for softcap, refused in ((50.0, False), (1024.0, False), (1e4, True)):
+        problem = Problem(1, 2, 2, 64, 64, 64, 64, "bfloat16", "cuda", 90, frozenset({"softcap"}), softcap=softcap)
+        assert bool(reasons(problem, capability)) == refused
 
 
 @pytest.mark.gpu

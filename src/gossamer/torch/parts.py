@@ -17,6 +17,7 @@ from torch import Tensor
 from gossamer.kernels.contract import Implementation, Terms
 from gossamer.kernels.rows import compute_dtype, row_terms, sink_gradient
 from gossamer.kernels.table import available
+from gossamer.patterns import LongNet
 from gossamer.torch.plan import Plan, placed, plan_for, terms_of
 from gossamer.torch.registry import pattern_of
 from gossamer.torch.split import Part, Split, problem_of_fold, split_of
@@ -150,8 +151,8 @@ def folded(split: Split, a: Arguments, plan: Plan, terms: Terms, handle: int) ->
     Then the classes of every batch element are one call.
     """
     B, pattern, inputs = a.q.shape[0], pattern_of(handle), (a.q, a.k, a.v)
-    if B == 1 or a.key_lengths is not None or pattern.lead != (1, 1):
-        return split, a
+    if B == 1 or a.key_lengths is not None or pattern.lead != (1, 1) or isinstance(pattern, LongNet):
+        return split, a  # a head of LongNet has its own class, a batch element has not
     if any(x.stride(0) != x.shape[1] * x.stride(1) for x in inputs):
         return split, a
     found = split_of(pattern, problem_of_fold(plan.problem), terms.q_offset, plan.tiles, plan.gathers)

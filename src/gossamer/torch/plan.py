@@ -196,6 +196,7 @@ def problem_of(a: Arguments, geometry: list[int]) -> Problem:
         B=q.shape[0], H=q.shape[1], G=k.shape[1], Q=q.shape[2], K=k.shape[2], D=q.shape[3], E=a.v.shape[3],
         dtype=str(q.dtype)[6:], device=q.device.type, sm=sm, score_terms=frozenset(terms),
         backward=a.backward, deterministic=a.deterministic, tile=(geometry[0], geometry[1]) if geometry else None,
+        softcap=a.softcap,
     )  # fmt: skip
 
 

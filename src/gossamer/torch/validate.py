@@ -97,12 +97,12 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
     yield max(q.shape[2], k.shape[2]) < 2**31 - 2**16, "q and k", q, "have fewer than 2**31 positions"
     B, H = q.shape[:2]
     held = torch.finfo(compute_dtype(q.dtype))
-    most, least = held.max / 2, held.tiny  # a kernel multiplies by log2(e) as well
+    most, capped = held.max / 4, held.max**0.5  # kernels multiply by up to 2 log2(e); s / softcap keeps its digits
     scale = sizes[0] ** -0.5 if a.scale is None else a.scale
     of_scale = f"be a finite number up to {most:.1e} in magnitude, as {held.dtype} holds, or None for D ** -0.5"
     yield abs(scale) <= most, "scale", scale, of_scale
-    of_cap = f"be a finite number over 0, from {least:.1e} to {most:.1e}, as {held.dtype} holds, or None"
-    yield a.softcap is None or least <= a.softcap <= most, "softcap", a.softcap, of_cap
+    of_cap = f"be a finite number over 0, from {1 / capped:.1e} to {capped:.1e} in {held.dtype}, or None"
+    yield a.softcap is None or 1 / capped <= a.softcap <= capped, "softcap", a.softcap, of_cap
     if a.softcap is not None:
         yield abs(scale) / a.softcap <= most, "scale / softcap", scale / a.softcap, f"be up to {most:.1e}"
     if a.q_offset is not None:

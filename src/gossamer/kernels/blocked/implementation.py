@@ -93,7 +93,7 @@ class Blocked:
                     acc.mul_(shrink)
                     top = both
                 # A row that keeps anything has a total of at least 1, its largest term (or its sink).
-                acc.div_(total.clamp(min=1.0) if sink is None else total)
+                acc.div_(total.clamp(min=1.0))
                 _store(out, batch, where, acc)
                 _store(lse_rows, batch, where, (top + torch.log2(total)).mul_(LN2))
         lse = lse[:, :, : problem.Q]
