@@ -58,6 +58,7 @@ EACH = {
     "csr": gs.CSR(np.concatenate(([0], np.cumsum(edges.sum(1)))), np.nonzero(edges)[1], SIZE),
     "tree": gs.Tree(np.where(np.arange(SIZE) < 3, -1, (np.arange(SIZE) - 3) // 3)),
     "neighborhood": gs.Neighborhood((4, 8, 8), (1, 2, 2)),
+    "neighborhood_shift": gs.Neighborhood((4, 8, 8), (1, 2, 2), border="shift"),
     "predicate": gs.Predicate(lambda i, j: (i & j) == 0),
     "composed": (documents | gs.Dilated(15, 0, 16)) & gs.Causal(),
 }

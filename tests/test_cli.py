@@ -51,6 +51,8 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
         ("  Longformer( 8 , global_tokens=(0,) ,\n dilation=2 ) ", gs.Longformer(8, (0,), 2)),
         ("CSR([0, 1, 3], [2, 0, 1], 3)", gs.CSR([0, 1, 3], [2, 0, 1], 3)),
         ("Tree([-1, 0, 0, 1])", gs.Tree([-1, 0, 0, 1])),
+        ("Neighborhood((5, 8), (2, 1), border='shift')", gs.Neighborhood((5, 8), (2, 1), border="shift")),
+        ("Neighborhood((5, 8), (2, 1), ('cut', 'shift'))", gs.Neighborhood((5, 8), (2, 1), ("cut", "shift"))),
     ],
 )
 def test_a_pattern_reads_as_in_python(text: str, pattern: gs.Pattern) -> None:
@@ -86,6 +88,7 @@ def test_every_public_pattern_has_a_name_here() -> None:
         ("CSR.from_scipy(1)", ["'CSR.from_scipy' is not the name of a pattern"]),
         ("(lambda: Dense())()", ["not the name of a pattern"]),
         ("SlidingWindow('4')", ["not accepted"]),
+        ("Neighborhood((5,), (2,), border='move')", ["'move'", "not accepted"]),
         ("é | Dense(", ["never closed"]),
         ("Dense() | ü()", ["'ü'", "column 11"]),
         ("Dense()\x00", ["cannot read the pattern"]),

@@ -147,6 +147,29 @@ def test_what_is_refused() -> None:
         gs.to_flex(gs.Causal().layout(64, 64, block_q=64, block_kv=64), 64)
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: gs.from_flex(None), "mask must be a torch BlockMask; got None"),
+        (lambda: gs.from_flex(torch.ones(4, 4)), "mask must be a torch BlockMask; got shape"),
+        (lambda: gs.from_flex(create_block_mask(causal, None, None, 64, 64, "cpu"), B=0), "B must be an integer"),
+        (lambda: gs.from_flex(create_block_mask(causal, None, None, 64, 64, "cpu"), H="2"), "H must be an integer"),
+        (lambda: gs.to_flex(torch.ones(4, 4), 3), r"pattern must be a Pattern or a BlockLayout; got shape \(4, 4\)"),
+        (lambda: gs.to_flex(None, 3), "pattern must be a Pattern or a BlockLayout; got None"),
+        (lambda: gs.to_flex(gs.Causal(), "3"), "Q must be an integer"),
+        (lambda: gs.to_flex(gs.Causal(), 3, 0), "K must be an integer"),
+        (lambda: gs.to_flex(gs.Causal(), 3, q_offset=0.5), "q_offset must be an integer"),
+        (lambda: gs.to_flex(gs.Causal(), 3, block_size=40), "block_size must be a positive multiple of 32.*got 40"),
+        (lambda: gs.to_flex(gs.Causal(), 3, block_size=(32,)), r"block_size must be .*\(query, key\) edges"),
+        (lambda: gs.to_flex(gs.Causal(), 3, block_size=None), "block_size must be"),
+        (lambda: gs.to_flex(gs.Causal(), 3, device="gpu"), "device must be one of torch's; got 'gpu'"),
+    ],
+)
+def test_errors_name_the_argument(call, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
 def test_a_compiled_function_converts_outside() -> None:
     mask = create_block_mask(causal, None, None, 128, 128, device="cpu")
     layout = gs.from_flex(mask)

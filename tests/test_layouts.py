@@ -89,11 +89,13 @@ def leaves(K, Q):
         st.integers(2, 8).map(lambda n: gs.Predicate(lambda i, j: (i * 7 + j) % n == 0)),
         rng.map(lambda r: csr(r, Q, K)),
         st.builds(
-            lambda n, t, y, x: gs.Neighborhood((K // n, n) if K % n == 0 else (K,), ((t, y), x)[: 1 + (K % n == 0)]),
+            neighborhood,
+            st.just(K),
             st.sampled_from([4, 10, 64]),
             st.integers(0, 3),
             st.integers(0, 2),
             st.integers(0, 9),
+            st.sampled_from(["cut", "shift", "shift"]),
         ),
         # A batch element or head alone, told by an array or a list that could hold more.
         rng.map(lambda r: gs.Document(np.sort(r.integers(0, 5, (1, K))))),
@@ -110,6 +112,15 @@ def leaves(K, Q):
             )
         )  # fmt: skip
     return st.one_of(options)
+
+
+def neighborhood(K, n, before, after, x, border):
+    """In rows of n points where they divide the keys; a window that is moved is as long as its axis at most."""
+    shape, reach = ((K // n, n), ((before, after), (x, x))) if K % n == 0 else ((K,), ((before, x),))
+    if border == "shift":
+        halves = [(length - 1) // 2 for length in shape]
+        reach = tuple((min(b, half), min(a, half)) for half, (b, a) in zip(halves, reach, strict=True))
+    return gs.Neighborhood(shape, reach, border)
 
 
 def csr(rng, Q, K):

@@ -54,6 +54,22 @@ def test_merge_of_unions_and_its_errors() -> None:
         gs.merge([out, out[:, :1]], [lse, lse])
 
 
+def test_merge_of_what_is_no_list_of_results() -> None:
+    out, lse = torch.zeros(2, 5, 3), torch.zeros(2, 5)
+    for outs, lses, message in (
+        (None, None, "outs must be a list of tensors; got None"),
+        ([out], 3, "lses must be a list of tensors; got 3"),
+        ([None], [None], "outs must be a list of tensors of floating point; it holds None"),
+        ([out], [lse.int()], r"lses must be .* floating point; it holds shape \(2, 5\), int32"),
+        ([torch.tensor(1.0)], [lse], "outs must be of one shape"),
+        ([out, out.to("meta")], [lse, lse], "all on one device; got .*meta"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gs.merge(outs, lses)  # type: ignore[arg-type]
+    stacked = gs.merge(torch.stack([out, out]), torch.stack([lse, lse]))  # type: ignore[arg-type]
+    assert all(torch.equal(*pair) for pair in zip(stacked, gs.merge([out, out], [lse, lse]), strict=True))
+
+
 def test_merge_gradient_with_rows_that_keep_nothing() -> None:
     outs = [torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     lses = [torch.randn(2, 5, dtype=torch.float64) for _ in range(3)]

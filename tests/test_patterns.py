@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import time
+import tracemalloc
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gossamer as gs
-from gossamer.patterns.grid import Sizes
+from gossamer.layouts import build_gather
+from gossamer.patterns.grid import Grid, Sizes
 
 SIZES = [(17, 17), (40, 40), (9, 40), (40, 9), (1, 33), (33, 1)]
 
@@ -35,6 +37,7 @@ DEFINITIONS = {
     "unbounded": (gs.SlidingWindow(None, None), lambda i, j, K: True),
     "causal sinks": (gs.SlidingWindow(4, 0, 3), lambda i, j, K: j <= i and (j >= i - 4 or j < 3)),
     "sinks": (gs.SlidingWindow(4, 1, 3), lambda i, j, K: i - 4 <= j <= i + 1 or j < 3),
+    "unbounded sinks": (gs.SlidingWindow(None, None, 3), lambda i, j, K: True),
     "local": (gs.Local(6), lambda i, j, K: i // 6 == j // 6),
     "segment": (gs.DilatedSegment(12, 3, 2), lambda i, j, K: i // 12 == j // 12 and i % 12 % 3 == j % 12 % 3 == 2),
     "longformer": (gs.Longformer(7, (0, 5)), lambda i, j, K: abs(i - j) <= 3 or i in (0, 5) or j in (0, 5)),
@@ -158,6 +161,41 @@ def test_big_bird_draws_differ_by_row_and_seed_and_cover_all_candidates():
     assert off_diagonal.max() < 73 + 5 * 7.7
 
 
+def test_big_bird_draws_what_it_always_drew():
+    """A model was trained with the blocks of its seed."""
+    drawn = {1: (5, 7, 8), 2: (7, 9, 10), 3: (6, 7, 8), 4: (1, 2, 7), 5: (2, 3, 9), 6: (1, 8, 10), 10: (5, 6, 7)}
+    dense = gs.BigBird(1).materialize(12, 12)
+    for row, blocks in drawn.items():
+        assert set(np.flatnonzero(dense[row]).tolist()) == {0, row - 1, row, row + 1, 11, *blocks}
+    # Some rows have fewer blocks than are to be drawn.
+    causal = gs.BigBird(1, 1, 0, 6, seed=2, causal=True).materialize(12, 12)
+    for row, blocks in {7: range(6), 8: range(1, 7), 9: (0, 1, 2, 3, 4, 7), 10: (0, 3, 4, 5, 7, 8)}.items():
+        assert set(np.flatnonzero(causal[row]).tolist()) == {row, *blocks}
+
+
+def test_more_random_blocks_than_there_are_take_no_longer():
+    begin = time.perf_counter()
+    assert gs.BigBird(1, random_blocks=100_000).materialize(6, 6).all()
+    assert gs.BigBird(1, random_blocks=2**31 - 1).density(1500, 1500) == 1.0
+    assert time.perf_counter() - begin < 5
+
+
+def test_equal_heads_are_counted_once():
+    """LongNet's heads are alike where they are equal modulo every dilation, in compositions too."""
+    begin = time.perf_counter()
+    many, few = (gs.LongNet((24, 48), (2, 3), heads=heads) for heads in (10**6 + 1, 6))
+    each = [few.at(0, h).density(48, 48) for h in range(6)]
+    expected = (sum(each) * (10**6 // 6) + sum(each[: 10**6 % 6 + 1])) / (10**6 + 1)
+    assert many.density(48, 48) == pytest.approx(expected, rel=1e-12)
+    batch = gs.PerBatch([gs.Causal(), gs.Local(5)])
+    for combined in (~many, many & gs.Causal(), gs.LongNet((48,), (5,), heads=10**6 + 1) | many, many & batch):
+        parts, which = combined.distinct()
+        assert which.shape == combined.lead and len(parts) <= 60
+        for b, h in ((0, 0), (combined.lead[0] - 1, 7), (0, 10**6), (combined.lead[0] - 1, 123_457)):
+            assert parts[which[b, h]] == combined.at(b, h)
+    assert time.perf_counter() - begin < 5
+
+
 def test_big_bird_needs_square():
     with pytest.raises(ValueError, match="as many queries as keys"):
         gs.BigBird().materialize(64, 128)
@@ -166,21 +204,54 @@ def test_big_bird_needs_square():
 # -- documents, lists, heads -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("shape", "reach"),
-    [((37,), (4,)), ((5, 8), ((1, 2), (3, 0))), ((3, 4, 5), (1, 2, (0, 1))), ((2, 1, 3, 4), (9, 0, 1, (2, 1)))],
-)
-def test_neighborhood(shape, reach):
-    """A box around each point, by comparing coordinates; positions outside the grid see nothing."""
-    pattern, K = gs.Neighborhood(shape, reach), int(np.prod(shape))
+def along_an_axis(p, n, before, after, border):
+    """The keys that a query at p sees on an axis of n points: NATTEN's windows keep their length at the edges."""
+    if border == "cut":
+        return range(max(p - before, 0), min(p + after, n - 1) + 1)
+    start, window = p - before, before + after + 1
+    while start < 0:
+        start += 1
+    while start + window > n:
+        start -= 1
+    return range(start, start + window)
+
+
+NEIGHBORHOODS = [
+    ((37,), (4,), "cut"),
+    ((5, 8), ((1, 2), (3, 0)), "cut"),
+    ((3, 4, 5), (1, 2, (0, 1)), "cut"),
+    ((2, 1, 3, 4), (9, 0, 1, (2, 1)), "cut"),
+    ((37,), (4,), "shift"),
+    ((9,), (4,), "shift"),  # a window as long as the axis: all see all
+    ((40,), ((5, 4),), "shift"),  # kernel_size=10 of NATTEN
+    ((5, 8), (1, 3), "shift"),
+    ((8, 5), (3, 2), "shift"),
+    ((7, 9), ((3, 2), (1, 4)), "shift"),
+    ((6, 5, 7), ((3, 0), 1, 2), "shift"),  # is_causal=(True, False, False): NATTEN cuts that axis
+    ((6, 5, 7), (2, (0, 2), (1, 0)), "shift"),
+    ((6, 5, 7), ((3, 0), 1, (0, 2)), ("shift", "cut", "shift")),
+    ((5, 1, 3, 6), (2, 0, 1, (2, 3)), "shift"),
+    ((3, 3, 3, 3), (1, 1, 1, 1), ["cut", "shift", "cut", "shift"]),
+]
+
+
+@pytest.mark.parametrize(("shape", "reach", "border"), NEIGHBORHOODS)
+def test_neighborhood(shape, reach, border):
+    """A box around each point, by listing coordinates; positions outside the grid see nothing."""
+    pattern, K = gs.Neighborhood(shape, reach, border=border), int(np.prod(shape))
     sides = [side if isinstance(side, tuple) else (side, side) for side in reach]
+    each = border
+    if border == "shift":  # an axis that reaches to one side alone is causal
+        each = ["cut" if 0 in side and side != (0, 0) else "shift" for side in sides]
+    elif border == "cut":
+        each = ["cut"] * len(shape)
     points = list(np.ndindex(*shape))
 
     def kept(i, j):
         if not 0 <= i < K:
             return False
-        return all(a - before <= b <= a + after
-                   for a, b, (before, after) in zip(points[i], points[j], sides, strict=True))  # fmt: skip
+        axes = zip(points[i], points[j], shape, sides, each, strict=True)
+        return all(b in along_an_axis(a, n, *side, how) for a, b, n, side, how in axes)
 
     for Q, q_offset in ((K, None), (7, None), (K + 9, None), (K, 5), (K, -6), (1, 3)):
         expected = matrix(Q, K, kept, q_offset)
@@ -189,6 +260,22 @@ def test_neighborhood(shape, reach):
         sizes = Sizes(Q, K, K - Q if q_offset is None else q_offset)
         rows, keys = pattern.listed_pairs(sizes, 0, Q)
         assert np.array_equal(rows * K + keys, np.flatnonzero(expected))
+        for block_q, block_kv in ((32, 32), (32, 64), (64, 32)):
+            layout = pattern.layout(Q, K, block_q=block_q, block_kv=block_kv, q_offset=q_offset)
+            assert np.array_equal(layout.expand(), expected)
+            grid = Grid(Q, K, sizes.q_offset, block_q, block_kv)
+            assert len(pattern.tile_candidates(grid, 0, grid.nq)[0]) <= pattern.tile_bound(grid)
+        for block_q in (1, 16):
+            assert np.array_equal(build_gather(pattern, Q, K, block_q=block_q, q_offset=q_offset).expand(), expected)
+
+
+def test_shifted_neighborhoods_have_as_many_neighbours_everywhere():
+    pattern = gs.Neighborhood((7, 9), (2, (3, 2)), border="shift")
+    assert (pattern.materialize(63, 63).sum(axis=1) == 5 * 6).all()
+    assert pattern == gs.Neighborhood((7, 9), (2, (3, 2)), ("shift", "shift")) != gs.Neighborhood((7, 9), (2, (3, 2)))
+    causal = gs.Neighborhood((9, 8), ((3, 0), 2), border="shift")
+    assert causal.border == ("cut", "shift")
+    assert not causal.materialize(72, 72)[:8, 8:].any()  # the first row of the grid sees no later one
 
 
 def test_a_neighborhood_of_a_long_video_is_quick():
@@ -198,6 +285,10 @@ def test_a_neighborhood_of_a_long_video_is_quick():
     stats = pattern.layout(N, N, block_q=64, block_kv=64).stats
     assert time.perf_counter() - begin < 10
     assert stats.useful_pairs == pytest.approx(pattern.density(N, N) * N**2)
+    shifted = gs.Neighborhood((32, 64, 64), ((3, 0), 6, 6), border="shift")
+    stats = shifted.layout(N, N, block_q=64, block_kv=64).stats
+    assert time.perf_counter() - begin < 20
+    assert stats.useful_pairs == pytest.approx(shifted.density(N, N) * N**2) and shifted.density(N, N) * N > 169
 
 
 def test_document():
@@ -393,6 +484,8 @@ def test_truth_value_says_what_to_use(use):
     ("make", "message"),
     [
         (lambda: gs.SlidingWindow(-1), "left"),
+        (lambda: gs.SlidingWindow(-1, 0), r"left must be an integer in \[0, \d+\] or None \(unbounded\), got -1"),
+        (lambda: gs.SlidingWindow(1, -1), r"right must be .* or None \(unbounded\), got -1"),
         (lambda: gs.SlidingWindow(2.5), "left"),
         (lambda: gs.SlidingWindow(1, True), "right"),
         (lambda: gs.SlidingWindow(1, 0, None), "sinks"),
@@ -432,11 +525,22 @@ def test_truth_value_says_what_to_use(use):
         (lambda: gs.Neighborhood((4, 4), (1, (1, 2, 3))), r"a number or \(before, after\) for each axis"),
         (lambda: gs.Neighborhood((2**16, 2**16), (1, 1)), "the number of points in shape"),
         (lambda: gs.Neighborhood((4, 4), (1, 1)).materialize(16, 17), "has 16 points, needs K=17"),
+        (lambda: gs.Neighborhood((4, 4), (1, 1), border="move"), 'border must be "cut" or "shift".* got \'move\''),
+        (lambda: gs.Neighborhood((4, 4), (1, 1), border=("cut",)), "border must be .* one of them for each axis"),
+        (lambda: gs.Neighborhood((4, 4), (1, 1), border=None), "border must be .* got None"),
+        (
+            lambda: gs.Neighborhood((9, 4), (2, 2), border="shift"),
+            "reach must be within shape .*of axis 1 it makes windows of 5, and shape has 4 points there",
+        ),
         (lambda: gs.Predicate(3), "fn"),
         (lambda: gs.Predicate(lambda i, j: i + j).materialize(3, 3), "fn of Predicate"),
         (
             lambda: gs.Predicate(lambda b, h, i, j: i >= j).materialize(3, 3),
             r"as lambda i, j: mask\(0, 0, i, j\)",
+        ),
+        (
+            lambda: gs.Predicate(lambda i, j: IDS[i] == IDS[j]).layout(40, 40, block_q=64, block_kv=64),
+            r"fn of Predicate raised IndexError: .*positions may lie outside the sequence .*np\.clip\(i, 0, len",
         ),
         (lambda: gs.PerHead([]), "patterns"),
         (lambda: gs.PerHead(gs.Causal()), "patterns"),
@@ -444,7 +548,7 @@ def test_truth_value_says_what_to_use(use):
         (lambda: gs.Causal().materialize(0, 4), "Q"),
         (lambda: gs.Causal().layout(4, 4, block_q=64, block_kv=40), "block_kv"),
         (lambda: gs.Causal().materialize(4, 4, -(2**31)), "q_offset must be an integer in"),
-        (lambda: gs.Causal().density(4, 4, 10**20), "q_offset must be an integer in"),
+        (lambda: gs.Causal().density(4, 4, 10**20), r"q_offset must be an integer in .* or None \(K - Q\), got 10"),
         (lambda: gs.CSR([0, 1], [0], 4).materialize(2, 4), "CSR has 1 rows"),
         (lambda: gs.Document([0, 1]).materialize(3, 3), "ids of Document"),
         (lambda: gs.BlockMask(np.eye(3, dtype=bool), 4).materialize(16, 12), "blocks of 4"),
@@ -453,6 +557,89 @@ def test_truth_value_says_what_to_use(use):
 def test_errors_name_the_argument(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+class Broken:
+    """An object that cannot be shown."""
+
+    def __repr__(self):
+        raise KeyError("x" * 1000)
+
+
+class Shapeless:
+    """An object that cannot be asked for a shape."""
+
+    @property
+    def shape(self):
+        raise RuntimeError
+
+
+HUGE = {
+    "digits": (10**5000, "<integer of 16610 bits>"),
+    "negative digits": (-(10**5000), "-<integer of 16610 bits>"),
+    "digits in a list": ([10**5000], "[<integer of 16610 bits>]"),
+    "text": ("x" * 10**6, "'" + "x" * 76 + "... (1000000 characters)"),
+    "bytes": (b"x" * 10**6, "b'" + "x" * 75 + "... (1000000 characters)"),
+    "list": ([1] * 10**6, ("[" + "1, " * 26)[:77] + "... (1000000 entries)"),
+    "nested": ([[1] * 10**4] * 10**4, ("[[" + "1, " * 26)[:77] + "... (10000 entries)"),
+    "dictionary": (dict.fromkeys(range(10**4)), "... (10000 entries)"),
+    "array": (np.zeros((999, 99)), "ndarray of shape (999, 99), dtype float64"),
+    "pattern": (gs.PerHead([gs.Causal()] * 1000), "... (10018 characters)"),
+    "broken": (Broken(), "<Broken instance at "),
+    "shapeless": (Shapeless(), "<Shapeless, repr failed: RuntimeError>"),
+    "broken in a list": ([Broken()], "[<Broken instance at "),
+    "short": ("causal", "'causal'"),
+    "short list": ([1] * 26, str([1] * 26)),
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_values_are_shortened_in_messages(name):
+    """At most 80 characters of one, and how much there was; nothing is formatted that is not shown."""
+    value, shown = HUGE[name]
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="sinks must be an integer") as error:
+        gs.SlidingWindow(3, 0, value)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert shown in str(error.value)
+    assert len(str(error.value)) < 180 and peak < 2**18
+
+
+@pytest.mark.parametrize("value", [10**5000, "x" * 10**4, b"x" * 10**3, [7] * 10**3, [10**5000] * 30], ids=type)
+def test_every_constructor_shortens_what_it_was_given(value):
+    for make in (gs.SlidingWindow, gs.Document, gs.PerHead, lambda x: gs.Neighborhood(x, x), lambda x: gs.Strided(1, x),
+                 lambda x: gs.Neighborhood((1,), (x,)), lambda x: gs.LongNet(x, (1,), heads=1), gs.CSR.from_scipy,
+                 lambda x: gs.Causal().layout(8, 8, block_q=x, block_kv=32), gs.BlockMask, gs.Tree, gs.Predicate,
+                 lambda x: gs.CSR(x, x, 3), lambda x: gs.BlockMask([[True]], x)):  # fmt: skip
+        try:
+            pattern = make(value)
+        except (ValueError, TypeError) as error:
+            assert len(str(error)) < 400
+        else:
+            with pytest.raises(ValueError) as refused:
+                pattern.materialize(3, 5)
+            assert len(str(refused.value)) < 400
+
+
+def test_patterns_are_shortened_in_messages():
+    many = gs.PerHead([gs.Causal()] * 1000)
+    grid = gs.Neighborhood((1,) * 1000, (0,) * 1000)
+    for refused in (lambda: many.check(8, 8, H=2), lambda: many & gs.PerHead([gs.Dense()] * 3), lambda: bool(many),
+                    lambda: gs.PerHead([many] * 1000), lambda: grid.check(2, 2), lambda: gs.PerBatch([gs.Causal(), 3]),
+                    lambda: gs.Neighborhood((2**31 - 1,) * 1000, (0,) * 1000)):  # fmt: skip
+        with pytest.raises(ValueError) as error:
+            refused()
+        assert len(str(error.value)) < 400
+
+
+def test_what_a_function_raised_is_shortened():
+    def fails(i, j):
+        raise KeyError("x" * 10_000)
+
+    with pytest.raises(ValueError, match="fn of Predicate raised KeyError: 'x") as error:
+        gs.Predicate(fails).materialize(3, 3)
+    assert len(str(error.value)) < 400
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import gossamer
 from gossamer import patterns
 from gossamer.cli.errors import Refused
+from gossamer.patterns.neighborhood import BORDERS
 
 if TYPE_CHECKING:
     from gossamer import Pattern
@@ -77,6 +78,8 @@ class _Reader:
         match node:
             case ast.Constant(value=bool() | int() | float() | None as literal):
                 return literal
+            case ast.Constant(value=str() as word) if word in BORDERS:  # no other argument is a word
+                return word
             case ast.List(elts=items):
                 return [self.value(item, depth + 1) for item in items]
             case ast.Tuple(elts=items):

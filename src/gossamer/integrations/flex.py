@@ -17,6 +17,8 @@ from gossamer.layouts import BlockLayout, TileList, Walk
 from gossamer.layouts.build import build, unique_tiles
 from gossamer.patterns import Pattern
 from gossamer.patterns.grid import WORD
+from gossamer.patterns.validate import integer, show
+from gossamer.torch.validate import describe
 
 # Pairs of partial tiles on which a mask function is evaluated at once.
 PAIRS_AT_ONCE = 2**24
@@ -39,8 +41,12 @@ def from_flex(mask: BlockMask, *, B: int = 1, H: int = 1) -> BlockLayout:
         H: query heads, likewise.
 
     Raises:
-        ValueError: the mask is sliced, its blocks or lists cannot be a layout, or B and H do not fit its lists.
+        ValueError: it is no block mask or is sliced, its blocks or lists cannot be a layout, or B and H do not fit its
+            lists.
     """
+    if not isinstance(mask, BlockMask):
+        raise ValueError(f"mask must be a torch BlockMask; got {describe(mask)}")
+    B, H = integer("B", B, minimum=1), integer("H", H, minimum=1)
     block_q, block_kv = mask.BLOCK_SIZE
     Q, K = (int(n) for n in mask.seq_lengths)
     tiles, columns = -(-Q // block_q), -(-K // block_kv)
@@ -211,21 +217,31 @@ def to_flex(
         device: where the block mask's tensors are.
 
     Raises:
-        ValueError: sizes are missing, or given for a BlockLayout, which has them.
+        ValueError: `pattern` is neither, or another argument is wrong: sizes are missing, or given for a BlockLayout,
+            which has them.
     """
-    device = torch.device(device)
+    if not isinstance(pattern, (Pattern, BlockLayout)):
+        raise ValueError(f"pattern must be a Pattern or a BlockLayout; got {describe(pattern)}")
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device must be one of torch's; got {describe(device)}") from None
+    edges = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
+    if len(edges) != 2 or not all(isinstance(edge, int) and edge > 0 and edge % WORD == 0 for edge in edges):
+        raise ValueError(
+            f"block_size must be a positive multiple of {WORD}, or (query, key) edges that are; "
+            f"got {describe(block_size)}"
+        )
     if isinstance(pattern, BlockLayout):
         if (Q, K, q_offset) != (None, None, None):
             raise ValueError("Q, K and q_offset must be left out for a BlockLayout, which has its own")
         layout, mask_mod = pattern, None
     else:
         if Q is None:
-            raise ValueError(f"Q must be the number of query rows of {pattern!r}")
-        K = Q if K is None else K
-        q_offset = K - Q if q_offset is None else q_offset
-        edges = (block_size, block_size) if isinstance(block_size, int) else block_size
-        layout = build(pattern, Q, K, block_q=edges[0], block_kv=edges[1], q_offset=q_offset)
-        mask_mod = by_formula(pattern, Q, K, q_offset, device)
+            raise ValueError(f"Q must be the number of query rows of {show(pattern)}")
+        sizes = pattern._sizes(Q, Q if K is None else K, q_offset)
+        layout = build(pattern, *sizes[:2], block_q=edges[0], block_kv=edges[1], q_offset=sizes.q_offset)
+        mask_mod = by_formula(pattern, *sizes, device)
     return block_mask(layout, by_lookup(layout, device) if mask_mod is None else mask_mod, device)
 
 

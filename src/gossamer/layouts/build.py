@@ -11,6 +11,7 @@ from gossamer.layouts.block import BlockLayout, TileList, Walk
 from gossamer.patterns.base import Intervals, Pattern
 from gossamer.patterns.compose import And, Or
 from gossamer.patterns.grid import ELEMENTS_AT_ONCE, EMPTY, FULL, WORD, Grid, Sizes, combine_ids, ranges
+from gossamer.patterns.validate import show
 
 # Tile pairs looked at together: bounds the scratch memory, with ELEMENTS_AT_ONCE for what is in the tiles.
 TILES_AT_ONCE = 2**21
@@ -37,30 +38,21 @@ def build(pattern: Pattern, Q: int, K: int, *, block_q: int, block_kv: int, q_of
     sizes = pattern._sizes(Q, K, q_offset)
     for name, block in (("block_q", block_q), ("block_kv", block_kv)):
         if isinstance(block, bool) or not isinstance(block, (int, np.integer)) or block < WORD or block % WORD:
-            raise ValueError(f"{name} must be a positive multiple of {WORD}, got {block!r}")
+            raise ValueError(f"{name} must be a positive multiple of {WORD}, got {show(block)}")
     pattern.check(sizes.Q, sizes.K)
     grid = Grid(*sizes, int(block_q), int(block_kv))
-    built: dict[Pattern, tuple[Tiles, Intervals | None]] = {}
-    order: list[Pattern] = []
-    for b, h in np.ndindex(*pattern.lead):
-        part = pattern.at(b, h)
-        if part not in built:
-            built[part] = _one(part, grid)
-        order.append(part)
-    return BlockLayout(_assemble(grid, pattern.lead, order, built))
+    parts, slot = pattern.distinct()
+    return BlockLayout(_assemble(grid, slot, [_one(part, grid) for part in parts]))
 
 
 def count_pairs(pattern: Pattern, sizes: Sizes) -> int:
     """How many pairs are kept, summed over the pattern's batch elements and heads."""
     grid = Grid(*sizes, 128, 128)
-    counted: dict[Pattern, int] = {}
+    parts, which = pattern.distinct()
     total = 0
-    for b, h in np.ndindex(*pattern.lead):
-        part = pattern.at(b, h)
-        if part not in counted:
-            exact = part.lower(sizes).pairs_kept(sizes)
-            counted[part] = _count(part.lower(sizes), grid) if exact is None else exact
-        total += counted[part]
+    for part, times in zip(parts, np.bincount(which.reshape(-1)).tolist(), strict=True):
+        exact = part.lower(sizes).pairs_kept(sizes)
+        total += times * (_count(part.lower(sizes), grid) if exact is None else exact)
     return total
 
 
@@ -260,25 +252,21 @@ def unique_tiles(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # -- assembly -------------------------------------------------------------------------------------------------------
 
 
-def _assemble(
-    grid: Grid, lead: tuple[int, int], order: list[Pattern], built: dict[Pattern, tuple[Tiles, Intervals | None]]
-) -> Walk:
-    """Stack the tiles of each batch element and head; equal patterns share their lists."""
-    parts = list(built)
-    lists = [_stack([built[p][0] for p in parts], kind, grid.nq) for kind in (KIND_FULL, KIND_INTERVAL, KIND_BITS)]
-    slot = np.array([parts.index(p) for p in order]).reshape(lead)
+def _assemble(grid: Grid, slot: np.ndarray, built: list[tuple[Tiles, Intervals | None]]) -> Walk:
+    """Stack the tiles of each distinct pattern, of which batch elements and heads have those that `slot` says."""
+    lists = [_stack([tiles for tiles, _ in built], kind, grid.nq) for kind in (KIND_FULL, KIND_INTERVAL, KIND_BITS)]
     full, interval, bits = (TileList(t.starts[slot], t.counts[slot], t.indices) for t in lists)
-    words = np.concatenate([built[p][0].words for p in parts])
-    base = np.cumsum([0, *(len(built[p][0].words) for p in parts)])
-    entries = [t.entry[t.kind == KIND_BITS] + at for (t, _), at in zip((built[p] for p in parts), base, strict=False)]
+    words = np.concatenate([tiles.words for tiles, _ in built])
+    base = np.cumsum([0, *(len(tiles.words) for tiles, _ in built)])
+    entries = [t.entry[t.kind == KIND_BITS] + at for (t, _), at in zip(built, base, strict=False)]
     entry = np.concatenate(entries)
-    if len(parts) > 1:
+    if len(built) > 1:
         words, same = unique_tiles(words)
         entry = same[entry] if len(same) else entry
     lo = hi = np.zeros((1, 1, 0), dtype=np.int32)
     if len(interval.indices):
         nothing = (np.zeros(grid.Q, dtype=np.int64), np.zeros(grid.Q, dtype=np.int64))
-        rows = [built[p][1] or nothing for p in parts]
+        rows = [intervals or nothing for _, intervals in built]
         lo, hi = (np.stack([r[side] for r in rows]).astype(np.int32)[slot] for side in (0, 1))
         hi = np.maximum(lo, hi)
     return Walk(

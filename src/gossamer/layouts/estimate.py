@@ -51,9 +51,10 @@ class Sample:
         self.windows = [(int(w) * ROWS, min((int(w) + 1) * ROWS, sizes.Q)) for w in chosen]
         self.scale = sizes.Q / sum(stop - start for start, stop in self.windows)
         self.parts: dict[Pattern, int] = {}  # how many heads and batch elements have this pattern
-        for b, h in np.ndindex(*pattern.lead):
-            part = pattern.at(b, h).lower(sizes)
-            self.parts[part] = self.parts.get(part, 0) + 1
+        distinct, which = pattern.distinct()
+        for part, times in zip(distinct, np.bincount(which.reshape(-1)).tolist(), strict=True):
+            lower = part.lower(sizes)
+            self.parts[lower] = self.parts.get(lower, 0) + times
         self._pairs: dict[Pattern, list[tuple[np.ndarray, np.ndarray]]] = {}
 
     @property

@@ -18,6 +18,7 @@ from gossamer.layouts.base import Array, Layout, WalkArrays
 from gossamer.layouts.schedule import FEWEST_TILES, PARTS_PER_PROCESSOR
 from gossamer.patterns.base import Pattern
 from gossamer.patterns.grid import EMPTY, FULL, WORD, Grid, Sizes, ranges, unpack_bits
+from gossamer.patterns.validate import show
 
 # Rows that are gathered for together, and how many columns are gathered at a time for each.
 WIDTHS = {1: 1, 16: 32, 32: 32, 64: 64}
@@ -161,18 +162,16 @@ def build_gather(pattern: Pattern, Q: int, K: int, *, block_q: int, q_offset: in
     """
     sizes = pattern._sizes(Q, K, q_offset)
     if block_q not in WIDTHS:
-        raise ValueError(f"block_q of a gather layout must be one of {', '.join(map(str, WIDTHS))}, got {block_q!r}")
+        sizes_of_groups = ", ".join(map(str, WIDTHS))
+        raise ValueError(f"block_q of a gather layout must be one of {sizes_of_groups}, got {show(block_q)}")
     pattern.check(sizes.Q, sizes.K)
-    built: dict[Pattern, _Lists] = {}
-    order = []
-    for b, h in np.ndindex(*pattern.lead):
-        part = pattern.at(b, h)
-        if part not in built:
-            chunks = list(pair_chunks(part, sizes))
-            lists = [_lists(rows - start, keys, stop - start, sizes.K, block_q) for start, stop, rows, keys in chunks]
-            built[part] = _join(lists)
-        order.append(list(built).index(part))
-    return GatherLayout(_assemble(sizes.Q, sizes.K, block_q, pattern.lead, order, list(built.values())))
+    parts, slot = pattern.distinct()
+    built = []
+    for part in parts:
+        chunks = list(pair_chunks(part, sizes))
+        lists = [_lists(rows - start, keys, stop - start, sizes.K, block_q) for start, stop, rows, keys in chunks]
+        built.append(_join(lists))
+    return GatherLayout(_assemble(sizes.Q, sizes.K, block_q, slot, built))
 
 
 def pair_chunks(pattern: Pattern, sizes: Sizes) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
@@ -236,15 +235,13 @@ def _join(parts: list[_Lists]) -> _Lists:
     return _Lists(*(np.concatenate([p[at] for p in parts]) for at in range(4)))
 
 
-def _assemble(
-    rows: int, columns: int, block_rows: int, lead: tuple[int, int], order: list[int], lists: list[_Lists]
-) -> GatherWalk:
-    """The lists of each batch element and head; equal patterns share theirs."""
+def _assemble(rows: int, columns: int, block_rows: int, slot: np.ndarray, lists: list[_Lists]) -> GatherWalk:
+    """The lists of each batch element and head, which of them `slot` says; equal patterns share theirs."""
     counts, padded = (np.stack([p[at] for p in lists]) for at in (0, 1))
     ends = np.cumsum(padded.reshape(-1), dtype=np.int64).reshape(padded.shape)
     if int(ends[-1, -1]) >= 2**31:
         raise ValueError(f"the layout would list {int(ends[-1, -1])} columns; at most {2**31 - 1} can be addressed")
-    slot, whole = np.array(order).reshape(lead), _join(lists)
+    whole = _join(lists)
     return GatherWalk(
         rows, columns, block_rows, (ends - padded).astype(np.int32)[slot], counts.astype(np.int32)[slot],
         whole.indices, whole.bits,
@@ -281,7 +278,7 @@ def transpose(walk: GatherWalk) -> GatherWalk:
             columns, rows = np.divmod(np.sort(columns * walk.rows + rows), walk.rows)
             lists.append(_lists(columns, rows, walk.columns, walk.rows, walk.block_rows))
         order.append(seen[key])
-    return _assemble(walk.columns, walk.rows, walk.block_rows, walk.lead, order, lists)
+    return _assemble(walk.columns, walk.rows, walk.block_rows, np.array(order).reshape(walk.lead), lists)
 
 
 def expand_gather(walk: GatherWalk) -> np.ndarray:

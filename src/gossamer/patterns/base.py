@@ -118,6 +118,20 @@ class Pattern(metaclass=_PatternMeta):
         """Whether `q_offset` has a meaning: not where rows are counted from 0 whatever it is."""
         return True
 
+    @property
+    def _period(self) -> tuple[int, int]:
+        """Batch elements, and heads, that are equal modulo these have equal patterns: `lead` where none is shorter."""
+        return self.lead
+
+    def distinct(self) -> tuple[list[Pattern], np.ndarray]:
+        """The patterns that any batch element or head has, each once, and which of them each one has (Bp, Hp)."""
+        found: dict[Pattern, int] = {}
+        (B, H), (every_b, every_h) = self.lead, self._period
+        which = np.empty((every_b, every_h), dtype=np.int64)
+        for b, h in np.ndindex(every_b, every_h):
+            which[b, h] = found.setdefault(self.at(b, h), len(found))
+        return list(found), which[np.arange(B) % every_b][:, np.arange(H) % every_h]
+
     def lower(self, sizes: Sizes) -> Pattern:
         """The same pattern in terms of simpler ones; itself when it is simple."""
         return self
@@ -171,15 +185,15 @@ class Pattern(metaclass=_PatternMeta):
         """Raise ValueError unless the pattern fits Q rows, K keys, H query heads and B batch elements."""
         Bp, Hp = self.lead
         if B is not None and Bp not in (1, B):
-            raise ValueError(f"pattern {self!r} describes {Bp} batch elements, the inputs have {B}")
+            raise ValueError(f"pattern {show(self)} describes {Bp} batch elements, the inputs have {B}")
         if H is not None and Hp not in (1, H):
-            raise ValueError(f"pattern {self!r} describes {Hp} query heads, the inputs have {H}")
+            raise ValueError(f"pattern {show(self)} describes {Hp} query heads, the inputs have {H}")
         self._check(Q, K)
 
     @staticmethod
     def _sizes(Q: Any, K: Any, q_offset: Any = None) -> Sizes:
         Q, K = integer("Q", Q, minimum=1), integer("K", K, minimum=1)
-        q_offset = optional_integer("q_offset", q_offset, minimum=1 - 2**31)
+        q_offset = optional_integer("q_offset", q_offset, minimum=1 - 2**31, none="K - Q")
         return Sizes(Q, K, K - Q if q_offset is None else q_offset)
 
     # -- composition --------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 
 from gossamer.patterns.base import Pattern, Tiles
 from gossamer.patterns.dense import Causal
-from gossamer.patterns.grid import EMPTY, FULL, MIXED, Grid, Sizes, combine_ids, ranges
+from gossamer.patterns.grid import EMPTY, FULL, MIXED, Grid, Sizes, combine_ids, distinct, ranges
 from gossamer.patterns.validate import array, boolean, digest, integer
 
 
@@ -242,7 +242,7 @@ def _big_bird_blocks(p: BigBird, n: int) -> np.ndarray:
         (ends[:, None] * n + rows).reshape(-1),
         (rows[:, None] * n + ends).reshape(-1),
     ]
-    return np.unique(np.concatenate(kept))
+    return distinct(np.concatenate(kept))
 
 
 def _draw(p: BigBird, n: int, half: int) -> tuple[np.ndarray, np.ndarray]:
@@ -255,14 +255,20 @@ def _draw(p: BigBird, n: int, half: int) -> tuple[np.ndarray, np.ndarray]:
     behind = np.zeros_like(before) if p.causal else np.maximum(n - g - second, 0)
     free = before + behind
     rng = np.random.default_rng(p.seed)
-    drawn = np.full((len(rows), p.random_blocks), -1)
-    for m in range(p.random_blocks):
+    count = min(p.random_blocks, int(free.max(initial=0)))
+    drawn = np.full((len(rows), count), -1)
+    every = np.arange(len(rows))
+    # Few are compared with one another; of many it is noted which are taken, in no more memory than `drawn` has.
+    taken = np.zeros((len(rows), int(free.max(initial=0))), dtype=bool) if 8 * count > free.max(initial=0) else None
+    for m in range(count):
         # Floyd's sampling without replacement, all rows at once: the m-th number is drawn from [0, top].
         top = free - np.minimum(p.random_blocks, free) + m
         valid = m < free
         number = rng.integers(0, np.where(valid, top, 0) + 1)
-        taken = (drawn[:, :m] == number[:, None]).any(axis=1)
-        drawn[:, m] = np.where(valid, np.where(taken, top, number), -1)
+        again = (drawn[:, :m] == number[:, None]).any(axis=1) if taken is None else taken[every, number]
+        drawn[:, m] = np.where(valid, np.where(again, top, number), -1)
+        if taken is not None:
+            taken[every[valid], drawn[valid, m]] = True
     columns = np.where(drawn < before[:, None], g + drawn, second[:, None] + drawn - before[:, None])
     listed = drawn >= 0
     return np.broadcast_to(rows[:, None], drawn.shape)[listed], columns[listed]

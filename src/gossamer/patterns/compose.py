@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -35,6 +36,12 @@ class _Binary(Pattern):
     def lead(self) -> tuple[int, int]:
         (b0, h0), (b1, h1) = self.left.lead, self.right.lead
         return max(b0, b1), max(h0, h1)
+
+    @property
+    def _period(self) -> tuple[int, int]:
+        periods = zip(self.lead, self.left._period, self.right._period, strict=True)
+        every_b, every_h = (min(lead, math.lcm(one, other)) for lead, one, other in periods)
+        return every_b, every_h
 
     def at(self, b: int, h: int) -> Pattern:
         left, right = (p.at(min(b, p.lead[0] - 1), min(h, p.lead[1] - 1)) for p in (self.left, self.right))
@@ -141,6 +148,10 @@ class Not(Pattern):
     def lead(self) -> tuple[int, int]:
         return self.pattern.lead
 
+    @property
+    def _period(self) -> tuple[int, int]:
+        return self.pattern._period
+
     def at(self, b: int, h: int) -> Pattern:
         inner = self.pattern.at(b, h)
         return self if inner is self.pattern else Not(inner)
@@ -189,13 +200,19 @@ class _Each(Pattern):
         if any(p.lead[own] != 1 for p in given) or len({p.lead[other] for p in given} - {1}) > 1:
             raise ValueError(
                 f"{wanted}; none may differ by {self._one} itself, and all are for the same {self._shared}; "
-                f"got (B, H) = {', '.join(str(p.lead) for p in given)}"
+                f"got (B, H) = {', '.join(str(p.lead) for p in given[:8])}{', ...' * (len(given) > 8)}"
             )
         object.__setattr__(self, "patterns", given)
 
     @property
     def lead(self) -> tuple[int, int]:
         many, shared = len(self.patterns), max(p.lead[1 - self._axis] for p in self.patterns)
+        return (shared, many) if self._axis else (many, shared)
+
+    @property
+    def _period(self) -> tuple[int, int]:
+        shared = math.lcm(*(p._period[1 - self._axis] for p in self.patterns))
+        many, shared = len(self.patterns), min(self.lead[1 - self._axis], shared)
         return (shared, many) if self._axis else (many, shared)
 
     def at(self, b: int, h: int) -> Pattern:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -93,6 +94,10 @@ class LongNet(Pattern):
     @property
     def lead(self) -> tuple[int, int]:
         return 1, self.heads
+
+    @property
+    def _period(self) -> tuple[int, int]:
+        return 1, min(self.heads, math.lcm(*self.dilations))
 
     def branch(self, which: int, head: int) -> Pattern:
         """What one head keeps of one branch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,25 +14,31 @@ from gossamer.patterns.base import OFFSETS_LISTED, Pairs, Pattern, Tiles
 from gossamer.patterns.grid import Grid, Sizes, combine_ids, distinct, ranges
 from gossamer.patterns.validate import integer, show
 
+BORDERS = ("cut", "shift")
+
 
 @dataclass(frozen=True, eq=False, init=False)
 class Neighborhood(Pattern):
     """Positions are the points of a grid, the last axis running fastest; a query sees the keys near it on every axis.
 
-    At point p it sees the points p' with p[a] - before[a] <= p'[a] <= p[a] + after[a] on each axis a: a box around it,
-    cut at the edges of the grid (NATTEN, arXiv:2204.07143, moves it inside there). Positions outside the grid see
+    At point p it sees the points p' with c[a] - before[a] <= p'[a] <= c[a] + after[a] on each axis a: a box around c,
+    which is p itself, or the nearest point whose box lies inside the grid, by `border`. Positions outside the grid see
     nothing.
 
     Args:
         shape: points on each axis, such as (frames, rows, columns).
         reach: for each axis how far a query sees: a number for both sides, or (before, after). ((3, 0), 6, 6) is
             causal in time.
+        border: "cut": boxes are cut at the edges of the grid. "shift": they are moved inside, so that every query has
+            as many neighbours, as neighbourhood attention defines it (NATTEN, arXiv:2204.07143); but an axis that
+            reaches to one side alone is causal there and cut. Or one of both for each axis, taken as it is.
     """
 
     shape: tuple[int, ...]
     reach: tuple[tuple[int, int], ...]
+    border: tuple[str, ...]  # of each axis
 
-    def __init__(self, shape: Iterable[int], reach: Iterable[Any]) -> None:
+    def __init__(self, shape: Iterable[int], reach: Iterable[Any], border: str | Iterable[str] = "cut") -> None:
         try:
             sizes, sides = tuple(shape), tuple(reach)
         except TypeError:
@@ -50,6 +57,23 @@ class Neighborhood(Pattern):
             self, "reach", tuple((integer("reach", b, minimum=0), integer("reach", a, minimum=0)) for b, a in both)
         )
         integer("the number of points in shape", self.points, minimum=1)
+        object.__setattr__(self, "border", self._borders(border))
+
+    def _borders(self, border: Any) -> tuple[str, ...]:
+        """The border of each axis."""
+        one = isinstance(border, str)
+        each = [border] * len(self.shape) if one else list(border) if isinstance(border, (tuple, list)) else []
+        if len(each) != len(self.shape) or not all(isinstance(x, str) and x in BORDERS for x in each):
+            raise ValueError(f'border must be "cut" or "shift", or one of them for each axis; got {show(border)}')
+        for axis, (n, (before, after)) in enumerate(zip(self.shape, self.reach, strict=True)):
+            if one and 0 in (before, after) and before != after:
+                each[axis] = "cut"
+            if each[axis] == "shift" and before + after >= n:
+                raise ValueError(
+                    f'reach must be within shape where border is "shift": of axis {axis} it makes windows of '
+                    f"{before + after + 1}, and shape has {n} points there"
+                )
+        return tuple(each)
 
     @property
     def points(self) -> int:
@@ -58,21 +82,29 @@ class Neighborhood(Pattern):
 
     def _check(self, Q: int, K: int) -> None:
         if self.points != K:
-            raise ValueError(f"shape of Neighborhood, {self.shape}, has {self.points} points, needs K={K} of them")
+            raise ValueError(f"shape of Neighborhood, {show(self.shape)}, has {self.points} points, needs K={K}")
 
     def _inside(self, position: np.ndarray) -> np.ndarray:
         return (position >= 0) & (position < self.points)
 
+    def _centre(self, axis: int, at: np.ndarray) -> np.ndarray:
+        """Around which coordinate of an axis a query at coordinate `at` sees its keys."""
+        if self.border[axis] == "cut":
+            return at
+        before, after = self.reach[axis]
+        return np.clip(at, before, self.shape[axis] - 1 - after)
+
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         kept = self._inside(i) & self._inside(j)
-        for n, (before, after) in zip(reversed(self.shape), reversed(self.reach), strict=True):
-            distance = i % n - j % n
+        for axis in reversed(range(len(self.shape))):
+            n, (before, after) = self.shape[axis], self.reach[axis]
+            distance = self._centre(axis, i % n) - j % n
             kept &= (distance <= before) & (distance >= -after)
             i, j = i // n, j // n
         return kept
 
     def _shifts(self, axes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Every step to a neighbour along the first axes: as (n, axes), ascending, and as distances of positions."""
+        """Every step from a centre along the first axes: as (n, axes), ascending, and as distances of positions."""
         sides = zip(self.shape[:axes], self.reach[:axes], strict=True)
         along = [np.arange(-min(before, n - 1), min(after, n - 1) + 1) for n, (before, after) in sides]
         steps = np.stack(np.meshgrid(*along, indexing="ij"), axis=-1).reshape(-1, axes)
@@ -81,26 +113,28 @@ class Neighborhood(Pattern):
 
     def tile_bound(self, grid: Grid) -> int:
         bands = len(self._shifts(len(self.shape) - 1)[1]) if len(self.shape) > 1 else 1
-        width = (grid.block_q + sum(self.reach[-1])) // grid.block_kv + 2
-        return grid.nq * min(grid.nk, bands * width)
+        lowest, highest = _remembered_centres(self, grid)
+        width = (highest - lowest + 1 + sum(self.reach[-1])) // grid.block_kv + 2
+        return int(np.minimum(grid.nk, bands * width).sum())
 
     def tile_candidates(self, grid: Grid, start: int, stop: int) -> Tiles:
         # Of each step along the other axes: the run of keys that the last axis may reach.
-        (before, after), rows = self.reach[-1], grid.row_bounds(np.arange(start, stop))
+        before, after = self.reach[-1]
         bands = self._shifts(len(self.shape) - 1)[1] if len(self.shape) > 1 else np.zeros(1, dtype=np.int64)
-        first = rows[0][:, None] + grid.q_offset + bands - before
-        last = rows[1][:, None] + grid.q_offset + bands + after
-        first = np.clip(first, 0, grid.K) // grid.block_kv
-        last = -(-np.clip(last, 0, grid.K) // grid.block_kv)
+        lowest, highest = (x[start:stop, None] for x in _remembered_centres(self, grid))
+        first = np.clip(lowest + bands - before, 0, grid.K) // grid.block_kv
+        last = -(-np.clip(highest + 1 + bands + after, 0, grid.K) // grid.block_kv)
         which, tj = ranges(first.ravel(), np.maximum(first, last).ravel())
         ti, tj = np.divmod(distinct(which // len(bands) * grid.nk + tj), grid.nk)
         return ti + start, tj
 
     def tile_ids(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
-        # A step along the first axis changes nothing inside the grid.
+        # A step along the first axis changes nothing inside the grid, nor where boxes are moved on that axis.
         plane = math.prod(self.shape[1:])
         i0, j0 = grid.q_offset + ti * grid.block_q, tj * grid.block_kv
-        whole = self._inside(i0) & self._inside(i0 + grid.block_q - 1)
+        first, last = i0 // plane, (i0 + grid.block_q - 1) // plane
+        whole = (first == self._centre(0, first)) & (last == self._centre(0, last))
+        whole &= (first >= 0) & (last < self.shape[0])
         return combine_ids(i0 // plane - j0 // plane, i0 % plane, j0 % plane, np.where(whole, 0, 1 + ti))
 
     def listed_pairs(self, sizes: Sizes, start: int, stop: int) -> Pairs | None:
@@ -111,16 +145,35 @@ class Neighborhood(Pattern):
         exists = self._inside(i)
         kept = np.repeat(exists[:, None], len(steps), axis=1)
         for axis, at in enumerate(np.unravel_index(np.where(exists, i, 0), self.shape)):
-            there = at[:, None] + steps[:, axis]
+            there = self._centre(axis, at)[:, None] + steps[:, axis]
             kept &= (there >= 0) & (there < self.shape[axis])
         row, step = np.nonzero(kept)
-        return row + start, i[row] + distances[step]
+        return row + start, _centres(self, i)[row] + distances[step]
 
     def pairs_kept(self, sizes: Sizes) -> int | None:
         if sizes.q_offset or self.points != sizes.Q:
             return None
         total = 1
-        for n, (before, after) in zip(self.shape, self.reach, strict=True):
-            at = np.arange(n)
+        for axis, (n, (before, after)) in enumerate(zip(self.shape, self.reach, strict=True)):
+            at = self._centre(axis, np.arange(n))
             total *= int((np.minimum(at + after, n - 1) - np.maximum(at - before, 0) + 1).sum())
         return total
+
+
+def _centres(pattern: Neighborhood, i: np.ndarray) -> np.ndarray:
+    """The position around which a query at position i sees its keys; a query outside the grid sees none."""
+    if "shift" not in pattern.border:
+        return i
+    inside = np.clip(i, 0, pattern.points - 1)
+    along = [pattern._centre(axis, at) for axis, at in enumerate(np.unravel_index(inside, pattern.shape))]
+    return np.ravel_multi_index(along, pattern.shape)
+
+
+@lru_cache(maxsize=8)
+def _remembered_centres(pattern: Neighborhood, grid: Grid) -> tuple[np.ndarray, np.ndarray]:
+    """The lowest and the highest centre of the rows of each tile row."""
+    if "shift" not in pattern.border:
+        first, last = grid.row_bounds(np.arange(grid.nq))
+        return first + grid.q_offset, last - 1 + grid.q_offset
+    centres, edges = _centres(pattern, np.arange(grid.Q) + grid.q_offset), np.arange(grid.nq) * grid.block_q
+    return np.minimum.reduceat(centres, edges), np.maximum.reduceat(centres, edges)

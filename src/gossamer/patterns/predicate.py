@@ -10,7 +10,7 @@ import numpy as np
 
 from gossamer.patterns.base import Pattern
 from gossamer.patterns.grid import Sizes
-from gossamer.patterns.validate import show
+from gossamer.patterns.validate import raised, show
 
 _PROCESS = object()  # an address means nothing to another process, nor after its function is gone
 
@@ -41,9 +41,7 @@ class Predicate(Pattern):
         try:
             kept = np.asarray(self.fn(i, j))
         except Exception as error:
-            four = "; a mask function of FlexAttention is given as lambda i, j: mask(0, 0, i, j)"
-            hint = four if isinstance(error, TypeError) and "positional argument" in str(error) else ""
-            raise ValueError(f"fn of Predicate raised {type(error).__name__}: {error}{hint}") from error
+            raise ValueError(f"fn of Predicate raised {raised(error)}{_hint(error)}") from error
         shape = np.broadcast_shapes(i.shape, j.shape)
         try:
             if kept.dtype != np.bool_:
@@ -54,3 +52,15 @@ class Predicate(Pattern):
                 f"fn of Predicate must return booleans that broadcast to {shape} for positions of shapes {i.shape} "
                 f"and {j.shape}; got shape {kept.shape}, dtype {kept.dtype}"
             ) from None
+
+
+def _hint(error: Exception) -> str:
+    """What may be wrong, for the end of a message."""
+    if isinstance(error, IndexError):
+        return (
+            "; positions may lie outside the sequence (with q_offset, and in tiles that reach past its end): clip "
+            "those that index an array, np.clip(i, 0, len(array) - 1)"
+        )
+    if isinstance(error, TypeError) and "positional argument" in str(error):
+        return "; a mask function of FlexAttention is given as lambda i, j: mask(0, 0, i, j)"
+    return ""

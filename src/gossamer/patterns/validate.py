@@ -4,41 +4,94 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import reprlib
 from typing import Any
 
 import numpy as np
 
+SHOWN = 80  # characters of a value in a message
+SAID = 300  # characters of an error that a user's function raised
+BITS_SHOWN = 256  # of an integer; str() refuses those of thousands of digits
+
+
+class _Short(reprlib.Repr):
+    """Looks at no more entries and characters of a value than are shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+        # Entries of three characters, "1, ", fill what is shown.
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = self.maxdeque = SHOWN // 3 + 1
+        self.maxother = 2**31  # cut below, with its length
+
+    def repr_int(self, x: int, level: int) -> str:
+        bits = x.bit_length()
+        return repr(x) if bits <= BITS_SHOWN else f"{'-' * (x < 0)}<integer of {bits} bits>"
+
+    def repr_str(self, x: str | bytes, level: int) -> str:
+        return repr(x[: SHOWN + 1])
+
+    repr_bytes = repr_str
+
+
+_short = _Short()
+
 
 def show(value: Any) -> str:
-    """A short repr on one line, for error messages; of an array that has none, its type, shape and dtype."""
+    """A short repr on one line, for error messages, with the length of what is cut.
+
+    Of an array that has no short one: its type, shape and dtype.
+    """
     try:
-        text = repr(value)
+        return _shown(value)
     except Exception as error:  # a user's object may have a broken repr; the message must still come out
-        text = f"<{type(value).__name__}, repr failed: {error!r}>"
+        return f"<{type(value).__name__}, repr failed: {type(error).__name__}>"
+
+
+def raised(error: Exception) -> str:
+    """What a user's function raised, on one line and cut, for the message of another error."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        return type(error).__name__
+    return f"{type(error).__name__}: {text if len(text) <= SAID else text[: SAID - 3] + '...'}"
+
+
+def _shown(value: Any) -> str:
+    text = _short.repr(value)
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    if isinstance(shape, tuple) and dtype is not None and (len(text) > 80 or "\n" in text):
+    if isinstance(shape, tuple) and dtype is not None and (len(text) > SHOWN or "\n" in text):
         return f"{type(value).__name__} of shape {tuple(shape)}, dtype {dtype}"
     text = " ".join(text.split())
-    return text if len(text) <= 80 else text[:77] + "..."
+    size = f"{len(text)} characters"
+    if isinstance(value, (str, bytes)):
+        size = f"{len(value)} characters"
+    elif isinstance(value, (list, tuple, set, frozenset, dict)):
+        size = f"{len(value)} entries"
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}... ({size})"
 
 
-def integer(name: str, value: Any, *, minimum: int | None = None, maximum: int = 2**31 - 1) -> int:
-    """`value` as an int within [minimum, maximum]; booleans and fractions are refused."""
+def integer(name: str, value: Any, *, minimum: int | None = None, maximum: int = 2**31 - 1, otherwise: str = "") -> int:
+    """`value` as an int within [minimum, maximum]; booleans and fractions are refused.
+
+    Args:
+        otherwise: what else is accepted, for the message.
+    """
     bounds = f"an integer of at most {maximum}" if minimum is None else f"an integer in [{minimum}, {maximum}]"
     try:
         if isinstance(value, (bool, np.bool_)):
             raise TypeError
         number = operator.index(value)
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{name} must be {bounds}, got {show(value)}") from None
+        raise ValueError(f"{name} must be {bounds}{otherwise}, got {show(value)}") from None
     if (minimum is not None and number < minimum) or number > maximum:
-        raise ValueError(f"{name} must be {bounds}, got {number}")
+        raise ValueError(f"{name} must be {bounds}{otherwise}, got {show(number)}")
     return number
 
 
-def optional_integer(name: str, value: Any, *, minimum: int | None = None) -> int | None:
-    """Like `integer`, but None passes and means unbounded."""
-    return None if value is None else integer(name, value, minimum=minimum)
+def optional_integer(name: str, value: Any, *, minimum: int | None = None, none: str = "unbounded") -> int | None:
+    """Like `integer`, but None passes, which means what `none` says."""
+    return None if value is None else integer(name, value, minimum=minimum, otherwise=f" or None ({none})")
 
 
 def boolean(name: str, value: Any) -> bool:
@@ -57,7 +110,7 @@ def array(name: str, value: Any, *, ndim: tuple[int, ...], kind: str) -> np.ndar
     try:
         given = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{wanted}, got {show(value)} ({error})") from None
+        raise ValueError(f"{wanted}, got {show(value)} ({raised(error)})") from None
     if given.size == 0 and kind == "integer" and given.dtype.kind == "f":
         given = given.astype(np.int64)  # an empty list has no type of its own
     kinds = {"integer": "iu", "boolean": "b"}[kind]

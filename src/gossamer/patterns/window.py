@@ -24,8 +24,9 @@ class SlidingWindow(Pattern):
     Args:
         left: keys before the query; None is unbounded.
         right: keys after the query; None is unbounded, 0 is causal.
-        sinks: the first `sinks` keys of the sequence, not of each packed document, are always visible, but never in
-            the future when `right == 0` (attention sinks, arXiv:2309.17453).
+        sinks: the first `sinks` keys of the sequence, not of each packed document, are always visible (attention
+            sinks, arXiv:2309.17453): when `right == 0` to queries at and behind them, j <= i, and for any other
+            `right` to every query, those before them too.
     """
 
     left: int | None

@@ -61,18 +61,31 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
         lses: (..., N), the `lse` of each.
 
     Raises:
-        ValueError: not as many of each, none at all, or shapes that differ.
+        ValueError: no lists of tensors, not as many of each, none at all, or shapes, types or devices that differ.
     """
-    outs, lses = list(outs), list(lses)
+    outs, lses = _floats("outs", outs), _floats("lses", lses)
     if not outs or len(outs) != len(lses):
         raise ValueError(f"outs and lses must be as many, at least one of each; got {len(outs)} and {len(lses)}")
     for x, y in zip(outs, lses, strict=True):
-        if x.shape != outs[0].shape or y.shape != x.shape[:-1]:
+        apart = x.device != outs[0].device or y.device != x.device
+        if x.shape != outs[0].shape or y.shape != x.shape[:-1] or apart:
             raise ValueError(
-                f"outs must be of one shape (..., N, E), lses of shape (..., N); got {describe(x)} and {describe(y)} "
-                f"beside {describe(outs[0])}"
+                f"outs must be of one shape (..., N, E), lses of shape (..., N), all on one device; "
+                f"got {describe(x)} and {describe(y)} beside {describe(outs[0])}"
             )
     return _Merge.apply(*outs, *lses)
+
+
+def _floats(name: str, given: Any) -> list[Tensor]:
+    """`given` as a list of tensors of floating point."""
+    try:
+        tensors = list(given)
+    except TypeError:
+        raise ValueError(f"{name} must be a list of tensors; got {describe(given)}") from None
+    for x in tensors:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise ValueError(f"{name} must be a list of tensors of floating point; it holds {describe(x)}")
+    return tensors
 
 
 def branches_of(pattern: Any) -> tuple[Pattern, ...]:
