@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from threading import local
 from typing import NamedTuple
 
 import torch
@@ -16,33 +14,23 @@ from gossamer.kernels.rows import compute_dtype
 # Scores are in units of ln 2: torch's exp is ten times slower than exp2 on the -inf of a masked pair (on a CPU).
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
-WAITING_BYTES = 16 << 20  # of a buffer that waits for the next call: more than a batch has, but for huge heads
 
 
 class Scratch:
-    """Named buffers that grow to the largest batch and are used again by every other.
-
-    Those of a CPU wait for the next call of the thread: freed, the C library would carve small allocations out of
-    them, and calls of ever new sizes would find no place that is large enough.
-    """
-
-    _waiting = local()
+    """Named buffers that grow to the largest batch and are used again by every other."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
         self._buffers: dict[str, Tensor] = {}
-        if like.device.type == "cpu":
-            self._buffers = self._waiting.__dict__.setdefault(str(like.dtype), self._buffers)
 
     def take(self, name: str, *shape: int) -> Tensor:
         """An uninitialised tensor of `shape`; what `name` held before is lost."""
-        size = math.prod(shape)
+        size = 1
+        for n in shape:
+            size *= n
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
-            with torch.inference_mode(False):  # made in that mode, it could not be written to out of it
-                buffer = self._like.new_empty(1 << (size - 1).bit_length())
-            if self._like.device.type != "cpu" or buffer.nbytes <= WAITING_BYTES:
-                self._buffers[name] = buffer
+            buffer = self._buffers[name] = self._like.new_empty(size)
         return buffer[:size].view(shape)
 
 
