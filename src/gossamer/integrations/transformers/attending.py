@@ -24,7 +24,7 @@ Restriction = Pattern | Callable[[Any, int | None], Pattern | None] | None
 IGNORED = frozenset({
     "cache_position", "deterministic", "is_first_iteration", "labels", "layer_idx", "logits_to_keep", "max_length_k",
     "max_length_q", "mm_token_type_ids", "num_items_in_batch", "output_hidden_states", "output_router_logits",
-    "past_key_values", "position_embeddings", "return_dict", "token_type_ids", "use_cache",
+    "past_key_values", "position_embeddings", "return_dict", "seq_idx", "token_type_ids", "use_cache",
 })  # fmt: skip
 DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "dropout_rate", "dropout")
 
@@ -178,12 +178,10 @@ def _given(mask: Any, query: Tensor, K: int, by: Pattern | None) -> Tensor:
 
 def _booleans(mask: Tensor) -> Tensor:
     """The pairs that an additive mask of 0 and minus infinity keeps; all layers share what was found."""
-    known = _checked.get(id(mask))
-    version = 0 if mask.is_inference() else mask._version
-    if known is not None and known[0]() is mask and known[1] == version:
+    counted = not mask.is_inference()  # such a tensor does not count the writes to it
+    known = _checked.get(id(mask)) if counted else None
+    if known is not None and known[0]() is mask and known[1] == mask._version:
         return known[2]
-    for at in [at for at, (alive, *_) in _checked.items() if alive() is None]:
-        del _checked[at]
     if not mask.is_floating_point():
         raise ValueError(f"attention_mask must be boolean, or additive and of a floating type; got {describe(mask)}")
     if mask.requires_grad:
@@ -195,7 +193,9 @@ def _booleans(mask: Tensor) -> Tensor:
             "attention_mask, an additive one, must hold 0 and minus infinity (or the least number of its type) alone: "
             f"a bias is not added; got {float(mask[other][0])}"
         )
-    _checked[id(mask)] = weakref.ref(mask), version, kept
+    if counted:
+        at = id(mask)
+        _checked[at] = weakref.ref(mask, lambda _: _checked.pop(at, None)), mask._version, kept
     return kept
 
 
