@@ -9,13 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
-from transformers import masking_utils as hf
-from transformers.models.gemma3.modeling_gemma3 import _bidirectional_window_overlay
-from transformers.models.gemma4.modeling_gemma4 import sliding_window_mask_function as sides
-from transformers.models.t5gemma2.modeling_t5gemma2 import sliding_window_mask_function as halves
+from transformers_models import _bidirectional_window_overlay, window_of_halves, window_of_sides
+from transformers_models import masking_utils as hf
 
 import gossamer as gs
 from gossamer.integrations.transformers import certificate, closures
@@ -81,8 +76,8 @@ def leaf(rng: random.Random, B: int, n: int) -> Callable[..., Any]:
         lambda: hf.sliding_window_overlay(size),
         lambda: hf.sliding_window_bidirectional_overlay(size),
         lambda: _bidirectional_window_overlay(size),
-        lambda: sides((size, rng.randrange(n))),
-        lambda: halves(size, rng.random() < 0.5),
+        lambda: window_of_sides((size, rng.randrange(n))),
+        lambda: window_of_halves(size, rng.random() < 0.5),
         lambda: hf.chunked_overlay(size, padding if rng.random() < 0.5 else padding * 0),
         lambda: hf.packed_sequence_mask_function(rng.choice((ids, anything))),
         lambda: hf.blockwise_overlay(rng.choice((anything, torch.where(anything[:, :1] >= 0, ids, -ids.sign())))),
@@ -222,6 +217,18 @@ def test_each_form_is_certified_once(monkeypatch: pytest.MonkeyPatch) -> None:
         for W in (4, 5):
             make_mask(1, 9, 9, 0, 0, hf.sliding_window_causal_mask_function(W))
     assert compared == [certificate.PAIRS // certificate.DRAWS] * certificate.DRAWS * 2
+
+
+def test_nothing_is_certified_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    fn = hf.sliding_window_causal_mask_function(4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(gs.Unsupported, match="run the model once before"):
+        make_mask(1, 9, 9, 0, 0, fn)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    make_mask(1, 9, 9, 0, 0, fn)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert make_mask(1, 9, 9, 0, 0, fn).pattern == gs.SlidingWindow(3)
 
 
 def test_a_restriction_counts_absolute_positions() -> None:

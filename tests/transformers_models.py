@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
-import transformers as hf
+
+with warnings.catch_warnings():  # what its imports warn of is not gossamer's to mend
+    warnings.simplefilter("ignore")
+    hf = pytest.importorskip("transformers", reason="transformers is not installed")
+    from transformers import masking_utils
+    from transformers.models.gemma3.modeling_gemma3 import _bidirectional_window_overlay
+    from transformers.models.gemma4.modeling_gemma4 import sliding_window_mask_function as window_of_sides
+    from transformers.models.t5gemma2.modeling_t5gemma2 import sliding_window_mask_function as window_of_halves
+
+__all__ = [
+    "DECODERS", "OTHERS", "VOCABULARY", "WINDOW", "_bidirectional_window_overlay", "hf", "masking_utils", "model_of",
+    "window_of_halves", "window_of_sides",
+]  # fmt: skip
 
 VOCABULARY = 99
 TEXT: dict[str, Any] = {

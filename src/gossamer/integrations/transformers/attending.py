@@ -69,7 +69,7 @@ def attention_function(restrict: Restriction) -> Callable[..., tuple[Tensor, Non
         options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": s_aux}
         Q, K = query.shape[2], key.shape[2]
         if isinstance(attention_mask, Mask):
-            if attention_mask.shape != (query.shape[0], 1, Q, K):
+            if attention_mask.shape not in ((query.shape[0], 1, Q, K), (1, 1, Q, K)):
                 raise Unsupported(
                     f"attention_mask was made for (B, 1, Q, K) = {attention_mask.shape}, and this layer has "
                     f'{(query.shape[0], 1, Q, K)}; use attn_implementation="sdpa"'
@@ -79,7 +79,7 @@ def attention_function(restrict: Restriction) -> Callable[..., tuple[Tensor, Non
             pattern = attention_mask.restricted(by)
             offset = attention_mask.where.offset
             options["q_offset"] = None if offset == K - Q else offset
-            options["key_lengths"] = attention_mask.key_lengths(query.device)
+            options["key_lengths"] = attention_mask.key_lengths(query.shape[0], query.device)
         elif attention_mask is None:
             pattern = _without_mask(module, Q, K, is_causal, sliding_window)
             pattern = pattern if by is None else both(pattern, by)

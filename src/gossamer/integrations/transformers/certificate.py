@@ -59,7 +59,7 @@ def certify(fn: MaskFunction, where: Where, padding: Tensor | None, use_vmap: bo
             "captured: run the model once before"
         )
     fn, random_ = on_cpu(fn), random.Random(0)
-    given = None if padding is None else padding.detach().cpu().numpy()
+    given = None if padding is None else padding.detach().cpu().numpy().astype(bool)
     numbers, reach = sorted(_numbers(fn)), _reach(fn)
     draws = [(where, given)]
     if not unknown(fn):

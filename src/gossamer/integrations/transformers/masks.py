@@ -41,7 +41,7 @@ class Mask(BlockMask):
         self.lengths = lengths  # (B,) int32: where the keys of a right-padded batch element end
         self.padded = padded  # whether an attention_mask was given
         self._restricted: dict[int, tuple[Pattern, Pattern]] = {}
-        self._moved: dict[torch.device, Tensor] = {}
+        self._moved: dict[tuple[int, torch.device], Tensor] = {}
         self._told = packed_ids(mask_function) is not None
         self._ids: np.ndarray | None = None  # of the documents in packed positions (1 or B, Q)
         self._ends: list[int] | None = None  # of the same, where they begin in B x Q, and the end
@@ -83,13 +83,13 @@ class Mask(BlockMask):
 
     __str__ = __repr__
 
-    def key_lengths(self, device: torch.device) -> Tensor | None:
-        """(B,) int32 on a layer's device, or None where no keys are cut off."""
-        if self.lengths is None or self.lengths.device == device:
+    def key_lengths(self, B: int, device: torch.device) -> Tensor | None:
+        """(B,) int32 on a layer's device, or None where no keys are cut off; a mask of one is for all."""
+        if self.lengths is None or (self.lengths.device == device and len(self.lengths) == B):
             return self.lengths
-        if device not in self._moved:
-            self._moved[device] = self.lengths.to(device)
-        return self._moved[device]
+        if (B, device) not in self._moved:
+            self._moved[B, device] = self.lengths.to(device).expand(B).contiguous()
+        return self._moved[B, device]
 
     def restricted(self, by: Pattern | None) -> Pattern:
         """The pattern, intersected with another one of absolute positions."""
