@@ -117,14 +117,55 @@ def test_random_trees_of_closures_are_what_they_say() -> None:
     assert evaluated == 0  # every closure has a reader
 
 
-@pytest.mark.parametrize("wrong", [-1, 1])
-def test_a_planted_mistake_is_caught(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+def test_the_window_of_one_key_more_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """W in place of W - 1, which would be the off-by-one of this table."""
     name = ("transformers.masking_utils", "sliding_window_overlay.<locals>.inner_mask")
-    read = lambda reader, held: gs.SlidingWindow(held["sliding_window"] - 1 + wrong, None)  # noqa: E731
-    monkeypatch.setitem(closures.READERS, name, read)
-    for W in (2, 4096):
+    monkeypatch.setitem(closures.READERS, name, lambda reader, held: gs.SlidingWindow(held["sliding_window"], None))
+    for W in (2, 8, 512, 4096):
         with pytest.raises(gs.Unsupported, match="is not what it says"):
             make_mask(1, 64, 3 * W, 2 * W, 0, hf.sliding_window_causal_mask_function(W))
+
+
+def planted() -> Iterator[tuple[str, str, Callable[..., Any]]]:
+    """(a word of the reader's name, the variable that is wrong, a mask function) of each reader that has numbers."""
+    for W in (2, 8, 512, 4096, 131072):
+        yield "masking_utils.sliding_window_overlay", "sliding_window", hf.sliding_window_causal_mask_function(W)
+        yield (
+            "masking_utils.sliding_window_bidirectional_overlay",
+            "sliding_window",
+            hf.sliding_window_bidirectional_mask_function(W),
+        )
+        yield "modeling_gemma3._bid", "sliding_window", _bidirectional_window_overlay(W)
+        yield "modeling_gemma4.sliding", "sliding_window", window_of_sides((W, W // 2))
+        yield "modeling_t5gemma2.sliding", "sliding_window", window_of_halves(W, False)
+        yield "chunked_overlay", "chunk_size", hf.chunked_causal_mask_function(W, torch.zeros(2, dtype=int))
+        yield "chunked_overlay", "left_padding", hf.chunked_causal_mask_function(W, torch.tensor([3, 0]))
+    for n in (64, 4096):
+        documents, image = (torch.arange(n) * 3 // n)[None].repeat(2, 1), torch.full((2, n), -1)
+        image[:, n // 4 : n // 4 + n // 8] = 0
+        packed = hf.packed_sequence_mask_function(documents)
+        yield "packed_sequence_mask_function.", "packed_sequence_mask", hf.and_masks(hf.causal_mask_function, packed)
+        yield "blockwise", "block_sequence_ids", hf.or_masks(hf.causal_mask_function, hf.blockwise_overlay(image))
+
+
+@pytest.mark.parametrize("wrong", [-1, 1])
+def test_every_size_that_is_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+    def moved(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return value[0] + wrong, *value[1:]
+        return value.roll(wrong, 1) if isinstance(value, torch.Tensor) and value.ndim == 2 else value + wrong
+
+    for word, variable, fn in planted():
+        (name,) = (x for x in closures.READERS if word in ".".join(x))
+        read = closures.READERS[name]
+        n = certificate._reach(fn) or 64
+        with monkeypatch.context() as patch:
+            wrongly = lambda reader, held, read=read, at=variable: read(reader, held | {at: moved(held[at])})  # noqa: E731
+            patch.setitem(closures.READERS, name, wrongly)
+            with pytest.raises(gs.Unsupported, match="is not what it says"):
+                make_mask(2, n, n, 0, 0, fn)
+        make_mask(2, n, n, 0, 0, fn)
+        certificate.forget()
 
 
 def test_a_mask_of_no_other_values_is_a_plain_pattern() -> None:

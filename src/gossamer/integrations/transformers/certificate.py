@@ -24,6 +24,7 @@ from gossamer.kernels.contract import Unsupported
 from gossamer.patterns import Pattern
 
 PAIRS, DRAWS = 2048, 8
+REMEMBERED = 4096  # forms; sizes of a mask function may change in every step
 NEAR = 40
 
 # Of a mask function and the keys of each batch element that are no padding: the pattern, and the end of the keys.
@@ -60,13 +61,15 @@ def certify(fn: MaskFunction, where: Where, padding: Tensor | None, use_vmap: bo
         )
     fn, random_ = on_cpu(fn), random.Random(0)
     given = None if padding is None else padding.detach().cpu().numpy().astype(bool)
-    numbers, reach = sorted(_numbers(fn)), _reach(fn)
+    numbers, reach, edges = sorted(_numbers(fn)), _reach(fn), _edges(fn)
     draws = [(where, given)]
     if not unknown(fn):
         draws += [_draw(random_, where.B, numbers, reach, padding is not None) for _ in range(DRAWS - 1)]
     for at, seen in draws:
         pattern, lengths = making(fn, at, seen)
-        _compare(fn, use_vmap, at, seen, pattern, lengths, _pairs(random_, at, numbers, PAIRS // len(draws)))
+        _compare(fn, use_vmap, at, seen, pattern, lengths, _pairs(random_, at, numbers, edges, PAIRS // len(draws)))
+    if len(_certified) >= REMEMBERED:
+        _certified.clear()
     _certified.add(key)
 
 
@@ -103,12 +106,19 @@ def _compare(
 
 
 def _numbers(fn: MaskFunction) -> set[int]:
-    """Every size that a mask function holds."""
+    """Every size that a mask function holds, and half of it: T5Gemma 2 has a window's half on each side."""
+    sizes = {x for x in _leaves(fn) if isinstance(x, int) and not isinstance(x, bool)}
+    return sizes | {x // 2 for x in sizes}
+
+
+def _edges(fn: MaskFunction) -> list[int]:
+    """Positions at which its tensors begin to say something else: documents, images."""
     found: set[int] = set()
-    for value in _leaves(fn):
-        if isinstance(value, int) and not isinstance(value, bool):
-            found.add(value)
-    return found
+    for x in _leaves(fn):
+        if isinstance(x, Tensor) and x.ndim == 2:
+            at = np.unique(np.nonzero(np.diff(x.numpy(), axis=1) != 0)[1] + 1)
+            found.update(at[:: max(1, len(at) // PAIRS)].tolist())
+    return sorted(found)
 
 
 def _reach(fn: MaskFunction) -> int | None:
@@ -148,20 +158,24 @@ def _draw(
     return where, seen
 
 
-def _pairs(rng: random.Random, where: Where, numbers: list[int], n: int) -> np.ndarray:
-    """(3, n): half of them near the diagonal, the others at distances and positions where a size may be off by one."""
+def _pairs(rng: random.Random, where: Where, numbers: list[int], edges: list[int], n: int) -> np.ndarray:
+    """(3, n): half of them near the diagonal, the others at distances and positions where a mask may be off by one."""
     found = []
+    first, last = where.offset, where.offset + where.Q - 1
     for at in range(n):
-        i = rng.randrange(where.Q) + where.offset
+        i = rng.randint(first, last)
         kind = at % 8
-        size = rng.choice(numbers) if numbers else NEAR
+        size = max(1, rng.choice(numbers)) if numbers else NEAR
         if kind < 4:
             j = i + rng.randint(-NEAR, NEAR)
-        elif kind < 6:
+        elif kind < 6 and numbers:
             j = i + rng.choice((-1, 1)) * (size + rng.randint(-2, 2))
-        elif kind == 6:
-            edge = rng.randrange(1 + (where.kv_offset + where.K) // max(size, 1)) * size - where.kv_offset
-            i = min(max(edge + rng.randint(-3, 3), where.offset), where.offset + where.Q - 1)
+        elif kind < 7:
+            if edges and (not numbers or at % 16 < 8):
+                edge = rng.choice(edges)
+            else:
+                edge = rng.randrange(1 + (where.kv_offset + where.K) // size) * size
+            i = min(max(edge - where.kv_offset + rng.randint(-3, 3), first), last)
             j = i + rng.randint(-3, 3)
         else:
             j = rng.randrange(where.K)
