@@ -289,6 +289,28 @@ def test_generation_on_a_gpu(family: str, form: str) -> None:
             assert (one - other).abs().max() <= NEAR
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt_oss", "llama4", "bart"])
+def test_forms_and_gradients_on_a_gpu(family: str) -> None:
+    model = model_of(family, attention_dropout=0.0, dropout=0.0, activation_dropout=0.0).cuda().train()
+    for form in forms_of(family):
+        if (family, form) == ("gpt_oss", "packed"):
+            continue
+        given = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in inputs_of(family, form).items()}
+        found = []
+        for implementation in ("eager", "gossamer"):
+            model.set_attn_implementation(implementation)
+            model.zero_grad(set_to_none=True)
+            out = at_real_tokens(family, given, model(**given)[0])
+            out.square().mean().backward()
+            gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+            found.append((out.detach(), torch.cat(gradients)))
+        (wanted, gradients), (out, mine) = found
+        assert (out - wanted).abs().max() <= NEAR, form
+        assert (mine - gradients).abs().max() <= NEAR * max(1.0, float(gradients.abs().max())), form
+
+
 # -- what raises --------------------------------------------------------------------------------------------------
 
 
