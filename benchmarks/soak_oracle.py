@@ -375,7 +375,10 @@ def rounding(
     found = {"out": dout_ + stored * factor * out.abs() + least, "lse": factor * of_lse}
     if merge:  # each term's result is rounded, and may be larger than the joint one
         found["out"] = found["out"] + 2 * stored * (p @ v.abs())
-    found["out"] = torch.where(empty[..., None], 0.0, found["out"])
+    # Where the rounding of scores is more than exp can bear, the largest of a row may become infinite.
+    unbearable = worst > math.log(torch.finfo(wide).max)
+    found["out"] = torch.where(unbearable[..., None], math.inf, torch.where(empty[..., None], 0.0, found["out"]))
+    found["lse"] = torch.where(unbearable, math.inf, found["lse"])
 
     dlse = torch.where(empty, 0.0, dlse)
     products = dout.abs() @ v.abs().mT
@@ -392,7 +395,8 @@ def rounding(
     of_p = torch.where(some, factor * of_p, 0.0)
     magnitude = p * g.abs() * slope
     of_ds = (of_p * (g.abs() + of_g) + p * of_g) * slope + (p + of_p) * (g.abs() + of_g) * dslope
-    of_ds = of_ds + (short * 4 * factor + 8 * eps) * magnitude + tiny
+    # P is rounded before dS in some kernels: what 16 bits do to a tiny one is multiplied by dP - delta.
+    of_ds = of_ds + (short * 4 * factor + 8 * eps) * magnitude + tiny * (1 + g.abs())
     scale = abs(t.scale)
     dq = scale * ((of_ds + (summed(K) + 2 * short) * magnitude) @ k.abs())
     found["dq"] = dq + stored * scale * ((p * g * slope) @ k).abs() + least
@@ -409,6 +413,7 @@ def rounding(
         each = of_share * (delta + of_delta) + share * (of_delta + summed(q.shape[0] * Q) * delta)
         resolution = torch.finfo(t.sinks.dtype).eps / 2
         found["dsink_logits"] = each.sum((0, 2)) * factor + resolution * (share * delta).sum((0, 2))
+        found["dsink_logits"] = torch.where(unbearable.any(2).any(0), math.inf, found["dsink_logits"])
         if torch.finfo(t.sinks.dtype).bits == 16:
             found["dsink_logits"] = found["dsink_logits"] + torch.finfo(t.sinks.dtype).smallest_normal
     return found
