@@ -136,6 +136,14 @@ def placed(where: str, x: Tensor) -> Tensor:
 PLACES = ("plain", "plain", "positions first", "within NaN", "unaligned", "columns", "one head")
 
 
+def rounded_delta(exact: tuple[Tensor, Tensor], dout: Tensor, sinks: Tensor, dtype: torch.dtype) -> float:
+    """What the rounding of out to `dtype` does to a sink's gradient, the sum of share * dout * out: five deviations."""
+    out, lse = (x.detach() for x in exact)
+    share = torch.exp(sinks.detach().double()[:, None] - lse).nan_to_num(0.0, 0.0, 0.0)
+    each = torch.finfo(dtype).eps / 12**0.5 * share[..., None] * dout.double() * out
+    return 5 * float(each.square().sum((0, 2, 3)).sqrt().max())
+
+
 def one_call(seed: int, kind: Kind = CPU) -> None:
     """A call, and the same with other numbers, which is known then."""
     r = random.Random(seed)
@@ -175,9 +183,12 @@ def one_call(seed: int, kind: Kind = CPU) -> None:
         for out, lse in (found, exact, low):
             loss = (out * dout).sum() + (torch.where(lse.isinf(), 0.0, lse) * dlse).sum()
             results.append([out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)])
-        for a, b, c in zip(*results, strict=True):
+        sinks = terms.get("sink_logits")
+        of_sinks = 0.0 if sinks is None else rounded_delta(exact, dout, sinks, kind.dtype)
+        for at, (a, b, c) in enumerate(zip(*results, strict=True)):
             # The largest of many draws; and where rows keep one key, dP - delta is the rounding of E products in each.
             most = 2 * tolerance.bound(b, c, a.dtype) + 4 * torch.finfo(wide).eps * (E * Q) ** 0.5
+            most += of_sinks * (sinks is not None and at == len(results[0]) - 1)
             if wide == torch.float64:  # a score is as exact as its largest term, and a gradient of 16 bits is rounded
                 largest = float(b.abs().nan_to_num(0.0, 0.0, 0.0).max())
                 score = steepest * farthest * max(1.0, largest)
