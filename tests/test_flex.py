@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention, noop_mask
+from torch.nn.attention.flex_attention import (
+    BlockMask,
+    and_masks,
+    create_block_mask,
+    flex_attention,
+    noop_mask,
+    or_masks,
+)
 
 import gossamer as gs
-from gossamer.integrations import flex
+from gossamer.integrations import flex, flex_mask
 from gossamer.integrations.mask_mods import by_formula
+from gossamer.layouts import build_gather
 
 CPU = torch.device("cpu")
 unfused = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -26,6 +36,20 @@ def by_head(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 def by_batch(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return (j <= i) & (j >= 30 * b)
+
+
+IDS = torch.arange(300) // 70 % 3
+
+
+def same_document(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return IDS[i] == IDS[j]
+
+
+BOTH = and_masks(causal, same_document)
+
+
+def of_a_head(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return torch.stack((i >= j, IDS[j] == h)).any(0)
 
 
 def pairs(mask_mod, B: int, H: int, Q: int, K: int) -> np.ndarray:
@@ -124,6 +148,133 @@ def test_an_own_list_of_full_blocks() -> None:
     assert np.array_equal(flex.from_flex(mask).expand(), expected)
 
 
+FUNCTIONS = [
+    (causal, None, None, 300, 300),
+    (causal, 2, 3, 100, 130),
+    (BOTH, None, None, 300, 300),
+    (or_masks(causal, same_document, noop_mask), None, None, 90, 300),
+    (and_masks(by_batch, same_document), 2, None, 300, 200),
+    (by_head, 5, 3, 130, 70),
+    (or_masks(and_masks(by_batch, by_head), same_document), 3, 2, 150, 100),
+]
+
+
+@pytest.mark.parametrize(("mask_mod", "B", "H", "Q", "K"), FUNCTIONS)
+def test_a_mask_function_becomes_a_pattern(mask_mod, B, H, Q, K) -> None:
+    """Rows are counted from 0 whatever their positions are; it composes, and has every layout."""
+    pattern = gs.from_flex(mask_mod, Q, K, B=B, H=H)
+    kept = pairs(mask_mod, B or 1, H or 1, Q, K)
+    assert isinstance(pattern, gs.Pattern) and pattern == gs.from_flex(mask_mod, Q, K, B=B, H=H)
+    window = gs.SlidingWindow(30, 5)
+    for q_offset in (None, 0, 7):
+        near = window.materialize(Q, K, q_offset)
+        for made, expected in ((pattern, kept), (~pattern | window, ~kept | near), (window & pattern, near & kept)):
+            assert made.lead in {(1, 1), (B or 1, 1), (1, H or 1), (B or 1, H or 1)}
+            assert np.array_equal(np.broadcast_to(made.materialize(Q, K, q_offset), expected.shape), expected)
+            layout = made.layout(Q, K, block_q=64, block_kv=32, q_offset=q_offset)
+            assert np.array_equal(np.broadcast_to(layout.expand(), expected.shape), expected)
+            gathered = build_gather(made, Q, K, block_q=16, q_offset=q_offset)
+            assert np.array_equal(np.broadcast_to(gathered.expand(), expected.shape), expected)
+            assert made.density(Q, K, q_offset) == pytest.approx(expected.mean())
+
+
+def test_a_function_that_torch_calls_with_one_pair_at_a_time() -> None:
+    """`stack` has no meaning for rows and keys that are broadcast: FlexAttention calls it for each pair."""
+    pattern = gs.from_flex(of_a_head, 300, H=3)
+    assert pattern.lead == (1, 3) and gs.from_flex(of_a_head, 300, H=1).lead == (1, 1)
+    index = torch.arange(300)
+    for h in range(3):
+        expected = (index[:, None] >= index) | (h == IDS)
+        assert np.array_equal(pattern.materialize(300, 300)[0, h], expected.numpy())
+
+
+@pytest.mark.parametrize(("mask_mod", "B", "H"), [(BOTH, None, None), (by_head, None, 4)])
+def test_attention_with_a_mask_function(mask_mod, B, H) -> None:
+    q, k, v = (torch.randn(2, h, 300, 16, requires_grad=True) for h in (4, 2, 2))
+    kept = torch.from_numpy(pairs(mask_mod, 1, H or 1, 300, 300).copy())
+    results = []
+    for pattern in (gs.from_flex(mask_mod, 300, B=B, H=H), kept):
+        out = gs.attention(q, k, v, pattern)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for found, exact in zip(*results, strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_function_is_evaluated_some_pairs_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    def count(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return i >= j
+
+    evaluated = flex_mask.FlexMask._evaluate
+
+    def watch(self: flex_mask.FlexMask, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        kept = evaluated(self, rows, keys)
+        sizes.append(kept.size)
+        return kept
+
+    monkeypatch.setattr(flex_mask, "PAIRS_AT_ONCE", 1000)
+    monkeypatch.setattr(flex_mask.FlexMask, "_evaluate", watch)
+    assert np.array_equal(gs.from_flex(count, 97, 120).materialize(97, 120), pairs(count, 1, 1, 97, 120)[0, 0])
+    assert sum(size for size in sizes if size <= 1000) == 97 * 120
+    i, j = np.random.default_rng(0).integers(-9, 130, (2, 5000))
+    kept = gs.from_flex(count, 120).keep(i, j, 120, 120)
+    assert np.array_equal(kept[(i >= 0) & (i < 120)], ((i >= j) & (j >= 0) & (j < 120))[(i >= 0) & (i < 120)])
+
+
+class Module:
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
+
+    def mask(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return self.ids[i] == self.ids[j]
+
+    __call__ = mask
+
+
+ELSEWHERE = torch.zeros(9, device="meta")
+
+
+def reads_a_global(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return ELSEWHERE[i] == ELSEWHERE[j]
+
+
+def reads_an_argument(ids: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return ids[i] == ids[j]
+
+
+def test_a_mask_function_is_evaluated_where_its_tensors_are() -> None:
+    meta = torch.zeros(9, device="meta")
+    there = [lambda b, h, i, j: meta[i] == meta[j], reads_a_global, partial(reads_an_argument, meta), Module(meta),
+             Module(meta).mask, partial(reads_an_argument, ids=ELSEWHERE)]  # fmt: skip
+    for mask_mod in there:
+        for nested in (mask_mod, and_masks(causal, mask_mod), or_masks(causal, and_masks(mask_mod, same_document))):
+            assert flex_mask.device_of(nested) == torch.device("meta")
+    for mask_mod in (causal, same_document, BOTH, Module(IDS), noop_mask):
+        assert flex_mask.device_of(mask_mod) == CPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+def test_a_mask_function_of_tensors_on_a_gpu() -> None:
+    ids = IDS.cuda()
+    mask_mod = and_masks(causal, lambda b, h, i, j: ids[i] == ids[j])
+    pattern = gs.from_flex(mask_mod, 300)
+    assert "cuda" in str(pattern._key())
+    assert np.array_equal(pattern.materialize(300, 300), pairs(BOTH, 1, 1, 300, 300)[0, 0])
+    x = torch.randn(1, 2, 300, 64, device="cuda", dtype=torch.bfloat16)
+    torch.testing.assert_close(gs.attention(x, x, x, pattern), gs.attention(x, x, x, gs.from_flex(BOTH, 300)))
+
+
+def test_lists_that_do_not_tell_apart_what_the_function_does() -> None:
+    shared = create_block_mask(causal, None, None, 200, 200, device="cpu")
+    lists = shared.kv_num_blocks, shared.kv_indices
+    mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=128, mask_mod=by_head, seq_lengths=(200, 200))
+    with pytest.raises(ValueError, match="H must be given: the function of mask tells query heads apart, its lists"):
+        gs.from_flex(mask)
+    assert gs.from_flex(mask, H=1).lead == (1, 1)
+
+
 def test_what_is_refused() -> None:
     mask = create_block_mask(causal, None, None, 256, 256, device="cpu")
     q = torch.zeros(1, 1, 128, 8)
@@ -150,10 +301,40 @@ def test_what_is_refused() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: gs.from_flex(None), "mask must be a torch BlockMask; got None"),
-        (lambda: gs.from_flex(torch.ones(4, 4)), "mask must be a torch BlockMask; got shape"),
+        (lambda: gs.from_flex(None), "mask must be a torch BlockMask or a function .*; got None"),
+        (lambda: gs.from_flex(torch.ones(4, 4)), r"mask must be .*mask_mod\(b, h, q_idx, kv_idx\); got shape"),
         (lambda: gs.from_flex(create_block_mask(causal, None, None, 64, 64, "cpu"), B=0), "B must be an integer"),
         (lambda: gs.from_flex(create_block_mask(causal, None, None, 64, 64, "cpu"), H="2"), "H must be an integer"),
+        (
+            lambda: gs.from_flex(create_block_mask(causal, None, None, 64, 64, "cpu"), 64),
+            "Q, K and device must be left",
+        ),
+        (lambda: gs.from_flex(causal), "Q must be the number of query rows that the function <function causal"),
+        (lambda: gs.from_flex(causal, 0), "Q must be an integer"),
+        (lambda: gs.from_flex(causal, 4, 4, device="gpu"), "device must be one of torch's"),
+        (lambda: gs.from_flex(by_head, 4), "H must be given: mask tells query heads apart"),
+        (lambda: gs.from_flex(by_batch, 4, H=2), "B must be given: mask tells batch elements apart"),
+        (
+            lambda: gs.from_flex(lambda i, j: i >= j, 4),
+            "a function mask_mod.*, raised TypeError: .*positional argument",
+        ),
+        (lambda: gs.from_flex(lambda b, h, i, j: i - j, 4).materialize(4, 4), "must return a boolean .* torch.int64"),
+        (
+            lambda: gs.from_flex(causal, 4).materialize(4, 5),
+            r"from_flex\(causal, 4, 4\) is for Q=4 and K=4, needs Q=4 a",
+        ),
+        (
+            lambda: gs.from_flex(same_document, 400).materialize(400, 400),
+            "raised IndexError: index 300 is out of bounds",
+        ),
+        (
+            lambda: gs.Predicate(BOTH).materialize(9, 9),
+            r"from_flex\(mask_mod, Q, K\) makes",
+        ),
+        (
+            lambda: gs.Predicate(lambda i, j: BOTH(0, 0, i, j)).materialize(9, 9),
+            r"raised AttributeError.*from_flex\(mask_mod, Q, K\) makes a pattern",
+        ),
         (lambda: gs.to_flex(torch.ones(4, 4), 3), r"pattern must be a Pattern or a BlockLayout; got shape \(4, 4\)"),
         (lambda: gs.to_flex(None, 3), "pattern must be a Pattern or a BlockLayout; got None"),
         (lambda: gs.to_flex(gs.Causal(), "3"), "Q must be an integer"),

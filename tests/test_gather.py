@@ -8,6 +8,7 @@ import torch
 
 import gossamer as gs
 from gossamer.layouts.gather import WIDTHS, GatherLayout, build_gather, expand_gather
+from gossamer.patterns.reordered import ReorderedCSR
 from gossamer.testing.cases import SMALL
 from gossamer.testing.cases import Case as Named
 
@@ -170,6 +171,85 @@ def test_reordering_brings_neighbours_together_and_undoes_itself() -> None:
         gs.attention(q, k, v, ordered, alibi_slopes=torch.ones(2))
     with pytest.raises(ValueError, match="as many rows as keys, got 1 and 3"):
         gs.CSR([0, 1], [2], 3).reordered()
+
+
+def test_an_order_is_kept_through_compositions() -> None:
+    pytest.importorskip("scipy")
+    from gossamer.testing.graphs import proximity_graph
+
+    graph = shuffled(proximity_graph((3, 3, 2), 1.2))
+    ordered, N = graph.reordered(), graph.num_keys
+    near, far = gs.SlidingWindow(0), gs.Predicate(lambda i, j: (i + j) % 3 > 0)
+    many = [
+        (ordered | near, graph | near),
+        (near | ordered, near | graph),
+        (ordered & far, graph & far),
+        (~gs.Causal() & ordered, ~gs.Causal() & graph),
+        (gs.CSR([*range(N + 1)], range(N), N) | ordered, graph | near),
+        (ordered | (ordered & far), graph),
+        ((ordered | gs.Dilated(1, 1, 7)) & ~far | gs.Longformer(0, (5,)),
+         (graph | gs.Dilated(1, 1, 7)) & ~far | gs.Longformer(0, (5,))),
+    ]  # fmt: skip
+    q, k, v = (torch.randn(1, 2, N, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    for joined, plain in many:
+        assert isinstance(joined, ReorderedCSR) and np.array_equal(joined.order, ordered.order)
+        assert np.array_equal(joined.materialize(N, N), plain.materialize(N, N))
+        results = []
+        for pattern in (joined, plain):
+            out, lse = gs.attention(q, k, v, pattern, return_lse=True)
+            kept = torch.where(lse.isinf(), 0.0, lse).sum()
+            results.append([out, lse, *torch.autograd.grad(out.square().sum() + kept, (q, k, v))])
+        assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(*results, strict=True))
+    before, after = (build_gather(p, N, N, block_q=16).stats.gathered for p in (graph | near, (ordered | near).inner))
+    assert after < 0.7 * before
+    assert ordered | near == near | ordered != ordered | gs.CSR([*range(N + 1)], range(N), N)
+    apart = [gs.attention(q, k, v, p, merge="lse") for p in (ordered | near, graph | near)]
+    assert torch.allclose(*apart, atol=1e-12)
+    assert not torch.allclose(apart[0], gs.attention(q, k, v, gs.SlidingWindow(0) | ordered), atol=1e-3)
+    for pattern in (ordered, ordered | near):
+        assert "CSR.reordered()" not in str(gs.explain(q, k, v, pattern))
+    assert "CSR.reordered()" in str(gs.explain(q, k, v, graph))
+
+
+def test_what_an_order_cannot_be_kept_through_is_refused() -> None:
+    pytest.importorskip("scipy")
+    N = 20_000
+    ring = gs.CSR.from_edge_index(np.stack([np.arange(N), (np.arange(N) * 7 + 1) % N]), N)
+    ordered, other = ring.reordered(), gs.CSR([*range(N + 1)], range(N), N).reordered()
+    for refused, message in (
+        (lambda: ~ordered, r"~ of CSR\(20000x20000, .*\.reordered\(\) would lose its order.* take ~ of the CSR"),
+        (lambda: gs.Causal() & ~ordered, "would lose its order"),
+        (lambda: gs.PerHead([ordered, ring]), r"patterns must not hold CSR.*\.reordered\(\): .* Give the CSR pattern"),
+        (lambda: gs.PerBatch([ordered]), r"patterns must not hold CSR.*\.reordered\(\)"),
+        (lambda: ordered | gs.PerHead([gs.Causal()] * 2), r"a pattern that is joined with CSR.* must be one that all"),
+        (
+            lambda: ordered & gs.PerBatch([gs.Causal()] * 2),
+            r"joined with CSR.* must be one that all batch elements and",
+        ),
+        (lambda: ordered | other, r"two orders: .*CSR\.from_pattern\(joined, 20000, 20000\)\.reordered\(\)"),
+        (lambda: gs.Causal() | ordered, r"must keep at most 67108864 pairs to be listed; Causal\(\) keeps more"),
+        (lambda: ordered | (gs.Causal() | gs.Dilated(3, 0, 9)), "keeps more"),
+        (lambda: ordered | gs.Tree([-1]), "Tree has 1 nodes, needs Q=20000"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            refused()
+
+
+def test_any_pattern_becomes_a_list() -> None:
+    from test_patterns import DEFINITIONS
+
+    for Q, K, q_offset in ((150, 150, None), (70, 200, None), (200, 70, 3), (40, 40, -9)):
+        for pattern, _ in DEFINITIONS.values():
+            listed = gs.CSR.from_pattern(pattern, Q, K, q_offset)
+            assert type(listed) is gs.CSR
+            assert np.array_equal(listed.materialize(Q, K), pattern.materialize(Q, K, q_offset))
+    with pytest.raises(ValueError, match="pattern must be one that all batch elements and query heads share"):
+        gs.CSR.from_pattern(gs.PerHead([gs.Causal(), gs.Dense()]), 9, 9)
+    with pytest.raises(ValueError, match=r"pattern must be one that .* got None"):
+        gs.CSR.from_pattern(None, 9, 9)
+    for dense in (gs.Causal(), gs.Causal() | gs.Dilated(3, 0, 9)):
+        with pytest.raises(ValueError, match="pattern must keep at most 2147483647 pairs to be listed"):
+            gs.CSR.from_pattern(gs.Dense() & dense, 2**17, 2**17)
 
 
 def test_a_plan_takes_the_gather_layout_for_a_graph() -> None:

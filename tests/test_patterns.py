@@ -536,7 +536,7 @@ def test_truth_value_says_what_to_use(use):
         (lambda: gs.Predicate(lambda i, j: i + j).materialize(3, 3), "fn of Predicate"),
         (
             lambda: gs.Predicate(lambda b, h, i, j: i >= j).materialize(3, 3),
-            r"as lambda i, j: mask\(0, 0, i, j\)",
+            r"raised TypeError: .*numpy arrays of positions, fn\(i, j\).*from_flex\(mask_mod, Q, K\) makes a pattern",
         ),
         (
             lambda: gs.Predicate(lambda i, j: IDS[i] == IDS[j]).layout(40, 40, block_q=64, block_kv=64),

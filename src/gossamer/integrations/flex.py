@@ -1,10 +1,9 @@
-"""FlexAttention's block masks: `from_flex` makes a layout of one, `to_flex` makes one of a pattern or layout."""
+"""FlexAttention's masks: `from_flex` reads a block mask or a mask function, `to_flex` makes a block mask."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, overload
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -12,55 +11,118 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from gossamer.integrations.mask_mods import MaskMod, by_formula, by_lookup
+from gossamer.integrations.flex_mask import FlexMask, MaskMod, call, depends, device_of
+from gossamer.integrations.mask_mods import by_formula, by_lookup
 from gossamer.layouts import BlockLayout, TileList, Walk
 from gossamer.layouts.build import build, unique_tiles
 from gossamer.patterns import Pattern
 from gossamer.patterns.grid import WORD
-from gossamer.patterns.validate import integer, show
+from gossamer.patterns.validate import integer, optional_integer, show
 from gossamer.torch.validate import describe
 
 # Pairs of partial tiles on which a mask function is evaluated at once.
 PAIRS_AT_ONCE = 2**24
 LARGEST_BLOCK = 1024
-# Operations that read no value of their tensor: torch's own mask of everything is `batch.new_ones(())`.
-_SHAPE_ONLY = re.compile(r"aten\.(new_(ones|zeros|full|empty)|(ones|zeros|full|empty)_like)\b")
 
 _converted: WeakKeyDictionary[Any, dict[tuple[int, int], BlockLayout]] = WeakKeyDictionary()
 
 
-def from_flex(mask: BlockMask, *, B: int = 1, H: int = 1) -> BlockLayout:
-    """The tiles and pairs of a torch `BlockMask` as a numpy BlockLayout; the mask itself is not kept.
+@overload
+def from_flex(mask: BlockMask, *, B: int | None = None, H: int | None = None) -> BlockLayout: ...
 
-    Its full blocks are taken as they are; its mask function is evaluated on the pairs of its partial blocks alone,
-    some blocks at a time, on the mask's own device.
+
+@overload
+def from_flex(
+    mask: MaskMod, Q: int, K: int | None = None, *, B: int | None = None, H: int | None = None, device: Any = None
+) -> Pattern: ...
+
+
+def from_flex(
+    mask: BlockMask | MaskMod,
+    Q: int | None = None,
+    K: int | None = None,
+    *,
+    B: int | None = None,
+    H: int | None = None,
+    device: Any = None,
+) -> BlockLayout | Pattern:
+    """What FlexAttention attends to: a torch `BlockMask` as a numpy BlockLayout, a mask function as a Pattern.
+
+    Of a block mask, which is not kept, full blocks are taken as they are; its mask function is evaluated on the pairs
+    of its partial blocks alone, some blocks at a time, on the mask's own device.
+
+    The pattern of a mask function composes like any other. It is evaluated when a layout is built, 2**22 pairs at a
+    time, on all Q x K of them (for each batch element and head that it tells apart) unless it is composed by & with a
+    pattern that has fewer. It equals only one of the same function object: keep it, and its layout is built once.
+    Tensors that the function reads are read then, and not again.
 
     Args:
-        mask: with blocks whose edges are multiples of 32 up to 1024.
-        B: batch elements, for a mask function that tells them apart while the lists do not.
+        mask: a block mask with blocks whose edges are multiples of 32 up to 1024; or a function
+            mask_mod(b, h, q_idx, kv_idx) of integer tensors that returns a boolean one, as `create_block_mask` takes it
+            (`and_masks(...)` makes one). q_idx counts rows from 0, whatever `q_offset` is.
+        Q, K: for a function, the rows and keys that it is for; K is Q by default.
+        B: batch elements, for a function that tells them apart (of a block mask, while its lists do not).
         H: query heads, likewise.
+        device: for a function, where it is evaluated; by default where its tensors are, as far as its closures, globals
+            and arguments show them, else on the CPU. Positions go there and booleans come back.
 
     Raises:
-        ValueError: it is no block mask or is sliced, its blocks or lists cannot be a layout, or B and H do not fit its
-            lists.
+        ValueError: it is neither, or another argument is wrong or missing; a block mask is sliced, or its blocks or
+            lists cannot be a layout; a function raises, or returns no booleans.
     """
-    if not isinstance(mask, BlockMask):
-        raise ValueError(f"mask must be a torch BlockMask; got {describe(mask)}")
-    B, H = integer("B", B, minimum=1), integer("H", H, minimum=1)
+    B, H = optional_integer("B", B, minimum=1, none="all alike"), optional_integer("H", H, minimum=1, none="all alike")
+    if isinstance(mask, BlockMask):
+        if (Q, K, device) != (None, None, None):
+            raise ValueError("Q, K and device must be left out for a BlockMask, which has its own")
+        return _layout_of(mask, B, H)
+    if not callable(mask):
+        raise ValueError(
+            f"mask must be a torch BlockMask or a function mask_mod(b, h, q_idx, kv_idx); got {describe(mask)}"
+        )
+    if Q is None:
+        raise ValueError(f"Q must be the number of query rows that the function {show(mask)} is for")
+    Q = integer("Q", Q, minimum=1)
+    K = Q if K is None else integer("K", K, minimum=1)
+    device = device_of(mask) if device is None else _device(device)
+    lead = []
+    apart = call(depends, mask, device)
+    for name, given, of_own in zip(("B", "H"), (B, H), apart, strict=True):
+        if of_own and given is None:
+            raise ValueError(f"{name} must be given: {_apart(name)}")
+        lead.append(given if of_own and given is not None else 1)
+    return FlexMask(mask, Q, K, lead[0], lead[1], device)
+
+
+def _apart(name: str) -> str:
+    return f"mask tells {'batch elements' if name == 'B' else 'query heads'} apart"
+
+
+def _device(given: Any) -> torch.device:
+    try:
+        return torch.device(given)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device must be one of torch's; got {describe(given)}") from None
+
+
+def _layout_of(mask: BlockMask, B: int | None, H: int | None) -> BlockLayout:
     block_q, block_kv = mask.BLOCK_SIZE
     Q, K = (int(n) for n in mask.seq_lengths)
     tiles, columns = -(-Q // block_q), -(-K // block_kv)
     _check(mask, block_q, block_kv, tiles)
     leads = tuple(mask.kv_num_blocks.shape[:2])
-    depends = _depends(mask.mask_mod, mask.kv_num_blocks.device)
-    for name, has, wanted in (("B", leads[0], B), ("H", leads[1], H)):
+    lead = []
+    apart = depends(mask.mask_mod, mask.kv_num_blocks.device)
+    for name, has, given, of_own in zip(("B", "H"), leads, (B, H), apart, strict=True):
+        if given is None and of_own and has == 1:
+            raise ValueError(f"{name} must be given: the function of {_apart(name)}, its lists do not")
+        wanted = has if given is None else given
         if 1 < has != wanted > 1:
             raise ValueError(f"pattern, a torch BlockMask, has lists for {name}={has}, the inputs have {name}={wanted}")
-    lead = tuple(max(has, wanted) if apart else has for has, wanted, apart in zip(leads, (B, H), depends, strict=True))
-    partial = _tiles(mask.kv_num_blocks, mask.kv_indices, lead, tiles, columns)
+        lead.append(max(has, wanted) if of_own else has)
+    partial = _tiles(mask.kv_num_blocks, mask.kv_indices, tuple(lead), tiles, columns)
     full = torch.zeros(0, 4, dtype=torch.int64, device=partial.device)
     if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-        full = _tiles(mask.full_kv_num_blocks, mask.full_kv_indices, lead, tiles, columns)
+        full = _tiles(mask.full_kv_num_blocks, mask.full_kv_indices, tuple(lead), tiles, columns)
     both = torch.cat((partial, full))
     if len(torch.unique(both, dim=0)) != len(both):
         raise ValueError("pattern, a torch BlockMask, lists a block twice: partial and full blocks must be disjoint")
@@ -72,7 +134,7 @@ def from_flex(mask: BlockMask, *, B: int = 1, H: int = 1) -> BlockLayout:
     whole = [full[~ragged].cpu().numpy(), *(at[state == 2] for at, state, _ in kept)]
     mixed = [at[state == 1] for at, state, _ in kept]
     words = [w[state == 1] for _, state, w in kept]
-    return _layout(lead, Q, K, block_q, block_kv, whole, mixed, words)
+    return _layout(tuple(lead), Q, K, block_q, block_kv, whole, mixed, words)
 
 
 def layout_for(mask: BlockMask, q: Tensor) -> BlockLayout:
@@ -103,21 +165,6 @@ def _check(mask: BlockMask, block_q: int, block_kv: int, tiles: int) -> None:
             f"pattern, a torch BlockMask, must have lists (B, H, {tiles}) for its {mask.seq_lengths[0]} queries; "
             f"got {tuple(mask.kv_num_blocks.shape)}"
         )
-
-
-def _depends(mask_mod: MaskMod, device: torch.device) -> tuple[bool, bool]:
-    """Whether a mask function reads the batch element, and the head."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    index = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(4)]
-    nodes = list(make_fx(torch.vmap(mask_mod))(*index).graph.nodes)
-
-    def reaches(node: Any) -> bool:
-        values = (user for user in node.users if not _SHAPE_ONLY.match(str(user.target)))
-        return any(user.op == "output" or reaches(user) for user in values)
-
-    b, h, *_ = (reaches(node) for node in nodes if node.op == "placeholder")
-    return b, h
 
 
 def _tiles(counts: Tensor, indices: Tensor, lead: tuple[int, ...], tiles: int, columns: int) -> Tensor:
@@ -222,10 +269,7 @@ def to_flex(
     """
     if not isinstance(pattern, (Pattern, BlockLayout)):
         raise ValueError(f"pattern must be a Pattern or a BlockLayout; got {describe(pattern)}")
-    try:
-        device = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ValueError(f"device must be one of torch's; got {describe(device)}") from None
+    device = _device(device)
     edges = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
     if len(edges) != 2 or not all(isinstance(edge, int) and edge > 0 and edge % WORD == 0 for edge in edges):
         raise ValueError(

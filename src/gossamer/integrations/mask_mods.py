@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from gossamer import patterns
+from gossamer.integrations.flex_mask import MaskMod
 from gossamer.layouts import BlockLayout
 from gossamer.patterns.compose import And, Not, Or
 from gossamer.patterns.grid import WORD
-
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 EMPTY, FULL, INTERVAL = -1, -2, -3
 
@@ -113,17 +112,18 @@ def by_lookup(layout: BlockLayout, device: torch.device) -> MaskMod:
         flat[row, tiles.indices[at]] = rows.pool_index[at] if value is None else value
     place = torch.from_numpy(found).to(device)
     moved = rows.on_device(device)
-    shared_b, shared_h = rows.lead[0] == 1, rows.lead[1] == 1
     # Something to index where there are no interval or no bits tiles.
     lo, hi = (x if x.numel() else x.new_zeros(*rows.lead, rows.rows) for x in (moved.lo, moved.hi))
+    # A function that reads the batch element or the head tells them apart: see `depends`.
+    place, lo, hi = (x.reshape([n for n in rows.lead if n > 1] + list(x.shape[2:])) for x in (place, lo, hi))
     pool = moved.pool if moved.pool.numel() else moved.pool.new_zeros(1, block_q, block_kv // WORD)
 
     def mask(b: Tensor, h: Tensor, r: Tensor, j: Tensor) -> Tensor:
-        b, h = b * 0 if shared_b else b, h * 0 if shared_h else h
-        at = place[b, h, r // block_q, j // block_kv]
+        own = [x for x, many in zip((b, h), rows.lead, strict=True) if many > 1]
+        at = place[(*own, r // block_q, j // block_kv)]
         word = pool[at.clamp(min=0), r % block_q, j % block_kv // WORD]
         bit = ((word >> (j % WORD)) & 1) == 1
-        inside = (j >= lo[b, h, r]) & (j < hi[b, h, r])
+        inside = (j >= lo[(*own, r)]) & (j < hi[(*own, r)])
         return torch.where(at >= 0, bit, (at == FULL) | ((at == INTERVAL) & inside))
 
     return mask

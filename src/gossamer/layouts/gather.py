@@ -177,15 +177,21 @@ def build_gather(pattern: Pattern, Q: int, K: int, *, block_q: int, q_offset: in
 def pair_chunks(pattern: Pattern, sizes: Sizes) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
     """(start, stop, rows, keys): the kept pairs of query rows [start, stop) in row-major order, a bounded number."""
     pattern = pattern.lower(sizes)
+    interval = pattern.intervals(sizes)
     start, rows = 0, ROWS_AT_ONCE
     while start < sizes.Q:
         stop = min(start + rows, sizes.Q)
         found = pattern.listed_pairs(sizes, start, stop)
-        if found is None:
+        if found is None and interval is not None:
+            which, keys = ranges(interval[0][start:stop], interval[1][start:stop])
+            found = which + start, keys
+        elif found is None:
             found = pairs_by_tiles(pattern, sizes, start, stop)
         yield start, stop, *found
         each = max(1, len(found[0])) / (stop - start)
-        start, rows = stop, max(1, min(512, int(PAIRS_AT_ONCE / each) // ROWS_AT_ONCE)) * ROWS_AT_ONCE
+        # Rows may keep more than those before them: no more than twice as many at a time.
+        rows = min(2 * rows, max(1, min(512, int(PAIRS_AT_ONCE / each) // ROWS_AT_ONCE)) * ROWS_AT_ONCE)
+        start = stop
 
 
 def pairs_by_tiles(pattern: Pattern, sizes: Sizes, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from abc import ABCMeta, abstractmethod
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -87,6 +87,8 @@ class Pattern(metaclass=_PatternMeta):
     """
 
     handle: int  # what operators and compiled graphs call it; equal patterns share one
+    # Whether it joins other patterns by operators of its own, also from the right: it is computed in another order.
+    ordered: ClassVar[bool] = False
 
     # -- what a subclass says -----------------------------------------------------------------------------------
 
@@ -201,12 +203,12 @@ class Pattern(metaclass=_PatternMeta):
     def __and__(self, other: Any) -> Pattern:
         from gossamer.patterns.compose import And
 
-        return And(self, other) if isinstance(other, Pattern) else NotImplemented
+        return And(self, other) if isinstance(other, Pattern) and not other.ordered else NotImplemented
 
     def __or__(self, other: Any) -> Pattern:
         from gossamer.patterns.compose import Or
 
-        return Or(self, other) if isinstance(other, Pattern) else NotImplemented
+        return Or(self, other) if isinstance(other, Pattern) and not other.ordered else NotImplemented
 
     def __invert__(self) -> Pattern:
         from gossamer.patterns.compose import Not

@@ -197,6 +197,12 @@ class _Each(Pattern):
             raise ValueError(f"{wanted}, got {show(patterns)}") from None
         if not given or not all(isinstance(p, Pattern) for p in given):
             raise ValueError(f"{wanted}, got {show(patterns)}")
+        for p in given:
+            if p.ordered:
+                raise ValueError(
+                    f"patterns must not hold {show(p)}: its order is for all heads and batch elements. Give the CSR "
+                    f"pattern itself, which is computed in the given order"
+                )
         if any(p.lead[own] != 1 for p in given) or len({p.lead[other] for p in given} - {1}) > 1:
             raise ValueError(
                 f"{wanted}; none may differ by {self._one} itself, and all are for the same {self._shared}; "

@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from gossamer.patterns.base import Pairs
+from gossamer.patterns.base import Pairs, Pattern
 from gossamer.patterns.block import Counted, TileCounts
 from gossamer.patterns.grid import WORD, Grid, Sizes, distinct, ranges
 from gossamer.patterns.validate import array, digest, integer, show
+
+# A layout of them could not be addressed.
+MOST_PAIRS = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
@@ -108,12 +111,25 @@ class CSR(Counted):
                 )
         return cls._from_pairs(edges[1], edges[0], Q, K)
 
+    @classmethod
+    def from_pattern(cls, pattern: Pattern, Q: int, K: int, q_offset: int | None = None) -> CSR:
+        """The pairs that any pattern keeps for Q query rows and K keys, as a list; it takes 8 bytes for each.
+
+        Args:
+            pattern: one that all batch elements and query heads share.
+            q_offset: position of query row 0, K - Q by default.
+        """
+        return _listed("pattern", pattern, Q, K, q_offset, MOST_PAIRS)
+
     def reordered(self) -> CSR:
         """The same pairs, computed in reverse Cuthill-McKee order, which brings neighbours near each other.
 
         Worth it where a graph has neighbourhoods but its numbering does not follow them: rows that are near each other
         then gather the same keys. `attention` copies q, k and v in that order and its results back, and refuses
         `key_lengths` and `alibi_slopes`, which speak of positions. Inside torch.compile the given order is kept.
+
+        Joined with another pattern by & or | it is a CSR pattern of the pairs of both, in the same order; positions are
+        those of the given order, as without it. What cannot be joined so is refused.
 
         Raises:
             ValueError: the matrix is not square, or scipy is not installed.
@@ -191,6 +207,35 @@ class CSR(Counted):
 
     def pairs_kept(self, sizes: Sizes) -> int:
         return len(self.indices)
+
+
+def _listed(name: str, pattern: Any, Q: int, K: int, q_offset: int | None, most: int) -> CSR:
+    """The pairs of a pattern, or a ValueError where they are more than `most` or differ by batch element or head."""
+    from gossamer.layouts.build import count_pairs
+    from gossamer.layouts.gather import pair_chunks
+
+    if not isinstance(pattern, Pattern) or pattern.lead != (1, 1):
+        raise ValueError(f"{name} must be one that all batch elements and query heads share, got {show(pattern)}")
+    sizes = pattern._sizes(Q, K, q_offset)
+    pattern.check(sizes.Q, sizes.K)
+    part = pattern.at(0, 0).lower(sizes)
+
+    def check(pairs: int) -> None:
+        if pairs > most:
+            raise ValueError(f"{name} must keep at most {most} pairs to be listed; {show(pattern)} keeps more")
+
+    total = part.pairs_kept(sizes)
+    if total is None and part.listed_pairs(sizes, 0, 1) is None:
+        total = count_pairs(part, sizes)  # looked into by tiles, some of which may hold more than can be listed
+    check(total or 0)
+    counts, columns, found = [], [], 0
+    for start, stop, rows, keys in pair_chunks(part, sizes):
+        counts.append(np.bincount(rows - start, minlength=stop - start))
+        columns.append(keys)
+        found += len(keys)
+        check(found)
+    indptr = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
+    return CSR(indptr, np.concatenate(columns), sizes.K)
 
 
 def _instead(given: Any) -> str:

@@ -22,17 +22,20 @@ class Predicate(Pattern):
     Equal only to a Predicate of the same function object: keep the pattern, and its layout is built once. The
     layout is evaluated tile by tile, over all Q x K pairs unless it is composed by & with a pattern that has fewer.
 
+    A mask function of FlexAttention, `mask_mod(b, h, q_idx, kv_idx)` over tensors, is given to `from_flex`.
+
     Args:
         fn: a vectorised boolean function of int64 numpy arrays of query and key positions, which broadcast against
-            each other. Positions may lie outside the sequence; what it says of them is ignored. It is not asked again:
-            what it reads must not change.
+            each other. Positions may lie outside the sequence: with `q_offset`, and where tiles reach past its end, of
+            which what it says is ignored. Arrays that it captures are read while a layout is built, and not again,
+            since the layout is kept with the function: what it reads must not change.
     """
 
     fn: Callable[[np.ndarray, np.ndarray], Any]
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
-            raise ValueError(f"fn must be a function fn(i, j) of positions, got {show(self.fn)}")
+            raise ValueError(f"fn must be a function fn(i, j) of numpy arrays of positions, got {show(self.fn)}")
 
     def _key(self) -> tuple[Any, ...]:
         return _PROCESS, id(self.fn)
@@ -61,6 +64,9 @@ def _hint(error: Exception) -> str:
             "; positions may lie outside the sequence (with q_offset, and in tiles that reach past its end): clip "
             "those that index an array, np.clip(i, 0, len(array) - 1)"
         )
-    if isinstance(error, TypeError) and "positional argument" in str(error):
-        return "; a mask function of FlexAttention is given as lambda i, j: mask(0, 0, i, j)"
+    if isinstance(error, (TypeError, AttributeError)):
+        return (
+            "; fn is called with numpy arrays of positions, fn(i, j). Of a mask function of FlexAttention, "
+            "mask_mod(b, h, q_idx, kv_idx), from_flex(mask_mod, Q, K) makes a pattern"
+        )
     return ""

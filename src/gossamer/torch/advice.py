@@ -58,7 +58,13 @@ def all_pairs(plan: Plan, device: torch.device) -> float | None:
 
 
 def advice(
-    plan: Plan, pattern: Pattern | None, q_offset: int, device: torch.device, fill: float, planned_again: Sequence[str]
+    plan: Plan,
+    pattern: Pattern | None,
+    q_offset: int,
+    device: torch.device,
+    fill: float,
+    planned_again: Sequence[str],
+    reordered: bool = False,
 ) -> tuple[str, ...]:
     """What would make a call faster.
 
@@ -66,13 +72,14 @@ def advice(
         pattern: None where tensors say what is attended.
         fill: executed pairs for each kept one.
         planned_again: why repetitions of the call are planned again.
+        reordered: the pattern is that of a graph in an order of its own.
     """
     found: list[str] = []
     if plan.implementations[0].layout == "block":
         found += _others(plan, pattern, q_offset, device) if pattern is not None else []
         if fill > MANY:
             one = f"{fill:.1f} pairs are executed for each that is kept"
-            if isinstance(pattern, CSR):
+            if isinstance(pattern, CSR) and not reordered:
                 one += "; CSR.reordered() brings rows with the same keys together"
             found.append(one)
     if planned_again:

@@ -262,7 +262,9 @@ def explain(
         seconds=_seconds(plan, counts),
         backward_seconds=None if later is None else _seconds(later, later_counts),
         all_pairs=None if which is None else all_pairs(plan, q.device),
-        faster=advice(plan, which, terms.q_offset, q.device, fill, planned_again(a, handle, reordered)),
+        faster=advice(
+            plan, which, terms.q_offset, q.device, fill, planned_again(a, handle, reordered), reordered=reordered
+        ),
         copies=_copies(computed[0].implementation, {"q": q, "k": k, "v": v}),
     )
 

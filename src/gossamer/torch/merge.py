@@ -11,6 +11,7 @@ from torch import Tensor
 from gossamer.kernels.rows import compute_dtype
 from gossamer.patterns import LongNet, Pattern
 from gossamer.patterns.compose import Or
+from gossamer.patterns.reordered import ReorderedCSR
 from gossamer.torch.validate import describe
 
 
@@ -96,6 +97,8 @@ def branches_of(pattern: Any) -> tuple[Pattern, ...]:
     """
     if isinstance(pattern, LongNet):
         return pattern.branches()
+    if isinstance(pattern, ReorderedCSR) and pattern.terms:
+        return pattern.terms
     if isinstance(pattern, Or):
         return tuple(
             term for side in (pattern.left, pattern.right)

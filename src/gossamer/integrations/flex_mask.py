@@ -1,0 +1,159 @@
+"""The pattern of a mask function of FlexAttention, `mask_mod(b, h, q_idx, kv_idx)` over tensors of indices."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CellType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gossamer.patterns import Pattern
+from gossamer.patterns.grid import Sizes
+from gossamer.patterns.validate import raised, show
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+# Pairs on which a mask function is evaluated at once.
+PAIRS_AT_ONCE = 2**22
+MOST_SEEN = 1000  # objects that are looked through for a function's tensors
+# Operations that read no value of their tensor: torch's own mask of everything is `batch.new_ones(())`.
+_SHAPE_ONLY = re.compile(r"aten\.(new_(ones|zeros|full|empty)|(ones|zeros|full|empty)_like)\b")
+_NOTHING = CellType()  # what a function closes over before it is given a value
+_PROCESS = object()  # an address means nothing to another process, nor after its function is gone
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FlexMask(Pattern):
+    """The pairs that a mask function of FlexAttention keeps: see `from_flex`, which checks these arguments.
+
+    Args:
+        mask_mod: called with int64 tensors on `device`; q_idx counts rows from 0, whatever `q_offset` is.
+        Q, K: rows and keys of a call.
+        B, H: batch elements and query heads that it tells apart; 1 where it does not.
+        b, h: the batch element and head that it is called with where B and H are 1.
+    """
+
+    mask_mod: MaskMod
+    Q: int
+    K: int
+    B: int
+    H: int
+    device: torch.device
+    b: int = 0
+    h: int = 0
+
+    def __repr__(self) -> str:
+        apart = "".join(f", {name}={n}" for name, n in (("B", self.B), ("H", self.H)) if n > 1)
+        return f"from_flex({getattr(self.mask_mod, '__name__', show(self.mask_mod))}, {self.Q}, {self.K}{apart})"
+
+    def _key(self) -> tuple[Any, ...]:
+        return _PROCESS, id(self.mask_mod), self.Q, self.K, self.B, self.H, str(self.device), self.b, self.h
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        return self.B, self.H
+
+    def at(self, b: int, h: int) -> Pattern:
+        if self.lead == (1, 1):
+            return self
+        return FlexMask(self.mask_mod, self.Q, self.K, 1, 1, self.device, b, h)
+
+    def _check(self, Q: int, K: int) -> None:
+        if (Q, K) != (self.Q, self.K):
+            raise ValueError(f"{self!r} is for Q={self.Q} and K={self.K}, needs Q={Q} and K={K}")
+
+    def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
+        # Indices that exist: a mask function may read tensors by them.
+        return self._evaluate(np.clip(i - sizes.q_offset, 0, self.Q - 1), np.clip(j, 0, self.K - 1))
+
+    def _evaluate(self, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """Kept or not, for rows and keys that broadcast against each other; some pairs at a time."""
+        shape = np.broadcast_shapes(rows.shape, keys.shape)
+        rows, keys = (x.reshape((1,) * (len(shape) - x.ndim) + x.shape) for x in (rows, keys))
+        if math.prod(shape) > PAIRS_AT_ONCE:
+            axis = next(axis for axis, n in enumerate(shape) if n > 1)
+            half = shape[axis] // 2
+
+            def part(x: np.ndarray, of: slice) -> np.ndarray:
+                return x[(slice(None),) * axis + (of,)] if x.shape[axis] > 1 else x
+
+            halves = [self._evaluate(part(rows, of), part(keys, of)) for of in (slice(half), slice(half, None))]
+            return np.concatenate(halves, axis=axis)
+        # One dimension after the other, so that what reads rows alone is computed once for each of them.
+        function = self.mask_mod
+        for axis in reversed(range(len(shape))):
+            if shape[axis] > 1:
+                function = torch.vmap(function, (None, None, *(0 if x.shape[axis] > 1 else None for x in (rows, keys))))
+        arrays = np.int64(self.b), np.int64(self.h), rows.squeeze(), keys.squeeze()
+        with torch.no_grad():
+            kept = call(lambda: function(*(torch.as_tensor(x, device=self.device) for x in arrays)).cpu())
+        if kept.dtype != torch.bool or kept.numel() != math.prod(shape):
+            raise ValueError(
+                f"mask, a function mask_mod(b, h, q_idx, kv_idx), must return a boolean for each pair; of pairs of "
+                f"shape {shape} it returns shape {tuple(kept.shape)}, {kept.dtype}"
+            )
+        return kept.numpy().reshape(shape)
+
+
+def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a mask function, or a transform of one, returns."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        hint = "; device= says where it is evaluated" if "device" in str(error) else ""
+        raise ValueError(f"mask, a function mask_mod(b, h, q_idx, kv_idx), raised {raised(error)}{hint}") from error
+
+
+def depends(mask_mod: MaskMod, device: torch.device) -> tuple[bool, bool]:
+    """Whether a mask function reads the batch element, and the head."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    index = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
+    nodes = list(make_fx(lambda b, h, i, j: torch.vmap(mask_mod)(b, h, i, j))(*index).graph.nodes)
+
+    def reaches(node: Any) -> bool:
+        values = (user for user in node.users if not _SHAPE_ONLY.match(str(user.target)))
+        return any(user.op == "output" or reaches(user) for user in values)
+
+    b, h, *_ = (reaches(node) for node in nodes if node.op == "placeholder")
+    return b, h
+
+
+def device_of(mask_mod: MaskMod) -> torch.device:
+    """Where a mask function's tensors are, as far as they are seen: on a GPU if any is, else the CPU."""
+    waiting: list[Any] = [mask_mod]
+    seen: set[int] = set()
+    while waiting and len(seen) < MOST_SEEN:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor) and value.device.type != "cpu":
+            return value.device
+        waiting += _inside(value)
+    return torch.device("cpu")
+
+
+def _inside(value: Any) -> list[Any]:
+    """What a collection or an object holds, and what a function closes over, reads as globals or has as arguments."""
+    if isinstance(value, (tuple, list)):
+        return list(value)
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if inspect.ismethod(value):
+        return [value.__func__, value.__self__]
+    if inspect.isfunction(value):
+        cells = (cell for cell in value.__closure__ or () if cell != _NOTHING)
+        names = (value.__globals__.get(name) for name in value.__code__.co_names)
+        return [*(cell.cell_contents for cell in cells), *names, *(value.__defaults__ or ())]
+    return [] if isinstance(value, (type, Tensor, ModuleType)) else list(getattr(value, "__dict__", {}).values())
