@@ -32,6 +32,9 @@ _DENSE = Dense()
 _forward = torch.ops.gossamer.forward.default
 _from_sparse: dict[int, tuple[Any, Any, CSR]] = {}
 
+_NESTED = (
+    "; of sequences of several lengths give their padding as key_lengths, or pack them behind one another: Document"
+)
 _PATTERN = (
     "None, a Pattern or its handle, a BlockLayout, a torch BlockMask, a boolean mask tensor that broadcasts to "
     "(B, H, Q, K), or a two-dimensional torch sparse CSR tensor"
@@ -225,6 +228,8 @@ def check_types(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch tensor; got {describe(x)}")
+        if x.is_nested:
+            raise ValueError(f"{name} must be a tensor of one shape; got {describe(x)}{_NESTED}")
         if x.layout != torch.strided:
             raise ValueError(f"{name} must be a strided tensor; got {x.layout}, shape {tuple(x.shape)}")
         if x.device != q.device:
@@ -243,6 +248,10 @@ def check_types(
             raise ValueError(f"{name} must be a number or None; got {describe(x)}")
     if q_offset is not None and (isinstance(q_offset, bool) or not isinstance(q_offset, (int, Tensor, torch.SymInt))):
         raise ValueError(f"q_offset must be an int, a 0-d integer tensor or None; got {describe(q_offset)}")
+    for name, x in (("q_offset", q_offset), ("key_lengths", key_lengths), ("sink_logits", sink_logits),
+                    ("alibi_slopes", alibi_slopes)):  # fmt: skip
+        if isinstance(x, Tensor) and x.is_nested:
+            raise ValueError(f"{name} must be a tensor of one shape; got {describe(x)}")
     if isinstance(q_offset, int) and not -(2**31) < q_offset < 2**31:
         raise ValueError(f"q_offset must be an integer within 2**31; got {describe(q_offset)}")
     for name, x in (("scale", scale), ("softcap", softcap)):
@@ -270,6 +279,8 @@ def what(pattern: Any, q: Tensor) -> tuple[Any, list[Tensor], list[int], Any]:
     if isinstance(pattern, torch.SymInt) or type(pattern) is int:
         return pattern, [], [], None if torch.compiler.is_compiling() else token_of(int(pattern))
     if isinstance(pattern, Tensor):
+        if pattern.is_nested:
+            raise ValueError(f"pattern must be {_PATTERN}; got {describe(pattern)}")
         if pattern.layout == torch.sparse_csr and pattern.ndim == 2:
             csr = _sparse(pattern)
             return csr.handle, [], [], csr

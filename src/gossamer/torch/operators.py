@@ -129,7 +129,7 @@ def plain(*tensors: Tensor | None) -> bool:
     Crossing the dispatcher costs more than all else that a repeated call does on the host.
     """
     for x in tensors:  # a negative view's memory is not what it stands for; the dispatcher resolves it
-        if x is not None and (type(x) not in _PLAIN or x.is_meta or x.is_neg() or _wrapped(x)):
+        if x is not None and (type(x) not in _PLAIN or x.is_meta or x.is_nested or x.is_neg() or _wrapped(x)):
             return False
     return not (
         _dispatch_modes()

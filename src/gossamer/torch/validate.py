@@ -39,8 +39,18 @@ class Arguments(NamedTuple):
     backward: bool
 
 
+class Told(NamedTuple):
+    """What was given, told in words."""
+
+    text: str
+
+
 def describe(value: Any) -> str:
     """What was given, for a message: the shape and dtype of a tensor, the repr of anything else."""
+    if isinstance(value, Told):
+        return value.text
+    if isinstance(value, Tensor) and value.is_nested:
+        return f"a nested tensor, {str(value.dtype)[6:]}, {value.device}"
     if isinstance(value, Tensor):
         return f"shape {tuple(value.shape)}, {str(value.dtype)[6:]}, {value.device}"
     return f"{show(value)} ({type(value).__name__})"
@@ -123,7 +133,7 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
         yield vector.device == q.device, name, vector, f"be a tensor on q's device, {q.device}"
     yield (
         a.alibi_slopes is None or not a.alibi_slopes.requires_grad,
-        "alibi_slopes", "a tensor that requires grad", "be a constant; no gradient is computed for it",
+        "alibi_slopes", Told("a tensor that requires grad"), "be a constant; no gradient is computed for it",
     )  # fmt: skip
     yield (
         a.implementation is None or a.implementation in NAMES,
@@ -187,7 +197,7 @@ def check_layout(walk: Walk, a: Arguments) -> None:
     """Raise ValueError unless a layout's arrays fit together and the inputs; on a CPU its indices are read too."""
     for right, name, given, accepted in _layout_checks(walk, a):
         if not right:
-            raise ValueError(f"pattern, a BlockLayout, must have {name} {accepted}; got {describe(given)}")
+            raise ValueError(f"pattern, a BlockLayout or BlockMask, must have {name} {accepted}; got {describe(given)}")
 
 
 def _layout_checks(walk: Walk, a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
@@ -223,7 +233,7 @@ def _index_checks(walk: Walk) -> Iterator[tuple[bool, str, Any, str]]:
     for kind, tiles in walk.lists.items():
         starts, counts, indices = (x.long() for x in tiles)
         inside = (counts >= 0) & (starts >= 0) & (starts + counts <= len(indices))
-        yield bool(inside.all()), f"{kind}.starts and counts", "others", f"within its {len(indices)} indices"
+        yield bool(inside.all()), f"{kind}.starts and counts", Told("others"), f"within its {len(indices)} indices"
         counts, starts = counts.flatten(), starts.flatten()
         row = torch.repeat_interleave(torch.arange(len(counts)), counts)
         place = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row] + starts[row]
@@ -235,10 +245,10 @@ def _index_checks(walk: Walk) -> Iterator[tuple[bool, str, Any, str]]:
         if kind == "bits" and len(place):
             pool = walk.pool_index[place]
             right = bool(((pool >= 0) & (pool < len(walk.pool))).all())
-            yield right, "pool_index", f"{int(pool.min())} to {int(pool.max())}", f"in [0, {len(walk.pool)})"
+            yield right, "pool_index", Told(f"{int(pool.min())} to {int(pool.max())}"), f"in [0, {len(walk.pool)})"
         seen.append(row * C + column)
     every = torch.cat(seen)
-    yield len(every.unique()) == len(every), "every tile listed once", "a tile listed twice", "at most"
+    yield len(every.unique()) == len(every), "no tile", Told("one that is listed twice"), "listed twice"
 
 
 def layout_from(arrays: list[Tensor], geometry: list[int]) -> BlockLayout:
