@@ -6,6 +6,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,7 @@ from gossamer.bench.peer import Peer, Prepared, Refusal
 from gossamer.bench.peers import PEERS, block_matrix
 from gossamer.bench.processes import run_cases
 from gossamer.bench.rows import Row, append_rows, fill_ratios, refusals, table
-from gossamer.bench.workload import find, make_inputs, workloads
+from gossamer.bench.workload import Workload, find, make_inputs, workloads
 from gossamer.cli import app
 from gossamer.kernels.contract import Terms
 
@@ -269,11 +270,94 @@ def test_types_stay_apart(tmp_path: Path) -> None:
         console = Console(record=True, width=160, file=file)
         console.print(table(rows))
     shown = [[cell.strip() for cell in line.split("│")] for line in console.export_text().splitlines()]
-    assert [cells[-2] for cells in shown if "peer" in cells] == ["3.00", "7.00"]
+    assert [cells[-2] for cells in shown if "peer" in cells] == ["3x as fast", "7x as fast"]
     assert [cells[1] for cells in shown if cells[1:2] and "forward" in cells[1]] == [
         "float32, forward",
         "bfloat16, forward",
     ]
+
+
+@pytest.mark.parametrize(
+    ("peer_ms", "said"),
+    [
+        (2.314, "2.31x as fast"),
+        (1.0, "1x as fast"),
+        (0.43, "0.43x as fast (slower)"),
+        (0.9999, "1x as fast"),
+        (1234.0, "1234x as fast"),
+    ],
+)
+def test_the_table_says_who_is_faster(peer_ms: float, said: str) -> None:
+    from rich.console import Console
+
+    rows = [Row("case", name, "forward", name == "rival", dtype="float32") for name in ("gossamer x", "rival")]
+    for row, ms in zip(rows, (1.0, peer_ms), strict=True):
+        row.p20_ms = row.p50_ms = row.p80_ms = ms
+        row.useful_tflops = row.share_of_matmul = 0.5
+    fill_ratios(rows)
+    with open(os.devnull, "w") as file:
+        console = Console(record=True, width=160, file=file)
+        console.print(table(rows))
+    shown = [[cell.strip() for cell in re.split("[│┃]", line)] for line in console.export_text().splitlines()]
+    (rival,), (header,) = ([line for line in shown if word in line] for word in ("rival", "gossamer is"))
+    assert rival[header.index("gossamer is")] == said
+    (ours,) = (line for line in shown if "gossamer x" in line)
+    assert ours[header.index("gossamer is")] == ""
+
+
+@pytest.mark.parametrize("option", ["--out", "--chart"])
+def test_nothing_is_measured_for_a_file_that_cannot_be_written(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_run, "run_case", lambda *a: pytest.fail("a case is measured"))
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "folder.png").mkdir()
+    for path, why in (
+        (tmp_path / "folder.png", "Is a directory"),
+        (tmp_path / "file" / "a.png", "Not a directory"),
+        (Path("/proc/nowhere/a.png"), "No such file or directory"),
+    ):
+        other = [] if option == "--out" else ["--out", str(tmp_path / "rows.jsonl")]
+        done = runner.invoke(app, ["bench", "window", "--device", "cpu", option, str(path), *other])
+        assert done.exit_code == 2
+        assert done.stderr == f"gossamer: {option} {str(path)!r} cannot be written: {why}\n"
+        assert done.stdout == ""
+    refused = runner.invoke(app, ["bench", "window", "--device", "cpu", "--chart", "a.svg"])
+    assert refused.exit_code == 2
+    assert refused.stderr == "gossamer: --chart must name a .png file, got 'a.svg'\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.png"]
+
+
+def test_the_default_file_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_run, "run_case", lambda *a: pytest.fail("a case is measured"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "benchmarks").write_text("")
+    done = runner.invoke(app, ["bench", "window", "--device", "cpu"])
+    assert done.exit_code == 2
+    told = "gossamer: --out (by default) 'benchmarks/results/cpu.jsonl' cannot be written: Not a directory\n"
+    assert done.stderr == told
+
+
+def test_what_was_measured_is_shown_where_it_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+
+    def run_case(session: object, work: Workload, peers: object) -> list[Row]:
+        measured.append(work.name)
+        return [Row(work.name, "gossamer x", "forward", False, reason="none of it")]
+
+    monkeypatch.setattr(bench_run, "run_case", run_case)
+    chart = tmp_path / "a.png"
+    done = runner.invoke(
+        app, ["bench", "window", "causal", "--device", "cpu", "--out", "/dev/full", "--chart", str(chart)]
+    )
+    assert done.exit_code == 1
+    assert len(measured) == 1  # the next one would be lost as well
+    assert "none of it" in done.stdout and "added 0 rows to /dev/full" in done.stdout
+    lost, bare = done.stderr.splitlines()
+    assert lost == (
+        f"gossamer bench: the rows of {measured[0]} could not be added to /dev/full: No space left on device"
+    )
+    assert bare == f"gossamer bench: no row has a time: {chart} is not drawn" and not chart.exists()
 
 
 def test_a_failed_row_is_shown_with_its_reason(tmp_path: Path) -> None:

@@ -85,11 +85,11 @@ def test_a_failing_process_gives_its_error_and_loses_nothing(tmp_path: Path) -> 
     [
         (["--heads", "3"], "--heads must be even"),
         (["--width", "30"], "--width must be a multiple"),
-        (["--steps", "0"], "--steps must be at least 1"),
+        (["--steps", "0"], "'--steps': must be an integer from 1 to"),
         (["--lr", "0"], "--lr must lie between"),
         (["--context", "1000000"], "--context is at most"),
         (["--device", "tpu"], "--device must be cpu or cuda"),
-        (["--out", "/dev/null/x"], "cannot be made"),
+        (["--out", "/dev/null/x"], "cannot be written: Not a directory"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(arguments: list[str], said: str, tmp_path: Path) -> None:

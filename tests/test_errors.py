@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,39 @@ def test_attention_and_explain(call: str) -> None:
         gs.explain(*args, **options)
 
 
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype stage")
+    NESTED = torch.nested.nested_tensor([torch.zeros(2, 16), torch.zeros(3, 16)])
+SAID_OF_NESTED = {
+    "q": ((NESTED, kv, kv), {}, "q must be a tensor of one shape; got a nested tensor, float32, cpu; of sequences"),
+    "v": ((q, kv, NESTED), {}, "v must be a tensor of one shape; got a nested tensor"),
+    "pattern": ((q, kv, kv, NESTED), {}, "pattern must be None.*; got a nested tensor"),
+    "key_lengths": ((q, kv, kv), {"key_lengths": NESTED}, "key_lengths must be a tensor of one shape; got a nested"),
+    "q_offset": ((q, kv, kv), {"q_offset": NESTED}, "q_offset must be a tensor of one shape; got a nested tensor"),
+}
+
+
+@pytest.mark.parametrize("call", SAID_OF_NESTED)
+def test_nested_tensors(call: str) -> None:
+    args, options, message = SAID_OF_NESTED[call]
+    for function in (gs.attention, gs.explain):
+        with pytest.raises(ValueError, match=message):
+            function(*args, **options)
+
+
+@pytest.mark.parametrize("name", ["implementation", "merge", "deterministic", "pattern", "return_lse"])
+def test_long_values_are_shortened(name: str) -> None:
+    for value in ("x" * 10**6, [0] * 10**6, 10**5000):
+        with pytest.raises(ValueError, match=name) as raised:
+            gs.attention(q, kv, kv, **{name: value})
+        assert len(str(raised.value)) < 600
+
+
+def test_a_block_mask_of_another_size_is_called_one() -> None:
+    with pytest.raises(ValueError, match=r"BlockMask, must have \(Q, K\) of the inputs"):
+        gs.attention(q, kv, kv, gs.to_flex(gs.Causal(), 300, 300))
+
+
 LAYOUTS = {
     "sizes": (lambda: gs.Causal().layout(8, 40, block_q=32, block_kv=32), r"\(Q, K\) of the inputs, \(40, 40\)"),
     "index": (lambda: layout(bits={"indices": ints(0, 7)}), r"bits.indices in \[0, 2\); got 7"),
@@ -119,7 +153,7 @@ LAYOUTS = {
         lambda: layout(full={"counts": ints(0, 1).view(1, 1, 2), "indices": ints(1, 1)}),
         "full.indices no tile that reaches past the last key",
     ),
-    "twice": (lambda: layout(bits={"indices": ints(0, 0)}), "every tile listed once"),
+    "twice": (lambda: layout(bits={"indices": ints(0, 0)}), "no tile listed twice; got one that is listed twice$"),
     "shape of counts": (lambda: layout(full={"counts": ints(0, 1, 2).view(1, 1, 3)}), "full.(starts|counts) of shape"),
     "pool shape": (lambda: layout(pool=torch.zeros(3, 32, 2, dtype=torch.int32)), r"pool \(P, 32, 1\)"),
     "dtype": (lambda: layout(pool_index=torch.zeros(2, dtype=torch.int64)), "of int32 on cpu"),

@@ -406,3 +406,25 @@ def test_flex_attention_computes_what_to_flex_says() -> None:
     x = torch.randn(1, 2, 200, 16)
     out = flex_attention(x, x, x, block_mask=gs.to_flex(pattern, 200))
     torch.testing.assert_close(out, gs.attention(x, x, x, pattern), rtol=1e-4, atol=1e-5)
+
+
+FAR = 2**31 - 1
+
+
+@pytest.mark.parametrize("q_offset", [0, 100, -100, 2**31 - 2**16 - 100, -(2**31) + 2**16 + 100])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        gs.Dilated(FAR, FAR, 12), gs.Dilated(3, 2, FAR), gs.SlidingWindow(FAR, FAR),
+        gs.SlidingWindow(FAR, 0, sinks=FAR), gs.Strided(FAR, FAR), gs.Strided(7, FAR),
+        gs.Local(FAR), gs.Local(9), ~gs.Dilated(FAR, 0, 5),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_formulas_of_32_bit_indices_do_not_wrap(pattern: gs.Pattern, q_offset: int) -> None:
+    Q, K = 24, 40
+    mask_mod = by_formula(pattern, Q, K, q_offset, CPU)
+    assert mask_mod is not None
+    zero, rows, keys = (torch.tensor(x, dtype=torch.int32) for x in (0, range(Q), range(K)))
+    kept = mask_mod(zero, zero, rows[:, None], keys).expand(Q, K)
+    assert (kept.numpy() == pattern.materialize(Q, K, q_offset)).all()

@@ -167,6 +167,16 @@ def test_the_command_refuses(arguments: list[str], said: str, monkeypatch: pytes
     assert done.exit_code == 2 and said in done.output
 
 
+@needs_compiler
+def test_the_command_compiles_nothing_that_it_could_not_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DIRECTORY, "/dev/null/kernels")
+    monkeypatch.setattr("concurrent.futures.ProcessPoolExecutor", lambda *a, **k: pytest.fail("kernels are compiled"))
+    done = CliRunner().invoke(app, ["compile", "--head-dim", "64"])
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"gossamer: the cache of kernels ({DIRECTORY} names another folder): '/dev/null/")
+    assert done.stderr.endswith("cannot be written: Not a directory\n") and done.stdout == ""
+
+
 def test_the_command_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gossamer.kernels.hopper.missing_packages", lambda: ["needs the package nvidia-cutlass-dsl"])
     done = CliRunner().invoke(app, ["compile"])

@@ -38,7 +38,8 @@ def run(code: str, *, blocked: tuple[str, ...] = ()) -> str:
 def test_import_gossamer_loads_no_framework() -> None:
     loaded = run(
         "import gossamer, gossamer.patterns, gossamer.layouts, gossamer.kernels.table, gossamer.testing.cases\n"
-        "print([m for m in ('torch', 'jax', 'triton', 'matplotlib', 'scipy', 'typer') if m in sys.modules])"
+        "names = 'torch', 'transformers', 'jax', 'triton', 'matplotlib', 'scipy', 'typer'\n"
+        "print([m for m in names if m in sys.modules])"
     )
     assert loaded.strip() == "[]"
 
@@ -63,7 +64,7 @@ def test_what_needs_torch_says_so() -> None:
         "try: gs.attention\n"
         "except ImportError as error: print(error)"
     )
-    assert out.strip() == "gossamer.attention needs torch: pip install 'gossamer[torch]'"
+    assert out.strip() == "gossamer.attention needs torch; in a checkout of gossamer: pip install '.[torch]'"
 
 
 def test_torch_without_triton() -> None:
@@ -77,6 +78,18 @@ def test_torch_without_triton() -> None:
         blocked=("triton",),
     )
     assert out.count("triton is blocked by this test") == 3 and "implementation" in out and "available: blocked" in out
+
+
+def test_transformers_is_imported_when_it_is_asked_for() -> None:
+    out = run(
+        "import sys, gossamer.torch, gossamer.integrations.transformers as integration\n"
+        "print('transformers' in sys.modules)\n"
+        "try: integration.register()\n"
+        "except ImportError as error: print(error)",
+        blocked=("transformers",),
+    )
+    assert out.startswith("False\nregister needs transformers of at least 5.17: pip install 'gossamer[transformers]'")
+    assert "transformers is blocked by this test" in out
 
 
 def test_kernels_see_layouts_and_never_patterns_or_one_another() -> None:

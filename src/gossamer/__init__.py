@@ -44,7 +44,9 @@ else:
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
-            raise ImportError(f"gossamer.{name} needs torch: pip install 'gossamer[torch]'", name="torch") from error
+            raise ImportError(
+                f"gossamer.{name} needs torch; in a checkout of gossamer: pip install '.[torch]'", name="torch"
+            ) from error
         found = globals()[name] = getattr(module, name)  # looked up once
         return found
 

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from gossamer.bench.summary import number
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -110,13 +112,14 @@ def fill_ratios(rows: list[Row]) -> None:
 
 
 def table(rows: list[Row]) -> Table:
-    """The rows of a run; `speed-up` is the row's time over gossamer's, so above 1 gossamer is faster."""
+    """The rows of a run; beside each peer, how many times as fast gossamer is on the same case."""
     from rich.table import Table
 
-    shown = Table(title="benchmarks", caption="speed-up: time of this row over gossamer's on the same case")
+    caption = "gossamer is 2x as fast where a call of this row takes twice the time of gossamer's on the same case"
+    shown = Table(title="benchmarks", caption=caption)
     shown.add_column("case", overflow="fold")
     shown.add_column("implementation", overflow="fold")
-    for column in ("ms (p20 - p80)", "TFLOP/s", "of matmul", "peak", "check", "speed-up"):
+    for column in ("ms (p20 - p80)", "TFLOP/s", "of matmul", "peak", "check", "gossamer is"):
         shown.add_column(column, justify="right", overflow="fold")
     last = None
     several = len({row.dtype for row in rows}) > 1
@@ -149,7 +152,7 @@ def _cells(row: Row, rows: list[Row]) -> list[str]:
     check = "" if row.check is None else f"{row.check:.2f}"
     if row.p50_ms is None or row.useful_tflops is None or row.share_of_matmul is None:
         return [f"{name}\n[red]{escape(f'{row.status}: {row.reason}')}", "", "", "", "", check, ""]
-    speed_ups = [
+    ratios = [
         own.ratios[row.implementation]
         for own in rows
         if row.peer
@@ -163,12 +166,20 @@ def _cells(row: Row, rows: list[Row]) -> list[str]:
         f"{row.share_of_matmul:.0%}",
         _memory(row),
         check,
-        " ".join(f"{ratio:.2f}" for ratio in speed_ups),
+        " ".join(_as_fast(ratio) for ratio in ratios),
     ]
+
+
+def _as_fast(ratio: float) -> str:
+    """A peer's time over gossamer's, in words that say who is faster."""
+    text = number(ratio)
+    return f"{text}x as fast" + (" (slower)" if float(text) < 1 else "")
 
 
 def _memory(row: Row) -> str:
     if row.peak_percent is None or row.peak_bytes is None:
         return ""
-    text = f"+{row.peak_bytes / 2**20:,.0f} MiB ({row.peak_percent:.1f} %)"
+    few = row.peak_bytes < 10 * 2**20
+    peak = f"{row.peak_bytes / 2**10:,.0f} KiB" if few else f"{row.peak_bytes / 2**20:,.0f} MiB"
+    text = f"+{peak} ({number(row.peak_percent)} %)"
     return text if row.peak_rss_bytes is None else f"{text}, RSS {row.peak_rss_bytes / 2**30:.2f} GiB"

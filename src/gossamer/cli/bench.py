@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gossamer.cli.options import integer, number
+
 if TYPE_CHECKING:
     from gossamer.bench.peer import Peer
     from gossamer.bench.rows import Row
@@ -31,12 +33,25 @@ def run(
         list[str] | None, typer.Option(help="float16, bfloat16, float32 or float64; the usual one. Repeatable.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU when there is one.")] = None,
-    budget: Annotated[float, typer.Option(min=0.01, max=60, help="Seconds of timed calls for each row.")] = 0.5,
+    budget: Annotated[
+        float,
+        typer.Option(parser=number(0.01, 60), metavar="SECONDS", help="Of timed calls for each row, 0.01 to 60."),
+    ] = 0.5,
     prepare: Annotated[
-        int, typer.Option(min=0, help="Cases that compile at the same time, each in a process; 0: in this one.")
+        int,
+        typer.Option(
+            parser=integer(0, 1024),
+            metavar="N",
+            help="Cases that compile at the same time, each in a process; 0: in this one.",
+        ),
     ] = 0,
     limit: Annotated[
-        float, typer.Option(min=1, help="With --prepare: seconds after which a case that does not end is given up.")
+        float,
+        typer.Option(
+            parser=number(1, 1_000_000),
+            metavar="SECONDS",
+            help="With --prepare: after which a case that does not end is given up.",
+        ),
     ] = 600,
     commit: Annotated[
         str | None, typer.Option(help="What the rows name as the state of the code; that of the checkout by default.")
@@ -51,12 +66,12 @@ def run(
     from rich.console import Console
     from rich.progress import Progress
 
-    from gossamer.cli.errors import Refused, need
+    from gossamer.cli.errors import Failed, Refused, check_file, check_picture, need, reason, shorten
 
     torch = need("torch", "gossamer bench")
     chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if chosen not in ("cpu", "cuda"):
-        raise Refused(f"--device must be cpu or cuda, got {chosen!r}")
+        raise Refused(f"--device must be cpu or cuda, got {shorten(repr(chosen))}")
     if chosen == "cuda" and not torch.cuda.is_available():
         raise Refused("--device cuda needs an NVIDIA GPU that torch can use; there is none here")
     from gossamer.bench.charts import chart as draw
@@ -69,14 +84,14 @@ def run(
     from gossamer.testing.sweeps import SWEEPS
 
     if implementation is not None and implementation not in NAMES:
-        raise Refused(f"--implementation must be one of {', '.join(NAMES)}, got {implementation!r}")
+        raise Refused(f"--implementation must be one of {', '.join(NAMES)}, got {shorten(repr(implementation))}")
     for named in dtype or []:
         if named not in EVERY:
-            raise Refused(f"--dtype must be one of {', '.join(EVERY)}, got {named!r}")
+            raise Refused(f"--dtype must be one of {', '.join(EVERY)}, got {shorten(repr(named))}")
     others = [found for found in PEERS if peers or found.name in (peer or [])]
     unknown = set(peer or []) - {found.name for found in PEERS}
     if unknown:
-        raise Refused(f"--peer must be one of {', '.join(p.name for p in PEERS)}, got {min(unknown)!r}")
+        raise Refused(f"--peer must be one of {', '.join(p.name for p in PEERS)}, got {shorten(repr(min(unknown)))}")
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
@@ -89,10 +104,13 @@ def run(
     whole = len(sweeps) == 1 and all(work.tags & SWEEPS for work in works)
     target = out or RESULTS / f"{_file_name(torch, chosen)}{'_' + sweeps.pop() if whole else ''}.jsonl"
     if chart is not None:
-        need("matplotlib", "--chart")
+        check_picture("--chart", chart, "gossamer bench --chart")
+    check_file("--out" if out else "--out (by default)", target)
     session = Session(torch.device(chosen), versions(), implementation, budget)
     session.commit = commit or session.commit
-    rows, lost, start = [], [], perf_counter()
+    rows: list[Row] = []
+    lost: list[str] = []
+    added, start = 0, perf_counter()
     with Progress(*Progress.get_default_columns(), console=console, transient=True) as progress:
         bar = progress.add_task("", total=len(works))
         session.progress = lambda text: progress.update(bar, description=text)
@@ -103,8 +121,13 @@ def run(
                 lost.append(f"{work.name}: {found}")
             else:
                 fill_ratios(found)
-                append_rows(found, target)  # case by case: an interrupted run keeps what it has
                 rows += found
+                try:
+                    append_rows(found, target)  # case by case: an interrupted run keeps what it has
+                except OSError as error:
+                    lost.append(f"the rows of {work.name} could not be added to {target}: {reason(error)}")
+                    break
+                added += len(found)
             progress.advance(bar)
     console.print(table(rows))
     for line in refusals(rows):
@@ -114,10 +137,15 @@ def run(
         f"{session.name}; matrix product "
         + ", ".join(f"{rate:,.3g} TFLOP/s in {dtype}" for dtype, rate in rates.items())
     )
-    console.print(f"added {len(rows)} rows to {target}")
-    if chart is not None:
-        draw([asdict(row) for row in rows], chart)
-        console.print(f"drawn to {chart}")
+    console.print(f"added {added} rows to {target}", markup=False, soft_wrap=True)
+    if chart is not None and not any(row.p50_ms for row in rows):
+        lost.append(f"no row has a time: {chart} is not drawn")
+    elif chart is not None:
+        try:
+            draw([asdict(row) for row in rows], chart)
+        except OSError as error:
+            raise Failed(f"--chart {str(chart)!r} could not be written: {reason(error)}") from None
+        console.print(f"drawn to {chart}", markup=False, soft_wrap=True)
     failed = [row for row in rows if row.status == "failed" and not row.peer]
     for row in failed:
         typer.echo(f"gossamer bench: {row.case}, {row.direction}, {row.implementation} failed: {row.reason}", err=True)
@@ -150,7 +178,7 @@ def _measured(
 
 def _choose(names: list[str], tags: list[str], device: str, dtypes: list[str], everything: bool) -> list[Workload]:
     from gossamer.bench.workload import workloads
-    from gossamer.cli.errors import Refused
+    from gossamer.cli.errors import Refused, shorten
     from gossamer.testing.sweeps import SWEEPS
 
     works = [work for dtype in dtypes for work in workloads(device, dtype)] if dtypes else workloads(device)
@@ -165,7 +193,7 @@ def _choose(names: list[str], tags: list[str], device: str, dtypes: list[str], e
     unknown = [name for name in names if name not in known] + [tag for tag in tags if tag not in every_tag]
     if unknown:
         raise Refused(
-            f"no case or tag {', '.join(map(repr, unknown))} for {where}; "
+            f"no case or tag {shorten(', '.join(map(repr, unknown)))} for {where}; "
             f"cases: {', '.join(named)}; tags: {', '.join(every_tag)}"
         )
     return [work for work in works if work.name in names or work.tags.intersection(tags)]

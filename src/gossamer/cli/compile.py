@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gossamer.cli.options import integer
+
 if TYPE_CHECKING:
     from gossamer.kernels.hopper.config import Shipped
 
@@ -18,7 +20,9 @@ def run(
     ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="Only bfloat16 or float16.")] = None,
     arch: Annotated[str, typer.Option(help="What to compile for.")] = "sm_90a",
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; one for each core by default.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(parser=integer(1, 1024), metavar="N", help="Processes; one for each core by default.")
+    ] = None,
     list_kernels: Annotated[bool, typer.Option("--list", help="List the kernels and stop.")] = False,
 ) -> None:
     """Compile the Hopper kernels into the cache; what is there already is left alone."""
@@ -29,12 +33,12 @@ def run(
     from rich.console import Console
     from rich.progress import track
 
-    from gossamer.cli.errors import Refused
+    from gossamer.cli.errors import Refused, check_file, shorten
     from gossamer.kernels.hopper import missing_packages
-    from gossamer.kernels.hopper.store import ARCHITECTURE, directory
+    from gossamer.kernels.hopper.store import ARCHITECTURE, DIRECTORY, directory
 
     if arch != ARCHITECTURE:
-        raise Refused(f"--arch must be {ARCHITECTURE}, for which the kernels are written, got {arch!r}")
+        raise Refused(f"--arch must be {ARCHITECTURE}, for which the kernels are written, got {shorten(repr(arch))}")
     missing = missing_packages()
     if missing:
         raise Refused(f"gossamer compile {'; '.join(missing)}")
@@ -49,6 +53,8 @@ def run(
             )  # fmt: skip
         return
     todo = [kernel for kernel, path in found if not path.exists()]
+    if todo:
+        check_file(f"the cache of kernels ({DIRECTORY} names another folder):", _path(todo[0]))
     start = perf_counter()
     processes = min(jobs or len(os.sched_getaffinity(0)), len(todo))
     if todo:
@@ -68,14 +74,14 @@ def run(
 
 
 def _choose(head_dims: list[str], dtypes: list[str]) -> list[Shipped]:
-    from gossamer.cli.errors import Refused
+    from gossamer.cli.errors import Refused, shorten
     from gossamer.kernels.hopper.config import DTYPES, SIZES, shipped
 
     known = {f"{D}" if D == E else f"{D},{E}": (D, E) for D, E in SIZES}
     for option, given, accepted in (("--head-dim", head_dims, list(known)), ("--dtype", dtypes, list(DTYPES))):
         unknown = [text for text in given if text not in accepted]
         if unknown:
-            raise Refused(f"{option} must be one of {' | '.join(accepted)}, got {unknown[0]!r}")
+            raise Refused(f"{option} must be one of {' | '.join(accepted)}, got {shorten(repr(unknown[0]))}")
     sizes = {known[text] for text in head_dims or known}
     return [kernel for kernel in shipped() if kernel.dtype in (dtypes or DTYPES) and sizes & kernel.sizes]
 

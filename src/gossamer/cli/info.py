@@ -89,7 +89,9 @@ def _implementations() -> Table:
     try:
         import torch  # noqa: F401
     except ImportError as error:
-        table.add_row("none", escape(f"torch is needed: pip install 'gossamer[torch]' ({error})"), "", "", "")
+        table.add_row(
+            "none", escape(f"torch is needed ({error}); in a checkout of gossamer: pip install '.[torch]'"), "", "", ""
+        )
         return table
     from gossamer.cli.support import head_sizes
     from gossamer.kernels.table import NAMES, available, load

@@ -28,24 +28,30 @@ def by_formula(p: patterns.Pattern, Q: int, K: int, q_offset: int, device: torch
         return by_formula(pattern, Q, K, q_offset, device)
 
     p = p.at(0, 0) if p.lead == (1, 1) else p
+    # Indices may be 32-bit: what is further away than any key makes no difference, and is not compared with.
+    past, ahead = max(0, q_offset + Q - 1), max(0, K - 1 - q_offset)
+    apart = max(abs(q_offset) + Q, K) + past + ahead
     match p:
         case patterns.Dense():
             return lambda b, h, r, j: j >= 0
         case patterns.Causal():
             return lambda b, h, r, j: j <= r + q_offset
         case patterns.SlidingWindow():
-            return _window(p, q_offset)
+            return _window(p, q_offset, past, ahead)
         case patterns.Local(block=block):
+            block = min(block, apart)
             return lambda b, h, r, j: (r + q_offset) // block == j // block
         case patterns.BlockMask() | patterns.BigBird(causal=False) if p.lead == (1, 1) and q_offset == 0:
             return _block_matrix(p, Q, K, device)
         case patterns.Dilated(left=left, right=right, dilation=d):
+            before, after, step = min(left * d, past), min(right * d, ahead), min(d, apart)
             return lambda b, h, r, j: (
-                ((r + q_offset - j) % d == 0) & (r + q_offset - j <= left * d) & (j - r - q_offset <= right * d)
+                ((r + q_offset - j) % step == 0) & (r + q_offset - j <= before) & (j - r - q_offset <= after)
             )
         case patterns.Strided(stride=stride, local=local):
+            near, step = min(local, past), min(stride, apart)
             return lambda b, h, r, j: (
-                (j <= r + q_offset) & ((r + q_offset - j <= local) | ((r + q_offset - j) % stride == 0))
+                (j <= r + q_offset) & ((r + q_offset - j <= near) | ((r + q_offset - j) % step == 0))
             )
         case patterns.Document() if p.lead[0] == 1 and q_offset == 0 and Q <= K:
             ids = torch.from_numpy(np.array(p.ids).reshape(-1)).to(device)
@@ -66,8 +72,9 @@ def _both(first: MaskMod | None, second: MaskMod | None, join: Callable[..., Ten
     return lambda b, h, r, j: join(first(b, h, r, j), second(b, h, r, j))
 
 
-def _window(p: Any, q_offset: int) -> MaskMod:
-    left, right, sinks = p.left, p.right, p.sinks
+def _window(p: Any, q_offset: int, past: int, ahead: int) -> MaskMod:
+    left, right = (x if x is None else min(x, most) for x, most in ((p.left, past), (p.right, ahead)))
+    sinks = min(p.sinks, ahead + past + 1)
 
     def mask(b: Tensor, h: Tensor, r: Tensor, j: Tensor) -> Tensor:
         i = r + q_offset

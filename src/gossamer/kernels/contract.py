@@ -37,6 +37,7 @@ class Problem:
     backward: bool = False
     deterministic: bool = False
     tile: tuple[int, int] | None = None  # (block_q, block_kv) of a layout that the user made
+    softcap: float | None = None
 
 
 class GatherChoice(NamedTuple):
@@ -77,6 +78,7 @@ class Capability:
     min_sm: int | None = None  # for CUDA devices
     max_sm: int | None = None
     score_terms: frozenset[str] = frozenset()  # of SCORE_TERMS, what it computes
+    max_softcap: float | None = None  # over which its tanh is too coarse; None: any
     backward: bool = True
     deterministic: frozenset[str] = frozenset({"cpu", "cuda"})  # devices on which a deterministic run exists
     tiles: frozenset[tuple[int, int]] | None = None  # layout tiles that it walks; None: any
@@ -128,6 +130,8 @@ def reasons(problem: Problem, capability: Capability) -> list[str]:
     missing = p.score_terms - c.score_terms
     if missing:
         found.append(f"does not compute {_names(missing)}")
+    if p.softcap is not None and c.max_softcap is not None and p.softcap > c.max_softcap:
+        found.append(f"has a tanh for a softcap up to {c.max_softcap:g}, got {p.softcap:g}")
     if p.backward and not c.backward:
         found.append("has no backward")
     if p.deterministic and p.device in c.devices and p.device not in c.deterministic:

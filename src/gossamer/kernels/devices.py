@@ -1,9 +1,9 @@
-"""What every launch asks of a device, and the memory of results."""
+"""What every launch asks of a device, the memory of results, and key lengths as kernels read them."""
 
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 ROOM_BYTES = 2**24  # the largest workspace that waits for the next call
 ROOMS = 4  # of them that wait, each for a stream
 MOST_SHAPES = 64  # whose views of a workspace are kept
+MOST_ENDS = 256  # numbers of keys whose bounds are kept
 
 
 @cache
@@ -33,6 +34,24 @@ def template(like: Tensor, shape: tuple[int, ...] | torch.Size, dtype: torch.dty
 def empty_from(template: Tensor) -> Tensor:
     """An uninitialised contiguous tensor."""
     return torch.empty_like(template, memory_format=torch.contiguous_format)
+
+
+def int32_lengths(lengths: Tensor, K: int) -> Tensor:
+    """Key lengths (B,) of any integer type as int32, by one launch at most; those of int64 are clamped to [0, K].
+
+    What int32 holds is clamped by the kernel that reads it.
+    """
+    if lengths.dtype != torch.int64:
+        return lengths.to(torch.int32)
+    none, every = _ends(lengths.device, K)
+    return torch.clamp(lengths, none, every, out=lengths.new_empty(lengths.shape, dtype=torch.int32))
+
+
+@lru_cache(MOST_ENDS)
+def _ends(device: torch.device, K: int) -> tuple[Tensor, ...]:
+    """0 and K on a device: a clamp by numbers of Python would not write another type than it reads."""
+    with torch.inference_mode(False):
+        return torch.tensor([0, K]).to(device).unbind()
 
 
 class Room(NamedTuple):

@@ -22,10 +22,10 @@ def head_slope(slopes, i_h, ALIBI: tl.constexpr):
 
 @triton.jit
 def end_of_keys(lengths, i_b, K, LENGTHS: tl.constexpr):
-    """Where the keys of a batch element end."""
+    """Where the keys of a batch element end, of a length of any integer type."""
     end = K
     if LENGTHS:
-        end = tl.minimum(tl.load(lengths + i_b), K).to(tl.int32)
+        end = tl.maximum(tl.minimum(tl.load(lengths + i_b), K), 0).to(tl.int32)
     return end
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from functools import cache
+from itertools import count
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
@@ -12,6 +15,22 @@ Value = TypeVar("Value")
 
 # Entries: these many in any case; and these many, where they are asked for again, that hold no more than these bytes.
 LEAST_KEPT, MOST_KEPT, KEPT_BYTES = 64, 1024, 2**28
+TRIMMED_EVERY = 128  # entries that are forgotten, of any kind: some ten calls of new sizes or more
+
+_forgotten = count(1)
+
+
+@cache
+def _trim() -> Callable[[int], Any]:
+    """glibc's malloc_trim, which gives free memory back to the system; nothing where the C library has no such call.
+
+    What is kept lies between the tensors of the calls that made it. Where sizes are ever new, the free places in
+    between fit no later tensor, and the process would grow by hundreds of megabytes.
+    """
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return lambda pad: None
 
 
 class Kept(Generic[Value]):
@@ -64,6 +83,8 @@ class Kept(Generic[Value]):
                     self._entries[oldest] = entry
                 else:
                     self._bytes -= entry[1]
+                    if next(_forgotten) % TRIMMED_EVERY == 0:
+                        _trim()(0)
                     self._forgotten[hash(oldest)] = None
                     if len(self._forgotten) > self.most:
                         self._forgotten.popitem(last=False)

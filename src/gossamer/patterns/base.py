@@ -117,6 +117,11 @@ class Pattern(metaclass=_PatternMeta):
         return self
 
     @property
+    def reads_positions(self) -> bool:
+        """Whether `q_offset` has a meaning: not where rows are counted from 0 whatever it is."""
+        return True
+
+    @property
     def _period(self) -> tuple[int, int]:
         """Batch elements, and heads, that are equal modulo these have equal patterns: `lead` where none is shorter."""
         return self.lead

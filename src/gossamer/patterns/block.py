@@ -66,6 +66,10 @@ class Blocks(Counted):
     def _holds(self, block_rows: np.ndarray, block_columns: np.ndarray, sizes: Sizes) -> np.ndarray:
         """Whether the blocks are kept; indices may lie outside the matrix, where nothing is."""
 
+    @property
+    def reads_positions(self) -> bool:
+        return False
+
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         return self._holds((i - sizes.q_offset) // self.block, j // self.block, sizes)
 

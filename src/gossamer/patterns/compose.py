@@ -47,6 +47,10 @@ class _Binary(Pattern):
         left, right = (p.at(min(b, p.lead[0] - 1), min(h, p.lead[1] - 1)) for p in (self.left, self.right))
         return self if left is self.left and right is self.right else type(self)(left, right)
 
+    @property
+    def reads_positions(self) -> bool:
+        return self.left.reads_positions or self.right.reads_positions
+
     def lower(self, sizes: Sizes) -> Pattern:
         return type(self)(self.left.lower(sizes), self.right.lower(sizes))
 
@@ -152,6 +156,10 @@ class Not(Pattern):
         inner = self.pattern.at(b, h)
         return self if inner is self.pattern else Not(inner)
 
+    @property
+    def reads_positions(self) -> bool:
+        return self.pattern.reads_positions
+
     def lower(self, sizes: Sizes) -> Pattern:
         return Not(self.pattern.lower(sizes))
 
@@ -216,6 +224,10 @@ class _Each(Pattern):
     def at(self, b: int, h: int) -> Pattern:
         pattern = self.patterns[h if self._axis else b]
         return pattern.at(min(b, pattern.lead[0] - 1), min(h, pattern.lead[1] - 1))
+
+    @property
+    def reads_positions(self) -> bool:
+        return any(pattern.reads_positions for pattern in self.patterns)
 
     def lower(self, sizes: Sizes) -> Pattern:
         raise AssertionError("lowered one by one, through `at`")

@@ -161,6 +161,10 @@ class CSR(Counted):
     def _key(self) -> tuple[Any, ...]:
         return self.num_keys, self.__dict__["_digest"]
 
+    @property
+    def reads_positions(self) -> bool:
+        return False
+
     def _check(self, Q: int, K: int) -> None:
         if (len(self.indptr) - 1, self.num_keys) != (Q, K):
             raise ValueError(f"CSR has {len(self.indptr) - 1} rows and num_keys={self.num_keys}, needs Q={Q} and K={K}")

@@ -14,6 +14,8 @@ import threading
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from gossamer.patterns.validate import show
+
 if TYPE_CHECKING:
     from gossamer.patterns.base import Pattern
 
@@ -80,7 +82,7 @@ def token_of(handle: int) -> Token:
     """
     token = _by_handle.get(handle)
     if token is None:
-        raise ValueError(f"pattern handle {handle} is unknown: make the pattern that it stands for, and keep it")
+        raise ValueError(f"pattern handle {show(handle)} is unknown: make the pattern that it stands for, and keep it")
     return token
 
 

@@ -7,9 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from gossamer.kernels.rows import compute_dtype
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import CSR, Dense, Pattern
 from gossamer.patterns.handles import token_of
@@ -30,6 +32,9 @@ _DENSE = Dense()
 _forward = torch.ops.gossamer.forward.default
 _from_sparse: dict[int, tuple[Any, Any, CSR]] = {}
 
+_NESTED = (
+    "; of sequences of several lengths give their padding as key_lengths, or pack them behind one another: Document"
+)
 _PATTERN = (
     "None, a Pattern or its handle, a BlockLayout, a torch BlockMask, a boolean mask tensor that broadcasts to "
     "(B, H, Q, K), or a two-dimensional torch sparse CSR tensor"
@@ -137,6 +142,15 @@ def attention(
         if call is not None and (return_lse is False or return_lse is True):
             found = call(q, k, v, which, *tensors)
             return found if return_lse else found[0]
+    given = scale, q_offset, softcap, sink_logits, alibi_slopes
+    scale, q_offset, softcap = number(scale), number(q_offset), number(softcap)
+    sink_logits, alibi_slopes = wide(sink_logits, q), wide(alibi_slopes, q)
+    if any(x is not y for x, y in zip(given, (scale, q_offset, softcap, sink_logits, alibi_slopes), strict=True)):
+        return attention(
+            q, k, v, pattern, scale=scale, q_offset=q_offset, key_lengths=key_lengths, softcap=softcap,
+            sink_logits=sink_logits, alibi_slopes=alibi_slopes, return_lse=return_lse, merge=merge,
+            implementation=implementation, deterministic=deterministic,
+        )  # fmt: skip
     check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation)
     if not isinstance(return_lse, bool):
         raise ValueError(f"return_lse must be True or False; got {describe(return_lse)}")
@@ -191,6 +205,21 @@ def _merged(
     return (out, lse) if return_lse else out
 
 
+def number(x: Any) -> Any:
+    """A scalar of numpy as a number of Python; anything else as it is."""
+    return x.item() if isinstance(x, np.generic) else x
+
+
+def wide(x: Any, q: Any) -> Any:
+    """A score parameter in the type that scores are computed in, with its gradient; what is no such tensor as it is.
+
+    What is derived from one of 16 bits, such as the slope of a dilated part, would be rounded again.
+    """
+    if not (isinstance(x, Tensor) and isinstance(q, Tensor) and x.is_floating_point()):
+        return x
+    return x.to(compute_dtype(q.dtype))
+
+
 def check_types(
     q: Any, k: Any, v: Any, scale: Any, q_offset: Any, key_lengths: Any, softcap: Any, sink_logits: Any,
     alibi_slopes: Any, implementation: Any,
@@ -199,6 +228,8 @@ def check_types(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch tensor; got {describe(x)}")
+        if x.is_nested:
+            raise ValueError(f"{name} must be a tensor of one shape; got {describe(x)}{_NESTED}")
         if x.layout != torch.strided:
             raise ValueError(f"{name} must be a strided tensor; got {x.layout}, shape {tuple(x.shape)}")
         if x.device != q.device:
@@ -217,11 +248,15 @@ def check_types(
             raise ValueError(f"{name} must be a number or None; got {describe(x)}")
     if q_offset is not None and (isinstance(q_offset, bool) or not isinstance(q_offset, (int, Tensor, torch.SymInt))):
         raise ValueError(f"q_offset must be an int, a 0-d integer tensor or None; got {describe(q_offset)}")
+    for name, x in (("q_offset", q_offset), ("key_lengths", key_lengths), ("sink_logits", sink_logits),
+                    ("alibi_slopes", alibi_slopes)):  # fmt: skip
+        if isinstance(x, Tensor) and x.is_nested:
+            raise ValueError(f"{name} must be a tensor of one shape; got {describe(x)}")
     if isinstance(q_offset, int) and not -(2**31) < q_offset < 2**31:
-        raise ValueError(f"q_offset must be an integer within 2**31; got {q_offset}")
+        raise ValueError(f"q_offset must be an integer within 2**31; got {describe(q_offset)}")
     for name, x in (("scale", scale), ("softcap", softcap)):
         if isinstance(x, int) and abs(x) > 2**53:
-            raise ValueError(f"{name} must be a number of at most 2**53; got {x}")
+            raise ValueError(f"{name} must be a number of at most 2**53; got {describe(x)}")
 
 
 def is_deterministic(deterministic: Any) -> bool:
@@ -244,6 +279,8 @@ def what(pattern: Any, q: Tensor) -> tuple[Any, list[Tensor], list[int], Any]:
     if isinstance(pattern, torch.SymInt) or type(pattern) is int:
         return pattern, [], [], None if torch.compiler.is_compiling() else token_of(int(pattern))
     if isinstance(pattern, Tensor):
+        if pattern.is_nested:
+            raise ValueError(f"pattern must be {_PATTERN}; got {describe(pattern)}")
         if pattern.layout == torch.sparse_csr and pattern.ndim == 2:
             csr = _sparse(pattern)
             return csr.handle, [], [], csr

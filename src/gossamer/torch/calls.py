@@ -15,6 +15,7 @@ from torch import _C, Tensor
 from torch.cuda import is_current_stream_capturing
 
 from gossamer.kernels.contract import Binding
+from gossamer.kernels.rows import compute_dtype
 from gossamer.layouts.kept import KEPT_BYTES, LEAST_KEPT, MOST_KEPT, Kept
 from gossamer.patterns import Pattern
 from gossamer.patterns.handles import token_of
@@ -49,7 +50,7 @@ def kind_of(
     sinks: Any = None
     more: tuple[Any, ...] = ()
     if tensors:
-        told = _vectors(tensors)
+        told = _vectors(tensors, compute_dtype(q.dtype))
         if told is None:
             return None
         sinks, more = tensors[1], (told,)
@@ -65,14 +66,19 @@ def _aligned(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16
 
 
-def _vectors(tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """What tells lengths, sinks and slopes apart; None unless all are plain, contiguous and at multiples of 16."""
+def _vectors(tensors: tuple[Any, ...], wide: torch.dtype) -> tuple[Any, ...] | None:
+    """What tells lengths, sinks and slopes apart; None unless all are plain, contiguous and at multiples of 16.
+
+    Sinks and slopes of another type than `wide` are no kind: `attention` converts them, and looks again.
+    """
     found: list[Any] = []
     for x in tensors:
         if x is None:
             found.append(None)
             continue
         if not isinstance(x, Tensor) or not plain(x) or x.layout != torch.strided:
+            return None
+        if x.is_floating_point() and x.dtype is not wide:
             return None
         if not x.is_contiguous() or x.data_ptr() % 16:
             return None

@@ -23,7 +23,7 @@ from gossamer.patterns import Causal, Dense, SlidingWindow
 from gossamer.patterns.handles import token_of
 from gossamer.torch.calls import keep, kind_of
 from gossamer.torch.plan import Plan, held, hold_for_graphs, plan_for, terms_of
-from gossamer.torch.validate import Arguments
+from gossamer.torch.validate import Arguments, most_offset
 
 RANGE = 128  # numbers of keys that share a plan
 STEP = 8  # strides of k and v, which are not part of what tells calls apart, are multiples of it
@@ -115,7 +115,7 @@ def keys_seen(
     for strides in (kind[K_STRIDE], kind[V_STRIDE]):
         if strides[3] != 1 or min(strides) <= 0 or (strides[0] | strides[1] | strides[2]) % STEP:
             return None
-    if type(q_offset) not in (type(None), int) or abs(q_offset or 0) >= 2**31:
+    if type(q_offset) not in (type(None), int) or abs(q_offset or 0) > most_offset(1, kind[K_SHAPE][2]):
         return None
     K = kind[K_SHAPE][2]
     position = K - 1 if q_offset is None else q_offset

@@ -14,10 +14,10 @@ from gossamer.layouts import BlockLayout, GatherLayout
 from gossamer.patterns import Pattern
 from gossamer.patterns.reordered import ReorderedCSR
 from gossamer.torch.advice import advice, all_pairs, pairs_per_second, shown, ways
-from gossamer.torch.api import check_types, is_deterministic, what
+from gossamer.torch.api import check_types, is_deterministic, number, what, wide
 from gossamer.torch.decoding import for_one_query
 from gossamer.torch.parts import calls, folded, split_for
-from gossamer.torch.plan import Plan, make_plan, placed, refusals, terms_of
+from gossamer.torch.plan import Plan, check_rows, make_plan, placed, refusals, terms_of
 from gossamer.torch.registry import pattern_of
 from gossamer.torch.reorder import check_order
 from gossamer.torch.split import Split
@@ -207,6 +207,8 @@ def explain(
         raise ValueError(f"return_lse must be True or False; got {describe(return_lse)}")
     if merge is not None:
         raise ValueError(f"merge must be None: each term of {describe(pattern)} is a call, to be explained alone")
+    scale, q_offset, softcap = number(scale), number(q_offset), number(softcap)
+    sink_logits, alibi_slopes = wide(sink_logits, q), wide(alibi_slopes, q)
     check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation)
     if type(pattern) is int:
         pattern = pattern_of(pattern)
@@ -229,6 +231,7 @@ def explain(
     plan = for_one_query(usual, *given, options, (key_lengths, sink_logits, alibi_slopes))
     terms = terms_of(a)
     p = plan.problem
+    check_rows(p, terms, handle)
     split, where = split_for(plan, terms, handle), (handle, tensors, geometry)
     computed, parts = _calls(plan, split, a, terms, *where, backward=False)
     gradient = later = None

@@ -20,7 +20,7 @@ from gossamer.kernels.contract import Unsupported
 from gossamer.kernels.rows import compute_dtype
 from gossamer.patterns.handles import token_of
 from gossamer.torch import parts
-from gossamer.torch.plan import Plan, placed, plan_for, terms_of
+from gossamer.torch.plan import Plan, check_rows, placed, plan_for, terms_of
 from gossamer.torch.validate import Arguments, validate
 
 _OPTIONS = (
@@ -40,6 +40,7 @@ library.define(
 def compute(plan: Plan, a: Arguments, layout: list[Tensor], geometry: list[int], pattern: int) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call whose plan is known."""
     terms = terms_of(a)
+    check_rows(plan.problem, terms, pattern)
     split = parts.split_for(plan, terms, pattern)
     if split is not None:
         return parts.forward(split, plan, a, terms, pattern)
@@ -128,7 +129,7 @@ def plain(*tensors: Tensor | None) -> bool:
     Crossing the dispatcher costs more than all else that a repeated call does on the host.
     """
     for x in tensors:  # a negative view's memory is not what it stands for; the dispatcher resolves it
-        if x is not None and (type(x) not in _PLAIN or x.is_meta or x.is_neg() or _wrapped(x)):
+        if x is not None and (type(x) not in _PLAIN or x.is_meta or x.is_nested or x.is_neg() or _wrapped(x)):
             return False
     return not (
         _dispatch_modes()

@@ -17,6 +17,7 @@ from torch import Tensor
 from gossamer.kernels.contract import Implementation, Terms
 from gossamer.kernels.rows import compute_dtype, row_terms, sink_gradient
 from gossamer.kernels.table import available
+from gossamer.patterns import LongNet
 from gossamer.torch.plan import Plan, placed, plan_for, terms_of
 from gossamer.torch.registry import pattern_of
 from gossamer.torch.split import Part, Split, problem_of_fold, split_of
@@ -127,9 +128,10 @@ def _arguments(part: Part, b: int | None, a: Arguments, q_offset: int, sinks: bo
     lengths = a.key_lengths
     if lengths is not None:
         lengths = lengths if b is None else lengths[b : b + 1]
-        if d > 1:
+        if d > 1:  # of L keys a class has those at first, first + d, ... below L: ceil((L - first) / d)
             first = torch.arange(run.first, run.first + run.classes, device=lengths.device, dtype=torch.int32)
-            lengths = torch.div(lengths.int() - first + (d - 1), d, rounding_mode="floor").clamp(min=0)
+            lengths = (lengths if lengths.itemsize > 4 else lengths.int()).clamp(0, a.k.shape[2])
+            lengths = torch.div(first - lengths, d, rounding_mode="floor").neg_()
     slopes = of_heads(a.alibi_slopes)
     return a._replace(
         q=_query_view(a.q, part, b),
@@ -149,8 +151,8 @@ def folded(split: Split, a: Arguments, plan: Plan, terms: Terms, handle: int) ->
     Then the classes of every batch element are one call.
     """
     B, pattern, inputs = a.q.shape[0], pattern_of(handle), (a.q, a.k, a.v)
-    if B == 1 or a.key_lengths is not None or pattern.lead != (1, 1):
-        return split, a
+    if B == 1 or a.key_lengths is not None or pattern.lead != (1, 1) or isinstance(pattern, LongNet):
+        return split, a  # a head of LongNet has its own class, a batch element has not
     if any(x.stride(0) != x.shape[1] * x.stride(1) for x in inputs):
         return split, a
     found = split_of(pattern, problem_of_fold(plan.problem), terms.q_offset, plan.tiles, plan.gathers)

@@ -32,9 +32,18 @@ from gossamer.layouts.cache import bytes_of
 from gossamer.layouts.choice import Machine
 from gossamer.layouts.kept import KEPT_BYTES, LEAST_KEPT, MOST_KEPT, Kept
 from gossamer.patterns import Dense, Pattern
+from gossamer.patterns.validate import show
 from gossamer.torch.masks import dense_of, layout_of, words_of
 from gossamer.torch.registry import pattern_of
-from gossamer.torch.validate import Arguments, check_layout, check_mask, layout_from, validate
+from gossamer.torch.validate import (
+    Arguments,
+    check_layout,
+    check_mask,
+    layout_from,
+    most_offset,
+    validate,
+    within_positions,
+)
 
 logger = logging.getLogger("gossamer")
 
@@ -87,7 +96,7 @@ class Plan:
         return Kept(LEAST_KEPT, MOST_KEPT)
 
 
-_plans: Kept[Plan] = Kept(MOST_KEPT)
+_plans: Kept[Plan] = Kept(LEAST_KEPT, MOST_KEPT)
 _dense: Kept[Tensor] = Kept(KEPT_DENSE)
 _words: Kept[tuple[Tensor | None]] = Kept(LEAST_KEPT, MOST_KEPT, KEPT_BYTES)
 # By the id of a plan, which is held with what it places.
@@ -187,14 +196,19 @@ def problem_of(a: Arguments, geometry: list[int]) -> Problem:
         B=q.shape[0], H=q.shape[1], G=k.shape[1], Q=q.shape[2], K=k.shape[2], D=q.shape[3], E=a.v.shape[3],
         dtype=str(q.dtype)[6:], device=q.device.type, sm=sm, score_terms=frozenset(terms),
         backward=a.backward, deterministic=a.deterministic, tile=(geometry[0], geometry[1]) if geometry else None,
+        softcap=a.softcap,
     )  # fmt: skip
 
 
 def terms_of(a: Arguments) -> Terms:
     """The score terms; a `q_offset` tensor is read here, which waits for a GPU."""
-    q_offset = a.q_offset if a.q_offset_tensor is None else int(a.q_offset_tensor)
+    Q, K, q_offset = a.q.shape[2], a.k.shape[2], a.q_offset
+    if a.q_offset_tensor is not None:
+        q_offset = int(a.q_offset_tensor)
+        if abs(q_offset) > most_offset(Q, K):
+            raise ValueError(f"q_offset must {within_positions(Q, K)}; got a tensor of {q_offset}")
     if q_offset is None:
-        q_offset = a.k.shape[2] - a.q.shape[2]
+        q_offset = K - Q
     terms = _numbers(a.q.shape[3], a.scale, q_offset, a.softcap)
     if a.key_lengths is None and a.sink_logits is None and a.alibi_slopes is None:
         return terms
@@ -208,6 +222,24 @@ def _numbers(D: int, scale: float | None, q_offset: int, softcap: float | None) 
         scale=D**-0.5 if scale is None else float(scale),
         q_offset=q_offset,
         softcap=None if softcap is None else float(softcap),
+    )
+
+
+def check_rows(problem: Problem, terms: Terms, pattern: int) -> None:
+    """Raise ValueError for a `q_offset` that nothing would read: rows of a mask, a layout or a matrix have no position.
+
+    Args:
+        pattern: a handle, or -1 for a mask or a layout.
+    """
+    p = problem
+    if terms.q_offset == p.K - p.Q or terms.alibi_slopes is not None:
+        return
+    if pattern >= 0 and pattern_of(pattern).reads_positions:
+        return
+    which = show(pattern_of(pattern)) if pattern >= 0 else "a mask, BlockMask or BlockLayout"
+    raise ValueError(
+        f"q_offset must be left out with {which}, whose rows are counted from 0, not by their positions; "
+        f"got {terms.q_offset}"
     )
 
 

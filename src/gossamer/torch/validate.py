@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gossamer.kernels.rows import compute_dtype
 from gossamer.kernels.table import NAMES
 from gossamer.layouts import BlockLayout, TileList, Walk
 from gossamer.layouts.block import ARRAYS_PER_WALK
@@ -39,8 +39,18 @@ class Arguments(NamedTuple):
     backward: bool
 
 
+class Told(NamedTuple):
+    """What was given, told in words."""
+
+    text: str
+
+
 def describe(value: Any) -> str:
     """What was given, for a message: the shape and dtype of a tensor, the repr of anything else."""
+    if isinstance(value, Told):
+        return value.text
+    if isinstance(value, Tensor) and value.is_nested:
+        return f"a nested tensor, {str(value.dtype)[6:]}, {value.device}"
     if isinstance(value, Tensor):
         return f"shape {tuple(value.shape)}, {str(value.dtype)[6:]}, {value.device}"
     return f"{show(value)} ({type(value).__name__})"
@@ -96,12 +106,18 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
     yield max(sizes) <= MAX_HEAD, "q and v", sizes, f"have head sizes D, E up to {MAX_HEAD}"
     yield max(q.shape[2], k.shape[2]) < 2**31 - 2**16, "q and k", q, "have fewer than 2**31 positions"
     B, H = q.shape[:2]
-    yield a.scale is None or math.isfinite(a.scale), "scale", a.scale, "be a finite number, or None for D ** -0.5"
-    yield (
-        a.softcap is None or (math.isfinite(a.softcap) and a.softcap > 0),
-        "softcap", a.softcap, "be a finite number over 0, or None",
-    )  # fmt: skip
-    yield a.q_offset is None or abs(a.q_offset) < 2**31, "q_offset", a.q_offset, "be an integer within 2**31"
+    held = torch.finfo(compute_dtype(q.dtype))
+    most, capped = held.max / 4, held.max**0.5  # kernels multiply by up to 2 log2(e); s / softcap keeps its digits
+    scale = sizes[0] ** -0.5 if a.scale is None else a.scale
+    of_scale = f"be a finite number up to {most:.1e} in magnitude, as {held.dtype} holds, or None for D ** -0.5"
+    yield abs(scale) <= most, "scale", scale, of_scale
+    of_cap = f"be a finite number over 0, from {1 / capped:.1e} to {capped:.1e} in {held.dtype}, or None"
+    yield a.softcap is None or 1 / capped <= a.softcap <= capped, "softcap", a.softcap, of_cap
+    if a.softcap is not None:
+        yield abs(scale) / a.softcap <= most, "scale / softcap", scale / a.softcap, f"be up to {most:.1e}"
+    if a.q_offset is not None:
+        Q, K = q.shape[2], k.shape[2]
+        yield abs(a.q_offset) <= most_offset(Q, K), "q_offset", a.q_offset, within_positions(Q, K)
     t = a.q_offset_tensor
     yield t is None or (t.ndim == 0 and t.dtype in INTEGERS), "q_offset", t, "be an int or a 0-d integer tensor"
     for name, vector, size, letter in (
@@ -117,12 +133,22 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
         yield vector.device == q.device, name, vector, f"be a tensor on q's device, {q.device}"
     yield (
         a.alibi_slopes is None or not a.alibi_slopes.requires_grad,
-        "alibi_slopes", "a tensor that requires grad", "be a constant; no gradient is computed for it",
+        "alibi_slopes", Told("a tensor that requires grad"), "be a constant; no gradient is computed for it",
     )  # fmt: skip
     yield (
         a.implementation is None or a.implementation in NAMES,
         "implementation", a.implementation, f"be None or one of {', '.join(NAMES)}",
     )  # fmt: skip
+
+
+def most_offset(Q: int, K: int) -> int:
+    """The largest q_offset of either sign: positions and distances are 32-bit integers, in tiles that reach further."""
+    return 2**31 - 2**16 - max(Q, K)
+
+
+def within_positions(Q: int, K: int) -> str:
+    """What a q_offset must be, for a message."""
+    return f"be an integer up to 2**31 - 2**16 - max(Q, K) = {most_offset(Q, K)} in magnitude"
 
 
 def validate(a: Arguments) -> None:
@@ -171,7 +197,7 @@ def check_layout(walk: Walk, a: Arguments) -> None:
     """Raise ValueError unless a layout's arrays fit together and the inputs; on a CPU its indices are read too."""
     for right, name, given, accepted in _layout_checks(walk, a):
         if not right:
-            raise ValueError(f"pattern, a BlockLayout, must have {name} {accepted}; got {describe(given)}")
+            raise ValueError(f"pattern, a BlockLayout or BlockMask, must have {name} {accepted}; got {describe(given)}")
 
 
 def _layout_checks(walk: Walk, a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
@@ -207,7 +233,7 @@ def _index_checks(walk: Walk) -> Iterator[tuple[bool, str, Any, str]]:
     for kind, tiles in walk.lists.items():
         starts, counts, indices = (x.long() for x in tiles)
         inside = (counts >= 0) & (starts >= 0) & (starts + counts <= len(indices))
-        yield bool(inside.all()), f"{kind}.starts and counts", "others", f"within its {len(indices)} indices"
+        yield bool(inside.all()), f"{kind}.starts and counts", Told("others"), f"within its {len(indices)} indices"
         counts, starts = counts.flatten(), starts.flatten()
         row = torch.repeat_interleave(torch.arange(len(counts)), counts)
         place = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row] + starts[row]
@@ -219,10 +245,10 @@ def _index_checks(walk: Walk) -> Iterator[tuple[bool, str, Any, str]]:
         if kind == "bits" and len(place):
             pool = walk.pool_index[place]
             right = bool(((pool >= 0) & (pool < len(walk.pool))).all())
-            yield right, "pool_index", f"{int(pool.min())} to {int(pool.max())}", f"in [0, {len(walk.pool)})"
+            yield right, "pool_index", Told(f"{int(pool.min())} to {int(pool.max())}"), f"in [0, {len(walk.pool)})"
         seen.append(row * C + column)
     every = torch.cat(seen)
-    yield len(every.unique()) == len(every), "every tile listed once", "a tile listed twice", "at most"
+    yield len(every.unique()) == len(every), "no tile", Told("one that is listed twice"), "listed twice"
 
 
 def layout_from(arrays: list[Tensor], geometry: list[int]) -> BlockLayout:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gossamer.cli.options import integer, number
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
     from rich.table import Table
@@ -15,16 +17,36 @@ if TYPE_CHECKING:
     from gossamer.cli.demo.runner import Run
     from gossamer.cli.demo.settings import Settings
 
+COUNT = integer(1, 2**31 - 1)
+
 
 def run(
-    steps: Annotated[int | None, typer.Option(help="Training steps; 500 on a CPU, 300 on a GPU.")] = None,
-    context: Annotated[int | None, typer.Option(help="Bytes of a window; 512 on a CPU, 32768 on a GPU.")] = None,
-    width: Annotated[int | None, typer.Option(help="Features; 128 on a CPU, 512 on a GPU.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Layers; 2 on a CPU, 4 on a GPU.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Attention heads, an even number; 4 on a CPU, 8 on a GPU.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Windows of a step; 4 on a CPU, 1 on a GPU.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Peak learning rate; 0.003 on a CPU, 0.002 on a GPU.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the weights and of the batches.")] = 0,
+    steps: Annotated[
+        int | None, typer.Option(parser=COUNT, metavar="N", help="Training steps; 500 on a CPU, 300 on a GPU.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(parser=COUNT, metavar="N", help="Bytes of a window; 512 on a CPU, 32768 on a GPU.")
+    ] = None,
+    width: Annotated[
+        int | None, typer.Option(parser=COUNT, metavar="N", help="Features; 128 on a CPU, 512 on a GPU.")
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(parser=COUNT, metavar="N", help="Layers; 2 on a CPU, 4 on a GPU.")
+    ] = None,
+    heads: Annotated[
+        int | None,
+        typer.Option(parser=COUNT, metavar="N", help="Attention heads, an even number; 4 on a CPU, 8 on a GPU."),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(parser=COUNT, metavar="N", help="Windows of a step; 4 on a CPU, 1 on a GPU.")
+    ] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option(parser=number(0, 1), metavar="RATE", help="Peak learning rate; 0.003 on a CPU, 0.002 on a GPU."),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(parser=integer(0, 2**63 - 1), metavar="N", help="Seed of the weights and of the batches.")
+    ] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU when there is one.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of report.png and report.json.")] = Path("demo"),
 ) -> None:
@@ -35,10 +57,10 @@ def run(
     """
     from rich.console import Console
 
-    from gossamer.cli.demo.report import write_report
+    from gossamer.cli.demo.report import REPORT, write_report
     from gossamer.cli.demo.runner import run as run_process
     from gossamer.cli.demo.settings import settings
-    from gossamer.cli.errors import Refused, need
+    from gossamer.cli.errors import Failed, Refused, check_file, need, reason, shorten
 
     torch = need("torch", "gossamer demo")
     need("matplotlib", "gossamer demo")
@@ -48,14 +70,15 @@ def run(
     }  # fmt: skip
     chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if chosen not in ("cpu", "cuda"):
-        raise Refused(f"--device must be cpu or cuda, got {chosen!r}")
+        raise Refused(f"--device must be cpu or cuda, got {shorten(repr(chosen))}")
     if chosen == "cuda" and not torch.cuda.is_available():
         raise Refused("--device cuda needs an NVIDIA GPU that torch can use; there is none here")
     try:
         wanted = {kind: settings(kind, chosen, **given) for kind in ("dense", "sparse")}
     except ValueError as error:
         raise Refused(str(error)) from None
-    _make_folder(out)
+    for name in REPORT:
+        check_file("--out", out / name)
 
     console = Console()
     console.print(_headline(wanted["sparse"]))
@@ -65,26 +88,20 @@ def run(
         for kind, s in wanted.items():
             runs[kind] = run_process(s, partial(_advance, progress, tasks[kind]))
             progress.update(tasks[kind], note=_note(runs[kind]))
-    paths = write_report(runs, out)
     failed = [kind for kind, run in runs.items() if run.error]
     if not failed:
         console.print(comparison(runs["dense"], runs["sparse"]))
         console.print(_check_line(runs["sparse"]))
-    for path in paths:
-        console.print(f"wrote {path}")
     for kind in failed:
         typer.echo(f"gossamer demo: the {kind} model failed: {runs[kind].error}", err=True)
+    try:
+        paths = write_report(runs, out)
+    except OSError as error:
+        raise Failed(f"the report could not be written to {str(out)!r}: {reason(error)}") from None
+    for path in paths:
+        console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
     if failed or runs["sparse"].check["wrong"]:
         raise typer.Exit(1)
-
-
-def _make_folder(out: Path) -> None:
-    from gossamer.cli.errors import Refused
-
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Refused(f"--out {str(out)!r} cannot be made: {error.strerror}") from None
 
 
 def _headline(s: Settings) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from gossamer.cli.demo.runner import Run
 
 COLOURS = {"dense": "#8a8a8a", "sparse": "#1b6ca8"}
+REPORT = "report.json", "report.png"
 SHOWN_ROWS = 384  # of the patterns' pictures
 
 
@@ -22,7 +23,7 @@ def write_report(runs: dict[str, Run], folder: Path) -> list[Path]:
         "devices": devices(),
         "models": {kind: asdict(run) for kind, run in runs.items()},
     }
-    paths = [folder / "report.json", folder / "report.png"]
+    paths = [folder / name for name in REPORT]
     paths[0].write_text(json.dumps(report, indent=1) + "\n")
     _draw(runs, paths[1])
     return paths

@@ -93,7 +93,7 @@ class Blocked:
                     acc.mul_(shrink)
                     top = both
                 # A row that keeps anything has a total of at least 1, its largest term (or its sink).
-                acc.div_(total.clamp(min=1.0) if sink is None else total)
+                acc.div_(total.clamp(min=1.0))
                 _store(out, batch, where, acc)
                 _store(lse_rows, batch, where, (top + torch.log2(total)).mul_(LN2))
         lse = lse[:, :, : problem.Q]
@@ -148,7 +148,9 @@ class Blocked:
         dot = tile(dout, plan.query_tiles, bq)
         delta, lse = row_terms(dout, dlse, out, lse, qt.flat.dtype)
         dsink = sink_gradient(delta, lse, terms)
-        delta_t, lse_t = (tile(x[..., None], plan.query_tiles, bq) for x in (delta, lse * LOG2E))
+        delta_t = tile(delta[..., None], plan.query_tiles, bq)
+        # Rows that do not exist have probabilities of 0, whatever ALiBi makes of their scores.
+        lse_t = tile((lse * LOG2E)[..., None], plan.query_tiles, bq, padding=torch.inf)
         dq = zeros(p, p.H, plan.query_tiles, bq, p.D, qt.flat)
         dk, dv = (zeros(p, p.G, plan.key_tiles, bk, size, qt.flat) for size in (p.D, p.E))
         scratch = Scratch(qt.flat)

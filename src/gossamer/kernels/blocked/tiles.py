@@ -35,7 +35,7 @@ class Scratch:
 
 
 class Tiled(NamedTuple):
-    """A (B, heads, positions, features) tensor, padded with zeros to whole tiles, for both ways to batch."""
+    """A (B, heads, positions, features) tensor, padded to whole tiles, for both ways to batch."""
 
     flat: Tensor  # (B * heads * tiles, edge, features)
     heads: int
@@ -56,12 +56,12 @@ class Tiled(NamedTuple):
         return self.positions(positions).to(dtype).contiguous()
 
 
-def tile(x: Tensor, tiles: int, edge: int) -> Tiled:
+def tile(x: Tensor, tiles: int, edge: int, padding: float = 0.0) -> Tiled:
     """`x` (B, heads, positions, features) in the compute dtype and whole tiles; a copy only where needed."""
     B, heads, positions, size = x.shape
     x = x.to(compute_dtype(x.dtype))
     if positions != tiles * edge:
-        x = torch.nn.functional.pad(x, (0, 0, 0, tiles * edge - positions))
+        x = torch.nn.functional.pad(x, (0, 0, 0, tiles * edge - positions), value=padding)
     return Tiled(x.contiguous().view(B * heads * tiles, edge, size), heads, tiles, edge)
 
 

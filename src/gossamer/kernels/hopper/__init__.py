@@ -13,6 +13,7 @@ from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout
 
 NEEDED = {"nvidia-cutlass-dsl": (4, 8), "apache-tvm-ffi": (0, 1)}
+INSTALL = "in a checkout of gossamer: pip install '.[hopper]'"
 
 # Pairs a second with 64 x 64 tiles over those with 128 x 128 or 192 x 128, measured on block matrices and BigBird(64).
 SMALL_TILE_RATE = 0.8
@@ -38,7 +39,7 @@ def missing_packages() -> list[str]:
     """What of the compiler is not installed, or too old for the kernels (vLLM pins an older one)."""
     found = []
     for name, least in NEEDED.items():
-        wanted = f"needs the package {name} {'.'.join(map(str, least))} or later (pip install 'gossamer[hopper]')"
+        wanted = f"needs the package {name} {'.'.join(map(str, least))} or later ({INSTALL})"
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -63,6 +64,7 @@ class Hopper:
         max_grid=2**16 - 1,  # small kernels before and after have a grid row for each
         alignment=16,
         score_terms=frozenset({"q_offset", "key_lengths", "softcap", "sink_logits"}),
+        max_softcap=1024.0,  # a capped score is off by up to 2**-22 of the cap: less than P in 16 bits
         float32_results=False,
         grows=True,
         tiles=frozenset({(64, 64), (128, 128), (192, 128)}),
@@ -74,15 +76,12 @@ class Hopper:
         """Why nothing can run here."""
         import torch
 
-        missing = missing_packages()
-        if missing:
-            return missing
         if not torch.cuda.is_available():
             return ["torch finds no CUDA device"]
         major, minor = torch.cuda.get_device_capability()
         if major != 9:
             return [f"the kernels use instructions of compute capability 9.0 alone, this device has {major}.{minor}"]
-        return []
+        return missing_packages()  # last: where no kernel could run, nothing is to be installed
 
     @cached_property
     def launch(self) -> Any:

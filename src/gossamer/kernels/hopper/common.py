@@ -18,6 +18,7 @@ READ = 4  # named barriers 4, 5, 6: every warp of a warpgroup has read its Q
 OUT = 7  # named barriers 7, 8, 9: a warpgroup's output is in shared memory
 BOUNDS = 10  # named barriers 10, 11, 12: the bounds of an item's rows are in shared memory
 FAR = 1 << 30
+MOST_KEYS = 2**31 - 2**16  # of a call; a tile more is still an int32
 NUMBERS = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32}
 
 
@@ -42,6 +43,13 @@ class Env:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name)
+
+
+@cute.jit
+def within_keys(length):
+    """A key length of any int32, clamped so that sums with the sizes of tiles do not wrap."""
+    length = length if length > 0 else Int32(0)
+    return length if length < MOST_KEYS else Int32(MOST_KEYS)
 
 
 @cute.jit

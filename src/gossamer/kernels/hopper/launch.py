@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Problem, Terms
-from gossamer.kernels.devices import Workspace, elsewhere, empty_from, processors, template
+from gossamer.kernels.devices import Workspace, elsewhere, empty_from, int32_lengths, processors, template
 from gossamer.kernels.hopper import compile as compiled
 from gossamer.kernels.hopper.config import ForwardConfig, forward_config
 from gossamer.kernels.hopper.schedule import lists, sharing, work
@@ -180,9 +180,9 @@ def without_keys(out: Tensor, lse: Tensor, terms: Terms) -> tuple[Tensor, Tensor
     return out.zero_(), lse
 
 
-def lengths_of(terms: Terms, device: torch.device) -> Tensor:
+def lengths_of(lengths: Tensor | None, K: int, device: torch.device) -> Tensor:
     """Key lengths as the kernels want them, or what is never read in their place."""
-    return unused_lengths(device) if terms.key_lengths is None else aligned(terms.key_lengths.to(torch.int32))
+    return unused_lengths(device) if lengths is None else aligned(int32_lengths(lengths, K))
 
 
 def score_of(terms: Terms) -> str:
@@ -252,8 +252,8 @@ def forward(
         part_out, part_lse = call.parts
     call.run(
         operand(q), operand(k), operand(v), out, lse, *call.arrays, sinks, part_out, part_lse, call.merges,
-        lengths_of(terms, device), tickets(device), before, exponent, call.items, has_sinks, call.blocks,
-        int(call.slots > 0),
+        lengths_of(terms.key_lengths, p.K, device), tickets(device), before, exponent, call.items, has_sinks,
+        call.blocks, int(call.slots > 0),
     )  # fmt: skip
     return results if into is not None else (results[0].contiguous(), results[1])
 
@@ -288,7 +288,7 @@ def bound_forward(
         if packed:
             q, out, lse = q.reshape(*rows, p.D), out.view(*rows, p.E), lse.view(rows)
         room, (part_out, part_lse) = (None, kept.parts) if kept.parts else parts.take()
-        end = no_lengths if lengths is None else aligned(lengths.to(torch.int32))
+        end = no_lengths if lengths is None else aligned(int32_lengths(lengths, p.K))
         sink = no_sinks if sinks is None else aligned(sinks.float())
         run(q, k, v, out, lse, *kept.arrays, sink, part_out, part_lse, kept.merges, end, tickets(device), *after)
         if room is not None:

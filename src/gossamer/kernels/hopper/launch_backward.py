@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Problem, Terms
-from gossamer.kernels.devices import Workspace, elsewhere, empty_from, processors, template
+from gossamer.kernels.devices import Workspace, elsewhere, empty_from, int32_lengths, processors, template
 from gossamer.kernels.hopper import compile as compiled
 from gossamer.kernels.hopper.backward.schedule import column_work
 from gossamer.kernels.hopper.config import WIDE, backward_config, query_config, wide_config
@@ -149,7 +149,7 @@ def _gradients(
     call.preprocess(out, dout, lse, lse if dlse is None else dlse, rows, sums, int(dlse is not None))
     part_dk, part_dv = call.no_parts or _parts(call, q)
     call.run(
-        q, k, v, dout, rows, sums, dk, dv, *call.arrays, part_dk, part_dv, _lengths(terms), tickets(q.device),
+        q, k, v, dout, rows, sums, dk, dv, *call.arrays, part_dk, part_dv, _lengths(terms, p.K), tickets(q.device),
         *gradient_factors(terms), call.items, call.blocks,
     )  # fmt: skip
     if call.sums:
@@ -208,7 +208,7 @@ def bound_backward(
             preprocess(out, dout, lse, lse, rows, sums, 0)
         else:
             preprocess(out, dout, lse, dlse, rows, sums, 1)
-        end = None if lengths is None else aligned(lengths.to(torch.int32))
+        end = None if lengths is None else aligned(int32_lengths(lengths, p.K))
         kept.run(q, k, v, dout, rows, sums, dk, dv, *kept.arrays, part_dk, part_dv, end, tickets(device), *after)
         if kept.sums:
             kept.sums[0](dk, part_dk, kept.merges, plain.scale)
@@ -251,7 +251,7 @@ def query_gradient(
     call = prepared(p, layout, terms, False, split)
     (parts,) = call.no_parts or _parts(call, q)
     call.run(
-        q, k, v, dout, rows, dq, *call.arrays, parts, _lengths(terms), tickets(q.device), *gradient_factors(terms),
+        q, k, v, dout, rows, dq, *call.arrays, parts, _lengths(terms, p.K), tickets(q.device), *gradient_factors(terms),
         call.items, call.blocks,
     )  # fmt: skip
     for add in call.sums:
@@ -348,9 +348,9 @@ def gradient_factors(terms: Terms) -> tuple[float, float, float]:
     return terms.scale / terms.softcap, terms.softcap * LOG2E, terms.scale
 
 
-def _lengths(terms: Terms) -> Tensor | None:
+def _lengths(terms: Terms, K: int) -> Tensor | None:
     """Key lengths as a kernel that reads them wants them."""
-    return None if terms.key_lengths is None else aligned(terms.key_lengths.to(torch.int32))
+    return None if terms.key_lengths is None else aligned(int32_lengths(terms.key_lengths, K))
 
 
 def _parts(call: Prepared, like: Tensor) -> list[Tensor]:

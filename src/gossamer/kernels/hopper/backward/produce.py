@@ -42,7 +42,7 @@ from gossamer.kernels.hopper.backward.fields import (
     WORD,
     bulk_add,
 )
-from gossamer.kernels.hopper.common import ROWS, WARPGROUP, Env, load_item, ring, ticket
+from gossamer.kernels.hopper.common import ROWS, WARPGROUP, Env, load_item, ring, ticket, within_keys
 from gossamer.kernels.hopper.config import BackwardConfig
 
 
@@ -76,7 +76,7 @@ class Producer:
         lane = cute.arch.lane_idx()
         keys = Int32(0)
         if cute.arch.shuffle_sync(word, VALID) != 0:
-            keys = env.lengths[cute.arch.shuffle_sync(word, BATCH)]
+            keys = within_keys(env.lengths[cute.arch.shuffle_sync(word, BATCH)])
             keys = keys if keys < env.keys else env.keys
         first = cute.arch.shuffle_sync(word, TILE) * self.config.block_kv
         if lane == KEYS:

@@ -28,6 +28,7 @@ from gossamer.kernels.hopper.common import (
     WARPGROUP,
     Env,
     ring,
+    within_keys,
 )
 from gossamer.kernels.hopper.config import QueryConfig
 
@@ -115,7 +116,7 @@ class QueryConsumer:
             batch, head, first, row_list = item[BATCH], item[HEAD], item[TILE] * c.block_q + my_row, item[LEAD]
             intervals = item[INTERVALS]
             if const_expr(c.lengths):
-                env.length[0] = lengths[batch] - env.quad
+                env.length[0] = within_keys(lengths[batch]) - env.quad
             for r in cutlass.range_constexpr(device.ROWS):
                 row = first + 8 * r
                 row = row if row < rows else rows - 1

@@ -20,6 +20,7 @@ from gossamer.kernels.hopper.common import (
     INTERVALS,
     START,
     WARPGROUP,
+    within_keys,
 )
 from gossamer.kernels.hopper.config import ForwardConfig
 
@@ -45,7 +46,7 @@ class Masks:
         env.start[0] = item[START, stage]
         if const_expr(self.config.lengths):
             env.start[0] = item[FIRST, stage]
-            env.length[0] = env.lengths[item[BATCH, stage]] - env.quad
+            env.length[0] = within_keys(env.lengths[item[BATCH, stage]]) - env.quad
         lo, hi = self.row_bounds(env, stage)
         masked = fulls == 0 and intervals > 0
         for r in cutlass.range_constexpr(device.ROWS):

@@ -32,6 +32,7 @@ from gossamer.kernels.hopper.common import (
     load_item,
     ring,
     ticket,
+    within_keys,
 )
 from gossamer.kernels.hopper.config import ForwardConfig
 
@@ -58,7 +59,7 @@ class Producer:
         word = load_item(env, w)
         if const_expr(self.config.lengths):
             batch = cute.arch.shuffle_sync(word, BATCH)
-            within = cute.ceil_div(env.lengths[batch], self.config.block_kv)
+            within = cute.ceil_div(within_keys(env.lengths[batch]), self.config.block_kv)
             for at, count in ((FULL, FULLS), (INTERVAL, INTERVALS), (BITS, BITSES)):
                 kept = self.listed_below(
                     env, cute.arch.shuffle_sync(word, at), cute.arch.shuffle_sync(word, count), within

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Problem, Terms
-from gossamer.kernels.devices import elsewhere, empty_from, processors, template
+from gossamer.kernels.devices import elsewhere, empty_from, int32_lengths, processors, template
 from gossamer.kernels.hopper import compile as compiled
 from gossamer.kernels.hopper.gather.config import ROWS, GatherConfig, SplitConfig, gather_config
 from gossamer.kernels.hopper.gather.schedule import column_work, row_work
@@ -178,7 +178,8 @@ def forward(
     part_out, part_lse = call.parts(q, call.size), call.parts(q)
     call.run(
         operand(q), gathered(k), gathered(v), *map(empty_from, call.halves(k)), out, lse, *call.arrays, sinks,
-        part_out, part_lse, lengths_of(terms, device), tickets(device), *factors(terms, score), call.items, has_sinks,
+        part_out, part_lse, lengths_of(terms.key_lengths, p.K, device), tickets(device),
+        *factors(terms, score), call.items, has_sinks,
         call.blocks,
     )  # fmt: skip
     if call.join is not None:
@@ -211,7 +212,7 @@ def bound_forward(
             return forward(problem, q, k, v, layout, plain.having(lengths, sinks, slopes), into=into)
         results = out, lse = into or (empty_from(out_like), empty_from(lse_like))
         sums, sums_lse = part_out(), part_lse()
-        end = no_lengths if lengths is None else aligned(lengths.to(torch.int32))
+        end = no_lengths if lengths is None else aligned(int32_lengths(lengths, p.K))
         sink = no_sinks if sinks is None else aligned(sinks.float())
         run(
             q, k, v, *map(empty_from, halves), out, lse, *kept.arrays, sink, sums, sums_lse, end, tickets(device),
@@ -289,7 +290,7 @@ def bound_backward(
         dq, dk, dv = empty_from(likes[0]), empty_from(likes[1]), empty_from(likes[2])
         rows = empty_from(terms_like)
         preprocess(out, dout, lse, lse if dlse is None else dlse, rows, no_sums, int(dlse is not None))
-        end = no_lengths if lengths is None else aligned(lengths.to(torch.int32))
+        end = no_lengths if lengths is None else aligned(int32_lengths(lengths, p.K))
         sums_dk, sums_dv, sums_dq = part_dk(), part_dv(), part_dq()
         by_columns.run(
             q, k, v, dout, rows, dk, dv, *by_columns.arrays, sums_dk, sums_dv, end, tickets(device), *numbers,
@@ -339,7 +340,7 @@ def query_gradient(
     call = prepared(p, layout, "query", gradient_score(terms), terms.key_lengths is not None, split, config)
     part = call.parts(q, call.size)
     call.run(
-        q, k, v, dout, rows, dq, *call.arrays, part, lengths_of(terms, q.device), tickets(q.device),
+        q, k, v, dout, rows, dq, *call.arrays, part, lengths_of(terms.key_lengths, p.K, q.device), tickets(q.device),
         *gradient_factors(terms), call.items, call.blocks,
     )  # fmt: skip
     if call.join is not None:
@@ -354,7 +355,8 @@ def key_gradients(
     call = prepared(p, layout, "columns", gradient_score(terms), terms.key_lengths is not None, split, config)
     part_dk, part_dv = call.parts(q, call.size), call.parts(q, call.size)
     call.run(
-        q, k, v, dout, rows, dk, dv, *call.arrays, part_dk, part_dv, lengths_of(terms, q.device), tickets(q.device),
+        q, k, v, dout, rows, dk, dv, *call.arrays, part_dk, part_dv,
+        lengths_of(terms.key_lengths, p.K, q.device), tickets(q.device),
         *gradient_factors(terms), call.items, call.blocks,
     )  # fmt: skip
     if call.join is not None:

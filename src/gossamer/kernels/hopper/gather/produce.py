@@ -34,6 +34,7 @@ from gossamer.kernels.hopper.common import (
     load_item,
     ring,
     ticket,
+    within_keys,
 )
 from gossamer.kernels.hopper.forward.produce import Producer
 from gossamer.kernels.hopper.gather.config import ROWS
@@ -295,7 +296,7 @@ class Items:
         word = load_item(env, w)
         if const_expr(self.config.lengths):
             lane = cute.arch.lane_idx()
-            limit = env.lengths[cute.arch.shuffle_sync(word, BATCH)]
+            limit = within_keys(env.lengths[cute.arch.shuffle_sync(word, BATCH)])
             first = cute.arch.shuffle_sync(word, BITS) * ROWS
             kept = self.listed_below(env, first, cute.arch.shuffle_sync(word, FIRST) - first, limit)
             if lane == FIRST:

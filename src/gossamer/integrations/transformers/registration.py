@@ -1,0 +1,57 @@
+"""`register`: a name for `model.set_attn_implementation`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from gossamer.integrations.transformers.attending import attention_function
+from gossamer.integrations.transformers.masks import make_mask
+from gossamer.patterns import Pattern
+from gossamer.patterns.validate import show
+
+_ours: set[str] = set()
+
+
+def register(
+    name: str = "gossamer", *, restrict: Pattern | Callable[[Any, int | None], Pattern | None] | None = None
+) -> None:
+    """Register gossamer with transformers: `model.set_attn_implementation(name)` then computes a model's attention.
+
+    The model's own mask is read into a pattern, which is compared with it on sampled pairs the first time that its
+    form is met: causal, windows, chunks, packed `position_ids`, images, padding on any side. Soft caps, sinks and
+    scales are the model's. What is not computed (a bias of positions, active dropout, returned probabilities) raises.
+
+    Args:
+        name: of the implementation; a name registered before is replaced, and others stay. transformers reads meaning
+            into names that contain "flash", "sdpa", "flex_attention", "eager", "paged", "/" or "|": they are refused.
+        restrict: a pattern of absolute positions, padding counted, that is intersected with the mask of every layer;
+            or a function of (config, layer index) that returns one, or None for no restriction. The configuration is
+            that of the layer's module, whose index is None where the model does not number its layers.
+
+    Raises:
+        ValueError: the name means something else to transformers, or `restrict` is neither.
+        ImportError: transformers is not installed.
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][\w.\-]*", name):
+        raise ValueError(f"name must be a word of letters, digits and . _ -, got {show(name)}")
+    taken = [part for part in ("flash", "sdpa", "flex_attention", "eager", "paged") if part in name]
+    if taken:
+        raise ValueError(f"name must not contain {taken[0]!r}, in which transformers reads a meaning; got {name!r}")
+    if isinstance(restrict, type) or not (restrict is None or isinstance(restrict, Pattern) or callable(restrict)):
+        raise ValueError(
+            f"restrict must be a gossamer pattern, a function of (config, layer index) or None, got {show(restrict)}"
+        )
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise ImportError(
+            f"register needs transformers of at least 5.17: pip install 'gossamer[transformers]' ({error})",
+            name="transformers",
+        ) from error
+    if name not in _ours and (name in AttentionInterface() or name in AttentionMaskInterface()):
+        raise ValueError(f"name must not be one that another library registered; got {name!r}")
+    _ours.add(name)
+    AttentionInterface.register(name, attention_function(restrict))
+    AttentionMaskInterface.register(name, make_mask)
