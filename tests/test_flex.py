@@ -335,6 +335,8 @@ def test_what_is_refused() -> None:
             lambda: gs.Predicate(lambda i, j: BOTH(0, 0, i, j)).materialize(9, 9),
             r"raised AttributeError.*from_flex\(mask_mod, Q, K\) makes a pattern",
         ),
+        (lambda: gs.attention(*[torch.zeros(4, 8)] * 3, gs.from_flex(causal, 4), q_offset=1), "q_offset must be "),
+        (lambda: gs.attention(*[torch.zeros(4, 8)] * 3, causal), r"got <function causal.*from_flex\(mask_mod, Q, K\)"),
         (lambda: gs.to_flex(torch.ones(4, 4), 3), r"pattern must be a Pattern or a BlockLayout; got shape \(4, 4\)"),
         (lambda: gs.to_flex(None, 3), "pattern must be a Pattern or a BlockLayout; got None"),
         (lambda: gs.to_flex(gs.Causal(), "3"), "Q must be an integer"),

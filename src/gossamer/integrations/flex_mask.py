@@ -66,6 +66,10 @@ class FlexMask(Pattern):
             return self
         return FlexMask(self.mask_mod, self.Q, self.K, 1, 1, self.device, b, h)
 
+    @property
+    def reads_positions(self) -> bool:
+        return False
+
     def _check(self, Q: int, K: int) -> None:
         if (Q, K) != (self.Q, self.K):
             raise ValueError(f"{self!r} is for Q={self.Q} and K={self.K}, needs Q={Q} and K={K}")

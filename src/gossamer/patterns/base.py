@@ -89,7 +89,7 @@ class Pattern(metaclass=_PatternMeta):
 
     handle: int  # what operators and compiled graphs call it; equal patterns share one
     # Whether it joins other patterns by operators of its own, also from the right: it is computed in another order.
-    ordered: ClassVar[bool] = False
+    _ordered: ClassVar[bool] = False
 
     # -- what a subclass says -----------------------------------------------------------------------------------
 
@@ -204,12 +204,12 @@ class Pattern(metaclass=_PatternMeta):
     def __and__(self, other: Any) -> Pattern:
         from gossamer.patterns.compose import And
 
-        return And(self, other) if isinstance(other, Pattern) and not other.ordered else NotImplemented
+        return And(self, other) if isinstance(other, Pattern) and not other._ordered else NotImplemented
 
     def __or__(self, other: Any) -> Pattern:
         from gossamer.patterns.compose import Or
 
-        return Or(self, other) if isinstance(other, Pattern) and not other.ordered else NotImplemented
+        return Or(self, other) if isinstance(other, Pattern) and not other._ordered else NotImplemented
 
     def __invert__(self) -> Pattern:
         from gossamer.patterns.compose import Not

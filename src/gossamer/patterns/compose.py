@@ -198,7 +198,7 @@ class _Each(Pattern):
         if not given or not all(isinstance(p, Pattern) for p in given):
             raise ValueError(f"{wanted}, got {show(patterns)}")
         for p in given:
-            if p.ordered:
+            if p._ordered:
                 raise ValueError(
                     f"patterns must not hold {show(p)}: its order is for all heads and batch elements. Give the CSR "
                     f"pattern itself, which is computed in the given order"

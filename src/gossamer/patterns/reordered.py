@@ -25,7 +25,7 @@ class ReorderedCSR(CSR):
     inner: CSR  # the pattern of the permuted tensors
     order: np.ndarray  # (Q,) int64: which node comes at each place
     terms: tuple[Pattern, ...]  # of a union, what was joined: see `merge="lse"`
-    ordered: ClassVar[bool] = True
+    _ordered: ClassVar[bool] = True
 
     def __init__(self, source: CSR, order: np.ndarray, terms: tuple[Pattern, ...] = ()) -> None:
         super().__init__(source.indptr, source.indices, source.num_keys)

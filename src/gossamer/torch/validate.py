@@ -78,7 +78,7 @@ def instead(given: Any) -> str:
     elif isinstance(given, (list, tuple)) and given and all(isinstance(p, Pattern) for p in given):
         return "; PerHead(patterns) gives each query head its own, PerBatch(patterns) each batch element"
     elif callable(given):
-        return "; Predicate(fn) takes a function fn(i, j), create_block_mask of torch one of FlexAttention"
+        return "; Predicate(fn) takes a function fn(i, j), from_flex(mask_mod, Q, K) one of FlexAttention"
     return ""
 
 
