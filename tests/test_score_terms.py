@@ -131,6 +131,14 @@ def test_slopes_of_any_type_are_multiplied_in_float32(
     check(found(q, k, v, pattern, alibi_slopes=slopes), wanted, 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_slopes_that_require_grad_are_refused_in_any_mode(dtype: torch.dtype) -> None:
+    slopes = torch.ones(H, dtype=dtype, requires_grad=True)
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode(), pytest.raises(ValueError, match="alibi_slopes must be a constant"):
+            gs.attention(*inputs(), gs.Causal(), alibi_slopes=slopes)
+
+
 def test_sinks_of_16_bits_have_a_gradient_of_16_bits() -> None:
     q, k, v = inputs()
     gradients = []

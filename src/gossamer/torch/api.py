@@ -144,7 +144,7 @@ def attention(
             return found if return_lse else found[0]
     given = scale, q_offset, softcap, sink_logits, alibi_slopes
     scale, q_offset, softcap = number(scale), number(q_offset), number(softcap)
-    sink_logits, alibi_slopes = wide(sink_logits, q), wide(alibi_slopes, q)
+    sink_logits, alibi_slopes = wide(sink_logits, q), slopes(alibi_slopes, q)
     if any(x is not y for x, y in zip(given, (scale, q_offset, softcap, sink_logits, alibi_slopes), strict=True)):
         return attention(
             q, k, v, pattern, scale=scale, q_offset=q_offset, key_lengths=key_lengths, softcap=softcap,
@@ -218,6 +218,11 @@ def wide(x: Any, q: Any) -> Any:
     if not (isinstance(x, Tensor) and isinstance(q, Tensor) and x.is_floating_point()):
         return x
     return x.to(compute_dtype(q.dtype))
+
+
+def slopes(x: Any, q: Any) -> Any:
+    """ALiBi slopes, `wide` but where they ask for a gradient: in no_grad mode a copy would not, and is refused too."""
+    return x if isinstance(x, Tensor) and x.requires_grad else wide(x, q)
 
 
 def check_types(

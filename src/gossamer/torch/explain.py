@@ -14,7 +14,7 @@ from gossamer.layouts import BlockLayout, GatherLayout
 from gossamer.patterns import Pattern
 from gossamer.patterns.reordered import ReorderedCSR
 from gossamer.torch.advice import advice, all_pairs, pairs_per_second, shown, ways
-from gossamer.torch.api import check_types, is_deterministic, number, what, wide
+from gossamer.torch.api import check_types, is_deterministic, number, slopes, what, wide
 from gossamer.torch.decoding import for_one_query
 from gossamer.torch.parts import calls, folded, split_for
 from gossamer.torch.plan import Plan, check_rows, make_plan, placed, refusals, terms_of
@@ -208,7 +208,7 @@ def explain(
     if merge is not None:
         raise ValueError(f"merge must be None: each term of {describe(pattern)} is a call, to be explained alone")
     scale, q_offset, softcap = number(scale), number(q_offset), number(softcap)
-    sink_logits, alibi_slopes = wide(sink_logits, q), wide(alibi_slopes, q)
+    sink_logits, alibi_slopes = wide(sink_logits, q), slopes(alibi_slopes, q)
     check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation)
     if type(pattern) is int:
         pattern = pattern_of(pattern)
