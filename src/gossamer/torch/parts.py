@@ -255,8 +255,9 @@ def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
 
         join(out, lse, part_out, part_lse)
         return
-    weight = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)
-    out.lerp_(part_out.to(out.dtype), weight[..., None].to(out.dtype))
+    # Of two weights near 0 and 1, neither is made of the other: it would lose its digits. Without keys both are NaN.
+    weight, rest = (torch.sigmoid(x).nan_to_num_(0.0)[..., None] for x in (part_lse - lse, lse - part_lse))
+    out.mul_(rest.to(out.dtype)).addcmul_(part_out.to(out.dtype), weight.to(out.dtype))
     torch.logaddexp(lse, part_lse, out=lse)
 
 

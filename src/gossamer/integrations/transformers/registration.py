@@ -47,7 +47,8 @@ def register(
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
         raise ImportError(
-            f"register needs transformers of at least 5.17: in a checkout of gossamer: pip install '.[transformers]' ({error})",
+            f"register needs transformers of at least 5.17 ({error}); "
+            "in a checkout of gossamer: pip install '.[transformers]'",
             name="transformers",
         ) from error
     if name not in _ours and (name in AttentionInterface() or name in AttentionMaskInterface()):
