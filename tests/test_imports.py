@@ -88,8 +88,8 @@ def test_transformers_is_imported_when_it_is_asked_for() -> None:
         "except ImportError as error: print(error)",
         blocked=("transformers",),
     )
-    assert out.startswith("False\nregister needs transformers of at least 5.17: pip install 'gossamer[transformers]'")
-    assert "transformers is blocked by this test" in out
+    assert out.startswith("False\nregister needs transformers of at least 5.17 (")
+    assert "transformers is blocked by this test); in a checkout of gossamer: pip install '.[transformers]'" in out
 
 
 def test_kernels_see_layouts_and_never_patterns_or_one_another() -> None:
