@@ -235,6 +235,26 @@ def dense() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _models(row: str) -> list[dict]:
+    return [found for found in records(RESULTS / "transformers_h200.jsonl") if found["row"] == row]
+
+
+def model_errors() -> str:
+    lines = ["| model | input | gossamer | eager |", "|---|---|---|---|"]
+    for row in _models("accuracy"):
+        errors = row["errors"]
+        lines.append(f"| {row['family']} | {row['form']} | {errors['gossamer']:.4f} | {errors['eager']:.4f} |")
+    return "\n".join(lines) + "\n"
+
+
+def model_step() -> str:
+    lines = ["| attention | ms | peak GiB |", "|---|---|---|"]
+    for row in _models("train"):
+        measured = f"{row['p50_ms']:,.0f} | {row['peak_gib']:.1f}" if row["status"] == "ok" else f"{row['status']} | "
+        lines.append(f"| `{row['implementation']}` | {measured} |")
+    return "\n".join(lines) + "\n"
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "measured": ("../README.md", headline),
     "graphs": ("../README.md", graphs),
@@ -246,6 +266,8 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "small problems": ("results.md", small),
     "dense": ("results.md", dense),
     "ladder": ("results.md", ladder),
+    "errors of models": ("results.md", model_errors),
+    "step of a model": ("results.md", model_step),
 }
 
 

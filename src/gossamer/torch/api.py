@@ -103,14 +103,16 @@ def attention(
             (B, H, Q, K), True where a pair is kept, read again when torch counts a write to it (one through numpy or
             `.data` is not seen); a torch sparse CSR tensor (Q, K), of which the stored entries count. None is every
             pair.
-        scale: D ** -0.5 by default.
+        scale: D ** -0.5 by default. A number of Python or numpy, as are `softcap` and `q_offset`, that float32
+            (float64 for float64 inputs) holds.
         q_offset: position of query row 0, K - Q by default. A 0-d tensor is read when the operator runs, which waits
-            for a GPU.
-        key_lengths: (B,) integers; keys j >= key_lengths[b] are not attended. Their memory must hold finite numbers.
-            Positions do not follow them: with a cache of fixed size, a window needs `q_offset` too.
+            for a GPU. Refused where rows have no positions: with a mask, a block mask, a layout or a sparse matrix.
+        key_lengths: (B,) integers of any size; keys j >= key_lengths[b] are not attended. Their memory must hold finite
+            numbers. Positions do not follow them: with a cache of fixed size, a window needs `q_offset` too.
         softcap: scores become softcap * tanh(score / softcap).
-        sink_logits: (H,), differentiable; exp(sink) joins the denominator and lse. An empty row's lse is the sink.
-        alibi_slopes: (H,), constant; slope * (j - i) is added to the scores.
+        sink_logits: (H,), any float type, differentiable; exp(sink) joins the denominator and lse. An empty row's lse
+            is the sink.
+        alibi_slopes: (H,), any float type, constant; slope * (j - i) is added to the scores.
         return_lse: also return lse (B, H, Q), the natural logarithm of the denominators, differentiable; float32,
             or float64 for float64 inputs.
         merge: None is one softmax over all pairs that `pattern` keeps. "lse" attends to each term of a union `a | b`,
