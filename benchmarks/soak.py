@@ -4,9 +4,10 @@ python benchmarks/soak.py --minutes 10 --workers 2           # on a CPU
 python benchmarks/soak.py --calls 3000 --workers 12 --device cuda
 python benchmarks/soak.py --one 12345 --device cuda          # repeats one call: what each failure prints
 
-`soak_oracle.py` says what is right, `soak_calls.py` draws the calls. Ends with counts; the exit code is 1 if any call
-was wrong. Several processes share one GPU; one that crashes, or is longer than a minute (on a GPU three) at a call, is
-replaced, and the call is a failure. A seed is the same call on every machine.
+`soak_patterns.py` and `soak_calls.py` draw the calls, `soak_arguments.py` makes their arguments, and `soak_run.py` runs
+them and compares their results with those of `soak_oracle.py`, which says what is right. The script ends with counts;
+its exit code is 1 if any call was wrong. Several processes share one GPU. A process that crashes, or takes longer than
+a minute (three on a GPU) for a call, is replaced, and the call is a failure. A seed is the same call on every machine.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import soak_calls
+import soak_run
 import torch
-from soak_calls import Counts, Outcome
+from soak_calls import draw
+from soak_run import Counts, Outcome
 
 LIMIT = {"cpu": 60.0, "cuda": 180.0}  # seconds of a call; the first of a process may compile kernels
 BEGINNING = 600.0  # seconds in which a process has imported everything
@@ -30,7 +32,7 @@ SHOWN = 30.0  # seconds between lines of progress
 
 def one_call(seed: int, device: str) -> Outcome:
     """Draw a call and compute it."""
-    return soak_calls.run(soak_calls.draw(seed, device))
+    return soak_run.run(draw(seed, device))
 
 
 def broken(found: Outcome) -> bool:
@@ -41,7 +43,7 @@ def broken(found: Outcome) -> bool:
 def work(pipe: Connection, device: str) -> None:
     """A process: seeds come in, outcomes go out."""
     torch.set_num_threads(1)
-    with soak_calls.prepared():
+    with soak_run.prepared():
         pipe.send(None)
         while (seed := pipe.recv()) is not None:
             try:
@@ -83,14 +85,14 @@ class Worker:
         self.process.join()
         if self.seed is None:
             raise RuntimeError(f"a process {why}, before its first call")
-        call = soak_calls.draw(self.seed, self.device)
-        return Outcome(self.seed, call.spec[0], call.implementation or "None", None, why, call.said())
+        call = draw(self.seed, self.device)
+        return Outcome(self.seed, call.spec[0], call.implementation or "None", None, why, call.description())
 
 
 def report(found: Outcome, device: str) -> None:
     """Print a failure as a command that repeats it."""
     command = f"python benchmarks/soak.py --one {found.seed} --device {device}"
-    print(f"WRONG {command}\n    {found.wrong}\n    {found.said}", flush=True)
+    print(f"WRONG {command}\n    {found.wrong}\n    {found.description}", flush=True)
 
 
 def soak(
@@ -155,7 +157,7 @@ def main(given: list[str] | None = None) -> int:
     else:
         counts, end = Counts(), float("inf") if a.minutes is None else time.monotonic() + 60 * a.minutes
         seed, last = (a.one, a.one + 1) if a.one is not None else (a.seed, a.seed + (a.calls or sys.maxsize))
-        with soak_calls.prepared():
+        with soak_run.prepared():
             while seed < last and time.monotonic() < end:
                 found = one_call(seed, a.device)
                 counts.add(found)
@@ -163,9 +165,9 @@ def main(given: list[str] | None = None) -> int:
                     report(found, a.device)
                 elif a.one is not None:
                     what = f"refused: {found.refused}" if found.refused else "right"
-                    print(f"{what}, by {found.implementation}\n    {found.said}")
+                    print(f"{what}, by {found.implementation}\n    {found.description}")
                 seed += 1
-    print(counts.said())
+    print(counts.text())
     return 1 if counts.wrong else 0
 
 

@@ -37,15 +37,15 @@ def test_the_oracle_imports_nothing_of_the_package() -> None:
 
 @pytest.mark.parametrize(("B", "H", "Q", "K"), [(2, 3, 24, 24), (1, 2, 7, 40), (3, 1, 50, 30)])
 def test_the_oracles_masks_are_those_of_the_patterns(B: int, H: int, Q: int, K: int) -> None:
-    import soak_calls
     import soak_oracle
+    import soak_patterns
 
     r = random.Random(Q)
-    specs = [make(r, Q, K) for make in soak_calls.SHARED.values() for _ in range(4)]
-    specs += [soak_calls.spec_of(r, B, H, Q, K) for _ in range(60)]
+    specs = [make(r, Q, K) for make in soak_patterns.SHARED.values() for _ in range(4)]
+    specs += [soak_patterns.spec_of(r, B, H, Q, K) for _ in range(60)]
     for offset in (K - Q, 0, -9, 2**31 - 2**17):
         for spec in specs:
-            pattern = soak_calls.pattern_of(spec, Q, K, r)
+            pattern = soak_patterns.pattern_of(spec, Q, K, r)
             kept = torch.from_numpy(pattern.materialize(Q, K, offset))
             assert (soak_oracle.kept(spec, B, H, Q, K, offset) == kept).all(), (spec, offset)
 
@@ -68,6 +68,7 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     """An error of a thousandth in one kind of result, in float64 and float32, is a failure with its command."""
     import soak
     import soak_calls
+    import soak_run
 
     seeds = [seed for seed in range(200) if plain(soak_calls.draw(seed, "cpu"))][:4]
 
@@ -77,7 +78,7 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
     for seed in seeds:
         assert soak.main(["--one", str(seed)]) == 0, capsys.readouterr().out
-    monkeypatch.setattr(soak_calls, "attention", off)
+    monkeypatch.setattr(soak_run, "attention", off)
     for seed in seeds:
         assert soak.main(["--one", str(seed)]) == 1
         said = capsys.readouterr().out
@@ -97,6 +98,7 @@ def test_an_error_that_is_no_refusal_is_found(
 ) -> None:
     import soak
     import soak_calls
+    import soak_run
 
     seed = next(seed for seed in range(200) if plain(soak_calls.draw(seed, "cpu")))
     for error, said in (
@@ -107,7 +109,7 @@ def test_an_error_that_is_no_refusal_is_found(
         def fails(*args: Any, _error: Exception = error, **kwargs: Any) -> Any:
             raise _error
 
-        monkeypatch.setattr(soak_calls, "attention", fails)
+        monkeypatch.setattr(soak_run, "attention", fails)
         assert soak.main(["--one", str(seed)]) == 1
         assert said in capsys.readouterr().out
 

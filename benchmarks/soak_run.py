@@ -1,0 +1,254 @@
+"""Running random calls of attention: each is computed, compared with the oracle, and counted.
+
+`run` computes a call up to three times, with other numbers each time (a repeated call goes by other paths than the
+first). A call is right when its results and gradients are those of `soak_oracle`, or when it is refused by a ValueError
+that `refusals` lists for it; anything else is wrong. Every process that runs calls enters `prepared` first.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import soak_oracle as oracle
+import torch
+from soak_arguments import given_of, make_mistake, offset_of, placed, unbatched, vector
+from soak_calls import Call, refusal, refusals
+from soak_oracle import Terms
+from torch import Tensor
+
+import gossamer as gs
+from gossamer.torch import calls, plan, split
+
+_in_parts = [False]  # whether the call that is run is computed in parts; `run` writes it, `prepared` reads it
+
+
+class Outcome(NamedTuple):
+    """What came of a call."""
+
+    seed: int
+    kind: str  # of pattern
+    implementation: str
+    refused: str | None  # the reason
+    wrong: str | None  # what is wrong
+    description: str  # of the call
+
+
+def attention(*args: Any, **kwargs: Any) -> Any:
+    """The function that is tested; tests of this script replace it by a wrong one."""
+    return gs.attention(*args, **kwargs)
+
+
+def run(c: Call) -> Outcome:
+    """Compute a call up to three times, and compare each with the oracle."""
+    outcome = Outcome(c.seed, c.spec[0], c.implementation or "None", None, None, c.description())
+    _in_parts[0] = c.parts
+    if c.parts:
+        _forget()
+    try:
+        return _run(c, outcome)
+    except ValueError as error:
+        name = refusal(c, error)
+        if name is not None:
+            return outcome._replace(refused=name)
+        return outcome._replace(wrong=f"refused: {type(error).__name__}: {_raised(error)}")
+    except Exception as error:
+        return outcome._replace(wrong=f"{type(error).__name__}: {_raised(error)}")
+    finally:
+        if c.parts:
+            _in_parts[0] = False
+            _forget()
+
+
+def _raised(error: Exception) -> str:
+    """The message of an error, and where it was raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    message = " ".join(str(error).split())
+    return f"{message[:400]} ({last.filename.rsplit('/', 2)[-2]}/{last.filename.rsplit('/', 1)[-1]}:{last.lineno})"
+
+
+def _run(c: Call, outcome: Outcome) -> Outcome:
+    B, H, G, Q, K, D, E = c.shape
+    generator = torch.Generator().manual_seed(c.seed)
+    given = given_of(c)
+    lengths = None if c.lengths is None else vector(c.lengths, c.device)
+    sinks, slopes = (None if x is None else vector(x, c.device) for x in (c.sinks, c.slopes))
+    if sinks is not None:
+        sinks.requires_grad_("s" in c.wanted)
+    counts, r = given.counts, random.Random(c.seed + 2)
+    turns = 1 if c.mistake is not None else r.choice([1, 2, 2, 3])
+    for turn in range(turns):
+        if turn == 2 and lengths is not None and c.lengths is not None and c.lengths.place != "expanded":
+            values = (*c.lengths.values[1:], min(K // 2 + 1, torch.iinfo(lengths.dtype).max))
+            lengths.copy_(torch.tensor(values, dtype=lengths.dtype))
+        if turn == 2 and given.mask is not None:
+            given.mask.logical_not_()
+            counts = 1 - counts
+        shapes = (B, H, Q, D), (B, G, K, D), (B, G, K, E)
+        whole = [torch.randn(s, generator=generator, dtype=torch.float64).to(c.dtype).to(c.device) for s in shapes]
+        four = [placed(where, x) for where, x in zip(c.places, whole, strict=True)]
+        leaves = [unbatched(x, c.dims).requires_grad_(name in c.wanted) for x, name in zip(four, "qkv", strict=True)]
+        options: dict[str, Any] = {
+            "q_offset": offset_of(c), "scale": c.scale, "softcap": c.softcap, "key_lengths": lengths,
+            "sink_logits": sinks, "alibi_slopes": slopes, "implementation": c.implementation,
+            "deterministic": c.deterministic,
+        }  # fmt: skip
+        arguments = dict(zip("qkv", leaves, strict=True)) | {"pattern": given.pattern, **options}
+        arguments |= {"return_lse": c.return_lse, "merge": "lse" if c.merge else None}
+        if c.mistake is not None:
+            make_mistake(c, arguments)
+        if turn == 0 and c.mistake is None and not c.merge:
+            told = gs.explain(*leaves, given.pattern, **options)
+            outcome = outcome._replace(implementation=told.implementation + " in parts" * bool(told.parts))
+        modes = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "plain": torch.enable_grad}
+        with torch.enable_grad() if c.wanted else modes[c.mode]():
+            found = attention(**arguments)
+        must = [name for name, _, has_to in refusals(c) if has_to]
+        if must:
+            return outcome._replace(wrong=f"not refused: {must[0]}")
+        results = found if c.return_lse else (found,)
+        terms = Terms(
+            float(D**-0.5 if c.scale is None else c.scale), c.offset, None if c.softcap is None else float(c.softcap),
+            None if lengths is None else lengths.tolist(), sinks, slopes,
+        )  # fmt: skip
+        difference = compared(c, four, leaves, sinks, counts, terms, results)
+        if difference is not None:
+            return outcome._replace(wrong=f"call {turn + 1}: {difference}")
+    return outcome
+
+
+def compared(
+    c: Call, four: list[Tensor], leaves: list[Tensor], sinks: Tensor | None, counts: Tensor, terms: Terms,
+    results: tuple[Tensor, ...],
+) -> str | None:  # fmt: skip
+    """What is wrong with the results and gradients of a call; None where nothing is."""
+    B, H, _, Q, _, _, E = c.shape
+    wide = torch.float64 if c.dtype == torch.float64 else torch.float32
+    generator = torch.Generator().manual_seed(c.seed + 3)
+    with torch.no_grad():
+        dout, dlse = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((B, H, Q, E), (B, H, Q)))
+        dout, dlse = dout.to(c.device, c.dtype), dlse.to(c.device, wide)
+        use_lse = c.return_lse and c.cotangents != "out"
+        use_out = c.cotangents != "lse" or not c.return_lse
+        dout, dlse = dout * use_out, dlse * use_lse
+        counts = oracle.within(counts, terms)
+    exact = [x.detach().double().requires_grad_() for x in four]
+    of_sinks = None if sinks is None else sinks.detach().double().requires_grad_()
+    slopes = None if terms.slopes is None else terms.slopes.detach().double()
+    wide_terms = terms._replace(sinks=of_sinks, slopes=slopes)
+    with torch.enable_grad():
+        out, lse = oracle.exact(*exact, counts, wide_terms)
+    true = {"out": out.detach(), "lse": lse.detach()}
+    actual = dict(zip(("out", "lse"), results, strict=False))
+    for name, x in actual.items():
+        if x.dtype != (c.dtype if name == "out" else wide):
+            return f"{name} is of {x.dtype}"
+    if c.wanted and any(x.requires_grad for x in [*leaves, *([] if sinks is None else [sinks])]):
+        some = torch.isfinite(lse)
+        loss = (out * dout.double()).sum() + (torch.where(some, lse, 0.0) * torch.where(some, dlse, 0.0)).sum()
+        every = dict(zip(oracle.NAMES[2:], [*exact, of_sinks], strict=True))
+        every = {name: x for name, x in every.items() if x is not None}
+        gradients = torch.autograd.grad(loss, list(every.values()), allow_unused=True)
+        true |= {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(every.items(), gradients, strict=True)}
+        mine = dict(zip(oracle.NAMES[2:], [*leaves, sinks], strict=True))
+        mine = {name: x for name, x in mine.items() if x is not None and x.requires_grad}
+        outputs = [(actual["out"], unbatched(dout, c.dims))] if use_out else []
+        outputs += [(actual["lse"], unbatched(dlse, c.dims))] if use_lse else []
+        found = torch.autograd.grad([x for x, _ in outputs], list(mine.values()), [g for _, g in outputs])
+        for (name, x), g in zip(mine.items(), found, strict=True):
+            if g.dtype != x.dtype:
+                return f"{name} is of {g.dtype}"
+        actual |= dict(zip(mine, found, strict=True))
+    with torch.no_grad():
+        terms = terms._replace(sinks=None if sinks is None else sinks.detach())
+        low = oracle.plain(*four, counts, terms, dout, dlse)
+        inputs, wide_terms = [x.detach() for x in exact], terms._replace(slopes=slopes)
+        moved = oracle.rounding(*inputs, counts, wide_terms, dout.double(), dlse.double(), c.dtype, c.merge)
+        differences = []
+        for name, x in actual.items():
+            if name != "dsink_logits":
+                x = x.reshape((1,) * (4 - c.dims) + tuple(x.shape))
+            differences.append(oracle.wrong(name, x.detach(), true[name], low[name], moved[name]))
+    return "; ".join(one for one in differences if one is not None) or None
+
+
+def _forget() -> None:
+    """Forget plans and calls, which remember how they were computed."""
+    split._known.clear()
+    plan._plans.clear()
+    calls.forget()
+
+
+@contextmanager
+def prepared() -> Iterator[None]:
+    """Fill new memory with NaN, and choose parts, whatever they cost, for the calls for which `run` says so."""
+    kept: list[tuple[Any, str, Any]] = []
+
+    def replace(owner: Any, name: str, make: Any) -> None:
+        original = getattr(owner, name)
+        kept.append((owner, name, original))
+        setattr(owner, name, make(original))
+
+    def fill(x: Tensor) -> Tensor:
+        if x.is_floating_point():
+            return x.fill_(math.nan)
+        return x if x.dtype == torch.bool else x.fill_(torch.iinfo(x.dtype).max)
+
+    def poisoned(original: Any) -> Any:
+        return lambda *a, **k: fill(original(*a, **k))
+
+    def cheap(original: Any) -> Any:
+        return lambda *a: 0.0 if _in_parts[0] else original(*a)
+
+    def parted(original: Any) -> Any:
+        def cheaper(found: Any, pattern: Any, p: Any, sizes: Any, cost: Any) -> Any:
+            if _in_parts[0]:
+                cost.call = lambda *a, **k: math.inf
+            return original(found, pattern, p, sizes, cost)
+
+        return cheaper
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
+        replace(owner, name, poisoned)
+    replace(split, "_classes_cost", cheap)
+    replace(split, "_cheaper", parted)
+    try:
+        yield
+    finally:
+        for owner, name, original in reversed(kept):
+            setattr(owner, name, original)
+
+
+class Counts:
+    """What came of the calls so far."""
+
+    def __init__(self) -> None:
+        self.calls, self.refused, self.wrong = 0, Counter[str](), 0
+        self.by: dict[str, dict[str, Counter[str]]] = {"implementation": {}, "pattern": {}}
+
+    def add(self, one: Outcome) -> None:
+        """Count an outcome."""
+        self.calls += 1
+        what = "wrong" if one.wrong else "refused" if one.refused else "right"
+        self.wrong += one.wrong is not None
+        if one.refused:
+            self.refused[one.refused] += 1
+        for group, name in (("implementation", one.implementation), ("pattern", one.kind)):
+            self.by[group].setdefault(name, Counter())[what] += 1
+
+    def text(self) -> str:
+        """The counts as text."""
+        lines = [f"{self.calls} calls, {sum(self.refused.values())} refused by name, {self.wrong} wrong"]
+        for group, found in self.by.items():
+            lines.append(f"by {group}:")
+            for name, n in sorted(found.items()):
+                lines.append(f"  {name:24} {n['right']:7} right {n['refused']:6} refused {n['wrong']:6} wrong")
+        if self.refused:
+            lines.append("refused:")
+            lines += [f"  {n:7} {name}" for name, n in self.refused.most_common()]
+        return "\n".join(lines)
