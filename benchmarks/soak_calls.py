@@ -229,7 +229,9 @@ def refusals(c: Call) -> Iterator[tuple[str, str, bool]]:
     if abs(c.offset) > FARTHEST - max(c.shape[3:5]):
         yield "q_offset too far", "q_offset", False
     names = repr(c.spec)
-    if c.q_offset is not None and (c.form not in ("pattern", "handle") or "'CSR'" in names or "'BlockMask'" in names):
+    if c.q_offset is not None and (
+        c.form not in ("pattern", "handle") or any(f"'{name}'" in names for name in ("CSR", "BlockMask", "BigBird"))
+    ):
         yield "q_offset with what counts rows from 0", "q_offset", False
     if c.form == "reordered" and c.lengths is not None:
         yield "key_lengths of a reordered matrix", "key_lengths", True

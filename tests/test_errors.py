@@ -65,7 +65,7 @@ CALLS = {
     "offset tensor float": ((q, kv, kv), {"q_offset": torch.tensor(1.0)}, "q_offset must be an int or a 0-d integer"),
     "lengths list": ((q, kv, kv), {"key_lengths": [1, 2]}, "key_lengths must be a torch tensor or None"),
     "lengths shape": ((q, kv, kv), {"key_lengths": ints(1)}, r"key_lengths must have shape \(B,\) = \(2,\); got shape"),
-    "lengths float": ((q, kv, kv), {"key_lengths": bad(2)}, "key_lengths must be integers; got .*float32"),
+    "lengths float": ((q, kv, kv), {"key_lengths": bad(2)}, "key_lengths must be integers: int8, .*; got .*float32"),
     "sink shape": ((q, kv, kv), {"sink_logits": bad(2)}, r"sink_logits must have shape \(H,\) = \(4,\)"),
     "sink integers": ((q, kv, kv), {"sink_logits": ints(1, 2, 3, 4)}, "sink_logits must be float16"),
     "alibi shape": ((q, kv, kv), {"alibi_slopes": bad(4, 1)}, "alibi_slopes must have shape"),

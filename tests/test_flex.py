@@ -430,3 +430,15 @@ def test_formulas_of_32_bit_indices_do_not_wrap(pattern: gs.Pattern, q_offset: i
     zero, rows, keys = (torch.tensor(x, dtype=torch.int32) for x in (0, range(Q), range(K)))
     kept = mask_mod(zero, zero, rows[:, None], keys).expand(Q, K)
     assert (kept.numpy() == pattern.materialize(Q, K, q_offset)).all()
+
+
+def test_a_mask_function_that_a_compiled_call_meets_first() -> None:
+    """The operator of a compiled graph leaves vmap out of the dispatcher, by which the function is evaluated."""
+    x, ids = torch.randn(1, 2, 40, 8), torch.arange(40) // 9
+    for function in (lambda b, h, i, j: i >= j, lambda b, h, i, j: ids[i] == ids[j]):
+        pattern = gs.from_flex(function, 40) & gs.SlidingWindow(30, 30)
+        compiled = torch.compile(lambda q, p=pattern: gs.attention(q, q, q, p), fullgraph=True, backend="eager")
+        found = compiled(x)
+        kept = torch.tensor([[bool(function(0, 0, torch.tensor(i), torch.tensor(j))) and abs(i - j) <= 30
+                              for j in range(40)] for i in range(40)])  # fmt: skip
+        torch.testing.assert_close(found, gs.attention(x, x, x, kept))

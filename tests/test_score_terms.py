@@ -139,6 +139,21 @@ def test_slopes_that_require_grad_are_refused_in_any_mode(dtype: torch.dtype) ->
             gs.attention(*inputs(), gs.Causal(), alibi_slopes=slopes)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_slopes_have_no_derivative_in_torch_func() -> None:
+    q, k, v = (x.detach() for x in inputs())
+    slopes = torch.rand(H)
+    for pattern in (gs.Causal(), gs.Dilated(9, 0, 3)):
+
+        def total(s: Tensor, pattern: gs.Pattern = pattern) -> Tensor:
+            return gs.attention(q, k, v, pattern, alibi_slopes=s).sum()
+
+        with pytest.raises(ValueError, match="alibi_slopes must be a constant"):
+            torch.func.grad(total)(slopes)
+        with pytest.raises(ValueError, match="no forward-mode derivative"):
+            torch.func.jvp(total, (slopes,), (slopes,))
+
+
 def test_sinks_of_16_bits_have_a_gradient_of_16_bits() -> None:
     q, k, v = inputs()
     gradients = []
@@ -159,8 +174,11 @@ def test_numbers_of_numpy() -> None:
         options = {"scale": number(0.5), "softcap": number(3.0), "q_offset": integer(4)}
         assert torch.equal(gs.attention(q, k, v, gs.SlidingWindow(9), **options), plain)
         assert gs.explain(q, k, v, gs.SlidingWindow(9), **options).problem.score_terms == {"q_offset", "softcap"}
-    with pytest.raises(ValueError, match=r"scale must be a number or None; got True"):
+    with pytest.raises(ValueError, match=r"scale must be a number or None; got .*True"):
         gs.attention(q, k, v, scale=np.bool_(True))
+    with pytest.raises(ValueError, match=r"scale must be a number or None; got .*timedelta64"):
+        gs.attention(q, k, v, scale=np.timedelta64(3))
+    assert torch.equal(gs.attention(q, k, v, scale=np.longdouble(0.5)), gs.attention(q, k, v, scale=0.5))
     with pytest.raises(ValueError, match=r"q_offset must be an int"):
         gs.attention(q, k, v, q_offset=np.float32(4))
 
@@ -225,6 +243,8 @@ def test_an_offset_that_nothing_reads_is_refused() -> None:
         csr | blocks,
         ~csr,
         gs.PerHead([csr, blocks]),
+        gs.BigBird(8),
+        gs.BigBird(8, causal=True),
     ]
     for given in every:
         for offset in (5, np.int64(5), torch.tensor(5)):

@@ -333,6 +333,36 @@ def test_what_is_not_computed_raises_by_name() -> None:
         llama(ids)
 
 
+def test_models_that_look_at_their_mask() -> None:
+    """GPT-2 asks for the dimensions of its mask; MPNet adds it to its scores, which a mask without pairs cannot be."""
+    config = hf.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1)
+    config.eos_token_id = None
+    torch.manual_seed(0)
+    model = hf.GPT2LMHeadModel(config).eval()
+    for kind in ("dynamic", "static"):
+        tokens = []
+        for name in ("eager", "gossamer"):
+            model.set_attn_implementation(name)
+            made = model.generate(
+                ids_of(), attention_mask=padding("left"), max_new_tokens=4, do_sample=False, pad_token_id=0,
+                cache_implementation=kind, disable_compile=True,
+            )  # fmt: skip
+            tokens.append(made)
+        assert torch.equal(*tokens)
+    of_mpnet = hf.MPNetConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48
+    )
+    with pytest.raises(ValueError, match=r"attention_mask, a mask of gossamer, cannot be used .*eager"):
+        hf.MPNetModel._from_config(of_mpnet, attn_implementation="gossamer").eval()(ids_of())
+
+
+def test_probabilities_that_the_configuration_asks_for() -> None:
+    model = model_of("llama", _attn_implementation="eager", output_attentions=True)
+    model.set_attn_implementation("gossamer")
+    with pytest.raises(ValueError, match=r"config\.output_attentions must be False"):
+        model(ids_of())
+
+
 def test_cu_seq_lens_that_say_what_position_ids_say() -> None:
     ids, positions = ids_of(batch=1), POSITIONS[:1]
     ends = torch.tensor([0, 10, 19, 24], dtype=torch.int32)

@@ -7,6 +7,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import CellType, ModuleType
 from typing import Any
@@ -97,14 +98,30 @@ class FlexMask(Pattern):
             if shape[axis] > 1:
                 function = torch.vmap(function, (None, None, *(0 if x.shape[axis] > 1 else None for x in (rows, keys))))
         arrays = np.int64(self.b), np.int64(self.h), rows.squeeze(), keys.squeeze()
-        with torch.no_grad():
-            kept = call(lambda: function(*(torch.as_tensor(x, device=self.device) for x in arrays)).cpu())
+        kept = mapped(lambda: call(function, *(torch.as_tensor(x, device=self.device) for x in arrays)), self.device)
         if kept.dtype != torch.bool or kept.numel() != math.prod(shape):
             raise ValueError(
                 f"mask, a function mask_mod(b, h, q_idx, kv_idx), must return a boolean for each pair; of pairs of "
                 f"shape {shape} it returns shape {tuple(kept.shape)}, {kept.dtype}"
             )
         return kept.numpy().reshape(shape)
+
+
+def mapped(function: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """What a function of transforms by vmap returns, on the CPU, wherever it is asked for.
+
+    An operator of a compiled graph runs with vmap left out of the dispatcher; a thread of its own has the default.
+    """
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def run() -> Tensor:
+        with torch.no_grad(), torch.cuda.stream(stream):  # no stream is no change
+            return function().cpu()
+
+    if not torch._C._dispatch_tls_is_dispatch_key_excluded("FuncTorchBatched"):
+        return run()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:

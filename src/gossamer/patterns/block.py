@@ -194,6 +194,10 @@ class BigBird(Pattern):
         if self.window_blocks % 2 == 0:
             raise ValueError(f"window_blocks must be odd, got {self.window_blocks}")
 
+    @property
+    def reads_positions(self) -> bool:
+        return False
+
     def _check(self, Q: int, K: int) -> None:
         if Q != K:
             raise ValueError(f"BigBird needs as many queries as keys, got Q={Q}, K={K}")

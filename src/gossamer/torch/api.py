@@ -103,8 +103,8 @@ def attention(
             (B, H, Q, K), True where a pair is kept, read again when torch counts a write to it (one through numpy or
             `.data` is not seen); a torch sparse CSR tensor (Q, K), of which the stored entries count. None is every
             pair.
-        scale: D ** -0.5 by default. A number of Python or numpy, as are `softcap` and `q_offset`, that float32
-            (float64 for float64 inputs) holds.
+        scale: D ** -0.5 by default. A number of Python or numpy (of Python in a compiled function), as are `softcap`
+            and `q_offset`, that float32 (float64 for float64 inputs) holds.
         q_offset: position of query row 0, K - Q by default. A 0-d tensor is read when the operator runs, which waits
             for a GPU. Refused where rows have no positions: with a mask, a block mask, a layout or a sparse matrix.
         key_lengths: (B,) integers of any size; keys j >= key_lengths[b] are not attended. Their memory must hold finite
@@ -208,8 +208,10 @@ def _merged(
 
 
 def number(x: Any) -> Any:
-    """A scalar of numpy as a number of Python; anything else as it is."""
-    return x.item() if isinstance(x, np.generic) else x
+    """A number of numpy as one of Python; anything else as it is."""
+    if isinstance(x, np.floating):
+        return float(x)
+    return int(x) if isinstance(x, np.integer) and not isinstance(x, np.timedelta64) else x
 
 
 def wide(x: Any, q: Any) -> Any:

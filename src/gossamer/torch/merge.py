@@ -84,7 +84,7 @@ def _floats(name: str, given: Any) -> list[Tensor]:
     except TypeError:
         raise ValueError(f"{name} must be a list of tensors; got {describe(given)}") from None
     for x in tensors:
-        if not isinstance(x, Tensor) or not x.is_floating_point():
+        if not isinstance(x, Tensor) or x.is_nested or not x.is_floating_point():
             raise ValueError(f"{name} must be a list of tensors of floating point; it holds {describe(x)}")
     return tensors
 

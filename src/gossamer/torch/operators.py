@@ -221,8 +221,10 @@ def _forward_autograd(
 ) -> tuple[Tensor, Tensor]:
     """The operator on the Autograd key: with the gradient where one is needed."""
     a = Arguments(q, k, v, *options)
+    if a.alibi_slopes is not None and a.alibi_slopes.requires_grad:  # inside torch.func the operator sees a plain one
+        raise Unsupported("alibi_slopes must be a constant; no gradient is computed for it")
     if forward_ad._current_level >= 0:
-        for x in (q, k, v, a.sink_logits):
+        for x in (q, k, v, a.sink_logits, a.alibi_slopes):
             if x is not None and forward_ad.unpack_dual(x).tangent is not None:
                 raise Unsupported("attention has no forward-mode derivative (jvp); backward() and autograd.grad work")
     if differentiable(q, k, v, a.sink_logits):

@@ -26,7 +26,10 @@ def _compiled_handle(self: Pattern) -> int:
 
 
 def _fx_repr(self: Pattern) -> tuple[str, dict[str, type]]:
-    raise AssertionError("a graph holds the handle of a pattern, never the pattern")
+    raise ValueError(
+        f"{self!r} was made inside a compiled function that broke its graph: make the pattern outside, which also "
+        "shows the error of a call that was refused"
+    )
 
 
 def _register() -> bool:

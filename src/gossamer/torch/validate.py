@@ -120,6 +120,7 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
         yield abs(a.q_offset) <= most_offset(Q, K), "q_offset", a.q_offset, within_positions(Q, K)
     t = a.q_offset_tensor
     yield t is None or (t.ndim == 0 and t.dtype in INTEGERS), "q_offset", t, "be an int or a 0-d integer tensor"
+    of_lengths = "integers: int8, uint8, int16, int32 or int64"
     for name, vector, size, letter in (
         ("key_lengths", a.key_lengths, B, "B"),
         ("sink_logits", a.sink_logits, H, "H"),
@@ -129,7 +130,7 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
             continue
         kinds = INTEGERS if name == "key_lengths" else floats
         yield vector.shape == (size,), name, vector, f"have shape ({letter},) = ({size},)"
-        yield vector.dtype in kinds, name, vector, f"be {'integers' if name == 'key_lengths' else accepted}"
+        yield vector.dtype in kinds, name, vector, f"be {of_lengths if name == 'key_lengths' else accepted}"
         yield vector.device == q.device, name, vector, f"be a tensor on q's device, {q.device}"
     yield (
         a.alibi_slopes is None or not a.alibi_slopes.requires_grad,

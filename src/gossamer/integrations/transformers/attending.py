@@ -104,6 +104,11 @@ def _refuse(module: torch.nn.Module, dropout: float, others: dict[str, Any]) -> 
         raise Unsupported(
             f"dropout must be 0.0: attention dropout is not computed, got {dropout}; set {field} = 0.0, or model.eval()"
         )
+    if getattr(getattr(module, "config", None), "output_attentions", False):
+        raise Unsupported(
+            "config.output_attentions must be False: probabilities are never held, an N x N array; use "
+            'attn_implementation="eager"'
+        )
     for name, value in others.items():
         if value is None or value is False or name in IGNORED:
             continue

@@ -52,6 +52,32 @@ class Mask(BlockMask):
         """(B, 1, Q, K)."""
         return self.where.B, 1, self.where.Q, self.where.K
 
+    @property
+    def ndim(self) -> int:
+        """4: (B, 1, Q, K)."""
+        return len(self.shape)
+
+    def dim(self) -> int:
+        """4: (B, 1, Q, K)."""
+        return len(self.shape)
+
+    def size(self, axis: int | None = None) -> Any:
+        """(B, 1, Q, K), or one of them."""
+        return self.shape if axis is None else self.shape[axis]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """No operation of torch knows what a mask without pairs is."""
+        raise Unsupported(
+            f"attention_mask, a mask of gossamer, cannot be used by {getattr(function, '__name__', function)}: this "
+            'model computes with its mask itself; use attn_implementation="eager"'
+        )
+
+    def __add__(self, other: Any) -> Any:
+        return self.__torch_function__("+", ())
+
+    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __add__
+
     def to(self, *device: Any, **options: Any) -> Mask:
         """Itself: the layers' devices are minded when they ask for lengths."""
         return self
