@@ -17,7 +17,7 @@ Value = TypeVar("Value")
 LEAST_KEPT, MOST_KEPT, KEPT_BYTES = 64, 1024, 2**28
 TRIMMED_EVERY = 128  # entries that are forgotten, of any kind: some ten calls of new sizes or more
 
-_forgotten = count(1)
+_evictions = count(1)
 
 
 @cache
@@ -83,7 +83,7 @@ class Kept(Generic[Value]):
                     self._entries[oldest] = entry
                 else:
                     self._bytes -= entry[1]
-                    if next(_forgotten) % TRIMMED_EVERY == 0:
+                    if next(_evictions) % TRIMMED_EVERY == 0:
                         _trim()(0)
                     self._forgotten[hash(oldest)] = None
                     if len(self._forgotten) > self.most:

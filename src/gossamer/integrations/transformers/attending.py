@@ -97,14 +97,14 @@ def attention_function(restrict: Restriction) -> Callable[..., tuple[Tensor, Non
 
 def _refuse(module: torch.nn.Module, dropout: float, others: dict[str, Any]) -> None:
     """Raise for what would change the result and is not computed here."""
+    config = getattr(module, "config", None)
     if dropout:
-        config = getattr(module, "config", None)
         names = [name for name in DROPOUTS if getattr(config, name, None) == dropout]
         field = f"config.{names[0]}" if names else "the config's dropout of attention"
         raise Unsupported(
             f"dropout must be 0.0: attention dropout is not computed, got {dropout}; set {field} = 0.0, or model.eval()"
         )
-    if getattr(getattr(module, "config", None), "output_attentions", False):
+    if getattr(config, "output_attentions", False):
         raise Unsupported(
             "config.output_attentions must be False: probabilities are never held, an N x N array; use "
             'attn_implementation="eager"'
