@@ -1,37 +1,45 @@
-"""Launches of Triton kernels past Triton's own look-up, which takes several times as long as a small kernel."""
+"""Steps that run Triton kernels: described with every argument by its name, launched past Triton's own look-up.
+
+That look-up takes several times as long as a small kernel. All that a kernel is compiled for is in the key of its step,
+so a bound step passes addresses and numbers alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+import inspect
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-MOST_KNOWN = 1024
-
-
-class Launch(NamedTuple):
-    """A kernel that was launched before."""
-
-    run: Callable[..., None]
-    arguments: list[Any]  # of then
-    places: list[int]  # of what changes from call to call among them
+from gossamer.kernels.launch import ALIGNMENT, Builder, Kernel, Constant, Operand
 
 
-Known = dict[Any, Launch]
-Bound = tuple[Callable[..., None], tuple[Any, ...]]
-# What a key tells of a tensor: its type, its strides, and the bytes from a multiple of 16 to its address.
-Kind = tuple[torch.dtype, tuple[int, ...], int]
+class Pointer(NamedTuple):
+    """What Triton compiles for of an array."""
+
+    dtype: str
+    aligned: bool
 
 
-def fresh(dtype: torch.dtype, shape: tuple[int, ...]) -> Kind:
-    """Of a tensor of this shape that an allocator would give."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return dtype, tuple(reversed(strides)), 0
+class Blocks(NamedTuple):
+    """The same of a tensor descriptor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+
+
+class Programs(NamedTuple):
+    """How a kernel is launched: the key of its step."""
+
+    grid: tuple[int, ...]
+    options: tuple[tuple[str, Any], ...]
+    signature: tuple[Any, ...]  # of each argument a Pointer, Blocks, or the number that it is
 
 
 def padded(size: int) -> int:
@@ -39,98 +47,82 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def strides(name: str, x: Tensor) -> dict[str, int]:
+def strides(name: str, x: Operand) -> dict[str, int]:
     """The strides of (B, heads, rows) as kernel arguments."""
-    return {f"stride_{name}{axis}": x.stride(i) for i, axis in enumerate("bhn")}
+    return {f"stride_{name}{axis}": x.strides[i] for i, axis in enumerate("bhn")}
 
 
-def launch(
-    known: Known,
-    kernel: Any,
-    grid: tuple[int, ...],
-    key: Hashable,
-    tensors: Mapping[str, Tensor | None],
-    floats: dict[str, float],
-    rest: Callable[[], dict[str, Any]],
-) -> None:
-    """Run a kernel; one that was launched before in the same way is given new addresses and numbers alone.
+def step(
+    b: Builder, implementation: str, name: str, function: Any, grid: tuple[int, ...], values: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Add a launch of a Triton kernel, if it has any programs.
 
     Args:
-        known: launches of before; kept where everything that `rest` holds lives as long.
-        key: fixes the grid, the device and all that `rest` returns: sizes, constants, options and tensors that do not
-            change.
-        tensors: what changes from call to call, by the names of the kernel; types, strides and alignment are looked at.
-        floats: numbers that change; Triton compiles nothing for their values.
-        rest: all other arguments by name, strides among them, and launch options.
+        name: by which the implementation finds the function again.
+        values: every argument by its name in the kernel: the name of an array, or a constant.
+        options: of the launch (num_warps and others).
     """
-    found = known.get(_key(kernel, key, tensors))
-    if found is not None:
-        arguments = found.arguments.copy()
-        addresses = [None if x is None else x.data_ptr() for x in tensors.values()]
-        for place, value in zip(found.places, (*addresses, *floats.values()), strict=True):
-            arguments[place] = value
-        found.run(*arguments)
+    if not all(grid):
         return
-    more = rest()
-    compiled = kernel[grid](**tensors, **floats, **more)
-    if compiled is None:  # the interpreter compiles nothing
-        return
-    if len(known) >= MOST_KNOWN:
-        known.clear()
-    order = {name: place for place, name in enumerate(kernel.arg_names)}
-    given = more | floats
-    fixed = [given.get(name) for name in order]
-    fixed = [x.data_ptr() if isinstance(x, Tensor) else x for x in fixed]
-    places = [order[name] for name in (*tensors, *floats)]
-    known[_key(kernel, key, tensors)] = Launch(_runner(compiled, grid), fixed, places)
+    assert set(values) == set(parameters(function)), set(values) ^ set(parameters(function))
+    given = [values[parameter] for parameter in parameters(function)]
+    names = {x for x in given if isinstance(x, str) and x in b}
+    signature = tuple(_told(b, x) if x in names else x for x in given)
+    key = Programs(grid, tuple(options.items()), signature)
+    passes: Any = "arrays" if knobs.runtime.interpret else "addresses"
+    b.step(Kernel(implementation, name, key, passes), *(x if x in names else Constant(x) for x in given))
 
 
-def _key(kernel: Any, key: Hashable, tensors: Mapping[str, Tensor | Kind | None]) -> Hashable:
-    """What Triton compiles for, and what is passed as it was in a known launch."""
-    kinds = [(x.dtype, x.stride(), x.data_ptr() % 16) if isinstance(x, Tensor) else x for x in tensors.values()]
-    return (kernel, key, *kinds)
+def _told(b: Builder, name: str) -> Pointer | Blocks:
+    block = b.block_of(name)
+    known = b[name]
+    if block is not None:
+        return Blocks(known.dtype, known.shape, known.strides, block)
+    return Pointer(known.dtype, known.aligned)
 
 
-def bound(
-    known: Known,
-    kernel: Any,
-    key: Hashable,
-    tensors: Mapping[str, Tensor | Kind | None],
-    floats: dict[str, float],
-    first: int,
-) -> Bound | None:
-    """A known launch as (run, arguments after the first ones): `run(*addresses, *arguments)`; None if there is none.
-
-    For a call whose tensors are known to have the types, strides and alignment of `tensors`, so that nothing is looked
-    up. The first ones may be told by their kinds. Those after them must be the same in every call, and stay alive as
-    long as it is used.
-
-    Args:
-        first: how many tensors, the first arguments of the kernel, get addresses of their own in each call.
-    """
-    found = known.get(_key(kernel, key, tensors))
-    if found is None:
-        return None
-    assert found.places[:first] == list(range(first)), "the tensors that change are the kernel's first arguments"
-    arguments = found.arguments.copy()
-    rest = [x.data_ptr() if isinstance(x, Tensor) else None for x in tensors.values()]
-    for place, value in zip(found.places, (*rest, *floats.values()), strict=True):
-        arguments[place] = value
-    return found.run, tuple(arguments[first:])
+@lru_cache
+def parameters(function: Any) -> tuple[str, ...]:
+    """The names of a kernel's arguments in order."""
+    return tuple(inspect.signature(function.fn).parameters)
 
 
-def _runner(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-    """What launches a compiled kernel on the current stream, and passes over Triton's hooks while there are none."""
-    grid = (*grid, 1, 1)[:3]  # as a compiled kernel wants it
-    hooked = compiled[grid]  # loads the kernel
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+class _Memory:
+    """Stands for an array while a kernel is compiled."""
+
+    def __init__(self, dtype: str, aligned: bool) -> None:
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.address = 0 if aligned else ALIGNMENT // 2
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _stands_for(told: Any) -> Any:
+    if isinstance(told, Pointer):
+        return _Memory(told.dtype, told.aligned)
+    if isinstance(told, Blocks):
+        return TensorDescriptor(_Memory(told.dtype, True), list(told.shape), list(told.strides), list(told.block))
+    return told
+
+
+def launcher(function: Any, programs: Programs) -> Callable[..., None]:
+    """What runs a kernel on the current stream, with all its arguments in order."""
+    grid, options = programs.grid, dict(programs.options)
+    if knobs.runtime.interpret:
+        return lambda *arguments: function[grid](*arguments, **options)
+    compiled = function.warmup(*map(_stands_for, programs.signature), grid=grid, **options)
+    whole = (*grid, 1, 1)[:3]  # as a compiled kernel wants it
+    hooked = compiled[whole]  # loads the kernel
+    run, handle, metadata = compiled.run, compiled.function, compiled.packed_metadata
     device, stream = torch.cuda.current_device(), torch._C._cuda_getCurrentRawStream
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
 
     def quick(*arguments: Any) -> None:
-        if enter.calls or leave.calls:
+        if enter.calls or leave.calls:  # of a profiler
             hooked(*arguments)
         else:
-            run(*grid, stream(device), function, metadata, None, None, None, *arguments)
+            run(*whole, stream(device), handle, metadata, None, None, None, *arguments)
 
     return quick

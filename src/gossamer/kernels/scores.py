@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gossamer.kernels.contract import Terms
+from gossamer.kernels.contract import Scoring
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -13,11 +13,11 @@ LN2 = tl.constexpr(0.6931471805599453)
 FLOOR = tl.constexpr(-3.4028234663852886e38)
 
 
-def scales(terms: Terms) -> tuple[float, float]:
+def scales(scoring: Scoring) -> tuple[float, float]:
     """The arguments `scale` and `cap` of `score`."""
-    if terms.softcap is None:
-        return terms.scale * LOG2E.value, 0.0
-    return terms.scale / terms.softcap, terms.softcap * LOG2E.value
+    if scoring.softcap is None:
+        return scoring.scale * LOG2E.value, 0.0
+    return scoring.scale / scoring.softcap, scoring.softcap * LOG2E.value
 
 
 @triton.jit

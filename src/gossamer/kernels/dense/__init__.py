@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 
-from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice
+from gossamer.kernels.contract import Capability, Problem, Scoring, TileChoice
 from gossamer.kernels.dense import launch
-from gossamer.kernels.rows import stored
+from gossamer.kernels.launch import Direction, Operand, Prepared
 
 # B * H * Q * K of a forward, and of a backward. Past them lists of tiles win: measured on an H200, docs/results.md.
 MOST_PAIRS = (2**20, 2**18)
@@ -51,57 +50,14 @@ class Dense:
     def tile_choices(self, problem: Problem) -> tuple[TileChoice, ...]:
         return ()
 
-    def forward(
-        self,
-        problem: Problem,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layout: Tensor | None,
-        terms: Terms,
-        into: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def prepare(
+        self, problem: Problem, layout: Any, direction: Direction, scoring: Scoring, operands: Mapping[str, Operand]
+    ) -> Prepared:
         """`layout` is the words (Bl, Hl, Q, 4 ceil(K / 128)) int32 of the kept pairs, or None when all are kept."""
-        found = launch.forward(problem, q, k, v, layout, terms)
-        return found if into is None else stored(into, found)
+        return {"forward": launch.forward, "backward": launch.backward}[direction](problem, layout, scoring, operands)
 
-    def backward(
-        self,
-        problem: Problem,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        layout: Tensor | None,
-        terms: Terms,
-        into: tuple[Tensor, Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        *grads, dsink = found = launch.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms)
-        return found if into is None else (*stored(into, tuple(grads)), dsink)  # type: ignore[return-value]
-
-    def bound_forward(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, layout: Tensor | None, terms: Terms, into: Any = None
-    ) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        return launch.bound_forward(problem, q, k, v, layout, terms, into)
-
-    def bound_backward(
-        self,
-        problem: Problem,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        layout: Tensor | None,
-        terms: Terms,
-        into: tuple[Tensor, Tensor, Tensor] | None = None,
-    ) -> Callable[..., tuple[Tensor, ...]] | None:
-        """None for given gradients: parts of a call are larger problems."""
-        return None if into is not None else launch.bound_backward(problem, dout, q, k, v, out, lse, layout, terms)
+    def kernel(self, name: str, *key: Any) -> Callable[..., None]:
+        return launch.kernel(name, *key)
 
 
 IMPLEMENTATION: Any = Dense()

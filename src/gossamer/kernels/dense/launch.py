@@ -1,23 +1,20 @@
-"""From tensors and words to kernel arguments, and the choice of the tile: small ones where there are few programs."""
+"""From a problem and its words to kernel arguments, and the choice of the tile: small where there are few programs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels import relaunch
+from gossamer.kernels.contract import Problem, Scoring
 from gossamer.kernels.dense.kernels import backward_kernel, forward_kernel
-from gossamer.kernels.devices import elsewhere, empty_from, processors, template
-from gossamer.kernels.relaunch import Known, bound, fresh, launch, padded, strides
-from gossamer.kernels.rows import row_terms, sink_gradient
+from gossamer.kernels.launch import EDGE, Builder, Kernel, Operand, Prepared
+from gossamer.kernels.relaunch import Programs, padded, strides
 from gossamer.kernels.scores import scales
 
-_known: Known = {}
+KERNELS = {"forward": forward_kernel, "backward": backward_kernel}
 
 
 class Tile(NamedTuple):
@@ -30,13 +27,13 @@ class Tile(NamedTuple):
 
 
 @lru_cache
-def forward_tile(p: Problem, multiprocessors: int) -> Tile:
+def forward_tile(p: Problem) -> Tile:
     """Few rows, many keys a step while there are few programs; measured on an H200 from 26 to 2048 positions."""
     wide = max(padded(p.D), padded(p.E)) * (2 if p.dtype == "float32" else 1)
     if wide > 128:
-        R = 32 if multiprocessors <= -(-p.Q // 32) * p.B * p.H else 16
+        R = 32 if p.processors <= -(-p.Q // 32) * p.B * p.H else 16
         return Tile(R, 32, 4, 2)
-    if multiprocessors // 2 <= -(-p.Q // 64) * p.B * p.H:
+    if p.processors // 2 <= -(-p.Q // 64) * p.B * p.H:
         return Tile(64, 64, 4, 3)
     return Tile(16, 32 if p.K <= 32 else 128, 4, 2)
 
@@ -48,28 +45,31 @@ def backward_tile(p: Problem) -> Tile:
     return Tile(32, 32, 4, 2 if wide <= 64 else 1)
 
 
-def operand(x: Tensor) -> Tensor:
-    """The tensor itself when the kernels can read it: last dimension contiguous, 32-bit offsets inside a head."""
-    readable = (x.stride(3) == 1 or x.shape[3] == 1) and x.shape[2] * x.stride(2) < 2**31
-    return x if readable else x.contiguous()
+def readable(x: Operand) -> bool:
+    """Whether the kernels can read (B, heads, N, size) in place: contiguous rows, 32-bit offsets inside a head."""
+    rows, size = x.shape[2:]
+    return (x.strides[3] == 1 or size == 1) and rows * x.strides[2] < 2**31
 
 
-def shared_strides(words: Tensor | None) -> tuple[int, int]:
-    """Distances of two batch elements' and two heads' words (Bl, Hl, Q, W); 0 where they share."""
-    if words is None:
-        return 0, 0
-    return (words.stride(0) if words.shape[0] > 1 else 0), (words.stride(1) if words.shape[1] > 1 else 0)
-
-
-def constants(p: Problem, tile: Tile, terms: Terms, shared: tuple[int, int]) -> dict[str, Any]:
-    """Arguments of both kernels that follow from the sizes, and the launch options."""
+def constants(b: Builder, p: Problem, tile: Tile, scoring: Scoring) -> dict[str, Any]:
+    """Arguments of both kernels that follow from the sizes, and the scores'."""
+    scale, cap = scales(scoring)
+    words_b = words_h = 0  # distances of two batch elements' and two heads' words; 0 where they share
+    if "words" in b:
+        (Bl, Hl, *_), (of_b, of_h, *_) = b["words"].shape, b["words"].strides
+        words_b, words_h = of_b if Bl > 1 else 0, of_h if Hl > 1 else 0
     return {
-        "words_b": shared[0], "words_h": shared[1], "H": p.H, "Q": p.Q, "K": p.K, "q_offset": terms.q_offset,
-        "GROUP": p.H // p.G,
-        "D": p.D, "E": p.E, "BLOCK_D": padded(p.D), "BLOCK_E": padded(p.E), "R": tile.R, "C": tile.C,
-        "SOFTCAP": terms.softcap is not None, "PRECISION": precision(p), "ONE_ROW": one_row(p),
-        "num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True,
+        "words": "words" if "words" in b else None, "words_b": words_b, "words_h": words_h, "H": p.H, "Q": p.Q,
+        "K": p.K, "q_offset": scoring.q_offset, "GROUP": p.H // p.G, "D": p.D, "E": p.E, "BLOCK_D": padded(p.D),
+        "BLOCK_E": padded(p.E), "R": tile.R, "C": tile.C, "SOFTCAP": scoring.softcap is not None,
+        # float32 as three of TF32, which rounds as float32 does.
+        "PRECISION": "tf32x3" if p.dtype == "float32" else "ieee", "ONE_ROW": one_row(p), "scale": scale, "cap": cap,
     }  # fmt: skip
+
+
+def options(tile: Tile) -> dict[str, Any]:
+    """Of a launch."""
+    return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
 
 
 def one_row(p: Problem) -> bool:
@@ -82,167 +82,74 @@ def grid(p: Problem, *programs: int) -> tuple[int, ...]:
     return (math.prod(programs) * p.B,) if one_row(p) else (*programs, p.B)
 
 
+def builder(words: Any, operands: Mapping[str, Operand]) -> tuple[Builder, dict[str, str]]:
+    """A launch that begins, and the arrays that the kernels read for q, k, v and dout: copies where they must be."""
+    b = Builder(operands)
+    if words is not None:
+        b.layout(words=words)
+    names = [name for name in ("q", "k", "v", "dout") if name in operands]
+    return b, {name: name if readable(b[name]) else b.copied(name) for name in names}
+
+
+def optional(b: Builder, name: str) -> str | None:
+    """A tensor that a call may have, contiguous."""
+    return b.contiguous(name) if name in b else None
+
+
 def forward(
-    p: Problem, q: Tensor, k: Tensor, v: Tensor, words: Tensor | None, terms: Terms, tile: Tile | None = None
-) -> tuple[Tensor, Tensor]:
-    """(out, lse). `tile` replaces the one chosen by size."""
-    device = q.device
-    if elsewhere(q):
-        with torch.cuda.device(device):
-            return forward(p, q, k, v, words, terms, tile)
-    q, k, v = operand(q), operand(k), operand(v)
-    out = q.new_empty((p.B, p.H, p.Q, p.E))
-    lse = q.new_empty((p.B, p.H, p.Q), dtype=torch.float32)
-    t, tile = terms, tile or forward_tile(p, processors(device))
-    key, tensors, floats = forward_arguments(p, q, k, v, out, lse, words, t, tile)
-    launch(
-        _known, forward_kernel, grid(p, -(-p.Q // tile.R), p.H), key, tensors, floats,
-        lambda: strides("q", q) | strides("k", k) | strides("v", v) | constants(p, tile, t, shared_strides(words)),
-    )  # fmt: skip
-    return out, lse
-
-
-def forward_arguments(
-    p: Problem, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, words: Tensor | None, t: Terms, tile: Tile
-) -> tuple[Any, dict[str, Tensor | None], dict[str, float]]:
-    """What `launch` tells forwards apart by, and what it gives each: tensors and numbers."""
-    scale, cap = scales(t)
-    tensors = {
-        "q": q, "k": k, "v": v, "out": out, "lse": lse, "words": words, "lengths": t.key_lengths,
-        "sinks": t.sink_logits, "slopes": t.alibi_slopes,
+    p: Problem, words: Any, scoring: Scoring, operands: Mapping[str, Operand], tile: Tile | None = None
+) -> Prepared:
+    """out and lse. `tile` replaces the one chosen by size."""
+    b, given = builder(words, operands)
+    tile = tile or forward_tile(p)
+    out, lse = results(b, {"out": (p.dtype, (p.B, p.H, p.Q, p.E)), "lse": ("float32", (p.B, p.H, p.Q))})
+    values = {
+        **given, "out": out, "lse": lse, "lengths": optional(b, "key_lengths"), "sinks": optional(b, "sink_logits"),
+        "slopes": optional(b, "alibi_slopes"), **constants(b, p, tile, scoring),
     }  # fmt: skip
-    key = p, tile, t.q_offset, t.softcap is None, shared_strides(words), q.device
-    return key, tensors, {"scale": scale, "cap": cap}
+    for name in ("q", "k", "v"):
+        values |= strides(name, b[given[name]])
+    relaunch.step(b, "dense", "forward", forward_kernel, grid(p, -(-p.Q // tile.R), p.H), values, options(tile))
+    return b.done("out", "lse")
 
 
-def bound_forward(
-    p: Problem, q: Tensor, k: Tensor, v: Tensor, words: Tensor | None, terms: Terms, into: Any = None
-) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """See `kernels.contract.Binding`; not into results of any strides."""
-    if into is not None or any(operand(x) is not x for x in (q, k, v)):
-        return None
-    device, plain = q.device, terms.having(None, None, None)
-    out, lse = template(q, (p.B, p.H, p.Q, p.E)), template(q, (p.B, p.H, p.Q), torch.float32)
-    kinds = fresh(q.dtype, (p.B, p.H, p.Q, p.E)), fresh(torch.float32, (p.B, p.H, p.Q))
-    tile = forward_tile(p, processors(device))
-    key, tensors, floats = forward_arguments(p, q, k, v, kinds[0], kinds[1], words, terms, tile)
-    with_terms = terms is not plain
-    # Words, which are bound, stand between the results and the tensors of the terms.
-    found = bound(_known, forward_kernel, key, tensors, floats, len(tensors) if with_terms else 5)
-    if found is None:
-        return None
-    run, rest = found
-    masked = address(words)
-
-    def call(
-        q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None, sinks: Tensor | None = None,
-        slopes: Tensor | None = None, into: Any = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        if elsewhere(q):
-            return forward(p, q, k, v, words, plain.having(lengths, sinks, slopes))
-        results = empty_from(out), empty_from(lse)
-        given = q.data_ptr(), k.data_ptr(), v.data_ptr(), results[0].data_ptr(), results[1].data_ptr()
-        if with_terms:
-            run(*given, masked, address(lengths), address(sinks), address(slopes), *rest)
-        else:
-            run(*given, *rest)
-        return results
-
-    return call
-
-
-def address(x: Tensor | None) -> int | None:
-    """Of a tensor that may be absent."""
-    return None if x is None else x.data_ptr()
-
-
-def precision(p: Problem) -> str:
-    """Of products: float32 as three of TF32, which rounds as float32 does."""
-    return "tf32x3" if p.dtype == "float32" else "ieee"
+def results(b: Builder, made: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
+    """Contiguous memory for the results; what the caller gives is written by a copy."""
+    names = []
+    for name, (dtype, shape) in made.items():
+        own = name in b.operands
+        names.append(b.array(f"{name}_made" if own else name, dtype, shape))
+        if own:
+            b.written_to(name, through=names[-1])
+    return names
 
 
 def backward(
-    p: Problem, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    words: Tensor | None, terms: Terms, tile: Tile | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(dq, dk, dv, dsink_logits or None)."""
-    device = q.device
-    if elsewhere(q):
-        with torch.cuda.device(device):
-            return backward(p, dout, dlse, q, k, v, out, lse, words, terms, tile)
-    q, k, v, dout, out, lse = operand(q), operand(k), operand(v), dout.contiguous(), out.contiguous(), lse.contiguous()
-    dlse = None if dlse is None else dlse.contiguous()
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    t, tile = terms, tile or backward_tile(p)
-    key, tensors, floats = backward_arguments(p, (q, k, v, dout, out, lse, dlse, dq, dk, dv), words, t, tile)
+    p: Problem, words: Any, scoring: Scoring, operands: Mapping[str, Operand], tile: Tile | None = None
+) -> Prepared:
+    """dq, dk and dv, and dsink_logits where there are sinks."""
+    b, given = builder(words, operands)
+    tile = tile or backward_tile(p)
+    given |= {name: b.contiguous(given.get(name, name)) for name in ("dout", "out", "lse")}
+    dq, dk, dv = results(b, {f"d{x}": (p.dtype, b[x].shape) for x in ("q", "k", "v")})
+    dlse = optional(b, "dlse")
+    values = {
+        **given, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv, "lengths": optional(b, "key_lengths"),
+        "slopes": optional(b, "alibi_slopes"), "plain_scale": float(scoring.scale), **constants(b, p, tile, scoring),
+    }  # fmt: skip
+    for name in ("q", "k", "v"):
+        values |= strides(name, b[given[name]])
     programs = -(-p.K // tile.C) * p.G + -(-p.Q // tile.R) * p.H
-    launch(
-        _known, backward_kernel, grid(p, programs), key, tensors, floats,
-        lambda: strides("q", q) | strides("k", k) | strides("v", v) | constants(p, tile, t, shared_strides(words)),
+    relaunch.step(b, "dense", "backward", backward_kernel, grid(p, programs), values, options(tile))
+    if "sink_logits" not in operands:
+        return b.done("dq", "dk", "dv")
+    b.function(
+        Kernel(EDGE, "sink_gradient_of_results"), "dout", dlse, "out", "lse", "sink_logits",
+        returns={"dsink_logits": None},
     )  # fmt: skip
-    dsink = None
-    if terms.sink_logits is not None:
-        dsink = sink_gradient(*row_terms(dout, dlse, out, lse, torch.float32), terms)
-    return dq, dk, dv, dsink
+    return b.done("dq", "dk", "dv", "dsink_logits")
 
 
-def backward_arguments(
-    p: Problem, x: tuple[Any, ...], words: Tensor | None, t: Terms, tile: Tile
-) -> tuple[Any, dict[str, Tensor | None], dict[str, float]]:
-    """As `forward_arguments`; `x` are q, k, v, dout, out, lse, dlse, dq, dk and dv."""
-    names = ("q", "k", "v", "dout", "out", "lse", "dlse", "dq", "dk", "dv")
-    more = {"words": words, "lengths": t.key_lengths, "slopes": t.alibi_slopes}
-    scale, cap = scales(t)
-    key = p, tile, t.q_offset, t.softcap is None, shared_strides(words), x[0].device
-    return key, dict(zip(names, x, strict=True)) | more, {"scale": scale, "cap": cap, "plain_scale": float(t.scale)}
-
-
-def bound_backward(
-    p: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, words: Tensor | None,
-    terms: Terms,
-) -> Callable[..., tuple[Tensor, ...]] | None:  # fmt: skip
-    """See `kernels.contract.Binding`."""
-    if any(operand(x) is not x for x in (q, k, v)) or not all(x.is_contiguous() for x in (dout, out, lse)):
-        return None
-    grads, plain = [template(x, x.shape) for x in (q, k, v)], terms.having(None, None, None)
-    given = (q, k, v, dout, out, lse, None, *(fresh(x.dtype, tuple(x.shape)) for x in (q, k, v)))
-    with_terms = terms is not plain
-    tile = backward_tile(p)
-    key, tensors, floats = backward_arguments(p, given, words, terms, tile)
-    found = bound(_known, backward_kernel, key, tensors, floats, len(tensors) if with_terms else len(given))
-    if found is None:
-        return None
-    (run, rest), inputs = found, (q.stride(), k.stride(), v.stride())
-    like_q, like_k, like_v = grads
-    masked = address(words)
-
-    def call(
-        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        lengths: Tensor | None = None, sinks: Tensor | None = None, slopes: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        first = q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr(), out.data_ptr(), lse.data_ptr()
-        alike = (
-            dlse is None and dout.is_contiguous() and out.is_contiguous() and lse.is_contiguous()
-            # What was saved may have been elsewhere meanwhile, by hooks.
-            and (q.stride(), k.stride(), v.stride()) == inputs
-            and not (first[0] | first[1] | first[2] | first[3] | first[4] | first[5]) % 16
-            and (not with_terms or (like_bound(lengths) and like_bound(slopes)))
-        )  # fmt: skip
-        if not alike or elsewhere(q):
-            found = backward(p, dout, dlse, q, k, v, out, lse, words, plain.having(lengths, sinks, slopes))
-            return found if sinks is not None else found[:3]  # type: ignore[return-value]
-        dq, dk, dv = empty_from(like_q), empty_from(like_k), empty_from(like_v)
-        more = (masked, address(lengths), address(slopes)) if with_terms else ()
-        run(*first, None, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), *more, *rest)
-        if sinks is None:
-            return dq, dk, dv
-        dsink = sink_gradient(*row_terms(dout, None, out, lse, torch.float32), plain.having(lengths, sinks, slopes))
-        assert dsink is not None
-        return dq, dk, dv, dsink
-
-    return call
-
-
-def like_bound(x: Tensor | None) -> bool:
-    """Whether a saved tensor of one dimension is as it was when its call was bound, or absent as it was then."""
-    return x is None or (x.is_contiguous() and not x.data_ptr() % 16)
+def kernel(name: str, *key: Any) -> Callable[..., None]:
+    """The function of a step."""
+    return relaunch.launcher(KERNELS[name], Programs(*key))

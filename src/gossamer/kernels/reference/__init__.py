@@ -5,11 +5,15 @@ Every other implementation is tested against this one. It is the only path that 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice
-from gossamer.kernels.rows import compute_dtype, row_terms, sink_gradient, stored
+from gossamer.kernels.contract import Capability, Problem, Scoring, Terms, TileChoice
+from gossamer.kernels.launch import Direction, Operand, Prepared, one_function
+from gossamer.kernels.rows import compute_dtype, row_terms, sink_gradient
 
 
 def kept(mask: Tensor, terms: Terms, K: int) -> Tensor:
@@ -84,67 +88,58 @@ class Reference:
     def tile(self, problem: Problem) -> tuple[int, int]:
         return 128, 128
 
-    def forward(
-        self,
-        problem: Problem,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layout: Tensor,
-        terms: Terms,
-        into: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        dtype = compute_dtype(q.dtype)
-        s, _ = scores(q.to(dtype), k.to(dtype), terms)
-        s = s.masked_fill(~kept(layout, terms, problem.K), -torch.inf)
-        m = s.amax(-1)
-        sink = None if terms.sink_logits is None else terms.sink_logits.to(dtype)[:, None]
-        if sink is not None:
-            m = torch.maximum(m, sink)
-        m = m.clamp(min=torch.finfo(dtype).min)
-        p = torch.exp(s - m[..., None])
-        total = p.sum(-1)
-        if sink is not None:
-            total = total + torch.exp(sink - m)
-        out = (_by_group(p, problem.G) @ v.to(dtype).unsqueeze(2)).reshape(*q.shape[:3], problem.E)
-        # A row that keeps anything has a total of at least 1, its largest term.
-        out = out / total.clamp(min=1.0)[..., None]
-        lse = m + torch.log(total)
-        return (out.to(q.dtype), lse) if into is None else stored(into, (out, lse))
+    def prepare(
+        self, problem: Problem, layout: Tensor, direction: Direction, scoring: Scoring, operands: Mapping[str, Operand]
+    ) -> Prepared:
+        return one_function(self.name, problem, layout, direction, scoring, operands)
 
-    def backward(
-        self,
-        problem: Problem,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        layout: Tensor,
-        terms: Terms,
-        into: tuple[Tensor, Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        dtype = compute_dtype(q.dtype)
-        delta, lse = row_terms(dout, dlse, out, lse, dtype)
-        qc, kc, vc, do = q.to(dtype), k.to(dtype), v.to(dtype), dout.to(dtype)
-        s, t = scores(qc, kc, terms)
-        s = s.masked_fill(~kept(layout, terms, problem.K), -torch.inf)
-        p = torch.exp(s - lse[..., None])
-        by_group = problem.G
-        dp = (_by_group(do, by_group) @ vc.mT.unsqueeze(2)).reshape(s.shape)
-        ds = p * (dp - delta[..., None])
-        if t is not None:
-            ds = ds * (1 - t * t)
-        ds = _by_group(ds * terms.scale, by_group)
-        dq = (ds @ kc.unsqueeze(2)).reshape(q.shape)
-        dk = (ds.mT @ _by_group(qc, by_group)).sum(2)
-        dv = (_by_group(p, by_group).mT @ _by_group(do, by_group)).sum(2)
-        dsink = sink_gradient(delta, lse, terms)
-        if into is not None:
-            return (*stored(into, (dq, dk, dv)), dsink)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink
+    def kernel(self, name: str, problem: Problem, scoring: Scoring) -> Callable[..., tuple[Tensor, ...]]:
+        return partial({"forward": forward, "backward": backward}[name], problem, scoring)
+
+
+def forward(
+    problem: Problem, scoring: Scoring, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *vectors: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse); the score vectors are key_lengths, sink_logits and alibi_slopes, or None."""
+    terms, dtype = Terms(*scoring, *vectors), compute_dtype(q.dtype)
+    s, _ = scores(q.to(dtype), k.to(dtype), terms)
+    s = s.masked_fill(~kept(mask, terms, problem.K), -torch.inf)
+    m = s.amax(-1)
+    sink = None if terms.sink_logits is None else terms.sink_logits.to(dtype)[:, None]
+    if sink is not None:
+        m = torch.maximum(m, sink)
+    m = m.clamp(min=torch.finfo(dtype).min)
+    p = torch.exp(s - m[..., None])
+    total = p.sum(-1)
+    if sink is not None:
+        total = total + torch.exp(sink - m)
+    out = (_by_group(p, problem.G) @ v.to(dtype).unsqueeze(2)).reshape(*q.shape[:3], problem.E)
+    # A row that keeps anything has a total of at least 1, its largest term.
+    out = out / total.clamp(min=1.0)[..., None]
+    return out.to(q.dtype), m + torch.log(total)
+
+
+def backward(
+    problem: Problem, scoring: Scoring, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    lse: Tensor, mask: Tensor, *vectors: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """(dq, dk, dv), and dsink_logits where there are sinks."""
+    terms, dtype, G = Terms(*scoring, *vectors), compute_dtype(q.dtype), problem.G
+    delta, lse = row_terms(dout, dlse, out, lse, dtype)
+    qc, kc, vc, do = q.to(dtype), k.to(dtype), v.to(dtype), dout.to(dtype)
+    s, t = scores(qc, kc, terms)
+    s = s.masked_fill(~kept(mask, terms, problem.K), -torch.inf)
+    p = torch.exp(s - lse[..., None])
+    dp = (_by_group(do, G) @ vc.mT.unsqueeze(2)).reshape(s.shape)
+    ds = p * (dp - delta[..., None])
+    if t is not None:
+        ds = ds * (1 - t * t)
+    ds = _by_group(ds * terms.scale, G)
+    dq = (ds @ kc.unsqueeze(2)).reshape(q.shape)
+    dk = (ds.mT @ _by_group(qc, G)).sum(2)
+    dv = (_by_group(p, G).mT @ _by_group(do, G)).sum(2)
+    gradients = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return gradients if terms.sink_logits is None else (*gradients, sink_gradient(delta, lse, terms.sink_logits))
 
 
 IMPLEMENTATION = Reference()

@@ -1,0 +1,296 @@
+"""A call of an implementation as data: its kernels in order, their arguments by name, and the memory that they need.
+
+`Implementation.prepare` describes one direction of a call; an edge (`gossamer.torch`) binds the description to a
+function of its own arrays. The order of a kernel's arguments is written once, where its step is described. Nothing
+here imports a framework, and a `Launch` holds no array: those of the layout lie beside it, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+Direction = Literal["forward", "backward"]
+VECTORS = ("key_lengths", "sink_logits", "alibi_slopes")  # the tensors among the score terms, in the order of a call
+GIVEN: dict[Direction, tuple[str, ...]] = {
+    "forward": ("q", "k", "v"), "backward": ("dout", "dlse", "q", "k", "v", "out", "lse"),
+}  # fmt: skip
+Shape = tuple[int, ...]
+ALIGNMENT = 16  # bytes: what wide loads, and TMA, want of addresses
+EDGE = (
+    "edge"  # the implementation of the steps that every edge offers itself: see `Builder.copy` and `Builder.function`
+)
+BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2, "int8": 1,
+         "uint8": 1, "bool": 1}  # fmt: skip
+
+
+class Operand(NamedTuple):
+    """What is known of an array without having it."""
+
+    dtype: str
+    shape: Shape
+    strides: Shape  # in elements
+    aligned: bool = True  # whether its address is a multiple of ALIGNMENT
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether its elements lie one after the other, in the order of its dimensions."""
+        return all(
+            n == 1 or s == want for n, s, want in zip(self.shape, self.strides, compact(self.shape), strict=True)
+        )
+
+
+class Array(NamedTuple):
+    """Memory that a launch needs: a result, or what its kernels leave one another."""
+
+    dtype: str
+    shape: Shape
+    fill: float | None = None  # what it holds at first; None: anything
+    # "call": made for each call. "stream": one for each stream, filled once and left so by every kernel; a captured
+    # graph has one of its own. "launch": made once; kernels only read it.
+    lifetime: Literal["call", "stream", "launch"] = "call"
+
+
+class View(NamedTuple):
+    """Elements of another array, in place."""
+
+    of: str
+    dtype: str
+    shape: Shape
+    strides: Shape
+    offset: int = 0  # in elements, from the first one of `of`
+
+
+class Descriptor(NamedTuple):
+    """A tensor descriptor of an array, which loads blocks of it by TMA."""
+
+    of: str
+    shape: Shape
+    strides: Shape
+    block: Shape
+
+
+class Kernel(NamedTuple):
+    """What a step runs: `kernel(name, *key)` of an implementation gives the function."""
+
+    implementation: str  # a name of the table, or EDGE
+    name: str
+    key: tuple[Any, ...] = ()  # hashable
+    # How arrays are passed: as the edge's own arrays, the lasting ones among them converted once ("exchanged", by
+    # DLPack), or as addresses.
+    passes: Literal["arrays", "exchanged", "addresses"] = "arrays"
+
+
+class Constant(NamedTuple):
+    """A constant among the arguments of a step; a plain string there names an array."""
+
+    value: float | int | bool | str | None
+
+
+Argument = str | Constant
+
+
+class Step(NamedTuple):
+    """One kernel with its arguments in the order of its call, and the names of what it returns if it makes arrays."""
+
+    kernel: Kernel
+    arguments: tuple[Argument, ...]
+    returns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One direction of a call, as data."""
+
+    arguments: tuple[str, ...]  # arrays that the caller gives, in order
+    results: tuple[str, ...]  # arrays that it gets, in order
+    steps: tuple[Step, ...]
+    arrays: Mapping[str, Array]
+    views: Mapping[str, View | Descriptor]
+    layout: tuple[str, ...]  # arrays of the layout, which `Prepared.layout` holds
+
+
+class Prepared(NamedTuple):
+    """A launch, and the arrays of the layout that it names."""
+
+    launch: Launch
+    layout: Mapping[str, Any]
+
+
+def compact(shape: Iterable[int]) -> Shape:
+    """The strides of a contiguous array."""
+    strides, step = [], 1
+    for size in reversed(tuple(shape)):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+@dataclass
+class Builder:
+    """Describes a launch step by step.
+
+    Args:
+        operands: what the caller gives, by name, in the order of the call; a result among them is written where it is.
+    """
+
+    operands: Mapping[str, Operand]
+    _known: dict[str, Operand] = field(default_factory=dict)
+    _arrays: dict[str, Array] = field(default_factory=dict)
+    _views: dict[str, View | Descriptor] = field(default_factory=dict)
+    _layout: dict[str, Any] = field(default_factory=dict)
+    _steps: list[Step] = field(default_factory=list)
+    _last: list[tuple[str, str]] = field(default_factory=list)  # copies that are made when all else is done
+
+    def __getitem__(self, name: str) -> Operand:
+        """What is known of an array."""
+        return self._known[name] if name in self._known else self.operands[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._known or name in self.operands
+
+    def array(
+        self, name: str, dtype: str, shape: Shape, fill: float | None = None,
+        lifetime: Literal["call", "stream", "launch"] = "call",
+    ) -> str:  # fmt: skip
+        """Memory of a launch, contiguous."""
+        assert name not in self, name
+        self._arrays[name] = Array(dtype, tuple(shape), fill, lifetime)
+        self._known[name] = Operand(dtype, tuple(shape), compact(shape))
+        return name
+
+    def result(self, name: str, dtype: str, shape: Shape) -> str:
+        """A result of the call: new memory, unless the caller gives it."""
+        return name if name in self.operands else self.array(name, dtype, shape)
+
+    def layout(self, **arrays: Any) -> None:
+        """Name arrays of the layout, in the form that the edge has them."""
+        for name, array in arrays.items():
+            assert name not in self, name
+            self._layout[name] = array
+            self._known[name] = operand_of(array)
+
+    def view(self, name: str, of: str, shape: Shape, strides: Shape, offset: int = 0) -> str:
+        """Elements of another array, in place."""
+        assert name not in self, name
+        base = self[of]
+        aligned = base.aligned and offset * BYTES[base.dtype] % ALIGNMENT == 0
+        self._views[name] = View(of, base.dtype, tuple(shape), tuple(strides), offset)
+        self._known[name] = Operand(base.dtype, tuple(shape), tuple(strides), aligned)
+        return name
+
+    def descriptor(self, name: str, of: str, block: Shape) -> str:
+        """A tensor descriptor of blocks of an array."""
+        assert name not in self, name
+        base = self[of]
+        self._views[name] = Descriptor(of, base.shape, base.strides, block)
+        self._known[name] = base
+        return name
+
+    def block_of(self, name: str) -> Shape | None:
+        """The blocks of a tensor descriptor; None of anything else."""
+        view = self._views.get(name)
+        return view.block if isinstance(view, Descriptor) else None
+
+    def step(self, kernel: Kernel, *arguments: Argument | float | None) -> None:
+        """Run a kernel, which writes among its arguments: names of arrays, and numbers."""
+        self._steps.append(Step(kernel, tuple(x if isinstance(x, (str, Constant)) else Constant(x) for x in arguments)))
+
+    def function(self, kernel: Kernel, *arguments: str | None, returns: Mapping[str, Operand | None]) -> None:
+        """Run a function of the framework, which makes its results; None: nobody asks what they are like."""
+        given = tuple(Constant(None) if x is None else x for x in arguments)
+        for name in returns:
+            assert name not in self, name
+        self._steps.append(Step(kernel, given, tuple(returns)))
+        self._known.update({name: known for name, known in returns.items() if known is not None})
+
+    def copy(self, source: str, target: str) -> None:
+        """Copy an array into another of the same shape, whose type may differ."""
+        self.step(Kernel(EDGE, "copy"), source, target)
+
+    def copied(self, source: str, columns: int | None = None, fill: float | None = None) -> str:
+        """A contiguous copy of an array; of `columns` memory columns, of which those of the array are written.
+
+        Args:
+            fill: what the other columns hold; None: anything.
+        """
+        known = self[source]
+        shape = known.shape if columns is None else (*known.shape[:-1], columns)
+        copy = self.array(f"{source}_copy", known.dtype, shape, fill)
+        if shape != known.shape:
+            copy = self.view(f"{copy}_columns", copy, known.shape, compact(shape))
+        self.copy(source, copy)
+        return copy
+
+    def contiguous(self, name: str) -> str:
+        """The array itself where it is contiguous and aligned, else a copy."""
+        known = self[name]
+        return name if known.contiguous and known.aligned else self.copied(name)
+
+    def written_to(self, name: str, through: str) -> None:
+        """Copy `through` to the result `name` once all steps are done."""
+        self._last.append((through, name))
+
+    def include(self, prepared: Prepared, given: Mapping[str, str], prefix: str) -> None:
+        """Run another launch.
+
+        Args:
+            given: the array here for each of its arguments and, where wanted, of its results.
+            prefix: of all other names.
+        """
+
+        def of(name: str) -> str:
+            return given.get(name, prefix + name)
+
+        launch = prepared.launch
+        for name, array in launch.arrays.items():
+            if name not in given:
+                self._arrays[of(name)] = array
+        for name, view in launch.views.items():
+            self._views[of(name)] = view._replace(of=of(view.of))
+        self._layout.update({of(name): array for name, array in prepared.layout.items()})
+        for step in launch.steps:
+            arguments = tuple(of(x) if isinstance(x, str) else x for x in step.arguments)
+            self._steps.append(Step(step.kernel, arguments, tuple(of(name) for name in step.returns)))
+
+    def done(self, *results: str) -> Prepared:
+        """The launch, with its results in order."""
+        for source, target in self._last:
+            self.copy(source, target)
+        launch = Launch(
+            tuple(self.operands), results, tuple(self._steps), self._arrays, self._views, tuple(self._layout)
+        )
+        return Prepared(launch, self._layout)
+
+
+def operand_of(array: Any) -> Operand:
+    """What an array of the layout is like; of one that is no tensor, nothing."""
+    if not hasattr(array, "data_ptr"):
+        return Operand("", (), ())
+    dtype = str(array.dtype).rpartition(".")[2]
+    return Operand(dtype, tuple(array.shape), tuple(array.stride()), array.data_ptr() % ALIGNMENT == 0)
+
+
+def one_function(
+    implementation: str, problem: Any, layout: Any, direction: Direction, scoring: Any, operands: Mapping[str, Operand]
+) -> Prepared:
+    """The launch of an implementation whose directions are one function of the framework each.
+
+    `kernel(direction, problem, scoring)` of the implementation gives it. It takes what `GIVEN` lists, then the layout
+    and the `VECTORS`, None for each that the call has not, and returns (out, lse), or (dq, dk, dv) and, where there
+    are sinks, dsink_logits.
+    """
+    b = Builder(operands)
+    b.layout(layout=layout)
+    given = [name if name in operands else None for name in (*GIVEN[direction], "layout", *VECTORS)]
+    given[len(GIVEN[direction])] = "layout"
+    names: tuple[str, ...] = ("out", "lse")
+    if direction == "backward":
+        names = ("dq", "dk", "dv", "dsink_logits") if "sink_logits" in operands else ("dq", "dk", "dv")
+    made = {f"{name}_made" if name in operands else name: None for name in names}
+    b.function(Kernel(implementation, direction, (problem, scoring)), *given, returns=made)
+    for name in names:
+        if name in operands:
+            b.copy(f"{name}_made", name)
+    return b.done(*names)

@@ -1,0 +1,217 @@
+"""A launch bound to torch: one function of the tensors of a call, in which all that repetitions share is settled.
+
+The function is written as Python, as a person would write it out: memory, views, kernels one after the other. Launches
+that differ in numbers, shapes and lists alone share its text, which is compiled once.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import count
+from typing import Any
+
+import torch
+from torch import _C, Tensor
+
+from gossamer.kernels.launch import BYTES, EDGE, Array, Descriptor, Kernel, Constant, Prepared, Step, View
+from gossamer.kernels.table import load
+from gossamer.torch.functions import FUNCTIONS
+from gossamer.torch.memory import Workspace, lasting, slot, template
+
+MOST_TEXTS = 512
+
+_numbers = count(1)
+
+
+def bind(prepared: Prepared, device: torch.device, parameters: tuple[str, ...]) -> Callable[..., tuple[Tensor, ...]]:
+    """The function that runs a launch, from its `parameters` in order to its results; some may be of no use to it."""
+    return _Writer(prepared, device).function(parameters)
+
+
+def kernel_of(kernel: Kernel) -> Callable[..., Any]:
+    """The function that a step runs."""
+    if kernel.implementation == EDGE:
+        return FUNCTIONS[kernel.name](*kernel.key)
+    implementation = load(kernel.implementation)
+    assert not isinstance(implementation, str), implementation
+    return implementation.kernel(kernel.name, *kernel.key)
+
+
+class _Writer:
+    """Writes the function of one launch."""
+
+    def __init__(self, prepared: Prepared, device: torch.device) -> None:
+        self.launch, self.layout, self.device = prepared.launch, prepared.layout, device
+        self.lines: list[str] = []
+        self.scope: dict[str, Any] = {}  # what the function closes over
+        self.names: dict[str, str] = {}  # of arrays that exist at this point, in the text
+        self.addresses: dict[str, str] = {}
+        self.last: dict[str, int] = {}  # the last step that uses an array of a call
+
+    def function(self, parameters: tuple[str, ...]) -> Callable[..., tuple[Tensor, ...]]:
+        self.names = {name: name for name in parameters}
+        self._find_last_uses()
+        room = self._pooled()
+        for at, step in enumerate(self.launch.steps):
+            self._step(step)
+            dead = [name for name, last in self.last.items() if last == at and name in self.names]
+            if dead:
+                self.lines.append("; ".join(f"{self.names[name]} = None" for name in dead))
+        results = "".join(f"{self.array(name)}, " for name in self.launch.results)
+        if room:
+            self.lines.append("if room is not None: leave(room)")
+        self.lines.append(f"return ({results})")
+        body, given = self.lines, ", ".join(parameters)
+        if any(isinstance(view, View) for view in self.launch.views.values()):
+            self.scope["below_autograd"] = _C._AutoDispatchBelowAutograd
+            body = ["with below_autograd():", *(f"    {line}" for line in body)]
+        if self.device.type == "cuda":
+            self.scope |= {"current": torch.cuda.current_device, "elsewhere": torch.cuda.device}
+            self.scope["here"] = self.device.index
+            body = ["if current() != here:", f"    with elsewhere(here): return call({given})", *body]
+        lines = [f"def make({', '.join(self.scope)}):", f"    def call({given}):", *(f"        {x}" for x in body)]
+        make = _compiled("\n".join([*lines, "    return call", ""]))
+        return make(**self.scope)
+
+    def _find_last_uses(self) -> None:
+        """Where the memory of what no result is may be given back: after the step that reads it last."""
+        for at, step in enumerate(self.launch.steps):
+            for name in step.arguments:
+                base = name
+                while isinstance(base, str) and base in self.launch.views:
+                    self.last[base] = at
+                    base = self.launch.views[base].of
+                if isinstance(base, str):
+                    self.last[base] = at
+        own = {name for name, array in self.launch.arrays.items() if array.lifetime == "call"}
+        made = {name for step in self.launch.steps for name in step.returns}
+        keep = set(self.launch.results)
+        self.last = {
+            name: at for name, at in self.last.items()
+            if name not in keep and (name in own or name in made or name in self.launch.views)
+        }  # fmt: skip
+
+    def _pooled(self) -> bool:
+        """Take the float32 workspaces of a call from the memory that waits on its stream, where they are small."""
+        if self.device.type != "cuda":
+            return False
+        arrays = {
+            name: array for name, array in self.launch.arrays.items()
+            if array.lifetime == "call" and array.dtype == "float32" and array.fill is None
+            and name not in self.launch.results
+        }  # fmt: skip
+        workspace = Workspace(self.device, *(array.shape for array in arrays.values()))
+        if not arrays or not workspace.small:
+            return False
+        self.scope |= {"take": workspace.take, "leave": workspace.leave}
+        self.lines.append(f"room, ({''.join(f'{_plain(name)}, ' for name in arrays)}) = take()")
+        for name in arrays:
+            self.names[name] = _plain(name)
+            self.last.pop(name, None)
+        return True
+
+    def _constant(self, value: Any, name: str = "c") -> str:
+        """What the function closes over."""
+        name = f"{_plain(name)}_{len(self.scope)}"
+        self.scope[name] = value
+        return name
+
+    def array(self, name: str) -> str:
+        """The text of a tensor, which is made before if it must be."""
+        if name not in self.names:
+            self.names[name] = self._made(name)
+        return self.names[name]
+
+    def _made(self, name: str) -> str:
+        if name in self.layout:
+            return self._constant(self.layout[name], name)
+        view = self.launch.views.get(name)
+        if isinstance(view, View):
+            base = self.array(view.of)
+            offset = f"{base}.storage_offset() + {self._constant(view.offset)}"
+            shape, strides = self._constant(view.shape), self._constant(view.strides)
+            self.lines.append(f"{_plain(name)} = {base}.as_strided({shape}, {strides}, {offset})")
+            return _plain(name)
+        if isinstance(view, Descriptor):
+            from triton.tools.tensor_descriptor import TensorDescriptor
+
+            self.scope["TensorDescriptor"] = TensorDescriptor
+            rest = ", ".join(self._constant(list(x)) for x in (view.shape, view.strides, view.block))
+            self.lines.append(f"{_plain(name)} = TensorDescriptor({self.array(view.of)}, {rest})")
+            return _plain(name)
+        return self._memory(name, self.launch.arrays[name])
+
+    def _memory(self, name: str, array: Array) -> str:
+        dtype: torch.dtype = getattr(torch, array.dtype)
+        if array.lifetime == "launch":
+            return self._constant(lasting(self.device, dtype, array.shape, array.fill or 0.0), name)
+        if array.lifetime == "stream":
+            made = f"{self._constant(slot(dtype, array.shape, array.fill or 0.0, self.device), 'slot')}()"
+        else:
+            like = self._constant(template(self.device, dtype, array.shape), "like")
+            self.scope |= {"empty_like": torch.empty_like, "contiguous": torch.contiguous_format}
+            made = f"empty_like({like}, memory_format=contiguous)"
+            if array.fill is not None:
+                made += f".fill_({self._constant(array.fill)})"
+        self.lines.append(f"{_plain(name)} = {made}")
+        return _plain(name)
+
+    def _address(self, name: str) -> str:
+        """The text of an array's address; that of a view needs no view."""
+        if name not in self.addresses:
+            view = self.launch.views.get(name)
+            if isinstance(view, Descriptor):
+                return self.array(name)
+            if name in self.layout:
+                array = self.layout[name]
+                self.array(name)  # keeps it alive
+                self.addresses[name] = self._constant(array.data_ptr(), f"{name}_at")
+            elif view is not None and name not in self.names:
+                offset = view.offset * BYTES[view.dtype]
+                self.addresses[name] = f"({self._address(view.of)} + {self._constant(offset)})"
+            else:
+                self.lines.append(f"{_plain(name)}_at = {self.array(name)}.data_ptr()")
+                self.addresses[name] = f"{_plain(name)}_at"
+        return self.addresses[name]
+
+    def _exchanged(self, name: str) -> str:
+        """The text of an array as a kernel of the tvm-ffi convention takes it: lasting ones are converted once."""
+        array = self.launch.arrays.get(name)
+        if name in self.layout or (array is not None and array.lifetime == "launch"):
+            key = f"{name} exchanged"
+            if key not in self.names:
+                from tvm_ffi import from_dlpack
+
+                self.names[key] = self._constant(from_dlpack(self.scope[self.array(name)]), name)
+            return self.names[key]
+        return self.array(name)
+
+    def _step(self, step: Step) -> None:
+        form = {"arrays": self.array, "addresses": self._address, "exchanged": self._exchanged}[step.kernel.passes]
+        given = [
+            self._constant(x.value) if isinstance(x, Constant) else form(x) for x in step.arguments
+        ]  # fmt: skip
+        run = f"{self._constant(kernel_of(step.kernel), f'run_{step.kernel.name}')}({', '.join(given)})"
+        if step.returns:
+            names = [_plain(name) for name in step.returns]
+            run = f"{''.join(f'{name}, ' for name in names)} = {run}" if len(names) > 1 else f"{names[0]} = {run}"
+            self.names.update(zip(step.returns, names, strict=True))
+        self.lines.append(run)
+
+
+def _plain(name: str) -> str:
+    """A name as Python allows it."""
+    return re.sub(r"\W", "_", name)
+
+
+@lru_cache(MOST_TEXTS)
+def _compiled(text: str) -> Callable[..., Callable[..., tuple[Tensor, ...]]]:
+    """The function that a text defines; tracebacks show its lines."""
+    file = f"<launch {next(_numbers)}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    found: dict[str, Any] = {}
+    exec(compile(text, file, "exec"), found)
+    return found["make"]

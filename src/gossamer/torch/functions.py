@@ -1,0 +1,116 @@
+"""The functions that steps name and that are no kernels: what an edge does with its framework's own operations.
+
+Each entry of `FUNCTIONS` makes one from the key of its step. What returns nothing writes its last argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.kernels.rows import row_terms, sink_gradient
+
+MOST_ENDS = 256  # numbers of keys whose bounds are kept
+CHUNK = 2**24  # numbers of a product of dout and out at a time
+
+
+def copy(source: Tensor, target: Tensor) -> None:
+    """Write an array, in the target's type."""
+    target.copy_(source)
+
+
+def add(share: Tensor, target: Tensor) -> None:
+    """Add to an array."""
+    target.add_(share)
+
+
+def int32_lengths(K: int, lengths: Tensor) -> Tensor:
+    """Key lengths (B,) of any integer type as int32, by one launch at most; those of int64 are clamped to [0, K].
+
+    What int32 holds is clamped by the kernel that reads it.
+    """
+    if lengths.dtype != torch.int64:
+        return lengths.to(torch.int32)
+    none, every = _ends(lengths.device, K)
+    return torch.clamp(lengths, none, every, out=lengths.new_empty(lengths.shape, dtype=torch.int32))
+
+
+@lru_cache(MOST_ENDS)
+def _ends(device: torch.device, K: int) -> tuple[Tensor, ...]:
+    """0 and K on a device: a clamp by numbers of Python would not write another type than it reads."""
+    with torch.inference_mode(False):
+        return torch.tensor([0, K]).to(device).unbind()
+
+
+def class_lengths(first: int, classes: int, step: int, K: int, lengths: Tensor) -> Tensor:
+    """Key lengths (B or classes,) of residue classes from those of a call: of L keys, ceil((L - first) / step).
+
+    A class has the keys at its first one, and every `step` from there on.
+    """
+    of_class = torch.arange(first, first + classes, device=lengths.device, dtype=torch.int32)
+    lengths = (lengths if lengths.itemsize > 4 else lengths.int()).clamp(0, K)
+    return torch.div(of_class - lengths, step, rounding_mode="floor").neg_().int()
+
+
+def repeated(times: int, x: Tensor) -> Tensor:
+    """A vector, several times."""
+    return x.repeat(times)
+
+
+def scaled(factor: float, x: Tensor) -> Tensor:
+    """An array times a number."""
+    return x * factor
+
+
+def sums_of_groups(x: Tensor, result: Tensor) -> None:
+    """Write (B, G, rows, size) from the shares of G * n heads."""
+    result.copy_(x.unflatten(1, (result.shape[1], -1)).sum(2))
+
+
+def empty_rows(out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
+    """What rows that keep nothing have: out 0, and an lse of -inf or their sink."""
+    out.zero_()
+    lse.copy_(lse.new_full((), -torch.inf) if sinks is None else sinks[:, None])
+
+
+def sink_gradient_of_rows(rows: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """dsink_logits (H,) from what a kernel wrote, (2, B, H, padded Q): delta is its second; lse (B, H, Q)."""
+    # A row is empty only under a sink of -inf; +inf makes its share of the sink 0.
+    return sink_gradient(rows[1, :, :, : lse.shape[2]], lse.masked_fill(lse == -torch.inf, torch.inf), sinks)
+
+
+def sink_gradient_of_results(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """dsink_logits (H,) from out, lse and their gradients, some heads at a time."""
+    heads = max(1, CHUNK * len(sinks) // max(1, out.numel()))
+    found = []
+    for h in range(0, len(sinks), heads):
+        mine = slice(h, h + heads)
+        shares = None if dlse is None else dlse[:, mine]
+        found.append(sink_gradient(*row_terms(dout[:, mine], shares, out[:, mine], lse[:, mine], lse.dtype), sinks[mine]))
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def merge(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Join the results of another attention over the same rows into out and lse, in place."""
+    # Of two weights near 0 and 1, neither is made of the other: it would lose its digits. Without keys both are NaN.
+    weight, rest = (torch.sigmoid(x).nan_to_num_(0.0)[..., None] for x in (part_lse - lse, lse - part_lse))
+    out.mul_(rest.to(out.dtype)).addcmul_(part_out.to(out.dtype), weight.to(out.dtype))
+    torch.logaddexp(lse, part_lse, out=lse)
+
+
+def _with(function: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
+    """A function of its key, which comes first, and of arrays."""
+    return lambda *key: partial(function, *key) if key else function
+
+
+FUNCTIONS: dict[str, Callable[..., Callable[..., Any]]] = {
+    function.__name__: _with(function)
+    for function in (
+        copy, add, int32_lengths, class_lengths, repeated, scaled, sums_of_groups, empty_rows, sink_gradient_of_rows,
+        sink_gradient_of_results, merge,
+    )
+}  # fmt: skip

@@ -1,0 +1,135 @@
+"""Memory that bound launches use: of a call, of a stream, and of the launch itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROOM_BYTES = 2**24  # the largest workspace that waits for the next call
+ROOMS = 4  # of them that wait, each for a stream
+MOST_SHAPES = 64  # whose views of a workspace are kept
+# Slots of arrays for calls in captured graphs: how many, and elements from one to the next (128 bytes of int32).
+CAPTURED, APART = 4096, 32
+
+Stream = tuple[int | None, int]  # a device's index, and the address of one of its streams
+
+
+def template(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A shape and a type without the memory: no allocation costs the host as little as `empty_like` of one."""
+    with torch.inference_mode(False):
+        return torch.empty((1,), dtype=dtype, device=device).expand(shape)
+
+
+@cache
+def lasting(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], fill: float) -> Tensor:
+    """An array that launches only read; equal ones are one."""
+    with torch.inference_mode(False):
+        return torch.full(shape, fill, dtype=dtype, device=device)
+
+
+class _Slots(NamedTuple):
+    """Arrays of one kind for the calls of captured graphs, filled once, outside of any graph."""
+
+    memory: Tensor  # (CAPTURED, APART)
+    places: Iterator[int]
+
+
+_of_streams: dict[tuple[torch.dtype, tuple[int, ...], float, Stream], Tensor] = {}
+_of_graphs: dict[tuple[torch.dtype, float, int | None], _Slots] = {}
+
+
+def slot(dtype: torch.dtype, shape: tuple[int, ...], fill: float, device: torch.device) -> Callable[[], Tensor]:
+    """What gives the array of the current stream; its kernels follow one another, and leave it filled as it was."""
+    assert math.prod(shape) <= APART, shape
+    return partial(_slot, dtype, shape, fill, device)
+
+
+def _slot(dtype: torch.dtype, shape: tuple[int, ...], fill: float, device: torch.device) -> Tensor:
+    """The array of the current stream, or one of its own for a call in a graph.
+
+    Replays of a graph may run beside the stream that it was captured on. An array that the graph must fill itself
+    costs as much as a small kernel: only where all are given away, or no call has run before.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        slots = _of_graphs.get((dtype, fill, device.index))
+        at = None if slots is None else next(slots.places, None)
+        if slots is None or at is None:
+            return torch.full(shape, fill, dtype=dtype, device=device)
+        return slots.memory[at, : math.prod(shape)].view(shape)
+    key = dtype, shape, fill, (device.index, torch._C._cuda_getCurrentRawStream(device.index))
+    found = _of_streams.get(key)
+    if found is None:
+        found = _of_streams[key] = torch.full(shape, fill, dtype=dtype, device=device)
+        if (dtype, fill, device.index) not in _of_graphs:
+            with torch.inference_mode(False):
+                memory = torch.full((CAPTURED, APART), fill, dtype=dtype, device=device)
+            if device.type == "cuda":  # tests run this on a CPU
+                torch.cuda.current_stream(device).synchronize()  # a graph may be replayed on any stream
+            _of_graphs[dtype, fill, device.index] = _Slots(memory, iter(range(CAPTURED)))
+    return found
+
+
+class Room(NamedTuple):
+    """A workspace: its stream, float32 memory, and views of it by the shapes of those that used it."""
+
+    stream: Stream
+    memory: Tensor
+    views: dict[tuple[tuple[int, ...], ...], tuple[Tensor, ...]]
+
+
+_rooms: dict[Stream, Room] = {}
+
+
+class Workspace:
+    """Float32 arrays that the kernels of a call leave one another: `shapes`, uninitialised, at multiples of 256 bytes.
+
+    Their memory waits for the next call on the stream, whose kernels come after. No call gets what another one has
+    taken and not left; those of a graph, which may be replayed on any stream, are allocated.
+    """
+
+    def __init__(self, device: torch.device, *shapes: tuple[int, ...]) -> None:
+        self.device, self.shapes = device, shapes
+        self.starts, size = [], 0
+        for shape in shapes:
+            self.starts.append(size)
+            size += -(-math.prod(shape) // 64) * 64
+        self.size = size
+
+    @property
+    def small(self) -> bool:
+        """Whether its memory may wait; large ones are allocated."""
+        return 4 * self.size <= ROOM_BYTES
+
+    def take(self) -> tuple[Room | None, tuple[Tensor, ...]]:
+        """(what `leave` wants, or None; the arrays)."""
+        if torch.cuda.is_current_stream_capturing():
+            memory = torch.empty(self.size, dtype=torch.float32, device=self.device)
+            return None, self._views(memory)
+        stream = self.device.index, torch._C._cuda_getCurrentRawStream(self.device.index)
+        room = _rooms.pop(stream, None)
+        if room is None or room.memory.numel() < self.size:
+            size = 1 << (self.size - 1).bit_length()
+            room = Room(stream, torch.empty(size, dtype=torch.float32, device=self.device), {})
+        views = room.views.get(self.shapes)
+        if views is None:
+            if len(room.views) >= MOST_SHAPES:
+                room.views.clear()
+            views = room.views[self.shapes] = self._views(room.memory)
+        return room, views
+
+    def _views(self, memory: Tensor) -> tuple[Tensor, ...]:
+        return tuple(
+            memory[start : start + math.prod(shape)].view(shape)
+            for start, shape in zip(self.starts, self.shapes, strict=True)
+        )
+
+    @staticmethod
+    def leave(room: Room) -> None:
+        """The kernels that use the arrays have been launched."""
+        if len(_rooms) < ROOMS or room.stream in _rooms:
+            _rooms[room.stream] = room
