@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from gossamer.kernels.hopper.schedule import START, item_limit, lists, whole_rounds, work
+from gossamer.kernels.hopper.schedule.rows import START, item_limit, lists, whole_rounds, work
 from gossamer.layouts import from_dense
 from gossamer.layouts.block import KINDS, BlockLayout
 from gossamer.patterns import BigBird, Causal, Document, Pattern, PerHead, SlidingWindow
