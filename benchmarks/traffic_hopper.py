@@ -19,8 +19,9 @@ from gossamer.bench.measure import time_call
 from gossamer.bench.workload import find, make_inputs
 from gossamer.kernels.hopper import compiled
 from gossamer.kernels.hopper.device import entries
-from gossamer.kernels.hopper.device.common import BITSES, BOUNDS, FULLS, INTERVALS, OUT, VALID, WARPGROUP, ring
+from gossamer.kernels.hopper.device.common import BOUNDS, OUT, WARPGROUP, ring
 from gossamer.kernels.hopper.device.forward.kernel import Forward
+from gossamer.kernels.hopper.device.row_items import BITSES, FULLS, INTERVALS, VALID
 from gossamer.kernels.hopper.launch import forward as launch
 from gossamer.layouts.schedule import row_lengths
 

@@ -1,4 +1,4 @@
-"""What the roles of a kernel share: fields of an item's description, how it is drawn, barriers, places in a ring."""
+"""What the roles of a kernel share: how an item is drawn, barriers, places in a ring."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from gossamer.kernels.hopper.device.row_items import ITEM
+
 WARPGROUP = 128
 ROWS = 64  # query rows of a warpgroup
-ITEM = 16  # 32-bit words of an item's description
-# Fields of a description; see hopper.schedule.rows.
-BATCH, HEAD, TILE, SLOT, FULL, FULLS, INTERVAL, INTERVALS, BITS, BITSES, LEAD, VALID, START, FIRST = range(14)
 TURN = 1  # named barriers 1, 2, 3: a warpgroup's turn at the tensor cores
 READ = 4  # named barriers 4, 5, 6: every warp of a warpgroup has read its Q
 OUT = 7  # named barriers 7, 8, 9: a warpgroup's output is in shared memory

@@ -12,21 +12,23 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
-from gossamer.kernels.hopper.device.backward.fields import ITEM, SEGMENT
 from gossamer.kernels.hopper.device.backward.kernel import Backward
 from gossamer.kernels.hopper.device.backward.parts import Sum
 from gossamer.kernels.hopper.device.backward.query import QueryGradient
 from gossamer.kernels.hopper.device.backward.rows import Postprocess, Preprocess
 from gossamer.kernels.hopper.device.backward.wide import Wide
+from gossamer.kernels.hopper.device.column_items import SEGMENT
 from gossamer.kernels.hopper.device.common import NUMBERS
 from gossamer.kernels.hopper.device.configurations import BackwardConfig, ForwardConfig, QueryConfig, WideConfig
 from gossamer.kernels.hopper.device.forward.kernel import Forward
-from gossamer.kernels.hopper.device.forward.merge import MERGE, Merge
+from gossamer.kernels.hopper.device.forward.merge import Merge
 from gossamer.kernels.hopper.device.gather.columns import GatherColumns
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig, SplitConfig
 from gossamer.kernels.hopper.device.gather.forward import GatherForward
 from gossamer.kernels.hopper.device.gather.query import GatherQuery
 from gossamer.kernels.hopper.device.gather.split_forward import SplitForward
+from gossamer.kernels.hopper.device.merges import MERGE
+from gossamer.kernels.hopper.device.row_items import ITEM
 
 OPTIONS = "--enable-tvm-ffi"
 

@@ -1,4 +1,4 @@
-"""The work of the column kernel: items of key heads and their segments, in the words of `hopper.device.backward`.
+"""The work of the column kernel: items of key heads and their segments, in the words of `hopper.device.column_items`.
 
 Made once for a layout and kept. A layout that was made on a device gets its items there, unsplit.
 """
@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from threading import Lock
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.kernels.hopper.schedule.rows import ITEM, MERGE, for_every_head, item_limit
+from gossamer.kernels.hopper.device import column_items as word
+from gossamer.kernels.hopper.device.merges import MERGE
+from gossamer.kernels.hopper.device.row_items import ITEM
+from gossamer.kernels.hopper.schedule.rows import fill, for_every_head, item_limit, merges_of
 from gossamer.layouts.block import BlockLayout, Walk
 from gossamer.layouts.schedule import cut, row_lengths
-
-SEGMENT = 8
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class ColumnWork:
 
     items: Tensor  # (n, ITEM) int32
     segments: Tensor  # (m, SEGMENT) int32
-    merges: Tensor  # (m, MERGE) int32: batch, key head, key tile, first slot, slots
+    merges: Tensor  # (m, MERGE) int32: `device.merges`, of key heads and key tiles
     slots: int
 
 
@@ -58,6 +60,12 @@ def column_work(
     return found
 
 
+def items_of(words: dict[int, Any], number: np.ndarray) -> np.ndarray:
+    """Items (n, ITEM) of `number` segments each, which follow one another."""
+    items = np.zeros((len(number), ITEM), dtype=np.int32)
+    return fill(items, words | {word.SEGMENTS: np.cumsum(number) - number, word.COUNT: number, word.VALID: 1})
+
+
 def _host_work(
     walk: Walk, device: torch.device, copies: int, heads: int, ratio: int, blocks: int, split: int | None
 ) -> ColumnWork:
@@ -77,27 +85,20 @@ def _host_work(
     from_, to = from_[item, head], to[item, head]
     batch, group, tile = np.unravel_index(row, (Bl, groups, tiles))
     lead = batch[item] * Hl + (group[item] * ratio + head if per_head else 0)
-    columns = [head, lead]
+    words: dict[int, Any] = {word.HEAD: head, word.LEAD: lead}
     base = passed = np.int64(0)
-    for listed in walk.lists.values():
+    for kind, listed in walk.lists.items():
         counts = listed.counts.reshape(-1, tiles)[lead, tile[item]].astype(np.int64)
         starts = listed.starts.reshape(-1, tiles)[lead, tile[item]].astype(np.int64)
         first, last = np.clip(from_ - passed, 0, counts), np.clip(to - passed, 0, counts)
-        columns += [base + starts + first, last - first]
+        entry, count = word.LISTS[kind]
+        words[entry], words[count] = base + starts + first, last - first
         passed, base = passed + counts, base + len(listed.indices)
-    segments = np.zeros((max(1, len(item)), SEGMENT), dtype=np.int32)
-    segments[: len(item)] = np.stack(columns, axis=1)
-    number = np.bincount(item, minlength=len(row))
-    items = np.zeros((len(row), ITEM), dtype=np.int32)
-    items[:, :6] = np.stack([batch, group, tile, slot, np.cumsum(number) - number, number], axis=1)
-    items[:, 6] = 1
-    cuts = np.flatnonzero(pieces > 1)
-    merges = np.zeros((max(1, len(cuts)), MERGE), dtype=np.int32)
-    first_slot = np.cumsum(pieces[cuts]) - pieces[cuts]
-    merges[: len(cuts), :5] = np.stack(
-        [*np.unravel_index(cuts, (Bl, groups, tiles)), first_slot, pieces[cuts]], axis=1
-    )  # fmt: skip
-    slots = int(pieces[cuts].sum())
+    segments = np.zeros((max(1, len(item)), word.SEGMENT), dtype=np.int32)
+    fill(segments[: len(item)], words)
+    words = {word.BATCH: batch, word.GROUP: group, word.TILE: tile, word.SLOT: slot}
+    items = items_of(words, np.bincount(item, minlength=len(row)))
+    merges, slots = merges_of(pieces, (Bl, groups, tiles))
     every, merged = for_every_head(
         torch.from_numpy(items), torch.from_numpy(end - begin), torch.from_numpy(merges), slots, Bl * groups, copies,
         heads, blocks,
@@ -117,20 +118,19 @@ def _device_work(walk: Walk, copies: int, heads: int, ratio: int, blocks: int) -
     if per_head:
         lead += group.repeat_interleave(ratio) * ratio + head
     at = lead * tiles + tile.repeat_interleave(ratio)
-    segments = torch.zeros((max(1, n * ratio), SEGMENT), dtype=torch.int32, device=device)
-    segments[: n * ratio, 0], segments[: n * ratio, 1] = head, lead
+    words: dict[int, Any] = {word.HEAD: head, word.LEAD: lead}
     total, base = torch.zeros(n, dtype=torch.int64, device=device), 0
-    for i, listed in enumerate(walk.lists.values()):
+    for kind, listed in walk.lists.items():
         counts = listed.counts.reshape(-1)[at]
-        segments[: n * ratio, 2 + 2 * i] = listed.starts.reshape(-1)[at] + base
-        segments[: n * ratio, 3 + 2 * i] = counts
+        entry, count = word.LISTS[kind]
+        words[entry], words[count] = listed.starts.reshape(-1)[at] + base, counts
         total += counts.reshape(n, ratio).sum(1)
         base += len(listed.indices)
-    items = torch.zeros((n, ITEM), dtype=torch.int32, device=device)
-    columns = (batch, group, tile, torch.full_like(row, -1), row * ratio, torch.full_like(row, ratio))
-    for i, column in enumerate(columns):
-        items[:, i] = column
-    items[:, 6] = 1
+    segments = torch.zeros((max(1, n * ratio), word.SEGMENT), dtype=torch.int32, device=device)
+    fill(segments[: n * ratio], words)
+    words = {word.BATCH: batch, word.GROUP: group, word.TILE: tile, word.SLOT: -1}
+    words |= {word.SEGMENTS: row * ratio, word.COUNT: ratio, word.VALID: 1}
+    items = fill(torch.zeros((n, ITEM), dtype=torch.int32, device=device), words)
     lengths, order = torch.sort(total, descending=True, stable=True)
     merges = torch.zeros((1, MERGE), dtype=torch.int32, device=device)
     every, _ = for_every_head(items[order], lengths, merges, 0, Bl * groups, copies, heads, blocks)

@@ -6,14 +6,16 @@ A layout that was made on a device is read back for them.
 from __future__ import annotations
 
 from threading import Lock
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.kernels.hopper.schedule.columns import SEGMENT, ColumnWork
-from gossamer.kernels.hopper.schedule.rows import ITEM, MERGE, Work, for_every_head, item_limit
+from gossamer.kernels.hopper.device import column_items, row_items
+from gossamer.kernels.hopper.schedule.columns import ColumnWork, items_of
+from gossamer.kernels.hopper.schedule.rows import Work, fill, for_every_head, item_limit, merges_of
 from gossamer.layouts.gather import GatherLayout, GatherWalk
 from gossamer.layouts.schedule import cut
 
@@ -60,11 +62,11 @@ def _row_work(walk: GatherWalk, device: torch.device, copies: int, heads: int, b
     lengths, counts, starts = (x.astype(np.int64).reshape(-1) for x in (_steps(walk), walk.counts, walk.starts))
     row, begin, end, slot, pieces = cut(lengths, item_limit(lengths, Bl * Hl, copies, blocks, split))
     lead, tile = np.divmod(row, walk.tiles)
-    items = np.zeros((len(row), ITEM), dtype=np.int32)
-    items[:, :4] = np.stack([lead // Hl, lead % Hl, tile, slot], axis=1)
-    items[:, 8:10] = np.stack([starts[row] // width + begin, end - begin], axis=1)
-    items[:, 10], items[:, 11] = lead, 1
-    items[:, 13] = starts[row] + np.minimum(counts[row], end * width)
+    word = row_items
+    words: dict[int, Any] = {word.BATCH: lead // Hl, word.HEAD: lead % Hl, word.TILE: tile, word.SLOT: slot}
+    words |= {word.BITS: starts[row] // width + begin, word.BITSES: end - begin, word.LEAD: lead, word.VALID: 1}
+    words[word.FIRST] = starts[row] + np.minimum(counts[row], end * width)
+    items = fill(np.zeros((len(row), word.ITEM), dtype=np.int32), words)
     return Work(*_ordered(items, end - begin, pieces, (Bl, Hl, walk.tiles), copies, heads, blocks, device))
 
 
@@ -85,13 +87,12 @@ def _column_work(
     lead = batch[item] * Hl + (group[item] * ratio + head if Hl > 1 else 0)
     starts = walk.starts.reshape(-1, tiles)[lead, tile[item]].astype(np.int64) // walk.width
     first, last = from_[item, head], to[item, head]
-    segments = np.zeros((max(1, len(item)), SEGMENT), dtype=np.int32)
-    segments[: len(item), :2] = np.stack([head, lead], axis=1)
-    segments[: len(item), 6:] = np.stack([starts + first, last - first], axis=1)
-    number = np.bincount(item, minlength=len(row))
-    items = np.zeros((len(row), ITEM), dtype=np.int32)
-    items[:, :6] = np.stack([batch, group, tile, slot, np.cumsum(number) - number, number], axis=1)
-    items[:, 6] = 1
+    word = column_items
+    segments = np.zeros((max(1, len(item)), word.SEGMENT), dtype=np.int32)
+    words: dict[int, Any] = {word.HEAD: head, word.LEAD: lead, word.BITS: starts + first, word.BITSES: last - first}
+    fill(segments[: len(item)], words)
+    words = {word.BATCH: batch, word.GROUP: group, word.TILE: tile, word.SLOT: slot}
+    items = items_of(words, np.bincount(item, minlength=len(row)))
     every, merges, slots = _ordered(items, end - begin, pieces, (Bl, groups, tiles), copies, heads, blocks, device)
     return ColumnWork(every, torch.from_numpy(segments).to(device), merges, slots)
 
@@ -101,13 +102,9 @@ def _ordered(
     blocks: int, device: torch.device,
 ) -> tuple[Tensor, Tensor, int]:  # fmt: skip
     """Items and merges of every head, and slots. `shape`: batch elements, heads and groups of rows of `pieces`."""
-    cuts = np.flatnonzero(pieces > 1)
-    first = np.cumsum(pieces[cuts]) - pieces[cuts]
-    merges = np.zeros((max(1, len(cuts)), MERGE), dtype=np.int32)
-    merges[: len(cuts), :5] = np.stack([*np.unravel_index(cuts, shape), first, pieces[cuts]], axis=1)
-    slots = int(pieces[cuts].sum())
-    batch, head, group, slot = items[:, :4].T
-    order = np.lexsort((slot, group, head, batch, -lengths // NEAR))
+    merges, slots = merges_of(pieces, shape)
+    word = row_items  # items of columns have these words at the same places
+    order = np.lexsort((*(items[:, i] for i in (word.SLOT, word.TILE, word.HEAD, word.BATCH)), -lengths // NEAR))
     every, merged = for_every_head(
         torch.from_numpy(items[order]), torch.from_numpy(lengths[order]), torch.from_numpy(merges), slots,
         shape[0] * shape[1], copies, heads, blocks,

@@ -1,7 +1,6 @@
 """The work of one launch: item descriptions and lists that the kernel reads, made once for a layout and kept.
 
-An item is 16 words: batch, head, tile row, slot (-1: not split), then for each of full, interval and bits the first
-entry and the count, the list's row in lo and hi, and 1. Heads that share a list have items of their own. Nothing is
+The words of an item are those of `hopper.device.row_items`. Heads that share a list have items of their own. Nothing is
 read back from a device: a layout that was made there gets its items there, unsplit.
 """
 
@@ -18,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gossamer.kernels.hopper.device import merges as merge
+from gossamer.kernels.hopper.device import row_items as item
 from gossamer.layouts.block import BlockLayout, Walk
 from gossamer.layouts.schedule import FEWEST_TILES, cut, row_lengths, work_items
 
-ITEM = 16
-MERGE = 8
 START = 3  # what an item costs beside its tiles, in tiles
 PART = 0.25  # what merging a part costs, in tiles
 LEAST_PART = 4  # tiles of a part of one of few rows
@@ -33,7 +32,6 @@ FEW_CALL = 7  # MERGE_CALL there: 3.5 us, where a tile takes 0.5
 ROUNDS = 8  # items for each block, up to which their order minds no cache and cutting all rows is considered
 SLACK = 1.1  # of a head's share of a block's time: what an item may take where heads follow one another
 CUT_ROWS = 0.06  # of a list, for each block, at most: rows that are cut because one takes longer than a head
-BATCH, HEAD, SLOT = 0, 1, 3  # words of an item; a merge has its first slot there too
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,8 @@ class Lists:
 class Work:
     """The items of a launch."""
 
-    items: Tensor  # (n, ITEM) int32
-    merges: Tensor  # (m, MERGE) int32: batch, head, tile row, first slot, slots
+    items: Tensor  # (n, ITEM) int32: `device.row_items`
+    merges: Tensor  # (m, MERGE) int32: `device.merges`
     slots: int
 
 
@@ -203,18 +201,36 @@ def for_every_head(
         size = (lengths / lengths[n // 2].clamp(min=1)).clamp(min=2**-20).log2().long()  # towards zero
         fits = lengths[0] * leads * blocks <= SLACK * lengths.sum()
         size = torch.where(fits, size.clamp(max=0), size)
-    order = torch.argsort((every[:, BATCH].long() << 20) + every[:, HEAD] - (size[at] << 40), stable=True)
+    order = torch.argsort((every[:, item.BATCH].long() << 20) + every[:, item.HEAD] - (size[at] << 40), stable=True)
     if slots:
         merges = _copied(merges.repeat(copies, 1), torch.arange(copies).repeat_interleave(len(merges)), slots, heads)
     return every[order], merges
 
 
 def _copied(rows: Tensor, copy: Tensor, slots: int, heads: int) -> Tensor:
-    """Items or merges with the batch element, the head and the slots of their copies."""
-    rows[:, BATCH] += copy // heads
-    rows[:, HEAD] += copy % heads
-    rows[:, SLOT] += torch.where(rows[:, SLOT] < 0, 0, copy * slots)
+    """Items or merges, which have these words alike, with the batch element, the head and the slots of their copies."""
+    rows[:, item.BATCH] += copy // heads
+    rows[:, item.HEAD] += copy % heads
+    rows[:, item.SLOT] += torch.where(rows[:, item.SLOT] < 0, 0, copy * slots)
     return rows
+
+
+def fill(rows: Any, words: dict[int, Any]) -> Any:
+    """The rows of an array with some words written."""
+    for word, value in words.items():
+        rows[:, word] = value
+    return rows
+
+
+def merges_of(pieces: np.ndarray, shape: tuple[int, int, int]) -> tuple[np.ndarray, int]:
+    """Merges (m, MERGE) of rows that are cut, and their slots. `shape`: batch elements, heads and tiles of `pieces`."""
+    cuts = np.flatnonzero(pieces > 1)
+    batch, head, tile = np.unravel_index(cuts, shape)
+    count = pieces[cuts]
+    words = {merge.BATCH: batch, merge.HEAD: head, merge.TILE: tile}
+    merges = np.zeros((max(1, len(cuts)), merge.MERGE), dtype=np.int32)
+    fill(merges[: len(cuts)], words | {merge.SLOT: np.cumsum(count) - count, merge.COUNT: count})
+    return merges, int(count.sum())
 
 
 def _rows(x: Tensor, width: int) -> Tensor:
@@ -227,22 +243,20 @@ def _host_work(walk: Walk, device: torch.device, copies: int, heads: int, blocks
     few = walk.rows * FEW <= walk.block_rows
     made = work_items(walk, item_limit(row_lengths(walk).reshape(-1), leads, copies, blocks, split, few))
     lead, tile, begin, end, slot = (made.items[:, i].astype(np.int64) for i in range(5))
-    columns: list[Any] = [lead // Hl, lead % Hl, tile, slot]
+    words: dict[int, Any] = {item.BATCH: lead // Hl, item.HEAD: lead % Hl, item.TILE: tile, item.SLOT: slot}
     base = before = np.int64(0)
-    for tiles in walk.lists.values():
+    for kind, tiles in walk.lists.items():
         counts = tiles.counts.reshape(-1, walk.tiles)[lead, tile]
         starts = tiles.starts.reshape(-1, walk.tiles)[lead, tile]
         from_, to = np.clip(begin - before, 0, counts), np.clip(end - before, 0, counts)
-        columns += [base + starts + from_, to - from_]
+        first, number = item.LISTS[kind]
+        words[first], words[number] = base + starts + from_, to - from_
         before, base = before + counts, base + len(tiles.indices)
-    items = np.zeros((len(lead), ITEM), dtype=np.int32)
-    items[:, : len(columns)] = np.stack(columns, axis=1)
-    items[:, 10] = lead
-    items[:, 11] = 1
-    merges = np.zeros((max(1, len(made.merges)), MERGE), dtype=np.int32)
-    if len(made.merges):
-        which = made.merges[:, 0]
-        merges[:, :5] = np.stack([which // Hl, which % Hl, *made.merges[:, 1:].T], axis=1)
+    items = fill(np.zeros((len(lead), item.ITEM), dtype=np.int32), words | {item.LEAD: lead, item.VALID: 1})
+    merges = np.zeros((max(1, len(made.merges)), merge.MERGE), dtype=np.int32)
+    which, cut_tile, slot, count = made.merges.T
+    words = {merge.BATCH: which // Hl, merge.HEAD: which % Hl, merge.TILE: cut_tile, merge.SLOT: slot}
+    fill(merges[: len(which)], words | {merge.COUNT: count})
     every = for_every_head(
         torch.from_numpy(items), torch.from_numpy(end - begin), torch.from_numpy(merges), made.slots, leads, copies,
         heads, blocks,
@@ -254,16 +268,18 @@ def _device_work(walk: Walk, copies: int, heads: int, blocks: int) -> Work:
     counts = [tiles.counts.reshape(-1).long() for tiles in walk.lists.values()]
     starts = [tiles.starts.reshape(-1).long() for tiles in walk.lists.values()]
     n, device = counts[0].shape[0], counts[0].device
-    items = torch.zeros((n, ITEM), dtype=torch.int64, device=device)
     row = torch.arange(n, device=device)
     lead = row // walk.tiles
-    items[:, 0], items[:, 1], items[:, 2], items[:, 3] = lead // walk.lead[1], lead % walk.lead[1], row % walk.tiles, -1
+    Hl = walk.lead[1]
+    words: dict[int, Any] = {item.BATCH: lead // Hl, item.HEAD: lead % Hl, item.TILE: row % walk.tiles, item.SLOT: -1}
     base = 0
-    for i, tiles in enumerate(walk.lists.values()):
-        items[:, 4 + 2 * i], items[:, 5 + 2 * i] = starts[i] + base, counts[i]
+    for i, (kind, tiles) in enumerate(walk.lists.items()):
+        first, number = item.LISTS[kind]
+        words[first], words[number] = starts[i] + base, counts[i]
         base += len(tiles.indices)
-    items[:, 10], items[:, 11] = lead, 1
+    items = torch.zeros((n, item.ITEM), dtype=torch.int64, device=device)
+    fill(items, words | {item.LEAD: lead, item.VALID: 1})
     lengths, order = torch.sort(sum(counts), descending=True, stable=True)
-    merges = torch.zeros((1, MERGE), dtype=torch.int32, device=device)
+    merges = torch.zeros((1, merge.MERGE), dtype=torch.int32, device=device)
     every, _ = for_every_head(items[order].int(), lengths, merges, 0, math.prod(walk.lead), copies, heads, blocks)
     return Work(every, merges, 0)

@@ -9,7 +9,7 @@ dq_sum (B, H, Qp / 64, 64 * D) float32, D padded, zeroed before the launch: the 
     of 64 rows is stored as its accumulator lies in the registers of a warpgroup: element (j * 128 + t) * 4 + 2 * r + c
     is row 16 * (t // 32) + t % 32 // 4 + 8 * r, column 8 * j + 2 * (t % 4) + c, for j < D / 8, t < 128, r and c < 2.
     One tile is one contiguous block, added to by bulk reduction; only (1, 1, 1, 64 * D) floats, unread, without dQ.
-work (n, ITEM) int32, segments (m, SEGMENT) int32, lists, lo, hi and pool: see below and hopper.schedule.columns.
+work (n, ITEM) int32, segments (m, SEGMENT) int32, lists, lo, hi and pool: see below and column_items.py.
 part_dk (slots, block_kv, D), part_dv (slots, block_kv, E) float32: parts of split columns, without the scale, every row
     written; summed in slot order afterwards, times the scale for dk.
 lengths (B,) int32 where the configuration has them, else None: keys j >= lengths[b] are not attended. Their dk and dv

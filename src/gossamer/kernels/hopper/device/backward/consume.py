@@ -22,18 +22,15 @@ from gossamer.kernels.hopper.device.backward.fields import (
     MASKED,
     NONE,
     READY,
-    SCRATCH,
-    SLOT,
     STAGES,
     STEP_BATCH,
     STEP_HEAD,
-    TILE,
-    VALID,
     WORD,
     add_four,
     high,
     low,
 )
+from gossamer.kernels.hopper.device.column_items import SCRATCH, SLOT, TILE, VALID
 from gossamer.kernels.hopper.device.common import FAR, ROWS, WARPGROUP, Env, ring
 from gossamer.kernels.hopper.device.configurations import BackwardConfig
 

@@ -1,4 +1,4 @@
-"""What the roles of the column kernel share: fields of descriptions, named barriers, bulk copies."""
+"""What the roles of the column kernel share: fields of a step's description, named barriers, bulk copies."""
 
 from __future__ import annotations
 
@@ -10,11 +10,6 @@ from cutlass import Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-ITEM = 16  # 32-bit words of an item's description
-BATCH, GROUP, TILE, SLOT, SEGMENTS, COUNT, VALID, KEYS = range(8)
-SCRATCH = 15  # a word that nobody reads
-SEGMENT = 8  # words of a segment
-HEAD, LEAD, FULL, FULLS, INTERVAL, INTERVALS, BITS, BITSES = range(8)
 STEP = 8  # words for each 64 queries of a step: what the producer tells about them
 KIND, FIRST, ENTRY, WORD, STEP_HEAD, STEP_BATCH = range(6)
 # Kinds: all pairs, an interval of each row, one bit a pair, no more steps, nothing (to fill up a step).

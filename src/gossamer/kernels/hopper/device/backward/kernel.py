@@ -20,10 +20,11 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from gossamer.kernels.hopper.device.backward.consume import Consumer
-from gossamer.kernels.hopper.device.backward.fields import ITEM, STAGES, STEP
+from gossamer.kernels.hopper.device.backward.fields import STAGES, STEP
 from gossamer.kernels.hopper.device.backward.produce import Producer
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Env
 from gossamer.kernels.hopper.device.configurations import BackwardConfig
+from gossamer.kernels.hopper.device.row_items import ITEM
 
 RINGS = ("q_full", "q_empty", "do_full", "do_empty")
 BARRIERS = ("k_full", "k_empty", "v_full", "v_empty")

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from gossamer.kernels.hopper.device.backward.rows import THREADS, VECTOR, lanes_of, store
-from gossamer.kernels.hopper.device.forward.merge import BATCH, COUNT, HEAD, SLOT, TILE
+from gossamer.kernels.hopper.device.merges import BATCH, COUNT, HEAD, SLOT, TILE
 
 AHEAD = 4  # parts whose loads are in flight together
 

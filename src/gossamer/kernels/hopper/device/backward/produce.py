@@ -8,42 +8,44 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from gossamer.kernels.hopper.device.backward.fields import (
-    BATCH,
-    BITS,
-    BITSES,
     BOUNDED,
-    COUNT,
     END,
     ENTRY,
     FIRST,
     FREE_OUT,
-    FULL,
     FULL_OUT,
+    KEPT,
+    KIND,
+    MASKED,
+    NONE,
+    STEP,
+    STEP_BATCH,
+    STEP_HEAD,
+    WORD,
+    bulk_add,
+)
+from gossamer.kernels.hopper.device.column_items import (
+    BATCH,
+    BITS,
+    BITSES,
+    COUNT,
+    FULL,
     FULLS,
     GROUP,
     HEAD,
     INTERVAL,
     INTERVALS,
-    ITEM,
-    KEPT,
     KEYS,
-    KIND,
     LEAD,
-    MASKED,
-    NONE,
     SEGMENT,
     SEGMENTS,
     SLOT,
-    STEP,
-    STEP_BATCH,
-    STEP_HEAD,
     TILE,
     VALID,
-    WORD,
-    bulk_add,
 )
 from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Env, load_item, ring, ticket, within_keys
 from gossamer.kernels.hopper.device.configurations import BackwardConfig
+from gossamer.kernels.hopper.device.row_items import ITEM
 
 
 class Producer:

@@ -17,7 +17,10 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from gossamer.kernels.hopper.device.backward.query_consume import QueryConsumer
-from gossamer.kernels.hopper.device.common import (
+from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Env, ring, ticket
+from gossamer.kernels.hopper.device.configurations import QueryConfig
+from gossamer.kernels.hopper.device.forward.produce import Producer
+from gossamer.kernels.hopper.device.row_items import (
     BATCH,
     BITS,
     BITSES,
@@ -27,17 +30,9 @@ from gossamer.kernels.hopper.device.common import (
     INTERVAL,
     INTERVALS,
     ITEM,
-    NUMBERS,
-    ROWS,
     TILE,
     VALID,
-    WARPGROUP,
-    Env,
-    ring,
-    ticket,
 )
-from gossamer.kernels.hopper.device.configurations import QueryConfig
-from gossamer.kernels.hopper.device.forward.produce import Producer
 
 
 class QueryGradient(QueryConsumer):

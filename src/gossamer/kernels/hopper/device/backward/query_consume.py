@@ -10,7 +10,9 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.common import (
+from gossamer.kernels.hopper.device.common import READ, ROWS, WARPGROUP, Env, ring, within_keys
+from gossamer.kernels.hopper.device.configurations import QueryConfig
+from gossamer.kernels.hopper.device.row_items import (
     BATCH,
     BITS,
     BITSES,
@@ -20,17 +22,10 @@ from gossamer.kernels.hopper.device.common import (
     INTERVAL,
     INTERVALS,
     LEAD,
-    READ,
-    ROWS,
     SLOT,
     TILE,
     VALID,
-    WARPGROUP,
-    Env,
-    ring,
-    within_keys,
 )
-from gossamer.kernels.hopper.device.configurations import QueryConfig
 
 
 @cute.jit

@@ -17,17 +17,14 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from gossamer.kernels.hopper.device.backward.fields import (
-    COUNT,
-    ITEM,
-    STEP,
-    TILE,
-)
+from gossamer.kernels.hopper.device.backward.fields import STEP
 from gossamer.kernels.hopper.device.backward.kernel import BARRIERS, Backward
 from gossamer.kernels.hopper.device.backward.produce import Producer
 from gossamer.kernels.hopper.device.backward.wide_consume import WideConsumer
+from gossamer.kernels.hopper.device.column_items import COUNT, TILE
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Env, load_item
 from gossamer.kernels.hopper.device.configurations import WideConfig
+from gossamer.kernels.hopper.device.row_items import ITEM
 
 GROUPS = 2
 

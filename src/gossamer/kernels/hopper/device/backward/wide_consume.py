@@ -11,22 +11,8 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.backward.consume import Consumer
-from gossamer.kernels.hopper.device.backward.fields import (
-    BATCH,
-    BOUNDED,
-    END,
-    ENTRY,
-    FIRST,
-    GROUP,
-    KEPT,
-    KIND,
-    SLOT,
-    TILE,
-    VALID,
-    WORD,
-    high,
-    low,
-)
+from gossamer.kernels.hopper.device.backward.fields import BOUNDED, END, ENTRY, FIRST, KEPT, KIND, WORD, high, low
+from gossamer.kernels.hopper.device.column_items import BATCH, GROUP, SLOT, TILE, VALID
 from gossamer.kernels.hopper.device.common import FAR, ROWS, WARPGROUP, Env, ring
 
 FULL_P = 1  # named barriers 1, 2: P of a step is in shared memory

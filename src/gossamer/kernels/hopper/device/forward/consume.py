@@ -10,27 +10,12 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.common import (
-    BITS,
-    BITSES,
-    FULL,
-    FULLS,
-    INTERVAL,
-    INTERVALS,
-    OUT,
-    ROWS,
-    SLOT,
-    START,
-    TURN,
-    VALID,
-    WARPGROUP,
-    Env,
-    ring,
-)
+from gossamer.kernels.hopper.device.common import OUT, ROWS, TURN, WARPGROUP, Env, ring
 from gossamer.kernels.hopper.device.configurations import ForwardConfig
 from gossamer.kernels.hopper.device.forward.masks import Masks
 from gossamer.kernels.hopper.device.forward.results import Results
 from gossamer.kernels.hopper.device.forward.softmax import Softmax
+from gossamer.kernels.hopper.device.row_items import BITS, BITSES, FULL, FULLS, INTERVAL, INTERVALS, SLOT, START, VALID
 
 BOTH = 2  # halves of a step's columns that P has: 0, 1, or both
 

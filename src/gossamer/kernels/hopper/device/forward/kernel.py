@@ -19,17 +19,12 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from gossamer.kernels.hopper.device.common import (
-    ITEM,
-    NUMBERS,
-    ROWS,
-    WARPGROUP,
-    Env,
-)
+from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Env
 from gossamer.kernels.hopper.device.configurations import ForwardConfig
 from gossamer.kernels.hopper.device.forward.consume import Consumer
 from gossamer.kernels.hopper.device.forward.merge import Merge
 from gossamer.kernels.hopper.device.forward.produce import Producer
+from gossamer.kernels.hopper.device.row_items import ITEM
 
 
 class Forward(Producer, Consumer):

@@ -7,22 +7,9 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.common import (
-    BATCH,
-    BITS,
-    BITSES,
-    BOUNDS,
-    FAR,
-    FIRST,
-    FULL,
-    FULLS,
-    INTERVAL,
-    INTERVALS,
-    START,
-    WARPGROUP,
-    within_keys,
-)
+from gossamer.kernels.hopper.device.common import BOUNDS, FAR, WARPGROUP, within_keys
 from gossamer.kernels.hopper.device.configurations import ForwardConfig
+from gossamer.kernels.hopper.device.row_items import BATCH, BITS, BITSES, FIRST, FULL, FULLS, INTERVAL, INTERVALS, START
 
 
 class Masks:

@@ -9,10 +9,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from gossamer.kernels.hopper.device.instructions import LN2, LOG2E
+from gossamer.kernels.hopper.device.merges import BATCH, COUNT, HEAD, SLOT, TILE
 
 WARPS = 4
-MERGE = 8  # 32-bit words of a merge's description
-BATCH, HEAD, TILE, SLOT, COUNT = range(5)
 
 
 class Merge:

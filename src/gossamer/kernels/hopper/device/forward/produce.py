@@ -8,25 +8,10 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from gossamer.kernels.hopper.device.common import (
-    BATCH,
-    BITS,
-    BITSES,
     BOUNDS,
     FAR,
-    FIRST,
-    FULL,
-    FULLS,
-    HEAD,
-    INTERVAL,
-    INTERVALS,
-    ITEM,
-    LEAD,
     OUT,
     ROWS,
-    SLOT,
-    START,
-    TILE,
-    VALID,
     WARPGROUP,
     Env,
     load_item,
@@ -35,6 +20,23 @@ from gossamer.kernels.hopper.device.common import (
     within_keys,
 )
 from gossamer.kernels.hopper.device.configurations import ForwardConfig
+from gossamer.kernels.hopper.device.row_items import (
+    BATCH,
+    BITS,
+    BITSES,
+    FIRST,
+    FULL,
+    FULLS,
+    HEAD,
+    INTERVAL,
+    INTERVALS,
+    ITEM,
+    LEAD,
+    SLOT,
+    START,
+    TILE,
+    VALID,
+)
 
 # The next item is drawn this many keys before the last load of an item, and then published with its Q: not before the
 # item's third tile is loaded, since consumers finish the item before it during the second, nor before its results have

@@ -10,8 +10,9 @@ from cutlass import Float32, const_expr
 from cutlass.cute.nvgpu import warp
 
 from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.common import BATCH, HEAD, OUT, READ, SLOT, TILE, WARPGROUP
+from gossamer.kernels.hopper.device.common import OUT, READ, WARPGROUP
 from gossamer.kernels.hopper.device.configurations import ForwardConfig
+from gossamer.kernels.hopper.device.row_items import BATCH, HEAD, SLOT, TILE
 
 
 class Results:

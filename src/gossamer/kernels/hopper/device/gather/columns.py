@@ -15,27 +15,10 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from gossamer.kernels.hopper.device.backward.consume import Consumer
-from gossamer.kernels.hopper.device.backward.fields import (
-    BATCH,
-    BITS,
-    BITSES,
-    COUNT,
-    END,
-    ENTRY,
-    GROUP,
-    HEAD,
-    ITEM,
-    KIND,
-    MASKED,
-    SEGMENTS,
-    STAGES,
-    STEP,
-    TILE,
-    VALID,
-    WORD,
-)
+from gossamer.kernels.hopper.device.backward.fields import END, ENTRY, KIND, MASKED, STAGES, STEP, WORD
 from gossamer.kernels.hopper.device.backward.kernel import Backward
 from gossamer.kernels.hopper.device.backward.produce import Producer
+from gossamer.kernels.hopper.device.column_items import BATCH, BITS, BITSES, COUNT, GROUP, HEAD, SEGMENTS, TILE, VALID
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Env, ring, ticket
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.produce import (
@@ -53,6 +36,7 @@ from gossamer.kernels.hopper.device.gather.produce import (
     told_of,
     whole_tiles,
 )
+from gossamer.kernels.hopper.device.row_items import ITEM
 
 
 class GatherColumns(Gatherer, Filled, Consumer):

@@ -8,9 +8,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from gossamer.kernels.hopper.device.common import BITS, BITSES, FIRST, ring
+from gossamer.kernels.hopper.device.common import ring
 from gossamer.kernels.hopper.device.forward.consume import Consumer
 from gossamer.kernels.hopper.device.gather.produce import step_words
+from gossamer.kernels.hopper.device.row_items import BITS, BITSES, FIRST
 
 
 class RowConsumer(Consumer):

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from gossamer.kernels.hopper.device.common import ITEM, NUMBERS, ROWS, VALID, WARPGROUP, Env, ring
+from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Env, ring
 from gossamer.kernels.hopper.device.forward.produce import Producer
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.consume import RowConsumer
@@ -29,6 +29,7 @@ from gossamer.kernels.hopper.device.gather.produce import (
     row_products,
     smem_layout,
 )
+from gossamer.kernels.hopper.device.row_items import ITEM, VALID
 
 
 class GatherForward(Queries, Gatherer, RowConsumer):

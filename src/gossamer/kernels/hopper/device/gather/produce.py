@@ -19,7 +19,10 @@ from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.tensor_utils import LayoutEnum
 
 from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.common import (
+from gossamer.kernels.hopper.device.common import Env, load_item, ring, ticket, within_keys
+from gossamer.kernels.hopper.device.forward.produce import Producer
+from gossamer.kernels.hopper.device.gather.configurations import ROWS
+from gossamer.kernels.hopper.device.row_items import (
     BATCH,
     BITS,
     BITSES,
@@ -30,14 +33,7 @@ from gossamer.kernels.hopper.device.common import (
     ITEM,
     TILE,
     VALID,
-    Env,
-    load_item,
-    ring,
-    ticket,
-    within_keys,
 )
-from gossamer.kernels.hopper.device.forward.produce import Producer
-from gossamer.kernels.hopper.device.gather.configurations import ROWS
 
 WORD = 32  # columns of a mask word
 WORDS = 2 * ROWS  # of a step

@@ -15,20 +15,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from gossamer.kernels.hopper.device.backward.query_consume import QueryConsumer
-from gossamer.kernels.hopper.device.common import (
-    BATCH,
-    FIRST,
-    HEAD,
-    ITEM,
-    NUMBERS,
-    ROWS,
-    TILE,
-    VALID,
-    WARPGROUP,
-    Env,
-    ring,
-    ticket,
-)
+from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Env, ring, ticket
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.produce import (
     AHEAD,
@@ -47,6 +34,7 @@ from gossamer.kernels.hopper.device.gather.produce import (
     told_of,
     whole_tiles,
 )
+from gossamer.kernels.hopper.device.row_items import BATCH, FIRST, HEAD, ITEM, TILE, VALID
 
 
 class Ends(Env):

@@ -18,20 +18,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.common import (
-    BATCH,
-    BITS,
-    BITSES,
-    FIRST,
-    HEAD,
-    ROWS,
-    SLOT,
-    TILE,
-    VALID,
-    WARPGROUP,
-    Env,
-    ring,
-)
+from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Env, ring
 from gossamer.kernels.hopper.device.gather.configurations import SplitConfig
 from gossamer.kernels.hopper.device.gather.produce import step_words
 from gossamer.kernels.hopper.device.gather.split import (
@@ -45,6 +32,7 @@ from gossamer.kernels.hopper.device.gather.split import (
     split,
 )
 from gossamer.kernels.hopper.device.gather.split_softmax import SplitSoftmax
+from gossamer.kernels.hopper.device.row_items import BATCH, BITS, BITSES, FIRST, HEAD, SLOT, TILE, VALID
 
 LINE = 32  # float32 numbers in 128 bytes
 HALVES = ((1, 0), (0, 1), (0, 0))  # of two factors, 0 is hi and 1 is lo: the products that are summed

@@ -16,18 +16,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from gossamer.kernels.hopper.device.common import (
-    BATCH,
-    BITS,
-    BITSES,
-    HEAD,
-    ITEM,
-    ROWS,
-    VALID,
-    WARPGROUP,
-    Env,
-    ring,
-)
+from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Env, ring
 from gossamer.kernels.hopper.device.gather.configurations import SplitConfig
 from gossamer.kernels.hopper.device.gather.produce import (
     LINE,
@@ -42,6 +31,7 @@ from gossamer.kernels.hopper.device.gather.produce import (
 )
 from gossamer.kernels.hopper.device.gather.split import Split
 from gossamer.kernels.hopper.device.gather.split_consume import SplitConsumer
+from gossamer.kernels.hopper.device.row_items import BATCH, BITS, BITSES, HEAD, ITEM, VALID
 
 POWERS = 8  # bytes of the powers of a column
 AT_ONCE = 4  # rows that a warp copies a line of
