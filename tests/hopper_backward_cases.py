@@ -47,7 +47,7 @@ class Call(NamedTuple):
     low: list[Tensor]
 
     def run(self, *, deterministic: bool = False, **options: object) -> tuple[Tensor, ...]:
-        from gossamer.kernels.hopper.launch_backward import backward
+        from gossamer.kernels.hopper.launch.backward import backward
 
         problem = Problem(**vars(self.problem) | {"deterministic": deterministic})
         return backward(problem, *self[1:10], **options)  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def prepare(
     with_dlse: bool = False,
     **more: object,
 ) -> Call:
-    from gossamer.kernels.hopper import launch
+    from gossamer.kernels.hopper.launch import forward as launch
 
     Q, K, E = layout.Q, layout.K, E or D
     generator = torch.Generator(device="cuda").manual_seed(0)

@@ -129,7 +129,7 @@ class TestBackward:
             assert all((x[:, :, 1] == 7).all() and (x[..., -pad:] == 7).all() for x in whole)
 
     def test_nothing_to_attend(self) -> None:
-        from gossamer.kernels.hopper import launch_backward
+        from gossamer.kernels.hopper.launch import backward as launch_backward
 
         for Q, K in ((0, 100), (100, 0)):
             q, k, v, dout = (torch.ones(1, 2, n, 64, dtype=torch.bfloat16, device="cuda") for n in (Q, K, K, Q))

@@ -174,7 +174,7 @@ def sum_parts(dtype: str, size: int, block: int) -> Callable[..., None]:
 
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
-    from gossamer.kernels.hopper import launch_backward as module
+    from gossamer.kernels.hopper.launch import backward as module
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(module, "processors", lambda device: 40)
@@ -295,7 +295,7 @@ def test_bound_calls(launch: Any, monkeypatch: pytest.MonkeyPatch, name: str, de
 
 
 def test_calls_in_graphs_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gossamer.kernels.hopper import launch as forward
+    from gossamer.kernels.hopper.launch import forward
 
     cpu, pool = torch.device("cpu"), torch.zeros((2, forward.APART), dtype=torch.int32)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

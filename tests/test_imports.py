@@ -80,6 +80,17 @@ def test_torch_without_triton() -> None:
     assert out.count("triton is blocked by this test") == 3 and "implementation" in out and "available: blocked" in out
 
 
+def test_hopper_kernels_are_chosen_without_the_compiler() -> None:
+    """Which kernels ship is known without torch, and their work items are made without the compiler."""
+    compilers = ("cutlass", "tvm_ffi", "triton")
+    run(
+        "from gossamer.kernels.hopper import compiled, shipped\n"
+        "assert all(hasattr(compiled, kernel.kind) for kernel in shipped.shipped())",
+        blocked=("torch", *compilers),
+    )
+    run("from gossamer.kernels.hopper.schedule import columns, gather, rows", blocked=compilers)
+
+
 def test_transformers_is_imported_when_it_is_asked_for() -> None:
     out = run(
         "import sys, gossamer.torch, gossamer.integrations.transformers as integration\n"

@@ -86,17 +86,17 @@ class Hopper:
     @cached_property
     def launch(self) -> Any:
         """What calls the kernels, and imports torch."""
-        return importlib.import_module("gossamer.kernels.hopper.launch")
+        return importlib.import_module("gossamer.kernels.hopper.launch.forward")
 
     @cached_property
     def launch_backward(self) -> Any:
         """As `launch`, for the backward."""
-        return importlib.import_module("gossamer.kernels.hopper.launch_backward")
+        return importlib.import_module("gossamer.kernels.hopper.launch.backward")
 
     @cached_property
     def launch_gather(self) -> Any:
         """As `launch`, of both directions over gathered columns."""
-        return importlib.import_module("gossamer.kernels.hopper.gather.launch")
+        return importlib.import_module("gossamer.kernels.hopper.launch.gather")
 
     def tile(self, problem: Problem) -> tuple[int, int]:
         """(block_q, block_kv): three warpgroups of 64 query rows for small heads, where the accumulators are small.
