@@ -5,9 +5,8 @@ Made once for a layout and kept. A layout that was made on a device gets its ite
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -22,8 +21,7 @@ from gossamer.layouts.block import BlockLayout, Walk
 from gossamer.layouts.schedule import cut, row_lengths
 
 
-@dataclass(frozen=True)
-class ColumnWork:
+class ColumnWork(NamedTuple):
     """The items of a launch."""
 
     items: Tensor  # (n, ITEM) int32
