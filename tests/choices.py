@@ -8,44 +8,35 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from unittest import mock
 
-import torch
-
-from gossamer.kernels.contract import Problem, gathers_alone
-from gossamer.kernels.table import NAMES, load
-from gossamer.layouts import cheapest
 from gossamer.patterns import Pattern
+from gossamer.plan.choice import choose
+from gossamer.plan.plan import plan_of
+from gossamer.plan.problem import Problem
+from gossamer.plan.split import Part
+from gossamer.plan.table import NAMES, load
 from gossamer.testing.cases import CASES, Case
 from gossamer.testing.sweeps import BREAKEVEN, LADDER, MOST_EDGES, SWEEPS
-from gossamer.torch import plan as plans
-from gossamer.torch.plan import Plan, machine_of, refusals
-from gossamer.torch.split import Part, split_of
 
 FILE = Path(__file__).parent / "data" / "choices.json"
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 PROCESSORS, SM = 132, 90  # of an H200
-DEVICE = torch.device("cpu")
 # Pairs of the graphs of sweeps: those of the largest take seconds to be drawn and counted.
 GRAPHS = {c.name: round(float(c.name.split("_")[-1]) * c.Q * c.K) for c in BREAKEVEN if "_csr_" in c.name}
 
 
 @contextmanager
-def h200() -> Iterator[None]:
+def everywhere() -> Iterator[None]:
     """Every implementation runs here, on a device that is not there."""
-    with mock.patch.object(plans, "processors", lambda device: PROCESSORS):
-        patches = [mock.patch.object(type(load(name)), "unavailable", lambda self: []) for name in NAMES]
-        for patch in patches:
-            patch.start()
-        try:
-            yield
-        finally:
-            for patch in patches:
-                patch.stop()
+    with ExitStack() as stack:
+        for name in NAMES:
+            stack.enter_context(mock.patch.object(type(load(name)), "unavailable", lambda self: []))
+        yield
 
 
 def problem_of(case: Case, dtype: str, backward: bool) -> Problem:
@@ -60,46 +51,20 @@ def problem_of(case: Case, dtype: str, backward: bool) -> Problem:
     )  # fmt: skip
 
 
-def planned(problem: Problem) -> Plan:
-    able, refused, gatherers = [], {}, []
-    for name in NAMES:
-        implementation = load(name)
-        assert not isinstance(implementation, str), implementation
-        refused[name] = refusals(name, problem)
-        if not refused[name]:
-            able.append(implementation)
-        elif gathers_alone(problem, implementation.capability):
-            gatherers.append(implementation)
-    return Plan(problem, tuple(able), refused, None, tuple(gatherers))
-
-
-def way(problem: Problem, pattern: Pattern, q_offset: int) -> str:
-    """The implementation and the layout that a call takes."""
-    plan = planned(problem)
-    first = plan.implementations[0]
-    if first.layout != "block":
-        return f"{first.name} {first.layout}"
-    at = cheapest(
-        pattern, problem.Q, problem.K, tiles=plan.tiles, gathers=plan.gathers, q_offset=q_offset,
-        machine=machine_of(plan, pattern, DEVICE),
-    )  # fmt: skip
-    if at >= len(plan.tiles):
-        gatherer, choice = plan.gather_options[at - len(plan.tiles)]
-        return f"{gatherer.name} gather {choice.block_q}"
-    implementation, (block_q, block_kv, _) = plan.options[at]
-    return f"{implementation.name} {block_q} x {block_kv}"
-
-
 def chosen(case: Case, dtype: str, pattern: Pattern, backward: bool) -> str | list[str]:
     """How a case is computed: one way, or the parts of a split, each with its own."""
     problem = problem_of(case, dtype, backward)
     q_offset = case.K - case.Q if case.q_offset is None else case.q_offset
-    plan = planned(problem)
-    tiles = plan.tiles if plan.implementations[0].layout == "block" else ()
-    split = split_of(pattern, problem, q_offset, tiles, plan.gathers)
+    split = plan_of(problem, backward=backward).split(pattern, q_offset)
     if split is None:
         return way(problem, pattern, q_offset)
     return [f"{part} by {of_part(part, problem, q_offset)}" for part in split.parts]
+
+
+def way(problem: Problem, pattern: Pattern, q_offset: int) -> str:
+    """The implementation and the layout that a call takes."""
+    plan = plan_of(problem, backward=problem.backward)
+    return str(choose(plan, pattern, q_offset, PROCESSORS if problem.device == "cuda" else 0))
 
 
 def of_part(part: Part, problem: Problem, q_offset: int) -> str:
@@ -135,7 +100,7 @@ def choices(most_edges: int = MOST_EDGES) -> dict[str, dict[str, str | list[str]
     """
     found: dict[str, dict[str, str | list[str]]] = {}
     last, pattern = None, None
-    with h200():
+    with everywhere():
         for case, dtype in every():
             if case.name in GRAPHS and GRAPHS[case.name] > most_edges:
                 continue

@@ -141,7 +141,7 @@ def test_any_text_is_a_pattern_or_a_value_error(text: str) -> None:
 
 
 def test_info_names_the_machine_and_every_implementation() -> None:
-    from gossamer.kernels.table import NAMES as IMPLEMENTATIONS
+    from gossamer.plan.table import NAMES as IMPLEMENTATIONS
 
     shown = runner.invoke(app, ["info"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0, shown.output

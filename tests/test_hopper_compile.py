@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from gossamer.kernels.contract import Problem, reasons
 from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
 from gossamer.kernels.hopper.config import (
     SHARED_MEMORY,
@@ -29,6 +28,8 @@ from gossamer.kernels.hopper.config import (
     wide_config,
 )
 from gossamer.kernels.hopper.gather.config import GatherConfig, SplitConfig, gather_config
+from gossamer.plan.capability import reasons
+from gossamer.plan.problem import Problem
 
 # Bytes of stack of the kernels that spill.
 SPILLS = {"forward-bfloat16-64-64-192-128-softcap": 48}

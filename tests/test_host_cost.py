@@ -39,7 +39,7 @@ def views() -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", views())
 def test_explain_says_what_is_copied(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from gossamer.kernels.hopper import IMPLEMENTATION, launch
-    from gossamer.kernels.table import load
+    from gossamer.plan.table import load
     from gossamer.torch.explain import unaligned
 
     x = views()[name]

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import gossamer
-from gossamer.kernels.table import NAMES
+from gossamer.plan.table import NAMES
 
 SRC = Path(__file__).parent.parent / "src"
 
@@ -37,7 +37,7 @@ def run(code: str, *, blocked: tuple[str, ...] = ()) -> str:
 
 def test_import_gossamer_loads_no_framework() -> None:
     loaded = run(
-        "import gossamer, gossamer.patterns, gossamer.layouts, gossamer.kernels.table, gossamer.testing.cases\n"
+        "import gossamer, gossamer.patterns, gossamer.layouts, gossamer.plan.table, gossamer.testing.cases\n"
         "names = 'torch', 'transformers', 'jax', 'triton', 'matplotlib', 'scipy', 'typer'\n"
         "print([m for m in names if m in sys.modules])"
     )
@@ -50,7 +50,7 @@ def test_patterns_and_layouts_without_torch() -> None:
         "p = gs.SlidingWindow(5) | gs.BigBird(8)\n"
         "layout = p.layout(70, 70, block_q=32, block_kv=32)\n"
         "assert (layout.expand() == p.materialize(70, 70)).all() and layout.columns.rows == 70\n"
-        "from gossamer.kernels.table import available\n"
+        "from gossamer.plan.table import available\n"
         "print(available('blocked'))",
         blocked=("torch", "jax", "triton"),
     )

@@ -2,7 +2,6 @@
 
 from gossamer.layouts.block import BlockLayout, TileList, Walk
 from gossamer.layouts.cache import cached_gather, cached_layout, clear_cache
-from gossamer.layouts.choice import cheapest, costs
 from gossamer.layouts.dense import from_dense
 from gossamer.layouts.gather import GatherLayout, build_gather
 from gossamer.layouts.schedule import WorkItems, work_items
@@ -18,9 +17,7 @@ __all__ = [
     "build_gather",
     "cached_gather",
     "cached_layout",
-    "cheapest",
     "clear_cache",
-    "costs",
     "from_dense",
     "work_items",
 ]

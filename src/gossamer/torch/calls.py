@@ -19,10 +19,11 @@ from gossamer.kernels.rows import compute_dtype
 from gossamer.layouts.kept import KEPT_BYTES, LEAST_KEPT, MOST_KEPT, Kept
 from gossamer.patterns import Pattern
 from gossamer.patterns.handles import token_of
+from gossamer.plan.plan import Plan
 from gossamer.torch.bound_parts import bound_parts, bound_parts_backward
 from gossamer.torch.operators import Gradients, backward_op, compute, compute_gradients, differentiable, plain
 from gossamer.torch.parts import split_for
-from gossamer.torch.plan import Plan, held, hold_for_graphs, placed, plan_for, terms_of
+from gossamer.torch.plan import held, hold_for_graphs, placed, plan_for, terms_of
 from gossamer.torch.validate import Arguments, fewer, four_dimensional
 
 _SIMPLE = frozenset({type(None), bool, int, float, str})

@@ -16,25 +16,20 @@ from torch import Tensor
 
 from gossamer.kernels.contract import Implementation, Terms
 from gossamer.kernels.rows import compute_dtype, row_terms, sink_gradient
-from gossamer.kernels.table import available
 from gossamer.patterns import LongNet
-from gossamer.torch.plan import Plan, placed, plan_for, terms_of
+from gossamer.plan.plan import Plan
+from gossamer.plan.split import Part, Split, problem_of_fold, split_of
+from gossamer.plan.table import available
+from gossamer.torch.plan import placed, plan_for, terms_of
 from gossamer.torch.registry import pattern_of
-from gossamer.torch.split import Part, Split, problem_of_fold, split_of
 from gossamer.torch.validate import Arguments
 
 
 def split_for(plan: Plan, terms: Terms, handle: int) -> Split | None:
-    """The parts of a call, or None where it is computed as one; remembered with the plan."""
+    """The parts of a call, or None where it is computed as one."""
     if handle < 0:
         return None
-    key = (handle, terms.q_offset)
-    known = plan.splits.get(key)
-    if known is None:
-        tiles = plan.tiles if plan.implementations[0].layout == "block" else ()
-        split = split_of(pattern_of(handle), plan.problem, terms.q_offset, tiles, plan.gathers)
-        known = plan.splits.put(key, (split,))
-    return known[0]
+    return plan.split(pattern_of(handle), terms.q_offset)
 
 
 class Call(NamedTuple):

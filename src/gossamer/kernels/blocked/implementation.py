@@ -21,9 +21,11 @@ from gossamer.kernels.blocked.tiles import (
     uses,
     zeros,
 )
-from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.rows import compute_dtype, row_terms, sink_gradient, stored
 from gossamer.layouts.block import BlockLayout
+from gossamer.plan.capability import Capability, TileChoice
+from gossamer.plan.problem import Problem
 
 _plans: WeakKeyDictionary[BlockLayout, dict[tuple[object, ...], Plan]] = WeakKeyDictionary()
 

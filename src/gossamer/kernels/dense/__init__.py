@@ -9,9 +9,11 @@ import torch
 import triton
 from torch import Tensor
 
-from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.dense import launch
 from gossamer.kernels.rows import stored
+from gossamer.plan.capability import Capability, TileChoice
+from gossamer.plan.problem import Problem
 
 # B * H * Q * K of a forward, and of a backward. Past them lists of tiles win: measured on an H200, docs/results.md.
 MOST_PAIRS = (2**20, 2**18)

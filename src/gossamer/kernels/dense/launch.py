@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.dense.kernels import backward_kernel, forward_kernel
 from gossamer.kernels.devices import elsewhere, empty_from, processors, template
 from gossamer.kernels.relaunch import Known, bound, fresh, launch, padded, strides
 from gossamer.kernels.rows import row_terms, sink_gradient
 from gossamer.kernels.scores import scales
+from gossamer.plan.problem import Problem
 
 _known: Known = {}
 

@@ -12,12 +12,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.devices import Workspace, elsewhere, empty_from, int32_lengths, processors, template
 from gossamer.kernels.hopper import compile as compiled
 from gossamer.kernels.hopper.config import ForwardConfig, forward_config
 from gossamer.kernels.hopper.schedule import lists, sharing, work
 from gossamer.layouts.block import BlockLayout, Walk
+from gossamer.plan.problem import Problem
 
 LOG2E = 1.0 / math.log(2.0)
 FEW = 64  # query rows of the smallest tile

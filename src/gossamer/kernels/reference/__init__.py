@@ -8,8 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.rows import compute_dtype, row_terms, sink_gradient, stored
+from gossamer.plan.capability import Capability, TileChoice
+from gossamer.plan.problem import Problem
 
 
 def kept(mask: Tensor, terms: Terms, K: int) -> Tensor:

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.devices import elsewhere, empty_from, int32_lengths, processors, template
 from gossamer.kernels.hopper import compile as compiled
 from gossamer.kernels.hopper.gather.config import ROWS, GatherConfig, SplitConfig, gather_config
@@ -39,6 +39,7 @@ from gossamer.kernels.hopper.launch_backward import (
 from gossamer.kernels.hopper.schedule import sharing
 from gossamer.kernels.rows import sink_gradient_of
 from gossamer.layouts.gather import GatherLayout, GatherWalk
+from gossamer.plan.problem import Problem
 
 LARGEST_ROW_STRIDE = 1 << 30  # in 16-bit numbers: bytes fit 32 bits
 
