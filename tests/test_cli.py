@@ -193,7 +193,7 @@ def test_what_is_executed_instead_of_tiles_that_are_mostly_empty(pattern: str, r
 
 def test_pictures_hold_what_the_pattern_keeps() -> None:
     from gossamer.cli.show import pair_picture, tile_counts
-    from gossamer.layouts.block import KINDS
+    from gossamer.layouts.walk import KINDS
 
     pattern = gs.SlidingWindow(20) | gs.Local(32)
     layout = pattern.layout(100, 100, block_q=32, block_kv=32)

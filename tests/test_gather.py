@@ -32,10 +32,12 @@ def test_a_layout_and_its_transpose_are_the_pattern(case: Named, block_q: int) -
 
 def test_builds_in_parts_give_the_same_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     from gossamer.layouts import gather
+    from gossamer.patterns import pairs
 
     pattern = (gs.PowerStrided(3, 5) | gs.BigBird(32)) & ~gs.Local(8)
     whole = [build_gather(pattern, 700, 700, block_q=rows) for rows in ROWS]
-    monkeypatch.setattr(gather, "PAIRS_AT_ONCE", gather.ROWS_AT_ONCE**2)
+    for module in (gather, pairs):
+        monkeypatch.setattr(module, "PAIRS_AT_ONCE", pairs.ROWS_AT_ONCE**2)
     for rows, layout in zip(ROWS, whole, strict=True):
         for part, all_of_it in (
             (build_gather(pattern, 700, 700, block_q=rows).rows, layout.rows),

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import gossamer
-from gossamer.plan.table import NAMES
 
 SRC = Path(__file__).parent.parent / "src"
 
@@ -90,18 +89,6 @@ def test_transformers_is_imported_when_it_is_asked_for() -> None:
     )
     assert out.startswith("False\nregister needs transformers of at least 5.17 (")
     assert "transformers is blocked by this test); in a checkout of gossamer: pip install '.[transformers]'" in out
-
-
-def test_kernels_see_layouts_and_never_patterns_or_one_another() -> None:
-    names = set(NAMES)
-    for name in names:
-        files = list((SRC / "gossamer" / "kernels" / name).rglob("*.py"))
-        assert files
-        for file in files:
-            text = file.read_text()
-            assert "gossamer.patterns" not in text and "gossamer.torch" not in text, file
-            for other in names - {name}:
-                assert f"gossamer.kernels.{other}" not in text, file
 
 
 def test_public_names() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gossamer.kernels.rows import compute_dtype
 from gossamer.layouts import BlockLayout, TileList, Walk
-from gossamer.layouts.block import ARRAYS_PER_WALK
+from gossamer.layouts.walk import ARRAYS_PER_WALK
 from gossamer.patterns import Pattern
 from gossamer.patterns.grid import WORD
 from gossamer.patterns.validate import show

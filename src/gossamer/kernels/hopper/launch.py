@@ -17,7 +17,8 @@ from gossamer.kernels.devices import Workspace, elsewhere, empty_from, int32_len
 from gossamer.kernels.hopper import compile as compiled
 from gossamer.kernels.hopper.config import ForwardConfig, forward_config
 from gossamer.kernels.hopper.schedule import lists, sharing, work
-from gossamer.layouts.block import BlockLayout, Walk
+from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.walk import Walk
 from gossamer.plan.problem import Problem
 
 LOG2E = 1.0 / math.log(2.0)

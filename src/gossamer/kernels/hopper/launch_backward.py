@@ -22,7 +22,8 @@ from gossamer.kernels.hopper.config import WIDE, backward_config, query_config, 
 from gossamer.kernels.hopper.launch import LOG2E, STEP, aligned, empty_like, operand, readable, tickets, unused
 from gossamer.kernels.hopper.schedule import Lists, lists, sharing, work
 from gossamer.kernels.rows import row_terms, sink_gradient, sink_gradient_of
-from gossamer.layouts.block import BlockLayout, Walk
+from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.walk import Walk
 from gossamer.plan.problem import Problem
 
 TERMS = 128  # row terms are padded to whole tiles of this many queries

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.layouts.block import BlockLayout, Walk
+from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.schedule import FEWEST_TILES, cut, row_lengths, work_items
+from gossamer.layouts.walk import Walk
 
 ITEM = 16
 MERGE = 8

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.hopper.schedule import ITEM, MERGE, for_every_head, item_limit
-from gossamer.layouts.block import BlockLayout, Walk
+from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.schedule import cut, row_lengths
+from gossamer.layouts.walk import Walk
 
 SEGMENT = 8
 

@@ -19,7 +19,8 @@ from gossamer.kernels.triton.block.query_gradient import dq_kernel
 from gossamer.kernels.triton.block.schedule import Schedule, schedule_of
 from gossamer.kernels.triton.config import Direction
 from gossamer.kernels.triton.row_terms import row_terms
-from gossamer.layouts.block import BlockLayout, Walk
+from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.walk import Walk
 from gossamer.plan.problem import Problem
 
 

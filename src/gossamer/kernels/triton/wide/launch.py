@@ -19,7 +19,8 @@ from gossamer.kernels.rows import row_terms, sink_gradient
 from gossamer.kernels.scores import scales
 from gossamer.kernels.triton.arguments import results
 from gossamer.kernels.triton.wide.kernels import gradient_kernel, output_kernel, products_kernel
-from gossamer.layouts.block import BlockLayout, Walk
+from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.walk import Walk
 from gossamer.plan.problem import Problem
 
 SCRATCH_BYTES = 2**28
