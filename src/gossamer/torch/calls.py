@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import _C, Tensor
+from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
 from gossamer.kernels.contract import Scoring, Unsupported
@@ -21,7 +21,7 @@ from gossamer.patterns.handles import token_of
 from gossamer.torch import parts
 from gossamer.torch.bind import bind
 from gossamer.torch.memory import hold_for_graphs
-from gossamer.torch.plan import Given, Plan, check_rows, given_layout, held, place, plan_of, split_for
+from gossamer.torch.plan import Given, check_rows, given_layout, held, place, plan_of, split_for
 from gossamer.torch.registry import pattern_of
 from gossamer.torch.request import Request, alignment, operand_of, plain
 from gossamer.torch.validate import Arguments, fewer, four_dimensional

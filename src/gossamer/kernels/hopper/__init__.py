@@ -8,9 +8,11 @@ import re
 from functools import cache, cached_property
 from typing import Any
 
-from gossamer.kernels.contract import Capability, GatherChoice, Problem, Terms, TileChoice
+from gossamer.kernels.contract import Terms
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout
+from gossamer.plan.capability import Capability, GatherChoice, TileChoice
+from gossamer.plan.problem import Problem
 
 NEEDED = {"nvidia-cutlass-dsl": (4, 8), "apache-tvm-ffi": (0, 1)}
 INSTALL = "in a checkout of gossamer: pip install '.[hopper]'"

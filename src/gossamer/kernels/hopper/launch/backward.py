@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.devices import Workspace, elsewhere, empty_from, int32_lengths, processors, template
 from gossamer.kernels.hopper import compiled
 from gossamer.kernels.hopper.choice import WIDE, backward_config, query_config, wide_config
@@ -22,7 +22,9 @@ from gossamer.kernels.hopper.launch.forward import LOG2E, STEP, aligned, empty_l
 from gossamer.kernels.hopper.schedule.columns import column_work
 from gossamer.kernels.hopper.schedule.rows import Lists, lists, sharing, work
 from gossamer.kernels.rows import row_terms, sink_gradient, sink_gradient_of
-from gossamer.layouts.block import BlockLayout, Walk
+from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.walk import Walk
+from gossamer.plan.problem import Problem
 
 TERMS = 128  # row terms are padded to whole tiles of this many queries
 TILE = 64  # rows of a tile of dQ's sums

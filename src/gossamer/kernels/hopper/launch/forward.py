@@ -12,13 +12,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.devices import Workspace, elsewhere, empty_from, int32_lengths, processors, template
 from gossamer.kernels.hopper import compiled
 from gossamer.kernels.hopper.choice import forward_config
 from gossamer.kernels.hopper.device.configurations import ForwardConfig
 from gossamer.kernels.hopper.schedule.rows import lists, sharing, work
-from gossamer.layouts.block import BlockLayout, Walk
+from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.walk import Walk
+from gossamer.plan.problem import Problem
 
 LOG2E = 1.0 / math.log(2.0)
 FEW = 64  # query rows of the smallest tile

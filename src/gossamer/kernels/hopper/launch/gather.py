@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.devices import elsewhere, empty_from, int32_lengths, processors, template
 from gossamer.kernels.hopper import compiled
 from gossamer.kernels.hopper.choice import gather_config
@@ -40,6 +40,7 @@ from gossamer.kernels.hopper.schedule.gather import column_work, row_work
 from gossamer.kernels.hopper.schedule.rows import sharing
 from gossamer.kernels.rows import sink_gradient_of
 from gossamer.layouts.gather import GatherLayout, GatherWalk
+from gossamer.plan.problem import Problem
 
 LARGEST_ROW_STRIDE = 1 << 30  # in 16-bit numbers: bytes fit 32 bits
 
