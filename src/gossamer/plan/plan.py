@@ -67,6 +67,9 @@ class Plan:
         return known[0]
 
 
+_plans: Kept[Plan] = Kept(LEAST_KEPT, MOST_KEPT)
+
+
 def plan_of(problem: Problem, implementation: str | None = None, backward: bool = False) -> Plan:
     """The plan of a problem's forward, with that of its backward where it has one.
 
@@ -79,6 +82,11 @@ def plan_of(problem: Problem, implementation: str | None = None, backward: bool 
     Raises:
         Unsupported: nothing, or not the one named, computes the problem; the message has every reason.
     """
+    key = problem, implementation, backward
+    return _plans.get(key) or _plans.put(key, _make_plan(problem, implementation, backward))
+
+
+def _make_plan(problem: Problem, implementation: str | None, backward: bool) -> Plan:
     later = None
     if problem.backward and not backward and implementation is None:
         later = plan_of(problem, backward=True)  # raises before anything is computed
