@@ -29,7 +29,7 @@ def split_for(plan: Plan, terms: Terms, handle: int) -> Split | None:
     """The parts of a call, or None where it is computed as one."""
     if handle < 0:
         return None
-    return plan.split(pattern_of(handle), terms.q_offset)
+    return plan.split(handle, terms.q_offset)
 
 
 class Call(NamedTuple):
