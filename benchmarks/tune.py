@@ -34,10 +34,11 @@ import torch
 
 from gossamer.bench.check import Inputs, compare, draw_samples
 from gossamer.bench.measure import time_call
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.hopper import IMPLEMENTATION, compiled
 from gossamer.kernels.hopper import choice as choosers
 from gossamer.patterns import BigBird, Pattern, SlidingWindow
+from gossamer.plan.problem import Problem
 from gossamer.testing.cases import bigbird_matrix
 
 GAIN = 0.99

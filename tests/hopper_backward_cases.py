@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
 from gossamer.kernels.reference import oracle
 from gossamer.layouts import from_dense
 from gossamer.layouts.block import BlockLayout
 from gossamer.patterns import Causal, Dense, Pattern, SlidingWindow
+from gossamer.plan.problem import Problem
 from gossamer.testing import tolerance
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import gossamer as gs
 from gossamer.kernels.hopper import missing_packages
-from gossamer.kernels.table import available
 from gossamer.layouts.kept import Kept
+from gossamer.plan.table import available
 from gossamer.torch import calls, decoding
 
 B, H, G, D, N = 2, 4, 2, 64, 700

@@ -9,12 +9,14 @@ import pytest
 import torch
 from hopper_backward_cases import ON_HOPPER, SIZES, TILES, build, compare, prepare, repeats, scattered, small
 
-from gossamer.kernels.contract import Problem, Terms, reasons
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.hopper import IMPLEMENTATION
 from gossamer.kernels.reference import oracle
 from gossamer.layouts import from_dense
 from gossamer.layouts.block import BlockLayout
 from gossamer.patterns import BigBird, BlockMask, Causal, Dense, PerHead, SlidingWindow
+from gossamer.plan.capability import reasons
+from gossamer.plan.problem import Problem
 
 pytestmark = ON_HOPPER
 

@@ -10,7 +10,8 @@ import pytest
 from gossamer.kernels.hopper.schedule.columns import ColumnWork, column_work
 from gossamer.kernels.hopper.schedule.rows import lists, sharing
 from gossamer.layouts import from_dense
-from gossamer.layouts.block import BlockLayout, Walk, iterate
+from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.walk import Walk, iterate
 
 Covered = dict[tuple[int, int, int], list[tuple[int, int, int]]]
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from gossamer.kernels.contract import Problem, reasons
 from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
 from gossamer.kernels.hopper.choice import (
     WIDE,
@@ -30,6 +29,8 @@ from gossamer.kernels.hopper.device.configurations import (
 )
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig, SplitConfig
 from gossamer.kernels.hopper.shipped import SIZES, Shipped, shipped
+from gossamer.plan.capability import reasons
+from gossamer.plan.problem import Problem
 
 # Bytes of stack of the kernels that spill.
 SPILLS = {"forward-bfloat16-64-64-192-128-softcap": 48}

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 import gossamer as gs
-from gossamer.kernels.contract import Problem, Terms, gathers_alone, reasons
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
 from gossamer.kernels.reference import oracle
 from gossamer.layouts.gather import GatherLayout, build_gather
-from gossamer.torch.plan import Plan
+from gossamer.plan.capability import gathers_alone, reasons
+from gossamer.plan.plan import Plan
+from gossamer.plan.problem import Problem
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 LISTS = ("indices", "bits")

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
 from gossamer.layouts import from_dense
 from gossamer.layouts.block import BlockLayout
 from gossamer.patterns import BigBird, BlockMask, Causal, Dense, Pattern, SlidingWindow
+from gossamer.plan.problem import Problem
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.hopper import missing_packages
 from gossamer.kernels.reference import oracle
 from gossamer.layouts import from_dense
 from gossamer.layouts.block import BlockLayout
 from gossamer.patterns import BigBird, Causal, Pattern, PerHead, SlidingWindow
+from gossamer.plan.problem import Problem
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 SHARED = ("work", "segments", "lists", "lo", "hi", "pool", "part_dk", "part_dv", "lengths", "tickets")

@@ -12,7 +12,8 @@ import torch
 from gossamer.kernels.hopper.device import column_items, merges, row_items
 from gossamer.kernels.hopper.schedule.rows import START, item_limit, lists, whole_rounds, work
 from gossamer.layouts import from_dense
-from gossamer.layouts.block import KINDS, BlockLayout
+from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.walk import KINDS
 from gossamer.patterns import BigBird, Causal, Document, Pattern, PerHead, SlidingWindow
 
 Row = tuple[int, int, int]

@@ -40,7 +40,7 @@ def views() -> dict[str, Tensor]:
 def test_explain_says_what_is_copied(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from gossamer.kernels.hopper import IMPLEMENTATION
     from gossamer.kernels.hopper.launch import forward as launch
-    from gossamer.kernels.table import load
+    from gossamer.plan.table import load
     from gossamer.torch.explain import unaligned
 
     x = views()[name]

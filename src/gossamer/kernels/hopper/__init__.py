@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from gossamer.kernels.contract import Capability, GatherChoice, Problem, Scoring, TileChoice
+from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper import compiled
 from gossamer.kernels.launch import Direction, Operand, Prepared
 from gossamer.layouts.gather import GatherLayout
+from gossamer.plan.capability import Capability, GatherChoice, TileChoice
+from gossamer.plan.problem import Problem
 
 NEEDED = {"nvidia-cutlass-dsl": (4, 8), "apache-tvm-ffi": (0, 1)}
 INSTALL = "in a checkout of gossamer: pip install '.[hopper]'"

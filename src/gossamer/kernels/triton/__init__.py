@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from gossamer.kernels.contract import Capability, Problem, Terms, TileChoice
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.devices import elsewhere
 from gossamer.kernels.triton import binding
 from gossamer.kernels.triton.block import launch as launch_block
@@ -20,6 +20,8 @@ from gossamer.kernels.triton.gather.config import GATHERS
 from gossamer.kernels.triton.wide import launch as launch_wide
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout
+from gossamer.plan.capability import Capability, TileChoice
+from gossamer.plan.problem import Problem
 
 
 class Triton:

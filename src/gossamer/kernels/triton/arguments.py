@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.scores import scales
+from gossamer.plan.problem import Problem
 
 # Offsets inside a tile are 32-bit: 256 rows (the largest tile) times this stride stay below 2**31.
 LARGEST_ROW_STRIDE = 2**22

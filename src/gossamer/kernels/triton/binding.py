@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.devices import Workspace, elsewhere, empty_from, template
 from gossamer.kernels.relaunch import Bound, bound, fresh
 from gossamer.kernels.triton.arguments import operand
@@ -23,6 +23,7 @@ from gossamer.kernels.triton.gather.schedule import launch_of
 from gossamer.kernels.triton.merge import merge_kernel, merged
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout
+from gossamer.plan.problem import Problem
 
 Forward = Callable[..., tuple[Tensor, Tensor]]
 GIVEN, MERGED = 10, 4  # tensors that come first among the arguments of a forward kernel, and of the merging

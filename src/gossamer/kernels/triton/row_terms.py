@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer.kernels.contract import Problem
 from gossamer.kernels.relaunch import Known, launch, padded, strides
 from gossamer.kernels.softmax import empty_rows
 from gossamer.kernels.triton.arguments import operand
 from gossamer.kernels.triton.rows import load_rows
+from gossamer.plan.problem import Problem
 
 ROWS = 32  # of a program
 

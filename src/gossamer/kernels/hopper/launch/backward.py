@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gossamer.kernels.contract import Problem, Scoring
+from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper.choice import WIDE, backward_config, query_config, wide_config
 from gossamer.kernels.hopper.device.configurations import BackwardConfig, QueryConfig, WideConfig
 from gossamer.kernels.hopper.launch.arguments import (
@@ -29,6 +29,7 @@ from gossamer.kernels.hopper.schedule.columns import column_work
 from gossamer.kernels.hopper.schedule.rows import lists, sharing, work
 from gossamer.kernels.launch import EDGE, Builder, Kernel, Operand, Prepared
 from gossamer.layouts.block import BlockLayout
+from gossamer.plan.problem import Problem
 
 TERMS = 128  # row terms are padded to whole tiles of this many queries
 TILE = 64  # rows of a tile of dQ's sums

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from gossamer.kernels.contract import Problem, Scoring
+from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper.choice import forward_config
 from gossamer.kernels.hopper.device.configurations import ForwardConfig
 from gossamer.kernels.hopper.launch.arguments import (
@@ -25,6 +25,7 @@ from gossamer.kernels.hopper.launch.arguments import (
 from gossamer.kernels.hopper.schedule.rows import lists, sharing, work
 from gossamer.kernels.launch import Builder, Operand, Prepared
 from gossamer.layouts.block import BlockLayout
+from gossamer.plan.problem import Problem
 
 FEW = 64  # query rows of the smallest tile
 

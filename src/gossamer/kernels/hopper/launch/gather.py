@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gossamer.kernels.contract import Problem, Scoring
+from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper.choice import gather_config
 from gossamer.kernels.hopper.device.gather.configurations import ROWS, GatherConfig, SplitConfig
 from gossamer.kernels.hopper.launch.arguments import (
@@ -28,6 +28,7 @@ from gossamer.kernels.hopper.schedule.gather import column_work, row_work
 from gossamer.kernels.hopper.schedule.rows import sharing
 from gossamer.kernels.launch import Builder, Operand, Prepared
 from gossamer.layouts.gather import GatherLayout
+from gossamer.plan.problem import Problem
 
 
 def forward(

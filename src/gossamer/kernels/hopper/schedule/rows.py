@@ -18,8 +18,9 @@ from torch import Tensor
 
 from gossamer.kernels.hopper.device import merges as merge
 from gossamer.kernels.hopper.device import row_items as item
-from gossamer.layouts.block import BlockLayout, Walk
+from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.schedule import FEWEST_TILES, cut, row_lengths, work_items
+from gossamer.layouts.walk import Walk
 
 START = 3  # what an item costs beside its tiles, in tiles
 PART = 0.25  # what merging a part costs, in tiles

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.relaunch import launch, padded, strides
 from gossamer.kernels.rows import sink_gradient_of
 from gossamer.kernels.triton.arguments import operand, results, term_arguments
@@ -19,7 +19,9 @@ from gossamer.kernels.triton.block.query_gradient import dq_kernel
 from gossamer.kernels.triton.block.schedule import Schedule, schedule_of
 from gossamer.kernels.triton.config import Direction
 from gossamer.kernels.triton.row_terms import row_terms
-from gossamer.layouts.block import BlockLayout, Walk
+from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.walk import Walk
+from gossamer.plan.problem import Problem
 
 
 def describable(x: Tensor) -> bool:

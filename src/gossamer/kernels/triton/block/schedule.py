@@ -18,8 +18,9 @@ from torch import Tensor
 from gossamer.kernels.devices import processors
 from gossamer.kernels.relaunch import Known
 from gossamer.kernels.triton.merge import CutRows
-from gossamer.layouts.block import KINDS, BlockLayout, TileList, Walk
+from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.schedule import row_lengths, split_limit, work_items
+from gossamer.layouts.walk import KINDS, TileList, Walk
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.relaunch import launch, strides
 from gossamer.kernels.rows import sink_gradient_of
 from gossamer.kernels.triton.arguments import operand, results, term_arguments
@@ -17,6 +17,7 @@ from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig
 from gossamer.kernels.triton.gather.schedule import launch_of
 from gossamer.kernels.triton.row_terms import row_terms
 from gossamer.layouts.gather import GatherLayout
+from gossamer.plan.problem import Problem
 
 # Query rows of the row terms are padded to this: the largest group of rows.
 PADDED_ROWS = 64

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Problem
 from gossamer.kernels.devices import processors
 from gossamer.kernels.relaunch import Known, padded
 from gossamer.kernels.triton.config import Direction
@@ -18,6 +17,7 @@ from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig, group_
 from gossamer.kernels.triton.merge import CutRows
 from gossamer.layouts.gather import GatherLayout, GatherWalk, item_limit
 from gossamer.layouts.schedule import cut
+from gossamer.plan.problem import Problem
 
 
 @dataclass(frozen=True)

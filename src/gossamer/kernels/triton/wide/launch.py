@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.rows import row_terms, sink_gradient
 from gossamer.kernels.scores import scales
 from gossamer.kernels.triton.arguments import results
 from gossamer.kernels.triton.wide.kernels import gradient_kernel, output_kernel, products_kernel
-from gossamer.layouts.block import BlockLayout, Walk
+from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.walk import Walk
+from gossamer.plan.problem import Problem
 
 SCRATCH_BYTES = 2**28
 BLOCK = 256  # of D or E in one program of a result

@@ -6,13 +6,13 @@ import importlib
 from functools import cache
 from typing import cast
 
-from gossamer.kernels.contract import Implementation
+from gossamer.plan.capability import Candidate
 
 NAMES = ("dense", "hopper", "triton", "blocked", "reference")
 
 
 @cache
-def load(name: str) -> Implementation | str:
+def load(name: str) -> Candidate | str:
     """The implementation called `name`, or why its module cannot be imported."""
     if name not in NAMES:
         raise ValueError(f"implementation={name!r} is not one of {', '.join(NAMES)}")
@@ -20,7 +20,7 @@ def load(name: str) -> Implementation | str:
         module = importlib.import_module(f"gossamer.kernels.{name}")
     except Exception as error:  # a broken Triton or torch raises more than ImportError
         return f"cannot be imported: {type(error).__name__}: {error}"
-    return cast(Implementation, module.IMPLEMENTATION)
+    return cast(Candidate, module.IMPLEMENTATION)
 
 
 def available(name: str) -> list[str]:

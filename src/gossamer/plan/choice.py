@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
-from gossamer.layouts.estimate import Sample
 from gossamer.layouts.gather import WIDTHS, item_limit
 from gossamer.layouts.kept import LEAST_KEPT, MOST_KEPT, Kept
 from gossamer.patterns.base import Pattern
+from gossamer.plan.capability import Candidate, GatherChoice, TileChoice
+from gossamer.plan.estimate import Sample
+from gossamer.plan.plan import Plan
+from gossamer.plan.problem import Problem
 
 # A tile that executes no more than this for each useful pair is not compared with others.
 WORTH_A_LOOK = 1.25
@@ -66,8 +69,8 @@ def costs(
     Q: int,
     K: int,
     *,
-    tiles: tuple[tuple[int, int, float], ...],
-    gathers: tuple[Any, ...] = (),
+    tiles: tuple[TileChoice, ...],
+    gathers: tuple[GatherChoice, ...] = (),
     q_offset: int,
     machine: Machine = ANY_MACHINE,
 ) -> tuple[float, ...]:
@@ -78,8 +81,8 @@ def costs(
     none can be the cheapest or each row keeps one interval.
 
     Args:
-        tiles: (block_q, block_kv, rate) of block layouts, the preferred one first.
-        gathers: gather layouts, as `kernels.contract.GatherChoice`.
+        tiles: of block layouts, the preferred one first.
+        gathers: gather layouts.
     """
     key = (pattern, Q, K, q_offset, tiles, gathers, machine)
     known = _costs.get(key)
@@ -92,8 +95,8 @@ def _count(
     pattern: Pattern,
     Q: int,
     K: int,
-    tiles: tuple[tuple[int, int, float], ...],
-    gathers: tuple[Any, ...],
+    tiles: tuple[TileChoice, ...],
+    gathers: tuple[GatherChoice, ...],
     q_offset: int,
     machine: Machine,
 ) -> list[float]:
@@ -131,8 +134,8 @@ def cheapest(
     Q: int,
     K: int,
     *,
-    tiles: tuple[tuple[int, int, float], ...],
-    gathers: tuple[Any, ...] = (),
+    tiles: tuple[TileChoice, ...],
+    gathers: tuple[GatherChoice, ...] = (),
     q_offset: int,
     machine: Machine = ANY_MACHINE,
 ) -> int:
@@ -143,6 +146,36 @@ def cheapest(
     return found.index(min(found))
 
 
-def forget_costs() -> None:
-    """Count everything again."""
-    _costs.clear()
+class Chosen(NamedTuple):
+    """Which implementation computes a call, and what it reads."""
+
+    implementation: Candidate
+    form: Literal["dense", "words", "block", "gather"]
+    block_q: int = 0  # of a block layout or a gather layout
+    block_kv: int = 0  # of a block layout
+
+    def __str__(self) -> str:
+        sizes = {"block": f"{self.block_q} x {self.block_kv}", "gather": f"gather {self.block_q}"}
+        return f"{self.implementation.name} {sizes.get(self.form, self.form)}"
+
+
+def choose(plan: Plan, pattern: Pattern, q_offset: int) -> Chosen:
+    """The first implementation of a plan; for a pattern that leaves most of its tiles empty, the one whose tile, or
+    gather layout, takes the least time by counted work.
+    """
+    p, first = plan.problem, plan.implementations[0]
+    if first.layout != "block":
+        return Chosen(first, first.layout)
+    machine = machine_of(p, pattern)
+    at = cheapest(pattern, p.Q, p.K, tiles=plan.tiles, gathers=plan.gathers, q_offset=q_offset, machine=machine)
+    if at < len(plan.tiles):
+        walker, tile = plan.options[at]
+        return Chosen(walker, "block", tile.block_q, tile.block_kv)
+    gatherer, choice = plan.gather_options[at - len(plan.tiles)]
+    return Chosen(gatherer, "gather", choice.block_q)
+
+
+def machine_of(problem: Problem, pattern: Pattern) -> Machine:
+    """How often the lists of a pattern are computed in a call, and by how many processors; 0 on a CPU."""
+    b, h = pattern.lead
+    return Machine((problem.B if b == 1 else 1) * (problem.H if h == 1 else 1), problem.processors if problem.device == "cuda" else 0)

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from gossamer.kernels.contract import GatherChoice, Problem
 from gossamer.layouts.kept import LEAST_KEPT, MOST_KEPT, Kept
-from gossamer.layouts.residue import Run, runs
 from gossamer.patterns import LongNet, Pattern, PerHead, SlidingWindow
 from gossamer.patterns.grid import Grid, Sizes
 from gossamer.patterns.pieces import Piece, branch_pieces, pieces
+from gossamer.plan.capability import GatherChoice, TileChoice
+from gossamer.plan.problem import Problem
+from gossamer.plan.residue import Run, runs
 
 # Of an implementation of rate 1 and of any device of the kind: pairs a second, seconds of a call, bytes a second of
 # merging. Coarse: they decide between work that differs by much, and small problems from large ones.
@@ -25,7 +26,7 @@ BYTES = {"cuda": 3e12, "cpu": 5e9}
 # What making the views of a call must save: a part costs the host 60 us and more.
 VIEWS = {"cuda": 1e-5, "cpu": 0.0}
 
-Tiles = tuple[tuple[int, int, float], ...]  # (block_q, block_kv, rate)
+Tiles = tuple[TileChoice, ...]
 Gathers = tuple[GatherChoice, ...]
 
 
@@ -99,7 +100,7 @@ def split_of(pattern: Pattern, problem: Problem, q_offset: int, tiles: Tiles, ga
     """The parts of a call, or None where one call takes less (or where nothing in the pattern is dilated).
 
     Args:
-        tiles: what the implementations that may compute it offer, as (block_q, block_kv, rate).
+        tiles: what the implementations that may compute it offer.
         gathers: the gather layouts that they offer.
     """
     key = (pattern.handle, problem, q_offset, tiles, gathers)

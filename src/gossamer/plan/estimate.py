@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gossamer.layouts.build import count_tiles
-from gossamer.layouts.gather import WIDTHS, pairs_by_tiles
+from gossamer.layouts.gather import WIDTHS
 from gossamer.patterns.base import Pattern
 from gossamer.patterns.grid import Grid, Sizes, distinct
+from gossamer.patterns.pairs import pairs_by_tiles
+from gossamer.patterns.tiles import count_tiles
 
 # Rows of a window: a multiple of the tiles in use.
 ROWS = 384

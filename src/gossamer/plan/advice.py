@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
 
-import torch
-
-from gossamer.kernels.contract import Problem
-from gossamer.kernels.table import NAMES, load
-from gossamer.layouts import costs
 from gossamer.patterns import CSR, Dense, Pattern
-from gossamer.torch.plan import Plan, machine_of, refusals
+from gossamer.plan.choice import costs, machine_of
+from gossamer.plan.plan import Plan, refusals
+from gossamer.plan.problem import Problem
+from gossamer.plan.table import NAMES, load
 
 # Pairs of full tiles at rate 1 in a second, by the larger head size: forward, backward.
 PAIRS = {64: (2.2e12, 7.2e11), 128: (1.45e12, 5.0e11), 256: (5.8e11, 2.2e11)}
@@ -34,7 +32,7 @@ def pairs_per_second(p: Problem) -> float | None:
     return PAIRS[bucket][p.backward]
 
 
-def ways(plan: Plan, pattern: Pattern, q_offset: int, device: torch.device) -> tuple[tuple[str, float], ...]:
+def ways(plan: Plan, pattern: Pattern, q_offset: int) -> tuple[tuple[str, float], ...]:
     """What each layout that a plan could take was counted to take, in pairs of all heads; the least first.
 
     Empty where the first implementation walks no layout. Those that were not counted, since others are surely less,
@@ -43,7 +41,7 @@ def ways(plan: Plan, pattern: Pattern, q_offset: int, device: torch.device) -> t
     p = plan.problem
     if plan.implementations[0].layout != "block":
         return ()
-    machine = machine_of(plan, pattern, device)
+    machine = machine_of(p, pattern)
     found = costs(pattern, p.Q, p.K, tiles=plan.tiles, gathers=plan.gathers, q_offset=q_offset, machine=machine)
     names = [f"{i.name} {block_q} x {block_kv}" for i, (block_q, block_kv, _) in plan.options]
     names += [f"{i.name} gather {choice.block_q}" for i, choice in plan.gather_options]
@@ -51,9 +49,9 @@ def ways(plan: Plan, pattern: Pattern, q_offset: int, device: torch.device) -> t
     return tuple(sorted(((n, c * machine.copies) for n, c in taken if isfinite(c)), key=lambda way: way[1]))
 
 
-def all_pairs(plan: Plan, device: torch.device) -> float | None:
+def all_pairs(plan: Plan) -> float | None:
     """Seconds of a call that keeps every pair."""
-    rate, counts = pairs_per_second(plan.problem), ways(plan, Dense(), 0, device)
+    rate, counts = pairs_per_second(plan.problem), ways(plan, Dense(), 0)
     return counts[0][1] / rate if counts and rate is not None else None
 
 
@@ -61,7 +59,6 @@ def advice(
     plan: Plan,
     pattern: Pattern | None,
     q_offset: int,
-    device: torch.device,
     fill: float,
     planned_again: Sequence[str],
     reordered: bool = False,
@@ -76,7 +73,7 @@ def advice(
     """
     found: list[str] = []
     if plan.implementations[0].layout == "block":
-        found += _others(plan, pattern, q_offset, device) if pattern is not None else []
+        found += _others(plan, pattern, q_offset) if pattern is not None else []
         if fill > MANY:
             one = f"{fill:.1f} pairs are executed for each that is kept"
             if isinstance(pattern, CSR) and not reordered:
@@ -87,9 +84,9 @@ def advice(
     return tuple(found)
 
 
-def _others(plan: Plan, pattern: Pattern, q_offset: int, device: torch.device) -> list[str]:
+def _others(plan: Plan, pattern: Pattern, q_offset: int) -> list[str]:
     """Calls like this one, without a score term or in 16 bits, that would take less."""
-    p, taken = plan.problem, ways(plan, pattern, q_offset, device)
+    p, taken = plan.problem, ways(plan, pattern, q_offset)
     rate, found = pairs_per_second(p), []
     changed = {f"without {term}": replace(p, score_terms=p.score_terms - {term}) for term in sorted(p.score_terms)}
     if p.dtype in ("float32", "float64"):
@@ -97,7 +94,7 @@ def _others(plan: Plan, pattern: Pattern, q_offset: int, device: torch.device) -
     for change, problem in changed.items():
         able = [load(name) for name in NAMES if not refusals(name, problem)]
         other = Plan(problem, tuple(i for i in able if not isinstance(i, str)), {})
-        counts = ways(other, pattern, q_offset, device)
+        counts = ways(other, pattern, q_offset)
         other_rate = pairs_per_second(problem)
         if not counts or other_rate is None or (rate is not None and counts[0][0] == taken[0][0]):
             continue
