@@ -31,6 +31,14 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a bound launch asks of CUDA, answered where torch has none."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+
+
+@pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Calls are computed in parts whatever that costs; the splits that were taken."""
     from parts_cases import at_any_price, forget
