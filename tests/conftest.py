@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gossamer.kernels.hopper.store import ARCHITECTURE
+from gossamer.memo import forget_all
 
 # The compiler of the Hopper kernels asks for it when it is first imported, which a test may do before a kernel is made.
 os.environ.setdefault("CUTE_DSL_ARCH", ARCHITECTURE)
@@ -27,7 +28,9 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, _original=original, **k: fill(_original(*a, **k)))
+    forget_all()  # a call that was bound before would take its memory as it was then
     yield
+    forget_all()
 
 
 @pytest.fixture
