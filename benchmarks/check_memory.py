@@ -13,9 +13,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Problem, Terms, gathers_alone, reasons
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.hopper import IMPLEMENTATION
 from gossamer.layouts.gather import build_gather
+from gossamer.plan.capability import gathers_alone, reasons
+from gossamer.plan.problem import Problem
 from gossamer.testing import inputs
 from gossamer.testing.cases import SMALL, Case
 

@@ -24,8 +24,8 @@ from torch import Tensor
 
 import gossamer as gs
 from gossamer.bench.latency import capture_stream, graph_ms
-from gossamer.kernels.contract import Unsupported
-from gossamer.kernels.table import available
+from gossamer.plan.problem import Unsupported
+from gossamer.plan.table import available
 from gossamer.testing.graphs import proximity_graph, random_graph
 from gossamer.testing.sweeps import DENSITIES, KINDS
 

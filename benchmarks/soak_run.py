@@ -23,7 +23,8 @@ from soak_oracle import Terms
 from torch import Tensor
 
 import gossamer as gs
-from gossamer.torch import calls, plan, split
+from gossamer.plan import split
+from gossamer.torch import calls, plan
 
 _in_parts = [False]  # whether the call that is run is computed in parts; `run` writes it, `prepared` reads it
 

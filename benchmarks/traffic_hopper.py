@@ -15,16 +15,18 @@ import cutlass.cute as cute
 from compare_hopper import DEVICE, layout_of, plan_of
 from cutlass import Int32
 
-import gossamer.kernels.hopper.forward.kernel as forward_kernel
 from gossamer.bench.measure import time_call
 from gossamer.bench.workload import find, make_inputs
-from gossamer.kernels.hopper import compile as compiled
-from gossamer.kernels.hopper import launch
-from gossamer.kernels.hopper.common import BITSES, BOUNDS, FULLS, INTERVALS, OUT, VALID, WARPGROUP, ring
+from gossamer.kernels.hopper import compiled
+from gossamer.kernels.hopper.device import entries
+from gossamer.kernels.hopper.device.common import BOUNDS, OUT, WARPGROUP, ring
+from gossamer.kernels.hopper.device.forward.kernel import Forward
+from gossamer.kernels.hopper.device.row_items import BITSES, FULLS, INTERVALS, VALID
+from gossamer.kernels.hopper.launch import forward as launch
 from gossamer.layouts.schedule import row_lengths
 
 
-class Traffic(forward_kernel.Forward):
+class Traffic(Forward):
     """The forward kernel without products: same items, same loads in the same order, outputs of no meaning."""
 
     @cute.jit
@@ -66,7 +68,7 @@ def main() -> None:
         p, (block_q, block_kv) = plan.problem, plan.tile
         layout = layout_of(x, plan.tile)
         # Not by the store of compiled kernels: this one is not the shipped one.
-        forward_kernel.Forward = Traffic
+        entries.Forward = Traffic
         made = shipped.build(launch.forward_config(p.dtype, p.D, p.E, block_q, block_kv, "fold"))
         compiled.forward = lambda config, made=made: made
         run = functools.partial(launch.forward, p, x.q, x.k, x.v, layout, x.terms)

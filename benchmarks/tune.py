@@ -34,10 +34,11 @@ import torch
 
 from gossamer.bench.check import Inputs, compare, draw_samples
 from gossamer.bench.measure import time_call
-from gossamer.kernels.contract import Problem, Terms
-from gossamer.kernels.hopper import IMPLEMENTATION, config
-from gossamer.kernels.hopper import compile as compiled
+from gossamer.kernels.contract import Terms
+from gossamer.kernels.hopper import IMPLEMENTATION, compiled
+from gossamer.kernels.hopper import choice as choosers
 from gossamer.patterns import BigBird, Pattern, SlidingWindow
+from gossamer.plan.problem import Problem
 from gossamer.testing.cases import bigbird_matrix
 
 GAIN = 0.99
@@ -59,10 +60,10 @@ FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 # The function that chooses the configuration, and the name of the module that calls it.
 CHOOSERS = {
-    "forward": ("forward_config", "launch"),
-    "backward": ("backward_config", "launch_backward"),
-    "wide": ("wide_config", "launch_backward"),
-    "query_gradient": ("query_config", "launch_backward"),
+    "forward": ("forward_config", "launch.forward"),
+    "backward": ("backward_config", "launch.backward"),
+    "wide": ("wide_config", "launch.backward"),
+    "query_gradient": ("query_config", "launch.backward"),
 }
 
 
@@ -78,14 +79,14 @@ class Group(NamedTuple):
     def shipped(self) -> Any:
         """The configuration that a call takes today."""
         with_dq = {"backward": (self.tile != (64, 64),)}.get(self.kernel, ())
-        return getattr(config, CHOOSERS[self.kernel][0])("bfloat16", self.D, self.E, *self.tile, "fold", *with_dq)
+        return getattr(choosers, CHOOSERS[self.kernel][0])("bfloat16", self.D, self.E, *self.tile, "fold", *with_dq)
 
 
 def groups(kernels: list[str], sizes: list[tuple[int, int]], cases: list[str]) -> list[Group]:
     """The groups of which there is a kernel."""
     found = []
     for kernel, (D, E) in itertools.product(kernels, sizes):
-        if not {"backward": max(D, E) <= config.WIDE, "wide": max(D, E) > config.WIDE}.get(kernel, True):
+        if not {"backward": max(D, E) <= choosers.WIDE, "wide": max(D, E) > choosers.WIDE}.get(kernel, True):
             continue
         problem = Problem(1, 1, 1, 4096, 4096, D, E, "bfloat16", "cuda", 90, backward=True)
         by_tile: dict[tuple[int, int], list[str]] = {}
@@ -205,9 +206,9 @@ def winner(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], float]:
 
 def keep(group: Group, first: Any, fields: dict[str, Any]) -> None:
     """Write the fields of a winner where the configuration is looked up."""
-    found = json.loads(config.TUNED.read_text())
-    found.setdefault(group.kernel, {})[config.tuned_key(first.D, first.E, *group.tile)] = fields
-    config.TUNED.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    found = json.loads(choosers.TUNED.read_text())
+    found.setdefault(group.kernel, {})[choosers.tuned_key(first.D, first.E, *group.tile)] = fields
+    choosers.TUNED.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 
 def main() -> None:

@@ -21,10 +21,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gossamer as gs
 from gossamer.bench.latency import call_ms, capture_stream, graph_ms
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.dense import MOST_PAIRS
 from gossamer.kernels.dense.launch import Tile, backward, forward
 from gossamer.kernels.reference import oracle
+from gossamer.plan.problem import Problem
 from gossamer.torch.masks import words_of
 
 HEADS = 8

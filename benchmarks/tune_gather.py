@@ -20,13 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.hopper import IMPLEMENTATION as HOPPER
-from gossamer.kernels.hopper.gather.config import GatherConfig, gather_config
+from gossamer.kernels.hopper.choice import gather_config
+from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.triton.gather import launch
 from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig
 from gossamer.kernels.triton.row_terms import row_terms
 from gossamer.layouts.gather import GatherLayout, GatherWalk, build_gather
+from gossamer.plan.problem import Problem
 from gossamer.testing.cases import case, tagged
 
 

@@ -23,10 +23,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import gossamer as gs
 from gossamer.bench.latency import graph_ms
-from gossamer.layouts import cached_gather, cached_layout, costs
+from gossamer.kernels.devices import processors
+from gossamer.layouts import cached_gather, cached_layout
+from gossamer.plan.advice import pairs_per_second
+from gossamer.plan.choice import costs, machine_of
+from gossamer.plan.plan import Plan
 from gossamer.testing.sweeps import BREAKEVEN
-from gossamer.torch.advice import pairs_per_second
-from gossamer.torch.plan import Plan, machine_of, make_plan, terms_of
+from gossamer.torch.plan import make_plan, terms_of
 from gossamer.torch.validate import Arguments
 
 LOOSE = 2**-5  # of the largest result
@@ -73,7 +76,11 @@ def measure(name: str, pattern: gs.Pattern, x: list[Tensor]) -> None:
     plan = make_plan(a, [], backward=False)
     # Those that compute every pair, or on the host, are no options.
     plan = replace(plan, implementations=tuple(i for i in plan.implementations if i.name in ("hopper", "triton")))
-    p, machine, rate = plan.problem, machine_of(plan, pattern, q.device), pairs_per_second(plan.problem)
+    p, machine, rate = (
+        plan.problem,
+        machine_of(plan.problem, pattern, processors(q.device)),
+        pairs_per_second(plan.problem),
+    )
     counts = costs(pattern, p.Q, p.K, tiles=plan.tiles, gathers=plan.gathers, q_offset=0, machine=machine)
     want, terms, cells = materialised(q, k, v, pattern), terms_of(a), []
     for at, (option, implementation, make) in enumerate(layouts(plan, pattern, q.device)):

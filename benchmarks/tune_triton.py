@@ -30,7 +30,7 @@ from gossamer.bench.measure import matmul_rate, time_call
 from gossamer.bench.peer import backward_call
 from gossamer.bench.peers import PEERS
 from gossamer.bench.run import forward_call
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.relaunch import padded
 from gossamer.kernels.triton.block import launch
 from gossamer.kernels.triton.block.config import CANDIDATES, TileConfig, config
@@ -39,6 +39,7 @@ from gossamer.kernels.triton.row_terms import row_terms
 from gossamer.layouts import BlockLayout
 from gossamer.layouts.build import build
 from gossamer.patterns import BigBird, Pattern, SlidingWindow
+from gossamer.plan.problem import Problem
 from gossamer.testing.cases import bigbird_matrix
 
 DEVICE = torch.device("cuda")

@@ -15,7 +15,7 @@ from PIL import Image
 
 import gossamer as gs
 from gossamer.cli.show import COLOURS, pair_picture
-from gossamer.layouts.block import KINDS
+from gossamer.layouts.walk import KINDS
 
 SIZE, TILE = 256, 32
 FIGURES = Path(__file__).parent / "figures"

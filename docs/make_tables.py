@@ -27,8 +27,8 @@ from gossamer.bench.summary import (
     records,
     small_table,
 )
-from gossamer.layouts.estimate import Sample
 from gossamer.patterns.grid import Sizes
+from gossamer.plan.estimate import Sample
 from gossamer.testing.cases import BENCH
 
 DOCS = Path(__file__).parent
@@ -211,9 +211,10 @@ def ladder() -> str:
 
 def dense() -> str:
     """Microseconds from `benchmarks/tune_dense.py`: the shipped tiles beside SDPA and the other implementations."""
-    from gossamer.kernels.contract import Problem, reasons
     from gossamer.kernels.dense import Dense
     from gossamer.kernels.dense.launch import backward_tile, forward_tile
+    from gossamer.plan.capability import reasons
+    from gossamer.plan.problem import Problem
 
     lines = [
         "| D | positions | SDPA flash | SDPA cuDNN | SDPA with the mask | `dense` | `triton` | `hopper` | taken | "

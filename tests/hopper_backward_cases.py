@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
 from gossamer.kernels.reference import oracle
 from gossamer.layouts import from_dense
 from gossamer.layouts.block import BlockLayout
 from gossamer.patterns import Causal, Dense, Pattern, SlidingWindow
+from gossamer.plan.problem import Problem
 from gossamer.testing import tolerance
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -47,7 +48,7 @@ class Call(NamedTuple):
     low: list[Tensor]
 
     def run(self, *, deterministic: bool = False, **options: object) -> tuple[Tensor, ...]:
-        from gossamer.kernels.hopper.launch_backward import backward
+        from gossamer.kernels.hopper.launch.backward import backward
 
         problem = Problem(**vars(self.problem) | {"deterministic": deterministic})
         return backward(problem, *self[1:10], **options)  # type: ignore[arg-type]
@@ -72,7 +73,7 @@ def prepare(
     with_dlse: bool = False,
     **more: object,
 ) -> Call:
-    from gossamer.kernels.hopper import launch
+    from gossamer.kernels.hopper.launch import forward as launch
 
     Q, K, E = layout.Q, layout.K, E or D
     generator = torch.Generator(device="cuda").manual_seed(0)

@@ -10,11 +10,12 @@ import torch
 from exact import NAMES, Exact, exact_of
 
 import gossamer as gs
-from gossamer.kernels.contract import reasons
-from gossamer.kernels.table import load
+from gossamer.plan import split
+from gossamer.plan.capability import reasons
+from gossamer.plan.table import load
 from gossamer.testing import inputs, tolerance
 from gossamer.testing.cases import Case, square
-from gossamer.torch import calls, parts, plan, split
+from gossamer.torch import calls, parts, plan
 
 HEADS = [gs.SlidingWindow(9), gs.Dilated(9, 0, 8), gs.SlidingWindow(3), gs.Dilated(9, 0, 8)]
 CASES = (

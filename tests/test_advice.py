@@ -9,41 +9,41 @@ import pytest
 import torch
 
 import gossamer as gs
-from gossamer.kernels.contract import Problem, reasons
-from gossamer.kernels.table import load
+from gossamer.plan import advice
+from gossamer.plan.capability import reasons
+from gossamer.plan.plan import Plan, refusals
+from gossamer.plan.problem import Problem
+from gossamer.plan.table import load
 from gossamer.testing.graphs import random_graph
-from gossamer.torch import advice, plan
-from gossamer.torch.plan import Plan
 
 pytest.importorskip("triton")
 
-DEVICE = torch.device("cpu")
+PROCESSORS = 132
 PROBLEM = Problem(1, 8, 8, 4096, 4096, 128, 128, "bfloat16", "cuda", sm=90)
 
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of a GPU with 132 processors, which nothing launches."""
-    monkeypatch.setattr(plan, "processors", lambda device: 132)
+    """Kernels of a GPU, which nothing launches."""
     for name in ("hopper", "triton"):
         monkeypatch.setattr(type(load(name)), "unavailable", lambda self: [])
 
 
 def planned(problem: Problem) -> Plan:
-    able = [load(name) for name in ("hopper", "triton") if not plan.refusals(name, problem)]
+    able = [load(name) for name in ("hopper", "triton") if not refusals(name, problem)]
     return Plan(problem, tuple(able), {})  # type: ignore[arg-type]
 
 
 def advised(problem: Problem, pattern: gs.Pattern | None, **more: Any) -> tuple[str, ...]:
     given = {"fill": 1.0, "planned_again": ()} | more
-    return advice.advice(planned(problem), pattern, 0, DEVICE, **given)
+    return advice.advice(planned(problem), pattern, 0, PROCESSORS, **given)
 
 
 def test_the_ways_of_a_call_by_their_time() -> None:
-    found = advice.ways(planned(PROBLEM), gs.BigBird(64), 0, DEVICE)
+    found = advice.ways(planned(PROBLEM), gs.BigBird(64), 0, PROCESSORS)
     times = [cost for _, cost in found]
     assert found[0][0] == "hopper 64 x 64" and times == sorted(times) and len(found) == 4
-    assert [way for way, _ in advice.ways(planned(PROBLEM), gs.Causal(), 0, DEVICE)] == ["hopper 128 x 128"]
+    assert [way for way, _ in advice.ways(planned(PROBLEM), gs.Causal(), 0, PROCESSORS)] == ["hopper 128 x 128"]
 
 
 def test_seconds_of_an_h200() -> None:
@@ -51,8 +51,8 @@ def test_seconds_of_an_h200() -> None:
     call = planned(PROBLEM)
     rate = advice.pairs_per_second(PROBLEM)
     assert rate is not None
-    assert advice.ways(call, gs.Causal(), 0, DEVICE)[0][1] / rate == pytest.approx(51e-6, rel=0.35)
-    assert advice.all_pairs(call, DEVICE) == pytest.approx(105e-6, rel=0.3)
+    assert advice.ways(call, gs.Causal(), 0, PROCESSORS)[0][1] / rate == pytest.approx(51e-6, rel=0.35)
+    assert advice.all_pairs(call, PROCESSORS) == pytest.approx(105e-6, rel=0.3)
     assert advice.pairs_per_second(replace(PROBLEM, sm=80)) is None
     assert advice.pairs_per_second(replace(PROBLEM, dtype="float32")) is None
 
@@ -105,4 +105,4 @@ def test_what_a_call_is_planned_again_for() -> None:
     ids=lambda x: str(x)[:40] if isinstance(x, gs.Pattern) else None,
 )
 def test_small_problems_take_what_was_measured_to_be_fast(pattern: gs.Pattern, N: int, want: set[str]) -> None:
-    assert advice.ways(planned(replace(PROBLEM, Q=N, K=N)), pattern, 0, DEVICE)[0][0] in want
+    assert advice.ways(planned(replace(PROBLEM, Q=N, K=N)), pattern, 0, PROCESSORS)[0][0] in want

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import gossamer as gs
-from gossamer.kernels.contract import Unsupported
 from gossamer.patterns import handles
+from gossamer.plan.problem import Unsupported
 from gossamer.torch import calls, plan, registry
 
 P = gs.SlidingWindow(10)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import gossamer as gs
-from gossamer.kernels.table import available, load
+from gossamer.plan.table import available, load
 from gossamer.torch import calls
 
 CASES = {

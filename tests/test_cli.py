@@ -141,7 +141,7 @@ def test_any_text_is_a_pattern_or_a_value_error(text: str) -> None:
 
 
 def test_info_names_the_machine_and_every_implementation() -> None:
-    from gossamer.kernels.table import NAMES as IMPLEMENTATIONS
+    from gossamer.plan.table import NAMES as IMPLEMENTATIONS
 
     shown = runner.invoke(app, ["info"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0, shown.output
@@ -193,7 +193,7 @@ def test_what_is_executed_instead_of_tiles_that_are_mostly_empty(pattern: str, r
 
 def test_pictures_hold_what_the_pattern_keeps() -> None:
     from gossamer.cli.show import pair_picture, tile_counts
-    from gossamer.layouts.block import KINDS
+    from gossamer.layouts.walk import KINDS
 
     pattern = gs.SlidingWindow(20) | gs.Local(32)
     layout = pattern.layout(100, 100, block_q=32, block_kv=32)

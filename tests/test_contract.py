@@ -15,11 +15,13 @@ from exact import NAMES, Exact, exact_of, no_gpu, within_nan
 from torch import Tensor
 
 import gossamer
-from gossamer.kernels.contract import Implementation, Problem, Unsupported, reasons
+from gossamer.kernels.contract import Implementation
 from gossamer.kernels.hopper import missing_packages
-from gossamer.kernels.table import NAMES as IMPLEMENTATIONS
-from gossamer.kernels.table import available, load
 from gossamer.layouts import cached_gather, cached_layout
+from gossamer.plan.capability import reasons
+from gossamer.plan.problem import Problem, Unsupported
+from gossamer.plan.table import NAMES as IMPLEMENTATIONS
+from gossamer.plan.table import available, load
 from gossamer.testing import inputs, tolerance
 from gossamer.testing.cases import SMALL, Case
 from gossamer.torch.masks import words_of

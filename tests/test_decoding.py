@@ -13,8 +13,8 @@ from torch import Tensor
 
 import gossamer as gs
 from gossamer.kernels.hopper import missing_packages
-from gossamer.kernels.table import available
 from gossamer.layouts.kept import Kept
+from gossamer.plan.table import available
 from gossamer.torch import calls, decoding
 
 B, H, G, D, N = 2, 4, 2, 64, 700
@@ -52,8 +52,8 @@ def made() -> int:
 def kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Hopper on a CPU, whose kernel is plain attention to as many keys as it is told; the numbers of tiles it got."""
     from gossamer.kernels import hopper
-    from gossamer.kernels.hopper import compile as compiled
-    from gossamer.kernels.hopper import launch
+    from gossamer.kernels.hopper import compiled
+    from gossamer.kernels.hopper.launch import forward as launch
     from gossamer.torch import plan
 
     listed: list[int] = []

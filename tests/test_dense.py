@@ -92,7 +92,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from gossamer.kernels.contract import Problem
+from gossamer.plan.problem import Problem
 from gossamer.kernels.dense import kernels, launch
 from gossamer.kernels.triton.config import SHARED_MEMORY
 

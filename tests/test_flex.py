@@ -21,6 +21,7 @@ import gossamer as gs
 from gossamer.integrations import flex, flex_mask
 from gossamer.integrations.mask_mods import by_formula
 from gossamer.layouts import build_gather
+from gossamer.torch import block_mask
 
 CPU = torch.device("cpu")
 unfused = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -86,15 +87,15 @@ def test_pool_entries_are_shared() -> None:
 
 def test_the_mask_function_sees_partial_blocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(flex, "PAIRS_AT_ONCE", 3 * 128 * 128)
-    evaluated = flex._evaluated
+    monkeypatch.setattr(block_mask, "PAIRS_AT_ONCE", 3 * 128 * 128)
+    evaluated = block_mask._evaluated
 
     def count(mask_mod, at, *sizes):
         for part in evaluated(mask_mod, at, *sizes):
             seen.append(len(part[0]))
             yield part
 
-    monkeypatch.setattr(flex, "_evaluated", count)
+    monkeypatch.setattr(block_mask, "_evaluated", count)
     flex.from_flex(create_block_mask(causal, None, None, 1024, 1024, device="cpu"))
     assert seen == [3, 3, 2]
 
@@ -128,8 +129,8 @@ def test_attention_takes_a_block_mask(mask_mod, B, H) -> None:
     found, exact = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, dense))
     for a, b in zip(found, exact, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    first = flex.layout_for(mask, q)
-    assert flex.layout_for(mask, q) is first
+    first = block_mask.layout_for(mask, q)
+    assert block_mask.layout_for(mask, q) is first
     assert gs.explain(q, k, v, mask).density == pytest.approx(kept.float().mean().item())
 
 

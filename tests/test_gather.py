@@ -32,10 +32,12 @@ def test_a_layout_and_its_transpose_are_the_pattern(case: Named, block_q: int) -
 
 def test_builds_in_parts_give_the_same_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     from gossamer.layouts import gather
+    from gossamer.patterns import pairs
 
     pattern = (gs.PowerStrided(3, 5) | gs.BigBird(32)) & ~gs.Local(8)
     whole = [build_gather(pattern, 700, 700, block_q=rows) for rows in ROWS]
-    monkeypatch.setattr(gather, "PAIRS_AT_ONCE", gather.ROWS_AT_ONCE**2)
+    for module in (gather, pairs):
+        monkeypatch.setattr(module, "PAIRS_AT_ONCE", pairs.ROWS_AT_ONCE**2)
     for rows, layout in zip(ROWS, whole, strict=True):
         for part, all_of_it in (
             (build_gather(pattern, 700, 700, block_q=rows).rows, layout.rows),
@@ -52,7 +54,7 @@ def test_rows_of_a_group_are_checked() -> None:
 def test_the_cheapest_layout_is_chosen_without_building_one() -> None:
     from gossamer.kernels.triton.gather.config import GATHERS
     from gossamer.layouts import cache
-    from gossamer.layouts.choice import cheapest
+    from gossamer.plan.choice import cheapest
     from gossamer.testing.graphs import proximity_graph, random_graph
 
     tiles = ((128, 128, 1.0), (64, 64, 0.63))
@@ -74,7 +76,7 @@ def test_the_cheapest_layout_is_chosen_without_building_one() -> None:
 
 @pytest.mark.parametrize("block_q", ROWS)
 def test_estimates_of_short_sequences_are_exact(block_q: int) -> None:
-    from gossamer.layouts.estimate import Sample
+    from gossamer.plan.estimate import Sample
 
     for pattern in (gs.BigBird(64), gs.PowerStrided(2, 4), gs.PerHead([gs.SlidingWindow(31), gs.Dilated(8, 0, 4)])):
         sample = Sample(pattern, pattern._sizes(900, 900))
@@ -254,11 +256,12 @@ def test_any_pattern_becomes_a_list() -> None:
 
 def test_a_plan_takes_the_gather_layout_for_a_graph() -> None:
     pytest.importorskip("triton")
-    from gossamer.kernels.contract import Problem
-    from gossamer.kernels.table import load
+    from gossamer.plan.advice import ways
+    from gossamer.plan.plan import Plan
+    from gossamer.plan.problem import Problem
+    from gossamer.plan.table import load
     from gossamer.testing.graphs import random_graph
-    from gossamer.torch.advice import ways
-    from gossamer.torch.plan import Plan, _placed_pattern, terms_of
+    from gossamer.torch.plan import _placed_pattern, terms_of
     from gossamer.torch.validate import Arguments
 
     def placed(pattern: gs.Pattern, N: int, dtype: str) -> object:
@@ -274,24 +277,24 @@ def test_a_plan_takes_the_gather_layout_for_a_graph() -> None:
         assert placed(graph, 20000, dtype) is layout
         assert isinstance(placed(window, 4000, dtype), gs.BlockLayout)
     plan = Plan(Problem(1, 2, 2, 20000, 20000, 64, 64, "bfloat16", "cuda", sm=90), (load("triton"),), {})  # type: ignore[arg-type]
-    found = dict(ways(plan, graph, 0, torch.device("cpu")))
+    found = dict(ways(plan, graph, 0, 1))
     assert next(iter(found)) == "triton gather 1" and "triton 64 x 64" in found
     assert found["triton 128 x 128"] > 10 * found["triton gather 1"]
-    assert list(dict(ways(plan, gs.SlidingWindow(4000), 0, torch.device("cpu")))) == ["triton 128 x 128"]
+    assert list(dict(ways(plan, gs.SlidingWindow(4000), 0, 1))) == ["triton 128 x 128"]
 
 
 def test_neighbours_are_gathered_by_hopper() -> None:
     pytest.importorskip("triton")
-    from gossamer.kernels.contract import Problem
-    from gossamer.kernels.table import load
+    from gossamer.plan.advice import ways
+    from gossamer.plan.plan import Plan
+    from gossamer.plan.problem import Problem
+    from gossamer.plan.table import load
     from gossamer.testing.graphs import proximity_graph
-    from gossamer.torch.advice import ways
-    from gossamer.torch.plan import Plan
 
     def best(backward: bool, D: int) -> str:
         problem = Problem(1, 2, 2, 2**14, 2**14, D, D, "bfloat16", "cuda", sm=90, backward=backward)
         plan = Plan(problem, (load("hopper"), load("triton")), {})
-        found = dict(ways(plan, proximity_graph((5, 5, 4), 2.5), 0, torch.device("cpu")))
+        found = dict(ways(plan, proximity_graph((5, 5, 4), 2.5), 0, 1))
         return min(found, key=lambda name: found[name])
 
     assert {best(backward, D) for backward in (False, True) for D in (64, 128)} == {"hopper gather 64"}

@@ -11,8 +11,8 @@ from parts_cases import forget
 from torch import Tensor
 
 import gossamer as gs
-from gossamer.kernels.table import available
 from gossamer.layouts.cache import clear_cache
+from gossamer.plan.table import available
 from gossamer.torch import plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

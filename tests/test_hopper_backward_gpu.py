@@ -9,12 +9,14 @@ import pytest
 import torch
 from hopper_backward_cases import ON_HOPPER, SIZES, TILES, build, compare, prepare, repeats, scattered, small
 
-from gossamer.kernels.contract import Problem, Terms, reasons
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.hopper import IMPLEMENTATION
 from gossamer.kernels.reference import oracle
 from gossamer.layouts import from_dense
 from gossamer.layouts.block import BlockLayout
 from gossamer.patterns import BigBird, BlockMask, Causal, Dense, PerHead, SlidingWindow
+from gossamer.plan.capability import reasons
+from gossamer.plan.problem import Problem
 
 pytestmark = ON_HOPPER
 
@@ -129,7 +131,7 @@ class TestBackward:
             assert all((x[:, :, 1] == 7).all() and (x[..., -pad:] == 7).all() for x in whole)
 
     def test_nothing_to_attend(self) -> None:
-        from gossamer.kernels.hopper import launch_backward
+        from gossamer.kernels.hopper.launch import backward as launch_backward
 
         for Q, K in ((0, 100), (100, 0)):
             q, k, v, dout = (torch.ones(1, 2, n, 64, dtype=torch.bfloat16, device="cuda") for n in (Q, K, K, Q))

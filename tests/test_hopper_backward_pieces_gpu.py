@@ -16,9 +16,9 @@ class TestPieces:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("E", [1, 33, 64, 96, 128, 200, 256])
     def test_row_terms(self, E: int, dtype: torch.dtype) -> None:
-        from gossamer.kernels.hopper import compile as compiled
-        from gossamer.kernels.hopper.config import padded
-        from gossamer.kernels.hopper.launch import operand
+        from gossamer.kernels.hopper import compiled
+        from gossamer.kernels.hopper.choice import padded
+        from gossamer.kernels.hopper.launch.forward import operand
 
         B, H, Q = 2, 3, 300
         out, dout = (operand(torch.randn(B, Q, H, E, device="cuda").to(dtype).transpose(1, 2)) for _ in range(2))
@@ -42,9 +42,9 @@ class TestPieces:
 
     @pytest.mark.parametrize("D", [1, 33, 64, 96, 128, 192, 256])
     def test_dq_from_its_sums(self, D: int) -> None:
-        from gossamer.kernels.hopper import compile as compiled
-        from gossamer.kernels.hopper.config import padded
-        from gossamer.kernels.hopper.launch import empty
+        from gossamer.kernels.hopper import compiled
+        from gossamer.kernels.hopper.choice import padded
+        from gossamer.kernels.hopper.launch.forward import empty
 
         B, H, Q, size = 2, 3, 300, padded(D)
         plain = torch.randn(B, H, 384, size, device="cuda")
@@ -56,7 +56,7 @@ class TestPieces:
 
     @pytest.mark.parametrize("D", [64, 128, 192])
     def test_parts_are_added_in_slot_order(self, D: int) -> None:
-        from gossamer.kernels.hopper import compile as compiled
+        from gossamer.kernels.hopper import compiled
 
         # Tiles 0 and 2 of two heads, of 128 rows each, are split into 3 and 6 parts.
         parts = torch.randn(2 * 9, 128, D, device="cuda")
@@ -89,7 +89,7 @@ class TestPieces:
                 self.by_rows(call._replace(layout=layout, out=out, lse=lse))
 
     def by_rows(self, call: Call, split: int | None = None) -> None:
-        from gossamer.kernels.hopper import launch_backward
+        from gossamer.kernels.hopper.launch import backward as launch_backward
         from gossamer.kernels.rows import row_terms
 
         p = call.problem

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from gossamer.cli import app
-from gossamer.kernels.hopper import compile as compiled
-from gossamer.kernels.hopper import missing_packages, store
-from gossamer.kernels.hopper.config import DTYPES, SIZES, shipped
+from gossamer.kernels.hopper import compiled, missing_packages, store
+from gossamer.kernels.hopper.shipped import DTYPES, SIZES, shipped
 from gossamer.kernels.hopper.store import DIRECTORY, Kernel
 
 needs_compiler = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
@@ -31,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
 
 def fresh() -> Kernel:
     """The merge kernel as a new process has it: nothing in memory."""
-    return Kernel(compiled.merge.build)
+    return Kernel("merge")
 
 
 def test_directory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,19 +60,42 @@ def test_a_name_holds_what_the_kernel_depends_on(folder: Path, monkeypatch: pyte
     assert path == kernel.path(*KEY)
 
 
-def test_the_fingerprint_sees_every_source_of_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "__file__", str(tmp_path / "store.py"))
+def test_the_fingerprint_is_that_of_device_code_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An edit of any file of device/ gives another one, and none of an edit of what calls the kernels."""
+    package = tmp_path / "hopper"
+    shutil.copytree(store.DEVICE.parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(store, "DEVICE", package / "device")
     monkeypatch.setattr(store.importlib.metadata, "version", lambda name: "1.0")
-    (tmp_path / "inner").mkdir()
-    (tmp_path / "inner" / "kernel.py").write_text("one")
     before = store._sources()
-    (tmp_path / "inner" / "kernel.py").write_text("two")
-    assert store._sources() != before
-    (tmp_path / "inner" / "kernel.py").write_text("one")
-    (tmp_path / "inner" / "schedule.py").write_text("what calls a kernel is in no object file")
+    files = {path: package / "device" in path.parents for path in package.rglob("*") if path.is_file()}
+    assert set(files.values()) == {True, False}
+    for path, digested in files.items():
+        text = path.read_text()
+        path.write_text(text + "\n")
+        assert (store._sources() != before) == digested, path
+        path.write_text(text)
     assert store._sources() == before
+    (package / "device" / "another.py").write_text("")
+    assert store._sources() != before
+    (package / "device" / "another.py").unlink()
     monkeypatch.setattr(store.importlib.metadata, "version", lambda name: "1.1")
     assert store._sources() != before
+
+
+def test_device_code_imports_nothing_else() -> None:
+    """What is not digested cannot change a kernel: neither modules of the host, nor files, nor the environment."""
+    allowed = {"__future__", "cutlass", "dataclasses", "typing"}
+    for path in store.DEVICE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                modules = [name.name for name in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                modules = ["." * node.level + (node.module or "")]
+            else:
+                continue
+            for module in modules:
+                ours = f"{module}.".startswith("gossamer.kernels.hopper.device.")
+                assert ours or module.partition(".")[0] in allowed, f"{path} imports {module}"
 
 
 @needs_compiler
@@ -120,7 +144,7 @@ def test_sources_that_change_while_compiling(folder: Path, monkeypatch, caplog: 
 
 @needs_compiler
 def test_processes_that_make_the_same_kernel(folder: Path) -> None:
-    code = f"from gossamer.kernels.hopper.compile import merge; assert callable(merge(*{KEY!r}))"
+    code = f"from gossamer.kernels.hopper.compiled import merge; assert callable(merge(*{KEY!r}))"
     path = os.pathsep.join([str(Path(__file__).parent.parent / "src"), os.environ.get("PYTHONPATH", "")])
     several = [subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}) for _ in range(2)]
     assert [process.wait(timeout=300) for process in several] == [0, 0]

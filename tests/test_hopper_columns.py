@@ -7,10 +7,11 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from gossamer.kernels.hopper.backward.schedule import ColumnWork, column_work
-from gossamer.kernels.hopper.schedule import lists, sharing
+from gossamer.kernels.hopper.schedule.columns import ColumnWork, column_work
+from gossamer.kernels.hopper.schedule.rows import lists, sharing
 from gossamer.layouts import from_dense
-from gossamer.layouts.block import BlockLayout, Walk, iterate
+from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.walk import Walk, iterate
 
 Covered = dict[tuple[int, int, int], list[tuple[int, int, int]]]
 

@@ -10,25 +10,27 @@ from typing import Any
 
 import pytest
 
-from gossamer.kernels.contract import Problem, reasons
 from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
-from gossamer.kernels.hopper.config import (
-    SHARED_MEMORY,
-    SIZES,
+from gossamer.kernels.hopper.choice import (
     WIDE,
+    backward_config,
+    forward_config,
+    gather_config,
+    padded,
+    query_config,
+    wide_config,
+)
+from gossamer.kernels.hopper.device.configurations import (
+    SHARED_MEMORY,
     BackwardConfig,
     ForwardConfig,
     QueryConfig,
-    Shipped,
     WideConfig,
-    backward_config,
-    forward_config,
-    padded,
-    query_config,
-    shipped,
-    wide_config,
 )
-from gossamer.kernels.hopper.gather.config import GatherConfig, SplitConfig, gather_config
+from gossamer.kernels.hopper.device.gather.configurations import GatherConfig, SplitConfig
+from gossamer.kernels.hopper.shipped import SIZES, Shipped, shipped
+from gossamer.plan.capability import reasons
+from gossamer.plan.problem import Problem
 
 # Bytes of stack of the kernels that spill.
 SPILLS = {"forward-bfloat16-64-64-192-128-softcap": 48}
@@ -164,7 +166,7 @@ def attributes(cubin: bytes) -> Iterator[tuple[int, int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", shipped(), ids=name_of)
 def test_every_shipped_kernel_compiles(kernel: Shipped) -> None:
-    from gossamer.kernels.hopper import compile as compiled
+    from gossamer.kernels.hopper import compiled
 
     registers, stack = resources(getattr(compiled, kernel.kind).object(*kernel.arguments))
     assert registers and max(registers) <= 255, registers
@@ -197,7 +199,7 @@ def made_when_needed() -> Iterator[tuple[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "config"), list(made_when_needed()), ids=repr)
 def test_what_is_made_when_needed_compiles(kind: str, config: Any) -> None:
-    from gossamer.kernels.hopper import compile as compiled
+    from gossamer.kernels.hopper import compiled
 
     registers, stack = resources(getattr(compiled, kind).object(config))
     # With 256 columns, a soft cap and lengths a few words of an item are kept in memory while its steps run.
@@ -212,7 +214,7 @@ def test_what_is_made_when_needed_compiles(kind: str, config: Any) -> None:
 @pytest.mark.slow
 def test_the_other_reduction_of_dq_compiles() -> None:
     """A candidate of the sweep in benchmarks/tune.py."""
-    from gossamer.kernels.hopper import compile as compiled
+    from gossamer.kernels.hopper import compiled
 
     for D, step in ((128, 64), (64, 128)):
         _, stack = resources(compiled.backward.object(BackwardConfig("bfloat16", D, D, reduce="direct", step=step)))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import gossamer as gs
-from gossamer.kernels.hopper.gather.schedule import column_work, row_work
-from gossamer.kernels.hopper.schedule import sharing
+from gossamer.kernels.hopper.schedule.gather import column_work, row_work
+from gossamer.kernels.hopper.schedule.rows import sharing
 from gossamer.layouts.gather import GatherLayout, GatherWalk, build_gather
 
 LEADS = [(1, 1), (1, 4), (2, 1), (2, 4)]

@@ -60,7 +60,7 @@ SINGLE = [
 
 def run(case: Case) -> tuple[Any, ...]:
     """The results of the kernels, and what they are compared with."""
-    from gossamer.kernels.hopper.gather import launch
+    from gossamer.kernels.hopper.launch import gather as launch
 
     problem, _, mask, terms, (q, k, v, dout, dlse) = make(case, "cuda")
     pattern = gs.BlockMask(mask.cpu().numpy(), 1)
@@ -90,7 +90,7 @@ def forward(
     case: Case, change: Callable[..., tuple[torch.Tensor, ...]] = lambda *inputs: inputs
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor, Terms]:
     """(out, lse) of the float32 kernel, the same twice, with its inputs, mask and terms."""
-    from gossamer.kernels.hopper.gather import launch
+    from gossamer.kernels.hopper.launch import gather as launch
 
     case = dataclasses.replace(case, dtype=torch.float32)
     problem, _, mask, terms, (q, k, v, *_) = make(case, "cuda")

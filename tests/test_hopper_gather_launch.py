@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 import gossamer as gs
-from gossamer.kernels.contract import Problem, Terms, gathers_alone, reasons
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
 from gossamer.kernels.reference import oracle
 from gossamer.layouts.gather import GatherLayout, build_gather
-from gossamer.torch.plan import Plan
+from gossamer.plan.capability import gathers_alone, reasons
+from gossamer.plan.plan import Plan
+from gossamer.plan.problem import Problem
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 LISTS = ("indices", "bits")
@@ -206,7 +208,7 @@ def preprocess(dtype: str, size: int, zeroed: int) -> Callable[..., None]:
 
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
-    from gossamer.kernels.hopper.gather import launch as module
+    from gossamer.kernels.hopper.launch import gather as module
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(module, "processors", lambda device: 4)
@@ -279,7 +281,7 @@ def test_calls(launch: Any, lead: tuple[int, int], D: int, E: int, given: bool, 
 def test_bound_calls(launch: Any, monkeypatch: pytest.MonkeyPatch, given: bool, cut: bool) -> None:
     layout, mask = layout_of((1, H))
     D = E = 64
-    monkeypatch.setattr("gossamer.kernels.hopper.gather.schedule.item_limit", lambda *given: 1 if cut else 100)
+    monkeypatch.setattr("gossamer.kernels.hopper.schedule.gather.item_limit", lambda *given: 1 if cut else 100)
     problem = Problem(B, H, G, Q, K, D, E, "bfloat16", "cpu", backward=True)
     tensors = (torch.tensor([K - 90, 0]), torch.randn(H), None) if given else ()
     terms = Terms(D**-0.5, K - Q, None, *tensors)

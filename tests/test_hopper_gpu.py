@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
 from gossamer.layouts import from_dense
 from gossamer.layouts.block import BlockLayout
 from gossamer.patterns import BigBird, BlockMask, Causal, Dense, Pattern, SlidingWindow
+from gossamer.plan.problem import Problem
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [
@@ -64,7 +65,7 @@ def compare(
     key_lengths: list[int] | None = None,
     **terms: object,
 ) -> None:
-    from gossamer.kernels.hopper import launch
+    from gossamer.kernels.hopper.launch import forward as launch
 
     Q, K = layout.Q, layout.K
     q, k, v = inputs(B, H, G, Q, K, D, E or D, dtype)
@@ -187,7 +188,7 @@ class TestForward:
     @pytest.mark.parametrize(("D", "E", "split"), [(128, 128, None), (64, 64, 2), (40, 23, None)])
     def test_into_views(self, D: int, E: int, split: int | None) -> None:
         """Every third position of a tensor is a problem of its own: inputs and results are views, the rest is kept."""
-        from gossamer.kernels.hopper import launch
+        from gossamer.kernels.hopper.launch import forward as launch
 
         layout = build(SlidingWindow(300), 500, 500, max(D, E)).to("cuda")
         whole = [x.transpose(1, 2).contiguous() for x in inputs(1, 2, 2, 1500, 1500, D, E, torch.bfloat16)]
@@ -211,7 +212,7 @@ class TestForward:
 
     def test_made_on_the_device(self) -> None:
         """A layout that has no copy on the host: its items are made on the device."""
-        from gossamer.kernels.hopper import launch
+        from gossamer.kernels.hopper.launch import forward as launch
 
         layout = build(SlidingWindow(200), 1000, 1000)
         q, k, v = inputs(2, 2, 2, 1000, 1000, 128, 128, torch.bfloat16)
@@ -224,7 +225,7 @@ class TestForward:
             assert torch.equal(a, b)
 
     def test_graph(self) -> None:
-        from gossamer.kernels.hopper import launch
+        from gossamer.kernels.hopper.launch import forward as launch
 
         layout = build(SlidingWindow(200), 3000, 3000).to("cuda")
         q, k, v = inputs(1, 8, 8, 3000, 3000, 128, 128, torch.bfloat16)

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.hopper import missing_packages
 from gossamer.kernels.reference import oracle
 from gossamer.layouts import from_dense
 from gossamer.layouts.block import BlockLayout
 from gossamer.patterns import BigBird, Causal, Pattern, PerHead, SlidingWindow
+from gossamer.plan.problem import Problem
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 SHARED = ("work", "segments", "lists", "lo", "hi", "pool", "part_dk", "part_dv", "lengths", "tickets")
@@ -174,7 +175,7 @@ def sum_parts(dtype: str, size: int, block: int) -> Callable[..., None]:
 
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
-    from gossamer.kernels.hopper import launch_backward as module
+    from gossamer.kernels.hopper.launch import backward as module
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(module, "processors", lambda device: 40)
@@ -295,7 +296,7 @@ def test_bound_calls(launch: Any, monkeypatch: pytest.MonkeyPatch, name: str, de
 
 
 def test_calls_in_graphs_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gossamer.kernels.hopper import launch as forward
+    from gossamer.kernels.hopper.launch import forward
 
     cpu, pool = torch.device("cpu"), torch.zeros((2, forward.APART), dtype=torch.int32)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

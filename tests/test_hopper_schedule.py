@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from gossamer.kernels.hopper.schedule import START, item_limit, lists, whole_rounds, work
+from gossamer.kernels.hopper.device import column_items, merges, row_items
+from gossamer.kernels.hopper.schedule.rows import START, item_limit, lists, whole_rounds, work
 from gossamer.layouts import from_dense
-from gossamer.layouts.block import KINDS, BlockLayout
+from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.walk import KINDS
 from gossamer.patterns import BigBird, Causal, Document, Pattern, PerHead, SlidingWindow
 
 Row = tuple[int, int, int]
@@ -174,3 +176,10 @@ def ends(lengths: torch.Tensor) -> int:
     for length in lengths.tolist():
         heapq.heapreplace(busy, busy[0] + length + START)
     return max(busy)
+
+
+def test_items_and_merges_share_their_first_words() -> None:
+    """The copies of items and merges for every head are made by one function, for rows and for columns."""
+    of_rows = row_items.BATCH, row_items.HEAD, row_items.TILE, row_items.SLOT
+    assert of_rows == (column_items.BATCH, column_items.GROUP, column_items.TILE, column_items.SLOT)
+    assert of_rows == (merges.BATCH, merges.HEAD, merges.TILE, merges.SLOT)

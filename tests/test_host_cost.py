@@ -38,8 +38,9 @@ def views() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", views())
 def test_explain_says_what_is_copied(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gossamer.kernels.hopper import IMPLEMENTATION, launch
-    from gossamer.kernels.table import load
+    from gossamer.kernels.hopper import IMPLEMENTATION
+    from gossamer.kernels.hopper.launch import forward as launch
+    from gossamer.plan.table import load
     from gossamer.torch.explain import unaligned
 
     x = views()[name]
@@ -66,7 +67,7 @@ def test_explain_says_what_is_copied(name: str, monkeypatch: pytest.MonkeyPatch)
 )
 def test_lists_are_the_same_from_the_host_and_from_the_device(pattern: gs.Pattern, transposed: bool) -> None:
     """From the host where there is a copy, since that is complete for every stream at once."""
-    from gossamer.kernels.hopper.schedule import lists
+    from gossamer.kernels.hopper.schedule.rows import lists
 
     layout = pattern.layout(700, 700, block_q=128, block_kv=128).to("cpu")
     walks = [walk.with_arrays(walk.arrays()) for walk in (layout.rows, layout.columns)]
@@ -80,8 +81,8 @@ def test_lists_are_the_same_from_the_host_and_from_the_device(pattern: gs.Patter
 def stubbed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Hopper forward calls on a CPU, without their kernel; the arguments that it got."""
     from gossamer.kernels import hopper
-    from gossamer.kernels.hopper import compile as compiled
-    from gossamer.kernels.hopper import launch
+    from gossamer.kernels.hopper import compiled
+    from gossamer.kernels.hopper.launch import forward as launch
     from gossamer.torch import plan
 
     got: list[tuple[Any, ...]] = []

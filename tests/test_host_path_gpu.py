@@ -12,7 +12,7 @@ from torch import Tensor
 
 import gossamer as gs
 from gossamer.kernels import devices
-from gossamer.kernels.table import available, load
+from gossamer.plan.table import available, load
 from gossamer.testing.graphs import proximity_graph
 from gossamer.testing.sweeps import graph
 from gossamer.torch import calls

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import gossamer
-from gossamer.kernels.table import NAMES
 
 SRC = Path(__file__).parent.parent / "src"
 
@@ -37,7 +36,7 @@ def run(code: str, *, blocked: tuple[str, ...] = ()) -> str:
 
 def test_import_gossamer_loads_no_framework() -> None:
     loaded = run(
-        "import gossamer, gossamer.patterns, gossamer.layouts, gossamer.kernels.table, gossamer.testing.cases\n"
+        "import gossamer, gossamer.patterns, gossamer.layouts, gossamer.plan.table, gossamer.testing.cases\n"
         "names = 'torch', 'transformers', 'jax', 'triton', 'matplotlib', 'scipy', 'typer'\n"
         "print([m for m in names if m in sys.modules])"
     )
@@ -50,7 +49,7 @@ def test_patterns_and_layouts_without_torch() -> None:
         "p = gs.SlidingWindow(5) | gs.BigBird(8)\n"
         "layout = p.layout(70, 70, block_q=32, block_kv=32)\n"
         "assert (layout.expand() == p.materialize(70, 70)).all() and layout.columns.rows == 70\n"
-        "from gossamer.kernels.table import available\n"
+        "from gossamer.plan.table import available\n"
         "print(available('blocked'))",
         blocked=("torch", "jax", "triton"),
     )
@@ -80,6 +79,17 @@ def test_torch_without_triton() -> None:
     assert out.count("triton is blocked by this test") == 3 and "implementation" in out and "available: blocked" in out
 
 
+def test_hopper_kernels_are_chosen_without_the_compiler() -> None:
+    """Which kernels ship is known without torch, and their work items are made without the compiler."""
+    compilers = ("cutlass", "tvm_ffi", "triton")
+    run(
+        "from gossamer.kernels.hopper import compiled, shipped\n"
+        "assert all(hasattr(compiled, kernel.kind) for kernel in shipped.shipped())",
+        blocked=("torch", *compilers),
+    )
+    run("from gossamer.kernels.hopper.schedule import columns, gather, rows", blocked=compilers)
+
+
 def test_transformers_is_imported_when_it_is_asked_for() -> None:
     out = run(
         "import sys, gossamer.torch, gossamer.integrations.transformers as integration\n"
@@ -90,18 +100,6 @@ def test_transformers_is_imported_when_it_is_asked_for() -> None:
     )
     assert out.startswith("False\nregister needs transformers of at least 5.17 (")
     assert "transformers is blocked by this test); in a checkout of gossamer: pip install '.[transformers]'" in out
-
-
-def test_kernels_see_layouts_and_never_patterns_or_one_another() -> None:
-    names = set(NAMES)
-    for name in names:
-        files = list((SRC / "gossamer" / "kernels" / name).rglob("*.py"))
-        assert files
-        for file in files:
-            text = file.read_text()
-            assert "gossamer.patterns" not in text and "gossamer.torch" not in text, file
-            for other in names - {name}:
-                assert f"gossamer.kernels.{other}" not in text, file
 
 
 def test_public_names() -> None:

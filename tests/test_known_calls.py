@@ -136,7 +136,7 @@ def test_a_hundred_layers_are_all_known(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_no_memory_to_bind_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The call has succeeded, and so do its repetitions."""
-    from gossamer.kernels.table import load
+    from gossamer.plan.table import load
 
     tried: list[str] = []
 

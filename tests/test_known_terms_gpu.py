@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import gossamer as gs
-from gossamer.kernels.table import available
 from gossamer.layouts.kept import Kept
+from gossamer.plan.table import available
 from gossamer.torch import calls
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

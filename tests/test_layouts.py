@@ -18,17 +18,10 @@ from hypothesis import strategies as st
 from test_patterns import DEFINITIONS
 
 import gossamer as gs
-from gossamer.layouts import (
-    BlockLayout,
-    build_gather,
-    cached_layout,
-    cheapest,
-    clear_cache,
-    from_dense,
-    work_items,
-)
+from gossamer.layouts import BlockLayout, build_gather, cached_layout, clear_cache, from_dense, work_items
 from gossamer.layouts.build import build
 from gossamer.patterns.grid import Grid, combine_ids, one_of_each
+from gossamer.plan.choice import cheapest
 
 
 def check(pattern, Q, K, block_q, block_kv, q_offset=None):
@@ -255,8 +248,8 @@ def test_what_a_layout_holds_on_a_cpu_is_counted(pattern):
     """Its lists, and the masks that the blocked implementation keeps for it; equal intervals are counted apart."""
     torch = pytest.importorskip("torch")
     from gossamer.kernels.blocked.plan import make_plan
-    from gossamer.kernels.contract import Problem
     from gossamer.layouts.cache import bytes_of
+    from gossamer.plan.problem import Problem
 
     layout = build(pattern, 512, 512, block_q=64, block_kv=64).to("cpu")
     masks = make_plan(layout, Problem(1, 1, 1, 512, 512, 8, 8, "float32", "cpu")).masks

@@ -11,9 +11,9 @@ from exact import no_gpu
 from parts_cases import CASES, check
 
 import gossamer as gs
-from gossamer.kernels.table import load
+from gossamer.plan import split
+from gossamer.plan.table import load
 from gossamer.testing.cases import Case
-from gossamer.torch import split
 
 
 def test_heads_as_views() -> None:

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gossamer as gs
-from gossamer.layouts.residue import runs
 from gossamer.patterns.grid import Sizes
 from gossamer.patterns.pieces import Piece, branch_pieces, pieces
+from gossamer.plan.residue import runs
 
 POSITIVE = st.integers(1, 40)
 

@@ -16,9 +16,10 @@ from parts_cases import at_any_price, forget
 from torch import Tensor
 
 import gossamer as gs
-from gossamer.kernels.contract import Terms, Unsupported
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.reference import oracle
 from gossamer.kernels.rows import compute_dtype
+from gossamer.plan.problem import Unsupported
 from gossamer.testing import tolerance
 from gossamer.torch.masks import layout_of
 

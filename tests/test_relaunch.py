@@ -14,7 +14,7 @@ from triton import knobs
 
 import gossamer as gs
 from gossamer.kernels import relaunch
-from gossamer.kernels.contract import Problem
+from gossamer.plan.problem import Problem
 
 
 class Compiled:

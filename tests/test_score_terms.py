@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gossamer as gs
-from gossamer.kernels.contract import Problem, reasons
 from gossamer.kernels.devices import int32_lengths
-from gossamer.kernels.table import load
+from gossamer.plan.capability import reasons
+from gossamer.plan.problem import Problem
+from gossamer.plan.table import load
 
 N, H, D = 100, 2, 8
 WRAPPING = (2**31 - 1, 2**31, 2**32 + 10, 2**63 - 1, -(2**31), -(2**32) + 5, -(2**63))

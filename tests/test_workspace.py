@@ -12,7 +12,7 @@ from torch import Tensor
 import gossamer as gs
 from gossamer.kernels import devices
 from gossamer.kernels.devices import Workspace
-from gossamer.kernels.table import available
+from gossamer.plan.table import available
 
 SHAPES = (3, 64, 32), (3, 64)
 

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.triton.block.config import TileConfig
 from gossamer.layouts import BlockLayout, from_dense
 from gossamer.layouts.build import build
 from gossamer.patterns import BigBird, Causal, Dense, Dilated, Document, Pattern, PerHead, SlidingWindow
+from gossamer.plan.problem import Problem
 
 
 @dataclass(frozen=True)

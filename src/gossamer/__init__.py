@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from gossamer import patterns
+from gossamer.layouts import BlockLayout
 from gossamer.patterns import *  # noqa: F403  (patterns.__all__ lists them, once)
 
 __version__ = "0.1.0"
@@ -18,8 +19,7 @@ __all__ += patterns.__all__
 
 # Where the names other than patterns are defined: those of torch are loaded on their first use.
 _MODULES = {
-    "BlockLayout": "gossamer.layouts",
-    "Unsupported": "gossamer.kernels.contract",
+    "Unsupported": "gossamer.plan.problem",
     "attention": "gossamer.torch.api",
     "explain": "gossamer.torch.explain",
     "merge": "gossamer.torch.merge",
@@ -29,8 +29,7 @@ _MODULES = {
 
 if TYPE_CHECKING:  # what type checkers and editors see
     from gossamer.integrations.flex import from_flex, to_flex
-    from gossamer.kernels.contract import Unsupported
-    from gossamer.layouts import BlockLayout
+    from gossamer.plan.problem import Unsupported
     from gossamer.torch.api import attention
     from gossamer.torch.explain import explain
     from gossamer.torch.merge import merge

@@ -79,7 +79,7 @@ def run(
     from gossamer.bench.rows import append_rows, fill_ratios, refusals, table
     from gossamer.bench.run import Session
     from gossamer.cli.info import versions
-    from gossamer.kernels.table import NAMES
+    from gossamer.plan.table import NAMES
     from gossamer.testing.cases import EVERY
     from gossamer.testing.sweeps import SWEEPS
 

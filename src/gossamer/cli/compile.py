@@ -11,7 +11,7 @@ import typer
 from gossamer.cli.options import integer
 
 if TYPE_CHECKING:
-    from gossamer.kernels.hopper.config import Shipped
+    from gossamer.kernels.hopper.shipped import Shipped
 
 
 def run(
@@ -75,7 +75,7 @@ def run(
 
 def _choose(head_dims: list[str], dtypes: list[str]) -> list[Shipped]:
     from gossamer.cli.errors import Refused, shorten
-    from gossamer.kernels.hopper.config import DTYPES, SIZES, shipped
+    from gossamer.kernels.hopper.shipped import DTYPES, SIZES, shipped
 
     known = {f"{D}" if D == E else f"{D},{E}": (D, E) for D, E in SIZES}
     for option, given, accepted in (("--head-dim", head_dims, list(known)), ("--dtype", dtypes, list(DTYPES))):
@@ -87,13 +87,13 @@ def _choose(head_dims: list[str], dtypes: list[str]) -> list[Shipped]:
 
 
 def _path(kernel: Shipped) -> Path:
-    from gossamer.kernels.hopper import compile as compiled
+    from gossamer.kernels.hopper import compiled
 
     return getattr(compiled, kernel.kind).path(*kernel.arguments)
 
 
 def _make(kernel: Shipped) -> None:
     """In a process of its own."""
-    from gossamer.kernels.hopper import compile as compiled
+    from gossamer.kernels.hopper import compiled
 
     getattr(compiled, kernel.kind).object(*kernel.arguments)

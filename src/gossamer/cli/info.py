@@ -94,7 +94,7 @@ def _implementations() -> Table:
         )
         return table
     from gossamer.cli.support import head_sizes
-    from gossamer.kernels.table import NAMES, available, load
+    from gossamer.plan.table import NAMES, available, load
 
     for name in NAMES:
         implementation = load(name)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gossamer.kernels.contract import SCORE_TERMS, Capability
+from gossamer.plan.capability import Capability
+from gossamer.plan.problem import SCORE_TERMS
 
 BEGIN = "<!-- support table: made by docs/make_support_table.py -->"
 END = "<!-- end of the support table -->"
@@ -10,7 +11,7 @@ END = "<!-- end of the support table -->"
 
 def support_table() -> str:
     """What each implementation supports, as a Markdown table with one column an implementation."""
-    from gossamer.kernels.table import NAMES, load
+    from gossamer.plan.table import NAMES, load
 
     loaded = {name: load(name) for name in NAMES}
     failed = [f"{name}: {reason}" for name, reason in loaded.items() if isinstance(reason, str)]

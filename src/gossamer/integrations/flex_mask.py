@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,14 +18,11 @@ from torch import Tensor
 from gossamer.patterns import Pattern
 from gossamer.patterns.grid import Sizes
 from gossamer.patterns.validate import raised, show
-
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+from gossamer.torch.block_mask import MaskMod
 
 # Pairs on which a mask function is evaluated at once.
 PAIRS_AT_ONCE = 2**22
 MOST_SEEN = 1000  # objects that are looked through for a function's tensors
-# Operations that read no value of their tensor: torch's own mask of everything is `batch.new_ones(())`.
-_SHAPE_ONLY = re.compile(r"aten\.(new_(ones|zeros|full|empty)|(ones|zeros|full|empty)_like)\b")
 _NOTHING = CellType()  # what a function closes over before it is given a value
 _PROCESS = object()  # an address means nothing to another process, nor after its function is gone
 
@@ -131,21 +127,6 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
     except Exception as error:
         hint = "; device= says where it is evaluated" if "device" in str(error) else ""
         raise ValueError(f"mask, a function mask_mod(b, h, q_idx, kv_idx), raised {raised(error)}{hint}") from error
-
-
-def depends(mask_mod: MaskMod, device: torch.device) -> tuple[bool, bool]:
-    """Whether a mask function reads the batch element, and the head."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    index = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
-    nodes = list(make_fx(lambda b, h, i, j: torch.vmap(mask_mod)(b, h, i, j))(*index).graph.nodes)
-
-    def reaches(node: Any) -> bool:
-        values = (user for user in node.users if not _SHAPE_ONLY.match(str(user.target)))
-        return any(user.op == "output" or reaches(user) for user in values)
-
-    b, h, *_ = (reaches(node) for node in nodes if node.op == "placeholder")
-    return b, h
 
 
 def device_of(mask_mod: MaskMod) -> torch.device:

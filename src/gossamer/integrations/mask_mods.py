@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from gossamer import patterns
-from gossamer.integrations.flex_mask import MaskMod
 from gossamer.layouts import BlockLayout
 from gossamer.patterns.compose import And, Not, Or
 from gossamer.patterns.grid import WORD
+from gossamer.torch.block_mask import MaskMod
 
 EMPTY, FULL, INTERVAL = -1, -2, -3
 

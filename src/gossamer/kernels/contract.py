@@ -1,163 +1,16 @@
-"""What an implementation promises: the problem, the limits as data, and the reasons for a refusal.
+"""What an implementation computes: the values of a call's score terms, and each direction of a call as a launch.
 
-Framework names are strings here ("bfloat16", "cuda"), so that torch and JAX share the contract.
+Its limits and the problem that it is given are those of the plan (`plan/capability.py`, `plan/problem.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from gossamer.kernels.launch import Direction, Operand, Prepared
-
-SCORE_TERMS = ("q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes")
-
-
-class Unsupported(ValueError):
-    """No implementation, or not the one asked for, can run the problem. The message lists every reason."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The static facts of one call: shapes, types, and which features it uses. No data.
-
-    Shapes: q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E).
-    """
-
-    B: int
-    H: int
-    G: int
-    Q: int
-    K: int
-    D: int
-    E: int
-    dtype: str  # "float16", "bfloat16", "float32", "float64"
-    device: str  # "cpu", "cuda"
-    sm: int | None = None  # compute capability of a CUDA device: 80, 89, 90, 100
-    processors: int = 1  # streaming multiprocessors of a CUDA device
-    score_terms: frozenset[str] = frozenset()  # subset of SCORE_TERMS
-    backward: bool = False
-    deterministic: bool = False
-    tile: tuple[int, int] | None = None  # (block_q, block_kv) of a layout that the user made
-    softcap: float | None = None
-
-
-class GatherChoice(NamedTuple):
-    """A group of rows whose gather layout an implementation can read, and what that costs.
-
-    In units of a pair of a full tile at rate 1: time is counted in executed pairs, whatever computes them.
-    """
-
-    block_q: int
-    dtypes: frozenset[str]
-    pair: float  # of an executed pair
-    column: float  # of a gathered column
-    row: float  # of a row of the output
-    reuse: float  # pairs that a gathered column serves, below which it was not seen to win
-    max_head_dim: int  # of D and of E
-    min_sm: int
-    step: float = 0.0  # of a step in a list, while its processor has nothing else to do
-    part: int = 0  # steps to which long lists are cut at the least; 0: in two, and only where rows are many
-    min_head_dim: int = 1  # of the larger of D and E
-    backward: bool = True  # else it computes the forward alone
-
-    def reads(self, problem: Problem) -> bool:
-        """Whether its kernels fit the problem's types, head sizes, device and directions."""
-        p = problem
-        sized = self.min_head_dim <= max(p.D, p.E) <= self.max_head_dim
-        directions = self.backward or not p.backward
-        return p.dtype in self.dtypes and sized and (p.sm or 0) >= self.min_sm and directions
-
-
-@dataclass(frozen=True)
-class Capability:
-    """The limits of an implementation. Dispatch, errors, the support table and test selection all read this."""
-
-    devices: frozenset[str]
-    dtypes: frozenset[str]
-    max_head_dim: int | None = None  # of D and of E; None: any
-    max_float32_head_dim: int | None = None  # in float32; None: as in the other types
-    min_sm: int | None = None  # for CUDA devices
-    max_sm: int | None = None
-    score_terms: frozenset[str] = frozenset()  # of SCORE_TERMS, what it computes
-    max_softcap: float | None = None  # over which its tanh is too coarse; None: any
-    backward: bool = True
-    deterministic: frozenset[str] = frozenset({"cpu", "cuda"})  # devices on which a deterministic run exists
-    tiles: frozenset[tuple[int, int]] | None = None  # layout tiles that it walks; None: any
-    max_head_dim_of: tuple[tuple[tuple[int, int], int], ...] = ()  # (tile, the largest D and E with it)
-    max_pairs: tuple[int, int] | None = None  # B * H * Q * K of a forward, and of a backward; None: any
-    max_walk: tuple[int, int] | None = None  # keys of a forward; keys and queries of a backward; None: any
-    max_grid: int | None = None  # batch elements, and heads, of a backward, and of what it gathers alone; None: any
-    alignment: int | None = None  # of the inputs' addresses and strides, in bytes; others are copied first
-    float32_results: bool = True  # writes into float32 tensors for 16-bit inputs as well
-    grows: bool = False  # a bound forward with key_lengths takes fewer keys than its problem has, and reads no others
-    rate: float = 1.0  # pairs executed per second with its own tile; ratios on one device count
-    gathers: tuple[GatherChoice, ...] = ()  # gather layouts that it reads besides block layouts
-
-
-def reasons(problem: Problem, capability: Capability) -> list[str]:
-    """Every reason why `capability` does not cover `problem`; empty when it does."""
-    p, c = problem, capability
-    found = []
-    if p.device not in c.devices:
-        found.append(f"needs a {_names(c.devices)} tensor, got {p.device}")
-    elif p.device == "cuda" and c.min_sm is not None and (p.sm is None or p.sm < c.min_sm):
-        found.append(f"needs compute capability {_sm(c.min_sm)} or later, got {_sm(p.sm)}")
-    elif p.device == "cuda" and c.max_sm is not None and (p.sm is None or p.sm > c.max_sm):
-        found.append(f"needs compute capability {_sm(c.max_sm)} or earlier, got {_sm(p.sm)}")
-    if p.dtype not in c.dtypes:
-        found.append(f"dtype {p.dtype} not in {{{_names(c.dtypes)}}}")
-    most, where = c.max_head_dim, ""
-    if p.dtype == "float32" and c.max_float32_head_dim is not None:
-        most, where = c.max_float32_head_dim, " in float32"
-    for name, size in (("D", p.D), ("E", p.E)):
-        if most is not None and size > most:
-            found.append(f"head size {name}={size} is over {most}{where}")
-    if c.max_pairs is not None and (pairs := c.max_pairs[p.backward]) < p.B * p.H * p.Q * p.K:
-        found.append(f"computes every pair: B x H x Q x K = {p.B * p.H * p.Q * p.K:,} is over {pairs:,}")
-    if c.max_walk is not None:
-        most, longest = c.max_walk[p.backward], max(p.K, p.Q * p.backward)
-        if longest > most:
-            found.append(f"walks every row from end to end: {longest:,} positions are over {most:,}")
-    if p.backward and c.max_grid is not None and max(p.B, p.H) > c.max_grid:
-        found.append(f"has a backward for up to {c.max_grid:,} batch elements and heads, got {p.B:,} and {p.H:,}")
-    if p.tile is not None and c.tiles == frozenset():
-        found.append("walks no layout")
-    elif p.tile is not None and c.tiles is not None and p.tile not in c.tiles:
-        walked = ", ".join(f"{q} x {kv}" for q, kv in sorted(c.tiles))
-        found.append(f"walks layout tiles of {walked}, got {p.tile[0]} x {p.tile[1]}")
-    for tile, most in c.max_head_dim_of:
-        if p.tile == tile and max(p.D, p.E) > most:
-            found.append(f"walks layout tiles of {tile[0]} x {tile[1]} for head sizes up to {most}")
-    missing = p.score_terms - c.score_terms
-    if missing:
-        found.append(f"does not compute {_names(missing)}")
-    if p.softcap is not None and c.max_softcap is not None and p.softcap > c.max_softcap:
-        found.append(f"has a tanh for a softcap up to {c.max_softcap:g}, got {p.softcap:g}")
-    if p.backward and not c.backward:
-        found.append("has no backward")
-    if p.deterministic and p.device in c.devices and p.device not in c.deterministic:
-        found.append(f"has no deterministic mode on {p.device}")
-    return found
-
-
-def gathers_alone(problem: Problem, capability: Capability) -> bool:
-    """Whether an implementation computes a problem over gathered columns, whose types its tiles do not have."""
-    if problem.dtype in capability.dtypes or problem.tile is not None:
-        return False
-    if capability.max_grid is not None and max(problem.B, problem.H) > capability.max_grid:
-        return False
-    dtypes = frozenset({problem.dtype} if any(c.reads(problem) for c in capability.gathers) else ())
-    return not reasons(problem, replace(capability, dtypes=dtypes))
-
-
-def _names(names: frozenset[str]) -> str:
-    return ", ".join(sorted(names))
-
-
-def _sm(sm: int | None) -> str:
-    return "none" if sm is None else f"{sm // 10}.{sm % 10}"
+from gossamer.plan.capability import Candidate
+from gossamer.plan.problem import Problem
 
 
 class Scoring(NamedTuple):
@@ -168,9 +21,8 @@ class Scoring(NamedTuple):
     softcap: float | None = None
 
 
-@dataclass(frozen=True)
-class Terms:
-    """The values of the score terms of one call; tensors are on the inputs' device."""
+class Terms(NamedTuple):
+    """The values of all score terms of a call; tensors are on the inputs' device."""
 
     scale: float
     q_offset: int
@@ -180,35 +32,8 @@ class Terms:
     alibi_slopes: Any = None  # (H,) float32: adds slope * (j - i) to the score
 
 
-class TileChoice(NamedTuple):
-    """Another tile that an implementation can walk."""
-
-    block_q: int
-    block_kv: int
-    rate: float  # pairs executed per second, over those of its `tile`
-
-
-class Implementation(Protocol):
-    """One backend. It sees layouts, never patterns.
-
-    `layout` says which form it reads: "dense" (a boolean tensor broadcastable to (B, H, Q, K), the oracle alone),
-    "words" (bits of all pairs, (Bl, Hl, Q, 4 ceil(K / 128)) int32, or None for every pair: small problems alone) or
-    "block" (a BlockLayout of torch tensors on the inputs' device, with `columns` present for the backward). One whose
-    capability lists `gathers` reads a GatherLayout in its place.
-    """
-
-    name: str
-    capability: Capability
-    layout: Literal["dense", "words", "block"]
-
-    def unavailable(self) -> list[str]:
-        """Why it cannot run here at all (a failed import, no compiler); empty when it can."""
-
-    def tile(self, problem: Problem) -> tuple[int, int]:
-        """(block_q, block_kv) of the layout it wants."""
-
-    def tile_choices(self, problem: Problem) -> tuple[TileChoice, ...]:
-        """Other tiles, for patterns that leave much of `tile` empty; often none."""
+class Implementation(Candidate, Protocol):
+    """One backend. It sees layouts, never patterns; `layout` says which form it reads."""
 
     def prepare(
         self, problem: Problem, layout: Any, direction: Direction, scoring: Scoring, operands: Mapping[str, Operand]

@@ -15,7 +15,7 @@ import torch
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gossamer.kernels.launch import ALIGNMENT, Builder, Kernel, Constant, Operand
+from gossamer.kernels.launch import ALIGNMENT, Builder, Constant, Kernel, Operand
 
 
 class Pointer(NamedTuple):

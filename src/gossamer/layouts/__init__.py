@@ -1,12 +1,12 @@
 """Layouts: where the work is. Tiles and bits that a kernel walks; built from a pattern or from data."""
 
-from gossamer.layouts.block import BlockLayout, TileList, Walk
+from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.cache import cached_gather, cached_layout, clear_cache
-from gossamer.layouts.choice import cheapest, costs
 from gossamer.layouts.dense import from_dense
 from gossamer.layouts.gather import GatherLayout, build_gather
 from gossamer.layouts.schedule import WorkItems, work_items
 from gossamer.layouts.stats import LayoutStats
+from gossamer.layouts.walk import TileList, Walk
 
 __all__ = [
     "BlockLayout",
@@ -18,9 +18,7 @@ __all__ = [
     "build_gather",
     "cached_gather",
     "cached_layout",
-    "cheapest",
     "clear_cache",
-    "costs",
     "from_dense",
     "work_items",
 ]

@@ -1,94 +1,16 @@
-"""BlockLayout: where the work is. Tiles and bits that a kernel walks, in either direction.
-
-The arrays are numpy arrays or torch tensors; nothing here imports a framework. A layout is a value: nothing
-writes to its arrays after it is built.
-
-The ragged edge is defined here, once:
-- a tile that reaches past the last column of its walk is never `full`, so a kernel needs no column check there;
-- a tile that reaches past the last row may be `full`: those rows do not exist, and what a kernel computes for
-  them is never stored;
-- bits of rows and columns that do not exist are zero, and `hi` never exceeds the number of columns.
-"""
+"""BlockLayout: where the work is. Tiles and bits that a kernel walks, in either direction."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from gossamer.layouts.base import Array, Layout, WalkArrays
-from gossamer.patterns.grid import ranges
-
-if TYPE_CHECKING:
-    from gossamer.layouts.stats import LayoutStats
-
-# The lists of a walk, in the order in which kernels visit them.
-KINDS = ("full", "interval", "bits")
-
-
-class TileList(NamedTuple):
-    """For each tile row, the tile columns to visit: `indices[starts : starts + counts]`, ascending."""
-
-    starts: Array  # (Bl, Hl, T) int32
-    counts: Array  # (Bl, Hl, T) int32
-    indices: Array  # (n,) int32; entries that no row refers to are undefined
-
-    def listed(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of every tile that numpy arrays list: its tile row, counted over (Bl, Hl, T), and its place in `indices`."""
-        starts = self.starts.reshape(-1).astype(np.int64)
-        return ranges(starts, starts + self.counts.reshape(-1))
-
-
-@dataclass(frozen=True, eq=False)
-class Walk(WalkArrays):
-    """One direction: for each tile of rows, the tiles of columns to visit, by kind of mask.
-
-    `rows` and `columns` are counts of positions, `block_rows` and `block_columns` the tile edges. Forward and dQ
-    walk query rows over key columns; dK and dV walk key rows over query columns, with the same kernels' ranges.
-
-    Bl is 1 or B, Hl is 1 or H; T = ceil(rows / block_rows).
-    """
-
-    rows: int
-    columns: int
-    block_rows: int
-    block_columns: int
-    full: TileList  # every pair kept: no mask work
-    interval: TileList  # row r keeps columns [lo[r], hi[r])
-    bits: TileList  # one bit a pair, in `pool`
-    lo: Array  # (Bl, Hl, rows) int32, non-decreasing along rows; (1, 1, 0) when there are no interval tiles
-    hi: Array  # (Bl, Hl, rows) int32, non-decreasing along rows
-    pool_index: Array  # (len(bits.indices),) int32: the pool entry of each listed bits tile
-    pool: Array  # (P, block_rows, block_columns // 32) uint32 (torch: int32): bit c of word w is column 32 w + c
-
-    @property
-    def lead(self) -> tuple[int, int]:
-        """(Bl, Hl)."""
-        shape = self.full.counts.shape
-        return int(shape[0]), int(shape[1])
-
-    @property
-    def lists(self) -> dict[str, TileList]:
-        """The three lists by KINDS."""
-        return {"full": self.full, "interval": self.interval, "bits": self.bits}
-
-    def arrays(self) -> list[Array]:
-        """Every array in a fixed order (see `with_arrays`)."""
-        return [*self.full, *self.interval, *self.bits, self.lo, self.hi, self.pool_index, self.pool]
-
-    def with_arrays(self, arrays: list[Array]) -> Walk:
-        """The same walk over other arrays, in the order of `arrays()`."""
-        a = list(arrays)
-        return Walk(
-            self.rows, self.columns, self.block_rows, self.block_columns,
-            TileList(*a[0:3]), TileList(*a[3:6]), TileList(*a[6:9]), a[9], a[10], a[11], a[12],
-        )  # fmt: skip
-
-
-ARRAYS_PER_WALK = 13
+from gossamer.layouts.base import Layout
+from gossamer.layouts.stats import LayoutStats, walk_stats
+from gossamer.layouts.transpose import transpose
+from gossamer.layouts.walk import Walk, expand
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,22 +25,16 @@ class BlockLayout(Layout[Walk]):
         return self.rows.block_columns
 
     def _transposed(self, walk: Walk) -> Walk:
-        from gossamer.layouts.transpose import transpose
-
         return transpose(walk)
 
     def expand(self) -> np.ndarray:
         """The dense boolean matrix (Q, K), or (Bl, Hl, Q, K) unless Bl == Hl == 1. The oracle of every builder."""
-        from gossamer.layouts.dense import expand
-
         return expand(self.rows)
 
     @cached_property
     def stats(self) -> LayoutStats:
         """Counts of tiles and pairs."""
-        from gossamer.layouts.stats import layout_stats
-
-        return layout_stats(self)
+        return walk_stats(self.rows)
 
     def __repr__(self) -> str:
         tiles = ", ".join(f"{kind}={int(tiles.counts.sum())}" for kind, tiles in self.rows.lists.items())
@@ -126,13 +42,3 @@ class BlockLayout(Layout[Walk]):
             f"BlockLayout(Q={self.Q}, K={self.K}, block_q={self.block_q}, block_kv={self.block_kv}, "
             f"lead={self.lead}, {tiles}, pool={int(self.rows.pool.shape[0])})"
         )
-
-
-def iterate(walk: Walk) -> Iterator[tuple[int, int, int, str, int, int]]:
-    """(b, h, tile row, kind, tile column, pool entry or -1) for each listed tile of a numpy walk. Slow and plain."""
-    for kind, tiles in walk.lists.items():
-        for b, h, t in np.ndindex(*tiles.counts.shape):
-            start, count = int(tiles.starts[b, h, t]), int(tiles.counts[b, h, t])
-            for at in range(start, start + count):
-                entry = int(walk.pool_index[at]) if kind == "bits" else -1
-                yield b, h, t, kind, int(tiles.indices[at]), entry

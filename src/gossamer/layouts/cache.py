@@ -7,7 +7,6 @@ from typing import Any
 
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.build import build
-from gossamer.layouts.choice import forget_costs
 from gossamer.layouts.gather import GatherLayout, build_gather
 from gossamer.layouts.kept import KEPT_BYTES, LEAST_KEPT, MOST_KEPT, Kept
 from gossamer.patterns.base import Pattern
@@ -51,6 +50,5 @@ def _kept(key: tuple[Any, ...], make: Callable[[], Any], device: Any) -> Any:
 
 
 def clear_cache() -> None:
-    """Forget every layout, and what they were counted to take."""
+    """Forget every layout."""
     _layouts.clear()
-    forget_costs()

@@ -1,40 +1,13 @@
-"""Between dense boolean matrices and layouts: the slow, plain direction (`expand`), and `from_dense`."""
+"""Layouts from dense boolean matrices."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from gossamer.layouts.block import BlockLayout, TileList, Walk, iterate
-from gossamer.layouts.build import unique_tiles
-from gossamer.patterns.grid import pack_bits, unpack_bits
-
-
-def expand(walk: Walk) -> np.ndarray:
-    """The dense boolean matrix of a numpy walk, (rows, columns) or (Bl, Hl, rows, columns)."""
-    walk = walk.on_host()
-    br, bc = walk.block_rows, walk.block_columns
-    height, width = walk.tiles * br, -(-walk.columns // bc) * bc
-    dense = np.zeros((*walk.lead, height, width), dtype=bool)
-    columns = np.arange(bc)
-    for b, h, t, kind, c, entry in iterate(walk):
-        rows = slice(t * br, (t + 1) * br)
-        tile = dense[b, h, rows, c * bc : (c + 1) * bc]
-        if tile.any():
-            raise ValueError(f"layout lists tile ({t}, {c}) of batch element {b}, head {h} more than once")
-        if kind == "full":
-            if (c + 1) * bc > walk.columns:
-                raise ValueError(f"full tile ({t}, {c}) reaches past the last column {walk.columns - 1}")
-            tile[:] = True
-        elif kind == "interval":
-            lo, hi = walk.lo[b, h, rows, None], walk.hi[b, h, rows, None]
-            j = c * bc + columns
-            tile[: lo.shape[0]] = (j >= lo) & (j < hi)
-        else:
-            tile[:] = unpack_bits(walk.pool[entry])
-            if tile[walk.rows - t * br :].any() or tile[:, walk.columns - c * bc :].any():
-                raise ValueError(f"bits tile ({t}, {c}) has bits outside the {walk.rows} x {walk.columns} matrix")
-    dense = dense[:, :, : walk.rows, : walk.columns]
-    return dense[0, 0] if walk.lead == (1, 1) else dense
+from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.walk import TileList, Walk
+from gossamer.patterns.grid import pack_bits
+from gossamer.patterns.tiles import unique_tiles
 
 
 def from_dense(mask: np.ndarray, *, block_q: int, block_kv: int) -> BlockLayout:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gossamer.layouts.block import Walk
+from gossamer.layouts.walk import Walk
 
 
 class WorkItems(NamedTuple):

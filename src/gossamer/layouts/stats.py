@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gossamer.layouts.block import BlockLayout, TileList
-from gossamer.layouts.build import interval_overlap
 from gossamer.layouts.schedule import row_lengths
+from gossamer.layouts.walk import TileList, Walk
 from gossamer.patterns.grid import Grid, ranges
+from gossamer.patterns.tiles import interval_overlap
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class LayoutStats:
         return self.longest_row / self.mean_row if self.mean_row else 1.0
 
 
-def layout_stats(layout: BlockLayout) -> LayoutStats:
-    """Count the tiles and pairs of a layout; one on a GPU is copied to the CPU first."""
-    walk = layout.rows.on_host()
+def walk_stats(walk: Walk) -> LayoutStats:
+    """Count the tiles and pairs of a walk; one on a GPU is copied to the CPU first."""
+    walk = walk.on_host()
     grid = Grid(walk.rows, walk.columns, 0, walk.block_rows, walk.block_columns)
     copies = walk.lead[0] * walk.lead[1]
     lengths = row_lengths(walk)

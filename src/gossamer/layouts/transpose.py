@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gossamer.layouts.block import KINDS, TileList, Walk
+from gossamer.layouts.walk import KINDS, TileList, Walk
 from gossamer.patterns.grid import WORD, pack_bits, ranges, unpack_bits
 
 # Pool entries transposed together: bounds the scratch memory.

@@ -1,5 +1,6 @@
 """Patterns: what is attended. Pure descriptions in numpy, composable with & | ~, each its own oracle."""
 
+from gossamer.patterns import reordered as reordered
 from gossamer.patterns.base import Pattern
 from gossamer.patterns.block import BigBird, BlockMask
 from gossamer.patterns.compose import PerBatch, PerHead

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABCMeta, abstractmethod
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -42,6 +43,19 @@ Pairs = tuple[np.ndarray, np.ndarray]  # query rows, keys
 # A pattern of offsets with more of them than this is looked into by tiles.
 OFFSETS_LISTED = 2**13
 
+
+class Above:
+    """What methods of patterns call and files above this one define: each gives its own when it is imported."""
+
+    conjunction: Callable[[Pattern, Pattern], Pattern]
+    union: Callable[[Pattern, Pattern], Pattern]
+    complement: Callable[[Pattern], Pattern]
+    count_pairs: Callable[[Pattern, Sizes], int]
+    reordered: Callable[[Any], Any]
+    build: Callable[..., BlockLayout]
+
+
+above = Above()
 
 P = TypeVar("P", bound="Pattern")
 
@@ -172,17 +186,13 @@ class Pattern(metaclass=_PatternMeta):
 
     def density(self, Q: int, K: int, q_offset: int | None = None) -> float:
         """Kept pairs over Q x K, averaged over heads and batch elements. Counted by tiles, never materialised."""
-        from gossamer.layouts.build import count_pairs
-
         sizes = self._sizes(Q, K, q_offset)
         self.check(sizes.Q, sizes.K)
-        return count_pairs(self, sizes) / (sizes.Q * sizes.K * self.lead[0] * self.lead[1])
+        return above.count_pairs(self, sizes) / (sizes.Q * sizes.K * self.lead[0] * self.lead[1])
 
     def layout(self, Q: int, K: int, *, block_q: int, block_kv: int, q_offset: int | None = None) -> BlockLayout:
         """The tiles to visit, as numpy arrays: see `gossamer.layouts.BlockLayout`."""
-        from gossamer.layouts.build import build
-
-        return build(self, Q, K, block_q=block_q, block_kv=block_kv, q_offset=q_offset)
+        return above.build(self, Q, K, block_q=block_q, block_kv=block_kv, q_offset=q_offset)
 
     def check(self, Q: int, K: int, H: int | None = None, B: int | None = None) -> None:
         """Raise ValueError unless the pattern fits Q rows, K keys, H query heads and B batch elements."""
@@ -202,19 +212,13 @@ class Pattern(metaclass=_PatternMeta):
     # -- composition --------------------------------------------------------------------------------------------
 
     def __and__(self, other: Any) -> Pattern:
-        from gossamer.patterns.compose import And
-
-        return And(self, other) if isinstance(other, Pattern) and not other._ordered else NotImplemented
+        return above.conjunction(self, other) if isinstance(other, Pattern) and not other._ordered else NotImplemented
 
     def __or__(self, other: Any) -> Pattern:
-        from gossamer.patterns.compose import Or
-
-        return Or(self, other) if isinstance(other, Pattern) and not other._ordered else NotImplemented
+        return above.union(self, other) if isinstance(other, Pattern) and not other._ordered else NotImplemented
 
     def __invert__(self) -> Pattern:
-        from gossamer.patterns.compose import Not
-
-        return Not(self)
+        return above.complement(self)
 
     def __bool__(self) -> bool:
         raise ValueError(

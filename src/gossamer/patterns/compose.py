@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gossamer.patterns.base import Intervals, Pairs, Pattern, Tiles
+from gossamer.patterns.base import Intervals, Pairs, Pattern, Tiles, above
 from gossamer.patterns.grid import FULL, MIXED, Grid, Sizes, combine_ids, distinct
 from gossamer.patterns.validate import show
 
@@ -260,3 +260,6 @@ class PerBatch(_Each):
     """
 
     _axis, _one, _shared = 0, "batch element", "heads"
+
+
+above.conjunction, above.union, above.complement = And, Or, Not

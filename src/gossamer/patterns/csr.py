@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from gossamer.patterns.base import Pairs, Pattern
+from gossamer.patterns.base import Pairs, Pattern, above
 from gossamer.patterns.block import Counted, TileCounts
 from gossamer.patterns.grid import WORD, Grid, Sizes, distinct, ranges
+from gossamer.patterns.pairs import pair_chunks
+from gossamer.patterns.tiles import count_pairs
 from gossamer.patterns.validate import array, digest, integer, show
 
 # A layout of them could not be addressed.
@@ -134,15 +136,9 @@ class CSR(Counted):
         Raises:
             ValueError: the matrix is not square, or scipy is not installed.
         """
-        from gossamer.patterns.reordered import ReorderedCSR, bandwidth_order
-
         if len(self.indptr) - 1 != self.num_keys:
             raise ValueError(f"reordered() needs as many rows as keys, got {len(self.indptr) - 1} and {self.num_keys}")
-        try:
-            order = bandwidth_order(self)
-        except ImportError as error:
-            raise ValueError(f"reordered() needs scipy: {error}") from error
-        return ReorderedCSR(self, order)
+        return above.reordered(self)
 
     @classmethod
     def _from_pairs(cls, rows: np.ndarray, columns: np.ndarray, Q: int, K: int) -> CSR:
@@ -215,9 +211,6 @@ class CSR(Counted):
 
 def _listed(name: str, pattern: Any, Q: int, K: int, q_offset: int | None, most: int) -> CSR:
     """The pairs of a pattern, or a ValueError where they are more than `most` or differ by batch element or head."""
-    from gossamer.layouts.build import count_pairs
-    from gossamer.layouts.gather import pair_chunks
-
     if not isinstance(pattern, Pattern) or pattern.lead != (1, 1):
         raise ValueError(f"{name} must be one that all batch elements and query heads share, got {show(pattern)}")
     sizes = pattern._sizes(Q, K, q_offset)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gossamer.patterns.base import Pattern
+from gossamer.patterns.base import Pattern, above
 from gossamer.patterns.compose import And, Or
 from gossamer.patterns.csr import CSR, MOST_PAIRS, _listed
 from gossamer.patterns.validate import digest, show
@@ -85,3 +85,14 @@ def bandwidth_order(csr: CSR) -> np.ndarray:
     shape = (csr.num_keys, csr.num_keys)
     matrix = csr_matrix((np.ones(len(csr.indices), dtype=np.int8), csr.indices, csr.indptr), shape=shape)
     return np.asarray(reverse_cuthill_mckee((matrix + matrix.T).tocsr(), symmetric_mode=True), dtype=np.int64)
+
+
+def _reordered(csr: CSR) -> ReorderedCSR:
+    try:
+        order = bandwidth_order(csr)
+    except ImportError as error:
+        raise ValueError(f"reordered() needs scipy: {error}") from error
+    return ReorderedCSR(csr, order)
+
+
+above.reordered = _reordered

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.contract import Terms
+from gossamer.plan.problem import Problem
 from gossamer.testing.cases import Case
 
 STRIDES = ("plain", "positions_first", "sliced")

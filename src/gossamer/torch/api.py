@@ -16,6 +16,7 @@ from gossamer.layouts import BlockLayout
 from gossamer.patterns import CSR, Dense, Pattern
 from gossamer.patterns.handles import token_of
 from gossamer.patterns.reordered import ReorderedCSR
+from gossamer.torch.block_mask import layout_for
 from gossamer.torch.calls import kind_of, known, remember
 from gossamer.torch.decoding import decoding
 from gossamer.torch.merge import branches_of
@@ -311,8 +312,6 @@ def what(pattern: Any, q: Tensor) -> tuple[Any, list[Tensor], list[int], Any]:
         return -1, arrays, [layout.block_q, layout.block_kv, layout.Q, layout.K], layout
     flex = sys.modules.get("torch.nn.attention.flex_attention")  # whoever has a BlockMask has imported it
     if flex is not None and isinstance(pattern, flex.BlockMask):
-        from gossamer.integrations.flex import layout_for
-
         return what(layout_for(pattern, q), q)
     raise ValueError(f"pattern must be {_PATTERN}; got {describe(pattern)}{instead(pattern)}")
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import _C, Tensor
 
-from gossamer.kernels.launch import BYTES, EDGE, Array, Descriptor, Kernel, Constant, Prepared, Step, View
+from gossamer.kernels.launch import BYTES, EDGE, Array, Constant, Descriptor, Kernel, Prepared, Step, View
 from gossamer.kernels.table import load
 from gossamer.torch.functions import FUNCTIONS
 from gossamer.torch.memory import Workspace, lasting, slot, template

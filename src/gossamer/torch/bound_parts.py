@@ -11,9 +11,10 @@ from torch import _C, Tensor
 from gossamer.kernels.contract import Binding, Terms
 from gossamer.kernels.devices import empty_from, template
 from gossamer.kernels.rows import compute_dtype
+from gossamer.plan.plan import Plan
+from gossamer.plan.split import Split
 from gossamer.torch.parts import backward, calls, folded
-from gossamer.torch.plan import Plan, held
-from gossamer.torch.split import Split
+from gossamer.torch.plan import held
 from gossamer.torch.validate import Arguments
 
 # Sizes, strides, and how many elements after the first one of its base a view begins.

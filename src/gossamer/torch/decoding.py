@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
-from gossamer.kernels.contract import Problem, reasons
 from gossamer.layouts import cached_layout
 from gossamer.layouts.kept import KEPT_BYTES, LEAST_KEPT, MOST_KEPT, Kept
 from gossamer.patterns import Causal, Dense, SlidingWindow
 from gossamer.patterns.handles import token_of
+from gossamer.plan.capability import reasons
+from gossamer.plan.plan import Plan
+from gossamer.plan.problem import Problem
 from gossamer.torch.calls import keep, kind_of
-from gossamer.torch.plan import Plan, held, hold_for_graphs, plan_for, terms_of
+from gossamer.torch.plan import held, hold_for_graphs, plan_for, terms_of
 from gossamer.torch.validate import Arguments, most_offset
 
 RANGE = 128  # numbers of keys that share a plan

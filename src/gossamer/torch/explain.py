@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Implementation, Problem, Terms
-from gossamer.kernels.table import NAMES
+from gossamer.kernels.contract import Implementation, Terms
 from gossamer.layouts import BlockLayout, GatherLayout
 from gossamer.patterns import Pattern
 from gossamer.patterns.reordered import ReorderedCSR
-from gossamer.torch.advice import advice, all_pairs, pairs_per_second, shown, ways
+from gossamer.plan.advice import advice, all_pairs, pairs_per_second, shown, ways
+from gossamer.plan.plan import Plan, refusals
+from gossamer.plan.problem import Problem
+from gossamer.plan.split import Split
+from gossamer.plan.table import NAMES
 from gossamer.torch.api import check_types, is_deterministic, number, slopes, what, wide
 from gossamer.torch.decoding import for_one_query
 from gossamer.torch.parts import calls, folded, split_for
-from gossamer.torch.plan import Plan, check_rows, make_plan, placed, refusals, terms_of
+from gossamer.torch.plan import check_rows, make_plan, placed, processors_of, terms_of
 from gossamer.torch.registry import pattern_of
 from gossamer.torch.reorder import check_order
-from gossamer.torch.split import Split
 from gossamer.torch.validate import Arguments, describe, four_dimensional
 
 if TYPE_CHECKING:
@@ -241,8 +243,9 @@ def explain(
     useful, executed, tiles = _of_one_head(computed, p)
     flops = 2.0 * (p.D + p.E) * p.B * p.H
     which = None if handle < 0 or split is not None else pattern_of(handle)
-    counts = () if which is None else ways(plan, which, terms.q_offset, q.device)
-    later_counts = () if which is None or later is None else ways(later, which, terms.q_offset, q.device)
+    multiprocessors = processors_of(p, q.device)
+    counts = () if which is None else ways(plan, which, terms.q_offset, multiprocessors)
+    later_counts = () if which is None or later is None else ways(later, which, terms.q_offset, multiprocessors)
     fill = executed / useful if useful else 1.0
     return Explanation(
         problem=replace(p, backward=backward),
@@ -261,9 +264,9 @@ def explain(
         options=tuple((way, cost / counts[0][1]) for way, cost in counts),
         seconds=_seconds(plan, counts),
         backward_seconds=None if later is None else _seconds(later, later_counts),
-        all_pairs=None if which is None else all_pairs(plan, q.device),
+        all_pairs=None if which is None else all_pairs(plan, multiprocessors),
         faster=advice(
-            plan, which, terms.q_offset, q.device, fill, planned_again(a, handle, reordered), reordered=reordered
+            plan, which, terms.q_offset, multiprocessors, fill, planned_again(a, handle, reordered), reordered=reordered
         ),
         copies=_copies(computed[0].implementation, {"q": q, "k": k, "v": v}),
     )

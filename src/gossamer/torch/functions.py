@@ -1,6 +1,6 @@
 """The functions that steps name and that are no kernels: what an edge does with its framework's own operations.
 
-Each entry of `FUNCTIONS` makes one from the key of its step. What returns nothing writes its last argument.
+Each entry of `FUNCTIONS` makes one from the key of its step. What returns nothing writes its last arguments.
 """
 
 from __future__ import annotations
@@ -71,7 +71,12 @@ def sums_of_groups(x: Tensor, result: Tensor) -> None:
     result.copy_(x.unflatten(1, (result.shape[1], -1)).sum(2))
 
 
-def empty_rows(out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
+def zero(target: Tensor) -> None:
+    """Write zeros."""
+    target.zero_()
+
+
+def empty_rows(sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
     """What rows that keep nothing have: out 0, and an lse of -inf or their sink."""
     out.zero_()
     lse.copy_(lse.new_full((), -torch.inf) if sinks is None else sinks[:, None])
@@ -96,9 +101,7 @@ def sink_gradient_of_results(dout: Tensor, dlse: Tensor | None, out: Tensor, lse
     for h in range(0, len(sinks), heads):
         mine = slice(h, h + heads)
         shares = None if dlse is None else dlse[:, mine]
-        found.append(
-            sink_gradient(*row_terms(dout[:, mine], shares, out[:, mine], lse[:, mine], lse.dtype), sinks[mine])
-        )
+        found.append(sink_gradient(*row_terms(dout[:, mine], shares, out[:, mine], lse[:, mine], lse.dtype), sinks[mine]))
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
@@ -118,7 +121,7 @@ def _with(function: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
 FUNCTIONS: dict[str, Callable[..., Callable[..., Any]]] = {
     function.__name__: _with(function)
     for function in (
-        copy, add, int32_lengths, class_lengths, repeated, scaled, sums_of_groups, empty_rows, sink_gradient_of_rows,
+        copy, add, zero, int32_lengths, class_lengths, repeated, scaled, sums_of_groups, empty_rows, sink_gradient_of_rows,
         rows_of_results, sink_gradient, sink_gradient_of_results, merge,
     )
 }  # fmt: skip

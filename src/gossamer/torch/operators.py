@@ -16,11 +16,12 @@ import torch
 from torch import _C, Tensor
 from torch.autograd import forward_ad
 
-from gossamer.kernels.contract import Unsupported
 from gossamer.kernels.rows import compute_dtype
 from gossamer.patterns.handles import token_of
+from gossamer.plan.plan import Plan
+from gossamer.plan.problem import Unsupported
 from gossamer.torch import parts
-from gossamer.torch.plan import Plan, check_rows, placed, plan_for, terms_of
+from gossamer.torch.plan import check_rows, placed, plan_for, terms_of
 from gossamer.torch.validate import Arguments, validate
 
 _OPTIONS = (

@@ -1,89 +1,80 @@
-"""A call computed as several over strided views of its tensors: residue classes, and heads of different patterns.
+"""A call described as several over strided views of its arrays: residue classes, and heads of different patterns.
 
-The views share memory with the tensors of the call, and kernels write into views of its results: nothing is copied or
+The views share memory with the arrays of the call, and kernels write into views of its results: nothing is copied or
 permuted. Where two parts meet in a row, their results are merged by log-sum-exp; every part's backward reads the
 joint out and lse, which makes its gradients shares of the exact ones, and these are added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from gossamer.kernels.contract import Implementation, Terms
-from gossamer.kernels.rows import compute_dtype, row_terms, sink_gradient
+from gossamer.kernels.contract import Implementation, Problem, Scoring
+from gossamer.kernels.launch import EDGE, Builder, Direction, Kernel, Operand, Prepared, compact
 from gossamer.kernels.table import available
-from gossamer.patterns import LongNet
-from gossamer.torch.plan import Plan, placed, plan_for, terms_of
-from gossamer.torch.registry import pattern_of
-from gossamer.torch.split import Part, Split, problem_of_fold, split_of
-from gossamer.torch.validate import Arguments
+from gossamer.patterns import LongNet, Pattern
+from gossamer.torch.split import Gathers, Part, Split, Tiles, problem_of_fold, split_of
+
+ROW_BYTES = 16  # to whose multiples rows are padded, as wide stores need them
 
 
-def split_for(plan: Plan, terms: Terms, handle: int) -> Split | None:
-    """The parts of a call, or None where it is computed as one; remembered with the plan."""
-    if handle < 0:
-        return None
-    key = (handle, terms.q_offset)
-    known = plan.splits.get(key)
-    if known is None:
-        tiles = plan.tiles if plan.implementations[0].layout == "block" else ()
-        split = split_of(pattern_of(handle), plan.problem, terms.q_offset, tiles, plan.gathers)
-        known = plan.splits.put(key, (split,))
-    return known[0]
+class Placed(NamedTuple):
+    """Who computes one direction of a call, and the layout that it reads."""
+
+    implementation: Implementation
+    layout: Any
 
 
-class Call(NamedTuple):
+Place = Callable[[Problem, Pattern, int, Direction], Placed]
+
+
+class PartCall(NamedTuple):
     """One part of a call, for one batch element or for all."""
 
     part: Part
     b: int | None  # of the call's batch elements; None: all of them
-    arguments: Arguments
-    plan: Plan
-    terms: Terms
-    implementation: Implementation
-    where: Any
-
-    def rows(self, x: Tensor) -> Tensor:
-        """The view of q, out, dout or dq (B, H, Q, size), or of lse (B, H, Q)."""
-        return _query_view(x, self.part, self.b)
-
-    def keys(self, x: Tensor) -> Tensor:
-        """The view of k, v or their gradients (B, G, K, size)."""
-        return _key_view(x, self.part, self.b)
+    problem: Problem
+    q_offset: int
+    placed: Placed
 
 
-def calls(split: Split, a: Arguments, q_offset: int, backward: bool, sinks: bool = True) -> Iterator[Call]:
+def part_calls(
+    split: Split, problem: Problem, q_offset: int, place: Place, direction: Direction, sinks: bool = True
+) -> Iterator[PartCall]:
     """The calls of a split, in order.
 
     Args:
         sinks: whether a part that computes rows first gets the sinks of its heads: the forward's do.
     """
     for part in split.parts:
-        for piece, b in _passes(part, a):
-            arguments = _arguments(piece, b, a, q_offset, sinks and not part.joins)
-            plan = plan_for(arguments, [])
-            plan = plan.gradient if backward else plan
-            terms = terms_of(arguments)
-            implementation, where = placed(plan, arguments, terms, piece.pattern.handle, [], [])
-            yield Call(piece, b, arguments, plan, terms, implementation, where)
+        for piece, b in _passes(part, problem):
+            h, run = piece.heads, piece.run
+            offset = q_offset if piece.dilation == 1 else run.q_offset
+            terms = problem.score_terms - {"q_offset"}
+            if not sinks or piece.joins:
+                terms -= {"sink_logits"}
+            if offset != run.K - run.Q:
+                terms |= {"q_offset"}
+            of_part = replace(
+                problem, B=problem.B if b is None else run.classes, H=h.number, G=h.key_number, Q=run.Q, K=run.K,
+                score_terms=terms, backward=problem.backward,
+            )  # fmt: skip
+            yield PartCall(piece, b, of_part, offset, place(of_part, piece.pattern, offset, direction))
 
 
-def _passes(part: Part, a: Arguments) -> Iterator[tuple[Part, int | None]]:
+def _passes(part: Part, problem: Problem) -> Iterator[tuple[Part, int | None]]:
     """The calls of a part: one, unless both batch elements and classes are many. Then the fewer pass one by one.
 
     So do the classes of a diagonal with terms by head: each class has heads of its own.
     """
-    B, classes, h = a.q.shape[0], part.run.classes, part.heads
-    own_terms = part.diagonal and not (a.sink_logits is None and a.alibi_slopes is None)
+    classes, h = part.run.classes, part.heads
+    own_terms = part.diagonal and not problem.score_terms.isdisjoint({"sink_logits", "alibi_slopes"})
     if classes == 1:
         yield part, None
-    elif classes >= B and not own_terms:
-        for b in range(B):
+    elif classes >= problem.B and not own_terms:
+        for b in range(problem.B):
             yield part, b
     else:
         for n in range(classes):
@@ -91,185 +82,230 @@ def _passes(part: Part, a: Arguments) -> Iterator[tuple[Part, int | None]]:
             yield replace(part, heads=heads, run=part.run.cut(n, n + 1)), None
 
 
-def _view(
-    x: Tensor, part: Part, b: int | None, heads: tuple[int, int, int], shift: bool, first: int, count: int
-) -> Tensor:
-    """(classes, heads, count, ...) of one batch element, or (B, heads, count, ...) of all of them for one class."""
-    batch, head, row, *last = x.stride()
-    start, many, step = heads
-    offset = x.storage_offset() + start * head + first * row
-    if b is None:
-        size, lead = x.shape[0], batch
-    else:
-        size, lead = part.run.classes, row + (head if shift else 0)
-        offset += b * batch
-    return x.as_strided((size, many, count, *x.shape[3:]), (lead, step * head, part.dilation * row, *last), offset)
+class _Described:
+    """A launch of parts while it is described. `of` names the arrays of the call as the parts see them."""
+
+    def __init__(self, problem: Problem, scoring: Scoring, operands: Mapping[str, Operand]) -> None:
+        self.problem, self.scoring = problem, scoring
+        self.b = Builder(operands)
+        self.of = {name: name for name in operands}
+
+    def fold(self, split: Split, pattern: Pattern, tiles: Tiles, gathers: Gathers) -> Split:
+        """The split with the batch elements seen as heads, where all lie at one stride; else as it is.
+
+        Then the classes of every batch element are one call.
+        """
+        p, b = self.problem, self.b
+        inputs = [b[name] for name in ("q", "k", "v")]
+        if p.B == 1 or "key_lengths" in b or pattern.lead != (1, 1) or isinstance(pattern, LongNet):
+            return split  # a head of LongNet has its own class, a batch element has not
+        if any(x.strides[0] != x.shape[1] * x.strides[1] for x in inputs):
+            return split
+        folded = problem_of_fold(p)
+        found = split_of(pattern, folded, self.scoring.q_offset, tiles, gathers)
+        if found is None:
+            return split
+        for name in ("q", "k", "v", "dout", "out", "dlse", "lse"):
+            if name in b:
+                known = b[name]
+                if known.strides[0] != known.shape[1] * known.strides[1]:
+                    name_there = b.copied(name)
+                    known = b[name_there]
+                else:
+                    name_there = name
+                shape = (1, known.shape[0] * known.shape[1], *known.shape[2:])
+                self.of[name] = b.view(f"{name}_heads", name_there, shape, known.strides)
+        for name in ("sink_logits", "alibi_slopes"):
+            if name in b:
+                vector = Operand(b[name].dtype, (folded.H,), (1,))
+                b.function(Kernel(EDGE, "repeated", (p.B,)), name, returns={f"{name}_heads": vector})
+                self.of[name] = f"{name}_heads"
+        self.problem = folded
+        return found
+
+    def rows(self, name: str, of: str, call: PartCall) -> str:
+        """The view of q, out, dout or dq (B, H, Q, size), or of lse (B, H, Q)."""
+        h, run = call.part.heads, call.part.run
+        return self._view(name, of, call, (h.start, h.number, h.step), call.part.diagonal, run.row, run.Q)
+
+    def keys(self, name: str, of: str, call: PartCall) -> str:
+        """The view of k, v or their gradients (B, G, K, size)."""
+        h, run = call.part.heads, call.part.run
+        heads = h.key_start, h.key_number, h.key_step
+        return self._view(name, of, call, heads, call.part.key_diagonal, run.first, run.K)
+
+    def _view(
+        self, name: str, of: str, call: PartCall, heads: tuple[int, int, int], shift: bool, first: int, count: int
+    ) -> str:
+        """(classes, heads, count, ...) of one batch element, or (B, heads, count, ...) of all for one class."""
+        known, part = self.b[of], call.part
+        batch, head, row, *last = known.strides
+        start, many, step = heads
+        offset = start * head + first * row
+        if call.b is None:
+            size, lead = known.shape[0], batch
+        else:
+            size, lead = part.run.classes, row + (head if shift else 0)
+            offset += call.b * batch
+        shape, strides = (size, many, count, *known.shape[3:]), (lead, step * head, part.dilation * row, *last)
+        return self.b.view(name, of, shape, strides, offset)
+
+    def inputs(self, n: int, call: PartCall) -> dict[str, str]:
+        """The arrays of one part, by the names that its launch has for them."""
+        b, of, part = self.b, self.of, call.part
+        given = {"q": self.rows(f"{n}.q", of["q"], call)}
+        given |= {name: self.keys(f"{n}.{name}", of[name], call) for name in ("k", "v")}
+        h, run = part.heads, part.run
+        for name in ("sink_logits", "alibi_slopes"):
+            if name in call.problem.score_terms:
+                assert not part.diagonal or run.classes == 1, "a class of a diagonal has heads of its own"
+                given[name] = b.view(f"{n}.{name}", of[name], (h.number,), (h.step * b[of[name]].strides[0],), h.start * b[of[name]].strides[0])
+        if part.dilation > 1 and "alibi_slopes" in given:
+            vector = Operand(b[given["alibi_slopes"]].dtype, (h.number,), (1,))
+            kernel = Kernel(EDGE, "scaled", (part.dilation,))
+            b.function(kernel, given["alibi_slopes"], returns={f"{n}.slopes": vector})
+            given["alibi_slopes"] = f"{n}.slopes"
+        if "key_lengths" in call.problem.score_terms:
+            name = "key_lengths"
+            if call.b is not None:
+                step = b[name].strides[0]
+                name = b.view(f"{n}.{name}", name, (1,), (step,), call.b * step)
+            if part.dilation > 1:
+                kernel = Kernel(EDGE, "class_lengths", (run.first, run.classes, part.dilation, self.problem.K))
+                vector = Operand("int32", (call.problem.B,), (1,))
+                b.function(kernel, name, returns={f"{n}.lengths": vector})
+                name = f"{n}.lengths"
+            given["key_lengths"] = name
+        return given
+
+    def run(self, n: int, call: PartCall, direction: Direction, given: Mapping[str, str]) -> None:
+        """Run the launch of one part, whose results are among what is given."""
+        scoring = self.scoring._replace(q_offset=call.q_offset)
+        operands = {name: self.b[array] for name, array in given.items()}
+        implementation, layout = call.placed
+        prepared = implementation.prepare(call.problem, layout, direction, scoring, operands)
+        self.b.include(prepared, given, f"{n}.own.")
+
+    def sums(self, name: str, shape: tuple[int, ...], dtype: str) -> str:
+        """Memory for a result of the parts: its own, or rows padded to 16 bytes, and of another type, to be copied."""
+        step = ROW_BYTES * 8 // _bits(dtype)
+        own = dtype == self.problem.dtype and shape[-1] % step == 0
+        memory = (*shape[:-1], -(-shape[-1] // step) * step)
+        made = self.b.array(name if own else f"{name}_sums", dtype, memory)
+        if own:
+            return made
+        if memory != shape:
+            made = self.b.view(f"{name}_sums_columns", made, shape, compact(memory))
+        self.b.array(name, self.problem.dtype, shape)
+        self.b.written_to(name, through=made)
+        return made
+
+    def folded(self, name: str) -> str:
+        """A contiguous array (B, heads, ...) as the parts see it."""
+        known = self.b[name]
+        B, heads = known.shape[:2]
+        if (B * heads if self.problem.B == 1 else heads) == heads:
+            return name
+        return self.b.view(f"{name}_heads", name, (1, B * heads, *known.shape[2:]), known.strides)
+
+    def room(self, name: str, wanted: str, call: PartCall, more: bool) -> str:
+        """Where a part writes: the result itself, or memory to be merged with it or to be copied."""
+        known, dtype = self.b[wanted], self.problem.dtype
+        able = call.placed.implementation.capability.float32_results
+        if not more and (known.dtype == dtype or able):
+            return wanted
+        made = known.dtype if able else dtype
+        step = ROW_BYTES * 8 // _bits(made)
+        memory = (*known.shape[:-1], -(-known.shape[-1] // step) * step)
+        array = self.b.array(f"{name}_room", made, memory)
+        return array if memory == known.shape else self.b.view(f"{array}_columns", array, known.shape, compact(memory))
 
 
-def _query_view(x: Tensor, part: Part, b: int | None) -> Tensor:
-    h, run = part.heads, part.run
-    return _view(x, part, b, (h.start, h.number, h.step), part.diagonal, run.row, run.Q)
+def forward(
+    split: Split, problem: Problem, pattern: Pattern, scoring: Scoring, operands: Mapping[str, Operand], place: Place,
+    tiles: Tiles, gathers: Gathers, rounded: bool,
+) -> Prepared:  # fmt: skip
+    """out (B, H, Q, E) and lse (B, H, Q).
 
-
-def _key_view(x: Tensor, part: Part, b: int | None) -> Tensor:
-    h, run = part.heads, part.run
-    return _view(x, part, b, (h.key_start, h.key_number, h.key_step), part.key_diagonal, run.first, run.K)
-
-
-def _arguments(part: Part, b: int | None, a: Arguments, q_offset: int, sinks: bool) -> Arguments:
-    h, run, d = part.heads, part.run, part.dilation
-
-    def of_heads(x: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
-        assert not part.diagonal or run.classes == 1, "a class of a diagonal has heads of its own"
-        return x[h.start : h.start + h.number * h.step : h.step]
-
-    lengths = a.key_lengths
-    if lengths is not None:
-        lengths = lengths if b is None else lengths[b : b + 1]
-        if d > 1:  # of L keys a class has those at first, first + d, ... below L: ceil((L - first) / d)
-            first = torch.arange(run.first, run.first + run.classes, device=lengths.device, dtype=torch.int32)
-            lengths = (lengths if lengths.itemsize > 4 else lengths.int()).clamp(0, a.k.shape[2])
-            lengths = torch.div(first - lengths, d, rounding_mode="floor").neg_()
-    slopes = of_heads(a.alibi_slopes)
-    return a._replace(
-        q=_query_view(a.q, part, b),
-        k=_key_view(a.k, part, b),
-        v=_key_view(a.v, part, b),
-        q_offset=q_offset if d == 1 else run.q_offset,
-        q_offset_tensor=None,
-        key_lengths=lengths,
-        sink_logits=of_heads(a.sink_logits) if sinks else None,
-        alibi_slopes=slopes if slopes is None or d == 1 else slopes * d,
-    )
-
-
-def folded(split: Split, a: Arguments, plan: Plan, terms: Terms, handle: int) -> tuple[Split, Arguments]:
-    """The split and arguments with the batch elements seen as heads, where all lie at one stride; else as they are.
-
-    Then the classes of every batch element are one call.
+    Args:
+        rounded: whether parts come in 16 bits alone: then two of them are joined in that type.
     """
-    B, pattern, inputs = a.q.shape[0], pattern_of(handle), (a.q, a.k, a.v)
-    if B == 1 or a.key_lengths is not None or pattern.lead != (1, 1) or isinstance(pattern, LongNet):
-        return split, a  # a head of LongNet has its own class, a batch element has not
-    if any(x.stride(0) != x.shape[1] * x.stride(1) for x in inputs):
-        return split, a
-    found = split_of(pattern, problem_of_fold(plan.problem), terms.q_offset, plan.tiles, plan.gathers)
-    if found is None:
-        return split, a
-    q, k, v = (x.as_strided((1, B * x.shape[1], *x.shape[2:]), x.stride()) for x in inputs)
-    sinks, slopes = (None if x is None else x.repeat(B) for x in (a.sink_logits, a.alibi_slopes))
-    return found, a._replace(q=q, k=k, v=v, sink_logits=sinks, alibi_slopes=slopes)
-
-
-def forward(split: Split, plan: Plan, a: Arguments, terms: Terms, handle: int) -> tuple[Tensor, Tensor]:
-    """(out (B, H, Q, E), lse (B, H, Q)), contiguous."""
-    shape, dtype = a.q.shape[:3], compute_dtype(a.q.dtype)
-    split, a = folded(split, a, plan, terms, handle)
-    out = _rows(a.q, (*a.q.shape[:3], a.v.shape[3]), _sum_dtype(a, plan, split.depth))
-    lse = torch.empty(a.q.shape[:3], dtype=dtype, device=a.q.device)
+    p, d = problem, _Described(problem, scoring, operands)
+    b = d.b
+    split = d.fold(split, pattern, tiles, gathers)
+    whole_out = d.sums("out", (p.B, p.H, p.Q, p.E), _sum_dtype(p.dtype, split.depth, rounded))
+    whole_lse = b.array("lse", _wide(p.dtype), (p.B, p.H, p.Q))
+    out, lse = d.folded(whole_out), d.folded(whole_lse)
     if split.rows_left:
-        out.zero_()
-        lse.copy_(lse.new_full((), -torch.inf) if a.sink_logits is None else a.sink_logits[:, None])
-    for call in calls(split, a, terms.q_offset, backward=False):
-        x, more = call.arguments, call.part.joins > 0
-        wanted = call.rows(out), call.rows(lse)
-        into = _room(wanted[0], call, more), torch.empty_like(wanted[1]) if more else wanted[1]
-        call.implementation.forward(call.plan.problem, x.q, x.k, x.v, call.where, call.terms, into=into)
+        b.step(Kernel(EDGE, "empty_rows"), d.of.get("sink_logits"), out, lse)
+    for n, call in enumerate(part_calls(split, d.problem, scoring.q_offset, place, "forward")):
+        given, more = d.inputs(n, call), call.part.joins > 0
+        wanted, wanted_lse = d.rows(f"{n}.out", out, call), d.rows(f"{n}.lse", lse, call)
+        given["out"] = d.room(f"{n}.out", wanted, call, more)
+        given["lse"] = b.array(f"{n}.lse_room", b[wanted_lse].dtype, b[wanted_lse].shape) if more else wanted_lse
+        d.run(n, call, "forward", given)
         if more:
-            _merge(*wanted, *into)
-        elif into[0] is not wanted[0]:
-            wanted[0].copy_(into[0])
-    return out.to(a.q.dtype).contiguous().view(*shape, -1), lse.view(shape)
+            _join(b, p, wanted, wanted_lse, given["out"], given["lse"])
+        elif given["out"] != wanted:
+            b.copy(given["out"], wanted)
+    return b.done("out", "lse")
 
 
 def backward(
-    split: Split,
-    plan: Plan,
-    a: Arguments,
-    terms: Terms,
-    handle: int,
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv, dsink_logits or None), contiguous."""
-    inputs = (a.q, a.k, a.v)
-    dsink = _sink_gradient(dout, dlse, out, lse, terms)
-    split, a = folded(split, a, plan, terms, handle)
-    if a.q is not inputs[0]:
-        lead = a.q.shape[:3]
-        dout, out, lse = dout.reshape(*lead, -1), out.reshape(*lead, -1), lse.reshape(lead)
-        dlse = None if dlse is None else dlse.reshape(lead)
-    dq = _rows(a.q, a.q.shape, _sum_dtype(a, plan, split.depth))
-    dk, dv = (_rows(x, x.shape, _sum_dtype(a, plan, split.key_depth)) for x in (a.k, a.v))
-    for x, left in ((dq, split.rows_left), (dk, split.keys_left), (dv, split.keys_left)):
-        if left:
-            x.zero_()
-    for call in calls(split, a, terms.q_offset, backward=True, sinks=False):
-        given, adds = call.arguments, call.part.adds
-        wanted, more = (call.rows(dq), call.keys(dk), call.keys(dv)), (call.part.joins > 0, adds, adds)
-        into = _room(wanted[0], call, more[0]), _room(wanted[1], call, adds), _room(wanted[2], call, adds)
-        call.implementation.backward(
-            call.plan.problem, call.rows(dout), None if dlse is None else call.rows(dlse), given.q, given.k, given.v,
-            call.rows(out), call.rows(lse), call.where, call.terms, into=into,
-        )  # fmt: skip
-        for place, found, add in zip(wanted, into, more, strict=True):
-            if add:
-                place.add_(found)
-            elif found is not place:
-                place.copy_(found)
-    dq, dk, dv = (g.to(x.dtype).contiguous().view(x.shape) for g, x in zip((dq, dk, dv), inputs, strict=True))
-    return dq, dk, dv, dsink
+    split: Split, problem: Problem, pattern: Pattern, scoring: Scoring, operands: Mapping[str, Operand], place: Place,
+    tiles: Tiles, gathers: Gathers, rounded: bool,
+) -> Prepared:  # fmt: skip
+    """dq, dk and dv, and dsink_logits where there are sinks."""
+    p, d = problem, _Described(problem, scoring, operands)
+    b, names = d.b, ("dq", "dk", "dv")
+    if "sink_logits" in operands:  # of the whole call
+        kernel, dlse = Kernel(EDGE, "sink_gradient_of_results"), "dlse" if "dlse" in operands else None
+        b.function(kernel, "dout", dlse, "out", "lse", "sink_logits", returns={"dsink_logits": None})
+        names = (*names, "dsink_logits")
+    shapes = {f"d{x}": operands[x].shape for x in ("q", "k", "v")}
+    split = d.fold(split, pattern, tiles, gathers)
+    depths = {"dq": split.depth, "dk": split.key_depth, "dv": split.key_depth}
+    sums = {x: d.sums(x, shape, _sum_dtype(p.dtype, depths[x], rounded)) for x, shape in shapes.items()}
+    left = {"dq": split.rows_left, "dk": split.keys_left, "dv": split.keys_left}
+    for x, array in sums.items():
+        if left[x]:
+            b.step(Kernel(EDGE, "zero"), array)
+        sums[x] = d.folded(array)
+    for n, call in enumerate(part_calls(split, d.problem, scoring.q_offset, place, "backward", sinks=False)):
+        given = d.inputs(n, call)
+        given |= {x: d.rows(f"{n}.{x}", d.of[x], call) for x in ("dout", "dlse", "out", "lse") if x in operands}
+        adds = {"dq": call.part.joins > 0, "dk": call.part.adds, "dv": call.part.adds}
+        wanted = {x: (d.rows if x == "dq" else d.keys)(f"{n}.{x}", array, call) for x, array in sums.items()}
+        rooms = {x: d.room(f"{n}.{x}", array, call, adds[x]) for x, array in wanted.items()}
+        order = ("dout", "dlse", "q", "k", "v", "out", "lse")
+        d.run(n, call, "backward", {x: given[x] for x in (*order, *given) if x in given} | rooms)
+        for x, room in rooms.items():
+            if adds[x]:
+                b.step(Kernel(EDGE, "add"), room, wanted[x])
+            elif room != wanted[x]:
+                b.copy(room, wanted[x])
+    return b.done(*names)
 
 
-def _sum_dtype(a: Arguments, plan: Plan, depth: int) -> torch.dtype:
+def _bits(dtype: str) -> int:
+    return {"float64": 64, "float32": 32}.get(dtype, 16)
+
+
+def _wide(dtype: str) -> str:
+    """The type that scores are computed in."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def _sum_dtype(dtype: str, depth: int, rounded: bool) -> str:
     """In what the results of `depth` parts are joined: float32, unless two that come in 16 bits are all there is."""
-    rounded = not plan.implementations[0].capability.float32_results
-    return a.q.dtype if depth == 1 or (depth == 2 and rounded) else compute_dtype(a.q.dtype)
+    return dtype if depth == 1 or (depth == 2 and rounded) else _wide(dtype)
 
 
-def _rows(like: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor whose rows are padded to 16 bytes, as wide stores need them."""
-    step = 16 // dtype.itemsize
-    x = torch.empty((*shape[:-1], -(-shape[-1] // step) * step), dtype=dtype, device=like.device)
-    return x if x.shape[-1] == shape[-1] else x[..., : shape[-1]]
-
-
-def _room(wanted: Tensor, call: Call, more: bool) -> Tensor:
-    """Where a kernel writes: the result itself, or a tensor to be merged with it or to be copied."""
-    dtype = call.arguments.q.dtype
-    wide = wanted.dtype != dtype
-    able = call.implementation.capability.float32_results
-    if not more and (not wide or able):
-        return wanted
-    return _rows(wanted, wanted.shape, wanted.dtype if able else dtype)
-
-
-def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+def _join(b: Builder, p: Problem, out: str, lse: str, part_out: str, part_lse: str) -> None:
     """Join the results of another part into out and lse, in place."""
-    if out.is_cuda and out.dtype != torch.float64 and not available("triton"):
+    if p.device == "cuda" and p.dtype != "float64" and not available("triton"):
         from gossamer.kernels.triton.join import join
 
-        join(out, lse, part_out, part_lse)
-        return
-    # Of two weights near 0 and 1, neither is made of the other: it would lose its digits. Without keys both are NaN.
-    weight, rest = (torch.sigmoid(x).nan_to_num_(0.0)[..., None] for x in (part_lse - lse, lse - part_lse))
-    out.mul_(rest.to(out.dtype)).addcmul_(part_out.to(out.dtype), weight.to(out.dtype))
-    torch.logaddexp(lse, part_lse, out=lse)
-
-
-def _sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, terms: Terms) -> Tensor | None:
-    """Of the whole call, head by head: the product of dout and out is as large as they are."""
-    sinks = terms.sink_logits
-    if sinks is None:
-        return None
-    found = []
-    for h in range(len(sinks)):
-        mine = slice(h, h + 1)
-        shares = None if dlse is None else dlse[:, mine]
-        delta, full = row_terms(dout[:, mine], shares, out[:, mine], lse[:, mine], lse.dtype)
-        found.append(sink_gradient(delta, full, replace(terms, sink_logits=sinks[mine])))
-    return torch.cat([x for x in found if x is not None])
+        join(b, out, lse, part_out, part_lse)
+    else:
+        b.step(Kernel(EDGE, "merge"), part_out, part_lse, out, lse)

@@ -6,9 +6,8 @@ Plans are kept by a cheap key, so that a repeated call validates nothing and cho
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import lru_cache
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -16,23 +15,16 @@ from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gossamer.kernels.contract import (
-    GatherChoice,
-    Implementation,
-    Problem,
-    Terms,
-    Unsupported,
-    gathers_alone,
-    reasons,
-)
+from gossamer.kernels.contract import Implementation, Terms
 from gossamer.kernels.devices import processors
-from gossamer.kernels.table import NAMES, load
-from gossamer.layouts import BlockLayout, cached_gather, cached_layout, cheapest
+from gossamer.layouts import BlockLayout, cached_gather, cached_layout
 from gossamer.layouts.cache import bytes_of
-from gossamer.layouts.choice import Machine
 from gossamer.layouts.kept import KEPT_BYTES, LEAST_KEPT, MOST_KEPT, Kept
 from gossamer.patterns import Dense, Pattern
 from gossamer.patterns.validate import show
+from gossamer.plan.choice import choose
+from gossamer.plan.plan import Plan, plan_of
+from gossamer.plan.problem import Problem
 from gossamer.torch.masks import dense_of, layout_of, words_of
 from gossamer.torch.registry import pattern_of
 from gossamer.torch.validate import (
@@ -48,52 +40,6 @@ from gossamer.torch.validate import (
 logger = logging.getLogger("gossamer")
 
 KEPT_DENSE = 4
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The problem, the implementations that compute it in the order of the table, and the others' reasons."""
-
-    problem: Problem
-    implementations: tuple[Implementation, ...]
-    refused: dict[str, list[str]]
-    later: Plan | None = None  # of the backward, where that is another
-    gatherers: tuple[Implementation, ...] = ()  # refused, but for gather layouts
-
-    @property
-    def gradient(self) -> Plan:
-        """The plan of the backward."""
-        return self.later or self
-
-    @cached_property
-    def options(self) -> list[tuple[Implementation, tuple[int, int, float]]]:
-        """Every tile that an implementation offers, as (block_q, block_kv, rate); preferred ones first."""
-        p, able = self.problem, [i for i in self.implementations if i.layout == "block"]
-        preferred = [(i, (*i.tile(p), i.capability.rate)) for i in able]
-        others = [(i, (c.block_q, c.block_kv, c.rate * i.capability.rate)) for i in able for c in i.tile_choices(p)]
-        return preferred + others
-
-    @cached_property
-    def tiles(self) -> tuple[tuple[int, int, float], ...]:
-        """The tiles of `options`."""
-        return tuple(tile for _, tile in self.options)
-
-    @cached_property
-    def gather_options(self) -> list[tuple[Implementation, GatherChoice]]:
-        """Every gather layout that an implementation reads."""
-        p = self.problem
-        able = [i for i in (*self.implementations, *self.gatherers) if i.layout == "block"]
-        return [(i, c) for i in able for c in i.capability.gathers if c.reads(p)]
-
-    @cached_property
-    def gathers(self) -> tuple[GatherChoice, ...]:
-        """The choices of `gather_options`."""
-        return tuple(choice for _, choice in self.gather_options)
-
-    @cached_property
-    def splits(self) -> Kept[tuple[Any]]:
-        """What `parts.split_for` found, by pattern handle and q_offset."""
-        return Kept(LEAST_KEPT, MOST_KEPT)
 
 
 _plans: Kept[Plan] = Kept(LEAST_KEPT, MOST_KEPT)
@@ -132,9 +78,7 @@ def plan_for(a: Arguments, geometry: list[int]) -> Plan:
 
 
 def make_plan(a: Arguments, geometry: list[int], backward: bool) -> Plan:
-    """Validate and choose: the implementations in the table that support the problem, or the one named.
-
-    One that is chosen, not named, may compute the forward alone: the backward reads out and lse, whoever made them.
+    """Validate and choose: see `plan.plan.plan_of`.
 
     Args:
         geometry: of a BlockLayout that the user made, else empty: see `placed`.
@@ -145,41 +89,7 @@ def make_plan(a: Arguments, geometry: list[int], backward: bool) -> Plan:
         Unsupported: nothing, or not the one named, computes the problem; the message has every reason.
     """
     validate(a)
-    problem = problem_of(a, geometry)
-    later = None
-    if a.backward and not backward and a.implementation is None:
-        later = make_plan(a, geometry, True)  # raises before anything is computed
-        problem = replace(problem, backward=False)
-    refused: dict[str, list[str]] = {}
-    found, gatherers = [], []
-    for name in NAMES if a.implementation is None else [a.implementation]:
-        reasons_of = refusals(name, problem)
-        implementation = load(name)
-        if reasons_of or isinstance(implementation, str):
-            refused[name] = reasons_of
-            if not isinstance(implementation, str) and gathers_alone(problem, implementation.capability):
-                gatherers += [] if implementation.unavailable() else [implementation]
-        else:
-            found.append(implementation)
-    if not found:
-        raise Unsupported(_refusal(a.implementation, problem, refused))
-    return Plan(problem, tuple(found), refused, later, tuple(gatherers))
-
-
-def _refusal(named: str | None, problem: Problem, refused: dict[str, list[str]]) -> str:
-    text = "; ".join(f"{name}: {', '.join(found)}" for name, found in refused.items())
-    if named is None:
-        return f"no implementation computes this problem: {text}"
-    others = [name for name in NAMES if name != named and not refusals(name, problem)]
-    return f"implementation={named!r} cannot compute this problem: {text}; available: {', '.join(others) or 'none'}"
-
-
-def refusals(name: str, problem: Problem) -> list[str]:
-    """Why an implementation does not compute a problem; empty when it does."""
-    implementation = load(name)
-    if isinstance(implementation, str):
-        return [implementation]
-    return implementation.unavailable() + reasons(problem, implementation.capability)
+    return plan_of(problem_of(a, geometry), a.implementation, backward)
 
 
 def problem_of(a: Arguments, geometry: list[int]) -> Problem:
@@ -256,7 +166,7 @@ def placed(
         given: the tensors of a BlockLayout, or one dense boolean mask.
         geometry: (block_q, block_kv, Q, K) of a BlockLayout; empty for a mask.
     """
-    p, first = plan.problem, plan.implementations[0]
+    p, first = plan.problem, cast(Implementation, plan.implementations[0])
     if pattern < 0:
         layout = _given_layout(p, first, a, given, geometry)
         _log(first.name, plan)
@@ -280,37 +190,27 @@ def held(where: Any) -> int:
 
 
 def _placed_pattern(plan: Plan, a: Arguments, terms: Terms, pattern: int) -> tuple[Implementation, Any]:
-    p, first = plan.problem, plan.implementations[0]
-    which = pattern_of(pattern)
-    if first.layout == "dense":
-        _log(first.name, plan)
-        return first, _dense_pattern(which, p, terms.q_offset, a.q.device)
-    if first.layout == "words":
-        _log(first.name, plan)
-        return first, _words_pattern(which, p, terms.q_offset, a.q.device)
+    p, which, device, q_offset = plan.problem, pattern_of(pattern), a.q.device, terms.q_offset
     which.check(p.Q, p.K, p.H, p.B)
-    machine = machine_of(plan, which, a.q.device)
-    at = cheapest(
-        which, p.Q, p.K, tiles=plan.tiles, gathers=plan.gathers, q_offset=terms.q_offset, machine=machine
-    )  # fmt: skip
-    if at >= len(plan.tiles):
-        implementation, choice = plan.gather_options[at - len(plan.tiles)]
-        _log(implementation.name, plan)
-        return implementation, cached_gather(
-            which, p.Q, p.K, block_q=choice.block_q, q_offset=terms.q_offset, device=a.q.device
+    chosen = choose(plan, which, q_offset, processors_of(p, device))
+    where: Any
+    if chosen.form == "dense":
+        where = _dense_pattern(which, p, q_offset, device)
+    elif chosen.form == "words":
+        where = _words_pattern(which, p, q_offset, device)
+    elif chosen.form == "gather":
+        where = cached_gather(which, p.Q, p.K, block_q=chosen.block_q, q_offset=q_offset, device=device)
+    else:
+        where = cached_layout(
+            which, p.Q, p.K, block_q=chosen.block_q, block_kv=chosen.block_kv, q_offset=q_offset, device=device
         )
-    implementation, (block_q, block_kv, _) = plan.options[at]
-    _log(implementation.name, plan)
-    return implementation, cached_layout(
-        which, p.Q, p.K, block_q=block_q, block_kv=block_kv, q_offset=terms.q_offset, device=a.q.device
-    )
+    _log(chosen.implementation.name, plan)
+    return cast(Implementation, chosen.implementation), where
 
 
-def machine_of(plan: Plan, pattern: Pattern, device: torch.device) -> Machine:
-    """How often the lists of a pattern are computed in a call, and by how many processors."""
-    p, (b, h) = plan.problem, pattern.lead
-    copies = (p.B if b == 1 else 1) * (p.H if h == 1 else 1)
-    return Machine(copies, processors(device) if p.device == "cuda" else 0)
+def processors_of(problem: Problem, device: torch.device) -> int:
+    """The multiprocessors of a GPU; 0 on a CPU, where the longest row is not looked at."""
+    return processors(device) if problem.device == "cuda" else 0
 
 
 def _given_layout(
@@ -377,7 +277,6 @@ def _maker(device: torch.device) -> int | None:
 
 
 def _dense_pattern(pattern: Pattern, p: Problem, q_offset: int, device: torch.device) -> Tensor:
-    pattern.check(p.Q, p.K, p.H, p.B)
     key = (pattern, p.Q, p.K, q_offset, device)
     mask = _dense.get(key)
     if mask is None:
@@ -390,7 +289,6 @@ def _words_pattern(pattern: Pattern, p: Problem, q_offset: int, device: torch.de
     key = (pattern, p.B, p.H, p.Q, p.K, q_offset, device)
     kept = _words.get(key)
     if kept is None:
-        pattern.check(p.Q, p.K, p.H, p.B)
         words = None
         if not isinstance(pattern, Dense):
             words = words_of(torch.from_numpy(pattern.materialize(p.Q, p.K, q_offset)), p.Q, p.K).to(device)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.rows import compute_dtype
-from gossamer.kernels.table import NAMES
 from gossamer.layouts import BlockLayout, TileList, Walk
-from gossamer.layouts.block import ARRAYS_PER_WALK
+from gossamer.layouts.walk import ARRAYS_PER_WALK
 from gossamer.patterns import Pattern
 from gossamer.patterns.grid import WORD
 from gossamer.patterns.validate import show
+from gossamer.plan.table import NAMES
 
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 MAX_HEAD = 4096

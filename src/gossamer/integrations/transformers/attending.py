@@ -12,9 +12,9 @@ from torch import Tensor
 from gossamer.integrations.transformers.closures import EVALUATED_PAIRS
 from gossamer.integrations.transformers.masks import Mask
 from gossamer.integrations.transformers.patterns import both
-from gossamer.kernels.contract import Unsupported
 from gossamer.patterns import Causal, Dense, Pattern
 from gossamer.patterns.validate import show
+from gossamer.plan.problem import Unsupported
 from gossamer.torch.api import attention
 from gossamer.torch.validate import describe
 

@@ -20,8 +20,8 @@ from gossamer.integrations.transformers.closures import (
     unknown,
     variables,
 )  # fmt: skip
-from gossamer.kernels.contract import Unsupported
 from gossamer.patterns import Pattern
+from gossamer.plan.problem import Unsupported
 
 PAIRS, DRAWS = 2048, 8
 REMEMBERED = 4096  # forms; sizes of a mask function may change in every step

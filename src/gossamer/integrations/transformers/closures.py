@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from gossamer.integrations.transformers.patterns import Blocks, Chunks, Evaluated, Keys, both, either, window
-from gossamer.kernels.contract import Unsupported
 from gossamer.patterns import Dense, Document, Local, Pattern, PerBatch
+from gossamer.plan.problem import Unsupported
 
 MaskFunction = Callable[..., Any]
 

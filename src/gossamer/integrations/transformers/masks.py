@@ -20,9 +20,9 @@ from gossamer.integrations.transformers.closures import (
     shared,
 )  # fmt: skip
 from gossamer.integrations.transformers.patterns import Keys, KeysFrom, Shifted, both, is_causal, of_distances
-from gossamer.kernels.contract import Unsupported
 from gossamer.patterns import Pattern
 from gossamer.patterns.validate import show
+from gossamer.plan.problem import Unsupported
 
 
 class Mask(BlockMask):

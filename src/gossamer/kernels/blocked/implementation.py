@@ -23,10 +23,12 @@ from gossamer.kernels.blocked.tiles import (
     uses,
     zeros,
 )
-from gossamer.kernels.contract import Capability, Problem, Scoring, Terms, TileChoice
+from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.launch import Direction, Operand, Prepared, one_function
 from gossamer.kernels.rows import compute_dtype, row_terms, sink_gradient
 from gossamer.layouts.block import BlockLayout
+from gossamer.plan.capability import Capability, TileChoice
+from gossamer.plan.problem import Problem
 
 _plans: WeakKeyDictionary[BlockLayout, dict[tuple[object, ...], Plan]] = WeakKeyDictionary()
 

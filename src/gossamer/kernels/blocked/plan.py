@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.blocked.masks import Masks, make_masks
-from gossamer.kernels.contract import Problem
 from gossamer.layouts.block import BlockLayout
+from gossamer.plan.problem import Problem
 
 SCRATCH_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}  # of the scores of one batch: the level-2 cache; few launches
 VIEW_BYTES = 128 << 10  # below this, copying keys into a larger batch costs less than a batch of its own

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.blocked.plan import Batch, Piece, Plan
-from gossamer.kernels.contract import Problem, Terms
+from gossamer.kernels.contract import Terms
 from gossamer.kernels.rows import compute_dtype
+from gossamer.plan.problem import Problem
 
 # Scores are in units of ln 2: torch's exp is ten times slower than exp2 on the -inf of a masked pair (on a CPU).
 LOG2E = 1.4426950408889634

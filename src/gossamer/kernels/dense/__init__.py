@@ -8,9 +8,11 @@ from typing import Any
 import torch
 import triton
 
-from gossamer.kernels.contract import Capability, Problem, Scoring, TileChoice
+from gossamer.kernels.contract import Scoring
 from gossamer.kernels.dense import launch
 from gossamer.kernels.launch import Direction, Operand, Prepared
+from gossamer.plan.capability import Capability, TileChoice
+from gossamer.plan.problem import Problem
 
 # B * H * Q * K of a forward, and of a backward. Past them lists of tiles win: measured on an H200, docs/results.md.
 MOST_PAIRS = (2**20, 2**18)

@@ -8,11 +8,12 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from gossamer.kernels import relaunch
-from gossamer.kernels.contract import Problem, Scoring
+from gossamer.kernels.contract import Scoring
 from gossamer.kernels.dense.kernels import backward_kernel, forward_kernel
 from gossamer.kernels.launch import EDGE, Builder, Kernel, Operand, Prepared
 from gossamer.kernels.relaunch import Programs, padded, strides
 from gossamer.kernels.scores import scales
+from gossamer.plan.problem import Problem
 
 KERNELS = {"forward": forward_kernel, "backward": backward_kernel}
 

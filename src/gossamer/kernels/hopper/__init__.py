@@ -8,9 +8,11 @@ import re
 from functools import cache, cached_property
 from typing import Any
 
-from gossamer.kernels.contract import Capability, GatherChoice, Problem, Terms, TileChoice
+from gossamer.kernels.contract import Terms
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout
+from gossamer.plan.capability import Capability, GatherChoice, TileChoice
+from gossamer.plan.problem import Problem
 
 NEEDED = {"nvidia-cutlass-dsl": (4, 8), "apache-tvm-ffi": (0, 1)}
 INSTALL = "in a checkout of gossamer: pip install '.[hopper]'"
@@ -86,17 +88,17 @@ class Hopper:
     @cached_property
     def launch(self) -> Any:
         """What calls the kernels, and imports torch."""
-        return importlib.import_module("gossamer.kernels.hopper.launch")
+        return importlib.import_module("gossamer.kernels.hopper.launch.forward")
 
     @cached_property
     def launch_backward(self) -> Any:
         """As `launch`, for the backward."""
-        return importlib.import_module("gossamer.kernels.hopper.launch_backward")
+        return importlib.import_module("gossamer.kernels.hopper.launch.backward")
 
     @cached_property
     def launch_gather(self) -> Any:
         """As `launch`, of both directions over gathered columns."""
-        return importlib.import_module("gossamer.kernels.hopper.gather.launch")
+        return importlib.import_module("gossamer.kernels.hopper.launch.gather")
 
     def tile(self, problem: Problem) -> tuple[int, int]:
         """(block_q, block_kv): three warpgroups of 64 query rows for small heads, where the accumulators are small.

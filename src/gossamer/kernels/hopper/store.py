@@ -25,20 +25,18 @@ from uuid import uuid4
 DIRECTORY = "GOSSAMER_CACHE_DIR"
 ARCHITECTURE = "sm_90a"
 DIGEST = 32
-# Modules of this package that only call the kernels: what they hold is in no object file.
-CALLERS = frozenset({"__init__.py", "launch.py", "launch_backward.py", "schedule.py"})
+FUNCTION = "kernel"  # what a kernel is called inside of its object file
+DEVICE = Path(__file__).with_name("device")  # all that kernels are made from; what calls them is in no object file
 
 _lock = RLock()  # the compiler is not made for threads
 log = logging.getLogger("gossamer")
 
 
 class Kernel:
-    """A kind of kernel: called with its configuration, gives the compiled function."""
+    """A kind of kernel, named as its entry in `device.entries`: called with its configuration, gives the function."""
 
-    def __init__(self, build: Callable[..., Any]) -> None:
-        self.build = build
-        self.name = build.__name__
-        self.__doc__ = build.__doc__
+    def __init__(self, name: str) -> None:
+        self.name = name
         self._kept: dict[Any, Callable[..., None]] = {}
 
     def __call__(self, *key: Any) -> Callable[..., None]:
@@ -50,6 +48,12 @@ class Kernel:
             if found is None:
                 found = self._kept[key] = _loaded(self.object(*key))
             return found
+
+    def build(self, *key: Any) -> Any:
+        """What the compiler makes of a configuration; it is imported here."""
+        from gossamer.kernels.hopper.device import entries
+
+        return getattr(entries, self.name)(*key)
 
     def path(self, *key: Any) -> Path:
         """The file of a configuration."""
@@ -81,7 +85,7 @@ class Kernel:
         made = self.build(*key)
         with tempfile.TemporaryDirectory() as folder:
             local = Path(folder) / "kernel.o"
-            made.export_to_c(str(local), function_name="kernel")
+            made.export_to_c(str(local), function_name=FUNCTION)
             data = local.read_bytes()
         log.info("compiled %s %s in %.1f s", self.name, key, perf_counter() - start)
         if _sources() != _fingerprint():
@@ -113,13 +117,13 @@ def _loaded(data: bytes) -> Callable[..., None]:
     with tempfile.TemporaryDirectory() as folder:
         local = Path(folder) / "kernel.o"
         local.write_bytes(data)
-        return load_module(str(local), enable_tvm_ffi=True).kernel
+        return getattr(load_module(str(local), enable_tvm_ffi=True), FUNCTION)
 
 
 def _digest(name: str, key: Any) -> str:
     settings = sorted((k, v) for k, v in os.environ.items() if k.startswith("CUTE_DSL_") and k != "CUTE_DSL_ARCH")
     architecture = os.environ.get("CUTE_DSL_ARCH", ARCHITECTURE)
-    what = (_fingerprint(), architecture, platform.machine(), settings, name, key)
+    what = (_fingerprint(), architecture, platform.machine(), settings, FUNCTION, name, key)
     return hashlib.sha256(repr(what).encode()).hexdigest()[:32]
 
 
@@ -134,7 +138,6 @@ def _sources() -> str:
     found = hashlib.sha256()
     for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
         found.update(f"{package} {importlib.metadata.version(package)}\n".encode())
-    folder = Path(__file__).parent
-    for path in sorted(path for path in folder.rglob("*.py") if path.name not in CALLERS):
-        found.update(f"{path.relative_to(folder).as_posix()}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
+    for path in sorted(DEVICE.rglob("*.py")):
+        found.update(f"{path.relative_to(DEVICE).as_posix()}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
     return found.hexdigest()

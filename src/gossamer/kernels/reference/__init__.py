@@ -11,9 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Capability, Problem, Scoring, Terms, TileChoice
+from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.launch import Direction, Operand, Prepared, one_function
 from gossamer.kernels.rows import compute_dtype, row_terms, sink_gradient
+from gossamer.plan.capability import Capability, TileChoice
+from gossamer.plan.problem import Problem
 
 
 def kept(mask: Tensor, terms: Terms, K: int) -> Tensor:

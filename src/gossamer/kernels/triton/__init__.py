@@ -9,7 +9,7 @@ import torch
 import triton
 
 from gossamer.kernels import relaunch
-from gossamer.kernels.contract import Capability, Problem, Scoring, TileChoice
+from gossamer.kernels.contract import Scoring
 from gossamer.kernels.launch import Direction, Operand, Prepared
 from gossamer.kernels.relaunch import Programs
 from gossamer.kernels.triton.block import launch as launch_block
@@ -23,6 +23,8 @@ from gossamer.kernels.triton.row_terms import row_terms_kernel
 from gossamer.kernels.triton.wide import launch as launch_wide
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout
+from gossamer.plan.capability import Capability, TileChoice
+from gossamer.plan.problem import Problem
 
 
 class Triton:

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from gossamer.kernels import relaunch
-from gossamer.kernels.contract import Problem, Scoring
+from gossamer.kernels.contract import Scoring
 from gossamer.kernels.launch import Builder
 from gossamer.kernels.relaunch import padded, strides
 from gossamer.kernels.scores import scales
+from gossamer.plan.problem import Problem
 
 # Offsets inside a tile are 32-bit: 256 rows (the largest tile) times this stride stay below 2**31.
 LARGEST_ROW_STRIDE = 2**22

@@ -24,7 +24,7 @@ from gossamer.kernels.triton.block.forward import forward_kernel
 from gossamer.kernels.triton.block.key_gradients import dkdv_kernel
 from gossamer.kernels.triton.block.query_gradient import dq_kernel
 from gossamer.kernels.triton.config import ARCHITECTURES, BUCKETS, DIRECTIONS, SHARED_MEMORY, Direction
-from gossamer.layouts.block import KINDS
+from gossamer.layouts.walk import KINDS
 
 KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 STREAMED = {"forward": ("k", "v"), "dq": ("k", "v"), "dkdv": ("q", "dout")}

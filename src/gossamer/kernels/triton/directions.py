@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gossamer.kernels.contract import Problem, Scoring
+from gossamer.kernels.contract import Scoring
 from gossamer.kernels.launch import EDGE, Builder, Kernel, Operand, Prepared
 from gossamer.kernels.triton.arguments import arrays, operand, row_results, terms, vector
 from gossamer.kernels.triton.config import GRADIENTS, WALKS, Direction
 from gossamer.kernels.triton.row_terms import row_terms
+from gossamer.plan.problem import Problem
 
 # Adds the kernels of a direction, whose arguments are among the given ones.
 Walk = Callable[[Builder, Direction, dict[str, Any]], None]

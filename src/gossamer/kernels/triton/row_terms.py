@@ -5,12 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gossamer.kernels.contract import Problem
 from gossamer.kernels.launch import Builder
 from gossamer.kernels.relaunch import padded
 from gossamer.kernels.softmax import empty_rows
 from gossamer.kernels.triton.arguments import arrays, operand, step
 from gossamer.kernels.triton.rows import load_rows
+from gossamer.plan.problem import Problem
 
 ROWS = 32  # of a program
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from gossamer.kernels.contract import Problem, Scoring
+from gossamer.kernels.contract import Scoring
 from gossamer.kernels.launch import ALIGNMENT, BYTES, Builder, Operand, Prepared
 from gossamer.kernels.relaunch import padded
 from gossamer.kernels.triton import directions
@@ -18,6 +18,7 @@ from gossamer.kernels.triton.block.query_gradient import dq_kernel
 from gossamer.kernels.triton.block.schedule import schedule_of
 from gossamer.kernels.triton.config import WALKS, Direction
 from gossamer.layouts.block import BlockLayout
+from gossamer.plan.problem import Problem
 
 KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 STREAMED = {"forward": ("k", "v"), "dq": ("k", "v"), "dkdv": ("q", "dout")}

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Problem
 from gossamer.kernels.triton.merge import CutRows
-from gossamer.layouts.block import KINDS, BlockLayout, TileList, Walk
+from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.schedule import row_lengths, split_limit, work_items
+from gossamer.layouts.walk import KINDS, TileList, Walk
+from gossamer.plan.problem import Problem
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gossamer.kernels.contract import GatherChoice
 from gossamer.kernels.relaunch import padded
 from gossamer.kernels.triton.config import X3, Direction
+from gossamer.plan.capability import GatherChoice
 
 _SHORT, _LONG = frozenset({"float16", "bfloat16"}), frozenset({"float32"})
 # Fitted to what one H200 measured (docs/kernels/gather.md), forward and backward weighed together. In pairs of a full
 # tile of the fastest implementation; float32 products are slower, so a gathered column is fewer of them. What a row of
-# float32 costs is set against the `TILE_ROW` of layouts/choice.py. Steps, and heads over 64 with one and 16 rows, were
+# float32 costs is set against the `TILE_ROW` of plan/choice.py. Steps, and heads over 64 with one and 16 rows, were
 # fitted to forwards of 512 to 4096 positions (docs/host_time.md); the steps of float32 are guessed from those.
 GATHERS = (
     GatherChoice(1, _SHORT, max_head_dim=64, min_sm=80,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from gossamer.kernels.contract import Problem, Scoring
+from gossamer.kernels.contract import Scoring
 from gossamer.kernels.launch import EDGE, Builder, Kernel, Operand, Prepared
 from gossamer.kernels.triton import directions
 from gossamer.kernels.triton.arguments import arrays, listed
@@ -15,6 +15,7 @@ from gossamer.kernels.triton.gather import rows, tiles
 from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig
 from gossamer.kernels.triton.gather.schedule import schedule_of
 from gossamer.layouts.gather import GatherLayout
+from gossamer.plan.problem import Problem
 
 # Query rows of the row terms are padded to this: the largest group of rows.
 PADDED_ROWS = 64

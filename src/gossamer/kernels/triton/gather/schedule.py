@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Problem
 from gossamer.kernels.launch import BYTES
 from gossamer.kernels.triton.config import Direction
 from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig, group_config, piece, row_config
 from gossamer.kernels.triton.merge import CutRows
 from gossamer.layouts.gather import GatherLayout, GatherWalk, item_limit
 from gossamer.layouts.schedule import cut
+from gossamer.plan.problem import Problem
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Problem, Scoring
+from gossamer.kernels.contract import Scoring
 from gossamer.kernels.launch import EDGE, Builder, Kernel, Operand, Prepared, compact
 from gossamer.kernels.triton.arguments import arrays, listed, operand, row_results, step, terms, vector
 from gossamer.kernels.triton.wide.kernels import gradient_kernel, output_kernel, products_kernel
-from gossamer.layouts.block import BlockLayout, Walk
+from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.walk import Walk
+from gossamer.plan.problem import Problem
 
 KERNELS = (products_kernel, output_kernel, gradient_kernel)
 OPTIONS = {"num_warps": 8, "num_stages": 2}

@@ -1,0 +1,122 @@
+"""Which configuration a call takes: tile and stage choices of the kernels, one per (D, E, direction)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from gossamer.kernels.hopper.device.configurations import BackwardConfig, ForwardConfig, QueryConfig, WideConfig
+from gossamer.kernels.hopper.device.gather.configurations import SIZES, GatherConfig, SplitConfig
+
+WIDE = 128  # heads over this size have a kernel of their own for dK and dV, and dQ by rows
+# Padded head sizes: a smaller head is padded with zeros by TMA, exactly.
+HEAD_SIZES = (64, 96, 128, 192, 256)
+
+
+def padded(size: int) -> int:
+    """The smallest compiled head size that holds `size`."""
+    for candidate in HEAD_SIZES:
+        if size <= candidate:
+            return candidate
+    raise ValueError(f"head size {size} is over {HEAD_SIZES[-1]}")
+
+
+# What benchmarks/tune.py found faster than the choices below: kernel -> head sizes and tile -> fields.
+TUNED = Path(__file__).with_name("tuned.json")
+
+
+def tuned(kernel: str, D: int, E: int, block_q: int, block_kv: int) -> dict[str, Any]:
+    """Fields of a configuration that were measured."""
+    return _tuned().get(kernel, {}).get(tuned_key(D, E, block_q, block_kv), {})
+
+
+def tuned_key(D: int, E: int, block_q: int, block_kv: int) -> str:
+    """How head sizes and a layout's tile are written in tuned.json."""
+    return f"{D},{E} {block_q}x{block_kv}"
+
+
+@cache
+def _tuned() -> dict[str, dict[str, dict[str, Any]]]:
+    return json.loads(TUNED.read_text())
+
+
+@cache
+def forward_config(
+    dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str, lengths: bool = False
+) -> ForwardConfig:
+    """The configuration for head sizes D, E and a layout of block_q x block_kv tiles."""
+    D, E = padded(max(D, E)), padded(E)
+    blocks = 1
+    if block_q == 64:
+        step, stages, q_stages, blocks = {
+            64: (64, 4, 2, 2), 96: (64, 3, 2, 2), 128: (64, 2, 2, 2), 192: (64, 3, 2, 1), 256: (64, 2, 2, 1)
+        }[D]  # fmt: skip
+    else:
+        step, stages, q_stages = {
+            64: (128, 2, 2), 96: (128, 2, 2), 128: (128, 2, 2), 192: (64, 2, 2), 256: (64, 2, 1)
+        }[D]  # fmt: skip
+    # With 192 rows, or more columns, the registers do not hold a row beside the others, and beside a soft cap not even
+    # what tells where scores are computed again.
+    hold = (0 if score == "softcap" else 3) if block_q == 192 else 2 if E <= 128 else 1
+    found = ForwardConfig(
+        dtype, D, E, block_q, block_kv, step, stages, q_stages, blocks, hold, lengths=lengths, score=score
+    )
+    return replace(found, **tuned("forward", D, E, block_q, block_kv))
+
+
+@cache
+def backward_config(
+    dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str, with_dq: bool, lengths: bool = False
+) -> BackwardConfig:
+    """The configuration of the column kernel for head sizes D, E and a layout of block_q x block_kv tiles."""
+    size = padded(max(D, E))
+    step = 128 if (size, block_kv, score) == (64, 128, "fold") else 64
+    stages = 3 if block_kv == 64 and size < 128 else 2
+    q_stages = 3 if size < 128 and step == 64 else 2
+    found = BackwardConfig(
+        dtype, size, size, block_q, block_kv, q_stages, stages, score, with_dq, lengths=lengths, step=step
+    )
+    return replace(found, **tuned("backward", size, size, block_q, block_kv))
+
+
+@cache
+def wide_config(
+    dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str, lengths: bool = False
+) -> WideConfig:
+    """The configuration of dK and dV for head sizes over 128 and a layout of block_q x block_kv tiles."""
+    D, E = padded(max(D, E)), padded(E)
+    stages = 2 if D > 192 else 3
+    found = WideConfig(dtype, D, E, block_q, block_kv, 64, stages, stages, score, lengths)
+    return replace(found, **tuned("wide", D, E, block_q, block_kv))
+
+
+@cache
+def query_config(
+    dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str, lengths: bool = False
+) -> QueryConfig:
+    """The configuration of dQ by rows for head sizes D, E and a layout of block_q x block_kv tiles."""
+    D, E = padded(max(D, E)), padded(E)
+    step, k_stages, v_stages = {
+        64: (128, 2, 2), 96: (128, 2, 2), 128: (128, 2, 2), 192: (64, 2, 2), 256: (64, 2, 1)
+    }[D]  # fmt: skip
+    # Three warpgroups have 160 registers a thread each: room for a quarter of the scores of a 128-key tile.
+    step = min(step, block_kv, 64 if block_q == 192 else 128)
+    found = QueryConfig(dtype, D, E, block_q, block_kv, step, k_stages, v_stages, score, lengths)
+    return replace(found, **tuned("query_gradient", D, E, block_q, block_kv))
+
+
+@cache
+def gather_config(
+    direction: str, dtype: str, D: int, E: int, score: str, lengths: bool = False
+) -> GatherConfig | SplitConfig:
+    """The configuration for head sizes D and E."""
+    if dtype == "float32":
+        if direction != "forward" or max(D, E) > SplitConfig.size:
+            raise ValueError(f"no gather kernel of float32 for {direction} with heads of {D} and {E}")
+        return SplitConfig(lengths=lengths, score=score)
+    size = SIZES[0] if max(D, E) <= SIZES[0] else SIZES[1]
+    stages, blocks = {64: (3, 3) if direction == "forward" else (4, 2), 128: (2, 2)}[size]
+    return GatherConfig(direction, dtype, size, stages, blocks, lengths=lengths, score=score)

@@ -1,0 +1,18 @@
+"""The compiled kernels by kind: called with its configuration, each gives a function of torch tensors and numbers.
+
+Types and order of the arguments are those of the entry of the same name in `device.entries`; see `store` as well.
+"""
+
+from __future__ import annotations
+
+from gossamer.kernels.hopper.store import Kernel
+
+forward = Kernel("forward")
+backward = Kernel("backward")
+wide = Kernel("wide")
+query_gradient = Kernel("query_gradient")
+gather = Kernel("gather")
+merge = Kernel("merge")
+sum_parts = Kernel("sum_parts")
+preprocess = Kernel("preprocess")
+postprocess = Kernel("postprocess")

@@ -1,0 +1,33 @@
+"""The backward kernels: dK, dV and dQ of a walk over key tiles, and what runs before and after it.
+
+The column kernel (kernel.py) walks `layout.columns`: rows of that walk are keys, its columns queries. Its arguments:
+
+q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E), dout (B, H, Q, E); dk (B, G, K, D), dv (B, G, K, E) are written whole.
+terms (2, B, H, Qp) float32, Qp = Q rounded up to 128. terms[0] is lse * log2(e), +inf for an empty row and past Q;
+    terms[1] is rowsum(dout * out) - dlse, 0 past Q. So p = exp2(exponent * s - terms[0]) is 0 where nothing is kept.
+dq_sum (B, H, Qp / 64, 64 * D) float32, D padded, zeroed before the launch: the sum of dS K, without the scale. A tile
+    of 64 rows is stored as its accumulator lies in the registers of a warpgroup: element (j * 128 + t) * 4 + 2 * r + c
+    is row 16 * (t // 32) + t % 32 // 4 + 8 * r, column 8 * j + 2 * (t % 4) + c, for j < D / 8, t < 128, r and c < 2.
+    One tile is one contiguous block, added to by bulk reduction; only (1, 1, 1, 64 * D) floats, unread, without dQ.
+work (n, ITEM) int32, segments (m, SEGMENT) int32, lists, lo, hi and pool: see below and column_items.py.
+part_dk (slots, block_kv, D), part_dv (slots, block_kv, E) float32: parts of split columns, without the scale, every row
+    written; summed in slot order afterwards, times the scale for dk.
+lengths (B,) int32 where the configuration has them, else None: keys j >= lengths[b] are not attended. Their dk and dv
+    are zero, and they add nothing to dq_sum.
+tickets (1,) int32, then before, exponent, factor (Float32) and items (n), blocks (Int32):
+    scores are s = q . k; "fold": exponent = scale * log2(e), before = 1 (any sign of the scale, zero too);
+    "softcap": before = scale / softcap, exponent = softcap * log2(e). factor = scale is what dk is multiplied by.
+
+An item is 16 words: batch, key head, key tile, slot (-1: not split), first segment, segments, 1, and with lengths the
+keys that count (the kernel fills these in). It computes one key tile of one key head over its segments, and writes dk
+and dv (or its slot of the parts). An item without segments writes zeros. Their order is that of `for_every_head` in the
+`hopper.schedule.rows`.
+
+A segment is 8 words: query head within the group of the key head (0 .. H / G - 1), row of the walk's lists in lo and
+hi, then for each of full, interval and bits the first entry in `lists` and the count (as in the forward's items). An
+item of a shared list has one segment a query head; a split item has the pieces of the concatenation of its heads'
+lists that fall into its range. Segments with no entries are allowed.
+
+Head sizes over 128 are wide.py's, which takes the same arguments and writes dK and dV alone: its items are the halves
+of 64 keys of a key tile. dQ is then made by rows (query.py) in both modes, and so it is for tiles of 64 x 64.
+"""

@@ -1,0 +1,69 @@
+"""What the roles of the column kernel share: fields of a step's description, named barriers, bulk copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+STEP = 8  # words for each 64 queries of a step: what the producer tells about them
+KIND, FIRST, ENTRY, WORD, STEP_HEAD, STEP_BATCH = range(6)
+# Kinds: all pairs, an interval of each row, one bit a pair, no more steps, nothing (to fill up a step).
+KEPT, BOUNDED, MASKED, END, NONE = range(5)
+STAGES = 2  # of dS
+READY = 1  # named barriers 1 to 4: dS of the other warpgroup is there, of steps with even and with odd numbers
+FULL_OUT = 5  # named barriers 5, 6: a warpgroup has written its staging memory
+FREE_OUT = 7  # named barriers 7, 8: its staging memory may be written
+
+
+def _half(code: str, pair: Int32, loc: Any, ip: Any) -> Float32:
+    return Float32(
+        llvm.inline_asm(
+            T.f32(), [Int32(pair).ir_value(loc=loc, ip=ip)], code, "=f,r",
+            has_side_effects=False, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+        )
+    )  # fmt: skip
+
+
+@dsl_user_op
+def low(pair: Int32, dtype: type, *, loc: Any = None, ip: Any = None) -> Float32:
+    """The first of two 16-bit numbers in a register."""
+    if dtype is cutlass.BFloat16:
+        return _half("{ .reg .b32 t; shl.b32 t, $1, 16; mov.b32 $0, t; }", pair, loc, ip)
+    return _half("{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, a; }", pair, loc, ip)
+
+
+@dsl_user_op
+def high(pair: Int32, dtype: type, *, loc: Any = None, ip: Any = None) -> Float32:
+    """The second of two 16-bit numbers in a register."""
+    if dtype is cutlass.BFloat16:
+        return _half("{ .reg .b32 t; and.b32 t, $1, 0xffff0000; mov.b32 $0, t; }", pair, loc, ip)
+    return _half("{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, b; }", pair, loc, ip)
+
+
+@dsl_user_op
+def bulk_add(target: cute.Pointer, source: cute.Pointer, size: int, *, loc: Any = None, ip: Any = None) -> None:
+    """Add `size` bytes of float32 in shared memory to global memory, asynchronously: one thread issues it."""
+    from_ = source.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
+    llvm.inline_asm(
+        None, [target.llvm_ptr, from_, Int32(size).ir_value(loc=loc, ip=ip)],
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;", "l,r,r",
+        has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+    )  # fmt: skip
+
+
+@dsl_user_op
+def add_four(
+    target: cute.Pointer, a: Float32, b: Float32, c: Float32, d: Float32, *, loc: Any = None, ip: Any = None
+) -> None:
+    """Add four float32 to 16 bytes of global memory."""
+    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c, d)]
+    llvm.inline_asm(
+        None, [target.llvm_ptr, *values],
+        "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};", "l,f,f,f,f",
+        has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+    )  # fmt: skip

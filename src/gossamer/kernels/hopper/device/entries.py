@@ -1,0 +1,188 @@
+"""The entry of every kind of kernel, as the compiler is called for it: without a GPU and without tensors.
+
+An entry takes a configuration and gives what `cute.compile` makes of the kernel and the types of its arguments: buffers
+and numbers, one after the other. To add one, write such a function here and its name into `hopper.compiled`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
+
+from gossamer.kernels.hopper.device.backward.kernel import Backward
+from gossamer.kernels.hopper.device.backward.parts import Sum
+from gossamer.kernels.hopper.device.backward.query import QueryGradient
+from gossamer.kernels.hopper.device.backward.rows import Postprocess, Preprocess
+from gossamer.kernels.hopper.device.backward.wide import Wide
+from gossamer.kernels.hopper.device.column_items import SEGMENT
+from gossamer.kernels.hopper.device.common import NUMBERS
+from gossamer.kernels.hopper.device.configurations import BackwardConfig, ForwardConfig, QueryConfig, WideConfig
+from gossamer.kernels.hopper.device.forward.kernel import Forward
+from gossamer.kernels.hopper.device.forward.merge import Merge
+from gossamer.kernels.hopper.device.gather.columns import GatherColumns
+from gossamer.kernels.hopper.device.gather.configurations import GatherConfig, SplitConfig
+from gossamer.kernels.hopper.device.gather.forward import GatherForward
+from gossamer.kernels.hopper.device.gather.query import GatherQuery
+from gossamer.kernels.hopper.device.gather.split_forward import SplitForward
+from gossamer.kernels.hopper.device.merges import MERGE
+from gossamer.kernels.hopper.device.row_items import ITEM
+
+OPTIONS = "--enable-tvm-ffi"
+
+
+def forward(config: ForwardConfig) -> Any:
+    """The forward kernel of a configuration, and the merge of its parts."""
+    n, c, s = NUMBERS[config.dtype], config, cute.sym_int
+    H, G, Q = s(), s(), s()
+    rows, lists = compact(Int32, s(), s()), compact(Int32, 2, s())
+    return cute.compile(
+        Forward(c),
+        strided(n, s(), H, Q), strided(n, s(), G, s()), strided(n, s(), G, s()), strided(n, s(), H, Q),
+        _rows(s(), H, Q), compact(Int32, s(), ITEM), lists, rows, compact(Int32, s(), s()),
+        compact(Int32, s(), c.block_kv // 32), compact(Float32, s()),
+        compact(Float32, s(), c.block_q, c.E), compact(Float32, s(), c.block_q), compact(Int32, s(), MERGE),
+        compact(Int32, s()), compact(Int32, 1), Float32(1), Float32(1), *[Int32(1)] * 4,
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
+    )  # fmt: skip
+
+
+def backward(config: BackwardConfig) -> Any:
+    """The column kernel of a configuration."""
+    n, c, s = NUMBERS[config.dtype], config, cute.sym_int
+    B, H, G, K = s(), s(), s(), s()
+    bounds = compact(Int32, s(), s())
+    return cute.compile(
+        Backward(c),
+        strided(n, B, H, s()), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, s()),
+        compact(Float32, 2, s(), s(), s(divisibility=128)), compact(Float32, s(), s(), s(), 64 * c.D),
+        strided(n, B, G, K), strided(n, B, G, K), compact(Int32, s(), ITEM), compact(Int32, s(), SEGMENT),
+        compact(Int32, 2, s()), bounds, bounds, compact(Int32, s(), c.block_q // 32),
+        compact(Float32, s(), c.block_kv, c.D), compact(Float32, s(), c.block_kv, c.E), _lengths(c),
+        compact(Int32, 1), *[Float32(1)] * 3, *[Int32(1)] * 2,
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
+    )  # fmt: skip
+
+
+def wide(config: WideConfig) -> Any:
+    """dK and dV of wide heads."""
+    n, c, s = NUMBERS[config.dtype], config, cute.sym_int
+    B, H, G, Q, K = s(), s(), s(), s(), s()
+    bounds = compact(Int32, s(), s())
+    return cute.compile(
+        Wide(c), strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q),
+        compact(Float32, 2, B, H, s()), compact(Float32, s(), s(), s(), 64 * c.D), strided(n, B, G, K),
+        strided(n, B, G, K), compact(Int32, s(), ITEM), compact(Int32, s(), SEGMENT), compact(Int32, 2, s()), bounds,
+        bounds, compact(Int32, s(), c.block_q // 32), compact(Float32, s(), c.tile_kv, c.D),
+        compact(Float32, s(), c.tile_kv, c.E), _lengths(c), compact(Int32, 1),
+        *[Float32(1)] * 3, *[Int32(1)] * 2, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=OPTIONS,
+    )  # fmt: skip
+
+
+def merge(dtype: str, E: int, block_q: int) -> Any:
+    """The merge of the parts of gathered rows."""
+    s = cute.sym_int
+    return cute.compile(
+        Merge(E, block_q), strided(NUMBERS[dtype], s(), s(), s()), _rows(s(), s(), s()),
+        compact(Float32, s(), block_q, E), compact(Float32, s(), block_q), compact(Int32, s(), MERGE),
+        compact(Float32, s()), Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=OPTIONS,
+    )  # fmt: skip
+
+
+def preprocess(dtype: str, E: int, zeroed: int) -> Any:
+    """Row terms of the backward; zeroes sums of dQ of `zeroed` columns (0: none)."""
+    n, s = NUMBERS[dtype], cute.sym_int
+    B, H, Q = s(), s(), s()
+    return cute.compile(
+        Preprocess(E, zeroed), strided(n, B, H, Q), strided(n, B, H, Q), _rows(B, H, Q), _rows(B, H, Q),
+        compact(Float32, 2, B, H, s()), compact(Float32, s(), s(), s(), 64 * zeroed if zeroed else s()), Int32(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
+    )  # fmt: skip
+
+
+def postprocess(dtype: str, D: int) -> Any:
+    """dQ from its float32 sums."""
+    n, s = NUMBERS[dtype], cute.sym_int
+    B, H = s(), s()
+    return cute.compile(
+        Postprocess(n, D), compact(Float32, B, H, s(), 64 * D), strided(n, B, H, s()), Float32(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
+    )  # fmt: skip
+
+
+def query_gradient(config: QueryConfig) -> Any:
+    """dQ by rows."""
+    n, c, s = NUMBERS[config.dtype], config, cute.sym_int
+    B, H, G, Q, K = s(), s(), s(), s(), s()
+    rows = compact(Int32, s(), s())
+    return cute.compile(
+        QueryGradient(c), strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q),
+        compact(Float32, 2, B, H, s()), strided(n, B, H, Q), compact(Int32, s(), ITEM), compact(Int32, 2, s()), rows,
+        rows, compact(Int32, s(), c.block_kv // 32), compact(Float32, s(), c.block_q, c.D), _lengths(c),
+        compact(Int32, 1), *[Float32(1)] * 3, *[Int32(1)] * 2,
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
+    )  # fmt: skip
+
+
+def gather(config: GatherConfig | SplitConfig) -> Any:
+    """A kernel over gathered columns: the forward, dQ, or dK and dV."""
+    n, c, s = NUMBERS[config.dtype], config, cute.sym_int
+    B, H, G, Q, K = s(), s(), s(), s(), s()
+    inputs = strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q)
+    items, lists = compact(Int32, s(), ITEM), (compact(Int32, s()), compact(Int32, s(), 64))
+    terms, part, lengths = compact(Float32, 2, B, H, s()), compact(Float32, s(), 64, c.size), compact(Int32, s())
+    tickets, stream = compact(Int32, 1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    of_forward = (
+        inputs[3], _rows(B, H, Q), items, *lists, compact(Float32, s()), part, compact(Float32, s(), 64), lengths,
+        tickets, *[Float32(1)] * 2, *[Int32(1)] * 3, stream,
+    )  # fmt: skip
+    if isinstance(c, SplitConfig):
+        halves = *[compact(Float16, B, G, K, 2 * c.size)] * 2, compact(Float32, B, G, K, 2)
+        return cute.compile(SplitForward(c), *inputs[:3], *halves, *of_forward, options=OPTIONS)
+    if c.direction == "forward":
+        return cute.compile(GatherForward(c), *inputs[:3], *of_forward, options=OPTIONS)
+    numbers = [Float32(1)] * 3 + [Int32(1)] * 2
+    if c.direction == "query":
+        return cute.compile(
+            GatherQuery(c), *inputs, terms, strided(n, B, H, Q), items, *lists, part, lengths, tickets, *numbers,
+            stream, options=OPTIONS,
+        )  # fmt: skip
+    return cute.compile(
+        GatherColumns(c), *inputs, terms, strided(n, B, G, K), strided(n, B, G, K), items, compact(Int32, s(), SEGMENT),
+        *lists, part, compact(Float32, s(), 64, c.size), lengths, tickets, *numbers, stream, options=OPTIONS,
+    )  # fmt: skip
+
+
+def sum_parts(dtype: str, size: int, block: int) -> Any:
+    """The sum of the parts of split tiles of `block` rows."""
+    s = cute.sym_int
+    return cute.compile(
+        Sum(size, block), strided(NUMBERS[dtype], s(), s(), s()), compact(Float32, s(), block, size),
+        compact(Int32, s(), MERGE), Float32(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
+    )  # fmt: skip
+
+
+def strided(dtype: Any, *lead: Any) -> Any:
+    """A fake (B, heads, rows, columns) tensor as TMA wants it: strides and address multiples of 16 bytes."""
+    strides = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
+    return make_fake_tensor(dtype, (*lead, cute.sym_int()), (*strides, 1), assumed_align=16)
+
+
+def _rows(*shape: Any) -> Any:
+    """A fake float32 (B, H, rows) tensor of any strides."""
+    return make_fake_tensor(Float32, shape, tuple(cute.sym_int64() for _ in shape), assumed_align=4)
+
+
+def _lengths(config: Any) -> Any:
+    """Key lengths of the batch elements, where a configuration of the backward reads them: else no argument."""
+    return compact(Int32, cute.sym_int()) if config.lengths else None
+
+
+def compact(dtype: Any, *shape: Any) -> Any:
+    order = tuple(reversed(range(len(shape))))
+    return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=16)

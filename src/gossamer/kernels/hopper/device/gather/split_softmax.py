@@ -1,0 +1,124 @@
+"""The softmax of the float32 forward over gathered columns.
+
+Probabilities are split as numbers are: P' = 2^(t - r) f, with t a score in base 2, f the power of the value's row and r
+a reference of the query's row, is what is multiplied into the values as they are stored; the row sums add 2^(t - r). So
+that neither leaves its range, r follows the largest t + log2 f, what a key adds to the result, and not the largest t:
+P' is between 1 and 2^LIMIT where it counts, and 2^(t - r) between 2^-126 and 2^112 there, whatever the rows of V hold
+(up to 2^103; in larger ones what is far below a row's largest contribution is lost).
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from gossamer.kernels.hopper.device import instructions
+from gossamer.kernels.hopper.device.common import ROWS, ring
+from gossamer.kernels.hopper.device.gather.configurations import SplitConfig
+from gossamer.kernels.hopper.device.gather.split import BIAS, FIELD, float_bits, split
+
+LIMIT = 12  # log2 of the largest P' that is split
+LOWEST = -(1 << 31)
+MINE = 0x03030303  # of a mask word that is shifted to a thread's first column: the columns of this thread
+
+
+class SplitSoftmax:
+    """Of the rows of a warpgroup; fragments as in instructions.py."""
+
+    config: SplitConfig
+
+    @cute.jit
+    def powers_of_two(self, env, scores, words, kv):
+        """Scores to t - r of this module's text, in place.
+
+        Returns the powers of the values' rows, and whether references were raised, and O is to be rescaled.
+        """
+        c = self.config
+        count = const_expr(ROWS // 8)
+        values = cute.make_rmem_tensor((2 * count,), Float32)  # powers of the rows of V, of this thread's columns
+        slot = ring(kv, 2 * c.stages)[0]
+        for j in cutlass.range_constexpr(count):
+            found = self.powers_of(env, slot, j)
+            for e in cutlass.range_constexpr(2):
+                values[2 * j + e] = found[2 * e + 1]
+                for r in cutlass.range_constexpr(instructions.ROWS):
+                    i = const_expr(4 * j + 2 * r + e)
+                    scores[i] = scores[i] * found[2 * e]
+                    if const_expr(c.score != "fold"):
+                        scores[i] = scores[i] * env.row[r]
+        if const_expr(c.score == "softcap"):
+            instructions.soft_cap(scores, Float32(1.0))
+        instructions.keep(scores, words)
+        top = [Int32(LOWEST) for _ in range(4)]
+        for r in cutlass.range_constexpr(instructions.ROWS):
+            factor = env.row[r] if const_expr(c.score == "fold") else env.exponent
+            shift = instructions.shift_of(env.reference[r])
+            for j in cutlass.range_constexpr(count):
+                i = const_expr(4 * j + 2 * r)
+                for e in cutlass.range_constexpr(2):
+                    scores[i + e] = scores[i + e] * factor - shift
+                k = const_expr(2 * r + j % 2)
+                top[k] = instructions.largest(scores[i], scores[i + 1], top[k])
+        # Bits of floats are compared: negative limits are passed always, and the references then are what they were.
+        some = cute.recast_tensor(values, Int32)
+        most = some[0]
+        for i in cutlass.range_constexpr(1, 2 * count):
+            most = cutlass.max(most, some[i])
+        room = Int32(LIMIT + BIAS) - (most >> FIELD)
+        limit = float_bits(Float32(room)) if room >= 0 else Int32(LOWEST)
+        kept = [((words[r, 0] | words[r, 1]) & MINE) != 0 for r in range(instructions.ROWS)]
+        unset = ((env.reference[0] == -Float32.inf) & kept[0]) | ((env.reference[1] == -Float32.inf) & kept[1])
+        above = cutlass.max(cutlass.max(top[0], top[1]), cutlass.max(top[2], top[3])) > limit
+        raised = cute.arch.vote_any_sync(unset | above)
+        if raised:
+            self.raise_references(env, scores, values)
+        return values, raised
+
+    @cute.jit
+    def probabilities(self, env, scores, values):
+        """The sums of 2^(t - r), and P' in halves."""
+        for r in cutlass.range_constexpr(instructions.ROWS):
+            sums = [Float32(0.0) for _ in range(4)]
+            for j in cutlass.range_constexpr(ROWS // 8):
+                for e in cutlass.range_constexpr(2):
+                    i = const_expr(4 * j + 2 * r + e)
+                    weight = cute.math.exp2(scores[i], fastmath=True)
+                    place = const_expr(2 * (j % 2) + e)
+                    sums[place] = sums[place] + weight
+                    scores[i] = weight * values[2 * j + e]
+            env.row_sum[r] = env.row_sum[r] + ((sums[0] + sums[1]) + (sums[2] + sums[3]))
+        split(scores, *env.p)
+
+    @cute.jit
+    def powers_of(self, env, slot, j: cutlass.Constexpr):
+        """Powers of (K, V) of this thread's two columns of each eight."""
+        place = cute.assume(2 * (slot * ROWS + 8 * j + env.quad), divby=4)
+        found = cute.make_rmem_tensor((4,), Float32)
+        cute.autovec_copy(cute.make_tensor(env.powers.iterator + place, cute.make_layout(4)), found)
+        return found
+
+    @cute.jit
+    def raise_references(self, env, scores, values):
+        """Make what a row's largest contribution has the new reference, and `scores` relative to it."""
+        logs = cute.make_rmem_tensor_like(values)
+        for i in cutlass.range_constexpr(cute.size(values)):
+            logs[i] = cute.math.log2(values[i], fastmath=True)
+        for r in cutlass.range_constexpr(instructions.ROWS):
+            top = Float32(-Float32.inf)
+            for j in cutlass.range_constexpr(cute.size(values) // 2):
+                for e in cutlass.range_constexpr(2):
+                    top = cute.arch.fmax(top, scores[4 * j + 2 * r + e] + logs[2 * j + e])
+            top = instructions.over_quad(top)
+            known = env.reference[r] != -Float32.inf
+            by = cute.arch.fmax(top, Float32(0.0)) if known else top
+            move = Float32(0.0) if by == -Float32.inf else by
+            env.reference[r] = env.reference[r] + by if known else by
+            # In two steps: sums of rows whose values were small are large.
+            step = cute.math.exp2(move * -0.5, fastmath=True) if known else Float32(1.0)
+            env.row_sum[r] = env.row_sum[r] * step * step
+            env.rescale[r] = step * step
+            for j in cutlass.range_constexpr(cute.size(values) // 2):
+                for e in cutlass.range_constexpr(2):
+                    i = const_expr(4 * j + 2 * r + e)
+                    scores[i] = scores[i] - move

@@ -1,0 +1,1 @@
+"""From tensors and a layout to kernel calls."""

@@ -1,0 +1,112 @@
+"""The items of a launch of a gather kernel, in the words of those of block layouts. Made once for a walk and kept.
+
+A layout that was made on a device is read back for them.
+"""
+
+from __future__ import annotations
+
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gossamer.kernels.hopper.device import column_items, row_items
+from gossamer.kernels.hopper.schedule.columns import ColumnWork, items_of
+from gossamer.kernels.hopper.schedule.rows import Work, fill, for_every_head, item_limit, merges_of
+from gossamer.layouts.gather import GatherLayout, GatherWalk
+from gossamer.layouts.schedule import cut
+
+NEAR = 4  # lengths that differ by fewer steps stay in the order of rows, whose columns are likely to be near each other
+
+_rows: WeakKeyDictionary[GatherWalk, dict[tuple[int, int, int, int | None], Work]] = WeakKeyDictionary()
+_columns: WeakKeyDictionary[GatherWalk, dict[tuple[int, int, int, int, int | None], ColumnWork]] = WeakKeyDictionary()
+_lock = Lock()
+
+
+def row_work(layout: GatherLayout, copies: int, heads: int, blocks: int, split: int | None = None) -> Work:
+    """The items of a layout's rows; arguments as for `hopper.schedule.rows.work`."""
+    key = (copies, heads, blocks, split)
+    found = _rows.get(layout.rows, {}).get(key)
+    if found is None:
+        walk = layout.host.rows if layout.host is not None else layout.rows.on_host()
+        found = _row_work(walk, layout.rows.indices.device, *key)
+        with _lock:
+            found = _rows.setdefault(layout.rows, {}).setdefault(key, found)
+    return found
+
+
+def column_work(
+    layout: GatherLayout, copies: int, heads: int, ratio: int, blocks: int, split: int | None = None
+) -> ColumnWork:
+    """The items of a layout's columns; arguments as for `hopper.schedule.columns.column_work`."""
+    key = (copies, heads, ratio, blocks, split)
+    found = _columns.get(layout.columns, {}).get(key)
+    if found is None:
+        walk = layout.host.columns if layout.host is not None else layout.columns.on_host()
+        found = _column_work(walk, layout.columns.indices.device, *key)
+        with _lock:
+            found = _columns.setdefault(layout.columns, {}).setdefault(key, found)
+    return found
+
+
+def _steps(walk: GatherWalk) -> np.ndarray:
+    """Steps of each list (Bl, Hl, T)."""
+    return -(-walk.counts.astype(np.int64) // walk.width)
+
+
+def _row_work(walk: GatherWalk, device: torch.device, copies: int, heads: int, blocks: int, split: int | None) -> Work:
+    (Bl, Hl), width = walk.lead, walk.width
+    lengths, counts, starts = (x.astype(np.int64).reshape(-1) for x in (_steps(walk), walk.counts, walk.starts))
+    row, begin, end, slot, pieces = cut(lengths, item_limit(lengths, Bl * Hl, copies, blocks, split))
+    lead, tile = np.divmod(row, walk.tiles)
+    word = row_items
+    words: dict[int, Any] = {word.BATCH: lead // Hl, word.HEAD: lead % Hl, word.TILE: tile, word.SLOT: slot}
+    words |= {word.BITS: starts[row] // width + begin, word.BITSES: end - begin, word.LEAD: lead, word.VALID: 1}
+    words[word.FIRST] = starts[row] + np.minimum(counts[row], end * width)
+    items = fill(np.zeros((len(row), word.ITEM), dtype=np.int32), words)
+    return Work(*_ordered(items, end - begin, pieces, (Bl, Hl, walk.tiles), copies, heads, blocks, device))
+
+
+def _column_work(
+    walk: GatherWalk, device: torch.device, copies: int, heads: int, ratio: int, blocks: int, split: int | None
+) -> ColumnWork:
+    (Bl, Hl), tiles = walk.lead, walk.tiles
+    groups = Hl // ratio if Hl > 1 else 1
+    # Of each group of keys of a key head: the lengths of the lists of its query heads, one after the other.
+    lengths = _steps(walk).reshape(Bl, groups, -1, tiles).swapaxes(2, 3).reshape(Bl * groups * tiles, -1)
+    lengths = np.broadcast_to(lengths, (len(lengths), ratio))
+    totals = lengths.sum(1)
+    row, begin, end, slot, pieces = cut(totals, item_limit(totals, Bl * groups, copies, blocks, split))
+    before = (np.cumsum(lengths, 1) - lengths)[row]
+    from_, to = (np.clip(x[:, None] - before, 0, lengths[row]) for x in (begin, end))
+    item, head = np.nonzero(to > from_)
+    batch, group, tile = np.unravel_index(row, (Bl, groups, tiles))
+    lead = batch[item] * Hl + (group[item] * ratio + head if Hl > 1 else 0)
+    starts = walk.starts.reshape(-1, tiles)[lead, tile[item]].astype(np.int64) // walk.width
+    first, last = from_[item, head], to[item, head]
+    word = column_items
+    segments = np.zeros((max(1, len(item)), word.SEGMENT), dtype=np.int32)
+    words: dict[int, Any] = {word.HEAD: head, word.LEAD: lead, word.BITS: starts + first, word.BITSES: last - first}
+    fill(segments[: len(item)], words)
+    words = {word.BATCH: batch, word.GROUP: group, word.TILE: tile, word.SLOT: slot}
+    items = items_of(words, np.bincount(item, minlength=len(row)))
+    every, merges, slots = _ordered(items, end - begin, pieces, (Bl, groups, tiles), copies, heads, blocks, device)
+    return ColumnWork(every, torch.from_numpy(segments).to(device), merges, slots)
+
+
+def _ordered(
+    items: np.ndarray, lengths: np.ndarray, pieces: np.ndarray, shape: tuple[int, int, int], copies: int, heads: int,
+    blocks: int, device: torch.device,
+) -> tuple[Tensor, Tensor, int]:  # fmt: skip
+    """Items and merges of every head, and slots. `shape`: batch elements, heads and groups of rows of `pieces`."""
+    merges, slots = merges_of(pieces, shape)
+    word = row_items  # items of columns have these words at the same places
+    order = np.lexsort((*(items[:, i] for i in (word.SLOT, word.TILE, word.HEAD, word.BATCH)), -lengths // NEAR))
+    every, merged = for_every_head(
+        torch.from_numpy(items[order]), torch.from_numpy(lengths[order]), torch.from_numpy(merges), slots,
+        shape[0] * shape[1], copies, heads, blocks,
+    )  # fmt: skip
+    return every.to(device), merged.to(device), slots * copies

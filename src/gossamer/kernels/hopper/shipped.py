@@ -1,0 +1,67 @@
+"""The kernels that `gossamer compile` makes in advance."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from typing import Any, NamedTuple
+
+from gossamer.kernels.hopper.choice import (
+    HEAD_SIZES,
+    WIDE,
+    backward_config,
+    forward_config,
+    query_config,
+    wide_config,
+)
+
+DTYPES = ("bfloat16", "float16")
+SIZES = (*((size, size) for size in HEAD_SIZES), (192, 128))  # (D, E) for which kernels are made in advance
+
+
+class Shipped(NamedTuple):
+    """A kernel that `gossamer compile` makes and the tests compile: `kind` is its name in `compiled`."""
+
+    kind: str
+    arguments: tuple[Any, ...]
+    dtype: str
+    sizes: frozenset[tuple[int, int]]  # (D, E) that it serves
+
+
+@cache
+def shipped() -> tuple[Shipped, ...]:
+    """At most 140 kernels, each once. What is not here is compiled when it is needed, and kept as well."""
+    found: dict[tuple[str, tuple[Any, ...]], Shipped] = {}
+
+    def add(kind: str, *arguments: Any, dtype: str, size: tuple[int, int]) -> None:
+        known = found.get((kind, arguments))
+        sizes = frozenset({size}) if known is None else known.sizes | {size}
+        found[kind, arguments] = Shipped(kind, arguments, dtype, sizes)
+
+    for size, dtype in itertools.product(SIZES, DTYPES):
+        block_q = 192 if max(size) <= 64 else 128
+        for score in ("fold", "softcap") if dtype == "bfloat16" else ("fold",):
+            tile = (dtype, *size, block_q, 128, score)
+            add("forward", forward_config(*tile), dtype=dtype, size=size)
+            query = query_config(*tile)
+            add("query_gradient", query, dtype=dtype, size=size)
+            if max(size) > WIDE:
+                columns: Any = wide_config(*tile)
+                add("wide", columns, dtype=dtype, size=size)
+            else:
+                for with_dq in (True, False) if score == "fold" else (True,):
+                    columns = backward_config(*tile, with_dq)
+                    add("backward", columns, dtype=dtype, size=size)
+        for lengths in (False, True):  # one query behind keys that grow has them
+            add("forward", forward_config(dtype, *size, 64, 64, "fold", lengths), dtype=dtype, size=size)
+        if max(size) <= WIDE:
+            add("backward", backward_config(dtype, *size, 64, 64, "fold", False), dtype=dtype, size=size)
+        add("merge", dtype, size[1], 64, dtype=dtype, size=size)
+        add("preprocess", dtype, columns.E, 0, dtype=dtype, size=size)
+        if max(size) <= WIDE:
+            add("preprocess", dtype, columns.E, columns.D, dtype=dtype, size=size)
+            add("postprocess", dtype, columns.D, dtype=dtype, size=size)
+        for width, block in ((columns.D, 128), (columns.E, 128), (query.D, block_q)):
+            add("sum_parts", dtype, width, block, dtype=dtype, size=size)
+    add("forward", forward_config("bfloat16", 128, 128, 128, 128, "scale"), dtype="bfloat16", size=(128, 128))
+    return tuple(found.values())

@@ -1,0 +1,115 @@
+"""The implementations that compute a problem, and why the others do not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from gossamer.layouts.kept import LEAST_KEPT, MOST_KEPT, Kept
+from gossamer.patterns import Pattern
+from gossamer.plan.capability import Candidate, GatherChoice, TileChoice, gathers_alone, reasons
+from gossamer.plan.problem import Problem, Unsupported
+from gossamer.plan.split import Split, split_of
+from gossamer.plan.table import NAMES, load
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The problem, the implementations that compute it in the order of the table, and the others' reasons."""
+
+    problem: Problem
+    implementations: tuple[Candidate, ...]
+    refused: dict[str, list[str]]
+    later: Plan | None = None  # of the backward, where that is another
+    gatherers: tuple[Candidate, ...] = ()  # refused, but for gather layouts
+
+    @property
+    def gradient(self) -> Plan:
+        """The plan of the backward."""
+        return self.later or self
+
+    @cached_property
+    def options(self) -> list[tuple[Candidate, TileChoice]]:
+        """Every tile that an implementation offers; preferred ones first."""
+        p, able = self.problem, [i for i in self.implementations if i.layout == "block"]
+        preferred = [(i, TileChoice(*i.tile(p), i.capability.rate)) for i in able]
+        others = [(i, c._replace(rate=c.rate * i.capability.rate)) for i in able for c in i.tile_choices(p)]
+        return preferred + others
+
+    @cached_property
+    def tiles(self) -> tuple[TileChoice, ...]:
+        """The tiles of `options`."""
+        return tuple(tile for _, tile in self.options)
+
+    @cached_property
+    def gather_options(self) -> list[tuple[Candidate, GatherChoice]]:
+        """Every gather layout that an implementation reads."""
+        p = self.problem
+        able = [i for i in (*self.implementations, *self.gatherers) if i.layout == "block"]
+        return [(i, c) for i in able for c in i.capability.gathers if c.reads(p)]
+
+    @cached_property
+    def gathers(self) -> tuple[GatherChoice, ...]:
+        """The choices of `gather_options`."""
+        return tuple(choice for _, choice in self.gather_options)
+
+    @cached_property
+    def _splits(self) -> Kept[tuple[Split | None]]:
+        return Kept(LEAST_KEPT, MOST_KEPT)
+
+    def split(self, pattern: Pattern, q_offset: int) -> Split | None:
+        """The parts of a call, or None where it is computed as one; remembered."""
+        key = (pattern.handle, q_offset)
+        known = self._splits.get(key)
+        if known is None:
+            tiles = self.tiles if self.implementations[0].layout == "block" else ()
+            known = self._splits.put(key, (split_of(pattern, self.problem, q_offset, tiles, self.gathers),))
+        return known[0]
+
+
+def plan_of(problem: Problem, implementation: str | None = None, backward: bool = False) -> Plan:
+    """The plan of a problem's forward, with that of its backward where it has one.
+
+    It has the implementations in the table that support the problem, or the one named. One that is chosen, not named,
+    may compute the forward alone: the backward reads out and lse, whoever made them.
+
+    Args:
+        backward: the plan is that of the backward alone.
+
+    Raises:
+        Unsupported: nothing, or not the one named, computes the problem; the message has every reason.
+    """
+    later = None
+    if problem.backward and not backward and implementation is None:
+        later = plan_of(problem, backward=True)  # raises before anything is computed
+        problem = replace(problem, backward=False)
+    refused: dict[str, list[str]] = {}
+    able: list[Candidate] = []
+    gatherers: list[Candidate] = []
+    for name in NAMES if implementation is None else [implementation]:
+        reasons_of, found = refusals(name, problem), load(name)
+        if reasons_of or isinstance(found, str):
+            refused[name] = reasons_of
+            if not isinstance(found, str) and gathers_alone(problem, found.capability):
+                gatherers += [] if found.unavailable() else [found]
+        else:
+            able.append(found)
+    if not able:
+        raise Unsupported(_refusal(implementation, problem, refused))
+    return Plan(problem, tuple(able), refused, later, tuple(gatherers))
+
+
+def _refusal(named: str | None, problem: Problem, refused: dict[str, list[str]]) -> str:
+    text = "; ".join(f"{name}: {', '.join(found)}" for name, found in refused.items())
+    if named is None:
+        return f"no implementation computes this problem: {text}"
+    others = [name for name in NAMES if name != named and not refusals(name, problem)]
+    return f"implementation={named!r} cannot compute this problem: {text}; available: {', '.join(others) or 'none'}"
+
+
+def refusals(name: str, problem: Problem) -> list[str]:
+    """Why an implementation does not compute a problem; empty when it does."""
+    implementation = load(name)
+    if isinstance(implementation, str):
+        return [implementation]
+    return implementation.unavailable() + reasons(problem, implementation.capability)

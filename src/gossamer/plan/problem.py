@@ -1,0 +1,39 @@
+"""The static facts of a call, and the error of one that nothing computes.
+
+Framework names are strings here ("bfloat16", "cuda"), so that torch and JAX share the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SCORE_TERMS = ("q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes")
+
+
+class Unsupported(ValueError):
+    """No implementation, or not the one asked for, can run the problem. The message lists every reason."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The static facts of one call: shapes, types, and which features it uses. No data.
+
+    Shapes: q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E).
+    """
+
+    B: int
+    H: int
+    G: int
+    Q: int
+    K: int
+    D: int
+    E: int
+    dtype: str  # "float16", "bfloat16", "float32", "float64"
+    device: str  # "cpu", "cuda"
+    sm: int | None = None  # compute capability of a CUDA device: 80, 89, 90, 100
+    processors: int = 1  # streaming multiprocessors of a CUDA device
+    score_terms: frozenset[str] = frozenset()  # subset of SCORE_TERMS
+    backward: bool = False
+    deterministic: bool = False
+    tile: tuple[int, int] | None = None  # (block_q, block_kv) of a layout that the user made
+    softcap: float | None = None

@@ -1,0 +1,29 @@
+"""The implementations, in the order in which they are tried. A failed import is a reason, not an unknown name."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import cast
+
+from gossamer.plan.capability import Candidate
+
+NAMES = ("dense", "hopper", "triton", "blocked", "reference")
+
+
+@cache
+def load(name: str) -> Candidate | str:
+    """The implementation called `name`, or why its module cannot be imported."""
+    if name not in NAMES:
+        raise ValueError(f"implementation={name!r} is not one of {', '.join(NAMES)}")
+    try:
+        module = importlib.import_module(f"gossamer.kernels.{name}")
+    except Exception as error:  # a broken Triton or torch raises more than ImportError
+        return f"cannot be imported: {type(error).__name__}: {error}"
+    return cast(Candidate, module.IMPLEMENTATION)
+
+
+def available(name: str) -> list[str]:
+    """Why `name` cannot run on this machine at all; empty when it can."""
+    found = load(name)
+    return [found] if isinstance(found, str) else found.unavailable()

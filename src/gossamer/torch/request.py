@@ -1,0 +1,307 @@
+"""What is asked for: the arguments of `attention` in every accepted form, brought to one form, and the key of a call.
+
+A call is looked up by its key before anything else is done. Only where nothing is found, or where something has no
+key as it is (numbers of numpy, sinks of 16 bits, masks), is a `Request` made; the operators make theirs from the form
+that they were given.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import ref
+
+import numpy as np
+import torch
+from torch import _C, Tensor
+from torch.autograd import forward_ad
+
+from gossamer.kernels.launch import ALIGNMENT, VECTORS, Operand
+from gossamer.kernels.rows import compute_dtype
+from gossamer.layouts import BlockLayout
+from gossamer.patterns import CSR, Dense, Pattern
+from gossamer.patterns.handles import token_of
+from gossamer.torch.registry import constants
+from gossamer.torch.validate import Arguments, check_types, describe, four_dimensional, instead
+
+DENSE = Dense()
+
+_SIMPLE = frozenset({type(None), bool, int, float, str})
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+# Looked up once: these are asked for in every call.
+_wrapped, _interpreter = _C._functorch.is_functorch_wrapped_tensor, _C._functorch.peek_interpreter_stack
+_dispatch_modes, _function_modes = _C._len_torch_dispatch_stack, _C._len_torch_function_stack
+_traced, _autocast_enabled, _profiled = (
+    _C._get_tracing_state,
+    _C._is_any_autocast_enabled,
+    torch.autograd._profiler_enabled,
+)
+_from_sparse: dict[int, _Read] = {}
+
+PATTERN = (
+    "None, a Pattern or its handle, a BlockLayout, a torch BlockMask, a boolean mask tensor that broadcasts to "
+    "(B, H, Q, K), or a two-dimensional torch sparse CSR tensor"
+)
+
+Key = tuple[Any, ...]
+
+
+def plain(*tensors: Tensor | None) -> bool:
+    """Whether these are plain tensors, computed eagerly, and no mode, transform, tracer or profiler is active.
+
+    Crossing the dispatcher costs more than all else that a repeated call does on the host.
+    """
+    for x in tensors:  # a negative view's memory is not what it stands for; the dispatcher resolves it
+        if x is not None and (type(x) not in _PLAIN or x.is_meta or x.is_nested or x.is_neg() or _wrapped(x)):
+            return False
+    return not (
+        _dispatch_modes()
+        or _function_modes()
+        or _interpreter() is not None
+        or _traced() is not None
+        or _autocast_enabled()
+        or _profiled()
+        or forward_ad._current_level >= 0
+    )
+
+
+def differentiable(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None) -> bool:
+    """Whether a call needs a gradient."""
+    return torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sink_logits is not None and sink_logits.requires_grad)
+    )
+
+
+def key_of(
+    q: Any, k: Any, v: Any, pattern: Any, scale: Any, q_offset: Any, softcap: Any, implementation: Any,
+    deterministic: bool, vectors: tuple[Any, ...] = (),
+) -> Key | None:  # fmt: skip
+    """What tells calls apart: shapes, strides, types, devices, the pattern and the options.
+
+    Everything that is checked and chosen for a call follows from it. None for one that has no key as it is: whose
+    pattern is no `Pattern`, whose tensors are not plain or not eager, whose numbers are not those of Python, whose
+    sinks or slopes are not in the type that scores are computed in.
+
+    Args:
+        vectors: key_lengths, sink_logits and alibi_slopes, of which some may be None; or nothing.
+    """
+    if not isinstance(pattern, Pattern) or q is None or k is None or v is None or not plain(q, k, v):
+        return None
+    if not q.layout is k.layout is v.layout is torch.strided:
+        return None
+    sinks = None
+    if scale is q_offset is softcap is implementation is None and not vectors:
+        more: Key = ()
+    else:
+        options = scale, q_offset, softcap, implementation
+        kinds = tuple(map(type, options))
+        if not _SIMPLE.issuperset(kinds):
+            return None
+        more = options + kinds
+        if vectors:
+            told = _vectors(vectors, compute_dtype(q.dtype))
+            if told is None:
+                return None
+            more += told
+            _, sinks, _ = vectors
+    return (
+        pattern.handle, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+        q.device, k.device, v.device, differentiable(q, k, v, sinks), alignment(q, k, v), deterministic, *more,
+    )  # fmt: skip
+
+
+def alignment(*tensors: Tensor) -> Any:
+    """Which tensors begin at multiples of ALIGNMENT: True for all, else one by one."""
+    together = 0
+    for x in tensors:
+        together |= x.data_ptr()
+    return not together % ALIGNMENT or tuple([x.data_ptr() % ALIGNMENT == 0 for x in tensors])
+
+
+def _vectors(vectors: tuple[Any, ...], wide: torch.dtype) -> Key | None:
+    """What tells lengths, sinks and slopes apart; None unless all are plain, and of the type `wide` if floating."""
+    told: list[Any] = []
+    for x in vectors:
+        if x is None:
+            told.append(None)
+            continue
+        if not isinstance(x, Tensor) or not plain(x) or x.layout != torch.strided:
+            return None
+        if x.is_floating_point() and x.dtype is not wide:
+            return None
+        told += (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.data_ptr() % ALIGNMENT == 0)
+    return tuple(told)
+
+
+def operand_of(x: Tensor) -> Operand:
+    """What a launch is told of a tensor."""
+    return Operand(str(x.dtype)[6:], tuple(x.shape), x.stride(), x.data_ptr() % ALIGNMENT == 0)
+
+
+class Attended(NamedTuple):
+    """The `pattern` argument: a pattern's handle, or data that may change from call to call."""
+
+    handle: Any  # -1 for data; a number of a compiled graph where one is traced
+    data: tuple[Tensor, ...] = ()  # the arrays of a BlockLayout, or one mask
+    geometry: tuple[int, ...] = ()  # (block_q, block_kv, Q, K) of a BlockLayout
+    alive: Any = None  # what must live as long as the handle is used
+
+
+class Request(NamedTuple):
+    """One call: its arguments in the one form that they are computed in, and what is attended."""
+
+    arguments: Arguments
+    attended: Attended
+    dims: int = 4  # of the q, k and v that were given
+
+    @property
+    def key(self) -> Key:
+        """What tells it from other requests, of any form."""
+        a, t = self.arguments, self.attended
+        tensors = (a.q, a.k, a.v, a.key_lengths, a.sink_logits, a.alibi_slopes)
+        told = [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors]
+        return (
+            t.handle, t.geometry, len(t.data), *told, alignment(*(x for x in tensors if x is not None)), a.q_offset,
+            a.scale, a.softcap, a.implementation, a.deterministic, a.backward,
+        )  # fmt: skip
+
+    @property
+    def vectors(self) -> tuple[Tensor | None, ...]:
+        """key_lengths, sink_logits and alibi_slopes, or nothing where the call has none of them."""
+        a = self.arguments
+        given = a.key_lengths, a.sink_logits, a.alibi_slopes
+        return () if all(x is None for x in given) else given
+
+    @property
+    def operands(self) -> dict[str, Operand]:
+        """What a launch is told of its tensors, by name."""
+        return {name: operand_of(x) for name in ("q", "k", "v", *VECTORS) if (x := getattr(self.arguments, name)) is not None}
+
+
+def request_of(
+    q: Any, k: Any, v: Any, pattern: Any, *, scale: Any, q_offset: Any, key_lengths: Any, softcap: Any,
+    sink_logits: Any, alibi_slopes: Any, implementation: Any, deterministic: Any, backward: bool | None = None,
+) -> Request:  # fmt: skip
+    """The request of a call of `attention`, whose values are checked later, with its key.
+
+    Args:
+        backward: whether the call has a gradient; None: whether its tensors ask for one.
+
+    Raises:
+        ValueError: an argument is of a type that nothing accepts.
+    """
+    scale, q_offset, softcap = number(scale), number(q_offset), number(softcap)
+    sink_logits, alibi_slopes = wide(sink_logits, q), slopes(alibi_slopes, q)
+    check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation)
+    deterministic, dims = is_deterministic(deterministic), q.ndim
+    q, k, v = four_dimensional(q, k, v)
+    offset, offset_tensor = (None, q_offset) if isinstance(q_offset, Tensor) else (q_offset, None)
+    if backward is None:
+        backward = not torch.compiler.is_compiling() and differentiable(q, k, v, sink_logits)
+    a = Arguments(
+        q, k, v, offset, offset_tensor, key_lengths, sink_logits, alibi_slopes, scale, softcap, implementation,
+        deterministic, backward,
+    )  # fmt: skip
+    return Request(a, attended_of(pattern, q), dims)
+
+
+def number(x: Any) -> Any:
+    """A number of numpy as one of Python; anything else as it is."""
+    if isinstance(x, np.floating):
+        return float(x)
+    return int(x) if isinstance(x, np.integer) and not isinstance(x, np.timedelta64) else x
+
+
+def wide(x: Any, q: Any) -> Any:
+    """A score parameter in the type that scores are computed in, with its gradient; what is no such tensor as it is.
+
+    What is derived from one of 16 bits, such as the slope of a dilated part, would be rounded again.
+    """
+    if not (isinstance(x, Tensor) and isinstance(q, Tensor) and x.is_floating_point()):
+        return x
+    return x.to(compute_dtype(q.dtype))
+
+
+def slopes(x: Any, q: Any) -> Any:
+    """ALiBi slopes, `wide` but where they ask for a gradient: in no_grad mode a copy would not, and is refused too."""
+    return x if isinstance(x, Tensor) and x.requires_grad else wide(x, q)
+
+
+def is_deterministic(deterministic: Any) -> bool:
+    """The option, or torch's setting where it is None."""
+    if deterministic is None:
+        return torch.are_deterministic_algorithms_enabled()
+    if not isinstance(deterministic, bool):
+        raise ValueError(f"deterministic must be True, False or None; got {describe(deterministic)}")
+    return deterministic
+
+
+def attended_of(pattern: Any, q: Tensor) -> Attended:
+    """What the `pattern` argument stands for."""
+    if pattern is None:
+        pattern = DENSE
+    if isinstance(pattern, Pattern):
+        if constants and torch.compiler.is_compiling():
+            return Attended(pattern._compiled_handle())  # type: ignore[attr-defined]
+        return Attended(pattern.handle, alive=pattern)
+    if isinstance(pattern, torch.SymInt) or type(pattern) is int:
+        return Attended(pattern, alive=None if torch.compiler.is_compiling() else token_of(int(pattern)))
+    if isinstance(pattern, Tensor):
+        if pattern.is_nested:
+            raise ValueError(f"pattern must be {PATTERN}; got {describe(pattern)}")
+        if pattern.layout == torch.sparse_csr and pattern.ndim == 2:
+            csr = _sparse(pattern)
+            return Attended(csr.handle, alive=csr)
+        if pattern.dtype != torch.bool or pattern.layout != torch.strided:
+            raise ValueError(f"pattern must be {PATTERN}; got {describe(pattern)}, {pattern.layout}{instead(pattern)}")
+        if pattern.device != q.device:
+            raise ValueError(f"pattern must be a tensor on q's device, {q.device}; got {describe(pattern)}")
+        return Attended(-1, (pattern,))
+    if isinstance(pattern, BlockLayout):
+        layout = _tensors_of(pattern, q.device) if pattern.device is None else pattern
+        arrays = layout.rows.arrays()
+        if layout._transpose:
+            arrays = arrays + layout._transpose[0].arrays()
+        for at, x in enumerate(arrays):
+            if not isinstance(x, Tensor) or x.device != q.device:
+                raise ValueError(
+                    f"pattern, a BlockLayout, must hold tensors on {q.device}; array {at} is {describe(x)}"
+                )
+        return Attended(-1, tuple(arrays), (layout.block_q, layout.block_kv, layout.Q, layout.K), layout)
+    flex = sys.modules.get("torch.nn.attention.flex_attention")  # whoever has a BlockMask has imported it
+    if flex is not None and isinstance(pattern, flex.BlockMask):
+        from gossamer.integrations.flex import layout_for
+
+        return attended_of(layout_for(pattern, q), q)
+    raise ValueError(f"pattern must be {PATTERN}; got {describe(pattern)}{instead(pattern)}")
+
+
+def _tensors_of(layout: BlockLayout, device: torch.device) -> BlockLayout:
+    """The kept copy of a numpy layout on a device; made in inference mode, it could not be used in training later."""
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return layout.to(device)
+    with torch.inference_mode(False):
+        return layout.to(device)
+
+
+class _Read(NamedTuple):
+    """A sparse tensor that was read."""
+
+    tensor: ref[Tensor]
+    version: int
+    pattern: CSR
+
+
+def _sparse(tensor: Tensor) -> CSR:
+    """The pattern of a sparse tensor, read once as long as it lives and is not written to."""
+    if torch.compiler.is_compiling():
+        raise ValueError("pattern, a sparse tensor, must be turned into CSR.from_torch(tensor) outside torch.compile")
+    number, version = id(tensor), -1 if tensor.is_inference() else tensor._version
+    known = _from_sparse.get(number)
+    if known is not None and known.tensor() is tensor and known.version == version >= 0:
+        return known.pattern
+    csr = CSR.from_torch(tensor)
+    forget = partial(_from_sparse.pop, number)  # called with the dead reference, which `pop` takes as its default
+    _from_sparse[number] = _Read(ref(tensor, forget), version, csr)
+    return csr
