@@ -13,6 +13,7 @@ PARTS = 4
 triton = pytest.importorskip("triton")
 
 if INTERPRETING:
+    from launches import backward, forward
     from triton_cases import CASES, Case, check, make
 
     @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -29,8 +30,8 @@ if INTERPRETING:
         problem, layout, _, terms, (q, k, v, dout, dlse) = make(case, "cpu")
         results = []
         for walked in (layout, BlockLayout(layout.rows)):
-            out, lse = launch.forward(problem, q, k, v, walked, terms)
-            results.append([out, lse, *launch.backward(problem, dout, dlse, q, k, v, out, lse, walked, terms)[:3]])
+            out, lse = forward(launch, problem, walked, terms, q, k, v)
+            results.append([out, lse, *backward(launch, problem, walked, terms, dout, dlse, q, k, v, out, lse)])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
     def test_into_given_tensors() -> None:
@@ -43,12 +44,13 @@ if INTERPRETING:
             case = next(case for case in CASES if case.name == name)
             problem, layout, _, terms, (q, k, v, dout, dlse) = make(case, "cpu")
             split = {"split": case.split}
-            out, lse = launch.forward(problem, q, k, v, layout, terms, **split)
-            plain = [out, lse, *launch.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, **split)[:3]]
+            out, lse = forward(launch, problem, layout, terms, q, k, v, **split)
+            gradients = backward(launch, problem, layout, terms, dout, dlse, q, k, v, out, lse, **split)
+            plain = [out, lse, *gradients[:3]]
             room, found = zip(*(within_nan(x) for x in plain), strict=True)
             dlse = within_nan(dlse)[1].copy_(dlse)
-            launch.forward(problem, q, k, v, layout, terms, **split, into=found[:2])
-            launch.backward(problem, dout, dlse, q, k, v, *found[:2], layout, terms, **split, into=found[2:])
+            forward(launch, problem, layout, terms, q, k, v, into=found[:2], **split)
+            backward(launch, problem, layout, terms, dout, dlse, q, k, v, *found[:2], into=found[2:], **split)
             for x, given, around in zip(plain, found, room, strict=True):
                 assert torch.equal(given, x)
                 assert int(around.isnan().sum()) == around.numel() - x.numel()
@@ -58,7 +60,9 @@ if INTERPRETING:
         import torch
         from exact import within_nan
 
+        from gossamer.kernels.launch import Builder, operand_of
         from gossamer.kernels.triton.join import join
+        from gossamer.torch.bind import bind
 
         torch.manual_seed(0)
         kind = getattr(torch, dtype)
@@ -70,7 +74,10 @@ if INTERPRETING:
         rooms, (out, lse) = zip(*(within_nan(x) for x in (outs[0], lses[0])), strict=True)
         out.copy_(outs[0])
         lse.copy_(lses[0])
-        join(out, lse, outs[1], lses[1])
+        given = {"out": out, "lse": lse, "part_out": outs[1], "part_lse": lses[1]}
+        b = Builder({name: operand_of(x) for name, x in given.items()})
+        join(b, *given)
+        bind(b.done(), torch.device("cpu"), tuple(given))(*given.values())
         weight = torch.softmax(torch.stack(lses).double(), 0).nan_to_num()[..., None]
         exact = weight[0] * outs[0].double() + weight[1] * outs[1].double()
         # The interpreter cuts bfloat16 where a GPU rounds it: one unit of the last place.
