@@ -100,9 +100,10 @@ def make(case: Case, device: str) -> tuple[Problem, BlockLayout, torch.Tensor, T
     if c.on_device:
         layout = BlockLayout(layout.rows)
     capability = torch.cuda.get_device_capability() if device == "cuda" else (9, 0)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device == "cuda" else 1
     problem = Problem(
         c.B, c.H, c.G, c.Q, c.K, c.D, c.E, str(c.dtype).removeprefix("torch."), "cuda",
-        sm=capability[0] * 10 + capability[1], backward=True,
+        sm=capability[0] * 10 + capability[1], processors=processors, backward=True,
     )  # fmt: skip
     values = {name: torch.tensor(c.terms[name], device=device) for name in ("alibi", "sink") if name in c.terms}
     lengths = torch.tensor(c.terms["lengths"], device=device) if "lengths" in c.terms else None

@@ -40,7 +40,12 @@ def backward(
 ) -> Prepared:  # fmt: skip
     """The gradients; `config` and `split` as in `forward`, `walks` as in `directions.backward`."""
     add = partial(_walk, problem, layout, config, split)
-    return directions.backward(problem, scoring, operands, add, -(-problem.Q // PADDED_ROWS) * PADDED_ROWS, walks)
+    return directions.backward(problem, scoring, operands, add, padded_rows(problem.Q), walks)
+
+
+def padded_rows(Q: int) -> int:
+    """Queries padded to whole groups, of any size that a layout has."""
+    return -(-Q // PADDED_ROWS) * PADDED_ROWS
 
 
 def _walk(
