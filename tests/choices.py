@@ -55,7 +55,7 @@ def chosen(case: Case, dtype: str, pattern: Pattern, backward: bool) -> str | li
     """How a case is computed: one way, or the parts of a split, each with its own."""
     problem = problem_of(case, dtype, backward)
     q_offset = case.K - case.Q if case.q_offset is None else case.q_offset
-    split = plan_of(problem, backward=backward).split(pattern, q_offset)
+    split = plan_of(problem, backward=backward).split(pattern.handle, q_offset)
     if split is None:
         return way(problem, pattern, q_offset)
     return [f"{part} by {of_part(part, problem, q_offset)}" for part in split.parts]

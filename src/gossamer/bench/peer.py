@@ -40,6 +40,7 @@ class Peer:
     prepare: Callable[[Inputs, float], Prepared]
     compiles: bool = False  # its first calls take seconds: they are made before anything is timed
     imports: str = ""  # a module that takes seconds to import, likewise
+    chosen: Callable[[Inputs], tuple[str, str]] | None = None  # its implementations, forward and backward
 
 
 def backward_call(prepared: Prepared, inputs: Inputs) -> Gradients:

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gossamer.bench.against import Source
     from gossamer.bench.rows import Row
     from gossamer.bench.run import Session
     from gossamer.bench.workload import Workload
@@ -27,31 +28,33 @@ class Child:
     Peers are named, since what calls them cannot be sent.
     """
 
-    def __init__(self, session: Session, work: Workload, peers: Sequence[str]) -> None:
+    def __init__(self, session: Session, work: Workload, peers: Sequence[str], source: Source | None) -> None:
         self.work = work
         self.pipe, theirs = CONTEXT.Pipe()
-        options = {"implementation": session.implementation, "budget_s": session.budget_s, "commit": session.commit}
+        names = ("implementation", "budget_s", "commit", "processes")
+        options = {name: getattr(session, name) for name in names}
         self.process = CONTEXT.Process(
             target=_serve,
-            args=(theirs, str(session.device), session.versions, options, work.name, work.dtype, list(peers)),
+            args=(theirs, str(session.device), session.versions, options, work.name, work.dtype, list(peers), source),
         )
         self.process.start()
         theirs.close()  # so that its end is seen here
 
 
 def run_cases(
-    session: Session, works: Sequence[Workload], peers: Sequence[str], processes: int, limit_s: float
-) -> Iterator[tuple[Workload, list[Row] | str]]:
+    session: Session, works: Sequence[Workload], peers: Sequence[str], processes: int, limit_s: float,
+    source: Source | None = None,
+) -> Iterator[tuple[Workload, list[Row] | str]]:  # fmt: skip
     """The rows of each case, or why there are none.
 
     `processes` cases prepare at once, then each is measured alone. `limit_s`: after so many seconds of preparation, or
-    of measuring one case, a case is given up.
+    of measuring one case, a case is given up. `source` is another version, loaded beside this one in each process.
     """
     for at in range(0, len(works), processes):
         wave: list[Child] = []
         try:
             for work in works[at : at + processes]:
-                wave.append(Child(session, work, peers))
+                wave.append(Child(session, work, peers, source))
             prepared = _answers(session, wave, "ready", limit_s)
             # Those that go on compiling would disturb what is measured.
             lost = {child: _end(child, limit_s) for child in wave if child not in prepared}
@@ -102,7 +105,7 @@ def _end(child: Child, limit_s: float) -> str:
 
 def _serve(
     pipe: Connection, device: str, versions: dict[str, str], options: dict[str, Any], name: str, dtype: str,
-    peers: list[str],
+    peers: list[str], source: Source | None,
 ) -> None:  # fmt: skip
     """One case, in a process of its own."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # every process would start one for each core
@@ -115,7 +118,13 @@ def _serve(
 
     session = Session(torch.device(device), versions, **options)
     session.progress = lambda text: pipe.send(("progress", text))
-    ready = prepare_case(session, Workload(case(name), dtype), [peer for peer in PEERS if peer.name in peers])
+    work = Workload(case(name), dtype)
+    others = [peer for peer in PEERS if peer.name in peers]
+    if source is not None:
+        from gossamer.bench.against import Version, against
+
+        others.insert(0, against(Version(source), work.case, session.implementation))
+    ready = prepare_case(session, work, others)
     session.progress(f"{name}: prepared")
     pipe.send(("ready", True))
     pipe.recv()

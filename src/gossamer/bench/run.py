@@ -38,6 +38,7 @@ class Session:
     versions: dict[str, str]
     implementation: str | None = None  # of gossamer; None: the one it chooses
     budget_s: float = 0.5  # of timed calls for each row
+    processes: bool = True  # on a CPU, one for the memory of each row
     progress: Progress = lambda text: None
     name: str = ""
     commit: str = field(default_factory=commit)
@@ -128,8 +129,8 @@ def _prepare(session: Session, ready: Ready, entry: Entry, matmul_tflops: float)
     inputs, name = ready.inputs, entry.peer.name
     session.progress(f"{ready.work.name}: {name}")
     try:
-        if name == OURS:
-            for row, taken in zip(entry.rows.values(), chosen(inputs, session.implementation), strict=True):
+        if entry.peer.chosen is not None:
+            for row, taken in zip(entry.rows.values(), entry.peer.chosen(inputs), strict=True):
                 row.implementation = f"{name} {taken}"
         prepared = entry.peer.prepare(inputs, matmul_tflops)
         if prepared.note:
@@ -159,7 +160,7 @@ def measure_case(session: Session, ready: Ready) -> list[Row]:
         able = [entry for entry in ready.entries if entry.rows[direction].status == "ok"]
         for group in _fitting(able, direction, session.device):
             _time(session, ready, group, direction)
-    if session.device.type == "cpu":
+    if session.device.type == "cpu" and session.processes:
         for entry in ready.entries:
             _own_process(session, ready.work, list(entry.rows.values()), entry.peer)
     return [entry.rows[direction] for direction in DIRECTIONS for entry in ready.entries]
@@ -243,13 +244,17 @@ def ours(implementation: str | None) -> Peer:
         OURS,
         lambda given, matmul_tflops: Prepared(lambda q, k, v: attend(given, q, k, v, implementation)),
         compiles=True,
+        chosen=lambda given: chosen(given, implementation),
     )
 
 
-def attend(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, implementation: str | None) -> Tensor:
-    """`gossamer.attention` with the terms of the inputs."""
+def attend(
+    inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, implementation: str | None,
+    attention: Callable[..., Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """`gossamer.attention`, or that of another version, with the terms of the inputs."""
     t = inputs.terms
-    return gossamer.attention(
+    return (attention or gossamer.attention)(
         q, k, v, inputs.pattern, scale=t.scale, q_offset=t.q_offset, key_lengths=t.key_lengths, softcap=t.softcap,
         sink_logits=t.sink_logits, alibi_slopes=t.alibi_slopes, implementation=implementation,
     )  # fmt: skip

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -94,11 +96,16 @@ def make_inputs(work: Workload, device: torch.device, seed: int = 0) -> Inputs:
     return Inputs(work.pattern, q, k, v, terms, dout=draw(c.B, c.H, c.Q, c.E))
 
 
-def chosen(inputs: Inputs, implementation: str | None, gradients: bool = True) -> tuple[str, str]:
-    """The implementations that gossamer takes for the forward and for the backward of the inputs."""
+def chosen(
+    inputs: Inputs, implementation: str | None, gradients: bool = True, explain: Callable[..., Any] | None = None
+) -> tuple[str, str]:
+    """The implementations that gossamer takes for the forward and for the backward of the inputs.
+
+    `explain` is that of another version of it.
+    """
     q = inputs.q.detach().requires_grad_(gradients)
     t = inputs.terms
-    plan = gossamer.explain(
+    plan = (explain or gossamer.explain)(
         q, inputs.k, inputs.v, inputs.pattern, scale=t.scale, q_offset=t.q_offset, key_lengths=t.key_lengths,
         softcap=t.softcap, sink_logits=t.sink_logits, alibi_slopes=t.alibi_slopes, implementation=implementation,
     )  # fmt: skip

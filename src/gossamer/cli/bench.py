@@ -13,6 +13,7 @@ import typer
 from gossamer.cli.options import integer, number
 
 if TYPE_CHECKING:
+    from gossamer.bench.against import Source
     from gossamer.bench.peer import Peer
     from gossamer.bench.rows import Row
     from gossamer.bench.run import Session
@@ -53,16 +54,28 @@ def run(
             help="With --prepare: after which a case that does not end is given up.",
         ),
     ] = 600,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMIT", help="Another version in the same rounds: a commit, or a folder or archive of its files."
+        ),
+    ] = None,
+    repeat: Annotated[
+        int, typer.Option(parser=integer(1, 100), metavar="N", help="Runs of all cases, one after the other.")
+    ] = 1,
     commit: Annotated[
         str | None, typer.Option(help="What the rows name as the state of the code; that of the checkout by default.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="File to add rows to; benchmarks/results/DEVICE.jsonl by default.")
+        Path | None,
+        typer.Option(help="File to add rows to; benchmarks/results/DEVICE.jsonl by default, none with --against."),
     ] = None,
     chart: Annotated[Path | None, typer.Option(help="PNG to draw the rows of this run to; needs matplotlib.")] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="List the cases for the device and stop.")] = False,
 ) -> None:
     """Measure cases; a row whose numbers are wrong is reported as failed, without a time."""
+    from contextlib import ExitStack
+
     from rich.console import Console
     from rich.progress import Progress
 
@@ -74,7 +87,9 @@ def run(
         raise Refused(f"--device must be cpu or cuda, got {shorten(repr(chosen))}")
     if chosen == "cuda" and not torch.cuda.is_available():
         raise Refused("--device cuda needs an NVIDIA GPU that torch can use; there is none here")
+    from gossamer.bench.against import source_of
     from gossamer.bench.charts import chart as draw
+    from gossamer.bench.compare import Pair, comparison, pairs, verdict
     from gossamer.bench.peers import PEERS
     from gossamer.bench.rows import append_rows, fill_ratios, refusals, table
     from gossamer.bench.run import Session
@@ -102,42 +117,62 @@ def run(
         return
     sweeps = {tag for work in works for tag in work.tags & SWEEPS}
     whole = len(sweeps) == 1 and all(work.tags & SWEEPS for work in works)
+    if sweeps and against is not None:
+        raise Refused(f"--against takes cases, not those of a sweep, got --tag {min(sweeps)}")
+    kept = out is not None or against is None
     target = out or RESULTS / f"{_file_name(torch, chosen)}{'_' + sweeps.pop() if whole else ''}.jsonl"
     if chart is not None:
         check_picture("--chart", chart, "gossamer bench --chart")
-    check_file("--out" if out else "--out (by default)", target)
-    session = Session(torch.device(chosen), versions(), implementation, budget)
+    if kept:
+        check_file("--out" if out else "--out (by default)", target)
+    session = Session(torch.device(chosen), versions(), implementation, budget, processes=against is None)
     session.commit = commit or session.commit
     rows: list[Row] = []
     lost: list[str] = []
     added, start = 0, perf_counter()
-    with Progress(*Progress.get_default_columns(), console=console, transient=True) as progress:
-        bar = progress.add_task("", total=len(works))
+    source: Source | None = None
+    compared: list[Pair] = []
+    with ExitStack() as stack:
+        if against is not None:
+            try:
+                source = stack.enter_context(source_of(against))
+            except ValueError as error:
+                raise Refused(f"--against: {error}") from None
+        progress = stack.enter_context(Progress(*Progress.get_default_columns(), console=console, transient=True))
+        bar = progress.add_task("", total=len(works) * repeat)
         session.progress = lambda text: progress.update(bar, description=text)
         if not console.is_terminal:
             session.progress = lambda text: print(f"{perf_counter() - start:6.1f} s  {text}", flush=True)
-        for work, found in _measured(session, works, others, prepare, limit):
+        for work, found in _measured(session, works * repeat, others, prepare, limit, source):
             if isinstance(found, str):
                 lost.append(f"{work.name}: {found}")
             else:
                 fill_ratios(found)
                 rows += found
+                compared += [] if source is None else pairs(found, source.name)
                 try:
-                    append_rows(found, target)  # case by case: an interrupted run keeps what it has
+                    if kept:
+                        append_rows(found, target)  # case by case: an interrupted run keeps what it has
                 except OSError as error:
                     lost.append(f"the rows of {work.name} could not be added to {target}: {reason(error)}")
                     break
                 added += len(found)
             progress.advance(bar)
-    console.print(table(rows))
-    for line in refusals(rows):
-        console.print(line, style="dim", markup=False)
+    if source is None or others:
+        console.print(table(rows))
+        for line in refusals(rows):
+            console.print(line, style="dim", markup=False)
+    if source is not None:
+        console.print(comparison(compared, source.name))
+        for line in verdict(compared, {work.name: work.tags.intersection(tag or work.tags) for work in works}):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     rates = {row.dtype: row.matmul_tflops for row in rows if row.matmul_tflops}
     console.print(
         f"{session.name}; matrix product "
         + ", ".join(f"{rate:,.3g} TFLOP/s in {dtype}" for dtype, rate in rates.items())
     )
-    console.print(f"added {added} rows to {target}", markup=False, soft_wrap=True)
+    if kept:
+        console.print(f"added {added} rows to {target}", markup=False, soft_wrap=True)
     if chart is not None and not any(row.p50_ms for row in rows):
         lost.append(f"no row has a time: {chart} is not drawn")
     elif chart is not None:
@@ -156,9 +191,10 @@ def run(
 
 
 def _measured(
-    session: Session, works: list[Workload], peers: list[Peer], prepare: int, limit: float
+    session: Session, works: list[Workload], peers: list[Peer], prepare: int, limit: float, source: Source | None
 ) -> Iterator[tuple[Workload, list[Row] | str]]:
     """The rows of each case, or why its process ended without."""
+    from gossamer.bench.against import Version, against
     from gossamer.bench.processes import run_cases, warm
     from gossamer.bench.run import run_case
     from gossamer.bench.sweep import Sweep, run_point
@@ -167,7 +203,11 @@ def _measured(
     cases = [work for work in works if not work.tags & SWEEPS]
     points = [work for work in works if work.tags & SWEEPS]
     if prepare:
-        yield from run_cases(session, cases, [peer.name for peer in peers], prepare, limit)
+        yield from run_cases(session, cases, [peer.name for peer in peers], prepare, limit, source)
+    elif source is not None:
+        version = Version(source)
+        for work in cases:
+            yield work, run_case(session, work, [against(version, work.case, session.implementation), *peers])
     else:
         yield from ((work, run_case(session, work, peers)) for work in cases)
     if prepare and points and session.device.type == "cuda":

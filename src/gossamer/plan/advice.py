@@ -32,7 +32,7 @@ def pairs_per_second(p: Problem) -> float | None:
     return PAIRS[bucket][p.backward]
 
 
-def ways(plan: Plan, pattern: Pattern, q_offset: int, processors: int) -> tuple[tuple[str, float], ...]:
+def ways(plan: Plan, pattern: Pattern, q_offset: int) -> tuple[tuple[str, float], ...]:
     """What each layout that a plan could take was counted to take, in pairs of all heads; the least first.
 
     Empty where the first implementation walks no layout. Those that were not counted, since others are surely less,
@@ -41,7 +41,7 @@ def ways(plan: Plan, pattern: Pattern, q_offset: int, processors: int) -> tuple[
     p = plan.problem
     if plan.implementations[0].layout != "block":
         return ()
-    machine = machine_of(p, pattern, processors)
+    machine = machine_of(p, pattern)
     found = costs(pattern, p.Q, p.K, tiles=plan.tiles, gathers=plan.gathers, q_offset=q_offset, machine=machine)
     names = [f"{i.name} {block_q} x {block_kv}" for i, (block_q, block_kv, _) in plan.options]
     names += [f"{i.name} gather {choice.block_q}" for i, choice in plan.gather_options]
@@ -49,9 +49,9 @@ def ways(plan: Plan, pattern: Pattern, q_offset: int, processors: int) -> tuple[
     return tuple(sorted(((n, c * machine.copies) for n, c in taken if isfinite(c)), key=lambda way: way[1]))
 
 
-def all_pairs(plan: Plan, processors: int) -> float | None:
+def all_pairs(plan: Plan) -> float | None:
     """Seconds of a call that keeps every pair."""
-    rate, counts = pairs_per_second(plan.problem), ways(plan, Dense(), 0, processors)
+    rate, counts = pairs_per_second(plan.problem), ways(plan, Dense(), 0)
     return counts[0][1] / rate if counts and rate is not None else None
 
 
@@ -59,7 +59,6 @@ def advice(
     plan: Plan,
     pattern: Pattern | None,
     q_offset: int,
-    processors: int,
     fill: float,
     planned_again: Sequence[str],
     reordered: bool = False,
@@ -74,7 +73,7 @@ def advice(
     """
     found: list[str] = []
     if plan.implementations[0].layout == "block":
-        found += _others(plan, pattern, q_offset, processors) if pattern is not None else []
+        found += _others(plan, pattern, q_offset) if pattern is not None else []
         if fill > MANY:
             one = f"{fill:.1f} pairs are executed for each that is kept"
             if isinstance(pattern, CSR) and not reordered:
@@ -85,9 +84,9 @@ def advice(
     return tuple(found)
 
 
-def _others(plan: Plan, pattern: Pattern, q_offset: int, processors: int) -> list[str]:
+def _others(plan: Plan, pattern: Pattern, q_offset: int) -> list[str]:
     """Calls like this one, without a score term or in 16 bits, that would take less."""
-    p, taken = plan.problem, ways(plan, pattern, q_offset, processors)
+    p, taken = plan.problem, ways(plan, pattern, q_offset)
     rate, found = pairs_per_second(p), []
     changed = {f"without {term}": replace(p, score_terms=p.score_terms - {term}) for term in sorted(p.score_terms)}
     if p.dtype in ("float32", "float64"):
@@ -95,7 +94,7 @@ def _others(plan: Plan, pattern: Pattern, q_offset: int, processors: int) -> lis
     for change, problem in changed.items():
         able = [load(name) for name in NAMES if not refusals(name, problem)]
         other = Plan(problem, tuple(i for i in able if not isinstance(i, str)), {})
-        counts = ways(other, pattern, q_offset, processors)
+        counts = ways(other, pattern, q_offset)
         other_rate = pairs_per_second(problem)
         if not counts or other_rate is None or (rate is not None and counts[0][0] == taken[0][0]):
             continue

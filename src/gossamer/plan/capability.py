@@ -9,11 +9,11 @@ from gossamer.plan.problem import Problem
 
 
 class TileChoice(NamedTuple):
-    """Another tile that an implementation can walk."""
+    """A tile that an implementation can walk."""
 
     block_q: int
     block_kv: int
-    rate: float  # pairs executed per second, over those of its `tile`
+    rate: float  # pairs executed per second over those of the implementation's `tile`; in a plan, of rate 1
 
 
 class GatherChoice(NamedTuple):

@@ -159,14 +159,14 @@ class Chosen(NamedTuple):
         return f"{self.implementation.name} {sizes.get(self.form, self.form)}"
 
 
-def choose(plan: Plan, pattern: Pattern, q_offset: int, processors: int) -> Chosen:
+def choose(plan: Plan, pattern: Pattern, q_offset: int) -> Chosen:
     """The first implementation of a plan; for a pattern that leaves most of its tiles empty, the one whose tile, or
     gather layout, takes the least time by counted work.
     """
     p, first = plan.problem, plan.implementations[0]
     if first.layout != "block":
         return Chosen(first, first.layout)
-    machine = machine_of(p, pattern, processors)
+    machine = machine_of(p, pattern)
     at = cheapest(pattern, p.Q, p.K, tiles=plan.tiles, gathers=plan.gathers, q_offset=q_offset, machine=machine)
     if at < len(plan.tiles):
         walker, tile = plan.options[at]
@@ -175,7 +175,7 @@ def choose(plan: Plan, pattern: Pattern, q_offset: int, processors: int) -> Chos
     return Chosen(gatherer, "gather", choice.block_q)
 
 
-def machine_of(problem: Problem, pattern: Pattern, processors: int) -> Machine:
-    """How often the lists of a pattern are computed in a call, and by how many processors; 0: not known."""
+def machine_of(problem: Problem, pattern: Pattern) -> Machine:
+    """How often the lists of a pattern are computed in a call, and by how many processors; 0 on a CPU."""
     b, h = pattern.lead
-    return Machine((problem.B if b == 1 else 1) * (problem.H if h == 1 else 1), processors)
+    return Machine((problem.B if b == 1 else 1) * (problem.H if h == 1 else 1), problem.processors if problem.device == "cuda" else 0)

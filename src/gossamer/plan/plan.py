@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from gossamer.layouts.kept import LEAST_KEPT, MOST_KEPT, Kept
-from gossamer.patterns import Pattern
+from gossamer.patterns.handles import token_of
 from gossamer.plan.capability import Candidate, GatherChoice, TileChoice, gathers_alone, reasons
 from gossamer.plan.problem import Problem, Unsupported
 from gossamer.plan.split import Split, split_of
@@ -57,14 +57,18 @@ class Plan:
     def _splits(self) -> Kept[tuple[Split | None]]:
         return Kept(LEAST_KEPT, MOST_KEPT)
 
-    def split(self, pattern: Pattern, q_offset: int) -> Split | None:
-        """The parts of a call, or None where it is computed as one; remembered."""
-        key = (pattern.handle, q_offset)
+    def split(self, handle: int, q_offset: int) -> Split | None:
+        """The parts of a call with the pattern of a handle, or None where it is computed as one; remembered."""
+        key = (handle, q_offset)
         known = self._splits.get(key)
         if known is None:
             tiles = self.tiles if self.implementations[0].layout == "block" else ()
-            known = self._splits.put(key, (split_of(pattern, self.problem, q_offset, tiles, self.gathers),))
+            split = split_of(token_of(handle).pattern, self.problem, q_offset, tiles, self.gathers)
+            known = self._splits.put(key, (split,))
         return known[0]
+
+
+_plans: Kept[Plan] = Kept(LEAST_KEPT, MOST_KEPT)
 
 
 def plan_of(problem: Problem, implementation: str | None = None, backward: bool = False) -> Plan:
@@ -79,6 +83,11 @@ def plan_of(problem: Problem, implementation: str | None = None, backward: bool 
     Raises:
         Unsupported: nothing, or not the one named, computes the problem; the message has every reason.
     """
+    key = problem, implementation, backward
+    return _plans.get(key) or _plans.put(key, _make_plan(problem, implementation, backward))
+
+
+def _make_plan(problem: Problem, implementation: str | None, backward: bool) -> Plan:
     later = None
     if problem.backward and not backward and implementation is None:
         later = plan_of(problem, backward=True)  # raises before anything is computed

@@ -31,7 +31,7 @@ class Problem:
     dtype: str  # "float16", "bfloat16", "float32", "float64"
     device: str  # "cpu", "cuda"
     sm: int | None = None  # compute capability of a CUDA device: 80, 89, 90, 100
-    processors: int = 1  # streaming multiprocessors of a CUDA device
+    processors: int = 1  # streaming multiprocessors of a CUDA device; 1 elsewhere
     score_terms: frozenset[str] = frozenset()  # subset of SCORE_TERMS
     backward: bool = False
     deterministic: bool = False

@@ -1,45 +1,37 @@
-"""`attention`: arguments in every accepted form, brought to the one form of the operator."""
+"""`attention`: one look-up and one run; where nothing is found, what computes the call is made first."""
 
 from __future__ import annotations
 
-import sys
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
-from weakref import ref
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.kernels.rows import compute_dtype
 from gossamer.layouts import BlockLayout
-from gossamer.patterns import CSR, Dense, Pattern
-from gossamer.patterns.handles import token_of
+from gossamer.patterns import Pattern
 from gossamer.patterns.reordered import ReorderedCSR
-from gossamer.torch.block_mask import layout_for
-from gossamer.torch.calls import kind_of, known, remember
-from gossamer.torch.decoding import decoding
+from gossamer.torch.calls import call_of, known, resolved
+from gossamer.torch.decoding import GROWING, growing_call
 from gossamer.torch.merge import branches_of
 from gossamer.torch.merge import merge as merge_results
-from gossamer.torch.operators import differentiable, eager, plain
-from gossamer.torch.registry import constants, pattern_of
+from gossamer.torch.operators import forward_op
+from gossamer.torch.registry import pattern_of
 from gossamer.torch.reorder import orders, permuted
-from gossamer.torch.validate import Arguments, describe, fewer, four_dimensional, instead
+from gossamer.torch.request import (
+    DENSE,
+    Request,
+    attended_of,
+    is_deterministic,
+    key_of,
+    plain,
+    request_of,
+    slopes,
+    wide,
+)
+from gossamer.torch.validate import describe, fewer, options_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
-
-_DENSE = Dense()
-_forward = torch.ops.gossamer.forward.default
-_from_sparse: dict[int, tuple[Any, Any, CSR]] = {}
-
-_NESTED = (
-    "; of sequences of several lengths give their padding as key_lengths, or pack them behind one another: Document"
-)
-_PATTERN = (
-    "None, a Pattern or its handle, a BlockLayout, a torch BlockMask, a boolean mask tensor that broadcasts to "
-    "(B, H, Q, K), or a two-dimensional torch sparse CSR tensor"
-)
 
 
 @overload
@@ -128,67 +120,61 @@ def attention(
     Raises:
         ValueError: an argument is wrong; `Unsupported` is one.
     """
-    kind = None
-    if type(pattern) is int and not torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if type(pattern) is int and not compiling:
         pattern = pattern_of(pattern)
-    if not torch.compiler.is_compiling() and merge is None:
-        which = _DENSE if pattern is None else pattern
-        options = (scale, q_offset, softcap, implementation)
-        deterministic = is_deterministic(deterministic)
-        none = scale is q_offset is softcap is implementation is None
-        vectors = key_lengths, sink_logits, alibi_slopes
-        tensors = () if key_lengths is sink_logits is alibi_slopes is None else vectors
-        kind = kind_of(q, k, v, which, deterministic, () if none else options, tensors)
-        call: Any = known(kind)
-        if call is None and kind is not None and kind[1][-2:-1] == (1,):
-            call = decoding(kind, q, k, v, which, (*options, deterministic), tensors)
-        if call is not None and (return_lse is False or return_lse is True):
-            found = call(q, k, v, which, *tensors)
-            return found if return_lse else found[0]
-    given = scale, q_offset, softcap, sink_logits, alibi_slopes
-    scale, q_offset, softcap = number(scale), number(q_offset), number(softcap)
-    sink_logits, alibi_slopes = wide(sink_logits, q), slopes(alibi_slopes, q)
-    if any(x is not y for x, y in zip(given, (scale, q_offset, softcap, sink_logits, alibi_slopes), strict=True)):
-        return attention(
-            q, k, v, pattern, scale=scale, q_offset=q_offset, key_lengths=key_lengths, softcap=softcap,
-            sink_logits=sink_logits, alibi_slopes=alibi_slopes, return_lse=return_lse, merge=merge,
-            implementation=implementation, deterministic=deterministic,
-        )  # fmt: skip
-    check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation)
-    if not isinstance(return_lse, bool):
-        raise ValueError(f"return_lse must be True or False; got {describe(return_lse)}")
     if merge is not None:
         return _merged(
             q, k, v, pattern, merge, return_lse, scale=scale, q_offset=q_offset, key_lengths=key_lengths,
             softcap=softcap, sink_logits=sink_logits, alibi_slopes=alibi_slopes, implementation=implementation,
             deterministic=deterministic,
         )  # fmt: skip
-    deterministic = is_deterministic(deterministic)
-    dims = q.ndim
-    q, k, v = four_dimensional(q, k, v)
-    back = None
-    if isinstance(pattern, ReorderedCSR) and not torch.compiler.is_compiling():
-        q, k, v = permuted(pattern, q, k, v, key_lengths, alibi_slopes)
-        back, pattern = orders(pattern, q.device)[1], pattern.inner
-    handle, layout, blocks, _alive = what(pattern, q)
-    offset, offset_tensor = (None, q_offset) if isinstance(q_offset, Tensor) else (q_offset, None)
-    if not torch.compiler.is_compiling() and plain(q, k, v, sink_logits):
-        a = Arguments(
-            q, k, v, offset, offset_tensor, key_lengths, sink_logits, alibi_slopes, scale, softcap, implementation,
-            deterministic, differentiable(q, k, v, sink_logits),
-        )  # fmt: skip
-        out, lse = eager(a, layout, blocks, handle)
-        if kind is not None and back is None:
-            remember(kind, a, handle, dims)
+    if not isinstance(return_lse, bool):
+        raise ValueError(f"return_lse must be True or False; got {describe(return_lse)}")
+    key = None
+    if not compiling:
+        deterministic = is_deterministic(deterministic)
+        which = DENSE if pattern is None else pattern
+        vectors: tuple[Any, ...] = ()
+        if not key_lengths is sink_logits is alibi_slopes is None:
+            sink_logits, alibi_slopes = wide(sink_logits, q), slopes(alibi_slopes, q)
+            vectors = key_lengths, sink_logits, alibi_slopes
+        options = scale, q_offset, softcap, implementation, deterministic
+        call: Any = None
+        if isinstance(q, Tensor) and q.device.type in GROWING and q.shape[-2:-1] == (1,):
+            call = growing_call(q, k, v, which, *options, vectors)
+        if call is None:
+            key = key_of(q, k, v, which, *options, vectors)
+            call = None if key is None else known.get(key)
+        if call is not None:
+            found = call(q, k, v, *vectors)
+            return found if return_lse else found[0]
+    request = request_of(
+        q, k, v, pattern, scale=scale, q_offset=q_offset, key_lengths=key_lengths, softcap=softcap,
+        sink_logits=sink_logits, alibi_slopes=alibi_slopes, implementation=implementation, deterministic=deterministic,
+    )  # fmt: skip
+    out, lse = _run(request, key)
+    return (out, lse) if return_lse else out
+
+
+def _run(request: Request, key: tuple[Any, ...] | None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a request, with as many dimensions as were given; what computes it is kept by the key."""
+    a, attended, dims = request
+    pattern, back = attended.alive, None
+    if isinstance(pattern, ReorderedCSR):
+        q, k, v = permuted(pattern, a.q, a.k, a.v, a.key_lengths, a.alibi_slopes)
+        a, back, key = a._replace(q=q, k=k, v=v), orders(pattern, q.device).back, None
+        attended = attended_of(pattern.inner, q)
+    if not torch.compiler.is_compiling() and plain(a.q, a.k, a.v, a.sink_logits):
+        request = resolved(Request(a, attended, dims))
+        out, lse = call_of(request, key).run(a.q, a.k, a.v, *request.more)
     else:
-        out, lse = _forward(
-            q, k, v, layout, blocks, handle, offset, offset_tensor, key_lengths, sink_logits, alibi_slopes, scale,
-            softcap, implementation, deterministic, False,
-        )  # fmt: skip
+        out, lse = forward_op(
+            a.q, a.k, a.v, list(attended.data), list(attended.geometry), attended.handle, *options_of(a)
+        )
     if back is not None:
         out, lse = out.index_select(2, back), lse.index_select(2, back)
-    out, lse = fewer(out, lse, dims)
-    return (out, lse) if return_lse else out
+    return fewer(out, lse, dims)
 
 
 def _merged(
@@ -206,133 +192,3 @@ def _merged(
         sink_logits = None
     out, lse = merge_results(outs, lses)
     return (out, lse) if return_lse else out
-
-
-def number(x: Any) -> Any:
-    """A number of numpy as one of Python; anything else as it is."""
-    if isinstance(x, np.floating):
-        return float(x)
-    return int(x) if isinstance(x, np.integer) and not isinstance(x, np.timedelta64) else x
-
-
-def wide(x: Any, q: Any) -> Any:
-    """A score parameter in the type that scores are computed in, with its gradient; what is no such tensor as it is.
-
-    What is derived from one of 16 bits, such as the slope of a dilated part, would be rounded again.
-    """
-    if not (isinstance(x, Tensor) and isinstance(q, Tensor) and x.is_floating_point()):
-        return x
-    return x.to(compute_dtype(q.dtype))
-
-
-def slopes(x: Any, q: Any) -> Any:
-    """ALiBi slopes, `wide` but where they ask for a gradient: in no_grad mode a copy would not, and is refused too."""
-    return x if isinstance(x, Tensor) and x.requires_grad else wide(x, q)
-
-
-def check_types(
-    q: Any, k: Any, v: Any, scale: Any, q_offset: Any, key_lengths: Any, softcap: Any, sink_logits: Any,
-    alibi_slopes: Any, implementation: Any,
-) -> None:  # fmt: skip
-    """What the operator's schema would refuse with a less helpful error; values and shapes are checked inside it."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{name} must be a torch tensor; got {describe(x)}")
-        if x.is_nested:
-            raise ValueError(f"{name} must be a tensor of one shape; got {describe(x)}{_NESTED}")
-        if x.layout != torch.strided:
-            raise ValueError(f"{name} must be a strided tensor; got {x.layout}, shape {tuple(x.shape)}")
-        if x.device != q.device:
-            raise ValueError(f"{name} must be a tensor on q's device, {q.device}; got {describe(x)}")
-    if implementation is not None and not isinstance(implementation, str):
-        raise ValueError(f"implementation must be a name or None; got {describe(implementation)}")
-    if scale is q_offset is key_lengths is softcap is sink_logits is alibi_slopes is None:
-        return
-    for name, x in (("key_lengths", key_lengths), ("sink_logits", sink_logits), ("alibi_slopes", alibi_slopes)):
-        if x is not None and not isinstance(x, Tensor):
-            raise ValueError(f"{name} must be a torch tensor or None; got {describe(x)}")
-        if x is not None and x.device != q.device:
-            raise ValueError(f"{name} must be a tensor on q's device, {q.device}; got {describe(x)}")
-    for name, x in (("scale", scale), ("softcap", softcap)):
-        if x is not None and (isinstance(x, bool) or not isinstance(x, (int, float, torch.SymFloat, torch.SymInt))):
-            raise ValueError(f"{name} must be a number or None; got {describe(x)}")
-    if q_offset is not None and (isinstance(q_offset, bool) or not isinstance(q_offset, (int, Tensor, torch.SymInt))):
-        raise ValueError(f"q_offset must be an int, a 0-d integer tensor or None; got {describe(q_offset)}")
-    for name, x in (("q_offset", q_offset), ("key_lengths", key_lengths), ("sink_logits", sink_logits),
-                    ("alibi_slopes", alibi_slopes)):  # fmt: skip
-        if isinstance(x, Tensor) and x.is_nested:
-            raise ValueError(f"{name} must be a tensor of one shape; got {describe(x)}")
-    if isinstance(q_offset, int) and not -(2**31) < q_offset < 2**31:
-        raise ValueError(f"q_offset must be an integer within 2**31; got {describe(q_offset)}")
-    for name, x in (("scale", scale), ("softcap", softcap)):
-        if isinstance(x, int) and abs(x) > 2**53:
-            raise ValueError(f"{name} must be a number of at most 2**53; got {describe(x)}")
-
-
-def is_deterministic(deterministic: Any) -> bool:
-    """The option, or torch's setting where it is None."""
-    if deterministic is None:
-        return torch.are_deterministic_algorithms_enabled()
-    if not isinstance(deterministic, bool):
-        raise ValueError(f"deterministic must be True, False or None; got {describe(deterministic)}")
-    return deterministic
-
-
-def what(pattern: Any, q: Tensor) -> tuple[Any, list[Tensor], list[int], Any]:
-    """(handle or -1, layout tensors or a mask, its geometry, what must stay alive) of the `pattern` argument."""
-    if pattern is None:
-        pattern = _DENSE
-    if isinstance(pattern, Pattern):
-        if constants and torch.compiler.is_compiling():
-            return pattern._compiled_handle(), [], [], None  # type: ignore[attr-defined]
-        return pattern.handle, [], [], pattern
-    if isinstance(pattern, torch.SymInt) or type(pattern) is int:
-        return pattern, [], [], None if torch.compiler.is_compiling() else token_of(int(pattern))
-    if isinstance(pattern, Tensor):
-        if pattern.is_nested:
-            raise ValueError(f"pattern must be {_PATTERN}; got {describe(pattern)}")
-        if pattern.layout == torch.sparse_csr and pattern.ndim == 2:
-            csr = _sparse(pattern)
-            return csr.handle, [], [], csr
-        if pattern.dtype != torch.bool or pattern.layout != torch.strided:
-            raise ValueError(f"pattern must be {_PATTERN}; got {describe(pattern)}, {pattern.layout}{instead(pattern)}")
-        if pattern.device != q.device:
-            raise ValueError(f"pattern must be a tensor on q's device, {q.device}; got {describe(pattern)}")
-        return -1, [pattern], [], None
-    if isinstance(pattern, BlockLayout):
-        layout = _tensors_of(pattern, q.device) if pattern.device is None else pattern
-        arrays = layout.rows.arrays()
-        if layout._transpose:
-            arrays = arrays + layout._transpose[0].arrays()
-        for at, x in enumerate(arrays):
-            if not isinstance(x, Tensor) or x.device != q.device:
-                raise ValueError(
-                    f"pattern, a BlockLayout, must hold tensors on {q.device}; array {at} is {describe(x)}"
-                )
-        return -1, arrays, [layout.block_q, layout.block_kv, layout.Q, layout.K], layout
-    flex = sys.modules.get("torch.nn.attention.flex_attention")  # whoever has a BlockMask has imported it
-    if flex is not None and isinstance(pattern, flex.BlockMask):
-        return what(layout_for(pattern, q), q)
-    raise ValueError(f"pattern must be {_PATTERN}; got {describe(pattern)}{instead(pattern)}")
-
-
-def _tensors_of(layout: BlockLayout, device: torch.device) -> BlockLayout:
-    """The kept copy of a numpy layout on a device; made in inference mode, it could not be used in training later."""
-    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
-        return layout.to(device)
-    with torch.inference_mode(False):
-        return layout.to(device)
-
-
-def _sparse(tensor: Tensor) -> CSR:
-    """The pattern of a sparse tensor, read once as long as it lives and is not written to."""
-    if torch.compiler.is_compiling():
-        raise ValueError("pattern, a sparse tensor, must be turned into CSR.from_torch(tensor) outside torch.compile")
-    number, version = id(tensor), -1 if tensor.is_inference() else tensor._version
-    known = _from_sparse.get(number)
-    if known is not None and known[0]() is tensor and known[1] == version >= 0:
-        return known[2]
-    csr = CSR.from_torch(tensor)
-    forget = partial(_from_sparse.pop, number)  # called with the dead reference, which `pop` takes as its default
-    _from_sparse[number] = ref(tensor, forget), version, csr
-    return csr

@@ -17,7 +17,7 @@ import torch
 from torch import _C, Tensor
 
 from gossamer.kernels.launch import BYTES, EDGE, Array, Constant, Descriptor, Kernel, Prepared, Step, View
-from gossamer.kernels.table import load
+from gossamer.plan.table import load
 from gossamer.torch.functions import FUNCTIONS
 from gossamer.torch.memory import Workspace, lasting, slot, template
 
@@ -204,7 +204,7 @@ class _Writer:
 
 def _plain(name: str) -> str:
     """A name as Python allows it."""
-    return re.sub(r"\W", "_", name)
+    return re.sub(r"\W|^(?=\d)", "_", name)
 
 
 @lru_cache(MOST_TEXTS)

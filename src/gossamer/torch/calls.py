@@ -14,17 +14,25 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
-from gossamer.kernels.contract import Scoring, Unsupported
 from gossamer.kernels.launch import GIVEN, VECTORS, Direction, Operand, Prepared
 from gossamer.layouts.kept import KEPT_BYTES, LEAST_KEPT, MOST_KEPT, Kept
 from gossamer.patterns.handles import token_of
+from gossamer.plan.problem import Unsupported
 from gossamer.torch import parts
 from gossamer.torch.bind import bind
 from gossamer.torch.memory import hold_for_graphs
-from gossamer.torch.plan import Given, check_rows, given_layout, held, place, plan_of, split_for
+from gossamer.torch.plan import Given, check_rows, given_layout, held, place, plan_for, scoring_of
 from gossamer.torch.registry import pattern_of
-from gossamer.torch.request import Request, alignment, operand_of, plain
-from gossamer.torch.validate import Arguments, fewer, four_dimensional
+from gossamer.torch.request import Key, Request, alignment, operand_of, plain
+from gossamer.torch.validate import (
+    Arguments,
+    fewer,
+    four_dimensional,
+    most_offset,
+    options_of,
+    validate,
+    within_positions,
+)
 
 MOST_BACKWARDS = 8  # of a call: by the strides of what it saved and of the gradients that it is given
 
@@ -33,14 +41,30 @@ Bound = Callable[..., tuple[Tensor, ...]]
 known: Kept[Any] = Kept(LEAST_KEPT, MOST_KEPT, KEPT_BYTES)  # calls, by their keys
 
 
-def call_of(request: Request) -> Call:
-    """What computes a request, made where there was none before."""
-    key = request.key
+def call_of(request: Request, key: Key | None = None) -> Call:
+    """What computes a request, made where there was none before; `key` where the call has one as it was given."""
+    key = request.key if key is None else key
     found = known.get(key)
     if found is None:
-        found = Call(request)
-        known.put(key, found, found.bytes)
+        made = Call(request)
+        found = known.put(key, made, made.bytes)
     return found
+
+
+def resolved(request: Request) -> Request:
+    """The request with a `q_offset` that is a tensor read, which waits for a GPU.
+
+    Raises:
+        ValueError: it is no position.
+    """
+    a = request.arguments
+    if a.q_offset_tensor is None:
+        return request
+    validate(a)
+    q_offset, Q, K = int(a.q_offset_tensor), a.q.shape[2], a.k.shape[2]
+    if abs(q_offset) > most_offset(Q, K):
+        raise ValueError(f"q_offset must {within_positions(Q, K)}; got a tensor of {q_offset}")
+    return request._replace(arguments=a._replace(q_offset=q_offset, q_offset_tensor=None))
 
 
 class Call:
@@ -55,35 +79,34 @@ class Call:
 
     def __init__(self, request: Request) -> None:
         a, attended = request.arguments, request.attended
-        self.plan = plan_of(a, attended.geometry)
+        self.plan = plan_for(a, attended.geometry)
+        self.scoring = scoring_of(a)
+        check_rows(self.plan.problem, self.scoring, attended.handle)
         self.differentiable, self.dims = a.backward, request.dims
         self.device, self.handle, self.geometry = a.q.device, attended.handle, attended.geometry
         self.options = a._replace(q=None, k=None, v=None, key_lengths=None, sink_logits=None, alibi_slopes=None)  # type: ignore[arg-type]
-        D, Q, K = a.q.shape[3], a.q.shape[2], a.k.shape[2]
-        self.scoring = Scoring(
-            D**-0.5 if a.scale is None else float(a.scale), K - Q if a.q_offset is None else a.q_offset,
-            None if a.softcap is None else float(a.softcap),
-        )  # fmt: skip
-        check_rows(self.plan.problem, self.scoring, attended.handle)
         self.bytes = 0
-        self._vectors = VECTORS if request.vectors else ()
+        self._vectors = VECTORS if request.more else ()
         self._backwards: Kept[Bound] = Kept(MOST_BACKWARDS)
-        if attended.handle >= 0:
+        if attended.data:
+            self._operands = request.operands
+            self.forward: Bound = self._forward_by_data
+        else:
             # A pattern that is made again for each call keeps its handle, and so its key.
             self._alive = token_of(attended.handle)
-            self.forward: Bound = self._bound("forward", request.operands)
-        else:
-            self._operands, self._vectors = request.operands, VECTORS
-            self.forward = self._forward_by_data
+            self.forward = self._bound("forward", request.operands)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> tuple[Tensor, ...]:
-        """(out, lse); with the gradient where calls of the key have one."""
+        """(out, lse), with as many dimensions as q has."""
+        if self.dims == 4:
+            return self.run(q, k, v, *more)
+        return fewer(*self.run(*four_dimensional(q, k, v), *more), self.dims)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(out, lse) of four dimensions; with the gradient where calls of the key have one."""
         if q.is_cuda and is_current_stream_capturing():
             hold_for_graphs(self)
-        if self.dims != 4:
-            q, k, v = four_dimensional(q, k, v)
-        found = _apply(self, q, k, v, *more) if self.differentiable else self.forward(q, k, v, *more)
-        return found if self.dims == 4 else fewer(*found, self.dims)
+        return _apply(self, q, k, v, *more) if self.differentiable else self.forward(q, k, v, *more)
 
     def gradients(self, saved: tuple[Tensor, ...], dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         """(dq, dk, dv), and dsink_logits where there are sinks. `saved` are q, k, v, out, lse and `more`."""
@@ -96,19 +119,14 @@ class Call:
         *more: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         dout = torch.zeros_like(out) if dout is None else dout
+        given, bound, vectors, owner = None, self._backwards, more, None
         if self.handle < 0:
             lengths, sinks, slopes, *data = more
-            given = self._given(q, k, tuple(data), backward=True)
-            return self._backward(given.bound, given, dout, dlse, q, k, v, out, lse, lengths, sinks, slopes)
-        return self._backward(self._backwards, None, dout, dlse, q, k, v, out, lse, *more)
-
-    def _backward(
-        self, bound: Kept[Bound], given: Given | None, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor,
-        v: Tensor, out: Tensor, lse: Tensor, *vectors: Tensor | None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+            given, vectors, owner = self._given(q, k, tuple(data), backward=True), (lengths, sinks, slopes), self
+            bound = given.bound
         # What was saved may have been elsewhere meanwhile, by hooks, and lie otherwise than in the forward.
         key = (
-            dout.stride(), dlse is not None and dlse.stride(), q.stride(), k.stride(), v.stride(), out.stride(),
+            owner, dout.stride(), dlse is not None and dlse.stride(), q.stride(), k.stride(), v.stride(), out.stride(),
             lse.stride(), alignment(dout, q, k, v, out, lse),
             *[x is not None and (x.stride(), alignment(x)) for x in (dlse, *vectors)],
         )  # fmt: skip
@@ -127,21 +145,25 @@ class Call:
     def _prepared(self, direction: Direction, operands: dict[str, Operand], given: Given | None) -> Prepared:
         plan = self.plan if direction == "forward" else self.plan.gradient
         if given is not None:
-            implementation, layout = given.placed
-            return implementation.prepare(plan.problem, layout, direction, self.scoring, operands)
-        pattern, q_offset = pattern_of(self.handle), self.scoring.q_offset
-        split = split_for(plan, pattern, q_offset)
-        if split is None:
-            implementation, layout = place(plan, pattern, q_offset, self.device)
-            self.bytes += held(layout)
-            return implementation.prepare(plan.problem, layout, direction, self.scoring, operands)
-        describe = parts.forward if direction == "forward" else parts.backward
-        return describe(split, plan, pattern, self.scoring, operands, self.device)
+            placed = given.placed
+        else:
+            pattern, q_offset = pattern_of(self.handle), self.scoring.q_offset
+            split = plan.split(pattern, q_offset)
+            if split is not None:
+                described = parts.Described(
+                    plan, self.options.implementation, pattern, self.scoring, operands, self.device
+                )
+                return described.forward(split) if direction == "forward" else described.backward(split)
+            placed = place(plan, pattern, q_offset, self.device)
+            self.bytes += held(placed.layout)
+        return placed.implementation.prepare(plan.problem, placed.layout, direction, self.scoring, operands)
 
     def _given(self, q: Tensor, k: Tensor, data: tuple[Tensor, ...], backward: bool = False) -> Given:
         """The layout that data stand for."""
-        plan = self.plan.gradient if backward else self.plan
-        return given_layout(plan, q, k, data, self.geometry)
+        given = given_layout(self.plan.gradient if backward else self.plan, q, k, data, self.geometry)
+        if q.is_cuda and is_current_stream_capturing():
+            hold_for_graphs(given)
+        return given
 
     def _forward_by_data(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, sinks: Tensor | None, slopes: Tensor | None,
@@ -153,7 +175,9 @@ class Call:
             run = given.bound.put(self, self._bound("forward", self._operands, given))
         return run(q, k, v, lengths, sinks, slopes)
 
-    def _gradients_by_operator(self, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *more: Any) -> Any:
+    def _gradients_by_operator(
+        self, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *more: Any
+    ) -> Any:
         lengths, sinks, slopes, *data = more or (None, None, None)
         a = self.options._replace(q=q, k=k, v=v, key_lengths=lengths, sink_logits=sinks, alibi_slopes=slopes)
         return gradients_by_operator(a, self.handle, data, self.geometry, dout, dlse, out, lse)
@@ -165,8 +189,8 @@ def gradients_by_operator(
     """(dq, dk, dv), and dsink_logits where there are sinks, seen by whoever looks at operators."""
     backward = torch.ops.gossamer.backward.default
     *gradients, dsink = backward(
-        dout, dlse, a.q, a.k, a.v, out, lse, list(data), list(geometry), handle, *a.options
-    )  # fmt: skip
+        dout, dlse, a.q, a.k, a.v, out, lse, list(data), list(geometry), handle, *options_of(a)
+    )
     return (*gradients, dsink) if a.sink_logits is not None else tuple(gradients)
 
 

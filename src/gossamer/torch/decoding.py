@@ -1,125 +1,125 @@
-"""One query behind keys that grow by a token a call: planned once for `RANGE` numbers of keys.
+"""One query behind keys that grow by a token a call: a rule that rewrites the request before it is looked up.
 
-It sees all keys, those before it, or those of a window: a view of the keys, of which it sees all. The call is bound to
-the next multiple of `RANGE` keys, of which `key_lengths` says how many there are; the rest is neither there nor read
-(`Capability.grows`).
+The query sees all keys, those before it, or those of a window: a view of the keys, of which it sees all. The request
+becomes one for the next multiple of `RANGE` keys, of which `key_lengths` says how many there are; the rest is neither
+there nor read (`Capability.grows`). So every number of keys of a range shares one launch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
+from gossamer.kernels.contract import Implementation
 from gossamer.layouts import cached_layout
-from gossamer.layouts.kept import KEPT_BYTES, LEAST_KEPT, MOST_KEPT, Kept
+from gossamer.layouts.kept import LEAST_KEPT
 from gossamer.patterns import Causal, Dense, SlidingWindow
-from gossamer.patterns.handles import token_of
 from gossamer.plan.capability import reasons
 from gossamer.plan.plan import Plan
 from gossamer.plan.problem import Problem
-from gossamer.torch.calls import keep, kind_of
-from gossamer.torch.plan import held, hold_for_graphs, plan_for, terms_of
+from gossamer.torch.bind import bind
+from gossamer.torch.calls import Bound, known
+from gossamer.torch.memory import hold_for_graphs
+from gossamer.torch.plan import held, plan_for, scoring_of
+from gossamer.torch.request import DENSE, differentiable, operand_of, plain
 from gossamer.torch.validate import Arguments, most_offset
 
-RANGE = 128  # numbers of keys that share a plan
-STEP = 8  # strides of k and v, which are not part of what tells calls apart, are multiples of it
-# Where `calls.kind_of` puts what is looked at here.
-Q_SHAPE, K_SHAPE, V_SHAPE, Q_STRIDE, K_STRIDE, V_STRIDE, TYPES, DEVICES = *range(1, 8), 10
-GRADIENT, ALIGNED = 13, 14
+RANGE = 128  # numbers of keys that share a launch
+STEP = 8  # strides of k and v, which are not part of the key, are multiples of it
+GROWING = frozenset({"cuda"})  # types of devices of which some have an implementation for this
 _NUMBERS = (type(None), int, float)
-_DENSE = Dense()
+
+
+class Seen(NamedTuple):
+    """The keys that one query sees."""
+
+    first: int
+    count: int
 
 
 class Range(NamedTuple):
     """What calls of one query and up to so many keys have in common."""
 
-    run: Callable[..., tuple[Tensor, Tensor]] | None  # None: nothing that is bound takes fewer keys
-    lengths: tuple[Tensor, ...]  # (B,): the numbers of keys of the range
+    run: Bound | None  # None: nothing that computes them takes fewer keys
+    lengths: tuple[Tensor, ...] = ()  # (B,): the numbers of keys of the range, in order
 
 
-class Decoding(NamedTuple):
-    """What calls of one query and so many keys do."""
+class Growing(NamedTuple):
+    """A call of one query and so many keys."""
 
-    run: Callable[..., tuple[Tensor, Tensor]]
-    some: tuple[int, int] | None  # the first key that it sees, and how many; None: all
+    run: Bound
+    seen: Seen
     length: Tensor  # (B,) int32: how many
-    alive: Any  # the token of the pattern's handle, so that an equal one keeps it
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, pattern: Any, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(out, lse); see `calls.Call`."""
-        run, some, length, _ = self
-        if q.is_cuda and is_current_stream_capturing():
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *vectors: Tensor | None) -> tuple[Tensor, ...]:
+        """(out, lse)."""
+        if is_current_stream_capturing():
             hold_for_graphs(self)
-        if some is not None:
-            k, v = k.narrow(2, *some), v.narrow(2, *some)
-        return run(q, k, v, length, tensors[1] if tensors else None)
+        if self.seen.count != k.shape[2]:
+            k, v = k.narrow(2, *self.seen), v.narrow(2, *self.seen)
+        _, sinks, _ = vectors or (None, None, None)
+        return self.run(q, k, v, self.length, sinks, None)
 
 
-_ranges: Kept[Range] = Kept(LEAST_KEPT, MOST_KEPT, KEPT_BYTES)
-
-
-def decoding(
-    kind: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, pattern: Any, options: tuple[Any, ...],
-    tensors: tuple[Tensor | None, ...],
-) -> Decoding | None:  # fmt: skip
-    """What calls of one query do, made where there was none before; None where they go the usual way.
+def growing_call(
+    q: Tensor, k: Any, v: Any, pattern: Any, scale: Any, q_offset: Any, softcap: Any, implementation: Any,
+    deterministic: bool, vectors: tuple[Any, ...],
+) -> Growing | None:  # fmt: skip
+    """The call of one query, made where there was none before; None where it goes the usual way.
 
     Args:
-        kind: of the call, by `calls.kind_of`.
-        options: (scale, q_offset, softcap, implementation, deterministic).
-        tensors: key_lengths, sink_logits and alibi_slopes, or nothing.
+        vectors: key_lengths, sink_logits and alibi_slopes, or nothing.
     """
-    seen = keys_seen(kind, pattern, options, tensors)
+    lengths, sinks, slopes = vectors or (None, None, None)
+    if lengths is not None or slopes is not None or not plain(q, k, v, sinks) or differentiable(q, k, v, sinks):
+        return None
+    if type(scale) not in _NUMBERS or type(softcap) not in _NUMBERS:
+        return None
+    seen = keys_seen(q, k, v, pattern, q_offset)
     if seen is None:
         return None
-    scale, _, softcap, implementation, deterministic = options
-    B, G, K, D = kind[K_SHAPE]
-    count = seen[1]
-    most = -(-count // RANGE) * RANGE
+    most = -(-seen.count // RANGE) * RANGE
+    B, G, _, D = k.shape
     key = (
-        most, B, G, D, kind[V_SHAPE][3], kind[Q_SHAPE], kind[Q_STRIDE], kind[TYPES:GRADIENT], scale, softcap,
-        implementation, deterministic, kind[-1] if tensors else None,
+        "one query", most, B, G, D, v.shape[3], q.shape, q.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device,
+        v.device, scale, type(scale), softcap, type(softcap), implementation, deterministic,
+        sinks is not None and (sinks.shape, sinks.stride(), sinks.dtype, sinks.device, sinks.data_ptr() % 16 == 0),
     )  # fmt: skip
-    found = _ranges.get(key)
+    found = known.get(key)
     if found is None:
-        k, v, sinks = k.narrow(2, *seen), v.narrow(2, *seen), tensors[1] if tensors else None
+        k, v = k.narrow(2, *seen), v.narrow(2, *seen)
         a = Arguments(q, k, v, None, None, None, sinks, None, scale, softcap, implementation, deterministic, False)
-        found = _ranges.put(key, *_bound(a, most))
+        made = _bound(a, most)
+        found = known.put(key, made.range, made.bytes)
     if found.run is None:
         return None
-    some = None if count == K else seen
-    return keep(kind, Decoding(found.run, some, found.lengths[count - most - 1], token_of(kind[0])))
+    return Growing(found.run, seen, found.lengths[seen.count - most - 1])
 
 
-def keys_seen(
-    kind: tuple[Any, ...], pattern: Any, options: tuple[Any, ...], tensors: tuple[Tensor | None, ...]
-) -> tuple[int, int] | None:
-    """The first key that the one query of a call sees, and how many; None where it goes the usual way."""
-    scale, q_offset, softcap, *_ = options
-    if len(kind[Q_SHAPE]) != 4 or kind[Q_SHAPE][2] != 1 or kind[GRADIENT] or not kind[ALIGNED]:
-        return None
-    if type(scale) not in _NUMBERS or type(softcap) not in _NUMBERS or len(set(kind[DEVICES:GRADIENT])) > 1:
-        return None
-    if len(kind[K_SHAPE]) != 4 or kind[K_SHAPE][:3] != kind[V_SHAPE][:3]:
+def keys_seen(q: Tensor, k: Any, v: Any, pattern: Any, q_offset: Any) -> Seen | None:
+    """What the one query of a call sees, where that is a run of its keys; None where it goes the usual way."""
+    if q.ndim != 4 or q.shape[2] != 1 or q.data_ptr() % 16:
         return None
     if not isinstance(pattern, (Dense, Causal, SlidingWindow)) or (
-        tensors and (tensors[0], tensors[2]) != (None, None)
+        isinstance(pattern, SlidingWindow) and pattern.sinks
     ):
         return None
-    if isinstance(pattern, SlidingWindow) and pattern.sinks:
-        return None
-    for strides in (kind[K_STRIDE], kind[V_STRIDE]):
-        if strides[3] != 1 or min(strides) <= 0 or (strides[0] | strides[1] | strides[2]) % STEP:
+    for x in (k, v):
+        if type(x) is not Tensor or x.ndim != 4 or x.device != q.device or x.layout is not torch.strided:
             return None
-    if type(q_offset) not in (type(None), int) or abs(q_offset or 0) > most_offset(1, kind[K_SHAPE][2]):
+        batch, head, row, last = x.stride()
+        if last != 1 or min(batch, head, row) <= 0 or (batch | head | row) % STEP or x.data_ptr() % 16:
+            return None
+    K = k.shape[2]
+    if k.shape[:3] != v.shape[:3] or not K:
         return None
-    K = kind[K_SHAPE][2]
+    if type(q_offset) not in (type(None), int) or abs(q_offset or 0) > most_offset(1, K):
+        return None
     position = K - 1 if q_offset is None else q_offset
     if isinstance(pattern, SlidingWindow):
         left, right = pattern.left, pattern.right
@@ -127,49 +127,64 @@ def keys_seen(
         left, right = None, 0 if isinstance(pattern, Causal) else None
     first = 0 if left is None else max(0, position - left)
     end = K if right is None else min(K, position + right + 1)
-    return (first, end - first) if first < end else None
+    return Seen(first, end - first) if first < end else None
 
 
-def for_one_query(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, pattern: Any, options: tuple[Any, ...],
-    tensors: tuple[Tensor | None, ...],
-) -> Plan:  # fmt: skip
-    """The plan of a call with what its calls are bound to first, where they are: for `explain`."""
-    pattern = _DENSE if pattern is None else pattern
-    tensors = tensors if any(x is not None for x in tensors) else ()
-    kind = kind_of(q, k, v, pattern, options[4], options[:4], tensors)
-    seen = None if kind is None else keys_seen(kind, pattern, options, tensors)
-    found = None if seen is None else growing(plan, seen[1])
+class Walker(NamedTuple):
+    """What computes one query behind keys that grow."""
+
+    implementation: Implementation
+    problem: Problem
+
+
+def walker_of(plan: Plan, keys: int) -> Walker | None:
+    """The implementation of a plan whose launches take up to so many keys, and its problem; None without one."""
+    problem = replace(plan.problem, K=keys, score_terms=(plan.problem.score_terms - {"q_offset"}) | {"key_lengths"})
+    for able in plan.implementations:
+        if able.capability.grows and not reasons(problem, able.capability):
+            return Walker(cast(Implementation, able), problem)
+    return None
+
+
+def for_one_query(plan: Plan, a: Arguments, pattern: Any) -> Plan:
+    """The plan of a call with what its calls go to first, where they are rewritten: for `explain`."""
+    if a.q.device.type not in GROWING or a.backward or a.key_lengths is not None or a.alibi_slopes is not None:
+        return plan
+    seen = keys_seen(a.q, a.k, a.v, pattern, a.q_offset_tensor if a.q_offset_tensor is not None else a.q_offset)
+    found = None if seen is None else walker_of(plan, seen.count)
     if found is None:
         return plan
-    return replace(plan, implementations=(found[0], *(i for i in plan.implementations if i is not found[0])))
+    others = (i for i in plan.implementations if i is not found.implementation)
+    return replace(plan, implementations=(found.implementation, *others))
 
 
-def growing(plan: Plan, keys: int) -> tuple[Any, Problem] | None:
-    """The implementation of a plan whose bound calls take up to so many keys, and its problem; None without one."""
-    problem = replace(plan.problem, K=keys, score_terms=(plan.problem.score_terms - {"q_offset"}) | {"key_lengths"})
-    able = [i for i in plan.implementations if i.capability.grows and not reasons(problem, i.capability)]
-    return (able[0], problem) if able else None
+class _Made(NamedTuple):
+    range: Range
+    bytes: int
 
 
-def _bound(a: Arguments, most: int) -> tuple[Range, int]:
+def _bound(a: Arguments, most: int) -> _Made:
     """The calls of up to `most` keys, and the bytes of what they hold."""
-    found = growing(plan_for(a, []), most)
+    found = walker_of(plan_for(a, ()), most)
     if found is None:
-        return Range(None, ()), 0
+        return _Made(Range(None), 0)
     implementation, problem = found
     block_q, block_kv = implementation.tile(problem)
     lengths = _lengths(a.q.device, problem.B, most)
-    terms = replace(terms_of(a), q_offset=most - 1, key_lengths=lengths[0])
     layout = cached_layout(
-        _DENSE, 1, most, block_q=block_q, block_kv=block_kv, q_offset=most - 1, device=a.q.device
+        DENSE, 1, most, block_q=block_q, block_kv=block_kv, q_offset=most - 1, device=a.q.device
     )  # fmt: skip
-    return Range(implementation.bound_forward(problem, a.q, a.k, a.v, layout, terms), lengths), held(layout)
+    scoring = scoring_of(a)._replace(q_offset=most - 1)
+    given = {"q": a.q, "k": a.k, "v": a.v, "key_lengths": lengths[0], "sink_logits": a.sink_logits}
+    operands = {name: operand_of(x) for name, x in given.items() if x is not None}
+    prepared = implementation.prepare(problem, layout, "forward", scoring, operands)
+    parameters = ("q", "k", "v", "key_lengths", "sink_logits", "alibi_slopes")
+    return _Made(Range(bind(prepared, a.q.device, parameters), lengths), held(layout))
 
 
 @lru_cache(LEAST_KEPT)
 def _lengths(device: torch.device, B: int, most: int) -> tuple[Tensor, ...]:
-    """(B,) of each number of keys up to `most` that shares its plan, at multiples of 16 bytes."""
+    """(B,) of each number of keys up to `most` that shares its launch, at multiples of 16 bytes."""
     numbers = torch.arange(most - RANGE + 1, most + 1, dtype=torch.int32)
     rows = numbers[:, None].expand(RANGE, -(-B // 4) * 4).contiguous().to(device)
     return rows[:, :B].unbind(0)

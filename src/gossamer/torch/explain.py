@@ -8,22 +8,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Implementation, Terms
+from gossamer.kernels.contract import Implementation
 from gossamer.layouts import BlockLayout, GatherLayout
 from gossamer.patterns import Pattern
 from gossamer.patterns.reordered import ReorderedCSR
 from gossamer.plan.advice import advice, all_pairs, pairs_per_second, shown, ways
 from gossamer.plan.plan import Plan, refusals
 from gossamer.plan.problem import Problem
-from gossamer.plan.split import Split
 from gossamer.plan.table import NAMES
-from gossamer.torch.api import check_types, is_deterministic, number, slopes, what, wide
+from gossamer.torch.calls import resolved
 from gossamer.torch.decoding import for_one_query
-from gossamer.torch.parts import calls, folded, split_for
-from gossamer.torch.plan import check_rows, make_plan, placed, processors_of, terms_of
+from gossamer.torch.masks import unpack
+from gossamer.torch.parts import Described
+from gossamer.torch.plan import Placed, check_rows, given_layout, place, plan_for, scoring_of
 from gossamer.torch.registry import pattern_of
 from gossamer.torch.reorder import check_order
-from gossamer.torch.validate import Arguments, describe, four_dimensional
+from gossamer.torch.request import Request, request_of
+from gossamer.torch.validate import describe
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -140,41 +141,45 @@ class _Computed(NamedTuple):
     heads: int  # times batch elements
 
 
-def _calls(
-    plan: Plan, split: Split | None, a: Arguments, terms: Terms, handle: int, tensors: list[Tensor],
-    geometry: list[int], backward: bool,
-) -> tuple[list[_Computed], tuple[str, ...]]:  # fmt: skip
-    """The calls that compute a call, and what its parts are called."""
+def _calls(plan: Plan, request: Request, backward: bool) -> list[_Computed]:
+    """The calls that compute one direction of a request."""
+    a, t, _ = request
+    scoring, device = scoring_of(a), a.q.device
+    if t.data:
+        placed = given_layout(plan, a.q, a.k, t.data, t.geometry).placed
+        return [_computed(plan.problem, placed, None, scoring.q_offset)]
+    pattern = pattern_of(t.handle)
+    split = plan.split(pattern, scoring.q_offset)
     if split is None:
-        implementation, layout = placed(plan, a, terms, handle, tensors, geometry)
-        work = _work(plan.problem, layout, handle, terms.q_offset, tensors, geometry)
-        return [_Computed(implementation, layout, work, plan.problem.B * plan.problem.H)], ()
-    split, a = folded(split, a, plan, terms, handle)
-    found = []
-    for call in calls(split, a, terms.q_offset, backward):
-        p, inner = call.plan.problem, call.part.pattern.handle
-        work = _work(p, call.where, inner, call.terms.q_offset, [], [])
-        found.append(_Computed(call.implementation, call.where, work, p.B * p.H))
-    return found, tuple(str(part) for part in split.parts)
+        placed = place(plan, pattern, scoring.q_offset, device)
+        return [_computed(plan.problem, placed, pattern, scoring.q_offset)]
+    described = Described(plan, a.implementation, pattern, scoring, request.operands, device)
+    calls = described.calls(described.fold(split), "backward" if backward else "forward")
+    return [_computed(call.problem, call.placed, call.part.pattern, call.q_offset) for call in calls]
 
 
-def _work(p: Problem, layout: Any, handle: int, q_offset: int, tensors: list[Tensor], geometry: list[int]) -> _Work:
+def _computed(p: Problem, placed: Placed, pattern: Pattern | None, q_offset: int) -> _Computed:
+    """What one call visits; a pattern of None is data."""
+    layout = placed.layout
     if isinstance(layout, BlockLayout):
         stats = (layout if layout.host is None else layout.host).stats
         tiles = {"full": stats.full_tiles, "interval": stats.interval_tiles, "bits": stats.bits_tiles}
         tile = (layout.block_q, layout.block_kv)
-        return _Work(stats.useful_pairs, stats.executed_pairs, tiles | {"of": stats.all_tiles}, tile, stats.bytes)
-    if isinstance(layout, GatherLayout):
+        work = _Work(stats.useful_pairs, stats.executed_pairs, tiles | {"of": stats.all_tiles}, tile, stats.bytes)
+    elif isinstance(layout, GatherLayout):
         counts = (layout if layout.host is None else layout.host).stats
         gathered, tile = {"gathered columns": counts.gathered}, (layout.rows.block_rows, layout.rows.width)
-        return _Work(counts.useful_pairs, counts.executed_pairs, gathered, tile, counts.bytes)
-    if handle >= 0:
-        density = pattern_of(handle).density(p.Q, p.K, q_offset)
-    else:  # a mask, or a layout that was made dense
-        mask = layout if geometry else tensors[0]
-        density = int(mask.count_nonzero()) / mask.numel()
-    pairs = float(p.Q * p.K)
-    return _Work(density * pairs, pairs, {"dense": 1, "of": 1}, (p.Q, p.K), 0 if layout is None else layout.nbytes)
+        work = _Work(counts.useful_pairs, counts.executed_pairs, gathered, tile, counts.bytes)
+    else:
+        if pattern is not None:
+            density = pattern.density(p.Q, p.K, q_offset)
+        elif layout.dtype == torch.bool:
+            density = int(layout.count_nonzero()) / layout.numel()
+        else:  # words of a mask
+            density = int(unpack(layout)[..., : p.K].count_nonzero()) / (layout.shape[:3].numel() * p.K)
+        pairs, size = float(p.Q * p.K), 0 if layout is None else layout.nbytes
+        work = _Work(density * pairs, pairs, {"dense": 1, "of": 1}, (p.Q, p.K), size)
+    return _Computed(placed.implementation, layout, work, p.B * p.H)
 
 
 def _names(computed: list[_Computed]) -> str:
@@ -209,43 +214,36 @@ def explain(
         raise ValueError(f"return_lse must be True or False; got {describe(return_lse)}")
     if merge is not None:
         raise ValueError(f"merge must be None: each term of {describe(pattern)} is a call, to be explained alone")
-    scale, q_offset, softcap = number(scale), number(q_offset), number(softcap)
-    sink_logits, alibi_slopes = wide(sink_logits, q), slopes(alibi_slopes, q)
-    check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation)
     if type(pattern) is int:
         pattern = pattern_of(pattern)
-    inputs, given = (q, k, v, sink_logits), (q, k, v, pattern)
-    backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    q, k, v = four_dimensional(q, k, v)
-    reordered = isinstance(pattern, ReorderedCSR)
-    if isinstance(pattern, ReorderedCSR):
-        check_order(pattern, q, k, key_lengths, alibi_slopes)
-        pattern = pattern.inner
-    handle, tensors, geometry, _alive = what(pattern, q)
-    offset, offset_tensor = (None, q_offset) if isinstance(q_offset, Tensor) else (q_offset, None)
-    a = Arguments(
-        q, k, v, offset, offset_tensor, key_lengths, sink_logits,
-        alibi_slopes, scale, softcap, implementation,
-        is_deterministic(deterministic), backward,
+    reordered = pattern if isinstance(pattern, ReorderedCSR) else None
+    request = request_of(
+        q, k, v, pattern if reordered is None else reordered.inner, scale=scale, q_offset=q_offset,
+        key_lengths=key_lengths, softcap=softcap, sink_logits=sink_logits, alibi_slopes=alibi_slopes,
+        implementation=implementation, deterministic=deterministic,
     )  # fmt: skip
-    options = scale, q_offset, softcap, implementation, a.deterministic
-    usual = make_plan(a, geometry, backward=False)
-    plan = for_one_query(usual, *given, options, (key_lengths, sink_logits, alibi_slopes))
-    terms = terms_of(a)
-    p = plan.problem
-    check_rows(p, terms, handle)
-    split, where = split_for(plan, terms, handle), (handle, tensors, geometry)
-    computed, parts = _calls(plan, split, a, terms, *where, backward=False)
+    if reordered is not None:
+        check_order(reordered, request.arguments.q, request.arguments.k, key_lengths, alibi_slopes)
+    again = planned_again(request, reordered is not None)
+    usual = plan_for(request.arguments, request.attended.geometry)
+    request = resolved(request)
+    a, attended, _ = request
+    q, k, v, backward = a.q, a.k, a.v, a.backward
+    plan = usual if again else for_one_query(usual, a, attended.alive)
+    scoring, p = scoring_of(a), plan.problem
+    check_rows(p, scoring, attended.handle)
+    which = None if attended.data else pattern_of(attended.handle)
+    split = None if which is None else plan.split(which, scoring.q_offset)
+    computed = _calls(plan, request, backward=False)
     gradient = later = None
     if backward:
-        later = make_plan(a, geometry, backward=True)
-        gradient = _names(_calls(later, split_for(later, terms, handle), a, terms, *where, backward=True)[0])
+        later = usual.gradient
+        gradient = _names(_calls(later, request, backward=True))
     useful, executed, tiles = _of_one_head(computed, p)
     flops = 2.0 * (p.D + p.E) * p.B * p.H
-    which = None if handle < 0 or split is not None else pattern_of(handle)
-    multiprocessors = processors_of(p, q.device)
-    counts = () if which is None else ways(plan, which, terms.q_offset, multiprocessors)
-    later_counts = () if which is None or later is None else ways(later, which, terms.q_offset, multiprocessors)
+    which = which if split is None else None
+    counts = () if which is None else ways(plan, which, scoring.q_offset)
+    later_counts = () if which is None or later is None else ways(later, which, scoring.q_offset)
     fill = executed / useful if useful else 1.0
     return Explanation(
         problem=replace(p, backward=backward),
@@ -259,15 +257,13 @@ def explain(
         executed_flops=executed * flops,
         bytes=_tensor_bytes(q, k, v),
         layout_bytes=sum({id(c.layout): c.work.bytes for c in computed}.values()),
-        parts=parts,
+        parts=() if split is None else tuple(str(part) for part in split.parts),
         estimates=None if split is None else (split.cost, split.whole),
         options=tuple((way, cost / counts[0][1]) for way, cost in counts),
         seconds=_seconds(plan, counts),
         backward_seconds=None if later is None else _seconds(later, later_counts),
-        all_pairs=None if which is None else all_pairs(plan, multiprocessors),
-        faster=advice(
-            plan, which, terms.q_offset, multiprocessors, fill, planned_again(a, handle, reordered), reordered=reordered
-        ),
+        all_pairs=None if which is None else all_pairs(plan),
+        faster=advice(plan, which, scoring.q_offset, fill, again, reordered=reordered is not None),
         copies=_copies(computed[0].implementation, {"q": q, "k": k, "v": v}),
     )
 
@@ -321,13 +317,13 @@ def _seconds(plan: Plan, counts: tuple[tuple[str, float], ...]) -> float | None:
     return counts[0][1] / rate if counts and rate is not None else None
 
 
-def planned_again(a: Arguments, handle: int, reordered: bool) -> list[str]:
-    """Why repetitions of a call are looked at from the beginning on the host: see `torch.calls`."""
+def planned_again(request: Request, reordered: bool) -> list[str]:
+    """Why repetitions of a call are looked at from the beginning on the host."""
     found = []
-    if handle < 0:
+    if request.attended.data:
         found.append("pattern is a tensor or a BlockLayout, which may have been written to")
     if reordered:
         found.append("the rows of a reordered graph are permuted")
-    if a.q_offset_tensor is not None:
+    if request.arguments.q_offset_tensor is not None:
         found.append("q_offset is a tensor")
     return found

@@ -101,7 +101,9 @@ def sink_gradient_of_results(dout: Tensor, dlse: Tensor | None, out: Tensor, lse
     for h in range(0, len(sinks), heads):
         mine = slice(h, h + heads)
         shares = None if dlse is None else dlse[:, mine]
-        found.append(sink_gradient(*row_terms(dout[:, mine], shares, out[:, mine], lse[:, mine], lse.dtype), sinks[mine]))
+        found.append(
+            sink_gradient(*row_terms(dout[:, mine], shares, out[:, mine], lse[:, mine], lse.dtype), sinks[mine])
+        )
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
@@ -121,7 +123,7 @@ def _with(function: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
 FUNCTIONS: dict[str, Callable[..., Callable[..., Any]]] = {
     function.__name__: _with(function)
     for function in (
-        copy, add, zero, int32_lengths, class_lengths, repeated, scaled, sums_of_groups, empty_rows, sink_gradient_of_rows,
-        rows_of_results, sink_gradient, sink_gradient_of_results, merge,
+        copy, add, zero, int32_lengths, class_lengths, repeated, scaled, sums_of_groups, empty_rows,
+        sink_gradient_of_rows, rows_of_results, sink_gradient, sink_gradient_of_results, merge,
     )
 }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,14 @@ ROOMS = 4  # of them that wait, each for a stream
 MOST_SHAPES = 64  # whose views of a workspace are kept
 # Slots of arrays for calls in captured graphs: how many, and elements from one to the next (128 bytes of int32).
 CAPTURED, APART = 4096, 32
+
+_in_graphs: dict[int, Any] = {}
+
+
+def hold_for_graphs(what: Any) -> None:
+    """Keep for good what a captured graph reads: it is replayed long after the call, which may be forgotten."""
+    _in_graphs[id(what)] = what
+
 
 Stream = tuple[int | None, int]  # a device's index, and the address of one of its streams
 

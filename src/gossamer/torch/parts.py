@@ -7,27 +7,22 @@ joint out and lse, which makes its gradients shares of the exact ones, and these
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from gossamer.kernels.contract import Implementation, Problem, Scoring
+import torch
+
+from gossamer.kernels.contract import Scoring
 from gossamer.kernels.launch import EDGE, Builder, Direction, Kernel, Operand, Prepared, compact
-from gossamer.kernels.table import available
 from gossamer.patterns import LongNet, Pattern
-from gossamer.torch.split import Gathers, Part, Split, Tiles, problem_of_fold, split_of
+from gossamer.plan.plan import Plan, plan_of
+from gossamer.plan.problem import Problem
+from gossamer.plan.split import Part, Split, problem_of_fold, split_of
+from gossamer.plan.table import available
+from gossamer.torch.plan import Placed, place
 
 ROW_BYTES = 16  # to whose multiples rows are padded, as wide stores need them
-
-
-class Placed(NamedTuple):
-    """Who computes one direction of a call, and the layout that it reads."""
-
-    implementation: Implementation
-    layout: Any
-
-
-Place = Callable[[Problem, Pattern, int, Direction], Placed]
 
 
 class PartCall(NamedTuple):
@@ -38,30 +33,6 @@ class PartCall(NamedTuple):
     problem: Problem
     q_offset: int
     placed: Placed
-
-
-def part_calls(
-    split: Split, problem: Problem, q_offset: int, place: Place, direction: Direction, sinks: bool = True
-) -> Iterator[PartCall]:
-    """The calls of a split, in order.
-
-    Args:
-        sinks: whether a part that computes rows first gets the sinks of its heads: the forward's do.
-    """
-    for part in split.parts:
-        for piece, b in _passes(part, problem):
-            h, run = piece.heads, piece.run
-            offset = q_offset if piece.dilation == 1 else run.q_offset
-            terms = problem.score_terms - {"q_offset"}
-            if not sinks or piece.joins:
-                terms -= {"sink_logits"}
-            if offset != run.K - run.Q:
-                terms |= {"q_offset"}
-            of_part = replace(
-                problem, B=problem.B if b is None else run.classes, H=h.number, G=h.key_number, Q=run.Q, K=run.K,
-                score_terms=terms, backward=problem.backward,
-            )  # fmt: skip
-            yield PartCall(piece, b, of_part, offset, place(of_part, piece.pattern, offset, direction))
 
 
 def _passes(part: Part, problem: Problem) -> Iterator[tuple[Part, int | None]]:
@@ -82,39 +53,40 @@ def _passes(part: Part, problem: Problem) -> Iterator[tuple[Part, int | None]]:
             yield replace(part, heads=heads, run=part.run.cut(n, n + 1)), None
 
 
-class _Described:
-    """A launch of parts while it is described. `of` names the arrays of the call as the parts see them."""
+class Described:
+    """The launch of a call in parts. `of` names the arrays of the call as the parts see them."""
 
-    def __init__(self, problem: Problem, scoring: Scoring, operands: Mapping[str, Operand]) -> None:
-        self.problem, self.scoring = problem, scoring
+    def __init__(
+        self, plan: Plan, named: str | None, pattern: Pattern, scoring: Scoring, operands: Mapping[str, Operand],
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.plan, self.problem, self.named = plan, plan.problem, named
+        self.pattern, self.scoring, self.device = pattern, scoring, device
         self.b = Builder(operands)
         self.of = {name: name for name in operands}
+        # Where parts come in 16 bits alone, two of them are joined in that type.
+        self.rounded = not plan.implementations[0].capability.float32_results
 
-    def fold(self, split: Split, pattern: Pattern, tiles: Tiles, gathers: Gathers) -> Split:
+    def fold(self, split: Split) -> Split:
         """The split with the batch elements seen as heads, where all lie at one stride; else as it is.
 
         Then the classes of every batch element are one call.
         """
-        p, b = self.problem, self.b
+        p, b, pattern = self.problem, self.b, self.pattern
         inputs = [b[name] for name in ("q", "k", "v")]
         if p.B == 1 or "key_lengths" in b or pattern.lead != (1, 1) or isinstance(pattern, LongNet):
             return split  # a head of LongNet has its own class, a batch element has not
         if any(x.strides[0] != x.shape[1] * x.strides[1] for x in inputs):
             return split
         folded = problem_of_fold(p)
-        found = split_of(pattern, folded, self.scoring.q_offset, tiles, gathers)
+        found = split_of(pattern, folded, self.scoring.q_offset, self.plan.tiles, self.plan.gathers)
         if found is None:
             return split
         for name in ("q", "k", "v", "dout", "out", "dlse", "lse"):
             if name in b:
                 known = b[name]
-                if known.strides[0] != known.shape[1] * known.strides[1]:
-                    name_there = b.copied(name)
-                    known = b[name_there]
-                else:
-                    name_there = name
-                shape = (1, known.shape[0] * known.shape[1], *known.shape[2:])
-                self.of[name] = b.view(f"{name}_heads", name_there, shape, known.strides)
+                together = known.strides[0] == known.shape[1] * known.strides[1]
+                self.of[name] = self._heads(name if together else b.copied(name))
         for name in ("sink_logits", "alibi_slopes"):
             if name in b:
                 vector = Operand(b[name].dtype, (folded.H,), (1,))
@@ -122,6 +94,25 @@ class _Described:
                 self.of[name] = f"{name}_heads"
         self.problem = folded
         return found
+
+    def calls(self, split: Split, direction: Direction) -> Iterator[PartCall]:
+        """The calls of a split, in order."""
+        backward = direction == "backward"
+        for part in split.parts:
+            for piece, b in _passes(part, self.problem):
+                h, run = piece.heads, piece.run
+                offset = self.scoring.q_offset if piece.dilation == 1 else run.q_offset
+                terms = self.problem.score_terms - {"q_offset"}
+                if piece.joins or backward:  # a sink counts once, and its gradient is that of the whole call
+                    terms -= {"sink_logits"}
+                if offset != run.K - run.Q:
+                    terms |= {"q_offset"}
+                problem = replace(
+                    self.problem, B=self.problem.B if b is None else run.classes, H=h.number, G=h.key_number, Q=run.Q,
+                    K=run.K, score_terms=terms,
+                )  # fmt: skip
+                plan = plan_of(problem, self.named, backward)
+                yield PartCall(piece, b, plan.problem, offset, place(plan, piece.pattern, offset, self.device))
 
     def rows(self, name: str, of: str, call: PartCall) -> str:
         """The view of q, out, dout or dq (B, H, Q, size), or of lse (B, H, Q)."""
@@ -159,7 +150,8 @@ class _Described:
         for name in ("sink_logits", "alibi_slopes"):
             if name in call.problem.score_terms:
                 assert not part.diagonal or run.classes == 1, "a class of a diagonal has heads of its own"
-                given[name] = b.view(f"{n}.{name}", of[name], (h.number,), (h.step * b[of[name]].strides[0],), h.start * b[of[name]].strides[0])
+                (step,) = b[of[name]].strides
+                given[name] = b.view(f"{n}.{name}", of[name], (h.number,), (h.step * step,), h.start * step)
         if part.dilation > 1 and "alibi_slopes" in given:
             vector = Operand(b[given["alibi_slopes"]].dtype, (h.number,), (1,))
             kernel = Kernel(EDGE, "scaled", (part.dilation,))
@@ -168,7 +160,7 @@ class _Described:
         if "key_lengths" in call.problem.score_terms:
             name = "key_lengths"
             if call.b is not None:
-                step = b[name].strides[0]
+                (step,) = b[name].strides
                 name = b.view(f"{n}.{name}", name, (1,), (step,), call.b * step)
             if part.dilation > 1:
                 kernel = Kernel(EDGE, "class_lengths", (run.first, run.classes, part.dilation, self.problem.K))
@@ -202,11 +194,12 @@ class _Described:
 
     def folded(self, name: str) -> str:
         """A contiguous array (B, heads, ...) as the parts see it."""
-        known = self.b[name]
-        B, heads = known.shape[:2]
-        if (B * heads if self.problem.B == 1 else heads) == heads:
-            return name
-        return self.b.view(f"{name}_heads", name, (1, B * heads, *known.shape[2:]), known.strides)
+        return name if self.b[name].shape[0] == self.problem.B else self._heads(name)
+
+    def _heads(self, name: str) -> str:
+        """A view (1, B * heads, ...) of an array whose batch elements and heads lie at one stride."""
+        B, heads, *rest = self.b[name].shape
+        return self.b.view(f"{name}_heads", name, (1, B * heads, *rest), self.b[name].strides)
 
     def room(self, name: str, wanted: str, call: PartCall, more: bool) -> str:
         """Where a part writes: the result itself, or memory to be merged with it or to be copied."""
@@ -220,71 +213,64 @@ class _Described:
         array = self.b.array(f"{name}_room", made, memory)
         return array if memory == known.shape else self.b.view(f"{array}_columns", array, known.shape, compact(memory))
 
+    def _sum_dtype(self, depth: int) -> str:
+        """The type in which `depth` parts are joined: float32, unless two that come in 16 bits are all there is."""
+        own = self.problem.dtype
+        return own if depth == 1 or (depth == 2 and self.rounded) else _wide(own)
 
-def forward(
-    split: Split, problem: Problem, pattern: Pattern, scoring: Scoring, operands: Mapping[str, Operand], place: Place,
-    tiles: Tiles, gathers: Gathers, rounded: bool,
-) -> Prepared:  # fmt: skip
-    """out (B, H, Q, E) and lse (B, H, Q).
+    def forward(self, split: Split) -> Prepared:
+        """out (B, H, Q, E) and lse (B, H, Q)."""
+        p, b = self.problem, self.b
+        split = self.fold(split)
+        whole_out = self.sums("out", (p.B, p.H, p.Q, p.E), self._sum_dtype(split.depth))
+        whole_lse = b.array("lse", _wide(p.dtype), (p.B, p.H, p.Q))
+        out, lse = self.folded(whole_out), self.folded(whole_lse)
+        if split.rows_left:
+            b.step(Kernel(EDGE, "empty_rows"), self.of.get("sink_logits"), out, lse)
+        for n, call in enumerate(self.calls(split, "forward")):
+            given, more = self.inputs(n, call), call.part.joins > 0
+            wanted, wanted_lse = self.rows(f"{n}.out", out, call), self.rows(f"{n}.lse", lse, call)
+            given["out"] = self.room(f"{n}.out", wanted, call, more)
+            given["lse"] = b.array(f"{n}.lse_room", b[wanted_lse].dtype, b[wanted_lse].shape) if more else wanted_lse
+            self.run(n, call, "forward", given)
+            if more:
+                _join(b, p, wanted, wanted_lse, given["out"], given["lse"])
+            elif given["out"] != wanted:
+                b.copy(given["out"], wanted)
+        return b.done("out", "lse")
 
-    Args:
-        rounded: whether parts come in 16 bits alone: then two of them are joined in that type.
-    """
-    p, d = problem, _Described(problem, scoring, operands)
-    b = d.b
-    split = d.fold(split, pattern, tiles, gathers)
-    whole_out = d.sums("out", (p.B, p.H, p.Q, p.E), _sum_dtype(p.dtype, split.depth, rounded))
-    whole_lse = b.array("lse", _wide(p.dtype), (p.B, p.H, p.Q))
-    out, lse = d.folded(whole_out), d.folded(whole_lse)
-    if split.rows_left:
-        b.step(Kernel(EDGE, "empty_rows"), d.of.get("sink_logits"), out, lse)
-    for n, call in enumerate(part_calls(split, d.problem, scoring.q_offset, place, "forward")):
-        given, more = d.inputs(n, call), call.part.joins > 0
-        wanted, wanted_lse = d.rows(f"{n}.out", out, call), d.rows(f"{n}.lse", lse, call)
-        given["out"] = d.room(f"{n}.out", wanted, call, more)
-        given["lse"] = b.array(f"{n}.lse_room", b[wanted_lse].dtype, b[wanted_lse].shape) if more else wanted_lse
-        d.run(n, call, "forward", given)
-        if more:
-            _join(b, p, wanted, wanted_lse, given["out"], given["lse"])
-        elif given["out"] != wanted:
-            b.copy(given["out"], wanted)
-    return b.done("out", "lse")
-
-
-def backward(
-    split: Split, problem: Problem, pattern: Pattern, scoring: Scoring, operands: Mapping[str, Operand], place: Place,
-    tiles: Tiles, gathers: Gathers, rounded: bool,
-) -> Prepared:  # fmt: skip
-    """dq, dk and dv, and dsink_logits where there are sinks."""
-    p, d = problem, _Described(problem, scoring, operands)
-    b, names = d.b, ("dq", "dk", "dv")
-    if "sink_logits" in operands:  # of the whole call
-        kernel, dlse = Kernel(EDGE, "sink_gradient_of_results"), "dlse" if "dlse" in operands else None
-        b.function(kernel, "dout", dlse, "out", "lse", "sink_logits", returns={"dsink_logits": None})
-        names = (*names, "dsink_logits")
-    shapes = {f"d{x}": operands[x].shape for x in ("q", "k", "v")}
-    split = d.fold(split, pattern, tiles, gathers)
-    depths = {"dq": split.depth, "dk": split.key_depth, "dv": split.key_depth}
-    sums = {x: d.sums(x, shape, _sum_dtype(p.dtype, depths[x], rounded)) for x, shape in shapes.items()}
-    left = {"dq": split.rows_left, "dk": split.keys_left, "dv": split.keys_left}
-    for x, array in sums.items():
-        if left[x]:
-            b.step(Kernel(EDGE, "zero"), array)
-        sums[x] = d.folded(array)
-    for n, call in enumerate(part_calls(split, d.problem, scoring.q_offset, place, "backward", sinks=False)):
-        given = d.inputs(n, call)
-        given |= {x: d.rows(f"{n}.{x}", d.of[x], call) for x in ("dout", "dlse", "out", "lse") if x in operands}
-        adds = {"dq": call.part.joins > 0, "dk": call.part.adds, "dv": call.part.adds}
-        wanted = {x: (d.rows if x == "dq" else d.keys)(f"{n}.{x}", array, call) for x, array in sums.items()}
-        rooms = {x: d.room(f"{n}.{x}", array, call, adds[x]) for x, array in wanted.items()}
-        order = ("dout", "dlse", "q", "k", "v", "out", "lse")
-        d.run(n, call, "backward", {x: given[x] for x in (*order, *given) if x in given} | rooms)
-        for x, room in rooms.items():
-            if adds[x]:
-                b.step(Kernel(EDGE, "add"), room, wanted[x])
-            elif room != wanted[x]:
-                b.copy(room, wanted[x])
-    return b.done(*names)
+    def backward(self, split: Split) -> Prepared:
+        """dq, dk and dv, and dsink_logits where there are sinks."""
+        b, names = self.b, ("dq", "dk", "dv")
+        if "sink_logits" in b.operands:  # of the whole call
+            kernel, dlse = Kernel(EDGE, "sink_gradient_of_results"), "dlse" if "dlse" in b.operands else None
+            b.function(kernel, "dout", dlse, "out", "lse", "sink_logits", returns={"dsink_logits": None})
+            names = (*names, "dsink_logits")
+        shapes = {f"d{x}": b.operands[x].shape for x in ("q", "k", "v")}
+        split = self.fold(split)
+        depths = {"dq": split.depth, "dk": split.key_depth, "dv": split.key_depth}
+        sums = {x: self.sums(x, shape, self._sum_dtype(depths[x])) for x, shape in shapes.items()}
+        left = {"dq": split.rows_left, "dk": split.keys_left, "dv": split.keys_left}
+        for x, array in sums.items():
+            if left[x]:
+                b.step(Kernel(EDGE, "zero"), array)
+            sums[x] = self.folded(array)
+        for n, call in enumerate(self.calls(split, "backward")):
+            given = self.inputs(n, call)
+            given |= {
+                x: self.rows(f"{n}.{x}", self.of[x], call) for x in ("dout", "dlse", "out", "lse") if x in b.operands
+            }
+            adds = {"dq": call.part.joins > 0, "dk": call.part.adds, "dv": call.part.adds}
+            wanted = {x: (self.rows if x == "dq" else self.keys)(f"{n}.{x}", array, call) for x, array in sums.items()}
+            rooms = {x: self.room(f"{n}.{x}", array, call, adds[x]) for x, array in wanted.items()}
+            order = ("dout", "dlse", "q", "k", "v", "out", "lse")
+            self.run(n, call, "backward", {x: given[x] for x in (*order, *given) if x in given} | rooms)
+            for x, room in rooms.items():
+                if adds[x]:
+                    b.step(Kernel(EDGE, "add"), room, wanted[x])
+                elif room != wanted[x]:
+                    b.copy(room, wanted[x])
+        return b.done(*names)
 
 
 def _bits(dtype: str) -> int:
@@ -294,11 +280,6 @@ def _bits(dtype: str) -> int:
 def _wide(dtype: str) -> str:
     """The type that scores are computed in."""
     return "float64" if dtype == "float64" else "float32"
-
-
-def _sum_dtype(dtype: str, depth: int, rounded: bool) -> str:
-    """In what the results of `depth` parts are joined: float32, unless two that come in 16 bits are all there is."""
-    return dtype if depth == 1 or (depth == 2 and rounded) else _wide(dtype)
 
 
 def _join(b: Builder, p: Problem, out: str, lse: str, part_out: str, part_lse: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -9,20 +10,28 @@ from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
 from gossamer.patterns.reordered import ReorderedCSR
-from gossamer.torch.plan import hold_for_graphs
+from gossamer.torch.memory import hold_for_graphs
 from gossamer.torch.validate import describe
 
-_orders: WeakKeyDictionary[ReorderedCSR, dict[torch.device, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
+
+class Orders(NamedTuple):
+    """int64, on a device."""
+
+    order: Tensor  # which row comes at each place
+    back: Tensor  # where each row went
 
 
-def orders(pattern: ReorderedCSR, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(which row comes at each place, where each row went), int64 on a device; kept with the pattern."""
+_orders: WeakKeyDictionary[ReorderedCSR, dict[torch.device, Orders]] = WeakKeyDictionary()
+
+
+def orders(pattern: ReorderedCSR, device: torch.device) -> Orders:
+    """The orders of a pattern on a device; kept with the pattern."""
     kept = _orders.setdefault(pattern, {})
     if device not in kept:
         with torch.inference_mode(False):  # made in that mode, they could not be used in training later
             order = torch.from_numpy(pattern.order.copy())
             # Copies are done when they return: a kernel would be waited for by the stream of this call alone.
-            kept[device] = order.to(device), torch.argsort(order).to(device)
+            kept[device] = Orders(order.to(device), torch.argsort(order).to(device))
     if device.type == "cuda" and is_current_stream_capturing():
         hold_for_graphs(kept[device])
     return kept[device]
@@ -47,5 +56,5 @@ def permuted(
         ValueError: as `check_order`.
     """
     check_order(pattern, q, k, key_lengths, alibi_slopes)
-    order, _ = orders(pattern, q.device)
+    order = orders(pattern, q.device).order
     return q.index_select(2, order), k.index_select(2, order), v.index_select(2, order)

@@ -22,6 +22,7 @@ from gossamer.kernels.rows import compute_dtype
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import CSR, Dense, Pattern
 from gossamer.patterns.handles import token_of
+from gossamer.torch.block_mask import layout_for
 from gossamer.torch.registry import constants
 from gossamer.torch.validate import Arguments, check_types, describe, four_dimensional, instead
 
@@ -174,9 +175,16 @@ class Request(NamedTuple):
         return () if all(x is None for x in given) else given
 
     @property
+    def more(self) -> tuple[Tensor | None, ...]:
+        """What a call takes behind q, k and v: the vectors, and data that say what is attended."""
+        a, data = self.arguments, self.attended.data
+        return (a.key_lengths, a.sink_logits, a.alibi_slopes, *data) if data else self.vectors
+
+    @property
     def operands(self) -> dict[str, Operand]:
         """What a launch is told of its tensors, by name."""
-        return {name: operand_of(x) for name in ("q", "k", "v", *VECTORS) if (x := getattr(self.arguments, name)) is not None}
+        given = {name: getattr(self.arguments, name) for name in ("q", "k", "v", *VECTORS)}
+        return {name: operand_of(x) for name, x in given.items() if x is not None}
 
 
 def request_of(
@@ -271,8 +279,6 @@ def attended_of(pattern: Any, q: Tensor) -> Attended:
         return Attended(-1, tuple(arrays), (layout.block_q, layout.block_kv, layout.Q, layout.K), layout)
     flex = sys.modules.get("torch.nn.attention.flex_attention")  # whoever has a BlockMask has imported it
     if flex is not None and isinstance(pattern, flex.BlockMask):
-        from gossamer.integrations.flex import layout_for
-
         return attended_of(layout_for(pattern, q), q)
     raise ValueError(f"pattern must be {PATTERN}; got {describe(pattern)}{instead(pattern)}")
 

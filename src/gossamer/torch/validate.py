@@ -20,6 +20,10 @@ from gossamer.plan.table import NAMES
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 MAX_HEAD = 4096
 
+_NESTED = (
+    "; of sequences of several lengths give their padding as key_lengths, or pack them behind one another: Document"
+)
+
 
 class Arguments(NamedTuple):
     """The arguments of one call, tensors four-dimensional: q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E)."""
@@ -37,6 +41,14 @@ class Arguments(NamedTuple):
     implementation: str | None
     deterministic: bool
     backward: bool
+
+
+def options_of(a: Arguments) -> tuple[Any, ...]:
+    """All but q, k and v, in the order of the operators."""
+    return (
+        a.q_offset, a.q_offset_tensor, a.key_lengths, a.sink_logits, a.alibi_slopes, a.scale, a.softcap,
+        a.implementation, a.deterministic, a.backward,
+    )  # fmt: skip
 
 
 class Told(NamedTuple):
@@ -80,6 +92,45 @@ def instead(given: Any) -> str:
     elif callable(given):
         return "; Predicate(fn) takes a function fn(i, j), from_flex(mask_mod, Q, K) one of FlexAttention"
     return ""
+
+
+def check_types(
+    q: Any, k: Any, v: Any, scale: Any, q_offset: Any, key_lengths: Any, softcap: Any, sink_logits: Any,
+    alibi_slopes: Any, implementation: Any,
+) -> None:  # fmt: skip
+    """What the operator's schema would refuse with a less helpful error; values and shapes are checked inside it."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a torch tensor; got {describe(x)}")
+        if x.is_nested:
+            raise ValueError(f"{name} must be a tensor of one shape; got {describe(x)}{_NESTED}")
+        if x.layout != torch.strided:
+            raise ValueError(f"{name} must be a strided tensor; got {x.layout}, shape {tuple(x.shape)}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be a tensor on q's device, {q.device}; got {describe(x)}")
+    if implementation is not None and not isinstance(implementation, str):
+        raise ValueError(f"implementation must be a name or None; got {describe(implementation)}")
+    if scale is q_offset is key_lengths is softcap is sink_logits is alibi_slopes is None:
+        return
+    for name, x in (("key_lengths", key_lengths), ("sink_logits", sink_logits), ("alibi_slopes", alibi_slopes)):
+        if x is not None and not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a torch tensor or None; got {describe(x)}")
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{name} must be a tensor on q's device, {q.device}; got {describe(x)}")
+    for name, x in (("scale", scale), ("softcap", softcap)):
+        if x is not None and (isinstance(x, bool) or not isinstance(x, (int, float, torch.SymFloat, torch.SymInt))):
+            raise ValueError(f"{name} must be a number or None; got {describe(x)}")
+    if q_offset is not None and (isinstance(q_offset, bool) or not isinstance(q_offset, (int, Tensor, torch.SymInt))):
+        raise ValueError(f"q_offset must be an int, a 0-d integer tensor or None; got {describe(q_offset)}")
+    for name, x in (("q_offset", q_offset), ("key_lengths", key_lengths), ("sink_logits", sink_logits),
+                    ("alibi_slopes", alibi_slopes)):  # fmt: skip
+        if isinstance(x, Tensor) and x.is_nested:
+            raise ValueError(f"{name} must be a tensor of one shape; got {describe(x)}")
+    if isinstance(q_offset, int) and not -(2**31) < q_offset < 2**31:
+        raise ValueError(f"q_offset must be an integer within 2**31; got {describe(q_offset)}")
+    for name, x in (("scale", scale), ("softcap", softcap)):
+        if isinstance(x, int) and abs(x) > 2**53:
+            raise ValueError(f"{name} must be a number of at most 2**53; got {describe(x)}")
 
 
 def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
@@ -180,36 +231,36 @@ def fewer(out: Tensor, lse: Tensor, dims: int) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def check_mask(mask: Tensor, a: Arguments) -> None:
+def check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
     """Raise ValueError unless a boolean mask broadcasts to (B, H, Q, K) and lies on q's device."""
-    shape = (*a.q.shape[:3], a.k.shape[2])
+    shape = (*q.shape[:3], k.shape[2])
     fits = 0 < mask.ndim <= 4 and all(
         n in (1, want) for n, want in zip(reversed(mask.shape), reversed(shape), strict=False)
     )
     of_keys = "; a mask of keys (B, K) is given as mask[:, None, None], and lengths are faster as key_lengths"
-    if mask.dtype != torch.bool or mask.device != a.q.device or not fits:
+    if mask.dtype != torch.bool or mask.device != q.device or not fits:
         raise ValueError(
-            f"pattern, a dense mask, must be boolean, on {a.q.device}, and broadcast to (B, H, Q, K) = {shape}; "
+            f"pattern, a dense mask, must be boolean, on {q.device}, and broadcast to (B, H, Q, K) = {shape}; "
             f"got {describe(mask)}{of_keys if mask.shape == (shape[0], shape[3]) else ''}"
         )
 
 
-def check_layout(walk: Walk, a: Arguments) -> None:
+def check_layout(walk: Walk, q: Tensor, k: Tensor) -> None:
     """Raise ValueError unless a layout's arrays fit together and the inputs; on a CPU its indices are read too."""
-    for right, name, given, accepted in _layout_checks(walk, a):
+    for right, name, given, accepted in _layout_checks(walk, q, k):
         if not right:
             raise ValueError(f"pattern, a BlockLayout or BlockMask, must have {name} {accepted}; got {describe(given)}")
 
 
-def _layout_checks(walk: Walk, a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
-    Q, K, (B, H) = a.q.shape[2], a.k.shape[2], a.q.shape[:2]
+def _layout_checks(walk: Walk, q: Tensor, k: Tensor) -> Iterator[tuple[bool, str, Any, str]]:
+    Q, K, (B, H) = q.shape[2], k.shape[2], q.shape[:2]
     br, bc = walk.block_rows, walk.block_columns
     yield (walk.rows, walk.columns) == (Q, K), "(Q, K)", (walk.rows, walk.columns), f"of the inputs, {(Q, K)}"
     for name, block in (("block_q", br), ("block_kv", bc)):
         yield 0 < block <= 1024 and block % WORD == 0, name, block, f"a multiple of {WORD} up to 1024"
     for at, x in enumerate(walk.arrays()):
         yield isinstance(x, Tensor), f"array {at}", x, "a torch tensor"
-        yield x.dtype == torch.int32 and x.device == a.q.device, f"array {at}", x, f"of int32 on {a.q.device}"
+        yield x.dtype == torch.int32 and x.device == q.device, f"array {at}", x, f"of int32 on {q.device}"
     yield walk.full.counts.ndim == 3, "full.counts", walk.full.counts, "of shape (Bl, Hl, T)"
     Bl, Hl = walk.lead
     yield Bl in (1, B) and Hl in (1, H), "(Bl, Hl)", (Bl, Hl), f"1 or the inputs' (B, H) = {(B, H)}"
@@ -224,7 +275,7 @@ def _layout_checks(walk: Walk, a: Arguments) -> Iterator[tuple[bool, str, Any, s
     n = len(walk.bits.indices)
     yield walk.pool_index.shape == (n,), "pool_index", walk.pool_index, f"of shape ({n},), one for each bits tile"
     yield walk.pool.ndim == 3 and walk.pool.shape[1:] == (br, bc // WORD), "pool", walk.pool, f"(P, {br}, {bc // WORD})"
-    if a.q.device.type == "cpu":
+    if q.device.type == "cpu":
         yield from _index_checks(walk)
 
 
