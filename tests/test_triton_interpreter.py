@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton")
 
 if INTERPRETING:
     from launches import backward, forward
-    from triton_cases import CASES, Case, check, make
+    from triton_cases import CASES, Case, check, compare, make
 
     @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
     def test_case(case: Case) -> None:
@@ -54,6 +54,33 @@ if INTERPRETING:
             for x, given, around in zip(plain, found, room, strict=True):
                 assert torch.equal(given, x)
                 assert int(around.isnan().sum()) == around.numel() - x.numel()
+
+    def test_operands_of_any_strides_and_results_in_float32() -> None:
+        """Copies where strides are not readable, vectors at a stride, lengths of every integer type, wider results."""
+        import torch
+        from exact import within_nan
+
+        from gossamer.kernels.triton.block import launch
+
+        case = next(case for case in CASES if case.name == "every-term")
+        problem, layout, mask, terms, inputs = make(case, "cpu")
+        inputs = [x.mT.contiguous().mT if x.ndim == 4 else x for x in inputs]
+        q, k, v, dout, dlse = inputs
+        for lengths in (torch.int8, torch.uint8, torch.int32, torch.int64):
+            vectors = {
+                name: torch.stack([x, torch.full_like(x, 77)], 1)[:, 0]
+                for name in ("key_lengths", "sink_logits", "alibi_slopes")
+                if (x := getattr(terms, name)) is not None
+            }
+            vectors["key_lengths"] = (vectors["key_lengths"] - 50).to(lengths)
+            given = terms._replace(**vectors)
+            shapes = [x.shape for x in (dout, dlse, q, k, v)]
+            room, into = zip(*(within_nan(torch.empty(shape)) for shape in shapes), strict=True)
+            out, lse = forward(launch, problem, layout, given, q, k, v, into=into[:2])
+            results = backward(launch, problem, layout, given, dout, dlse, q, k, v, out, lse, into=into[2:])
+            assert all(x is y for x, y in zip((out, lse, *results[:3]), into, strict=True))
+            assert all(int(r.isnan().sum()) == r.numel() - x.numel() for r, x in zip(room, into, strict=True))
+            compare(case, mask, given, inputs, (out, lse, *results))
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_results_of_two_parts_join(dtype: str) -> None:
@@ -127,6 +154,7 @@ else:
             tests.append("test_same_bits_with_and_without_work_items")
             tests.append("test_descriptors_give_the_same_numbers")
             tests.append("test_into_given_tensors")
+            tests.append("test_operands_of_any_strides_and_results_in_float32")
         if part == 2:
             tests += ["test_parts_of_a_call", "test_results_of_two_parts_join"]
         if part == 1:
