@@ -13,20 +13,22 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+from bound import bound, rows_of
 from torch import Tensor
 
-from gossamer.kernels.contract import Terms
+from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.hopper import IMPLEMENTATION as HOPPER
 from gossamer.kernels.hopper.choice import gather_config
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
+from gossamer.kernels.triton.config import WALKS
 from gossamer.kernels.triton.gather import launch
 from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig
-from gossamer.kernels.triton.row_terms import row_terms
 from gossamer.layouts.gather import GatherLayout, GatherWalk, build_gather
 from gossamer.plan.problem import Problem
 from gossamer.testing.cases import case, tagged
@@ -106,15 +108,14 @@ def triton_calls(
     split: int | None,
 ) -> list[Callable[[], Any]]:  # fmt: skip
     """What computes (out, lse), dq, and (dk, dv); the last two from results of the first."""
-    options = {"config": config, "split": split}
-    out, lse = launch.forward(problem, q, k, v, layout, terms, **options)
-    rows = row_terms(problem, dout, None, out, lse, launch.padded_rows(problem.Q))
-    operands = (problem, q, k, v, dout, rows, layout, terms)
-    return [
-        lambda: launch.forward(problem, q, k, v, layout, terms, **options),
-        lambda: launch.query_gradient(*operands, **options),
-        lambda: launch.key_gradients(*operands, **options),
-    ]
+    options: dict[str, Any] = {"config": config, "split": split}
+    scoring, inputs = Scoring(terms.scale, terms.q_offset, terms.softcap), {"q": q, "k": k, "v": v}
+    forward = bound(partial(launch.forward, problem, layout, scoring, **options), inputs)
+    out, lse = forward()
+    (rows,) = rows_of(problem, launch.padded_rows(problem.Q), {"dout": dout, "out": out, "lse": lse})()
+    backward, given = partial(launch.backward, problem, layout, scoring, **options), inputs | {"dout": dout}
+    dq, dkdv = (bound(partial(backward, walks=(walk,)), given | {"row_terms": rows}) for walk in WALKS)
+    return [forward, lambda: dq()[0], dkdv]
 
 
 def hopper_configs(problem: Problem, rings: Rings) -> list[GatherConfig]:
@@ -161,7 +162,8 @@ def tune(name: str, dtype: str, rows: list[int], size: int | None) -> None:
         from gossamer.testing.graphs import random_graph
 
         pattern = random_graph(N, 16)
-    problem = Problem(1, c.H, c.H, N, N, c.D, c.D, dtype, "cuda", sm=90, backward=True)
+    processors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    problem = Problem(1, c.H, c.H, N, N, c.D, c.D, dtype, "cuda", sm=90, processors=processors, backward=True)
     terms = Terms(c.D**-0.5, 0)
     single = build_gather(pattern, N, N, block_q=1)
     for block_q in rows:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import gossamer as gs
 from gossamer.kernels.hopper import missing_packages
-from gossamer.layouts.kept import Kept
+from gossamer.memo import Memo
 from gossamer.plan.table import available
 from gossamer.torch import calls, decoding
 
@@ -78,7 +78,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(launch, "_prepared", type(launch._prepared)())
     for module, name in ((plan, "_plans"), (plan, "_placed"), (decoding, "_ranges"), (calls, "_calls")):
-        monkeypatch.setattr(module, name, Kept(64))
+        monkeypatch.setattr(module, name, Memo(64))
     return listed
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hopper_backward_cases import ON_HOPPER, SIZES, Call, build, prepare, scattered, small
+from launches import forward
 
 from gossamer.patterns import BigBird, Causal, SlidingWindow
 from gossamer.testing import tolerance
@@ -85,7 +86,7 @@ class TestPieces:
             for pattern in (SlidingWindow(150, 40), BigBird(32), Causal()):
                 call = prepare(build(pattern, 700, 700, D), 1, 4, 2, D)
                 layout = pattern.layout(700, 700, block_q=tile[0], block_kv=tile[1]).to("cuda")
-                out, lse = triton.forward(call.problem, call.q, call.k, call.v, layout, call.terms)
+                out, lse = forward(triton, call.problem, layout, call.terms, call.q, call.k, call.v)
                 self.by_rows(call._replace(layout=layout, out=out, lse=lse))
 
     def by_rows(self, call: Call, split: int | None = None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import gossamer as gs
 from gossamer.kernels.hopper import missing_packages
-from gossamer.layouts.kept import Kept
+from gossamer.memo import Memo
 from gossamer.torch import calls
 
 needs_tvm_ffi = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
@@ -99,7 +99,7 @@ def stubbed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     # What is kept for other tests is left alone.
     monkeypatch.setattr(launch, "_prepared", type(launch._prepared)())
     for module, name in ((plan, "_plans"), (plan, "_placed"), (calls, "_calls")):
-        monkeypatch.setattr(module, name, Kept(64))
+        monkeypatch.setattr(module, name, Memo(64))
     return got
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import gossamer as gs
-from gossamer.layouts.kept import Kept
+from gossamer.memo import Memo
 from gossamer.plan.table import available
 from gossamer.torch import calls
 
@@ -55,7 +55,7 @@ def run(x: list[Tensor], pattern: gs.Pattern, **options: Any) -> list[Tensor]:
 def assert_known_calls_are_right(
     monkeypatch: pytest.MonkeyPatch, N: int, pattern: gs.Pattern, names: str, b: int = B, **options: Any
 ) -> None:
-    monkeypatch.setattr(calls, "_calls", Kept(64))
+    monkeypatch.setattr(calls, "_calls", Memo(64))
     for _ in range(2):  # the second backward binds what the third one runs
         run(inputs(N, b), pattern, **terms(names, N, b), **options)
     assert len(calls._calls) == 2
@@ -104,7 +104,7 @@ def test_parts(monkeypatch: pytest.MonkeyPatch, pattern: gs.Pattern, N: int, b: 
 
 
 def test_a_pattern_may_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_calls", Kept(64))
+    monkeypatch.setattr(calls, "_calls", Memo(64))
     q, k, v, _ = inputs(300)
     found = [gs.attention(q, k, v, gs.SlidingWindow(50) & gs.Local(100)) for _ in range(4)]
     assert len(calls._calls) == 1 and all(torch.equal(x, found[0]) for x in found[1:])

@@ -6,7 +6,7 @@ from math import inf
 from typing import Literal, NamedTuple
 
 from gossamer.layouts.gather import WIDTHS, item_limit
-from gossamer.layouts.kept import LEAST_KEPT, MOST_KEPT, Kept
+from gossamer.memo import Memo
 from gossamer.patterns.base import Pattern
 from gossamer.plan.capability import Candidate, GatherChoice, TileChoice
 from gossamer.plan.estimate import Sample
@@ -26,7 +26,7 @@ BITS_PAIR = 0.28
 # with them, and a tile beside its pairs, while it follows another. Measured on an H200 at 512 to 4096 positions, D 128.
 START, JOIN, TILE_STEP, STEP_PAIR = 5e4, 4.5e4, 4500.0, 0.7
 
-_costs: Kept[tuple[float, ...]] = Kept(LEAST_KEPT, MOST_KEPT)
+_costs: Memo[tuple[float, ...]] = Memo()
 
 
 class Machine(NamedTuple):
@@ -178,4 +178,7 @@ def choose(plan: Plan, pattern: Pattern, q_offset: int) -> Chosen:
 def machine_of(problem: Problem, pattern: Pattern) -> Machine:
     """How often the lists of a pattern are computed in a call, and by how many processors; 0 on a CPU."""
     b, h = pattern.lead
-    return Machine((problem.B if b == 1 else 1) * (problem.H if h == 1 else 1), problem.processors if problem.device == "cuda" else 0)
+    return Machine(
+        (problem.B if b == 1 else 1) * (problem.H if h == 1 else 1),
+        problem.processors if problem.device == "cuda" else 0,
+    )

@@ -28,7 +28,10 @@ _numbers = count(1)
 
 def bind(prepared: Prepared, device: torch.device, parameters: tuple[str, ...]) -> Callable[..., tuple[Tensor, ...]]:
     """The function that runs a launch, from its `parameters` in order to its results; some may be of no use to it."""
-    return _Writer(prepared, device).function(parameters)
+    if device.type != "cuda":
+        return _Writer(prepared, device).function(parameters)
+    with torch.cuda.device(device):  # for which kernels are compiled
+        return _Writer(prepared, device).function(parameters)
 
 
 def kernel_of(kernel: Kernel) -> Callable[..., Any]:

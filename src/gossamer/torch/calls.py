@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
 from gossamer.kernels.launch import GIVEN, VECTORS, Direction, Operand, Prepared
-from gossamer.layouts.kept import KEPT_BYTES, LEAST_KEPT, MOST_KEPT, Kept
+from gossamer.memo import Memo
 from gossamer.patterns.handles import token_of
 from gossamer.plan.problem import Unsupported
 from gossamer.torch import parts
@@ -38,7 +38,7 @@ MOST_BACKWARDS = 8  # of a call: by the strides of what it saved and of the grad
 
 Bound = Callable[..., tuple[Tensor, ...]]
 
-known: Kept[Any] = Kept(LEAST_KEPT, MOST_KEPT, KEPT_BYTES)  # calls, by their keys
+known: Memo[Any] = Memo()  # calls, by their keys
 
 
 def call_of(request: Request, key: Key | None = None) -> Call:
@@ -87,7 +87,7 @@ class Call:
         self.options = a._replace(q=None, k=None, v=None, key_lengths=None, sink_logits=None, alibi_slopes=None)  # type: ignore[arg-type]
         self.bytes = 0
         self._vectors = VECTORS if request.more else ()
-        self._backwards: Kept[Bound] = Kept(MOST_BACKWARDS)
+        self._backwards: Memo[Bound] = Memo(MOST_BACKWARDS)
         if attended.data:
             self._operands = request.operands
             self.forward: Bound = self._forward_by_data
@@ -112,12 +112,13 @@ class Call:
         """(dq, dk, dv), and dsink_logits where there are sinks. `saved` are q, k, v, out, lse and `more`."""
         if not plain(dout, dlse, *saved):
             return self._gradients_by_operator(dout, dlse, *saved)
-        return self._gradients(dout, dlse, *saved)
+        return self.backward(dout, dlse, *saved)
 
-    def _gradients(
+    def backward(
         self, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         *more: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
+        """`gradients`, computed here whoever looks."""
         dout = torch.zeros_like(out) if dout is None else dout
         given, bound, vectors, owner = None, self._backwards, more, None
         if self.handle < 0:
@@ -148,7 +149,7 @@ class Call:
             placed = given.placed
         else:
             pattern, q_offset = pattern_of(self.handle), self.scoring.q_offset
-            split = plan.split(pattern, q_offset)
+            split = plan.split(self.handle, q_offset)
             if split is not None:
                 described = parts.Described(
                     plan, self.options.implementation, pattern, self.scoring, operands, self.device

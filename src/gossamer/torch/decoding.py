@@ -17,7 +17,7 @@ from torch.cuda import is_current_stream_capturing
 
 from gossamer.kernels.contract import Implementation
 from gossamer.layouts import cached_layout
-from gossamer.layouts.kept import LEAST_KEPT
+from gossamer.memo import LEAST
 from gossamer.patterns import Causal, Dense, SlidingWindow
 from gossamer.plan.capability import reasons
 from gossamer.plan.plan import Plan
@@ -182,7 +182,7 @@ def _bound(a: Arguments, most: int) -> _Made:
     return _Made(Range(bind(prepared, a.q.device, parameters), lengths), held(layout))
 
 
-@lru_cache(LEAST_KEPT)
+@lru_cache(LEAST)
 def _lengths(device: torch.device, B: int, most: int) -> tuple[Tensor, ...]:
     """(B,) of each number of keys up to `most` that shares its launch, at multiples of 16 bytes."""
     numbers = torch.arange(most - RANGE + 1, most + 1, dtype=torch.int32)

@@ -149,7 +149,7 @@ def _calls(plan: Plan, request: Request, backward: bool) -> list[_Computed]:
         placed = given_layout(plan, a.q, a.k, t.data, t.geometry).placed
         return [_computed(plan.problem, placed, None, scoring.q_offset)]
     pattern = pattern_of(t.handle)
-    split = plan.split(pattern, scoring.q_offset)
+    split = plan.split(t.handle, scoring.q_offset)
     if split is None:
         placed = place(plan, pattern, scoring.q_offset, device)
         return [_computed(plan.problem, placed, pattern, scoring.q_offset)]
@@ -233,7 +233,7 @@ def explain(
     scoring, p = scoring_of(a), plan.problem
     check_rows(p, scoring, attended.handle)
     which = None if attended.data else pattern_of(attended.handle)
-    split = None if which is None else plan.split(which, scoring.q_offset)
+    split = None if which is None else plan.split(attended.handle, scoring.q_offset)
     computed = _calls(plan, request, backward=False)
     gradient = later = None
     if backward:

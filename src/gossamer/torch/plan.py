@@ -16,11 +16,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gossamer.kernels.contract import Implementation, Scoring
 from gossamer.layouts import cached_gather, cached_layout
 from gossamer.layouts.cache import bytes_of
-from gossamer.layouts.kept import KEPT_BYTES, LEAST_KEPT, MOST_KEPT, Kept
+from gossamer.memo import Memo
 from gossamer.patterns import Dense, Pattern
 from gossamer.patterns.validate import show
 from gossamer.plan.choice import choose
-from gossamer.plan.plan import Plan, plan_of
+from gossamer.plan.plan import Plan, plan_of, refusals
 from gossamer.plan.problem import SCORE_TERMS, Problem
 from gossamer.torch.masks import dense_of, layout_of, words_of
 from gossamer.torch.registry import pattern_of
@@ -31,8 +31,8 @@ logger = logging.getLogger("gossamer")
 KEPT_DENSE = 4
 MOST_BOUND = 16  # functions that are kept with data of the user's, by the key of their call
 
-_dense: Kept[Tensor] = Kept(KEPT_DENSE)
-_words: Kept[tuple[Tensor | None]] = Kept(LEAST_KEPT, MOST_KEPT, KEPT_BYTES)
+_dense: Memo[Tensor] = Memo(KEPT_DENSE)
+_words: Memo[tuple[Tensor | None]] = Memo()
 _logged: set[tuple[Any, ...]] = set()
 
 
@@ -146,7 +146,7 @@ class Given:
 
     def __init__(self, placed: Placed) -> None:
         self.placed = placed
-        self.bound: Kept[Any] = Kept(MOST_BOUND)
+        self.bound: Memo[Any] = Memo(MOST_BOUND)
 
 
 class _Remembered(NamedTuple):
@@ -243,9 +243,10 @@ def _words_pattern(pattern: Pattern, p: Problem, q_offset: int, device: torch.de
 def _log(name: str, plan: Plan) -> None:
     """Say once which implementation computes a kind of problem."""
     key = (name, plan.problem.device, plan.problem.dtype, plan.problem.backward)
-    if key in _logged:
+    if key in _logged or not logger.isEnabledFor(logging.INFO):
         return
     _logged.add(key)
-    text = "; ".join(f"not {other}: {', '.join(found)}" for other, found in plan.refused.items() if other != name)
     problem = plan.problem
+    reasons_of = {other: refusals(other, problem) for other in plan.refused if other != name}
+    text = "; ".join(f"not {other}: {', '.join(found)}" for other, found in reasons_of.items())
     logger.info(f"attention on {problem.device} in {problem.dtype} runs by {name}" + (f" ({text})" if text else ""))
