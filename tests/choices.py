@@ -47,7 +47,8 @@ def problem_of(case: Case, dtype: str, backward: bool) -> Problem:
     cuda = "cuda" in case.devices
     return Problem(
         case.B, case.H, case.G, case.Q, case.K, case.D, case.E, dtype, "cuda" if cuda else "cpu",
-        sm=SM if cuda else None, processors=PROCESSORS if cuda else 1, score_terms=frozenset(terms), backward=backward, softcap=case.softcap,
+        sm=SM if cuda else None, processors=PROCESSORS if cuda else 1,
+        score_terms=frozenset(terms), backward=backward, softcap=case.softcap,
     )  # fmt: skip
 
 

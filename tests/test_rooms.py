@@ -54,6 +54,7 @@ FRAMEWORKS = {
     "kernels.triton": allowed("numpy torch triton"),
     "kernels.hopper": allowed("numpy torch cutlass tvm_ffi"),
     "torch": allowed("numpy torch", "rich"),
+    "torch.bind": allowed("torch", "triton tvm_ffi"),
     "integrations": allowed("numpy torch", "transformers"),
     "testing": allowed("numpy torch"),
     "bench": allowed("numpy torch", "rich matplotlib"),

@@ -93,7 +93,7 @@ def _others(plan: Plan, pattern: Pattern, q_offset: int) -> list[str]:
         changed["in bfloat16"] = replace(p, dtype="bfloat16")
     for change, problem in changed.items():
         able = [load(name) for name in NAMES if not refusals(name, problem)]
-        other = Plan(problem, tuple(i for i in able if not isinstance(i, str)), {})
+        other = Plan(problem, tuple(i for i in able if not isinstance(i, str)), ())
         counts = ways(other, pattern, q_offset)
         other_rate = pairs_per_second(problem)
         if not counts or other_rate is None or (rate is not None and counts[0][0] == taken[0][0]):

@@ -11,11 +11,12 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import _C, Tensor
 
+from gossamer.kernels.contract import Implementation
 from gossamer.kernels.launch import BYTES, EDGE, Array, Constant, Descriptor, Kernel, Prepared, Step, View
 from gossamer.plan.table import load
 from gossamer.torch.functions import FUNCTIONS
@@ -38,9 +39,7 @@ def kernel_of(kernel: Kernel) -> Callable[..., Any]:
     """The function that a step runs."""
     if kernel.implementation == EDGE:
         return FUNCTIONS[kernel.name](*kernel.key)
-    implementation = load(kernel.implementation)
-    assert not isinstance(implementation, str), implementation
-    return implementation.kernel(kernel.name, *kernel.key)
+    return cast(Implementation, load(kernel.implementation)).kernel(kernel.name, *kernel.key)
 
 
 class _Writer:

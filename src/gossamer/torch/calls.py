@@ -100,9 +100,10 @@ class Call:
         """(out, lse), with as many dimensions as q has."""
         if self.dims == 4:
             return self.run(q, k, v, *more)
-        return fewer(*self.run(*four_dimensional(q, k, v), *more), self.dims)
+        out, lse = self.run(*four_dimensional(q, k, v), *more)
+        return fewer(out, lse, self.dims)
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> tuple[Tensor, Tensor]:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> tuple[Tensor, ...]:
         """(out, lse) of four dimensions; with the gradient where calls of the key have one."""
         if q.is_cuda and is_current_stream_capturing():
             hold_for_graphs(self)
@@ -116,7 +117,7 @@ class Call:
 
     def backward(
         self, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        *more: Tensor,
+        *more: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """`gradients`, computed here whoever looks."""
         dout = torch.zeros_like(out) if dout is None else dout

@@ -39,7 +39,7 @@ class Seen(NamedTuple):
     """The keys that one query sees."""
 
     first: int
-    count: int
+    number: int
 
 
 class Range(NamedTuple):
@@ -60,7 +60,7 @@ class Growing(NamedTuple):
         """(out, lse)."""
         if is_current_stream_capturing():
             hold_for_graphs(self)
-        if self.seen.count != k.shape[2]:
+        if self.seen.number != k.shape[2]:
             k, v = k.narrow(2, *self.seen), v.narrow(2, *self.seen)
         _, sinks, _ = vectors or (None, None, None)
         return self.run(q, k, v, self.length, sinks, None)
@@ -83,7 +83,7 @@ def growing_call(
     seen = keys_seen(q, k, v, pattern, q_offset)
     if seen is None:
         return None
-    most = -(-seen.count // RANGE) * RANGE
+    most = -(-seen.number // RANGE) * RANGE
     B, G, _, D = k.shape
     key = (
         "one query", most, B, G, D, v.shape[3], q.shape, q.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device,
@@ -98,7 +98,7 @@ def growing_call(
         found = known.put(key, made.range, made.bytes)
     if found.run is None:
         return None
-    return Growing(found.run, seen, found.lengths[seen.count - most - 1])
+    return Growing(found.run, seen, found.lengths[seen.number - most - 1])
 
 
 def keys_seen(q: Tensor, k: Any, v: Any, pattern: Any, q_offset: Any) -> Seen | None:
@@ -151,7 +151,7 @@ def for_one_query(plan: Plan, a: Arguments, pattern: Any) -> Plan:
     if a.q.device.type not in GROWING or a.backward or a.key_lengths is not None or a.alibi_slopes is not None:
         return plan
     seen = keys_seen(a.q, a.k, a.v, pattern, a.q_offset_tensor if a.q_offset_tensor is not None else a.q_offset)
-    found = None if seen is None else walker_of(plan, seen.count)
+    found = None if seen is None else walker_of(plan, seen.number)
     if found is None:
         return plan
     others = (i for i in plan.implementations if i is not found.implementation)

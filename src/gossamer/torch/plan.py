@@ -75,10 +75,14 @@ def problem_of(a: Arguments, geometry: tuple[int, ...]) -> Problem:
     if a.q_offset not in (None, k.shape[2] - q.shape[2]):
         terms.add("q_offset")
     chip = chip_of(q.device)._asdict() if q.device.type == "cuda" else {}
+    tile = None
+    if geometry:
+        block_q, block_kv, _, _ = geometry
+        tile = block_q, block_kv
     return Problem(
         B=q.shape[0], H=q.shape[1], G=k.shape[1], Q=q.shape[2], K=k.shape[2], D=q.shape[3], E=a.v.shape[3],
         dtype=str(q.dtype)[6:], device=q.device.type, **chip, score_terms=frozenset(terms),
-        backward=a.backward, deterministic=a.deterministic, tile=geometry[:2] if geometry else None,
+        backward=a.backward, deterministic=a.deterministic, tile=tile,
         softcap=a.softcap,
     )  # fmt: skip
 

@@ -308,7 +308,7 @@ def _index_checks(walk: Walk) -> Iterator[tuple[bool, str, Any, str]]:
     yield len(every.unique()) == len(every), "no tile", Told("one that is listed twice"), "listed twice"
 
 
-def layout_from(arrays: list[Tensor], geometry: list[int]) -> BlockLayout:
+def layout_from(arrays: list[Tensor], geometry: tuple[int, ...]) -> BlockLayout:
     """The layout whose tensors entered an operator: the rows, then the columns if they were built.
 
     Args:
