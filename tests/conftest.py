@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from launches import poisoned
 
 from gossamer.kernels.hopper.store import ARCHITECTURE
@@ -23,6 +24,15 @@ def poison() -> Iterator[None]:
     with poisoned():
         yield
     forget_all()
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a bound launch asks of CUDA, answered where torch has none."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)  # where it has a name
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ class TestBackward:
         assert call.dlse is not None
         leaf = sinks.double().requires_grad_()
         mask = torch.from_numpy(np.ascontiguousarray(layout.expand())).cuda()
-        out, lse = oracle(call.q, call.k, call.v, mask, replace(call.terms, sink_logits=leaf))
+        out, lse = oracle(call.q, call.k, call.v, mask, call.terms._replace(sink_logits=leaf))
         loss = (out * call.dout).sum() + (torch.where(lse.isinf(), 0.0, lse) * call.dlse).sum()
         (want,) = torch.autograd.grad(loss, [leaf])
         for deterministic in (False, True):
