@@ -169,20 +169,31 @@ def test_more_heads_than_a_grid_is_high(shape: tuple[int, ...]) -> None:
 
 def test_rows_far_apart_are_copied() -> None:
     """One head of a long fused cache: its last row lies 2**32 numbers behind the first, and offsets have 32 bits."""
-    from gossamer.kernels.dense.launch import operand
+    from gossamer.kernels.dense.launch import readable
+    from gossamer.kernels.launch import operand_of
 
     cache = torch.empty(1, 1, 2**20, 4096, device="meta")
-    assert operand(cache[..., :64]).is_contiguous()
-    short = cache[:, :, : 2**18, :64]
-    assert operand(short) is short
+    assert not readable(operand_of(cache[..., :64])) and readable(operand_of(cache[:, :, : 2**18, :64]))
+    assert readable(operand_of(cache[..., :64].contiguous()))
 
 
-def test_words_that_batch_elements_share_are_another_key() -> None:
+def test_words_that_batch_elements_share_are_another_launch() -> None:
     """(1, 2, Q, W) and (2, 2, Q, W) have the same strides."""
-    from gossamer.kernels.dense.launch import shared_strides
+    from gossamer.kernels.contract import Scoring
+    from gossamer.kernels.dense import IMPLEMENTATION
+    from gossamer.kernels.launch import operand_of
+    from gossamer.plan.problem import Problem
 
     one, two = torch.zeros(1, 2, 8, 4), torch.zeros(2, 2, 8, 4)
-    assert one.stride() == two.stride() and shared_strides(one) == (0, 32) and shared_strides(two) == (64, 32)
+    assert one.stride() == two.stride()
+    problem = Problem(2, 2, 2, 8, 8, 16, 16, "float32", "cpu")
+    given = {name: operand_of(torch.zeros(2, 2, 8, 16)) for name in ("q", "k", "v")}
+    (first,), (second,) = (
+        IMPLEMENTATION.prepare(problem, words, "forward", Scoring(1.0, 0), given).launch.steps for words in (one, two)
+    )
+    assert first.kernel != second.kernel and len(first.arguments) == len(second.arguments)
+    differ = [(a, b) for a, b in zip(first.arguments, second.arguments, strict=True) if a != b]
+    assert [(a.value, b.value) for a, b in differ] == [(0, 64)]  # type: ignore[union-attr]
 
 
 def test_words_hold_the_mask() -> None:
