@@ -82,13 +82,13 @@ def problem_of(case: Case, dtype: str, device: str = "cpu", *, backward: bool = 
     terms = {name for name in named if getattr(case, name) is not None}
     terms |= {name for name in ("sink_logits", "alibi_slopes") if getattr(case, name)}
     terms |= {"q_offset"} if case.q_offset not in (None, case.K - case.Q) else set()
-    sm = None
+    chip: dict[str, Any] = {}
     if device == "cuda":
-        major, minor = torch.cuda.get_device_capability()
-        sm = 10 * major + minor
+        facts = torch.cuda.get_device_properties(device)
+        chip = {"sm": 10 * facts.major + facts.minor, "processors": facts.multi_processor_count}
     c = case
     return Problem(
-        c.B, c.H, c.G, c.Q, c.K, c.D, c.E, dtype, device, sm=sm, score_terms=frozenset(terms), backward=backward
+        c.B, c.H, c.G, c.Q, c.K, c.D, c.E, dtype, device, score_terms=frozenset(terms), backward=backward, **chip
     )
 
 
