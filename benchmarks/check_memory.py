@@ -8,13 +8,18 @@ Without the caching allocator every tensor is an allocation of its own, so that 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
+from bound import bound
 from torch import Tensor
 
-from gossamer.kernels.contract import Terms
+from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper import IMPLEMENTATION
+from gossamer.kernels.hopper.launch import gather as launch
+from gossamer.kernels.launch import VECTORS, Direction, Prepared
 from gossamer.layouts.gather import build_gather
 from gossamer.plan.capability import gathers_alone, reasons
 from gossamer.plan.problem import Problem
@@ -22,31 +27,42 @@ from gossamer.testing import inputs
 from gossamer.testing.cases import SMALL, Case
 
 
-def by_tiles(case: Case, problem: Problem, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> None:
+def both(prepare: Callable[..., Prepared], problems: Sequence[Problem], given: dict[str, Tensor]) -> None:
+    """A forward, and the backward of each problem that has one, of launches that `prepare` describes."""
+    first, *_ = problems
+    out, lse = bound(lambda told: prepare(first, "forward", told), given)()
+    given = {"dout": torch.randn_like(out), "dlse": torch.randn_like(lse), **given, "out": out, "lse": lse}
+    for problem in problems:
+        if problem.backward:
+            bound(lambda told, p=problem: prepare(p, "backward", told), given)()
+
+
+def by_tiles(case: Case, problem: Problem, scoring: Scoring, given: dict[str, Tensor]) -> None:
     """A forward by each size of tiles, then dq by reduction and by rows."""
     for block_q, block_kv in sorted({IMPLEMENTATION.tile(problem), (64, 64)}):
-        made = case.pattern().layout(case.Q, case.K, block_q=block_q, block_kv=block_kv, q_offset=terms.q_offset)
+        made = case.pattern().layout(case.Q, case.K, block_q=block_q, block_kv=block_kv, q_offset=scoring.q_offset)
         layout = made.to("cuda")
-        out, lse = IMPLEMENTATION.forward(problem, q, k, v, layout, terms)
-        dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-        for deterministic in (False, True):
-            asked = type(problem)(**vars(problem) | {"deterministic": deterministic})
-            IMPLEMENTATION.backward(asked, dout, dlse, q, k, v, out, lse, layout, terms)
+
+        def prepare(p: Problem, direction: Direction, told: Any, layout: Any = layout) -> Prepared:
+            return IMPLEMENTATION.prepare(p, layout, direction, scoring, told)
+
+        both(prepare, [replace(problem, deterministic=x) for x in (False, True)], given)
 
 
-def by_gathers(case: Case, problem: Problem, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> None:
+def by_gathers(case: Case, problem: Problem, scoring: Scoring, given: dict[str, Tensor]) -> None:
     """Both directions over gathered columns, where the head sizes have such kernels; lists whole and cut."""
-    launch = IMPLEMENTATION.launch_gather
     for choice in IMPLEMENTATION.capability.gathers:
         if choice.reads(problem):
-            made = build_gather(case.pattern(), case.Q, case.K, block_q=choice.block_q, q_offset=terms.q_offset)
+            made = build_gather(case.pattern(), case.Q, case.K, block_q=choice.block_q, q_offset=scoring.q_offset)
             layout = made.to("cuda")
             for split in (None, 1):
-                out, lse = launch.forward(problem, q, k, v, layout, terms, split=split)
-                if not choice.backward:
-                    continue
-                given = torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, layout, terms
-                launch.backward(problem, *given, split=split)
+
+                def prepare(
+                    p: Problem, direction: Direction, told: Any, layout: Any = layout, split: Any = split
+                ) -> Prepared:
+                    return getattr(launch, direction)(p, layout, scoring, told, split=split)
+
+                both(prepare, [replace(problem, backward=problem.backward and choice.backward)], given)
 
 
 def run(case: Case, dtype: str, *parts: Callable[..., None]) -> bool:
@@ -58,8 +74,11 @@ def run(case: Case, dtype: str, *parts: Callable[..., None]) -> bool:
     given = inputs.make(case, dtype, "cuda")
     while given.q.ndim < 4:
         given = given._replace(q=given.q[None], k=given.k[None], v=given.v[None])
+    scale, q_offset, softcap, *vectors = inputs.terms_of(case, given)
+    tensors = {"q": given.q, "k": given.k, "v": given.v} | dict(zip(VECTORS, vectors, strict=True))
     for part in parts:
-        part(case, problem, *given[:3], inputs.terms_of(case, given))
+        there = {name: x for name, x in tensors.items() if x is not None}
+        part(case, problem, Scoring(scale, q_offset, softcap), there)
     torch.cuda.synchronize()
     return True
 
