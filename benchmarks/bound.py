@@ -1,4 +1,4 @@
-"""Prepared launches of the Triton kernels, bound to the tensors of one call, past all that plans a call."""
+"""Prepared launches, bound to the tensors of one call, past all that plans a call."""
 
 from __future__ import annotations
 

@@ -8,18 +8,21 @@ Without the caching allocator every tensor is an allocation of its own, so that 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from bound import bound
 from torch import Tensor
 
-from gossamer.kernels.contract import Scoring
+from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.hopper import IMPLEMENTATION
-from gossamer.kernels.hopper.launch import gather as launch
-from gossamer.kernels.launch import VECTORS, Direction, Prepared
+from gossamer.kernels.hopper.launch import gather
+from gossamer.kernels.hopper.launch.backward import backward
+from gossamer.kernels.hopper.launch.forward import forward
+from gossamer.kernels.launch import VECTORS, Prepared
 from gossamer.layouts.gather import build_gather
 from gossamer.plan.capability import gathers_alone, reasons
 from gossamer.plan.problem import Problem
@@ -27,42 +30,36 @@ from gossamer.testing import inputs
 from gossamer.testing.cases import SMALL, Case
 
 
-def both(prepare: Callable[..., Prepared], problems: Sequence[Problem], given: dict[str, Tensor]) -> None:
-    """A forward, and the backward of each problem that has one, of launches that `prepare` describes."""
-    first, *_ = problems
-    out, lse = bound(lambda told: prepare(first, "forward", told), given)()
-    given = {"dout": torch.randn_like(out), "dlse": torch.randn_like(lse), **given, "out": out, "lse": lse}
-    for problem in problems:
-        if problem.backward:
-            bound(lambda told, p=problem: prepare(p, "backward", told), given)()
+def both(
+    forward: Callable[..., Prepared], backward: Callable[..., Prepared] | None, problem: Problem, layout: Any,
+    terms: Terms, q: Tensor, k: Tensor, v: Tensor, **options: Any,
+) -> None:  # fmt: skip
+    """A forward, then dq by reduction and by rows, by the functions that describe them."""
+    scoring = Scoring(terms.scale, terms.q_offset, terms.softcap)
+    vectors = {name: getattr(terms, name) for name in VECTORS if getattr(terms, name) is not None}
+    given = {"q": q, "k": k, "v": v}
+    out, lse = bound(partial(forward, problem, layout, scoring, **options), given | vectors)()
+    saved = {"dout": torch.randn_like(out), "dlse": torch.randn_like(lse), **given, "out": out, "lse": lse}
+    for deterministic in (False, True) if backward else ():
+        asked = replace(problem, deterministic=deterministic)
+        bound(partial(backward, asked, layout, scoring, **options), saved | vectors)()
 
 
-def by_tiles(case: Case, problem: Problem, scoring: Scoring, given: dict[str, Tensor]) -> None:
-    """A forward by each size of tiles, then dq by reduction and by rows."""
+def by_tiles(case: Case, problem: Problem, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> None:
+    """By each size of tiles."""
     for block_q, block_kv in sorted({IMPLEMENTATION.tile(problem), (64, 64)}):
-        made = case.pattern().layout(case.Q, case.K, block_q=block_q, block_kv=block_kv, q_offset=scoring.q_offset)
-        layout = made.to("cuda")
-
-        def prepare(p: Problem, direction: Direction, told: Any, layout: Any = layout) -> Prepared:
-            return IMPLEMENTATION.prepare(p, layout, direction, scoring, told)
-
-        both(prepare, [replace(problem, deterministic=x) for x in (False, True)], given)
+        made = case.pattern().layout(case.Q, case.K, block_q=block_q, block_kv=block_kv, q_offset=terms.q_offset)
+        both(forward, backward, problem, made.to("cuda"), terms, q, k, v)
 
 
-def by_gathers(case: Case, problem: Problem, scoring: Scoring, given: dict[str, Tensor]) -> None:
-    """Both directions over gathered columns, where the head sizes have such kernels; lists whole and cut."""
+def by_gathers(case: Case, problem: Problem, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> None:
+    """Over gathered columns, where the head sizes have such kernels; lists whole and cut."""
     for choice in IMPLEMENTATION.capability.gathers:
         if choice.reads(problem):
-            made = build_gather(case.pattern(), case.Q, case.K, block_q=choice.block_q, q_offset=scoring.q_offset)
-            layout = made.to("cuda")
+            made = build_gather(case.pattern(), case.Q, case.K, block_q=choice.block_q, q_offset=terms.q_offset)
             for split in (None, 1):
-
-                def prepare(
-                    p: Problem, direction: Direction, told: Any, layout: Any = layout, split: Any = split
-                ) -> Prepared:
-                    return getattr(launch, direction)(p, layout, scoring, told, split=split)
-
-                both(prepare, [replace(problem, backward=problem.backward and choice.backward)], given)
+                back = gather.backward if choice.backward else None
+                both(gather.forward, back, problem, made.to("cuda"), terms, q, k, v, split=split)
 
 
 def run(case: Case, dtype: str, *parts: Callable[..., None]) -> bool:
@@ -74,11 +71,8 @@ def run(case: Case, dtype: str, *parts: Callable[..., None]) -> bool:
     given = inputs.make(case, dtype, "cuda")
     while given.q.ndim < 4:
         given = given._replace(q=given.q[None], k=given.k[None], v=given.v[None])
-    scale, q_offset, softcap, *vectors = inputs.terms_of(case, given)
-    tensors = {"q": given.q, "k": given.k, "v": given.v} | dict(zip(VECTORS, vectors, strict=True))
     for part in parts:
-        there = {name: x for name, x in tensors.items() if x is not None}
-        part(case, problem, Scoring(scale, q_offset, softcap), there)
+        part(case, problem, *given[:3], inputs.terms_of(case, given))
     torch.cuda.synchronize()
     return True
 

@@ -1,4 +1,4 @@
-"""What each step of a Hopper launch passes is what its kernel is compiled for: number, order, types, shapes, strides."""
+"""What each step of a Hopper launch passes is what its kernel is compiled for: number, types, shapes and strides."""
 
 from __future__ import annotations
 

@@ -227,9 +227,9 @@ def explain(
     again = planned_again(request, reordered is not None)
     usual = plan_for(request.arguments, request.attended.geometry)
     request = resolved(request)
-    a, attended, _ = request
+    a, attended, dims = request
     q, k, v, backward = a.q, a.k, a.v, a.backward
-    plan = usual if again else for_one_query(usual, a, attended.alive)
+    plan = usual if again or dims != 4 else for_one_query(usual, a, attended.alive)
     scoring, p = scoring_of(a), plan.problem
     check_rows(p, scoring, attended.handle)
     which = None if attended.data else pattern_of(attended.handle)

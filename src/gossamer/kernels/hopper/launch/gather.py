@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gossamer.kernels.contract import Scoring
@@ -80,12 +80,20 @@ def backward(
     by_columns, by_rows = config or gather_config("columns", *given), query or gather_config("query", *given)
     terms, _ = row_terms(b, p, out, inputs[-1], by_rows.size, by_rows.size)
     unknown = end or unread(b, "no_lengths", "int32", 1)
-    both = (by_columns, {dk: scoring.scale, dv: 1.0}), (by_rows, {dq: scoring.scale})
-    for one, factor in both:
-        s = _schedule(b, p, layout, one, split)
-        results = {name: (one.size, value) for name, value in factor.items()}
-        run(b, p, scoring, kernel("gather", one), s, (*inputs, terms), unknown, results)
+    for one, results in (by_columns, (dk, dv)), (by_rows, (dq,)):
+        gradients_by(one, b, p, layout, scoring, (*inputs, terms), unknown, results, split)
     return done(b, terms)
+
+
+def gradients_by(
+    config: GatherConfig | SplitConfig, b: Builder, p: Problem, layout: GatherLayout, scoring: Scoring,
+    inputs: Sequence[str], end: str, results: Sequence[str], split: int | None = None,
+) -> None:  # fmt: skip
+    """Write dk and dv, or dq, by one kernel. `inputs`: q, k, v, dout and row terms; `end`: key lengths."""
+    s = _schedule(b, p, layout, config, split)
+    factors = (scoring.scale, 1.0)  # of dk and dv, or of dq
+    sized = {name: (config.size, factor) for name, factor in zip(results, factors, strict=False)}
+    run(b, p, scoring, kernel("gather", config), s, inputs, end, sized)
 
 
 def _schedule(
