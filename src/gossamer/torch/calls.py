@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -42,13 +42,31 @@ known: Memo[Any] = Memo()  # calls, by their keys
 
 
 def call_of(request: Request, key: Key | None = None) -> Call:
-    """What computes a request, made where there was none before; `key` where the call has one as it was given."""
-    key = request.key if key is None else key
-    found = known.get(key)
-    if found is None:
-        made = Call(request)
-        found = known.put(key, made, made.bytes)
-    return found
+    """What computes a request, made where there was none before.
+
+    Args:
+        key: where the call has one as it was given, under which nothing was found.
+    """
+    if key is None:
+        key = request.key
+        found = known.get(key)
+        if found is not None:
+            return found
+    call = Call(request)
+    known.put(key, call if request.dims == 4 else Fewer(call, request.dims), call.bytes)
+    return call
+
+
+class Fewer(NamedTuple):
+    """A call whose q, k and v have two or three dimensions."""
+
+    call: Call
+    dims: int
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(out, lse), with as many dimensions as q has."""
+        out, lse = self.call(*four_dimensional(q, k, v), *more)
+        return fewer(out, lse, self.dims)
 
 
 def resolved(request: Request) -> Request:
@@ -82,7 +100,7 @@ class Call:
         self.plan = plan_for(a, attended.geometry)
         self.scoring = scoring_of(a)
         check_rows(self.plan.problem, self.scoring, attended.handle)
-        self.differentiable, self.dims = a.backward, request.dims
+        self.differentiable = a.backward
         self.device, self.handle, self.geometry = a.q.device, attended.handle, attended.geometry
         self.options = a._replace(q=None, k=None, v=None, key_lengths=None, sink_logits=None, alibi_slopes=None)  # type: ignore[arg-type]
         self.bytes = 0
@@ -97,14 +115,7 @@ class Call:
             self.forward = self._bound("forward", request.operands)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> tuple[Tensor, ...]:
-        """(out, lse), with as many dimensions as q has."""
-        if self.dims == 4:
-            return self.run(q, k, v, *more)
-        out, lse = self.run(*four_dimensional(q, k, v), *more)
-        return fewer(out, lse, self.dims)
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> tuple[Tensor, ...]:
-        """(out, lse) of four dimensions; with the gradient where calls of the key have one."""
+        """(out, lse); with the gradient where calls of the key have one."""
         if q.is_cuda and is_current_stream_capturing():
             hold_for_graphs(self)
         return _apply(self, q, k, v, *more) if self.differentiable else self.forward(q, k, v, *more)
