@@ -9,13 +9,13 @@ from torch import Tensor
 
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import Pattern
+from gossamer.patterns.handles import pattern_of
 from gossamer.patterns.reordered import ReorderedCSR
 from gossamer.torch.calls import call_of, known, resolved
 from gossamer.torch.decoding import growing_call
 from gossamer.torch.merge import branches_of
 from gossamer.torch.merge import merge as merge_results
 from gossamer.torch.operators import forward_op
-from gossamer.torch.registry import pattern_of
 from gossamer.torch.reorder import orders, permuted
 from gossamer.torch.request import (
     DENSE,

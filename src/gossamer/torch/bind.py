@@ -193,12 +193,12 @@ class _Writer:
 
     def _step(self, step: Step) -> None:
         form = {"arrays": self.array, "addresses": self._address, "exchanged": self._exchanged}[step.kernel.passes]
-        arguments, rest = list(step.arguments), []
-        while arguments and isinstance(arguments[-1], Constant):
-            rest.insert(0, arguments.pop().value)
-        given = [self._constant(x.value) if isinstance(x, Constant) else form(x) for x in arguments]
-        if rest:  # the last ones together, as one tuple
-            given.append(f"*{self._constant(tuple(rest), 'rest')}")
+        arrays = [at for at, x in enumerate(step.arguments) if isinstance(x, str)]
+        first = max(arrays, default=-1) + 1  # of the constants at the end, which are passed together
+        given = [self._constant(x.value) if isinstance(x, Constant) else form(x) for x in step.arguments[:first]]
+        rest = tuple(x.value for x in step.arguments[first:] if isinstance(x, Constant))
+        if rest:
+            given.append(f"*{self._constant(rest, 'rest')}")
         run = f"{self._constant(kernel_of(step.kernel), f'run_{step.kernel.name}')}({', '.join(given)})"
         if step.returns:
             names = [_plain(name) for name in step.returns]

@@ -16,13 +16,12 @@ from torch.cuda import is_current_stream_capturing
 
 from gossamer.kernels.launch import GIVEN, VECTORS, Direction, Operand, Prepared
 from gossamer.memo import Memo
-from gossamer.patterns.handles import token_of
+from gossamer.patterns.handles import pattern_of, token_of
 from gossamer.plan.problem import Unsupported
 from gossamer.torch import parts
 from gossamer.torch.bind import bind
 from gossamer.torch.memory import hold_for_graphs
 from gossamer.torch.plan import Given, check_rows, given_layout, held, place, plan_for, scoring_of
-from gossamer.torch.registry import pattern_of
 from gossamer.torch.request import Key, Request, alignment, operand_of, plain
 from gossamer.torch.validate import (
     Arguments,

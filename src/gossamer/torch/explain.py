@@ -11,6 +11,7 @@ from torch import Tensor
 from gossamer.kernels.contract import Implementation
 from gossamer.layouts import BlockLayout, GatherLayout
 from gossamer.patterns import Pattern
+from gossamer.patterns.handles import pattern_of
 from gossamer.patterns.reordered import ReorderedCSR
 from gossamer.plan.advice import advice, all_pairs, pairs_per_second, shown, ways
 from gossamer.plan.plan import Plan, refusals
@@ -21,7 +22,6 @@ from gossamer.torch.decoding import for_one_query
 from gossamer.torch.masks import unpack
 from gossamer.torch.parts import Described
 from gossamer.torch.plan import Placed, check_rows, given_layout, place, plan_for, scoring_of
-from gossamer.torch.registry import pattern_of
 from gossamer.torch.reorder import check_order
 from gossamer.torch.request import Request, request_of
 from gossamer.torch.validate import describe

@@ -18,12 +18,12 @@ from gossamer.layouts import cached_gather, cached_layout
 from gossamer.layouts.cache import bytes_of
 from gossamer.memo import Memo
 from gossamer.patterns import Dense, Pattern
+from gossamer.patterns.handles import pattern_of
 from gossamer.patterns.validate import show
 from gossamer.plan.choice import choose
 from gossamer.plan.plan import Plan, plan_of, refusals
 from gossamer.plan.problem import SCORE_TERMS, Problem
 from gossamer.torch.masks import dense_of, layout_of, words_of
-from gossamer.torch.registry import pattern_of
 from gossamer.torch.validate import Arguments, check_layout, check_mask, layout_from, validate
 
 logger = logging.getLogger("gossamer")
