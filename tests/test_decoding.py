@@ -70,9 +70,11 @@ def kernel(monkeypatch: pytest.MonkeyPatch, on_a_cpu: None) -> Iterator[list[int
     limits = dataclasses.replace(hopper.Hopper.capability, devices=frozenset({"cpu"}), min_sm=None, max_sm=None)
     monkeypatch.setattr(hopper.Hopper, "capability", limits)
     monkeypatch.setattr(compiled, "forward", lambda config: run)
-    forget_all()
+    for forget in (forget_all, decoding.grows_on.cache_clear):
+        forget()
     yield listed
-    forget_all()
+    for forget in (forget_all, decoding.grows_on.cache_clear):
+        forget()
 
 
 @pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
