@@ -18,8 +18,7 @@ from gossamer.testing.graphs import random_graph
 
 pytest.importorskip("triton")
 
-PROCESSORS = 132
-PROBLEM = Problem(1, 8, 8, 4096, 4096, 128, 128, "bfloat16", "cuda", sm=90)
+PROBLEM = Problem(1, 8, 8, 4096, 4096, 128, 128, "bfloat16", "cuda", sm=90, processors=132)
 
 
 @pytest.fixture(autouse=True)
@@ -36,25 +35,23 @@ def planned(problem: Problem) -> Plan:
 
 def advised(problem: Problem, pattern: gs.Pattern | None, **more: Any) -> tuple[str, ...]:
     given = {"fill": 1.0, "planned_again": ()} | more
-    return advice.advice(planned(problem), pattern, 0, PROCESSORS, **given)
+    return advice.advice(planned(problem), pattern, 0, **given)
 
 
 def test_the_ways_of_a_call_by_their_time() -> None:
-    found = advice.ways(planned(PROBLEM), gs.BigBird(64), 0, PROCESSORS)
+    found = advice.ways(planned(PROBLEM), gs.BigBird(64), 0)
     times = [cost for _, cost in found]
     assert found[0][0] == "hopper 64 x 64" and times == sorted(times) and len(found) == 4
-    assert [way for way, _ in advice.ways(planned(PROBLEM), gs.Causal(), 0, PROCESSORS)] == ["hopper 128 x 128"]
+    assert [way for way, _ in advice.ways(planned(PROBLEM), gs.Causal(), 0)] == ["hopper 128 x 128"]
 
 
 def test_seconds_of_an_h200() -> None:
     """Measured at 4096 positions: 51 us of causal attention, 105 of all pairs."""
     call = planned(PROBLEM)
-    rate = advice.pairs_per_second(PROBLEM)
-    assert rate is not None
-    assert advice.ways(call, gs.Causal(), 0, PROCESSORS)[0][1] / rate == pytest.approx(51e-6, rel=0.35)
-    assert advice.all_pairs(call, PROCESSORS) == pytest.approx(105e-6, rel=0.3)
-    assert advice.pairs_per_second(replace(PROBLEM, sm=80)) is None
-    assert advice.pairs_per_second(replace(PROBLEM, dtype="float32")) is None
+    assert advice.least(call, advice.ways(call, gs.Causal(), 0)) == pytest.approx(51e-6, rel=0.35)
+    assert advice.all_pairs(call) == pytest.approx(105e-6, rel=0.3)
+    for other in ({"sm": 80}, {"dtype": "float32"}, {"E": 257}):
+        assert advice.all_pairs(planned(replace(PROBLEM, **other))) is None
 
 
 def test_few_queries_of_many_keys_are_cut() -> None:
@@ -105,4 +102,4 @@ def test_what_a_call_is_planned_again_for() -> None:
     ids=lambda x: str(x)[:40] if isinstance(x, gs.Pattern) else None,
 )
 def test_small_problems_take_what_was_measured_to_be_fast(pattern: gs.Pattern, N: int, want: set[str]) -> None:
-    assert advice.ways(planned(replace(PROBLEM, Q=N, K=N)), pattern, 0, PROCESSORS)[0][0] in want
+    assert advice.ways(planned(replace(PROBLEM, Q=N, K=N)), pattern, 0)[0][0] in want

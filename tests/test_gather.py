@@ -55,15 +55,18 @@ def test_the_cheapest_layout_is_chosen_without_building_one() -> None:
     from gossamer.kernels.triton.gather.config import GATHERS
     from gossamer.layouts import cache
     from gossamer.plan.choice import cheapest
+    from gossamer.plan.costs import costs_of
+    from gossamer.plan.problem import Problem
     from gossamer.testing.graphs import proximity_graph, random_graph
 
-    tiles = ((128, 128, 1.0), (64, 64, 0.63))
-    gathers = tuple(choice for choice in GATHERS if "bfloat16" in choice.dtypes)
+    costs = costs_of(Problem(1, 1, 1, 1, 1, 64, 64, "bfloat16", "cuda", sm=90, processors=132))
+    tiles = (costs.tile("hopper", 128, 128), costs.tile("triton", 64, 64))
+    gathers = tuple(costs.gather("triton", choice) for choice in GATHERS if "bfloat16" in choice.dtypes)
     cache.clear_cache()
 
     def chosen(pattern: gs.Pattern, N: int) -> int | tuple[int, int]:
         at = cheapest(pattern, N, N, tiles=tiles, gathers=gathers, q_offset=0)
-        return tiles[at][:2] if at < len(tiles) else gathers[at - len(tiles)].block_q
+        return tiles[at][:2] if at < len(tiles) else gathers[at - len(tiles)].choice.block_q
 
     assert chosen(gs.SlidingWindow(4096), 65536) == (128, 128)
     assert chosen(gs.BigBird(64), 16384) == (64, 64)
@@ -261,14 +264,14 @@ def test_a_plan_takes_the_gather_layout_for_a_graph() -> None:
     from gossamer.plan.problem import Problem
     from gossamer.plan.table import load
     from gossamer.testing.graphs import random_graph
-    from gossamer.torch.plan import _placed_pattern, terms_of
-    from gossamer.torch.validate import Arguments
+    from gossamer.torch.plan import place
+
+    def plan_for(N: int, dtype: str) -> Plan:
+        problem = Problem(1, 2, 2, N, N, 64, 64, dtype, "cuda", sm=90)
+        return Plan(problem, (load("triton"),), {})  # type: ignore[arg-type]
 
     def placed(pattern: gs.Pattern, N: int, dtype: str) -> object:
-        problem = Problem(1, 2, 2, N, N, 64, 64, dtype, "cuda", sm=90)
-        x = torch.empty(1, 2, N, 64, dtype=getattr(torch, dtype))
-        a = Arguments(x, x, x, None, None, None, None, None, None, None, None, False, False)
-        return _placed_pattern(Plan(problem, (load("triton"),), {}), a, terms_of(a), pattern.handle)[1]  # type: ignore[arg-type]
+        return place(plan_for(N, dtype), pattern, 0, torch.device("cpu")).layout
 
     graph, window = random_graph(20000, 8), gs.SlidingWindow(300)
     for dtype in ("bfloat16", "float32"):
@@ -277,10 +280,10 @@ def test_a_plan_takes_the_gather_layout_for_a_graph() -> None:
         assert placed(graph, 20000, dtype) is layout
         assert isinstance(placed(window, 4000, dtype), gs.BlockLayout)
     plan = Plan(Problem(1, 2, 2, 20000, 20000, 64, 64, "bfloat16", "cuda", sm=90), (load("triton"),), {})  # type: ignore[arg-type]
-    found = dict(ways(plan, graph, 0, 1))
+    found = dict(ways(plan, graph, 0))
     assert next(iter(found)) == "triton gather 1" and "triton 64 x 64" in found
     assert found["triton 128 x 128"] > 10 * found["triton gather 1"]
-    assert list(dict(ways(plan, gs.SlidingWindow(4000), 0, 1))) == ["triton 128 x 128"]
+    assert list(dict(ways(plan, gs.SlidingWindow(4000), 0))) == ["triton 128 x 128"]
 
 
 def test_neighbours_are_gathered_by_hopper() -> None:
@@ -294,7 +297,7 @@ def test_neighbours_are_gathered_by_hopper() -> None:
     def best(backward: bool, D: int) -> str:
         problem = Problem(1, 2, 2, 2**14, 2**14, D, D, "bfloat16", "cuda", sm=90, backward=backward)
         plan = Plan(problem, (load("hopper"), load("triton")), {})
-        found = dict(ways(plan, proximity_graph((5, 5, 4), 2.5), 0, 1))
+        found = dict(ways(plan, proximity_graph((5, 5, 4), 2.5), 0))
         return min(found, key=lambda name: found[name])
 
     assert {best(backward, D) for backward in (False, True) for D in (64, 128)} == {"hopper gather 64"}
