@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
+from bound import bound
 from torch import Tensor
 
-from gossamer.kernels.contract import Terms
+from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.hopper import IMPLEMENTATION
+from gossamer.kernels.hopper.launch import gather
+from gossamer.kernels.hopper.launch.backward import backward
+from gossamer.kernels.hopper.launch.forward import forward
+from gossamer.kernels.launch import VECTORS, Prepared
 from gossamer.layouts.gather import build_gather
 from gossamer.plan.capability import gathers_alone, reasons
 from gossamer.plan.problem import Problem
@@ -22,31 +30,36 @@ from gossamer.testing import inputs
 from gossamer.testing.cases import SMALL, Case
 
 
+def both(
+    forward: Callable[..., Prepared], backward: Callable[..., Prepared] | None, problem: Problem, layout: Any,
+    terms: Terms, q: Tensor, k: Tensor, v: Tensor, **options: Any,
+) -> None:  # fmt: skip
+    """A forward, then dq by reduction and by rows, by the functions that describe them."""
+    scoring = Scoring(terms.scale, terms.q_offset, terms.softcap)
+    vectors = {name: getattr(terms, name) for name in VECTORS if getattr(terms, name) is not None}
+    given = {"q": q, "k": k, "v": v}
+    out, lse = bound(partial(forward, problem, layout, scoring, **options), given | vectors)()
+    saved = {"dout": torch.randn_like(out), "dlse": torch.randn_like(lse), **given, "out": out, "lse": lse}
+    for deterministic in (False, True) if backward else ():
+        asked = replace(problem, deterministic=deterministic)
+        bound(partial(backward, asked, layout, scoring, **options), saved | vectors)()
+
+
 def by_tiles(case: Case, problem: Problem, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> None:
-    """A forward by each size of tiles, then dq by reduction and by rows."""
+    """By each size of tiles."""
     for block_q, block_kv in sorted({IMPLEMENTATION.tile(problem), (64, 64)}):
         made = case.pattern().layout(case.Q, case.K, block_q=block_q, block_kv=block_kv, q_offset=terms.q_offset)
-        layout = made.to("cuda")
-        out, lse = IMPLEMENTATION.forward(problem, q, k, v, layout, terms)
-        dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-        for deterministic in (False, True):
-            asked = type(problem)(**vars(problem) | {"deterministic": deterministic})
-            IMPLEMENTATION.backward(asked, dout, dlse, q, k, v, out, lse, layout, terms)
+        both(forward, backward, problem, made.to("cuda"), terms, q, k, v)
 
 
 def by_gathers(case: Case, problem: Problem, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> None:
-    """Both directions over gathered columns, where the head sizes have such kernels; lists whole and cut."""
-    launch = IMPLEMENTATION.launch_gather
+    """Over gathered columns, where the head sizes have such kernels; lists whole and cut."""
     for choice in IMPLEMENTATION.capability.gathers:
         if choice.reads(problem):
             made = build_gather(case.pattern(), case.Q, case.K, block_q=choice.block_q, q_offset=terms.q_offset)
-            layout = made.to("cuda")
             for split in (None, 1):
-                out, lse = launch.forward(problem, q, k, v, layout, terms, split=split)
-                if not choice.backward:
-                    continue
-                given = torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, layout, terms
-                launch.backward(problem, *given, split=split)
+                back = gather.backward if choice.backward else None
+                both(gather.forward, back, problem, made.to("cuda"), terms, q, k, v, split=split)
 
 
 def run(case: Case, dtype: str, *parts: Callable[..., None]) -> bool:

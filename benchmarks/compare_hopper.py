@@ -18,12 +18,10 @@ import dataclasses
 import json
 import statistics
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from tune import CHOOSERS, Group, caller, chosen
+from tune import CHOOSERS, Group, caller
 
 import gossamer
 from gossamer.bench.check import Inputs, compare, draw_samples
@@ -40,7 +38,6 @@ ROUNDS = 5
 OURS = ("triton",)  # implementations of this package that can stand as peers
 
 Call = Callable[[], dict[str, torch.Tensor]]
-Entry = tuple[Call, Callable[[], AbstractContextManager[Any]]]  # a call, and what holds its configuration
 
 
 def plan_of(inputs: Inputs, kernel: str) -> Explanation:
@@ -55,27 +52,23 @@ def layout_of(inputs: Inputs, tile: tuple[int, int]) -> Any:
     return inputs.pattern.layout(*sizes, block_q=tile[0], block_kv=tile[1]).to("cuda")
 
 
-def variant(inputs: Inputs, kernel: str, text: str) -> Entry:
+def variant(inputs: Inputs, kernel: str, text: str) -> Call:
     """A configuration with fields replaced, "hold=2,stages=3"; block_q and block_kv replace the tile of the layout."""
     fields = {key: int(value) for key, value in (part.split("=") for part in text.split(",") if part)}
     plan = plan_of(inputs, kernel)
     tile = fields.pop("block_q", plan.tile[0]), fields.pop("block_kv", plan.tile[1])
     p = plan.problem
-    run = caller(kernel, inputs, p, layout_of(inputs, tile))
-    if not fields:
-        return run, nullcontext
-    choice = dataclasses.replace(Group(kernel, p.D, p.E, tile, ()).shipped(), **fields)
-    prepared: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-    return run, lambda: chosen(kernel, choice, prepared)
+    choice = dataclasses.replace(Group(kernel, p.D, p.E, tile, ()).shipped(), **fields) if fields else None
+    return caller(kernel, inputs, p, layout_of(inputs, tile), choice)
 
 
-def peer(inputs: Inputs, kernel: str, name: str) -> Entry:
+def peer(inputs: Inputs, kernel: str, name: str) -> Call:
     """A peer of `gossamer bench`, or another implementation of this package. Raises Refusal."""
     known = {p.name: p for p in PEERS} | {own: ours(own) for own in OURS}
     prepared = known[name].prepare(inputs, matmul_rate(inputs.q.dtype, DEVICE))
     call = forward_call(prepared, inputs) if kernel == "forward" else backward_call(prepared, inputs)
     names = ("out",) if kernel == "forward" else ("dq", "dk", "dv")
-    return lambda: dict(zip(names, call(), strict=True)), nullcontext
+    return lambda: dict(zip(names, call(), strict=True))
 
 
 def measure(work: Workload, kernel: str, variants: list[str], peers: list[str]) -> dict[str, Any]:
@@ -91,17 +84,15 @@ def measure(work: Workload, kernel: str, variants: list[str], peers: list[str]) 
         except Refusal as refusal:
             line[name] = f"refused: {refusal}"
     samples = draw_samples(inputs)
-    for name, (run, configured) in entries.items():
-        with configured():
-            error, wrong = compare(samples, run(), group=work.case.H // work.case.G)
+    for name, run in entries.items():
+        error, wrong = compare(samples, run(), group=work.case.H // work.case.G)
         if wrong:
             raise SystemExit(f"{work.name}, {name}: {'; '.join(wrong)}")
         line[name] = {"error": round(error, 3)}
     times: dict[str, list[float]] = {name: [] for name in entries}
     for _ in range(ROUNDS):
-        for name, (run, configured) in entries.items():
-            with configured():
-                times[name].append(time_call(run, DEVICE, budget_s=0.06).p50)
+        for name, run in entries.items():
+            times[name].append(time_call(run, DEVICE, budget_s=0.06).p50)
     gflop = 2 * (work.case.D + work.case.E) * work.pairs / 1e9 * (1 if kernel == "forward" else BACKWARD_WORK)
     best = {name: statistics.median(rounds[1:]) for name, rounds in times.items()}
     for name, ms in best.items():
@@ -114,7 +105,7 @@ def measure(work: Workload, kernel: str, variants: list[str], peers: list[str]) 
 
 def launch_once(work: Workload, kernel: str) -> None:
     """The shipped kernel, after one launch that warms up."""
-    run, _ = variant(make_inputs(work, DEVICE), kernel, "")
+    run = variant(make_inputs(work, DEVICE), kernel, "")
     run()
     run()
     torch.cuda.synchronize()

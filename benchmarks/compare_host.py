@@ -170,7 +170,7 @@ def refusal(row: Row, call: Callable[..., Tensor], rounds: int) -> str:
 
 def without_device() -> None:
     """What the Hopper launches and Triton ask of a GPU, answered without one. Before gossamer is imported."""
-    from triton.runtime.jit import KernelInterface
+    from triton.runtime.jit import JITFunction, KernelInterface
 
     torch.cuda.current_device = lambda: None
     torch.cuda.is_current_stream_capturing = lambda: False
@@ -182,6 +182,7 @@ def without_device() -> None:
 
     launched = Launched(run=lambda *a, **k: None, function=0, packed_metadata=())
     KernelInterface.__getitem__ = lambda self, grid: lambda *a, **k: launched  # type: ignore[method-assign]
+    JITFunction.warmup = lambda self, *a, **k: launched  # type: ignore[method-assign]
 
 
 def without_kernels(side: Side) -> None:
@@ -192,7 +193,7 @@ def without_kernels(side: Side) -> None:
         kind = type(side.load(f"kernels.{name}").IMPLEMENTATION)
         kind.unavailable = lambda self: []
         kind.capability = replace(kind.capability, devices=frozenset({"cpu"}), min_sm=None, max_sm=None)
-    type(side.load("kernels.hopper.compile").forward).__call__ = lambda self, *key: nop
+    side.load("kernels.hopper.store").Kernel.__call__ = lambda self, *key: nop
 
 
 def report(name: str, found: list[list[float]], device_bound: bool) -> bool:

@@ -23,8 +23,8 @@ from soak_oracle import Terms
 from torch import Tensor
 
 import gossamer as gs
+from gossamer.memo import forget_all
 from gossamer.plan import split
-from gossamer.torch import calls, plan
 
 _in_parts = [False]  # whether the call that is run is computed in parts; `run` writes it, `prepared` reads it
 
@@ -180,9 +180,7 @@ def compared(
 
 def _forget() -> None:
     """Forget plans and calls, which remember how they were computed."""
-    split._known.clear()
-    plan._plans.clear()
-    calls.forget()
+    forget_all()
 
 
 @contextmanager

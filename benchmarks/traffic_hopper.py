@@ -12,17 +12,20 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+from bound import bound
 from compare_hopper import DEVICE, layout_of, plan_of
 from cutlass import Int32
 
 from gossamer.bench.measure import time_call
 from gossamer.bench.workload import find, make_inputs
+from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper import compiled
+from gossamer.kernels.hopper.choice import forward_config
 from gossamer.kernels.hopper.device import entries
 from gossamer.kernels.hopper.device.common import BOUNDS, OUT, WARPGROUP, ring
 from gossamer.kernels.hopper.device.forward.kernel import Forward
 from gossamer.kernels.hopper.device.row_items import BITSES, FULLS, INTERVALS, VALID
-from gossamer.kernels.hopper.launch import forward as launch
+from gossamer.kernels.hopper.launch.forward import forward
 from gossamer.layouts.schedule import row_lengths
 
 
@@ -69,9 +72,10 @@ def main() -> None:
         layout = layout_of(x, plan.tile)
         # Not by the store of compiled kernels: this one is not the shipped one.
         entries.Forward = Traffic
-        made = shipped.build(launch.forward_config(p.dtype, p.D, p.E, block_q, block_kv, "fold"))
+        made = shipped.build(forward_config(p.dtype, p.D, p.E, block_q, block_kv, "fold"))
         compiled.forward = lambda config, made=made: made
-        run = functools.partial(launch.forward, p, x.q, x.k, x.v, layout, x.terms)
+        scoring, given = Scoring(x.terms.scale, x.terms.q_offset), {"q": x.q, "k": x.k, "v": x.v}
+        run = bound(functools.partial(forward, p, layout, scoring), given)
         ms = time_call(run, DEVICE, budget_s=0.25).p50
         tiles = int(row_lengths(layout.host.rows).sum()) * p.H
         loaded = 2 * (p.D + p.E) * block_kv * tiles / ms / 1e9

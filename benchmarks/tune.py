@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import itertools
 import json
 import math
@@ -23,20 +22,22 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
+from bound import bound
 
 from gossamer.bench.check import Inputs, compare, draw_samples
 from gossamer.bench.measure import time_call
-from gossamer.kernels.contract import Terms
+from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.hopper import IMPLEMENTATION, compiled
 from gossamer.kernels.hopper import choice as choosers
+from gossamer.kernels.hopper.launch.backward import backward as launch_backward
+from gossamer.kernels.hopper.launch.forward import forward as launch_forward
 from gossamer.patterns import BigBird, Pattern, SlidingWindow
 from gossamer.plan.problem import Problem
 from gossamer.testing.cases import bigbird_matrix
@@ -58,12 +59,12 @@ FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "wide": {"q_stages": (2, 3), "do_stages": (1, 2, 3)},
     "query_gradient": {"step": (32, 64, 128), "k_stages": (2, 3), "v_stages": (1, 2)},
 }
-# The function that chooses the configuration, and the name of the module that calls it.
+# The function that chooses the configuration, and the argument of a launch that replaces it.
 CHOOSERS = {
-    "forward": ("forward_config", "launch.forward"),
-    "backward": ("backward_config", "launch.backward"),
-    "wide": ("wide_config", "launch.backward"),
-    "query_gradient": ("query_config", "launch.backward"),
+    "forward": ("forward_config", "config"),
+    "backward": ("backward_config", "config"),
+    "wide": ("wide_config", "config"),
+    "query_gradient": ("query_config", "query"),
 }
 
 
@@ -124,43 +125,34 @@ def make(task: tuple[str, Any]) -> str:
     return ""
 
 
-@contextmanager
-def chosen(kernel: str, choice: Any, prepared: WeakKeyDictionary[Any, Any]) -> Iterator[None]:
-    """Calls take this configuration; what they have in common, which holds it, is kept in `prepared`."""
-    name, module = CHOOSERS[kernel]
-    owner = importlib.import_module(f"gossamer.kernels.hopper.{module}")
-    before = getattr(owner, name), owner._prepared
-    setattr(owner, name, lambda *key: choice)
-    owner._prepared = prepared
-    try:
-        yield
-    finally:
-        setattr(owner, name, before[0])
-        owner._prepared = before[1]
-
-
 def problem(group: Group, pattern: Pattern, H: int, N: int) -> tuple[Inputs, Problem, Any]:
     D, E = group.D, group.E
+    processors = torch.cuda.get_device_properties("cuda").multi_processor_count
     g = torch.Generator("cuda").manual_seed(0)
     q, k, v, dout = (torch.randn(1, H, N, n, device="cuda", generator=g).bfloat16() for n in (D, D, E, E))
-    p = Problem(1, H, H, N, N, D, E, "bfloat16", "cuda", 90, backward=True)
+    p = Problem(1, H, H, N, N, D, E, "bfloat16", "cuda", 90, processors, backward=True)
     layout = pattern.layout(N, N, block_q=group.tile[0], block_kv=group.tile[1]).to("cuda")
     return Inputs(pattern, q, k, v, Terms(scale=D**-0.5, q_offset=0), dout), p, layout
 
 
-def caller(kernel: str, x: Inputs, p: Problem, layout: Any) -> Callable[[], dict[str, torch.Tensor]]:
-    """What is timed and checked: a whole forward or backward, its results by name."""
-    hopper: Any = IMPLEMENTATION
+def caller(
+    kernel: str, x: Inputs, p: Problem, layout: Any, choice: Any = None
+) -> Callable[[], dict[str, torch.Tensor]]:
+    """What is timed and checked: a whole forward or backward, its results by name.
+
+    Args:
+        choice: replaces the configuration of the kernel.
+    """
+    scoring, inputs = Scoring(x.terms.scale, x.terms.q_offset, x.terms.softcap), {"q": x.q, "k": x.k, "v": x.v}
+    own = {CHOOSERS[kernel][1]: choice}
+    first = bound(partial(launch_forward, p, layout, scoring, **(own if kernel == "forward" else {})), inputs)
     if kernel == "forward":
-        return lambda: {"out": hopper.forward(p, x.q, x.k, x.v, layout, x.terms)[0]}
-    out, lse = hopper.forward(p, x.q, x.k, x.v, layout, x.terms)
+        return lambda: {"out": first()[0]}
+    out, lse = first()
     p = dataclasses.replace(p, deterministic=kernel == "query_gradient")  # else dQ is a sum, where there is a choice
-
-    def backward() -> dict[str, torch.Tensor]:
-        found = hopper.backward(p, x.dout, None, x.q, x.k, x.v, out, lse, layout, x.terms)
-        return dict(zip(("dq", "dk", "dv"), found, strict=False))
-
-    return backward
+    given = {"dout": x.dout, **inputs, "out": out, "lse": lse}
+    run = bound(partial(launch_backward, p, layout, scoring, **own), given)
+    return lambda: dict(zip(("dq", "dk", "dv"), run(), strict=True))
 
 
 def measure(group: Group, choices: list[Any], N: int, budget: float) -> list[dict[str, Any]]:
@@ -169,20 +161,17 @@ def measure(group: Group, choices: list[Any], N: int, budget: float) -> list[dic
     for name in group.cases:
         x, p, layout = problem(group, CASES[name][0](N), 16 if group.D <= 64 else 8, N)
         samples = draw_samples(x, heads=1, rows=32, keys=4)
-        run = caller(group.kernel, x, p, layout)
+        runs = [caller(group.kernel, x, p, layout, choice) for choice in choices]
         found: list[dict[str, Any]] = []
-        prepared: dict[Any, WeakKeyDictionary[Any, Any]] = {choice: WeakKeyDictionary() for choice in choices}
-        for choice in choices:
-            with chosen(group.kernel, choice, prepared[choice]):
-                torch.use_deterministic_algorithms(True, warn_only=True)  # and new memory is filled with NaN
-                worst, wrong = compare(samples, run(), 1)
-                torch.use_deterministic_algorithms(False)
+        for choice, run in zip(choices, runs, strict=True):
+            torch.use_deterministic_algorithms(True, warn_only=True)  # and new memory is filled with NaN
+            worst, wrong = compare(samples, run(), 1)
+            torch.use_deterministic_algorithms(False)
             fields = {"config": dataclasses.asdict(choice), "error": worst, "wrong": wrong, "rounds": []}
             found.append({"kernel": group.kernel, "D": group.D, "E": group.E, "case": name} | fields)
         for _ in range(ROUNDS):
-            for row, choice in zip(found, choices, strict=True):
-                with chosen(group.kernel, choice, prepared[choice]):
-                    row["rounds"].append(time_call(run, torch.device("cuda"), budget_s=budget / ROUNDS).p50)
+            for row, run in zip(found, runs, strict=True):
+                row["rounds"].append(time_call(run, torch.device("cuda"), budget_s=budget / ROUNDS).p50)
         for row, choice in zip(found, choices, strict=True):
             row["ms"] = statistics.median(row["rounds"])
             fields = " ".join(f"{n}={getattr(choice, n)}" for n in FIELDS[group.kernel])

@@ -16,12 +16,13 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from bound import bound
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gossamer as gs
 from gossamer.bench.latency import call_ms, capture_stream, graph_ms
-from gossamer.kernels.contract import Terms
+from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.dense import MOST_PAIRS
 from gossamer.kernels.dense.launch import Tile, backward, forward
 from gossamer.kernels.reference import oracle
@@ -65,9 +66,10 @@ def sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], T
 
 def row(D: int, N: int) -> dict[str, float]:
     """Microseconds of every contender at one size."""
-    problem = Problem(1, HEADS, HEADS, N, N, D, D, "bfloat16", "cuda", sm=90, backward=True)
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    problem = Problem(1, HEADS, HEADS, N, N, D, D, "bfloat16", "cuda", sm=90, processors=processors, backward=True)
     q, k, v, dout = (torch.randn(1, HEADS, N, D, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    pattern, terms = gs.SlidingWindow(max(8, N // 4)), Terms(scale=D**-0.5, q_offset=0)
+    pattern, scoring = gs.SlidingWindow(max(8, N // 4)), Scoring(D**-0.5, 0)
     mask = torch.from_numpy(pattern.materialize(N, N)).cuda()
     words = words_of(mask, N, N)
     calls: dict[str, Callable[[], object]] = {
@@ -77,12 +79,16 @@ def row(D: int, N: int) -> dict[str, float]:
         "triton": lambda: gs.attention(q, k, v, pattern, implementation="triton"),
         "hopper": lambda: gs.attention(q, k, v, pattern, implementation="hopper"),
     }
+    given = {"q": q, "k": k, "v": v}
     for tile in FORWARD:
-        calls[f"forward {tuple(tile)}"] = lambda tile=tile: forward(problem, q, k, v, words, terms, tile)
-    out, lse = forward(problem, q, k, v, words, terms)
+        calls[f"forward {tuple(tile)}"] = bound(
+            lambda told, tile=tile: forward(problem, words, scoring, told, tile), given
+        )
+    out, lse = bound(lambda told: forward(problem, words, scoring, told), given)()
+    given = {"dout": dout, **given, "out": out, "lse": lse}
     for tile in BACKWARD:
-        calls[f"backward {tuple(tile)}"] = lambda tile=tile: backward(
-            problem, dout, None, q, k, v, out, lse, words, terms, tile
+        calls[f"backward {tuple(tile)}"] = bound(
+            lambda told, tile=tile: backward(problem, words, scoring, told, tile), given
         )
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     torch.cuda.synchronize()

@@ -11,22 +11,26 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+from bound import bound, rows_of
 from torch import Tensor
 
-from gossamer.kernels.contract import Terms
+from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.hopper import IMPLEMENTATION as HOPPER
 from gossamer.kernels.hopper.choice import gather_config
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
+from gossamer.kernels.hopper.launch import gather as hopper
+from gossamer.kernels.launch import Builder, Operand, Prepared
+from gossamer.kernels.triton.config import WALKS
 from gossamer.kernels.triton.gather import launch
 from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig
-from gossamer.kernels.triton.row_terms import row_terms
 from gossamer.layouts.gather import GatherLayout, GatherWalk, build_gather
 from gossamer.plan.problem import Problem
 from gossamer.testing.cases import case, tagged
@@ -106,15 +110,14 @@ def triton_calls(
     split: int | None,
 ) -> list[Callable[[], Any]]:  # fmt: skip
     """What computes (out, lse), dq, and (dk, dv); the last two from results of the first."""
-    options = {"config": config, "split": split}
-    out, lse = launch.forward(problem, q, k, v, layout, terms, **options)
-    rows = row_terms(problem, dout, None, out, lse, launch.padded_rows(problem.Q))
-    operands = (problem, q, k, v, dout, rows, layout, terms)
-    return [
-        lambda: launch.forward(problem, q, k, v, layout, terms, **options),
-        lambda: launch.query_gradient(*operands, **options),
-        lambda: launch.key_gradients(*operands, **options),
-    ]
+    options: dict[str, Any] = {"config": config, "split": split}
+    scoring, inputs = Scoring(terms.scale, terms.q_offset, terms.softcap), {"q": q, "k": k, "v": v}
+    forward = bound(partial(launch.forward, problem, layout, scoring, **options), inputs)
+    out, lse = forward()
+    (rows,) = rows_of(problem, launch.padded_rows(problem.Q), {"dout": dout, "out": out, "lse": lse})()
+    backward, given = partial(launch.backward, problem, layout, scoring, **options), inputs | {"dout": dout}
+    dq, dkdv = (bound(partial(backward, walks=(walk,)), given | {"row_terms": rows}) for walk in WALKS)
+    return [forward, lambda: dq()[0], dkdv]
 
 
 def hopper_configs(problem: Problem, rings: Rings) -> list[GatherConfig]:
@@ -130,23 +133,27 @@ def hopper_calls(
     config: list[GatherConfig], split: int | None,
 ) -> list[Callable[[], Any]]:  # fmt: skip
     """As `triton_calls`, of the Hopper kernels."""
-    run, p = HOPPER.launch_gather, problem
     forward, query, columns = config
-    out, lse = run.forward(p, q, k, v, layout, terms, split=split, config=forward)
-    operands = (p, q, k, v, dout, run.row_terms_of(p, dout, None, out, lse), layout, terms)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    scoring, inputs = Scoring(terms.scale, terms.q_offset, terms.softcap), {"q": q, "k": k, "v": v}
+    run = bound(partial(hopper.forward, problem, layout, scoring, config=forward, split=split), inputs)
+    out, lse = run()
 
-    def query_gradient() -> Tensor:
-        run.query_gradient(*operands, dq, split, query)
-        return dq
+    def row_terms(operands: Mapping[str, Operand]) -> Prepared:
+        b = Builder(operands)
+        return b.done(hopper.row_terms(b, problem, "out", "dout", query.size, query.size)[0])
 
-    def key_gradients() -> tuple[Tensor, Tensor]:
-        run.key_gradients(*operands, dk, dv, split, columns)
-        return dk, dv
+    def by(one: GatherConfig, results: dict[str, Tensor], operands: Mapping[str, Operand]) -> Prepared:
+        b = Builder(operands)
+        for name, like in results.items():
+            b.array(name, problem.dtype, tuple(like.shape))
+        end = hopper.unread(b, "no_lengths", "int32", 1)
+        hopper.gradients_by(one, b, problem, layout, scoring, tuple(operands), end, tuple(results), split)
+        return b.done(*results)
 
-    return [
-        lambda: run.forward(p, q, k, v, layout, terms, split=split, config=forward), query_gradient, key_gradients,
-    ]  # fmt: skip
+    (rows,) = bound(row_terms, {"dout": dout, "out": out, "lse": lse})()
+    given = inputs | {"dout": dout, "terms": rows}
+    dq, dkdv = bound(partial(by, query, {"dq": q}), given), bound(partial(by, columns, {"dk": k, "dv": v}), given)
+    return [run, lambda: dq()[0], dkdv]
 
 
 def tune(name: str, dtype: str, rows: list[int], size: int | None) -> None:
@@ -161,7 +168,8 @@ def tune(name: str, dtype: str, rows: list[int], size: int | None) -> None:
         from gossamer.testing.graphs import random_graph
 
         pattern = random_graph(N, 16)
-    problem = Problem(1, c.H, c.H, N, N, c.D, c.D, dtype, "cuda", sm=90, backward=True)
+    processors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    problem = Problem(1, c.H, c.H, N, N, c.D, c.D, dtype, "cuda", sm=90, processors=processors, backward=True)
     terms = Terms(c.D**-0.5, 0)
     single = build_gather(pattern, N, N, block_q=1)
     for block_q in rows:

@@ -15,27 +15,28 @@ import argparse
 import json
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from bound import bound, rows_of
 
 from gossamer.bench.check import Inputs, compare, draw_samples
 from gossamer.bench.measure import matmul_rate, time_call
 from gossamer.bench.peer import backward_call
 from gossamer.bench.peers import PEERS
 from gossamer.bench.run import forward_call
-from gossamer.kernels.contract import Terms
+from gossamer.kernels.contract import Scoring, Terms
+from gossamer.kernels.launch import Operand, Prepared
 from gossamer.kernels.relaunch import padded
 from gossamer.kernels.triton.block import launch
 from gossamer.kernels.triton.block.config import CANDIDATES, TileConfig, config
 from gossamer.kernels.triton.config import BUCKETS, DIRECTIONS, Direction
-from gossamer.kernels.triton.row_terms import row_terms
 from gossamer.layouts import BlockLayout
 from gossamer.layouts.build import build
 from gossamer.patterns import BigBird, Pattern, SlidingWindow
@@ -74,7 +75,10 @@ def setting(name: str, H: int, N: int, D: int) -> Setting:
     assert layout.columns.rows == N  # the transpose is built before the copy
     q, k, v, dout = (torch.randn(1, H, N, D, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
     capability = torch.cuda.get_device_capability()
-    problem = Problem(1, H, H, N, N, D, D, "bfloat16", "cuda", capability[0] * 10 + capability[1], backward=True)
+    problem = Problem(
+        1, H, H, N, N, D, D, "bfloat16", "cuda", sm=capability[0] * 10 + capability[1],
+        processors=torch.cuda.get_device_properties(DEVICE).multi_processor_count, backward=True,
+    )  # fmt: skip
     inputs = Inputs(pattern, q, k, v, Terms(scale=D**-0.5, q_offset=0), dout)
     return Setting(name, inputs, layout.to("cuda"), problem)
 
@@ -83,18 +87,20 @@ def runner(
     s: Setting, direction: Direction, tiles: TileConfig | None, rows: torch.Tensor, split: int | None
 ) -> Callable[[], dict[str, torch.Tensor]]:
     """A call of one kernel, its results by name."""
-    x, options = s.inputs, {"tiles": tiles, "split": split}
+    x, scoring = s.inputs, scoring_of(s.inputs.terms)
+    given = {"q": x.q, "k": x.k, "v": x.v}
 
-    def run() -> dict[str, torch.Tensor]:
+    def prepare(operands: Mapping[str, Operand]) -> Prepared:
         if direction == "forward":
-            found: Any = launch.forward(s.problem, x.q, x.k, x.v, s.layout, x.terms, **options)
-        elif direction == "dq":
-            found = (launch.query_gradient(s.problem, x.q, x.k, x.v, x.dout, rows, s.layout, x.terms, **options),)
-        else:
-            found = launch.key_gradients(s.problem, x.q, x.k, x.v, x.dout, rows, s.layout, x.terms, **options)
-        return dict(zip(RESULTS[direction], found, strict=True))
+            return launch.forward(s.problem, s.layout, scoring, operands, tiles=tiles, split=split)
+        return launch.backward(s.problem, s.layout, scoring, operands, tiles=tiles, split=split, walks=(direction,))
 
-    return run
+    run = bound(prepare, given if direction == "forward" else given | {"dout": x.dout, "row_terms": rows})
+    return lambda: dict(zip(RESULTS[direction], run(), strict=True))
+
+
+def scoring_of(terms: Terms) -> Scoring:
+    return Scoring(terms.scale, terms.q_offset, terms.softcap)
 
 
 @cache
@@ -127,9 +133,11 @@ def tune(s: Setting, quick: bool, peers: bool, record: Callable[[dict[str, Any]]
     p, x = s.problem, s.inputs
     pairs = round(x.pattern.density(p.Q, p.K) * p.Q * p.K) * p.H
     samples = draw_samples(x)
-    out, lse = launch.forward(p, x.q, x.k, x.v, s.layout, x.terms)
-    padded_rows = s.layout.rows.tiles * s.layout.block_q
-    rows = row_terms(p, x.dout, None, out, lse, padded_rows)
+    scoring, inputs = scoring_of(x.terms), {"q": x.q, "k": x.k, "v": x.v}
+    out, lse = bound(partial(launch.forward, p, s.layout, scoring), inputs)()
+    results = {"dout": x.dout, "out": out, "lse": lse}
+    make_rows = rows_of(p, s.layout.rows.tiles * s.layout.block_q, results)
+    (rows,) = make_rows()
 
     def milliseconds(run: Callable[[], Any]) -> float:
         return time_call(run, DEVICE, budget_s=0.05 if quick else 0.1).p50
@@ -138,8 +146,8 @@ def tune(s: Setting, quick: bool, peers: bool, record: Callable[[dict[str, Any]]
     for direction in DIRECTIONS:
         for tiles in candidates(direction, p.D, p.sm or 90, quick):
             row: dict[str, Any] = {"case": s.name, "direction": direction, **asdict(tiles)}
-            run = runner(s, direction, tiles, rows, None)
             try:
+                run = runner(s, direction, tiles, rows, None)
                 error, wrong = compare(samples, run(), group=1)
             except Exception as refusal:  # as in `warm`
                 record(row | {"error": f"{type(refusal).__name__}: {str(refusal)[:80]}"})
@@ -151,8 +159,8 @@ def tune(s: Setting, quick: bool, peers: bool, record: Callable[[dict[str, Any]]
                 best[direction] = min(best.get(direction, ms), ms)
     if len(best) < len(DIRECTIONS):
         return
-    terms_ms = milliseconds(lambda: row_terms(p, x.dout, None, out, lse, padded_rows))
-    whole = milliseconds(lambda: launch.backward(p, x.dout, None, x.q, x.k, x.v, out, lse, s.layout, x.terms))
+    terms_ms = milliseconds(make_rows)
+    whole = milliseconds(bound(partial(launch.backward, p, s.layout, scoring), results | inputs))
     backward = best["dq"] + best["dkdv"] + terms_ms
     useful = {"forward": pairs * 4 * p.D / 1e9, "backward": pairs * 10 * p.D / 1e9}
     for name, ms in (("best forward", best["forward"]), ("best backward", backward), ("shipped backward", whole)):

@@ -47,7 +47,8 @@ def problem_of(case: Case, dtype: str, backward: bool) -> Problem:
     cuda = "cuda" in case.devices
     return Problem(
         case.B, case.H, case.G, case.Q, case.K, case.D, case.E, dtype, "cuda" if cuda else "cpu",
-        sm=SM if cuda else None, score_terms=frozenset(terms), backward=backward, softcap=case.softcap,
+        sm=SM if cuda else None, processors=PROCESSORS if cuda else 1,
+        score_terms=frozenset(terms), backward=backward, softcap=case.softcap,
     )  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def chosen(case: Case, dtype: str, pattern: Pattern, backward: bool) -> str | li
 def way(problem: Problem, pattern: Pattern, q_offset: int) -> str:
     """The implementation and the layout that a call takes."""
     plan = plan_of(problem, backward=problem.backward)
-    return str(choose(plan, pattern, q_offset, PROCESSORS if problem.device == "cuda" else 0))
+    return str(choose(plan, pattern, q_offset))
 
 
 def of_part(part: Part, problem: Problem, q_offset: int) -> str:

@@ -8,26 +8,31 @@ from typing import Any
 
 import pytest
 import torch
+from launches import poisoned
 
 from gossamer.kernels.hopper.store import ARCHITECTURE
+from gossamer.memo import forget_all
 
 # The compiler of the Hopper kernels asks for it when it is first imported, which a test may do before a kernel is made.
 os.environ.setdefault("CUTE_DSL_ARCH", ARCHITECTURE)
 
 
 @pytest.fixture
-def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What torch.empty, empty_like and new_empty return is filled: NaN for floats, a large number for integers."""
+def poison() -> Iterator[None]:
+    """As `launches.poisoned`, in all of a test."""
+    forget_all()  # a call that was bound before would take its memory as it was then
+    with poisoned():
+        yield
+    forget_all()
 
-    def fill(x: torch.Tensor) -> torch.Tensor:
-        if x.is_floating_point():
-            return x.fill_(float("nan"))
-        return x if x.dtype == torch.bool else x.fill_(torch.iinfo(x.dtype).max)
 
-    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
-        original = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *a, _original=original, **k: fill(_original(*a, **k)))
-    yield
+@pytest.fixture
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a bound launch asks of CUDA, answered where torch has none."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)  # where it has a name
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
 
 
 @pytest.fixture

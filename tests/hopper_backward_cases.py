@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
+import launches
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from gossamer.kernels.contract import Terms
 from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
+from gossamer.kernels.hopper.launch import backward, forward
 from gossamer.kernels.reference import oracle
 from gossamer.layouts import from_dense
 from gossamer.layouts.block import BlockLayout
@@ -20,6 +23,7 @@ from gossamer.plan.problem import Problem
 from gossamer.testing import tolerance
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count if HOPPER else 1
 ON_HOPPER = [
     pytest.mark.gpu,
     pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0"),
@@ -48,10 +52,9 @@ class Call(NamedTuple):
     low: list[Tensor]
 
     def run(self, *, deterministic: bool = False, **options: object) -> tuple[Tensor, ...]:
-        from gossamer.kernels.hopper.launch.backward import backward
-
-        problem = Problem(**vars(self.problem) | {"deterministic": deterministic})
-        return backward(problem, *self[1:10], **options)  # type: ignore[arg-type]
+        problem = replace(self.problem, deterministic=deterministic)
+        tensors = self.dout, self.dlse, self.q, self.k, self.v, self.out, self.lse
+        return launches.backward(backward, problem, self.layout, self.terms, *tensors, **options)  # type: ignore[arg-type]
 
     def check(self, found: tuple[Tensor, ...]) -> None:
         for name, actual, exact, low in zip(NAMES, found, self.exact, self.low, strict=False):
@@ -73,8 +76,6 @@ def prepare(
     with_dlse: bool = False,
     **more: object,
 ) -> Call:
-    from gossamer.kernels.hopper.launch import forward as launch
-
     Q, K, E = layout.Q, layout.K, E or D
     generator = torch.Generator(device="cuda").manual_seed(0)
 
@@ -96,9 +97,9 @@ def prepare(
         return list(torch.autograd.grad(loss, leaves))
 
     exact, low = gradients(torch.float64, oracle), gradients(dtype, tolerance.plain)
-    problem = Problem(B, H, G, Q, K, D, E, str(dtype).removeprefix("torch."), "cuda", 90)
+    problem = Problem(B, H, G, Q, K, D, E, str(dtype).removeprefix("torch."), "cuda", 90, PROCESSORS)
     on = layout.to("cuda")
-    out, lse = launch.forward(problem, q, k, v, on, terms)
+    out, lse = launches.forward(forward, problem, on, terms, q, k, v)
     return Call(problem, dout, dlse, q, k, v, out, lse, on, terms, exact, low)
 
 

@@ -10,12 +10,13 @@ import torch
 from exact import NAMES, Exact, exact_of
 
 import gossamer as gs
+from gossamer.memo import forget_all
 from gossamer.plan import split
 from gossamer.plan.capability import reasons
 from gossamer.plan.table import load
 from gossamer.testing import inputs, tolerance
 from gossamer.testing.cases import Case, square
-from gossamer.torch import calls, parts, plan
+from gossamer.torch import parts
 
 HEADS = [gs.SlidingWindow(9), gs.Dilated(9, 0, 8), gs.SlidingWindow(3), gs.Dilated(9, 0, 8)]
 CASES = (
@@ -52,27 +53,25 @@ CASES = (
 
 def at_any_price(patch: pytest.MonkeyPatch) -> list[split.Split]:
     """Parts are taken whatever they cost; the splits that were."""
-    cheaper, forward, taken = split._cheaper, parts.forward, []
+    cheaper, fold, taken = split._cheaper, parts.Described.fold, []
 
     def take(found: Any, pattern: Any, p: Any, sizes: Any, cost: Any) -> Any:
         cost.call = lambda *a, **k: math.inf
         return cheaper(found, pattern, p, sizes, cost)
 
-    def run(found: Any, *rest: Any) -> Any:
+    def seen(described: Any, found: Any) -> Any:
         taken.append(found)
-        return forward(found, *rest)
+        return fold(described, found)
 
     patch.setattr(split, "_cheaper", take)
     patch.setattr(split, "_classes_cost", lambda *a: 0.0)
-    patch.setattr(parts, "forward", run)
+    patch.setattr(parts.Described, "fold", seen)
     return taken
 
 
 def forget() -> None:
     """Plans and calls remember how they were computed."""
-    split._known.clear()
-    plan._plans.clear()
-    calls.forget()
+    forget_all()
 
 
 def run(e: Exact, name: str, leaves: list[torch.Tensor], backward: bool) -> list[torch.Tensor]:

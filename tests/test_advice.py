@@ -30,7 +30,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def planned(problem: Problem) -> Plan:
     able = [load(name) for name in ("hopper", "triton") if not refusals(name, problem)]
-    return Plan(problem, tuple(able), {})  # type: ignore[arg-type]
+    return Plan(problem, tuple(able), ())  # type: ignore[arg-type]
 
 
 def advised(problem: Problem, pattern: gs.Pattern | None, **more: Any) -> tuple[str, ...]:

@@ -134,8 +134,9 @@ def test_it_has_operators_of_its_own(version: Version) -> None:
 
 @pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 def test_kernels_of_the_same_sources_are_compiled_once(version: Version) -> None:
-    from gossamer.kernels.hopper import compile as compiled
     from gossamer.kernels.hopper.config import shipped
+
+    from gossamer.kernels.hopper import compile as compiled
 
     for now, old in zip(shipped()[:3], version.load("kernels.hopper.config").shipped(), strict=False):
         theirs = getattr(version.load("kernels.hopper.compile"), old.kind)

@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import gossamer as gs
+from gossamer.memo import forget_all
 from gossamer.patterns import handles
 from gossamer.plan.problem import Unsupported
-from gossamer.torch import calls, plan, registry
+from gossamer.torch import plan, registry
 
 P = gs.SlidingWindow(10)
 
@@ -316,8 +317,7 @@ def test_a_pattern_dropped_before_the_backward() -> None:
 
 
 def test_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    calls.forget()
-    plan._plans.clear()
+    forget_all()
     plan._logged.clear()
     with caplog.at_level(logging.INFO, "gossamer"):
         for N in (40, 41):

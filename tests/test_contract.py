@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import launches
 import pytest
 import torch
 from exact import NAMES, Exact, exact_of, no_gpu, within_nan
@@ -107,11 +108,11 @@ class Runs:
         with torch.no_grad():
             q, k, v = (x.detach() for x in e.leaves[:3])
             layout = self.layout(implementation, e)
-            out, lse = implementation.forward(problem, q, k, v, layout, e.terms)
+            out, lse = launches.forward(implementation, problem, layout, e.terms, q, k, v)
             if not problem.backward:
                 return [out, lse]
-            grads = implementation.backward(problem, e.dout, dlse, q, k, v, out, lse, layout, e.terms)
-        return [out, lse, *(g for g in grads if g is not None)]
+            grads = launches.backward(implementation, problem, layout, e.terms, e.dout, dlse, q, k, v, out, lse)
+        return [out, lse, *grads]
 
 
 @pytest.mark.parametrize(("name", "case", "dtype", "device"), ALL)
@@ -154,12 +155,12 @@ class TestPlaces(Runs):
         layout, plain = self.layout(implementation, e), [out, lse, *gradients[:3]]
         room, found = zip(*(within_nan(x) for x in plain), strict=True)
         with torch.no_grad():
-            implementation.forward(problem, q, k, v, layout, e.terms, into=found[:2])
+            launches.forward(implementation, problem, layout, e.terms, q, k, v, into=found[:2])
             if problem.backward:
                 dlse = within_nan(e.dlse)[1].copy_(e.dlse)
-                implementation.backward(
-                    problem, e.dout, dlse, q, k, v, found[0], found[1], layout, e.terms, into=found[2:]
-                )  # fmt: skip
+                launches.backward(
+                    implementation, problem, layout, e.terms, e.dout, dlse, q, k, v, found[0], found[1], into=found[2:]
+                )
         for x, given, around in zip(plain, found, room, strict=True):
             assert torch.equal(given, x)
             assert int(around.isnan().sum()) == around.numel() - x.numel()
@@ -207,9 +208,9 @@ def test_blocked_in_pieces_and_without_kept_masks(monkeypatch: pytest.MonkeyPatc
         layout = e.pattern.layout(e.case.Q, e.case.K, block_q=32, block_kv=32, q_offset=e.terms.q_offset).to("cpu")
         q, k, v = (x.detach() for x in e.leaves[:3])
         with torch.no_grad():
-            out, lse = implementation.forward(e.problem, q, k, v, layout, e.terms)
-            grads = implementation.backward(e.problem, e.dout, e.dlse, q, k, v, out, lse, layout, e.terms)
-        for actual, exact in zip([out, lse, *(g for g in grads if g is not None)], e.exact, strict=True):
+            out, lse = launches.forward(implementation, e.problem, layout, e.terms, q, k, v)
+            grads = launches.backward(implementation, e.problem, layout, e.terms, e.dout, e.dlse, q, k, v, out, lse)
+        for actual, exact in zip([out, lse, *grads], e.exact, strict=True):
             assert tolerance.error(actual, exact) < (1e-6 if actual.dtype == torch.float32 else 1e-12)
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import gossamer as gs
 from gossamer.kernels.hopper import missing_packages
-from gossamer.layouts.kept import Kept
+from gossamer.memo import forget_all
 from gossamer.plan.table import available
-from gossamer.torch import calls, decoding
+from gossamer.torch import api, calls, decoding
 
 B, H, G, D, N = 2, 4, 2, 64, 700
 PATTERNS = {
@@ -45,21 +45,19 @@ def right(q: Tensor, k: Tensor, v: Tensor, pattern: Any, **terms: Any) -> tuple[
 
 def made() -> int:
     """Plans that calls of one query share."""
-    return sum(entry[0].run is not None for entry in decoding._ranges._entries.values())
+    return sum(isinstance(x, decoding.Range) and x.run is not None for x in calls.known.values())
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def kernel(monkeypatch: pytest.MonkeyPatch, on_a_cpu: None) -> Iterator[list[int]]:
     """Hopper on a CPU, whose kernel is plain attention to as many keys as it is told; the numbers of tiles it got."""
     from gossamer.kernels import hopper
     from gossamer.kernels.hopper import compiled
-    from gossamer.kernels.hopper.launch import forward as launch
-    from gossamer.torch import plan
 
     listed: list[int] = []
 
     def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *given: Any) -> None:
-        items, lengths, exponent = torch.from_dlpack(given[0]), given[9], given[12]
+        items, lengths, exponent = torch.from_dlpack(given[0]), torch.from_dlpack(given[9]), given[12]
         listed.append(int(items[:, [5, 7, 9]].sum(1).max()))
         ratio = q.shape[1] // k.shape[1]
         for b, n in enumerate(lengths.tolist()):
@@ -72,14 +70,11 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     limits = dataclasses.replace(hopper.Hopper.capability, devices=frozenset({"cpu"}), min_sm=None, max_sm=None)
     monkeypatch.setattr(hopper.Hopper, "capability", limits)
     monkeypatch.setattr(compiled, "forward", lambda config: run)
-    monkeypatch.setattr(launch, "processors", lambda device: 132)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    monkeypatch.setattr(launch, "_prepared", type(launch._prepared)())
-    for module, name in ((plan, "_plans"), (plan, "_placed"), (decoding, "_ranges"), (calls, "_calls")):
-        monkeypatch.setattr(module, name, Kept(64))
-    return listed
+    monkeypatch.setattr(decoding, "GROWING", frozenset({"cpu"}))
+    monkeypatch.setattr(api, "GROWING", decoding.GROWING)
+    forget_all()
+    yield listed
+    forget_all()
 
 
 @pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from processes import INTERPRETING, compiled, in_interpreter
+from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -22,9 +23,15 @@ from gossamer.torch.masks import unpack, words_of
 PARTS = 2
 
 if INTERPRETING:
+    import launches
     from exact import NAMES, Exact
 
     from gossamer.kernels.dense import launch
+
+    def forward(
+        e: Exact, q: Tensor, k: Tensor, v: Tensor, words: Tensor | None, tile: launch.Tile | None = None
+    ) -> tuple[Tensor, ...]:
+        return launches.forward(launch, e.problem, words, e.terms, q, k, v, tile=tile)
 
     @torch.no_grad()
     def check(case: Case, tile: launch.Tile | None) -> None:
@@ -32,9 +39,11 @@ if INTERPRETING:
             e = Exact(case, "float32", "cpu")
         words = words_of(e.mask, case.Q, case.K)
         q, k, v = (x.detach() for x in e.leaves[:3])
-        out, lse = launch.forward(e.problem, q, k, v, words, e.terms, tile)
-        grads = launch.backward(e.problem, e.dout, e.dlse.float(), q, k, v, out, lse, words, e.terms, tile)
-        found = [out, lse, *(g for g in grads if g is not None)]
+        out, lse = forward(e, q, k, v, words, tile=tile)
+        grads = launches.backward(
+            launch, e.problem, words, e.terms, e.dout, e.dlse.float(), q, k, v, out, lse, tile=tile
+        )
+        found = [out, lse, *grads]
         assert len(found) == 2 + len(e.leaves)
         for what, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
             tolerance.check(what, actual, exact, low)
@@ -55,8 +64,9 @@ if INTERPRETING:
         words, results = words_of(e.mask, case.Q, case.K), []
         for one in (False, True):
             monkeypatch.setattr(launch, "one_row", lambda p, one=one: one)
-            out, lse = launch.forward(e.problem, q, k, v, words, e.terms)
-            results.append((out, lse, *launch.backward(e.problem, e.dout, None, q, k, v, out, lse, words, e.terms)[:3]))
+            out, lse = forward(e, q, k, v, words)
+            dq, dk, dv, *_ = launches.backward(launch, e.problem, words, e.terms, e.dout, None, q, k, v, out, lse)
+            results.append((out, lse, dq, dk, dv))
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
     def test_other_tiles() -> None:
@@ -69,10 +79,8 @@ if INTERPRETING:
         e = Exact(case, "float32", "cpu")
         given = inputs.make(case, "float32", strides=strides)
         words = words_of(e.mask, case.Q, case.K)
-        found = launch.forward(e.problem, *given[:3], None, e.terms)
-        for actual, same, exact, low in zip(
-            found, launch.forward(e.problem, *given[:3], words, e.terms), e.exact, e.low, strict=False
-        ):
+        found = forward(e, *given[:3], None)
+        for actual, same, exact, low in zip(found, forward(e, *given[:3], words), e.exact, e.low, strict=False):
             assert torch.equal(actual, same)
             tolerance.check("result", actual, exact, low)
 
@@ -100,11 +108,11 @@ NONE = {"slopes", "sinks", "lengths", "dlse"}
 dtype, *targets = sys.argv[1:]
 kind, seen = {"bfloat16": "*bf16", "float32": "*fp32"}[dtype], set()
 for D, N in ((64, 128), (128, 128), (128, 4096), (256, 128), (256, 4096), (64, 4096)):
-    problem = Problem(1, 8, 8, N, N, D, D, dtype, "cuda", backward=True)
+    problem = Problem(1, 8, 8, N, N, D, D, dtype, "cuda", processors=132, backward=True)
     if dtype == "float32" and D > 128:
         continue
     for kernel, tile in (
-        (kernels.forward_kernel, launch.forward_tile(problem, 132)),
+        (kernels.forward_kernel, launch.forward_tile(problem)),
         (kernels.backward_kernel, launch.backward_tile(problem)),
     ):
         if (kernel, D, tile) in seen:
@@ -161,20 +169,31 @@ def test_more_heads_than_a_grid_is_high(shape: tuple[int, ...]) -> None:
 
 def test_rows_far_apart_are_copied() -> None:
     """One head of a long fused cache: its last row lies 2**32 numbers behind the first, and offsets have 32 bits."""
-    from gossamer.kernels.dense.launch import operand
+    from gossamer.kernels.dense.launch import readable
+    from gossamer.kernels.launch import operand_of
 
     cache = torch.empty(1, 1, 2**20, 4096, device="meta")
-    assert operand(cache[..., :64]).is_contiguous()
-    short = cache[:, :, : 2**18, :64]
-    assert operand(short) is short
+    assert not readable(operand_of(cache[..., :64])) and readable(operand_of(cache[:, :, : 2**18, :64]))
+    assert readable(operand_of(cache[..., :64].contiguous()))
 
 
-def test_words_that_batch_elements_share_are_another_key() -> None:
+def test_words_that_batch_elements_share_are_another_launch() -> None:
     """(1, 2, Q, W) and (2, 2, Q, W) have the same strides."""
-    from gossamer.kernels.dense.launch import shared_strides
+    from gossamer.kernels.contract import Scoring
+    from gossamer.kernels.dense import IMPLEMENTATION
+    from gossamer.kernels.launch import operand_of
+    from gossamer.plan.problem import Problem
 
     one, two = torch.zeros(1, 2, 8, 4), torch.zeros(2, 2, 8, 4)
-    assert one.stride() == two.stride() and shared_strides(one) == (0, 32) and shared_strides(two) == (64, 32)
+    assert one.stride() == two.stride()
+    problem = Problem(2, 2, 2, 8, 8, 16, 16, "float32", "cpu")
+    given = {name: operand_of(torch.zeros(2, 2, 8, 16)) for name in ("q", "k", "v")}
+    (first,), (second,) = (
+        IMPLEMENTATION.prepare(problem, words, "forward", Scoring(1.0, 0), given).launch.steps for words in (one, two)
+    )
+    assert first.kernel != second.kernel and len(first.arguments) == len(second.arguments)
+    differ = [(a, b) for a, b in zip(first.arguments, second.arguments, strict=True) if a != b]
+    assert [(a.value, b.value) for a, b in differ] == [(0, 64)]  # type: ignore[union-attr]
 
 
 def test_words_hold_the_mask() -> None:

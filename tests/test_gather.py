@@ -268,7 +268,7 @@ def test_a_plan_takes_the_gather_layout_for_a_graph() -> None:
 
     def plan_for(N: int, dtype: str) -> Plan:
         problem = Problem(1, 2, 2, N, N, 64, 64, dtype, "cuda", sm=90)
-        return Plan(problem, (load("triton"),), {})  # type: ignore[arg-type]
+        return Plan(problem, (load("triton"),), ())  # type: ignore[arg-type]
 
     def placed(pattern: gs.Pattern, N: int, dtype: str) -> object:
         return place(plan_for(N, dtype), pattern, 0, torch.device("cpu")).layout
@@ -279,7 +279,7 @@ def test_a_plan_takes_the_gather_layout_for_a_graph() -> None:
         assert isinstance(layout, GatherLayout) and layout.block_q == 1 and layout.device == torch.device("cpu")
         assert placed(graph, 20000, dtype) is layout
         assert isinstance(placed(window, 4000, dtype), gs.BlockLayout)
-    plan = Plan(Problem(1, 2, 2, 20000, 20000, 64, 64, "bfloat16", "cuda", sm=90), (load("triton"),), {})  # type: ignore[arg-type]
+    plan = Plan(Problem(1, 2, 2, 20000, 20000, 64, 64, "bfloat16", "cuda", sm=90), (load("triton"),), ())  # type: ignore[arg-type]
     found = dict(ways(plan, graph, 0))
     assert next(iter(found)) == "triton gather 1" and "triton 64 x 64" in found
     assert found["triton 128 x 128"] > 10 * found["triton gather 1"]
@@ -296,7 +296,7 @@ def test_neighbours_are_gathered_by_hopper() -> None:
 
     def best(backward: bool, D: int) -> str:
         problem = Problem(1, 2, 2, 2**14, 2**14, D, D, "bfloat16", "cuda", sm=90, backward=backward)
-        plan = Plan(problem, (load("hopper"), load("triton")), {})
+        plan = Plan(problem, (load("hopper"), load("triton")), ())
         found = dict(ways(plan, proximity_graph((5, 5, 4), 2.5), 0))
         return min(found, key=lambda name: found[name])
 

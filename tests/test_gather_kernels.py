@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from launches import backward, forward
 from processes import INTERPRETING, in_interpreter
 from triton_cases import CASES, Case, compare, make
 
@@ -54,8 +55,8 @@ def run(case: Case, device: str, block_q: int, config: Any = None) -> tuple[Any,
     # Lists without tiles are counted in columns; where all are long, cutting them is slow in the interpreter.
     split = None if case.split is None else 1 if block_q > 1 else 16 if case.name == "hubs" else None
     options: dict[str, Any] = {"config": config, "split": split}
-    out, lse = gather.forward(problem, q, k, v, layout, terms, **options)
-    gradients = gather.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, **options)
+    out, lse = forward(gather, problem, layout, terms, q, k, v, **options)
+    gradients = backward(gather, problem, layout, terms, dout, dlse, q, k, v, out, lse, **options)
     return (mask, terms, inputs), (out, lse, *gradients)
 
 
@@ -68,7 +69,7 @@ if INTERPRETING:
 
     @pytest.mark.parametrize("block_q", ROWS)
     @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
-    def test_case(case: Case, block_q: int, poison: None) -> None:
+    def test_case(case: Case, block_q: int) -> None:
         # Many rows in a program: the interpreter pays for programs.
         check(case, "cpu", block_q, RowConfig(256, 4) if block_q == 1 else None)
 
@@ -100,13 +101,13 @@ LARGE = [
 class TestOnGPU:
     @pytest.mark.parametrize("block_q", ROWS)
     @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
-    def test_case(self, case: Case, block_q: int, poison: None) -> None:
+    def test_case(self, case: Case, block_q: int) -> None:
         check(case, "cuda", block_q)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
     @pytest.mark.parametrize("block_q", ROWS)
     @pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
-    def test_large(self, case: Case, block_q: int, dtype: torch.dtype, poison: None) -> None:
+    def test_large(self, case: Case, block_q: int, dtype: torch.dtype) -> None:
         if max(case.D, case.E) > 128 and block_q > 16:
             pytest.skip("no implementation offers it")
         check(dataclasses.replace(case, dtype=dtype), "cuda", block_q)

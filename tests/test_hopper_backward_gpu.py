@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import launches
 import numpy as np
 import pytest
 import torch
 from hopper_backward_cases import ON_HOPPER, SIZES, TILES, build, compare, prepare, repeats, scattered, small
 
-from gossamer.kernels.contract import Terms
+from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper import IMPLEMENTATION
+from gossamer.kernels.hopper.launch import backward
 from gossamer.kernels.reference import oracle
 from gossamer.layouts import from_dense
 from gossamer.layouts.block import BlockLayout
 from gossamer.patterns import BigBird, BlockMask, Causal, Dense, PerHead, SlidingWindow
 from gossamer.plan.capability import reasons
 from gossamer.plan.problem import Problem
+from gossamer.torch.bind import bind
 
 pytestmark = ON_HOPPER
 
@@ -63,7 +66,7 @@ class TestBackward:
         assert call.dlse is not None
         leaf = sinks.double().requires_grad_()
         mask = torch.from_numpy(np.ascontiguousarray(layout.expand())).cuda()
-        out, lse = oracle(call.q, call.k, call.v, mask, replace(call.terms, sink_logits=leaf))
+        out, lse = oracle(call.q, call.k, call.v, mask, call.terms._replace(sink_logits=leaf))
         loss = (out * call.dout).sum() + (torch.where(lse.isinf(), 0.0, lse) * call.dlse).sum()
         (want,) = torch.autograd.grad(loss, [leaf])
         for deterministic in (False, True):
@@ -131,17 +134,6 @@ class TestBackward:
             assert all((x[:, :, 1] == 7).all() and (x[..., -pad:] == 7).all() for x in whole)
 
     def test_nothing_to_attend(self) -> None:
-        from gossamer.kernels.hopper.launch import backward as launch_backward
-
-        for Q, K in ((0, 100), (100, 0)):
-            q, k, v, dout = (torch.ones(1, 2, n, 64, dtype=torch.bfloat16, device="cuda") for n in (Q, K, K, Q))
-            lse, sinks = torch.ones(1, 2, Q, device="cuda"), torch.ones(2, device="cuda")
-            p, terms = Problem(1, 2, 2, Q, K, 64, 64, "bfloat16", "cuda", 90), Terms(0.1, 0, sink_logits=sinks)
-            layout = build(Dense(), 100, 100).to("cuda")
-            *found, dsink = launch_backward.backward(p, dout, lse, q, k, v, 0 * dout, lse, layout, terms)
-            assert [x.shape for x in found] == [q.shape, k.shape, v.shape]
-            assert all((x == 0).all() for x in found)
-            assert torch.equal(dsink, torch.full((2,), float(Q), device="cuda"))  # lse is the sink, and dlse 1
         call = prepare(build(~Dense(), 200, 200), 1, 2, 2, 128)
         assert all((x == 0).all() for x in call.run()[:3])
 
@@ -179,12 +171,16 @@ class TestBackward:
 
     def test_graph(self) -> None:
         call = prepare(build(SlidingWindow(200), 3000, 3000), 1, 8, 8, 128)
-        want = call.run(deterministic=True)
+        given = {name: getattr(call, name) for name in ("dout", "q", "k", "v", "out", "lse")}
+        scoring, p = Scoring(call.terms.scale, call.terms.q_offset), replace(call.problem, deterministic=True)
+        made = launches.prepared(backward, p, call.layout, "backward", scoring, given)
+        run = bind(made, call.q.device, tuple(given))
+        want = run(*given.values())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            got = call.run(deterministic=True)
+            got = run(*given.values())
         for _ in range(3):
-            for x in got[:3]:
+            for x in got:
                 x.zero_()
             graph.replay()
-            assert all(torch.equal(a, b) for a, b in zip(got[:3], want[:3], strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

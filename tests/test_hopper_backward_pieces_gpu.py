@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from hopper_backward_cases import ON_HOPPER, SIZES, Call, build, prepare, scattered, small
+from launches import forward
 
+from gossamer.kernels.contract import Scoring
+from gossamer.kernels.hopper.launch.arguments import LOG2E
+from gossamer.kernels.hopper.launch.backward import query_gradient
+from gossamer.kernels.launch import Builder, operand_of
+from gossamer.kernels.rows import row_terms
 from gossamer.patterns import BigBird, Causal, SlidingWindow
 from gossamer.testing import tolerance
+from gossamer.torch.bind import bind
 
 pytestmark = ON_HOPPER
 
@@ -18,10 +25,12 @@ class TestPieces:
     def test_row_terms(self, E: int, dtype: torch.dtype) -> None:
         from gossamer.kernels.hopper import compiled
         from gossamer.kernels.hopper.choice import padded
-        from gossamer.kernels.hopper.launch.forward import operand
 
         B, H, Q = 2, 3, 300
-        out, dout = (operand(torch.randn(B, Q, H, E, device="cuda").to(dtype).transpose(1, 2)) for _ in range(2))
+        whole = -(-E // 8) * 8  # rows are padded to 16 bytes
+        out, dout = (
+            torch.randn(B, Q, H, whole, device="cuda").to(dtype).transpose(1, 2)[..., :E] for _ in range(2)
+        )  # fmt: skip
         lse, dlse = (
             torch.randn(B, Q, H, device="cuda").transpose(1, 2),
             torch.randn(B, H, 2 * Q, device="cuda")[..., ::2],
@@ -44,13 +53,12 @@ class TestPieces:
     def test_dq_from_its_sums(self, D: int) -> None:
         from gossamer.kernels.hopper import compiled
         from gossamer.kernels.hopper.choice import padded
-        from gossamer.kernels.hopper.launch.forward import empty
 
         B, H, Q, size = 2, 3, 300, padded(D)
         plain = torch.randn(B, H, 384, size, device="cuda")
         # (tile, warp, r, row, j, quad, c) to (tile, j, warp, row, quad, r, c): a warpgroup's accumulator.
         sums = plain.reshape(B, H, 6, 4, 2, 8, size // 8, 4, 2).permute(0, 1, 2, 6, 3, 5, 7, 4, 8)
-        dq = empty(torch.empty(0, dtype=torch.bfloat16, device="cuda"), (B, H, Q, D))
+        dq = torch.empty((B, H, Q, -(-D // 8) * 8), dtype=torch.bfloat16, device="cuda")[..., :D]
         compiled.postprocess("bfloat16", size)(sums.reshape(B, H, 6, 64 * size).contiguous(), dq, 0.3)
         assert torch.equal(dq, (plain[:, :, :Q, :D] * 0.3).bfloat16())
 
@@ -85,18 +93,18 @@ class TestPieces:
             for pattern in (SlidingWindow(150, 40), BigBird(32), Causal()):
                 call = prepare(build(pattern, 700, 700, D), 1, 4, 2, D)
                 layout = pattern.layout(700, 700, block_q=tile[0], block_kv=tile[1]).to("cuda")
-                out, lse = triton.forward(call.problem, call.q, call.k, call.v, layout, call.terms)
+                out, lse = forward(triton, call.problem, layout, call.terms, call.q, call.k, call.v)
                 self.by_rows(call._replace(layout=layout, out=out, lse=lse))
 
     def by_rows(self, call: Call, split: int | None = None) -> None:
-        from gossamer.kernels.hopper.launch import backward as launch_backward
-        from gossamer.kernels.rows import row_terms
-
-        p = call.problem
         delta, lse = row_terms(call.dout, call.dlse, call.out, call.lse, torch.float32)
-        rows = torch.stack([lse * launch_backward.LOG2E, delta]).contiguous()
-        dq = torch.empty_like(call.q)
-        launch_backward.query_gradient(p, call.q, call.k, call.v, call.dout, rows, call.layout, call.terms, dq, split)
+        given = {name: getattr(call, name) for name in ("q", "k", "v", "dout")}
+        given["terms"] = torch.stack([lse * LOG2E, delta]).contiguous()
+        b = Builder({name: operand_of(x) for name, x in given.items()})
+        b.array("dq", call.problem.dtype, tuple(call.q.shape))
+        scoring = Scoring(call.terms.scale, call.terms.q_offset, call.terms.softcap)
+        query_gradient(b, call.problem, call.layout, scoring, tuple(given), None, "dq", split=split)
+        (dq,) = bind(b.done("dq"), call.q.device, tuple(given))(*given.values())
         tolerance.check("dq", dq, call.exact[0], call.low[0])
 
     @pytest.mark.parametrize("split", [1, 3])

@@ -12,11 +12,13 @@ import torch
 
 pytest.importorskip("triton")
 
+import launches
 from triton_cases import CASES, Case, compare, make
 
 import gossamer as gs
 from gossamer.kernels.contract import Terms
 from gossamer.kernels.hopper import missing_packages
+from gossamer.kernels.hopper.launch import gather as launch
 from gossamer.kernels.reference import oracle
 from gossamer.layouts.gather import build_gather
 from gossamer.testing.graphs import proximity_graph
@@ -60,13 +62,12 @@ SINGLE = [
 
 def run(case: Case) -> tuple[Any, ...]:
     """The results of the kernels, and what they are compared with."""
-    from gossamer.kernels.hopper.launch import gather as launch
-
     problem, _, mask, terms, (q, k, v, dout, dlse) = make(case, "cuda")
     pattern = gs.BlockMask(mask.cpu().numpy(), 1)
     layout = build_gather(pattern, case.Q, case.K, block_q=64, q_offset=terms.q_offset).to("cuda")
-    out, lse = launch.forward(problem, q, k, v, layout, terms, split=case.split)
-    gradients = launch.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, split=case.split)
+    given = launch, problem, layout, terms
+    out, lse = launches.forward(*given, q, k, v, split=case.split)
+    gradients = launches.backward(*given, dout, dlse, q, k, v, out, lse, split=case.split)
     return (mask, terms, (q, k, v, dout, dlse)), (out, lse, *gradients)
 
 
@@ -90,16 +91,14 @@ def forward(
     case: Case, change: Callable[..., tuple[torch.Tensor, ...]] = lambda *inputs: inputs
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor, Terms]:
     """(out, lse) of the float32 kernel, the same twice, with its inputs, mask and terms."""
-    from gossamer.kernels.hopper.launch import gather as launch
-
     case = dataclasses.replace(case, dtype=torch.float32)
     problem, _, mask, terms, (q, k, v, *_) = make(case, "cuda")
     q, k, v = change(q, k, v)
     made = build_gather(gs.BlockMask(mask.cpu().numpy(), 1), case.Q, case.K, block_q=64, q_offset=terms.q_offset)
     layout = made.to("cuda")
-    out, lse = launch.forward(problem, q, k, v, layout, terms, split=case.split)
+    out, lse = launches.forward(launch, problem, layout, terms, q, k, v, split=case.split)
     again = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
-    launch.forward(problem, q, k, v, layout, terms, split=case.split, into=again)
+    launches.forward(launch, problem, layout, terms, q, k, v, split=case.split, into=again)
     for first, second in zip((out, lse), again, strict=True):
         torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
     return out, lse, (q, k, v), mask, terms

@@ -7,14 +7,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import launches
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import gossamer as gs
-from gossamer.kernels.contract import Terms
+from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
+from gossamer.kernels.launch import Direction
 from gossamer.kernels.reference import oracle
 from gossamer.layouts.gather import GatherLayout, build_gather
 from gossamer.plan.capability import gathers_alone, reasons
@@ -110,7 +112,7 @@ def forward(config: Any) -> Callable[..., None]:
 def merge(dtype: str, size: int, block: int) -> Callable[..., None]:
     def run(out: Tensor, lse: Tensor, parts: Tensor, part_lse: Tensor, merges: Tensor, sinks: Tensor, has: int) -> None:
         assert parts.shape[1:] == (block, size)
-        for b, h, tile, first, number, *_ in merges.tolist():
+        for b, h, tile, first, number, *_ in torch.from_dlpack(merges).tolist():
             count = min(block, Q - tile * block)
             some = part_lse[first : first + number, :count]
             whole = torch.cat([some, sinks[h].expand(1, count)]) if has else some
@@ -187,7 +189,7 @@ def columns(config: Any) -> Callable[..., None]:
 def sum_parts(dtype: str, size: int, block: int) -> Callable[..., None]:
     def run(result: Tensor, parts: Tensor, merges: Tensor, factor: float) -> None:
         assert parts.shape[1:] == (block, size)
-        for b, h, tile, first, number, *_ in merges.tolist():
+        for b, h, tile, first, number, *_ in torch.from_dlpack(merges).tolist():
             some = result[b, h, tile * block : (tile + 1) * block]
             some.copy_((parts[first : first + number].sum(0) * factor)[: len(some), : some.shape[1]])
 
@@ -207,16 +209,14 @@ def preprocess(dtype: str, size: int, zeroed: int) -> Callable[..., None]:
 
 
 @pytest.fixture
-def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
+def launch(monkeypatch: pytest.MonkeyPatch, on_a_cpu: None) -> Any:
+    from gossamer.kernels.hopper import compiled
     from gossamer.kernels.hopper.launch import gather as module
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(module, "processors", lambda device: 4)
-    monkeypatch.setattr(module, "tickets", lambda device: torch.zeros(1, dtype=torch.int32))
     kernels = {"forward": forward, "query": query, "columns": columns}
-    monkeypatch.setattr(module.compiled, "gather", lambda config: kernels[config.direction](config))
+    monkeypatch.setattr(compiled, "gather", lambda config: kernels[config.direction](config))
     for name, kernel in {"merge": merge, "sum_parts": sum_parts, "preprocess": preprocess}.items():
-        monkeypatch.setattr(module.compiled, name, kernel)
+        monkeypatch.setattr(compiled, name, kernel)
     return module
 
 
@@ -240,7 +240,6 @@ def wrong(found: Any, want: Any) -> float:
     return worst
 
 
-@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("lead", [(1, 1), (1, H), (B, 1), (B, H)], ids=str)
 @pytest.mark.parametrize(("D", "E"), [(64, 64), (40, 20), (128, 72)], ids=str)
 @pytest.mark.parametrize("given", [False, True], ids=("plain", "terms"))
@@ -257,63 +256,67 @@ def test_calls(launch: Any, lead: tuple[int, int], D: int, E: int, given: bool, 
     # One ends within a list, one keeps nothing.
     terms = Terms(D**-0.5, K - Q, 2.0, torch.tensor([K - 90, 0]), sinks) if given else Terms(D**-0.5, K - Q)
     leaves = [x.double().requires_grad_() for x in ((q, k, v) if sinks is None else (q, k, v, sinks))]
-    exact_terms = replace(terms, sink_logits=leaves[3] if given else None)
+    exact_terms = terms._replace(sink_logits=leaves[3] if given else None)
     out, lse = oracle(leaves[0], leaves[1], leaves[2], mask, exact_terms)
     some = torch.where(lse == -torch.inf, 0.0, lse)
     want = torch.autograd.grad((out * dout).sum() + (some * dlse).sum(), leaves)
-    problem = Problem(B, H, G, Q, K, D, E, "bfloat16", "cpu", backward=True)
+    problem = Problem(B, H, G, Q, K, D, E, "bfloat16", "cpu", processors=4, backward=True)
     exact = out.detach(), lse.detach()
     saved = exact[0].bfloat16(), exact[1].float()
     # The second has no copy on the host.
     for where in (layout, GatherLayout(layout.rows)) if split else (layout,):
-        assert wrong(launch.forward(problem, q, k, v, where, terms, split=split), exact) < 1e-2
-        found = launch.backward(problem, dout, dlse, q, k, v, *saved, where, terms, split=split)
-        assert wrong(found[: len(want)], want) < 2e-2 and (given or found[3] is None)
+        assert wrong(launches.forward(launch, problem, where, terms, q, k, v, split=split), exact) < 1e-2
+        found = launches.backward(launch, problem, where, terms, dout, dlse, q, k, v, *saved, split=split)
+        assert wrong(found, want) < 2e-2
     into = [torch.full_like(x, torch.nan).transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    found = launch.backward(problem, dout, dlse, q, k, v, *saved, layout, terms, split=split, into=tuple(into))
+    found = launches.backward(
+        launch, problem, layout, terms, dout, dlse, q, k, v, *saved, split=split, into=tuple(into)
+    )  # fmt: skip
     assert all(a is b for a, b in zip(found, into, strict=False))
-    assert wrong([x.contiguous() for x in found[: len(want)]], want) < 2e-2
+    assert wrong([x.contiguous() for x in found], want) < 2e-2
 
 
-@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("given", [False, True], ids=("plain", "terms"))
 @pytest.mark.parametrize("cut", [False, True])
-def test_bound_calls(launch: Any, monkeypatch: pytest.MonkeyPatch, given: bool, cut: bool) -> None:
+def test_repeated_calls(launch: Any, given: bool, cut: bool) -> None:
+    """A launch serves other arrays that lie alike."""
+    from gossamer.torch.bind import bind
+
     layout, mask = layout_of((1, H))
-    D = E = 64
-    monkeypatch.setattr("gossamer.kernels.hopper.schedule.gather.item_limit", lambda *given: 1 if cut else 100)
-    problem = Problem(B, H, G, Q, K, D, E, "bfloat16", "cpu", backward=True)
-    tensors = (torch.tensor([K - 90, 0]), torch.randn(H), None) if given else ()
-    terms = Terms(D**-0.5, K - Q, None, *tensors)
-    calls = []
+    D = 64
+    problem = Problem(B, H, G, Q, K, D, D, "bfloat16", "cpu", processors=4, backward=True)
+    vectors = {"key_lengths": torch.tensor([K - 90, 0]), "sink_logits": torch.randn(H)} if given else {}
+    terms, split = Terms(D**-0.5, K - Q, None, *vectors.values()), 1 if cut else 100
+    bound: dict[str, Any] = {}
+
+    def call(direction: Direction, **x: Tensor) -> tuple[Tensor, ...]:
+        x |= vectors
+        if direction not in bound:
+            made = launches.prepared(
+                launch, problem, layout, direction, Scoring(D**-0.5, K - Q), x, split=split
+            )  # fmt: skip
+            joins = {"merge", "sum_parts"} & {step.kernel.name for step in made.launch.steps}
+            assert bool(joins) == cut
+            bound[direction] = bind(made, torch.device("cpu"), tuple(x))
+        return bound[direction](*x.values())
+
     for seed in range(2):
         generator = torch.Generator().manual_seed(seed)
-        calls.append([
-            torch.randn(B, h, n, 64, generator=generator).bfloat16() for h, n in ((H, Q), (G, K), (G, K), (H, Q))
-        ])  # fmt: skip
-    q, k, v, dout = calls[0]
-    run = IMPLEMENTATION.bound_forward(problem, q, k, v, layout, terms)
-    out, lse = run(q, k, v, *tensors)
-    back = IMPLEMENTATION.bound_backward(problem, dout, q, k, v, out, lse, layout, terms)
-    assert any(x.slots for x in launch._prepared[layout.rows].values()) == cut
-    for q, k, v, dout in calls:
-        exact = oracle(q, k, v, mask, terms)
-        out, lse = run(q, k, v, *tensors)
-        assert wrong((out, lse), exact) < 1e-2
-        for dlse in (None, torch.randn(B, H, Q)):
-            want = launch.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms)
-            found = back(dout, dlse, q, k, v, out, lse, *tensors)
-            assert len(found) == (4 if given else 3)
-            assert all(torch.equal(a, b) for a, b in zip(found, want, strict=False))
-            # One that was saved and has been moved meanwhile.
-            moved = q.transpose(1, 2).contiguous().transpose(1, 2)
-            again = back(dout, dlse, moved, k, v, out, lse, *tensors)
-            assert all(torch.equal(a, b) for a, b in zip(again, want, strict=False))
-        into = torch.full((B, Q, H, E), torch.nan).bfloat16().transpose(1, 2), torch.full((B, H, Q), torch.nan)
-        assert run(q, k, v, *tensors, into=into) is into and torch.equal(into[0], out) and torch.equal(into[1], lse)
+        q, k, v, dout = (
+            torch.randn(B, h, n, D, generator=generator).bfloat16() for h, n in ((H, Q), (G, K), (G, K), (H, Q))
+        )
+        out, lse = call("forward", q=q, k=k, v=v)
+        assert wrong((out, lse), oracle(q, k, v, mask, terms)) < 1e-2
+        dlse = torch.randn(B, H, Q)
+        want = launches.backward(launch, problem, layout, terms, dout, dlse, q, k, v, out, lse, split=split)
+        found = call("backward", dout=dout, dlse=dlse, q=q, k=k, v=v, out=out, lse=lse)
+        assert len(found) == (4 if given else 3)
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+        into = torch.full((B, Q, H, D), torch.nan).bfloat16().transpose(1, 2), torch.full((B, H, Q), torch.nan)
+        again = launches.forward(launch, problem, layout, terms, q, k, v, into=into, split=split)
+        assert all(a is b and torch.equal(a, c) for a, b, c in zip(again, into, (out, lse), strict=True))
 
 
-@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(("D", "E"), [(64, 64), (40, 20), (7, 33)], ids=str)
 @pytest.mark.parametrize("given", [False, True], ids=("plain", "terms"))
 @pytest.mark.parametrize("split", [None, 1])
@@ -324,27 +327,15 @@ def test_float32_calls(launch: Any, D: int, E: int, given: bool, split: int | No
     sinks = torch.randn(H, generator=generator) if given else None
     terms = Terms(D**-0.5, K - Q, 2.0, torch.tensor([K - 90, 0]), sinks) if given else Terms(D**-0.5, K - Q)
     exact = oracle(q.double(), k.double(), v.double(), mask, terms)
-    problem = Problem(B, H, G, Q, K, D, E, "float32", "cpu")
-    assert wrong(launch.forward(problem, q, k, v, layout, terms, split=split), exact) < 1e-5
+    problem = Problem(B, H, G, Q, K, D, E, "float32", "cpu", processors=4)
+    assert wrong(launches.forward(launch, problem, layout, terms, q, k, v, split=split), exact) < 1e-5
     # Rows of the second are followed by other tensors' numbers.
     for width in (E, E + 5):
         room = torch.full((B, Q, H, width), torch.nan)
         into = room.transpose(1, 2)[..., :E], torch.full((B, H, Q), torch.nan)
-        found = launch.forward(problem, q, k, v, layout, terms, split=split, into=into)
+        found = launches.forward(launch, problem, layout, terms, q, k, v, split=split, into=into)
         assert all(a is b for a, b in zip(found, into, strict=True)) and room[..., E:].isnan().all()
         assert wrong([x.contiguous() for x in found], exact) < 1e-5
-
-
-@pytest.mark.usefixtures("poison")
-def test_bound_float32_calls(launch: Any) -> None:
-    layout, mask = layout_of((1, H))
-    problem, terms = Problem(B, H, G, Q, K, 64, 64, "float32", "cpu"), Terms(0.125, K - Q)
-    run = None
-    for seed in range(2):
-        generator = torch.Generator().manual_seed(seed)
-        q, k, v = (torch.randn(B, h, n, 64, generator=generator) for h, n in ((H, Q), (G, K), (G, K)))
-        run = run or IMPLEMENTATION.bound_forward(problem, q, k, v, layout, terms)
-        assert wrong(run(q, k, v), oracle(q.double(), k.double(), v.double(), mask, terms)) < 1e-5
 
 
 def test_float32_is_gathered_alone() -> None:

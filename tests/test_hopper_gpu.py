@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 
+import launches
 import numpy as np
 import pytest
 import torch
 
-from gossamer.kernels.contract import Terms
+from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
+from gossamer.kernels.hopper.launch import forward as launch
 from gossamer.layouts import from_dense
 from gossamer.layouts.block import BlockLayout
 from gossamer.patterns import BigBird, BlockMask, Causal, Dense, Pattern, SlidingWindow
 from gossamer.plan.problem import Problem
+from gossamer.torch.bind import bind
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count if HOPPER else 1
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0"),
@@ -65,8 +69,6 @@ def compare(
     key_lengths: list[int] | None = None,
     **terms: object,
 ) -> None:
-    from gossamer.kernels.hopper.launch import forward as launch
-
     Q, K = layout.Q, layout.K
     q, k, v = inputs(B, H, G, Q, K, D, E or D, dtype)
     if swap:  # (B, N, H, D) storage
@@ -78,10 +80,10 @@ def compare(
     if lengths is not None:
         keep = keep & (torch.arange(K, device="cuda") < lengths[:, None, None, None])
     want, want_lse = oracle(q, k, v, keep, given)
-    p = Problem(B, H, G, Q, K, D, E or D, str(dtype).removeprefix("torch."), "cuda", 90)
+    p = Problem(B, H, G, Q, K, D, E or D, str(dtype).removeprefix("torch."), "cuda", 90, PROCESSORS)
     on, first = layout.to("cuda"), None
     for _ in range(repeat):
-        out, lse = launch.forward(p, q, k, v, on, given, split=split)
+        out, lse = launches.forward(launch, p, on, given, q, k, v, split=split)
         if first is None:
             first = out
             finite = torch.isfinite(want_lse)
@@ -188,18 +190,16 @@ class TestForward:
     @pytest.mark.parametrize(("D", "E", "split"), [(128, 128, None), (64, 64, 2), (40, 23, None)])
     def test_into_views(self, D: int, E: int, split: int | None) -> None:
         """Every third position of a tensor is a problem of its own: inputs and results are views, the rest is kept."""
-        from gossamer.kernels.hopper.launch import forward as launch
-
         layout = build(SlidingWindow(300), 500, 500, max(D, E)).to("cuda")
         whole = [x.transpose(1, 2).contiguous() for x in inputs(1, 2, 2, 1500, 1500, D, E, torch.bfloat16)]
         q, k, v = (x[:, 1::3].transpose(1, 2) for x in whole)
         out, lse = torch.full((1, 1500, 2, E), math.nan, dtype=q.dtype, device="cuda"), torch.zeros(1, 1500, 2)
         lse = lse.cuda()
-        p = Problem(1, 2, 2, 500, 500, D, E, "bfloat16", "cuda", 90)
+        p = Problem(1, 2, 2, 500, 500, D, E, "bfloat16", "cuda", 90, PROCESSORS)
         terms = Terms(scale=0.1, q_offset=0)
         into = out[:, 1::3].transpose(1, 2), lse[:, 1::3].transpose(1, 2)
-        got = launch.forward(p, q, k, v, layout, terms, split=split, into=into)
-        want = launch.forward(p, *(x.contiguous() for x in (q, k, v)), layout, terms, split=split)
+        got = launches.forward(launch, p, layout, terms, q, k, v, split=split, into=into)
+        want = launches.forward(launch, p, layout, terms, *(x.contiguous() for x in (q, k, v)), split=split)
         assert got[0] is into[0] and got[1] is into[1]
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
         for i in (0, 2):
@@ -212,29 +212,25 @@ class TestForward:
 
     def test_made_on_the_device(self) -> None:
         """A layout that has no copy on the host: its items are made on the device."""
-        from gossamer.kernels.hopper.launch import forward as launch
-
         layout = build(SlidingWindow(200), 1000, 1000)
         q, k, v = inputs(2, 2, 2, 1000, 1000, 128, 128, torch.bfloat16)
-        p = Problem(2, 2, 2, 1000, 1000, 128, 128, "bfloat16", "cuda", 90)
+        p = Problem(2, 2, 2, 1000, 1000, 128, 128, "bfloat16", "cuda", 90, PROCESSORS)
         terms = Terms(scale=0.1, q_offset=0)
         made = BlockLayout(layout.to("cuda").rows)
-        for a, b in zip(
-            launch.forward(p, q, k, v, made, terms), launch.forward(p, q, k, v, layout.to("cuda"), terms), strict=True
-        ):
-            assert torch.equal(a, b)
+        found = [launches.forward(launch, p, where, terms, q, k, v) for where in (made, layout.to("cuda"))]
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
     def test_graph(self) -> None:
-        from gossamer.kernels.hopper.launch import forward as launch
-
         layout = build(SlidingWindow(200), 3000, 3000).to("cuda")
         q, k, v = inputs(1, 8, 8, 3000, 3000, 128, 128, torch.bfloat16)
-        p = Problem(1, 8, 8, 3000, 3000, 128, 128, "bfloat16", "cuda", 90)
-        terms = Terms(scale=0.1, q_offset=0)
-        want = launch.forward(p, q, k, v, layout, terms)[0]
+        p = Problem(1, 8, 8, 3000, 3000, 128, 128, "bfloat16", "cuda", 90, PROCESSORS)
+        given = {"q": q, "k": k, "v": v}
+        made = launches.prepared(launch, p, layout, "forward", Scoring(0.1, 0), given)
+        call = bind(made, q.device, tuple(given))
+        want = call(q, k, v)[0]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            got = launch.forward(p, q, k, v, layout, terms)[0]
+            got = call(q, k, v)[0]
         for _ in range(3):
             got.zero_()
             graph.replay()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
+import launches
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Terms
+from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.hopper import missing_packages
 from gossamer.kernels.reference import oracle
 from gossamer.layouts import from_dense
@@ -163,9 +163,9 @@ def postprocess(dtype: str, D: int) -> Callable[..., None]:
 
 
 def sum_parts(dtype: str, size: int, block: int) -> Callable[..., None]:
-    def run(result: Tensor, parts: Tensor, merges: Tensor, factor: float) -> None:
+    def run(result: Tensor, parts: Tensor, merges: Any, factor: float) -> None:
         assert parts.shape[1:] == (block, size)
-        for b, h, tile, first, count, *_ in merges.tolist():
+        for b, h, tile, first, count, *_ in torch.from_dlpack(merges).tolist():
             some = result[b, h, tile * block : (tile + 1) * block]
             total = parts[first : first + count].sum(0) * factor
             some.copy_(total[: len(some), : some.shape[1]])
@@ -174,12 +174,10 @@ def sum_parts(dtype: str, size: int, block: int) -> Callable[..., None]:
 
 
 @pytest.fixture
-def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
+def launch(monkeypatch: pytest.MonkeyPatch, on_a_cpu: None) -> Any:
+    from gossamer.kernels.hopper import compiled
     from gossamer.kernels.hopper.launch import backward as module
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(module, "processors", lambda device: 40)
-    monkeypatch.setattr(module, "tickets", lambda device: torch.zeros(1, dtype=torch.int32))
     kernels = {
         "preprocess": preprocess,
         "postprocess": postprocess,
@@ -189,7 +187,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
         "query_gradient": by_rows,
     }
     for name, kernel in kernels.items():
-        monkeypatch.setattr(module.compiled, name, kernel)
+        monkeypatch.setattr(compiled, name, kernel)
     return module
 
 
@@ -218,7 +216,6 @@ LAYOUTS: dict[str, Callable[[], BlockLayout]] = {
 }
 
 
-@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("D", "E"), [(40, 24), (192, 130)], ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -239,72 +236,73 @@ def test_arguments(launch: Any, name: str, D: int, E: int, deterministic: bool, 
     lengths = torch.tensor([K - 90, 0][:B]) if given_lengths else None
     terms = Terms(D**-0.5, K - Q, 2.0 if name == "causal" else None, lengths, sinks)
     leaves = [x.double().requires_grad_() for x in (q, k, v, sinks)]
-    out, lse = oracle(*leaves[:3], mask, replace(terms, sink_logits=leaves[3]))
+    out, lse = oracle(*leaves[:3], mask, terms._replace(sink_logits=leaves[3]))
     want = torch.autograd.grad((out * dout).sum() + (lse * dlse).sum(), leaves)
-    problem = Problem(B, H, G, Q, K, D, E, "bfloat16", "cpu", deterministic=deterministic)
-    made = layout.to("cpu")
+    problem = Problem(B, H, G, Q, K, D, E, "bfloat16", "cpu", processors=40, deterministic=deterministic)
+    made, saved = layout.to("cpu"), (out.detach().bfloat16(), lse.detach().float())
     if name == "global":
-        assert launch.prepared(problem, made, terms, True, None).slots > 0
+        given = {"dout": dout, "q": q, "k": k, "v": v, "out": saved[0], "lse": saved[1]}
+        scoring = Scoring(terms.scale, terms.q_offset)
+        steps = launches.prepared(launch, problem, made, "backward", scoring, given).launch.steps
+        assert "sum_parts" in [step.kernel.name for step in steps]
     for split in (None, 2) if name in ("causal", "by both") else (None,):
         # The second has no copy on the host.
         for where in (made, BlockLayout(made.rows)) if split is None else (made,):
-            found = launch.backward(
-                problem, dout, dlse, q, k, v, out.detach().bfloat16(), lse.detach().float(), where, terms, split=split
-            )
+            found = launches.backward(launch, problem, where, terms, dout, dlse, q, k, v, *saved, split=split)
             for actual, exact in zip(found, want, strict=True):
                 assert actual.is_contiguous()
                 error = (actual.double() - exact).abs().max() / exact.abs().max()
                 assert error < 2e-2, (split, float(error))
 
 
-@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", ["causal", "global", "by both", "by both, tiles of 64"])
-def test_bound_calls(launch: Any, monkeypatch: pytest.MonkeyPatch, name: str, deterministic: bool) -> None:
-    """A bound backward is the same as one that is not, also where columns are cut, and into views of other tensors."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+def test_repeated_calls(launch: Any, name: str, deterministic: bool) -> None:
+    """A launch serves other arrays that lie alike, also where columns are cut, and into views of other tensors."""
+    from gossamer.torch.bind import bind
+
     layout = LAYOUTS[name]().to("cpu")
     B, H, Q, K, D = (1, 2, 1200, 1200, 64) if name == "global" else (2, 4, layout.Q, layout.K, 64)
-    problem = Problem(B, H, H, Q, K, D, D, "bfloat16", "cpu", deterministic=deterministic)
-    sinks, dlse = torch.randn(H), torch.randn(B, H, Q)
-    terms = Terms(D**-0.5, K - Q, None, None, sinks)
+    problem = Problem(B, H, H, Q, K, D, D, "bfloat16", "cpu", processors=40, deterministic=deterministic)
+    terms = Terms(D**-0.5, K - Q, None, None, torch.randn(H))
+    scoring = Scoring(terms.scale, terms.q_offset)
 
-    def draw() -> list[Tensor]:
-        q, k, v, dout, out = (torch.randn(B, H, n, D).bfloat16() for n in (Q, K, K, Q, Q))
-        return [dout, q, k, v, out, torch.randn(B, H, Q)]
+    def draw() -> dict[str, Tensor]:
+        sizes = {"dout": Q, "q": Q, "k": K, "v": K, "out": Q}
+        drawn = {x: torch.randn(B, H, n, D).bfloat16() for x, n in sizes.items()}
+        return drawn | {"lse": torch.randn(B, H, Q), "dlse": torch.randn(B, H, Q), "sink_logits": terms.sink_logits}
 
-    def views() -> tuple[Tensor, ...]:
-        return tuple(torch.full((B, n, H, 2, D), torch.nan).bfloat16()[:, :, :, 1].transpose(1, 2) for n in (Q, K, K))
+    def views(room: int) -> dict[str, Tensor]:
+        """Room for the gradients; of 2, where TMA can address it."""
+        made = {x: torch.full((B, n, H, room, D), torch.nan).bfloat16() for x, n in (("dq", Q), ("dk", K), ("dv", K))}
+        return {x: y.flatten(3)[..., 1 - room % 2 :][..., :D].transpose(1, 2) for x, y in made.items()}
 
-    first = draw()
-    run = launch.bound_backward(problem, *first, layout, terms)
-    run_into = launch.bound_backward(problem, *first, layout, terms, views())
-    for share in (None, dlse):
-        dout, *rest = draw()
-        want = launch.backward(problem, dout, share, *rest, layout, terms)
+    for room in (0, 2, 3):
+        first = draw() | (views(room) if room else {})
+        launch_of = launches.prepared(launch, problem, layout, "backward", scoring, first)
+        call = bind(launch_of, torch.device("cpu"), tuple(first))
         for _ in range(2):
-            found = run(dout, share, *rest, None, sinks)
-            assert all(torch.equal(*x) for x in zip(found, want, strict=True))
-        into = views()
-        found = run_into(dout, share, *rest, None, sinks, into=into)
-        assert all(torch.equal(*x) for x in zip((*into, found[3]), want, strict=True))
-        # What was saved may come back with other strides.
-        moved = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in rest[:4]]
-        found = run(dout, share, *moved, rest[4], None, sinks)
-        assert all(torch.equal(*x) for x in zip(found, want, strict=True))
+            x = draw()
+            order = ("dout", "dlse", "q", "k", "v", "out", "lse")
+            want = launches.backward(launch, problem, layout, terms, *[x[y] for y in order])
+            there = views(room) if room else {}
+            found = call(*x.values(), *there.values())
+            assert all(a is b for a, b in zip(found, there.values(), strict=False))
+            assert all(torch.equal(*y) for y in zip(found, want, strict=True))
 
 
 def test_calls_in_graphs_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gossamer.kernels.hopper.launch import forward
+    from gossamer.torch import memory
 
-    cpu, pool = torch.device("cpu"), torch.zeros((2, forward.APART), dtype=torch.int32)
+    cpu, pool = torch.device("cpu"), torch.zeros((2, memory.APART), dtype=torch.int32)
+    tickets = memory.slot(torch.int32, (1,), 0.0, cpu)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(forward, "_captured", {cpu.index: (pool, iter(range(2)))})
-    found = [forward.tickets(cpu) for _ in range(3)]
+    slots = {(torch.int32, 0.0, cpu.index): memory._Slots(pool, iter(range(2)))}
+    monkeypatch.setattr(memory, "_of_graphs", slots)
+    found = [tickets() for _ in range(3)]
     assert [x.shape for x in found] == [(1,)] * 3 and len({x.data_ptr() for x in found}) == 3
     # The third finds none left, and is zeroed by the graph.
     owners = [x.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr() for x in found]
-    assert owners == [True, True, False] and found[1].data_ptr() - found[0].data_ptr() == 4 * forward.APART
-    monkeypatch.setattr(forward, "_captured", {})
-    assert forward.tickets(cpu).tolist() == [0]
+    assert owners == [True, True, False] and found[1].data_ptr() - found[0].data_ptr() == 4 * memory.APART
+    monkeypatch.setattr(memory, "_of_graphs", {})
+    assert tickets().tolist() == [0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from torch import Tensor
 
 import gossamer as gs
 from gossamer.kernels.hopper import missing_packages
-from gossamer.layouts.kept import Kept
-from gossamer.torch import calls
+from gossamer.kernels.launch import operand_of
+from gossamer.memo import forget_all
 
 needs_tvm_ffi = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 
@@ -39,14 +40,14 @@ def views() -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", views())
 def test_explain_says_what_is_copied(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from gossamer.kernels.hopper import IMPLEMENTATION
-    from gossamer.kernels.hopper.launch import forward as launch
+    from gossamer.kernels.hopper.launch.arguments import readable
     from gossamer.plan.table import load
     from gossamer.torch.explain import unaligned
 
     x = views()[name]
     fine = name in ("compact", "storage (B, N, H, D)", "packed with others", "every other row")
     why = unaligned(x, 16)
-    assert (why is None) == fine == launch.readable(x)
+    assert (why is None) == fine == readable(operand_of(x))
     assert fine or name.replace("dimension", "dimension is not contiguous") in str(why)
     q = k = views()["compact"][:, :, : x.shape[2]]
     if name == "last dimension":
@@ -78,12 +79,10 @@ def test_lists_are_the_same_from_the_host_and_from_the_device(pattern: gs.Patter
 
 
 @pytest.fixture
-def stubbed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+def stubbed(monkeypatch: pytest.MonkeyPatch, on_a_cpu: None) -> Iterator[list[tuple[Any, ...]]]:
     """Hopper forward calls on a CPU, without their kernel; the arguments that it got."""
     from gossamer.kernels import hopper
     from gossamer.kernels.hopper import compiled
-    from gossamer.kernels.hopper.launch import forward as launch
-    from gossamer.torch import plan
 
     got: list[tuple[Any, ...]] = []
     monkeypatch.setattr(hopper.Hopper, "unavailable", lambda self: [])
@@ -92,15 +91,9 @@ def stubbed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     )
     monkeypatch.setattr(hopper.Hopper, "capability", limits)
     monkeypatch.setattr(compiled, "forward", lambda config: lambda *arguments: got.append(arguments))
-    monkeypatch.setattr(launch, "processors", lambda device: 132)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    # What is kept for other tests is left alone.
-    monkeypatch.setattr(launch, "_prepared", type(launch._prepared)())
-    for module, name in ((plan, "_plans"), (plan, "_placed"), (calls, "_calls")):
-        monkeypatch.setattr(module, name, Kept(64))
-    return got
+    forget_all()
+    yield got
+    forget_all()
 
 
 def events(run: Any) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gossamer as gs
-from gossamer.torch import operators, plan
+from gossamer.torch import calls, operators, plan, request
 
 
 class Seen(TorchDispatchMode):
@@ -62,9 +62,9 @@ def test_a_plain_call_crosses_no_operator(monkeypatch: pytest.MonkeyPatch) -> No
     def crossed(*arguments: Any) -> None:
         raise AssertionError("went through the operator")
 
-    monkeypatch.setattr(operators, "_forward_op", crossed)
-    monkeypatch.setattr(operators, "backward_op", crossed)
-    monkeypatch.setattr("gossamer.torch.api._forward", crossed)
+    monkeypatch.setattr(operators, "forward_op", crossed)
+    monkeypatch.setattr(calls, "gradients_by_operator", crossed)
+    monkeypatch.setattr("gossamer.torch.api.forward_op", crossed)
     x = inputs()
     gradients(x)
     gradients([torch.nn.Parameter(y) for y in x])
@@ -88,13 +88,13 @@ def test_negative_views_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     negative = torch.complex(torch.zeros_like(q), -q).conj().imag
     assert negative.is_neg() and torch.equal(negative, q)
     got: list[bool] = []
-    compute = operators.compute
+    call_of = calls.call_of
 
-    def see(plan: Any, a: Any, *rest: Any) -> tuple[Tensor, Tensor]:
-        got.append(a.q.is_neg())
-        return compute(plan, a, *rest)
+    def see(asked: request.Request, *rest: Any) -> calls.Call:
+        got.append(asked.arguments.q.is_neg())
+        return call_of(asked, *rest)
 
-    monkeypatch.setattr(operators, "compute", see)
+    monkeypatch.setattr(operators, "call_of", see)
     assert torch.equal(gs.attention(negative, k, v, pattern), want)  # type: ignore[arg-type]
     assert got == [False]
 
@@ -105,29 +105,29 @@ class Own(Tensor):
 
 def test_what_is_plain() -> None:
     x = torch.zeros(2)
-    assert operators.plain(x, None, torch.nn.Parameter(x))
-    assert not operators.plain(x, x.as_subclass(Own))
-    assert not operators.plain(x.to("meta"))
-    assert not operators.plain(torch.zeros(2, dtype=torch.complex64).conj().imag)  # its memory has the other sign
+    assert request.plain(x, None, torch.nn.Parameter(x))
+    assert not request.plain(x, x.as_subclass(Own))
+    assert not request.plain(x.to("meta"))
+    assert not request.plain(torch.zeros(2, dtype=torch.complex64).conj().imag)  # its memory has the other sign
     with Seen():
-        assert not operators.plain(x)
+        assert not request.plain(x)
     with torch.autocast("cpu", torch.bfloat16):
-        assert not operators.plain(x)
+        assert not request.plain(x)
     with torch.device("cpu"):  # a function mode
-        assert not operators.plain(x)
+        assert not request.plain(x)
     with torch.autograd.profiler.profile():
-        assert not operators.plain(x)
-    assert not torch.func.vmap(lambda y: y + operators.plain(y))(x).any()
+        assert not request.plain(x)
+    assert not torch.func.vmap(lambda y: y + request.plain(y))(x).any()
     escaped: list[Tensor] = []
     torch.func.grad(lambda y: (escaped.append(y), y.sum())[1])(x)
-    assert not operators.plain(*escaped)  # it has no address
-    assert operators.plain(x)
+    assert not request.plain(*escaped)  # it has no address
+    assert request.plain(x)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_traced_call_is_not_plain() -> None:
     found = []
-    torch.jit.trace(lambda y: (found.append(operators.plain(y)), y + 1)[1], torch.zeros(2), check_trace=False)
+    torch.jit.trace(lambda y: (found.append(request.plain(y)), y + 1)[1], torch.zeros(2), check_trace=False)
     assert found == [False]
 
 

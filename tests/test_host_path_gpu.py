@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import gossamer as gs
-from gossamer.kernels import devices
+from gossamer.memo import forget_all
 from gossamer.plan.table import available, load
 from gossamer.testing.graphs import proximity_graph
 from gossamer.testing.sweeps import graph
-from gossamer.torch import calls
+from gossamer.torch import calls, memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 PATTERN = gs.SlidingWindow(300)
@@ -189,7 +189,7 @@ def test_a_repeated_call_waits_for_nothing(name: str) -> None:
 
 def allocations(run: Callable[[], object]) -> list[int]:
     """Sizes of the allocations of a known call, in the allocator's units of 512 bytes."""
-    for _ in range(3):  # the second one binds what the third one runs, which makes the workspace of its stream
+    for _ in range(2):  # the first one makes the workspace of its stream
         run()
     torch.cuda.synchronize()
     torch.cuda.memory._record_memory_history(max_entries=1000, stacks="python", context=None, clear_history=True)
@@ -221,7 +221,7 @@ def test_the_hopper_backward_allocates_gradients_and_large_workspaces(
 ) -> None:
     """Row terms and sums of dQ of more than 16 MiB; smaller ones lie in memory that waits for the next call."""
     needs("hopper", gradients=True)
-    monkeypatch.setattr(devices, "_rooms", {})  # those of other tests' streams may be all that there are
+    monkeypatch.setattr(memory, "_rooms", {})  # those of other tests' streams may be all that there are
     # A narrow window takes tiles of 64, whose dQ needs no sums; of 1500 causal positions columns are cut in parts.
     for pattern, n, deterministic, large in (
         (PATTERN, N, False, False), (PATTERN, N, True, False), (gs.Causal(), N, False, False),
@@ -277,9 +277,7 @@ def small(N: int, E: int, storage: str) -> list[Tensor]:
     ],
     ids=str,
 )
-def test_known_calls_compute_what_first_ones_do(
-    name: str, N: int, pattern: gs.Pattern, E: int, storage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_known_calls_compute_what_first_ones_do(name: str, N: int, pattern: gs.Pattern, E: int, storage: str) -> None:
     needs(name, gradients=True)
 
     def run(given: list[Tensor], dout: Tensor) -> list[tuple[Tensor, ...]]:
@@ -295,26 +293,24 @@ def test_known_calls_compute_what_first_ones_do(
             torch.autograd.grad(both, leaves, (dout, dlse)),
         ]
 
-    calls.forget()
+    forget_all()
     first, other = small(N, E, storage), small(N, E, storage)
     run(first[:3], first[3])
-    known = len(calls._calls)
+    known = len(calls.known)
     assert known == 2  # with gradients and without
     # The same numbers where a call knows, and where none may.
     given = [(other[:3], other[3]), (other[:3], other[3][:, :, :1].expand_as(other[3]))]
     found = [run(*x) for x in given]
-    assert len(calls._calls) == known
-    with monkeypatch.context() as changed:
-        changed.setattr(calls, "known", lambda kind: None)
-        changed.setattr("gossamer.torch.api.known", lambda kind: None)
-        want = [run(*x) for x in given]
+    assert len(calls.known) == known
+    forget_all()
+    want = [run(*x) for x in given]
     for these, those in zip(found, want, strict=True):
         for a, b in zip(these, those, strict=True):
             assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
     # Tensors elsewhere in 16 bytes are of another kind.
     run(first[:3], first[3])
     run([x.clone(memory_format=torch.preserve_format) for x in first[:3]], first[3])
-    assert len(calls._calls) == (2 * known if storage == "shifted" else known)
+    assert len(calls.known) == (2 * known if storage == "shifted" else known)
 
 
 @pytest.mark.parametrize("name", ["dense", "hopper"])
@@ -334,7 +330,7 @@ def test_few_queries_are_known_too(name: str) -> None:
     needs(name)
     q, k, v, _ = small(500 if name == "dense" else 2000, D, "BHND")
     q = q[:, :, :1].contiguous()
-    calls.forget()
+    forget_all()
     found = [gs.attention(q, k, v, gs.Causal(), implementation=name, return_lse=True) for _ in range(3)]
     assert all(torch.equal(a, b) for pair in found[1:] for a, b in zip(pair, found[0], strict=True))
     want = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), enable_gqa=True)

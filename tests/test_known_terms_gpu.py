@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import gossamer as gs
-from gossamer.layouts.kept import Kept
+from gossamer.memo import forget_all
 from gossamer.plan.table import available
 from gossamer.torch import calls
 
@@ -52,19 +52,15 @@ def run(x: list[Tensor], pattern: gs.Pattern, **options: Any) -> list[Tensor]:
     return [*alone, out.detach(), *found, *torch.autograd.grad((out, lse), leaves, (dout, dlse))]
 
 
-def assert_known_calls_are_right(
-    monkeypatch: pytest.MonkeyPatch, N: int, pattern: gs.Pattern, names: str, b: int = B, **options: Any
-) -> None:
-    monkeypatch.setattr(calls, "_calls", Kept(64))
-    for _ in range(2):  # the second backward binds what the third one runs
-        run(inputs(N, b), pattern, **terms(names, N, b), **options)
-    assert len(calls._calls) == 2
+def assert_known_calls_are_right(N: int, pattern: gs.Pattern, names: str, b: int = B, **options: Any) -> None:
+    forget_all()
+    run(inputs(N, b), pattern, **terms(names, N, b), **options)
+    assert len(calls.known) == 2
     x, more = inputs(N, b), terms(names, N, b)
     found = run(x, pattern, **more, **options)
-    assert len(calls._calls) == 2
-    with monkeypatch.context() as changed:
-        changed.setattr("gossamer.torch.api.known", lambda kind: None)
-        want = run(x, pattern, **more, **options)
+    assert len(calls.known) == 2
+    forget_all()
+    want = run(x, pattern, **more, **options)
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
@@ -81,10 +77,10 @@ def assert_known_calls_are_right(
     ],
     ids=str,
 )
-def test_terms(monkeypatch: pytest.MonkeyPatch, name: str, N: int, pattern: gs.Pattern, names: str) -> None:
+def test_terms(name: str, N: int, pattern: gs.Pattern, names: str) -> None:
     if available(name) or (name == "hopper" and "slopes" in names):
         pytest.skip("; ".join(available(name)) or "does not compute slopes")
-    assert_known_calls_are_right(monkeypatch, N, pattern, names, implementation=name)
+    assert_known_calls_are_right(N, pattern, names, implementation=name)
 
 
 @pytest.mark.parametrize("b", [1, 2])
@@ -99,12 +95,12 @@ def test_terms(monkeypatch: pytest.MonkeyPatch, name: str, N: int, pattern: gs.P
     ],
     ids=lambda x: type(x).__name__,
 )
-def test_parts(monkeypatch: pytest.MonkeyPatch, pattern: gs.Pattern, N: int, b: int) -> None:
-    assert_known_calls_are_right(monkeypatch, N, pattern, "", b)
+def test_parts(pattern: gs.Pattern, N: int, b: int) -> None:
+    assert_known_calls_are_right(N, pattern, "", b)
 
 
-def test_a_pattern_may_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_calls", Kept(64))
+def test_a_pattern_may_be_made_again() -> None:
+    forget_all()
     q, k, v, _ = inputs(300)
     found = [gs.attention(q, k, v, gs.SlidingWindow(50) & gs.Local(100)) for _ in range(4)]
-    assert len(calls._calls) == 1 and all(torch.equal(x, found[0]) for x in found[1:])
+    assert len(calls.known) == 1 and all(torch.equal(x, found[0]) for x in found[1:])

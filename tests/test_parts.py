@@ -57,15 +57,14 @@ def test_parts_of_kernels_that_write_16_bits_alone(
     kind = type(blocked)
     monkeypatch.setattr(kind, "capability", replace(blocked.capability, float32_results=False))
 
-    def narrow(original: Any, written: int) -> Any:
-        def run(self: Any, *given: Any, into: Any) -> Any:
-            assert all(x.dtype == torch.bfloat16 for x in into[:written])
-            return original(self, *given, into=into)
+    prepare = kind.prepare
 
-        return run
+    def narrow(self: Any, problem: Any, layout: Any, direction: Any, scoring: Any, operands: Any) -> Any:
+        written = [operands[x] for x in ("dq", "dk", "dv", *("out",) * (direction == "forward")) if x in operands]
+        assert written and all(x.dtype == "bfloat16" for x in written)
+        return prepare(self, problem, layout, direction, scoring, operands)
 
-    monkeypatch.setattr(kind, "forward", narrow(kind.forward, 1))
-    monkeypatch.setattr(kind, "backward", narrow(kind.backward, 3))
+    monkeypatch.setattr(kind, "prepare", narrow)
     check("blocked", "cpu", "bfloat16", next(c for c in CASES if c.name == name), always)
 
 
@@ -74,14 +73,14 @@ def test_calls_are_few(always: list[split.Split]) -> None:
     seen = []
     blocked = load("blocked")
     assert not isinstance(blocked, str)
-    original = type(blocked).forward
+    original = type(blocked).prepare
 
-    def forward(self: Any, problem: Any, *rest: Any, **more: Any) -> Any:
+    def prepare(self: Any, problem: Any, *rest: Any) -> Any:
         seen.append((problem.B, problem.H, problem.Q))
-        return original(self, problem, *rest, **more)
+        return original(self, problem, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(blocked), "forward", forward)
+        patch.setattr(type(blocked), "prepare", prepare)
         x = torch.randn(3, 2, 130, 8)
         gs.attention(x, x, x, gs.Dilated(5, 0, 4), implementation="blocked")
         assert seen == [(2, 6, 33), (2, 6, 32)]

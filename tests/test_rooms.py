@@ -20,7 +20,7 @@ from gossamer.plan.table import NAMES
 
 SRC = Path(__file__).parent.parent / "src"
 # A room imports those before it. What bench and cli import of `gossamer` itself is the public interface.
-ROOMS = ("patterns", "layouts", "plan", "kernels", "torch", "integrations", "testing", "bench", "cli")
+ROOMS = ("memo", "patterns", "layouts", "plan", "kernels", "torch", "integrations", "testing", "bench", "cli")
 PUBLIC = ("bench", "cli")
 # For type checkers alone: what a public method returns, and what a handle stands for.
 TYPES = {("patterns.base", "layouts"), ("patterns.handles", "patterns.base")}
@@ -42,6 +42,7 @@ def allowed(always: str = "", later: str = "") -> Allowed:
 # By room, folder or file: the longest name that fits says it.
 FRAMEWORKS = {
     "": allowed(),
+    "memo": allowed(),
     "patterns": allowed("numpy", "scipy"),
     "layouts": allowed("numpy", "torch"),
     "plan": allowed("numpy"),
@@ -53,6 +54,7 @@ FRAMEWORKS = {
     "kernels.triton": allowed("numpy torch triton"),
     "kernels.hopper": allowed("numpy torch cutlass tvm_ffi"),
     "torch": allowed("numpy torch", "rich"),
+    "torch.bind": allowed("torch", "triton tvm_ffi"),
     "integrations": allowed("numpy torch", "transformers"),
     "testing": allowed("numpy torch"),
     "bench": allowed("numpy torch", "rich matplotlib"),

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gossamer as gs
-from gossamer.kernels.devices import int32_lengths
 from gossamer.plan.capability import reasons
 from gossamer.plan.problem import Problem
 from gossamer.plan.table import load
+from gossamer.torch.functions import int32_lengths
 
 N, H, D = 100, 2, 8
 WRAPPING = (2**31 - 1, 2**31, 2**32 + 10, 2**63 - 1, -(2**31), -(2**32) + 5, -(2**63))
@@ -107,16 +107,16 @@ def test_lengths_become_int32(device: str) -> None:
     """By one operation at most: the conversion clamps."""
     drawn = [0, 5, 90, 101, -1, *WRAPPING]
     wanted = torch.tensor([min(max(n, 0), N) for n in drawn], dtype=torch.int32)
-    made = int32_lengths(torch.tensor(drawn, device=device), N)
+    made = int32_lengths(N, torch.tensor(drawn, device=device))
     assert made.dtype == torch.int32 and torch.equal(made.cpu(), wanted)
     strided = torch.tensor([drawn, drawn], device=device).T[:, 0]
-    assert torch.equal(int32_lengths(strided, N).cpu(), wanted)
+    assert torch.equal(int32_lengths(N, strided).cpu(), wanted)
     for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32):
         x = torch.tensor([torch.iinfo(dtype).min, 7, torch.iinfo(dtype).max], dtype=dtype, device=device)
-        assert torch.equal(int32_lengths(x, N), x.to(torch.int32))
+        assert torch.equal(int32_lengths(N, x), x.to(torch.int32))
     given = torch.tensor(drawn, device=device)
     with Operations() as seen:
-        int32_lengths(given, N)
+        int32_lengths(N, given)
     assert [name for name in seen.names if "empty" not in name] == ["aten.clamp.Tensor_out"]
 
 

@@ -13,7 +13,8 @@ PARTS = 4
 triton = pytest.importorskip("triton")
 
 if INTERPRETING:
-    from triton_cases import CASES, Case, check, make
+    from launches import backward, forward
+    from triton_cases import CASES, Case, check, compare, make
 
     @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
     def test_case(case: Case) -> None:
@@ -29,8 +30,8 @@ if INTERPRETING:
         problem, layout, _, terms, (q, k, v, dout, dlse) = make(case, "cpu")
         results = []
         for walked in (layout, BlockLayout(layout.rows)):
-            out, lse = launch.forward(problem, q, k, v, walked, terms)
-            results.append([out, lse, *launch.backward(problem, dout, dlse, q, k, v, out, lse, walked, terms)[:3]])
+            out, lse = forward(launch, problem, walked, terms, q, k, v)
+            results.append([out, lse, *backward(launch, problem, walked, terms, dout, dlse, q, k, v, out, lse)])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
     def test_into_given_tensors() -> None:
@@ -43,22 +44,52 @@ if INTERPRETING:
             case = next(case for case in CASES if case.name == name)
             problem, layout, _, terms, (q, k, v, dout, dlse) = make(case, "cpu")
             split = {"split": case.split}
-            out, lse = launch.forward(problem, q, k, v, layout, terms, **split)
-            plain = [out, lse, *launch.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, **split)[:3]]
+            out, lse = forward(launch, problem, layout, terms, q, k, v, **split)
+            gradients = backward(launch, problem, layout, terms, dout, dlse, q, k, v, out, lse, **split)
+            plain = [out, lse, *gradients[:3]]
             room, found = zip(*(within_nan(x) for x in plain), strict=True)
             dlse = within_nan(dlse)[1].copy_(dlse)
-            launch.forward(problem, q, k, v, layout, terms, **split, into=found[:2])
-            launch.backward(problem, dout, dlse, q, k, v, *found[:2], layout, terms, **split, into=found[2:])
+            forward(launch, problem, layout, terms, q, k, v, into=found[:2], **split)
+            backward(launch, problem, layout, terms, dout, dlse, q, k, v, *found[:2], into=found[2:], **split)
             for x, given, around in zip(plain, found, room, strict=True):
                 assert torch.equal(given, x)
                 assert int(around.isnan().sum()) == around.numel() - x.numel()
+
+    def test_operands_of_any_strides_and_results_in_float32() -> None:
+        """Copies where strides are not readable, vectors at a stride, lengths of every integer type, wider results."""
+        import torch
+        from exact import within_nan
+
+        from gossamer.kernels.triton.block import launch
+
+        case = next(case for case in CASES if case.name == "every-term")
+        problem, layout, mask, terms, inputs = make(case, "cpu")
+        inputs = [x.mT.contiguous().mT if x.ndim == 4 else x for x in inputs]
+        q, k, v, dout, dlse = inputs
+        for lengths in (torch.int8, torch.uint8, torch.int32, torch.int64):
+            vectors = {
+                name: torch.stack([x, torch.full_like(x, 77)], 1)[:, 0]
+                for name in ("key_lengths", "sink_logits", "alibi_slopes")
+                if (x := getattr(terms, name)) is not None
+            }
+            vectors["key_lengths"] = (vectors["key_lengths"] - 50).to(lengths)
+            given = terms._replace(**vectors)
+            shapes = [x.shape for x in (dout, dlse, q, k, v)]
+            room, into = zip(*(within_nan(torch.empty(shape)) for shape in shapes), strict=True)
+            out, lse = forward(launch, problem, layout, given, q, k, v, into=into[:2])
+            results = backward(launch, problem, layout, given, dout, dlse, q, k, v, out, lse, into=into[2:])
+            assert all(x is y for x, y in zip((out, lse, *results[:3]), into, strict=True))
+            assert all(int(r.isnan().sum()) == r.numel() - x.numel() for r, x in zip(room, into, strict=True))
+            compare(case, mask, given, inputs, (out, lse, *results))
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_results_of_two_parts_join(dtype: str) -> None:
         import torch
         from exact import within_nan
 
+        from gossamer.kernels.launch import Builder, operand_of
         from gossamer.kernels.triton.join import join
+        from gossamer.torch.bind import bind
 
         torch.manual_seed(0)
         kind = getattr(torch, dtype)
@@ -70,7 +101,10 @@ if INTERPRETING:
         rooms, (out, lse) = zip(*(within_nan(x) for x in (outs[0], lses[0])), strict=True)
         out.copy_(outs[0])
         lse.copy_(lses[0])
-        join(out, lse, outs[1], lses[1])
+        given = {"out": out, "lse": lse, "part_out": outs[1], "part_lse": lses[1]}
+        b = Builder({name: operand_of(x) for name, x in given.items()})
+        join(b, *given)
+        bind(b.done(), torch.device("cpu"), tuple(given))(*given.values())
         weight = torch.softmax(torch.stack(lses).double(), 0).nan_to_num()[..., None]
         exact = weight[0] * outs[0].double() + weight[1] * outs[1].double()
         # The interpreter cuts bfloat16 where a GPU rounds it: one unit of the last place.
@@ -120,6 +154,7 @@ else:
             tests.append("test_same_bits_with_and_without_work_items")
             tests.append("test_descriptors_give_the_same_numbers")
             tests.append("test_into_given_tensors")
+            tests.append("test_operands_of_any_strides_and_results_in_float32")
         if part == 2:
             tests += ["test_parts_of_a_call", "test_results_of_two_parts_join"]
         if part == 1:

@@ -42,20 +42,19 @@ CASES = (
 
 if INTERPRETING:
     from exact import NAMES, Exact
+    from launches import backward, forward
 
     from gossamer.kernels.triton.wide import launch as wide
 
-    @torch.no_grad()
     def check(case: Case, dtype: str, tile: tuple[int, int]) -> list[torch.Tensor]:
-        with torch.enable_grad():
-            e = Exact(case, dtype, "cpu")
+        e = Exact(case, dtype, "cpu")
         q, k, v = (x.detach() for x in e.leaves[:3])
         layout = cached_layout(
             e.pattern, case.Q, case.K, block_q=tile[0], block_kv=tile[1], q_offset=e.terms.q_offset, device="cpu"
         )
-        out, lse = wide.forward(e.problem, q, k, v, layout, e.terms)
-        grads = wide.backward(e.problem, e.dout, e.dlse.float(), q, k, v, out, lse, layout, e.terms)
-        found = [out, lse, *(g for g in grads if g is not None)]
+        out, lse = forward(wide, e.problem, layout, e.terms, q, k, v)
+        grads = backward(wide, e.problem, layout, e.terms, e.dout, e.dlse.float(), q, k, v, out, lse)
+        found = [out, lse, *grads]
         assert len(found) == 2 + len(e.leaves)
         for what, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
             tolerance.check(what, actual, exact.detach(), low.detach())
@@ -82,14 +81,12 @@ if INTERPRETING:
         whole = check(case, "float16", (96, 64))
         e = Exact(case, "float16", "cpu")
         layout = cached_layout(e.pattern, case.Q, case.K, block_q=96, block_kv=64, q_offset=20, device="cpu")
-        with torch.no_grad():
-            q, k, v = (x.detach() for x in e.leaves[:3])
-            places = [torch.full((*x.shape[:2], 2 * x.shape[2], *x.shape[3:]), torch.nan, dtype=x.dtype)[:, :, ::2]
-                      for x in whole[:5]]  # fmt: skip
-            wide.forward(e.problem, q, k, v, layout, e.terms, into=(places[0], places[1]))
-            wide.backward(
-                e.problem, e.dout, e.dlse.float(), q, k, v, whole[0], whole[1], layout, e.terms, into=tuple(places[2:])
-            )
+        q, k, v = (x.detach() for x in e.leaves[:3])
+        places = [torch.full((*x.shape[:2], 2 * x.shape[2], *x.shape[3:]), torch.nan, dtype=x.dtype)[:, :, ::2]
+                  for x in whole[:5]]  # fmt: skip
+        forward(wide, e.problem, layout, e.terms, q, k, v, into=tuple(places[:2]))
+        given = (e.dout, e.dlse.float(), q, k, v, *whole[:2])
+        backward(wide, e.problem, layout, e.terms, *given, into=tuple(places[2:]))
         assert all(torch.equal(a, b) for a, b in zip(whole, places, strict=True))
 
 else:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 import gossamer as gs
-from gossamer.kernels import devices
-from gossamer.kernels.devices import Workspace
 from gossamer.plan.table import available
+from gossamer.torch import memory
+from gossamer.torch.memory import Workspace
 
+CPU = torch.device("cpu")
 SHAPES = (3, 64, 32), (3, 64)
 
 
@@ -23,7 +24,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     current = [0]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] < 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: current[0], raising=False)
-    monkeypatch.setattr(devices, "_rooms", {})
+    monkeypatch.setattr(memory, "_rooms", {})
     yield current
 
 
@@ -36,7 +37,7 @@ def used(workspace: Workspace) -> tuple[int, ...]:
 
 
 def test_the_next_call_gets_the_same_memory(stream: list[int]) -> None:
-    large, small = Workspace(torch.empty(0), *SHAPES), Workspace(torch.empty(0), (2, 64))
+    large, small = Workspace(CPU, *SHAPES), Workspace(CPU, (2, 64))
     room, tensors = large.take()
     assert room is not None and [tuple(x.shape) for x in tensors] == list(SHAPES)
     assert all(x.is_contiguous() and x.dtype == torch.float32 for x in tensors)
@@ -49,7 +50,7 @@ def test_the_next_call_gets_the_same_memory(stream: list[int]) -> None:
 
 
 def test_what_is_in_use_is_given_to_nobody(stream: list[int]) -> None:
-    workspace = Workspace(torch.empty(0), *SHAPES)
+    workspace = Workspace(CPU, *SHAPES)
     room, (first, _) = workspace.take()
     assert room is not None
     assert used(workspace)[0] != first.data_ptr()  # another thread's
@@ -65,17 +66,17 @@ def test_what_is_in_use_is_given_to_nobody(stream: list[int]) -> None:
 
 
 def test_little_is_kept(stream: list[int]) -> None:
-    large = Workspace(torch.empty(0), (devices.ROOM_BYTES // 4 + 1,))
-    assert large.take()[0] is None
-    workspace = Workspace(torch.empty(0), *SHAPES)
-    for number in range(3 * devices.ROOMS):
+    large = Workspace(CPU, (memory.ROOM_BYTES // 4 + 1,))
+    assert not large.small
+    workspace = Workspace(CPU, *SHAPES)
+    for number in range(3 * memory.ROOMS):
         stream[0] = number
         used(workspace)
-    assert len(devices._rooms) == devices.ROOMS
-    for slots in range(1, 3 * devices.MOST_SHAPES):
+    assert len(memory._rooms) == memory.ROOMS
+    for slots in range(1, 3 * memory.MOST_SHAPES):
         stream[0] = 0
-        used(Workspace(torch.empty(0), (slots, 4)))
-    assert len(devices._rooms[None, 0].views) <= devices.MOST_SHAPES
+        used(Workspace(CPU, (slots, 4)))
+    assert len(memory._rooms[None, 0].views) <= memory.MOST_SHAPES
 
 
 @pytest.mark.gpu

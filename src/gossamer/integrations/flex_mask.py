@@ -76,7 +76,7 @@ class FlexMask(Pattern):
         return self._evaluate(np.clip(i - sizes.q_offset, 0, self.Q - 1), np.clip(j, 0, self.K - 1))
 
     def _evaluate(self, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Kept or not, for rows and keys that broadcast against each other; some pairs at a time."""
+        """Memo or not, for rows and keys that broadcast against each other; some pairs at a time."""
         shape = np.broadcast_shapes(rows.shape, keys.shape)
         rows, keys = (x.reshape((1,) * (len(shape) - x.ndim) + x.shape) for x in (rows, keys))
         if math.prod(shape) > PAIRS_AT_ONCE:

@@ -164,12 +164,19 @@ class Builder:
         """A result of the call: new memory, unless the caller gives it."""
         return name if name in self.operands else self.array(name, dtype, shape)
 
-    def layout(self, **arrays: Any) -> None:
-        """Name arrays of the layout, in the form that the edge has them."""
+    def padded(self, name: str, dtype: str, shape: Shape, columns: int, fill: float | None = None) -> str:
+        """Memory of `columns` columns, of which those of `shape` are seen; `fill`: what all hold at first."""
+        memory = (*shape[:-1], columns)
+        made = self.array(name, dtype, memory, fill)
+        return made if columns == shape[-1] else self.view(f"{name}_columns", made, shape, compact(memory))
+
+    def layout(self, **arrays: Any) -> list[str]:
+        """Name arrays of the layout, in the form that the edge has them; the names in order."""
         for name, array in arrays.items():
             assert name not in self, name
             self._layout[name] = array
             self._known[name] = operand_of(array)
+        return list(arrays)
 
     def view(self, name: str, of: str, shape: Shape, strides: Shape, offset: int = 0) -> str:
         """Elements of another array, in place."""
@@ -216,10 +223,9 @@ class Builder:
             fill: what the other columns hold; None: anything.
         """
         known = self[source]
-        shape = known.shape if columns is None else (*known.shape[:-1], columns)
-        copy = self.array(f"{source}_copy", known.dtype, shape, fill)
-        if shape != known.shape:
-            copy = self.view(f"{copy}_columns", copy, known.shape, compact(shape))
+        if columns is None or columns == known.shape[-1]:
+            columns, fill = known.shape[-1], None
+        copy = self.padded(f"{source}_copy", known.dtype, known.shape, columns, fill)
         self.copy(source, copy)
         return copy
 

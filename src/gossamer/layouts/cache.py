@@ -8,10 +8,10 @@ from typing import Any
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.build import build
 from gossamer.layouts.gather import GatherLayout, build_gather
-from gossamer.layouts.kept import KEPT_BYTES, LEAST_KEPT, MOST_KEPT, Kept
+from gossamer.memo import Memo
 from gossamer.patterns.base import Pattern
 
-_layouts: Kept[Any] = Kept(LEAST_KEPT, MOST_KEPT, KEPT_BYTES)
+_layouts: Memo[Any] = Memo()
 
 
 def cached_layout(

@@ -86,6 +86,15 @@ def token_of(handle: int) -> Token:
     return token
 
 
+def pattern_of(handle: int) -> Pattern:
+    """The pattern that a handle stands for.
+
+    Raises:
+        ValueError: no pattern with this handle is alive.
+    """
+    return token_of(handle).pattern
+
+
 def count() -> int:
     """How many distinct patterns are alive."""
     return len(_by_handle)

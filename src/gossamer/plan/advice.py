@@ -86,7 +86,7 @@ def _others(plan: Plan, pattern: Pattern, q_offset: int) -> list[str]:
         changed["in bfloat16"] = replace(p, dtype="bfloat16")
     for change, problem in changed.items():
         able = [load(name) for name in NAMES if not refusals(name, problem)]
-        other = Plan(problem, tuple(i for i in able if not isinstance(i, str)), {})
+        other = Plan(problem, tuple(i for i in able if not isinstance(i, str)), ())
         counts = ways(other, pattern, q_offset)
         seconds = least(other, counts)
         if seconds is None or (now is not None and counts[0][0] == taken[0][0]):

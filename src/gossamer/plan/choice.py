@@ -6,8 +6,8 @@ from math import inf
 from typing import Literal, NamedTuple
 
 from gossamer.layouts.gather import WIDTHS, item_limit
-from gossamer.layouts.kept import LEAST_KEPT, MOST_KEPT, Kept
 from gossamer.layouts.schedule import FEWEST_TILES
+from gossamer.memo import Memo
 from gossamer.patterns.base import Pattern
 from gossamer.plan.capability import Candidate
 from gossamer.plan.costs import GatherCosts, TileCosts, costs_of
@@ -18,7 +18,7 @@ from gossamer.plan.problem import Problem
 # A tile that executes no more than this for each useful pair is not compared with others.
 WORTH_A_LOOK = 1.25
 
-_costs: Kept[tuple[float, ...]] = Kept(LEAST_KEPT, MOST_KEPT)
+_costs: Memo[tuple[float, ...]] = Memo()
 
 
 class Machine(NamedTuple):

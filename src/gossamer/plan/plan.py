@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from gossamer.layouts.kept import LEAST_KEPT, MOST_KEPT, Kept
+from gossamer.memo import Memo
 from gossamer.patterns.handles import token_of
 from gossamer.plan.capability import Candidate, gathers_alone, reasons
 from gossamer.plan.costs import GatherCosts, TileCosts, costs_of
@@ -16,11 +16,11 @@ from gossamer.plan.table import NAMES, load
 
 @dataclass(frozen=True)
 class Plan:
-    """The problem, the implementations that compute it in the order of the table, and the others' reasons."""
+    """The problem, and the implementations that compute it in the order of the table."""
 
     problem: Problem
     implementations: tuple[Candidate, ...]
-    refused: dict[str, list[str]]
+    refused: tuple[str, ...]  # the others
     later: Plan | None = None  # of the backward, where that is another
     gatherers: tuple[Candidate, ...] = ()  # refused, but for gather layouts
 
@@ -55,8 +55,8 @@ class Plan:
         return tuple(gather for _, gather in self.gather_options)
 
     @cached_property
-    def _splits(self) -> Kept[tuple[Split | None]]:
-        return Kept(LEAST_KEPT, MOST_KEPT)
+    def _splits(self) -> Memo[tuple[Split | None]]:
+        return Memo()
 
     def split(self, handle: int, q_offset: int) -> Split | None:
         """The parts of a call with the pattern of a handle, or None where it is computed as one; remembered."""
@@ -69,7 +69,7 @@ class Plan:
         return known[0]
 
 
-_plans: Kept[Plan] = Kept(LEAST_KEPT, MOST_KEPT)
+_plans: Memo[Plan] = Memo()
 
 
 def plan_of(problem: Problem, implementation: str | None = None, backward: bool = False) -> Plan:
@@ -93,24 +93,24 @@ def _make_plan(problem: Problem, implementation: str | None, backward: bool) -> 
     if problem.backward and not backward and implementation is None:
         later = plan_of(problem, backward=True)  # raises before anything is computed
         problem = replace(problem, backward=False)
-    refused: dict[str, list[str]] = {}
+    refused: list[str] = []
     able: list[Candidate] = []
     gatherers: list[Candidate] = []
     for name in NAMES if implementation is None else [implementation]:
-        reasons_of, found = refusals(name, problem), load(name)
-        if reasons_of or isinstance(found, str):
-            refused[name] = reasons_of
-            if not isinstance(found, str) and gathers_alone(problem, found.capability):
-                gatherers += [] if found.unavailable() else [found]
-        else:
+        found = load(name)
+        if not (isinstance(found, str) or reasons(problem, found.capability) or found.unavailable()):
             able.append(found)
+            continue
+        refused.append(name)
+        if not isinstance(found, str) and gathers_alone(problem, found.capability) and not found.unavailable():
+            gatherers.append(found)
     if not able:
         raise Unsupported(_refusal(implementation, problem, refused))
-    return Plan(problem, tuple(able), refused, later, tuple(gatherers))
+    return Plan(problem, tuple(able), tuple(refused), later, tuple(gatherers))
 
 
-def _refusal(named: str | None, problem: Problem, refused: dict[str, list[str]]) -> str:
-    text = "; ".join(f"{name}: {', '.join(found)}" for name, found in refused.items())
+def _refusal(named: str | None, problem: Problem, refused: list[str]) -> str:
+    text = "; ".join(f"{name}: {', '.join(refusals(name, problem))}" for name in refused)
     if named is None:
         return f"no implementation computes this problem: {text}"
     others = [name for name in NAMES if name != named and not refusals(name, problem)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from gossamer.layouts.kept import LEAST_KEPT, MOST_KEPT, Kept
+from gossamer.memo import LEAST, Memo
 from gossamer.patterns import LongNet, Pattern, PerHead, SlidingWindow
 from gossamer.patterns.grid import Grid, Sizes
 from gossamer.patterns.pieces import Piece, branch_pieces, pieces
@@ -85,7 +85,7 @@ class Split:
         return 1 if not adds else max(self.depth, 2 if all(part.joins for part in self.parts if part.adds) else 3)
 
 
-_known: Kept[tuple[Split | None]] = Kept(LEAST_KEPT, MOST_KEPT)
+_known: Memo[tuple[Split | None]] = Memo()
 
 
 def split_of(pattern: Pattern, problem: Problem, q_offset: int, tiles: Tiles, gathers: Gathers = ()) -> Split | None:
@@ -223,7 +223,7 @@ class Costs:
         return 12.0 * rows * self.problem.E / self.device.of_device("bytes")
 
 
-@lru_cache(LEAST_KEPT)
+@lru_cache(LEAST)
 def _seconds(pattern: Pattern, sizes: Sizes, tiles: Tiles, gathers: Gathers) -> float:
     """Of the tiles that a pattern of one head may visit, or of gathering its keys row by row."""
     lower, found = pattern.lower(sizes), []

@@ -10,6 +10,7 @@ from torch import Tensor
 from gossamer.kernels.contract import Terms
 from gossamer.plan.problem import Problem
 from gossamer.testing.cases import Case
+from gossamer.torch.plan import chip_of
 
 STRIDES = ("plain", "positions_first", "sliced")
 
@@ -82,13 +83,10 @@ def problem_of(case: Case, dtype: str, device: str = "cpu", *, backward: bool = 
     terms = {name for name in named if getattr(case, name) is not None}
     terms |= {name for name in ("sink_logits", "alibi_slopes") if getattr(case, name)}
     terms |= {"q_offset"} if case.q_offset not in (None, case.K - case.Q) else set()
-    sm = None
-    if device == "cuda":
-        major, minor = torch.cuda.get_device_capability()
-        sm = 10 * major + minor
+    chip = chip_of(torch.device("cuda", torch.cuda.current_device()))._asdict() if device == "cuda" else {}
     c = case
     return Problem(
-        c.B, c.H, c.G, c.Q, c.K, c.D, c.E, dtype, device, sm=sm, score_terms=frozenset(terms), backward=backward
+        c.B, c.H, c.G, c.Q, c.K, c.D, c.E, dtype, device, **chip, score_terms=frozenset(terms), backward=backward
     )
 
 

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import Pattern
+from gossamer.patterns.handles import pattern_of
 from gossamer.patterns.reordered import ReorderedCSR
 from gossamer.torch.calls import call_of, known, resolved
-from gossamer.torch.decoding import GROWING, growing_call
+from gossamer.torch.decoding import growing_call
 from gossamer.torch.merge import branches_of
 from gossamer.torch.merge import merge as merge_results
 from gossamer.torch.operators import forward_op
-from gossamer.torch.registry import pattern_of
 from gossamer.torch.reorder import orders, permuted
 from gossamer.torch.request import (
     DENSE,
@@ -140,12 +140,10 @@ def attention(
             sink_logits, alibi_slopes = wide(sink_logits, q), slopes(alibi_slopes, q)
             vectors = key_lengths, sink_logits, alibi_slopes
         options = scale, q_offset, softcap, implementation, deterministic
-        call: Any = None
-        if isinstance(q, Tensor) and q.device.type in GROWING and q.shape[-2:-1] == (1,):
+        key = key_of(q, k, v, which, *options, vectors)
+        call: Any = None if key is None else known.get(key)
+        if call is None and key is not None and q.ndim == 4 and q.shape[2] == 1:
             call = growing_call(q, k, v, which, *options, vectors)
-        if call is None:
-            key = key_of(q, k, v, which, *options, vectors)
-            call = None if key is None else known.get(key)
         if call is not None:
             found = call(q, k, v, *vectors)
             return found if return_lse else found[0]
@@ -166,8 +164,8 @@ def _run(request: Request, key: tuple[Any, ...] | None) -> tuple[Tensor, Tensor]
         a, back, key = a._replace(q=q, k=k, v=v), orders(pattern, q.device).back, None
         attended = attended_of(pattern.inner, q)
     if not torch.compiler.is_compiling() and plain(a.q, a.k, a.v, a.sink_logits):
-        request = resolved(Request(a, attended, dims))
-        out, lse = call_of(request, key).run(a.q, a.k, a.v, *request.more)
+        request = resolved(Request(a, attended, dims if key is not None else 4))
+        out, lse = call_of(request, key)(a.q, a.k, a.v, *request.more)
     else:
         out, lse = forward_op(
             a.q, a.k, a.v, list(attended.data), list(attended.geometry), attended.handle, *options_of(a)

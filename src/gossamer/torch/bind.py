@@ -11,11 +11,12 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import _C, Tensor
 
+from gossamer.kernels.contract import Implementation
 from gossamer.kernels.launch import BYTES, EDGE, Array, Constant, Descriptor, Kernel, Prepared, Step, View
 from gossamer.plan.table import load
 from gossamer.torch.functions import FUNCTIONS
@@ -28,16 +29,17 @@ _numbers = count(1)
 
 def bind(prepared: Prepared, device: torch.device, parameters: tuple[str, ...]) -> Callable[..., tuple[Tensor, ...]]:
     """The function that runs a launch, from its `parameters` in order to its results; some may be of no use to it."""
-    return _Writer(prepared, device).function(parameters)
+    if device.type != "cuda":
+        return _Writer(prepared, device).function(parameters)
+    with torch.cuda.device(device):  # for which kernels are compiled
+        return _Writer(prepared, device).function(parameters)
 
 
 def kernel_of(kernel: Kernel) -> Callable[..., Any]:
     """The function that a step runs."""
     if kernel.implementation == EDGE:
         return FUNCTIONS[kernel.name](*kernel.key)
-    implementation = load(kernel.implementation)
-    assert not isinstance(implementation, str), implementation
-    return implementation.kernel(kernel.name, *kernel.key)
+    return cast(Implementation, load(kernel.implementation)).kernel(kernel.name, *kernel.key)
 
 
 class _Writer:
@@ -191,9 +193,12 @@ class _Writer:
 
     def _step(self, step: Step) -> None:
         form = {"arrays": self.array, "addresses": self._address, "exchanged": self._exchanged}[step.kernel.passes]
-        given = [
-            self._constant(x.value) if isinstance(x, Constant) else form(x) for x in step.arguments
-        ]  # fmt: skip
+        arrays = [at for at, x in enumerate(step.arguments) if isinstance(x, str)]
+        first = max(arrays, default=-1) + 1  # of the constants at the end, which are passed together
+        given = [self._constant(x.value) if isinstance(x, Constant) else form(x) for x in step.arguments[:first]]
+        rest = tuple(x.value for x in step.arguments[first:] if isinstance(x, Constant))
+        if rest:
+            given.append(f"*{self._constant(rest, 'rest')}")
         run = f"{self._constant(kernel_of(step.kernel), f'run_{step.kernel.name}')}({', '.join(given)})"
         if step.returns:
             names = [_plain(name) for name in step.returns]

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
 from gossamer.kernels.launch import GIVEN, VECTORS, Direction, Operand, Prepared
-from gossamer.layouts.kept import KEPT_BYTES, LEAST_KEPT, MOST_KEPT, Kept
-from gossamer.patterns.handles import token_of
+from gossamer.memo import Memo
+from gossamer.patterns.handles import pattern_of, token_of
 from gossamer.plan.problem import Unsupported
 from gossamer.torch import parts
 from gossamer.torch.bind import bind
 from gossamer.torch.memory import hold_for_graphs
 from gossamer.torch.plan import Given, check_rows, given_layout, held, place, plan_for, scoring_of
-from gossamer.torch.registry import pattern_of
 from gossamer.torch.request import Key, Request, alignment, operand_of, plain
 from gossamer.torch.validate import (
     Arguments,
@@ -38,17 +37,35 @@ MOST_BACKWARDS = 8  # of a call: by the strides of what it saved and of the grad
 
 Bound = Callable[..., tuple[Tensor, ...]]
 
-known: Kept[Any] = Kept(LEAST_KEPT, MOST_KEPT, KEPT_BYTES)  # calls, by their keys
+known: Memo[Any] = Memo()  # calls, by their keys
 
 
 def call_of(request: Request, key: Key | None = None) -> Call:
-    """What computes a request, made where there was none before; `key` where the call has one as it was given."""
-    key = request.key if key is None else key
-    found = known.get(key)
-    if found is None:
-        made = Call(request)
-        found = known.put(key, made, made.bytes)
-    return found
+    """What computes a request, made where there was none before.
+
+    Args:
+        key: where the call has one as it was given, under which nothing was found.
+    """
+    if key is None:
+        key = request.key
+        found = known.get(key)
+        if found is not None:
+            return found
+    call = Call(request)
+    known.put(key, call if request.dims == 4 else Fewer(call, request.dims), call.bytes)
+    return call
+
+
+class Fewer(NamedTuple):
+    """A call whose q, k and v have two or three dimensions."""
+
+    call: Call
+    dims: int
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(out, lse), with as many dimensions as q has."""
+        out, lse = self.call(*four_dimensional(q, k, v), *more)
+        return fewer(out, lse, self.dims)
 
 
 def resolved(request: Request) -> Request:
@@ -82,12 +99,12 @@ class Call:
         self.plan = plan_for(a, attended.geometry)
         self.scoring = scoring_of(a)
         check_rows(self.plan.problem, self.scoring, attended.handle)
-        self.differentiable, self.dims = a.backward, request.dims
+        self.differentiable = a.backward
         self.device, self.handle, self.geometry = a.q.device, attended.handle, attended.geometry
         self.options = a._replace(q=None, k=None, v=None, key_lengths=None, sink_logits=None, alibi_slopes=None)  # type: ignore[arg-type]
         self.bytes = 0
         self._vectors = VECTORS if request.more else ()
-        self._backwards: Kept[Bound] = Kept(MOST_BACKWARDS)
+        self._backwards: Memo[Bound] = Memo(MOST_BACKWARDS)
         if attended.data:
             self._operands = request.operands
             self.forward: Bound = self._forward_by_data
@@ -97,13 +114,7 @@ class Call:
             self.forward = self._bound("forward", request.operands)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> tuple[Tensor, ...]:
-        """(out, lse), with as many dimensions as q has."""
-        if self.dims == 4:
-            return self.run(q, k, v, *more)
-        return fewer(*self.run(*four_dimensional(q, k, v), *more), self.dims)
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(out, lse) of four dimensions; with the gradient where calls of the key have one."""
+        """(out, lse); with the gradient where calls of the key have one."""
         if q.is_cuda and is_current_stream_capturing():
             hold_for_graphs(self)
         return _apply(self, q, k, v, *more) if self.differentiable else self.forward(q, k, v, *more)
@@ -112,12 +123,13 @@ class Call:
         """(dq, dk, dv), and dsink_logits where there are sinks. `saved` are q, k, v, out, lse and `more`."""
         if not plain(dout, dlse, *saved):
             return self._gradients_by_operator(dout, dlse, *saved)
-        return self._gradients(dout, dlse, *saved)
+        return self.backward(dout, dlse, *saved)
 
-    def _gradients(
+    def backward(
         self, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        *more: Tensor,
+        *more: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
+        """`gradients`, computed here whoever looks."""
         dout = torch.zeros_like(out) if dout is None else dout
         given, bound, vectors, owner = None, self._backwards, more, None
         if self.handle < 0:
@@ -148,7 +160,7 @@ class Call:
             placed = given.placed
         else:
             pattern, q_offset = pattern_of(self.handle), self.scoring.q_offset
-            split = plan.split(pattern, q_offset)
+            split = plan.split(self.handle, q_offset)
             if split is not None:
                 described = parts.Described(
                     plan, self.options.implementation, pattern, self.scoring, operands, self.device

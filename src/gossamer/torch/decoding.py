@@ -8,7 +8,7 @@ there nor read (`Capability.grows`). So every number of keys of a range shares o
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,21 +17,21 @@ from torch.cuda import is_current_stream_capturing
 
 from gossamer.kernels.contract import Implementation
 from gossamer.layouts import cached_layout
-from gossamer.layouts.kept import LEAST_KEPT
+from gossamer.memo import LEAST
 from gossamer.patterns import Causal, Dense, SlidingWindow
 from gossamer.plan.capability import reasons
 from gossamer.plan.plan import Plan
 from gossamer.plan.problem import Problem
+from gossamer.plan.table import NAMES, load
 from gossamer.torch.bind import bind
 from gossamer.torch.calls import Bound, known
 from gossamer.torch.memory import hold_for_graphs
 from gossamer.torch.plan import held, plan_for, scoring_of
-from gossamer.torch.request import DENSE, differentiable, operand_of, plain
+from gossamer.torch.request import DENSE, differentiable, operand_of
 from gossamer.torch.validate import Arguments, most_offset
 
 RANGE = 128  # numbers of keys that share a launch
 STEP = 8  # strides of k and v, which are not part of the key, are multiples of it
-GROWING = frozenset({"cuda"})  # types of devices of which some have an implementation for this
 _NUMBERS = (type(None), int, float)
 
 
@@ -39,7 +39,7 @@ class Seen(NamedTuple):
     """The keys that one query sees."""
 
     first: int
-    count: int
+    number: int
 
 
 class Range(NamedTuple):
@@ -60,7 +60,7 @@ class Growing(NamedTuple):
         """(out, lse)."""
         if is_current_stream_capturing():
             hold_for_graphs(self)
-        if self.seen.count != k.shape[2]:
+        if self.seen.number != k.shape[2]:
             k, v = k.narrow(2, *self.seen), v.narrow(2, *self.seen)
         _, sinks, _ = vectors or (None, None, None)
         return self.run(q, k, v, self.length, sinks, None)
@@ -76,14 +76,14 @@ def growing_call(
         vectors: key_lengths, sink_logits and alibi_slopes, or nothing.
     """
     lengths, sinks, slopes = vectors or (None, None, None)
-    if lengths is not None or slopes is not None or not plain(q, k, v, sinks) or differentiable(q, k, v, sinks):
+    if lengths is not None or slopes is not None or not grows_on(q.device.type) or differentiable(q, k, v, sinks):
         return None
     if type(scale) not in _NUMBERS or type(softcap) not in _NUMBERS:
         return None
     seen = keys_seen(q, k, v, pattern, q_offset)
     if seen is None:
         return None
-    most = -(-seen.count // RANGE) * RANGE
+    most = -(-seen.number // RANGE) * RANGE
     B, G, _, D = k.shape
     key = (
         "one query", most, B, G, D, v.shape[3], q.shape, q.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device,
@@ -98,7 +98,7 @@ def growing_call(
         found = known.put(key, made.range, made.bytes)
     if found.run is None:
         return None
-    return Growing(found.run, seen, found.lengths[seen.count - most - 1])
+    return Growing(found.run, seen, found.lengths[seen.number - most - 1])
 
 
 def keys_seen(q: Tensor, k: Any, v: Any, pattern: Any, q_offset: Any) -> Seen | None:
@@ -130,6 +130,13 @@ def keys_seen(q: Tensor, k: Any, v: Any, pattern: Any, q_offset: Any) -> Seen | 
     return Seen(first, end - first) if first < end else None
 
 
+@cache
+def grows_on(device: str) -> bool:
+    """Whether an implementation for a type of device takes any number of keys."""
+    able = [found for found in map(load, NAMES) if not isinstance(found, str) and found.capability.grows]
+    return any(device in found.capability.devices for found in able)
+
+
 class Walker(NamedTuple):
     """What computes one query behind keys that grow."""
 
@@ -148,10 +155,10 @@ def walker_of(plan: Plan, keys: int) -> Walker | None:
 
 def for_one_query(plan: Plan, a: Arguments, pattern: Any) -> Plan:
     """The plan of a call with what its calls go to first, where they are rewritten: for `explain`."""
-    if a.q.device.type not in GROWING or a.backward or a.key_lengths is not None or a.alibi_slopes is not None:
+    if not grows_on(a.q.device.type) or a.backward or a.key_lengths is not None or a.alibi_slopes is not None:
         return plan
     seen = keys_seen(a.q, a.k, a.v, pattern, a.q_offset_tensor if a.q_offset_tensor is not None else a.q_offset)
-    found = None if seen is None else walker_of(plan, seen.count)
+    found = None if seen is None else walker_of(plan, seen.number)
     if found is None:
         return plan
     others = (i for i in plan.implementations if i is not found.implementation)
@@ -182,7 +189,7 @@ def _bound(a: Arguments, most: int) -> _Made:
     return _Made(Range(bind(prepared, a.q.device, parameters), lengths), held(layout))
 
 
-@lru_cache(LEAST_KEPT)
+@lru_cache(LEAST)
 def _lengths(device: torch.device, B: int, most: int) -> tuple[Tensor, ...]:
     """(B,) of each number of keys up to `most` that shares its launch, at multiples of 16 bytes."""
     numbers = torch.arange(most - RANGE + 1, most + 1, dtype=torch.int32)

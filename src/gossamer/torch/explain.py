@@ -11,6 +11,7 @@ from torch import Tensor
 from gossamer.kernels.contract import Implementation
 from gossamer.layouts import BlockLayout, GatherLayout
 from gossamer.patterns import Pattern
+from gossamer.patterns.handles import pattern_of
 from gossamer.patterns.reordered import ReorderedCSR
 from gossamer.plan.advice import advice, all_pairs, least, shown, ways
 from gossamer.plan.plan import Plan, refusals
@@ -21,7 +22,6 @@ from gossamer.torch.decoding import for_one_query
 from gossamer.torch.masks import unpack
 from gossamer.torch.parts import Described
 from gossamer.torch.plan import Placed, check_rows, given_layout, place, plan_for, scoring_of
-from gossamer.torch.registry import pattern_of
 from gossamer.torch.reorder import check_order
 from gossamer.torch.request import Request, request_of
 from gossamer.torch.validate import describe
@@ -149,7 +149,7 @@ def _calls(plan: Plan, request: Request, backward: bool) -> list[_Computed]:
         placed = given_layout(plan, a.q, a.k, t.data, t.geometry).placed
         return [_computed(plan.problem, placed, None, scoring.q_offset)]
     pattern = pattern_of(t.handle)
-    split = plan.split(pattern, scoring.q_offset)
+    split = plan.split(t.handle, scoring.q_offset)
     if split is None:
         placed = place(plan, pattern, scoring.q_offset, device)
         return [_computed(plan.problem, placed, pattern, scoring.q_offset)]
@@ -227,13 +227,13 @@ def explain(
     again = planned_again(request, reordered is not None)
     usual = plan_for(request.arguments, request.attended.geometry)
     request = resolved(request)
-    a, attended, _ = request
+    a, attended, dims = request
     q, k, v, backward = a.q, a.k, a.v, a.backward
-    plan = usual if again else for_one_query(usual, a, attended.alive)
+    plan = usual if again or dims != 4 else for_one_query(usual, a, attended.alive)
     scoring, p = scoring_of(a), plan.problem
     check_rows(p, scoring, attended.handle)
     which = None if attended.data else pattern_of(attended.handle)
-    split = None if which is None else plan.split(which, scoring.q_offset)
+    split = None if which is None else plan.split(attended.handle, scoring.q_offset)
     computed = _calls(plan, request, backward=False)
     gradient = later = None
     if backward:

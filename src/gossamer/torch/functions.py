@@ -88,6 +88,12 @@ def sink_gradient_of_rows(rows: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     return sink_gradient(rows[1, :, :, : lse.shape[2]], lse.masked_fill(lse == -torch.inf, torch.inf), sinks)
 
 
+def rows_of_results(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """(delta, lse), each (B, H, Q) and contiguous: see `kernels.rows.row_terms`."""
+    delta, lse = row_terms(dout, dlse, out, lse, lse.dtype)
+    return delta.contiguous(), lse.contiguous()
+
+
 def sink_gradient_of_results(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """dsink_logits (H,) from out, lse and their gradients, some heads at a time."""
     heads = max(1, CHUNK * len(sinks) // max(1, out.numel()))
@@ -118,6 +124,6 @@ FUNCTIONS: dict[str, Callable[..., Callable[..., Any]]] = {
     function.__name__: _with(function)
     for function in (
         copy, add, zero, int32_lengths, class_lengths, repeated, scaled, sums_of_groups, empty_rows,
-        sink_gradient_of_rows, sink_gradient_of_results, merge,
+        sink_gradient_of_rows, rows_of_results, sink_gradient, sink_gradient_of_results, merge,
     )
 }  # fmt: skip

@@ -48,7 +48,7 @@ def _backward(
     layout: list[Tensor], geometry: list[int], pattern: int, *options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     request = resolved(Request(Arguments(q, k, v, *options), Attended(pattern, tuple(layout), tuple(geometry))))
-    dq, dk, dv, *dsink = call_of(request).gradients((q, k, v, out, lse, *request.more), dout, dlse)
+    dq, dk, dv, *dsink = call_of(request).backward(dout, dlse, q, k, v, out, lse, *request.more)
     return dq, dk, dv, *(dsink or (q.new_empty(0),))
 
 

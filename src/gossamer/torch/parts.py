@@ -241,7 +241,8 @@ class Described:
 
     def backward(self, split: Split) -> Prepared:
         """dq, dk and dv, and dsink_logits where there are sinks."""
-        b, names = self.b, ("dq", "dk", "dv")
+        b = self.b
+        names: tuple[str, ...] = ("dq", "dk", "dv")
         if "sink_logits" in b.operands:  # of the whole call
             kernel, dlse = Kernel(EDGE, "sink_gradient_of_results"), "dlse" if "dlse" in b.operands else None
             b.function(kernel, "dout", dlse, "out", "lse", "sink_logits", returns={"dsink_logits": None})

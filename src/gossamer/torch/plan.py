@@ -16,14 +16,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gossamer.kernels.contract import Implementation, Scoring
 from gossamer.layouts import cached_gather, cached_layout
 from gossamer.layouts.cache import bytes_of
-from gossamer.layouts.kept import KEPT_BYTES, LEAST_KEPT, MOST_KEPT, Kept
+from gossamer.memo import Memo
 from gossamer.patterns import Dense, Pattern
+from gossamer.patterns.handles import pattern_of
 from gossamer.patterns.validate import show
 from gossamer.plan.choice import choose
-from gossamer.plan.plan import Plan, plan_of
+from gossamer.plan.plan import Plan, plan_of, refusals
 from gossamer.plan.problem import SCORE_TERMS, Problem
 from gossamer.torch.masks import dense_of, layout_of, words_of
-from gossamer.torch.registry import pattern_of
 from gossamer.torch.validate import Arguments, check_layout, check_mask, layout_from, validate
 
 logger = logging.getLogger("gossamer")
@@ -31,8 +31,8 @@ logger = logging.getLogger("gossamer")
 KEPT_DENSE = 4
 MOST_BOUND = 16  # functions that are kept with data of the user's, by the key of their call
 
-_dense: Kept[Tensor] = Kept(KEPT_DENSE)
-_words: Kept[tuple[Tensor | None]] = Kept(LEAST_KEPT, MOST_KEPT, KEPT_BYTES)
+_dense: Memo[Tensor] = Memo(KEPT_DENSE)
+_words: Memo[tuple[Tensor | None]] = Memo()
 _logged: set[tuple[Any, ...]] = set()
 
 
@@ -75,10 +75,14 @@ def problem_of(a: Arguments, geometry: tuple[int, ...]) -> Problem:
     if a.q_offset not in (None, k.shape[2] - q.shape[2]):
         terms.add("q_offset")
     chip = chip_of(q.device)._asdict() if q.device.type == "cuda" else {}
+    tile = None
+    if geometry:
+        block_q, block_kv, _, _ = geometry
+        tile = block_q, block_kv
     return Problem(
         B=q.shape[0], H=q.shape[1], G=k.shape[1], Q=q.shape[2], K=k.shape[2], D=q.shape[3], E=a.v.shape[3],
         dtype=str(q.dtype)[6:], device=q.device.type, **chip, score_terms=frozenset(terms),
-        backward=a.backward, deterministic=a.deterministic, tile=geometry[:2] if geometry else None,
+        backward=a.backward, deterministic=a.deterministic, tile=tile,
         softcap=a.softcap,
     )  # fmt: skip
 
@@ -146,7 +150,7 @@ class Given:
 
     def __init__(self, placed: Placed) -> None:
         self.placed = placed
-        self.bound: Kept[Any] = Kept(MOST_BOUND)
+        self.bound: Memo[Any] = Memo(MOST_BOUND)
 
 
 class _Remembered(NamedTuple):
@@ -243,9 +247,10 @@ def _words_pattern(pattern: Pattern, p: Problem, q_offset: int, device: torch.de
 def _log(name: str, plan: Plan) -> None:
     """Say once which implementation computes a kind of problem."""
     key = (name, plan.problem.device, plan.problem.dtype, plan.problem.backward)
-    if key in _logged:
+    if key in _logged or not logger.isEnabledFor(logging.INFO):
         return
     _logged.add(key)
-    text = "; ".join(f"not {other}: {', '.join(found)}" for other, found in plan.refused.items() if other != name)
     problem = plan.problem
+    reasons_of = {other: refusals(other, problem) for other in plan.refused if other != name}
+    text = "; ".join(f"not {other}: {', '.join(found)}" for other, found in reasons_of.items())
     logger.info(f"attention on {problem.device} in {problem.dtype} runs by {name}" + (f" ({text})" if text else ""))

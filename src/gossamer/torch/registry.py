@@ -14,11 +14,6 @@ from gossamer.patterns.handles import Token, token_of
 _compiled: dict[int, Token] = {}
 
 
-def pattern_of(handle: int) -> Pattern:
-    """The pattern a handle stands for."""
-    return token_of(handle).pattern
-
-
 def _compiled_handle(self: Pattern) -> int:
     """The handle of a pattern that a compiled graph keeps; called while it is traced, with the real object."""
     _compiled.setdefault(self.handle, token_of(self.handle))

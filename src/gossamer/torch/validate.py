@@ -157,15 +157,8 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
     yield max(sizes) <= MAX_HEAD, "q and v", sizes, f"have head sizes D, E up to {MAX_HEAD}"
     yield max(q.shape[2], k.shape[2]) < 2**31 - 2**16, "q and k", q, "have fewer than 2**31 positions"
     B, H = q.shape[:2]
-    held = torch.finfo(compute_dtype(q.dtype))
-    most, capped = held.max / 4, held.max**0.5  # kernels multiply by up to 2 log2(e); s / softcap keeps its digits
-    scale = sizes[0] ** -0.5 if a.scale is None else a.scale
-    of_scale = f"be a finite number up to {most:.1e} in magnitude, as {held.dtype} holds, or None for D ** -0.5"
-    yield abs(scale) <= most, "scale", scale, of_scale
-    of_cap = f"be a finite number over 0, from {1 / capped:.1e} to {capped:.1e} in {held.dtype}, or None"
-    yield a.softcap is None or 1 / capped <= a.softcap <= capped, "softcap", a.softcap, of_cap
-    if a.softcap is not None:
-        yield abs(scale) / a.softcap <= most, "scale / softcap", scale / a.softcap, f"be up to {most:.1e}"
+    if a.scale is not None or a.softcap is not None:
+        yield from _factor_checks(a)
     if a.q_offset is not None:
         Q, K = q.shape[2], k.shape[2]
         yield abs(a.q_offset) <= most_offset(Q, K), "q_offset", a.q_offset, within_positions(Q, K)
@@ -191,6 +184,18 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
         a.implementation is None or a.implementation in NAMES,
         "implementation", a.implementation, f"be None or one of {', '.join(NAMES)}",
     )  # fmt: skip
+
+
+def _factor_checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
+    held = torch.finfo(compute_dtype(a.q.dtype))
+    most, capped = held.max / 4, held.max**0.5  # kernels multiply by up to 2 log2(e); s / softcap keeps its digits
+    scale = a.q.shape[3] ** -0.5 if a.scale is None else a.scale
+    of_scale = f"be a finite number up to {most:.1e} in magnitude, as {held.dtype} holds, or None for D ** -0.5"
+    yield abs(scale) <= most, "scale", scale, of_scale
+    of_cap = f"be a finite number over 0, from {1 / capped:.1e} to {capped:.1e} in {held.dtype}, or None"
+    yield a.softcap is None or 1 / capped <= a.softcap <= capped, "softcap", a.softcap, of_cap
+    if a.softcap is not None:
+        yield abs(scale) / a.softcap <= most, "scale / softcap", scale / a.softcap, f"be up to {most:.1e}"
 
 
 def most_offset(Q: int, K: int) -> int:
@@ -303,7 +308,7 @@ def _index_checks(walk: Walk) -> Iterator[tuple[bool, str, Any, str]]:
     yield len(every.unique()) == len(every), "no tile", Told("one that is listed twice"), "listed twice"
 
 
-def layout_from(arrays: list[Tensor], geometry: list[int]) -> BlockLayout:
+def layout_from(arrays: list[Tensor], geometry: tuple[int, ...]) -> BlockLayout:
     """The layout whose tensors entered an operator: the rows, then the columns if they were built.
 
     Args:

@@ -33,7 +33,7 @@ class Layer:
 
     @property
     def density(self) -> float:
-        """Kept pairs over Q x K."""
+        """Memo pairs over Q x K."""
         return self.call.density
 
 

@@ -71,7 +71,8 @@ class Blocked:
         return one_function(self.name, problem, layout, direction, scoring, operands)
 
     def kernel(self, name: str, problem: Problem, scoring: Scoring) -> Callable[..., tuple[Tensor, ...]]:
-        return partial({"forward": forward, "backward": backward}[name], problem, scoring)
+        directions: dict[str, Callable[..., tuple[Tensor, ...]]] = {"forward": forward, "backward": backward}
+        return partial(directions[name], problem, scoring)
 
 
 def forward(

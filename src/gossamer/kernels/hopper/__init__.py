@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import re
-from functools import cache, cached_property
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
-from gossamer.kernels.contract import Terms
-from gossamer.layouts.block import BlockLayout
+from gossamer.kernels.contract import Scoring
+from gossamer.kernels.hopper import compiled
+from gossamer.kernels.launch import Direction, Operand, Prepared
 from gossamer.layouts.gather import GatherLayout
 from gossamer.plan.capability import Capability, GatherChoice
 from gossamer.plan.problem import Problem
@@ -72,21 +74,6 @@ class Hopper:
             return [f"the kernels use instructions of compute capability 9.0 alone, this device has {major}.{minor}"]
         return missing_packages()  # last: where no kernel could run, nothing is to be installed
 
-    @cached_property
-    def launch(self) -> Any:
-        """What calls the kernels, and imports torch."""
-        return importlib.import_module("gossamer.kernels.hopper.launch.forward")
-
-    @cached_property
-    def launch_backward(self) -> Any:
-        """As `launch`, for the backward."""
-        return importlib.import_module("gossamer.kernels.hopper.launch.backward")
-
-    @cached_property
-    def launch_gather(self) -> Any:
-        """As `launch`, of both directions over gathered columns."""
-        return importlib.import_module("gossamer.kernels.hopper.launch.gather")
-
     def tile(self, problem: Problem) -> tuple[int, int]:
         """(block_q, block_kv): three warpgroups of 64 query rows for small heads, where the accumulators are small.
 
@@ -103,74 +90,19 @@ class Hopper:
     def tile_choices(self, problem: Problem) -> tuple[tuple[int, int], ...]:
         return () if self._few(problem) else ((64, 64),)
 
-    def forward(
-        self,
-        problem: Problem,
-        q: Any,
-        k: Any,
-        v: Any,
-        layout: BlockLayout | GatherLayout,
-        terms: Terms,
-        into: tuple[Any, Any] | None = None,
-    ) -> tuple[Any, Any]:
-        """(out, lse), written into the tensors of `into` where given."""
-        if isinstance(layout, GatherLayout):
-            return self.launch_gather.forward(problem, q, k, v, layout, terms, into=into)
-        return self.launch.forward(problem, q, k, v, layout, terms, into=into)
+    def prepare(
+        self, problem: Problem, layout: Any, direction: Direction, scoring: Scoring, operands: Mapping[str, Operand]
+    ) -> Prepared:
+        """`layout` is a BlockLayout or a GatherLayout, whose modules here import torch."""
+        name = "gather" if isinstance(layout, GatherLayout) else direction
+        module = importlib.import_module(f"gossamer.kernels.hopper.launch.{name}")
+        prepared: Prepared = getattr(module, direction)(problem, layout, scoring, operands)
+        return prepared
 
-    def backward(
-        self,
-        problem: Problem,
-        dout: Any,
-        dlse: Any,
-        q: Any,
-        k: Any,
-        v: Any,
-        out: Any,
-        lse: Any,
-        layout: BlockLayout | GatherLayout,
-        terms: Terms,
-        into: tuple[Any, Any, Any] | None = None,
-    ) -> tuple[Any, Any, Any, Any]:
-        """(dq, dk, dv, dsink_logits or None), the first three written into the tensors of `into` where given."""
-        if isinstance(layout, GatherLayout):
-            return self.launch_gather.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
-        return self.launch_backward.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
-
-    def bound_forward(
-        self,
-        problem: Problem,
-        q: Any,
-        k: Any,
-        v: Any,
-        layout: BlockLayout | GatherLayout,
-        terms: Terms,
-        into: tuple[Any, Any] | None = None,
-    ) -> Any:
-        """See `kernels.contract.Binding`."""
-        if isinstance(layout, GatherLayout):
-            return self.launch_gather.bound_forward(problem, q, k, v, layout, terms, into)
-        return self.launch.bound_forward(problem, q, k, v, layout, terms, into)
-
-    def bound_backward(
-        self,
-        problem: Problem,
-        dout: Any,
-        q: Any,
-        k: Any,
-        v: Any,
-        out: Any,
-        lse: Any,
-        layout: BlockLayout | GatherLayout,
-        terms: Terms,
-        into: tuple[Any, Any, Any] | None = None,
-    ) -> Any:
-        """As `bound_forward`, for the backward; not over gathered columns into given gradients."""
-        if isinstance(layout, GatherLayout):
-            if into is not None:
-                return None
-            return self.launch_gather.bound_backward(problem, dout, q, k, v, out, lse, layout, terms)
-        return self.launch_backward.bound_backward(problem, dout, q, k, v, out, lse, layout, terms, into)
+    def kernel(self, name: str, *key: Any) -> Callable[..., None]:
+        """One of `hopper.compiled`, read from disk or compiled where there is none."""
+        function: Callable[..., None] = getattr(compiled, name)(*key)
+        return function
 
 
 IMPLEMENTATION = Hopper()

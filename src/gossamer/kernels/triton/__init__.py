@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 
-from gossamer.kernels.contract import Terms
-from gossamer.kernels.devices import elsewhere
-from gossamer.kernels.triton import binding
+from gossamer.kernels import relaunch
+from gossamer.kernels.contract import Scoring
+from gossamer.kernels.launch import Direction, Operand, Prepared
+from gossamer.kernels.relaunch import Programs
 from gossamer.kernels.triton.block import launch as launch_block
 from gossamer.kernels.triton.config import BUCKETS
 from gossamer.kernels.triton.gather import launch as launch_gather
 from gossamer.kernels.triton.gather.config import GATHERS
+from gossamer.kernels.triton.join import join_kernel
+from gossamer.kernels.triton.merge import merge_kernel, sum_kernel
+from gossamer.kernels.triton.row_terms import row_terms_kernel
 from gossamer.kernels.triton.wide import launch as launch_wide
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout
@@ -57,79 +60,24 @@ class Triton:
         measured = (problem.sm or 0) >= 90 and problem.dtype != "float32" and max(problem.D, problem.E) <= 128
         return ((64, 64),) if measured and problem.Q > 64 else ()
 
-    def forward(
-        self,
-        problem: Problem,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layout: BlockLayout | GatherLayout,
-        terms: Terms,
-        into: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        if elsewhere(q):
-            with torch.cuda.device(q.device):
-                return self.forward(problem, q, k, v, layout, terms, into)
-        return _launches(problem, layout).forward(problem, q, k, v, layout, terms, into=into)
+    def prepare(
+        self, problem: Problem, layout: BlockLayout | GatherLayout, direction: Direction, scoring: Scoring,
+        operands: Mapping[str, Operand],
+    ) -> Prepared:  # fmt: skip
+        module: Any = launch_wide if max(problem.D, problem.E) > BUCKETS[-1] else launch_block
+        if isinstance(layout, GatherLayout):
+            module = launch_gather
+        return {"forward": module.forward, "backward": module.backward}[direction](problem, layout, scoring, operands)
 
-    def backward(
-        self,
-        problem: Problem,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        layout: BlockLayout | GatherLayout,
-        terms: Terms,
-        into: tuple[Tensor, Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        if elsewhere(q):
-            with torch.cuda.device(q.device):
-                return self.backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into)
-        return _launches(problem, layout).backward(problem, dout, dlse, q, k, v, out, lse, layout, terms, into=into)
-
-    def bound_forward(
-        self,
-        problem: Problem,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layout: BlockLayout | GatherLayout,
-        terms: Terms,
-        into: tuple[Tensor, Tensor] | None = None,
-    ) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        if max(problem.D, problem.E) > BUCKETS[-1]:
-            return None
-        return binding.bound_forward(
-            problem, q, k, v, layout, terms, into,
-            lambda q, k, v, terms, into: self.forward(problem, q, k, v, layout, terms, into),
-        )  # fmt: skip
-
-    def bound_backward(
-        self,
-        problem: Problem,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        layout: BlockLayout | GatherLayout,
-        terms: Terms,
-        into: tuple[Tensor, Tensor, Tensor] | None = None,
-    ) -> Callable[..., tuple[Tensor, ...]] | None:
-        """None: several launches and their workspace are most of it."""
-        return None
+    def kernel(self, name: str, *key: Any) -> Callable[..., None]:
+        return relaunch.launcher(KERNELS[name], Programs(*key))
 
 
-def _launches(problem: Problem, layout: BlockLayout | GatherLayout) -> Any:
-    """The module whose forward and backward compute a layout."""
-    if isinstance(layout, GatherLayout):
-        return launch_gather
-    return launch_wide if max(problem.D, problem.E) > BUCKETS[-1] else launch_block
-
-
+KERNELS = {
+    function.fn.__name__: function
+    for function in (
+        *launch_block.KERNELS.values(), *launch_gather.ROWS.values(), *launch_gather.TILES.values(),
+        *launch_wide.KERNELS, row_terms_kernel, merge_kernel, sum_kernel, join_kernel,
+    )
+}  # fmt: skip
 IMPLEMENTATION = Triton()

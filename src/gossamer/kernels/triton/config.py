@@ -6,6 +6,9 @@ from typing import Literal
 
 Direction = Literal["forward", "dq", "dkdv"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "dq", "dkdv")
+# The walks of a backward, and what each gives.
+GRADIENTS: dict[Direction, tuple[str, ...]] = {"dq": ("dq",), "dkdv": ("dk", "dv")}
+WALKS = tuple(GRADIENTS)
 # Head sizes are padded to a power of two; a configuration serves all sizes up to its bucket.
 BUCKETS = (64, 128, 256)
 ARCHITECTURES = (80, 89, 90, 100)

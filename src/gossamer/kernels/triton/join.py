@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from gossamer.kernels.launch import Builder
 from gossamer.kernels.relaunch import padded
 from gossamer.kernels.scores import LN2, LOG2E
-from gossamer.kernels.triton.arguments import operand
+from gossamer.kernels.triton.arguments import arrays, operand, step
 from gossamer.kernels.triton.rows import load_rows, store_rows
 
 ROWS = 32
@@ -54,11 +54,9 @@ def join_kernel(
     tl.store(lse, tl.where(b_sum == 0.0, float("-inf"), b_most + tl.log2(b_one) * LN2), mask=o_r < rows)
 
 
-def join(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+def join(b: Builder, out: str, lse: str, part_out: str, part_lse: str) -> None:
     """Merge part_out (B, heads, N, E) and part_lse (B, heads, N) into out and lse, in place; of any strides."""
-    B, heads, rows, E = out.shape
-    part_out = operand(part_out)
-    join_kernel[(B * heads * triton.cdiv(rows, ROWS),)](
-        out, lse, part_out, part_lse, *out.stride()[:3], *lse.stride(), *part_out.stride()[:3], *part_lse.stride(),
-        heads, rows, E=E, BLOCK_E=padded(E), R=ROWS, num_warps=4,
-    )  # fmt: skip
+    B, heads, rows, E = b[out].shape
+    values = arrays(b, out=out, lse=lse, part_out=operand(b, part_out), part_lse=part_lse)
+    values |= {"heads": heads, "rows": rows, "E": E, "BLOCK_E": padded(E), "R": ROWS}
+    step(b, join_kernel, (B * heads * triton.cdiv(rows, ROWS),), values, {"num_warps": 4})

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from gossamer.kernels.relaunch import Known, launch, padded, strides
+from gossamer.kernels.launch import Builder
+from gossamer.kernels.relaunch import padded
 from gossamer.kernels.scores import FLOOR
+from gossamer.kernels.triton.arguments import arrays, listed, step
+from gossamer.kernels.triton.config import GRADIENTS, Direction
 from gossamer.kernels.triton.rows import batch_and_head, copy_index, load_rows, store_row_results, store_rows
 
 ROWS = 32  # of a program, where a tile has as many
@@ -83,7 +85,7 @@ def sum_kernel(
     result,  # (B, heads, rows, SIZE)
     part,  # (copies, slots, TILE_ROWS, SIZE)
     merges,
-    stride_b, stride_h, stride_n,
+    stride_rb, stride_rh, stride_rn,
     n_merges, n_slots, heads, rows, lead_heads,
     SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, R: tl.constexpr, TILE_ROWS: tl.constexpr,
     B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr,
@@ -100,74 +102,53 @@ def sum_kernel(
     for i_part in range(count):
         part_rows = part + (base + i_part) * (TILE_ROWS * SIZE)
         b_sum += load_rows(part_rows, sub * R, TILE_ROWS, SIZE, R, SIZE, BLOCK_SIZE, True)
-    result += i_b.to(tl.int64) * stride_b + i_h.to(tl.int64) * stride_h
-    store_rows(result, b_sum, row_start, rows, stride_n, R, SIZE, BLOCK_SIZE)
+    result += i_b.to(tl.int64) * stride_rb + i_h.to(tl.int64) * stride_rh
+    store_rows(result, b_sum, row_start, rows, stride_rn, R, SIZE, BLOCK_SIZE)
 
 
 @dataclass(frozen=True)
 class CutRows:
     """The rows of a walk whose lists were cut: where their parts are, and what joins them."""
 
-    merges: Tensor  # (m, 4) int32: see `layouts.schedule.WorkItems`
+    merges: Any  # (m, 4) int32: see `layouts.schedule.WorkItems`
     slots: int  # parts of one copy; 0 where no row is cut
     copies: int
     tile_rows: int
     lead_heads: int
     b_from_grid: bool
     h_from_grid: bool
-    known: Known = field(default_factory=dict)  # launches of before
 
-    def shape(self, size: int) -> tuple[int, int, int, int]:
-        """Of the parts of rows of `size` numbers."""
-        return self.copies, self.slots, self.tile_rows, size
+    def step(
+        self, b: Builder, direction: Direction, function: Any, programs: int, values: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """Add a kernel over all copies of the walk, and what joins the parts that it leaves.
 
-    def part(self, size: int, like: Tensor) -> Tensor:
-        """Memory for parts of rows, float32; `like`, which is never read, where no row is cut."""
-        return torch.empty(self.shape(size), dtype=torch.float32, device=like.device) if self.slots else like
-
-    def join(self, out: Tensor, lse: Tensor, parts: tuple[Tensor, Tensor]) -> None:
-        """Write the cut rows of out (B, H, Q, E) and lse (B, H, Q), of any strides."""
-        if not self.slots:
-            return
-        _, H, Q, E = out.shape
-        launch(
-            self.known, merge_kernel, self._grid, E, merged(out, lse, parts), {},
-            lambda: {
-                **strides("o", out), **strides("l", lse), "H": H, "Q": Q, "E": E, "BLOCK_E": padded(E), **self._fixed(),
-            },
-        )  # fmt: skip
-
-    def add(self, part: Tensor, result: Tensor) -> None:
-        """Write the cut rows of a gradient (B, heads, rows, size), of any strides."""
-        if not self.slots:
-            return
-        _, heads, rows, size = result.shape
-        launch(
-            self.known, sum_kernel, self._grid, size, {"result": result, "part": part}, {},
-            lambda: {
-                **{f"stride_{axis}": result.stride(i) for i, axis in enumerate("bhn")}, "heads": heads, "rows": rows,
-                "SIZE": size, "BLOCK_SIZE": padded(size), **self._fixed(),
-            },
-        )  # fmt: skip
-
-    @property
-    def _rows(self) -> int:
-        """Of a program."""
-        return min(ROWS, self.tile_rows)
-
-    @property
-    def _grid(self) -> tuple[int]:
-        return (self.tile_rows // self._rows * self.merges.shape[0] * self.copies,)
-
-    def _fixed(self) -> dict[str, Any]:
-        """What both kernels are given for these rows."""
-        return {
-            "merges": self.merges, "n_merges": self.merges.shape[0], "n_slots": self.slots,
-            "lead_heads": self.lead_heads, "R": self._rows, "TILE_ROWS": self.tile_rows,
-            "B_FROM_GRID": self.b_from_grid, "H_FROM_GRID": self.h_from_grid, "num_warps": 1 if self._rows == 1 else 4,
+        Args:
+            programs: of one copy.
+            values: arguments of the kernel, its results among them, but those that follow from the cut.
+        """
+        D, E, unread = values["D"], values["E"], values["unread"]
+        sizes: dict[str, int] = {
+            "forward": {"part_acc": E, "part_ml": 2}, "dq": {"part": D}, "dkdv": {"part_dk": D, "part_dv": E},
+        }[direction]  # fmt: skip
+        shape = self.copies, self.slots, self.tile_rows
+        parts = {name: b.array(name, "float32", (*shape, n)) if self.slots else unread for name, n in sizes.items()}
+        more: dict[str, Any] = {
+            "n_slots": self.slots, "HAS_SLOTS": self.slots > 0, "lead_heads": self.lead_heads,
+            "TILE_ROWS": self.tile_rows, "B_FROM_GRID": self.b_from_grid, "H_FROM_GRID": self.h_from_grid,
         }  # fmt: skip
-
-
-def merged(out: Any, lse: Any, parts: Any) -> dict[str, Any]:
-    """The tensors of a launch that joins the parts of rows, or their kinds."""
-    return {"out": out, "lse": lse, "part_acc": parts[0], "part_ml": parts[1]}
+        step(b, function, (programs * self.copies,), {**values, **parts, **more}, options)
+        if not self.slots:
+            return
+        rows, count = min(ROWS, self.tile_rows), len(self.merges)
+        more |= {"n_merges": count, "R": rows} | listed(b, direction, {"merges": self.merges})
+        grid = (self.tile_rows // rows * count * self.copies,)
+        own = {"num_warps": 1 if rows == 1 else 4}
+        if direction == "forward":
+            step(b, merge_kernel, grid, {**values, **parts, **more}, own)
+            return
+        for part, result in zip(parts.values(), [values[name] for name in GRADIENTS[direction]], strict=True):
+            _, heads, length, size = b[result].shape
+            sums = {"part": part, "heads": heads, "rows": length, "SIZE": size, "BLOCK_SIZE": padded(size)}
+            step(b, sum_kernel, grid, arrays(b, result=result) | sums | more, own)

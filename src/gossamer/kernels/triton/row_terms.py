@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from gossamer.kernels.relaunch import Known, launch, padded, strides
+from gossamer.kernels.launch import Builder
+from gossamer.kernels.relaunch import padded
 from gossamer.kernels.softmax import empty_rows
-from gossamer.kernels.triton.arguments import operand
+from gossamer.kernels.triton.arguments import arrays, operand, step
 from gossamer.kernels.triton.rows import load_rows
 from gossamer.plan.problem import Problem
 
 ROWS = 32  # of a program
-
-_launches: Known = {}
 
 
 @triton.jit(do_not_specialize=["Q"])
@@ -56,20 +53,12 @@ def row_terms_kernel(
     tl.store(row_terms + padded_Q.to(tl.int64) * B * H, b_delta)
 
 
-def row_terms(problem: Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, padded_Q: int) -> Tensor:
-    """(2, B, H, padded_Q) float32: lse in base 2, and delta = rowsum(dout * out) - dlse."""
-    p, out = problem, operand(out)
-    terms = lse.new_empty((2, p.B, p.H, padded_Q), dtype=torch.float32)
-    if terms.numel():
-        given = lse if dlse is None else dlse
-        launch(
-            _launches, row_terms_kernel, (p.B * p.H * padded_Q // ROWS,),
-            (p.B, p.H, p.Q, padded_Q, p.E, dlse is None, lse.device),
-            {"dout": dout, "out": out, "lse": lse, "dlse": given, "row_terms": terms}, {},
-            lambda: {
-                **strides("g", dout), **strides("o", out), **strides("l", lse), **strides("m", given), "B": p.B,
-                "H": p.H, "Q": p.Q, "padded_Q": padded_Q, "E": p.E, "BLOCK_E": padded(p.E), "R": ROWS,
-                "DLSE": dlse is not None, "num_warps": 4,
-            },
-        )  # fmt: skip
-    return terms
+def row_terms(b: Builder, p: Problem, dout: str, padded_Q: int) -> str:
+    """Add (2, B, H, padded_Q) float32: lse in base 2, and delta = rowsum(dout * out) - dlse."""
+    rows = b.array("row_terms", "float32", (2, p.B, p.H, padded_Q))
+    values = arrays(b, dout=dout, out=operand(b, "out"), lse="lse", dlse="dlse" if "dlse" in b else "lse") | {
+        "row_terms": rows, "B": p.B, "H": p.H, "Q": p.Q, "padded_Q": padded_Q, "E": p.E, "BLOCK_E": padded(p.E),
+        "R": ROWS, "DLSE": "dlse" in b,
+    }  # fmt: skip
+    step(b, row_terms_kernel, (p.B * p.H * padded_Q // ROWS,), values, {"num_warps": 4})
+    return rows

@@ -5,9 +5,8 @@ Made once for a layout and kept. A layout that was made on a device gets its ite
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,8 +22,7 @@ from gossamer.layouts.schedule import cut, row_lengths
 from gossamer.layouts.walk import Walk
 
 
-@dataclass(frozen=True)
-class ColumnWork:
+class ColumnWork(NamedTuple):
     """The items of a launch."""
 
     items: Tensor  # (n, ITEM) int32

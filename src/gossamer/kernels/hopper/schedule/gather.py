@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from gossamer.kernels.hopper.device import column_items, row_items
 from gossamer.kernels.hopper.schedule.columns import ColumnWork, items_of
@@ -67,7 +66,7 @@ def _row_work(walk: GatherWalk, device: torch.device, copies: int, heads: int, b
     words |= {word.BITS: starts[row] // width + begin, word.BITSES: end - begin, word.LEAD: lead, word.VALID: 1}
     words[word.FIRST] = starts[row] + np.minimum(counts[row], end * width)
     items = fill(np.zeros((len(row), word.ITEM), dtype=np.int32), words)
-    return Work(*_ordered(items, end - begin, pieces, (Bl, Hl, walk.tiles), copies, heads, blocks, device))
+    return _ordered(items, end - begin, pieces, (Bl, Hl, walk.tiles), copies, heads, blocks, device)
 
 
 def _column_work(
@@ -93,15 +92,15 @@ def _column_work(
     fill(segments[: len(item)], words)
     words = {word.BATCH: batch, word.GROUP: group, word.TILE: tile, word.SLOT: slot}
     items = items_of(words, np.bincount(item, minlength=len(row)))
-    every, merges, slots = _ordered(items, end - begin, pieces, (Bl, groups, tiles), copies, heads, blocks, device)
-    return ColumnWork(every, torch.from_numpy(segments).to(device), merges, slots)
+    work = _ordered(items, end - begin, pieces, (Bl, groups, tiles), copies, heads, blocks, device)
+    return ColumnWork(work.items, torch.from_numpy(segments).to(device), work.merges, work.slots)
 
 
 def _ordered(
     items: np.ndarray, lengths: np.ndarray, pieces: np.ndarray, shape: tuple[int, int, int], copies: int, heads: int,
     blocks: int, device: torch.device,
-) -> tuple[Tensor, Tensor, int]:  # fmt: skip
-    """Items and merges of every head, and slots. `shape`: batch elements, heads and groups of rows of `pieces`."""
+) -> Work:  # fmt: skip
+    """Items of every head. `shape`: batch elements, heads and groups of rows of `pieces`."""
     merges, slots = merges_of(pieces, shape)
     word = row_items  # items of columns have these words at the same places
     order = np.lexsort((*(items[:, i] for i in (word.SLOT, word.TILE, word.HEAD, word.BATCH)), -lengths // NEAR))
@@ -109,4 +108,4 @@ def _ordered(
         torch.from_numpy(items[order]), torch.from_numpy(lengths[order]), torch.from_numpy(merges), slots,
         shape[0] * shape[1], copies, heads, blocks,
     )  # fmt: skip
-    return every.to(device), merged.to(device), slots * copies
+    return Work(every.to(device), merged.to(device), slots * copies)

@@ -7,10 +7,9 @@ read back from a device: a layout that was made there gets its items there, unsp
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from heapq import heapreplace
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -35,8 +34,7 @@ SLACK = 1.1  # of a head's share of a block's time: what an item may take where 
 CUT_ROWS = 0.06  # of a list, for each block, at most: rows that are cut because one takes longer than a head
 
 
-@dataclass(frozen=True)
-class Lists:
+class Lists(NamedTuple):
     """A walk's arrays as the kernel reads them."""
 
     lists: Tensor  # (2, n) int32: tile column; pool entry
@@ -45,8 +43,7 @@ class Lists:
     pool: Tensor  # (P * block_q, block_kv / 32) int32
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """The items of a launch."""
 
     items: Tensor  # (n, ITEM) int32: `device.row_items`
@@ -54,22 +51,28 @@ class Work:
     slots: int
 
 
-_lists: WeakKeyDictionary[Walk, dict[int, Lists]] = WeakKeyDictionary()
+_lists: WeakKeyDictionary[Walk, dict[tuple[int, int], Lists]] = WeakKeyDictionary()
 _work: WeakKeyDictionary[Walk, dict[tuple[int, int, int, int | None], Work]] = WeakKeyDictionary()
 _lock = Lock()
 
 
-def lists(layout: BlockLayout, transposed: bool = False, blocks: int = 0) -> Lists:
+def lists(layout: BlockLayout, transposed: bool = False, blocks: int = 0, repeat: int = 1) -> Lists:
     """The lists of a layout of torch tensors: of its rows, or of its columns.
 
     With `blocks` that draw items at the same time, every other round of rows is listed backwards: it begins with the
     keys that are in the level-2 cache since the round before. Else, and where only the device knows the lists, tile
-    columns ascend in each list.
+    columns ascend in each list. With `repeat` the rows of a tile are those of so many heads, one head after the other.
     """
     walk = layout.columns if transposed else layout.rows
     kept = _lists.get(walk)
-    found = kept.get(blocks) if kept is not None else None
-    if found is None:
+    found = kept.get((blocks, repeat)) if kept is not None else None
+    if found is not None:
+        return found
+    if repeat > 1:
+        found = _repeated(lists(layout, transposed, blocks), walk, repeat)
+        if walk.lo.device.type == "cuda" and layout.host is not None:  # kept for every stream: others would not wait
+            torch.cuda.current_stream(walk.lo.device).synchronize()
+    else:
         known = walk
         if layout.host is not None:  # what is copied from there is complete for every stream
             known = layout.host.columns if transposed else layout.host.rows
@@ -82,9 +85,20 @@ def lists(layout: BlockLayout, transposed: bool = False, blocks: int = 0) -> Lis
             entries[:, : len(listed)] = entries[:, torch.from_numpy(_there_and_back(known, blocks))]
         lo, hi = _rows(walk.lo, walk.rows), _rows(walk.hi, walk.rows)
         found = Lists(entries.to(walk.lo.device), lo, hi, _rows(walk.pool, walk.block_columns // 32))
-        with _lock:
-            found = _lists.setdefault(walk, {}).setdefault(blocks, found)
-    return found
+    with _lock:
+        return _lists.setdefault(walk, {}).setdefault((blocks, repeat), found)
+
+
+def _repeated(known: Lists, walk: Walk, repeat: int) -> Lists:
+    """The lists of a walk of one tile of rows, which hold its rows several times."""
+    lo, hi, pool = known.lo, known.hi, known.pool
+    if walk.lo.numel():
+        lo, hi = lo.repeat(1, repeat), hi.repeat(1, repeat)
+    if walk.pool.numel():
+        pool = pool.clone()
+        rows = pool.view(-1, walk.block_rows, pool.shape[1])
+        rows[:, : repeat * walk.rows] = rows[:, : walk.rows].repeat(1, repeat, 1)
+    return known._replace(lo=lo, hi=hi, pool=pool)
 
 
 def _there_and_back(walk: Walk, blocks: int) -> np.ndarray:
@@ -243,7 +257,7 @@ def _host_work(walk: Walk, device: torch.device, copies: int, heads: int, blocks
     leads, Hl = math.prod(walk.lead), walk.lead[1]
     few = walk.rows * FEW <= walk.block_rows
     made = work_items(walk, item_limit(row_lengths(walk).reshape(-1), leads, copies, blocks, split, few))
-    lead, tile, begin, end, slot = (made.items[:, i].astype(np.int64) for i in range(5))
+    lead, tile, begin, end, slot, _ = made.items.T.astype(np.int64)
     words: dict[int, Any] = {item.BATCH: lead // Hl, item.HEAD: lead % Hl, item.TILE: tile, item.SLOT: slot}
     base = before = np.int64(0)
     for kind, tiles in walk.lists.items():
@@ -258,11 +272,11 @@ def _host_work(walk: Walk, device: torch.device, copies: int, heads: int, blocks
     which, cut_tile, slot, count = made.merges.T
     words = {merge.BATCH: which // Hl, merge.HEAD: which % Hl, merge.TILE: cut_tile, merge.SLOT: slot}
     fill(merges[: len(which)], words | {merge.COUNT: count})
-    every = for_every_head(
+    every, merged = for_every_head(
         torch.from_numpy(items), torch.from_numpy(end - begin), torch.from_numpy(merges), made.slots, leads, copies,
         heads, blocks,
     )  # fmt: skip
-    return Work(every[0].to(device), every[1].to(device), made.slots * copies)
+    return Work(every.to(device), merged.to(device), made.slots * copies)
 
 
 def _device_work(walk: Walk, copies: int, heads: int, blocks: int) -> Work:

@@ -6,7 +6,7 @@ values could tell is known for layouts that were built on the host, and assumed 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.kernels.devices import processors
-from gossamer.kernels.relaunch import Known
 from gossamer.kernels.triton.merge import CutRows
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.schedule import row_lengths, split_limit, work_items
 from gossamer.layouts.walk import KINDS, TileList, Walk
+from gossamer.plan.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class WalkFacts:
     listed: int | None  # tiles in all lists; None when it would have to be read from a device
     longest: int  # tiles of the longest row
     items: dict[int, Items]  # by the limit of tiles in an item
-    plans: dict[Any, Schedule]  # by batch size, heads and split
+    plans: dict[tuple[int | None, ...], Schedule]  # by batch size, heads, processors and split
 
 
 _facts: WeakKeyDictionary[Walk, WalkFacts] = WeakKeyDictionary()
@@ -114,63 +113,46 @@ class Schedule:
 
     size: int  # items, or tile rows without them, of one broadcast copy
     cut: CutRows
-    pointers: dict[str, Tensor]
+    arrays: dict[str, Tensor]  # of the layout, by the kernels' names
     constants: dict[str, Any]
-    list_b: int
-    list_h: int
-    known: Known = field(default_factory=dict)  # launches of before
 
 
-def schedule_of(layout: BlockLayout, transposed: bool, B: int, heads: int, group: int, split: int | None) -> Schedule:
-    """Of one direction of a layout, made once.
+def schedule_of(p: Problem, layout: BlockLayout, transposed: bool, split: int | None) -> Schedule:
+    """Of one direction of a layout, made once; `split` caps the tiles of a work item in place of the automatic limit.
 
-    Args:
-        heads: that programs run over: H for the rows, G for the columns of a layout.
-        split: caps the tiles of a work item instead of the automatic limit.
+    Programs run over H for the rows, and over G for the columns of a layout.
     """
     known = facts(layout, transposed)
-    key = (B, heads, group, split)
+    key = (p.B, p.H, p.G, p.processors, split)
     found = known.plans.get(key)
     if found is None:
-        # The first is kept: a thread may have bound a call to its addresses.
-        found = known.plans.setdefault(key, _make_schedule(layout, transposed, B, heads, group, split))
+        # The first is kept: a launch may hold its arrays.
+        found = known.plans.setdefault(key, _make_schedule(p, layout, transposed, split))
     return found
 
 
-def _make_schedule(
-    layout: BlockLayout, transposed: bool, B: int, heads: int, group: int, split: int | None
-) -> Schedule:
+def _make_schedule(p: Problem, layout: BlockLayout, transposed: bool, split: int | None) -> Schedule:
     walk: Walk = layout.columns if transposed else layout.rows
     known = facts(layout, transposed)
     Bl, Hl = walk.lead
     # dK and dV of a per-head layout under grouped queries: the program loops over the heads of its group, whose
     # lists differ, so the key heads come from the grid and no item can describe the row.
-    grouped_lists = transposed and Hl > 1 and group > 1
+    grouped_lists = transposed and Hl > 1 and p.H > p.G
     b_from_grid, h_from_grid = Bl == 1, Hl == 1 or grouped_lists
-    copies = (B if b_from_grid else 1) * (heads if h_from_grid else 1)
-    work = None
-    if not grouped_lists:
-        work = items(layout, transposed, copies, processors(known.arrays[0].device), split)
+    copies = (p.B if b_from_grid else 1) * ((p.G if transposed else p.H) if h_from_grid else 1)
+    work = None if grouped_lists else items(layout, transposed, copies, p.processors, split)
     lead_heads = 1 if h_from_grid else Hl
     size = work.items.shape[0] if work is not None else (1 if b_from_grid else Bl) * lead_heads * walk.tiles
-    names = ("starts", "counts", "indices")
-    pointers = dict(zip([f"{kind}_{name}" for kind in KINDS for name in names], known.arrays[:9], strict=True))
-    pointers |= dict(zip(("lo", "hi", "pool_index", "pool"), known.arrays[9:], strict=True))
-    slots, unused = 0, known.arrays[0]  # an unused pointer still needs a tensor
-    pointers["items"], merges = unused, unused
-    if work is not None:
-        pointers["items"], merges, slots = work.items, work.merges, work.slots
+    names = [f"{kind}_{name}" for kind in KINDS for name in ("starts", "counts", "indices")]
+    arrays = dict(zip([*names, "lo", "hi", "pool_index", "pool"], known.arrays, strict=True))
+    unread = arrays["lo"]  # a pointer that no program reads still needs an array
+    arrays["items"], merges, slots = (unread, unread, 0) if work is None else (work.items, work.merges, work.slots)
     constants = {
-        "TILE_ROWS": walk.block_rows,
-        "TILE_COLUMNS": walk.block_columns,
-        "GROUP": group,
-        "B_FROM_GRID": b_from_grid,
-        "H_FROM_GRID": h_from_grid,
-        "HAS_ITEMS": work is not None,
-        "HAS_SLOTS": slots > 0,
-    }
+        "n_items": size, "n_tiles": walk.tiles, "list_b": Hl if Bl > 1 else 0, "list_h": 1 if Hl > 1 else 0,
+        "TILE_COLUMNS": walk.block_columns, "HAS_ITEMS": work is not None,
+    }  # fmt: skip
     for kind, has, contiguous in zip(KINDS, known.has, known.contiguous, strict=True):
         constants[f"HAS_{kind.upper()}"] = has
         constants[f"{kind.upper()}_CONTIGUOUS"] = contiguous
     cut = CutRows(merges, slots, copies, walk.block_rows, lead_heads, b_from_grid, h_from_grid)
-    return Schedule(size, cut, pointers, constants, Hl if Bl > 1 else 0, 1 if Hl > 1 else 0)
+    return Schedule(size, cut, arrays, constants)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.kernels.devices import processors
-from gossamer.kernels.relaunch import Known, padded
+from gossamer.kernels.launch import BYTES
 from gossamer.kernels.triton.config import Direction
 from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig, group_config, piece, row_config
 from gossamer.kernels.triton.merge import CutRows
@@ -47,13 +46,13 @@ class Work:
 _work: WeakKeyDictionary[GatherWalk, dict[int, Work]] = WeakKeyDictionary()
 
 
-def work_of(layout: GatherLayout, transposed: bool, copies: int, split: int | None) -> Work:
+def work_of(p: Problem, layout: GatherLayout, transposed: bool, copies: int, split: int | None) -> Work:
     """The items of one direction, made once; a layout that was made on a device is read back for it."""
     walk = layout.columns if transposed else layout.rows
     known = _work.setdefault(walk, {})
     if split is None:
         groups, steps = len(walk.counts.reshape(-1)), int(walk.indices.shape[0]) // walk.width
-        split = item_limit(groups, copies, steps, walk.width, processors(walk.indices.device))
+        split = item_limit(groups, copies, steps, walk.width, p.processors)
     found = known.get(split)
     if found is None:
         source = (layout.host.columns if transposed else layout.host.rows) if layout.host is not None else walk
@@ -83,90 +82,61 @@ def _make_work(walk: GatherWalk, limit: int, device: torch.device) -> Work:
 
 
 @dataclass(frozen=True)
-class Launch:
-    """What the launches of one kernel over a walk have in common. The walk is not held: it would never be forgotten."""
+class Schedule:
+    """Which programs run for one walk. The walk is not held: it would never be forgotten."""
 
+    programs: int  # of one copy of the walk
     cut: CutRows
-    heads: int  # that programs run over
+    arrays: dict[str, Any]  # of the layout, by the kernels' names
     constants: dict[str, Any]
-    arguments: dict[str, Any]
-    options: dict[str, Any]
-    grid: tuple[int]
-    known: Known = field(default_factory=dict)  # launches of before
-
-    @property
-    def rest(self) -> dict[str, Any]:
-        """The arguments that are the same in every call."""
-        return self.arguments | self.constants | self.options
+    options: dict[str, Any]  # of the launch
 
 
-_launches: WeakKeyDictionary[GatherWalk, dict[Any, Launch]] = WeakKeyDictionary()
+_schedules: WeakKeyDictionary[GatherWalk, dict[Any, Schedule]] = WeakKeyDictionary()
 
 
-def launch_of(
-    problem: Problem,
-    layout: GatherLayout,
-    direction: Direction,
-    config: RowConfig | GroupConfig | None,
-    split: int | None,
-) -> Launch:
+def schedule_of(
+    p: Problem, layout: GatherLayout, direction: Direction, config: RowConfig | GroupConfig | None, split: int | None
+) -> Schedule:
     """The programs of one kernel, worked out once for a walk and a kind of problem."""
-    p = problem
-    known = _launches.setdefault(layout.columns if direction == "dkdv" else layout.rows, {})
-    key = direction, p.B, p.H, p.G, p.D, p.E, p.dtype, config, split
+    known = _schedules.setdefault(layout.columns if direction == "dkdv" else layout.rows, {})
+    key = direction, p.B, p.H, p.G, p.D, p.E, p.dtype, p.processors, config, split
     found = known.get(key)
     if found is None:
-        # The first is kept: a thread may have bound a call to its addresses.
-        found = known.setdefault(key, _make_launch(problem, layout, direction, config, split))
+        # The first is kept: a launch may hold its arrays.
+        found = known.setdefault(key, _make_schedule(p, layout, direction, config, split))
     return found
 
 
-def _make_launch(
-    problem: Problem,
-    layout: GatherLayout,
-    direction: Direction,
-    config: RowConfig | GroupConfig | None,
-    split: int | None,
-) -> Launch:
+def _make_schedule(
+    p: Problem, layout: GatherLayout, direction: Direction, config: RowConfig | GroupConfig | None, split: int | None
+) -> Schedule:
     """Which items, how many copies of them, and with which sizes."""
-    p, transposed = problem, direction == "dkdv"
+    transposed = direction == "dkdv"
     walk = layout.columns if transposed else layout.rows
     Bl, Hl = walk.lead
-    group = p.H // p.G
     # Heads that share a key head but not their lists get gradients of their own, which are summed afterwards.
-    members = group if transposed and Hl == 1 else 1
+    members = p.H // p.G if transposed and Hl == 1 else 1
     heads = p.H // members
     copies = (p.B if Bl == 1 else 1) * (heads if Hl == 1 else 1)
-    work = work_of(layout, transposed, copies, split)
-    constants: dict[str, Any] = {
-        "D": p.D, "E": p.E, "GROUP": group, "B_FROM_GRID": Bl == 1, "H_FROM_GRID": Hl == 1,
-        "HAS_SLOTS": work.slots > 0,
-    }  # fmt: skip
-    if transposed:
-        constants["MEMBERS"] = members
-    n_items, bits = int(work.items.shape[0]), 32 if p.dtype == "float32" else 16
-    arguments: dict[str, Any] = {
-        "items": work.items, "indices": walk.indices, "n_items": n_items, "n_slots": work.slots,
-        "K": p.K, "lead_heads": Hl,
-    }  # fmt: skip
+    work = work_of(p, layout, transposed, copies, split)
+    programs, bits = int(work.items.shape[0]), 8 * BYTES[p.dtype]
+    arrays: dict[str, Any] = {"items": work.items, "indices": walk.indices}
+    constants: dict[str, Any] = {"n_items": programs, "heads": heads, "MEMBERS": members}
     if walk.block_rows == 1:
         rows = config if isinstance(config, RowConfig) else row_config(direction, bits, p.D, p.E)
-        constants |= {"RP": rows.items, "C": rows.columns, "SD": piece(p.D, bits), "SE": piece(p.E, bits)}
-        arguments["longest"] = work.longest(rows.items)
-        programs = arguments["n_groups"] = -(-n_items // rows.items)
+        arrays["longest"] = work.longest(rows.items)
+        programs = -(-programs // rows.items)
+        constants |= {
+            "RP": rows.items, "C": rows.columns, "SD": piece(p.D, bits), "SE": piece(p.E, bits), "n_groups": programs,
+        }  # fmt: skip
         options = {"num_warps": rows.warps, "num_stages": 1}
         if rows.registers is not None:
             options["maxnreg"] = rows.registers
     else:
         groups = config if isinstance(config, GroupConfig) else group_config(direction, bits, p.D, p.E, walk.block_rows)
-        constants |= {
-            "R": walk.block_rows, "C": walk.width, "BLOCK_D": padded(p.D), "BLOCK_E": padded(p.E),
-            "PRECISION": groups.precision,
-        }  # fmt: skip
-        arguments["bits"] = walk.bits
-        if not transposed:
-            arguments["G"] = p.G
-        programs, options = n_items, {"num_warps": groups.warps, "num_stages": groups.stages}
-    options["enable_fp_fusion"] = True
+        arrays["bits"] = walk.bits
+        constants |= {"R": walk.block_rows, "C": walk.width, "PRECISION": groups.precision}
+        options = {"num_warps": groups.warps, "num_stages": groups.stages}
     cut = CutRows(work.merges, work.slots, copies, walk.block_rows, Hl, Bl == 1, Hl == 1)
-    return Launch(cut, heads, constants, arguments, options, (programs * copies,))
+    return Schedule(programs, cut, arrays, constants, options)

@@ -1,4 +1,4 @@
-"""Heads wider than 256, by slices of D and E: from tensors and a layout to kernel arguments, some tile rows at a time.
+"""Heads wider than 256, by slices of D and E: from a problem and a layout to kernel arguments.
 
 The scores of the listed tiles of some tile rows are kept between kernels, at most about SCRATCH_BYTES of them, so the
 memory does not grow with the sequence. Gradients of keys are added up over the passes in a fixed order.
@@ -6,23 +6,25 @@ memory does not grow with the sequence. Gradients of keys are added up over the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Terms
-from gossamer.kernels.rows import row_terms, sink_gradient
-from gossamer.kernels.scores import scales
-from gossamer.kernels.triton.arguments import results
+from gossamer.kernels.contract import Scoring
+from gossamer.kernels.launch import EDGE, Builder, Kernel, Operand, Prepared, compact
+from gossamer.kernels.triton.arguments import arrays, listed, operand, row_results, step, terms, vector
 from gossamer.kernels.triton.wide.kernels import gradient_kernel, output_kernel, products_kernel
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.walk import Walk
 from gossamer.plan.problem import Problem
 
+KERNELS = (products_kernel, output_kernel, gradient_kernel)
+OPTIONS = {"num_warps": 8, "num_stages": 2}
 SCRATCH_BYTES = 2**28
 BLOCK = 256  # of D or E in one program of a result
 
@@ -32,25 +34,28 @@ def product_step(dtype: str, sm: int) -> int:
     return 32 if dtype == "float32" and sm < 90 else 64
 
 
-@dataclass(frozen=True)
-class Pass:
-    """The tile rows [first, first + rows): their tiles in order, by rows and by columns, of each lead."""
+class Pass(NamedTuple):
+    """The tile rows [first, first + rows)."""
 
     first: int
     rows: int
     most: int  # tiles of a lead
-    begins: Tensor  # (leads,) int32 into `Tiles.table`
-    counts: Tensor  # (leads,) int32
-    row_starts: Tensor  # (leads, rows + 1) int32
-    in_order: Tensor  # (most,) int32: 0, 1, 2, ...
-    zeros: Tensor  # (leads,) int32
-    by_column: Tensor  # int32: slots by tile column, lead after lead
-    column_begins: Tensor  # (leads,) int32
-    column_starts: Tensor  # (leads, tile columns + 1) int32
+    arrays: dict[str, Tensor]  # by the kernels' names
 
 
-@dataclass(frozen=True)
-class Tiles:
+class Order(NamedTuple):
+    """How a gradient reads the tiles of a pass: which of `Pass.arrays` it takes."""
+
+    order: str
+    order_begins: str
+    starts: str
+
+
+ROWS = Order("in_order", "zeros", "row_starts")
+COLUMNS = Order("by_column", "column_begins", "column_starts")
+
+
+class Tiles(NamedTuple):
     """Every listed tile of a layout, (n, 4) int32: tile row, tile column, kind, entry of the pool; and the passes."""
 
     table: Tensor
@@ -99,129 +104,119 @@ def _make_tiles(walk: Walk, most: int, device: torch.device) -> Tiles:
             order.append(np.argsort(column, kind="stable"))
             column_starts.append(np.searchsorted(column[order[-1]], np.arange(C + 1)))
         counts = ends - begins
-        passes.append(
-            Pass(
-                first, last - first, int(counts.max()), move(begins), move(counts),
-                move(by_row[:, first : last + 1] - begins[:, None]), move(np.arange(max(1, counts.max()))),
-                move(np.zeros(leads)), move(np.concatenate(order)), move(np.cumsum(counts) - counts),
-                move(np.stack(column_starts)),
-            )
-        )  # fmt: skip
+        made = {
+            "begins": begins,  # (leads,) into the table
+            "counts": counts,  # (leads,)
+            "row_starts": by_row[:, first : last + 1] - begins[:, None],  # (leads, rows + 1)
+            "in_order": np.arange(max(1, counts.max())),
+            "zeros": np.zeros(leads),
+            "by_column": np.concatenate(order),  # slots by tile column, lead after lead
+            "column_begins": np.cumsum(counts) - counts,  # (leads,)
+            "column_starts": np.stack(column_starts),  # (leads, tile columns + 1)
+        }
+        passes.append(Pass(first, last - first, int(counts.max()), {name: move(x) for name, x in made.items()}))
         first = last
     return Tiles(move(table), tuple(passes))
 
 
-class Call:
+class _Call:
     """What every launch of a call shares."""
 
-    def __init__(self, p: Problem, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, terms: Terms) -> None:
-        self.p, self.terms, self.walk = p, terms, layout.rows
-        self.q, self.k, self.v = (x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in (q, k, v))
-        short = p.dtype == "float32"
-        edge = 64 if short else 128
-        rows, columns = self.walk.block_rows, self.walk.block_columns
-        self.R, self.C = min(edge, rows & -rows), min(edge, columns & -columns)
-        self.rows, self.columns = min(64, self.R), min(64, self.C)  # of the kernels that make results
+    def __init__(self, p: Problem, layout: BlockLayout, scoring: Scoring, operands: Mapping[str, Operand]) -> None:
+        self.p, self.b, self.walk = p, Builder(operands), layout.rows
+        walk, short = self.walk, p.dtype == "float32"
+        tile = walk.block_rows, walk.block_columns
+        self.edges = [min(64 if short else 128, n & -n) for n in tile]  # of a program that makes products
+        self.cuts = [min(64, n) for n in self.edges]  # of one that makes results, rows and columns of tiles
         self.block = BLOCK // 2 if short else BLOCK
-        self.step = product_step(p.dtype, p.sm or 80)
-        self.precision = "tf32x3" if short else "ieee"
-        self.options = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": True}
-        Bl, Hl = self.walk.lead
-        self.leads = {"lead_b": Hl if Bl > 1 else 0, "lead_h": 1 if Hl > 1 else 0}
-        tile_bytes = p.B * p.H * rows * columns * 4
-        self.tiles = tiles_of(layout, max(1, SCRATCH_BYTES // tile_bytes))
-        self.masks = tuple(x.contiguous() for x in (self.walk.lo, self.walk.hi, self.walk.pool))
+        self.tiles = tiles_of(layout, max(1, SCRATCH_BYTES // (p.B * p.H * math.prod(tile) * 4)))
+        Bl, Hl = walk.lead
+        held = {"tiles": self.tiles.table, "lo": walk.lo, "hi": walk.hi, "pool": walk.pool}
+        self.values = terms(self.b, p, scoring, unread=None) | {
+            **arrays(self.b, **{name: operand(self.b, name) for name in ("q", "k", "v")}),
+            **listed(self.b, "layout", {name: x.contiguous() for name, x in held.items()}),
+            "lead_b": Hl if Bl > 1 else 0, "lead_h": 1 if Hl > 1 else 0, "TILE_ROWS": tile[0], "TILE_COLUMNS": tile[1],
+            "STEP": product_step(p.dtype, p.sm or 80), "BLOCK": self.block,
+            "PRECISION": "tf32x3" if short else "ieee",
+        }  # fmt: skip
 
-    def scratch(self, done: Pass, dtype: torch.dtype) -> Tensor:
-        """A place for the tiles of a pass, of all heads."""
-        shape = (self.p.B * self.p.H, max(1, done.most), self.walk.block_rows, self.walk.block_columns)
-        return torch.empty(shape, dtype=dtype, device=self.q.device)
+    def scratch(self, name: str, dtype: str) -> str:
+        """A place for the tiles of any pass, of all heads."""
+        most = max(1, *(done.most for done in self.tiles.passes))
+        return self.b.array(name, dtype, (self.p.B * self.p.H, most, self.walk.block_rows, self.walk.block_columns))
 
-    def products(
-        self, done: Pass, first: Tensor, second: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, backward: bool
-    ) -> None:
+    def passes(self) -> Iterator[tuple[Pass, dict[str, Any]]]:
+        """Each pass, and its arguments."""
+        for at, done in enumerate(self.tiles.passes):
+            held = listed(self.b, f"pass_{at}", done.arrays)
+            yield done, held | {"slots": max(1, done.most), "first_row": done.first, "n_rows": done.rows}
+
+    def products(self, done: Pass, values: Mapping[str, Any], **places: str) -> None:
         """Scores of a pass into `first`, or P into it and dS into `second`."""
-        p, t, walk = self.p, self.terms, self.walk
-        if not done.most:
-            return
-        scale, cap = scales(t)
-        assert first.shape[1] == done.most, "a place for each tile of the pass"
-        grid = (done.most * p.B * p.H, walk.block_rows // self.R * (walk.block_columns // self.C))
-        products_kernel[grid](
-            self.q, self.k, self.v, dout, lse, delta, first, second, self.tiles.table, done.begins, done.counts,
-            *self.masks, t.key_lengths, t.alibi_slopes, *self.q.stride()[:3], *self.k.stride()[:3],
-            *self.v.stride()[:3], p.H, p.Q, p.K, t.q_offset, first.shape[1], **self.leads, scale=scale, cap=cap,
-            GROUP=p.H // p.G, D=p.D, E=p.E, R=self.R, C=self.C, STEP=self.step, TILE_ROWS=walk.block_rows,
-            TILE_COLUMNS=walk.block_columns, SOFTCAP=t.softcap is not None, BACKWARD=backward,
-            PRECISION=self.precision, **self.options,
-        )  # fmt: skip
+        p, walk, (R, C) = self.p, self.walk, self.edges
+        grid = done.most * p.B * p.H, walk.block_rows // R * (walk.block_columns // C)
+        step(self.b, products_kernel, grid, {**self.values, **values, **places, "R": R, "C": C}, OPTIONS)
+
+    def outputs(self, done: Pass, values: Mapping[str, Any], scores: str) -> None:
+        """out and lse of a pass."""
+        p, (R, C) = self.p, self.cuts
+        grid = done.rows * (self.walk.block_rows // R) * p.B * p.H, -(-p.E // self.block)
+        step(self.b, output_kernel, grid, {**self.values, **values, "scores": scores, "R": R, "C": C}, OPTIONS)
 
     def gradient(
-        self, done: Pass, weights: Tensor, x: Tensor, result: Tensor, factor: float, *, keys: bool, add: bool
+        self, values: Mapping[str, Any], weights: str, x: str, result: str, factor: float, *, keys: bool, add: bool
     ) -> None:
         """dQ of a pass, or its share of the gradients of keys or values."""
-        p, walk = self.p, self.walk
-        group = p.H // p.G
-        resident = walk.block_columns if keys else walk.block_rows
-        count = -(-p.K // walk.block_columns) if keys else done.rows
-        R = self.columns if keys else self.rows
-        order = (done.by_column, done.column_begins, done.column_starts) if keys else (
-            done.in_order, done.zeros, done.row_starts
-        )  # fmt: skip
-        size = result.shape[3]
-        grid = (count * (resident // R) * p.B * (p.G if keys else p.H), -(-size // self.block))
-        gradient_kernel[grid](
-            weights, x, result, self.tiles.table, done.begins, *order, *x.stride()[:3], *result.stride()[:3], p.H,
-            p.K if keys else p.Q, p.Q if keys else p.K, weights.shape[1], 0 if keys else done.first, count,
-            **self.leads, factor=factor, MEMBERS=group if keys else 1, X_GROUP=1 if keys else group, SIZE=size, R=R,
-            C=self.rows if keys else self.columns, BLOCK=self.block, TILE_ROWS=walk.block_rows,
-            TILE_COLUMNS=walk.block_columns, TRANSPOSED=keys, ADD=add, PRECISION=self.precision, **self.options,
-        )  # fmt: skip
+        p, walk, order, group, (R, C) = self.p, self.walk, COLUMNS if keys else ROWS, self.p.H // self.p.G, self.cuts
+        size = self.b[result].shape[-1]
+        more = {
+            "weights": weights, **arrays(self.b, x=x, result=result), "factor": factor, "SIZE": size, "ADD": add,
+            "TRANSPOSED": keys, **{name: values[held] for name, held in order._asdict().items()},
+        }  # fmt: skip
+        if keys:
+            count, resident, heads, R, C = -(-p.K // walk.block_columns), walk.block_columns, p.G, C, R
+            more |= {"rows": p.K, "columns": p.Q, "first_row": 0, "n_rows": count, "MEMBERS": group, "X_GROUP": 1}
+        else:
+            count, resident, heads = values["n_rows"], walk.block_rows, p.H
+            more |= {"rows": p.Q, "columns": p.K, "MEMBERS": 1, "X_GROUP": group}
+        grid = count * (resident // R) * p.B * heads, -(-size // self.block)
+        step(self.b, gradient_kernel, grid, {**self.values, **values, **more, "R": R, "C": C}, OPTIONS)
 
 
-def forward(
-    p: Problem, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, terms: Terms,
-    into: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse)."""
-    call = Call(p, q, k, v, layout, terms)
-    walk = call.walk
-    out, lse = results(p, q, into)
-    for done in call.tiles.passes:
-        scores = call.scratch(done, torch.float32)
-        call.products(done, scores, scores, call.v, lse, lse, False)
-        grid = (done.rows * (walk.block_rows // call.rows) * p.B * p.H, -(-p.E // call.block))
-        output_kernel[grid](
-            scores, call.v, out, lse, terms.sink_logits, call.tiles.table, done.begins, done.row_starts,
-            *call.v.stride()[:3], *out.stride()[:3], *lse.stride(), p.H, p.Q, p.K, scores.shape[1], done.first,
-            done.rows, **call.leads, GROUP=p.H // p.G, E=p.E, R=call.rows, C=call.columns, BLOCK=call.block,
-            TILE_ROWS=walk.block_rows, TILE_COLUMNS=walk.block_columns, PRECISION=call.precision, **call.options,
-        )  # fmt: skip
-    return out, lse
+def forward(p: Problem, layout: BlockLayout, scoring: Scoring, operands: Mapping[str, Operand]) -> Prepared:
+    """out and lse."""
+    call = _Call(p, layout, scoring, operands)
+    b, scores = call.b, call.scratch("scores", "float32")
+    call.values |= row_results(b, p) | {"sinks": vector(b, "sink_logits", None)}
+    unread = {"dout": "v", "delta": "lse", "second": scores, "BACKWARD": False}
+    for done, values in call.passes():
+        call.products(done, values | unread, first=scores)
+        call.outputs(done, values, scores)
+    return b.done("out", "lse")
 
 
-def backward(
-    p: Problem, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    layout: BlockLayout, terms: Terms, into: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(dq, dk, dv, dsink_logits or None)."""
-    call = Call(p, q, k, v, layout, terms)
-    dout = dout.contiguous()
-    delta, lse = (x.contiguous() for x in row_terms(dout, dlse, out, lse, torch.float32))
-    if into is None:
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        into = dq, dk, dv
-    dq, dk, dv = into
-    several = len(call.tiles.passes) > 1
-    # Over several passes the sums stay in float32.
-    sums = [torch.empty(x.shape, dtype=torch.float32, device=x.device) if several else x for x in (dk, dv)]
-    for at, done in enumerate(call.tiles.passes):
-        weights, shares = call.scratch(done, q.dtype), call.scratch(done, q.dtype)
-        call.products(done, weights, shares, dout, lse, delta, True)
-        call.gradient(done, shares, call.k, dq, terms.scale, keys=False, add=False)
-        call.gradient(done, shares, call.q, sums[0], terms.scale, keys=True, add=at > 0)
-        call.gradient(done, weights, dout, sums[1], 1.0, keys=True, add=at > 0)
-    if several:
-        dk.copy_(sums[0])
-        dv.copy_(sums[1])
-    return dq, dk, dv, sink_gradient(delta, lse, terms)
+def backward(p: Problem, layout: BlockLayout, scoring: Scoring, operands: Mapping[str, Operand]) -> Prepared:
+    """dq, dk and dv, and dsink_logits where there are sinks."""
+    call = _Call(p, layout, scoring, operands)
+    b, values = call.b, call.values
+    rows = Operand("float32", (p.B, p.H, p.Q), compact((p.B, p.H, p.Q)))
+    made: dict[str, Operand | None] = {"delta": rows, "full_lse": rows}
+    dlse = "dlse" if "dlse" in b else None
+    b.function(Kernel(EDGE, "rows_of_results"), "dout", dlse, "out", "lse", returns=made)
+    dq, dk, dv = (b.result(f"d{name}", p.dtype, b[name].shape) for name in ("q", "k", "v"))
+    if len(call.tiles.passes) > 1:  # the sums stay in float32
+        dk, dv = (b.array(f"{name}_sums", "float32", b[name].shape) for name in (dk, dv))
+        b.written_to("dk", through=dk)
+        b.written_to("dv", through=dv)
+    weights, shares = call.scratch("weights", p.dtype), call.scratch("shares", p.dtype)
+    values |= {"dout": b.contiguous("dout"), "delta": "delta", "lse": "full_lse", "BACKWARD": True}
+    for done, own in call.passes():
+        add, scale = done.first > 0, float(scoring.scale)
+        call.products(done, own, first=weights, second=shares)
+        call.gradient(own, shares, values["k"], dq, scale, keys=False, add=False)
+        call.gradient(own, shares, values["q"], dk, scale, keys=True, add=add)
+        call.gradient(own, weights, values["dout"], dv, 1.0, keys=True, add=add)
+    if "sink_logits" not in operands:
+        return b.done("dq", "dk", "dv")
+    b.function(Kernel(EDGE, "sink_gradient"), "delta", "full_lse", "sink_logits", returns={"dsink_logits": None})
+    return b.done("dq", "dk", "dv", "dsink_logits")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from gossamer.layouts.kept import Kept
+from gossamer.memo import Memo
 
 
 def test_what_was_asked_for_stays() -> None:
-    kept: Kept[int] = Kept(3)
+    kept: Memo[int] = Memo(3)
     for key in "abc":
         kept.put(key, ord(key))
     assert kept.get("a") == ord("a") and kept.get("z") is None
@@ -19,7 +19,7 @@ def test_what_was_asked_for_stays() -> None:
 
 
 def test_many_small_ones_or_few_large_ones() -> None:
-    kept: Kept[int] = Kept(2, 5, 100)
+    kept: Memo[int] = Memo(2, 5, 100)
     for key in range(8):
         kept.put(key, key, 10)
     assert [key in kept for key in range(8)] == [False] * 6 + [True] * 2  # none of them has come back
@@ -33,7 +33,7 @@ def test_many_small_ones_or_few_large_ones() -> None:
 
 
 def test_room_grows_for_what_comes_back_alone() -> None:
-    kept: Kept[int] = Kept(4, 32)
+    kept: Memo[int] = Memo(4, 32)
     for key in range(500):
         kept.put(key, key)
     assert len(kept) == 4
@@ -51,7 +51,7 @@ def test_room_grows_for_what_comes_back_alone() -> None:
 
 
 def test_all_asked_for_and_no_room() -> None:
-    kept: Kept[int] = Kept(2)
+    kept: Memo[int] = Memo(2)
     for key in range(9):
         kept.put(key, key)
         assert kept.get(key) == key

@@ -1,0 +1,84 @@
+"""Runs of prepared launches, past all that plans a call: one direction of an implementation on given tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from gossamer.kernels.contract import Scoring, Terms
+from gossamer.kernels.launch import VECTORS, Direction, Prepared, operand_of
+from gossamer.plan.problem import Problem
+
+RESULTS: dict[Direction, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """What torch.empty, empty_like and new_empty return is filled: NaN for floats, a large number for integers."""
+
+    def filled(make: Any) -> Any:
+        def made(*arguments: Any, **options: Any) -> Tensor:
+            x = make(*arguments, **options)
+            if x.is_floating_point():
+                return x.fill_(float("nan"))
+            return x if x.dtype == torch.bool else x.fill_(torch.iinfo(x.dtype).max)
+
+        return made
+
+    with mock.patch.multiple(torch, empty=filled(torch.empty), empty_like=filled(torch.empty_like)):  # noqa: SIM117
+        with mock.patch.object(Tensor, "new_empty", filled(Tensor.new_empty)):
+            yield
+
+
+def prepared(
+    what: Any, problem: Problem, layout: Any, direction: Direction, scoring: Scoring, given: Mapping[str, Tensor],
+    **overrides: Any,
+) -> Prepared:  # fmt: skip
+    """A launch of an implementation, or of a module with a function `forward` and one `backward`."""
+    operands = {name: operand_of(x) for name, x in given.items()}
+    if hasattr(what, "prepare"):
+        return what.prepare(problem, layout, direction, scoring, operands, **overrides)
+    return getattr(what, direction)(problem, layout, scoring, operands, **overrides)
+
+
+def run(
+    what: Any, problem: Problem, layout: Any, direction: Direction, scoring: Scoring, given: Mapping[str, Tensor],
+    **overrides: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The results of a launch, as `prepared` describes it; all memory that it makes is NaN first."""
+    from gossamer.torch import memory
+    from gossamer.torch.bind import bind
+
+    launch = prepared(what, problem, layout, direction, scoring, given, **overrides)
+    device = next(iter(given.values())).device
+    memory._rooms.clear()  # what waits there has been written
+    with torch.no_grad(), poisoned():
+        return bind(launch, device, tuple(given))(*given.values())
+
+
+def _of(direction: Direction, terms: Terms, into: Any, **given: Tensor | None) -> tuple[Scoring, dict[str, Tensor]]:
+    given |= {name: getattr(terms, name) for name in VECTORS} | dict(zip(RESULTS[direction], into or (), strict=False))
+    there = {name: x for name, x in given.items() if x is not None}
+    return Scoring(terms.scale, terms.q_offset, terms.softcap), there
+
+
+def forward(
+    what: Any, problem: Problem, layout: Any, terms: Terms, q: Tensor, k: Tensor, v: Tensor,
+    into: tuple[Tensor, Tensor] | None = None, **overrides: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """(out, lse), written to `into` if it is given."""
+    return run(what, problem, layout, "forward", *_of("forward", terms, into, q=q, k=k, v=v), **overrides)
+
+
+def backward(
+    what: Any, problem: Problem, layout: Any, terms: Terms, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor,
+    v: Tensor, out: Tensor, lse: Tensor, into: tuple[Tensor, Tensor, Tensor] | None = None, **overrides: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """(dq, dk, dv), written to `into` if it is given, and dsink_logits where there are sinks."""
+    scoring, given = _of("backward", terms, into, dout=dout, dlse=dlse, q=q, k=k, v=v, out=out, lse=lse)
+    return run(what, problem, layout, "backward", scoring, given, **overrides)

@@ -1,0 +1,126 @@
+"""What each step of a Hopper launch passes is what its kernel is compiled for: number, types, shapes and strides."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gossamer.kernels.contract import Scoring
+from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
+from gossamer.kernels.launch import ALIGNMENT, BYTES, Constant, Operand, Prepared, View, compact, operand_of
+from gossamer.layouts import from_dense
+from gossamer.layouts.gather import build_gather
+from gossamer.patterns import BlockMask, Causal
+from gossamer.plan.problem import Problem
+
+pytestmark = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
+NUMBERS = {"Float32": float, "Int32": int}
+TYPES = {"Float32": "float32", "Int32": "int32", "Float16": "float16", "BFloat16": "bfloat16"}
+B, H, G, Q, K = 2, 4, 2, 300, 400
+MASK = np.random.default_rng(0).random((1, H, Q, K)) < 0.2
+BLOCKS = {
+    "128 x 128": Causal().layout(Q, K, block_q=128, block_kv=128),
+    "192 x 128": Causal().layout(Q, K, block_q=192, block_kv=128),
+    "64 x 64": from_dense(MASK, block_q=64, block_kv=64),
+    "one query": Causal().layout(1, K, block_q=64, block_kv=64),
+}  # fmt: skip
+GATHERED = build_gather(BlockMask(MASK, 1), Q, K, block_q=64)
+
+
+def known(prepared: Prepared, operands: Mapping[str, Operand], name: str) -> Operand:
+    """What is known of an array of a launch."""
+    launch = prepared.launch
+    if name in operands:
+        return operands[name]
+    if name in prepared.layout:
+        return operand_of(prepared.layout[name])
+    if name in launch.arrays:
+        array = launch.arrays[name]
+        return Operand(array.dtype, array.shape, compact(array.shape))
+    if name == "lengths":  # what an edge makes of others
+        return Operand("int32", operands["key_lengths"].shape, (1,))
+    view = launch.views[name]
+    assert isinstance(view, View)
+    aligned = known(prepared, operands, view.of).aligned and view.offset * BYTES[view.dtype] % ALIGNMENT == 0
+    return Operand(view.dtype, view.shape, view.strides, aligned)
+
+
+def check(entry: tuple[Any, tuple[Any, ...]], given: tuple[Any, ...], of: Any) -> None:
+    """Compare the arguments of a step with those that an entry compiles its kernel for."""
+    kernel, wanted = entry
+    names = list(inspect.signature(kernel.__call__).parameters)
+    assert names[-1] == "stream" and len(names) == len(wanted) == len(given) + 1
+    sizes: dict[Any, int] = {}  # one symbol is one size
+    for name, want, found in zip(names, wanted, given, strict=False):
+        if isinstance(found, Constant):
+            assert type(found.value) is NUMBERS.get(type(want).__name__, type(None)), name
+            continue
+        x = of(found)
+        assert x.dtype == TYPES[want.element_type.__name__] and len(x.shape) == len(want.shape), (name, found, x)
+        assert x.aligned or want._assumed_align < ALIGNMENT, (name, found, x)
+        for n, stride, size, step in zip(x.shape, x.strides, want.shape, want.stride, strict=True):
+            assert n == (size if isinstance(size, int) else sizes.setdefault(id(size), n)), (name, found, x)
+            if n > 1:
+                fits = stride == step if isinstance(step, int) else stride % step.divisibility == 0
+                assert fits, (name, found, x)
+
+
+def tensors(direction: str, D: int, E: int, kind: torch.dtype, queries: int, shift: int) -> dict[str, Tensor]:
+    """Of a call, each as many numbers behind a multiple of 16 bytes."""
+    shapes = {"q": (B, H, queries, D), "k": (B, G, K, D), "v": (B, G, K, E)}
+    if direction == "backward":
+        shapes |= {"dout": (B, H, queries, E), "out": (B, H, queries, E)}
+    made = {}
+    for name, shape in shapes.items():
+        made[name] = torch.zeros(int(np.prod(shape)) + shift, dtype=kind)[shift:].view(shape)
+    if direction == "backward":
+        made |= {"lse": torch.zeros(B, H, queries), "dlse": torch.zeros(1, H, 1).expand(B, H, queries)}
+    return made
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("split", [None, 1])
+@pytest.mark.parametrize("terms", [(), ("key_lengths", "sink_logits")], ids=("plain", "terms"))
+@pytest.mark.parametrize(("D", "E"), [(64, 64), (7, 33), (96, 80), (192, 130)], ids=str)
+@pytest.mark.parametrize("form", [*BLOCKS, "gathered", "gathered float32"])
+def test_steps(
+    form: str, D: int, E: int, terms: tuple[str, ...], split: int | None, shift: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gossamer.kernels.hopper.device import entries
+    from gossamer.kernels.hopper.launch import backward, forward, gather
+
+    if D > 128 and form in ("192 x 128", "gathered", "gathered float32"):
+        pytest.skip("has no such kernel")
+    monkeypatch.setattr(entries.cute, "compile", lambda kernel, *arguments, options: (kernel, arguments))
+    kind = torch.float32 if form == "gathered float32" else torch.bfloat16
+    if kind == torch.float32:
+        D, E = min(D, 64), min(E, 64)
+    layout: Any = BLOCKS[form].to("cpu") if form in BLOCKS else GATHERED.to("cpu")
+    queries = 1 if form == "one query" else Q
+    given = {"key_lengths": torch.zeros(2 * B, dtype=torch.int64)[::2], "sink_logits": torch.zeros(2 * H)[::2]}
+    more = {name: given[name] for name in terms}
+    seen = set()
+    for direction in ("forward", "backward") if kind != torch.float32 else ("forward",):
+        for deterministic in (False, True) if direction == "backward" else (False,):
+            p = Problem(
+                B, H, G, queries, K, D, E, str(kind)[6:], "cuda", 90, 8, frozenset(terms), deterministic=deterministic
+            )
+            operands = {n: operand_of(x) for n, x in (tensors(direction, D, E, kind, queries, shift) | more).items()}
+            module = {"forward": forward, "backward": backward}[direction] if form in BLOCKS else gather
+            found = getattr(module, direction)(p, layout, Scoring(0.1, 0, 5.0), operands, split=split)
+            for step in found.launch.steps:
+                if step.kernel.implementation == IMPLEMENTATION.name:
+                    seen.add(step.kernel.name)
+                    entry = getattr(entries, step.kernel.name)(*step.kernel.key)
+                    check(
+                        entry, step.arguments, lambda name, found=found, operands=operands: known(found, operands, name)
+                    )
+    if form in BLOCKS:
+        assert {"forward", "preprocess", "query_gradient", "wide" if D > 128 else "backward"} <= seen
+    assert split is None or "sum_parts" in seen or kind == torch.float32
