@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from bound import bound
 from torch import Tensor
 
 import gossamer as gs
 from gossamer.bench.latency import graph_ms
 from gossamer.kernels.contract import Scoring
-from gossamer.kernels.launch import Direction, operand_of
+from gossamer.kernels.launch import Direction
 from gossamer.layouts import cached_gather, cached_layout
 from gossamer.layouts.gather import WIDTHS
 from gossamer.plan.capability import reasons
@@ -35,7 +36,6 @@ from gossamer.plan.estimate import Sample
 from gossamer.plan.problem import Problem
 from gossamer.plan.table import available, load
 from gossamer.testing.graphs import proximity_graph, random_graph
-from gossamer.torch.bind import bind
 from gossamer.torch.plan import chip_of
 
 BY = "benchmarks/measure_costs.py"
@@ -145,9 +145,7 @@ class Bench:
         for direction in ("forward", "backward")[: 1 + p.backward]:
             if direction == "backward":
                 given = {"dout": drawn(p.Q), **given, "out": results[0], "lse": results[1]}
-            operands = {key: operand_of(x) for key, x in given.items()}
-            launch = implementation.prepare(p, layout, direction, scoring, operands)  # type: ignore[attr-defined,arg-type]
-            call = partial(bind(launch, self.device, tuple(given)), *given.values())
+            call = bound(partial(implementation.prepare, p, layout, direction, scoring), given)  # type: ignore[attr-defined]
             results = call()
         key = (pattern, p)
         for one, other in zip(results, self.results.setdefault(key, results), strict=False):

@@ -14,7 +14,6 @@ from gossamer.patterns import CSR, Dense, Pattern
 from gossamer.plan.choice import costs, machine_of
 from gossamer.plan.costs import costs_of
 from gossamer.plan.plan import Plan, refusals
-from gossamer.plan.problem import Problem
 from gossamer.plan.table import NAMES, load
 
 MANY = 3.0  # executed pairs for each kept one, from which on it is said

@@ -1,7 +1,7 @@
-"""What work takes on a device, in seconds and bytes a second: `devices/`, one file a device, each number with its source.
+"""What work takes on a device, in seconds and bytes a second, from one file a device in `devices/`.
 
-`benchmarks/measure_costs.py` measures them and writes the file. A GPU without a file of its compute capability takes
-the nearest one: its seconds are wrong there, and only their ratios count.
+Each number has its source there, and `benchmarks/measure_costs.py` writes them. A GPU without a file of its compute
+capability takes the nearest one: its seconds are wrong there, and only how they compare counts.
 """
 
 from __future__ import annotations
