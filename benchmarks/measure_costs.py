@@ -44,7 +44,7 @@ LOOSE = 2**-5  # of the largest result, between two implementations
 HEADS_AT_ONCE = 8
 STEPS = 2, 7  # of lists that no schedule cuts, on a device where few programs run
 LENGTHS = {"cuda": 16384, "cpu": 4096}
-SMALL = 256
+SMALL = 1024
 UNITS = {
     "value": "seconds of the device with all its processors; of start, join, step and step_pair, of one; of bytes, "
     "bytes a second",
@@ -169,16 +169,18 @@ class Bench:
             times.append(time.perf_counter() - start)
         return statistics.median(times) if self.device.type == "cuda" else min(times)
 
+    def bytes_a_second(self) -> float:
+        """Of three passes over float32 numbers."""
+        x, y = (torch.zeros(2**14 if self.small else 2**26, device=self.device) for _ in range(2))
+        out = torch.empty_like(x)
+        return 12 * x.numel() / self.time(lambda: torch.add(x, y, out=out))
+
     # -- costs ----------------------------------------------------------------------------------------------------
 
     def of_device(self) -> Iterator[Cost]:
-        """Beginning and joining launches of a GPU, by chains of few programs; a call of a CPU; memory."""
-        x, y = (torch.zeros(2**14 if self.small else 2**26, device=self.device) for _ in range(2))
-        out = torch.empty_like(x)
-        yield Cost(DEVICE, "bytes", 12 * x.numel() / self.time(lambda: torch.add(x, y, out=out)), BY)
+        """Memory; of a GPU, beginning and joining launches, by chains of few programs."""
+        yield Cost(DEVICE, "bytes", self.bytes_a_second(), BY)
         if self.device.type == "cpu":
-            one = self.problem(Kind("float32", 64, "forward"), 64, 64, heads=1)
-            yield Cost(DEVICE, "call", self.seconds("blocked", one, gs.Dense(), (64, 64)), BY)
             return
         kind = Kind("bfloat16", 128, "forward")
         yield Cost(DEVICE, "start", self.chain("hopper", kind, (128, 128))[0], BY)
@@ -208,11 +210,11 @@ class Bench:
 
     def of_gather(self, name: str, kind: Kind, block_q: int, column: float | None, start: float) -> Counts:
         """What columns and rows take, and pairs where the columns' are known: both are in one ratio in every list."""
-        N, measured = 2**14, []
-        p = self.problem(kind, N, N)
+        N, measured = SMALL if self.small else 2**14, []
+        p, box = self.problem(kind, N, N), (4, 3, 3) if self.small else (5, 5, 4)
         graphs = [random_graph(N, degree) for degree in (4, 16, 64)]
         if block_q > 1:
-            graphs = [proximity_graph((5, 5, 4), radius) for radius in (1.5, 2.0, 2.5)]
+            graphs = [proximity_graph(box, radius) for radius in (1.2, 1.8, 2.5)]
         for pattern in graphs:
             work = Sample(pattern, pattern._sizes(N, N)).gathers(block_q)
             counts = {"column": p.H * work.columns, "row": float(p.H * N)}
@@ -277,9 +279,9 @@ def of_tiles(bench: Bench, name: str, kind: Kind, tiles: tuple[tuple[int, int], 
 
 def of_cpu(bench: Bench) -> Iterator[Cost]:
     """Every number of a CPU that is measured."""
-    found = list(bench.of_device())
-    yield from found
-    call = next(cost.value for cost in found if cost.cost == "call")
+    yield from bench.of_device()
+    one = bench.problem(Kind("float32", 64, "forward"), 64, 64, heads=1)
+    call = bench.seconds("blocked", one, gs.Dense(), (64, 64))
     for direction in ("forward", "backward"):
         kind = Kind("float32", 64, direction)  # type: ignore[arg-type]
         tile = bench.of_tiles("blocked", kind, (64, 64), call)

@@ -12,9 +12,13 @@ from pathlib import Path
 import pytest
 from choices import everywhere
 
-from gossamer.plan.costs import BITS, FOLDER, HEADS, Cost, File, costs_of, files, read
+from gossamer.patterns import Pattern
+from gossamer.plan.costs import BITS, FOLDER, HEADS, Cost, DeviceCosts, File, costs_of, files, read
+from gossamer.plan.estimate import Sample
 from gossamer.plan.plan import plan_of
 from gossamer.plan.problem import Problem, Unsupported
+from gossamer.plan.table import load
+from gossamer.torch.plan import Chip
 
 pytest.importorskip("triton")
 
@@ -113,6 +117,42 @@ def test_what_a_cpu_takes_is_measured_and_written(command, tmp_path: Path) -> No
     guesses = [c for c in before.costs if c.by.startswith(command.GUESS)]
     assert [c for c in after.costs if c.by.startswith(command.GUESS)] == guesses != []
     assert all(c.value >= 0 and c.by == command.BY for c in after.costs if c not in guesses)
+
+
+def test_every_number_of_a_gpu_is_found_again(command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a GPU that is not there, whose calls take what their counts and the file say."""
+    before = files()["h200"]
+
+    def seconds(self, name: str, p: Problem, pattern: Pattern, tile: tuple[int, int] | int) -> float:
+        known, sample, q_offset = costs_of(p), Sample(pattern, pattern._sizes(p.Q, p.K)), p.K - p.Q
+        start, join = (known.of_device(cost) for cost in ("start", "join"))
+        if isinstance(tile, int):
+            choice = next(c for c in load(name).capability.gathers if c.block_q == tile and c.reads(p))
+            cost, work = known.gather(name, choice), sample.gathers(tile)
+            total = cost.column * work.columns + cost.pair * work.executed + cost.row * work.rows
+        else:
+            cost, work = known.tile(name, *tile), sample.tiles(*tile)
+            total = cost.pair * work.executed + cost.bits * work.bits + cost.row * p.Q
+        if p.H != 4:
+            return start + p.H * total
+        cut = name == "triton" and q_offset > 2048
+        return start + cost.step * work.longest / (1 + cut) + join * cut
+
+    monkeypatch.setattr(command.Bench, "seconds", seconds)
+    monkeypatch.setattr(command.Bench, "bytes_a_second", lambda self: 4.35e12)
+    monkeypatch.setattr(command, "chip_of", lambda device: Chip(90, 132))
+    with everywhere():
+        command.main(["--small", "--write", str(tmp_path)])
+    after = read((tmp_path / "h200.json").read_text())
+    assert sum(c.by == command.BY for c in after.costs) > len(before.costs)
+    for size, backward in product(HEADS, (False, True)):
+        with everywhere():
+            plan = plan_of(replace(PROBLEM, D=size, E=size, backward=backward), backward=backward)
+        new = DeviceCosts(after, 16, "backward" if backward else "forward", size, 132, True)
+        found = [(new.tile(i.name, *tile[:2])[2:], tile[2:]) for i, tile in plan.options if i.name != "blocked"]
+        found += [(new.gather(i.name, gather.choice)[1:], gather[1:]) for i, gather in plan.gather_options]
+        for now, was in found:
+            assert now == pytest.approx(was, rel=2e-3)
 
 
 def test_numbers_are_fitted_by_their_counts(command) -> None:
