@@ -13,6 +13,7 @@ import pytest
 from choices import everywhere
 
 from gossamer.patterns import Pattern
+from gossamer.plan.capability import GatherChoice
 from gossamer.plan.costs import BITS, FOLDER, HEADS, Cost, DeviceCosts, File, costs_of, files, read
 from gossamer.plan.estimate import Sample
 from gossamer.plan.plan import plan_of
@@ -88,6 +89,14 @@ def test_a_cost_is_scaled_from_where_it_was_measured() -> None:
         assert tiles[1].row / tiles[0].row == pytest.approx(pairs[1] / pairs[0])
     wide = costs_of(replace(PROBLEM, D=512)).tile("triton", 128, 128).pair
     assert wide == pytest.approx(2 * costs_of(replace(PROBLEM, D=256)).tile("triton", 128, 128).pair)
+
+
+def test_an_implementation_that_nobody_measured() -> None:
+    """It is taken to be as fast as the one that was measured most; a gather layout has to be measured."""
+    costs = costs_of(PROBLEM)
+    assert costs.tile("new", 32, 32).pair == costs.tile("hopper", 128, 128).pair
+    with pytest.raises(LookupError, match="no 'pair' of new gather 32 for 16 bits in the file of NVIDIA H200"):
+        costs.gather("new", GatherChoice(32, frozenset({"bfloat16"}), max_head_dim=64, min_sm=80))
 
 
 # -- the command --------------------------------------------------------------------------------------------------

@@ -109,8 +109,8 @@ class DeviceCosts:
         return next(row.value for row in self.file.costs if row.of == DEVICE and row.cost == cost)
 
     def tile(self, name: str, block_q: int, block_kv: int) -> TileCosts:
-        """Of an implementation's tile."""
-        names = f"{name} {block_q} x {block_kv}", name, ANY
+        """Of an implementation's tile; one that nobody measured is taken to be as fast as the file's `scale`."""
+        names = f"{name} {block_q} x {block_kv}", name, ANY, self.file.scale[str(self.bits)]
         pair, bits, row = (self._whole(names, cost) for cost in ("pair", "bits", "row"))
         step = 0.0
         if self.file.sm is not None:
@@ -134,16 +134,17 @@ class DeviceCosts:
         return self._one(names, cost) * self.file.processors / self.processors
 
     def _one(self, names: Iterable[str], cost: str) -> float:
-        found = next(rows for name in names if (rows := self._rows(name, cost)))
-        row = self._nearest(found)
+        found = next((rows for name in names if (rows := self._rows(name, cost))), None)
+        if found is None:
+            raise LookupError(
+                f"no {cost!r} of {' or '.join(names)} for {self.bits} bits in the file of {self.file.device}"
+            )
+        row = _nearest(found, self.direction, self.head)
         return row.value * self._scale(self.direction, self.head) / self._scale(row.direction, row.head)
 
     def _scale(self, direction: str, head: int) -> float:
         row = _nearest(self._rows(self.file.scale[str(self.bits)], "pair"), direction, head)
         return row.value * head / row.head
-
-    def _nearest(self, rows: list[Cost]) -> Cost:
-        return _nearest(rows, self.direction, self.head)
 
     def _rows(self, of: str, cost: str) -> list[Cost]:
         return [row for row in self.file.costs if (row.of, row.cost, row.bits) == (of, cost, self.bits)]
