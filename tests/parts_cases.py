@@ -59,9 +59,9 @@ def at_any_price(patch: pytest.MonkeyPatch) -> list[split.Split]:
         cost.call = lambda *a, **k: math.inf
         return cheaper(found, pattern, p, sizes, cost)
 
-    def seen(described: Any, found: Any) -> Any:
-        taken.append(found)
-        return fold(described, found)
+    def seen(described: Any) -> Any:
+        taken.append(described.plan.split(described.pattern.handle, described.scoring.q_offset))
+        return fold(described)
 
     patch.setattr(split, "_cheaper", take)
     patch.setattr(split, "_classes_cost", lambda *a: 0.0)

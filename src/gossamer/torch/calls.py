@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
-from gossamer.kernels.launch import GIVEN, VECTORS, Direction, Operand, Prepared
+from gossamer.kernels.launch import GIVEN, VECTORS, Direction, Operand
 from gossamer.memo import Memo
 from gossamer.patterns.handles import pattern_of, token_of
+from gossamer.plan.plan import Plan
 from gossamer.plan.problem import Unsupported
 from gossamer.torch import parts
 from gossamer.torch.bind import bind
 from gossamer.torch.memory import hold_for_graphs
-from gossamer.torch.plan import Given, check_rows, given_layout, held, place, plan_for, scoring_of
-from gossamer.torch.request import Key, Request, alignment, operand_of, plain
+from gossamer.torch.plan import Given, Placed, check_rows, given_layout, held, place, plan_for, scoring_of
+from gossamer.torch.request import Attended, Key, Request, alignment, operand_of, plain
 from gossamer.torch.validate import (
     Arguments,
     fewer,
@@ -51,7 +52,7 @@ def call_of(request: Request, key: Key | None = None) -> Call:
         found = known.get(key)
         if found is not None:
             return found
-    call = Call(request)
+    call = (DataCall if request.attended.data else Call)(request)
     known.put(key, call if request.dims == 4 else Fewer(call, request.dims), call.bytes)
     return call
 
@@ -85,10 +86,10 @@ def resolved(request: Request) -> Request:
 
 
 class Call:
-    """What every call of a key does.
+    """What every call of a key does, of which a pattern says what is attended.
 
     Of the tensors of a call, `more` are key_lengths, sink_logits and alibi_slopes, or nothing where calls of the key
-    have none of them; behind them, where data say what is attended, the arrays of a layout or a mask.
+    have none of them.
 
     Raises:
         ValueError: an argument is wrong; `Unsupported` where nothing computes the call.
@@ -99,19 +100,17 @@ class Call:
         self.plan = plan_for(a, attended.geometry)
         self.scoring = scoring_of(a)
         check_rows(self.plan.problem, self.scoring, attended.handle)
-        self.differentiable = a.backward
-        self.device, self.handle, self.geometry = a.q.device, attended.handle, attended.geometry
+        self.differentiable, self.device, self.attended = a.backward, a.q.device, attended._replace(data=(), alive=None)
         self.options = a._replace(q=None, k=None, v=None, key_lengths=None, sink_logits=None, alibi_slopes=None)  # type: ignore[arg-type]
         self.bytes = 0
         self._vectors = VECTORS if request.more else ()
+        self._start(request)
+
+    def _start(self, request: Request) -> None:
+        # A pattern that is made again for each call keeps its handle, and so its key.
+        self._alive = token_of(self.attended.handle)
         self._backwards: Memo[Bound] = Memo(MOST_BACKWARDS)
-        if attended.data:
-            self._operands = request.operands
-            self.forward: Bound = self._forward_by_data
-        else:
-            # A pattern that is made again for each call keeps its handle, and so its key.
-            self._alive = token_of(attended.handle)
-            self.forward = self._bound("forward", request.operands)
+        self.forward: Bound = self._bound("forward", request.operands)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> tuple[Tensor, ...]:
         """(out, lse); with the gradient where calls of the key have one."""
@@ -121,66 +120,72 @@ class Call:
 
     def gradients(self, saved: tuple[Tensor, ...], dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         """(dq, dk, dv), and dsink_logits where there are sinks. `saved` are q, k, v, out, lse and `more`."""
-        if not plain(dout, dlse, *saved):
-            return self._gradients_by_operator(dout, dlse, *saved)
-        return self.backward(dout, dlse, *saved)
+        q, k, v, out, lse, *more = saved
+        dout = torch.zeros_like(out) if dout is None else dout
+        if plain(dout, dlse, q, k, v, *more):
+            return self.backward(dout, dlse, q, k, v, out, lse, *more)
+        lengths, sinks, slopes, *data = more or (None, None, None)
+        a = self.options._replace(q=q, k=k, v=v, key_lengths=lengths, sink_logits=sinks, alibi_slopes=slopes)
+        return gradients_by_operator(a, self.attended._replace(data=tuple(data)), dout, dlse, out, lse)
 
     def backward(
-        self, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         *more: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """`gradients`, computed here whoever looks."""
-        dout = torch.zeros_like(out) if dout is None else dout
-        given, bound, vectors, owner = None, self._backwards, more, None
-        if self.handle < 0:
-            lengths, sinks, slopes, *data = more
-            given, vectors, owner = self._given(q, k, tuple(data), backward=True), (lengths, sinks, slopes), self
-            bound = given.bound
+        return self._backward(self._backwards, None, dout, dlse, q, k, v, out, lse, *more)
+
+    def _backward(
+        self, kept: Memo[Bound], given: Given | None, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor,
+        v: Tensor, out: Tensor, lse: Tensor, *vectors: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         # What was saved may have been elsewhere meanwhile, by hooks, and lie otherwise than in the forward.
         key = (
-            owner, dout.stride(), dlse is not None and dlse.stride(), q.stride(), k.stride(), v.stride(), out.stride(),
-            lse.stride(), alignment(dout, q, k, v, out, lse),
+            given and self, dout.stride(), dlse is not None and dlse.stride(), q.stride(), k.stride(), v.stride(),
+            out.stride(), lse.stride(), alignment(dout, q, k, v, out, lse),
             *[x is not None and (x.stride(), alignment(x)) for x in (dlse, *vectors)],
         )  # fmt: skip
-        run = bound.get(key)
+        run = kept.get(key)
         if run is None:
             names, tensors = (*GIVEN["backward"], *self._vectors), (dout, dlse, q, k, v, out, lse, *vectors)
             operands = {n: operand_of(x) for n, x in zip(names, tensors, strict=True) if x is not None}
-            run = bound.put(key, self._bound("backward", operands, given))
+            run = kept.put(key, self._bound("backward", operands, given))
         if q.is_cuda and is_current_stream_capturing():
             hold_for_graphs(run)
         return run(dout, dlse, q, k, v, out, lse, *vectors)
 
     def _bound(self, direction: Direction, operands: dict[str, Operand], given: Given | None = None) -> Bound:
         """The function of a launch, for tensors that lie as the operands do."""
-        parameters = (*GIVEN[direction], *self._vectors)
-        return bind(self._prepared(direction, operands, given), self.device, parameters)
-
-    def _prepared(self, direction: Direction, operands: dict[str, Operand], given: Given | None) -> Prepared:
         plan = self.plan if direction == "forward" else self.plan.gradient
-        if given is not None:
-            placed = given.placed
+        placed = self._placed(plan) if given is None else given.placed
+        if placed is None:
+            pattern = pattern_of(self.attended.handle)
+            of_parts = parts.Described(plan, self.options.implementation, pattern, self.scoring, operands, self.device)
+            prepared = of_parts.forward() if direction == "forward" else of_parts.backward()
+            self.bytes += of_parts.bytes
         else:
-            pattern, q_offset = pattern_of(self.handle), self.scoring.q_offset
-            split = plan.split(self.handle, q_offset)
-            if split is not None:
-                described = parts.Described(
-                    plan, self.options.implementation, pattern, self.scoring, operands, self.device
-                )
-                return described.forward(split) if direction == "forward" else described.backward(split)
-            placed = place(plan, pattern, q_offset, self.device)
-            self.bytes += held(placed.layout)
-        return placed.implementation.prepare(plan.problem, placed.layout, direction, self.scoring, operands)
+            prepared = placed.implementation.prepare(plan.problem, placed.layout, direction, self.scoring, operands)
+            self.bytes += 0 if given else held(placed.layout)
+        return bind(prepared, self.device, (*GIVEN[direction], *self._vectors))
 
-    def _given(self, q: Tensor, k: Tensor, data: tuple[Tensor, ...], backward: bool = False) -> Given:
-        """The layout that data stand for."""
-        return given_layout(self.plan.gradient if backward else self.plan, q, k, data, self.geometry)
+    def _placed(self, plan: Plan) -> Placed | None:
+        """Who computes a plan, and the layout; None where parts do."""
+        handle, q_offset = self.attended.handle, self.scoring.q_offset
+        return None if plan.split(handle, q_offset) else place(plan, pattern_of(handle), q_offset, self.device)
 
-    def _forward_by_data(
+
+class DataCall(Call):
+    """A call of which data say what is attended: of its tensors, `more` ends with the arrays of a layout, or a mask."""
+
+    def _start(self, request: Request) -> None:
+        self._operands = request.operands
+
+    def forward(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, sinks: Tensor | None, slopes: Tensor | None,
         *data: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        given = self._given(q, k, data)
+        """(out, lse), without a gradient."""
+        given = given_layout(self.plan, q, k, data, self.attended.geometry)
         run = given.bound.get(self)
         if run is None:
             run = given.bound.put(self, self._bound("forward", self._operands, given))
@@ -188,21 +193,22 @@ class Call:
             hold_for_graphs(run)
         return run(q, k, v, lengths, sinks, slopes)
 
-    def _gradients_by_operator(
-        self, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *more: Any
-    ) -> Any:
-        lengths, sinks, slopes, *data = more or (None, None, None)
-        a = self.options._replace(q=q, k=k, v=v, key_lengths=lengths, sink_logits=sinks, alibi_slopes=slopes)
-        return gradients_by_operator(a, self.handle, data, self.geometry, dout, dlse, out, lse)
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        *more: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        lengths, sinks, slopes, *data = more
+        given = given_layout(self.plan.gradient, q, k, tuple(data), self.attended.geometry)
+        return self._backward(given.bound, given, dout, dlse, q, k, v, out, lse, lengths, sinks, slopes)
 
 
 def gradients_by_operator(
-    a: Arguments, handle: int, data: Any, geometry: Any, dout: Any, dlse: Any, out: Tensor, lse: Tensor
+    a: Arguments, attended: Attended, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, ...]:
     """(dq, dk, dv), and dsink_logits where there are sinks, seen by whoever looks at operators."""
-    backward = torch.ops.gossamer.backward.default
+    backward, t = torch.ops.gossamer.backward.default, attended
     *gradients, dsink = backward(
-        dout, dlse, a.q, a.k, a.v, out, lse, list(data), list(geometry), handle, *options_of(a)
+        dout, dlse, a.q, a.k, a.v, out, lse, list(t.data), list(t.geometry), t.handle, *options_of(a)
     )
     return (*gradients, dsink) if a.sink_logits is not None else tuple(gradients)
 
@@ -233,19 +239,16 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        compute = ctx.call.gradients
+        q, k, v, _, _, *more = saved
+        _, sinks, *rest = more or (None, None)
         if torch.is_grad_enabled():  # create_graph
-            q, k, v, _, _, *more = saved
-            found = _Gradients.apply(partial(compute, saved), dout, dlse, q, k, v, *more[1:2])
+            compute = partial(ctx.call.gradients, saved)
+            dq, dk, dv, *dsink = _Gradients.apply(compute, dout, dlse, q, k, v, sinks)
         else:
-            found = compute(saved, dout, dlse)
-        dq, dk, dv, *dsink = found
-        if len(saved) == len(_SAVED):
+            dq, dk, dv, *dsink = ctx.call.gradients(saved, dout, dlse)
+        if not more:
             return None, dq, dk, dv
-        return (None, dq, dk, dv, None, *(dsink or (None,)), *[None] * (len(saved) - len(_SAVED) - 2))
-
-
-_SAVED = ("q", "k", "v", "out", "lse")
+        return (None, dq, dk, dv, None, *(dsink or (None,)), *(None for _ in rest))
 
 
 class _Gradients(torch.autograd.Function):

@@ -154,7 +154,7 @@ def _calls(plan: Plan, request: Request, backward: bool) -> list[_Computed]:
         placed = place(plan, pattern, scoring.q_offset, device)
         return [_computed(plan.problem, placed, pattern, scoring.q_offset)]
     described = Described(plan, a.implementation, pattern, scoring, request.operands, device)
-    calls = described.calls(described.fold(split), "backward" if backward else "forward")
+    calls = described.calls(described.fold(), "backward" if backward else "forward")
     return [_computed(call.problem, call.placed, call.part.pattern, call.q_offset) for call in calls]
 
 

@@ -48,6 +48,7 @@ def _backward(
     layout: list[Tensor], geometry: list[int], pattern: int, *options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     request = resolved(Request(Arguments(q, k, v, *options), Attended(pattern, tuple(layout), tuple(geometry))))
+    dout = torch.zeros_like(out) if dout is None else dout
     dq, dk, dv, *dsink = call_of(request).backward(dout, dlse, q, k, v, out, lse, *request.more)
     return dq, dk, dv, *(dsink or (q.new_empty(0),))
 
@@ -87,7 +88,8 @@ class _Seen(NamedTuple):
         a = self.arguments._replace(
             q=q, k=k, v=v, key_lengths=lengths, sink_logits=sinks, alibi_slopes=slopes, q_offset_tensor=q_offset
         )
-        return gradients_by_operator(a, self.attended.handle, data, self.attended.geometry, dout, dlse, out, lse)
+        dout = torch.zeros_like(out) if dout is None else dout
+        return gradients_by_operator(a, self.attended._replace(data=tuple(data)), dout, dlse, out, lse)
 
 
 def _forward_autograd(

@@ -20,7 +20,7 @@ from gossamer.plan.plan import Plan, plan_of
 from gossamer.plan.problem import Problem
 from gossamer.plan.split import Part, Split, problem_of_fold, split_of
 from gossamer.plan.table import available
-from gossamer.torch.plan import Placed, place
+from gossamer.torch.plan import Placed, held, place
 
 ROW_BYTES = 16  # to whose multiples rows are padded, as wide stores need them
 
@@ -63,16 +63,19 @@ class Described:
         self.plan, self.problem, self.named = plan, plan.problem, named
         self.pattern, self.scoring, self.device = pattern, scoring, device
         self.b = Builder(operands)
+        self.bytes = 0  # of the layouts of the parts that were run
         self.of = {name: name for name in operands}
         # Where parts come in 16 bits alone, two of them are joined in that type.
         self.rounded = not plan.implementations[0].capability.float32_results
 
-    def fold(self, split: Split) -> Split:
-        """The split with the batch elements seen as heads, where all lie at one stride; else as it is.
+    def fold(self) -> Split:
+        """The split of the plan, with the batch elements seen as heads where all lie at one stride.
 
         Then the classes of every batch element are one call.
         """
         p, b, pattern = self.problem, self.b, self.pattern
+        split = self.plan.split(pattern.handle, self.scoring.q_offset)
+        assert split is not None
         inputs = [b[name] for name in ("q", "k", "v")]
         if p.B == 1 or "key_lengths" in b or pattern.lead != (1, 1) or isinstance(pattern, LongNet):
             return split  # a head of LongNet has its own class, a batch element has not
@@ -177,6 +180,7 @@ class Described:
         implementation, layout = call.placed
         prepared = implementation.prepare(call.problem, layout, direction, scoring, operands)
         self.b.include(prepared, given, f"{n}.own.")
+        self.bytes += held(layout)
 
     def sums(self, name: str, shape: tuple[int, ...], dtype: str) -> str:
         """Memory for a result of the parts: its own, or rows padded to 16 bytes, and of another type, to be copied."""
@@ -218,10 +222,10 @@ class Described:
         own = self.problem.dtype
         return own if depth == 1 or (depth == 2 and self.rounded) else _wide(own)
 
-    def forward(self, split: Split) -> Prepared:
+    def forward(self) -> Prepared:
         """out (B, H, Q, E) and lse (B, H, Q)."""
         p, b = self.problem, self.b
-        split = self.fold(split)
+        split = self.fold()
         whole_out = self.sums("out", (p.B, p.H, p.Q, p.E), self._sum_dtype(split.depth))
         whole_lse = b.array("lse", _wide(p.dtype), (p.B, p.H, p.Q))
         out, lse = self.folded(whole_out), self.folded(whole_lse)
@@ -239,7 +243,7 @@ class Described:
                 b.copy(given["out"], wanted)
         return b.done("out", "lse")
 
-    def backward(self, split: Split) -> Prepared:
+    def backward(self) -> Prepared:
         """dq, dk and dv, and dsink_logits where there are sinks."""
         b = self.b
         names: tuple[str, ...] = ("dq", "dk", "dv")
@@ -248,7 +252,7 @@ class Described:
             b.function(kernel, "dout", dlse, "out", "lse", "sink_logits", returns={"dsink_logits": None})
             names = (*names, "dsink_logits")
         shapes = {f"d{x}": b.operands[x].shape for x in ("q", "k", "v")}
-        split = self.fold(split)
+        split = self.fold()
         depths = {"dq": split.depth, "dk": split.key_depth, "dv": split.key_depth}
         sums = {x: self.sums(x, shape, self._sum_dtype(depths[x])) for x, shape in shapes.items()}
         left = {"dq": split.rows_left, "dk": split.keys_left, "dv": split.keys_left}
