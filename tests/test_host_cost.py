@@ -115,13 +115,13 @@ def events(run: Any) -> int:
 
 @needs_tvm_ffi
 def test_a_repeated_call_does_little(stubbed: list[tuple[Any, ...]]) -> None:
-    """What a call costs on the host, counted: about 50 functions, each a tenth of a microsecond to one."""
+    """What a call costs on the host, counted: under 50 functions, each a tenth of a microsecond to one."""
     x = [torch.randn(1, 4, 2048, 64).bfloat16() for _ in range(3)]
     pattern = gs.SlidingWindow(100)
-    assert events(lambda: gs.attention(*x, pattern, implementation="hopper")) <= 50
+    assert events(lambda: gs.attention(*x, pattern, implementation="hopper")) <= 48
     assert len(stubbed) == 2
     leaves = [y.requires_grad_() for y in x]
-    assert events(lambda: gs.attention(*leaves, pattern, implementation="hopper")) <= 55
+    assert events(lambda: gs.attention(*leaves, pattern, implementation="hopper")) <= 52
     # The inputs themselves, no copies of them.
     assert all(a.data_ptr() == b.data_ptr() for a, b in zip(stubbed[-1][:3], x, strict=True))
 
