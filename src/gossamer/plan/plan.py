@@ -98,6 +98,8 @@ def _make_plan(problem: Problem, implementation: str | None, backward: bool) -> 
     gatherers: list[Candidate] = []
     for name in NAMES if implementation is None else [implementation]:
         found = load(name)
+        if able and not isinstance(found, str) and found.layout != "block":
+            continue  # it would come first or not at all: choices are among tiles
         if not (isinstance(found, str) or reasons(problem, found.capability) or found.unavailable()):
             able.append(found)
             continue
