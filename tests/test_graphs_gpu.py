@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import gossamer as gs
+from gossamer.memo import forget_all
 from gossamer.plan.table import available
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
