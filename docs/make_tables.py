@@ -224,8 +224,8 @@ def dense() -> str:
     for line in (RESULTS / "tune_dense_h200.jsonl").read_text().splitlines():
         row = json.loads(line)
         D, N = row["D"], row["N"]
-        problem = Problem(1, 8, 8, N, N, D, D, "bfloat16", "cuda", sm=90, backward=True)
-        tiles = tuple(forward_tile(problem, 132)), tuple(backward_tile(problem))
+        problem = Problem(1, 8, 8, N, N, D, D, "bfloat16", "cuda", sm=90, processors=132, backward=True)
+        tiles = tuple(forward_tile(problem)), tuple(backward_tile(problem))
         forward, backward = row.get(f"forward {tiles[0]}"), row.get(f"backward {tiles[1]}")
         asked = (replace(problem, backward=direction) for direction in (False, True))
         taken = ["lists" if reasons(one, Dense.capability) else "`dense`" for one in asked]

@@ -53,6 +53,50 @@ def test_examples_run(page: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+IMPLEMENTATION = """
+import sys, types
+from gossamer.plan import table
+table.NAMES = (*table.NAMES[:-1], "eager", table.NAMES[-1])  # before any module takes the names
+module = sys.modules["gossamer.kernels.eager"] = types.ModuleType("gossamer.kernels.eager")
+exec(WHOLE, vars(module))
+
+import torch
+import gossamer as gs
+from gossamer.kernels.launch import Builder, Kernel
+from gossamer.memo import forget_all
+
+def compare():
+    found = gs.attention(q, k, v, P, implementation="eager", return_lse=True)
+    torch.testing.assert_close(found, gs.attention(q, k, v, P, implementation="reference", return_lse=True))
+
+q, k, v = (torch.randn(2, heads, 70, 16, dtype=torch.float64) for heads in (4, 2, 2))
+P = gs.SlidingWindow(9) & ~gs.Local(3)  # some rows keep nothing
+compare()
+assert gs.explain(q, k, v, P, implementation="eager").implementation == "eager"
+assert "eager" in gs.explain(q, k, v, P).reasons
+
+def write(group, q, k, v, mask, out, lse, scale):
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    s = (scale * q @ k.mT).masked_fill(~mask, -torch.inf)
+    lse.copy_(torch.logsumexp(s, -1))
+    out.copy_(torch.exp(s - lse[..., None]).nan_to_num() @ v)
+    runs.append(out)
+
+runs = []
+exec("def prepare(self, problem, layout, direction, scoring, operands):\\n" + DESCRIBED)
+module.Eager.prepare, module.Eager.kernel = prepare, lambda self, name, group: lambda *x: write(group, *x)
+forget_all()
+compare()
+assert runs
+"""
+
+
+def test_the_implementation_on_the_contributing_page_runs() -> None:
+    whole, described = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    done = run(f"WHOLE, DESCRIBED = {whole!r}, {described!r}\n{IMPLEMENTATION}", "-W", "error")
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_public_name_is_documented() -> None:
     text = "".join(page.read_text() for page in PAGES)
     public = set(gossamer.__all__) - {"__version__"}
