@@ -76,7 +76,7 @@ def test_what_would_be_faster() -> None:
     (sparse,) = advised(PROBLEM, graph, fill=7.96)
     assert sparse.startswith("8.0 pairs are executed for each that is kept; CSR.reordered()")
     assert advised(PROBLEM, None, planned_again=["q_offset is a tensor"]) == (
-        "repetitions are planned again on the host: q_offset is a tensor",
+        "repetitions are looked at again on the host: q_offset is a tensor",
     )
 
 

@@ -18,9 +18,7 @@ GIVEN: dict[Direction, tuple[str, ...]] = {
 }  # fmt: skip
 Shape = tuple[int, ...]
 ALIGNMENT = 16  # bytes: what wide loads, and TMA, want of addresses
-EDGE = (
-    "edge"  # the implementation of the steps that every edge offers itself: see `Builder.copy` and `Builder.function`
-)
+EDGE = "edge"  # the implementation of steps that every edge offers itself, such as `Builder.copy`
 BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2, "int8": 1,
          "uint8": 1, "bool": 1}  # fmt: skip
 
@@ -160,9 +158,28 @@ class Builder:
         self._known[name] = Operand(dtype, tuple(shape), compact(shape))
         return name
 
-    def result(self, name: str, dtype: str, shape: Shape) -> str:
-        """A result of the call: new memory, unless the caller gives it."""
-        return name if name in self.operands else self.array(name, dtype, shape)
+    def result(
+        self, name: str, dtype: str, shape: Shape, *, in_place: bool = True, columns: int | None = None,
+        made: str | None = None,
+    ) -> str:  # fmt: skip
+        """Where a result of the call is written: itself, or memory that is copied to it at last.
+
+        Args:
+            in_place: whether one that the caller gives can be written where it is.
+            columns: memory columns that a row needs; None: those of the result.
+            made: the type in which it is made; None: its own.
+        """
+        whole = columns in (None, shape[-1]) and made in (None, dtype)
+        if name in self.operands:
+            if in_place:
+                return name
+        else:
+            self.array(name, dtype, shape)
+            if whole:
+                return name
+        memory = self.padded(f"{name}_made", made or dtype, shape, columns or shape[-1])
+        self._last.append((memory, name))
+        return memory
 
     def padded(self, name: str, dtype: str, shape: Shape, columns: int, fill: float | None = None) -> str:
         """Memory of `columns` columns, of which those of `shape` are seen; `fill`: what all hold at first."""
@@ -233,10 +250,6 @@ class Builder:
         """The array itself where it is contiguous and aligned, else a copy."""
         known = self[name]
         return name if known.contiguous and known.aligned else self.copied(name)
-
-    def written_to(self, name: str, through: str) -> None:
-        """Copy `through` to the result `name` once all steps are done."""
-        self._last.append((through, name))
 
     def include(self, prepared: Prepared, given: Mapping[str, str], prefix: str) -> None:
         """Run another launch.

@@ -60,7 +60,7 @@ def advice(
     Args:
         pattern: None where tensors say what is attended.
         fill: executed pairs for each kept one.
-        planned_again: why repetitions of the call are planned again.
+        planned_again: why repetitions of the call are looked at again.
         reordered: the pattern is that of a graph in an order of its own.
     """
     found: list[str] = []
@@ -72,7 +72,7 @@ def advice(
                 one += "; CSR.reordered() brings rows with the same keys together"
             found.append(one)
     if planned_again:
-        found.append(f"repetitions are planned again on the host: {', '.join(planned_again)}")
+        found.append(f"repetitions are looked at again on the host: {', '.join(planned_again)}")
     return tuple(found)
 
 

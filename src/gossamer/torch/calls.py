@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
-from gossamer.kernels.launch import GIVEN, VECTORS, Direction, Operand
+from gossamer.kernels.launch import GIVEN, VECTORS, Direction, Operand, operand_of
 from gossamer.memo import Memo
 from gossamer.patterns.handles import pattern_of, token_of
 from gossamer.plan.plan import Plan
@@ -23,7 +23,7 @@ from gossamer.torch import parts
 from gossamer.torch.bind import bind
 from gossamer.torch.memory import hold_for_graphs
 from gossamer.torch.plan import Given, Placed, check_rows, given_layout, held, place, plan_for, scoring_of
-from gossamer.torch.request import Attended, Key, Request, alignment, operand_of, plain
+from gossamer.torch.request import Attended, Key, Request, alignment, plain
 from gossamer.torch.validate import (
     Arguments,
     fewer,

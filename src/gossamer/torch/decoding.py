@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
 from gossamer.kernels.contract import Implementation
+from gossamer.kernels.launch import ALIGNMENT, operand_of
 from gossamer.layouts import cached_layout
 from gossamer.memo import LEAST
 from gossamer.patterns import Causal, Dense, SlidingWindow
@@ -27,7 +28,7 @@ from gossamer.torch.bind import bind
 from gossamer.torch.calls import Bound, known
 from gossamer.torch.memory import hold_for_graphs
 from gossamer.torch.plan import held, plan_for, scoring_of
-from gossamer.torch.request import DENSE, differentiable, operand_of
+from gossamer.torch.request import DENSE, alignment, differentiable
 from gossamer.torch.validate import Arguments, most_offset
 
 RANGE = 128  # numbers of keys that share a launch
@@ -88,7 +89,7 @@ def growing_call(
     key = (
         "one query", most, B, G, D, v.shape[3], q.shape, q.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device,
         v.device, scale, type(scale), softcap, type(softcap), implementation, deterministic,
-        sinks is not None and (sinks.shape, sinks.stride(), sinks.dtype, sinks.device, sinks.data_ptr() % 16 == 0),
+        sinks is not None and (sinks.shape, sinks.stride(), sinks.dtype, sinks.device, alignment(sinks)),
     )  # fmt: skip
     found = known.get(key)
     if found is None:
@@ -103,7 +104,7 @@ def growing_call(
 
 def keys_seen(q: Tensor, k: Any, v: Any, pattern: Any, q_offset: Any) -> Seen | None:
     """What the one query of a call sees, where that is a run of its keys; None where it goes the usual way."""
-    if q.ndim != 4 or q.shape[2] != 1 or q.data_ptr() % 16:
+    if q.ndim != 4 or q.shape[2] != 1 or q.data_ptr() % ALIGNMENT:
         return None
     if not isinstance(pattern, (Dense, Causal, SlidingWindow)) or (
         isinstance(pattern, SlidingWindow) and pattern.sinks
@@ -113,7 +114,7 @@ def keys_seen(q: Tensor, k: Any, v: Any, pattern: Any, q_offset: Any) -> Seen | 
         if type(x) is not Tensor or x.ndim != 4 or x.device != q.device or x.layout is not torch.strided:
             return None
         batch, head, row, last = x.stride()
-        if last != 1 or min(batch, head, row) <= 0 or (batch | head | row) % STEP or x.data_ptr() % 16:
+        if last != 1 or min(batch, head, row) <= 0 or (batch | head | row) % STEP or x.data_ptr() % ALIGNMENT:
             return None
     K = k.shape[2]
     if k.shape[:3] != v.shape[:3] or not K:

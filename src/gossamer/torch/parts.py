@@ -14,15 +14,13 @@ from typing import NamedTuple
 import torch
 
 from gossamer.kernels.contract import Scoring
-from gossamer.kernels.launch import EDGE, Builder, Direction, Kernel, Operand, Prepared, compact
+from gossamer.kernels.launch import ALIGNMENT, BYTES, EDGE, Builder, Direction, Kernel, Operand, Prepared, Shape
 from gossamer.patterns import LongNet, Pattern
 from gossamer.plan.plan import Plan, plan_of
 from gossamer.plan.problem import Problem
 from gossamer.plan.split import Part, Split, problem_of_fold, split_of
 from gossamer.plan.table import available
 from gossamer.torch.plan import Placed, held, place
-
-ROW_BYTES = 16  # to whose multiples rows are padded, as wide stores need them
 
 
 class PartCall(NamedTuple):
@@ -182,19 +180,9 @@ class Described:
         self.b.include(prepared, given, f"{n}.own.")
         self.bytes += held(layout)
 
-    def sums(self, name: str, shape: tuple[int, ...], dtype: str) -> str:
-        """Memory for a result of the parts: its own, or rows padded to 16 bytes, and of another type, to be copied."""
-        step = ROW_BYTES * 8 // _bits(dtype)
-        own = dtype == self.problem.dtype and shape[-1] % step == 0
-        memory = (*shape[:-1], -(-shape[-1] // step) * step)
-        made = self.b.array(name if own else f"{name}_sums", dtype, memory)
-        if own:
-            return made
-        if memory != shape:
-            made = self.b.view(f"{name}_sums_columns", made, shape, compact(memory))
-        self.b.array(name, self.problem.dtype, shape)
-        self.b.written_to(name, through=made)
-        return made
+    def sums(self, name: str, shape: Shape, dtype: str) -> str:
+        """Memory for a result of the parts: its own, or rows padded to 16 bytes, or of another type, to be copied."""
+        return self.b.result(name, self.problem.dtype, shape, columns=_whole(shape, dtype), made=dtype)
 
     def folded(self, name: str) -> str:
         """A contiguous array (B, heads, ...) as the parts see it."""
@@ -212,10 +200,7 @@ class Described:
         if not more and (known.dtype == dtype or able):
             return wanted
         made = known.dtype if able else dtype
-        step = ROW_BYTES * 8 // _bits(made)
-        memory = (*known.shape[:-1], -(-known.shape[-1] // step) * step)
-        array = self.b.array(f"{name}_room", made, memory)
-        return array if memory == known.shape else self.b.view(f"{array}_columns", array, known.shape, compact(memory))
+        return self.b.padded(f"{name}_room", made, known.shape, _whole(known.shape, made))
 
     def _sum_dtype(self, depth: int) -> str:
         """The type in which `depth` parts are joined: float32, unless two that come in 16 bits are all there is."""
@@ -278,8 +263,10 @@ class Described:
         return b.done(*names)
 
 
-def _bits(dtype: str) -> int:
-    return {"float64": 64, "float32": 32}.get(dtype, 16)
+def _whole(shape: Shape, dtype: str) -> int:
+    """Columns of memory whose rows begin at multiples of ALIGNMENT, as wide stores need them."""
+    (*_, columns), step = shape, ALIGNMENT // BYTES[dtype]
+    return -(-columns // step) * step
 
 
 def _wide(dtype: str) -> str:

@@ -103,7 +103,8 @@ def forward(
     """out and lse. `tile` replaces the one chosen by size."""
     b, given = builder(words, operands)
     tile = tile or forward_tile(p)
-    out, lse = results(b, {"out": (p.dtype, (p.B, p.H, p.Q, p.E)), "lse": ("float32", (p.B, p.H, p.Q))})
+    out = b.result("out", p.dtype, (p.B, p.H, p.Q, p.E), in_place=False)
+    lse = b.result("lse", "float32", (p.B, p.H, p.Q), in_place=False)
     values = {
         **given, "out": out, "lse": lse, "lengths": optional(b, "key_lengths"), "sinks": optional(b, "sink_logits"),
         "slopes": optional(b, "alibi_slopes"), **constants(b, p, tile, scoring),
@@ -114,17 +115,6 @@ def forward(
     return b.done("out", "lse")
 
 
-def results(b: Builder, made: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
-    """Contiguous memory for the results; what the caller gives is written by a copy."""
-    names = []
-    for name, (dtype, shape) in made.items():
-        own = name in b.operands
-        names.append(b.array(f"{name}_made" if own else name, dtype, shape))
-        if own:
-            b.written_to(name, through=names[-1])
-    return names
-
-
 def backward(
     p: Problem, words: Any, scoring: Scoring, operands: Mapping[str, Operand], tile: Tile | None = None
 ) -> Prepared:
@@ -132,7 +122,7 @@ def backward(
     b, given = builder(words, operands)
     tile = tile or backward_tile(p)
     given |= {name: b.contiguous(given.get(name, name)) for name in ("dout", "out", "lse")}
-    dq, dk, dv = results(b, {f"d{x}": (p.dtype, b[x].shape) for x in ("q", "k", "v")})
+    dq, dk, dv = (b.result(f"d{x}", p.dtype, b[x].shape, in_place=False) for x in ("q", "k", "v"))
     dlse = optional(b, "dlse")
     values = {
         **given, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv, "lengths": optional(b, "key_lengths"),

@@ -47,17 +47,9 @@ def result(b: Builder, name: str, dtype: str, shape: Shape, pairs: bool = False)
     Args:
         pairs: numbers are written two at a time.
     """
-    columns = shape[3]
-    if name in b.operands:
-        in_place = readable(b[name]) and not (pairs and columns % 2)
-    else:
-        in_place = columns % STEP == 0
-        b.array(name, dtype, shape)
-    if in_place:
-        return name
-    made = b.padded(f"{name}_padded", dtype, shape, whole(columns))
-    b.written_to(name, through=made)
-    return made
+    (*_, columns) = shape
+    able = name in b.operands and readable(b[name]) and not (pairs and columns % 2)
+    return b.result(name, dtype, shape, in_place=able, columns=whole(columns))
 
 
 def whole(columns: int) -> int:

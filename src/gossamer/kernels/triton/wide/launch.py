@@ -203,11 +203,12 @@ def backward(p: Problem, layout: BlockLayout, scoring: Scoring, operands: Mappin
     made: dict[str, Operand | None] = {"delta": rows, "full_lse": rows}
     dlse = "dlse" if "dlse" in b else None
     b.function(Kernel(EDGE, "rows_of_results"), "dout", dlse, "out", "lse", returns=made)
-    dq, dk, dv = (b.result(f"d{name}", p.dtype, b[name].shape) for name in ("q", "k", "v"))
-    if len(call.tiles.passes) > 1:  # the sums stay in float32
-        dk, dv = (b.array(f"{name}_sums", "float32", b[name].shape) for name in (dk, dv))
-        b.written_to("dk", through=dk)
-        b.written_to("dv", through=dv)
+    several = len(call.tiles.passes) > 1
+    dq = b.result("dq", p.dtype, b["q"].shape)
+    dk, dv = (  # over several passes the sums stay in float32
+        b.result(f"d{x}", p.dtype, b[x].shape, in_place=not several, made="float32" if several else None)
+        for x in ("k", "v")
+    )
     weights, shares = call.scratch("weights", p.dtype), call.scratch("shares", p.dtype)
     values |= {"dout": b.contiguous("dout"), "delta": "delta", "lse": "full_lse", "BACKWARD": True}
     for done, own in call.passes():
