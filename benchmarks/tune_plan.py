@@ -17,13 +17,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from gossamer.kernels.devices import processors
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import gossamer as gs
 from gossamer.bench.latency import graph_ms
-from gossamer.kernels.devices import processors
 from gossamer.layouts import cached_gather, cached_layout
 from gossamer.plan.advice import pairs_per_second
 from gossamer.plan.choice import costs, machine_of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
-from gossamer.kernels.launch import GIVEN, VECTORS, Direction, Operand, Prepared
+from gossamer.kernels.launch import GIVEN, VECTORS, Direction, Operand, Prepared, operand_of
 from gossamer.memo import Memo
 from gossamer.patterns.handles import pattern_of, token_of
 from gossamer.plan.problem import Unsupported
@@ -22,7 +22,7 @@ from gossamer.torch import parts
 from gossamer.torch.bind import bind
 from gossamer.torch.memory import hold_for_graphs
 from gossamer.torch.plan import Given, check_rows, given_layout, held, place, plan_for, scoring_of
-from gossamer.torch.request import Key, Request, alignment, operand_of, plain
+from gossamer.torch.request import Key, Request, alignment, plain
 from gossamer.torch.validate import (
     Arguments,
     fewer,
@@ -235,7 +235,8 @@ class Attention(torch.autograd.Function):
         compute = ctx.call.gradients
         if torch.is_grad_enabled():  # create_graph
             q, k, v, _, _, *more = saved
-            found = _Gradients.apply(partial(compute, saved), dout, dlse, q, k, v, *more[1:2])
+            _, sinks, *_ = more or (None, None)
+            found = _Gradients.apply(partial(compute, saved), dout, dlse, q, k, v, sinks)
         else:
             found = compute(saved, dout, dlse)
         dq, dk, dv, *dsink = found

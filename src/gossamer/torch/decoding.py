@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
 from gossamer.kernels.contract import Implementation
+from gossamer.kernels.launch import operand_of
 from gossamer.layouts import cached_layout
 from gossamer.memo import LEAST
 from gossamer.patterns import Causal, Dense, SlidingWindow
@@ -27,7 +28,7 @@ from gossamer.torch.bind import bind
 from gossamer.torch.calls import Bound, known
 from gossamer.torch.memory import hold_for_graphs
 from gossamer.torch.plan import held, plan_for, scoring_of
-from gossamer.torch.request import DENSE, differentiable, operand_of
+from gossamer.torch.request import DENSE, differentiable
 from gossamer.torch.validate import Arguments, most_offset
 
 RANGE = 128  # numbers of keys that share a launch
@@ -177,7 +178,7 @@ def _bound(a: Arguments, most: int) -> _Made:
         return _Made(Range(None), 0)
     implementation, problem = found
     block_q, block_kv = implementation.tile(problem)
-    lengths = _lengths(a.q.device, problem.B, most)
+    lengths: tuple[Tensor, ...] = _lengths(a.q.device, problem.B, most)
     layout = cached_layout(
         DENSE, 1, most, block_q=block_q, block_kv=block_kv, q_offset=most - 1, device=a.q.device
     )  # fmt: skip

@@ -62,11 +62,12 @@ class Explanation:
         p, t = self.problem, self.tiles
         useful, executed = self.useful_flops, self.executed_flops
         over = f" ({executed / useful:.2f} x)" if useful else ""
+        block_q, block_kv = self.tile
         lines = [
             ("problem", f"B={p.B} H={p.H} G={p.G} Q={p.Q} K={p.K} D={p.D} E={p.E} {p.dtype} {p.device}"),
             ("score terms", ", ".join(sorted(p.score_terms)) or "none"),
             ("density", f"{self.density:.4%}"),
-            (f"tiles of {self.tile[0]} x {self.tile[1]}", ", ".join(f"{name} {n:g}" for name, n in t.items())),
+            (f"tiles of {block_q} x {block_kv}", ", ".join(f"{name} {n:g}" for name, n in t.items())),
             ("useful", f"{useful / 1e9:,.3f} GFLOP forward, {BACKWARD * useful / 1e9:,.3f} backward"),
             ("executed", f"{executed / 1e9:,.3f} GFLOP forward{over}"),
             ("bytes", f"{self.bytes / 2**20:,.2f} MiB of tensors, {self.layout_bytes / 2**20:,.2f} MiB of layout"),

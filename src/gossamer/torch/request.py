@@ -17,7 +17,7 @@ import torch
 from torch import _C, Tensor
 from torch.autograd import forward_ad
 
-from gossamer.kernels.launch import ALIGNMENT, VECTORS, Operand
+from gossamer.kernels.launch import ALIGNMENT, VECTORS, Operand, operand_of
 from gossamer.kernels.rows import compute_dtype
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import CSR, Dense, Pattern
@@ -133,11 +133,6 @@ def _vectors(vectors: tuple[Any, ...], wide: torch.dtype) -> Key | None:
             return None
         told += (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.data_ptr() % ALIGNMENT == 0)
     return tuple(told)
-
-
-def operand_of(x: Tensor) -> Operand:
-    """What a launch is told of a tensor."""
-    return Operand(str(x.dtype)[6:], tuple(x.shape), x.stride(), x.data_ptr() % ALIGNMENT == 0)
 
 
 class Attended(NamedTuple):

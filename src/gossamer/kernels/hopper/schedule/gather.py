@@ -102,10 +102,11 @@ def _ordered(
 ) -> Work:  # fmt: skip
     """Items of every head. `shape`: batch elements, heads and groups of rows of `pieces`."""
     merges, slots = merges_of(pieces, shape)
+    batch_elements, of_one, _ = shape
     word = row_items  # items of columns have these words at the same places
     order = np.lexsort((*(items[:, i] for i in (word.SLOT, word.TILE, word.HEAD, word.BATCH)), -lengths // NEAR))
     every, merged = for_every_head(
         torch.from_numpy(items[order]), torch.from_numpy(lengths[order]), torch.from_numpy(merges), slots,
-        shape[0] * shape[1], copies, heads, blocks,
+        batch_elements * of_one, copies, heads, blocks,
     )  # fmt: skip
     return Work(every.to(device), merged.to(device), slots * copies)

@@ -6,7 +6,6 @@ read back from a device: a layout that was made there gets its items there, unsp
 
 from __future__ import annotations
 
-import math
 from heapq import heapreplace
 from threading import Lock
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from gossamer.kernels.hopper.device import merges as merge
 from gossamer.kernels.hopper.device import row_items as item
+from gossamer.layouts import items as given
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.schedule import FEWEST_TILES, cut, row_lengths, work_items
 from gossamer.layouts.walk import Walk
@@ -76,11 +76,12 @@ def lists(layout: BlockLayout, transposed: bool = False, blocks: int = 0, repeat
         known = walk
         if layout.host is not None:  # what is copied from there is complete for every stream
             known = layout.host.columns if transposed else layout.host.rows
-        some = [torch.as_tensor(tiles.indices) for tiles in known.lists.values()]
-        entries = torch.zeros((2, max(1, sum(len(x) for x in some))), dtype=torch.int32, device=some[0].device)
-        listed = torch.cat(some)
-        entries[0, : len(listed)] = listed
-        entries[1, len(some[0]) + len(some[1]) : len(listed)] = torch.as_tensor(known.pool_index)
+        full, interval, bits = (torch.as_tensor(tiles.indices) for tiles in known.lists.values())
+        listed, masked = torch.cat((full, interval, bits)), len(full) + len(interval)
+        entries = torch.zeros((2, max(1, len(listed))), dtype=torch.int32, device=listed.device)
+        columns, pool_entries = entries
+        columns[: len(listed)] = listed
+        pool_entries[masked : len(listed)] = torch.as_tensor(known.pool_index)
         if blocks and layout.host is not None:
             entries[:, : len(listed)] = entries[:, torch.from_numpy(_there_and_back(known, blocks))]
         lo, hi = _rows(walk.lo, walk.rows), _rows(walk.hi, walk.rows)
@@ -254,10 +255,12 @@ def _rows(x: Tensor, width: int) -> Tensor:
 
 
 def _host_work(walk: Walk, device: torch.device, copies: int, heads: int, blocks: int, split: int | None) -> Work:
-    leads, Hl = math.prod(walk.lead), walk.lead[1]
-    few = walk.rows * FEW <= walk.block_rows
+    (Bl, Hl), few = walk.lead, walk.rows * FEW <= walk.block_rows
+    leads = Bl * Hl
     made = work_items(walk, item_limit(row_lengths(walk).reshape(-1), leads, copies, blocks, split, few))
-    lead, tile, begin, end, slot, _ = made.items.T.astype(np.int64)
+    lead, tile, begin, end, slot = (
+        made.items[:, word].astype(np.int64) for word in (given.LEAD, given.TILE, given.BEGIN, given.END, given.SLOT)
+    )
     words: dict[int, Any] = {item.BATCH: lead // Hl, item.HEAD: lead % Hl, item.TILE: tile, item.SLOT: slot}
     base = before = np.int64(0)
     for kind, tiles in walk.lists.items():
@@ -269,7 +272,7 @@ def _host_work(walk: Walk, device: torch.device, copies: int, heads: int, blocks
         before, base = before + counts, base + len(tiles.indices)
     items = fill(np.zeros((len(lead), item.ITEM), dtype=np.int32), words | {item.LEAD: lead, item.VALID: 1})
     merges = np.zeros((max(1, len(made.merges)), merge.MERGE), dtype=np.int32)
-    which, cut_tile, slot, count = made.merges.T
+    which, cut_tile, slot, count = (made.merges[:, word] for word in (given.LEAD, given.TILE, given.FIRST, given.COUNT))
     words = {merge.BATCH: which // Hl, merge.HEAD: which % Hl, merge.TILE: cut_tile, merge.SLOT: slot}
     fill(merges[: len(which)], words | {merge.COUNT: count})
     every, merged = for_every_head(
@@ -285,7 +288,7 @@ def _device_work(walk: Walk, copies: int, heads: int, blocks: int) -> Work:
     n, device = counts[0].shape[0], counts[0].device
     row = torch.arange(n, device=device)
     lead = row // walk.tiles
-    Hl = walk.lead[1]
+    Bl, Hl = walk.lead
     words: dict[int, Any] = {item.BATCH: lead // Hl, item.HEAD: lead % Hl, item.TILE: row % walk.tiles, item.SLOT: -1}
     base = 0
     for i, (kind, tiles) in enumerate(walk.lists.items()):
@@ -296,5 +299,5 @@ def _device_work(walk: Walk, copies: int, heads: int, blocks: int) -> Work:
     fill(items, words | {item.LEAD: lead, item.VALID: 1})
     lengths, order = torch.sort(sum(counts), descending=True, stable=True)
     merges = torch.zeros((1, merge.MERGE), dtype=torch.int32, device=device)
-    every, _ = for_every_head(items[order].int(), lengths, merges, 0, math.prod(walk.lead), copies, heads, blocks)
+    every, _ = for_every_head(items[order].int(), lengths, merges, 0, Bl * Hl, copies, heads, blocks)
     return Work(every, merges, 0)

@@ -26,8 +26,8 @@ from gossamer.plan.problem import Problem
 class Items:
     """Work items of a walk on the device of the layout: see `gossamer.layouts.schedule.WorkItems`."""
 
-    items: Tensor  # (n, 6) int32
-    merges: Tensor  # (m, 4) int32
+    items: Tensor  # (n, ITEM) int32
+    merges: Tensor  # (m, MERGE) int32
     slots: int
 
 
@@ -102,7 +102,7 @@ def items(
         assert host is not None
         made = work_items(host, limit)
         cut, merges = (torch.from_numpy(np.ascontiguousarray(x)) for x in (made.items, made.merges))
-        device = known.arrays[0].device
+        device = layout.device
         found = known.items.setdefault(limit, Items(cut.to(device), merges.to(device), made.slots))
     return found
 
