@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gossamer.layouts import BlockLayout, TileList, Walk
+from gossamer.memo import Memos
 from gossamer.patterns.grid import WORD
 from gossamer.patterns.tiles import unique_tiles
 from gossamer.torch.masks import pack
@@ -27,7 +27,7 @@ _SHAPE_ONLY = re.compile(r"aten\.(new_(ones|zeros|full|empty)|(ones|zeros|full|e
 PAIRS_AT_ONCE = 2**24
 LARGEST_BLOCK = 1024
 
-_converted: WeakKeyDictionary[Any, dict[tuple[int, int], BlockLayout]] = WeakKeyDictionary()
+_converted: Memos[BlockLayout] = Memos()  # of block masks
 
 
 def layout_of(mask: BlockMask, B: int | None, H: int | None) -> BlockLayout:
@@ -73,11 +73,9 @@ def layout_for(mask: BlockMask, q: Tensor) -> BlockLayout:
     """The layout of a block mask for queries (B, H, Q, D), made once and kept as long as the mask."""
     if torch.compiler.is_compiling():
         raise ValueError("pattern, a torch BlockMask, must be turned into from_flex(mask) outside torch.compile")
-    kept = _converted.setdefault(mask, {})
-    key = (q.shape[0], q.shape[1])
-    if key not in kept:
-        kept[key] = layout_of(mask, q.shape[0], q.shape[1])
-    return kept[key]
+    B, H, _, _ = q.shape
+    known = _converted.of(mask)
+    return known.get((B, H)) or known.put((B, H), layout_of(mask, B, H))
 
 
 def _check(mask: BlockMask, block_q: int, block_kv: int, tiles: int) -> None:

@@ -7,9 +7,7 @@ read back from a device: a layout that was made there gets its items there, unsp
 from __future__ import annotations
 
 from heapq import heapreplace
-from threading import Lock
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -21,6 +19,7 @@ from gossamer.layouts import items as given
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.schedule import FEWEST_TILES, cut, row_lengths, work_items
 from gossamer.layouts.walk import Walk
+from gossamer.memo import Memos
 
 START = 3  # what an item costs beside its tiles, in tiles
 PART = 0.25  # what merging a part costs, in tiles
@@ -51,9 +50,8 @@ class Work(NamedTuple):
     slots: int
 
 
-_lists: WeakKeyDictionary[Walk, dict[tuple[int, int], Lists]] = WeakKeyDictionary()
-_work: WeakKeyDictionary[Walk, dict[tuple[int, int, int, int | None], Work]] = WeakKeyDictionary()
-_lock = Lock()
+_lists: Memos[Lists] = Memos()  # of walks
+_work: Memos[Work] = Memos()
 
 
 def lists(layout: BlockLayout, transposed: bool = False, blocks: int = 0, repeat: int = 1) -> Lists:
@@ -64,8 +62,8 @@ def lists(layout: BlockLayout, transposed: bool = False, blocks: int = 0, repeat
     columns ascend in each list. With `repeat` the rows of a tile are those of so many heads, one head after the other.
     """
     walk = layout.columns if transposed else layout.rows
-    kept = _lists.get(walk)
-    found = kept.get((blocks, repeat)) if kept is not None else None
+    kept = _lists.of(walk)
+    found = kept.get((blocks, repeat))
     if found is not None:
         return found
     if repeat > 1:
@@ -86,8 +84,7 @@ def lists(layout: BlockLayout, transposed: bool = False, blocks: int = 0, repeat
             entries[:, : len(listed)] = entries[:, torch.from_numpy(_there_and_back(known, blocks))]
         lo, hi = _rows(walk.lo, walk.rows), _rows(walk.hi, walk.rows)
         found = Lists(entries.to(walk.lo.device), lo, hi, _rows(walk.pool, walk.block_columns // 32))
-    with _lock:
-        return _lists.setdefault(walk, {}).setdefault((blocks, repeat), found)
+    return kept.put((blocks, repeat), found)
 
 
 def _repeated(known: Lists, walk: Walk, repeat: int) -> Lists:
@@ -128,15 +125,14 @@ def work(layout: BlockLayout, copies: int, heads: int, blocks: int, split: int |
         blocks: draw items at the same time.
     """
     key = (copies, heads, blocks, split)
-    kept = _work.get(layout.rows)
-    found = kept.get(key) if kept is not None else None
+    kept = _work.of(layout.rows)
+    found = kept.get(key)
     if found is None:
         if layout.host is None:
             found = _device_work(layout.rows, copies, heads, blocks)
         else:
             found = _host_work(layout.host.rows, layout.rows.lo.device, copies, heads, blocks, split)
-        with _lock:
-            found = _work.setdefault(layout.rows, {}).setdefault(key, found)
+        found = kept.put(key, found)
     return found
 
 

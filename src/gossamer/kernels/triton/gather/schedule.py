@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from gossamer.kernels.triton.merge import CutRows
 from gossamer.layouts.gather import GatherLayout, GatherWalk, item_limit
 from gossamer.layouts.items import BEGIN, COUNT, END, ITEM, LEAD, PART, SLOT, TILE
 from gossamer.layouts.schedule import cut, fill, merges_of
+from gossamer.memo import Memos
 from gossamer.plan.problem import Problem
 
 
@@ -44,20 +44,20 @@ class Work:
         return torch.where(slot.view(groups, each).amax(1) < 0, longest, -longest).to(self.items.device)
 
 
-_work: WeakKeyDictionary[GatherWalk, dict[int, Work]] = WeakKeyDictionary()
+_work: Memos[Work] = Memos()  # of walks
 
 
 def work_of(p: Problem, layout: GatherLayout, transposed: bool, copies: int, split: int | None) -> Work:
     """The items of one direction, made once; a layout that was made on a device is read back for it."""
     walk = layout.columns if transposed else layout.rows
-    known = _work.setdefault(walk, {})
+    known = _work.of(walk)
     if split is None:
         groups, steps = len(walk.counts.reshape(-1)), int(walk.indices.shape[0]) // walk.width
         split = item_limit(groups, copies, steps, walk.width, p.processors)
     found = known.get(split)
     if found is None:
         source = (layout.host.columns if transposed else layout.host.rows) if layout.host is not None else walk
-        found = known.setdefault(split, _make_work(source.on_host(), split, walk.indices.device))
+        found = known.put(split, _make_work(source.on_host(), split, walk.indices.device))
     return found
 
 
@@ -91,19 +91,19 @@ class Schedule:
     options: dict[str, Any]  # of the launch
 
 
-_schedules: WeakKeyDictionary[GatherWalk, dict[Any, Schedule]] = WeakKeyDictionary()
+_schedules: Memos[Schedule] = Memos()  # of walks
 
 
 def schedule_of(
     p: Problem, layout: GatherLayout, direction: Direction, config: RowConfig | GroupConfig | None, split: int | None
 ) -> Schedule:
     """The programs of one kernel, worked out once for a walk and a kind of problem."""
-    known = _schedules.setdefault(layout.columns if direction == "dkdv" else layout.rows, {})
+    known = _schedules.of(layout.columns if direction == "dkdv" else layout.rows)
     key = direction, p.B, p.H, p.G, p.D, p.E, p.dtype, p.processors, config, split
     found = known.get(key)
     if found is None:
         # The first is kept: a launch may hold its arrays.
-        found = known.setdefault(key, _make_schedule(p, layout, direction, config, split))
+        found = known.put(key, _make_schedule(p, layout, direction, config, split))
     return found
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from gossamer.kernels.triton.arguments import arrays, listed, operand, row_resul
 from gossamer.kernels.triton.wide.kernels import gradient_kernel, output_kernel, products_kernel
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.walk import Walk
+from gossamer.memo import Memos
 from gossamer.plan.problem import Problem
 
 KERNELS = (products_kernel, output_kernel, gradient_kernel)
@@ -62,16 +62,17 @@ class Tiles(NamedTuple):
     passes: tuple[Pass, ...]
 
 
-_tiles: WeakKeyDictionary[BlockLayout, dict[int, Tiles]] = WeakKeyDictionary()
+_tiles: Memos[Tiles] = Memos()  # of layouts
 
 
 def tiles_of(layout: BlockLayout, most: int) -> Tiles:
     """The tiles of a layout in passes of about `most` tiles for each lead; a layout made on a device is read back."""
-    known = _tiles.setdefault(layout, {})
-    if most not in known:
+    known = _tiles.of(layout)
+    found = known.get(most)
+    if found is None:
         host = layout.rows if layout.host is None else layout.host.rows
-        known[most] = _make_tiles(host.on_host(), most, layout.rows.lo.device)
-    return known[most]
+        found = known.put(most, _make_tiles(host.on_host(), most, layout.rows.lo.device))
+    return found
 
 
 def _make_tiles(walk: Walk, most: int, device: torch.device) -> Tiles:
