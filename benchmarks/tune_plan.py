@@ -1,4 +1,4 @@
-"""Every way that a plan could compute a small problem, timed and estimated: what the planner's rates are fitted to.
+"""Every way that a plan could compute a small problem, timed and estimated: beside what the planner takes it for.
 
 python benchmarks/tune_plan.py -N 512 1024 2048 4096
 python benchmarks/tune_plan.py -N 2048 --cases bigbird_2048_0.1 csr_2048_0.01
@@ -14,23 +14,25 @@ import argparse
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from gossamer.kernels.devices import processors
+from bound import bound
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import gossamer as gs
 from gossamer.bench.latency import graph_ms
+from gossamer.kernels.contract import Scoring
 from gossamer.layouts import cached_gather, cached_layout
-from gossamer.plan.advice import pairs_per_second
 from gossamer.plan.choice import costs, machine_of
-from gossamer.plan.plan import Plan
+from gossamer.plan.costs import costs_of
+from gossamer.plan.plan import Plan, plan_of
+from gossamer.plan.problem import Problem
+from gossamer.testing.inputs import problem_of
 from gossamer.testing.sweeps import BREAKEVEN
-from gossamer.torch.plan import make_plan, terms_of
-from gossamer.torch.validate import Arguments
 
 LOOSE = 2**-5  # of the largest result
 
@@ -39,12 +41,12 @@ def layouts(plan: Plan, pattern: gs.Pattern, device: torch.device) -> Iterator[t
     """(name, implementation, what makes its layout) of each option, in the order of `costs`."""
     p = plan.problem
     sizes = pattern, p.Q, p.K
-    for i, (bq, bk, _) in plan.options:
+    for i, (bq, bk, *_) in plan.options:
         yield f"{i.name} {bq} x {bk}", i, lambda bq=bq, bk=bk: cached_layout(
             *sizes, block_q=bq, block_kv=bk, q_offset=0, device=device
         )  # fmt: skip
-    for i, choice in plan.gather_options:
-        yield f"{i.name} gather {choice.block_q}", i, lambda rows=choice.block_q: cached_gather(
+    for i, gather in plan.gather_options:
+        yield f"{i.name} gather {gather.choice.block_q}", i, lambda rows=gather.choice.block_q: cached_gather(
             *sizes, block_q=rows, q_offset=0, device=device
         )  # fmt: skip
 
@@ -69,29 +71,26 @@ def sdpa_us(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> float:
     return min(times)
 
 
-def measure(name: str, pattern: gs.Pattern, x: list[Tensor]) -> None:
+def measure(name: str, p: Problem, pattern: gs.Pattern, x: list[Tensor]) -> None:
     """Prints the line of a case."""
     q, k, v = x
-    a = Arguments(q, k, v, None, None, None, None, None, None, None, None, False, False)
-    plan = make_plan(a, [], backward=False)
     # Those that compute every pair, or on the host, are no options.
+    plan = plan_of(p)
     plan = replace(plan, implementations=tuple(i for i in plan.implementations if i.name in ("hopper", "triton")))
-    p, machine, rate = (
-        plan.problem,
-        machine_of(plan.problem, pattern, processors(q.device)),
-        pairs_per_second(plan.problem),
-    )
+    machine, measured, scoring = machine_of(p, pattern), costs_of(p).measured, Scoring(p.D**-0.5, 0)
     counts = costs(pattern, p.Q, p.K, tiles=plan.tiles, gathers=plan.gathers, q_offset=0, machine=machine)
-    want, terms, cells = materialised(q, k, v, pattern), terms_of(a), []
+    want, cells = materialised(q, k, v, pattern), []
     for at, (option, implementation, make) in enumerate(layouts(plan, pattern, q.device)):
         layout = make()
-        out, _ = implementation.forward(p, q, k, v, layout, terms)
+        prepare = partial(implementation.prepare, p, layout, "forward", scoring)
+        call = bound(prepare, {"q": q, "k": k, "v": v})
+        out, _ = call()
         error = float((out.float() - want).abs().max() / want.abs().max())
         assert error <= LOOSE, f"{name} by {option}: error {error:.3f}"
-        us = 1000 * graph_ms(lambda i=implementation, layout=layout: i.forward(p, q, k, v, layout, terms))  # type: ignore[misc]
+        us = 1000 * graph_ms(call)
         guess = "-"
-        if rate is not None and at < len(counts) and math.isfinite(counts[at]):
-            guess = f"{1e6 * counts[at] * machine.copies / rate:.0f}"
+        if measured and at < len(counts) and math.isfinite(counts[at]):
+            guess = f"{1e6 * counts[at]:.0f}"
         cells.append((us, f"{option} {us:.1f}/{guess}"))
     causal = isinstance(pattern, gs.SlidingWindow | gs.Dilated | gs.Tree)
     print(
@@ -109,8 +108,9 @@ def main() -> None:
     for case in BREAKEVEN:
         name = case.name.removeprefix("breakeven_")
         if case.Q in a.lengths and (a.cases is None or name in a.cases):
-            shape = (case.B, case.H, case.Q, case.D)
-            measure(name, case.pattern(), [torch.randn(shape, device="cuda", generator=g).bfloat16() for _ in range(3)])
+            shape, problem = (case.B, case.H, case.Q, case.D), problem_of(case, "bfloat16", "cuda", backward=False)
+            x = [torch.randn(shape, device="cuda", generator=g).bfloat16() for _ in range(3)]
+            measure(name, problem, case.pattern(), x)
 
 
 if __name__ == "__main__":

@@ -48,12 +48,10 @@ def test_the_ways_of_a_call_by_their_time() -> None:
 def test_seconds_of_an_h200() -> None:
     """Measured at 4096 positions: 51 us of causal attention, 105 of all pairs."""
     call = planned(PROBLEM)
-    rate = advice.pairs_per_second(PROBLEM)
-    assert rate is not None
-    assert advice.ways(call, gs.Causal(), 0)[0][1] / rate == pytest.approx(51e-6, rel=0.35)
+    assert advice.least(call, advice.ways(call, gs.Causal(), 0)) == pytest.approx(51e-6, rel=0.35)
     assert advice.all_pairs(call) == pytest.approx(105e-6, rel=0.3)
-    assert advice.pairs_per_second(replace(PROBLEM, sm=80)) is None
-    assert advice.pairs_per_second(replace(PROBLEM, dtype="float32")) is None
+    for other in ({"sm": 80}, {"dtype": "float32"}, {"E": 257}):
+        assert advice.all_pairs(planned(replace(PROBLEM, **other))) is None
 
 
 def test_few_queries_of_many_keys_are_cut() -> None:

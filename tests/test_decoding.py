@@ -15,7 +15,7 @@ import gossamer as gs
 from gossamer.kernels.hopper import missing_packages
 from gossamer.memo import forget_all
 from gossamer.plan.table import available
-from gossamer.torch import api, calls, decoding
+from gossamer.torch import calls, decoding
 
 B, H, G, D, N = 2, 4, 2, 64, 700
 PATTERNS = {
@@ -70,11 +70,11 @@ def kernel(monkeypatch: pytest.MonkeyPatch, on_a_cpu: None) -> Iterator[list[int
     limits = dataclasses.replace(hopper.Hopper.capability, devices=frozenset({"cpu"}), min_sm=None, max_sm=None)
     monkeypatch.setattr(hopper.Hopper, "capability", limits)
     monkeypatch.setattr(compiled, "forward", lambda config: run)
-    monkeypatch.setattr(decoding, "GROWING", frozenset({"cpu"}))
-    monkeypatch.setattr(api, "GROWING", decoding.GROWING)
-    forget_all()
+    for forget in (forget_all, decoding.grows_on.cache_clear):
+        forget()
     yield listed
-    forget_all()
+    for forget in (forget_all, decoding.grows_on.cache_clear):
+        forget()
 
 
 @pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))

@@ -55,15 +55,18 @@ def test_the_cheapest_layout_is_chosen_without_building_one() -> None:
     from gossamer.kernels.triton.gather.config import GATHERS
     from gossamer.layouts import cache
     from gossamer.plan.choice import cheapest
+    from gossamer.plan.costs import costs_of
+    from gossamer.plan.problem import Problem
     from gossamer.testing.graphs import proximity_graph, random_graph
 
-    tiles = ((128, 128, 1.0), (64, 64, 0.63))
-    gathers = tuple(choice for choice in GATHERS if "bfloat16" in choice.dtypes)
+    costs = costs_of(Problem(1, 1, 1, 1, 1, 64, 64, "bfloat16", "cuda", sm=90, processors=132))
+    tiles = (costs.tile("hopper", 128, 128), costs.tile("triton", 64, 64))
+    gathers = tuple(costs.gather("triton", choice) for choice in GATHERS if "bfloat16" in choice.dtypes)
     cache.clear_cache()
 
     def chosen(pattern: gs.Pattern, N: int) -> int | tuple[int, int]:
         at = cheapest(pattern, N, N, tiles=tiles, gathers=gathers, q_offset=0)
-        return tiles[at][:2] if at < len(tiles) else gathers[at - len(tiles)].block_q
+        return tiles[at][:2] if at < len(tiles) else gathers[at - len(tiles)].choice.block_q
 
     assert chosen(gs.SlidingWindow(4096), 65536) == (128, 128)
     assert chosen(gs.BigBird(64), 16384) == (64, 64)

@@ -7,13 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from parts_cases import forget
 from torch import Tensor
 
 import gossamer as gs
-from gossamer.layouts.cache import clear_cache
+from gossamer.memo import forget_all
 from gossamer.plan.table import available
-from gossamer.torch import plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -65,10 +63,7 @@ def test_lists_that_were_forgotten(N: int, dtype: torch.dtype, form: str) -> Non
     graph, held = captured(run)
     want = [y.clone() for y in run()]
     given.clear()
-    forget()
-    plan._placed.clear()
-    plan._words.clear()
-    clear_cache()
+    forget_all()
     gc.collect()
     others = occupied()
     for y in held:

@@ -1,4 +1,4 @@
-"""What each step of a Hopper launch passes is what its kernel is compiled for: number, types, shapes and strides."""
+"""What each step of a Hopper launch passes is what its kernel is compiled for: order, types, shapes and strides."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from gossamer.plan.problem import Problem
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 NUMBERS = {"Float32": float, "Int32": int}
 TYPES = {"Float32": "float32", "Int32": "int32", "Float16": "float16", "BFloat16": "bfloat16"}
+# Parameters of kernels whose arrays have another name in a launch; those of a sum of parts are any.
+NAMED = {"work": "items", "lengths": "key_lengths", "sinks": "sink_logits", "result": "d", "parts": "part"}
 B, H, G, Q, K = 2, 4, 2, 300, 400
 MASK = np.random.default_rng(0).random((1, H, Q, K)) < 0.2
 BLOCKS = {
@@ -51,6 +53,12 @@ def known(prepared: Prepared, operands: Mapping[str, Operand], name: str) -> Ope
     return Operand(view.dtype, view.shape, view.strides, aligned)
 
 
+def stands_for(name: str, parameter: str) -> bool:
+    """Whether an array of a launch is, or is made of, what a parameter of a kernel is named after."""
+    name = name.removeprefix("rows_").removeprefix("columns_")
+    return name.startswith((parameter, f"no_{parameter}", NAMED.get(parameter, parameter))) or name == "no_sums"
+
+
 def check(entry: tuple[Any, tuple[Any, ...]], given: tuple[Any, ...], of: Any) -> None:
     """Compare the arguments of a step with those that an entry compiles its kernel for."""
     kernel, wanted = entry
@@ -62,6 +70,7 @@ def check(entry: tuple[Any, tuple[Any, ...]], given: tuple[Any, ...], of: Any) -
             assert type(found.value) is NUMBERS.get(type(want).__name__, type(None)), name
             continue
         x = of(found)
+        assert stands_for(found, name), (name, found)
         assert x.dtype == TYPES[want.element_type.__name__] and len(x.shape) == len(want.shape), (name, found, x)
         assert x.aligned or want._assumed_align < ALIGNMENT, (name, found, x)
         for n, stride, size, step in zip(x.shape, x.strides, want.shape, want.stride, strict=True):

@@ -351,7 +351,7 @@ def test_float32_is_gathered_alone() -> None:
         assert not gathers_alone(replace(problem, **change), capability), change
     assert gathers_alone(replace(problem, B=2**16 - 1), capability)
     plan = Plan(problem, (), {}, None, (IMPLEMENTATION,))
-    assert [(i.name, choice.block_q) for i, choice in plan.gather_options] == [("hopper", 64)] and not plan.tiles
+    assert [(i.name, gather.choice.block_q) for i, gather in plan.gather_options] == [("hopper", 64)] and not plan.tiles
 
 
 @pytest.mark.parametrize("dimension", ["B", "H"])

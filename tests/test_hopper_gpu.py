@@ -165,6 +165,7 @@ class TestForward:
             compare(build(SlidingWindow(200), Q, 3000, 128, tile), 2, 8, 2, 128, key_lengths=[2900, 3000])
             compare(scattered((2, 1, Q, 900), 0.3, 128, tile), 2, 8, 2, 128, swap=True)
             compare(scattered((2, 8, Q, 900), 0.3, 128, tile), 2, 8, 2, 128)
+            compare(build(Causal(), Q, 3000, 128, tile), 2, 8, 2, 40, 33)  # rows of out are padded, then copied
             compare(build(Causal(), Q, 300, 128, tile), 1, 4, 2, 128, sink_logits=torch.arange(4.0, device="cuda"))
 
     def test_score_terms(self) -> None:

@@ -1,11 +1,13 @@
-"""What a Hopper call does on the host, without its kernel: what it copies, and how many functions it enters."""
+"""What a call does on the host, without its kernels: what it copies, and how many files and functions it enters."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -115,13 +117,13 @@ def events(run: Any) -> int:
 
 @needs_tvm_ffi
 def test_a_repeated_call_does_little(stubbed: list[tuple[Any, ...]]) -> None:
-    """What a call costs on the host, counted: about 50 functions, each a tenth of a microsecond to one."""
+    """What a call costs on the host, counted: under 50 functions, each a tenth of a microsecond to one."""
     x = [torch.randn(1, 4, 2048, 64).bfloat16() for _ in range(3)]
     pattern = gs.SlidingWindow(100)
-    assert events(lambda: gs.attention(*x, pattern, implementation="hopper")) <= 50
+    assert events(lambda: gs.attention(*x, pattern, implementation="hopper")) <= 48
     assert len(stubbed) == 2
     leaves = [y.requires_grad_() for y in x]
-    assert events(lambda: gs.attention(*leaves, pattern, implementation="hopper")) <= 55
+    assert events(lambda: gs.attention(*leaves, pattern, implementation="hopper")) <= 52
     # The inputs themselves, no copies of them.
     assert all(a.data_ptr() == b.data_ptr() for a, b in zip(stubbed[-1][:3], x, strict=True))
 
@@ -135,3 +137,45 @@ def test_inputs_are_copied_once_where_they_must_be(stubbed: list[tuple[Any, ...]
             passed = stubbed[-1][1]
             fine = name in ("compact", "storage (B, N, H, D)", "packed with others", "every other row")
             assert (passed.data_ptr() == x.data_ptr()) == fine and torch.equal(passed, x)
+
+
+class Entered(NamedTuple):
+    """What a call enters of the package and of what it has written: files, and functions of them."""
+
+    files: set[str]
+    functions: list[tuple[str, str]]
+
+
+def entered(run: Callable[[], Any], end: tuple[str, str]) -> Entered:
+    """Up to the function `end` of an implementation; layouts are built, and arithmetic is done, in the rest."""
+    root = str(Path(gs.__file__).parent)
+    found: list[tuple[str, str]] = []
+
+    def see(frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event != "call" or end in found or not code.co_filename.startswith((root, "<launch")):
+            return
+        file = code.co_filename.removeprefix(f"{root}/")
+        if not file.startswith(("layouts/", "patterns/", "kernels/blocked/plan", "kernels/blocked/masks")):
+            found.append((file, code.co_name))
+
+    sys.setprofile(see)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    assert end in found
+    return Entered({file for file, _ in found}, found)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_how_much_of_the_package_a_call_enters(gradient: bool) -> None:
+    """On a CPU, with everything imported: the first call of a key, and a repeated one."""
+    x = [torch.randn(1, 4, 256, 32, requires_grad=gradient) for _ in range(3)]
+    gs.attention(*(y[:, :, :100] for y in x), gs.Causal())
+    forget_all()
+    end = ("kernels/blocked/implementation.py", "forward")
+    first, repeat = (entered(lambda: gs.attention(*x, gs.SlidingWindow(31)), end) for _ in range(2))
+    assert len(first.files) <= 15, first.files
+    assert len(repeat.files) <= 6, repeat.files
+    assert len(repeat.functions) <= 15, repeat.functions

@@ -23,6 +23,7 @@ from gossamer.layouts.build import build
 from gossamer.layouts.items import BEGIN, END
 from gossamer.patterns.grid import Grid, combine_ids, one_of_each
 from gossamer.plan.choice import cheapest
+from gossamer.plan.costs import TileCosts
 
 
 def check(pattern, Q, K, block_q, block_kv, q_offset=None):
@@ -407,7 +408,10 @@ def test_ids_are_combined_exactly(data):
 
 
 def test_the_cheapest_tile_is_chosen():
-    options = ((128, 128, 1.0), (64, 64, 0.9), (32, 32, 0.2))
+    options = tuple(
+        TileCosts(size, size, pair, 0.28 * pair, row=400.0) for size, pair in ((128, 1.0), (64, 1 / 0.9), (32, 5.0))
+    )
+    slow = options[1]._replace(pair=10.0, bits=2.8)
 
     def tile(pattern, options=options):
         return options[cheapest(pattern, 2048, 2048, tiles=options, q_offset=0)][:2]
@@ -417,4 +421,4 @@ def test_the_cheapest_tile_is_chosen():
     assert tile(gs.SlidingWindow(1024)) == (128, 128)
     assert tile(gs.BigBird(128)) == (128, 128)
     assert tile(gs.BigBird(64), options[:1]) == (128, 128)
-    assert tile(gs.BigBird(64), ((128, 128, 1.0), (64, 64, 0.1))) == (128, 128)
+    assert tile(gs.BigBird(64), (options[0], slow)) == (128, 128)

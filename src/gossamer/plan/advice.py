@@ -1,7 +1,7 @@
 """What a call is estimated to take, by each way that it could be computed, and what would make it faster.
 
-Estimates are of the device's work alone. They are counted as the plan counts them, and turned into seconds by rates of
-one H200: right to a third or so, and there are none for other devices and types.
+Estimates are of the device's work alone, as the plan counts them: right to a third or so on a device that was measured,
+and for types that were; of others nothing is said but how they compare.
 """
 
 from __future__ import annotations
@@ -12,28 +12,16 @@ from math import isfinite
 
 from gossamer.patterns import CSR, Dense, Pattern
 from gossamer.plan.choice import costs, machine_of
+from gossamer.plan.costs import costs_of
 from gossamer.plan.plan import Plan, refusals
-from gossamer.plan.problem import Problem
 from gossamer.plan.table import NAMES, load
 
-# Pairs of full tiles at rate 1 in a second, by the larger head size: forward, backward.
-PAIRS = {64: (2.2e12, 7.2e11), 128: (1.45e12, 5.0e11), 256: (5.8e11, 2.2e11)}
-MEASURED_SM = 90
-SHORT = ("bfloat16", "float16")
 MANY = 3.0  # executed pairs for each kept one, from which on it is said
 WORTH = 0.8  # of the time of a call: what takes less is named
 
 
-def pairs_per_second(p: Problem) -> float | None:
-    """The rate in which estimates are turned into seconds; None where it was not measured."""
-    bucket = next((size for size in PAIRS if max(p.D, p.E) <= size), None)
-    if p.sm != MEASURED_SM or p.dtype not in SHORT or bucket is None:
-        return None
-    return PAIRS[bucket][p.backward]
-
-
 def ways(plan: Plan, pattern: Pattern, q_offset: int) -> tuple[tuple[str, float], ...]:
-    """What each layout that a plan could take was counted to take, in pairs of all heads; the least first.
+    """The seconds that each layout was counted to take, of those that a plan could take; the least first.
 
     Empty where the first implementation walks no layout. Those that were not counted, since others are surely less,
     are left out.
@@ -43,16 +31,20 @@ def ways(plan: Plan, pattern: Pattern, q_offset: int) -> tuple[tuple[str, float]
         return ()
     machine = machine_of(p, pattern)
     found = costs(pattern, p.Q, p.K, tiles=plan.tiles, gathers=plan.gathers, q_offset=q_offset, machine=machine)
-    names = [f"{i.name} {block_q} x {block_kv}" for i, (block_q, block_kv, _) in plan.options]
-    names += [f"{i.name} gather {choice.block_q}" for i, choice in plan.gather_options]
+    names = [f"{i.name} {tile.block_q} x {tile.block_kv}" for i, tile in plan.options]
+    names += [f"{i.name} gather {gather.choice.block_q}" for i, gather in plan.gather_options]
     taken = zip(names, found, strict=False)  # the costs may stop early; infinite ones were not measured to win
-    return tuple(sorted(((n, c * machine.copies) for n, c in taken if isfinite(c)), key=lambda way: way[1]))
+    return tuple(sorted(((n, seconds) for n, seconds in taken if isfinite(seconds)), key=lambda way: way[1]))
 
 
 def all_pairs(plan: Plan) -> float | None:
     """Seconds of a call that keeps every pair."""
-    rate, counts = pairs_per_second(plan.problem), ways(plan, Dense(), 0)
-    return counts[0][1] / rate if counts and rate is not None else None
+    return least(plan, ways(plan, Dense(), 0))
+
+
+def least(plan: Plan, counts: tuple[tuple[str, float], ...]) -> float | None:
+    """Seconds of the least of the `ways` of a plan; None where none was counted or measured."""
+    return counts[0][1] if counts and costs_of(plan.problem).measured else None
 
 
 def advice(
@@ -86,8 +78,8 @@ def advice(
 
 def _others(plan: Plan, pattern: Pattern, q_offset: int) -> list[str]:
     """Calls like this one, without a score term or in 16 bits, that would take less."""
-    p, taken = plan.problem, ways(plan, pattern, q_offset)
-    rate, found = pairs_per_second(p), []
+    p, taken, found = plan.problem, ways(plan, pattern, q_offset), []
+    now = least(plan, taken)
     changed = {f"without {term}": replace(p, score_terms=p.score_terms - {term}) for term in sorted(p.score_terms)}
     if p.dtype in ("float32", "float64"):
         changed["in bfloat16"] = replace(p, dtype="bfloat16")
@@ -95,11 +87,10 @@ def _others(plan: Plan, pattern: Pattern, q_offset: int) -> list[str]:
         able = [load(name) for name in NAMES if not refusals(name, problem)]
         other = Plan(problem, tuple(i for i in able if not isinstance(i, str)), ())
         counts = ways(other, pattern, q_offset)
-        other_rate = pairs_per_second(problem)
-        if not counts or other_rate is None or (rate is not None and counts[0][0] == taken[0][0]):
+        seconds = least(other, counts)
+        if seconds is None or (now is not None and counts[0][0] == taken[0][0]):
             continue
-        seconds = counts[0][1] / other_rate
-        if rate is None or seconds < WORTH * taken[0][1] / rate:
+        if now is None or seconds < WORTH * now:
             found.append(f"{change} it would take about {shown(seconds)}, by {counts[0][0]}")
     return found
 

@@ -8,37 +8,21 @@ from typing import Literal, NamedTuple, Protocol
 from gossamer.plan.problem import Problem
 
 
-class TileChoice(NamedTuple):
-    """A tile that an implementation can walk."""
-
-    block_q: int
-    block_kv: int
-    rate: float  # pairs executed per second over those of the implementation's `tile`; in a plan, of rate 1
-
-
 class GatherChoice(NamedTuple):
-    """A group of rows whose gather layout an implementation can read, and what that costs.
-
-    In units of a pair of a full tile at rate 1: time is counted in executed pairs, whatever computes them.
-    """
+    """A group of rows whose gather layout an implementation can read."""
 
     block_q: int
     dtypes: frozenset[str]
-    pair: float  # of an executed pair
-    column: float  # of a gathered column
-    row: float  # of a row of the output
-    reuse: float  # pairs that a gathered column serves, below which it was not seen to win
     max_head_dim: int  # of D and of E
     min_sm: int
-    step: float = 0.0  # of a step in a list, while its processor has nothing else to do
-    part: int = 0  # steps to which long lists are cut at the least; 0: in two, and only where rows are many
-    min_head_dim: int = 1  # of the larger of D and E
+    reuse: float = 0.0  # pairs that a gathered column serves, below which it was not seen to win
+    spread: bool = False  # few long lists are cut for all processors (`layouts.gather.item_limit`); else in two
     backward: bool = True  # else it computes the forward alone
 
     def reads(self, problem: Problem) -> bool:
         """Whether its kernels fit the problem's types, head sizes, device and directions."""
         p = problem
-        sized = self.min_head_dim <= max(p.D, p.E) <= self.max_head_dim
+        sized = max(p.D, p.E) <= self.max_head_dim
         directions = self.backward or not p.backward
         return p.dtype in self.dtypes and sized and (p.sm or 0) >= self.min_sm and directions
 
@@ -65,7 +49,6 @@ class Capability:
     alignment: int | None = None  # of the inputs' addresses and strides, in bytes; others are copied first
     float32_results: bool = True  # writes into float32 tensors for 16-bit inputs as well
     grows: bool = False  # a bound forward with key_lengths takes fewer keys than its problem has, and reads no others
-    rate: float = 1.0  # pairs executed per second with its own tile; ratios on one device count
     gathers: tuple[GatherChoice, ...] = ()  # gather layouts that it reads besides block layouts
 
 
@@ -152,5 +135,5 @@ class Candidate(Protocol):
     def tile(self, problem: Problem) -> tuple[int, int]:
         """(block_q, block_kv) of the layout it wants."""
 
-    def tile_choices(self, problem: Problem) -> tuple[TileChoice, ...]:
+    def tile_choices(self, problem: Problem) -> tuple[tuple[int, int], ...]:
         """Other tiles, for patterns that leave much of `tile` empty; often none."""

@@ -7,7 +7,8 @@ from functools import cached_property
 
 from gossamer.memo import Memo
 from gossamer.patterns.handles import token_of
-from gossamer.plan.capability import Candidate, GatherChoice, TileChoice, gathers_alone, reasons
+from gossamer.plan.capability import Candidate, gathers_alone, reasons
+from gossamer.plan.costs import GatherCosts, TileCosts, costs_of
 from gossamer.plan.problem import Problem, Unsupported
 from gossamer.plan.split import Split, split_of
 from gossamer.plan.table import NAMES, load
@@ -29,29 +30,29 @@ class Plan:
         return self.later or self
 
     @cached_property
-    def options(self) -> list[tuple[Candidate, TileChoice]]:
+    def options(self) -> list[tuple[Candidate, TileCosts]]:
         """Every tile that an implementation offers; preferred ones first."""
         p, able = self.problem, [i for i in self.implementations if i.layout == "block"]
-        preferred = [(i, TileChoice(*i.tile(p), i.capability.rate)) for i in able]
-        others = [(i, c._replace(rate=c.rate * i.capability.rate)) for i in able for c in i.tile_choices(p)]
-        return preferred + others
+        costs, preferred = costs_of(p), [(i, i.tile(p)) for i in able]
+        others = [(i, tile) for i in able for tile in i.tile_choices(p)]
+        return [(i, costs.tile(i.name, *tile)) for i, tile in preferred + others]
 
     @cached_property
-    def tiles(self) -> tuple[TileChoice, ...]:
+    def tiles(self) -> tuple[TileCosts, ...]:
         """The tiles of `options`."""
         return tuple(tile for _, tile in self.options)
 
     @cached_property
-    def gather_options(self) -> list[tuple[Candidate, GatherChoice]]:
+    def gather_options(self) -> list[tuple[Candidate, GatherCosts]]:
         """Every gather layout that an implementation reads."""
-        p = self.problem
+        p, costs = self.problem, costs_of(self.problem)
         able = [i for i in (*self.implementations, *self.gatherers) if i.layout == "block"]
-        return [(i, c) for i in able for c in i.capability.gathers if c.reads(p)]
+        return [(i, costs.gather(i.name, c)) for i in able for c in i.capability.gathers if c.reads(p)]
 
     @cached_property
-    def gathers(self) -> tuple[GatherChoice, ...]:
-        """The choices of `gather_options`."""
-        return tuple(choice for _, choice in self.gather_options)
+    def gathers(self) -> tuple[GatherCosts, ...]:
+        """The gather layouts of `gather_options`."""
+        return tuple(gather for _, gather in self.gather_options)
 
     @cached_property
     def _splits(self) -> Memo[tuple[Split | None]]:
@@ -98,6 +99,8 @@ def _make_plan(problem: Problem, implementation: str | None, backward: bool) -> 
     gatherers: list[Candidate] = []
     for name in NAMES if implementation is None else [implementation]:
         found = load(name)
+        if able and not isinstance(found, str) and found.layout != "block":
+            continue  # it would come first or not at all: choices are among tiles
         if not (isinstance(found, str) or reasons(problem, found.capability) or found.unavailable()):
             able.append(found)
             continue

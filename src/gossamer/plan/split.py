@@ -14,20 +14,12 @@ from gossamer.memo import LEAST, Memo
 from gossamer.patterns import LongNet, Pattern, PerHead, SlidingWindow
 from gossamer.patterns.grid import Grid, Sizes
 from gossamer.patterns.pieces import Piece, branch_pieces, pieces
-from gossamer.plan.capability import GatherChoice, TileChoice
+from gossamer.plan.costs import GatherCosts, TileCosts, costs_of
 from gossamer.plan.problem import Problem
 from gossamer.plan.residue import Run, runs
 
-# Of an implementation of rate 1 and of any device of the kind: pairs a second, seconds of a call, bytes a second of
-# merging. Coarse: they decide between work that differs by much, and small problems from large ones.
-PAIRS = {"cuda": 1e12, "cpu": 2.5e10}
-CALL = {"cuda": 3e-5, "cpu": 1e-3}
-BYTES = {"cuda": 3e12, "cpu": 5e9}
-# What making the views of a call must save: a part costs the host 60 us and more.
-VIEWS = {"cuda": 1e-5, "cpu": 0.0}
-
-Tiles = tuple[TileChoice, ...]
-Gathers = tuple[GatherChoice, ...]
+Tiles = tuple[TileCosts, ...]
+Gathers = tuple[GatherCosts, ...]
 
 
 class Heads(NamedTuple):
@@ -199,7 +191,7 @@ def _diagonal_parts(found: tuple[Piece, ...], p: Problem, sizes: Sizes, cost: Co
 def _cheaper(parts: list[Part], pattern: Pattern, p: Problem, sizes: Sizes, cost: Costs) -> Split | None:
     """The parts, longest first, if they take less than one call; it computes what keeps nothing in any class."""
     merged = sum(cost.merge(p.B * part.heads.number * part.run.classes * part.run.Q) for part in parts if part.joins)
-    seconds = sum(part.cost for part in parts) + merged + VIEWS[p.device]
+    seconds = sum(part.cost for part in parts) + merged + cost.device.of_device("views")
     whole = cost.call(pattern, p.B, sizes)
     if not parts or seconds >= whole:
         return None
@@ -213,33 +205,34 @@ class Costs:
     """Seconds of the forward, from counts of tiles."""
 
     def __init__(self, problem: Problem, tiles: Tiles, gathers: Gathers) -> None:
-        self.problem, self.tiles, self.gathers = problem, tiles, gathers
-        self.pairs, self.one = PAIRS[problem.device], CALL[problem.device]
+        self.problem, self.tiles, self.gathers, self.device = problem, tiles, gathers, costs_of(problem)
+        self.one = self.device.of_device("call")
 
     def call(self, pattern: Pattern, copies: int, sizes: Sizes, per_head: bool = True) -> float:
         """One call. `copies` are batch elements, and heads of a shared pattern too where not `per_head`."""
         every = range(pattern.lead[1])
-        executed = sum(_executed(pattern.at(0, h), sizes, self.tiles, self.gathers) for h in every)
+        seconds = sum(_seconds(pattern.at(0, h), sizes, self.tiles, self.gathers) for h in every)
         if pattern.lead[1] == 1 and per_head:
             copies *= self.problem.H
         elif pattern.lead[1] > 1 and not per_head:
             copies //= pattern.lead[1]
-        return self.one + copies * executed / self.pairs
+        return self.one + copies * seconds
 
     def merge(self, rows: int) -> float:
         """Three passes over float32 rows."""
-        return 12.0 * rows * self.problem.E / BYTES[self.problem.device]
+        return 12.0 * rows * self.problem.E / self.device.of_device("bytes")
 
 
 @lru_cache(LEAST)
-def _executed(pattern: Pattern, sizes: Sizes, tiles: Tiles, gathers: Gathers) -> float:
-    """Pairs at rate 1 of the tiles that a pattern of one head may visit, or of gathering its keys row by row."""
-    lower = pattern.lower(sizes)
-    found = [bq * bk * lower.tile_bound(Grid(*sizes, bq, bk)) / rate for bq, bk, rate in tiles]
-    one_row = [choice for choice in gathers if choice.block_q == 1]
+def _seconds(pattern: Pattern, sizes: Sizes, tiles: Tiles, gathers: Gathers) -> float:
+    """Of the tiles that a pattern of one head may visit, or of gathering its keys row by row."""
+    lower, found = pattern.lower(sizes), []
+    for t in tiles:
+        found.append(t.pair * t.block_q * t.block_kv * lower.tile_bound(Grid(*sizes, t.block_q, t.block_kv)))
+    one_row = [cost for cost in gathers if cost.choice.block_q == 1]
     kept = lower.pairs_kept(sizes) if one_row else None
     if kept is not None:
-        found += [choice.column * kept + choice.row * sizes.Q for choice in one_row]
+        found += [cost.column * kept + cost.row * sizes.Q for cost in one_row]
     return min(found)
 
 

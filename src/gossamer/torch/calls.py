@@ -147,6 +147,8 @@ class Call:
             names, tensors = (*GIVEN["backward"], *self._vectors), (dout, dlse, q, k, v, out, lse, *vectors)
             operands = {n: operand_of(x) for n, x in zip(names, tensors, strict=True) if x is not None}
             run = bound.put(key, self._bound("backward", operands, given))
+        if q.is_cuda and is_current_stream_capturing():
+            hold_for_graphs(run)
         return run(dout, dlse, q, k, v, out, lse, *vectors)
 
     def _bound(self, direction: Direction, operands: dict[str, Operand], given: Given | None = None) -> Bound:
@@ -172,10 +174,7 @@ class Call:
 
     def _given(self, q: Tensor, k: Tensor, data: tuple[Tensor, ...], backward: bool = False) -> Given:
         """The layout that data stand for."""
-        given = given_layout(self.plan.gradient if backward else self.plan, q, k, data, self.geometry)
-        if q.is_cuda and is_current_stream_capturing():
-            hold_for_graphs(given)
-        return given
+        return given_layout(self.plan.gradient if backward else self.plan, q, k, data, self.geometry)
 
     def _forward_by_data(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, sinks: Tensor | None, slopes: Tensor | None,
@@ -185,6 +184,8 @@ class Call:
         run = given.bound.get(self)
         if run is None:
             run = given.bound.put(self, self._bound("forward", self._operands, given))
+        if q.is_cuda and is_current_stream_capturing():
+            hold_for_graphs(run)
         return run(q, k, v, lengths, sinks, slopes)
 
     def _gradients_by_operator(

@@ -13,7 +13,7 @@ from gossamer.layouts import BlockLayout, GatherLayout
 from gossamer.patterns import Pattern
 from gossamer.patterns.handles import pattern_of
 from gossamer.patterns.reordered import ReorderedCSR
-from gossamer.plan.advice import advice, all_pairs, pairs_per_second, shown, ways
+from gossamer.plan.advice import advice, all_pairs, least, shown, ways
 from gossamer.plan.plan import Plan, refusals
 from gossamer.plan.problem import Problem
 from gossamer.plan.table import NAMES
@@ -261,8 +261,8 @@ def explain(
         parts=() if split is None else tuple(str(part) for part in split.parts),
         estimates=None if split is None else (split.cost, split.whole),
         options=tuple((way, cost / counts[0][1]) for way, cost in counts),
-        seconds=_seconds(plan, counts),
-        backward_seconds=None if later is None else _seconds(later, later_counts),
+        seconds=least(plan, counts),
+        backward_seconds=None if later is None else least(later, later_counts),
         all_pairs=None if which is None else all_pairs(plan),
         faster=advice(plan, which, scoring.q_offset, fill, again, reordered=reordered is not None),
         copies=_copies(computed[0].implementation, {"q": q, "k": k, "v": v}),
@@ -310,12 +310,6 @@ def _tensor_bytes(q: Tensor, k: Tensor, v: Tensor) -> int:
     rows = q.shape[:3].numel()
     elements = q.numel() + k.numel() + v.numel() + rows * v.shape[3]
     return elements * q.element_size() + rows * (8 if q.dtype == torch.float64 else 4)
-
-
-def _seconds(plan: Plan, counts: tuple[tuple[str, float], ...]) -> float | None:
-    """Of the least of the ways that were counted."""
-    rate = pairs_per_second(plan.problem)
-    return counts[0][1] / rate if counts and rate is not None else None
 
 
 def planned_again(request: Request, reordered: bool) -> list[str]:

@@ -27,7 +27,7 @@ from gossamer.kernels.launch import Direction, Operand, Prepared, one_function
 from gossamer.kernels.rows import compute_dtype, row_terms, sink_gradient
 from gossamer.layouts.block import BlockLayout
 from gossamer.memo import Memos
-from gossamer.plan.capability import Capability, TileChoice
+from gossamer.plan.capability import Capability
 from gossamer.plan.problem import Problem
 
 _plans: Memos[Plan] = Memos()  # of layouts
@@ -50,7 +50,6 @@ class Blocked:
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
         score_terms=frozenset({"q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes"}),
-        rate=0.02,  # of triton's on a GPU; on a CPU it has no rival
     )
 
     def unavailable(self) -> list[str]:
@@ -60,7 +59,7 @@ class Blocked:
         """64 x 64, measured on a CPU against 32 and 128; fewer rows where there are few queries."""
         return (32 if problem.Q <= 32 else 64), 64
 
-    def tile_choices(self, problem: Problem) -> tuple[TileChoice, ...]:
+    def tile_choices(self, problem: Problem) -> tuple[tuple[int, int], ...]:
         return ()
 
     def prepare(

@@ -11,7 +11,7 @@ import triton
 from gossamer.kernels.contract import Scoring
 from gossamer.kernels.dense import launch
 from gossamer.kernels.launch import Direction, Operand, Prepared
-from gossamer.plan.capability import Capability, TileChoice
+from gossamer.plan.capability import Capability
 from gossamer.plan.problem import Problem
 
 # B * H * Q * K of a forward, and of a backward. Past them lists of tiles win: measured on an H200, docs/results.md.
@@ -49,7 +49,7 @@ class Dense:
         """The whole matrix."""
         return problem.Q, problem.K
 
-    def tile_choices(self, problem: Problem) -> tuple[TileChoice, ...]:
+    def tile_choices(self, problem: Problem) -> tuple[tuple[int, int], ...]:
         return ()
 
     def prepare(

@@ -13,29 +13,16 @@ from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper import compiled
 from gossamer.kernels.launch import Direction, Operand, Prepared
 from gossamer.layouts.gather import GatherLayout
-from gossamer.plan.capability import Capability, GatherChoice, TileChoice
+from gossamer.plan.capability import Capability, GatherChoice
 from gossamer.plan.problem import Problem
 
 NEEDED = {"nvidia-cutlass-dsl": (4, 8), "apache-tvm-ffi": (0, 1)}
 INSTALL = "in a checkout of gossamer: pip install '.[hopper]'"
 
-# Pairs a second with 64 x 64 tiles over those with 128 x 128 or 192 x 128, measured on block matrices and BigBird(64).
-SMALL_TILE_RATE = 0.8
-SMALL_TILE_RATE_BACKWARD = 0.7  # dK, dV and dQ come from two walks there
-
-# In the units of those of `triton`, fitted to the proximity graph on an H200 (docs/kernels/gather.md), both directions
-# and head sizes of 64 and 128 weighed together.
 GATHERS = (
-    GatherChoice(
-        64, frozenset({"float16", "bfloat16"}), pair=1.6, column=70.0, row=100.0, reuse=2.0, max_head_dim=128,
-        min_sm=90, step=11400.0,
-    ),
-    # Against groups of one row by `triton`; a row has the splitting of its key.
-    GatherChoice(
-        64, frozenset({"float32"}), pair=0.8, column=12.0, row=216.0, reuse=2.0, max_head_dim=64, min_sm=90,
-        step=12000.0, backward=False,
-    ),
-)  # fmt: skip
+    GatherChoice(64, frozenset({"float16", "bfloat16"}), max_head_dim=128, min_sm=90, reuse=2.0),
+    GatherChoice(64, frozenset({"float32"}), max_head_dim=64, min_sm=90, reuse=2.0, backward=False),
+)
 
 
 @cache
@@ -100,9 +87,8 @@ class Hopper:
         few = 128 if max(problem.D, problem.E) <= 64 else 64
         return few >= problem.Q and not problem.backward
 
-    def tile_choices(self, problem: Problem) -> tuple[TileChoice, ...]:
-        rate = SMALL_TILE_RATE_BACKWARD if problem.backward else SMALL_TILE_RATE
-        return () if self._few(problem) else (TileChoice(64, 64, rate),)
+    def tile_choices(self, problem: Problem) -> tuple[tuple[int, int], ...]:
+        return () if self._few(problem) else ((64, 64),)
 
     def prepare(
         self, problem: Problem, layout: Any, direction: Direction, scoring: Scoring, operands: Mapping[str, Operand]

@@ -14,7 +14,7 @@ from torch import Tensor
 from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.launch import Direction, Operand, Prepared, one_function
 from gossamer.kernels.rows import compute_dtype, row_terms, sink_gradient
-from gossamer.plan.capability import Capability, TileChoice
+from gossamer.plan.capability import Capability
 from gossamer.plan.problem import Problem
 
 
@@ -84,7 +84,7 @@ class Reference:
     def unavailable(self) -> list[str]:
         return []
 
-    def tile_choices(self, problem: Problem) -> tuple[TileChoice, ...]:
+    def tile_choices(self, problem: Problem) -> tuple[tuple[int, int], ...]:
         return ()
 
     def tile(self, problem: Problem) -> tuple[int, int]:

@@ -13,7 +13,6 @@ from gossamer.kernels.contract import Scoring
 from gossamer.kernels.launch import Direction, Operand, Prepared
 from gossamer.kernels.relaunch import Programs
 from gossamer.kernels.triton.block import launch as launch_block
-from gossamer.kernels.triton.block.config import SMALL_TILE_RATE
 from gossamer.kernels.triton.config import BUCKETS
 from gossamer.kernels.triton.gather import launch as launch_gather
 from gossamer.kernels.triton.gather.config import GATHERS
@@ -23,7 +22,7 @@ from gossamer.kernels.triton.row_terms import row_terms_kernel
 from gossamer.kernels.triton.wide import launch as launch_wide
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout
-from gossamer.plan.capability import Capability, TileChoice
+from gossamer.plan.capability import Capability
 from gossamer.plan.problem import Problem
 
 
@@ -43,7 +42,6 @@ class Triton:
         max_head_dim=4096,
         min_sm=80,
         score_terms=frozenset({"q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes"}),
-        rate=0.7,  # of hopper's, windows at D 128 on an H200
         gathers=GATHERS,
     )
 
@@ -57,10 +55,10 @@ class Triton:
         """(block_q, block_kv): fewer query rows when there are few queries (decoding)."""
         return (32 if problem.Q <= 32 else 64 if problem.Q <= 64 else 128), 128
 
-    def tile_choices(self, problem: Problem) -> tuple[TileChoice, ...]:
+    def tile_choices(self, problem: Problem) -> tuple[tuple[int, int], ...]:
         """64 x 64 where its configurations were measured: BigBird's own blocks, narrow windows, sparse graphs."""
         measured = (problem.sm or 0) >= 90 and problem.dtype != "float32" and max(problem.D, problem.E) <= 128
-        return (TileChoice(64, 64, SMALL_TILE_RATE),) if measured and problem.Q > 64 else ()
+        return ((64, 64),) if measured and problem.Q > 64 else ()
 
     def prepare(
         self, problem: Problem, layout: BlockLayout | GatherLayout, direction: Direction, scoring: Scoring,

@@ -81,8 +81,6 @@ SMALL: dict[tuple[Direction, int], TileConfig] = {
     ("dkdv", 64): T(64, 64, 4, 3),
     ("dkdv", 128): T(64, 32, 4, 3),
 }
-# Pairs a second with 64 x 64 tiles over those with 128 x 128, forward and backward together.
-SMALL_TILE_RATE = 0.9
 
 # What `benchmarks/tune_triton.py` times on sm_90 beside the table, for 16-bit types, by (direction, bucket).
 CANDIDATES: dict[tuple[Direction, int], tuple[TileConfig, ...]] = {

@@ -10,26 +10,13 @@ from gossamer.kernels.triton.config import X3, Direction
 from gossamer.plan.capability import GatherChoice
 
 _SHORT, _LONG = frozenset({"float16", "bfloat16"}), frozenset({"float32"})
-# Fitted to what one H200 measured (docs/kernels/gather.md), forward and backward weighed together. In pairs of a full
-# tile of the fastest implementation; float32 products are slower, so a gathered column is fewer of them. What a row of
-# float32 costs is set against the `TILE_ROW` of plan/choice.py. Steps, and heads over 64 with one and 16 rows, were
-# fitted to forwards of 512 to 4096 positions (docs/host_time.md); the steps of float32 are guessed from those.
 GATHERS = (
-    GatherChoice(1, _SHORT, max_head_dim=64, min_sm=80,
-                 pair=0.0, column=70.0, row=600.0, reuse=0.0, step=2050.0, part=8),
-    GatherChoice(1, _SHORT, min_head_dim=65, max_head_dim=256, min_sm=80,
-                 pair=0.0, column=70.0, row=520.0, reuse=0.0, step=2050.0, part=8),
-    GatherChoice(16, _SHORT, max_head_dim=64, min_sm=80,
-                 pair=1.7, column=70.0, row=100.0, reuse=2.0, step=11400.0, part=8),
-    GatherChoice(16, _SHORT, min_head_dim=65, max_head_dim=256, min_sm=80,
-                 pair=4.0, column=70.0, row=350.0, reuse=2.0, step=11400.0, part=8),
-    GatherChoice(64, _SHORT, max_head_dim=128, min_sm=90,
-                 pair=2.2, column=70.0, row=100.0, reuse=2.0, step=11900.0, part=8),
-    GatherChoice(1, _LONG, max_head_dim=256, min_sm=80,
-                 pair=0.0, column=16.0, row=440.0, reuse=0.0, step=500.0, part=8),
-    GatherChoice(16, _LONG, max_head_dim=128, min_sm=80,
-                 pair=5.4, column=16.0, row=400.0, reuse=2.0, step=4000.0, part=8),
-)  # fmt: skip
+    GatherChoice(1, _SHORT, max_head_dim=256, min_sm=80, spread=True),
+    GatherChoice(16, _SHORT, max_head_dim=256, min_sm=80, reuse=2.0, spread=True),
+    GatherChoice(64, _SHORT, max_head_dim=128, min_sm=90, reuse=2.0, spread=True),
+    GatherChoice(1, _LONG, max_head_dim=256, min_sm=80, spread=True),
+    GatherChoice(16, _LONG, max_head_dim=128, min_sm=80, reuse=2.0, spread=True),
+)
 
 
 @dataclass(frozen=True)
