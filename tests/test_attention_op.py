@@ -260,12 +260,12 @@ def test_handles_are_shared_by_value_and_released() -> None:
     assert second.handle == handle
     del first
     gc.collect()
-    assert registry.pattern_of(handle) == second
+    assert handles.pattern_of(handle) == second
     del second
     gc.collect()
     assert handles.count() == before
     with pytest.raises(ValueError, match="unknown"):
-        registry.pattern_of(handle)
+        handles.pattern_of(handle)
     assert gs.SlidingWindow(1234).handle == handle
     fn = lambda i, j: i > j  # noqa: E731
     handle = gs.Predicate(fn).handle
