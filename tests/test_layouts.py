@@ -20,6 +20,7 @@ from test_patterns import DEFINITIONS
 import gossamer as gs
 from gossamer.layouts import BlockLayout, build_gather, cached_layout, clear_cache, from_dense, work_items
 from gossamer.layouts.build import build
+from gossamer.layouts.items import BEGIN, END
 from gossamer.patterns.grid import Grid, combine_ids, one_of_each
 from gossamer.plan.choice import cheapest
 from gossamer.plan.costs import TileCosts
@@ -224,7 +225,7 @@ def test_work_items_cover_every_row_once(limit):
         assert pieces[0][0] == 0
         assert pieces[-1][1] == length
         assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
-    assert (np.diff(work.items[:, 3] - work.items[:, 2]) <= 0).all(), "longest first"
+    assert (np.diff(work.items[:, END] - work.items[:, BEGIN]) <= 0).all(), "longest first"
     assert sorted(slots) == list(range(work.slots))
     for lead, tile, first, count in work.merges.tolist():
         begins = [slots[s] for s in range(first, first + count)]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from gossamer.memo import Memo
+import gc
+import linecache
+
+import pytest
+
+from gossamer.memo import LEAST, Memo, Memos, forget_all
 
 
 def test_what_was_asked_for_stays() -> None:
@@ -56,3 +61,37 @@ def test_all_asked_for_and_no_room() -> None:
         kept.put(key, key)
         assert kept.get(key) == key
     assert len(kept) == 2
+
+
+class Owner:
+    """Something that a memo goes with."""
+
+
+def test_a_memo_goes_with_its_owner() -> None:
+    memos: Memos[int] = Memos()
+    owner, other = Owner(), Owner()
+    for key in range(2 * LEAST):
+        memos.of(owner).put(key, key)
+    memos.of(other).put(0, 5)
+    assert len(memos.of(owner)) == LEAST and memos.of(other).get(0) == 5
+    forget_all()
+    assert len(memos.of(owner)) == len(memos.of(other)) == 0
+    before = len(Memo._every)
+    memos.of(owner).put(0, 1)
+    del owner
+    gc.collect()
+    assert len(Memo._every) == before - 1
+    memos.clear()
+    assert memos.of(other).get(0) is None
+
+
+def test_lines_of_a_launch_go_with_it() -> None:
+    bind = pytest.importorskip("gossamer.torch.bind")
+    call = bind._compiled("def make():\n    def call():\n        return 1\n    return call\n")()
+    file = call.__code__.co_filename
+    bind._compiled.cache_clear()
+    gc.collect()
+    assert call() == 1 and linecache.getline(file, 3) == "        return 1\n"  # a traceback would show it
+    del call
+    gc.collect()
+    assert file not in linecache.cache

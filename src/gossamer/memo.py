@@ -9,7 +9,7 @@ from functools import cache
 from itertools import count
 from threading import Lock
 from typing import Any, ClassVar, Generic, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 Value = TypeVar("Value")
 
@@ -120,6 +120,27 @@ class Memo(Generic[Value]):
             self._entries.clear()
             self._ghosts.clear()
             self._bytes, self._room = 0, self.least
+
+
+class Memos(Generic[Value]):
+    """A memo for each owner, which goes with it: of LEAST entries, by what else they are made from."""
+
+    def __init__(self) -> None:
+        self._of: WeakKeyDictionary[Any, Memo[Value]] = WeakKeyDictionary()
+        self._lock = Lock()
+
+    def of(self, owner: Any) -> Memo[Value]:
+        """The memo of an owner; no value in it may hold the owner, which would live for ever."""
+        found = self._of.get(owner)
+        if found is None:
+            with self._lock:
+                found = self._of.setdefault(owner, Memo(LEAST))
+        return found
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._of.clear()
 
 
 def forget_all() -> None:

@@ -283,12 +283,16 @@ class Builder:
         return Prepared(launch, self._layout)
 
 
+def dtype_of(array: Any) -> str:
+    """The name of the type of an array's elements, whatever framework has it."""
+    return str(array.dtype).removeprefix("torch.")
+
+
 def operand_of(array: Any) -> Operand:
     """What an array of the layout is like; of one that is no tensor, nothing."""
     if not hasattr(array, "data_ptr"):
         return Operand("", (), ())
-    dtype = str(array.dtype).rpartition(".")[2]
-    return Operand(dtype, tuple(array.shape), tuple(array.stride()), array.data_ptr() % ALIGNMENT == 0)
+    return Operand(dtype_of(array), tuple(array.shape), tuple(array.stride()), array.data_ptr() % ALIGNMENT == 0)
 
 
 def one_function(

@@ -113,7 +113,8 @@ def launcher(function: Any, programs: Programs) -> Callable[..., None]:
     if knobs.runtime.interpret:
         return lambda *arguments: function[grid](*arguments, **options)
     compiled = function.warmup(*map(_stands_for, programs.signature), grid=grid, **options)
-    whole = (*grid, 1, 1)[:3]  # as a compiled kernel wants it
+    x, y, z, *_ = *grid, 1, 1
+    whole = x, y, z  # as a compiled kernel wants it
     hooked = compiled[whole]  # loads the kernel
     run, handle, metadata = compiled.run, compiled.function, compiled.packed_metadata
     device, stream = torch.cuda.current_device(), torch._C._cuda_getCurrentRawStream

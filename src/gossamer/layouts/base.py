@@ -42,7 +42,7 @@ class WalkArrays:
     @property
     def device(self) -> Any:
         """The torch device of the arrays, or None for numpy."""
-        last = self.arrays()[-1]
+        *_, last = self.arrays()
         return None if isinstance(last, np.ndarray) else last.device
 
     def on_host(self) -> Self:

@@ -43,7 +43,7 @@ def _assemble(grid: Grid, slot: np.ndarray, built: list[tuple[KeptTiles, Interva
     if len(interval.indices):
         nothing = (np.zeros(grid.Q, dtype=np.int64), np.zeros(grid.Q, dtype=np.int64))
         rows = [intervals or nothing for _, intervals in built]
-        lo, hi = (np.stack([r[side] for r in rows]).astype(np.int32)[slot] for side in (0, 1))
+        lo, hi = (np.stack(side).astype(np.int32)[slot] for side in zip(*rows, strict=True))
         hi = np.maximum(lo, hi)
     return Walk(
         grid.Q, grid.K, grid.block_q, grid.block_kv,
@@ -55,8 +55,9 @@ def _stack(parts: list[KeptTiles], kind: int, nq: int) -> TileList:
     """The tiles of one kind of every part: starts and counts (parts, T)."""
     counts = np.stack([np.bincount(t.ti[t.kind == kind], minlength=nq) for t in parts])
     ends = np.cumsum(counts.reshape(-1)).reshape(counts.shape)
-    if int(ends[-1, -1]) >= 2**31:
-        raise ValueError(f"the layout would list {int(ends[-1, -1])} tiles; at most {2**31 - 1} can be addressed")
+    total = int(counts.sum())
+    if total >= 2**31:
+        raise ValueError(f"the layout would list {total} tiles; at most {2**31 - 1} can be addressed")
     indices = np.concatenate([t.tj[t.kind == kind] for t in parts])
     return TileList((ends - counts).astype(np.int32), counts.astype(np.int32), indices.astype(np.int32))
 

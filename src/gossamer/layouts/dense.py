@@ -41,4 +41,5 @@ def list_tiles(listed: np.ndarray) -> TileList:
     counts = listed.sum(axis=-1).astype(np.int32)
     ends = np.cumsum(counts.reshape(-1), dtype=np.int64)
     starts = (ends.reshape(counts.shape) - counts).astype(np.int32)
-    return TileList(starts, counts, np.nonzero(listed)[-1].astype(np.int32))
+    *_, columns = np.nonzero(listed)
+    return TileList(starts, counts, columns.astype(np.int32))

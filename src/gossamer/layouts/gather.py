@@ -7,6 +7,7 @@ after it is built.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -114,7 +115,7 @@ class GatherLayout(Layout[GatherWalk]):
     def stats(self) -> GatherStats:
         """Counts of pairs and gathered columns."""
         walk = self.rows.on_host()
-        copies, counts = walk.lead[0] * walk.lead[1], walk.counts.astype(np.int64)
+        copies, counts = math.prod(walk.lead), walk.counts.astype(np.int64)
         padded = -(-counts // walk.width) * walk.width
         useful = executed = 0
         for at in np.ndindex(*walk.lead):
@@ -178,8 +179,7 @@ def _lists(rows: np.ndarray, columns: np.ndarray, n: int, size: int, block_rows:
     width, tiles = WIDTHS[block_rows], -(-n // block_rows)
     pairs = np.sort((rows // block_rows * size + columns) * block_rows + rows % block_rows)
     key, row = np.divmod(pairs, block_rows)
-    new = np.ones(len(key), dtype=bool)
-    new[1:] = key[1:] != key[:-1]
+    new = np.diff(key, prepend=-1) != 0
     tile, column = np.divmod(key[new], size)
     counts = np.bincount(tile, minlength=tiles)
     padded = -(-counts // width) * width
@@ -194,15 +194,16 @@ def _lists(rows: np.ndarray, columns: np.ndarray, n: int, size: int, block_rows:
 
 
 def _join(parts: list[_Lists]) -> _Lists:
-    return _Lists(*(np.concatenate([p[at] for p in parts]) for at in range(4)))
+    return _Lists(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def _assemble(rows: int, columns: int, block_rows: int, slot: np.ndarray, lists: list[_Lists]) -> GatherWalk:
     """The lists of each batch element and head, which of them `slot` says; equal patterns share theirs."""
-    counts, padded = (np.stack([p[at] for p in lists]) for at in (0, 1))
+    counts, padded = np.stack([p.counts for p in lists]), np.stack([p.padded for p in lists])
     ends = np.cumsum(padded.reshape(-1), dtype=np.int64).reshape(padded.shape)
-    if int(ends[-1, -1]) >= 2**31:
-        raise ValueError(f"the layout would list {int(ends[-1, -1])} columns; at most {2**31 - 1} can be addressed")
+    total = int(padded.sum(dtype=np.int64))
+    if total >= 2**31:
+        raise ValueError(f"the layout would list {total} columns; at most {2**31 - 1} can be addressed")
     whole = _join(lists)
     return GatherWalk(
         rows, columns, block_rows, (ends - padded).astype(np.int32)[slot], counts.astype(np.int32)[slot],
@@ -260,4 +261,4 @@ def expand_gather(walk: GatherWalk) -> np.ndarray:
                     raise ValueError(f"row {r} of group {t} has bits past the end of its list")
                 kept = bits[:count]
             dense[b, h, t * walk.block_rows + r, listed[kept]] = True
-    return dense[0, 0] if walk.lead == (1, 1) else dense
+    return dense.squeeze((0, 1)) if walk.lead == (1, 1) else dense

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
+from gossamer.layouts.items import BEGIN, COUNT, END, FIRST, ITEM, LEAD, MERGE, SLOT, TILE
 from gossamer.layouts.walk import Walk
 
 
@@ -16,13 +18,13 @@ class WorkItems(NamedTuple):
     the parts of a split row have consecutive slots, whose results are merged in slot order.
     """
 
-    items: np.ndarray  # (n, 6) int32: b * Hl + h, tile row, begin, end, slot, 0; longest range first
-    merges: np.ndarray  # (m, 4) int32: b * Hl + h, tile row, first slot, number of slots
+    items: np.ndarray  # (n, ITEM) int32, longest range first; the words are those of `layouts.items`
+    merges: np.ndarray  # (m, MERGE) int32
 
     @property
     def slots(self) -> int:
         """How many partial results there are."""
-        return int(self.merges[:, 3].sum())
+        return int(self.merges[:, COUNT].sum())
 
 
 # A split row costs a write and a read of its accumulator for each part, about as much as one tile: not for less.
@@ -61,11 +63,24 @@ def work_items(walk: Walk, limit: int) -> WorkItems:
     lengths = row_lengths(walk).reshape(-1)
     row, begin, end, slot, pieces = cut(lengths, limit)
     lead, tile = np.divmod(row, walk.tiles)
-    items = np.stack([lead, tile, begin, end, slot, np.zeros_like(row)], axis=1)
-    split = np.flatnonzero(pieces > 1)
-    first = np.cumsum(pieces[split]) - pieces[split]
-    merges = np.stack([split // walk.tiles, split % walk.tiles, first, pieces[split]], axis=1)
-    return WorkItems(items.astype(np.int32), merges.astype(np.int32))
+    items = fill(len(row), ITEM, {LEAD: lead, TILE: tile, BEGIN: begin, END: end, SLOT: slot})
+    return WorkItems(items, merges_of(pieces, walk.tiles))
+
+
+def merges_of(pieces: np.ndarray, tiles: int) -> np.ndarray:
+    """The merges (m, MERGE) of rows that are cut, in `tiles` tile rows of each list, from the pieces of every row."""
+    row = np.flatnonzero(pieces > 1)
+    lead, tile = np.divmod(row, tiles)
+    words = {LEAD: lead, TILE: tile, FIRST: np.cumsum(pieces[row]) - pieces[row], COUNT: pieces[row]}
+    return fill(len(row), MERGE, words)
+
+
+def fill(number: int, width: int, words: Mapping[int, np.ndarray]) -> np.ndarray:
+    """(number, width) int32 rows with some words written, the others 0."""
+    rows = np.zeros((number, width), dtype=np.int32)
+    for word, value in words.items():
+        rows[:, word] = value
+    return rows
 
 
 def cut(lengths: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

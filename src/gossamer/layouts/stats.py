@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,7 +44,7 @@ def walk_stats(walk: Walk) -> LayoutStats:
     """Count the tiles and pairs of a walk; one on a GPU is copied to the CPU first."""
     walk = walk.on_host()
     grid = Grid(walk.rows, walk.columns, 0, walk.block_rows, walk.block_columns)
-    copies = walk.lead[0] * walk.lead[1]
+    copies = math.prod(walk.lead)
     lengths = row_lengths(walk)
     useful = executed = 0
     per_entry = np.bitwise_count(walk.pool).sum(axis=(1, 2), dtype=np.int64)

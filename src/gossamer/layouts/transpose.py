@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,23 +20,25 @@ def transpose(walk: Walk) -> Walk:
     nk = -(-walk.columns // walk.block_columns)
     lists: dict[str, TileList] = {}
     for kind in KINDS:
-        counts = np.stack([np.bincount(p[kind][0], minlength=nk) for p in parts])
+        counts = np.stack([np.bincount(p.tiles[kind].row, minlength=nk) for p in parts])
         ends = np.cumsum(counts.reshape(-1)).reshape(counts.shape)
-        indices = np.concatenate([p[kind][1] for p in parts]).astype(np.int32)
+        indices = np.concatenate([p.tiles[kind].column for p in parts]).astype(np.int32)
         lists[kind] = TileList((ends - counts).astype(np.int32)[slot], counts.astype(np.int32)[slot], indices)
-    pool_index = np.concatenate([p["bits"][2] for p in parts])
+    pool_index = np.concatenate([p.tiles["bits"].entry for p in parts])
     pool = _transpose_pool(walk)
     if (pool_index < 0).any():  # full tiles that reach past the last query: see `_transpose_one`
         whole = np.zeros((1, walk.block_columns, walk.block_rows), dtype=bool)
         whole[:, :, : walk.rows % walk.block_rows] = True
         entry = pack_bits(whole)
-        same = np.flatnonzero((pool == entry).all(axis=(1, 2)))  # of a bits tile that keeps just those queries
+        same: np.ndarray = np.flatnonzero(
+            (pool == entry).all(axis=(1, 2))
+        )  # of a bits tile that keeps just those queries
         pool_index = np.where(pool_index < 0, same[0] if len(same) else len(pool), pool_index)
         if not len(same):
             pool = np.concatenate([pool, entry])
     lo = hi = np.zeros((1, 1, 0), dtype=np.int32)
     if len(lists["interval"].indices):
-        lo, hi = (np.stack([p["intervals"][side] for p in parts]).astype(np.int32)[slot] for side in (0, 1))
+        lo, hi = (np.stack(side).astype(np.int32)[slot] for side in zip(*((p.lo, p.hi) for p in parts), strict=True))
     return Walk(
         walk.columns, walk.rows, walk.block_columns, walk.block_rows,
         **lists, lo=lo, hi=hi, pool_index=pool_index.astype(np.int32), pool=pool,
@@ -59,21 +61,36 @@ def _distinct(walk: Walk) -> tuple[list[tuple[int, int]], np.ndarray]:
     return slots, slot
 
 
-def _transpose_one(walk: Walk, b: int, h: int) -> dict[str, Any]:
-    """Lists of one batch element and head: kind -> (tile rows, tile columns[, pool entries]) of the transpose."""
-    found: dict[str, Any] = {}
+class _Tiles(NamedTuple):
+    """The tiles of one kind, by rows and then by columns of the transpose."""
+
+    row: np.ndarray
+    column: np.ndarray
+    entry: np.ndarray | None = None  # of the pool, for bits
+
+
+class _Transposed(NamedTuple):
+    """What is listed for one batch element and head: tiles by their kind, and intervals of queries."""
+
+    tiles: dict[str, _Tiles]
+    lo: np.ndarray
+    hi: np.ndarray
+
+
+def _transpose_one(walk: Walk, b: int, h: int) -> _Transposed:
+    """The lists of one batch element and head."""
+    found: dict[str, _Tiles] = {}
     for kind, tiles in walk.lists.items():
         starts = tiles.starts[b, h].astype(np.int64)
         t, at = ranges(starts, starts + tiles.counts[b, h])
         c = tiles.indices[at].astype(np.int64)
         order = np.lexsort((t, c))
-        found[kind] = (c[order], t[order], walk.pool_index[at][order] if kind == "bits" else None)
+        found[kind] = _Tiles(c[order], t[order], walk.pool_index[at][order] if kind == "bits" else None)
     lo = hi = np.zeros(walk.columns, dtype=np.int64)
     if walk.lo.size:
         keys = np.arange(walk.columns)
         lo = np.searchsorted(walk.hi[b, h], keys, side="right")
         hi = np.maximum(lo, np.searchsorted(walk.lo[b, h], keys, side="right"))
-    found["intervals"] = (lo, hi)
     if walk.rows % walk.block_rows:
         # A full tile may reach past the last query, but a full tile of the transpose may not reach past its last
         # column: it becomes an interval tile where the intervals agree, else a bits tile (entry -1: all that exists).
@@ -84,19 +101,19 @@ def _transpose_one(walk: Walk, b: int, h: int) -> dict[str, Any]:
         agrees = np.logical_and.reduceat(covered, edges)[c] & last
         # Where other interval tiles exist already; a layout without any keeps its bits.
         agrees &= walk.lo.size > 0
-        found["full"] = (c[~last], t[~last], None)
+        found["full"] = _Tiles(c[~last], t[~last])
         found["interval"] = _merge(found["interval"], c[agrees], t[agrees], None)
         rest = last & ~agrees
         found["bits"] = _merge(found["bits"], c[rest], t[rest], np.full(int(rest.sum()), -1))
-    return found
+    return _Transposed(found, lo, hi)
 
 
-def _merge(tiles: tuple[Any, ...], c: np.ndarray, t: np.ndarray, entries: np.ndarray | None) -> tuple[Any, ...]:
+def _merge(tiles: _Tiles, c: np.ndarray, t: np.ndarray, entries: np.ndarray | None) -> _Tiles:
     """More tiles added to a list, in order again."""
-    c, t = np.concatenate([tiles[0], c]), np.concatenate([tiles[1], t])
+    c, t = np.concatenate([tiles.row, c]), np.concatenate([tiles.column, t])
     order = np.lexsort((t, c))
-    merged = None if entries is None else np.concatenate([tiles[2], entries])[order]
-    return c[order], t[order], merged
+    merged = None if entries is None or tiles.entry is None else np.concatenate([tiles.entry, entries])[order]
+    return _Tiles(c[order], t[order], merged)
 
 
 def _transpose_pool(walk: Walk) -> np.ndarray:

@@ -77,11 +77,9 @@ class Walk(WalkArrays):
 
     def with_arrays(self, arrays: list[Array]) -> Walk:
         """The same walk over other arrays, in the order of `arrays()`."""
-        a = list(arrays)
-        return Walk(
-            self.rows, self.columns, self.block_rows, self.block_columns,
-            TileList(*a[0:3]), TileList(*a[3:6]), TileList(*a[6:9]), a[9], a[10], a[11], a[12],
-        )  # fmt: skip
+        each = iter(arrays)
+        full, interval, bits = (TileList(next(each), next(each), next(each)) for _ in KINDS)
+        return Walk(self.rows, self.columns, self.block_rows, self.block_columns, full, interval, bits, *each)
 
 
 ARRAYS_PER_WALK = 13
@@ -122,4 +120,4 @@ def expand(walk: Walk) -> np.ndarray:
             if tile[walk.rows - t * br :].any() or tile[:, walk.columns - c * bc :].any():
                 raise ValueError(f"bits tile ({t}, {c}) has bits outside the {walk.rows} x {walk.columns} matrix")
     dense = dense[:, :, : walk.rows, : walk.columns]
-    return dense[0, 0] if walk.lead == (1, 1) else dense
+    return dense.squeeze((0, 1)) if walk.lead == (1, 1) else dense

@@ -109,7 +109,7 @@ class Pattern(metaclass=_PatternMeta):
 
     @abstractmethod
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
-        """Memo or not, for int64 positions i and j, which may be anything; what is said of absent pairs is ignored."""
+        """Kept or not, for int64 positions i and j, which may be anything; what is said of absent pairs is ignored."""
 
     def _key(self) -> tuple[Any, ...]:
         """What makes two patterns of this class equal."""
@@ -185,7 +185,7 @@ class Pattern(metaclass=_PatternMeta):
         return np.concatenate(parts, axis=-2)
 
     def density(self, Q: int, K: int, q_offset: int | None = None) -> float:
-        """Memo pairs over Q x K, averaged over heads and batch elements. Counted by tiles, never materialised."""
+        """Kept pairs over Q x K, averaged over heads and batch elements. Counted by tiles, never materialised."""
         sizes = self._sizes(Q, K, q_offset)
         self.check(sizes.Q, sizes.K)
         return above.count_pairs(self, sizes) / (sizes.Q * sizes.K * self.lead[0] * self.lead[1])
@@ -340,7 +340,7 @@ class Offsets(Pattern):
 
     @abstractmethod
     def _keep_offset(self, offset: np.ndarray) -> np.ndarray:
-        """Memo or not by offset i - j."""
+        """Kept or not by offset i - j."""
 
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         return self._keep_offset(i - j)

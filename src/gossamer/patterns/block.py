@@ -234,7 +234,7 @@ class _BigBirdBlocks(Blocks):
 
 @lru_cache(maxsize=8)
 def _big_bird_blocks(p: BigBird, n: int) -> np.ndarray:
-    """Memo blocks as sorted row * n + column."""
+    """Kept blocks as sorted row * n + column."""
     rows = np.arange(n)
     ends = np.unique(np.concatenate([rows[: p.global_blocks], rows[max(0, n - p.global_blocks) :]]))
     half = p.window_blocks // 2

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
+from operator import attrgetter
+from typing import NamedTuple
 
 from gossamer.patterns import CSR, Dense, Pattern
 from gossamer.plan.choice import costs, machine_of
@@ -20,7 +22,14 @@ MANY = 3.0  # executed pairs for each kept one, from which on it is said
 WORTH = 0.8  # of the time of a call: what takes less is named
 
 
-def ways(plan: Plan, pattern: Pattern, q_offset: int) -> tuple[tuple[str, float], ...]:
+class Way(NamedTuple):
+    """A layout that a plan could take, by one of its implementations."""
+
+    name: str
+    seconds: float
+
+
+def ways(plan: Plan, pattern: Pattern, q_offset: int) -> tuple[Way, ...]:
     """The seconds that each layout was counted to take, of those that a plan could take; the least first.
 
     Empty where the first implementation walks no layout. Those that were not counted, since others are surely less,
@@ -33,8 +42,8 @@ def ways(plan: Plan, pattern: Pattern, q_offset: int) -> tuple[tuple[str, float]
     found = costs(pattern, p.Q, p.K, tiles=plan.tiles, gathers=plan.gathers, q_offset=q_offset, machine=machine)
     names = [f"{i.name} {tile.block_q} x {tile.block_kv}" for i, tile in plan.options]
     names += [f"{i.name} gather {gather.choice.block_q}" for i, gather in plan.gather_options]
-    taken = zip(names, found, strict=False)  # the costs may stop early; infinite ones were not measured to win
-    return tuple(sorted(((n, seconds) for n, seconds in taken if isfinite(seconds)), key=lambda way: way[1]))
+    taken = map(Way, names, found)  # the costs may stop early; infinite ones were not measured to win
+    return tuple(sorted((way for way in taken if isfinite(way.seconds)), key=attrgetter("seconds")))
 
 
 def all_pairs(plan: Plan) -> float | None:
@@ -42,9 +51,9 @@ def all_pairs(plan: Plan) -> float | None:
     return least(plan, ways(plan, Dense(), 0))
 
 
-def least(plan: Plan, counts: tuple[tuple[str, float], ...]) -> float | None:
+def least(plan: Plan, counts: tuple[Way, ...]) -> float | None:
     """Seconds of the least of the `ways` of a plan; None where none was counted or measured."""
-    return counts[0][1] if counts and costs_of(plan.problem).measured else None
+    return counts[0].seconds if counts and costs_of(plan.problem).measured else None
 
 
 def advice(
@@ -88,10 +97,10 @@ def _others(plan: Plan, pattern: Pattern, q_offset: int) -> list[str]:
         other = Plan(problem, tuple(i for i in able if not isinstance(i, str)), ())
         counts = ways(other, pattern, q_offset)
         seconds = least(other, counts)
-        if seconds is None or (now is not None and counts[0][0] == taken[0][0]):
+        if seconds is None or (now is not None and counts[0].name == taken[0].name):
             continue
         if now is None or seconds < WORTH * now:
-            found.append(f"{change} it would take about {shown(seconds)}, by {counts[0][0]}")
+            found.append(f"{change} it would take about {shown(seconds)}, by {counts[0].name}")
     return found
 
 

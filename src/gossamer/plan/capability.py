@@ -82,10 +82,11 @@ def reasons(problem: Problem, capability: Capability) -> list[str]:
         found.append("walks no layout")
     elif p.tile is not None and c.tiles is not None and p.tile not in c.tiles:
         walked = ", ".join(f"{q} x {kv}" for q, kv in sorted(c.tiles))
-        found.append(f"walks layout tiles of {walked}, got {p.tile[0]} x {p.tile[1]}")
-    for tile, most in c.max_head_dim_of:
-        if p.tile == tile and max(p.D, p.E) > most:
-            found.append(f"walks layout tiles of {tile[0]} x {tile[1]} for head sizes up to {most}")
+        block_q, block_kv = p.tile
+        found.append(f"walks layout tiles of {walked}, got {block_q} x {block_kv}")
+    for (block_q, block_kv), most in c.max_head_dim_of:
+        if p.tile == (block_q, block_kv) and max(p.D, p.E) > most:
+            found.append(f"walks layout tiles of {block_q} x {block_kv} for head sizes up to {most}")
     missing = p.score_terms - c.score_terms
     if missing:
         found.append(f"does not compute {_names(missing)}")

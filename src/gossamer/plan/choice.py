@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, prod
 from typing import Literal, NamedTuple
 
 from gossamer.layouts.gather import WIDTHS, item_limit
@@ -100,7 +100,7 @@ def _count(
     for tile in tiles:
         work = sample.tiles(tile.block_q, tile.block_kv)
         pairs, bits = tile.pair * work.executed, tile.bits * work.bits
-        total = pairs + bits + tile.row * Q * pattern.lead[0] * pattern.lead[1]
+        total = pairs + bits + tile.row * Q * prod(pattern.lead)
         limit = machine.limit(work.longest, work.tiles, work.rows)
         step = tile.step * (1 + bits / pairs) if pairs else tile.step
         found.append(machine.time(total, min(work.longest, limit) * step, work.longest > limit))

@@ -170,5 +170,5 @@ def _costs_of(device: str, sm: int, processors: int, dtype: str, backward: bool,
         direction="backward" if backward else "forward",
         head=next((head for head in HEADS if size <= head), size),
         processors=processors if device == "cuda" else file.processors,
-        measured=file.sm == sm and dtype in file.estimates and size <= HEADS[-1],
+        measured=file.sm == sm and dtype in file.estimates and size <= max(HEADS),
     )

@@ -66,7 +66,8 @@ class Plan:
             tiles = self.tiles if self.implementations[0].layout == "block" else ()
             split = split_of(token_of(handle).pattern, self.problem, q_offset, tiles, self.gathers)
             known = self._splits.put(key, (split,))
-        return known[0]
+        (split,) = known
+        return split
 
 
 _plans: Memo[Plan] = Memo()

@@ -97,13 +97,14 @@ def split_of(pattern: Pattern, problem: Problem, q_offset: int, tiles: Tiles, ga
     """
     key = (pattern.handle, problem, q_offset, tiles, gathers)
     known = _known.get(key)
-    if known is not None:
-        return known[0]
-    found = None
-    if tiles and pattern.lead[0] == 1 and problem.tile is None:
-        pattern.check(problem.Q, problem.K, problem.H, problem.B)
-        found = _split(pattern, problem, q_offset, tiles, gathers)
-    return _known.put(key, (found,))[0]
+    if known is None:
+        found, (batch_elements, _) = None, pattern.lead
+        if tiles and batch_elements == 1 and problem.tile is None:
+            pattern.check(problem.Q, problem.K, problem.H, problem.B)
+            found = _split(pattern, problem, q_offset, tiles, gathers)
+        known = _known.put(key, (found,))
+    (split,) = known
+    return split
 
 
 def _split(pattern: Pattern, p: Problem, q_offset: int, tiles: Tiles, gathers: Gathers) -> Split | None:
@@ -113,14 +114,15 @@ def _split(pattern: Pattern, p: Problem, q_offset: int, tiles: Tiles, gathers: G
         found, group = branch_pieces(pattern), p.H // p.G
         if found is not None and all(r % group == 0 or group % r == 0 for _, r in found):
             return _cheaper(_diagonal_parts(found, p, sizes, cost), pattern, p, sizes, cost)
-    by_head = [pattern.at(0, h) for h in range(p.H)] if pattern.lead[1] > 1 else [pattern.at(0, 0)] * p.H
+    _, own = pattern.lead
+    by_head = [pattern.at(0, h) for h in range(p.H)] if own > 1 else [pattern.at(0, 0)] * p.H
     chosen: dict[Pattern, tuple[Piece, ...]] = {}
     for one in dict.fromkeys(by_head):
         chosen[one] = (Piece(one),)
         given = pieces(one, sizes)
         if given != chosen[one] and _classes_cost(given, p.B, sizes, cost) < cost.call(one, p.B, sizes):
             chosen[one] = given
-    if all(len(given) == 1 and given[0].dilation == 1 for given in chosen.values()):
+    if all(sum(piece.dilation for piece in given) == 1 for given in chosen.values()):  # one, that is not dilated
         return None
     groups: dict[Any, list[int]] = {}
     for h, one in enumerate(by_head):
@@ -210,12 +212,12 @@ class Costs:
 
     def call(self, pattern: Pattern, copies: int, sizes: Sizes, per_head: bool = True) -> float:
         """One call. `copies` are batch elements, and heads of a shared pattern too where not `per_head`."""
-        every = range(pattern.lead[1])
-        seconds = sum(_seconds(pattern.at(0, h), sizes, self.tiles, self.gathers) for h in every)
-        if pattern.lead[1] == 1 and per_head:
+        _, heads = pattern.lead
+        seconds = sum(_seconds(pattern.at(0, h), sizes, self.tiles, self.gathers) for h in range(heads))
+        if heads == 1 and per_head:
             copies *= self.problem.H
-        elif pattern.lead[1] > 1 and not per_head:
-            copies //= pattern.lead[1]
+        elif heads > 1 and not per_head:
+            copies //= heads
         return self.one + copies * seconds
 
     def merge(self, rows: int) -> float:

@@ -145,8 +145,8 @@ def attention(
         if call is None and key is not None and q.ndim == 4 and q.shape[2] == 1:
             call = growing_call(q, k, v, which, *options, vectors)
         if call is not None:
-            found = call(q, k, v, *vectors)
-            return found if return_lse else found[0]
+            out, lse = call(q, k, v, *vectors)
+            return (out, lse) if return_lse else out
     request = request_of(
         q, k, v, pattern, scale=scale, q_offset=q_offset, key_lengths=key_lengths, softcap=softcap,
         sink_logits=sink_logits, alibi_slopes=alibi_slopes, implementation=implementation, deterministic=deterministic,
@@ -184,9 +184,9 @@ def _merged(
         raise ValueError(f'merge must be None or "lse"; got {describe(merge)}')
     outs, lses = [], []
     for term in branches_of(pattern):
-        found = attention(q, k, v, term, sink_logits=sink_logits, return_lse=True, **options)
-        outs.append(found[0])
-        lses.append(found[1])
+        out, lse = attention(q, k, v, term, sink_logits=sink_logits, return_lse=True, **options)
+        outs.append(out)
+        lses.append(lse)
         sink_logits = None
     out, lse = merge_results(outs, lses)
     return (out, lse) if return_lse else out

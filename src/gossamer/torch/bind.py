@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from itertools import count
 from typing import Any, cast
+from weakref import finalize
 
 import torch
 from torch import _C, Tensor
@@ -219,4 +220,6 @@ def _compiled(text: str) -> Callable[..., Callable[..., tuple[Tensor, ...]]]:
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     found: dict[str, Any] = {}
     exec(compile(text, file, "exec"), found)
-    return found["make"]
+    make = found["make"]
+    finalize(make, linecache.cache.pop, file, None).atexit = False
+    return make

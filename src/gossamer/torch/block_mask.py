@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gossamer.layouts import BlockLayout, TileList, Walk
+from gossamer.memo import Memos
 from gossamer.patterns.grid import WORD
 from gossamer.patterns.tiles import unique_tiles
 from gossamer.torch.masks import pack
@@ -27,7 +27,7 @@ _SHAPE_ONLY = re.compile(r"aten\.(new_(ones|zeros|full|empty)|(ones|zeros|full|e
 PAIRS_AT_ONCE = 2**24
 LARGEST_BLOCK = 1024
 
-_converted: WeakKeyDictionary[Any, dict[tuple[int, int], BlockLayout]] = WeakKeyDictionary()
+_converted: Memos[BlockLayout] = Memos()  # of block masks
 
 
 def layout_of(mask: BlockMask, B: int | None, H: int | None) -> BlockLayout:
@@ -60,7 +60,8 @@ def layout_of(mask: BlockMask, B: int | None, H: int | None) -> BlockLayout:
 
     kept = list(_evaluated(mask.mask_mod, partial, Q, K, block_q, block_kv))
     # A tile that reaches past the last key is never full in a layout: its bits say which keys exist.
-    ragged = full[:, 3] == columns - 1 if K % block_kv else torch.zeros(len(full), dtype=torch.bool, device=full.device)
+    _, _, _, column = full.T
+    ragged = column == columns - 1 if K % block_kv else torch.zeros_like(column, dtype=torch.bool)
     kept += _evaluated(lambda b, h, r, j: j >= 0, full[ragged], Q, K, block_q, block_kv)
     whole = [full[~ragged].cpu().numpy(), *(at[state == 2] for at, state, _ in kept)]
     mixed = [at[state == 1] for at, state, _ in kept]
@@ -72,11 +73,9 @@ def layout_for(mask: BlockMask, q: Tensor) -> BlockLayout:
     """The layout of a block mask for queries (B, H, Q, D), made once and kept as long as the mask."""
     if torch.compiler.is_compiling():
         raise ValueError("pattern, a torch BlockMask, must be turned into from_flex(mask) outside torch.compile")
-    kept = _converted.setdefault(mask, {})
-    key = (q.shape[0], q.shape[1])
-    if key not in kept:
-        kept[key] = layout_of(mask, q.shape[0], q.shape[1])
-    return kept[key]
+    B, H, _, _ = q.shape
+    known = _converted.of(mask)
+    return known.get((B, H)) or known.put((B, H), layout_of(mask, B, H))
 
 
 def _check(mask: BlockMask, block_q: int, block_kv: int, tiles: int) -> None:
@@ -91,9 +90,10 @@ def _check(mask: BlockMask, block_q: int, block_kv: int, tiles: int) -> None:
                 f"pattern, a torch BlockMask, must have a BLOCK_SIZE of multiples of {WORD} up to {LARGEST_BLOCK}; "
                 f"got {(block_q, block_kv)}"
             )
+    Q, _ = mask.seq_lengths
     if mask.kv_num_blocks.ndim != 3 or mask.kv_num_blocks.shape[2] != tiles:
         raise ValueError(
-            f"pattern, a torch BlockMask, must have lists (B, H, {tiles}) for its {mask.seq_lengths[0]} queries; "
+            f"pattern, a torch BlockMask, must have lists (B, H, {tiles}) for its {Q} queries; "
             f"got {tuple(mask.kv_num_blocks.shape)}"
         )
 
@@ -125,16 +125,17 @@ def _evaluated(
     for chunk in at.split(max(1, PAIRS_AT_ONCE // (block_q * block_kv))):
         if not len(chunk):
             continue
-        rows = chunk[:, 2, None] * block_q + torch.arange(block_q, device=device)
-        keys = chunk[:, 3, None] * block_kv + torch.arange(block_kv, device=device)
+        batch, head, row, column = chunk.T
+        rows = row[:, None] * block_q + torch.arange(block_q, device=device)
+        keys = column[:, None] * block_kv + torch.arange(block_kv, device=device)
         exists = (rows < Q)[:, :, None] & (keys < K)[:, None, :]
         # Indices that exist: a mask function may read tensors by them.
-        index = (x.int() for x in (chunk[:, 0], chunk[:, 1], rows.clamp(max=Q - 1), keys.clamp(max=K - 1)))
+        index = (x.int() for x in (batch, head, rows.clamp(max=Q - 1), keys.clamp(max=K - 1)))
         kept = over_tiles(*index).expand(exists.shape)
         if kept.dtype != torch.bool:
             raise ValueError(f"pattern, a torch BlockMask, must have a boolean mask function; it returns {kept.dtype}")
         kept = kept & exists
-        fits = (chunk[:, 3] + 1) * block_kv <= K
+        fits = (column + 1) * block_kv <= K
         whole = (kept | ~exists).all(-1).all(-1) & fits
         state = kept.any(-1).any(-1).int() + whole.int()
         words = pack(kept).cpu().numpy().view(np.uint32)
@@ -163,11 +164,12 @@ def _layout(
 
 def _list(at: np.ndarray, shape: tuple[int, ...]) -> tuple[TileList, np.ndarray]:
     """The list of tiles at (n, 4) places, and the order in which it has them."""
-    order = np.lexsort(at.T[::-1])
-    row = np.ravel_multi_index(tuple(at[:, :3].T), shape)
+    batch, head, tile, column = at.T
+    order = np.lexsort((column, tile, head, batch))
+    row = np.ravel_multi_index((batch, head, tile), shape)
     counts = np.bincount(row, minlength=int(np.prod(shape)))
     starts = np.cumsum(counts) - counts
-    lists = (starts.reshape(shape), counts.reshape(shape), at[order, 3])
+    lists = (starts.reshape(shape), counts.reshape(shape), column[order])
     return TileList(*(x.astype(np.int32) for x in lists)), order
 
 

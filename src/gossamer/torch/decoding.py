@@ -8,7 +8,7 @@ there nor read (`Capability.grows`). So every number of keys of a range shares o
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,7 +18,7 @@ from torch.cuda import is_current_stream_capturing
 from gossamer.kernels.contract import Implementation
 from gossamer.kernels.launch import ALIGNMENT, operand_of
 from gossamer.layouts import cached_layout
-from gossamer.memo import LEAST
+from gossamer.memo import LEAST, Memo
 from gossamer.patterns import Causal, Dense, SlidingWindow
 from gossamer.plan.capability import reasons
 from gossamer.plan.plan import Plan
@@ -34,6 +34,8 @@ from gossamer.torch.validate import Arguments, most_offset
 RANGE = 128  # numbers of keys that share a launch
 STEP = 8  # strides of k and v, which are not part of the key, are multiples of it
 _NUMBERS = (type(None), int, float)
+
+_lengths: Memo[tuple[Tensor, ...]] = Memo(LEAST)
 
 
 class Seen(NamedTuple):
@@ -178,20 +180,21 @@ def _bound(a: Arguments, most: int) -> _Made:
         return _Made(Range(None), 0)
     implementation, problem = found
     block_q, block_kv = implementation.tile(problem)
-    lengths = _lengths(a.q.device, problem.B, most)
+    key = a.q.device, problem.B, most
+    lengths = _lengths.get(key) or _lengths.put(key, _make_lengths(*key))
     layout = cached_layout(
         DENSE, 1, most, block_q=block_q, block_kv=block_kv, q_offset=most - 1, device=a.q.device
     )  # fmt: skip
     scoring = scoring_of(a)._replace(q_offset=most - 1)
-    given = {"q": a.q, "k": a.k, "v": a.v, "key_lengths": lengths[0], "sink_logits": a.sink_logits}
+    first, *_ = lengths
+    given = {"q": a.q, "k": a.k, "v": a.v, "key_lengths": first, "sink_logits": a.sink_logits}
     operands = {name: operand_of(x) for name, x in given.items() if x is not None}
     prepared = implementation.prepare(problem, layout, "forward", scoring, operands)
     parameters = ("q", "k", "v", "key_lengths", "sink_logits", "alibi_slopes")
     return _Made(Range(bind(prepared, a.q.device, parameters), lengths), held(layout))
 
 
-@lru_cache(LEAST)
-def _lengths(device: torch.device, B: int, most: int) -> tuple[Tensor, ...]:
+def _make_lengths(device: torch.device, B: int, most: int) -> tuple[Tensor, ...]:
     """(B,) of each number of keys up to `most` that shares its launch, at multiples of 16 bytes."""
     numbers = torch.arange(most - RANGE + 1, most + 1, dtype=torch.int32)
     rows = numbers[:, None].expand(RANGE, -(-B // 4) * 4).contiguous().to(device)

@@ -13,7 +13,7 @@ from gossamer.layouts import BlockLayout, GatherLayout
 from gossamer.patterns import Pattern
 from gossamer.patterns.handles import pattern_of
 from gossamer.patterns.reordered import ReorderedCSR
-from gossamer.plan.advice import advice, all_pairs, least, shown, ways
+from gossamer.plan.advice import Way, advice, all_pairs, least, shown, ways
 from gossamer.plan.plan import Plan, refusals
 from gossamer.plan.problem import Problem
 from gossamer.plan.table import NAMES
@@ -62,11 +62,12 @@ class Explanation:
         p, t = self.problem, self.tiles
         useful, executed = self.useful_flops, self.executed_flops
         over = f" ({executed / useful:.2f} x)" if useful else ""
+        block_q, block_kv = self.tile
         lines = [
             ("problem", f"B={p.B} H={p.H} G={p.G} Q={p.Q} K={p.K} D={p.D} E={p.E} {p.dtype} {p.device}"),
             ("score terms", ", ".join(sorted(p.score_terms)) or "none"),
             ("density", f"{self.density:.4%}"),
-            (f"tiles of {self.tile[0]} x {self.tile[1]}", ", ".join(f"{name} {n:g}" for name, n in t.items())),
+            (f"tiles of {block_q} x {block_kv}", ", ".join(f"{name} {n:g}" for name, n in t.items())),
             ("useful", f"{useful / 1e9:,.3f} GFLOP forward, {BACKWARD * useful / 1e9:,.3f} backward"),
             ("executed", f"{executed / 1e9:,.3f} GFLOP forward{over}"),
             ("bytes", f"{self.bytes / 2**20:,.2f} MiB of tensors, {self.layout_bytes / 2**20:,.2f} MiB of layout"),
@@ -242,7 +243,7 @@ def explain(
     useful, executed, tiles = _of_one_head(computed, p)
     flops = 2.0 * (p.D + p.E) * p.B * p.H
     which = which if split is None else None
-    counts = () if which is None else ways(plan, which, scoring.q_offset)
+    counts: tuple[Way, ...] = () if which is None else ways(plan, which, scoring.q_offset)
     later_counts = () if which is None or later is None else ways(later, which, scoring.q_offset)
     fill = executed / useful if useful else 1.0
     return Explanation(
@@ -259,7 +260,7 @@ def explain(
         layout_bytes=sum({id(c.layout): c.work.bytes for c in computed}.values()),
         parts=() if split is None else tuple(str(part) for part in split.parts),
         estimates=None if split is None else (split.cost, split.whole),
-        options=tuple((way, cost / counts[0][1]) for way, cost in counts),
+        options=tuple((way.name, way.seconds / counts[0].seconds) for way in counts),
         seconds=least(plan, counts),
         backward_seconds=None if later is None else least(later, later_counts),
         all_pairs=None if which is None else all_pairs(plan),

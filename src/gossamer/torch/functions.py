@@ -85,7 +85,8 @@ def empty_rows(sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
 def sink_gradient_of_rows(rows: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """dsink_logits (H,) from what a kernel wrote, (2, B, H, padded Q): delta is its second; lse (B, H, Q)."""
     # A row is empty only under a sink of -inf; +inf makes its share of the sink 0.
-    return sink_gradient(rows[1, :, :, : lse.shape[2]], lse.masked_fill(lse == -torch.inf, torch.inf), sinks)
+    _, delta = rows
+    return sink_gradient(delta[:, :, : lse.shape[2]], lse.masked_fill(lse == -torch.inf, torch.inf), sinks)
 
 
 def rows_of_results(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

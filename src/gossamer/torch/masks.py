@@ -39,7 +39,7 @@ def walk_of(mask: Tensor, block_rows: int, block_columns: int) -> Walk:
     missing = F.pad(missing, (0, 0, 0, T * block_rows - rows))
     full = ~missing.view(bl, hl, T, block_rows, C, block_columns).transpose(3, 4).any(-1).any(-1)
     if columns % block_columns:
-        full[..., -1] = False
+        full[..., C - 1] = False
     return Walk(
         rows, columns, block_rows, block_columns,
         full=_listed(full & some), interval=_empty(full), bits=_listed(some & ~full),
@@ -68,7 +68,7 @@ def _order(listed: Tensor) -> Tensor:
 
 def _listed(listed: Tensor) -> TileList:
     C = listed.shape[-1]
-    starts = torch.arange(listed[..., 0].numel(), device=listed.device, dtype=torch.int32) * C
+    starts = torch.arange(listed.shape[:-1].numel(), device=listed.device, dtype=torch.int32) * C
     return TileList(
         starts.view(listed.shape[:-1]), listed.sum(-1, dtype=torch.int32), _order(listed).flatten().to(torch.int32)
     )
@@ -83,7 +83,7 @@ def _empty(like: Tensor) -> TileList:
 def _places(listed: Tensor) -> Tensor:
     """The place in the pool, which holds every tile, of each entry of the list."""
     C = listed.shape[-1]
-    row = torch.arange(listed[..., 0].numel(), device=listed.device).view(*listed.shape[:-1], 1)
+    row = torch.arange(listed.shape[:-1].numel(), device=listed.device).view(*listed.shape[:-1], 1)
     return (row * C + _order(listed)).flatten().to(torch.int32)
 
 

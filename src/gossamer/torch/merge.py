@@ -21,14 +21,15 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Tensor) -> tuple[Tensor, Tensor]:
         outs, lses = given[: len(given) // 2], given[len(given) // 2 :]
-        dtype = compute_dtype(outs[0].dtype)
-        lse = lses[0].to(dtype)
-        for x in lses[1:]:
+        (first, *_), (lse, *others) = outs, lses
+        dtype = compute_dtype(first.dtype)
+        lse = lse.to(dtype)
+        for x in others:
             lse = torch.logaddexp(lse, x.to(dtype))
-        out = torch.zeros_like(outs[0], dtype=dtype)
+        out = torch.zeros_like(first, dtype=dtype)
         for w, x in zip(_weights(lses, lse), outs, strict=True):
             out.addcmul_(w, x.to(dtype))
-        out = out.to(outs[0].dtype)
+        out = out.to(first.dtype)
         ctx.save_for_backward(out, lse, *given)
         ctx.set_materialize_grads(False)
         return out, lse

@@ -53,16 +53,19 @@ def _backward(
     return dq, dk, dv, *(dsink or (q.new_empty(0),))
 
 
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    validate(Arguments(q, k, v, *rest[3:]))
+def _forward_fake(
+    q: Tensor, k: Tensor, v: Tensor, layout: list[Tensor], geometry: list[int], pattern: int, *options: Any
+) -> tuple[Tensor, Tensor]:
+    validate(Arguments(q, k, v, *options))
     shape = q.shape[:3]
     return q.new_empty((*shape, v.shape[3])), q.new_empty(shape, dtype=compute_dtype(q.dtype))
 
 
 def _backward_fake(
-    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    sink = Arguments(q, k, v, *rest[3:]).sink_logits
+    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    layout: list[Tensor], geometry: list[int], pattern: int, *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    sink = Arguments(q, k, v, *options).sink_logits
     dsink = q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
 

@@ -14,6 +14,7 @@ from torch.cuda import is_current_stream_capturing
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gossamer.kernels.contract import Implementation, Scoring
+from gossamer.kernels.launch import dtype_of
 from gossamer.layouts import cached_gather, cached_layout
 from gossamer.layouts.cache import bytes_of
 from gossamer.memo import Memo
@@ -81,7 +82,7 @@ def problem_of(a: Arguments, geometry: tuple[int, ...]) -> Problem:
         tile = block_q, block_kv
     return Problem(
         B=q.shape[0], H=q.shape[1], G=k.shape[1], Q=q.shape[2], K=k.shape[2], D=q.shape[3], E=a.v.shape[3],
-        dtype=str(q.dtype)[6:], device=q.device.type, **chip, score_terms=frozenset(terms),
+        dtype=dtype_of(q), device=q.device.type, **chip, score_terms=frozenset(terms),
         backward=a.backward, deterministic=a.deterministic, tile=tile,
         softcap=a.softcap,
     )  # fmt: skip

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gossamer.kernels.launch import dtype_of
 from gossamer.kernels.rows import compute_dtype
 from gossamer.layouts import BlockLayout, TileList, Walk
 from gossamer.layouts.walk import ARRAYS_PER_WALK
@@ -62,9 +63,9 @@ def describe(value: Any) -> str:
     if isinstance(value, Told):
         return value.text
     if isinstance(value, Tensor) and value.is_nested:
-        return f"a nested tensor, {str(value.dtype)[6:]}, {value.device}"
+        return f"a nested tensor, {dtype_of(value)}, {value.device}"
     if isinstance(value, Tensor):
-        return f"shape {tuple(value.shape)}, {str(value.dtype)[6:]}, {value.device}"
+        return f"shape {tuple(value.shape)}, {dtype_of(value)}, {value.device}"
     return f"{show(value)} ({type(value).__name__})"
 
 
@@ -144,7 +145,7 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
     for name, x in (("k", k), ("v", v)):
         yield x.ndim == 4, name, x, "have as many dimensions as q"
         yield x.layout == torch.strided, name, x.layout, "be a strided tensor"
-        yield x.dtype == q.dtype, name, x, f"be a tensor of q's dtype, {str(q.dtype)[6:]}"
+        yield x.dtype == q.dtype, name, x, f"be a tensor of q's dtype, {dtype_of(q)}"
         yield x.device == q.device, name, x, f"be a tensor on q's device, {q.device}"
         yield x.shape[0] == q.shape[0], name, x, f"have B={q.shape[0]} batch elements, as q has"
     yield min(q.shape) > 0, "q", q, "have no empty dimension"
@@ -238,7 +239,8 @@ def fewer(out: Tensor, lse: Tensor, dims: int) -> tuple[Tensor, Tensor]:
 
 def check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
     """Raise ValueError unless a boolean mask broadcasts to (B, H, Q, K) and lies on q's device."""
-    shape = (*q.shape[:3], k.shape[2])
+    (B, H, Q, _), (_, _, K, _) = q.shape, k.shape
+    shape = (B, H, Q, K)
     fits = 0 < mask.ndim <= 4 and all(
         n in (1, want) for n, want in zip(reversed(mask.shape), reversed(shape), strict=False)
     )
@@ -246,7 +248,7 @@ def check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
     if mask.dtype != torch.bool or mask.device != q.device or not fits:
         raise ValueError(
             f"pattern, a dense mask, must be boolean, on {q.device}, and broadcast to (B, H, Q, K) = {shape}; "
-            f"got {describe(mask)}{of_keys if mask.shape == (shape[0], shape[3]) else ''}"
+            f"got {describe(mask)}{of_keys if mask.shape == (B, K) else ''}"
         )
 
 
@@ -296,7 +298,7 @@ def _index_checks(walk: Walk) -> Iterator[tuple[bool, str, Any, str]]:
         place = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row] + starts[row]
         column = indices[place]
         bad = column[(column < 0) | (column >= C)]
-        yield not len(bad), f"{kind}.indices", int(bad[0]) if len(bad) else None, f"in [0, {C})"
+        yield not len(bad), f"{kind}.indices", next(iter(bad.tolist()), None), f"in [0, {C})"
         if kind == "full" and walk.columns % walk.block_columns:
             yield not bool((column == C - 1).any()), "full.indices", C - 1, "no tile that reaches past the last key"
         if kind == "bits" and len(place):

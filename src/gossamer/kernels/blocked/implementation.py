@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -27,20 +26,19 @@ from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.launch import Direction, Operand, Prepared, one_function
 from gossamer.kernels.rows import compute_dtype, row_terms, sink_gradient
 from gossamer.layouts.block import BlockLayout
+from gossamer.memo import Memos
 from gossamer.plan.capability import Capability
 from gossamer.plan.problem import Problem
 
-_plans: WeakKeyDictionary[BlockLayout, dict[tuple[object, ...], Plan]] = WeakKeyDictionary()
+_plans: Memos[Plan] = Memos()  # of layouts
 
 
 def plan_of(layout: BlockLayout, problem: Problem) -> Plan:
     """The plan of a layout, made once for each set of shapes and kept as long as the layout."""
     p = problem
     key = (p.B, p.H, p.G, p.D, p.E, p.dtype == "float64")
-    plans = _plans.setdefault(layout, {})
-    if key not in plans:
-        plans[key] = make_plan(layout, problem)
-    return plans[key]
+    known = _plans.of(layout)
+    return known.get(key) or known.put(key, make_plan(layout, problem))
 
 
 class Blocked:

@@ -40,10 +40,10 @@ class Masks:
             return self.kept[ids] if ids.numel() > 1 else self.kept.narrow(0, int(ids), 1).view(*ids.shape, *self.edge)
         flat, U = ids.reshape(-1), len(self.bounds)
         out = (flat != self.all)[:, None, None].expand(-1, *self.edge).contiguous()
-        at = torch.nonzero(flat < U)[:, 0]
+        (at,) = torch.nonzero(flat < U, as_tuple=True)
         if len(at):
             out[at] = outside(self.bounds[flat[at]], self.block_kv)
-        at = torch.nonzero((flat >= U) & (flat < self.none))[:, 0]
+        (at,) = torch.nonzero((flat >= U) & (flat < self.none), as_tuple=True)
         if len(at):
             out[at] = zero_bits(self.words[flat[at] - U])
         return out.view(*ids.shape, *self.edge)
@@ -57,7 +57,8 @@ class Masks:
 def outside(bounds: Tensor, block_kv: int) -> Tensor:
     """(n, 2, block_q) -> (n, block_q, block_kv) bool: columns outside [lo, hi)."""
     j = torch.arange(block_kv, device=bounds.device, dtype=bounds.dtype)
-    return (j < bounds[:, 0, :, None]) | (j >= bounds[:, 1, :, None])
+    lo, hi = bounds[..., None].unbind(1)
+    return (j < lo) | (j >= hi)
 
 
 def zero_bits(words: Tensor) -> Tensor:
@@ -75,9 +76,8 @@ def make_masks(bounds: np.ndarray, pool: Tensor, block_q: int, block_kv: int) ->
     count = len(unique) + len(words) + 2
     kept = None
     if count * block_q * block_kv <= KEEP_BYTES:
-        ends = torch.zeros(2, block_q, block_kv, dtype=torch.bool, device=pool.device)
-        ends[0] = True
-        kept = torch.cat([outside(table, block_kv), zero_bits(words), ends])
+        everything = torch.ones(1, block_q, block_kv, dtype=torch.bool, device=pool.device)
+        kept = torch.cat([outside(table, block_kv), zero_bits(words), everything, ~everything])
     return Masks(table, words, block_kv, kept), inverse
 
 
@@ -85,5 +85,5 @@ def unique_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(distinct rows, which one each row is), comparing rows as bytes."""
     if not len(rows):
         return rows, np.zeros(0, np.int64)
-    _, first, inverse = np.unique(rows.view(f"V{rows.strides[0]}")[:, 0], return_index=True, return_inverse=True)
+    _, first, inverse = np.unique(rows.view(f"V{rows.strides[0]}").reshape(-1), return_index=True, return_inverse=True)
     return rows[first], inverse.reshape(-1)

@@ -9,8 +9,10 @@ A list too long for the scratch is cut into pieces, which are merged by running 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -66,6 +68,23 @@ class Lists:
     mask: np.ndarray  # mask id, or -1 for a full tile
 
 
+class _Listed(NamedTuple):
+    """The tiles of one kind that a layout lists."""
+
+    row: np.ndarray  # counted over (Bl, Hl, T)
+    column: np.ndarray
+    place: np.ndarray  # in the list
+
+
+class _Row(NamedTuple):
+    """A row whose keys are gathered, for one head."""
+
+    length: int  # of its list
+    row: int  # counted over (Bl, Hl, T)
+    query_head: int
+    key_head: int
+
+
 def make_plan(layout: BlockLayout, problem: Problem) -> Plan:
     """The batches of `layout` for `problem`; reads the layout's lists on the CPU."""
     walk = layout.rows
@@ -99,7 +118,7 @@ def make_plan(layout: BlockLayout, problem: Problem) -> Plan:
             continue
         batches.extend(_views(lists, masks, a, z, step, limit, T, heads[a // T]))
     gathered |= (n > 0) & ~run
-    batches.extend(_gathers(lists, masks, np.nonzero(gathered)[0], limit, T, key_tiles, heads, problem))
+    batches.extend(_gathers(lists, masks, np.flatnonzero(gathered), limit, T, key_tiles, heads, problem))
     device = walk.lo.device
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()  # the masks were made there, and calls on any stream read them
@@ -109,26 +128,24 @@ def make_plan(layout: BlockLayout, problem: Problem) -> Plan:
 def _read(layout: BlockLayout) -> tuple[Lists, Masks]:
     walk = (layout.rows if layout.host is None else layout.host.rows).on_host()
     rows, bk, bq, T = walk.rows, walk.block_columns, walk.block_rows, walk.tiles
-    count = walk.lead[0] * walk.lead[1] * T
+    count = math.prod(walk.lead) * T
     parts = {}
     for kind, tiles in walk.lists.items():
         row, place = tiles.listed()
-        parts[kind] = row, tiles.indices[place].astype(np.int64), place
+        parts[kind] = _Listed(row, tiles.indices[place].astype(np.int64), place)
     row, column, _ = parts["interval"]
     if len(row):
-        # (lead rows, 2, T, block_q): bounds of the rows that do not exist are empty
-        both = np.zeros((count // T, 2, T * bq), np.int32)
-        both[:, 0, :rows] = walk.lo.reshape(-1, rows)
-        both[:, 1, :rows] = walk.hi.reshape(-1, rows)
-        bounds = both.reshape(-1, 2, T, bq)[row // T, :, row % T] - (column * bk)[:, None, None]
+        lo, hi = (np.zeros((count // T, T * bq), np.int32) for _ in range(2))  # of rows that do not exist: empty
+        lo[:, :rows], hi[:, :rows] = walk.lo.reshape(-1, rows), walk.hi.reshape(-1, rows)
+        bounds = np.stack([x.reshape(-1, bq)[row] for x in (lo, hi)], axis=1) - (column * bk)[:, None, None]
         bounds = bounds.clip(0, bk)
     else:
         bounds = np.zeros((0, 2, bq), np.int32)
     masks, interval_mask = make_masks(bounds, layout.rows.pool, bq, bk)
-    bits_mask = walk.pool_index[parts["bits"][2]] + len(masks.bounds)
-    row = np.concatenate([parts[name][0] for name in parts])
-    column = np.concatenate([parts[name][1] for name in parts])
-    mask = np.concatenate([np.full(len(parts["full"][0]), -1), interval_mask, bits_mask])
+    bits_mask = walk.pool_index[parts["bits"].place] + len(masks.bounds)
+    row = np.concatenate([part.row for part in parts.values()])
+    column = np.concatenate([part.column for part in parts.values()])
+    mask = np.concatenate([np.full(len(parts["full"].row), -1), interval_mask, bits_mask])
     order = np.argsort(row * (1 + int(column.max(initial=0))) + column, kind="stable")
     ptr = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=count))])
     return Lists(ptr, column[order], mask[order].astype(np.int64)), masks
@@ -139,9 +156,8 @@ def _segments(run: np.ndarray, n: np.ndarray, start: np.ndarray, T: int) -> Iter
     row = np.arange(len(n) - 1)
     joined = run[:-1] & run[1:] & (n[:-1] == n[1:]) & (row // T == (row + 1) // T) & (np.diff(start) >= 0)
     step = np.diff(start)
-    breaks = ~joined
-    breaks[1:] |= step[1:] != step[:-1]
-    breaks = np.append(np.nonzero(breaks)[0], len(n) - 1)
+    # Another step than that of the pair before; what it says of the first pair, no search looks at.
+    breaks = np.append(np.flatnonzero(~joined | (np.diff(step, prepend=0) != 0)), len(n) - 1)
     a = 0
     while a < len(n):
         z = a + 1
@@ -181,19 +197,22 @@ def _gathers(
     group = problem.H // problem.G
     n = np.diff(lists.ptr)
     items = [
-        (int(n[row]), int(row), b * problem.H + h, b * problem.G + h // group)
+        _Row(int(n[row]), row, b * problem.H + h, b * problem.G + h // group)
         for row in rows[np.argsort(n[rows], kind="stable")].tolist()
         for b, h in heads[row // T]
     ]
     at = 0
     while at < len(items):
-        shortest = items[at][0]
+        shortest = items[at].length
         longest = shortest + shortest // SLACK
         end = at
-        while end < len(items) and items[end][0] <= longest and (end - at + 1) * items[end][0] <= max(limit, shortest):
+        while end < len(items):
+            width = items[end].length
+            if width > longest or (end - at + 1) * width > max(limit, shortest):
+                break
             end += 1
         batch = items[at:end]
-        width = batch[-1][0]
+        width = batch[-1].length
         column = np.zeros((len(batch), width), np.int64)
         mask = np.full((len(batch), width), masks.none)
         previous = -1
@@ -220,10 +239,10 @@ def _gathers(
 def _masked(mask: np.ndarray, everything: int) -> tuple[tuple[int, int, Tensor], ...]:
     """The runs of slots in which any row has a partial tile, with the mask of each row there."""
     partial = np.concatenate([[False], (mask >= 0).any(0), [False]])
-    edges = np.nonzero(partial[1:] != partial[:-1])[0]
+    edges = np.flatnonzero(partial[1:] != partial[:-1])
     found = []
     for s, z in edges.reshape(-1, 2).tolist():
-        ids = np.where(mask[:, s:z] < 0, everything, mask[:, s:z])
+        ids: np.ndarray = np.where(mask[:, s:z] < 0, everything, mask[:, s:z])
         ids = ids[:1] if (ids == ids[:1]).all() else ids
         found.append((s, z, torch.from_numpy(np.ascontiguousarray(ids))))
     return tuple(found)

@@ -36,7 +36,7 @@ def missing_packages() -> list[str]:
         except importlib.metadata.PackageNotFoundError:
             found.append(f"{wanted}, which is not installed")
             continue
-        if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < least:
+        if tuple(int(part) for part in re.findall(r"\d+", version)) < least:
             found.append(f"{wanted}, got {version}")
     return found
 

@@ -21,7 +21,7 @@ def padded(size: int) -> int:
     for candidate in HEAD_SIZES:
         if size <= candidate:
             return candidate
-    raise ValueError(f"head size {size} is over {HEAD_SIZES[-1]}")
+    raise ValueError(f"head size {size} is over {max(HEAD_SIZES)}")
 
 
 # What benchmarks/tune.py found faster than the choices below: kernel -> head sizes and tile -> fields.
@@ -117,6 +117,7 @@ def gather_config(
         if direction != "forward" or max(D, E) > SplitConfig.size:
             raise ValueError(f"no gather kernel of float32 for {direction} with heads of {D} and {E}")
         return SplitConfig(lengths=lengths, score=score)
-    size = SIZES[0] if max(D, E) <= SIZES[0] else SIZES[1]
+    small, large = SIZES
+    size = small if max(D, E) <= small else large
     stages, blocks = {64: (3, 3) if direction == "forward" else (4, 2), 128: (2, 2)}[size]
     return GatherConfig(direction, dtype, size, stages, blocks, lengths=lengths, score=score)

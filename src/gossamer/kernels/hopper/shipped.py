@@ -39,6 +39,7 @@ def shipped() -> tuple[Shipped, ...]:
         found[kind, arguments] = Shipped(kind, arguments, dtype, sizes)
 
     for size, dtype in itertools.product(SIZES, DTYPES):
+        _, E = size
         block_q = 192 if max(size) <= 64 else 128
         for score in ("fold", "softcap") if dtype == "bfloat16" else ("fold",):
             tile = (dtype, *size, block_q, 128, score)
@@ -56,7 +57,7 @@ def shipped() -> tuple[Shipped, ...]:
             add("forward", forward_config(dtype, *size, 64, 64, "fold", lengths), dtype=dtype, size=size)
         if max(size) <= WIDE:
             add("backward", backward_config(dtype, *size, 64, 64, "fold", False), dtype=dtype, size=size)
-        add("merge", dtype, size[1], 64, dtype=dtype, size=size)
+        add("merge", dtype, E, 64, dtype=dtype, size=size)
         add("preprocess", dtype, columns.E, 0, dtype=dtype, size=size)
         if max(size) <= WIDE:
             add("preprocess", dtype, columns.E, columns.D, dtype=dtype, size=size)

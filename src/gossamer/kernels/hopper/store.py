@@ -124,7 +124,7 @@ def _digest(name: str, key: Any) -> str:
     settings = sorted((k, v) for k, v in os.environ.items() if k.startswith("CUTE_DSL_") and k != "CUTE_DSL_ARCH")
     architecture = os.environ.get("CUTE_DSL_ARCH", ARCHITECTURE)
     what = (_fingerprint(), architecture, platform.machine(), settings, FUNCTION, name, key)
-    return hashlib.sha256(repr(what).encode()).hexdigest()[:32]
+    return f"{hashlib.sha256(repr(what).encode()).hexdigest():.32}"
 
 
 @cache

@@ -64,7 +64,7 @@ class Triton:
         self, problem: Problem, layout: BlockLayout | GatherLayout, direction: Direction, scoring: Scoring,
         operands: Mapping[str, Operand],
     ) -> Prepared:  # fmt: skip
-        module: Any = launch_wide if max(problem.D, problem.E) > BUCKETS[-1] else launch_block
+        module: Any = launch_wide if max(problem.D, problem.E) > max(BUCKETS) else launch_block
         if isinstance(layout, GatherLayout):
             module = launch_gather
         return {"forward": module.forward, "backward": module.backward}[direction](problem, layout, scoring, operands)

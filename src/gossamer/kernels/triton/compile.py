@@ -65,6 +65,7 @@ def compile_kernel(direction: Direction, config: TileConfig, variant: Variant, s
     """Triton's compiled kernel for compute capability `sm`."""
     kernel = KERNELS[direction]
     config = config.fit(*variant.tile)
+    tile_rows, tile_columns = variant.tile
     constants: dict[str, Any] = {
         "D": variant.D,
         "E": variant.E,
@@ -72,8 +73,8 @@ def compile_kernel(direction: Direction, config: TileConfig, variant: Variant, s
         "BLOCK_E": padded(variant.E),
         "R": config.rows,
         "C": config.columns,
-        "TILE_ROWS": variant.tile[0],
-        "TILE_COLUMNS": variant.tile[1],
+        "TILE_ROWS": tile_rows,
+        "TILE_COLUMNS": tile_columns,
         "GROUP": variant.group,
         "B_FROM_GRID": True,
         "H_FROM_GRID": True,
@@ -95,7 +96,7 @@ def compile_kernel(direction: Direction, config: TileConfig, variant: Variant, s
             continue
         if config.tma and name in STREAMED[direction]:
             size = padded(variant.D if name in ("q", "k") else variant.E)
-            signature[name] = f"tensordesc<{TYPES[variant.dtype][1:]}[1, 1, {config.columns}, {size}]>"
+            signature[name] = f"tensordesc<{TYPES[variant.dtype].removeprefix('*')}[1, 1, {config.columns}, {size}]>"
             continue
         signature[name] = argument_type(name, variant.dtype)
         if name not in PLAIN | FLOATS:
@@ -121,15 +122,15 @@ def argument_type(name: str, dtype: str) -> str:
 
 def report(compiled: Any, sm: int) -> Report:
     """Registers and spills, by assembling the kernel's PTX once more with `ptxas -v`."""
-    suffix = re.search(r"\.target sm_(\w+)", compiled.asm["ptx"])
+    suffix = re.search(r"\.target sm_(?P<sm>\w+)", compiled.asm["ptx"])
     assert suffix is not None
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "kernel.ptx"
         ptx.write_text(compiled.asm["ptx"])
-        command = [_ptxas(sm), "-v", f"--gpu-name=sm_{suffix[1]}", str(ptx), "-o", str(ptx.with_suffix(".cubin"))]
+        command = [_ptxas(sm), "-v", f"--gpu-name=sm_{suffix['sm']}", str(ptx), "-o", str(ptx.with_suffix(".cubin"))]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    numbers = [re.search(pattern, text) for pattern in (r"Used (\d+) registers", r"(\d+) bytes stack frame")]
-    registers, stack = (int(n[1]) if n else 0 for n in numbers)
+    numbers = [re.search(pattern, text) for pattern in (r"Used (?P<n>\d+) registers", r"(?P<n>\d+) bytes stack frame")]
+    registers, stack = (int(found["n"]) if found else 0 for found in numbers)
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", text))
     return Report(compiled.metadata.shared, registers, spills, stack)
 
@@ -153,7 +154,8 @@ def shipped(sm: int) -> Iterator[tuple[Direction, TileConfig, Variant]]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Print what the compiler says of every shipped configuration."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    summary, *_ = (__doc__ or "").split("\n")
+    parser = argparse.ArgumentParser(description=summary)
     parser.add_argument("--sm", type=int, nargs="*", default=list(ARCHITECTURES), choices=ARCHITECTURES)
     parser.add_argument("--bits", type=int, nargs="*", default=[16, 32], choices=[16, 32])
     options = parser.parse_args(arguments)

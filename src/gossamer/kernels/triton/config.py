@@ -25,4 +25,4 @@ def architecture(sm: int) -> int:
     """
     if sm in (86, 87) or sm >= 110:
         return 89
-    return max((listed for listed in ARCHITECTURES if listed <= sm), default=ARCHITECTURES[0])
+    return max((listed for listed in ARCHITECTURES if listed <= sm), default=min(ARCHITECTURES))

@@ -38,7 +38,7 @@ def backward(
     given = {name: operand(b, name) for name in ("q", "k", "v", "dout")}
     rows = "row_terms" if "row_terms" in b else row_terms(b, p, given["dout"], padded_Q)
     results = [name for direction in walks for name in GRADIENTS[direction]]
-    given |= {name: b.result(name, p.dtype, b[name[1:]].shape) for name in results}
+    given |= {name: b.result(name, p.dtype, b[name.removeprefix("d")].shape) for name in results}
     values = arrays(b, **given) | terms(b, p, scoring, rows)
     values |= {"row_terms": rows, "padded_Q": padded_Q, "delta_offset": b[rows].strides[0]}
     for direction in walks:

@@ -14,7 +14,18 @@ from gossamer.kernels.relaunch import padded
 from gossamer.kernels.scores import FLOOR
 from gossamer.kernels.triton.arguments import arrays, listed, step
 from gossamer.kernels.triton.config import GRADIENTS, Direction
-from gossamer.kernels.triton.rows import batch_and_head, copy_index, load_rows, store_row_results, store_rows
+from gossamer.kernels.triton.rows import (
+    COUNT,
+    FIRST,
+    LEAD,
+    MERGE,
+    TILE,
+    batch_and_head,
+    copy_index,
+    load_rows,
+    store_row_results,
+    store_rows,
+)
 
 ROWS = 32  # of a program, where a tile has as many
 
@@ -27,12 +38,12 @@ def decode_merge(
     pid = tl.program_id(0)
     sub = pid % SUB
     pid = pid // SUB
-    merge = merges + (pid % n_merges) * 4
+    merge = merges + (pid % n_merges) * MERGE
     copy = pid // n_merges
-    lead = tl.load(merge)
-    tile = tl.load(merge + 1)
-    first = tl.load(merge + 2)
-    count = tl.load(merge + 3)
+    lead = tl.load(merge + LEAD)
+    tile = tl.load(merge + TILE)
+    first = tl.load(merge + FIRST)
+    count = tl.load(merge + COUNT)
     b, h = batch_and_head(lead, copy, heads, lead_heads, B_FROM_GRID, H_FROM_GRID)
     return b, h, tile, sub, first, count
 
@@ -110,7 +121,7 @@ def sum_kernel(
 class CutRows:
     """The rows of a walk whose lists were cut: where their parts are, and what joins them."""
 
-    merges: Any  # (m, 4) int32: see `layouts.schedule.WorkItems`
+    merges: Any  # (m, MERGE) int32: see `layouts.items`
     slots: int  # parts of one copy; 0 where no row is cut
     copies: int
     tile_rows: int

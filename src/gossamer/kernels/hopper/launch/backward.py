@@ -47,11 +47,12 @@ def backward(
     """
     p, b = problem, Builder(operands)
     dq, dk, dv = gradients(b, p)
-    out, *inputs = (operand(b, name) for name in ("out", "q", "k", "v", "dout"))
+    out, q, k, v, dout = (operand(b, name) for name in ("out", "q", "k", "v", "dout"))
+    inputs = q, k, v, dout
     end = lengths(b, p.K)
     config = config or column_config(p, layout, scoring, end is not None)
     summed = getattr(config, "with_dq", False)
-    terms, sums = row_terms(b, p, out, inputs[-1], config.D, config.E, summed)
+    terms, sums = row_terms(b, p, out, dout, config.D, config.E, summed)
     most = config.blocks_per_processor * p.processors
     made = column_work(layout, *sharing(p.G, p.B, layout.columns), p.H // p.G, most, split)
     known, rows = lists(layout, True), layout.columns.block_rows

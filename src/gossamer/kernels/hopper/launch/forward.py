@@ -79,7 +79,8 @@ def packs(p: Problem, layout: BlockLayout, has_sinks: bool) -> bool:
     few = p.G < p.H and p.Q * (p.H // p.G) <= FEW <= layout.block_q
     # The kernel for wide tiles reads which half of one is empty off the first and last row: they must ascend.
     ascend = p.Q == 1 or layout.block_kv == 64
-    return few and ascend and layout.lead[1] == 1 and not has_sinks
+    _, Hl = layout.lead
+    return few and ascend and Hl == 1 and not has_sinks
 
 
 def heads_follow(x: Operand) -> bool:

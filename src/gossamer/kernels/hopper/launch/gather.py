@@ -74,14 +74,15 @@ def backward(
     """
     p, b = problem, Builder(operands)
     dq, dk, dv = gradients(b, p)
-    out, *inputs = operand(b, "out"), *(gathered(b, name) for name in ("q", "k", "v", "dout"))
+    out = operand(b, "out")
+    q, k, v, dout = (gathered(b, name) for name in ("q", "k", "v", "dout"))
     end = lengths(b, p.K)
     given = p.dtype, p.D, p.E, gradient_score(scoring), end is not None
     by_columns, by_rows = config or gather_config("columns", *given), query or gather_config("query", *given)
-    terms, _ = row_terms(b, p, out, inputs[-1], by_rows.size, by_rows.size)
+    terms, _ = row_terms(b, p, out, dout, by_rows.size, by_rows.size)
     unknown = end or unread(b, "no_lengths", "int32", 1)
     for one, results in (by_columns, (dk, dv)), (by_rows, (dq,)):
-        gradients_by(one, b, p, layout, scoring, (*inputs, terms), unknown, results, split)
+        gradients_by(one, b, p, layout, scoring, (q, k, v, dout, terms), unknown, results, split)
     return done(b, terms)
 
 

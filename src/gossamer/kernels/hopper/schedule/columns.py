@@ -5,9 +5,7 @@ Made once for a layout and kept. A layout that was made on a device gets its ite
 
 from __future__ import annotations
 
-from threading import Lock
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -20,6 +18,7 @@ from gossamer.kernels.hopper.schedule.rows import fill, for_every_head, item_lim
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.schedule import cut, row_lengths
 from gossamer.layouts.walk import Walk
+from gossamer.memo import Memos
 
 
 class ColumnWork(NamedTuple):
@@ -31,8 +30,7 @@ class ColumnWork(NamedTuple):
     slots: int
 
 
-_work: WeakKeyDictionary[Walk, dict[tuple[int, int, int, int, int | None], ColumnWork]] = WeakKeyDictionary()
-_lock = Lock()
+_work: Memos[ColumnWork] = Memos()  # of walks
 
 
 def column_work(
@@ -47,15 +45,14 @@ def column_work(
         split: replaces the automatic limit of tiles in an item.
     """
     key = (copies, heads, ratio, blocks, split)
-    kept = _work.get(layout.columns)
-    found = kept.get(key) if kept is not None else None
+    kept = _work.of(layout.columns)
+    found = kept.get(key)
     if found is None:
         if layout.host is None:
             found = _device_work(layout.columns, copies, heads, ratio, blocks)
         else:
             found = _host_work(layout.host.columns, layout.columns.lo.device, copies, heads, ratio, blocks, split)
-        with _lock:
-            found = _work.setdefault(layout.columns, {}).setdefault(key, found)
+        found = kept.put(key, found)
     return found
 
 

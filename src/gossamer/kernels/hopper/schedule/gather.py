@@ -5,9 +5,7 @@ A layout that was made on a device is read back for them.
 
 from __future__ import annotations
 
-from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -17,23 +15,22 @@ from gossamer.kernels.hopper.schedule.columns import ColumnWork, items_of
 from gossamer.kernels.hopper.schedule.rows import Work, fill, for_every_head, item_limit, merges_of
 from gossamer.layouts.gather import GatherLayout, GatherWalk
 from gossamer.layouts.schedule import cut
+from gossamer.memo import Memos
 
 NEAR = 4  # lengths that differ by fewer steps stay in the order of rows, whose columns are likely to be near each other
 
-_rows: WeakKeyDictionary[GatherWalk, dict[tuple[int, int, int, int | None], Work]] = WeakKeyDictionary()
-_columns: WeakKeyDictionary[GatherWalk, dict[tuple[int, int, int, int, int | None], ColumnWork]] = WeakKeyDictionary()
-_lock = Lock()
+_rows: Memos[Work] = Memos()  # of walks
+_columns: Memos[ColumnWork] = Memos()
 
 
 def row_work(layout: GatherLayout, copies: int, heads: int, blocks: int, split: int | None = None) -> Work:
     """The items of a layout's rows; arguments as for `hopper.schedule.rows.work`."""
     key = (copies, heads, blocks, split)
-    found = _rows.get(layout.rows, {}).get(key)
+    kept = _rows.of(layout.rows)
+    found = kept.get(key)
     if found is None:
         walk = layout.host.rows if layout.host is not None else layout.rows.on_host()
-        found = _row_work(walk, layout.rows.indices.device, *key)
-        with _lock:
-            found = _rows.setdefault(layout.rows, {}).setdefault(key, found)
+        found = kept.put(key, _row_work(walk, layout.rows.indices.device, *key))
     return found
 
 
@@ -42,12 +39,11 @@ def column_work(
 ) -> ColumnWork:
     """The items of a layout's columns; arguments as for `hopper.schedule.columns.column_work`."""
     key = (copies, heads, ratio, blocks, split)
-    found = _columns.get(layout.columns, {}).get(key)
+    kept = _columns.of(layout.columns)
+    found = kept.get(key)
     if found is None:
         walk = layout.host.columns if layout.host is not None else layout.columns.on_host()
-        found = _column_work(walk, layout.columns.indices.device, *key)
-        with _lock:
-            found = _columns.setdefault(layout.columns, {}).setdefault(key, found)
+        found = kept.put(key, _column_work(walk, layout.columns.indices.device, *key))
     return found
 
 
@@ -102,10 +98,11 @@ def _ordered(
 ) -> Work:  # fmt: skip
     """Items of every head. `shape`: batch elements, heads and groups of rows of `pieces`."""
     merges, slots = merges_of(pieces, shape)
+    batch_elements, of_one, _ = shape
     word = row_items  # items of columns have these words at the same places
     order = np.lexsort((*(items[:, i] for i in (word.SLOT, word.TILE, word.HEAD, word.BATCH)), -lengths // NEAR))
     every, merged = for_every_head(
         torch.from_numpy(items[order]), torch.from_numpy(lengths[order]), torch.from_numpy(merges), slots,
-        shape[0] * shape[1], copies, heads, blocks,
+        batch_elements * of_one, copies, heads, blocks,
     )  # fmt: skip
     return Work(every.to(device), merged.to(device), slots * copies)

@@ -6,11 +6,8 @@ read back from a device: a layout that was made there gets its items there, unsp
 
 from __future__ import annotations
 
-import math
 from heapq import heapreplace
-from threading import Lock
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -18,9 +15,11 @@ from torch import Tensor
 
 from gossamer.kernels.hopper.device import merges as merge
 from gossamer.kernels.hopper.device import row_items as item
+from gossamer.layouts import items as given
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.schedule import FEWEST_TILES, cut, row_lengths, work_items
 from gossamer.layouts.walk import Walk
+from gossamer.memo import Memos
 
 START = 3  # what an item costs beside its tiles, in tiles
 PART = 0.25  # what merging a part costs, in tiles
@@ -51,9 +50,8 @@ class Work(NamedTuple):
     slots: int
 
 
-_lists: WeakKeyDictionary[Walk, dict[tuple[int, int], Lists]] = WeakKeyDictionary()
-_work: WeakKeyDictionary[Walk, dict[tuple[int, int, int, int | None], Work]] = WeakKeyDictionary()
-_lock = Lock()
+_lists: Memos[Lists] = Memos()  # of walks
+_work: Memos[Work] = Memos()
 
 
 def lists(layout: BlockLayout, transposed: bool = False, blocks: int = 0, repeat: int = 1) -> Lists:
@@ -64,8 +62,8 @@ def lists(layout: BlockLayout, transposed: bool = False, blocks: int = 0, repeat
     columns ascend in each list. With `repeat` the rows of a tile are those of so many heads, one head after the other.
     """
     walk = layout.columns if transposed else layout.rows
-    kept = _lists.get(walk)
-    found = kept.get((blocks, repeat)) if kept is not None else None
+    kept = _lists.of(walk)
+    found = kept.get((blocks, repeat))
     if found is not None:
         return found
     if repeat > 1:
@@ -76,17 +74,17 @@ def lists(layout: BlockLayout, transposed: bool = False, blocks: int = 0, repeat
         known = walk
         if layout.host is not None:  # what is copied from there is complete for every stream
             known = layout.host.columns if transposed else layout.host.rows
-        some = [torch.as_tensor(tiles.indices) for tiles in known.lists.values()]
-        entries = torch.zeros((2, max(1, sum(len(x) for x in some))), dtype=torch.int32, device=some[0].device)
-        listed = torch.cat(some)
-        entries[0, : len(listed)] = listed
-        entries[1, len(some[0]) + len(some[1]) : len(listed)] = torch.as_tensor(known.pool_index)
+        full, interval, bits = (torch.as_tensor(tiles.indices) for tiles in known.lists.values())
+        listed, masked = torch.cat((full, interval, bits)), len(full) + len(interval)
+        entries = torch.zeros((2, max(1, len(listed))), dtype=torch.int32, device=listed.device)
+        columns, pool_entries = entries
+        columns[: len(listed)] = listed
+        pool_entries[masked : len(listed)] = torch.as_tensor(known.pool_index)
         if blocks and layout.host is not None:
             entries[:, : len(listed)] = entries[:, torch.from_numpy(_there_and_back(known, blocks))]
         lo, hi = _rows(walk.lo, walk.rows), _rows(walk.hi, walk.rows)
         found = Lists(entries.to(walk.lo.device), lo, hi, _rows(walk.pool, walk.block_columns // 32))
-    with _lock:
-        return _lists.setdefault(walk, {}).setdefault((blocks, repeat), found)
+    return kept.put((blocks, repeat), found)
 
 
 def _repeated(known: Lists, walk: Walk, repeat: int) -> Lists:
@@ -127,15 +125,14 @@ def work(layout: BlockLayout, copies: int, heads: int, blocks: int, split: int |
         blocks: draw items at the same time.
     """
     key = (copies, heads, blocks, split)
-    kept = _work.get(layout.rows)
-    found = kept.get(key) if kept is not None else None
+    kept = _work.of(layout.rows)
+    found = kept.get(key)
     if found is None:
         if layout.host is None:
             found = _device_work(layout.rows, copies, heads, blocks)
         else:
             found = _host_work(layout.host.rows, layout.rows.lo.device, copies, heads, blocks, split)
-        with _lock:
-            found = _work.setdefault(layout.rows, {}).setdefault(key, found)
+        found = kept.put(key, found)
     return found
 
 
@@ -254,10 +251,12 @@ def _rows(x: Tensor, width: int) -> Tensor:
 
 
 def _host_work(walk: Walk, device: torch.device, copies: int, heads: int, blocks: int, split: int | None) -> Work:
-    leads, Hl = math.prod(walk.lead), walk.lead[1]
-    few = walk.rows * FEW <= walk.block_rows
+    (Bl, Hl), few = walk.lead, walk.rows * FEW <= walk.block_rows
+    leads = Bl * Hl
     made = work_items(walk, item_limit(row_lengths(walk).reshape(-1), leads, copies, blocks, split, few))
-    lead, tile, begin, end, slot, _ = made.items.T.astype(np.int64)
+    lead, tile, begin, end, slot = (
+        made.items[:, word].astype(np.int64) for word in (given.LEAD, given.TILE, given.BEGIN, given.END, given.SLOT)
+    )
     words: dict[int, Any] = {item.BATCH: lead // Hl, item.HEAD: lead % Hl, item.TILE: tile, item.SLOT: slot}
     base = before = np.int64(0)
     for kind, tiles in walk.lists.items():
@@ -269,7 +268,7 @@ def _host_work(walk: Walk, device: torch.device, copies: int, heads: int, blocks
         before, base = before + counts, base + len(tiles.indices)
     items = fill(np.zeros((len(lead), item.ITEM), dtype=np.int32), words | {item.LEAD: lead, item.VALID: 1})
     merges = np.zeros((max(1, len(made.merges)), merge.MERGE), dtype=np.int32)
-    which, cut_tile, slot, count = made.merges.T
+    which, cut_tile, slot, count = (made.merges[:, word] for word in (given.LEAD, given.TILE, given.FIRST, given.COUNT))
     words = {merge.BATCH: which // Hl, merge.HEAD: which % Hl, merge.TILE: cut_tile, merge.SLOT: slot}
     fill(merges[: len(which)], words | {merge.COUNT: count})
     every, merged = for_every_head(
@@ -285,7 +284,7 @@ def _device_work(walk: Walk, copies: int, heads: int, blocks: int) -> Work:
     n, device = counts[0].shape[0], counts[0].device
     row = torch.arange(n, device=device)
     lead = row // walk.tiles
-    Hl = walk.lead[1]
+    Bl, Hl = walk.lead
     words: dict[int, Any] = {item.BATCH: lead // Hl, item.HEAD: lead % Hl, item.TILE: row % walk.tiles, item.SLOT: -1}
     base = 0
     for i, (kind, tiles) in enumerate(walk.lists.items()):
@@ -296,5 +295,5 @@ def _device_work(walk: Walk, copies: int, heads: int, blocks: int) -> Work:
     fill(items, words | {item.LEAD: lead, item.VALID: 1})
     lengths, order = torch.sort(sum(counts), descending=True, stable=True)
     merges = torch.zeros((1, merge.MERGE), dtype=torch.int32, device=device)
-    every, _ = for_every_head(items[order].int(), lengths, merges, 0, math.prod(walk.lead), copies, heads, blocks)
+    every, _ = for_every_head(items[order].int(), lengths, merges, 0, Bl * Hl, copies, heads, blocks)
     return Work(every, merges, 0)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from gossamer.kernels.triton.masks import BITS, FULL, INTERVAL, bits_mask, interval_mask
-from gossamer.kernels.triton.rows import batch_and_head
+from gossamer.kernels.triton.rows import BEGIN, END, ITEM, LEAD, SLOT, TILE, batch_and_head
 
 MODES = tl.constexpr(3)  # full, interval, bits
 # The end of a range that is not cut.
@@ -38,12 +38,12 @@ def decode(
     at = pid % n_items
     copy = pid // n_items
     if HAS_ITEMS:
-        item = items + at * 6
-        lead = tl.load(item)
-        tile = tl.load(item + 1)
-        begin = tl.load(item + 2)
-        end = tl.load(item + 3)
-        slot = tl.load(item + 4)
+        item = items + at * ITEM
+        lead = tl.load(item + LEAD)
+        tile = tl.load(item + TILE)
+        begin = tl.load(item + BEGIN)
+        end = tl.load(item + END)
+        slot = tl.load(item + SLOT)
     else:
         lead = at // n_tiles
         tile = at % n_tiles

@@ -19,6 +19,7 @@ from gossamer.kernels.triton.merge import CutRows
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.schedule import row_lengths, split_limit, work_items
 from gossamer.layouts.walk import KINDS, TileList, Walk
+from gossamer.memo import LEAST, Memo
 from gossamer.plan.problem import Problem
 
 
@@ -26,8 +27,8 @@ from gossamer.plan.problem import Problem
 class Items:
     """Work items of a walk on the device of the layout: see `gossamer.layouts.schedule.WorkItems`."""
 
-    items: Tensor  # (n, 6) int32
-    merges: Tensor  # (m, 4) int32
+    items: Tensor  # (n, ITEM) int32
+    merges: Tensor  # (m, MERGE) int32
     slots: int
 
 
@@ -40,8 +41,8 @@ class WalkFacts:
     contiguous: tuple[bool, ...]  # by KINDS: every row's list is a range of tiles
     listed: int | None  # tiles in all lists; None when it would have to be read from a device
     longest: int  # tiles of the longest row
-    items: dict[int, Items]  # by the limit of tiles in an item
-    plans: dict[tuple[int | None, ...], Schedule]  # by batch size, heads, processors and split
+    items: Memo[Items]  # by the limit of tiles in an item
+    plans: Memo[Schedule]  # by batch size, heads, processors and split
 
 
 _facts: WeakKeyDictionary[Walk, WalkFacts] = WeakKeyDictionary()
@@ -79,7 +80,7 @@ def facts(layout: BlockLayout, transposed: bool) -> WalkFacts:
         lengths = row_lengths(host)
         listed, longest = int(lengths.sum()), int(lengths.max(initial=0))
     arrays = tuple(a.contiguous() for a in walk.arrays())
-    found = WalkFacts(arrays, has, contiguous, listed, longest, {}, {})
+    found = WalkFacts(arrays, has, contiguous, listed, longest, Memo(LEAST), Memo(LEAST))
     with _lock:
         return _facts.setdefault(walk, found)
 
@@ -102,8 +103,8 @@ def items(
         assert host is not None
         made = work_items(host, limit)
         cut, merges = (torch.from_numpy(np.ascontiguousarray(x)) for x in (made.items, made.merges))
-        device = known.arrays[0].device
-        found = known.items.setdefault(limit, Items(cut.to(device), merges.to(device), made.slots))
+        device = layout.device
+        found = known.items.put(limit, Items(cut.to(device), merges.to(device), made.slots))
     return found
 
 
@@ -127,7 +128,7 @@ def schedule_of(p: Problem, layout: BlockLayout, transposed: bool, split: int | 
     found = known.plans.get(key)
     if found is None:
         # The first is kept: a launch may hold its arrays.
-        found = known.plans.setdefault(key, _make_schedule(p, layout, transposed, split))
+        found = known.plans.put(key, _make_schedule(p, layout, transposed, split))
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gossamer.kernels.triton.rows import batch_and_head
+from gossamer.kernels.triton.rows import BEGIN, END, ITEM, LEAD, PART, SLOT, TILE, batch_and_head
 
 
 @triton.jit
@@ -23,13 +23,13 @@ def decode_rows(
     o_i = i_group * RP + tl.arange(0, RP)
     copy = pid // n_groups
     m_i = o_i < n_items
-    item = items + o_i * 6
-    lead = tl.load(item, mask=m_i, other=0)
-    row = tl.load(item + 1, mask=m_i, other=0)
-    begin = tl.load(item + 2, mask=m_i, other=0)
-    end = tl.load(item + 3, mask=m_i, other=0)
-    slot = tl.load(item + 4, mask=m_i, other=-1)
-    part = tl.load(item + 5, mask=m_i, other=0)
+    item = items + o_i * ITEM
+    lead = tl.load(item + LEAD, mask=m_i, other=0)
+    row = tl.load(item + TILE, mask=m_i, other=0)
+    begin = tl.load(item + BEGIN, mask=m_i, other=0)
+    end = tl.load(item + END, mask=m_i, other=0)
+    slot = tl.load(item + SLOT, mask=m_i, other=-1)
+    part = tl.load(item + PART, mask=m_i, other=0)
     b, h = batch_and_head(lead, copy, heads, lead_heads, B_FROM_GRID, H_FROM_GRID)
     return b, h, row, begin, end, slot, part, m_i, tl.load(longest + i_group)
 

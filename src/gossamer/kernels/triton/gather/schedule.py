@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -15,19 +14,21 @@ from gossamer.kernels.triton.config import Direction
 from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig, group_config, piece, row_config
 from gossamer.kernels.triton.merge import CutRows
 from gossamer.layouts.gather import GatherLayout, GatherWalk, item_limit
-from gossamer.layouts.schedule import cut
+from gossamer.layouts.items import BEGIN, COUNT, END, ITEM, LEAD, PART, SLOT, TILE
+from gossamer.layouts.schedule import cut, fill, merges_of
+from gossamer.memo import Memos
 from gossamer.plan.problem import Problem
 
 
 @dataclass(frozen=True)
 class Work:
-    """The items of a walk, on its device: (n, 6) int32 lead, group, begin, end, slot, part; longest first.
+    """The items of a walk, on its device: (n, ITEM) int32, longest first, in the words of `layouts.items`.
 
     begin and end count columns from the start of `indices`, in units of the walk's width.
     """
 
     items: Tensor
-    merges: Tensor  # (m, 4) int32: lead, group, first slot, number of slots
+    merges: Tensor  # (m, MERGE) int32
     slots: int
 
     def longest(self, each: int) -> Tensor:
@@ -37,26 +38,26 @@ class Work:
         """
         items, groups = self.items.cpu(), -(-len(self.items) // each)
         length, slot = items.new_zeros(groups * each), items.new_full((groups * each,), -1)
-        length[: len(items)] = items[:, 3] - items[:, 2]
-        slot[: len(items)] = items[:, 4]
+        length[: len(items)] = items[:, END] - items[:, BEGIN]
+        slot[: len(items)] = items[:, SLOT]
         longest = length.view(groups, each).amax(1)
         return torch.where(slot.view(groups, each).amax(1) < 0, longest, -longest).to(self.items.device)
 
 
-_work: WeakKeyDictionary[GatherWalk, dict[int, Work]] = WeakKeyDictionary()
+_work: Memos[Work] = Memos()  # of walks
 
 
 def work_of(p: Problem, layout: GatherLayout, transposed: bool, copies: int, split: int | None) -> Work:
     """The items of one direction, made once; a layout that was made on a device is read back for it."""
     walk = layout.columns if transposed else layout.rows
-    known = _work.setdefault(walk, {})
+    known = _work.of(walk)
     if split is None:
         groups, steps = len(walk.counts.reshape(-1)), int(walk.indices.shape[0]) // walk.width
         split = item_limit(groups, copies, steps, walk.width, p.processors)
     found = known.get(split)
     if found is None:
         source = (layout.host.columns if transposed else layout.host.rows) if layout.host is not None else walk
-        found = known.setdefault(split, _make_work(source.on_host(), split, walk.indices.device))
+        found = known.put(split, _make_work(source.on_host(), split, walk.indices.device))
     return found
 
 
@@ -69,16 +70,14 @@ def _make_work(walk: GatherWalk, limit: int, device: torch.device) -> Work:
     steps = -(-length // 4)
     near = np.where(steps <= 16, steps, 16 + np.ceil(np.log2(np.maximum(steps, 1))))
     lead, tile = np.divmod(of, walk.tiles)
-    items = np.stack([lead, tile, start + begin, start + end, slot, begin > 0], axis=1)
-    items = items[np.lexsort((begin, of, -near))]
-    split = np.flatnonzero(pieces > 1)
-    first = np.cumsum(pieces[split]) - pieces[split]
-    merges = np.stack([split // walk.tiles, split % walk.tiles, first, pieces[split]], axis=1)
+    words = {LEAD: lead, TILE: tile, BEGIN: start + begin, END: start + end, SLOT: slot, PART: begin > 0}
+    items = fill(len(of), ITEM, words)[np.lexsort((begin, of, -near))]
+    merges = merges_of(pieces, walk.tiles)
 
     def move(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array.astype(np.int32))).to(device)
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-    return Work(move(items), move(merges), int(pieces[split].sum()))
+    return Work(move(items), move(merges), int(merges[:, COUNT].sum()))
 
 
 @dataclass(frozen=True)
@@ -92,19 +91,19 @@ class Schedule:
     options: dict[str, Any]  # of the launch
 
 
-_schedules: WeakKeyDictionary[GatherWalk, dict[Any, Schedule]] = WeakKeyDictionary()
+_schedules: Memos[Schedule] = Memos()  # of walks
 
 
 def schedule_of(
     p: Problem, layout: GatherLayout, direction: Direction, config: RowConfig | GroupConfig | None, split: int | None
 ) -> Schedule:
     """The programs of one kernel, worked out once for a walk and a kind of problem."""
-    known = _schedules.setdefault(layout.columns if direction == "dkdv" else layout.rows, {})
+    known = _schedules.of(layout.columns if direction == "dkdv" else layout.rows)
     key = direction, p.B, p.H, p.G, p.D, p.E, p.dtype, p.processors, config, split
     found = known.get(key)
     if found is None:
         # The first is kept: a launch may hold its arrays.
-        found = known.setdefault(key, _make_schedule(p, layout, direction, config, split))
+        found = known.put(key, _make_schedule(p, layout, direction, config, split))
     return found
 
 

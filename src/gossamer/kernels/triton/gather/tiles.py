@@ -13,7 +13,20 @@ import triton.language as tl
 from gossamer.kernels.scores import score
 from gossamer.kernels.softmax import add_scores, end_of_keys, head_slope, probability, score_gradient, start_rows
 from gossamer.kernels.triton.masks import bits_mask
-from gossamer.kernels.triton.rows import batch_and_head, copy_index, load_rows, store_row_results, store_rows
+from gossamer.kernels.triton.rows import (
+    BEGIN,
+    END,
+    ITEM,
+    LEAD,
+    PART,
+    SLOT,
+    TILE,
+    batch_and_head,
+    copy_index,
+    load_rows,
+    store_row_results,
+    store_rows,
+)
 
 
 @triton.jit
@@ -24,14 +37,14 @@ def decode_tile(
     pid = tl.program_id(0)
     member = pid % MEMBERS
     pid = pid // MEMBERS
-    item = items + (pid % n_items) * 6
+    item = items + (pid % n_items) * ITEM
     copy = pid // n_items
-    lead = tl.load(item)
-    tile = tl.load(item + 1)
-    begin = tl.load(item + 2)
-    end = tl.load(item + 3)
-    slot = tl.load(item + 4)
-    part = tl.load(item + 5)
+    lead = tl.load(item + LEAD)
+    tile = tl.load(item + TILE)
+    begin = tl.load(item + BEGIN)
+    end = tl.load(item + END)
+    slot = tl.load(item + SLOT)
+    part = tl.load(item + PART)
     b, h = batch_and_head(lead, copy, key_heads, lead_heads, B_FROM_GRID, H_FROM_GRID)
     return b, h * MEMBERS + member, tile, begin, end, slot, part
 

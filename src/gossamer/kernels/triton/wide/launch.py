@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from gossamer.kernels.triton.arguments import arrays, listed, operand, row_resul
 from gossamer.kernels.triton.wide.kernels import gradient_kernel, output_kernel, products_kernel
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.walk import Walk
+from gossamer.memo import Memos
 from gossamer.plan.problem import Problem
 
 KERNELS = (products_kernel, output_kernel, gradient_kernel)
@@ -62,32 +62,33 @@ class Tiles(NamedTuple):
     passes: tuple[Pass, ...]
 
 
-_tiles: WeakKeyDictionary[BlockLayout, dict[int, Tiles]] = WeakKeyDictionary()
+_tiles: Memos[Tiles] = Memos()  # of layouts
 
 
 def tiles_of(layout: BlockLayout, most: int) -> Tiles:
     """The tiles of a layout in passes of about `most` tiles for each lead; a layout made on a device is read back."""
-    known = _tiles.setdefault(layout, {})
-    if most not in known:
+    known = _tiles.of(layout)
+    found = known.get(most)
+    if found is None:
         host = layout.rows if layout.host is None else layout.host.rows
-        known[most] = _make_tiles(host.on_host(), most, layout.rows.lo.device)
-    return known[most]
+        found = known.put(most, _make_tiles(host.on_host(), most, layout.rows.lo.device))
+    return found
 
 
 def _make_tiles(walk: Walk, most: int, device: torch.device) -> Tiles:
-    leads, T = walk.lead[0] * walk.lead[1], walk.tiles
+    leads, T = math.prod(walk.lead), walk.tiles
     C = -(-walk.columns // walk.block_columns)
     parts = []
     for kind, (name, tiles) in enumerate(walk.lists.items()):
         row, at = tiles.listed()
         entry = walk.pool_index[at] if name == "bits" else np.zeros(len(at), dtype=np.int64)
-        parts.append(np.stack((row, tiles.indices[at], np.full(len(at), kind), entry), axis=1))
-    table = np.concatenate(parts)
-    table = table[np.lexsort((table[:, 1], table[:, 0]))]
-    row = table[:, 0]
+        parts.append((row, tiles.indices[at], np.full(len(at), kind), entry))
+    row, columns, kinds, entries = (np.concatenate(part) for part in zip(*parts, strict=True))
+    order = np.lexsort((columns, row))
+    row, columns = row[order], columns[order]
+    table = np.stack((row % T, columns, kinds[order], entries[order]), axis=1)
     starts = np.searchsorted(row, np.arange(leads * T + 1))
     by_row = np.stack([starts[lead * T : (lead + 1) * T + 1] for lead in range(leads)])  # (leads, T + 1)
-    table[:, 0] = row % T
 
     def move(x: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)).to(device)
@@ -98,11 +99,12 @@ def _make_tiles(walk: Walk, most: int, device: torch.device) -> Tiles:
         while last < T and (by_row[:, last + 1] - by_row[:, first]).max() <= most:
             last += 1
         begins, ends = by_row[:, first], by_row[:, last]
-        order, column_starts = [], []
+        orders, column_starts = [], []
         for begin, end in zip(begins, ends, strict=True):
-            column = table[begin:end, 1]
-            order.append(np.argsort(column, kind="stable"))
-            column_starts.append(np.searchsorted(column[order[-1]], np.arange(C + 1)))
+            column = columns[begin:end]
+            order = np.argsort(column, kind="stable")
+            orders.append(order)
+            column_starts.append(np.searchsorted(column[order], np.arange(C + 1)))
         counts = ends - begins
         made = {
             "begins": begins,  # (leads,) into the table
@@ -110,7 +112,7 @@ def _make_tiles(walk: Walk, most: int, device: torch.device) -> Tiles:
             "row_starts": by_row[:, first : last + 1] - begins[:, None],  # (leads, rows + 1)
             "in_order": np.arange(max(1, counts.max())),
             "zeros": np.zeros(leads),
-            "by_column": np.concatenate(order),  # slots by tile column, lead after lead
+            "by_column": np.concatenate(orders),  # slots by tile column, lead after lead
             "column_begins": np.cumsum(counts) - counts,  # (leads,)
             "column_starts": np.stack(column_starts),  # (leads, tile columns + 1)
         }
@@ -125,17 +127,17 @@ class _Call:
     def __init__(self, p: Problem, layout: BlockLayout, scoring: Scoring, operands: Mapping[str, Operand]) -> None:
         self.p, self.b, self.walk = p, Builder(operands), layout.rows
         walk, short = self.walk, p.dtype == "float32"
-        tile = walk.block_rows, walk.block_columns
-        self.edges = [min(64 if short else 128, n & -n) for n in tile]  # of a program that makes products
+        rows, columns = walk.block_rows, walk.block_columns
+        self.edges = [min(64 if short else 128, n & -n) for n in (rows, columns)]  # of a program that makes products
         self.cuts = [min(64, n) for n in self.edges]  # of one that makes results, rows and columns of tiles
         self.block = BLOCK // 2 if short else BLOCK
-        self.tiles = tiles_of(layout, max(1, SCRATCH_BYTES // (p.B * p.H * math.prod(tile) * 4)))
+        self.tiles = tiles_of(layout, max(1, SCRATCH_BYTES // (p.B * p.H * rows * columns * 4)))
         Bl, Hl = walk.lead
         held = {"tiles": self.tiles.table, "lo": walk.lo, "hi": walk.hi, "pool": walk.pool}
         self.values = terms(self.b, p, scoring, unread=None) | {
             **arrays(self.b, **{name: operand(self.b, name) for name in ("q", "k", "v")}),
             **listed(self.b, "layout", {name: x.contiguous() for name, x in held.items()}),
-            "lead_b": Hl if Bl > 1 else 0, "lead_h": 1 if Hl > 1 else 0, "TILE_ROWS": tile[0], "TILE_COLUMNS": tile[1],
+            "lead_b": Hl if Bl > 1 else 0, "lead_h": 1 if Hl > 1 else 0, "TILE_ROWS": rows, "TILE_COLUMNS": columns,
             "STEP": product_step(p.dtype, p.sm or 80), "BLOCK": self.block,
             "PRECISION": "tf32x3" if short else "ieee",
         }  # fmt: skip
