@@ -157,7 +157,7 @@ def attention(
 
 def _run(request: Request, key: tuple[Any, ...] | None) -> tuple[Tensor, Tensor]:
     """(out, lse) of a request, with as many dimensions as were given; what computes it is kept by the key."""
-    a, attended, dims = request
+    a, attended, dims, _ = request
     pattern, back = attended.alive, None
     if isinstance(pattern, ReorderedCSR):
         q, k, v = permuted(pattern, a.q, a.k, a.v, a.key_lengths, a.alibi_slopes)

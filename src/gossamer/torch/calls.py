@@ -97,8 +97,8 @@ class Call:
 
     def __init__(self, request: Request) -> None:
         a, attended = request.arguments, request.attended
-        self.plan = plan_for(a, attended.geometry)
-        self.scoring = scoring_of(a)
+        self.plan = plan_for(a, attended.geometry, request.keys)
+        self.scoring = scoring_of(a, self.plan.problem.K)
         check_rows(self.plan.problem, self.scoring, attended.handle)
         self.differentiable, self.device, self.attended = a.backward, a.q.device, attended._replace(data=(), alive=None)
         self.options = a._replace(q=None, k=None, v=None, key_lengths=None, sink_logits=None, alibi_slopes=None)  # type: ignore[arg-type]

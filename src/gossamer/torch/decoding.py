@@ -9,26 +9,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
-from gossamer.kernels.contract import Implementation
-from gossamer.kernels.launch import ALIGNMENT, operand_of
-from gossamer.layouts import cached_layout
+from gossamer.kernels.launch import ALIGNMENT
 from gossamer.memo import LEAST, Memo
 from gossamer.patterns import Causal, Dense, SlidingWindow
-from gossamer.plan.capability import reasons
 from gossamer.plan.plan import Plan
-from gossamer.plan.problem import Problem
+from gossamer.plan.problem import Unsupported
 from gossamer.plan.table import NAMES, load
-from gossamer.torch.bind import bind
-from gossamer.torch.calls import Bound, known
+from gossamer.torch.calls import Call, call_of, known
 from gossamer.torch.memory import hold_for_graphs
-from gossamer.torch.plan import held, plan_for, scoring_of
-from gossamer.torch.request import DENSE, alignment, differentiable
+from gossamer.torch.plan import growing
+from gossamer.torch.request import DENSE, Attended, Request, alignment, differentiable
 from gossamer.torch.validate import Arguments, most_offset
 
 RANGE = 128  # numbers of keys that share a launch
@@ -45,28 +41,21 @@ class Seen(NamedTuple):
     number: int
 
 
-class Range(NamedTuple):
-    """What calls of one query and up to so many keys have in common."""
-
-    run: Bound | None  # None: nothing that computes them takes fewer keys
-    lengths: tuple[Tensor, ...] = ()  # (B,): the numbers of keys of the range, in order
-
-
 class Growing(NamedTuple):
     """A call of one query and so many keys."""
 
-    run: Bound
+    call: Call
     seen: Seen
     length: Tensor  # (B,) int32: how many
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *vectors: Tensor | None) -> tuple[Tensor, ...]:
         """(out, lse)."""
-        if is_current_stream_capturing():
+        if q.is_cuda and is_current_stream_capturing():
             hold_for_graphs(self)
         if self.seen.number != k.shape[2]:
             k, v = k.narrow(2, *self.seen), v.narrow(2, *self.seen)
         _, sinks, _ = vectors or (None, None, None)
-        return self.run(q, k, v, self.length, sinks, None)
+        return self.call(q, k, v, self.length, sinks, None)
 
 
 def growing_call(
@@ -93,15 +82,17 @@ def growing_call(
         v.device, scale, type(scale), softcap, type(softcap), implementation, deterministic,
         sinks is not None and (sinks.shape, sinks.stride(), sinks.dtype, sinks.device, alignment(sinks)),
     )  # fmt: skip
-    found = known.get(key)
-    if found is None:
+    of_range = q.device, B, most
+    numbers = _lengths.get(of_range) or _lengths.put(of_range, _make_lengths(*of_range))
+    length, call = numbers[seen.number - most - 1], known.get(key)
+    if call is None:
         k, v = k.narrow(2, *seen), v.narrow(2, *seen)
-        a = Arguments(q, k, v, None, None, None, sinks, None, scale, softcap, implementation, deterministic, False)
-        made = _bound(a, most)
-        found = known.put(key, made.range, made.bytes)
-    if found.run is None:
-        return None
-    return Growing(found.run, seen, found.lengths[seen.number - most - 1])
+        a = Arguments(q, k, v, None, None, length, sinks, None, scale, softcap, implementation, deterministic, False)
+        try:
+            call = call_of(Request(a, Attended(DENSE.handle, alive=DENSE), keys=most), key)
+        except Unsupported:
+            return None
+    return Growing(call, seen, length)
 
 
 def keys_seen(q: Tensor, k: Any, v: Any, pattern: Any, q_offset: Any) -> Seen | None:
@@ -140,58 +131,18 @@ def grows_on(device: str) -> bool:
     return any(device in found.capability.devices for found in able)
 
 
-class Walker(NamedTuple):
-    """What computes one query behind keys that grow."""
-
-    implementation: Implementation
-    problem: Problem
-
-
-def walker_of(plan: Plan, keys: int) -> Walker | None:
-    """The implementation of a plan whose launches take up to so many keys, and its problem; None without one."""
-    problem = replace(plan.problem, K=keys, score_terms=(plan.problem.score_terms - {"q_offset"}) | {"key_lengths"})
-    for able in plan.implementations:
-        if able.capability.grows and not reasons(problem, able.capability):
-            return Walker(cast(Implementation, able), problem)
-    return None
-
-
-def for_one_query(plan: Plan, a: Arguments, pattern: Any) -> Plan:
+def for_one_query(usual: Plan, a: Arguments, pattern: Any) -> Plan:
     """The plan of a call with what its calls go to first, where they are rewritten: for `explain`."""
     if not grows_on(a.q.device.type) or a.backward or a.key_lengths is not None or a.alibi_slopes is not None:
-        return plan
-    seen = keys_seen(a.q, a.k, a.v, pattern, a.q_offset_tensor if a.q_offset_tensor is not None else a.q_offset)
-    found = None if seen is None else walker_of(plan, seen.number)
-    if found is None:
-        return plan
-    others = (i for i in plan.implementations if i is not found.implementation)
-    return replace(plan, implementations=(found.implementation, *others))
-
-
-class _Made(NamedTuple):
-    range: Range
-    bytes: int
-
-
-def _bound(a: Arguments, most: int) -> _Made:
-    """The calls of up to `most` keys, and the bytes of what they hold."""
-    found = walker_of(plan_for(a, ()), most)
-    if found is None:
-        return _Made(Range(None), 0)
-    implementation, problem = found
-    block_q, block_kv = implementation.tile(problem)
-    key = a.q.device, problem.B, most
-    lengths = _lengths.get(key) or _lengths.put(key, _make_lengths(*key))
-    layout = cached_layout(
-        DENSE, 1, most, block_q=block_q, block_kv=block_kv, q_offset=most - 1, device=a.q.device
-    )  # fmt: skip
-    scoring = scoring_of(a)._replace(q_offset=most - 1)
-    first, *_ = lengths
-    given = {"q": a.q, "k": a.k, "v": a.v, "key_lengths": first, "sink_logits": a.sink_logits}
-    operands = {name: operand_of(x) for name, x in given.items() if x is not None}
-    prepared = implementation.prepare(problem, layout, "forward", scoring, operands)
-    parameters = ("q", "k", "v", "key_lengths", "sink_logits", "alibi_slopes")
-    return _Made(Range(bind(prepared, a.q.device, parameters), lengths), held(layout))
+        return usual
+    seen = keys_seen(a.q, a.k, a.v, pattern, a.q_offset)
+    if seen is None:
+        return usual
+    try:
+        plan = growing(usual.problem, a.implementation, seen.number)
+    except Unsupported:
+        return usual
+    return replace(usual, implementations=tuple(dict.fromkeys((*plan.implementations, *usual.implementations))))
 
 
 def _make_lengths(device: torch.device, B: int, most: int) -> tuple[Tensor, ...]:

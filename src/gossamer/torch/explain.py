@@ -144,8 +144,8 @@ class _Computed(NamedTuple):
 
 def _calls(plan: Plan, request: Request, backward: bool) -> list[_Computed]:
     """The calls that compute one direction of a request."""
-    a, t, _ = request
-    scoring, device = scoring_of(a), a.q.device
+    a, t, *_ = request
+    scoring, device = scoring_of(a, a.k.shape[2]), a.q.device
     if t.data:
         placed = given_layout(plan, a.q, a.k, t.data, t.geometry).placed
         return [_computed(plan.problem, placed, None, scoring.q_offset)]
@@ -228,10 +228,10 @@ def explain(
     again = planned_again(request, reordered is not None)
     usual = plan_for(request.arguments, request.attended.geometry)
     request = resolved(request)
-    a, attended, dims = request
+    a, attended, dims, _ = request
     q, k, v, backward = a.q, a.k, a.v, a.backward
     plan = usual if again or dims != 4 else for_one_query(usual, a, attended.alive)
-    scoring, p = scoring_of(a), plan.problem
+    scoring, p = scoring_of(a, a.k.shape[2]), plan.problem
     check_rows(p, scoring, attended.handle)
     which = None if attended.data else pattern_of(attended.handle)
     split = None if which is None else plan.split(attended.handle, scoring.q_offset)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple, cast
 from weakref import ref
@@ -23,7 +24,7 @@ from gossamer.patterns.handles import pattern_of
 from gossamer.patterns.validate import show
 from gossamer.plan.choice import choose
 from gossamer.plan.plan import Plan, plan_of, refusals
-from gossamer.plan.problem import SCORE_TERMS, Problem
+from gossamer.plan.problem import SCORE_TERMS, Problem, Unsupported
 from gossamer.torch.masks import dense_of, layout_of, words_of
 from gossamer.torch.validate import Arguments, check_layout, check_mask, layout_from, validate
 
@@ -44,15 +45,34 @@ class Placed(NamedTuple):
     layout: Any
 
 
-def plan_for(a: Arguments, geometry: tuple[int, ...]) -> Plan:
+def plan_for(a: Arguments, geometry: tuple[int, ...], keys: int | None = None) -> Plan:
     """The plan of a call's forward, with that of its backward.
+
+    Args:
+        geometry: of a BlockLayout that the user made, else empty.
+        keys: for how many it is planned, where k and v may have fewer: see `torch.decoding`.
 
     Raises:
         ValueError: an argument is wrong.
         Unsupported: nothing, or not the one named, computes the problem; the message has every reason.
     """
     validate(a)
-    return plan_of(problem_of(a, geometry), a.implementation)
+    problem = problem_of(a, geometry)
+    return plan_of(problem, a.implementation) if keys is None else growing(problem, a.implementation, keys)
+
+
+def growing(problem: Problem, implementation: str | None, keys: int) -> Plan:
+    """The plan of up to so many keys, by implementations that take any number of them, told by `key_lengths`.
+
+    Raises:
+        Unsupported: there are none.
+    """
+    terms = (problem.score_terms - {"q_offset"}) | {"key_lengths"}
+    plan = plan_of(replace(problem, K=keys, score_terms=terms), implementation)
+    able = tuple(found for found in plan.implementations if found.capability.grows)
+    if not able:
+        raise Unsupported("no implementation computes this problem for a number of keys that grows")
+    return replace(plan, implementations=able)
 
 
 class Chip(NamedTuple):
@@ -88,11 +108,11 @@ def problem_of(a: Arguments, geometry: tuple[int, ...]) -> Problem:
     )  # fmt: skip
 
 
-def scoring_of(a: Arguments) -> Scoring:
-    """The numbers among the score terms of a call."""
+def scoring_of(a: Arguments, K: int) -> Scoring:
+    """The numbers among the score terms of a call that is planned for K keys."""
     return Scoring(
         a.q.shape[3] ** -0.5 if a.scale is None else float(a.scale),
-        a.k.shape[2] - a.q.shape[2] if a.q_offset is None else a.q_offset,
+        K - a.q.shape[2] if a.q_offset is None else a.q_offset,
         None if a.softcap is None else float(a.softcap),
     )
 

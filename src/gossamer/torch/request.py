@@ -150,6 +150,7 @@ class Request(NamedTuple):
     arguments: Arguments
     attended: Attended
     dims: int = 4  # of the q, k and v that were given
+    keys: int | None = None  # for how many it is planned, where k and v may have fewer: see `torch.decoding`
 
     @property
     def key(self) -> Key:
