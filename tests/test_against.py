@@ -98,8 +98,8 @@ def test_both_run_in_one_process(version: Version) -> None:
 
 def test_nothing_of_it_is_of_this_version(version: Version) -> None:
     gradients(version.package, tensors())
-    for name in version.load("kernels.table").NAMES:
-        version.load("kernels.table").load(name)
+    for name in version.load("plan.table").NAMES:
+        version.load("plan.table").load(name)
     version.load("integrations.flex")
     loaded = {name: found for name, found in sys.modules.items() if name.partition(".")[0] == version.name}
     assert len(loaded) > 50
@@ -134,12 +134,11 @@ def test_it_has_operators_of_its_own(version: Version) -> None:
 
 @pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 def test_kernels_of_the_same_sources_are_compiled_once(version: Version) -> None:
-    from gossamer.kernels.hopper.config import shipped
+    from gossamer.kernels.hopper import compiled
+    from gossamer.kernels.hopper.shipped import shipped
 
-    from gossamer.kernels.hopper import compile as compiled
-
-    for now, old in zip(shipped()[:3], version.load("kernels.hopper.config").shipped(), strict=False):
-        theirs = getattr(version.load("kernels.hopper.compile"), old.kind)
+    for now, old in zip(shipped()[:3], version.load("kernels.hopper.shipped").shipped(), strict=False):
+        theirs = getattr(version.load("kernels.hopper.compiled"), old.kind)
         assert theirs is not getattr(compiled, now.kind)
         assert theirs.path(*old.arguments) == getattr(compiled, now.kind).path(*now.arguments)
 

@@ -122,7 +122,7 @@ def _check_out(commit: str, folder: Path) -> str:
 
 
 class Version:
-    """A version that is loaded: `load("kernels.table")` is its module `gossamer.kernels.table`."""
+    """A version that is loaded: `load("plan.table")` is its module `gossamer.plan.table`."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
