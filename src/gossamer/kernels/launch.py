@@ -219,15 +219,22 @@ class Builder:
 
     def step(self, kernel: Kernel, *arguments: Argument | float | None) -> None:
         """Run a kernel, which writes among its arguments: names of arrays, and numbers."""
+        self._check(kernel, arguments)
         self._steps.append(Step(kernel, tuple(x if isinstance(x, (str, Constant)) else Constant(x) for x in arguments)))
 
     def function(self, kernel: Kernel, *arguments: str | None, returns: Mapping[str, Operand | None]) -> None:
         """Run a function of the framework, which makes its results; None: nobody asks what they are like."""
+        self._check(kernel, arguments)
         given = tuple(Constant(None) if x is None else x for x in arguments)
         for name in returns:
             assert name not in self, name
         self._steps.append(Step(kernel, given, tuple(returns)))
         self._known.update({name: known for name, known in returns.items() if known is not None})
+
+    def _check(self, kernel: Kernel, arguments: Iterable[Any]) -> None:
+        """Raise AssertionError for an argument that no array is named."""
+        unknown = [x for x in arguments if isinstance(x, str) and x not in self]
+        assert not unknown, f"{kernel.implementation}.{kernel.name} is given {unknown}, and nothing is named so"
 
     def copy(self, source: str, target: str) -> None:
         """Copy an array into another of the same shape, whose type may differ."""

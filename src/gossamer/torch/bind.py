@@ -134,8 +134,8 @@ class _Writer:
         view = self.launch.views.get(name)
         if isinstance(view, View):
             base = self.array(view.of)
-            offset = f"{base}.storage_offset() + {self._constant(view.offset)}"
-            shape, strides = self._constant(view.shape), self._constant(view.strides)
+            shape, strides = self._constant(view.shape, "shape"), self._constant(view.strides, "strides")
+            offset = f"{base}.storage_offset() + {self._constant(view.offset, 'offset')}"
             self.lines.append(f"{_plain(name)} = {base}.as_strided({shape}, {strides}, {offset})")
             return _plain(name)
         if isinstance(view, Descriptor):
