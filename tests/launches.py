@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Scoring, Terms
-from gossamer.kernels.launch import VECTORS, Direction, Prepared, operand_of
+from gossamer.kernels.launch import RESULTS, VECTORS, Direction, Prepared, operand_of
 from gossamer.plan.problem import Problem
-
-RESULTS: dict[Direction, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 
 
 @contextmanager

@@ -183,6 +183,24 @@ class TestBits(Runs):
 
 
 @pytest.mark.parametrize("strides", inputs.STRIDES)
+@pytest.mark.parametrize(("name", "case", "dtype", "device"), [p for p in COMPUTED if p.values[1].name == "window"])
+class TestStrides(Runs):
+    def test_inputs_of_any_strides(self, name: str, case: Case, dtype: str, device: str, strides: str) -> None:
+        """The same numbers as of contiguous ones, to the tolerance of either."""
+        implementation = implementation_of(name)
+        problem = problem_for(implementation, case, dtype, device)
+        if refused := reasons(problem, implementation.capability):
+            pytest.skip("; ".join(refused))
+        e = exact_of(case, dtype, device)
+        q, k, v, *_ = inputs.make(case, dtype, device, strides=strides)
+        layout = self.layout(implementation, e)
+        with torch.no_grad():
+            found = launches.forward(implementation, problem, layout, e.terms, q, k, v)
+        for what, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
+            tolerance.check(what, actual, exact, low)
+
+
+@pytest.mark.parametrize("strides", inputs.STRIDES)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
 def test_strided_inputs(strides: str, device: str) -> None:
     case = next(c for c in SMALL if c.name == "window")

@@ -79,7 +79,7 @@ def write(group, q, k, v, mask, out, lse, scale):
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     s = (scale * q @ k.mT).masked_fill(~mask, -torch.inf)
     lse.copy_(torch.logsumexp(s, -1))
-    out.copy_(torch.exp(s - lse[..., None]).nan_to_num() @ v)
+    out.copy_(torch.exp(s - lse[..., None]).masked_fill(~mask, 0.0) @ v)
     runs.append(out)
 
 runs = []

@@ -6,6 +6,7 @@ import linecache
 import pickle
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from gossamer.kernels.contract import Scoring
 from gossamer.kernels.launch import EDGE, Builder, Direction, Kernel, Launch, Operand, Prepared, compact, operand_of
 from gossamer.layouts import build_gather
 from gossamer.memo import forget_all
+from gossamer.plan.plan import Plan
 from gossamer.plan.problem import Problem
 from gossamer.plan.table import NAMES, load
 from gossamer.torch import calls
@@ -88,7 +90,7 @@ def test_a_launch_is_data(direction: Direction) -> None:
         for step in launch.steps:
             assert {x for x in step.arguments if isinstance(x, str)} <= made, step
             assert hash(step.kernel) is not None
-            made |= set(step.returns)
+            made |= {returned.name for returned in step.returns}
         assert made.issuperset(launch.results)
     assert {"reference", "blocked"} <= names
 
@@ -170,3 +172,73 @@ def test_what_cannot_be_read_in_place_is_copied_by_a_step() -> None:
     )
     assert [step.kernel.name for step in plain.steps] == ["forward"]
     assert [step.kernel.name for step in copied.steps] == ["copy", "forward"]
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (lambda out, lse: (out,), r"lse \(1, 2, 70\) float32; got \(1, 2, 70, 16\) float32$"),
+        (lambda out, lse: torch.stack((out, out)), r"; got \(2, 1, 2, 70, 16\) float32$"),
+        (lambda out, lse: (out.double(), lse), "got .* float64, "),
+        (lambda out, lse: (lse, out), r"got \(1, 2, 70\) float32, "),
+        (lambda out, lse: (out.transpose(1, 2).contiguous().transpose(1, 2), lse), "float32 not contiguous"),
+    ],
+)  # fmt: skip
+def test_what_an_implementation_returns_is_looked_at(found: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would reach the user as it is."""
+    from gossamer.kernels import reference
+
+    forward = reference.forward
+    monkeypatch.setattr(reference, "forward", lambda *given: found(*forward(*given)))
+    forget_all()
+    x = torch.randn(1, 2, 70, 16)
+    must = "forward of reference must return contiguous tensors, in a tuple: "
+    with pytest.raises(AssertionError, match=f"{must}.*{message}"):
+        gs.attention(x, x, x, gs.Causal(), implementation="reference")
+    forget_all()
+
+
+def test_a_name_that_nothing_has() -> None:
+    b = Builder({"x": Operand("float32", (2,), (1,))})
+    with pytest.raises(AssertionError, match=r"edge.add is given \['y'\], and nothing is named so"):
+        b.step(Kernel(EDGE, "add"), "x", "y")
+    with pytest.raises(AssertionError, match=r"edge.scaled is given \['y'\]"):
+        b.function(Kernel(EDGE, "scaled", (2.0,)), "y", returns={"z": None})
+
+
+def test_a_launch_gives_the_results_of_its_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked: Any = load("blocked")
+    prepare = type(blocked).prepare
+
+    def swapped(*given: Any) -> Prepared:
+        launch, layout = prepare(*given)
+        return Prepared(replace(launch, results=launch.results[::-1]), layout)
+
+    monkeypatch.setattr(type(blocked), "prepare", swapped)
+    forget_all()
+    x = torch.randn(1, 2, 70, 16)
+    with pytest.raises(AssertionError, match=r"a launch must give \('out', 'lse'\), not \('lse', 'out'\)"):
+        gs.attention(x, x, x, gs.Causal(), implementation="blocked")
+
+
+def test_limits_are_of_names_that_exist() -> None:
+    for name, wrong in (("score_terms", "soft_cap"), ("dtypes", "fp32"), ("devices", "gpu")):
+        with pytest.raises(ValueError, match=f"{name} of a capability must be among .*; got {wrong}"):
+            replace(load("blocked").capability, **{name: frozenset({wrong})})  # type: ignore[union-attr]
+
+
+def test_tiles_that_nobody_measured_are_not_chosen_for_their_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer to the table computes nobody's calls because its tiles are small; where it is first, it does."""
+    blocked: Any = load("blocked")
+
+    class Newcomer(type(blocked)):  # type: ignore[misc]
+        name = "newcomer"
+
+        def tile(self, problem: Problem) -> tuple[int, int]:
+            return 32, 32
+
+    made = Newcomer()
+    problem = Problem(1, 2, 2, 512, 512, 16, 16, "float32", "cpu")
+    for order, tiles in (((blocked, made), [(64, 64)]), ((made, blocked), [(32, 32), (64, 64)])):
+        found = Plan(problem, order, ())
+        assert [(tile.block_q, tile.block_kv) for tile in found.tiles] == tiles

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 Direction = Literal["forward", "backward"]
 VECTORS = ("key_lengths", "sink_logits", "alibi_slopes")  # the tensors among the score terms, in the order of a call
+RESULTS: dict[Direction, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 GIVEN: dict[Direction, tuple[str, ...]] = {
     "forward": ("q", "k", "v"), "backward": ("dout", "dlse", "q", "k", "v", "out", "lse"),
 }  # fmt: skip
@@ -89,12 +90,19 @@ class Constant(NamedTuple):
 Argument = str | Constant
 
 
+class Returned(NamedTuple):
+    """An array that a function makes."""
+
+    name: str
+    like: Operand | None  # what it must be; None: whatever it is
+
+
 class Step(NamedTuple):
-    """One kernel with its arguments in the order of its call, and the names of what it returns if it makes arrays."""
+    """One kernel with its arguments in the order of its call, and what it returns if it makes arrays."""
 
     kernel: Kernel
     arguments: tuple[Argument, ...]
-    returns: tuple[str, ...] = ()
+    returns: tuple[Returned, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -223,12 +231,16 @@ class Builder:
         self._steps.append(Step(kernel, tuple(x if isinstance(x, (str, Constant)) else Constant(x) for x in arguments)))
 
     def function(self, kernel: Kernel, *arguments: str | None, returns: Mapping[str, Operand | None]) -> None:
-        """Run a function of the framework, which makes its results; None: nobody asks what they are like."""
+        """Run a function of the framework, which makes its results: a tuple where they are several.
+
+        Args:
+            returns: what each must be like; None: nobody asks.
+        """
         self._check(kernel, arguments)
         given = tuple(Constant(None) if x is None else x for x in arguments)
         for name in returns:
             assert name not in self, name
-        self._steps.append(Step(kernel, given, tuple(returns)))
+        self._steps.append(Step(kernel, given, tuple(Returned(*item) for item in returns.items())))
         self._known.update({name: known for name, known in returns.items() if known is not None})
 
     def _check(self, kernel: Kernel, arguments: Iterable[Any]) -> None:
@@ -278,10 +290,11 @@ class Builder:
         self._layout.update({of(name): array for name, array in prepared.layout.items()})
         for step in launch.steps:
             arguments = tuple(of(x) if isinstance(x, str) else x for x in step.arguments)
-            self._steps.append(Step(step.kernel, arguments, tuple(of(name) for name in step.returns)))
+            returns = tuple(made._replace(name=of(made.name)) for made in step.returns)
+            self._steps.append(Step(step.kernel, arguments, returns))
 
     def done(self, *results: str) -> Prepared:
-        """The launch, with its results in order."""
+        """The launch, with the names of its results in order."""
         for source, target in self._last:
             self.copy(source, target)
         launch = Launch(
@@ -315,12 +328,15 @@ def one_function(
     b.layout(layout=layout)
     given = [name if name in operands else None for name in (*GIVEN[direction], "layout", *VECTORS)]
     given[len(GIVEN[direction])] = "layout"
-    names: tuple[str, ...] = ("out", "lse")
-    if direction == "backward":
-        names = ("dq", "dk", "dv", "dsink_logits") if "sink_logits" in operands else ("dq", "dk", "dv")
-    made = {f"{name}_made" if name in operands else name: None for name in names}
-    b.function(Kernel(implementation, direction, (problem, scoring)), *given, returns=made)
-    for name in names:
-        if name in operands:
-            b.copy(f"{name}_made", name)
-    return b.done(*names)
+    of = {f"d{name}": (x.dtype, x.shape) for name, x in operands.items() if name in ("q", "k", "v", "sink_logits")}
+    if direction == "forward":
+        (*rows, _), (*_, columns) = operands["q"].shape, operands["v"].shape
+        wide = "float64" if problem.dtype == "float64" else "float32"
+        of = {"out": (problem.dtype, (*rows, columns)), "lse": (wide, tuple(rows))}
+    made = {f"{name}_made" if name in operands else name: name for name in of}
+    likes = {own: Operand(dtype, shape, compact(shape)) for own, (dtype, shape) in zip(made, of.values(), strict=True)}
+    b.function(Kernel(implementation, direction, (problem, scoring)), *given, returns=likes)
+    for own, name in made.items():
+        if own != name:
+            b.copy(own, name)
+    return b.done(*of)

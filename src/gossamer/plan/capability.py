@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
-from gossamer.plan.problem import Problem
+from gossamer.plan.problem import SCORE_TERMS, Problem
+
+DEVICES = ("cpu", "cuda")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class GatherChoice(NamedTuple):
@@ -50,6 +53,12 @@ class Capability:
     float32_results: bool = True  # writes into float32 tensors for 16-bit inputs as well
     grows: bool = False  # a bound forward with key_lengths takes fewer keys than its problem has, and reads no others
     gathers: tuple[GatherChoice, ...] = ()  # gather layouts that it reads besides block layouts
+
+    def __post_init__(self) -> None:
+        known = {"devices": DEVICES, "deterministic": DEVICES, "dtypes": DTYPES, "score_terms": SCORE_TERMS}
+        for name, names in known.items():
+            if strange := getattr(self, name) - set(names):
+                raise ValueError(f"{name} of a capability must be among {', '.join(names)}; got {_names(strange)}")
 
 
 def reasons(problem: Problem, capability: Capability) -> list[str]:

@@ -117,6 +117,10 @@ class DeviceCosts:
             step = self._one(names, "step") + block_q * block_kv * self._one(names, "step_pair")
         return TileCosts(block_q, block_kv, pair, bits, row, step)
 
+    def has(self, name: str) -> bool:
+        """Whether an implementation was measured."""
+        return any(row.of == name or row.of.startswith(f"{name} ") for row in self.file.costs)
+
     def gather(self, name: str, choice: GatherChoice) -> GatherCosts:
         """Of a gather layout; the pairs of groups of one row are their columns."""
         names = (f"{name} gather {choice.block_q}",)

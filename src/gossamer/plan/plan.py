@@ -31,9 +31,14 @@ class Plan:
 
     @cached_property
     def options(self) -> list[tuple[Candidate, TileCosts]]:
-        """Every tile that an implementation offers; preferred ones first."""
-        p, able = self.problem, [i for i in self.implementations if i.layout == "block"]
-        costs, preferred = costs_of(p), [(i, i.tile(p)) for i in able]
+        """Every tile that an implementation offers; preferred ones first.
+
+        One that nobody measured is taken where it comes first in the table, not for what it might cost.
+        """
+        p, costs = self.problem, costs_of(self.problem)
+        walkers = [i for i in self.implementations if i.layout == "block"]
+        able = [i for at, i in enumerate(walkers) if not at or costs.has(i.name)]
+        preferred = [(i, i.tile(p)) for i in able]
         others = [(i, tile) for i in able for tile in i.tile_choices(p)]
         return [(i, costs.tile(i.name, *tile)) for i, tile in preferred + others]
 

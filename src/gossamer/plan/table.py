@@ -11,6 +11,9 @@ from gossamer.plan.capability import Candidate
 NAMES = ("dense", "hopper", "triton", "blocked", "reference")
 
 
+LAYOUTS = ("dense", "words", "block")
+
+
 @cache
 def load(name: str) -> Candidate | str:
     """The implementation called `name`, or why its module cannot be imported."""
@@ -20,7 +23,10 @@ def load(name: str) -> Candidate | str:
         module = importlib.import_module(f"gossamer.kernels.{name}")
     except Exception as error:  # a broken Triton or torch raises more than ImportError
         return f"cannot be imported: {type(error).__name__}: {error}"
-    return cast(Candidate, module.IMPLEMENTATION)
+    found = cast(Candidate, module.IMPLEMENTATION)
+    assert found.name == name, f"the implementation {name!r} of the table calls itself {found.name!r}"
+    assert found.layout in LAYOUTS, f"the layout of {name} must be one of {', '.join(LAYOUTS)}; it is {found.layout!r}"
+    return found
 
 
 def available(name: str) -> list[str]:

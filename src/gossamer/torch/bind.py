@@ -9,16 +9,27 @@ from __future__ import annotations
 import linecache
 import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 from weakref import finalize
 
 import torch
 from torch import _C, Tensor
 
 from gossamer.kernels.contract import Implementation
-from gossamer.kernels.launch import BYTES, EDGE, Array, Constant, Descriptor, Kernel, Prepared, Step, View
+from gossamer.kernels.launch import (
+    BYTES,
+    EDGE,
+    Array,
+    Constant,
+    Descriptor,
+    Kernel,
+    Prepared,
+    Step,
+    View,
+    dtype_of,
+)
 from gossamer.plan.table import load
 from gossamer.torch.functions import FUNCTIONS
 from gossamer.torch.memory import Workspace, lasting, slot, template
@@ -90,7 +101,7 @@ class _Writer:
                 if isinstance(base, str):
                     self.last[base] = at
         own = {name for name, array in self.launch.arrays.items() if array.lifetime == "call"}
-        made = {name for step in self.launch.steps for name in step.returns}
+        made = {made.name for step in self.launch.steps for made in step.returns}
         keep = set(self.launch.results)
         self.last = {
             name: at for name, at in self.last.items()
@@ -201,11 +212,41 @@ class _Writer:
         if rest:
             given.append(f"*{self._constant(rest, 'rest')}")
         run = f"{self._constant(kernel_of(step.kernel), f'run_{step.kernel.name}')}({', '.join(given)})"
-        if step.returns:
-            names = [_plain(name) for name in step.returns]
-            run = f"{''.join(f'{name}, ' for name in names)} = {run}" if len(names) > 1 else f"{names[0]} = {run}"
-            self.names.update(zip(step.returns, names, strict=True))
-        self.lines.append(run)
+        if not step.returns:
+            self.lines.append(run)
+            return
+        self.names |= {made.name: _plain(made.name) for made in step.returns}
+        names = ", ".join(_plain(made.name) for made in step.returns)
+        if step.kernel.implementation == EDGE:
+            self.lines.append(f"{names} = {run}")
+            return
+        # What an implementation returns would reach the user as it is.
+        wrong = self._constant(partial(_wrong, step), "wrong")
+        self.lines.append(f"found = {run}")
+        self.lines.append(f"if type(found) is not tuple or len(found) != {len(step.returns)}: {wrong}(found)")
+        self.lines.append(f"{names}, = found")
+        for made in step.returns:
+            if made.like is not None:
+                name, shape = _plain(made.name), self._constant(made.like.shape, "shape")
+                dtype = self._constant(getattr(torch, made.like.dtype), "dtype")
+                told = f"{name}.shape != {shape} or {name}.dtype is not {dtype} or not {name}.is_contiguous()"
+                self.lines.append(f"if {told}: {wrong}(found)")
+
+
+def _wrong(step: Step, found: Any) -> NoReturn:
+    """Say what a function of an implementation must return."""
+    kernel = step.kernel
+    likes = ", ".join(
+        made.name if made.like is None else f"{made.name} {made.like.shape} {made.like.dtype}" for made in step.returns
+    )
+    got = ", ".join(
+        f"{tuple(x.shape)} {dtype_of(x)}{' not contiguous' * (not x.is_contiguous())}"
+        if isinstance(x, Tensor) else type(x).__name__
+        for x in (found if isinstance(found, tuple) else (found,))
+    )  # fmt: skip
+    raise AssertionError(
+        f"{kernel.name} of {kernel.implementation} must return contiguous tensors, in a tuple: {likes}; got {got}"
+    )
 
 
 def _plain(name: str) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
-from gossamer.kernels.launch import GIVEN, VECTORS, Direction, Operand, operand_of
+from gossamer.kernels.launch import GIVEN, RESULTS, VECTORS, Direction, Operand, operand_of
 from gossamer.memo import Memo
 from gossamer.patterns.handles import pattern_of, token_of
 from gossamer.plan.plan import Plan
@@ -166,6 +166,8 @@ class Call:
         else:
             prepared = placed.implementation.prepare(plan.problem, placed.layout, direction, self.scoring, operands)
             self.bytes += 0 if given else held(placed.layout)
+        wanted = (*RESULTS[direction], *("dsink_logits",) * (direction == "backward" and "sink_logits" in operands))
+        assert prepared.launch.results == wanted, f"a launch must give {wanted}, not {prepared.launch.results}"
         return bind(prepared, self.device, (*GIVEN[direction], *self._vectors))
 
     def _placed(self, plan: Plan) -> Placed | None:

@@ -16,7 +16,7 @@ from gossamer.patterns.reordered import ReorderedCSR
 from gossamer.plan.advice import Way, advice, all_pairs, least, shown, ways
 from gossamer.plan.plan import Plan, refusals
 from gossamer.plan.problem import Problem
-from gossamer.plan.table import NAMES
+from gossamer.plan.table import NAMES, load
 from gossamer.torch.calls import resolved
 from gossamer.torch.decoding import for_one_query
 from gossamer.torch.masks import unpack
@@ -288,7 +288,9 @@ def _refused(computed: list[_Computed], p: Problem, asked_for: str | None, grows
     first = min(NAMES.index(name) for name in named)
     found = {}
     for at, other in enumerate(NAMES):
-        unused = "comes after the one chosen" if at > first else "its tiles hold more pairs of this pattern"
+        candidate = load(other)
+        walks = not isinstance(candidate, str) and candidate.layout == "block"
+        unused = "its tiles hold more pairs of this pattern" if walks and at < first else "comes after the one chosen"
         if at < first and grows:
             unused = "plans one query again for each number of keys"
         if other not in named:
