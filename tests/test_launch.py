@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import pickle
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from gossamer.plan.problem import Problem
 from gossamer.plan.table import NAMES, load
 from gossamer.torch import calls
 from gossamer.torch.bind import bind
+from gossamer.torch.functions import FUNCTIONS
 from gossamer.torch.masks import words_of
 
 CPU = torch.device("cpu")
@@ -142,6 +145,25 @@ def test_views_and_included_launches() -> None:
     x, y = torch.randn(shape), torch.randn(shape)
     (found,) = bind(b.done("all"), CPU, ("x", "y"))(x, y)
     assert torch.equal(found[1:], (x + y)[1:]) and (found[0] == -1).all()
+
+
+def test_a_bound_launch_keeps_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a kernel gets addresses alone: whoever holds the function may run it, a captured graph for example."""
+    seen: list[tuple[int, ...]] = []
+    monkeypatch.setitem(FUNCTIONS, "probe", lambda: lambda *addresses: seen.append(addresses))
+    array, b = torch.arange(5), Builder({"x": Operand("float32", (2,), (1,))})
+    b.layout(lists=array)
+    b.step(Kernel(EDGE, "probe", (), "addresses"), "x", "lists")
+    run, x, alive = bind(b.done("x"), CPU, ("x",)), torch.zeros(2), ref(array)
+    address = array.data_ptr()
+    del array, b
+    gc.collect()
+    assert alive() is not None
+    run(x)
+    assert seen == [(x.data_ptr(), address)]
+    del run
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v"])

@@ -87,8 +87,10 @@ class _Writer:
             self.scope["here"] = self.device.index
             body = ["if current() != here:", f"    with elsewhere(here): return call({given})", *body]
         lines = [f"def make({', '.join(self.scope)}):", f"    def call({given}):", *(f"        {x}" for x in body)]
-        make = _compiled("\n".join([*lines, "    return call", ""]))
-        return make(**self.scope)
+        call = _compiled("\n".join([*lines, "    return call", ""]))(**self.scope)
+        # Of an array that is passed by its address alone the text has no name: the function itself keeps it alive.
+        call.layout = tuple(self.layout.values())  # type: ignore[attr-defined]
+        return call
 
     def _find_last_uses(self) -> None:
         """Where the memory of what no result is may be given back: after the step that reads it last."""
@@ -181,7 +183,6 @@ class _Writer:
                 return self.array(name)
             if name in self.layout:
                 array = self.layout[name]
-                self.array(name)  # keeps it alive
                 self.addresses[name] = self._constant(array.data_ptr(), f"{name}_at")
             elif view is not None and name not in self.names:
                 offset = view.offset * BYTES[view.dtype]
