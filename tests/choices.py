@@ -1,4 +1,4 @@
-"""What the plan chooses for every case and benchmark row, worked out without the device: see tests/data/choices.json.
+"""What the plan chooses for every case and benchmark row, worked out without the device: see tests/data/choices.txt.
 
 python tests/choices.py --write      # after a change of the estimates: the file's difference is what they change
 """
@@ -23,7 +23,7 @@ from gossamer.plan.table import NAMES, load
 from gossamer.testing.cases import CASES, Case
 from gossamer.testing.sweeps import BREAKEVEN, LADDER, MOST_EDGES, SWEEPS
 
-FILE = Path(__file__).parent / "data" / "choices.json"
+FILE = Path(__file__).parent / "data" / "choices.txt"
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 PROCESSORS, SM = 132, 90  # of an H200
 # Pairs of the graphs of sweeps: those of the largest take seconds to be drawn and counted.
@@ -113,9 +113,21 @@ def choices(most_edges: int = MOST_EDGES) -> dict[str, dict[str, str | list[str]
     return found
 
 
-def text(found: dict[str, dict[str, str | list[str]]]) -> str:
-    """The file: a line for each case and type."""
-    return "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in found.items()) + "\n}\n"
+Choice = dict[str, str | list[str]]
+
+
+def text(found: dict[str, Choice]) -> str:
+    """The file: a line for each choice, with the cases and types that take it."""
+    lines: dict[str, list[str]] = {}
+    for key, value in found.items():
+        lines.setdefault(json.dumps(value), []).append(key)
+    return "".join(f"{value}: {', '.join(keys)}\n" for value, keys in lines.items())
+
+
+def held() -> dict[str, Choice]:
+    """What the file says, by case and type."""
+    lines = (line.rpartition("}: ") for line in FILE.read_text().splitlines())
+    return {key: json.loads(value + "}") for value, _, keys in lines for key in keys.split(", ")}
 
 
 if __name__ == "__main__":
