@@ -59,7 +59,7 @@ def main() -> None:
     )
     OUT.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(OUT, metadata={"Date": None})
-    lines = (line.rstrip() for line in OUT.read_text().splitlines())
+    lines = (line.strip() for line in OUT.read_text().splitlines())
     # A hundredth of a point is seen by nobody.
     OUT.write_text("\n".join(re.sub(r"(\.\d\d)\d+", r"\1", line) for line in lines) + "\n")
 
