@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from exact import no_gpu
 from parts_cases import CASES, check
+from torch import Tensor
 
 import gossamer as gs
+from gossamer.memo import forget_all
 from gossamer.plan import split
 from gossamer.plan.table import load
 from gossamer.testing.cases import Case
@@ -117,3 +121,54 @@ def test_longest_part_first() -> None:
     pattern = gs.PerHead([gs.Dilated(15, 0, 64), gs.Dilated(255, 0, 16), gs.SlidingWindow(63)])
     told = gs.explain(x, x, x, pattern)
     assert "left=255" in told.parts[0] and len(told.parts) == 3
+
+
+def drawn(case: Case, device: str, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Leaves q, k and v, and gradients of out and lse."""
+    c = case
+    leaves = [
+        torch.randn(c.B, heads, n, size, device=device, dtype=dtype, requires_grad=True)
+        for heads, n, size in ((c.H, c.Q, c.D), (c.G, c.K, c.D), (c.G, c.K, c.E))
+    ]
+    return (
+        leaves,
+        torch.randn(c.B, c.H, c.Q, c.E, device=device, dtype=dtype),
+        torch.randn(c.B, c.H, c.Q, device=device),
+    )
+
+
+def results(case: Case, leaves: list[Tensor], dout: Tensor, dlse: Tensor | None, name: str) -> list[Tensor]:
+    out, lse = gs.attention(*leaves, case.pattern(), return_lse=True, implementation=name, deterministic=True)
+    if dlse is None:
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    lse = torch.where(lse.isinf(), 0.0, lse)
+    return [out.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse))]
+
+
+@pytest.mark.parametrize("name", ["one_row_more", "more_queries", "odd_sizes", "per_head", "longformer", "longnet"])
+@pytest.mark.parametrize(
+    ("by", "device", "dtype"),
+    [
+        ("blocked", "cpu", torch.float32),
+        pytest.param("hopper", "cuda", torch.bfloat16, marks=[pytest.mark.gpu, no_gpu]),
+    ],
+)
+def test_repeated_calls_in_parts(
+    by: str, device: str, dtype: torch.dtype, name: str, always: list[split.Split]
+) -> None:
+    """The same bits as those of first calls, of other inputs and gradients than were bound; none of these is held."""
+    case = next(c for c in CASES if c.name == name)
+    given = drawn(case, device, dtype)
+    results(case, *given, by)
+    held = [ref(x) for x in (*given[0], *given[1:])]
+    del given
+    gc.collect()
+    assert not any(x() is not None for x in held)
+    leaves, dout, dlse = drawn(case, device, dtype)
+    spread = torch.stack((dout, dout), -1)[..., 0]  # strides of its own
+    for some in ((dout, dlse), (dout, None), (spread, dlse)):
+        found = results(case, leaves, *some, by)
+        forget_all()
+        assert all(torch.equal(a, b) for a, b in zip(found, results(case, leaves, *some, by), strict=True))
+        results(case, *drawn(case, device, dtype), by)
+    assert always
