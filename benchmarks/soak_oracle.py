@@ -435,9 +435,9 @@ def wrong(name: str, actual: Tensor, true: Tensor, low: Tensor, moved: Tensor) -
         return f"{name} has shape {tuple(actual.shape)}, not {tuple(true.shape)}"
     most = torch.finfo(actual.dtype).max
     actual, low = actual.double(), low.double()
-    of_plain = _difference(low, true).nan_to_num(nan=math.inf)
+    of_plain = _difference(low, true).nan_to_num(nan=math.inf, posinf=math.inf)
     of_plain = of_plain if name == "lse" or true.ndim == 1 else of_plain.amax(-1, keepdim=True)
-    allowed = 2 * of_plain + moved.nan_to_num(nan=math.inf)
+    allowed = 2 * of_plain + moved.nan_to_num(nan=math.inf, posinf=math.inf)
     allowed = torch.where(true.isfinite() & (true.abs() + allowed > most), math.inf, allowed)
     found = _difference(actual, true)
     bad = ~((found <= allowed) | (allowed == math.inf))
