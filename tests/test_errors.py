@@ -78,6 +78,9 @@ CALLS = {
     "implementation": ((q, kv, kv), {"implementation": "cuda"}, "must be None or one of dense, hopper, triton, block"),
     "implementation type": ((q, kv, kv), {"implementation": 3}, "implementation must be a name or None"),
     "return_lse": ((q, kv, kv), {"return_lse": 1}, "return_lse must be True or False"),
+    "return_lse with merge": (
+        (q, kv, kv, gs.Causal() | gs.Local(3)), {"return_lse": 1, "merge": "lse"}, "return_lse must be True or False",
+    ),
     "deterministic": ((q, kv, kv), {"deterministic": "yes"}, "deterministic must be True, False or None"),
     "pattern text": ((q, kv, kv, "causal"), {}, "pattern must be None, a Pattern or its handle.*got 'causal'"),
     "pattern class": ((q, kv, kv, gs.Causal), {}, r"pattern must be None, a Pattern.*a class, Causal\(...\) is a pat"),

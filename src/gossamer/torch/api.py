@@ -120,6 +120,8 @@ def attention(
     Raises:
         ValueError: an argument is wrong; `Unsupported` is one.
     """
+    if not isinstance(return_lse, bool):
+        raise ValueError(f"return_lse must be True or False; got {describe(return_lse)}")
     compiling = torch.compiler.is_compiling()
     if type(pattern) is int and not compiling:
         pattern = pattern_of(pattern)
@@ -129,8 +131,6 @@ def attention(
             softcap=softcap, sink_logits=sink_logits, alibi_slopes=alibi_slopes, implementation=implementation,
             deterministic=deterministic,
         )  # fmt: skip
-    if not isinstance(return_lse, bool):
-        raise ValueError(f"return_lse must be True or False; got {describe(return_lse)}")
     key = None
     if not compiling:
         deterministic = is_deterministic(deterministic)
