@@ -24,6 +24,11 @@ BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bflo
          "uint8": 1, "bool": 1}  # fmt: skip
 
 
+def compute_dtype(dtype: str) -> str:
+    """The type of the arithmetic and of lse, by name; `kernels.rows.compute_dtype` gives it for a tensor's dtype."""
+    return "float64" if dtype == "float64" else "float32"
+
+
 class Operand(NamedTuple):
     """What is known of an array without having it."""
 
@@ -331,8 +336,7 @@ def one_function(
     of = {f"d{name}": (x.dtype, x.shape) for name, x in operands.items() if name in ("q", "k", "v", "sink_logits")}
     if direction == "forward":
         (*rows, _), (*_, columns) = operands["q"].shape, operands["v"].shape
-        wide = "float64" if problem.dtype == "float64" else "float32"
-        of = {"out": (problem.dtype, (*rows, columns)), "lse": (wide, tuple(rows))}
+        of = {"out": (problem.dtype, (*rows, columns)), "lse": (compute_dtype(problem.dtype), tuple(rows))}
     made = {f"{name}_made" if name in operands else name: name for name in of}
     likes = {own: Operand(dtype, shape, compact(shape)) for own, (dtype, shape) in zip(made, of.values(), strict=True)}
     b.function(Kernel(implementation, direction, (problem, scoring)), *given, returns=likes)

@@ -14,7 +14,18 @@ from typing import NamedTuple
 import torch
 
 from gossamer.kernels.contract import Scoring
-from gossamer.kernels.launch import ALIGNMENT, BYTES, EDGE, Builder, Direction, Kernel, Operand, Prepared, Shape
+from gossamer.kernels.launch import (
+    ALIGNMENT,
+    BYTES,
+    EDGE,
+    Builder,
+    Direction,
+    Kernel,
+    Operand,
+    Prepared,
+    Shape,
+    compute_dtype,
+)
 from gossamer.patterns import LongNet, Pattern
 from gossamer.plan.plan import Plan, plan_of
 from gossamer.plan.problem import Problem
@@ -205,14 +216,14 @@ class Described:
     def _sum_dtype(self, depth: int) -> str:
         """The type in which `depth` parts are joined: float32, unless two that come in 16 bits are all there is."""
         own = self.problem.dtype
-        return own if depth == 1 or (depth == 2 and self.rounded) else _wide(own)
+        return own if depth == 1 or (depth == 2 and self.rounded) else compute_dtype(own)
 
     def forward(self) -> Prepared:
         """out (B, H, Q, E) and lse (B, H, Q)."""
         p, b = self.problem, self.b
         split = self.fold()
         whole_out = self.sums("out", (p.B, p.H, p.Q, p.E), self._sum_dtype(split.depth))
-        whole_lse = b.array("lse", _wide(p.dtype), (p.B, p.H, p.Q))
+        whole_lse = b.array("lse", compute_dtype(p.dtype), (p.B, p.H, p.Q))
         out, lse = self.folded(whole_out), self.folded(whole_lse)
         if split.rows_left:
             b.step(Kernel(EDGE, "empty_rows"), self.of.get("sink_logits"), out, lse)
@@ -267,11 +278,6 @@ def _whole(shape: Shape, dtype: str) -> int:
     """Columns of memory whose rows begin at multiples of ALIGNMENT, as wide stores need them."""
     (*_, columns), step = shape, ALIGNMENT // BYTES[dtype]
     return -(-columns // step) * step
-
-
-def _wide(dtype: str) -> str:
-    """The type that scores are computed in."""
-    return "float64" if dtype == "float64" else "float32"
 
 
 def _join(b: Builder, p: Problem, out: str, lse: str, part_out: str, part_lse: str) -> None:
