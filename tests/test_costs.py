@@ -185,3 +185,19 @@ def test_a_measured_number_takes_the_place_of_the_one_before(command) -> None:
     file = File("x", 90, 132, (), {"16": "triton"}, (one, one._replace(head=64)))
     again = command.replaced(file, [one._replace(value=2.0, by="again"), one._replace(of="hopper")])
     assert again.costs == (one._replace(value=2.0, by="again"), one._replace(head=64), one._replace(of="hopper"))
+
+
+def test_two_files_are_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    """Each case by the choice of each file; afterwards plans are made by the committed one."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import compare_costs
+
+    given = tmp_path / "cpu.json"
+    given.write_text((FOLDER / "cpu.json").read_text())
+    compare_costs.main([str(given), "window", "--device", "cpu"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [["window", "forward"], ["window", "backward"]]
+    assert all("committed: blocked" in line and "given: blocked" in line for line in lines)
+    with pytest.raises(SystemExit, match="no file of costs is called 'other': cpu, h200"):
+        compare_costs.main([str(given.rename(tmp_path / "other.json")), "window", "--device", "cpu"])
+    sys.modules.pop("compare_costs")

@@ -48,12 +48,12 @@ class Workload:
 
     @cached_property
     def density(self) -> float:
-        """Memo pairs over Q x K."""
+        """Kept pairs over Q x K."""
         return self.pattern.density(self.case.Q, self.case.K, self.q_offset)
 
     @property
     def pairs(self) -> int:
-        """Memo pairs over all batch elements and query heads."""
+        """Kept pairs over all batch elements and query heads."""
         return round(self.density * self.case.B * self.case.H * self.case.Q * self.case.K)
 
 
