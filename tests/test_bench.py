@@ -28,6 +28,7 @@ from gossamer.bench.measure import ROUNDS, Timing, peak_bytes, reset_peak, time_
 from gossamer.bench.peer import Peer, Prepared, Refusal
 from gossamer.bench.peers import PEERS, block_matrix
 from gossamer.bench.processes import run_cases
+from gossamer.bench.results import append_records, read_records
 from gossamer.bench.rows import Row, append_rows, fill_ratios, refusals, table
 from gossamer.bench.workload import Workload, find, make_inputs, workloads
 from gossamer.cli import app
@@ -130,7 +131,7 @@ def test_a_case_end_to_end(tmp_path: Path) -> None:
     arguments = ["bench", "window", "--peers", "--device", "cpu", "--budget", "0.02", "--out", str(out)]
     done = runner.invoke(app, arguments, env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = read_records(out)
     assert {row["direction"] for row in rows} == {"forward", "backward"}
     ours = [row for row in rows if not row["peer"]]
     assert [row["implementation"] for row in ours] == ["gossamer blocked"] * 2
@@ -159,7 +160,7 @@ def test_a_case_end_to_end(tmp_path: Path) -> None:
     before = len(rows)
     alone = ["bench", "window", "--device", "cpu", "--budget", "0.02", "--out", str(out)]
     assert runner.invoke(app, alone).exit_code == 0
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = read_records(out)
     assert [row["turns"] for row in rows[before:]] == [1, 1]
 
 
@@ -205,7 +206,7 @@ def test_a_case_on_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     done = runner.invoke(app, ["bench", "window", "bigbird", "--peers", "--budget", "0.02", "--out", str(out)])
     assert done.exit_code == 0, done.output
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = read_records(out)
     for row in rows:
         if row["peer"]:
             continue
@@ -338,6 +339,18 @@ def test_the_default_file_is_checked_too(tmp_path: Path, monkeypatch: pytest.Mon
     assert done.stderr == told
 
 
+def test_rows_are_not_added_to_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_run, "run_case", lambda *a: pytest.fail("a case is measured"))
+    out = tmp_path / "notes"
+    for text in ('{"case": "a"}\n[1]\n', '{"case": "a"}\n{"ca\n'):
+        out.write_text(text)
+        done = runner.invoke(app, ["bench", "window", "--device", "cpu", "--out", str(out)])
+        assert done.exit_code == 2
+        why = f"line 2 of {out} is no JSON object"
+        assert done.stderr == f"gossamer: --out {str(out)!r} does not hold rows to add to: {why}\n"
+        assert out.read_text() == text
+
+
 def test_what_was_measured_is_shown_where_it_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[str] = []
 
@@ -360,6 +373,28 @@ def test_what_was_measured_is_shown_where_it_cannot_be_kept(tmp_path: Path, monk
     assert bare == f"gossamer bench: no row has a time: {chart} is not drawn" and not chart.exists()
 
 
+def test_rows_are_read_as_they_were_added(tmp_path: Path) -> None:
+    """What rows share is written once, whatever lacks a field, has it in another type, or comes from another run."""
+    path = tmp_path / "deep" / "rows.jsonl"
+    first = {"run": "a", "commit": "x", "case": "window", "shape": {"B": 1}, "ms": 1.0}
+    added = [
+        [first, first | {"ms": 1}, first | {"ms": True}],
+        [first, {name: value for name, value in first.items() if name != "shape"}],
+        [first | {"commit": "y", "none": None}, first | {"commit": "y", "none": 0.0}],
+        [first],
+    ]
+    for rows in added:
+        append_records(rows, path, ("run", "commit"))
+    told = [row for rows in added for row in rows]
+    assert [json.dumps(row, sort_keys=True) for row in read_records(path)] == [
+        json.dumps(row, sort_keys=True) for row in told
+    ]
+    assert len(path.read_text().splitlines()) == 3 + len(added)
+    assert path.read_text().count("window") == len(added)
+    path.write_text("".join(json.dumps(row) + "\n" for row in told))  # a row a line is as good
+    assert read_records(path) == told
+
+
 def test_a_failed_row_is_shown_with_its_reason(tmp_path: Path) -> None:
     from rich.console import Console
 
@@ -369,7 +404,7 @@ def test_a_failed_row_is_shown_with_its_reason(tmp_path: Path) -> None:
     console.print(table([row]))
     assert "failed: out of head 0: error [1e-1]" in console.export_text()
     append_rows([row], tmp_path / "deep" / "rows.jsonl")
-    assert json.loads((tmp_path / "deep" / "rows.jsonl").read_text())["status"] == "failed"
+    assert [told["status"] for told in read_records(tmp_path / "deep" / "rows.jsonl")] == ["failed"]
     console.file.close()
 
 
