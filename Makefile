@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints/cpu.txt scripts/install.sh
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/gossamer demo
+	$(BIN)/python -m examples.language_model
 
 # One thread a worker, which does not spin while it waits: two workers on two cores do not compete.
 test: $(STAMP)
