@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from bound import bound
 
-from gossamer.bench.check import Inputs, compare, draw_samples
+from gossamer.bench.check import compare, draw_samples
 from gossamer.bench.measure import time_call
 from gossamer.bench.results import append_records
 from gossamer.kernels.contract import Scoring, Terms
@@ -42,6 +42,7 @@ from gossamer.kernels.hopper.launch.forward import forward as launch_forward
 from gossamer.patterns import BigBird, Pattern, SlidingWindow
 from gossamer.plan.problem import Problem
 from gossamer.testing.cases import bigbird_matrix
+from gossamer.testing.inputs import Inputs
 
 GAIN = 0.99
 ROUNDS = 3

@@ -25,7 +25,7 @@ import torch
 import triton
 from bound import bound, rows_of
 
-from gossamer.bench.check import Inputs, compare, draw_samples
+from gossamer.bench.check import compare, draw_samples
 from gossamer.bench.measure import matmul_rate, time_call
 from gossamer.bench.peer import backward_call
 from gossamer.bench.peers import PEERS
@@ -42,6 +42,7 @@ from gossamer.layouts.build import build
 from gossamer.patterns import BigBird, Pattern, SlidingWindow
 from gossamer.plan.problem import Problem
 from gossamer.testing.cases import bigbird_matrix
+from gossamer.testing.inputs import Inputs
 
 DEVICE = torch.device("cuda")
 PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}

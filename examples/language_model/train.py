@@ -21,9 +21,10 @@ from torch import Tensor
 from examples.language_model.data import Text, load_text, training_batch, validation_windows
 from examples.language_model.model import ModelConfig, Transformer, attend, demo_pattern
 from examples.language_model.settings import Settings
-from gossamer.bench.check import Inputs, compare, draw_samples
+from gossamer.bench.check import compare, draw_samples
 from gossamer.bench.measure import peak_bytes, reset_peak, time_call
 from gossamer.kernels.contract import Terms
+from gossamer.testing.inputs import Inputs
 
 WARM_UP = 0.1  # share of the steps
 CURVE_POINTS = 10  # validations on the way
