@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from choices import everywhere
 
+from gossamer.bench.results import read_records
 from gossamer.patterns import Pattern
 from gossamer.plan.capability import GatherChoice
 from gossamer.plan.costs import BITS, FOLDER, HEADS, Cost, DeviceCosts, File, costs_of, files, read
@@ -36,7 +37,7 @@ def test_every_number_has_a_source_that_is_there(name: str) -> None:
         for page in re.findall(r"docs/[\w/]+\.md", cost.by):
             assert (ROOT / page).is_file(), cost
         for results, case, direction in re.findall(r"(\w+\.jsonl): (\w+).* (forward|backward)", cost.by):
-            rows = (json.loads(line) for line in (ROOT / "benchmarks" / "results" / results).read_text().splitlines())
+            rows = read_records(ROOT / "benchmarks" / "results" / results)
             assert any((row["case"], row["direction"]) == (case, direction) for row in rows), cost
 
 
