@@ -168,8 +168,12 @@ class _Writer:
             made = f"{self._constant(slot(dtype, array.shape, array.fill or 0.0, self.device), 'slot')}()"
         else:
             like = self._constant(template(self.device, dtype, array.shape), "like")
-            self.scope |= {"empty_like": torch.empty_like, "contiguous": torch.contiguous_format}
-            made = f"empty_like({like}, memory_format=contiguous)"
+            if array.strides is None:
+                self.scope |= {"empty_like": torch.empty_like, "contiguous": torch.contiguous_format}
+                made = f"empty_like({like}, memory_format=contiguous)"
+            else:
+                shape, strides = self._constant(array.shape, "shape"), self._constant(array.strides, "strides")
+                made = f"{like}.new_empty_strided({shape}, {strides})"
             if array.fill is not None:
                 made += f".fill_({self._constant(array.fill)})"
         self.lines.append(f"{_plain(name)} = {made}")

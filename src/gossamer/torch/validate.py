@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from gossamer.plan.table import NAMES
 
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 MAX_HEAD = 4096
+Layout = Literal["bhnd", "bshd"]  # how q, k, v and out lie: (B, heads, positions, size) or (B, positions, heads, size)
+BHND: Layout = "bhnd"
 
 _NESTED = (
     "; of sequences of several lengths give their padding as key_lengths, or pack them behind one another: Document"
@@ -27,7 +29,10 @@ _NESTED = (
 
 
 class Arguments(NamedTuple):
-    """The arguments of one call, tensors four-dimensional: q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E)."""
+    """The arguments of one call, tensors four-dimensional: q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E).
+
+    With `bshd` they are views of (B, Q, H, D) and so on, and so are out, dq, dk and dv.
+    """
 
     q: Tensor
     k: Tensor
@@ -42,14 +47,29 @@ class Arguments(NamedTuple):
     implementation: str | None
     deterministic: bool
     backward: bool
+    bshd: bool = False
 
 
 def options_of(a: Arguments) -> tuple[Any, ...]:
     """All but q, k and v, in the order of the operators."""
     return (
         a.q_offset, a.q_offset_tensor, a.key_lengths, a.sink_logits, a.alibi_slopes, a.scale, a.softcap,
-        a.implementation, a.deterministic, a.backward,
+        a.implementation, a.deterministic, a.backward, a.bshd,
     )  # fmt: skip
+
+
+def is_bshd(layout: Any) -> bool:
+    """Whether `layout` says (B, positions, heads, size).
+
+    Raises:
+        ValueError: it is none of those that there are.
+    """
+    if not isinstance(layout, str) or layout not in ("bhnd", "bshd"):
+        raise ValueError(
+            'layout must be "bhnd", of q (B, H, Q, D), or "bshd", of q (B, Q, H, D); '
+            f"got {describe(layout)}; what is attended is the argument `pattern`"
+        )
+    return layout == "bshd"
 
 
 class Told(NamedTuple):
@@ -115,7 +135,8 @@ def check_types(
         return
     for name, x in (("key_lengths", key_lengths), ("sink_logits", sink_logits), ("alibi_slopes", alibi_slopes)):
         if x is not None and not isinstance(x, Tensor):
-            raise ValueError(f"{name} must be a torch tensor or None; got {describe(x)}")
+            kinds = "a torch tensor, a list of integers or None" if name == "key_lengths" else "a torch tensor or None"
+            raise ValueError(f"{name} must be {kinds}; got {describe(x)}")
         if x is not None and x.device != q.device:
             raise ValueError(f"{name} must be a tensor on q's device, {q.device}; got {describe(x)}")
     for name, x in (("scale", scale), ("softcap", softcap)):
@@ -216,13 +237,16 @@ def validate(a: Arguments) -> None:
             raise ValueError(f"{name} must {accepted}; got {describe(given)}")
 
 
-def four_dimensional(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def four_dimensional(q: Tensor, k: Tensor, v: Tensor, bshd: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as (B, heads, positions, features), from two, three or four dimensions."""
     if not (q.ndim == k.ndim == v.ndim and 2 <= q.ndim <= 4):
+        forms = "(N, D), (N, H, D) or (B, N, H, D)" if bshd else "(N, D), (H, N, D) or (B, H, N, D)"
         raise ValueError(
-            f"q, k and v must all have 2, 3 or 4 dimensions: (N, D), (H, N, D) or (B, H, N, D); "
+            f"q, k and v must all have 2, 3 or 4 dimensions: {forms}; "
             f"got shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
         )
+    if bshd and q.ndim > 2:
+        q, k, v = q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
     if q.ndim == 4:
         return q, k, v
     if q.ndim == 3:
@@ -230,11 +254,11 @@ def four_dimensional(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
     return q[None, None], k[None, None], v[None, None]
 
 
-def fewer(out: Tensor, lse: Tensor, dims: int) -> tuple[Tensor, Tensor]:
-    """out and lse with as many dimensions as q had."""
+def fewer(out: Tensor, lse: Tensor, dims: int, bshd: bool = False) -> tuple[Tensor, Tensor]:
+    """out and lse with as many dimensions as q had, and out in the order of q's."""
     for _ in range(4 - dims):
         out, lse = out.squeeze(0), lse.squeeze(0)
-    return out, lse
+    return out.transpose(-3, -2) if bshd and dims > 2 else out, lse
 
 
 def check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
