@@ -85,9 +85,10 @@ def test_ranks() -> None:
         torch.testing.assert_close((part, part_lse), (out[at], lse[at]))
 
 
+@pytest.mark.parametrize("bshd", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("form", ["pattern", "mask", "layout_of_tensors"])
-def test_opcheck(form: str, grad: bool) -> None:
+def test_opcheck(form: str, grad: bool, bshd: bool) -> None:
     given = FORMS[form](P, 40)
     if form == "pattern":
         entered: tuple[Any, ...] = [], [], given.handle
@@ -97,7 +98,7 @@ def test_opcheck(form: str, grad: bool) -> None:
         entered = given.rows.arrays(), [32, 64, 40, 40], -1
     sink = torch.randn(4, requires_grad=grad)
     operator = torch.ops.gossamer.forward.default
-    args = (*qkv(grad=grad), *entered, None, None, None, sink, None, None, None, None, False, False)
+    args = (*qkv(grad=grad), *entered, None, None, None, sink, None, None, None, None, False, False, bshd)
     result = torch.library.opcheck(operator, args)
     assert set(result.values()) == {"SUCCESS"}
 

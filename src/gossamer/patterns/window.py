@@ -19,7 +19,7 @@ from gossamer.patterns.validate import array, digest, integer, optional_integer,
 class SlidingWindow(Pattern):
     """A query at position i sees the keys i - left <= j <= i + right, both ends included.
 
-    Hugging Face's and vLLM's causal `sliding_window=W` is `SlidingWindow(W - 1)`.
+    `SlidingWindow.of_size(W)` counts as transformers and vLLM do: the W keys that end at the query, itself included.
 
     Args:
         left: keys before the query; None is unbounded.
@@ -37,6 +37,25 @@ class SlidingWindow(Pattern):
         object.__setattr__(self, "left", optional_integer("left", self.left, minimum=0))
         object.__setattr__(self, "right", optional_integer("right", self.right, minimum=0))
         object.__setattr__(self, "sinks", integer("sinks", self.sinks, minimum=0))
+
+    @classmethod
+    def of_size(cls, size: int, *, sinks: int = 0) -> SlidingWindow:
+        """The `size` keys that end at the query, itself included: `SlidingWindow(size - 1)`.
+
+        This is `sliding_window=size` of transformers and vLLM. flash-attn's `window_size=(left, 0)` is
+        `SlidingWindow(left)`, which sees `left + 1` keys.
+
+        Raises:
+            ValueError: size is under 1.
+
+        Example:
+            >>> import gossamer as gs
+            >>> gs.SlidingWindow.of_size(2).materialize(3, 3).astype(int)
+            array([[1, 0, 0],
+                   [1, 1, 0],
+                   [0, 1, 1]])
+        """
+        return cls(integer("size", size, minimum=1) - 1, sinks=sinks)
 
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         kept = np.ones(np.broadcast_shapes(i.shape, j.shape), dtype=bool)

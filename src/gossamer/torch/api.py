@@ -183,7 +183,13 @@ def _run(request: Request, key: tuple[Any, ...] | None) -> tuple[Tensor, Tensor]
 
 
 def _growing(
-    q: Tensor, k: Any, v: Any, pattern: Any, options: tuple[Any, ...], vectors: tuple[Any, ...], bshd: bool
+    q: Tensor,
+    k: Any,
+    v: Any,
+    pattern: Any,
+    options: tuple[Any, Any, Any, Any, bool],
+    vectors: tuple[Any, ...],
+    bshd: bool,
 ) -> Any:
     """The call of one query behind keys that grow, if it is one."""
     if not bshd:

@@ -22,7 +22,7 @@ from gossamer.plan.problem import Unsupported
 from gossamer.torch import parts
 from gossamer.torch.bind import bind
 from gossamer.torch.memory import hold_for_graphs
-from gossamer.torch.plan import Given, Placed, check_rows, given_layout, held, place, plan_for, scoring_of
+from gossamer.torch.plan import Given, Placed, check_rows, check_sizes, given_layout, held, place, plan_for, scoring_of
 from gossamer.torch.request import Attended, Key, Request, alignment, plain, results_in_bshd
 from gossamer.torch.validate import (
     Arguments,
@@ -62,7 +62,7 @@ def call_of(request: Request, key: Key | None = None) -> Call:
 class Fewer(NamedTuple):
     """A call whose q, k and v have two or three dimensions, or are (B, positions, heads, size)."""
 
-    call: Callable[..., tuple[Tensor, ...]]
+    call: Any
     dims: int
     bshd: bool
 
@@ -103,6 +103,7 @@ class Call:
         self.plan = plan_for(a, attended.geometry, request.keys)
         self.scoring = scoring_of(a, self.plan.problem.K)
         check_rows(self.plan.problem, self.scoring, attended.handle)
+        check_sizes(a, attended.handle)
         self.differentiable, self.device, self.attended = a.backward, a.q.device, attended._replace(data=(), alive=None)
         self.options = a._replace(q=None, k=None, v=None, key_lengths=None, sink_logits=None, alibi_slopes=None)  # type: ignore[arg-type]
         self.bytes = 0

@@ -248,11 +248,12 @@ def lengths(x: Any, q: Any) -> Any:
     if not isinstance(x, (list, tuple)) or not isinstance(q, Tensor):
         return x
     B, every = q.shape[0] if q.ndim == 4 else 1, [number(one) for one in x]
+    wanted = f"key_lengths, a list, must hold B={B} integers, one for each batch element"
     for one in every:
         if isinstance(one, bool) or not isinstance(one, (int, torch.SymInt)):
-            raise ValueError(f"key_lengths, a list, must hold an integer for each batch element; it holds {describe(one)}")
+            raise ValueError(f"{wanted}; it holds {describe(one)}")
     if len(every) != B:
-        raise ValueError(f"key_lengths, a list, must hold B={B} integers, one for each batch element; got {describe(x)}")
+        raise ValueError(f"{wanted}; got {describe(x)}")
     held = torch.iinfo(torch.int32).max  # lengths over K are K, those under 0 are 0
     return torch.tensor([max(0, min(one, held)) for one in every], dtype=torch.int32, device=q.device)
 

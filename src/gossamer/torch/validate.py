@@ -23,6 +23,7 @@ MAX_HEAD = 4096
 Layout = Literal["bhnd", "bshd"]  # how q, k, v and out lie: (B, heads, positions, size) or (B, positions, heads, size)
 BHND: Layout = "bhnd"
 
+OTHER_LAYOUT = '; sizes fit in the other layout: "bhnd", the default, reads (B, H, N, D), layout="bshd" (B, N, H, D)'
 _NESTED = (
     "; of sequences of several lengths give their padding as key_lengths, or pack them behind one another: Document"
 )
@@ -110,6 +111,8 @@ def instead(given: Any) -> str:
         return f"; this is a class, {given.__name__}(...) is a pattern"
     elif isinstance(given, (list, tuple)) and given and all(isinstance(p, Pattern) for p in given):
         return "; PerHead(patterns) gives each query head its own, PerBatch(patterns) each batch element"
+    elif isinstance(given, (bool, str)):
+        return "; causal attention is Causal(), a window SlidingWindow.of_size(W)"
     elif callable(given):
         return "; Predicate(fn) takes a function fn(i, j), from_flex(mask_mod, Q, K) one of FlexAttention"
     return ""
@@ -122,7 +125,8 @@ def check_types(
     """What the operator's schema would refuse with a less helpful error; values and shapes are checked inside it."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
-            raise ValueError(f"{name} must be a torch tensor; got {describe(x)}")
+            of_array = "; torch.from_numpy(array) makes one" if isinstance(x, np.ndarray) else ""
+            raise ValueError(f"{name} must be a torch tensor; got {describe(x)}{of_array}")
         if x.is_nested:
             raise ValueError(f"{name} must be a tensor of one shape; got {describe(x)}{_NESTED}")
         if x.layout != torch.strided:
@@ -149,7 +153,7 @@ def check_types(
         if isinstance(x, Tensor) and x.is_nested:
             raise ValueError(f"{name} must be a tensor of one shape; got {describe(x)}")
     if isinstance(q_offset, int) and not -(2**31) < q_offset < 2**31:
-        raise ValueError(f"q_offset must be an integer within 2**31; got {describe(q_offset)}")
+        raise ValueError(f"q_offset must be an integer over -2**31 and under 2**31; got {describe(q_offset)}")
     for name, x in (("scale", scale), ("softcap", softcap)):
         if isinstance(x, int) and abs(x) > 2**53:
             raise ValueError(f"{name} must be a number of at most 2**53; got {describe(x)}")
@@ -174,10 +178,12 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
     yield k.shape[3] == q.shape[3], "k", k, f"have the head size of q, D={q.shape[3]}"
     yield v.shape[1:3] == k.shape[1:3], "v", v, f"have the heads and positions of k, (G, K) = {tuple(k.shape[1:3])}"
     yield v.shape[3] > 0, "v", v, "have no empty dimension"
-    yield q.shape[1] % k.shape[1] == 0, "k", k, f"have a number of heads G that divides q's H={q.shape[1]}"
+    heads = Told(f"G={k.shape[1]}, {describe(k)}")
+    yield q.shape[1] % k.shape[1] == 0, "k", heads, f"have a number of heads G that divides q's H={q.shape[1]}"
     sizes = q.shape[3], v.shape[3]
     yield max(sizes) <= MAX_HEAD, "q and v", sizes, f"have head sizes D, E up to {MAX_HEAD}"
-    yield max(q.shape[2], k.shape[2]) < 2**31 - 2**16, "q and k", q, "have fewer than 2**31 positions"
+    most, longest = 2**31 - 2**16, (q.shape[2], k.shape[2])
+    yield max(longest) < most, "q and k", longest, f"have fewer than 2**31 - 2**16 = {most} positions Q, K"
     B, H = q.shape[:2]
     if a.scale is not None or a.softcap is not None:
         yield from _factor_checks(a)
@@ -200,7 +206,8 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
         yield vector.device == q.device, name, vector, f"be a tensor on q's device, {q.device}"
     yield (
         a.alibi_slopes is None or not a.alibi_slopes.requires_grad,
-        "alibi_slopes", Told("a tensor that requires grad"), "be a constant; no gradient is computed for it",
+        "alibi_slopes", Told("a tensor that requires grad; give alibi_slopes.detach()"),
+        "be a constant, for which no gradient is computed",
     )  # fmt: skip
     yield (
         a.implementation is None or a.implementation in NAMES,
@@ -234,7 +241,15 @@ def validate(a: Arguments) -> None:
     """Raise ValueError for the first argument that is wrong."""
     for right, name, given, accepted in _checks(a):
         if not right:
-            raise ValueError(f"{name} must {accepted}; got {describe(given)}")
+            raise ValueError(f"{name} must {accepted}; got {describe(given)}{_other_layout(a)}")
+
+
+def _other_layout(a: Arguments) -> str:
+    """For the end of a message: that all would be right in the other layout, where it would."""
+    if not a.q.ndim == a.k.ndim == a.v.ndim == 4 or a.q.shape[1] == a.k.shape[1] == 1:
+        return ""  # one head is most often none, of (N, D)
+    turned = a._replace(q=a.q.transpose(1, 2), k=a.k.transpose(1, 2), v=a.v.transpose(1, 2))
+    return OTHER_LAYOUT if all(right for right, *_ in _checks(turned)) else ""
 
 
 def four_dimensional(q: Tensor, k: Tensor, v: Tensor, bshd: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -263,16 +278,17 @@ def fewer(out: Tensor, lse: Tensor, dims: int, bshd: bool = False) -> tuple[Tens
 
 def check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
     """Raise ValueError unless a boolean mask broadcasts to (B, H, Q, K) and lies on q's device."""
-    (B, H, Q, _), (_, _, K, _) = q.shape, k.shape
+    (B, H, Q, _), (_, G, K, _) = q.shape, k.shape
     shape = (B, H, Q, K)
-    fits = 0 < mask.ndim <= 4 and all(
-        n in (1, want) for n, want in zip(reversed(mask.shape), reversed(shape), strict=False)
+    fits, turned = (
+        0 < mask.ndim <= 4 and all(n in (1, want) for n, want in zip(mask.shape[::-1], sizes[::-1], strict=False))
+        for sizes in (shape, (B, Q, H, G))
     )
     of_keys = "; a mask of keys (B, K) is given as mask[:, None, None], and lengths are faster as key_lengths"
     if mask.dtype != torch.bool or mask.device != q.device or not fits:
         raise ValueError(
             f"pattern, a dense mask, must be boolean, on {q.device}, and broadcast to (B, H, Q, K) = {shape}; "
-            f"got {describe(mask)}{of_keys if mask.shape == (B, K) else ''}"
+            f"got {describe(mask)}{of_keys if mask.shape == (B, K) else OTHER_LAYOUT if turned and not fits else ''}"
         )
 
 
@@ -286,7 +302,8 @@ def check_layout(walk: Walk, q: Tensor, k: Tensor) -> None:
 def _layout_checks(walk: Walk, q: Tensor, k: Tensor) -> Iterator[tuple[bool, str, Any, str]]:
     Q, K, (B, H) = q.shape[2], k.shape[2], q.shape[:2]
     br, bc = walk.block_rows, walk.block_columns
-    yield (walk.rows, walk.columns) == (Q, K), "(Q, K)", (walk.rows, walk.columns), f"of the inputs, {(Q, K)}"
+    sizes, other = (walk.rows, walk.columns), OTHER_LAYOUT if (walk.rows, walk.columns) == (H, k.shape[1]) else ""
+    yield sizes == (Q, K), "(Q, K)", Told(f"{sizes}{other}"), f"of the inputs, {(Q, K)}"
     for name, block in (("block_q", br), ("block_kv", bc)):
         yield 0 < block <= 1024 and block % WORD == 0, name, block, f"a multiple of {WORD} up to 1024"
     for at, x in enumerate(walk.arrays()):
