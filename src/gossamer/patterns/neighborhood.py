@@ -33,6 +33,17 @@ class Neighborhood(Pattern):
         border: "cut": boxes are cut at the edges of the grid. "shift": they are moved inside, so that every query has
             as many neighbours, as neighbourhood attention defines it (NATTEN, arXiv:2204.07143); but an axis that
             reaches to one side alone is causal there and cut. Or one of both for each axis, taken as it is.
+
+    Examples:
+        >>> gs.Neighborhood((3, 3), 1).materialize(9, 9).astype(int)[4]  # the centre of a 3 x 3 image sees all
+        array([1, 1, 1, 1, 1, 1, 1, 1, 1])
+        >>> gs.Neighborhood((1, 6), (0, 1), border="shift").materialize(6, 6).astype(int)  # NATTEN: kernel size 3
+        array([[1, 1, 1, 0, 0, 0],
+               [1, 1, 1, 0, 0, 0],
+               [0, 1, 1, 1, 0, 0],
+               [0, 0, 1, 1, 1, 0],
+               [0, 0, 0, 1, 1, 1],
+               [0, 0, 0, 1, 1, 1]])
     """
 
     shape: tuple[int, ...]

@@ -27,6 +27,15 @@ class SlidingWindow(Pattern):
         sinks: the first `sinks` keys of the sequence, not of each packed document, are always visible (attention
             sinks, arXiv:2309.17453): when `right == 0` to queries at and behind them, j <= i, and for any other
             `right` to every query, those before them too.
+
+    Examples:
+        >>> gs.SlidingWindow(1).materialize(4, 4).astype(int)
+        array([[1, 0, 0, 0],
+               [1, 1, 0, 0],
+               [0, 1, 1, 0],
+               [0, 0, 1, 1]])
+        >>> gs.SlidingWindow(3) == gs.SlidingWindow.of_size(4)
+        True
     """
 
     left: int | None
@@ -48,7 +57,7 @@ class SlidingWindow(Pattern):
         Raises:
             ValueError: size is under 1.
 
-        Example:
+        Examples:
             >>> import gossamer as gs
             >>> gs.SlidingWindow.of_size(2).materialize(3, 3).astype(int)
             array([[1, 0, 0],
@@ -112,6 +121,13 @@ class Local(Pattern):
     """Positions are cut into blocks, and a query sees the keys of its own block: i // block == j // block.
 
     `Local(block) & Causal()` is the causal variant.
+
+    Examples:
+        >>> gs.Local(2).materialize(4, 4).astype(int)
+        array([[1, 1, 0, 0],
+               [1, 1, 0, 0],
+               [0, 0, 1, 1],
+               [0, 0, 1, 1]])
     """
 
     block: int
@@ -142,6 +158,14 @@ class Longformer(Pattern):
         window: keys in the window, the query itself not counted: window // 2 on each side.
         global_tokens: positions of the global tokens, each in [0, K).
         dilation: distance between neighbouring keys of the window.
+
+    Examples:
+        >>> gs.Longformer(2, [0]).materialize(5, 5).astype(int)
+        array([[1, 1, 1, 1, 1],
+               [1, 1, 1, 0, 0],
+               [1, 1, 1, 1, 0],
+               [1, 0, 1, 1, 1],
+               [1, 0, 0, 1, 1]])
     """
 
     window: int

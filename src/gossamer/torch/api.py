@@ -103,7 +103,8 @@ def attention(
         q_offset: position of query row 0, K - Q by default. A 0-d tensor is read when the operator runs, which waits
             for a GPU. Refused where rows have no positions: with a mask, a block mask, a layout or a sparse matrix.
         key_lengths: (B,) integers of any size; keys j >= key_lengths[b] are not attended. Their memory must hold finite
-            numbers. Positions do not follow them: with a cache of fixed size, a window needs `q_offset` too.
+            numbers. Positions do not follow them: with a cache of fixed size, a window needs `q_offset` too. Of a list
+            or a tuple of B integers each call makes a tensor on q's device.
         softcap: scores become softcap * tanh(score / softcap).
         sink_logits: (H,), any float type, differentiable; exp(sink) joins the denominator and lse. An empty row's lse
             is the sink.
@@ -115,12 +116,31 @@ def attention(
             each term that keeps it.
         implementation: by name, runs or raises `Unsupported`; None is the first that supports the problem.
         deterministic: the same bits every time; torch.are_deterministic_algorithms_enabled() by default.
+        layout: how q, k, v and out lie: "bhnd" is (B, heads, positions, size); "bshd" is (B, positions, heads, size),
+            or (positions, heads, size), read in place where an implementation takes strides. Masks and lse are
+            (B, H, Q, K) and (B, H, Q) in both. Sizes that fit both cannot be told apart.
 
     Returns:
-        out (B, H, Q, E) and so on, in q's dtype; with lse if asked for.
+        out (B, H, Q, E), or (B, Q, H, E) with layout="bshd", and so on, contiguous, in q's dtype; with lse if asked
+        for.
 
     Raises:
         ValueError: an argument is wrong; `Unsupported` is one.
+
+    Examples:
+        >>> q, k, v = (torch.randn(1, heads, 100, 16) for heads in (4, 2, 2))
+        >>> out, lse = gs.attention(q, k, v, gs.SlidingWindow.of_size(32), return_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([1, 4, 100, 16]), torch.Size([1, 4, 100]))
+        >>> packed = gs.Document([0] * 60 + [1] * 40) & gs.Causal()
+        >>> x = [x.transpose(1, 2) for x in (q, k, v)]  # (B, N, heads, size), as flash-attn has them
+        >>> gs.attention(*x, packed, layout="bshd").shape
+        torch.Size([1, 100, 4, 16])
+        >>> mask = torch.from_numpy(packed.materialize(100, 100))
+        >>> torch.allclose(gs.attention(q, k, v, packed), gs.attention(q, k, v, mask), atol=1e-6)
+        True
+        >>> gs.attention(q, k, v, key_lengths=[80]).shape
+        torch.Size([1, 4, 100, 16])
     """
     if not isinstance(return_lse, bool):
         raise ValueError(f"return_lse must be True or False; got {describe(return_lse)}")

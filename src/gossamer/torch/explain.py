@@ -257,6 +257,16 @@ def explain(
 
     Raises:
         ValueError: as `attention`, or `merge` is given.
+
+    Examples:
+        >>> q = torch.randn(1, 2, 256, 16)
+        >>> found = gs.explain(q, q, q, gs.SlidingWindow(31))
+        >>> found.implementation, round(found.density, 4)
+        ('blocked', 0.1174)
+        >>> print(found.verdict)  # doctest: +ELLIPSIS
+        This call runs on blocked: it executes 28,672 of the 65,536 pairs of a head, to keep 7,696; dense attention, ...
+        >>> print(found.refused[-1])
+        not reference: comes after the one chosen
     """
     if not isinstance(return_lse, bool):
         raise ValueError(f"return_lse must be True or False; got {describe(return_lse)}")
