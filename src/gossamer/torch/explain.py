@@ -304,7 +304,7 @@ def explain(
     counts: tuple[Way, ...] = () if which is None else ways(plan, which, scoring.q_offset)
     later_counts = () if which is None or later is None else ways(later, which, scoring.q_offset)
     fill = executed / useful if useful else 1.0
-    causal = False if whole is None or reordered else is_causal(whole, p.Q, p.K, scoring.q_offset)
+    causal = False if whole is None or reordered is not None else is_causal(whole, p.Q, p.K, scoring.q_offset)
     return Explanation(
         problem=replace(p, backward=backward),
         implementation=_names(computed),
