@@ -353,7 +353,7 @@ def _refused(computed: list[_Computed], p: Problem, asked_for: str | None, grows
     for at, other in enumerate(NAMES):
         candidate = load(other)
         walks = not isinstance(candidate, str) and candidate.layout == "block"
-        unused = "its tiles hold more pairs of this pattern" if walks and at < first else "comes after the one chosen"
+        unused = "its tiles would execute more pairs" if walks and at < first else "comes after the one chosen"
         if at < first and grows:
             unused = "plans one query again for each number of keys"
         if other not in named:
