@@ -68,7 +68,8 @@ def is_causal(pattern: Pattern, Q: int, K: int, q_offset: int) -> bool:
     sizes = pattern._sizes(Q, K, q_offset)
     if q_offset >= K - 1:  # no key is behind any query
         return False
-    intervals = [part.intervals(sizes) for part in pattern.distinct()[0]]
+    parts, _ = pattern.distinct()
+    intervals = [part.intervals(sizes) for part in parts]
     if all(found is not None for found in intervals):
         last = np.arange(Q) + q_offset
         return all(bool(((hi <= lo) | (hi - 1 <= last)).all()) for lo, hi in filter(None, intervals))

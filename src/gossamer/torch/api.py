@@ -11,7 +11,7 @@ from gossamer.layouts import BlockLayout
 from gossamer.patterns import Pattern
 from gossamer.patterns.handles import pattern_of
 from gossamer.patterns.reordered import ReorderedCSR
-from gossamer.torch.calls import Fewer, call_of, known, resolved
+from gossamer.torch.calls import call_of, known, resolved
 from gossamer.torch.decoding import growing_call
 from gossamer.torch.merge import branches_of
 from gossamer.torch.merge import merge as merge_results
@@ -29,7 +29,7 @@ from gossamer.torch.request import (
     slopes,
     wide,
 )
-from gossamer.torch.validate import BHND, Layout, describe, fewer, four_dimensional, is_bshd, options_of
+from gossamer.torch.validate import BHND, Layout, describe, fewer, is_bshd, options_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -167,7 +167,7 @@ def attention(
         key = key_of(q, k, v, which, *options, vectors, bshd)
         call: Any = None if key is None else known.get(key)
         if call is None and key is not None and q.ndim == 4 and q.shape[1 if bshd else 2] == 1:
-            call = _growing(q, k, v, which, options, vectors, bshd)
+            call = growing_call(q, k, v, which, *options, vectors, bshd)
         if call is not None:
             out, lse = call(q, k, v, *vectors)
             return (out, lse) if return_lse else out
@@ -200,24 +200,6 @@ def _run(request: Request, key: tuple[Any, ...] | None) -> tuple[Tensor, Tensor]
         rows = -3 if a.bshd and dims > 2 else -2
         out, lse = out.index_select(rows, back), lse.index_select(-1, back)
     return out, lse
-
-
-def _growing(
-    q: Tensor,
-    k: Any,
-    v: Any,
-    pattern: Any,
-    options: tuple[Any, Any, Any, Any, bool],
-    vectors: tuple[Any, ...],
-    bshd: bool,
-) -> Any:
-    """The call of one query behind keys that grow, if it is one."""
-    if not bshd:
-        return growing_call(q, k, v, pattern, *options, vectors)
-    if q.ndim == k.ndim == v.ndim:
-        call = growing_call(*four_dimensional(q, k, v, bshd), pattern, *options, vectors)
-        return call and Fewer(call, 4, bshd)  # of one query, out lies alike in both layouts
-    return None
 
 
 def _merged(

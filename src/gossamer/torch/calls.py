@@ -47,7 +47,7 @@ def call_of(request: Request, key: Key | None = None) -> Call:
     Args:
         key: where the call has one as it was given, under which nothing was found.
     """
-    as_given = key is not None
+    as_given = key is not None  # then the call is run with what was given, else with views of four dimensions
     if key is None:
         key = request.key
         found = known.get(key)

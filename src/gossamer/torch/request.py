@@ -186,13 +186,13 @@ class Request(NamedTuple):
 
 def results_in_bshd(direction: Direction, operands: Mapping[str, Operand]) -> dict[str, Operand]:
     """The results of a direction as they lie in memory of (B, positions, heads, size), by name."""
-    of = {f"d{name}": operands[name].shape for name in ("q", "k", "v")}
-    if direction == "forward":
-        of = {"out": (*of["dq"][:3], of["dv"][3])}
-    dtype, found = operands["q"].dtype, {}
+    q, k, v = (operands[name] for name in ("q", "k", "v"))
+    (*rows, _), (*_, columns) = q.shape, v.shape
+    of = {"out": (*rows, columns)} if direction == "forward" else {"dq": q.shape, "dk": k.shape, "dv": v.shape}
+    found = {}
     for name, (B, heads, N, size) in of.items():
         batch, row, head, one = compact((B, N, heads, size))
-        found[name] = Operand(dtype, (B, heads, N, size), (batch, head, row, one))
+        found[name] = Operand(q.dtype, (B, heads, N, size), (batch, head, row, one))
     return found
 
 

@@ -281,7 +281,8 @@ def check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
     (B, H, Q, _), (_, G, K, _) = q.shape, k.shape
     shape = (B, H, Q, K)
     fits, turned = (
-        0 < mask.ndim <= 4 and all(n in (1, want) for n, want in zip(mask.shape[::-1], sizes[::-1], strict=False))
+        0 < mask.ndim <= 4
+        and all(n in (1, want) for n, want in zip(reversed(mask.shape), reversed(sizes), strict=False))
         for sizes in (shape, (B, Q, H, G))
     )
     of_keys = "; a mask of keys (B, K) is given as mask[:, None, None], and lengths are faster as key_lengths"
