@@ -260,3 +260,25 @@ def test_explained_alike_in_both_layouts() -> None:
         assert "look again" not in str(told)
     told = gs.explain(*inputs(H=4, G=4), gs.Causal())  # read as 70 heads of 4 positions
     assert "more heads (H=70) than positions (Q=4)" in str(told) and "layout='bshd'" in str(told)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU; torch finds none")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("implementation", [None, "dense", "hopper", "triton", "blocked"])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_on_a_gpu(name: str, implementation: str | None, dtype: torch.dtype) -> None:
+    """Results and gradients of the default layout, in memory of the other one."""
+    pattern, x = PATTERNS[name], [y.detach().cuda().to(dtype).requires_grad_() for y in inputs(D=64, E=64)]
+    options: dict[str, Any] = {"implementation": implementation, "key_lengths": [3, 70], "deterministic": True}
+    try:
+        want, want_lse = gs.attention(*(y.transpose(1, 2) for y in x), pattern, **options, return_lse=True)
+    except gs.Unsupported as refused:
+        pytest.skip(str(refused))
+    dout = torch.randn(want.transpose(1, 2).shape, device="cuda").to(dtype)
+    right = torch.autograd.grad(want, x, dout.transpose(1, 2))
+    for _ in range(2):
+        out, lse = gs.attention(*x, pattern, **options, layout="bshd", return_lse=True)
+        found = torch.autograd.grad(out, x, dout)
+        assert all(y.is_contiguous() for y in (out, lse, *found))
+        torch.testing.assert_close((out, lse, *found), (want.transpose(1, 2), want_lse, *right), atol=2e-2, rtol=2e-2)
