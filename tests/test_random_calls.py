@@ -168,15 +168,22 @@ def one_call(seed: int, kind: Kind = CPU) -> None:
     options = {"q_offset": q_offset, "implementation": r.choice(kind.names), **terms}
     given = form_of(r, pattern, kept, Q, K, kind.device, plain, first == K - Q or "alibi_slopes" in terms)
     places, wanted = [r.choice(PLACES) for _ in range(3)], r.choice(["qkv", "qkv", "q", "kv"])
+    bshd = seed % 3 == 0
+    options["layout"] = "bshd" if bshd else "bhnd"
+    if "key_lengths" in terms and seed % 2:
+        options["key_lengths"] = terms["key_lengths"].tolist()
     said = f"{seed}: {given if given is pattern else type(given)} of {pattern!r} {values} {places} {wanted} {options}"
     for _ in range(2):
         shapes = (B, H, Q, D), (B, G, K, D), (B, G, K, E)
         inputs = [torch.randn(s, dtype=torch.float64).to(kind.device, kind.dtype) for s in shapes]
         q, k, v = (placed(where, x).requires_grad_(name in wanted)
                    for where, x, name in zip(places, inputs, "qkv", strict=True))  # fmt: skip
-        told = gs.explain(q, k, v, given, **options)
+        turned = [x.transpose(1, 2) if bshd else x for x in (q, k, v)]
+        told = gs.explain(*turned, given, **options)
         assert told.density == pytest.approx(float(kept.double().mean()), abs=1e-12), said
-        found = gs.attention(q, k, v, given, return_lse=True, **options)
+        out, lse = gs.attention(*turned, given, return_lse=True, **options)
+        assert out.is_contiguous(), said
+        found = out.transpose(1, 2) if bshd else out, lse
         exact, low = oracle(q, k, v, kept, Terms(**values)), tolerance.plain(q, k, v, kept, Terms(**values))
         dout, dlse = torch.randn_like(found[0]), torch.randn_like(found[1])
         leaves = [x for x in (q, k, v, terms.get("sink_logits")) if x is not None and x.requires_grad]

@@ -58,8 +58,8 @@ class Growing(NamedTuple):
         if self.seen.number != k.shape[2]:
             k, v = k.narrow(2, *self.seen), v.narrow(2, *self.seen)
         _, sinks, _ = vectors or (None, None, None)
-        results = self.call(q, k, v, self.length, sinks, None)
-        return fewer(*results, 4, self.bshd) if self.bshd else results  # of one query, out lies alike in both layouts
+        out, lse = self.call(q, k, v, self.length, sinks, None)
+        return fewer(out, lse, 4, self.bshd) if self.bshd else (out, lse)  # out of one query lies alike in both
 
 
 def growing_call(
