@@ -1,4 +1,4 @@
-# make demo, make test, make check, make bench, make docs, make site, make clean: each installs what it needs first.
+# make demo, test, test-more, check, bench, docs, site, clean: each installs what it needs first.
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -10,6 +10,7 @@ WORKERS := 2
 
 help:
 	@echo "make demo | test | check | bench | docs | site | clean"
+	@echo "make test-more | wheel: slower, each in an environment of its own"
 
 install: $(STAMP)
 
@@ -18,11 +19,24 @@ $(STAMP): pyproject.toml constraints/cpu.txt scripts/install.sh
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/gossamer demo
+	$(BIN)/python -m examples.language_model
 
 # One thread a worker, which does not spin while it waits: two workers on two cores do not compete.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests
+
+# Suites that `test` leaves out, each in the environment that it needs: the site of the documentation, and the wheel.
+.PHONY: test-more wheel
+test-more: site wheel
+
+# The package as it is built, where nothing else is installed but what it depends on.
+WHEEL := .venv-wheel
+wheel: $(STAMP)
+	rm -rf $(WHEEL)
+	$(BIN)/python -m venv $(WHEEL)
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(WHEEL)/dist .
+	$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check $(WHEEL)/dist/*.whl
+	$(WHEEL)/bin/python -P scripts/check_wheel.py $(WHEEL)/dist/*.whl
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -50,4 +64,5 @@ $(SITE)/.installed: pyproject.toml scripts/install.sh
 
 clean:
 	rm -rf $(VENV) $(SITE) site build dist demo .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(WHEEL)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

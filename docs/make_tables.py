@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import gossamer as gs
+from gossamer.bench.results import read_records
 from gossamer.bench.summary import (
     breakeven_table,
     case_table,
@@ -23,7 +24,6 @@ from gossamer.bench.summary import (
     number,
     ratio_table,
     read,
-    records,
 )
 from gossamer.patterns.grid import Sizes
 from gossamer.plan.estimate import Sample
@@ -107,7 +107,7 @@ def cases(device: str) -> str:
 
 def ratios() -> str:
     """The rivals of every case on an H200."""
-    return ratio_table(records(RESULTS / "nvidia_h200.jsonl"), [case.name for case in BENCH])
+    return ratio_table(read_records(RESULTS / "nvidia_h200.jsonl"), [case.name for case in BENCH])
 
 
 # The table of the README: a case, its name there, and peers that are made for such work.
@@ -162,7 +162,7 @@ def ladder() -> str:
 
 
 def _models(row: str) -> list[dict]:
-    return [found for found in records(RESULTS / "transformers_h200.jsonl") if found["row"] == row]
+    return [found for found in read_records(RESULTS / "transformers_h200.jsonl") if found["row"] == row]
 
 
 def model_errors() -> str:

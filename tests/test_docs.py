@@ -14,7 +14,7 @@ import pytest
 import gossamer
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 # Their code runs as a whole. That of CONTRIBUTING.md has a test of its own; DESIGN.md shows a shortened text.
 NOT_RUN = ("CONTRIBUTING.md", "DESIGN.md")
 EXAMPLES = [page for page in PAGES if "```python" in page.read_text() and page.name not in NOT_RUN]
@@ -109,8 +109,7 @@ def test_the_reference_has_every_public_name() -> None:
 
 def test_the_site_has_every_page() -> None:
     named = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    pages = [str(page.relative_to(ROOT)) for page in PAGES if page.parent == ROOT or page.is_relative_to(ROOT / "docs")]
-    assert sorted(named) == sorted(pages)
+    assert sorted(named) == sorted(str(page.relative_to(ROOT)) for page in PAGES)
 
 
 def test_pages_keep_their_lengths() -> None:
@@ -142,7 +141,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_files_that_are_named_exist() -> None:
     """Paths in backticks, from the repository's root or from a folder of it."""
-    places = ("src", "tests", "docs", "benchmarks", "constraints", "scripts")
+    places = ("src", "tests", "docs", "benchmarks", "constraints", "scripts", "examples")
     files = ["/" + str(path.relative_to(ROOT)) for place in places for path in (ROOT / place).rglob("*")]
     files += ["/" + path.name for path in PAGES]
     for page in PAGES:
