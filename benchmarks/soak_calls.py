@@ -84,6 +84,8 @@ class Call(NamedTuple):
     deterministic: bool | None
     parts: bool  # whether what is dilated in it is computed in parts, whatever that costs
     mistake: str | None  # of MISTAKES
+    bshd: bool  # whether q, k, v and out are (B, positions, heads, size)
+    listed: bool  # whether lengths are given in a list
 
     @property
     def offset(self) -> int:
@@ -216,7 +218,7 @@ def draw(seed: int, device: str) -> Call:
         seed, device, dtype, (B, H, G, Q, K, D, E), dims, spec, form, blocks, merge, q_offset, scale, softcap,
         lengths, sinks, slopes, places, wanted, mode,
         r.choice(["both", "both", "out", "lse"]), r.random() < 0.7, r.choice(p.implementations),
-        r.choice([None, None, False, True]), parts, mistake,
+        r.choice([None, None, False, True]), parts, mistake, mistake is None and r.random() < 0.3, r.random() < 0.3,
     )  # fmt: skip
 
 

@@ -97,14 +97,17 @@ def _run(c: Call, outcome: Outcome) -> Outcome:
         options: dict[str, Any] = {
             "q_offset": offset_of(c), "scale": c.scale, "softcap": c.softcap, "key_lengths": lengths,
             "sink_logits": sinks, "alibi_slopes": slopes, "implementation": c.implementation,
-            "deterministic": c.deterministic,
+            "deterministic": c.deterministic, "layout": "bshd" if c.bshd else "bhnd",
         }  # fmt: skip
-        arguments = dict(zip("qkv", leaves, strict=True)) | {"pattern": given.pattern, **options}
+        if lengths is not None and c.listed:
+            options["key_lengths"] = lengths.tolist()
+        inputs = [in_layout(c, x) for x in leaves]
+        arguments = dict(zip("qkv", inputs, strict=True)) | {"pattern": given.pattern, **options}
         arguments |= {"return_lse": c.return_lse, "merge": "lse" if c.merge else None}
         if c.mistake is not None:
             make_mistake(c, arguments)
         if turn == 0 and c.mistake is None and not c.merge:
-            told = gs.explain(*leaves, given.pattern, **options)
+            told = gs.explain(*inputs, given.pattern, **options)
             outcome = outcome._replace(implementation=told.implementation + " in parts" * bool(told.parts))
         modes = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "plain": torch.enable_grad}
         with torch.enable_grad() if c.wanted else modes[c.mode]():
@@ -112,7 +115,10 @@ def _run(c: Call, outcome: Outcome) -> Outcome:
         must = [name for name, _, has_to in refusals(c) if has_to]
         if must:
             return outcome._replace(wrong=f"not refused: {must[0]}")
-        results = found if c.return_lse else (found,)
+        out, *more = found if c.return_lse else (found,)
+        if c.bshd and not out.is_contiguous():
+            return outcome._replace(wrong="out is not contiguous in its layout")
+        results = in_layout(c, out), *more
         terms = Terms(
             float(D**-0.5 if c.scale is None else c.scale), c.offset, None if c.softcap is None else float(c.softcap),
             None if lengths is None else lengths.tolist(), sinks, slopes,
@@ -121,6 +127,11 @@ def _run(c: Call, outcome: Outcome) -> Outcome:
         if difference is not None:
             return outcome._replace(wrong=f"call {turn + 1}: {difference}")
     return outcome
+
+
+def in_layout(c: Call, x: Tensor) -> Tensor:
+    """One of q, k, v and out in the layout of the call, or from it."""
+    return x.transpose(-3, -2) if c.bshd and c.dims > 2 else x
 
 
 def compared(

@@ -17,7 +17,7 @@ from gossamer.plan.problem import Problem
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """What torch.empty, empty_like and new_empty return is filled: NaN for floats, a large number for integers."""
+    """What torch.empty, empty_like, empty_strided and new_empty return is filled: NaN, or a large integer."""
 
     def filled(make: Any) -> Any:
         def made(*arguments: Any, **options: Any) -> Tensor:
@@ -28,7 +28,8 @@ def poisoned() -> Iterator[None]:
 
         return made
 
-    with mock.patch.multiple(torch, empty=filled(torch.empty), empty_like=filled(torch.empty_like)):  # noqa: SIM117
+    names = "empty", "empty_like", "empty_strided"
+    with mock.patch.multiple(torch, **{name: filled(getattr(torch, name)) for name in names}):  # noqa: SIM117
         with mock.patch.object(Tensor, "new_empty", filled(Tensor.new_empty)):
             yield
 

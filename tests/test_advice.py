@@ -54,6 +54,82 @@ def test_seconds_of_an_h200() -> None:
         assert advice.all_pairs(planned(replace(PROBLEM, **other))) is None
 
 
+@pytest.mark.parametrize("q_offset", [None, -3, 0, 1, 40, 98, 99, 100, 10**6])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        gs.Dense(), gs.Causal(), gs.SlidingWindow(5), gs.SlidingWindow(5, 1), gs.SlidingWindow(None, None),
+        gs.SlidingWindow(5, sinks=3), gs.SlidingWindow(5, 2, sinks=3), gs.Dilated(3, 0, 4), gs.Dilated(3, 1, 4),
+        gs.Local(16), gs.Local(16) & gs.Causal(), ~gs.Causal(), gs.Causal() & ~gs.Local(16), gs.BigBird(8, causal=True),
+        gs.BigBird(8), gs.PerHead([gs.Causal(), gs.Local(1)]), gs.PerHead([gs.Causal(), gs.Local(2)]), gs.Strided(9, 2),
+        gs.Document([0] * 50 + [1] * 50), gs.LongNet([16], [4], heads=2),
+        gs.CSR.from_edge_index([[0, 0], [1, 99]], 100), gs.CSR.from_edge_index([[99], [0]], 100),
+        gs.Predicate(lambda i, j: (j < i - 50) | (j == i)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_causal(pattern: gs.Pattern, q_offset: int | None) -> None:
+    """No kept key behind its query; where no key is behind any, Dense() is what it is compared with."""
+    K = 100
+    for Q in (100, 37, 1):
+        try:
+            pattern.check(Q, K)
+        except ValueError:
+            continue
+        offset = K - Q if q_offset is None else q_offset
+        behind = ~gs.Causal().materialize(Q, K, offset)
+        want = bool(behind.any()) and not bool((pattern.materialize(Q, K, offset) & behind).any())
+        assert advice.is_causal(pattern, Q, K, offset) == want
+
+
+def test_what_dense_attention_executes() -> None:
+    call = planned(PROBLEM)
+    assert advice.executed_by_dense(call, False, 0) == 4096**2
+    stats = gs.Causal().layout(4096, 4096, block_q=128, block_kv=128).stats
+    assert advice.executed_by_dense(call, True, 0) == stats.executed_pairs
+    reference = Plan(PROBLEM, (load("reference"),), ())  # type: ignore[arg-type]
+    assert advice.executed_by_dense(reference, True, 0) == 4096**2
+    assert advice.all_pairs(call, True, 0) == pytest.approx(51e-6, rel=0.35)
+
+
+def test_the_verdict() -> None:
+    """It opens what is printed: times where they were measured, else pairs; then a reason for each other one."""
+    q = torch.zeros(1, 2, 256, 16)
+    found = gs.explain(q, q, q, gs.SlidingWindow(31))
+    first, *lines = str(found).splitlines()
+    kept, tiles = 256 * 32 - 31 * 16, gs.SlidingWindow(31).layout(256, 256, block_q=64, block_kv=64).stats
+    want = (
+        f"This call runs on blocked: it executes {tiles.executed_pairs:,.0f} of the 65,536 pairs of a head, "
+        f"to keep {kept:,}; dense attention, Causal(), would execute 40,960. "
+        "What this takes was not measured for float32 on this cpu."
+    )
+    assert first == found.verdict == want
+    assert lines[: len(found.reasons)] == found.refused and lines[len(found.reasons)] == ""
+    for (name, reasons_of), line in zip(found.reasons.items(), found.refused, strict=True):
+        more = f" (and {len(reasons_of) - 1} more in `reasons`)" if len(reasons_of) > 1 else ""
+        assert line == f"not {name}: {reasons_of[0]}{more}"
+    measured = replace(found, implementation="hopper", measured=True, seconds=26e-6, dense_seconds=51e-6)
+    assert measured.verdict == (
+        "This call runs on hopper, in about 26 us; dense attention, Causal(), would take about 51 us."
+    )
+    both = replace(measured, backward="triton", backward_seconds=2e-3)
+    assert both.verdict == (
+        "This call runs on hopper, forward in about 26 us, backward on triton in about 2 ms; "
+        "dense attention, Causal(), would take about 51 us forward."
+    )
+    parts = replace(measured, seconds=None, estimates=(3e-3, 9e-3))
+    assert "in about 3 ms; dense" in parts.verdict and ("estimated", "3 ms in parts, 9 ms as one call") in parts.rows()
+    assert ("counted", "in parts: 1.00, as one call: 3.00") in replace(parts, measured=False).rows()
+    assert " us" not in replace(parts, measured=False).verdict
+    unknown = replace(measured, seconds=None)  # of a mask: nothing was counted
+    assert "executes" in unknown.verdict and "not measured" not in unknown.verdict
+    every = gs.explain(q, q, q, gs.SlidingWindow(31, 1)).verdict
+    assert "dense attention, Dense(), would execute 65,536." in every
+    graph = gs.CSR.from_edge_index([[0], [1]], 256)  # causal as it is given, not in the order that is computed
+    assert "Causal()" in gs.explain(q, q, q, graph).verdict
+    assert "Dense()" in gs.explain(q, q, q, graph.reordered()).verdict
+
+
 def test_few_queries_of_many_keys_are_cut() -> None:
     """A decoding step has few pairs, but one program of `dense` would walk all its keys."""
     dense = load("dense")

@@ -85,9 +85,10 @@ def test_ranks() -> None:
         torch.testing.assert_close((part, part_lse), (out[at], lse[at]))
 
 
+@pytest.mark.parametrize("bshd", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("form", ["pattern", "mask", "layout_of_tensors"])
-def test_opcheck(form: str, grad: bool) -> None:
+def test_opcheck(form: str, grad: bool, bshd: bool) -> None:
     given = FORMS[form](P, 40)
     if form == "pattern":
         entered: tuple[Any, ...] = [], [], given.handle
@@ -97,7 +98,7 @@ def test_opcheck(form: str, grad: bool) -> None:
         entered = given.rows.arrays(), [32, 64, 40, 40], -1
     sink = torch.randn(4, requires_grad=grad)
     operator = torch.ops.gossamer.forward.default
-    args = (*qkv(grad=grad), *entered, None, None, None, sink, None, None, None, None, False, False)
+    args = (*qkv(grad=grad), *entered, None, None, None, sink, None, None, None, None, False, False, bshd)
     result = torch.library.opcheck(operator, args)
     assert set(result.values()) == {"SUCCESS"}
 
@@ -345,7 +346,8 @@ def test_explain() -> None:
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(found)
     console.file.close()
-    assert "density" in console.export_text()
+    text = console.export_text()
+    assert "density" in text and text.startswith("This call runs on blocked")
     for form in (dense(P, 256), P.layout(256, 256, block_q=32, block_kv=32)):
         assert gs.explain(q, k, v, form).density == pytest.approx(gs.explain(q, k, v, P).density)
     assert gs.explain(q, k, v, P, implementation="reference").executed_flops == 256**2 * 8 * 2 * 32

@@ -93,6 +93,24 @@ def test_keys_that_grow(kernel: list[int], name: str, storage: str) -> None:
 
 @pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 @pytest.mark.parametrize("name", PATTERNS)
+def test_keys_that_grow_in_the_other_layout(kernel: list[int], name: str) -> None:
+    """(B, N, heads, D): the same launches, since one query lies alike in both."""
+    steps = list(caches())
+    for x in steps:
+        gs.attention(*x, PATTERNS[name], implementation="hopper")
+    plans = made()
+    for x in steps:
+        turned = [y.transpose(1, 2).contiguous() for y in x]
+        found = gs.attention(*turned, PATTERNS[name], implementation="hopper", layout="bshd", return_lse=True)
+        want = right(*x, PATTERNS[name])
+        torch.testing.assert_close(found[1].double(), want[1], atol=1e-4, rtol=0)
+        torch.testing.assert_close(found[0].double(), want[0].transpose(1, 2), atol=2e-2, rtol=0)
+        assert found[0].is_contiguous()
+    assert len(kernel) == 2 * len(steps) and made() == plans > 0
+
+
+@pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
+@pytest.mark.parametrize("name", PATTERNS)
 def test_a_cache_of_fixed_size(kernel: list[int], name: str) -> None:
     q, k, v = list(caches())[-1]
     for step, at in enumerate((0, 1, 98, 99, 127, 300, N - 1, *[N + 40] * (name != "last"))):

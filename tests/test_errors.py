@@ -38,7 +38,7 @@ def ints(*values: int) -> torch.Tensor:
 
 
 CALLS = {
-    "q is no tensor": ((np.zeros((2, 2)), kv, kv), {}, "q must be a torch tensor; got"),
+    "q is no tensor": ((np.zeros((2, 2)), kv, kv), {}, "q must be a torch tensor; got.*from_numpy"),
     "rank 1": ((bad(8), bad(8), bad(8)), {}, r"q, k and v must all have 2, 3 or 4 dimensions.*\(8,\)"),
     "rank 5": ((bad(1, 1, 1, 8, 8),) * 3, {}, "q, k and v must all have 2, 3 or 4 dimensions"),
     "ranks differ": ((q, kv[0], kv), {}, "q, k and v must all have"),
@@ -60,10 +60,21 @@ CALLS = {
     "softcap 0": ((q, kv, kv), {"softcap": 0.0}, "softcap must be a finite number over 0"),
     "softcap bool": ((q, kv, kv), {"softcap": True}, "softcap must be a number or None"),
     "offset float": ((q, kv, kv), {"q_offset": 1.0}, "q_offset must be an int, a 0-d integer tensor or None"),
-    "offset huge": ((q, kv, kv), {"q_offset": 2**70}, "q_offset must be an integer within"),
+    "offset huge": ((q, kv, kv), {"q_offset": 2**70}, "q_offset must be an integer over"),
     "offset tensor": ((q, kv, kv), {"q_offset": ints(1, 2)}, "q_offset must be an int or a 0-d integer tensor"),
     "offset tensor float": ((q, kv, kv), {"q_offset": torch.tensor(1.0)}, "q_offset must be an int or a 0-d integer"),
-    "lengths list": ((q, kv, kv), {"key_lengths": [1, 2]}, "key_lengths must be a torch tensor or None"),
+    "lengths in a list": ((q, kv, kv), {"key_lengths": [1]}, r"a list, must hold B=2 integers.*got \[1\] \(list\)"),
+    "lengths in a tuple": ((q, kv, kv), {"key_lengths": (1, 2, 3)}, r"must hold B=2 integers.*got \(1, 2, 3\) \(tu"),
+    "no lengths": ((q, kv, kv), {"key_lengths": []}, r"must hold B=2 integers.*got \[\] \(list\)"),
+    "lengths of one sequence": ((q[0], kv[0], kv[0]), {"key_lengths": [1, 2]}, "must hold B=1 integers"),
+    "lengths of bools": ((q, kv, kv), {"key_lengths": [1, True]}, r"must hold B=2 int.*it holds True \(bool\)"),
+    "lengths of numpy bools": ((q, kv, kv), {"key_lengths": [1, np.True_]}, "must hold B=2 integers.*it holds"),
+    "lengths of floats": ((q, kv, kv), {"key_lengths": [1.0, 2]}, r"must hold B=2 int.*it holds 1.0 \(float\)"),
+    "lengths of times": ((q, kv, kv), {"key_lengths": [np.timedelta64(1), 2]}, "must hold B=2 integers.*it holds"),
+    "lengths of tensors": ((q, kv, kv), {"key_lengths": [ints(1)[0], 2]}, r"must hold B=2 int.*it holds shape \(\)"),
+    "lengths of lists": ((q, kv, kv), {"key_lengths": [[1], [2]]}, r"must hold B=2 int.*it holds \[1\] \(list\)"),
+    "length": ((q, kv, kv), {"key_lengths": 3}, "must be a torch tensor, a list of integers or None; got 3"),
+    "lengths of numpy": ((q, kv, kv), {"key_lengths": np.ones(2, int)}, "must be a torch tensor, a list of integers"),
     "lengths shape": ((q, kv, kv), {"key_lengths": ints(1)}, r"key_lengths must have shape \(B,\) = \(2,\); got shape"),
     "lengths float": ((q, kv, kv), {"key_lengths": bad(2)}, "key_lengths must be integers: int8, .*; got .*float32"),
     "sink shape": ((q, kv, kv), {"sink_logits": bad(2)}, r"sink_logits must have shape \(H,\) = \(4,\)"),
@@ -81,8 +92,14 @@ CALLS = {
     "return_lse with merge": (
         (q, kv, kv, gs.Causal() | gs.Local(3)), {"return_lse": 1, "merge": "lse"}, "return_lse must be True or False",
     ),
+    "layout": ((q, kv, kv), {"layout": "bnhd"}, r'layout must be "bhnd".*or "bshd".*got .bnhd. \(str\)'),
+    "layout that is none": ((q, kv, kv), {"layout": None}, "layout must be .*got None .*the argument `pattern`"),
+    "array as layout": ((q, kv, kv), {"layout": np.ones(3)}, 'layout must be "bhnd"'),
+    "tensor as layout": ((q, kv, kv), {"layout": q}, 'layout must be "bhnd"'),
+    "layout of others": ((q, kv[0], kv), {"layout": "bshd"}, r"dimensions: \(N, D\), \(N, H, D\) or \(B, N, H, D\);"),
     "deterministic": ((q, kv, kv), {"deterministic": "yes"}, "deterministic must be True, False or None"),
     "pattern text": ((q, kv, kv, "causal"), {}, "pattern must be None, a Pattern or its handle.*got 'causal'"),
+    "causality": ((q, kv, kv, True), {}, r"pattern must be None.*got True \(bool\); causal attention is Causal\(\)"),
     "pattern class": ((q, kv, kv, gs.Causal), {}, r"pattern must be None, a Pattern.*a class, Causal\(...\) is a pat"),
     "patterns": ((q, kv, kv, [gs.Causal()] * 4), {}, r"pattern must be None.*; PerHead\(patterns\) gives each"),
     "function": ((q, kv, kv, lambda b, h, i, j: i >= j), {}, r"pattern must be None.*; Predicate\(fn\) takes a func"),
@@ -110,6 +127,38 @@ def test_attention_and_explain(call: str) -> None:
         gs.attention(*args, **options)
     with pytest.raises(ValueError, match=message):
         gs.explain(*args, **options)
+
+
+long, long_kv = bad(2, 40, 4, 16), bad(2, 32, 2, 16)  # (B, N, heads, D)
+OTHER = {
+    "heads": ((long, long_kv, long_kv), {}),
+    "k and v": ((long, bad(2, 40, 2, 16), bad(2, 40, 4, 16)), {}),
+    "sinks": ((long, long, long), {"sink_logits": bad(4)}),
+    "slopes": ((long, long, long), {"alibi_slopes": bad(4)}),
+    "pattern": ((long, long, long, gs.Document(np.zeros(40, int))), {}),
+    "heads of the pattern": ((long, long, long, gs.PerHead([gs.Causal()] * 4)), {}),
+    "mask": ((long, long, long, torch.ones(40, 40, dtype=torch.bool)), {}),
+    "layout": ((long, long, long, layout()), {}),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_inputs_of_the_other_layout(name: str) -> None:
+    """What is wrong as (B, H, N, D) and right as (B, N, H, D), or the other way round, says so; all else does not."""
+    args, options = OTHER[name]
+    fits = "must" if name == "k and v" else 'sizes fit in the other layout: .*layout="bshd"'
+    turned = tuple(x.transpose(1, 2) for x in args[:3])
+    for function in (gs.attention, gs.explain):
+        for made, right, wrong in ((args, "bshd", "bhnd"), ((*turned, *args[3:]), "bhnd", "bshd")):
+            with pytest.raises(ValueError, match=fits) as raised:
+                function(*made, **options, layout=wrong)
+            if fits != "must":
+                function(*made, **options, layout=right)
+            else:
+                assert "layout" not in str(raised.value)
+    with pytest.raises(ValueError, match="q must have no empty") as raised:  # wrong in both
+        gs.attention(long[:0], long[:0], long[:0])
+    assert "layout" not in str(raised.value)
 
 
 with warnings.catch_warnings():
@@ -248,7 +297,7 @@ patterns = st.one_of(
 )
 KEYWORDS = (
     "scale", "q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes", "return_lse", "implementation",
-    "deterministic",
+    "deterministic", "layout",
 )  # fmt: skip
 
 

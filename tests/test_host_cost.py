@@ -139,6 +139,18 @@ def test_inputs_are_copied_once_where_they_must_be(stubbed: list[tuple[Any, ...]
             assert (passed.data_ptr() == x.data_ptr()) == fine and torch.equal(passed, x)
 
 
+@needs_tvm_ffi
+def test_the_other_layout_is_read_and_written_in_place(stubbed: list[tuple[Any, ...]]) -> None:
+    x = [torch.randn(2, 300, 4, 64).bfloat16() for _ in range(3)]
+    pattern = gs.SlidingWindow(100)
+    run = lambda: gs.attention(*x, pattern, implementation="hopper", layout="bshd")  # noqa: E731
+    assert events(run) <= 62
+    out = run()
+    q, k, v, written, *_ = stubbed[-1]
+    assert all(a.data_ptr() == b.data_ptr() and a.shape == (2, 4, 300, 64) for a, b in zip((q, k, v), x, strict=True))
+    assert written.data_ptr() == out.data_ptr() and written.stride() == q.stride() and out.is_contiguous()
+
+
 class Entered(NamedTuple):
     """What a call enters of the package and of what it has written: files, and functions of them."""
 

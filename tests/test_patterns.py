@@ -518,7 +518,11 @@ def test_truth_value_says_what_to_use(use):
         (lambda: gs.CSR.from_edge_index([[0], [0]], (4, 4, 4)), "num_nodes must be one number or"),
         (lambda: gs.CSR.from_edge_index([[0], [0]], 0), "num_nodes must be an integer"),
         (lambda: gs.Neighborhood((4, 4), (1,)), "shape and reach must have a value for each axis"),
-        (lambda: gs.Neighborhood(4, 1), "shape and reach must be lists"),
+        (lambda: gs.Neighborhood(4, 1), "shape must be a list with a number for each axis"),
+        (lambda: gs.Neighborhood((4, 4), True), "reach must be an integer"),
+        (lambda: gs.Neighborhood((4, 4), -1), r"reach must be an integer in \[0"),
+        (lambda: gs.SlidingWindow.of_size(0), r"size must be an integer in \[1"),
+        (lambda: gs.SlidingWindow.of_size(None), "size must be an integer"),
         (lambda: gs.Neighborhood((), ()), "at least one"),
         (lambda: gs.Neighborhood((4, 0), (1, 1)), "shape must be an integer"),
         (lambda: gs.Neighborhood((4, 4), (1, -1)), "reach must be an integer"),
@@ -661,3 +665,27 @@ def test_patterns_survive_pickling_and_copying():
             assert twin.handle == pattern.handle
     assert b"handle" not in pickle.dumps(gs.Causal())
     assert not pickle.loads(pickle.dumps(gs.Document([0, 1]))).ids.flags.writeable
+
+
+@pytest.mark.parametrize("Q", [1, 7, 40])
+@pytest.mark.parametrize("size", [1, 2, 3, 39, 40, 41, 2**31 - 1])
+@pytest.mark.parametrize("sinks", [0, 1, 50])
+def test_a_window_of_so_many_keys(size: int, sinks: int, Q: int) -> None:
+    """As transformers counts a sliding window: kv_idx > q_idx - sliding_window, causal; sinks are the first keys."""
+    found = gs.SlidingWindow.of_size(size, sinks=sinks)
+    want = [[j <= i and (j > i - size or j < sinks) for j in range(40)] for i in range(40 - Q, 40)]
+    assert np.array_equal(found.materialize(Q, 40), want) and found == gs.SlidingWindow(size - 1, sinks=sinks)
+    if not sinks:
+        assert (found.materialize(Q, 40).sum(1) == [min(size, i + 1) for i in range(40 - Q, 40)]).all()
+
+
+@pytest.mark.parametrize("border", ["cut", "shift"])
+@pytest.mark.parametrize("shape", [(9,), (7, 8), (7, 9, 7)])
+def test_one_reach_for_all_axes(shape: tuple[int, ...], border: str) -> None:
+    """Of reach r, a query in the middle sees 2 r + 1 points on each axis: NATTEN's kernel_size."""
+    for reach in (0, 1, 3, np.int16(3)):
+        found = gs.Neighborhood(shape, reach, border)
+        assert found == gs.Neighborhood(shape, [reach] * len(shape), border)
+        kept = found.materialize(found.points, found.points)
+        assert kept.sum(1).max() == (2 * int(reach) + 1) ** len(shape)
+        assert border == "cut" or (kept.sum(1) == kept.sum(1).max()).all()

@@ -63,6 +63,17 @@ def from_flex(
     Raises:
         ValueError: it is neither, or another argument is wrong or missing; a block mask is sliced, or its blocks or
             lists cannot be a layout; a function raises, or returns no booleans.
+
+    Examples:
+        >>> def causal(b, h, q_idx, kv_idx):
+        ...     return q_idx >= kv_idx
+        ...
+        >>> pattern = gs.from_flex(causal, 4) & gs.SlidingWindow(1)
+        >>> pattern.materialize(4, 4).astype(int)
+        array([[1, 0, 0, 0],
+               [1, 1, 0, 0],
+               [0, 1, 1, 0],
+               [0, 0, 1, 1]])
     """
     B, H = optional_integer("B", B, minimum=1, none="all alike"), optional_integer("H", H, minimum=1, none="all alike")
     if isinstance(mask, BlockMask):
@@ -119,6 +130,11 @@ def to_flex(
     Raises:
         ValueError: `pattern` is neither, or another argument is wrong: sizes are missing, or given for a BlockLayout,
             which has them.
+
+    Examples:
+        >>> mask = gs.to_flex(gs.SlidingWindow(100), 512)
+        >>> mask.shape, mask.BLOCK_SIZE
+        ((1, 1, 512, 512), (128, 128))
     """
     if not isinstance(pattern, (Pattern, BlockLayout)):
         raise ValueError(f"pattern must be a Pattern or a BlockLayout; got {describe(pattern)}")

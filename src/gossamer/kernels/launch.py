@@ -8,7 +8,7 @@ here imports a framework, and a `Launch` holds no array: those of the layout lie
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 Direction = Literal["forward", "backward"]
@@ -54,6 +54,7 @@ class Array(NamedTuple):
     # "call": made for each call. "stream": one for each stream, filled once and left so by every kernel; a captured
     # graph has one of its own. "launch": made once; kernels only read it.
     lifetime: Literal["call", "stream", "launch"] = "call"
+    strides: Shape | None = None  # of a result alone; None: contiguous
 
 
 class View(NamedTuple):
@@ -306,6 +307,14 @@ class Builder:
             tuple(self.operands), results, tuple(self._steps), self._arrays, self._views, tuple(self._layout)
         )
         return Prepared(launch, self._layout)
+
+
+def with_own(prepared: Prepared, results: Mapping[str, Operand]) -> Prepared:
+    """A launch that makes the memory of results which its caller was to give, to lie as these were told to."""
+    launch = prepared.launch
+    own = {name: Array(x.dtype, x.shape, strides=x.strides) for name, x in results.items()}
+    rest = tuple(name for name in launch.arguments if name not in own)
+    return prepared._replace(launch=replace(launch, arguments=rest, arrays={**launch.arrays, **own}))
 
 
 def dtype_of(array: Any) -> str:

@@ -18,6 +18,13 @@ class BlockLayout(Layout[Walk]):
     """Which tiles of a (Q, K) score matrix to compute, and which pairs in them.
 
     `rows` walks query tiles (block_q) over key tiles (block_kv). `columns` is its transpose, built on first use.
+
+    Examples:
+        >>> layout = gs.SlidingWindow(40).layout(128, 128, block_q=32, block_kv=32)
+        >>> layout.stats.all_tiles, layout.stats.full_tiles, layout.stats.interval_tiles
+        (16, 0.0, 9.0)
+        >>> bool((layout.expand() == gs.SlidingWindow(40).materialize(128, 128)).all())
+        True
     """
 
     @property

@@ -99,6 +99,21 @@ class Pattern(metaclass=_PatternMeta):
     `q_offset` defaults to K - Q (aligned at the end). Positions may be negative and never wrap.
 
     A subclass is a frozen dataclass, whose fields tell two patterns apart, and defines `_keep`.
+
+    Examples:
+        >>> import dataclasses
+        >>> @dataclasses.dataclass(frozen=True, eq=False)
+        ... class Even(gs.Pattern):
+        ...     def _keep(self, i, j, sizes):
+        ...         return j % 2 == 0
+        ...
+        >>> (gs.Causal() & Even() | gs.SlidingWindow(0)).materialize(4, 4).astype(int)
+        array([[1, 0, 0, 0],
+               [1, 1, 0, 0],
+               [1, 0, 1, 0],
+               [1, 0, 1, 1]])
+        >>> (~gs.Causal()).density(100, 100)
+        0.495
     """
 
     handle: int  # what operators and compiled graphs call it; equal patterns share one
@@ -160,6 +175,10 @@ class Pattern(metaclass=_PatternMeta):
 
         Returns a boolean array of the broadcast shape, behind (Bp, Hp) when `lead` is not (1, 1). Keys outside
         [0, K) are never kept.
+
+        Examples:
+            >>> gs.Causal().keep(2, [1, 2, 3], Q=4, K=4)
+            array([ True,  True, False])
         """
         sizes = self._sizes(Q, K, q_offset)
         self.check(sizes.Q, sizes.K)
@@ -176,7 +195,13 @@ class Pattern(metaclass=_PatternMeta):
         return kept[0, 0] if self.lead == (1, 1) else kept
 
     def materialize(self, Q: int, K: int, q_offset: int | None = None) -> np.ndarray:
-        """The dense boolean matrix (Q, K), or (Bp, Hp, Q, K): slow, plain, trusted."""
+        """The dense boolean matrix (Q, K), or (Bp, Hp, Q, K): slow, plain, trusted.
+
+        Examples:
+            >>> gs.Causal().materialize(2, 3, q_offset=0)
+            array([[ True, False, False],
+                   [ True,  True, False]])
+        """
         sizes = self._sizes(Q, K, q_offset)
         i = np.arange(sizes.Q)[:, None] + sizes.q_offset
         j = np.arange(sizes.K)[None, :]
@@ -185,13 +210,23 @@ class Pattern(metaclass=_PatternMeta):
         return np.concatenate(parts, axis=-2)
 
     def density(self, Q: int, K: int, q_offset: int | None = None) -> float:
-        """Kept pairs over Q x K, averaged over heads and batch elements. Counted by tiles, never materialised."""
+        """Kept pairs over Q x K, averaged over heads and batch elements. Counted by tiles, never materialised.
+
+        Examples:
+            >>> gs.SlidingWindow(9).density(1000, 1000)
+            0.009955
+        """
         sizes = self._sizes(Q, K, q_offset)
         self.check(sizes.Q, sizes.K)
         return above.count_pairs(self, sizes) / (sizes.Q * sizes.K * self.lead[0] * self.lead[1])
 
     def layout(self, Q: int, K: int, *, block_q: int, block_kv: int, q_offset: int | None = None) -> BlockLayout:
-        """The tiles to visit, as numpy arrays: see `gossamer.layouts.BlockLayout`."""
+        """The tiles to visit, as numpy arrays: see `gossamer.layouts.BlockLayout`.
+
+        Examples:
+            >>> gs.Causal().layout(128, 128, block_q=64, block_kv=64).stats.full_tiles
+            1.0
+        """
         return above.build(self, Q, K, block_q=block_q, block_kv=block_kv, q_offset=q_offset)
 
     def check(self, Q: int, K: int, H: int | None = None, B: int | None = None) -> None:

@@ -112,6 +112,13 @@ class BlockMask(Blocks):
     Args:
         mask: boolean (nq, nk), (H, nq, nk) or (B, H, nq, nk), nq = ceil(Q / block), nk = ceil(K / block).
         block: edge of a block, in rows and in keys.
+
+    Examples:
+        >>> gs.BlockMask([[True, False], [True, True]], block=2).materialize(4, 4).astype(int)
+        array([[1, 1, 0, 0],
+               [1, 1, 0, 0],
+               [1, 1, 1, 1],
+               [1, 1, 1, 1]])
     """
 
     mask: np.ndarray
@@ -177,6 +184,17 @@ class BigBird(Pattern):
         seed: of the draw (numpy's default generator).
         causal: only j <= i, with the random blocks of block row I drawn among the blocks <= I - 2; early rows have
             fewer.
+
+    Examples:
+        >>> gs.BigBird(1, random_blocks=1).materialize(8, 8).astype(int)
+        array([[1, 1, 1, 1, 1, 1, 1, 1],
+               [1, 1, 1, 0, 0, 0, 1, 1],
+               [1, 1, 1, 1, 0, 1, 0, 1],
+               [1, 0, 1, 1, 1, 1, 0, 1],
+               [1, 1, 0, 1, 1, 1, 0, 1],
+               [1, 1, 0, 0, 1, 1, 1, 1],
+               [1, 1, 0, 0, 0, 1, 1, 1],
+               [1, 1, 1, 1, 1, 1, 1, 1]])
     """
 
     block: int = 64

@@ -246,6 +246,11 @@ class PerHead(_Each):
 
     Args:
         patterns: one pattern per query head; each may differ by batch element but not by head.
+
+    Examples:
+        >>> pattern = gs.PerHead([gs.SlidingWindow(1)] * 6 + [gs.Causal()] * 2)
+        >>> pattern.materialize(4, 4).shape
+        (1, 8, 4, 4)
     """
 
     _axis, _one, _shared = 1, "query head", "batch"
@@ -257,6 +262,10 @@ class PerBatch(_Each):
 
     Args:
         patterns: one pattern per batch element; each may differ by head but not by batch element.
+
+    Examples:
+        >>> gs.PerBatch([gs.Dense(), gs.Causal()]).density(4, 4)
+        0.8125
     """
 
     _axis, _one, _shared = 0, "batch element", "heads"

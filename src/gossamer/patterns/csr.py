@@ -28,6 +28,12 @@ class CSR(Counted):
         indices: integer (nnz,) in [0, num_keys), strictly increasing within a row. `CSR.from_scipy`,
             `CSR.from_torch` and `CSR.from_edge_index` sort and merge.
         num_keys: K.
+
+    Examples:
+        >>> gs.CSR(indptr=[0, 2, 2, 3], indices=[0, 2, 1], num_keys=3).materialize(3, 3).astype(int)
+        array([[1, 0, 1],
+               [0, 0, 0],
+               [0, 1, 0]])
     """
 
     indptr: np.ndarray
@@ -64,7 +70,13 @@ class CSR(Counted):
 
     @classmethod
     def from_scipy(cls, matrix: Any) -> CSR:
-        """From any scipy sparse matrix (Q, K): stored entries count, values are ignored, duplicates are merged."""
+        """From any scipy sparse matrix (Q, K): stored entries count, values are ignored, duplicates are merged.
+
+        Examples:
+            >>> import scipy.sparse
+            >>> gs.CSR.from_scipy(scipy.sparse.csr_array([[1, 0], [1, 1]])).indices
+            array([0, 0, 1])
+        """
         if not hasattr(matrix, "tocoo") or len(getattr(matrix, "shape", ())) != 2:
             raise ValueError(
                 f"matrix must be a two-dimensional scipy sparse matrix, got {show(matrix)}{_instead(matrix)}"
@@ -74,7 +86,12 @@ class CSR(Counted):
 
     @classmethod
     def from_torch(cls, tensor: Any) -> CSR:
-        """From a torch sparse CSR or COO tensor (Q, K): stored entries count, values are ignored, duplicates merge."""
+        """From a torch sparse CSR or COO tensor (Q, K): stored entries count, values are ignored, duplicates merge.
+
+        Examples:
+            >>> gs.CSR.from_torch(torch.eye(4).to_sparse()).indices
+            array([0, 1, 2, 3])
+        """
         layout = str(getattr(tensor, "layout", None))
         if layout not in ("torch.sparse_csr", "torch.sparse_coo") or tensor.dim() != 2:
             raise ValueError(
@@ -98,6 +115,12 @@ class CSR(Counted):
             edge_index: integer (2, edges), in any order: the source of each edge, then its target.
             num_nodes: nodes, those without an edge too; (sources, targets) where these are of two kinds: K keys are
                 sources, Q query rows are targets.
+
+        Examples:
+            >>> gs.CSR.from_edge_index([[0, 1, 2], [1, 2, 0]], num_nodes=3).materialize(3, 3).astype(int)
+            array([[0, 0, 1],
+                   [1, 0, 0],
+                   [0, 1, 0]])
         """
         edges = array("edge_index", edge_index, ndim=(2,), kind="integer")
         if edges.shape[0] != 2:
@@ -120,6 +143,10 @@ class CSR(Counted):
         Args:
             pattern: one that all batch elements and query heads share.
             q_offset: position of query row 0, K - Q by default.
+
+        Examples:
+            >>> gs.CSR.from_pattern(gs.Causal() & ~gs.Local(2), 4, 4).indices
+            array([0, 1, 0, 1])
         """
         return _listed("pattern", pattern, Q, K, q_offset, MOST_PAIRS)
 
@@ -135,6 +162,13 @@ class CSR(Counted):
 
         Raises:
             ValueError: the matrix is not square, or scipy is not installed.
+
+        Examples:
+            >>> ring = [4, 9, 2, 7, 0, 5, 8, 1, 6, 3]  # neighbours on a ring, numbered at random
+            >>> graph = gs.CSR.from_edge_index([ring, ring[1:] + ring[:1]], num_nodes=10)
+            >>> ordered = graph.reordered()
+            >>> bool((ordered.materialize(10, 10) == graph.materialize(10, 10)).all())
+            True
         """
         if len(self.indptr) - 1 != self.num_keys:
             raise ValueError(f"reordered() needs as many rows as keys, got {len(self.indptr) - 1} and {self.num_keys}")

@@ -12,7 +12,13 @@ from gossamer.patterns.grid import Grid, Sizes
 
 @dataclass(frozen=True, eq=False)
 class Dense(Pattern):
-    """Every query sees every key."""
+    """Every query sees every key.
+
+    Examples:
+        >>> gs.Dense().materialize(2, 3).astype(int)
+        array([[1, 1, 1],
+               [1, 1, 1]])
+    """
 
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         return np.ones(np.broadcast_shapes(i.shape, j.shape), dtype=bool)
@@ -26,7 +32,13 @@ class Dense(Pattern):
 
 @dataclass(frozen=True, eq=False)
 class Causal(Pattern):
-    """A query at position i sees the keys j <= i."""
+    """A query at position i sees the keys j <= i.
+
+    Examples:
+        >>> gs.Causal().materialize(2, 4).astype(int)  # two queries behind a cache of two keys
+        array([[1, 1, 1, 0],
+               [1, 1, 1, 1]])
+    """
 
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         return j <= i

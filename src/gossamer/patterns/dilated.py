@@ -18,6 +18,14 @@ class Dilated(Offsets):
     Args:
         left: keys before the query; right: keys after it (0 is causal).
         dilation: distance between neighbouring keys.
+
+    Examples:
+        >>> gs.Dilated(1, 1, dilation=2).materialize(5, 5).astype(int)
+        array([[1, 0, 1, 0, 0],
+               [0, 1, 0, 1, 0],
+               [1, 0, 1, 0, 1],
+               [0, 1, 0, 1, 0],
+               [0, 0, 1, 0, 1]])
     """
 
     left: int
@@ -42,6 +50,15 @@ class Strided(Offsets):
     """Causal: the keys with 0 <= i - j <= local, and those with (i - j) % stride == 0 (arXiv:1904.10509).
 
     The union of the paper's two heads of the strided kind.
+
+    Examples:
+        >>> gs.Strided(stride=3, local=1).materialize(6, 6).astype(int)
+        array([[1, 0, 0, 0, 0, 0],
+               [1, 1, 0, 0, 0, 0],
+               [0, 1, 1, 0, 0, 0],
+               [1, 0, 1, 1, 0, 0],
+               [0, 1, 0, 1, 1, 0],
+               [0, 0, 1, 0, 1, 1]])
     """
 
     stride: int
@@ -60,7 +77,17 @@ class Strided(Offsets):
 
 @dataclass(frozen=True, eq=False)
 class PowerStrided(Offsets):
-    """Causal: the keys with 0 <= i - j <= local, and those with i - j = base ** m, m >= 0 (arXiv:1907.00235)."""
+    """Causal: the keys with 0 <= i - j <= local, and those with i - j = base ** m, m >= 0 (arXiv:1907.00235).
+
+    Examples:
+        >>> gs.PowerStrided(base=2, local=0).materialize(6, 6).astype(int)
+        array([[1, 0, 0, 0, 0, 0],
+               [1, 1, 0, 0, 0, 0],
+               [1, 1, 1, 0, 0, 0],
+               [0, 1, 1, 1, 0, 0],
+               [1, 0, 1, 1, 1, 0],
+               [0, 1, 0, 1, 1, 1]])
+    """
 
     base: int = 2
     local: int = 0

@@ -22,6 +22,15 @@ class DilatedSegment(Pattern):
     """Positions are cut into segments, and every `dilation`-th position of a segment sees every other such one.
 
     i // segment == j // segment, and (i % segment) % dilation == (j % segment) % dilation == offset.
+
+    Examples:
+        >>> gs.DilatedSegment(4, dilation=2, offset=1).materialize(6, 6).astype(int)
+        array([[0, 0, 0, 0, 0, 0],
+               [0, 1, 0, 1, 0, 0],
+               [0, 0, 0, 0, 0, 0],
+               [0, 1, 0, 1, 0, 0],
+               [0, 0, 0, 0, 0, 0],
+               [0, 0, 0, 0, 0, 1]])
     """
 
     segment: int
@@ -67,6 +76,14 @@ class LongNet(Pattern):
         dilations: one for each branch. The paper: 1, 2, 4, 6, 12.
         heads: query heads.
         causal: keep j <= i alone.
+
+    Examples:
+        >>> pattern = gs.LongNet([2, 4], [1, 2], heads=2)
+        >>> pattern.materialize(4, 4).astype(int)[0, 1]  # of head 1
+        array([[1, 0, 0, 0],
+               [1, 1, 0, 0],
+               [0, 0, 1, 0],
+               [0, 1, 1, 1]])
     """
 
     segments: tuple[int, ...]

@@ -22,6 +22,14 @@ class Document(Pattern):
 
     Args:
         ids: integer (K,), or (B, K) for documents that differ by batch element.
+
+    Examples:
+        >>> (gs.Document([0, 0, 1, 1, 1]) & gs.Causal()).materialize(5, 5).astype(int)
+        array([[1, 0, 0, 0, 0],
+               [1, 1, 0, 0, 0],
+               [0, 0, 1, 0, 0],
+               [0, 0, 1, 1, 0],
+               [0, 0, 1, 1, 1]])
     """
 
     ids: np.ndarray
@@ -39,6 +47,10 @@ class Document(Pattern):
 
         Args:
             cu_seqlens: integer (documents + 1,), starting at 0, non-decreasing; the last entry is K.
+
+        Examples:
+            >>> gs.Document.from_cu_seqlens([0, 2, 5]) == gs.Document([0, 0, 1, 1, 1])
+            True
         """
         edges = array("cu_seqlens", cu_seqlens, ndim=(1,), kind="integer")
         if len(edges) < 2 or edges[0] != 0 or (np.diff(edges) < 0).any() or not 0 < int(edges[-1]) < 2**31:

@@ -27,23 +27,38 @@ class Neighborhood(Pattern):
 
     Args:
         shape: points on each axis, such as (frames, rows, columns).
-        reach: for each axis how far a query sees: a number for both sides, or (before, after). ((3, 0), 6, 6) is
-            causal in time.
+        reach: how far a query sees, its own point not counted: one number for every axis and side, or for each axis a
+            number for both sides, or (before, after). ((3, 0), 6, 6) is causal in time. It is no size of a window:
+            NATTEN's `kernel_size` is 2 * reach + 1.
         border: "cut": boxes are cut at the edges of the grid. "shift": they are moved inside, so that every query has
             as many neighbours, as neighbourhood attention defines it (NATTEN, arXiv:2204.07143); but an axis that
             reaches to one side alone is causal there and cut. Or one of both for each axis, taken as it is.
+
+    Examples:
+        >>> gs.Neighborhood((3, 3), 1).materialize(9, 9).astype(int)[4]  # the centre of a 3 x 3 image sees all
+        array([1, 1, 1, 1, 1, 1, 1, 1, 1])
+        >>> gs.Neighborhood((1, 6), (0, 1), border="shift").materialize(6, 6).astype(int)  # NATTEN: kernel size 3
+        array([[1, 1, 1, 0, 0, 0],
+               [1, 1, 1, 0, 0, 0],
+               [0, 1, 1, 1, 0, 0],
+               [0, 0, 1, 1, 1, 0],
+               [0, 0, 0, 1, 1, 1],
+               [0, 0, 0, 1, 1, 1]])
     """
 
     shape: tuple[int, ...]
     reach: tuple[tuple[int, int], ...]
     border: tuple[str, ...]  # of each axis
 
-    def __init__(self, shape: Iterable[int], reach: Iterable[Any], border: str | Iterable[str] = "cut") -> None:
+    def __init__(self, shape: Iterable[int], reach: int | Iterable[Any], border: str | Iterable[str] = "cut") -> None:
+        one = isinstance(reach, (int, np.integer))
         try:
-            sizes, sides = tuple(shape), tuple(reach)
+            sizes = tuple(shape)
+            sides = (reach,) * len(sizes) if one else tuple(reach)  # type: ignore[arg-type]
         except TypeError:
             raise ValueError(
-                f"shape and reach must be lists with a value for each axis, got {show(shape)} and {show(reach)}"
+                f"shape must be a list with a number for each axis, and reach an integer or such a list; "
+                f"got {show(shape)} and {show(reach)}"
             ) from None
         if not sizes or len(sizes) != len(sides):
             raise ValueError(

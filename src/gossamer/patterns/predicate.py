@@ -29,6 +29,12 @@ class Predicate(Pattern):
             each other. Positions may lie outside the sequence: with `q_offset`, and where tiles reach past its end, of
             which what it says is ignored. Arrays that it captures are read while a layout is built, and not again,
             since the layout is kept with the function: what it reads must not change.
+
+    Examples:
+        >>> gs.Predicate(lambda i, j: (i + j) % 3 == 0).materialize(3, 3).astype(int)
+        array([[1, 0, 0],
+               [0, 0, 1],
+               [0, 1, 0]])
     """
 
     fn: Callable[[np.ndarray, np.ndarray], Any]

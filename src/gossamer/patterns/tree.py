@@ -22,6 +22,12 @@ class Tree(Pattern):
 
     Args:
         parents: integer (Q,), parents[t] in [-1, t): the node that t follows, or -1 for a root. There may be several.
+
+    Examples:
+        >>> gs.Tree([-1, 0, 0]).materialize(3, 4).astype(int)  # a prompt of one key, and two guesses after node 0
+        array([[1, 1, 0, 0],
+               [1, 1, 1, 0],
+               [1, 1, 0, 1]])
     """
 
     parents: np.ndarray

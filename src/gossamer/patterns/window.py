@@ -19,7 +19,7 @@ from gossamer.patterns.validate import array, digest, integer, optional_integer,
 class SlidingWindow(Pattern):
     """A query at position i sees the keys i - left <= j <= i + right, both ends included.
 
-    Hugging Face's and vLLM's causal `sliding_window=W` is `SlidingWindow(W - 1)`.
+    `SlidingWindow.of_size(W)` counts as transformers and vLLM do: the W keys that end at the query, itself included.
 
     Args:
         left: keys before the query; None is unbounded.
@@ -27,6 +27,15 @@ class SlidingWindow(Pattern):
         sinks: the first `sinks` keys of the sequence, not of each packed document, are always visible (attention
             sinks, arXiv:2309.17453): when `right == 0` to queries at and behind them, j <= i, and for any other
             `right` to every query, those before them too.
+
+    Examples:
+        >>> gs.SlidingWindow(1).materialize(4, 4).astype(int)
+        array([[1, 0, 0, 0],
+               [1, 1, 0, 0],
+               [0, 1, 1, 0],
+               [0, 0, 1, 1]])
+        >>> gs.SlidingWindow(3) == gs.SlidingWindow.of_size(4)
+        True
     """
 
     left: int | None
@@ -37,6 +46,25 @@ class SlidingWindow(Pattern):
         object.__setattr__(self, "left", optional_integer("left", self.left, minimum=0))
         object.__setattr__(self, "right", optional_integer("right", self.right, minimum=0))
         object.__setattr__(self, "sinks", integer("sinks", self.sinks, minimum=0))
+
+    @classmethod
+    def of_size(cls, size: int, *, sinks: int = 0) -> SlidingWindow:
+        """The `size` keys that end at the query, itself included: `SlidingWindow(size - 1)`.
+
+        This is `sliding_window=size` of transformers and vLLM. flash-attn's `window_size=(left, 0)` is
+        `SlidingWindow(left)`, which sees `left + 1` keys.
+
+        Raises:
+            ValueError: size is under 1.
+
+        Examples:
+            >>> import gossamer as gs
+            >>> gs.SlidingWindow.of_size(2).materialize(3, 3).astype(int)
+            array([[1, 0, 0],
+                   [1, 1, 0],
+                   [0, 1, 1]])
+        """
+        return cls(integer("size", size, minimum=1) - 1, sinks=sinks)
 
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         kept = np.ones(np.broadcast_shapes(i.shape, j.shape), dtype=bool)
@@ -93,6 +121,13 @@ class Local(Pattern):
     """Positions are cut into blocks, and a query sees the keys of its own block: i // block == j // block.
 
     `Local(block) & Causal()` is the causal variant.
+
+    Examples:
+        >>> gs.Local(2).materialize(4, 4).astype(int)
+        array([[1, 1, 0, 0],
+               [1, 1, 0, 0],
+               [0, 0, 1, 1],
+               [0, 0, 1, 1]])
     """
 
     block: int
@@ -123,6 +158,14 @@ class Longformer(Pattern):
         window: keys in the window, the query itself not counted: window // 2 on each side.
         global_tokens: positions of the global tokens, each in [0, K).
         dilation: distance between neighbouring keys of the window.
+
+    Examples:
+        >>> gs.Longformer(2, [0]).materialize(5, 5).astype(int)
+        array([[1, 1, 1, 1, 1],
+               [1, 1, 1, 0, 0],
+               [1, 1, 1, 1, 0],
+               [1, 0, 1, 1, 1],
+               [1, 0, 0, 1, 1]])
     """
 
     window: int

@@ -12,9 +12,13 @@ from math import isfinite
 from operator import attrgetter
 from typing import NamedTuple
 
-from gossamer.patterns import CSR, Dense, Pattern
+import numpy as np
+
+from gossamer.patterns import CSR, Causal, Dense, Pattern
+from gossamer.patterns.base import above
 from gossamer.plan.choice import costs, machine_of
 from gossamer.plan.costs import costs_of
+from gossamer.plan.estimate import Sample
 from gossamer.plan.plan import Plan, refusals
 from gossamer.plan.table import NAMES, load
 
@@ -46,9 +50,30 @@ def ways(plan: Plan, pattern: Pattern, q_offset: int) -> tuple[Way, ...]:
     return tuple(sorted((way for way in taken if isfinite(way.seconds)), key=attrgetter("seconds")))
 
 
-def all_pairs(plan: Plan) -> float | None:
-    """Seconds of a call that keeps every pair."""
-    return least(plan, ways(plan, Dense(), 0))
+def all_pairs(plan: Plan, causal: bool = False, q_offset: int = 0) -> float | None:
+    """Seconds of a call that keeps every pair, or every one of a causal call."""
+    return least(plan, ways(plan, Causal() if causal else Dense(), q_offset))
+
+
+def executed_by_dense(plan: Plan, causal: bool, q_offset: int) -> float:
+    """The pairs of one head that a call executes which keeps every pair, or every one of a causal call."""
+    p = plan.problem
+    if not causal or plan.implementations[0].layout != "block":
+        return float(p.Q * p.K)
+    return Sample(Causal(), Causal()._sizes(p.Q, p.K, q_offset)).tiles(*plan.implementations[0].tile(p)).executed
+
+
+def is_causal(pattern: Pattern, Q: int, K: int, q_offset: int) -> bool:
+    """Whether no query keeps a key behind its own position, where some could."""
+    sizes = pattern._sizes(Q, K, q_offset)
+    if q_offset >= K - 1:  # no key is behind any query
+        return False
+    parts, _ = pattern.distinct()
+    intervals = [part.intervals(sizes) for part in parts]
+    if all(found is not None for found in intervals):
+        last = np.arange(Q) + q_offset
+        return all(bool(((hi <= lo) | (hi - 1 <= last)).all()) for lo, hi in filter(None, intervals))
+    return above.count_pairs(pattern & ~Causal(), sizes) == 0
 
 
 def least(plan: Plan, counts: tuple[Way, ...]) -> float | None:

@@ -11,7 +11,16 @@ SCORE_TERMS = ("q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slope
 
 
 class Unsupported(ValueError):
-    """No implementation, or not the one asked for, can run the problem. The message lists every reason."""
+    """No implementation, or not the one asked for, can run the problem. The message lists every reason.
+
+    Examples:
+        >>> q = torch.randn(1, 2, 8, 4)
+        >>> try:
+        ...     gs.attention(q, q, q, implementation="hopper")
+        ... except gs.Unsupported as error:
+        ...     print(str(error).partition(":")[0])
+        implementation='hopper' cannot compute this problem
+    """
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,13 @@ from gossamer.torch.request import (
     attended_of,
     is_deterministic,
     key_of,
+    lengths,
     plain,
     request_of,
     slopes,
     wide,
 )
-from gossamer.torch.validate import describe, fewer, options_of
+from gossamer.torch.validate import BHND, Layout, describe, fewer, is_bshd, options_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -40,7 +41,7 @@ def attention(
     scale: float | None = None, q_offset: int | Tensor | None = None, key_lengths: Tensor | None = None,
     softcap: float | None = None, sink_logits: Tensor | None = None, alibi_slopes: Tensor | None = None,
     return_lse: Literal[False] = False, merge: str | None = None, implementation: str | None = None,
-    deterministic: bool | None = None,
+    deterministic: bool | None = None, layout: Layout = BHND,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -50,7 +51,7 @@ def attention(
     scale: float | None = None, q_offset: int | Tensor | None = None, key_lengths: Tensor | None = None,
     softcap: float | None = None, sink_logits: Tensor | None = None, alibi_slopes: Tensor | None = None,
     return_lse: Literal[True], merge: str | None = None, implementation: str | None = None,
-    deterministic: bool | None = None,
+    deterministic: bool | None = None, layout: Layout = BHND,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -60,7 +61,7 @@ def attention(
     scale: float | None = None, q_offset: int | Tensor | None = None, key_lengths: Tensor | None = None,
     softcap: float | None = None, sink_logits: Tensor | None = None, alibi_slopes: Tensor | None = None,
     return_lse: bool, merge: str | None = None, implementation: str | None = None,
-    deterministic: bool | None = None,
+    deterministic: bool | None = None, layout: Layout = BHND,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -80,6 +81,7 @@ def attention(
     merge: str | None = None,
     implementation: str | None = None,
     deterministic: bool | None = None,
+    layout: Layout = BHND,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v over the pairs that `pattern` keeps; exact, differentiable, never an N x N array.
 
@@ -101,7 +103,8 @@ def attention(
         q_offset: position of query row 0, K - Q by default. A 0-d tensor is read when the operator runs, which waits
             for a GPU. Refused where rows have no positions: with a mask, a block mask, a layout or a sparse matrix.
         key_lengths: (B,) integers of any size; keys j >= key_lengths[b] are not attended. Their memory must hold finite
-            numbers. Positions do not follow them: with a cache of fixed size, a window needs `q_offset` too.
+            numbers. Positions do not follow them: with a cache of fixed size, a window needs `q_offset` too. Of a list
+            or a tuple of B integers each call makes a tensor on q's device.
         softcap: scores become softcap * tanh(score / softcap).
         sink_logits: (H,), any float type, differentiable; exp(sink) joins the denominator and lse. An empty row's lse
             is the sink.
@@ -113,15 +116,35 @@ def attention(
             each term that keeps it.
         implementation: by name, runs or raises `Unsupported`; None is the first that supports the problem.
         deterministic: the same bits every time; torch.are_deterministic_algorithms_enabled() by default.
+        layout: how q, k, v and out lie: "bhnd" is (B, heads, positions, size); "bshd" is (B, positions, heads, size),
+            or (positions, heads, size), read in place where an implementation takes strides. Masks and lse are
+            (B, H, Q, K) and (B, H, Q) in both. Sizes that fit both cannot be told apart.
 
     Returns:
-        out (B, H, Q, E) and so on, in q's dtype; with lse if asked for.
+        out (B, H, Q, E), or (B, Q, H, E) with layout="bshd", and so on, contiguous, in q's dtype; with lse if asked
+        for.
 
     Raises:
         ValueError: an argument is wrong; `Unsupported` is one.
+
+    Examples:
+        >>> q, k, v = (torch.randn(1, heads, 100, 16) for heads in (4, 2, 2))
+        >>> out, lse = gs.attention(q, k, v, gs.SlidingWindow.of_size(32), return_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([1, 4, 100, 16]), torch.Size([1, 4, 100]))
+        >>> packed = gs.Document([0] * 60 + [1] * 40) & gs.Causal()
+        >>> x = [x.transpose(1, 2) for x in (q, k, v)]  # (B, N, heads, size), as flash-attn has them
+        >>> gs.attention(*x, packed, layout="bshd").shape
+        torch.Size([1, 100, 4, 16])
+        >>> mask = torch.from_numpy(packed.materialize(100, 100))
+        >>> torch.allclose(gs.attention(q, k, v, packed), gs.attention(q, k, v, mask), atol=1e-6)
+        True
+        >>> gs.attention(q, k, v, key_lengths=[80]).shape
+        torch.Size([1, 4, 100, 16])
     """
     if not isinstance(return_lse, bool):
         raise ValueError(f"return_lse must be True or False; got {describe(return_lse)}")
+    bshd = layout is not BHND and is_bshd(layout)
     compiling = torch.compiler.is_compiling()
     if type(pattern) is int and not compiling:
         pattern = pattern_of(pattern)
@@ -129,7 +152,7 @@ def attention(
         return _merged(
             q, k, v, pattern, merge, return_lse, scale=scale, q_offset=q_offset, key_lengths=key_lengths,
             softcap=softcap, sink_logits=sink_logits, alibi_slopes=alibi_slopes, implementation=implementation,
-            deterministic=deterministic,
+            deterministic=deterministic, layout=layout,
         )  # fmt: skip
     key = None
     if not compiling:
@@ -137,19 +160,21 @@ def attention(
         which = DENSE if pattern is None else pattern
         vectors: tuple[Any, ...] = ()
         if not key_lengths is sink_logits is alibi_slopes is None:
+            key_lengths = lengths(key_lengths, q)
             sink_logits, alibi_slopes = wide(sink_logits, q), slopes(alibi_slopes, q)
             vectors = key_lengths, sink_logits, alibi_slopes
         options = scale, q_offset, softcap, implementation, deterministic
-        key = key_of(q, k, v, which, *options, vectors)
+        key = key_of(q, k, v, which, *options, vectors, bshd)
         call: Any = None if key is None else known.get(key)
-        if call is None and key is not None and q.ndim == 4 and q.shape[2] == 1:
-            call = growing_call(q, k, v, which, *options, vectors)
+        if call is None and key is not None and q.ndim == 4 and q.shape[1 if bshd else 2] == 1:
+            call = growing_call(q, k, v, which, *options, vectors, bshd)
         if call is not None:
             out, lse = call(q, k, v, *vectors)
             return (out, lse) if return_lse else out
     request = request_of(
         q, k, v, pattern, scale=scale, q_offset=q_offset, key_lengths=key_lengths, softcap=softcap,
         sink_logits=sink_logits, alibi_slopes=alibi_slopes, implementation=implementation, deterministic=deterministic,
+        bshd=bshd,
     )  # fmt: skip
     out, lse = _run(request, key)
     return (out, lse) if return_lse else out
@@ -170,23 +195,26 @@ def _run(request: Request, key: tuple[Any, ...] | None) -> tuple[Tensor, Tensor]
         out, lse = forward_op(
             a.q, a.k, a.v, list(attended.data), list(attended.geometry), attended.handle, *options_of(a)
         )
+    out, lse = fewer(out, lse, dims, a.bshd)
     if back is not None:
-        out, lse = out.index_select(2, back), lse.index_select(2, back)
-    return fewer(out, lse, dims)
+        rows = -3 if a.bshd and dims > 2 else -2
+        out, lse = out.index_select(rows, back), lse.index_select(-1, back)
+    return out, lse
 
 
 def _merged(
     q: Tensor, k: Tensor, v: Tensor, pattern: Any, merge: str, return_lse: bool, sink_logits: Tensor | None,
-    **options: Any,
+    layout: Layout, **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`attention` with `merge`; the sinks join once, with the first term."""
     if merge != "lse":
         raise ValueError(f'merge must be None or "lse"; got {describe(merge)}')
     outs, lses = [], []
     for term in branches_of(pattern):
-        out, lse = attention(q, k, v, term, sink_logits=sink_logits, return_lse=True, **options)
+        out, lse = attention(q, k, v, term, sink_logits=sink_logits, return_lse=True, layout=layout, **options)
+        turned = lse.ndim > 1 and is_bshd(layout)  # `merge` wants lse in the order of out's rows
         outs.append(out)
-        lses.append(lse)
+        lses.append(lse.mT if turned else lse)
         sink_logits = None
     out, lse = merge_results(outs, lses)
-    return (out, lse) if return_lse else out
+    return (out, lse.mT if turned else lse) if return_lse else out

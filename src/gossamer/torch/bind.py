@@ -167,9 +167,15 @@ class _Writer:
         if array.lifetime == "stream":
             made = f"{self._constant(slot(dtype, array.shape, array.fill or 0.0, self.device), 'slot')}()"
         else:
-            like = self._constant(template(self.device, dtype, array.shape), "like")
-            self.scope |= {"empty_like": torch.empty_like, "contiguous": torch.contiguous_format}
-            made = f"empty_like({like}, memory_format=contiguous)"
+            if array.strides is None:
+                like = self._constant(template(self.device, dtype, array.shape), "like")
+                self.scope |= {"empty_like": torch.empty_like, "contiguous": torch.contiguous_format}
+                made = f"empty_like({like}, memory_format=contiguous)"
+            else:
+                shape, strides = self._constant(array.shape, "shape"), self._constant(array.strides, "strides")
+                options = f"dtype={self._constant(dtype, 'dtype')}, device={self._constant(self.device, 'device')}"
+                self.scope["empty_strided"] = torch.empty_strided
+                made = f"empty_strided({shape}, {strides}, {options})"
             if array.fill is not None:
                 made += f".fill_({self._constant(array.fill)})"
         self.lines.append(f"{_plain(name)} = {made}")

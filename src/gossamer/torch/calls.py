@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
-from gossamer.kernels.launch import GIVEN, RESULTS, VECTORS, Direction, Operand, operand_of
+from gossamer.kernels.launch import GIVEN, RESULTS, VECTORS, Direction, Operand, operand_of, with_own
 from gossamer.memo import Memo
 from gossamer.patterns.handles import pattern_of, token_of
 from gossamer.plan.plan import Plan
@@ -22,8 +22,8 @@ from gossamer.plan.problem import Unsupported
 from gossamer.torch import parts
 from gossamer.torch.bind import bind
 from gossamer.torch.memory import hold_for_graphs
-from gossamer.torch.plan import Given, Placed, check_rows, given_layout, held, place, plan_for, scoring_of
-from gossamer.torch.request import Attended, Key, Request, alignment, plain
+from gossamer.torch.plan import Given, Placed, check_rows, check_sizes, given_layout, held, place, plan_for, scoring_of
+from gossamer.torch.request import Attended, Key, Request, alignment, plain, results_in_bshd
 from gossamer.torch.validate import (
     Arguments,
     fewer,
@@ -47,26 +47,29 @@ def call_of(request: Request, key: Key | None = None) -> Call:
     Args:
         key: where the call has one as it was given, under which nothing was found.
     """
+    as_given = key is not None  # then the call is run with what was given, else with views of four dimensions
     if key is None:
         key = request.key
         found = known.get(key)
         if found is not None:
             return found
     call = (DataCall if request.attended.data else Call)(request)
-    known.put(key, call if request.dims == 4 else Fewer(call, request.dims), call.bytes)
+    bshd = request.arguments.bshd and as_given
+    known.put(key, Fewer(call, request.dims, bshd) if bshd or request.dims != 4 else call, call.bytes)
     return call
 
 
 class Fewer(NamedTuple):
-    """A call whose q, k and v have two or three dimensions."""
+    """A call whose q, k and v have two or three dimensions, or are (B, positions, heads, size)."""
 
-    call: Call
+    call: Any
     dims: int
+    bshd: bool
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> tuple[Tensor, Tensor]:
         """(out, lse), with as many dimensions as q has."""
-        out, lse = self.call(*four_dimensional(q, k, v), *more)
-        return fewer(out, lse, self.dims)
+        out, lse = self.call(*four_dimensional(q, k, v, self.bshd), *more)
+        return fewer(out, lse, self.dims, self.bshd)
 
 
 def resolved(request: Request) -> Request:
@@ -100,6 +103,7 @@ class Call:
         self.plan = plan_for(a, attended.geometry, request.keys)
         self.scoring = scoring_of(a, self.plan.problem.K)
         check_rows(self.plan.problem, self.scoring, attended.handle)
+        check_sizes(a, attended.handle)
         self.differentiable, self.device, self.attended = a.backward, a.q.device, attended._replace(data=(), alive=None)
         self.options = a._replace(q=None, k=None, v=None, key_lengths=None, sink_logits=None, alibi_slopes=None)  # type: ignore[arg-type]
         self.bytes = 0
@@ -158,6 +162,8 @@ class Call:
         """The function of a launch, for tensors that lie as the operands do."""
         plan = self.plan if direction == "forward" else self.plan.gradient
         placed = self._placed(plan) if given is None else given.placed
+        made = results_in_bshd(direction, operands) if self.options.bshd else {}
+        operands = operands | made
         if placed is None:
             pattern = pattern_of(self.attended.handle)
             of_parts = parts.Described(plan, self.options.implementation, pattern, self.scoring, operands, self.device)
@@ -168,7 +174,7 @@ class Call:
             self.bytes += 0 if given else held(placed.layout)
         wanted = (*RESULTS[direction], *("dsink_logits",) * (direction == "backward" and "sink_logits" in operands))
         assert prepared.launch.results == wanted, f"a launch must give {wanted}, not {prepared.launch.results}"
-        return bind(prepared, self.device, (*GIVEN[direction], *self._vectors))
+        return bind(with_own(prepared, made), self.device, (*GIVEN[direction], *self._vectors))
 
     def _placed(self, plan: Plan) -> Placed | None:
         """Who computes a plan, and the layout; None where parts do."""

@@ -25,7 +25,7 @@ from gossamer.torch.calls import Call, call_of, known
 from gossamer.torch.memory import hold_for_graphs
 from gossamer.torch.plan import growing
 from gossamer.torch.request import DENSE, Attended, Request, alignment, differentiable
-from gossamer.torch.validate import Arguments, most_offset
+from gossamer.torch.validate import Arguments, fewer, four_dimensional, most_offset
 
 RANGE = 128  # numbers of keys that share a launch
 STEP = 8  # strides of k and v, which are not part of the key, are multiples of it
@@ -47,20 +47,24 @@ class Growing(NamedTuple):
     call: Call
     seen: Seen
     length: Tensor  # (B,) int32: how many
+    bshd: bool  # q, k, v and out are (B, positions, heads, size)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *vectors: Tensor | None) -> tuple[Tensor, ...]:
         """(out, lse)."""
         if q.is_cuda and is_current_stream_capturing():
             hold_for_graphs(self)
+        if self.bshd:
+            q, k, v = four_dimensional(q, k, v, self.bshd)
         if self.seen.number != k.shape[2]:
             k, v = k.narrow(2, *self.seen), v.narrow(2, *self.seen)
         _, sinks, _ = vectors or (None, None, None)
-        return self.call(q, k, v, self.length, sinks, None)
+        results = self.call(q, k, v, self.length, sinks, None)
+        return fewer(*results, 4, self.bshd) if self.bshd else results  # of one query, out lies alike in both layouts
 
 
 def growing_call(
     q: Tensor, k: Any, v: Any, pattern: Any, scale: Any, q_offset: Any, softcap: Any, implementation: Any,
-    deterministic: bool, vectors: tuple[Any, ...],
+    deterministic: bool, vectors: tuple[Any, ...], bshd: bool,
 ) -> Growing | None:  # fmt: skip
     """The call of one query, made where there was none before; None where it goes the usual way.
 
@@ -72,6 +76,8 @@ def growing_call(
         return None
     if type(scale) not in _NUMBERS or type(softcap) not in _NUMBERS:
         return None
+    if bshd:
+        q, k, v = four_dimensional(q, k, v, bshd)
     seen = keys_seen(q, k, v, pattern, q_offset)
     if seen is None:
         return None
@@ -92,7 +98,7 @@ def growing_call(
             call = call_of(Request(a, Attended(DENSE.handle, alive=DENSE), keys=most), key)
         except Unsupported:
             return None
-    return Growing(call, seen, length)
+    return Growing(call, seen, length, bshd)
 
 
 def keys_seen(q: Tensor, k: Any, v: Any, pattern: Any, q_offset: Any) -> Seen | None:

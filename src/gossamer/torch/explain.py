@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Implementation
+from gossamer.kernels.launch import Direction
 from gossamer.layouts import BlockLayout, GatherLayout
 from gossamer.patterns import Pattern
 from gossamer.patterns.handles import pattern_of
 from gossamer.patterns.reordered import ReorderedCSR
-from gossamer.plan.advice import Way, advice, all_pairs, least, shown, ways
+from gossamer.plan.advice import Way, advice, all_pairs, executed_by_dense, is_causal, least, shown, ways
+from gossamer.plan.costs import costs_of
 from gossamer.plan.plan import Plan, refusals
 from gossamer.plan.problem import Problem
 from gossamer.plan.table import NAMES, load
@@ -21,10 +23,10 @@ from gossamer.torch.calls import resolved
 from gossamer.torch.decoding import for_one_query
 from gossamer.torch.masks import unpack
 from gossamer.torch.parts import Described
-from gossamer.torch.plan import Placed, check_rows, given_layout, place, plan_for, scoring_of
+from gossamer.torch.plan import Placed, check_rows, check_sizes, given_layout, place, plan_for, scoring_of
 from gossamer.torch.reorder import check_order
-from gossamer.torch.request import Request, request_of
-from gossamer.torch.validate import describe
+from gossamer.torch.request import Request, request_of, results_in_bshd
+from gossamer.torch.validate import BHND, Layout, describe, is_bshd
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -56,35 +58,73 @@ class Explanation:
     all_pairs: float | None = None  # estimated seconds of a forward that keeps every pair
     faster: tuple[str, ...] = ()  # what would make it so
     copies: dict[str, str] = field(default_factory=dict)  # inputs that are copied before a kernel reads them, and why
+    measured: bool = False  # whether what work takes was measured on this kind of device, for this type
+    dense: str = "Dense()"  # what the call is compared with: every pair, or every one of a causal call
+    dense_pairs: float = 0.0  # pairs of one head that it would execute
+    dense_seconds: float | None = None  # estimated of its forward
+
+    @property
+    def verdict(self) -> str:
+        """What runs the call and what it takes, beside dense attention: a time where the device was measured."""
+        p, about = self.problem, self.seconds
+        if about is None and self.measured and self.estimates is not None:
+            about, _ = self.estimates
+        text = f"This call runs on {self.implementation}"
+        if about is not None and self.dense_seconds is not None:
+            text += f", {'forward ' if self.backward else ''}in about {shown(about)}"
+            if self.backward:
+                later = "" if self.backward_seconds is None else f" in about {shown(self.backward_seconds)}"
+                text += f", backward on {self.backward}{later}"
+            of = " forward" if self.backward else ""
+            return f"{text}; dense attention, {self.dense}, would take about {shown(self.dense_seconds)}{of}."
+        if self.backward and self.backward != self.implementation:
+            text += f", backward on {self.backward}"
+        kept, executed = self.density * p.Q * p.K, self.executed_flops / (2 * (p.D + p.E) * p.B * p.H)
+        text += f": it executes {executed:,.0f} of the {p.Q * p.K:,} pairs of a head, to keep {kept:,.0f}"
+        text += f"; dense attention, {self.dense}, would execute {self.dense_pairs:,.0f}."
+        return text if self.measured else f"{text} What this takes was not measured for {p.dtype} on this {p.device}."
+
+    @property
+    def refused(self) -> list[str]:
+        """Of each implementation that is not chosen, one reason; `reasons` has all."""
+        return [
+            f"not {name}: {first}" + (f" (and {len(rest)} more in `reasons`)" if rest else "")
+            for name, (first, *rest) in self.reasons.items()
+        ]
 
     def rows(self) -> list[tuple[str, str]]:
         """The table, as (name, value) pairs."""
         p, t = self.problem, self.tiles
         useful, executed = self.useful_flops, self.executed_flops
-        over = f" ({executed / useful:.2f} x)" if useful else ""
+        pair = 2 * (p.D + p.E) * p.B * p.H
+        over = f", {executed / useful:.2f} for each kept one" if useful else ""
         block_q, block_kv = self.tile
         lines = [
             ("problem", f"B={p.B} H={p.H} G={p.G} Q={p.Q} K={p.K} D={p.D} E={p.E} {p.dtype} {p.device}"),
             ("score terms", ", ".join(sorted(p.score_terms)) or "none"),
-            ("density", f"{self.density:.4%}"),
+            ("kept pairs", f"{useful / pair:,.0f} a head, a density of {self.density:.4%}"),
+            ("executed pairs", f"{executed / pair:,.0f} a head{over}"),
             (f"tiles of {block_q} x {block_kv}", ", ".join(f"{name} {n:g}" for name, n in t.items())),
-            ("useful", f"{useful / 1e9:,.3f} GFLOP forward, {BACKWARD * useful / 1e9:,.3f} backward"),
-            ("executed", f"{executed / 1e9:,.3f} GFLOP forward{over}"),
-            ("bytes", f"{self.bytes / 2**20:,.2f} MiB of tensors, {self.layout_bytes / 2**20:,.2f} MiB of layout"),
+            ("work of kept pairs", f"{useful / 1e9:,.3f} GFLOP forward, {BACKWARD * useful / 1e9:,.3f} backward"),
+            ("work executed", f"{executed / 1e9:,.3f} GFLOP forward, {BACKWARD * executed / 1e9:,.3f} backward"),
+            ("memory", f"{self.bytes / 2**20:,.2f} MiB of tensors, {self.layout_bytes / 2**20:,.2f} MiB of layout"),
             ("implementation", self.implementation),
         ]
+        if p.H > p.Q and p.G > p.K:
+            few = f"more heads (H={p.H}) than positions (Q={p.Q}): inputs of (B, N, H, D) are given with layout='bshd'"
+            lines.insert(1, ("look again", few))
         lines += [("part", part) for part in self.parts]
         if self.estimates is not None:
-            lines.append(
-                ("estimated", "{:.3g} ms in parts, {:.3g} ms as one call".format(*(1e3 * x for x in self.estimates)))
-            )
+            parts, whole = self.estimates
+            told = f"{shown(parts)} in parts, {shown(whole)} as one call"
+            counted = f"in parts: 1.00, as one call: {whole / parts:.2f}"
+            lines.append(("estimated", told) if self.measured else ("counted", counted))
         lines += self._ways()
         if self.backward is not None:
             about = "" if self.backward_seconds is None else f", about {shown(self.backward_seconds)}"
             lines.append(("backward by", self.backward + about))
         lines += [("faster", text) for text in self.faster]
-        lines += [(f"copies {name}", why) for name, why in self.copies.items()]
-        return lines + [(f"not {name}", "; ".join(found)) for name, found in self.reasons.items()]
+        return lines + [(f"copies {name}", why) for name, why in self.copies.items()]
 
     def _ways(self) -> list[tuple[str, str]]:
         """The estimates, the least first: seconds, or where no rate was measured how many times the least."""
@@ -95,22 +135,23 @@ class Explanation:
         text = ", ".join(f"{shown(cost * self.seconds)} by {name}" for name, cost in self.options[:SHOWN])
         if len(self.options) == 1:
             text += " (its tiles are nearly full: nothing else was counted)"
-        every = [] if self.all_pairs is None else [("of all pairs", f"{shown(self.all_pairs)} (as with Dense())")]
-        return [("estimated", text), *every]
+        return [("estimated", text)]
 
     def __rich__(self) -> Any:
+        from rich.console import Group
         from rich.table import Table
 
-        table = Table(title="gossamer.explain", show_header=False)
+        table = Table(show_header=False)
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
         for name, value in self.rows():
             table.add_row(name, value)
-        return table
+        return Group(self.verdict, *self.refused, table)
 
     def __str__(self) -> str:
-        width = max(len(name) for name, _ in self.rows())
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in self.rows())
+        rows = self.rows()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join([self.verdict, *self.refused, "", *(f"{name:<{width}}  {value}" for name, value in rows)])
 
     __repr__ = __str__
 
@@ -154,8 +195,10 @@ def _calls(plan: Plan, request: Request, backward: bool) -> list[_Computed]:
     if split is None:
         placed = place(plan, pattern, scoring.q_offset, device)
         return [_computed(plan.problem, placed, pattern, scoring.q_offset)]
-    described = Described(plan, a.implementation, pattern, scoring, request.operands, device)
-    calls = described.calls(described.fold(), "backward" if backward else "forward")
+    direction: Direction = "backward" if backward else "forward"
+    operands = request.operands | (results_in_bshd(direction, request.operands) if a.bshd else {})
+    described = Described(plan, a.implementation, pattern, scoring, operands, device)
+    calls = described.calls(described.fold(), direction)
     return [_computed(call.problem, call.placed, call.part.pattern, call.q_offset) for call in calls]
 
 
@@ -203,13 +246,27 @@ def explain(
     merge: str | None = None,
     implementation: str | None = None,
     deterministic: bool | None = None,
+    layout: Layout = BHND,
 ) -> Explanation:
     """What `attention` would do with these arguments, and why not otherwise; nothing is computed but the layout.
+
+    Printed, it opens with a verdict: what runs the call, about how long that and dense attention take (where the device
+    was measured; else how many pairs are executed), and a reason for each other implementation.
 
     `return_lse` makes no difference. The terms that `merge="lse"` attends to are explained one by one.
 
     Raises:
         ValueError: as `attention`, or `merge` is given.
+
+    Examples:
+        >>> q = torch.randn(1, 2, 256, 16)
+        >>> found = gs.explain(q, q, q, gs.SlidingWindow(31))
+        >>> found.implementation, round(found.density, 4)
+        ('blocked', 0.1174)
+        >>> print(found.verdict)  # doctest: +ELLIPSIS
+        This call runs on blocked: it executes 28,672 of the 65,536 pairs of a head, to keep 7,696; dense attention, ...
+        >>> print(found.refused[-1])
+        not reference: comes after the one chosen
     """
     if not isinstance(return_lse, bool):
         raise ValueError(f"return_lse must be True or False; got {describe(return_lse)}")
@@ -221,7 +278,7 @@ def explain(
     request = request_of(
         q, k, v, pattern if reordered is None else reordered.inner, scale=scale, q_offset=q_offset,
         key_lengths=key_lengths, softcap=softcap, sink_logits=sink_logits, alibi_slopes=alibi_slopes,
-        implementation=implementation, deterministic=deterministic,
+        implementation=implementation, deterministic=deterministic, bshd=is_bshd(layout),
     )  # fmt: skip
     if reordered is not None:
         check_order(reordered, request.arguments.q, request.arguments.k, key_lengths, alibi_slopes)
@@ -233,8 +290,10 @@ def explain(
     plan = usual if again or dims != 4 else for_one_query(usual, a, attended.alive)
     scoring, p = scoring_of(a, a.k.shape[2]), plan.problem
     check_rows(p, scoring, attended.handle)
-    which = None if attended.data else pattern_of(attended.handle)
-    split = None if which is None else plan.split(attended.handle, scoring.q_offset)
+    check_sizes(a, attended.handle)
+    whole = None if attended.data else pattern_of(attended.handle)
+    split = None if whole is None else plan.split(attended.handle, scoring.q_offset)
+    which = whole if split is None else None
     computed = _calls(plan, request, backward=False)
     gradient = later = None
     if backward:
@@ -242,10 +301,10 @@ def explain(
         gradient = _names(_calls(later, request, backward=True))
     useful, executed, tiles = _of_one_head(computed, p)
     flops = 2.0 * (p.D + p.E) * p.B * p.H
-    which = which if split is None else None
     counts: tuple[Way, ...] = () if which is None else ways(plan, which, scoring.q_offset)
     later_counts = () if which is None or later is None else ways(later, which, scoring.q_offset)
     fill = executed / useful if useful else 1.0
+    causal = False if whole is None or reordered is not None else is_causal(whole, p.Q, p.K, scoring.q_offset)
     return Explanation(
         problem=replace(p, backward=backward),
         implementation=_names(computed),
@@ -266,6 +325,10 @@ def explain(
         all_pairs=None if which is None else all_pairs(plan),
         faster=advice(plan, which, scoring.q_offset, fill, again, reordered=reordered is not None),
         copies=_copies(computed[0].implementation, {"q": q, "k": k, "v": v}),
+        measured=costs_of(p).measured,
+        dense="Causal()" if causal else "Dense()",
+        dense_pairs=executed_by_dense(plan, causal, scoring.q_offset),
+        dense_seconds=all_pairs(plan, causal, scoring.q_offset),
     )
 
 
@@ -290,7 +353,7 @@ def _refused(computed: list[_Computed], p: Problem, asked_for: str | None, grows
     for at, other in enumerate(NAMES):
         candidate = load(other)
         walks = not isinstance(candidate, str) and candidate.layout == "block"
-        unused = "its tiles hold more pairs of this pattern" if walks and at < first else "comes after the one chosen"
+        unused = "its tiles would execute more pairs" if walks and at < first else "comes after the one chosen"
         if at < first and grows:
             unused = "plans one query again for each number of keys"
         if other not in named:

@@ -64,6 +64,13 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
 
     Raises:
         ValueError: no lists of tensors, not as many of each, none at all, or shapes, types or devices that differ.
+
+    Examples:
+        >>> q, k, v = (torch.randn(2, 30, 8) for _ in range(3))
+        >>> parts = [gs.attention(q, k[:, s], v[:, s], return_lse=True) for s in (slice(0, 10), slice(10, 30))]
+        >>> out, lse = gs.merge(*zip(*parts))
+        >>> torch.allclose(out, gs.attention(q, k, v), atol=1e-6)
+        True
     """
     outs, lses = _floats("outs", outs), _floats("lses", lses)
     if not outs or len(outs) != len(lses):

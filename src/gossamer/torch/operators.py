@@ -8,7 +8,7 @@ pattern. Both directions look up the same calls as `attention` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -25,7 +25,7 @@ from gossamer.torch.validate import Arguments, options_of, validate
 _OPTIONS = (
     "Tensor[] layout, int[] geometry, SymInt pattern, SymInt? q_offset, Tensor? q_offset_tensor, Tensor? key_lengths, "
     "Tensor? sink_logits, Tensor? alibi_slopes, float? scale, float? softcap, str? implementation, "
-    "bool deterministic, bool backward"
+    "bool deterministic, bool backward, bool bshd"
 )
 
 library = torch.library.Library("gossamer", "DEF")
@@ -56,18 +56,28 @@ def _backward(
 def _forward_fake(
     q: Tensor, k: Tensor, v: Tensor, layout: list[Tensor], geometry: list[int], pattern: int, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    validate(Arguments(q, k, v, *options))
+    a = Arguments(q, k, v, *options)
+    validate(a)
     shape = q.shape[:3]
-    return q.new_empty((*shape, v.shape[3])), q.new_empty(shape, dtype=compute_dtype(q.dtype))
+    out = _new_result(q, (*shape, v.shape[3]), a.bshd)
+    return out, q.new_empty(shape, dtype=compute_dtype(q.dtype))
 
 
 def _backward_fake(
     dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     layout: list[Tensor], geometry: list[int], pattern: int, *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    sink = Arguments(q, k, v, *options).sink_logits
+    a = Arguments(q, k, v, *options)
+    sink = a.sink_logits
     dsink = q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
+    dq, dk, dv = (_new_result(x, x.shape, a.bshd) for x in (q, k, v))
+    return dq, dk, dv, dsink
+
+
+def _new_result(like: Tensor, shape: Sequence[int], bshd: bool) -> Tensor:
+    """A fake result (B, heads, positions, size), which lies in that order or as (B, positions, heads, size)."""
+    B, heads, N, size = shape
+    return like.new_empty((B, N, heads, size)).transpose(1, 2) if bshd else like.new_empty(shape)
 
 
 forward_op = torch.ops.gossamer.forward.default

@@ -85,10 +85,11 @@ class Described:
         p, b, pattern = self.problem, self.b, self.pattern
         split = self.plan.split(pattern.handle, self.scoring.q_offset)
         assert split is not None
-        inputs = [b[name] for name in ("q", "k", "v")]
+        own = ("dq", "dk", "dv") if "dout" in b or "dq" in b else ("out",)
+        whole = [b[name] for name in ("q", "k", "v", *own) if name in b]
         if p.B == 1 or "key_lengths" in b or pattern.lead != (1, 1) or isinstance(pattern, LongNet):
             return split  # a head of LongNet has its own class, a batch element has not
-        if any(x.strides[0] != x.shape[1] * x.strides[1] for x in inputs):
+        if any(x.strides[0] != x.shape[1] * x.strides[1] for x in whole):
             return split
         folded = problem_of_fold(p)
         found = split_of(pattern, folded, self.scoring.q_offset, self.plan.tiles, self.plan.gathers)

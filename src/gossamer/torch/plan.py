@@ -26,7 +26,7 @@ from gossamer.plan.choice import choose
 from gossamer.plan.plan import Plan, plan_of, refusals
 from gossamer.plan.problem import SCORE_TERMS, Problem, Unsupported
 from gossamer.torch.masks import dense_of, layout_of, words_of
-from gossamer.torch.validate import Arguments, check_layout, check_mask, layout_from, validate
+from gossamer.torch.validate import OTHER_LAYOUT, Arguments, check_layout, check_mask, layout_from, validate
 
 logger = logging.getLogger("gossamer")
 
@@ -133,6 +133,25 @@ def check_rows(problem: Problem, scoring: Scoring, handle: int) -> None:
         f"q_offset must be left out with {which}, whose rows are counted from 0, not by their positions; "
         f"got {scoring.q_offset}"
     )
+
+
+def check_sizes(a: Arguments, handle: int) -> None:
+    """Raise ValueError for a pattern that describes other sizes than those of the inputs.
+
+    Args:
+        handle: of a pattern, or -1 for a mask or a layout, which are checked when they are read.
+    """
+    if handle < 0:
+        return
+    pattern, (B, H, Q, _), (_, G, K, _) = pattern_of(handle), a.q.shape, a.k.shape
+    try:
+        pattern.check(Q, K, H, B)
+    except ValueError as error:
+        try:
+            pattern.check(H, G, Q, B)
+        except ValueError:
+            raise error from None
+        raise ValueError(f"{error}{OTHER_LAYOUT if Q % K == 0 else ''}") from None
 
 
 def place(plan: Plan, pattern: Pattern, q_offset: int, device: torch.device) -> Placed:

@@ -8,6 +8,7 @@ that they were given.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
@@ -17,7 +18,7 @@ import torch
 from torch import _C, Tensor
 from torch.autograd import forward_ad
 
-from gossamer.kernels.launch import ALIGNMENT, VECTORS, Operand, operand_of
+from gossamer.kernels.launch import ALIGNMENT, VECTORS, Direction, Operand, compact, operand_of
 from gossamer.kernels.rows import compute_dtype
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import CSR, Dense, Pattern
@@ -76,7 +77,7 @@ def differentiable(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None) 
 
 def key_of(
     q: Any, k: Any, v: Any, pattern: Any, scale: Any, q_offset: Any, softcap: Any, implementation: Any,
-    deterministic: bool, vectors: tuple[Any, ...] = (),
+    deterministic: bool, vectors: tuple[Any, ...] = (), bshd: bool = False,
 ) -> Key | None:  # fmt: skip
     """What tells calls apart: shapes, strides, types, devices, the pattern and the options.
 
@@ -108,7 +109,7 @@ def key_of(
             _, sinks, _ = vectors
     return (
         pattern.handle, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-        q.device, k.device, v.device, differentiable(q, k, v, sinks), alignment(q, k, v), deterministic, *more,
+        q.device, k.device, v.device, differentiable(q, k, v, sinks), alignment(q, k, v), deterministic, bshd, *more,
     )  # fmt: skip
 
 
@@ -160,7 +161,7 @@ class Request(NamedTuple):
         told = [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors]
         return (
             t.handle, t.geometry, len(t.data), *told, alignment(*(x for x in tensors if x is not None)), a.q_offset,
-            a.scale, a.softcap, a.implementation, a.deterministic, a.backward,
+            a.scale, a.softcap, a.implementation, a.deterministic, a.backward, a.bshd,
         )  # fmt: skip
 
     @property
@@ -183,29 +184,40 @@ class Request(NamedTuple):
         return {name: operand_of(x) for name, x in given.items() if x is not None}
 
 
+def results_in_bshd(direction: Direction, operands: Mapping[str, Operand]) -> dict[str, Operand]:
+    """The results of a direction as they lie in memory of (B, positions, heads, size), by name."""
+    q, k, v = (operands[name] for name in ("q", "k", "v"))
+    (*rows, _), (*_, columns) = q.shape, v.shape
+    of = {"out": (*rows, columns)} if direction == "forward" else {"dq": q.shape, "dk": k.shape, "dv": v.shape}
+    found = {}
+    for name, (B, heads, N, size) in of.items():
+        batch, row, head, one = compact((B, N, heads, size))
+        found[name] = Operand(q.dtype, (B, heads, N, size), (batch, head, row, one))
+    return found
+
+
 def request_of(
     q: Any, k: Any, v: Any, pattern: Any, *, scale: Any, q_offset: Any, key_lengths: Any, softcap: Any,
-    sink_logits: Any, alibi_slopes: Any, implementation: Any, deterministic: Any, backward: bool | None = None,
+    sink_logits: Any, alibi_slopes: Any, implementation: Any, deterministic: Any, bshd: bool = False,
 ) -> Request:  # fmt: skip
     """The request of a call of `attention`, whose values are checked later, with its key.
 
     Args:
-        backward: whether the call has a gradient; None: whether its tensors ask for one.
+        bshd: q, k and v are (B, positions, heads, size).
 
     Raises:
         ValueError: an argument is of a type that nothing accepts.
     """
     scale, q_offset, softcap = number(scale), number(q_offset), number(softcap)
-    sink_logits, alibi_slopes = wide(sink_logits, q), slopes(alibi_slopes, q)
+    key_lengths, sink_logits, alibi_slopes = lengths(key_lengths, q), wide(sink_logits, q), slopes(alibi_slopes, q)
     check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation)
     deterministic, dims = is_deterministic(deterministic), q.ndim
-    q, k, v = four_dimensional(q, k, v)
+    q, k, v = four_dimensional(q, k, v, bshd)
     offset, offset_tensor = (None, q_offset) if isinstance(q_offset, Tensor) else (q_offset, None)
-    if backward is None:
-        backward = not torch.compiler.is_compiling() and differentiable(q, k, v, sink_logits)
+    backward = not torch.compiler.is_compiling() and differentiable(q, k, v, sink_logits)
     a = Arguments(
         q, k, v, offset, offset_tensor, key_lengths, sink_logits, alibi_slopes, scale, softcap, implementation,
-        deterministic, backward,
+        deterministic, backward, bshd,
     )  # fmt: skip
     return Request(a, attended_of(pattern, q), dims)
 
@@ -225,6 +237,25 @@ def wide(x: Any, q: Any) -> Any:
     if not (isinstance(x, Tensor) and isinstance(q, Tensor) and x.is_floating_point()):
         return x
     return x.to(compute_dtype(q.dtype))
+
+
+def lengths(x: Any, q: Any) -> Any:
+    """Key lengths in a list or a tuple as an int32 tensor on q's device; anything else as it is.
+
+    Raises:
+        ValueError: the list holds something else than integers, or not one for each batch element.
+    """
+    if not isinstance(x, (list, tuple)) or not isinstance(q, Tensor):
+        return x
+    B, every = q.shape[0] if q.ndim == 4 else 1, [number(one) for one in x]
+    wanted = f"key_lengths, a list, must hold B={B} integers, one for each batch element"
+    for one in every:
+        if isinstance(one, bool) or not isinstance(one, (int, torch.SymInt)):
+            raise ValueError(f"{wanted}; it holds {describe(one)}")
+    if len(every) != B:
+        raise ValueError(f"{wanted}; got {describe(x)}")
+    held = torch.iinfo(torch.int32).max  # lengths over K are K, those under 0 are 0
+    return torch.tensor([max(0, min(one, held)) for one in every], dtype=torch.int32, device=q.device)
 
 
 def slopes(x: Any, q: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -20,14 +20,20 @@ from gossamer.plan.table import NAMES
 
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 MAX_HEAD = 4096
+Layout = Literal["bhnd", "bshd"]  # how q, k, v and out lie: (B, heads, positions, size) or (B, positions, heads, size)
+BHND: Layout = "bhnd"
 
+OTHER_LAYOUT = '; sizes fit in the other layout: "bhnd", the default, reads (B, H, N, D), layout="bshd" (B, N, H, D)'
 _NESTED = (
     "; of sequences of several lengths give their padding as key_lengths, or pack them behind one another: Document"
 )
 
 
 class Arguments(NamedTuple):
-    """The arguments of one call, tensors four-dimensional: q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E)."""
+    """The arguments of one call, tensors four-dimensional: q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E).
+
+    With `bshd` they are views of (B, Q, H, D) and so on, and so are out, dq, dk and dv.
+    """
 
     q: Tensor
     k: Tensor
@@ -42,14 +48,29 @@ class Arguments(NamedTuple):
     implementation: str | None
     deterministic: bool
     backward: bool
+    bshd: bool = False
 
 
 def options_of(a: Arguments) -> tuple[Any, ...]:
     """All but q, k and v, in the order of the operators."""
     return (
         a.q_offset, a.q_offset_tensor, a.key_lengths, a.sink_logits, a.alibi_slopes, a.scale, a.softcap,
-        a.implementation, a.deterministic, a.backward,
+        a.implementation, a.deterministic, a.backward, a.bshd,
     )  # fmt: skip
+
+
+def is_bshd(layout: Any) -> bool:
+    """Whether `layout` says (B, positions, heads, size).
+
+    Raises:
+        ValueError: it is none of those that there are.
+    """
+    if not isinstance(layout, str) or layout not in ("bhnd", "bshd"):
+        raise ValueError(
+            'layout must be "bhnd", of q (B, H, Q, D), or "bshd", of q (B, Q, H, D); '
+            f"got {describe(layout)}; what is attended is the argument `pattern`"
+        )
+    return layout == "bshd"
 
 
 class Told(NamedTuple):
@@ -90,6 +111,8 @@ def instead(given: Any) -> str:
         return f"; this is a class, {given.__name__}(...) is a pattern"
     elif isinstance(given, (list, tuple)) and given and all(isinstance(p, Pattern) for p in given):
         return "; PerHead(patterns) gives each query head its own, PerBatch(patterns) each batch element"
+    elif isinstance(given, (bool, str)):
+        return "; causal attention is Causal(), a window SlidingWindow.of_size(W)"
     elif callable(given):
         return "; Predicate(fn) takes a function fn(i, j), from_flex(mask_mod, Q, K) one of FlexAttention"
     return ""
@@ -102,7 +125,8 @@ def check_types(
     """What the operator's schema would refuse with a less helpful error; values and shapes are checked inside it."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
-            raise ValueError(f"{name} must be a torch tensor; got {describe(x)}")
+            of_array = "; torch.from_numpy(array) makes one" if isinstance(x, np.ndarray) else ""
+            raise ValueError(f"{name} must be a torch tensor; got {describe(x)}{of_array}")
         if x.is_nested:
             raise ValueError(f"{name} must be a tensor of one shape; got {describe(x)}{_NESTED}")
         if x.layout != torch.strided:
@@ -115,7 +139,8 @@ def check_types(
         return
     for name, x in (("key_lengths", key_lengths), ("sink_logits", sink_logits), ("alibi_slopes", alibi_slopes)):
         if x is not None and not isinstance(x, Tensor):
-            raise ValueError(f"{name} must be a torch tensor or None; got {describe(x)}")
+            kinds = "a torch tensor, a list of integers or None" if name == "key_lengths" else "a torch tensor or None"
+            raise ValueError(f"{name} must be {kinds}; got {describe(x)}")
         if x is not None and x.device != q.device:
             raise ValueError(f"{name} must be a tensor on q's device, {q.device}; got {describe(x)}")
     for name, x in (("scale", scale), ("softcap", softcap)):
@@ -128,7 +153,7 @@ def check_types(
         if isinstance(x, Tensor) and x.is_nested:
             raise ValueError(f"{name} must be a tensor of one shape; got {describe(x)}")
     if isinstance(q_offset, int) and not -(2**31) < q_offset < 2**31:
-        raise ValueError(f"q_offset must be an integer within 2**31; got {describe(q_offset)}")
+        raise ValueError(f"q_offset must be an integer over -2**31 and under 2**31; got {describe(q_offset)}")
     for name, x in (("scale", scale), ("softcap", softcap)):
         if isinstance(x, int) and abs(x) > 2**53:
             raise ValueError(f"{name} must be a number of at most 2**53; got {describe(x)}")
@@ -153,10 +178,12 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
     yield k.shape[3] == q.shape[3], "k", k, f"have the head size of q, D={q.shape[3]}"
     yield v.shape[1:3] == k.shape[1:3], "v", v, f"have the heads and positions of k, (G, K) = {tuple(k.shape[1:3])}"
     yield v.shape[3] > 0, "v", v, "have no empty dimension"
-    yield q.shape[1] % k.shape[1] == 0, "k", k, f"have a number of heads G that divides q's H={q.shape[1]}"
+    heads = Told(f"G={k.shape[1]}, {describe(k)}")
+    yield q.shape[1] % k.shape[1] == 0, "k", heads, f"have a number of heads G that divides q's H={q.shape[1]}"
     sizes = q.shape[3], v.shape[3]
     yield max(sizes) <= MAX_HEAD, "q and v", sizes, f"have head sizes D, E up to {MAX_HEAD}"
-    yield max(q.shape[2], k.shape[2]) < 2**31 - 2**16, "q and k", q, "have fewer than 2**31 positions"
+    most, longest = 2**31 - 2**16, (q.shape[2], k.shape[2])
+    yield max(longest) < most, "q and k", longest, f"have fewer than 2**31 - 2**16 = {most} positions Q, K"
     B, H = q.shape[:2]
     if a.scale is not None or a.softcap is not None:
         yield from _factor_checks(a)
@@ -179,7 +206,8 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
         yield vector.device == q.device, name, vector, f"be a tensor on q's device, {q.device}"
     yield (
         a.alibi_slopes is None or not a.alibi_slopes.requires_grad,
-        "alibi_slopes", Told("a tensor that requires grad"), "be a constant; no gradient is computed for it",
+        "alibi_slopes", Told("a tensor that requires grad; give alibi_slopes.detach()"),
+        "be a constant, for which no gradient is computed",
     )  # fmt: skip
     yield (
         a.implementation is None or a.implementation in NAMES,
@@ -213,16 +241,27 @@ def validate(a: Arguments) -> None:
     """Raise ValueError for the first argument that is wrong."""
     for right, name, given, accepted in _checks(a):
         if not right:
-            raise ValueError(f"{name} must {accepted}; got {describe(given)}")
+            raise ValueError(f"{name} must {accepted}; got {describe(given)}{_other_layout(a)}")
 
 
-def four_dimensional(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _other_layout(a: Arguments) -> str:
+    """For the end of a message: that all would be right in the other layout, where it would."""
+    if not a.q.ndim == a.k.ndim == a.v.ndim == 4 or a.q.shape[1] == a.k.shape[1] == 1:
+        return ""  # one head is most often none, of (N, D)
+    turned = a._replace(q=a.q.transpose(1, 2), k=a.k.transpose(1, 2), v=a.v.transpose(1, 2))
+    return OTHER_LAYOUT if all(right for right, *_ in _checks(turned)) else ""
+
+
+def four_dimensional(q: Tensor, k: Tensor, v: Tensor, bshd: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as (B, heads, positions, features), from two, three or four dimensions."""
     if not (q.ndim == k.ndim == v.ndim and 2 <= q.ndim <= 4):
+        forms = "(N, D), (N, H, D) or (B, N, H, D)" if bshd else "(N, D), (H, N, D) or (B, H, N, D)"
         raise ValueError(
-            f"q, k and v must all have 2, 3 or 4 dimensions: (N, D), (H, N, D) or (B, H, N, D); "
+            f"q, k and v must all have 2, 3 or 4 dimensions: {forms}; "
             f"got shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
         )
+    if bshd and q.ndim > 2:
+        q, k, v = q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
     if q.ndim == 4:
         return q, k, v
     if q.ndim == 3:
@@ -230,25 +269,27 @@ def four_dimensional(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
     return q[None, None], k[None, None], v[None, None]
 
 
-def fewer(out: Tensor, lse: Tensor, dims: int) -> tuple[Tensor, Tensor]:
-    """out and lse with as many dimensions as q had."""
+def fewer(out: Tensor, lse: Tensor, dims: int, bshd: bool = False) -> tuple[Tensor, Tensor]:
+    """out and lse with as many dimensions as q had, and out in the order of q's."""
     for _ in range(4 - dims):
         out, lse = out.squeeze(0), lse.squeeze(0)
-    return out, lse
+    return out.transpose(-3, -2) if bshd and dims > 2 else out, lse
 
 
 def check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
     """Raise ValueError unless a boolean mask broadcasts to (B, H, Q, K) and lies on q's device."""
-    (B, H, Q, _), (_, _, K, _) = q.shape, k.shape
+    (B, H, Q, _), (_, G, K, _) = q.shape, k.shape
     shape = (B, H, Q, K)
-    fits = 0 < mask.ndim <= 4 and all(
-        n in (1, want) for n, want in zip(reversed(mask.shape), reversed(shape), strict=False)
+    fits, turned = (
+        0 < mask.ndim <= 4
+        and all(n in (1, want) for n, want in zip(reversed(mask.shape), reversed(sizes), strict=False))
+        for sizes in (shape, (B, Q, H, G))
     )
     of_keys = "; a mask of keys (B, K) is given as mask[:, None, None], and lengths are faster as key_lengths"
     if mask.dtype != torch.bool or mask.device != q.device or not fits:
         raise ValueError(
             f"pattern, a dense mask, must be boolean, on {q.device}, and broadcast to (B, H, Q, K) = {shape}; "
-            f"got {describe(mask)}{of_keys if mask.shape == (B, K) else ''}"
+            f"got {describe(mask)}{of_keys if mask.shape == (B, K) else OTHER_LAYOUT if turned and not fits else ''}"
         )
 
 
@@ -262,7 +303,8 @@ def check_layout(walk: Walk, q: Tensor, k: Tensor) -> None:
 def _layout_checks(walk: Walk, q: Tensor, k: Tensor) -> Iterator[tuple[bool, str, Any, str]]:
     Q, K, (B, H) = q.shape[2], k.shape[2], q.shape[:2]
     br, bc = walk.block_rows, walk.block_columns
-    yield (walk.rows, walk.columns) == (Q, K), "(Q, K)", (walk.rows, walk.columns), f"of the inputs, {(Q, K)}"
+    sizes, other = (walk.rows, walk.columns), OTHER_LAYOUT if (walk.rows, walk.columns) == (H, k.shape[1]) else ""
+    yield sizes == (Q, K), "(Q, K)", Told(f"{sizes}{other}"), f"of the inputs, {(Q, K)}"
     for name, block in (("block_q", br), ("block_kv", bc)):
         yield 0 < block <= 1024 and block % WORD == 0, name, block, f"a multiple of {WORD} up to 1024"
     for at, x in enumerate(walk.arrays()):
