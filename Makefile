@@ -1,14 +1,15 @@
-# make demo, make test, make check, make bench, make docs, make clean: each installs what it needs first.
+# make demo, test, test-more, check, bench, docs, site, clean: each installs what it needs first.
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SITE := .venv-docs
 WORKERS := 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check bench docs clean
+.PHONY: help install demo test check bench docs site clean
 
 help:
-	@echo "make demo | test | check | bench | docs | clean"
+	@echo "make demo | test | check | bench | docs | site | clean"
 	@echo "make test-more | wheel: slower, each in an environment of its own"
 
 install: $(STAMP)
@@ -45,14 +46,23 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/gossamer bench --tag foundation --peers
 
-# The generated parts: the support table in README.md and the figures of the documentation.
+# The generated parts (the support table, the tables of the rows, figures), then the site.
 docs: $(STAMP)
 	$(BIN)/python docs/make_support_table.py --write
 	$(BIN)/python docs/make_figures.py
 	$(BIN)/python docs/make_tables.py --write
 	$(BIN)/python docs/make_pipeline.py
+	$(MAKE) site
+
+# Strict: a link, a heading or a name in a docstring that leads nowhere is an error.
+site: $(SITE)/.installed
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict --quiet
+
+$(SITE)/.installed: pyproject.toml scripts/install.sh
+	@./scripts/install.sh $(SITE) docs
+	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist demo .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(SITE) site build dist demo .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	rm -rf $(WHEEL)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

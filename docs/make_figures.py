@@ -1,5 +1,6 @@
 """Draws docs/figures: patterns.png, the patterns of the README; patterns/, one for each pattern of docs/patterns.md,
-each pair coloured by the kind of its tile; and the charts of docs/results.md, from the rows in benchmarks/results.
+each pair coloured by the kind of its tile, and the key of the colours; and the charts of docs/results.md, from the rows
+in benchmarks/results.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.figure import Figure
 from PIL import Image
 
 import gossamer as gs
@@ -65,36 +67,65 @@ EACH = {
 }
 
 
+def picture(pattern: gs.Pattern) -> np.ndarray:
+    """A pixel for each pair."""
+    layout = pattern.layout(SIZE, SIZE, block_q=TILE, block_kv=TILE)
+    return np.asarray(pair_picture(pattern, layout, 0, 0))
+
+
+def key(figure: Figure, place: str) -> None:
+    """What the colours mean."""
+    colours = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[kind]) for kind in KINDS]
+    names = ["full tile: no mask", "interval tile: [lo, hi) a row", "bits tile: one bit a pair"]
+    figure.legend(colours, names, loc=place, ncols=3, frameon=False, fontsize=9)
+
+
 def patterns() -> None:
-    figure, axes = plt.subplots(2, 6, figsize=(13.2, 5.1), layout="constrained")
+    figure, axes = plt.subplots(2, 6, figsize=(13.2, 5.3), layout="constrained")
     for axis, (title, pattern) in zip(axes.flat, PATTERNS.items(), strict=True):
-        layout = pattern.layout(SIZE, SIZE, block_q=TILE, block_kv=TILE)
-        axis.imshow(pair_picture(pattern, layout, 0, 0), interpolation="nearest")
+        axis.imshow(picture(pattern), interpolation="nearest")
         axis.set_title(title, fontsize=8.5, family="monospace")
         axis.set(xticks=[], yticks=[])
-    legend = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[kind]) for kind in KINDS]
-    names = ["full tile: no mask", "interval tile: [lo, hi) a row", "bits tile: one bit a pair"]
-    figure.legend(legend, names, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("query \u2192", fontsize=9)  # time runs down, as in a printed matrix
+        axis.yaxis.label.set_rotation(270)
+        axis.yaxis.labelpad = 12
+    for axis in axes[-1]:
+        axis.set_xlabel("key \u2192", fontsize=9)
+    key(figure, "outside lower center")
     OUT.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(OUT, dpi=100)
     shrink(OUT)
 
 
-def shrink(path: Path) -> None:
+def shrink(path: Path, colours: int = 64) -> None:
     """Write a picture again in as many colours as its lines and labels need: a fourth of the bytes."""
-    with Image.open(path) as picture:
-        few = picture.convert("RGB").quantize(64, dither=Image.Dither.NONE)
+    with Image.open(path) as found:
+        few = found.convert("RGB").quantize(colours, dither=Image.Dither.NONE)
     few.save(path, optimize=True)
 
 
 def each() -> None:
-    """A picture of one pixel for a pair, in the colours of the legend of docs/figures/patterns.png."""
+    """A picture of one pixel for a pair, with its axes."""
     folder = FIGURES / "patterns"
     folder.mkdir(parents=True, exist_ok=True)
+    left, below, width, height = 34, 34, SIZE + 44, SIZE + 42  # pixels
     for name, pattern in EACH.items():
-        layout = pattern.layout(SIZE, SIZE, block_q=TILE, block_kv=TILE)
-        picture = np.asarray(pair_picture(pattern, layout, 0, 0))
-        plt.imsave(folder / f"{name}.png", picture, pil_kwargs={"optimize": True})
+        figure = plt.figure(figsize=(width / 100, height / 100))
+        axis = figure.add_axes((left / width, below / height, SIZE / width, SIZE / height))
+        axis.imshow(picture(pattern), interpolation="nearest")
+        ends = [0, SIZE - 1]
+        axis.set_xticks(ends, map(str, ends), fontsize=7)
+        axis.set_yticks(ends, map(str, ends), fontsize=7)
+        axis.set_xlabel("key j", fontsize=8, labelpad=-6)
+        axis.set_ylabel("query i", fontsize=8, labelpad=-12)
+        figure.savefig(folder / f"{name}.png", dpi=100)
+        plt.close(figure)
+        shrink(folder / f"{name}.png", 16)
+    figure = plt.figure(figsize=(6.2, 0.32))
+    key(figure, "center")
+    figure.savefig(folder / "key.png", dpi=100)
+    shrink(folder / "key.png", 16)
 
 
 def charts() -> None:

@@ -8,9 +8,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,6 @@ from gossamer.bench.summary import (
     number,
     ratio_table,
     read,
-    small_table,
 )
 from gossamer.patterns.grid import Sizes
 from gossamer.plan.estimate import Sample
@@ -111,81 +110,40 @@ def ratios() -> str:
     return ratio_table(read_records(RESULTS / "nvidia_h200.jsonl"), [case.name for case in BENCH])
 
 
+# The table of the README: a case, its name there, and peers that are made for such work.
 HEADLINE = {
-    "window_4096_causal": "`SlidingWindow(4096)`",
-    "window_4096_both": "`SlidingWindow(4096, 4096)`",
-    "window_512_causal": "`SlidingWindow(512)`",
-    "window_4096_causal_d64": "`SlidingWindow(4096)`, H 16 D 64",
-    "bigbird_matrix_128": "128-blocks, 3.1 % dense",
-    "bigbird_matrix_64": "64-blocks, 2.9 % dense",
-    "random_matrix_64": "64-blocks, 11 % dense, H 16 N 32768",
-    "bigbird_64": "`BigBird(64)`",
-    "causal_32768_h16": "`Causal()`, H 16 N 32768",
-    "causal_32768": "`Causal()`, N 32768",
-    "dilated_16_256": "`Dilated(255, 0, 16)`",
-    "dilated_8_1024": "`Dilated(1023, 0, 8)`",
-    "power_strided_131072": "`PowerStrided(2)`",
+    "window_4096_causal": ("`SlidingWindow(4096)`, 131,072 tokens", ("FA4",)),
+    "causal_32768": ("`Causal()`, 32,768 tokens", ("FA4",)),
+    "bigbird_matrix_64": ("blocks of 64, 2.9 % dense", ("cuDNN block sparse",)),
+    "bigbird_64": ("`BigBird(64)`", ("cuDNN block sparse",)),
+    "dilated_8_1024": ("`Dilated(1023, 0, 8)`", ()),
+    "graph_power_law": ("power-law graph, 1.17 M edges", ("torch.sparse", "PyG")),
 }
 
 
 def headline() -> str:
-    """The last row of ours and of each peer, case by case: milliseconds, the least in bold."""
-    peers = {
-        "FlexAttention": "FlexAttention",
-        "FA4": "FA4",
-        "cuDNN": "cuDNN block sparse",
-        "SDPA dense": "fastest dense",
-    }
-    lines = ["| case | direction | gossamer | " + " | ".join(peers.values()) + " |", "|---" * (len(peers) + 3) + "|"]
+    """Forward and backward in milliseconds: ours, FlexAttention, the fastest made for it, dense; the least bold."""
+    lines = ["| case | gossamer | FlexAttention | made for it | fastest dense |", "|---" * 5 + "|"]
     rows = [row for row in _rows("nvidia_h200") if row["dtype"] == "bfloat16" and row["p50_ms"] is not None]
-    for case, title in HEADLINE.items():
+    for case, (title, special) in HEADLINE.items():
+        names = (("gossamer",), ("FlexAttention",), special, ("SDPA dense",))
+        columns: list[list[tuple[float, str]]] = [[] for _ in names]
         for direction in ("forward", "backward"):
             of_case = [row for row in rows if (row["case"], row["direction"]) == (case, direction)]
-            mine = [row for row in of_case if not row["peer"]]
-            if not mine:
-                continue
-            best = {"gossamer": mine[-1]["p50_ms"]}
-            for start in peers:
-                last = {
-                    row["implementation"]: row["p50_ms"] for row in of_case if row["implementation"].startswith(start)
-                }
-                if last:
-                    best[start] = min(last.values())
-            least = min(best.values())
-            cells = {name: f"**{ms:.3g}**" if ms == least else f"{ms:.3g}" for name, ms in best.items()}
-            chosen = mine[-1]["implementation"].removeprefix("gossamer ")
-            cells["gossamer"] += f" (`{chosen}`, {mine[-1]['useful_tflops']:.0f})"
-            place = title if direction == "forward" else ""
-            lines.append(
-                f"| {place} | {direction} | " + " | ".join(cells.get(n, "-") for n in ("gossamer", *peers)) + " |"
-            )
-    return "\n".join(lines) + "\n"
-
-
-GRAPHS = {
-    "graph_power_law": "power law, 169,343 nodes, 1.17 M edges",
-    "graph_random_64": "131,072 nodes, 64 random neighbours",
-    "graph_proximity": "131,072 points in space, 65 neighbours, Hilbert order",
-}
-
-
-def graphs() -> str:
-    """The last rows of the graphs, type by type: milliseconds of the forward and of the backward."""
-    names = ("gossamer", "torch.sparse", "PyG scatter softmax", "FlexAttention")
-    lines = ["| case | type | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
-    last = {
-        (row["case"], row["dtype"], start, row["direction"]): row["p50_ms"]
-        for row in _rows("nvidia_h200")
-        for start in names
-        if row["implementation"].startswith(start) and row["p50_ms"] is not None
-    }
-    for case, title in GRAPHS.items():
-        for dtype in ("bfloat16", "float32"):
-            cells = []
-            for name in names:
-                times = [last.get((case, dtype, name, way)) for way in ("forward", "backward")]
-                cells.append(", ".join("-" if ms is None else number(ms) for ms in times))
-            lines.append(f"| {title if dtype == 'bfloat16' else ''} | {dtype} | " + " | ".join(cells) + " |")
+            for column, starts in zip(columns, names, strict=True):
+                found = [(row["p50_ms"], s) for row in of_case for s in starts if row["implementation"].startswith(s)]
+                column.append(min(found, default=(math.inf, "")))
+        least = [min(column[way][0] for column in columns) for way in range(2)]
+        cells = []
+        for column in columns:
+            texts, before = [], ""
+            for (ms, name), best in zip(column, least, strict=True):
+                text = "-" if ms == math.inf else f"**{number(ms)}**" if ms == best else number(ms)
+                own = name if name in special and name != before else ""
+                before = name
+                texts.append(f"{own} {text}".strip())
+            cells.append("-" if texts == ["-", "-"] else ", ".join(texts))
+        lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -196,42 +154,11 @@ def breakeven() -> str:
     return f"![Break-even](figures/breakeven.png)\n\n{breakeven_table(rows)}"
 
 
-def small() -> str:
-    rows = _rows("nvidia_h200_breakeven")
-    return small_table(rows) if rows else "No rows in benchmarks/results/nvidia_h200_breakeven.jsonl.\n"
-
-
 def ladder() -> str:
     rows = _rows("nvidia_h200_ladder")
     if not rows:
         return "No rows in benchmarks/results/nvidia_h200_ladder.jsonl.\n"
     return f"![Ladder](figures/ladder.png)\n\n{ladder_table(rows)}"
-
-
-def dense() -> str:
-    """Microseconds from `benchmarks/tune_dense.py`: the shipped tiles beside SDPA and the other implementations."""
-    from gossamer.kernels.dense import Dense
-    from gossamer.kernels.dense.launch import backward_tile, forward_tile
-    from gossamer.plan.capability import reasons
-    from gossamer.plan.problem import Problem
-
-    lines = [
-        "| D | positions | SDPA flash | SDPA cuDNN | SDPA with the mask | `dense` | `triton` | `hopper` | taken | "
-        "backward: SDPA flash | `dense` | `triton` | taken |",
-        "|---" * 13 + "|",
-    ]
-    for row in read_records(RESULTS / "tune_dense_h200.jsonl"):
-        D, N = row["D"], row["N"]
-        problem = Problem(1, 8, 8, N, N, D, D, "bfloat16", "cuda", sm=90, processors=132, backward=True)
-        tiles = tuple(forward_tile(problem)), tuple(backward_tile(problem))
-        forward, backward = row.get(f"forward {tiles[0]}"), row.get(f"backward {tiles[1]}")
-        asked = (replace(problem, backward=direction) for direction in (False, True))
-        taken = ["lists" if reasons(one, Dense.capability) else "`dense`" for one in asked]
-        numbers = (row["sdpa flash"], row["sdpa cudnn"], row["sdpa mask"], forward, row["triton"], row["hopper"])
-        back = (row["backward sdpa flash"], backward, row["backward triton"])
-        cells = [*(f"{x:.1f}" for x in numbers), taken[0], *(f"{x:.1f}" for x in back), taken[1]]
-        lines.append(f"| {D} | {N} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
 
 
 def _models(row: str) -> list[dict]:
@@ -256,14 +183,11 @@ def model_step() -> str:
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "measured": ("../README.md", headline),
-    "graphs": ("../README.md", graphs),
     "pattern costs": ("patterns.md", pattern_costs),
     "ratios": ("results.md", ratios),
     "cases on an H200": ("results.md", lambda: cases("nvidia_h200")),
     "cases on a CPU": ("results.md", lambda: cases("cpu")),
     "break-even": ("results.md", breakeven),
-    "small problems": ("results.md", small),
-    "dense": ("results.md", dense),
     "ladder": ("results.md", ladder),
     "errors of models": ("results.md", model_errors),
     "step of a model": ("results.md", model_step),
@@ -290,7 +214,7 @@ def main() -> None:
         elif written != text:
             stale.append(f"{name} in {path.name}")
     if stale:
-        sys.exit(f"not what the rows say: {', '.join(stale)}; run `make docs`")
+        sys.exit(f"not what the rows say: {', '.join(stale)}; run python docs/make_tables.py --write")
 
 
 main()

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Makes the virtual environment $1 and installs the package with its extras. Called by the Makefile when pyproject.toml
-# or the constraints changed; pip's own configuration on the machine is used as it is.
+# Makes the virtual environment $1 and installs the package with the extras $2 (by default those that tests need). Called
+# by the Makefile when pyproject.toml or the constraints changed; pip's own configuration on the machine is used as it is.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=${1:?usage: scripts/install.sh VENV}
+venv=${1:?usage: scripts/install.sh VENV [EXTRAS]}
+extras=${2:-torch,hopper,plot,dev}
 
 usable() { # a Python that runs, is new enough, and can make a virtual environment
   "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
@@ -29,4 +30,4 @@ else
   echo "install: no NVIDIA GPU, torch from constraints/cpu.txt"
   constraints=(-c constraints/cpu.txt)
 fi
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${constraints[@]}" -e '.[torch,hopper,plot,dev]'
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${constraints[@]}" -e ".[$extras]"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -538,21 +536,3 @@ def test_one_pattern_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
         with torch.no_grad():
             model(ids_of(), attention_mask=padding("left"))
     assert len(made) == 2 and made[0] == made[1]
-
-
-def test_the_recipe_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parent.parent / "docs/recipes.md").read_text()
-    section = page[page.index("## A model of Hugging Face") :].split("\n## ")[0]
-    code = re.findall(r"```py\n(.*?)```", section, re.DOTALL)
-    assert len(code) == 2
-    model = model_of("mistral")
-    names = {"model": model, "input_ids": ids_of(), "attention_mask": padding("left")}
-    for part in code:
-        exec(part, names)
-    assert "model.layers.1.self_attn" in capsys.readouterr().out
-    assert model.config._attn_implementation == "gossamer-mixed"
-    given = {"input_ids": ids_of()}
-    with torch.no_grad():
-        mixed = model(**given).logits
-        model.set_attn_implementation("gossamer")
-        assert (mixed - model(**given).logits).abs().max() <= NEAR  # its windows are longer than the prompt

@@ -90,29 +90,6 @@ def overtakes(mine: dict[int, float], rival: dict[int, float]) -> str:
     return f"from {later[0]:,}" if later else f"not up to {common[-1]:,}"
 
 
-def small_table(rows: Sequence[Record], most: int = 2048) -> str:
-    """Device and host time of small problems beside dense attention of the same causality."""
-    lines = [
-        "| pattern | density | positions | by | device us | SDPA | ratio | call us | SDPA | difference |",
-        "|---" * 10 + "|",
-    ]
-    for row in sorted(rows, key=lambda r: (KINDS.index(point(r)[0]), point(r)[1], -point(r)[2])):
-        kind, N, density = point(row)
-        dense = [r for r in rows if name_of(r) == DENSE_OF[kind] and point(r)[1] == N and r["device_ms"] is not None]
-        if row["peer"] or most < N or row["device_ms"] is None or not dense:
-            continue
-        newest = max(dense, key=lambda r: r["time"])
-        device, call = (1000 * row[what] for what in ("device_ms", "call_ms"))
-        by = row["implementation"].removeprefix("gossamer ")
-        dense_device, dense_call = (1000 * newest[what] for what in ("device_ms", "call_ms"))
-        lines.append(
-            f"| {kind} | {100 * density:g} % | {N} | {by} | {device:.1f} | "
-            f"{dense_device:.1f} | {device / dense_device:.2f} | {call:.0f} | {dense_call:.0f} | "
-            f"{call - dense_call:+.0f} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
 def rung(row: Record) -> str:
     """The step of the ladder that a row is."""
     return name_of(row) if row["peer"] else f"gossamer {row['case'].split('_')[1]}"
@@ -150,19 +127,22 @@ def ladder_table(rows: Sequence[Record]) -> str:
 
 
 def case_table(rows: Sequence[Record], cases: Sequence[str]) -> str:
-    """p50 of every implementation on some cases, in milliseconds; ours in bold with the kernel that was chosen."""
-    lines = ["| case | direction | implementation | ms | useful TFLOP/s |", "|---" * 5 + "|"]
+    """Median milliseconds on some cases, the fastest first; ours in bold with the kernel and its useful TFLOP/s."""
+    lines = ["| case | direction | milliseconds |", "|---" * 3 + "|"]
     for case in cases:
         of_case = [row for row in rows if row["case"] == case and row["p50_ms"] is not None]
         types = sorted({row["dtype"] for row in of_case})
         for dtype, direction in product(types, ("forward", "backward")):
             mine = [row for row in of_case if (row["dtype"], row["direction"]) == (dtype, direction)]
             title = f"`{case}`" + (f", {dtype}" if len(types) > 1 else "")
+            cells = []
             for row in sorted(mine, key=lambda r: r["p50_ms"]):
-                name = row["implementation"] if row["peer"] else f"**{row['implementation']}**"
-                lines.append(
-                    f"| {title} | {direction} | {name} | {number(row['p50_ms'])} | {number(row['useful_tflops'])} |"
+                name, ms = row["implementation"], number(row["p50_ms"])
+                cells.append(
+                    f"{name} {ms}" if row["peer"] else f"**{name} {ms}** ({number(row['useful_tflops'])} TFLOP/s)"
                 )
+            if cells:
+                lines.append(f"| {title} | {direction} | {', '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -53,7 +53,8 @@ def from_flex(
         mask: a block mask with blocks whose edges are multiples of 32 up to 1024; or a function
             mask_mod(b, h, q_idx, kv_idx) of integer tensors that returns a boolean one, as `create_block_mask` takes it
             (`and_masks(...)` makes one). q_idx counts rows from 0, whatever `q_offset` is.
-        Q, K: for a function, the rows and keys that it is for; K is Q by default.
+        Q: for a function, the rows that it is for.
+        K: for a function, the keys that it is for; Q by default.
         B: batch elements, for a function that tells them apart (of a block mask, while its lists do not).
         H: query heads, likewise.
         device: for a function, where it is evaluated; by default where its tensors are, as far as its closures, globals
@@ -120,7 +121,8 @@ def to_flex(
 
     Args:
         pattern: a Pattern, or a BlockLayout, which has its own Q, K and blocks.
-        Q, K: positions of a pattern's queries and keys; K is Q by default.
+        Q: positions of a pattern's queries.
+        K: positions of its keys; Q by default.
         q_offset: position of query row 0, K - Q by default.
         block_size: edge of the blocks, or (query, key) edges; multiples of 32.
         device: where the block mask's tensors are.
