@@ -76,7 +76,7 @@ def peers() -> dict[str, tuple[Callable[..., Any], bool]]:
 def ours() -> dict[str, tuple[Callable[..., Any], bool]]:
     pattern = gs.Causal()
     found: dict[str, tuple[Callable[..., Any], bool]] = {"gossamer": (lambda *x: gs.attention(*x, pattern), False)}
-    for name in ("hopper", "triton", "dense"):
+    for name in ("hopper", "triton", "small"):
         if not available(name):
             found[f"gossamer {name}"] = lambda *x, name=name: gs.attention(*x, pattern, implementation=name), False
     return found

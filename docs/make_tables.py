@@ -209,16 +209,16 @@ def ladder() -> str:
     return f"![Ladder](figures/ladder.png)\n\n{ladder_table(rows)}"
 
 
-def dense() -> str:
-    """Microseconds from `benchmarks/tune_dense.py`: the shipped tiles beside SDPA and the other implementations."""
-    from gossamer.kernels.dense import Dense
-    from gossamer.kernels.dense.launch import backward_tile, forward_tile
+def small_calls() -> str:
+    """Microseconds from `benchmarks/tune_small.py`: the shipped tiles beside SDPA and the other implementations."""
+    from gossamer.kernels.small import Small
+    from gossamer.kernels.small.launch import backward_tile, forward_tile
     from gossamer.plan.capability import reasons
     from gossamer.plan.problem import Problem
 
     lines = [
-        "| D | positions | SDPA flash | SDPA cuDNN | SDPA with the mask | `dense` | `triton` | `hopper` | taken | "
-        "backward: SDPA flash | `dense` | `triton` | taken |",
+        "| D | positions | SDPA flash | SDPA cuDNN | SDPA with the mask | `small` | `triton` | `hopper` | taken | "
+        "backward: SDPA flash | `small` | `triton` | taken |",
         "|---" * 13 + "|",
     ]
     for line in (RESULTS / "tune_dense_h200.jsonl").read_text().splitlines():
@@ -228,7 +228,7 @@ def dense() -> str:
         tiles = tuple(forward_tile(problem)), tuple(backward_tile(problem))
         forward, backward = row.get(f"forward {tiles[0]}"), row.get(f"backward {tiles[1]}")
         asked = (replace(problem, backward=direction) for direction in (False, True))
-        taken = ["lists" if reasons(one, Dense.capability) else "`dense`" for one in asked]
+        taken = ["lists" if reasons(one, Small.capability) else "`small`" for one in asked]
         numbers = (row["sdpa flash"], row["sdpa cudnn"], row["sdpa mask"], forward, row["triton"], row["hopper"])
         back = (row["backward sdpa flash"], backward, row["backward triton"])
         cells = [*(f"{x:.1f}" for x in numbers), taken[0], *(f"{x:.1f}" for x in back), taken[1]]
@@ -265,7 +265,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "cases on a CPU": ("results.md", lambda: cases("cpu")),
     "break-even": ("results.md", breakeven),
     "small problems": ("results.md", small),
-    "dense": ("results.md", dense),
+    "small calls": ("results.md", small_calls),
     "ladder": ("results.md", ladder),
     "errors of models": ("results.md", model_errors),
     "step of a model": ("results.md", model_step),

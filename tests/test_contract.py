@@ -247,7 +247,7 @@ def test_gradcheck() -> None:
 
 def test_names_and_availability() -> None:
     assert available("reference") == available("blocked") == []
-    with pytest.raises(ValueError, match="is not one of dense, hopper, triton, blocked, reference"):
+    with pytest.raises(ValueError, match="is not one of small, hopper, triton, blocked, reference"):
         load("nothing")
 
 

@@ -49,7 +49,7 @@ GPU = {
     "float16_terms": Kind("cuda", torch.float16, ((96, 40),), LONG[:4], (None,), TERMS, 25),
     "odd_sizes": Kind("cuda", torch.bfloat16, ((17, 23),), LONG[:4], (None,), (), 25),
     "wide": Kind("cuda", torch.float32, ((300, 520),), LONG[:4], (None,), (), 20),
-    "small": Kind("cuda", torch.bfloat16, ((128, 64),), (1, 26, 100, 129), (None, "dense"), TERMS, 40),
+    "small": Kind("cuda", torch.bfloat16, ((128, 64),), (1, 26, 100, 129), (None, "small"), TERMS, 40),
 }
 
 

@@ -290,7 +290,7 @@ def test_hopper_leaves_wide_soft_caps_to_others() -> None:
 
 @pytest.mark.gpu
 @no_gpu
-@pytest.mark.parametrize("name", [None, "hopper", "triton", "dense", "blocked"])
+@pytest.mark.parametrize("name", [None, "hopper", "triton", "small", "blocked"])
 @pytest.mark.parametrize("pattern", [gs.Causal(), gs.SlidingWindow(300), gs.Dense(), *PARTS], ids=str)
 def test_lengths_on_a_gpu(pattern: gs.Pattern, name: str | None) -> None:
     """Lengths of every integer type and size, forward and backward, in bfloat16."""

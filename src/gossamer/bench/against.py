@@ -35,6 +35,7 @@ from gossamer.bench.run import attend
 from gossamer.bench.workload import chosen
 from gossamer.kernels.hopper.store import DIRECTORY, directory
 from gossamer.patterns import Pattern
+from gossamer.plan.table import RENAMED
 from gossamer.testing.cases import Case
 
 INSIDE = "src/gossamer"
@@ -121,6 +122,13 @@ def _check_out(commit: str, folder: Path) -> str:
     return found
 
 
+def name_among(names: Sequence[str], implementation: str | None) -> str | None:
+    """What a version whose implementations have these names calls one: as it is called now, or as before."""
+    if implementation in names:
+        return implementation
+    return next((old for old, new in RENAMED.items() if new == implementation), implementation)
+
+
 class Version:
     """A version that is loaded: `load("plan.table")` is its module `gossamer.plan.table`."""
 
@@ -136,6 +144,10 @@ class Version:
     def load(self, module: str) -> Any:
         """One of its modules, imported when first asked for."""
         return importlib.import_module(f"{self.name}.{module}")
+
+    def named(self, implementation: str | None) -> str | None:
+        """What the version calls an implementation."""
+        return name_among(self.load("plan.table").NAMES, implementation)
 
     def pattern(self, case: Case) -> Pattern:
         """The pattern of the version's own case of that name.
@@ -187,6 +199,7 @@ class _Loader(SourceFileLoader):
 
 def against(version: Version, case: Case, implementation: str | None) -> Peer:
     """The version on a case, in the form of a peer."""
+    implementation = version.named(implementation)
 
     @cache
     def pattern() -> Pattern:

@@ -21,6 +21,7 @@ from gossamer.torch.request import (
     DENSE,
     Request,
     attended_of,
+    current_name,
     is_deterministic,
     key_of,
     plain,
@@ -182,6 +183,7 @@ def _merged(
     """`attention` with `merge`; the sinks join once, with the first term."""
     if merge != "lse":
         raise ValueError(f'merge must be None or "lse"; got {describe(merge)}')
+    options["implementation"] = current_name(options["implementation"])
     outs, lses = [], []
     for term in branches_of(pattern):
         out, lse = attention(q, k, v, term, sink_logits=sink_logits, return_lse=True, **options)

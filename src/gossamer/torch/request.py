@@ -8,6 +8,7 @@ that they were given.
 from __future__ import annotations
 
 import sys
+import warnings
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
@@ -22,6 +23,7 @@ from gossamer.kernels.rows import compute_dtype
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import CSR, Dense, Pattern
 from gossamer.patterns.handles import token_of
+from gossamer.plan.table import RENAMED
 from gossamer.torch.block_mask import layout_for
 from gossamer.torch.registry import constants
 from gossamer.torch.validate import Arguments, check_types, describe, four_dimensional, instead
@@ -82,7 +84,7 @@ def key_of(
 
     Everything that is checked and chosen for a call follows from it. None for one that has no key as it is: whose
     pattern is no `Pattern`, whose tensors are not plain or not eager, whose numbers are not those of Python, whose
-    sinks or slopes are not in the type that scores are computed in.
+    implementation has another name now, whose sinks or slopes are not in the type that scores are computed in.
 
     Args:
         vectors: key_lengths, sink_logits and alibi_slopes, of which some may be None; or nothing.
@@ -97,7 +99,7 @@ def key_of(
     else:
         options = scale, q_offset, softcap, implementation
         kinds = tuple(map(type, options))
-        if not _SIMPLE.issuperset(kinds):
+        if not _SIMPLE.issuperset(kinds) or implementation in RENAMED:
             return None
         more = options + kinds
         if vectors:
@@ -196,6 +198,7 @@ def request_of(
         ValueError: an argument is of a type that nothing accepts.
     """
     scale, q_offset, softcap = number(scale), number(q_offset), number(softcap)
+    implementation = current_name(implementation)
     sink_logits, alibi_slopes = wide(sink_logits, q), slopes(alibi_slopes, q)
     check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation)
     deterministic, dims = is_deterministic(deterministic), q.ndim
@@ -208,6 +211,17 @@ def request_of(
         deterministic, backward,
     )  # fmt: skip
     return Request(a, attended_of(pattern, q), dims)
+
+
+def current_name(implementation: Any) -> Any:
+    """The name of an implementation, for one of its names of before with a warning; anything else as it is."""
+    if not isinstance(implementation, str) or implementation not in RENAMED:
+        return implementation
+    name = RENAMED[implementation]
+    if not torch.compiler.is_compiling():  # no tracer follows a warning
+        # Of the line that calls `attention` or `explain`.
+        warnings.warn(f'implementation="{implementation}" is now called "{name}"', DeprecationWarning, stacklevel=4)
+    return name
 
 
 def number(x: Any) -> Any:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from gossamer.kernels import relaunch
 from gossamer.kernels.contract import Scoring
-from gossamer.kernels.dense.kernels import backward_kernel, forward_kernel
 from gossamer.kernels.launch import EDGE, Builder, Kernel, Operand, Prepared
 from gossamer.kernels.relaunch import Programs, padded, strides
 from gossamer.kernels.scores import scales
+from gossamer.kernels.small.kernels import backward_kernel, forward_kernel
 from gossamer.plan.problem import Problem
 
 KERNELS = {"forward": forward_kernel, "backward": backward_kernel}
@@ -111,7 +111,7 @@ def forward(
     }  # fmt: skip
     for name in ("q", "k", "v"):
         values |= strides(name, b[given[name]])
-    relaunch.step(b, "dense", "forward", forward_kernel, grid(p, -(-p.Q // tile.R), p.H), values, options(tile))
+    relaunch.step(b, "small", "forward", forward_kernel, grid(p, -(-p.Q // tile.R), p.H), values, options(tile))
     return b.done("out", "lse")
 
 
@@ -131,7 +131,7 @@ def backward(
     for name in ("q", "k", "v"):
         values |= strides(name, b[given[name]])
     programs = -(-p.K // tile.C) * p.G + -(-p.Q // tile.R) * p.H
-    relaunch.step(b, "dense", "backward", backward_kernel, grid(p, programs), values, options(tile))
+    relaunch.step(b, "small", "backward", backward_kernel, grid(p, programs), values, options(tile))
     if "sink_logits" not in operands:
         return b.done("dq", "dk", "dv")
     b.function(

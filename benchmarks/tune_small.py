@@ -1,10 +1,10 @@
-"""Times the tiles of the `dense` implementation beside SDPA and the other implementations, by replayed CUDA graphs.
+"""Times the tiles of the `small` implementation beside SDPA and the other implementations, by replayed CUDA graphs.
 
-    python benchmarks/tune_dense.py >> benchmarks/results/tune_dense_h200.jsonl
+    python benchmarks/tune_small.py >> benchmarks/results/tune_dense_h200.jsonl
 
 One line for each head size and number of positions (B 1, H 8, bfloat16; the pattern is a causal window of a quarter of
-the positions, which `dense` computes whole): microseconds of one call. Tiles are R x C, warps, stages. The numbers of
-`dense` are checked first, on sizes that fit no tile. The committed rows were taken before the times of the host were
+the positions, which `small` computes whole): microseconds of one call. Tiles are R x C, warps, stages. The numbers of
+`small` are checked first, on sizes that fit no tile. The committed rows were taken before the times of the host were
 part of a row.
 """
 
@@ -23,9 +23,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import gossamer as gs
 from gossamer.bench.latency import call_ms, capture_stream, graph_ms
 from gossamer.kernels.contract import Scoring, Terms
-from gossamer.kernels.dense import MOST_PAIRS
-from gossamer.kernels.dense.launch import Tile, backward, forward
 from gossamer.kernels.reference import oracle
+from gossamer.kernels.small import MOST_PAIRS
+from gossamer.kernels.small.launch import Tile, backward, forward
 from gossamer.plan.problem import Problem
 from gossamer.torch.masks import words_of
 
@@ -47,7 +47,7 @@ def check() -> None:
         q, k, v = (torch.randn(2, HEADS, N, D, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
         mask = torch.rand(1, HEADS, N, N, device="cuda") < 0.3
         terms = Terms(scale=D**-0.5, q_offset=0)
-        out, lse = gs.attention(q, k, v, mask, return_lse=True, implementation="dense")
+        out, lse = gs.attention(q, k, v, mask, return_lse=True, implementation="small")
         dout, dlse = torch.randn_like(out), torch.randn_like(lse)
         found = [out, *torch.autograd.grad([out, lse], [q, k, v], [dout, dlse])]
         exact, exact_lse = oracle(q, k, v, mask, terms)
@@ -101,7 +101,7 @@ def row(D: int, N: int) -> dict[str, float]:
         calls[name] = lambda result=result: torch.autograd.grad(result, leaves, dout, retain_graph=True)
     found = {name: 1000 * graph_ms(call) for name, call in calls.items()}
     found["host sdpa"] = 1000 * call_ms(calls["sdpa flash"])
-    for name in ("hopper", "triton") + (("dense",) if MOST_PAIRS[0] >= HEADS * N * N else ()):
+    for name in ("hopper", "triton") + (("small",) if MOST_PAIRS[0] >= HEADS * N * N else ()):
         found[f"host {name}"] = 1000 * call_ms(lambda name=name: gs.attention(q, k, v, pattern, implementation=name))
     return found
 

@@ -26,7 +26,7 @@ if INTERPRETING:
     import launches
     from exact import NAMES, Exact
 
-    from gossamer.kernels.dense import launch
+    from gossamer.kernels.small import launch
 
     def forward(
         e: Exact, q: Tensor, k: Tensor, v: Tensor, words: Tensor | None, tile: launch.Tile | None = None
@@ -101,7 +101,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from gossamer.plan.problem import Problem
-from gossamer.kernels.dense import kernels, launch
+from gossamer.kernels.small import kernels, launch
 from gossamer.kernels.triton.config import SHARED_MEMORY
 
 NONE = {"slopes", "sinks", "lengths", "dlse"}
@@ -157,7 +157,7 @@ def test_more_heads_than_a_grid_is_high(shape: tuple[int, ...]) -> None:
     q, k, v = (torch.randn(shape, device="cuda", requires_grad=shape[2] == 1) for _ in range(3))
 
     def results(*given: torch.Tensor) -> list[torch.Tensor]:
-        out, lse = gs.attention(*given, gs.Causal(), return_lse=True, implementation="dense")
+        out, lse = gs.attention(*given, gs.Causal(), return_lse=True, implementation="small")
         grads = torch.autograd.grad((out * given[2]).sum() + lse.sum(), given) if out.requires_grad else ()
         return [out, lse, *grads]
 
@@ -169,8 +169,8 @@ def test_more_heads_than_a_grid_is_high(shape: tuple[int, ...]) -> None:
 
 def test_rows_far_apart_are_copied() -> None:
     """One head of a long fused cache: its last row lies 2**32 numbers behind the first, and offsets have 32 bits."""
-    from gossamer.kernels.dense.launch import readable
     from gossamer.kernels.launch import operand_of
+    from gossamer.kernels.small.launch import readable
 
     cache = torch.empty(1, 1, 2**20, 4096, device="meta")
     assert not readable(operand_of(cache[..., :64])) and readable(operand_of(cache[:, :, : 2**18, :64]))
@@ -180,8 +180,8 @@ def test_rows_far_apart_are_copied() -> None:
 def test_words_that_batch_elements_share_are_another_launch() -> None:
     """(1, 2, Q, W) and (2, 2, Q, W) have the same strides."""
     from gossamer.kernels.contract import Scoring
-    from gossamer.kernels.dense import IMPLEMENTATION
     from gossamer.kernels.launch import operand_of
+    from gossamer.kernels.small import IMPLEMENTATION
     from gossamer.plan.problem import Problem
 
     one, two = torch.zeros(1, 2, 8, 4), torch.zeros(2, 2, 8, 4)

@@ -9,8 +9,8 @@ import torch
 import triton
 
 from gossamer.kernels.contract import Scoring
-from gossamer.kernels.dense import launch
 from gossamer.kernels.launch import Direction, Operand, Prepared
+from gossamer.kernels.small import launch
 from gossamer.plan.capability import Capability
 from gossamer.plan.problem import Problem
 
@@ -21,10 +21,10 @@ MOST_PAIRS = (2**20, 2**18)
 MOST_POSITIONS = (512, 256)
 
 
-class Dense:
+class Small:
     """One launch forward and one backward, with nothing to look up: what counts where a call is all latency."""
 
-    name = "dense"
+    name = "small"
     layout = "words"
     capability = Capability(
         devices=frozenset({"cuda"}),
@@ -62,4 +62,4 @@ class Dense:
         return launch.kernel(name, *key)
 
 
-IMPLEMENTATION: Any = Dense()
+IMPLEMENTATION: Any = Small()
