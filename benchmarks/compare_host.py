@@ -210,10 +210,10 @@ def report(name: str, found: list[list[float]], device_bound: bool) -> bool:
     differences = [a - b for a, b in zip(*found, strict=True)]
     more = statistics.median(differences)
     within = more <= max(ALLOWED_US, ALLOWED_SHARE * before)
-    said = "within" if within else "SLOWER"
+    verdict = "within" if within else "SLOWER"
     spread = " ".join(f"{x:+.2f}" for x in differences)
     print(
-        f"{name:48s} {now:9.2f} {before:9.2f} {more:+9.2f} {100 * more / before:+7.1f} %  {said}"
+        f"{name:48s} {now:9.2f} {before:9.2f} {more:+9.2f} {100 * more / before:+7.1f} %  {verdict}"
         f"{' (the device took longer than the host)' * device_bound}  rounds: {spread}", flush=True,
     )  # fmt: skip
     return within

@@ -82,13 +82,13 @@ def row(D: int, N: int) -> dict[str, float]:
     given = {"q": q, "k": k, "v": v}
     for tile in FORWARD:
         calls[f"forward {tuple(tile)}"] = bound(
-            lambda told, tile=tile: forward(problem, words, scoring, told, tile), given
+            lambda operands, tile=tile: forward(problem, words, scoring, operands, tile), given
         )
-    out, lse = bound(lambda told: forward(problem, words, scoring, told), given)()
+    out, lse = bound(lambda operands: forward(problem, words, scoring, operands), given)()
     given = {"dout": dout, **given, "out": out, "lse": lse}
     for tile in BACKWARD:
         calls[f"backward {tuple(tile)}"] = bound(
-            lambda told, tile=tile: backward(problem, words, scoring, told, tile), given
+            lambda operands, tile=tile: backward(problem, words, scoring, operands, tile), given
         )
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     torch.cuda.synchronize()

@@ -193,8 +193,10 @@ def test_what_is_no_version_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     done = runner.invoke(app, ["bench", "window", "--device", "cpu", "--against", "HEAD"])
     assert done.exit_code == 2
-    told = f"gossamer: --against: a version must be a folder, an archive or a commit of the repository of {tmp_path}, "
-    assert done.stderr.startswith(f"{told}got 'HEAD'; git says: fatal: not a git repository")
+    message = (
+        f"gossamer: --against: a version must be a folder, an archive or a commit of the repository of {tmp_path}, "
+    )
+    assert done.stderr.startswith(f"{message}got 'HEAD'; git says: fatal: not a git repository")
     git(tmp_path, "init")
     for unknown in ("nothing", "--all"):
         done = runner.invoke(app, ["bench", "window", "--device", "cpu", f"--against={unknown}"])

@@ -133,9 +133,9 @@ def test_explained(kernel: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     limits = dataclasses.replace(small.Small.capability, devices=frozenset({"cpu"}), min_sm=None)
     monkeypatch.setattr(small.Small, "capability", limits)
     q, k, v = (x[:, :, :200] for x in list(caches())[-1])
-    told = gs.explain(q, k, v, gs.Causal())
-    assert told.implementation == "hopper"
-    assert told.reasons["small"] == ["plans one query again for each number of keys"]
+    explanation = gs.explain(q, k, v, gs.Causal())
+    assert explanation.implementation == "hopper"
+    assert explanation.reasons["small"] == ["plans one query again for each number of keys"]
     gs.attention(q, k, v, gs.Causal())
     assert made() == 1 and len(kernel) == 1
     assert gs.explain(q.expand(B, H, 2, D).contiguous(), k, v, gs.Causal()).implementation == "small"

@@ -81,7 +81,7 @@ def test_a_failing_process_gives_its_error_and_loses_nothing(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected_text"),
     [
         (["--heads", "3"], "--heads must be even"),
         (["--width", "30"], "--width must be a multiple"),
@@ -92,10 +92,10 @@ def test_a_failing_process_gives_its_error_and_loses_nothing(tmp_path: Path) -> 
         (["--out", "/dev/null/x"], "cannot be written: Not a directory"),
     ],
 )
-def test_wrong_options_are_refused_in_one_line(arguments: list[str], said: str, tmp_path: Path) -> None:
+def test_wrong_options_are_refused_in_one_line(arguments: list[str], expected_text: str, tmp_path: Path) -> None:
     done = runner.invoke(app, ["demo", "--out", str(tmp_path / "out"), *arguments])
     assert done.exit_code == 2
-    assert said in done.output
+    assert expected_text in done.output
     assert len(done.output.strip().splitlines()) == 1
 
 

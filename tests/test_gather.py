@@ -169,9 +169,9 @@ def test_reordering_brings_neighbours_together_and_undoes_itself() -> None:
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(*results, strict=True))
     single = gs.attention(q[0, 0], k[0, 0], v[0, 0], ordered)
     assert torch.allclose(single, results[0][0][0, 0], atol=1e-12)
-    told = gs.explain(q, k, v, ordered)
-    assert told.density == pytest.approx(len(graph.indices) / N**2)
-    assert str(told) == str(gs.explain(q, k, v, ordered.handle)) and "rows of a reordered graph" in str(told)
+    explained = gs.explain(q, k, v, ordered)
+    assert explained.density == pytest.approx(len(graph.indices) / N**2)
+    assert str(explained) == str(gs.explain(q, k, v, ordered.handle)) and "rows of a reordered graph" in str(explained)
     with pytest.raises(ValueError, match="alibi_slopes must be None with a reordered pattern"):
         gs.attention(q, k, v, ordered, alibi_slopes=torch.ones(2))
     with pytest.raises(ValueError, match="as many rows as keys, got 1 and 3"):
@@ -264,21 +264,21 @@ def test_a_plan_takes_the_gather_layout_for_a_graph() -> None:
     from gossamer.plan.problem import Problem
     from gossamer.plan.table import load
     from gossamer.testing.graphs import random_graph
-    from gossamer.torch.plan import place
+    from gossamer.torch.plan import select_layout
 
     def plan_for(N: int, dtype: str) -> Plan:
         problem = Problem(1, 2, 2, N, N, 64, 64, dtype, "cuda", sm=90)
         return Plan(problem, (load("triton"),), ())  # type: ignore[arg-type]
 
-    def placed(pattern: gs.Pattern, N: int, dtype: str) -> object:
-        return place(plan_for(N, dtype), pattern, 0, torch.device("cpu")).layout
+    def layout_of(pattern: gs.Pattern, N: int, dtype: str) -> object:
+        return select_layout(plan_for(N, dtype), pattern, 0, torch.device("cpu")).layout
 
     graph, window = random_graph(20000, 8), gs.SlidingWindow(300)
     for dtype in ("bfloat16", "float32"):
-        layout = placed(graph, 20000, dtype)
+        layout = layout_of(graph, 20000, dtype)
         assert isinstance(layout, GatherLayout) and layout.block_q == 1 and layout.device == torch.device("cpu")
-        assert placed(graph, 20000, dtype) is layout
-        assert isinstance(placed(window, 4000, dtype), gs.BlockLayout)
+        assert layout_of(graph, 20000, dtype) is layout
+        assert isinstance(layout_of(window, 4000, dtype), gs.BlockLayout)
     plan = Plan(Problem(1, 2, 2, 20000, 20000, 64, 64, "bfloat16", "cuda", sm=90), (load("triton"),), ())  # type: ignore[arg-type]
     found = dict(ways(plan, graph, 0))
     assert next(iter(found)) == "triton gather 1" and "triton 64 x 64" in found

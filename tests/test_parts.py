@@ -102,13 +102,13 @@ def test_no_class_that_has_queries_and_keys() -> None:
 
 def test_the_cheaper_way_is_taken_and_told() -> None:
     x = torch.randn(1, 2, 4096, 16)
-    told = gs.explain(x, x, x, gs.Dilated(15, 0, 16))
-    assert len(told.parts) == 1 and "16 views of plain windows" in told.parts[0]
-    assert "16 views of plain windows" in str(told)
+    explanation = gs.explain(x, x, x, gs.Dilated(15, 0, 16))
+    assert len(explanation.parts) == 1 and "16 views of plain windows" in explanation.parts[0]
+    assert "16 views of plain windows" in str(explanation)
     plain = gs.explain(x, x, x, gs.SlidingWindow(15))
     assert not plain.parts
-    assert told.useful_flops == pytest.approx(gs.Dilated(15, 0, 16).density(4096, 4096) * 4096**2 * 2 * 64)
-    assert told.executed_flops < 1.05 * plain.executed_flops
+    assert explanation.useful_flops == pytest.approx(gs.Dilated(15, 0, 16).density(4096, 4096) * 4096**2 * 2 * 64)
+    assert explanation.executed_flops < 1.05 * plain.executed_flops
     small = torch.randn(1, 2, 64, 16)
     assert not gs.explain(small, small, small, gs.Dilated(15, 0, 16)).parts
     assert not gs.explain(x, x, x, gs.Dilated(15, 0, 16), implementation="reference").parts
@@ -119,8 +119,8 @@ def test_the_cheaper_way_is_taken_and_told() -> None:
 def test_longest_part_first() -> None:
     x = torch.randn(1, 3, 8192, 16)
     pattern = gs.PerHead([gs.Dilated(15, 0, 64), gs.Dilated(255, 0, 16), gs.SlidingWindow(63)])
-    told = gs.explain(x, x, x, pattern)
-    assert "left=255" in told.parts[0] and len(told.parts) == 3
+    explanation = gs.explain(x, x, x, pattern)
+    assert "left=255" in explanation.parts[0] and len(explanation.parts) == 3
 
 
 def drawn(case: Case, device: str, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor]:

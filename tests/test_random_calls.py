@@ -120,7 +120,7 @@ def form_of(r: Draw, pattern: gs.Pattern, kept: Tensor, Q: int, K: int, device: 
     return layout.to(device) if form == "device layout" else layout
 
 
-def placed(where: str, x: Tensor) -> Tensor:
+def laid_out(where: str, x: Tensor) -> Tensor:
     """The values of x (B, heads, N, size), or of its first head, somewhere else."""
     if where == "positions first":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -168,14 +168,14 @@ def one_call(seed: int, kind: Kind = CPU) -> None:
     options = {"q_offset": q_offset, "implementation": r.choice(kind.names), **terms}
     given = form_of(r, pattern, kept, Q, K, kind.device, plain, first == K - Q or "alibi_slopes" in terms)
     places, wanted = [r.choice(PLACES) for _ in range(3)], r.choice(["qkv", "qkv", "q", "kv"])
-    said = f"{seed}: {given if given is pattern else type(given)} of {pattern!r} {values} {places} {wanted} {options}"
+    shown = f"{seed}: {given if given is pattern else type(given)} of {pattern!r} {values} {places} {wanted} {options}"
     for _ in range(2):
         shapes = (B, H, Q, D), (B, G, K, D), (B, G, K, E)
         inputs = [torch.randn(s, dtype=torch.float64).to(kind.device, kind.dtype) for s in shapes]
-        q, k, v = (placed(where, x).requires_grad_(name in wanted)
+        q, k, v = (laid_out(where, x).requires_grad_(name in wanted)
                    for where, x, name in zip(places, inputs, "qkv", strict=True))  # fmt: skip
-        told = gs.explain(q, k, v, given, **options)
-        assert told.density == pytest.approx(float(kept.double().mean()), abs=1e-12), said
+        explained = gs.explain(q, k, v, given, **options)
+        assert explained.density == pytest.approx(float(kept.double().mean()), abs=1e-12), shown
         found = gs.attention(q, k, v, given, return_lse=True, **options)
         exact, low = oracle(q, k, v, kept, Terms(**values)), tolerance.plain(q, k, v, kept, Terms(**values))
         dout, dlse = torch.randn_like(found[0]), torch.randn_like(found[1])
@@ -194,7 +194,7 @@ def one_call(seed: int, kind: Kind = CPU) -> None:
                 largest = float(b.abs().nan_to_num(0.0, 0.0, 0.0).max())
                 score = steepest * farthest * max(1.0, largest)
                 most = 1e-9 + 8 * torch.finfo(wide).eps * score + torch.finfo(a.dtype).eps * largest
-            assert tolerance.error(a, b) <= most, f"{tolerance.error(a, b):.2e} over {most:.2e} by {told}\n{said}"
+            assert tolerance.error(a, b) <= most, f"{tolerance.error(a, b):.2e} over {most:.2e} by {explained}\n{shown}"
 
 
 @pytest.mark.parametrize("in_parts", [False, True])

@@ -124,11 +124,11 @@ def test_triton_sees_in_a_stand_in_what_it_sees_in_a_tensor(dtype: str) -> None:
     whole = torch.zeros(64, dtype=kind)
     for x in (whole, whole[1:]):
         known = operand_of(x)
-        assert specialised(relaunch._stands_for(Pointer(known.dtype, known.aligned))) == specialised(x)
+        assert specialised(relaunch._stand_in(Pointer(known.dtype, known.aligned))) == specialised(x)
     if kind.is_floating_point:
         x, block = torch.zeros(1, 2, 30, 64, dtype=kind), [1, 1, 16, 64]
-        told = Blocks(dtype, tuple(x.shape), x.stride(), tuple(block))
-        assert specialised(relaunch._stands_for(told)) == specialised(TensorDescriptor.from_tensor(x, block))
+        argument = Blocks(dtype, tuple(x.shape), x.stride(), tuple(block))
+        assert specialised(relaunch._stand_in(argument)) == specialised(TensorDescriptor.from_tensor(x, block))
 
 
 def test_addresses_of_a_whole_call(streams: None, monkeypatch: pytest.MonkeyPatch) -> None:

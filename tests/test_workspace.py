@@ -55,11 +55,11 @@ def test_what_is_in_use_is_given_to_nobody(stream: list[int]) -> None:
     assert room is not None
     assert used(workspace)[0] != first.data_ptr()  # another thread's
     stream[0] = 7
-    other, (elsewhere, _) = workspace.take()
-    assert other is not None and elsewhere.data_ptr() != first.data_ptr()
+    other, (other_memory, _) = workspace.take()
+    assert other is not None and other_memory.data_ptr() != first.data_ptr()
     workspace.leave(room)
     workspace.leave(other)
-    assert used(workspace)[0] == elsewhere.data_ptr()
+    assert used(workspace)[0] == other_memory.data_ptr()
     stream[0] = -1  # a graph is captured
     found = [workspace.take() for _ in range(2)]
     assert all(x[0] is None for x in found) and found[0][1][0].data_ptr() != found[1][1][0].data_ptr()

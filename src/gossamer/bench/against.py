@@ -110,8 +110,8 @@ def _check_out(commit: str, folder: Path) -> str:
         except OSError as error:
             raise ValueError(f"{accepted}; git cannot be run: {error}") from None
         if done.returncode:
-            told = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
-            raise ValueError(f"{accepted}; git says: {told[-1]}")
+            message = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+            raise ValueError(f"{accepted}; git says: {message[-1]}")
         return done.stdout
 
     root = Path(git("rev-parse", "--show-toplevel").decode().strip())

@@ -103,8 +103,8 @@ def verdict(found: Sequence[Pair], tags: dict[str, frozenset[str]]) -> list[str]
     if rows:
         # A row counts as slow by the run in which it was least so: the others may have been disturbed.
         slowest = max(rows, key=lambda runs: min(pair.ratio for pair in runs))
-        told = ", ".join(f"{pair.ratio:.4f}" for pair in slowest)
-        lines.append(f"slowest row: {slowest[0].name} ({told})")
+        ratios = ", ".join(f"{pair.ratio:.4f}" for pair in slowest)
+        lines.append(f"slowest row: {slowest[0].name} ({ratios})")
         slow = [runs for runs in rows if min(pair.ratio for pair in runs) > ROW_LIMIT]
         runs = max(map(len, rows))
         lines.append(

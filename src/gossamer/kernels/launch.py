@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 Direction = Literal["forward", "backward"]
 VECTORS = ("key_lengths", "sink_logits", "alibi_slopes")  # the tensors among the score terms, in the order of a call
 RESULTS: dict[Direction, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
-GIVEN: dict[Direction, tuple[str, ...]] = {
+INPUTS: dict[Direction, tuple[str, ...]] = {
     "forward": ("q", "k", "v"), "backward": ("dout", "dlse", "q", "k", "v", "out", "lse"),
 }  # fmt: skip
 Shape = tuple[int, ...]
@@ -331,8 +331,8 @@ def one_function(
     """
     b = Builder(operands)
     b.layout(layout=layout)
-    given = [name if name in operands else None for name in (*GIVEN[direction], "layout", *VECTORS)]
-    given[len(GIVEN[direction])] = "layout"
+    given = [name if name in operands else None for name in (*INPUTS[direction], "layout", *VECTORS)]
+    given[len(INPUTS[direction])] = "layout"
     of = {f"d{name}": (x.dtype, x.shape) for name, x in operands.items() if name in ("q", "k", "v", "sink_logits")}
     if direction == "forward":
         (*rows, _), (*_, columns) = operands["q"].shape, operands["v"].shape

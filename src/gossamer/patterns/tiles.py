@@ -200,9 +200,9 @@ def _mixed_chunk(
     kind[whole], entry[whole] = KIND_FULL, -1
     listed = kind >= 0
     ti, tj, kind, entry = (a[listed] for a in (ti, tj, kind, entry))
-    held = entry >= 0
-    used = np.bincount(entry[held], minlength=len(words)) > 0
-    entry[held] = (np.cumsum(used) - 1)[entry[held]]
+    has_bits = entry >= 0
+    used = np.bincount(entry[has_bits], minlength=len(words)) > 0
+    entry[has_bits] = (np.cumsum(used) - 1)[entry[has_bits]]
     return KeptTiles(ti, tj, kind, entry, words[used])
 
 

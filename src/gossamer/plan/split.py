@@ -269,8 +269,8 @@ def head_runs(members: list[int], group: int) -> list[Heads]:
     """Query heads, ascending, as few views: arithmetic progressions, of whole groups of a key head or within one."""
     if group == 1:
         return [Heads(start, count, step, start, count, step) for start, count, step in progressions(members)]
-    held = set(members)
-    whole = [g for g in {h // group for h in members} if all(g * group + n in held for n in range(group))]
+    own = set(members)
+    whole = [g for g in {h // group for h in members} if all(g * group + n in own for n in range(group))]
     found = []
     # Heads of neighbouring groups are one view: groups of a larger step are not.
     for start, count, step in progressions(sorted(whole)):

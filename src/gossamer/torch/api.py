@@ -20,16 +20,16 @@ from gossamer.torch.reorder import orders, permuted
 from gossamer.torch.request import (
     DENSE,
     Request,
-    attended_of,
     current_name,
     is_deterministic,
     key_of,
     plain,
     request_of,
+    resolve_pattern,
     slopes,
     wide,
 )
-from gossamer.torch.validate import describe, fewer, options_of
+from gossamer.torch.validate import describe, options_of, unbatched
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -163,7 +163,7 @@ def _run(request: Request, key: tuple[Any, ...] | None) -> tuple[Tensor, Tensor]
     if isinstance(pattern, ReorderedCSR):
         q, k, v = permuted(pattern, a.q, a.k, a.v, a.key_lengths, a.alibi_slopes)
         a, back, key = a._replace(q=q, k=k, v=v), orders(pattern, q.device).back, None
-        attended = attended_of(pattern.inner, q)
+        attended = resolve_pattern(pattern.inner, q)
     if not torch.compiler.is_compiling() and plain(a.q, a.k, a.v, a.sink_logits):
         request = resolved(Request(a, attended, dims if key is not None else 4))
         out, lse = call_of(request, key)(a.q, a.k, a.v, *request.more)
@@ -173,7 +173,7 @@ def _run(request: Request, key: tuple[Any, ...] | None) -> tuple[Tensor, Tensor]
         )
     if back is not None:
         out, lse = out.index_select(2, back), lse.index_select(2, back)
-    return fewer(out, lse, dims)
+    return unbatched(out, lse, dims)
 
 
 def _merged(

@@ -83,9 +83,9 @@ class _Writer:
             self.scope["below_autograd"] = _C._AutoDispatchBelowAutograd
             body = ["with below_autograd():", *(f"    {line}" for line in body)]
         if self.device.type == "cuda":
-            self.scope |= {"current": torch.cuda.current_device, "elsewhere": torch.cuda.device}
+            self.scope |= {"current": torch.cuda.current_device, "on_other_device": torch.cuda.device}
             self.scope["here"] = self.device.index
-            body = ["if current() != here:", f"    with elsewhere(here): return call({given})", *body]
+            body = ["if current() != here:", f"    with on_other_device(here): return call({given})", *body]
         lines = [f"def make({', '.join(self.scope)}):", f"    def call({given}):", *(f"        {x}" for x in body)]
         call = _compiled("\n".join([*lines, "    return call", ""]))(**self.scope)
         # Of an array that is passed by its address alone the text has no name: the function itself keeps it alive.
@@ -230,8 +230,8 @@ class _Writer:
             if made.like is not None:
                 name, shape = _plain(made.name), self._constant(made.like.shape, "shape")
                 dtype = self._constant(getattr(torch, made.like.dtype), "dtype")
-                told = f"{name}.shape != {shape} or {name}.dtype is not {dtype} or not {name}.is_contiguous()"
-                self.lines.append(f"if {told}: {wrong}(found)")
+                wrong_if = f"{name}.shape != {shape} or {name}.dtype is not {dtype} or not {name}.is_contiguous()"
+                self.lines.append(f"if {wrong_if}: {wrong}(found)")
 
 
 def _wrong(step: Step, found: Any) -> NoReturn:

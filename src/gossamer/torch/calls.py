@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
-from gossamer.kernels.launch import GIVEN, RESULTS, VECTORS, Direction, Operand, operand_of
+from gossamer.kernels.launch import INPUTS, RESULTS, VECTORS, Direction, Operand, operand_of
 from gossamer.memo import Memo
 from gossamer.patterns.handles import pattern_of, token_of
 from gossamer.plan.plan import Plan
@@ -22,14 +22,23 @@ from gossamer.plan.problem import Unsupported
 from gossamer.torch import parts
 from gossamer.torch.bind import bind
 from gossamer.torch.memory import hold_for_graphs
-from gossamer.torch.plan import Given, Placed, check_rows, given_layout, held, place, plan_for, scoring_of
+from gossamer.torch.plan import (
+    DataLayout,
+    Selection,
+    check_rows,
+    data_layout,
+    layout_bytes,
+    plan_for,
+    scoring_of,
+    select_layout,
+)
 from gossamer.torch.request import Attended, Key, Request, alignment, plain
 from gossamer.torch.validate import (
     Arguments,
-    fewer,
     four_dimensional,
     most_offset,
     options_of,
+    unbatched,
     validate,
     within_positions,
 )
@@ -53,11 +62,11 @@ def call_of(request: Request, key: Key | None = None) -> Call:
         if found is not None:
             return found
     call = (DataCall if request.attended.data else Call)(request)
-    known.put(key, call if request.dims == 4 else Fewer(call, request.dims), call.bytes)
+    known.put(key, call if request.dims == 4 else Unbatched(call, request.dims), call.bytes)
     return call
 
 
-class Fewer(NamedTuple):
+class Unbatched(NamedTuple):
     """A call whose q, k and v have two or three dimensions."""
 
     call: Call
@@ -66,7 +75,7 @@ class Fewer(NamedTuple):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> tuple[Tensor, Tensor]:
         """(out, lse), with as many dimensions as q has."""
         out, lse = self.call(*four_dimensional(q, k, v), *more)
-        return fewer(out, lse, self.dims)
+        return unbatched(out, lse, self.dims)
 
 
 def resolved(request: Request) -> Request:
@@ -136,7 +145,7 @@ class Call:
         return self._backward(self._backwards, None, dout, dlse, q, k, v, out, lse, *more)
 
     def _backward(
-        self, kept: Memo[Bound], given: Given | None, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor,
+        self, kept: Memo[Bound], given: DataLayout | None, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor,
         v: Tensor, out: Tensor, lse: Tensor, *vectors: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         # What was saved may have been elsewhere meanwhile, by hooks, and lie otherwise than in the forward.
@@ -147,33 +156,33 @@ class Call:
         )  # fmt: skip
         run = kept.get(key)
         if run is None:
-            names, tensors = (*GIVEN["backward"], *self._vectors), (dout, dlse, q, k, v, out, lse, *vectors)
+            names, tensors = (*INPUTS["backward"], *self._vectors), (dout, dlse, q, k, v, out, lse, *vectors)
             operands = {n: operand_of(x) for n, x in zip(names, tensors, strict=True) if x is not None}
             run = kept.put(key, self._bound("backward", operands, given))
         if q.is_cuda and is_current_stream_capturing():
             hold_for_graphs(run)
         return run(dout, dlse, q, k, v, out, lse, *vectors)
 
-    def _bound(self, direction: Direction, operands: dict[str, Operand], given: Given | None = None) -> Bound:
+    def _bound(self, direction: Direction, operands: dict[str, Operand], given: DataLayout | None = None) -> Bound:
         """The function of a launch, for tensors that lie as the operands do."""
         plan = self.plan if direction == "forward" else self.plan.gradient
-        placed = self._placed(plan) if given is None else given.placed
-        if placed is None:
+        selected = self._select_layout(plan) if given is None else given.selected
+        if selected is None:
             pattern = pattern_of(self.attended.handle)
             of_parts = parts.Described(plan, self.options.implementation, pattern, self.scoring, operands, self.device)
             prepared = of_parts.forward() if direction == "forward" else of_parts.backward()
             self.bytes += of_parts.bytes
         else:
-            prepared = placed.implementation.prepare(plan.problem, placed.layout, direction, self.scoring, operands)
-            self.bytes += 0 if given else held(placed.layout)
+            prepared = selected.implementation.prepare(plan.problem, selected.layout, direction, self.scoring, operands)
+            self.bytes += 0 if given else layout_bytes(selected.layout)
         wanted = (*RESULTS[direction], *("dsink_logits",) * (direction == "backward" and "sink_logits" in operands))
         assert prepared.launch.results == wanted, f"a launch must give {wanted}, not {prepared.launch.results}"
-        return bind(prepared, self.device, (*GIVEN[direction], *self._vectors))
+        return bind(prepared, self.device, (*INPUTS[direction], *self._vectors))
 
-    def _placed(self, plan: Plan) -> Placed | None:
+    def _select_layout(self, plan: Plan) -> Selection | None:
         """Who computes a plan, and the layout; None where parts do."""
         handle, q_offset = self.attended.handle, self.scoring.q_offset
-        return None if plan.split(handle, q_offset) else place(plan, pattern_of(handle), q_offset, self.device)
+        return None if plan.split(handle, q_offset) else select_layout(plan, pattern_of(handle), q_offset, self.device)
 
 
 class DataCall(Call):
@@ -187,7 +196,7 @@ class DataCall(Call):
         *data: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """(out, lse), without a gradient."""
-        given = given_layout(self.plan, q, k, data, self.attended.geometry)
+        given = data_layout(self.plan, q, k, data, self.attended.geometry)
         run = given.bound.get(self)
         if run is None:
             run = given.bound.put(self, self._bound("forward", self._operands, given))
@@ -200,7 +209,7 @@ class DataCall(Call):
         *more: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         lengths, sinks, slopes, *data = more
-        given = given_layout(self.plan.gradient, q, k, tuple(data), self.attended.geometry)
+        given = data_layout(self.plan.gradient, q, k, tuple(data), self.attended.geometry)
         return self._backward(given.bound, given, dout, dlse, q, k, v, out, lse, lengths, sinks, slopes)
 
 

@@ -21,7 +21,7 @@ from gossamer.torch.calls import resolved
 from gossamer.torch.decoding import for_one_query
 from gossamer.torch.masks import unpack
 from gossamer.torch.parts import Described
-from gossamer.torch.plan import Placed, check_rows, given_layout, place, plan_for, scoring_of
+from gossamer.torch.plan import Selection, check_rows, data_layout, plan_for, scoring_of, select_layout
 from gossamer.torch.reorder import check_order
 from gossamer.torch.request import Request, request_of
 from gossamer.torch.validate import describe
@@ -147,21 +147,21 @@ def _calls(plan: Plan, request: Request, backward: bool) -> list[_Computed]:
     a, t, *_ = request
     scoring, device = scoring_of(a, a.k.shape[2]), a.q.device
     if t.data:
-        placed = given_layout(plan, a.q, a.k, t.data, t.geometry).placed
-        return [_computed(plan.problem, placed, None, scoring.q_offset)]
+        selected = data_layout(plan, a.q, a.k, t.data, t.geometry).selected
+        return [_computed(plan.problem, selected, None, scoring.q_offset)]
     pattern = pattern_of(t.handle)
     split = plan.split(t.handle, scoring.q_offset)
     if split is None:
-        placed = place(plan, pattern, scoring.q_offset, device)
-        return [_computed(plan.problem, placed, pattern, scoring.q_offset)]
+        selected = select_layout(plan, pattern, scoring.q_offset, device)
+        return [_computed(plan.problem, selected, pattern, scoring.q_offset)]
     described = Described(plan, a.implementation, pattern, scoring, request.operands, device)
     calls = described.calls(described.fold(), "backward" if backward else "forward")
-    return [_computed(call.problem, call.placed, call.part.pattern, call.q_offset) for call in calls]
+    return [_computed(call.problem, call.selected, call.part.pattern, call.q_offset) for call in calls]
 
 
-def _computed(p: Problem, placed: Placed, pattern: Pattern | None, q_offset: int) -> _Computed:
+def _computed(p: Problem, selected: Selection, pattern: Pattern | None, q_offset: int) -> _Computed:
     """What one call visits; a pattern of None is data."""
-    layout = placed.layout
+    layout = selected.layout
     if isinstance(layout, BlockLayout):
         stats = (layout if layout.host is None else layout.host).stats
         tiles = {"full": stats.full_tiles, "interval": stats.interval_tiles, "bits": stats.bits_tiles}
@@ -180,7 +180,7 @@ def _computed(p: Problem, placed: Placed, pattern: Pattern | None, q_offset: int
             density = int(unpack(layout)[..., : p.K].count_nonzero()) / (layout.shape[:3].numel() * p.K)
         pairs, size = float(p.Q * p.K), 0 if layout is None else layout.nbytes
         work = _Work(density * pairs, pairs, {"dense": 1, "of": 1}, (p.Q, p.K), size)
-    return _Computed(placed.implementation, layout, work, p.B * p.H)
+    return _Computed(selected.implementation, layout, work, p.B * p.H)
 
 
 def _names(computed: list[_Computed]) -> str:

@@ -31,7 +31,7 @@ from gossamer.plan.plan import Plan, plan_of
 from gossamer.plan.problem import Problem
 from gossamer.plan.split import Part, Split, problem_of_fold, split_of
 from gossamer.plan.table import available
-from gossamer.torch.plan import Placed, held, place
+from gossamer.torch.plan import Selection, layout_bytes, select_layout
 
 
 class PartCall(NamedTuple):
@@ -41,7 +41,7 @@ class PartCall(NamedTuple):
     b: int | None  # of the call's batch elements; None: all of them
     problem: Problem
     q_offset: int
-    placed: Placed
+    selected: Selection
 
 
 def _passes(part: Part, problem: Problem) -> Iterator[tuple[Part, int | None]]:
@@ -124,7 +124,7 @@ class Described:
                     K=run.K, score_terms=terms,
                 )  # fmt: skip
                 plan = plan_of(problem, self.named, backward)
-                yield PartCall(piece, b, plan.problem, offset, place(plan, piece.pattern, offset, self.device))
+                yield PartCall(piece, b, plan.problem, offset, select_layout(plan, piece.pattern, offset, self.device))
 
     def rows(self, name: str, of: str, call: PartCall) -> str:
         """The view of q, out, dout or dq (B, H, Q, size), or of lse (B, H, Q)."""
@@ -186,10 +186,10 @@ class Described:
         """Run the launch of one part, whose results are among what is given."""
         scoring = self.scoring._replace(q_offset=call.q_offset)
         operands = {name: self.b[array] for name, array in given.items()}
-        implementation, layout = call.placed
+        implementation, layout = call.selected
         prepared = implementation.prepare(call.problem, layout, direction, scoring, operands)
         self.b.include(prepared, given, f"{n}.own.")
-        self.bytes += held(layout)
+        self.bytes += layout_bytes(layout)
 
     def sums(self, name: str, shape: Shape, dtype: str) -> str:
         """Memory for a result of the parts: its own, or rows padded to 16 bytes, or of another type, to be copied."""
@@ -207,7 +207,7 @@ class Described:
     def room(self, name: str, wanted: str, call: PartCall, more: bool) -> str:
         """Where a part writes: the result itself, or memory to be merged with it or to be copied."""
         known, dtype = self.b[wanted], self.problem.dtype
-        able = call.placed.implementation.capability.float32_results
+        able = call.selected.implementation.capability.float32_results
         if not more and (known.dtype == dtype or able):
             return wanted
         made = known.dtype if able else dtype

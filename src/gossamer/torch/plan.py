@@ -38,7 +38,7 @@ _words: Memo[tuple[Tensor | None]] = Memo()
 _logged: set[tuple[Any, ...]] = set()
 
 
-class Placed(NamedTuple):
+class Selection(NamedTuple):
     """Who computes one direction of a call, and the layout that it reads."""
 
     implementation: Implementation
@@ -135,7 +135,7 @@ def check_rows(problem: Problem, scoring: Scoring, handle: int) -> None:
     )
 
 
-def place(plan: Plan, pattern: Pattern, q_offset: int, device: torch.device) -> Placed:
+def select_layout(plan: Plan, pattern: Pattern, q_offset: int, device: torch.device) -> Selection:
     """The implementation that computes a plan for a pattern, and the layout that it reads.
 
     It is the first of the plan; for a pattern that leaves most of its tiles empty, the one whose tile, or gather
@@ -156,21 +156,21 @@ def place(plan: Plan, pattern: Pattern, q_offset: int, device: torch.device) -> 
             pattern, p.Q, p.K, block_q=chosen.block_q, block_kv=chosen.block_kv, q_offset=q_offset, device=device
         )
     _log(chosen.implementation.name, plan)
-    return Placed(cast(Implementation, chosen.implementation), layout)
+    return Selection(cast(Implementation, chosen.implementation), layout)
 
 
-def held(layout: Any) -> int:
+def layout_bytes(layout: Any) -> int:
     """About the bytes of a layout, a mask or words."""
     if layout is None:
         return 0
     return layout.nbytes if isinstance(layout, Tensor) else bytes_of(layout)
 
 
-class Given:
+class DataLayout:
     """What the user's data stand for, and the functions that were bound to it: kept as long as the data."""
 
-    def __init__(self, placed: Placed) -> None:
-        self.placed = placed
+    def __init__(self, selected: Selection) -> None:
+        self.selected = selected
         self.bound: Memo[Any] = Memo(MOST_BOUND)
 
 
@@ -180,13 +180,13 @@ class _Remembered(NamedTuple):
     versions: tuple[tuple[int, int], ...]  # of the tensors, with their identities
     maker: int | None
     others: list[ref[Tensor]]
-    given: Given
+    given: DataLayout
 
 
-_given: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_data_layouts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def given_layout(plan: Plan, q: Tensor, k: Tensor, data: tuple[Tensor, ...], geometry: tuple[int, ...]) -> Given:
+def data_layout(plan: Plan, q: Tensor, k: Tensor, data: tuple[Tensor, ...], geometry: tuple[int, ...]) -> DataLayout:
     """What an implementation reads when data say what is attended: the arrays of a BlockLayout, or one mask."""
     p, implementation = plan.problem, cast(Implementation, plan.implementations[0])
     _log(implementation.name, plan)
@@ -196,7 +196,7 @@ def given_layout(plan: Plan, q: Tensor, k: Tensor, data: tuple[Tensor, ...], geo
     # Aliases: what is remembered under a tensor must not keep that tensor alive.
     aliases = [x.detach() for x in data]
 
-    def made() -> Given:
+    def made() -> DataLayout:
         layout: Any
         if geometry:
             layout = layout_from(aliases, geometry)
@@ -209,7 +209,7 @@ def given_layout(plan: Plan, q: Tensor, k: Tensor, data: tuple[Tensor, ...], geo
         else:
             # The blocked implementation walks rows alone; building columns on a CPU would be for nothing.
             layout = layout_of(aliases[0], p.Q, p.K, block_q=block_q, block_kv=block_kv, transpose=columns)
-        return Given(Placed(implementation, layout))
+        return DataLayout(Selection(implementation, layout))
 
     if not geometry:
         check_mask(data[0], q, k)
@@ -218,13 +218,13 @@ def given_layout(plan: Plan, q: Tensor, k: Tensor, data: tuple[Tensor, ...], geo
     return _remember(data, (implementation.name, form, block_q, block_kv, columns, p.B, p.H, p.Q, p.K, geometry), made)
 
 
-def _remember(data: tuple[Tensor, ...], more: tuple[Any, ...], make: Callable[[], Given]) -> Given:
+def _remember(data: tuple[Tensor, ...], more: tuple[Any, ...], make: Callable[[], DataLayout]) -> DataLayout:
     """What is made from tensors, kept as long as the first of them lives and none has been written to."""
     if any(x.is_inference() for x in data):  # these do not count their writes
         return make()
     first, *others = data
     versions = tuple((id(x), x._version) for x in data)
-    maker, of_first = _maker(first.device), _given.setdefault(first, {})
+    maker, of_first = _maker(first.device), _data_layouts.setdefault(first, {})
     kept = of_first.get(more)
     known = kept is not None and kept.versions == versions and maker in (None, kept.maker)
     if known and all(a() is b for a, b in zip(kept.others, others, strict=True)):
@@ -260,7 +260,7 @@ def _words_pattern(pattern: Pattern, p: Problem, q_offset: int, device: torch.de
         words = None
         if not isinstance(pattern, Dense):
             words = words_of(torch.from_numpy(pattern.materialize(p.Q, p.K, q_offset)), p.Q, p.K).to(device)
-        kept = _words.put(key, (words,), held(words))
+        kept = _words.put(key, (words,), layout_bytes(words))
     (words,) = kept
     return words
 

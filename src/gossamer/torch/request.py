@@ -103,10 +103,10 @@ def key_of(
             return None
         more = options + kinds
         if vectors:
-            told = _vectors(vectors, compute_dtype(q.dtype))
-            if told is None:
+            facts = _vectors(vectors, compute_dtype(q.dtype))
+            if facts is None:
                 return None
-            more += told
+            more += facts
             _, sinks, _ = vectors
     return (
         pattern.handle, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
@@ -124,17 +124,17 @@ def alignment(*tensors: Tensor) -> Any:
 
 def _vectors(vectors: tuple[Any, ...], wide: torch.dtype) -> Key | None:
     """What tells lengths, sinks and slopes apart; None unless all are plain, and of the type `wide` if floating."""
-    told: list[Any] = []
+    facts: list[Any] = []
     for x in vectors:
         if x is None:
-            told.append(None)
+            facts.append(None)
             continue
         if not isinstance(x, Tensor) or not plain(x) or x.layout != torch.strided:
             return None
         if x.is_floating_point() and x.dtype is not wide:
             return None
-        told += (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.data_ptr() % ALIGNMENT == 0)
-    return tuple(told)
+        facts += (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.data_ptr() % ALIGNMENT == 0)
+    return tuple(facts)
 
 
 class Attended(NamedTuple):
@@ -159,9 +159,9 @@ class Request(NamedTuple):
         """What tells it from other requests, of any form."""
         a, t = self.arguments, self.attended
         tensors = (a.q, a.k, a.v, a.key_lengths, a.sink_logits, a.alibi_slopes)
-        told = [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors]
+        facts = [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors]
         return (
-            t.handle, t.geometry, len(t.data), *told, alignment(*(x for x in tensors if x is not None)), a.q_offset,
+            t.handle, t.geometry, len(t.data), *facts, alignment(*(x for x in tensors if x is not None)), a.q_offset,
             a.scale, a.softcap, a.implementation, a.deterministic, a.backward,
         )  # fmt: skip
 
@@ -210,7 +210,7 @@ def request_of(
         q, k, v, offset, offset_tensor, key_lengths, sink_logits, alibi_slopes, scale, softcap, implementation,
         deterministic, backward,
     )  # fmt: skip
-    return Request(a, attended_of(pattern, q), dims)
+    return Request(a, resolve_pattern(pattern, q), dims)
 
 
 def current_name(implementation: Any) -> Any:
@@ -255,7 +255,7 @@ def is_deterministic(deterministic: Any) -> bool:
     return deterministic
 
 
-def attended_of(pattern: Any, q: Tensor) -> Attended:
+def resolve_pattern(pattern: Any, q: Tensor) -> Attended:
     """What the `pattern` argument stands for."""
     if pattern is None:
         pattern = DENSE
@@ -289,7 +289,7 @@ def attended_of(pattern: Any, q: Tensor) -> Attended:
         return Attended(-1, tuple(arrays), (layout.block_q, layout.block_kv, layout.Q, layout.K), layout)
     flex = sys.modules.get("torch.nn.attention.flex_attention")  # whoever has a BlockMask has imported it
     if flex is not None and isinstance(pattern, flex.BlockMask):
-        return attended_of(layout_for(pattern, q), q)
+        return resolve_pattern(layout_for(pattern, q), q)
     raise ValueError(f"pattern must be {PATTERN}; got {describe(pattern)}{instead(pattern)}")
 
 

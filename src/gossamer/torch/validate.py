@@ -52,15 +52,15 @@ def options_of(a: Arguments) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-class Told(NamedTuple):
-    """What was given, told in words."""
+class Wording(NamedTuple):
+    """A value by its description."""
 
     text: str
 
 
 def describe(value: Any) -> str:
     """What was given, for a message: the shape and dtype of a tensor, the repr of anything else."""
-    if isinstance(value, Told):
+    if isinstance(value, Wording):
         return value.text
     if isinstance(value, Tensor) and value.is_nested:
         return f"a nested tensor, {dtype_of(value)}, {value.device}"
@@ -179,7 +179,7 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
         yield vector.device == q.device, name, vector, f"be a tensor on q's device, {q.device}"
     yield (
         a.alibi_slopes is None or not a.alibi_slopes.requires_grad,
-        "alibi_slopes", Told("a tensor that requires grad"), "be a constant; no gradient is computed for it",
+        "alibi_slopes", Wording("a tensor that requires grad"), "be a constant; no gradient is computed for it",
     )  # fmt: skip
     yield (
         a.implementation is None or a.implementation in NAMES,
@@ -188,12 +188,12 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
 
 
 def _factor_checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
-    held = torch.finfo(compute_dtype(a.q.dtype))
-    most, capped = held.max / 4, held.max**0.5  # kernels multiply by up to 2 log2(e); s / softcap keeps its digits
+    limits = torch.finfo(compute_dtype(a.q.dtype))
+    most, capped = limits.max / 4, limits.max**0.5  # kernels multiply by up to 2 log2(e); s / softcap keeps its digits
     scale = a.q.shape[3] ** -0.5 if a.scale is None else a.scale
-    of_scale = f"be a finite number up to {most:.1e} in magnitude, as {held.dtype} holds, or None for D ** -0.5"
+    of_scale = f"be a finite number up to {most:.1e} in magnitude, as {limits.dtype} holds, or None for D ** -0.5"
     yield abs(scale) <= most, "scale", scale, of_scale
-    of_cap = f"be a finite number over 0, from {1 / capped:.1e} to {capped:.1e} in {held.dtype}, or None"
+    of_cap = f"be a finite number over 0, from {1 / capped:.1e} to {capped:.1e} in {limits.dtype}, or None"
     yield a.softcap is None or 1 / capped <= a.softcap <= capped, "softcap", a.softcap, of_cap
     if a.softcap is not None:
         yield abs(scale) / a.softcap <= most, "scale / softcap", scale / a.softcap, f"be up to {most:.1e}"
@@ -230,7 +230,7 @@ def four_dimensional(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
     return q[None, None], k[None, None], v[None, None]
 
 
-def fewer(out: Tensor, lse: Tensor, dims: int) -> tuple[Tensor, Tensor]:
+def unbatched(out: Tensor, lse: Tensor, dims: int) -> tuple[Tensor, Tensor]:
     """out and lse with as many dimensions as q had."""
     for _ in range(4 - dims):
         out, lse = out.squeeze(0), lse.squeeze(0)
@@ -292,7 +292,7 @@ def _index_checks(walk: Walk) -> Iterator[tuple[bool, str, Any, str]]:
     for kind, tiles in walk.lists.items():
         starts, counts, indices = (x.long() for x in tiles)
         inside = (counts >= 0) & (starts >= 0) & (starts + counts <= len(indices))
-        yield bool(inside.all()), f"{kind}.starts and counts", Told("others"), f"within its {len(indices)} indices"
+        yield bool(inside.all()), f"{kind}.starts and counts", Wording("others"), f"within its {len(indices)} indices"
         counts, starts = counts.flatten(), starts.flatten()
         row = torch.repeat_interleave(torch.arange(len(counts)), counts)
         place = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row] + starts[row]
@@ -304,10 +304,10 @@ def _index_checks(walk: Walk) -> Iterator[tuple[bool, str, Any, str]]:
         if kind == "bits" and len(place):
             pool = walk.pool_index[place]
             right = bool(((pool >= 0) & (pool < len(walk.pool))).all())
-            yield right, "pool_index", Told(f"{int(pool.min())} to {int(pool.max())}"), f"in [0, {len(walk.pool)})"
+            yield right, "pool_index", Wording(f"{int(pool.min())} to {int(pool.max())}"), f"in [0, {len(walk.pool)})"
         seen.append(row * C + column)
     every = torch.cat(seen)
-    yield len(every.unique()) == len(every), "no tile", Told("one that is listed twice"), "listed twice"
+    yield len(every.unique()) == len(every), "no tile", Wording("one that is listed twice"), "listed twice"
 
 
 def layout_from(arrays: list[Tensor], geometry: tuple[int, ...]) -> BlockLayout:

@@ -133,10 +133,10 @@ class _Call:
         self.block = BLOCK // 2 if short else BLOCK
         self.tiles = tiles_of(layout, max(1, SCRATCH_BYTES // (p.B * p.H * rows * columns * 4)))
         Bl, Hl = walk.lead
-        held = {"tiles": self.tiles.table, "lo": walk.lo, "hi": walk.hi, "pool": walk.pool}
+        own = {"tiles": self.tiles.table, "lo": walk.lo, "hi": walk.hi, "pool": walk.pool}
         self.values = terms(self.b, p, scoring, unread=None) | {
             **arrays(self.b, **{name: operand(self.b, name) for name in ("q", "k", "v")}),
-            **listed(self.b, "layout", {name: x.contiguous() for name, x in held.items()}),
+            **listed(self.b, "layout", {name: x.contiguous() for name, x in own.items()}),
             "lead_b": Hl if Bl > 1 else 0, "lead_h": 1 if Hl > 1 else 0, "TILE_ROWS": rows, "TILE_COLUMNS": columns,
             "STEP": product_step(p.dtype, p.sm or 80), "BLOCK": self.block,
             "PRECISION": "tf32x3" if short else "ieee",
@@ -150,8 +150,8 @@ class _Call:
     def passes(self) -> Iterator[tuple[Pass, dict[str, Any]]]:
         """Each pass, and its arguments."""
         for at, done in enumerate(self.tiles.passes):
-            held = listed(self.b, f"pass_{at}", done.arrays)
-            yield done, held | {"slots": max(1, done.most), "first_row": done.first, "n_rows": done.rows}
+            own = listed(self.b, f"pass_{at}", done.arrays)
+            yield done, own | {"slots": max(1, done.most), "first_row": done.first, "n_rows": done.rows}
 
     def products(self, done: Pass, values: Mapping[str, Any], **places: str) -> None:
         """Scores of a pass into `first`, or P into it and dS into `second`."""
@@ -173,7 +173,7 @@ class _Call:
         size = self.b[result].shape[-1]
         more = {
             "weights": weights, **arrays(self.b, x=x, result=result), "factor": factor, "SIZE": size, "ADD": add,
-            "TRANSPOSED": keys, **{name: values[held] for name, held in order._asdict().items()},
+            "TRANSPOSED": keys, **{name: values[own] for name, own in order._asdict().items()},
         }  # fmt: skip
         if keys:
             count, resident, heads, R, C = -(-p.K // walk.block_columns), walk.block_columns, p.G, C, R
