@@ -27,7 +27,7 @@ from gossamer.kernels.reference import oracle
 from gossamer.kernels.small import MOST_PAIRS
 from gossamer.kernels.small.launch import Tile, backward, forward
 from gossamer.plan.problem import Problem
-from gossamer.torch.masks import words_of
+from gossamer.torch.masks import packed_mask_of
 
 HEADS = 8
 SIZES = {128: (26, 128, 200, 512, 1024, 2048), 64: (26, 200, 1024)}
@@ -71,7 +71,7 @@ def row(D: int, N: int) -> dict[str, float]:
     q, k, v, dout = (torch.randn(1, HEADS, N, D, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     pattern, scoring = gs.SlidingWindow(max(8, N // 4)), Scoring(D**-0.5, 0)
     mask = torch.from_numpy(pattern.materialize(N, N)).cuda()
-    words = words_of(mask, N, N)
+    packed_mask = packed_mask_of(mask, N, N)
     calls: dict[str, Callable[[], object]] = {
         "sdpa flash": sdpa(SDPBackend.FLASH_ATTENTION, q, k, v),
         "sdpa cudnn": sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v),
@@ -82,13 +82,13 @@ def row(D: int, N: int) -> dict[str, float]:
     given = {"q": q, "k": k, "v": v}
     for tile in FORWARD:
         calls[f"forward {tuple(tile)}"] = bound(
-            lambda operands, tile=tile: forward(problem, words, scoring, operands, tile), given
+            lambda operands, tile=tile: forward(problem, packed_mask, scoring, operands, tile), given
         )
-    out, lse = bound(lambda operands: forward(problem, words, scoring, operands), given)()
+    out, lse = bound(lambda operands: forward(problem, packed_mask, scoring, operands), given)()
     given = {"dout": dout, **given, "out": out, "lse": lse}
     for tile in BACKWARD:
         calls[f"backward {tuple(tile)}"] = bound(
-            lambda operands, tile=tile: backward(problem, words, scoring, operands, tile), given
+            lambda operands, tile=tile: backward(problem, packed_mask, scoring, operands, tile), given
         )
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     torch.cuda.synchronize()

@@ -25,7 +25,7 @@ from gossamer.plan.table import NAMES as IMPLEMENTATIONS
 from gossamer.plan.table import available, load
 from gossamer.testing import inputs, tolerance
 from gossamer.testing.cases import SMALL, Case
-from gossamer.torch.masks import words_of
+from gossamer.torch.masks import packed_mask_of
 
 no_compiler = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 
@@ -94,8 +94,8 @@ class Runs:
             return layout
         if implementation.layout == "dense":
             return e.mask
-        if implementation.layout == "words":
-            return words_of(e.mask, e.case.Q, e.case.K)
+        if implementation.layout == "packed_mask":
+            return packed_mask_of(e.mask, e.case.Q, e.case.K)
         block_q, block_kv = implementation.tile(e.problem)
         layout = cached_layout(
             e.pattern, e.case.Q, e.case.K, block_q=block_q, block_kv=block_kv, q_offset=e.terms.q_offset,

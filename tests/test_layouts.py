@@ -345,9 +345,9 @@ def random_matrix(N, each=1):
 def test_a_random_matrix_is_laid_out_by_its_entries(monkeypatch):
     """Nearly every entry has a tile of its own: those that look alike are evaluated once, and none is held in full."""
     evaluated, peaks = [], []
-    words = gs.CSR.tile_words
+    tile_masks = gs.CSR.tile_masks
     monkeypatch.setattr(
-        gs.CSR, "tile_words", lambda self, grid, ti, tj: evaluated.append(len(ti)) or words(self, grid, ti, tj)
+        gs.CSR, "tile_masks", lambda self, grid, ti, tj: evaluated.append(len(ti)) or tile_masks(self, grid, ti, tj)
     )
     sizes = (2**17, 2**18)
     for N in sizes:

@@ -255,8 +255,8 @@ def expand_gather(walk: GatherWalk) -> np.ndarray:
         for r in range(min(walk.block_rows, walk.rows - t * walk.block_rows)):
             kept = np.ones(count, dtype=bool)
             if walk.block_rows > 1:
-                words = walk.bits[start // WORD : -(-(start + count) // WORD), r]
-                bits = unpack_bits(np.ascontiguousarray(words)[None])[0]
+                packed = walk.bits[start // WORD : -(-(start + count) // WORD), r]
+                bits = unpack_bits(np.ascontiguousarray(packed)[None])[0]
                 if bits[count:].any():
                     raise ValueError(f"row {r} of group {t} has bits past the end of its list")
                 kept = bits[:count]

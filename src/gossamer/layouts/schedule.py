@@ -18,7 +18,7 @@ class WorkItems(NamedTuple):
     the parts of a split row have consecutive slots, whose results are merged in slot order.
     """
 
-    items: np.ndarray  # (n, ITEM) int32, longest range first; the words are those of `layouts.items`
+    items: np.ndarray  # (n, ITEM) int32, longest range first; their fields are those of `layouts.items`
     merges: np.ndarray  # (m, MERGE) int32
 
     @property
@@ -71,15 +71,15 @@ def merges_of(pieces: np.ndarray, tiles: int) -> np.ndarray:
     """The merges (m, MERGE) of rows that are cut, in `tiles` tile rows of each list, from the pieces of every row."""
     row = np.flatnonzero(pieces > 1)
     lead, tile = np.divmod(row, tiles)
-    words = {LEAD: lead, TILE: tile, FIRST: np.cumsum(pieces[row]) - pieces[row], COUNT: pieces[row]}
-    return fill(len(row), MERGE, words)
+    fields = {LEAD: lead, TILE: tile, FIRST: np.cumsum(pieces[row]) - pieces[row], COUNT: pieces[row]}
+    return fill(len(row), MERGE, fields)
 
 
-def fill(number: int, width: int, words: Mapping[int, np.ndarray]) -> np.ndarray:
-    """(number, width) int32 rows with some words written, the others 0."""
+def fill(number: int, width: int, fields: Mapping[int, np.ndarray]) -> np.ndarray:
+    """(number, width) int32 rows with some fields written, the others 0."""
     rows = np.zeros((number, width), dtype=np.int32)
-    for word, value in words.items():
-        rows[:, word] = value
+    for field, value in fields.items():
+        rows[:, field] = value
     return rows
 
 

@@ -144,7 +144,7 @@ class Chosen(NamedTuple):
     """Which implementation computes a call, and what it reads."""
 
     implementation: Candidate
-    form: Literal["dense", "words", "block", "gather"]
+    form: Literal["dense", "packed_mask", "block", "gather"]
     block_q: int = 0  # of a block layout or a gather layout
     block_kv: int = 0  # of a block layout
 

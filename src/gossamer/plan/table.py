@@ -12,7 +12,7 @@ NAMES = ("small", "hopper", "triton", "blocked", "reference")
 # By the names of before, which are accepted with a DeprecationWarning; rows of benchmarks keep what they recorded.
 RENAMED = {"dense": "small"}
 
-LAYOUTS = ("dense", "words", "block")
+LAYOUTS = ("dense", "packed_mask", "block")
 
 
 @cache

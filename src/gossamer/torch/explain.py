@@ -176,7 +176,7 @@ def _computed(p: Problem, selected: Selection, pattern: Pattern | None, q_offset
             density = pattern.density(p.Q, p.K, q_offset)
         elif layout.dtype == torch.bool:
             density = int(layout.count_nonzero()) / layout.numel()
-        else:  # words of a mask
+        else:  # a packed mask
             density = int(unpack(layout)[..., : p.K].count_nonzero()) / (layout.shape[:3].numel() * p.K)
         pairs, size = float(p.Q * p.K), 0 if layout is None else layout.nbytes
         work = _Work(density * pairs, pairs, {"dense": 1, "of": 1}, (p.Q, p.K), size)

@@ -25,7 +25,7 @@ from gossamer.patterns.validate import show
 from gossamer.plan.choice import choose
 from gossamer.plan.plan import Plan, plan_of, refusals
 from gossamer.plan.problem import SCORE_TERMS, Problem, Unsupported
-from gossamer.torch.masks import dense_of, layout_of, words_of
+from gossamer.torch.masks import dense_of, layout_of, packed_mask_of
 from gossamer.torch.validate import Arguments, check_layout, check_mask, layout_from, validate
 
 logger = logging.getLogger("gossamer")
@@ -34,7 +34,7 @@ KEPT_DENSE = 4
 MOST_BOUND = 16  # functions that are kept with data of the user's, by the key of their call
 
 _dense: Memo[Tensor] = Memo(KEPT_DENSE)
-_words: Memo[tuple[Tensor | None]] = Memo()
+_packed_masks: Memo[tuple[Tensor | None]] = Memo()
 _logged: set[tuple[Any, ...]] = set()
 
 
@@ -147,8 +147,8 @@ def select_layout(plan: Plan, pattern: Pattern, q_offset: int, device: torch.dev
     layout: Any
     if chosen.form == "dense":
         layout = _dense_pattern(pattern, p, q_offset, device)
-    elif chosen.form == "words":
-        layout = _words_pattern(pattern, p, q_offset, device)
+    elif chosen.form == "packed_mask":
+        layout = _packed_mask_pattern(pattern, p, q_offset, device)
     elif chosen.form == "gather":
         layout = cached_gather(pattern, p.Q, p.K, block_q=chosen.block_q, q_offset=q_offset, device=device)
     else:
@@ -160,7 +160,7 @@ def select_layout(plan: Plan, pattern: Pattern, q_offset: int, device: torch.dev
 
 
 def layout_bytes(layout: Any) -> int:
-    """About the bytes of a layout, a mask or words."""
+    """About the bytes of a layout or of a mask, packed or not."""
     if layout is None:
         return 0
     return layout.nbytes if isinstance(layout, Tensor) else bytes_of(layout)
@@ -204,8 +204,8 @@ def data_layout(plan: Plan, q: Tensor, k: Tensor, data: tuple[Tensor, ...], geom
             layout = dense_of(layout.rows) if form == "dense" else layout
         elif form == "dense":
             (layout,) = aliases
-        elif form == "words":
-            layout = words_of(aliases[0], p.Q, p.K)
+        elif form == "packed_mask":
+            layout = packed_mask_of(aliases[0], p.Q, p.K)
         else:
             # The blocked implementation walks rows alone; building columns on a CPU would be for nothing.
             layout = layout_of(aliases[0], p.Q, p.K, block_q=block_q, block_kv=block_kv, transpose=columns)
@@ -252,17 +252,17 @@ def _dense_pattern(pattern: Pattern, p: Problem, q_offset: int, device: torch.de
     return mask
 
 
-def _words_pattern(pattern: Pattern, p: Problem, q_offset: int, device: torch.device) -> Tensor | None:
+def _packed_mask_pattern(pattern: Pattern, p: Problem, q_offset: int, device: torch.device) -> Tensor | None:
     """The bits of a small problem's pairs, made once; None where the pattern keeps them all."""
     key = (pattern, p.Q, p.K, q_offset, device)
-    kept = _words.get(key)
+    kept = _packed_masks.get(key)
     if kept is None:
-        words = None
+        packed_mask = None
         if not isinstance(pattern, Dense):
-            words = words_of(torch.from_numpy(pattern.materialize(p.Q, p.K, q_offset)), p.Q, p.K).to(device)
-        kept = _words.put(key, (words,), layout_bytes(words))
-    (words,) = kept
-    return words
+            packed_mask = packed_mask_of(torch.from_numpy(pattern.materialize(p.Q, p.K, q_offset)), p.Q, p.K).to(device)
+        kept = _packed_masks.put(key, (packed_mask,), layout_bytes(packed_mask))
+    (packed_mask,) = kept
+    return packed_mask
 
 
 def _log(name: str, plan: Plan) -> None:

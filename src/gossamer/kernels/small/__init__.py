@@ -25,7 +25,7 @@ class Small:
     """One launch forward and one backward, with nothing to look up: what counts where a call is all latency."""
 
     name = "small"
-    layout = "words"
+    layout = "packed_mask"
     capability = Capability(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({"float16", "bfloat16", "float32"}),
@@ -55,7 +55,7 @@ class Small:
     def prepare(
         self, problem: Problem, layout: Any, direction: Direction, scoring: Scoring, operands: Mapping[str, Operand]
     ) -> Prepared:
-        """`layout` is the words (Bl, Hl, Q, 4 ceil(K / 128)) int32 of the kept pairs, or None when all are kept."""
+        """`layout` is the packed mask (Bl, Hl, Q, 4 ceil(K / 128)) int32, or None when all pairs are kept."""
         return {"forward": launch.forward, "backward": launch.backward}[direction](problem, layout, scoring, operands)
 
     def kernel(self, name: str, *key: Any) -> Callable[..., None]:

@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 
 from gossamer.kernels.softmax import finish_rows
-from gossamer.layouts import items as word
+from gossamer.layouts import items
 
-# The words of an item and of a merge, for kernels.
-ITEM, MERGE = tl.constexpr(word.ITEM), tl.constexpr(word.MERGE)
-LEAD, TILE, BEGIN = tl.constexpr(word.LEAD), tl.constexpr(word.TILE), tl.constexpr(word.BEGIN)
-END, SLOT, PART = tl.constexpr(word.END), tl.constexpr(word.SLOT), tl.constexpr(word.PART)
-FIRST, COUNT = tl.constexpr(word.FIRST), tl.constexpr(word.COUNT)
+# The fields of an item and of a merge, for kernels.
+ITEM, MERGE = tl.constexpr(items.ITEM), tl.constexpr(items.MERGE)
+LEAD, TILE, BEGIN = tl.constexpr(items.LEAD), tl.constexpr(items.TILE), tl.constexpr(items.BEGIN)
+END, SLOT, PART = tl.constexpr(items.END), tl.constexpr(items.SLOT), tl.constexpr(items.PART)
+FIRST, COUNT = tl.constexpr(items.FIRST), tl.constexpr(items.COUNT)
 
 
 @triton.jit

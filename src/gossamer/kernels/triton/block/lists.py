@@ -102,8 +102,8 @@ def step_mask(
     o_c = tl.arange(0, C)
     m_keep = o_c
     if MODE == BITS:
-        words = pool + entry.to(tl.int64) * (TILE_ROWS * WORDS) + sub * (R * WORDS) + part * (C // 32)
-        m_keep = bits_mask(words + tl.arange(0, R) * WORDS, o_c, 1, C)
+        masks = pool + entry.to(tl.int64) * (TILE_ROWS * WORDS) + sub * (R * WORDS) + part * (C // 32)
+        m_keep = bits_mask(masks + tl.arange(0, R) * WORDS, o_c, 1, C)
     if MODE == INTERVAL:
         m_keep = interval_mask(b_lo, b_hi, column, o_c)
     if LENGTHS:

@@ -22,7 +22,7 @@ from gossamer.plan.problem import Problem
 
 @dataclass(frozen=True)
 class Work:
-    """The items of a walk, on its device: (n, ITEM) int32, longest first, in the words of `layouts.items`.
+    """The items of a walk, on its device: (n, ITEM) int32, longest first, with the fields of `layouts.items`.
 
     begin and end count columns from the start of `indices`, in units of the walk's width.
     """
@@ -70,8 +70,8 @@ def _make_work(walk: GatherWalk, limit: int, device: torch.device) -> Work:
     steps = -(-length // 4)
     near = np.where(steps <= 16, steps, 16 + np.ceil(np.log2(np.maximum(steps, 1))))
     lead, tile = np.divmod(of, walk.tiles)
-    words = {LEAD: lead, TILE: tile, BEGIN: start + begin, END: start + end, SLOT: slot, PART: begin > 0}
-    items = fill(len(of), ITEM, words)[np.lexsort((begin, of, -near))]
+    fields = {LEAD: lead, TILE: tile, BEGIN: start + begin, END: start + end, SLOT: slot, PART: begin > 0}
+    items = fill(len(of), ITEM, fields)[np.lexsort((begin, of, -near))]
     merges = merges_of(pieces, walk.tiles)
 
     def move(array: np.ndarray) -> Tensor:
