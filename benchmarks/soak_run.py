@@ -24,7 +24,7 @@ from torch import Tensor
 
 import gossamer as gs
 from gossamer.memo import forget_all
-from gossamer.plan import split
+from gossamer.plan import partition
 
 _in_parts = [False]  # whether the call that is run is computed in parts; `run` writes it, `prepared` reads it
 
@@ -214,8 +214,8 @@ def prepared() -> Iterator[None]:
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
         replace(owner, name, poisoned)
-    replace(split, "_classes_cost", cheap)
-    replace(split, "_cheaper", parted)
+    replace(partition, "_classes_cost", cheap)
+    replace(partition, "_cheaper", parted)
     try:
         yield
     finally:

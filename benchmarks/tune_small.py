@@ -25,9 +25,9 @@ from gossamer.bench.latency import call_ms, capture_stream, graph_ms
 from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.reference import oracle
 from gossamer.kernels.small import MOST_PAIRS
-from gossamer.kernels.small.launch import Tile, backward, forward
+from gossamer.kernels.small.launch_small import Tile, backward, forward
 from gossamer.plan.problem import Problem
-from gossamer.torch.masks import packed_mask_of
+from gossamer.torch.mask_layouts import packed_mask_of
 
 HEADS = 8
 SIZES = {128: (26, 128, 200, 512, 1024, 2048), 64: (26, 200, 1024)}

@@ -212,7 +212,7 @@ def ladder() -> str:
 def small_calls() -> str:
     """Microseconds from `benchmarks/tune_small.py`: the shipped tiles beside SDPA and the other implementations."""
     from gossamer.kernels.small import Small
-    from gossamer.kernels.small.launch import backward_tile, forward_tile
+    from gossamer.kernels.small.launch_small import backward_tile, forward_tile
     from gossamer.plan.capability import reasons
     from gossamer.plan.problem import Problem
 

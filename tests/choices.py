@@ -16,9 +16,9 @@ from unittest import mock
 
 from gossamer.patterns import Pattern
 from gossamer.plan.choice import choose
+from gossamer.plan.partition import Part
 from gossamer.plan.plan import plan_of
 from gossamer.plan.problem import Problem
-from gossamer.plan.split import Part
 from gossamer.plan.table import NAMES, load
 from gossamer.testing.cases import CASES, Case
 from gossamer.testing.sweeps import BREAKEVEN, LADDER, MOST_EDGES, SWEEPS
@@ -27,7 +27,7 @@ FILE = Path(__file__).parent / "data" / "choices.txt"
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 PROCESSORS, SM = 132, 90  # of an H200
 # Pairs of the graphs of sweeps: those of the largest take seconds to be drawn and counted.
-GRAPHS = {c.name: round(float(c.name.split("_")[-1]) * c.Q * c.K) for c in BREAKEVEN if "_csr_" in c.name}
+GRAPHS = {c.name: round(float(c.name.partition("_")[-1]) * c.Q * c.K) for c in BREAKEVEN if "_csr_" in c.name}
 
 
 @contextmanager
@@ -53,13 +53,13 @@ def problem_of(case: Case, dtype: str, backward: bool) -> Problem:
 
 
 def chosen(case: Case, dtype: str, pattern: Pattern, backward: bool) -> str | list[str]:
-    """How a case is computed: one way, or the parts of a split, each with its own."""
+    """How a case is computed: one way, or its parts, each with its own."""
     problem = problem_of(case, dtype, backward)
     q_offset = case.K - case.Q if case.q_offset is None else case.q_offset
-    split = plan_of(problem, backward=backward).split(pattern.handle, q_offset)
-    if split is None:
+    partition = plan_of(problem, backward=backward).partition(pattern.handle, q_offset)
+    if partition is None:
         return way(problem, pattern, q_offset)
-    return [f"{part} by {of_part(part, problem, q_offset)}" for part in split.parts]
+    return [f"{part} by {of_part(part, problem, q_offset)}" for part in partition.parts]
 
 
 def way(problem: Problem, pattern: Pattern, q_offset: int) -> str:
@@ -127,7 +127,7 @@ def text(found: dict[str, Choice]) -> str:
 def held() -> dict[str, Choice]:
     """What the file says, by case and type."""
     lines = (line.rpartition("}: ") for line in FILE.read_text().splitlines())
-    return {key: json.loads(value + "}") for value, _, keys in lines for key in keys.split(", ")}
+    return {key: json.loads(value + "}") for value, _, keys in lines for key in keys.partition(", ")}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from exact import NAMES, Exact, exact_of
 
 import gossamer as gs
 from gossamer.memo import forget_all
-from gossamer.plan import split
+from gossamer.plan import partition
 from gossamer.plan.capability import reasons
 from gossamer.plan.table import load
 from gossamer.testing import inputs, tolerance
@@ -51,20 +51,20 @@ CASES = (
 )  # fmt: skip
 
 
-def at_any_price(patch: pytest.MonkeyPatch) -> list[split.Split]:
+def at_any_price(patch: pytest.MonkeyPatch) -> list[partition.Partition]:
     """Parts are taken whatever they cost; the splits that were."""
-    cheaper, fold, taken = split._cheaper, parts.Described.fold, []
+    cheaper, fold, taken = partition._cheaper, parts.Described.fold, []
 
     def take(found: Any, pattern: Any, p: Any, sizes: Any, cost: Any) -> Any:
         cost.call = lambda *a, **k: math.inf
         return cheaper(found, pattern, p, sizes, cost)
 
     def seen(described: Any) -> Any:
-        taken.append(described.plan.split(described.pattern.handle, described.scoring.q_offset))
+        taken.append(described.plan.partition(described.pattern.handle, described.scoring.q_offset))
         return fold(described)
 
-    patch.setattr(split, "_cheaper", take)
-    patch.setattr(split, "_classes_cost", lambda *a: 0.0)
+    patch.setattr(partition, "_cheaper", take)
+    patch.setattr(partition, "_classes_cost", lambda *a: 0.0)
     patch.setattr(parts.Described, "fold", seen)
     return taken
 
@@ -104,7 +104,7 @@ def surrounded(x: torch.Tensor) -> torch.Tensor:
     return view.requires_grad_()
 
 
-def check(name: str, device: str, dtype: str, case: Case, always: list[split.Split]) -> None:
+def check(name: str, device: str, dtype: str, case: Case, always: list[partition.Partition]) -> None:
     """Every number of a call in parts, from inputs that NaN surrounds."""
     e = exact_of(case, dtype, device)
     backward = not refused(name, e, True)

@@ -23,7 +23,7 @@ from gossamer.memo import forget_all
 from gossamer.patterns import handles
 from gossamer.plan.problem import Unsupported
 from gossamer.plan.table import RENAMED
-from gossamer.torch import plan, registry
+from gossamer.torch import planning, registry
 
 P = gs.SlidingWindow(10)
 
@@ -319,7 +319,7 @@ def test_a_pattern_dropped_before_the_backward() -> None:
 
 def test_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     forget_all()
-    plan._logged.clear()
+    planning._logged.clear()
     with caplog.at_level(logging.INFO, "gossamer"):
         for N in (40, 41):
             gs.attention(*qkv(N), P)

@@ -25,7 +25,7 @@ from gossamer.plan.table import NAMES as IMPLEMENTATIONS
 from gossamer.plan.table import available, load
 from gossamer.testing import inputs, tolerance
 from gossamer.testing.cases import SMALL, Case
-from gossamer.torch.masks import packed_mask_of
+from gossamer.torch.mask_layouts import packed_mask_of
 
 no_compiler = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 
@@ -215,11 +215,11 @@ def test_strided_inputs(strides: str, device: str) -> None:
 
 def test_blocked_in_pieces_and_without_kept_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers when every list is cut, every run is a view, and masks are made on the fly."""
-    from gossamer.kernels.blocked import masks, plan
+    from gossamer.kernels.blocked import batches, tile_masks
 
-    monkeypatch.setattr(plan, "SCRATCH_BYTES", {"cpu": 1 << 15, "cuda": 1 << 15})
-    monkeypatch.setattr(plan, "VIEW_BYTES", 0)
-    monkeypatch.setattr(masks, "KEEP_BYTES", 0)
+    monkeypatch.setattr(batches, "SCRATCH_BYTES", {"cpu": 1 << 15, "cuda": 1 << 15})
+    monkeypatch.setattr(batches, "VIEW_BYTES", 0)
+    monkeypatch.setattr(tile_masks, "KEEP_BYTES", 0)
     for wanted in ("causal", "bigbird", "block_mask_by_head", "all_terms", "documents_by_batch", "empty_rows"):
         e = Exact(next(c for c in SMALL if c.name == wanted), "float64", "cpu")
         implementation = implementation_of("blocked")

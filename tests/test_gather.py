@@ -12,10 +12,10 @@ from gossamer.patterns.reordered import ReorderedCSR
 from gossamer.testing.cases import SMALL
 from gossamer.testing.cases import Case as Named
 
-ROWS = tuple(WIDTHS)
+GROUP_SIZES = tuple(WIDTHS)
 
 
-@pytest.mark.parametrize("block_q", ROWS)
+@pytest.mark.parametrize("block_q", GROUP_SIZES)
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_a_layout_and_its_transpose_are_the_pattern(case: Named, block_q: int) -> None:
     pattern = case.pattern()
@@ -35,10 +35,10 @@ def test_builds_in_parts_give_the_same_lists(monkeypatch: pytest.MonkeyPatch) ->
     from gossamer.patterns import pairs
 
     pattern = (gs.PowerStrided(3, 5) | gs.BigBird(32)) & ~gs.Local(8)
-    whole = [build_gather(pattern, 700, 700, block_q=rows) for rows in ROWS]
+    whole = [build_gather(pattern, 700, 700, block_q=rows) for rows in GROUP_SIZES]
     for module in (gather, pairs):
         monkeypatch.setattr(module, "PAIRS_AT_ONCE", pairs.ROWS_AT_ONCE**2)
-    for rows, layout in zip(ROWS, whole, strict=True):
+    for rows, layout in zip(GROUP_SIZES, whole, strict=True):
         for part, all_of_it in (
             (build_gather(pattern, 700, 700, block_q=rows).rows, layout.rows),
             (build_gather(pattern, 700, 700, block_q=rows).columns, layout.columns),
@@ -77,7 +77,7 @@ def test_the_cheapest_layout_is_chosen_without_building_one() -> None:
     assert not cache._layouts
 
 
-@pytest.mark.parametrize("block_q", ROWS)
+@pytest.mark.parametrize("block_q", GROUP_SIZES)
 def test_estimates_of_short_sequences_are_exact(block_q: int) -> None:
     from gossamer.plan.estimate import Sample
 
@@ -111,7 +111,7 @@ def test_tree(nodes: int, prompt: int) -> None:
     assert np.array_equal(pattern.layout(nodes, nodes + prompt, block_q=32, block_kv=64).expand(), mask)
     assert np.array_equal((pattern & ~gs.Local(4)).layout(nodes, nodes + prompt, block_q=32, block_kv=64).expand(),
                           (pattern & ~gs.Local(4)).materialize(nodes, nodes + prompt))  # fmt: skip
-    for block_q in ROWS:
+    for block_q in GROUP_SIZES:
         assert np.array_equal(build_gather(pattern, nodes, nodes + prompt, block_q=block_q).expand(), mask)
     assert pattern.density(nodes, nodes + prompt) == pytest.approx(mask.mean())
     assert pattern == gs.Tree(torch.tensor(parents)) and hash(pattern) == hash(gs.Tree(parents))
@@ -126,7 +126,7 @@ def test_tree_in_a_cache_of_fixed_size(q_offset: int) -> None:
     pattern = gs.Tree(parents)
     assert np.array_equal(pattern.materialize(40, K, q_offset), mask)
     assert np.array_equal(pattern.layout(40, K, block_q=32, block_kv=32, q_offset=q_offset).expand(), mask)
-    for block_q in ROWS:
+    for block_q in GROUP_SIZES:
         assert np.array_equal(build_gather(pattern, 40, K, block_q=block_q, q_offset=q_offset).expand(), mask)
     q, k = torch.randn(2, 40, 8), torch.randn(2, K, 8)
     given = torch.from_numpy(mask)
@@ -264,7 +264,7 @@ def test_a_plan_takes_the_gather_layout_for_a_graph() -> None:
     from gossamer.plan.problem import Problem
     from gossamer.plan.table import load
     from gossamer.testing.graphs import random_graph
-    from gossamer.torch.plan import select_layout
+    from gossamer.torch.planning import select_layout
 
     def plan_for(N: int, dtype: str) -> Plan:
         problem = Problem(1, 2, 2, N, N, 64, 64, dtype, "cuda", sm=90)

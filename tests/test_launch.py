@@ -26,7 +26,7 @@ from gossamer.plan.table import NAMES, load
 from gossamer.torch import calls
 from gossamer.torch.bind import bind
 from gossamer.torch.functions import FUNCTIONS
-from gossamer.torch.masks import packed_mask_of
+from gossamer.torch.mask_layouts import packed_mask_of
 
 CPU = torch.device("cpu")
 VECTORS = {

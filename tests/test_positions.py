@@ -247,5 +247,5 @@ def test_what_is_right_passes(source: str) -> None:
 
 def test_the_rule_is_for_host_code() -> None:
     names = {path.relative_to(SRC).as_posix() for path in host_code()}
-    assert {"torch/api.py", "plan/split.py", "kernels/launch.py", "kernels/hopper/schedule/rows.py"} <= names
+    assert {"torch/api.py", "plan/partition.py", "kernels/launch.py", "kernels/hopper/schedule/rows.py"} <= names
     assert not {"kernels/hopper/device/entries.py", "kernels/triton/block/forward.py"} & names

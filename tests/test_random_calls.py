@@ -18,10 +18,10 @@ from torch import Tensor
 import gossamer as gs
 from gossamer.kernels.contract import Terms
 from gossamer.kernels.reference import oracle
-from gossamer.kernels.rows import compute_dtype
+from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.plan.problem import Unsupported
 from gossamer.testing import tolerance
-from gossamer.torch.masks import layout_of
+from gossamer.torch.mask_layouts import layout_of
 
 Draw = random.Random
 CALLS = 120  # of a test on a CPU

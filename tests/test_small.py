@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 import gossamer as gs
 from gossamer.testing import inputs, tolerance
 from gossamer.testing.cases import SMALL, Case
-from gossamer.torch.masks import packed_mask_of, unpack
+from gossamer.torch.mask_layouts import packed_mask_of, unpack
 
 PARTS = 2
 
@@ -26,7 +26,7 @@ if INTERPRETING:
     import launches
     from exact import NAMES, Exact
 
-    from gossamer.kernels.small import launch
+    from gossamer.kernels.small import launch_small as launch
 
     def forward(
         e: Exact, q: Tensor, k: Tensor, v: Tensor, packed_mask: Tensor | None, tile: launch.Tile | None = None
@@ -101,7 +101,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from gossamer.plan.problem import Problem
-from gossamer.kernels.small import kernels, launch
+from gossamer.kernels.small import kernels, launch_small as launch
 from gossamer.kernels.triton.config import SHARED_MEMORY
 
 NONE = {"slopes", "sinks", "lengths", "dlse"}
@@ -170,7 +170,7 @@ def test_more_heads_than_a_grid_is_high(shape: tuple[int, ...]) -> None:
 def test_rows_far_apart_are_copied() -> None:
     """One head of a long fused cache: its last row lies 2**32 numbers behind the first, and offsets have 32 bits."""
     from gossamer.kernels.launch import operand_of
-    from gossamer.kernels.small.launch import readable
+    from gossamer.kernels.small.launch_small import readable
 
     cache = torch.empty(1, 1, 2**20, 4096, device="meta")
     assert not readable(operand_of(cache[..., :64])) and readable(operand_of(cache[:, :, : 2**18, :64]))

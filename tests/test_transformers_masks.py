@@ -14,7 +14,7 @@ from transformers_models import masking_utils as hf
 
 import gossamer as gs
 from gossamer.integrations.transformers import certificate, closures
-from gossamer.integrations.transformers.masks import Mask, make_mask
+from gossamer.integrations.transformers.attention_mask import Mask, make_mask
 
 TREES = 500
 

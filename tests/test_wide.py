@@ -44,7 +44,7 @@ if INTERPRETING:
     from exact import NAMES, Exact
     from launches import backward, forward
 
-    from gossamer.kernels.triton.wide import launch as wide
+    from gossamer.kernels.triton.wide import launch_wide as wide
 
     def check(case: Case, dtype: str, tile: tuple[int, int]) -> list[torch.Tensor]:
         e = Exact(case, dtype, "cpu")
@@ -106,7 +106,7 @@ from triton.compiler import ASTSource
 from gossamer.kernels.triton.wide import kernels
 from gossamer.kernels.triton.compile import report
 from gossamer.kernels.triton.config import SHARED_MEMORY
-from gossamer.kernels.triton.wide.launch import product_step
+from gossamer.kernels.triton.wide.launch_wide import product_step
 
 sm = int(sys.argv[1])
 NONE = {"lengths", "slopes", "sinks"}

@@ -14,7 +14,7 @@ from gossamer.layouts import BlockLayout, TileList, Walk
 from gossamer.memo import Memos
 from gossamer.patterns.grid import WORD
 from gossamer.patterns.tiles import unique_tiles
-from gossamer.torch.masks import pack
+from gossamer.torch.mask_layouts import pack
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -74,8 +74,7 @@ def layout_for(mask: BlockMask, q: Tensor) -> BlockLayout:
     if torch.compiler.is_compiling():
         raise ValueError("pattern, a torch BlockMask, must be turned into from_flex(mask) outside torch.compile")
     B, H, _, _ = q.shape
-    known = _converted.of(mask)
-    return known.get((B, H)) or known.put((B, H), layout_of(mask, B, H))
+    return _converted.of(mask).get_or_make((B, H), lambda: layout_of(mask, B, H))
 
 
 def _check(mask: BlockMask, block_q: int, block_kv: int, tiles: int) -> None:

@@ -22,7 +22,7 @@ from gossamer.plan.problem import Unsupported
 from gossamer.torch import parts
 from gossamer.torch.bind import bind
 from gossamer.torch.memory import hold_for_graphs
-from gossamer.torch.plan import (
+from gossamer.torch.planning import (
     DataLayout,
     Selection,
     check_rows,
@@ -182,7 +182,9 @@ class Call:
     def _select_layout(self, plan: Plan) -> Selection | None:
         """Who computes a plan, and the layout; None where parts do."""
         handle, q_offset = self.attended.handle, self.scoring.q_offset
-        return None if plan.split(handle, q_offset) else select_layout(plan, pattern_of(handle), q_offset, self.device)
+        if plan.partition(handle, q_offset):
+            return None
+        return select_layout(plan, pattern_of(handle), q_offset, self.device)
 
 
 class DataCall(Call):

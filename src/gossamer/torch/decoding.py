@@ -23,7 +23,7 @@ from gossamer.plan.problem import Unsupported
 from gossamer.plan.table import NAMES, load
 from gossamer.torch.calls import Call, call_of, known
 from gossamer.torch.memory import hold_for_graphs
-from gossamer.torch.plan import growing
+from gossamer.torch.planning import growing
 from gossamer.torch.request import DENSE, Attended, Request, alignment, differentiable
 from gossamer.torch.validate import Arguments, most_offset
 

@@ -19,9 +19,9 @@ from gossamer.plan.problem import Problem
 from gossamer.plan.table import NAMES, load
 from gossamer.torch.calls import resolved
 from gossamer.torch.decoding import for_one_query
-from gossamer.torch.masks import unpack
+from gossamer.torch.mask_layouts import unpack
 from gossamer.torch.parts import Described
-from gossamer.torch.plan import Selection, check_rows, data_layout, plan_for, scoring_of, select_layout
+from gossamer.torch.planning import Selection, check_rows, data_layout, plan_for, scoring_of, select_layout
 from gossamer.torch.reorder import check_order
 from gossamer.torch.request import Request, request_of
 from gossamer.torch.validate import describe
@@ -150,8 +150,8 @@ def _calls(plan: Plan, request: Request, backward: bool) -> list[_Computed]:
         selected = data_layout(plan, a.q, a.k, t.data, t.geometry).selected
         return [_computed(plan.problem, selected, None, scoring.q_offset)]
     pattern = pattern_of(t.handle)
-    split = plan.split(t.handle, scoring.q_offset)
-    if split is None:
+    partition = plan.partition(t.handle, scoring.q_offset)
+    if partition is None:
         selected = select_layout(plan, pattern, scoring.q_offset, device)
         return [_computed(plan.problem, selected, pattern, scoring.q_offset)]
     described = Described(plan, a.implementation, pattern, scoring, request.operands, device)
@@ -234,7 +234,7 @@ def explain(
     scoring, p = scoring_of(a, a.k.shape[2]), plan.problem
     check_rows(p, scoring, attended.handle)
     which = None if attended.data else pattern_of(attended.handle)
-    split = None if which is None else plan.split(attended.handle, scoring.q_offset)
+    partition = None if which is None else plan.partition(attended.handle, scoring.q_offset)
     computed = _calls(plan, request, backward=False)
     gradient = later = None
     if backward:
@@ -242,7 +242,7 @@ def explain(
         gradient = _names(_calls(later, request, backward=True))
     useful, executed, tiles = _of_one_head(computed, p)
     flops = 2.0 * (p.D + p.E) * p.B * p.H
-    which = which if split is None else None
+    which = which if partition is None else None
     counts: tuple[Way, ...] = () if which is None else ways(plan, which, scoring.q_offset)
     later_counts = () if which is None or later is None else ways(later, which, scoring.q_offset)
     fill = executed / useful if useful else 1.0
@@ -258,8 +258,8 @@ def explain(
         executed_flops=executed * flops,
         bytes=_tensor_bytes(q, k, v),
         layout_bytes=sum({id(c.layout): c.work.bytes for c in computed}.values()),
-        parts=() if split is None else tuple(str(part) for part in split.parts),
-        estimates=None if split is None else (split.cost, split.whole),
+        parts=() if partition is None else tuple(str(part) for part in partition.parts),
+        estimates=None if partition is None else (partition.cost, partition.whole),
         options=tuple((way.name, way.seconds / counts[0].seconds) for way in counts),
         seconds=least(plan, counts),
         backward_seconds=None if later is None else least(later, later_counts),

@@ -15,7 +15,7 @@ import torch
 from torch import _C, Tensor
 from torch.autograd import forward_ad
 
-from gossamer.kernels.rows import compute_dtype
+from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.patterns.handles import token_of
 from gossamer.plan.problem import Unsupported
 from gossamer.torch.calls import Attention, call_of, gradients_by_operator, resolved

@@ -19,7 +19,7 @@ from torch import _C, Tensor
 from torch.autograd import forward_ad
 
 from gossamer.kernels.launch import ALIGNMENT, VECTORS, Operand, operand_of
-from gossamer.kernels.rows import compute_dtype
+from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import CSR, Dense, Pattern
 from gossamer.patterns.handles import token_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.launch import dtype_of
-from gossamer.kernels.rows import compute_dtype
+from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.layouts import BlockLayout, TileList, Walk
 from gossamer.layouts.walk import ARRAYS_PER_WALK
 from gossamer.patterns import Pattern

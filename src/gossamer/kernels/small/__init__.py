@@ -10,7 +10,7 @@ import triton
 
 from gossamer.kernels.contract import Scoring
 from gossamer.kernels.launch import Direction, Operand, Prepared
-from gossamer.kernels.small import launch
+from gossamer.kernels.small import launch_small
 from gossamer.plan.capability import Capability
 from gossamer.plan.problem import Problem
 
@@ -56,10 +56,11 @@ class Small:
         self, problem: Problem, layout: Any, direction: Direction, scoring: Scoring, operands: Mapping[str, Operand]
     ) -> Prepared:
         """`layout` is the packed mask (Bl, Hl, Q, 4 ceil(K / 128)) int32, or None when all pairs are kept."""
-        return {"forward": launch.forward, "backward": launch.backward}[direction](problem, layout, scoring, operands)
+        run = {"forward": launch_small.forward, "backward": launch_small.backward}[direction]
+        return run(problem, layout, scoring, operands)
 
     def kernel(self, name: str, *key: Any) -> Callable[..., None]:
-        return launch.kernel(name, *key)
+        return launch_small.kernel(name, *key)
 
 
 IMPLEMENTATION: Any = Small()

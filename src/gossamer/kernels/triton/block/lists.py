@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gossamer.kernels.triton.masks import BITS, FULL, INTERVAL, bits_mask, interval_mask
-from gossamer.kernels.triton.rows import BEGIN, END, ITEM, LEAD, SLOT, TILE, batch_and_head
+from gossamer.kernels.triton.mask_modes import BITS, FULL, INTERVAL, bits_mask, interval_mask
+from gossamer.kernels.triton.row_access import BEGIN, END, ITEM, LEAD, SLOT, TILE, batch_and_head
 
 MODES = tl.constexpr(3)  # full, interval, bits
 # The end of a range that is not cut.

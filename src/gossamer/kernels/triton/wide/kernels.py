@@ -13,7 +13,7 @@ import triton.language as tl
 
 from gossamer.kernels.scores import LOG2E, score
 from gossamer.kernels.softmax import add_scores, end_of_keys, finish_rows, head_slope, score_gradient, start_rows
-from gossamer.kernels.triton.masks import BITS, INTERVAL, bits_mask, interval_mask, row_bounds
+from gossamer.kernels.triton.mask_modes import BITS, INTERVAL, bits_mask, interval_mask, row_bounds
 
 
 @triton.jit

@@ -51,8 +51,8 @@ class Order(NamedTuple):
     starts: str
 
 
-ROWS = Order("in_order", "zeros", "row_starts")
-COLUMNS = Order("by_column", "column_begins", "column_starts")
+ROW_ORDER = Order("in_order", "zeros", "row_starts")
+COLUMN_ORDER = Order("by_column", "column_begins", "column_starts")
 
 
 class Tiles(NamedTuple):
@@ -67,12 +67,8 @@ _tiles: Memos[Tiles] = Memos()  # of layouts
 
 def tiles_of(layout: BlockLayout, most: int) -> Tiles:
     """The tiles of a layout in passes of about `most` tiles for each lead; a layout made on a device is read back."""
-    known = _tiles.of(layout)
-    found = known.get(most)
-    if found is None:
-        host = layout.rows if layout.host is None else layout.host.rows
-        found = known.put(most, _make_tiles(host.on_host(), most, layout.rows.lo.device))
-    return found
+    walk, device = (layout if layout.host is None else layout.host).rows, layout.rows.lo.device
+    return _tiles.of(layout).get_or_make(most, lambda: _make_tiles(walk.on_host(), most, device))
 
 
 def _make_tiles(walk: Walk, most: int, device: torch.device) -> Tiles:
@@ -169,7 +165,8 @@ class _Call:
         self, values: Mapping[str, Any], weights: str, x: str, result: str, factor: float, *, keys: bool, add: bool
     ) -> None:
         """dQ of a pass, or its share of the gradients of keys or values."""
-        p, walk, order, group, (R, C) = self.p, self.walk, COLUMNS if keys else ROWS, self.p.H // self.p.G, self.cuts
+        p, walk, order, (R, C) = self.p, self.walk, COLUMN_ORDER if keys else ROW_ORDER, self.cuts
+        group = p.H // p.G
         size = self.b[result].shape[-1]
         more = {
             "weights": weights, **arrays(self.b, x=x, result=result), "factor": factor, "SIZE": size, "ADD": add,

@@ -25,7 +25,7 @@ from gossamer.patterns.validate import show
 from gossamer.plan.choice import choose
 from gossamer.plan.plan import Plan, plan_of, refusals
 from gossamer.plan.problem import SCORE_TERMS, Problem, Unsupported
-from gossamer.torch.masks import dense_of, layout_of, packed_mask_of
+from gossamer.torch.mask_layouts import dense_of, layout_of, packed_mask_of
 from gossamer.torch.validate import Arguments, check_layout, check_mask, layout_from, validate
 
 logger = logging.getLogger("gossamer")
@@ -34,7 +34,7 @@ KEPT_DENSE = 4
 MOST_BOUND = 16  # functions that are kept with data of the user's, by the key of their call
 
 _dense: Memo[Tensor] = Memo(KEPT_DENSE)
-_packed_masks: Memo[tuple[Tensor | None]] = Memo()
+_packed_masks: Memo[Tensor] = Memo()
 _logged: set[tuple[Any, ...]] = set()
 
 
@@ -246,23 +246,19 @@ def _maker(device: torch.device) -> int | None:
 
 def _dense_pattern(pattern: Pattern, p: Problem, q_offset: int, device: torch.device) -> Tensor:
     key = (pattern, p.Q, p.K, q_offset, device)
-    mask = _dense.get(key)
-    if mask is None:
-        mask = _dense.put(key, torch.from_numpy(pattern.materialize(p.Q, p.K, q_offset)).to(device))
-    return mask
+    return _dense.get_or_make(key, lambda: torch.from_numpy(pattern.materialize(p.Q, p.K, q_offset)).to(device))
 
 
 def _packed_mask_pattern(pattern: Pattern, p: Problem, q_offset: int, device: torch.device) -> Tensor | None:
     """The bits of a small problem's pairs, made once; None where the pattern keeps them all."""
+    if isinstance(pattern, Dense):
+        return None
     key = (pattern, p.Q, p.K, q_offset, device)
-    kept = _packed_masks.get(key)
-    if kept is None:
-        packed_mask = None
-        if not isinstance(pattern, Dense):
-            packed_mask = packed_mask_of(torch.from_numpy(pattern.materialize(p.Q, p.K, q_offset)), p.Q, p.K).to(device)
-        kept = _packed_masks.put(key, (packed_mask,), layout_bytes(packed_mask))
-    (packed_mask,) = kept
-    return packed_mask
+
+    def make() -> Tensor:
+        return packed_mask_of(torch.from_numpy(pattern.materialize(p.Q, p.K, q_offset)), p.Q, p.K).to(device)
+
+    return _packed_masks.get_or_make(key, make, layout_bytes)
 
 
 def _log(name: str, plan: Plan) -> None:

@@ -12,8 +12,8 @@ import triton.language as tl
 
 from gossamer.kernels.scores import score
 from gossamer.kernels.softmax import add_scores, end_of_keys, head_slope, probability, score_gradient, start_rows
-from gossamer.kernels.triton.masks import bits_mask
-from gossamer.kernels.triton.rows import (
+from gossamer.kernels.triton.mask_modes import bits_mask
+from gossamer.kernels.triton.row_access import (
     BEGIN,
     END,
     ITEM,
