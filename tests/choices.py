@@ -27,7 +27,7 @@ FILE = Path(__file__).parent / "data" / "choices.txt"
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 PROCESSORS, SM = 132, 90  # of an H200
 # Pairs of the graphs of sweeps: those of the largest take seconds to be drawn and counted.
-GRAPHS = {c.name: round(float(c.name.partition("_")[-1]) * c.Q * c.K) for c in BREAKEVEN if "_csr_" in c.name}
+GRAPHS = {c.name: round(float(c.name.split("_")[-1]) * c.Q * c.K) for c in BREAKEVEN if "_csr_" in c.name}
 
 
 @contextmanager
@@ -127,7 +127,7 @@ def text(found: dict[str, Choice]) -> str:
 def held() -> dict[str, Choice]:
     """What the file says, by case and type."""
     lines = (line.rpartition("}: ") for line in FILE.read_text().splitlines())
-    return {key: json.loads(value + "}") for value, _, keys in lines for key in keys.partition(", ")}
+    return {key: json.loads(value + "}") for value, _, keys in lines for key in keys.split(", ")}
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 Direction = Literal["forward", "backward"]
-VECTORS = ("key_lengths", "sink_logits", "alibi_slopes")  # the tensors among the score terms, in the order of a call
 RESULTS: dict[Direction, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 INPUTS: dict[Direction, tuple[str, ...]] = {
     "forward": ("q", "k", "v"), "backward": ("dout", "dlse", "q", "k", "v", "out", "lse"),
@@ -27,6 +26,17 @@ BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bflo
 def compute_dtype(dtype: str) -> str:
     """The type of the arithmetic and of lse, by name; `kernels.rows.compute_dtype` gives it for a tensor's dtype."""
     return "float64" if dtype == "float64" else "float32"
+
+
+class Vectors(NamedTuple):
+    """The tensors among the score terms, in the order of a call; None for those that it has not."""
+
+    key_lengths: Any = None  # (B,)
+    sink_logits: Any = None  # (H,)
+    alibi_slopes: Any = None  # (H,)
+
+
+VECTORS = Vectors._fields
 
 
 class Operand(NamedTuple):

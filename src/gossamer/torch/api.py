@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
+from gossamer.kernels.launch import Vectors
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import Pattern
 from gossamer.patterns.handles import pattern_of
@@ -136,10 +137,10 @@ def attention(
     if not compiling:
         deterministic = is_deterministic(deterministic)
         which = DENSE if pattern is None else pattern
-        vectors: tuple[Any, ...] = ()
+        vectors: Vectors | tuple[()] = ()
         if not key_lengths is sink_logits is alibi_slopes is None:
             sink_logits, alibi_slopes = wide(sink_logits, q), slopes(alibi_slopes, q)
-            vectors = key_lengths, sink_logits, alibi_slopes
+            vectors = Vectors(key_lengths, sink_logits, alibi_slopes)
         options = scale, q_offset, softcap, implementation, deterministic
         key = key_of(q, k, v, which, *options, vectors)
         call: Any = None if key is None else known.get(key)

@@ -6,7 +6,7 @@ is one look-up and one run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
-from gossamer.kernels.launch import INPUTS, RESULTS, VECTORS, Direction, Operand, operand_of
+from gossamer.kernels.launch import INPUTS, RESULTS, VECTORS, Direction, Operand, Vectors, operand_of
 from gossamer.memo import Memo
 from gossamer.patterns.handles import pattern_of, token_of
 from gossamer.plan.plan import Plan
@@ -48,6 +48,7 @@ MOST_BACKWARDS = 8  # of a call: by the strides of what it saved and of the grad
 Bound = Callable[..., tuple[Tensor, ...]]
 
 known: Memo[Any] = Memo()  # calls, by their keys
+_NO_VECTORS = Vectors()
 
 
 def call_of(request: Request, key: Key | None = None) -> Call:
@@ -94,6 +95,14 @@ def resolved(request: Request) -> Request:
     return request._replace(arguments=a._replace(q_offset=q_offset, q_offset_tensor=None))
 
 
+def vectors_and_data(more: Sequence[Any]) -> tuple[Vectors, tuple[Any, ...]]:
+    """What a call takes behind q, k and v: the vectors, all None where it takes nothing, and data."""
+    if not more:
+        return _NO_VECTORS, ()
+    lengths, sinks, slopes, *data = more
+    return Vectors(lengths, sinks, slopes), tuple(data)
+
+
 class Call:
     """What every call of a key does, of which a pattern says what is attended.
 
@@ -133,9 +142,9 @@ class Call:
         dout = torch.zeros_like(out) if dout is None else dout
         if plain(dout, dlse, q, k, v, *more):
             return self.backward(dout, dlse, q, k, v, out, lse, *more)
-        lengths, sinks, slopes, *data = more or (None, None, None)
-        a = self.options._replace(q=q, k=k, v=v, key_lengths=lengths, sink_logits=sinks, alibi_slopes=slopes)
-        return gradients_by_operator(a, self.attended._replace(data=tuple(data)), dout, dlse, out, lse)
+        vectors, data = vectors_and_data(more)
+        a = self.options._replace(q=q, k=k, v=v, **vectors._asdict())
+        return gradients_by_operator(a, self.attended._replace(data=data), dout, dlse, out, lse)
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -194,25 +203,25 @@ class DataCall(Call):
         self._operands = request.operands
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, sinks: Tensor | None, slopes: Tensor | None,
-        *data: Tensor,
+        self, q: Tensor, k: Tensor, v: Tensor, *more: Any
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """(out, lse), without a gradient."""
+        vectors, data = vectors_and_data(more)
         given = data_layout(self.plan, q, k, data, self.attended.geometry)
         run = given.bound.get(self)
         if run is None:
             run = given.bound.put(self, self._bound("forward", self._operands, given))
         if q.is_cuda and is_current_stream_capturing():
             hold_for_graphs(run)
-        return run(q, k, v, lengths, sinks, slopes)
+        return run(q, k, v, *vectors)
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         *more: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        lengths, sinks, slopes, *data = more
-        given = data_layout(self.plan.gradient, q, k, tuple(data), self.attended.geometry)
-        return self._backward(given.bound, given, dout, dlse, q, k, v, out, lse, lengths, sinks, slopes)
+        vectors, data = vectors_and_data(more)
+        given = data_layout(self.plan.gradient, q, k, data, self.attended.geometry)
+        return self._backward(given.bound, given, dout, dlse, q, k, v, out, lse, *vectors)
 
 
 def gradients_by_operator(
@@ -253,15 +262,16 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         q, k, v, _, _, *more = saved
-        _, sinks, *rest = more or (None, None)
+        vectors, data = vectors_and_data(more)
         if torch.is_grad_enabled():  # create_graph
             compute = partial(ctx.call.gradients, saved)
-            dq, dk, dv, *dsink = _Gradients.apply(compute, dout, dlse, q, k, v, sinks)
+            dq, dk, dv, *dsink = _Gradients.apply(compute, dout, dlse, q, k, v, vectors.sink_logits)
         else:
             dq, dk, dv, *dsink = ctx.call.gradients(saved, dout, dlse)
         if not more:
             return None, dq, dk, dv
-        return (None, dq, dk, dv, None, *(dsink or (None,)), *(None for _ in rest))
+        (dsinks,) = dsink or (None,)
+        return (None, dq, dk, dv, *Vectors(sink_logits=dsinks), *(None for _ in data))
 
 
 class _Gradients(torch.autograd.Function):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
-from gossamer.kernels.launch import ALIGNMENT
+from gossamer.kernels.launch import ALIGNMENT, Vectors
 from gossamer.memo import LEAST, Memo
 from gossamer.patterns import Causal, Dense, SlidingWindow
 from gossamer.plan.plan import Plan
@@ -54,20 +54,20 @@ class Growing(NamedTuple):
             hold_for_graphs(self)
         if self.seen.number != k.shape[2]:
             k, v = k.narrow(2, *self.seen), v.narrow(2, *self.seen)
-        _, sinks, _ = vectors or (None, None, None)
-        return self.call(q, k, v, self.length, sinks, None)
+        sinks = Vectors(*vectors).sink_logits if vectors else None
+        return self.call(q, k, v, *Vectors(self.length, sinks))
 
 
 def growing_call(
     q: Tensor, k: Any, v: Any, pattern: Any, scale: Any, q_offset: Any, softcap: Any, implementation: Any,
-    deterministic: bool, vectors: tuple[Any, ...],
+    deterministic: bool, vectors: Vectors | tuple[()],
 ) -> Growing | None:  # fmt: skip
     """The call of one query, made where there was none before; None where it goes the usual way.
 
     Args:
-        vectors: key_lengths, sink_logits and alibi_slopes, or nothing.
+        vectors: or nothing.
     """
-    lengths, sinks, slopes = vectors or (None, None, None)
+    lengths, sinks, slopes = vectors or Vectors()
     if lengths is not None or slopes is not None or not grows_on(q.device.type) or differentiable(q, k, v, sinks):
         return None
     if type(scale) not in _NUMBERS or type(softcap) not in _NUMBERS:

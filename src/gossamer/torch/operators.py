@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.patterns.handles import token_of
 from gossamer.plan.problem import Unsupported
-from gossamer.torch.calls import Attention, call_of, gradients_by_operator, resolved
+from gossamer.torch.calls import Attention, call_of, gradients_by_operator, resolved, vectors_and_data
 from gossamer.torch.request import Attended, Request, differentiable
 from gossamer.torch.validate import Arguments, options_of, validate
 
@@ -87,10 +87,9 @@ class _Seen(NamedTuple):
 
     def gradients(self, saved: tuple[Tensor, ...], dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         """(dq, dk, dv), and dsink_logits where there are sinks."""
-        q, k, v, out, lse, lengths, sinks, slopes, q_offset, *data = saved
-        a = self.arguments._replace(
-            q=q, k=k, v=v, key_lengths=lengths, sink_logits=sinks, alibi_slopes=slopes, q_offset_tensor=q_offset
-        )
+        q, k, v, out, lse, *more = saved
+        vectors, (q_offset, *data) = vectors_and_data(more)
+        a = self.arguments._replace(q=q, k=k, v=v, q_offset_tensor=q_offset, **vectors._asdict())
         dout = torch.zeros_like(out) if dout is None else dout
         return gradients_by_operator(a, self.attended._replace(data=tuple(data)), dout, dlse, out, lse)
 

@@ -18,7 +18,7 @@ import torch
 from torch import _C, Tensor
 from torch.autograd import forward_ad
 
-from gossamer.kernels.launch import ALIGNMENT, VECTORS, Operand, operand_of
+from gossamer.kernels.launch import ALIGNMENT, VECTORS, Operand, Vectors, operand_of
 from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import CSR, Dense, Pattern
@@ -78,7 +78,7 @@ def differentiable(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None) 
 
 def key_of(
     q: Any, k: Any, v: Any, pattern: Any, scale: Any, q_offset: Any, softcap: Any, implementation: Any,
-    deterministic: bool, vectors: tuple[Any, ...] = (),
+    deterministic: bool, vectors: Vectors | tuple[()] = (),
 ) -> Key | None:  # fmt: skip
     """What tells calls apart: shapes, strides, types, devices, the pattern and the options.
 
@@ -87,7 +87,7 @@ def key_of(
     implementation has another name now, whose sinks or slopes are not in the type that scores are computed in.
 
     Args:
-        vectors: key_lengths, sink_logits and alibi_slopes, of which some may be None; or nothing.
+        vectors: or nothing.
     """
     if not isinstance(pattern, Pattern) or q is None or k is None or v is None or not plain(q, k, v):
         return None
@@ -107,7 +107,7 @@ def key_of(
             if facts is None:
                 return None
             more += facts
-            _, sinks, _ = vectors
+            sinks = vectors.sink_logits
     return (
         pattern.handle, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device, differentiable(q, k, v, sinks), alignment(q, k, v), deterministic, *more,
@@ -122,7 +122,7 @@ def alignment(*tensors: Tensor) -> Any:
     return not together % ALIGNMENT or tuple([x.data_ptr() % ALIGNMENT == 0 for x in tensors])
 
 
-def _vectors(vectors: tuple[Any, ...], wide: torch.dtype) -> Key | None:
+def _vectors(vectors: Vectors, wide: torch.dtype) -> Key | None:
     """What tells lengths, sinks and slopes apart; None unless all are plain, and of the type `wide` if floating."""
     facts: list[Any] = []
     for x in vectors:
@@ -166,17 +166,17 @@ class Request(NamedTuple):
         )  # fmt: skip
 
     @property
-    def vectors(self) -> tuple[Tensor | None, ...]:
-        """key_lengths, sink_logits and alibi_slopes, or nothing where the call has none of them."""
+    def vectors(self) -> Vectors | tuple[()]:
+        """Those of the call, or nothing where it has none of them."""
         a = self.arguments
-        given = a.key_lengths, a.sink_logits, a.alibi_slopes
-        return () if all(x is None for x in given) else given
+        found = Vectors(a.key_lengths, a.sink_logits, a.alibi_slopes)
+        return () if all(x is None for x in found) else found
 
     @property
     def more(self) -> tuple[Tensor | None, ...]:
         """What a call takes behind q, k and v: the vectors, and data that say what is attended."""
-        a, data = self.arguments, self.attended.data
-        return (a.key_lengths, a.sink_logits, a.alibi_slopes, *data) if data else self.vectors
+        data = self.attended.data
+        return (*(self.vectors or Vectors()), *data) if data else self.vectors
 
     @property
     def operands(self) -> dict[str, Operand]:
