@@ -72,6 +72,8 @@ def annotated(node: ast.expr | None) -> Kind:
     if isinstance(node, ast.BinOp):  # X | None
         kinds = {annotated(side) for side in (node.left, node.right) if ast.unparse(side) != "None"}
         return kinds.pop() if len(kinds) == 1 else None
+    if isinstance(node, ast.Subscript) and not getattr(node.slice, "elts", True):  # tuple[()]
+        return None
     if isinstance(node, ast.Subscript):
         name, (of, *rest) = (
             last_name(node.value),
