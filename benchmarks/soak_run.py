@@ -233,12 +233,12 @@ class Counts:
     def add(self, one: Outcome) -> None:
         """Count an outcome."""
         self.calls += 1
-        what = "wrong" if one.wrong else "refused" if one.refused else "right"
+        outcome = "wrong" if one.wrong else "refused" if one.refused else "right"
         self.wrong += one.wrong is not None
         if one.refused:
             self.refused[one.refused] += 1
         for group, name in (("implementation", one.implementation), ("pattern", one.kind)):
-            self.by[group].setdefault(name, Counter())[what] += 1
+            self.by[group].setdefault(name, Counter())[outcome] += 1
 
     def text(self) -> str:
         """The counts as text."""

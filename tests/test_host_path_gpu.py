@@ -221,7 +221,7 @@ def test_the_hopper_backward_allocates_gradients_and_large_workspaces(
 ) -> None:
     """Row terms and sums of dQ of more than 16 MiB; smaller ones lie in memory that waits for the next call."""
     needs("hopper", gradients=True)
-    monkeypatch.setattr(memory, "_rooms", {})  # those of other tests' streams may be all that there are
+    monkeypatch.setattr(memory, "_waiting", {})  # those of other tests' streams may be all that there are
     # A narrow window takes tiles of 64, whose dQ needs no sums; of 1500 causal positions columns are cut in parts.
     for pattern, n, deterministic, large in (
         (PATTERN, N, False, False), (PATTERN, N, True, False), (gs.Causal(), N, False, False),

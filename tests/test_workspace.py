@@ -24,7 +24,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     current = [0]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] < 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: current[0], raising=False)
-    monkeypatch.setattr(memory, "_rooms", {})
+    monkeypatch.setattr(memory, "_waiting", {})
     yield current
 
 
@@ -66,17 +66,17 @@ def test_what_is_in_use_is_given_to_nobody(stream: list[int]) -> None:
 
 
 def test_little_is_kept(stream: list[int]) -> None:
-    large = Workspace(CPU, (memory.ROOM_BYTES // 4 + 1,))
+    large = Workspace(CPU, (memory.MOST_WAITING_BYTES // 4 + 1,))
     assert not large.small
     workspace = Workspace(CPU, *SHAPES)
-    for number in range(3 * memory.ROOMS):
+    for number in range(3 * memory.MOST_WAITING):
         stream[0] = number
         used(workspace)
-    assert len(memory._rooms) == memory.ROOMS
+    assert len(memory._waiting) == memory.MOST_WAITING
     for slots in range(1, 3 * memory.MOST_SHAPES):
         stream[0] = 0
         used(Workspace(CPU, (slots, 4)))
-    assert len(memory._rooms[None, 0].views) <= memory.MOST_SHAPES
+    assert len(memory._waiting[None, 0].views) <= memory.MOST_SHAPES
 
 
 @pytest.mark.gpu

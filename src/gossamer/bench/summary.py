@@ -61,15 +61,15 @@ def point(row: Record) -> tuple[str, int, float]:
 
 
 def series(
-    rows: Iterable[Record], what: str, name: str, kind: str | None = None, density: float | None = None
+    rows: Iterable[Record], measured: str, name: str, kind: str | None = None, density: float | None = None
 ) -> dict[int, float]:
     """A number of one implementation by positions, ascending; of any pattern, the newest, where no kind is given."""
     found = {}
     for row in sorted(rows, key=lambda row: row["time"]):
         own_kind, N, own_density = point(row)
         same = kind in (None, own_kind) and density in (None, own_density)
-        if same and name_of(row) == name and row[what] is not None:
-            found[N] = row[what]
+        if same and name_of(row) == name and row[measured] is not None:
+            found[N] = row[measured]
     return dict(sorted(found.items()))
 
 
@@ -116,9 +116,9 @@ def small_table(rows: Sequence[Record], most: int = 2048) -> str:
         if row["peer"] or most < N or row["device_ms"] is None or not dense:
             continue
         newest = max(dense, key=lambda r: r["time"])
-        device, call = (1000 * row[what] for what in ("device_ms", "call_ms"))
+        device, call = (1000 * row[measured] for measured in ("device_ms", "call_ms"))
         by = row["implementation"].removeprefix("gossamer ")
-        dense_device, dense_call = (1000 * newest[what] for what in ("device_ms", "call_ms"))
+        dense_device, dense_call = (1000 * newest[measured] for measured in ("device_ms", "call_ms"))
         lines.append(
             f"| {kind} | {100 * density:g} % | {N} | {by} | {device:.1f} | "
             f"{dense_device:.1f} | {device / dense_device:.2f} | {call:.0f} | {dense_call:.0f} | "

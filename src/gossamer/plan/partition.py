@@ -52,15 +52,15 @@ class Part:
     adds: bool = False  # its keys, and so their gradients
 
     def __str__(self) -> str:
-        what, count = repr(self.pattern), self.run.classes
+        text, count = repr(self.pattern), self.run.classes
         if self.dilation > 1:
             plain = "plain windows, " if isinstance(self.pattern, SlidingWindow) else ""
             sizes = f"{self.run.Q:,} queries and {self.run.K:,} keys each"
-            what = f"{count} views of {plain}{what}, by steps of {self.dilation} positions, {sizes}"
+            text = f"{count} views of {plain}{text}, by steps of {self.dilation} positions, {sizes}"
         h = self.heads
         heads = range(h.start, h.start + h.number * h.step, h.step)
         own = f", {len(heads) * count} heads in a class each" if self.diagonal else f", heads {_shown(heads)}"
-        return what + own + ", merged" * bool(self.combines)
+        return text + own + ", merged" * bool(self.combines)
 
 
 @dataclass(frozen=True)

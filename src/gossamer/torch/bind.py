@@ -32,7 +32,7 @@ from gossamer.kernels.launch import (
 )
 from gossamer.plan.table import load
 from gossamer.torch.functions import FUNCTIONS
-from gossamer.torch.memory import Workspace, lasting, slot, template
+from gossamer.torch.memory import Workspace, lasting, stream_array, template
 
 MOST_TEXTS = 512
 
@@ -68,15 +68,15 @@ class _Writer:
     def function(self, parameters: tuple[str, ...]) -> Callable[..., tuple[Tensor, ...]]:
         self.names = {name: name for name in parameters}
         self._find_last_uses()
-        room = self._pooled()
+        pooled = self._pooled()
         for at, step in enumerate(self.launch.steps):
             self._step(step)
             dead = [name for name, last in self.last.items() if last == at and name in self.names]
             if dead:
                 self.lines.append("; ".join(f"{self.names[name]} = None" for name in dead))
         results = "".join(f"{self.array(name)}, " for name in self.launch.results)
-        if room:
-            self.lines.append("if room is not None: leave(room)")
+        if pooled:
+            self.lines.append("if workspace is not None: leave(workspace)")
         self.lines.append(f"return ({results})")
         body, given = self.lines, ", ".join(parameters)
         if any(isinstance(view, View) for view in self.launch.views.values()):
@@ -123,7 +123,7 @@ class _Writer:
         if not arrays or not workspace.small:
             return False
         self.scope |= {"take": workspace.take, "leave": workspace.leave}
-        self.lines.append(f"room, ({''.join(f'{_plain(name)}, ' for name in arrays)}) = take()")
+        self.lines.append(f"workspace, ({''.join(f'{_plain(name)}, ' for name in arrays)}) = take()")
         for name in arrays:
             self.names[name] = _plain(name)
             self.last.pop(name, None)
@@ -165,7 +165,7 @@ class _Writer:
         if array.lifetime == "launch":
             return self._constant(lasting(self.device, dtype, array.shape, array.fill or 0.0), name)
         if array.lifetime == "stream":
-            made = f"{self._constant(slot(dtype, array.shape, array.fill or 0.0, self.device), 'slot')}()"
+            made = f"{self._constant(stream_array(dtype, array.shape, array.fill or 0.0, self.device), 'of_stream')}()"
         else:
             like = self._constant(template(self.device, dtype, array.shape), "like")
             self.scope |= {"empty_like": torch.empty_like, "contiguous": torch.contiguous_format}

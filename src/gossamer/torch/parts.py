@@ -44,7 +44,7 @@ class PartCall(NamedTuple):
     selected: Selection
 
 
-def _passes(part: Part, problem: Problem) -> Iterator[tuple[Part, int | None]]:
+def _calls_of_part(part: Part, problem: Problem) -> Iterator[tuple[Part, int | None]]:
     """The calls of a part: one, unless both batch elements and classes are many. Then the fewer pass one by one.
 
     So do the classes of a diagonal with terms by head: each class has heads of its own.
@@ -111,7 +111,7 @@ class Described:
         """The calls of a partition, in order."""
         backward = direction == "backward"
         for part in partition.parts:
-            for piece, b in _passes(part, self.problem):
+            for piece, b in _calls_of_part(part, self.problem):
                 h, run = piece.heads, piece.run
                 offset = self.scoring.q_offset if piece.dilation == 1 else run.q_offset
                 terms = self.problem.score_terms - {"q_offset"}
@@ -204,14 +204,14 @@ class Described:
         B, heads, *rest = self.b[name].shape
         return self.b.view(f"{name}_heads", name, (1, B * heads, *rest), self.b[name].strides)
 
-    def room(self, name: str, wanted: str, call: PartCall, more: bool) -> str:
+    def target(self, name: str, wanted: str, call: PartCall, more: bool) -> str:
         """Where a part writes: the result itself, or memory to be combined with it or to be copied."""
         known, dtype = self.b[wanted], self.problem.dtype
         able = call.selected.implementation.capability.float32_results
         if not more and (known.dtype == dtype or able):
             return wanted
         made = known.dtype if able else dtype
-        return self.b.padded(f"{name}_room", made, known.shape, _whole(known.shape, made))
+        return self.b.padded(f"{name}_part", made, known.shape, _whole(known.shape, made))
 
     def _sum_dtype(self, depth: int) -> str:
         """The type in which `depth` parts are combined: float32, unless two that come in 16 bits are all there is."""
@@ -230,8 +230,8 @@ class Described:
         for n, call in enumerate(self.calls(partition, "forward")):
             given, more = self.inputs(n, call), call.part.combines > 0
             wanted, wanted_lse = self.rows(f"{n}.out", out, call), self.rows(f"{n}.lse", lse, call)
-            given["out"] = self.room(f"{n}.out", wanted, call, more)
-            given["lse"] = b.array(f"{n}.lse_room", b[wanted_lse].dtype, b[wanted_lse].shape) if more else wanted_lse
+            given["out"] = self.target(f"{n}.out", wanted, call, more)
+            given["lse"] = b.array(f"{n}.lse_part", b[wanted_lse].dtype, b[wanted_lse].shape) if more else wanted_lse
             self.run(n, call, "forward", given)
             if more:
                 _combine(b, p, wanted, wanted_lse, given["out"], given["lse"])
@@ -263,14 +263,14 @@ class Described:
             }
             adds = {"dq": call.part.combines > 0, "dk": call.part.adds, "dv": call.part.adds}
             wanted = {x: (self.rows if x == "dq" else self.keys)(f"{n}.{x}", array, call) for x, array in sums.items()}
-            rooms = {x: self.room(f"{n}.{x}", array, call, adds[x]) for x, array in wanted.items()}
+            targets = {x: self.target(f"{n}.{x}", array, call, adds[x]) for x, array in wanted.items()}
             order = ("dout", "dlse", "q", "k", "v", "out", "lse")
-            self.run(n, call, "backward", {x: given[x] for x in (*order, *given) if x in given} | rooms)
-            for x, room in rooms.items():
+            self.run(n, call, "backward", {x: given[x] for x in (*order, *given) if x in given} | targets)
+            for x, target in targets.items():
                 if adds[x]:
-                    b.step(Kernel(EDGE, "add"), room, wanted[x])
-                elif room != wanted[x]:
-                    b.copy(room, wanted[x])
+                    b.step(Kernel(EDGE, "add"), target, wanted[x])
+                elif target != wanted[x]:
+                    b.copy(target, wanted[x])
         return b.done(*names)
 
 

@@ -98,10 +98,10 @@ def key_of(
         more: Key = ()
     else:
         options = scale, q_offset, softcap, implementation
-        kinds = tuple(map(type, options))
-        if not _SIMPLE.issuperset(kinds) or implementation in RENAMED:
+        types = tuple(map(type, options))
+        if not _SIMPLE.issuperset(types) or implementation in RENAMED:
             return None
-        more = options + kinds
+        more = options + types
         if vectors:
             facts = _vectors(vectors, compute_dtype(q.dtype))
             if facts is None:

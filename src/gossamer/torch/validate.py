@@ -173,9 +173,9 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
     ):
         if vector is None:
             continue
-        kinds = INTEGERS if name == "key_lengths" else floats
+        dtypes = INTEGERS if name == "key_lengths" else floats
         yield vector.shape == (size,), name, vector, f"have shape ({letter},) = ({size},)"
-        yield vector.dtype in kinds, name, vector, f"be {of_lengths if name == 'key_lengths' else accepted}"
+        yield vector.dtype in dtypes, name, vector, f"be {of_lengths if name == 'key_lengths' else accepted}"
         yield vector.device == q.device, name, vector, f"be a tensor on q's device, {q.device}"
     yield (
         a.alibi_slopes is None or not a.alibi_slopes.requires_grad,
