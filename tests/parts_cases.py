@@ -117,9 +117,9 @@ def check(name: str, device: str, dtype: str, case: Case, always: list[partition
     assert always, "computed as one"
     if "one" in case.tags:
         assert len(always[0].parts) == 1
-    for name, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
+    for result, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
         assert actual.shape == exact.shape and actual.is_contiguous()
-        tolerance.check(name, actual, exact, low)
+        tolerance.check(result, actual, exact, low)
     empty = e.exact[1] == -torch.inf
     assert (found[0][empty] == 0).all() and (found[1][empty] == -torch.inf).all()
     again = run(e, name, leaves, backward)

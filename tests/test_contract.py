@@ -132,9 +132,9 @@ class TestNumbers(Runs):
         assert found[0].dtype == e.leaves[0].dtype and found[0].is_contiguous()
         assert found[1].dtype == (torch.float64 if dtype == "float64" else torch.float32)
         assert len(found) == (2 + len(e.leaves) if problem.backward else 2)
-        for name, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
+        for result, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
             assert actual.shape == exact.shape
-            tolerance.check(name, actual, exact, low)
+            tolerance.check(result, actual, exact, low)
         empty = e.exact[1] == -torch.inf
         assert (found[0][empty] == 0).all() and (found[1][empty] == -torch.inf).all()
         if problem.backward:
@@ -196,8 +196,8 @@ class TestStrides(Runs):
         layout = self.layout(implementation, e)
         with torch.no_grad():
             found = launches.forward(implementation, problem, layout, e.terms, q, k, v)
-        for name, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
-            tolerance.check(name, actual, exact, low)
+        for result, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
+            tolerance.check(result, actual, exact, low)
 
 
 @pytest.mark.parametrize("strides", inputs.STRIDES)

@@ -45,8 +45,8 @@ if INTERPRETING:
         )
         found = [out, lse, *grads]
         assert len(found) == 2 + len(e.leaves)
-        for name, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
-            tolerance.check(name, actual, exact, low)
+        for result, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
+            tolerance.check(result, actual, exact, low)
         empty = e.exact[1] == -torch.inf
         assert (out[empty] == 0).all() and (lse[empty] == -torch.inf).all() and (grads[0][empty] == 0).all()
 

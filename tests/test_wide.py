@@ -56,8 +56,8 @@ if INTERPRETING:
         grads = backward(wide, e.problem, layout, e.terms, e.dout, e.dlse.float(), q, k, v, out, lse)
         found = [out, lse, *grads]
         assert len(found) == 2 + len(e.leaves)
-        for name, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
-            tolerance.check(name, actual, exact.detach(), low.detach())
+        for result, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
+            tolerance.check(result, actual, exact.detach(), low.detach())
         empty = e.exact[1] == -torch.inf
         assert (out[empty] == 0).all() and (lse[empty] == -torch.inf).all() and (grads[0][empty] == 0).all()
         return found
