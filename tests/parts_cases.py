@@ -53,19 +53,19 @@ CASES = (
 
 def at_any_price(patch: pytest.MonkeyPatch) -> list[partition.Partition]:
     """Parts are taken whatever they cost; the splits that were."""
-    cheaper, fold, taken = partition._cheaper, parts.Described.fold, []
+    cheaper, fold, taken = partition._cheaper, parts.PartitionedCall.fold, []
 
     def take(found: Any, pattern: Any, p: Any, sizes: Any, cost: Any) -> Any:
         cost.call = lambda *a, **k: math.inf
         return cheaper(found, pattern, p, sizes, cost)
 
-    def seen(described: Any) -> Any:
-        taken.append(described.plan.partition(described.pattern.handle, described.scoring.q_offset))
-        return fold(described)
+    def seen(partitioned: Any) -> Any:
+        taken.append(partitioned.plan.partition(partitioned.pattern.handle, partitioned.scoring.q_offset))
+        return fold(partitioned)
 
     patch.setattr(partition, "_cheaper", take)
     patch.setattr(partition, "_classes_cost", lambda *a: 0.0)
-    patch.setattr(parts.Described, "fold", seen)
+    patch.setattr(parts.PartitionedCall, "fold", seen)
     return taken
 
 

@@ -12,7 +12,7 @@ from gossamer.layouts import BlockLayout
 from gossamer.patterns import Pattern
 from gossamer.patterns.handles import pattern_of
 from gossamer.patterns.reordered import ReorderedCSR
-from gossamer.torch.calls import call_of, known, resolved
+from gossamer.torch.calls import call_of, known, read_q_offset
 from gossamer.torch.decoding import growing_call
 from gossamer.torch.merge import branches_of
 from gossamer.torch.merge import merge as merge_results
@@ -166,7 +166,7 @@ def _run(request: Request, key: tuple[Any, ...] | None) -> tuple[Tensor, Tensor]
         a, back, key = a._replace(q=q, k=k, v=v), orders(pattern, q.device).back, None
         attended = resolve_pattern(pattern.inner, q)
     if not torch.compiler.is_compiling() and plain(a.q, a.k, a.v, a.sink_logits):
-        request = resolved(Request(a, attended, dims if key is not None else 4))
+        request = read_q_offset(Request(a, attended, dims if key is not None else 4))
         out, lse = call_of(request, key)(a.q, a.k, a.v, *request.more)
     else:
         out, lse = forward_op(

@@ -32,7 +32,7 @@ from gossamer.torch.planning import (
     scoring_of,
     select_layout,
 )
-from gossamer.torch.request import Attended, Key, Request, alignment, plain
+from gossamer.torch.request import Key, Request, ResolvedPattern, alignment, plain
 from gossamer.torch.validate import (
     Arguments,
     four_dimensional,
@@ -79,7 +79,7 @@ class Unbatched(NamedTuple):
         return unbatched(out, lse, self.dims)
 
 
-def resolved(request: Request) -> Request:
+def read_q_offset(request: Request) -> Request:
     """The request with a `q_offset` that is a tensor read, which waits for a GPU.
 
     Raises:
@@ -178,7 +178,9 @@ class Call:
         selected = self._select_layout(plan) if given is None else given.selected
         if selected is None:
             pattern = pattern_of(self.attended.handle)
-            of_parts = parts.Described(plan, self.options.implementation, pattern, self.scoring, operands, self.device)
+            of_parts = parts.PartitionedCall(
+                plan, self.options.implementation, pattern, self.scoring, operands, self.device
+            )
             prepared = of_parts.forward() if direction == "forward" else of_parts.backward()
             self.bytes += of_parts.bytes
         else:
@@ -225,7 +227,7 @@ class DataCall(Call):
 
 
 def gradients_by_operator(
-    a: Arguments, attended: Attended, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+    a: Arguments, attended: ResolvedPattern, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, ...]:
     """(dq, dk, dv), and dsink_logits where there are sinks, seen by whoever looks at operators."""
     backward, t = torch.ops.gossamer.backward.default, attended

@@ -17,10 +17,10 @@ from gossamer.plan.advice import Way, advice, all_pairs, least, shown, ways
 from gossamer.plan.plan import Plan, refusals
 from gossamer.plan.problem import Problem
 from gossamer.plan.table import NAMES, load
-from gossamer.torch.calls import resolved
+from gossamer.torch.calls import read_q_offset
 from gossamer.torch.decoding import for_one_query
 from gossamer.torch.mask_layouts import unpack
-from gossamer.torch.parts import Described
+from gossamer.torch.parts import PartitionedCall
 from gossamer.torch.planning import Selection, check_rows, data_layout, plan_for, scoring_of, select_layout
 from gossamer.torch.reorder import check_order
 from gossamer.torch.request import Request, request_of
@@ -154,8 +154,8 @@ def _calls(plan: Plan, request: Request, backward: bool) -> list[_Computed]:
     if partition is None:
         selected = select_layout(plan, pattern, scoring.q_offset, device)
         return [_computed(plan.problem, selected, pattern, scoring.q_offset)]
-    described = Described(plan, a.implementation, pattern, scoring, request.operands, device)
-    calls = described.calls(described.fold(), "backward" if backward else "forward")
+    partitioned = PartitionedCall(plan, a.implementation, pattern, scoring, request.operands, device)
+    calls = partitioned.calls(partitioned.fold(), "backward" if backward else "forward")
     return [_computed(call.problem, call.selected, call.part.pattern, call.q_offset) for call in calls]
 
 
@@ -227,7 +227,7 @@ def explain(
         check_order(reordered, request.arguments.q, request.arguments.k, key_lengths, alibi_slopes)
     again = planned_again(request, reordered is not None)
     usual = plan_for(request.arguments, request.attended.geometry)
-    request = resolved(request)
+    request = read_q_offset(request)
     a, attended, dims, _ = request
     q, k, v, backward = a.q, a.k, a.v, a.backward
     plan = usual if again or dims != 4 else for_one_query(usual, a, attended.alive)

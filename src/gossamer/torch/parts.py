@@ -62,7 +62,7 @@ def _calls_of_part(part: Part, problem: Problem) -> Iterator[tuple[Part, int | N
             yield replace(part, heads=heads, run=part.run.select(n, n + 1)), None
 
 
-class Described:
+class PartitionedCall:
     """The launch of a call in parts. `of` names the arrays of the call as the parts see them."""
 
     def __init__(

@@ -137,7 +137,7 @@ def _vectors(vectors: Vectors, wide: torch.dtype) -> Key | None:
     return tuple(facts)
 
 
-class Attended(NamedTuple):
+class ResolvedPattern(NamedTuple):
     """The `pattern` argument: a pattern's handle, or data that may change from call to call."""
 
     handle: Any  # -1 for data; a number of a compiled graph where one is traced
@@ -150,7 +150,7 @@ class Request(NamedTuple):
     """One call: its arguments in the one form that they are computed in, and what is attended."""
 
     arguments: Arguments
-    attended: Attended
+    attended: ResolvedPattern
     dims: int = 4  # of the q, k and v that were given
     keys: int | None = None  # for how many it is planned, where k and v may have fewer: see `torch.decoding`
 
@@ -255,27 +255,27 @@ def is_deterministic(deterministic: Any) -> bool:
     return deterministic
 
 
-def resolve_pattern(pattern: Any, q: Tensor) -> Attended:
+def resolve_pattern(pattern: Any, q: Tensor) -> ResolvedPattern:
     """What the `pattern` argument stands for."""
     if pattern is None:
         pattern = DENSE
     if isinstance(pattern, Pattern):
         if constants and torch.compiler.is_compiling():
-            return Attended(pattern._compiled_handle())  # type: ignore[attr-defined]
-        return Attended(pattern.handle, alive=pattern)
+            return ResolvedPattern(pattern._compiled_handle())  # type: ignore[attr-defined]
+        return ResolvedPattern(pattern.handle, alive=pattern)
     if isinstance(pattern, torch.SymInt) or type(pattern) is int:
-        return Attended(pattern, alive=None if torch.compiler.is_compiling() else token_of(int(pattern)))
+        return ResolvedPattern(pattern, alive=None if torch.compiler.is_compiling() else token_of(int(pattern)))
     if isinstance(pattern, Tensor):
         if pattern.is_nested:
             raise ValueError(f"pattern must be {PATTERN}; got {describe(pattern)}")
         if pattern.layout == torch.sparse_csr and pattern.ndim == 2:
             csr = _sparse(pattern)
-            return Attended(csr.handle, alive=csr)
+            return ResolvedPattern(csr.handle, alive=csr)
         if pattern.dtype != torch.bool or pattern.layout != torch.strided:
             raise ValueError(f"pattern must be {PATTERN}; got {describe(pattern)}, {pattern.layout}{instead(pattern)}")
         if pattern.device != q.device:
             raise ValueError(f"pattern must be a tensor on q's device, {q.device}; got {describe(pattern)}")
-        return Attended(-1, (pattern,))
+        return ResolvedPattern(-1, (pattern,))
     if isinstance(pattern, BlockLayout):
         layout = _tensors_of(pattern, q.device) if pattern.device is None else pattern
         arrays = layout.rows.arrays()
@@ -286,7 +286,7 @@ def resolve_pattern(pattern: Any, q: Tensor) -> Attended:
                 raise ValueError(
                     f"pattern, a BlockLayout, must hold tensors on {q.device}; array {at} is {describe(x)}"
                 )
-        return Attended(-1, tuple(arrays), (layout.block_q, layout.block_kv, layout.Q, layout.K), layout)
+        return ResolvedPattern(-1, tuple(arrays), (layout.block_q, layout.block_kv, layout.Q, layout.K), layout)
     flex = sys.modules.get("torch.nn.attention.flex_attention")  # whoever has a BlockMask has imported it
     if flex is not None and isinstance(pattern, flex.BlockMask):
         return resolve_pattern(layout_for(pattern, q), q)
