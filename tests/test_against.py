@@ -25,7 +25,7 @@ from gossamer.bench import against as module
 from gossamer.bench.against import Version, source_of
 from gossamer.bench.compare import Pair, pairs, verdict
 from gossamer.bench.peer import Refusal
-from gossamer.bench.result_rows import Row
+from gossamer.bench.rows import Row
 from gossamer.cli import app
 from gossamer.kernels.hopper import missing_packages
 from gossamer.kernels.hopper.store import DIRECTORY, directory

@@ -28,7 +28,7 @@ from gossamer.bench.measure import ROUNDS, Timing, peak_bytes, reset_peak, time_
 from gossamer.bench.peer import Peer, Prepared, Refusal
 from gossamer.bench.peers import PEERS, block_matrix
 from gossamer.bench.processes import run_cases
-from gossamer.bench.result_rows import Row, append_rows, fill_ratios, refusals, table
+from gossamer.bench.rows import Row, append_rows, fill_ratios, refusals, table
 from gossamer.bench.workload import Workload, find, make_inputs, workloads
 from gossamer.cli import app
 from gossamer.kernels.contract import Terms

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gossamer.bench.result_rows import Row
+from gossamer.bench.rows import Row
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gossamer.bench.against import Source
-    from gossamer.bench.result_rows import Row
+    from gossamer.bench.rows import Row
     from gossamer.bench.run import Session
     from gossamer.bench.workload import Workload
 

@@ -20,7 +20,7 @@ import gossamer
 from gossamer.bench.check import Inputs, Sample, compare, draw_samples
 from gossamer.bench.measure import Call, Timing, device_name, matmul_rate, peak_bytes, reset_peak, time_in_turns
 from gossamer.bench.peer import Peer, Prepared, Refusal, backward_call, first_line, needs_module
-from gossamer.bench.result_rows import Row, commit
+from gossamer.bench.rows import Row, commit
 from gossamer.bench.workload import Workload, chosen, make_inputs
 
 Direction = Literal["forward", "backward"]

@@ -20,7 +20,7 @@ from gossamer.bench.latency import call_ms, graph_ms
 from gossamer.bench.measure import time_call
 from gossamer.bench.peer import Peer, Prepared, Refusal, first_line
 from gossamer.bench.plain_peers import NAIVE, TORCH_SPARSE
-from gossamer.bench.result_rows import Row
+from gossamer.bench.rows import Row
 from gossamer.bench.run import OURS, Session, make_row, ours
 from gossamer.bench.workload import Workload, chosen, make_inputs
 

@@ -15,7 +15,7 @@ from gossamer.cli.options import integer, number
 if TYPE_CHECKING:
     from gossamer.bench.against import Source
     from gossamer.bench.peer import Peer
-    from gossamer.bench.result_rows import Row
+    from gossamer.bench.rows import Row
     from gossamer.bench.run import Session
     from gossamer.bench.workload import Workload
 
@@ -91,7 +91,7 @@ def run(
     from gossamer.bench.charts import chart as draw
     from gossamer.bench.compare import Pair, comparison, pairs, verdict
     from gossamer.bench.peers import PEERS
-    from gossamer.bench.result_rows import append_rows, fill_ratios, refusals, table
+    from gossamer.bench.rows import append_rows, fill_ratios, refusals, table
     from gossamer.bench.run import Session
     from gossamer.cli.info import versions
     from gossamer.plan.table import NAMES, RENAMED
