@@ -9,6 +9,7 @@ WORKERS := 2
 
 help:
 	@echo "make demo | test | check | bench | docs | clean"
+	@echo "make test-more | wheel: slower, each in an environment of its own"
 
 install: $(STAMP)
 
@@ -17,11 +18,24 @@ $(STAMP): pyproject.toml constraints/cpu.txt scripts/install.sh
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/gossamer demo
+	$(BIN)/python -m examples.language_model
 
 # One thread a worker, which does not spin while it waits: two workers on two cores do not compete.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests
+
+# Suites that `test` leaves out, each in the environment that it needs: the site of the documentation, and the wheel.
+.PHONY: test-more wheel
+test-more: site wheel
+
+# The package as it is built, where nothing else is installed but what it depends on.
+WHEEL := .venv-wheel
+wheel: $(STAMP)
+	rm -rf $(WHEEL)
+	$(BIN)/python -m venv $(WHEEL)
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(WHEEL)/dist .
+	$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check $(WHEEL)/dist/*.whl
+	$(WHEEL)/bin/python -P scripts/check_wheel.py $(WHEEL)/dist/*.whl
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -40,4 +54,5 @@ docs: $(STAMP)
 
 clean:
 	rm -rf $(VENV) build dist demo .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(WHEEL)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -68,11 +68,9 @@ def run(case: Case, dtype: str, *parts: Callable[..., None]) -> bool:
     capability = IMPLEMENTATION.capability
     if reasons(problem, capability) and not gathers_alone(problem, capability):
         return False
-    given = inputs.make(case, dtype, "cuda")
-    while given.q.ndim < 4:
-        given = given._replace(q=given.q[None], k=given.k[None], v=given.v[None])
+    x = inputs.make(case, dtype, "cuda").batched()
     for part in parts:
-        part(case, problem, *given[:3], inputs.terms_of(case, given))
+        part(case, problem, *x.qkv, x.terms)
     torch.cuda.synchronize()
     return True
 

@@ -24,13 +24,14 @@ import torch
 from tune import CHOOSERS, Group, caller
 
 import gossamer
-from gossamer.bench.check import Inputs, compare, draw_samples
+from gossamer.bench.check import compare, draw_samples
 from gossamer.bench.measure import matmul_rate, time_call
 from gossamer.bench.peer import Refusal, backward_call
 from gossamer.bench.peers import PEERS
 from gossamer.bench.rows import BACKWARD_WORK
 from gossamer.bench.run import forward_call, ours
 from gossamer.bench.workload import Workload, find, make_inputs
+from gossamer.testing.inputs import Inputs
 from gossamer.torch.explain import Explanation
 
 DEVICE = torch.device("cuda")

@@ -31,8 +31,9 @@ from typing import Any, NamedTuple
 import torch
 from bound import bound
 
-from gossamer.bench.check import Inputs, compare, draw_samples
+from gossamer.bench.check import compare, draw_samples
 from gossamer.bench.measure import time_call
+from gossamer.bench.results import append_records
 from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.hopper import IMPLEMENTATION, compiled
 from gossamer.kernels.hopper import choice as choosers
@@ -41,6 +42,7 @@ from gossamer.kernels.hopper.launch.forward import forward as launch_forward
 from gossamer.patterns import BigBird, Pattern, SlidingWindow
 from gossamer.plan.problem import Problem
 from gossamer.testing.cases import bigbird_matrix
+from gossamer.testing.inputs import Inputs
 
 GAIN = 0.99
 ROUNDS = 3
@@ -222,12 +224,10 @@ def main() -> None:
         print("not compiled:", task, why)
     print(f"{len(tasks)} configurations compiled in {time.perf_counter() - start:.0f} s", flush=True)
     facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "N": a.length}
-    a.out.parent.mkdir(parents=True, exist_ok=True)
     for group, choices in wanted.items():
         able = [choice for choice in choices if repr((group.kernel, choice)) not in refused]
         rows = measure(group, able, a.length, a.budget)
-        with a.out.open("a") as file:
-            file.writelines(json.dumps(row | facts) + "\n" for row in rows)
+        append_records([row | facts for row in rows], a.out, facts)
         best, ratio = winner(rows)
         where = f"{group.kernel} {group.D},{group.E}, tiles {group.tile[0]}x{group.tile[1]}"
         print(f"{where}: best {ratio:.3f} of the shipped time, {best}", flush=True)

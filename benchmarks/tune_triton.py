@@ -12,7 +12,6 @@ samples for the check, `errors`, and without clearing the level-2 cache before e
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import time
 from collections.abc import Callable, Mapping
@@ -26,10 +25,11 @@ import torch
 import triton
 from bound import bound, rows_of
 
-from gossamer.bench.check import Inputs, compare, draw_samples
+from gossamer.bench.check import compare, draw_samples
 from gossamer.bench.measure import matmul_rate, time_call
 from gossamer.bench.peer import backward_call
 from gossamer.bench.peers import PEERS
+from gossamer.bench.results import append_records
 from gossamer.bench.run import forward_call
 from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.launch import Operand, Prepared
@@ -42,6 +42,7 @@ from gossamer.layouts.build import build
 from gossamer.patterns import BigBird, Pattern, SlidingWindow
 from gossamer.plan.problem import Problem
 from gossamer.testing.cases import bigbird_matrix
+from gossamer.testing.inputs import Inputs
 
 DEVICE = torch.device("cuda")
 PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}
@@ -222,18 +223,13 @@ def main() -> None:
         "N": options.length,
         "D": options.size,
     }
-    with (options.out / "tune.jsonl").open("a") as file:
-
-        def record(row: dict[str, Any]) -> None:
-            rows.append(row)
-            file.write(json.dumps(row | facts) + "\n")
-            file.flush()
-
-        for name in names:
-            tune(
-                setting(name, options.heads, options.length, options.size), options.quick, not options.no_peers, record
-            )
-            print(f"{name} done at {time.time() - started:.0f} s", flush=True)
+    for name in names:
+        of_case: list[dict[str, Any]] = []
+        s = setting(name, options.heads, options.length, options.size)
+        tune(s, options.quick, not options.no_peers, of_case.append)
+        append_records([row | facts for row in of_case], options.out / "tune.jsonl", facts)
+        rows += of_case
+        print(f"{name} done at {time.time() - started:.0f} s", flush=True)
     print("\n".join(line(row) for row in rows))
     wrong = [row for row in rows if row.get("wrong")]
     print(f"{len(rows)} rows, {len(wrong)} wrong, {time.time() - started:.0f} s")

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import gossamer as gs
+from gossamer.bench.results import read_records
 from gossamer.bench.summary import (
     breakeven_table,
     case_table,
@@ -24,7 +24,6 @@ from gossamer.bench.summary import (
     number,
     ratio_table,
     read,
-    records,
     small_table,
 )
 from gossamer.patterns.grid import Sizes
@@ -109,7 +108,7 @@ def cases(device: str) -> str:
 
 def ratios() -> str:
     """The rivals of every case on an H200."""
-    return ratio_table(records(RESULTS / "nvidia_h200.jsonl"), [case.name for case in BENCH])
+    return ratio_table(read_records(RESULTS / "nvidia_h200.jsonl"), [case.name for case in BENCH])
 
 
 HEADLINE = {
@@ -221,8 +220,7 @@ def small_calls() -> str:
         "backward: SDPA flash | `small` | `triton` | taken |",
         "|---" * 13 + "|",
     ]
-    for line in (RESULTS / "tune_dense_h200.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    for row in read_records(RESULTS / "tune_dense_h200.jsonl"):
         D, N = row["D"], row["N"]
         problem = Problem(1, 8, 8, N, N, D, D, "bfloat16", "cuda", sm=90, processors=132, backward=True)
         tiles = tuple(forward_tile(problem)), tuple(backward_tile(problem))
@@ -237,7 +235,7 @@ def small_calls() -> str:
 
 
 def _models(row: str) -> list[dict]:
-    return [found for found in records(RESULTS / "transformers_h200.jsonl") if found["row"] == row]
+    return [found for found in read_records(RESULTS / "transformers_h200.jsonl") if found["row"] == row]
 
 
 def model_errors() -> str:

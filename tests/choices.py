@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from unittest import mock
 
+from gossamer.bench.results import read_records
 from gossamer.patterns import Pattern
 from gossamer.plan.choice import choose
 from gossamer.plan.partition import Part
@@ -81,7 +82,7 @@ def measured() -> frozenset[tuple[str, str]]:
     """(case, dtype) of every committed row of ours."""
     found = set()
     for name in ("cpu", "nvidia_h200", "nvidia_h200_breakeven", "nvidia_h200_ladder"):
-        rows = (json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines())
+        rows = read_records(RESULTS / f"{name}.jsonl")
         found |= {(row["case"], row["dtype"]) for row in rows if not row["peer"]}
     return frozenset(found)
 

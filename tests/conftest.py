@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,6 +34,16 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)  # where it has a name
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+
+
+@pytest.fixture
+def fresh_compiler() -> None:
+    """Nothing is compiled by torch.compile yet. A reset imports modules of torch whose own code warns, at first."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch._dynamo
+        import torch._inductor.cudagraph_trees
+    torch._dynamo.reset()
 
 
 @pytest.fixture

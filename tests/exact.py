@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer.kernels.reference import oracle
 from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.testing import inputs, tolerance
 from gossamer.testing.cases import Case
@@ -25,28 +24,18 @@ class Exact:
 
     def __init__(self, case: Case, dtype: str, device: str) -> None:
         self.case, self.dtype, self.device = case, dtype, device
-        given = inputs.make(case, dtype, device, requires_grad=True)
-        while given.q.ndim < 4:
-            given = given._replace(q=given.q[None], k=given.k[None], v=given.v[None])
-        self.leaves = [x.detach().requires_grad_() for x in given.leaves()]
-        q, k, v = self.leaves[:3]
-        options = given.options | ({"sink_logits": self.leaves[3]} if len(self.leaves) > 3 else {})
-        self.terms = inputs.terms_of(case, given._replace(options=options))
+        given = inputs.make(case, dtype, device).batched()
+        self.pattern, self.terms = given.pattern, given.terms
+        self.leaves = [x.requires_grad_() for x in (*given.qkv, given.terms.sink_logits) if x is not None]
         self.problem = inputs.problem_of(case, dtype, device)
-        self.pattern = case.pattern()
         self.mask = torch.from_numpy(self.pattern.materialize(case.Q, case.K, self.terms.q_offset)).to(device)
         generator = torch.Generator().manual_seed(11)
         shape = (case.B, case.H, case.Q)
-        self.dout = torch.randn((*shape, case.E), generator=generator, dtype=torch.float64).to(q.dtype).to(device)
+        self.dout = torch.randn((*shape, case.E), generator=generator, dtype=torch.float64).to(device, given.q.dtype)
         dlse = torch.randn(shape, generator=generator, dtype=torch.float64)
-        self.dlse = dlse.to(compute_dtype(q.dtype)).to(device)  # that of lse, as autograd gives it
-        self.exact = self._run(oracle(q, k, v, self.mask, self.terms))
-        self.low = self._run(tolerance.plain(q, k, v, self.mask, self.terms))
-
-    def _run(self, results: tuple[Tensor, Tensor]) -> list[Tensor]:
-        out, lse = results
-        loss = (out * self.dout).sum() + (torch.where(lse.isinf(), 0.0, lse) * self.dlse).sum()
-        return [out.detach(), lse.detach(), *torch.autograd.grad(loss, self.leaves)]
+        self.dlse = dlse.to(device, compute_dtype(given.q.dtype))  # that of lse, as autograd gives it
+        whole = *given.qkv, self.mask, given.terms, self.dout, self.dlse
+        self.exact, self.low = tolerance.exact_results(*whole), tolerance.plain_results(*whole)
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -25,6 +24,7 @@ from gossamer.bench import against as module
 from gossamer.bench.against import Version, source_of
 from gossamer.bench.compare import Pair, pairs, verdict
 from gossamer.bench.peer import Refusal
+from gossamer.bench.results import read_records
 from gossamer.bench.rows import Row
 from gossamer.cli import app
 from gossamer.kernels.hopper import missing_packages
@@ -244,7 +244,7 @@ def test_a_version_with_wrong_numbers_is_not_compared(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert done.stdout.count("not compared: window") == 2
     assert "not compared: window forward float32: gossamer at wrong blocked failed: out of head 0" in done.stdout
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = read_records(out)
     assert {(row["implementation"], row["status"], row["peer"]) for row in rows} == {
         ("gossamer blocked", "ok", False), ("gossamer at wrong blocked", "failed", True)
     }  # fmt: skip

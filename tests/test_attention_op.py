@@ -103,11 +103,8 @@ def test_opcheck(form: str, grad: bool) -> None:
     assert set(result.values()) == {"SUCCESS"}
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 class TestCompile:
-    @pytest.fixture(autouse=True)
-    def fresh(self) -> None:
-        torch._dynamo.reset()
-
     def compiled(self, function: Callable[..., Any], **more: Any) -> Callable[..., Any]:
         return torch.compile(function, fullgraph=True, backend="aot_eager", **more)
 

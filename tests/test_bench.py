@@ -22,37 +22,30 @@ from gossamer.bench import flex as bench_flex
 from gossamer.bench import measure as bench_measure
 from gossamer.bench import processes as bench_processes
 from gossamer.bench import run as bench_run
-from gossamer.bench.check import Inputs, Oracle, compare, draw_samples, row_error
+from gossamer.bench.check import Oracle, compare, draw_samples, row_error
 from gossamer.bench.flex import block_mask
 from gossamer.bench.measure import ROUNDS, Timing, peak_bytes, reset_peak, time_call, time_in_turns
 from gossamer.bench.peer import Peer, Prepared, Refusal
 from gossamer.bench.peers import PEERS, block_matrix
 from gossamer.bench.processes import run_cases
+from gossamer.bench.results import append_records, read_records
 from gossamer.bench.rows import Row, append_rows, fill_ratios, refusals, table
 from gossamer.bench.workload import Workload, find, make_inputs, workloads
 from gossamer.cli import app
 from gossamer.kernels.contract import Terms
+from gossamer.testing import tolerance
+from gossamer.testing.inputs import Inputs
 
 CPU = torch.device("cpu")
 runner = CliRunner()
 
 
 def exact_everything(inputs: Inputs) -> dict[str, Tensor]:
-    """Dense float64 attention and its gradients by autograd: independent of the check's own formulas."""
-    q, k, v = (x.detach().double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-    group = q.shape[1] // k.shape[1]
-    keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    Q, K = q.shape[2], k.shape[2]
-    kept = torch.from_numpy(inputs.pattern.materialize(Q, K, inputs.terms.q_offset))
-    score = inputs.terms.scale * q @ keys.transpose(-1, -2)
-    if inputs.terms.softcap is not None:
-        score = inputs.terms.softcap * torch.tanh(score / inputs.terms.softcap)
-    score = score.masked_fill(~kept, -torch.inf)
-    some = kept.any(-1, keepdim=True)
-    p = torch.softmax(torch.where(some, score, 0.0), -1) * kept
-    out = p @ values
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), inputs.dout.double())  # type: ignore[union-attr]
-    return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
+    """Dense float64 attention and its gradients by autograd: the check has formulas of its own for those."""
+    kept = torch.from_numpy(inputs.pattern.materialize(inputs.q.shape[2], inputs.k.shape[2], inputs.terms.q_offset))
+    assert inputs.dout is not None
+    out, _, dq, dk, dv, *_ = tolerance.exact_results(*inputs.qkv, kept, inputs.terms, inputs.dout)
+    return {"out": out, "dq": dq, "dk": dk, "dv": dv}
 
 
 def problem(
@@ -72,18 +65,22 @@ PATTERNS: list[tuple[gs.Pattern, float | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("pattern", "softcap"), PATTERNS)
-def test_the_samples_are_exact(pattern: gs.Pattern, softcap: float | None) -> None:
-    inputs = problem(pattern, softcap=softcap)
+@pytest.mark.parametrize(
+    "inputs",
+    [*(problem(pattern, softcap=cap) for pattern, cap in PATTERNS), make_inputs(find("all_terms", "cpu"), CPU)],
+    ids=lambda inputs: str(inputs.pattern),
+)
+def test_the_samples_are_exact(inputs: Inputs) -> None:
     exact = exact_everything(inputs)
     samples = draw_samples(inputs, heads=8, rows=40)
-    assert {sample.index for sample in samples} == {(b, h) for b in range(2) for h in range(4)}
+    B, H, group = *inputs.q.shape[:2], inputs.q.shape[1] // inputs.k.shape[1]
+    assert {sample.index for sample in samples} == {(b, h) for b in range(B) for h in range(H)}
     for sample in samples:
         b, h = sample.index
         for name, own in sample.exact.items():
-            at = (b, h // 2, sample.keys) if name in ("dk", "dv") else (b, h, sample.rows)
+            at = (b, h // group, sample.keys) if name in ("dk", "dv") else (b, h, sample.rows)
             torch.testing.assert_close(own, exact[name][at], rtol=1e-10, atol=1e-12)
-    worst, wrong = compare(samples, exact, group=2)
+    worst, wrong = compare(samples, exact, group=group)
     assert (worst < 1e-3, wrong) == (True, [])
 
 
@@ -130,7 +127,7 @@ def test_a_case_end_to_end(tmp_path: Path) -> None:
     arguments = ["bench", "window", "--peers", "--device", "cpu", "--budget", "0.02", "--out", str(out)]
     done = runner.invoke(app, arguments, env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = read_records(out)
     assert {row["direction"] for row in rows} == {"forward", "backward"}
     ours = [row for row in rows if not row["peer"]]
     assert [row["implementation"] for row in ours] == ["gossamer blocked"] * 2
@@ -159,7 +156,7 @@ def test_a_case_end_to_end(tmp_path: Path) -> None:
     before = len(rows)
     alone = ["bench", "window", "--device", "cpu", "--budget", "0.02", "--out", str(out)]
     assert runner.invoke(app, alone).exit_code == 0
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = read_records(out)
     assert [row["turns"] for row in rows[before:]] == [1, 1]
 
 
@@ -205,7 +202,7 @@ def test_a_case_on_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     done = runner.invoke(app, ["bench", "window", "bigbird", "--peers", "--budget", "0.02", "--out", str(out)])
     assert done.exit_code == 0, done.output
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = read_records(out)
     for row in rows:
         if row["peer"]:
             continue
@@ -338,6 +335,18 @@ def test_the_default_file_is_checked_too(tmp_path: Path, monkeypatch: pytest.Mon
     assert done.stderr == output
 
 
+def test_rows_are_not_added_to_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_run, "run_case", lambda *a: pytest.fail("a case is measured"))
+    out = tmp_path / "notes"
+    for text in ('{"case": "a"}\n[1]\n', '{"case": "a"}\n{"ca\n'):
+        out.write_text(text)
+        done = runner.invoke(app, ["bench", "window", "--device", "cpu", "--out", str(out)])
+        assert done.exit_code == 2
+        why = f"line 2 of {out} is no JSON object"
+        assert done.stderr == f"gossamer: --out {str(out)!r} does not hold rows to add to: {why}\n"
+        assert out.read_text() == text
+
+
 def test_what_was_measured_is_shown_where_it_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[str] = []
 
@@ -360,6 +369,28 @@ def test_what_was_measured_is_shown_where_it_cannot_be_kept(tmp_path: Path, monk
     assert bare == f"gossamer bench: no row has a time: {chart} is not drawn" and not chart.exists()
 
 
+def test_rows_are_read_as_they_were_added(tmp_path: Path) -> None:
+    """What rows share is written once, whatever lacks a field, has it in another type, or comes from another run."""
+    path = tmp_path / "deep" / "rows.jsonl"
+    first = {"run": "a", "commit": "x", "case": "window", "shape": {"B": 1}, "ms": 1.0}
+    added = [
+        [first, first | {"ms": 1}, first | {"ms": True}],
+        [first, {name: value for name, value in first.items() if name != "shape"}],
+        [first | {"commit": "y", "none": None}, first | {"commit": "y", "none": 0.0}],
+        [first],
+    ]
+    for rows in added:
+        append_records(rows, path, ("run", "commit"))
+    told = [row for rows in added for row in rows]
+    assert [json.dumps(row, sort_keys=True) for row in read_records(path)] == [
+        json.dumps(row, sort_keys=True) for row in told
+    ]
+    assert len(path.read_text().splitlines()) == 3 + len(added)
+    assert path.read_text().count("window") == len(added)
+    path.write_text("".join(json.dumps(row) + "\n" for row in told))  # a row a line is as good
+    assert read_records(path) == told
+
+
 def test_a_failed_row_is_shown_with_its_reason(tmp_path: Path) -> None:
     from rich.console import Console
 
@@ -369,7 +400,7 @@ def test_a_failed_row_is_shown_with_its_reason(tmp_path: Path) -> None:
     console.print(table([row]))
     assert "failed: out of head 0: error [1e-1]" in console.export_text()
     append_rows([row], tmp_path / "deep" / "rows.jsonl")
-    assert json.loads((tmp_path / "deep" / "rows.jsonl").read_text())["status"] == "failed"
+    assert [told["status"] for told in read_records(tmp_path / "deep" / "rows.jsonl")] == ["failed"]
     console.file.close()
 
 
@@ -479,7 +510,7 @@ def test_dilation_is_measured_against_the_plain_window() -> None:
     inputs = problem(gs.Dilated(9, 2, 4))
     prepared = peer.prepare(inputs, 1.0)
     assert prepared.computes == gs.SlidingWindow(9, 2)
-    plain = dataclasses.replace(inputs, pattern=prepared.computes)
+    plain = inputs._replace(pattern=prepared.computes)
     assert compare(draw_samples(plain), {"out": prepared.attend(inputs.q, inputs.k, inputs.v)}, group=2)[1] == []
     with pytest.raises(Refusal, match="takes dilated windows alone"):
         peer.prepare(plain, 1.0)

@@ -324,9 +324,8 @@ def test_show_refuses_with_one_line_and_code_2(arguments: list[str], expected_te
         (["bench", "--device", "cpu", "x" * 5000], "no case or tag 'xxx"),
         (["compile", "--jobs", "0"], "'--jobs': must be an integer from 1 to 1024, got '0'"),
         (["compile", "--arch"], "Option '--arch' requires an argument"),
-        (["demo", "--steps", "1.5"], "'--steps': must be an integer from 1 to 2147483647, got '1.5'"),
-        (["demo", "--lr", "fast"], "'--lr': must be a number from 0 to 1, got 'fast'"),
-        (["demo", "--seed", "9" * 30], "'--seed': must be an integer from 0 to 9223372036854775807"),
+        (["bench", "--repeat", "1.5"], "'--repeat': must be an integer from 1 to 100, got '1.5'"),
+        (["bench", "--budget", "long"], "'--budget': must be a number from 0.01 to 60, got 'long'"),
     ],
 )
 def test_a_wrong_command_line_is_one_line_and_code_2(arguments: list[str], expected_text: str) -> None:
@@ -439,7 +438,7 @@ def test_a_missing_package_names_its_extra(module: str, extra: str, tmp_path: Pa
     # A package of that name that cannot be imported stands before the real one.
     (tmp_path / f"{module}.py").write_text(f"raise ImportError('no {module} here')\n")
     path = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
-    refused = command("demo", "--out", str(tmp_path / "demo"), PYTHONPATH=path)
+    refused = command("bench", "window", "--chart", str(tmp_path / "rows.png"), PYTHONPATH=path)
     assert refused.returncode == 2
     assert f"in a checkout of gossamer: pip install '.[{extra}]'" in refused.stderr
     assert refused.stderr.count("\n") == 1

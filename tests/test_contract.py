@@ -122,9 +122,9 @@ class TestNumbers(Runs):
         problem = problem_for(implementation, case, dtype, device)
         refused = reasons(problem, implementation.capability)
         if refused:
-            given = inputs.make(case, dtype, device, requires_grad=True)
+            x = inputs.make(case, dtype, device, requires_grad=True)
             with pytest.raises(Unsupported) as raised:
-                gossamer.attention(*given[:3], case.pattern(), implementation=implementation.name, **given.options)
+                gossamer.attention(*x.qkv, x.pattern, implementation=implementation.name, **x.options())
             assert all(reason in str(raised.value) for reason in refused)
             return
         e = exact_of(case, dtype, device)
@@ -192,7 +192,7 @@ class TestStrides(Runs):
         if refused := reasons(problem, implementation.capability):
             pytest.skip("; ".join(refused))
         e = exact_of(case, dtype, device)
-        q, k, v, *_ = inputs.make(case, dtype, device, strides=strides)
+        q, k, v = inputs.make(case, dtype, device, strides=strides).qkv
         layout = self.layout(implementation, e)
         with torch.no_grad():
             found = launches.forward(implementation, problem, layout, e.terms, q, k, v)
@@ -208,8 +208,8 @@ def test_strided_inputs(strides: str, device: str) -> None:
     plain = inputs.make(case, "float32", device, requires_grad=True)
     results = []
     for x in (given, plain):
-        out = gossamer.attention(*x[:3], case.pattern())
-        results.append([out, *torch.autograd.grad(out.square().sum(), x[:3])])
+        out = gossamer.attention(*x.qkv, x.pattern)
+        results.append([out, *torch.autograd.grad(out.square().sum(), x.qkv)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from choices import everywhere
 
+from gossamer.bench.results import read_records
 from gossamer.patterns import Pattern
 from gossamer.plan.capability import GatherChoice
 from gossamer.plan.costs import BITS, FOLDER, HEADS, Cost, DeviceCosts, File, costs_of, files, read
@@ -36,7 +37,7 @@ def test_every_number_has_a_source_that_is_there(name: str) -> None:
         for page in re.findall(r"docs/[\w/]+\.md", cost.by):
             assert (ROOT / page).is_file(), cost
         for results, case, direction in re.findall(r"(\w+\.jsonl): (\w+).* (forward|backward)", cost.by):
-            rows = (json.loads(line) for line in (ROOT / "benchmarks" / "results" / results).read_text().splitlines())
+            rows = read_records(ROOT / "benchmarks" / "results" / results)
             assert any((row["case"], row["direction"]) == (case, direction) for row in rows), cost
 
 
@@ -185,3 +186,19 @@ def test_a_measured_number_takes_the_place_of_the_one_before(command) -> None:
     file = File("x", 90, 132, (), {"16": "triton"}, (one, one._replace(head=64)))
     again = command.replaced(file, [one._replace(value=2.0, by="again"), one._replace(of="hopper")])
     assert again.costs == (one._replace(value=2.0, by="again"), one._replace(head=64), one._replace(of="hopper"))
+
+
+def test_two_files_are_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    """Each case by the choice of each file; afterwards plans are made by the committed one."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import compare_costs
+
+    given = tmp_path / "cpu.json"
+    given.write_text((FOLDER / "cpu.json").read_text())
+    compare_costs.main([str(given), "window", "--device", "cpu"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [["window", "forward"], ["window", "backward"]]
+    assert all("committed: blocked" in line and "given: blocked" in line for line in lines)
+    with pytest.raises(SystemExit, match="no file of costs is called 'other': cpu, h200"):
+        compare_costs.main([str(given.rename(tmp_path / "other.json")), "window", "--device", "cpu"])
+    sys.modules.pop("compare_costs")

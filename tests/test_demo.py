@@ -8,24 +8,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import gossamer as gs
-from gossamer.cli import app
-from gossamer.cli.demo.data import is_validation, load_text, source_files, training_batch, validation_windows
-from gossamer.cli.demo.model import ModelConfig, Transformer, demo_pattern
-from gossamer.cli.demo.settings import settings
-from gossamer.cli.demo.train import learning_rate
+from examples.language_model.__main__ import main
+from examples.language_model.data import is_validation, load_text, source_files, training_batch, validation_windows
+from examples.language_model.model import ModelConfig, Transformer, demo_pattern
+from examples.language_model.report import write_report
+from examples.language_model.runner import train_in_process
+from examples.language_model.settings import settings
+from examples.language_model.train import learning_rate
 
 SMALLEST = ["--steps", "6", "--context", "64", "--width", "32", "--layers", "1", "--heads", "2", "--batch", "2"]
-runner = CliRunner()
 
 
-def test_the_smallest_demo_reports_both_models(tmp_path: Path) -> None:
-    done = runner.invoke(app, ["demo", *SMALLEST, "--device", "cpu", "--out", str(tmp_path)], env={"COLUMNS": "160"})
-    assert done.exit_code == 0, done.output
+def test_the_smallest_demo_reports_both_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main([*SMALLEST, "--device", "cpu", "--out", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
     for word in ("validation bits per byte", "tokens per second", "peak memory", "float64 oracle", "report.png"):
-        assert word in done.output
+        assert word in told
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["versions"]["gossamer"] == gs.__version__
@@ -38,7 +41,7 @@ def test_the_smallest_demo_reports_both_models(tmp_path: Path) -> None:
         assert model["result"]["tokens_per_s"] > 0
         assert model["result"]["peak_bytes"] > 2**26
         assert [row["length"] for row in model["lengths"]] == [512, 1024]
-        assert f"{model['result']['bits_per_byte']:.4f}" in done.output
+        assert f"{model['result']['bits_per_byte']:.4f}" in told
     # Same seed: both start from the same weights and see the same first batch.
     first = [report["models"][kind]["steps"][0]["bits_per_byte"] for kind in ("dense", "sparse")]
     assert first[0] == pytest.approx(first[1], rel=1e-3)
@@ -52,8 +55,7 @@ def test_the_smallest_demo_reports_both_models(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_the_smallest_demo_on_a_gpu(tmp_path: Path) -> None:
     small = ["--steps", "6", "--context", "1024", "--width", "64", "--layers", "1", "--heads", "2"]
-    done = runner.invoke(app, ["demo", *small, "--device", "cuda", "--out", str(tmp_path)])
-    assert done.exit_code == 0, done.output
+    assert main([*small, "--device", "cuda", "--out", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["models"]["sparse"]["check"]["wrong"] == []
     assert [row["length"] for row in report["models"]["dense"]["lengths"]] == [8192, 16384]
@@ -61,13 +63,13 @@ def test_the_smallest_demo_on_a_gpu(tmp_path: Path) -> None:
 
 def test_a_failing_process_gives_its_error_and_loses_nothing(tmp_path: Path) -> None:
     # A learning rate at the edge of what is accepted, and a process that is told to use a device it has not.
-    from gossamer.cli.demo.report import write_report
-    from gossamer.cli.demo.runner import run
-
     good = settings("dense", "cpu", steps=2, context=32, width=16, layers=1, heads=2, batch=1)
     bad = settings("sparse", "meta", steps=2, context=32, width=16, layers=1, heads=2, batch=1)
     seen: list[int] = []
-    runs = {"dense": run(good, lambda r: seen.append(len(r.steps))), "sparse": run(bad, lambda r: None)}
+    runs = {
+        "dense": train_in_process(good, lambda r: seen.append(len(r.steps))),
+        "sparse": train_in_process(bad, lambda r: None),
+    }
     assert runs["dense"].error is None
     assert max(seen) == 2
     assert runs["sparse"].error is not None
@@ -85,18 +87,22 @@ def test_a_failing_process_gives_its_error_and_loses_nothing(tmp_path: Path) -> 
     [
         (["--heads", "3"], "--heads must be even"),
         (["--width", "30"], "--width must be a multiple"),
-        (["--steps", "0"], "'--steps': must be an integer from 1 to"),
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--steps", "1.5"], "argument --steps: invalid int value: '1.5'"),
         (["--lr", "0"], "--lr must lie between"),
+        (["--seed", "9" * 30], "--seed must lie between"),
         (["--context", "1000000"], "--context is at most"),
-        (["--device", "tpu"], "--device must be cpu or cuda"),
-        (["--out", "/dev/null/x"], "cannot be written: Not a directory"),
+        (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+        (["--out", "/dev/null/x"], "Not a directory: '/dev/null/x'"),
     ],
 )
-def test_wrong_options_are_refused_in_one_line(arguments: list[str], expected_text: str, tmp_path: Path) -> None:
-    done = runner.invoke(app, ["demo", "--out", str(tmp_path / "out"), *arguments])
-    assert done.exit_code == 2
-    assert expected_text in done.output
-    assert len(done.output.strip().splitlines()) == 1
+def test_wrong_options_are_refused(
+    arguments: list[str], expected_text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--device", "cpu", "--out", str(tmp_path / "out"), *arguments])
+    assert expected_text in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_split_is_by_file_and_by_name_alone() -> None:

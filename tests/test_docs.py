@@ -13,7 +13,7 @@ import pytest
 import gossamer
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 # Sizes of the examples that are there for a GPU: a CPU runs the same code on shorter sequences.
 SMALLER = {
     '"cuda"': '"cpu"',
@@ -124,7 +124,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_files_that_are_named_exist() -> None:
     """Paths in backticks, from the repository's root or from a folder of it."""
-    places = ("src", "tests", "docs", "benchmarks", "constraints", "scripts")
+    places = ("src", "tests", "docs", "benchmarks", "constraints", "scripts", "examples")
     files = ["/" + str(path.relative_to(ROOT)) for place in places for path in (ROOT / place).rglob("*")]
     files += ["/" + path.name for path in PAGES]
     for page in PAGES:

@@ -12,6 +12,7 @@ import torch
 from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
 from gossamer.kernels.hopper.launch import forward as launch
+from gossamer.kernels.reference import oracle
 from gossamer.layouts import from_dense
 from gossamer.layouts.block import BlockLayout
 from gossamer.patterns import BigBird, BlockMask, Causal, Dense, Pattern, SlidingWindow
@@ -32,25 +33,6 @@ def inputs(B: int, H: int, G: int, Q: int, K: int, D: int, E: int, dtype: torch.
     g = torch.Generator(device="cuda").manual_seed(0)
     shapes = ((B, H, Q, D), (B, G, K, D), (B, G, K, E))
     return [torch.randn(s, generator=g, device="cuda").to(dtype) for s in shapes]
-
-
-def oracle(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, terms: Terms
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) in float64."""
-    ratio = q.shape[1] // k.shape[1]
-    q, k, v = q.double(), k.double().repeat_interleave(ratio, 1), v.double().repeat_interleave(ratio, 1)
-    s = terms.scale * q @ k.transpose(-1, -2)
-    if terms.softcap is not None:
-        s = terms.softcap * torch.tanh(s / terms.softcap)
-    s = s.masked_fill(~keep, -math.inf)
-    if terms.sink_logits is not None:
-        sinks = terms.sink_logits.double()[None, :, None, None].expand(*s.shape[:3], 1)
-        s = torch.cat([s, sinks], dim=-1)
-        v = torch.cat([v, v.new_zeros((*v.shape[:2], 1, v.shape[3]))], dim=2)
-    lse = s.logsumexp(-1)
-    p = torch.exp(s - torch.where(lse == -math.inf, 0.0, lse)[..., None])
-    return p @ v, lse
 
 
 def compare(

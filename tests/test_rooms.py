@@ -59,7 +59,6 @@ FRAMEWORKS = {
     "testing": allowed("numpy torch"),
     "bench": allowed("numpy torch", "rich matplotlib"),
     "cli": allowed("numpy typer rich", "matplotlib torch"),
-    "cli.demo": allowed("numpy torch typer rich", "matplotlib"),
 }
 
 

@@ -79,8 +79,8 @@ if INTERPRETING:
         e = Exact(case, "float32", "cpu")
         given = inputs.make(case, "float32", strides=strides)
         packed_mask = packed_mask_of(e.mask, case.Q, case.K)
-        found = forward(e, *given[:3], None)
-        for actual, same, exact, low in zip(found, forward(e, *given[:3], packed_mask), e.exact, e.low, strict=False):
+        found = forward(e, *given.qkv, None)
+        for actual, same, exact, low in zip(found, forward(e, *given.qkv, packed_mask), e.exact, e.low, strict=False):
             assert torch.equal(actual, same)
             tolerance.check("result", actual, exact, low)
 

@@ -15,11 +15,12 @@ from typer.testing import CliRunner
 
 import gossamer as gs
 from gossamer.bench import plain_peers, summary
-from gossamer.bench.check import Inputs, compare, draw_samples
+from gossamer.bench.check import compare, draw_samples
 from gossamer.bench.peer import Refusal, backward_call
 from gossamer.bench.rows import Row, append_rows
 from gossamer.cli import app
 from gossamer.kernels.contract import Terms
+from gossamer.testing.inputs import Inputs
 from gossamer.testing.sweeps import BREAKEVEN, LADDER, MOST_EDGES
 
 

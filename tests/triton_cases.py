@@ -15,6 +15,7 @@ from gossamer.layouts import BlockLayout, from_dense
 from gossamer.layouts.build import build
 from gossamer.patterns import BigBird, Causal, Dense, Dilated, Document, Pattern, PerHead, SlidingWindow
 from gossamer.plan.problem import Problem
+from gossamer.testing.tolerance import exact_results
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Case:
     strided: bool = False  # inputs as (B, N, H, D) seen as (B, H, N, D)
 
 
+RESULTS = ("out", "lse", "dq", "dk", "dv", "dsink")
 TERMS = {"softcap": 1.5, "alibi": (0.1, 0.4), "sink": (0.5, -1.0)}
 
 CASES = [
@@ -117,36 +119,9 @@ def make(case: Case, device: str) -> tuple[Problem, BlockLayout, torch.Tensor, T
 
 
 def expected(mask: torch.Tensor, terms: Terms, inputs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Everything in float64, written from the definitions, with autograd for the gradients."""
-    q, k, v = (x.double().requires_grad_() for x in inputs[:3])
-    dout, dlse = inputs[3].double(), inputs[4].double()
-    B, H, Q, _ = q.shape
-    K, group = k.shape[2], H // k.shape[1]
-    keep = mask.expand(B, H, Q, K)
-    j = torch.arange(K, device=q.device)
-    if terms.key_lengths is not None:
-        keep = keep & (j < terms.key_lengths[:, None, None, None])
-    s = terms.scale * q @ k.repeat_interleave(group, 1).mT
-    if terms.softcap is not None:
-        s = terms.softcap * torch.tanh(s / terms.softcap)
-    if terms.alibi_slopes is not None:
-        i = torch.arange(Q, device=q.device) + terms.q_offset
-        s = s + terms.alibi_slopes.double()[:, None, None] * (j - i[:, None])
-    weight = torch.where(keep, torch.exp(s), 0.0)
-    total = weight.sum(-1)
-    leaves = [q, k, v]
-    if terms.sink_logits is not None:
-        sink = terms.sink_logits.double().requires_grad_()
-        leaves.append(sink)
-        total = total + torch.exp(sink)[:, None]
-    some = total > 0
-    total = torch.where(some, total, 1.0)
-    out = weight @ v.repeat_interleave(group, 1) / total[..., None]
-    lse = torch.log(total)
-    loss = (out * dout).sum() + torch.where(some, lse * dlse, 0.0).sum()
-    gradients = torch.autograd.grad(loss, leaves)
-    found = {"out": out.detach(), "lse": torch.where(some, lse.detach(), -torch.inf)}
-    return found | dict(zip(("dq", "dk", "dv", "dsink"), gradients, strict=False))
+    """Every result in float64, by name, of [q, k, v, dout, dlse]."""
+    q, k, v, dout, dlse = inputs
+    return dict(zip(RESULTS, exact_results(q, k, v, mask, terms, dout, dlse), strict=False))
 
 
 def check(case: Case, device: str, tiles: TileConfig | None = None) -> None:
@@ -163,7 +138,7 @@ def check(case: Case, device: str, tiles: TileConfig | None = None) -> None:
 
 def compare(case: Case, mask: torch.Tensor, terms: Terms, inputs: list[torch.Tensor], found: tuple[Any, ...]) -> None:
     """(out, lse, dq, dk, dv), and dsink where there are sinks, against float64."""
-    got = dict(zip(("out", "lse", "dq", "dk", "dv", "dsink"), found, strict=False))
+    got = dict(zip(RESULTS, found, strict=False))
     limit = 2e-6 if case.dtype == torch.float32 else 2e-3 if case.dtype == torch.float16 else 1.5e-2
     for name, reference in expected(mask, terms, inputs).items():
         value = got.pop(name)

@@ -20,7 +20,7 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -29,7 +29,6 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from gossamer.bench.check import Inputs
 from gossamer.bench.peer import Peer, Prepared, Refusal
 from gossamer.bench.run import attend
 from gossamer.bench.workload import chosen
@@ -37,6 +36,7 @@ from gossamer.kernels.hopper.store import DIRECTORY, directory
 from gossamer.patterns import Pattern
 from gossamer.plan.table import RENAMED
 from gossamer.testing.cases import Case
+from gossamer.testing.inputs import Inputs
 
 INSIDE = "src/gossamer"
 _numbers = itertools.count(1)
@@ -206,7 +206,7 @@ def against(version: Version, case: Case, implementation: str | None) -> Peer:
         return version.pattern(case)
 
     def own(inputs: Inputs) -> Inputs:
-        return replace(inputs, pattern=pattern())
+        return inputs._replace(pattern=pattern())
 
     def prepare(inputs: Inputs, matmul_tflops: float) -> Prepared:
         given, call = own(inputs), version.package.attention

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gossamer.bench.results import Record
 from gossamer.bench.summary import DENSE_OF, KINDS, ladder_points, point, series
 
-Record = dict[str, Any]
 COLOURS = ("#1b6ca8", "#2a9d5c", "#e08a1e", "#b23a48")
 RUNGS = {
     "materialised": "#999999", "fused": "#d9a441", "gossamer dense": "#1b6ca8", "gossamer local": "#2a9d5c",

@@ -10,16 +10,14 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Terms
-
-if TYPE_CHECKING:
-    from gossamer import Pattern
+from gossamer.kernels.reference import kept, scores
+from gossamer.testing.inputs import Inputs
 
 PAIRS_AT_ONCE = 2**25  # of float64 scores held at a time
 # Rows that the sampled keys may need: more than a few for one key (a window of 4096), not many for all.
@@ -27,18 +25,6 @@ FEW_ROWS, MANY_ROWS = 2048, 16384
 
 # A rounding of the result; float32 sums of thousands of terms lose a little more than that.
 FLOOR = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """One attention problem: q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E), dout like the output, or None."""
-
-    pattern: Pattern
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    terms: Terms
-    dout: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -113,33 +99,31 @@ class Oracle:
 
         With `rounding`, scores pass through float32 and P through that type, as in a kernel of that precision.
         """
-        inputs, terms = self.inputs, self.inputs.terms
+        inputs, terms = self.inputs, _of_head(self.inputs.terms, b, h)
         k, v = inputs.k[b, h // self.group].double(), inputs.v[b, h // self.group].double()
-        K, device = k.shape[0], k.device
-        j = torch.arange(K, device=device)
-        for chunk in rows.split(max(1, PAIRS_AT_ONCE // K)):
-            kept = self._kept_rows(b, h, chunk)
-            score = terms.scale * inputs.q[b, h, chunk].double() @ k.T
-            score = score if rounding is None else score.float().double()
-            slope = torch.ones((), dtype=torch.float64, device=device)
-            if terms.softcap is not None:
-                bounded = torch.tanh(score / terms.softcap)
-                score, slope = terms.softcap * bounded, 1 - bounded**2
-            if terms.alibi_slopes is not None:
-                score = score + terms.alibi_slopes[h].double() * (j - (chunk[:, None] + terms.q_offset))
-            if terms.key_lengths is not None:
-                kept = kept & (j < terms.key_lengths[b])
-            score = score.masked_fill(~kept, -torch.inf)
+        for chunk in rows.split(max(1, PAIRS_AT_ONCE // len(k))):
+            keep = kept(self._kept_rows(b, h, chunk), terms, len(k)).reshape(len(chunk), len(k))
+            every, bounded = scores(inputs.q[b, h, chunk].double()[None, None], k[None, None], terms, chunk)
+            score = every[0, 0] if rounding is None else every[0, 0].float().double()
+            score = score.masked_fill(~keep, -torch.inf)
             lse = score.logsumexp(-1, keepdim=True)
             if terms.sink_logits is not None:
-                lse = torch.logaddexp(lse, terms.sink_logits[h].double())
+                lse = torch.logaddexp(lse, terms.sink_logits.double())
             p = torch.exp(score - lse.masked_fill(lse.isneginf(), 0.0))
             out = _through(p, rounding) @ v
             ds = None
             if inputs.dout is not None:
                 dout = inputs.dout[b, h, chunk].double()
-                ds = p * (dout @ v.T - (dout * out).sum(-1, keepdim=True)) * slope
+                ds = p * (dout @ v.T - (dout * out).sum(-1, keepdim=True))
+                ds = ds if bounded is None else ds * (1 - bounded[0, 0] ** 2)
             yield chunk, p, out, ds
+
+
+def _of_head(terms: Terms, b: int, h: int) -> Terms:
+    """The terms of one head of one batch element, as of a call that has no other."""
+    places = (("key_lengths", b), ("sink_logits", h), ("alibi_slopes", h))
+    given = {name: at for name, at in places if getattr(terms, name) is not None}
+    return terms._replace(**{name: getattr(terms, name)[at : at + 1] for name, at in given.items()})
 
 
 def _through(x: Tensor, rounding: torch.dtype | None) -> Tensor:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 import gossamer
-from gossamer.bench.check import Inputs
 from gossamer.patterns.grid import WORD
+from gossamer.testing.inputs import Inputs
 
 BLOCK = 128
 BITS_BYTES = 2**33  # of a graph: a compiled mask function reads them by 32-bit offsets of 4-byte words

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.bench.check import Inputs
+from gossamer.testing.inputs import Inputs
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Gradients = Callable[[], tuple[Tensor, ...]]

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import gossamer
-from gossamer.bench.check import Inputs
 from gossamer.bench.flex import block_mask
 from gossamer.bench.measure import time_call
 from gossamer.bench.peer import (
@@ -27,6 +26,7 @@ from gossamer.bench.peer import (
     needs_plain,
 )
 from gossamer.bench.plain_peers import PLAIN_PEERS
+from gossamer.testing.inputs import Inputs
 
 MASK_BYTES = 2 * 2**30  # the largest dense boolean mask that is built
 # By default FlexAttention's Triton kernel keeps what is looked up in shared memory for several steps, which is too

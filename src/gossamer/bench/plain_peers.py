@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import gossamer
-from gossamer.bench.check import Inputs
 from gossamer.bench.peer import Gradients, Peer, Prepared, Refusal, needs_cuda, needs_module, needs_plain
+from gossamer.testing.inputs import Inputs
 
 SCORE_BYTES = 8 * 2**30  # the largest materialised scores
 EDGE_BYTES = 52 * 2**30  # the largest gathered features

@@ -1,13 +1,13 @@
-"""A benchmark row: what is measured, how it is written to a .jsonl file and shown as a table."""
+"""A benchmark row: what is measured, and how it is shown in a table."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from gossamer.bench.results import append_records
 from gossamer.bench.summary import number
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from gossamer.bench.measure import Timing
 
+RUN = ("device", "versions", "commit")  # fields that all rows of a run share
 BACKWARD_WORK = 2.5  # the backward's matrix products over the forward's
 
 
@@ -94,11 +95,9 @@ def commit() -> str:
 
 
 def append_rows(rows: list[Row], path: Path) -> None:
-    """Adds the rows to a .jsonl file, one object a line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        for row in rows:
-            file.write(json.dumps(asdict(row)) + "\n")
+    """Adds the rows of a case to a file of results."""
+    if rows:
+        append_records([asdict(row) for row in rows], path, RUN)
 
 
 def fill_ratios(rows: list[Row]) -> None:

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 import gossamer
-from gossamer.bench.check import Inputs, Sample, compare, draw_samples
+from gossamer.bench.check import Sample, compare, draw_samples
 from gossamer.bench.measure import Call, Timing, device_name, matmul_rate, peak_bytes, reset_peak, time_in_turns
 from gossamer.bench.peer import Peer, Prepared, Refusal, backward_call, first_line, needs_module
 from gossamer.bench.rows import Row, commit
 from gossamer.bench.workload import Workload, chosen, make_inputs
+from gossamer.testing.inputs import Inputs
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -137,7 +138,7 @@ def _prepare(session: Session, ready: Ready, entry: Entry, matmul_tflops: float)
             for row in entry.rows.values():
                 row.implementation = f"{name} ({prepared.note})"
         if prepared.computes is not None:
-            known = Inputs(prepared.computes, inputs.q, inputs.k, inputs.v, inputs.terms, inputs.dout)
+            known = inputs._replace(pattern=prepared.computes)
             entry.samples = draw_samples(known, heads=1, keys=0)
         entry.prepared = prepared
     except Exception as error:  # of the peer's code or ours: the other rows still count
@@ -253,11 +254,8 @@ def attend(
     attention: Callable[..., Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """`gossamer.attention`, or that of another version, with the terms of the inputs."""
-    t = inputs.terms
-    return (attention or gossamer.attention)(
-        q, k, v, inputs.pattern, scale=t.scale, q_offset=t.q_offset, key_lengths=t.key_lengths, softcap=t.softcap,
-        sink_logits=t.sink_logits, alibi_slopes=t.alibi_slopes, implementation=implementation,
-    )  # fmt: skip
+    attention = attention or gossamer.attention
+    return attention(q, k, v, inputs.pattern, implementation=implementation, **inputs.options())
 
 
 def forward_call(prepared: Prepared, inputs: Inputs) -> Callable[[], tuple[Tensor, ...]]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
 
+from gossamer.bench.results import Record, read_records
 from gossamer.plan.table import RENAMED
-
-Record = dict[str, Any]
 
 KINDS = ("window", "bigbird", "dilated", "csr", "tree")
 # The dense attention that a kind is held against: of the same causality.
@@ -21,23 +18,17 @@ DENSE_OF = dict.fromkeys(("window", "dilated", "tree"), "SDPA causal") | dict.fr
 RIVALS = ("plain window", "FA4", "FlexAttention", "cuDNN", "SDPA dense", "torch.sparse", "PyG")
 
 
-def records(path: Path) -> list[Record]:
-    """All rows, in the order in which they were added; what gossamer chose is called as it is now."""
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    for row in found:
-        ours, _, chosen = row.get("implementation", "").partition(" ")
-        if ours == "gossamer" and chosen in RENAMED:
-            row["implementation"] = f"gossamer {RENAMED[chosen]}"
-    return found
-
-
 def read(path: Path) -> list[Record]:
     """The last row of every case, type, implementation (without its note) and direction.
 
-    A peer that was refused keeps the row of a run before: memory may have been another's that day.
+    A peer that was refused keeps the row of a run before: memory may have been another's that day. What gossamer took
+    is called as it is now.
     """
     found: dict[tuple[str, str, str, str], Record] = {}
-    for row in records(path):
+    for row in read_records(path):
+        name, _, taken = row["implementation"].partition(" ")
+        if name == "gossamer" and taken in RENAMED:
+            row["implementation"] = f"{name} {RENAMED[taken]}"
         key = row["case"], row["dtype"], name_of(row), row["direction"]
         if row["status"] != "refused" or key not in found:
             found[key] = row
@@ -181,7 +172,7 @@ def case_table(rows: Sequence[Record], cases: Sequence[str]) -> str:
 
 
 def ratio_table(rows: Sequence[Record], cases: Sequence[str]) -> str:
-    """Each rival's time over ours, forward and backward, of the last run in turns that had both, from `records`.
+    """Each rival's time over ours, forward and backward, of the last run in turns that had both, from `read_records`.
 
     Of a rival with several backends the fastest counts. Above 1 ours is faster.
     """

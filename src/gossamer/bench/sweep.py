@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gossamer
-from gossamer.bench.check import Inputs, Sample, compare, draw_samples
+from gossamer.bench.check import Sample, compare, draw_samples
 from gossamer.bench.latency import call_ms, graph_ms
 from gossamer.bench.measure import time_call
 from gossamer.bench.peer import Peer, Prepared, Refusal, first_line
@@ -23,6 +23,7 @@ from gossamer.bench.plain_peers import NAIVE, TORCH_SPARSE
 from gossamer.bench.rows import Row
 from gossamer.bench.run import OURS, Session, make_row, ours
 from gossamer.bench.workload import Workload, chosen, make_inputs
+from gossamer.testing.inputs import Inputs
 
 # Positions up to which the time of a call on the host is told: longer ones fill the queue of launches. Of a call that
 # waits for the device there is none.
@@ -71,7 +72,7 @@ def _measured(sweep: Sweep, work: Workload, inputs: Inputs, samples: list[Sample
         if prepared.note:
             row.implementation = f"{peer.name} ({prepared.note})"
         if prepared.computes is not None:
-            known = Inputs(prepared.computes, inputs.q, inputs.k, inputs.v, inputs.terms)
+            known = inputs._replace(pattern=prepared.computes, dout=None)
             samples = draw_samples(known, heads=1, rows=SAMPLED_ROWS, keys=0)
         _fill(session, row, inputs, samples, prepared)
     except (Refusal, gossamer.Unsupported) as refusal:

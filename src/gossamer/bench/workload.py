@@ -11,9 +11,8 @@ import torch
 
 import gossamer
 from gossamer import Pattern
-from gossamer.bench.check import Inputs
-from gossamer.kernels.contract import Terms
 from gossamer.testing.cases import CASES, Case, case
+from gossamer.testing.inputs import Inputs, make
 from gossamer.testing.sweeps import BREAKEVEN, LADDER
 
 PREFERRED = {"cpu": "float32", "cuda": "bfloat16"}
@@ -48,12 +47,12 @@ class Workload:
 
     @cached_property
     def density(self) -> float:
-        """Memo pairs over Q x K."""
+        """Kept pairs over Q x K."""
         return self.pattern.density(self.case.Q, self.case.K, self.q_offset)
 
     @property
     def pairs(self) -> int:
-        """Memo pairs over all batch elements and query heads."""
+        """Kept pairs over all batch elements and query heads."""
         return round(self.density * self.case.B * self.case.H * self.case.Q * self.case.K)
 
 
@@ -77,23 +76,8 @@ def find(name: str, device: str) -> Workload:
 
 
 def make_inputs(work: Workload, device: torch.device, seed: int = 0) -> Inputs:
-    """Random q, k, v and dout (normal), drawn on the device: gigabytes of them take no time there."""
-    c, dtype = work.case, getattr(torch, work.dtype)
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=device, dtype=dtype, generator=generator)
-
-    terms = Terms(
-        scale=c.D**-0.5,
-        q_offset=work.q_offset,
-        softcap=c.softcap,
-        key_lengths=None if c.key_lengths is None else torch.tensor(c.key_lengths, dtype=torch.int32, device=device),
-        sink_logits=torch.randn(c.H, device=device, generator=generator) if c.sink_logits else None,
-        alibi_slopes=2.0 ** -torch.arange(1, c.H + 1, device=device) if c.alibi_slopes else None,
-    )
-    q, k, v = draw(c.B, c.H, c.Q, c.D), draw(c.B, c.G, c.K, c.D), draw(c.B, c.G, c.K, c.E)
-    return Inputs(work.pattern, q, k, v, terms, dout=draw(c.B, c.H, c.Q, c.E))
+    """Random q, k, v and dout, drawn on the device."""
+    return make(work.case, work.dtype, device, seed=seed, pattern=work.pattern, on_device=True)
 
 
 def chosen(
@@ -104,9 +88,7 @@ def chosen(
     `explain` is that of another version of it.
     """
     q = inputs.q.detach().requires_grad_(gradients)
-    t = inputs.terms
     plan = (explain or gossamer.explain)(
-        q, inputs.k, inputs.v, inputs.pattern, scale=t.scale, q_offset=t.q_offset, key_lengths=t.key_lengths,
-        softcap=t.softcap, sink_logits=t.sink_logits, alibi_slopes=t.alibi_slopes, implementation=implementation,
-    )  # fmt: skip
+        q, inputs.k, inputs.v, inputs.pattern, implementation=implementation, **inputs.options()
+    )
     return plan.implementation, plan.backward or plan.implementation

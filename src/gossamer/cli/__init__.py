@@ -5,7 +5,6 @@ from __future__ import annotations
 import typer
 
 from gossamer.cli import bench, compile, info, show
-from gossamer.cli.demo import command
 from gossamer.cli.errors import Commands
 
 app = typer.Typer(
@@ -16,7 +15,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Exact attention over only the (query, key) pairs that a pattern keeps.",
 )
-app.command("demo")(command.run)
 app.command("info")(info.run)
 app.command("show")(show.run)
 app.command("bench")(bench.run)

@@ -91,6 +91,7 @@ def run(
     from gossamer.bench.charts import chart as draw
     from gossamer.bench.compare import Pair, comparison, pairs, verdict
     from gossamer.bench.peers import PEERS
+    from gossamer.bench.results import read_records
     from gossamer.bench.rows import append_rows, fill_ratios, refusals, table
     from gossamer.bench.run import Session
     from gossamer.cli.info import versions
@@ -127,7 +128,13 @@ def run(
     if chart is not None:
         check_picture("--chart", chart, "gossamer bench --chart")
     if kept:
-        check_file("--out" if out else "--out (by default)", target)
+        option = "--out" if out else "--out (by default)"
+        check_file(option, target)
+        try:
+            if target.is_file():
+                read_records(target)
+        except (OSError, ValueError) as error:
+            raise Refused(f"{option} {shorten(repr(str(target)))} does not hold rows to add to: {error}") from None
     session = Session(torch.device(chosen), versions(), implementation, budget, processes=against is None)
     session.commit = commit or session.commit
     rows: list[Row] = []

@@ -24,7 +24,7 @@ BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bflo
 
 
 def compute_dtype(dtype: str) -> str:
-    """The type of the arithmetic and of lse, by name; `kernels.rows.compute_dtype` gives it for a tensor's dtype."""
+    """The type of the arithmetic and of lse, by name; `kernels.row_formulas` has it for a tensor's dtype."""
     return "float64" if dtype == "float64" else "float32"
 
 
@@ -335,7 +335,7 @@ def one_function(
 ) -> Prepared:
     """The launch of an implementation whose directions are one function of the framework each.
 
-    `kernel(direction, problem, scoring)` of the implementation gives it. It takes what `GIVEN` lists, then the layout
+    `kernel(direction, problem, scoring)` of the implementation gives it. It takes what `INPUTS` lists, then the layout
     and the `VECTORS`, None for each that the call has not, and returns (out, lse), or (dq, dk, dv) and, where there
     are sinks, dsink_logits.
     """

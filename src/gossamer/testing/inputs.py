@@ -1,8 +1,8 @@
-"""Fresh random inputs of a case."""
+"""The inputs of a call: fresh random ones of a case, for tests and benchmarks alike."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,69 +12,90 @@ from gossamer.plan.problem import Problem
 from gossamer.testing.cases import Case
 from gossamer.torch.planning import chip_of
 
+if TYPE_CHECKING:
+    from gossamer.patterns import Pattern
+
 STRIDES = ("plain", "positions_first", "sliced")
 
 
 class Inputs(NamedTuple):
-    """q, k, v and the keyword arguments of `attention`, tensors on one device."""
+    """One attention problem: q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E), and dout (B, H, Q, E) or None.
 
+    As `attention` takes them, q, k, v and dout may lack B, or B and the heads.
+    """
+
+    pattern: Pattern
     q: Tensor
     k: Tensor
     v: Tensor
-    options: dict[str, Any]
+    terms: Terms
+    dout: Tensor | None = None
 
-    def leaves(self) -> list[Tensor]:
-        """The tensors a gradient goes to: q, k, v, and the sinks where there are any."""
-        sink = self.options.get("sink_logits")
-        return [self.q, self.k, self.v] + ([] if sink is None else [sink])
+    @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of `attention`."""
+        return self.terms._asdict()
+
+    def batched(self) -> Inputs:
+        """The same in four dimensions."""
+        missing = (None,) * (4 - self.q.ndim)
+        dout = None if self.dout is None else self.dout[missing]
+        return self._replace(q=self.q[missing], k=self.k[missing], v=self.v[missing], dout=dout)
 
 
 def make(
     case: Case,
     dtype: str,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     *,
     seed: int = 0,
     strides: str = "plain",
     requires_grad: bool = False,
+    pattern: Pattern | None = None,
+    on_device: bool = False,
 ) -> Inputs:
-    """Inputs from a standard normal distribution, the same on every device.
+    """Inputs from a standard normal distribution.
 
     Args:
         strides: "plain" is contiguous; "positions_first" is a view of (B, N, heads, size); "sliced" is a part of
             a larger tensor.
+        requires_grad: of q, k, v and the sinks.
+        pattern: that of the case, where it was made before.
+        on_device: drawn there, where gigabytes of them take no time; or else the same numbers on every device.
     """
     if strides not in STRIDES:
         raise ValueError(f"strides={strides!r} is not one of {', '.join(STRIDES)}")
-    generator = torch.Generator().manual_seed(seed)
+    where = torch.device(device if on_device else "cpu")
+    generator = torch.Generator(where).manual_seed(seed)
     kind = getattr(torch, dtype)
+    drawn = kind if on_device else torch.float64
 
     def draw(heads: int, positions: int, size: int) -> Tensor:
         shape = (case.B, heads, positions, size)
-        x = torch.randn(shape, generator=generator, dtype=torch.float64).to(kind).to(device)
+        x = torch.randn(shape, generator=generator, dtype=drawn, device=where).to(device, kind)
         if strides == "positions_first":
             x = x.transpose(1, 2).contiguous().transpose(1, 2)
         elif strides == "sliced":
             x = torch.nn.functional.pad(x, (3, 5, 1, 2))[:, :, 1:-2, 3:-5]
         for _ in range(4 - case.dims):
             x = x[0]
-        return x.requires_grad_(requires_grad)
+        return x
 
-    q = draw(case.H, case.Q, case.D)
-    k, v = draw(case.G, case.K, case.D), draw(case.G, case.K, case.E)
-    options: dict[str, Any] = {}
-    if case.q_offset is not None:
-        options["q_offset"] = case.q_offset
-    if case.softcap is not None:
-        options["softcap"] = case.softcap
+    q = draw(case.H, case.Q, case.D).requires_grad_(requires_grad)
+    k, v = (draw(case.G, case.K, size).requires_grad_(requires_grad) for size in (case.D, case.E))
+    lengths = sinks = slopes = None
     if case.key_lengths is not None:
-        options["key_lengths"] = torch.tensor(case.key_lengths, dtype=torch.int32, device=device)
+        lengths = torch.tensor(case.key_lengths, dtype=torch.int32, device=device)
     if case.sink_logits:
-        sink = torch.randn(case.H, generator=generator).to(device)
-        options["sink_logits"] = sink.requires_grad_(requires_grad)
+        sinks = torch.randn(case.H, generator=generator, device=where).to(device).requires_grad_(requires_grad)
     if case.alibi_slopes:
-        options["alibi_slopes"] = (2.0 ** -torch.arange(1, case.H + 1)).to(device)
-    return Inputs(q, k, v, options)
+        slopes = (2.0 ** -torch.arange(1, case.H + 1)).to(device)
+    offset = case.K - case.Q if case.q_offset is None else case.q_offset
+    terms = Terms(case.D**-0.5, offset, case.softcap, lengths, sinks, slopes)
+    return Inputs(case.pattern() if pattern is None else pattern, q, k, v, terms, draw(case.H, case.Q, case.E))
 
 
 def problem_of(case: Case, dtype: str, device: str = "cpu", *, backward: bool = True) -> Problem:
@@ -88,10 +109,3 @@ def problem_of(case: Case, dtype: str, device: str = "cpu", *, backward: bool = 
     return Problem(
         c.B, c.H, c.G, c.Q, c.K, c.D, c.E, dtype, device, **chip, score_terms=frozenset(terms), backward=backward
     )
-
-
-def terms_of(case: Case, inputs: Inputs) -> Terms:
-    """The score terms as an implementation gets them."""
-    options = dict(inputs.options)
-    offset = options.pop("q_offset", case.K - case.Q)
-    return Terms(scale=case.D**-0.5, q_offset=offset, **options)

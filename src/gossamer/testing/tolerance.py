@@ -6,11 +6,13 @@ the same inputs, plus the rounding of the result.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Terms
-from gossamer.kernels.reference import kept, scores
+from gossamer.kernels.reference import kept, oracle, scores
 from gossamer.kernels.row_formulas import compute_dtype
 
 
@@ -32,6 +34,40 @@ def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms) -> tuple[
     p = torch.softmax(s, -1)[..., :K] * keep
     out = p @ v.repeat_interleave(H // v.shape[1], 1)
     return out, torch.where(some, torch.logsumexp(s, -1), -torch.inf)
+
+
+def exact_results(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms, dout: Tensor, *dlse: Tensor
+) -> list[Tensor]:
+    """out, lse, dq, dk, dv, and dsink_logits where there are sinks, by dense attention in float64.
+
+    Args:
+        mask: broadcasts to (B, H, Q, K).
+        dout: the gradient of out.
+        dlse: that of lse, or nothing.
+    """
+    sinks = None if terms.sink_logits is None else terms.sink_logits.double()
+    return _results(oracle, [q.double(), k.double(), v.double()], mask, terms._replace(sink_logits=sinks), dout, *dlse)
+
+
+def plain_results(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms, dout: Tensor, *dlse: Tensor
+) -> list[Tensor]:
+    """As `exact_results`, by plain attention in the dtype of the inputs."""
+    return _results(plain, [q, k, v], mask, terms, dout, *dlse)
+
+
+def _results(
+    attend: Callable[..., tuple[Tensor, Tensor]], qkv: list[Tensor], mask: Tensor, terms: Terms, dout: Tensor,
+    dlse: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    given = qkv if terms.sink_logits is None else [*qkv, terms.sink_logits]
+    leaves = [x.detach().requires_grad_() for x in given]
+    out, lse = attend(*leaves[:3], mask, terms if len(leaves) == 3 else terms._replace(sink_logits=leaves[3]))
+    loss = (out * dout).sum()
+    if dlse is not None:
+        loss = loss + (torch.where(lse.isinf(), 0.0, lse) * dlse).sum()
+    return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
 
 
 def error(actual: Tensor, exact: Tensor) -> float:

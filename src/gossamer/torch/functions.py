@@ -90,7 +90,7 @@ def sink_gradient_of_rows(rows: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 def rows_of_results(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """(delta, lse), each (B, H, Q) and contiguous: see `kernels.rows.row_terms`."""
+    """(delta, lse), each (B, H, Q) and contiguous: see `kernels.row_formulas.row_terms`."""
     delta, lse = row_terms(dout, dlse, out, lse, lse.dtype)
     return delta.contiguous(), lse.contiguous()
 

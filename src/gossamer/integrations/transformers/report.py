@@ -33,7 +33,7 @@ class Layer:
 
     @property
     def density(self) -> float:
-        """Memo pairs over Q x K."""
+        """Kept pairs over Q x K."""
         return self.call.density
 
 

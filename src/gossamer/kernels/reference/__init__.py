@@ -26,8 +26,12 @@ def kept(mask: Tensor, terms: Terms, K: int) -> Tensor:
     return mask & (j < terms.key_lengths.to(mask.device)[:, None, None, None])
 
 
-def scores(q: Tensor, k: Tensor, terms: Terms) -> tuple[Tensor, Tensor | None]:
-    """(scores (B, H, Q, K) before masking, tanh(s / softcap) or None); q (B, H, Q, D), k (B, G, K, D)."""
+def scores(q: Tensor, k: Tensor, terms: Terms, rows: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """(scores (B, H, Q, K) before masking, tanh(s / softcap) or None); q (B, H, Q, D), k (B, G, K, D).
+
+    Args:
+        rows: which rows of the call those of q are; all, where it is not given.
+    """
     B, H, Q, _ = q.shape
     G, K = k.shape[1:3]
     s = (_by_group(q, G) @ k.mT.unsqueeze(2)).reshape(B, H, Q, K) * terms.scale
@@ -36,7 +40,7 @@ def scores(q: Tensor, k: Tensor, terms: Terms) -> tuple[Tensor, Tensor | None]:
         t = torch.tanh(s / terms.softcap)
         s = terms.softcap * t
     if terms.alibi_slopes is not None:
-        i = torch.arange(Q, device=q.device) + terms.q_offset
+        i = terms.q_offset + (torch.arange(Q, device=q.device) if rows is None else rows)
         j = torch.arange(K, device=q.device)
         s = s + terms.alibi_slopes.to(s.dtype)[:, None, None] * (j - i[:, None])
     return s, t

@@ -1,6 +1,6 @@
 """Trains one of the demo's models in a process of its own and reports as it goes: one line of JSON an event.
 
-Run as `python -m gossamer.cli.demo.train SETTINGS`, where SETTINGS is `Settings.to_json()`.
+Run as `python -m examples.language_model.train SETTINGS`, where SETTINGS is `Settings.to_json()`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gossamer.bench.check import Inputs, compare, draw_samples
+from examples.language_model.data import Text, load_text, training_batch, validation_windows
+from examples.language_model.model import ModelConfig, Transformer, attend, demo_pattern
+from examples.language_model.settings import Settings
+from gossamer.bench.check import compare, draw_samples
 from gossamer.bench.measure import peak_bytes, reset_peak, time_call
-from gossamer.cli.demo.data import Text, load_text, training_batch, validation_windows
-from gossamer.cli.demo.model import ModelConfig, Transformer, attend, demo_pattern
-from gossamer.cli.demo.settings import Settings
 from gossamer.kernels.contract import Terms
+from gossamer.testing.inputs import Inputs
 
 WARM_UP = 0.1  # share of the steps
 CURVE_POINTS = 10  # validations on the way

@@ -7,7 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gossamer.cli.demo.runner import Run
+from examples.language_model.model import demo_pattern
+from examples.language_model.runner import Run
+from gossamer.cli.info import devices, versions
 
 COLOURS = {"dense": "#8a8a8a", "sparse": "#1b6ca8"}
 REPORT = "report.json", "report.png"
@@ -16,8 +18,6 @@ SHOWN_ROWS = 384  # of the patterns' pictures
 
 def write_report(runs: dict[str, Run], folder: Path) -> list[Path]:
     """Writes what there is, also of a run that failed; returns the paths."""
-    from gossamer.cli.info import devices, versions
-
     report = {
         "versions": versions(),
         "devices": devices(),
@@ -64,8 +64,6 @@ def _losses(axis: Any, runs: dict[str, Run]) -> None:
 
 
 def _patterns(window: Any, dilated: Any, rows: int) -> None:
-    from gossamer.cli.demo.model import demo_pattern
-
     kept = demo_pattern(2).materialize(rows, rows)[0]
     for axis, picture, title in zip(
         (window, dilated), kept, ("half the heads: window", "half: dilation 8"), strict=True

@@ -41,6 +41,8 @@ class Settings:
                 f"--width must be a multiple of twice --heads (positions rotate pairs of a head's features), "
                 f"got width {self.width} with {self.heads} heads"
             )
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"--seed must lie between 0 and 2**63 - 1, got {self.seed}")
         if not 0 < self.lr < 1:
             raise ValueError(f"--lr must lie between 0 and 1, got {self.lr}")
         if self.context > MOST_CONTEXT:
@@ -49,6 +51,11 @@ class Settings:
 
 MOST_CONTEXT = 262_144
 
+HELP = {
+    "steps": "training steps", "context": "bytes of a window", "width": "features", "layers": "layers",
+    "heads": "attention heads, an even number", "batch": "windows of a step", "lr": "peak learning rate",
+    "seed": "of the weights and of the batches",
+}  # fmt: skip
 CPU_DEFAULTS: dict[str, Any] = {
     "layers": 2, "width": 128, "heads": 4, "context": 512, "batch": 4, "steps": 500, "lr": 3e-3, "seed": 0,
 }  # fmt: skip

@@ -9,10 +9,12 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from gossamer.cli.demo.settings import Settings
+from examples.language_model.settings import Settings
 
+ROOT = Path(__file__).parents[2]
 ERROR_LINES = 12
 
 
@@ -45,18 +47,19 @@ class Run:
                 raise ValueError(f"the training process sent an unknown event {kind!r}")
 
 
-def run(settings: Settings, progress: Callable[[Run], None]) -> Run:
+def train_in_process(settings: Settings, progress: Callable[[Run], None]) -> Run:
     """Trains in a fresh process; calls `progress` after every event. A failure is in the run's `error`."""
     found = Run(settings)
-    command = [sys.executable, "-m", "gossamer.cli.demo.train", settings.to_json()]
+    command = [sys.executable, "-m", "examples.language_model.train", settings.to_json()]
     # Threads that wait by spinning cost far more than they gain as soon as anything else runs on the machine.
     environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ
     with (
         tempfile.TemporaryFile("w+", errors="replace") as errors,
         subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, text=True, env=environment
+            command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, text=True, env=environment,
+            cwd=ROOT,
         ) as child,
-    ):
+    ):  # fmt: skip
         try:
             assert child.stdout is not None
             for line in child.stdout:

@@ -1,0 +1,1 @@
+"""What gossamer is used for, as programs: run from the root of the repository."""

@@ -1,1 +1,0 @@
-"""`gossamer demo`: a small language model on real text, with sparse and with dense attention side by side."""
