@@ -36,7 +36,7 @@ class Vectors(NamedTuple):
     alibi_slopes: Any = None  # (H,)
 
 
-VECTORS = Vectors._fields
+VECTORS, NO_VECTORS = Vectors._fields, Vectors()
 
 
 class Operand(NamedTuple):

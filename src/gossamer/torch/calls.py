@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
-from gossamer.kernels.launch import INPUTS, RESULTS, VECTORS, Direction, Operand, Vectors, operand_of
+from gossamer.kernels.launch import INPUTS, NO_VECTORS, RESULTS, VECTORS, Direction, Operand, Vectors, operand_of
 from gossamer.memo import Memo
 from gossamer.patterns.handles import pattern_of, token_of
 from gossamer.plan.plan import Plan
@@ -48,7 +48,6 @@ MOST_BACKWARDS = 8  # of a call: by the strides of what it saved and of the grad
 Bound = Callable[..., tuple[Tensor, ...]]
 
 known: Memo[Any] = Memo()  # calls, by their keys
-_NO_VECTORS = Vectors()
 
 
 def call_of(request: Request, key: Key | None = None) -> Call:
@@ -98,7 +97,7 @@ def read_q_offset(request: Request) -> Request:
 def vectors_and_data(more: Sequence[Any]) -> tuple[Vectors, tuple[Any, ...]]:
     """What a call takes behind q, k and v: the vectors, all None where it takes nothing, and data."""
     if not more:
-        return _NO_VECTORS, ()
+        return NO_VECTORS, ()
     lengths, sinks, slopes, *data = more
     return Vectors(lengths, sinks, slopes), tuple(data)
 

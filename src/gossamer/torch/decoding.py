@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
-from gossamer.kernels.launch import ALIGNMENT, Vectors
+from gossamer.kernels.launch import ALIGNMENT, NO_VECTORS, Vectors
 from gossamer.memo import LEAST, Memo
 from gossamer.patterns import Causal, Dense, SlidingWindow
 from gossamer.plan.plan import Plan
@@ -55,7 +55,7 @@ class Growing(NamedTuple):
         if self.visible.number != k.shape[2]:
             k, v = k.narrow(2, *self.visible), v.narrow(2, *self.visible)
         sinks = Vectors(*vectors).sink_logits if vectors else None
-        return self.call(q, k, v, *Vectors(self.length, sinks))
+        return self.call(q, k, v, self.length, sinks, None)
 
 
 def growing_call(
@@ -67,7 +67,7 @@ def growing_call(
     Args:
         vectors: or nothing.
     """
-    lengths, sinks, slopes = vectors or Vectors()
+    lengths, sinks, slopes = vectors or NO_VECTORS
     if lengths is not None or slopes is not None or not grows_on(q.device.type) or differentiable(q, k, v, sinks):
         return None
     if type(scale) not in _NUMBERS or type(softcap) not in _NUMBERS:

@@ -18,7 +18,7 @@ import torch
 from torch import _C, Tensor
 from torch.autograd import forward_ad
 
-from gossamer.kernels.launch import ALIGNMENT, VECTORS, Operand, Vectors, operand_of
+from gossamer.kernels.launch import ALIGNMENT, NO_VECTORS, VECTORS, Operand, Vectors, operand_of
 from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import CSR, Dense, Pattern
@@ -176,7 +176,7 @@ class Request(NamedTuple):
     def more(self) -> tuple[Tensor | None, ...]:
         """What a call takes behind q, k and v: the vectors, and data that say what is attended."""
         data = self.attended.data
-        return (*(self.vectors or Vectors()), *data) if data else self.vectors
+        return (*(self.vectors or NO_VECTORS), *data) if data else self.vectors
 
     @property
     def operands(self) -> dict[str, Operand]:
