@@ -51,8 +51,8 @@ def way(inputs: Inputs, direction: str) -> str:
         softcap=t.softcap, sink_logits=t.sink_logits, alibi_slopes=t.alibi_slopes,
     ).problem  # fmt: skip
     plan = plan_of(problem, backward=backward)
-    split = plan.split(inputs.pattern.handle, t.q_offset)
-    return str(choose(plan, inputs.pattern, t.q_offset)) if split is None else f"{len(split.parts)} parts"
+    partition = plan.partition(inputs.pattern.handle, t.q_offset)
+    return str(choose(plan, inputs.pattern, t.q_offset)) if partition is None else f"{len(partition.parts)} parts"
 
 
 def milliseconds(call: Callable[[], object], device: str) -> float:

@@ -42,6 +42,12 @@ class Side:
     package: Any
     load: Callable[[str], Any]
 
+    def named(self, implementation: str | None) -> str | None:
+        """What the version calls an implementation."""
+        from gossamer.bench.against import name_among
+
+        return name_among(self.load("plan.table").NAMES, implementation)
+
     def attention(self, *x: Tensor, **options: Any) -> Callable[..., Tensor]:
         """A causal call, by a pattern of the version's own that is kept."""
         attention, pattern = self.package.attention, self.package.Causal()
@@ -186,10 +192,10 @@ def without_device() -> None:
 
 
 def without_kernels(side: Side) -> None:
-    """Makes `hopper` and `dense` of a version run on a CPU, by kernels that do nothing."""
+    """Makes `hopper` and `small` of a version run on a CPU, by kernels that do nothing."""
     from tvm_ffi.testing import nop
 
-    for name in ("hopper", "dense"):
+    for name in ("hopper", side.named("small")):
         kind = type(side.load(f"kernels.{name}").IMPLEMENTATION)
         kind.unavailable = lambda self: []
         kind.capability = replace(kind.capability, devices=frozenset({"cpu"}), min_sm=None, max_sm=None)
@@ -204,10 +210,10 @@ def report(name: str, found: list[list[float]], device_bound: bool) -> bool:
     differences = [a - b for a, b in zip(*found, strict=True)]
     more = statistics.median(differences)
     within = more <= max(ALLOWED_US, ALLOWED_SHARE * before)
-    said = "within" if within else "SLOWER"
+    verdict = "within" if within else "SLOWER"
     spread = " ".join(f"{x:+.2f}" for x in differences)
     print(
-        f"{name:48s} {now:9.2f} {before:9.2f} {more:+9.2f} {100 * more / before:+7.1f} %  {said}"
+        f"{name:48s} {now:9.2f} {before:9.2f} {more:+9.2f} {100 * more / before:+7.1f} %  {verdict}"
         f"{' (the device took longer than the host)' * device_bound}  rounds: {spread}", flush=True,
     )  # fmt: skip
     return within
@@ -240,7 +246,7 @@ def main(given: list[str] | None = None) -> int:
         print(f"{'microseconds on the host':48s} {'now':>9s} {'before':>9s} {'more':>9s}   against {source.label}")
         slower = []
         for implementation in a.implementations:
-            calls = [side.attention(implementation=implementation) for side in sides]
+            calls = [side.attention(implementation=side.named(implementation)) for side in sides]
             rows = [row for N in a.lengths for row in fixed_rows(N, device, dtype)]
             for row in (*rows, *growing_rows(device, dtype, FIRST_KEYS + (a.rounds * QUEUES + 2) * CALLS)):
                 name = row.name + (f", {implementation}" if implementation else "")

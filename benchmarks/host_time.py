@@ -76,7 +76,7 @@ def peers() -> dict[str, tuple[Callable[..., Any], bool]]:
 def ours() -> dict[str, tuple[Callable[..., Any], bool]]:
     pattern = gs.Causal()
     found: dict[str, tuple[Callable[..., Any], bool]] = {"gossamer": (lambda *x: gs.attention(*x, pattern), False)}
-    for name in ("hopper", "triton", "dense"):
+    for name in ("hopper", "triton", "small"):
         if not available(name):
             found[f"gossamer {name}"] = lambda *x, name=name: gs.attention(*x, pattern, implementation=name), False
     return found
@@ -111,17 +111,17 @@ def measure(length: int, heads: int, size: int) -> None:
             error = (result.float() - right.float()).abs().max() / right.float().abs().max()
             assert error <= LOOSE, f"{name}: error {error:.3f}"
         cells = []
-        for what in ("forward", "with grad", "and backward"):
-            us, device = host_us(runs[what]) if what in runs else (float("nan"), False)
+        for row in ("forward", "with grad", "and backward"):
+            us, device = host_us(runs[row]) if row in runs else (float("nan"), False)
             cells.append("device" if device else f"{us:.1f}")
         # A backward is captured on the stream of its leaves.
         with torch.cuda.stream(capture_stream()):
             leaves = [y.clone().requires_grad_() for y in tensors[:3]]
         if "and backward" in runs:
             runs["and backward"] = gradients(call, leaves, tensors[3])
-        for what in ("forward", "and backward"):
-            captured = what in runs and name != "FA4"
-            cells.append(f"{1000 * graph_ms(runs[what]):.1f}" if captured else "-")
+        for row in ("forward", "and backward"):
+            captured = row in runs and name != "FA4"
+            cells.append(f"{1000 * graph_ms(runs[row]):.1f}" if captured else "-")
         print(f"{name:20s}{cells[0]:>12s}{cells[1]:>12s}{cells[2]:>14s}{cells[3]:>18s}{cells[4]:>14s}", flush=True)
 
 

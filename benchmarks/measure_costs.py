@@ -36,7 +36,7 @@ from gossamer.plan.estimate import Sample
 from gossamer.plan.problem import Problem
 from gossamer.plan.table import available, load
 from gossamer.testing.graphs import proximity_graph, random_graph
-from gossamer.torch.plan import chip_of
+from gossamer.torch.planning import chip_of
 
 BY = "benchmarks/measure_costs.py"
 GUESS = "a guess"  # how the source of a number begins that nothing measures
@@ -46,7 +46,7 @@ STEPS = 2, 7  # of lists that no schedule cuts, on a device where few programs r
 LENGTHS = {"cuda": 16384, "cpu": 4096}
 SMALL = 1024
 UNITS = {
-    "value": "seconds of the device with all its processors; of start, join, step and step_pair, of one; of bytes, "
+    "value": "seconds of the device with all its processors; of start, combine, step and step_pair, of one; of bytes, "
     "bytes a second",
     "step": "a step of a list alone: step + step_pair for each pair of a tile",
 }
@@ -188,7 +188,7 @@ class Bench:
         cut, whole = (
             self.seconds("triton", self.problem(kind, 128, 128 * n, heads=4), gs.Dense(), (128, 128)) for n in (32, 16)
         )
-        yield Cost(DEVICE, "join", max(cut - whole, 0.0), BY)
+        yield Cost(DEVICE, "combine", max(cut - whole, 0.0), BY)
 
     def chain(self, name: str, kind: Kind, tile: tuple[int, int] | int) -> tuple[float, float]:
         """Seconds of a launch beside its steps, and of a step, where few programs run."""

@@ -164,8 +164,8 @@ def main(given: list[str] | None = None) -> int:
                 if found.wrong:
                     report(found, a.device)
                 elif a.one is not None:
-                    what = f"refused: {found.refused}" if found.refused else "right"
-                    print(f"{what}, by {found.implementation}\n    {found.description}")
+                    shown = f"refused: {found.refused}" if found.refused else "right"
+                    print(f"{shown}, by {found.implementation}\n    {found.description}")
                 seed += 1
     print(counts.text())
     return 1 if counts.wrong else 0

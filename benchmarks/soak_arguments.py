@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import gossamer as gs
 
 
-def placed(where: str, x: Tensor) -> Tensor:
+def laid_out(where: str, x: Tensor) -> Tensor:
     """The values of x (B, heads, N, size) in memory of other strides, with NaN around them where there is room.
 
     "one head" and "one batch" expand the first head or batch element of x, whose other values are not used.
@@ -61,7 +61,7 @@ def vector(given: Vector, device: str) -> Tensor:
     return values.to(device)
 
 
-class Given(NamedTuple):
+class PatternArgument(NamedTuple):
     """The `pattern` argument, and what it means."""
 
     pattern: Any
@@ -70,7 +70,7 @@ class Given(NamedTuple):
     mask: Tensor | None = None  # a mask, which may be written to between calls
 
 
-def given_of(c: Call) -> Given:
+def pattern_argument(c: Call) -> PatternArgument:
     """The `pattern` argument of a call in its form."""
     B, H, _, Q, K, _, _ = c.shape
     r = random.Random(c.seed + 1)
@@ -78,7 +78,7 @@ def given_of(c: Call) -> Given:
     offset = K - Q if c.form in WITHOUT_POSITIONS or c.form == "reordered" else c.offset
     counts = oracle.kept(c.spec, B, H, Q, K, offset, c.device, c.merge)
     if c.form == "none":
-        return Given(None, None, counts)
+        return PatternArgument(None, None, counts)
     if c.form == "mask":
         mask = counts > 0
         if r.random() < 0.3:  # broadcast over queries
@@ -86,28 +86,28 @@ def given_of(c: Call) -> Given:
         while mask.ndim > 2 and mask.shape[0] == 1 and r.random() < 0.5:
             mask = mask[0]
         shown = mask.reshape((1,) * (4 - mask.ndim) + mask.shape).expand(-1, -1, Q, -1).long()
-        return Given(mask, None, shown, mask)
+        return PatternArgument(mask, None, shown, mask)
     if c.form == "mask function":
         kept = (counts > 0).expand(B, H, Q, K)
         function = lambda b, h, i, j: kept[b, h, i, j]  # noqa: E731
-        return Given(create_block_mask(function, B, H, Q, K, c.device, c.blocks), kept, counts)
+        return PatternArgument(create_block_mask(function, B, H, Q, K, c.device, c.blocks), kept, counts)
     if c.form == "sparse":
         kept = (counts[0, 0] > 0).float().cpu()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
             sparse = kept.to_sparse_csr()
-        return Given(sparse.to(c.device), None, counts)
+        return PatternArgument(sparse.to(c.device), None, counts)
     if c.form == "reordered":
-        return Given(gs.CSR.from_torch((counts[0, 0] > 0).float().to_sparse_coo()).reordered(), None, counts)
+        return PatternArgument(gs.CSR.from_torch((counts[0, 0] > 0).float().to_sparse_coo()).reordered(), None, counts)
     pattern = pattern_of(c.spec, Q, K, r)
     if c.form == "handle":
-        return Given(pattern.handle, pattern, counts)
+        return PatternArgument(pattern.handle, pattern, counts)
     if c.form == "block mask":
-        return Given(gs.to_flex(pattern, Q, K, block_size=c.blocks, device=c.device), None, counts)
+        return PatternArgument(gs.to_flex(pattern, Q, K, block_size=c.blocks, device=c.device), None, counts)
     if c.form in ("layout", "device layout"):
         layout = pattern.layout(Q, K, block_q=c.blocks[0], block_kv=c.blocks[1], q_offset=offset)
-        return Given(layout.to(c.device) if c.form == "device layout" else layout, None, counts)
-    return Given(pattern, None, counts)
+        return PatternArgument(layout.to(c.device) if c.form == "device layout" else layout, None, counts)
+    return PatternArgument(pattern, None, counts)
 
 
 def make_mistake(c: Call, arguments: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ class Profile(NamedTuple):
 PROFILES = {
     "cpu": Profile(
         (None,), (1, 2, 3, 7, 17, 31, 32, 33, 40, 63, 64, 65, 96, 100, 127, 128, 129, 150), 500, 400_000,
-        (None,) * 12 + ("blocked",) * 4 + ("reference",) * 2 + ("triton", "hopper", "dense"),
+        (None,) * 12 + ("blocked",) * 4 + ("reference",) * 2 + ("triton", "hopper", "small"),
     ),
     "cuda": Profile(
         (
@@ -44,7 +44,7 @@ PROFILES = {
             (torch.float32, 64, 64), (torch.bfloat16, 17, 23), (torch.float64, 20, 3),
         ),
         (1, 17, 40, 64, 100, 128, 129, 256, 300, 517, 900, 1024, 1400), 1500, 12_000_000,
-        (None,) * 10 + ("hopper",) * 5 + ("triton",) * 5 + ("dense",) * 3 + ("blocked", "reference"),
+        (None,) * 10 + ("hopper",) * 5 + ("triton",) * 5 + ("small",) * 3 + ("blocked", "reference"),
     ),
 }  # fmt: skip
 

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 import soak_oracle as oracle
 import torch
-from soak_arguments import given_of, make_mistake, offset_of, placed, unbatched, vector
+from soak_arguments import laid_out, make_mistake, offset_of, pattern_argument, unbatched, vector
 from soak_calls import Call, refusal, refusals
 from soak_oracle import Terms
 from torch import Tensor
 
 import gossamer as gs
 from gossamer.memo import forget_all
-from gossamer.plan import split
+from gossamer.plan import partition
 
 _in_parts = [False]  # whether the call that is run is computed in parts; `run` writes it, `prepared` reads it
 
@@ -76,7 +76,7 @@ def _raised(error: Exception) -> str:
 def _run(c: Call, outcome: Outcome) -> Outcome:
     B, H, G, Q, K, D, E = c.shape
     generator = torch.Generator().manual_seed(c.seed)
-    given = given_of(c)
+    given = pattern_argument(c)
     lengths = None if c.lengths is None else vector(c.lengths, c.device)
     sinks, slopes = (None if x is None else vector(x, c.device) for x in (c.sinks, c.slopes))
     if sinks is not None:
@@ -92,7 +92,7 @@ def _run(c: Call, outcome: Outcome) -> Outcome:
             counts = 1 - counts
         shapes = (B, H, Q, D), (B, G, K, D), (B, G, K, E)
         whole = [torch.randn(s, generator=generator, dtype=torch.float64).to(c.dtype).to(c.device) for s in shapes]
-        four = [placed(where, x) for where, x in zip(c.places, whole, strict=True)]
+        four = [laid_out(where, x) for where, x in zip(c.places, whole, strict=True)]
         leaves = [unbatched(x, c.dims).requires_grad_(name in c.wanted) for x, name in zip(four, "qkv", strict=True)]
         options: dict[str, Any] = {
             "q_offset": offset_of(c), "scale": c.scale, "softcap": c.softcap, "key_lengths": lengths,
@@ -107,8 +107,8 @@ def _run(c: Call, outcome: Outcome) -> Outcome:
         if c.mistake is not None:
             make_mistake(c, arguments)
         if turn == 0 and c.mistake is None and not c.merge:
-            told = gs.explain(*inputs, given.pattern, **options)
-            outcome = outcome._replace(implementation=told.implementation + " in parts" * bool(told.parts))
+            explained = gs.explain(*inputs, given.pattern, **options)
+            outcome = outcome._replace(implementation=explained.implementation + " in parts" * bool(explained.parts))
         modes = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "plain": torch.enable_grad}
         with torch.enable_grad() if c.wanted else modes[c.mode]():
             found = attention(**arguments)
@@ -225,8 +225,8 @@ def prepared() -> Iterator[None]:
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
         replace(owner, name, poisoned)
-    replace(split, "_classes_cost", cheap)
-    replace(split, "_cheaper", parted)
+    replace(partition, "_classes_cost", cheap)
+    replace(partition, "_cheaper", parted)
     try:
         yield
     finally:
@@ -244,12 +244,12 @@ class Counts:
     def add(self, one: Outcome) -> None:
         """Count an outcome."""
         self.calls += 1
-        what = "wrong" if one.wrong else "refused" if one.refused else "right"
+        outcome = "wrong" if one.wrong else "refused" if one.refused else "right"
         self.wrong += one.wrong is not None
         if one.refused:
             self.refused[one.refused] += 1
         for group, name in (("implementation", one.implementation), ("pattern", one.kind)):
-            self.by[group].setdefault(name, Counter())[what] += 1
+            self.by[group].setdefault(name, Counter())[outcome] += 1
 
     def text(self) -> str:
         """The counts as text."""

@@ -45,8 +45,8 @@ def main() -> None:
         if 100 * carried / total < a.least or not (seen or 100 * samples / total >= a.least):
             continue
         why = {name[6:]: number(row, name) / total for name in reasons if number(row, name) > max(0.15 * samples, 20)}
-        told = " ".join(f"{name} {100 * share:.1f}" for name, share in sorted(why.items(), key=lambda x: -x[1]))
-        print(f"{at:5d} {100 * carried / total:6.2f} %  {code[:72]:72s} {told}")
+        shares = " ".join(f"{name} {100 * share:.1f}" for name, share in sorted(why.items(), key=lambda x: -x[1]))
+        print(f"{at:5d} {100 * carried / total:6.2f} %  {code[:72]:72s} {shares}")
         carried = 0.0
     sums = {name[6:]: sum(number(row, name) for row in rows) / total for name in reasons}
     print(

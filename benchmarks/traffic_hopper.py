@@ -26,7 +26,7 @@ from gossamer.kernels.hopper.device.common import BOUNDS, OUT, WARPGROUP, ring
 from gossamer.kernels.hopper.device.forward.kernel import Forward
 from gossamer.kernels.hopper.device.row_items import BITSES, FULLS, INTERVALS, VALID
 from gossamer.kernels.hopper.launch.forward import forward
-from gossamer.layouts.schedule import row_lengths
+from gossamer.layouts.work_items import row_lengths
 
 
 class Traffic(Forward):

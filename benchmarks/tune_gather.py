@@ -29,7 +29,7 @@ from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.launch import gather as hopper
 from gossamer.kernels.launch import Builder, Operand, Prepared
 from gossamer.kernels.triton.config import WALKS
-from gossamer.kernels.triton.gather import launch
+from gossamer.kernels.triton.gather import launch_gather as launch
 from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig
 from gossamer.layouts.gather import GatherLayout, GatherWalk, build_gather
 from gossamer.plan.problem import Problem
@@ -44,7 +44,7 @@ class Rings:
     blocks: int = 0  # of a multiprocessor
 
 
-ROWS: dict[int, list[Any]] = {
+CONFIGURATIONS: dict[int, list[Any]] = {
     1: [RowConfig(4, 4, 1, registers) for registers in (None, 80, 96, 112, 128)]
     + [RowConfig(8, 4, 2, 96), RowConfig(8, 4, 2, 128), RowConfig(16, 4, 4, 96), RowConfig(4, 2, 1, 96),
        RowConfig(4, 8, 1, 128), RowConfig(2, 4, 1, 128)],
@@ -107,10 +107,10 @@ def worst(rows: GatherWalk, columns: GatherWalk, scale: float, q, k, v, dout, ou
 
 def triton_calls(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, layout: GatherLayout, terms: Terms, config: Any,
-    split: int | None,
+    limit: int | None,
 ) -> list[Callable[[], Any]]:  # fmt: skip
     """What computes (out, lse), dq, and (dk, dv); the last two from results of the first."""
-    options: dict[str, Any] = {"config": config, "split": split}
+    options: dict[str, Any] = {"config": config, "limit": limit}
     scoring, inputs = Scoring(terms.scale, terms.q_offset, terms.softcap), {"q": q, "k": k, "v": v}
     forward = bound(partial(launch.forward, problem, layout, scoring, **options), inputs)
     out, lse = forward()
@@ -175,7 +175,7 @@ def tune(name: str, dtype: str, rows: list[int], size: int | None) -> None:
     for block_q in rows:
         host = single if block_q == 1 else build_gather(pattern, N, N, block_q=block_q)
         layout = host.to("cuda")
-        for config in ROWS[block_q]:
+        for config in CONFIGURATIONS[block_q]:
             if isinstance(config, GroupConfig) and dtype == "float32":
                 config = GroupConfig(config.warps, config.stages, "tf32x3")
             if isinstance(config, Rings) and (dtype == "float32" or HOPPER.unavailable()):
@@ -205,7 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", nargs="*", default=[c.name for c in tagged("graph") if c.Q < 2**20])
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
-    parser.add_argument("--rows", nargs="*", type=int, default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--rows", nargs="*", type=int, default=list(CONFIGURATIONS), choices=list(CONFIGURATIONS))
     parser.add_argument("--size", type=int, help="compile alone, on a random graph of so many nodes")
     options = parser.parse_args()
     jobs = [(name, dtype) for name in options.cases for dtype in options.dtypes if dtype in case(name).dtypes]

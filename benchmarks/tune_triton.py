@@ -34,7 +34,7 @@ from gossamer.bench.run import forward_call
 from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.launch import Operand, Prepared
 from gossamer.kernels.relaunch import padded
-from gossamer.kernels.triton.block import launch
+from gossamer.kernels.triton.block import launch_block as launch
 from gossamer.kernels.triton.block.config import CANDIDATES, TileConfig, config
 from gossamer.kernels.triton.config import BUCKETS, DIRECTIONS, Direction
 from gossamer.layouts import BlockLayout
@@ -85,7 +85,7 @@ def setting(name: str, H: int, N: int, D: int) -> Setting:
 
 
 def runner(
-    s: Setting, direction: Direction, tiles: TileConfig | None, rows: torch.Tensor, split: int | None
+    s: Setting, direction: Direction, tiles: TileConfig | None, rows: torch.Tensor, limit: int | None
 ) -> Callable[[], dict[str, torch.Tensor]]:
     """A call of one kernel, its results by name."""
     x, scoring = s.inputs, scoring_of(s.inputs.terms)
@@ -93,8 +93,8 @@ def runner(
 
     def prepare(operands: Mapping[str, Operand]) -> Prepared:
         if direction == "forward":
-            return launch.forward(s.problem, s.layout, scoring, operands, tiles=tiles, split=split)
-        return launch.backward(s.problem, s.layout, scoring, operands, tiles=tiles, split=split, walks=(direction,))
+            return launch.forward(s.problem, s.layout, scoring, operands, tiles=tiles, limit=limit)
+        return launch.backward(s.problem, s.layout, scoring, operands, tiles=tiles, limit=limit, walks=(direction,))
 
     run = bound(prepare, given if direction == "forward" else given | {"dout": x.dout, "row_terms": rows})
     return lambda: dict(zip(RESULTS[direction], run(), strict=True))

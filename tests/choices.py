@@ -17,9 +17,9 @@ from unittest import mock
 from gossamer.bench.results import read_records
 from gossamer.patterns import Pattern
 from gossamer.plan.choice import choose
+from gossamer.plan.partition import Part
 from gossamer.plan.plan import plan_of
 from gossamer.plan.problem import Problem
-from gossamer.plan.split import Part
 from gossamer.plan.table import NAMES, load
 from gossamer.testing.cases import CASES, Case
 from gossamer.testing.sweeps import BREAKEVEN, LADDER, MOST_EDGES, SWEEPS
@@ -54,13 +54,13 @@ def problem_of(case: Case, dtype: str, backward: bool) -> Problem:
 
 
 def chosen(case: Case, dtype: str, pattern: Pattern, backward: bool) -> str | list[str]:
-    """How a case is computed: one way, or the parts of a split, each with its own."""
+    """How a case is computed: one way, or its parts, each with its own."""
     problem = problem_of(case, dtype, backward)
     q_offset = case.K - case.Q if case.q_offset is None else case.q_offset
-    split = plan_of(problem, backward=backward).split(pattern.handle, q_offset)
-    if split is None:
+    partition = plan_of(problem, backward=backward).partition(pattern.handle, q_offset)
+    if partition is None:
         return way(problem, pattern, q_offset)
-    return [f"{part} by {of_part(part, problem, q_offset)}" for part in split.parts]
+    return [f"{part} by {of_part(part, problem, q_offset)}" for part in partition.parts]
 
 
 def way(problem: Problem, pattern: Pattern, q_offset: int) -> str:

@@ -35,27 +35,27 @@ def poisoned() -> Iterator[None]:
 
 
 def prepared(
-    what: Any, problem: Problem, layout: Any, direction: Direction, scoring: Scoring, given: Mapping[str, Tensor],
+    computes: Any, problem: Problem, layout: Any, direction: Direction, scoring: Scoring, given: Mapping[str, Tensor],
     **overrides: Any,
 ) -> Prepared:  # fmt: skip
     """A launch of an implementation, or of a module with a function `forward` and one `backward`."""
     operands = {name: operand_of(x) for name, x in given.items()}
-    if hasattr(what, "prepare"):
-        return what.prepare(problem, layout, direction, scoring, operands, **overrides)
-    return getattr(what, direction)(problem, layout, scoring, operands, **overrides)
+    if hasattr(computes, "prepare"):
+        return computes.prepare(problem, layout, direction, scoring, operands, **overrides)
+    return getattr(computes, direction)(problem, layout, scoring, operands, **overrides)
 
 
 def run(
-    what: Any, problem: Problem, layout: Any, direction: Direction, scoring: Scoring, given: Mapping[str, Tensor],
+    computes: Any, problem: Problem, layout: Any, direction: Direction, scoring: Scoring, given: Mapping[str, Tensor],
     **overrides: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The results of a launch, as `prepared` describes it; all memory that it makes is NaN first."""
     from gossamer.torch import memory
     from gossamer.torch.bind import bind
 
-    launch = prepared(what, problem, layout, direction, scoring, given, **overrides)
+    launch = prepared(computes, problem, layout, direction, scoring, given, **overrides)
     device = next(iter(given.values())).device
-    memory._rooms.clear()  # what waits there has been written
+    memory._waiting.clear()  # what waits there has been written
     with torch.no_grad(), poisoned():
         return bind(launch, device, tuple(given))(*given.values())
 
@@ -67,17 +67,17 @@ def _of(direction: Direction, terms: Terms, into: Any, **given: Tensor | None) -
 
 
 def forward(
-    what: Any, problem: Problem, layout: Any, terms: Terms, q: Tensor, k: Tensor, v: Tensor,
+    computes: Any, problem: Problem, layout: Any, terms: Terms, q: Tensor, k: Tensor, v: Tensor,
     into: tuple[Tensor, Tensor] | None = None, **overrides: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(out, lse), written to `into` if it is given."""
-    return run(what, problem, layout, "forward", *_of("forward", terms, into, q=q, k=k, v=v), **overrides)
+    return run(computes, problem, layout, "forward", *_of("forward", terms, into, q=q, k=k, v=v), **overrides)
 
 
 def backward(
-    what: Any, problem: Problem, layout: Any, terms: Terms, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor,
+    computes: Any, problem: Problem, layout: Any, terms: Terms, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor,
     v: Tensor, out: Tensor, lse: Tensor, into: tuple[Tensor, Tensor, Tensor] | None = None, **overrides: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(dq, dk, dv), written to `into` if it is given, and dsink_logits where there are sinks."""
     scoring, given = _of("backward", terms, into, dout=dout, dlse=dlse, q=q, k=k, v=v, out=out, lse=lse)
-    return run(what, problem, layout, "backward", scoring, given, **overrides)
+    return run(computes, problem, layout, "backward", scoring, given, **overrides)

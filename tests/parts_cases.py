@@ -11,7 +11,7 @@ from exact import NAMES, Exact, exact_of
 
 import gossamer as gs
 from gossamer.memo import forget_all
-from gossamer.plan import split
+from gossamer.plan import partition
 from gossamer.plan.capability import reasons
 from gossamer.plan.table import load
 from gossamer.testing import inputs, tolerance
@@ -51,21 +51,21 @@ CASES = (
 )  # fmt: skip
 
 
-def at_any_price(patch: pytest.MonkeyPatch) -> list[split.Split]:
+def at_any_price(patch: pytest.MonkeyPatch) -> list[partition.Partition]:
     """Parts are taken whatever they cost; the splits that were."""
-    cheaper, fold, taken = split._cheaper, parts.Described.fold, []
+    cheaper, fold, taken = partition._cheaper, parts.PartitionedCall.fold, []
 
     def take(found: Any, pattern: Any, p: Any, sizes: Any, cost: Any) -> Any:
         cost.call = lambda *a, **k: math.inf
         return cheaper(found, pattern, p, sizes, cost)
 
-    def seen(described: Any) -> Any:
-        taken.append(described.plan.split(described.pattern.handle, described.scoring.q_offset))
-        return fold(described)
+    def seen(partitioned: Any) -> Any:
+        taken.append(partitioned.plan.partition(partitioned.pattern.handle, partitioned.scoring.q_offset))
+        return fold(partitioned)
 
-    patch.setattr(split, "_cheaper", take)
-    patch.setattr(split, "_classes_cost", lambda *a: 0.0)
-    patch.setattr(parts.Described, "fold", seen)
+    patch.setattr(partition, "_cheaper", take)
+    patch.setattr(partition, "_classes_cost", lambda *a: 0.0)
+    patch.setattr(parts.PartitionedCall, "fold", seen)
     return taken
 
 
@@ -104,7 +104,7 @@ def surrounded(x: torch.Tensor) -> torch.Tensor:
     return view.requires_grad_()
 
 
-def check(name: str, device: str, dtype: str, case: Case, always: list[split.Split]) -> None:
+def check(name: str, device: str, dtype: str, case: Case, always: list[partition.Partition]) -> None:
     """Every number of a call in parts, from inputs that NaN surrounds."""
     e = exact_of(case, dtype, device)
     backward = not refused(name, e, True)
@@ -117,9 +117,9 @@ def check(name: str, device: str, dtype: str, case: Case, always: list[split.Spl
     assert always, "computed as one"
     if "one" in case.tags:
         assert len(always[0].parts) == 1
-    for what, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
+    for result, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
         assert actual.shape == exact.shape and actual.is_contiguous()
-        tolerance.check(what, actual, exact, low)
+        tolerance.check(result, actual, exact, low)
     empty = e.exact[1] == -torch.inf
     assert (found[0][empty] == 0).all() and (found[1][empty] == -torch.inf).all()
     again = run(e, name, leaves, backward)

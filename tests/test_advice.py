@@ -113,15 +113,15 @@ def test_the_verdict() -> None:
 
 
 def test_few_queries_of_many_keys_are_cut() -> None:
-    """A decoding step has few pairs, but one program of `dense` would walk all its keys."""
-    dense = load("dense")
-    assert not isinstance(dense, str)
+    """A decoding step has few pairs, but one program of `small` would walk all its keys."""
+    small = load("small")
+    assert not isinstance(small, str)
     step = replace(PROBLEM, Q=1, K=20000, H=32)
-    assert reasons(step, dense.capability) == ["walks every row from end to end: 20,000 positions are over 512"]
-    assert not reasons(replace(step, K=500), dense.capability)
+    assert reasons(step, small.capability) == ["walks every row from end to end: 20,000 positions are over 512"]
+    assert not reasons(replace(step, K=500), small.capability)
     backward = replace(PROBLEM, B=1, H=1, G=1, Q=600, K=26, backward=True)
-    assert reasons(backward, dense.capability) == ["walks every row from end to end: 600 positions are over 256"]
-    assert not reasons(replace(backward, backward=False), dense.capability)
+    assert reasons(backward, small.capability) == ["walks every row from end to end: 600 positions are over 256"]
+    assert not reasons(replace(backward, backward=False), small.capability)
 
 
 def test_what_would_be_faster() -> None:

@@ -193,8 +193,10 @@ def test_what_is_no_version_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     done = runner.invoke(app, ["bench", "window", "--device", "cpu", "--against", "HEAD"])
     assert done.exit_code == 2
-    told = f"gossamer: --against: a version must be a folder, an archive or a commit of the repository of {tmp_path}, "
-    assert done.stderr.startswith(f"{told}got 'HEAD'; git says: fatal: not a git repository")
+    message = (
+        f"gossamer: --against: a version must be a folder, an archive or a commit of the repository of {tmp_path}, "
+    )
+    assert done.stderr.startswith(f"{message}got 'HEAD'; git says: fatal: not a git repository")
     git(tmp_path, "init")
     for unknown in ("nothing", "--all"):
         done = runner.invoke(app, ["bench", "window", "--device", "cpu", f"--against={unknown}"])
@@ -318,13 +320,13 @@ def test_host_time_without_a_gpu(before: Path) -> None:
     """In a process of its own, since what torch is asked of its device is replaced."""
     command = [sys.executable, str(BENCHMARKS / "compare_host.py"), str(before), "--empty", "--rounds", "1", "-N", "26"]
     done = subprocess.run(
-        [*command, "--implementations", "hopper", "dense"], capture_output=True, text=True, check=False
+        [*command, "--implementations", "hopper", "small"], capture_output=True, text=True, check=False
     )
     assert done.returncode in (0, 1), done.stderr  # 1: slower, on a machine that does other things as well
     lines = done.stdout.splitlines()[1:-1]
     kept = [line for line in lines if " left out; " not in line]
-    assert [line[:48].rpartition(", ")[2].strip() for line in kept] == ["hopper"] * 5 + ["dense"] * 3
+    assert [line[:48].rpartition(", ")[2].strip() for line in kept] == ["hopper"] * 5 + ["small"] * 3
     for line in kept:
         now, old = (float(cell) for cell in line[48:].split()[:2])
         assert now > 0 and old > 0
-    assert len(lines) == 10 and all(line.count("implementation='dense' cannot compute") == 2 for line in lines[8:])
+    assert len(lines) == 10 and all(line.count("implementation='small' cannot compute") == 2 for line in lines[8:])

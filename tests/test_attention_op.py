@@ -22,7 +22,8 @@ import gossamer as gs
 from gossamer.memo import forget_all
 from gossamer.patterns import handles
 from gossamer.plan.problem import Unsupported
-from gossamer.torch import plan, registry
+from gossamer.plan.table import RENAMED
+from gossamer.torch import planning, registry
 
 P = gs.SlidingWindow(10)
 
@@ -316,7 +317,7 @@ def test_a_pattern_dropped_before_the_backward() -> None:
 
 def test_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     forget_all()
-    plan._logged.clear()
+    planning._logged.clear()
     with caplog.at_level(logging.INFO, "gossamer"):
         for N in (40, 41):
             gs.attention(*qkv(N), P)
@@ -331,11 +332,50 @@ def test_named_implementation_runs_or_gives_every_reason() -> None:
     assert "cuda" in str(raised.value) and "available: blocked, reference" in str(raised.value)
 
 
+def message_of(call: Callable[[], Any]) -> str:
+    with pytest.raises(Unsupported) as raised:
+        call()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("options", [{}, {"merge": "lse"}], ids=str)
+def test_a_name_of_before_refuses_as_the_new_one_with_a_warning(options: dict[str, Any]) -> None:
+    q, k, v = (x.double() for x in qkv(grad=False))
+    pattern = P | gs.Local(8)
+
+    def refusal(name: str) -> str:
+        return message_of(lambda: gs.attention(q, k, v, pattern, implementation=name, **options))
+
+    new = refusal("small")
+    for _ in range(2):
+        with pytest.warns(DeprecationWarning, match='"dense" is now called "small"') as warned:
+            assert refusal("dense") == new
+        assert {w.filename for w in warned} == {__file__}
+    with pytest.warns(DeprecationWarning, match='"small"') as warned:
+        assert message_of(lambda: gs.explain(q, k, v, P, implementation="dense")) == message_of(
+            lambda: gs.explain(q, k, v, P, implementation="small")
+        )
+    assert {w.filename for w in warned} == {__file__}
+
+
+def test_a_name_of_before_runs_as_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RENAMED, "tiles", "blocked")
+    q, k, v = qkv(grad=False)
+    want = gs.attention(q, k, v, P, implementation="blocked")
+    for _ in range(2):
+        with pytest.warns(DeprecationWarning, match='"tiles" is now called "blocked"'):
+            assert torch.equal(gs.attention(q, k, v, P, implementation="tiles"), want)
+    compiled = torch.compile(gs.attention, backend="eager", fullgraph=True)  # without the warning
+    assert torch.equal(compiled(q, k, v, P, implementation="tiles"), want)
+    with pytest.warns(DeprecationWarning):
+        assert gs.explain(q, k, v, P, implementation="tiles").implementation == "blocked"
+
+
 def test_explain() -> None:
     q, k, v = qkv(256, grad=False)
     found = gs.explain(q, k, v, gs.SlidingWindow(64))
     pairs = int(dense(gs.SlidingWindow(64), 256).sum())
-    assert found.implementation == "blocked" and set(found.reasons) == {"dense", "hopper", "triton", "reference"}
+    assert found.implementation == "blocked" and set(found.reasons) == {"small", "hopper", "triton", "reference"}
     assert found.density == pytest.approx(pairs / 256**2)
     assert found.useful_flops == pairs * 8 * 2 * 32 and found.executed_flops >= found.useful_flops
     assert found.tiles["full"] + found.tiles["interval"] + found.tiles["bits"] <= found.tiles["of"]

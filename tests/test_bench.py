@@ -98,9 +98,9 @@ def test_a_small_mistake_is_found(name: str, dtype: torch.dtype) -> None:
     for spoil in (lambda x: x * factor, lambda x: x * float("nan")):
         wrong = {key: x.clone() for key, x in right.items()}
         wrong[name][b, h, at] = spoil(wrong[name][b, h, at])
-        worst, said = compare(samples, wrong, group=2)
+        worst, expected_text = compare(samples, wrong, group=2)
         assert worst > 1
-        assert [line.split()[0] for line in said] == [name]
+        assert [line.split()[0] for line in expected_text] == [name]
 
 
 def shifted_window(q: Tensor, k: Tensor, v: Tensor, *_: object, **options: object) -> Tensor:
@@ -161,8 +161,8 @@ def test_a_case_end_to_end(tmp_path: Path) -> None:
 
 
 def test_cases_prepare_in_processes_of_their_own(capfd: pytest.CaptureFixture[str]) -> None:
-    told: list[str] = []
-    session = bench_run.Session(CPU, {"torch": "x"}, budget_s=0.01, progress=told.append)
+    output: list[str] = []
+    session = bench_run.Session(CPU, {"torch": "x"}, budget_s=0.01, progress=output.append)
     work = find("window", "cpu")
     unknown = dataclasses.replace(work, case=dataclasses.replace(work.case, name="nowhere"))
     done = run_cases(session, [work, unknown, work], ["SDPA dense"], 3, limit_s=300)
@@ -177,7 +177,7 @@ def test_cases_prepare_in_processes_of_their_own(capfd: pytest.CaptureFixture[st
         (name, way, 2) for way in ("forward", "backward") for name in ("gossamer blocked", "SDPA dense (dense)")
     ]
     assert {row.versions["torch"] for row in rows} == {"x"}
-    assert "window: exact numbers" in told
+    assert "window: exact numbers" in output
     assert reason == "its process ended with 1"
     assert "case 'nowhere' is not one of" in capfd.readouterr().err
     assert list(run_cases(session, [work], [], 1, limit_s=0.01)) == [(work, "not done after 0 s")]
@@ -188,11 +188,11 @@ def ends(names: list[str]) -> None:
 
 
 def test_a_sweep_goes_on_when_a_process_that_compiles_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    session = bench_run.Session(CPU, {}, progress=told.append)
+    output: list[str] = []
+    session = bench_run.Session(CPU, {}, progress=output.append)
     monkeypatch.setattr(bench_processes, "_call_each", ends)
     bench_processes.warm(session, [find("window", "cpu")], 1)
-    assert told == ["a process that compiles in advance ended: cases compile one by one"]
+    assert output == ["a process that compiles in advance ended: cases compile one by one"]
 
 
 @pytest.mark.gpu
@@ -217,7 +217,7 @@ def test_a_case_on_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected_text"),
     [
         ([], "name a case or a --tag; cases for cpu: dense,"),
         (["no_such_case"], "no case or tag 'no_such_case' for cpu"),
@@ -226,11 +226,11 @@ def test_a_case_on_a_gpu(tmp_path: Path) -> None:
         (["window", "--device", "tpu"], "--device must be cpu or cuda"),
     ],
 )
-def test_bench_refuses_in_one_line(arguments: list[str], said: str) -> None:
+def test_bench_refuses_in_one_line(arguments: list[str], expected_text: str) -> None:
     device = [] if "--device" in arguments else ["--device", "cpu"]
     done = runner.invoke(app, ["bench", *arguments, *device])
     assert done.exit_code == 2
-    assert said in done.output
+    assert expected_text in done.output
 
 
 def test_the_listed_cases_are_those_of_the_device() -> None:
@@ -275,7 +275,7 @@ def test_types_stay_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("peer_ms", "said"),
+    ("peer_ms", "expected_text"),
     [
         (2.314, "2.31x as fast"),
         (1.0, "1x as fast"),
@@ -284,7 +284,7 @@ def test_types_stay_apart(tmp_path: Path) -> None:
         (1234.0, "1234x as fast"),
     ],
 )
-def test_the_table_says_who_is_faster(peer_ms: float, said: str) -> None:
+def test_the_table_says_who_is_faster(peer_ms: float, expected_text: str) -> None:
     from rich.console import Console
 
     rows = [Row("case", name, "forward", name == "rival", dtype="float32") for name in ("gossamer x", "rival")]
@@ -297,7 +297,7 @@ def test_the_table_says_who_is_faster(peer_ms: float, said: str) -> None:
         console.print(table(rows))
     shown = [[cell.strip() for cell in re.split("[│┃]", line)] for line in console.export_text().splitlines()]
     (rival,), (header,) = ([line for line in shown if word in line] for word in ("rival", "gossamer is"))
-    assert rival[header.index("gossamer is")] == said
+    assert rival[header.index("gossamer is")] == expected_text
     (ours,) = (line for line in shown if "gossamer x" in line)
     assert ours[header.index("gossamer is")] == ""
 
@@ -331,8 +331,8 @@ def test_the_default_file_is_checked_too(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "benchmarks").write_text("")
     done = runner.invoke(app, ["bench", "window", "--device", "cpu"])
     assert done.exit_code == 2
-    told = "gossamer: --out (by default) 'benchmarks/results/cpu.jsonl' cannot be written: Not a directory\n"
-    assert done.stderr == told
+    output = "gossamer: --out (by default) 'benchmarks/results/cpu.jsonl' cannot be written: Not a directory\n"
+    assert done.stderr == output
 
 
 def test_rows_are_not_added_to_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,15 +476,15 @@ def test_calls_take_turns() -> None:
         if order.count("c") > 4:
             raise RuntimeError("out of luck")
 
-    told = time_in_turns({"a": calls("a"), "b": calls("b"), "c": breaks}, CPU, budget_s=1.0, most=11)
+    output = time_in_turns({"a": calls("a"), "b": calls("b"), "c": breaks}, CPU, budget_s=1.0, most=11)
     # Two calls to begin with, and one in each round before those that count.
     assert order.count("a") == order.count("b") == 2 + ROUNDS + 11
     assert [name for at, name in enumerate(order) if at == 0 or order[at - 1] != name] == [*"abcabcbabab"]
     for name in "ab":
-        timing = told[name]
+        timing = output[name]
         assert isinstance(timing, Timing)
         assert timing.repeats == 11
-    assert str(told["c"]) == "out of luck"
+    assert str(output["c"]) == "out of luck"
 
 
 def test_slow_calls_are_made_as_often_as_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,10 +499,10 @@ def test_slow_calls_are_made_as_often_as_there_is_time(monkeypatch: pytest.Monke
 
     for budget, calls in ((0.001, 1), (0.045, 4)):
         count = 0
-        told = time_in_turns({"slow": slow}, CPU, budget_s=budget)["slow"]
-        assert isinstance(told, Timing)
-        assert told.repeats == count <= calls
-        assert told.p50 >= 10
+        output = time_in_turns({"slow": slow}, CPU, budget_s=budget)["slow"]
+        assert isinstance(output, Timing)
+        assert output.repeats == count <= calls
+        assert output.p50 >= 10
 
 
 def test_dilation_is_measured_against_the_plain_window() -> None:

@@ -66,7 +66,7 @@ def test_every_public_pattern_has_a_name_here() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected_text"),
     [
         ("SlidngWindow(3)", ["'SlidngWindow'", "did you mean SlidingWindow?", "column 1", "'SlidngWindow(3)'"]),
         ("Dense() | Windw(3)", ["'Windw'", "column 11", "accepted are CSR, BigBird"]),
@@ -97,12 +97,12 @@ def test_every_public_pattern_has_a_name_here() -> None:
         ("Dense() | " * 5000, ["at most 20000"]),
     ],
 )
-def test_a_wrong_pattern_says_what_and_where(text: str, said: list[str]) -> None:
+def test_a_wrong_pattern_says_what_and_where(text: str, expected_text: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
         parse_pattern(text)
     message = str(caught.value)
     assert "\n" not in message
-    for part in said:
+    for part in expected_text:
         assert part in message
 
 
@@ -280,7 +280,7 @@ def test_titles_are_not_clipped(pattern: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected_text"),
     [
         (["SlidngWindow(3)", "--q", "64", "--out", "a.png"], "unknown pattern 'SlidngWindow'"),
         (["Dense()", "--q", "64", "--out", "a.pdf"], "--out must name a .png file"),
@@ -289,17 +289,17 @@ def test_titles_are_not_clipped(pattern: str, tmp_path: Path) -> None:
         (["Dense()", "--q", "64", "--block-kv", "48", "--out", "a.png"], "block_kv"),
     ],
 )
-def test_show_refuses_with_one_line_and_code_2(arguments: list[str], said: str, tmp_path: Path) -> None:
+def test_show_refuses_with_one_line_and_code_2(arguments: list[str], expected_text: str, tmp_path: Path) -> None:
     arguments = [str(tmp_path / word) if word.startswith("a.") else word for word in arguments]
     shown = runner.invoke(app, ["show", *arguments])
     assert shown.exit_code == 2
-    assert said in shown.output
+    assert expected_text in shown.output
     assert "Traceback" not in shown.output
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected_text"),
     [
         (["shwo"], "No such command 'shwo'"),
         (["--nope"], "No such option: --nope"),
@@ -328,12 +328,12 @@ def test_show_refuses_with_one_line_and_code_2(arguments: list[str], said: str, 
         (["bench", "--budget", "long"], "'--budget': must be a number from 0.01 to 60, got 'long'"),
     ],
 )
-def test_a_wrong_command_line_is_one_line_and_code_2(arguments: list[str], said: str) -> None:
+def test_a_wrong_command_line_is_one_line_and_code_2(arguments: list[str], expected_text: str) -> None:
     done = runner.invoke(app, arguments, env={"COLUMNS": "80"})
     assert done.exit_code == 2
     assert done.stdout == ""
     assert done.stderr.startswith("gossamer: ") and done.stderr.count("\n") == 1
-    assert said in done.stderr
+    assert expected_text in done.stderr
     assert len(done.stderr) < 2500  # the names of cases and tags are all listed
 
 
@@ -427,10 +427,10 @@ def test_help_imports_nothing_heavy() -> None:
         "print([m for m in ('torch', 'matplotlib', 'scipy', 'triton') if m in sys.modules])"
     )
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    told = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, check=True
     )
-    assert told.stdout.strip() == "[]"
+    assert output.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(("module", "extra"), [("torch", "torch"), ("matplotlib", "plot")])

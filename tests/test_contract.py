@@ -25,7 +25,7 @@ from gossamer.plan.table import NAMES as IMPLEMENTATIONS
 from gossamer.plan.table import available, load
 from gossamer.testing import inputs, tolerance
 from gossamer.testing.cases import SMALL, Case
-from gossamer.torch.masks import words_of
+from gossamer.torch.mask_layouts import packed_mask_of
 
 no_compiler = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 
@@ -94,8 +94,8 @@ class Runs:
             return layout
         if implementation.layout == "dense":
             return e.mask
-        if implementation.layout == "words":
-            return words_of(e.mask, e.case.Q, e.case.K)
+        if implementation.layout == "packed_mask":
+            return packed_mask_of(e.mask, e.case.Q, e.case.K)
         block_q, block_kv = implementation.tile(e.problem)
         layout = cached_layout(
             e.pattern, e.case.Q, e.case.K, block_q=block_q, block_kv=block_kv, q_offset=e.terms.q_offset,
@@ -132,9 +132,9 @@ class TestNumbers(Runs):
         assert found[0].dtype == e.leaves[0].dtype and found[0].is_contiguous()
         assert found[1].dtype == (torch.float64 if dtype == "float64" else torch.float32)
         assert len(found) == (2 + len(e.leaves) if problem.backward else 2)
-        for what, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
+        for result, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
             assert actual.shape == exact.shape
-            tolerance.check(what, actual, exact, low)
+            tolerance.check(result, actual, exact, low)
         empty = e.exact[1] == -torch.inf
         assert (found[0][empty] == 0).all() and (found[1][empty] == -torch.inf).all()
         if problem.backward:
@@ -196,8 +196,8 @@ class TestStrides(Runs):
         layout = self.layout(implementation, e)
         with torch.no_grad():
             found = launches.forward(implementation, problem, layout, e.terms, q, k, v)
-        for what, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
-            tolerance.check(what, actual, exact, low)
+        for result, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
+            tolerance.check(result, actual, exact, low)
 
 
 @pytest.mark.parametrize("strides", inputs.STRIDES)
@@ -215,11 +215,11 @@ def test_strided_inputs(strides: str, device: str) -> None:
 
 def test_blocked_in_pieces_and_without_kept_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers when every list is cut, every run is a view, and masks are made on the fly."""
-    from gossamer.kernels.blocked import masks, plan
+    from gossamer.kernels.blocked import batches, tile_masks
 
-    monkeypatch.setattr(plan, "SCRATCH_BYTES", {"cpu": 1 << 15, "cuda": 1 << 15})
-    monkeypatch.setattr(plan, "VIEW_BYTES", 0)
-    monkeypatch.setattr(masks, "KEEP_BYTES", 0)
+    monkeypatch.setattr(batches, "SCRATCH_BYTES", {"cpu": 1 << 15, "cuda": 1 << 15})
+    monkeypatch.setattr(batches, "VIEW_BYTES", 0)
+    monkeypatch.setattr(tile_masks, "KEEP_BYTES", 0)
     for wanted in ("causal", "bigbird", "block_mask_by_head", "all_terms", "documents_by_batch", "empty_rows"):
         e = Exact(next(c for c in SMALL if c.name == wanted), "float64", "cpu")
         implementation = implementation_of("blocked")
@@ -247,7 +247,7 @@ def test_gradcheck() -> None:
 
 def test_names_and_availability() -> None:
     assert available("reference") == available("blocked") == []
-    with pytest.raises(ValueError, match="is not one of dense, hopper, triton, blocked, reference"):
+    with pytest.raises(ValueError, match="is not one of small, hopper, triton, blocked, reference"):
         load("nothing")
 
 

@@ -20,7 +20,7 @@ from gossamer.plan.estimate import Sample
 from gossamer.plan.plan import plan_of
 from gossamer.plan.problem import Problem, Unsupported
 from gossamer.plan.table import load
-from gossamer.torch.plan import Chip
+from gossamer.torch.planning import Chip
 
 pytest.importorskip("triton")
 
@@ -135,7 +135,7 @@ def test_every_number_of_a_gpu_is_found_again(command, monkeypatch: pytest.Monke
 
     def seconds(self, name: str, p: Problem, pattern: Pattern, tile: tuple[int, int] | int) -> float:
         known, sample, q_offset = costs_of(p), Sample(pattern, pattern._sizes(p.Q, p.K)), p.K - p.Q
-        start, join = (known.of_device(cost) for cost in ("start", "join"))
+        start, combine = (known.of_device(cost) for cost in ("start", "combine"))
         if isinstance(tile, int):
             choice = next(c for c in load(name).capability.gathers if c.block_q == tile and c.reads(p))
             cost, work = known.gather(name, choice), sample.gathers(tile)
@@ -145,8 +145,8 @@ def test_every_number_of_a_gpu_is_found_again(command, monkeypatch: pytest.Monke
             total = cost.pair * work.executed + cost.bits * work.bits + cost.row * p.Q
         if p.H != 4:
             return start + p.H * total
-        cut = name == "triton" and q_offset > 2048
-        return start + cost.step * work.longest / (1 + cut) + join * cut
+        split = name == "triton" and q_offset > 2048
+        return start + cost.step * work.longest / (1 + split) + combine * split
 
     monkeypatch.setattr(command.Bench, "seconds", seconds)
     monkeypatch.setattr(command.Bench, "bytes_a_second", lambda self: 4.35e12)

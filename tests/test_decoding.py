@@ -144,20 +144,20 @@ def test_what_goes_the_usual_way(kernel: list[int]) -> None:
 
 @pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 def test_explained(kernel: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few keys, which `dense` would take if there were more queries."""
-    from gossamer.kernels import dense
+    """A few keys, which `small` would take if there were more queries."""
+    from gossamer.kernels import small
 
-    monkeypatch.setattr(dense.Dense, "unavailable", lambda self: [])
-    limits = dataclasses.replace(dense.Dense.capability, devices=frozenset({"cpu"}), min_sm=None)
-    monkeypatch.setattr(dense.Dense, "capability", limits)
+    monkeypatch.setattr(small.Small, "unavailable", lambda self: [])
+    limits = dataclasses.replace(small.Small.capability, devices=frozenset({"cpu"}), min_sm=None)
+    monkeypatch.setattr(small.Small, "capability", limits)
     q, k, v = (x[:, :, :200] for x in list(caches())[-1])
-    told = gs.explain(q, k, v, gs.Causal())
-    assert told.implementation == "hopper"
-    assert told.reasons["dense"] == ["plans one query again for each number of keys"]
+    explanation = gs.explain(q, k, v, gs.Causal())
+    assert explanation.implementation == "hopper"
+    assert explanation.reasons["small"] == ["plans one query again for each number of keys"]
     gs.attention(q, k, v, gs.Causal())
     assert made() == 1 and len(kernel) == 1
-    assert gs.explain(q.expand(B, H, 2, D).contiguous(), k, v, gs.Causal()).implementation == "dense"
-    assert gs.explain(q[0], k[0], v[0], gs.Causal()).implementation == "dense"
+    assert gs.explain(q.expand(B, H, 2, D).contiguous(), k, v, gs.Causal()).implementation == "small"
+    assert gs.explain(q[0], k[0], v[0], gs.Causal()).implementation == "small"
 
 
 @pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))

@@ -83,7 +83,7 @@ def test_a_failing_process_gives_its_error_and_loses_nothing(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected_text"),
     [
         (["--heads", "3"], "--heads must be even"),
         (["--width", "30"], "--width must be a multiple"),
@@ -97,11 +97,11 @@ def test_a_failing_process_gives_its_error_and_loses_nothing(tmp_path: Path) -> 
     ],
 )
 def test_wrong_options_are_refused(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], expected_text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["--device", "cpu", "--out", str(tmp_path / "out"), *arguments])
-    assert said in capsys.readouterr().err
+    assert expected_text in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -12,10 +12,10 @@ from gossamer.patterns.reordered import ReorderedCSR
 from gossamer.testing.cases import SMALL
 from gossamer.testing.cases import Case as Named
 
-ROWS = tuple(WIDTHS)
+GROUP_SIZES = tuple(WIDTHS)
 
 
-@pytest.mark.parametrize("block_q", ROWS)
+@pytest.mark.parametrize("block_q", GROUP_SIZES)
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_a_layout_and_its_transpose_are_the_pattern(case: Named, block_q: int) -> None:
     pattern = case.pattern()
@@ -35,10 +35,10 @@ def test_builds_in_parts_give_the_same_lists(monkeypatch: pytest.MonkeyPatch) ->
     from gossamer.patterns import pairs
 
     pattern = (gs.PowerStrided(3, 5) | gs.BigBird(32)) & ~gs.Local(8)
-    whole = [build_gather(pattern, 700, 700, block_q=rows) for rows in ROWS]
+    whole = [build_gather(pattern, 700, 700, block_q=rows) for rows in GROUP_SIZES]
     for module in (gather, pairs):
         monkeypatch.setattr(module, "PAIRS_AT_ONCE", pairs.ROWS_AT_ONCE**2)
-    for rows, layout in zip(ROWS, whole, strict=True):
+    for rows, layout in zip(GROUP_SIZES, whole, strict=True):
         for part, all_of_it in (
             (build_gather(pattern, 700, 700, block_q=rows).rows, layout.rows),
             (build_gather(pattern, 700, 700, block_q=rows).columns, layout.columns),
@@ -77,7 +77,7 @@ def test_the_cheapest_layout_is_chosen_without_building_one() -> None:
     assert not cache._layouts
 
 
-@pytest.mark.parametrize("block_q", ROWS)
+@pytest.mark.parametrize("block_q", GROUP_SIZES)
 def test_estimates_of_short_sequences_are_exact(block_q: int) -> None:
     from gossamer.plan.estimate import Sample
 
@@ -111,7 +111,7 @@ def test_tree(nodes: int, prompt: int) -> None:
     assert np.array_equal(pattern.layout(nodes, nodes + prompt, block_q=32, block_kv=64).expand(), mask)
     assert np.array_equal((pattern & ~gs.Local(4)).layout(nodes, nodes + prompt, block_q=32, block_kv=64).expand(),
                           (pattern & ~gs.Local(4)).materialize(nodes, nodes + prompt))  # fmt: skip
-    for block_q in ROWS:
+    for block_q in GROUP_SIZES:
         assert np.array_equal(build_gather(pattern, nodes, nodes + prompt, block_q=block_q).expand(), mask)
     assert pattern.density(nodes, nodes + prompt) == pytest.approx(mask.mean())
     assert pattern == gs.Tree(torch.tensor(parents)) and hash(pattern) == hash(gs.Tree(parents))
@@ -126,7 +126,7 @@ def test_tree_in_a_cache_of_fixed_size(q_offset: int) -> None:
     pattern = gs.Tree(parents)
     assert np.array_equal(pattern.materialize(40, K, q_offset), mask)
     assert np.array_equal(pattern.layout(40, K, block_q=32, block_kv=32, q_offset=q_offset).expand(), mask)
-    for block_q in ROWS:
+    for block_q in GROUP_SIZES:
         assert np.array_equal(build_gather(pattern, 40, K, block_q=block_q, q_offset=q_offset).expand(), mask)
     q, k = torch.randn(2, 40, 8), torch.randn(2, K, 8)
     given = torch.from_numpy(mask)
@@ -169,9 +169,9 @@ def test_reordering_brings_neighbours_together_and_undoes_itself() -> None:
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(*results, strict=True))
     single = gs.attention(q[0, 0], k[0, 0], v[0, 0], ordered)
     assert torch.allclose(single, results[0][0][0, 0], atol=1e-12)
-    told = gs.explain(q, k, v, ordered)
-    assert told.density == pytest.approx(len(graph.indices) / N**2)
-    assert str(told) == str(gs.explain(q, k, v, ordered.handle)) and "rows of a reordered graph" in str(told)
+    explained = gs.explain(q, k, v, ordered)
+    assert explained.density == pytest.approx(len(graph.indices) / N**2)
+    assert str(explained) == str(gs.explain(q, k, v, ordered.handle)) and "rows of a reordered graph" in str(explained)
     with pytest.raises(ValueError, match="alibi_slopes must be None with a reordered pattern"):
         gs.attention(q, k, v, ordered, alibi_slopes=torch.ones(2))
     with pytest.raises(ValueError, match="as many rows as keys, got 1 and 3"):
@@ -264,21 +264,21 @@ def test_a_plan_takes_the_gather_layout_for_a_graph() -> None:
     from gossamer.plan.problem import Problem
     from gossamer.plan.table import load
     from gossamer.testing.graphs import random_graph
-    from gossamer.torch.plan import place
+    from gossamer.torch.planning import select_layout
 
     def plan_for(N: int, dtype: str) -> Plan:
         problem = Problem(1, 2, 2, N, N, 64, 64, dtype, "cuda", sm=90)
         return Plan(problem, (load("triton"),), ())  # type: ignore[arg-type]
 
-    def placed(pattern: gs.Pattern, N: int, dtype: str) -> object:
-        return place(plan_for(N, dtype), pattern, 0, torch.device("cpu")).layout
+    def layout_of(pattern: gs.Pattern, N: int, dtype: str) -> object:
+        return select_layout(plan_for(N, dtype), pattern, 0, torch.device("cpu")).layout
 
     graph, window = random_graph(20000, 8), gs.SlidingWindow(300)
     for dtype in ("bfloat16", "float32"):
-        layout = placed(graph, 20000, dtype)
+        layout = layout_of(graph, 20000, dtype)
         assert isinstance(layout, GatherLayout) and layout.block_q == 1 and layout.device == torch.device("cpu")
-        assert placed(graph, 20000, dtype) is layout
-        assert isinstance(placed(window, 4000, dtype), gs.BlockLayout)
+        assert layout_of(graph, 20000, dtype) is layout
+        assert isinstance(layout_of(window, 4000, dtype), gs.BlockLayout)
     plan = Plan(Problem(1, 2, 2, 20000, 20000, 64, 64, "bfloat16", "cuda", sm=90), (load("triton"),), ())  # type: ignore[arg-type]
     found = dict(ways(plan, graph, 0))
     assert next(iter(found)) == "triton gather 1" and "triton 64 x 64" in found

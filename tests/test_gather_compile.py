@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 from gossamer.kernels.relaunch import padded
 from gossamer.kernels.triton.compile import FLOATS, PLAIN, Report, argument_type, report
 from gossamer.kernels.triton.config import SHARED_MEMORY
-from gossamer.kernels.triton.gather import rows, tiles
+from gossamer.kernels.triton.gather import row_kernels, tile_kernels
 from gossamer.kernels.triton.gather.config import GATHERS, group_config, piece, row_config
 from gossamer.layouts.gather import WIDTHS
 
@@ -30,13 +30,13 @@ def compiled(direction: str, block_q: int, dtype: str, D: int, sm: int) -> Repor
         "H_FROM_GRID": True, "HAS_SLOTS": True, "SOFTCAP": False, "ALIBI": False, "SINK": False, "LENGTHS": False,
     }  # fmt: skip
     if block_q == 1:
-        kernel = getattr(rows, f"rows_{direction}_kernel")
+        kernel = getattr(row_kernels, f"rows_{direction}_kernel")
         chosen = row_config(direction, bits, D, D)  # type: ignore[arg-type]
         constants |= {"RP": chosen.items, "C": chosen.columns, "SD": piece(D, bits), "SE": piece(D, bits)}
         constants |= {f"stride_{name}n": D for name in ("qg" if direction == "dkdv" else "kv")}
         options = {"num_warps": chosen.warps, "num_stages": 1, "maxnreg": chosen.registers}
     else:
-        kernel = getattr(tiles, f"tiles_{direction}_kernel")
+        kernel = getattr(tile_kernels, f"tiles_{direction}_kernel")
         groups = group_config(direction, bits, D, D, block_q)  # type: ignore[arg-type]
         constants |= {"R": block_q, "C": WIDTHS[block_q], "PRECISION": groups.precision}
         options = {"num_warps": groups.warps, "num_stages": groups.stages}

@@ -11,7 +11,7 @@ from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper.launch.arguments import LOG2E
 from gossamer.kernels.hopper.launch.backward import query_gradient
 from gossamer.kernels.launch import Builder, operand_of
-from gossamer.kernels.rows import row_terms
+from gossamer.kernels.row_formulas import row_terms
 from gossamer.patterns import BigBird, Causal, SlidingWindow
 from gossamer.testing import tolerance
 from gossamer.torch.bind import bind
@@ -87,7 +87,7 @@ class TestPieces:
     @pytest.mark.parametrize("tile", [(64, 64), (64, 128), (128, 64), (192, 128)], ids=str)
     def test_dq_by_rows_of_other_tiles(self, tile: tuple[int, int]) -> None:
         """The forward is Triton's: it walks any tile."""
-        from gossamer.kernels.triton.block import launch as triton
+        from gossamer.kernels.triton.block import launch_block as triton
 
         for D in (64, 128):
             for pattern in (SlidingWindow(150, 40), BigBird(32), Causal()):

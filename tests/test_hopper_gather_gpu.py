@@ -66,8 +66,8 @@ def run(case: Case) -> tuple[Any, ...]:
     pattern = gs.BlockMask(mask.cpu().numpy(), 1)
     layout = build_gather(pattern, case.Q, case.K, block_q=64, q_offset=terms.q_offset).to("cuda")
     given = launch, problem, layout, terms
-    out, lse = launches.forward(*given, q, k, v, split=case.split)
-    gradients = launches.backward(*given, dout, dlse, q, k, v, out, lse, split=case.split)
+    out, lse = launches.forward(*given, q, k, v, split=case.limit)
+    gradients = launches.backward(*given, dout, dlse, q, k, v, out, lse, split=case.limit)
     return (mask, terms, (q, k, v, dout, dlse)), (out, lse, *gradients)
 
 
@@ -96,9 +96,9 @@ def forward(
     q, k, v = change(q, k, v)
     made = build_gather(gs.BlockMask(mask.cpu().numpy(), 1), case.Q, case.K, block_q=64, q_offset=terms.q_offset)
     layout = made.to("cuda")
-    out, lse = launches.forward(launch, problem, layout, terms, q, k, v, split=case.split)
+    out, lse = launches.forward(launch, problem, layout, terms, q, k, v, split=case.limit)
     again = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
-    launches.forward(launch, problem, layout, terms, q, k, v, split=case.split, into=again)
+    launches.forward(launch, problem, layout, terms, q, k, v, split=case.limit, into=again)
     for first, second in zip((out, lse), again, strict=True):
         torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
     return out, lse, (q, k, v), mask, terms

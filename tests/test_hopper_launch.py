@@ -295,9 +295,9 @@ def test_calls_in_graphs_have_counters_of_their_own(monkeypatch: pytest.MonkeyPa
     from gossamer.torch import memory
 
     cpu, pool = torch.device("cpu"), torch.zeros((2, memory.APART), dtype=torch.int32)
-    tickets = memory.slot(torch.int32, (1,), 0.0, cpu)
+    tickets = memory.stream_array(torch.int32, (1,), 0.0, cpu)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    slots = {(torch.int32, 0.0, cpu.index): memory._Slots(pool, iter(range(2)))}
+    slots = {(torch.int32, 0.0, cpu.index): memory._GraphArrays(pool, iter(range(2)))}
     monkeypatch.setattr(memory, "_of_graphs", slots)
     found = [tickets() for _ in range(3)]
     assert [x.shape for x in found] == [(1,)] * 3 and len({x.data_ptr() for x in found}) == 3

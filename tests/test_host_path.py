@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gossamer as gs
-from gossamer.torch import calls, operators, plan, request
+from gossamer.torch import calls, operators, planning, request
 
 
 class Seen(TorchDispatchMode):
@@ -135,9 +135,9 @@ def test_lists_belong_to_the_stream_that_made_them(monkeypatch: pytest.MonkeyPat
     """Another stream makes its own; a graph, which begins when all streams are done, takes what there is."""
     x, made, stream = torch.randn(1, 2, 64, 8), [], [7]
     layout = gs.SlidingWindow(9).layout(64, 64, block_q=32, block_kv=32).to("cpu")
-    make = plan.layout_from
-    monkeypatch.setattr(plan, "layout_from", lambda *given: made.append(stream[0]) or make(*given))
-    monkeypatch.setattr(plan, "_maker", lambda device: stream[0])
+    make = planning.layout_from
+    monkeypatch.setattr(planning, "layout_from", lambda *given: made.append(stream[0]) or make(*given))
+    monkeypatch.setattr(planning, "_maker", lambda device: stream[0])
     for now in (7, 7, None, 8, None, 8, 7):
         stream[0] = now
         gs.attention(x, x, x, layout)

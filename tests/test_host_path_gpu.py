@@ -221,7 +221,7 @@ def test_the_hopper_backward_allocates_gradients_and_large_workspaces(
 ) -> None:
     """Row terms and sums of dQ of more than 16 MiB; smaller ones lie in memory that waits for the next call."""
     needs("hopper", gradients=True)
-    monkeypatch.setattr(memory, "_rooms", {})  # those of other tests' streams may be all that there are
+    monkeypatch.setattr(memory, "_waiting", {})  # those of other tests' streams may be all that there are
     # A narrow window takes tiles of 64, whose dQ needs no sums; of 1500 causal positions columns are cut in parts.
     for pattern, n, deterministic, large in (
         (PATTERN, N, False, False), (PATTERN, N, True, False), (gs.Causal(), N, False, False),
@@ -263,8 +263,8 @@ def small(N: int, E: int, storage: str) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("name", "N", "pattern"),
     [
-        ("dense", SHORT, gs.Causal()),
-        ("dense", SHORT, gs.Dense()),
+        ("small", SHORT, gs.Causal()),
+        ("small", SHORT, gs.Dense()),
         ("hopper", SHORT, gs.Causal()),
         ("hopper", 1500, gs.Causal()),
         ("hopper", 1500, PATTERN),
@@ -313,7 +313,7 @@ def test_known_calls_compute_what_first_ones_do(name: str, N: int, pattern: gs.P
     assert len(calls.known) == (2 * known if storage == "shifted" else known)
 
 
-@pytest.mark.parametrize("name", ["dense", "hopper"])
+@pytest.mark.parametrize("name", ["small", "hopper"])
 def test_saved_tensors_may_come_back_with_other_strides(name: str) -> None:
     needs(name, gradients=True)
     q, k, v, dout = small(SHORT, D, "BNHD")
@@ -324,11 +324,11 @@ def test_saved_tensors_may_come_back_with_other_strides(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
-@pytest.mark.parametrize("name", ["dense", "hopper"])
+@pytest.mark.parametrize("name", ["small", "hopper"])
 def test_few_queries_are_known_too(name: str) -> None:
     """Decoding: the heads of a group are rows of one tile, and long lists are cut and merged."""
     needs(name)
-    q, k, v, _ = small(500 if name == "dense" else 2000, D, "BHND")
+    q, k, v, _ = small(500 if name == "small" else 2000, D, "BHND")
     q = q[:, :, :1].contiguous()
     forget_all()
     found = [gs.attention(q, k, v, gs.Causal(), implementation=name, return_lse=True) for _ in range(3)]

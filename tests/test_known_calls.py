@@ -10,6 +10,7 @@ import torch
 from call_cases import gradients, inputs
 
 import gossamer as gs
+from gossamer.kernels.launch import Vectors
 from gossamer.memo import Memo, forget_all
 from gossamer.plan.table import load
 from gossamer.torch import api, calls
@@ -60,13 +61,13 @@ def test_a_key_is_told_by_all_that_matters() -> None:
         "a bool is no number": (q, k, v, pattern, True, None, None, None, False),
         "offset": (q, k, v, pattern, None, 1, None, None, False),
         "mode": (q, k, v, pattern, None, None, None, None, True),
-        "lengths": (q, k, v, pattern, *options, (lengths, None, None)),
-        "type of lengths": (q, k, v, pattern, *options, (lengths.int(), None, None)),
-        "strides of lengths": (q, k, v, pattern, *options, (lengths.repeat(2)[::2], None, None)),
-        "sinks": (q, k, v, pattern, *options, (None, sinks, None)),
-        "gradient of sinks": (q, k, v, pattern, *options, (None, sinks.clone().requires_grad_(), None)),
-        "address of sinks": (q, k, v, pattern, *options, (None, torch.zeros(3)[1:], None)),
-        "slopes": (q, k, v, pattern, *options, (None, None, sinks)),
+        "lengths": (q, k, v, pattern, *options, Vectors(lengths)),
+        "type of lengths": (q, k, v, pattern, *options, Vectors(lengths.int())),
+        "strides of lengths": (q, k, v, pattern, *options, Vectors(lengths.repeat(2)[::2])),
+        "sinks": (q, k, v, pattern, *options, Vectors(sink_logits=sinks)),
+        "gradient of sinks": (q, k, v, pattern, *options, Vectors(sink_logits=sinks.clone().requires_grad_())),
+        "address of sinks": (q, k, v, pattern, *options, Vectors(sink_logits=torch.zeros(3)[1:])),
+        "slopes": (q, k, v, pattern, *options, Vectors(alibi_slopes=sinks)),
     }
     key = key_of(q, k, v, pattern, *options)
     assert key is not None and key == key_of(q.clone(), k.clone(), v.clone(), gs.SlidingWindow(5), *options)
@@ -79,8 +80,8 @@ def test_a_key_is_told_by_all_that_matters() -> None:
         (q, k, v, pattern, None, torch.tensor(0), None, None, False),
         (q, k, v, pattern, [1.0], None, None, None, False),
         (q, k, v.to_sparse(), pattern, *options),
-        (q, k, v, pattern, *options, (None, sinks.half(), None)),
-        (q, k, v, pattern, *options, (None, None, [0.1, 0.2])),
+        (q, k, v, pattern, *options, Vectors(sink_logits=sinks.half())),
+        (q, k, v, pattern, *options, Vectors(alibi_slopes=[0.1, 0.2])),
     ):
         assert key_of(*none) is None
 

@@ -68,8 +68,8 @@ def assert_known_calls_are_right(N: int, pattern: gs.Pattern, names: str, b: int
 @pytest.mark.parametrize(
     ("name", "N", "pattern"),
     [
-        ("dense", 40, gs.Causal()),
-        ("dense", 40, gs.Dense()),
+        ("small", 40, gs.Causal()),
+        ("small", 40, gs.Dense()),
         ("hopper", 700, gs.SlidingWindow(100)),
         ("hopper", 1500, gs.Causal()),
         ("triton", 700, gs.SlidingWindow(100)),

@@ -26,7 +26,7 @@ from gossamer.plan.table import NAMES, load
 from gossamer.torch import calls
 from gossamer.torch.bind import bind
 from gossamer.torch.functions import FUNCTIONS
-from gossamer.torch.masks import words_of
+from gossamer.torch.mask_layouts import packed_mask_of
 
 CPU = torch.device("cpu")
 VECTORS = {
@@ -59,7 +59,7 @@ def every_launch(direction: Direction) -> Iterator[tuple[str, Prepared]]:
             rows = {choice.block_q for choice in implementation.capability.gathers if choice.reads(problem)}
             layouts += [build_gather(pattern, N, N, block_q=n).to("cpu") for n in sorted(rows)]
         else:
-            layouts = [words_of(mask, N, N) if implementation.layout == "words" else mask.view(1, 1, N, N)]
+            layouts = [packed_mask_of(mask, N, N) if implementation.layout == "packed_mask" else mask.view(1, 1, N, N)]
         for layout in layouts:
             yield name, implementation.prepare(problem, layout, direction, Scoring(0.125, 0), operands)
 
@@ -181,7 +181,7 @@ def test_misaligned_inputs_have_a_launch_of_their_own(which: str) -> None:
 
 
 def test_what_cannot_be_read_in_place_is_copied_by_a_step() -> None:
-    implementation: Any = load("dense")
+    implementation: Any = load("small")
     if isinstance(implementation, str):
         pytest.skip(implementation)
     shape = (1, 2, 70, 16)

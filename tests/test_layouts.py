@@ -249,12 +249,12 @@ def test_cache_is_shared():
 def test_what_a_layout_holds_on_a_cpu_is_counted(pattern):
     """Its lists, and the masks that the blocked implementation keeps for it; equal intervals are counted apart."""
     torch = pytest.importorskip("torch")
-    from gossamer.kernels.blocked.plan import make_plan
+    from gossamer.kernels.blocked.batches import plan_batches
     from gossamer.layouts.cache import bytes_of
     from gossamer.plan.problem import Problem
 
     layout = build(pattern, 512, 512, block_q=64, block_kv=64).to("cpu")
-    masks = make_plan(layout, Problem(1, 1, 1, 512, 512, 8, 8, "float32", "cpu")).masks
+    masks = plan_batches(layout, Problem(1, 1, 1, 512, 512, 8, 8, "float32", "cpu")).masks
     assert isinstance(masks.kept, torch.Tensor) and masks.kept.nbytes > 0
     lists = sum(x.nbytes for x in layout.rows.arrays())
     alike = len(layout.rows.interval.indices) - len(masks.bounds)
@@ -345,9 +345,9 @@ def random_matrix(N, each=1):
 def test_a_random_matrix_is_laid_out_by_its_entries(monkeypatch):
     """Nearly every entry has a tile of its own: those that look alike are evaluated once, and none is held in full."""
     evaluated, peaks = [], []
-    words = gs.CSR.tile_words
+    tile_masks = gs.CSR.tile_masks
     monkeypatch.setattr(
-        gs.CSR, "tile_words", lambda self, grid, ti, tj: evaluated.append(len(ti)) or words(self, grid, ti, tj)
+        gs.CSR, "tile_masks", lambda self, grid, ti, tj: evaluated.append(len(ti)) or tile_masks(self, grid, ti, tj)
     )
     sizes = (2**17, 2**18)
     for N in sizes:

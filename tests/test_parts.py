@@ -15,24 +15,24 @@ from torch import Tensor
 
 import gossamer as gs
 from gossamer.memo import forget_all
-from gossamer.plan import split
+from gossamer.plan import partition
 from gossamer.plan.table import load
 from gossamer.testing.cases import Case
 
 
 def test_heads_as_views() -> None:
-    assert split.progressions([0, 2, 4, 5, 9]) == [(0, 3, 2), (5, 2, 4)]
+    assert partition.progressions([0, 2, 4, 5, 9]) == [(0, 3, 2), (5, 2, 4)]
     for group in (1, 2, 4):
         for members in ([0, 1, 2, 3, 4, 5, 6, 7], [0, 2, 4, 6], [1, 2, 3, 7], [4, 5, 6, 7], [0, 1, 4, 5]):
             seen = []
-            for h in split.head_runs(members, group):
+            for h in partition.head_runs(members, group):
                 assert h.number % h.key_number == 0
                 for n in range(h.number):
                     head = h.start + n * h.step
                     assert head // group == h.key_start + n // (h.number // h.key_number) * h.key_step
                     seen.append(head)
             assert sorted(seen) == members
-    assert len(split.head_runs([0, 2, 4, 6], 1)) == len(split.head_runs([2, 3, 4, 5], 2)) == 1
+    assert len(partition.head_runs([0, 2, 4, 6], 1)) == len(partition.head_runs([2, 3, 4, 5], 2)) == 1
 
 
 def parameters() -> list[Any]:
@@ -46,14 +46,14 @@ def parameters() -> list[Any]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize(("name", "device", "dtype"), parameters())
 def test_parts_are_exact(
-    name: str, device: str, dtype: str, case: Case, poison: None, always: list[split.Split]
+    name: str, device: str, dtype: str, case: Case, poison: None, always: list[partition.Partition]
 ) -> None:
     check(name, device, dtype, case, always)
 
 
 @pytest.mark.parametrize("name", ["longformer", "several", "longnet", "per_head_one_key_head", "odd_sizes"])
 def test_parts_of_kernels_that_write_16_bits_alone(
-    name: str, always: list[split.Split], monkeypatch: pytest.MonkeyPatch
+    name: str, always: list[partition.Partition], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As those of Hopper do: results go through tensors of the inputs' type where they are joined in float32."""
     blocked = load("blocked")
@@ -72,7 +72,7 @@ def test_parts_of_kernels_that_write_16_bits_alone(
     check("blocked", "cpu", "bfloat16", next(c for c in CASES if c.name == name), always)
 
 
-def test_calls_are_few(always: list[split.Split]) -> None:
+def test_calls_are_few(always: list[partition.Partition]) -> None:
     """All classes of equal size in one call, of every batch element where these lie at one stride."""
     seen = []
     blocked = load("blocked")
@@ -102,13 +102,13 @@ def test_no_class_that_has_queries_and_keys() -> None:
 
 def test_the_cheaper_way_is_taken_and_told() -> None:
     x = torch.randn(1, 2, 4096, 16)
-    told = gs.explain(x, x, x, gs.Dilated(15, 0, 16))
-    assert len(told.parts) == 1 and "16 views of plain windows" in told.parts[0]
-    assert "16 views of plain windows" in str(told)
+    explanation = gs.explain(x, x, x, gs.Dilated(15, 0, 16))
+    assert len(explanation.parts) == 1 and "16 views of plain windows" in explanation.parts[0]
+    assert "16 views of plain windows" in str(explanation)
     plain = gs.explain(x, x, x, gs.SlidingWindow(15))
     assert not plain.parts
-    assert told.useful_flops == pytest.approx(gs.Dilated(15, 0, 16).density(4096, 4096) * 4096**2 * 2 * 64)
-    assert told.executed_flops < 1.05 * plain.executed_flops
+    assert explanation.useful_flops == pytest.approx(gs.Dilated(15, 0, 16).density(4096, 4096) * 4096**2 * 2 * 64)
+    assert explanation.executed_flops < 1.05 * plain.executed_flops
     small = torch.randn(1, 2, 64, 16)
     assert not gs.explain(small, small, small, gs.Dilated(15, 0, 16)).parts
     assert not gs.explain(x, x, x, gs.Dilated(15, 0, 16), implementation="reference").parts
@@ -119,8 +119,8 @@ def test_the_cheaper_way_is_taken_and_told() -> None:
 def test_longest_part_first() -> None:
     x = torch.randn(1, 3, 8192, 16)
     pattern = gs.PerHead([gs.Dilated(15, 0, 64), gs.Dilated(255, 0, 16), gs.SlidingWindow(63)])
-    told = gs.explain(x, x, x, pattern)
-    assert "left=255" in told.parts[0] and len(told.parts) == 3
+    explanation = gs.explain(x, x, x, pattern)
+    assert "left=255" in explanation.parts[0] and len(explanation.parts) == 3
 
 
 def drawn(case: Case, device: str, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -154,7 +154,7 @@ def results(case: Case, leaves: list[Tensor], dout: Tensor, dlse: Tensor | None,
     ],
 )
 def test_repeated_calls_in_parts(
-    by: str, device: str, dtype: torch.dtype, name: str, always: list[split.Split]
+    by: str, device: str, dtype: torch.dtype, name: str, always: list[partition.Partition]
 ) -> None:
     """The same bits as those of first calls, of other inputs and gradients than were bound; none of these is held."""
     case = next(c for c in CASES if c.name == name)

@@ -24,7 +24,7 @@ class PytestBenchmarkWarning(pytest.PytestWarning):
 
 def pytest_configure(config):
     if config.getoption("dist", "no") != "no":
-        warnings.warn(PytestBenchmarkWarning({said!r}))
+        warnings.warn(PytestBenchmarkWarning({expected_text!r}))
 """
 TEST = """
 import warnings
@@ -43,9 +43,9 @@ DISABLED = (
 )
 
 
-@pytest.mark.parametrize(("said", "runs"), [(DISABLED, True), ("The plug-in has no benchmarks.", False)])
-def test_a_plug_in_that_disables_itself_under_xdist(said: str, runs: bool, tmp_path: Path) -> None:
-    (tmp_path / "plugin_that_warns.py").write_text(PLUGIN.format(said=said))
+@pytest.mark.parametrize(("expected_text", "runs"), [(DISABLED, True), ("The plug-in has no benchmarks.", False)])
+def test_a_plug_in_that_disables_itself_under_xdist(expected_text: str, runs: bool, tmp_path: Path) -> None:
+    (tmp_path / "plugin_that_warns.py").write_text(PLUGIN.format(expected_text=expected_text))
     (tmp_path / "test_one.py").write_text(TEST)
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
     options = ["-p", "no:cacheprovider", "-p", "plugin_that_warns", "-n", "1", str(tmp_path / "test_one.py")]
@@ -54,7 +54,7 @@ def test_a_plug_in_that_disables_itself_under_xdist(said: str, runs: bool, tmp_p
         [*command, *options], capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path,
         env=own | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
     )  # fmt: skip
-    told = done.stdout + done.stderr
-    assert ("INTERNALERROR" in told) == (not runs), told
+    output = done.stdout + done.stderr
+    assert ("INTERNALERROR" in output) == (not runs), output
     # Any other warning is an error still.
-    assert ("1 failed, 1 passed" in told and "UserWarning: of the test" in told) == runs, told
+    assert ("1 failed, 1 passed" in output and "UserWarning: of the test" in output) == runs, output

@@ -18,10 +18,10 @@ from torch import Tensor
 import gossamer as gs
 from gossamer.kernels.contract import Terms
 from gossamer.kernels.reference import oracle
-from gossamer.kernels.rows import compute_dtype
+from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.plan.problem import Unsupported
 from gossamer.testing import tolerance
-from gossamer.torch.masks import layout_of
+from gossamer.torch.mask_layouts import layout_of
 
 Draw = random.Random
 CALLS = 120  # of a test on a CPU
@@ -49,7 +49,7 @@ GPU = {
     "float16_terms": Kind("cuda", torch.float16, ((96, 40),), LONG[:4], (None,), TERMS, 25),
     "odd_sizes": Kind("cuda", torch.bfloat16, ((17, 23),), LONG[:4], (None,), (), 25),
     "wide": Kind("cuda", torch.float32, ((300, 520),), LONG[:4], (None,), (), 20),
-    "small": Kind("cuda", torch.bfloat16, ((128, 64),), (1, 26, 100, 129), (None, "dense"), TERMS, 40),
+    "small": Kind("cuda", torch.bfloat16, ((128, 64),), (1, 26, 100, 129), (None, "small"), TERMS, 40),
 }
 
 
@@ -120,7 +120,7 @@ def form_of(r: Draw, pattern: gs.Pattern, kept: Tensor, Q: int, K: int, device: 
     return layout.to(device) if form == "device layout" else layout
 
 
-def placed(where: str, x: Tensor) -> Tensor:
+def laid_out(where: str, x: Tensor) -> Tensor:
     """The values of x (B, heads, N, size), or of its first head, somewhere else."""
     if where == "positions first":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -172,17 +172,17 @@ def one_call(seed: int, kind: Kind = CPU) -> None:
     options["layout"] = "bshd" if bshd else "bhnd"
     if "key_lengths" in terms and seed % 2:
         options["key_lengths"] = terms["key_lengths"].tolist()
-    said = f"{seed}: {given if given is pattern else type(given)} of {pattern!r} {values} {places} {wanted} {options}"
+    shown = f"{seed}: {given if given is pattern else type(given)} of {pattern!r} {values} {places} {wanted} {options}"
     for _ in range(2):
         shapes = (B, H, Q, D), (B, G, K, D), (B, G, K, E)
         inputs = [torch.randn(s, dtype=torch.float64).to(kind.device, kind.dtype) for s in shapes]
-        q, k, v = (placed(where, x).requires_grad_(name in wanted)
+        q, k, v = (laid_out(where, x).requires_grad_(name in wanted)
                    for where, x, name in zip(places, inputs, "qkv", strict=True))  # fmt: skip
         turned = [x.transpose(1, 2) if bshd else x for x in (q, k, v)]
-        told = gs.explain(*turned, given, **options)
-        assert told.density == pytest.approx(float(kept.double().mean()), abs=1e-12), said
+        explained = gs.explain(*turned, given, **options)
+        assert explained.density == pytest.approx(float(kept.double().mean()), abs=1e-12), shown
         out, lse = gs.attention(*turned, given, return_lse=True, **options)
-        assert out.is_contiguous(), said
+        assert out.is_contiguous(), shown
         found = out.transpose(1, 2) if bshd else out, lse
         exact, low = oracle(q, k, v, kept, Terms(**values)), tolerance.plain(q, k, v, kept, Terms(**values))
         dout, dlse = torch.randn_like(found[0]), torch.randn_like(found[1])
@@ -201,7 +201,7 @@ def one_call(seed: int, kind: Kind = CPU) -> None:
                 largest = float(b.abs().nan_to_num(0.0, 0.0, 0.0).max())
                 score = steepest * farthest * max(1.0, largest)
                 most = 1e-9 + 8 * torch.finfo(wide).eps * score + torch.finfo(a.dtype).eps * largest
-            assert tolerance.error(a, b) <= most, f"{tolerance.error(a, b):.2e} over {most:.2e} by {told}\n{said}"
+            assert tolerance.error(a, b) <= most, f"{tolerance.error(a, b):.2e} over {most:.2e} by {explained}\n{shown}"
 
 
 @pytest.mark.parametrize("in_parts", [False, True])

@@ -124,11 +124,11 @@ def test_triton_sees_in_a_stand_in_what_it_sees_in_a_tensor(dtype: str) -> None:
     whole = torch.zeros(64, dtype=kind)
     for x in (whole, whole[1:]):
         known = operand_of(x)
-        assert specialised(relaunch._stands_for(Pointer(known.dtype, known.aligned))) == specialised(x)
+        assert specialised(relaunch._stand_in(Pointer(known.dtype, known.aligned))) == specialised(x)
     if kind.is_floating_point:
         x, block = torch.zeros(1, 2, 30, 64, dtype=kind), [1, 1, 16, 64]
-        told = Blocks(dtype, tuple(x.shape), x.stride(), tuple(block))
-        assert specialised(relaunch._stands_for(told)) == specialised(TensorDescriptor.from_tensor(x, block))
+        argument = Blocks(dtype, tuple(x.shape), x.stride(), tuple(block))
+        assert specialised(relaunch._stand_in(argument)) == specialised(TensorDescriptor.from_tensor(x, block))
 
 
 def test_addresses_of_a_whole_call(streams: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,8 +185,8 @@ def test_the_launch_tells_what_triton_compiles_for(change: str) -> None:
 
 def test_threads_share_one_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bound launch holds addresses of a schedule's tensors: one made at the same time must not take its place."""
-    from gossamer.kernels.triton.block import schedule as block
-    from gossamer.kernels.triton.gather import schedule as gather
+    from gossamer.kernels.triton.block import schedule_block as block
+    from gossamer.kernels.triton.gather import schedule_gather as gather
     from gossamer.layouts import build_gather
 
     pattern = gs.SlidingWindow(9) | gs.Dilated(3, 0, 40)
@@ -215,4 +215,4 @@ def test_threads_share_one_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with ThreadPoolExecutor(2) as pool:
             first, second = pool.map(lambda _: ask(), range(2))  # noqa: B023
-        assert first is second is ask() and first.cut.slots > 0
+        assert first is second is ask() and first.split_rows.slots > 0

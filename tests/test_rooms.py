@@ -50,7 +50,7 @@ FRAMEWORKS = {
     "kernels.contract": allowed(),
     "kernels.reference": allowed("torch"),
     "kernels.blocked": allowed("numpy torch"),
-    "kernels.dense": allowed("torch triton"),
+    "kernels.small": allowed("torch triton"),
     "kernels.triton": allowed("numpy torch triton"),
     "kernels.hopper": allowed("numpy torch cutlass tvm_ffi"),
     "torch": allowed("numpy torch", "rich"),

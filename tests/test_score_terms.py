@@ -185,7 +185,7 @@ def test_numbers_of_numpy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected_text"),
     [
         (
             {"scale": 1e39},
@@ -201,9 +201,9 @@ def test_numbers_of_numpy() -> None:
         ({"q_offset": -(10**5000)}, r"q_offset must be an integer over -2\*\*31"),
     ],
 )
-def test_what_float32_cannot_hold_is_refused(options: dict[str, Any], said: str) -> None:
+def test_what_float32_cannot_hold_is_refused(options: dict[str, Any], expected_text: str) -> None:
     for call in (gs.attention, gs.explain):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=expected_text):
             call(*inputs(), gs.Causal(), **options)
 
 
@@ -290,7 +290,7 @@ def test_hopper_leaves_wide_soft_caps_to_others() -> None:
 
 @pytest.mark.gpu
 @no_gpu
-@pytest.mark.parametrize("name", [None, "hopper", "triton", "dense", "blocked"])
+@pytest.mark.parametrize("name", [None, "hopper", "triton", "small", "blocked"])
 @pytest.mark.parametrize("pattern", [gs.Causal(), gs.SlidingWindow(300), gs.Dense(), *PARTS], ids=str)
 def test_lengths_on_a_gpu(pattern: gs.Pattern, name: str | None) -> None:
     """Lengths of every integer type and size, forward and backward, in bfloat16."""

@@ -81,10 +81,10 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(soak_run, "attention", off)
     for seed in seeds:
         assert soak.main(["--one", str(seed)]) == 1
-        said = capsys.readouterr().out
-        assert f"WRONG python benchmarks/soak.py --one {seed} --device cpu" in said
-        assert "out[" in said
-        assert "1 wrong" in said
+        message = capsys.readouterr().out
+        assert f"WRONG python benchmarks/soak.py --one {seed} --device cpu" in message
+        assert "out[" in message
+        assert "1 wrong" in message
 
 
 def plain(c: Any) -> bool:
@@ -101,7 +101,7 @@ def test_an_error_that_is_no_refusal_is_found(
     import soak_run
 
     seed = next(seed for seed in range(200) if plain(soak_calls.draw(seed, "cpu")))
-    for error, said in (
+    for error, message in (
         (RuntimeError("broken"), "RuntimeError: broken"),
         (ValueError("k is odd"), "refused: ValueError"),
     ):
@@ -111,7 +111,7 @@ def test_an_error_that_is_no_refusal_is_found(
 
         monkeypatch.setattr(soak_run, "attention", fails)
         assert soak.main(["--one", str(seed)]) == 1
-        assert said in capsys.readouterr().out
+        assert message in capsys.readouterr().out
 
 
 def crashes(pipe: Any, device: str) -> None:
@@ -126,9 +126,9 @@ def hangs(pipe: Any, device: str) -> None:
     time.sleep(600)
 
 
-@pytest.mark.parametrize(("target", "said"), [(crashes, "crashed: exit code 3"), (hangs, "took longer than 0 s")])
+@pytest.mark.parametrize(("target", "message"), [(crashes, "crashed: exit code 3"), (hangs, "took longer than 0 s")])
 def test_a_process_that_crashes_or_hangs_is_a_failure(
-    target: Any, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    target: Any, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the call that it was at."""
     import soak
@@ -138,4 +138,4 @@ def test_a_process_that_crashes_or_hangs_is_a_failure(
     assert (counts.calls, counts.wrong) == (1, 1)
     printed = capsys.readouterr().out
     assert "--one 7 --device cpu" in printed
-    assert said in printed
+    assert message in printed

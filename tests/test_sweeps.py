@@ -164,8 +164,8 @@ def test_the_last_row_counts_unless_a_peer_was_refused(tmp_path: Path) -> None:
 def test_ratios_are_of_the_last_run_in_turns() -> None:
     def row(way: str, turns: int | None, **ratios: float) -> dict:
         names = {"fa4": "FA4", "flash": "FlexAttention FLASH", "triton": "FlexAttention Triton"}
-        told = {names[name]: ratio for name, ratio in ratios.items()}
-        return asdict(Row("a", "gossamer x", way, False, dtype="bfloat16", turns=turns, ratios=told))
+        named_ratios = {names[name]: ratio for name, ratio in ratios.items()}
+        return asdict(Row("a", "gossamer x", way, False, dtype="bfloat16", turns=turns, ratios=named_ratios))
 
     rows = [
         row("forward", 3, fa4=2.0, flash=3.0, triton=2.5),

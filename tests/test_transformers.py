@@ -11,7 +11,7 @@ from transformers_models import DECODERS, OTHERS, VOCABULARY, WINDOW, hf, maskin
 
 import gossamer as gs
 from gossamer.integrations.transformers import explain, register
-from gossamer.integrations.transformers.masks import Mask
+from gossamer.integrations.transformers.attention_mask import Mask
 
 # 5.17 counts chunks from the first document on, and cannot make the static masks of Llama 4.
 CHUNKS_RESTART = hasattr(masking_utils, "remap_positions_for_packed_sequence")
@@ -418,7 +418,7 @@ def test_a_layer_without_a_mask() -> None:
 
 def test_a_mask_of_one_is_for_the_whole_batch() -> None:
     from gossamer.integrations.transformers.attending import attention_function
-    from gossamer.integrations.transformers.masks import make_mask
+    from gossamer.integrations.transformers.attention_mask import make_mask
 
     attend, module = attention_function(None), torch.nn.Module()
     q = torch.randn(3, 2, 5, 8)

@@ -14,7 +14,7 @@ from transformers_models import masking_utils as hf
 
 import gossamer as gs
 from gossamer.integrations.transformers import certificate, closures
-from gossamer.integrations.transformers.masks import Mask, make_mask
+from gossamer.integrations.transformers.attention_mask import Mask, make_mask
 
 TREES = 500
 
@@ -36,7 +36,7 @@ def dense(mask: Mask) -> np.ndarray:
     return kept
 
 
-def said(fn: Callable[..., Any], where: closures.Where, padding: torch.Tensor | None) -> np.ndarray:
+def expected(fn: Callable[..., Any], where: closures.Where, padding: torch.Tensor | None) -> np.ndarray:
     """(B, Q, K): what a mask function says of a list of all pairs."""
     shape = (where.B, where.Q, where.K)
     b, r, c = (torch.from_numpy(x.ravel()) for x in np.indices(shape))
@@ -112,7 +112,7 @@ def test_random_trees_of_closures_are_what_they_say() -> None:
         fn = tree(rng, B, n, 3)
         mask = make_mask(B, Q, K, where.q_offset, kv_offset, fn, padding)
         assert mask.where == where
-        np.testing.assert_array_equal(dense(mask), said(fn, where, padding), err_msg=repr(mask))
+        np.testing.assert_array_equal(dense(mask), expected(fn, where, padding), err_msg=repr(mask))
         evaluated += "Evaluated" in repr(mask)
     assert evaluated == 0  # every closure has a reader
 
@@ -237,7 +237,7 @@ def test_an_unknown_function_is_evaluated() -> None:
         whole = hf.and_masks(hf.sliding_window_overlay(4), fn)
         mask = make_mask(2, 5, 8, 3, 2, whole, None, use_vmap)
         assert "Evaluated" in repr(mask)
-        np.testing.assert_array_equal(dense(mask), said(whole, mask.where, None))
+        np.testing.assert_array_equal(dense(mask), expected(whole, mask.where, None))
     with pytest.raises(gs.Unsupported, match=r"<lambda> is not known to gossamer.*at most 67108864.*1 x 16384 x 16384"):
         make_mask(1, 2**14, 2**14, 0, 0, by_index)
     true = make_mask(1, 2**14, 2**14, 0, 0, hf.or_masks(hf.causal_mask_function, transformers_true()))

@@ -48,13 +48,14 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from gossamer.kernels.triton.join import ROWS, join_kernel
+from gossamer.kernels.triton.combine_results import combine_results_kernel
+from gossamer.kernels.triton.config import ROWS_OF_A_PROGRAM
 for kind, size in (("bf16", 128), ("fp16", 40), ("fp32", 256)):
-    constants = {"E": size, "BLOCK_E": max(64, size), "R": ROWS}
+    constants = {"E": size, "BLOCK_E": max(64, size), "R": ROWS_OF_A_PROGRAM}
     types = dict.fromkeys(("out", "part_out"), "*" + kind) | dict.fromkeys(("lse", "part_lse"), "*fp32")
-    signature = {name: types.get(name, "i32") for name in join_kernel.arg_names}
+    signature = {name: types.get(name, "i32") for name in combine_results_kernel.arg_names}
     signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(fn=join_kernel, signature=signature, constexprs=constants)
+    source = ASTSource(fn=combine_results_kernel, signature=signature, constexprs=constants)
     options = {"num_warps": 4, "enable_fp_fusion": True}
     made = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options)
     lines = made.asm["ptx"].splitlines()

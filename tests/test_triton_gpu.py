@@ -22,7 +22,7 @@ pytestmark = [
 
 LARGE = [
     Case("large-window", SlidingWindow(300), H=4, G=2, Q=2000, K=2000, D=128, E=128, tile=(128, 128)),
-    Case("large-bigbird", BigBird(64), H=4, G=4, Q=1900, K=1900, D=64, E=64, tile=(128, 128), split=4),
+    Case("large-bigbird", BigBird(64), H=4, G=4, Q=1900, K=1900, D=64, E=64, tile=(128, 128), limit=4),
     Case("large-causal", Causal(), H=2, G=2, Q=1000, K=1500, D=256, E=256, tile=(128, 128)),
     Case("large-random", 0.4, H=2, G=1, Q=1000, K=1000, D=96, E=192, tile=(128, 128)),
 ]
@@ -49,7 +49,7 @@ def test_descriptors(case: Case) -> None:
 
 @pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
 def test_two_runs_give_the_same_bits(case: Case) -> None:
-    from gossamer.kernels.triton.block import launch
+    from gossamer.kernels.triton.block import launch_block as launch
 
     problem, layout, _, terms, (q, k, v, dout, dlse) = make(dataclasses.replace(case, dtype=torch.bfloat16), "cuda")
     results = []

@@ -23,7 +23,7 @@ if INTERPRETING:
     def test_same_bits_with_and_without_work_items() -> None:
         import torch
 
-        from gossamer.kernels.triton.block import launch
+        from gossamer.kernels.triton.block import launch_block as launch
         from gossamer.layouts import BlockLayout
 
         case = next(case for case in CASES if case.name == "window-both-sides-batch")
@@ -38,19 +38,19 @@ if INTERPRETING:
         import torch
         from exact import within_nan
 
-        from gossamer.kernels.triton.block import launch
+        from gossamer.kernels.triton.block import launch_block as launch
 
         for name in ("window-both-sides-batch", "causal-split", "sink-split", "every-term"):
             case = next(case for case in CASES if case.name == name)
             problem, layout, _, terms, (q, k, v, dout, dlse) = make(case, "cpu")
-            split = {"split": case.split}
-            out, lse = forward(launch, problem, layout, terms, q, k, v, **split)
-            gradients = backward(launch, problem, layout, terms, dout, dlse, q, k, v, out, lse, **split)
+            limit = {"limit": case.limit}
+            out, lse = forward(launch, problem, layout, terms, q, k, v, **limit)
+            gradients = backward(launch, problem, layout, terms, dout, dlse, q, k, v, out, lse, **limit)
             plain = [out, lse, *gradients[:3]]
             room, found = zip(*(within_nan(x) for x in plain), strict=True)
             dlse = within_nan(dlse)[1].copy_(dlse)
-            forward(launch, problem, layout, terms, q, k, v, into=found[:2], **split)
-            backward(launch, problem, layout, terms, dout, dlse, q, k, v, *found[:2], into=found[2:], **split)
+            forward(launch, problem, layout, terms, q, k, v, into=found[:2], **limit)
+            backward(launch, problem, layout, terms, dout, dlse, q, k, v, *found[:2], into=found[2:], **limit)
             for x, given, around in zip(plain, found, room, strict=True):
                 assert torch.equal(given, x)
                 assert int(around.isnan().sum()) == around.numel() - x.numel()
@@ -60,7 +60,7 @@ if INTERPRETING:
         import torch
         from exact import within_nan
 
-        from gossamer.kernels.triton.block import launch
+        from gossamer.kernels.triton.block import launch_block as launch
 
         case = next(case for case in CASES if case.name == "every-term")
         problem, layout, mask, terms, inputs = make(case, "cpu")
@@ -88,7 +88,7 @@ if INTERPRETING:
         from exact import within_nan
 
         from gossamer.kernels.launch import Builder, operand_of
-        from gossamer.kernels.triton.join import join
+        from gossamer.kernels.triton.combine_results import combine_results
         from gossamer.torch.bind import bind
 
         torch.manual_seed(0)
@@ -103,7 +103,7 @@ if INTERPRETING:
         lse.copy_(lses[0])
         given = {"out": out, "lse": lse, "part_out": outs[1], "part_lse": lses[1]}
         b = Builder({name: operand_of(x) for name, x in given.items()})
-        join(b, *given)
+        combine_results(b, *given)
         bind(b.done(), torch.device("cpu"), tuple(given))(*given.values())
         weight = torch.softmax(torch.stack(lses).double(), 0).nan_to_num()[..., None]
         exact = weight[0] * outs[0].double() + weight[1] * outs[1].double()

@@ -44,7 +44,7 @@ if INTERPRETING:
     from exact import NAMES, Exact
     from launches import backward, forward
 
-    from gossamer.kernels.triton.wide import launch as wide
+    from gossamer.kernels.triton.wide import launch_wide as wide
 
     def check(case: Case, dtype: str, tile: tuple[int, int]) -> list[torch.Tensor]:
         e = Exact(case, dtype, "cpu")
@@ -56,8 +56,8 @@ if INTERPRETING:
         grads = backward(wide, e.problem, layout, e.terms, e.dout, e.dlse.float(), q, k, v, out, lse)
         found = [out, lse, *grads]
         assert len(found) == 2 + len(e.leaves)
-        for what, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
-            tolerance.check(what, actual, exact.detach(), low.detach())
+        for result, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
+            tolerance.check(result, actual, exact.detach(), low.detach())
         empty = e.exact[1] == -torch.inf
         assert (out[empty] == 0).all() and (lse[empty] == -torch.inf).all() and (grads[0][empty] == 0).all()
         return found
@@ -106,7 +106,7 @@ from triton.compiler import ASTSource
 from gossamer.kernels.triton.wide import kernels
 from gossamer.kernels.triton.compile import report
 from gossamer.kernels.triton.config import SHARED_MEMORY
-from gossamer.kernels.triton.wide.launch import product_step
+from gossamer.kernels.triton.wide.launch_wide import product_step
 
 sm = int(sys.argv[1])
 NONE = {"lengths", "slopes", "sinks"}

@@ -24,7 +24,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     current = [0]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] < 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: current[0], raising=False)
-    monkeypatch.setattr(memory, "_rooms", {})
+    monkeypatch.setattr(memory, "_waiting", {})
     yield current
 
 
@@ -55,28 +55,28 @@ def test_what_is_in_use_is_given_to_nobody(stream: list[int]) -> None:
     assert room is not None
     assert used(workspace)[0] != first.data_ptr()  # another thread's
     stream[0] = 7
-    other, (elsewhere, _) = workspace.take()
-    assert other is not None and elsewhere.data_ptr() != first.data_ptr()
+    other, (other_memory, _) = workspace.take()
+    assert other is not None and other_memory.data_ptr() != first.data_ptr()
     workspace.leave(room)
     workspace.leave(other)
-    assert used(workspace)[0] == elsewhere.data_ptr()
+    assert used(workspace)[0] == other_memory.data_ptr()
     stream[0] = -1  # a graph is captured
     found = [workspace.take() for _ in range(2)]
     assert all(x[0] is None for x in found) and found[0][1][0].data_ptr() != found[1][1][0].data_ptr()
 
 
 def test_little_is_kept(stream: list[int]) -> None:
-    large = Workspace(CPU, (memory.ROOM_BYTES // 4 + 1,))
+    large = Workspace(CPU, (memory.MOST_WAITING_BYTES // 4 + 1,))
     assert not large.small
     workspace = Workspace(CPU, *SHAPES)
-    for number in range(3 * memory.ROOMS):
+    for number in range(3 * memory.MOST_WAITING):
         stream[0] = number
         used(workspace)
-    assert len(memory._rooms) == memory.ROOMS
+    assert len(memory._waiting) == memory.MOST_WAITING
     for slots in range(1, 3 * memory.MOST_SHAPES):
         stream[0] = 0
         used(Workspace(CPU, (slots, 4)))
-    assert len(memory._rooms[None, 0].views) <= memory.MOST_SHAPES
+    assert len(memory._waiting[None, 0].views) <= memory.MOST_SHAPES
 
 
 @pytest.mark.gpu

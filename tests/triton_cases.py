@@ -36,7 +36,7 @@ class Case:
     lead: tuple[int, int] = (1, 1)
     scale: float | None = None
     terms: dict[str, Any] = field(default_factory=dict)
-    split: int | None = None
+    limit: int | None = None
     on_device: bool = False  # a layout of which the host knows nothing
     strided: bool = False  # inputs as (B, N, H, D) seen as (B, H, N, D)
 
@@ -47,24 +47,24 @@ TERMS = {"softcap": 1.5, "alibi": (0.1, 0.4), "sink": (0.5, -1.0)}
 CASES = [
     Case("dense", Dense(), K=130),
     Case("causal", Causal()),
-    Case("causal-split", Causal(), split=1, tile=(32, 32)),
+    Case("causal-split", Causal(), limit=1, tile=(32, 32)),
     Case("causal-more-queries", Causal(), Q=150, K=97),
     Case("window-half", SlidingWindow(40), dtype=torch.float16, G=1),
     Case("window-both-sides-batch", SlidingWindow(20, 10), B=2, G=1),
     Case("window-on-device", SlidingWindow(40), on_device=True),
-    Case("bigbird", BigBird(32, random_blocks=1), Q=190, K=190, split=2),
+    Case("bigbird", BigBird(32, random_blocks=1), Q=190, K=190, limit=2),
     Case("dilated", Dilated(5, 0, 7), Q=190, K=190),
     Case("document-per-batch", Document(np.repeat([[0, 1, 2], [3, 3, 4]], 50, axis=1)), B=2, Q=150, K=150),
-    Case("per-head", PerHead([SlidingWindow(30), Dilated(4, 0, 5)]), split=1),
+    Case("per-head", PerHead([SlidingWindow(30), Dilated(4, 0, 5)]), limit=1),
     Case("per-head-grouped", PerHead([SlidingWindow(30), Dilated(4, 0, 5)]), G=1),
     Case("random", 0.3, D=20, E=33, Q=101, K=67),
-    Case("random-per-batch-and-head", 0.2, B=2, lead=(2, 2), split=1, Q=70, K=90),
+    Case("random-per-batch-and-head", 0.2, B=2, lead=(2, 2), limit=1, Q=70, K=90),
     Case("random-grouped-lists", 0.2, B=2, G=1, lead=(2, 2), Q=70, K=90),
     Case("empty-rows", 0.01, Q=90, K=70),
     Case("nothing-kept", 0.0, Q=40, K=40),
     Case("head-sizes", Causal(), D=1, E=80, Q=40, K=40),
     Case("large-heads", Causal(), D=72, E=256, Q=40, K=40, H=1, G=1, dtype=torch.float16),
-    Case("one-query", Causal(), Q=1, K=200, tile=(32, 64), split=1),
+    Case("one-query", Causal(), Q=1, K=200, tile=(32, 64), limit=1),
     Case("uneven-tiles", 0.4, tile=(96, 32), Q=100, K=100),
     Case("strided", SlidingWindow(40), strided=True, G=1),
     Case("negative-scale", Causal(), scale=-0.3, Q=70, K=70),
@@ -72,9 +72,9 @@ CASES = [
     Case("softcap", SlidingWindow(40), terms={"softcap": 1.5}),
     Case("alibi", Causal(), terms={"alibi": (0.1, 0.4)}, Q=70, K=90),
     Case("sink", 0.05, terms={"sink": (0.5, -1.0)}, Q=70, K=90),
-    Case("sink-split", Causal(), terms={"sink": (0.5, -torch.inf)}, split=1, Q=70, K=90, tile=(32, 32)),
+    Case("sink-split", Causal(), terms={"sink": (0.5, -torch.inf)}, limit=1, Q=70, K=90, tile=(32, 32)),
     Case("lengths", Dense(), B=2, terms={"lengths": (100, 0)}),
-    Case("lengths-bits", 0.3, B=2, terms={"lengths": (150, 33)}, split=1),
+    Case("lengths-bits", 0.3, B=2, terms={"lengths": (150, 33)}, limit=1),
     Case("every-term", SlidingWindow(60), B=2, G=1, terms=TERMS | {"lengths": (150, 70)}, dtype=torch.float16),
     Case("offset", Causal(), terms={"q_offset": 3, "alibi": (0.1, 0.4)}, Q=70, K=90),
 ]
@@ -126,11 +126,11 @@ def expected(mask: torch.Tensor, terms: Terms, inputs: list[torch.Tensor]) -> di
 
 def check(case: Case, device: str, tiles: TileConfig | None = None) -> None:
     """Forward and backward of a case against float64, with `tiles` instead of the shipped configurations."""
-    from gossamer.kernels.triton.block import launch
+    from gossamer.kernels.triton.block import launch_block as launch
 
     problem, layout, mask, terms, inputs = make(case, device)
     q, k, v, dout, dlse = inputs
-    options: dict[str, Any] = {"tiles": tiles, "split": case.split}
+    options: dict[str, Any] = {"tiles": tiles, "limit": case.limit}
     out, lse = forward(launch, problem, layout, terms, q, k, v, **options)
     gradients = backward(launch, problem, layout, terms, dout, dlse, q, k, v, out, lse, **options)
     compare(case, mask, terms, inputs, (out, lse, *gradients))

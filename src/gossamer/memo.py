@@ -83,6 +83,16 @@ class Memo(Generic[Value]):
         entry.referenced = True
         return entry.value
 
+    def get_or_make(
+        self, key: Hashable, make: Callable[[], Value], size: Callable[[Value], int] | None = None
+    ) -> Value:
+        """The value of a key; where there is none it is made, and kept with its `size` in bytes."""
+        found = self.get(key)
+        if found is None:
+            made = make()
+            found = self.put(key, made, 0 if size is None else size(made))
+        return found
+
     def put(self, key: Hashable, value: Value, size: int = 0) -> Value:
         """Keep a value that holds `size` bytes; returns what is kept, which is an earlier one if there is one."""
         with self._lock:

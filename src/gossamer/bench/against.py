@@ -34,6 +34,7 @@ from gossamer.bench.run import attend
 from gossamer.bench.workload import chosen
 from gossamer.kernels.hopper.store import DIRECTORY, directory
 from gossamer.patterns import Pattern
+from gossamer.plan.table import RENAMED
 from gossamer.testing.cases import Case
 from gossamer.testing.inputs import Inputs
 
@@ -109,8 +110,8 @@ def _check_out(commit: str, folder: Path) -> str:
         except OSError as error:
             raise ValueError(f"{accepted}; git cannot be run: {error}") from None
         if done.returncode:
-            told = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
-            raise ValueError(f"{accepted}; git says: {told[-1]}")
+            message = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+            raise ValueError(f"{accepted}; git says: {message[-1]}")
         return done.stdout
 
     root = Path(git("rev-parse", "--show-toplevel").decode().strip())
@@ -119,6 +120,13 @@ def _check_out(commit: str, folder: Path) -> str:
     archive.write_bytes(git("archive", "--format=tar", found, INSIDE, where=root))
     _extract(archive, folder)
     return found
+
+
+def name_among(names: Sequence[str], implementation: str | None) -> str | None:
+    """What a version whose implementations have these names calls one: as it is called now, or as before."""
+    if implementation in names:
+        return implementation
+    return next((old for old, new in RENAMED.items() if new == implementation), implementation)
 
 
 class Version:
@@ -136,6 +144,10 @@ class Version:
     def load(self, module: str) -> Any:
         """One of its modules, imported when first asked for."""
         return importlib.import_module(f"{self.name}.{module}")
+
+    def named(self, implementation: str | None) -> str | None:
+        """What the version calls an implementation."""
+        return name_among(self.load("plan.table").NAMES, implementation)
 
     def pattern(self, case: Case) -> Pattern:
         """The pattern of the version's own case of that name.
@@ -187,6 +199,7 @@ class _Loader(SourceFileLoader):
 
 def against(version: Version, case: Case, implementation: str | None) -> Peer:
     """The version on a case, in the form of a peer."""
+    implementation = version.named(implementation)
 
     @cache
     def pattern() -> Pattern:

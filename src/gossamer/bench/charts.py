@@ -38,16 +38,16 @@ def _breakeven(rows: list[Record]) -> Any:
     curves = [kind for kind in KINDS if kind != "tree"]  # which is one size
     figure, axes = plt.subplots(2, len(curves), figsize=(15, 7.4), layout="constrained", sharey="row")
     for column, kind in enumerate(curves):
-        for row, (what, unit) in enumerate((("device_ms", "device time"), ("call_ms", "host time of a call"))):
+        for row, (measured, unit) in enumerate((("device_ms", "device time"), ("call_ms", "host time of a call"))):
             axis = axes[row, column]
             densities = sorted({d for k, _, d in map(point, rows) if k == kind}, reverse=True)
             for density, colour in zip(densities, COLOURS, strict=False):
-                mine = series(rows, what, "gossamer", kind, density)
+                mine = series(rows, measured, "gossamer", kind, density)
                 axis.plot(*_xy(mine), color=colour, marker="o", ms=3, label=f"gossamer, {100 * density:g} %")
                 if kind == "csr":
-                    axis.plot(*_xy(series(rows, what, "torch.sparse", kind, density)), color=colour, ls=":")
-            axis.plot(*_xy(series(rows, what, DENSE_OF[kind])), color="black", lw=1.6, label=DENSE_OF[kind])
-            axis.plot(*_xy(series(rows, what, "materialised")), color="grey", ls="--", lw=1.2, label="materialised")
+                    axis.plot(*_xy(series(rows, measured, "torch.sparse", kind, density)), color=colour, ls=":")
+            axis.plot(*_xy(series(rows, measured, DENSE_OF[kind])), color="black", lw=1.6, label=DENSE_OF[kind])
+            axis.plot(*_xy(series(rows, measured, "materialised")), color="grey", ls="--", lw=1.2, label="materialised")
             axis.set(xscale="log", yscale="log", xlabel="positions", title=kind if row == 0 else "")
             axis.grid(alpha=0.3)
             if column == 0:

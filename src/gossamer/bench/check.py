@@ -86,10 +86,10 @@ class Oracle:
         return (b if Bp > 1 else 0), (h if Hp > 1 else 0)
 
     def _kept_rows(self, b: int, h: int, rows: Tensor) -> Tensor:
-        held = rows.cpu().numpy()
-        key = (*self._own(b, h), held.tobytes())
+        row_ids = rows.cpu().numpy()
+        key = (*self._own(b, h), row_ids.tobytes())
         if key not in self._kept:
-            self._kept[key] = self.kept(b, h, held, np.arange(self.inputs.k.shape[2]))
+            self._kept[key] = self.kept(b, h, row_ids, np.arange(self.inputs.k.shape[2]))
         return self._kept[key]
 
     def _chunks(

@@ -97,14 +97,14 @@ def verdict(found: Sequence[Pair], tags: dict[str, frozenset[str]]) -> list[str]
     rows = by_row(found)
     lines = []
     for tag in sorted({tag for runs in rows for tag in tags[runs[0].now.case]}):
-        ratios = [pair.ratio for runs in rows if tag in tags[runs[0].now.case] for pair in runs]
-        within = "within" if mean(ratios) <= TAG_LIMIT else "SLOWER than"
-        lines.append(f"{tag}: {mean(ratios):.4f}, the geometric mean of {len(ratios)} ratios, {within} {TAG_LIMIT}")
+        listed = [pair.ratio for runs in rows if tag in tags[runs[0].now.case] for pair in runs]
+        within = "within" if mean(listed) <= TAG_LIMIT else "SLOWER than"
+        lines.append(f"{tag}: {mean(listed):.4f}, the geometric mean of {len(listed)} ratios, {within} {TAG_LIMIT}")
     if rows:
         # A row counts as slow by the run in which it was least so: the others may have been disturbed.
         slowest = max(rows, key=lambda runs: min(pair.ratio for pair in runs))
-        told = ", ".join(f"{pair.ratio:.4f}" for pair in slowest)
-        lines.append(f"slowest row: {slowest[0].name} ({told})")
+        shown = ", ".join(f"{pair.ratio:.4f}" for pair in slowest)
+        lines.append(f"slowest row: {slowest[0].name} ({shown})")
         slow = [runs for runs in rows if min(pair.ratio for pair in runs) > ROW_LIMIT]
         runs = max(map(len, rows))
         lines.append(

@@ -55,10 +55,10 @@ def graph_mask(graph: gossamer.CSR, Q: int, K: int, device: torch.device) -> Any
         raise ValueError(f"a mask function of this graph would read {size / 2**30:.1f} GiB of bits")
     row = torch.from_numpy(np.repeat(np.arange(Q), np.diff(graph.indptr))).to(device)
     column = torch.from_numpy(graph.indices.astype(np.int64)).to(device)
-    words = torch.zeros(Q * width, dtype=torch.int32, device=device)
+    packed = torch.zeros(Q * width, dtype=torch.int32, device=device)
     bit = torch.ones_like(column, dtype=torch.int32) << (column % WORD).int()
-    words.index_add_(0, row * width + column // WORD, bit)  # no pair is listed twice: a sum of bits is their union
-    bits = words.view(Q, width)
+    packed.index_add_(0, row * width + column // WORD, bit)  # no pair is listed twice: a sum of bits is their union
+    bits = packed.view(Q, width)
     tiles, columns = -(-Q // BLOCK), -(-K // BLOCK)
     pairs = torch.bincount(row // BLOCK * columns + column // BLOCK, minlength=tiles * columns)
     pairs = pairs.view(1, 1, tiles, columns)

@@ -78,20 +78,20 @@ def _answers(session: Session, children: Sequence[Child], wanted: str, limit_s: 
     waiting = {child.pipe: child for child in children}
     deadline = time.monotonic() + limit_s
     while waiting:
-        heard = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-        if not heard:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
             break
-        for pipe in heard:
+        for pipe in ready:
             assert isinstance(pipe, Connection)
             try:
-                kind, told = pipe.recv()
+                kind, result = pipe.recv()
             except (EOFError, ConnectionResetError):
                 waiting.pop(pipe).process.join()
                 continue
             if kind == wanted:
-                found[waiting.pop(pipe)] = told
+                found[waiting.pop(pipe)] = result
             else:
-                session.progress(told)
+                session.progress(result)
     return found
 
 

@@ -85,13 +85,13 @@ def commit() -> str:
     """The commit of the checkout that the package runs from, "+" when its files differ; "unknown" outside one."""
     here = Path(__file__).parent
     try:
-        told = subprocess.run(
+        done = subprocess.run(
             ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"],
             cwd=here, capture_output=True, text=True, timeout=10, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
-    return told.stdout.strip() or "unknown"
+    return done.stdout.strip() or "unknown"
 
 
 def append_rows(rows: list[Row], path: Path) -> None:

@@ -68,9 +68,9 @@ class Entry:
 
     def refuse(self, error: Exception, *directions: Direction) -> None:
         """Nothing an implementation does ends the run: it is refused or failed, with the reason."""
-        told = str(error) if isinstance(error, Refusal | gossamer.Unsupported) else first_line(error)
+        reason = str(error) if isinstance(error, Refusal | gossamer.Unsupported) else first_line(error)
         for direction in directions or DIRECTIONS:
-            self.rows[direction].fail("refused" if self.rows[direction].peer else "failed", told)
+            self.rows[direction].fail("refused" if self.rows[direction].peer else "failed", reason)
 
 
 @dataclass
@@ -217,10 +217,10 @@ def _time(session: Session, ready: Ready, group: list[Entry], direction: Directi
             calls[entry.peer.name] = _start(entry.prepared, ready.inputs, direction)
         except Exception as error:
             entry.refuse(error, direction)
-    told = time_in_turns(calls, session.device, budget_s=session.budget_s)
-    timed = sum(isinstance(timing, Timing) for timing in told.values())  # one that broke off took no part
+    timings = time_in_turns(calls, session.device, budget_s=session.budget_s)
+    timed = sum(isinstance(timing, Timing) for timing in timings.values())  # one that broke off took no part
     for entry in group:
-        timing = told.get(entry.peer.name)
+        timing = timings.get(entry.peer.name)
         if isinstance(timing, Exception):
             entry.refuse(timing, direction)
         elif timing is not None:
@@ -302,5 +302,5 @@ def _own_process(session: Session, work: Workload, rows: list[Row], peer: Peer) 
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             row.fail("failed", f"the process that measures memory ended with {done.returncode}: {last}")
             continue
-        told = json.loads(done.stdout)
-        row.set_memory(told["beyond"], told["counted"], told["rss"])
+        found = json.loads(done.stdout)
+        row.set_memory(found["beyond"], found["counted"], found["rss"])

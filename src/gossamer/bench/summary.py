@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 
 from gossamer.bench.results import Record, read_records
+from gossamer.plan.table import RENAMED
 
 KINDS = ("window", "bigbird", "dilated", "csr", "tree")
 # The dense attention that a kind is held against: of the same causality.
@@ -20,10 +21,14 @@ RIVALS = ("plain window", "FA4", "FlexAttention", "cuDNN", "SDPA dense", "torch.
 def read(path: Path) -> list[Record]:
     """The last row of every case, type, implementation (without its note) and direction.
 
-    A peer that was refused keeps the row of a run before: memory may have been another's that day.
+    A peer that was refused keeps the row of a run before: memory may have been another's that day. What gossamer took
+    is called as it is now.
     """
     found: dict[tuple[str, str, str, str], Record] = {}
     for row in read_records(path):
+        name, _, taken = row["implementation"].partition(" ")
+        if name == "gossamer" and taken in RENAMED:
+            row["implementation"] = f"{name} {RENAMED[taken]}"
         key = row["case"], row["dtype"], name_of(row), row["direction"]
         if row["status"] != "refused" or key not in found:
             found[key] = row
@@ -47,15 +52,15 @@ def point(row: Record) -> tuple[str, int, float]:
 
 
 def series(
-    rows: Iterable[Record], what: str, name: str, kind: str | None = None, density: float | None = None
+    rows: Iterable[Record], measured: str, name: str, kind: str | None = None, density: float | None = None
 ) -> dict[int, float]:
     """A number of one implementation by positions, ascending; of any pattern, the newest, where no kind is given."""
     found = {}
     for row in sorted(rows, key=lambda row: row["time"]):
         own_kind, N, own_density = point(row)
         same = kind in (None, own_kind) and density in (None, own_density)
-        if same and name_of(row) == name and row[what] is not None:
-            found[N] = row[what]
+        if same and name_of(row) == name and row[measured] is not None:
+            found[N] = row[measured]
     return dict(sorted(found.items()))
 
 

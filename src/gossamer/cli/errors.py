@@ -48,9 +48,9 @@ def _one_line() -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        told: Any = error
-        place = "" if told.ctx is None else f" ({told.ctx.command_path} --help tells more)"
-        _say(shorten(told.format_message().rstrip("."), 2 * LONGEST) + place)
+        message: Any = error
+        place = "" if message.ctx is None else f" ({message.ctx.command_path} --help tells more)"
+        _say(shorten(message.format_message().rstrip("."), 2 * LONGEST) + place)
         raise typer.Exit(2) from None
     except Refused as error:
         _say(str(error))

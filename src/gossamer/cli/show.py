@@ -222,8 +222,8 @@ def tile_picture(layout: BlockLayout, b: int, h: int) -> np.ndarray:
     visited = share.sum(0)
     mixed = np.einsum("krc,kx->rcx", share, _palette()) / np.maximum(visited, 1)[..., None]
     # A bin with a single visited tile still shows: from 35 % of the colour up.
-    held = (np.diff([*range(0, tiles, size), tiles]) for tiles, size in zip(_grid(layout), each, strict=True))
-    strength = np.where(visited > 0, 0.35 + 0.65 * visited / np.outer(*held), 0.0)[..., None]
+    sizes = (np.diff([*range(0, tiles, size), tiles]) for tiles, size in zip(_grid(layout), each, strict=True))
+    strength = np.where(visited > 0, 0.35 + 0.65 * visited / np.outer(*sizes), 0.0)[..., None]
     return 1 - strength * (1 - mixed)
 
 

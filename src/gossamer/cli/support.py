@@ -20,7 +20,7 @@ def support_table() -> str:
     limits = [found.capability for found in loaded.values() if not isinstance(found, str)]
     lines = ["| | " + " | ".join(f"`{name}`" for name in NAMES) + " |"]
     lines.append("|---" * (len(limits) + 1) + "|")
-    for title, cell in ROWS:
+    for title, cell in TABLE_ROWS:
         lines.append(f"| {title} | " + " | ".join(cell(limit) for limit in limits) + " |")
     return "\n".join(lines) + "\n"
 
@@ -63,7 +63,7 @@ def head_sizes(limit: Capability) -> str:
     return f"1 to {limit.max_head_dim}{narrower}"
 
 
-ROWS = (
+TABLE_ROWS = (
     ("devices", _devices),
     ("types", lambda limit: ", ".join(sorted(limit.dtypes))),
     ("head sizes D, E", head_sizes),

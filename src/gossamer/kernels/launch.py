@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 Direction = Literal["forward", "backward"]
-VECTORS = ("key_lengths", "sink_logits", "alibi_slopes")  # the tensors among the score terms, in the order of a call
 RESULTS: dict[Direction, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
-GIVEN: dict[Direction, tuple[str, ...]] = {
+INPUTS: dict[Direction, tuple[str, ...]] = {
     "forward": ("q", "k", "v"), "backward": ("dout", "dlse", "q", "k", "v", "out", "lse"),
 }  # fmt: skip
 Shape = tuple[int, ...]
@@ -25,8 +24,19 @@ BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bflo
 
 
 def compute_dtype(dtype: str) -> str:
-    """The type of the arithmetic and of lse, by name; `kernels.rows.compute_dtype` gives it for a tensor's dtype."""
+    """The type of the arithmetic and of lse, by name; `kernels.row_formulas` has it for a tensor's dtype."""
     return "float64" if dtype == "float64" else "float32"
+
+
+class Vectors(NamedTuple):
+    """The tensors among the score terms, in the order of a call; None for those that it has not."""
+
+    key_lengths: Any = None  # (B,)
+    sink_logits: Any = None  # (H,)
+    alibi_slopes: Any = None  # (H,)
+
+
+VECTORS, NO_VECTORS = Vectors._fields, Vectors()
 
 
 class Operand(NamedTuple):
@@ -334,14 +344,14 @@ def one_function(
 ) -> Prepared:
     """The launch of an implementation whose directions are one function of the framework each.
 
-    `kernel(direction, problem, scoring)` of the implementation gives it. It takes what `GIVEN` lists, then the layout
+    `kernel(direction, problem, scoring)` of the implementation gives it. It takes what `INPUTS` lists, then the layout
     and the `VECTORS`, None for each that the call has not, and returns (out, lse), or (dq, dk, dv) and, where there
     are sinks, dsink_logits.
     """
     b = Builder(operands)
     b.layout(layout=layout)
-    given = [name if name in operands else None for name in (*GIVEN[direction], "layout", *VECTORS)]
-    given[len(GIVEN[direction])] = "layout"
+    given = [name if name in operands else None for name in (*INPUTS[direction], "layout", *VECTORS)]
+    given[len(INPUTS[direction])] = "layout"
     of = {f"d{name}": (x.dtype, x.shape) for name, x in operands.items() if name in ("q", "k", "v", "sink_logits")}
     if direction == "forward":
         (*rows, _), (*_, columns) = operands["q"].shape, operands["v"].shape

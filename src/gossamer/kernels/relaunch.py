@@ -68,13 +68,13 @@ def step(
     assert set(values) == set(parameters(function)), set(values) ^ set(parameters(function))
     given = [values[parameter] for parameter in parameters(function)]
     names = {x for x in given if isinstance(x, str) and x in b}
-    signature = tuple(_told(b, x) if x in names else x for x in given)
+    signature = tuple(_specialization(b, x) if x in names else x for x in given)
     key = Programs(grid, tuple(options.items()), signature)
     passes: Any = "arrays" if knobs.runtime.interpret else "addresses"
     b.step(Kernel(implementation, name, key, passes), *(x if x in names else Constant(x) for x in given))
 
 
-def _told(b: Builder, name: str) -> Pointer | Blocks:
+def _specialization(b: Builder, name: str) -> Pointer | Blocks:
     block = b.block_of(name)
     known = b[name]
     if block is not None:
@@ -99,12 +99,13 @@ class _Memory:
         return self.address
 
 
-def _stands_for(told: Any) -> Any:
-    if isinstance(told, Pointer):
-        return _Memory(told.dtype, told.aligned)
-    if isinstance(told, Blocks):
-        return TensorDescriptor(_Memory(told.dtype, True), list(told.shape), list(told.strides), list(told.block))
-    return told
+def _stand_in(argument: Any) -> Any:
+    if isinstance(argument, Pointer):
+        return _Memory(argument.dtype, argument.aligned)
+    if isinstance(argument, Blocks):
+        dtype, *lists = argument
+        return TensorDescriptor(_Memory(dtype, True), *map(list, lists))
+    return argument
 
 
 def launcher(function: Any, programs: Programs) -> Callable[..., None]:
@@ -112,7 +113,7 @@ def launcher(function: Any, programs: Programs) -> Callable[..., None]:
     grid, options = programs.grid, dict(programs.options)
     if knobs.runtime.interpret:
         return lambda *arguments: function[grid](*arguments, **options)
-    compiled = function.warmup(*map(_stands_for, programs.signature), grid=grid, **options)
+    compiled = function.warmup(*map(_stand_in, programs.signature), grid=grid, **options)
     x, y, z, *_ = *grid, 1, 1
     whole = x, y, z  # as a compiled kernel wants it
     hooked = compiled[whole]  # loads the kernel

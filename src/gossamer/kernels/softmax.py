@@ -30,14 +30,14 @@ def end_of_keys(lengths, i_b, K, LENGTHS: tl.constexpr):
 
 
 @triton.jit
-def start_rows(sinks, i_h, joins, R: tl.constexpr, SINK: tl.constexpr):
-    """(b_l, b_m) before the first key. The sink joins once: only one part of a split row says that it does."""
+def start_rows(sinks, i_h, adds_sink, R: tl.constexpr, SINK: tl.constexpr):
+    """(b_l, b_m) before the first key. The sink counts once: one part of a split row alone adds it."""
     b_l = tl.zeros([R], tl.float32)
     b_m = tl.full([R], FLOOR, tl.float32)
     if SINK:
         sink = tl.load(sinks + i_h).to(tl.float32) * LOG2E
         b_m = tl.maximum(b_m, sink)
-        b_l = tl.where(joins, b_l + tl.where(sink > FLOOR, 1.0, 0.0), b_l)
+        b_l = tl.where(adds_sink, b_l + tl.where(sink > FLOOR, 1.0, 0.0), b_l)
     return b_l, b_m
 
 

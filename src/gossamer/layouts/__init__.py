@@ -4,9 +4,9 @@ from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.cache import cached_gather, cached_layout, clear_cache
 from gossamer.layouts.dense import from_dense
 from gossamer.layouts.gather import GatherLayout, build_gather
-from gossamer.layouts.schedule import WorkItems, work_items
 from gossamer.layouts.stats import LayoutStats
 from gossamer.layouts.walk import TileList, Walk
+from gossamer.layouts.work_items import WorkItems, work_items
 
 __all__ = [
     "BlockLayout",

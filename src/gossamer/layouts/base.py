@@ -49,8 +49,8 @@ class WalkArrays:
         """The same walk as numpy arrays; itself when it is one. Tensors on a GPU are copied, which waits for it."""
         if self.device is None:
             return self
-        *arrays, words = [a.cpu().numpy() for a in self.arrays()]
-        return self.with_arrays([*arrays, words.view(np.uint32)])
+        *arrays, packed = [a.cpu().numpy() for a in self.arrays()]
+        return self.with_arrays([*arrays, packed.view(np.uint32)])
 
     def on_device(self, device: Any) -> Self:
         """The same walk as torch tensors on `device`."""

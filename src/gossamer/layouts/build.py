@@ -32,12 +32,12 @@ def _assemble(grid: Grid, slot: np.ndarray, built: list[tuple[KeptTiles, Interva
     """Stack the tiles of each distinct pattern, of which batch elements and heads have those that `slot` says."""
     lists = [_stack([tiles for tiles, _ in built], kind, grid.nq) for kind in (KIND_FULL, KIND_INTERVAL, KIND_BITS)]
     full, interval, bits = (TileList(t.starts[slot], t.counts[slot], t.indices) for t in lists)
-    words = np.concatenate([tiles.words for tiles, _ in built])
-    base = np.cumsum([0, *(len(tiles.words) for tiles, _ in built)])
+    packed = np.concatenate([tiles.packed for tiles, _ in built])
+    base = np.cumsum([0, *(len(tiles.packed) for tiles, _ in built)])
     entries = [t.entry[t.kind == KIND_BITS] + at for (t, _), at in zip(built, base, strict=False)]
     entry = np.concatenate(entries)
     if len(built) > 1:
-        words, same = unique_tiles(words)
+        packed, same = unique_tiles(packed)
         entry = same[entry] if len(same) else entry
     lo = hi = np.zeros((1, 1, 0), dtype=np.int32)
     if len(interval.indices):
@@ -47,7 +47,7 @@ def _assemble(grid: Grid, slot: np.ndarray, built: list[tuple[KeptTiles, Interva
         hi = np.maximum(lo, hi)
     return Walk(
         grid.Q, grid.K, grid.block_q, grid.block_kv,
-        full=full, interval=interval, bits=bits, lo=lo, hi=hi, pool_index=entry.astype(np.int32), pool=words,
+        full=full, interval=interval, bits=bits, lo=lo, hi=hi, pool_index=entry.astype(np.int32), pool=packed,
     )  # fmt: skip
 
 

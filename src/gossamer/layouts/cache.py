@@ -42,11 +42,7 @@ def bytes_of(layout: BlockLayout | GatherLayout) -> int:
 
 def _kept(key: tuple[Any, ...], make: Callable[[], Any], device: Any) -> Any:
     """The tensors on `device` of a layout that is kept, made if there is none."""
-    layout = _layouts.get(key)
-    if layout is None:
-        layout = make()
-        layout = _layouts.put(key, layout, bytes_of(layout.to(device)))
-    return layout.to(device)
+    return _layouts.get_or_make(key, make, lambda layout: bytes_of(layout.to(device))).to(device)
 
 
 def clear_cache() -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gossamer.layouts.base import Array, Layout, WalkArrays
-from gossamer.layouts.schedule import FEWEST_TILES, PARTS_PER_PROCESSOR
+from gossamer.layouts.work_items import FEWEST_TILES, PARTS_PER_PROCESSOR
 from gossamer.patterns.base import Pattern
 from gossamer.patterns.grid import WORD, ranges, unpack_bits
 from gossamer.patterns.pairs import PAIRS_AT_ONCE, pair_chunks
@@ -167,7 +167,7 @@ def build_gather(pattern: Pattern, Q: int, K: int, *, block_q: int, q_offset: in
     for part in parts:
         chunks = list(pair_chunks(part, sizes))
         lists = [_lists(rows - start, keys, stop - start, sizes.K, block_q) for start, stop, rows, keys in chunks]
-        built.append(_join(lists))
+        built.append(_concatenated(lists))
     return GatherLayout(_assemble(sizes.Q, sizes.K, block_q, slot, built))
 
 
@@ -193,7 +193,7 @@ def _lists(rows: np.ndarray, columns: np.ndarray, n: int, size: int, block_rows:
     return _Lists(counts, padded, indices, bits.reshape(-1, block_rows))
 
 
-def _join(parts: list[_Lists]) -> _Lists:
+def _concatenated(parts: list[_Lists]) -> _Lists:
     return _Lists(*map(np.concatenate, zip(*parts, strict=True)))
 
 
@@ -204,7 +204,7 @@ def _assemble(rows: int, columns: int, block_rows: int, slot: np.ndarray, lists:
     total = int(padded.sum(dtype=np.int64))
     if total >= 2**31:
         raise ValueError(f"the layout would list {total} columns; at most {2**31 - 1} can be addressed")
-    whole = _join(lists)
+    whole = _concatenated(lists)
     return GatherWalk(
         rows, columns, block_rows, (ends - padded).astype(np.int32)[slot], counts.astype(np.int32)[slot],
         whole.indices, whole.bits,
@@ -255,8 +255,8 @@ def expand_gather(walk: GatherWalk) -> np.ndarray:
         for r in range(min(walk.block_rows, walk.rows - t * walk.block_rows)):
             kept = np.ones(count, dtype=bool)
             if walk.block_rows > 1:
-                words = walk.bits[start // WORD : -(-(start + count) // WORD), r]
-                bits = unpack_bits(np.ascontiguousarray(words)[None])[0]
+                packed = walk.bits[start // WORD : -(-(start + count) // WORD), r]
+                bits = unpack_bits(np.ascontiguousarray(packed)[None])[0]
                 if bits[count:].any():
                     raise ValueError(f"row {r} of group {t} has bits past the end of its list")
                 kept = bits[:count]

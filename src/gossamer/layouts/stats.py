@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gossamer.layouts.schedule import row_lengths
 from gossamer.layouts.walk import TileList, Walk
+from gossamer.layouts.work_items import row_lengths
 from gossamer.patterns.grid import Grid, ranges
 from gossamer.patterns.tiles import interval_overlap
 

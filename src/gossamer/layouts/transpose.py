@@ -102,13 +102,13 @@ def _transpose_one(walk: Walk, b: int, h: int) -> _Transposed:
         # Where other interval tiles exist already; a layout without any keeps its bits.
         agrees &= walk.lo.size > 0
         found["full"] = _Tiles(c[~last], t[~last])
-        found["interval"] = _merge(found["interval"], c[agrees], t[agrees], None)
+        found["interval"] = _with_tiles(found["interval"], c[agrees], t[agrees], None)
         rest = last & ~agrees
-        found["bits"] = _merge(found["bits"], c[rest], t[rest], np.full(int(rest.sum()), -1))
+        found["bits"] = _with_tiles(found["bits"], c[rest], t[rest], np.full(int(rest.sum()), -1))
     return _Transposed(found, lo, hi)
 
 
-def _merge(tiles: _Tiles, c: np.ndarray, t: np.ndarray, entries: np.ndarray | None) -> _Tiles:
+def _with_tiles(tiles: _Tiles, c: np.ndarray, t: np.ndarray, entries: np.ndarray | None) -> _Tiles:
     """More tiles added to a list, in order again."""
     c, t = np.concatenate([tiles.row, c]), np.concatenate([tiles.column, t])
     order = np.lexsort((t, c))

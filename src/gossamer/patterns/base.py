@@ -2,7 +2,7 @@
 
 A pattern answers questions about pairs (`keep`, `materialize`) and, for the layout builder, questions about whole
 tiles: which tiles may hold a kept pair (`tile_candidates`), whether a tile is empty, full or mixed (`tile_classes`),
-which mixed tiles are surely alike (`tile_ids`), and what a mixed tile holds (`tile_words`). Every default below is
+which mixed tiles are surely alike (`tile_ids`), and what a mixed tile holds (`tile_masks`). Every default below is
 right for any pattern that defines `_keep`; the overrides make it fast.
 """
 
@@ -26,7 +26,7 @@ from gossamer.patterns.grid import (
     Sizes,
     all_tiles,
     combine_ids,
-    interval_words,
+    interval_masks,
     one_of_each,
     pack_bits,
     ranges,
@@ -327,25 +327,25 @@ class Pattern(metaclass=_PatternMeta):
         """Equal ids mean equal content, for tiles that cross the same ragged edges. All different by default."""
         return np.arange(len(ti), dtype=np.int64)
 
-    def tile_words(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
-        """Packed words (T, block_q, block_kv // 32) uint32 of the kept pairs; pairs that do not exist may be set."""
+    def tile_masks(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+        """Packed masks (T, block_q, block_kv // 32) uint32 of the kept pairs; pairs that do not exist may be set."""
         sizes = grid.sizes
         interval = self.intervals(sizes)
         if interval is not None:
-            return interval_words(*interval, grid, ti, tj)
-        words = np.empty((len(ti), grid.block_q, grid.block_kv // WORD), dtype=np.uint32)
+            return interval_masks(*interval, grid, ti, tj)
+        packed = np.empty((len(ti), grid.block_q, grid.block_kv // WORD), dtype=np.uint32)
         step = max(1, ELEMENTS_AT_ONCE // (grid.block_q * grid.block_kv))
         for at in range(0, len(ti), step):
             i, j = grid.pairs(ti[at : at + step], tj[at : at + step])
             kept = self._keep(i, j, sizes)
-            words[at : at + step] = pack_bits(np.broadcast_to(kept, (len(i), grid.block_q, grid.block_kv)))
-        return words
+            packed[at : at + step] = pack_bits(np.broadcast_to(kept, (len(i), grid.block_q, grid.block_kv)))
+        return packed
 
-    def shared_tile_words(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
-        """`tile_words`, evaluated once for each distinct id."""
+    def shared_tile_masks(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+        """`tile_masks`, evaluated once for each distinct id."""
         ids = combine_ids(self.tile_ids(grid, ti, tj), grid.ragged(ti, tj))
         one, which = one_of_each(ids)
-        return self.tile_words(grid, ti[one], tj[one])[which]
+        return self.tile_masks(grid, ti[one], tj[one])[which]
 
     def listed_pairs(self, sizes: Sizes, start: int, stop: int) -> Pairs | None:
         """The kept pairs of query rows [start, stop), each once in row-major order; None to look into tiles."""

@@ -99,8 +99,8 @@ class And(_Binary):
     def tile_classes(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
         return np.minimum(self.left.tile_classes(grid, ti, tj), self.right.tile_classes(grid, ti, tj))
 
-    def tile_words(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
-        return self.left.shared_tile_words(grid, ti, tj) & self.right.shared_tile_words(grid, ti, tj)
+    def tile_masks(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+        return self.left.shared_tile_masks(grid, ti, tj) & self.right.shared_tile_masks(grid, ti, tj)
 
 
 class Or(_Binary):
@@ -131,8 +131,8 @@ class Or(_Binary):
     def tile_classes(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
         return np.maximum(self.left.tile_classes(grid, ti, tj), self.right.tile_classes(grid, ti, tj))
 
-    def tile_words(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
-        return self.left.shared_tile_words(grid, ti, tj) | self.right.shared_tile_words(grid, ti, tj)
+    def tile_masks(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+        return self.left.shared_tile_masks(grid, ti, tj) | self.right.shared_tile_masks(grid, ti, tj)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -175,8 +175,8 @@ class Not(Pattern):
     def tile_ids(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
         return self.pattern.tile_ids(grid, ti, tj)
 
-    def tile_words(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
-        return ~self.pattern.tile_words(grid, ti, tj)
+    def tile_masks(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+        return ~self.pattern.tile_masks(grid, ti, tj)
 
 
 @dataclass(frozen=True, eq=False, init=False)

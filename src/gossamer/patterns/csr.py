@@ -223,17 +223,17 @@ class CSR(Counted):
         ids[listed] = _remembered_ids(self, grid)[at[listed]]
         return ids
 
-    def tile_words(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+    def tile_masks(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
         _, places, starts = _remembered_order(self, grid)
         width = grid.block_kv // WORD
-        words = np.zeros(len(ti) * grid.block_q * width, dtype=np.uint32)
+        packed = np.zeros(len(ti) * grid.block_q * width, dtype=np.uint32)
         at, listed = _listed_tiles(self, grid, ti, tj)
         which, found = ranges(starts[at[listed]], starts[at[listed] + 1])
         row, column = np.divmod(places[found].astype(np.int64), grid.block_kv)
         word = (np.flatnonzero(listed)[which] * grid.block_q + row) * width + column // WORD
         # Each pair is stored once, so adding bits is setting them.
-        np.add.at(words, word, np.uint32(1) << (column % WORD).astype(np.uint32))
-        return words.reshape(len(ti), grid.block_q, width)
+        np.add.at(packed, word, np.uint32(1) << (column % WORD).astype(np.uint32))
+        return packed.reshape(len(ti), grid.block_q, width)
 
     def listed_pairs(self, sizes: Sizes, start: int, stop: int) -> Pairs:
         rows, at = ranges(self.indptr[start:stop], self.indptr[start + 1 : stop + 1])

@@ -1,4 +1,4 @@
-"""Sizes, tile grids and packed words: the numpy vocabulary in which a pattern describes its tiles."""
+"""Sizes, tile grids and packed masks: the numpy vocabulary in which a pattern describes its tiles."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ class Grid(NamedTuple):
         return i[:, :, None], j[:, None, :]
 
     def existing(self, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
-        """Packed words (T, block_q, block_kv // 32) of the pairs that exist."""
+        """Packed masks (T, block_q, block_kv // 32) of the pairs that exist."""
         r0, r1 = self.row_bounds(ti)
         rows = np.arange(self.block_q) < (r1 - r0)[:, None]
         c0, c1 = self.key_bounds(tj)
-        words = ones_below((c1 - c0)[:, None] - WORD * np.arange(self.block_kv // WORD))
-        return np.where(rows[:, :, None], words[:, None, :], np.uint32(0))
+        packed = ones_below((c1 - c0)[:, None] - WORD * np.arange(self.block_kv // WORD))
+        return np.where(rows[:, :, None], packed[:, None, :], np.uint32(0))
 
     def ragged(self, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
         """0 for a whole tile, else 1 to 3 by which edge it crosses."""
@@ -119,14 +119,14 @@ def pack_bits(tiles: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(packed).view("<u4").astype(np.uint32, copy=False)
 
 
-def unpack_bits(words: np.ndarray) -> np.ndarray:
+def unpack_bits(packed: np.ndarray) -> np.ndarray:
     """(..., R, W) uint32 -> (..., R, 32 W) bool."""
-    as_bytes = np.ascontiguousarray(words.astype("<u4", copy=False)).view(np.uint8)
+    as_bytes = np.ascontiguousarray(packed.astype("<u4", copy=False)).view(np.uint8)
     return np.unpackbits(as_bytes, axis=-1, bitorder="little").astype(bool)
 
 
-def interval_words(lo: np.ndarray, hi: np.ndarray, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
-    """Packed words (T, block_q, block_kv // 32) of the pairs lo[row] <= key < hi[row]."""
+def interval_masks(lo: np.ndarray, hi: np.ndarray, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
+    """Packed masks (T, block_q, block_kv // 32) of the pairs lo[row] <= key < hi[row]."""
     rows = ti[:, None] * grid.block_q + np.arange(grid.block_q)
     inside = rows < grid.Q
     rows = np.minimum(rows, grid.Q - 1)

@@ -46,10 +46,10 @@ def pairs_by_tiles(pattern: Pattern, sizes: Sizes, start: int, stop: int) -> tup
     step = PAIRS_AT_ONCE // ROWS_AT_ONCE**2
     for at in range(0, len(ti), step):
         t, u = ti[at : at + step], tj[at : at + step]
-        words = grid.existing(t, u)
+        packed = grid.existing(t, u)
         mixed = np.nonzero(classes[at : at + step] != FULL)[0]
-        words[mixed] &= pattern.shared_tile_words(grid, t[mixed], u[mixed])
-        tile, row, column = np.nonzero(unpack_bits(words))
+        packed[mixed] &= pattern.shared_tile_masks(grid, t[mixed], u[mixed])
+        tile, row, column = np.nonzero(unpack_bits(packed))
         keys.append((t[tile] * ROWS_AT_ONCE + row) * sizes.K + u[tile] * ROWS_AT_ONCE + column)
     rows, columns = np.divmod(np.sort(np.concatenate(keys)), sizes.K)
     return rows, columns

@@ -34,8 +34,8 @@ class KeptTiles(NamedTuple):
     ti: np.ndarray  # (n,) tile rows
     tj: np.ndarray  # (n,) tile columns
     kind: np.ndarray  # (n,) KIND_*
-    entry: np.ndarray  # (n,) index into words for bits tiles, -1 for others
-    words: np.ndarray  # (P, block_q, block_kv // 32) uint32
+    entry: np.ndarray  # (n,) index into packed for bits tiles, -1 for others
+    packed: np.ndarray  # (P, block_q, block_kv // 32) uint32
 
 
 def count_pairs(pattern: Pattern, sizes: Sizes) -> int:
@@ -62,7 +62,7 @@ def _pairs_in(tiles: KeptTiles, interval: Intervals | None, grid: Grid) -> int:
     if interval is not None:
         edge = tiles.kind == KIND_INTERVAL
         total += int(interval_overlap(interval, grid, tiles.ti[edge], tiles.tj[edge]).sum())
-    per_entry = np.bitwise_count(tiles.words).sum(axis=(1, 2), dtype=np.int64)
+    per_entry = np.bitwise_count(tiles.packed).sum(axis=(1, 2), dtype=np.int64)
     return total + int(per_entry[tiles.entry[tiles.kind == KIND_BITS]].sum())
 
 
@@ -86,14 +86,14 @@ def kept_tiles(pattern: Pattern, grid: Grid) -> tuple[KeptTiles, Intervals | Non
     pattern = pattern.lower(grid.sizes)
     part = _interval_part(pattern, grid.sizes)
     parts = list(_chunks(pattern, part, grid))
-    words = np.concatenate([p.words for p in parts])
-    base = np.cumsum([0, *(len(p.words) for p in parts)])
+    packed = np.concatenate([p.packed for p in parts])
+    base = np.cumsum([0, *(len(p.packed) for p in parts)])
     entry = np.concatenate([np.where(p.entry >= 0, p.entry + at, -1) for p, at in zip(parts, base, strict=False)])
     if len(parts) > 1:
-        words, same = unique_tiles(words)
+        packed, same = unique_tiles(packed)
         entry = np.where(entry >= 0, same[entry], -1) if len(same) else entry
     ti, tj, kind = (np.concatenate([p[column] for p in parts]) for column in range(3))
-    return KeptTiles(ti, tj, kind, entry, words), None if part is None else part.intervals(grid.sizes)
+    return KeptTiles(ti, tj, kind, entry, packed), None if part is None else part.intervals(grid.sizes)
 
 
 # -- interval tiles ---------------------------------------------------------------------------------------------
@@ -192,44 +192,44 @@ def _mixed_chunk(
         kind[open_tiles[same]] = np.where(kept, KIND_INTERVAL, -1)
     bits = np.nonzero(kind == KIND_BITS)[0]
     entry = np.full(len(ti), -1, dtype=np.int64)
-    words, entry[bits] = _words(pattern, grid, ti[bits], tj[bits], classes[bits])
-    # The classes may call a tile mixed that is empty or full: the words decide.
-    kept = np.bitwise_count(words).sum(axis=(1, 2), dtype=np.int64)
+    packed, entry[bits] = _packed_masks(pattern, grid, ti[bits], tj[bits], classes[bits])
+    # The classes may call a tile mixed that is empty or full: the bits decide.
+    kept = np.bitwise_count(packed).sum(axis=(1, 2), dtype=np.int64)
     kind[bits[kept[entry[bits]] == 0]] = -1
     whole = bits[(kept[entry[bits]] == grid.area(ti[bits], tj[bits])) & fits[bits]]
     kind[whole], entry[whole] = KIND_FULL, -1
     listed = kind >= 0
     ti, tj, kind, entry = (a[listed] for a in (ti, tj, kind, entry))
-    held = entry >= 0
-    used = np.bincount(entry[held], minlength=len(words)) > 0
-    entry[held] = (np.cumsum(used) - 1)[entry[held]]
-    return KeptTiles(ti, tj, kind, entry, words[used])
+    has_bits = entry >= 0
+    used = np.bincount(entry[has_bits], minlength=len(packed)) > 0
+    entry[has_bits] = (np.cumsum(used) - 1)[entry[has_bits]]
+    return KeptTiles(ti, tj, kind, entry, packed[used])
 
 
-def _words(
+def _packed_masks(
     pattern: Pattern, grid: Grid, ti: np.ndarray, tj: np.ndarray, classes: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct words of the given tiles, and which of them each tile has."""
+    """Distinct packed masks of the given tiles, and which of them each tile has."""
     width = grid.block_kv // WORD
     if not len(ti):
         return np.zeros((0, grid.block_q, width), dtype=np.uint32), np.zeros(0, dtype=np.int64)
     ids = combine_ids(pattern.tile_ids(grid, ti, tj), grid.ragged(ti, tj), classes)
     one, which = one_of_each(ids)
     ti, tj = ti[one], tj[one]
-    words = np.empty((len(ti), grid.block_q, width), dtype=np.uint32)
+    packed = np.empty((len(ti), grid.block_q, width), dtype=np.uint32)
     step = max(1, ELEMENTS_AT_ONCE // (grid.block_q * width))
     for at in range(0, len(ti), step):
         chunk = slice(at, at + step)
-        words[chunk] = pattern.tile_words(grid, ti[chunk], tj[chunk]) & grid.existing(ti[chunk], tj[chunk])
-    words, same = unique_tiles(words)
-    return words, same[which]
+        packed[chunk] = pattern.tile_masks(grid, ti[chunk], tj[chunk]) & grid.existing(ti[chunk], tj[chunk])
+    packed, same = unique_tiles(packed)
+    return packed, same[which]
 
 
-def unique_tiles(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct tiles of words (T, R, W), and which of them each tile is. Sorts 64-bit sums, then compares all bits."""
-    if not len(words):
-        return words, np.zeros(0, dtype=np.int64)
-    flat = words.reshape(len(words), -1)
+def unique_tiles(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct packed tiles (T, R, W), and which of them each tile is. Sorts 64-bit sums, then compares all bits."""
+    if not len(packed):
+        return packed, np.zeros(0, dtype=np.int64)
+    flat = packed.reshape(len(packed), -1)
     weights = np.random.default_rng(0).integers(1, 2**63, size=flat.shape[1], dtype=np.uint64) | np.uint64(1)
     sums = np.zeros(len(flat), dtype=np.uint64)
     step = max(1, ELEMENTS_AT_ONCE // flat.shape[1])
@@ -240,7 +240,7 @@ def unique_tiles(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if (flat[first[inverse[at : at + step]]] != flat[at : at + step]).any():  # two tiles with the same sum
             _, first, inverse = np.unique(flat, axis=0, return_index=True, return_inverse=True)
             break
-    return words[first], inverse.reshape(-1)
+    return packed[first], inverse.reshape(-1)
 
 
 above.count_pairs = count_pairs

@@ -258,7 +258,7 @@ def _remembered_tiles(pattern: GlobalTokens, grid: Grid) -> tuple[np.ndarray, np
 def _members(positions: np.ndarray, block: int, blocks: int) -> tuple[np.ndarray, np.ndarray]:
     """For each block of positions: how many of the given (sorted) it holds, and an id of which (equal: the same)."""
     counts = np.bincount(positions // block, minlength=blocks)
-    held: dict[bytes, int] = {}
+    ids_of: dict[bytes, int] = {}
     inside = np.split(positions % block, np.cumsum(counts)[:-1])
-    ids = [held.setdefault(members.tobytes(), len(held)) for members in inside]
+    ids = [ids_of.setdefault(members.tobytes(), len(ids_of)) for members in inside]
     return counts, np.array(ids, dtype=np.int64)

@@ -2,6 +2,6 @@
 
 `problem.py` has the static facts of a call, `capability.py` the limits of an implementation and the reasons for a
 refusal, `table.py` the implementations by name, `plan.py` those that compute a problem. `choice.py` takes a layout by
-counted work (`estimate.py`), `split.py` several calls over residue classes (`residue.py`) where they take less, and
+counted work (`estimate.py`), `partition.py` several calls over residue classes (`residue.py`) where they take less, and
 `advice.py` says what would be faster.
 """

@@ -130,14 +130,14 @@ class Candidate(Protocol):
     """What a plan asks of an implementation: `kernels.contract.Implementation` computes as well.
 
     `layout` says which form it reads: "dense" (a boolean tensor broadcastable to (B, H, Q, K), the oracle alone),
-    "words" (bits of all pairs, (Bl, Hl, Q, 4 ceil(K / 128)) int32, or None for every pair: small problems alone) or
-    "block" (a BlockLayout of tensors on the inputs' device, with `columns` present for the backward). One whose
+    "packed_mask" (a bit for each pair, (Bl, Hl, Q, 4 ceil(K / 128)) int32, or None for every pair) or "block"
+    (a BlockLayout of tensors on the inputs' device, with `columns` present for the backward). One whose
     capability lists `gathers` reads a GatherLayout in its place.
     """
 
     name: str
     capability: Capability
-    layout: Literal["dense", "words", "block"]
+    layout: Literal["dense", "packed_mask", "block"]
 
     def unavailable(self) -> list[str]:
         """Why it cannot run here at all (a failed import, no compiler); empty when it can."""

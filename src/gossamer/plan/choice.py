@@ -6,7 +6,7 @@ from math import inf, prod
 from typing import Literal, NamedTuple
 
 from gossamer.layouts.gather import WIDTHS, item_limit
-from gossamer.layouts.schedule import FEWEST_TILES
+from gossamer.layouts.work_items import FEWEST_TILES
 from gossamer.memo import Memo
 from gossamer.patterns.base import Pattern
 from gossamer.plan.capability import Candidate
@@ -30,17 +30,17 @@ class Machine(NamedTuple):
     copies: int = 1
     processors: int = 0  # that work at the same time; 0: the longest row is not looked at
     start: float = 0.0  # of a launch
-    join: float = 0.0  # of one that joins parts of rows
+    combine: float = 0.0  # of one that combines parts of rows
     gathers_from: float = 0.0  # of the best tile for each useful pair, from which on gather layouts are counted
 
-    def time(self, total: float, chain: float, cut: bool) -> float:
+    def time(self, total: float, chain: float, split: bool) -> float:
         """Of all rows, or of the longest one alone where that takes more.
 
         Args:
-            total: of all rows of one copy; chain: of the longest; cut: whether parts of rows are joined.
+            total: of all rows of one copy; chain: of the longest; split: whether parts of rows are combined.
         """
         every = self.copies * total
-        return max(every, self.start + chain) + self.join * cut if self.processors else every
+        return max(every, self.start + chain) + self.combine * split if self.processors else every
 
     def limit(self, longest: int, tiles: float, rows: int) -> int:
         """The most steps of an item: long rows are cut in two, and only where rows are many.
@@ -81,10 +81,7 @@ def costs(
         gathers: gather layouts.
     """
     key = (pattern, Q, K, q_offset, tiles, gathers, machine)
-    known = _costs.get(key)
-    if known is None:
-        known = _costs.put(key, tuple(_count(pattern, Q, K, tiles, gathers, q_offset, machine)))
-    return known
+    return _costs.get_or_make(key, lambda: tuple(_count(pattern, Q, K, tiles, gathers, q_offset, machine)))
 
 
 def _count(
@@ -144,7 +141,7 @@ class Chosen(NamedTuple):
     """Which implementation computes a call, and what it reads."""
 
     implementation: Candidate
-    form: Literal["dense", "words", "block", "gather"]
+    form: Literal["dense", "packed_mask", "block", "gather"]
     block_q: int = 0  # of a block layout or a gather layout
     block_kv: int = 0  # of a block layout
 
@@ -176,4 +173,4 @@ def machine_of(problem: Problem, pattern: Pattern) -> Machine:
     if p.device != "cuda":
         return Machine(copies)
     costs = costs_of(p)
-    return Machine(copies, p.processors, costs.of_device("start"), costs.of_device("join"), costs.gathers_from)
+    return Machine(copies, p.processors, costs.of_device("start"), costs.of_device("combine"), costs.gathers_from)

@@ -103,8 +103,8 @@ class DeviceCosts:
     measured: bool  # on this kind of device and for this type: else the seconds say nothing to a user
 
     def of_device(self, cost: str) -> float:
-        """`start`: beginning and ending a launch; `join`: a second one that joins parts; `call`: of parts, with the
-        host's; `views`: what making them must save; `bytes`: a second.
+        """`start`: beginning and ending a launch; `combine`: a second one that combines parts; `call`: of parts, with
+        the host's; `views`: what making them must save; `bytes`: a second.
         """
         return next(row.value for row in self.file.costs if row.of == DEVICE and row.cost == cost)
 

@@ -16,7 +16,7 @@ from gossamer.patterns.pairs import pairs_by_tiles
 from gossamer.patterns.tiles import count_tiles
 
 # Rows of a window: a multiple of the tiles in use.
-ROWS = 384
+WINDOW_ROWS = 384
 WINDOWS = 12
 
 
@@ -47,9 +47,9 @@ class Sample:
 
     def __init__(self, pattern: Pattern, sizes: Sizes) -> None:
         self.sizes = sizes
-        every = -(-sizes.Q // ROWS)
+        every = -(-sizes.Q // WINDOW_ROWS)
         chosen = range(every) if every <= WINDOWS else (np.arange(WINDOWS) * every + every // 2) // WINDOWS
-        self.windows = [(int(w) * ROWS, min((int(w) + 1) * ROWS, sizes.Q)) for w in chosen]
+        self.windows = [(int(w) * WINDOW_ROWS, min((int(w) + 1) * WINDOW_ROWS, sizes.Q)) for w in chosen]
         self.scale = sizes.Q / sum(stop - start for start, stop in self.windows)
         self.parts: dict[Pattern, int] = {}  # how many heads and batch elements have this pattern
         distinct, which = pattern.distinct()

@@ -9,8 +9,8 @@ from gossamer.memo import Memo
 from gossamer.patterns.handles import token_of
 from gossamer.plan.capability import Candidate, gathers_alone, reasons
 from gossamer.plan.costs import GatherCosts, TileCosts, costs_of
+from gossamer.plan.partition import Partition, partition_of
 from gossamer.plan.problem import Problem, Unsupported
-from gossamer.plan.split import Split, split_of
 from gossamer.plan.table import NAMES, load
 
 
@@ -60,19 +60,18 @@ class Plan:
         return tuple(gather for _, gather in self.gather_options)
 
     @cached_property
-    def _splits(self) -> Memo[tuple[Split | None]]:
+    def _partitions(self) -> Memo[tuple[Partition | None]]:
         return Memo()
 
-    def split(self, handle: int, q_offset: int) -> Split | None:
+    def partition(self, handle: int, q_offset: int) -> Partition | None:
         """The parts of a call with the pattern of a handle, or None where it is computed as one; remembered."""
-        key = (handle, q_offset)
-        known = self._splits.get(key)
-        if known is None:
+
+        def make() -> tuple[Partition | None]:
             tiles = self.tiles if self.implementations[0].layout == "block" else ()
-            split = split_of(token_of(handle).pattern, self.problem, q_offset, tiles, self.gathers)
-            known = self._splits.put(key, (split,))
-        (split,) = known
-        return split
+            return (partition_of(token_of(handle).pattern, self.problem, q_offset, tiles, self.gathers),)
+
+        (partition,) = self._partitions.get_or_make((handle, q_offset), make)
+        return partition
 
 
 _plans: Memo[Plan] = Memo()
@@ -91,7 +90,7 @@ def plan_of(problem: Problem, implementation: str | None = None, backward: bool 
         Unsupported: nothing, or not the one named, computes the problem; the message has every reason.
     """
     key = problem, implementation, backward
-    return _plans.get(key) or _plans.put(key, _make_plan(problem, implementation, backward))
+    return _plans.get_or_make(key, lambda: _make_plan(*key))
 
 
 def _make_plan(problem: Problem, implementation: str | None, backward: bool) -> Plan:

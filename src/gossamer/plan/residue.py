@@ -25,7 +25,7 @@ class Run(NamedTuple):
     K: int
     q_offset: int
 
-    def cut(self, start: int, stop: int) -> Run:
+    def select(self, start: int, stop: int) -> Run:
         """The classes [start, stop) of the run."""
         return self._replace(first=self.first + start, classes=stop - start, row=self.row + start)
 

@@ -8,10 +8,11 @@ from typing import cast
 
 from gossamer.plan.capability import Candidate
 
-NAMES = ("dense", "hopper", "triton", "blocked", "reference")
+NAMES = ("small", "hopper", "triton", "blocked", "reference")
+# By the names of before, which are accepted with a DeprecationWarning; rows of benchmarks keep what they recorded.
+RENAMED = {"dense": "small"}
 
-
-LAYOUTS = ("dense", "words", "block")
+LAYOUTS = ("dense", "packed_mask", "block")
 
 
 @cache

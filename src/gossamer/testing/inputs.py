@@ -10,7 +10,7 @@ from torch import Tensor
 from gossamer.kernels.contract import Terms
 from gossamer.plan.problem import Problem
 from gossamer.testing.cases import Case
-from gossamer.torch.plan import chip_of
+from gossamer.torch.planning import chip_of
 
 if TYPE_CHECKING:
     from gossamer.patterns import Pattern

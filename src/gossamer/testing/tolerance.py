@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gossamer.kernels.contract import Terms
 from gossamer.kernels.reference import kept, oracle, scores
-from gossamer.kernels.rows import compute_dtype
+from gossamer.kernels.row_formulas import compute_dtype
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
+from gossamer.kernels.launch import Vectors
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import Pattern
 from gossamer.patterns.handles import pattern_of
 from gossamer.patterns.reordered import ReorderedCSR
-from gossamer.torch.calls import call_of, known, resolved
+from gossamer.torch.calls import call_of, known, read_q_offset
 from gossamer.torch.decoding import growing_call
 from gossamer.torch.merge import branches_of
 from gossamer.torch.merge import merge as merge_results
@@ -20,16 +21,17 @@ from gossamer.torch.reorder import orders, permuted
 from gossamer.torch.request import (
     DENSE,
     Request,
-    attended_of,
+    current_name,
     is_deterministic,
     key_of,
     lengths,
     plain,
     request_of,
+    resolve_pattern,
     slopes,
     wide,
 )
-from gossamer.torch.validate import BHND, Layout, describe, fewer, is_bshd, options_of
+from gossamer.torch.validate import BHND, Layout, describe, is_bshd, options_of, unbatched
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -158,11 +160,11 @@ def attention(
     if not compiling:
         deterministic = is_deterministic(deterministic)
         which = DENSE if pattern is None else pattern
-        vectors: tuple[Any, ...] = ()
+        vectors: Vectors | tuple[()] = ()
         if not key_lengths is sink_logits is alibi_slopes is None:
             key_lengths = lengths(key_lengths, q)
             sink_logits, alibi_slopes = wide(sink_logits, q), slopes(alibi_slopes, q)
-            vectors = key_lengths, sink_logits, alibi_slopes
+            vectors = Vectors(key_lengths, sink_logits, alibi_slopes)
         options = scale, q_offset, softcap, implementation, deterministic
         key = key_of(q, k, v, which, *options, vectors, bshd)
         call: Any = None if key is None else known.get(key)
@@ -187,15 +189,15 @@ def _run(request: Request, key: tuple[Any, ...] | None) -> tuple[Tensor, Tensor]
     if isinstance(pattern, ReorderedCSR):
         q, k, v = permuted(pattern, a.q, a.k, a.v, a.key_lengths, a.alibi_slopes)
         a, back, key = a._replace(q=q, k=k, v=v), orders(pattern, q.device).back, None
-        attended = attended_of(pattern.inner, q)
+        attended = resolve_pattern(pattern.inner, q)
     if not torch.compiler.is_compiling() and plain(a.q, a.k, a.v, a.sink_logits):
-        request = resolved(Request(a, attended, dims if key is not None else 4))
+        request = read_q_offset(Request(a, attended, dims if key is not None else 4))
         out, lse = call_of(request, key)(a.q, a.k, a.v, *request.more)
     else:
         out, lse = forward_op(
             a.q, a.k, a.v, list(attended.data), list(attended.geometry), attended.handle, *options_of(a)
         )
-    out, lse = fewer(out, lse, dims, a.bshd)
+    out, lse = unbatched(out, lse, dims, a.bshd)
     if back is not None:
         rows = -3 if a.bshd and dims > 2 else -2
         out, lse = out.index_select(rows, back), lse.index_select(-1, back)
@@ -209,6 +211,7 @@ def _merged(
     """`attention` with `merge`; the sinks join once, with the first term."""
     if merge != "lse":
         raise ValueError(f'merge must be None or "lse"; got {describe(merge)}')
+    options["implementation"] = current_name(options["implementation"])
     outs, lses = [], []
     for term in branches_of(pattern):
         out, lse = attention(q, k, v, term, sink_logits=sink_logits, return_lse=True, layout=layout, **options)

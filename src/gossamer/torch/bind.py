@@ -32,7 +32,7 @@ from gossamer.kernels.launch import (
 )
 from gossamer.plan.table import load
 from gossamer.torch.functions import FUNCTIONS
-from gossamer.torch.memory import Workspace, lasting, slot, template
+from gossamer.torch.memory import Workspace, lasting, stream_array, template
 
 MOST_TEXTS = 512
 
@@ -68,24 +68,24 @@ class _Writer:
     def function(self, parameters: tuple[str, ...]) -> Callable[..., tuple[Tensor, ...]]:
         self.names = {name: name for name in parameters}
         self._find_last_uses()
-        room = self._pooled()
+        pooled = self._pooled()
         for at, step in enumerate(self.launch.steps):
             self._step(step)
             dead = [name for name, last in self.last.items() if last == at and name in self.names]
             if dead:
                 self.lines.append("; ".join(f"{self.names[name]} = None" for name in dead))
         results = "".join(f"{self.array(name)}, " for name in self.launch.results)
-        if room:
-            self.lines.append("if room is not None: leave(room)")
+        if pooled:
+            self.lines.append("if workspace is not None: leave(workspace)")
         self.lines.append(f"return ({results})")
         body, given = self.lines, ", ".join(parameters)
         if any(isinstance(view, View) for view in self.launch.views.values()):
             self.scope["below_autograd"] = _C._AutoDispatchBelowAutograd
             body = ["with below_autograd():", *(f"    {line}" for line in body)]
         if self.device.type == "cuda":
-            self.scope |= {"current": torch.cuda.current_device, "elsewhere": torch.cuda.device}
+            self.scope |= {"current": torch.cuda.current_device, "on_other_device": torch.cuda.device}
             self.scope["here"] = self.device.index
-            body = ["if current() != here:", f"    with elsewhere(here): return call({given})", *body]
+            body = ["if current() != here:", f"    with on_other_device(here): return call({given})", *body]
         lines = [f"def make({', '.join(self.scope)}):", f"    def call({given}):", *(f"        {x}" for x in body)]
         call = _compiled("\n".join([*lines, "    return call", ""]))(**self.scope)
         # Of an array that is passed by its address alone the text has no name: the function itself keeps it alive.
@@ -123,7 +123,7 @@ class _Writer:
         if not arrays or not workspace.small:
             return False
         self.scope |= {"take": workspace.take, "leave": workspace.leave}
-        self.lines.append(f"room, ({''.join(f'{_plain(name)}, ' for name in arrays)}) = take()")
+        self.lines.append(f"workspace, ({''.join(f'{_plain(name)}, ' for name in arrays)}) = take()")
         for name in arrays:
             self.names[name] = _plain(name)
             self.last.pop(name, None)
@@ -165,7 +165,7 @@ class _Writer:
         if array.lifetime == "launch":
             return self._constant(lasting(self.device, dtype, array.shape, array.fill or 0.0), name)
         if array.lifetime == "stream":
-            made = f"{self._constant(slot(dtype, array.shape, array.fill or 0.0, self.device), 'slot')}()"
+            made = f"{self._constant(stream_array(dtype, array.shape, array.fill or 0.0, self.device), 'of_stream')}()"
         else:
             if array.strides is None:
                 like = self._constant(template(self.device, dtype, array.shape), "like")
@@ -236,8 +236,8 @@ class _Writer:
             if made.like is not None:
                 name, shape = _plain(made.name), self._constant(made.like.shape, "shape")
                 dtype = self._constant(getattr(torch, made.like.dtype), "dtype")
-                told = f"{name}.shape != {shape} or {name}.dtype is not {dtype} or not {name}.is_contiguous()"
-                self.lines.append(f"if {told}: {wrong}(found)")
+                wrong_if = f"{name}.shape != {shape} or {name}.dtype is not {dtype} or not {name}.is_contiguous()"
+                self.lines.append(f"if {wrong_if}: {wrong}(found)")
 
 
 def _wrong(step: Step, found: Any) -> NoReturn:

@@ -14,7 +14,7 @@ from gossamer.layouts import BlockLayout, TileList, Walk
 from gossamer.memo import Memos
 from gossamer.patterns.grid import WORD
 from gossamer.patterns.tiles import unique_tiles
-from gossamer.torch.masks import pack
+from gossamer.torch.mask_layouts import pack
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -65,8 +65,8 @@ def layout_of(mask: BlockMask, B: int | None, H: int | None) -> BlockLayout:
     kept += _evaluated(lambda b, h, r, j: j >= 0, full[ragged], Q, K, block_q, block_kv)
     whole = [full[~ragged].cpu().numpy(), *(at[state == 2] for at, state, _ in kept)]
     mixed = [at[state == 1] for at, state, _ in kept]
-    words = [w[state == 1] for _, state, w in kept]
-    return _layout(tuple(lead), Q, K, block_q, block_kv, whole, mixed, words)
+    packed = [w[state == 1] for _, state, w in kept]
+    return _layout(tuple(lead), Q, K, block_q, block_kv, whole, mixed, packed)
 
 
 def layout_for(mask: BlockMask, q: Tensor) -> BlockLayout:
@@ -74,8 +74,7 @@ def layout_for(mask: BlockMask, q: Tensor) -> BlockLayout:
     if torch.compiler.is_compiling():
         raise ValueError("pattern, a torch BlockMask, must be turned into from_flex(mask) outside torch.compile")
     B, H, _, _ = q.shape
-    known = _converted.of(mask)
-    return known.get((B, H)) or known.put((B, H), layout_of(mask, B, H))
+    return _converted.of(mask).get_or_make((B, H), lambda: layout_of(mask, B, H))
 
 
 def _check(mask: BlockMask, block_q: int, block_kv: int, tiles: int) -> None:
@@ -117,7 +116,7 @@ def _tiles(counts: Tensor, indices: Tensor, lead: tuple[int, ...], tiles: int, c
 def _evaluated(
     mask_mod: MaskMod, at: Tensor, Q: int, K: int, block_q: int, block_kv: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """For chunks of tiles: (their places (n, 4), 0 empty, 1 mixed or 2 full (n,), their words)."""
+    """For chunks of tiles: (their places (n, 4), 0 empty, 1 mixed or 2 full (n,), their packed masks)."""
     device = at.device
     over_keys = torch.vmap(mask_mod, in_dims=(None, None, None, 0))
     over_pairs = torch.vmap(over_keys, in_dims=(None, None, 0, None))
@@ -138,20 +137,20 @@ def _evaluated(
         fits = (column + 1) * block_kv <= K
         whole = (kept | ~exists).all(-1).all(-1) & fits
         state = kept.any(-1).any(-1).int() + whole.int()
-        words = pack(kept).cpu().numpy().view(np.uint32)
-        yield chunk.cpu().numpy(), state.cpu().numpy(), words
+        packed = pack(kept).cpu().numpy().view(np.uint32)
+        yield chunk.cpu().numpy(), state.cpu().numpy(), packed
 
 
 def _layout(
     lead: tuple[int, ...], Q: int, K: int, block_q: int, block_kv: int,
-    whole: list[np.ndarray], mixed: list[np.ndarray], words: list[np.ndarray],
+    whole: list[np.ndarray], mixed: list[np.ndarray], packed: list[np.ndarray],
 ) -> BlockLayout:  # fmt: skip
     shape = (*lead, -(-Q // block_q))
     full, _ = _list(np.concatenate(whole), shape)
     none = np.zeros((0, 4), dtype=np.int64)
     bits, order = _list(np.concatenate([none, *mixed]), shape)
     width = block_kv // WORD
-    pool, pool_index = unique_tiles(np.concatenate([np.zeros((0, block_q, width), np.uint32), *words]))
+    pool, pool_index = unique_tiles(np.concatenate([np.zeros((0, block_q, width), np.uint32), *packed]))
     interval, _ = _list(none, shape)
     nothing = np.zeros((1, 1, 0), dtype=np.int32)
     return BlockLayout(

@@ -6,7 +6,7 @@ is one look-up and one run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
-from gossamer.kernels.launch import GIVEN, RESULTS, VECTORS, Direction, Operand, operand_of, with_own
+from gossamer.kernels.launch import (
+    INPUTS,
+    NO_VECTORS,
+    RESULTS,
+    VECTORS,
+    Direction,
+    Operand,
+    Vectors,
+    operand_of,
+    with_own,
+)
 from gossamer.memo import Memo
 from gossamer.patterns.handles import pattern_of, token_of
 from gossamer.plan.plan import Plan
@@ -22,14 +32,24 @@ from gossamer.plan.problem import Unsupported
 from gossamer.torch import parts
 from gossamer.torch.bind import bind
 from gossamer.torch.memory import hold_for_graphs
-from gossamer.torch.plan import Given, Placed, check_rows, check_sizes, given_layout, held, place, plan_for, scoring_of
-from gossamer.torch.request import Attended, Key, Request, alignment, plain, results_in_bshd
+from gossamer.torch.planning import (
+    DataLayout,
+    Selection,
+    check_rows,
+    check_sizes,
+    data_layout,
+    layout_bytes,
+    plan_for,
+    scoring_of,
+    select_layout,
+)
+from gossamer.torch.request import Key, Request, ResolvedPattern, alignment, plain, results_in_bshd
 from gossamer.torch.validate import (
     Arguments,
-    fewer,
     four_dimensional,
     most_offset,
     options_of,
+    unbatched,
     validate,
     within_positions,
 )
@@ -55,11 +75,11 @@ def call_of(request: Request, key: Key | None = None) -> Call:
             return found
     call = (DataCall if request.attended.data else Call)(request)
     bshd = request.arguments.bshd and as_given
-    known.put(key, Fewer(call, request.dims, bshd) if bshd or request.dims != 4 else call, call.bytes)
+    known.put(key, Unbatched(call, request.dims, bshd) if bshd or request.dims != 4 else call, call.bytes)
     return call
 
 
-class Fewer(NamedTuple):
+class Unbatched(NamedTuple):
     """A call whose q, k and v have two or three dimensions, or are (B, positions, heads, size)."""
 
     call: Any
@@ -69,10 +89,10 @@ class Fewer(NamedTuple):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> tuple[Tensor, Tensor]:
         """(out, lse), with as many dimensions as q has."""
         out, lse = self.call(*four_dimensional(q, k, v, self.bshd), *more)
-        return fewer(out, lse, self.dims, self.bshd)
+        return unbatched(out, lse, self.dims, self.bshd)
 
 
-def resolved(request: Request) -> Request:
+def read_q_offset(request: Request) -> Request:
     """The request with a `q_offset` that is a tensor read, which waits for a GPU.
 
     Raises:
@@ -86,6 +106,14 @@ def resolved(request: Request) -> Request:
     if abs(q_offset) > most_offset(Q, K):
         raise ValueError(f"q_offset must {within_positions(Q, K)}; got a tensor of {q_offset}")
     return request._replace(arguments=a._replace(q_offset=q_offset, q_offset_tensor=None))
+
+
+def vectors_and_data(more: Sequence[Any]) -> tuple[Vectors, tuple[Any, ...]]:
+    """What a call takes behind q, k and v: the vectors, all None where it takes nothing, and data."""
+    if not more:
+        return NO_VECTORS, ()
+    lengths, sinks, slopes, *data = more
+    return Vectors(lengths, sinks, slopes), tuple(data)
 
 
 class Call:
@@ -128,9 +156,9 @@ class Call:
         dout = torch.zeros_like(out) if dout is None else dout
         if plain(dout, dlse, q, k, v, *more):
             return self.backward(dout, dlse, q, k, v, out, lse, *more)
-        lengths, sinks, slopes, *data = more or (None, None, None)
-        a = self.options._replace(q=q, k=k, v=v, key_lengths=lengths, sink_logits=sinks, alibi_slopes=slopes)
-        return gradients_by_operator(a, self.attended._replace(data=tuple(data)), dout, dlse, out, lse)
+        vectors, data = vectors_and_data(more)
+        a = self.options._replace(q=q, k=k, v=v, **vectors._asdict())
+        return gradients_by_operator(a, self.attended._replace(data=data), dout, dlse, out, lse)
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -140,7 +168,7 @@ class Call:
         return self._backward(self._backwards, None, dout, dlse, q, k, v, out, lse, *more)
 
     def _backward(
-        self, kept: Memo[Bound], given: Given | None, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor,
+        self, kept: Memo[Bound], given: DataLayout | None, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor,
         v: Tensor, out: Tensor, lse: Tensor, *vectors: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         # What was saved may have been elsewhere meanwhile, by hooks, and lie otherwise than in the forward.
@@ -151,35 +179,39 @@ class Call:
         )  # fmt: skip
         run = kept.get(key)
         if run is None:
-            names, tensors = (*GIVEN["backward"], *self._vectors), (dout, dlse, q, k, v, out, lse, *vectors)
+            names, tensors = (*INPUTS["backward"], *self._vectors), (dout, dlse, q, k, v, out, lse, *vectors)
             operands = {n: operand_of(x) for n, x in zip(names, tensors, strict=True) if x is not None}
             run = kept.put(key, self._bound("backward", operands, given))
         if q.is_cuda and is_current_stream_capturing():
             hold_for_graphs(run)
         return run(dout, dlse, q, k, v, out, lse, *vectors)
 
-    def _bound(self, direction: Direction, operands: dict[str, Operand], given: Given | None = None) -> Bound:
+    def _bound(self, direction: Direction, operands: dict[str, Operand], given: DataLayout | None = None) -> Bound:
         """The function of a launch, for tensors that lie as the operands do."""
         plan = self.plan if direction == "forward" else self.plan.gradient
-        placed = self._placed(plan) if given is None else given.placed
+        selected = self._select_layout(plan) if given is None else given.selected
         made = results_in_bshd(direction, operands) if self.options.bshd else {}
         operands = operands | made
-        if placed is None:
+        if selected is None:
             pattern = pattern_of(self.attended.handle)
-            of_parts = parts.Described(plan, self.options.implementation, pattern, self.scoring, operands, self.device)
+            of_parts = parts.PartitionedCall(
+                plan, self.options.implementation, pattern, self.scoring, operands, self.device
+            )
             prepared = of_parts.forward() if direction == "forward" else of_parts.backward()
             self.bytes += of_parts.bytes
         else:
-            prepared = placed.implementation.prepare(plan.problem, placed.layout, direction, self.scoring, operands)
-            self.bytes += 0 if given else held(placed.layout)
+            prepared = selected.implementation.prepare(plan.problem, selected.layout, direction, self.scoring, operands)
+            self.bytes += 0 if given else layout_bytes(selected.layout)
         wanted = (*RESULTS[direction], *("dsink_logits",) * (direction == "backward" and "sink_logits" in operands))
         assert prepared.launch.results == wanted, f"a launch must give {wanted}, not {prepared.launch.results}"
-        return bind(with_own(prepared, made), self.device, (*GIVEN[direction], *self._vectors))
+        return bind(with_own(prepared, made), self.device, (*INPUTS[direction], *self._vectors))
 
-    def _placed(self, plan: Plan) -> Placed | None:
+    def _select_layout(self, plan: Plan) -> Selection | None:
         """Who computes a plan, and the layout; None where parts do."""
         handle, q_offset = self.attended.handle, self.scoring.q_offset
-        return None if plan.split(handle, q_offset) else place(plan, pattern_of(handle), q_offset, self.device)
+        if plan.partition(handle, q_offset):
+            return None
+        return select_layout(plan, pattern_of(handle), q_offset, self.device)
 
 
 class DataCall(Call):
@@ -189,29 +221,29 @@ class DataCall(Call):
         self._operands = request.operands
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, sinks: Tensor | None, slopes: Tensor | None,
-        *data: Tensor,
+        self, q: Tensor, k: Tensor, v: Tensor, *more: Any
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """(out, lse), without a gradient."""
-        given = given_layout(self.plan, q, k, data, self.attended.geometry)
+        vectors, data = vectors_and_data(more)
+        given = data_layout(self.plan, q, k, data, self.attended.geometry)
         run = given.bound.get(self)
         if run is None:
             run = given.bound.put(self, self._bound("forward", self._operands, given))
         if q.is_cuda and is_current_stream_capturing():
             hold_for_graphs(run)
-        return run(q, k, v, lengths, sinks, slopes)
+        return run(q, k, v, *vectors)
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         *more: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        lengths, sinks, slopes, *data = more
-        given = given_layout(self.plan.gradient, q, k, tuple(data), self.attended.geometry)
-        return self._backward(given.bound, given, dout, dlse, q, k, v, out, lse, lengths, sinks, slopes)
+        vectors, data = vectors_and_data(more)
+        given = data_layout(self.plan.gradient, q, k, data, self.attended.geometry)
+        return self._backward(given.bound, given, dout, dlse, q, k, v, out, lse, *vectors)
 
 
 def gradients_by_operator(
-    a: Arguments, attended: Attended, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+    a: Arguments, attended: ResolvedPattern, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, ...]:
     """(dq, dk, dv), and dsink_logits where there are sinks, seen by whoever looks at operators."""
     backward, t = torch.ops.gossamer.backward.default, attended
@@ -248,15 +280,16 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         q, k, v, _, _, *more = saved
-        _, sinks, *rest = more or (None, None)
+        vectors, data = vectors_and_data(more)
         if torch.is_grad_enabled():  # create_graph
             compute = partial(ctx.call.gradients, saved)
-            dq, dk, dv, *dsink = _Gradients.apply(compute, dout, dlse, q, k, v, sinks)
+            dq, dk, dv, *dsink = _Gradients.apply(compute, dout, dlse, q, k, v, vectors.sink_logits)
         else:
             dq, dk, dv, *dsink = ctx.call.gradients(saved, dout, dlse)
         if not more:
             return None, dq, dk, dv
-        return (None, dq, dk, dv, None, *(dsink or (None,)), *(None for _ in rest))
+        (dsinks,) = dsink or (None,)
+        return (None, dq, dk, dv, *Vectors(sink_logits=dsinks), *(None for _ in data))
 
 
 class _Gradients(torch.autograd.Function):

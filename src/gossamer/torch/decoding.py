@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
-from gossamer.kernels.launch import ALIGNMENT
+from gossamer.kernels.launch import ALIGNMENT, NO_VECTORS, Vectors
 from gossamer.memo import LEAST, Memo
 from gossamer.patterns import Causal, Dense, SlidingWindow
 from gossamer.plan.plan import Plan
@@ -23,9 +23,9 @@ from gossamer.plan.problem import Unsupported
 from gossamer.plan.table import NAMES, load
 from gossamer.torch.calls import Call, call_of, known
 from gossamer.torch.memory import hold_for_graphs
-from gossamer.torch.plan import growing
-from gossamer.torch.request import DENSE, Attended, Request, alignment, differentiable
-from gossamer.torch.validate import Arguments, fewer, four_dimensional, most_offset
+from gossamer.torch.planning import growing
+from gossamer.torch.request import DENSE, Request, ResolvedPattern, alignment, differentiable
+from gossamer.torch.validate import Arguments, four_dimensional, most_offset, unbatched
 
 RANGE = 128  # numbers of keys that share a launch
 STEP = 8  # strides of k and v, which are not part of the key, are multiples of it
@@ -34,7 +34,7 @@ _NUMBERS = (type(None), int, float)
 _lengths: Memo[tuple[Tensor, ...]] = Memo(LEAST)
 
 
-class Seen(NamedTuple):
+class VisibleKeys(NamedTuple):
     """The keys that one query sees."""
 
     first: int
@@ -45,7 +45,7 @@ class Growing(NamedTuple):
     """A call of one query and so many keys."""
 
     call: Call
-    seen: Seen
+    visible: VisibleKeys
     length: Tensor  # (B,) int32: how many
     bshd: bool  # q, k, v and out are (B, positions, heads, size)
 
@@ -55,33 +55,33 @@ class Growing(NamedTuple):
             hold_for_graphs(self)
         if self.bshd:
             q, k, v = four_dimensional(q, k, v, self.bshd)
-        if self.seen.number != k.shape[2]:
-            k, v = k.narrow(2, *self.seen), v.narrow(2, *self.seen)
-        _, sinks, _ = vectors or (None, None, None)
+        if self.visible.number != k.shape[2]:
+            k, v = k.narrow(2, *self.visible), v.narrow(2, *self.visible)
+        sinks = Vectors(*vectors).sink_logits if vectors else None
         out, lse = self.call(q, k, v, self.length, sinks, None)
-        return fewer(out, lse, 4, self.bshd) if self.bshd else (out, lse)  # out of one query lies alike in both
+        return unbatched(out, lse, 4, self.bshd) if self.bshd else (out, lse)  # out of one query lies alike in both
 
 
 def growing_call(
     q: Tensor, k: Any, v: Any, pattern: Any, scale: Any, q_offset: Any, softcap: Any, implementation: Any,
-    deterministic: bool, vectors: tuple[Any, ...], bshd: bool,
+    deterministic: bool, vectors: Vectors | tuple[()], bshd: bool,
 ) -> Growing | None:  # fmt: skip
     """The call of one query, made where there was none before; None where it goes the usual way.
 
     Args:
-        vectors: key_lengths, sink_logits and alibi_slopes, or nothing.
+        vectors: or nothing.
     """
-    lengths, sinks, slopes = vectors or (None, None, None)
+    lengths, sinks, slopes = vectors or NO_VECTORS
     if lengths is not None or slopes is not None or not grows_on(q.device.type) or differentiable(q, k, v, sinks):
         return None
     if type(scale) not in _NUMBERS or type(softcap) not in _NUMBERS:
         return None
     if bshd:
         q, k, v = four_dimensional(q, k, v, bshd)
-    seen = keys_seen(q, k, v, pattern, q_offset)
-    if seen is None:
+    visible = visible_keys(q, k, v, pattern, q_offset)
+    if visible is None:
         return None
-    most = -(-seen.number // RANGE) * RANGE
+    most = -(-visible.number // RANGE) * RANGE
     B, G, _, D = k.shape
     key = (
         "one query", most, B, G, D, v.shape[3], q.shape, q.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device,
@@ -90,18 +90,18 @@ def growing_call(
     )  # fmt: skip
     of_range = q.device, B, most
     numbers = _lengths.get(of_range) or _lengths.put(of_range, _make_lengths(*of_range))
-    length, call = numbers[seen.number - most - 1], known.get(key)
+    length, call = numbers[visible.number - most - 1], known.get(key)
     if call is None:
-        k, v = k.narrow(2, *seen), v.narrow(2, *seen)
+        k, v = k.narrow(2, *visible), v.narrow(2, *visible)
         a = Arguments(q, k, v, None, None, length, sinks, None, scale, softcap, implementation, deterministic, False)
         try:
-            call = call_of(Request(a, Attended(DENSE.handle, alive=DENSE), keys=most), key)
+            call = call_of(Request(a, ResolvedPattern(DENSE.handle, alive=DENSE), keys=most), key)
         except Unsupported:
             return None
-    return Growing(call, seen, length, bshd)
+    return Growing(call, visible, length, bshd)
 
 
-def keys_seen(q: Tensor, k: Any, v: Any, pattern: Any, q_offset: Any) -> Seen | None:
+def visible_keys(q: Tensor, k: Any, v: Any, pattern: Any, q_offset: Any) -> VisibleKeys | None:
     """What the one query of a call sees, where that is a run of its keys; None where it goes the usual way."""
     if q.ndim != 4 or q.shape[2] != 1 or q.data_ptr() % ALIGNMENT:
         return None
@@ -127,7 +127,7 @@ def keys_seen(q: Tensor, k: Any, v: Any, pattern: Any, q_offset: Any) -> Seen | 
         left, right = None, 0 if isinstance(pattern, Causal) else None
     first = 0 if left is None else max(0, position - left)
     end = K if right is None else min(K, position + right + 1)
-    return Seen(first, end - first) if first < end else None
+    return VisibleKeys(first, end - first) if first < end else None
 
 
 @cache
@@ -141,11 +141,11 @@ def for_one_query(usual: Plan, a: Arguments, pattern: Any) -> Plan:
     """The plan of a call with what its calls go to first, where they are rewritten: for `explain`."""
     if not grows_on(a.q.device.type) or a.backward or a.key_lengths is not None or a.alibi_slopes is not None:
         return usual
-    seen = keys_seen(a.q, a.k, a.v, pattern, a.q_offset)
-    if seen is None:
+    visible = visible_keys(a.q, a.k, a.v, pattern, a.q_offset)
+    if visible is None:
         return usual
     try:
-        plan = growing(usual.problem, a.implementation, seen.number)
+        plan = growing(usual.problem, a.implementation, visible.number)
     except Unsupported:
         return usual
     return replace(usual, implementations=tuple(dict.fromkeys((*plan.implementations, *usual.implementations))))

@@ -19,11 +19,11 @@ from gossamer.plan.costs import costs_of
 from gossamer.plan.plan import Plan, refusals
 from gossamer.plan.problem import Problem
 from gossamer.plan.table import NAMES, load
-from gossamer.torch.calls import resolved
+from gossamer.torch.calls import read_q_offset
 from gossamer.torch.decoding import for_one_query
-from gossamer.torch.masks import unpack
-from gossamer.torch.parts import Described
-from gossamer.torch.plan import Placed, check_rows, check_sizes, given_layout, place, plan_for, scoring_of
+from gossamer.torch.mask_layouts import unpack
+from gossamer.torch.parts import PartitionedCall
+from gossamer.torch.planning import Selection, check_rows, check_sizes, data_layout, plan_for, scoring_of, select_layout
 from gossamer.torch.reorder import check_order
 from gossamer.torch.request import Request, request_of, results_in_bshd
 from gossamer.torch.validate import BHND, Layout, describe, is_bshd
@@ -188,23 +188,23 @@ def _calls(plan: Plan, request: Request, backward: bool) -> list[_Computed]:
     a, t, *_ = request
     scoring, device = scoring_of(a, a.k.shape[2]), a.q.device
     if t.data:
-        placed = given_layout(plan, a.q, a.k, t.data, t.geometry).placed
-        return [_computed(plan.problem, placed, None, scoring.q_offset)]
+        selected = data_layout(plan, a.q, a.k, t.data, t.geometry).selected
+        return [_computed(plan.problem, selected, None, scoring.q_offset)]
     pattern = pattern_of(t.handle)
-    split = plan.split(t.handle, scoring.q_offset)
-    if split is None:
-        placed = place(plan, pattern, scoring.q_offset, device)
-        return [_computed(plan.problem, placed, pattern, scoring.q_offset)]
+    partition = plan.partition(t.handle, scoring.q_offset)
+    if partition is None:
+        selected = select_layout(plan, pattern, scoring.q_offset, device)
+        return [_computed(plan.problem, selected, pattern, scoring.q_offset)]
     direction: Direction = "backward" if backward else "forward"
     operands = request.operands | (results_in_bshd(direction, request.operands) if a.bshd else {})
-    described = Described(plan, a.implementation, pattern, scoring, operands, device)
-    calls = described.calls(described.fold(), direction)
-    return [_computed(call.problem, call.placed, call.part.pattern, call.q_offset) for call in calls]
+    partitioned = PartitionedCall(plan, a.implementation, pattern, scoring, operands, device)
+    calls = partitioned.calls(partitioned.fold(), direction)
+    return [_computed(call.problem, call.selected, call.part.pattern, call.q_offset) for call in calls]
 
 
-def _computed(p: Problem, placed: Placed, pattern: Pattern | None, q_offset: int) -> _Computed:
+def _computed(p: Problem, selected: Selection, pattern: Pattern | None, q_offset: int) -> _Computed:
     """What one call visits; a pattern of None is data."""
-    layout = placed.layout
+    layout = selected.layout
     if isinstance(layout, BlockLayout):
         stats = (layout if layout.host is None else layout.host).stats
         tiles = {"full": stats.full_tiles, "interval": stats.interval_tiles, "bits": stats.bits_tiles}
@@ -219,11 +219,11 @@ def _computed(p: Problem, placed: Placed, pattern: Pattern | None, q_offset: int
             density = pattern.density(p.Q, p.K, q_offset)
         elif layout.dtype == torch.bool:
             density = int(layout.count_nonzero()) / layout.numel()
-        else:  # words of a mask
+        else:  # a packed mask
             density = int(unpack(layout)[..., : p.K].count_nonzero()) / (layout.shape[:3].numel() * p.K)
         pairs, size = float(p.Q * p.K), 0 if layout is None else layout.nbytes
         work = _Work(density * pairs, pairs, {"dense": 1, "of": 1}, (p.Q, p.K), size)
-    return _Computed(placed.implementation, layout, work, p.B * p.H)
+    return _Computed(selected.implementation, layout, work, p.B * p.H)
 
 
 def _names(computed: list[_Computed]) -> str:
@@ -284,7 +284,7 @@ def explain(
         check_order(reordered, request.arguments.q, request.arguments.k, key_lengths, alibi_slopes)
     again = planned_again(request, reordered is not None)
     usual = plan_for(request.arguments, request.attended.geometry)
-    request = resolved(request)
+    request = read_q_offset(request)
     a, attended, dims, _ = request
     q, k, v, backward = a.q, a.k, a.v, a.backward
     plan = usual if again or dims != 4 else for_one_query(usual, a, attended.alive)
@@ -292,8 +292,8 @@ def explain(
     check_rows(p, scoring, attended.handle)
     check_sizes(a, attended.handle)
     whole = None if attended.data else pattern_of(attended.handle)
-    split = None if whole is None else plan.split(attended.handle, scoring.q_offset)
-    which = whole if split is None else None
+    partition = None if whole is None else plan.partition(attended.handle, scoring.q_offset)
+    which = whole if partition is None else None
     computed = _calls(plan, request, backward=False)
     gradient = later = None
     if backward:
@@ -301,6 +301,7 @@ def explain(
         gradient = _names(_calls(later, request, backward=True))
     useful, executed, tiles = _of_one_head(computed, p)
     flops = 2.0 * (p.D + p.E) * p.B * p.H
+
     counts: tuple[Way, ...] = () if which is None else ways(plan, which, scoring.q_offset)
     later_counts = () if which is None or later is None else ways(later, which, scoring.q_offset)
     fill = executed / useful if useful else 1.0
@@ -317,8 +318,8 @@ def explain(
         executed_flops=executed * flops,
         bytes=_tensor_bytes(q, k, v),
         layout_bytes=sum({id(c.layout): c.work.bytes for c in computed}.values()),
-        parts=() if split is None else tuple(str(part) for part in split.parts),
-        estimates=None if split is None else (split.cost, split.whole),
+        parts=() if partition is None else tuple(str(part) for part in partition.parts),
+        estimates=None if partition is None else (partition.cost, partition.whole),
         options=tuple((way.name, way.seconds / counts[0].seconds) for way in counts),
         seconds=least(plan, counts),
         backward_seconds=None if later is None else least(later, later_counts),

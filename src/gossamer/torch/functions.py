@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.kernels.rows import row_terms, sink_gradient
+from gossamer.kernels.row_formulas import row_terms, sink_gradient
 
 MOST_ENDS = 256  # numbers of keys whose bounds are kept
 CHUNK = 2**24  # numbers of a product of dout and out at a time
@@ -90,7 +90,7 @@ def sink_gradient_of_rows(rows: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 def rows_of_results(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """(delta, lse), each (B, H, Q) and contiguous: see `kernels.rows.row_terms`."""
+    """(delta, lse), each (B, H, Q) and contiguous: see `kernels.row_formulas.row_terms`."""
     delta, lse = row_terms(dout, dlse, out, lse, lse.dtype)
     return delta.contiguous(), lse.contiguous()
 
@@ -108,8 +108,8 @@ def sink_gradient_of_results(dout: Tensor, dlse: Tensor | None, out: Tensor, lse
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def merge(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Join the results of another attention over the same rows into out and lse, in place."""
+def combine(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Combine the results of another attention over the same rows into out and lse, in place."""
     # Of two weights near 0 and 1, neither is made of the other: it would lose its digits. Without keys both are NaN.
     weight, rest = (torch.sigmoid(x).nan_to_num_(0.0)[..., None] for x in (part_lse - lse, lse - part_lse))
     out.mul_(rest.to(out.dtype)).addcmul_(part_out.to(out.dtype), weight.to(out.dtype))
@@ -125,6 +125,6 @@ FUNCTIONS: dict[str, Callable[..., Callable[..., Any]]] = {
     function.__name__: _with(function)
     for function in (
         copy, add, zero, int32_lengths, class_lengths, repeated, scaled, sums_of_groups, empty_rows,
-        sink_gradient_of_rows, rows_of_results, sink_gradient, sink_gradient_of_results, merge,
+        sink_gradient_of_rows, rows_of_results, sink_gradient, sink_gradient_of_results, combine,
     )
 }  # fmt: skip

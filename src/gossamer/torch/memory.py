@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-ROOM_BYTES = 2**24  # the largest workspace that waits for the next call
-ROOMS = 4  # of them that wait, each for a stream
+MOST_WAITING_BYTES = 2**24  # the largest workspace that waits for the next call
+MOST_WAITING = 4  # of them that wait, each for a stream
 MOST_SHAPES = 64  # whose views of a workspace are kept
 # Slots of arrays for calls in captured graphs: how many, and elements from one to the next (128 bytes of int32).
 CAPTURED, APART = 4096, 32
@@ -19,9 +19,9 @@ CAPTURED, APART = 4096, 32
 _in_graphs: dict[int, Any] = {}
 
 
-def hold_for_graphs(what: Any) -> None:
+def hold_for_graphs(value: Any) -> None:
     """Keep for good what a captured graph reads: it is replayed long after the call, which may be forgotten."""
-    _in_graphs[id(what)] = what
+    _in_graphs[id(value)] = value
 
 
 Stream = tuple[int | None, int]  # a device's index, and the address of one of its streams
@@ -40,7 +40,7 @@ def lasting(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], fi
         return torch.full(shape, fill, dtype=dtype, device=device)
 
 
-class _Slots(NamedTuple):
+class _GraphArrays(NamedTuple):
     """Arrays of one kind for the calls of captured graphs, filled once, outside of any graph."""
 
     memory: Tensor  # (CAPTURED, APART)
@@ -48,27 +48,27 @@ class _Slots(NamedTuple):
 
 
 _of_streams: dict[tuple[torch.dtype, tuple[int, ...], float, Stream], Tensor] = {}
-_of_graphs: dict[tuple[torch.dtype, float, int | None], _Slots] = {}
+_of_graphs: dict[tuple[torch.dtype, float, int | None], _GraphArrays] = {}
 
 
-def slot(dtype: torch.dtype, shape: tuple[int, ...], fill: float, device: torch.device) -> Callable[[], Tensor]:
+def stream_array(dtype: torch.dtype, shape: tuple[int, ...], fill: float, device: torch.device) -> Callable[[], Tensor]:
     """What gives the array of the current stream; its kernels follow one another, and leave it filled as it was."""
     assert math.prod(shape) <= APART, shape
-    return partial(_slot, dtype, shape, fill, device)
+    return partial(_stream_array, dtype, shape, fill, device)
 
 
-def _slot(dtype: torch.dtype, shape: tuple[int, ...], fill: float, device: torch.device) -> Tensor:
+def _stream_array(dtype: torch.dtype, shape: tuple[int, ...], fill: float, device: torch.device) -> Tensor:
     """The array of the current stream, or one of its own for a call in a graph.
 
     Replays of a graph may run beside the stream that it was captured on. An array that the graph must fill itself
     costs as much as a small kernel: only where all are given away, or no call has run before.
     """
     if torch.cuda.is_current_stream_capturing():
-        slots = _of_graphs.get((dtype, fill, device.index))
-        at = None if slots is None else next(slots.places, None)
-        if slots is None or at is None:
+        arrays = _of_graphs.get((dtype, fill, device.index))
+        at = None if arrays is None else next(arrays.places, None)
+        if arrays is None or at is None:
             return torch.full(shape, fill, dtype=dtype, device=device)
-        return slots.memory[at, : math.prod(shape)].view(shape)
+        return arrays.memory[at, : math.prod(shape)].view(shape)
     key = dtype, shape, fill, (device.index, torch._C._cuda_getCurrentRawStream(device.index))
     found = _of_streams.get(key)
     if found is None:
@@ -78,11 +78,11 @@ def _slot(dtype: torch.dtype, shape: tuple[int, ...], fill: float, device: torch
                 memory = torch.full((CAPTURED, APART), fill, dtype=dtype, device=device)
             if device.type == "cuda":  # tests run this on a CPU
                 torch.cuda.current_stream(device).synchronize()  # a graph may be replayed on any stream
-            _of_graphs[dtype, fill, device.index] = _Slots(memory, iter(range(CAPTURED)))
+            _of_graphs[dtype, fill, device.index] = _GraphArrays(memory, iter(range(CAPTURED)))
     return found
 
 
-class Room(NamedTuple):
+class Waiting(NamedTuple):
     """A workspace: its stream, float32 memory, and views of it by the shapes of those that used it."""
 
     stream: Stream
@@ -90,7 +90,7 @@ class Room(NamedTuple):
     views: dict[tuple[tuple[int, ...], ...], tuple[Tensor, ...]]
 
 
-_rooms: dict[Stream, Room] = {}
+_waiting: dict[Stream, Waiting] = {}
 
 
 class Workspace:
@@ -111,24 +111,24 @@ class Workspace:
     @property
     def small(self) -> bool:
         """Whether its memory may wait; large ones are allocated."""
-        return 4 * self.size <= ROOM_BYTES
+        return 4 * self.size <= MOST_WAITING_BYTES
 
-    def take(self) -> tuple[Room | None, tuple[Tensor, ...]]:
+    def take(self) -> tuple[Waiting | None, tuple[Tensor, ...]]:
         """(what `leave` wants, or None; the arrays)."""
         if torch.cuda.is_current_stream_capturing():
             memory = torch.empty(self.size, dtype=torch.float32, device=self.device)
             return None, self._views(memory)
         stream = self.device.index, torch._C._cuda_getCurrentRawStream(self.device.index)
-        room = _rooms.pop(stream, None)
-        if room is None or room.memory.numel() < self.size:
+        kept = _waiting.pop(stream, None)
+        if kept is None or kept.memory.numel() < self.size:
             size = 1 << (self.size - 1).bit_length()
-            room = Room(stream, torch.empty(size, dtype=torch.float32, device=self.device), {})
-        views = room.views.get(self.shapes)
+            kept = Waiting(stream, torch.empty(size, dtype=torch.float32, device=self.device), {})
+        views = kept.views.get(self.shapes)
         if views is None:
-            if len(room.views) >= MOST_SHAPES:
-                room.views.clear()
-            views = room.views[self.shapes] = self._views(room.memory)
-        return room, views
+            if len(kept.views) >= MOST_SHAPES:
+                kept.views.clear()
+            views = kept.views[self.shapes] = self._views(kept.memory)
+        return kept, views
 
     def _views(self, memory: Tensor) -> tuple[Tensor, ...]:
         return tuple(
@@ -137,7 +137,7 @@ class Workspace:
         )
 
     @staticmethod
-    def leave(room: Room) -> None:
+    def leave(kept: Waiting) -> None:
         """The kernels that use the arrays have been launched."""
-        if len(_rooms) < ROOMS or room.stream in _rooms:
-            _rooms[room.stream] = room
+        if len(_waiting) < MOST_WAITING or kept.stream in _waiting:
+            _waiting[kept.stream] = kept

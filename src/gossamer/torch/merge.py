@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.kernels.rows import compute_dtype
+from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.patterns import LongNet, Pattern
 from gossamer.patterns.compose import Or
 from gossamer.patterns.reordered import ReorderedCSR
 from gossamer.torch.validate import describe
 
 
-class _Merge(torch.autograd.Function):
+class _Combine(torch.autograd.Function):
     """Keeps the outputs as they came, not their weighted copies in float32."""
 
     @staticmethod
@@ -82,7 +82,7 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
                 f"outs must be of one shape (..., N, E), lses of shape (..., N), all on one device; "
                 f"got {describe(x)} and {describe(y)} beside {describe(outs[0])}"
             )
-    return _Merge.apply(*outs, *lses)
+    return _Combine.apply(*outs, *lses)
 
 
 def _floats(name: str, given: Any) -> list[Tensor]:

@@ -15,11 +15,11 @@ import torch
 from torch import _C, Tensor
 from torch.autograd import forward_ad
 
-from gossamer.kernels.rows import compute_dtype
+from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.patterns.handles import token_of
 from gossamer.plan.problem import Unsupported
-from gossamer.torch.calls import Attention, call_of, gradients_by_operator, resolved
-from gossamer.torch.request import Attended, Request, differentiable
+from gossamer.torch.calls import Attention, call_of, gradients_by_operator, read_q_offset, vectors_and_data
+from gossamer.torch.request import Request, ResolvedPattern, differentiable
 from gossamer.torch.validate import Arguments, options_of, validate
 
 _OPTIONS = (
@@ -39,7 +39,9 @@ library.define(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, layout: list[Tensor], geometry: list[int], pattern: int, *options: Any
 ) -> tuple[Tensor, ...]:
-    request = resolved(Request(Arguments(q, k, v, *options), Attended(pattern, tuple(layout), tuple(geometry))))
+    request = read_q_offset(
+        Request(Arguments(q, k, v, *options), ResolvedPattern(pattern, tuple(layout), tuple(geometry)))
+    )
     return call_of(request).forward(q, k, v, *request.more)
 
 
@@ -47,7 +49,9 @@ def _backward(
     dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     layout: list[Tensor], geometry: list[int], pattern: int, *options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    request = resolved(Request(Arguments(q, k, v, *options), Attended(pattern, tuple(layout), tuple(geometry))))
+    request = read_q_offset(
+        Request(Arguments(q, k, v, *options), ResolvedPattern(pattern, tuple(layout), tuple(geometry)))
+    )
     dout = torch.zeros_like(out) if dout is None else dout
     dq, dk, dv, *dsink = call_of(request).backward(dout, dlse, q, k, v, out, lse, *request.more)
     return dq, dk, dv, *(dsink or (q.new_empty(0),))
@@ -83,11 +87,11 @@ def _new_result(like: Tensor, shape: Sequence[int], bshd: bool) -> Tensor:
 forward_op = torch.ops.gossamer.forward.default
 
 
-class _Seen(NamedTuple):
+class _OperatorCall(NamedTuple):
     """A call whose both directions are operators, for whoever looks at them."""
 
     arguments: Arguments
-    attended: Attended
+    attended: ResolvedPattern
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> tuple[Tensor, ...]:
         """(out, lse)."""
@@ -97,10 +101,9 @@ class _Seen(NamedTuple):
 
     def gradients(self, saved: tuple[Tensor, ...], dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         """(dq, dk, dv), and dsink_logits where there are sinks."""
-        q, k, v, out, lse, lengths, sinks, slopes, q_offset, *data = saved
-        a = self.arguments._replace(
-            q=q, k=k, v=v, key_lengths=lengths, sink_logits=sinks, alibi_slopes=slopes, q_offset_tensor=q_offset
-        )
+        q, k, v, out, lse, *more = saved
+        vectors, (q_offset, *data) = vectors_and_data(more)
+        a = self.arguments._replace(q=q, k=k, v=v, q_offset_tensor=q_offset, **vectors._asdict())
         dout = torch.zeros_like(out) if dout is None else dout
         return gradients_by_operator(a, self.attended._replace(data=tuple(data)), dout, dlse, out, lse)
 
@@ -121,8 +124,8 @@ def _forward_autograd(
             raise Unsupported("attention has no derivative inside torch.func; backward() and autograd.grad work")
         # The handle must live until the backward. A compiled graph that takes it as a number leaves that to its caller.
         alive = token_of(pattern) if isinstance(pattern, int) and pattern >= 0 else None
-        seen = _Seen(a._replace(backward=True), Attended(pattern, tuple(layout), tuple(geometry), alive))
-        return Attention.apply(seen, q, k, v, a.key_lengths, a.sink_logits, a.alibi_slopes, a.q_offset_tensor, *layout)
+        call = _OperatorCall(a._replace(backward=True), ResolvedPattern(pattern, tuple(layout), tuple(geometry), alive))
+        return Attention.apply(call, q, k, v, a.key_lengths, a.sink_logits, a.alibi_slopes, a.q_offset_tensor, *layout)
     with _C._AutoDispatchBelowAutograd():
         return forward_op(q, k, v, layout, geometry, pattern, *options)
 

@@ -1,7 +1,7 @@
 """A call described as several over strided views of its arrays: residue classes, and heads of different patterns.
 
 The views share memory with the arrays of the call, and kernels write into views of its results: nothing is copied or
-permuted. Where two parts meet in a row, their results are merged by log-sum-exp; every part's backward reads the
+permuted. Where two parts meet in a row, their results are combined by log-sum-exp; every part's backward reads the
 joint out and lse, which makes its gradients shares of the exact ones, and these are added.
 """
 
@@ -27,11 +27,11 @@ from gossamer.kernels.launch import (
     compute_dtype,
 )
 from gossamer.patterns import LongNet, Pattern
+from gossamer.plan.partition import Part, Partition, partition_of, problem_of_fold
 from gossamer.plan.plan import Plan, plan_of
 from gossamer.plan.problem import Problem
-from gossamer.plan.split import Part, Split, problem_of_fold, split_of
 from gossamer.plan.table import available
-from gossamer.torch.plan import Placed, held, place
+from gossamer.torch.planning import Selection, layout_bytes, select_layout
 
 
 class PartCall(NamedTuple):
@@ -41,10 +41,10 @@ class PartCall(NamedTuple):
     b: int | None  # of the call's batch elements; None: all of them
     problem: Problem
     q_offset: int
-    placed: Placed
+    selected: Selection
 
 
-def _passes(part: Part, problem: Problem) -> Iterator[tuple[Part, int | None]]:
+def _calls_of_part(part: Part, problem: Problem) -> Iterator[tuple[Part, int | None]]:
     """The calls of a part: one, unless both batch elements and classes are many. Then the fewer pass one by one.
 
     So do the classes of a diagonal with terms by head: each class has heads of its own.
@@ -59,10 +59,10 @@ def _passes(part: Part, problem: Problem) -> Iterator[tuple[Part, int | None]]:
     else:
         for n in range(classes):
             heads = h._replace(start=h.start + n * part.diagonal, key_start=h.key_start + n * part.key_diagonal)
-            yield replace(part, heads=heads, run=part.run.cut(n, n + 1)), None
+            yield replace(part, heads=heads, run=part.run.select(n, n + 1)), None
 
 
-class Described:
+class PartitionedCall:
     """The launch of a call in parts. `of` names the arrays of the call as the parts see them."""
 
     def __init__(
@@ -74,28 +74,28 @@ class Described:
         self.b = Builder(operands)
         self.bytes = 0  # of the layouts of the parts that were run
         self.of = {name: name for name in operands}
-        # Where parts come in 16 bits alone, two of them are joined in that type.
+        # Where parts come in 16 bits alone, two of them are combined in that type.
         self.rounded = not plan.implementations[0].capability.float32_results
 
-    def fold(self) -> Split:
-        """The split of the plan, with the batch elements seen as heads where all lie at one stride.
+    def fold(self) -> Partition:
+        """The partition of the plan, with the batch elements seen as heads where all lie at one stride.
 
         Then the classes of every batch element are one call.
         """
         p, b, pattern = self.problem, self.b, self.pattern
-        split = self.plan.split(pattern.handle, self.scoring.q_offset)
-        assert split is not None
+        partition = self.plan.partition(pattern.handle, self.scoring.q_offset)
+        assert partition is not None
         inputs = [b[name] for name in ("q", "k", "v")]
         if "dq" in b or ("out" in b and "dout" not in b):
-            return split  # results that lie as (B, positions, heads, size)
+            return partition  # results that lie as (B, positions, heads, size)
         if p.B == 1 or "key_lengths" in b or pattern.lead != (1, 1) or isinstance(pattern, LongNet):
-            return split  # a head of LongNet has its own class, a batch element has not
+            return partition  # a head of LongNet has its own class, a batch element has not
         if any(x.strides[0] != x.shape[1] * x.strides[1] for x in inputs):
-            return split
+            return partition
         folded = problem_of_fold(p)
-        found = split_of(pattern, folded, self.scoring.q_offset, self.plan.tiles, self.plan.gathers)
+        found = partition_of(pattern, folded, self.scoring.q_offset, self.plan.tiles, self.plan.gathers)
         if found is None:
-            return split
+            return partition
         for name in ("q", "k", "v", "dout", "out", "dlse", "lse"):
             if name in b:
                 known = b[name]
@@ -109,15 +109,15 @@ class Described:
         self.problem = folded
         return found
 
-    def calls(self, split: Split, direction: Direction) -> Iterator[PartCall]:
-        """The calls of a split, in order."""
+    def calls(self, partition: Partition, direction: Direction) -> Iterator[PartCall]:
+        """The calls of a partition, in order."""
         backward = direction == "backward"
-        for part in split.parts:
-            for piece, b in _passes(part, self.problem):
+        for part in partition.parts:
+            for piece, b in _calls_of_part(part, self.problem):
                 h, run = piece.heads, piece.run
                 offset = self.scoring.q_offset if piece.dilation == 1 else run.q_offset
                 terms = self.problem.score_terms - {"q_offset"}
-                if piece.joins or backward:  # a sink counts once, and its gradient is that of the whole call
+                if piece.combines or backward:  # a sink counts once, and its gradient is that of the whole call
                     terms -= {"sink_logits"}
                 if offset != run.K - run.Q:
                     terms |= {"q_offset"}
@@ -126,7 +126,7 @@ class Described:
                     K=run.K, score_terms=terms,
                 )  # fmt: skip
                 plan = plan_of(problem, self.named, backward)
-                yield PartCall(piece, b, plan.problem, offset, place(plan, piece.pattern, offset, self.device))
+                yield PartCall(piece, b, plan.problem, offset, select_layout(plan, piece.pattern, offset, self.device))
 
     def rows(self, name: str, of: str, call: PartCall) -> str:
         """The view of q, out, dout or dq (B, H, Q, size), or of lse (B, H, Q)."""
@@ -188,10 +188,10 @@ class Described:
         """Run the launch of one part, whose results are among what is given."""
         scoring = self.scoring._replace(q_offset=call.q_offset)
         operands = {name: self.b[array] for name, array in given.items()}
-        implementation, layout = call.placed
+        implementation, layout = call.selected
         prepared = implementation.prepare(call.problem, layout, direction, scoring, operands)
         self.b.include(prepared, given, f"{n}.own.")
-        self.bytes += held(layout)
+        self.bytes += layout_bytes(layout)
 
     def sums(self, name: str, shape: Shape, dtype: str) -> str:
         """Memory for a result of the parts: its own, or rows padded to 16 bytes, or of another type, to be copied."""
@@ -206,37 +206,37 @@ class Described:
         B, heads, *rest = self.b[name].shape
         return self.b.view(f"{name}_heads", name, (1, B * heads, *rest), self.b[name].strides)
 
-    def room(self, name: str, wanted: str, call: PartCall, more: bool) -> str:
-        """Where a part writes: the result itself, or memory to be merged with it or to be copied."""
+    def target(self, name: str, wanted: str, call: PartCall, more: bool) -> str:
+        """Where a part writes: the result itself, or memory to be combined with it or to be copied."""
         known, dtype = self.b[wanted], self.problem.dtype
-        able = call.placed.implementation.capability.float32_results
+        able = call.selected.implementation.capability.float32_results
         if not more and (known.dtype == dtype or able):
             return wanted
         made = known.dtype if able else dtype
-        return self.b.padded(f"{name}_room", made, known.shape, _whole(known.shape, made))
+        return self.b.padded(f"{name}_part", made, known.shape, _whole(known.shape, made))
 
     def _sum_dtype(self, depth: int) -> str:
-        """The type in which `depth` parts are joined: float32, unless two that come in 16 bits are all there is."""
+        """The type in which `depth` parts are combined: float32, unless two that come in 16 bits are all there is."""
         own = self.problem.dtype
         return own if depth == 1 or (depth == 2 and self.rounded) else compute_dtype(own)
 
     def forward(self) -> Prepared:
         """out (B, H, Q, E) and lse (B, H, Q)."""
         p, b = self.problem, self.b
-        split = self.fold()
-        whole_out = self.sums("out", (p.B, p.H, p.Q, p.E), self._sum_dtype(split.depth))
+        partition = self.fold()
+        whole_out = self.sums("out", (p.B, p.H, p.Q, p.E), self._sum_dtype(partition.depth))
         whole_lse = b.array("lse", compute_dtype(p.dtype), (p.B, p.H, p.Q))
         out, lse = self.folded(whole_out), self.folded(whole_lse)
-        if split.rows_left:
+        if partition.rows_left:
             b.step(Kernel(EDGE, "empty_rows"), self.of.get("sink_logits"), out, lse)
-        for n, call in enumerate(self.calls(split, "forward")):
-            given, more = self.inputs(n, call), call.part.joins > 0
+        for n, call in enumerate(self.calls(partition, "forward")):
+            given, more = self.inputs(n, call), call.part.combines > 0
             wanted, wanted_lse = self.rows(f"{n}.out", out, call), self.rows(f"{n}.lse", lse, call)
-            given["out"] = self.room(f"{n}.out", wanted, call, more)
-            given["lse"] = b.array(f"{n}.lse_room", b[wanted_lse].dtype, b[wanted_lse].shape) if more else wanted_lse
+            given["out"] = self.target(f"{n}.out", wanted, call, more)
+            given["lse"] = b.array(f"{n}.lse_part", b[wanted_lse].dtype, b[wanted_lse].shape) if more else wanted_lse
             self.run(n, call, "forward", given)
             if more:
-                _join(b, p, wanted, wanted_lse, given["out"], given["lse"])
+                _combine(b, p, wanted, wanted_lse, given["out"], given["lse"])
             elif given["out"] != wanted:
                 b.copy(given["out"], wanted)
         return b.done("out", "lse")
@@ -250,29 +250,29 @@ class Described:
             b.function(kernel, "dout", dlse, "out", "lse", "sink_logits", returns={"dsink_logits": None})
             names = (*names, "dsink_logits")
         shapes = {f"d{x}": b.operands[x].shape for x in ("q", "k", "v")}
-        split = self.fold()
-        depths = {"dq": split.depth, "dk": split.key_depth, "dv": split.key_depth}
+        partition = self.fold()
+        depths = {"dq": partition.depth, "dk": partition.key_depth, "dv": partition.key_depth}
         sums = {x: self.sums(x, shape, self._sum_dtype(depths[x])) for x, shape in shapes.items()}
-        left = {"dq": split.rows_left, "dk": split.keys_left, "dv": split.keys_left}
+        left = {"dq": partition.rows_left, "dk": partition.keys_left, "dv": partition.keys_left}
         for x, array in sums.items():
             if left[x]:
                 b.step(Kernel(EDGE, "zero"), array)
             sums[x] = self.folded(array)
-        for n, call in enumerate(self.calls(split, "backward")):
+        for n, call in enumerate(self.calls(partition, "backward")):
             given = self.inputs(n, call)
             given |= {
                 x: self.rows(f"{n}.{x}", self.of[x], call) for x in ("dout", "dlse", "out", "lse") if x in b.operands
             }
-            adds = {"dq": call.part.joins > 0, "dk": call.part.adds, "dv": call.part.adds}
+            adds = {"dq": call.part.combines > 0, "dk": call.part.adds, "dv": call.part.adds}
             wanted = {x: (self.rows if x == "dq" else self.keys)(f"{n}.{x}", array, call) for x, array in sums.items()}
-            rooms = {x: self.room(f"{n}.{x}", array, call, adds[x]) for x, array in wanted.items()}
+            targets = {x: self.target(f"{n}.{x}", array, call, adds[x]) for x, array in wanted.items()}
             order = ("dout", "dlse", "q", "k", "v", "out", "lse")
-            self.run(n, call, "backward", {x: given[x] for x in (*order, *given) if x in given} | rooms)
-            for x, room in rooms.items():
+            self.run(n, call, "backward", {x: given[x] for x in (*order, *given) if x in given} | targets)
+            for x, target in targets.items():
                 if adds[x]:
-                    b.step(Kernel(EDGE, "add"), room, wanted[x])
-                elif room != wanted[x]:
-                    b.copy(room, wanted[x])
+                    b.step(Kernel(EDGE, "add"), target, wanted[x])
+                elif target != wanted[x]:
+                    b.copy(target, wanted[x])
         return b.done(*names)
 
 
@@ -282,11 +282,11 @@ def _whole(shape: Shape, dtype: str) -> int:
     return -(-columns // step) * step
 
 
-def _join(b: Builder, p: Problem, out: str, lse: str, part_out: str, part_lse: str) -> None:
-    """Join the results of another part into out and lse, in place."""
+def _combine(b: Builder, p: Problem, out: str, lse: str, part_out: str, part_lse: str) -> None:
+    """Combine the results of another part into out and lse, in place."""
     if p.device == "cuda" and p.dtype != "float64" and not available("triton"):
-        from gossamer.kernels.triton.join import join
+        from gossamer.kernels.triton.combine_results import combine_results
 
-        join(b, out, lse, part_out, part_lse)
+        combine_results(b, out, lse, part_out, part_lse)
     else:
-        b.step(Kernel(EDGE, "merge"), part_out, part_lse, out, lse)
+        b.step(Kernel(EDGE, "combine"), part_out, part_lse, out, lse)

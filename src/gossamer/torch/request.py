@@ -8,6 +8,7 @@ that they were given.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,11 +19,21 @@ import torch
 from torch import _C, Tensor
 from torch.autograd import forward_ad
 
-from gossamer.kernels.launch import ALIGNMENT, VECTORS, Direction, Operand, compact, operand_of
-from gossamer.kernels.rows import compute_dtype
+from gossamer.kernels.launch import (
+    ALIGNMENT,
+    NO_VECTORS,
+    VECTORS,
+    Direction,
+    Operand,
+    Vectors,
+    compact,
+    operand_of,
+)
+from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import CSR, Dense, Pattern
 from gossamer.patterns.handles import token_of
+from gossamer.plan.table import RENAMED
 from gossamer.torch.block_mask import layout_for
 from gossamer.torch.registry import constants
 from gossamer.torch.validate import Arguments, check_types, describe, four_dimensional, instead
@@ -77,16 +88,16 @@ def differentiable(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None) 
 
 def key_of(
     q: Any, k: Any, v: Any, pattern: Any, scale: Any, q_offset: Any, softcap: Any, implementation: Any,
-    deterministic: bool, vectors: tuple[Any, ...] = (), bshd: bool = False,
+    deterministic: bool, vectors: Vectors | tuple[()] = (), bshd: bool = False,
 ) -> Key | None:  # fmt: skip
     """What tells calls apart: shapes, strides, types, devices, the pattern and the options.
 
     Everything that is checked and chosen for a call follows from it. None for one that has no key as it is: whose
     pattern is no `Pattern`, whose tensors are not plain or not eager, whose numbers are not those of Python, whose
-    sinks or slopes are not in the type that scores are computed in.
+    implementation has another name now, whose sinks or slopes are not in the type that scores are computed in.
 
     Args:
-        vectors: key_lengths, sink_logits and alibi_slopes, of which some may be None; or nothing.
+        vectors: or nothing.
     """
     if not isinstance(pattern, Pattern) or q is None or k is None or v is None or not plain(q, k, v):
         return None
@@ -97,16 +108,16 @@ def key_of(
         more: Key = ()
     else:
         options = scale, q_offset, softcap, implementation
-        kinds = tuple(map(type, options))
-        if not _SIMPLE.issuperset(kinds):
+        types = tuple(map(type, options))
+        if not _SIMPLE.issuperset(types) or implementation in RENAMED:
             return None
-        more = options + kinds
+        more = options + types
         if vectors:
-            told = _vectors(vectors, compute_dtype(q.dtype))
-            if told is None:
+            facts = _vectors(vectors, compute_dtype(q.dtype))
+            if facts is None:
                 return None
-            more += told
-            _, sinks, _ = vectors
+            more += facts
+            sinks = vectors.sink_logits
     return (
         pattern.handle, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device, differentiable(q, k, v, sinks), alignment(q, k, v), deterministic, bshd, *more,
@@ -121,22 +132,22 @@ def alignment(*tensors: Tensor) -> Any:
     return not together % ALIGNMENT or tuple([x.data_ptr() % ALIGNMENT == 0 for x in tensors])
 
 
-def _vectors(vectors: tuple[Any, ...], wide: torch.dtype) -> Key | None:
+def _vectors(vectors: Vectors, wide: torch.dtype) -> Key | None:
     """What tells lengths, sinks and slopes apart; None unless all are plain, and of the type `wide` if floating."""
-    told: list[Any] = []
+    facts: list[Any] = []
     for x in vectors:
         if x is None:
-            told.append(None)
+            facts.append(None)
             continue
         if not isinstance(x, Tensor) or not plain(x) or x.layout != torch.strided:
             return None
         if x.is_floating_point() and x.dtype is not wide:
             return None
-        told += (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.data_ptr() % ALIGNMENT == 0)
-    return tuple(told)
+        facts += (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.data_ptr() % ALIGNMENT == 0)
+    return tuple(facts)
 
 
-class Attended(NamedTuple):
+class ResolvedPattern(NamedTuple):
     """The `pattern` argument: a pattern's handle, or data that may change from call to call."""
 
     handle: Any  # -1 for data; a number of a compiled graph where one is traced
@@ -149,7 +160,7 @@ class Request(NamedTuple):
     """One call: its arguments in the one form that they are computed in, and what is attended."""
 
     arguments: Arguments
-    attended: Attended
+    attended: ResolvedPattern
     dims: int = 4  # of the q, k and v that were given
     keys: int | None = None  # for how many it is planned, where k and v may have fewer: see `torch.decoding`
 
@@ -158,24 +169,24 @@ class Request(NamedTuple):
         """What tells it from other requests, of any form."""
         a, t = self.arguments, self.attended
         tensors = (a.q, a.k, a.v, a.key_lengths, a.sink_logits, a.alibi_slopes)
-        told = [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors]
+        facts = [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors]
         return (
-            t.handle, t.geometry, len(t.data), *told, alignment(*(x for x in tensors if x is not None)), a.q_offset,
+            t.handle, t.geometry, len(t.data), *facts, alignment(*(x for x in tensors if x is not None)), a.q_offset,
             a.scale, a.softcap, a.implementation, a.deterministic, a.backward, a.bshd,
         )  # fmt: skip
 
     @property
-    def vectors(self) -> tuple[Tensor | None, ...]:
-        """key_lengths, sink_logits and alibi_slopes, or nothing where the call has none of them."""
+    def vectors(self) -> Vectors | tuple[()]:
+        """Those of the call, or nothing where it has none of them."""
         a = self.arguments
-        given = a.key_lengths, a.sink_logits, a.alibi_slopes
-        return () if all(x is None for x in given) else given
+        found = Vectors(a.key_lengths, a.sink_logits, a.alibi_slopes)
+        return () if all(x is None for x in found) else found
 
     @property
     def more(self) -> tuple[Tensor | None, ...]:
         """What a call takes behind q, k and v: the vectors, and data that say what is attended."""
-        a, data = self.arguments, self.attended.data
-        return (a.key_lengths, a.sink_logits, a.alibi_slopes, *data) if data else self.vectors
+        data = self.attended.data
+        return (*(self.vectors or NO_VECTORS), *data) if data else self.vectors
 
     @property
     def operands(self) -> dict[str, Operand]:
@@ -209,6 +220,7 @@ def request_of(
         ValueError: an argument is of a type that nothing accepts.
     """
     scale, q_offset, softcap = number(scale), number(q_offset), number(softcap)
+    implementation = current_name(implementation)
     key_lengths, sink_logits, alibi_slopes = lengths(key_lengths, q), wide(sink_logits, q), slopes(alibi_slopes, q)
     check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation)
     deterministic, dims = is_deterministic(deterministic), q.ndim
@@ -219,7 +231,18 @@ def request_of(
         q, k, v, offset, offset_tensor, key_lengths, sink_logits, alibi_slopes, scale, softcap, implementation,
         deterministic, backward, bshd,
     )  # fmt: skip
-    return Request(a, attended_of(pattern, q), dims)
+    return Request(a, resolve_pattern(pattern, q), dims)
+
+
+def current_name(implementation: Any) -> Any:
+    """The name of an implementation, for one of its names of before with a warning; anything else as it is."""
+    if not isinstance(implementation, str) or implementation not in RENAMED:
+        return implementation
+    name = RENAMED[implementation]
+    if not torch.compiler.is_compiling():  # no tracer follows a warning
+        # Of the line that calls `attention` or `explain`.
+        warnings.warn(f'implementation="{implementation}" is now called "{name}"', DeprecationWarning, stacklevel=4)
+    return name
 
 
 def number(x: Any) -> Any:
@@ -272,27 +295,27 @@ def is_deterministic(deterministic: Any) -> bool:
     return deterministic
 
 
-def attended_of(pattern: Any, q: Tensor) -> Attended:
+def resolve_pattern(pattern: Any, q: Tensor) -> ResolvedPattern:
     """What the `pattern` argument stands for."""
     if pattern is None:
         pattern = DENSE
     if isinstance(pattern, Pattern):
         if constants and torch.compiler.is_compiling():
-            return Attended(pattern._compiled_handle())  # type: ignore[attr-defined]
-        return Attended(pattern.handle, alive=pattern)
+            return ResolvedPattern(pattern._compiled_handle())  # type: ignore[attr-defined]
+        return ResolvedPattern(pattern.handle, alive=pattern)
     if isinstance(pattern, torch.SymInt) or type(pattern) is int:
-        return Attended(pattern, alive=None if torch.compiler.is_compiling() else token_of(int(pattern)))
+        return ResolvedPattern(pattern, alive=None if torch.compiler.is_compiling() else token_of(int(pattern)))
     if isinstance(pattern, Tensor):
         if pattern.is_nested:
             raise ValueError(f"pattern must be {PATTERN}; got {describe(pattern)}")
         if pattern.layout == torch.sparse_csr and pattern.ndim == 2:
             csr = _sparse(pattern)
-            return Attended(csr.handle, alive=csr)
+            return ResolvedPattern(csr.handle, alive=csr)
         if pattern.dtype != torch.bool or pattern.layout != torch.strided:
             raise ValueError(f"pattern must be {PATTERN}; got {describe(pattern)}, {pattern.layout}{instead(pattern)}")
         if pattern.device != q.device:
             raise ValueError(f"pattern must be a tensor on q's device, {q.device}; got {describe(pattern)}")
-        return Attended(-1, (pattern,))
+        return ResolvedPattern(-1, (pattern,))
     if isinstance(pattern, BlockLayout):
         layout = _tensors_of(pattern, q.device) if pattern.device is None else pattern
         arrays = layout.rows.arrays()
@@ -303,10 +326,10 @@ def attended_of(pattern: Any, q: Tensor) -> Attended:
                 raise ValueError(
                     f"pattern, a BlockLayout, must hold tensors on {q.device}; array {at} is {describe(x)}"
                 )
-        return Attended(-1, tuple(arrays), (layout.block_q, layout.block_kv, layout.Q, layout.K), layout)
+        return ResolvedPattern(-1, tuple(arrays), (layout.block_q, layout.block_kv, layout.Q, layout.K), layout)
     flex = sys.modules.get("torch.nn.attention.flex_attention")  # whoever has a BlockMask has imported it
     if flex is not None and isinstance(pattern, flex.BlockMask):
-        return attended_of(layout_for(pattern, q), q)
+        return resolve_pattern(layout_for(pattern, q), q)
     raise ValueError(f"pattern must be {PATTERN}; got {describe(pattern)}{instead(pattern)}")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.launch import dtype_of
-from gossamer.kernels.rows import compute_dtype
+from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.layouts import BlockLayout, TileList, Walk
 from gossamer.layouts.walk import ARRAYS_PER_WALK
 from gossamer.patterns import Pattern
@@ -73,15 +73,15 @@ def is_bshd(layout: Any) -> bool:
     return layout == "bshd"
 
 
-class Told(NamedTuple):
-    """What was given, told in words."""
+class Wording(NamedTuple):
+    """What was given, explained in words."""
 
     text: str
 
 
 def describe(value: Any) -> str:
     """What was given, for a message: the shape and dtype of a tensor, the repr of anything else."""
-    if isinstance(value, Told):
+    if isinstance(value, Wording):
         return value.text
     if isinstance(value, Tensor) and value.is_nested:
         return f"a nested tensor, {dtype_of(value)}, {value.device}"
@@ -178,7 +178,7 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
     yield k.shape[3] == q.shape[3], "k", k, f"have the head size of q, D={q.shape[3]}"
     yield v.shape[1:3] == k.shape[1:3], "v", v, f"have the heads and positions of k, (G, K) = {tuple(k.shape[1:3])}"
     yield v.shape[3] > 0, "v", v, "have no empty dimension"
-    heads = Told(f"G={k.shape[1]}, {describe(k)}")
+    heads = Wording(f"G={k.shape[1]}, {describe(k)}")
     yield q.shape[1] % k.shape[1] == 0, "k", heads, f"have a number of heads G that divides q's H={q.shape[1]}"
     sizes = q.shape[3], v.shape[3]
     yield max(sizes) <= MAX_HEAD, "q and v", sizes, f"have head sizes D, E up to {MAX_HEAD}"
@@ -200,13 +200,13 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
     ):
         if vector is None:
             continue
-        kinds = INTEGERS if name == "key_lengths" else floats
+        dtypes = INTEGERS if name == "key_lengths" else floats
         yield vector.shape == (size,), name, vector, f"have shape ({letter},) = ({size},)"
-        yield vector.dtype in kinds, name, vector, f"be {of_lengths if name == 'key_lengths' else accepted}"
+        yield vector.dtype in dtypes, name, vector, f"be {of_lengths if name == 'key_lengths' else accepted}"
         yield vector.device == q.device, name, vector, f"be a tensor on q's device, {q.device}"
     yield (
         a.alibi_slopes is None or not a.alibi_slopes.requires_grad,
-        "alibi_slopes", Told("a tensor that requires grad; give alibi_slopes.detach()"),
+        "alibi_slopes", Wording("a tensor that requires grad; give alibi_slopes.detach()"),
         "be a constant, for which no gradient is computed",
     )  # fmt: skip
     yield (
@@ -216,12 +216,12 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
 
 
 def _factor_checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
-    held = torch.finfo(compute_dtype(a.q.dtype))
-    most, capped = held.max / 4, held.max**0.5  # kernels multiply by up to 2 log2(e); s / softcap keeps its digits
+    limits = torch.finfo(compute_dtype(a.q.dtype))
+    most, capped = limits.max / 4, limits.max**0.5  # kernels multiply by up to 2 log2(e); s / softcap keeps its digits
     scale = a.q.shape[3] ** -0.5 if a.scale is None else a.scale
-    of_scale = f"be a finite number up to {most:.1e} in magnitude, as {held.dtype} holds, or None for D ** -0.5"
+    of_scale = f"be a finite number up to {most:.1e} in magnitude, as {limits.dtype} holds, or None for D ** -0.5"
     yield abs(scale) <= most, "scale", scale, of_scale
-    of_cap = f"be a finite number over 0, from {1 / capped:.1e} to {capped:.1e} in {held.dtype}, or None"
+    of_cap = f"be a finite number over 0, from {1 / capped:.1e} to {capped:.1e} in {limits.dtype}, or None"
     yield a.softcap is None or 1 / capped <= a.softcap <= capped, "softcap", a.softcap, of_cap
     if a.softcap is not None:
         yield abs(scale) / a.softcap <= most, "scale / softcap", scale / a.softcap, f"be up to {most:.1e}"
@@ -269,7 +269,7 @@ def four_dimensional(q: Tensor, k: Tensor, v: Tensor, bshd: bool = False) -> tup
     return q[None, None], k[None, None], v[None, None]
 
 
-def fewer(out: Tensor, lse: Tensor, dims: int, bshd: bool = False) -> tuple[Tensor, Tensor]:
+def unbatched(out: Tensor, lse: Tensor, dims: int, bshd: bool = False) -> tuple[Tensor, Tensor]:
     """out and lse with as many dimensions as q had, and out in the order of q's."""
     for _ in range(4 - dims):
         out, lse = out.squeeze(0), lse.squeeze(0)
@@ -304,7 +304,7 @@ def _layout_checks(walk: Walk, q: Tensor, k: Tensor) -> Iterator[tuple[bool, str
     Q, K, (B, H) = q.shape[2], k.shape[2], q.shape[:2]
     br, bc = walk.block_rows, walk.block_columns
     sizes, other = (walk.rows, walk.columns), OTHER_LAYOUT if (walk.rows, walk.columns) == (H, k.shape[1]) else ""
-    yield sizes == (Q, K), "(Q, K)", Told(f"{sizes}{other}"), f"of the inputs, {(Q, K)}"
+    yield sizes == (Q, K), "(Q, K)", Wording(f"{sizes}{other}"), f"of the inputs, {(Q, K)}"
     for name, block in (("block_q", br), ("block_kv", bc)):
         yield 0 < block <= 1024 and block % WORD == 0, name, block, f"a multiple of {WORD} up to 1024"
     for at, x in enumerate(walk.arrays()):
@@ -334,7 +334,7 @@ def _index_checks(walk: Walk) -> Iterator[tuple[bool, str, Any, str]]:
     for kind, tiles in walk.lists.items():
         starts, counts, indices = (x.long() for x in tiles)
         inside = (counts >= 0) & (starts >= 0) & (starts + counts <= len(indices))
-        yield bool(inside.all()), f"{kind}.starts and counts", Told("others"), f"within its {len(indices)} indices"
+        yield bool(inside.all()), f"{kind}.starts and counts", Wording("others"), f"within its {len(indices)} indices"
         counts, starts = counts.flatten(), starts.flatten()
         row = torch.repeat_interleave(torch.arange(len(counts)), counts)
         place = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row] + starts[row]
@@ -346,10 +346,10 @@ def _index_checks(walk: Walk) -> Iterator[tuple[bool, str, Any, str]]:
         if kind == "bits" and len(place):
             pool = walk.pool_index[place]
             right = bool(((pool >= 0) & (pool < len(walk.pool))).all())
-            yield right, "pool_index", Told(f"{int(pool.min())} to {int(pool.max())}"), f"in [0, {len(walk.pool)})"
+            yield right, "pool_index", Wording(f"{int(pool.min())} to {int(pool.max())}"), f"in [0, {len(walk.pool)})"
         seen.append(row * C + column)
     every = torch.cat(seen)
-    yield len(every.unique()) == len(every), "no tile", Told("one that is listed twice"), "listed twice"
+    yield len(every.unique()) == len(every), "no tile", Wording("one that is listed twice"), "listed twice"
 
 
 def layout_from(arrays: list[Tensor], geometry: tuple[int, ...]) -> BlockLayout:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer.integrations.transformers.attention_mask import Mask
 from gossamer.integrations.transformers.closures import EVALUATED_PAIRS
-from gossamer.integrations.transformers.masks import Mask
 from gossamer.integrations.transformers.patterns import both
 from gossamer.patterns import Causal, Dense, Pattern
 from gossamer.patterns.validate import show

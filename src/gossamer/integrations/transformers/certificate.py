@@ -87,10 +87,10 @@ def _compare(
     index = [torch.from_numpy(x) for x in (b, np.zeros_like(b), i + where.kv_offset, j + where.kv_offset)]
     if use_vmap:
         with scalars():
-            said = torch.vmap(fn)(*index)
+            answers = torch.vmap(fn)(*index)
     else:
-        said = torch.as_tensor(fn(*index)).expand(len(b))
-    wanted = said.to(torch.bool).numpy()
+        answers = torch.as_tensor(fn(*index)).expand(len(b))
+    wanted = answers.to(torch.bool).numpy()
     if seen is not None:
         at = j + where.kv_offset
         wanted = wanted & np.where(at < seen.shape[1], seen[b, np.minimum(at, seen.shape[1] - 1)], False)

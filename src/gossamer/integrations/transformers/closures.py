@@ -161,44 +161,44 @@ def is_constant(fn: MaskFunction) -> bool:
     )
 
 
-def _causal(reader: Reader, held: dict[str, Any]) -> Pattern:
+def _causal(reader: Reader, closure: dict[str, Any]) -> Pattern:
     return window(None, 0)
 
 
-def _bidirectional(reader: Reader, held: dict[str, Any]) -> Pattern:
+def _bidirectional(reader: Reader, closure: dict[str, Any]) -> Pattern:
     return window(None, None)
 
 
-def _window_before(reader: Reader, held: dict[str, Any]) -> Pattern | None:
-    W = held["sliding_window"]
+def _window_before(reader: Reader, closure: dict[str, Any]) -> Pattern | None:
+    W = closure["sliding_window"]
     return window(W - 1, None) if isinstance(W, int) and W > 0 else None
 
 
-def _window_within(reader: Reader, held: dict[str, Any]) -> Pattern | None:
-    W = held["sliding_window"]
+def _window_within(reader: Reader, closure: dict[str, Any]) -> Pattern | None:
+    W = closure["sliding_window"]
     return window(W, W) if isinstance(W, int) and W >= 0 else None
 
 
-def _window_below(reader: Reader, held: dict[str, Any]) -> Pattern | None:
-    W = held["sliding_window"]
+def _window_below(reader: Reader, closure: dict[str, Any]) -> Pattern | None:
+    W = closure["sliding_window"]
     return window(W - 1, W - 1) if isinstance(W, int) and W > 0 else None
 
 
-def _window_sides(reader: Reader, held: dict[str, Any]) -> Pattern | None:
-    left, right = held["sliding_window"]
+def _window_sides(reader: Reader, closure: dict[str, Any]) -> Pattern | None:
+    left, right = closure["sliding_window"]
     if not isinstance(left, int) or not isinstance(right, int) or left < 1:
         return None
     return window(left - 1, max(right - 1, 0))
 
 
-def _window_halves(reader: Reader, held: dict[str, Any]) -> Pattern | None:
-    W = held["sliding_window"]
-    sides = (W, 0) if held["is_causal"] else ((W + 1) // 2, W // 2 + 1)
+def _window_halves(reader: Reader, closure: dict[str, Any]) -> Pattern | None:
+    W = closure["sliding_window"]
+    sides = (W, 0) if closure["is_causal"] else ((W + 1) // 2, W // 2 + 1)
     return _window_sides(reader, {"sliding_window": sides})
 
 
-def _chunks(reader: Reader, held: dict[str, Any]) -> Pattern | None:
-    size, padding = held["chunk_size"], host(held["left_padding"])
+def _chunks(reader: Reader, closure: dict[str, Any]) -> Pattern | None:
+    size, padding = closure["chunk_size"], host(closure["left_padding"])
     if len(padding) not in (1, reader.where.B):
         return None
     if reader.positions is not None:
@@ -209,8 +209,8 @@ def _chunks(reader: Reader, held: dict[str, Any]) -> Pattern | None:
     return each[0] if len(set(shifts)) == 1 else PerBatch(each)
 
 
-def _packed(reader: Reader, held: dict[str, Any]) -> Pattern | None:
-    ids = reader.keys(host(held["packed_sequence_mask"]))
+def _packed(reader: Reader, closure: dict[str, Any]) -> Pattern | None:
+    ids = reader.keys(host(closure["packed_sequence_mask"]))
     return None if ids is None or not reader.where.inside else documents(ids)
 
 
@@ -221,19 +221,19 @@ def documents(ids: np.ndarray) -> Pattern:
     return Document(ids[0] if len(ids) == 1 else ids)
 
 
-def _blockwise(reader: Reader, held: dict[str, Any]) -> Pattern | None:
-    ids = reader.keys(host(held["block_sequence_ids"]))
+def _blockwise(reader: Reader, closure: dict[str, Any]) -> Pattern | None:
+    ids = reader.keys(host(closure["block_sequence_ids"]))
     return None if ids is None or not reader.where.inside else Blocks(ids)
 
 
-def _padding(reader: Reader, held: dict[str, Any]) -> Pattern | None:
-    kept = reader.keys(host(held["padding_mask"]))
+def _padding(reader: Reader, closure: dict[str, Any]) -> Pattern | None:
+    kept = reader.keys(host(closure["padding_mask"]))
     return None if kept is None else Dense() if kept.all() else Keys(kept != 0)
 
 
-def _remapped(reader: Reader, held: dict[str, Any]) -> Pattern | None:
+def _remapped(reader: Reader, closure: dict[str, Any]) -> Pattern | None:
     """Distances stay what they were where positions count on within each document that another term keeps apart."""
-    positions = host(held["position_ids"])
+    positions = host(closure["position_ids"])
     apart = np.zeros((1, positions.shape[1] - 1), dtype=bool)
     for ids in reader.packed:
         change = np.diff(ids, axis=1)
@@ -242,11 +242,11 @@ def _remapped(reader: Reader, held: dict[str, Any]) -> Pattern | None:
         apart = apart | (change != 0)
     if reader.positions is not None or ((np.diff(positions, axis=1) != 1) & ~apart).any():
         return None
-    return reader._replace(positions=positions).read(held["mask_function"])
+    return reader._replace(positions=positions).read(closure["mask_function"])
 
 
-def _and(reader: Reader, held: dict[str, Any]) -> Pattern:
-    functions = held["mask_functions"]
+def _and(reader: Reader, closure: dict[str, Any]) -> Pattern:
+    functions = closure["mask_functions"]
     if reader.positions is None:
         ids = [host(variables(fn)["packed_sequence_mask"]) for fn in functions if name_of(fn) == PACKED]
         reader = reader._replace(packed=(*reader.packed, *ids))
@@ -256,8 +256,8 @@ def _and(reader: Reader, held: dict[str, Any]) -> Pattern:
     return found
 
 
-def _or(reader: Reader, held: dict[str, Any]) -> Pattern:
-    first, *rest = held["mask_functions"]
+def _or(reader: Reader, closure: dict[str, Any]) -> Pattern:
+    first, *rest = closure["mask_functions"]
     found = reader.read(first)
     for fn in rest:
         found = either(found, reader.read(fn))
@@ -334,8 +334,8 @@ def on_cpu(fn: MaskFunction) -> MaskFunction:
 
 def packed_ids(fn: MaskFunction) -> Tensor | None:
     """The document of each position (B, positions), where a mask function holds them as a term of its own."""
-    held = variables(fn)
+    closure = variables(fn)
     if name_of(fn) == PACKED:
-        return held["packed_sequence_mask"]
-    functions = held["mask_functions"] if name_of(fn) == AND else ()
+        return closure["packed_sequence_mask"]
+    functions = closure["mask_functions"] if name_of(fn) == AND else ()
     return next((ids for ids in map(packed_ids, functions) if ids is not None), None)

@@ -122,13 +122,13 @@ class Blocks(_OfArray):
         ids = self.values[0]
         first = np.concatenate([[0], np.nonzero(np.diff(ids))[0] + 1])
         end = np.concatenate([first[1:], [len(ids)]])
-        held = ids[first] >= 0
-        if len(np.unique(ids[first][held])) != held.sum():
+        present = ids[first] >= 0
+        if len(np.unique(ids[first][present])) != present.sum():
             return None
         run = np.repeat(np.arange(len(first)), end - first)
         i = np.arange(sizes.Q) + sizes.q_offset
         at = run[np.clip(i, 0, sizes.K - 1)]
-        inside = held[at] & (i >= 0) & (i < sizes.K)
+        inside = present[at] & (i >= 0) & (i < sizes.K)
         alone = np.clip(i, 0, sizes.K)
         return np.where(inside, first[at], alone), np.where(inside, end[at], alone)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gossamer.integrations.transformers.attending import attention_function
-from gossamer.integrations.transformers.masks import make_mask
+from gossamer.integrations.transformers.attention_mask import make_mask
 from gossamer.patterns import Pattern
 from gossamer.patterns.validate import show
 

@@ -88,9 +88,9 @@ def explain(model: torch.nn.Module, inputs: Tensor | Mapping[str, Any]) -> Repor
 
     def listener(call: Call) -> None:
         shown = repr(call.pattern) if isinstance(call.pattern, Pattern) else f"a mask of {tuple(call.pattern.shape)}"
-        told = explain_call(*call.tensors, call.pattern, **call.options)
+        explanation = explain_call(*call.tensors, call.pattern, **call.options)
         name = names.get(id(call.module), type(call.module).__name__)
-        found.append(Layer(name, shown, call.options.get("q_offset"), told))
+        found.append(Layer(name, shown, call.options.get("q_offset"), explanation))
 
     with torch.no_grad(), _listening(listener):
         model(inputs) if isinstance(inputs, Tensor) else model(**inputs)

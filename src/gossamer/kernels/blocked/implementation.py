@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gossamer.kernels.blocked.plan import Batch, Piece, Plan, make_plan
+from gossamer.kernels.blocked.batches import Batch, BatchPlan, Piece, plan_batches
 from gossamer.kernels.blocked.tiles import (
     LN2,
     LOG2E,
@@ -24,21 +24,20 @@ from gossamer.kernels.blocked.tiles import (
 )
 from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.launch import Direction, Operand, Prepared, one_function
-from gossamer.kernels.rows import compute_dtype, row_terms, sink_gradient
+from gossamer.kernels.row_formulas import compute_dtype, row_terms, sink_gradient
 from gossamer.layouts.block import BlockLayout
 from gossamer.memo import Memos
 from gossamer.plan.capability import Capability
 from gossamer.plan.problem import Problem
 
-_plans: Memos[Plan] = Memos()  # of layouts
+_plans: Memos[BatchPlan] = Memos()  # of layouts
 
 
-def plan_of(layout: BlockLayout, problem: Problem) -> Plan:
+def batches_of(layout: BlockLayout, problem: Problem) -> BatchPlan:
     """The plan of a layout, made once for each set of shapes and kept as long as the layout."""
     p = problem
     key = (p.B, p.H, p.G, p.D, p.E, p.dtype == "float64")
-    known = _plans.of(layout)
-    return known.get(key) or known.put(key, make_plan(layout, problem))
+    return _plans.of(layout).get_or_make(key, lambda: plan_batches(layout, problem))
 
 
 class Blocked:
@@ -79,7 +78,7 @@ def forward(
     """(out, lse); the score vectors are key_lengths, sink_logits and alibi_slopes, or None."""
     terms = Terms(*scoring, *vectors)
     bq, bk = layout.block_q, layout.block_kv
-    plan = plan_of(layout, problem)
+    plan = batches_of(layout, problem)
     qt, kt, vt = tile(q, plan.query_tiles, bq), tile(k, plan.key_tiles, bk), tile(v, plan.key_tiles, bk)
     dtype = qt.flat.dtype
     scratch = Scratch(qt.flat)
@@ -143,7 +142,7 @@ def backward(
     """(dq, dk, dv), and dsink_logits where there are sinks."""
     terms = Terms(*scoring, *vectors)
     bq, bk, p = layout.block_q, layout.block_kv, problem
-    plan = plan_of(layout, problem)
+    plan = batches_of(layout, problem)
     qt, kt, vt = tile(q, plan.query_tiles, bq), tile(k, plan.key_tiles, bk), tile(v, plan.key_tiles, bk)
     dot = tile(dout, plan.query_tiles, bq)
     delta, lse = row_terms(dout, dlse, out, lse, qt.flat.dtype)

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.kernels.blocked.plan import Batch, Piece, Plan
+from gossamer.kernels.blocked.batches import Batch, BatchPlan, Piece
 from gossamer.kernels.contract import Terms
-from gossamer.kernels.rows import compute_dtype
+from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.plan.problem import Problem
 
 # Scores are in units of ln 2: torch's exp is ten times slower than exp2 on the -inf of a masked pair (on a CPU).
@@ -105,7 +105,7 @@ def keys_of(x: Tiled, batch: Batch, piece: Piece, where: Where, group: int, scra
 class Scorer:
     """Masked scores of a piece: scale, softcap, alibi, key lengths, and the masks of partial tiles."""
 
-    def __init__(self, problem: Problem, plan: Plan, terms: Terms, block_q: int, block_kv: int, scratch: Scratch):
+    def __init__(self, problem: Problem, plan: BatchPlan, terms: Terms, block_q: int, block_kv: int, scratch: Scratch):
         self.p, self.plan, self.terms = problem, plan, terms
         self.block_q, self.block_kv, self.scratch = block_q, block_kv, scratch
         self.group = problem.H // problem.G

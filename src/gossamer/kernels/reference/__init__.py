@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.launch import Direction, Operand, Prepared, one_function
-from gossamer.kernels.rows import compute_dtype, row_terms, sink_gradient
+from gossamer.kernels.row_formulas import compute_dtype, row_terms, sink_gradient
 from gossamer.plan.capability import Capability
 from gossamer.plan.problem import Problem
 

@@ -12,14 +12,14 @@ from gossamer.kernels import relaunch
 from gossamer.kernels.contract import Scoring
 from gossamer.kernels.launch import Direction, Operand, Prepared
 from gossamer.kernels.relaunch import Programs
-from gossamer.kernels.triton.block import launch as launch_block
+from gossamer.kernels.triton.block import launch_block
+from gossamer.kernels.triton.combine_results import combine_results_kernel
 from gossamer.kernels.triton.config import BUCKETS
-from gossamer.kernels.triton.gather import launch as launch_gather
+from gossamer.kernels.triton.gather import launch_gather
 from gossamer.kernels.triton.gather.config import GATHERS
-from gossamer.kernels.triton.join import join_kernel
-from gossamer.kernels.triton.merge import merge_kernel, sum_kernel
 from gossamer.kernels.triton.row_terms import row_terms_kernel
-from gossamer.kernels.triton.wide import launch as launch_wide
+from gossamer.kernels.triton.split_rows import combine_parts_kernel, sum_parts_kernel
+from gossamer.kernels.triton.wide import launch_wide
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout
 from gossamer.plan.capability import Capability
@@ -76,8 +76,8 @@ class Triton:
 KERNELS = {
     function.fn.__name__: function
     for function in (
-        *launch_block.KERNELS.values(), *launch_gather.ROWS.values(), *launch_gather.TILES.values(),
-        *launch_wide.KERNELS, row_terms_kernel, merge_kernel, sum_kernel, join_kernel,
+        *launch_block.KERNELS.values(), *launch_gather.ROW_KERNELS.values(), *launch_gather.TILE_KERNELS.values(),
+        *launch_wide.KERNELS, row_terms_kernel, combine_parts_kernel, sum_parts_kernel, combine_results_kernel,
     )
 }  # fmt: skip
 IMPLEMENTATION = Triton()

@@ -47,7 +47,7 @@ class Variant:
     modes: tuple[str, ...] = KINDS
     contiguous: tuple[str, ...] = ()
     terms: tuple[str, ...] = ()  # of softcap, alibi, sink, lengths
-    split: bool = True
+    splits_rows: bool = True
     tile: tuple[int, int] = (128, 128)
 
 
@@ -79,7 +79,7 @@ def compile_kernel(direction: Direction, config: TileConfig, variant: Variant, s
         "B_FROM_GRID": True,
         "H_FROM_GRID": True,
         "HAS_ITEMS": True,
-        "HAS_SLOTS": variant.split,
+        "HAS_SLOTS": variant.splits_rows,
         "FOLD": not {"softcap", "alibi"} & set(variant.terms),
         "PRECISION": config.precision,
         "TMA": config.tma,

@@ -9,6 +9,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "dq", "dkdv")
 # The walks of a backward, and what each gives.
 GRADIENTS: dict[Direction, tuple[str, ...]] = {"dq": ("dq",), "dkdv": ("dk", "dv")}
 WALKS = tuple(GRADIENTS)
+ROWS_OF_A_PROGRAM = 32  # that reads each row once: row terms, results and parts that are combined
 # Head sizes are padded to a power of two; a configuration serves all sizes up to its bucket.
 BUCKETS = (64, 128, 256)
 ARCHITECTURES = (80, 89, 90, 100)

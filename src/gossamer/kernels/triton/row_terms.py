@@ -9,10 +9,9 @@ from gossamer.kernels.launch import Builder
 from gossamer.kernels.relaunch import padded
 from gossamer.kernels.softmax import empty_rows
 from gossamer.kernels.triton.arguments import arrays, operand, step
-from gossamer.kernels.triton.rows import load_rows
+from gossamer.kernels.triton.config import ROWS_OF_A_PROGRAM
+from gossamer.kernels.triton.row_access import load_rows
 from gossamer.plan.problem import Problem
-
-ROWS = 32  # of a program
 
 
 @triton.jit(do_not_specialize=["Q"])
@@ -58,7 +57,7 @@ def row_terms(b: Builder, p: Problem, dout: str, padded_Q: int) -> str:
     rows = b.array("row_terms", "float32", (2, p.B, p.H, padded_Q))
     values = arrays(b, dout=dout, out=operand(b, "out"), lse="lse", dlse="dlse" if "dlse" in b else "lse") | {
         "row_terms": rows, "B": p.B, "H": p.H, "Q": p.Q, "padded_Q": padded_Q, "E": p.E, "BLOCK_E": padded(p.E),
-        "R": ROWS, "DLSE": "dlse" in b,
+        "R": ROWS_OF_A_PROGRAM, "DLSE": "dlse" in b,
     }  # fmt: skip
-    step(b, row_terms_kernel, (p.B * p.H * padded_Q // ROWS,), values, {"num_warps": 4})
+    step(b, row_terms_kernel, (p.B * p.H * padded_Q // ROWS_OF_A_PROGRAM,), values, {"num_warps": 4})
     return rows

@@ -16,8 +16,9 @@ from gossamer.kernels.hopper.device.merges import MERGE
 from gossamer.kernels.hopper.device.row_items import ITEM
 from gossamer.kernels.hopper.schedule.rows import fill, for_every_head, item_limit, merges_of
 from gossamer.layouts.block import BlockLayout
-from gossamer.layouts.schedule import cut, row_lengths
 from gossamer.layouts.walk import Walk
+from gossamer.layouts.work_items import row_lengths
+from gossamer.layouts.work_items import split_rows as cut
 from gossamer.memo import Memos
 
 

@@ -17,8 +17,9 @@ from gossamer.kernels.hopper.device import merges as merge
 from gossamer.kernels.hopper.device import row_items as item
 from gossamer.layouts import items as given
 from gossamer.layouts.block import BlockLayout
-from gossamer.layouts.schedule import FEWEST_TILES, cut, row_lengths, work_items
 from gossamer.layouts.walk import Walk
+from gossamer.layouts.work_items import FEWEST_TILES, row_lengths, work_items
+from gossamer.layouts.work_items import split_rows as cut
 from gossamer.memo import Memos
 
 START = 3  # what an item costs beside its tiles, in tiles

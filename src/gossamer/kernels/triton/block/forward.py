@@ -10,8 +10,8 @@ import triton.language as tl
 from gossamer.kernels.scores import score
 from gossamer.kernels.softmax import add_scores, end_of_keys, head_slope, start_rows
 from gossamer.kernels.triton.block.lists import MODES, decode, list_entry, list_range, next_entry, step_mask
-from gossamer.kernels.triton.masks import FULL, INTERVAL, row_bounds
-from gossamer.kernels.triton.rows import copy_index, load_rows, store_row_results, store_rows, stream_rows
+from gossamer.kernels.triton.mask_modes import FULL, INTERVAL, row_bounds
+from gossamer.kernels.triton.row_access import copy_index, load_rows, store_row_results, store_rows, stream_rows
 
 
 @triton.jit(do_not_specialize=["n_items", "n_slots", "n_tiles", "Q", "K", "q_offset"])

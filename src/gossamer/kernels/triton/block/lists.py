@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gossamer.kernels.triton.masks import BITS, FULL, INTERVAL, bits_mask, interval_mask
-from gossamer.kernels.triton.rows import BEGIN, END, ITEM, LEAD, SLOT, TILE, batch_and_head
+from gossamer.kernels.triton.mask_modes import BITS, FULL, INTERVAL, bits_mask, interval_mask
+from gossamer.kernels.triton.row_access import BEGIN, END, ITEM, LEAD, SLOT, TILE, batch_and_head
 
 MODES = tl.constexpr(3)  # full, interval, bits
 # The end of a range that is not cut.
@@ -102,8 +102,8 @@ def step_mask(
     o_c = tl.arange(0, C)
     m_keep = o_c
     if MODE == BITS:
-        words = pool + entry.to(tl.int64) * (TILE_ROWS * WORDS) + sub * (R * WORDS) + part * (C // 32)
-        m_keep = bits_mask(words + tl.arange(0, R) * WORDS, o_c, 1, C)
+        masks = pool + entry.to(tl.int64) * (TILE_ROWS * WORDS) + sub * (R * WORDS) + part * (C // 32)
+        m_keep = bits_mask(masks + tl.arange(0, R) * WORDS, o_c, 1, C)
     if MODE == INTERVAL:
         m_keep = interval_mask(b_lo, b_hi, column, o_c)
     if LENGTHS:

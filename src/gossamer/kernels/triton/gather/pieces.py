@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gossamer.kernels.triton.rows import BEGIN, END, ITEM, LEAD, PART, SLOT, TILE, batch_and_head
+from gossamer.kernels.triton.row_access import BEGIN, END, ITEM, LEAD, PART, SLOT, TILE, batch_and_head
 
 
 @triton.jit

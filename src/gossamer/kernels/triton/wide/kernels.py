@@ -13,7 +13,7 @@ import triton.language as tl
 
 from gossamer.kernels.scores import LOG2E, score
 from gossamer.kernels.softmax import add_scores, end_of_keys, finish_rows, head_slope, score_gradient, start_rows
-from gossamer.kernels.triton.masks import BITS, INTERVAL, bits_mask, interval_mask, row_bounds
+from gossamer.kernels.triton.mask_modes import BITS, INTERVAL, bits_mask, interval_mask, row_bounds
 
 
 @triton.jit
@@ -85,8 +85,8 @@ def products_kernel(
         m_keep = m_keep & interval_mask(b_lo, b_hi, key, o_c)
     if kind == BITS:
         WORDS: tl.constexpr = TILE_COLUMNS // 32
-        words = pool + entry.to(tl.int64) * (TILE_ROWS * WORDS) + sub_r * WORDS + sub_c // 32
-        m_keep = m_keep & bits_mask(words + tl.arange(0, R) * WORDS, o_c, 1, C)
+        masks = pool + entry.to(tl.int64) * (TILE_ROWS * WORDS) + sub_r * WORDS + sub_c // 32
+        m_keep = m_keep & bits_mask(masks + tl.arange(0, R) * WORDS, o_c, 1, C)
     slope = head_slope(slopes, i_h, slopes is not None)
     distance = (key + o_c)[None, :] - (o_r + q_offset)[:, None]
     b_s, b_t = score(b_s, scale, cap, slope, distance, SOFTCAP, slopes is not None)

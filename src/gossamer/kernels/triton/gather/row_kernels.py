@@ -29,7 +29,7 @@ from gossamer.kernels.triton.gather.pieces import (
     store_pieces,
     zeros,
 )
-from gossamer.kernels.triton.rows import copy_index
+from gossamer.kernels.triton.row_access import copy_index
 
 
 @triton.jit(do_not_specialize=["n_items", "n_groups", "n_slots", "Q", "K", "q_offset"])

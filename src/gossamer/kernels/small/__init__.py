@@ -9,8 +9,8 @@ import torch
 import triton
 
 from gossamer.kernels.contract import Scoring
-from gossamer.kernels.dense import launch
 from gossamer.kernels.launch import Direction, Operand, Prepared
+from gossamer.kernels.small import launch_small
 from gossamer.plan.capability import Capability
 from gossamer.plan.problem import Problem
 
@@ -21,11 +21,11 @@ MOST_PAIRS = (2**20, 2**18)
 MOST_POSITIONS = (512, 256)
 
 
-class Dense:
+class Small:
     """One launch forward and one backward, with nothing to look up: what counts where a call is all latency."""
 
-    name = "dense"
-    layout = "words"
+    name = "small"
+    layout = "packed_mask"
     capability = Capability(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({"float16", "bfloat16", "float32"}),
@@ -55,11 +55,12 @@ class Dense:
     def prepare(
         self, problem: Problem, layout: Any, direction: Direction, scoring: Scoring, operands: Mapping[str, Operand]
     ) -> Prepared:
-        """`layout` is the words (Bl, Hl, Q, 4 ceil(K / 128)) int32 of the kept pairs, or None when all are kept."""
-        return {"forward": launch.forward, "backward": launch.backward}[direction](problem, layout, scoring, operands)
+        """`layout` is the packed mask (Bl, Hl, Q, 4 ceil(K / 128)) int32, or None when all pairs are kept."""
+        run = {"forward": launch_small.forward, "backward": launch_small.backward}[direction]
+        return run(problem, layout, scoring, operands)
 
     def kernel(self, name: str, *key: Any) -> Callable[..., None]:
-        return launch.kernel(name, *key)
+        return launch_small.kernel(name, *key)
 
 
-IMPLEMENTATION: Any = Dense()
+IMPLEMENTATION: Any = Small()

@@ -51,8 +51,8 @@ class Order(NamedTuple):
     starts: str
 
 
-ROWS = Order("in_order", "zeros", "row_starts")
-COLUMNS = Order("by_column", "column_begins", "column_starts")
+ROW_ORDER = Order("in_order", "zeros", "row_starts")
+COLUMN_ORDER = Order("by_column", "column_begins", "column_starts")
 
 
 class Tiles(NamedTuple):
@@ -67,12 +67,8 @@ _tiles: Memos[Tiles] = Memos()  # of layouts
 
 def tiles_of(layout: BlockLayout, most: int) -> Tiles:
     """The tiles of a layout in passes of about `most` tiles for each lead; a layout made on a device is read back."""
-    known = _tiles.of(layout)
-    found = known.get(most)
-    if found is None:
-        host = layout.rows if layout.host is None else layout.host.rows
-        found = known.put(most, _make_tiles(host.on_host(), most, layout.rows.lo.device))
-    return found
+    walk, device = (layout if layout.host is None else layout.host).rows, layout.rows.lo.device
+    return _tiles.of(layout).get_or_make(most, lambda: _make_tiles(walk.on_host(), most, device))
 
 
 def _make_tiles(walk: Walk, most: int, device: torch.device) -> Tiles:
@@ -133,10 +129,10 @@ class _Call:
         self.block = BLOCK // 2 if short else BLOCK
         self.tiles = tiles_of(layout, max(1, SCRATCH_BYTES // (p.B * p.H * rows * columns * 4)))
         Bl, Hl = walk.lead
-        held = {"tiles": self.tiles.table, "lo": walk.lo, "hi": walk.hi, "pool": walk.pool}
+        own = {"tiles": self.tiles.table, "lo": walk.lo, "hi": walk.hi, "pool": walk.pool}
         self.values = terms(self.b, p, scoring, unread=None) | {
             **arrays(self.b, **{name: operand(self.b, name) for name in ("q", "k", "v")}),
-            **listed(self.b, "layout", {name: x.contiguous() for name, x in held.items()}),
+            **listed(self.b, "layout", {name: x.contiguous() for name, x in own.items()}),
             "lead_b": Hl if Bl > 1 else 0, "lead_h": 1 if Hl > 1 else 0, "TILE_ROWS": rows, "TILE_COLUMNS": columns,
             "STEP": product_step(p.dtype, p.sm or 80), "BLOCK": self.block,
             "PRECISION": "tf32x3" if short else "ieee",
@@ -150,8 +146,8 @@ class _Call:
     def passes(self) -> Iterator[tuple[Pass, dict[str, Any]]]:
         """Each pass, and its arguments."""
         for at, done in enumerate(self.tiles.passes):
-            held = listed(self.b, f"pass_{at}", done.arrays)
-            yield done, held | {"slots": max(1, done.most), "first_row": done.first, "n_rows": done.rows}
+            own = listed(self.b, f"pass_{at}", done.arrays)
+            yield done, own | {"slots": max(1, done.most), "first_row": done.first, "n_rows": done.rows}
 
     def products(self, done: Pass, values: Mapping[str, Any], **places: str) -> None:
         """Scores of a pass into `first`, or P into it and dS into `second`."""
@@ -169,11 +165,12 @@ class _Call:
         self, values: Mapping[str, Any], weights: str, x: str, result: str, factor: float, *, keys: bool, add: bool
     ) -> None:
         """dQ of a pass, or its share of the gradients of keys or values."""
-        p, walk, order, group, (R, C) = self.p, self.walk, COLUMNS if keys else ROWS, self.p.H // self.p.G, self.cuts
+        p, walk, order, (R, C) = self.p, self.walk, COLUMN_ORDER if keys else ROW_ORDER, self.cuts
+        group = p.H // p.G
         size = self.b[result].shape[-1]
         more = {
             "weights": weights, **arrays(self.b, x=x, result=result), "factor": factor, "SIZE": size, "ADD": add,
-            "TRANSPOSED": keys, **{name: values[held] for name, held in order._asdict().items()},
+            "TRANSPOSED": keys, **{name: values[own] for name, own in order._asdict().items()},
         }  # fmt: skip
         if keys:
             count, resident, heads, R, C = -(-p.K // walk.block_columns), walk.block_columns, p.G, C, R

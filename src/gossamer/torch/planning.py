@@ -25,7 +25,7 @@ from gossamer.patterns.validate import show
 from gossamer.plan.choice import choose
 from gossamer.plan.plan import Plan, plan_of, refusals
 from gossamer.plan.problem import SCORE_TERMS, Problem, Unsupported
-from gossamer.torch.masks import dense_of, layout_of, words_of
+from gossamer.torch.mask_layouts import dense_of, layout_of, packed_mask_of
 from gossamer.torch.validate import OTHER_LAYOUT, Arguments, check_layout, check_mask, layout_from, validate
 
 logger = logging.getLogger("gossamer")
@@ -34,11 +34,11 @@ KEPT_DENSE = 4
 MOST_BOUND = 16  # functions that are kept with data of the user's, by the key of their call
 
 _dense: Memo[Tensor] = Memo(KEPT_DENSE)
-_words: Memo[tuple[Tensor | None]] = Memo()
+_packed_masks: Memo[Tensor] = Memo()
 _logged: set[tuple[Any, ...]] = set()
 
 
-class Placed(NamedTuple):
+class Selection(NamedTuple):
     """Who computes one direction of a call, and the layout that it reads."""
 
     implementation: Implementation
@@ -154,7 +154,7 @@ def check_sizes(a: Arguments, handle: int) -> None:
         raise ValueError(f"{error}{OTHER_LAYOUT if Q % K == 0 else ''}") from None
 
 
-def place(plan: Plan, pattern: Pattern, q_offset: int, device: torch.device) -> Placed:
+def select_layout(plan: Plan, pattern: Pattern, q_offset: int, device: torch.device) -> Selection:
     """The implementation that computes a plan for a pattern, and the layout that it reads.
 
     It is the first of the plan; for a pattern that leaves most of its tiles empty, the one whose tile, or gather
@@ -166,8 +166,8 @@ def place(plan: Plan, pattern: Pattern, q_offset: int, device: torch.device) -> 
     layout: Any
     if chosen.form == "dense":
         layout = _dense_pattern(pattern, p, q_offset, device)
-    elif chosen.form == "words":
-        layout = _words_pattern(pattern, p, q_offset, device)
+    elif chosen.form == "packed_mask":
+        layout = _packed_mask_pattern(pattern, p, q_offset, device)
     elif chosen.form == "gather":
         layout = cached_gather(pattern, p.Q, p.K, block_q=chosen.block_q, q_offset=q_offset, device=device)
     else:
@@ -175,21 +175,21 @@ def place(plan: Plan, pattern: Pattern, q_offset: int, device: torch.device) -> 
             pattern, p.Q, p.K, block_q=chosen.block_q, block_kv=chosen.block_kv, q_offset=q_offset, device=device
         )
     _log(chosen.implementation.name, plan)
-    return Placed(cast(Implementation, chosen.implementation), layout)
+    return Selection(cast(Implementation, chosen.implementation), layout)
 
 
-def held(layout: Any) -> int:
-    """About the bytes of a layout, a mask or words."""
+def layout_bytes(layout: Any) -> int:
+    """About the bytes of a layout or of a mask, packed or not."""
     if layout is None:
         return 0
     return layout.nbytes if isinstance(layout, Tensor) else bytes_of(layout)
 
 
-class Given:
+class DataLayout:
     """What the user's data stand for, and the functions that were bound to it: kept as long as the data."""
 
-    def __init__(self, placed: Placed) -> None:
-        self.placed = placed
+    def __init__(self, selected: Selection) -> None:
+        self.selected = selected
         self.bound: Memo[Any] = Memo(MOST_BOUND)
 
 
@@ -199,13 +199,13 @@ class _Remembered(NamedTuple):
     versions: tuple[tuple[int, int], ...]  # of the tensors, with their identities
     maker: int | None
     others: list[ref[Tensor]]
-    given: Given
+    given: DataLayout
 
 
-_given: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_data_layouts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def given_layout(plan: Plan, q: Tensor, k: Tensor, data: tuple[Tensor, ...], geometry: tuple[int, ...]) -> Given:
+def data_layout(plan: Plan, q: Tensor, k: Tensor, data: tuple[Tensor, ...], geometry: tuple[int, ...]) -> DataLayout:
     """What an implementation reads when data say what is attended: the arrays of a BlockLayout, or one mask."""
     p, implementation = plan.problem, cast(Implementation, plan.implementations[0])
     _log(implementation.name, plan)
@@ -215,7 +215,7 @@ def given_layout(plan: Plan, q: Tensor, k: Tensor, data: tuple[Tensor, ...], geo
     # Aliases: what is remembered under a tensor must not keep that tensor alive.
     aliases = [x.detach() for x in data]
 
-    def made() -> Given:
+    def made() -> DataLayout:
         layout: Any
         if geometry:
             layout = layout_from(aliases, geometry)
@@ -223,12 +223,12 @@ def given_layout(plan: Plan, q: Tensor, k: Tensor, data: tuple[Tensor, ...], geo
             layout = dense_of(layout.rows) if form == "dense" else layout
         elif form == "dense":
             (layout,) = aliases
-        elif form == "words":
-            layout = words_of(aliases[0], p.Q, p.K)
+        elif form == "packed_mask":
+            layout = packed_mask_of(aliases[0], p.Q, p.K)
         else:
             # The blocked implementation walks rows alone; building columns on a CPU would be for nothing.
             layout = layout_of(aliases[0], p.Q, p.K, block_q=block_q, block_kv=block_kv, transpose=columns)
-        return Given(Placed(implementation, layout))
+        return DataLayout(Selection(implementation, layout))
 
     if not geometry:
         check_mask(data[0], q, k)
@@ -237,13 +237,13 @@ def given_layout(plan: Plan, q: Tensor, k: Tensor, data: tuple[Tensor, ...], geo
     return _remember(data, (implementation.name, form, block_q, block_kv, columns, p.B, p.H, p.Q, p.K, geometry), made)
 
 
-def _remember(data: tuple[Tensor, ...], more: tuple[Any, ...], make: Callable[[], Given]) -> Given:
+def _remember(data: tuple[Tensor, ...], more: tuple[Any, ...], make: Callable[[], DataLayout]) -> DataLayout:
     """What is made from tensors, kept as long as the first of them lives and none has been written to."""
     if any(x.is_inference() for x in data):  # these do not count their writes
         return make()
     first, *others = data
     versions = tuple((id(x), x._version) for x in data)
-    maker, of_first = _maker(first.device), _given.setdefault(first, {})
+    maker, of_first = _maker(first.device), _data_layouts.setdefault(first, {})
     kept = of_first.get(more)
     known = kept is not None and kept.versions == versions and maker in (None, kept.maker)
     if known and all(a() is b for a, b in zip(kept.others, others, strict=True)):
@@ -265,23 +265,19 @@ def _maker(device: torch.device) -> int | None:
 
 def _dense_pattern(pattern: Pattern, p: Problem, q_offset: int, device: torch.device) -> Tensor:
     key = (pattern, p.Q, p.K, q_offset, device)
-    mask = _dense.get(key)
-    if mask is None:
-        mask = _dense.put(key, torch.from_numpy(pattern.materialize(p.Q, p.K, q_offset)).to(device))
-    return mask
+    return _dense.get_or_make(key, lambda: torch.from_numpy(pattern.materialize(p.Q, p.K, q_offset)).to(device))
 
 
-def _words_pattern(pattern: Pattern, p: Problem, q_offset: int, device: torch.device) -> Tensor | None:
+def _packed_mask_pattern(pattern: Pattern, p: Problem, q_offset: int, device: torch.device) -> Tensor | None:
     """The bits of a small problem's pairs, made once; None where the pattern keeps them all."""
+    if isinstance(pattern, Dense):
+        return None
     key = (pattern, p.Q, p.K, q_offset, device)
-    kept = _words.get(key)
-    if kept is None:
-        words = None
-        if not isinstance(pattern, Dense):
-            words = words_of(torch.from_numpy(pattern.materialize(p.Q, p.K, q_offset)), p.Q, p.K).to(device)
-        kept = _words.put(key, (words,), held(words))
-    (words,) = kept
-    return words
+
+    def make() -> Tensor:
+        return packed_mask_of(torch.from_numpy(pattern.materialize(p.Q, p.K, q_offset)), p.Q, p.K).to(device)
+
+    return _packed_masks.get_or_make(key, make, layout_bytes)
 
 
 def _log(name: str, plan: Plan) -> None:

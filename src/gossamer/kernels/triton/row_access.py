@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 
 from gossamer.kernels.softmax import finish_rows
-from gossamer.layouts import items as word
+from gossamer.layouts import items
 
-# The words of an item and of a merge, for kernels.
-ITEM, MERGE = tl.constexpr(word.ITEM), tl.constexpr(word.MERGE)
-LEAD, TILE, BEGIN = tl.constexpr(word.LEAD), tl.constexpr(word.TILE), tl.constexpr(word.BEGIN)
-END, SLOT, PART = tl.constexpr(word.END), tl.constexpr(word.SLOT), tl.constexpr(word.PART)
-FIRST, COUNT = tl.constexpr(word.FIRST), tl.constexpr(word.COUNT)
+# The fields of an item and of a merge, for kernels.
+ITEM, MERGE = tl.constexpr(items.ITEM), tl.constexpr(items.MERGE)
+LEAD, TILE, BEGIN = tl.constexpr(items.LEAD), tl.constexpr(items.TILE), tl.constexpr(items.BEGIN)
+END, SLOT, PART = tl.constexpr(items.END), tl.constexpr(items.SLOT), tl.constexpr(items.PART)
+FIRST, COUNT = tl.constexpr(items.FIRST), tl.constexpr(items.COUNT)
 
 
 @triton.jit
@@ -49,10 +49,10 @@ def copy_index(b, h, heads, B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr
 @triton.jit
 def load_rows(
     base, start, limit, stride,
-    ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHECK: tl.constexpr,
+    R: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Rows [start, start + ROWS) of a matrix as [ROWS, BLOCK_SIZE]; zero past `limit` rows and SIZE columns."""
-    o_r = tl.arange(0, ROWS)
+    """Rows [start, start + R) of a matrix as [R, BLOCK_SIZE]; zero past `limit` rows and SIZE columns."""
+    o_r = tl.arange(0, R)
     o_d = tl.arange(0, BLOCK_SIZE)
     # The step is added as one 64-bit scalar; offsets inside a tile fit 32 bits (checked by the launcher).
     pointers = base + start.to(tl.int64) * stride + (o_r[:, None] * stride + o_d[None, :])
@@ -66,7 +66,7 @@ def load_rows(
 @triton.jit
 def stream_rows(
     source, i_b, i_h, start, limit, stride,
-    ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHECK: tl.constexpr,
+    R: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHECK: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
     """`load_rows` of a streamed operand: from a pointer to its head, or from a descriptor of the whole tensor.
@@ -74,16 +74,16 @@ def stream_rows(
     The descriptor fills with zeros what lies past the tensor, in rows and in columns.
     """
     if TMA:
-        block = source.load([i_b, i_h, start, 0]).reshape([ROWS, BLOCK_SIZE])
+        block = source.load([i_b, i_h, start, 0]).reshape([R, BLOCK_SIZE])
     else:
-        block = load_rows(source, start, limit, stride, ROWS, SIZE, BLOCK_SIZE, CHECK)
+        block = load_rows(source, start, limit, stride, R, SIZE, BLOCK_SIZE, CHECK)
     return block
 
 
 @triton.jit
-def store_rows(base, block, start, limit, stride, ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+def store_rows(base, block, start, limit, stride, R: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """The rows of `block` that exist, in the type of `base`."""
-    o_r = tl.arange(0, ROWS)
+    o_r = tl.arange(0, R)
     o_d = tl.arange(0, BLOCK_SIZE)
     pointers = base + start.to(tl.int64) * stride + (o_r[:, None] * stride + o_d[None, :])
     mask = (start + o_r < limit)[:, None] & (o_d < SIZE)[None, :]

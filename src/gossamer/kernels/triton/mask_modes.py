@@ -20,14 +20,14 @@ def row_bounds(lo, hi, i_list, rows, o_r):
 
 
 @triton.jit
-def bits_mask(words, o_c, STEP: tl.constexpr, C: tl.constexpr):
-    """[R, C] bits of R rows; `words` points at the first word of each, their next words are STEP further.
+def bits_mask(masks, o_c, STEP: tl.constexpr, C: tl.constexpr):
+    """[R, C] bits of R rows; `masks` points at the first word of each, their next words are STEP further.
 
     Each thread holds whole words of its rows and tests its own bits; the word of a column is known at compile time.
     """
-    word = tl.load(words)[:, None]
+    word = tl.load(masks)[:, None]
     for i_w in tl.static_range(1, C // 32):
-        word = tl.where((o_c // 32)[None, :] == i_w, tl.load(words + i_w * STEP)[:, None], word)
+        word = tl.where((o_c // 32)[None, :] == i_w, tl.load(masks + i_w * STEP)[:, None], word)
     return (word & (1 << (o_c % 32))[None, :]) != 0
 
 

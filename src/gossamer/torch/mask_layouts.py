@@ -55,10 +55,10 @@ def pack(tiles: Tensor) -> Tensor:
     return octets.view(torch.int32)
 
 
-def unpack(words: Tensor) -> Tensor:
+def unpack(packed: Tensor) -> Tensor:
     """(P, R, W) int32 -> (P, R, 32 W) bool."""
-    bit = torch.arange(WORD, device=words.device, dtype=torch.int32)
-    return ((words[..., None] >> bit) & 1).bool().flatten(-2)
+    bit = torch.arange(WORD, device=packed.device, dtype=torch.int32)
+    return ((packed[..., None] >> bit) & 1).bool().flatten(-2)
 
 
 def _order(listed: Tensor) -> Tensor:
@@ -116,8 +116,8 @@ def dense_of(walk: Walk) -> Tensor:
     return dense[:, :, : walk.rows, : walk.columns]
 
 
-def words_of(mask: Tensor, Q: int, K: int) -> Tensor:
-    """A boolean mask that broadcasts to (B, H, Q, K) as words (Bl, Hl, Q, 4 ceil(K / 128)) int32, packed by `pack`."""
+def packed_mask_of(mask: Tensor, Q: int, K: int) -> Tensor:
+    """(Bl, Hl, Q, 4 ceil(K / 128)) int32, by `pack`, of a boolean mask that broadcasts to (B, H, Q, K)."""
     mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     mask = mask.expand(mask.shape[0], mask.shape[1], Q, K)
     return pack(F.pad(mask, (0, -K % 128)).flatten(0, 1)).unflatten(0, mask.shape[:2])

@@ -42,7 +42,7 @@ def store_rows(base, block, o_r, limit, SIZE: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def keeps(words, o_r, start, Q, K, end, C: tl.constexpr, TRANSPOSED: tl.constexpr):
+def keeps(packed_mask, o_r, start, Q, K, end, C: tl.constexpr, TRANSPOSED: tl.constexpr):
     """[rows, C] of whether query o_r keeps key start + c; [C, rows] when transposed.
 
     A row has whole groups of four words, so a step of up to 128 keys stays in it.
@@ -50,8 +50,8 @@ def keeps(words, o_r, start, Q, K, end, C: tl.constexpr, TRANSPOSED: tl.constexp
     o_c = tl.arange(0, C)
     m_keys = (start + o_c) < end
     m_keep = m_keys[:, None] & (o_r < Q)[None, :] if TRANSPOSED else m_keys[None, :] & (o_r < Q)[:, None]
-    if words is not None:
-        at = words + o_r * ((K + 127) // 128 * 4) + start // 32
+    if packed_mask is not None:
+        at = packed_mask + o_r * ((K + 127) // 128 * 4) + start // 32
         word = tl.zeros_like(o_r)
         word = word[None, :] if TRANSPOSED else word[:, None]
         for i_w in tl.static_range(0, C // 32):
@@ -72,13 +72,13 @@ def forward_kernel(
     v,  # (B, G, K, E)
     out,  # (B, H, Q, E)
     lse,  # (B, H, Q)
-    words,  # (Bl, Hl, Q, 4 ceil(K / 128)), or None: every pair
+    packed_mask,  # (Bl, Hl, Q, 4 ceil(K / 128)), or None: every pair
     lengths,  # (B,) or None
     sinks,  # (H,) or None
     slopes,  # (H,) or None
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    words_b,  # distance of two batch elements' and of two heads' words, 0 where they share
-    words_h, Q, K, q_offset, scale, cap, H,
+    mask_b,  # distance of two batch elements' and of two heads' masks, 0 where they share
+    mask_h, Q, K, q_offset, scale, cap, H,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
@@ -100,15 +100,15 @@ def forward_kernel(
     o_c = tl.arange(0, C)
     k += b64 * stride_kb + h64 // GROUP * stride_kh
     v += b64 * stride_vb + h64 // GROUP * stride_vh
-    if words is not None:
-        words += b64 * words_b + h64 * words_h
+    if packed_mask is not None:
+        packed_mask += b64 * mask_b + h64 * mask_h
     end = end_of_keys(lengths, i_b, K, lengths is not None)
     slope = head_slope(slopes, i_h, slopes is not None)
     b_q = load_rows(q + b64 * stride_qb + h64 * stride_qh, stride_qn, o_r, Q, D, BLOCK_D)
     b_acc = tl.zeros([R, BLOCK_E], tl.float32)
     b_l, b_m = start_rows(sinks, i_h, True, R, sinks is not None)
     for start in range(0, K, C):
-        m_keep = keeps(words, o_r, start, Q, K, end, C, False)
+        m_keep = keeps(packed_mask, o_r, start, Q, K, end, C, False)
         b_k = load_rows(k, stride_kn, start + o_c, K, D, BLOCK_D)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         distance = (start + o_c)[None, :] - (o_r + q_offset)[:, None]
@@ -142,9 +142,9 @@ def backward_kernel(
     dq,  # (B, H, Q, D)
     dk,  # (B, G, K, D)
     dv,  # (B, G, K, E)
-    words, lengths, slopes,
+    packed_mask, lengths, slopes,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    words_b, words_h, Q, K, q_offset, scale, cap, plain_scale, H,
+    mask_b, mask_h, Q, K, q_offset, scale, cap, plain_scale, H,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
@@ -179,9 +179,9 @@ def backward_kernel(
             h64 = i_h.to(tl.int64)
             i_bh = b64 * H + h64
             slope = head_slope(slopes, i_h, slopes is not None)
-            own = words
-            if words is not None:
-                own += b64 * words_b + h64 * words_h
+            own = packed_mask
+            if packed_mask is not None:
+                own += b64 * mask_b + h64 * mask_h
             for first in range(0, Q, R):
                 o_r = first + o_row
                 m_keep = keeps(own, o_r, start, Q, K, end, C, True)
@@ -208,15 +208,15 @@ def backward_kernel(
         i_bh = b64 * H + h64
         o_r = (pid - key_programs) % n_q * R + o_row
         slope = head_slope(slopes, i_h, slopes is not None)
-        if words is not None:
-            words += b64 * words_b + h64 * words_h
+        if packed_mask is not None:
+            packed_mask += b64 * mask_b + h64 * mask_h
         b_q = load_rows(q + h64 * stride_qh, stride_qn, o_r, Q, D, BLOCK_D)
         b_dout = load_rows(dout + i_bh * Q * E, E, o_r, Q, E, BLOCK_E)
         b_out = load_rows(out + i_bh * Q * E, E, o_r, Q, E, BLOCK_E)
         b_lse, b_delta = row_terms(lse, dlse, b_dout, b_out, i_bh, o_r, Q)
         b_dq = tl.zeros([R, BLOCK_D], tl.float32)
         for start in range(0, K, C):
-            m_keep = keeps(words, o_r, start, Q, K, end, C, False)
+            m_keep = keeps(packed_mask, o_r, start, Q, K, end, C, False)
             b_k = load_rows(k + h64 // GROUP * stride_kh, stride_kn, start + o_c, K, D, BLOCK_D)
             b_v = load_rows(v + h64 // GROUP * stride_vh, stride_vn, start + o_c, K, E, BLOCK_E)
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)

@@ -15,10 +15,10 @@ class WorkItems(NamedTuple):
     """The items of a walk, for each of its Bl x Hl lists.
 
     A range counts tiles in the order full, interval, bits of the row's lists. A row done by one item has slot -1;
-    the parts of a split row have consecutive slots, whose results are merged in slot order.
+    the parts of a split row have consecutive slots, whose results are combined in slot order.
     """
 
-    items: np.ndarray  # (n, ITEM) int32, longest range first; the words are those of `layouts.items`
+    items: np.ndarray  # (n, ITEM) int32, longest range first; their fields are those of `layouts.items`
     merges: np.ndarray  # (m, MERGE) int32
 
     @property
@@ -38,20 +38,20 @@ def row_lengths(walk: Walk) -> np.ndarray:
     return sum(tiles.counts.astype(np.int64) for tiles in walk.lists.values())
 
 
-def split_limit(listed: int, longest: int, copies: int, processors: int, split: int | None = None) -> int:
+def item_limit(listed: int, longest: int, copies: int, processors: int, limit: int | None = None) -> int:
     """The most tiles in a work item, for rows that would keep one of `processors` busy for too long.
 
     Args:
         listed: tiles in all rows of a walk; longest: in its longest row.
         copies: how often the rows are computed, by batch elements and heads that share them.
-        split: replaces the automatic limit.
+        limit: replaces the automatic one.
     """
     automatic = max(FEWEST_TILES, listed * copies // (processors * PARTS_PER_PROCESSOR))
-    return min(split or automatic, max(longest, 1))
+    return min(limit or automatic, max(longest, 1))
 
 
 def work_items(walk: Walk, limit: int) -> WorkItems:
-    """Cut the rows of a numpy walk into ranges of at most `limit` tiles; empty rows get one empty item each.
+    """Split the rows of a numpy walk into ranges of at most `limit` tiles; empty rows get one empty item each.
 
     Raises:
         ValueError: `limit` is not positive, or the walk's arrays are not numpy arrays.
@@ -61,33 +61,33 @@ def work_items(walk: Walk, limit: int) -> WorkItems:
     if not isinstance(walk.lo, np.ndarray):
         raise ValueError("work items are made from a layout of numpy arrays, got torch tensors")
     lengths = row_lengths(walk).reshape(-1)
-    row, begin, end, slot, pieces = cut(lengths, limit)
+    row, begin, end, slot, pieces = split_rows(lengths, limit)
     lead, tile = np.divmod(row, walk.tiles)
     items = fill(len(row), ITEM, {LEAD: lead, TILE: tile, BEGIN: begin, END: end, SLOT: slot})
     return WorkItems(items, merges_of(pieces, walk.tiles))
 
 
 def merges_of(pieces: np.ndarray, tiles: int) -> np.ndarray:
-    """The merges (m, MERGE) of rows that are cut, in `tiles` tile rows of each list, from the pieces of every row."""
+    """The merges (m, MERGE) of rows that are split, in `tiles` tile rows of each list, from the pieces of every row."""
     row = np.flatnonzero(pieces > 1)
     lead, tile = np.divmod(row, tiles)
-    words = {LEAD: lead, TILE: tile, FIRST: np.cumsum(pieces[row]) - pieces[row], COUNT: pieces[row]}
-    return fill(len(row), MERGE, words)
+    fields = {LEAD: lead, TILE: tile, FIRST: np.cumsum(pieces[row]) - pieces[row], COUNT: pieces[row]}
+    return fill(len(row), MERGE, fields)
 
 
-def fill(number: int, width: int, words: Mapping[int, np.ndarray]) -> np.ndarray:
-    """(number, width) int32 rows with some words written, the others 0."""
+def fill(number: int, width: int, fields: Mapping[int, np.ndarray]) -> np.ndarray:
+    """(number, width) int32 rows with some fields written, the others 0."""
     rows = np.zeros((number, width), dtype=np.int32)
-    for word, value in words.items():
-        rows[:, word] = value
+    for field, value in fields.items():
+        rows[:, field] = value
     return rows
 
 
-def cut(lengths: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Cut rows of given lengths into ranges of at most `limit`, equal to within one.
+def split_rows(lengths: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Split rows of given lengths into ranges of at most `limit`, equal to within one.
 
     Returns:
-        Of each range, longest first: its row, begin, end and slot (-1 for a row that is not cut; slots are numbered
+        Of each range, longest first: its row, begin, end and slot (-1 for a row that is not split; slots are numbered
         along the rows); and of each row, its number of ranges (1 for an empty one).
     """
     pieces = np.maximum(1, -(-lengths // limit))

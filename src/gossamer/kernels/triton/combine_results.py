@@ -9,13 +9,12 @@ from gossamer.kernels.launch import Builder
 from gossamer.kernels.relaunch import padded
 from gossamer.kernels.scores import LN2, LOG2E
 from gossamer.kernels.triton.arguments import arrays, operand, step
-from gossamer.kernels.triton.rows import load_rows, store_rows
-
-ROWS = 32
+from gossamer.kernels.triton.config import ROWS_OF_A_PROGRAM
+from gossamer.kernels.triton.row_access import load_rows, store_rows
 
 
 @triton.jit(do_not_specialize=["heads", "rows"])
-def join_kernel(
+def combine_results_kernel(
     out,  # (B, heads, rows, E)
     lse,  # (B, heads, rows)
     part_out,  # (B, heads, rows, E)
@@ -54,9 +53,9 @@ def join_kernel(
     tl.store(lse, tl.where(b_sum == 0.0, float("-inf"), b_most + tl.log2(b_one) * LN2), mask=o_r < rows)
 
 
-def join(b: Builder, out: str, lse: str, part_out: str, part_lse: str) -> None:
+def combine_results(b: Builder, out: str, lse: str, part_out: str, part_lse: str) -> None:
     """Merge part_out (B, heads, N, E) and part_lse (B, heads, N) into out and lse, in place; of any strides."""
     B, heads, rows, E = b[out].shape
     values = arrays(b, out=out, lse=lse, part_out=operand(b, part_out), part_lse=part_lse)
-    values |= {"heads": heads, "rows": rows, "E": E, "BLOCK_E": padded(E), "R": ROWS}
-    step(b, join_kernel, (B * heads * triton.cdiv(rows, ROWS),), values, {"num_warps": 4})
+    values |= {"heads": heads, "rows": rows, "E": E, "BLOCK_E": padded(E), "R": ROWS_OF_A_PROGRAM}
+    step(b, combine_results_kernel, (B * heads * triton.cdiv(rows, ROWS_OF_A_PROGRAM),), values, {"num_warps": 4})

@@ -1,7 +1,7 @@
 """The masks of partial tiles: which pairs of a tile are dropped, from intervals and from bits.
 
 Equal interval tiles are found once, when the plan is made. While all masks together are small they are kept as
-booleans; otherwise each batch of tiles makes its own from the row bounds and the bit words.
+booleans; otherwise each batch of tiles makes its own from the row bounds and the packed masks.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class Masks:
     """Mask i of a layout: intervals first, then the bit pool, then "none kept", then "all kept"."""
 
     bounds: Tensor  # (U, 2, block_q) int16: columns [lo, hi) of the tile, relative to its first
-    words: Tensor  # (P, block_q, block_kv // 8) uint8
+    packed: Tensor  # (P, block_q, block_kv // 8) uint8
     block_kv: int
     kept: Tensor | None  # (U + P + 2, block_q, block_kv) bool: True where dropped; None when over KEEP_BYTES
 
     @property
     def none(self) -> int:
         """The mask that drops every pair."""
-        return len(self.bounds) + len(self.words)
+        return len(self.bounds) + len(self.packed)
 
     @property
     def all(self) -> int:
@@ -45,7 +45,7 @@ class Masks:
             out[at] = outside(self.bounds[flat[at]], self.block_kv)
         (at,) = torch.nonzero((flat >= U) & (flat < self.none), as_tuple=True)
         if len(at):
-            out[at] = zero_bits(self.words[flat[at] - U])
+            out[at] = zero_bits(self.packed[flat[at] - U])
         return out.view(*ids.shape, *self.edge)
 
     @property
@@ -61,10 +61,10 @@ def outside(bounds: Tensor, block_kv: int) -> Tensor:
     return (j < lo) | (j >= hi)
 
 
-def zero_bits(words: Tensor) -> Tensor:
+def zero_bits(packed: Tensor) -> Tensor:
     """(n, block_q, W) uint8 -> (n, block_q, 8 W) bool: bits that are zero, the lowest first."""
-    bit = torch.tensor([1 << b for b in range(8)], dtype=torch.uint8, device=words.device)
-    return ((words[..., None] & bit) == 0).flatten(-2)
+    bit = torch.tensor([1 << b for b in range(8)], dtype=torch.uint8, device=packed.device)
+    return ((packed[..., None] & bit) == 0).flatten(-2)
 
 
 def make_masks(bounds: np.ndarray, pool: Tensor, block_q: int, block_kv: int) -> tuple[Masks, np.ndarray]:
@@ -72,13 +72,13 @@ def make_masks(bounds: np.ndarray, pool: Tensor, block_q: int, block_kv: int) ->
     rows = np.ascontiguousarray(bounds.astype(np.int16)).reshape(-1, 2 * block_q)
     unique, inverse = unique_rows(rows)
     table = torch.from_numpy(unique.reshape(-1, 2, block_q)).to(pool.device)
-    words = pool.reshape(-1).view(torch.uint8).view(len(pool), block_q, block_kv // 8)
-    count = len(unique) + len(words) + 2
+    packed = pool.reshape(-1).view(torch.uint8).view(len(pool), block_q, block_kv // 8)
+    count = len(unique) + len(packed) + 2
     kept = None
     if count * block_q * block_kv <= KEEP_BYTES:
         everything = torch.ones(1, block_q, block_kv, dtype=torch.bool, device=pool.device)
-        kept = torch.cat([outside(table, block_kv), zero_bits(words), everything, ~everything])
-    return Masks(table, words, block_kv, kept), inverse
+        kept = torch.cat([outside(table, block_kv), zero_bits(packed), everything, ~everything])
+    return Masks(table, packed, block_kv, kept), inverse
 
 
 def unique_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

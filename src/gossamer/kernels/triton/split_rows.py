@@ -1,4 +1,4 @@
-"""Rows whose list was cut: parts of the forward joined by log-sum-exp, parts of a gradient added, in slot order."""
+"""Rows whose list was split: parts of the forward combined by log-sum-exp, parts of a gradient added, in slot order."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gossamer.kernels.launch import Builder
 from gossamer.kernels.relaunch import padded
 from gossamer.kernels.scores import FLOOR
 from gossamer.kernels.triton.arguments import arrays, listed, step
-from gossamer.kernels.triton.config import GRADIENTS, Direction
-from gossamer.kernels.triton.rows import (
+from gossamer.kernels.triton.config import GRADIENTS, ROWS_OF_A_PROGRAM, Direction
+from gossamer.kernels.triton.row_access import (
     COUNT,
     FIRST,
     LEAD,
@@ -27,14 +27,12 @@ from gossamer.kernels.triton.rows import (
     store_rows,
 )
 
-ROWS = 32  # of a program, where a tile has as many
-
 
 @triton.jit
-def decode_merge(
+def decode_parts(
     merges, n_merges, heads, lead_heads, SUB: tl.constexpr, B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr
 ):  # fmt: skip
-    """What this program merges: (b, h, tile row, part of the tile row, first slot, number of slots)."""
+    """What this program combines: (b, h, tile row, part of the tile row, first slot, number of slots)."""
     pid = tl.program_id(0)
     sub = pid % SUB
     pid = pid // SUB
@@ -49,7 +47,7 @@ def decode_merge(
 
 
 @triton.jit(do_not_specialize=["n_merges", "n_slots", "Q"])
-def merge_kernel(
+def combine_parts_kernel(
     out,  # (B, H, Q, E)
     lse,  # (B, H, Q)
     part_acc,  # (copies, slots, TILE_ROWS, E)
@@ -60,8 +58,8 @@ def merge_kernel(
     E: tl.constexpr, BLOCK_E: tl.constexpr, R: tl.constexpr, TILE_ROWS: tl.constexpr,
     B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of rows whose list was cut, from their parts."""
-    i_b, i_h, tile, sub, first, count = decode_merge(
+    """out and lse of rows whose list was split, from their parts."""
+    i_b, i_h, tile, sub, first, count = decode_parts(
         merges, n_merges, H, lead_heads, TILE_ROWS // R, B_FROM_GRID, H_FROM_GRID
     )
     row_start = tile * TILE_ROWS + sub * R
@@ -92,7 +90,7 @@ def merge_kernel(
 
 
 @triton.jit(do_not_specialize=["n_merges", "n_slots", "rows"])
-def sum_kernel(
+def sum_parts_kernel(
     result,  # (B, heads, rows, SIZE)
     part,  # (copies, slots, TILE_ROWS, SIZE)
     merges,
@@ -101,8 +99,8 @@ def sum_kernel(
     SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, R: tl.constexpr, TILE_ROWS: tl.constexpr,
     B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr,
 ):  # fmt: skip
-    """A gradient of rows whose list was cut, from their parts."""
-    i_b, i_h, tile, sub, first, count = decode_merge(
+    """A gradient of rows whose list was split, from their parts."""
+    i_b, i_h, tile, sub, first, count = decode_parts(
         merges, n_merges, heads, lead_heads, TILE_ROWS // R, B_FROM_GRID, H_FROM_GRID
     )
     row_start = tile * TILE_ROWS + sub * R
@@ -118,11 +116,11 @@ def sum_kernel(
 
 
 @dataclass(frozen=True)
-class CutRows:
-    """The rows of a walk whose lists were cut: where their parts are, and what joins them."""
+class SplitRows:
+    """The rows of a walk whose lists were split: where their parts are, and what combines them."""
 
     merges: Any  # (m, MERGE) int32: see `layouts.items`
-    slots: int  # parts of one copy; 0 where no row is cut
+    slots: int  # parts of one copy; 0 where no row is split
     copies: int
     tile_rows: int
     lead_heads: int
@@ -133,11 +131,11 @@ class CutRows:
         self, b: Builder, direction: Direction, function: Any, programs: int, values: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """Add a kernel over all copies of the walk, and what joins the parts that it leaves.
+        """Add a kernel over all copies of the walk, and what combines the parts that it leaves.
 
         Args:
             programs: of one copy.
-            values: arguments of the kernel, its results among them, but those that follow from the cut.
+            values: arguments of the kernel, its results among them, but those that follow from the split.
         """
         D, E, unread = values["D"], values["E"], values["unread"]
         sizes: dict[str, int] = {
@@ -152,14 +150,14 @@ class CutRows:
         step(b, function, (programs * self.copies,), {**values, **parts, **more}, options)
         if not self.slots:
             return
-        rows, count = min(ROWS, self.tile_rows), len(self.merges)
+        rows, count = min(ROWS_OF_A_PROGRAM, self.tile_rows), len(self.merges)
         more |= {"n_merges": count, "R": rows} | listed(b, direction, {"merges": self.merges})
         grid = (self.tile_rows // rows * count * self.copies,)
         own = {"num_warps": 1 if rows == 1 else 4}
         if direction == "forward":
-            step(b, merge_kernel, grid, {**values, **parts, **more}, own)
+            step(b, combine_parts_kernel, grid, {**values, **parts, **more}, own)
             return
         for part, result in zip(parts.values(), [values[name] for name in GRADIENTS[direction]], strict=True):
             _, heads, length, size = b[result].shape
             sums = {"part": part, "heads": heads, "rows": length, "SIZE": size, "BLOCK_SIZE": padded(size)}
-            step(b, sum_kernel, grid, arrays(b, result=result) | sums | more, own)
+            step(b, sum_parts_kernel, grid, arrays(b, result=result) | sums | more, own)

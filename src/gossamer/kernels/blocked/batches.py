@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.kernels.blocked.masks import Masks, make_masks
+from gossamer.kernels.blocked.tile_masks import Masks, make_masks
 from gossamer.layouts.block import BlockLayout
 from gossamer.plan.problem import Problem
 
@@ -50,7 +50,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchPlan:
     """Every batch of a layout, for one set of shapes."""
 
     batches: tuple[Batch, ...]
@@ -85,7 +85,7 @@ class _Row(NamedTuple):
     key_head: int
 
 
-def make_plan(layout: BlockLayout, problem: Problem) -> Plan:
+def plan_batches(layout: BlockLayout, problem: Problem) -> BatchPlan:
     """The batches of `layout` for `problem`; reads the layout's lists on the CPU."""
     walk = layout.rows
     lists, masks = _read(layout)
@@ -122,7 +122,7 @@ def make_plan(layout: BlockLayout, problem: Problem) -> Plan:
     device = walk.lo.device
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()  # the masks were made there, and calls on any stream read them
-    return Plan(tuple(_to(b, device) for b in batches), masks, T, key_tiles)
+    return BatchPlan(tuple(_to(b, device) for b in batches), masks, T, key_tiles)
 
 
 def _read(layout: BlockLayout) -> tuple[Lists, Masks]:

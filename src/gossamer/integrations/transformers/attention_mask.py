@@ -42,7 +42,7 @@ class Mask(BlockMask):
         self.padded = padded  # whether an attention_mask was given
         self._restricted: dict[int, tuple[Pattern, Pattern]] = {}
         self._moved: dict[tuple[int, torch.device], Tensor] = {}
-        self._told = packed_ids(mask_function) is not None
+        self._names_documents = packed_ids(mask_function) is not None
         self._ids: np.ndarray | None = None  # of the documents in packed positions (1 or B, Q)
         self._ends: list[int] | None = None  # of the same, where they begin in B x Q, and the end
         self._compared: dict[int, tuple[Tensor, bool]] = {}
@@ -135,7 +135,7 @@ class Mask(BlockMask):
         what its positions are. Read once in a forward.
         """
         w = self.where
-        if self.padded or self._told or w.Q != w.K or w.offset or w.kv_offset or w.Q == 1:
+        if self.padded or self._names_documents or w.Q != w.K or w.offset or w.kv_offset or w.Q == 1:
             return
         if positions.ndim != 2 or positions.shape[1] != w.Q or positions.shape[0] not in (1, w.B):
             return

@@ -1,10 +1,10 @@
-"""Times the tiles of the `dense` implementation beside SDPA and the other implementations, by replayed CUDA graphs.
+"""Times the tiles of the `small` implementation beside SDPA and the other implementations, by replayed CUDA graphs.
 
-    python benchmarks/tune_dense.py >> benchmarks/results/tune_dense_h200.jsonl
+    python benchmarks/tune_small.py >> benchmarks/results/tune_dense_h200.jsonl
 
 One line for each head size and number of positions (B 1, H 8, bfloat16; the pattern is a causal window of a quarter of
-the positions, which `dense` computes whole): microseconds of one call. Tiles are R x C, warps, stages. The numbers of
-`dense` are checked first, on sizes that fit no tile. The committed rows were taken before the times of the host were
+the positions, which `small` computes whole): microseconds of one call. Tiles are R x C, warps, stages. The numbers of
+`small` are checked first, on sizes that fit no tile. The committed rows were taken before the times of the host were
 part of a row.
 """
 
@@ -23,11 +23,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import gossamer as gs
 from gossamer.bench.latency import call_ms, capture_stream, graph_ms
 from gossamer.kernels.contract import Scoring, Terms
-from gossamer.kernels.dense import MOST_PAIRS
-from gossamer.kernels.dense.launch import Tile, backward, forward
 from gossamer.kernels.reference import oracle
+from gossamer.kernels.small import MOST_PAIRS
+from gossamer.kernels.small.launch_small import Tile, backward, forward
 from gossamer.plan.problem import Problem
-from gossamer.torch.masks import words_of
+from gossamer.torch.mask_layouts import packed_mask_of
 
 HEADS = 8
 SIZES = {128: (26, 128, 200, 512, 1024, 2048), 64: (26, 200, 1024)}
@@ -47,7 +47,7 @@ def check() -> None:
         q, k, v = (torch.randn(2, HEADS, N, D, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
         mask = torch.rand(1, HEADS, N, N, device="cuda") < 0.3
         terms = Terms(scale=D**-0.5, q_offset=0)
-        out, lse = gs.attention(q, k, v, mask, return_lse=True, implementation="dense")
+        out, lse = gs.attention(q, k, v, mask, return_lse=True, implementation="small")
         dout, dlse = torch.randn_like(out), torch.randn_like(lse)
         found = [out, *torch.autograd.grad([out, lse], [q, k, v], [dout, dlse])]
         exact, exact_lse = oracle(q, k, v, mask, terms)
@@ -71,7 +71,7 @@ def row(D: int, N: int) -> dict[str, float]:
     q, k, v, dout = (torch.randn(1, HEADS, N, D, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     pattern, scoring = gs.SlidingWindow(max(8, N // 4)), Scoring(D**-0.5, 0)
     mask = torch.from_numpy(pattern.materialize(N, N)).cuda()
-    words = words_of(mask, N, N)
+    packed_mask = packed_mask_of(mask, N, N)
     calls: dict[str, Callable[[], object]] = {
         "sdpa flash": sdpa(SDPBackend.FLASH_ATTENTION, q, k, v),
         "sdpa cudnn": sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v),
@@ -82,13 +82,13 @@ def row(D: int, N: int) -> dict[str, float]:
     given = {"q": q, "k": k, "v": v}
     for tile in FORWARD:
         calls[f"forward {tuple(tile)}"] = bound(
-            lambda told, tile=tile: forward(problem, words, scoring, told, tile), given
+            lambda operands, tile=tile: forward(problem, packed_mask, scoring, operands, tile), given
         )
-    out, lse = bound(lambda told: forward(problem, words, scoring, told), given)()
+    out, lse = bound(lambda operands: forward(problem, packed_mask, scoring, operands), given)()
     given = {"dout": dout, **given, "out": out, "lse": lse}
     for tile in BACKWARD:
         calls[f"backward {tuple(tile)}"] = bound(
-            lambda told, tile=tile: backward(problem, words, scoring, told, tile), given
+            lambda operands, tile=tile: backward(problem, packed_mask, scoring, operands, tile), given
         )
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     torch.cuda.synchronize()
@@ -101,7 +101,7 @@ def row(D: int, N: int) -> dict[str, float]:
         calls[name] = lambda result=result: torch.autograd.grad(result, leaves, dout, retain_graph=True)
     found = {name: 1000 * graph_ms(call) for name, call in calls.items()}
     found["host sdpa"] = 1000 * call_ms(calls["sdpa flash"])
-    for name in ("hopper", "triton") + (("dense",) if MOST_PAIRS[0] >= HEADS * N * N else ()):
+    for name in ("hopper", "triton") + (("small",) if MOST_PAIRS[0] >= HEADS * N * N else ()):
         found[f"host {name}"] = 1000 * call_ms(lambda name=name: gs.attention(q, k, v, pattern, implementation=name))
     return found
 

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 import gossamer as gs
 from gossamer.testing import inputs, tolerance
 from gossamer.testing.cases import SMALL, Case
-from gossamer.torch.masks import unpack, words_of
+from gossamer.torch.mask_layouts import packed_mask_of, unpack
 
 PARTS = 2
 
@@ -26,27 +26,27 @@ if INTERPRETING:
     import launches
     from exact import NAMES, Exact
 
-    from gossamer.kernels.dense import launch
+    from gossamer.kernels.small import launch_small as launch
 
     def forward(
-        e: Exact, q: Tensor, k: Tensor, v: Tensor, words: Tensor | None, tile: launch.Tile | None = None
+        e: Exact, q: Tensor, k: Tensor, v: Tensor, packed_mask: Tensor | None, tile: launch.Tile | None = None
     ) -> tuple[Tensor, ...]:
-        return launches.forward(launch, e.problem, words, e.terms, q, k, v, tile=tile)
+        return launches.forward(launch, e.problem, packed_mask, e.terms, q, k, v, tile=tile)
 
     @torch.no_grad()
     def check(case: Case, tile: launch.Tile | None) -> None:
         with torch.enable_grad():
             e = Exact(case, "float32", "cpu")
-        words = words_of(e.mask, case.Q, case.K)
+        packed_mask = packed_mask_of(e.mask, case.Q, case.K)
         q, k, v = (x.detach() for x in e.leaves[:3])
-        out, lse = forward(e, q, k, v, words, tile=tile)
+        out, lse = forward(e, q, k, v, packed_mask, tile=tile)
         grads = launches.backward(
-            launch, e.problem, words, e.terms, e.dout, e.dlse.float(), q, k, v, out, lse, tile=tile
+            launch, e.problem, packed_mask, e.terms, e.dout, e.dlse.float(), q, k, v, out, lse, tile=tile
         )
         found = [out, lse, *grads]
         assert len(found) == 2 + len(e.leaves)
-        for what, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
-            tolerance.check(what, actual, exact, low)
+        for result, actual, exact, low in zip(NAMES, found, e.exact, e.low, strict=False):
+            tolerance.check(result, actual, exact, low)
         empty = e.exact[1] == -torch.inf
         assert (out[empty] == 0).all() and (lse[empty] == -torch.inf).all() and (grads[0][empty] == 0).all()
 
@@ -61,11 +61,11 @@ if INTERPRETING:
         with torch.enable_grad():
             e = Exact(case, "float32", "cpu")
         q, k, v = (x.detach() for x in e.leaves[:3])
-        words, results = words_of(e.mask, case.Q, case.K), []
+        packed_mask, results = packed_mask_of(e.mask, case.Q, case.K), []
         for one in (False, True):
             monkeypatch.setattr(launch, "one_row", lambda p, one=one: one)
-            out, lse = forward(e, q, k, v, words)
-            dq, dk, dv, *_ = launches.backward(launch, e.problem, words, e.terms, e.dout, None, q, k, v, out, lse)
+            out, lse = forward(e, q, k, v, packed_mask)
+            dq, dk, dv, *_ = launches.backward(launch, e.problem, packed_mask, e.terms, e.dout, None, q, k, v, out, lse)
             results.append((out, lse, dq, dk, dv))
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -74,13 +74,13 @@ if INTERPRETING:
             check(next(c for c in SMALL if c.name == name), launch.Tile(64, 128, 4, 1))
 
     @pytest.mark.parametrize("strides", inputs.STRIDES)
-    def test_strides_and_no_words(strides: str) -> None:
+    def test_strides_and_no_mask(strides: str) -> None:
         case = next(c for c in SMALL if c.name == "dense")
         e = Exact(case, "float32", "cpu")
         given = inputs.make(case, "float32", strides=strides)
-        words = words_of(e.mask, case.Q, case.K)
+        packed_mask = packed_mask_of(e.mask, case.Q, case.K)
         found = forward(e, *given.qkv, None)
-        for actual, same, exact, low in zip(found, forward(e, *given.qkv, words), e.exact, e.low, strict=False):
+        for actual, same, exact, low in zip(found, forward(e, *given.qkv, packed_mask), e.exact, e.low, strict=False):
             assert torch.equal(actual, same)
             tolerance.check("result", actual, exact, low)
 
@@ -91,7 +91,7 @@ else:
     def test_in_the_interpreter(part: int) -> None:
         tests = [f"test_case[{case.name}]" for case in SMALL][part::PARTS]
         if part == 0:
-            tests += ["test_strides_and_no_words", "test_other_tiles", "test_one_row_of_programs"]
+            tests += ["test_strides_and_no_mask", "test_other_tiles", "test_one_row_of_programs"]
         in_interpreter(__file__, *tests)
 
 
@@ -101,7 +101,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from gossamer.plan.problem import Problem
-from gossamer.kernels.dense import kernels, launch
+from gossamer.kernels.small import kernels, launch_small as launch
 from gossamer.kernels.triton.config import SHARED_MEMORY
 
 NONE = {"slopes", "sinks", "lengths", "dlse"}
@@ -126,7 +126,7 @@ for D, N in ((64, 128), (128, 128), (128, 4096), (256, 128), (256, 4096), (64, 4
         for name in kernel.arg_names:
             if name in constants:
                 signature[name] = "constexpr"
-            elif name in ("lse", "words"):
+            elif name in ("lse", "packed_mask"):
                 signature[name] = "*fp32" if name == "lse" else "*i32"
             elif name in ("scale", "cap", "plain_scale"):
                 signature[name] = "fp32"
@@ -157,7 +157,7 @@ def test_more_heads_than_a_grid_is_high(shape: tuple[int, ...]) -> None:
     q, k, v = (torch.randn(shape, device="cuda", requires_grad=shape[2] == 1) for _ in range(3))
 
     def results(*given: torch.Tensor) -> list[torch.Tensor]:
-        out, lse = gs.attention(*given, gs.Causal(), return_lse=True, implementation="dense")
+        out, lse = gs.attention(*given, gs.Causal(), return_lse=True, implementation="small")
         grads = torch.autograd.grad((out * given[2]).sum() + lse.sum(), given) if out.requires_grad else ()
         return [out, lse, *grads]
 
@@ -169,19 +169,19 @@ def test_more_heads_than_a_grid_is_high(shape: tuple[int, ...]) -> None:
 
 def test_rows_far_apart_are_copied() -> None:
     """One head of a long fused cache: its last row lies 2**32 numbers behind the first, and offsets have 32 bits."""
-    from gossamer.kernels.dense.launch import readable
     from gossamer.kernels.launch import operand_of
+    from gossamer.kernels.small.launch_small import readable
 
     cache = torch.empty(1, 1, 2**20, 4096, device="meta")
     assert not readable(operand_of(cache[..., :64])) and readable(operand_of(cache[:, :, : 2**18, :64]))
     assert readable(operand_of(cache[..., :64].contiguous()))
 
 
-def test_words_that_batch_elements_share_are_another_launch() -> None:
+def test_masks_that_batch_elements_share_are_another_launch() -> None:
     """(1, 2, Q, W) and (2, 2, Q, W) have the same strides."""
     from gossamer.kernels.contract import Scoring
-    from gossamer.kernels.dense import IMPLEMENTATION
     from gossamer.kernels.launch import operand_of
+    from gossamer.kernels.small import IMPLEMENTATION
     from gossamer.plan.problem import Problem
 
     one, two = torch.zeros(1, 2, 8, 4), torch.zeros(2, 2, 8, 4)
@@ -189,16 +189,17 @@ def test_words_that_batch_elements_share_are_another_launch() -> None:
     problem = Problem(2, 2, 2, 8, 8, 16, 16, "float32", "cpu")
     given = {name: operand_of(torch.zeros(2, 2, 8, 16)) for name in ("q", "k", "v")}
     (first,), (second,) = (
-        IMPLEMENTATION.prepare(problem, words, "forward", Scoring(1.0, 0), given).launch.steps for words in (one, two)
+        IMPLEMENTATION.prepare(problem, packed_mask, "forward", Scoring(1.0, 0), given).launch.steps
+        for packed_mask in (one, two)
     )
     assert first.kernel != second.kernel and len(first.arguments) == len(second.arguments)
     differ = [(a, b) for a, b in zip(first.arguments, second.arguments, strict=True) if a != b]
     assert [(a.value, b.value) for a, b in differ] == [(0, 64)]  # type: ignore[union-attr]
 
 
-def test_words_hold_the_mask() -> None:
+def test_packed_masks_hold_the_mask() -> None:
     mask = torch.from_numpy(np.random.default_rng(0).random((2, 1, 37, 150)) < 0.5)
-    words = words_of(mask, 37, 150)
-    assert words.shape == (2, 1, 37, 8) and words.dtype == torch.int32
-    assert torch.equal(unpack(words.flatten(0, 1))[:, :, :150].view(2, 1, 37, 150), mask)
-    assert not unpack(words.flatten(0, 1))[:, :, 150:].any()
+    packed_mask = packed_mask_of(mask, 37, 150)
+    assert packed_mask.shape == (2, 1, 37, 8) and packed_mask.dtype == torch.int32
+    assert torch.equal(unpack(packed_mask.flatten(0, 1))[:, :, :150].view(2, 1, 37, 150), mask)
+    assert not unpack(packed_mask.flatten(0, 1))[:, :, 150:].any()

@@ -15,7 +15,7 @@ from gossamer.kernels.triton.block.config import TileConfig, config
 from gossamer.kernels.triton.block.forward import forward_kernel
 from gossamer.kernels.triton.block.key_gradients import dkdv_kernel
 from gossamer.kernels.triton.block.query_gradient import dq_kernel
-from gossamer.kernels.triton.block.schedule import schedule_of
+from gossamer.kernels.triton.block.schedule_block import schedule_of
 from gossamer.kernels.triton.config import WALKS, Direction
 from gossamer.layouts.block import BlockLayout
 from gossamer.plan.problem import Problem
@@ -32,27 +32,27 @@ def describable(x: Operand) -> bool:
 
 def forward(
     problem: Problem, layout: BlockLayout, scoring: Scoring, operands: Mapping[str, Operand], *,
-    tiles: TileConfig | None = None, split: int | None = None,
+    tiles: TileConfig | None = None, limit: int | None = None,
 ) -> Prepared:  # fmt: skip
-    """out and lse. `tiles` and `split` replace the shipped configuration and the automatic split of long rows."""
-    return directions.forward(problem, scoring, operands, partial(_walk, problem, layout, tiles, split))
+    """out and lse. `tiles` and `limit` (of tiles in a work item) replace the shipped ones."""
+    return directions.forward(problem, scoring, operands, partial(_walk, problem, layout, tiles, limit))
 
 
 def backward(
     problem: Problem, layout: BlockLayout, scoring: Scoring, operands: Mapping[str, Operand], *,
-    tiles: TileConfig | None = None, split: int | None = None, walks: tuple[Direction, ...] = WALKS,
+    tiles: TileConfig | None = None, limit: int | None = None, walks: tuple[Direction, ...] = WALKS,
 ) -> Prepared:  # fmt: skip
-    """The gradients; `tiles` and `split` as in `forward`, `walks` as in `directions.backward`."""
-    add = partial(_walk, problem, layout, tiles, split)
+    """The gradients; `tiles` and `limit` as in `forward`, `walks` as in `directions.backward`."""
+    add = partial(_walk, problem, layout, tiles, limit)
     return directions.backward(problem, scoring, operands, add, layout.rows.tiles * layout.block_q, walks)
 
 
 def _walk(
-    p: Problem, layout: BlockLayout, tiles: TileConfig | None, split: int | None,
+    p: Problem, layout: BlockLayout, tiles: TileConfig | None, limit: int | None,
     b: Builder, direction: Direction, values: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """Add the kernels of a direction."""
-    plan = schedule_of(p, layout, direction == "dkdv", split)
+    plan = schedule_of(p, layout, direction == "dkdv", limit)
     walk = layout.columns if direction == "dkdv" else layout.rows
     tile = walk.block_rows, walk.block_columns
     chosen = tiles or config(direction, 8 * BYTES[p.dtype], p.D, p.E, p.sm or 80, tile)
@@ -67,4 +67,4 @@ def _walk(
     programs = walk.block_rows // chosen.rows * plan.size
     values = {**values, **streamed, **listed(b, direction, plan.arrays), **plan.constants, **own}
     options = {"num_warps": chosen.warps, "num_stages": chosen.stages}
-    plan.cut.step(b, direction, KERNELS[direction], programs, values, options)
+    plan.split_rows.step(b, direction, KERNELS[direction], programs, values, options)

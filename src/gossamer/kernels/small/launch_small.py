@@ -1,4 +1,4 @@
-"""From a problem and its words to kernel arguments, and the choice of the tile: small where there are few programs."""
+"""From a problem and its packed mask to kernel arguments, and the choice of the tile: small for few programs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from gossamer.kernels import relaunch
 from gossamer.kernels.contract import Scoring
-from gossamer.kernels.dense.kernels import backward_kernel, forward_kernel
 from gossamer.kernels.launch import EDGE, Builder, Kernel, Operand, Prepared
 from gossamer.kernels.relaunch import Programs, padded, strides
 from gossamer.kernels.scores import scales
+from gossamer.kernels.small.kernels import backward_kernel, forward_kernel
 from gossamer.plan.problem import Problem
 
 KERNELS = {"forward": forward_kernel, "backward": backward_kernel}
@@ -55,16 +55,17 @@ def readable(x: Operand) -> bool:
 def constants(b: Builder, p: Problem, tile: Tile, scoring: Scoring) -> dict[str, Any]:
     """Arguments of both kernels that follow from the sizes, and the scores'."""
     scale, cap = scales(scoring)
-    words_b = words_h = 0  # distances of two batch elements' and two heads' words; 0 where they share
-    if "words" in b:
-        (Bl, Hl, *_), (of_b, of_h, *_) = b["words"].shape, b["words"].strides
-        words_b, words_h = of_b if Bl > 1 else 0, of_h if Hl > 1 else 0
+    mask_b = mask_h = 0  # distances of two batch elements' and two heads' masks; 0 where they share
+    if "packed_mask" in b:
+        (Bl, Hl, *_), (of_b, of_h, *_) = b["packed_mask"].shape, b["packed_mask"].strides
+        mask_b, mask_h = of_b if Bl > 1 else 0, of_h if Hl > 1 else 0
     return {
-        "words": "words" if "words" in b else None, "words_b": words_b, "words_h": words_h, "H": p.H, "Q": p.Q,
-        "K": p.K, "q_offset": scoring.q_offset, "GROUP": p.H // p.G, "D": p.D, "E": p.E, "BLOCK_D": padded(p.D),
-        "BLOCK_E": padded(p.E), "R": tile.R, "C": tile.C, "SOFTCAP": scoring.softcap is not None,
+        "packed_mask": "packed_mask" if "packed_mask" in b else None, "mask_b": mask_b, "mask_h": mask_h, "H": p.H,
+        "Q": p.Q, "K": p.K, "q_offset": scoring.q_offset, "GROUP": p.H // p.G, "D": p.D, "E": p.E,
+        "BLOCK_D": padded(p.D), "BLOCK_E": padded(p.E), "R": tile.R, "C": tile.C,
         # float32 as three of TF32, which rounds as float32 does.
         "PRECISION": "tf32x3" if p.dtype == "float32" else "ieee", "ONE_ROW": one_row(p), "scale": scale, "cap": cap,
+        "SOFTCAP": scoring.softcap is not None,
     }  # fmt: skip
 
 
@@ -83,11 +84,11 @@ def grid(p: Problem, *programs: int) -> tuple[int, ...]:
     return (math.prod(programs) * p.B,) if one_row(p) else (*programs, p.B)
 
 
-def builder(words: Any, operands: Mapping[str, Operand]) -> tuple[Builder, dict[str, str]]:
+def builder(packed_mask: Any, operands: Mapping[str, Operand]) -> tuple[Builder, dict[str, str]]:
     """A launch that begins, and the arrays that the kernels read for q, k, v and dout: copies where they must be."""
     b = Builder(operands)
-    if words is not None:
-        b.layout(words=words)
+    if packed_mask is not None:
+        b.layout(packed_mask=packed_mask)
     names = [name for name in ("q", "k", "v", "dout") if name in operands]
     return b, {name: name if readable(b[name]) else b.copied(name) for name in names}
 
@@ -98,10 +99,10 @@ def optional(b: Builder, name: str) -> str | None:
 
 
 def forward(
-    p: Problem, words: Any, scoring: Scoring, operands: Mapping[str, Operand], tile: Tile | None = None
+    p: Problem, packed_mask: Any, scoring: Scoring, operands: Mapping[str, Operand], tile: Tile | None = None
 ) -> Prepared:
     """out and lse. `tile` replaces the one chosen by size."""
-    b, given = builder(words, operands)
+    b, given = builder(packed_mask, operands)
     tile = tile or forward_tile(p)
     out = b.result("out", p.dtype, (p.B, p.H, p.Q, p.E), in_place=False)
     lse = b.result("lse", "float32", (p.B, p.H, p.Q), in_place=False)
@@ -111,15 +112,15 @@ def forward(
     }  # fmt: skip
     for name in ("q", "k", "v"):
         values |= strides(name, b[given[name]])
-    relaunch.step(b, "dense", "forward", forward_kernel, grid(p, -(-p.Q // tile.R), p.H), values, options(tile))
+    relaunch.step(b, "small", "forward", forward_kernel, grid(p, -(-p.Q // tile.R), p.H), values, options(tile))
     return b.done("out", "lse")
 
 
 def backward(
-    p: Problem, words: Any, scoring: Scoring, operands: Mapping[str, Operand], tile: Tile | None = None
+    p: Problem, packed_mask: Any, scoring: Scoring, operands: Mapping[str, Operand], tile: Tile | None = None
 ) -> Prepared:
     """dq, dk and dv, and dsink_logits where there are sinks."""
-    b, given = builder(words, operands)
+    b, given = builder(packed_mask, operands)
     tile = tile or backward_tile(p)
     given |= {name: b.contiguous(given.get(name, name)) for name in ("dout", "out", "lse")}
     dq, dk, dv = (b.result(f"d{x}", p.dtype, b[x].shape, in_place=False) for x in ("q", "k", "v"))
@@ -131,7 +132,7 @@ def backward(
     for name in ("q", "k", "v"):
         values |= strides(name, b[given[name]])
     programs = -(-p.K // tile.C) * p.G + -(-p.Q // tile.R) * p.H
-    relaunch.step(b, "dense", "backward", backward_kernel, grid(p, programs), values, options(tile))
+    relaunch.step(b, "small", "backward", backward_kernel, grid(p, programs), values, options(tile))
     if "sink_logits" not in operands:
         return b.done("dq", "dk", "dv")
     b.function(

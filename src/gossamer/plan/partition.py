@@ -48,23 +48,23 @@ class Part:
     cost: float  # seconds of the forward, estimated
     diagonal: bool = False
     key_diagonal: bool = False
-    joins: int = 0  # how many earlier parts compute its rows as well: results merge by log-sum-exp
+    combines: int = 0  # how many earlier parts compute its rows as well: results are combined by log-sum-exp
     adds: bool = False  # its keys, and so their gradients
 
     def __str__(self) -> str:
-        what, count = repr(self.pattern), self.run.classes
+        text, count = repr(self.pattern), self.run.classes
         if self.dilation > 1:
             plain = "plain windows, " if isinstance(self.pattern, SlidingWindow) else ""
             sizes = f"{self.run.Q:,} queries and {self.run.K:,} keys each"
-            what = f"{count} views of {plain}{what}, by steps of {self.dilation} positions, {sizes}"
+            text = f"{count} views of {plain}{text}, by steps of {self.dilation} positions, {sizes}"
         h = self.heads
         heads = range(h.start, h.start + h.number * h.step, h.step)
         own = f", {len(heads) * count} heads in a class each" if self.diagonal else f", heads {_shown(heads)}"
-        return what + own + ", merged" * bool(self.joins)
+        return text + own + ", merged" * bool(self.combines)
 
 
 @dataclass(frozen=True)
-class Split:
+class Partition:
     """The parts of a call, in the order of their launch, and what was compared."""
 
     parts: tuple[Part, ...]
@@ -76,38 +76,40 @@ class Split:
     @property
     def depth(self) -> int:
         """The most parts that meet in a row."""
-        return 1 + max(part.joins for part in self.parts)
+        return 1 + max(part.combines for part in self.parts)
 
     @property
     def key_depth(self) -> int:
         """The most parts that may meet in a key; 3 stands for more."""
         adds = sum(part.adds for part in self.parts)
-        return 1 if not adds else max(self.depth, 2 if all(part.joins for part in self.parts if part.adds) else 3)
+        return 1 if not adds else max(self.depth, 2 if all(part.combines for part in self.parts if part.adds) else 3)
 
 
-_known: Memo[tuple[Split | None]] = Memo()
+_partitions: Memo[tuple[Partition | None]] = Memo()
 
 
-def split_of(pattern: Pattern, problem: Problem, q_offset: int, tiles: Tiles, gathers: Gathers = ()) -> Split | None:
+def partition_of(
+    pattern: Pattern, problem: Problem, q_offset: int, tiles: Tiles, gathers: Gathers = ()
+) -> Partition | None:
     """The parts of a call, or None where one call takes less (or where nothing in the pattern is dilated).
 
     Args:
         tiles: what the implementations that may compute it offer.
         gathers: the gather layouts that they offer.
     """
-    key = (pattern.handle, problem, q_offset, tiles, gathers)
-    known = _known.get(key)
-    if known is None:
-        found, (batch_elements, _) = None, pattern.lead
-        if tiles and batch_elements == 1 and problem.tile is None:
-            pattern.check(problem.Q, problem.K, problem.H, problem.B)
-            found = _split(pattern, problem, q_offset, tiles, gathers)
-        known = _known.put(key, (found,))
-    (split,) = known
-    return split
+
+    def make() -> tuple[Partition | None]:
+        batch_elements, _ = pattern.lead
+        if not tiles or batch_elements != 1 or problem.tile is not None:
+            return (None,)
+        pattern.check(problem.Q, problem.K, problem.H, problem.B)
+        return (_partition(pattern, problem, q_offset, tiles, gathers),)
+
+    (partition,) = _partitions.get_or_make((pattern.handle, problem, q_offset, tiles, gathers), make)
+    return partition
 
 
-def _split(pattern: Pattern, p: Problem, q_offset: int, tiles: Tiles, gathers: Gathers) -> Split | None:
+def _partition(pattern: Pattern, p: Problem, q_offset: int, tiles: Tiles, gathers: Gathers) -> Partition | None:
     sizes = Sizes(p.Q, p.K, q_offset)
     cost = Costs(p, tiles, gathers)
     if isinstance(pattern, LongNet):
@@ -151,7 +153,7 @@ def _parts(found: tuple[Piece, ...], heads: Heads, p: Problem, sizes: Sizes, cos
     for at, piece in enumerate(found):
         for run in _classes(piece.dilation, sizes):
             seconds = cost.call(piece.pattern, p.B * run.classes * heads.number, run_sizes(run), per_head=False)
-            made.append(Part(piece.pattern, heads, piece.dilation, run, seconds, joins=at, adds=at > 0 or shared))
+            made.append(Part(piece.pattern, heads, piece.dilation, run, seconds, combines=at, adds=at > 0 or shared))
     return made
 
 
@@ -174,7 +176,7 @@ def _diagonal_parts(found: tuple[Piece, ...], p: Problem, sizes: Sizes, cost: Co
                 if a >= z:
                     continue
                 mine, head, number = (
-                    run.cut(a - run.first, z - run.first),
+                    run.select(a - run.first, z - run.first),
                     a if count else rounds * r + a,
                     max(1, count),
                 )
@@ -184,23 +186,24 @@ def _diagonal_parts(found: tuple[Piece, ...], p: Problem, sizes: Sizes, cost: Co
                 made.append(
                     Part(
                         piece.pattern, heads, r, mine, seconds, diagonal=r > 1, key_diagonal=r > 1 and group == 1,
-                        joins=at, adds=at > 0,
+                        combines=at, adds=at > 0,
                     )
                 )  # fmt: skip
     return made
 
 
-def _cheaper(parts: list[Part], pattern: Pattern, p: Problem, sizes: Sizes, cost: Costs) -> Split | None:
+def _cheaper(parts: list[Part], pattern: Pattern, p: Problem, sizes: Sizes, cost: Costs) -> Partition | None:
     """The parts, longest first, if they take less than one call; it computes what keeps nothing in any class."""
-    merged = sum(cost.merge(p.B * part.heads.number * part.run.classes * part.run.Q) for part in parts if part.joins)
-    seconds = sum(part.cost for part in parts) + merged + cost.device.of_device("views")
+    later = [part for part in parts if part.combines]
+    combined = sum(cost.combine(p.B * part.heads.number * part.run.classes * part.run.Q) for part in later)
+    seconds = sum(part.cost for part in parts) + combined + cost.device.of_device("views")
     whole = cost.call(pattern, p.B, sizes)
     if not parts or seconds >= whole:
         return None
-    rows = sum(part.heads.number * part.run.classes * part.run.Q for part in parts if not part.joins)
+    rows = sum(part.heads.number * part.run.classes * part.run.Q for part in parts if not part.combines)
     keys = sum(part.heads.key_number * part.run.classes * part.run.K for part in parts if not part.adds)
-    order = sorted(parts, key=lambda part: (part.joins, part.adds, -part.cost))
-    return Split(tuple(order), seconds, whole, rows < p.H * p.Q, keys < p.G * p.K)
+    order = sorted(parts, key=lambda part: (part.combines, part.adds, -part.cost))
+    return Partition(tuple(order), seconds, whole, rows < p.H * p.Q, keys < p.G * p.K)
 
 
 class Costs:
@@ -220,7 +223,7 @@ class Costs:
             copies //= heads
         return self.one + copies * seconds
 
-    def merge(self, rows: int) -> float:
+    def combine(self, rows: int) -> float:
         """Three passes over float32 rows."""
         return 12.0 * rows * self.problem.E / self.device.of_device("bytes")
 
@@ -245,7 +248,7 @@ def _classes_cost(found: tuple[Piece, ...], B: int, sizes: Sizes, cost: Costs) -
         for run in _classes(piece.dilation, sizes):
             seconds += cost.call(piece.pattern, B * run.classes, run_sizes(run))
             if at:
-                seconds += cost.merge(B * cost.problem.H * run.classes * run.Q)
+                seconds += cost.combine(B * cost.problem.H * run.classes * run.Q)
     return seconds
 
 
@@ -269,8 +272,8 @@ def head_runs(members: list[int], group: int) -> list[Heads]:
     """Query heads, ascending, as few views: arithmetic progressions, of whole groups of a key head or within one."""
     if group == 1:
         return [Heads(start, count, step, start, count, step) for start, count, step in progressions(members)]
-    held = set(members)
-    whole = [g for g in {h // group for h in members} if all(g * group + n in held for n in range(group))]
+    own = set(members)
+    whole = [g for g in {h // group for h in members} if all(g * group + n in own for n in range(group))]
     found = []
     # Heads of neighbouring groups are one view: groups of a larger step are not.
     for start, count, step in progressions(sorted(whole)):

@@ -12,8 +12,8 @@ import triton.language as tl
 
 from gossamer.kernels.scores import score
 from gossamer.kernels.softmax import add_scores, end_of_keys, head_slope, probability, score_gradient, start_rows
-from gossamer.kernels.triton.masks import bits_mask
-from gossamer.kernels.triton.rows import (
+from gossamer.kernels.triton.mask_modes import bits_mask
+from gossamer.kernels.triton.row_access import (
     BEGIN,
     END,
     ITEM,
@@ -67,8 +67,8 @@ def gathered(source, j, stride, C: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.c
 @triton.jit
 def gathered_bits(bits, chunk, R: tl.constexpr, C: tl.constexpr):
     """[R, C] of a chunk: its words are [C // 32, R]."""
-    words = bits + (tl.full([R], 0, tl.int64) + chunk) * (C // 32 * R) + tl.arange(0, R)
-    return bits_mask(words, tl.arange(0, C), R, C)
+    masks = bits + (tl.full([R], 0, tl.int64) + chunk) * (C // 32 * R) + tl.arange(0, R)
+    return bits_mask(masks, tl.arange(0, C), R, C)
 
 
 @triton.jit(do_not_specialize=["n_items", "n_slots", "Q", "K", "q_offset"])

@@ -7,6 +7,7 @@ values could tell is known for layouts that were built on the host, and assumed 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,17 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.kernels.triton.merge import CutRows
+from gossamer.kernels.triton.split_rows import SplitRows
 from gossamer.layouts.block import BlockLayout
-from gossamer.layouts.schedule import row_lengths, split_limit, work_items
 from gossamer.layouts.walk import KINDS, TileList, Walk
+from gossamer.layouts.work_items import item_limit, row_lengths, work_items
 from gossamer.memo import LEAST, Memo
 from gossamer.plan.problem import Problem
 
 
 @dataclass(frozen=True)
 class Items:
-    """Work items of a walk on the device of the layout: see `gossamer.layouts.schedule.WorkItems`."""
+    """Work items of a walk on the device of the layout: see `gossamer.layouts.work_items.WorkItems`."""
 
     items: Tensor  # (n, ITEM) int32
     merges: Tensor  # (m, MERGE) int32
@@ -42,7 +43,7 @@ class WalkFacts:
     listed: int | None  # tiles in all lists; None when it would have to be read from a device
     longest: int  # tiles of the longest row
     items: Memo[Items]  # by the limit of tiles in an item
-    plans: Memo[Schedule]  # by batch size, heads, processors and split
+    schedules: Memo[Schedule]  # by batch size, heads, processors and the limit of tiles in an item
 
 
 _facts: WeakKeyDictionary[Walk, WalkFacts] = WeakKeyDictionary()
@@ -86,26 +87,24 @@ def facts(layout: BlockLayout, transposed: bool) -> WalkFacts:
 
 
 def items(
-    layout: BlockLayout, transposed: bool, copies: int, processors: int, split: int | None = None
+    layout: BlockLayout, transposed: bool, copies: int, processors: int, limit: int | None = None
 ) -> Items | None:
     """Longest-first work items, with rows split that would keep one processor busy for too long.
 
-    None for a layout that was made on a device: its programs then take one tile row each. `split` replaces the
-    automatic limit of tiles in an item.
+    None for a layout that was made on a device: its programs then take one tile row each. `limit` replaces the
+    automatic one of tiles in an item.
     """
-    known = facts(layout, transposed)
-    if known.listed is None:
+    known, host = facts(layout, transposed), host_walk(layout, transposed)
+    if known.listed is None or host is None:
         return None
-    limit = split_limit(known.listed, known.longest, copies, processors, split)
-    found = known.items.get(limit)
-    if found is None:
-        host = host_walk(layout, transposed)
-        assert host is not None
-        made = work_items(host, limit)
-        cut, merges = (torch.from_numpy(np.ascontiguousarray(x)) for x in (made.items, made.merges))
-        device = layout.device
-        found = known.items.put(limit, Items(cut.to(device), merges.to(device), made.slots))
-    return found
+    most = item_limit(known.listed, known.longest, copies, processors, limit)
+
+    def make() -> Items:
+        made = work_items(host, most)
+        listed, merges = (torch.from_numpy(np.ascontiguousarray(x)) for x in (made.items, made.merges))
+        return Items(listed.to(layout.device), merges.to(layout.device), made.slots)
+
+    return known.items.get_or_make(most, make)
 
 
 @dataclass(frozen=True)
@@ -113,26 +112,23 @@ class Schedule:
     """Which programs run for one walk: the grid order of `block.lists.decode`, the work items, and where lists are."""
 
     size: int  # items, or tile rows without them, of one broadcast copy
-    cut: CutRows
+    split_rows: SplitRows
     arrays: dict[str, Tensor]  # of the layout, by the kernels' names
     constants: dict[str, Any]
 
 
-def schedule_of(p: Problem, layout: BlockLayout, transposed: bool, split: int | None) -> Schedule:
-    """Of one direction of a layout, made once; `split` caps the tiles of a work item in place of the automatic limit.
+def schedule_of(p: Problem, layout: BlockLayout, transposed: bool, limit: int | None) -> Schedule:
+    """Of one direction of a layout, made once; `limit` of tiles in a work item replaces the automatic one.
 
     Programs run over H for the rows, and over G for the columns of a layout.
     """
     known = facts(layout, transposed)
-    key = (p.B, p.H, p.G, p.processors, split)
-    found = known.plans.get(key)
-    if found is None:
-        # The first is kept: a launch may hold its arrays.
-        found = known.plans.put(key, _make_schedule(p, layout, transposed, split))
-    return found
+    key = (p.B, p.H, p.G, p.processors, limit)
+    # The first that is made is kept: a launch may hold its arrays.
+    return known.schedules.get_or_make(key, partial(_make_schedule, p, layout, transposed, limit))
 
 
-def _make_schedule(p: Problem, layout: BlockLayout, transposed: bool, split: int | None) -> Schedule:
+def _make_schedule(p: Problem, layout: BlockLayout, transposed: bool, limit: int | None) -> Schedule:
     walk: Walk = layout.columns if transposed else layout.rows
     known = facts(layout, transposed)
     Bl, Hl = walk.lead
@@ -141,7 +137,7 @@ def _make_schedule(p: Problem, layout: BlockLayout, transposed: bool, split: int
     grouped_lists = transposed and Hl > 1 and p.H > p.G
     b_from_grid, h_from_grid = Bl == 1, Hl == 1 or grouped_lists
     copies = (p.B if b_from_grid else 1) * ((p.G if transposed else p.H) if h_from_grid else 1)
-    work = None if grouped_lists else items(layout, transposed, copies, p.processors, split)
+    work = None if grouped_lists else items(layout, transposed, copies, p.processors, limit)
     lead_heads = 1 if h_from_grid else Hl
     size = work.items.shape[0] if work is not None else (1 if b_from_grid else Bl) * lead_heads * walk.tiles
     names = [f"{kind}_{name}" for kind in KINDS for name in ("starts", "counts", "indices")]
@@ -155,5 +151,5 @@ def _make_schedule(p: Problem, layout: BlockLayout, transposed: bool, split: int
     for kind, has, contiguous in zip(KINDS, known.has, known.contiguous, strict=True):
         constants[f"HAS_{kind.upper()}"] = has
         constants[f"{kind.upper()}_CONTIGUOUS"] = contiguous
-    cut = CutRows(merges, slots, copies, walk.block_rows, lead_heads, b_from_grid, h_from_grid)
-    return Schedule(size, cut, arrays, constants)
+    split_rows = SplitRows(merges, slots, copies, walk.block_rows, lead_heads, b_from_grid, h_from_grid)
+    return Schedule(size, split_rows, arrays, constants)
