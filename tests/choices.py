@@ -1,6 +1,6 @@
-"""What the plan chooses for every case and benchmark row, worked out without the device: see tests/data/choices.txt.
+"""What the plan chooses for every case and benchmark row, without the device: see tests/data/choices.txt.
 
-python tests/choices.py --write      # after a change of the estimates: the file's difference is what they change
+python tests/choices.py --write  # after a change of the estimates: the file's difference is what they change
 """
 
 from __future__ import annotations

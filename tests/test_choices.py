@@ -12,7 +12,7 @@ FEWER_EDGES = MOST_EDGES // 2
 
 
 def test_the_choice_for_every_case_and_row() -> None:
-    """Written by `python tests/choices.py --write`; three graphs of 4 to 8 million pairs are written, not compared."""
+    """Written by `python tests/choices.py --write`; graphs of 4 to 8 million pairs are written alone."""
     found, kept = choices(FEWER_EDGES), held()
     left_out = {name for name, edges in GRAPHS.items() if edges > FEWER_EDGES}
     assert len(left_out) == 3
