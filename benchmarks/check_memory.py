@@ -57,9 +57,9 @@ def by_gathers(case: Case, problem: Problem, q: Tensor, k: Tensor, v: Tensor, te
     for choice in IMPLEMENTATION.capability.gathers:
         if choice.reads(problem):
             made = build_gather(case.pattern(), case.Q, case.K, block_q=choice.block_q, q_offset=terms.q_offset)
-            for limit in (None, 1):
+            for split in (None, 1):
                 back = gather.backward if choice.backward else None
-                both(gather.forward, back, problem, made.to("cuda"), terms, q, k, v, limit=limit)
+                both(gather.forward, back, problem, made.to("cuda"), terms, q, k, v, split=split)
 
 
 def run(case: Case, dtype: str, *parts: Callable[..., None]) -> bool:

@@ -41,9 +41,9 @@ def hubs(Q: int, K: int) -> gs.CSR:
 
 
 OWN = [
-    Case("hubs", hubs(700, 900), H=2, G=1, Q=700, K=900, D=64, E=64, split=2),
+    Case("hubs", hubs(700, 900), H=2, G=1, Q=700, K=900, D=64, E=64, limit=2),
     Case("grouped", 0.02, B=2, H=4, G=2, Q=900, K=1100, D=64, E=64),
-    Case("by-head", 0.05, H=4, G=2, lead=(1, 4), Q=500, K=500, D=96, E=40, split=1),
+    Case("by-head", 0.05, H=4, G=2, lead=(1, 4), Q=500, K=500, D=96, E=40, limit=1),
     Case("odd-sizes", 0.05, H=2, G=1, Q=300, K=260, D=50, E=20),
     Case("by-batch", 0.1, B=2, H=2, G=1, lead=(2, 1), Q=170, K=190, D=128, E=128, terms={"lengths": (190, 31)}),
     Case("power-strided", gs.PowerStrided(2, 40), H=2, G=2, Q=2000, K=2000, D=128, E=128),
@@ -55,7 +55,7 @@ SINGLE = [
     *OWN[:2],
     OWN[3],
     OWN[6],
-    Case("odd-heads", 0.05, B=2, H=4, G=2, lead=(2, 4), Q=200, K=260, D=7, E=33, split=1),
+    Case("odd-heads", 0.05, B=2, H=4, G=2, lead=(2, 4), Q=200, K=260, D=7, E=33, limit=1),
     *[case for case in CASES if case.name in NAMES],
 ]
 

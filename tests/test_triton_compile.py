@@ -22,8 +22,8 @@ from gossamer.kernels.triton.compile import Variant
 from gossamer.kernels.triton.block.config import TileConfig, config
 extra = [
     Variant("float16", 64, 64, terms=("softcap", "alibi", "sink", "lengths")),
-    Variant("bfloat16", 72, 40, terms=("lengths",), group=4, split=False),
-    Variant("bfloat16", 128, 128, modes=("full", "interval"), contiguous=("full", "interval"), split=False),
+    Variant("bfloat16", 72, 40, terms=("lengths",), group=4, splits_rows=False),
+    Variant("bfloat16", 128, 128, modes=("full", "interval"), contiguous=("full", "interval"), splits_rows=False),
     Variant("bfloat16", 64, 64, tile=(32, 128)),
 ]
 work = [(d, config(d, 16, v.D, v.E, sm), v) for d in ("forward", "dq", "dkdv") for v in extra]
