@@ -80,7 +80,7 @@ CALLS = {
         "key_lengths must be None with a reordered pattern",
     ),
     "merge": ((q, kv, kv, gs.Causal()), {"merge": "lse"}, "pattern must be a union|merge must be None: each term of C"),
-    "implementation": ((q, kv, kv), {"implementation": "cuda"}, "must be None or one of dense, hopper, triton, block"),
+    "implementation": ((q, kv, kv), {"implementation": "cuda"}, "must be None or one of small, hopper, triton, block"),
     "implementation type": ((q, kv, kv), {"implementation": 3}, "implementation must be a name or None"),
     "return_lse": ((q, kv, kv), {"return_lse": 1}, "return_lse must be True or False"),
     "return_lse with merge": (
