@@ -14,7 +14,8 @@ from gossamer.kernels.small import launch_small
 from gossamer.plan.capability import Capability
 from gossamer.plan.problem import Problem
 
-# B * H * Q * K of a forward, and of a backward. Past them lists of tiles win: measured on an H200, docs/lab/2026-11-22-small-problems.md.
+# B * H * Q * K of a forward, and of a backward. Past them lists of tiles win on an H200:
+# docs/lab/2026-11-22-small-problems.md.
 MOST_PAIRS = (2**20, 2**18)
 # Keys of a forward, and keys and queries of a backward: a program walks them all, 1.5 us for 128 keys of a forward and
 # 2.3 us for 32 of a backward, where lists are cut for several.
