@@ -1,7 +1,9 @@
-"""What the roles of a kernel share: how an item is drawn, barriers, places in a ring."""
+"""What the roles of a kernel share: groups of values, rings, how an item is drawn, named barriers."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import cutlass
@@ -12,13 +14,46 @@ from gossamer.kernels.hopper.device.row_items import ITEM
 
 WARPGROUP = 128
 ROWS = 64  # query rows of a warpgroup
-TURN = 1  # named barriers 1, 2, 3: a warpgroup's turn at the tensor cores
-READ = 4  # named barriers 4, 5, 6: every warp of a warpgroup has read its Q
-OUT = 7  # named barriers 7, 8, 9: a warpgroup's output is in shared memory
-BOUNDS = 10  # named barriers 10, 11, 12: the bounds of an item's rows are in shared memory
 FAR = 1 << 30
 MOST_KEYS = 2**31 - 2**16  # of a call; a tile more is still an int32
 NUMBERS = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32}
+
+
+class Barrier(IntEnum):
+    """The first named barrier of each purpose: those of warpgroups follow one another."""
+
+    WARPGROUP_TURN = 1  # a warpgroup may issue its products
+    Q_READ = 4  # every warp of a warpgroup has read its Q
+    OUTPUT = 7  # a warpgroup's output is in shared memory
+    BOUNDS = 10  # the bounds of an item's rows are in shared memory
+
+
+TURN, READ, OUT, BOUNDS = Barrier  # names of before
+
+
+class Opaque:
+    """A group of values, or a part of a kernel with the values that it works on.
+
+    The tracer threads what a branch may change through it, and would do so with every value of a group whose method is
+    called there, or one of whose tensors is written to. To the tracer an opaque group has no values: they are fixed
+    when the group is made, and what changes is in tensors.
+    """
+
+    def __extract_mlir_values__(self) -> list[Any]:
+        return []
+
+    def __new_from_mlir_values__(self, values: list[Any]) -> Any:
+        return self
+
+
+class Env(Opaque):
+    """What a role's functions share (of before: use typed groups)."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
 
 
 def ring(count: Int32, stages: int) -> tuple[Any, Any]:
@@ -28,20 +63,52 @@ def ring(count: Int32, stages: int) -> tuple[Any, Any]:
     return count % stages, (count // stages) & 1
 
 
-class Env:
-    """What a role's functions share. Opaque to the tracer, which would thread a namespace through every branch."""
+@dataclass(frozen=True, eq=False)
+class Ring(Opaque):
+    """Stages that are filled and emptied in turn, with two barriers each: the stage is full, and it is empty again."""
 
-    def __init__(self, **values: Any) -> None:
-        self.__dict__.update(values)
+    barriers: Any  # in shared memory: those of full stages, then those of empty ones
+    stages: int
+    fillers: int  # arrivals that make a stage full
+    readers: int  # arrivals that make it empty
 
-    def __extract_mlir_values__(self) -> list[Any]:
-        return []
+    @property
+    def full(self) -> Any:
+        return self.barriers
 
-    def __new_from_mlir_values__(self, values: list[Any]) -> Env:
-        return self
+    @property
+    def empty(self) -> Any:
+        return self.barriers + self.stages
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name)
+    def place(self, n: Int32) -> tuple[Any, Any]:
+        """(stage, phase) of the n-th use."""
+        return ring(n, self.stages)
+
+    @cute.jit
+    def init(self, stage):
+        """Set up the barriers of a stage."""
+        cute.arch.mbarrier_init(self.full + stage, self.fillers)
+        cute.arch.mbarrier_init(self.empty + stage, self.readers)
+
+    @cute.jit
+    def wait_full(self, n):
+        """Wait until the n-th use is filled; returns its stage."""
+        stage, phase = self.place(n)
+        cute.arch.mbarrier_wait(self.full + stage, phase)
+        return stage
+
+    @cute.jit
+    def wait_empty(self, n):
+        """Wait until there is room for the n-th use; returns its stage."""
+        stage, phase = self.place(n)
+        cute.arch.mbarrier_wait(self.empty + stage, phase ^ 1)
+        return stage
+
+    @cute.jit
+    def release(self, n):
+        """This warp has read the n-th use."""
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(self.empty + self.place(n)[0])
 
 
 @cute.jit
