@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -67,14 +67,18 @@ def ring(count: Int32, stages: int) -> tuple[Any, Any]:
 class Ring(Opaque):
     """Stages that are filled and emptied in turn, with two barriers each: the stage is full, and it is empty again."""
 
-    full: Any  # barriers in shared memory: those of full stages, then those of empty ones
+    barriers: Any  # in shared memory: those of full stages, then those of empty ones
     stages: int
     fillers: int  # arrivals that make a stage full
     readers: int  # arrivals that make it empty
-    empty: Any = field(init=False)  # made once, where the ring is: else it is computed at each use
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "empty", self.full + self.stages)
+    @property
+    def full(self) -> Any:
+        return self.barriers
+
+    @property
+    def empty(self) -> Any:
+        return self.barriers + self.stages
 
     def place(self, n: Int32) -> tuple[Any, Any]:
         """(stage, phase) of the n-th use."""
@@ -90,13 +94,8 @@ class Ring(Opaque):
     def wait_full(self, n):
         """Wait until the n-th use is filled; returns its stage."""
         stage, phase = self.place(n)
-        self.wait(stage, phase)
-        return stage
-
-    @cute.jit
-    def wait(self, stage, phase):
-        """Wait until a stage is filled, and what it holds can be read by products."""
         cute.arch.mbarrier_wait(self.full + stage, phase)
+        return stage
 
     @cute.jit
     def wait_empty(self, n):

@@ -56,19 +56,6 @@ class RowTiles(NamedTuple):
     v: Any
 
 
-class RowRings(NamedTuple):
-    q: Ring
-    k: Ring
-    v: Ring
-
-
-class RowTiles(NamedTuple):
-    q: cute.Tensor
-    dout: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-
-
 class TileMasks(Opaque):
     """The mask source of a block layout: the lists of an item's row of tiles."""
 
@@ -240,7 +227,7 @@ class QueryConsumer(Opaque):
 
     @cute.jit
     def step(self, kind: cutlass.Constexpr, place, kv, first):
-        """S and dP of step `kv` while dQ of the one before ends, if it is not the item's first; then dS, and dQ begins."""
+        """S and dP of step `kv` while dQ of the one before ends (the item's first has none); then dS, and dQ begins."""
         c, rings = self.config, self.rings
         k_stage, k_phase = rings.k.place(kv)
         v_stage, v_phase = rings.v.place(kv)

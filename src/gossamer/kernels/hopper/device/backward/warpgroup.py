@@ -51,8 +51,9 @@ def this_thread(shared_rows: bool = False) -> Thread:
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // WARPGROUP) - 1
     index, lane = thread % WARPGROUP, cute.arch.lane_idx()
+    column = 2 * (lane % 4)
     first = index // 32 * 16 if shared_rows else group * ROWS + index // 32 * 16
-    return Thread(group, index, lane, first + lane // 4, 2 * (lane % 4))
+    return Thread(group, index, lane, first + lane // 4, column)
 
 
 def two_rows(dtype: Any) -> cute.Tensor:
@@ -86,12 +87,14 @@ def clear(values: cute.Tensor, words: cute.Tensor) -> None:
 
 
 @cute.jit
-def put_tile(acc, mma, thread, to):
-    """An accumulator to a tile in shared memory, in its type."""
+def put_tile(acc, mma, thread, to, barrier: cutlass.Constexpr = None):
+    """An accumulator to a tile in shared memory, in its type; before, all of the warpgroup meet at `barrier`."""
     packed = cute.make_rmem_tensor_like(acc, to.element_type)
     instructions.convert(acc, packed)
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), to.element_type)
     mine = cute.make_tiled_copy_C(atom, mma).get_slice(thread.index)
+    if const_expr(barrier is not None):
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
     cute.copy(atom, mine.retile(packed), mine.partition_D(to))
 
 
@@ -111,3 +114,13 @@ def send_tile(tma: Tma, source, columns: cutlass.Constexpr, tile, head, batch):
     cute.copy(tma.atom, from_, to[None, tile, head, batch])
     cute.arch.cp_async_bulk_commit_group()
     cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def row_terms(thread, terms, place):
+    """Terms of 64 queries for this thread's columns: element (e, j) is of column 8 j + thread.column + e."""
+    places = const_expr(cute.size(terms, mode=[1]))
+    pairs = cute.make_tensor(terms.iterator, cute.make_layout((2, 4, ROWS // 8, places), stride=(1, 2, 8, ROWS)))
+    found = cute.make_rmem_tensor((2, ROWS // 8), Float32)
+    cute.autovec_copy(pairs[None, thread.lane % 4, None, place], found)
+    return found
