@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -56,6 +56,25 @@ class Env(Opaque):
         raise AttributeError(name)
 
 
+class Thread(NamedTuple):
+    """A thread of a computing warpgroup, and what it holds of a fragment: see instructions.py."""
+
+    warpgroup: Any
+    thread: Any  # of the warpgroup
+    lane: Any
+    quad: Any  # its first column of each eight
+    row: Any  # its first row of an item; the second is eight below
+
+
+def computing_thread(warpgroup: Any = None) -> Thread:
+    """This thread; `warpgroup` where it is known, since there is one."""
+    thread, _, _ = cute.arch.thread_idx()
+    if warpgroup is None:
+        warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP) - 1
+    thread, lane = thread % WARPGROUP, cute.arch.lane_idx()
+    return Thread(warpgroup, thread, lane, 2 * (lane % 4), warpgroup * ROWS + thread // 32 * 16 + lane // 4)
+
+
 def ring(count: Int32, stages: int) -> tuple[Any, Any]:
     """(stage, phase) of the `count`-th use of a ring."""
     if stages & (stages - 1) == 0:
@@ -67,18 +86,11 @@ def ring(count: Int32, stages: int) -> tuple[Any, Any]:
 class Ring(Opaque):
     """Stages that are filled and emptied in turn, with two barriers each: the stage is full, and it is empty again."""
 
-    barriers: Any  # in shared memory: those of full stages, then those of empty ones
+    full: Any  # the barriers of full stages
+    empty: Any
     stages: int
     fillers: int  # arrivals that make a stage full
     readers: int  # arrivals that make it empty
-
-    @property
-    def full(self) -> Any:
-        return self.barriers
-
-    @property
-    def empty(self) -> Any:
-        return self.barriers + self.stages
 
     def place(self, n: Int32) -> tuple[Any, Any]:
         """(stage, phase) of the n-th use."""
@@ -90,25 +102,20 @@ class Ring(Opaque):
         cute.arch.mbarrier_init(self.full + stage, self.fillers)
         cute.arch.mbarrier_init(self.empty + stage, self.readers)
 
-    @cute.jit
-    def wait_full(self, n):
-        """Wait until the n-th use is filled; returns its stage."""
-        stage, phase = self.place(n)
+    def wait_full(self, stage: Any, phase: Any) -> None:
+        """Wait until a stage is filled."""
         cute.arch.mbarrier_wait(self.full + stage, phase)
-        return stage
 
-    @cute.jit
-    def wait_empty(self, n):
-        """Wait until there is room for the n-th use; returns its stage."""
-        stage, phase = self.place(n)
+    def wait_empty(self, stage: Any, phase: Any) -> None:
+        """Wait until a stage may be filled."""
         cute.arch.mbarrier_wait(self.empty + stage, phase ^ 1)
-        return stage
 
     @cute.jit
-    def release(self, n):
-        """This warp has read the n-th use."""
+    def release(self, stage):
+        """This warp has read a stage."""
+        empty = self.empty + stage
         if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(self.empty + self.place(n)[0])
+            cute.arch.mbarrier_arrive(empty)
 
 
 @cute.jit

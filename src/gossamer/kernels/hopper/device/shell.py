@@ -10,12 +10,31 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
+from gossamer.kernels.hopper.device.common import Ring
+from gossamer.kernels.hopper.device.row_items import ITEM
 from gossamer.kernels.hopper.device.tiles import Tma
+from gossamer.kernels.hopper.device.work import ItemRing
 
 
-def barriers(stages: int) -> Any:
-    """Shared memory for the barriers of a ring."""
-    return cute.struct.MemRange[cutlass.Int64, 2 * stages]
+def barriers(**stages: int) -> dict[str, Any]:
+    """Shared memory for the barriers of rings of so many stages."""
+    return {
+        f"{name}_{state}": cute.struct.MemRange[cutlass.Int64, n]
+        for name, n in stages.items()
+        for state in ("full", "empty")
+    }
+
+
+def ring_of(memory: Any, name: str, stages: int, fillers: int, readers: int) -> Ring:
+    """A ring whose stages become full by so many arrivals, and empty by so many."""
+    full, empty = [getattr(memory, f"{name}_{state}").data_ptr() for state in ("full", "empty")]
+    return Ring(full, empty, stages, fillers, readers)
+
+
+def items_of(memory: Any, name: str, stages: int, readers: int) -> ItemRing:
+    """A ring of descriptions of items, in the member `item` of shared memory; one thread fills a stage."""
+    ring = ring_of(memory, name, stages, 1, readers)
+    return ItemRing(ring.full, ring.empty, stages, 1, readers, words(memory.item, ITEM, stages))
 
 
 def array(dtype: Any, size: int, align: int = 0) -> Any:

@@ -70,8 +70,9 @@ class TileLoader(Opaque):
     @cute.jit
     def load(self, n, tile, head, batch):
         """Fill the n-th use of the ring."""
-        stage = self.ring.wait_empty(n)
+        stage, phase = self.ring.place(n)
         full = self.ring.full + stage
+        self.ring.wait_empty(stage, phase)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.bytes)
         cute.copy(self.atom, self.from_[None, tile, head, batch], self.to[None, stage], tma_bar_ptr=full)

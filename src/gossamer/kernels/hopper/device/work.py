@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from gossamer.kernels.hopper.device.common import ROWS, Opaque, within_keys
+from gossamer.kernels.hopper.device.common import ROWS, Opaque, Ring, within_keys
 from gossamer.kernels.hopper.device.row_items import ITEM, LISTS, RowItem
 
 
@@ -57,6 +57,38 @@ class WorkList(Opaque):
             if drawn == self.count - 1:
                 self.tile_counter[0] = Int32(0)
         return cute.arch.shuffle_sync(drawn, 0) + blocks
+
+
+@dataclass(frozen=True, eq=False)
+class ItemRing(Ring):
+    """A ring of descriptions of items in shared memory."""
+
+    item: cute.Tensor  # (ITEM, stages)
+
+    @cute.jit
+    def describe(self, n, word):
+        """Write the n-th description, a word of each lane, when there is room; returns its stage."""
+        stage, phase = self.place(n)
+        lane = cute.arch.lane_idx()
+        self.wait_empty(stage, phase)
+        if lane < ITEM:
+            self.item[lane, stage] = word
+        cute.arch.sync_warp()
+        return stage
+
+    @cute.jit
+    def publish(self, n, word):
+        """Fill the n-th use with a description, a word of each lane."""
+        stage = self.describe(n, word)
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(self.full + stage)
+
+    @cute.jit
+    def forget(self, stage):
+        """This warp has read a description."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(self.empty + stage)
 
 
 @dataclass(frozen=True, eq=False)
