@@ -10,9 +10,9 @@ from cutlass import Int32, const_expr
 
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.backward.fields import Kind, Step
-from gossamer.kernels.hopper.device.backward.warpgroup import Thread, shift, two_rows
+from gossamer.kernels.hopper.device.backward.warpgroup import shift, two_rows
 from gossamer.kernels.hopper.device.column_items import ColumnItem
-from gossamer.kernels.hopper.device.common import FAR, ROWS, Opaque
+from gossamer.kernels.hopper.device.common import FAR, ROWS, Opaque, Thread
 
 WORDS = ROWS // 32  # of a key and 64 queries
 
@@ -88,7 +88,7 @@ class TileColumnMasks(Opaque):
                     lo, hi = two_rows(Int32), two_rows(Int32)
                     for r in cutlass.range_constexpr(instructions.ROWS):
                         lo[r], hi[r] = self.kept[r, 0, half], self.kept[r, 1, half]
-                    first = self.block.steps[Step.QUERY, stage * self.halves + half] + self.thread.column
+                    first = self.block.steps[Step.QUERY, stage * self.halves + half] + self.thread.quad
                     instructions.interval_words(words, lo, hi, first)
                 else:
                     for r in cutlass.range_constexpr(instructions.ROWS):
@@ -108,7 +108,7 @@ class WideColumnMasks(Opaque):
     @cute.jit
     def load(self, stage):
         """Load what masks the step in a stage of Q; returns its kind."""
-        steps, lists, item, column = self.block.steps, self.block.arguments.lists, self.block.item, self.thread.column
+        steps, lists, item, column = self.block.steps, self.block.arguments.lists, self.block.item, self.thread.quad
         kind = cute.arch.make_warp_uniform(steps[Step.KIND, stage])
         if kind != Kind.FULL and kind != Kind.END:
             entry, first, keys = steps[Step.ENTRY, stage], steps[Step.QUERY, stage], self.block.attended

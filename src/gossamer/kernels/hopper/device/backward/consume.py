@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.backward.fields import ColumnBarrier, Kind, high, low
-from gossamer.kernels.hopper.device.backward.warpgroup import put_tile, release, row_terms
+from gossamer.kernels.hopper.device.backward.warpgroup import put_tile, row_terms
 from gossamer.kernels.hopper.device.column_items import ColumnItem
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque
 from gossamer.kernels.hopper.device.tiles import accumulator, issue, product_of, transposed
@@ -56,30 +56,30 @@ class Consumer(Opaque):
         """All items."""
         block = self.block
         turn, n, m = Int32(0), Int32(0), Int32(0)  # items, stages of Q, stages of dO so far
-        block.k.wait_full(turn)
+        block.k.wait_full(0, turn & 1)
         running = block.item[ColumnItem.VALID]
         while running != 0:
             self.acc_dk.fill(0.0)
             self.acc_dv.fill(0.0)
-            kind = self.masks.load(block.q.wait_full(n))
-            block.v.wait_full(turn)
+            kind = self.masks.load(block.q.wait_full_at(n))
+            block.v.wait_full(0, turn & 1)
             begin = m
             while kind != Kind.END:
                 self.step(n, m, begin)
                 n += 1
                 m += 1
-                kind = self.masks.load(block.q.wait_full(n))
+                kind = self.masks.load(block.q.wait_full_at(n))
             self.finish(n, m, begin)
-            release(self.thread, block.q, n)
+            block.q.release_at(n)
             n += 1
             turn += 1
-            block.k.wait_full(turn)
+            block.k.wait_full(0, turn & 1)
             running = block.item[ColumnItem.VALID]
 
     @cute.jit
     def step(self, n, m, begin):
         """A step: stage `n` of Q and `m` of dO."""
-        c, block, group = self.config, self.block, self.thread.group
+        c, block, group = self.config, self.block, self.thread.warpgroup
         stage, _ = block.q.place(n)
         do_stage, do_phase = block.dout.place(m)
         # S^T = K Q^T
@@ -90,7 +90,7 @@ class Consumer(Opaque):
         if const_expr(c.score == "softcap"):  # its slopes leave no registers for S beside dP
             warpgroup.wait_group(0)
             self.probabilities(stage, lse)
-        block.dout.wait(do_stage, do_phase)
+        block.dout.wait_full(do_stage, do_phase)
         # dP^T = V dO^T
         issue(
             self.mma_s,
@@ -112,9 +112,9 @@ class Consumer(Opaque):
         # dK += dS^T Q
         issue(self.mma_dk, self.acc_dk, self.frag_ds, self.frag_qt[None, None, None, stage], True)
         warpgroup.wait_group(1)
-        release(self.thread, block.dout, m)
+        block.dout.release_at(m)
         warpgroup.wait_group(0)
-        release(self.thread, block.q, n)
+        block.q.release_at(n)
 
     @cute.jit
     def probabilities(self, stage, lse):
@@ -171,16 +171,16 @@ class Consumer(Opaque):
     def store(self, slot):
         """dK and dV of an item: in 16 bits to shared memory for the sending warp, or as float32 to the parts."""
         a, block, thread, threads = self.block.arguments, self.block, self.thread, WARPGROUP + 32
-        cute.arch.barrier(barrier_id=ColumnBarrier.STAGING_FREE + thread.group, number_of_threads=threads)
+        cute.arch.barrier(barrier_id=ColumnBarrier.STAGING_FREE + thread.warpgroup, number_of_threads=threads)
         if slot < 0:
             instructions.multiply(self.acc_dk, a.factors.scale)
-            put_tile(self.acc_dk, self.mma_dk, thread, block.dk[None, None, thread.group])
-            put_tile(self.acc_dv, self.mma_dv, thread, block.dv[None, None, thread.group])
+            put_tile(self.acc_dk, self.mma_dk, thread, block.dk[None, None, thread.warpgroup])
+            put_tile(self.acc_dv, self.mma_dv, thread, block.dv[None, None, thread.warpgroup])
             cute.arch.fence_view_async_shared()
         else:
             for acc, part in ((self.acc_dk, a.part_dk), (self.acc_dv, a.part_dv)):
                 for j in cutlass.range_constexpr(cute.size(acc) // 4):
                     for r in cutlass.range_constexpr(instructions.ROWS):
                         for e in cutlass.range_constexpr(2):
-                            part[slot, thread.row + 8 * r, 8 * j + thread.column + e] = acc[4 * j + 2 * r + e]
-        cute.arch.barrier_arrive(barrier_id=ColumnBarrier.STAGING_FULL + thread.group, number_of_threads=threads)
+                            part[slot, thread.row + 8 * r, 8 * j + thread.quad + e] = acc[4 * j + 2 * r + e]
+        cute.arch.barrier_arrive(barrier_id=ColumnBarrier.STAGING_FULL + thread.warpgroup, number_of_threads=threads)

@@ -9,7 +9,7 @@ memory, and each computes half of dQ, one step later. Tiles of 64 x 64 have one 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
@@ -20,12 +20,12 @@ from gossamer.kernels.hopper.device.backward.consume import Consumer
 from gossamer.kernels.hopper.device.backward.fields import STAGES, STEP
 from gossamer.kernels.hopper.device.backward.pair import PairConsumer
 from gossamer.kernels.hopper.device.backward.produce import ColumnWork, Producer, Sender
-from gossamer.kernels.hopper.device.backward.warpgroup import Factors, Lists, this_thread
+from gossamer.kernels.hopper.device.backward.warpgroup import Factors, Lists
 from gossamer.kernels.hopper.device.column_items import ColumnItem
-from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque, Ring
+from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque, Ring, RingPair, computing_thread
 from gossamer.kernels.hopper.device.configurations import BackwardConfig
 from gossamer.kernels.hopper.device.row_items import ITEM
-from gossamer.kernels.hopper.device.shell import Shell, array, barriers, tile_memory, tiles, words
+from gossamer.kernels.hopper.device.shell import Shell, array, barriers, ring_of, tile_memory, tiles, words
 from gossamer.kernels.hopper.device.tiles import Tma, tile_layout, tma
 
 
@@ -60,7 +60,7 @@ class Tiles(NamedTuple):
     dout: Any
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Block(Opaque):
     """What the roles of a block share."""
 
@@ -79,14 +79,14 @@ class Block(Opaque):
     dv: cute.Tensor
     queries: Int32
     keys: Int32
-    ratio: Int32  # query heads of a key head
+    ratio: Any = None  # query heads of a key head
     ds: Any = None  # (step, 128, STAGES), for dQ
     staging: Any = None  # (4, thread, vectors, warpgroup) float32: shares of dQ
     p: Any = None  # of wide heads, from warpgroup to warpgroup
 
     @property
     def rings(self) -> Any:
-        return (self.k, self.v), (self.q,), (self.dout,)
+        return (RingPair(self.k, self.v),), (self.q,), (self.dout,)
 
     @property
     def attended(self) -> Any:
@@ -121,7 +121,7 @@ class ColumnKernel(Shell):
         part_dk: cute.Tensor,  # (slots, rows of a tile, D) float32
         part_dv: cute.Tensor,  # (slots, rows of a tile, E) float32
         lengths: cute.Tensor | None,  # (B,) int32, None without `lengths` in the configuration
-        tickets: cute.Tensor,  # (1,) int32: items taken; zero before and after
+        tile_counter: cute.Tensor,  # (1,) int32: items taken; zero before and after
         before: Float32,  # factor of a score before the soft cap
         exponent: Float32,  # factor of a score in exp2
         factor: Float32,  # factor of dK
@@ -135,7 +135,7 @@ class ColumnKernel(Shell):
                 tma(q, ROWS, c.D), tma(k, c.block_kv, c.D, layout=cute.select(held.k, mode=[0, 1])),
                 tma(v, c.block_kv, c.E), tma(dout, ROWS, c.E), tma(dk, ROWS, c.D, store=True),
                 tma(dv, ROWS, c.E, store=True), terms, None if self.pieces else dq_sum, work, segments,
-                Lists(lists, lo, hi, pool), part_dk, part_dv, lengths, tickets, Factors(before, exponent, factor),
+                Lists(lists, lo, hi, pool), part_dk, part_dv, lengths, tile_counter, Factors(before, exponent, factor),
                 items * (self.pieces or 1),
             ),
             blocks, stream,
@@ -158,10 +158,7 @@ class ColumnKernel(Shell):
         """Barriers, descriptions and row terms."""
         c, halves = self.config, self.config.step // ROWS
         return {
-            "q_ring": barriers(c.q_stages),
-            "do_ring": barriers(c.do_stages),
-            "k_ring": barriers(1),
-            "v_ring": barriers(1),
+            **barriers(q=c.q_stages, do=c.do_stages, k=1, v=1),
             "item": array(Int32, ITEM),
             "steps": array(Int32, STEP * halves * c.q_stages),
             "lse": array(Float32, c.step * c.q_stages, 128),
@@ -181,13 +178,16 @@ class ColumnKernel(Shell):
             config=c, arguments=a, tiles=held, dk=dk, dv=dv,
             item=words(memory.item, ITEM), steps=words(memory.steps, STEP, halves * c.q_stages),
             lse=words(memory.lse, ROWS, halves * c.q_stages), delta=words(memory.delta, ROWS, halves * c.do_stages),
-            k=Ring(memory.k_ring.data_ptr(), 1, 1, k_readers), v=Ring(memory.v_ring.data_ptr(), 1, 1, v_readers),
-            q=Ring(memory.q_ring.data_ptr(), c.q_stages, halves, q_readers),
-            dout=Ring(memory.do_ring.data_ptr(), c.do_stages, halves, do_readers),
+            k=ring_of(memory, "k", 1, 1, k_readers), v=ring_of(memory, "v", 1, 1, v_readers),
+            q=ring_of(memory, "q", c.q_stages, halves, q_readers),
+            dout=ring_of(memory, "do", c.do_stages, halves, do_readers),
             queries=cute.size(a.q.tensor, mode=[0]), keys=cute.size(a.k.tensor, mode=[0]),
-            ratio=cute.size(a.q.tensor, mode=[2]) // cute.size(a.k.tensor, mode=[2]),
             **self.exchanged(memory),
         )  # fmt: skip
+
+    def prepared(self, block: Block) -> Block:
+        a = block.arguments
+        return replace(block, ratio=cute.size(a.q.tensor, mode=[2]) // cute.size(a.k.tensor, mode=[2]))
 
     def results(self, memory: Any) -> tuple[Any, Any]:
         """Where dK and dV leave the block."""
@@ -269,7 +269,7 @@ class Backward(ColumnKernel):
     @cute.jit
     def compute(self, block):
         """dK, dV and shares of dQ of items of work."""
-        masks = TileColumnMasks(self.config, this_thread(), block)
+        masks = TileColumnMasks(self.config, computing_thread(), block)
         if const_expr(self.config.single):
             Consumer(self.config, block, masks).consume()
         else:

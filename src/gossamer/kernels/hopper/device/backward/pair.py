@@ -1,4 +1,4 @@
-"""The two computing warpgroups of the column kernel for tiles of 128 keys: dK and dV, and dQ where that is asked for."""
+"""The two computing warpgroups of the column kernel for tiles of 128 keys: dK, dV, and dQ where it is asked for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from gossamer.kernels.hopper.device.backward.consume import Consumer
 from gossamer.kernels.hopper.device.backward.fields import STAGES, ColumnBarrier, Step, add_four
 from gossamer.kernels.hopper.device.backward.produce import dq_share
-from gossamer.kernels.hopper.device.backward.warpgroup import release, row_terms
+from gossamer.kernels.hopper.device.backward.warpgroup import row_terms
 from gossamer.kernels.hopper.device.column_items import ColumnItem
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP
 from gossamer.kernels.hopper.device.configurations import BackwardConfig
@@ -41,7 +41,7 @@ class PairConsumer(Consumer):
         self.frag_dsq = of_dq.make_fragment_A(of_dq.partition_A(ds))
         ds_transposed = cute.flat_divide(transposed(block.ds, step, config.block_kv, STAGES), (ROWS, step))
         self.ds_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=True, num_matrices=4), dtype)
-        self.ds_copy = cute.make_tiled_copy_C(self.ds_atom, self.mma_s).get_slice(thread.index)
+        self.ds_copy = cute.make_tiled_copy_C(self.ds_atom, self.mma_s).get_slice(thread.thread)
         self.ds_to = self.ds_copy.partition_D(ds_transposed)
         self.goal = cute.make_rmem_tensor((3,), Int32)  # first query, head and batch of a step
         self.goal.fill(0)
@@ -54,7 +54,7 @@ class PairConsumer(Consumer):
         first step has no such dQ: the product is issued and what it gives is not used, since the compiler lets products
         run beside other work only where they are issued without a condition.
         """
-        c, block, group = self.config, self.block, self.thread.group
+        c, block, group = self.config, self.block, self.thread.warpgroup
         started = m != begin
         stage, _ = block.q.place(n)
         do_stage, do_phase = block.dout.place(m)
@@ -65,9 +65,9 @@ class PairConsumer(Consumer):
         lse = row_terms(self.thread, block.lse, stage * self.halves)
         warpgroup.wait_group(1)
         if started:
-            release(self.thread, block.dout, m - 1)
-            release(self.thread, block.q, n - 1)
-        block.dout.wait(do_stage, do_phase)
+            block.dout.release_at(m - 1)
+            block.q.release_at(n - 1)
+        block.dout.wait_full(do_stage, do_phase)
         # dP^T = V dO^T
         issue(
             self.mma_s,
@@ -98,7 +98,7 @@ class PairConsumer(Consumer):
         if const_expr(c.with_dq):
             warpgroup.wait_group(1)
             # The other warpgroup may write dS of the step before the last again.
-            number = ColumnBarrier.SCORE_GRADIENT + 2 * (1 - self.thread.group) + (m & 1)
+            number = ColumnBarrier.SCORE_GRADIENT + 2 * (1 - self.thread.warpgroup) + (m & 1)
             cute.arch.barrier_arrive(barrier_id=number, number_of_threads=2 * WARPGROUP)
             if started:
                 self.put_dq(acc_dq)
@@ -121,12 +121,12 @@ class PairConsumer(Consumer):
                 self.put_dq(acc_dq)
             else:
                 warpgroup.wait_group(0)
-            release(self.thread, block.dout, m - 1)
-            release(self.thread, block.q, n - 1)
-        release(self.thread, block.v, Int32(0))
+            block.dout.release_at(m - 1)
+            block.q.release_at(n - 1)
+        block.v.release(0)
         slot = block.item[ColumnItem.SLOT]
         cute.arch.sync_warp()
-        release(self.thread, block.k, Int32(0))
+        block.k.release(0)
         self.store(slot)
 
     @cute.jit
@@ -135,13 +135,13 @@ class PairConsumer(Consumer):
 
         It may have gone on to the next step by then, and arrived for that one too.
         """
-        number = ColumnBarrier.SCORE_GRADIENT + 2 * self.thread.group + (m & 1)
+        number = ColumnBarrier.SCORE_GRADIENT + 2 * self.thread.warpgroup + (m & 1)
         cute.arch.barrier(barrier_id=number, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def issue_dq(self, acc_dq, m):
         """Issue this warpgroup's part of dQ = dS K of step `m`."""
-        group = self.thread.group
+        group = self.thread.warpgroup
         half, columns = (0, group) if const_expr(self.halves == 1) else (group, 0)
         ds = self.frag_dsq[None, None, None, half, 0, self.ds_stage(m)]
         issue(self.mma_dq, acc_dq, ds, self.frag_kt[None, None, None, columns, 0], False)
@@ -154,7 +154,7 @@ class PairConsumer(Consumer):
     def put_score_gradient(self, m):
         """dS of step `m` to shared memory, for dQ."""
         packed = cute.make_tensor(self.frag_ds.iterator, self.acc_dp.layout)
-        to = self.ds_to[None, None, None, self.thread.group, 0, self.ds_stage(m)]
+        to = self.ds_to[None, None, None, self.thread.warpgroup, 0, self.ds_stage(m)]
         cute.copy(self.ds_copy, self.ds_copy.retile(packed), to)
         cute.arch.fence_view_async_shared()
 
@@ -162,7 +162,7 @@ class PairConsumer(Consumer):
     def note_goal(self, stage):
         """Remember where dQ of the step in `stage` belongs, if that is added from registers."""
         if const_expr(self.config.reduce == "direct"):
-            place = stage * self.halves + (self.thread.group if const_expr(self.halves > 1) else 0)
+            place = stage * self.halves + (self.thread.warpgroup if const_expr(self.halves > 1) else 0)
             steps, goal = self.block.steps, self.goal
             goal[0], goal[1] = steps[Step.QUERY, place], steps[Step.HEAD, place]
             goal[2] = steps[Step.BATCH, place]
@@ -173,14 +173,15 @@ class PairConsumer(Consumer):
         block, thread, vectors = self.block, self.thread, const_expr(cute.size(acc) // 4)
         if const_expr(self.config.reduce == "bulk"):
             threads = WARPGROUP + 32
-            cute.arch.barrier(barrier_id=ColumnBarrier.STAGING_FREE + thread.group, number_of_threads=threads)
+            cute.arch.barrier(barrier_id=ColumnBarrier.STAGING_FREE + thread.warpgroup, number_of_threads=threads)
             from_ = cute.make_tensor(acc.iterator, cute.make_layout((4, vectors)))
-            cute.autovec_copy(from_, block.staging[None, thread.index, None, thread.group])
+            cute.autovec_copy(from_, block.staging[None, thread.thread, None, thread.warpgroup])
             cute.arch.fence_view_async_shared()
-            cute.arch.barrier_arrive(barrier_id=ColumnBarrier.STAGING_FULL + thread.group, number_of_threads=threads)
+            number = ColumnBarrier.STAGING_FULL + thread.warpgroup
+            cute.arch.barrier_arrive(barrier_id=number, number_of_threads=threads)
         else:
             goal = self.goal
-            to = dq_share(block.arguments.dq_sum, self.config, goal[0], goal[1], goal[2], thread.group)
+            to = dq_share(block.arguments.dq_sum, self.config, goal[0], goal[1], goal[2], thread.warpgroup)
             for j in cutlass.range_constexpr(vectors):
-                at = to.iterator + 4 * (j * WARPGROUP + thread.index)
+                at = to.iterator + 4 * (j * WARPGROUP + thread.thread)
                 add_four(at, *[acc[4 * j + i] for i in range(4)])

@@ -68,7 +68,7 @@ class RowLoader(Opaque):
     @cute.jit
     def load(self, n, half, first, head, batch, steps: cutlass.Constexpr = None, word=None):
         """Fill a half of the n-th use with the queries from `first` on; `word` describes them, a word of each lane."""
-        stage = self.ring.wait_empty(n)
+        stage = self.ring.wait_empty_at(n)
         if const_expr(steps is not None):
             if cute.arch.lane_idx() < STEP:
                 steps[cute.arch.lane_idx(), stage * self.halves + half] = word
@@ -105,14 +105,13 @@ class Producer(Opaque):
         """For each item K, V and the steps of its segments, then a step that says it is over."""
         c, block, work, item = self.config, self.block, self.work, self.block.item
         lists, segments, steps = block.arguments.lists, block.arguments.segments, block.steps
-        ratio = cute.size(block.arguments.q.tensor, mode=[2]) // cute.size(block.arguments.k.tensor, mode=[2])
         lane = cute.arch.lane_idx()
         turn, n, m = Int32(0), Int32(0), Int32(0)  # items, stages of Q, stages of dO so far
         half = Int32(0)  # of the step that is being filled
         word = work.first()
         running = Int32(1)
         while running != 0:
-            block.k.wait_empty(turn)
+            block.k.wait_empty(0, turn & 1)
             if lane < ITEM:
                 item[lane] = word
             cute.arch.sync_warp()
@@ -125,14 +124,14 @@ class Producer(Opaque):
                 at_segment, count = item[ColumnItem.SEGMENT_START], item[ColumnItem.SEGMENT_COUNT]
                 keys = block.attended
                 ragged = Int32(1) if tile * c.block_kv + c.block_kv > keys else Int32(0)
-                self.load_k.fill(0, tile, group, batch)
+                self.load_k.fill(0, block.k.full, tile, group, batch)
                 v_pending = Int32(1)  # V comes after the first Q
                 first, head, value = Int32(0), Int32(0), Int32(0)
                 for s in cutlass.range(count, unroll=1):
                     part = Int32(0)
                     if lane < SEGMENT:
                         part = segments[at_segment + s, lane]
-                    head = group * ratio + cute.arch.shuffle_sync(part, Segment.HEAD)
+                    head = group * block.ratio + cute.arch.shuffle_sync(part, Segment.HEAD)
                     lead = cute.arch.shuffle_sync(part, Segment.LEAD)
                     fulls = cute.arch.shuffle_sync(part, Segment.FULL_COUNT)
                     intervals = cute.arch.shuffle_sync(part, Segment.INTERVAL_COUNT)
@@ -197,7 +196,7 @@ class Producer(Opaque):
                         self.load_do.load(m, half, first, head, batch)
                         n, m, half = self.following(n, m, half)
                 word = work.next()  # while the consumers are still two steps behind
-                stage = block.q.wait_empty(n)
+                stage = block.q.wait_empty_at(n)
                 if lane < self.halves:
                     steps[Step.KIND, stage * self.halves + lane] = Int32(Kind.END)
                 cute.arch.sync_warp()
@@ -235,7 +234,7 @@ class Sender(Opaque):
         """All items of the warpgroup. Of a block's only one, K and V make room for dK and dV."""
         a, block, item, group = self.block.arguments, self.block, self.block.item, self.group
         turn, n = Int32(0), Int32(0)
-        block.k.wait_full(turn)
+        block.k.wait_full(0, turn & 1)
         running = item[ColumnItem.VALID]
         while running != 0:
             batch, head, tile = item[ColumnItem.BATCH], item[ColumnItem.GROUP], item[ColumnItem.TILE]
@@ -258,7 +257,7 @@ class Sender(Opaque):
                     cute.arch.mbarrier_arrive(block.k.empty)
                     cute.arch.mbarrier_arrive(block.v.empty)
             turn += 1
-            block.k.wait_full(turn)
+            block.k.wait_full(0, turn & 1)
             running = item[ColumnItem.VALID]
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -274,7 +273,8 @@ class Sender(Opaque):
             target = dq_share(block.arguments.dq_sum, self.config, first, head, batch, self.group)
             if const_expr(self.config.step == ROWS) or kind != Kind.NOTHING:
                 with cute.arch.elect_one():
-                    bulk_add(target.iterator, block.staging[None, None, None, self.group].iterator, 4 * cute.size(target))
+                    staged = block.staging[None, None, None, self.group]
+                    bulk_add(target.iterator, staged.iterator, 4 * cute.size(target))
             cute.arch.cp_async_bulk_commit_group()
             kind, first, head, batch = self.follow(n)
             n += 1
@@ -284,7 +284,7 @@ class Sender(Opaque):
     def follow(self, n):
         """(kind, first query, head, batch) of those queries of step `n` whose dQ the warpgroup makes or shares."""
         steps, halves = self.block.steps, self.config.step // ROWS
-        stage = self.block.q.wait_full(n)
+        stage = self.block.q.wait_full_at(n)
         place = stage * halves + (self.group if const_expr(halves > 1) else 0)
         kind, first = steps[Step.KIND, place], steps[Step.QUERY, place]
         head, batch = steps[Step.HEAD, place], steps[Step.BATCH, place]

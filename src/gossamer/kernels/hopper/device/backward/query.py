@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from gossamer.kernels.hopper.device.backward.query_consume import QueryConsumer, RowRings, RowTiles, TileMasks
-from gossamer.kernels.hopper.device.backward.warpgroup import Factors, Lists, this_thread
-from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque, Ring
+from gossamer.kernels.hopper.device.backward.warpgroup import Factors, Lists
+from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque, Ring, computing_thread
 from gossamer.kernels.hopper.device.configurations import QueryConfig
 from gossamer.kernels.hopper.device.row_items import ITEM, RowItem
-from gossamer.kernels.hopper.device.shell import Shell, array, barriers, tile_memory, tiles, words
+from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles
 from gossamer.kernels.hopper.device.tiles import Tma, partition, tile_layout, tile_loader, tma
 from gossamer.kernels.hopper.device.work import TileRows
 
@@ -55,6 +55,29 @@ class Block(Opaque):
         return tuple((ring,) for ring in self.of)
 
 
+class ItemTiles(Opaque):
+    """What loads Q and dO of an item, by TMA."""
+
+    def __init__(self, config: Any, arguments: Any, ring: Ring, shared: RowTiles) -> None:
+        self.config, self.ring, self.groups = config, ring, config.block_q // ROWS
+        self.q, self.dout = arguments.q.atom, arguments.dout.atom
+        self.q_to, self.q_from = partition(arguments.q, shared.q, ROWS, config.D)
+        self.do_to, self.do_from = partition(arguments.dout, shared.dout, ROWS, config.E)
+
+    @cute.jit
+    def load(self, turn, item):
+        """Fill the ring's stage, which is empty; returns the item's batch element and head."""
+        batch, head, tile = item[RowItem.BATCH, 0], item[RowItem.HEAD, 0], item[RowItem.TILE, 0]
+        size, full = const_expr(2 * ROWS * (self.config.D + self.config.E) * self.groups), self.ring.full
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+        for g in cutlass.range_constexpr(self.groups):
+            at = tile * self.groups + g
+            cute.copy(self.q, self.q_from[None, at, head, batch], self.q_to[None, g], tma_bar_ptr=full)
+            cute.copy(self.dout, self.do_from[None, at, head, batch], self.do_to[None, g], tma_bar_ptr=full)
+        return batch, head
+
+
 class QueryGradient(Shell):
     """The kernel of one configuration."""
 
@@ -82,7 +105,7 @@ class QueryGradient(Shell):
         pool: cute.Tensor,  # (P * block_q, block_kv / 32)
         part_dq: cute.Tensor,  # (slots, block_q, D) float32, without the scale
         lengths: cute.Tensor | None,  # (B,) int32, None without `lengths` in the configuration
-        tickets: cute.Tensor,  # (1,) int32: items taken; zero before and after
+        tile_counter: cute.Tensor,  # (1,) int32: items taken; zero before and after
         before: Float32,  # factor of a score before the soft cap
         exponent: Float32,  # factor of a score in exp2
         factor: Float32,  # the scale
@@ -94,7 +117,7 @@ class QueryGradient(Shell):
         self.launch(
             Arguments(
                 tma(q, ROWS, c.D), tma(dout, ROWS, c.E), tma(k, c.step, c.D), tma(v, c.step, c.E),
-                tma(dq, ROWS, c.D, store=True), terms, work, Lists(lists, lo, hi, pool), part_dq, lengths, tickets,
+                tma(dq, ROWS, c.D, store=True), terms, work, Lists(lists, lo, hi, pool), part_dq, lengths, tile_counter,
                 Factors(before, exponent, factor), items,
             ),
             blocks, stream,
@@ -110,19 +133,18 @@ class QueryGradient(Shell):
 
     def memory(self) -> dict[str, Any]:
         c, dtype = self.config, NUMBERS[self.config.dtype]
-        rings = {"q_ring": barriers(1), "k_ring": barriers(c.k_stages), "v_ring": barriers(c.v_stages)}
+        rings = barriers(q=1, k=c.k_stages, v=c.v_stages)
         held = {name: tile_memory(dtype, layout) for name, layout in self.layouts()._asdict().items()}
         return rings | {"item": array(Int32, ITEM)} | held
 
     def block(self, arguments: Arguments, memory: Any) -> Block:
         c = self.config
         rings = RowRings(
-            Ring(memory.q_ring.data_ptr(), 1, 1, self.groups),
-            Ring(memory.k_ring.data_ptr(), c.k_stages, 1, 4 * self.groups),
-            Ring(memory.v_ring.data_ptr(), c.v_stages, 1, 4 * self.groups),
-        )
+            items_of(memory, "q", 1, self.groups), ring_of(memory, "k", c.k_stages, 1, 4 * self.groups),
+            ring_of(memory, "v", c.v_stages, 1, 4 * self.groups),
+        )  # fmt: skip
         held = RowTiles(*[tiles(getattr(memory, name), x) for name, x in self.layouts()._asdict().items()])
-        return Block(arguments, words(memory.item, ITEM), rings, held)
+        return Block(arguments, rings.q.item[None, 0], rings, held)
 
     @cute.jit
     def serve(self, block, warp):
@@ -134,7 +156,7 @@ class QueryGradient(Shell):
     def compute(self, block):
         """dQ of items of work."""
         a = block.arguments
-        masks = TileMasks(self.config, this_thread(), block.item, a.lists, a.lengths)
+        masks = TileMasks(self.config, computing_thread(), block.item, a.lists, a.lengths)
         QueryConsumer(
             self.config, block.item, block.of, block.tiles, masks, a.terms, a.factors, a.dq, a.part_dq
         ).consume()
@@ -145,32 +167,20 @@ class QueryGradient(Shell):
         c, a, item, rings = self.config, block.arguments, block.item, block.of
         steps = c.block_kv // c.step  # of a tile
         ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k.tensor, mode=[2])
-        q_to, q_from = partition(a.q, block.tiles.q, ROWS, c.D)
-        do_to, do_from = partition(a.dout, block.tiles.dout, ROWS, c.E)
+        own = ItemTiles(c, a, rings.q, block.tiles)
         load_k = tile_loader(rings.k, a.k, block.tiles.k, c.step, c.D)
         load_v = tile_loader(rings.v, a.v, block.tiles.v, c.step, c.E)
         columns = a.lists.entries[0, None]
         work = TileRows(a.items, a.tile_counter, a.count, columns, a.lengths, c.block_kv, c.lengths)
-        lane = cute.arch.lane_idx()
         word = work.first()
         turn, kv = Int32(0), Int32(0)  # items, steps so far
         running = Int32(1)
         while running != 0:
-            rings.q.wait_empty(turn)
-            if lane < ITEM:
-                item[lane] = word
-            cute.arch.sync_warp()
+            rings.q.describe(turn, word)
             running = item[RowItem.VALID]
             turn += 1
-            q_full = rings.q.full
             if running != 0:
-                batch, head, tile = item[RowItem.BATCH], item[RowItem.HEAD], item[RowItem.TILE]
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(q_full, 2 * ROWS * (c.D + c.E) * self.groups)
-                for g in cutlass.range_constexpr(self.groups):
-                    at = tile * self.groups + g
-                    cute.copy(a.q.atom, q_from[None, at, head, batch], q_to[None, g], tma_bar_ptr=q_full)
-                    cute.copy(a.dout.atom, do_from[None, at, head, batch], do_to[None, g], tma_bar_ptr=q_full)
+                batch, head = own.load(turn, rings.q.item)
                 group = head // ratio
                 fulls, intervals = item[RowItem.FULL_COUNT], item[RowItem.INTERVAL_COUNT]
                 at_full, at_interval = item[RowItem.FULL_START], item[RowItem.INTERVAL_START] - fulls
@@ -186,4 +196,4 @@ class QueryGradient(Shell):
                 word = work.next()
             else:
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(q_full)
+                    cute.arch.mbarrier_arrive(rings.q.full)

@@ -14,16 +14,14 @@ from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.backward.warpgroup import (
     Factors,
     Lists,
-    Thread,
     clear,
     put_part,
     put_tile,
-    release,
     send_tile,
     shift,
     two_rows,
 )
-from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Barrier, Opaque, Ring, within_keys
+from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Barrier, Opaque, Ring, Thread, within_keys
 from gossamer.kernels.hopper.device.configurations import QueryConfig
 from gossamer.kernels.hopper.device.row_items import RowItem
 from gossamer.kernels.hopper.device.tiles import Tma, accumulator, issue, product_of, transposed
@@ -59,6 +57,8 @@ class RowTiles(NamedTuple):
 class TileMasks(Opaque):
     """The mask source of a block layout: the lists of an item's row of tiles."""
 
+    has_bounds = True
+
     def __init__(
         self, config: QueryConfig, thread: Thread, item: cute.Tensor, lists: Lists, lengths: cute.Tensor | None
     ) -> None:
@@ -72,7 +72,7 @@ class TileMasks(Opaque):
         """Load what the whole item needs; returns its row of bounds and the number of its tiles of intervals."""
         lead, intervals = self.item[RowItem.LEAD], self.item[RowItem.INTERVAL_COUNT]
         if const_expr(self.config.lengths):
-            self.length[0] = within_keys(self.lengths[batch]) - self.thread.column
+            self.length[0] = within_keys(self.lengths[batch]) - self.thread.quad
         return lead, intervals
 
     @cute.jit
@@ -81,8 +81,8 @@ class TileMasks(Opaque):
         lead, intervals = bounds
         self.lo[r], self.hi[r] = Int32(0), Int32(0)
         if intervals > 0:
-            self.lo[r] = self.lists.lo[lead, row] - self.thread.column
-            self.hi[r] = self.lists.hi[lead, row] - self.thread.column
+            self.lo[r] = self.lists.lo[lead, row] - self.thread.quad
+            self.hi[r] = self.lists.hi[lead, row] - self.thread.quad
         if const_expr(self.config.lengths):
             self.hi[r] = cutlass.min(self.hi[r], self.length[0])
 
@@ -176,7 +176,7 @@ class QueryConsumer(Opaque):
     ) -> None:  # fmt: skip
         self.config, self.item, self.rings, self.masks, self.thread = config, item, rings, masks, masks.thread
         self.terms, self.factors, self.dq, self.part_dq = terms, factors, dq, part_dq
-        dtype, group = NUMBERS[config.dtype], self.thread.group
+        dtype, group = NUMBERS[config.dtype], self.thread.warpgroup
         self.mma_s = product_of(dtype, config.step)
         self.mma_dq = product_of(dtype, config.D, transposed=True, registers=True)
         of_s, of_dq = self.mma_s.get_slice(0), self.mma_dq.get_slice(0)
@@ -196,7 +196,7 @@ class QueryConsumer(Opaque):
         """All items."""
         item, rings = self.item, self.rings
         turn, kv = Int32(0), Int32(0)  # items, steps so far
-        rings.q.wait_full(turn)
+        rings.q.wait_full(0, turn & 1)
         running = item[RowItem.VALID]
         while running != 0:
             batch, head, tile = item[RowItem.BATCH], item[RowItem.HEAD], item[RowItem.TILE]
@@ -206,10 +206,10 @@ class QueryConsumer(Opaque):
             kv = self.masks.walk(self, bounds, kv)
             warpgroup.wait_group(0)
             if kv != first:
-                release(self.thread, rings.k, kv - 1)
+                rings.k.release_at(kv - 1)
             self.finish(batch, head)
             turn += 1
-            rings.q.wait_full(turn)
+            rings.q.wait_full(0, turn & 1)
             running = item[RowItem.VALID]
 
     @cute.jit
@@ -222,7 +222,8 @@ class QueryConsumer(Opaque):
             row = row if row < rows else rows - 1
             self.lse[r] = self.terms[0, batch, head, row]
             self.delta[r] = self.terms[1, batch, head, row]
-            self.masks.load_row(bounds, r, row)
+            if const_expr(self.masks.has_bounds):
+                self.masks.load_row(bounds, r, row)
         return bounds
 
     @cute.jit
@@ -234,13 +235,13 @@ class QueryConsumer(Opaque):
         acc_s, acc_dp = accumulator(self.mma_s, c.step), accumulator(self.mma_s, c.step)
         words = cute.make_rmem_tensor((instructions.ROWS, c.step // 32), Int32)
         self.masks.load(words, kind, place, kv)
-        rings.k.wait(k_stage, k_phase)
+        rings.k.wait_full(k_stage, k_phase)
         # S = Q K^T
         issue(self.mma_s, acc_s, self.frag_q, self.frag_k[None, None, None, k_stage], False)
-        rings.v.wait(v_stage, v_phase)
+        rings.v.wait_full(v_stage, v_phase)
         warpgroup.wait_group(1)
         if kv != first:
-            release(self.thread, rings.k, kv - 1)
+            rings.k.release_at(kv - 1)
         # dP = dO V^T
         issue(self.mma_s, acc_dp, self.frag_do, self.frag_v[None, None, None, v_stage], False)
         warpgroup.wait_group(1)
@@ -250,7 +251,7 @@ class QueryConsumer(Opaque):
         if const_expr(kind is not Kind.FULL):
             clear(acc_s, words)
         warpgroup.wait_group(0)
-        release(self.thread, rings.v, kv)
+        rings.v.release_at(kv)
         score_gradients(acc_s, acc_dp, self.delta, self.frag_ds)
         # dQ += dS K
         issue(self.mma_dq, self.acc_dq, self.frag_ds, self.frag_kt[None, None, None, k_stage], True)
@@ -260,17 +261,17 @@ class QueryConsumer(Opaque):
         """dQ of an item: times the scale, by TMA, or as a part of a split row."""
         c, thread = self.config, self.thread
         tile, slot = self.item[RowItem.TILE], self.item[RowItem.SLOT]
-        cute.arch.barrier(barrier_id=Barrier.Q_READ + thread.group, number_of_threads=WARPGROUP)
+        cute.arch.barrier(barrier_id=Barrier.Q_READ + thread.warpgroup, number_of_threads=WARPGROUP)
         if slot < 0:
             instructions.multiply(self.acc_dq, self.factors.scale)
             put_tile(self.acc_dq, self.mma_dq, thread, self.s_dq)
             cute.arch.fence_view_async_shared()
         else:
-            put_part(self.acc_dq, self.part_dq, slot, thread.row, thread.column)
-        cute.arch.barrier(barrier_id=Barrier.Q_READ + thread.group, number_of_threads=WARPGROUP)
-        if thread.index < 32:
+            put_part(self.acc_dq, self.part_dq, slot, thread.row, thread.quad)
+        cute.arch.barrier(barrier_id=Barrier.Q_READ + thread.warpgroup, number_of_threads=WARPGROUP)
+        if thread.thread < 32:
             if slot < 0:
-                send_tile(self.dq, self.s_dq, c.D, tile * (c.block_q // ROWS) + thread.group, head, batch)
+                send_tile(self.dq, self.s_dq, c.D, tile * (c.block_q // ROWS) + thread.warpgroup, head, batch)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(self.rings.q.empty)

@@ -5,7 +5,6 @@ A thread holds two rows of an accumulator of 64 rows, eight apart, and of each e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
@@ -14,7 +13,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 
 from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Opaque
+from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP
 from gossamer.kernels.hopper.device.tiles import Tma, partition
 
 
@@ -35,44 +34,15 @@ class Factors(NamedTuple):
     scale: Float32  # of dQ or dK
 
 
-@dataclass(frozen=True, eq=False)
-class Thread(Opaque):
-    """A thread of a computing warpgroup, and where its part of an accumulator lies."""
-
-    group: Any  # its warpgroup, from 0
-    index: Any  # in the warpgroup
-    lane: Any
-    row: Any  # its first row of an item's rows; the second is eight below
-    column: Any  # its first column of each eight
-
-
-def this_thread(shared_rows: bool = False) -> Thread:
-    """The thread that runs this. Each warpgroup has 64 rows of an item of its own, unless all share them."""
-    thread, _, _ = cute.arch.thread_idx()
-    group = cute.arch.make_warp_uniform(thread // WARPGROUP) - 1
-    index, lane = thread % WARPGROUP, cute.arch.lane_idx()
-    column = 2 * (lane % 4)
-    first = index // 32 * 16 if shared_rows else group * ROWS + index // 32 * 16
-    return Thread(group, index, lane, first + lane // 4, column)
-
-
 def two_rows(dtype: Any) -> cute.Tensor:
     """A number for each row of a thread, in registers."""
     return cute.make_rmem_tensor((instructions.ROWS,), dtype)
 
 
 @cute.jit
-def release(thread, ring, n):
-    """This warp has read the n-th use of a ring."""
-    empty = ring.empty + ring.place(n)[0]
-    if thread.lane == 0:
-        cute.arch.mbarrier_arrive(empty)
-
-
-@cute.jit
 def shift(word, thread):
     """A mask word from this thread's first column on."""
-    return Int32(cutlass.Uint32(word) >> cutlass.Uint32(thread.column))
+    return Int32(cutlass.Uint32(word) >> cutlass.Uint32(thread.quad))
 
 
 @cute.jit
@@ -92,7 +62,7 @@ def put_tile(acc, mma, thread, to, barrier: cutlass.Constexpr = None):
     packed = cute.make_rmem_tensor_like(acc, to.element_type)
     instructions.convert(acc, packed)
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), to.element_type)
-    mine = cute.make_tiled_copy_C(atom, mma).get_slice(thread.index)
+    mine = cute.make_tiled_copy_C(atom, mma).get_slice(thread.thread)
     if const_expr(barrier is not None):
         cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
     cute.copy(atom, mine.retile(packed), mine.partition_D(to))
@@ -118,7 +88,7 @@ def send_tile(tma: Tma, source, columns: cutlass.Constexpr, tile, head, batch):
 
 @cute.jit
 def row_terms(thread, terms, place):
-    """Terms of 64 queries for this thread's columns: element (e, j) is of column 8 j + thread.column + e."""
+    """Terms of 64 queries for this thread's columns: element (e, j) is of column 8 j + thread.quad + e."""
     places = const_expr(cute.size(terms, mode=[1]))
     pairs = cute.make_tensor(terms.iterator, cute.make_layout((2, 4, ROWS // 8, places), stride=(1, 2, 8, ROWS)))
     found = cute.make_rmem_tensor((2, ROWS // 8), Float32)

@@ -17,13 +17,11 @@ from gossamer.kernels.hopper.device.backward.warpgroup import (
     clear,
     put_part,
     put_tile,
-    release,
     row_terms,
     send_tile,
-    this_thread,
 )
 from gossamer.kernels.hopper.device.column_items import ColumnItem
-from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque
+from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque, computing_thread
 from gossamer.kernels.hopper.device.configurations import WideConfig
 from gossamer.kernels.hopper.device.tiles import Tma, accumulator, issue, product_of, transposed
 
@@ -49,7 +47,7 @@ class WideConsumer(Opaque):
         self, config: WideConfig, block: Any, fixed: Any, streamed: Any, summed: Any, columns: int, result: Tma,
         shared: Any, part: Any,
     ) -> None:  # fmt: skip
-        self.config, self.block, self.thread = config, block, this_thread(shared_rows=True)
+        self.config, self.block, self.thread = config, block, computing_thread(0)
         self.columns, self.result, self.shared, self.part = columns, result, shared, part
         dtype, step = NUMBERS[config.dtype], config.step
         self.mma_s, self.mma = product_of(dtype, step), product_of(dtype, columns, transposed=True, registers=True)
@@ -66,7 +64,7 @@ class WideConsumer(Opaque):
         """All items."""
         block, item = self.block, self.block.item
         turn, n, m = Int32(0), Int32(0), Int32(0)  # items, stages of Q, stages of dO so far
-        block.k.wait_full(turn)
+        block.k.wait_full(0, turn & 1)
         running = item[ColumnItem.VALID]
         while running != 0:
             self.acc.fill(0.0)
@@ -80,18 +78,18 @@ class WideConsumer(Opaque):
                 kind = self.look(n)
                 warpgroup.wait_group(0)
                 self.end_step(done_n, done_m)
-            release(self.thread, block.q, n)
+            block.q.release_at(n)
             n += 1
             self.finish()
             turn += 1
-            block.k.wait_full(turn)
+            block.k.wait_full(0, turn & 1)
             running = item[ColumnItem.VALID]
 
     @cute.jit
     def move_p(self, p, m, wait: cutlass.Constexpr, arrive: cutlass.Constexpr, to_shared: cutlass.Constexpr):
         """Move P of a step between registers and shared memory, when the other warpgroup has done the opposite."""
         cute.arch.barrier(barrier_id=wait + (m & 1), number_of_threads=2 * WARPGROUP)
-        shared = self.block.p[None, self.thread.index, None, m & 1]
+        shared = self.block.p[None, self.thread.thread, None, m & 1]
         if const_expr(to_shared):
             cute.autovec_copy(p, shared)
         else:
@@ -110,9 +108,9 @@ class WideConsumer(Opaque):
             cute.arch.fence_view_async_shared()
         else:
             first = tile % const_expr(self.config.tile_kv // ROWS) * ROWS + thread.row
-            put_part(self.acc, self.part, slot, first, thread.column)
+            put_part(self.acc, self.part, slot, first, thread.quad)
         cute.arch.barrier(barrier_id=WideBarrier.OUTPUT + number, number_of_threads=WARPGROUP)
-        if thread.index < 32:
+        if thread.thread < 32:
             if slot < 0:
                 send_tile(self.result, self.shared[None, None, 0], self.columns, tile, group, batch)
             cute.arch.sync_warp()
@@ -140,7 +138,7 @@ class ValueConsumer(WideConsumer):
     @cute.jit
     def look(self, n):
         """Wait for stage `n` of Q, and load what masks its step; returns its kind."""
-        return self.masks.load(self.block.q.wait_full(n))
+        return self.masks.load(self.block.q.wait_full_at(n))
 
     @cute.jit
     def step(self, n, m, kind):
@@ -152,19 +150,19 @@ class ValueConsumer(WideConsumer):
         lse = row_terms(self.thread, block.lse, stage)
         warpgroup.wait_group(0)
         self.probabilities(lse)
-        release(self.thread, block.q, n)
+        block.q.release_at(n)
         if kind != Kind.FULL:
             clear(self.acc_s, self.masks.words)
         instructions.convert(self.acc_s, self.frag)
         self.hand_over(m)
-        do_stage = block.dout.wait_full(m)
+        do_stage = block.dout.wait_full_at(m)
         # dV += P^T dO
         issue(self.mma, self.acc, self.frag, self.frag_summed[None, None, None, do_stage], True)
 
     @cute.jit
     def end_step(self, n, m):
         """Its last product has read dO."""
-        release(self.thread, self.block.dout, m)
+        self.block.dout.release_at(m)
 
     @cute.jit
     def finish(self):
@@ -215,19 +213,19 @@ class KeyConsumer(WideConsumer):
     @cute.jit
     def begin(self, turn):
         """Wait for V of an item."""
-        self.block.v.wait_full(turn)
+        self.block.v.wait_full(0, turn & 1)
 
     @cute.jit
     def look(self, n):
         """Wait for stage `n` of Q; returns the kind of its step."""
-        return cute.arch.make_warp_uniform(self.block.steps[Step.KIND, self.block.q.wait_full(n)])
+        return cute.arch.make_warp_uniform(self.block.steps[Step.KIND, self.block.q.wait_full_at(n)])
 
     @cute.jit
     def step(self, n, m, kind):
         """A step: stage `n` of Q and `m` of dO."""
         block, acc, p, dtype = self.block, self.acc_s, self.p, self.frag.element_type
         stage, _ = block.q.place(n)
-        do_stage = block.dout.wait_full(m)
+        do_stage = block.dout.wait_full_at(m)
         # dP^T = V dO^T
         issue(self.mma_s, acc, self.frag_fixed, self.frag_streamed[None, None, None, do_stage], False)
         delta = row_terms(self.thread, block.delta, do_stage)
@@ -237,7 +235,7 @@ class KeyConsumer(WideConsumer):
         for i in cutlass.range_constexpr(self.config.step // 4):
             acc[2 * i] = low(p[i], dtype) * (acc[2 * i] - delta[0, i // 2])
             acc[2 * i + 1] = high(p[i], dtype) * (acc[2 * i + 1] - delta[1, i // 2])
-        release(self.thread, block.dout, m)
+        block.dout.release_at(m)
         instructions.convert(acc, self.frag)
         # dK += dS^T Q
         issue(self.mma, self.acc, self.frag, self.frag_summed[None, None, None, stage], True)
@@ -245,7 +243,7 @@ class KeyConsumer(WideConsumer):
     @cute.jit
     def end_step(self, n, m):
         """Its last product has read Q."""
-        release(self.thread, self.block.q, n)
+        self.block.q.release_at(n)
 
     @cute.jit
     def finish(self):
