@@ -38,13 +38,13 @@ class ItemLoader(Opaque):
     @cute.jit
     def load(self, stage):
         """Load the Q of an item that was described."""
-        item, full = self.ring.item, self.ring.full + stage
+        item = self.ring.item
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, self.bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(self.ring.full + stage, self.bytes)
         for g in cutlass.range_constexpr(self.groups):
             tile = item[RowItem.TILE, stage] * self.groups + g
             at = self.from_[None, tile, item[RowItem.HEAD, stage], item[RowItem.BATCH, stage]]
-            cute.copy(self.atom, at, self.to[None, stage * self.groups + g], tma_bar_ptr=full)
+            cute.copy(self.atom, at, self.to[None, stage * self.groups + g], tma_bar_ptr=self.ring.full + stage)
 
     @cute.jit
     def end(self, stage):

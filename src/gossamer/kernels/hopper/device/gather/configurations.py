@@ -88,8 +88,8 @@ class GatherConfig:
 
 
 @dataclass(frozen=True)
-class SplitConfig:
-    """The compiled forward kernel of float32 numbers, which are split in two of float16 (split.py)."""
+class Float32Config:
+    """The compiled forward kernel of float32 numbers, which are split in two of float16 (gather/float32)."""
 
     size: int = 64  # D and E after padding
     stages: int = 2
