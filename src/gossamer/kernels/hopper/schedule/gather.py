@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gossamer.kernels.hopper.device import column_items, row_items
+from gossamer.kernels.hopper.device import row_items
+from gossamer.kernels.hopper.device.column_items import SEGMENT, ColumnItem, Segment
 from gossamer.kernels.hopper.schedule.columns import ColumnWork, items_of
 from gossamer.kernels.hopper.schedule.rows import Work, fill, for_every_head, item_limit, merges_of
 from gossamer.layouts.gather import GatherLayout, GatherWalk
@@ -82,11 +83,11 @@ def _column_work(
     lead = batch[item] * Hl + (group[item] * ratio + head if Hl > 1 else 0)
     starts = walk.starts.reshape(-1, tiles)[lead, tile[item]].astype(np.int64) // walk.width
     first, last = from_[item, head], to[item, head]
-    word = column_items
-    segments = np.zeros((max(1, len(item)), word.SEGMENT), dtype=np.int32)
-    words: dict[int, Any] = {word.HEAD: head, word.LEAD: lead, word.BITS: starts + first, word.BITSES: last - first}
+    segments = np.zeros((max(1, len(item)), SEGMENT), dtype=np.int32)
+    words: dict[int, Any] = {Segment.HEAD: head, Segment.LEAD: lead}
+    words |= {Segment.BITS_START: starts + first, Segment.BITS_COUNT: last - first}
     fill(segments[: len(item)], words)
-    words = {word.BATCH: batch, word.GROUP: group, word.TILE: tile, word.SLOT: slot}
+    words = {ColumnItem.BATCH: batch, ColumnItem.GROUP: group, ColumnItem.TILE: tile, ColumnItem.SLOT: slot}
     items = items_of(words, np.bincount(item, minlength=len(row)))
     work = _ordered(items, end - begin, pieces, (Bl, groups, tiles), copies, heads, blocks, device)
     return ColumnWork(work.items, torch.from_numpy(segments).to(device), work.merges, work.slots)
