@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from gossamer.kernels.hopper.device import column_items, merges, row_items
+from gossamer.kernels.hopper.device.column_items import ColumnItem
+from gossamer.kernels.hopper.device.merges import PartMerge
+from gossamer.kernels.hopper.device.row_items import RowItem
 from gossamer.kernels.hopper.schedule.rows import START, item_limit, lists, whole_rounds, work
 from gossamer.layouts import from_dense
 from gossamer.layouts.block import BlockLayout
@@ -180,6 +182,6 @@ def ends(lengths: torch.Tensor) -> int:
 
 def test_items_and_merges_share_their_first_words() -> None:
     """The copies of items and merges for every head are made by one function, for rows and for columns."""
-    of_rows = row_items.BATCH, row_items.HEAD, row_items.TILE, row_items.SLOT
-    assert of_rows == (column_items.BATCH, column_items.GROUP, column_items.TILE, column_items.SLOT)
-    assert of_rows == (merges.BATCH, merges.HEAD, merges.TILE, merges.SLOT)
+    of_rows = RowItem.BATCH, RowItem.HEAD, RowItem.TILE, RowItem.SLOT
+    assert of_rows == (ColumnItem.BATCH, ColumnItem.GROUP, ColumnItem.TILE, ColumnItem.SLOT)
+    assert of_rows == (PartMerge.BATCH, PartMerge.HEAD, PartMerge.TILE, PartMerge.SLOT)
