@@ -117,6 +117,42 @@ class Ring(Opaque):
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(empty)
 
+    def wait_full_at(self, n: Int32) -> Any:
+        """Wait until the n-th use is filled; returns its stage."""
+        stage, phase = self.place(n)
+        self.wait_full(stage, phase)
+        return stage
+
+    def wait_empty_at(self, n: Int32) -> Any:
+        """Wait until there is room for the n-th use; returns its stage."""
+        stage, phase = self.place(n)
+        self.wait_empty(stage, phase)
+        return stage
+
+    def release_at(self, n: Int32) -> None:
+        """This warp has read the n-th use."""
+        self.release(self.place(n)[0])
+
+
+@dataclass(frozen=True, eq=False)
+class RingPair(Opaque):
+    """Rings of as many stages, of which the barriers of full stages are set up before those of empty ones."""
+
+    one: Ring
+    other: Ring
+
+    @property
+    def stages(self) -> int:
+        return self.one.stages
+
+    @cute.jit
+    def init(self, stage):
+        """Set up the barriers of a stage."""
+        for ring in (self.one, self.other):
+            cute.arch.mbarrier_init(ring.full + stage, ring.fillers)
+        for ring in (self.one, self.other):
+            cute.arch.mbarrier_init(ring.empty + stage, ring.readers)
+
 
 @cute.jit
 def within_keys(length):

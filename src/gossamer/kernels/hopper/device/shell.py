@@ -80,6 +80,10 @@ class Shell:
         """What the roles of a block share. Its `rings` are set up together where they stand together."""
         raise NotImplementedError
 
+    def prepared(self, block: Any) -> Any:
+        """The block with what all of its warps compute before their roles begin."""
+        return block
+
     def launch(self, arguments: Any, blocks: Int32, stream: Any) -> None:
         """Start so many blocks. `arguments` is a named tuple; the kernel's parameters are its fields, in order."""
         self.kernel(arguments).launch(
@@ -100,6 +104,7 @@ class Shell:
                 for rings in block.rings:
                     init_rings(rings)
         cute.arch.mbarrier_init_fence()
+        block = self.prepared(block)
         serving, computing = self.registers
         cute.arch.sync_threads()
         if warp < 4:

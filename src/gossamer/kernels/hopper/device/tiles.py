@@ -69,10 +69,15 @@ class TileLoader(Opaque):
 
     @cute.jit
     def load(self, n, tile, head, batch):
-        """Fill the n-th use of the ring."""
+        """Fill the n-th use of the ring, when there is room."""
         stage, phase = self.ring.place(n)
         full = self.ring.full + stage
         self.ring.wait_empty(stage, phase)
+        self.fill(stage, full, tile, head, batch)
+
+    @cute.jit
+    def fill(self, stage, full, tile, head, batch):
+        """Fill a stage, whose barrier `full` is."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.bytes)
         cute.copy(self.atom, self.from_[None, tile, head, batch], self.to[None, stage], tma_bar_ptr=full)
