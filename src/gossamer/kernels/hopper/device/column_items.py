@@ -42,6 +42,3 @@ LISTS = {
     "interval": (Segment.INTERVAL_START, Segment.INTERVAL_COUNT),
     "bits": (Segment.BITS_START, Segment.BITS_COUNT),
 }
-# Names of before.
-BATCH, GROUP, TILE, SLOT, SEGMENTS, COUNT, VALID, KEYS, SCRATCH = ColumnItem
-HEAD, LEAD, FULL, FULLS, INTERVAL, INTERVALS, BITS, BITSES = Segment

@@ -10,8 +10,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from gossamer.kernels.hopper.device.row_items import ITEM
-
 WARPGROUP = 128
 ROWS = 64  # query rows of a warpgroup
 FAR = 1 << 30
@@ -28,9 +26,6 @@ class Barrier(IntEnum):
     BOUNDS = 10  # the bounds of an item's rows are in shared memory
 
 
-TURN, READ, OUT, BOUNDS = Barrier  # names of before
-
-
 class Opaque:
     """A group of values, or a part of a kernel with the values that it works on.
 
@@ -44,16 +39,6 @@ class Opaque:
 
     def __new_from_mlir_values__(self, values: list[Any]) -> Any:
         return self
-
-
-class Env(Opaque):
-    """What a role's functions share (of before: use typed groups)."""
-
-    def __init__(self, **values: Any) -> None:
-        self.__dict__.update(values)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name)
 
 
 class Thread(NamedTuple):
@@ -159,32 +144,3 @@ def within_keys(length):
     """A key length of any int32, clamped so that sums with the sizes of tiles do not wrap."""
     length = length if length > 0 else Int32(0)
     return length if length < MOST_KEYS else Int32(MOST_KEYS)
-
-
-@cute.jit
-def load_item(env, w, pieces: cutlass.Constexpr = 1):
-    """This lane's word of the description of item `w`; all zero (not valid) past the end.
-
-    Each item that is listed makes `pieces` of the kernel's.
-    """
-    lane = cute.arch.lane_idx()
-    word = Int32(0)
-    if w < env.items and lane < ITEM:
-        word = env.work[w // pieces, lane]
-    return word
-
-
-@cute.jit
-def ticket(env):
-    """The number of the next item that nobody has taken. Each block starts with the item of its own index.
-
-    There is one draw for each item, made near its end: blocks that are late take fewer items. The last draw of all
-    resets the counter.
-    """
-    drawn = Int32(0)
-    blocks, _, _ = cute.arch.grid_dim()
-    if cute.arch.lane_idx() == 0:
-        drawn = cute.arch.atomic_add(env.tickets.iterator, Int32(1), sem="relaxed", scope="gpu")
-        if drawn == env.items - 1:
-            env.tickets[0] = Int32(0)
-    return cute.arch.shuffle_sync(drawn, 0) + blocks

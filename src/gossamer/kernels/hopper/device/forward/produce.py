@@ -9,12 +9,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from gossamer.kernels.hopper.device.common import FAR, Opaque, load_item, within_keys
+from gossamer.kernels.hopper.device.common import FAR, Opaque
 from gossamer.kernels.hopper.device.configurations import ForwardConfig
 from gossamer.kernels.hopper.device.forward.masks import first_entry, tiles_of
-from gossamer.kernels.hopper.device.row_items import LISTS, RowItem
+from gossamer.kernels.hopper.device.row_items import RowItem
 from gossamer.kernels.hopper.device.tiles import TileLoader
-from gossamer.kernels.hopper.device.work import ItemRing, TileRows, count_below
+from gossamer.kernels.hopper.device.work import ItemRing, TileRows
 
 # The next item is drawn this many keys before the last load of an item, and then published with its Q: not before the
 # item's third tile is loaded, since consumers finish the item before it during the second, nor before its results have
@@ -147,25 +147,6 @@ class Producer(Opaque):
         else:
             self.items.end(stage)
         return column
-
-    # Of before, which dQ by rows and the gather kernels borrow until they are composed.
-    @cute.jit
-    def draw(self, env, w):
-        word = load_item(env, w)
-        if const_expr(self.config.lengths):
-            batch = cute.arch.shuffle_sync(word, RowItem.BATCH)
-            within = cute.ceil_div(within_keys(env.lengths[batch]), self.config.block_kv)
-            for at, count in LISTS.values():
-                kept = self.listed_below(
-                    env, cute.arch.shuffle_sync(word, at), cute.arch.shuffle_sync(word, count), within
-                )
-                if cute.arch.lane_idx() == count:
-                    word = kept
-        return word
-
-    @cute.jit
-    def listed_below(self, env, first, count, limit):
-        return count_below(env.lists[0, None], first, count, limit)
 
 
 @dataclass(frozen=True, eq=False)
