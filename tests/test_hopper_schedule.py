@@ -182,6 +182,8 @@ def ends(lengths: torch.Tensor) -> int:
 
 def test_items_and_merges_share_their_first_words() -> None:
     """The copies of items and merges for every head are made by one function, for rows and for columns."""
-    of_rows = RowItem.BATCH, RowItem.HEAD, RowItem.TILE, RowItem.SLOT
-    assert of_rows == (ColumnItem.BATCH, ColumnItem.GROUP, ColumnItem.TILE, ColumnItem.SLOT)
-    assert of_rows == (PartMerge.BATCH, PartMerge.HEAD, PartMerge.TILE, PartMerge.SLOT)
+    first = list(RowItem)[:4]
+    assert [word.name for word in first] == ["BATCH", "HEAD", "TILE", "SLOT"]
+    assert first == list(ColumnItem)[:4] == list(PartMerge)[:4]
+    assert [word.name for word in list(ColumnItem)[:4]] == ["BATCH", "GROUP", "TILE", "SLOT"]
+    assert [word.name for word in list(PartMerge)[:4]] == ["BATCH", "HEAD", "TILE", "SLOT"]

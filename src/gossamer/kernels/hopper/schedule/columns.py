@@ -59,11 +59,8 @@ def column_work(
 def items_of(words: dict[int, Any], number: np.ndarray) -> np.ndarray:
     """Items (n, ITEM) of `number` segments each, which follow one another."""
     items = np.zeros((len(number), ITEM), dtype=np.int32)
-    return fill(
-        items,
-        words
-        | {ColumnItem.SEGMENT_START: np.cumsum(number) - number, ColumnItem.SEGMENT_COUNT: number, ColumnItem.VALID: 1},
-    )
+    counted = {ColumnItem.SEGMENT_START: np.cumsum(number) - number, ColumnItem.SEGMENT_COUNT: number}
+    return fill(items, words | counted | {ColumnItem.VALID: 1})
 
 
 def _host_work(
