@@ -74,8 +74,8 @@ class Arguments(dict[str, Any]):
 def forward(config: Any) -> Callable[..., None]:
     halves = ("k_halves", "v_halves", "powers") if config.dtype == "float32" else ()
     names = (
-        "q", "k", "v", *halves, "out", "lse", "work", *LISTS, "sinks", "part_out", "part_lse", "lengths", "tile_counter",
-        "before", "exponent", "items", "has_sinks", "blocks",
+        "q", "k", "v", *halves, "out", "lse", "work", *LISTS, "sinks", "part_out", "part_lse", "lengths",
+        "tile_counter", "before", "exponent", "items", "has_sinks", "blocks",
     )  # fmt: skip
 
     def run(*given: Any) -> None:
@@ -136,8 +136,8 @@ def gradients(a: Arguments, b: int, h: int, i: Tensor, j: Tensor, keep: Tensor) 
 
 def query(config: Any) -> Callable[..., None]:
     names = (
-        "q", "k", "v", "dout", "terms", "dq", "work", *LISTS, "part_dq", "lengths", "tile_counter", "before", "exponent",
-        "factor", "items", "blocks",
+        "q", "k", "v", "dout", "terms", "dq", "work", *LISTS, "part_dq", "lengths", "tile_counter", "before",
+        "exponent", "factor", "items", "blocks",
     )  # fmt: skip
 
     def run(*given: Any) -> None:

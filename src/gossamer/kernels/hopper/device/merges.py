@@ -15,6 +15,3 @@ class PartMerge(IntEnum):
     TILE = 2
     SLOT = 3
     COUNT = 4
-
-
-BATCH, HEAD, TILE, SLOT, COUNT = PartMerge  # names of before

@@ -32,5 +32,3 @@ LISTS = {
     "interval": (RowItem.INTERVAL_START, RowItem.INTERVAL_COUNT),
     "bits": (RowItem.BITS_START, RowItem.BITS_COUNT),
 }
-# Names of before.
-BATCH, HEAD, TILE, SLOT, FULL, FULLS, INTERVAL, INTERVALS, BITS, BITSES, LEAD, VALID, START, FIRST = list(RowItem)[:14]
