@@ -17,7 +17,7 @@ from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaq
 from gossamer.kernels.hopper.device.tiles import accumulator, issue, product_of, transposed
 
 
-class Consumer(Opaque):
+class ColumnConsumer(Opaque):
     """A warpgroup with 64 keys of each item, alone in its block: dK and dV. `masks` says what is kept of each step.
 
     Nothing of a step is left for the following one, since its registers hold no more; while it makes P or dS, the

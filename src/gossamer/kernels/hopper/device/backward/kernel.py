@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from gossamer.kernels.hopper.device.backward.column_masks import TileColumnMasks
-from gossamer.kernels.hopper.device.backward.consume import Consumer
+from gossamer.kernels.hopper.device.backward.consume import ColumnConsumer
 from gossamer.kernels.hopper.device.backward.fields import STAGES, STEP
 from gossamer.kernels.hopper.device.backward.pair import PairConsumer
 from gossamer.kernels.hopper.device.backward.produce import ColumnWork, Producer, Sender
@@ -270,6 +270,6 @@ class Backward(ColumnKernel):
     def compute(self, block):
         masks = TileColumnMasks(self.config, computing_thread(), block)
         if const_expr(self.config.single):
-            Consumer(self.config, block, masks).consume()
+            ColumnConsumer(self.config, block, masks).consume()
         else:
             PairConsumer(self.config, block, masks).consume()

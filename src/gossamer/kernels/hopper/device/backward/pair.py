@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from gossamer.kernels.hopper.device.backward.consume import Consumer
+from gossamer.kernels.hopper.device.backward.consume import ColumnConsumer
 from gossamer.kernels.hopper.device.backward.fields import STAGES, ColumnBarrier, Step, add_four
 from gossamer.kernels.hopper.device.backward.produce import dq_share
 from gossamer.kernels.hopper.device.backward.warpgroup import row_terms
@@ -19,7 +19,7 @@ from gossamer.kernels.hopper.device.configurations import BackwardConfig
 from gossamer.kernels.hopper.device.tiles import accumulator, issue, product_of, transposed
 
 
-class PairConsumer(Consumer):
+class PairConsumer(ColumnConsumer):
     """A warpgroup with 64 keys of each item, beside another one. dQ = dS K needs the dS of both.
 
     It goes through shared memory, and each computes half of dQ, one step later: half of the columns, or one of two

@@ -13,7 +13,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from gossamer.kernels.hopper.device.backward.query_consume import QueryConsumer, RowRings, RowTiles, TileMasks
+from gossamer.kernels.hopper.device.backward.query_consume import QueryConsumer, RowRings, RowTiles
+from gossamer.kernels.hopper.device.backward.row_masks import TileRowMasks
 from gossamer.kernels.hopper.device.backward.warpgroup import Factors, Lists
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque, Ring, computing_thread
 from gossamer.kernels.hopper.device.configurations import QueryConfig
@@ -153,7 +154,7 @@ class QueryGradient(Shell):
     @cute.jit
     def compute(self, block):
         a, item = block.arguments, block.of.q.item[None, 0]
-        masks = TileMasks(self.config, computing_thread(), item, a.lists, a.lengths)
+        masks = TileRowMasks(self.config, computing_thread(), item, a.lists, a.lengths)
         QueryConsumer(self.config, item, block.of, block.tiles, masks, a.terms, a.factors, a.dq, a.part_dq).consume()
 
     @cute.jit

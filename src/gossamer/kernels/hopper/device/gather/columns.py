@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, const_expr
 
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.backward.column_masks import clear_pairs
-from gossamer.kernels.hopper.device.backward.consume import Consumer
+from gossamer.kernels.hopper.device.backward.consume import ColumnConsumer
 from gossamer.kernels.hopper.device.backward.fields import STEP, Kind, Step
 from gossamer.kernels.hopper.device.backward.kernel import Block, Tiles
 from gossamer.kernels.hopper.device.backward.produce import ColumnWork, Sender
@@ -290,4 +290,4 @@ class GatherColumns(Shell):
 
     @cute.jit
     def compute(self, block):
-        Consumer(self.config, block, GatheredColumnMasks(self.config, computing_thread(), block)).consume()
+        ColumnConsumer(self.config, block, GatheredColumnMasks(self.config, computing_thread(), block)).consume()

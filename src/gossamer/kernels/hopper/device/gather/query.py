@@ -14,7 +14,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from gossamer.kernels.hopper.device.backward.query import ItemTiles
-from gossamer.kernels.hopper.device.backward.query_consume import Kind, Place, QueryConsumer, RowRings, RowTiles
+from gossamer.kernels.hopper.device.backward.query_consume import QueryConsumer, RowRings, RowTiles
+from gossamer.kernels.hopper.device.backward.row_masks import Kind, Place
 from gossamer.kernels.hopper.device.backward.warpgroup import Factors
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque, Ring, Thread, computing_thread
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
