@@ -43,8 +43,8 @@ class PairConsumer(ColumnConsumer):
         self.ds_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=True, num_matrices=4), dtype)
         self.ds_copy = cute.make_tiled_copy_C(self.ds_atom, self.mma_s).get_slice(thread.thread)
         self.ds_to = self.ds_copy.partition_D(ds_transposed)
-        self.goal = cute.make_rmem_tensor((3,), Int32)  # first query, head and batch of a step
-        self.goal.fill(0)
+        self.dq_place = cute.make_rmem_tensor((3,), Int32)  # first query, head and batch of a step
+        self.dq_place.fill(0)
 
     @cute.jit
     def step(self, n, m, begin):
@@ -102,7 +102,7 @@ class PairConsumer(ColumnConsumer):
             cute.arch.barrier_arrive(barrier_id=number, number_of_threads=2 * WARPGROUP)
             if started:
                 self.put_dq(acc_dq)
-            self.note_goal(stage)
+            self.remember_place(stage)
         # dK += dS^T Q
         issue(self.mma_dk, self.acc_dk, self.frag_ds, self.frag_qt[None, None, None, stage], True)
         if const_expr(self.halves > 1):  # the next S takes the registers of P
@@ -159,13 +159,13 @@ class PairConsumer(ColumnConsumer):
         cute.arch.fence_view_async_shared()
 
     @cute.jit
-    def note_goal(self, stage):
+    def remember_place(self, stage):
         """Remember where dQ of the step in `stage` belongs, if that is added from registers."""
         if const_expr(self.config.reduce == "direct"):
             place = stage * self.halves + (self.thread.warpgroup if const_expr(self.halves > 1) else 0)
-            steps, goal = self.block.steps, self.goal
-            goal[0], goal[1] = steps[Step.QUERY, place], steps[Step.HEAD, place]
-            goal[2] = steps[Step.BATCH, place]
+            steps, place_of_dq = self.block.steps, self.dq_place
+            place_of_dq[0], place_of_dq[1] = steps[Step.QUERY, place], steps[Step.HEAD, place]
+            place_of_dq[2] = steps[Step.BATCH, place]
 
     @cute.jit
     def put_dq(self, acc):
@@ -180,8 +180,10 @@ class PairConsumer(ColumnConsumer):
             number = ColumnBarrier.STAGING_FULL + thread.warpgroup
             cute.arch.barrier_arrive(barrier_id=number, number_of_threads=threads)
         else:
-            goal = self.goal
-            to = dq_share(block.arguments.dq_sum, self.config, goal[0], goal[1], goal[2], thread.warpgroup)
+            place_of_dq = self.dq_place
+            to = dq_share(
+                block.arguments.dq_sum, self.config, place_of_dq[0], place_of_dq[1], place_of_dq[2], thread.warpgroup
+            )
             for j in cutlass.range_constexpr(vectors):
                 at = to.iterator + 4 * (j * WARPGROUP + thread.thread)
                 add_four(at, *[acc[4 * j + i] for i in range(4)])

@@ -47,12 +47,12 @@ class Block(Opaque):
     """What the roles of a block share."""
 
     arguments: Arguments
-    of: RowRings
+    ring: RowRings
     tiles: RowTiles
 
     @property
     def rings(self) -> Any:
-        return tuple((ring,) for ring in self.of)
+        return tuple((ring,) for ring in self.ring)
 
 
 class ItemTiles(Opaque):
@@ -153,14 +153,14 @@ class QueryGradient(Shell):
 
     @cute.jit
     def compute(self, block):
-        a, item = block.arguments, block.of.q.item[None, 0]
+        a, item = block.arguments, block.ring.q.item[None, 0]
         masks = TileRowMasks(self.config, computing_thread(), item, a.lists, a.lengths)
-        QueryConsumer(self.config, item, block.of, block.tiles, masks, a.terms, a.factors, a.dq, a.part_dq).consume()
+        QueryConsumer(self.config, item, block.ring, block.tiles, masks, a.terms, a.factors, a.dq, a.part_dq).consume()
 
     @cute.jit
     def produce(self, block):
         """The producer warp: items with their Q and dO, then K and V of each step."""
-        c, a, rings = self.config, block.arguments, block.of
+        c, a, rings = self.config, block.arguments, block.ring
         item = rings.q.item[None, 0]
         steps = c.block_kv // c.step  # of a tile
         ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k.tensor, mode=[2])

@@ -70,13 +70,13 @@ class WideConsumer(Opaque):
             self.acc.fill(0.0)
             if const_expr(self.makes_dk):
                 block.v.wait_full(0, turn & 1)
-            kind = self.look(n)
+            kind = self.wait_for_step(n)
             while kind != Kind.END:
                 self.step(n, m, kind)
                 done_n, done_m = n, m
                 n += 1
                 m += 1
-                kind = self.look(n)
+                kind = self.wait_for_step(n)
                 warpgroup.wait_group(0)
                 # The last product of a step has read what it summed up: Q for dK, dO for dV.
                 if const_expr(self.makes_dk):
@@ -137,7 +137,7 @@ class ValueConsumer(WideConsumer):
         self.slope = cute.make_rmem_tensor((config.step // 4,), Int32)  # derivatives of the soft cap, in 16 bits
 
     @cute.jit
-    def look(self, n):
+    def wait_for_step(self, n):
         """Wait for stage `n` of Q, and load what masks its step; returns its kind."""
         return self.masks.load(self.block.q.wait_full_at(n))
 
@@ -202,7 +202,7 @@ class KeyConsumer(WideConsumer):
             cute.arch.barrier_arrive(barrier_id=WideBarrier.P_EMPTY + stage, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
-    def look(self, n):
+    def wait_for_step(self, n):
         """Wait for stage `n` of Q; returns the kind of its step."""
         return cute.arch.make_warp_uniform(self.block.steps[Step.KIND, self.block.q.wait_full_at(n)])
 

@@ -129,7 +129,7 @@ class QueryGatherer(Opaque):
                         queries.listed(indices, at + ROWS, upcoming)
                         upcoming[COPIES] = indices[at + ROWS + thread]
                     stage = block.q.wait_empty_at(n)
-                    self.say(stage, Kind.BITS)
+                    self.describe(stage, Kind.BITS)
                     queries.fill(q_start, rows, stage)
                     self.words.fill(first + i, stage)
                     self.copy_term(block.lse, lse, rows[COPIES], stage)
@@ -141,7 +141,7 @@ class QueryGatherer(Opaque):
                     cute.arch.cp_async_mbarrier_arrive_noinc(block.dout.full + stage)
                     m += 1
             stage = block.q.wait_empty_at(n)
-            self.say(stage, Kind.END)
+            self.describe(stage, Kind.END)
             cute.arch.mbarrier_arrive(block.q.full + stage)
             n += 1
             turn += 1
@@ -150,7 +150,7 @@ class QueryGatherer(Opaque):
             running = item[ColumnItem.VALID, place]
 
     @cute.jit
-    def say(self, stage, kind: cutlass.Constexpr):
+    def describe(self, stage, kind: cutlass.Constexpr):
         """Describe a stage of Q."""
         if self.thread == 0:
             self.block.steps[Step.KIND, stage] = Int32(kind)

@@ -53,7 +53,7 @@ class Block(Opaque):
 
     arguments: Arguments
     ahead: ItemRing
-    of: RowRings
+    ring: RowRings
     tiles: RowTiles
     words: cute.Tensor  # (64, 2, twice the stages): a step's mask
     k_at: Any
@@ -61,7 +61,7 @@ class Block(Opaque):
 
     @property
     def rings(self) -> Any:
-        return (self.of.q,), (self.ahead,), (self.of.k, self.of.v)
+        return (self.ring.q,), (self.ahead,), (self.ring.k, self.ring.v)
 
 
 class GatheredRowMasks(Opaque):
@@ -163,18 +163,18 @@ class GatherQuery(Shell):
         role = role_of(warp, c.blocks)
         if role == 0:
             work = GatheredRows(a.items, a.tile_counter, a.count, a.indices, a.lengths, c.lengths)
-            own = ItemTiles(c, a, block.of.q, block.tiles)
-            Server(work, block.ahead, block.of.q, own, RowItem.VALID).run()
+            own = ItemTiles(c, a, block.ring.q, block.tiles)
+            Server(work, block.ahead, block.ring.q, own, RowItem.VALID).run()
         elif role >= 2:
             thread = cute.arch.thread_idx()[0] % THREADS
-            keys = RowCopies.of(a.k, block.of.k, block.k_at, c.size, thread)
-            values = RowCopies.of(a.v, block.of.v, block.v_at, c.size, thread)
+            keys = RowCopies.of(a.k, block.ring.k, block.k_at, c.size, thread)
+            values = RowCopies.of(a.v, block.ring.v, block.v_at, c.size, thread)
             ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k, mode=[1])
             copied_words = WordCopies(a.words, block.words, thread)
             Gatherer(block.ahead, a.indices, keys, values, copied_words, ratio).run()
 
     @cute.jit
     def compute(self, block):
-        c, a, item = self.config, block.arguments, block.of.q.item
-        masks = GatheredRowMasks(c, computing_thread(), item, block.of.k, block.words)
-        QueryConsumer(c, item[None, 0], block.of, block.tiles, masks, a.terms, a.factors, a.dq, a.part_dq).consume()
+        c, a, item = self.config, block.arguments, block.ring.q.item
+        masks = GatheredRowMasks(c, computing_thread(), item, block.ring.k, block.words)
+        QueryConsumer(c, item[None, 0], block.ring, block.tiles, masks, a.terms, a.factors, a.dq, a.part_dq).consume()
