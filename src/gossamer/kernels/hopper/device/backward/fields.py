@@ -16,24 +16,22 @@ STAGES = 2  # of dS
 
 
 class Step(IntEnum):
-    """The words that describe 64 queries of a step."""
+    """The words that describe 64 queries of a step.
 
-    KIND = 0
-    QUERY = 1  # the first one
-    ENTRY = 2  # an interval's row in lo and hi, -1 for all keys that exist; of bits: the first row in the pool
-    WORD = 3  # of bits: the first word in such a row
-    HEAD = 4
-    BATCH = 5
+    QUERY is the first one; ENTRY an interval's row in lo and hi, -1 for all keys that exist, and of bits the first row
+    in the pool; WORD the first word in such a row.
+    """
+
+    KIND, QUERY, ENTRY, WORD, HEAD, BATCH = range(6)
 
 
 class Kind(IntEnum):
-    """What 64 queries of a step keep."""
+    """What 64 queries of a step keep: all pairs, an interval of each key, those whose bit is set.
 
-    FULL = 0
-    INTERVAL = 1  # of each key
-    BITS = 2
-    END = 3  # there is no such step: the item is over
-    NOTHING = 4  # they fill up a step
+    END: there is no such step, the item is over. NOTHING: they fill up a step.
+    """
+
+    FULL, INTERVAL, BITS, END, NOTHING = range(5)
 
 
 class ColumnBarrier(IntEnum):

@@ -268,7 +268,6 @@ class Backward(ColumnKernel):
 
     @cute.jit
     def compute(self, block):
-        """dK, dV and shares of dQ of items of work."""
         masks = TileColumnMasks(self.config, computing_thread(), block)
         if const_expr(self.config.single):
             Consumer(self.config, block, masks).consume()

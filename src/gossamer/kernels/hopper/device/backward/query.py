@@ -46,7 +46,6 @@ class Block(Opaque):
     """What the roles of a block share."""
 
     arguments: Arguments
-    item: cute.Tensor
     of: RowRings
     tiles: RowTiles
 
@@ -144,27 +143,24 @@ class QueryGradient(Shell):
             ring_of(memory, "v", c.v_stages, 1, 4 * self.groups),
         )  # fmt: skip
         held = RowTiles(*[tiles(getattr(memory, name), x) for name, x in self.layouts()._asdict().items()])
-        return Block(arguments, rings.q.item[None, 0], rings, held)
+        return Block(arguments, rings, held)
 
     @cute.jit
     def serve(self, block, warp):
-        """One warp loads, the others have nothing to do."""
         if warp == 0:
             self.produce(block)
 
     @cute.jit
     def compute(self, block):
-        """dQ of items of work."""
-        a = block.arguments
-        masks = TileMasks(self.config, computing_thread(), block.item, a.lists, a.lengths)
-        QueryConsumer(
-            self.config, block.item, block.of, block.tiles, masks, a.terms, a.factors, a.dq, a.part_dq
-        ).consume()
+        a, item = block.arguments, block.of.q.item[None, 0]
+        masks = TileMasks(self.config, computing_thread(), item, a.lists, a.lengths)
+        QueryConsumer(self.config, item, block.of, block.tiles, masks, a.terms, a.factors, a.dq, a.part_dq).consume()
 
     @cute.jit
     def produce(self, block):
         """The producer warp: items with their Q and dO, then K and V of each step."""
-        c, a, item, rings = self.config, block.arguments, block.item, block.of
+        c, a, rings = self.config, block.arguments, block.of
+        item = rings.q.item[None, 0]
         steps = c.block_kv // c.step  # of a tile
         ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k.tensor, mode=[2])
         own = ItemTiles(c, a, rings.q, block.tiles)

@@ -25,6 +25,7 @@ from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Barr
 from gossamer.kernels.hopper.device.configurations import QueryConfig
 from gossamer.kernels.hopper.device.row_items import RowItem
 from gossamer.kernels.hopper.device.tiles import Tma, accumulator, issue, product_of, transposed
+from gossamer.kernels.hopper.device.work import ItemRing
 
 
 class Kind(Enum):
@@ -42,7 +43,7 @@ class Place(NamedTuple):
 
 
 class RowRings(NamedTuple):
-    q: Ring  # of items, with their dO
+    q: ItemRing  # with their Q and dO
     k: Ring
     v: Ring
 

@@ -49,7 +49,6 @@ class Wide(ColumnKernel):
 
     @cute.jit
     def serve(self, block, warp):
-        """One warp loads, the others have nothing to do."""
         if warp == 0:
             self.produce(block)
 

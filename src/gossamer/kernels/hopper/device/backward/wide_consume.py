@@ -41,7 +41,7 @@ class WideConsumer(Opaque):
     of `summed`, to its result.
     """
 
-    number: int  # of the warpgroup
+    makes_dk: bool  # the second warpgroup; the first makes dV
 
     def __init__(
         self, config: WideConfig, block: Any, fixed: Any, streamed: Any, summed: Any, columns: int, result: Tma,
@@ -68,7 +68,8 @@ class WideConsumer(Opaque):
         running = item[ColumnItem.VALID]
         while running != 0:
             self.acc.fill(0.0)
-            self.begin(turn)
+            if const_expr(self.makes_dk):
+                block.v.wait_full(0, turn & 1)
             kind = self.look(n)
             while kind != Kind.END:
                 self.step(n, m, kind)
@@ -77,7 +78,11 @@ class WideConsumer(Opaque):
                 m += 1
                 kind = self.look(n)
                 warpgroup.wait_group(0)
-                self.end_step(done_n, done_m)
+                # The last product of a step has read what it summed up: Q for dK, dO for dV.
+                if const_expr(self.makes_dk):
+                    block.q.release_at(done_n)
+                else:
+                    block.dout.release_at(done_m)
             block.q.release_at(n)
             n += 1
             self.finish()
@@ -97,43 +102,39 @@ class WideConsumer(Opaque):
         cute.arch.barrier_arrive(barrier_id=arrive + (m & 1), number_of_threads=2 * WARPGROUP)
 
     @cute.jit
-    def store(self):
+    def finish(self):
         """The result of an item: in 16 bits by TMA, or as a part of a split column."""
-        item, thread, number = self.block.item, self.thread, self.number
+        item, thread, output = self.block.item, self.thread, WideBarrier.OUTPUT + self.makes_dk
         batch, group = item[ColumnItem.BATCH], item[ColumnItem.GROUP]
         tile, slot = item[ColumnItem.TILE], item[ColumnItem.SLOT]
         if slot < 0:
             # Every warp's last product with what lies there must have ended.
-            put_tile(self.acc, self.mma, thread, self.shared[None, None, 0], WideBarrier.OUTPUT + number)
+            put_tile(self.acc, self.mma, thread, self.shared[None, None, 0], output)
             cute.arch.fence_view_async_shared()
         else:
             first = tile % const_expr(self.config.tile_kv // ROWS) * ROWS + thread.row
             put_part(self.acc, self.part, slot, first, thread.quad)
-        cute.arch.barrier(barrier_id=WideBarrier.OUTPUT + number, number_of_threads=WARPGROUP)
+        cute.arch.barrier(barrier_id=output, number_of_threads=WARPGROUP)
         if thread.thread < 32:
             if slot < 0:
                 send_tile(self.result, self.shared[None, None, 0], self.columns, tile, group, batch)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(self.block.k.empty)
-                if const_expr(number == 1):
+                if const_expr(self.makes_dk):
                     cute.arch.mbarrier_arrive(self.block.v.empty)
 
 
 class ValueConsumer(WideConsumer):
     """The first warpgroup: P and dV."""
 
-    number = 0
+    makes_dk = False
 
     def __init__(self, config: WideConfig, block: Any) -> None:
         a, held = block.arguments, block.tiles
         super().__init__(config, block, held.k, held.q, held.dout, config.E, a.dv, block.dv, a.part_dv)
         self.masks = WideColumnMasks(config, self.thread, block)
         self.slope = cute.make_rmem_tensor((config.step // 4,), Int32)  # derivatives of the soft cap, in 16 bits
-
-    @cute.jit
-    def begin(self, turn):
-        """K is there with the item."""
 
     @cute.jit
     def look(self, n):
@@ -158,16 +159,6 @@ class ValueConsumer(WideConsumer):
         do_stage = block.dout.wait_full_at(m)
         # dV += P^T dO
         issue(self.mma, self.acc, self.frag, self.frag_summed[None, None, None, do_stage], True)
-
-    @cute.jit
-    def end_step(self, n, m):
-        """Its last product has read dO."""
-        self.block.dout.release_at(m)
-
-    @cute.jit
-    def finish(self):
-        """dV of an item."""
-        self.store()
 
     @cute.jit
     def probabilities(self, lse):
@@ -201,7 +192,7 @@ class ValueConsumer(WideConsumer):
 class KeyConsumer(WideConsumer):
     """The second warpgroup: dS and dK."""
 
-    number = 1
+    makes_dk = True
 
     def __init__(self, config: WideConfig, block: Any) -> None:
         a, held = block.arguments, block.tiles
@@ -209,11 +200,6 @@ class KeyConsumer(WideConsumer):
         self.p = cute.make_rmem_tensor((4, config.step // 16), Int32)
         for stage in range(2):
             cute.arch.barrier_arrive(barrier_id=WideBarrier.P_EMPTY + stage, number_of_threads=2 * WARPGROUP)
-
-    @cute.jit
-    def begin(self, turn):
-        """Wait for V of an item."""
-        self.block.v.wait_full(0, turn & 1)
 
     @cute.jit
     def look(self, n):
@@ -241,13 +227,8 @@ class KeyConsumer(WideConsumer):
         issue(self.mma, self.acc, self.frag, self.frag_summed[None, None, None, stage], True)
 
     @cute.jit
-    def end_step(self, n, m):
-        """Its last product has read Q."""
-        self.block.q.release_at(n)
-
-    @cute.jit
     def finish(self):
         """dK of an item, times the scale."""
         if self.block.item[ColumnItem.SLOT] < 0:
             instructions.multiply(self.acc, self.block.arguments.factors.scale)
-        self.store()
+        WideConsumer.finish(self)

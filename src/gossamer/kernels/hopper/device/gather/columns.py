@@ -290,5 +290,4 @@ class GatherColumns(Shell):
 
     @cute.jit
     def compute(self, block):
-        """dK and dV of items of work."""
         Consumer(self.config, block, GatheredColumnMasks(self.config, computing_thread(), block)).consume()

@@ -174,7 +174,6 @@ class GatherQuery(Shell):
 
     @cute.jit
     def compute(self, block):
-        """dQ of items of work."""
         c, a, item = self.config, block.arguments, block.of.q.item
         masks = GatheredRowMasks(c, computing_thread(), item, block.of.k, block.words)
         QueryConsumer(c, item[None, 0], block.of, block.tiles, masks, a.terms, a.factors, a.dq, a.part_dq).consume()
