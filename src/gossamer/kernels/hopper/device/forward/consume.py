@@ -1,7 +1,7 @@
 """The consumer warpgroups of the forward kernels: O = softmax(Q K^T) V for 64 query rows of each item.
 
-A consumer is composed: of a mask source (masks.py, gather/masks.py), of what waits for tiles of K and V, of the softmax
-and of the epilogue. One step's softmax runs beside the product P V of the step before, also across items.
+A consumer is composed of rings, which say how tiles arrive, a mask source (masks.py, gather/masks.py), the softmax and
+the epilogue. One step's softmax runs beside the product P V of the step before, also across items.
 """
 
 from __future__ import annotations
@@ -49,21 +49,8 @@ class Plan:
     defer_epilogue: bool  # an item's result is finished while the next one's second S is computed
     late_store: bool  # it leaves its registers when the product that overwrites O runs already
     prefetch_mask: bool  # what masks an item's first step is fetched before its S, not beside it
+    k_shows_v: bool  # who has waited for K of a step need not wait for V of the step before
     half_steps: bool  # of an interval step of which a warpgroup needs half of the columns no more is computed
-
-
-@dataclass(frozen=True, eq=False)
-class TileArrival(Opaque):
-    """Tiles of K and V that TMA loads are there when their barriers say so."""
-
-    k: Ring
-    v: Ring
-
-    in_order = False  # K of a step may be there before V of the step before
-
-    def wait(self, ring: Ring, stage: Any, phase: Any) -> None:
-        """Wait for K or V in a stage."""
-        ring.wait_full(stage, phase)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +60,9 @@ class Consumer(Opaque):
     plan: Plan
     thread: Thread
     items: ItemRing  # with Q
-    mask: Any
-    arrival: Any
+    k_ring: Ring
+    v_ring: Ring
+    mask: Any  # the mask source
     softmax: Softmax
     epilogue: Epilogue
     mma_qk: Any
@@ -89,15 +77,15 @@ class Consumer(Opaque):
 
     @classmethod
     def of(
-        cls, plan: Plan, items: ItemRing, mask: Any, arrival: Any, softmax: Softmax, results: Results, s_v: Any,
-        s_o: Any,
+        cls, plan: Plan, items: ItemRing, k_ring: Ring, v_ring: Ring, mask: Any, softmax: Softmax, results: Results,
+        s_v: Any, s_o: Any,
     ) -> Consumer:  # fmt: skip
         """The consumer of these tiles in shared memory, besides those of which `softmax` can make scores again."""
         thread, s_q, s_k = softmax.thread, softmax.s_q, softmax.s_k
         p, dtype = plan, s_q.element_type
         mma_qk, mma_pv = product_of(dtype, p.step), product_of(dtype, p.E, transposed=True, registers=True)
         qk, pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-        s_vt = transposed(s_v, p.step, p.E, arrival.v.stages)
+        s_vt = transposed(s_v, p.step, p.E, v_ring.stages)
         q, k = qk.make_fragment_A(qk.partition_A(s_q)), qk.make_fragment_B(qk.partition_B(s_k))
         v = pv.make_fragment_B(pv.partition_B(s_vt))
         mma_half = half = q_half = k_half = None
@@ -110,7 +98,7 @@ class Consumer(Opaque):
             k_half = whole.make_fragment_B(whole.partition_B(cute.flat_divide(s_k, (p.step // 2, p.D))))
         epilogue = Epilogue(p.groups, results, thread, items.item, softmax, s_o, mma_pv)
         return cls(
-            plan, thread, items, mask, arrival, softmax, epilogue, mma_qk, mma_pv, mma_half, q, k, v, half,
+            plan, thread, items, k_ring, v_ring, mask, softmax, epilogue, mma_qk, mma_pv, mma_half, q, k, v, half,
             q_half, k_half,
         )  # fmt: skip
 
@@ -174,18 +162,18 @@ class Consumer(Opaque):
     @cute.jit
     def first(self, buffer, kv):
         """The first step of an item: S and softmax; its P V is issued by the next step."""
-        k = self.arrival.k.place(kv)
+        k = self.k_ring.place(kv)
         scores = accumulator(self.mma_qk, self.plan.step)
         self.wait_k(k)
         self.issue_scores(scores, buffer, k)  # S = Q K^T
         warpgroup.wait_group(0)
-        self.arrival.k.release(k[0])
+        self.k_ring.release(k[0])
         self.softmax.after_values(scores, self.first_softmax(scores), False)
 
     @cute.jit
     def bridge(self, following, kv):
         """The first step of the item in stage `following`, together with the last P V of the current one."""
-        p, k, v = self.plan, self.arrival.k.place(kv), self.arrival.v.place(kv - 1)
+        p, k, v = self.plan, self.k_ring.place(kv), self.v_ring.place(kv - 1)
         scores = accumulator(self.mma_qk, p.step)
         if const_expr(p.prefetch_mask):
             self.mask.prepare(following)
@@ -201,10 +189,10 @@ class Consumer(Opaque):
         if const_expr(not p.prefetch_mask):
             self.mask.prepare(following)
         warpgroup.wait_group(1)
-        self.arrival.k.release(k[0])
+        self.k_ring.release(k[0])
         begun = self.first_softmax(scores)
         warpgroup.wait_group(0)
-        self.arrival.v.release(v[0])
+        self.v_ring.release(v[0])
         self.softmax.after_values(scores, begun, False)
 
     @cute.jit
@@ -228,7 +216,7 @@ class Consumer(Opaque):
         Its P V is the first of the item, and overwrites O.
         """
         p, epilogue, before = self.plan, self.epilogue, 1 - stage
-        k, v = self.arrival.k.place(kv), self.arrival.v.place(kv - 1)
+        k, v = self.k_ring.place(kv), self.v_ring.place(kv - 1)
         scores, words = accumulator(self.mma_qk, p.step), self.packed_mask(p.step)
         masked = self.mask.second(words, stage)
         self.wait_k(k)
@@ -249,7 +237,7 @@ class Consumer(Opaque):
                 epilogue.send(before, packed, lse, p.warpgroup_barrier)
             epilogue.sent()
         warpgroup.wait_group(1)
-        self.arrival.k.release(k[0])
+        self.k_ring.release(k[0])
         self.softmax.transform(scores)
         if masked:
             instructions.keep(scores, words)
@@ -263,7 +251,7 @@ class Consumer(Opaque):
         `i`. With `half` given only that half of the step's columns is computed: no row of this warpgroup keeps any
         other. A step that is `free`, in all warpgroups, is done without turns.
         """
-        p, k, v = self.plan, self.arrival.k.place(kv), self.arrival.v.place(kv - 1)
+        p, k, v = self.plan, self.k_ring.place(kv), self.v_ring.place(kv - 1)
         columns = p.step if const_expr(half is None) else p.step // 2
         mma = self.mma_qk if const_expr(half is None) else self.mma_half
         scores, words = accumulator(mma, columns), self.packed_mask(columns)
@@ -281,12 +269,12 @@ class Consumer(Opaque):
         if const_expr(p.hold == Hold.UNCHECKED_FULL and mode == "full"):
             self.softmax.transform(scores)
             warpgroup.wait_group(0)
-            self.arrival.v.release(v[0])
+            self.v_ring.release(v[0])
             self.softmax.in_place(scores, buffer, k[0])
-            self.arrival.k.release(k[0])
+            self.k_ring.release(k[0])
             self.remember(half)
         else:
-            self.arrival.k.release(k[0])
+            self.k_ring.release(k[0])
             self.softmax.transform(scores)
             if const_expr(mode != "full"):
                 instructions.keep(scores, words)
@@ -295,11 +283,11 @@ class Consumer(Opaque):
     @cute.jit
     def last(self, kv):
         """The P V of an item's last step."""
-        v = self.arrival.v.place(kv - 1)
-        self.arrival.wait(self.arrival.v, *v)
+        v = self.v_ring.place(kv - 1)
+        self.v_ring.wait_full(*v)
         self.issue_values(v, True, False)  # O += P V
         warpgroup.wait_group(0)
-        self.arrival.v.release(v[0])
+        self.v_ring.release(v[0])
         self.remember(None)
 
     @cute.jit
@@ -315,7 +303,7 @@ class Consumer(Opaque):
         """P of a step, of its masked scores: what of it does not run beside P V waits for that."""
         begun = self.softmax.beside_values(scores, self.softmax.row_sum[0])
         warpgroup.wait_group(0)
-        self.arrival.v.release(v[0])
+        self.v_ring.release(v[0])
         self.softmax.after_values(scores, begun, True, half)
         self.remember(half)
 
@@ -362,13 +350,13 @@ class Consumer(Opaque):
     def wait_k(self, place):
         """Wait for K of a step, unless its mask came with it, and was waited for."""
         if const_expr(not self.mask.with_keys):
-            self.arrival.wait(self.arrival.k, *place)
+            self.k_ring.wait_full(*place)
 
     @cute.jit
     def wait_v(self, place):
-        """Wait for V of a step, unless K of the step after it, which was waited for, arrives after it."""
-        if const_expr(not self.arrival.in_order):
-            self.arrival.wait(self.arrival.v, *place)
+        """Wait for V of a step, unless K of the step after it, which was waited for, shows that it is there."""
+        if const_expr(not self.plan.k_shows_v):
+            self.v_ring.wait_full(*place)
 
     @cute.jit
     def take_turn(self, free):

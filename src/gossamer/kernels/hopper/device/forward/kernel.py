@@ -17,7 +17,7 @@ from cutlass import Float32, Int32
 
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque, Ring, computing_thread
 from gossamer.kernels.hopper.device.configurations import ForwardConfig, Hold
-from gossamer.kernels.hopper.device.forward.consume import Consumer, Plan, TileArrival
+from gossamer.kernels.hopper.device.forward.consume import Consumer, Plan
 from gossamer.kernels.hopper.device.forward.masks import BlockMask, Bounds, Lists
 from gossamer.kernels.hopper.device.forward.merge import Merge
 from gossamer.kernels.hopper.device.forward.produce import ItemLoader, Producer
@@ -88,6 +88,7 @@ class Forward(Shell):
             defer_epilogue=groups < 3,  # registers hold both results
             late_store=groups < 3 and c.hold == Hold.UNCHECKED,  # and in 16 bits beside O
             prefetch_mask=groups == 3,  # and that beside S
+            k_shows_v=False,
             half_steps=c.halves and parts == 1 and c.step == 128,
         )  # fmt: skip
         self.merge = Merge(c.E, c.block_q)
@@ -189,5 +190,4 @@ class Forward(Shell):
         mask = BlockMask.of(self.config, self.groups, thread, block.items.item, block.bounds, a.lists, a.lengths)
         rows = cute.size(a.q.tensor, mode=[0])
         results = Results(a.lse, a.sinks, a.has_sinks, a.part_out, a.part_lse, rows)
-        arrival = TileArrival(block.k, block.v)
-        Consumer.of(self.plan, block.items, mask, arrival, softmax, results, block.s_v, block.s_o).run()
+        Consumer.of(self.plan, block.items, block.k, block.v, mask, softmax, results, block.s_v, block.s_o).run()

@@ -15,7 +15,7 @@ class GatherConfig:
     """One compiled gather kernel.
 
     `stages` is the depth of the rings of what is gathered, two tensors of 64 rows a stage. `blocks` share a
-    multiprocessor. What the kernels of block layouts ask of their configurations has the same names here.
+    multiprocessor.
     """
 
     direction: str  # "forward", "query": dQ, or "columns": dK and dV
@@ -27,7 +27,7 @@ class GatherConfig:
     score: str = "fold"  # or "scale" (a factor that is not positive), "softcap"
 
     block_q = block_kv = step = ROWS
-    q_stages = 2  # of the forward: items' own Q
+    q_stages = 2  # of the forward's Q
 
     def __post_init__(self) -> None:
         known = self.direction in ("forward", "query", "columns")

@@ -15,14 +15,16 @@ from cutlass import Float32, Int32
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque, Ring, computing_thread
 from gossamer.kernels.hopper.device.configurations import Hold
 from gossamer.kernels.hopper.device.forward.consume import Consumer, Plan
+from gossamer.kernels.hopper.device.forward.masks import one
 from gossamer.kernels.hopper.device.forward.produce import ItemLoader, ItemServer
 from gossamer.kernels.hopper.device.forward.results import Results, Storer
 from gossamer.kernels.hopper.device.forward.softmax import Scale, Softmax
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.masks import WORDS, GatheredMask
-from gossamer.kernels.hopper.device.gather.rows import THREADS, Gatherer, RowArrival, RowCopies, WordCopies, role_of
+from gossamer.kernels.hopper.device.gather.rows import THREADS, Gatherer, RowCopies, WordCopies, role_of
+from gossamer.kernels.hopper.device.gather.serve import CopiedRing
 from gossamer.kernels.hopper.device.row_items import ITEM, RowItem
-from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles, words
+from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, tile_memory, tiles, words
 from gossamer.kernels.hopper.device.tiles import Tma, partition, tile_layout, tma
 from gossamer.kernels.hopper.device.work import GatheredRows, ItemRing
 
@@ -79,7 +81,9 @@ class GatherForward(Shell):
         self.blocks, self.registers = c.blocks, c.registers
         self.plan = Plan(
             1, 1, ROWS, c.size, c.size, Hold.COMPILER, c.score, overlap_items=True, warpgroup_barrier=False,
-            defer_epilogue=True, late_store=False, prefetch_mask=True, half_steps=False,
+            defer_epilogue=True, late_store=False, prefetch_mask=True,
+            k_shows_v=True,  # a thread that gathers arrives when all that it has copied so far is complete
+            half_steps=False,
         )  # fmt: skip
 
     @cute.jit
@@ -131,8 +135,8 @@ class GatherForward(Shell):
             tiles(x, self.layout(n)) for x, n in ((memory.q, c.q_stages), (memory.k, c.stages), (memory.v, c.stages))
         ]
         return Block(
-            arguments, items_of(memory, "q", c.q_stages, readers), ring_of(memory, "k", c.stages, THREADS, 4),
-            ring_of(memory, "v", c.stages, THREADS, 4),
+            arguments, items_of(memory, "q", c.q_stages, readers), CopiedRing.of(memory, "k", c.stages),
+            CopiedRing.of(memory, "v", c.stages),
             words(memory.words, ROWS, 2, 2 * c.stages), q, k, v, memory.k.data_ptr(), memory.v.data_ptr(),
         )  # fmt: skip
 
@@ -162,10 +166,11 @@ class GatherForward(Shell):
     @cute.jit
     def compute(self, block):
         c, a, thread = self.config, block.arguments, computing_thread()
-        arrival = RowArrival.of(block.k, block.v)
+        fetched = one()
+        fetched.fill(0)
         scratch = block.items.item[RowItem.SCRATCH, None]
         softmax = Softmax.of(self.plan, a.scale, thread, block.s_q, block.s_k, scratch)
-        mask = GatheredMask.of(block.items.item, arrival, block.words, 2 * c.stages, thread, c.lengths)
+        mask = GatheredMask.of(block.items.item, block.k, fetched, block.words, 2 * c.stages, thread, c.lengths)
         rows = cute.size(a.q.tensor, mode=[0])
         results = Results(a.lse, a.sinks, a.has_sinks, a.part_out, a.part_lse, rows)
-        Consumer.of(self.plan, block.items, mask, arrival, softmax, results, block.s_v, block.s_q).run()
+        Consumer.of(self.plan, block.items, block.k, block.v, mask, softmax, results, block.s_v, block.s_q).run()

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.common import ROWS, Opaque, Thread, ring
+from gossamer.kernels.hopper.device.common import ROWS, Opaque, Ring, Thread, ring
 from gossamer.kernels.hopper.device.row_items import RowItem
 
 WORD = 32  # columns of a mask word
@@ -59,16 +59,19 @@ class GatheredMask(Opaque):
     """The mask source of gathered columns: every step has words, which are fetched in order, each once."""
 
     item: cute.Tensor
-    arrival: Any
+    k: Ring
+    fetched: Any  # steps whose words were fetched
     shared: GatheredWords
     words: Any  # of an item's first step
 
     with_keys = True  # who has fetched a step's words has waited for its K
 
     @classmethod
-    def of(cls, item: Any, arrival: Any, shared: Any, slots: int, thread: Thread, has_lengths: bool) -> GatheredMask:
+    def of(
+        cls, item: Any, k: Ring, fetched: Any, shared: Any, slots: int, thread: Thread, has_lengths: bool
+    ) -> GatheredMask:
         words = cute.make_rmem_tensor((instructions.ROWS, ROWS // WORD), Int32)
-        return cls(item, arrival, GatheredWords.of(shared, slots, thread, has_lengths), words)
+        return cls(item, k, fetched, GatheredWords.of(shared, slots, thread, has_lengths), words)
 
     def reset(self) -> None:
         """No item has begun."""
@@ -104,10 +107,10 @@ class GatheredMask(Opaque):
     @cute.jit
     def fetch(self, mode: cutlass.Constexpr, words, start, i):
         """Wait for K of step `i` of the list that begins at step `start`, and read its packed mask."""
-        n = self.arrival.seen[0]
-        self.arrival.wait(self.arrival.k, *self.arrival.k.place(n))
+        n = self.fetched[0]
+        self.k.wait_full(*self.k.place(n))
         self.shared.read(words, n, start + i)
-        self.arrival.seen[0] = n + 1
+        self.fetched[0] = n + 1
 
     @cute.jit
     def walk(self, consumer, stage, buffer, kv, started):

@@ -61,30 +61,6 @@ def role_of(warp, blocks: cutlass.Constexpr):
 
 
 @dataclass(frozen=True, eq=False)
-class RowArrival(Opaque):
-    """Gathered rows are there when their barriers say so, and seen by the products behind a fence."""
-
-    k: Ring
-    v: Ring
-    seen: Any  # steps whose K was waited for
-
-    # A thread that gathers arrives when all that it has copied so far is complete: K of a step tells that V of the
-    # step before is there.
-    in_order = True
-
-    @classmethod
-    def of(cls, k: Ring, v: Ring) -> RowArrival:
-        seen = cute.make_rmem_tensor((1,), Int32)
-        seen.fill(0)
-        return cls(k, v, seen)
-
-    def wait(self, ring: Ring, stage: Any, phase: Any) -> None:
-        """Wait for K or V in a stage."""
-        ring.wait_full(stage, phase)
-        cute.arch.fence_view_async_shared()
-
-
-@dataclass(frozen=True, eq=False)
 class RowCopies(Opaque):
     """What a thread of two warps copies of a tensor: the same piece of each line of eight of a stage's 64 rows."""
 
