@@ -22,9 +22,10 @@ from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper import compiled
 from gossamer.kernels.hopper.choice import forward_config
 from gossamer.kernels.hopper.device import entries
-from gossamer.kernels.hopper.device.common import BOUNDS, OUT, WARPGROUP, ring
+from gossamer.kernels.hopper.device.common import WARPGROUP, Barrier, computing_thread
 from gossamer.kernels.hopper.device.forward.kernel import Forward
-from gossamer.kernels.hopper.device.row_items import BITSES, FULLS, INTERVALS, VALID
+from gossamer.kernels.hopper.device.forward.masks import tiles_of
+from gossamer.kernels.hopper.device.row_items import RowItem
 from gossamer.kernels.hopper.launch.forward import forward
 from gossamer.layouts.work_items import row_lengths
 
@@ -33,32 +34,25 @@ class Traffic(Forward):
     """The forward kernel without products: same items, same loads in the same order, outputs of no meaning."""
 
     @cute.jit
-    def consume(
-        self, mma_qk, mma_pv, mma_half, s_q, s_k, s_v, s_o, bars, item, bounds, lists, pool, sinks, lse,
-        part_out, part_lse, lengths, before, exponent, has_sinks, rows,
-    ):  # fmt: skip
-        c = self.config
-        thread, _, _ = cute.arch.thread_idx()
-        me = cute.arch.make_warp_uniform(thread // WARPGROUP) - 1
+    def compute(self, block):
+        items, item, me = block.items, block.items.item, computing_thread().warpgroup
         turn, kv = Int32(0), Int32(0)
-        cute.arch.mbarrier_wait(bars.q_full, 0)
-        running = item[VALID, 0]
+        items.wait_full(0, 0)
+        running = item[RowItem.VALID, 0]
         while running != 0:
-            stage = ring(turn, c.q_stages)[0]
-            count = item[FULLS, stage] + item[INTERVALS, stage] + item[BITSES, stage]
-            cute.arch.barrier(barrier_id=BOUNDS + me, number_of_threads=WARPGROUP + 32)
-            for _ in cutlass.range(count * self.parts, unroll=1):
-                at, phase = ring(kv, c.stages)
-                for full, empty in ((bars.k_full, bars.k_empty), (bars.v_full, bars.v_empty)):
-                    cute.arch.mbarrier_wait(full + at, phase)
-                    if cute.arch.lane_idx() == 0:
-                        cute.arch.mbarrier_arrive(empty + at)
+            stage = items.place(turn)[0]
+            cute.arch.barrier(barrier_id=Barrier.BOUNDS + me, number_of_threads=WARPGROUP + 32)
+            for _ in cutlass.range(tiles_of(item, stage) * self.plan.parts, unroll=1):
+                at, phase = block.k.place(kv)
+                for ring in (block.k, block.v):
+                    ring.wait_full(at, phase)
+                    ring.release(at)
                 kv += 1
-            cute.arch.barrier_arrive(barrier_id=OUT + me, number_of_threads=WARPGROUP + 32)
+            cute.arch.barrier_arrive(barrier_id=Barrier.OUTPUT + me, number_of_threads=WARPGROUP + 32)
             turn += 1
-            following, phase = ring(turn, c.q_stages)
-            cute.arch.mbarrier_wait(bars.q_full + following, phase)
-            running = item[VALID, following]
+            following, phase = items.place(turn)
+            items.wait_full(following, phase)
+            running = item[RowItem.VALID, following]
 
 
 def main() -> None:

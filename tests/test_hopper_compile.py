@@ -27,7 +27,7 @@ from gossamer.kernels.hopper.device.configurations import (
     QueryConfig,
     WideConfig,
 )
-from gossamer.kernels.hopper.device.gather.configurations import GatherConfig, SplitConfig
+from gossamer.kernels.hopper.device.gather.configurations import Float32Config, GatherConfig
 from gossamer.kernels.hopper.shipped import SIZES, Shipped, shipped
 from gossamer.plan.capability import reasons
 from gossamer.plan.problem import Problem
@@ -70,7 +70,7 @@ def test_configuration_refuses() -> None:
     with pytest.raises(ValueError, match="bytes of shared memory"):
         GatherConfig("forward", "bfloat16", 128, stages=2, blocks=3)
     with pytest.raises(ValueError, match="bytes of shared memory"):
-        SplitConfig(stages=3)
+        Float32Config(stages=3)
     for direction, size in (("query", 64), ("columns", 64), ("forward", 65)):
         with pytest.raises(ValueError, match=f"no gather kernel of float32 for {direction} with heads of {size}"):
             gather_config(direction, "float32", size, 8, "fold")

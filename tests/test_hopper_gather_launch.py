@@ -38,7 +38,7 @@ class Arguments(dict[str, Any]):
             if name in self:
                 self[name] = torch.from_dlpack(self[name])
         assert self["work"].shape[0] == self["items"] and 0 < self["blocks"] <= self["items"]
-        assert self["tickets"].tolist() == [0]
+        assert self["tile_counter"].tolist() == [0]
         for name in ("q", "k", "v", "dout") if "dout" in self else ("q", "k", "v"):
             x = self[name]
             # Rows are copied 8 numbers at a time: what follows the last one counts as zero.
@@ -74,8 +74,8 @@ class Arguments(dict[str, Any]):
 def forward(config: Any) -> Callable[..., None]:
     halves = ("k_halves", "v_halves", "powers") if config.dtype == "float32" else ()
     names = (
-        "q", "k", "v", *halves, "out", "lse", "work", *LISTS, "sinks", "part_out", "part_lse", "lengths", "tickets",
-        "before", "exponent", "items", "has_sinks", "blocks",
+        "q", "k", "v", *halves, "out", "lse", "work", *LISTS, "sinks", "part_out", "part_lse", "lengths",
+        "tile_counter", "before", "exponent", "items", "has_sinks", "blocks",
     )  # fmt: skip
 
     def run(*given: Any) -> None:
@@ -136,8 +136,8 @@ def gradients(a: Arguments, b: int, h: int, i: Tensor, j: Tensor, keep: Tensor) 
 
 def query(config: Any) -> Callable[..., None]:
     names = (
-        "q", "k", "v", "dout", "terms", "dq", "work", *LISTS, "part_dq", "lengths", "tickets", "before", "exponent",
-        "factor", "items", "blocks",
+        "q", "k", "v", "dout", "terms", "dq", "work", *LISTS, "part_dq", "lengths", "tile_counter", "before",
+        "exponent", "factor", "items", "blocks",
     )  # fmt: skip
 
     def run(*given: Any) -> None:
@@ -160,7 +160,7 @@ def query(config: Any) -> Callable[..., None]:
 def columns(config: Any) -> Callable[..., None]:
     names = (
         "q", "k", "v", "dout", "terms", "dk", "dv", "work", "segments", *LISTS, "part_dk", "part_dv", "lengths",
-        "tickets", "before", "exponent", "factor", "items", "blocks",
+        "tile_counter", "before", "exponent", "factor", "items", "blocks",
     )  # fmt: skip
 
     def run(*given: Any) -> None:

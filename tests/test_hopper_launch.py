@@ -20,7 +20,7 @@ from gossamer.patterns import BigBird, Causal, Pattern, PerHead, SlidingWindow
 from gossamer.plan.problem import Problem
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
-SHARED = ("work", "segments", "lists", "lo", "hi", "pool", "part_dk", "part_dv", "lengths", "tickets")
+SHARED = ("work", "segments", "lists", "lo", "hi", "pool", "part_dk", "part_dv", "lengths", "tile_counter")
 NUMBERS = ("before", "exponent", "factor", "items", "blocks")
 
 
@@ -109,7 +109,7 @@ def add(sums: Tensor, first: int, dq: Tensor, D: int) -> None:
 def by_rows(config: Any) -> Callable[..., None]:
     """The kernel of dQ by rows."""
     arrays = ("work", "lists", "lo", "hi", "pool")
-    names = ("q", "k", "v", "dout", "terms", "dq", *arrays, "part_dq", "lengths", "tickets", *NUMBERS)
+    names = ("q", "k", "v", "dout", "terms", "dq", *arrays, "part_dq", "lengths", "tile_counter", *NUMBERS)
 
     def run(*given: Any) -> None:
         a = dict(zip(names, given, strict=True)) | {"score": config.score, "has_lengths": config.lengths}
@@ -295,14 +295,14 @@ def test_calls_in_graphs_have_counters_of_their_own(monkeypatch: pytest.MonkeyPa
     from gossamer.torch import memory
 
     cpu, pool = torch.device("cpu"), torch.zeros((2, memory.APART), dtype=torch.int32)
-    tickets = memory.stream_array(torch.int32, (1,), 0.0, cpu)
+    tile_counter = memory.stream_array(torch.int32, (1,), 0.0, cpu)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     slots = {(torch.int32, 0.0, cpu.index): memory._GraphArrays(pool, iter(range(2)))}
     monkeypatch.setattr(memory, "_of_graphs", slots)
-    found = [tickets() for _ in range(3)]
+    found = [tile_counter() for _ in range(3)]
     assert [x.shape for x in found] == [(1,)] * 3 and len({x.data_ptr() for x in found}) == 3
     # The third finds none left, and is zeroed by the graph.
     owners = [x.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr() for x in found]
     assert owners == [True, True, False] and found[1].data_ptr() - found[0].data_ptr() == 4 * memory.APART
     monkeypatch.setattr(memory, "_of_graphs", {})
-    assert tickets().tolist() == [0]
+    assert tile_counter().tolist() == [0]

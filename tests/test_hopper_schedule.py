@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from gossamer.kernels.hopper.device import column_items, merges, row_items
+from gossamer.kernels.hopper.device.column_items import ColumnItem
+from gossamer.kernels.hopper.device.merges import PartMerge
+from gossamer.kernels.hopper.device.row_items import RowItem
 from gossamer.kernels.hopper.schedule.rows import START, item_limit, lists, whole_rounds, work
 from gossamer.layouts import from_dense
 from gossamer.layouts.block import BlockLayout
@@ -180,6 +182,8 @@ def ends(lengths: torch.Tensor) -> int:
 
 def test_items_and_merges_share_their_first_words() -> None:
     """The copies of items and merges for every head are made by one function, for rows and for columns."""
-    of_rows = row_items.BATCH, row_items.HEAD, row_items.TILE, row_items.SLOT
-    assert of_rows == (column_items.BATCH, column_items.GROUP, column_items.TILE, column_items.SLOT)
-    assert of_rows == (merges.BATCH, merges.HEAD, merges.TILE, merges.SLOT)
+    first = list(RowItem)[:4]
+    assert [word.name for word in first] == ["BATCH", "HEAD", "TILE", "SLOT"]
+    assert first == list(ColumnItem)[:4] == list(PartMerge)[:4]
+    assert [word.name for word in list(ColumnItem)[:4]] == ["BATCH", "GROUP", "TILE", "SLOT"]
+    assert [word.name for word in list(PartMerge)[:4]] == ["BATCH", "HEAD", "TILE", "SLOT"]

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missi
 
 def split(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(hi, lo, e) of rows (n, D) of float32: they are (hi + lo) 2^(e - TOP)."""
-    from gossamer.kernels.hopper.device.gather.split import BIAS, FIELD, LEAST, TOP
+    from gossamer.kernels.hopper.device.gather.float32.split import BIAS, FIELD, LEAST, TOP
 
     bits = np.abs(rows).view(np.int32).max(1)
     e = np.maximum(bits >> FIELD, BIAS + LEAST) - BIAS
@@ -24,7 +24,7 @@ def split(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def joined(hi: np.ndarray, lo: np.ndarray, e: np.ndarray) -> np.ndarray:
     """The numbers again, in float64."""
-    from gossamer.kernels.hopper.device.gather.split import TOP
+    from gossamer.kernels.hopper.device.gather.float32.split import TOP
 
     return (hi.astype(float) + lo.astype(float)) * np.exp2(e - float(TOP))[:, None]
 
@@ -77,7 +77,7 @@ def test_products(spread: float) -> None:
 @pytest.mark.parametrize("exponents", [(0, 0), (-40, 40), (-97, -60), (60, 100)], ids=str)
 def test_probabilities_and_values(exponents: tuple[int, int]) -> None:
     """A row's result, whatever rows of V hold that count little in it: relative to its own largest number."""
-    from gossamer.kernels.hopper.device.gather.split import TOP, VALUE_SHIFT
+    from gossamer.kernels.hopper.device.gather.float32.split import TOP, VALUE_SHIFT
 
     rng = np.random.default_rng(1)
     v = drawn(96, 64) * np.exp2(rng.integers(exponents[0], exponents[1] + 1, 96)).astype(np.float32)[:, None]

@@ -5,8 +5,40 @@ What they mean is said in the package `backward`; an item has as many words as o
 
 from __future__ import annotations
 
-BATCH, GROUP, TILE, SLOT, SEGMENTS, COUNT, VALID, KEYS = range(8)
-SCRATCH = 15  # a word that nobody reads
+from enum import IntEnum
+
 SEGMENT = 8  # words of a segment
-HEAD, LEAD, FULL, FULLS, INTERVAL, INTERVALS, BITS, BITSES = range(8)
-LISTS = {"full": (FULL, FULLS), "interval": (INTERVAL, INTERVALS), "bits": (BITS, BITSES)}
+
+
+class ColumnItem(IntEnum):
+    """A key tile of a key head, and its segments."""
+
+    BATCH = 0
+    GROUP = 1
+    TILE = 2
+    SLOT = 3  # of the parts, -1 where a column is not split
+    SEGMENT_START = 4
+    SEGMENT_COUNT = 5
+    VALID = 6  # 1, and 0 behind the last item
+    KEYS = 7  # that count, which kernels with lengths fill in
+    SCRATCH = 15  # nobody reads it
+
+
+class Segment(IntEnum):
+    """The tiles of each kind that an item walks for one query head: the first entry in the lists, and how many."""
+
+    HEAD = 0
+    LEAD = 1  # the list's row in lo and hi
+    FULL_START = 2
+    FULL_COUNT = 3
+    INTERVAL_START = 4
+    INTERVAL_COUNT = 5
+    BITS_START = 6
+    BITS_COUNT = 7
+
+
+LISTS = {
+    "full": (Segment.FULL_START, Segment.FULL_COUNT),
+    "interval": (Segment.INTERVAL_START, Segment.INTERVAL_COUNT),
+    "bits": (Segment.BITS_START, Segment.BITS_COUNT),
+}

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 SHARED_MEMORY = 227 * 1024
 MULTIPROCESSOR = 228 * 1024  # shared memory of a multiprocessor; each block takes 1024 bytes more than it asks for
+
+
+class Hold(IntEnum):
+    """Which exponentials of a step are held before the wait for the P V that runs beside them."""
+
+    COMPILER = 0  # none: the assembler orders them, behind that wait
+    FIRST_ROW = 1  # those of one row of a thread
+    UNCHECKED = 2  # those too, in registers of their own, and no score is compared with a reference: their sums tell
+    UNCHECKED_FULL = 3  # as FIRST_ROW, but full tiles are done without a comparison, in the registers of their scores
 
 
 @dataclass(frozen=True)
@@ -26,10 +36,7 @@ class ForwardConfig:
     stages: int = 2
     q_stages: int = 2
     blocks: int = 1
-    # 1: a row's exponentials are done before P V is waited for; 2: and, in registers of their own, without a comparison
-    # of the scores with the reference, for which their sums stand; 0: the assembler orders them, behind that wait;
-    # 3: and full tiles are done without a comparison, in the registers of their scores
-    hold: int = 1
+    hold: int = Hold.FIRST_ROW
     halves: bool = True  # interval steps of which a warpgroup needs one half of the columns compute no more
     lengths: bool = False  # keys at and after a length for each batch element are not attended
     score: str = "fold"  # or "scale" (a factor that is not positive), "softcap"
@@ -38,7 +45,7 @@ class ForwardConfig:
         known = self.block_q in (64, 128, 192) and self.block_kv in (64, 128) and self.step in (64, 128)
         if not known or self.block_kv % self.step or self.blocks not in ((1, 2) if self.block_q == 64 else (1,)):
             raise ValueError(f"no forward kernel for tiles {self.block_q} x {self.block_kv} in steps of {self.step}")
-        if self.hold not in (0, 1, 2, 3):
+        if self.hold not in list(Hold):
             raise ValueError(f"hold must be 0, 1, 2 or 3, got {self.hold}")
         limit = min(SHARED_MEMORY, MULTIPROCESSOR // self.blocks - 1024)
         if self.shared_bytes > limit:

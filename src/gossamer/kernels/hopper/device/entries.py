@@ -23,10 +23,10 @@ from gossamer.kernels.hopper.device.configurations import BackwardConfig, Forwar
 from gossamer.kernels.hopper.device.forward.kernel import Forward
 from gossamer.kernels.hopper.device.forward.merge import Merge
 from gossamer.kernels.hopper.device.gather.columns import GatherColumns
-from gossamer.kernels.hopper.device.gather.configurations import GatherConfig, SplitConfig
+from gossamer.kernels.hopper.device.gather.configurations import Float32Config, GatherConfig
+from gossamer.kernels.hopper.device.gather.float32.forward import Float32Forward
 from gossamer.kernels.hopper.device.gather.forward import GatherForward
 from gossamer.kernels.hopper.device.gather.query import GatherQuery
-from gossamer.kernels.hopper.device.gather.split_forward import SplitForward
 from gossamer.kernels.hopper.device.merges import MERGE
 from gossamer.kernels.hopper.device.row_items import ITEM
 
@@ -128,32 +128,32 @@ def query_gradient(config: QueryConfig) -> Any:
     )  # fmt: skip
 
 
-def gather(config: GatherConfig | SplitConfig) -> Any:
+def gather(config: GatherConfig | Float32Config) -> Any:
     """A kernel over gathered columns: the forward, dQ, or dK and dV."""
     n, c, s = NUMBERS[config.dtype], config, cute.sym_int
     B, H, G, Q, K = s(), s(), s(), s(), s()
     inputs = strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q)
     items, lists = compact(Int32, s(), ITEM), (compact(Int32, s()), compact(Int32, s(), 64))
     terms, part, lengths = compact(Float32, 2, B, H, s()), compact(Float32, s(), 64, c.size), compact(Int32, s())
-    tickets, stream = compact(Int32, 1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    tile_counter, stream = compact(Int32, 1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     of_forward = (
         inputs[3], _rows(B, H, Q), items, *lists, compact(Float32, s()), part, compact(Float32, s(), 64), lengths,
-        tickets, *[Float32(1)] * 2, *[Int32(1)] * 3, stream,
+        tile_counter, *[Float32(1)] * 2, *[Int32(1)] * 3, stream,
     )  # fmt: skip
-    if isinstance(c, SplitConfig):
+    if isinstance(c, Float32Config):
         halves = *[compact(Float16, B, G, K, 2 * c.size)] * 2, compact(Float32, B, G, K, 2)
-        return cute.compile(SplitForward(c), *inputs[:3], *halves, *of_forward, options=OPTIONS)
+        return cute.compile(Float32Forward(c), *inputs[:3], *halves, *of_forward, options=OPTIONS)
     if c.direction == "forward":
         return cute.compile(GatherForward(c), *inputs[:3], *of_forward, options=OPTIONS)
     numbers = [Float32(1)] * 3 + [Int32(1)] * 2
     if c.direction == "query":
         return cute.compile(
-            GatherQuery(c), *inputs, terms, strided(n, B, H, Q), items, *lists, part, lengths, tickets, *numbers,
+            GatherQuery(c), *inputs, terms, strided(n, B, H, Q), items, *lists, part, lengths, tile_counter, *numbers,
             stream, options=OPTIONS,
         )  # fmt: skip
     return cute.compile(
         GatherColumns(c), *inputs, terms, strided(n, B, G, K), strided(n, B, G, K), items, compact(Int32, s(), SEGMENT),
-        *lists, part, compact(Float32, s(), 64, c.size), lengths, tickets, *numbers, stream, options=OPTIONS,
+        *lists, part, compact(Float32, s(), 64, c.size), lengths, tile_counter, *numbers, stream, options=OPTIONS,
     )  # fmt: skip
 
 

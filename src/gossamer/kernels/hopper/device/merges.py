@@ -2,5 +2,16 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 MERGE = 8  # words of a merge
-BATCH, HEAD, TILE, SLOT, COUNT = range(5)  # SLOT: the first of COUNT parts
+
+
+class PartMerge(IntEnum):
+    """A tile of a head whose parts are merged: COUNT of them, from SLOT on."""
+
+    BATCH = 0
+    HEAD = 1
+    TILE = 2
+    SLOT = 3
+    COUNT = 4

@@ -67,9 +67,9 @@ def parts(b: Builder, name: str, slots: int, *shape: int) -> str:
     return b.array(name, "float32", (slots, *shape)) if slots else unread(b, name, "float32", 1, *shape)
 
 
-def tickets(b: Builder) -> str:
+def tile_counter(b: Builder) -> str:
     """The counter of work items: kernels of one stream follow one another, and leave it at zero."""
-    return "tickets" if "tickets" in b else b.array("tickets", "int32", (1,), 0.0, "stream")
+    return "tile_counter" if "tile_counter" in b else b.array("tile_counter", "int32", (1,), 0.0, "stream")
 
 
 def lengths(b: Builder, K: int) -> str | None:

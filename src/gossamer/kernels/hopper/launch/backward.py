@@ -22,7 +22,7 @@ from gossamer.kernels.hopper.launch.arguments import (
     parts,
     result,
     schedule,
-    tickets,
+    tile_counter,
     unread,
 )  # fmt: skip
 from gossamer.kernels.hopper.schedule.columns import column_work
@@ -124,8 +124,8 @@ def run(
     found = {name: parts(b, f"part_{name}", s.slots, s.rows, size) for name, (size, _) in results.items()}
     before, exponent = gradient_factors(scoring)
     b.step(
-        kind, *inputs, *results, *s.arrays, *found.values(), end, tickets(b), before, exponent, scoring.scale, s.items,
-        s.blocks,
+        kind, *inputs, *results, *s.arrays, *found.values(), end, tile_counter(b), before, exponent, scoring.scale,
+        s.items, s.blocks,
     )  # fmt: skip
     if s.slots:
         for name, (size, factor) in results.items():

@@ -18,7 +18,7 @@ from gossamer.kernels.hopper.launch.arguments import (
     schedule,
     score_of,
     sinks,
-    tickets,
+    tile_counter,
     unread,
     whole,
 )  # fmt: skip
@@ -65,8 +65,8 @@ def forward(
     )  # fmt: skip
     b.step(
         kernel("forward", config), q, k, v, out, lse, *s.arrays, sinks(b), part_out, part_lse, s.merges,
-        end or unread(b, "no_lengths", "int32", 1), tickets(b), *factors(scoring), s.items, int(has_sinks), s.blocks,
-        int(s.slots > 0),
+        end or unread(b, "no_lengths", "int32", 1), tile_counter(b), *factors(scoring), s.items, int(has_sinks),
+        s.blocks, int(s.slots > 0),
     )  # fmt: skip
     return b.done("out", "lse")
 

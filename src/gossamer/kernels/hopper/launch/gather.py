@@ -7,7 +7,7 @@ from typing import Any
 
 from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper.choice import gather_config
-from gossamer.kernels.hopper.device.gather.configurations import ROWS, GatherConfig, SplitConfig
+from gossamer.kernels.hopper.device.gather.configurations import ROWS, Float32Config, GatherConfig
 from gossamer.kernels.hopper.launch.arguments import (
     Schedule,
     factors,
@@ -20,7 +20,7 @@ from gossamer.kernels.hopper.launch.arguments import (
     schedule,
     score_of,
     sinks,
-    tickets,
+    tile_counter,
     unread,
 )  # fmt: skip
 from gossamer.kernels.hopper.launch.backward import done, gradient_score, gradients, row_terms, run
@@ -33,7 +33,7 @@ from gossamer.plan.problem import Problem
 
 def forward(
     problem: Problem, layout: GatherLayout, scoring: Scoring, operands: Mapping[str, Operand], *,
-    config: GatherConfig | SplitConfig | None = None, split: int | None = None,
+    config: GatherConfig | Float32Config | None = None, split: int | None = None,
 ) -> Prepared:  # fmt: skip
     """out and lse. Float32 numbers of v must be below 2^103 in magnitude: see docs/kernels/gather.md.
 
@@ -48,14 +48,14 @@ def forward(
     end, sink, has_sinks = lengths(b, p.K), sinks(b), int("sink_logits" in b)
     config = config or gather_config("forward", p.dtype, p.D, p.E, score_of(scoring), end is not None)
     halves = []
-    if isinstance(config, SplitConfig):  # K and V, which the kernel writes before it gathers them
+    if isinstance(config, Float32Config):  # K and V, which the kernel writes before it gathers them
         halves = [b.array(f"{x}_halves", "float16", (p.B, p.G, p.K, 2 * config.size)) for x in ("k", "v")]
         halves.append(b.array("powers", "float32", (p.B, p.G, p.K, 2)))
     s = _schedule(b, p, layout, config, split)
     part_out, part_lse = parts(b, "part_out", s.slots, ROWS, config.size), parts(b, "part_lse", s.slots, ROWS)
     b.step(
         kernel("gather", config), q, k, v, *halves, out, lse, *s.arrays, sink, part_out, part_lse,
-        end or unread(b, "no_lengths", "int32", 1), tickets(b), *factors(scoring), s.items, has_sinks, s.blocks,
+        end or unread(b, "no_lengths", "int32", 1), tile_counter(b), *factors(scoring), s.items, has_sinks, s.blocks,
     )  # fmt: skip
     if s.slots:
         b.step(kernel("merge", p.dtype, config.size, ROWS), out, lse, part_out, part_lse, s.merges, sink, has_sinks)
@@ -87,7 +87,7 @@ def backward(
 
 
 def gradients_by(
-    config: GatherConfig | SplitConfig, b: Builder, p: Problem, layout: GatherLayout, scoring: Scoring,
+    config: GatherConfig | Float32Config, b: Builder, p: Problem, layout: GatherLayout, scoring: Scoring,
     inputs: Sequence[str], end: str, results: Sequence[str], split: int | None = None,
 ) -> None:  # fmt: skip
     """Write dk and dv, or dq, by one kernel. `inputs`: q, k, v, dout and row terms; `end`: key lengths."""
@@ -98,7 +98,7 @@ def gradients_by(
 
 
 def _schedule(
-    b: Builder, p: Problem, layout: GatherLayout, config: GatherConfig | SplitConfig, split: int | None
+    b: Builder, p: Problem, layout: GatherLayout, config: GatherConfig | Float32Config, split: int | None
 ) -> Schedule:
     most = config.blocks * p.processors
     if config.direction == "columns":

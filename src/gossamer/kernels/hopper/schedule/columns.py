@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.kernels.hopper.device import column_items as word
+from gossamer.kernels.hopper.device.column_items import LISTS, SEGMENT, ColumnItem, Segment
 from gossamer.kernels.hopper.device.merges import MERGE
 from gossamer.kernels.hopper.device.row_items import ITEM
 from gossamer.kernels.hopper.schedule.rows import fill, for_every_head, item_limit, merges_of
@@ -60,7 +60,8 @@ def column_work(
 def items_of(words: dict[int, Any], number: np.ndarray) -> np.ndarray:
     """Items (n, ITEM) of `number` segments each, which follow one another."""
     items = np.zeros((len(number), ITEM), dtype=np.int32)
-    return fill(items, words | {word.SEGMENTS: np.cumsum(number) - number, word.COUNT: number, word.VALID: 1})
+    counted = {ColumnItem.SEGMENT_START: np.cumsum(number) - number, ColumnItem.SEGMENT_COUNT: number}
+    return fill(items, words | counted | {ColumnItem.VALID: 1})
 
 
 def _host_work(
@@ -82,18 +83,18 @@ def _host_work(
     from_, to = from_[item, head], to[item, head]
     batch, group, tile = np.unravel_index(row, (Bl, groups, tiles))
     lead = batch[item] * Hl + (group[item] * ratio + head if per_head else 0)
-    words: dict[int, Any] = {word.HEAD: head, word.LEAD: lead}
+    words: dict[int, Any] = {Segment.HEAD: head, Segment.LEAD: lead}
     base = passed = np.int64(0)
     for kind, listed in walk.lists.items():
         counts = listed.counts.reshape(-1, tiles)[lead, tile[item]].astype(np.int64)
         starts = listed.starts.reshape(-1, tiles)[lead, tile[item]].astype(np.int64)
         first, last = np.clip(from_ - passed, 0, counts), np.clip(to - passed, 0, counts)
-        entry, count = word.LISTS[kind]
+        entry, count = LISTS[kind]
         words[entry], words[count] = base + starts + first, last - first
         passed, base = passed + counts, base + len(listed.indices)
-    segments = np.zeros((max(1, len(item)), word.SEGMENT), dtype=np.int32)
+    segments = np.zeros((max(1, len(item)), SEGMENT), dtype=np.int32)
     fill(segments[: len(item)], words)
-    words = {word.BATCH: batch, word.GROUP: group, word.TILE: tile, word.SLOT: slot}
+    words = {ColumnItem.BATCH: batch, ColumnItem.GROUP: group, ColumnItem.TILE: tile, ColumnItem.SLOT: slot}
     items = items_of(words, np.bincount(item, minlength=len(row)))
     merges, slots = merges_of(pieces, (Bl, groups, tiles))
     every, merged = for_every_head(
@@ -115,18 +116,18 @@ def _device_work(walk: Walk, copies: int, heads: int, ratio: int, blocks: int) -
     if per_head:
         lead += group.repeat_interleave(ratio) * ratio + head
     at = lead * tiles + tile.repeat_interleave(ratio)
-    words: dict[int, Any] = {word.HEAD: head, word.LEAD: lead}
+    words: dict[int, Any] = {Segment.HEAD: head, Segment.LEAD: lead}
     total, base = torch.zeros(n, dtype=torch.int64, device=device), 0
     for kind, listed in walk.lists.items():
         counts = listed.counts.reshape(-1)[at]
-        entry, count = word.LISTS[kind]
+        entry, count = LISTS[kind]
         words[entry], words[count] = listed.starts.reshape(-1)[at] + base, counts
         total += counts.reshape(n, ratio).sum(1)
         base += len(listed.indices)
-    segments = torch.zeros((max(1, n * ratio), word.SEGMENT), dtype=torch.int32, device=device)
+    segments = torch.zeros((max(1, n * ratio), SEGMENT), dtype=torch.int32, device=device)
     fill(segments[: n * ratio], words)
-    words = {word.BATCH: batch, word.GROUP: group, word.TILE: tile, word.SLOT: -1}
-    words |= {word.SEGMENTS: row * ratio, word.COUNT: ratio, word.VALID: 1}
+    words = {ColumnItem.BATCH: batch, ColumnItem.GROUP: group, ColumnItem.TILE: tile, ColumnItem.SLOT: -1}
+    words |= {ColumnItem.SEGMENT_START: row * ratio, ColumnItem.SEGMENT_COUNT: ratio, ColumnItem.VALID: 1}
     items = fill(torch.zeros((n, ITEM), dtype=torch.int32, device=device), words)
     lengths, order = torch.sort(total, descending=True, stable=True)
     merges = torch.zeros((1, MERGE), dtype=torch.int32, device=device)

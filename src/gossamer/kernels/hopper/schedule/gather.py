@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gossamer.kernels.hopper.device import column_items, row_items
+from gossamer.kernels.hopper.device.column_items import SEGMENT, ColumnItem, Segment
+from gossamer.kernels.hopper.device.row_items import ITEM, RowItem
 from gossamer.kernels.hopper.schedule.columns import ColumnWork, items_of
 from gossamer.kernels.hopper.schedule.rows import Work, fill, for_every_head, item_limit, merges_of
 from gossamer.layouts.gather import GatherLayout, GatherWalk
@@ -57,11 +58,11 @@ def _row_work(walk: GatherWalk, device: torch.device, copies: int, heads: int, b
     lengths, counts, starts = (x.astype(np.int64).reshape(-1) for x in (_steps(walk), walk.counts, walk.starts))
     row, begin, end, slot, pieces = cut(lengths, item_limit(lengths, Bl * Hl, copies, blocks, split))
     lead, tile = np.divmod(row, walk.tiles)
-    word = row_items
+    word = RowItem
     words: dict[int, Any] = {word.BATCH: lead // Hl, word.HEAD: lead % Hl, word.TILE: tile, word.SLOT: slot}
-    words |= {word.BITS: starts[row] // width + begin, word.BITSES: end - begin, word.LEAD: lead, word.VALID: 1}
-    words[word.FIRST] = starts[row] + np.minimum(counts[row], end * width)
-    items = fill(np.zeros((len(row), word.ITEM), dtype=np.int32), words)
+    words |= {word.BITS_START: starts[row] // width + begin, word.BITS_COUNT: end - begin}
+    words |= {word.FIRST_COLUMN: starts[row] + np.minimum(counts[row], end * width), word.LEAD: lead, word.VALID: 1}
+    items = fill(np.zeros((len(row), ITEM), dtype=np.int32), words)
     return _ordered(items, end - begin, pieces, (Bl, Hl, walk.tiles), copies, heads, blocks, device)
 
 
@@ -82,11 +83,11 @@ def _column_work(
     lead = batch[item] * Hl + (group[item] * ratio + head if Hl > 1 else 0)
     starts = walk.starts.reshape(-1, tiles)[lead, tile[item]].astype(np.int64) // walk.width
     first, last = from_[item, head], to[item, head]
-    word = column_items
-    segments = np.zeros((max(1, len(item)), word.SEGMENT), dtype=np.int32)
-    words: dict[int, Any] = {word.HEAD: head, word.LEAD: lead, word.BITS: starts + first, word.BITSES: last - first}
+    segments = np.zeros((max(1, len(item)), SEGMENT), dtype=np.int32)
+    words: dict[int, Any] = {Segment.HEAD: head, Segment.LEAD: lead}
+    words |= {Segment.BITS_START: starts + first, Segment.BITS_COUNT: last - first}
     fill(segments[: len(item)], words)
-    words = {word.BATCH: batch, word.GROUP: group, word.TILE: tile, word.SLOT: slot}
+    words = {ColumnItem.BATCH: batch, ColumnItem.GROUP: group, ColumnItem.TILE: tile, ColumnItem.SLOT: slot}
     items = items_of(words, np.bincount(item, minlength=len(row)))
     work = _ordered(items, end - begin, pieces, (Bl, groups, tiles), copies, heads, blocks, device)
     return ColumnWork(work.items, torch.from_numpy(segments).to(device), work.merges, work.slots)
@@ -99,7 +100,7 @@ def _ordered(
     """Items of every head. `shape`: batch elements, heads and groups of rows of `pieces`."""
     merges, slots = merges_of(pieces, shape)
     batch_elements, of_one, _ = shape
-    word = row_items  # items of columns have these words at the same places
+    word = RowItem  # items of columns have these words at the same places
     order = np.lexsort((*(items[:, i] for i in (word.SLOT, word.TILE, word.HEAD, word.BATCH)), -lengths // NEAR))
     every, merged = for_every_head(
         torch.from_numpy(items[order]), torch.from_numpy(lengths[order]), torch.from_numpy(merges), slots,

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.kernels.hopper.device import merges as merge
-from gossamer.kernels.hopper.device import row_items as item
+from gossamer.kernels.hopper.device.merges import MERGE, PartMerge
+from gossamer.kernels.hopper.device.row_items import ITEM, LISTS, RowItem
 from gossamer.layouts import items as given
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.walk import Walk
@@ -214,7 +214,9 @@ def for_every_head(
         size = (lengths / lengths[n // 2].clamp(min=1)).clamp(min=2**-20).log2().long()  # towards zero
         fits = lengths[0] * leads * blocks <= SLACK * lengths.sum()
         size = torch.where(fits, size.clamp(max=0), size)
-    order = torch.argsort((every[:, item.BATCH].long() << 20) + every[:, item.HEAD] - (size[at] << 40), stable=True)
+    order = torch.argsort(
+        (every[:, RowItem.BATCH].long() << 20) + every[:, RowItem.HEAD] - (size[at] << 40), stable=True
+    )
     if slots:
         merges = _copied(merges.repeat(copies, 1), torch.arange(copies).repeat_interleave(len(merges)), slots, heads)
     return every[order], merges
@@ -222,9 +224,9 @@ def for_every_head(
 
 def _copied(rows: Tensor, copy: Tensor, slots: int, heads: int) -> Tensor:
     """Items or merges, which have these words alike, with the batch element, the head and the slots of their copies."""
-    rows[:, item.BATCH] += copy // heads
-    rows[:, item.HEAD] += copy % heads
-    rows[:, item.SLOT] += torch.where(rows[:, item.SLOT] < 0, 0, copy * slots)
+    rows[:, RowItem.BATCH] += copy // heads
+    rows[:, RowItem.HEAD] += copy % heads
+    rows[:, RowItem.SLOT] += torch.where(rows[:, RowItem.SLOT] < 0, 0, copy * slots)
     return rows
 
 
@@ -240,9 +242,9 @@ def merges_of(pieces: np.ndarray, shape: tuple[int, int, int]) -> tuple[np.ndarr
     cuts = np.flatnonzero(pieces > 1)
     batch, head, tile = np.unravel_index(cuts, shape)
     count = pieces[cuts]
-    words = {merge.BATCH: batch, merge.HEAD: head, merge.TILE: tile}
-    merges = np.zeros((max(1, len(cuts)), merge.MERGE), dtype=np.int32)
-    fill(merges[: len(cuts)], words | {merge.SLOT: np.cumsum(count) - count, merge.COUNT: count})
+    words = {PartMerge.BATCH: batch, PartMerge.HEAD: head, PartMerge.TILE: tile}
+    merges = np.zeros((max(1, len(cuts)), MERGE), dtype=np.int32)
+    fill(merges[: len(cuts)], words | {PartMerge.SLOT: np.cumsum(count) - count, PartMerge.COUNT: count})
     return merges, int(count.sum())
 
 
@@ -258,20 +260,20 @@ def _host_work(walk: Walk, device: torch.device, copies: int, heads: int, blocks
     lead, tile, begin, end, slot = (
         made.items[:, word].astype(np.int64) for word in (given.LEAD, given.TILE, given.BEGIN, given.END, given.SLOT)
     )
-    words: dict[int, Any] = {item.BATCH: lead // Hl, item.HEAD: lead % Hl, item.TILE: tile, item.SLOT: slot}
+    words: dict[int, Any] = {RowItem.BATCH: lead // Hl, RowItem.HEAD: lead % Hl, RowItem.TILE: tile, RowItem.SLOT: slot}
     base = before = np.int64(0)
     for kind, tiles in walk.lists.items():
         counts = tiles.counts.reshape(-1, walk.tiles)[lead, tile]
         starts = tiles.starts.reshape(-1, walk.tiles)[lead, tile]
         from_, to = np.clip(begin - before, 0, counts), np.clip(end - before, 0, counts)
-        first, number = item.LISTS[kind]
+        first, number = LISTS[kind]
         words[first], words[number] = base + starts + from_, to - from_
         before, base = before + counts, base + len(tiles.indices)
-    items = fill(np.zeros((len(lead), item.ITEM), dtype=np.int32), words | {item.LEAD: lead, item.VALID: 1})
-    merges = np.zeros((max(1, len(made.merges)), merge.MERGE), dtype=np.int32)
+    items = fill(np.zeros((len(lead), ITEM), dtype=np.int32), words | {RowItem.LEAD: lead, RowItem.VALID: 1})
+    merges = np.zeros((max(1, len(made.merges)), MERGE), dtype=np.int32)
     which, cut_tile, slot, count = (made.merges[:, word] for word in (given.LEAD, given.TILE, given.FIRST, given.COUNT))
-    words = {merge.BATCH: which // Hl, merge.HEAD: which % Hl, merge.TILE: cut_tile, merge.SLOT: slot}
-    fill(merges[: len(which)], words | {merge.COUNT: count})
+    words = {PartMerge.BATCH: which // Hl, PartMerge.HEAD: which % Hl, PartMerge.TILE: cut_tile, PartMerge.SLOT: slot}
+    fill(merges[: len(which)], words | {PartMerge.COUNT: count})
     every, merged = for_every_head(
         torch.from_numpy(items), torch.from_numpy(end - begin), torch.from_numpy(merges), made.slots, leads, copies,
         heads, blocks,
@@ -286,15 +288,20 @@ def _device_work(walk: Walk, copies: int, heads: int, blocks: int) -> Work:
     row = torch.arange(n, device=device)
     lead = row // walk.tiles
     Bl, Hl = walk.lead
-    words: dict[int, Any] = {item.BATCH: lead // Hl, item.HEAD: lead % Hl, item.TILE: row % walk.tiles, item.SLOT: -1}
+    words: dict[int, Any] = {
+        RowItem.BATCH: lead // Hl,
+        RowItem.HEAD: lead % Hl,
+        RowItem.TILE: row % walk.tiles,
+        RowItem.SLOT: -1,
+    }
     base = 0
     for i, (kind, tiles) in enumerate(walk.lists.items()):
-        first, number = item.LISTS[kind]
+        first, number = LISTS[kind]
         words[first], words[number] = starts[i] + base, counts[i]
         base += len(tiles.indices)
-    items = torch.zeros((n, item.ITEM), dtype=torch.int64, device=device)
-    fill(items, words | {item.LEAD: lead, item.VALID: 1})
+    items = torch.zeros((n, ITEM), dtype=torch.int64, device=device)
+    fill(items, words | {RowItem.LEAD: lead, RowItem.VALID: 1})
     lengths, order = torch.sort(sum(counts), descending=True, stable=True)
-    merges = torch.zeros((1, merge.MERGE), dtype=torch.int32, device=device)
+    merges = torch.zeros((1, MERGE), dtype=torch.int32, device=device)
     every, _ = for_every_head(items[order].int(), lengths, merges, 0, Bl * Hl, copies, heads, blocks)
     return Work(every, merges, 0)

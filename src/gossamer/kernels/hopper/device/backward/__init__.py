@@ -14,7 +14,7 @@ part_dk (slots, block_kv, D), part_dv (slots, block_kv, E) float32: parts of spl
     written; summed in slot order afterwards, times the scale for dk.
 lengths (B,) int32 where the configuration has them, else None: keys j >= lengths[b] are not attended. Their dk and dv
     are zero, and they add nothing to dq_sum.
-tickets (1,) int32, then before, exponent, factor (Float32) and items (n), blocks (Int32):
+tile_counter (1,) int32, then before, exponent, factor (Float32) and items (n), blocks (Int32):
     scores are s = q . k; "fold": exponent = scale * log2(e), before = 1 (any sign of the scale, zero too);
     "softcap": before = scale / softcap, exponent = softcap * log2(e). factor = scale is what dk is multiplied by.
 

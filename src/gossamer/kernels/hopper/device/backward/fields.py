@@ -1,7 +1,8 @@
-"""What the roles of the column kernel share: fields of a step's description, named barriers, bulk copies."""
+"""What the roles of the column kernels share: the words of a step, named barriers, 16-bit pairs, bulk copies."""
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any
 
 import cutlass
@@ -10,14 +11,35 @@ from cutlass import Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-STEP = 8  # words for each 64 queries of a step: what the producer tells about them
-KIND, FIRST, ENTRY, WORD, STEP_HEAD, STEP_BATCH = range(6)
-# Kinds: all pairs, an interval of each row, one bit a pair, no more steps, nothing (to fill up a step).
-KEPT, BOUNDED, MASKED, END, NONE = range(5)
+STEP = 8  # words of the description of 64 queries
 STAGES = 2  # of dS
-READY = 1  # named barriers 1 to 4: dS of the other warpgroup is there, of steps with even and with odd numbers
-FULL_OUT = 5  # named barriers 5, 6: a warpgroup has written its staging memory
-FREE_OUT = 7  # named barriers 7, 8: its staging memory may be written
+
+
+class Step(IntEnum):
+    """The words that describe 64 queries of a step.
+
+    QUERY is the first one; ENTRY an interval's row in lo and hi, -1 for all keys that exist, and of bits the first row
+    in the pool; WORD the first word in such a row.
+    """
+
+    KIND, QUERY, ENTRY, WORD, HEAD, BATCH = range(6)
+
+
+class Kind(IntEnum):
+    """What 64 queries of a step keep: all pairs, an interval of each key, those whose bit is set.
+
+    END: there is no such step, the item is over. NOTHING: they fill up a step.
+    """
+
+    FULL, INTERVAL, BITS, END, NOTHING = range(5)
+
+
+class ColumnBarrier(IntEnum):
+    """The first named barrier of each purpose: those of warpgroups follow one another."""
+
+    SCORE_GRADIENT = 1  # dS of the other warpgroup is there, of steps with even and with odd numbers
+    STAGING_FULL = 5  # a warpgroup has written its staging memory
+    STAGING_FREE = 7  # its staging memory may be written
 
 
 def _half(code: str, pair: Int32, loc: Any, ip: Any) -> Float32:

@@ -9,69 +9,97 @@ memory, and each computes half of dQ, one step later. Tiles of 64 x 64 have one 
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
 
-from gossamer.kernels.hopper.device.backward.consume import Consumer
+from gossamer.kernels.hopper.device.backward.column_masks import TileColumnMasks
+from gossamer.kernels.hopper.device.backward.consume import ColumnConsumer
 from gossamer.kernels.hopper.device.backward.fields import STAGES, STEP
-from gossamer.kernels.hopper.device.backward.produce import Producer
-from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Env
+from gossamer.kernels.hopper.device.backward.pair import PairConsumer
+from gossamer.kernels.hopper.device.backward.produce import ColumnWork, Producer, Sender
+from gossamer.kernels.hopper.device.backward.warpgroup import Factors, Lists
+from gossamer.kernels.hopper.device.column_items import ColumnItem
+from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque, Ring, RingPair, computing_thread
 from gossamer.kernels.hopper.device.configurations import BackwardConfig
 from gossamer.kernels.hopper.device.row_items import ITEM
+from gossamer.kernels.hopper.device.shell import Shell, array, barriers, ring_of, tile_memory, tiles, words
+from gossamer.kernels.hopper.device.tiles import Tma, tile_layout, tma
 
-RINGS = ("q_full", "q_empty", "do_full", "do_empty")
-BARRIERS = ("k_full", "k_empty", "v_full", "v_empty")
+
+class Arguments(NamedTuple):
+    """Parameters of the kernel, in order."""
+
+    q: Tma
+    k: Tma
+    v: Tma
+    dout: Tma
+    dk: Tma
+    dv: Tma
+    terms: cute.Tensor
+    dq_sum: cute.Tensor | None
+    items: cute.Tensor
+    segments: cute.Tensor
+    lists: Lists
+    part_dk: cute.Tensor
+    part_dv: cute.Tensor
+    lengths: cute.Tensor | None
+    tile_counter: cute.Tensor
+    factors: Factors
+    count: Int32
 
 
-class Backward(Producer, Consumer):
-    """The kernel of one configuration."""
+class Tiles(NamedTuple):
+    """In shared memory, or their layouts there."""
 
-    def __init__(self, config: BackwardConfig) -> None:
-        self.config = c = config
-        self.dtype = NUMBERS[c.dtype]
-        self.groups = c.block_kv // ROWS
-        self.parts = c.block_q // ROWS
-        self.halves = c.step // ROWS
-        self.threads = WARPGROUP * (self.groups + 1)
-        # Of a step's dQ each warpgroup makes half: half of the columns, or one of two halves of the queries.
-        self.dq_columns = c.D // self.groups * self.halves
-        self.staging_floats = ROWS * c.D // 2 * self.halves  # that half, or a warpgroup's dK (and dV) in 16 bits
-        self.consumer_registers = 232 if c.single else 240  # one warpgroup a block: two blocks share the registers
+    k: Any
+    v: Any
+    q: Any
+    dout: Any
 
-    def smem_layout(self, rows: int, columns: int, stages: int | None = None, within: int = 0) -> Any:
-        """A tile in shared memory; its swizzle is the widest that divides `within` columns, or all of them."""
-        atom = warpgroup.make_smem_layout_atom(
-            hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, within or columns), self.dtype
-        )
-        if stages is None:
-            return cute.tile_to_shape(atom, (rows, columns), (0, 1))
-        return cute.tile_to_shape(atom, (rows, columns, stages), (0, 1, 2))
 
-    def products(self) -> tuple[Any, Any, Any, Any]:
-        """The products of a warpgroup: S^T and dP^T, dV, dK, dQ."""
-        c, major = self.config, cute.nvgpu.OperandMajorMode
-        n, one = self.dtype, (1, 1, 1)
-        mma_s = hopper.make_trivial_tiled_mma(
-            n, n, major.K, major.K, Float32, atom_layout_mnk=one, tiler_mn=(ROWS, c.step)
-        )
-        mma_dv, mma_dk = [
-            hopper.make_trivial_tiled_mma(
-                n, n, major.K, major.MN, Float32, atom_layout_mnk=one, tiler_mn=(ROWS, columns),
-                a_source=warpgroup.OperandSource.RMEM,
-            )
-            for columns in (c.E, c.D)
-        ]  # fmt: skip
-        mma_dq = hopper.make_trivial_tiled_mma(
-            n, n, major.K, major.MN, Float32, atom_layout_mnk=one, tiler_mn=(ROWS, self.dq_columns)
-        )
-        return mma_s, mma_dv, mma_dk, mma_dq
+@dataclass(frozen=True, eq=False)
+class Block(Opaque):
+    """What the roles of a block share."""
+
+    config: Any
+    arguments: Any
+    item: cute.Tensor
+    steps: cute.Tensor  # descriptions, see `Step`
+    lse: cute.Tensor  # (64, stages), beside Q
+    delta: cute.Tensor  # beside dO
+    k: Ring  # of items, as that of V
+    v: Ring
+    q: Ring
+    dout: Ring
+    tiles: Any
+    dk: cute.Tensor  # where 64 rows of dK of each warpgroup leave the block, in 16 bits
+    dv: cute.Tensor
+    queries: Int32
+    keys: Int32
+    ratio: Any = None  # query heads of a key head
+    ds: Any = None  # (step, 128, STAGES), for dQ
+    staging: Any = None  # (4, thread, vectors, warpgroup) float32: shares of dQ
+    p: Any = None  # of wide heads, from warpgroup to warpgroup
+
+    @property
+    def rings(self) -> Any:
+        return (RingPair(self.k, self.v),), (self.q,), (self.dout,)
+
+    @property
+    def attended(self) -> Any:
+        """Keys of the item's batch element that are attended at all."""
+        return self.item[ColumnItem.KEYS] if self.config.lengths else self.keys
+
+
+class ColumnKernel(Shell):
+    """What the kernels of dK and dV over tiles have in common: arguments, and the warp that loads."""
+
+    config: Any
+    readers: tuple[int, int, int, int]  # arrivals that empty K, V, a stage of Q and one of dO
+    pieces = 0  # of 64 keys, each an item of its own, of an item that is listed; 0: it is one item
 
     @cute.jit
     def __call__(
@@ -81,7 +109,7 @@ class Backward(Producer, Consumer):
         v: cute.Tensor,  # (B, G, K, E)
         dout: cute.Tensor,  # (B, H, Q, E)
         terms: cute.Tensor,  # (2, B, H, Qp) float32
-        dq_sum: cute.Tensor,  # (B, H, Qp / 64, 64 * D) float32
+        dq_sum: cute.Tensor,  # (B, H, Qp / 64, 64 * D) float32; wide heads leave it alone
         dk: cute.Tensor,  # (B, G, K, D)
         dv: cute.Tensor,  # (B, G, K, E)
         work: cute.Tensor,  # (n, ITEM) int32
@@ -89,11 +117,11 @@ class Backward(Producer, Consumer):
         lists: cute.Tensor,  # (2, entries): tile column; pool entry
         lo: cute.Tensor,  # (Bl * Hl, K)
         hi: cute.Tensor,
-        pool: cute.Tensor,  # (P * block_kv, block_q / 32)
-        part_dk: cute.Tensor,  # (slots, block_kv, D) float32
-        part_dv: cute.Tensor,  # (slots, block_kv, E) float32
+        pool: cute.Tensor,  # (P * rows of a tile, block_q / 32)
+        part_dk: cute.Tensor,  # (slots, rows of a tile, D) float32
+        part_dv: cute.Tensor,  # (slots, rows of a tile, E) float32
         lengths: cute.Tensor | None,  # (B,) int32, None without `lengths` in the configuration
-        tickets: cute.Tensor,  # (1,) int32: items taken; zero before and after
+        tile_counter: cute.Tensor,  # (1,) int32: items taken; zero before and after
         before: Float32,  # factor of a score before the soft cap
         exponent: Float32,  # factor of a score in exp2
         factor: Float32,  # factor of dK
@@ -101,168 +129,147 @@ class Backward(Producer, Consumer):
         blocks: Int32,
         stream: Any,
     ) -> None:
-        c = self.config
-        q, k, v, dout, dk, dv = [
-            cute.make_tensor(t.iterator, cute.select(t.layout, [2, 3, 1, 0])) for t in (q, k, v, dout, dk, dv)
-        ]  # (rows, columns, head, batch)
+        c, held = self.config, self.layouts()
+        self.launch(
+            Arguments(
+                tma(q, ROWS, c.D), tma(k, c.block_kv, c.D, layout=cute.select(held.k, mode=[0, 1])),
+                tma(v, c.block_kv, c.E), tma(dout, ROWS, c.E), tma(dk, ROWS, c.D, store=True),
+                tma(dv, ROWS, c.E, store=True), terms, None if self.pieces else dq_sum, work, segments,
+                Lists(lists, lo, hi, pool), part_dk, part_dv, lengths, tile_counter, Factors(before, exponent, factor),
+                items * (self.pieces or 1),
+            ),
+            blocks, stream,
+        )  # fmt: skip
+
+    def layouts(self) -> Tiles:
+        """Of the tiles in shared memory."""
+        c, dtype = self.config, NUMBERS[self.config.dtype]
         # Half of 96 columns, which dQ takes from K, would end within a wider swizzle.
-        k_layout = self.smem_layout(c.block_kv, c.D, within=self.dq_columns if c.D == 96 else 0)
-        v_layout = self.smem_layout(c.block_kv, c.E)
-        q_layout, do_layout = self.smem_layout(c.step, c.D, c.q_stages), self.smem_layout(c.step, c.E, c.do_stages)
-        ds_layout = self.smem_layout(c.step, c.block_kv, STAGES)
-        dk_layout, dv_layout = self.smem_layout(ROWS, c.D), self.smem_layout(ROWS, c.E)
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        q_one, do_one = self.smem_layout(ROWS, c.D), self.smem_layout(ROWS, c.E)
-        tma_q, g_q = cpasync.make_tiled_tma_atom(load, q, q_one, (ROWS, c.D))
-        tma_k, g_k = cpasync.make_tiled_tma_atom(load, k, k_layout, (c.block_kv, c.D))
-        tma_v, g_v = cpasync.make_tiled_tma_atom(load, v, v_layout, (c.block_kv, c.E))
-        tma_do, g_do = cpasync.make_tiled_tma_atom(load, dout, do_one, (ROWS, c.E))
-        tma_dk, g_dk = cpasync.make_tiled_tma_atom(store, dk, dk_layout, (ROWS, c.D))
-        tma_dv, g_dv = cpasync.make_tiled_tma_atom(store, dv, dv_layout, (ROWS, c.E))
-        mma_s, mma_dv, mma_dk, mma_dq = self.products()
-        floats = 0 if c.single else self.groups * self.staging_floats
-        results = 0 if c.single or self.halves > 1 else c.block_kv * c.E
+        within = c.D // 2 if c.D == 96 and c.block_kv == 128 else 0
+        return Tiles(
+            tile_layout(dtype, c.block_kv, c.D, 1, within), tile_layout(dtype, c.block_kv, c.E, 1),
+            tile_layout(dtype, c.step, c.D, c.q_stages), tile_layout(dtype, c.step, c.E, c.do_stages),
+        )  # fmt: skip
 
-        @cute.struct
-        class Shared:
-            q_full: cute.struct.MemRange[cutlass.Int64, c.q_stages]
-            q_empty: cute.struct.MemRange[cutlass.Int64, c.q_stages]
-            do_full: cute.struct.MemRange[cutlass.Int64, c.do_stages]
-            do_empty: cute.struct.MemRange[cutlass.Int64, c.do_stages]
-            once: cute.struct.MemRange[cutlass.Int64, len(BARRIERS)]
-            item: cute.struct.MemRange[Int32, ITEM]
-            steps: cute.struct.MemRange[Int32, STEP * self.halves * c.q_stages]
-            lse: cute.struct.Align[cute.struct.MemRange[Float32, c.step * c.q_stages], 128]
-            delta: cute.struct.Align[cute.struct.MemRange[Float32, c.step * c.do_stages], 128]
-            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_layout)], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(v_layout)], 1024]
-            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
-            do: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(do_layout)], 1024]
-            ds: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(ds_layout) * int(c.with_dq)], 1024]
-            staging: cute.struct.Align[cute.struct.MemRange[Float32, floats], 1024]
-            out: cute.struct.Align[cute.struct.MemRange[self.dtype, results], 1024]
+    def memory(self) -> dict[str, Any]:
+        return self.word_memory() | self.tile_memory()
 
-        self.shared = Shared
-        self.bytes = {
-            name: cute.size_in_bytes(self.dtype, layout)
-            for name, layout in (("q", q_one), ("k", k_layout), ("v", v_layout), ("do", do_one))
+    def word_memory(self) -> dict[str, Any]:
+        """Barriers, descriptions and row terms."""
+        c, halves = self.config, self.config.step // ROWS
+        return {
+            **barriers(q=c.q_stages, do=c.do_stages, k=1, v=1),
+            "item": array(Int32, ITEM),
+            "steps": array(Int32, STEP * halves * c.q_stages),
+            "lse": array(Float32, c.step * c.q_stages, 128),
+            "delta": array(Float32, c.step * c.do_stages, 128),
         }
-        self.kernel(
-            tma_q, g_q, tma_k, g_k, tma_v, g_v, tma_do, g_do, tma_dk, g_dk, tma_dv, g_dv, terms, dq_sum, work,
-            segments, lists, lo, hi, pool, part_dk, part_dv, lengths, tickets, before, exponent, factor, items,
-            k_layout, v_layout, q_layout, do_layout, ds_layout, dk_layout, dv_layout, mma_s, mma_dv, mma_dk, mma_dq,
-        ).launch(
-            grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=c.blocks_per_processor,
-            # For two blocks the compiler would otherwise ask the driver, which need not be there.
-            preferred_smem_carveout=100 if c.blocks_per_processor > 1 else None,
+
+    def tile_memory(self) -> dict[str, Any]:
+        dtype = NUMBERS[self.config.dtype]
+        return {name: tile_memory(dtype, layout) for name, layout in self.layouts()._asdict().items()}
+
+    def block(self, arguments: Arguments, memory: Any) -> Block:
+        c, a, halves = self.config, arguments, self.config.step // ROWS
+        k_readers, v_readers, q_readers, do_readers = self.readers
+        held = Tiles(*[tiles(getattr(memory, name), x) for name, x in self.layouts()._asdict().items()])
+        dk, dv = self.results(memory)
+        return Block(
+            config=c, arguments=a, tiles=held, dk=dk, dv=dv,
+            item=words(memory.item, ITEM), steps=words(memory.steps, STEP, halves * c.q_stages),
+            lse=words(memory.lse, ROWS, halves * c.q_stages), delta=words(memory.delta, ROWS, halves * c.do_stages),
+            k=ring_of(memory, "k", 1, 1, k_readers), v=ring_of(memory, "v", 1, 1, v_readers),
+            q=ring_of(memory, "q", c.q_stages, halves, q_readers),
+            dout=ring_of(memory, "do", c.do_stages, halves, do_readers),
+            queries=cute.size(a.q.tensor, mode=[0]), keys=cute.size(a.k.tensor, mode=[0]),
+            **self.exchanged(memory),
         )  # fmt: skip
 
-    @cute.kernel
-    def kernel(
-        self,
-        tma_q: cute.CopyAtom,
-        g_q: cute.Tensor,
-        tma_k: cute.CopyAtom,
-        g_k: cute.Tensor,
-        tma_v: cute.CopyAtom,
-        g_v: cute.Tensor,
-        tma_do: cute.CopyAtom,
-        g_do: cute.Tensor,
-        tma_dk: cute.CopyAtom,
-        g_dk: cute.Tensor,
-        tma_dv: cute.CopyAtom,
-        g_dv: cute.Tensor,
-        terms: cute.Tensor,
-        dq_sum: cute.Tensor,
-        work: cute.Tensor,
-        segments: cute.Tensor,
-        lists: cute.Tensor,
-        lo: cute.Tensor,
-        hi: cute.Tensor,
-        pool: cute.Tensor,
-        part_dk: cute.Tensor,
-        part_dv: cute.Tensor,
-        lengths: cute.Tensor | None,
-        tickets: cute.Tensor,
-        before: Float32,
-        exponent: Float32,
-        factor: Float32,
-        items: Int32,
-        k_layout: cute.ComposedLayout,
-        v_layout: cute.ComposedLayout,
-        q_layout: cute.ComposedLayout,
-        do_layout: cute.ComposedLayout,
-        ds_layout: cute.ComposedLayout,
-        dk_layout: cute.ComposedLayout,
-        dv_layout: cute.ComposedLayout,
-        mma_s: cute.TiledMma,
-        mma_dv: cute.TiledMma,
-        mma_dk: cute.TiledMma,
-        mma_dq: cute.TiledMma,
-    ) -> None:
-        c = self.config
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp_index == 0:
-            for atom in (tma_q, tma_k, tma_v, tma_do, tma_dk, tma_dv):
-                cpasync.prefetch_descriptor(atom)
-        storage = SmemAllocator().allocate(self.shared)
-        once = storage.once.data_ptr()
-        bars = Env(
-            **{name: getattr(storage, name).data_ptr() for name in RINGS},
-            **{name: once + i for i, name in enumerate(BARRIERS)},
+    def prepared(self, block: Block) -> Block:
+        a = block.arguments
+        return replace(block, ratio=cute.size(a.q.tensor, mode=[2]) // cute.size(a.k.tensor, mode=[2]))
+
+    def results(self, memory: Any) -> tuple[Any, Any]:
+        """Where dK and dV leave the block."""
+        raise NotImplementedError
+
+    def exchanged(self, memory: Any) -> dict[str, Any]:
+        """What warpgroups tell one another."""
+        return {}
+
+    def produce(self, block: Block) -> None:
+        """The warp that loads."""
+        a = block.arguments
+        work = ColumnWork(a.items, a.tile_counter, a.count, a.lengths, block.keys, self.config, self.pieces)
+        Producer(self.config, block, work).produce()
+
+
+class Backward(ColumnKernel):
+    """The kernel of one configuration."""
+
+    config: BackwardConfig
+
+    def __init__(self, config: BackwardConfig) -> None:
+        self.config = c = config
+        self.groups = c.block_kv // ROWS
+        self.threads = WARPGROUP * (self.groups + 1)
+        self.registers = 24, 232 if c.single else 240
+        self.blocks = c.blocks_per_processor
+        self.carveout = 100 if self.blocks > 1 else None
+        self.sends_dq = c.with_dq and c.reduce == "bulk"
+        # Where K and V make room for dK and dV, who sends these gives them back.
+        self.readers = (1, 1, 4, 4) if c.single else (8 + 2, 8, 8 + 2 * self.sends_dq, 8)
+
+    def memory(self) -> dict[str, Any]:
+        c, dtype = self.config, NUMBERS[self.config.dtype]
+        if c.single:
+            return super().memory()
+        ds = cute.cosize(self.ds_layout()) if c.with_dq else 0
+        return super().memory() | {
+            "ds": array(dtype, ds, 1024),
+            "staging": array(Float32, c.step * c.D, 1024),
+            "out": array(dtype, 0 if c.step > ROWS else c.block_kv * c.E, 1024),
+        }
+
+    def ds_layout(self) -> Any:
+        return tile_layout(NUMBERS[self.config.dtype], self.config.step, self.config.block_kv, STAGES)
+
+    def results(self, memory: Any) -> tuple[Any, Any]:
+        """dK takes the place of a warpgroup's dQ, or of K; dV the rest of that place, its own, or that of V."""
+        c, dtype = self.config, NUMBERS[self.config.dtype]
+        dk, dv = tile_layout(dtype, ROWS, c.D), tile_layout(dtype, ROWS, c.E)
+        apart = c.step * c.D  # of warpgroups, in staging memory
+        dk_at, dv_at, dv_apart = memory.k.data_ptr(), memory.v.data_ptr(), ROWS * c.E
+        if not c.single:
+            dk_at, dv_at = memory.staging.data_ptr(), memory.out.data_ptr()
+        if c.step > ROWS:
+            dv_at, dv_apart = memory.staging.data_ptr() + ROWS * c.D // 2, apart
+        dk_outer = cute.append(dk.outer, cute.make_layout(self.groups, stride=apart))
+        dv_outer = cute.append(dv.outer, cute.make_layout(self.groups, stride=dv_apart))
+        return (
+            cute.make_tensor(cute.recast_ptr(dk_at, dk.inner, dtype=dtype), dk_outer),
+            cute.make_tensor(cute.recast_ptr(dv_at, dv.inner, dtype=dtype), dv_outer),
         )
-        if warp_index == 0:
-            with cute.arch.elect_one():
-                senders = self.groups
-                cute.arch.mbarrier_init(bars.k_full, 1)
-                cute.arch.mbarrier_init(bars.v_full, 1)
-                # Where K and V make room for dK and dV, who sends these gives them back.
-                cute.arch.mbarrier_init(bars.k_empty, 1 if c.single else 4 * self.groups + senders)
-                cute.arch.mbarrier_init(bars.v_empty, 1 if c.single else 4 * self.groups)
-                for i in cutlass.range_constexpr(c.q_stages):
-                    cute.arch.mbarrier_init(bars.q_full + i, self.halves)
-                    cute.arch.mbarrier_init(bars.q_empty + i, 4 * self.groups + senders * self.sends)
-                for i in cutlass.range_constexpr(c.do_stages):
-                    cute.arch.mbarrier_init(bars.do_full + i, self.halves)
-                    cute.arch.mbarrier_init(bars.do_empty + i, 4 * self.groups)
-        cute.arch.mbarrier_init_fence()
-        s_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
-        s_v = storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner)
-        s_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
-        s_do = storage.do.get_tensor(do_layout.outer, swizzle=do_layout.inner)
-        # Without dQ there is no dS in shared memory, and this is never used.
-        s_ds = (storage.ds if c.with_dq else storage.q).get_tensor(ds_layout.outer, swizzle=ds_layout.inner)
-        # dK in 16 bits takes the place of a warpgroup's dQ, or of K; dV the rest of that place, its own, or that of V.
-        sent_dk, sent_dv = (storage.k if c.single else storage.staging).data_ptr(), storage.v.data_ptr()
-        apart, dv_apart = 2 * self.staging_floats, ROWS * c.E
-        if const_expr(self.halves > 1):
-            sent_dv, dv_apart = storage.staging.data_ptr() + ROWS * c.D // 2, apart
-        elif const_expr(not c.single):
-            sent_dv = storage.out.data_ptr()
-        dk_outer = cute.append(dk_layout.outer, cute.make_layout(self.groups, stride=apart))
-        dv_outer = cute.append(dv_layout.outer, cute.make_layout(self.groups, stride=dv_apart))
-        s_dk = cute.make_tensor(cute.recast_ptr(sent_dk, dk_layout.inner, dtype=self.dtype), dk_outer)
-        s_dv = cute.make_tensor(cute.recast_ptr(sent_dv, dv_layout.inner, dtype=self.dtype), dv_outer)
-        env = Env(
-            bars=bars,
-            item=cute.make_tensor(storage.item.data_ptr(), cute.make_layout(ITEM)),
-            steps=cute.make_tensor(storage.steps.data_ptr(), cute.make_layout((STEP, self.halves * c.q_stages))),
-            s_lse=cute.make_tensor(storage.lse.data_ptr(), cute.make_layout((ROWS, self.halves * c.q_stages))),
-            s_delta=cute.make_tensor(storage.delta.data_ptr(), cute.make_layout((ROWS, self.halves * c.do_stages))),
-            staging=storage.staging.data_ptr(), s_k=s_k, s_v=s_v, s_q=s_q, s_do=s_do, s_ds=s_ds, s_dk=s_dk, s_dv=s_dv,
-            terms=terms, dq_sum=dq_sum, work=work, segments=segments, lists=lists, lo=lo, hi=hi, pool=pool,
-            part_dk=part_dk, part_dv=part_dv, lengths=lengths, tickets=tickets, before=before,
-            exponent=exponent, factor=factor, items=items,
-            queries=cute.size(g_q, mode=[0]), keys=cute.size(g_k, mode=[0]),
-            ratio=cute.size(g_q, mode=[2]) // cute.size(g_k, mode=[2]),
-        )  # fmt: skip
-        cute.arch.sync_threads()
-        if warp_index < 4:
-            cute.arch.setmaxregister_decrease(24)
-            if warp_index == 0:
-                self.produce(env, tma_q, g_q, tma_k, g_k, tma_v, g_v, tma_do, g_do)
-            elif warp_index <= self.groups:
-                self.send(env, tma_dk, g_dk, tma_dv, g_dv, warp_index - 1)
+
+    def exchanged(self, memory: Any) -> dict[str, Any]:
+        if not self.config.with_dq:
+            return {}
+        vectors = self.config.step * self.config.D // 2 // (4 * WARPGROUP)
+        staging = words(memory.staging, 4, WARPGROUP, vectors, self.groups)
+        return {"ds": tiles(memory.ds, self.ds_layout()), "staging": staging}
+
+    @cute.jit
+    def serve(self, block, warp):
+        """One warp loads, one sends the results of each computing warpgroup."""
+        if warp == 0:
+            self.produce(block)
+        elif warp <= self.groups:
+            Sender(self.config, block, warp - 1).send(self.groups, self.sends_dq)
+
+    @cute.jit
+    def compute(self, block):
+        masks = TileColumnMasks(self.config, computing_thread(), block)
+        if const_expr(self.config.single):
+            ColumnConsumer(self.config, block, masks).consume()
         else:
-            cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.consume(env, mma_s, mma_dv, mma_dk, mma_dq)
+            PairConsumer(self.config, block, masks).consume()

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from gossamer.kernels.hopper.device.backward.rows import THREADS, VECTOR, lanes_of, store
-from gossamer.kernels.hopper.device.merges import BATCH, COUNT, HEAD, SLOT, TILE
+from gossamer.kernels.hopper.device.merges import PartMerge
 
 AHEAD = 4  # parts whose loads are in flight together
 
@@ -45,11 +45,11 @@ class Sum:
         group, merge, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         chunk, place = thread % self.lanes, group * (THREADS // self.lanes) + thread // self.lanes
-        batch = merges[merge, BATCH]
-        head = merges[merge, HEAD]
-        row = merges[merge, TILE] * self.block + place
-        first = merges[merge, SLOT]
-        count = merges[merge, COUNT]
+        batch = merges[merge, PartMerge.BATCH]
+        head = merges[merge, PartMerge.HEAD]
+        row = merges[merge, PartMerge.TILE] * self.block + place
+        first = merges[merge, PartMerge.SLOT]
+        count = merges[merge, PartMerge.COUNT]
         rows, columns = cute.size(result, mode=[2]), cute.size(result, mode=[3])
         if row < rows and place < self.block and chunk * VECTOR < columns:
             total = cute.make_rmem_tensor((VECTOR,), Float32)

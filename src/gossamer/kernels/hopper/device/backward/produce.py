@@ -1,349 +1,302 @@
-"""The producer warp and the sending warps of the column kernel."""
+"""The producer warp and the sending warps of the column kernels."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from gossamer.kernels.hopper.device.backward.fields import (
-    BOUNDED,
-    END,
-    ENTRY,
-    FIRST,
-    FREE_OUT,
-    FULL_OUT,
-    KEPT,
-    KIND,
-    MASKED,
-    NONE,
-    STEP,
-    STEP_BATCH,
-    STEP_HEAD,
-    WORD,
-    bulk_add,
-)
-from gossamer.kernels.hopper.device.column_items import (
-    BATCH,
-    BITS,
-    BITSES,
-    COUNT,
-    FULL,
-    FULLS,
-    GROUP,
-    HEAD,
-    INTERVAL,
-    INTERVALS,
-    KEYS,
-    LEAD,
-    SEGMENT,
-    SEGMENTS,
-    SLOT,
-    TILE,
-    VALID,
-)
-from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Env, load_item, ring, ticket, within_keys
-from gossamer.kernels.hopper.device.configurations import BackwardConfig
+from gossamer.kernels.hopper.device.backward.fields import STEP, ColumnBarrier, Kind, Step, bulk_add
+from gossamer.kernels.hopper.device.column_items import SEGMENT, ColumnItem, Segment
+from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Opaque, Ring, within_keys
 from gossamer.kernels.hopper.device.row_items import ITEM
+from gossamer.kernels.hopper.device.tiles import Tma, partition, tile_loader
+from gossamer.kernels.hopper.device.work import WorkList
 
 
-class Producer:
-    """Work items, K and V, the rings of Q and dO, and what leaves the block."""
+@dataclass(frozen=True, eq=False)
+class ColumnWork(WorkList):
+    """Items of columns. With lengths a description says how many keys count; what lies past the keys walks nothing."""
 
-    config: BackwardConfig
-    groups: int
-    parts: int
-    halves: int = 1  # times 64 queries of a step
-    dq_columns: int
-    bytes: dict[str, int]
-    staging_floats: int
-
-    @property
-    def sends(self) -> int:
-        """Whether the sending warps follow every step."""
-        return int(self.config.with_dq and self.config.reduce == "bulk")
+    lengths: cute.Tensor | None  # (B,) int32
+    keys: Int32
+    config: Any
+    pieces: int = 0  # of 64 keys, each an item of its own, of an item that is listed; 0: it is one item
 
     @cute.jit
-    def draw(self, env, w):
-        """This lane's word of the description of item `w`."""
-        word = load_item(env, w)
+    def draw(self, w):
+        """This lane's word of item `w`."""
+        word, lane = self.load(w, self.pieces or 1), cute.arch.lane_idx()
+        if const_expr(self.pieces > 0):  # noqa: SIM102
+            if lane == ColumnItem.TILE:
+                word = word * self.pieces + w % self.pieces
         if const_expr(self.config.lengths):
-            word = self.within(env, word)
+            keys = Int32(0)
+            if cute.arch.shuffle_sync(word, ColumnItem.VALID) != 0:
+                keys = within_keys(self.lengths[cute.arch.shuffle_sync(word, ColumnItem.BATCH)])
+                keys = keys if keys < self.keys else self.keys
+            first = cute.arch.shuffle_sync(word, ColumnItem.TILE) * self.config.block_kv
+            if lane == ColumnItem.KEYS:
+                word = keys
+            if lane == ColumnItem.SEGMENT_COUNT and first >= keys:
+                word = Int32(0)
+        elif const_expr(self.pieces > 0):
+            tile = cute.arch.shuffle_sync(word, ColumnItem.TILE)
+            if lane == ColumnItem.SEGMENT_COUNT and tile * ROWS >= self.keys:
+                word = Int32(0)
         return word
 
-    @cute.jit
-    def within(self, env, word):
-        """The description with the number of keys that its batch element attends; nothing to walk past them."""
-        lane = cute.arch.lane_idx()
-        keys = Int32(0)
-        if cute.arch.shuffle_sync(word, VALID) != 0:
-            keys = within_keys(env.lengths[cute.arch.shuffle_sync(word, BATCH)])
-            keys = keys if keys < env.keys else env.keys
-        first = cute.arch.shuffle_sync(word, TILE) * self.config.block_kv
-        if lane == KEYS:
-            word = keys
-        if lane == COUNT and first >= keys:
-            word = Int32(0)
-        return word
+
+@dataclass(frozen=True, eq=False)
+class RowLoader(Opaque):
+    """What fills a ring with tiles of 64 queries of Q or dO, and their row terms."""
+
+    ring: Ring
+    tma: Tma
+    to: Any
+    from_: Any
+    bytes: int
+    term: int  # which of the terms
+    terms: cute.Tensor  # (2, B, H, Qp)
+    shared_terms: cute.Tensor  # (64, halves of stages)
+    halves: int  # tiles of a stage
 
     @cute.jit
-    def attended(self, env):
-        """Keys of the item's batch element that are attended at all."""
-        return env.item[KEYS] if const_expr(self.config.lengths) else env.keys
+    def load(self, n, half, first, head, batch, steps: cutlass.Constexpr = None, word=None):
+        """Fill a half of the n-th use with the queries from `first` on; `word` describes them, a word of each lane."""
+        stage = self.ring.wait_empty_at(n)
+        if const_expr(steps is not None):
+            if cute.arch.lane_idx() < STEP:
+                steps[cute.arch.lane_idx(), stage * self.halves + half] = word
+            cute.arch.sync_warp()
+        full = self.ring.full + stage
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.bytes + 4 * ROWS)
+        from_ = self.from_[None, first // ROWS, head, batch]
+        cute.copy(self.tma.atom, from_, self.to[None, half, 0, stage], tma_bar_ptr=full)
+        terms, to = self.terms[self.term, batch, head, None], self.shared_terms[None, stage * self.halves + half]
+        from_ = cute.local_tile(terms, (ROWS,), (first // ROWS,))
+        with cute.arch.elect_one():
+            cute.copy(cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32), from_, to, mbar_ptr=full)
+
+
+class Producer(Opaque):
+    """The warp that takes items and loads K, V, and Q and dO of each step, by TMA."""
+
+    def __init__(self, config: Any, block: Any, work: ColumnWork) -> None:
+        self.config, self.block, self.work = config, block, work
+        self.halves, a = config.step // ROWS, block.arguments
+        self.load_q = self.row_loader(block.q, a.q, block.tiles.q, config.D, 0, block.lse)
+        self.load_do = self.row_loader(block.dout, a.dout, block.tiles.dout, config.E, 1, block.delta)
+        self.load_k = tile_loader(block.k, a.k, block.tiles.k, config.block_kv, config.D)
+        self.load_v = tile_loader(block.v, a.v, block.tiles.v, config.block_kv, config.E)
+
+    def row_loader(self, ring: Ring, tma: Tma, shared: Any, columns: int, term: int, shared_terms: Any) -> RowLoader:
+        terms = self.block.arguments.terms
+        to, from_ = partition(tma, cute.flat_divide(shared, (ROWS, columns)), ROWS, columns)
+        return RowLoader(ring, tma, to, from_, 2 * ROWS * columns, term, terms, shared_terms, self.halves)
 
     @cute.jit
-    def produce(self, env, tma_q, g_q, tma_k, g_k, tma_v, g_v, tma_do, g_do):
-        """The producer warp: for each item K, V and the steps of its segments, then a step that says it is over."""
-        c = self.config
-        whole = cute.make_layout(1)
-        pairs = {}
-        for name, tma, s, g, rows, columns in (
-            ("q", tma_q, env.s_q, g_q, ROWS, c.D),
-            ("do", tma_do, env.s_do, g_do, ROWS, c.E),
-            ("k", tma_k, env.s_k, g_k, c.block_kv, c.D),
-            ("v", tma_v, env.s_v, g_v, c.block_kv, c.E),
-        ):
-            tiles = cute.local_tile(g, (rows, columns), (None, 0, None, None))
-            halves = cute.flat_divide(s, (rows, columns))  # of a step's queries; K and V are whole
-            to, from_ = cpasync.tma_partition(
-                tma, 0, whole, cute.group_modes(halves, 0, 2), cute.group_modes(tiles, 0, 2)
-            )
-            pairs |= {"tma_" + name: tma, name + "_to": to, name + "_from": from_}
-        bars, item = env.bars, env.item
+    def produce(self):
+        """For each item K, V and the steps of its segments, then a step that says it is over."""
+        c, block, work, item = self.config, self.block, self.work, self.block.item
+        lists, segments, steps = block.arguments.lists, block.arguments.segments, block.steps
         lane = cute.arch.lane_idx()
-        load = Env(**pairs)
-        w, _, _ = cute.arch.block_idx()
         turn, n, m = Int32(0), Int32(0), Int32(0)  # items, stages of Q, stages of dO so far
         half = Int32(0)  # of the step that is being filled
-        word = self.draw(env, w)
+        word = work.first()
         running = Int32(1)
         while running != 0:
-            cute.arch.mbarrier_wait(bars.k_empty, (turn & 1) ^ 1)
+            block.k.wait_empty(0, turn & 1)
             if lane < ITEM:
                 item[lane] = word
             cute.arch.sync_warp()
-            running = item[VALID]
+            running = item[ColumnItem.VALID]
             if running == 0:
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(bars.k_full)
+                    cute.arch.mbarrier_arrive(block.k.full)
             else:
-                batch, group, tile = item[BATCH], item[GROUP], item[TILE]
-                at_segment, count = item[SEGMENTS], item[COUNT]
-                keys = self.attended(env)
+                batch, group, tile = item[ColumnItem.BATCH], item[ColumnItem.GROUP], item[ColumnItem.TILE]
+                at_segment, count = item[ColumnItem.SEGMENT_START], item[ColumnItem.SEGMENT_COUNT]
+                keys = block.attended
                 ragged = Int32(1) if tile * c.block_kv + c.block_kv > keys else Int32(0)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full, self.bytes["k"])
-                cute.copy(
-                    load.tma_k, load.k_from[None, tile, group, batch], load.k_to[None, 0, 0], tma_bar_ptr=bars.k_full
-                )
-                owed = Int32(1)  # V comes after the first Q
+                self.load_k.fill(0, block.k.full, tile, group, batch)
+                v_pending = Int32(1)  # V comes after the first Q
                 first, head, value = Int32(0), Int32(0), Int32(0)
                 for s in cutlass.range(count, unroll=1):
                     part = Int32(0)
                     if lane < SEGMENT:
-                        part = env.segments[at_segment + s, lane]
-                    head = group * env.ratio + cute.arch.shuffle_sync(part, HEAD)
-                    lead = cute.arch.shuffle_sync(part, LEAD)
-                    fulls = cute.arch.shuffle_sync(part, FULLS)
-                    intervals = cute.arch.shuffle_sync(part, INTERVALS)
-                    total = fulls + intervals + cute.arch.shuffle_sync(part, BITSES)
-                    at_full = cute.arch.shuffle_sync(part, FULL)
-                    at_interval = cute.arch.shuffle_sync(part, INTERVAL) - fulls
-                    at_bits = cute.arch.shuffle_sync(part, BITS) - fulls - intervals
+                        part = segments[at_segment + s, lane]
+                    head = group * block.ratio + cute.arch.shuffle_sync(part, Segment.HEAD)
+                    lead = cute.arch.shuffle_sync(part, Segment.LEAD)
+                    fulls = cute.arch.shuffle_sync(part, Segment.FULL_COUNT)
+                    intervals = cute.arch.shuffle_sync(part, Segment.INTERVAL_COUNT)
+                    total = fulls + intervals + cute.arch.shuffle_sync(part, Segment.BITS_COUNT)
+                    at_full = cute.arch.shuffle_sync(part, Segment.FULL_START)
+                    at_interval = cute.arch.shuffle_sync(part, Segment.INTERVAL_START) - fulls
+                    at_bits = cute.arch.shuffle_sync(part, Segment.BITS_START) - fulls - intervals
                     lowest, highest = Int32(0), Int32(0)
                     if intervals > 0:
                         # The queries that any key of the tile keeps: both bounds ascend with the keys.
                         last = tile * c.block_kv + c.block_kv - 1
                         last = last if last < keys else keys - 1
-                        lowest, highest = env.lo[lead, tile * c.block_kv], env.hi[lead, last]
+                        lowest, highest = lists.lo[lead, tile * c.block_kv], lists.hi[lead, last]
                     for i in cutlass.range(total, unroll=1):
-                        kind = Int32(KEPT)
+                        kind = Int32(Kind.FULL)
                         entry = Int32(0)
                         at = at_full + i
                         if i >= fulls:
-                            kind = Int32(BOUNDED)
+                            kind = Int32(Kind.INTERVAL)
                             entry = lead
                             at = at_interval + i
                             if i >= fulls + intervals:
-                                kind = Int32(MASKED)
+                                kind = Int32(Kind.BITS)
                                 at = at_bits + i
-                                entry = env.lists[1, at] * c.block_kv
+                                entry = lists.entries[1, at] * c.block_kv
                         elif ragged != 0:
                             # Keys that do not exist have score 0: far above a very negative lse, p overflows.
-                            kind, entry = Int32(BOUNDED), Int32(-1)
-                        begin = env.lists[0, at] * c.block_q
-                        for p in cutlass.range(self.parts, unroll=1):
+                            kind, entry = Int32(Kind.INTERVAL), Int32(-1)
+                        begin = lists.entries[0, at] * c.block_q
+                        for p in cutlass.range(c.block_q // ROWS, unroll=1):
                             first = begin + p * ROWS
-                            wanted = first < env.queries
-                            if kind == BOUNDED and entry >= 0:
+                            wanted = first < block.queries
+                            if kind == Kind.INTERVAL and entry >= 0:
                                 wanted = wanted and lowest < first + ROWS and highest > first
                             if wanted:
                                 value = kind
-                                if lane == FIRST:
+                                if lane == Step.QUERY:
                                     value = first
-                                if lane == ENTRY:
+                                if lane == Step.ENTRY:
                                     value = entry
-                                if lane == WORD:
+                                if lane == Step.WORD:
                                     value = p * (ROWS // 32)
-                                if lane == STEP_HEAD:
+                                if lane == Step.HEAD:
                                     value = head
-                                if lane == STEP_BATCH:
+                                if lane == Step.BATCH:
                                     value = batch
-                                self.load_q(env, load, n, half, value, first, head, batch)
-                                if owed != 0:
-                                    self.load_v(env, load, turn, tile, group, batch)
-                                owed = Int32(0)
-                                self.load_do(env, load, m, half, first, head, batch)
+                                self.load_q.load(n, half, first, head, batch, steps, value)
+                                if v_pending != 0:
+                                    self.load_v.load(turn, tile, group, batch)
+                                v_pending = Int32(0)
+                                self.load_do.load(m, half, first, head, batch)
                                 n, m, half = self.following(n, m, half)
-                if owed != 0:
-                    self.load_v(env, load, turn, tile, group, batch)
+                if v_pending != 0:
+                    self.load_v.load(turn, tile, group, batch)
                 if const_expr(self.halves > 1):  # noqa: SIM102
                     if half != 0:  # the last step is filled up by the queries that it has, of which nothing is kept
-                        first, head = cute.arch.shuffle_sync(value, FIRST), cute.arch.shuffle_sync(value, STEP_HEAD)
-                        if lane == KIND:
-                            value = Int32(NONE)
-                        self.load_q(env, load, n, half, value, first, head, batch)
-                        self.load_do(env, load, m, half, first, head, batch)
+                        first = cute.arch.shuffle_sync(value, Step.QUERY)
+                        head = cute.arch.shuffle_sync(value, Step.HEAD)
+                        if lane == Step.KIND:
+                            value = Int32(Kind.NOTHING)
+                        self.load_q.load(n, half, first, head, batch, steps, value)
+                        self.load_do.load(m, half, first, head, batch)
                         n, m, half = self.following(n, m, half)
-                word = self.draw(env, ticket(env))  # while the consumers are still two steps behind
-                stage, phase = ring(n, c.q_stages)
-                cute.arch.mbarrier_wait(bars.q_empty + stage, phase ^ 1)
+                word = work.next()  # while the consumers are still two steps behind
+                stage = block.q.wait_empty_at(n)
                 if lane < self.halves:
-                    env.steps[KIND, stage * self.halves + lane] = Int32(END)
+                    steps[Step.KIND, stage * self.halves + lane] = Int32(Kind.END)
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     for _ in cutlass.range_constexpr(self.halves):
-                        cute.arch.mbarrier_arrive(bars.q_full + stage)
+                        cute.arch.mbarrier_arrive(block.q.full + stage)
                 n += 1
                 turn += 1
 
-    def following(self, n, m, half):
+    def following(self, n: Any, m: Any, half: Any) -> Any:
         """The place after a half of stage `n` of Q and `m` of dO."""
         if self.halves == 1:
             return n + 1, m + 1, half
         return n + half, m + half, 1 - half
 
-    @cute.jit
-    def load_q(self, env, load, n, half, value, first, head, batch):
-        """Q and lse of 64 queries of a step, with their description: a word of each lane."""
-        c, bars = self.config, env.bars
-        stage, phase = ring(n, c.q_stages)
-        lane = cute.arch.lane_idx()
-        cute.arch.mbarrier_wait(bars.q_empty + stage, phase ^ 1)
-        if lane < STEP:
-            env.steps[lane, stage * self.halves + half] = value
-        cute.arch.sync_warp()
-        bar = bars.q_full + stage
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(bar, self.bytes["q"] + 4 * ROWS)
-        from_ = load.q_from[None, first // ROWS, head, batch]
-        cute.copy(load.tma_q, from_, load.q_to[None, half, 0, stage], tma_bar_ptr=bar)
-        self.load_row(env.terms[0, batch, head, None], first, env.s_lse[None, stage * self.halves + half], bar)
+
+def dq_share(dq_sum: Any, config: Any, first: Any, head: Any, batch: Any, group: Any) -> Any:
+    """The floats of dq_sum that a warpgroup adds to: half of the columns of 64 queries, or all of them."""
+    row = dq_sum[batch, head, first // ROWS, None]
+    if config.step > ROWS:
+        return cute.local_tile(row, (ROWS * config.D,), (0,))
+    return cute.local_tile(row, (ROWS * config.D // 2,), (group,))
+
+
+class Sender(Opaque):
+    """A warp that sends what a computing warpgroup leaves in shared memory: dQ of each step, dK and dV of each item."""
+
+    def __init__(self, config: Any, block: Any, group: Any) -> None:
+        self.config, self.block, self.group = config, block, group
+        self.dk_from, self.dk_to = partition(block.arguments.dk, block.dk, ROWS, config.D)
+        self.dv_from, self.dv_to = partition(block.arguments.dv, block.dv, ROWS, config.E)
 
     @cute.jit
-    def load_do(self, env, load, m, half, first, head, batch):
-        """dO and delta of 64 queries of a step."""
-        c, bars = self.config, env.bars
-        stage, phase = ring(m, c.do_stages)
-        cute.arch.mbarrier_wait(bars.do_empty + stage, phase ^ 1)
-        bar = bars.do_full + stage
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(bar, self.bytes["do"] + 4 * ROWS)
-        from_ = load.do_from[None, first // ROWS, head, batch]
-        cute.copy(load.tma_do, from_, load.do_to[None, half, 0, stage], tma_bar_ptr=bar)
-        self.load_row(env.terms[1, batch, head, None], first, env.s_delta[None, stage * self.halves + half], bar)
-
-    @cute.jit
-    def load_row(self, row, first, to, bar):
-        """A step's floats of a row of `terms`."""
-        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        from_ = cute.local_tile(row, (ROWS,), (first // ROWS,))
-        with cute.arch.elect_one():
-            cute.copy(atom, from_, to, mbar_ptr=bar)
-
-    @cute.jit
-    def load_v(self, env, load, turn, tile, group, batch):
-        bars = env.bars
-        cute.arch.mbarrier_wait(bars.v_empty, (turn & 1) ^ 1)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(bars.v_full, self.bytes["v"])
-        cute.copy(load.tma_v, load.v_from[None, tile, group, batch], load.v_to[None, 0, 0], tma_bar_ptr=bars.v_full)
-
-    @cute.jit
-    def send(self, env, tma_dk, g_dk, tma_dv, g_dv, me):
-        """A sending warp: dQ of each step and dK, dV of each item of warpgroup `me`, from shared to global memory."""
-        c, bars, item = self.config, env.bars, env.item
-        whole = cute.make_layout(1)
-        t_dk = cute.local_tile(g_dk, (ROWS, c.D), (None, 0, None, None))
-        t_dv = cute.local_tile(g_dv, (ROWS, c.E), (None, 0, None, None))
-        dk_from, dk_to = cpasync.tma_partition(
-            tma_dk, 0, whole, cute.group_modes(env.s_dk, 0, 2), cute.group_modes(t_dk, 0, 2)
-        )
-        dv_from, dv_to = cpasync.tma_partition(
-            tma_dv, 0, whole, cute.group_modes(env.s_dv, 0, 2), cute.group_modes(t_dv, 0, 2)
-        )
+    def send(self, groups: cutlass.Constexpr, sends_dq: cutlass.Constexpr):
+        """All items of the warpgroup. Of a block's only one, K and V make room for dK and dV."""
+        a, block, item, group = self.block.arguments, self.block, self.block.item, self.group
         turn, n = Int32(0), Int32(0)
-        cute.arch.mbarrier_wait(bars.k_full, 0)
-        running = item[VALID]
+        block.k.wait_full(0, turn & 1)
+        running = item[ColumnItem.VALID]
         while running != 0:
-            batch, group, tile, slot = item[BATCH], item[GROUP], item[TILE], item[SLOT]
+            batch, head, tile = item[ColumnItem.BATCH], item[ColumnItem.GROUP], item[ColumnItem.TILE]
+            slot = item[ColumnItem.SLOT]
             cute.arch.sync_warp()
-            if const_expr(not c.single):
+            if const_expr(groups > 1):
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(bars.k_empty)
-            if const_expr(self.sends):
-                # An item's own batch element stays apart from its steps': a stage of kind END says nothing of it.
-                kind, first, head, of = self.follow(env, n, me)
-                n += 1
-                while kind != END:
-                    self.exchange(me)
-                    target = self.dq_target(env, first, head, of, me)
-                    if const_expr(self.halves == 1) or kind != NONE:
-                        with cute.arch.elect_one():
-                            bulk_add(target.iterator, env.staging + me * self.staging_floats, 4 * cute.size(target))
-                    cute.arch.cp_async_bulk_commit_group()
-                    kind, first, head, of = self.follow(env, n, me)
-                    n += 1
-            self.exchange(me)
+                    cute.arch.mbarrier_arrive(block.k.empty)
+            if const_expr(sends_dq):
+                n = self.send_dq(n)
+            self.exchange()
             if slot < 0:
-                cute.copy(tma_dv, dv_from[None, me], dv_to[None, tile * self.groups + me, group, batch])
-                cute.copy(tma_dk, dk_from[None, me], dk_to[None, tile * self.groups + me, group, batch])
+                cute.copy(a.dv.atom, self.dv_from[None, group], self.dv_to[None, tile * groups + group, head, batch])
+                cute.copy(a.dk.atom, self.dk_from[None, group], self.dk_to[None, tile * groups + group, head, batch])
                 cute.arch.cp_async_bulk_commit_group()
-            if const_expr(c.single):
+            if const_expr(groups == 1):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(bars.k_empty)
-                    cute.arch.mbarrier_arrive(bars.v_empty)
+                    cute.arch.mbarrier_arrive(block.k.empty)
+                    cute.arch.mbarrier_arrive(block.v.empty)
             turn += 1
-            cute.arch.mbarrier_wait(bars.k_full, turn & 1)
-            running = item[VALID]
+            block.k.wait_full(0, turn & 1)
+            running = item[ColumnItem.VALID]
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def follow(self, env, n, me):
-        """(kind, first query, head, batch) of those queries of step `n` whose dQ warpgroup `me` makes or shares."""
-        stage, phase = ring(n, self.config.q_stages)
-        cute.arch.mbarrier_wait(env.bars.q_full + stage, phase)
-        place = stage * self.halves + (me if const_expr(self.halves > 1) else 0)
-        kind, first = env.steps[KIND, place], env.steps[FIRST, place]
-        head, batch = env.steps[STEP_HEAD, place], env.steps[STEP_BATCH, place]
+    def send_dq(self, n):
+        """Add dQ of an item's steps, which begin with stage `n` of Q, to its sums; returns the stage after its last."""
+        block = self.block
+        # An item's own batch element stays apart from its steps': a stage of kind END says nothing of it.
+        kind, first, head, batch = self.follow(n)
+        n += 1
+        while kind != Kind.END:
+            self.exchange()
+            target = dq_share(block.arguments.dq_sum, self.config, first, head, batch, self.group)
+            if const_expr(self.config.step == ROWS) or kind != Kind.NOTHING:
+                with cute.arch.elect_one():
+                    staged = block.staging[None, None, None, self.group]
+                    bulk_add(target.iterator, staged.iterator, 4 * cute.size(target))
+            cute.arch.cp_async_bulk_commit_group()
+            kind, first, head, batch = self.follow(n)
+            n += 1
+        return n
+
+    @cute.jit
+    def follow(self, n):
+        """(kind, first query, head, batch) of those queries of step `n` whose dQ the warpgroup makes or shares."""
+        steps, halves = self.block.steps, self.config.step // ROWS
+        stage = self.block.q.wait_full_at(n)
+        place = stage * halves + (self.group if const_expr(halves > 1) else 0)
+        kind, first = steps[Step.KIND, place], steps[Step.QUERY, place]
+        head, batch = steps[Step.HEAD, place], steps[Step.BATCH, place]
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(env.bars.q_empty + stage)
+            cute.arch.mbarrier_arrive(self.block.q.empty + stage)
         return kind, first, head, batch
 
     @cute.jit
-    def dq_target(self, env, first, head, batch, me):
-        """The floats of dq_sum that warpgroup `me` adds to."""
-        row = env.dq_sum[batch, head, first // ROWS, None]
-        return cute.local_tile(row, (ROWS * self.dq_columns,), (me if const_expr(self.halves == 1) else 0,))
-
-    @cute.jit
-    def exchange(self, me):
+    def exchange(self):
         """Let the warpgroup write its staging memory, and wait until it has."""
         threads = WARPGROUP + 32
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.barrier_arrive(barrier_id=FREE_OUT + me, number_of_threads=threads)
-        cute.arch.barrier(barrier_id=FULL_OUT + me, number_of_threads=threads)
+        cute.arch.barrier_arrive(barrier_id=ColumnBarrier.STAGING_FREE + self.group, number_of_threads=threads)
+        cute.arch.barrier(barrier_id=ColumnBarrier.STAGING_FULL + self.group, number_of_threads=threads)

@@ -6,54 +6,88 @@ rows a warpgroup, which computes S = Q K^T, dP = dO V^T, dS = P (dP - delta) and
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
+from cutlass import Float32, Int32, const_expr
 
-from gossamer.kernels.hopper.device.backward.query_consume import QueryConsumer
-from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Env, ring, ticket
+from gossamer.kernels.hopper.device.backward.query_consume import QueryConsumer, RowRings, RowTiles
+from gossamer.kernels.hopper.device.backward.row_masks import TileRowMasks
+from gossamer.kernels.hopper.device.backward.warpgroup import Factors, Lists
+from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque, Ring, computing_thread
 from gossamer.kernels.hopper.device.configurations import QueryConfig
-from gossamer.kernels.hopper.device.forward.produce import Producer
-from gossamer.kernels.hopper.device.row_items import (
-    BATCH,
-    BITS,
-    BITSES,
-    FULL,
-    FULLS,
-    HEAD,
-    INTERVAL,
-    INTERVALS,
-    ITEM,
-    TILE,
-    VALID,
-)
+from gossamer.kernels.hopper.device.row_items import ITEM, RowItem
+from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles
+from gossamer.kernels.hopper.device.tiles import Tma, partition, tile_layout, tile_loader, tma
+from gossamer.kernels.hopper.device.work import TileRows
 
 
-class QueryGradient(QueryConsumer):
+class Arguments(NamedTuple):
+    """Parameters of the kernel, in order."""
+
+    q: Tma
+    dout: Tma
+    k: Tma
+    v: Tma
+    dq: Tma
+    terms: cute.Tensor
+    items: cute.Tensor
+    lists: Lists
+    part_dq: cute.Tensor
+    lengths: cute.Tensor | None
+    tile_counter: cute.Tensor
+    factors: Factors
+    count: Int32
+
+
+@dataclass(frozen=True, eq=False)
+class Block(Opaque):
+    """What the roles of a block share."""
+
+    arguments: Arguments
+    ring: RowRings
+    tiles: RowTiles
+
+    @property
+    def rings(self) -> Any:
+        return tuple((ring,) for ring in self.ring)
+
+
+class ItemTiles(Opaque):
+    """What loads Q and dO of an item, by TMA."""
+
+    def __init__(self, config: Any, arguments: Any, ring: Ring, shared: RowTiles) -> None:
+        self.config, self.ring, self.groups = config, ring, config.block_q // ROWS
+        self.q, self.dout = arguments.q.atom, arguments.dout.atom
+        self.q_to, self.q_from = partition(arguments.q, shared.q, ROWS, config.D)
+        self.do_to, self.do_from = partition(arguments.dout, shared.dout, ROWS, config.E)
+
+    @cute.jit
+    def load(self, turn, item):
+        """Fill the ring's stage, which is empty; returns the item's batch element and head."""
+        batch, head, tile = item[RowItem.BATCH, 0], item[RowItem.HEAD, 0], item[RowItem.TILE, 0]
+        size, full = const_expr(2 * ROWS * (self.config.D + self.config.E) * self.groups), self.ring.full
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+        for g in cutlass.range_constexpr(self.groups):
+            at = tile * self.groups + g
+            cute.copy(self.q, self.q_from[None, at, head, batch], self.q_to[None, g], tma_bar_ptr=full)
+            cute.copy(self.dout, self.do_from[None, at, head, batch], self.do_to[None, g], tma_bar_ptr=full)
+        return batch, head
+
+
+class QueryGradient(Shell):
     """The kernel of one configuration."""
-
-    draw = Producer.draw
-    listed_below = Producer.listed_below
 
     def __init__(self, config: QueryConfig) -> None:
         self.config = c = config
-        self.dtype = NUMBERS[c.dtype]
         self.groups = c.block_q // ROWS
-        self.parts = c.block_kv // c.step
         self.threads = WARPGROUP * (self.groups + 1)
-        self.producer_registers, self.consumer_registers = {1: (24, 232), 2: (40, 232), 3: (32, 160)}[self.groups]
-
-    def smem_layout(self, rows: int, columns: int, stages: int) -> Any:
-        atom = warpgroup.make_smem_layout_atom(
-            hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, columns), self.dtype
-        )
-        return cute.tile_to_shape(atom, (rows, columns, stages), (0, 1, 2))
+        self.registers = {1: (24, 232), 2: (40, 232), 3: (32, 160)}[self.groups]
+        self.blocks = c.blocks_per_processor
+        self.carveout = 100 if self.blocks > 1 else None
 
     @cute.jit
     def __call__(
@@ -71,7 +105,7 @@ class QueryGradient(QueryConsumer):
         pool: cute.Tensor,  # (P * block_q, block_kv / 32)
         part_dq: cute.Tensor,  # (slots, block_q, D) float32, without the scale
         lengths: cute.Tensor | None,  # (B,) int32, None without `lengths` in the configuration
-        tickets: cute.Tensor,  # (1,) int32: items taken; zero before and after
+        tile_counter: cute.Tensor,  # (1,) int32: items taken; zero before and after
         before: Float32,  # factor of a score before the soft cap
         exponent: Float32,  # factor of a score in exp2
         factor: Float32,  # the scale
@@ -80,204 +114,83 @@ class QueryGradient(QueryConsumer):
         stream: Any,
     ) -> None:
         c = self.config
-        q, k, v, dout, dq = [
-            cute.make_tensor(t.iterator, cute.select(t.layout, [2, 3, 1, 0])) for t in (q, k, v, dout, dq)
-        ]  # (rows, columns, head, batch)
-        q_layout = self.smem_layout(ROWS, c.D, self.groups)
-        g_layout = self.smem_layout(ROWS, c.E, self.groups)
-        k_layout = self.smem_layout(c.step, c.D, c.k_stages)
-        v_layout = self.smem_layout(c.step, c.E, c.v_stages)
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        q_one, g_one, k_one, v_one = [cute.select(s, mode=[0, 1]) for s in (q_layout, g_layout, k_layout, v_layout)]
-        tma_q, g_q = cpasync.make_tiled_tma_atom(load, q, q_one, (ROWS, c.D))
-        tma_g, g_g = cpasync.make_tiled_tma_atom(load, dout, g_one, (ROWS, c.E))
-        tma_k, g_k = cpasync.make_tiled_tma_atom(load, k, k_one, (c.step, c.D))
-        tma_v, g_v = cpasync.make_tiled_tma_atom(load, v, v_one, (c.step, c.E))
-        tma_dq, g_dq = cpasync.make_tiled_tma_atom(store, dq, q_one, (ROWS, c.D))
-        major = cute.nvgpu.OperandMajorMode
-        mma_s = hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, major.K, major.K, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, c.step)
-        )
-        mma_dq = hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, major.K, major.MN, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, c.D),
-            a_source=warpgroup.OperandSource.RMEM,
+        self.launch(
+            Arguments(
+                tma(q, ROWS, c.D), tma(dout, ROWS, c.E), tma(k, c.step, c.D), tma(v, c.step, c.E),
+                tma(dq, ROWS, c.D, store=True), terms, work, Lists(lists, lo, hi, pool), part_dq, lengths, tile_counter,
+                Factors(before, exponent, factor), items,
+            ),
+            blocks, stream,
         )  # fmt: skip
 
-        @cute.struct
-        class Shared:
-            q_full: cutlass.Int64
-            q_empty: cutlass.Int64
-            k_full: cute.struct.MemRange[cutlass.Int64, c.k_stages]
-            k_empty: cute.struct.MemRange[cutlass.Int64, c.k_stages]
-            v_full: cute.struct.MemRange[cutlass.Int64, c.v_stages]
-            v_empty: cute.struct.MemRange[cutlass.Int64, c.v_stages]
-            item: cute.struct.MemRange[Int32, ITEM]
-            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
-            g: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(g_layout)], 1024]
-            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_layout)], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(v_layout)], 1024]
-
-        self.shared = Shared
-        self.bytes = {
-            name: cute.size_in_bytes(self.dtype, layout)
-            for name, layout in (("q", q_one), ("g", g_one), ("k", k_one), ("v", v_one))
-        }
-        self.kernel(
-            tma_q, g_q, tma_g, g_g, tma_k, g_k, tma_v, g_v, tma_dq, g_dq, terms, work, lists, lo, hi, pool, part_dq,
-            lengths, tickets, before, exponent, factor, items, q_layout, g_layout, k_layout,
-            v_layout, mma_s, mma_dq,
-        ).launch(
-            grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream,
-            min_blocks_per_mp=c.blocks_per_processor,
-            # For two blocks the compiler would otherwise ask the driver, which need not be there.
-            preferred_smem_carveout=100 if c.blocks_per_processor > 1 else None,
+    def layouts(self) -> RowTiles:
+        """Of the tiles in shared memory."""
+        c, dtype = self.config, NUMBERS[self.config.dtype]
+        return RowTiles(
+            tile_layout(dtype, ROWS, c.D, self.groups), tile_layout(dtype, ROWS, c.E, self.groups),
+            tile_layout(dtype, c.step, c.D, c.k_stages), tile_layout(dtype, c.step, c.E, c.v_stages),
         )  # fmt: skip
 
-    @cute.kernel
-    def kernel(
-        self,
-        tma_q: cute.CopyAtom,
-        g_q: cute.Tensor,
-        tma_g: cute.CopyAtom,
-        g_g: cute.Tensor,
-        tma_k: cute.CopyAtom,
-        g_k: cute.Tensor,
-        tma_v: cute.CopyAtom,
-        g_v: cute.Tensor,
-        tma_dq: cute.CopyAtom,
-        g_dq: cute.Tensor,
-        terms: cute.Tensor,
-        work: cute.Tensor,
-        lists: cute.Tensor,
-        lo: cute.Tensor,
-        hi: cute.Tensor,
-        pool: cute.Tensor,
-        part_dq: cute.Tensor,
-        lengths: cute.Tensor | None,
-        tickets: cute.Tensor,
-        before: Float32,
-        exponent: Float32,
-        factor: Float32,
-        items: Int32,
-        q_layout: cute.ComposedLayout,
-        g_layout: cute.ComposedLayout,
-        k_layout: cute.ComposedLayout,
-        v_layout: cute.ComposedLayout,
-        mma_s: cute.TiledMma,
-        mma_dq: cute.TiledMma,
-    ) -> None:
+    def memory(self) -> dict[str, Any]:
+        c, dtype = self.config, NUMBERS[self.config.dtype]
+        rings = barriers(q=1, k=c.k_stages, v=c.v_stages)
+        held = {name: tile_memory(dtype, layout) for name, layout in self.layouts()._asdict().items()}
+        return rings | {"item": array(Int32, ITEM)} | held
+
+    def block(self, arguments: Arguments, memory: Any) -> Block:
         c = self.config
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp_index == 0:
-            for atom in (tma_q, tma_g, tma_k, tma_v, tma_dq):
-                cpasync.prefetch_descriptor(atom)
-        storage = SmemAllocator().allocate(self.shared)
-        bars = Env(
-            q_full=storage.q_full.ptr, q_empty=storage.q_empty.ptr,
-            k_full=storage.k_full.data_ptr(), k_empty=storage.k_empty.data_ptr(),
-            v_full=storage.v_full.data_ptr(), v_empty=storage.v_empty.data_ptr(),
+        rings = RowRings(
+            items_of(memory, "q", 1, self.groups), ring_of(memory, "k", c.k_stages, 1, 4 * self.groups),
+            ring_of(memory, "v", c.v_stages, 1, 4 * self.groups),
         )  # fmt: skip
-        item = cute.make_tensor(storage.item.data_ptr(), cute.make_layout(ITEM))
-        if warp_index == 0:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_init(bars.q_full, 1)
-                cute.arch.mbarrier_init(bars.q_empty, self.groups)
-                for full, empty, stages in (
-                    (bars.k_full, bars.k_empty, c.k_stages), (bars.v_full, bars.v_empty, c.v_stages)
-                ):  # fmt: skip
-                    for i in cutlass.range_constexpr(stages):
-                        cute.arch.mbarrier_init(full + i, 1)
-                        cute.arch.mbarrier_init(empty + i, 4 * self.groups)
-        cute.arch.mbarrier_init_fence()
-        s_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
-        s_g = storage.g.get_tensor(g_layout.outer, swizzle=g_layout.inner)
-        s_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
-        s_v = storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner)
-        cute.arch.sync_threads()
-        if warp_index < 4:
-            cute.arch.setmaxregister_decrease(self.producer_registers)
-            if warp_index == 0:
-                self.produce(
-                    tma_q, g_q, tma_g, g_g, tma_k, g_k, tma_v, g_v, s_q, s_g, s_k, s_v, bars, item, work, lists,
-                    lengths, tickets, items,
-                )  # fmt: skip
-        else:
-            cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.consume(
-                mma_s, mma_dq, tma_dq, g_dq, s_q, s_g, s_k, s_v, bars, item, terms, lists, lo, hi, pool, part_dq,
-                lengths, before, exponent, factor,
-            )  # fmt: skip
+        held = RowTiles(*[tiles(getattr(memory, name), x) for name, x in self.layouts()._asdict().items()])
+        return Block(arguments, rings, held)
 
     @cute.jit
-    def produce(
-        self, tma_q, g_q, tma_g, g_g, tma_k, g_k, tma_v, g_v, s_q, s_g, s_k, s_v, bars, item, work, lists, lengths,
-        tickets, items,
-    ):  # fmt: skip
+    def serve(self, block, warp):
+        if warp == 0:
+            self.produce(block)
+
+    @cute.jit
+    def compute(self, block):
+        a, item = block.arguments, block.ring.q.item[None, 0]
+        masks = TileRowMasks(self.config, computing_thread(), item, a.lists, a.lengths)
+        QueryConsumer(self.config, item, block.ring, block.tiles, masks, a.terms, a.factors, a.dq, a.part_dq).consume()
+
+    @cute.jit
+    def produce(self, block):
         """The producer warp: items with their Q and dO, then K and V of each step."""
-        c = self.config
-        ratio = cute.size(g_q, mode=[2]) // cute.size(g_k, mode=[2])
-        whole = cute.make_layout(1)
-
-        def partition(tma, shared, source, rows, columns):
-            tiles = cute.local_tile(source, (rows, columns), (None, 0, None, None))
-            return cpasync.tma_partition(tma, 0, whole, cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2))
-
-        q_to, q_from = partition(tma_q, s_q, g_q, ROWS, c.D)
-        g_to, g_from = partition(tma_g, s_g, g_g, ROWS, c.E)
-        k_to, k_from = partition(tma_k, s_k, g_k, c.step, c.D)
-        v_to, v_from = partition(tma_v, s_v, g_v, c.step, c.E)
-        env = Env(
-            work=work, lists=lists, lengths=lengths, items=items, tickets=tickets
-        )  # fmt: skip
-        lane = cute.arch.lane_idx()
-        w, _, _ = cute.arch.block_idx()
-        word = self.draw(env, w)
-        turn = Int32(0)  # items so far
-        kv = Int32(0)  # steps so far
+        c, a, rings = self.config, block.arguments, block.ring
+        item = rings.q.item[None, 0]
+        steps = c.block_kv // c.step  # of a tile
+        ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k.tensor, mode=[2])
+        own = ItemTiles(c, a, rings.q, block.tiles)
+        load_k = tile_loader(rings.k, a.k, block.tiles.k, c.step, c.D)
+        load_v = tile_loader(rings.v, a.v, block.tiles.v, c.step, c.E)
+        columns = a.lists.entries[0, None]
+        work = TileRows(a.items, a.tile_counter, a.count, columns, a.lengths, c.block_kv, c.lengths)
+        word = work.first()
+        turn, kv = Int32(0), Int32(0)  # items, steps so far
         running = Int32(1)
         while running != 0:
-            cute.arch.mbarrier_wait(bars.q_empty, (turn & 1) ^ 1)
-            if lane < ITEM:
-                item[lane] = word
-            cute.arch.sync_warp()
-            running = item[VALID]
+            rings.q.describe(turn, word)
+            running = item[RowItem.VALID]
             turn += 1
             if running != 0:
-                batch, head, tile = item[BATCH], item[HEAD], item[TILE]
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(
-                        bars.q_full, (self.bytes["q"] + self.bytes["g"]) * self.groups
-                    )
-                for g in cutlass.range_constexpr(self.groups):
-                    at = tile * self.groups + g
-                    cute.copy(tma_q, q_from[None, at, head, batch], q_to[None, g], tma_bar_ptr=bars.q_full)
-                    cute.copy(tma_g, g_from[None, at, head, batch], g_to[None, g], tma_bar_ptr=bars.q_full)
+                batch, head = own.load(turn, rings.q.item)
                 group = head // ratio
-                fulls, intervals = item[FULLS], item[INTERVALS]
-                at_full, at_interval = item[FULL], item[INTERVAL] - fulls
-                at_bits = item[BITS] - fulls - intervals
-                count = fulls + intervals + item[BITSES]
+                fulls, intervals = item[RowItem.FULL_COUNT], item[RowItem.INTERVAL_COUNT]
+                at_full, at_interval = item[RowItem.FULL_START], item[RowItem.INTERVAL_START] - fulls
+                at_bits = item[RowItem.BITS_START] - fulls - intervals
+                count = fulls + intervals + item[RowItem.BITS_COUNT]
                 for i in cutlass.range(count, unroll=1):
                     at = i + (at_full if i < fulls else (at_interval if i < fulls + intervals else at_bits))
-                    column = lists[0, at]
-                    for p in cutlass.range_constexpr(self.parts):
-                        block = column * self.parts + p
-                        stage, phase = ring(kv, c.k_stages)
-                        cute.arch.mbarrier_wait(bars.k_empty + stage, phase ^ 1)
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full + stage, self.bytes["k"])
-                        cute.copy(
-                            tma_k, k_from[None, block, group, batch], k_to[None, stage], tma_bar_ptr=bars.k_full + stage
-                        )
-                        stage, phase = ring(kv, c.v_stages)
-                        cute.arch.mbarrier_wait(bars.v_empty + stage, phase ^ 1)
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(bars.v_full + stage, self.bytes["v"])
-                        cute.copy(
-                            tma_v, v_from[None, block, group, batch], v_to[None, stage], tma_bar_ptr=bars.v_full + stage
-                        )
+                    column = columns[at]
+                    for part in cutlass.range_constexpr(steps):
+                        load_k.load(kv, column * steps + part, group, batch)
+                        load_v.load(kv, column * steps + part, group, batch)
                         kv += 1
-                word = self.draw(env, ticket(env))
+                word = work.next()
             else:
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(bars.q_full)
+                    cute.arch.mbarrier_arrive(rings.q.full)

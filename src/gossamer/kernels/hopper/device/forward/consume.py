@@ -1,396 +1,377 @@
-"""The consumer warpgroups of the forward kernel: products, masks, softmax, and the result of an item."""
+"""The consumer warpgroups of the forward kernels: O = softmax(Q K^T) V for 64 query rows of each item.
+
+A consumer is composed of rings, which say how tiles arrive, a mask source (masks.py, gather/masks.py), the softmax and
+the epilogue. One step's softmax runs beside the product P V of the step before, also across items.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.common import OUT, ROWS, TURN, WARPGROUP, Env, ring
-from gossamer.kernels.hopper.device.configurations import ForwardConfig
-from gossamer.kernels.hopper.device.forward.masks import Masks
-from gossamer.kernels.hopper.device.forward.results import Results
+from gossamer.kernels.hopper.device.common import WARPGROUP, Barrier, Opaque, Ring, Thread
+from gossamer.kernels.hopper.device.configurations import Hold
+from gossamer.kernels.hopper.device.forward.results import Epilogue, Results
 from gossamer.kernels.hopper.device.forward.softmax import Softmax
-from gossamer.kernels.hopper.device.row_items import BITS, BITSES, FULL, FULLS, INTERVAL, INTERVALS, SLOT, START, VALID
+from gossamer.kernels.hopper.device.row_items import RowItem
+from gossamer.kernels.hopper.device.tiles import accumulator, issue, product_of, transposed
+from gossamer.kernels.hopper.device.work import ItemRing
 
-BOTH = 2  # halves of a step's columns that P has: 0, 1, or both
+
+class Half(IntEnum):
+    """The columns of a step that P has."""
+
+    LEFT = 0
+    RIGHT = 1
+    BOTH = 2
 
 
-class Consumer(Masks, Softmax, Results):
-    """64 query rows of each item for each warpgroup."""
+@dataclass(frozen=True)
+class Plan:
+    """How a consumer runs, as its kernel was compiled."""
 
-    config: ForwardConfig
-    dtype: Any
-    groups: int
-    parts: int
-    bridges: bool
-    turns: bool
-    defers: bool
-    halves: bool
-    late: bool
-    asks: bool  # for what masks an item's first step before its S, not beside it
+    groups: int  # consumer warpgroups of a block
+    parts: int  # steps of a tile
+    step: int  # keys of a step
+    D: int
+    E: int
+    hold: int  # of `Hold`
+    score: str
+    overlap_items: bool  # the next item's Q is there while this item's is in use
+    warpgroup_barrier: bool  # warpgroups issue their products in turn
+    defer_epilogue: bool  # an item's result is finished while the next one's second S is computed
+    late_store: bool  # it leaves its registers when the product that overwrites O runs already
+    prefetch_mask: bool  # what masks an item's first step is fetched before its S, not beside it
+    k_shows_v: bool  # who has waited for K of a step need not wait for V of the step before
+    half_steps: bool  # of an interval step of which a warpgroup needs half of the columns no more is computed
+
+
+@dataclass(frozen=True, eq=False)
+class Consumer(Opaque):
+    """A warpgroup with 64 query rows of each item."""
+
+    plan: Plan
+    thread: Thread
+    items: ItemRing  # with Q
+    k_ring: Ring
+    v_ring: Ring
+    mask: Any  # the mask source
+    softmax: Softmax
+    epilogue: Epilogue
+    mma_qk: Any
+    mma_pv: Any
+    mma_half: Any
+    q: Any  # fragments of what the products read
+    k: Any
+    v: Any
+    half: Any  # the columns that P has; and the fragments of products of half of them
+    q_half: Any
+    k_half: Any
+
+    @classmethod
+    def of(
+        cls, plan: Plan, items: ItemRing, k_ring: Ring, v_ring: Ring, mask: Any, softmax: Softmax, results: Results,
+        s_v: Any, s_o: Any,
+    ) -> Consumer:  # fmt: skip
+        """The consumer of these tiles in shared memory, besides those of which `softmax` can make scores again."""
+        thread, s_q, s_k = softmax.thread, softmax.s_q, softmax.s_k
+        p, dtype = plan, s_q.element_type
+        mma_qk, mma_pv = product_of(dtype, p.step), product_of(dtype, p.E, transposed=True, registers=True)
+        qk, pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
+        s_vt = transposed(s_v, p.step, p.E, v_ring.stages)
+        q, k = qk.make_fragment_A(qk.partition_A(s_q)), qk.make_fragment_B(qk.partition_B(s_k))
+        v = pv.make_fragment_B(pv.partition_B(s_vt))
+        mma_half = half = q_half = k_half = None
+        if p.half_steps:
+            mma_half = product_of(dtype, p.step // 2)
+            whole = mma_half.get_slice(0)
+            half = cute.make_rmem_tensor((1,), Int32)
+            half.fill(Half.BOTH)
+            q_half = whole.make_fragment_A(whole.partition_A(s_q))
+            k_half = whole.make_fragment_B(whole.partition_B(cute.flat_divide(s_k, (p.step // 2, p.D))))
+        epilogue = Epilogue(p.groups, results, thread, items.item, softmax, s_o, mma_pv)
+        return cls(
+            plan, thread, items, k_ring, v_ring, mask, softmax, epilogue, mma_qk, mma_pv, mma_half, q, k, v, half,
+            q_half, k_half,
+        )  # fmt: skip
 
     @cute.jit
-    def consume(
-        self, mma_qk, mma_pv, mma_half, s_q, s_k, s_v, s_o, bars, item, bounds, lists, pool, sinks, lse,
-        part_out, part_lse, lengths, before, exponent, has_sinks, rows,
-    ):  # fmt: skip
-        """A consumer warpgroup: 64 query rows of each item."""
-        c = self.config
-        thread, _, _ = cute.arch.thread_idx()
-        me = cute.arch.make_warp_uniform(thread // WARPGROUP) - 1
-        thread = thread % WARPGROUP
-        lane = cute.arch.lane_idx()
-        quad = 2 * (lane % 4)
-        my_row = me * ROWS + thread // 32 * 16 + lane // 4  # and eight below
-        whole_qk, whole_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-        s_vt = cute.composition(s_v, cute.make_ordered_layout((c.E, c.step, c.stages), order=(1, 0, 2)))
-        two = (instructions.ROWS,)
-        env = Env(
-            me=me, lane=lane, thread=thread, quad=quad, my_row=my_row, rows=rows, mma_qk=mma_qk, mma_pv=mma_pv,
-            s_q=s_q, s_k=s_k, s_o=s_o,
-            frag_q=whole_qk.make_fragment_A(whole_qk.partition_A(s_q)),
-            frag_k=whole_qk.make_fragment_B(whole_qk.partition_B(s_k)),
-            frag_v=whole_pv.make_fragment_B(whole_pv.partition_B(s_vt)),
-            frag_p=whole_pv.make_fragment_A(whole_pv.partition_shape_A((ROWS, c.step))),
-            acc_o=cute.make_rmem_tensor(whole_pv.partition_shape_C((ROWS, c.E)), Float32),
-            reference=cute.make_rmem_tensor(two, Float32),
-            row_sum=cute.make_rmem_tensor(two, Float32),
-            rescale=cute.make_rmem_tensor(two, Float32),
-            old_reference=cute.make_rmem_tensor(two, Float32),
-            old_sum=cute.make_rmem_tensor(two, Float32),
-            start=cute.make_rmem_tensor((2 * instructions.ROWS + 2,), Int32),
-            start_words=cute.make_rmem_tensor((instructions.ROWS, c.step // 32), Int32),
-            bars=bars, item=item, scratch=item[15, None], lists=lists,
-            pool=pool, bounds=bounds, sinks=sinks, has_sinks=has_sinks,
-            lse=lse, part_out=part_out, part_lse=part_lse, before=before, exponent=exponent,
-            lengths=lengths, length=cute.make_rmem_tensor((1,), Int32),
-        )  # fmt: skip
-        if const_expr(self.halves):
-            whole_half = mma_half.get_slice(0)
-            env.mma_half = mma_half
-            env.half = cute.make_rmem_tensor((1,), Int32)
-            env.half.fill(BOTH)
-            env.frag_q_half = whole_half.make_fragment_A(whole_half.partition_A(s_q))
-            env.frag_k_half = whole_half.make_fragment_B(
-                whole_half.partition_B(cute.flat_divide(s_k, (c.step // 2, c.D)))
-            )
-        if const_expr(self.turns):  # noqa: SIM102
+    def run(self):
+        """Item after item. The first step of one is computed together with the last P V of the one before."""
+        p, item, me = self.plan, self.items.item, self.thread.warpgroup
+        if const_expr(p.warpgroup_barrier):  # noqa: SIM102
             if me == 0:
-                cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=2 * WARPGROUP)
-        turn = Int32(0)
-        kv = Int32(0)
+                cute.arch.barrier_arrive(barrier_id=Barrier.WARPGROUP_TURN, number_of_threads=2 * WARPGROUP)
+        turn = Int32(0)  # items so far
+        kv = Int32(0)  # steps so far
         started = Int32(0)  # the item's first step was done together with the last one of the item before
-        cute.arch.mbarrier_wait(bars.q_full, 0)
-        running = item[VALID, 0]
-        for row in (env.reference, env.row_sum, env.old_reference, env.old_sum):
-            row.fill(0.0)
-        env.length.fill(0)
+        softmax = self.softmax
+        self.items.wait_full(0, 0)
+        running = item[RowItem.VALID, 0]
+        for rows in (softmax.reference, softmax.row_sum, softmax.old_reference, softmax.old_sum):
+            rows.fill(0.0)
+        self.mask.reset()
         while running != 0:
-            stage = ring(turn, c.q_stages)[0]
-            count = item[FULLS, stage] + item[INTERVALS, stage] + item[BITSES, stage]
-            buffer = stage * self.groups + me
+            stage = self.items.place(turn)[0]
+            count = self.mask.count(stage)
+            buffer = stage * p.groups + me
             if started == 0:
-                self.begin(env)
-                env.acc_o.fill(0.0)
-                self.prepare(env, stage)
+                self.softmax.begin()
+                self.softmax.o.fill(0.0)
+                self.mask.prepare(stage)
                 if count > 0:
-                    self.first(env, buffer, kv)
+                    self.first(buffer, kv)
                     kv += 1
-            kv = self.steps(env, stage, kv, started)
+            kv = self.mask.walk(self, stage, buffer, kv, started)
             started = Int32(0)
             next_count = Int32(0)
             turn += 1
-            if const_expr(self.bridges):
-                following, phase = ring(turn, c.q_stages)
-                cute.arch.mbarrier_wait(bars.q_full + following, phase)
-                running = item[VALID, following]
-                next_count = item[FULLS, following] + item[INTERVALS, following] + item[BITSES, following]
+            if const_expr(p.overlap_items):
+                following, phase = self.items.place(turn)
+                self.items.wait_full(following, phase)
+                running = item[RowItem.VALID, following]
+                next_count = self.mask.count(following)
                 if count > 0 and next_count > 0:
                     started = Int32(1)
             if started != 0:
-                self.bridge(env, ring(turn, c.q_stages)[0], kv)
+                self.bridge(self.items.place(turn)[0], kv)
                 kv += 1
                 at_once = Int32(1)
-                if const_expr(self.defers):  # or with the next step, if the item has one
-                    at_once = Int32(1) if next_count * self.parts == 1 else Int32(0)
+                if const_expr(p.defer_epilogue):  # or with the next step, if the item has one
+                    at_once = Int32(1) if next_count * p.parts == 1 else Int32(0)
                 if at_once != 0:
-                    self.finish(env, stage, self.turns)
-                    env.acc_o.fill(0.0)
+                    self.epilogue.finish(stage, p.warpgroup_barrier)
+                    self.softmax.o.fill(0.0)
             else:
                 if count > 0:
-                    self.last(env, kv)
-                self.begin(env)
-                self.finish(env, stage, False)
-            if const_expr(not self.bridges):
-                following, phase = ring(turn, c.q_stages)
-                cute.arch.mbarrier_wait(bars.q_full + following, phase)
-                running = item[VALID, following]
+                    self.last(kv)
+                self.softmax.begin()
+                self.epilogue.finish(stage, False)
+            if const_expr(not p.overlap_items):
+                following, phase = self.items.place(turn)
+                self.items.wait_full(following, phase)
+                running = item[RowItem.VALID, following]
 
     @cute.jit
-    def steps(self, env, stage, kv, started):
-        """All steps of an item but the first; `started`: that one was done together with the item before."""
-        c = self.config
-        item, bounds, lists, me = env.item, env.bounds, env.lists, env.me
-        at_full, fulls = item[FULL, stage], item[FULLS, stage] * self.parts
-        at_interval, intervals = item[INTERVAL, stage], item[INTERVALS, stage] * self.parts
-        at_bits, bitses = item[BITS, stage], item[BITSES, stage] * self.parts
-        buffer = stage * self.groups + me
+    def first(self, buffer, kv):
+        """The first step of an item: S and softmax; its P V is issued by the next step."""
+        k = self.k_ring.place(kv)
+        scores = accumulator(self.mma_qk, self.plan.step)
+        self.wait_k(k)
+        self.issue_scores(scores, buffer, k)  # S = Q K^T
+        warpgroup.wait_group(0)
+        self.k_ring.release(k[0])
+        self.softmax.after_values(scores, self.first_softmax(scores), False)
+
+    @cute.jit
+    def bridge(self, following, kv):
+        """The first step of the item in stage `following`, together with the last P V of the current one."""
+        p, k, v = self.plan, self.k_ring.place(kv), self.v_ring.place(kv - 1)
+        scores = accumulator(self.mma_qk, p.step)
+        if const_expr(p.prefetch_mask):
+            self.mask.prepare(following)
+        self.wait_k(k)
+        self.take_turn(False)
+        self.issue_scores(scores, following * p.groups + self.thread.warpgroup, k)  # S = Q K^T
+        self.wait_v(v)
+        self.issue_values(v, True, p.half_steps)  # O += P V
+        if const_expr(p.half_steps):
+            self.half[0] = Int32(Half.BOTH)
+        self.pass_turn(False)
+        self.softmax.begin()
+        if const_expr(not p.prefetch_mask):
+            self.mask.prepare(following)
+        warpgroup.wait_group(1)
+        self.k_ring.release(k[0])
+        begun = self.first_softmax(scores)
+        warpgroup.wait_group(0)
+        self.v_ring.release(v[0])
+        self.softmax.after_values(scores, begun, False)
+
+    @cute.jit
+    def open(self, stage, buffer, kv, started, steps):
+        """The second of an item's `steps`, where it finishes the item before: the first was done together with that.
+
+        Returns how many steps were done so far, in all and of this item.
+        """
         done = Int32(1)
-        if const_expr(self.bridges and self.defers):  # noqa: SIM102
-            if started != 0 and fulls + intervals + bitses > 1:
-                self.step(env, "second", buffer, kv, stage, 1)
+        if const_expr(self.plan.overlap_items and self.plan.defer_epilogue):  # noqa: SIM102
+            if started != 0 and steps > 1:
+                self.second(stage, buffer, kv)
                 kv += 1
                 done = Int32(2)
-        from_full = done
-        from_interval = done - fulls if done > fulls else Int32(0)
-        from_bits = done - fulls - intervals if done > fulls + intervals else Int32(0)
-        column = item[START, stage]
-        if const_expr(self.halves):  # noqa: SIM102
-            if from_interval > 0 and from_interval < intervals:
-                column = lists[0, at_interval + from_interval] * c.block_kv
-        unmasked = fulls
-        if const_expr(c.lengths):  # the last full tile may hold the end of the keys
-            unmasked -= self.parts if fulls > 0 else 0
-        for i in cutlass.range(from_full, unmasked, unroll=1):
-            self.step(env, "full", buffer, kv, at_full, i)
-            kv += 1
-        if const_expr(c.lengths):
-            for i in cutlass.range(unmasked if unmasked > from_full else from_full, fulls, unroll=1):
-                self.step(env, "edge", buffer, kv, at_full, i)
-                kv += 1
-        # The columns that any row of this warpgroup keeps: both bounds ascend with the rows.
-        lowest = cute.arch.make_warp_uniform(bounds[me * ROWS, 0, stage])
-        highest = cute.arch.make_warp_uniform(bounds[me * ROWS + ROWS - 1, 1, stage])
-        for i in cutlass.range(from_interval, intervals, unroll=1):
-            if const_expr(self.halves):
-                # Of a window's two edges each of two warpgroups needs one whole and one half of the other: the one that
-                # is done with its half goes on, and the edges take as long as one and a half.
-                free = i > 0 and i == intervals - 1 if const_expr(self.groups == 2) else False
-                upcoming = column
-                if i + 1 < intervals:
-                    upcoming = lists[0, at_interval + i + 1] * c.block_kv
-                middle = column + c.step // 2
-                if highest <= middle:
-                    self.step(env, "interval", buffer, kv, column, i, 0, free)
-                elif lowest >= middle:
-                    self.step(env, "interval", buffer, kv, column, i, 1, free)
-                else:
-                    self.step(env, "interval", buffer, kv, column, i, None, free)
-                column = upcoming
-            else:
-                self.step(env, "interval", buffer, kv, self.column(env, at_interval, i), i)
-            kv += 1
-        for i in cutlass.range(from_bits, bitses, unroll=1):
-            self.step(env, "bits", buffer, kv, at_bits, i)
-            kv += 1
-        return kv
+        return kv, done
 
     @cute.jit
-    def product(self, mma, acc, a, b, accumulate: cutlass.Constexpr, half: cutlass.Constexpr = None):
-        """Issue acc (+)= a b as one group of asynchronous products; with `half`, over that half of a's columns."""
-        warpgroup.fence()
-        atom = cute.make_mma_atom(mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, accumulate)
-        count = const_expr(cute.size(a, mode=[2]))
-        first, end = const_expr((0, count) if half is None else (half * count // 2, (half + 1) * count // 2))
-        for i in cutlass.range_constexpr(first, end):
-            cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
-            atom.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
+    def second(self, stage, buffer, kv):
+        """The second step of an item, of any kind of mask; its S runs while the item before is finished.
+
+        Its P V is the first of the item, and overwrites O.
+        """
+        p, epilogue, before = self.plan, self.epilogue, 1 - stage
+        k, v = self.k_ring.place(kv), self.v_ring.place(kv - 1)
+        scores, words = accumulator(self.mma_qk, p.step), self.packed_mask(p.step)
+        masked = self.mask.second(words, stage)
+        self.wait_k(k)
+        self.take_turn(False)
+        self.issue_scores(scores, buffer, k)  # S = Q K^T
+        if const_expr(p.late_store):
+            factor, lse = epilogue.factors(before)
+            packed = epilogue.normalise(factor)
+            if self.items.item[RowItem.SLOT, before] >= 0:
+                epilogue.write_part(before, factor, lse)
+        else:
+            epilogue.finish(before, p.warpgroup_barrier)
+        self.wait_v(v)
+        self.issue_values(v, False, False)  # O = P V
+        self.pass_turn(False)
+        if const_expr(p.late_store):
+            if self.items.item[RowItem.SLOT, before] < 0:
+                epilogue.send(before, packed, lse, p.warpgroup_barrier)
+            epilogue.sent()
+        warpgroup.wait_group(1)
+        self.k_ring.release(k[0])
+        self.softmax.transform(scores)
+        if masked:
+            instructions.keep(scores, words)
+        self.finish_step(scores, v)
 
     @cute.jit
-    def product_of_halves(self, env, v):
-        """Issue O += P V over the half of the columns that P has, or both.
+    def step(self, mode: cutlass.Constexpr, buffer, kv, at, i, half: cutlass.Constexpr = None, free=False):
+        """S of this step and P V of the one before, softmax of this step while P V runs.
+
+        `at` is the step's first column (mode "interval") or the first entry of the list of whose steps it is number
+        `i`. With `half` given only that half of the step's columns is computed: no row of this warpgroup keeps any
+        other. A step that is `free`, in all warpgroups, is done without turns.
+        """
+        p, k, v = self.plan, self.k_ring.place(kv), self.v_ring.place(kv - 1)
+        columns = p.step if const_expr(half is None) else p.step // 2
+        mma = self.mma_qk if const_expr(half is None) else self.mma_half
+        scores, words = accumulator(mma, columns), self.packed_mask(columns)
+        self.mask.fetch(mode, words, at, i)
+        self.wait_k(k)
+        self.take_turn(free)
+        self.issue_scores(scores, buffer, k, half)  # S = Q K^T
+        self.wait_v(v)
+        self.issue_values(v, True, p.half_steps and mode == "interval")  # O += P V
+        self.pass_turn(free)
+        if const_expr(mode == "interval"):
+            first = at + (0 if const_expr(half is None) else half * columns)
+            self.mask.interval(words, buffer // p.groups, first)
+        warpgroup.wait_group(1)
+        if const_expr(p.hold == Hold.UNCHECKED_FULL and mode == "full"):
+            self.softmax.transform(scores)
+            warpgroup.wait_group(0)
+            self.v_ring.release(v[0])
+            self.softmax.in_place(scores, buffer, k[0])
+            self.k_ring.release(k[0])
+            self.remember(half)
+        else:
+            self.k_ring.release(k[0])
+            self.softmax.transform(scores)
+            if const_expr(mode != "full"):
+                instructions.keep(scores, words)
+            self.finish_step(scores, v, half)
+
+    @cute.jit
+    def last(self, kv):
+        """The P V of an item's last step."""
+        v = self.v_ring.place(kv - 1)
+        self.v_ring.wait_full(*v)
+        self.issue_values(v, True, False)  # O += P V
+        warpgroup.wait_group(0)
+        self.v_ring.release(v[0])
+        self.remember(None)
+
+    @cute.jit
+    def first_softmax(self, scores):
+        """The references of an item, and what of the softmax of its first step runs beside P V."""
+        self.softmax.transform(scores)
+        if self.mask.masks_first():
+            instructions.keep(scores, self.mask.first())
+        return self.softmax.first_step(scores)
+
+    @cute.jit
+    def finish_step(self, scores, v, half: cutlass.Constexpr = None):
+        """P of a step, of its masked scores: what of it does not run beside P V waits for that."""
+        begun = self.softmax.beside_values(scores, self.softmax.row_sum[0])
+        warpgroup.wait_group(0)
+        self.v_ring.release(v[0])
+        self.softmax.after_values(scores, begun, True, half)
+        self.remember(half)
+
+    @cute.jit
+    def remember(self, half: cutlass.Constexpr):
+        """Which half of a step's columns P has, or both."""
+        if const_expr(self.plan.half_steps):
+            self.half[0] = Int32(Half.BOTH if const_expr(half is None) else half)
+
+    @cute.jit
+    def issue_scores(self, scores, buffer, k, half: cutlass.Constexpr = None):
+        """Issue S = Q K^T of a step, or of half of its columns. `k`: the place of its K."""
+        if const_expr(half is None):
+            issue(self.mma_qk, scores, self.q[None, None, None, buffer], self.k[None, None, None, k[0]], False)
+        else:
+            columns = self.k_half[None, None, None, half, 0, k[0]]
+            issue(self.mma_half, scores, self.q_half[None, None, None, buffer], columns, False)
+
+    @cute.jit
+    def issue_values(self, place, accumulate: cutlass.Constexpr, by_halves: cutlass.Constexpr):
+        """Issue O += P V of a step, of all columns, or by halves of those that P has. `place`: that of its V.
 
         Each way is a group that ends where its products do: one that ended behind a branch would be counted as several,
         and S be waited for together with P V.
         """
-        half = cute.arch.make_warp_uniform(env.half[0])
-        if half == BOTH:
-            self.product(env.mma_pv, env.acc_o, env.frag_p, v, True)
-        elif half == 0:
-            self.product(env.mma_pv, env.acc_o, env.frag_p, v, True, 0)
+        p, o, v = self.softmax.p, self.softmax.o, self.v[None, None, None, place[0]]
+        if const_expr(not by_halves):
+            issue(self.mma_pv, o, p, v, accumulate)
         else:
-            self.product(env.mma_pv, env.acc_o, env.frag_p, v, True, 1)
-
-    @cute.jit
-    def key(self, env, stage, phase):
-        """Wait for K of a step."""
-        cute.arch.mbarrier_wait(env.bars.k_full + stage, phase)
-
-    @cute.jit
-    def value(self, env, stage, phase):
-        """Wait for V of a step, whose S was issued before."""
-        cute.arch.mbarrier_wait(env.bars.v_full + stage, phase)
-
-    @cute.jit
-    def release(self, env, bar):
-        if env.lane == 0:
-            cute.arch.mbarrier_arrive(bar)
-
-    @cute.jit
-    def transform(self, env, acc_s):
-        if const_expr(self.config.score == "softcap"):
-            instructions.soft_cap(acc_s, env.before)
-        elif const_expr(self.config.score == "scale"):
-            instructions.multiply(acc_s, env.before)
-
-    @cute.jit
-    def first(self, env, buffer, kv):
-        """The first step of an item: S and softmax; its P V is issued by the next step."""
-        c = self.config
-        stage, phase = ring(kv, c.stages)
-        acc_s = cute.make_rmem_tensor(env.mma_qk.get_slice(0).partition_shape_C((ROWS, c.step)), Float32)
-        self.key(env, stage, phase)
-        q, k = env.frag_q[None, None, None, buffer], env.frag_k[None, None, None, stage]
-        self.product(env.mma_qk, acc_s, q, k, False)
-        warpgroup.wait_group(0)
-        self.release(env, env.bars.k_empty + stage)
-        self.transform(env, acc_s)
-        if env.start[5] != 0:
-            instructions.keep(acc_s, self.start_mask(env))
-        instructions.start_reference(acc_s, env.reference, env.exponent)
-        self.probabilities(env, acc_s, self.softmax(env, acc_s, env.old_sum[0]), False)
-
-    @cute.jit
-    def bridge(self, env, following, kv):
-        """The first step of the following item together with the last P V of the current one."""
-        c = self.config
-        stage, phase = ring(kv, c.stages)
-        old_stage, old_phase = ring(kv - 1, c.stages)
-        acc_s = cute.make_rmem_tensor(env.mma_qk.get_slice(0).partition_shape_C((ROWS, c.step)), Float32)
-        if const_expr(self.asks):
-            self.prepare(env, following)
-        self.key(env, stage, phase)
-        if const_expr(self.turns):
-            cute.arch.barrier(barrier_id=TURN + env.me, number_of_threads=2 * WARPGROUP)
-        q, k = env.frag_q[None, None, None, following * self.groups + env.me], env.frag_k[None, None, None, stage]
-        self.product(env.mma_qk, acc_s, q, k, False)
-        self.value(env, old_stage, old_phase)
-        v = env.frag_v[None, None, None, old_stage]
-        if const_expr(self.halves):
-            self.product_of_halves(env, v)
-            env.half[0] = Int32(BOTH)
-        else:
-            self.product(env.mma_pv, env.acc_o, env.frag_p, v, True)
-        self.pass_turn(env)
-        self.begin(env)
-        if const_expr(not self.asks):
-            self.prepare(env, following)
-        warpgroup.wait_group(1)
-        self.release(env, env.bars.k_empty + stage)
-        self.transform(env, acc_s)
-        if env.start[5] != 0:
-            instructions.keep(acc_s, self.start_mask(env))
-        instructions.start_reference(acc_s, env.reference, env.exponent)
-        begun = self.softmax(env, acc_s, env.old_sum[0])
-        warpgroup.wait_group(0)
-        self.release(env, env.bars.v_empty + old_stage)
-        self.probabilities(env, acc_s, begun, False)
-
-    @cute.jit
-    def take_turn(self, env, free):
-        """Wait for this warpgroup's turn at the tensor cores, but for a step in which all of them are free."""
-        if const_expr(self.turns):  # noqa: SIM102
-            if not free:
-                cute.arch.barrier(barrier_id=TURN + env.me, number_of_threads=2 * WARPGROUP)
-
-    @cute.jit
-    def pass_turn(self, env):
-        if const_expr(self.turns):
-            other = 1 - env.me if const_expr(self.groups == 2) else (env.me + 1) % self.groups
-            cute.arch.barrier_arrive(barrier_id=TURN + other, number_of_threads=2 * WARPGROUP)
-
-    @cute.jit
-    def step(
-        self, env, mode: cutlass.Constexpr, buffer, kv, at, i, half: cutlass.Constexpr = None, free=False
-    ):  # fmt: skip
-        """S of this step and P V of the one before, softmax of this step while P V runs.
-
-        `at` is the step's first column (mode "interval") or the first entry of the list. With `half` given only that
-        half of the step's columns is computed: no row of this warpgroup keeps any other. A step that is `free`, in all
-        warpgroups, is done without turns. In mode "second", of any kind of mask, `at` is the item's stage, and the
-        result of the item before is finished while S is computed.
-        """
-        c = self.config
-        stage, phase = ring(kv, c.stages)
-        old_stage, old_phase = ring(kv - 1, c.stages)
-        columns = c.step if const_expr(half is None) else c.step // 2
-        mma = env.mma_qk if const_expr(half is None) else env.mma_half
-        acc_s = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C((ROWS, columns)), Float32)
-        words = cute.make_rmem_tensor((instructions.ROWS, columns // 32), Int32)
-        masked = const_expr(mode != "full")
-        if const_expr(mode == "bits"):
-            self.words(env, words, at, i)
-        elif const_expr(mode == "edge"):
-            self.edge_words(env, words, at, i)
-        elif const_expr(mode == "second"):
-            masked = self.second_words(env, words, at)
-        self.key(env, stage, phase)
-        self.take_turn(env, free)
-        if const_expr(half is None):
-            q, k = env.frag_q[None, None, None, buffer], env.frag_k[None, None, None, stage]
-        else:
-            q, k = env.frag_q_half[None, None, None, buffer], env.frag_k_half[None, None, None, half, 0, stage]
-        self.product(mma, acc_s, q, k, False)
-        if const_expr(mode == "second"):
-            if const_expr(self.late):
-                factor, value = self.factors(env, 1 - at)
-                packed = self.normalise(env, factor)
-                if env.item[SLOT, 1 - at] >= 0:
-                    self.write_part(env, 1 - at, factor, value)
+            count = const_expr(cute.size(p, mode=[2]))
+            half = cute.arch.make_warp_uniform(self.half[0])
+            if half == Half.BOTH:
+                issue(self.mma_pv, o, p, v, accumulate)
+            elif half == Half.LEFT:
+                issue(self.mma_pv, o, p, v, accumulate, 0, count // 2)
             else:
-                self.finish(env, 1 - at, self.turns)
-        self.value(env, old_stage, old_phase)
-        v = env.frag_v[None, None, None, old_stage]
-        if const_expr(self.halves and mode == "interval"):
-            self.product_of_halves(env, v)
-        else:
-            self.product(env.mma_pv, env.acc_o, env.frag_p, v, mode != "second")
-        if not free:
-            self.pass_turn(env)
-        if const_expr(mode == "second" and self.late):
-            if env.item[SLOT, 1 - at] < 0:
-                self.send(env, 1 - at, packed, value, self.turns)
-            cute.arch.barrier_arrive(barrier_id=OUT + env.me, number_of_threads=WARPGROUP + 32)
-        if const_expr(mode == "interval"):
-            lo, hi = self.row_bounds(env, buffer // self.groups)
-            instructions.interval_words(words, lo, hi, at + (0 if const_expr(half is None) else half * columns))
-        warpgroup.wait_group(1)
-        if const_expr(c.hold == 3 and mode == "full"):
-            self.transform(env, acc_s)
-            warpgroup.wait_group(0)
-            self.release(env, env.bars.v_empty + old_stage)
-            self.weigh(env, acc_s, buffer, stage)
-            self.release(env, env.bars.k_empty + stage)
-        else:
-            self.release(env, env.bars.k_empty + stage)
-            self.transform(env, acc_s)
-            if const_expr(mode == "second"):
-                if masked:
-                    instructions.keep(acc_s, words)
-            elif const_expr(mode != "full"):
-                instructions.keep(acc_s, words)
-            begun = self.softmax(env, acc_s, env.row_sum[0])
-            warpgroup.wait_group(0)
-            self.release(env, env.bars.v_empty + old_stage)
-            self.probabilities(env, acc_s, begun, True, half)
-        if const_expr(self.halves):
-            env.half[0] = Int32(BOTH if const_expr(half is None) else half)
+                issue(self.mma_pv, o, p, v, accumulate, count // 2, count)
+
+    def packed_mask(self, columns: int) -> Any:
+        """Registers for the mask words of a step."""
+        return cute.make_rmem_tensor((instructions.ROWS, columns // 32), Int32)
 
     @cute.jit
-    def last(self, env, kv):
-        """The P V of an item's last step."""
-        c = self.config
-        stage, phase = ring(kv - 1, c.stages)
-        self.value(env, stage, phase)
-        self.product(env.mma_pv, env.acc_o, env.frag_p, env.frag_v[None, None, None, stage], True)
-        warpgroup.wait_group(0)
-        self.release(env, env.bars.v_empty + stage)
-        if const_expr(self.halves):
-            env.half[0] = Int32(BOTH)
+    def wait_k(self, place):
+        """Wait for K of a step, unless its mask came with it, and was waited for."""
+        if const_expr(not self.mask.with_keys):
+            self.k_ring.wait_full(*place)
+
+    @cute.jit
+    def wait_v(self, place):
+        """Wait for V of a step, unless K of the step after it, which was waited for, shows that it is there."""
+        if const_expr(not self.plan.k_shows_v):
+            self.v_ring.wait_full(*place)
+
+    @cute.jit
+    def take_turn(self, free):
+        """Wait for this warpgroup's turn at the tensor cores, but for a step in which all of them are free."""
+        if const_expr(self.plan.warpgroup_barrier):  # noqa: SIM102
+            if not free:
+                number = Barrier.WARPGROUP_TURN + self.thread.warpgroup
+                cute.arch.barrier(barrier_id=number, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def pass_turn(self, free):
+        """Let the next warpgroup issue its products."""
+        if const_expr(self.plan.warpgroup_barrier):  # noqa: SIM102
+            if not free:
+                me = self.thread.warpgroup
+                other = 1 - me if const_expr(self.plan.groups == 2) else (me + 1) % self.plan.groups
+                number = Barrier.WARPGROUP_TURN + other
+                cute.arch.barrier_arrive(barrier_id=number, number_of_threads=2 * WARPGROUP)

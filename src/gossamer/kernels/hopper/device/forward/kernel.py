@@ -9,54 +9,89 @@ tensor cores (named barriers).
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
 
-from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Env
-from gossamer.kernels.hopper.device.configurations import ForwardConfig
-from gossamer.kernels.hopper.device.forward.consume import Consumer
+from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque, Ring, computing_thread
+from gossamer.kernels.hopper.device.configurations import ForwardConfig, Hold
+from gossamer.kernels.hopper.device.forward.consume import Consumer, Plan
+from gossamer.kernels.hopper.device.forward.masks import BlockMask, Bounds, Lists
 from gossamer.kernels.hopper.device.forward.merge import Merge
-from gossamer.kernels.hopper.device.forward.produce import Producer
-from gossamer.kernels.hopper.device.row_items import ITEM
+from gossamer.kernels.hopper.device.forward.produce import ItemLoader, Producer
+from gossamer.kernels.hopper.device.forward.results import Results, Storer
+from gossamer.kernels.hopper.device.forward.softmax import Scale, Softmax
+from gossamer.kernels.hopper.device.row_items import ITEM, RowItem
+from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles, words
+from gossamer.kernels.hopper.device.tiles import Tma, partition, tile_layout, tile_loader, tma
+from gossamer.kernels.hopper.device.work import ItemRing, TileRows
+
+REGISTERS = {(1, 1): (56, 240), (1, 2): (24, 232), (2, 1): (24, 240), (3, 1): (32, 160)}  # by warpgroups and blocks
 
 
-class Forward(Producer, Consumer):
+class Arguments(NamedTuple):
+    """The parameters of the kernel."""
+
+    q: Tma
+    k: Tma
+    v: Tma
+    out: Tma
+    lse: cute.Tensor
+    items: cute.Tensor
+    lists: Lists
+    sinks: cute.Tensor
+    part_out: cute.Tensor
+    part_lse: cute.Tensor
+    lengths: cute.Tensor
+    tile_counter: cute.Tensor
+    scale: Scale
+    count: Int32  # of items
+    has_sinks: Int32
+
+
+@dataclass(frozen=True, eq=False)
+class Block(Opaque):
+    """What the roles of a block share."""
+
+    arguments: Arguments
+    items: ItemRing  # with Q
+    k: Ring
+    v: Ring
+    bounds: cute.Tensor  # (block_q, 2, stages of Q): intervals of their rows
+    s_q: cute.Tensor
+    s_k: cute.Tensor
+    s_v: cute.Tensor
+    s_o: cute.Tensor
+
+    @property
+    def rings(self) -> Any:
+        return (self.items,), (self.k, self.v)
+
+
+class Forward(Shell):
     """The kernel of one configuration."""
 
     def __init__(self, config: ForwardConfig) -> None:
         self.config = c = config
         self.dtype = NUMBERS[c.dtype]
-        self.groups = c.block_q // ROWS
-        self.parts = c.block_kv // c.step
-        self.threads = WARPGROUP * (self.groups + 1)
-        self.producer_registers, self.consumer_registers = {
-            (1, 1): (56, 240), (1, 2): (24, 232), (2, 1): (24, 240), (3, 1): (32, 160),
-        }[self.groups, c.blocks]  # fmt: skip
-        self.turns = self.groups > 1
-        # An item's result is finished while the next one's second S is computed, where registers hold both.
-        self.defers = self.groups < 3
-        # Where registers hold it beside O, a result leaves them when the product that overwrites O runs already.
-        self.late = self.defers and config.hold == 2
-        # What masks an item's first step is fetched while its S is computed, where registers hold that too.
-        self.asks = self.groups == 3
-        self.halves = bool(config.halves) and self.parts == 1 and config.step == 128
-        self.bridges = config.q_stages > 1  # the next item's Q is there while this item's is in use
+        self.groups = groups = c.block_q // ROWS
+        self.threads = WARPGROUP * (groups + 1)
+        self.blocks = c.blocks
+        self.registers = REGISTERS[groups, c.blocks]
+        parts = c.block_kv // c.step
+        self.plan = Plan(
+            groups, parts, c.step, c.D, c.E, c.hold, c.score,
+            overlap_items=c.q_stages > 1,
+            warpgroup_barrier=groups > 1,
+            defer_epilogue=groups < 3,  # registers hold both results
+            late_store=groups < 3 and c.hold == Hold.UNCHECKED,  # and in 16 bits beside O
+            prefetch_mask=groups == 3,  # and that beside S
+            k_shows_v=False,
+            half_steps=c.halves and parts == 1 and c.step == 128,
+        )  # fmt: skip
         self.merge = Merge(c.E, c.block_q)
-
-    def smem_layout(self, rows: int, columns: int, stages: int | None = None) -> Any:
-        atom = warpgroup.make_smem_layout_atom(
-            hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, columns), self.dtype
-        )
-        if stages is None:
-            return cute.tile_to_shape(atom, (rows, columns), (0, 1))
-        return cute.tile_to_shape(atom, (rows, columns, stages), (0, 1, 2))
 
     @cute.jit
     def __call__(
@@ -76,7 +111,7 @@ class Forward(Producer, Consumer):
         part_lse: cute.Tensor,  # (slots, block_q) float32
         merges: cute.Tensor,  # (m, MERGE) int32
         lengths: cute.Tensor,  # (B,) int32; not read without `lengths` in the configuration
-        tickets: cute.Tensor,  # (1,) int32: items taken; zero before and after
+        tile_counter: cute.Tensor,  # (1,) int32: items taken; zero before and after
         before: Float32,  # factor of a score before the soft cap
         exponent: Float32,  # factor of a score in exp2
         items: Int32,
@@ -86,139 +121,73 @@ class Forward(Producer, Consumer):
         stream: Any,
     ) -> None:
         c = self.config
-        results = out
-        q, k, v, out = [
-            cute.make_tensor(t.iterator, cute.select(t.layout, [2, 3, 1, 0])) for t in (q, k, v, out)
-        ]  # (rows, columns, head, batch)
-        q_layout = self.smem_layout(ROWS, c.D, c.q_stages * self.groups)
-        k_layout = self.smem_layout(c.step, c.D, c.stages)
-        v_layout = self.smem_layout(c.step, c.E, c.stages)
-        o_layout = self.smem_layout(ROWS, c.E)
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        q_one, k_one, v_one = [cute.select(s, mode=[0, 1]) for s in (q_layout, k_layout, v_layout)]
-        tma_q, g_q = cpasync.make_tiled_tma_atom(load, q, q_one, (ROWS, c.D))
-        tma_k, g_k = cpasync.make_tiled_tma_atom(load, k, k_one, (c.step, c.D))
-        tma_v, g_v = cpasync.make_tiled_tma_atom(load, v, v_one, (c.step, c.E))
-        tma_o, g_o = cpasync.make_tiled_tma_atom(store, out, o_layout, (ROWS, c.E))
-        major = cute.nvgpu.OperandMajorMode
-        mma_qk = hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, major.K, major.K, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, c.step)
-        )
-        mma_pv = hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, major.K, major.MN, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, c.E),
-            a_source=warpgroup.OperandSource.RMEM,
+        arguments = Arguments(
+            tma(q, ROWS, c.D), tma(k, c.step, c.D), tma(v, c.step, c.E), tma(out, ROWS, c.E, store=True), lse, work,
+            Lists(lists, lo, hi, pool), sinks, part_out, part_lse, lengths, tile_counter, Scale(before, exponent),
+            items, has_sinks,
         )  # fmt: skip
-
-        mma_half = hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, major.K, major.K, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, c.step // 2)
-        )
-
-        @cute.struct
-        class Shared:
-            q_full: cute.struct.MemRange[cutlass.Int64, c.q_stages]
-            q_empty: cute.struct.MemRange[cutlass.Int64, c.q_stages]
-            k_full: cute.struct.MemRange[cutlass.Int64, c.stages]
-            k_empty: cute.struct.MemRange[cutlass.Int64, c.stages]
-            v_full: cute.struct.MemRange[cutlass.Int64, c.stages]
-            v_empty: cute.struct.MemRange[cutlass.Int64, c.stages]
-            item: cute.struct.MemRange[Int32, ITEM * c.q_stages]
-            bounds: cute.struct.MemRange[Int32, 2 * c.block_q * c.q_stages]
-            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
-            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_layout)], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(v_layout)], 1024]
-
-        self.shared = Shared
-        self.bytes = {
-            name: cute.size_in_bytes(self.dtype, layout) for name, layout in (("q", q_one), ("k", k_one), ("v", v_one))
-        }
-        self.kernel(
-            tma_q, g_q, tma_k, g_k, tma_v, g_v, tma_o, g_o, lse, work, lists, lo, hi, pool, sinks, part_out, part_lse,
-            lengths, tickets, before, exponent, items, has_sinks, q_layout, k_layout, v_layout,
-            o_layout, mma_qk, mma_pv, mma_half,
-        ).launch(
-            grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=c.blocks,
-            preferred_smem_carveout=100,
-        )  # fmt: skip
+        self.launch(arguments, blocks, stream)
         if cut != 0:
-            self.merge(results, lse, part_out, part_lse, merges, sinks, has_sinks, stream)
+            self.merge(out, lse, part_out, part_lse, merges, sinks, has_sinks, stream)
 
-    @cute.kernel
-    def kernel(
-        self,
-        tma_q: cute.CopyAtom,
-        g_q: cute.Tensor,
-        tma_k: cute.CopyAtom,
-        g_k: cute.Tensor,
-        tma_v: cute.CopyAtom,
-        g_v: cute.Tensor,
-        tma_o: cute.CopyAtom,
-        g_o: cute.Tensor,
-        lse: cute.Tensor,
-        work: cute.Tensor,
-        lists: cute.Tensor,
-        lo: cute.Tensor,
-        hi: cute.Tensor,
-        pool: cute.Tensor,
-        sinks: cute.Tensor,
-        part_out: cute.Tensor,
-        part_lse: cute.Tensor,
-        lengths: cute.Tensor,
-        tickets: cute.Tensor,
-        before: Float32,
-        exponent: Float32,
-        items: Int32,
-        has_sinks: Int32,
-        q_layout: cute.ComposedLayout,
-        k_layout: cute.ComposedLayout,
-        v_layout: cute.ComposedLayout,
-        o_layout: cute.ComposedLayout,
-        mma_qk: cute.TiledMma,
-        mma_pv: cute.TiledMma,
-        mma_half: cute.TiledMma,
-    ) -> None:
+    def layouts(self) -> tuple[Any, Any, Any]:
+        """Of the rings of Q, K and V."""
+        c, n = self.config, self.dtype
+        q = tile_layout(n, ROWS, c.D, c.q_stages * self.groups)
+        return q, tile_layout(n, c.step, c.D, c.stages), tile_layout(n, c.step, c.E, c.stages)
+
+    def memory(self) -> dict[str, Any]:
         c = self.config
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp_index == 0:
-            for atom in (tma_q, tma_k, tma_v, tma_o):
-                cpasync.prefetch_descriptor(atom)
-        storage = SmemAllocator().allocate(self.shared)
-        bars = Env(
-            **{
-                name: getattr(storage, name).data_ptr()
-                for name in ("q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty")
-            }
-        )
-        item = cute.make_tensor(storage.item.data_ptr(), cute.make_layout((ITEM, c.q_stages)))
-        bounds = cute.make_tensor(storage.bounds.data_ptr(), cute.make_layout((c.block_q, 2, c.q_stages)))
-        if warp_index == 0:
-            with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(c.q_stages):
-                    cute.arch.mbarrier_init(bars.q_full + i, 1)
-                    cute.arch.mbarrier_init(bars.q_empty + i, self.groups)
-                for i in cutlass.range_constexpr(c.stages):
-                    for full, empty in ((bars.k_full, bars.k_empty), (bars.v_full, bars.v_empty)):
-                        cute.arch.mbarrier_init(full + i, 1)
-                        cute.arch.mbarrier_init(empty + i, 4 * self.groups)
-        cute.arch.mbarrier_init_fence()
-        s_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
-        s_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
-        s_v = storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner)
+        q, k, v = self.layouts()
+        return {
+            **barriers(q=c.q_stages, k=c.stages, v=c.stages),
+            "item": array(Int32, ITEM * c.q_stages), "bounds": array(Int32, 2 * c.block_q * c.q_stages),
+            "q": tile_memory(self.dtype, q), "k": tile_memory(self.dtype, k), "v": tile_memory(self.dtype, v),
+        }  # fmt: skip
+
+    def block(self, arguments: Arguments, memory: Any) -> Block:
+        c, warps = self.config, 4 * self.groups
+        q, k, v = self.layouts()
+        o = tile_layout(self.dtype, ROWS, c.E)
         # The output of a warpgroup takes the place of its Q.
-        o_outer = cute.append(o_layout.outer, cute.make_layout(c.q_stages * self.groups, stride=ROWS * c.D))
-        s_o = storage.q.get_tensor(o_outer, swizzle=o_layout.inner)
-        cute.arch.sync_threads()
-        if warp_index < 4:
-            cute.arch.setmaxregister_decrease(self.producer_registers)
-            if warp_index == 0:
-                self.produce(
-                    tma_q, g_q, tma_k, g_k, tma_v, g_v, s_q, s_k, s_v, bars, item, work, lists, lengths, tickets, items,
-                    cute.size(g_q, mode=[2]) // cute.size(g_k, mode=[2]),
-                )  # fmt: skip
-            elif warp_index <= self.groups:
-                self.store(tma_o, g_o, s_o, bars, item, bounds, lists, lo, hi, warp_index - 1)
-        else:
-            cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.consume(
-                mma_qk, mma_pv, mma_half, s_q, s_k, s_v, s_o, bars, item, bounds, lists, pool, sinks, lse,
-                part_out, part_lse, lengths, before, exponent, has_sinks, cute.size(g_q, mode=[0]),
-            )  # fmt: skip
+        o_outer = cute.append(o.outer, cute.make_layout(c.q_stages * self.groups, stride=ROWS * c.D))
+        return Block(
+            arguments,
+            items_of(memory, "q", c.q_stages, self.groups),
+            ring_of(memory, "k", c.stages, 1, warps), ring_of(memory, "v", c.stages, 1, warps),
+            words(memory.bounds, c.block_q, 2, c.q_stages),
+            tiles(memory.q, q), tiles(memory.k, k), tiles(memory.v, v), memory.q.get_tensor(o_outer, swizzle=o.inner),
+        )  # fmt: skip
+
+    @cute.jit
+    def serve(self, block, warp):
+        if warp == 0:
+            self.producer(block).run()
+        elif warp <= self.groups:
+            a, me = block.arguments, warp - 1
+            bounds = Bounds(self.config, a.lists, block.items.item, block.bounds, me, cute.size(a.out.tensor, mode=[0]))
+            overlap = self.plan.overlap_items
+            Storer(block.items, bounds, a.out, block.s_o, self.groups, me, overlap).run()
+
+    def producer(self, block: Block) -> Producer:
+        c, a = self.config, block.arguments
+        work = TileRows(
+            a.items, a.tile_counter, a.count, a.lists.entries[0, None], a.lengths, c.block_kv, c.lengths
+        )  # fmt: skip
+        size = self.groups * ROWS * c.D * self.dtype.width // 8
+        items = ItemLoader(
+            block.items, self.groups, a.q.atom, *partition(a.q, block.s_q, ROWS, c.D), size
+        )  # fmt: skip
+        k, v = tile_loader(block.k, a.k, block.s_k, c.step, c.D), tile_loader(block.v, a.v, block.s_v, c.step, c.E)
+        ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k.tensor, mode=[2])
+        return Producer(c, work, items, k, v, ratio, self.plan.overlap_items)
+
+    @cute.jit
+    def compute(self, block):
+        a, thread = block.arguments, computing_thread()
+        scratch = block.items.item[RowItem.SCRATCH, None]
+        softmax = Softmax.of(self.plan, a.scale, thread, block.s_q, block.s_k, scratch)
+        mask = BlockMask.of(self.config, self.groups, thread, block.items.item, block.bounds, a.lists, a.lengths)
+        rows = cute.size(a.q.tensor, mode=[0])
+        results = Results(a.lse, a.sinks, a.has_sinks, a.part_out, a.part_lse, rows)
+        Consumer.of(self.plan, block.items, block.k, block.v, mask, softmax, results, block.s_v, block.s_o).run()

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from gossamer.kernels.hopper.device.instructions import LN2, LOG2E
-from gossamer.kernels.hopper.device.merges import BATCH, COUNT, HEAD, SLOT, TILE
+from gossamer.kernels.hopper.device.merges import PartMerge
 
 WARPS = 4
 
@@ -51,11 +51,11 @@ class Merge:
         group, merge, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         place = group * WARPS + cute.arch.warp_idx()
-        batch = merges[merge, BATCH]
-        head = merges[merge, HEAD]
-        row = merges[merge, TILE] * self.block_q + place
-        first = merges[merge, SLOT]
-        count = merges[merge, COUNT]
+        batch = merges[merge, PartMerge.BATCH]
+        head = merges[merge, PartMerge.HEAD]
+        row = merges[merge, PartMerge.TILE] * self.block_q + place
+        first = merges[merge, PartMerge.SLOT]
+        count = merges[merge, PartMerge.COUNT]
         if row < cute.size(out, mode=[2]):
             top = -Float32.inf
             for i in cutlass.range(lane, count, 32):

@@ -2,135 +2,191 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.common import ROWS
-from gossamer.kernels.hopper.device.configurations import ForwardConfig
+from gossamer.kernels.hopper.device.common import ROWS, Opaque, Thread
+from gossamer.kernels.hopper.device.configurations import Hold
+from gossamer.kernels.hopper.device.forward.masks import two
+from gossamer.kernels.hopper.device.tiles import accumulator, product_of
 
 FINITE = 2.0**100  # a sum that is not below it may have lost a power, which was too large for float32
 
 
-class Softmax:
-    """A reference need not be the row's maximum: what matters is that no power of two overflows.
+class Scale(NamedTuple):
+    """Factors of a score."""
 
-    So it is raised only when a score is far above it, and most steps need no exchange between threads.
+    before: Float32  # before the soft cap, or one that is not positive
+    exponent: Float32  # in exp2
+
+
+@dataclass(frozen=True, eq=False)
+class Softmax(Opaque):
+    """The references and sums of a warpgroup's rows, and what is made of scores with them.
+
+    A reference need not be the row's maximum: what matters is that no power of two overflows. So it is raised only when
+    a score is far above it, and most steps need no exchange between threads.
     """
 
-    config: ForwardConfig
-    transform: Any
+    hold: int  # of `Hold`
+    score: str
+    scale: Scale
+    thread: Thread
+    s_q: cute.Tensor  # of which a step's scores can be computed again
+    s_k: cute.Tensor
+    scratch: cute.Tensor  # a word of shared memory that nobody reads
+    p: Any  # probabilities in 16 bits, the first factor of P V
+    o: Any  # the accumulator of P V: rescaled when references are raised
+    reference: Any
+    row_sum: Any  # of this thread's columns
+    rescale: Any
+    old_reference: Any  # of the item before, while its result is not finished
+    old_sum: Any
+
+    @classmethod
+    def of(cls, plan: Any, scale: Scale, thread: Thread, s_q: Any, s_k: Any, scratch: Any) -> Softmax:
+        """The softmax of scores of these tiles."""
+        pv = product_of(s_q.element_type, plan.E, transposed=True, registers=True)
+        p = pv.get_slice(0).make_fragment_A(pv.get_slice(0).partition_shape_A((ROWS, plan.step)))
+        o, rows = accumulator(pv, plan.E), [two(Float32) for _ in range(5)]
+        return cls(plan.hold, plan.score, scale, thread, s_q, s_k, scratch, p, o, *rows)
 
     @cute.jit
-    def softmax(self, env, acc_s, known):
-        """What of a step's softmax runs beside P V: the exponentials of the first row. `probabilities` takes the rest.
+    def begin(self):
+        """Keep the references and sums of the rows of an item, and start those of the next."""
+        for r in cutlass.range_constexpr(instructions.ROWS):
+            self.old_reference[r], self.old_sum[r] = self.reference[r], self.row_sum[r]
+        self.reference.fill(-Float32.inf)
+        self.row_sum.fill(0.0)
 
-        With `hold` of 2 nothing is compared before: the sums tell, when all is done. `known` is any sum so far.
+    @cute.jit
+    def transform(self, scores):
+        """What is done to a score beside its factor in exp2."""
+        if const_expr(self.score == "softcap"):
+            instructions.soft_cap(scores, self.scale.before)
+        elif const_expr(self.score == "scale"):
+            instructions.multiply(scores, self.scale.before)
+
+    @cute.jit
+    def first_step(self, scores):
+        """The references of an item's rows, of its first scores; then as `beside_values`."""
+        instructions.start_reference(scores, self.reference, self.scale.exponent)
+        return self.beside_values(scores, self.old_sum[0])
+
+    @cute.jit
+    def beside_values(self, scores, known):
+        """What of a step's softmax runs beside P V: the exponentials of the first row. `after_values` takes the rest.
+
+        Unchecked, nothing is compared before: the sums tell, when all is done. `known` is any sum so far.
         """
-        if const_expr(self.config.hold == 2):
-            powers = cute.make_rmem_tensor_like(acc_s)
-            mark = instructions.exponentials(acc_s, 0, env.reference[0], env.exponent, powers, True)
+        exponent = self.scale.exponent
+        if const_expr(self.hold == Hold.UNCHECKED):
+            powers = cute.make_rmem_tensor_like(scores)
+            mark = instructions.exponentials(scores, 0, self.reference[0], exponent, powers, True)
             total = known + mark
         else:
-            powers = acc_s
-            mark = cute.arch.vote_any_sync(instructions.exceed(acc_s, env.reference, env.exponent))
+            powers = scores
+            mark = cute.arch.vote_any_sync(instructions.exceed(scores, self.reference, exponent))
             if mark:
-                instructions.raise_reference(acc_s, env.reference, env.row_sum, env.rescale, env.exponent)
-            total = instructions.exponentials(acc_s, 0, instructions.shift_of(env.reference[0]), env.exponent, acc_s)
-            total = env.row_sum[0] = env.row_sum[0] + total
-        if const_expr(self.config.hold > 0):  # noqa: SIM102
+                instructions.raise_reference(scores, self.reference, self.row_sum, self.rescale, exponent)
+            total = instructions.exponentials(scores, 0, instructions.shift_of(self.reference[0]), exponent, scores)
+            total = self.row_sum[0] = self.row_sum[0] + total
+        if const_expr(self.hold != Hold.COMPILER):  # noqa: SIM102
             # This never happens, and keeps the assembler from moving the exponentials behind the wait for P V.
             if total == -1.0:
-                env.scratch[0] = Int32(0)
+                self.scratch[0] = Int32(0)
         return powers, mark
 
     @cute.jit
-    def probabilities(self, env, acc_s, begun, rescale: cutlass.Constexpr, half: cutlass.Constexpr = None):
+    def after_values(self, scores, begun, rescale: cutlass.Constexpr, half: cutlass.Constexpr = None):
         """What is left of a step's softmax when P V is done, and P in 16 bits; `rescale`: O too, if need be."""
         powers, mark = begun
-        if const_expr(self.config.hold == 2):
-            totals = [mark, instructions.exponentials(acc_s, 1, env.reference[1], env.exponent, powers)]
-            self.convert(env, powers, half)
+        exponent = self.scale.exponent
+        if const_expr(self.hold == Hold.UNCHECKED):
+            totals = [mark, instructions.exponentials(scores, 1, self.reference[1], exponent, powers)]
+            self.convert(powers, half)
             # Too large, or not a number: references are raised, and all is made again from the scores.
             if cute.arch.vote_any_sync(not (totals[0] + totals[1] <= instructions.LARGEST_SUM)):
-                instructions.raise_reference(acc_s, env.reference, env.row_sum, env.rescale, env.exponent)
-                for r in cutlass.range_constexpr(instructions.ROWS):
-                    totals[r] = instructions.exponentials(
-                        acc_s, r, instructions.shift_of(env.reference[r]), env.exponent, powers
-                    )
-                self.convert(env, powers, half)
+                totals = self.raise_references(scores, powers)
+                self.convert(powers, half)
                 if const_expr(rescale):
-                    instructions.scale_rows(env.acc_o, env.rescale)
+                    instructions.scale_rows(self.o, self.rescale)
             for r in cutlass.range_constexpr(instructions.ROWS):
-                env.row_sum[r] = env.row_sum[r] + totals[r]
+                self.row_sum[r] = self.row_sum[r] + totals[r]
         else:
-            total = instructions.exponentials(acc_s, 1, instructions.shift_of(env.reference[1]), env.exponent, acc_s)
-            env.row_sum[1] = env.row_sum[1] + total
-            self.convert(env, powers, half)
+            total = instructions.exponentials(scores, 1, instructions.shift_of(self.reference[1]), exponent, scores)
+            self.row_sum[1] = self.row_sum[1] + total
+            self.convert(powers, half)
             if const_expr(rescale):  # noqa: SIM102
                 if mark:
-                    instructions.scale_rows(env.acc_o, env.rescale)
+                    instructions.scale_rows(self.o, self.rescale)
 
     @cute.jit
-    def weigh(self, env, acc_s, buffer, stage):
-        """The softmax of a full step with `hold` of 3, when P V of the step before is done, in place of its scores.
+    def in_place(self, scores, buffer, stage):
+        """The softmax of a step that keeps all pairs, when P V of the step before is done, in place of its scores.
 
         Nothing is compared before: the sums tell, when all is done. Powers that are too large are exact all the same
         while they are finite, and so is all that they are summed to.
         """
         totals = [Float32(0.0), Float32(0.0)]
         for r in cutlass.range_constexpr(instructions.ROWS):
-            totals[r] = instructions.exponentials(acc_s, r, env.reference[r], env.exponent, acc_s)
-        self.convert(env, acc_s)
+            totals[r] = instructions.exponentials(scores, r, self.reference[r], self.scale.exponent, scores)
+        self.convert(scores)
         if cute.arch.vote_any_sync(not (totals[0] + totals[1] <= instructions.LARGEST_SUM)):
             if cute.arch.vote_any_sync(not (totals[0] + totals[1] < FINITE)):
-                self.scores_again(env, acc_s, buffer, stage)
-                self.transform(env, acc_s)
-                instructions.raise_reference(acc_s, env.reference, env.row_sum, env.rescale, env.exponent)
-                for r in cutlass.range_constexpr(instructions.ROWS):
-                    totals[r] = instructions.exponentials(
-                        acc_s, r, instructions.shift_of(env.reference[r]), env.exponent, acc_s
-                    )
+                self.scores_again(scores, buffer, stage)
+                self.transform(scores)
+                totals = self.raise_references(scores, scores)
             else:
-                self.lower(env, acc_s, totals)
-            self.convert(env, acc_s)
-            instructions.scale_rows(env.acc_o, env.rescale)
+                totals = self.lower(scores, totals)
+            self.convert(scores)
+            instructions.scale_rows(self.o, self.rescale)
         for r in cutlass.range_constexpr(instructions.ROWS):
-            env.row_sum[r] = env.row_sum[r] + totals[r]
+            self.row_sum[r] = self.row_sum[r] + totals[r]
+
+    def raise_references(self, scores: Any, powers: Any) -> list[Any]:
+        """Raise the references of a step's rows to their largest scores, and make powers again; returns their sums."""
+        exponent = self.scale.exponent
+        instructions.raise_reference(scores, self.reference, self.row_sum, self.rescale, exponent)
+        shifts = [instructions.shift_of(self.reference[r]) for r in range(instructions.ROWS)]
+        return [instructions.exponentials(scores, r, shift, exponent, powers) for r, shift in enumerate(shifts)]
 
     @cute.jit
-    def scores_again(self, env, acc_s, buffer, stage):
+    def scores_again(self, scores, buffer, stage):
         """A step's scores once more, each thread's own from shared memory: a product would need all four warps here."""
-        acc_s.fill(0.0)
-        row = env.my_row % ROWS
-        for d in cutlass.range(self.config.D, unroll=1):
-            q = [env.s_q[row + 8 * r, d, buffer].to(Float32) for r in range(instructions.ROWS)]
-            for j in cutlass.range_constexpr(cute.size(acc_s) // 4):
+        scores.fill(0.0)
+        row = self.thread.row % ROWS
+        for d in cutlass.range(cute.size(self.s_k, mode=[1]), unroll=1):
+            q = [self.s_q[row + 8 * r, d, buffer].to(Float32) for r in range(instructions.ROWS)]
+            for j in cutlass.range_constexpr(cute.size(scores) // 4):
                 for c in cutlass.range_constexpr(2):
-                    k = env.s_k[8 * j + env.quad + c, d, stage].to(Float32)
+                    k = self.s_k[8 * j + self.thread.quad + c, d, stage].to(Float32)
                     for r in cutlass.range_constexpr(instructions.ROWS):
                         i = const_expr(4 * j + 2 * r + c)
-                        acc_s[i] = acc_s[i] + q[r] * k
+                        scores[i] = scores[i] + q[r] * k
 
     @cute.jit
-    def lower(self, env, powers, totals):
-        """Raise the references of rows whose powers are too large, by what makes their sums one."""
+    def lower(self, powers, totals):
+        """Raise the references of rows whose powers are too large, by what makes their sums one; returns the sums."""
         for r in cutlass.range_constexpr(instructions.ROWS):
-            before = env.reference[r]
+            before = self.reference[r]
             largest = cute.arch.fmax(instructions.over_quad(totals[r]), 1.0)
-            env.reference[r] = before + cute.math.log2(largest, fastmath=True)
-            env.rescale[r] = cute.math.exp2(before - env.reference[r], fastmath=True)
-            env.row_sum[r] = env.row_sum[r] * env.rescale[r]
-            totals[r] = totals[r] * env.rescale[r]
-        instructions.scale_rows(powers, env.rescale)
+            self.reference[r] = before + cute.math.log2(largest, fastmath=True)
+            self.rescale[r] = cute.math.exp2(before - self.reference[r], fastmath=True)
+            self.row_sum[r] = self.row_sum[r] * self.rescale[r]
+            totals[r] = totals[r] * self.rescale[r]
+        instructions.scale_rows(powers, self.rescale)
+        return totals
 
     @cute.jit
-    def convert(self, env, powers, half: cutlass.Constexpr = None):
+    def convert(self, powers, half: cutlass.Constexpr = None):
         """P in 16 bits, of a whole step or of one half of its columns."""
         if const_expr(half is None):
-            instructions.convert(powers, env.frag_p)
+            instructions.convert(powers, self.p)
         else:
-            instructions.convert_half(powers, env.frag_p, half)
+            instructions.convert_half(powers, self.p, half)

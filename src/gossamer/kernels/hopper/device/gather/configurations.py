@@ -15,7 +15,7 @@ class GatherConfig:
     """One compiled gather kernel.
 
     `stages` is the depth of the rings of what is gathered, two tensors of 64 rows a stage. `blocks` share a
-    multiprocessor. What the kernels of block layouts ask of their configurations has the same names here.
+    multiprocessor.
     """
 
     direction: str  # "forward", "query": dQ, or "columns": dK and dV
@@ -27,11 +27,7 @@ class GatherConfig:
     score: str = "fold"  # or "scale" (a factor that is not positive), "softcap"
 
     block_q = block_kv = step = ROWS
-    halves = False
-    hold = 0
-    single = True
-    with_dq = False
-    reduce = "bulk"
+    q_stages = 2  # of the forward's Q
 
     def __post_init__(self) -> None:
         known = self.direction in ("forward", "query", "columns")
@@ -56,23 +52,6 @@ class GatherConfig:
         return self.blocks
 
     @property
-    def q_stages(self) -> int:
-        """Depth of the ring of Q: items' own in the forward, what is gathered for keys."""
-        return 2 if self.direction == "forward" else self.stages
-
-    @property
-    def k_stages(self) -> int:
-        return self.stages
-
-    @property
-    def v_stages(self) -> int:
-        return self.stages
-
-    @property
-    def do_stages(self) -> int:
-        return self.stages
-
-    @property
     def D(self) -> int:
         return self.size
 
@@ -88,8 +67,8 @@ class GatherConfig:
 
 
 @dataclass(frozen=True)
-class SplitConfig:
-    """The compiled forward kernel of float32 numbers, which are split in two of float16 (split.py)."""
+class Float32Config:
+    """The compiled forward kernel of float32 numbers, which are split in two of float16 (gather/float32)."""
 
     size: int = 64  # D and E after padding
     stages: int = 2

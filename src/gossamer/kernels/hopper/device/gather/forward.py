@@ -6,43 +6,85 @@ second computes as that of the forward kernel of block layouts does. Two or thre
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync
-from cutlass.memory import SmemAllocator
 
-from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Env, ring
-from gossamer.kernels.hopper.device.forward.produce import Producer
+from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque, Ring, computing_thread
+from gossamer.kernels.hopper.device.configurations import Hold
+from gossamer.kernels.hopper.device.forward.consume import Consumer, Plan
+from gossamer.kernels.hopper.device.forward.masks import one
+from gossamer.kernels.hopper.device.forward.produce import ItemLoader, ItemServer
+from gossamer.kernels.hopper.device.forward.results import Results, Storer
+from gossamer.kernels.hopper.device.forward.softmax import Scale, Softmax
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
-from gossamer.kernels.hopper.device.gather.consume import RowConsumer
-from gossamer.kernels.hopper.device.gather.produce import (
-    THREADS,
-    WORDS,
-    Bits,
-    Gatherer,
-    Queries,
-    init_rings,
-    role_of,
-    row_products,
-    smem_layout,
-)
-from gossamer.kernels.hopper.device.row_items import ITEM, VALID
+from gossamer.kernels.hopper.device.gather.masks import WORDS, GatheredMask
+from gossamer.kernels.hopper.device.gather.rows import THREADS, Gatherer, RowCopies, WordCopies, role_of
+from gossamer.kernels.hopper.device.gather.serve import CopiedRing
+from gossamer.kernels.hopper.device.row_items import ITEM, RowItem
+from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, tile_memory, tiles, words
+from gossamer.kernels.hopper.device.tiles import Tma, partition, tile_layout, tma
+from gossamer.kernels.hopper.device.work import GatheredRows, ItemRing
 
 
-class GatherForward(Queries, Gatherer, RowConsumer):
+class Arguments(NamedTuple):
+    """The parameters of the kernel."""
+
+    q: Tma
+    out: Tma
+    k: cute.Tensor
+    v: cute.Tensor
+    lse: cute.Tensor
+    items: cute.Tensor
+    indices: cute.Tensor
+    words: cute.Tensor
+    sinks: cute.Tensor
+    part_out: cute.Tensor
+    part_lse: cute.Tensor
+    lengths: cute.Tensor
+    tile_counter: cute.Tensor
+    scale: Scale
+    count: Int32  # of items
+    has_sinks: Int32
+
+
+@dataclass(frozen=True, eq=False)
+class Block(Opaque):
+    """What the roles of a block share."""
+
+    arguments: Arguments
+    items: ItemRing  # with Q
+    k: Ring
+    v: Ring
+    words: cute.Tensor  # (64, 2, twice the stages): a step's mask
+    s_q: cute.Tensor
+    s_k: cute.Tensor
+    s_v: cute.Tensor
+    k_at: Any
+    v_at: Any
+
+    @property
+    def rings(self) -> Any:
+        return (self.items,), (self.k, self.v)
+
+
+class GatherForward(Shell):
     """The kernel of one configuration."""
 
-    store = Producer.store
+    threads = 2 * WARPGROUP
 
     def __init__(self, config: GatherConfig) -> None:
-        self.config = config
-        self.dtype = NUMBERS[config.dtype]
-        self.groups = self.parts = 1
-        self.turns = self.halves = self.late = False
-        self.defers = self.bridges = True
+        self.config = c = config
+        self.dtype = NUMBERS[c.dtype]
+        self.blocks, self.registers = c.blocks, c.registers
+        self.plan = Plan(
+            1, 1, ROWS, c.size, c.size, Hold.COMPILER, c.score, overlap_items=True, warpgroup_barrier=False,
+            defer_epilogue=True, late_store=False, prefetch_mask=True,
+            k_shows_v=True,  # a thread that gathers arrives when all that it has copied so far is complete
+            half_steps=False,
+        )  # fmt: skip
 
     @cute.jit
     def __call__(
@@ -59,7 +101,7 @@ class GatherForward(Queries, Gatherer, RowConsumer):
         part_out: cute.Tensor,  # (slots, 64, E) float32
         part_lse: cute.Tensor,  # (slots, 64) float32
         lengths: cute.Tensor,  # (B,) int32; not read without `lengths` in the configuration
-        tickets: cute.Tensor,  # (1,) int32: items taken; zero before and after
+        tile_counter: cute.Tensor,  # (1,) int32: items taken; zero before and after
         before: Float32,  # factor of a score before the soft cap
         exponent: Float32,  # factor of a score in exp2
         items: Int32,
@@ -67,117 +109,68 @@ class GatherForward(Queries, Gatherer, RowConsumer):
         blocks: Int32,
         stream: Any,
     ) -> None:
+        size = self.config.size
+        arguments = Arguments(
+            tma(q, ROWS, size), tma(out, ROWS, size, store=True), k, v, lse, work, indices, bits, sinks, part_out,
+            part_lse, lengths, tile_counter, Scale(before, exponent), items, has_sinks,
+        )  # fmt: skip
+        self.launch(arguments, blocks, stream)
+
+    def layout(self, stages: int) -> Any:
+        return tile_layout(self.dtype, ROWS, self.config.size, stages)
+
+    def memory(self) -> dict[str, Any]:
         c = self.config
-        q, out = [cute.make_tensor(t.iterator, cute.select(t.layout, [2, 3, 1, 0])) for t in (q, out)]
-        q_layout, k_layout = smem_layout(self, c.q_stages), smem_layout(self, c.stages)
-        one = cute.select(q_layout, mode=[0, 1])
-        tma_q, g_q = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), q, one, (ROWS, c.size))
-        tma_o, g_o = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), out, one, (ROWS, c.size))
-        mma_qk, mma_pv = row_products(self)
+        rows = tile_memory(self.dtype, self.layout(c.stages))
+        return {
+            **barriers(q=c.q_stages, k=c.stages, v=c.stages),
+            "item": array(Int32, ITEM * c.q_stages), "words": array(Int32, 2 * c.stages * WORDS, 128),
+            "q": tile_memory(self.dtype, self.layout(c.q_stages)), "k": rows, "v": rows,
+        }  # fmt: skip
 
-        @cute.struct
-        class Shared:
-            q_full: cute.struct.MemRange[cutlass.Int64, c.q_stages]
-            q_empty: cute.struct.MemRange[cutlass.Int64, c.q_stages]
-            k_full: cute.struct.MemRange[cutlass.Int64, c.stages]
-            k_empty: cute.struct.MemRange[cutlass.Int64, c.stages]
-            v_full: cute.struct.MemRange[cutlass.Int64, c.stages]
-            v_empty: cute.struct.MemRange[cutlass.Int64, c.stages]
-            item: cute.struct.MemRange[Int32, ITEM * c.q_stages]
-            bits: cute.struct.Align[cute.struct.MemRange[Int32, 2 * c.stages * WORDS], 128]
-            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
-            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_layout)], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_layout)], 1024]
-
-        self.shared = Shared
-        self.q_bytes = cute.size_in_bytes(self.dtype, one)
-        self.kernel(
-            tma_q, g_q, tma_o, g_o, k, v, lse, work, indices, bits, sinks, part_out, part_lse, lengths, tickets, before,
-            exponent, items, has_sinks, q_layout, k_layout, mma_qk, mma_pv,
-        ).launch(
-            grid=(blocks, 1, 1), block=(2 * WARPGROUP, 1, 1), stream=stream, min_blocks_per_mp=c.blocks,
-            preferred_smem_carveout=100,
+    def block(self, arguments: Arguments, memory: Any) -> Block:
+        c = self.config
+        readers = 1 + THREADS // 32  # the storing and the gathering warps
+        q, k, v = [
+            tiles(x, self.layout(n)) for x, n in ((memory.q, c.q_stages), (memory.k, c.stages), (memory.v, c.stages))
+        ]
+        return Block(
+            arguments, items_of(memory, "q", c.q_stages, readers), CopiedRing.of(memory, "k", c.stages),
+            CopiedRing.of(memory, "v", c.stages),
+            words(memory.words, ROWS, 2, 2 * c.stages), q, k, v, memory.k.data_ptr(), memory.v.data_ptr(),
         )  # fmt: skip
 
-    @cute.kernel
-    def kernel(
-        self,
-        tma_q: cute.CopyAtom,
-        g_q: cute.Tensor,
-        tma_o: cute.CopyAtom,
-        g_o: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        lse: cute.Tensor,
-        work: cute.Tensor,
-        indices: cute.Tensor,
-        bits: cute.Tensor,
-        sinks: cute.Tensor,
-        part_out: cute.Tensor,
-        part_lse: cute.Tensor,
-        lengths: cute.Tensor,
-        tickets: cute.Tensor,
-        before: Float32,
-        exponent: Float32,
-        items: Int32,
-        has_sinks: Int32,
-        q_layout: cute.ComposedLayout,
-        k_layout: cute.ComposedLayout,
-        mma_qk: cute.TiledMma,
-        mma_pv: cute.TiledMma,
-    ) -> None:
-        c = self.config
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp_index == 0:
-            for atom in (tma_q, tma_o):
-                cpasync.prefetch_descriptor(atom)
-        storage = SmemAllocator().allocate(self.shared)
-        bars = Env(
-            **{
-                name: getattr(storage, name).data_ptr()
-                for name in ("q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty")
-            }
-        )
-        item = cute.make_tensor(storage.item.data_ptr(), cute.make_layout((ITEM, c.q_stages)))
-        if warp_index == 0:
-            with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(c.q_stages):
-                    cute.arch.mbarrier_init(bars.q_full + i, 1)
-                    cute.arch.mbarrier_init(bars.q_empty + i, 1 + THREADS // 32)  # the storing and the gathering warps
-                init_rings(bars, c.stages)
-        cute.arch.mbarrier_init_fence()
-        s_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
-        s_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
-        s_v = storage.v.get_tensor(k_layout.outer, swizzle=k_layout.inner)
-        s_bits = cute.make_tensor(storage.bits.data_ptr(), cute.make_layout((ROWS, 2, 2 * c.stages)))
-        ratio = cute.size(g_q, mode=[2]) // cute.size(k, mode=[1])
-        serving, computing = c.registers
-        cute.arch.sync_threads()
-        if warp_index < 4:
-            cute.arch.setmaxregister_decrease(serving)
-            role = role_of(warp_index, c.blocks)
-            if role == 0:
-                listed = cute.make_tensor(indices.iterator, cute.prepend(indices.layout, cute.make_layout(1)))
-                env = Env(work=work, lists=listed, lengths=lengths, items=items, tickets=tickets)
-                self.serve(env, tma_q, g_q, s_q, bars, item)
-            elif role == 1:
-                # The output takes the place of Q.
-                self.store(tma_o, g_o, s_q, bars, item, None, None, None, None, 0)
-            else:
-                told = Env(item=item, full=bars.q_full, empty=bars.q_empty, stages=c.q_stages)
-                self.gather(k, v, storage.k.data_ptr(), storage.v.data_ptr(), bars, told, indices, bits, s_bits, ratio)
+    @cute.jit
+    def serve(self, block, warp):
+        c, a = self.config, block.arguments
+        role = role_of(warp, c.blocks)
+        if role == 0:
+            work = GatheredRows(a.items, a.tile_counter, a.count, a.indices, a.lengths, c.lengths)
+            size = ROWS * c.size * self.dtype.width // 8
+            items = ItemLoader(block.items, 1, a.q.atom, *partition(a.q, block.s_q, ROWS, c.size), size)
+            ItemServer(work, items).run()
+        elif role == 1:
+            Storer(block.items, None, a.out, block.s_q, 1, 0, True).run()  # the output takes the place of Q
         else:
-            cute.arch.setmaxregister_increase(computing)
-            count = cute.make_rmem_tensor((1,), Int32)  # of the steps whose words were read
-            count.fill(0)
-            self.consume(
-                mma_qk, mma_pv, mma_qk, s_q, s_k, s_v, s_q, bars, Bits(item=item, count=count), None, None, s_bits,
-                sinks, lse, part_out, part_lse, lengths, before, exponent, has_sinks, cute.size(g_q, mode=[0]),
-            )  # fmt: skip
+            self.gatherer(block).run()
+
+    def gatherer(self, block: Block) -> Gatherer:
+        a, size = block.arguments, self.config.size
+        thread, _, _ = cute.arch.thread_idx()
+        thread = thread % THREADS
+        keys = RowCopies.of(a.k, block.k, block.k_at, size, thread)
+        values = RowCopies.of(a.v, block.v, block.v_at, size, thread)
+        ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k, mode=[1])
+        return Gatherer(block.items, a.indices, keys, values, WordCopies(a.words, block.words, thread), ratio)
 
     @cute.jit
-    def fetch(self, env, turn):
-        """For the storing warp: wait for an item; returns whether there is one."""
-        stage, phase = ring(turn, self.config.q_stages)
-        cute.arch.mbarrier_wait(env.bars.q_full + stage, phase)
-        return env.item[VALID, stage]
+    def compute(self, block):
+        c, a, thread = self.config, block.arguments, computing_thread()
+        fetched = one()
+        fetched.fill(0)
+        scratch = block.items.item[RowItem.SCRATCH, None]
+        softmax = Softmax.of(self.plan, a.scale, thread, block.s_q, block.s_k, scratch)
+        mask = GatheredMask.of(block.items.item, block.k, fetched, block.words, 2 * c.stages, thread, c.lengths)
+        rows = cute.size(a.q.tensor, mode=[0])
+        results = Results(a.lse, a.sinks, a.has_sinks, a.part_out, a.part_lse, rows)
+        Consumer.of(self.plan, block.items, block.k, block.v, mask, softmax, results, block.s_v, block.s_q).run()

@@ -6,51 +6,102 @@ as that of dQ by rows does for block layouts.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync
-from cutlass.memory import SmemAllocator
 
-from gossamer.kernels.hopper.device.backward.query_consume import QueryConsumer
-from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Env, ring, ticket
+from gossamer.kernels.hopper.device.backward.query import ItemTiles
+from gossamer.kernels.hopper.device.backward.query_consume import QueryConsumer, RowRings, RowTiles
+from gossamer.kernels.hopper.device.backward.row_masks import Kind, Place
+from gossamer.kernels.hopper.device.backward.warpgroup import Factors
+from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque, Ring, Thread, computing_thread
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
-from gossamer.kernels.hopper.device.gather.produce import (
-    AHEAD,
-    WORDS,
-    Bits,
-    Filled,
-    Gatherer,
-    Items,
-    Places,
-    init_rings,
-    init_told,
-    role_of,
-    row_products,
-    smem_layout,
-    step_words,
-    told_of,
-    whole_tiles,
-)
-from gossamer.kernels.hopper.device.row_items import BATCH, FIRST, HEAD, ITEM, TILE, VALID
+from gossamer.kernels.hopper.device.gather.masks import WORDS, GatheredWords
+from gossamer.kernels.hopper.device.gather.rows import THREADS, Gatherer, RowCopies, WordCopies, role_of
+from gossamer.kernels.hopper.device.gather.serve import AHEAD, CopiedRing, Server, items_to_gather
+from gossamer.kernels.hopper.device.row_items import ITEM, RowItem
+from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, tile_memory, tiles, words
+from gossamer.kernels.hopper.device.tiles import Tma, tile_layout, tma
+from gossamer.kernels.hopper.device.work import GatheredRows, ItemRing
 
 
-class Ends(Env):
-    """In the place of the lengths of batch elements: where an item's list ends."""
+class Arguments(NamedTuple):
+    """Parameters of the kernel, in order."""
 
-    def __getitem__(self, batch: Any) -> Any:
-        return self.item[FIRST]
+    q: Tma
+    dout: Tma
+    dq: Tma
+    k: cute.Tensor
+    v: cute.Tensor
+    terms: cute.Tensor
+    items: cute.Tensor
+    indices: cute.Tensor
+    words: cute.Tensor
+    part_dq: cute.Tensor
+    lengths: cute.Tensor
+    tile_counter: cute.Tensor
+    factors: Factors
+    count: Int32
 
 
-class GatherQuery(Items, Gatherer, Filled, QueryConsumer):
+@dataclass(frozen=True, eq=False)
+class Block(Opaque):
+    """What the roles of a block share."""
+
+    arguments: Arguments
+    ahead: ItemRing
+    ring: RowRings
+    tiles: RowTiles
+    words: cute.Tensor  # (64, 2, twice the stages): a step's mask
+    k_at: Any
+    v_at: Any
+
+    @property
+    def rings(self) -> Any:
+        return (self.ring.q,), (self.ahead,), (self.ring.k, self.ring.v)
+
+
+class GatheredRowMasks(Opaque):
+    """The mask source of dQ over gathered columns: words that come with the keys of each step."""
+
+    has_bounds = False
+
+    def __init__(self, config: GatherConfig, thread: Thread, item: cute.Tensor, k: Ring, shared: cute.Tensor) -> None:
+        self.thread, self.item, self.k = thread, item, k
+        self.packed = GatheredWords.of(shared, 2 * k.stages, thread, config.lengths)
+
+    def begin(self, batch: Any) -> None:
+        """An item begins."""
+        self.packed.begin(self.item, 0)
+
+    @cute.jit
+    def walk(self, consumer, bounds, kv):
+        """All steps of an item."""
+        first, start = kv, self.item[RowItem.BITS_START, 0]
+        for i in cutlass.range(self.item[RowItem.BITS_COUNT, 0], unroll=1):
+            consumer.step(Kind.BITS, Place(start + i, None, None), kv, first)
+            kv += 1
+        return kv
+
+    @cute.jit
+    def load(self, words, kind: cutlass.Constexpr, place, kv):
+        """The words of a step, shifted to this thread's columns."""
+        stage, phase = self.k.place(kv)
+        cute.arch.mbarrier_wait(self.k.full + stage, phase)
+        self.packed.read(words, kv, place.entry)
+
+
+class GatherQuery(Shell):
     """The kernel of one configuration."""
+
+    threads = 2 * WARPGROUP
 
     def __init__(self, config: GatherConfig) -> None:
         self.config = config
-        self.dtype = NUMBERS[config.dtype]
-        self.groups = self.parts = 1
+        self.blocks, self.registers = config.blocks, config.registers
 
     @cute.jit
     def __call__(
@@ -66,7 +117,7 @@ class GatherQuery(Items, Gatherer, Filled, QueryConsumer):
         bits: cute.Tensor,  # (columns / 32, 64) int32
         part_dq: cute.Tensor,  # (slots, 64, D) float32, without the scale
         lengths: cute.Tensor,  # (B,) int32; not read without `lengths` in the configuration
-        tickets: cute.Tensor,  # (1,) int32: items taken; zero before and after
+        tile_counter: cute.Tensor,  # (1,) int32: items taken; zero before and after
         before: Float32,  # factor of a score before the soft cap
         exponent: Float32,  # factor of a score in exp2
         factor: Float32,  # the scale
@@ -74,149 +125,56 @@ class GatherQuery(Items, Gatherer, Filled, QueryConsumer):
         blocks: Int32,
         stream: Any,
     ) -> None:
-        c = self.config
-        q, dout, dq = [cute.make_tensor(t.iterator, cute.select(t.layout, [2, 3, 1, 0])) for t in (q, dout, dq)]
-        layout, ring_layout = smem_layout(self, 1), smem_layout(self, c.stages)
-        one = cute.select(layout, mode=[0, 1])
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        tma_q, g_q = cpasync.make_tiled_tma_atom(load, q, one, (ROWS, c.size))
-        tma_g, g_g = cpasync.make_tiled_tma_atom(load, dout, one, (ROWS, c.size))
-        tma_dq, g_dq = cpasync.make_tiled_tma_atom(store, dq, one, (ROWS, c.size))
-        mma_s, mma_dq = row_products(self)
-
-        @cute.struct
-        class Shared:
-            q_full: cutlass.Int64
-            q_empty: cutlass.Int64
-            told_full: cute.struct.MemRange[cutlass.Int64, AHEAD]
-            told_empty: cute.struct.MemRange[cutlass.Int64, AHEAD]
-            k_full: cute.struct.MemRange[cutlass.Int64, c.stages]
-            k_empty: cute.struct.MemRange[cutlass.Int64, c.stages]
-            v_full: cute.struct.MemRange[cutlass.Int64, c.stages]
-            v_empty: cute.struct.MemRange[cutlass.Int64, c.stages]
-            item: cute.struct.MemRange[Int32, ITEM]
-            told: cute.struct.MemRange[Int32, ITEM * AHEAD]
-            bits: cute.struct.Align[cute.struct.MemRange[Int32, 2 * c.stages * WORDS], 128]
-            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
-            g: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
-            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(ring_layout)], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(ring_layout)], 1024]
-
-        self.shared = Shared
-        self.bytes = cute.size_in_bytes(self.dtype, one)
-        self.kernel(
-            tma_q, g_q, tma_g, g_g, tma_dq, g_dq, k, v, terms, work, indices, bits, part_dq, lengths, tickets, before,
-            exponent, factor, items, layout, ring_layout, mma_s, mma_dq,
-        ).launch(
-            grid=(blocks, 1, 1), block=(2 * WARPGROUP, 1, 1), stream=stream, min_blocks_per_mp=c.blocks,
-            preferred_smem_carveout=100,
+        size = self.config.size
+        arguments = Arguments(
+            tma(q, ROWS, size), tma(dout, ROWS, size), tma(dq, ROWS, size, store=True), k, v, terms, work, indices,
+            bits, part_dq, lengths, tile_counter, Factors(before, exponent, factor), items,
         )  # fmt: skip
+        self.launch(arguments, blocks, stream)
 
-    @cute.kernel
-    def kernel(
-        self,
-        tma_q: cute.CopyAtom,
-        g_q: cute.Tensor,
-        tma_g: cute.CopyAtom,
-        g_g: cute.Tensor,
-        tma_dq: cute.CopyAtom,
-        g_dq: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        terms: cute.Tensor,
-        work: cute.Tensor,
-        indices: cute.Tensor,
-        bits: cute.Tensor,
-        part_dq: cute.Tensor,
-        lengths: cute.Tensor,
-        tickets: cute.Tensor,
-        before: Float32,
-        exponent: Float32,
-        factor: Float32,
-        items: Int32,
-        layout: cute.ComposedLayout,
-        ring_layout: cute.ComposedLayout,
-        mma_s: cute.TiledMma,
-        mma_dq: cute.TiledMma,
-    ) -> None:
+    def layouts(self) -> RowTiles:
+        """Of the tiles in shared memory."""
         c = self.config
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp_index == 0:
-            for atom in (tma_q, tma_g, tma_dq):
-                cpasync.prefetch_descriptor(atom)
-        storage = SmemAllocator().allocate(self.shared)
-        bars = Env(
-            q_full=storage.q_full.ptr, q_empty=storage.q_empty.ptr,
-            **{name: getattr(storage, name).data_ptr() for name in ("k_full", "k_empty", "v_full", "v_empty")},
-        )  # fmt: skip
-        told = told_of(storage)
-        item = cute.make_tensor(storage.item.data_ptr(), cute.make_layout(ITEM))
-        if warp_index == 0:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_init(bars.q_full, 1)
-                cute.arch.mbarrier_init(bars.q_empty, 1)
-                init_told(told)
-                init_rings(bars, c.stages)
-        cute.arch.mbarrier_init_fence()
-        s_q = storage.q.get_tensor(layout.outer, swizzle=layout.inner)
-        s_g = storage.g.get_tensor(layout.outer, swizzle=layout.inner)
-        s_k = storage.k.get_tensor(ring_layout.outer, swizzle=ring_layout.inner)
-        s_v = storage.v.get_tensor(ring_layout.outer, swizzle=ring_layout.inner)
-        s_bits = cute.make_tensor(storage.bits.data_ptr(), cute.make_layout((ROWS, 2, 2 * c.stages)))
-        ratio = cute.size(g_q, mode=[2]) // cute.size(k, mode=[1])
-        serving, computing = c.registers
-        cute.arch.sync_threads()
-        if warp_index < 4:
-            cute.arch.setmaxregister_decrease(serving)
-            role = role_of(warp_index, c.blocks)
-            if role == 0:
-                listed = cute.make_tensor(indices.iterator, cute.prepend(indices.layout, cute.make_layout(1)))
-                env = Env(work=work, lists=listed, lengths=lengths, items=items, tickets=tickets)
-                self.serve(env, tma_q, g_q, s_q, tma_g, g_g, s_g, bars, told, item)
-            elif role >= 2:
-                self.gather(k, v, storage.k.data_ptr(), storage.v.data_ptr(), bars, told, indices, bits, s_bits, ratio)
-        else:
-            cute.arch.setmaxregister_increase(computing)
-            places = Places()
-            self.consume(
-                mma_s, mma_dq, tma_dq, g_dq, s_q, s_g, s_k, s_v, bars, Bits(item=item), terms, places, places, places,
-                s_bits, part_dq, Ends(item=item), before, exponent, factor,
-            )  # fmt: skip
+        one, all_stages = [tile_layout(NUMBERS[c.dtype], ROWS, c.size, stages) for stages in (1, c.stages)]
+        return RowTiles(one, one, all_stages, all_stages)
+
+    def memory(self) -> dict[str, Any]:
+        c = self.config
+        held = {name: tile_memory(NUMBERS[c.dtype], layout) for name, layout in self.layouts()._asdict().items()}
+        return {
+            **barriers(q=1, ahead=AHEAD, k=c.stages, v=c.stages),
+            "item": array(Int32, ITEM), "ahead": array(Int32, ITEM * AHEAD),
+            "words": array(Int32, 2 * c.stages * WORDS, 128), **held,
+        }  # fmt: skip
+
+    def block(self, arguments: Arguments, memory: Any) -> Block:
+        stages = self.config.stages
+        rings = RowRings(
+            items_of(memory, "q", 1, 1), CopiedRing.of(memory, "k", stages), CopiedRing.of(memory, "v", stages)
+        )
+        held = RowTiles(*[tiles(getattr(memory, name), x) for name, x in self.layouts()._asdict().items()])
+        packed = words(memory.words, ROWS, 2, 2 * stages)
+        return Block(arguments, items_to_gather(memory), rings, held, packed, memory.k.data_ptr(), memory.v.data_ptr())
 
     @cute.jit
-    def mask(self, env, words, mode: cutlass.Constexpr, kv, at, part, column):
-        """The words of step `at` of all lists, which come with K, shifted to this thread's columns."""
-        c = self.config
-        stage, phase = ring(kv, c.stages)
-        cute.arch.mbarrier_wait(env.bars.k_full + stage, phase)
-        slot = ring(kv, 2 * c.stages)[0]
-        step_words(env, words, slot, at, c.lengths)
+    def serve(self, block, warp):
+        """One warp takes items, two gather, one has nothing to do."""
+        c, a = self.config, block.arguments
+        role = role_of(warp, c.blocks)
+        if role == 0:
+            work = GatheredRows(a.items, a.tile_counter, a.count, a.indices, a.lengths, c.lengths)
+            own = ItemTiles(c, a, block.ring.q, block.tiles)
+            Server(work, block.ahead, block.ring.q, own, RowItem.VALID).run()
+        elif role >= 2:
+            thread = cute.arch.thread_idx()[0] % THREADS
+            keys = RowCopies.of(a.k, block.ring.k, block.k_at, c.size, thread)
+            values = RowCopies.of(a.v, block.ring.v, block.v_at, c.size, thread)
+            ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k, mode=[1])
+            copied_words = WordCopies(a.words, block.words, thread)
+            Gatherer(block.ahead, a.indices, keys, values, copied_words, ratio).run()
 
     @cute.jit
-    def serve(self, env, tma_q, g_q, s_q, tma_g, g_g, s_g, bars, told, item):
-        """Publish items: to the warps that gather as soon as they listen, with Q and dO when there is room."""
-        c = self.config
-        q_to, q_from = whole_tiles(tma_q, s_q, g_q, c.size)
-        g_to, g_from = whole_tiles(tma_g, s_g, g_g, c.size)
-        lane = cute.arch.lane_idx()
-        w, _, _ = cute.arch.block_idx()
-        word = self.draw(env, w)
-        turn, running = Int32(0), Int32(1)
-        while running != 0:
-            self.tell(told, turn, word)
-            cute.arch.mbarrier_wait(bars.q_empty, (turn & 1) ^ 1)
-            if lane < ITEM:
-                item[lane] = word
-            cute.arch.sync_warp()
-            running = item[VALID]
-            if running != 0:
-                batch, head, tile = item[BATCH], item[HEAD], item[TILE]
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(bars.q_full, 2 * self.bytes)
-                cute.copy(tma_q, q_from[None, tile, head, batch], q_to[None, 0], tma_bar_ptr=bars.q_full)
-                cute.copy(tma_g, g_from[None, tile, head, batch], g_to[None, 0], tma_bar_ptr=bars.q_full)
-                word = self.draw(env, ticket(env))
-            else:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(bars.q_full)
-            turn += 1
+    def compute(self, block):
+        c, a, item = self.config, block.arguments, block.ring.q.item
+        masks = GatheredRowMasks(c, computing_thread(), item, block.ring.k, block.words)
+        QueryConsumer(c, item[None, 0], block.ring, block.tiles, masks, a.terms, a.factors, a.dq, a.part_dq).consume()

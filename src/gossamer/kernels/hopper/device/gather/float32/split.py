@@ -28,7 +28,7 @@ BIAS = 127
 TOP = 14  # exponent of a row's largest number before it is split
 LEAST = -98
 # What is stored with a row is 2^(e - shift). Scores: q k = (q' k') 2^(e_k - 28) 2^e_q; the factor of a query is not
-# stored. Values: so that the power of usual ones is near 1, see split_consume.py.
+# stored. Values: so that the power of usual ones is near 1, see consume.py.
 KEY_SHIFT, VALUE_SHIFT = 2 * TOP, 1
 
 
@@ -89,7 +89,7 @@ def down(field: Int32) -> Float32:
     return power(TOP + 2 * BIAS - field)
 
 
-class Split:
+class SplitRows:
     """Splits the rows of K and V. `size` is that of heads after padding: a row becomes 2 `size` numbers."""
 
     def __init__(self, size: int) -> None:

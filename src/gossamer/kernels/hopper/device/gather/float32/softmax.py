@@ -9,51 +9,63 @@ P' is between 1 and 2^LIMIT where it counts, and 2^(t - r) between 2^-126 and 2^
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.common import ROWS, ring
-from gossamer.kernels.hopper.device.gather.configurations import SplitConfig
-from gossamer.kernels.hopper.device.gather.split import BIAS, FIELD, float_bits, split
+from gossamer.kernels.hopper.device.common import ROWS, Opaque, Thread, ring
+from gossamer.kernels.hopper.device.forward.softmax import Scale
+from gossamer.kernels.hopper.device.gather.float32.split import BIAS, FIELD, float_bits, split
 
 LIMIT = 12  # log2 of the largest P' that is split
 LOWEST = -(1 << 31)
 MINE = 0x03030303  # of a mask word that is shifted to a thread's first column: the columns of this thread
 
 
-class SplitSoftmax:
+@dataclass(frozen=True, eq=False)
+class Float32Softmax(Opaque):
     """Of the rows of a warpgroup; fragments as in instructions.py."""
 
-    config: SplitConfig
+    score: str
+    scale: Scale
+    thread: Thread
+    powers: cute.Tensor  # (2, 64, slots) in shared memory: of the keys and values of a step
+    slots: int
+    p: Any  # P' in two halves
+    row: Any  # factor of the scores of a row
+    reference: Any
+    row_sum: Any
+    rescale: Any
 
     @cute.jit
-    def powers_of_two(self, env, scores, words, kv):
+    def powers_of_two(self, scores, words, kv):
         """Scores to t - r of this module's text, in place.
 
         Returns the powers of the values' rows, and whether references were raised, and O is to be rescaled.
         """
-        c = self.config
         count = const_expr(ROWS // 8)
         values = cute.make_rmem_tensor((2 * count,), Float32)  # powers of the rows of V, of this thread's columns
-        slot = ring(kv, 2 * c.stages)[0]
+        slot = ring(kv, self.slots)[0]
         for j in cutlass.range_constexpr(count):
-            found = self.powers_of(env, slot, j)
+            found = self.powers_of(slot, j)
             for e in cutlass.range_constexpr(2):
                 values[2 * j + e] = found[2 * e + 1]
                 for r in cutlass.range_constexpr(instructions.ROWS):
                     i = const_expr(4 * j + 2 * r + e)
                     scores[i] = scores[i] * found[2 * e]
-                    if const_expr(c.score != "fold"):
-                        scores[i] = scores[i] * env.row[r]
-        if const_expr(c.score == "softcap"):
+                    if const_expr(self.score != "fold"):
+                        scores[i] = scores[i] * self.row[r]
+        if const_expr(self.score == "softcap"):
             instructions.soft_cap(scores, Float32(1.0))
         instructions.keep(scores, words)
         top = [Int32(LOWEST) for _ in range(4)]
         for r in cutlass.range_constexpr(instructions.ROWS):
-            factor = env.row[r] if const_expr(c.score == "fold") else env.exponent
-            shift = instructions.shift_of(env.reference[r])
+            factor = self.row[r] if const_expr(self.score == "fold") else self.scale.exponent
+            shift = instructions.shift_of(self.reference[r])
             for j in cutlass.range_constexpr(count):
                 i = const_expr(4 * j + 2 * r)
                 for e in cutlass.range_constexpr(2):
@@ -68,15 +80,15 @@ class SplitSoftmax:
         room = Int32(LIMIT + BIAS) - (most >> FIELD)
         limit = float_bits(Float32(room)) if room >= 0 else Int32(LOWEST)
         kept = [((words[r, 0] | words[r, 1]) & MINE) != 0 for r in range(instructions.ROWS)]
-        unset = ((env.reference[0] == -Float32.inf) & kept[0]) | ((env.reference[1] == -Float32.inf) & kept[1])
+        unset = ((self.reference[0] == -Float32.inf) & kept[0]) | ((self.reference[1] == -Float32.inf) & kept[1])
         above = cutlass.max(cutlass.max(top[0], top[1]), cutlass.max(top[2], top[3])) > limit
         raised = cute.arch.vote_any_sync(unset | above)
         if raised:
-            self.raise_references(env, scores, values)
+            self.raise_references(scores, values)
         return values, raised
 
     @cute.jit
-    def probabilities(self, env, scores, values):
+    def probabilities(self, scores, values):
         """The sums of 2^(t - r), and P' in halves."""
         for r in cutlass.range_constexpr(instructions.ROWS):
             sums = [Float32(0.0) for _ in range(4)]
@@ -87,19 +99,19 @@ class SplitSoftmax:
                     place = const_expr(2 * (j % 2) + e)
                     sums[place] = sums[place] + weight
                     scores[i] = weight * values[2 * j + e]
-            env.row_sum[r] = env.row_sum[r] + ((sums[0] + sums[1]) + (sums[2] + sums[3]))
-        split(scores, *env.p)
+            self.row_sum[r] = self.row_sum[r] + ((sums[0] + sums[1]) + (sums[2] + sums[3]))
+        split(scores, *self.p)
 
     @cute.jit
-    def powers_of(self, env, slot, j: cutlass.Constexpr):
+    def powers_of(self, slot, j: cutlass.Constexpr):
         """Powers of (K, V) of this thread's two columns of each eight."""
-        place = cute.assume(2 * (slot * ROWS + 8 * j + env.quad), divby=4)
+        place = cute.assume(2 * (slot * ROWS + 8 * j + self.thread.quad), divby=4)
         found = cute.make_rmem_tensor((4,), Float32)
-        cute.autovec_copy(cute.make_tensor(env.powers.iterator + place, cute.make_layout(4)), found)
+        cute.autovec_copy(cute.make_tensor(self.powers.iterator + place, cute.make_layout(4)), found)
         return found
 
     @cute.jit
-    def raise_references(self, env, scores, values):
+    def raise_references(self, scores, values):
         """Make what a row's largest contribution has the new reference, and `scores` relative to it."""
         logs = cute.make_rmem_tensor_like(values)
         for i in cutlass.range_constexpr(cute.size(values)):
@@ -110,14 +122,14 @@ class SplitSoftmax:
                 for e in cutlass.range_constexpr(2):
                     top = cute.arch.fmax(top, scores[4 * j + 2 * r + e] + logs[2 * j + e])
             top = instructions.over_quad(top)
-            known = env.reference[r] != -Float32.inf
+            known = self.reference[r] != -Float32.inf
             by = cute.arch.fmax(top, Float32(0.0)) if known else top
             move = Float32(0.0) if by == -Float32.inf else by
-            env.reference[r] = env.reference[r] + by if known else by
+            self.reference[r] = self.reference[r] + by if known else by
             # In two steps: sums of rows whose values were small are large.
             step = cute.math.exp2(move * -0.5, fastmath=True) if known else Float32(1.0)
-            env.row_sum[r] = env.row_sum[r] * step * step
-            env.rescale[r] = step * step
+            self.row_sum[r] = self.row_sum[r] * step * step
+            self.rescale[r] = step * step
             for j in cutlass.range_constexpr(cute.size(values) // 2):
                 for e in cutlass.range_constexpr(2):
                     i = const_expr(4 * j + 2 * r + e)

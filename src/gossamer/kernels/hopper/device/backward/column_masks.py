@@ -1,0 +1,136 @@
+"""The mask source of the column kernels of block layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from gossamer.kernels.hopper.device import instructions
+from gossamer.kernels.hopper.device.backward.fields import Kind, Step
+from gossamer.kernels.hopper.device.backward.warpgroup import shift, two_rows
+from gossamer.kernels.hopper.device.column_items import ColumnItem
+from gossamer.kernels.hopper.device.common import FAR, ROWS, Opaque, Thread
+
+WORDS = ROWS // 32  # of a key and 64 queries
+
+
+@cute.jit
+def clear_pairs(packed, words, begin: cutlass.Constexpr = 0):
+    """16-bit elements of 64 queries, from register `begin` on, whose bit is not set become zero."""
+    for i in cutlass.range_constexpr(ROWS // 4):
+        word = words[i % 2, i // 8]
+        first = const_expr(1 << (8 * (i // 2 % 4)))
+        low = Int32(65535) if (word & first) != 0 else Int32(0)
+        high = Int32(-65536) if (word & (2 * first)) != 0 else Int32(0)
+        packed[begin + i] = packed[begin + i] & (low | high)
+
+
+class TileColumnMasks(Opaque):
+    """What the steps of a warpgroup's 64 keys keep: their descriptions say where it is written."""
+
+    def __init__(self, config: Any, thread: Thread, block: Any) -> None:
+        self.config, self.thread, self.block, self.halves = config, thread, block, config.step // ROWS
+        self.kinds = cute.make_rmem_tensor((self.halves,), Int32)
+        # Of each of this thread's keys the two words, or the first query that it keeps and the one behind the last.
+        self.kept = cute.make_rmem_tensor((instructions.ROWS, WORDS, self.halves), Int32)
+        self.kept.fill(0)
+
+    @cute.jit
+    def load(self, stage):
+        """Load what masks the step in a stage of Q; returns its kind."""
+        for half in cutlass.range_constexpr(self.halves):
+            self.kinds[half] = self.load_half(stage * self.halves + half, half)
+        return self.kinds[0]
+
+    @cute.jit
+    def load_half(self, place, half: cutlass.Constexpr):
+        """The kind of 64 queries; loads what masks them."""
+        steps, lists, kept = self.block.steps, self.block.arguments.lists, self.kept
+        kind = cute.arch.make_warp_uniform(steps[Step.KIND, place])
+        entry = steps[Step.ENTRY, place]
+        keys = self.block.attended
+        if kind == Kind.INTERVAL:
+            for r in cutlass.range_constexpr(instructions.ROWS):
+                key = self.block.item[ColumnItem.TILE] * self.config.block_kv + self.thread.row + 8 * r
+                kept[r, 0, half], kept[r, 1, half] = Int32(0), Int32(0)
+                if key < keys:
+                    kept[r, 0, half], kept[r, 1, half] = Int32(-FAR), Int32(FAR)
+                    if entry >= 0:
+                        kept[r, 0, half], kept[r, 1, half] = lists.lo[entry, key], lists.hi[entry, key]
+        elif kind == Kind.BITS:
+            word = steps[Step.WORD, place] // WORDS
+            for r in cutlass.range_constexpr(instructions.ROWS):
+                row = cute.local_tile(lists.pool[entry + self.thread.row + 8 * r, None], (WORDS,), (word,))
+                for w in cutlass.range_constexpr(WORDS):
+                    kept[r, w, half] = row[w]
+                if const_expr(self.config.lengths):
+                    key = self.block.item[ColumnItem.TILE] * self.config.block_kv + self.thread.row + 8 * r
+                    if key >= keys:
+                        for w in cutlass.range_constexpr(WORDS):
+                            kept[r, w, half] = Int32(0)
+        if const_expr(half > 0):  # noqa: SIM102
+            if kind == Kind.NOTHING:
+                for r in cutlass.range_constexpr(instructions.ROWS):
+                    for w in cutlass.range_constexpr(WORDS):
+                        kept[r, w, half] = Int32(0)
+        return kind
+
+    @cute.jit
+    def clear(self, packed, stage):
+        """16-bit elements of the step in a stage of Q that it does not keep become zero."""
+        for half in cutlass.range_constexpr(self.halves):
+            if self.kinds[half] != Kind.FULL:
+                words = cute.make_rmem_tensor((instructions.ROWS, WORDS), Int32)
+                if self.kinds[half] == Kind.INTERVAL:
+                    lo, hi = two_rows(Int32), two_rows(Int32)
+                    for r in cutlass.range_constexpr(instructions.ROWS):
+                        lo[r], hi[r] = self.kept[r, 0, half], self.kept[r, 1, half]
+                    first = self.block.steps[Step.QUERY, stage * self.halves + half] + self.thread.quad
+                    instructions.interval_words(words, lo, hi, first)
+                else:
+                    for r in cutlass.range_constexpr(instructions.ROWS):
+                        for w in cutlass.range_constexpr(WORDS):
+                            words[r, w] = shift(self.kept[r, w, half], self.thread)
+                clear_pairs(packed, words, half * ROWS // 4)
+
+
+class WideColumnMasks(Opaque):
+    """As `TileColumnMasks`, of items of 64 keys in tiles of one or two times as many: words for a step's scores."""
+
+    def __init__(self, config: Any, thread: Thread, block: Any) -> None:
+        self.config, self.thread, self.block = config, thread, block
+        self.words = cute.make_rmem_tensor((instructions.ROWS, WORDS), Int32)
+        self.words.fill(-1)
+
+    @cute.jit
+    def load(self, stage):
+        """Load what masks the step in a stage of Q; returns its kind."""
+        steps, lists, item, column = self.block.steps, self.block.arguments.lists, self.block.item, self.thread.quad
+        kind = cute.arch.make_warp_uniform(steps[Step.KIND, stage])
+        if kind != Kind.FULL and kind != Kind.END:
+            entry, first, keys = steps[Step.ENTRY, stage], steps[Step.QUERY, stage], self.block.attended
+            for r in cutlass.range_constexpr(instructions.ROWS):
+                key = item[ColumnItem.TILE] * ROWS + self.thread.row + 8 * r
+                if kind == Kind.INTERVAL:
+                    lo, hi = Int32(0), Int32(0)
+                    if key < keys:
+                        lo, hi = Int32(-FAR), Int32(FAR)
+                        if entry >= 0:
+                            lo, hi = lists.lo[entry, key] - column, lists.hi[entry, key] - column
+                    for w in cutlass.range_constexpr(WORDS):
+                        at = first + 32 * w
+                        self.words[r, w] = instructions.below(hi - at) & ~instructions.below(lo - at)
+                else:
+                    # The producer counts rows of a pool of 64 keys an entry.
+                    pieces = const_expr(self.config.tile_kv // ROWS)
+                    row = entry * pieces + item[ColumnItem.TILE] % pieces * ROWS + self.thread.row + 8 * r
+                    for w in cutlass.range_constexpr(WORDS):
+                        self.words[r, w] = shift(lists.pool[row, steps[Step.WORD, stage] + w], self.thread)
+                    if const_expr(self.config.lengths):  # noqa: SIM102
+                        if key >= keys:
+                            for w in cutlass.range_constexpr(WORDS):
+                                self.words[r, w] = Int32(0)
+        return kind

@@ -1,0 +1,96 @@
+"""What the computing warpgroups of the backward share: their threads, masked elements, and how results leave them.
+
+A thread holds two rows of an accumulator of 64 rows, eight apart, and of each eight columns a pair (instructions.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warp
+
+from gossamer.kernels.hopper.device import instructions
+from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP
+from gossamer.kernels.hopper.device.tiles import Tma, partition
+
+
+class Lists(NamedTuple):
+    """The lists of a walk of tiles, as arguments of a kernel."""
+
+    entries: cute.Tensor  # (2, n) int32: tile column, pool entry
+    lo: cute.Tensor  # (lists, rows) int32: the first column that a row keeps
+    hi: cute.Tensor  # the one behind the last
+    pool: cute.Tensor  # (entries * rows of a tile, columns of a tile / 32) int32
+
+
+class Factors(NamedTuple):
+    """Of scores and results, as arguments of a kernel."""
+
+    before_cap: Float32  # of a score before the soft cap
+    exponent: Float32  # of a score in exp2
+    scale: Float32  # of dQ or dK
+
+
+def two_rows(dtype: Any) -> cute.Tensor:
+    """A number for each row of a thread, in registers."""
+    return cute.make_rmem_tensor((instructions.ROWS,), dtype)
+
+
+@cute.jit
+def shift(word, thread):
+    """A mask word from this thread's first column on."""
+    return Int32(cutlass.Uint32(word) >> cutlass.Uint32(thread.quad))
+
+
+@cute.jit
+def clear(values: cute.Tensor, words: cute.Tensor) -> None:
+    """Elements whose bit is not set become 0. `words` (2, step / 32) begin at this thread's first column."""
+    for j in cutlass.range_constexpr(cute.size(values) // 4):
+        for r in cutlass.range_constexpr(instructions.ROWS):
+            word = words[r, j // 4]
+            for c in cutlass.range_constexpr(2):
+                bit, i = const_expr(1 << (8 * (j % 4) + c)), const_expr(4 * j + 2 * r + c)
+                values[i] = values[i] if (word & bit) != 0 else Float32(0.0)
+
+
+@cute.jit
+def put_tile(acc, mma, thread, to, barrier: cutlass.Constexpr = None):
+    """An accumulator to a tile in shared memory, in its type; before, all of the warpgroup meet at `barrier`."""
+    packed = cute.make_rmem_tensor_like(acc, to.element_type)
+    instructions.convert(acc, packed)
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), to.element_type)
+    mine = cute.make_tiled_copy_C(atom, mma).get_slice(thread.thread)
+    if const_expr(barrier is not None):
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
+    cute.copy(atom, mine.retile(packed), mine.partition_D(to))
+
+
+@cute.jit
+def put_part(acc, part, slot, row, column):
+    """An accumulator to a slot of the float32 parts of split tiles, (slots, rows, columns)."""
+    for r in cutlass.range_constexpr(instructions.ROWS):
+        for j in cutlass.range_constexpr(cute.size(acc) // 4):
+            for e in cutlass.range_constexpr(2):
+                part[slot, row + 8 * r, 8 * j + column + e] = acc[4 * j + 2 * r + e]
+
+
+@cute.jit
+def send_tile(tma: Tma, source, columns: cutlass.Constexpr, tile, head, batch):
+    """64 rows from shared to global memory; returns when they have been read."""
+    from_, to = partition(tma, source, ROWS, columns)
+    cute.copy(tma.atom, from_, to[None, tile, head, batch])
+    cute.arch.cp_async_bulk_commit_group()
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def row_terms(thread, terms, place):
+    """Terms of 64 queries for this thread's columns: element (e, j) is of column 8 j + thread.quad + e."""
+    places = const_expr(cute.size(terms, mode=[1]))
+    pairs = cute.make_tensor(terms.iterator, cute.make_layout((2, 4, ROWS // 8, places), stride=(1, 2, 8, ROWS)))
+    found = cute.make_rmem_tensor((2, ROWS // 8), Float32)
+    cute.autovec_copy(pairs[None, thread.lane % 4, None, place], found)
+    return found

@@ -1,0 +1,67 @@
+"""What the kernels of the backward over gathered rows share: the warp that takes items, and when a stage is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from gossamer.kernels.hopper.device.common import Opaque, Ring
+from gossamer.kernels.hopper.device.gather.rows import THREADS
+from gossamer.kernels.hopper.device.row_items import ITEM
+from gossamer.kernels.hopper.device.shell import ring_of, words
+from gossamer.kernels.hopper.device.work import ItemRing, WorkList
+
+AHEAD = 2  # descriptions of items for the warps that gather, which have their own
+
+
+def items_to_gather(memory: Any) -> ItemRing:
+    """The ring of descriptions for the warps that gather."""
+    ring = ring_of(memory, "ahead", AHEAD, 1, THREADS // 32)
+    return ItemRing(ring.full, ring.empty, AHEAD, 1, ring.readers, words(memory.ahead, ITEM, AHEAD))
+
+
+@dataclass(frozen=True, eq=False)
+class CopiedRing(Ring):
+    """A ring that threads copy rows to: a fence lets products see what they have written."""
+
+    @classmethod
+    def of(cls, memory: Any, name: str, stages: int, fillers: int = THREADS) -> CopiedRing:
+        ring = ring_of(memory, name, stages, fillers, 4)
+        return cls(ring.full, ring.empty, stages, fillers, 4)
+
+    def wait_full(self, stage: Any, phase: Any) -> None:
+        """Wait until a stage was gathered, and make it visible to the products."""
+        super().wait_full(stage, phase)
+        cute.arch.fence_view_async_shared()
+
+
+@dataclass(frozen=True, eq=False)
+class Server(Opaque):
+    """The warp that publishes items: to those that gather as soon as they listen, with tiles when there is room."""
+
+    work: WorkList
+    ahead: ItemRing
+    items: ItemRing
+    tiles: Any  # what loads an item's own tiles
+    valid: int  # the word that says whether an item is one
+
+    @cute.jit
+    def run(self):
+        """Item after item."""
+        item = self.items.item
+        word = self.work.first()
+        turn, running = Int32(0), Int32(1)
+        while running != 0:
+            self.ahead.publish(turn, word)
+            self.items.describe(turn, word)
+            running = item[self.valid, 0]
+            if running != 0:
+                self.tiles.load(turn, item)
+                word = self.work.next()
+            else:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(self.items.full)
+            turn += 1

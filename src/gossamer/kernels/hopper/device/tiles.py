@@ -1,0 +1,122 @@
+"""Tiles in shared memory, what copies them there and back by TMA, and the products that read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from gossamer.kernels.hopper.device.common import ROWS, Opaque, Ring
+
+
+def tile_layout(dtype: Any, rows: int, columns: int, stages: int | None = None, within: int = 0) -> Any:
+    """Tiles as products read them; their swizzle is the widest that divides `within` columns, or all of them."""
+    kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, within or columns)
+    atom = warpgroup.make_smem_layout_atom(kind, dtype)
+    if stages is None:
+        return cute.tile_to_shape(atom, (rows, columns), (0, 1))
+    return cute.tile_to_shape(atom, (rows, columns, stages), (0, 1, 2))
+
+
+def transposed(tiles: Any, rows: int, columns: int, *stages: int) -> Any:
+    """The transpose of tiles in shared memory."""
+    order = (1, 0, 2) if stages else (1, 0)
+    return cute.composition(tiles, cute.make_ordered_layout((columns, rows, *stages), order=order))
+
+
+class Tma(NamedTuple):
+    """A tensor (rows, columns, head, batch) in coordinates, and what copies tiles of it."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
+def tma(tensor: Any, rows: int, columns: int, *, store: bool = False, layout: Any = None) -> Tma:
+    """TMA loads or stores of tiles of a tensor (batch, head, rows, columns).
+
+    Args:
+        layout: of a tile in shared memory, where it is not `tile_layout`.
+    """
+    operation = cpasync.CopyBulkTensorTileS2GOp() if store else cpasync.CopyBulkTensorTileG2SOp()
+    by_rows = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, [2, 3, 1, 0]))
+    layout = layout or tile_layout(tensor.element_type, rows, columns)
+    return Tma(*cpasync.make_tiled_tma_atom(operation, by_rows, layout, (rows, columns)))
+
+
+def partition(tma: Tma, shared: Any, rows: int, columns: int) -> tuple[Any, Any]:
+    """(in shared memory, in global memory) of the tiles that TMA copies."""
+    tiles = cute.local_tile(tma.tensor, (rows, columns), (None, 0, None, None))
+    return cpasync.tma_partition(
+        tma.atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class TileLoader(Opaque):
+    """One warp that fills a ring with tiles of a tensor, by TMA."""
+
+    ring: Ring
+    atom: cute.CopyAtom
+    to: Any
+    from_: Any
+    bytes: int  # of a tile
+
+    @cute.jit
+    def load(self, n, tile, head, batch):
+        """Fill the n-th use of the ring, when there is room."""
+        stage, phase = self.ring.place(n)
+        full = self.ring.full + stage
+        self.ring.wait_empty(stage, phase)
+        self.fill(stage, full, tile, head, batch)
+
+    @cute.jit
+    def fill(self, stage, full, tile, head, batch):
+        """Fill a stage, whose barrier `full` is."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.bytes)
+        cute.copy(self.atom, self.from_[None, tile, head, batch], self.to[None, stage], tma_bar_ptr=full)
+
+
+def tile_loader(ring: Ring, tma: Tma, shared: Any, rows: int, columns: int) -> TileLoader:
+    """`shared`: a tile for each stage of the ring."""
+    to, from_ = partition(tma, shared, rows, columns)
+    return TileLoader(ring, tma.atom, to, from_, rows * columns * shared.element_type.width // 8)
+
+
+def product_of(dtype: Any, columns: int, *, transposed: bool = False, registers: bool = False, rows: int = ROWS) -> Any:
+    """A product of 64 rows of a warpgroup by so many columns, in float32.
+
+    Args:
+        transposed: the second factor lies as its transpose; else both lie along what is summed.
+        registers: the first factor is in registers.
+    """
+    major = cute.nvgpu.OperandMajorMode
+    source = warpgroup.OperandSource.RMEM if registers else warpgroup.OperandSource.SMEM
+    return hopper.make_trivial_tiled_mma(
+        dtype, dtype, major.K, major.MN if transposed else major.K, Float32, atom_layout_mnk=(1, 1, 1),
+        tiler_mn=(rows, columns), a_source=source,
+    )  # fmt: skip
+
+
+def accumulator(mma: Any, columns: int) -> Any:
+    """Registers for the result of a product of 64 rows."""
+    return cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C((ROWS, columns)), Float32)
+
+
+@cute.jit
+def issue(mma, acc, a, b, accumulate: cutlass.Constexpr, first: cutlass.Constexpr = 0, end: cutlass.Constexpr = None):
+    """Issue acc (+)= a b as one group of asynchronous products, of all blocks of what is summed or of some."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+    count = cutlass.const_expr(cute.size(a, mode=[2]))
+    for i in cutlass.range_constexpr(first, count if end is None else end):
+        cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
