@@ -3,8 +3,9 @@
     python benchmarks/measure_costs.py --write /tmp/costs
     python benchmarks/compare_costs.py /tmp/costs/h200.json power_strided_131072 breakeven_csr_1024_0.1
 
-The first file is the committed one. `tests/choices.py --write` shows which cases another file moves, without the
-device. A line for each case and direction: what each file chooses, and microseconds of the device (medians of rounds).
+The first file is the committed one. `tests/support/choices.py --write` shows which cases another file moves, without
+the device. A line for each case and direction: what each file chooses, and microseconds of the device (medians of
+rounds).
 """
 
 from __future__ import annotations

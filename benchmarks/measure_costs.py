@@ -4,7 +4,7 @@ python benchmarks/measure_costs.py --write /tmp/costs            # of the GPU, a
 python benchmarks/measure_costs.py --device cpu --write /tmp/costs
 
 Prints each number with the one that the plan takes now and the ratio of both. The file in the folder of `--write` has
-what was measured, and of everything else what is committed; what it changes is shown by `tests/choices.py`.
+what was measured, and of everything else what is committed; what it changes is shown by `tests/support/choices.py`.
 Times of kernels are those of replayed CUDA graphs; the implementations' results of the same inputs are compared in the
 run.
 """

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from launches import poisoned
 
 from gossamer.kernels.hopper.store import ARCHITECTURE
 from gossamer.memo import forget_all
+from tests.support.launches import poisoned
 
 # The compiler of the Hopper kernels asks for it when it is first imported, which a test may do before a kernel is made.
 os.environ.setdefault("CUTE_DSL_ARCH", ARCHITECTURE)
@@ -49,7 +49,7 @@ def fresh_compiler() -> None:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Calls are computed in parts whatever that costs; the splits that were taken."""
-    from parts_cases import at_any_price, forget
+    from tests.support.parts_cases import at_any_price, forget
 
     taken = at_any_price(monkeypatch)
     forget()

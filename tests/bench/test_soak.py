@@ -1,0 +1,141 @@
+"""The soak: its oracle agrees with the patterns, its calls run clean, and what is wrong is found and said."""
+
+from __future__ import annotations
+
+import ast
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gossamer as gs
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+FIRST, CALLS = 0, 30
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scripts() -> Iterator[None]:
+    """The folder of the scripts, which import one another by name."""
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+
+
+def test_the_oracle_imports_nothing_of_the_package() -> None:
+    tree = ast.parse((BENCHMARKS / "soak_oracle.py").read_text())
+    names = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    assert {str(name).split(".")[0] for name in names} == {"__future__", "math", "typing", "numpy", "torch"}
+
+
+@pytest.mark.parametrize(("B", "H", "Q", "K"), [(2, 3, 24, 24), (1, 2, 7, 40), (3, 1, 50, 30)])
+def test_the_oracles_masks_are_those_of_the_patterns(B: int, H: int, Q: int, K: int) -> None:
+    import soak_oracle
+    import soak_patterns
+
+    r = random.Random(Q)
+    specs = [make(r, Q, K) for make in soak_patterns.SHARED.values() for _ in range(4)]
+    specs += [soak_patterns.spec_of(r, B, H, Q, K) for _ in range(60)]
+    for offset in (K - Q, 0, -9, 2**31 - 2**17):
+        for spec in specs:
+            pattern = soak_patterns.pattern_of(spec, Q, K, r)
+            kept = torch.from_numpy(pattern.materialize(Q, K, offset))
+            assert (soak_oracle.kept(spec, B, H, Q, K, offset) == kept).all(), (spec, offset)
+
+
+def test_every_pattern_is_drawn() -> None:
+    import soak_calls
+
+    drawn = {soak_calls.draw(seed, "cpu").spec[0] for seed in range(2000)}
+    assert drawn >= (set(gs.patterns.__all__) - {"Pattern"}) | {"And", "Or", "Not"}
+
+
+def test_calls_run_clean(capsys: pytest.CaptureFixture[str]) -> None:
+    import soak
+
+    assert soak.main(["--seed", str(FIRST), "--calls", str(CALLS), "--workers", "0"]) == 0, capsys.readouterr().out
+    assert f"{CALLS} calls" in capsys.readouterr().out
+
+
+def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """An error of a thousandth in one kind of result, in float64 and float32, is a failure with its command."""
+    import soak
+    import soak_calls
+    import soak_run
+
+    seeds = [seed for seed in range(200) if plain(soak_calls.draw(seed, "cpu"))][:4]
+
+    def off(*args: Any, **kwargs: Any) -> Any:
+        found = gs.attention(*args, **kwargs)
+        return (found[0] + 1e-3, *found[1:]) if isinstance(found, tuple) else found + 1e-3
+
+    for seed in seeds:
+        assert soak.main(["--one", str(seed)]) == 0, capsys.readouterr().out
+    monkeypatch.setattr(soak_run, "attention", off)
+    for seed in seeds:
+        assert soak.main(["--one", str(seed)]) == 1
+        message = capsys.readouterr().out
+        assert f"WRONG python benchmarks/soak.py --one {seed} --device cpu" in message
+        assert "out[" in message
+        assert "1 wrong" in message
+
+
+def plain(c: Any) -> bool:
+    """A call in float32 or float64 that is computed, and whose rounding is small."""
+    few = c.scale is c.softcap is c.slopes is c.sinks is c.q_offset is c.mistake is None
+    return few and c.dtype in (torch.float32, torch.float64) and c.implementation is None and c.form == "pattern"
+
+
+def test_an_error_that_is_no_refusal_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import soak
+    import soak_calls
+    import soak_run
+
+    seed = next(seed for seed in range(200) if plain(soak_calls.draw(seed, "cpu")))
+    for error, message in (
+        (RuntimeError("broken"), "RuntimeError: broken"),
+        (ValueError("k is odd"), "refused: ValueError"),
+    ):
+
+        def fails(*args: Any, _error: Exception = error, **kwargs: Any) -> Any:
+            raise _error
+
+        monkeypatch.setattr(soak_run, "attention", fails)
+        assert soak.main(["--one", str(seed)]) == 1
+        assert message in capsys.readouterr().out
+
+
+def crashes(pipe: Any, device: str) -> None:
+    pipe.send(None)
+    pipe.recv()
+    os._exit(3)
+
+
+def hangs(pipe: Any, device: str) -> None:
+    pipe.send(None)
+    pipe.recv()
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(("target", "message"), [(crashes, "crashed: exit code 3"), (hangs, "took longer than 0 s")])
+def test_a_process_that_crashes_or_hangs_is_a_failure(
+    target: Any, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the call that it was at."""
+    import soak
+
+    monkeypatch.setitem(soak.LIMIT, "cpu", 0.01)
+    counts = soak.soak("cpu", 1, 7, 1, 60.0, target)
+    assert (counts.calls, counts.wrong) == (1, 1)
+    printed = capsys.readouterr().out
+    assert "--one 7 --device cpu" in printed
+    assert message in printed

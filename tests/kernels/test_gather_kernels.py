@@ -1,0 +1,118 @@
+"""The gather kernels against float64: in Triton's interpreter on the CPU, and on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import gossamer as gs
+from gossamer.kernels.triton.gather import launch_gather as gather
+from gossamer.kernels.triton.gather.config import RowConfig
+from gossamer.layouts.gather import WIDTHS, build_gather
+from tests.support.launches import backward, forward
+from tests.support.processes import INTERPRETING, in_interpreter
+from tests.support.triton_cases import CASES, Case, compare, make
+
+GROUP_SIZES = tuple(WIDTHS)
+
+
+def hubs(Q: int, K: int) -> gs.CSR:
+    """A few pairs a row, one row that sees everything, and one key that everything sees."""
+    mask = np.random.default_rng(2).random((Q, K)) < 0.05
+    mask[3] = mask[:, 5] = True
+    return gs.CSR(np.cumsum([0, *mask.sum(1)]), np.nonzero(mask)[1], K)
+
+
+SCATTERED = [
+    Case("hubs", hubs(40, 100), Q=40, K=100, limit=1),
+    Case("group-of-heads", 0.1, B=2, H=4, G=2, Q=70, K=90),
+    Case("group-of-heads-by-head", 0.1, H=4, G=2, lead=(1, 4), Q=70, K=90, limit=1),
+    Case("by-batch", 0.1, B=2, H=2, G=1, lead=(2, 1), Q=70, K=90, terms={"alibi": (0.1, 0.4), "lengths": (90, 31)}),
+    Case("power-strided", gs.PowerStrided(2, 3), Q=140, K=140, D=64, E=64, dtype=torch.float16),
+]
+NAMES = (
+    "causal-split", "window-half", "bigbird", "per-head-grouped", "random", "random-per-batch-and-head",
+    "random-grouped-lists", "empty-rows", "nothing-kept", "head-sizes", "large-heads", "one-query", "strided",
+    "negative-scale", "softcap", "alibi", "sink", "sink-split", "lengths-bits", "every-term", "offset",
+)  # fmt: skip
+ALL = SCATTERED + [case for case in CASES if case.name in NAMES]
+
+
+def run(case: Case, device: str, block_q: int, config: Any = None) -> tuple[Any, ...]:
+    """The results of the gather kernels, and what they are compared with."""
+    problem, _, mask, terms, inputs = make(case, device)
+    q, k, v, dout, dlse = inputs
+    host = mask.cpu().numpy()
+    pattern = gs.BlockMask(host, 1)
+    layout = build_gather(pattern, case.Q, case.K, block_q=block_q, q_offset=terms.q_offset).to(device)
+    # Lists without tiles are counted in columns; where all are long, cutting them is slow in the interpreter.
+    limit = None if case.limit is None else 1 if block_q > 1 else 16 if case.name == "hubs" else None
+    options: dict[str, Any] = {"config": config, "limit": limit}
+    out, lse = forward(gather, problem, layout, terms, q, k, v, **options)
+    gradients = backward(gather, problem, layout, terms, dout, dlse, q, k, v, out, lse, **options)
+    return (mask, terms, inputs), (out, lse, *gradients)
+
+
+def check(case: Case, device: str, block_q: int, config: Any = None) -> None:
+    against, found = run(case, device, block_q, config)
+    compare(case, *against, found)
+
+
+if INTERPRETING:
+
+    @pytest.mark.parametrize("block_q", GROUP_SIZES)
+    @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+    def test_case(case: Case, block_q: int) -> None:
+        # Many rows in a program: the interpreter pays for programs.
+        check(case, "cpu", block_q, RowConfig(256, 4) if block_q == 1 else None)
+
+    @pytest.mark.parametrize("config", [RowConfig(2, 16), RowConfig(4, 2), RowConfig(16, 1)], ids=str)
+    def test_every_row_configuration_gives_the_same_rows(config: RowConfig) -> None:
+        check(next(case for case in ALL if case.name == "hubs"), "cpu", 1, config)
+
+else:
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("part", range(4))
+    def test_in_the_interpreter(part: int) -> None:
+        tests = [f"test_case[{case.name}-{rows}]" for case in ALL for rows in GROUP_SIZES][part::4]
+        if part == 0:
+            tests.append("test_every_row_configuration_gives_the_same_rows")
+        in_interpreter(__file__, *tests)
+
+
+LARGE = [
+    Case("large-random", 0.02, H=4, G=2, Q=900, K=1100, D=64, E=64),
+    Case("large-power", gs.PowerStrided(2, 40), H=2, G=2, Q=2000, K=2000, D=128, E=128),
+    Case("large-heads-apart", 0.05, H=4, G=2, lead=(1, 4), Q=500, K=500, D=96, E=192),
+    Case("large-wide", 0.05, H=1, G=1, Q=300, K=500, D=256, E=256, limit=1),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU; torch finds none")
+class TestOnGPU:
+    @pytest.mark.parametrize("block_q", GROUP_SIZES)
+    @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+    def test_case(self, case: Case, block_q: int) -> None:
+        check(case, "cuda", block_q)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+    @pytest.mark.parametrize("block_q", GROUP_SIZES)
+    @pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
+    def test_large(self, case: Case, block_q: int, dtype: torch.dtype) -> None:
+        if max(case.D, case.E) > 128 and block_q > 16:
+            pytest.skip("no implementation offers it")
+        check(dataclasses.replace(case, dtype=dtype), "cuda", block_q)
+
+    @pytest.mark.parametrize("block_q", GROUP_SIZES)
+    def test_two_runs_give_the_same_bits(self, block_q: int) -> None:
+        case = dataclasses.replace(LARGE[0], dtype=torch.bfloat16, limit=1)
+        first, second = (run(case, "cuda", block_q)[1] for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first[:5], second[:5], strict=True))

@@ -1,0 +1,218 @@
+"""Triton kernels as steps: what is compiled of an argument, and what a bound step passes to the compiled kernel."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton import knobs
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+import gossamer as gs
+from gossamer.kernels import relaunch
+from gossamer.kernels.contract import Scoring
+from gossamer.kernels.launch import Builder, Constant, Operand, operand_of
+from gossamer.kernels.relaunch import Blocks, Pointer, Programs
+from gossamer.kernels.triton import IMPLEMENTATION, KERNELS
+from gossamer.plan.problem import Problem
+from tests.support.launches import prepared, run
+
+Call = tuple[str, tuple[int, ...], tuple[Any, ...]]
+
+
+class Compiled:
+    """A compiled kernel, whose grid has three numbers: grid, stream, function, metadata and three of hooks first."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, calls: list[Call]) -> None:
+        self.calls = calls
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        assert len(grid) == 3
+        return lambda *arguments: self.calls.append(("hooked", grid, arguments))
+
+    def run(self, x: int, y: int, z: int, *arguments: Any) -> None:
+        assert arguments[:6] == ("stream", "function", "metadata", None, None, None)
+        self.calls.append(("known", (x, y, z), arguments[6:]))
+
+
+class Kernel:
+    """A Triton kernel that computes nothing and says how it was compiled and launched."""
+
+    @staticmethod
+    def fn(size: int, x: Any, scale: float, y: Any, table: Any, FLAG: bool) -> None: ...
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def warmup(self, *arguments: Any, grid: tuple[int, ...], **options: Any) -> Compiled:
+        self.calls.append(("compiled", grid, (*arguments, options)))
+        return Compiled(self.calls)
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
+
+
+def described(kernel: Kernel, grid: tuple[int, ...] = (3, 2)) -> Builder:
+    b = Builder({"x": Operand("float16", (2, 3), (8, 1), False), "t": Operand("int32", (4,), (1,))})
+    values = {"FLAG": True, "table": "t", "y": None, "x": "x", "scale": 0.5, "size": 7}  # in any order
+    relaunch.step(b, "triton", "name", kernel, grid, values, {"num_warps": 4})
+    return b
+
+
+def test_arguments_are_ordered_by_the_kernel() -> None:
+    kernel = Kernel()
+    (step,) = described(kernel).done().launch.steps
+    assert step.arguments == (Constant(7), "x", Constant(0.5), Constant(None), "t", Constant(True))
+    signature = (7, Pointer("float16", False), 0.5, None, Pointer("int32", True), True)
+    assert step.kernel.key == ((3, 2), (("num_warps", 4),), signature)
+    assert hash(step.kernel) and not kernel.calls
+    assert described(kernel, (0, 2)).done().launch.steps == ()
+
+
+def test_a_step_passes_what_it_is_given(streams: None) -> None:
+    kernel = Kernel()
+    (step,) = described(kernel).done().launch.steps
+    launch = relaunch.launcher(kernel, Programs(*step.kernel.key))
+    (_, grid, (size, x, scale, y, table, flag, options)) = kernel.calls.pop()
+    assert (grid, size, scale, y, flag, options) == ((3, 2), 7, 0.5, None, True, {"num_warps": 4})
+    assert [(a.dtype, a.data_ptr() % 16) for a in (x, table)] == [(torch.float16, 8), (torch.int32, 0)]
+    launch(7, 4096, 0.5, None, 8192, True)
+    assert kernel.calls == [("known", (3, 2, 1), (7, 4096, 0.5, None, 8192, True))]
+
+
+def test_a_profiler_sees_bound_steps(streams: None) -> None:
+    kernel = Kernel()
+    launch = relaunch.launcher(kernel, Programs((1,), (), ()))
+    seen = knobs.runtime.launch_enter_hook
+
+    def called() -> str:
+        launch()
+        return kernel.calls[-1][0]
+
+    def hook(metadata: object) -> None: ...
+
+    assert called() == "known"
+    seen.add(hook)
+    try:
+        assert called() == "hooked"
+    finally:
+        seen.remove(hook)
+    assert called() == "known"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int32", "int8", "int64"])
+def test_triton_sees_in_a_stand_in_what_it_sees_in_a_tensor(dtype: str) -> None:
+    """Else the kernel that is compiled ahead would be another than that of the call."""
+
+    def specialised(x: Any) -> Any:
+        return native_specialize_impl(CUDABackend, x, False, True, True)
+
+    kind = getattr(torch, dtype)
+    whole = torch.zeros(64, dtype=kind)
+    for x in (whole, whole[1:]):
+        known = operand_of(x)
+        assert specialised(relaunch._stand_in(Pointer(known.dtype, known.aligned))) == specialised(x)
+    if kind.is_floating_point:
+        x, block = torch.zeros(1, 2, 30, 64, dtype=kind), [1, 1, 16, 64]
+        argument = Blocks(dtype, tuple(x.shape), x.stride(), tuple(block))
+        assert specialised(relaunch._stand_in(argument)) == specialised(TensorDescriptor.from_tensor(x, block))
+
+
+def test_addresses_of_a_whole_call(streams: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step of both directions gets an address for each array, a descriptor where it loads by TMA."""
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    calls: list[Call] = []
+    compiled: list[tuple[str, tuple[Any, ...]]] = []
+
+    def warmup(name: str) -> Any:
+        def warmed(*arguments: Any, grid: tuple[int, ...], **options: Any) -> Compiled:
+            compiled.append((name, arguments))
+            return Compiled(calls)
+
+        return warmed
+
+    for name, function in KERNELS.items():
+        monkeypatch.setattr(function, "warmup", warmup(name))
+    problem = Problem(1, 2, 1, 200, 200, 64, 64, "bfloat16", "cpu", sm=90)
+    layout = gs.SlidingWindow(150).layout(200, 200, block_q=128, block_kv=128).to("cpu")
+    q, k, v, dout, out = (torch.zeros(1, h, 200, 64, dtype=torch.bfloat16) for h in (2, 1, 1, 2, 2))
+    given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": torch.zeros(1, 2, 200)}
+    dq, dk, dv = run(IMPLEMENTATION, problem, layout, "backward", Scoring(0.125, 0), given)
+    assert [name for name, _ in compiled] == ["row_terms_kernel", "dq_kernel", "dkdv_kernel"]
+    for (name, stand_ins), (how, _, arguments) in zip(compiled, calls, strict=True):
+        names = relaunch.parameters(KERNELS[name])
+        passed = dict(zip(names, arguments, strict=True))
+        for parameter, stand_in in zip(names, stand_ins, strict=True):
+            if isinstance(stand_in, TensorDescriptor):
+                assert name == "dq_kernel" and parameter in ("k", "v")
+                assert passed[parameter].base is given[parameter]
+            elif isinstance(stand_in, relaunch._Memory):
+                assert isinstance(passed[parameter], int) and passed[parameter] % 16 == stand_in.address
+            else:
+                assert passed[parameter] is stand_in or passed[parameter] == stand_in
+        own = {"q": q, "dout": dout, "dq": dq, "dk": dk, "dv": dv, "lse": given["lse"]}
+        pointers = {n: x for n, x in own.items() if isinstance(passed.get(n), int)}
+        assert how == "known" and pointers and all(passed[n] == x.data_ptr() for n, x in pointers.items())
+
+
+@pytest.mark.parametrize("change", ["stride", "offset", "dtype"])
+def test_the_launch_tells_what_triton_compiles_for(change: str) -> None:
+    x = torch.zeros(1, 2, 20, 17)
+    changed = {"stride": x.transpose(1, 2), "offset": x[..., 1:], "dtype": x.half()}[change]
+    layout = gs.SlidingWindow(5).layout(20, 20, block_q=64, block_kv=64).to("cpu")
+
+    def steps(k: torch.Tensor) -> Any:
+        problem = Problem(1, 2, 2, 20, 20, 16, 16, "float32", "cpu", sm=80)
+        q = torch.zeros(1, 2, 20, 16)
+        given = {"q": q, "k": k, "v": q}
+        return prepared(IMPLEMENTATION, problem, layout, "forward", Scoring(1.0, 0), given).launch.steps
+
+    assert steps(x) == steps(torch.ones_like(x)) != steps(changed)
+
+
+def test_threads_share_one_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound launch holds addresses of a schedule's tensors: one made at the same time must not take its place."""
+    from gossamer.kernels.triton.block import schedule_block as block
+    from gossamer.kernels.triton.gather import schedule_gather as gather
+    from gossamer.layouts import build_gather
+
+    pattern = gs.SlidingWindow(9) | gs.Dilated(3, 0, 40)
+    blocks = pattern.layout(300, 300, block_q=64, block_kv=64).to("cpu")
+    gathers = build_gather(pattern, 300, 300, block_q=16).to("cpu")
+    problem = Problem(1, 2, 1, 300, 300, 16, 16, "float32", "cpu")
+    both = threading.Barrier(2)
+
+    def late(make):
+        def made(*arguments):
+            both.wait(timeout=30)  # both threads have found nothing
+            return make(*arguments)
+
+        return made
+
+    for module, name in (
+        (block, "_make_schedule"),
+        (block, "work_items"),
+        (gather, "_make_schedule"),
+        (gather, "_make_work"),
+    ):
+        monkeypatch.setattr(module, name, late(getattr(module, name)))
+    for ask in (
+        lambda: block.schedule_of(problem, blocks, False, 2),
+        lambda: gather.schedule_of(problem, gathers, "forward", None, 2),
+    ):
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(lambda _: ask(), range(2))  # noqa: B023
+        assert first is second is ask() and first.split_rows.slots > 0

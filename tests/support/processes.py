@@ -1,0 +1,29 @@
+"""Tests in processes of their own: whether Triton interprets is chosen when it is imported, once for a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+ROOT = Path(__file__).parents[2]
+
+
+def in_interpreter(file: str, *tests: str) -> None:
+    """These tests of a file, with the kernels in Triton's interpreter, on the CPU."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    _run([*command, *(f"{file}::{test}" for test in tests)], {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
+
+
+def compiled(script: str, *arguments: object, cache: Path) -> None:
+    """A script that compiles kernels, with a cache that is thrown away; warnings are errors."""
+    command = [sys.executable, "-W", "error", "-c", script, *map(str, arguments)]
+    _run(command, {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)})
+
+
+def _run(command: list[str], more: dict[str, str]) -> None:
+    environment = os.environ | more
+    found = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-4000:]
