@@ -27,7 +27,7 @@ from gossamer.kernels.hopper.device.forward.kernel import Forward
 from gossamer.kernels.hopper.device.forward.masks import tiles_of
 from gossamer.kernels.hopper.device.row_items import RowItem
 from gossamer.kernels.hopper.launch.forward import forward
-from gossamer.layouts.work_items import row_lengths
+from gossamer.layouts.work_list import row_lengths
 
 
 class Traffic(Forward):

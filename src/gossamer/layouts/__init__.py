@@ -6,7 +6,7 @@ from gossamer.layouts.dense import from_dense
 from gossamer.layouts.gather import GatherLayout, build_gather
 from gossamer.layouts.stats import LayoutStats
 from gossamer.layouts.walk import TileList, Walk
-from gossamer.layouts.work_items import WorkItems, work_items
+from gossamer.layouts.work_list import WorkItems, work_items
 
 __all__ = [
     "BlockLayout",

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gossamer.layouts.base import Array, Layout, WalkArrays
-from gossamer.layouts.work_items import FEWEST_TILES, PARTS_PER_PROCESSOR
+from gossamer.layouts.work_list import FEWEST_TILES, PARTS_PER_PROCESSOR
 from gossamer.patterns.base import Pattern
 from gossamer.patterns.grid import WORD, ranges, unpack_bits
 from gossamer.patterns.pairs import PAIRS_AT_ONCE, pair_chunks

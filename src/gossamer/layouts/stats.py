@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gossamer.layouts.walk import TileList, Walk
-from gossamer.layouts.work_items import row_lengths
+from gossamer.layouts.work_list import row_lengths
 from gossamer.patterns.grid import Grid, ranges
 from gossamer.patterns.tiles import interval_overlap
 

@@ -6,7 +6,7 @@ from math import inf, prod
 from typing import Literal, NamedTuple
 
 from gossamer.layouts.gather import WIDTHS, item_limit
-from gossamer.layouts.work_items import FEWEST_TILES
+from gossamer.layouts.work_list import FEWEST_TILES
 from gossamer.memo import Memo
 from gossamer.patterns.base import Pattern
 from gossamer.plan.capability import Candidate

@@ -17,8 +17,8 @@ from gossamer.kernels.hopper.device.row_items import ITEM
 from gossamer.kernels.hopper.schedule.rows import fill, for_every_head, item_limit, merges_of
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.walk import Walk
-from gossamer.layouts.work_items import row_lengths
-from gossamer.layouts.work_items import split_rows as cut
+from gossamer.layouts.work_list import row_lengths
+from gossamer.layouts.work_list import split_rows as cut
 from gossamer.memo import Memos
 
 

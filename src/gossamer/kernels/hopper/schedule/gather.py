@@ -15,7 +15,7 @@ from gossamer.kernels.hopper.device.row_items import ITEM, RowItem
 from gossamer.kernels.hopper.schedule.columns import ColumnWork, items_of
 from gossamer.kernels.hopper.schedule.rows import Work, fill, for_every_head, item_limit, merges_of
 from gossamer.layouts.gather import GatherLayout, GatherWalk
-from gossamer.layouts.work_items import split_rows as cut
+from gossamer.layouts.work_list import split_rows as cut
 from gossamer.memo import Memos
 
 NEAR = 4  # lengths that differ by fewer steps stay in the order of rows, whose columns are likely to be near each other

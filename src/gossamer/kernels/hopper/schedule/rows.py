@@ -18,8 +18,8 @@ from gossamer.kernels.hopper.device.row_items import ITEM, LISTS, RowItem
 from gossamer.layouts import items as given
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.walk import Walk
-from gossamer.layouts.work_items import FEWEST_TILES, row_lengths, work_items
-from gossamer.layouts.work_items import split_rows as cut
+from gossamer.layouts.work_list import FEWEST_TILES, row_lengths, work_items
+from gossamer.layouts.work_list import split_rows as cut
 from gossamer.memo import Memos
 
 START = 3  # what an item costs beside its tiles, in tiles

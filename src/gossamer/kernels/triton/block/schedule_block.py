@@ -19,14 +19,14 @@ from torch import Tensor
 from gossamer.kernels.triton.split_rows import SplitRows
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.walk import KINDS, TileList, Walk
-from gossamer.layouts.work_items import item_limit, row_lengths, work_items
+from gossamer.layouts.work_list import item_limit, row_lengths, work_items
 from gossamer.memo import LEAST, Memo
 from gossamer.plan.problem import Problem
 
 
 @dataclass(frozen=True)
 class Items:
-    """Work items of a walk on the device of the layout: see `gossamer.layouts.work_items.WorkItems`."""
+    """Work items of a walk on the device of the layout: see `gossamer.layouts.work_list.WorkItems`."""
 
     items: Tensor  # (n, ITEM) int32
     merges: Tensor  # (m, MERGE) int32

@@ -16,7 +16,7 @@ from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig, group_
 from gossamer.kernels.triton.split_rows import SplitRows
 from gossamer.layouts.gather import GatherLayout, GatherWalk, item_limit
 from gossamer.layouts.items import BEGIN, COUNT, END, ITEM, LEAD, PART, SLOT, TILE
-from gossamer.layouts.work_items import fill, merges_of, split_rows
+from gossamer.layouts.work_list import fill, merges_of, split_rows
 from gossamer.memo import Memos
 from gossamer.plan.problem import Problem
 
