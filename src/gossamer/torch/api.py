@@ -31,7 +31,7 @@ from gossamer.torch.request import (
     slopes,
     wide,
 )
-from gossamer.torch.validate import BHND, Layout, describe, is_bshd, options_of, unbatched
+from gossamer.torch.validate import BHND, Layout, Lengths, describe, is_bshd, options_of, unbatched
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | int | BlockLayout | BlockMask | Tensor | None = None, *,
-    scale: float | None = None, q_offset: int | Tensor | None = None, key_lengths: Tensor | None = None,
+    scale: float | None = None, q_offset: int | Tensor | None = None, key_lengths: Lengths | None = None,
     softcap: float | None = None, sink_logits: Tensor | None = None, alibi_slopes: Tensor | None = None,
     return_lse: Literal[False] = False, merge: str | None = None, implementation: str | None = None,
     deterministic: bool | None = None, layout: Layout = BHND,
@@ -50,7 +50,7 @@ def attention(
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | int | BlockLayout | BlockMask | Tensor | None = None, *,
-    scale: float | None = None, q_offset: int | Tensor | None = None, key_lengths: Tensor | None = None,
+    scale: float | None = None, q_offset: int | Tensor | None = None, key_lengths: Lengths | None = None,
     softcap: float | None = None, sink_logits: Tensor | None = None, alibi_slopes: Tensor | None = None,
     return_lse: Literal[True], merge: str | None = None, implementation: str | None = None,
     deterministic: bool | None = None, layout: Layout = BHND,
@@ -60,7 +60,7 @@ def attention(
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | int | BlockLayout | BlockMask | Tensor | None = None, *,
-    scale: float | None = None, q_offset: int | Tensor | None = None, key_lengths: Tensor | None = None,
+    scale: float | None = None, q_offset: int | Tensor | None = None, key_lengths: Lengths | None = None,
     softcap: float | None = None, sink_logits: Tensor | None = None, alibi_slopes: Tensor | None = None,
     return_lse: bool, merge: str | None = None, implementation: str | None = None,
     deterministic: bool | None = None, layout: Layout = BHND,
@@ -75,7 +75,7 @@ def attention(
     *,
     scale: float | None = None,
     q_offset: int | Tensor | None = None,
-    key_lengths: Tensor | None = None,
+    key_lengths: Lengths | None = None,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
     alibi_slopes: Tensor | None = None,

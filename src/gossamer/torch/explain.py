@@ -26,7 +26,7 @@ from gossamer.torch.parts import PartitionedCall
 from gossamer.torch.planning import Selection, check_rows, check_sizes, data_layout, plan_for, scoring_of, select_layout
 from gossamer.torch.reorder import check_order
 from gossamer.torch.request import Request, request_of, results_in_bshd
-from gossamer.torch.validate import BHND, Layout, describe, is_bshd
+from gossamer.torch.validate import BHND, Layout, Lengths, describe, is_bshd
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -116,9 +116,10 @@ class Explanation:
         lines += [("part", part) for part in self.parts]
         if self.estimates is not None:
             parts, whole = self.estimates
-            told = f"{shown(parts)} in parts, {shown(whole)} as one call"
-            counted = f"in parts: 1.00, as one call: {whole / parts:.2f}"
-            lines.append(("estimated", told) if self.measured else ("counted", counted))
+            if self.measured:
+                lines.append(("estimated", f"{shown(parts)} in parts, {shown(whole)} as one call"))
+            else:
+                lines.append(("counted", f"in parts: 1.00, as one call: {whole / parts:.2f}"))
         lines += self._ways()
         if self.backward is not None:
             about = "" if self.backward_seconds is None else f", about {shown(self.backward_seconds)}"
@@ -238,7 +239,7 @@ def explain(
     *,
     scale: float | None = None,
     q_offset: int | Tensor | None = None,
-    key_lengths: Tensor | None = None,
+    key_lengths: Lengths | None = None,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -281,7 +282,7 @@ def explain(
         implementation=implementation, deterministic=deterministic, bshd=is_bshd(layout),
     )  # fmt: skip
     if reordered is not None:
-        check_order(reordered, request.arguments.q, request.arguments.k, key_lengths, alibi_slopes)
+        check_order(reordered, request.arguments.q, request.arguments.k, request.arguments.key_lengths, alibi_slopes)
     again = planned_again(request, reordered is not None)
     usual = plan_for(request.arguments, request.attended.geometry)
     request = read_q_offset(request)
@@ -301,7 +302,6 @@ def explain(
         gradient = _names(_calls(later, request, backward=True))
     useful, executed, tiles = _of_one_head(computed, p)
     flops = 2.0 * (p.D + p.E) * p.B * p.H
-
     counts: tuple[Way, ...] = () if which is None else ways(plan, which, scoring.q_offset)
     later_counts = () if which is None or later is None else ways(later, which, scoring.q_offset)
     fill = executed / useful if useful else 1.0
