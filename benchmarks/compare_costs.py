@@ -23,6 +23,8 @@ import gossamer
 from gossamer.bench.check import Inputs
 from gossamer.bench.latency import capture_stream, graph_ms
 from gossamer.bench.measure import time_call
+from gossamer.bench.peer import backward_call
+from gossamer.bench.run import forward_call, ours
 from gossamer.bench.workload import find, make_inputs
 from gossamer.memo import forget_all
 from gossamer.plan import costs
@@ -36,24 +38,25 @@ ROUNDS = 3
 def using(files: dict[str, costs.File]) -> Iterator[None]:
     """Plans are made by these files, and nothing that other files led to is known."""
     with mock.patch.object(costs, "files", lambda: files):
-        costs._costs_of.cache_clear()
-        forget_all()
+        forget()
         yield
+    forget()
+
+
+def forget() -> None:
+    """Forget what costs led to."""
     costs._costs_of.cache_clear()
     forget_all()
 
 
 def way(inputs: Inputs, direction: str) -> str:
     """The implementation and the layout that a call takes, or its parts."""
-    t, backward = inputs.terms, direction == "backward"
+    backward, q_offset = direction == "backward", inputs.terms.q_offset
     q = inputs.q.detach().requires_grad_(backward)
-    problem = gossamer.explain(
-        q, inputs.k, inputs.v, inputs.pattern, scale=t.scale, q_offset=t.q_offset, key_lengths=t.key_lengths,
-        softcap=t.softcap, sink_logits=t.sink_logits, alibi_slopes=t.alibi_slopes,
-    ).problem  # fmt: skip
+    problem = gossamer.explain(q, inputs.k, inputs.v, inputs.pattern, **inputs.options()).problem
     plan = plan_of(problem, backward=backward)
-    partition = plan.partition(inputs.pattern.handle, t.q_offset)
-    return str(choose(plan, inputs.pattern, t.q_offset)) if partition is None else f"{len(partition.parts)} parts"
+    partition = plan.partition(inputs.pattern.handle, q_offset)
+    return str(choose(plan, inputs.pattern, q_offset)) if partition is None else f"{len(partition.parts)} parts"
 
 
 def milliseconds(call: Callable[[], object], device: str) -> float:
@@ -63,19 +66,8 @@ def milliseconds(call: Callable[[], object], device: str) -> float:
 
 def calls(inputs: Inputs, directions: Sequence[str]) -> dict[str, Callable[[], object]]:
     """A call of each direction: the forward of one with gradients is run once, here."""
-    t = inputs.terms
-    terms = {
-        "scale": t.scale, "q_offset": t.q_offset, "key_lengths": t.key_lengths, "softcap": t.softcap,
-        "sink_logits": t.sink_logits, "alibi_slopes": t.alibi_slopes,
-    }  # fmt: skip
-    found: dict[str, Callable[[], object]] = {
-        "forward": lambda: gossamer.attention(inputs.q, inputs.k, inputs.v, inputs.pattern, **terms)
-    }
-    if "backward" in directions:
-        leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-        out = gossamer.attention(*leaves, inputs.pattern, **terms)
-        found["backward"] = lambda: torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
-    return {direction: found[direction] for direction in directions}
+    prepared, makers = ours(None).prepare(inputs, 0.0), {"forward": forward_call, "backward": backward_call}
+    return {direction: makers[direction](prepared, inputs) for direction in directions}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
