@@ -41,6 +41,19 @@ class Opaque:
         return self
 
 
+class Block(Opaque):
+    """What the roles of a block share, by names: the kernel's arguments, its rings, what else is in shared memory."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+
+def named(**values: Any) -> Any:
+    """Values with names, which a kernel takes as one parameter."""
+    make: Any = NamedTuple
+    return make("Arguments", [(name, Any) for name in values])(*values.values())
+
+
 class Thread(NamedTuple):
     """A thread of a computing warpgroup, and what it holds of a fragment: see instructions.py."""
 

@@ -136,6 +136,19 @@ def interval_words(words: cute.Tensor, lo: cute.Tensor, hi: cute.Tensor, first: 
             words[r, w] = below(hi[r] - first - 32 * w) & ~below(lo[r] - first - 32 * w)
 
 
+def shifted(word: Int32, columns: Int32) -> Int32:
+    """A mask word from the column on that is so many behind its first."""
+    return Int32(cutlass.Uint32(word) >> cutlass.Uint32(columns))
+
+
+@cute.jit
+def keep_below(words: cute.Tensor, n: cutlass.Constexpr, limit: Int32) -> None:
+    """Clear the bits of columns in word `n` that are not below a limit, which is relative to bit 0 of word 0."""
+    within = below(limit - 32 * n)
+    for r in cutlass.range_constexpr(ROWS):
+        words[r, n] = words[r, n] & within
+
+
 @cute.jit
 def exceed(scores: cute.Tensor, reference: cute.Tensor, exponent: Float32) -> cutlass.Boolean:
     """Whether any power of two of this thread is above the limit, or a row has no reference yet.

@@ -16,13 +16,20 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.common import WARPGROUP, Barrier, Opaque, Ring, Thread
+from gossamer.kernels.hopper.device.common import WARPGROUP, Barrier, Opaque, Thread
 from gossamer.kernels.hopper.device.configurations import Hold
-from gossamer.kernels.hopper.device.forward.results import Epilogue, Results
+from gossamer.kernels.hopper.device.forward.masks import one, packed_mask
+from gossamer.kernels.hopper.device.forward.results import Epilogue
 from gossamer.kernels.hopper.device.forward.softmax import Softmax
 from gossamer.kernels.hopper.device.row_items import RowItem
-from gossamer.kernels.hopper.device.tiles import accumulator, issue, product_of, transposed
-from gossamer.kernels.hopper.device.work import ItemRing
+from gossamer.kernels.hopper.device.tiles import (
+    accumulator,
+    first_factor,
+    issue,
+    product_of,
+    second_factor,
+    transposed,
+)
 
 
 class Half(IntEnum):
@@ -39,11 +46,6 @@ class Plan:
 
     groups: int  # consumer warpgroups of a block
     parts: int  # steps of a tile
-    step: int  # keys of a step
-    D: int
-    E: int
-    hold: int  # of `Hold`
-    score: str
     overlap_items: bool  # the next item's Q is there while this item's is in use
     warpgroup_barrier: bool  # warpgroups issue their products in turn
     defer_epilogue: bool  # an item's result is finished while the next one's second S is computed
@@ -53,54 +55,26 @@ class Plan:
     half_steps: bool  # of an interval step of which a warpgroup needs half of the columns no more is computed
 
 
-@dataclass(frozen=True, eq=False)
 class Consumer(Opaque):
     """A warpgroup with 64 query rows of each item."""
 
-    plan: Plan
-    thread: Thread
-    items: ItemRing  # with Q
-    k_ring: Ring
-    v_ring: Ring
-    mask: Any  # the mask source
-    softmax: Softmax
-    epilogue: Epilogue
-    mma_qk: Any
-    mma_pv: Any
-    mma_half: Any
-    q: Any  # fragments of what the products read
-    k: Any
-    v: Any
-    half: Any  # the columns that P has; and the fragments of products of half of them
-    q_half: Any
-    k_half: Any
-
-    @classmethod
-    def of(
-        cls, plan: Plan, items: ItemRing, k_ring: Ring, v_ring: Ring, mask: Any, softmax: Softmax, results: Results,
-        s_v: Any, s_o: Any,
-    ) -> Consumer:  # fmt: skip
-        """The consumer of these tiles in shared memory, besides those of which `softmax` can make scores again."""
-        thread, s_q, s_k = softmax.thread, softmax.s_q, softmax.s_k
-        p, dtype = plan, s_q.element_type
-        mma_qk, mma_pv = product_of(dtype, p.step), product_of(dtype, p.E, transposed=True, registers=True)
-        qk, pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-        s_vt = transposed(s_v, p.step, p.E, v_ring.stages)
-        q, k = qk.make_fragment_A(qk.partition_A(s_q)), qk.make_fragment_B(qk.partition_B(s_k))
-        v = pv.make_fragment_B(pv.partition_B(s_vt))
-        mma_half = half = q_half = k_half = None
+    def __init__(self, block: Any, thread: Thread, source: Any) -> None:
+        """`source`: the class of the mask source."""
+        c, p, dtype = block.config, block.plan, block.s_q.element_type
+        self.plan, self.thread, self.step_size = p, thread, c.step
+        self.items, self.k_ring, self.v_ring = block.items, block.k_ring, block.v_ring
+        self.mma_qk, self.mma_pv = product_of(dtype, c.step), product_of(dtype, c.E, transposed=True, registers=True)
+        self.softmax = Softmax(block, thread, self.mma_pv)
+        self.mask = source(block, thread)
+        self.epilogue = Epilogue(block, thread, self.softmax, self.mma_pv)
+        self.q, self.k = first_factor(self.mma_qk, block.s_q), second_factor(self.mma_qk, block.s_k)
+        self.v = second_factor(self.mma_pv, transposed(block.s_v, c.step, c.E, c.stages))
         if p.half_steps:
-            mma_half = product_of(dtype, p.step // 2)
-            whole = mma_half.get_slice(0)
-            half = cute.make_rmem_tensor((1,), Int32)
-            half.fill(Half.BOTH)
-            q_half = whole.make_fragment_A(whole.partition_A(s_q))
-            k_half = whole.make_fragment_B(whole.partition_B(cute.flat_divide(s_k, (p.step // 2, p.D))))
-        epilogue = Epilogue(p.groups, results, thread, items.item, softmax, s_o, mma_pv)
-        return cls(
-            plan, thread, items, k_ring, v_ring, mask, softmax, epilogue, mma_qk, mma_pv, mma_half, q, k, v, half,
-            q_half, k_half,
-        )  # fmt: skip
+            self.mma_half = product_of(dtype, c.step // 2)
+            self.half = one()  # the columns that P has
+            self.half.fill(Half.BOTH)
+            self.q_half = first_factor(self.mma_half, block.s_q)
+            self.k_half = second_factor(self.mma_half, cute.flat_divide(block.s_k, (c.step // 2, c.D)))
 
     @cute.jit
     def run(self):
@@ -163,7 +137,7 @@ class Consumer(Opaque):
     def first(self, buffer, kv):
         """The first step of an item: S and softmax; its P V is issued by the next step."""
         k = self.k_ring.place(kv)
-        scores = accumulator(self.mma_qk, self.plan.step)
+        scores = accumulator(self.mma_qk, self.step_size)
         self.wait_k(k)
         self.issue_scores(scores, buffer, k)  # S = Q K^T
         warpgroup.wait_group(0)
@@ -174,7 +148,7 @@ class Consumer(Opaque):
     def bridge(self, following, kv):
         """The first step of the item in stage `following`, together with the last P V of the current one."""
         p, k, v = self.plan, self.k_ring.place(kv), self.v_ring.place(kv - 1)
-        scores = accumulator(self.mma_qk, p.step)
+        scores = accumulator(self.mma_qk, self.step_size)
         if const_expr(p.prefetch_mask):
             self.mask.prepare(following)
         self.wait_k(k)
@@ -217,7 +191,7 @@ class Consumer(Opaque):
         """
         p, epilogue, before = self.plan, self.epilogue, 1 - stage
         k, v = self.k_ring.place(kv), self.v_ring.place(kv - 1)
-        scores, words = accumulator(self.mma_qk, p.step), self.packed_mask(p.step)
+        scores, words = accumulator(self.mma_qk, self.step_size), packed_mask(self.step_size)
         masked = self.mask.second(words, stage)
         self.wait_k(k)
         self.take_turn(False)
@@ -252,9 +226,9 @@ class Consumer(Opaque):
         other. A step that is `free`, in all warpgroups, is done without turns.
         """
         p, k, v = self.plan, self.k_ring.place(kv), self.v_ring.place(kv - 1)
-        columns = p.step if const_expr(half is None) else p.step // 2
+        columns = self.step_size if const_expr(half is None) else self.step_size // 2
         mma = self.mma_qk if const_expr(half is None) else self.mma_half
-        scores, words = accumulator(mma, columns), self.packed_mask(columns)
+        scores, words = accumulator(mma, columns), packed_mask(columns)
         self.mask.fetch(mode, words, at, i)
         self.wait_k(k)
         self.take_turn(free)
@@ -266,7 +240,7 @@ class Consumer(Opaque):
             first = at + (0 if const_expr(half is None) else half * columns)
             self.mask.interval(words, buffer // p.groups, first)
         warpgroup.wait_group(1)
-        if const_expr(p.hold == Hold.UNCHECKED_FULL and mode == "full"):
+        if const_expr(self.softmax.hold == Hold.UNCHECKED_FULL and mode == "full"):
             self.softmax.transform(scores)
             warpgroup.wait_group(0)
             self.v_ring.release(v[0])
@@ -341,10 +315,6 @@ class Consumer(Opaque):
                 issue(self.mma_pv, o, p, v, accumulate, 0, count // 2)
             else:
                 issue(self.mma_pv, o, p, v, accumulate, count // 2, count)
-
-    def packed_mask(self, columns: int) -> Any:
-        """Registers for the mask words of a step."""
-        return cute.make_rmem_tensor((instructions.ROWS, columns // 32), Int32)
 
     @cute.jit
     def wait_k(self, place):

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from gossamer.kernels.hopper.device.common import FAR, Opaque
-from gossamer.kernels.hopper.device.configurations import ForwardConfig
+from gossamer.kernels.hopper.device.common import FAR, ROWS, Opaque
 from gossamer.kernels.hopper.device.forward.masks import first_entry, tiles_of
 from gossamer.kernels.hopper.device.row_items import RowItem
-from gossamer.kernels.hopper.device.tiles import TileLoader
-from gossamer.kernels.hopper.device.work import ItemRing, TileRows
+from gossamer.kernels.hopper.device.tiles import partition, tile_loader
+from gossamer.kernels.hopper.device.work import TileRows
 
 # The next item is drawn this many keys before the last load of an item, and then published with its Q: not before the
 # item's third tile is loaded, since consumers finish the item before it during the second, nor before its results have
@@ -24,16 +22,13 @@ PUBLISH = 512
 EARLIEST = 2
 
 
-@dataclass(frozen=True, eq=False)
 class ItemLoader(Opaque):
     """Publishes items: a description in shared memory, and Q by TMA, which arrive together."""
 
-    ring: ItemRing
-    groups: int  # tiles of 64 rows of an item
-    atom: cute.CopyAtom
-    to: Any
-    from_: Any
-    bytes: int  # of an item's Q
+    def __init__(self, block: Any) -> None:
+        self.ring, self.atom, self.groups = block.items, block.q.atom, block.config.block_q // ROWS  # tiles of an item
+        self.to, self.from_ = partition(block.q, block.s_q, ROWS, block.config.D)
+        self.bytes = self.groups * ROWS * block.config.D * block.s_q.element_type.width // 8  # of an item's Q
 
     @cute.jit
     def load(self, stage):
@@ -53,17 +48,17 @@ class ItemLoader(Opaque):
             cute.arch.mbarrier_arrive(self.ring.full + stage)
 
 
-@dataclass(frozen=True, eq=False)
 class Producer(Opaque):
     """Items and Q, then K and V of each step, K one step ahead of V."""
 
-    config: ForwardConfig
-    work: TileRows
-    items: ItemLoader
-    k: TileLoader
-    v: TileLoader
-    ratio: Any  # query heads of a key head
-    overlap_items: bool
+    def __init__(self, block: Any) -> None:
+        b, c = block, block.config
+        self.config, self.overlap_items = c, b.plan.overlap_items
+        self.work = TileRows(b.work, b.tile_counter, b.count, b.lists[0, None], b.lengths, c.block_kv, c.lengths)
+        self.items = ItemLoader(b)
+        self.k = tile_loader(b.k_ring, b.k, b.s_k, c.step, c.D)
+        self.v = tile_loader(b.v_ring, b.v, b.s_v, c.step, c.E)
+        self.ratio = cute.size(b.q.tensor, mode=[2]) // cute.size(b.k.tensor, mode=[2])  # query heads of a key head
 
     @cute.jit
     def run(self):
@@ -149,24 +144,18 @@ class Producer(Opaque):
         return column
 
 
-@dataclass(frozen=True, eq=False)
-class ItemServer(Opaque):
+@cute.jit
+def serve_items(block, work):
     """A warp that publishes items with their Q as soon as there is room, and nothing else."""
-
-    work: Any
-    items: ItemLoader
-
-    @cute.jit
-    def run(self):
-        """Item after item."""
-        word = self.work.first()
-        turn, running = Int32(0), Int32(1)
-        while running != 0:
-            stage = self.items.ring.describe(turn, word)
-            running = self.items.ring.item[RowItem.VALID, stage]
-            if running != 0:
-                self.items.load(stage)
-                word = self.work.next()
-            else:
-                self.items.end(stage)
-            turn += 1
+    items = ItemLoader(block)
+    word = work.first()
+    turn, running = Int32(0), Int32(1)
+    while running != 0:
+        stage = items.ring.describe(turn, word)
+        running = items.ring.item[RowItem.VALID, stage]
+        if running != 0:
+            items.load(stage)
+            word = work.next()
+        else:
+            items.end(stage)
+        turn += 1

@@ -284,8 +284,8 @@ class GatherColumns(Shell):
             Sender(c, block, 0).send(1, False)
         else:
             thread = cute.arch.thread_idx()[0] % THREADS
-            queries = RowCopies.of(a.q, block.q, block.q_at, c.size, thread)
-            gradients = RowCopies.of(a.dout, block.dout, block.do_at, c.size, thread)
+            queries = RowCopies(a.q, block.q, block.q_at, c.size, thread)
+            gradients = RowCopies(a.dout, block.dout, block.do_at, c.size, thread)
             QueryGatherer(block, thread, queries, gradients, WordCopies(a.words, block.words, thread)).run()
 
     @cute.jit

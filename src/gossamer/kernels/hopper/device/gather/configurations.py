@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gossamer.kernels.hopper.device.configurations import MULTIPROCESSOR, SHARED_MEMORY
+from gossamer.kernels.hopper.device.configurations import MULTIPROCESSOR, SHARED_MEMORY, Hold
 
 ROWS = 64  # of a group, and columns that are gathered at a time: the layout's own
 SIZES = (64, 128)  # head sizes; a smaller one is padded with zeros
@@ -28,6 +28,7 @@ class GatherConfig:
 
     block_q = block_kv = step = ROWS
     q_stages = 2  # of the forward's Q
+    hold = Hold.COMPILER
 
     def __post_init__(self) -> None:
         known = self.direction in ("forward", "query", "columns")
@@ -77,6 +78,7 @@ class Float32Config:
 
     dtype, direction = "float32", "forward"
     blocks = blocks_per_processor = 2
+    block_q = ROWS
     q_stages = 2
     registers = 56, 200  # of a thread of the first and of the computing warpgroup
 
@@ -86,6 +88,10 @@ class Float32Config:
         limit = MULTIPROCESSOR // self.blocks - 1024
         if self.shared_bytes > limit:
             raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory, there are {limit}")
+
+    @property
+    def D(self) -> int:
+        return self.size
 
     @property
     def shared_bytes(self) -> int:

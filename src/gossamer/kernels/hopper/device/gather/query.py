@@ -71,7 +71,7 @@ class GatheredRowMasks(Opaque):
 
     def __init__(self, config: GatherConfig, thread: Thread, item: cute.Tensor, k: Ring, shared: cute.Tensor) -> None:
         self.thread, self.item, self.k = thread, item, k
-        self.packed = GatheredWords.of(shared, 2 * k.stages, thread, config.lengths)
+        self.packed = GatheredWords(shared, 2 * k.stages, thread, config.lengths)
 
     def begin(self, batch: Any) -> None:
         """An item begins."""
@@ -167,8 +167,8 @@ class GatherQuery(Shell):
             Server(work, block.ahead, block.ring.q, own, RowItem.VALID).run()
         elif role >= 2:
             thread = cute.arch.thread_idx()[0] % THREADS
-            keys = RowCopies.of(a.k, block.ring.k, block.k_at, c.size, thread)
-            values = RowCopies.of(a.v, block.ring.v, block.v_at, c.size, thread)
+            keys = RowCopies(a.k, block.ring.k, block.k_at, c.size, thread)
+            values = RowCopies(a.v, block.ring.v, block.v_at, c.size, thread)
             ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k, mode=[1])
             copied_words = WordCopies(a.words, block.words, thread)
             Gatherer(block.ahead, a.indices, keys, values, copied_words, ratio).run()

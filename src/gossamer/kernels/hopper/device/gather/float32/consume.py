@@ -8,7 +8,6 @@ they add, and over many steps that would be seen.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -19,11 +18,8 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.common import ROWS, Opaque, Ring, Thread
-from gossamer.kernels.hopper.device.forward.masks import two
-from gossamer.kernels.hopper.device.forward.results import Results
-from gossamer.kernels.hopper.device.forward.softmax import Scale
-from gossamer.kernels.hopper.device.gather.configurations import Float32Config
+from gossamer.kernels.hopper.device.common import ROWS, Opaque, Thread
+from gossamer.kernels.hopper.device.forward.masks import packed_mask, two
 from gossamer.kernels.hopper.device.gather.float32.softmax import Float32Softmax
 from gossamer.kernels.hopper.device.gather.float32.split import (
     BIAS,
@@ -37,8 +33,7 @@ from gossamer.kernels.hopper.device.gather.float32.split import (
 )
 from gossamer.kernels.hopper.device.gather.masks import GatheredWords
 from gossamer.kernels.hopper.device.row_items import RowItem
-from gossamer.kernels.hopper.device.tiles import accumulator, product_of, transposed
-from gossamer.kernels.hopper.device.work import ItemRing
+from gossamer.kernels.hopper.device.tiles import accumulator, product_of, second_factor, transposed
 
 LINE = 32  # float32 numbers in 128 bytes
 HALVES = ((1, 0), (0, 1), (0, 0))  # of two factors, 0 is hi and 1 is lo: the products that are summed
@@ -68,50 +63,23 @@ def store_pair(
     )  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
 class Float32Consumer(Opaque):
     """64 query rows of each item. Fragments as in instructions.py."""
 
-    config: Float32Config
-    thread: Thread
-    items: ItemRing  # with Q
-    k_ring: Ring
-    v_ring: Ring
-    words: GatheredWords
-    softmax: Float32Softmax
-    results: Results
-    out: cute.Tensor  # (B, H, Q, E) float32
-    q_at: Any  # the address of Q in shared memory
-    mma_s: Any
-    mma_o: Any
-    q: Any  # both halves of Q, in registers
-    k: Any
-    v: Any
-    o: Any
-
-    @classmethod
-    def of(
-        cls, config: Float32Config, thread: Thread, items: ItemRing, k_ring: Ring, v_ring: Ring, shared: Any,
-        scale: Scale, results: Results, out: Any, q_at: Any,
-    ) -> Float32Consumer:  # fmt: skip
-        """`shared`: tiles of K and V, the words of steps and the powers of their columns."""
-        c, size = config, config.size
-        s_k, s_v, s_words, s_powers = shared
-        mma_s, mma_o = (
-            product_of(Float16, ROWS, registers=True),
-            product_of(Float16, size, transposed=True, registers=True),
-        )
-        whole_s, whole_o = mma_s.get_slice(0), mma_o.get_slice(0)
-        s_vt = transposed(s_v, ROWS, 2 * size, c.stages)
-        q = whole_s.make_fragment_A(whole_s.partition_shape_A((ROWS, 2 * size)))
-        p = [whole_o.make_fragment_A(whole_o.partition_shape_A((ROWS, ROWS))) for _ in range(2)]
-        o, rows = accumulator(mma_o, size), [two(Float32) for _ in range(4)]
-        return cls(
-            c, thread, items, k_ring, v_ring, GatheredWords.of(s_words, 2 * c.stages, thread, c.lengths),
-            Float32Softmax(c.score, scale, thread, s_powers, 2 * c.stages, p, *rows), results, out, q_at, mma_s, mma_o,
-            q, whole_s.make_fragment_B(whole_s.partition_B(s_k)),
-            whole_o.make_fragment_B(whole_o.partition_B(cute.flat_divide(s_vt, (size, ROWS)))), o,
-        )  # fmt: skip
+    def __init__(self, block: Any, thread: Thread) -> None:
+        self.block, self.thread, self.config = block, thread, block.config
+        self.items, self.k_ring, self.v_ring = block.items, block.k_ring, block.v_ring
+        size, stages = self.config.size, self.config.stages
+        self.mma_s = product_of(Float16, ROWS, registers=True)
+        self.mma_o = product_of(Float16, size, transposed=True, registers=True)
+        whole = self.mma_s.get_slice(0)
+        self.q = whole.make_fragment_A(whole.partition_shape_A((ROWS, 2 * size)))  # both halves, in registers
+        self.k = second_factor(self.mma_s, block.s_k)
+        s_vt = transposed(block.s_v, ROWS, 2 * size, stages)
+        self.v = second_factor(self.mma_o, cute.flat_divide(s_vt, (size, ROWS)))
+        self.o = accumulator(self.mma_o, size)
+        self.softmax = Float32Softmax(block, thread, self.mma_o)
+        self.words = GatheredWords(block.s_words, 2 * stages, thread, self.config.lengths)
 
     @cute.jit
     def run(self):
@@ -160,11 +128,11 @@ class Float32Consumer(Opaque):
     @cute.jit
     def query(self, stage):
         """Q of an item into registers, scaled and split, and the factors of its rows' scores."""
-        c, thread, scale = self.config, self.thread, self.softmax.scale
+        c, thread, block = self.config, self.thread, self.block
         count = const_expr(c.size // 8)
         words = cute.make_rmem_tensor((instructions.ROWS * count,), Int64)
         # As TMA leaves them: 128 bytes of each row together, their 16-byte pieces permuted by the row.
-        start = self.q_at + stage * (4 * ROWS * c.size) + 4 * LINE * thread.row + 4 * (thread.quad % 4)
+        start = block.s_q.iterator.toint() + stage * (4 * ROWS * c.size) + 4 * LINE * thread.row + 4 * (thread.quad % 4)
         piece = (thread.quad // 4) ^ (thread.lane // 4)
         for j in cutlass.range_constexpr(count):
             address = start + 16 * (piece ^ const_expr(2 * (j % 4)))
@@ -178,7 +146,7 @@ class Float32Consumer(Opaque):
             for offset in (1, 2):
                 bits = cutlass.max(bits, cute.arch.shuffle_sync_bfly(bits, offset=offset))
             field = cutlass.min(exponent_field(bits), Int32(2 * BIAS))
-            self.softmax.row[r] = power(field) * (scale.exponent if const_expr(c.score == "fold") else scale.before)
+            self.softmax.row[r] = power(field) * (block.exponent if const_expr(c.score == "fold") else block.before)
             factor = down(field)
             for i in places:
                 numbers[i] = numbers[i] * factor
@@ -234,7 +202,7 @@ class Float32Consumer(Opaque):
     def first(self, at, kv):
         """The first step of an item whose Q is in registers; its P V is issued by what follows."""
         scores = accumulator(self.mma_s, ROWS)
-        words = cute.make_rmem_tensor((instructions.ROWS, ROWS // 32), Int32)
+        words = packed_mask(ROWS)
         self.fetch(words, at, kv)
         cute.arch.fence_view_async_shared()
         self.issue_s(scores, kv)  # S = Q K^T
@@ -248,7 +216,7 @@ class Float32Consumer(Opaque):
         """S of a step and P V of the one before, which runs beside the first half of the softmax."""
         scores = accumulator(self.mma_s, ROWS)
         part = cute.make_rmem_tensor_like(self.o)
-        words = cute.make_rmem_tensor((instructions.ROWS, ROWS // 32), Int32)
+        words = packed_mask(ROWS)
         self.fetch(words, at, kv)
         self.value(kv)
         self.issue_s(scores, kv)  # S = Q K^T
@@ -268,7 +236,7 @@ class Float32Consumer(Opaque):
         """The last P V of an item and its result, and the first step of the item that follows."""
         part = cute.make_rmem_tensor_like(self.o)
         scores = accumulator(self.mma_s, ROWS)
-        words = cute.make_rmem_tensor((instructions.ROWS, ROWS // 32), Int32)
+        words = packed_mask(ROWS)
         self.value(kv)
         self.issue_o(part, kv - 1)  # P V, which is added to O
         self.query(following)
@@ -309,25 +277,25 @@ class Float32Consumer(Opaque):
     @cute.jit
     def finish(self, stage):
         """The result of an item, whole or a part of a list that was cut, to memory; its place becomes free."""
-        c, item, results, thread = self.config, self.items.item, self.results, self.thread
+        c, item, block, out, thread = self.config, self.items.item, self.block, self.block.out, self.thread
         batch, head, tile = item[RowItem.BATCH, stage], item[RowItem.HEAD, stage], item[RowItem.TILE, stage]
         slot = item[RowItem.SLOT, stage]
         sink = -Float32.inf
-        if results.has_sinks != 0 and slot < 0:
-            sink = results.sinks[head] * instructions.LOG2E
+        if block.has_sinks != 0 and slot < 0:
+            sink = block.sinks[head] * instructions.LOG2E
         factor, value = two(Float32), two(Float32)
         instructions.finish(self.softmax.reference, self.softmax.row_sum, factor, value, sink)
         cute.arch.sync_warp()
         self.items.release(stage)
         # A row of the result has an even number of columns, or room for one more.
-        columns = cute.size(self.out, mode=[3]) if slot < 0 else Int32(c.size)
+        columns = cute.size(out, mode=[3]) if slot < 0 else Int32(c.size)
         for r in cutlass.range_constexpr(instructions.ROWS):
             place = thread.row + 8 * r
             row = tile * ROWS + place
-            if row < cute.size(self.out, mode=[2]):
-                to = self.out[batch, head, row, None].iterator.toint()
+            if row < cute.size(out, mode=[2]):
+                to = out[batch, head, row, None].iterator.toint()
                 if slot >= 0:
-                    to = results.part_out[slot, place, None].iterator.toint()
+                    to = block.part_out[slot, place, None].iterator.toint()
                 to += 4 * thread.quad
                 scale = factor[r] * UNDO
                 for j in cutlass.range_constexpr(c.size // 8):
@@ -336,6 +304,6 @@ class Float32Consumer(Opaque):
                     store_pair(to, 32 * j, self.o[i] * scale, self.o[i + 1] * scale, wanted)
                 if thread.lane % 4 == 0:
                     if slot < 0:
-                        results.lse[batch, head, row] = value[r]
+                        block.lse[batch, head, row] = value[r]
                     else:
-                        results.part_lse[slot, place] = value[r]
+                        block.part_lse[slot, place] = value[r]

@@ -6,68 +6,23 @@ used, and results go straight to memory. A launch is two kernels: the first spli
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32
 
-from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Opaque, Ring, computing_thread
-from gossamer.kernels.hopper.device.forward.produce import ItemLoader, ItemServer
-from gossamer.kernels.hopper.device.forward.results import Results
-from gossamer.kernels.hopper.device.forward.softmax import Scale
+from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Block, computing_thread, named
+from gossamer.kernels.hopper.device.forward.produce import serve_items
 from gossamer.kernels.hopper.device.gather.configurations import Float32Config
 from gossamer.kernels.hopper.device.gather.float32.consume import Float32Consumer
 from gossamer.kernels.hopper.device.gather.float32.rows import HalfRows, StepData
 from gossamer.kernels.hopper.device.gather.float32.split import SplitRows
 from gossamer.kernels.hopper.device.gather.masks import WORDS
-from gossamer.kernels.hopper.device.gather.rows import LINE, role_of
+from gossamer.kernels.hopper.device.gather.rows import role_of
 from gossamer.kernels.hopper.device.row_items import ITEM
 from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles, words
-from gossamer.kernels.hopper.device.tiles import Tma, partition, tile_layout, tma
-from gossamer.kernels.hopper.device.work import GatheredRows, ItemRing
-
-
-class Arguments(NamedTuple):
-    """The parameters of the kernel."""
-
-    q: Tma
-    k: cute.Tensor  # halves
-    v: cute.Tensor
-    powers: cute.Tensor
-    out: cute.Tensor
-    lse: cute.Tensor
-    items: cute.Tensor
-    indices: cute.Tensor
-    words: cute.Tensor
-    sinks: cute.Tensor
-    part_out: cute.Tensor
-    part_lse: cute.Tensor
-    lengths: cute.Tensor
-    tile_counter: cute.Tensor
-    scale: Scale
-    count: Int32  # of items
-    has_sinks: Int32
-
-
-@dataclass(frozen=True, eq=False)
-class Block(Opaque):
-    """What the roles of a block share."""
-
-    arguments: Arguments
-    items: ItemRing  # with Q
-    k: Ring
-    v: Ring
-    words: cute.Tensor  # (64, 2, twice the stages): a step's mask
-    powers: cute.Tensor  # (2, 64, twice the stages): of a step's keys and values
-    s_q: cute.Tensor
-    s_k: cute.Tensor
-    s_v: cute.Tensor
-    memory: Any
-
-    @property
-    def rings(self) -> Any:
-        return (self.items,), (self.k, self.v)
+from gossamer.kernels.hopper.device.tiles import tile_layout, tma
+from gossamer.kernels.hopper.device.work import GatheredRows
 
 
 class Float32Forward(Shell):
@@ -99,7 +54,7 @@ class Float32Forward(Shell):
         part_lse: cute.Tensor,  # (slots, 64) float32
         lengths: cute.Tensor,  # (B,) int32; not read without `lengths` in the configuration
         tile_counter: cute.Tensor,  # (1,) int32: items taken; zero before and after
-        before: Float32,  # factor of a score before the soft cap
+        before: Float32,  # factor of a score before the soft cap, or one that is not positive
         exponent: Float32,  # factor of a score in exp2
         items: Int32,
         has_sinks: Int32,
@@ -107,9 +62,10 @@ class Float32Forward(Shell):
         stream: Any,
     ) -> None:
         self.split(k, v, k_halves, v_halves, powers, stream)
-        arguments = Arguments(
-            tma(q, ROWS, self.config.size), k_halves, v_halves, powers, out, lse, work, indices, bits, sinks, part_out,
-            part_lse, lengths, tile_counter, Scale(before, exponent), items, has_sinks,
+        arguments = named(
+            q=tma(q, ROWS, self.config.size), k=k_halves, v=v_halves, powers=powers, out=out, lse=lse, work=work,
+            indices=indices, bits=bits, sinks=sinks, part_out=part_out, part_lse=part_lse, lengths=lengths,
+            tile_counter=tile_counter, before=before, exponent=exponent, count=items, has_sinks=has_sinks,
         )  # fmt: skip
         self.launch(arguments, blocks, stream)
 
@@ -127,39 +83,32 @@ class Float32Forward(Shell):
             "q": tile_memory(Float32, q), "k": tile_memory(Float16, k), "v": tile_memory(Float16, k),
         }  # fmt: skip
 
-    def block(self, arguments: Arguments, memory: Any) -> Block:
-        c = self.config
+    def block(self, arguments: Any, memory: Any) -> Block:
+        a, c = arguments, self.config
         q, k = self.layouts()
+        items = items_of(memory, "q", c.q_stages, 4 + 3)  # the warps that compute and gather
+        k_ring, v_ring = ring_of(memory, "k", c.stages, 64, 4), ring_of(memory, "v", c.stages, 32, 4)
         return Block(
-            arguments, items_of(memory, "q", c.q_stages, 4 + 3),  # the warps that compute and gather
-            ring_of(memory, "k", c.stages, 64, 4), ring_of(memory, "v", c.stages, 32, 4),
-            words(memory.words, ROWS, 2, 2 * c.stages), words(memory.powers, 2, ROWS, 2 * c.stages),
-            tiles(memory.q, q), tiles(memory.k, k), tiles(memory.v, k), memory,
+            **a._asdict(), config=c, rings=((items,), (k_ring, v_ring)), items=items, k_ring=k_ring,
+            v_ring=v_ring, s_words=words(memory.words, ROWS, 2, 2 * c.stages),
+            s_powers=words(memory.powers, 2, ROWS, 2 * c.stages),  # of a step's keys and values
+            s_q=tiles(memory.q, q), s_k=tiles(memory.k, k), s_v=tiles(memory.v, k),
         )  # fmt: skip
 
     @cute.jit
     def serve(self, block, warp):
-        c, a, m = self.config, block.arguments, block.memory
-        ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k, mode=[1])
-        lines = 4 * c.size // LINE
+        b, c = block, self.config
+        ratio = cute.size(b.q.tensor, mode=[2]) // cute.size(b.k, mode=[1])
         role = role_of(warp, c.blocks)
         if role == 0:
-            work = GatheredRows(a.items, a.tile_counter, a.count, a.indices, a.lengths, c.lengths)
-            items = ItemLoader(block.items, 1, a.q.atom, *partition(a.q, block.s_q, ROWS, c.size), 4 * ROWS * c.size)
-            ItemServer(work, items).run()
+            serve_items(b, GatheredRows(b.work, b.tile_counter, b.count, b.indices, b.lengths, c.lengths))
         elif role == 1:
-            StepData(block.items, a.indices, a.words, a.powers, block.k, block.words, block.powers, ratio).run()
+            StepData(b, ratio).run()
         elif role == 2:
-            HalfRows(block.items, a.indices, a.k, block.k, m.k.data_ptr(), lines, ratio).run()
+            HalfRows(b, b.k, b.k_ring, b.s_k.iterator, ratio).run()
         else:
-            HalfRows(block.items, a.indices, a.v, block.v, m.v.data_ptr(), lines, ratio).run()
+            HalfRows(b, b.v, b.v_ring, b.s_v.iterator, ratio).run()
 
     @cute.jit
     def compute(self, block):
-        a, thread = block.arguments, computing_thread(0)
-        shared = block.s_k, block.s_v, block.words, block.powers
-        results = Results(a.lse, a.sinks, a.has_sinks, a.part_out, a.part_lse, cute.size(a.out, mode=[2]))
-        at = block.memory.q.data_ptr().toint()
-        Float32Consumer.of(
-            self.config, thread, block.items, block.k, block.v, shared, a.scale, results, a.out, at
-        ).run()
+        Float32Consumer(block, computing_thread(0)).run()

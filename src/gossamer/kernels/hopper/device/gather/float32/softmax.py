@@ -9,7 +9,6 @@ P' is between 1 and 2^LIMIT where it counts, and 2^(t - r) between 2^-126 and 2^
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -18,7 +17,7 @@ from cutlass import Float32, Int32, const_expr
 
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.common import ROWS, Opaque, Thread, ring
-from gossamer.kernels.hopper.device.forward.softmax import Scale
+from gossamer.kernels.hopper.device.forward.masks import two
 from gossamer.kernels.hopper.device.gather.float32.split import BIAS, FIELD, float_bits, split
 
 LIMIT = 12  # log2 of the largest P' that is split
@@ -26,20 +25,17 @@ LOWEST = -(1 << 31)
 MINE = 0x03030303  # of a mask word that is shifted to a thread's first column: the columns of this thread
 
 
-@dataclass(frozen=True, eq=False)
 class Float32Softmax(Opaque):
     """Of the rows of a warpgroup; fragments as in instructions.py."""
 
-    score: str
-    scale: Scale
-    thread: Thread
-    powers: cute.Tensor  # (2, 64, slots) in shared memory: of the keys and values of a step
-    slots: int
-    p: Any  # P' in two halves
-    row: Any  # factor of the scores of a row
-    reference: Any
-    row_sum: Any
-    rescale: Any
+    def __init__(self, block: Any, thread: Thread, mma: Any) -> None:
+        """`mma`: P V, of which P' in two halves is the first factor."""
+        self.block, self.thread, self.score = block, thread, block.config.score
+        self.slots = 2 * block.config.stages
+        whole = mma.get_slice(0)
+        self.p = [whole.make_fragment_A(whole.partition_shape_A((ROWS, ROWS))) for _ in range(2)]
+        self.row = two(Float32)  # factor of the scores of a row
+        self.reference, self.row_sum, self.rescale = two(Float32), two(Float32), two(Float32)
 
     @cute.jit
     def powers_of_two(self, scores, words, kv):
@@ -64,7 +60,7 @@ class Float32Softmax(Opaque):
         instructions.keep(scores, words)
         top = [Int32(LOWEST) for _ in range(4)]
         for r in cutlass.range_constexpr(instructions.ROWS):
-            factor = self.row[r] if const_expr(self.score == "fold") else self.scale.exponent
+            factor = self.row[r] if const_expr(self.score == "fold") else self.block.exponent
             shift = instructions.shift_of(self.reference[r])
             for j in cutlass.range_constexpr(count):
                 i = const_expr(4 * j + 2 * r)
@@ -107,7 +103,7 @@ class Float32Softmax(Opaque):
         """Powers of (K, V) of this thread's two columns of each eight."""
         place = cute.assume(2 * (slot * ROWS + 8 * j + self.thread.quad), divby=4)
         found = cute.make_rmem_tensor((4,), Float32)
-        cute.autovec_copy(cute.make_tensor(self.powers.iterator + place, cute.make_layout(4)), found)
+        cute.autovec_copy(cute.make_tensor(self.block.s_powers.iterator + place, cute.make_layout(4)), found)
         return found
 
     @cute.jit
