@@ -12,11 +12,10 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import dsl_user_op
 
 from gossamer.kernels.hopper.device.common import ROWS, Opaque, Ring, ring
 from gossamer.kernels.hopper.device.gather.masks import WORDS
+from gossamer.kernels.hopper.device.instructions import assembly
 from gossamer.kernels.hopper.device.row_items import RowItem
 from gossamer.kernels.hopper.device.work import ItemRing
 
@@ -27,23 +26,19 @@ COPIES = ROWS * PIECES // THREADS  # rows of a stage that a thread copies from
 LINE = 128  # bytes of a row that lie together in shared memory, their pieces permuted by the row
 
 
-@dsl_user_op
 def copy(
-    to: Int32, start: Int64, row: Int32, stride: Int32, past: Boolean | bool, size: int, place: int = 0, line: int = 0,
-    *, loc: Any = None, ip: Any = None,
-) -> None:  # fmt: skip
+    to: Int32, start: Int64, row: Int32, stride: Int32, past: Boolean | bool, size: int, place: int = 0, line: int = 0
+) -> None:
     """Copy `size` bytes of a row, `line` bytes from where it starts, to `place` bytes behind `to`, asynchronously.
 
     Nothing is read, and zeros are written, for a negative row, and where the copied columns are `past` the last one.
     """
-    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int32(to), Int64(start), Int32(row), Int32(stride), Boolean(past))]
     cached = "cg" if size == PIECE else "ca"
-    llvm.inline_asm(
-        None, operands,
+    code = (
         "{ .reg .pred p; .reg .b64 a; setp.lt.or.s32 p, $2, 0, $4; mad.wide.s32 a, $2, $3, $1; "
-        f"cp.async.{cached}.shared.global [$0 + {place}], [a + {line}], {size}, p; }}",
-        "r,l,r,r,b", has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
+        f"cp.async.{cached}.shared.global [$0 + {place}], [a + {line}], {size}, p; }}"
+    )
+    assembly(None, code, Int32(to), Int64(start), Int32(row), Int32(stride), Boolean(past))
 
 
 @cute.jit

@@ -13,9 +13,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float16, Float32, Int32, Int64, const_expr
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.cutlass_dsl import T, dsl_user_op
 
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.common import ROWS, Opaque, Thread
@@ -40,27 +38,15 @@ HALVES = ((1, 0), (0, 1), (0, 0))  # of two factors, 0 is hi and 1 is lo: the pr
 UNDO = 2.0 ** (VALUE_SHIFT - TOP)  # what results are multiplied by
 
 
-@dsl_user_op
-def load_pair(address: Int32, place: int, *, loc: Any = None, ip: Any = None) -> Int64:
+def load_pair(address: Int32, place: int) -> Int64:
     """Two float32 of shared memory, `place` bytes behind an address."""
-    return Int64(
-        llvm.inline_asm(
-            T.i64(), [Int32(address).ir_value(loc=loc, ip=ip)], f"ld.shared.b64 $0, [$1 + {place}];", "=l,r",
-            has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-        )
-    )  # fmt: skip
+    return instructions.assembly(Int64, f"ld.shared.b64 $0, [$1 + {place}];", Int32(address))
 
 
-@dsl_user_op
-def store_pair(
-    address: Int64, place: int, a: Float32, b: Float32, wanted: Boolean, *, loc: Any = None, ip: Any = None
-) -> None:
+def store_pair(address: Int64, place: int, a: Float32, b: Float32, wanted: Boolean) -> None:
     """Two float32 to global memory, `place` bytes behind an address, if they are wanted."""
-    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(address), Float32(a), Float32(b), Boolean(wanted))]
-    llvm.inline_asm(
-        None, operands, f"@$3 st.global.v2.f32 [$0 + {place}], {{$1, $2}};", "l,f,f,b", has_side_effects=True,
-        is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
+    code = f"@$3 st.global.v2.f32 [$0 + {place}], {{$1, $2}};"
+    instructions.assembly(None, code, Int64(address), Float32(a), Float32(b), Boolean(wanted))
 
 
 class Float32Consumer(Opaque):
