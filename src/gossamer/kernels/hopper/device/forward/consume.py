@@ -108,8 +108,7 @@ class Consumer(Opaque):
             next_count = Int32(0)
             turn += 1
             if const_expr(p.overlap_items):
-                following, phase = self.items.place(turn)
-                self.items.wait_full(following, phase)
+                following = self.items.wait_full_at(turn)
                 running = item[RowItem.VALID, following]
                 next_count = self.mask.count(following)
                 if count > 0 and next_count > 0:
@@ -129,9 +128,7 @@ class Consumer(Opaque):
                 self.softmax.begin()
                 self.epilogue.finish(stage, False)
             if const_expr(not p.overlap_items):
-                following, phase = self.items.place(turn)
-                self.items.wait_full(following, phase)
-                running = item[RowItem.VALID, following]
+                running = item[RowItem.VALID, self.items.wait_full_at(turn)]
 
     @cute.jit
     def first(self, buffer, kv):
@@ -268,8 +265,7 @@ class Consumer(Opaque):
     def first_softmax(self, scores):
         """The references of an item, and what of the softmax of its first step runs beside P V."""
         self.softmax.transform(scores)
-        if self.mask.masks_first():
-            instructions.keep(scores, self.mask.first())
+        self.mask.keep_first(scores)
         return self.softmax.first_step(scores)
 
     @cute.jit

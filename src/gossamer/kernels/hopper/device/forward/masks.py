@@ -117,19 +117,16 @@ class BlockMask(Opaque):
             if item[RowItem.BITS_COUNT, stage] > 0:
                 self.fetch("bits", self.words, item[RowItem.BITS_START, stage], Int32(0))
 
-    def masks_first(self) -> Any:
-        """Whether anything masks an item's first step."""
-        return self.masked[0] != 0
-
     @cute.jit
-    def first(self):
-        """The packed mask of an item's first step; all ones when its tile is full."""
-        words = packed_mask(self.config.step)
-        instructions.interval_words(words, self.lo, self.hi, self.column[0])
-        for r in cutlass.range_constexpr(instructions.ROWS):
-            for n in cutlass.range_constexpr(cute.size(words, mode=[1])):
-                words[r, n] = words[r, n] & self.words[r, n]
-        return words
+    def keep_first(self, scores):
+        """Mask the scores of an item's first step."""
+        if self.masked[0] != 0:
+            words = packed_mask(self.config.step)
+            instructions.interval_words(words, self.lo, self.hi, self.column[0])
+            for r in cutlass.range_constexpr(instructions.ROWS):
+                for n in cutlass.range_constexpr(cute.size(words, mode=[1])):
+                    words[r, n] = words[r, n] & self.words[r, n]
+            instructions.keep(scores, words)
 
     @cute.jit
     def second(self, words, stage):

@@ -27,25 +27,20 @@ class ItemLoader(Opaque):
 
     def __init__(self, block: Any) -> None:
         self.ring, self.atom, self.groups = block.items, block.q.atom, block.config.block_q // ROWS  # tiles of an item
-        self.to, self.from_ = partition(block.q, block.s_q, ROWS, block.config.D)
-        self.bytes = self.groups * ROWS * block.config.D * block.s_q.element_type.width // 8  # of an item's Q
+        columns = cute.size(block.s_q, mode=[1])
+        self.to, self.from_ = partition(block.q, block.s_q, ROWS, columns)
+        self.bytes = self.groups * ROWS * columns * block.s_q.element_type.width // 8  # of an item's Q
 
     @cute.jit
-    def load(self, stage):
+    def load(self, turn, item):
         """Load the Q of an item that was described."""
-        item = self.ring.item
+        stage = self.ring.place(turn)[0]
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.ring.full + stage, self.bytes)
         for g in cutlass.range_constexpr(self.groups):
             tile = item[RowItem.TILE, stage] * self.groups + g
             at = self.from_[None, tile, item[RowItem.HEAD, stage], item[RowItem.BATCH, stage]]
             cute.copy(self.atom, at, self.to[None, stage * self.groups + g], tma_bar_ptr=self.ring.full + stage)
-
-    @cute.jit
-    def end(self, stage):
-        """Publish a description that says that there are no more items."""
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.ring.full + stage)
 
 
 class Producer(Opaque):
@@ -136,26 +131,9 @@ class Producer(Opaque):
         stage, item = self.items.ring.describe(turn, word), self.items.ring.item
         column = Int32(0)
         if item[RowItem.VALID, stage] != 0:
-            self.items.load(stage)
+            self.items.load(turn, item)
             if tiles_of(item, stage) > 0:
                 column = self.work.columns[first_entry(item, stage)]
         else:
-            self.items.end(stage)
+            self.items.ring.end(stage)
         return column
-
-
-@cute.jit
-def serve_items(block, work):
-    """A warp that publishes items with their Q as soon as there is room, and nothing else."""
-    items = ItemLoader(block)
-    word = work.first()
-    turn, running = Int32(0), Int32(1)
-    while running != 0:
-        stage = items.ring.describe(turn, word)
-        running = items.ring.item[RowItem.VALID, stage]
-        if running != 0:
-            items.load(stage)
-            word = work.next()
-        else:
-            items.end(stage)
-        turn += 1

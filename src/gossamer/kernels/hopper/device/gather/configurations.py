@@ -90,10 +90,6 @@ class Float32Config:
             raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory, there are {limit}")
 
     @property
-    def D(self) -> int:
-        return self.size
-
-    @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: Q, rings, words and powers, barriers and item descriptions."""
         tiles = 4 * ROWS * self.size * (self.q_stages + 2 * self.stages)

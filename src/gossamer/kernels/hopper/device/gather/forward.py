@@ -13,13 +13,13 @@ from cutlass import Float32, Int32
 
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Block, computing_thread, named
 from gossamer.kernels.hopper.device.forward.consume import Consumer, Plan
-from gossamer.kernels.hopper.device.forward.produce import serve_items
+from gossamer.kernels.hopper.device.forward.produce import ItemLoader
 from gossamer.kernels.hopper.device.forward.results import store
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.masks import WORDS, GatheredMask
 from gossamer.kernels.hopper.device.gather.rows import THREADS, Gatherer, RowCopies, WordCopies, role_of
-from gossamer.kernels.hopper.device.gather.serve import CopiedRing
-from gossamer.kernels.hopper.device.row_items import ITEM
+from gossamer.kernels.hopper.device.gather.serve import CopiedRing, Server
+from gossamer.kernels.hopper.device.row_items import ITEM, RowItem
 from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, tile_memory, tiles, words
 from gossamer.kernels.hopper.device.tiles import tile_layout, tma
 from gossamer.kernels.hopper.device.work import GatheredRows
@@ -101,7 +101,8 @@ class GatherForward(Shell):
         b, c = block, self.config
         role = role_of(warp, c.blocks)
         if role == 0:
-            serve_items(b, GatheredRows(b.work, b.tile_counter, b.count, b.indices, b.lengths, c.lengths))
+            work = GatheredRows(b.work, b.tile_counter, b.count, b.indices, b.lengths, c.lengths)
+            Server(work, None, b.items, ItemLoader(b), RowItem.VALID).run()
         elif role == 1:
             store(b, 0)
         else:

@@ -73,13 +73,9 @@ class GatheredMask(GatheredWords):
         if self.count(stage) > 0:
             self.fetch("bits", self.words, self.item[RowItem.BITS_START, stage], Int32(0))
 
-    def masks_first(self) -> Any:
-        """Whether anything masks an item's first step."""
-        return True
-
-    def first(self) -> Any:
-        """The packed mask of an item's first step."""
-        return self.words
+    def keep_first(self, scores: Any) -> None:
+        """Mask the scores of an item's first step."""
+        instructions.keep(scores, self.words)
 
     @cute.jit
     def second(self, words, stage):

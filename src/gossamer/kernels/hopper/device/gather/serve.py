@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from gossamer.kernels.hopper.device.common import Opaque, Ring
 from gossamer.kernels.hopper.device.gather.rows import THREADS
@@ -43,7 +43,7 @@ class Server(Opaque):
     """The warp that publishes items: to those that gather as soon as they listen, with tiles when there is room."""
 
     work: WorkList
-    ahead: ItemRing
+    ahead: ItemRing | None  # of those that gather, where they have their own
     items: ItemRing
     tiles: Any  # what loads an item's own tiles
     valid: int  # the word that says whether an item is one
@@ -55,13 +55,13 @@ class Server(Opaque):
         word = self.work.first()
         turn, running = Int32(0), Int32(1)
         while running != 0:
-            self.ahead.publish(turn, word)
-            self.items.describe(turn, word)
-            running = item[self.valid, 0]
+            if const_expr(self.ahead is not None):
+                self.ahead.publish(turn, word)
+            stage = self.items.describe(turn, word)
+            running = item[self.valid, stage]
             if running != 0:
                 self.tiles.load(turn, item)
                 word = self.work.next()
             else:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(self.items.full)
+                self.items.end(stage)
             turn += 1

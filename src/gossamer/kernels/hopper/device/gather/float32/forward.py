@@ -12,14 +12,15 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32
 
 from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Block, computing_thread, named
-from gossamer.kernels.hopper.device.forward.produce import serve_items
+from gossamer.kernels.hopper.device.forward.produce import ItemLoader
 from gossamer.kernels.hopper.device.gather.configurations import Float32Config
 from gossamer.kernels.hopper.device.gather.float32.consume import Float32Consumer
 from gossamer.kernels.hopper.device.gather.float32.rows import HalfRows, StepData
 from gossamer.kernels.hopper.device.gather.float32.split import SplitRows
 from gossamer.kernels.hopper.device.gather.masks import WORDS
 from gossamer.kernels.hopper.device.gather.rows import role_of
-from gossamer.kernels.hopper.device.row_items import ITEM
+from gossamer.kernels.hopper.device.gather.serve import Server
+from gossamer.kernels.hopper.device.row_items import ITEM, RowItem
 from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles, words
 from gossamer.kernels.hopper.device.tiles import tile_layout, tma
 from gossamer.kernels.hopper.device.work import GatheredRows
@@ -101,7 +102,8 @@ class Float32Forward(Shell):
         ratio = cute.size(b.q.tensor, mode=[2]) // cute.size(b.k, mode=[1])
         role = role_of(warp, c.blocks)
         if role == 0:
-            serve_items(b, GatheredRows(b.work, b.tile_counter, b.count, b.indices, b.lengths, c.lengths))
+            work = GatheredRows(b.work, b.tile_counter, b.count, b.indices, b.lengths, c.lengths)
+            Server(work, None, b.items, ItemLoader(b), RowItem.VALID).run()
         elif role == 1:
             StepData(b, ratio).run()
         elif role == 2:
