@@ -23,7 +23,7 @@ from gossamer.kernels.hopper.device.configurations import BackwardConfig, Forwar
 from gossamer.kernels.hopper.device.forward.kernel import Forward
 from gossamer.kernels.hopper.device.forward.merge import Merge
 from gossamer.kernels.hopper.device.gather.columns import GatherColumns
-from gossamer.kernels.hopper.device.gather.configurations import Float32Config, GatherConfig
+from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.float32.forward import Float32Forward
 from gossamer.kernels.hopper.device.gather.forward import GatherForward
 from gossamer.kernels.hopper.device.gather.query import GatherQuery
@@ -128,7 +128,7 @@ def query_gradient(config: QueryConfig) -> Any:
     )  # fmt: skip
 
 
-def gather(config: GatherConfig | Float32Config) -> Any:
+def gather(config: GatherConfig) -> Any:
     """A kernel over gathered columns: the forward, dQ, or dK and dV."""
     n, c, s = NUMBERS[config.dtype], config, cute.sym_int
     B, H, G, Q, K = s(), s(), s(), s(), s()
@@ -140,7 +140,7 @@ def gather(config: GatherConfig | Float32Config) -> Any:
         inputs[3], _rows(B, H, Q), items, *lists, compact(Float32, s()), part, compact(Float32, s(), 64), lengths,
         tile_counter, *[Float32(1)] * 2, *[Int32(1)] * 3, stream,
     )  # fmt: skip
-    if isinstance(c, Float32Config):
+    if c.dtype == "float32":
         halves = *[compact(Float16, B, G, K, 2 * c.size)] * 2, compact(Float32, B, G, K, 2)
         return cute.compile(Float32Forward(c), *inputs[:3], *halves, *of_forward, options=OPTIONS)
     if c.direction == "forward":

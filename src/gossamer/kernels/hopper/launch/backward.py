@@ -53,7 +53,7 @@ def backward(
     config = config or column_config(p, layout, scoring, end is not None)
     summed = getattr(config, "with_dq", False)
     terms, sums = row_terms(b, p, out, dout, config.D, config.E, summed)
-    most = config.blocks_per_processor * p.processors
+    most = config.blocks * p.processors
     made = column_work(layout, *sharing(p.G, p.B, layout.columns), p.H // p.G, most, split)
     known, rows = lists(layout, True), layout.columns.block_rows
     s = schedule(b, "columns", made, most, rows, config.block_kv, **known._asdict())
@@ -76,7 +76,7 @@ def query_gradient(
     """Write dq by a walk over the rows of the layout. `inputs`: q, k, v, dout and row terms; `end`: key lengths."""
     walk, score = layout.rows, gradient_score(scoring)
     config = config or query_config(p.dtype, p.D, p.E, walk.block_rows, walk.block_columns, score, end is not None)
-    most = config.blocks_per_processor * p.processors
+    most = config.blocks * p.processors
     made = work(layout, *sharing(p.H, p.B, walk), most, split)
     s = schedule(b, "rows", made, most, config.block_q, **lists(layout, blocks=0 if end else most)._asdict())
     run(b, p, scoring, kernel("query_gradient", config), s, inputs, end, {dq: (config.D, scoring.scale)})

@@ -7,7 +7,7 @@ from typing import Any
 
 from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper.choice import gather_config
-from gossamer.kernels.hopper.device.gather.configurations import ROWS, Float32Config, GatherConfig
+from gossamer.kernels.hopper.device.gather.configurations import ROWS, GatherConfig
 from gossamer.kernels.hopper.launch.arguments import (
     Schedule,
     factors,
@@ -33,7 +33,7 @@ from gossamer.plan.problem import Problem
 
 def forward(
     problem: Problem, layout: GatherLayout, scoring: Scoring, operands: Mapping[str, Operand], *,
-    config: GatherConfig | Float32Config | None = None, split: int | None = None,
+    config: GatherConfig | None = None, split: int | None = None,
 ) -> Prepared:  # fmt: skip
     """out and lse. Float32 numbers of v must be below 2^103 in magnitude: see docs/kernels/gather.md.
 
@@ -48,7 +48,7 @@ def forward(
     end, sink, has_sinks = lengths(b, p.K), sinks(b), int("sink_logits" in b)
     config = config or gather_config("forward", p.dtype, p.D, p.E, score_of(scoring), end is not None)
     halves = []
-    if isinstance(config, Float32Config):  # K and V, which the kernel writes before it gathers them
+    if config.dtype == "float32":  # K and V, which the kernel writes before it gathers them
         halves = [b.array(f"{x}_halves", "float16", (p.B, p.G, p.K, 2 * config.size)) for x in ("k", "v")]
         halves.append(b.array("powers", "float32", (p.B, p.G, p.K, 2)))
     s = _schedule(b, p, layout, config, split)
@@ -87,7 +87,7 @@ def backward(
 
 
 def gradients_by(
-    config: GatherConfig | Float32Config, b: Builder, p: Problem, layout: GatherLayout, scoring: Scoring,
+    config: GatherConfig, b: Builder, p: Problem, layout: GatherLayout, scoring: Scoring,
     inputs: Sequence[str], end: str, results: Sequence[str], split: int | None = None,
 ) -> None:  # fmt: skip
     """Write dk and dv, or dq, by one kernel. `inputs`: q, k, v, dout and row terms; `end`: key lengths."""
@@ -97,9 +97,7 @@ def gradients_by(
     run(b, p, scoring, kernel("gather", config), s, inputs, end, sized)
 
 
-def _schedule(
-    b: Builder, p: Problem, layout: GatherLayout, config: GatherConfig | Float32Config, split: int | None
-) -> Schedule:
+def _schedule(b: Builder, p: Problem, layout: GatherLayout, config: GatherConfig, split: int | None) -> Schedule:
     most = config.blocks * p.processors
     if config.direction == "columns":
         walk: Any = layout.columns

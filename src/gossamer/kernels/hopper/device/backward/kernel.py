@@ -214,7 +214,7 @@ class Backward(ColumnKernel):
         self.groups = c.block_kv // ROWS
         self.threads = WARPGROUP * (self.groups + 1)
         self.registers = 24, 232 if c.single else 240
-        self.blocks = c.blocks_per_processor
+        self.blocks = c.blocks
         self.carveout = 100 if self.blocks > 1 else None
         self.sends_dq = c.with_dq and c.reduce == "bulk"
         # Where K and V make room for dK and dV, who sends these gives them back.

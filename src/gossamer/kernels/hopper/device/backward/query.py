@@ -86,7 +86,7 @@ class QueryGradient(Shell):
         self.groups = c.block_q // ROWS
         self.threads = WARPGROUP * (self.groups + 1)
         self.registers = {1: (24, 232), 2: (40, 232), 3: (32, 160)}[self.groups]
-        self.blocks = c.blocks_per_processor
+        self.blocks = c.blocks
         self.carveout = 100 if self.blocks > 1 else None
 
     @cute.jit

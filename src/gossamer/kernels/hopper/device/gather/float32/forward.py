@@ -13,7 +13,7 @@ from cutlass import Float16, Float32, Int32
 
 from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Block, computing_thread, named
 from gossamer.kernels.hopper.device.forward.produce import ItemLoader
-from gossamer.kernels.hopper.device.gather.configurations import Float32Config
+from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.float32.consume import Float32Consumer
 from gossamer.kernels.hopper.device.gather.float32.rows import HalfRows, StepData
 from gossamer.kernels.hopper.device.gather.float32.split import SplitRows
@@ -31,7 +31,7 @@ class Float32Forward(Shell):
 
     threads = 2 * WARPGROUP
 
-    def __init__(self, config: Float32Config) -> None:
+    def __init__(self, config: GatherConfig) -> None:
         self.config = config
         self.blocks, self.registers = config.blocks, config.registers
         self.split = SplitRows(config.size)
