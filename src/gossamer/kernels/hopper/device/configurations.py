@@ -45,7 +45,6 @@ class ForwardConfig:
     q_stages: int = 2
     blocks: int = 1
     hold: int = Hold.FIRST_ROW
-    halves: bool = True  # interval steps of which a warpgroup needs one half of the columns compute no more
     lengths: bool = False  # keys at and after a length for each batch element are not attended
     score: str = "fold"  # or "scale" (a factor that is not positive), "softcap"
 

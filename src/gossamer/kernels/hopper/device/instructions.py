@@ -55,6 +55,11 @@ def largest(a: Float32, b: Float32, top: Int32) -> Int32:
     return assembly(Int32, code, Float32(a), Float32(b), Int32(top), effects=False)
 
 
+def of_row(fragment: Any, r: int) -> list[int]:
+    """The places of a row in a fragment, by columns."""
+    return [i for i in range(cute.size(fragment)) if i % 4 // 2 == r]
+
+
 @cute.jit
 def convert_half(source: cute.Tensor, target: cute.Tensor, half: cutlass.Constexpr) -> None:
     """As `convert`, into one half of the columns; the other half becomes zero."""
@@ -195,13 +200,10 @@ def exponentials(
     `power_here`.
     """
     sums = [Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)]
-    for j in cutlass.range_constexpr(cute.size(scores) // 4):
-        for c in cutlass.range_constexpr(2):
-            i = const_expr(4 * j + 2 * r + c)
-            power = scores[i] * exponent - shift
-            powers[i] = power_here(power) if const_expr(here) else cute.math.exp2(power, fastmath=True)
-            k = const_expr(2 * (j % 2) + c)
-            sums[k] = sums[k] + powers[i]
+    for n, i in enumerate(of_row(scores, r)):
+        power = scores[i] * exponent - shift
+        powers[i] = power_here(power) if const_expr(here) else cute.math.exp2(power, fastmath=True)
+        sums[n % 4] = sums[n % 4] + powers[i]
     return (sums[0] + sums[1]) + (sums[2] + sums[3])
 
 

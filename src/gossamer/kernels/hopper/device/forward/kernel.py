@@ -15,8 +15,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Block, computing_thread, named
-from gossamer.kernels.hopper.device.configurations import ForwardConfig, Hold
-from gossamer.kernels.hopper.device.forward.consume import Consumer, Plan
+from gossamer.kernels.hopper.device.configurations import ForwardConfig
+from gossamer.kernels.hopper.device.forward.consume import Consumer
 from gossamer.kernels.hopper.device.forward.masks import BlockMask
 from gossamer.kernels.hopper.device.forward.merge import Merge
 from gossamer.kernels.hopper.device.forward.produce import Producer
@@ -38,17 +38,6 @@ class Forward(Shell):
         self.threads = WARPGROUP * (groups + 1)
         self.blocks = c.blocks
         self.registers = REGISTERS[groups, c.blocks]
-        parts = c.block_kv // c.step
-        self.plan = Plan(
-            groups, parts,
-            overlap_items=c.q_stages > 1,
-            warpgroup_barrier=groups > 1,
-            defer_epilogue=groups < 3,  # registers hold both results
-            late_store=groups < 3 and c.hold == Hold.UNCHECKED,  # and in 16 bits beside O
-            prefetch_mask=groups == 3,  # and that beside S
-            k_shows_v=False,
-            half_steps=c.halves and parts == 1 and c.step == 128,
-        )  # fmt: skip
         self.merge = Merge(c.E, c.block_q)
 
     @cute.jit
@@ -113,7 +102,7 @@ class Forward(Shell):
         items = items_of(memory, "q", c.q_stages, self.groups)
         k_ring, v_ring = ring_of(memory, "k", c.stages, 1, warps), ring_of(memory, "v", c.stages, 1, warps)
         return Block(
-            **arguments._asdict(), config=c, plan=self.plan, rings=((items,), (k_ring, v_ring)), items=items,
+            **arguments._asdict(), config=c, rings=((items,), (k_ring, v_ring)), items=items,
             k_ring=k_ring, v_ring=v_ring, bounds=words(memory.bounds, c.block_q, 2, c.q_stages),
             s_q=tiles(memory.q, q), s_k=tiles(memory.k, k), s_v=tiles(memory.v, v),
             s_o=memory.q.get_tensor(o_outer, swizzle=o.inner),

@@ -76,14 +76,11 @@ class BlockMask(Opaque):
 
     def __init__(self, block: Any, thread: Thread) -> None:
         self.block, self.config, self.thread = block, block.config, thread
-        self.item, self.parts = block.items.item, block.plan.parts
+        self.item, self.parts = block.items.item, self.config.block_kv // self.config.step
         self.column = one()  # the first step's; then its rows' intervals, whether anything masks it, and its words
         self.lo, self.hi, self.masked = two(), two(), one()
         self.words = packed_mask(self.config.step)
         self.length = one()  # of the item's batch element, less this thread's first column
-
-    def reset(self) -> None:
-        """No item has begun."""
         self.length.fill(0)
 
     def count(self, stage: Any) -> Any:
@@ -191,7 +188,7 @@ class BlockMask(Opaque):
         from_interval = done - fulls if done > fulls else Int32(0)
         from_bits = done - fulls - intervals if done > fulls + intervals else Int32(0)
         column = item[RowItem.FIRST_INTERVAL, stage]
-        if const_expr(consumer.plan.half_steps):  # noqa: SIM102
+        if const_expr(consumer.half_steps):  # noqa: SIM102
             if from_interval > 0 and from_interval < intervals:
                 column = lists[0, interval_start + from_interval] * c.block_kv
         unmasked = fulls
@@ -208,10 +205,10 @@ class BlockMask(Opaque):
         lowest = cute.arch.make_warp_uniform(bounds[me * ROWS, 0, stage])
         highest = cute.arch.make_warp_uniform(bounds[me * ROWS + ROWS - 1, 1, stage])
         for i in cutlass.range(from_interval, intervals, unroll=1):
-            if const_expr(consumer.plan.half_steps):
+            if const_expr(consumer.half_steps):
                 # Of a window's two edges each of two warpgroups needs one whole and one half of the other: the one that
                 # is done with its half goes on, and the edges take as long as one and a half.
-                free = i > 0 and i == intervals - 1 if const_expr(consumer.plan.groups == 2) else False
+                free = i > 0 and i == intervals - 1 if const_expr(consumer.groups == 2) else False
                 upcoming = column
                 if i + 1 < intervals:
                     upcoming = lists[0, interval_start + i + 1] * c.block_kv

@@ -48,7 +48,7 @@ class Producer(Opaque):
 
     def __init__(self, block: Any) -> None:
         b, c = block, block.config
-        self.config, self.overlap_items = c, b.plan.overlap_items
+        self.config, self.overlap_items = c, c.q_stages > 1
         self.work = TileRows(b.work, b.tile_counter, b.count, b.lists[0, None], b.lengths, c.block_kv, c.lengths)
         self.items = ItemLoader(b)
         self.k = tile_loader(b.k_ring, b.k, b.s_k, c.step, c.D)

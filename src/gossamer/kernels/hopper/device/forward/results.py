@@ -17,13 +17,25 @@ from gossamer.kernels.hopper.device.row_items import RowItem
 from gossamer.kernels.hopper.device.tiles import partition
 
 
+@cute.jit
+def factors(block, stage, reference, row_sum):
+    """(what O is multiplied by, lse) of the rows of an item, of their references and sums."""
+    item = block.items.item
+    sink = -Float32.inf
+    if block.has_sinks != 0 and item[RowItem.SLOT, stage] < 0:
+        sink = block.sinks[item[RowItem.HEAD, stage]] * instructions.LOG2E
+    factor, lse = two(Float32), two(Float32)
+    instructions.finish(reference, row_sum, factor, lse, sink)
+    return factor, lse
+
+
 class Epilogue(Opaque):
     """Finishes the item before: `softmax` keeps its references and sums while the next item begins."""
 
     def __init__(self, block: Any, thread: Thread, softmax: Softmax, mma: Any) -> None:
         """`mma`: P V."""
         self.block, self.thread, self.softmax, self.mma = block, thread, softmax, mma
-        self.item, self.groups = block.items.item, block.plan.groups
+        self.item, self.groups = block.items.item, block.config.block_q // ROWS
         self.rows = cute.size(block.q.tensor, mode=[0])  # of a head
 
     @cute.jit
@@ -44,15 +56,9 @@ class Epilogue(Opaque):
         """Tell the store warp that the result is in shared memory, or needs no storing."""
         cute.arch.barrier_arrive(barrier_id=Barrier.OUTPUT + self.thread.warpgroup, number_of_threads=WARPGROUP + 32)
 
-    @cute.jit
-    def factors(self, stage):
+    def factors(self, stage: Any) -> Any:
         """(what O is multiplied by, lse) of the rows of an item."""
-        sink = -Float32.inf
-        if self.block.has_sinks != 0 and self.item[RowItem.SLOT, stage] < 0:
-            sink = self.block.sinks[self.item[RowItem.HEAD, stage]] * instructions.LOG2E
-        factor, lse = two(Float32), two(Float32)
-        instructions.finish(self.softmax.old_reference, self.softmax.old_sum, factor, lse, sink)
-        return factor, lse
+        return factors(self.block, stage, self.softmax.old_reference, self.softmax.old_sum)
 
     @cute.jit
     def normalise(self, factor):
@@ -87,9 +93,8 @@ class Epilogue(Opaque):
         for r in cutlass.range_constexpr(instructions.ROWS):
             row = self.thread.row + 8 * r
             if tile * (self.groups * ROWS) + row < self.rows:
-                for j in cutlass.range_constexpr(cute.size(o) // 4):
-                    for e in cutlass.range_constexpr(2):
-                        part[slot, row, 8 * j + self.thread.quad + e] = o[4 * j + 2 * r + e] * factor[r]
+                for i in instructions.of_row(o, r):
+                    part[slot, row, i // 4 * 8 + self.thread.quad + i % 2] = o[i] * factor[r]
                 if self.thread.lane % 4 == 0:
                     self.block.part_lse[slot, row] = lse[r]
 
@@ -97,7 +102,8 @@ class Epilogue(Opaque):
 @cute.jit
 def store(block, me):
     """A warp that stores what warpgroup `me` finishes, and gives back the place of Q, which held it."""
-    items, item, groups, overlap = block.items, block.items.item, block.plan.groups, block.plan.overlap_items
+    items, item = block.items, block.items.item
+    groups, overlap = block.config.block_q // ROWS, block.config.q_stages > 1
     from_, to = partition(block.out, block.s_o, ROWS, cute.size(block.s_o, mode=[1]))
     turn = Int32(0)
     running = begin(block, me, turn)

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Block, computing_thread, named
-from gossamer.kernels.hopper.device.forward.consume import Consumer, Plan
+from gossamer.kernels.hopper.device.forward.consume import Consumer
 from gossamer.kernels.hopper.device.forward.produce import ItemLoader
 from gossamer.kernels.hopper.device.forward.results import store
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
@@ -34,12 +34,6 @@ class GatherForward(Shell):
         self.config = c = config
         self.dtype = NUMBERS[c.dtype]
         self.blocks, self.registers = c.blocks, c.registers
-        self.plan = Plan(
-            1, 1, overlap_items=True, warpgroup_barrier=False, defer_epilogue=True, late_store=False,
-            prefetch_mask=True,
-            k_shows_v=True,  # a thread that gathers arrives when all that it has copied so far is complete
-            half_steps=False,
-        )  # fmt: skip
 
     @cute.jit
     def __call__(
@@ -90,7 +84,7 @@ class GatherForward(Shell):
         k_ring, v_ring = CopiedRing.of(memory, "k", c.stages), CopiedRing.of(memory, "v", c.stages)
         q = tiles(memory.q, self.layout(c.q_stages))
         return Block(
-            **a._asdict(), config=c, plan=self.plan, rings=((items,), (k_ring, v_ring)), items=items, k_ring=k_ring,
+            **a._asdict(), config=c, rings=((items,), (k_ring, v_ring)), items=items, k_ring=k_ring,
             v_ring=v_ring, bounds=None, s_words=words(memory.words, ROWS, 2, 2 * c.stages),
             s_q=q, s_k=tiles(memory.k, self.layout(c.stages)), s_v=tiles(memory.v, self.layout(c.stages)),
             s_o=q,  # the output takes the place of Q

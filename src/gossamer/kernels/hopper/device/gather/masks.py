@@ -27,9 +27,6 @@ class GatheredWords(Opaque):
         """`shared`: (64, 2, slots)."""
         self.shared, self.slots, self.thread, self.has_lengths = shared, slots, thread, has_lengths
         self.length = cute.make_rmem_tensor((1,), Int32)  # columns that count, of all lists, less this thread's first
-
-    def reset(self) -> None:
-        """No item has begun."""
         self.length.fill(0)
 
     @cute.jit
@@ -52,7 +49,9 @@ class GatheredWords(Opaque):
 class GatheredMask(GatheredWords):
     """The mask source of gathered columns: every step has words, which are fetched in order, each once."""
 
-    with_keys = True  # who has fetched a step's words has waited for its K
+    # Who has fetched a step's words has waited for its K, and with that for V of the step before: a thread that gathers
+    # arrives when all that it has copied so far is complete.
+    with_keys = True
 
     def __init__(self, block: Any, thread: Thread) -> None:
         self.item, self.k = block.items.item, block.k_ring

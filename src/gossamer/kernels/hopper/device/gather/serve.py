@@ -19,8 +19,7 @@ AHEAD = 2  # descriptions of items for the warps that gather, which have their o
 
 def items_to_gather(memory: Any) -> ItemRing:
     """The ring of descriptions for the warps that gather."""
-    ring = ring_of(memory, "ahead", AHEAD, 1, THREADS // 32)
-    return ItemRing(ring.full, ring.empty, AHEAD, 1, ring.readers, words(memory.ahead, ITEM, AHEAD))
+    return ring_of(memory, "ahead", AHEAD, 1, THREADS // 32, ItemRing, words(memory.ahead, ITEM, AHEAD))
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,8 +28,7 @@ class CopiedRing(Ring):
 
     @classmethod
     def of(cls, memory: Any, name: str, stages: int, fillers: int = THREADS) -> CopiedRing:
-        ring = ring_of(memory, name, stages, fillers, 4)
-        return cls(ring.full, ring.empty, stages, fillers, 4)
+        return ring_of(memory, name, stages, fillers, 4, cls)
 
     def wait_full(self, stage: Any, phase: Any) -> None:
         """Wait until a stage was gathered, and make it visible to the products."""

@@ -17,7 +17,8 @@ from cutlass.cute.nvgpu import warpgroup
 
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.common import ROWS, Opaque, Thread
-from gossamer.kernels.hopper.device.forward.masks import packed_mask, two
+from gossamer.kernels.hopper.device.forward.masks import packed_mask
+from gossamer.kernels.hopper.device.forward.results import factors
 from gossamer.kernels.hopper.device.gather.float32.softmax import Float32Softmax
 from gossamer.kernels.hopper.device.gather.float32.split import (
     BIAS,
@@ -71,7 +72,6 @@ class Float32Consumer(Opaque):
     def run(self):
         """Item after item. The first S of one is computed beside the last P V of the one before."""
         item = self.items.item
-        self.words.length.fill(0)
         self.softmax.row.fill(0.0)
         self.softmax.rescale.fill(1.0)
         self.begin()
@@ -89,8 +89,7 @@ class Float32Consumer(Opaque):
                 self.step(at + i, kv)
                 kv += 1
             turn += 1
-            following, phase = self.items.place(turn)
-            self.items.wait_full(following, phase)
+            following = self.items.wait_full_at(turn)
             running = item[RowItem.VALID, following]
             started = Int32(0)
             if count > 0 and item[RowItem.BITS_COUNT, following] > 0:
@@ -127,7 +126,7 @@ class Float32Consumer(Opaque):
                 words[instructions.ROWS * j + r] = load_pair(address, place)
         numbers = cute.recast_tensor(words, Float32)
         for r in cutlass.range_constexpr(instructions.ROWS):
-            places = [4 * j + 2 * r + e for j in range(count) for e in range(2)]
+            places = instructions.of_row(numbers, r)
             bits = largest_bits(numbers, places)
             for offset in (1, 2):
                 bits = cutlass.max(bits, cute.arch.shuffle_sync_bfly(bits, offset=offset))
@@ -146,10 +145,15 @@ class Float32Consumer(Opaque):
         self.words.begin(self.items.item, stage)
 
     @cute.jit
-    def fetch(self, words, at, kv):
-        """Wait for K of step `at`, with the step's words and powers. A fence makes it visible to the products."""
-        self.k_ring.wait_full(*self.k_ring.place(kv))
+    def fetch(self, at, kv):
+        """Wait for K of step `at`, with the step's words, which are returned, and powers.
+
+        A fence makes it visible to the products.
+        """
+        words = packed_mask(ROWS)
+        self.k_ring.wait_full_at(kv)
         self.words.read(words, kv, at)
+        return words
 
     @cute.jit
     def products(self, mma, acc, pairs: cutlass.Constexpr):
@@ -163,8 +167,9 @@ class Float32Consumer(Opaque):
         warpgroup.commit_group()
 
     @cute.jit
-    def issue_s(self, scores, kv):
+    def issue_s(self, kv):
         """Issue S = Q K^T of a step."""
+        scores = accumulator(self.mma_s, ROWS)
         stage, count = self.k_ring.place(kv)[0], const_expr(self.config.size // 16)
         pairs = [
             (self.q[None, None, a * count + i], self.k[None, None, b * count + i, stage])
@@ -172,10 +177,12 @@ class Float32Consumer(Opaque):
             for i in range(count)
         ]
         self.products(self.mma_s, scores, pairs)
+        return scores
 
     @cute.jit
-    def issue_o(self, part, kv):
-        """Issue P V of a step."""
+    def issue_o(self, kv):
+        """Issue P V of a step, which is to be added to O."""
+        part = cute.make_rmem_tensor_like(self.o)
         stage = self.v_ring.place(kv)[0]
         pairs = [
             (self.softmax.p[a][None, None, i], self.v[None, None, i, b, 0, stage])
@@ -183,36 +190,30 @@ class Float32Consumer(Opaque):
             for i in range(ROWS // 16)
         ]
         self.products(self.mma_o, part, pairs)
+        return part
 
     @cute.jit
     def first(self, at, kv):
         """The first step of an item whose Q is in registers; its P V is issued by what follows."""
-        scores = accumulator(self.mma_s, ROWS)
-        words = packed_mask(ROWS)
-        self.fetch(words, at, kv)
+        words = self.fetch(at, kv)
         cute.arch.fence_view_async_shared()
-        self.issue_s(scores, kv)  # S = Q K^T
+        scores = self.issue_s(kv)
         warpgroup.wait_group(0)
-        self.k_ring.release(self.k_ring.place(kv)[0])
+        self.k_ring.release_at(kv)
         values, _ = self.softmax.powers_of_two(scores, words, kv)
         self.softmax.probabilities(scores, values)
 
     @cute.jit
     def step(self, at, kv):
         """S of a step and P V of the one before, which runs beside the first half of the softmax."""
-        scores = accumulator(self.mma_s, ROWS)
-        part = cute.make_rmem_tensor_like(self.o)
-        words = packed_mask(ROWS)
-        self.fetch(words, at, kv)
+        words = self.fetch(at, kv)
         self.value(kv)
-        self.issue_s(scores, kv)  # S = Q K^T
-        self.issue_o(part, kv - 1)  # P V, which is added to O
+        scores, part = self.issue_s(kv), self.issue_o(kv - 1)
         warpgroup.wait_group(1)
-        self.k_ring.release(self.k_ring.place(kv)[0])
+        self.k_ring.release_at(kv)
         values, raised = self.softmax.powers_of_two(scores, words, kv)
         warpgroup.wait_group(0)
-        self.v_ring.release(self.v_ring.place(kv - 1)[0])
-        self.add(part)
+        self.add(part, kv)
         if raised:
             instructions.scale_rows(self.o, self.softmax.rescale)
         self.softmax.probabilities(scores, values)
@@ -220,43 +221,39 @@ class Float32Consumer(Opaque):
     @cute.jit
     def bridge(self, stage, following, kv):
         """The last P V of an item and its result, and the first step of the item that follows."""
-        part = cute.make_rmem_tensor_like(self.o)
-        scores = accumulator(self.mma_s, ROWS)
-        words = packed_mask(ROWS)
         self.value(kv)
-        self.issue_o(part, kv - 1)  # P V, which is added to O
+        part = self.issue_o(kv - 1)
         self.query(following)
-        self.fetch(words, self.items.item[RowItem.BITS_START, following], kv)
+        words = self.fetch(self.items.item[RowItem.BITS_START, following], kv)
         cute.arch.fence_view_async_shared()
-        self.issue_s(scores, kv)  # S = Q K^T
+        scores = self.issue_s(kv)
         warpgroup.wait_group(1)
-        self.v_ring.release(self.v_ring.place(kv - 1)[0])
-        self.add(part)
+        self.add(part, kv)
         self.finish(stage)
         self.begin()
         warpgroup.wait_group(0)
-        self.k_ring.release(self.k_ring.place(kv)[0])
+        self.k_ring.release_at(kv)
         values, _ = self.softmax.powers_of_two(scores, words, kv)
         self.softmax.probabilities(scores, values)
 
     @cute.jit
     def last(self, kv):
         """The last P V of an item."""
-        part = cute.make_rmem_tensor_like(self.o)
         self.value(kv)
-        self.issue_o(part, kv - 1)  # P V, which is added to O
+        part = self.issue_o(kv - 1)
         warpgroup.wait_group(0)
-        self.v_ring.release(self.v_ring.place(kv - 1)[0])
-        self.add(part)
+        self.add(part, kv)
 
     @cute.jit
     def value(self, kv):
         """Wait for V of the step before, and make what was waited for visible to the products."""
-        self.v_ring.wait_full(*self.v_ring.place(kv - 1))
+        self.v_ring.wait_full_at(kv - 1)
         cute.arch.fence_view_async_shared()
 
     @cute.jit
-    def add(self, part):
+    def add(self, part, kv):
+        """Give back V of the step before, and add its P V to O."""
+        self.v_ring.release_at(kv - 1)
         for i in cutlass.range_constexpr(cute.size(part)):
             self.o[i] = self.o[i] + part[i]
 
@@ -266,11 +263,7 @@ class Float32Consumer(Opaque):
         c, item, block, out, thread = self.config, self.items.item, self.block, self.block.out, self.thread
         batch, head, tile = item[RowItem.BATCH, stage], item[RowItem.HEAD, stage], item[RowItem.TILE, stage]
         slot = item[RowItem.SLOT, stage]
-        sink = -Float32.inf
-        if block.has_sinks != 0 and slot < 0:
-            sink = block.sinks[head] * instructions.LOG2E
-        factor, value = two(Float32), two(Float32)
-        instructions.finish(self.softmax.reference, self.softmax.row_sum, factor, value, sink)
+        factor, value = factors(block, stage, self.softmax.reference, self.softmax.row_sum)
         cute.arch.sync_warp()
         self.items.release(stage)
         # A row of the result has an even number of columns, or room for one more.

@@ -47,7 +47,9 @@ class Float32Softmax(Opaque):
         values = cute.make_rmem_tensor((2 * count,), Float32)  # powers of the rows of V, of this thread's columns
         slot = ring(kv, self.slots)[0]
         for j in cutlass.range_constexpr(count):
-            found = self.powers_of(slot, j)
+            place = cute.assume(2 * (slot * ROWS + 8 * j + self.thread.quad), divby=4)
+            found = cute.make_rmem_tensor((4,), Float32)  # powers of (K, V) of this thread's two columns of each eight
+            cute.autovec_copy(cute.make_tensor(self.block.s_powers.iterator + place, cute.make_layout(4)), found)
             for e in cutlass.range_constexpr(2):
                 values[2 * j + e] = found[2 * e + 1]
                 for r in cutlass.range_constexpr(instructions.ROWS):
@@ -62,11 +64,10 @@ class Float32Softmax(Opaque):
         for r in cutlass.range_constexpr(instructions.ROWS):
             factor = self.row[r] if const_expr(self.score == "fold") else self.block.exponent
             shift = instructions.shift_of(self.reference[r])
-            for j in cutlass.range_constexpr(count):
-                i = const_expr(4 * j + 2 * r)
+            for i in cutlass.range_constexpr(2 * r, cute.size(scores), 4):
                 for e in cutlass.range_constexpr(2):
                     scores[i + e] = scores[i + e] * factor - shift
-                k = const_expr(2 * r + j % 2)
+                k = const_expr(2 * r + i // 4 % 2)
                 top[k] = instructions.largest(scores[i], scores[i + 1], top[k])
         # Bits of floats are compared: negative limits are passed always, and the references then are what they were.
         some = cute.recast_tensor(values, Int32)
@@ -88,23 +89,12 @@ class Float32Softmax(Opaque):
         """The sums of 2^(t - r), and P' in halves."""
         for r in cutlass.range_constexpr(instructions.ROWS):
             sums = [Float32(0.0) for _ in range(4)]
-            for j in cutlass.range_constexpr(ROWS // 8):
-                for e in cutlass.range_constexpr(2):
-                    i = const_expr(4 * j + 2 * r + e)
-                    weight = cute.math.exp2(scores[i], fastmath=True)
-                    place = const_expr(2 * (j % 2) + e)
-                    sums[place] = sums[place] + weight
-                    scores[i] = weight * values[2 * j + e]
+            for n, i in enumerate(instructions.of_row(scores, r)):
+                weight = cute.math.exp2(scores[i], fastmath=True)
+                sums[n % 4] = sums[n % 4] + weight
+                scores[i] = weight * values[n]
             self.row_sum[r] = self.row_sum[r] + ((sums[0] + sums[1]) + (sums[2] + sums[3]))
         split(scores, *self.p)
-
-    @cute.jit
-    def powers_of(self, slot, j: cutlass.Constexpr):
-        """Powers of (K, V) of this thread's two columns of each eight."""
-        place = cute.assume(2 * (slot * ROWS + 8 * j + self.thread.quad), divby=4)
-        found = cute.make_rmem_tensor((4,), Float32)
-        cute.autovec_copy(cute.make_tensor(self.block.s_powers.iterator + place, cute.make_layout(4)), found)
-        return found
 
     @cute.jit
     def raise_references(self, scores, values):
@@ -114,9 +104,8 @@ class Float32Softmax(Opaque):
             logs[i] = cute.math.log2(values[i], fastmath=True)
         for r in cutlass.range_constexpr(instructions.ROWS):
             top = Float32(-Float32.inf)
-            for j in cutlass.range_constexpr(cute.size(values) // 2):
-                for e in cutlass.range_constexpr(2):
-                    top = cute.arch.fmax(top, scores[4 * j + 2 * r + e] + logs[2 * j + e])
+            for n, i in enumerate(instructions.of_row(scores, r)):
+                top = cute.arch.fmax(top, scores[i] + logs[n])
             top = instructions.over_quad(top)
             known = self.reference[r] != -Float32.inf
             by = cute.arch.fmax(top, Float32(0.0)) if known else top
@@ -126,7 +115,5 @@ class Float32Softmax(Opaque):
             step = cute.math.exp2(move * -0.5, fastmath=True) if known else Float32(1.0)
             self.row_sum[r] = self.row_sum[r] * step * step
             self.rescale[r] = step * step
-            for j in cutlass.range_constexpr(cute.size(values) // 2):
-                for e in cutlass.range_constexpr(2):
-                    i = const_expr(4 * j + 2 * r + e)
-                    scores[i] = scores[i] - move
+            for i in instructions.of_row(scores, r):
+                scores[i] = scores[i] - move

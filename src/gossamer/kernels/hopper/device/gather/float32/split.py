@@ -37,18 +37,14 @@ def half(word: Int32, high: bool) -> Float32:
     return instructions.assembly(Float32, code, Int32(word), effects=False)
 
 
-def split_pair(a: Float32, b: Float32) -> tuple[Int32, Int32]:
-    """The words of (hi, lo) of two numbers."""
-    word = instructions.pack(a, b, Float16)
-    return word, instructions.pack(a - half(word, False), b - half(word, True), Float16)
-
-
 @cute.jit
 def split(source: cute.Tensor, high: cute.Tensor, low: cute.Tensor) -> None:
     """Float32 registers to two of float16, element by element in flat order."""
     first, second = cute.recast_tensor(high, Int32), cute.recast_tensor(low, Int32)
     for i in cutlass.range_constexpr(cute.size(first)):
-        first[i], second[i] = split_pair(source[2 * i], source[2 * i + 1])
+        a, b = source[2 * i], source[2 * i + 1]
+        word = instructions.pack(a, b, Float16)
+        first[i], second[i] = word, instructions.pack(a - half(word, False), b - half(word, True), Float16)
 
 
 def largest_bits(values: Any, places: Any) -> Int32:
