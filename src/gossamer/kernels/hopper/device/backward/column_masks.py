@@ -12,7 +12,7 @@ from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.backward.fields import Kind, Step
 from gossamer.kernels.hopper.device.backward.warpgroup import shift, two_rows
 from gossamer.kernels.hopper.device.column_items import ColumnItem
-from gossamer.kernels.hopper.device.common import FAR, ROWS, Opaque, Thread
+from gossamer.kernels.hopper.device.common import FAR, ROWS, Opaque, Thread, computing_thread
 
 WORDS = ROWS // 32  # of a key and 64 queries
 
@@ -31,8 +31,9 @@ def clear_pairs(packed, words, begin: cutlass.Constexpr = 0):
 class TileColumnMasks(Opaque):
     """What the steps of a warpgroup's 64 keys keep: their descriptions say where it is written."""
 
-    def __init__(self, config: Any, thread: Thread, block: Any) -> None:
-        self.config, self.thread, self.block, self.halves = config, thread, block, config.step // ROWS
+    def __init__(self, block: Any) -> None:
+        self.config, self.thread, self.block = block.config, computing_thread(), block
+        self.halves = self.config.step // ROWS
         self.kinds = cute.make_rmem_tensor((self.halves,), Int32)
         # Of each of this thread's keys the two words, or the first query that it keeps and the one behind the last.
         self.kept = cute.make_rmem_tensor((instructions.ROWS, WORDS, self.halves), Int32)
@@ -100,8 +101,8 @@ class TileColumnMasks(Opaque):
 class WideColumnMasks(Opaque):
     """As `TileColumnMasks`, of items of 64 keys in tiles of one or two times as many: words for a step's scores."""
 
-    def __init__(self, config: Any, thread: Thread, block: Any) -> None:
-        self.config, self.thread, self.block = config, thread, block
+    def __init__(self, block: Any, thread: Thread) -> None:
+        self.config, self.thread, self.block = block.config, thread, block
         self.words = cute.make_rmem_tensor((instructions.ROWS, WORDS), Int32)
         self.words.fill(-1)
 

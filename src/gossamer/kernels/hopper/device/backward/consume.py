@@ -24,7 +24,8 @@ class ColumnConsumer(Opaque):
     products of the other block run.
     """
 
-    def __init__(self, config: Any, block: Any, masks: Any) -> None:
+    def __init__(self, block: Any, masks: Any) -> None:
+        config = block.config
         self.config, self.block, self.masks, self.thread = config, block, masks, masks.thread
         dtype, step, tiles = NUMBERS[config.dtype], config.step, block.tiles
         self.halves = step // ROWS  # times 64 queries of a step

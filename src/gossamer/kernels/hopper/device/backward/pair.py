@@ -15,7 +15,6 @@ from gossamer.kernels.hopper.device.backward.produce import dq_share
 from gossamer.kernels.hopper.device.backward.warpgroup import row_terms
 from gossamer.kernels.hopper.device.column_items import ColumnItem
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP
-from gossamer.kernels.hopper.device.configurations import BackwardConfig
 from gossamer.kernels.hopper.device.tiles import accumulator, issue, product_of, transposed
 
 
@@ -26,8 +25,9 @@ class PairConsumer(ColumnConsumer):
     times 64 queries.
     """
 
-    def __init__(self, config: BackwardConfig, block: Any, masks: Any) -> None:
-        super().__init__(config, block, masks)
+    def __init__(self, block: Any, masks: Any) -> None:
+        super().__init__(block, masks)
+        config = block.config
         if not config.with_dq:
             return
         dtype, step, thread = NUMBERS[config.dtype], config.step, self.thread

@@ -51,31 +51,26 @@ class ColumnWork(WorkList):
         return word
 
 
-@dataclass(frozen=True, eq=False)
 class RowLoader(Opaque):
-    """What fills a ring with tiles of 64 queries of Q or dO, and their row terms."""
+    """What fills a ring with tiles of 64 queries of Q or dO, and their row terms: the first or the second of them."""
 
-    ring: Ring
-    tma: Tma
-    to: Any
-    from_: Any
-    bytes: int
-    term: int  # which of the terms
-    terms: cute.Tensor  # (2, B, H, Qp)
-    shared_terms: cute.Tensor  # (64, halves of stages)
-    halves: int  # tiles of a stage
+    def __init__(self, block: Any, ring: Ring, tma: Tma, tiles: Any, columns: int, term: int, to: Any) -> None:
+        self.ring, self.tma, self.steps, self.halves = ring, tma, block.steps, block.config.step // ROWS
+        self.to, self.from_ = partition(tma, cute.flat_divide(tiles, (ROWS, columns)), ROWS, columns)
+        self.bytes = 2 * ROWS * columns + 4 * ROWS
+        self.terms, self.term, self.shared_terms = block.arguments.terms, term, to
 
     @cute.jit
-    def load(self, n, half, first, head, batch, steps: cutlass.Constexpr = None, word=None):
+    def load(self, n, half, first, head, batch, word=None):
         """Fill a half of the n-th use with the queries from `first` on; `word` describes them, a word of each lane."""
         stage = self.ring.wait_empty_at(n)
-        if const_expr(steps is not None):
+        if const_expr(word is not None):
             if cute.arch.lane_idx() < STEP:
-                steps[cute.arch.lane_idx(), stage * self.halves + half] = word
+                self.steps[cute.arch.lane_idx(), stage * self.halves + half] = word
             cute.arch.sync_warp()
         full = self.ring.full + stage
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, self.bytes + 4 * ROWS)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.bytes)
         from_ = self.from_[None, first // ROWS, head, batch]
         cute.copy(self.tma.atom, from_, self.to[None, half, 0, stage], tma_bar_ptr=full)
         terms, to = self.terms[self.term, batch, head, None], self.shared_terms[None, stage * self.halves + half]
@@ -87,18 +82,14 @@ class RowLoader(Opaque):
 class Producer(Opaque):
     """The warp that takes items and loads K, V, and Q and dO of each step, by TMA."""
 
-    def __init__(self, config: Any, block: Any, work: ColumnWork) -> None:
-        self.config, self.block, self.work = config, block, work
-        self.halves, a = config.step // ROWS, block.arguments
-        self.load_q = self.row_loader(block.q, a.q, block.tiles.q, config.D, 0, block.lse)
-        self.load_do = self.row_loader(block.dout, a.dout, block.tiles.dout, config.E, 1, block.delta)
-        self.load_k = tile_loader(block.k, a.k, block.tiles.k, config.block_kv, config.D)
-        self.load_v = tile_loader(block.v, a.v, block.tiles.v, config.block_kv, config.E)
-
-    def row_loader(self, ring: Ring, tma: Tma, shared: Any, columns: int, term: int, shared_terms: Any) -> RowLoader:
-        terms = self.block.arguments.terms
-        to, from_ = partition(tma, cute.flat_divide(shared, (ROWS, columns)), ROWS, columns)
-        return RowLoader(ring, tma, to, from_, 2 * ROWS * columns, term, terms, shared_terms, self.halves)
+    def __init__(self, block: Any, work: ColumnWork) -> None:
+        self.config, self.block, self.work = block.config, block, work
+        c, a, tiles = block.config, block.arguments, block.tiles
+        self.halves = c.step // ROWS
+        self.load_q = RowLoader(block, block.q, a.q, tiles.q, c.D, 0, block.lse)
+        self.load_do = RowLoader(block, block.dout, a.dout, tiles.dout, c.E, 1, block.delta)
+        self.load_k = tile_loader(block.k, a.k, tiles.k, c.block_kv, c.D)
+        self.load_v = tile_loader(block.v, a.v, tiles.v, c.block_kv, c.E)
 
     @cute.jit
     def produce(self):
@@ -168,17 +159,13 @@ class Producer(Opaque):
                                 wanted = wanted and lowest < first + ROWS and highest > first
                             if wanted:
                                 value = kind
-                                if lane == Step.QUERY:
-                                    value = first
-                                if lane == Step.ENTRY:
-                                    value = entry
-                                if lane == Step.WORD:
-                                    value = p * (ROWS // 32)
-                                if lane == Step.HEAD:
-                                    value = head
-                                if lane == Step.BATCH:
-                                    value = batch
-                                self.load_q.load(n, half, first, head, batch, steps, value)
+                                for place, known, times in (
+                                    (Step.QUERY, first, 1), (Step.ENTRY, entry, 1), (Step.WORD, p, ROWS // 32),
+                                    (Step.HEAD, head, 1), (Step.BATCH, batch, 1),
+                                ):  # fmt: skip
+                                    if lane == place:
+                                        value = known * times
+                                self.load_q.load(n, half, first, head, batch, value)
                                 if v_pending != 0:
                                     self.load_v.load(turn, tile, group, batch)
                                 v_pending = Int32(0)
@@ -192,7 +179,7 @@ class Producer(Opaque):
                         head = cute.arch.shuffle_sync(value, Step.HEAD)
                         if lane == Step.KIND:
                             value = Int32(Kind.NOTHING)
-                        self.load_q.load(n, half, first, head, batch, steps, value)
+                        self.load_q.load(n, half, first, head, batch, value)
                         self.load_do.load(m, half, first, head, batch)
                         n, m, half = self.following(n, m, half)
                 word = work.next()  # while the consumers are still two steps behind
@@ -224,10 +211,10 @@ def dq_share(dq_sum: Any, config: Any, first: Any, head: Any, batch: Any, group:
 class Sender(Opaque):
     """A warp that sends what a computing warpgroup leaves in shared memory: dQ of each step, dK and dV of each item."""
 
-    def __init__(self, config: Any, block: Any, group: Any) -> None:
-        self.config, self.block, self.group = config, block, group
-        self.dk_from, self.dk_to = partition(block.arguments.dk, block.dk, ROWS, config.D)
-        self.dv_from, self.dv_to = partition(block.arguments.dv, block.dv, ROWS, config.E)
+    def __init__(self, block: Any, group: Any) -> None:
+        self.config, self.block, self.group = block.config, block, group
+        self.dk_from, self.dk_to = partition(block.arguments.dk, block.dk, ROWS, self.config.D)
+        self.dv_from, self.dv_to = partition(block.arguments.dv, block.dv, ROWS, self.config.E)
 
     @cute.jit
     def send(self, groups: cutlass.Constexpr, sends_dq: cutlass.Constexpr):

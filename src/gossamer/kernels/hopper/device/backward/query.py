@@ -6,63 +6,30 @@ rows a warpgroup, which computes S = Q K^T, dP = dO V^T, dS = P (dP - delta) and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from gossamer.kernels.hopper.device.backward.query_consume import QueryConsumer, RowRings, RowTiles
+from gossamer.kernels.hopper.device.backward.query_consume import QueryConsumer
 from gossamer.kernels.hopper.device.backward.row_masks import TileRowMasks
 from gossamer.kernels.hopper.device.backward.warpgroup import Factors, Lists
-from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque, Ring, computing_thread
-from gossamer.kernels.hopper.device.configurations import QueryConfig
+from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque
 from gossamer.kernels.hopper.device.row_items import ITEM, RowItem
-from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles
-from gossamer.kernels.hopper.device.tiles import Tma, partition, tile_layout, tile_loader, tma
+from gossamer.kernels.hopper.device.shell import Block, Shell, array, barriers, items_of, ring_of, tile_memory, tiles
+from gossamer.kernels.hopper.device.tiles import partition, tile_layout, tile_loader, tma
 from gossamer.kernels.hopper.device.work import TileRows
-
-
-class Arguments(NamedTuple):
-    """Parameters of the kernel, in order."""
-
-    q: Tma
-    dout: Tma
-    k: Tma
-    v: Tma
-    dq: Tma
-    terms: cute.Tensor
-    items: cute.Tensor
-    lists: Lists
-    part_dq: cute.Tensor
-    lengths: cute.Tensor | None
-    tile_counter: cute.Tensor
-    factors: Factors
-    count: Int32
-
-
-@dataclass(frozen=True, eq=False)
-class Block(Opaque):
-    """What the roles of a block share."""
-
-    arguments: Arguments
-    ring: RowRings
-    tiles: RowTiles
-
-    @property
-    def rings(self) -> Any:
-        return tuple((ring,) for ring in self.ring)
 
 
 class ItemTiles(Opaque):
     """What loads Q and dO of an item, by TMA."""
 
-    def __init__(self, config: Any, arguments: Any, ring: Ring, shared: RowTiles) -> None:
-        self.config, self.ring, self.groups = config, ring, config.block_q // ROWS
-        self.q, self.dout = arguments.q.atom, arguments.dout.atom
-        self.q_to, self.q_from = partition(arguments.q, shared.q, ROWS, config.D)
-        self.do_to, self.do_from = partition(arguments.dout, shared.dout, ROWS, config.E)
+    def __init__(self, block: Any) -> None:
+        a, tiles, self.config, self.ring = block.arguments, block.tiles, block.config, block.q
+        self.groups, self.q, self.dout = self.config.block_q // ROWS, a.q.atom, a.dout.atom
+        self.q_to, self.q_from = partition(a.q, tiles.q, ROWS, self.config.D)
+        self.do_to, self.do_from = partition(a.dout, tiles.dout, ROWS, self.config.E)
 
     @cute.jit
     def load(self, turn, item):
@@ -81,7 +48,10 @@ class ItemTiles(Opaque):
 class QueryGradient(Shell):
     """The kernel of one configuration."""
 
-    def __init__(self, config: QueryConfig) -> None:
+    ahead = 0  # descriptions of items for warps that gather
+    words = 0  # of shared memory, which mask steps of gathered columns
+
+    def __init__(self, config: Any) -> None:
         self.config = c = config
         self.groups = c.block_q // ROWS
         self.threads = WARPGROUP * (self.groups + 1)
@@ -114,37 +84,38 @@ class QueryGradient(Shell):
         stream: Any,
     ) -> None:
         c = self.config
-        self.launch(
-            Arguments(
-                tma(q, ROWS, c.D), tma(dout, ROWS, c.E), tma(k, c.step, c.D), tma(v, c.step, c.E),
-                tma(dq, ROWS, c.D, store=True), terms, work, Lists(lists, lo, hi, pool), part_dq, lengths, tile_counter,
-                Factors(before, exponent, factor), items,
-            ),
-            blocks, stream,
+        self.start(
+            blocks, stream, q=tma(q, ROWS, c.D), dout=tma(dout, ROWS, c.E), k=tma(k, c.step, c.D),
+            v=tma(v, c.step, c.E), dq=tma(dq, ROWS, c.D, store=True), terms=terms, items=work,
+            lists=Lists(lists, lo, hi, pool), part_dq=part_dq, lengths=lengths, tile_counter=tile_counter,
+            factors=Factors(before, exponent, factor), count=items,
         )  # fmt: skip
 
-    def layouts(self) -> RowTiles:
+    def layouts(self) -> dict[str, Any]:
         """Of the tiles in shared memory."""
         c, dtype = self.config, NUMBERS[self.config.dtype]
-        return RowTiles(
-            tile_layout(dtype, ROWS, c.D, self.groups), tile_layout(dtype, ROWS, c.E, self.groups),
-            tile_layout(dtype, c.step, c.D, c.k_stages), tile_layout(dtype, c.step, c.E, c.v_stages),
-        )  # fmt: skip
+        return {
+            "q": tile_layout(dtype, ROWS, c.D, self.groups), "dout": tile_layout(dtype, ROWS, c.E, self.groups),
+            "k": tile_layout(dtype, c.step, c.D, c.k_stages), "v": tile_layout(dtype, c.step, c.E, c.v_stages),
+        }  # fmt: skip
 
     def memory(self) -> dict[str, Any]:
-        c, dtype = self.config, NUMBERS[self.config.dtype]
-        rings = barriers(q=1, k=c.k_stages, v=c.v_stages)
-        held = {name: tile_memory(dtype, layout) for name, layout in self.layouts()._asdict().items()}
-        return rings | {"item": array(Int32, ITEM)} | held
-
-    def block(self, arguments: Arguments, memory: Any) -> Block:
         c = self.config
-        rings = RowRings(
-            items_of(memory, "q", 1, self.groups), ring_of(memory, "k", c.k_stages, 1, 4 * self.groups),
-            ring_of(memory, "v", c.v_stages, 1, 4 * self.groups),
+        return {
+            **barriers(q=1, ahead=self.ahead, k=c.k_stages, v=c.v_stages), "item": array(Int32, ITEM),
+            "ahead": array(Int32, ITEM * self.ahead), "words": array(Int32, self.words, 128),
+            **{name: tile_memory(NUMBERS[c.dtype], layout) for name, layout in self.layouts().items()},
+        }  # fmt: skip
+
+    def block(self, arguments: Any, memory: Any) -> Block:
+        c, q = self.config, items_of(memory, "q", 1, self.groups)
+        held = Block(**{name: tiles(getattr(memory, name), layout) for name, layout in self.layouts().items()})
+        k, v = [ring_of(memory, x, n, 1, 4 * self.groups) for x, n in (("k", c.k_stages), ("v", c.v_stages))]
+        return Block(
+            config=c, arguments=arguments, tiles=held, item=q.item[None, 0],
+            q=q,  # with Q and dO of an item
+            k=k, v=v, rings=((q,), (k,), (v,)),
         )  # fmt: skip
-        held = RowTiles(*[tiles(getattr(memory, name), x) for name, x in self.layouts()._asdict().items()])
-        return Block(arguments, rings, held)
 
     @cute.jit
     def serve(self, block, warp):
@@ -153,31 +124,28 @@ class QueryGradient(Shell):
 
     @cute.jit
     def compute(self, block):
-        a, item = block.arguments, block.ring.q.item[None, 0]
-        masks = TileRowMasks(self.config, computing_thread(), item, a.lists, a.lengths)
-        QueryConsumer(self.config, item, block.ring, block.tiles, masks, a.terms, a.factors, a.dq, a.part_dq).consume()
+        QueryConsumer(block, TileRowMasks(block)).consume()
 
     @cute.jit
     def produce(self, block):
         """The producer warp: items with their Q and dO, then K and V of each step."""
-        c, a, rings = self.config, block.arguments, block.ring
-        item = rings.q.item[None, 0]
+        c, a, item = self.config, block.arguments, block.item
         steps = c.block_kv // c.step  # of a tile
         ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k.tensor, mode=[2])
-        own = ItemTiles(c, a, rings.q, block.tiles)
-        load_k = tile_loader(rings.k, a.k, block.tiles.k, c.step, c.D)
-        load_v = tile_loader(rings.v, a.v, block.tiles.v, c.step, c.E)
+        own = ItemTiles(block)
+        load_k = tile_loader(block.k, a.k, block.tiles.k, c.step, c.D)
+        load_v = tile_loader(block.v, a.v, block.tiles.v, c.step, c.E)
         columns = a.lists.entries[0, None]
         work = TileRows(a.items, a.tile_counter, a.count, columns, a.lengths, c.block_kv, c.lengths)
         word = work.first()
         turn, kv = Int32(0), Int32(0)  # items, steps so far
         running = Int32(1)
         while running != 0:
-            rings.q.describe(turn, word)
+            block.q.describe(turn, word)
             running = item[RowItem.VALID]
             turn += 1
             if running != 0:
-                batch, head = own.load(turn, rings.q.item)
+                batch, head = own.load(turn, block.q.item)
                 group = head // ratio
                 fulls, intervals = item[RowItem.FULL_COUNT], item[RowItem.INTERVAL_COUNT]
                 at_full, at_interval = item[RowItem.FULL_START], item[RowItem.INTERVAL_START] - fulls
@@ -193,4 +161,4 @@ class QueryGradient(Shell):
                 word = work.next()
             else:
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(rings.q.full)
+                    cute.arch.mbarrier_arrive(block.q.full)

@@ -10,9 +10,8 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.backward.warpgroup import Lists, shift, two_rows
-from gossamer.kernels.hopper.device.common import Opaque, Thread, within_keys
-from gossamer.kernels.hopper.device.configurations import QueryConfig
+from gossamer.kernels.hopper.device.backward.warpgroup import shift, two_rows
+from gossamer.kernels.hopper.device.common import Opaque, computing_thread, within_keys
 from gossamer.kernels.hopper.device.row_items import RowItem
 
 
@@ -35,11 +34,10 @@ class TileRowMasks(Opaque):
 
     has_bounds = True
 
-    def __init__(
-        self, config: QueryConfig, thread: Thread, item: cute.Tensor, lists: Lists, lengths: cute.Tensor | None
-    ) -> None:
-        self.config, self.thread, self.item, self.lists, self.lengths = config, thread, item, lists, lengths
-        self.steps = config.block_kv // config.step  # of a tile
+    def __init__(self, block: Any) -> None:
+        self.config, self.thread, self.item = block.config, computing_thread(), block.item
+        self.lists, self.lengths = block.arguments.lists, block.arguments.lengths
+        self.steps = self.config.block_kv // self.config.step  # of a tile
         self.lo, self.hi = two_rows(Int32), two_rows(Int32)  # bounds of this thread's rows, less its first column
         self.length = cute.make_rmem_tensor((1,), Int32)  # keys that are attended, likewise
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32
 
-from gossamer.kernels.hopper.device.backward.kernel import ColumnKernel
+from gossamer.kernels.hopper.device.backward.kernel import ColumnBlock, ColumnKernel
 from gossamer.kernels.hopper.device.backward.wide_consume import KeyConsumer, ValueConsumer
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP
 from gossamer.kernels.hopper.device.configurations import WideConfig
@@ -30,22 +29,21 @@ class Wide(ColumnKernel):
 
     def __init__(self, config: WideConfig) -> None:
         self.config = config
+        self.stages = config.q_stages, config.do_stages
         self.pieces = config.tile_kv // ROWS
+        self.exchanged = ROWS * config.step
 
     def memory(self) -> dict[str, Any]:
-        c, held = self.config, self.layouts()
-        result = array(NUMBERS[c.dtype], max(cute.cosize(held.k), cute.cosize(held.v)), 1024)
-        p = array(Int32, ROWS * c.step, 128)
-        return self.word_memory() | {"p": p} | self.tile_memory() | {"k": result, "v": result}
-
-    def results(self, memory: Any) -> tuple[Any, Any]:
-        """dV is sent from the place of K, which its warpgroup alone reads, and dK from that of V."""
         held = self.layouts()
-        return tiles(memory.v, held.k), tiles(memory.k, held.v)
+        result = array(NUMBERS[self.config.dtype], max(cute.cosize(held["k"]), cute.cosize(held["v"])), 1024)
+        return super().memory() | {"k": result, "v": result}
 
-    def exchanged(self, memory: Any) -> dict[str, Any]:
-        step = self.config.step
-        return {"p": words(memory.p, 4, WARPGROUP, step // 16, 2)}
+    def block(self, arguments: Any, memory: Any) -> ColumnBlock:
+        """dV is sent from the place of K, which its warpgroup alone reads, and dK from that of V."""
+        held, block = self.layouts(), super().block(arguments, memory)
+        block.dk, block.dv = tiles(memory.v, held["k"]), tiles(memory.k, held["v"])
+        block.p = words(memory.exchanged, 4, WARPGROUP, self.config.step // 16, 2)
+        return block
 
     @cute.jit
     def serve(self, block, warp):
@@ -56,6 +54,6 @@ class Wide(ColumnKernel):
     def compute(self, block):
         """The first warpgroup makes dV, the second dK."""
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < 8:
-            ValueConsumer(self.config, block).consume()
+            ValueConsumer(block).consume()
         else:
-            KeyConsumer(self.config, block).consume()
+            KeyConsumer(block).consume()

@@ -22,7 +22,6 @@ from gossamer.kernels.hopper.device.backward.warpgroup import (
 )
 from gossamer.kernels.hopper.device.column_items import ColumnItem
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque, computing_thread
-from gossamer.kernels.hopper.device.configurations import WideConfig
 from gossamer.kernels.hopper.device.tiles import Tma, accumulator, issue, product_of, transposed
 
 
@@ -44,12 +43,11 @@ class WideConsumer(Opaque):
     makes_dk: bool  # the second warpgroup; the first makes dV
 
     def __init__(
-        self, config: WideConfig, block: Any, fixed: Any, streamed: Any, summed: Any, columns: int, result: Tma,
-        shared: Any, part: Any,
-    ) -> None:  # fmt: skip
-        self.config, self.block, self.thread = config, block, computing_thread(0)
+        self, block: Any, fixed: Any, streamed: Any, summed: Any, columns: int, result: Tma, shared: Any, part: Any
+    ) -> None:
+        self.config, self.block, self.thread = block.config, block, computing_thread(0)
         self.columns, self.result, self.shared, self.part = columns, result, shared, part
-        dtype, step = NUMBERS[config.dtype], config.step
+        dtype, step = NUMBERS[self.config.dtype], self.config.step
         self.mma_s, self.mma = product_of(dtype, step), product_of(dtype, columns, transposed=True, registers=True)
         of_s, of_result = self.mma_s.get_slice(0), self.mma.get_slice(0)
         summed = transposed(summed, step, columns, cute.size(summed, mode=[2]))
@@ -130,11 +128,11 @@ class ValueConsumer(WideConsumer):
 
     makes_dk = False
 
-    def __init__(self, config: WideConfig, block: Any) -> None:
+    def __init__(self, block: Any) -> None:
         a, held = block.arguments, block.tiles
-        super().__init__(config, block, held.k, held.q, held.dout, config.E, a.dv, block.dv, a.part_dv)
-        self.masks = WideColumnMasks(config, self.thread, block)
-        self.slope = cute.make_rmem_tensor((config.step // 4,), Int32)  # derivatives of the soft cap, in 16 bits
+        super().__init__(block, held.k, held.q, held.dout, block.config.E, a.dv, block.dv, a.part_dv)
+        self.masks = WideColumnMasks(block, self.thread)
+        self.slope = cute.make_rmem_tensor((self.config.step // 4,), Int32)  # derivatives of the soft cap, in 16 bits
 
     @cute.jit
     def wait_for_step(self, n):
@@ -194,10 +192,10 @@ class KeyConsumer(WideConsumer):
 
     makes_dk = True
 
-    def __init__(self, config: WideConfig, block: Any) -> None:
+    def __init__(self, block: Any) -> None:
         a, held = block.arguments, block.tiles
-        super().__init__(config, block, held.v, held.dout, held.q, config.D, a.dk, block.dk, a.part_dk)
-        self.p = cute.make_rmem_tensor((4, config.step // 16), Int32)
+        super().__init__(block, held.v, held.dout, held.q, block.config.D, a.dk, block.dk, a.part_dk)
+        self.p = cute.make_rmem_tensor((4, self.config.step // 16), Int32)
         for stage in range(2):
             cute.arch.barrier_arrive(barrier_id=WideBarrier.P_EMPTY + stage, number_of_threads=2 * WARPGROUP)
 

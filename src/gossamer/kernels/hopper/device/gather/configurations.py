@@ -60,6 +60,12 @@ class GatherConfig:
         return self.size
 
     @property
+    def k_stages(self) -> int:
+        return self.stages
+
+    v_stages = k_stages
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: rings, barriers and item descriptions."""
         words = 4 * 2 * ROWS * 2 * self.stages
