@@ -6,7 +6,6 @@ import math
 from typing import Any, NamedTuple
 
 from gossamer.kernels.contract import Scoring
-from gossamer.kernels.hopper.schedule.columns import ColumnWork
 from gossamer.kernels.hopper.schedule.rows import Work
 from gossamer.kernels.launch import EDGE, Builder, Kernel, Operand, Shape
 
@@ -110,7 +109,7 @@ class Schedule(NamedTuple):
 
 
 def schedule(
-    b: Builder, walk: str, work: Work | ColumnWork, blocks: int, rows: int, item_rows: int | None = None, **lists: Any
+    b: Builder, walk: str, work: Work, blocks: int, rows: int, item_rows: int | None = None, **lists: Any
 ) -> Schedule:
     """Name the work of a kernel.
 
@@ -120,8 +119,8 @@ def schedule(
         rows: of a tile; item_rows: of what is drawn, where that is less.
         lists: the layout's, in the order in which the kernel takes them.
     """
-    arrays = {name: x for name, x in work._asdict().items() if name in ("items", "segments")} | lists
-    names = b.layout(**{f"{walk}_{name}": x for name, x in arrays.items()})
+    arrays = {"items": work.items, "segments": work.segments, **lists}
+    names = b.layout(**{f"{walk}_{name}": x for name, x in arrays.items() if x is not None})
     (merges,) = b.layout(**{f"{walk}_merges": work.merges})
     items = work.items.shape[0]
     return Schedule(names, merges, items, work.slots, min(blocks, items * rows // (item_rows or rows)), rows)
