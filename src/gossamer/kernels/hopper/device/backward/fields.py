@@ -76,16 +76,3 @@ def bulk_add(target: cute.Pointer, source: cute.Pointer, size: int, *, loc: Any 
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;", "l,r,r",
         has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
     )  # fmt: skip
-
-
-@dsl_user_op
-def add_four(
-    target: cute.Pointer, a: Float32, b: Float32, c: Float32, d: Float32, *, loc: Any = None, ip: Any = None
-) -> None:
-    """Add four float32 to 16 bytes of global memory."""
-    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c, d)]
-    llvm.inline_asm(
-        None, [target.llvm_ptr, *values],
-        "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};", "l,f,f,f,f",
-        has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip

@@ -156,10 +156,9 @@ class Backward(ColumnKernel):
         self.registers = 24, 232 if c.single else 240
         self.blocks = c.blocks_per_processor
         self.carveout = 100 if self.blocks > 1 else None
-        self.sends_dq = c.with_dq and c.reduce == "bulk"
         self.stages = c.q_stages, c.do_stages
         # Where K and V make room for dK and dV, who sends these gives them back.
-        self.readers = (1, 1, 4, 4) if c.single else (8 + 2, 8, 8 + 2 * self.sends_dq, 8)
+        self.readers = (1, 1, 4, 4) if c.single else (8 + 2, 8, 8 + 2 * c.with_dq, 8)
 
     def memory(self) -> dict[str, Any]:
         c, dtype = self.config, NUMBERS[self.config.dtype]
@@ -201,7 +200,7 @@ class Backward(ColumnKernel):
         if warp == 0:
             self.produce(block)
         elif warp <= self.groups:
-            Sender(block, warp - 1).send(self.groups, self.sends_dq)
+            Sender(block, warp - 1).send(self.groups, self.config.with_dq)
 
     @cute.jit
     def compute(self, block):

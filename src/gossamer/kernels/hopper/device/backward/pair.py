@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from gossamer.kernels.hopper.device.backward.consume import ColumnConsumer
-from gossamer.kernels.hopper.device.backward.fields import STAGES, ColumnBarrier, Step, add_four
-from gossamer.kernels.hopper.device.backward.produce import dq_share
+from gossamer.kernels.hopper.device.backward.fields import STAGES, ColumnBarrier
 from gossamer.kernels.hopper.device.backward.warpgroup import row_terms
 from gossamer.kernels.hopper.device.column_items import ColumnItem
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP
@@ -43,8 +41,6 @@ class PairConsumer(ColumnConsumer):
         self.ds_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=True, num_matrices=4), dtype)
         self.ds_copy = cute.make_tiled_copy_C(self.ds_atom, self.mma_s).get_slice(thread.thread)
         self.ds_to = self.ds_copy.partition_D(ds_transposed)
-        self.dq_place = cute.make_rmem_tensor((3,), Int32)  # first query, head and batch of a step
-        self.dq_place.fill(0)
 
     @cute.jit
     def step(self, n, m, begin):
@@ -102,7 +98,6 @@ class PairConsumer(ColumnConsumer):
             cute.arch.barrier_arrive(barrier_id=number, number_of_threads=2 * WARPGROUP)
             if started:
                 self.put_dq(acc_dq)
-            self.remember_place(stage)
         # dK += dS^T Q
         issue(self.mma_dk, self.acc_dk, self.frag_ds, self.frag_qt[None, None, None, stage], True)
         if const_expr(self.halves > 1):  # the next S takes the registers of P
@@ -159,31 +154,11 @@ class PairConsumer(ColumnConsumer):
         cute.arch.fence_view_async_shared()
 
     @cute.jit
-    def remember_place(self, stage):
-        """Remember where dQ of the step in `stage` belongs, if that is added from registers."""
-        if const_expr(self.config.reduce == "direct"):
-            place = stage * self.halves + (self.thread.warpgroup if const_expr(self.halves > 1) else 0)
-            steps, place_of_dq = self.block.steps, self.dq_place
-            place_of_dq[0], place_of_dq[1] = steps[Step.QUERY, place], steps[Step.HEAD, place]
-            place_of_dq[2] = steps[Step.BATCH, place]
-
-    @cute.jit
     def put_dq(self, acc):
-        """A warpgroup's part of dQ to its staging memory for the sending warp, or to the sums in global memory."""
-        block, thread, vectors = self.block, self.thread, const_expr(cute.size(acc) // 4)
-        if const_expr(self.config.reduce == "bulk"):
-            threads = WARPGROUP + 32
-            cute.arch.barrier(barrier_id=ColumnBarrier.STAGING_FREE + thread.warpgroup, number_of_threads=threads)
-            from_ = cute.make_tensor(acc.iterator, cute.make_layout((4, vectors)))
-            cute.autovec_copy(from_, block.staging[None, thread.thread, None, thread.warpgroup])
-            cute.arch.fence_view_async_shared()
-            number = ColumnBarrier.STAGING_FULL + thread.warpgroup
-            cute.arch.barrier_arrive(barrier_id=number, number_of_threads=threads)
-        else:
-            place_of_dq = self.dq_place
-            to = dq_share(
-                block.arguments.dq_sum, self.config, place_of_dq[0], place_of_dq[1], place_of_dq[2], thread.warpgroup
-            )
-            for j in cutlass.range_constexpr(vectors):
-                at = to.iterator + 4 * (j * WARPGROUP + thread.thread)
-                add_four(at, *[acc[4 * j + i] for i in range(4)])
+        """A warpgroup's part of dQ to its staging memory, for the sending warp."""
+        thread, threads = self.thread, WARPGROUP + 32
+        cute.arch.barrier(barrier_id=ColumnBarrier.STAGING_FREE + thread.warpgroup, number_of_threads=threads)
+        from_ = cute.make_tensor(acc.iterator, cute.make_layout((4, const_expr(cute.size(acc) // 4))))
+        cute.autovec_copy(from_, self.block.staging[None, thread.thread, None, thread.warpgroup])
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier_arrive(barrier_id=ColumnBarrier.STAGING_FULL + thread.warpgroup, number_of_threads=threads)

@@ -200,14 +200,6 @@ class Producer(Opaque):
         return n + half, m + half, 1 - half
 
 
-def dq_share(dq_sum: Any, config: Any, first: Any, head: Any, batch: Any, group: Any) -> Any:
-    """The floats of dq_sum that a warpgroup adds to: half of the columns of 64 queries, or all of them."""
-    row = dq_sum[batch, head, first // ROWS, None]
-    if config.step > ROWS:
-        return cute.local_tile(row, (ROWS * config.D,), (0,))
-    return cute.local_tile(row, (ROWS * config.D // 2,), (group,))
-
-
 class Sender(Opaque):
     """A warp that sends what a computing warpgroup leaves in shared memory: dQ of each step, dK and dV of each item."""
 
@@ -257,8 +249,12 @@ class Sender(Opaque):
         n += 1
         while kind != Kind.END:
             self.exchange()
-            target = dq_share(block.arguments.dq_sum, self.config, first, head, batch, self.group)
-            if const_expr(self.config.step == ROWS) or kind != Kind.NOTHING:
+            # Half of the columns of 64 queries, or all of them.
+            shares = const_expr(2 if self.config.step == ROWS else 1)
+            row = block.arguments.dq_sum[batch, head, first // ROWS, None]
+            share = self.group if const_expr(shares > 1) else 0
+            target = cute.local_tile(row, (ROWS * self.config.D // shares,), (share,))
+            if const_expr(shares > 1) or kind != Kind.NOTHING:
                 with cute.arch.elect_one():
                     staged = block.staging[None, None, None, self.group]
                     bulk_add(target.iterator, staged.iterator, 4 * cute.size(target))
