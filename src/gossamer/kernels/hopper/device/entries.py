@@ -13,9 +13,8 @@ from cutlass import Float16, Float32, Int32
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
 from gossamer.kernels.hopper.device.backward.kernel import Backward
-from gossamer.kernels.hopper.device.backward.parts import Sum
 from gossamer.kernels.hopper.device.backward.query import QueryGradient
-from gossamer.kernels.hopper.device.backward.rows import Postprocess, Preprocess
+from gossamer.kernels.hopper.device.backward.rows import Postprocess, Preprocess, Sum
 from gossamer.kernels.hopper.device.backward.wide import Wide
 from gossamer.kernels.hopper.device.column_items import SEGMENT
 from gossamer.kernels.hopper.device.common import NUMBERS

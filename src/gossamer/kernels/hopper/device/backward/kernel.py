@@ -14,12 +14,11 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from gossamer.kernels.hopper.device.backward.column_masks import TileColumnMasks
+from gossamer.kernels.hopper.device.backward.common import STAGES, STEP, Factors, Lists
 from gossamer.kernels.hopper.device.backward.consume import ColumnConsumer
-from gossamer.kernels.hopper.device.backward.fields import STAGES, STEP
+from gossamer.kernels.hopper.device.backward.masks import TileColumnMasks
 from gossamer.kernels.hopper.device.backward.pair import PairConsumer
 from gossamer.kernels.hopper.device.backward.produce import ColumnWork, Producer, Sender
-from gossamer.kernels.hopper.device.backward.warpgroup import Factors, Lists
 from gossamer.kernels.hopper.device.column_items import ColumnItem
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, RingPair
 from gossamer.kernels.hopper.device.configurations import BackwardConfig

@@ -8,9 +8,8 @@ import cutlass.cute as cute
 from cutlass import const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
+from gossamer.kernels.hopper.device.backward.common import STAGES, ColumnBarrier, row_terms
 from gossamer.kernels.hopper.device.backward.consume import ColumnConsumer
-from gossamer.kernels.hopper.device.backward.fields import STAGES, ColumnBarrier
-from gossamer.kernels.hopper.device.backward.warpgroup import row_terms
 from gossamer.kernels.hopper.device.column_items import ColumnItem
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP
 from gossamer.kernels.hopper.device.tiles import accumulator, issue, product_of, transposed

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from gossamer.kernels.hopper.device.backward.fields import STEP, ColumnBarrier, Kind, Step, bulk_add
+from gossamer.kernels.hopper.device.backward.common import STEP, ColumnBarrier, Kind, Step, bulk_add
 from gossamer.kernels.hopper.device.column_items import SEGMENT, ColumnItem, Segment
 from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Opaque, Ring, within_keys
 from gossamer.kernels.hopper.device.row_items import ITEM

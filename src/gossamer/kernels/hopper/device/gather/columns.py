@@ -14,12 +14,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.backward.column_masks import clear_pairs
+from gossamer.kernels.hopper.device.backward.common import Factors, Kind, Step, shift
 from gossamer.kernels.hopper.device.backward.consume import ColumnConsumer
-from gossamer.kernels.hopper.device.backward.fields import Kind, Step
 from gossamer.kernels.hopper.device.backward.kernel import ColumnBlock, ColumnKernel
+from gossamer.kernels.hopper.device.backward.masks import clear_pairs
 from gossamer.kernels.hopper.device.backward.produce import ColumnWork, Sender
-from gossamer.kernels.hopper.device.backward.warpgroup import Factors, shift
 from gossamer.kernels.hopper.device.column_items import ColumnItem, Segment
 from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Opaque, RingPair, computing_thread
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig

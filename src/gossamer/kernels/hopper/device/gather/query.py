@@ -12,10 +12,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from gossamer.kernels.hopper.device.backward.query import ItemTiles, QueryGradient
-from gossamer.kernels.hopper.device.backward.query_consume import QueryConsumer
-from gossamer.kernels.hopper.device.backward.row_masks import Kind, Place
-from gossamer.kernels.hopper.device.backward.warpgroup import Factors
+from gossamer.kernels.hopper.device.backward.common import Factors, Kind
+from gossamer.kernels.hopper.device.backward.query import ItemTiles, QueryConsumer, QueryGradient
 from gossamer.kernels.hopper.device.common import ROWS, Opaque, computing_thread
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.masks import WORDS, GatheredWords
@@ -45,16 +43,16 @@ class GatheredRowMasks(Opaque):
         """All steps of an item."""
         first, start = kv, self.item[RowItem.BITS_START, 0]
         for i in cutlass.range(self.item[RowItem.BITS_COUNT, 0], unroll=1):
-            consumer.step(Kind.BITS, Place(start + i, None, None), kv, first)
+            consumer.step(Kind.BITS, kv, first, start + i)
             kv += 1
         return kv
 
     @cute.jit
-    def load(self, words, kind: cutlass.Constexpr, place, kv):
+    def load(self, words, kind: cutlass.Constexpr, kv, entry, part, column):
         """The words of a step, shifted to this thread's columns."""
         stage, phase = self.k.place(kv)
         cute.arch.mbarrier_wait(self.k.full + stage, phase)
-        self.packed.read(words, kv, place.entry)
+        self.packed.read(words, kv, entry)
 
 
 class GatherQuery(QueryGradient):
