@@ -29,29 +29,20 @@ def lanes_of(size: int) -> int:
 
 
 @cute.jit
-def load(row: cute.Tensor, chunk: Int32, to: cute.Tensor) -> None:
-    """Columns [8 chunk, 8 chunk + 8) of a row into registers; what lies past its end is left alone, unread."""
-    columns = cute.size(row)
-    first = chunk * VECTOR
+def move(row: cute.Tensor, chunk: Int32, values: cute.Tensor, store: cutlass.Constexpr) -> None:
+    """Columns [8 chunk, 8 chunk + 8) of a row from or into registers; what lies past its end is left alone, unread."""
+    columns, first = cute.size(row), chunk * VECTOR
     if first + VECTOR <= columns:
-        cute.autovec_copy(cute.local_tile(row, (VECTOR,), (chunk,)), to)
+        whole = cute.local_tile(row, (VECTOR,), (chunk,))
+        from_, to = (values, whole) if const_expr(store) else (whole, values)
+        cute.autovec_copy(from_, to)
     else:
         for i in cutlass.range_constexpr(VECTOR):
             if first + i < columns:
-                to[i] = row[first + i]
-
-
-@cute.jit
-def store(values: cute.Tensor, row: cute.Tensor, chunk: Int32) -> None:
-    """The opposite of `load`."""
-    columns = cute.size(row)
-    first = chunk * VECTOR
-    if first + VECTOR <= columns:
-        cute.autovec_copy(values, cute.local_tile(row, (VECTOR,), (chunk,)))
-    else:
-        for i in cutlass.range_constexpr(VECTOR):
-            if first + i < columns:
-                row[first + i] = values[i]
+                if const_expr(store):
+                    row[first + i] = values[i]
+                else:
+                    values[i] = row[first + i]
 
 
 class Preprocess:
@@ -107,8 +98,8 @@ class Preprocess:
         for i in cutlass.range_constexpr(steps):
             row = tile * ROWS + i * at_once + place
             if row < rows and chunk * VECTOR < columns:
-                load(out[batch, head, row, None], chunk, a[None, i])
-                load(dout[batch, head, row, None], chunk, b[None, i])
+                move(out[batch, head, row, None], chunk, a[None, i], False)
+                move(dout[batch, head, row, None], chunk, b[None, i], False)
         if const_expr(self.zeroed):
             zero = cute.make_rmem_tensor((4,), Float32)
             zero.fill(0.0)
@@ -190,7 +181,7 @@ class Postprocess:
             if tile * ROWS + row < rows and chunk * VECTOR < columns:
                 packed = cute.make_rmem_tensor((VECTOR,), self.dtype)
                 cute.autovec_copy(cute.local_tile(staged[row, None], (VECTOR,), (chunk,)), packed)
-                store(packed, dq[batch, head, tile * ROWS + row, None], chunk)
+                move(dq[batch, head, tile * ROWS + row, None], chunk, packed, True)
 
 
 AHEAD = 4  # parts whose loads are in flight together
@@ -249,4 +240,4 @@ class Sum:
             packed = cute.make_rmem_tensor((VECTOR,), result.element_type)
             for e in cutlass.range_constexpr(VECTOR):
                 packed[e] = result.element_type(total[e] * factor)
-            store(packed, result[batch, head, row, None], chunk)
+            move(result[batch, head, row, None], chunk, packed, True)
