@@ -130,114 +130,98 @@ class Preprocess:
             terms[1, batch, head, row] = delta
 
 
-class Postprocess:
-    """dQ in 16 bits from its float32 sums, times the scale. `size` is D after padding.
+@cute.jit
+def postprocess(
+    dq_sum: cute.Tensor,  # (B, H, Qp / 64, 64 * D) float32, D after padding
+    dq: cute.Tensor,  # (B, H, Q, D)
+    factor: Float32,
+    stream: Any,
+) -> None:
+    """dQ in 16 bits from its float32 sums, times the scale.
 
     The sums of 64 rows lie as a warpgroup's accumulator does (see this package's docstring), so they go through shared
     memory, whose rows are padded by 16 bytes: neither side then has a bank conflict.
     """
+    grid = (cute.ceil_div(cute.size(dq, mode=[2]), ROWS), cute.size(dq, mode=[1]), cute.size(dq, mode=[0]))
+    postprocess_kernel(dq_sum, dq, factor).launch(grid=grid, block=(THREADS, 1, 1), stream=stream)
 
-    def __init__(self, dtype: Any, size: int) -> None:
-        self.dtype = dtype
-        self.size = size
 
-    @cute.jit
-    def __call__(
-        self,
-        dq_sum: cute.Tensor,  # (B, H, Qp / 64, 64 * size) float32
-        dq: cute.Tensor,  # (B, H, Q, D)
-        factor: Float32,
-        stream: Any,
-    ) -> None:
-        grid = (cute.ceil_div(cute.size(dq, mode=[2]), ROWS), cute.size(dq, mode=[1]), cute.size(dq, mode=[0]))
-        self.kernel(dq_sum, dq, factor).launch(grid=grid, block=(THREADS, 1, 1), stream=stream)
-
-    @cute.kernel
-    def kernel(self, dq_sum: cute.Tensor, dq: cute.Tensor, factor: Float32) -> None:
-        tile, head, batch = cute.arch.block_idx()
-        thread, _, _ = cute.arch.thread_idx()
-        rows, columns = cute.size(dq, mode=[2]), cute.size(dq, mode=[3])
-        pitch = const_expr(self.size + VECTOR)
-        staged = SmemAllocator().allocate_tensor(
-            self.dtype, cute.make_layout((ROWS, self.size), stride=(pitch, 1)), byte_alignment=16
-        )
-        words = cute.recast_tensor(staged, Int32)  # (64, size / 2)
-        steps = const_expr(self.size // 16)
-        sums = cute.make_rmem_tensor((4, steps), Float32)
-        source = dq_sum[batch, head, tile, None]
-        for i in cutlass.range_constexpr(steps):
-            cute.autovec_copy(cute.local_tile(source, (4,), (i * THREADS + thread,)), sums[None, i])
-        t, half = thread % 128, thread // 128
-        row = 16 * (t // 32) + t % 32 // 4
-        for i in cutlass.range_constexpr(steps):
-            for r in cutlass.range_constexpr(2):
-                word = pack(sums[2 * r, i] * factor, sums[2 * r + 1, i] * factor, self.dtype)
-                words[row + 8 * r, 4 * (2 * i + half) + t % 4] = word
-        cute.arch.sync_threads()
-        chunks = const_expr(self.size // VECTOR)
-        for i in cutlass.range_constexpr(ROWS * chunks // THREADS):
-            at = i * THREADS + thread
-            row, chunk = at // chunks, at % chunks
-            if tile * ROWS + row < rows and chunk * VECTOR < columns:
-                packed = cute.make_rmem_tensor((VECTOR,), self.dtype)
-                cute.autovec_copy(cute.local_tile(staged[row, None], (VECTOR,), (chunk,)), packed)
-                move(dq[batch, head, tile * ROWS + row, None], chunk, packed, True)
+@cute.kernel
+def postprocess_kernel(dq_sum: cute.Tensor, dq: cute.Tensor, factor: Float32) -> None:
+    tile, head, batch = cute.arch.block_idx()
+    thread, _, _ = cute.arch.thread_idx()
+    rows, columns = cute.size(dq, mode=[2]), cute.size(dq, mode=[3])
+    size = const_expr(cute.size(dq_sum, mode=[3]) // ROWS)  # D after padding
+    pitch = const_expr(size + VECTOR)
+    staged = SmemAllocator().allocate_tensor(
+        dq.element_type, cute.make_layout((ROWS, size), stride=(pitch, 1)), byte_alignment=16
+    )
+    words = cute.recast_tensor(staged, Int32)  # (64, size / 2)
+    steps = const_expr(size // 16)
+    sums = cute.make_rmem_tensor((4, steps), Float32)
+    source = dq_sum[batch, head, tile, None]
+    for i in cutlass.range_constexpr(steps):
+        cute.autovec_copy(cute.local_tile(source, (4,), (i * THREADS + thread,)), sums[None, i])
+    t, half = thread % 128, thread // 128
+    row = 16 * (t // 32) + t % 32 // 4
+    for i in cutlass.range_constexpr(steps):
+        for r in cutlass.range_constexpr(2):
+            word = pack(sums[2 * r, i] * factor, sums[2 * r + 1, i] * factor, dq.element_type)
+            words[row + 8 * r, 4 * (2 * i + half) + t % 4] = word
+    cute.arch.sync_threads()
+    chunks = const_expr(size // VECTOR)
+    for i in cutlass.range_constexpr(ROWS * chunks // THREADS):
+        at = i * THREADS + thread
+        row, chunk = at // chunks, at % chunks
+        if tile * ROWS + row < rows and chunk * VECTOR < columns:
+            packed = cute.make_rmem_tensor((VECTOR,), dq.element_type)
+            cute.autovec_copy(cute.local_tile(staged[row, None], (VECTOR,), (chunk,)), packed)
+            move(dq[batch, head, tile * ROWS + row, None], chunk, packed, True)
 
 
 AHEAD = 4  # parts whose loads are in flight together
 
 
-class Sum:
-    """dQ, dK or dV of split tiles of `block` rows; `size` is the head size after padding."""
+@cute.jit
+def sum_parts(
+    result: cute.Tensor,  # (B, heads, rows, columns) 16-bit
+    parts: cute.Tensor,  # (slots, rows of a tile, columns after padding) float32
+    merges: cute.Tensor,  # (m, MERGE) int32
+    factor: Float32,
+    stream: Any,
+) -> None:
+    """dQ, dK or dV of split tiles: float32 parts added in slot order, so that the same inputs give the same bits."""
+    threads = cute.size(parts, mode=[1]) * lanes_of(cute.size(parts, mode=[2]))
+    grid = (cute.ceil_div(threads, THREADS), cute.size(merges, mode=[0]), 1)
+    sum_kernel(result, parts, merges, factor).launch(grid=grid, block=(THREADS, 1, 1), stream=stream)
 
-    def __init__(self, size: int, block: int) -> None:
-        self.size = size
-        self.block = block
-        self.lanes = lanes_of(size)
 
-    @cute.jit
-    def __call__(
-        self,
-        result: cute.Tensor,  # (B, heads, rows, columns) 16-bit
-        parts: cute.Tensor,  # (slots, block, size) float32
-        merges: cute.Tensor,  # (m, MERGE) int32
-        factor: Float32,
-        stream: Any,
-    ) -> None:
-        grid = (cute.ceil_div(self.block * self.lanes, THREADS), cute.size(merges, mode=[0]), 1)
-        self.kernel(result, parts, merges, factor).launch(grid=grid, block=(THREADS, 1, 1), stream=stream)
-
-    @cute.kernel
-    def kernel(
-        self,
-        result: cute.Tensor,
-        parts: cute.Tensor,
-        merges: cute.Tensor,
-        factor: Float32,
-    ) -> None:
-        group, merge, _ = cute.arch.block_idx()
-        thread, _, _ = cute.arch.thread_idx()
-        chunk, place = thread % self.lanes, group * (THREADS // self.lanes) + thread // self.lanes
-        batch = merges[merge, PartMerge.BATCH]
-        head = merges[merge, PartMerge.HEAD]
-        row = merges[merge, PartMerge.TILE] * self.block + place
-        first = merges[merge, PartMerge.SLOT]
-        count = merges[merge, PartMerge.COUNT]
-        rows, columns = cute.size(result, mode=[2]), cute.size(result, mode=[3])
-        if row < rows and place < self.block and chunk * VECTOR < columns:
-            total = cute.make_rmem_tensor((VECTOR,), Float32)
-            total.fill(0.0)
-            for i in cutlass.range(0, count, AHEAD):
-                found = cute.make_rmem_tensor((VECTOR, AHEAD), Float32)
-                found.fill(0.0)
-                for n in cutlass.range_constexpr(AHEAD):
-                    if i + n < count:
-                        part = parts[first + i + n, place, None]
-                        cute.autovec_copy(cute.local_tile(part, (VECTOR,), (chunk,)), found[None, n])
-                for n in cutlass.range_constexpr(AHEAD):
-                    for e in cutlass.range_constexpr(VECTOR):
-                        total[e] = total[e] + found[e, n]
-            packed = cute.make_rmem_tensor((VECTOR,), result.element_type)
-            for e in cutlass.range_constexpr(VECTOR):
-                packed[e] = result.element_type(total[e] * factor)
-            move(result[batch, head, row, None], chunk, packed, True)
+@cute.kernel
+def sum_kernel(result: cute.Tensor, parts: cute.Tensor, merges: cute.Tensor, factor: Float32) -> None:
+    group, merge, _ = cute.arch.block_idx()
+    thread, _, _ = cute.arch.thread_idx()
+    block, lanes = const_expr(cute.size(parts, mode=[1])), const_expr(lanes_of(cute.size(parts, mode=[2])))
+    chunk, place = thread % lanes, group * (THREADS // lanes) + thread // lanes
+    batch = merges[merge, PartMerge.BATCH]
+    head = merges[merge, PartMerge.HEAD]
+    row = merges[merge, PartMerge.TILE] * block + place
+    first = merges[merge, PartMerge.SLOT]
+    count = merges[merge, PartMerge.COUNT]
+    rows, columns = cute.size(result, mode=[2]), cute.size(result, mode=[3])
+    if row < rows and place < block and chunk * VECTOR < columns:
+        total = cute.make_rmem_tensor((VECTOR,), Float32)
+        total.fill(0.0)
+        for i in cutlass.range(0, count, AHEAD):
+            found = cute.make_rmem_tensor((VECTOR, AHEAD), Float32)
+            found.fill(0.0)
+            for n in cutlass.range_constexpr(AHEAD):
+                if i + n < count:
+                    part = parts[first + i + n, place, None]
+                    cute.autovec_copy(cute.local_tile(part, (VECTOR,), (chunk,)), found[None, n])
+            for n in cutlass.range_constexpr(AHEAD):
+                for e in cutlass.range_constexpr(VECTOR):
+                    total[e] = total[e] + found[e, n]
+        packed = cute.make_rmem_tensor((VECTOR,), result.element_type)
+        for e in cutlass.range_constexpr(VECTOR):
+            packed[e] = result.element_type(total[e] * factor)
+        move(result[batch, head, row, None], chunk, packed, True)
