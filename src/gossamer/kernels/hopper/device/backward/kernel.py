@@ -159,19 +159,20 @@ class Backward(ColumnKernel):
         # Where K and V make room for dK and dV, who sends these gives them back.
         self.readers = (1, 1, 4, 4) if c.single else (8 + 2, 8, 8 + 2 * c.with_dq, 8)
 
+    def layouts(self) -> dict[str, Any]:
+        c, found = self.config, super().layouts()
+        if c.with_dq:  # dS of each step, for dQ
+            found["ds"] = tile_layout(NUMBERS[c.dtype], c.step, c.block_kv, STAGES)
+        return found
+
     def memory(self) -> dict[str, Any]:
         c, dtype = self.config, NUMBERS[self.config.dtype]
         if c.single:
             return super().memory()
-        ds = cute.cosize(self.ds_layout()) if c.with_dq else 0
         return super().memory() | {
-            "ds": array(dtype, ds, 1024),
             "staging": array(Float32, c.step * c.D, 1024),
             "out": array(dtype, 0 if c.step > ROWS else c.block_kv * c.E, 1024),
         }
-
-    def ds_layout(self) -> Any:
-        return tile_layout(NUMBERS[self.config.dtype], self.config.step, self.config.block_kv, STAGES)
 
     def block(self, arguments: Any, memory: Any) -> ColumnBlock:
         """dK takes the place of a warpgroup's dQ, or of K; dV the rest of that place, its own, or that of V."""
@@ -188,7 +189,6 @@ class Backward(ColumnKernel):
         block.dk = cute.make_tensor(cute.recast_ptr(dk_at, dk.inner, dtype=dtype), dk_outer)
         block.dv = cute.make_tensor(cute.recast_ptr(dv_at, dv.inner, dtype=dtype), dv_outer)
         if c.with_dq:
-            block.ds = tiles(memory.ds, self.ds_layout())  # (step, 128, STAGES)
             shares = 4, WARPGROUP, c.step * c.D // 2 // (4 * WARPGROUP), self.groups
             block.staging = words(memory.staging, *shares)  # (4, thread, vectors, warpgroup) float32: shares of dQ
         return block

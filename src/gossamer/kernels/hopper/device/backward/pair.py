@@ -33,10 +33,10 @@ class PairConsumer(ColumnConsumer):
         of_dq = self.mma_dq.get_slice(0)
         k_transposed = transposed(block.tiles.k[None, None, 0], config.block_kv, config.D)
         k_transposed = cute.flat_divide(k_transposed, (self.dq_columns, config.block_kv))
-        ds = cute.flat_divide(block.ds, (ROWS, config.block_kv))
+        ds = cute.flat_divide(block.tiles.ds, (ROWS, config.block_kv))
         self.frag_kt = of_dq.make_fragment_B(of_dq.partition_B(k_transposed))
         self.frag_dsq = of_dq.make_fragment_A(of_dq.partition_A(ds))
-        ds_transposed = cute.flat_divide(transposed(block.ds, step, config.block_kv, STAGES), (ROWS, step))
+        ds_transposed = cute.flat_divide(transposed(block.tiles.ds, step, config.block_kv, STAGES), (ROWS, step))
         self.ds_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=True, num_matrices=4), dtype)
         self.ds_copy = cute.make_tiled_copy_C(self.ds_atom, self.mma_s).get_slice(thread.thread)
         self.ds_to = self.ds_copy.partition_D(ds_transposed)
@@ -137,18 +137,14 @@ class PairConsumer(ColumnConsumer):
         """Issue this warpgroup's part of dQ = dS K of step `m`."""
         group = self.thread.warpgroup
         half, columns = (0, group) if const_expr(self.halves == 1) else (group, 0)
-        ds = self.frag_dsq[None, None, None, half, 0, self.ds_stage(m)]
+        ds = self.frag_dsq[None, None, None, half, 0, m & (STAGES - 1)]
         issue(self.mma_dq, acc_dq, ds, self.frag_kt[None, None, None, columns, 0], False)
-
-    def ds_stage(self, m: Any) -> Any:
-        """Where dS of step `m` lies."""
-        return m & (STAGES - 1)
 
     @cute.jit
     def put_score_gradient(self, m):
         """dS of step `m` to shared memory, for dQ."""
         packed = cute.make_tensor(self.frag_ds.iterator, self.acc_dp.layout)
-        to = self.ds_to[None, None, None, self.thread.warpgroup, 0, self.ds_stage(m)]
+        to = self.ds_to[None, None, None, self.thread.warpgroup, 0, m & (STAGES - 1)]
         cute.copy(self.ds_copy, self.ds_copy.retile(packed), to)
         cute.arch.fence_view_async_shared()
 

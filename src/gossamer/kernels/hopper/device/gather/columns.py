@@ -44,18 +44,18 @@ class KeyTiles(Opaque):
         self.v.load(turn, tile, group, batch)
 
 
-@dataclass(frozen=True, eq=False)
 class QueryGatherer(Opaque):
     """Two warps that fill the rings of Q and dO for item after item, with Q the words and lse of a step, with dO delta.
 
     A step that says that an item is over follows its last one.
     """
 
-    block: Any
-    thread: Any
-    queries: RowCopies
-    gradients: RowCopies
-    words: WordCopies
+    def __init__(self, block: ColumnBlock) -> None:
+        a, size = block.arguments, block.config.size
+        self.block, self.thread = block, cute.arch.thread_idx()[0] % THREADS
+        self.queries = RowCopies.of(a.q, block.q, block.q_at, size, self.thread)
+        self.gradients = RowCopies.of(a.dout, block.dout, block.do_at, size, self.thread)
+        self.words = WordCopies(a.words, block.words, self.thread)
 
     @cute.jit
     def run(self):
@@ -84,8 +84,7 @@ class QueryGatherer(Opaque):
                     queries.listed(indices, first * ROWS, upcoming)
                     upcoming[COPIES] = indices[first * ROWS + thread]
                 for i in cutlass.range(steps, unroll=1):
-                    for j in cutlass.range_constexpr(COPIES + 1):
-                        rows[j] = upcoming[j]
+                    rows.store(upcoming.load())
                     at = (first + i) * ROWS
                     if i + 1 < steps:
                         queries.listed(indices, at + ROWS, upcoming)
@@ -230,10 +229,7 @@ class GatherColumns(ColumnKernel):
         elif role == 1:
             Sender(block, 0).send(1, False)
         else:
-            thread = cute.arch.thread_idx()[0] % THREADS
-            queries = RowCopies.of(a.q, block.q, block.q_at, c.size, thread)
-            gradients = RowCopies.of(a.dout, block.dout, block.do_at, c.size, thread)
-            QueryGatherer(block, thread, queries, gradients, WordCopies(a.words, block.words, thread)).run()
+            QueryGatherer(block).run()
 
     @cute.jit
     def compute(self, block):
