@@ -85,16 +85,19 @@ def sinks(b: Builder) -> str:
     return b.contiguous("sink_logits") if "sink_logits" in b else unread(b, "no_sinks", "float32", 1)
 
 
-def score_of(scoring: Scoring) -> str:
-    """The kind of score, for which kernels of a forward are compiled."""
-    return "softcap" if scoring.softcap is not None else "fold" if scoring.scale > 0 else "scale"
+def score_of(scoring: Scoring, gradient: bool = False) -> str:
+    """The kind of score, for which kernels are compiled; those of a gradient fold a scale of any sign."""
+    if scoring.softcap is not None:
+        return "softcap"
+    return "fold" if gradient or scoring.scale > 0 else "scale"
 
 
-def factors(scoring: Scoring) -> tuple[float, float]:
+def factors(scoring: Scoring, gradient: bool = False) -> tuple[float, float]:
     """Factors of a score before its soft cap, and of the exponent in base 2."""
     if scoring.softcap is not None:
         return scoring.scale / scoring.softcap, scoring.softcap * LOG2E
-    return (1.0, scoring.scale * LOG2E) if scoring.scale > 0 else (scoring.scale, LOG2E)
+    folded = score_of(scoring, gradient) == "fold"
+    return (1.0, scoring.scale * LOG2E) if folded else (scoring.scale, LOG2E)
 
 
 class Schedule(NamedTuple):

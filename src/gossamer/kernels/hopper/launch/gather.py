@@ -22,7 +22,7 @@ from gossamer.kernels.hopper.launch.arguments import (
     tile_counter,
     unread,
 )  # fmt: skip
-from gossamer.kernels.hopper.launch.backward import done, gradient_score, gradients, row_terms, run
+from gossamer.kernels.hopper.launch.backward import done, gradients, row_terms, run
 from gossamer.kernels.hopper.schedule.columns import column_work
 from gossamer.kernels.hopper.schedule.rows import sharing, work
 from gossamer.kernels.launch import Builder, Operand, Prepared
@@ -76,7 +76,7 @@ def backward(
     out = operand(b, "out")
     q, k, v, dout = (gathered(b, name) for name in ("q", "k", "v", "dout"))
     end = lengths(b, p.K)
-    given = p.dtype, p.D, p.E, gradient_score(scoring), end is not None
+    given = p.dtype, p.D, p.E, score_of(scoring, True), end is not None
     by_columns, by_rows = config or gather_config("columns", *given), query or gather_config("query", *given)
     terms, _ = row_terms(b, p, out, dout, by_rows.size, by_rows.size)
     unknown = end or unread(b, "no_lengths", "int32", 1)

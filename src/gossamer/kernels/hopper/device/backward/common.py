@@ -6,7 +6,7 @@ A thread holds two rows of an accumulator of 64 rows, eight apart, and of each e
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -84,23 +84,6 @@ def bulk_add(target: cute.Pointer, source: cute.Pointer, size: int, *, loc: Any 
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;", "l,r,r",
         has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
     )  # fmt: skip
-
-
-class Lists(NamedTuple):
-    """The lists of a walk of tiles, as arguments of a kernel."""
-
-    entries: cute.Tensor  # (2, n) int32: tile column, pool entry
-    lo: cute.Tensor  # (lists, rows) int32: the first column that a row keeps
-    hi: cute.Tensor  # the one behind the last
-    pool: cute.Tensor  # (entries * rows of a tile, columns of a tile / 32) int32
-
-
-class Factors(NamedTuple):
-    """Of scores and results, as arguments of a kernel."""
-
-    before_cap: Float32  # of a score before the soft cap
-    exponent: Float32  # of a score in exp2
-    scale: Float32  # of dQ or dK
 
 
 def two_rows(dtype: Any) -> cute.Tensor:

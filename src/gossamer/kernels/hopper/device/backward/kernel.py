@@ -14,7 +14,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from gossamer.kernels.hopper.device.backward.common import STAGES, STEP, Factors, Lists
+from gossamer.kernels.hopper.device.backward.common import STAGES, STEP
 from gossamer.kernels.hopper.device.backward.consume import ColumnConsumer
 from gossamer.kernels.hopper.device.backward.masks import TileColumnMasks
 from gossamer.kernels.hopper.device.backward.pair import PairConsumer
@@ -70,8 +70,8 @@ class ColumnKernel(Shell):
         work: cute.Tensor,  # (n, ITEM) int32
         segments: cute.Tensor,  # (m, SEGMENT) int32
         lists: cute.Tensor,  # (2, entries): tile column; pool entry
-        lo: cute.Tensor,  # (Bl * Hl, K)
-        hi: cute.Tensor,
+        lo: cute.Tensor,  # (Bl * Hl, K): the first query that a key keeps
+        hi: cute.Tensor,  # the one behind the last
         pool: cute.Tensor,  # (P * rows of a tile, block_q / 32)
         part_dk: cute.Tensor,  # (slots, rows of a tile, D) float32
         part_dv: cute.Tensor,  # (slots, rows of a tile, E) float32
@@ -89,8 +89,9 @@ class ColumnKernel(Shell):
             blocks, stream, q=tma(q, ROWS, c.D), k=tma(k, c.block_kv, c.D, layout=cute.select(held["k"], mode=[0, 1])),
             v=tma(v, c.block_kv, c.E), dout=tma(dout, ROWS, c.E), dk=tma(dk, ROWS, c.D, store=True),
             dv=tma(dv, ROWS, c.E, store=True), terms=terms, dq_sum=None if self.pieces else dq_sum, items=work,
-            segments=segments, lists=Lists(lists, lo, hi, pool), part_dk=part_dk, part_dv=part_dv, lengths=lengths,
-            tile_counter=tile_counter, factors=Factors(before, exponent, factor), count=items * (self.pieces or 1),
+            segments=segments, lists=lists, lo=lo, hi=hi, pool=pool, part_dk=part_dk, part_dv=part_dv, lengths=lengths,
+            tile_counter=tile_counter, before=before, exponent=exponent, factor=factor,
+            count=items * (self.pieces or 1),
         )  # fmt: skip
 
     def layouts(self) -> dict[str, Any]:

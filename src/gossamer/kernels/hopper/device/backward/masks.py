@@ -49,7 +49,7 @@ class TileColumnMasks(Opaque):
     @cute.jit
     def load_half(self, place, half: cutlass.Constexpr):
         """The kind of 64 queries; loads what masks them."""
-        steps, lists, kept = self.block.steps, self.block.arguments.lists, self.kept
+        steps, a, kept = self.block.steps, self.block.arguments, self.kept
         kind = cute.arch.make_warp_uniform(steps[Step.KIND, place])
         entry = steps[Step.ENTRY, place]
         keys = self.block.attended
@@ -60,11 +60,11 @@ class TileColumnMasks(Opaque):
                 if key < keys:
                     kept[r, 0, half], kept[r, 1, half] = Int32(-FAR), Int32(FAR)
                     if entry >= 0:
-                        kept[r, 0, half], kept[r, 1, half] = lists.lo[entry, key], lists.hi[entry, key]
+                        kept[r, 0, half], kept[r, 1, half] = a.lo[entry, key], a.hi[entry, key]
         elif kind == Kind.BITS:
             word = steps[Step.WORD, place] // WORDS
             for r in cutlass.range_constexpr(instructions.ROWS):
-                row = cute.local_tile(lists.pool[entry + self.thread.row + 8 * r, None], (WORDS,), (word,))
+                row = cute.local_tile(a.pool[entry + self.thread.row + 8 * r, None], (WORDS,), (word,))
                 for w in cutlass.range_constexpr(WORDS):
                     kept[r, w, half] = row[w]
                 if const_expr(self.config.lengths):
@@ -109,7 +109,7 @@ class WideColumnMasks(Opaque):
     @cute.jit
     def load(self, stage):
         """Load what masks the step in a stage of Q; returns its kind."""
-        steps, lists, item, column = self.block.steps, self.block.arguments.lists, self.block.item, self.thread.quad
+        steps, a, item, column = self.block.steps, self.block.arguments, self.block.item, self.thread.quad
         kind = cute.arch.make_warp_uniform(steps[Step.KIND, stage])
         if kind != Kind.FULL and kind != Kind.END:
             entry, first, keys = steps[Step.ENTRY, stage], steps[Step.QUERY, stage], self.block.attended
@@ -120,7 +120,7 @@ class WideColumnMasks(Opaque):
                     if key < keys:
                         lo, hi = Int32(-FAR), Int32(FAR)
                         if entry >= 0:
-                            lo, hi = lists.lo[entry, key] - column, lists.hi[entry, key] - column
+                            lo, hi = a.lo[entry, key] - column, a.hi[entry, key] - column
                     for w in cutlass.range_constexpr(WORDS):
                         at = first + 32 * w
                         self.words[r, w] = instructions.below(hi - at) & ~instructions.below(lo - at)
@@ -129,7 +129,7 @@ class WideColumnMasks(Opaque):
                     pieces = const_expr(self.config.tile_kv // ROWS)
                     row = entry * pieces + item[ColumnItem.TILE] % pieces * ROWS + self.thread.row + 8 * r
                     for w in cutlass.range_constexpr(WORDS):
-                        self.words[r, w] = shift(lists.pool[row, steps[Step.WORD, stage] + w], self.thread)
+                        self.words[r, w] = shift(a.pool[row, steps[Step.WORD, stage] + w], self.thread)
                     if const_expr(self.config.lengths):  # noqa: SIM102
                         if key >= keys:
                             for w in cutlass.range_constexpr(WORDS):
@@ -144,7 +144,7 @@ class TileRowMasks(Opaque):
 
     def __init__(self, block: Any) -> None:
         self.config, self.thread, self.item = block.config, computing_thread(), block.item
-        self.lists, self.lengths = block.arguments.lists, block.arguments.lengths
+        self.arguments = block.arguments
         self.steps = self.config.block_kv // self.config.step  # of a tile
         self.lo, self.hi = two_rows(Int32), two_rows(Int32)  # bounds of this thread's rows, less its first column
         self.length = cute.make_rmem_tensor((1,), Int32)  # keys that are attended, likewise
@@ -154,7 +154,7 @@ class TileRowMasks(Opaque):
         """Load what the whole item needs; returns its row of bounds and the number of its tiles of intervals."""
         lead, intervals = self.item[RowItem.LEAD], self.item[RowItem.INTERVAL_COUNT]
         if const_expr(self.config.lengths):
-            self.length[0] = within_keys(self.lengths[batch]) - self.thread.quad
+            self.length[0] = within_keys(self.arguments.lengths[batch]) - self.thread.quad
         return lead, intervals
 
     @cute.jit
@@ -163,15 +163,15 @@ class TileRowMasks(Opaque):
         lead, intervals = bounds
         self.lo[r], self.hi[r] = Int32(0), Int32(0)
         if intervals > 0:
-            self.lo[r] = self.lists.lo[lead, row] - self.thread.quad
-            self.hi[r] = self.lists.hi[lead, row] - self.thread.quad
+            self.lo[r] = self.arguments.lo[lead, row] - self.thread.quad
+            self.hi[r] = self.arguments.hi[lead, row] - self.thread.quad
         if const_expr(self.config.lengths):
             self.hi[r] = cutlass.min(self.hi[r], self.length[0])
 
     @cute.jit
     def walk(self, consumer, bounds, kv):
         """All steps of an item: of its full tiles, of those of intervals, of those of bits."""
-        c, item, entries = self.config, self.item, self.lists.entries
+        c, item, entries = self.config, self.item, self.arguments.lists
         first = kv
         fulls = item[RowItem.FULL_COUNT] * self.steps
         unmasked = fulls
@@ -208,7 +208,7 @@ class TileRowMasks(Opaque):
         c, thread = self.config, self.thread
         if const_expr(kind is Kind.BITS):
             for r in cutlass.range_constexpr(instructions.ROWS):
-                row = self.lists.pool[entry * c.block_q + thread.row + 8 * r, None]
+                row = self.arguments.pool[entry * c.block_q + thread.row + 8 * r, None]
                 for n in cutlass.range_constexpr(c.step // 32):
                     words[r, n] = shift(row[part * (c.step // 32) + n], thread)
         elif const_expr(kind is Kind.EDGE):

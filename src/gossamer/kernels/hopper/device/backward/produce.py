@@ -95,7 +95,7 @@ class Producer(Opaque):
     def produce(self):
         """For each item K, V and the steps of its segments, then a step that says it is over."""
         c, block, work, item = self.config, self.block, self.work, self.block.item
-        lists, segments, steps = block.arguments.lists, block.arguments.segments, block.steps
+        a, steps = block.arguments, block.steps
         lane = cute.arch.lane_idx()
         turn, n, m = Int32(0), Int32(0), Int32(0)  # items, stages of Q, stages of dO so far
         half = Int32(0)  # of the step that is being filled
@@ -121,7 +121,7 @@ class Producer(Opaque):
                 for s in cutlass.range(count, unroll=1):
                     part = Int32(0)
                     if lane < SEGMENT:
-                        part = segments[at_segment + s, lane]
+                        part = a.segments[at_segment + s, lane]
                     head = group * block.ratio + cute.arch.shuffle_sync(part, Segment.HEAD)
                     lead = cute.arch.shuffle_sync(part, Segment.LEAD)
                     fulls = cute.arch.shuffle_sync(part, Segment.FULL_COUNT)
@@ -135,7 +135,7 @@ class Producer(Opaque):
                         # The queries that any key of the tile keeps: both bounds ascend with the keys.
                         last = tile * c.block_kv + c.block_kv - 1
                         last = last if last < keys else keys - 1
-                        lowest, highest = lists.lo[lead, tile * c.block_kv], lists.hi[lead, last]
+                        lowest, highest = a.lo[lead, tile * c.block_kv], a.hi[lead, last]
                     for i in cutlass.range(total, unroll=1):
                         kind = Int32(Kind.FULL)
                         entry = Int32(0)
@@ -147,11 +147,11 @@ class Producer(Opaque):
                             if i >= fulls + intervals:
                                 kind = Int32(Kind.BITS)
                                 at = at_bits + i
-                                entry = lists.entries[1, at] * c.block_kv
+                                entry = a.lists[1, at] * c.block_kv
                         elif ragged != 0:
                             # Keys that do not exist have score 0: far above a very negative lse, p overflows.
                             kind, entry = Int32(Kind.INTERVAL), Int32(-1)
-                        begin = lists.entries[0, at] * c.block_q
+                        begin = a.lists[0, at] * c.block_q
                         for p in cutlass.range(c.block_q // ROWS, unroll=1):
                             first = begin + p * ROWS
                             wanted = first < block.queries

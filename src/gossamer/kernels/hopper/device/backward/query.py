@@ -15,9 +15,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.backward.common import (
-    Factors,
     Kind,
-    Lists,
     clear,
     put_part,
     put_tile,
@@ -131,7 +129,7 @@ class QueryConsumer(Opaque):
         entry: its tile, which is the column of one of intervals, the pool entry of one of bits; part: the step in it;
         column: the tile column, where the end of the keys matters besides.
         """
-        c, block, factors = self.config, self.block, self.block.arguments.factors
+        c, block, a = self.config, self.block, self.block.arguments
         k_stage, k_phase = block.k.place(kv)
         v_stage, v_phase = block.v.place(kv)
         acc_s, acc_dp = accumulator(self.mma_s, c.step), accumulator(self.mma_s, c.step)
@@ -148,8 +146,8 @@ class QueryConsumer(Opaque):
         issue(self.mma_s, acc_dp, self.frag_do, self.frag_v[None, None, None, v_stage], False)
         warpgroup.wait_group(1)
         if const_expr(c.score == "softcap"):
-            instructions.soft_cap(acc_s, factors.before_cap)
-        probabilities(acc_s, self.lse, factors.exponent, c.score == "softcap")
+            instructions.soft_cap(acc_s, a.before)
+        probabilities(acc_s, self.lse, a.exponent, c.score == "softcap")
         if const_expr(kind is not Kind.FULL):
             clear(acc_s, words)
         warpgroup.wait_group(0)
@@ -165,7 +163,7 @@ class QueryConsumer(Opaque):
         tile, slot = self.item[RowItem.TILE], self.item[RowItem.SLOT]
         cute.arch.barrier(barrier_id=Barrier.Q_READ + thread.warpgroup, number_of_threads=WARPGROUP)
         if slot < 0:
-            instructions.multiply(self.acc_dq, a.factors.scale)
+            instructions.multiply(self.acc_dq, a.factor)
             put_tile(self.acc_dq, self.mma_dq, thread, self.s_dq)
             cute.arch.fence_view_async_shared()
         else:
@@ -227,8 +225,8 @@ class QueryGradient(Shell):
         dq: cute.Tensor,  # (B, H, Q, D)
         work: cute.Tensor,  # (n, ITEM) int32, as for the forward
         lists: cute.Tensor,  # (2, n): tile column, pool entry
-        lo: cute.Tensor,  # (Bl * Hl, Q)
-        hi: cute.Tensor,
+        lo: cute.Tensor,  # (Bl * Hl, Q): the first key that a row keeps
+        hi: cute.Tensor,  # the one behind the last
         pool: cute.Tensor,  # (P * block_q, block_kv / 32)
         part_dq: cute.Tensor,  # (slots, block_q, D) float32, without the scale
         lengths: cute.Tensor | None,  # (B,) int32, None without `lengths` in the configuration
@@ -244,8 +242,8 @@ class QueryGradient(Shell):
         self.start(
             blocks, stream, q=tma(q, ROWS, c.D), dout=tma(dout, ROWS, c.E), k=tma(k, c.step, c.D),
             v=tma(v, c.step, c.E), dq=tma(dq, ROWS, c.D, store=True), terms=terms, items=work,
-            lists=Lists(lists, lo, hi, pool), part_dq=part_dq, lengths=lengths, tile_counter=tile_counter,
-            factors=Factors(before, exponent, factor), count=items,
+            lists=lists, lo=lo, hi=hi, pool=pool, part_dq=part_dq, lengths=lengths, tile_counter=tile_counter,
+            before=before, exponent=exponent, factor=factor, count=items,
         )  # fmt: skip
 
     def layouts(self) -> dict[str, Any]:
@@ -292,7 +290,7 @@ class QueryGradient(Shell):
         own = ItemTiles(block)
         load_k = tile_loader(block.k, a.k, block.tiles.k, c.step, c.D)
         load_v = tile_loader(block.v, a.v, block.tiles.v, c.step, c.E)
-        columns = a.lists.entries[0, None]
+        columns = a.lists[0, None]
         work = TileRows(a.items, a.tile_counter, a.count, columns, a.lengths, c.block_kv, c.lengths)
         word = work.first()
         turn, kv = Int32(0), Int32(0)  # items, steps so far

@@ -173,15 +173,15 @@ class ValueConsumer(WideConsumer):
     @cute.jit
     def probabilities(self, lse):
         """Scores to probabilities in place; `slope` is the derivative of the soft cap."""
-        acc, factors = self.acc_s, self.block.arguments.factors
+        acc, a = self.acc_s, self.block.arguments
         if const_expr(self.config.score == "softcap"):
-            instructions.soft_cap(acc, factors.before_cap)
+            instructions.soft_cap(acc, a.before)
             for i in cutlass.range_constexpr(cute.size(acc) // 2):
                 slope = [1.0 - acc[2 * i + e] * acc[2 * i + e] for e in range(2)]
                 self.slope[i] = instructions.pack(slope[0], slope[1], self.frag.element_type)
         for i in cutlass.range_constexpr(cute.size(acc) // 2):
             for e in cutlass.range_constexpr(2):
-                acc[2 * i + e] = cute.math.exp2(acc[2 * i + e] * factors.exponent - lse[e, i // 2], fastmath=True)
+                acc[2 * i + e] = cute.math.exp2(acc[2 * i + e] * a.exponent - lse[e, i // 2], fastmath=True)
 
     @cute.jit
     def hand_over(self, m):
@@ -240,7 +240,7 @@ class KeyConsumer(WideConsumer):
     def finish(self):
         """dK of an item, times the scale."""
         if self.block.item[ColumnItem.SLOT] < 0:
-            instructions.multiply(self.acc, self.block.arguments.factors.scale)
+            instructions.multiply(self.acc, self.block.arguments.factor)
         WideConsumer.finish(self)
 
 

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.backward.common import Factors, Kind, Step, shift
+from gossamer.kernels.hopper.device.backward.common import Kind, Step, shift
 from gossamer.kernels.hopper.device.backward.consume import ColumnConsumer
 from gossamer.kernels.hopper.device.backward.kernel import ColumnBlock, ColumnKernel
 from gossamer.kernels.hopper.device.backward.masks import clear_pairs
@@ -195,7 +195,7 @@ class GatherColumns(ColumnKernel):
             blocks, stream, k=tma(k, ROWS, size), v=tma(v, ROWS, size), dk=tma(dk, ROWS, size, store=True),
             dv=tma(dv, ROWS, size, store=True), q=q, dout=dout, terms=terms, items=work, segments=segments,
             indices=indices, words=bits, part_dk=part_dk, part_dv=part_dv, lengths=lengths, tile_counter=tile_counter,
-            factors=Factors(before, exponent, factor), count=items,
+            before=before, exponent=exponent, factor=factor, count=items,
         )  # fmt: skip
 
     def block(self, arguments: Any, memory: Any) -> ColumnBlock:

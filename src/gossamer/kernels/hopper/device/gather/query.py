@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from gossamer.kernels.hopper.device.backward.common import Factors, Kind
+from gossamer.kernels.hopper.device.backward.common import Kind
 from gossamer.kernels.hopper.device.backward.query import ItemTiles, QueryConsumer, QueryGradient
 from gossamer.kernels.hopper.device.common import ROWS, Opaque, computing_thread
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
@@ -91,7 +91,7 @@ class GatherQuery(QueryGradient):
         self.start(
             blocks, stream, q=tma(q, ROWS, size), dout=tma(dout, ROWS, size), dq=tma(dq, ROWS, size, store=True), k=k,
             v=v, terms=terms, items=work, indices=indices, words=bits, part_dq=part_dq, lengths=lengths,
-            tile_counter=tile_counter, factors=Factors(before, exponent, factor), count=items,
+            tile_counter=tile_counter, before=before, exponent=exponent, factor=factor, count=items,
         )  # fmt: skip
 
     def block(self, arguments: Any, memory: Any) -> Block:
