@@ -70,13 +70,10 @@ class TileColumnMasks(Opaque):
                 if const_expr(self.config.lengths):
                     key = self.block.item[ColumnItem.TILE] * self.config.block_kv + self.thread.row + 8 * r
                     if key >= keys:
-                        for w in cutlass.range_constexpr(WORDS):
-                            kept[r, w, half] = Int32(0)
+                        kept[r, None, half].fill(0)
         if const_expr(half > 0):  # noqa: SIM102
             if kind == Kind.NOTHING:
-                for r in cutlass.range_constexpr(instructions.ROWS):
-                    for w in cutlass.range_constexpr(WORDS):
-                        kept[r, w, half] = Int32(0)
+                kept[None, None, half].fill(0)
         return kind
 
     @cute.jit
@@ -86,9 +83,7 @@ class TileColumnMasks(Opaque):
             if self.kinds[half] != Kind.FULL:
                 words = cute.make_rmem_tensor((instructions.ROWS, WORDS), Int32)
                 if self.kinds[half] == Kind.INTERVAL:
-                    lo, hi = two_rows(Int32), two_rows(Int32)
-                    for r in cutlass.range_constexpr(instructions.ROWS):
-                        lo[r], hi[r] = self.kept[r, 0, half], self.kept[r, 1, half]
+                    lo, hi = self.kept[None, 0, half], self.kept[None, 1, half]
                     first = self.block.steps[Step.QUERY, stage * self.halves + half] + self.thread.quad
                     instructions.interval_words(words, lo, hi, first)
                 else:
@@ -132,8 +127,7 @@ class WideColumnMasks(Opaque):
                         self.words[r, w] = shift(a.pool[row, steps[Step.WORD, stage] + w], self.thread)
                     if const_expr(self.config.lengths):  # noqa: SIM102
                         if key >= keys:
-                            for w in cutlass.range_constexpr(WORDS):
-                                self.words[r, w] = Int32(0)
+                            self.words[r, None].fill(0)
         return kind
 
 

@@ -142,8 +142,7 @@ class GatheredColumnMasks(Opaque):
                 if const_expr(self.config.lengths):
                     key = self.block.item[ColumnItem.TILE] * ROWS + self.thread.row + 8 * r
                     if key >= self.block.attended:
-                        for w in cutlass.range_constexpr(ROWS // WORD):
-                            self.words[r, w] = Int32(0)
+                        self.words[r, None].fill(0)
         return kind
 
     @cute.jit
