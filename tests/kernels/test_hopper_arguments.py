@@ -62,7 +62,7 @@ def stands_for(name: str, parameter: str) -> bool:
 def check(entry: tuple[Any, tuple[Any, ...]], given: tuple[Any, ...], of: Any) -> None:
     """Compare the arguments of a step with those that an entry compiles its kernel for."""
     kernel, wanted = entry
-    names = list(inspect.signature(kernel.__call__).parameters)
+    names = list(inspect.signature(kernel).parameters)
     assert names[-1] == "stream" and len(names) == len(wanted) == len(given) + 1
     sizes: dict[Any, int] = {}  # one symbol is one size
     for name, want, found in zip(names, wanted, given, strict=False):

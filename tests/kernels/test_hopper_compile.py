@@ -208,14 +208,3 @@ def test_what_is_made_when_needed_compiles(kind: str, config: Any) -> None:
     most = 16 if kind == "gather" and config.direction == "columns" and config.size == 128 else most
     assert stack and max(stack) <= most, stack
     assert config.blocks == 1 or max(registers) <= 128, registers
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_the_other_reduction_of_dq_compiles() -> None:
-    """A candidate of the sweep in benchmarks/tune.py."""
-    from gossamer.kernels.hopper import compiled
-
-    for D, step in ((128, 64), (64, 128)):
-        _, stack = resources(compiled.backward.object(BackwardConfig("bfloat16", D, D, reduce="direct", step=step)))
-        assert stack and max(stack) == 0, stack

@@ -121,7 +121,6 @@ class BackwardConfig:
     do_stages: int = 2
     score: str = "fold"  # or "softcap"
     with_dq: bool = True
-    reduce: str = "bulk"  # dQ is added through shared memory and the copy engine; "direct": from registers
     lengths: bool = False  # keys at and after a length for each batch element are not attended
     step: int = 64
 
@@ -129,10 +128,9 @@ class BackwardConfig:
         wide = self.block_q in (64, 128, 192) and self.block_kv == 128
         if not (wide or self.single) or self.D not in (64, 96, 128):
             raise ValueError(f"no column kernel for tiles {self.block_q} x {self.block_kv} and heads of {self.D}")
-        known = self.reduce in ("bulk", "direct") and not (self.single and self.with_dq)
         # With more columns, or slopes of a soft cap, the registers hold no more than 64 queries.
         long = self.step == 128 and (self.D, self.score) == (64, "fold") and not self.single
-        known = known and (self.step == 64 or long)
+        known = (self.step == 64 or long) and not (self.single and self.with_dq)
         if self.E > self.D or self.q_stages < 2 or not known:
             raise ValueError(f"the column kernel cannot run as {self}")
         check_memory(self)

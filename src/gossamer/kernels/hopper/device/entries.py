@@ -12,10 +12,9 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
+from gossamer.kernels.hopper.device.backward import around
 from gossamer.kernels.hopper.device.backward.kernel import Backward
-from gossamer.kernels.hopper.device.backward.parts import Sum
 from gossamer.kernels.hopper.device.backward.query import QueryGradient
-from gossamer.kernels.hopper.device.backward.rows import Postprocess, Preprocess
 from gossamer.kernels.hopper.device.backward.wide import Wide
 from gossamer.kernels.hopper.device.column_items import SEGMENT
 from gossamer.kernels.hopper.device.common import NUMBERS
@@ -98,7 +97,7 @@ def preprocess(dtype: str, E: int, zeroed: int) -> Any:
     n, s = NUMBERS[dtype], cute.sym_int
     B, H, Q = s(), s(), s()
     return cute.compile(
-        Preprocess(E, zeroed), strided(n, B, H, Q), strided(n, B, H, Q), _rows(B, H, Q), _rows(B, H, Q),
+        around.Preprocess(E, zeroed), strided(n, B, H, Q), strided(n, B, H, Q), _rows(B, H, Q), _rows(B, H, Q),
         compact(Float32, 2, B, H, s()), compact(Float32, s(), s(), s(), 64 * zeroed if zeroed else s()), Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip
@@ -109,7 +108,7 @@ def postprocess(dtype: str, D: int) -> Any:
     n, s = NUMBERS[dtype], cute.sym_int
     B, H = s(), s()
     return cute.compile(
-        Postprocess(n, D), compact(Float32, B, H, s(), 64 * D), strided(n, B, H, s()), Float32(1),
+        around.postprocess, compact(Float32, B, H, s(), 64 * D), strided(n, B, H, s()), Float32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip
 
@@ -161,7 +160,7 @@ def sum_parts(dtype: str, size: int, block: int) -> Any:
     """The sum of the parts of split tiles of `block` rows."""
     s = cute.sym_int
     return cute.compile(
-        Sum(size, block), strided(NUMBERS[dtype], s(), s(), s()), compact(Float32, s(), block, size),
+        around.sum_parts, strided(NUMBERS[dtype], s(), s(), s()), compact(Float32, s(), block, size),
         compact(Int32, s(), MERGE), Float32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
+from types import SimpleNamespace
 from typing import Any
 
 import cutlass
@@ -10,7 +12,7 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from gossamer.kernels.hopper.device.common import Ring
+from gossamer.kernels.hopper.device.common import Opaque, Ring
 from gossamer.kernels.hopper.device.row_items import ITEM
 from gossamer.kernels.hopper.device.tiles import Tma
 from gossamer.kernels.hopper.device.work import ItemRing
@@ -57,6 +59,10 @@ def tiles(memory: Any, layout: Any) -> Any:
     return memory.get_tensor(layout.outer, swizzle=layout.inner)
 
 
+class Block(Opaque, SimpleNamespace):
+    """What the roles of a block share, by name: `rings` are set up together where they stand together."""
+
+
 class Shell:
     """A kernel of blocks that take items of work until there are none.
 
@@ -89,6 +95,10 @@ class Shell:
             grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=self.blocks,
             preferred_smem_carveout=self.carveout,
         )  # fmt: skip
+
+    def start(self, blocks: Int32, stream: Any, **arguments: Any) -> None:
+        """As `launch`, of arguments by name."""
+        self.launch(namedtuple("Arguments", arguments)(**arguments), blocks, stream)
 
     @cute.kernel
     def kernel(self, arguments: Any) -> None:

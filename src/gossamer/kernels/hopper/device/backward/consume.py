@@ -10,8 +10,7 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.backward.fields import ColumnBarrier, Kind, high, low
-from gossamer.kernels.hopper.device.backward.warpgroup import put_tile, row_terms
+from gossamer.kernels.hopper.device.backward.common import ColumnBarrier, Kind, high, low, put_tile, row_terms
 from gossamer.kernels.hopper.device.column_items import ColumnItem
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque
 from gossamer.kernels.hopper.device.tiles import accumulator, issue, product_of, transposed
@@ -24,7 +23,8 @@ class ColumnConsumer(Opaque):
     products of the other block run.
     """
 
-    def __init__(self, config: Any, block: Any, masks: Any) -> None:
+    def __init__(self, block: Any, masks: Any) -> None:
+        config = block.config
         self.config, self.block, self.masks, self.thread = config, block, masks, masks.thread
         dtype, step, tiles = NUMBERS[config.dtype], config.step, block.tiles
         self.halves = step // ROWS  # times 64 queries of a step
@@ -119,10 +119,10 @@ class ColumnConsumer(Opaque):
     @cute.jit
     def probabilities(self, stage, lse):
         """P^T = exp2(S^T - lse) of the pairs that are kept, in 16 bits."""
-        c, factors = self.config, self.block.arguments.factors
+        c, a = self.config, self.block.arguments
         acc = self.acc_s
         if const_expr(c.score == "softcap"):
-            instructions.soft_cap(acc, factors.before_cap)
+            instructions.soft_cap(acc, a.before)
         packed = cute.recast_tensor(self.frag_p, Int32)
         for i in cutlass.range_constexpr(cute.size(acc) // 2):
             if const_expr(i > 0 and i % (ROWS // 4) == 0):
@@ -131,7 +131,7 @@ class ColumnConsumer(Opaque):
             slope = [1.0, 1.0]
             for e in cutlass.range_constexpr(2):
                 x = p[e]
-                p[e] = cute.math.exp2(x * factors.exponent - lse[e, i // 2 % (ROWS // 8)], fastmath=True)
+                p[e] = cute.math.exp2(x * a.exponent - lse[e, i // 2 % (ROWS // 8)], fastmath=True)
                 slope[e] = 1.0 - x * x
             packed[i] = instructions.pack(p[0], p[1], self.frag_p.element_type)
             if const_expr(c.score == "softcap"):
@@ -173,7 +173,7 @@ class ColumnConsumer(Opaque):
         a, block, thread, threads = self.block.arguments, self.block, self.thread, WARPGROUP + 32
         cute.arch.barrier(barrier_id=ColumnBarrier.STAGING_FREE + thread.warpgroup, number_of_threads=threads)
         if slot < 0:
-            instructions.multiply(self.acc_dk, a.factors.scale)
+            instructions.multiply(self.acc_dk, a.factor)
             put_tile(self.acc_dk, self.mma_dk, thread, block.dk[None, None, thread.warpgroup])
             put_tile(self.acc_dv, self.mma_dv, thread, block.dv[None, None, thread.warpgroup])
             cute.arch.fence_view_async_shared()

@@ -56,6 +56,12 @@ class GatherConfig:
         return self.size
 
     @property
+    def k_stages(self) -> int:
+        return self.stages
+
+    v_stages = k_stages
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: rings, barriers and item descriptions; words of steps, for float32 powers too."""
         width, words = (4, 4 * ROWS) if self.dtype == "float32" else (2, 2 * ROWS)
