@@ -42,16 +42,23 @@ class Opaque:
 
 
 class Block(Opaque):
-    """What the roles of a block share, by names: the kernel's arguments, its rings, what else is in shared memory."""
+    """What the roles of a block share. A kernel declares the names in a class of its own, and it takes no others.
+
+    `x` is a ring, `s_x` what is in shared memory for it, and `arguments.x` the kernel's parameter.
+    """
+
+    config: Any
+    arguments: Any
+    rings: tuple[tuple[Any, ...], ...]  # those that stand together are set up together
 
     def __init__(self, **values: Any) -> None:
-        self.__dict__.update(values)
+        for name, value in values.items():
+            setattr(self, name, value)
 
-
-def named(**values: Any) -> Any:
-    """Values with names, which a kernel takes as one parameter."""
-    make: Any = NamedTuple
-    return make("Arguments", [(name, Any) for name in values])(*values.values())
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not any(name in vars(kind).get("__annotations__", {}) for kind in type(self).__mro__):
+            raise AttributeError(f"{type(self).__name__} declares no {name}")
+        super().__setattr__(name, value)
 
 
 class Thread(NamedTuple):

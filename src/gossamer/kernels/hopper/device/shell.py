@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
-from types import SimpleNamespace
 from typing import Any
 
 import cutlass
@@ -12,7 +10,7 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from gossamer.kernels.hopper.device.common import Opaque, Ring
+from gossamer.kernels.hopper.device.common import Block, Ring
 from gossamer.kernels.hopper.device.row_items import ITEM
 from gossamer.kernels.hopper.device.tiles import Tma
 from gossamer.kernels.hopper.device.work import ItemRing
@@ -59,10 +57,6 @@ def tiles(memory: Any, layout: Any) -> Any:
     return memory.get_tensor(layout.outer, swizzle=layout.inner)
 
 
-class Block(Opaque, SimpleNamespace):
-    """What the roles of a block share, by name: `rings` are set up together where they stand together."""
-
-
 class Shell:
     """A kernel of blocks that take items of work until there are none.
 
@@ -81,11 +75,11 @@ class Shell:
         """The members of shared memory, in order."""
         raise NotImplementedError
 
-    def block(self, arguments: Any, memory: Any) -> Any:
-        """What the roles of a block share. Its `rings` are set up together where they stand together."""
+    def block(self, arguments: Any, memory: Any) -> Block:
+        """What the roles of a block share."""
         raise NotImplementedError
 
-    def prepared(self, block: Any) -> Any:
+    def prepared(self, block: Any) -> Block:
         """The block with what all of its warps compute before their roles begin."""
         return block
 
@@ -95,10 +89,6 @@ class Shell:
             grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=self.blocks,
             preferred_smem_carveout=self.carveout,
         )  # fmt: skip
-
-    def start(self, blocks: Int32, stream: Any, **arguments: Any) -> None:
-        """As `launch`, of arguments by name."""
-        self.launch(namedtuple("Arguments", arguments)(**arguments), blocks, stream)
 
     @cute.kernel
     def kernel(self, arguments: Any) -> None:

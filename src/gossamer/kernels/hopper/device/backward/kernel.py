@@ -14,42 +14,24 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from gossamer.kernels.hopper.device.backward.block import ColumnArguments, ColumnBlock, TileColumnBlock
 from gossamer.kernels.hopper.device.backward.common import STAGES, STEP
 from gossamer.kernels.hopper.device.backward.consume import ColumnConsumer
 from gossamer.kernels.hopper.device.backward.masks import TileColumnMasks
 from gossamer.kernels.hopper.device.backward.pair import PairConsumer
 from gossamer.kernels.hopper.device.backward.produce import ColumnWork, Producer, Sender
-from gossamer.kernels.hopper.device.column_items import ColumnItem
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, RingPair
 from gossamer.kernels.hopper.device.configurations import BackwardConfig
 from gossamer.kernels.hopper.device.row_items import ITEM
-from gossamer.kernels.hopper.device.shell import (
-    Block,
-    Shell,
-    array,
-    barriers,
-    items_of,
-    ring_of,
-    tile_memory,
-    tiles,
-    words,
-)  # fmt: skip
+from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles, words
 from gossamer.kernels.hopper.device.tiles import tile_layout, tma
-
-
-class ColumnBlock(Block):
-    """What the roles of a column kernel share."""
-
-    @property
-    def attended(self) -> Any:
-        """Keys of the item's batch element that are attended at all."""
-        return self.item[ColumnItem.KEYS] if self.config.lengths else self.keys
 
 
 class ColumnKernel(Shell):
     """What the kernels of dK and dV over tiles have in common: arguments, and the warp that loads."""
 
     config: Any
+    kind: type[ColumnBlock] = TileColumnBlock
     stages: tuple[int, int]  # of the rings of Q and dO
     readers: tuple[int, int, int, int]  # arrivals that empty K, V, a stage of Q and one of dO
     ahead = 0  # descriptions of items for warps that gather
@@ -59,40 +41,23 @@ class ColumnKernel(Shell):
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,  # (B, H, Q, D)
-        k: cute.Tensor,  # (B, G, K, D)
-        v: cute.Tensor,  # (B, G, K, E)
-        dout: cute.Tensor,  # (B, H, Q, E)
-        terms: cute.Tensor,  # (2, B, H, Qp) float32
-        dq_sum: cute.Tensor,  # (B, H, Qp / 64, 64 * D) float32; wide heads leave it alone
-        dk: cute.Tensor,  # (B, G, K, D)
-        dv: cute.Tensor,  # (B, G, K, E)
-        work: cute.Tensor,  # (n, ITEM) int32
-        segments: cute.Tensor,  # (m, SEGMENT) int32
-        lists: cute.Tensor,  # (2, entries): tile column; pool entry
-        lo: cute.Tensor,  # (Bl * Hl, K): the first query that a key keeps
-        hi: cute.Tensor,  # the one behind the last
-        pool: cute.Tensor,  # (P * rows of a tile, block_q / 32)
-        part_dk: cute.Tensor,  # (slots, rows of a tile, D) float32
-        part_dv: cute.Tensor,  # (slots, rows of a tile, E) float32
-        lengths: cute.Tensor | None,  # (B,) int32, None without `lengths` in the configuration
-        tile_counter: cute.Tensor,  # (1,) int32: items taken; zero before and after
-        before: Float32,  # factor of a score before the soft cap
-        exponent: Float32,  # factor of a score in exp2
-        factor: Float32,  # factor of dK
-        items: Int32,
-        blocks: Int32,
-        stream: Any,
-    ) -> None:
+        q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, dout: cute.Tensor, terms: cute.Tensor, dq_sum: cute.Tensor,
+        dk: cute.Tensor, dv: cute.Tensor, work: cute.Tensor, segments: cute.Tensor, lists: cute.Tensor,
+        lo: cute.Tensor, hi: cute.Tensor, pool: cute.Tensor, part_dk: cute.Tensor, part_dv: cute.Tensor,
+        lengths: cute.Tensor | None, tile_counter: cute.Tensor, before: Float32, exponent: Float32, factor: Float32,
+        items: Int32, blocks: Int32, stream: Any,
+    ) -> None:  # fmt: skip
+        """As in `ColumnArguments`, but `items` are those that are listed."""
         c, held = self.config, self.layouts()
-        self.start(
-            blocks, stream, q=tma(q, ROWS, c.D), k=tma(k, c.block_kv, c.D, layout=cute.select(held["k"], mode=[0, 1])),
+        arguments = ColumnArguments(
+            q=tma(q, ROWS, c.D), k=tma(k, c.block_kv, c.D, layout=cute.select(held["k"], mode=[0, 1])),
             v=tma(v, c.block_kv, c.E), dout=tma(dout, ROWS, c.E), dk=tma(dk, ROWS, c.D, store=True),
-            dv=tma(dv, ROWS, c.E, store=True), terms=terms, dq_sum=None if self.pieces else dq_sum, items=work,
+            dv=tma(dv, ROWS, c.E, store=True), terms=terms, dq_sum=None if self.pieces else dq_sum, work=work,
             segments=segments, lists=lists, lo=lo, hi=hi, pool=pool, part_dk=part_dk, part_dv=part_dv, lengths=lengths,
             tile_counter=tile_counter, before=before, exponent=exponent, factor=factor,
-            count=items * (self.pieces or 1),
+            items=items * (self.pieces or 1),
         )  # fmt: skip
+        self.launch(arguments, blocks, stream)
 
     def layouts(self) -> dict[str, Any]:
         """Of the tiles in shared memory."""
@@ -115,32 +80,30 @@ class ColumnKernel(Shell):
             "delta": array(Float32, c.step * do_stages, 128), "exchanged": array(Int32, self.exchanged, 128), **tiles,
         }  # fmt: skip
 
-    def block(self, arguments: Any, memory: Any) -> ColumnBlock:
+    def block(self, arguments: Any, memory: Any) -> Any:
         c, a, halves = self.config, arguments, self.config.step // ROWS
         (q_stages, do_stages), (k_readers, v_readers, q_readers, do_readers) = self.stages, self.readers
-        held = Block(**{name: tiles(getattr(memory, name), layout) for name, layout in self.layouts().items()})
+        held = {f"s_{name}": tiles(getattr(memory, name), layout) for name, layout in self.layouts().items()}
         k, v = items_of(memory, "k", 1, k_readers), ring_of(memory, "v", 1, 1, v_readers)
         q = ring_of(memory, "q", q_stages, halves, q_readers)
         dout = ring_of(memory, "do", do_stages, halves, do_readers)
-        return ColumnBlock(
-            config=c, arguments=a, k=k, v=v, q=q, dout=dout, rings=((RingPair(k, v),), (q,), (dout,)), tiles=held,
+        return self.kind(
+            config=c, arguments=a, k=k, v=v, q=q, dout=dout, rings=((RingPair(k, v),), (q,), (dout,)), **held,
             item=k.item[None, 0], keys=cute.size(a.k.tensor, mode=[0]),
-            steps=words(memory.steps, STEP, halves * q_stages),  # descriptions, see `Step`
-            lse=words(memory.lse, ROWS, halves * q_stages),  # beside Q
-            delta=words(memory.delta, ROWS, halves * do_stages),  # beside dO
-            dk=held.k, dv=held.v,  # where 64 rows of dK of each warpgroup leave the block, in 16 bits
+            steps=words(memory.steps, STEP, halves * q_stages), lse=words(memory.lse, ROWS, halves * q_stages),
+            delta=words(memory.delta, ROWS, halves * do_stages), s_dk=held["s_k"], s_dv=held["s_v"],
         )  # fmt: skip
 
-    def prepared(self, block: ColumnBlock) -> ColumnBlock:
+    def prepared(self, block: Any) -> Any:
         """With the number of queries, and of query heads of a key head."""
         q, k = block.arguments.q.tensor, block.arguments.k.tensor
         block.queries, block.ratio = cute.size(q, mode=[0]), cute.size(q, mode=[2]) // cute.size(k, mode=[2])
         return block
 
-    def produce(self, block: ColumnBlock) -> None:
+    def produce(self, block: TileColumnBlock) -> None:
         """The warp that loads."""
         a = block.arguments
-        work = ColumnWork(a.items, a.tile_counter, a.count, a.lengths, block.keys, self.config, self.pieces)
+        work = ColumnWork(a.work, a.tile_counter, a.items, a.lengths, block.keys, self.config, self.pieces)
         Producer(block, work).produce()
 
 
@@ -175,9 +138,10 @@ class Backward(ColumnKernel):
             "out": array(dtype, 0 if c.step > ROWS else c.block_kv * c.E, 1024),
         }
 
-    def block(self, arguments: Any, memory: Any) -> ColumnBlock:
+    def block(self, arguments: ColumnArguments, memory: Any) -> TileColumnBlock:
         """dK takes the place of a warpgroup's dQ, or of K; dV the rest of that place, its own, or that of V."""
-        c, dtype, block = self.config, NUMBERS[self.config.dtype], super().block(arguments, memory)
+        c, dtype = self.config, NUMBERS[self.config.dtype]
+        block: TileColumnBlock = super().block(arguments, memory)
         dk, dv = tile_layout(dtype, ROWS, c.D), tile_layout(dtype, ROWS, c.E)
         apart = c.step * c.D  # of warpgroups, in staging memory
         dk_at, dv_at, dv_apart = memory.k.data_ptr(), memory.v.data_ptr(), ROWS * c.E
@@ -187,11 +151,11 @@ class Backward(ColumnKernel):
             dv_at, dv_apart = memory.staging.data_ptr() + ROWS * c.D // 2, apart
         dk_outer = cute.append(dk.outer, cute.make_layout(self.groups, stride=apart))
         dv_outer = cute.append(dv.outer, cute.make_layout(self.groups, stride=dv_apart))
-        block.dk = cute.make_tensor(cute.recast_ptr(dk_at, dk.inner, dtype=dtype), dk_outer)
-        block.dv = cute.make_tensor(cute.recast_ptr(dv_at, dv.inner, dtype=dtype), dv_outer)
+        block.s_dk = cute.make_tensor(cute.recast_ptr(dk_at, dk.inner, dtype=dtype), dk_outer)
+        block.s_dv = cute.make_tensor(cute.recast_ptr(dv_at, dv.inner, dtype=dtype), dv_outer)
         if c.with_dq:
             shares = 4, WARPGROUP, c.step * c.D // 2 // (4 * WARPGROUP), self.groups
-            block.staging = words(memory.staging, *shares)  # (4, thread, vectors, warpgroup) float32: shares of dQ
+            block.staging = words(memory.staging, *shares)
         return block
 
     @cute.jit

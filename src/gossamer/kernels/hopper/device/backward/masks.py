@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from gossamer.kernels.hopper.device import instructions
+from gossamer.kernels.hopper.device.backward.block import TileColumnBlock, TileQueryBlock, WideBlock
 from gossamer.kernels.hopper.device.backward.common import Kind, Step, shift, two_rows
 from gossamer.kernels.hopper.device.column_items import ColumnItem
 from gossamer.kernels.hopper.device.common import FAR, ROWS, Opaque, Thread, computing_thread, within_keys
@@ -31,7 +30,7 @@ def clear_pairs(packed, words, begin: cutlass.Constexpr = 0):
 class TileColumnMasks(Opaque):
     """What the steps of a warpgroup's 64 keys keep: their descriptions say where it is written."""
 
-    def __init__(self, block: Any) -> None:
+    def __init__(self, block: TileColumnBlock) -> None:
         self.config, self.thread, self.block = block.config, computing_thread(), block
         self.halves = self.config.step // ROWS
         self.kinds = cute.make_rmem_tensor((self.halves,), Int32)
@@ -96,7 +95,7 @@ class TileColumnMasks(Opaque):
 class WideColumnMasks(Opaque):
     """As `TileColumnMasks`, of items of 64 keys in tiles of one or two times as many: words for a step's scores."""
 
-    def __init__(self, block: Any, thread: Thread) -> None:
+    def __init__(self, block: WideBlock, thread: Thread) -> None:
         self.config, self.thread, self.block = block.config, thread, block
         self.words = cute.make_rmem_tensor((instructions.ROWS, WORDS), Int32)
         self.words.fill(-1)
@@ -136,7 +135,7 @@ class TileRowMasks(Opaque):
 
     has_bounds = True
 
-    def __init__(self, block: Any) -> None:
+    def __init__(self, block: TileQueryBlock) -> None:
         self.config, self.thread, self.item = block.config, computing_thread(), block.item
         self.arguments = block.arguments
         self.steps = self.config.block_kv // self.config.step  # of a tile

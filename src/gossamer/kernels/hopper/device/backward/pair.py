@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
+from gossamer.kernels.hopper.device.backward.block import TileColumnBlock
 from gossamer.kernels.hopper.device.backward.common import STAGES, ColumnBarrier, row_terms
 from gossamer.kernels.hopper.device.backward.consume import ColumnConsumer
 from gossamer.kernels.hopper.device.column_items import ColumnItem
@@ -22,7 +23,7 @@ class PairConsumer(ColumnConsumer):
     times 64 queries.
     """
 
-    def __init__(self, block: Any, masks: Any) -> None:
+    def __init__(self, block: TileColumnBlock, masks: Any) -> None:
         super().__init__(block, masks)
         config = block.config
         if not config.with_dq:
@@ -31,12 +32,12 @@ class PairConsumer(ColumnConsumer):
         self.dq_columns = config.D // 2 * self.halves
         self.mma_dq = product_of(dtype, self.dq_columns, transposed=True)
         of_dq = self.mma_dq.get_slice(0)
-        k_transposed = transposed(block.tiles.k[None, None, 0], config.block_kv, config.D)
+        k_transposed = transposed(block.s_k[None, None, 0], config.block_kv, config.D)
         k_transposed = cute.flat_divide(k_transposed, (self.dq_columns, config.block_kv))
-        ds = cute.flat_divide(block.tiles.ds, (ROWS, config.block_kv))
+        ds = cute.flat_divide(block.s_ds, (ROWS, config.block_kv))
         self.frag_kt = of_dq.make_fragment_B(of_dq.partition_B(k_transposed))
         self.frag_dsq = of_dq.make_fragment_A(of_dq.partition_A(ds))
-        ds_transposed = cute.flat_divide(transposed(block.tiles.ds, step, config.block_kv, STAGES), (ROWS, step))
+        ds_transposed = cute.flat_divide(transposed(block.s_ds, step, config.block_kv, STAGES), (ROWS, step))
         self.ds_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=True, num_matrices=4), dtype)
         self.ds_copy = cute.make_tiled_copy_C(self.ds_atom, self.mma_s).get_slice(thread.thread)
         self.ds_to = self.ds_copy.partition_D(ds_transposed)

@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from gossamer.kernels.hopper.device.backward.block import ColumnBlock, TileColumnBlock
 from gossamer.kernels.hopper.device.backward.common import STEP, ColumnBarrier, Kind, Step, bulk_add
 from gossamer.kernels.hopper.device.column_items import SEGMENT, ColumnItem, Segment
 from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Opaque, Ring, within_keys
@@ -54,7 +55,9 @@ class ColumnWork(WorkList):
 class RowLoader(Opaque):
     """What fills a ring with tiles of 64 queries of Q or dO, and their row terms: the first or the second of them."""
 
-    def __init__(self, block: Any, ring: Ring, tma: Tma, tiles: Any, columns: int, term: int, to: Any) -> None:
+    def __init__(
+        self, block: TileColumnBlock, ring: Ring, tma: Tma, tiles: Any, columns: int, term: int, to: Any
+    ) -> None:
         self.ring, self.tma, self.steps, self.halves = ring, tma, block.steps, block.config.step // ROWS
         self.to, self.from_ = partition(tma, cute.flat_divide(tiles, (ROWS, columns)), ROWS, columns)
         self.bytes = 2 * ROWS * columns + 4 * ROWS
@@ -82,14 +85,14 @@ class RowLoader(Opaque):
 class Producer(Opaque):
     """The warp that takes items and loads K, V, and Q and dO of each step, by TMA."""
 
-    def __init__(self, block: Any, work: ColumnWork) -> None:
+    def __init__(self, block: TileColumnBlock, work: ColumnWork) -> None:
         self.config, self.block, self.work = block.config, block, work
-        c, a, tiles = block.config, block.arguments, block.tiles
+        c, a = block.config, block.arguments
         self.halves = c.step // ROWS
-        self.load_q = RowLoader(block, block.q, a.q, tiles.q, c.D, 0, block.lse)
-        self.load_do = RowLoader(block, block.dout, a.dout, tiles.dout, c.E, 1, block.delta)
-        self.load_k = tile_loader(block.k, a.k, tiles.k, c.block_kv, c.D)
-        self.load_v = tile_loader(block.v, a.v, tiles.v, c.block_kv, c.E)
+        self.load_q = RowLoader(block, block.q, a.q, block.s_q, c.D, 0, block.lse)
+        self.load_do = RowLoader(block, block.dout, a.dout, block.s_dout, c.E, 1, block.delta)
+        self.load_k = tile_loader(block.k, a.k, block.s_k, c.block_kv, c.D)
+        self.load_v = tile_loader(block.v, a.v, block.s_v, c.block_kv, c.E)
 
     @cute.jit
     def produce(self):
@@ -203,10 +206,10 @@ class Producer(Opaque):
 class Sender(Opaque):
     """A warp that sends what a computing warpgroup leaves in shared memory: dQ of each step, dK and dV of each item."""
 
-    def __init__(self, block: Any, group: Any) -> None:
+    def __init__(self, block: ColumnBlock, group: Any) -> None:
         self.config, self.block, self.group = block.config, block, group
-        self.dk_from, self.dk_to = partition(block.arguments.dk, block.dk, ROWS, self.config.D)
-        self.dv_from, self.dv_to = partition(block.arguments.dv, block.dv, ROWS, self.config.E)
+        self.dk_from, self.dk_to = partition(block.arguments.dk, block.s_dk, ROWS, self.config.D)
+        self.dv_from, self.dv_to = partition(block.arguments.dv, block.s_dv, ROWS, self.config.E)
 
     @cute.jit
     def send(self, groups: cutlass.Constexpr, sends_dq: cutlass.Constexpr):

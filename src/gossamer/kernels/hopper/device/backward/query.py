@@ -14,6 +14,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from gossamer.kernels.hopper.device import instructions
+from gossamer.kernels.hopper.device.backward.block import QueryArguments, QueryBlock, TileQueryBlock
 from gossamer.kernels.hopper.device.backward.common import (
     Kind,
     clear,
@@ -25,7 +26,7 @@ from gossamer.kernels.hopper.device.backward.common import (
 from gossamer.kernels.hopper.device.backward.masks import TileRowMasks
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Barrier, Opaque
 from gossamer.kernels.hopper.device.row_items import ITEM, RowItem
-from gossamer.kernels.hopper.device.shell import Block, Shell, array, barriers, items_of, ring_of, tile_memory, tiles
+from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles
 from gossamer.kernels.hopper.device.tiles import (
     accumulator,
     issue,
@@ -68,23 +69,23 @@ class QueryConsumer(Opaque):
     A stage of the ring of Q is an item, with its dO; Q makes room for the item's dQ.
     """
 
-    def __init__(self, block: Any, masks: Any) -> None:
-        config, tiles = block.config, block.tiles
+    def __init__(self, block: QueryBlock, masks: Any) -> None:
+        config = block.config
         self.config, self.block, self.item, self.masks, self.thread = config, block, block.item, masks, masks.thread
         dtype, group = NUMBERS[config.dtype], self.thread.warpgroup
         self.mma_s = product_of(dtype, config.step)
         self.mma_dq = product_of(dtype, config.D, transposed=True, registers=True)
         of_s, of_dq = self.mma_s.get_slice(0), self.mma_dq.get_slice(0)
-        self.frag_q = of_s.make_fragment_A(of_s.partition_A(tiles.q))[None, None, None, group]
-        self.frag_do = of_s.make_fragment_A(of_s.partition_A(tiles.dout))[None, None, None, group]
-        self.frag_k = of_s.make_fragment_B(of_s.partition_B(tiles.k))
-        self.frag_v = of_s.make_fragment_B(of_s.partition_B(tiles.v))
-        k_transposed = transposed(tiles.k, config.step, config.D, block.k.stages)
+        self.frag_q = of_s.make_fragment_A(of_s.partition_A(block.s_q))[None, None, None, group]
+        self.frag_do = of_s.make_fragment_A(of_s.partition_A(block.s_dout))[None, None, None, group]
+        self.frag_k = of_s.make_fragment_B(of_s.partition_B(block.s_k))
+        self.frag_v = of_s.make_fragment_B(of_s.partition_B(block.s_v))
+        k_transposed = transposed(block.s_k, config.step, config.D, block.k.stages)
         self.frag_kt = of_dq.make_fragment_B(of_dq.partition_B(k_transposed))
         self.frag_ds = of_dq.make_fragment_A(of_dq.partition_shape_A((ROWS, config.step)))
         self.acc_dq = accumulator(self.mma_dq, config.D)
         self.lse, self.delta = two_rows(Float32), two_rows(Float32)
-        self.s_dq = tiles.q[None, None, group]
+        self.s_dq = block.s_q[None, None, group]
 
     @cute.jit
     def consume(self):
@@ -180,11 +181,11 @@ class QueryConsumer(Opaque):
 class ItemTiles(Opaque):
     """What loads Q and dO of an item, by TMA."""
 
-    def __init__(self, block: Any) -> None:
-        a, tiles, self.config, self.ring = block.arguments, block.tiles, block.config, block.q
+    def __init__(self, block: QueryBlock) -> None:
+        a, self.config, self.ring = block.arguments, block.config, block.q
         self.groups, self.q, self.dout = self.config.block_q // ROWS, a.q.atom, a.dout.atom
-        self.q_to, self.q_from = partition(a.q, tiles.q, ROWS, self.config.D)
-        self.do_to, self.do_from = partition(a.dout, tiles.dout, ROWS, self.config.E)
+        self.q_to, self.q_from = partition(a.q, block.s_q, ROWS, self.config.D)
+        self.do_to, self.do_from = partition(a.dout, block.s_dout, ROWS, self.config.E)
 
     @cute.jit
     def load(self, turn, item):
@@ -203,6 +204,7 @@ class ItemTiles(Opaque):
 class QueryGradient(Shell):
     """The kernel of one configuration."""
 
+    kind: type[QueryBlock] = TileQueryBlock
     ahead = 0  # descriptions of items for warps that gather
     words = 0  # of shared memory, which mask steps of gathered columns
 
@@ -217,34 +219,20 @@ class QueryGradient(Shell):
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,  # (B, H, Q, D)
-        k: cute.Tensor,  # (B, G, K, D)
-        v: cute.Tensor,  # (B, G, K, E)
-        dout: cute.Tensor,  # (B, H, Q, E)
-        terms: cute.Tensor,  # (2, B, H, Qp) float32: lse in base 2, delta
-        dq: cute.Tensor,  # (B, H, Q, D)
-        work: cute.Tensor,  # (n, ITEM) int32, as for the forward
-        lists: cute.Tensor,  # (2, n): tile column, pool entry
-        lo: cute.Tensor,  # (Bl * Hl, Q): the first key that a row keeps
-        hi: cute.Tensor,  # the one behind the last
-        pool: cute.Tensor,  # (P * block_q, block_kv / 32)
-        part_dq: cute.Tensor,  # (slots, block_q, D) float32, without the scale
-        lengths: cute.Tensor | None,  # (B,) int32, None without `lengths` in the configuration
-        tile_counter: cute.Tensor,  # (1,) int32: items taken; zero before and after
-        before: Float32,  # factor of a score before the soft cap
-        exponent: Float32,  # factor of a score in exp2
-        factor: Float32,  # the scale
-        items: Int32,
-        blocks: Int32,
-        stream: Any,
-    ) -> None:
+        q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, dout: cute.Tensor, terms: cute.Tensor, dq: cute.Tensor,
+        work: cute.Tensor, lists: cute.Tensor, lo: cute.Tensor, hi: cute.Tensor, pool: cute.Tensor,
+        part_dq: cute.Tensor, lengths: cute.Tensor | None, tile_counter: cute.Tensor, before: Float32,
+        exponent: Float32, factor: Float32, items: Int32, blocks: Int32, stream: Any,
+    ) -> None:  # fmt: skip
+        """As in `QueryArguments`."""
         c = self.config
-        self.start(
-            blocks, stream, q=tma(q, ROWS, c.D), dout=tma(dout, ROWS, c.E), k=tma(k, c.step, c.D),
-            v=tma(v, c.step, c.E), dq=tma(dq, ROWS, c.D, store=True), terms=terms, items=work,
+        arguments = QueryArguments(
+            q=tma(q, ROWS, c.D), dout=tma(dout, ROWS, c.E), k=tma(k, c.step, c.D),
+            v=tma(v, c.step, c.E), dq=tma(dq, ROWS, c.D, store=True), terms=terms, work=work,
             lists=lists, lo=lo, hi=hi, pool=pool, part_dq=part_dq, lengths=lengths, tile_counter=tile_counter,
-            before=before, exponent=exponent, factor=factor, count=items,
+            before=before, exponent=exponent, factor=factor, items=items,
         )  # fmt: skip
+        self.launch(arguments, blocks, stream)
 
     def layouts(self) -> dict[str, Any]:
         """Of the tiles in shared memory."""
@@ -262,15 +250,13 @@ class QueryGradient(Shell):
             **{name: tile_memory(NUMBERS[c.dtype], layout) for name, layout in self.layouts().items()},
         }  # fmt: skip
 
-    def block(self, arguments: Any, memory: Any) -> Block:
+    def block(self, arguments: Any, memory: Any) -> Any:
         c, q = self.config, items_of(memory, "q", 1, self.groups)
-        held = Block(**{name: tiles(getattr(memory, name), layout) for name, layout in self.layouts().items()})
+        held = {f"s_{name}": tiles(getattr(memory, name), layout) for name, layout in self.layouts().items()}
         k, v = [ring_of(memory, x, n, 1, 4 * self.groups) for x, n in (("k", c.k_stages), ("v", c.v_stages))]
-        return Block(
-            config=c, arguments=arguments, tiles=held, item=q.item[None, 0],
-            q=q,  # with Q and dO of an item
-            k=k, v=v, rings=((q,), (k,), (v,)),
-        )  # fmt: skip
+        return self.kind(
+            config=c, arguments=arguments, rings=((q,), (k,), (v,)), q=q, k=k, v=v, item=q.item[None, 0], **held
+        )
 
     @cute.jit
     def serve(self, block, warp):
@@ -288,10 +274,10 @@ class QueryGradient(Shell):
         steps = c.block_kv // c.step  # of a tile
         ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k.tensor, mode=[2])
         own = ItemTiles(block)
-        load_k = tile_loader(block.k, a.k, block.tiles.k, c.step, c.D)
-        load_v = tile_loader(block.v, a.v, block.tiles.v, c.step, c.E)
+        load_k = tile_loader(block.k, a.k, block.s_k, c.step, c.D)
+        load_v = tile_loader(block.v, a.v, block.s_v, c.step, c.E)
         columns = a.lists[0, None]
-        work = TileRows(a.items, a.tile_counter, a.count, columns, a.lengths, c.block_kv, c.lengths)
+        work = TileRows(a.work, a.tile_counter, a.items, columns, a.lengths, c.block_kv, c.lengths)
         word = work.first()
         turn, kv = Int32(0), Int32(0)  # items, steps so far
         running = Int32(1)

@@ -17,6 +17,7 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from gossamer.kernels.hopper.device import instructions
+from gossamer.kernels.hopper.device.backward.block import ColumnArguments, WideBlock
 from gossamer.kernels.hopper.device.backward.common import (
     Kind,
     Step,
@@ -28,7 +29,7 @@ from gossamer.kernels.hopper.device.backward.common import (
     row_terms,
     send_tile,
 )
-from gossamer.kernels.hopper.device.backward.kernel import ColumnBlock, ColumnKernel
+from gossamer.kernels.hopper.device.backward.kernel import ColumnKernel
 from gossamer.kernels.hopper.device.backward.masks import WideColumnMasks
 from gossamer.kernels.hopper.device.column_items import ColumnItem
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque, computing_thread
@@ -55,7 +56,15 @@ class WideConsumer(Opaque):
     makes_dk: bool  # the second warpgroup; the first makes dV
 
     def __init__(
-        self, block: Any, fixed: Any, streamed: Any, summed: Any, columns: int, result: Tma, shared: Any, part: Any
+        self,
+        block: WideBlock,
+        fixed: Any,
+        streamed: Any,
+        summed: Any,
+        columns: int,
+        result: Tma,
+        shared: Any,
+        part: Any,
     ) -> None:
         self.config, self.block, self.thread = block.config, block, computing_thread(0)
         self.columns, self.result, self.shared, self.part = columns, result, shared, part
@@ -140,9 +149,9 @@ class ValueConsumer(WideConsumer):
 
     makes_dk = False
 
-    def __init__(self, block: Any) -> None:
-        a, held = block.arguments, block.tiles
-        super().__init__(block, held.k, held.q, held.dout, block.config.E, a.dv, block.dv, a.part_dv)
+    def __init__(self, block: WideBlock) -> None:
+        a, columns = block.arguments, block.config.E
+        super().__init__(block, block.s_k, block.s_q, block.s_dout, columns, a.dv, block.s_dv, a.part_dv)
         self.masks = WideColumnMasks(block, self.thread)
         self.slope = cute.make_rmem_tensor((self.config.step // 4,), Int32)  # derivatives of the soft cap, in 16 bits
 
@@ -204,9 +213,9 @@ class KeyConsumer(WideConsumer):
 
     makes_dk = True
 
-    def __init__(self, block: Any) -> None:
-        a, held = block.arguments, block.tiles
-        super().__init__(block, held.v, held.dout, held.q, block.config.D, a.dk, block.dk, a.part_dk)
+    def __init__(self, block: WideBlock) -> None:
+        a, columns = block.arguments, block.config.D
+        super().__init__(block, block.s_v, block.s_dout, block.s_q, columns, a.dk, block.s_dk, a.part_dk)
         self.p = cute.make_rmem_tensor((4, self.config.step // 16), Int32)
         for stage in range(2):
             cute.arch.barrier_arrive(barrier_id=WideBarrier.P_EMPTY + stage, number_of_threads=2 * WARPGROUP)
@@ -250,6 +259,7 @@ class Wide(ColumnKernel):
     threads = 3 * WARPGROUP
     registers = 24, 240
     carveout = None
+    kind = WideBlock
     readers = 2, 1, 8, 8  # the item's description, which comes with K, is read by both warpgroups
 
     def __init__(self, config: WideConfig) -> None:
@@ -263,10 +273,11 @@ class Wide(ColumnKernel):
         result = array(NUMBERS[self.config.dtype], max(cute.cosize(held["k"]), cute.cosize(held["v"])), 1024)
         return super().memory() | {"k": result, "v": result}
 
-    def block(self, arguments: Any, memory: Any) -> ColumnBlock:
+    def block(self, arguments: ColumnArguments, memory: Any) -> WideBlock:
         """dV is sent from the place of K, which its warpgroup alone reads, and dK from that of V."""
-        held, block = self.layouts(), super().block(arguments, memory)
-        block.dk, block.dv = tiles(memory.v, held["k"]), tiles(memory.k, held["v"])
+        held = self.layouts()
+        block: WideBlock = super().block(arguments, memory)
+        block.s_dk, block.s_dv = tiles(memory.v, held["k"]), tiles(memory.k, held["v"])
         block.p = words(memory.exchanged, 4, WARPGROUP, self.config.step // 16, 2)
         return block
 

@@ -17,6 +17,7 @@ from cutlass.cute.nvgpu import warpgroup
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Barrier, Opaque, Thread
 from gossamer.kernels.hopper.device.configurations import Hold
+from gossamer.kernels.hopper.device.forward.block import RowBlock
 from gossamer.kernels.hopper.device.forward.masks import one, packed_mask
 from gossamer.kernels.hopper.device.forward.results import Epilogue
 from gossamer.kernels.hopper.device.forward.softmax import Softmax
@@ -42,11 +43,11 @@ class Half(IntEnum):
 class Consumer(Opaque):
     """A warpgroup with 64 query rows of each item."""
 
-    def __init__(self, block: Any, thread: Thread, source: Any) -> None:
+    def __init__(self, block: RowBlock, thread: Thread, source: Any) -> None:
         """`source`: the class of the mask source."""
         c, dtype = block.config, block.s_q.element_type
         self.config, self.thread = c, thread
-        self.items, self.k_ring, self.v_ring = block.items, block.k_ring, block.v_ring
+        self.items, self.k_ring, self.v_ring = block.items, block.k, block.v
         self.groups, self.parts = c.block_q // ROWS, c.block_kv // c.step  # warpgroups; steps of a tile
         self.overlap_items = c.q_stages > 1  # the next item's Q is there while this item's is in use
         # An item's result is finished while the next one's second S is computed, if registers hold both, and leaves

@@ -14,8 +14,9 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Block, computing_thread, named
+from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, computing_thread
 from gossamer.kernels.hopper.device.configurations import ForwardConfig
+from gossamer.kernels.hopper.device.forward.block import ForwardArguments, ForwardBlock
 from gossamer.kernels.hopper.device.forward.consume import Consumer
 from gossamer.kernels.hopper.device.forward.masks import BlockMask
 from gossamer.kernels.hopper.device.forward.merge import Merge
@@ -43,36 +44,19 @@ class Forward(Shell):
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,  # (B, H, Q, D)
-        k: cute.Tensor,  # (B, G, K, D)
-        v: cute.Tensor,  # (B, G, K, E)
-        out: cute.Tensor,  # (B, H, Q, E)
-        lse: cute.Tensor,  # (B, H, Q) float32
-        work: cute.Tensor,  # (n, ITEM) int32
-        lists: cute.Tensor,  # (2, n): tile column, pool entry
-        lo: cute.Tensor,  # (Bl * Hl, Q)
-        hi: cute.Tensor,
-        pool: cute.Tensor,  # (P * block_q, block_kv / 32)
-        sinks: cute.Tensor,  # (H,) float32
-        part_out: cute.Tensor,  # (slots, block_q, E) float32
-        part_lse: cute.Tensor,  # (slots, block_q) float32
-        merges: cute.Tensor,  # (m, MERGE) int32
-        lengths: cute.Tensor,  # (B,) int32; not read without `lengths` in the configuration
-        tile_counter: cute.Tensor,  # (1,) int32: items taken; zero before and after
-        before: Float32,  # factor of a score before the soft cap, or one that is not positive
-        exponent: Float32,  # factor of a score in exp2
-        items: Int32,
-        has_sinks: Int32,
-        blocks: Int32,
-        cut: Int32,  # whether rows are cut, and their parts merged by a second kernel
-        stream: Any,
-    ) -> None:
+        q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, work: cute.Tensor,
+        lists: cute.Tensor, lo: cute.Tensor, hi: cute.Tensor, pool: cute.Tensor, sinks: cute.Tensor,
+        part_out: cute.Tensor, part_lse: cute.Tensor, merges: cute.Tensor, lengths: cute.Tensor,
+        tile_counter: cute.Tensor, before: Float32, exponent: Float32, items: Int32, has_sinks: Int32, blocks: Int32,
+        cut: Int32, stream: Any,
+    ) -> None:  # fmt: skip
+        """As in `ForwardArguments`; `merges` (m, MERGE) int32 are those of rows that are `cut`, by a second kernel."""
         c = self.config
-        arguments = named(
+        arguments = ForwardArguments(
             q=tma(q, ROWS, c.D), k=tma(k, c.step, c.D), v=tma(v, c.step, c.E), out=tma(out, ROWS, c.E, store=True),
             lse=lse, work=work, lists=lists, lo=lo, hi=hi, pool=pool, sinks=sinks, part_out=part_out,
             part_lse=part_lse, lengths=lengths, tile_counter=tile_counter, before=before, exponent=exponent,
-            count=items, has_sinks=has_sinks,
+            items=items, has_sinks=has_sinks,
         )  # fmt: skip
         self.launch(arguments, blocks, stream)
         if cut != 0:
@@ -93,17 +77,17 @@ class Forward(Shell):
             "q": tile_memory(self.dtype, q), "k": tile_memory(self.dtype, k), "v": tile_memory(self.dtype, v),
         }  # fmt: skip
 
-    def block(self, arguments: Any, memory: Any) -> Block:
+    def block(self, arguments: ForwardArguments, memory: Any) -> ForwardBlock:
         c, warps = self.config, 4 * self.groups
         q, k, v = self.layouts()
         o = tile_layout(self.dtype, ROWS, c.E)
         # The output of a warpgroup takes the place of its Q.
         o_outer = cute.append(o.outer, cute.make_layout(c.q_stages * self.groups, stride=ROWS * c.D))
         items = items_of(memory, "q", c.q_stages, self.groups)
-        k_ring, v_ring = ring_of(memory, "k", c.stages, 1, warps), ring_of(memory, "v", c.stages, 1, warps)
-        return Block(
-            **arguments._asdict(), config=c, rings=((items,), (k_ring, v_ring)), items=items,
-            k_ring=k_ring, v_ring=v_ring, bounds=words(memory.bounds, c.block_q, 2, c.q_stages),
+        k_ring, v_ring = [ring_of(memory, name, c.stages, 1, warps) for name in ("k", "v")]
+        return ForwardBlock(
+            config=c, arguments=arguments, rings=((items,), (k_ring, v_ring)), items=items, k=k_ring, v=v_ring,
+            bounds=words(memory.bounds, c.block_q, 2, c.q_stages),
             s_q=tiles(memory.q, q), s_k=tiles(memory.k, k), s_v=tiles(memory.v, v),
             s_o=memory.q.get_tensor(o_outer, swizzle=o.inner),
         )  # fmt: skip

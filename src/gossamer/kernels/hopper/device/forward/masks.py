@@ -14,6 +14,7 @@ from cutlass import Int32, const_expr
 
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.common import FAR, ROWS, WARPGROUP, Barrier, Opaque, Thread, within_keys
+from gossamer.kernels.hopper.device.forward.block import ForwardBlock
 from gossamer.kernels.hopper.device.row_items import RowItem
 
 
@@ -51,21 +52,21 @@ def packed_mask(columns: int) -> Any:
 @cute.jit
 def share_bounds(block, me, stage):
     """Put the intervals of an item's rows into shared memory for warpgroup `me`, and the columns of its first tiles."""
-    c, item = block.config, block.items.item
+    a, c, item = block.arguments, block.config, block.items.item
     if item[RowItem.INTERVAL_COUNT, stage] > 0:
         mine, lead = me * ROWS + cute.arch.lane_idx(), item[RowItem.LEAD, stage]
-        rows = cute.size(block.out.tensor, mode=[0])
+        rows = cute.size(a.out.tensor, mode=[0])
         found = []
         for i in cutlass.range_constexpr(ROWS // 32):
             row = item[RowItem.TILE, stage] * c.block_q + mine + 32 * i
             row = row if row < rows else rows - 1
-            found.append((block.lo[lead, row], block.hi[lead, row]))
-        start = block.lists[0, item[RowItem.INTERVAL_START, stage]] * c.block_kv
+            found.append((a.lo[lead, row], a.hi[lead, row]))
+        start = a.lists[0, item[RowItem.INTERVAL_START, stage]] * c.block_kv
         for i in cutlass.range_constexpr(ROWS // 32):
             block.bounds[mine + 32 * i, 0, stage], block.bounds[mine + 32 * i, 1, stage] = found[i]
         item[RowItem.FIRST_INTERVAL, stage] = start
     if const_expr(c.lengths):
-        item[RowItem.FIRST_COLUMN, stage] = block.lists[0, first_entry(item, stage)] * c.block_kv
+        item[RowItem.FIRST_COLUMN, stage] = a.lists[0, first_entry(item, stage)] * c.block_kv
     cute.arch.barrier_arrive(barrier_id=Barrier.BOUNDS + me, number_of_threads=WARPGROUP + 32)
 
 
@@ -74,8 +75,8 @@ class BlockMask(Opaque):
 
     with_keys = False  # it is in memory, and needs no key to be there
 
-    def __init__(self, block: Any, thread: Thread) -> None:
-        self.block, self.config, self.thread = block, block.config, thread
+    def __init__(self, block: ForwardBlock, thread: Thread) -> None:
+        self.block, self.arguments, self.config, self.thread = block, block.arguments, block.config, thread
         self.item, self.parts = block.items.item, self.config.block_kv // self.config.step
         self.column = one()  # the first step's; then its rows' intervals, whether anything masks it, and its words
         self.lo, self.hi, self.masked = two(), two(), one()
@@ -90,7 +91,9 @@ class BlockMask(Opaque):
     @cute.jit
     def column_of(self, start, i):
         """The first column of step `i` of a list."""
-        return self.block.lists[0, start + i // self.parts] * self.config.block_kv + i % self.parts * self.config.step
+        return (
+            self.arguments.lists[0, start + i // self.parts] * self.config.block_kv + i % self.parts * self.config.step
+        )
 
     @cute.jit
     def prepare(self, stage):
@@ -102,7 +105,7 @@ class BlockMask(Opaque):
         self.column[0] = item[RowItem.FIRST_INTERVAL, stage]
         if const_expr(self.config.lengths):
             self.column[0] = item[RowItem.FIRST_COLUMN, stage]
-            self.length[0] = within_keys(self.block.lengths[item[RowItem.BATCH, stage]]) - self.thread.quad
+            self.length[0] = within_keys(self.arguments.lengths[item[RowItem.BATCH, stage]]) - self.thread.quad
         lo, hi = self.row_bounds(stage)
         by_interval = fulls == 0 and intervals > 0
         for r in cutlass.range_constexpr(instructions.ROWS):
@@ -147,9 +150,9 @@ class BlockMask(Opaque):
         """The packed mask of step `i` of a list, as far as it is in global memory."""
         c, quad = self.config, self.thread.quad
         if const_expr(mode == "bits"):
-            entry, part = self.block.lists[1, start + i // self.parts], i % self.parts
+            entry, part = self.arguments.lists[1, start + i // self.parts], i % self.parts
             for r in cutlass.range_constexpr(instructions.ROWS):
-                row = self.block.pool[entry * c.block_q + self.thread.row + 8 * r, None]
+                row = self.arguments.pool[entry * c.block_q + self.thread.row + 8 * r, None]
                 for n in cutlass.range_constexpr(cute.size(words, mode=[1])):
                     words[r, n] = instructions.shifted(row[part * (c.step // 32) + n], quad)
         elif const_expr(mode == "edge"):  # of a list of full tiles, the one that holds the end of the keys
@@ -180,7 +183,7 @@ class BlockMask(Opaque):
     def walk(self, consumer, stage, buffer, kv, started):
         """All steps of an item but the first; returns the number of steps so far."""
         c, item, parts, me = self.config, self.item, self.parts, self.thread.warpgroup
-        lists, bounds = self.block.lists, self.block.bounds
+        lists, bounds = self.arguments.lists, self.block.bounds
         full_start, fulls = item[RowItem.FULL_START, stage], item[RowItem.FULL_COUNT, stage] * parts
         interval_start, intervals = item[RowItem.INTERVAL_START, stage], item[RowItem.INTERVAL_COUNT, stage] * parts
         bits_start, bitses = item[RowItem.BITS_START, stage], item[RowItem.BITS_COUNT, stage] * parts

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from gossamer.kernels.hopper.device.common import FAR, ROWS, Opaque
+from gossamer.kernels.hopper.device.forward.block import ForwardBlock, RowBlock
 from gossamer.kernels.hopper.device.forward.masks import first_entry, tiles_of
 from gossamer.kernels.hopper.device.row_items import RowItem
 from gossamer.kernels.hopper.device.tiles import partition, tile_loader
@@ -25,10 +24,10 @@ EARLIEST = 2
 class ItemLoader(Opaque):
     """Publishes items: a description in shared memory, and Q by TMA, which arrive together."""
 
-    def __init__(self, block: Any) -> None:
-        self.ring, self.atom, self.groups = block.items, block.q.atom, block.config.block_q // ROWS  # tiles of an item
-        columns = cute.size(block.s_q, mode=[1])
-        self.to, self.from_ = partition(block.q, block.s_q, ROWS, columns)
+    def __init__(self, block: RowBlock) -> None:
+        self.ring, self.groups = block.items, block.config.block_q // ROWS  # tiles of an item
+        q, columns = block.arguments.q, cute.size(block.s_q, mode=[1])
+        self.atom, (self.to, self.from_) = q.atom, partition(q, block.s_q, ROWS, columns)
         self.bytes = self.groups * ROWS * columns * block.s_q.element_type.width // 8  # of an item's Q
 
     @cute.jit
@@ -46,14 +45,14 @@ class ItemLoader(Opaque):
 class Producer(Opaque):
     """Items and Q, then K and V of each step, K one step ahead of V."""
 
-    def __init__(self, block: Any) -> None:
-        b, c = block, block.config
+    def __init__(self, block: ForwardBlock) -> None:
+        a, c = block.arguments, block.config
         self.config, self.overlap_items = c, c.q_stages > 1
-        self.work = TileRows(b.work, b.tile_counter, b.count, b.lists[0, None], b.lengths, c.block_kv, c.lengths)
-        self.items = ItemLoader(b)
-        self.k = tile_loader(b.k_ring, b.k, b.s_k, c.step, c.D)
-        self.v = tile_loader(b.v_ring, b.v, b.s_v, c.step, c.E)
-        self.ratio = cute.size(b.q.tensor, mode=[2]) // cute.size(b.k.tensor, mode=[2])  # query heads of a key head
+        self.work = TileRows(a.work, a.tile_counter, a.items, a.lists[0, None], a.lengths, c.block_kv, c.lengths)
+        self.items = ItemLoader(block)
+        self.k = tile_loader(block.k, a.k, block.s_k, c.step, c.D)
+        self.v = tile_loader(block.v, a.v, block.s_v, c.step, c.E)
+        self.ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k.tensor, mode=[2])  # query heads of a key head
 
     @cute.jit
     def run(self):

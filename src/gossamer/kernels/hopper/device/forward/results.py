@@ -11,6 +11,7 @@ from cutlass.cute.nvgpu import warp
 
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Barrier, Opaque, Thread
+from gossamer.kernels.hopper.device.forward.block import RowBlock
 from gossamer.kernels.hopper.device.forward.masks import share_bounds, two
 from gossamer.kernels.hopper.device.forward.softmax import Softmax
 from gossamer.kernels.hopper.device.row_items import RowItem
@@ -20,10 +21,10 @@ from gossamer.kernels.hopper.device.tiles import partition
 @cute.jit
 def factors(block, stage, reference, row_sum):
     """(what O is multiplied by, lse) of the rows of an item, of their references and sums."""
-    item = block.items.item
+    a, item = block.arguments, block.items.item
     sink = -Float32.inf
-    if block.has_sinks != 0 and item[RowItem.SLOT, stage] < 0:
-        sink = block.sinks[item[RowItem.HEAD, stage]] * instructions.LOG2E
+    if a.has_sinks != 0 and item[RowItem.SLOT, stage] < 0:
+        sink = a.sinks[item[RowItem.HEAD, stage]] * instructions.LOG2E
     factor, lse = two(Float32), two(Float32)
     instructions.finish(reference, row_sum, factor, lse, sink)
     return factor, lse
@@ -32,11 +33,11 @@ def factors(block, stage, reference, row_sum):
 class Epilogue(Opaque):
     """Finishes the item before: `softmax` keeps its references and sums while the next item begins."""
 
-    def __init__(self, block: Any, thread: Thread, softmax: Softmax, mma: Any) -> None:
+    def __init__(self, block: RowBlock, thread: Thread, softmax: Softmax, mma: Any) -> None:
         """`mma`: P V."""
-        self.block, self.thread, self.softmax, self.mma = block, thread, softmax, mma
+        self.block, self.arguments, self.thread, self.softmax, self.mma = block, block.arguments, thread, softmax, mma
         self.item, self.groups = block.items.item, block.config.block_q // ROWS
-        self.rows = cute.size(block.q.tensor, mode=[0])  # of a head
+        self.rows = cute.size(self.arguments.q.tensor, mode=[0])  # of a head
 
     @cute.jit
     def finish(self, stage, q_read: cutlass.Constexpr):
@@ -83,28 +84,28 @@ class Epilogue(Opaque):
             for r in cutlass.range_constexpr(instructions.ROWS):
                 row = tile * (self.groups * ROWS) + thread.row + 8 * r
                 if row < self.rows:
-                    self.block.lse[batch, head, row] = lse[r]
+                    self.arguments.lse[batch, head, row] = lse[r]
 
     @cute.jit
     def write_part(self, stage, factor, lse):
         """O and lse of a part of a split row, as float32."""
         tile, slot = self.item[RowItem.TILE, stage], self.item[RowItem.SLOT, stage]
-        o, part = self.softmax.o, self.block.part_out
+        o, part = self.softmax.o, self.arguments.part_out
         for r in cutlass.range_constexpr(instructions.ROWS):
             row = self.thread.row + 8 * r
             if tile * (self.groups * ROWS) + row < self.rows:
                 for i in instructions.of_row(o, r):
                     part[slot, row, i // 4 * 8 + self.thread.quad + i % 2] = o[i] * factor[r]
                 if self.thread.lane % 4 == 0:
-                    self.block.part_lse[slot, row] = lse[r]
+                    self.arguments.part_lse[slot, row] = lse[r]
 
 
 @cute.jit
 def store(block, me):
     """A warp that stores what warpgroup `me` finishes, and gives back the place of Q, which held it."""
-    items, item = block.items, block.items.item
+    items, item, out = block.items, block.items.item, block.arguments.out
     groups, overlap = block.config.block_q // ROWS, block.config.q_stages > 1
-    from_, to = partition(block.out, block.s_o, ROWS, cute.size(block.s_o, mode=[1]))
+    from_, to = partition(out, block.s_o, ROWS, cute.size(block.s_o, mode=[1]))
     turn = Int32(0)
     running = begin(block, me, turn)
     while running != 0:
@@ -117,7 +118,7 @@ def store(block, me):
         cute.arch.barrier(barrier_id=Barrier.OUTPUT + me, number_of_threads=WARPGROUP + 32)
         if slot < 0:
             tile_of_q = from_[None, stage * groups + me]
-            cute.copy(block.out.atom, tile_of_q, to[None, tile * groups + me, head, batch])
+            cute.copy(out.atom, tile_of_q, to[None, tile * groups + me, head, batch])
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()

@@ -11,6 +11,7 @@ from cutlass import Float32, Int32, const_expr
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.common import ROWS, Opaque, Thread
 from gossamer.kernels.hopper.device.configurations import Hold
+from gossamer.kernels.hopper.device.forward.block import RowBlock
 from gossamer.kernels.hopper.device.forward.masks import two
 from gossamer.kernels.hopper.device.row_items import RowItem
 from gossamer.kernels.hopper.device.tiles import accumulator
@@ -25,10 +26,10 @@ class Softmax(Opaque):
     a score is far above it, and most steps need no exchange between threads.
     """
 
-    def __init__(self, block: Any, thread: Thread, mma: Any) -> None:
+    def __init__(self, block: RowBlock, thread: Thread, mma: Any) -> None:
         """`mma`: P V, of which P in 16 bits is the first factor, and O the accumulator."""
-        self.block, self.thread = block, thread
-        self.hold, self.score, self.exponent = block.config.hold, block.config.score, block.exponent
+        self.block, self.arguments, self.thread = block, block.arguments, thread
+        self.hold, self.score, self.exponent = block.config.hold, block.config.score, self.arguments.exponent
         self.p = mma.get_slice(0).make_fragment_A(mma.get_slice(0).partition_shape_A((ROWS, block.config.step)))
         self.o = accumulator(mma, block.config.E)  # rescaled when references are raised
         self.reference, self.rescale = two(Float32), two(Float32)
@@ -47,9 +48,9 @@ class Softmax(Opaque):
     def transform(self, scores):
         """What is done to a score beside its factor in exp2."""
         if const_expr(self.score == "softcap"):
-            instructions.soft_cap(scores, self.block.before)
+            instructions.soft_cap(scores, self.arguments.before)
         elif const_expr(self.score == "scale"):
-            instructions.multiply(scores, self.block.before)
+            instructions.multiply(scores, self.arguments.before)
 
     @cute.jit
     def first_step(self, scores):

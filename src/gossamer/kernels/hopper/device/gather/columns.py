@@ -16,11 +16,12 @@ from cutlass import Float32, Int32, const_expr
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.backward.common import Kind, Step, shift
 from gossamer.kernels.hopper.device.backward.consume import ColumnConsumer
-from gossamer.kernels.hopper.device.backward.kernel import ColumnBlock, ColumnKernel
+from gossamer.kernels.hopper.device.backward.kernel import ColumnKernel
 from gossamer.kernels.hopper.device.backward.masks import clear_pairs
 from gossamer.kernels.hopper.device.backward.produce import ColumnWork, Sender
 from gossamer.kernels.hopper.device.column_items import ColumnItem, Segment
 from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Opaque, RingPair, computing_thread
+from gossamer.kernels.hopper.device.gather.block import GatherColumnArguments, GatherColumnBlock
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.masks import WORD, WORDS
 from gossamer.kernels.hopper.device.gather.rows import COPIES, THREADS, RowCopies, WordCopies, copy, role_of
@@ -50,12 +51,12 @@ class QueryGatherer(Opaque):
     A step that says that an item is over follows its last one.
     """
 
-    def __init__(self, block: ColumnBlock) -> None:
+    def __init__(self, block: GatherColumnBlock) -> None:
         a, size = block.arguments, block.config.size
         self.block, self.thread = block, cute.arch.thread_idx()[0] % THREADS
-        self.queries = RowCopies(a.q, block.q, block.q_at, size, self.thread)
-        self.gradients = RowCopies(a.dout, block.dout, block.do_at, size, self.thread)
-        self.words = WordCopies(a.words, block.words, self.thread)
+        self.queries = RowCopies(a.q, block.q, block.s_q.iterator, size, self.thread)
+        self.gradients = RowCopies(a.dout, block.dout, block.s_dout.iterator, size, self.thread)
+        self.words = WordCopies(a.bits, block.s_words, self.thread)
 
     @cute.jit
     def run(self):
@@ -126,7 +127,7 @@ class QueryGatherer(Opaque):
 class GatheredColumnMasks(Opaque):
     """The mask source of dK and dV over gathered rows: words that come with the queries of each step."""
 
-    def __init__(self, block: ColumnBlock) -> None:
+    def __init__(self, block: GatherColumnBlock) -> None:
         self.config, self.thread, self.block = block.config, computing_thread(), block
         self.words = cute.make_rmem_tensor((instructions.ROWS, ROWS // WORD), Int32)
         self.words.fill(0)
@@ -138,7 +139,7 @@ class GatheredColumnMasks(Opaque):
         if kind != Kind.END:
             for r in cutlass.range_constexpr(instructions.ROWS):
                 for w in cutlass.range_constexpr(ROWS // WORD):
-                    self.words[r, w] = shift(self.block.words[self.thread.row + 8 * r, w, stage], self.thread)
+                    self.words[r, w] = shift(self.block.s_words[self.thread.row + 8 * r, w, stage], self.thread)
                 if const_expr(self.config.lengths):
                     key = self.block.item[ColumnItem.TILE] * ROWS + self.thread.row + 8 * r
                     if key >= self.block.attended:
@@ -155,6 +156,7 @@ class GatherColumns(ColumnKernel):
     """The kernel of one configuration."""
 
     threads = 2 * WARPGROUP
+    kind = GatherColumnBlock
     readers = 1, 1, 4, 4
     ahead = AHEAD
 
@@ -167,48 +169,33 @@ class GatherColumns(ColumnKernel):
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,  # (B, H, Q, D)
-        k: cute.Tensor,  # (B, G, K, D)
-        v: cute.Tensor,  # (B, G, K, E)
-        dout: cute.Tensor,  # (B, H, Q, E)
-        terms: cute.Tensor,  # (2, B, H, Qp) float32: lse in base 2, delta
-        dk: cute.Tensor,  # (B, G, K, D)
-        dv: cute.Tensor,  # (B, G, K, E)
-        work: cute.Tensor,  # (n, ITEM) int32
-        segments: cute.Tensor,  # (m, SEGMENT) int32
-        indices: cute.Tensor,  # (rows,) int32
-        bits: cute.Tensor,  # (rows / 32, 64) int32
-        part_dk: cute.Tensor,  # (slots, 64, D) float32
-        part_dv: cute.Tensor,  # (slots, 64, E) float32
-        lengths: cute.Tensor,  # (B,) int32; not read without `lengths` in the configuration
-        tile_counter: cute.Tensor,  # (1,) int32: items taken; zero before and after
-        before: Float32,  # factor of a score before the soft cap
-        exponent: Float32,  # factor of a score in exp2
-        factor: Float32,  # factor of dK
-        items: Int32,
-        blocks: Int32,
-        stream: Any,
-    ) -> None:
+        q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, dout: cute.Tensor, terms: cute.Tensor, dk: cute.Tensor,
+        dv: cute.Tensor, work: cute.Tensor, segments: cute.Tensor, indices: cute.Tensor, bits: cute.Tensor,
+        part_dk: cute.Tensor, part_dv: cute.Tensor, lengths: cute.Tensor, tile_counter: cute.Tensor, before: Float32,
+        exponent: Float32, factor: Float32, items: Int32, blocks: Int32, stream: Any,
+    ) -> None:  # fmt: skip
+        """As in `GatherColumnArguments`."""
         size = self.config.size
-        self.start(
-            blocks, stream, k=tma(k, ROWS, size), v=tma(v, ROWS, size), dk=tma(dk, ROWS, size, store=True),
-            dv=tma(dv, ROWS, size, store=True), q=q, dout=dout, terms=terms, items=work, segments=segments,
-            indices=indices, words=bits, part_dk=part_dk, part_dv=part_dv, lengths=lengths, tile_counter=tile_counter,
-            before=before, exponent=exponent, factor=factor, count=items,
+        arguments = GatherColumnArguments(
+            k=tma(k, ROWS, size), v=tma(v, ROWS, size), dk=tma(dk, ROWS, size, store=True),
+            dv=tma(dv, ROWS, size, store=True), q=q, dout=dout, terms=terms, work=work, segments=segments,
+            indices=indices, bits=bits, part_dk=part_dk, part_dv=part_dv, lengths=lengths, tile_counter=tile_counter,
+            before=before, exponent=exponent, factor=factor, items=items,
         )  # fmt: skip
+        self.launch(arguments, blocks, stream)
 
-    def block(self, arguments: Any, memory: Any) -> ColumnBlock:
+    def block(self, arguments: GatherColumnArguments, memory: Any) -> GatherColumnBlock:
         """Its steps have a kind, and nothing else that describes them."""
-        block, (stages, _) = super().block(arguments, memory), self.stages
+        block: GatherColumnBlock = super().block(arguments, memory)
+        stages = self.config.stages
         block.q = CopiedRing.of(memory, "q", stages, THREADS + 1)  # and the step's description
         block.dout = CopiedRing.of(memory, "do", stages)
         block.ahead = items_to_gather(memory)
         block.rings = (block.k, block.v), (block.ahead,), (RingPair(block.q, block.dout),)
-        block.words = words(memory.exchanged, ROWS, 2, stages)  # a step's mask
-        block.q_at, block.do_at = memory.q.data_ptr(), memory.dout.data_ptr()
+        block.s_words = words(memory.exchanged, ROWS, 2, stages)
         return block
 
-    def prepared(self, block: ColumnBlock) -> ColumnBlock:
+    def prepared(self, block: GatherColumnBlock) -> GatherColumnBlock:
         a = block.arguments
         block.ratio = cute.size(a.q, mode=[1]) // cute.size(a.k.tensor, mode=[2])
         return block
@@ -219,10 +206,10 @@ class GatherColumns(ColumnKernel):
         c, a = self.config, block.arguments
         role = role_of(warp, c.blocks)
         if role == 0:
-            work = ColumnWork(a.items, a.tile_counter, a.count, a.lengths, block.keys, c)
+            work = ColumnWork(a.work, a.tile_counter, a.items, a.lengths, block.keys, c)
             own = KeyTiles(
-                tile_loader(block.k, a.k, block.tiles.k, ROWS, c.size),
-                tile_loader(block.v, a.v, block.tiles.v, ROWS, c.size),
+                tile_loader(block.k, a.k, block.s_k, ROWS, c.size),
+                tile_loader(block.v, a.v, block.s_v, ROWS, c.size),
             )
             Server(work, block.ahead, block.k, own, ColumnItem.VALID).run()
         elif role == 1:

@@ -11,10 +11,11 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Block, computing_thread, named
+from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, computing_thread
 from gossamer.kernels.hopper.device.forward.consume import Consumer
 from gossamer.kernels.hopper.device.forward.produce import ItemLoader
 from gossamer.kernels.hopper.device.forward.results import store
+from gossamer.kernels.hopper.device.gather.block import GatherForwardArguments, GatherForwardBlock
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.masks import WORDS, GatheredMask
 from gossamer.kernels.hopper.device.gather.rows import THREADS, Gatherer, RowCopies, WordCopies, role_of
@@ -38,31 +39,17 @@ class GatherForward(Shell):
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,  # (B, H, Q, D)
-        k: cute.Tensor,  # (B, G, K, D)
-        v: cute.Tensor,  # (B, G, K, E)
-        out: cute.Tensor,  # (B, H, Q, E)
-        lse: cute.Tensor,  # (B, H, Q) float32
-        work: cute.Tensor,  # (n, ITEM) int32
-        indices: cute.Tensor,  # (columns,) int32
-        bits: cute.Tensor,  # (columns / 32, 64) int32
-        sinks: cute.Tensor,  # (H,) float32
-        part_out: cute.Tensor,  # (slots, 64, E) float32
-        part_lse: cute.Tensor,  # (slots, 64) float32
-        lengths: cute.Tensor,  # (B,) int32; not read without `lengths` in the configuration
-        tile_counter: cute.Tensor,  # (1,) int32: items taken; zero before and after
-        before: Float32,  # factor of a score before the soft cap, or one that is not positive
-        exponent: Float32,  # factor of a score in exp2
-        items: Int32,
-        has_sinks: Int32,
-        blocks: Int32,
-        stream: Any,
-    ) -> None:
+        q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, work: cute.Tensor,
+        indices: cute.Tensor, bits: cute.Tensor, sinks: cute.Tensor, part_out: cute.Tensor, part_lse: cute.Tensor,
+        lengths: cute.Tensor, tile_counter: cute.Tensor, before: Float32, exponent: Float32, items: Int32,
+        has_sinks: Int32, blocks: Int32, stream: Any,
+    ) -> None:  # fmt: skip
+        """As in `GatherForwardArguments`."""
         size = self.config.size
-        arguments = named(
+        arguments = GatherForwardArguments(
             q=tma(q, ROWS, size), out=tma(out, ROWS, size, store=True), k=k, v=v, lse=lse, work=work, indices=indices,
             bits=bits, sinks=sinks, part_out=part_out, part_lse=part_lse, lengths=lengths, tile_counter=tile_counter,
-            before=before, exponent=exponent, count=items, has_sinks=has_sinks,
+            before=before, exponent=exponent, items=items, has_sinks=has_sinks,
         )  # fmt: skip
         self.launch(arguments, blocks, stream)
 
@@ -78,33 +65,33 @@ class GatherForward(Shell):
             "q": tile_memory(self.dtype, self.layout(c.q_stages)), "k": rows, "v": rows,
         }  # fmt: skip
 
-    def block(self, arguments: Any, memory: Any) -> Block:
-        a, c = arguments, self.config
+    def block(self, arguments: GatherForwardArguments, memory: Any) -> GatherForwardBlock:
+        c = self.config
         items = items_of(memory, "q", c.q_stages, 1 + THREADS // 32)  # the storing and the gathering warps
         k_ring, v_ring = CopiedRing.of(memory, "k", c.stages), CopiedRing.of(memory, "v", c.stages)
         q = tiles(memory.q, self.layout(c.q_stages))
-        return Block(
-            **a._asdict(), config=c, rings=((items,), (k_ring, v_ring)), items=items, k_ring=k_ring,
-            v_ring=v_ring, bounds=None, s_words=words(memory.words, ROWS, 2, 2 * c.stages),
+        return GatherForwardBlock(
+            config=c, arguments=arguments, rings=((items,), (k_ring, v_ring)), items=items, k=k_ring, v=v_ring,
+            s_words=words(memory.words, ROWS, 2, 2 * c.stages),
             s_q=q, s_k=tiles(memory.k, self.layout(c.stages)), s_v=tiles(memory.v, self.layout(c.stages)),
             s_o=q,  # the output takes the place of Q
         )  # fmt: skip
 
     @cute.jit
     def serve(self, block, warp):
-        b, c = block, self.config
+        a, c = block.arguments, self.config
         role = role_of(warp, c.blocks)
         if role == 0:
-            work = GatheredRows(b.work, b.tile_counter, b.count, b.indices, b.lengths, c.lengths)
-            Server(work, None, b.items, ItemLoader(b), RowItem.VALID).run()
+            work = GatheredRows(a.work, a.tile_counter, a.items, a.indices, a.lengths, c.lengths)
+            Server(work, None, block.items, ItemLoader(block), RowItem.VALID).run()
         elif role == 1:
-            store(b, 0)
+            store(block, 0)
         else:
             thread = cute.arch.thread_idx()[0] % THREADS
-            keys = RowCopies(b.k, b.k_ring, b.s_k.iterator, c.size, thread)
-            values = RowCopies(b.v, b.v_ring, b.s_v.iterator, c.size, thread)
-            ratio = cute.size(b.q.tensor, mode=[2]) // cute.size(b.k, mode=[1])
-            Gatherer(b.items, b.indices, keys, values, WordCopies(b.bits, b.s_words, thread), ratio).run()
+            keys = RowCopies(a.k, block.k, block.s_k.iterator, c.size, thread)
+            values = RowCopies(a.v, block.v, block.s_v.iterator, c.size, thread)
+            ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k, mode=[1])
+            Gatherer(block.items, a.indices, keys, values, WordCopies(a.bits, block.s_words, thread), ratio).run()
 
     @cute.jit
     def compute(self, block):

@@ -11,6 +11,7 @@ from cutlass import Boolean, Int32, const_expr
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.common import ROWS, Opaque, Thread, ring
 from gossamer.kernels.hopper.device.forward.masks import one, packed_mask
+from gossamer.kernels.hopper.device.gather.block import GatherForwardBlock
 from gossamer.kernels.hopper.device.row_items import RowItem
 
 WORD = 32  # columns of a mask word
@@ -53,8 +54,8 @@ class GatheredMask(GatheredWords):
     # arrives when all that it has copied so far is complete.
     with_keys = True
 
-    def __init__(self, block: Any, thread: Thread) -> None:
-        self.item, self.k = block.items.item, block.k_ring
+    def __init__(self, block: GatherForwardBlock, thread: Thread) -> None:
+        self.item, self.k = block.items.item, block.k
         self.fetched = one()  # steps whose words were fetched
         self.fetched.fill(0)
         self.words = packed_mask(ROWS)  # of an item's first step

@@ -8,8 +8,6 @@ they add, and over many steps that would be seen.
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float16, Float32, Int32, Int64, const_expr
@@ -19,6 +17,7 @@ from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.common import ROWS, Opaque, Thread
 from gossamer.kernels.hopper.device.forward.masks import packed_mask
 from gossamer.kernels.hopper.device.forward.results import factors
+from gossamer.kernels.hopper.device.gather.block import Float32Block
 from gossamer.kernels.hopper.device.gather.float32.softmax import Float32Softmax
 from gossamer.kernels.hopper.device.gather.float32.split import (
     BIAS,
@@ -53,9 +52,9 @@ def store_pair(address: Int64, place: int, a: Float32, b: Float32, wanted: Boole
 class Float32Consumer(Opaque):
     """64 query rows of each item. Fragments as in instructions.py."""
 
-    def __init__(self, block: Any, thread: Thread) -> None:
-        self.block, self.thread, self.config = block, thread, block.config
-        self.items, self.k_ring, self.v_ring = block.items, block.k_ring, block.v_ring
+    def __init__(self, block: Float32Block, thread: Thread) -> None:
+        self.block, self.arguments, self.thread, self.config = block, block.arguments, thread, block.config
+        self.items, self.k_ring, self.v_ring = block.items, block.k, block.v
         size, stages = self.config.size, self.config.stages
         self.mma_s = product_of(Float16, ROWS, registers=True)
         self.mma_o = product_of(Float16, size, transposed=True, registers=True)
@@ -113,7 +112,7 @@ class Float32Consumer(Opaque):
     @cute.jit
     def query(self, stage):
         """Q of an item into registers, scaled and split, and the factors of its rows' scores."""
-        c, thread, block = self.config, self.thread, self.block
+        a, c, thread, block = self.arguments, self.config, self.thread, self.block
         count = const_expr(c.size // 8)
         words = cute.make_rmem_tensor((instructions.ROWS * count,), Int64)
         # As TMA leaves them: 128 bytes of each row together, their 16-byte pieces permuted by the row.
@@ -131,7 +130,7 @@ class Float32Consumer(Opaque):
             for offset in (1, 2):
                 bits = cutlass.max(bits, cute.arch.shuffle_sync_bfly(bits, offset=offset))
             field = cutlass.min(exponent_field(bits), Int32(2 * BIAS))
-            self.softmax.row[r] = power(field) * (block.exponent if const_expr(c.score == "fold") else block.before)
+            self.softmax.row[r] = power(field) * (a.exponent if const_expr(c.score == "fold") else a.before)
             factor = down(field)
             for i in places:
                 numbers[i] = numbers[i] * factor
@@ -260,21 +259,21 @@ class Float32Consumer(Opaque):
     @cute.jit
     def finish(self, stage):
         """The result of an item, whole or a part of a list that was cut, to memory; its place becomes free."""
-        c, item, block, out, thread = self.config, self.items.item, self.block, self.block.out, self.thread
+        a, c, item, thread = self.arguments, self.config, self.items.item, self.thread
         batch, head, tile = item[RowItem.BATCH, stage], item[RowItem.HEAD, stage], item[RowItem.TILE, stage]
         slot = item[RowItem.SLOT, stage]
-        factor, value = factors(block, stage, self.softmax.reference, self.softmax.row_sum)
+        factor, value = factors(self.block, stage, self.softmax.reference, self.softmax.row_sum)
         cute.arch.sync_warp()
         self.items.release(stage)
         # A row of the result has an even number of columns, or room for one more.
-        columns = cute.size(out, mode=[3]) if slot < 0 else Int32(c.size)
+        columns = cute.size(a.out, mode=[3]) if slot < 0 else Int32(c.size)
         for r in cutlass.range_constexpr(instructions.ROWS):
             place = thread.row + 8 * r
             row = tile * ROWS + place
-            if row < cute.size(out, mode=[2]):
-                to = out[batch, head, row, None].iterator.toint()
+            if row < cute.size(a.out, mode=[2]):
+                to = a.out[batch, head, row, None].iterator.toint()
                 if slot >= 0:
-                    to = block.part_out[slot, place, None].iterator.toint()
+                    to = a.part_out[slot, place, None].iterator.toint()
                 to += 4 * thread.quad
                 scale = factor[r] * UNDO
                 for j in cutlass.range_constexpr(c.size // 8):
@@ -283,6 +282,6 @@ class Float32Consumer(Opaque):
                     store_pair(to, 32 * j, self.o[i] * scale, self.o[i + 1] * scale, wanted)
                 if thread.lane % 4 == 0:
                     if slot < 0:
-                        block.lse[batch, head, row] = value[r]
+                        a.lse[batch, head, row] = value[r]
                     else:
-                        block.part_lse[slot, place] = value[r]
+                        a.part_lse[slot, place] = value[r]

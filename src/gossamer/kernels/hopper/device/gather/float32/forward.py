@@ -11,8 +11,9 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32
 
-from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Block, computing_thread, named
+from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, computing_thread
 from gossamer.kernels.hopper.device.forward.produce import ItemLoader
+from gossamer.kernels.hopper.device.gather.block import Float32Arguments, Float32Block
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.float32.consume import Float32Consumer
 from gossamer.kernels.hopper.device.gather.float32.rows import HalfRows, StepData
@@ -39,34 +40,18 @@ class Float32Forward(Shell):
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,  # (B, H, Q, D) float32
-        k: cute.Tensor,  # (B, G, K, D) float32
-        v: cute.Tensor,  # (B, G, K, E) float32
-        k_halves: cute.Tensor,  # (B, G, K, 2 size) float16, written before it is read, as are the two that follow
-        v_halves: cute.Tensor,  # (B, G, K, 2 size) float16
-        powers: cute.Tensor,  # (B, G, K, 2) float32
-        out: cute.Tensor,  # (B, H, Q, E) float32
-        lse: cute.Tensor,  # (B, H, Q) float32
-        work: cute.Tensor,  # (n, ITEM) int32
-        indices: cute.Tensor,  # (columns,) int32
-        bits: cute.Tensor,  # (columns / 32, 64) int32
-        sinks: cute.Tensor,  # (H,) float32
-        part_out: cute.Tensor,  # (slots, 64, E) float32
-        part_lse: cute.Tensor,  # (slots, 64) float32
-        lengths: cute.Tensor,  # (B,) int32; not read without `lengths` in the configuration
-        tile_counter: cute.Tensor,  # (1,) int32: items taken; zero before and after
-        before: Float32,  # factor of a score before the soft cap, or one that is not positive
-        exponent: Float32,  # factor of a score in exp2
-        items: Int32,
-        has_sinks: Int32,
-        blocks: Int32,
+        q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, k_halves: cute.Tensor, v_halves: cute.Tensor,
+        powers: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, work: cute.Tensor, indices: cute.Tensor,
+        bits: cute.Tensor, sinks: cute.Tensor, part_out: cute.Tensor, part_lse: cute.Tensor, lengths: cute.Tensor,
+        tile_counter: cute.Tensor, before: Float32, exponent: Float32, items: Int32, has_sinks: Int32, blocks: Int32,
         stream: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
+        """As in `Float32Arguments`, but k and v are float32; halves and powers are written before they are read."""
         self.split(k, v, k_halves, v_halves, powers, stream)
-        arguments = named(
+        arguments = Float32Arguments(
             q=tma(q, ROWS, self.config.size), k=k_halves, v=v_halves, powers=powers, out=out, lse=lse, work=work,
             indices=indices, bits=bits, sinks=sinks, part_out=part_out, part_lse=part_lse, lengths=lengths,
-            tile_counter=tile_counter, before=before, exponent=exponent, count=items, has_sinks=has_sinks,
+            tile_counter=tile_counter, before=before, exponent=exponent, items=items, has_sinks=has_sinks,
         )  # fmt: skip
         self.launch(arguments, blocks, stream)
 
@@ -84,32 +69,31 @@ class Float32Forward(Shell):
             "q": tile_memory(Float32, q), "k": tile_memory(Float16, k), "v": tile_memory(Float16, k),
         }  # fmt: skip
 
-    def block(self, arguments: Any, memory: Any) -> Block:
-        a, c = arguments, self.config
+    def block(self, arguments: Float32Arguments, memory: Any) -> Float32Block:
+        c = self.config
         q, k = self.layouts()
         items = items_of(memory, "q", c.q_stages, 4 + 3)  # the warps that compute and gather
         k_ring, v_ring = ring_of(memory, "k", c.stages, 64, 4), ring_of(memory, "v", c.stages, 32, 4)
-        return Block(
-            **a._asdict(), config=c, rings=((items,), (k_ring, v_ring)), items=items, k_ring=k_ring,
-            v_ring=v_ring, s_words=words(memory.words, ROWS, 2, 2 * c.stages),
-            s_powers=words(memory.powers, 2, ROWS, 2 * c.stages),  # of a step's keys and values
+        return Float32Block(
+            config=c, arguments=arguments, rings=((items,), (k_ring, v_ring)), items=items, k=k_ring, v=v_ring,
+            s_words=words(memory.words, ROWS, 2, 2 * c.stages), s_powers=words(memory.powers, 2, ROWS, 2 * c.stages),
             s_q=tiles(memory.q, q), s_k=tiles(memory.k, k), s_v=tiles(memory.v, k),
         )  # fmt: skip
 
     @cute.jit
     def serve(self, block, warp):
-        b, c = block, self.config
-        ratio = cute.size(b.q.tensor, mode=[2]) // cute.size(b.k, mode=[1])
+        a, c = block.arguments, self.config
+        ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k, mode=[1])
         role = role_of(warp, c.blocks)
         if role == 0:
-            work = GatheredRows(b.work, b.tile_counter, b.count, b.indices, b.lengths, c.lengths)
-            Server(work, None, b.items, ItemLoader(b), RowItem.VALID).run()
+            work = GatheredRows(a.work, a.tile_counter, a.items, a.indices, a.lengths, c.lengths)
+            Server(work, None, block.items, ItemLoader(block), RowItem.VALID).run()
         elif role == 1:
-            StepData(b, ratio).run()
+            StepData(block, ratio).run()
         elif role == 2:
-            HalfRows(b, b.k, b.k_ring, b.s_k.iterator, ratio).run()
+            HalfRows(block, a.k, block.k, block.s_k.iterator, ratio).run()
         else:
-            HalfRows(b, b.v, b.v_ring, b.s_v.iterator, ratio).run()
+            HalfRows(block, a.v, block.v, block.s_v.iterator, ratio).run()
 
     @cute.jit
     def compute(self, block):

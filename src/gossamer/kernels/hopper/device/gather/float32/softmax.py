@@ -18,6 +18,7 @@ from cutlass import Float32, Int32, const_expr
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.common import ROWS, Opaque, Thread, ring
 from gossamer.kernels.hopper.device.forward.masks import two
+from gossamer.kernels.hopper.device.gather.block import Float32Block
 from gossamer.kernels.hopper.device.gather.float32.split import BIAS, FIELD, float_bits, split
 
 LIMIT = 12  # log2 of the largest P' that is split
@@ -28,9 +29,9 @@ MINE = 0x03030303  # of a mask word that is shifted to a thread's first column: 
 class Float32Softmax(Opaque):
     """Of the rows of a warpgroup; fragments as in instructions.py."""
 
-    def __init__(self, block: Any, thread: Thread, mma: Any) -> None:
+    def __init__(self, block: Float32Block, thread: Thread, mma: Any) -> None:
         """`mma`: P V, of which P' in two halves is the first factor."""
-        self.block, self.thread, self.score = block, thread, block.config.score
+        self.block, self.arguments, self.thread, self.score = block, block.arguments, thread, block.config.score
         self.slots = 2 * block.config.stages
         whole = mma.get_slice(0)
         self.p = [whole.make_fragment_A(whole.partition_shape_A((ROWS, ROWS))) for _ in range(2)]
@@ -62,7 +63,7 @@ class Float32Softmax(Opaque):
         instructions.keep(scores, words)
         top = [Int32(LOWEST) for _ in range(4)]
         for r in cutlass.range_constexpr(instructions.ROWS):
-            factor = self.row[r] if const_expr(self.score == "fold") else self.block.exponent
+            factor = self.row[r] if const_expr(self.score == "fold") else self.arguments.exponent
             shift = instructions.shift_of(self.reference[r])
             for i in cutlass.range_constexpr(2 * r, cute.size(scores), 4):
                 for e in cutlass.range_constexpr(2):
