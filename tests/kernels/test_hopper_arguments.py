@@ -133,3 +133,12 @@ def test_steps(
     if form in BLOCKS:
         assert {"forward", "preprocess", "query_gradient", "wide" if D > 128 else "backward"} <= seen
     assert split is None or "sum_parts" in seen or kind == torch.float32
+
+
+def test_a_block_takes_no_name_that_it_does_not_declare() -> None:
+    """A role then reads nothing that its class does not say."""
+    from gossamer.kernels.hopper.device.forward.block import ForwardBlock, RowBlock
+
+    assert ForwardBlock(s_q=1, s_o=2).s_o == 2 and ForwardBlock().bounds is None
+    with pytest.raises(AttributeError, match="RowBlock declares no s_o"):
+        RowBlock(s_q=1, s_o=2)

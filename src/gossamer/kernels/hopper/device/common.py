@@ -44,7 +44,7 @@ class Opaque:
 class Block(Opaque):
     """What the roles of a block share. A kernel declares the names in a class of its own, and it takes no others.
 
-    `x` is a ring, `s_x` what is in shared memory for it, and `arguments.x` the kernel's parameter.
+    Of what goes through a ring `x` is the ring, `s_x` its stages in shared memory, `arguments.x` a parameter.
     """
 
     config: Any

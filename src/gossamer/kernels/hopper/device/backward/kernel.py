@@ -31,7 +31,7 @@ class ColumnKernel(Shell):
     """What the kernels of dK and dV over tiles have in common: arguments, and the warp that loads."""
 
     config: Any
-    kind: type[ColumnBlock] = TileColumnBlock
+    block_class: type[ColumnBlock] = TileColumnBlock
     stages: tuple[int, int]  # of the rings of Q and dO
     readers: tuple[int, int, int, int]  # arrivals that empty K, V, a stage of Q and one of dO
     ahead = 0  # descriptions of items for warps that gather
@@ -87,7 +87,7 @@ class ColumnKernel(Shell):
         k, v = items_of(memory, "k", 1, k_readers), ring_of(memory, "v", 1, 1, v_readers)
         q = ring_of(memory, "q", q_stages, halves, q_readers)
         dout = ring_of(memory, "do", do_stages, halves, do_readers)
-        return self.kind(
+        return self.block_class(
             config=c, arguments=a, k=k, v=v, q=q, dout=dout, rings=((RingPair(k, v),), (q,), (dout,)), **held,
             item=k.item[None, 0], keys=cute.size(a.k.tensor, mode=[0]),
             steps=words(memory.steps, STEP, halves * q_stages), lse=words(memory.lse, ROWS, halves * q_stages),

@@ -204,7 +204,7 @@ class ItemTiles(Opaque):
 class QueryGradient(Shell):
     """The kernel of one configuration."""
 
-    kind: type[QueryBlock] = TileQueryBlock
+    block_class: type[QueryBlock] = TileQueryBlock
     ahead = 0  # descriptions of items for warps that gather
     words = 0  # of shared memory, which mask steps of gathered columns
 
@@ -254,7 +254,7 @@ class QueryGradient(Shell):
         c, q = self.config, items_of(memory, "q", 1, self.groups)
         held = {f"s_{name}": tiles(getattr(memory, name), layout) for name, layout in self.layouts().items()}
         k, v = [ring_of(memory, x, n, 1, 4 * self.groups) for x, n in (("k", c.k_stages), ("v", c.v_stages))]
-        return self.kind(
+        return self.block_class(
             config=c, arguments=arguments, rings=((q,), (k,), (v,)), q=q, k=k, v=v, item=q.item[None, 0], **held
         )
 

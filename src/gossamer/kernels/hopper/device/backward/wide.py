@@ -56,16 +56,9 @@ class WideConsumer(Opaque):
     makes_dk: bool  # the second warpgroup; the first makes dV
 
     def __init__(
-        self,
-        block: WideBlock,
-        fixed: Any,
-        streamed: Any,
-        summed: Any,
-        columns: int,
-        result: Tma,
-        shared: Any,
+        self, block: WideBlock, fixed: Any, streamed: Any, summed: Any, columns: int, result: Tma, shared: Any,
         part: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.config, self.block, self.thread = block.config, block, computing_thread(0)
         self.columns, self.result, self.shared, self.part = columns, result, shared, part
         dtype, step = NUMBERS[self.config.dtype], self.config.step
@@ -259,7 +252,7 @@ class Wide(ColumnKernel):
     threads = 3 * WARPGROUP
     registers = 24, 240
     carveout = None
-    kind = WideBlock
+    block_class = WideBlock
     readers = 2, 1, 8, 8  # the item's description, which comes with K, is read by both warpgroups
 
     def __init__(self, config: WideConfig) -> None:

@@ -37,7 +37,7 @@ class ForwardArguments(NamedTuple):
 
 
 class RowBlock(Block):
-    """What the roles of a forward kernel share, of tiles or of gathered columns. Rings are empty or full by stages."""
+    """What the roles of a forward kernel share, of tiles or of gathered columns."""
 
     items: ItemRing  # descriptions, with Q
     k: Ring
@@ -45,11 +45,16 @@ class RowBlock(Block):
     s_q: cute.Tensor  # (64, D, stages): a tile for each warpgroup in each stage
     s_k: cute.Tensor  # (step, D, stages)
     s_v: cute.Tensor  # (step, E, stages)
-    s_o: cute.Tensor  # (64, E, stages): results that leave by TMA, in the place of Q
+
+
+class StoringBlock(RowBlock):
+    """Of kernels whose results leave by TMA."""
+
+    s_o: cute.Tensor  # (64, E, stages): results, in the place of Q
     bounds: cute.Tensor | None = None  # (block_q, 2, stages) int32: intervals of an item's rows, where there are any
 
 
-class ForwardBlock(RowBlock):
+class ForwardBlock(StoringBlock):
     """Of block layouts."""
 
     arguments: ForwardArguments

@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import warpgroup
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Barrier, Opaque, Thread
 from gossamer.kernels.hopper.device.configurations import Hold
-from gossamer.kernels.hopper.device.forward.block import RowBlock
+from gossamer.kernels.hopper.device.forward.block import StoringBlock
 from gossamer.kernels.hopper.device.forward.masks import one, packed_mask
 from gossamer.kernels.hopper.device.forward.results import Epilogue
 from gossamer.kernels.hopper.device.forward.softmax import Softmax
@@ -43,7 +43,7 @@ class Half(IntEnum):
 class Consumer(Opaque):
     """A warpgroup with 64 query rows of each item."""
 
-    def __init__(self, block: RowBlock, thread: Thread, source: Any) -> None:
+    def __init__(self, block: StoringBlock, thread: Thread, source: Any) -> None:
         """`source`: the class of the mask source."""
         c, dtype = block.config, block.s_q.element_type
         self.config, self.thread = c, thread

@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import warp
 
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Barrier, Opaque, Thread
-from gossamer.kernels.hopper.device.forward.block import RowBlock
+from gossamer.kernels.hopper.device.forward.block import StoringBlock
 from gossamer.kernels.hopper.device.forward.masks import share_bounds, two
 from gossamer.kernels.hopper.device.forward.softmax import Softmax
 from gossamer.kernels.hopper.device.row_items import RowItem
@@ -33,7 +33,7 @@ def factors(block, stage, reference, row_sum):
 class Epilogue(Opaque):
     """Finishes the item before: `softmax` keeps its references and sums while the next item begins."""
 
-    def __init__(self, block: RowBlock, thread: Thread, softmax: Softmax, mma: Any) -> None:
+    def __init__(self, block: StoringBlock, thread: Thread, softmax: Softmax, mma: Any) -> None:
         """`mma`: P V."""
         self.block, self.arguments, self.thread, self.softmax, self.mma = block, block.arguments, thread, softmax, mma
         self.item, self.groups = block.items.item, block.config.block_q // ROWS

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from gossamer.kernels.hopper.device.backward.block import ColumnBlock, QueryBlock
-from gossamer.kernels.hopper.device.forward.block import RowBlock
+from gossamer.kernels.hopper.device.forward.block import RowBlock, StoringBlock
 from gossamer.kernels.hopper.device.tiles import Tma
 from gossamer.kernels.hopper.device.work import ItemRing
 
@@ -38,7 +38,7 @@ class GatherForwardArguments(NamedTuple):
     has_sinks: Int32
 
 
-class GatherForwardBlock(RowBlock):
+class GatherForwardBlock(StoringBlock):
     """Of the forward kernel."""
 
     arguments: GatherForwardArguments

@@ -156,7 +156,7 @@ class GatherColumns(ColumnKernel):
     """The kernel of one configuration."""
 
     threads = 2 * WARPGROUP
-    kind = GatherColumnBlock
+    block_class = GatherColumnBlock
     readers = 1, 1, 4, 4
     ahead = AHEAD
 

@@ -59,7 +59,7 @@ class GatheredRowMasks(Opaque):
 class GatherQuery(QueryGradient):
     """The kernel of one configuration."""
 
-    kind = GatherQueryBlock
+    block_class = GatherQueryBlock
     ahead = AHEAD
 
     def __init__(self, config: GatherConfig) -> None:
