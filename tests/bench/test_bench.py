@@ -207,7 +207,7 @@ def test_a_case_on_a_gpu(tmp_path: Path) -> None:
         if row["peer"]:
             continue
         assert row["status"] == "ok", row["reason"]
-        assert row["implementation"] == "gossamer dense"
+        assert row["implementation"] == "gossamer small"
         assert 0 < row["check"] <= 1
         assert row["peak_bytes"] >= 0
         assert row["peak_rss_bytes"] is None
