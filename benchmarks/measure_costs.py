@@ -4,7 +4,8 @@ python benchmarks/measure_costs.py --write /tmp/costs            # of the GPU, a
 python benchmarks/measure_costs.py --device cpu --write /tmp/costs
 
 Prints each number with the one that the plan takes now and the ratio of both. The file in the folder of `--write` has
-what was measured, and of everything else what is committed; what it changes is shown by `tests/support/choices.py`.
+what was measured, and what is committed of everything else and of numbers that timed choices corrected: their source
+begins with "corrected". What it changes is shown by `tests/support/choices.py`.
 Times of kernels are those of replayed CUDA graphs; the implementations' results of the same inputs are compared in the
 run.
 """
@@ -41,6 +42,7 @@ from gossamer.torch.planning import chip_of
 
 BY = "benchmarks/measure_costs.py"
 GUESS = "a guess"  # how the source of a number begins that nothing measures
+CORRECTED = "corrected"  # and of one that leads to slower choices as it is measured
 LOOSE = 2**-5  # of the largest result, between two implementations
 HEADS_AT_ONCE = 8
 STEPS = 2, 7  # of lists that no schedule cuts, on a device where few programs run
@@ -83,14 +85,15 @@ def _row(cost: Cost) -> dict[str, Any]:
 
 
 def replaced(file: File, measured: Sequence[Cost]) -> File:
-    """A file with what was measured in its place, new numbers last."""
+    """A file with what was measured in its place, new numbers last; corrected ones stay."""
 
     def key(cost: Cost) -> tuple[Any, ...]:
         return cost._replace(value=0.0, by="")
 
     new = {key(cost): cost for cost in measured}
-    kept = tuple(new.pop(key(cost), cost) for cost in file.costs)
-    return File(**vars(file) | {"costs": (*kept, *new.values())})
+    kept = [(cost, new.pop(key(cost), cost)) for cost in file.costs]
+    costs = (before if before.by.startswith(CORRECTED) else now for before, now in kept)
+    return File(**vars(file) | {"costs": (*costs, *new.values())})
 
 
 def fit(measured: Sequence[tuple[Counts, float]]) -> Counts:

@@ -148,7 +148,13 @@ def test_a_case_end_to_end(tmp_path: Path) -> None:
     refused = [row for row in rows if row["status"] == "refused"]
     known = {"SDPA dense", "SDPA mask", "materialised"}
     assert {row["implementation"] for row in refused} == {p.name for p in PEERS} - known
-    why = ("needs a GPU", "cannot be imported", "takes dilated windows alone")
+    why = (
+        "needs a GPU",
+        "cannot be imported",
+        "takes dilated windows alone",
+        "takes graphs",
+        "takes one length of keys",
+    )
     assert all(any(reason in row["reason"] for reason in why) for row in refused)
     assert all(row["p50_ms"] is None for row in refused)
     assert "FA4 left out: needs a GPU (window)" in done.output
@@ -207,7 +213,7 @@ def test_a_case_on_a_gpu(tmp_path: Path) -> None:
         if row["peer"]:
             continue
         assert row["status"] == "ok", row["reason"]
-        assert row["implementation"] == "gossamer dense"
+        assert row["implementation"] == "gossamer small"
         assert 0 < row["check"] <= 1
         assert row["peak_bytes"] >= 0
         assert row["peak_rss_bytes"] is None

@@ -68,6 +68,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch, on_a_cpu: None) -> Iterator[list[int
 
     monkeypatch.setattr(hopper.Hopper, "unavailable", lambda self: [])
     limits = dataclasses.replace(hopper.Hopper.capability, devices=frozenset({"cpu"}), min_sm=None, max_sm=None)
+    limits = dataclasses.replace(limits, grows=frozenset({"cpu"}))
     monkeypatch.setattr(hopper.Hopper, "capability", limits)
     monkeypatch.setattr(compiled, "forward", lambda config: run)
     for forget in (forget_all, decoding.grows_on.cache_clear):
@@ -134,8 +135,8 @@ def test_what_goes_the_usual_way(kernel: list[int]) -> None:
         ((q.expand(B, H, 2, D).contiguous(), k, v, gs.Causal()), named),
         ((q.requires_grad_(), k, v, gs.Causal()), {}),
         ((q.detach()[0], k[0], v[0], gs.Causal()), named),
-        ((q.detach(), k, v, gs.Causal()), {"implementation": "blocked"}),
-        ((q.detach().float(), k.float(), v.float(), gs.Causal()), {}),
+        ((q.detach(), k, v, gs.Causal()), {"implementation": "reference"}),
+        ((q.detach(), k.mT.contiguous().mT, v, gs.Causal()), {}),
     ]
     for args, options in usual:
         gs.attention(*args, **options)
@@ -173,6 +174,26 @@ def test_errors_stay_what_they_are(kernel: list[int]) -> None:
             gs.attention(q, k, v, None, scale="large", implementation="hopper")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="heads"):
             gs.attention(q[:, :3], k, v, None, implementation="hopper")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("storage", ["room", "copied"])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_keys_that_grow_on_a_cpu(name: str, storage: str, dtype: torch.dtype) -> None:
+    forget_all()
+    pattern, sinks, steps = PATTERNS[name], torch.randn(H), 0
+    for terms in ({}, {"sink_logits": sinks}, {"softcap": 20.0, "scale": 0.1}):
+        for given in caches(storage=storage):
+            q, k, v = (x.to(dtype) for x in given)
+            if storage == "room":  # what lies behind the keys
+                bad = torch.full((B, G, N + 128, D), float("nan"), dtype=dtype)
+                k, v = (torch.cat((x, bad[:, :, x.shape[2] :]), 2)[:, :, : x.shape[2]] for x in (k, v))
+            out, lse = gs.attention(q, k, v, pattern, return_lse=True, **terms)
+            want = right(q, k, v, pattern, **terms)
+            torch.testing.assert_close(lse.double(), want[1], atol=1e-4, rtol=0)
+            torch.testing.assert_close(out.double(), want[0], atol=2e-2 if dtype == torch.bfloat16 else 1e-4, rtol=0)
+            steps += 1
+    assert 0 < made() < steps / 2
 
 
 @pytest.mark.gpu

@@ -32,7 +32,7 @@ MASK_BYTES = 2 * 2**30  # the largest dense boolean mask that is built
 # By default FlexAttention's Triton kernel keeps what is looked up in shared memory for several steps, which is too
 # much; of the tiles that then fit, this was the fastest on a graph.
 LOOKED_UP = {"num_stages": 1, "fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4}
-SLOWEST_S = 0.5  # of one dense call, estimated from the matrix-product rate
+SLOWEST_S = {"cuda": 0.5, "cpu": 2.0}  # of one dense call, estimated from the matrix-product rate
 
 
 def _is_causal(inputs: Inputs) -> bool:
@@ -49,11 +49,11 @@ def _sdpa_dense(inputs: Inputs, matmul_tflops: float) -> Prepared:
     needs_plain(inputs)
     B, H, Q, D = inputs.q.shape
     K, E = inputs.k.shape[2], inputs.v.shape[3]
-    causal = _is_causal(inputs)
+    causal = _is_causal(inputs) and inputs.terms.q_offset < K - 1  # else no key is later
     if causal and (Q != K or inputs.terms.q_offset):
         raise Refusal(f"is_causal begins at the first key; Q={Q}, K={K}, q_offset={inputs.terms.q_offset} does not")
     seconds = B * H * Q * K * 2 * (D + E) * (0.5 if causal else 1.0) / (matmul_tflops * 1e12)
-    if seconds > SLOWEST_S:
+    if seconds > SLOWEST_S[inputs.q.device.type]:
         raise Refusal(f"dense attention would take about {seconds:.1f} s a call")
     gqa = inputs.k.shape[1] != H
 

@@ -1,21 +1,24 @@
-"""Attention as users write it without a kernel of their own: materialised scores, torch.sparse, PyG's scatter softmax.
+"""Attention as users write it without a kernel of their own: materialised scores, SDPA on a slice of the keys,
+torch.sparse, and the softmax by scatters, in torch alone and by PyG.
 
 The sparse ones take graphs (`CSR`), compute in float32, and are written head by head, as their operations are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import gossamer
-from gossamer.bench.peer import Gradients, Peer, Prepared, Refusal, needs_cuda, needs_module, needs_plain
+from gossamer.bench.peer import Gradients, Peer, Prepared, Refusal, needs_module, needs_plain
 from gossamer.testing.inputs import Inputs
 
 SCORE_BYTES = 8 * 2**30  # the largest materialised scores
-EDGE_BYTES = 52 * 2**30  # the largest gathered features
+EDGE_BYTES = {"cuda": 52 * 2**30, "cpu": 4 * 2**30}  # the largest gathered features
 PYG = "torch_geometric.utils"
 
 
@@ -45,7 +48,6 @@ def _naive(inputs: Inputs, matmul_tflops: float) -> Prepared:
 
 def _graph(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """(crow, row, column) of a graph, int64 on the inputs' device."""
-    needs_cuda(inputs)
     needs_plain(inputs)
     if not isinstance(inputs.pattern, gossamer.CSR):
         raise Refusal("takes graphs (CSR) alone")
@@ -84,13 +86,59 @@ def _torch_sparse(inputs: Inputs, matmul_tflops: float) -> Prepared:
     return Prepared(attend, gradients, note="float32", captured=False)
 
 
+def _slice(inputs: Inputs, matmul_tflops: float) -> Prepared:
+    """SDPA over the only keys that anybody sees: one length for all, or the window of one query."""
+    pattern, Q, K = inputs.pattern, inputs.q.shape[2], inputs.k.shape[2]
+    lengths = inputs.terms.key_lengths
+    needs_plain(inputs._replace(terms=inputs.terms._replace(key_lengths=None)))
+    start, stop = 0, K
+    if lengths is not None and isinstance(pattern, gossamer.Dense):
+        stop, *others = sorted(set(lengths.tolist()))
+        if others:
+            raise Refusal("takes one length for all")
+    elif lengths is None and Q == 1 and isinstance(pattern, gossamer.SlidingWindow) and not pattern.sinks:
+        position = inputs.terms.q_offset
+        start = 0 if pattern.left is None else max(0, position - pattern.left)
+        stop = K if pattern.right is None else min(K, position + pattern.right + 1)
+    else:
+        raise Refusal("takes one length of keys for all, or the window of one query")
+    gqa = inputs.q.shape[1] != inputs.k.shape[1]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = k[:, :, start:stop], v[:, :, start:stop]
+        return F.scaled_dot_product_attention(q, k, v, scale=inputs.terms.scale, enable_gqa=gqa)
+
+    return Prepared(attend)
+
+
+def _scatter(inputs: Inputs, matmul_tflops: float) -> Prepared:
+    _, row, column = _graph(inputs)
+    Q = inputs.q.shape[2]
+
+    def softmax(score: Tensor) -> Tensor:
+        of_edge = row[:, None].expand_as(score)
+        with torch.no_grad():
+            top = score.new_full((Q, score.shape[1]), -torch.inf).scatter_reduce_(0, of_edge, score, "amax")
+        weight = torch.exp(score - top[row])
+        return weight / weight.new_zeros(top.shape).index_add(0, row, weight)[row]
+
+    return _edge_by_edge(inputs, row, column, softmax)
+
+
 def _pyg(inputs: Inputs, matmul_tflops: float) -> Prepared:
     softmax: Any = needs_module(PYG).softmax
     _, row, column = _graph(inputs)
+    return _edge_by_edge(inputs, row, column, lambda score: softmax(score, row, num_nodes=inputs.q.shape[2]))
+
+
+def _edge_by_edge(
+    inputs: Inputs, row: Tensor, column: Tensor, softmax: Callable[[Tensor], Tensor]
+) -> Prepared:  # fmt: skip
+    """Features gathered for each edge, as graph libraries do; `softmax` takes scores (edges, H), by the edges' rows."""
     B, H, Q, _ = inputs.q.shape
     group = H // inputs.k.shape[1]
     size = len(column) * H * (2 * inputs.q.shape[3] + inputs.v.shape[3]) * 4
-    if B > 1 or size > EDGE_BYTES:
+    if B > 1 or size > EDGE_BYTES[inputs.q.device.type]:
         raise Refusal(f"its gathered features would take {size / 2**30:.0f} GiB" if B == 1 else "takes one graph")
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -98,7 +146,7 @@ def _pyg(inputs: Inputs, matmul_tflops: float) -> Prepared:
         if group > 1:
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         score = (q[row] * k[column]).sum(-1) * inputs.terms.scale
-        weight = softmax(score, row, num_nodes=Q)
+        weight = softmax(score)
         out = v.new_zeros(Q, H, v.shape[2]).index_add(0, row, weight[..., None] * v[column])
         return out.transpose(0, 1)[None].to(inputs.q.dtype)
 
@@ -106,4 +154,7 @@ def _pyg(inputs: Inputs, matmul_tflops: float) -> Prepared:
 
 
 NAIVE, TORCH_SPARSE = Peer("materialised", _naive), Peer("torch.sparse", _torch_sparse)
-PLAIN_PEERS = (NAIVE, TORCH_SPARSE, Peer("PyG scatter softmax", _pyg, imports=PYG))
+PLAIN_PEERS = (
+    NAIVE, Peer("SDPA slice", _slice), Peer("scatter softmax", _scatter), TORCH_SPARSE,
+    Peer("PyG scatter softmax", _pyg, imports=PYG),
+)  # fmt: skip

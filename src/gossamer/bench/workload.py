@@ -71,8 +71,9 @@ def workload(found: Case, device: str) -> Workload:
 
 
 def find(name: str, device: str) -> Workload:
-    """The case called `name`."""
-    return workload(case(name), device)
+    """The case called `name`, of the sweeps too."""
+    swept = [found for found in (*BREAKEVEN, *LADDER) if found.name == name]
+    return workload(swept[0] if swept else case(name), device)
 
 
 def make_inputs(work: Workload, device: torch.device, seed: int = 0) -> Inputs:

@@ -51,11 +51,18 @@ class Capability:
     max_grid: int | None = None  # batch elements, and heads, of a backward, and of what it gathers alone; None: any
     alignment: int | None = None  # of the inputs' addresses and strides, in bytes; others are copied first
     float32_results: bool = True  # writes into float32 tensors for 16-bit inputs as well
-    grows: bool = False  # a bound forward with key_lengths takes fewer keys than its problem has, and reads no others
+    # Devices on which a bound forward with key_lengths takes fewer keys than its problem has, and reads no others.
+    grows: frozenset[str] = frozenset()
     gathers: tuple[GatherChoice, ...] = ()  # gather layouts that it reads besides block layouts
 
     def __post_init__(self) -> None:
-        known = {"devices": DEVICES, "deterministic": DEVICES, "dtypes": DTYPES, "score_terms": SCORE_TERMS}
+        known = {
+            "devices": DEVICES,
+            "deterministic": DEVICES,
+            "grows": DEVICES,
+            "dtypes": DTYPES,
+            "score_terms": SCORE_TERMS,
+        }
         for name, names in known.items():
             if strange := getattr(self, name) - set(names):
                 raise ValueError(f"{name} of a capability must be among {', '.join(names)}; got {_names(strange)}")

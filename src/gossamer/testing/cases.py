@@ -2,7 +2,7 @@
 
 Tags: `smoke` (small, one of each kind), `odd` (sizes and edges that break things), `terms` (score terms), `bench`
 (large, measured), `foundation` (the README's measurements), `hopper` (beside the fastest kernels for an H200),
-`dilated`, `graph` (scattered pairs).
+`dilated`, `graph` (scattered pairs), `cpu` (measured on a CPU).
 """
 
 from __future__ import annotations
@@ -187,6 +187,18 @@ def graph(name: str, N: int, pattern: Callable[[], Pattern], *tags: str, dtypes:
 
 _BOTH = ("bfloat16", "float32")
 
+
+def on_cpu(
+    name: str, N: int, pattern: Callable[[], Pattern], *tags: str, B: int = 1, H: int = 8, G: int | None = None,
+    K: int | None = None, D: int = 64, key_lengths: tuple[int, ...] | None = None,
+) -> Case:  # fmt: skip
+    """A case that is measured on a CPU."""
+    return square(
+        name, N, pattern, "bench", "cpu", *tags, B=B, H=H, G=G, K=K, D=D, key_lengths=key_lengths, dtypes=_BOTH,
+        devices=frozenset({"cpu"}),
+    )  # fmt: skip
+
+
 BENCH = (
     large("window_4096_causal", lambda: SlidingWindow(4096), "foundation", "hopper"),
     large("window_4096_both", lambda: SlidingWindow(4096, 4096), "foundation", "hopper"),
@@ -207,14 +219,18 @@ BENCH = (
     graph("graph_proximity", _N, lambda: proximity_graph((6, 6, 5), 2.5), dtypes=_BOTH),
     graph("power_strided_131072", _N, lambda: PowerStrided(2), dtypes=("bfloat16",), D=128),
     graph("power_strided_1048576", 2**20, lambda: PowerStrided(2), dtypes=("bfloat16",)),
-    square(
-        "window_256_cpu", 8192, lambda: SlidingWindow(256), "bench", "foundation", H=4, D=64,
-        dtypes=("float32",), devices=frozenset({"cpu"}),
-    ),
-    square(
-        "window_256_cpu_131072", _N, lambda: SlidingWindow(256), "bench", "foundation", H=4, D=64,
-        dtypes=("float32",), devices=frozenset({"cpu"}),
-    ),
+    on_cpu("window_256_cpu", 8192, lambda: SlidingWindow(256), "foundation", H=4),
+    on_cpu("window_256_cpu_131072", _N, lambda: SlidingWindow(256), "foundation", H=4),
+    *(on_cpu(f"causal_{N}_cpu", N, Causal) for N in (512, 2048, 8192)),
+    *(on_cpu(f"dense_{N}_cpu", N, Dense) for N in (512, 2048, 8192)),
+    on_cpu("bigbird_64_cpu", 8192, lambda: BigBird(64)),
+    on_cpu("window_63_cpu", 512, lambda: SlidingWindow(63), B=4),
+    on_cpu("key_lengths_cpu", 2048, Dense, key_lengths=(64,)),
+    on_cpu("one_query_cpu", 1, Causal, K=4096, H=32, G=8, D=128),
+    on_cpu("one_query_window_cpu", 1, lambda: SlidingWindow(255), K=4096, H=32, G=8, D=128),
+    on_cpu("graph_50k_cpu", 5000, lambda: random_graph(5000, 10), "graph", H=4, D=32),
+    on_cpu("graph_200k_cpu", 20000, lambda: random_graph(20000, 10), "graph", H=4, D=32),
+    on_cpu("graph_power_law_cpu", 169343, lambda: power_law_graph(169343, 1166243), "graph", H=4),
 )  # fmt: skip
 
 CASES = SMALL + BENCH

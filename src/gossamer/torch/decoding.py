@@ -133,8 +133,7 @@ def visible_keys(q: Tensor, k: Any, v: Any, pattern: Any, q_offset: Any) -> Visi
 @cache
 def grows_on(device: str) -> bool:
     """Whether an implementation for a type of device takes any number of keys."""
-    able = [found for found in map(load, NAMES) if not isinstance(found, str) and found.capability.grows]
-    return any(device in found.capability.devices for found in able)
+    return any(device in found.capability.grows for found in map(load, NAMES) if not isinstance(found, str))
 
 
 def for_one_query(usual: Plan, a: Arguments, pattern: Any) -> Plan:

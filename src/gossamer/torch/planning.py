@@ -69,7 +69,7 @@ def growing(problem: Problem, implementation: str | None, keys: int) -> Plan:
     """
     terms = (problem.score_terms - {"q_offset"}) | {"key_lengths"}
     plan = plan_of(replace(problem, K=keys, score_terms=terms), implementation)
-    able = tuple(found for found in plan.implementations if found.capability.grows)
+    able = tuple(found for found in plan.implementations if problem.device in found.capability.grows)
     if not able:
         raise Unsupported("no implementation computes this problem for a number of keys that grows")
     return replace(plan, implementations=able)

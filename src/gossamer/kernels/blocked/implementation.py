@@ -49,6 +49,7 @@ class Blocked:
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
         score_terms=frozenset({"q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes"}),
+        grows=frozenset({"cpu"}),
     )
 
     def unavailable(self) -> list[str]:

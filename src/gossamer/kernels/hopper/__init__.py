@@ -57,7 +57,7 @@ class Hopper:
         score_terms=frozenset({"q_offset", "key_lengths", "softcap", "sink_logits"}),
         max_softcap=1024.0,  # a capped score is off by up to 2**-22 of the cap: less than P in 16 bits
         float32_results=False,
-        grows=True,
+        grows=frozenset({"cuda"}),
         tiles=frozenset({(64, 64), (128, 128), (192, 128)}),
         max_head_dim_of=(((192, 128), 96),),
         gathers=GATHERS,
