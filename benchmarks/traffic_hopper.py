@@ -42,9 +42,9 @@ class Traffic(Forward):
         while running != 0:
             stage = items.place(turn)[0]
             cute.arch.barrier(barrier_id=Barrier.BOUNDS + me, number_of_threads=WARPGROUP + 32)
-            for _ in cutlass.range(tiles_of(item, stage) * self.plan.parts, unroll=1):
-                at, phase = block.k.place(kv)
-                for ring in (block.k, block.v):
+            for _ in cutlass.range(tiles_of(item, stage) * (self.config.block_kv // self.config.step), unroll=1):
+                at, phase = block.k_ring.place(kv)
+                for ring in (block.k_ring, block.v_ring):
                     ring.wait_full(at, phase)
                     ring.release(at)
                 kv += 1

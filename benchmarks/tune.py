@@ -57,7 +57,7 @@ CASES: dict[str, tuple[Callable[[int], Pattern], tuple[int, int] | None]] = {
 # The fields of each kernel's configuration that are tried, and their values; what a configuration refuses is left out.
 FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "forward": {"step": (64, 128), "stages": (2, 3), "q_stages": (1, 2), "hold": (0, 1, 2, 3)},
-    "backward": {"q_stages": (2, 3), "do_stages": (1, 2, 3), "reduce": ("bulk", "direct")},
+    "backward": {"q_stages": (2, 3), "do_stages": (1, 2, 3)},
     "wide": {"q_stages": (2, 3), "do_stages": (1, 2, 3)},
     "query_gradient": {"step": (32, 64, 128), "k_stages": (2, 3), "v_stages": (1, 2)},
 }
@@ -111,8 +111,7 @@ def candidates(kernel: str, first: Any, names: list[str] | None = None) -> list[
             other = dataclasses.replace(first, **dict(zip(fields, values, strict=True)))
         except ValueError:
             continue
-        unlike = getattr(first, "with_dq", True) or other.reduce == first.reduce  # how dQ is added is of no account
-        if other not in found and unlike:
+        if other not in found:
             found.append(other)
     return found
 

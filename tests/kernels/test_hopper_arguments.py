@@ -62,7 +62,7 @@ def stands_for(name: str, parameter: str) -> bool:
 def check(entry: tuple[Any, tuple[Any, ...]], given: tuple[Any, ...], of: Any) -> None:
     """Compare the arguments of a step with those that an entry compiles its kernel for."""
     kernel, wanted = entry
-    names = list(inspect.signature(kernel.__call__).parameters)
+    names = list(inspect.signature(kernel).parameters)
     assert names[-1] == "stream" and len(names) == len(wanted) == len(given) + 1
     sizes: dict[Any, int] = {}  # one symbol is one size
     for name, want, found in zip(names, wanted, given, strict=False):
@@ -133,3 +133,12 @@ def test_steps(
     if form in BLOCKS:
         assert {"forward", "preprocess", "query_gradient", "wide" if D > 128 else "backward"} <= seen
     assert split is None or "sum_parts" in seen or kind == torch.float32
+
+
+def test_a_block_takes_no_name_that_it_does_not_declare() -> None:
+    """A role then reads nothing that its class does not say."""
+    from gossamer.kernels.hopper.device.forward.block import ForwardBlock, RowBlock
+
+    assert ForwardBlock(s_q=1, s_o=2).s_o == 2 and ForwardBlock().bounds is None
+    with pytest.raises(AttributeError, match="RowBlock declares no s_o"):
+        RowBlock(s_q=1, s_o=2)

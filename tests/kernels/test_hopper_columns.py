@@ -7,8 +7,8 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from gossamer.kernels.hopper.schedule.columns import ColumnWork, column_work
-from gossamer.kernels.hopper.schedule.rows import lists, sharing
+from gossamer.kernels.hopper.schedule.columns import column_work
+from gossamer.kernels.hopper.schedule.rows import Work, lists, sharing
 from gossamer.layouts import from_dense
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.walk import Walk, iterate
@@ -24,13 +24,13 @@ def layout_of(lead: tuple[int, int]) -> BlockLayout:
     return from_dense(mask, block_q=128, block_kv=128).to("cpu")
 
 
-def made(layout: BlockLayout, split: int | None = None) -> ColumnWork:
+def made(layout: BlockLayout, split: int | None = None) -> Work:
     """The work of two batch elements of four query heads and two key heads."""
     copies, heads = sharing(2, 2, layout.columns)
     return column_work(layout, copies, heads, 2, 132, split)
 
 
-def covered(layout: BlockLayout, work: ColumnWork) -> Covered:
+def covered(layout: BlockLayout, work: Work) -> Covered:
     """(batch, key head, key tile) to (query head of the group, query tile, pool entry), in the order of the slots."""
     entries, found = lists(layout, True).lists.tolist(), defaultdict(list)
     Bl, Hl = layout.lead

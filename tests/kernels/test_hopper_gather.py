@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import gossamer as gs
-from gossamer.kernels.hopper.schedule.gather import column_work, row_work
-from gossamer.kernels.hopper.schedule.rows import sharing
+from gossamer.kernels.hopper.schedule.columns import column_work
+from gossamer.kernels.hopper.schedule.rows import sharing, work
 from gossamer.layouts.gather import GatherLayout, GatherWalk, build_gather
 
 LEADS = [(1, 1), (1, 4), (2, 1), (2, 4)]
@@ -52,8 +52,8 @@ def check_slots(items: list[list[int]], merges: list[list[int]], slots: int) -> 
 @pytest.mark.parametrize("split", [1, 3, 1000, None])
 def test_items_cover_the_rows(lead: tuple[int, int], split: int | None) -> None:
     layout = layout_of(lead)
-    work = row_work(layout, *sharing(HEADS, BATCH, layout.rows), 264, split)
-    walk, items, found = layout.rows.on_host(), work.items.tolist(), defaultdict(list)
+    made = work(layout, *sharing(HEADS, BATCH, layout.rows), 264, split)
+    walk, items, found = layout.rows.on_host(), made.items.tolist(), defaultdict(list)
     for item in sorted(items, key=lambda item: item[3]):
         batch, head, group, *_ = item
         first, count, valid, end = item[8], item[9], item[11], item[13]
@@ -64,25 +64,25 @@ def test_items_cover_the_rows(lead: tuple[int, int], split: int | None) -> None:
         assert (listed >= 0).all() and (walk.indices[end : (first + count) * walk.width] == -1).all()
     every = {(b, h, t): lead_of(walk, b, h) for b, h, t in np.ndindex(BATCH, HEADS, walk.tiles)}
     assert dict(found) == {key: steps(walk, at, key[2]) for key, at in every.items()}
-    check_slots(items, work.merges.tolist(), work.slots)
-    assert (work.slots > 0) == (split in (1, 3)) or split is None
+    check_slots(items, made.merges.tolist(), made.slots)
+    assert (made.slots > 0) == (split in (1, 3)) or split is None
 
 
 @pytest.mark.parametrize("lead", LEADS, ids=str)
 @pytest.mark.parametrize("split", [1, 3, 1000, None])
 def test_items_cover_the_columns(lead: tuple[int, int], split: int | None) -> None:
     layout = layout_of(lead)
-    work = column_work(layout, *sharing(GROUPS, BATCH, layout.columns), RATIO, 264, split)
-    walk, items, found = layout.columns.on_host(), work.items.tolist(), defaultdict(list)
+    made = column_work(layout, *sharing(GROUPS, BATCH, layout.columns), RATIO, 264, split)
+    walk, items, found = layout.columns.on_host(), made.items.tolist(), defaultdict(list)
     for item in sorted(items, key=lambda item: item[3]):
         batch, group, tile, _, first, count, valid = item[:7]
         assert valid == 1
         found[batch, group, tile] += []
-        for head, at, *_, begin, number in work.segments[first : first + count].tolist():
+        for head, at, *_, begin, number in made.segments[first : first + count].tolist():
             assert at == lead_of(walk, batch, RATIO * group + head)
             found[batch, group, tile] += [(head, step) for step in range(begin, begin + number)]
     for (batch, group, tile), steps_of in found.items():
         leads = [lead_of(walk, batch, RATIO * group + head) for head in range(RATIO)]
         assert steps_of == [(head, step) for head in range(RATIO) for step in steps(walk, leads[head], tile)]
     assert len(found) == BATCH * GROUPS * walk.tiles
-    check_slots(items, work.merges.tolist(), work.slots)
+    check_slots(items, made.merges.tolist(), made.slots)

@@ -41,6 +41,26 @@ class Opaque:
         return self
 
 
+class Block(Opaque):
+    """What the roles of a block share. A kernel declares the names in a class of its own, and it takes no others.
+
+    Of what goes through a ring `x` is the ring, `s_x` its stages in shared memory, `arguments.x` a parameter.
+    """
+
+    config: Any
+    arguments: Any
+    rings: tuple[tuple[Any, ...], ...]  # those that stand together are set up together
+
+    def __init__(self, **values: Any) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not any(name in vars(kind).get("__annotations__", {}) for kind in type(self).__mro__):
+            raise AttributeError(f"{type(self).__name__} declares no {name}")
+        super().__setattr__(name, value)
+
+
 class Thread(NamedTuple):
     """A thread of a computing warpgroup, and what it holds of a fragment: see instructions.py."""
 

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 SHARED_MEMORY = 227 * 1024
 MULTIPROCESSOR = 228 * 1024  # shared memory of a multiprocessor; each block takes 1024 bytes more than it asks for
+
+
+def check_memory(config: Any) -> None:
+    """Refuse a configuration of which a multiprocessor does not hold so many blocks."""
+    limit = min(SHARED_MEMORY, MULTIPROCESSOR // config.blocks - 1024)
+    if config.shared_bytes > limit:
+        raise ValueError(f"{config} needs {config.shared_bytes} bytes of shared memory, there are {limit}")
 
 
 class Hold(IntEnum):
@@ -37,7 +45,6 @@ class ForwardConfig:
     q_stages: int = 2
     blocks: int = 1
     hold: int = Hold.FIRST_ROW
-    halves: bool = True  # interval steps of which a warpgroup needs one half of the columns compute no more
     lengths: bool = False  # keys at and after a length for each batch element are not attended
     score: str = "fold"  # or "scale" (a factor that is not positive), "softcap"
 
@@ -47,9 +54,7 @@ class ForwardConfig:
             raise ValueError(f"no forward kernel for tiles {self.block_q} x {self.block_kv} in steps of {self.step}")
         if self.hold not in list(Hold):
             raise ValueError(f"hold must be 0, 1, 2 or 3, got {self.hold}")
-        limit = min(SHARED_MEMORY, MULTIPROCESSOR // self.blocks - 1024)
-        if self.shared_bytes > limit:
-            raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory, there are {limit}")
+        check_memory(self)
 
     @property
     def shared_bytes(self) -> int:
@@ -83,8 +88,7 @@ class QueryConfig:
             raise ValueError(f"no dQ kernel for tiles {self.block_q} x {self.block_kv} in steps of {self.step}")
         if self.k_stages < 2:
             raise ValueError(f"the dQ kernel needs two stages of K, got {self.k_stages}")
-        if self.shared_bytes > SHARED_MEMORY:
-            raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory, there are {SHARED_MEMORY}")
+        check_memory(self)
 
     @property
     def shared_bytes(self) -> int:
@@ -93,7 +97,7 @@ class QueryConfig:
         return 2 * rings + 1024
 
     @property
-    def blocks_per_processor(self) -> int:
+    def blocks(self) -> int:
         """Two blocks of one warpgroup each, where the shared memory holds them."""
         return 2 if self.block_q == 64 and 2 * (self.shared_bytes + 1024) <= SHARED_MEMORY else 1
 
@@ -117,7 +121,6 @@ class BackwardConfig:
     do_stages: int = 2
     score: str = "fold"  # or "softcap"
     with_dq: bool = True
-    reduce: str = "bulk"  # dQ is added through shared memory and the copy engine; "direct": from registers
     lengths: bool = False  # keys at and after a length for each batch element are not attended
     step: int = 64
 
@@ -125,15 +128,12 @@ class BackwardConfig:
         wide = self.block_q in (64, 128, 192) and self.block_kv == 128
         if not (wide or self.single) or self.D not in (64, 96, 128):
             raise ValueError(f"no column kernel for tiles {self.block_q} x {self.block_kv} and heads of {self.D}")
-        known = self.reduce in ("bulk", "direct") and not (self.single and self.with_dq)
         # With more columns, or slopes of a soft cap, the registers hold no more than 64 queries.
         long = self.step == 128 and (self.D, self.score) == (64, "fold") and not self.single
-        known = known and (self.step == 64 or long)
+        known = (self.step == 64 or long) and not (self.single and self.with_dq)
         if self.E > self.D or self.q_stages < 2 or not known:
             raise ValueError(f"the column kernel cannot run as {self}")
-        limit = min(SHARED_MEMORY, MULTIPROCESSOR // self.blocks_per_processor - 1024)
-        if self.shared_bytes > limit:
-            raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory, there are {limit}")
+        check_memory(self)
 
     @property
     def single(self) -> bool:
@@ -141,7 +141,7 @@ class BackwardConfig:
         return (self.block_q, self.block_kv) == (64, 64)
 
     @property
-    def blocks_per_processor(self) -> int:
+    def blocks(self) -> int:
         """Blocks that share a multiprocessor."""
         return 2 if self.single else 1
 
@@ -175,23 +175,15 @@ class WideConfig:
     score: str = "fold"  # or "softcap"
     lengths: bool = False  # keys at and after a length for each batch element are not attended
 
+    block_kv = 64  # keys of an item
+    blocks = 1
+
     def __post_init__(self) -> None:
         if self.tile_kv not in (64, 128) or self.step != 64 or self.block_q % self.step:
             raise ValueError(f"no backward kernel for tiles {self.block_q} x {self.tile_kv} in steps of {self.step}")
         if self.q_stages < 2:
             raise ValueError(f"the kernel of dK and dV needs two stages of Q, got {self.q_stages}")
-        if self.shared_bytes > SHARED_MEMORY:
-            raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory, there are {SHARED_MEMORY}")
-
-    @property
-    def block_kv(self) -> int:
-        """Keys of an item."""
-        return 64
-
-    @property
-    def blocks_per_processor(self) -> int:
-        """Blocks that share a multiprocessor."""
-        return 1
+        check_memory(self)
 
     @property
     def shared_bytes(self) -> int:

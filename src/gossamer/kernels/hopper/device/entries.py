@@ -12,10 +12,9 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
+from gossamer.kernels.hopper.device.backward import around
 from gossamer.kernels.hopper.device.backward.kernel import Backward
-from gossamer.kernels.hopper.device.backward.parts import Sum
 from gossamer.kernels.hopper.device.backward.query import QueryGradient
-from gossamer.kernels.hopper.device.backward.rows import Postprocess, Preprocess
 from gossamer.kernels.hopper.device.backward.wide import Wide
 from gossamer.kernels.hopper.device.column_items import SEGMENT
 from gossamer.kernels.hopper.device.common import NUMBERS
@@ -23,7 +22,7 @@ from gossamer.kernels.hopper.device.configurations import BackwardConfig, Forwar
 from gossamer.kernels.hopper.device.forward.kernel import Forward
 from gossamer.kernels.hopper.device.forward.merge import Merge
 from gossamer.kernels.hopper.device.gather.columns import GatherColumns
-from gossamer.kernels.hopper.device.gather.configurations import Float32Config, GatherConfig
+from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.float32.forward import Float32Forward
 from gossamer.kernels.hopper.device.gather.forward import GatherForward
 from gossamer.kernels.hopper.device.gather.query import GatherQuery
@@ -98,7 +97,7 @@ def preprocess(dtype: str, E: int, zeroed: int) -> Any:
     n, s = NUMBERS[dtype], cute.sym_int
     B, H, Q = s(), s(), s()
     return cute.compile(
-        Preprocess(E, zeroed), strided(n, B, H, Q), strided(n, B, H, Q), _rows(B, H, Q), _rows(B, H, Q),
+        around.Preprocess(E, zeroed), strided(n, B, H, Q), strided(n, B, H, Q), _rows(B, H, Q), _rows(B, H, Q),
         compact(Float32, 2, B, H, s()), compact(Float32, s(), s(), s(), 64 * zeroed if zeroed else s()), Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip
@@ -109,7 +108,7 @@ def postprocess(dtype: str, D: int) -> Any:
     n, s = NUMBERS[dtype], cute.sym_int
     B, H = s(), s()
     return cute.compile(
-        Postprocess(n, D), compact(Float32, B, H, s(), 64 * D), strided(n, B, H, s()), Float32(1),
+        around.postprocess, compact(Float32, B, H, s(), 64 * D), strided(n, B, H, s()), Float32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip
 
@@ -128,7 +127,7 @@ def query_gradient(config: QueryConfig) -> Any:
     )  # fmt: skip
 
 
-def gather(config: GatherConfig | Float32Config) -> Any:
+def gather(config: GatherConfig) -> Any:
     """A kernel over gathered columns: the forward, dQ, or dK and dV."""
     n, c, s = NUMBERS[config.dtype], config, cute.sym_int
     B, H, G, Q, K = s(), s(), s(), s(), s()
@@ -140,7 +139,7 @@ def gather(config: GatherConfig | Float32Config) -> Any:
         inputs[3], _rows(B, H, Q), items, *lists, compact(Float32, s()), part, compact(Float32, s(), 64), lengths,
         tile_counter, *[Float32(1)] * 2, *[Int32(1)] * 3, stream,
     )  # fmt: skip
-    if isinstance(c, Float32Config):
+    if c.dtype == "float32":
         halves = *[compact(Float16, B, G, K, 2 * c.size)] * 2, compact(Float32, B, G, K, 2)
         return cute.compile(Float32Forward(c), *inputs[:3], *halves, *of_forward, options=OPTIONS)
     if c.direction == "forward":
@@ -161,7 +160,7 @@ def sum_parts(dtype: str, size: int, block: int) -> Any:
     """The sum of the parts of split tiles of `block` rows."""
     s = cute.sym_int
     return cute.compile(
-        Sum(size, block), strided(NUMBERS[dtype], s(), s(), s()), compact(Float32, s(), block, size),
+        around.sum_parts, strided(NUMBERS[dtype], s(), s(), s()), compact(Float32, s(), block, size),
         compact(Int32, s(), MERGE), Float32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip

@@ -6,67 +6,58 @@ a pair: element `4 * j + 2 * r + c` is row r, column `8 * j + 2 * (lane % 4) + c
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op
 
 ROWS = 2  # rows of a fragment that a thread holds
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 LIMIT = 0x41000000  # the bits of 8.0: the largest power of two, relative to a row's reference, that may be summed
+LETTERS = {Int32: "r", Int64: "l", Float32: "f", Boolean: "b"}  # of operands of PTX
 LARGEST_SUM = 4096.0  # of a thread's exponentials in a step, relative to the references of its rows
 
 
-@dsl_user_op
-def pack(a: Float32, b: Float32, dtype: type, *, loc=None, ip=None) -> Int32:
+def assembly(result: Any, code: str, *operands: Any, effects: bool = True) -> Any:
+    """A line of PTX, of whose operands the result, if it has a type, is $0. `effects`: it stays where it stands."""
+    constraints = ["=" + LETTERS[result]] if result else []
+    found = llvm.inline_asm(
+        result and result.mlir_type, [x.ir_value() for x in operands], code,
+        ",".join(constraints + [LETTERS[type(x)] for x in operands]), has_side_effects=effects, is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )  # fmt: skip
+    return result(found) if result else None
+
+
+def pack(a: Float32, b: Float32, dtype: type) -> Int32:
     """Two float32 as one 32-bit register of two 16-bit numbers, `a` in the low half."""
     name = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
-    operands = [Float32(a).ir_value(loc=loc, ip=ip), Float32(b).ir_value(loc=loc, ip=ip)]
-    return Int32(
-        llvm.inline_asm(
-            T.i32(), operands, f"cvt.rn.{name}.f32 $0, $2, $1;", "=r,f,f",
-            has_side_effects=False, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-        )
-    )  # fmt: skip
+    return assembly(Int32, f"cvt.rn.{name}.f32 $0, $2, $1;", Float32(a), Float32(b), effects=False)
 
 
-@dsl_user_op
-def below(limit: Int32, *, loc=None, ip=None) -> Int32:
+def below(limit: Int32) -> Int32:
     """A word with bits [0, limit) set; any limit is legal (PTX clamps the shift, LLVM's own shift does not)."""
-    operands = [Int32(limit).ir_value(loc=loc, ip=ip)]
     code = "{ .reg .b32 t; max.s32 t, $1, 0; shl.b32 t, 1, t; sub.s32 $0, t, 1; }"
-    return Int32(
-        llvm.inline_asm(
-            T.i32(), operands, code, "=r,r",
-            has_side_effects=False, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-        )
-    )  # fmt: skip
+    return assembly(Int32, code, Int32(limit), effects=False)
 
 
-@dsl_user_op
-def power_here(x: Float32, *, loc=None, ip=None) -> Float32:
+def power_here(x: Float32) -> Float32:
     """Two to the power of x, where it stands and once: the compiler would make it again behind a wait."""
-    return Float32(
-        llvm.inline_asm(
-            T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], "ex2.approx.ftz.f32 $0, $1;", "=f,f",
-            has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-        )
-    )  # fmt: skip
+    return assembly(Float32, "ex2.approx.ftz.f32 $0, $1;", Float32(x))
 
 
-@dsl_user_op
-def largest(a: Float32, b: Float32, top: Int32, *, loc=None, ip=None) -> Int32:
+def largest(a: Float32, b: Float32, top: Int32) -> Int32:
     """The largest of `top` and the bits of two floats, as integers: one instruction."""
-    operands = [Float32(a).ir_value(loc=loc, ip=ip), Float32(b).ir_value(loc=loc, ip=ip)]
     code = "{ .reg .b32 x, y; mov.b32 x, $1; mov.b32 y, $2; max.s32 x, x, y; max.s32 $0, x, $3; }"
-    return Int32(
-        llvm.inline_asm(
-            T.i32(), [*operands, Int32(top).ir_value(loc=loc, ip=ip)], code, "=r,f,f,r",
-            has_side_effects=False, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-        )
-    )  # fmt: skip
+    return assembly(Int32, code, Float32(a), Float32(b), Int32(top), effects=False)
+
+
+def of_row(fragment: Any, r: int) -> list[int]:
+    """The places of a row in a fragment, by columns."""
+    return [i for i in range(cute.size(fragment)) if i % 4 // 2 == r]
 
 
 @cute.jit
@@ -82,50 +73,41 @@ def convert_half(source: cute.Tensor, target: cute.Tensor, half: cutlass.Constex
 @cute.jit
 def soft_cap(scores: cute.Tensor, factor: Float32) -> None:
     """Scores to tanh(factor * score): the exponential form, since the hardware's tanh is good to 2**-11 only."""
-    for j in cutlass.range_constexpr(cute.size(scores) // 4):
-        for i in cutlass.range_constexpr(4 * j, 4 * j + 4):
-            grown = cute.math.exp2(scores[i] * (factor * (2.0 * LOG2E)), fastmath=True)
-            scores[i] = 1.0 - 2.0 * cute.arch.rcp_approx(grown + 1.0)
+    for i in cutlass.range_constexpr(cute.size(scores)):
+        grown = cute.math.exp2(scores[i] * (factor * (2.0 * LOG2E)), fastmath=True)
+        scores[i] = 1.0 - 2.0 * cute.arch.rcp_approx(grown + 1.0)
 
 
 @cute.jit
 def multiply(scores: cute.Tensor, factor: Float32) -> None:
     """Scores times a factor of any sign."""
-    for j in cutlass.range_constexpr(cute.size(scores) // 4):
-        for i in cutlass.range_constexpr(4 * j, 4 * j + 4):
-            scores[i] = scores[i] * factor
+    for i in cutlass.range_constexpr(cute.size(scores)):
+        scores[i] = scores[i] * factor
 
 
 @cute.jit
 def convert(source: cute.Tensor, target: cute.Tensor) -> None:
     """float32 registers to 16 bits, element by element in flat order."""
     packed = cute.recast_tensor(target, Int32)
-    for j in cutlass.range_constexpr(cute.size(packed) // 4):
-        for i in cutlass.range_constexpr(4 * j, 4 * j + 4):
-            packed[i] = pack(source[2 * i], source[2 * i + 1], target.element_type)
+    for i in cutlass.range_constexpr(cute.size(packed)):
+        packed[i] = pack(source[2 * i], source[2 * i + 1], target.element_type)
 
 
 @cute.jit
 def convert_rows(source: cute.Tensor, target: cute.Tensor, factor: cute.Tensor) -> None:
     """As `convert`, of each row times its factor."""
     packed = cute.recast_tensor(target, Int32)
-    for j in cutlass.range_constexpr(cute.size(packed) // 4):
-        for i in cutlass.range_constexpr(4 * j, 4 * j + 4):
-            scale = factor[i % ROWS]
-            packed[i] = pack(source[2 * i] * scale, source[2 * i + 1] * scale, target.element_type)
+    for i in cutlass.range_constexpr(cute.size(packed)):
+        scale = factor[i % ROWS]
+        packed[i] = pack(source[2 * i] * scale, source[2 * i + 1] * scale, target.element_type)
 
 
 @cute.jit
 def keep(scores: cute.Tensor, words: cute.Tensor) -> None:
     """Scores whose bit is not set become -inf. `words` (2, step / 32) begin at this thread's first column."""
-    count = const_expr(cute.size(scores) // 4)
-    for j in cutlass.range_constexpr(count):
-        for r in cutlass.range_constexpr(ROWS):
-            word = words[r, j // 4]
-            for c in cutlass.range_constexpr(2):
-                bit = const_expr(1 << (8 * (j % 4) + c))
-                i = const_expr(4 * j + 2 * r + c)
-                scores[i] = scores[i] if (word & bit) != 0 else -Float32.inf
+    for i in cutlass.range_constexpr(cute.size(scores)):
+        bit = const_expr(1 << (8 * (i // 4 % 4) + i % 2))
+        scores[i] = scores[i] if (words[i % 4 // 2, i // 16] & bit) != 0 else -Float32.inf
 
 
 @cute.jit
@@ -134,6 +116,19 @@ def interval_words(words: cute.Tensor, lo: cute.Tensor, hi: cute.Tensor, first: 
     for r in cutlass.range_constexpr(ROWS):
         for w in cutlass.range_constexpr(cute.size(words, mode=[1])):
             words[r, w] = below(hi[r] - first - 32 * w) & ~below(lo[r] - first - 32 * w)
+
+
+def shifted(word: Int32, columns: Int32) -> Int32:
+    """A mask word from the column on that is so many behind its first."""
+    return Int32(cutlass.Uint32(word) >> cutlass.Uint32(columns))
+
+
+@cute.jit
+def keep_below(words: cute.Tensor, n: cutlass.Constexpr, limit: Int32) -> None:
+    """Clear the bits of columns in word `n` that are not below a limit, which is relative to bit 0 of word 0."""
+    within = below(limit - 32 * n)
+    for r in cutlass.range_constexpr(ROWS):
+        words[r, n] = words[r, n] & within
 
 
 @cute.jit
@@ -156,13 +151,17 @@ def exceed(scores: cute.Tensor, reference: cute.Tensor, exponent: Float32) -> cu
 @cute.jit
 def start_reference(scores: cute.Tensor, reference: cute.Tensor, exponent: Float32) -> None:
     """A row's first reference: of its largest score among a quarter of the columns; -inf if none of those is kept."""
-    count = const_expr(cute.size(scores) // 4)
     for r in cutlass.range_constexpr(ROWS):
-        top = scores[2 * r]
-        for j in cutlass.range_constexpr(count):
-            if const_expr(j % 5 == 0):
-                top = cute.arch.fmax(top, cute.arch.fmax(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]))
-        reference[r] = over_quad(top) * exponent
+        reference[r] = largest_of_row(scores, r, 5) * exponent
+
+
+@cute.jit
+def largest_of_row(scores: cute.Tensor, r: cutlass.Constexpr, every: cutlass.Constexpr = 1) -> Float32:
+    """The largest score of row `r`, of every so many of this thread's pairs of columns."""
+    top = scores[2 * r]
+    for i in cutlass.range_constexpr(2 * r, cute.size(scores), 4 * every):
+        top = cute.arch.fmax(top, cute.arch.fmax(scores[i], scores[i + 1]))
+    return over_quad(top)
 
 
 @cute.jit
@@ -177,13 +176,9 @@ def raise_reference(
     scores: cute.Tensor, reference: cute.Tensor, row_sum: cute.Tensor, rescale: cute.Tensor, exponent: Float32
 ) -> None:
     """Make the row's largest power of two its new reference; `rescale` is the factor for what was summed before."""
-    count = const_expr(cute.size(scores) // 4)
     for r in cutlass.range_constexpr(ROWS):
-        top = scores[2 * r]
-        for j in cutlass.range_constexpr(count):
-            top = cute.arch.fmax(top, cute.arch.fmax(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]))
         before = reference[r]
-        reference[r] = cute.arch.fmax(over_quad(top) * exponent, before)
+        reference[r] = cute.arch.fmax(largest_of_row(scores, r) * exponent, before)
         rescale[r] = cute.math.exp2(before - shift_of(reference[r]), fastmath=True)
         row_sum[r] = row_sum[r] * rescale[r]
 
@@ -205,24 +200,18 @@ def exponentials(
     `power_here`.
     """
     sums = [Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)]
-    for j in cutlass.range_constexpr(cute.size(scores) // 4):
-        for c in cutlass.range_constexpr(2):
-            i = const_expr(4 * j + 2 * r + c)
-            power = scores[i] * exponent - shift
-            powers[i] = power_here(power) if const_expr(here) else cute.math.exp2(power, fastmath=True)
-            k = const_expr(2 * (j % 2) + c)
-            sums[k] = sums[k] + powers[i]
+    for n, i in enumerate(of_row(scores, r)):
+        power = scores[i] * exponent - shift
+        powers[i] = power_here(power) if const_expr(here) else cute.math.exp2(power, fastmath=True)
+        sums[n % 4] = sums[n % 4] + powers[i]
     return (sums[0] + sums[1]) + (sums[2] + sums[3])
 
 
 @cute.jit
 def scale_rows(acc: cute.Tensor, factor: cute.Tensor) -> None:
     """Each row of a fragment times its factor."""
-    for j in cutlass.range_constexpr(cute.size(acc) // 4):
-        for r in cutlass.range_constexpr(ROWS):
-            for c in cutlass.range_constexpr(2):
-                i = const_expr(4 * j + 2 * r + c)
-                acc[i] = acc[i] * factor[r]
+    for i in cutlass.range_constexpr(cute.size(acc)):
+        acc[i] = acc[i] * factor[i % 4 // 2]
 
 
 @cute.jit

@@ -10,7 +10,7 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from gossamer.kernels.hopper.device.common import Ring
+from gossamer.kernels.hopper.device.common import Block, Ring
 from gossamer.kernels.hopper.device.row_items import ITEM
 from gossamer.kernels.hopper.device.tiles import Tma
 from gossamer.kernels.hopper.device.work import ItemRing
@@ -25,16 +25,15 @@ def barriers(**stages: int) -> dict[str, Any]:
     }
 
 
-def ring_of(memory: Any, name: str, stages: int, fillers: int, readers: int) -> Ring:
-    """A ring whose stages become full by so many arrivals, and empty by so many."""
+def ring_of(memory: Any, name: str, stages: int, fillers: int, readers: int, kind: Any = Ring, *more: Any) -> Any:
+    """A ring whose stages become full by so many arrivals, and empty by so many; `more`: other fields of its kind."""
     full, empty = [getattr(memory, f"{name}_{state}").data_ptr() for state in ("full", "empty")]
-    return Ring(full, empty, stages, fillers, readers)
+    return kind(full, empty, stages, fillers, readers, *more)
 
 
 def items_of(memory: Any, name: str, stages: int, readers: int) -> ItemRing:
     """A ring of descriptions of items, in the member `item` of shared memory; one thread fills a stage."""
-    ring = ring_of(memory, name, stages, 1, readers)
-    return ItemRing(ring.full, ring.empty, stages, 1, readers, words(memory.item, ITEM, stages))
+    return ring_of(memory, name, stages, 1, readers, ItemRing, words(memory.item, ITEM, stages))
 
 
 def array(dtype: Any, size: int, align: int = 0) -> Any:
@@ -76,11 +75,11 @@ class Shell:
         """The members of shared memory, in order."""
         raise NotImplementedError
 
-    def block(self, arguments: Any, memory: Any) -> Any:
-        """What the roles of a block share. Its `rings` are set up together where they stand together."""
+    def block(self, arguments: Any, memory: Any) -> Block:
+        """What the roles of a block share."""
         raise NotImplementedError
 
-    def prepared(self, block: Any) -> Any:
+    def prepared(self, block: Any) -> Block:
         """The block with what all of its warps compute before their roles begin."""
         return block
 

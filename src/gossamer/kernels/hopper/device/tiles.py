@@ -109,6 +109,16 @@ def accumulator(mma: Any, columns: int) -> Any:
     return cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C((ROWS, columns)), Float32)
 
 
+def first_factor(mma: Any, tiles: Any) -> Any:
+    """Tiles in shared memory as the first factor of a product."""
+    return mma.get_slice(0).make_fragment_A(mma.get_slice(0).partition_A(tiles))
+
+
+def second_factor(mma: Any, tiles: Any) -> Any:
+    """Tiles in shared memory as the second factor of a product."""
+    return mma.get_slice(0).make_fragment_B(mma.get_slice(0).partition_B(tiles))
+
+
 @cute.jit
 def issue(mma, acc, a, b, accumulate: cutlass.Constexpr, first: cutlass.Constexpr = 0, end: cutlass.Constexpr = None):
     """Issue acc (+)= a b as one group of asynchronous products, of all blocks of what is summed or of some."""

@@ -84,6 +84,12 @@ class ItemRing(Ring):
             cute.arch.mbarrier_arrive(self.full + stage)
 
     @cute.jit
+    def end(self, stage):
+        """Publish a description that says that there are no more items."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.full + stage)
+
+    @cute.jit
     def forget(self, stage):
         """This warp has read a description."""
         cute.arch.sync_warp()

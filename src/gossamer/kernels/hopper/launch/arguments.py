@@ -6,7 +6,6 @@ import math
 from typing import Any, NamedTuple
 
 from gossamer.kernels.contract import Scoring
-from gossamer.kernels.hopper.schedule.columns import ColumnWork
 from gossamer.kernels.hopper.schedule.rows import Work
 from gossamer.kernels.launch import EDGE, Builder, Kernel, Operand, Shape
 
@@ -86,16 +85,19 @@ def sinks(b: Builder) -> str:
     return b.contiguous("sink_logits") if "sink_logits" in b else unread(b, "no_sinks", "float32", 1)
 
 
-def score_of(scoring: Scoring) -> str:
-    """The kind of score, for which kernels of a forward are compiled."""
-    return "softcap" if scoring.softcap is not None else "fold" if scoring.scale > 0 else "scale"
+def score_of(scoring: Scoring, gradient: bool = False) -> str:
+    """The kind of score, for which kernels are compiled; those of a gradient fold a scale of any sign."""
+    if scoring.softcap is not None:
+        return "softcap"
+    return "fold" if gradient or scoring.scale > 0 else "scale"
 
 
-def factors(scoring: Scoring) -> tuple[float, float]:
+def factors(scoring: Scoring, gradient: bool = False) -> tuple[float, float]:
     """Factors of a score before its soft cap, and of the exponent in base 2."""
     if scoring.softcap is not None:
         return scoring.scale / scoring.softcap, scoring.softcap * LOG2E
-    return (1.0, scoring.scale * LOG2E) if scoring.scale > 0 else (scoring.scale, LOG2E)
+    folded = score_of(scoring, gradient) == "fold"
+    return (1.0, scoring.scale * LOG2E) if folded else (scoring.scale, LOG2E)
 
 
 class Schedule(NamedTuple):
@@ -110,7 +112,7 @@ class Schedule(NamedTuple):
 
 
 def schedule(
-    b: Builder, walk: str, work: Work | ColumnWork, blocks: int, rows: int, item_rows: int | None = None, **lists: Any
+    b: Builder, walk: str, work: Work, blocks: int, rows: int, item_rows: int | None = None, **lists: Any
 ) -> Schedule:
     """Name the work of a kernel.
 
@@ -120,8 +122,8 @@ def schedule(
         rows: of a tile; item_rows: of what is drawn, where that is less.
         lists: the layout's, in the order in which the kernel takes them.
     """
-    arrays = {name: x for name, x in work._asdict().items() if name in ("items", "segments")} | lists
-    names = b.layout(**{f"{walk}_{name}": x for name, x in arrays.items()})
+    arrays = {"items": work.items, "segments": work.segments, **lists}
+    names = b.layout(**{f"{walk}_{name}": x for name, x in arrays.items() if x is not None})
     (merges,) = b.layout(**{f"{walk}_merges": work.merges})
     items = work.items.shape[0]
     return Schedule(names, merges, items, work.slots, min(blocks, items * rows // (item_rows or rows)), rows)

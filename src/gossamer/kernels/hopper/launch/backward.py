@@ -13,7 +13,6 @@ from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper.choice import WIDE, backward_config, query_config, wide_config
 from gossamer.kernels.hopper.device.configurations import BackwardConfig, QueryConfig, WideConfig
 from gossamer.kernels.hopper.launch.arguments import (
-    LOG2E,
     Schedule,
     factors,
     kernel,
@@ -22,6 +21,7 @@ from gossamer.kernels.hopper.launch.arguments import (
     parts,
     result,
     schedule,
+    score_of,
     tile_counter,
     unread,
 )  # fmt: skip
@@ -53,7 +53,7 @@ def backward(
     config = config or column_config(p, layout, scoring, end is not None)
     summed = getattr(config, "with_dq", False)
     terms, sums = row_terms(b, p, out, dout, config.D, config.E, summed)
-    most = config.blocks_per_processor * p.processors
+    most = config.blocks * p.processors
     made = column_work(layout, *sharing(p.G, p.B, layout.columns), p.H // p.G, most, split)
     known, rows = lists(layout, True), layout.columns.block_rows
     s = schedule(b, "columns", made, most, rows, config.block_kv, **known._asdict())
@@ -74,9 +74,9 @@ def query_gradient(
     config: QueryConfig | None = None, split: int | None = None,
 ) -> None:  # fmt: skip
     """Write dq by a walk over the rows of the layout. `inputs`: q, k, v, dout and row terms; `end`: key lengths."""
-    walk, score = layout.rows, gradient_score(scoring)
+    walk, score = layout.rows, score_of(scoring, True)
     config = config or query_config(p.dtype, p.D, p.E, walk.block_rows, walk.block_columns, score, end is not None)
-    most = config.blocks_per_processor * p.processors
+    most = config.blocks * p.processors
     made = work(layout, *sharing(p.H, p.B, walk), most, split)
     s = schedule(b, "rows", made, most, config.block_q, **lists(layout, blocks=0 if end else most)._asdict())
     run(b, p, scoring, kernel("query_gradient", config), s, inputs, end, {dq: (config.D, scoring.scale)})
@@ -85,7 +85,7 @@ def query_gradient(
 def column_config(p: Problem, layout: BlockLayout, scoring: Scoring, has_lengths: bool) -> BackwardConfig | WideConfig:
     """The configuration of the walk over columns."""
     sizes = p.dtype, p.D, p.E, layout.columns.block_columns, layout.columns.block_rows
-    score = gradient_score(scoring)
+    score = score_of(scoring, True)
     if max(p.D, p.E) > WIDE:
         return wide_config(*sizes, score, has_lengths)
     # Of tiles of 64 x 64, additions in memory take longer than a second walk.
@@ -122,10 +122,9 @@ def run(
         results: to the head size that it is compiled for, and the factor of its sums.
     """
     found = {name: parts(b, f"part_{name}", s.slots, s.rows, size) for name, (size, _) in results.items()}
-    before, exponent = gradient_factors(scoring)
     b.step(
-        kind, *inputs, *results, *s.arrays, *found.values(), end, tile_counter(b), before, exponent, scoring.scale,
-        s.items, s.blocks,
+        kind, *inputs, *results, *s.arrays, *found.values(), end, tile_counter(b), *factors(scoring, True),
+        scoring.scale, s.items, s.blocks,
     )  # fmt: skip
     if s.slots:
         for name, (size, factor) in results.items():
@@ -138,13 +137,3 @@ def done(b: Builder, terms: str) -> Prepared:
         return b.done("dq", "dk", "dv")
     b.function(Kernel(EDGE, "sink_gradient_of_rows"), terms, "lse", "sink_logits", returns={"dsink_logits": None})
     return b.done("dq", "dk", "dv", "dsink_logits")
-
-
-def gradient_score(scoring: Scoring) -> str:
-    """The kind of score, for which kernels of a backward are compiled."""
-    return "fold" if scoring.softcap is None else "softcap"
-
-
-def gradient_factors(scoring: Scoring) -> tuple[float, float]:
-    """As `factors`; a scale that is not positive is none of its own here."""
-    return (1.0, scoring.scale * LOG2E) if scoring.softcap is None else factors(scoring)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper.choice import gather_config
-from gossamer.kernels.hopper.device.gather.configurations import ROWS, Float32Config, GatherConfig
+from gossamer.kernels.hopper.device.gather.configurations import ROWS, GatherConfig
 from gossamer.kernels.hopper.launch.arguments import (
     Schedule,
     factors,
@@ -23,9 +22,9 @@ from gossamer.kernels.hopper.launch.arguments import (
     tile_counter,
     unread,
 )  # fmt: skip
-from gossamer.kernels.hopper.launch.backward import done, gradient_score, gradients, row_terms, run
-from gossamer.kernels.hopper.schedule.gather import column_work, row_work
-from gossamer.kernels.hopper.schedule.rows import sharing
+from gossamer.kernels.hopper.launch.backward import done, gradients, row_terms, run
+from gossamer.kernels.hopper.schedule.columns import column_work
+from gossamer.kernels.hopper.schedule.rows import sharing, work
 from gossamer.kernels.launch import Builder, Operand, Prepared
 from gossamer.layouts.gather import GatherLayout
 from gossamer.plan.problem import Problem
@@ -33,7 +32,7 @@ from gossamer.plan.problem import Problem
 
 def forward(
     problem: Problem, layout: GatherLayout, scoring: Scoring, operands: Mapping[str, Operand], *,
-    config: GatherConfig | Float32Config | None = None, split: int | None = None,
+    config: GatherConfig | None = None, split: int | None = None,
 ) -> Prepared:  # fmt: skip
     """out and lse. Float32 numbers of v must be below 2^103 in magnitude: see docs/kernels/gather.md.
 
@@ -48,7 +47,7 @@ def forward(
     end, sink, has_sinks = lengths(b, p.K), sinks(b), int("sink_logits" in b)
     config = config or gather_config("forward", p.dtype, p.D, p.E, score_of(scoring), end is not None)
     halves = []
-    if isinstance(config, Float32Config):  # K and V, which the kernel writes before it gathers them
+    if config.dtype == "float32":  # K and V, which the kernel writes before it gathers them
         halves = [b.array(f"{x}_halves", "float16", (p.B, p.G, p.K, 2 * config.size)) for x in ("k", "v")]
         halves.append(b.array("powers", "float32", (p.B, p.G, p.K, 2)))
     s = _schedule(b, p, layout, config, split)
@@ -77,7 +76,7 @@ def backward(
     out = operand(b, "out")
     q, k, v, dout = (gathered(b, name) for name in ("q", "k", "v", "dout"))
     end = lengths(b, p.K)
-    given = p.dtype, p.D, p.E, gradient_score(scoring), end is not None
+    given = p.dtype, p.D, p.E, score_of(scoring, True), end is not None
     by_columns, by_rows = config or gather_config("columns", *given), query or gather_config("query", *given)
     terms, _ = row_terms(b, p, out, dout, by_rows.size, by_rows.size)
     unknown = end or unread(b, "no_lengths", "int32", 1)
@@ -87,7 +86,7 @@ def backward(
 
 
 def gradients_by(
-    config: GatherConfig | Float32Config, b: Builder, p: Problem, layout: GatherLayout, scoring: Scoring,
+    config: GatherConfig, b: Builder, p: Problem, layout: GatherLayout, scoring: Scoring,
     inputs: Sequence[str], end: str, results: Sequence[str], split: int | None = None,
 ) -> None:  # fmt: skip
     """Write dk and dv, or dq, by one kernel. `inputs`: q, k, v, dout and row terms; `end`: key lengths."""
@@ -97,18 +96,13 @@ def gradients_by(
     run(b, p, scoring, kernel("gather", config), s, inputs, end, sized)
 
 
-def _schedule(
-    b: Builder, p: Problem, layout: GatherLayout, config: GatherConfig | Float32Config, split: int | None
-) -> Schedule:
-    most = config.blocks * p.processors
-    if config.direction == "columns":
-        walk: Any = layout.columns
-        work: Any = column_work(layout, *sharing(p.G, p.B, walk), p.H // p.G, most, split)
+def _schedule(b: Builder, p: Problem, layout: GatherLayout, config: GatherConfig, split: int | None) -> Schedule:
+    most, by_columns = config.blocks * p.processors, config.direction == "columns"
+    if by_columns:
+        walk, made = layout.columns, column_work(layout, *sharing(p.G, p.B, layout.columns), p.H // p.G, most, split)
     else:
-        walk = layout.rows
-        work = row_work(layout, *sharing(p.H, p.B, walk), most, split)
+        walk, made = layout.rows, work(layout, *sharing(p.H, p.B, layout.rows), most, split)
     # A kernel argument needs an address.
     indices = walk.indices if walk.indices.numel() else walk.indices.new_full((ROWS,), -1)
     bits = walk.bits if walk.bits.numel() else walk.bits.new_zeros((2, ROWS))
-    name = "columns" if config.direction == "columns" else "rows"
-    return schedule(b, name, work, most, ROWS, indices=indices, bits=bits)
+    return schedule(b, "columns" if by_columns else "rows", made, most, ROWS, indices=indices, bits=bits)

@@ -1,7 +1,7 @@
 """The work of one launch: item descriptions and lists that the kernel reads, made once for a layout and kept.
 
-The words of an item are those of `hopper.device.row_items`. Heads that share a list have items of their own. Nothing is
-read back from a device: a layout that was made there gets its items there, unsplit.
+The words of an item are those of `hopper.device.row_items`. Heads that share a list have items of their own. Nothing of
+a block layout is read back from a device: one that was made there gets its items there, unsplit. A gather layout is.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from gossamer.kernels.hopper.device.merges import MERGE, PartMerge
 from gossamer.kernels.hopper.device.row_items import ITEM, LISTS, RowItem
-from gossamer.layouts import items as given
 from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.gather import GatherLayout, GatherWalk
 from gossamer.layouts.walk import Walk
-from gossamer.layouts.work_list import FEWEST_TILES, row_lengths, work_items
+from gossamer.layouts.work_list import FEWEST_TILES, row_lengths
 from gossamer.layouts.work_list import split_rows as cut
 from gossamer.memo import Memos
 
@@ -31,6 +31,7 @@ FEW = 4  # where at most one row in so many of a tile exists, its parts cost as 
 FEW_CALL = 7  # MERGE_CALL there: 3.5 us, where a tile takes 0.5
 ROUNDS = 8  # items for each block, up to which their order minds no cache and cutting all rows is considered
 SLACK = 1.1  # of a head's share of a block's time: what an item may take where heads follow one another
+NEAR = 4  # steps: gathered rows whose lengths differ by fewer stay in order, since their columns are likely to be near
 CUT_ROWS = 0.06  # of a list, for each block, at most: rows that are cut because one takes longer than a head
 
 
@@ -46,8 +47,21 @@ class Lists(NamedTuple):
 class Work(NamedTuple):
     """The items of a launch."""
 
-    items: Tensor  # (n, ITEM) int32: `device.row_items`
+    items: Tensor  # (n, ITEM) int32: `device.row_items`, or `device.column_items`
     merges: Tensor  # (m, MERGE) int32: `device.merges`
+    slots: int
+    segments: Tensor | None = None  # (m, SEGMENT) int32, of items of columns
+
+
+class Ranges(NamedTuple):
+    """The rows of lists, or what long ones are cut into, in the order in which blocks are to draw them."""
+
+    shape: tuple[int, int, int]  # batch elements, heads and tiles of all rows
+    row: Tensor  # counted over them
+    begin: Tensor
+    end: Tensor
+    slot: Tensor  # of the parts, -1 where a row is not cut
+    merges: Tensor  # (m, MERGE) int32
     slots: int
 
 
@@ -118,26 +132,31 @@ def _there_and_back(walk: Walk, blocks: int) -> np.ndarray:
     return np.concatenate(places)
 
 
-def work(layout: BlockLayout, copies: int, heads: int, blocks: int, split: int | None = None) -> Work:
-    """The items of a layout. `split` replaces the automatic limit of tiles in an item.
+def work(layout: BlockLayout | GatherLayout, copies: int, heads: int, blocks: int, split: int | None = None) -> Work:
+    """The items of a layout's rows. `split` replaces the automatic limit of an item, in tiles or steps.
 
     Args:
         copies: how many heads, of all batch elements, share a list; heads: of one batch element.
         blocks: draw items at the same time.
     """
-    key = (copies, heads, blocks, split)
-    kept = _work.of(layout.rows)
-    found = kept.get(key)
-    if found is None:
-        if layout.host is None:
-            found = _device_work(layout.rows, copies, heads, blocks)
-        else:
-            found = _host_work(layout.host.rows, layout.rows.lo.device, copies, heads, blocks, split)
-        found = kept.put(key, found)
-    return found
+
+    def made() -> Work:
+        walk = readable(layout, (layout.host or layout).rows)
+        counted, (Bl, Hl), tiles = listed(walk), walk.lead, walk.tiles
+        few = isinstance(walk, Walk) and walk.rows * FEW <= walk.block_rows
+        ranges = cut_rows(walk, total(counted).reshape(-1), (Bl, Hl, tiles), copies, blocks, split, few)
+        lead, tile, begin, end = ranges.row // tiles, ranges.row % tiles, ranges.begin, ranges.end
+        words = {RowItem.LEAD: lead} | list_words(counted, LISTS, lead, tile, begin, end)
+        if isinstance(walk, GatherWalk):
+            starts, counts = (torch.as_tensor(x).reshape(-1)[ranges.row] for x in (walk.starts, walk.counts))
+            words[RowItem.FIRST_COLUMN] = starts + counts.minimum(end * walk.width)
+        words[RowItem.VALID] = 1
+        return for_every_head(words, ranges, copies, heads, blocks, layout.rows.device)
+
+    return _work.of(layout.rows).get_or_make((copies, heads, blocks, split), made)
 
 
-def sharing(heads: int, batch: int, walk: Walk) -> tuple[int, int]:
+def sharing(heads: int, batch: int, walk: Walk | GatherWalk) -> tuple[int, int]:
     """How many heads of all batch elements share a list of a walk, and how many of one batch element."""
     Bl, Hl = walk.lead
     shared = heads if Hl == 1 else 1
@@ -190,9 +209,90 @@ def whole_rounds(rows: int, longest: int, blocks: int, few: bool = False) -> int
     return -(-longest // min(range(1, max(1, longest // int(share * LEAST_PART)) + 1), key=time))
 
 
+def readable(layout: BlockLayout | GatherLayout, walk: Any) -> Any:
+    """A walk of numpy arrays, or of tensors where only the device knows it: that of a gather layout is read back."""
+    return walk.on_host() if isinstance(layout, GatherLayout) else walk
+
+
+def listed(walk: Walk | GatherWalk) -> dict[str, tuple[Tensor, Tensor]]:
+    """By kind the first of what each row lists and how much that is, (Bl * Hl, T) each, counted over all lists.
+
+    Tiles, in the order in which kernels have them; of gathered columns, steps.
+    """
+
+    def by_lists(x: Any) -> Tensor:
+        return torch.as_tensor(x).reshape(-1, walk.tiles).long()
+
+    if isinstance(walk, GatherWalk):
+        return {"bits": (by_lists(walk.starts) // walk.width, -(-by_lists(walk.counts) // walk.width))}
+    found, base = {}, 0
+    for kind, tiles in walk.lists.items():
+        found[kind] = base + by_lists(tiles.starts), by_lists(tiles.counts)
+        base += len(tiles.indices)
+    return found
+
+
+def total(counted: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+    """The length of each row of what `listed` gives."""
+    return torch.stack([counts for _, counts in counted.values()]).sum(0)
+
+
+def within(x: Tensor, before: Tensor, count: Tensor) -> Tensor:
+    """What of the first `x` of a row lies in a list of `count` behind `before` others."""
+    return (x - before).clamp(min=0).minimum(count)
+
+
+def list_words(
+    counted: dict[str, tuple[Tensor, Tensor]], places: dict[str, tuple[Any, Any]], lead: Tensor, tile: Tensor,
+    begin: Tensor, end: Tensor,
+) -> dict[int, Any]:  # fmt: skip
+    """The words that say what a range of a row lists: of each kind the first entry, and how many."""
+    words: dict[int, Any] = {}
+    before = torch.zeros_like(begin)
+    for kind, (starts, counts) in counted.items():
+        count, (first, number) = counts[lead, tile], places[kind]
+        from_, to = within(begin, before, count), within(end, before, count)
+        words[first], words[number] = starts[lead, tile] + from_, to - from_
+        before = before + count
+    return words
+
+
+def cut_rows(
+    walk: Walk | GatherWalk, lengths: Tensor, shape: tuple[int, int, int], copies: int, blocks: int,
+    split: int | None, few: bool = False,
+) -> Ranges:  # fmt: skip
+    """The rows of a walk, longest first; cut where that is worth it, unless only the device knows their `lengths`.
+
+    Args:
+        shape: see `Ranges`; copies, blocks, split, few: see `item_limit`.
+    """
+    if walk.device is not None:
+        size, row = torch.sort(lengths, descending=True, stable=True)
+        merges = torch.zeros((1, MERGE), dtype=torch.int32, device=row.device)
+        return Ranges(shape, row, torch.zeros_like(row), size, torch.full_like(row, -1), merges, 0)
+    known, (batches, heads, _) = lengths.numpy(), shape
+    limit = item_limit(known, batches * heads, copies, blocks, split, few)
+    row, begin, end, slot, pieces = [torch.from_numpy(x) for x in cut(known, limit)]
+    order = np.lexsort((slot, row, (begin - end) // (NEAR if isinstance(walk, GatherWalk) else 1)))
+    (cuts,) = (pieces > 1).nonzero(as_tuple=True)
+    count = pieces[cuts]
+    merges = filled(place_words(cuts, shape, count.cumsum(0) - count) | {PartMerge.COUNT: count}, MERGE)
+    return Ranges(shape, row[order], begin[order], end[order], slot[order], merges, int(count.sum()))
+
+
+def place_words(row: Tensor, shape: tuple[int, int, int], slot: Tensor) -> dict[int, Any]:
+    """The words of items, and of merges, that say where rows are. `shape`: batch elements, heads, tiles."""
+    _, heads, tiles = shape
+    return {
+        RowItem.BATCH: row // (heads * tiles), RowItem.HEAD: row // tiles % heads, RowItem.TILE: row % tiles,
+        RowItem.SLOT: slot,
+    }  # fmt: skip
+
+
 def for_every_head(
-    items: Tensor, lengths: Tensor, merges: Tensor, slots: int, leads: int, copies: int, heads: int, blocks: int
-) -> tuple[Tensor, Tensor]:
+    words: dict[int, Any], ranges: Ranges, copies: int, heads: int, blocks: int, device: Any,
+    segments: Tensor | None = None,
+) -> Work:  # fmt: skip
     """Items and merges of every head, in the order in which blocks draw them, from those of lists that heads share.
 
     Long items first and short ones last, all blocks end together. But the items of a head should be drawn together,
@@ -201,25 +301,30 @@ def for_every_head(
     if one takes longer than a head does.
 
     Args:
-        items: (n, ITEM), longest first; lengths: (n,) their tiles.
-        merges: (m, MERGE); slots: theirs in all.
-        leads: lists; copies, heads, blocks: see `work`.
+        words: of the items of `ranges`, but for their places; segments: of items of columns.
+        copies, heads, blocks: see `work`.
+        device: where kernels read them.
     """
-    n, device = len(items), items.device
-    place = torch.arange(n * copies, device=device)
+    lengths: Tensor = ranges.end - ranges.begin
+    n, (batches, of_one, _) = len(lengths), ranges.shape
+    items = filled(place_words(ranges.row, ranges.shape, ranges.slot) | words, ITEM)
+    place = torch.arange(n * copies, device=items.device)
     at, copy = place % n, place // n
-    every = _copied(items[at], copy, slots, heads)
-    size = lengths.long()
+    every = _copied(items[at], copy, ranges.slots, heads)
+    size = lengths
     if len(every) > ROUNDS * blocks:
         size = (lengths / lengths[n // 2].clamp(min=1)).clamp(min=2**-20).log2().long()  # towards zero
-        fits = lengths[0] * leads * blocks <= SLACK * lengths.sum()
+        fits = lengths[0] * batches * of_one * blocks <= SLACK * lengths.sum()
         size = torch.where(fits, size.clamp(max=0), size)
     order = torch.argsort(
         (every[:, RowItem.BATCH].long() << 20) + every[:, RowItem.HEAD] - (size[at] << 40), stable=True
     )
-    if slots:
-        merges = _copied(merges.repeat(copies, 1), torch.arange(copies).repeat_interleave(len(merges)), slots, heads)
-    return every[order], merges
+    merges = ranges.merges
+    if ranges.slots:
+        copy = torch.arange(copies).repeat_interleave(len(merges))
+        merges = _copied(merges.repeat(copies, 1), copy, ranges.slots, heads)
+    segments = None if segments is None else segments.to(device)
+    return Work(every[order].to(device), merges.to(device), ranges.slots * copies, segments)
 
 
 def _copied(rows: Tensor, copy: Tensor, slots: int, heads: int) -> Tensor:
@@ -230,78 +335,15 @@ def _copied(rows: Tensor, copy: Tensor, slots: int, heads: int) -> Tensor:
     return rows
 
 
-def fill(rows: Any, words: dict[int, Any]) -> Any:
-    """The rows of an array with some words written."""
+def filled(words: dict[int, Any], width: int) -> Tensor:
+    """Rows (n, width) int32 with some words written, of which the first is a tensor; one row of zeros where n is 0."""
+    known = next(iter(words.values()))
+    rows = torch.zeros((max(1, len(known)), width), dtype=torch.int32, device=known.device)
     for word, value in words.items():
-        rows[:, word] = value
+        rows[: len(known), word] = value
     return rows
-
-
-def merges_of(pieces: np.ndarray, shape: tuple[int, int, int]) -> tuple[np.ndarray, int]:
-    """Merges (m, MERGE) of rows that are cut, and their slots. `shape`: batch elements, heads and tiles of `pieces`."""
-    cuts = np.flatnonzero(pieces > 1)
-    batch, head, tile = np.unravel_index(cuts, shape)
-    count = pieces[cuts]
-    words = {PartMerge.BATCH: batch, PartMerge.HEAD: head, PartMerge.TILE: tile}
-    merges = np.zeros((max(1, len(cuts)), MERGE), dtype=np.int32)
-    fill(merges[: len(cuts)], words | {PartMerge.SLOT: np.cumsum(count) - count, PartMerge.COUNT: count})
-    return merges, int(count.sum())
 
 
 def _rows(x: Tensor, width: int) -> Tensor:
     """The tensor as rows of `width`, one row where it is empty: a kernel argument needs an address."""
     return x.reshape(-1, width) if x.numel() else x.new_zeros((1, max(1, width)))
-
-
-def _host_work(walk: Walk, device: torch.device, copies: int, heads: int, blocks: int, split: int | None) -> Work:
-    (Bl, Hl), few = walk.lead, walk.rows * FEW <= walk.block_rows
-    leads = Bl * Hl
-    made = work_items(walk, item_limit(row_lengths(walk).reshape(-1), leads, copies, blocks, split, few))
-    lead, tile, begin, end, slot = (
-        made.items[:, word].astype(np.int64) for word in (given.LEAD, given.TILE, given.BEGIN, given.END, given.SLOT)
-    )
-    words: dict[int, Any] = {RowItem.BATCH: lead // Hl, RowItem.HEAD: lead % Hl, RowItem.TILE: tile, RowItem.SLOT: slot}
-    base = before = np.int64(0)
-    for kind, tiles in walk.lists.items():
-        counts = tiles.counts.reshape(-1, walk.tiles)[lead, tile]
-        starts = tiles.starts.reshape(-1, walk.tiles)[lead, tile]
-        from_, to = np.clip(begin - before, 0, counts), np.clip(end - before, 0, counts)
-        first, number = LISTS[kind]
-        words[first], words[number] = base + starts + from_, to - from_
-        before, base = before + counts, base + len(tiles.indices)
-    items = fill(np.zeros((len(lead), ITEM), dtype=np.int32), words | {RowItem.LEAD: lead, RowItem.VALID: 1})
-    merges = np.zeros((max(1, len(made.merges)), MERGE), dtype=np.int32)
-    which, cut_tile, slot, count = (made.merges[:, word] for word in (given.LEAD, given.TILE, given.FIRST, given.COUNT))
-    words = {PartMerge.BATCH: which // Hl, PartMerge.HEAD: which % Hl, PartMerge.TILE: cut_tile, PartMerge.SLOT: slot}
-    fill(merges[: len(which)], words | {PartMerge.COUNT: count})
-    every, merged = for_every_head(
-        torch.from_numpy(items), torch.from_numpy(end - begin), torch.from_numpy(merges), made.slots, leads, copies,
-        heads, blocks,
-    )  # fmt: skip
-    return Work(every.to(device), merged.to(device), made.slots * copies)
-
-
-def _device_work(walk: Walk, copies: int, heads: int, blocks: int) -> Work:
-    counts = [tiles.counts.reshape(-1).long() for tiles in walk.lists.values()]
-    starts = [tiles.starts.reshape(-1).long() for tiles in walk.lists.values()]
-    n, device = counts[0].shape[0], counts[0].device
-    row = torch.arange(n, device=device)
-    lead = row // walk.tiles
-    Bl, Hl = walk.lead
-    words: dict[int, Any] = {
-        RowItem.BATCH: lead // Hl,
-        RowItem.HEAD: lead % Hl,
-        RowItem.TILE: row % walk.tiles,
-        RowItem.SLOT: -1,
-    }
-    base = 0
-    for i, (kind, tiles) in enumerate(walk.lists.items()):
-        first, number = LISTS[kind]
-        words[first], words[number] = starts[i] + base, counts[i]
-        base += len(tiles.indices)
-    items = torch.zeros((n, ITEM), dtype=torch.int64, device=device)
-    fill(items, words | {RowItem.LEAD: lead, RowItem.VALID: 1})
-    lengths, order = torch.sort(sum(counts), descending=True, stable=True)
-    merges = torch.zeros((1, MERGE), dtype=torch.int32, device=device)
-    every, _ = for_every_head(items[order].int(), lengths, merges, 0, Bl * Hl, copies, heads, blocks)
-    return Work(every, merges, 0)

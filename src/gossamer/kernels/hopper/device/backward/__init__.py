@@ -1,22 +1,20 @@
 """The backward kernels: dK, dV and dQ of a walk over key tiles, and what runs before and after it.
 
-The column kernel (kernel.py) walks `layout.columns`: rows of that walk are keys, its columns queries. Its arguments:
+The column kernel (kernel.py) walks `layout.columns`: rows of that walk are keys, its columns queries. Shapes and types
+of its arguments are those of `ColumnArguments` (block.py). dk and dv are written whole.
 
-q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E), dout (B, H, Q, E); dk (B, G, K, D), dv (B, G, K, E) are written whole.
-terms (2, B, H, Qp) float32, Qp = Q rounded up to 128. terms[0] is lse * log2(e), +inf for an empty row and past Q;
-    terms[1] is rowsum(dout * out) - dlse, 0 past Q. So p = exp2(exponent * s - terms[0]) is 0 where nothing is kept.
-dq_sum (B, H, Qp / 64, 64 * D) float32, D padded, zeroed before the launch: the sum of dS K, without the scale. A tile
-    of 64 rows is stored as its accumulator lies in the registers of a warpgroup: element (j * 128 + t) * 4 + 2 * r + c
-    is row 16 * (t // 32) + t % 32 // 4 + 8 * r, column 8 * j + 2 * (t % 4) + c, for j < D / 8, t < 128, r and c < 2.
+terms: Qp is Q rounded up to 128. terms[0] is lse * log2(e), +inf for an empty row and past Q; terms[1] is
+    rowsum(dout * out) - dlse, 0 past Q. So p = exp2(exponent * s - terms[0]) is 0 where nothing is kept.
+dq_sum: the sum of dS K without the scale, D padded; zeroed before the launch. A tile of 64 rows is stored as its
+    accumulator lies in the registers of a warpgroup: element (j * 128 + t) * 4 + 2 * r + c is row
+    16 * (t // 32) + t % 32 // 4 + 8 * r, column 8 * j + 2 * (t % 4) + c, for j < D / 8, t < 128, r and c < 2.
     One tile is one contiguous block, added to by bulk reduction; only (1, 1, 1, 64 * D) floats, unread, without dQ.
-work (n, ITEM) int32, segments (m, SEGMENT) int32, lists, lo, hi and pool: see below and column_items.py.
-part_dk (slots, block_kv, D), part_dv (slots, block_kv, E) float32: parts of split columns, without the scale, every row
-    written; summed in slot order afterwards, times the scale for dk.
-lengths (B,) int32 where the configuration has them, else None: keys j >= lengths[b] are not attended. Their dk and dv
-    are zero, and they add nothing to dq_sum.
-tile_counter (1,) int32, then before, exponent, factor (Float32) and items (n), blocks (Int32):
-    scores are s = q . k; "fold": exponent = scale * log2(e), before = 1 (any sign of the scale, zero too);
-    "softcap": before = scale / softcap, exponent = softcap * log2(e). factor = scale is what dk is multiplied by.
+work, segments, lists, lo, hi and pool: see below and column_items.py.
+part_dk, part_dv: parts of split columns, without the scale, every row written; summed in slot order afterwards, times
+    the scale for dk.
+lengths: keys j >= lengths[b] are not attended. Their dk and dv are zero, and they add nothing to dq_sum.
+before, exponent, factor: scores are s = q . k; "fold": exponent = scale * log2(e), before = 1 (any sign of the scale,
+    zero too); "softcap": before = scale / softcap, exponent = softcap * log2(e). dk is multiplied by factor = scale.
 
 An item is 16 words: batch, key head, key tile, slot (-1: not split), first segment, segments, 1, and with lengths the
 keys that count (the kernel fills these in). It computes one key tile of one key head over its segments, and writes dk

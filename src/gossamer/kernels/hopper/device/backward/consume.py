@@ -10,8 +10,8 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.backward.fields import ColumnBarrier, Kind, high, low
-from gossamer.kernels.hopper.device.backward.warpgroup import put_tile, row_terms
+from gossamer.kernels.hopper.device.backward.block import ColumnBlock
+from gossamer.kernels.hopper.device.backward.common import ColumnBarrier, Kind, high, low, put_tile, row_terms
 from gossamer.kernels.hopper.device.column_items import ColumnItem
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque
 from gossamer.kernels.hopper.device.tiles import accumulator, issue, product_of, transposed
@@ -24,9 +24,10 @@ class ColumnConsumer(Opaque):
     products of the other block run.
     """
 
-    def __init__(self, config: Any, block: Any, masks: Any) -> None:
+    def __init__(self, block: ColumnBlock, masks: Any) -> None:
+        config = block.config
         self.config, self.block, self.masks, self.thread = config, block, masks, masks.thread
-        dtype, step, tiles = NUMBERS[config.dtype], config.step, block.tiles
+        dtype, step = NUMBERS[config.dtype], config.step
         self.halves = step // ROWS  # times 64 queries of a step
         self.mma_s = product_of(dtype, step)
         self.mma_dv, self.mma_dk = [
@@ -35,14 +36,14 @@ class ColumnConsumer(Opaque):
         of_s, of_dv, of_dk = [mma.get_slice(0) for mma in (self.mma_s, self.mma_dv, self.mma_dk)]
         k, v = [
             cute.flat_divide(tile[None, None, 0], (ROWS, columns))
-            for tile, columns in ((tiles.k, config.D), (tiles.v, config.E))
+            for tile, columns in ((block.s_k, config.D), (block.s_v, config.E))
         ]
-        q_transposed = transposed(tiles.q, step, config.D, block.q.stages)
-        do_transposed = transposed(tiles.dout, step, config.E, block.dout.stages)
+        q_transposed = transposed(block.s_q, step, config.D, block.q.stages)
+        do_transposed = transposed(block.s_dout, step, config.E, block.dout.stages)
         self.frag_k = of_s.make_fragment_A(of_s.partition_A(k))  # of both warpgroups, as that of V
         self.frag_v = of_s.make_fragment_A(of_s.partition_A(v))
-        self.frag_q = of_s.make_fragment_B(of_s.partition_B(tiles.q))
-        self.frag_do = of_s.make_fragment_B(of_s.partition_B(tiles.dout))
+        self.frag_q = of_s.make_fragment_B(of_s.partition_B(block.s_q))
+        self.frag_do = of_s.make_fragment_B(of_s.partition_B(block.s_dout))
         self.frag_qt = of_dk.make_fragment_B(of_dk.partition_B(q_transposed))
         self.frag_dot = of_dv.make_fragment_B(of_dv.partition_B(do_transposed))
         self.frag_p = of_dv.make_fragment_A(of_dv.partition_shape_A((ROWS, step)))
@@ -119,10 +120,10 @@ class ColumnConsumer(Opaque):
     @cute.jit
     def probabilities(self, stage, lse):
         """P^T = exp2(S^T - lse) of the pairs that are kept, in 16 bits."""
-        c, factors = self.config, self.block.arguments.factors
+        c, a = self.config, self.block.arguments
         acc = self.acc_s
         if const_expr(c.score == "softcap"):
-            instructions.soft_cap(acc, factors.before_cap)
+            instructions.soft_cap(acc, a.before)
         packed = cute.recast_tensor(self.frag_p, Int32)
         for i in cutlass.range_constexpr(cute.size(acc) // 2):
             if const_expr(i > 0 and i % (ROWS // 4) == 0):
@@ -131,7 +132,7 @@ class ColumnConsumer(Opaque):
             slope = [1.0, 1.0]
             for e in cutlass.range_constexpr(2):
                 x = p[e]
-                p[e] = cute.math.exp2(x * factors.exponent - lse[e, i // 2 % (ROWS // 8)], fastmath=True)
+                p[e] = cute.math.exp2(x * a.exponent - lse[e, i // 2 % (ROWS // 8)], fastmath=True)
                 slope[e] = 1.0 - x * x
             packed[i] = instructions.pack(p[0], p[1], self.frag_p.element_type)
             if const_expr(c.score == "softcap"):
@@ -173,9 +174,9 @@ class ColumnConsumer(Opaque):
         a, block, thread, threads = self.block.arguments, self.block, self.thread, WARPGROUP + 32
         cute.arch.barrier(barrier_id=ColumnBarrier.STAGING_FREE + thread.warpgroup, number_of_threads=threads)
         if slot < 0:
-            instructions.multiply(self.acc_dk, a.factors.scale)
-            put_tile(self.acc_dk, self.mma_dk, thread, block.dk[None, None, thread.warpgroup])
-            put_tile(self.acc_dv, self.mma_dv, thread, block.dv[None, None, thread.warpgroup])
+            instructions.multiply(self.acc_dk, a.factor)
+            put_tile(self.acc_dk, self.mma_dk, thread, block.s_dk[None, None, thread.warpgroup])
+            put_tile(self.acc_dv, self.mma_dv, thread, block.s_dv[None, None, thread.warpgroup])
             cute.arch.fence_view_async_shared()
         else:
             for acc, part in ((self.acc_dk, a.part_dk), (self.acc_dv, a.part_dv)):

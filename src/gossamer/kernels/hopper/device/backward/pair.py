@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
+from gossamer.kernels.hopper.device.backward.block import TileColumnBlock
+from gossamer.kernels.hopper.device.backward.common import STAGES, ColumnBarrier, row_terms
 from gossamer.kernels.hopper.device.backward.consume import ColumnConsumer
-from gossamer.kernels.hopper.device.backward.fields import STAGES, ColumnBarrier, Step, add_four
-from gossamer.kernels.hopper.device.backward.produce import dq_share
-from gossamer.kernels.hopper.device.backward.warpgroup import row_terms
 from gossamer.kernels.hopper.device.column_items import ColumnItem
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP
-from gossamer.kernels.hopper.device.configurations import BackwardConfig
 from gossamer.kernels.hopper.device.tiles import accumulator, issue, product_of, transposed
 
 
@@ -26,25 +23,24 @@ class PairConsumer(ColumnConsumer):
     times 64 queries.
     """
 
-    def __init__(self, config: BackwardConfig, block: Any, masks: Any) -> None:
-        super().__init__(config, block, masks)
+    def __init__(self, block: TileColumnBlock, masks: Any) -> None:
+        super().__init__(block, masks)
+        config = block.config
         if not config.with_dq:
             return
         dtype, step, thread = NUMBERS[config.dtype], config.step, self.thread
         self.dq_columns = config.D // 2 * self.halves
         self.mma_dq = product_of(dtype, self.dq_columns, transposed=True)
         of_dq = self.mma_dq.get_slice(0)
-        k_transposed = transposed(block.tiles.k[None, None, 0], config.block_kv, config.D)
+        k_transposed = transposed(block.s_k[None, None, 0], config.block_kv, config.D)
         k_transposed = cute.flat_divide(k_transposed, (self.dq_columns, config.block_kv))
-        ds = cute.flat_divide(block.ds, (ROWS, config.block_kv))
+        ds = cute.flat_divide(block.s_ds, (ROWS, config.block_kv))
         self.frag_kt = of_dq.make_fragment_B(of_dq.partition_B(k_transposed))
         self.frag_dsq = of_dq.make_fragment_A(of_dq.partition_A(ds))
-        ds_transposed = cute.flat_divide(transposed(block.ds, step, config.block_kv, STAGES), (ROWS, step))
+        ds_transposed = cute.flat_divide(transposed(block.s_ds, step, config.block_kv, STAGES), (ROWS, step))
         self.ds_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=True, num_matrices=4), dtype)
         self.ds_copy = cute.make_tiled_copy_C(self.ds_atom, self.mma_s).get_slice(thread.thread)
         self.ds_to = self.ds_copy.partition_D(ds_transposed)
-        self.dq_place = cute.make_rmem_tensor((3,), Int32)  # first query, head and batch of a step
-        self.dq_place.fill(0)
 
     @cute.jit
     def step(self, n, m, begin):
@@ -102,7 +98,6 @@ class PairConsumer(ColumnConsumer):
             cute.arch.barrier_arrive(barrier_id=number, number_of_threads=2 * WARPGROUP)
             if started:
                 self.put_dq(acc_dq)
-            self.remember_place(stage)
         # dK += dS^T Q
         issue(self.mma_dk, self.acc_dk, self.frag_ds, self.frag_qt[None, None, None, stage], True)
         if const_expr(self.halves > 1):  # the next S takes the registers of P
@@ -143,47 +138,23 @@ class PairConsumer(ColumnConsumer):
         """Issue this warpgroup's part of dQ = dS K of step `m`."""
         group = self.thread.warpgroup
         half, columns = (0, group) if const_expr(self.halves == 1) else (group, 0)
-        ds = self.frag_dsq[None, None, None, half, 0, self.ds_stage(m)]
+        ds = self.frag_dsq[None, None, None, half, 0, m & (STAGES - 1)]
         issue(self.mma_dq, acc_dq, ds, self.frag_kt[None, None, None, columns, 0], False)
-
-    def ds_stage(self, m: Any) -> Any:
-        """Where dS of step `m` lies."""
-        return m & (STAGES - 1)
 
     @cute.jit
     def put_score_gradient(self, m):
         """dS of step `m` to shared memory, for dQ."""
         packed = cute.make_tensor(self.frag_ds.iterator, self.acc_dp.layout)
-        to = self.ds_to[None, None, None, self.thread.warpgroup, 0, self.ds_stage(m)]
+        to = self.ds_to[None, None, None, self.thread.warpgroup, 0, m & (STAGES - 1)]
         cute.copy(self.ds_copy, self.ds_copy.retile(packed), to)
         cute.arch.fence_view_async_shared()
 
     @cute.jit
-    def remember_place(self, stage):
-        """Remember where dQ of the step in `stage` belongs, if that is added from registers."""
-        if const_expr(self.config.reduce == "direct"):
-            place = stage * self.halves + (self.thread.warpgroup if const_expr(self.halves > 1) else 0)
-            steps, place_of_dq = self.block.steps, self.dq_place
-            place_of_dq[0], place_of_dq[1] = steps[Step.QUERY, place], steps[Step.HEAD, place]
-            place_of_dq[2] = steps[Step.BATCH, place]
-
-    @cute.jit
     def put_dq(self, acc):
-        """A warpgroup's part of dQ to its staging memory for the sending warp, or to the sums in global memory."""
-        block, thread, vectors = self.block, self.thread, const_expr(cute.size(acc) // 4)
-        if const_expr(self.config.reduce == "bulk"):
-            threads = WARPGROUP + 32
-            cute.arch.barrier(barrier_id=ColumnBarrier.STAGING_FREE + thread.warpgroup, number_of_threads=threads)
-            from_ = cute.make_tensor(acc.iterator, cute.make_layout((4, vectors)))
-            cute.autovec_copy(from_, block.staging[None, thread.thread, None, thread.warpgroup])
-            cute.arch.fence_view_async_shared()
-            number = ColumnBarrier.STAGING_FULL + thread.warpgroup
-            cute.arch.barrier_arrive(barrier_id=number, number_of_threads=threads)
-        else:
-            place_of_dq = self.dq_place
-            to = dq_share(
-                block.arguments.dq_sum, self.config, place_of_dq[0], place_of_dq[1], place_of_dq[2], thread.warpgroup
-            )
-            for j in cutlass.range_constexpr(vectors):
-                at = to.iterator + 4 * (j * WARPGROUP + thread.thread)
-                add_four(at, *[acc[4 * j + i] for i in range(4)])
+        """A warpgroup's part of dQ to its staging memory, for the sending warp."""
+        thread, threads = self.thread, WARPGROUP + 32
+        cute.arch.barrier(barrier_id=ColumnBarrier.STAGING_FREE + thread.warpgroup, number_of_threads=threads)
+        from_ = cute.make_tensor(acc.iterator, cute.make_layout((4, const_expr(cute.size(acc) // 4))))
+        cute.autovec_copy(from_, self.block.staging[None, thread.thread, None, thread.warpgroup])
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier_arrive(barrier_id=ColumnBarrier.STAGING_FULL + thread.warpgroup, number_of_threads=threads)

@@ -10,7 +10,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from gossamer.kernels.hopper.device.backward.fields import STEP, ColumnBarrier, Kind, Step, bulk_add
+from gossamer.kernels.hopper.device.backward.block import ColumnBlock, TileColumnBlock
+from gossamer.kernels.hopper.device.backward.common import STEP, ColumnBarrier, Kind, Step, bulk_add
 from gossamer.kernels.hopper.device.column_items import SEGMENT, ColumnItem, Segment
 from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Opaque, Ring, within_keys
 from gossamer.kernels.hopper.device.row_items import ITEM
@@ -51,31 +52,28 @@ class ColumnWork(WorkList):
         return word
 
 
-@dataclass(frozen=True, eq=False)
 class RowLoader(Opaque):
-    """What fills a ring with tiles of 64 queries of Q or dO, and their row terms."""
+    """What fills a ring with tiles of 64 queries of Q or dO, and their row terms: the first or the second of them."""
 
-    ring: Ring
-    tma: Tma
-    to: Any
-    from_: Any
-    bytes: int
-    term: int  # which of the terms
-    terms: cute.Tensor  # (2, B, H, Qp)
-    shared_terms: cute.Tensor  # (64, halves of stages)
-    halves: int  # tiles of a stage
+    def __init__(
+        self, block: TileColumnBlock, ring: Ring, tma: Tma, tiles: Any, columns: int, term: int, to: Any
+    ) -> None:
+        self.ring, self.tma, self.steps, self.halves = ring, tma, block.steps, block.config.step // ROWS
+        self.to, self.from_ = partition(tma, cute.flat_divide(tiles, (ROWS, columns)), ROWS, columns)
+        self.bytes = 2 * ROWS * columns + 4 * ROWS
+        self.terms, self.term, self.shared_terms = block.arguments.terms, term, to
 
     @cute.jit
-    def load(self, n, half, first, head, batch, steps: cutlass.Constexpr = None, word=None):
+    def load(self, n, half, first, head, batch, word=None):
         """Fill a half of the n-th use with the queries from `first` on; `word` describes them, a word of each lane."""
         stage = self.ring.wait_empty_at(n)
-        if const_expr(steps is not None):
+        if const_expr(word is not None):
             if cute.arch.lane_idx() < STEP:
-                steps[cute.arch.lane_idx(), stage * self.halves + half] = word
+                self.steps[cute.arch.lane_idx(), stage * self.halves + half] = word
             cute.arch.sync_warp()
         full = self.ring.full + stage
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, self.bytes + 4 * ROWS)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.bytes)
         from_ = self.from_[None, first // ROWS, head, batch]
         cute.copy(self.tma.atom, from_, self.to[None, half, 0, stage], tma_bar_ptr=full)
         terms, to = self.terms[self.term, batch, head, None], self.shared_terms[None, stage * self.halves + half]
@@ -87,24 +85,20 @@ class RowLoader(Opaque):
 class Producer(Opaque):
     """The warp that takes items and loads K, V, and Q and dO of each step, by TMA."""
 
-    def __init__(self, config: Any, block: Any, work: ColumnWork) -> None:
-        self.config, self.block, self.work = config, block, work
-        self.halves, a = config.step // ROWS, block.arguments
-        self.load_q = self.row_loader(block.q, a.q, block.tiles.q, config.D, 0, block.lse)
-        self.load_do = self.row_loader(block.dout, a.dout, block.tiles.dout, config.E, 1, block.delta)
-        self.load_k = tile_loader(block.k, a.k, block.tiles.k, config.block_kv, config.D)
-        self.load_v = tile_loader(block.v, a.v, block.tiles.v, config.block_kv, config.E)
-
-    def row_loader(self, ring: Ring, tma: Tma, shared: Any, columns: int, term: int, shared_terms: Any) -> RowLoader:
-        terms = self.block.arguments.terms
-        to, from_ = partition(tma, cute.flat_divide(shared, (ROWS, columns)), ROWS, columns)
-        return RowLoader(ring, tma, to, from_, 2 * ROWS * columns, term, terms, shared_terms, self.halves)
+    def __init__(self, block: TileColumnBlock, work: ColumnWork) -> None:
+        self.config, self.block, self.work = block.config, block, work
+        c, a = block.config, block.arguments
+        self.halves = c.step // ROWS
+        self.load_q = RowLoader(block, block.q, a.q, block.s_q, c.D, 0, block.lse)
+        self.load_do = RowLoader(block, block.dout, a.dout, block.s_dout, c.E, 1, block.delta)
+        self.load_k = tile_loader(block.k, a.k, block.s_k, c.block_kv, c.D)
+        self.load_v = tile_loader(block.v, a.v, block.s_v, c.block_kv, c.E)
 
     @cute.jit
     def produce(self):
         """For each item K, V and the steps of its segments, then a step that says it is over."""
         c, block, work, item = self.config, self.block, self.work, self.block.item
-        lists, segments, steps = block.arguments.lists, block.arguments.segments, block.steps
+        a, steps = block.arguments, block.steps
         lane = cute.arch.lane_idx()
         turn, n, m = Int32(0), Int32(0), Int32(0)  # items, stages of Q, stages of dO so far
         half = Int32(0)  # of the step that is being filled
@@ -130,7 +124,7 @@ class Producer(Opaque):
                 for s in cutlass.range(count, unroll=1):
                     part = Int32(0)
                     if lane < SEGMENT:
-                        part = segments[at_segment + s, lane]
+                        part = a.segments[at_segment + s, lane]
                     head = group * block.ratio + cute.arch.shuffle_sync(part, Segment.HEAD)
                     lead = cute.arch.shuffle_sync(part, Segment.LEAD)
                     fulls = cute.arch.shuffle_sync(part, Segment.FULL_COUNT)
@@ -144,7 +138,7 @@ class Producer(Opaque):
                         # The queries that any key of the tile keeps: both bounds ascend with the keys.
                         last = tile * c.block_kv + c.block_kv - 1
                         last = last if last < keys else keys - 1
-                        lowest, highest = lists.lo[lead, tile * c.block_kv], lists.hi[lead, last]
+                        lowest, highest = a.lo[lead, tile * c.block_kv], a.hi[lead, last]
                     for i in cutlass.range(total, unroll=1):
                         kind = Int32(Kind.FULL)
                         entry = Int32(0)
@@ -156,11 +150,11 @@ class Producer(Opaque):
                             if i >= fulls + intervals:
                                 kind = Int32(Kind.BITS)
                                 at = at_bits + i
-                                entry = lists.entries[1, at] * c.block_kv
+                                entry = a.lists[1, at] * c.block_kv
                         elif ragged != 0:
                             # Keys that do not exist have score 0: far above a very negative lse, p overflows.
                             kind, entry = Int32(Kind.INTERVAL), Int32(-1)
-                        begin = lists.entries[0, at] * c.block_q
+                        begin = a.lists[0, at] * c.block_q
                         for p in cutlass.range(c.block_q // ROWS, unroll=1):
                             first = begin + p * ROWS
                             wanted = first < block.queries
@@ -168,17 +162,13 @@ class Producer(Opaque):
                                 wanted = wanted and lowest < first + ROWS and highest > first
                             if wanted:
                                 value = kind
-                                if lane == Step.QUERY:
-                                    value = first
-                                if lane == Step.ENTRY:
-                                    value = entry
-                                if lane == Step.WORD:
-                                    value = p * (ROWS // 32)
-                                if lane == Step.HEAD:
-                                    value = head
-                                if lane == Step.BATCH:
-                                    value = batch
-                                self.load_q.load(n, half, first, head, batch, steps, value)
+                                for place, known, times in (
+                                    (Step.QUERY, first, 1), (Step.ENTRY, entry, 1), (Step.WORD, p, ROWS // 32),
+                                    (Step.HEAD, head, 1), (Step.BATCH, batch, 1),
+                                ):  # fmt: skip
+                                    if lane == place:
+                                        value = known * times
+                                self.load_q.load(n, half, first, head, batch, value)
                                 if v_pending != 0:
                                     self.load_v.load(turn, tile, group, batch)
                                 v_pending = Int32(0)
@@ -192,7 +182,7 @@ class Producer(Opaque):
                         head = cute.arch.shuffle_sync(value, Step.HEAD)
                         if lane == Step.KIND:
                             value = Int32(Kind.NOTHING)
-                        self.load_q.load(n, half, first, head, batch, steps, value)
+                        self.load_q.load(n, half, first, head, batch, value)
                         self.load_do.load(m, half, first, head, batch)
                         n, m, half = self.following(n, m, half)
                 word = work.next()  # while the consumers are still two steps behind
@@ -213,21 +203,13 @@ class Producer(Opaque):
         return n + half, m + half, 1 - half
 
 
-def dq_share(dq_sum: Any, config: Any, first: Any, head: Any, batch: Any, group: Any) -> Any:
-    """The floats of dq_sum that a warpgroup adds to: half of the columns of 64 queries, or all of them."""
-    row = dq_sum[batch, head, first // ROWS, None]
-    if config.step > ROWS:
-        return cute.local_tile(row, (ROWS * config.D,), (0,))
-    return cute.local_tile(row, (ROWS * config.D // 2,), (group,))
-
-
 class Sender(Opaque):
     """A warp that sends what a computing warpgroup leaves in shared memory: dQ of each step, dK and dV of each item."""
 
-    def __init__(self, config: Any, block: Any, group: Any) -> None:
-        self.config, self.block, self.group = config, block, group
-        self.dk_from, self.dk_to = partition(block.arguments.dk, block.dk, ROWS, config.D)
-        self.dv_from, self.dv_to = partition(block.arguments.dv, block.dv, ROWS, config.E)
+    def __init__(self, block: ColumnBlock, group: Any) -> None:
+        self.config, self.block, self.group = block.config, block, group
+        self.dk_from, self.dk_to = partition(block.arguments.dk, block.s_dk, ROWS, self.config.D)
+        self.dv_from, self.dv_to = partition(block.arguments.dv, block.s_dv, ROWS, self.config.E)
 
     @cute.jit
     def send(self, groups: cutlass.Constexpr, sends_dq: cutlass.Constexpr):
@@ -270,8 +252,12 @@ class Sender(Opaque):
         n += 1
         while kind != Kind.END:
             self.exchange()
-            target = dq_share(block.arguments.dq_sum, self.config, first, head, batch, self.group)
-            if const_expr(self.config.step == ROWS) or kind != Kind.NOTHING:
+            # Half of the columns of 64 queries, or all of them.
+            shares = const_expr(2 if self.config.step == ROWS else 1)
+            row = block.arguments.dq_sum[batch, head, first // ROWS, None]
+            share = self.group if const_expr(shares > 1) else 0
+            target = cute.local_tile(row, (ROWS * self.config.D // shares,), (share,))
+            if const_expr(shares > 1) or kind != Kind.NOTHING:
                 with cute.arch.elect_one():
                     staged = block.staging[None, None, None, self.group]
                     bulk_add(target.iterator, staged.iterator, 4 * cute.size(target))

@@ -6,63 +6,186 @@ rows a warpgroup, which computes S = Q K^T, dP = dO V^T, dS = P (dP - delta) and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
 
-from gossamer.kernels.hopper.device.backward.query_consume import QueryConsumer, RowRings, RowTiles
-from gossamer.kernels.hopper.device.backward.row_masks import TileRowMasks
-from gossamer.kernels.hopper.device.backward.warpgroup import Factors, Lists
-from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque, Ring, computing_thread
-from gossamer.kernels.hopper.device.configurations import QueryConfig
+from gossamer.kernels.hopper.device import instructions
+from gossamer.kernels.hopper.device.backward.block import QueryArguments, QueryBlock, TileQueryBlock
+from gossamer.kernels.hopper.device.backward.common import (
+    Kind,
+    clear,
+    put_part,
+    put_tile,
+    send_tile,
+    two_rows,
+)
+from gossamer.kernels.hopper.device.backward.masks import TileRowMasks
+from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Barrier, Opaque
 from gossamer.kernels.hopper.device.row_items import ITEM, RowItem
 from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles
-from gossamer.kernels.hopper.device.tiles import Tma, partition, tile_layout, tile_loader, tma
+from gossamer.kernels.hopper.device.tiles import (
+    accumulator,
+    issue,
+    partition,
+    product_of,
+    tile_layout,
+    tile_loader,
+    tma,
+    transposed,
+)
 from gossamer.kernels.hopper.device.work import TileRows
 
 
-class Arguments(NamedTuple):
-    """Parameters of the kernel, in order."""
-
-    q: Tma
-    dout: Tma
-    k: Tma
-    v: Tma
-    dq: Tma
-    terms: cute.Tensor
-    items: cute.Tensor
-    lists: Lists
-    part_dq: cute.Tensor
-    lengths: cute.Tensor | None
-    tile_counter: cute.Tensor
-    factors: Factors
-    count: Int32
+@cute.jit
+def probabilities(scores: cute.Tensor, lse: cute.Tensor, exponent: Float32, capped: cutlass.Constexpr) -> None:
+    """Scores to exp2(exponent * score - lse) in place, times the derivative of tanh where `capped`."""
+    for j in cutlass.range_constexpr(cute.size(scores) // 4):
+        for i in cutlass.range_constexpr(4 * j, 4 * j + 4):
+            score = scores[i]
+            p = cute.math.exp2(score * exponent - lse[i % 4 // 2], fastmath=True)
+            if const_expr(capped):
+                p = p * (1.0 - score * score)
+            scores[i] = p
 
 
-@dataclass(frozen=True, eq=False)
-class Block(Opaque):
-    """What the roles of a block share."""
+@cute.jit
+def score_gradients(p: cute.Tensor, dp: cute.Tensor, delta: cute.Tensor, to: cute.Tensor) -> None:
+    """dS = P (dP - delta) in 16 bits."""
+    packed = cute.recast_tensor(to, Int32)
+    for j in cutlass.range_constexpr(cute.size(packed) // 2):
+        for r in cutlass.range_constexpr(instructions.ROWS):
+            i = const_expr(4 * j + 2 * r)
+            a, b = p[i] * (dp[i] - delta[r]), p[i + 1] * (dp[i + 1] - delta[r])
+            packed[2 * j + r] = instructions.pack(a, b, to.element_type)
 
-    arguments: Arguments
-    ring: RowRings
-    tiles: RowTiles
 
-    @property
-    def rings(self) -> Any:
-        return tuple((ring,) for ring in self.ring)
+class QueryConsumer(Opaque):
+    """A warpgroup with 64 query rows of each item. `masks` says what is kept of each step.
+
+    A stage of the ring of Q is an item, with its dO; Q makes room for the item's dQ.
+    """
+
+    def __init__(self, block: QueryBlock, masks: Any) -> None:
+        config = block.config
+        self.config, self.block, self.item, self.masks, self.thread = config, block, block.item, masks, masks.thread
+        dtype, group = NUMBERS[config.dtype], self.thread.warpgroup
+        self.mma_s = product_of(dtype, config.step)
+        self.mma_dq = product_of(dtype, config.D, transposed=True, registers=True)
+        of_s, of_dq = self.mma_s.get_slice(0), self.mma_dq.get_slice(0)
+        self.frag_q = of_s.make_fragment_A(of_s.partition_A(block.s_q))[None, None, None, group]
+        self.frag_do = of_s.make_fragment_A(of_s.partition_A(block.s_dout))[None, None, None, group]
+        self.frag_k = of_s.make_fragment_B(of_s.partition_B(block.s_k))
+        self.frag_v = of_s.make_fragment_B(of_s.partition_B(block.s_v))
+        k_transposed = transposed(block.s_k, config.step, config.D, block.k.stages)
+        self.frag_kt = of_dq.make_fragment_B(of_dq.partition_B(k_transposed))
+        self.frag_ds = of_dq.make_fragment_A(of_dq.partition_shape_A((ROWS, config.step)))
+        self.acc_dq = accumulator(self.mma_dq, config.D)
+        self.lse, self.delta = two_rows(Float32), two_rows(Float32)
+        self.s_dq = block.s_q[None, None, group]
+
+    @cute.jit
+    def consume(self):
+        """All items."""
+        item, block = self.item, self.block
+        turn, kv = Int32(0), Int32(0)  # items, steps so far
+        block.q.wait_full(0, turn & 1)
+        running = item[RowItem.VALID]
+        while running != 0:
+            batch, head, tile = item[RowItem.BATCH], item[RowItem.HEAD], item[RowItem.TILE]
+            bounds = self.load_rows(batch, head, tile)
+            self.acc_dq.fill(0.0)
+            first = kv
+            kv = self.masks.walk(self, bounds, kv)
+            warpgroup.wait_group(0)
+            if kv != first:
+                block.k.release_at(kv - 1)
+            self.finish(batch, head)
+            turn += 1
+            block.q.wait_full(0, turn & 1)
+            running = item[RowItem.VALID]
+
+    @cute.jit
+    def load_rows(self, batch, head, tile):
+        """Load the terms of this thread's rows, and what masks them; returns what `masks` has found of the item."""
+        a, first = self.block.arguments, tile * self.config.block_q + self.thread.row
+        rows = cute.size(a.dq.tensor, mode=[0])
+        bounds = self.masks.begin(batch)
+        for r in cutlass.range_constexpr(instructions.ROWS):
+            row = first + 8 * r
+            row = row if row < rows else rows - 1
+            self.lse[r] = a.terms[0, batch, head, row]
+            self.delta[r] = a.terms[1, batch, head, row]
+            if const_expr(self.masks.has_bounds):
+                self.masks.load_row(bounds, r, row)
+        return bounds
+
+    @cute.jit
+    def step(self, kind: cutlass.Constexpr, kv, first, entry=None, part=None, column=None):
+        """S and dP of step `kv` while dQ of the one before ends (the item's first has none); then dS, and dQ begins.
+
+        entry: its tile, which is the column of one of intervals, the pool entry of one of bits; part: the step in it;
+        column: the tile column, where the end of the keys matters besides.
+        """
+        c, block, a = self.config, self.block, self.block.arguments
+        k_stage, k_phase = block.k.place(kv)
+        v_stage, v_phase = block.v.place(kv)
+        acc_s, acc_dp = accumulator(self.mma_s, c.step), accumulator(self.mma_s, c.step)
+        words = cute.make_rmem_tensor((instructions.ROWS, c.step // 32), Int32)
+        self.masks.load(words, kind, kv, entry, part, column)
+        block.k.wait_full(k_stage, k_phase)
+        # S = Q K^T
+        issue(self.mma_s, acc_s, self.frag_q, self.frag_k[None, None, None, k_stage], False)
+        block.v.wait_full(v_stage, v_phase)
+        warpgroup.wait_group(1)
+        if kv != first:
+            block.k.release_at(kv - 1)
+        # dP = dO V^T
+        issue(self.mma_s, acc_dp, self.frag_do, self.frag_v[None, None, None, v_stage], False)
+        warpgroup.wait_group(1)
+        if const_expr(c.score == "softcap"):
+            instructions.soft_cap(acc_s, a.before)
+        probabilities(acc_s, self.lse, a.exponent, c.score == "softcap")
+        if const_expr(kind is not Kind.FULL):
+            clear(acc_s, words)
+        warpgroup.wait_group(0)
+        block.v.release_at(kv)
+        score_gradients(acc_s, acc_dp, self.delta, self.frag_ds)
+        # dQ += dS K
+        issue(self.mma_dq, self.acc_dq, self.frag_ds, self.frag_kt[None, None, None, k_stage], True)
+
+    @cute.jit
+    def finish(self, batch, head):
+        """dQ of an item: times the scale, by TMA, or as a part of a split row."""
+        c, a, thread = self.config, self.block.arguments, self.thread
+        tile, slot = self.item[RowItem.TILE], self.item[RowItem.SLOT]
+        cute.arch.barrier(barrier_id=Barrier.Q_READ + thread.warpgroup, number_of_threads=WARPGROUP)
+        if slot < 0:
+            instructions.multiply(self.acc_dq, a.factor)
+            put_tile(self.acc_dq, self.mma_dq, thread, self.s_dq)
+            cute.arch.fence_view_async_shared()
+        else:
+            put_part(self.acc_dq, a.part_dq, slot, thread.row, thread.quad)
+        cute.arch.barrier(barrier_id=Barrier.Q_READ + thread.warpgroup, number_of_threads=WARPGROUP)
+        if thread.thread < 32:
+            if slot < 0:
+                send_tile(a.dq, self.s_dq, c.D, tile * (c.block_q // ROWS) + thread.warpgroup, head, batch)
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(self.block.q.empty)
 
 
 class ItemTiles(Opaque):
     """What loads Q and dO of an item, by TMA."""
 
-    def __init__(self, config: Any, arguments: Any, ring: Ring, shared: RowTiles) -> None:
-        self.config, self.ring, self.groups = config, ring, config.block_q // ROWS
-        self.q, self.dout = arguments.q.atom, arguments.dout.atom
-        self.q_to, self.q_from = partition(arguments.q, shared.q, ROWS, config.D)
-        self.do_to, self.do_from = partition(arguments.dout, shared.dout, ROWS, config.E)
+    def __init__(self, block: QueryBlock) -> None:
+        a, self.config, self.ring = block.arguments, block.config, block.q
+        self.groups, self.q, self.dout = self.config.block_q // ROWS, a.q.atom, a.dout.atom
+        self.q_to, self.q_from = partition(a.q, block.s_q, ROWS, self.config.D)
+        self.do_to, self.do_from = partition(a.dout, block.s_dout, ROWS, self.config.E)
 
     @cute.jit
     def load(self, turn, item):
@@ -81,70 +204,59 @@ class ItemTiles(Opaque):
 class QueryGradient(Shell):
     """The kernel of one configuration."""
 
-    def __init__(self, config: QueryConfig) -> None:
+    block_class: type[QueryBlock] = TileQueryBlock
+    ahead = 0  # descriptions of items for warps that gather
+    words = 0  # of shared memory, which mask steps of gathered columns
+
+    def __init__(self, config: Any) -> None:
         self.config = c = config
         self.groups = c.block_q // ROWS
         self.threads = WARPGROUP * (self.groups + 1)
         self.registers = {1: (24, 232), 2: (40, 232), 3: (32, 160)}[self.groups]
-        self.blocks = c.blocks_per_processor
+        self.blocks = c.blocks
         self.carveout = 100 if self.blocks > 1 else None
 
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,  # (B, H, Q, D)
-        k: cute.Tensor,  # (B, G, K, D)
-        v: cute.Tensor,  # (B, G, K, E)
-        dout: cute.Tensor,  # (B, H, Q, E)
-        terms: cute.Tensor,  # (2, B, H, Qp) float32: lse in base 2, delta
-        dq: cute.Tensor,  # (B, H, Q, D)
-        work: cute.Tensor,  # (n, ITEM) int32, as for the forward
-        lists: cute.Tensor,  # (2, n): tile column, pool entry
-        lo: cute.Tensor,  # (Bl * Hl, Q)
-        hi: cute.Tensor,
-        pool: cute.Tensor,  # (P * block_q, block_kv / 32)
-        part_dq: cute.Tensor,  # (slots, block_q, D) float32, without the scale
-        lengths: cute.Tensor | None,  # (B,) int32, None without `lengths` in the configuration
-        tile_counter: cute.Tensor,  # (1,) int32: items taken; zero before and after
-        before: Float32,  # factor of a score before the soft cap
-        exponent: Float32,  # factor of a score in exp2
-        factor: Float32,  # the scale
-        items: Int32,
-        blocks: Int32,
-        stream: Any,
-    ) -> None:
+        q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, dout: cute.Tensor, terms: cute.Tensor, dq: cute.Tensor,
+        work: cute.Tensor, lists: cute.Tensor, lo: cute.Tensor, hi: cute.Tensor, pool: cute.Tensor,
+        part_dq: cute.Tensor, lengths: cute.Tensor | None, tile_counter: cute.Tensor, before: Float32,
+        exponent: Float32, factor: Float32, items: Int32, blocks: Int32, stream: Any,
+    ) -> None:  # fmt: skip
+        """As in `QueryArguments`."""
         c = self.config
-        self.launch(
-            Arguments(
-                tma(q, ROWS, c.D), tma(dout, ROWS, c.E), tma(k, c.step, c.D), tma(v, c.step, c.E),
-                tma(dq, ROWS, c.D, store=True), terms, work, Lists(lists, lo, hi, pool), part_dq, lengths, tile_counter,
-                Factors(before, exponent, factor), items,
-            ),
-            blocks, stream,
+        arguments = QueryArguments(
+            q=tma(q, ROWS, c.D), dout=tma(dout, ROWS, c.E), k=tma(k, c.step, c.D),
+            v=tma(v, c.step, c.E), dq=tma(dq, ROWS, c.D, store=True), terms=terms, work=work,
+            lists=lists, lo=lo, hi=hi, pool=pool, part_dq=part_dq, lengths=lengths, tile_counter=tile_counter,
+            before=before, exponent=exponent, factor=factor, items=items,
         )  # fmt: skip
+        self.launch(arguments, blocks, stream)
 
-    def layouts(self) -> RowTiles:
+    def layouts(self) -> dict[str, Any]:
         """Of the tiles in shared memory."""
         c, dtype = self.config, NUMBERS[self.config.dtype]
-        return RowTiles(
-            tile_layout(dtype, ROWS, c.D, self.groups), tile_layout(dtype, ROWS, c.E, self.groups),
-            tile_layout(dtype, c.step, c.D, c.k_stages), tile_layout(dtype, c.step, c.E, c.v_stages),
-        )  # fmt: skip
+        return {
+            "q": tile_layout(dtype, ROWS, c.D, self.groups), "dout": tile_layout(dtype, ROWS, c.E, self.groups),
+            "k": tile_layout(dtype, c.step, c.D, c.k_stages), "v": tile_layout(dtype, c.step, c.E, c.v_stages),
+        }  # fmt: skip
 
     def memory(self) -> dict[str, Any]:
-        c, dtype = self.config, NUMBERS[self.config.dtype]
-        rings = barriers(q=1, k=c.k_stages, v=c.v_stages)
-        held = {name: tile_memory(dtype, layout) for name, layout in self.layouts()._asdict().items()}
-        return rings | {"item": array(Int32, ITEM)} | held
-
-    def block(self, arguments: Arguments, memory: Any) -> Block:
         c = self.config
-        rings = RowRings(
-            items_of(memory, "q", 1, self.groups), ring_of(memory, "k", c.k_stages, 1, 4 * self.groups),
-            ring_of(memory, "v", c.v_stages, 1, 4 * self.groups),
-        )  # fmt: skip
-        held = RowTiles(*[tiles(getattr(memory, name), x) for name, x in self.layouts()._asdict().items()])
-        return Block(arguments, rings, held)
+        return {
+            **barriers(q=1, ahead=self.ahead, k=c.k_stages, v=c.v_stages), "item": array(Int32, ITEM),
+            "ahead": array(Int32, ITEM * self.ahead), "words": array(Int32, self.words, 128),
+            **{name: tile_memory(NUMBERS[c.dtype], layout) for name, layout in self.layouts().items()},
+        }  # fmt: skip
+
+    def block(self, arguments: Any, memory: Any) -> Any:
+        c, q = self.config, items_of(memory, "q", 1, self.groups)
+        held = {f"s_{name}": tiles(getattr(memory, name), layout) for name, layout in self.layouts().items()}
+        k, v = [ring_of(memory, x, n, 1, 4 * self.groups) for x, n in (("k", c.k_stages), ("v", c.v_stages))]
+        return self.block_class(
+            config=c, arguments=arguments, rings=((q,), (k,), (v,)), q=q, k=k, v=v, item=q.item[None, 0], **held
+        )
 
     @cute.jit
     def serve(self, block, warp):
@@ -153,31 +265,28 @@ class QueryGradient(Shell):
 
     @cute.jit
     def compute(self, block):
-        a, item = block.arguments, block.ring.q.item[None, 0]
-        masks = TileRowMasks(self.config, computing_thread(), item, a.lists, a.lengths)
-        QueryConsumer(self.config, item, block.ring, block.tiles, masks, a.terms, a.factors, a.dq, a.part_dq).consume()
+        QueryConsumer(block, TileRowMasks(block)).consume()
 
     @cute.jit
     def produce(self, block):
         """The producer warp: items with their Q and dO, then K and V of each step."""
-        c, a, rings = self.config, block.arguments, block.ring
-        item = rings.q.item[None, 0]
+        c, a, item = self.config, block.arguments, block.item
         steps = c.block_kv // c.step  # of a tile
         ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k.tensor, mode=[2])
-        own = ItemTiles(c, a, rings.q, block.tiles)
-        load_k = tile_loader(rings.k, a.k, block.tiles.k, c.step, c.D)
-        load_v = tile_loader(rings.v, a.v, block.tiles.v, c.step, c.E)
-        columns = a.lists.entries[0, None]
-        work = TileRows(a.items, a.tile_counter, a.count, columns, a.lengths, c.block_kv, c.lengths)
+        own = ItemTiles(block)
+        load_k = tile_loader(block.k, a.k, block.s_k, c.step, c.D)
+        load_v = tile_loader(block.v, a.v, block.s_v, c.step, c.E)
+        columns = a.lists[0, None]
+        work = TileRows(a.work, a.tile_counter, a.items, columns, a.lengths, c.block_kv, c.lengths)
         word = work.first()
         turn, kv = Int32(0), Int32(0)  # items, steps so far
         running = Int32(1)
         while running != 0:
-            rings.q.describe(turn, word)
+            block.q.describe(turn, word)
             running = item[RowItem.VALID]
             turn += 1
             if running != 0:
-                batch, head = own.load(turn, rings.q.item)
+                batch, head = own.load(turn, block.q.item)
                 group = head // ratio
                 fulls, intervals = item[RowItem.FULL_COUNT], item[RowItem.INTERVAL_COUNT]
                 at_full, at_interval = item[RowItem.FULL_START], item[RowItem.INTERVAL_START] - fulls
@@ -193,4 +302,4 @@ class QueryGradient(Shell):
                 word = work.next()
             else:
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(rings.q.full)
+                    cute.arch.mbarrier_arrive(block.q.full)

@@ -6,8 +6,7 @@ word holds 32 columns of a row, shifted to a thread's first; a step has words fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -15,17 +14,8 @@ from cutlass import Int32, const_expr
 
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.common import FAR, ROWS, WARPGROUP, Barrier, Opaque, Thread, within_keys
-from gossamer.kernels.hopper.device.configurations import ForwardConfig
+from gossamer.kernels.hopper.device.forward.block import ForwardBlock
 from gossamer.kernels.hopper.device.row_items import RowItem
-
-
-class Lists(NamedTuple):
-    """The lists of a block layout's rows."""
-
-    entries: cute.Tensor  # (2, n) int32: tile column, pool entry
-    lo: cute.Tensor  # (Bl * Hl, Q) int32: the interval of a row
-    hi: cute.Tensor
-    pool: cute.Tensor  # (P * block_q, block_kv / 32) int32: a bit a pair
 
 
 @cute.jit
@@ -54,83 +44,56 @@ def two(dtype: Any = Int32) -> Any:
     return cute.make_rmem_tensor((instructions.ROWS,), dtype)
 
 
-@dataclass(frozen=True, eq=False)
-class Bounds(Opaque):
-    """Intervals of an item's rows, which a warp puts into shared memory for the warpgroup that it serves."""
-
-    config: ForwardConfig
-    lists: Lists
-    item: cute.Tensor
-    shared: cute.Tensor  # (block_q, 2, stages)
-    warpgroup: Int32
-    rows: Int32  # of a head
-
-    @cute.jit
-    def load(self, stage):
-        """Put what masks the steps of an item into shared memory."""
-        c, item = self.config, self.item
-        if item[RowItem.INTERVAL_COUNT, stage] > 0:
-            mine, lead = self.warpgroup * ROWS + cute.arch.lane_idx(), item[RowItem.LEAD, stage]
-            found = []
-            for i in cutlass.range_constexpr(ROWS // 32):
-                row = item[RowItem.TILE, stage] * c.block_q + mine + 32 * i
-                row = row if row < self.rows else self.rows - 1
-                found.append((self.lists.lo[lead, row], self.lists.hi[lead, row]))
-            start = self.lists.entries[0, item[RowItem.INTERVAL_START, stage]] * c.block_kv
-            for i in cutlass.range_constexpr(ROWS // 32):
-                self.shared[mine + 32 * i, 0, stage], self.shared[mine + 32 * i, 1, stage] = found[i]
-            item[RowItem.FIRST_INTERVAL, stage] = start
-        if const_expr(c.lengths):
-            item[RowItem.FIRST_COLUMN, stage] = self.lists.entries[0, first_entry(item, stage)] * c.block_kv
-        cute.arch.barrier_arrive(barrier_id=Barrier.BOUNDS + self.warpgroup, number_of_threads=WARPGROUP + 32)
+def packed_mask(columns: int) -> Any:
+    """Registers for the mask words of so many columns."""
+    return cute.make_rmem_tensor((instructions.ROWS, columns // 32), Int32)
 
 
-@dataclass(frozen=True, eq=False)
+@cute.jit
+def share_bounds(block, me, stage):
+    """Put the intervals of an item's rows into shared memory for warpgroup `me`, and the columns of its first tiles."""
+    a, c, item = block.arguments, block.config, block.items.item
+    if item[RowItem.INTERVAL_COUNT, stage] > 0:
+        mine, lead = me * ROWS + cute.arch.lane_idx(), item[RowItem.LEAD, stage]
+        rows = cute.size(a.out.tensor, mode=[0])
+        found = []
+        for i in cutlass.range_constexpr(ROWS // 32):
+            row = item[RowItem.TILE, stage] * c.block_q + mine + 32 * i
+            row = row if row < rows else rows - 1
+            found.append((a.lo[lead, row], a.hi[lead, row]))
+        start = a.lists[0, item[RowItem.INTERVAL_START, stage]] * c.block_kv
+        for i in cutlass.range_constexpr(ROWS // 32):
+            block.bounds[mine + 32 * i, 0, stage], block.bounds[mine + 32 * i, 1, stage] = found[i]
+        item[RowItem.FIRST_INTERVAL, stage] = start
+    if const_expr(c.lengths):
+        item[RowItem.FIRST_COLUMN, stage] = a.lists[0, first_entry(item, stage)] * c.block_kv
+    cute.arch.barrier_arrive(barrier_id=Barrier.BOUNDS + me, number_of_threads=WARPGROUP + 32)
+
+
 class BlockMask(Opaque):
     """The mask source of a block layout. What masks an item's first step is fetched before that step, and kept."""
 
-    config: ForwardConfig
-    groups: int
-    thread: Thread
-    item: cute.Tensor
-    bounds: cute.Tensor  # (block_q, 2, stages) in shared memory
-    lists: Lists
-    lengths: cute.Tensor
-    column: Any  # the first step's; then its rows' intervals, whether anything masks it, and its words
-    lo: Any
-    hi: Any
-    masked: Any
-    words: Any
-    length: Any  # of the item's batch element, less this thread's first column
-
     with_keys = False  # it is in memory, and needs no key to be there
 
-    @classmethod
-    def of(
-        cls, config: ForwardConfig, groups: int, thread: Thread, item: Any, bounds: Any, lists: Lists, lengths: Any
-    ) -> BlockMask:
-        column, lo, hi, masked = one(), two(), two(), one()
-        words = cute.make_rmem_tensor((instructions.ROWS, config.step // 32), Int32)
-        return cls(config, groups, thread, item, bounds, lists, lengths, column, lo, hi, masked, words, one())
-
-    @property
-    def parts(self) -> int:
-        """Steps of a tile."""
-        return self.config.block_kv // self.config.step
-
-    def reset(self) -> None:
-        """No item has begun."""
+    def __init__(self, block: ForwardBlock, thread: Thread) -> None:
+        self.block, self.arguments, self.config, self.thread = block, block.arguments, block.config, thread
+        self.item, self.parts = block.items.item, self.config.block_kv // self.config.step
+        self.column = one()  # the first step's; then its rows' intervals, whether anything masks it, and its words
+        self.lo, self.hi, self.masked = two(), two(), one()
+        self.words = packed_mask(self.config.step)
+        self.length = one()  # of the item's batch element, less this thread's first column
         self.length.fill(0)
 
-    @cute.jit
-    def count(self, stage):
+    def count(self, stage: Any) -> Any:
         """How many tiles an item walks."""
         return tiles_of(self.item, stage)
 
     @cute.jit
     def column_of(self, start, i):
         """The first column of step `i` of a list."""
-        return self.lists.entries[0, start + i // self.parts] * self.config.block_kv + i % self.parts * self.config.step
+        return (
+            self.arguments.lists[0, start + i // self.parts] * self.config.block_kv + i % self.parts * self.config.step
+        )
 
     @cute.jit
     def prepare(self, stage):
@@ -142,7 +105,7 @@ class BlockMask(Opaque):
         self.column[0] = item[RowItem.FIRST_INTERVAL, stage]
         if const_expr(self.config.lengths):
             self.column[0] = item[RowItem.FIRST_COLUMN, stage]
-            self.length[0] = within_keys(self.lengths[item[RowItem.BATCH, stage]]) - self.thread.quad
+            self.length[0] = within_keys(self.arguments.lengths[item[RowItem.BATCH, stage]]) - self.thread.quad
         lo, hi = self.row_bounds(stage)
         by_interval = fulls == 0 and intervals > 0
         for r in cutlass.range_constexpr(instructions.ROWS):
@@ -152,21 +115,18 @@ class BlockMask(Opaque):
         self.masked[0] = Int32(1) if fulls == 0 or self.config.lengths else Int32(0)
         if fulls + intervals == 0:  # noqa: SIM102
             if item[RowItem.BITS_COUNT, stage] > 0:
-                self.bits(self.words, item[RowItem.BITS_START, stage], Int32(0))
-
-    def masks_first(self) -> Any:
-        """Whether anything masks an item's first step."""
-        return self.masked[0] != 0
+                self.fetch("bits", self.words, item[RowItem.BITS_START, stage], Int32(0))
 
     @cute.jit
-    def first(self):
-        """The packed mask of an item's first step; all ones when its tile is full."""
-        words = cute.make_rmem_tensor((instructions.ROWS, self.config.step // 32), Int32)
-        instructions.interval_words(words, self.lo, self.hi, self.column[0])
-        for r in cutlass.range_constexpr(instructions.ROWS):
-            for n in cutlass.range_constexpr(self.config.step // 32):
-                words[r, n] = words[r, n] & self.words[r, n]
-        return words
+    def keep_first(self, scores):
+        """Mask the scores of an item's first step."""
+        if self.masked[0] != 0:
+            words = packed_mask(self.config.step)
+            instructions.interval_words(words, self.lo, self.hi, self.column[0])
+            for r in cutlass.range_constexpr(instructions.ROWS):
+                for n in cutlass.range_constexpr(cute.size(words, mode=[1])):
+                    words[r, n] = words[r, n] & self.words[r, n]
+            instructions.keep(scores, words)
 
     @cute.jit
     def second(self, words, stage):
@@ -179,19 +139,28 @@ class BlockMask(Opaque):
             if fulls + intervals >= 2:
                 self.interval(words, stage, self.column_of(item[RowItem.INTERVAL_START, stage], 1 - fulls))
             else:
-                self.bits(words, item[RowItem.BITS_START, stage], 1 - fulls - intervals)
+                self.fetch("bits", words, item[RowItem.BITS_START, stage], 1 - fulls - intervals)
         elif const_expr(self.config.lengths):
-            self.edge(words, item[RowItem.FULL_START, stage], 1)
+            self.fetch("edge", words, item[RowItem.FULL_START, stage], 1)
             masked = fulls >= 2
         return masked
 
     @cute.jit
     def fetch(self, mode: cutlass.Constexpr, words, start, i):
         """The packed mask of step `i` of a list, as far as it is in global memory."""
+        c, quad = self.config, self.thread.quad
         if const_expr(mode == "bits"):
-            self.bits(words, start, i)
-        elif const_expr(mode == "edge"):
-            self.edge(words, start, i)
+            entry, part = self.arguments.lists[1, start + i // self.parts], i % self.parts
+            for r in cutlass.range_constexpr(instructions.ROWS):
+                row = self.arguments.pool[entry * c.block_q + self.thread.row + 8 * r, None]
+                for n in cutlass.range_constexpr(cute.size(words, mode=[1])):
+                    words[r, n] = instructions.shifted(row[part * (c.step // 32) + n], quad)
+        elif const_expr(mode == "edge"):  # of a list of full tiles, the one that holds the end of the keys
+            words.fill(-1)
+        if const_expr(mode == "edge" or (mode == "bits" and c.lengths)):
+            limit = self.length[0] - self.column_of(start, i)
+            for n in cutlass.range_constexpr(cute.size(words, mode=[1])):
+                instructions.keep_below(words, n, limit)
 
     @cute.jit
     def interval(self, words, stage, first):
@@ -204,42 +173,17 @@ class BlockMask(Opaque):
         """The intervals of this thread's rows of the item in `stage`, shifted to its first column."""
         lo, hi = two(), two()
         for r in cutlass.range_constexpr(instructions.ROWS):
-            lo[r] = self.bounds[self.thread.row + 8 * r, 0, stage] - self.thread.quad
-            hi[r] = self.bounds[self.thread.row + 8 * r, 1, stage] - self.thread.quad
+            lo[r] = self.block.bounds[self.thread.row + 8 * r, 0, stage] - self.thread.quad
+            hi[r] = self.block.bounds[self.thread.row + 8 * r, 1, stage] - self.thread.quad
             if const_expr(self.config.lengths):
                 hi[r] = cutlass.min(hi[r], self.length[0])
         return lo, hi
 
     @cute.jit
-    def bits(self, words, start, i):
-        """The words of step `i` of a list of bits tiles."""
-        c = self.config
-        entry, part = self.lists.entries[1, start + i // self.parts], i % self.parts
-        for r in cutlass.range_constexpr(instructions.ROWS):
-            row = self.lists.pool[entry * c.block_q + self.thread.row + 8 * r, None]
-            for n in cutlass.range_constexpr(cute.size(words, mode=[1])):
-                word = cutlass.Uint32(row[part * (c.step // 32) + n])
-                words[r, n] = Int32(word >> cutlass.Uint32(self.thread.quad))
-        if const_expr(c.lengths):
-            self.below_length(words, self.column_of(start, i), True)
-
-    @cute.jit
-    def edge(self, words, start, i):
-        """The words of step `i` of a list of full tiles that holds the end of the keys."""
-        self.below_length(words, self.column_of(start, i), False)
-
-    @cute.jit
-    def below_length(self, words, first, kept: cutlass.Constexpr):
-        """The words of columns from `first` on that are below the key length, and, where `kept`, were set before."""
-        for n in cutlass.range_constexpr(cute.size(words, mode=[1])):
-            within = instructions.below(self.length[0] - first - 32 * n)
-            for r in cutlass.range_constexpr(instructions.ROWS):
-                words[r, n] = words[r, n] & within if const_expr(kept) else within
-
-    @cute.jit
     def walk(self, consumer, stage, buffer, kv, started):
         """All steps of an item but the first; returns the number of steps so far."""
         c, item, parts, me = self.config, self.item, self.parts, self.thread.warpgroup
+        lists, bounds = self.arguments.lists, self.block.bounds
         full_start, fulls = item[RowItem.FULL_START, stage], item[RowItem.FULL_COUNT, stage] * parts
         interval_start, intervals = item[RowItem.INTERVAL_START, stage], item[RowItem.INTERVAL_COUNT, stage] * parts
         bits_start, bitses = item[RowItem.BITS_START, stage], item[RowItem.BITS_COUNT, stage] * parts
@@ -247,9 +191,9 @@ class BlockMask(Opaque):
         from_interval = done - fulls if done > fulls else Int32(0)
         from_bits = done - fulls - intervals if done > fulls + intervals else Int32(0)
         column = item[RowItem.FIRST_INTERVAL, stage]
-        if const_expr(consumer.plan.half_steps):  # noqa: SIM102
+        if const_expr(consumer.half_steps):  # noqa: SIM102
             if from_interval > 0 and from_interval < intervals:
-                column = self.lists.entries[0, interval_start + from_interval] * c.block_kv
+                column = lists[0, interval_start + from_interval] * c.block_kv
         unmasked = fulls
         if const_expr(c.lengths):  # the last full tile may hold the end of the keys
             unmasked -= parts if fulls > 0 else 0
@@ -261,16 +205,16 @@ class BlockMask(Opaque):
                 consumer.step("edge", buffer, kv, full_start, i)
                 kv += 1
         # The columns that any row of this warpgroup keeps: both bounds ascend with the rows.
-        lowest = cute.arch.make_warp_uniform(self.bounds[me * ROWS, 0, stage])
-        highest = cute.arch.make_warp_uniform(self.bounds[me * ROWS + ROWS - 1, 1, stage])
+        lowest = cute.arch.make_warp_uniform(bounds[me * ROWS, 0, stage])
+        highest = cute.arch.make_warp_uniform(bounds[me * ROWS + ROWS - 1, 1, stage])
         for i in cutlass.range(from_interval, intervals, unroll=1):
-            if const_expr(consumer.plan.half_steps):
+            if const_expr(consumer.half_steps):
                 # Of a window's two edges each of two warpgroups needs one whole and one half of the other: the one that
                 # is done with its half goes on, and the edges take as long as one and a half.
-                free = i > 0 and i == intervals - 1 if const_expr(self.groups == 2) else False
+                free = i > 0 and i == intervals - 1 if const_expr(consumer.groups == 2) else False
                 upcoming = column
                 if i + 1 < intervals:
-                    upcoming = self.lists.entries[0, interval_start + i + 1] * c.block_kv
+                    upcoming = lists[0, interval_start + i + 1] * c.block_kv
                 middle = column + c.step // 2
                 if highest <= middle:
                     consumer.step("interval", buffer, kv, column, i, 0, free)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from gossamer.kernels.hopper.device.common import FAR, Opaque
-from gossamer.kernels.hopper.device.configurations import ForwardConfig
+from gossamer.kernels.hopper.device.common import FAR, ROWS, Opaque
+from gossamer.kernels.hopper.device.forward.block import ForwardBlock, RowBlock
 from gossamer.kernels.hopper.device.forward.masks import first_entry, tiles_of
 from gossamer.kernels.hopper.device.row_items import RowItem
-from gossamer.kernels.hopper.device.tiles import TileLoader
-from gossamer.kernels.hopper.device.work import ItemRing, TileRows
+from gossamer.kernels.hopper.device.tiles import partition, tile_loader
+from gossamer.kernels.hopper.device.work import TileRows
 
 # The next item is drawn this many keys before the last load of an item, and then published with its Q: not before the
 # item's third tile is loaded, since consumers finish the item before it during the second, nor before its results have
@@ -24,21 +21,19 @@ PUBLISH = 512
 EARLIEST = 2
 
 
-@dataclass(frozen=True, eq=False)
 class ItemLoader(Opaque):
     """Publishes items: a description in shared memory, and Q by TMA, which arrive together."""
 
-    ring: ItemRing
-    groups: int  # tiles of 64 rows of an item
-    atom: cute.CopyAtom
-    to: Any
-    from_: Any
-    bytes: int  # of an item's Q
+    def __init__(self, block: RowBlock) -> None:
+        self.ring, self.groups = block.items, block.config.block_q // ROWS  # tiles of an item
+        q, columns = block.arguments.q, cute.size(block.s_q, mode=[1])
+        self.atom, (self.to, self.from_) = q.atom, partition(q, block.s_q, ROWS, columns)
+        self.bytes = self.groups * ROWS * columns * block.s_q.element_type.width // 8  # of an item's Q
 
     @cute.jit
-    def load(self, stage):
+    def load(self, turn, item):
         """Load the Q of an item that was described."""
-        item = self.ring.item
+        stage = self.ring.place(turn)[0]
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.ring.full + stage, self.bytes)
         for g in cutlass.range_constexpr(self.groups):
@@ -46,24 +41,18 @@ class ItemLoader(Opaque):
             at = self.from_[None, tile, item[RowItem.HEAD, stage], item[RowItem.BATCH, stage]]
             cute.copy(self.atom, at, self.to[None, stage * self.groups + g], tma_bar_ptr=self.ring.full + stage)
 
-    @cute.jit
-    def end(self, stage):
-        """Publish a description that says that there are no more items."""
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.ring.full + stage)
 
-
-@dataclass(frozen=True, eq=False)
 class Producer(Opaque):
     """Items and Q, then K and V of each step, K one step ahead of V."""
 
-    config: ForwardConfig
-    work: TileRows
-    items: ItemLoader
-    k: TileLoader
-    v: TileLoader
-    ratio: Any  # query heads of a key head
-    overlap_items: bool
+    def __init__(self, block: ForwardBlock) -> None:
+        a, c = block.arguments, block.config
+        self.config, self.overlap_items = c, c.q_stages > 1
+        self.work = TileRows(a.work, a.tile_counter, a.items, a.lists[0, None], a.lengths, c.block_kv, c.lengths)
+        self.items = ItemLoader(block)
+        self.k = tile_loader(block.k, a.k, block.s_k, c.step, c.D)
+        self.v = tile_loader(block.v, a.v, block.s_v, c.step, c.E)
+        self.ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k.tensor, mode=[2])  # query heads of a key head
 
     @cute.jit
     def run(self):
@@ -141,32 +130,9 @@ class Producer(Opaque):
         stage, item = self.items.ring.describe(turn, word), self.items.ring.item
         column = Int32(0)
         if item[RowItem.VALID, stage] != 0:
-            self.items.load(stage)
+            self.items.load(turn, item)
             if tiles_of(item, stage) > 0:
                 column = self.work.columns[first_entry(item, stage)]
         else:
-            self.items.end(stage)
+            self.items.ring.end(stage)
         return column
-
-
-@dataclass(frozen=True, eq=False)
-class ItemServer(Opaque):
-    """A warp that publishes items with their Q as soon as there is room, and nothing else."""
-
-    work: Any
-    items: ItemLoader
-
-    @cute.jit
-    def run(self):
-        """Item after item."""
-        word = self.work.first()
-        turn, running = Int32(0), Int32(1)
-        while running != 0:
-            stage = self.items.ring.describe(turn, word)
-            running = self.items.ring.item[RowItem.VALID, stage]
-            if running != 0:
-                self.items.load(stage)
-                word = self.work.next()
-            else:
-                self.items.end(stage)
-            turn += 1

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -12,35 +11,33 @@ from cutlass.cute.nvgpu import warp
 
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Barrier, Opaque, Thread
-from gossamer.kernels.hopper.device.forward.masks import two
+from gossamer.kernels.hopper.device.forward.block import StoringBlock
+from gossamer.kernels.hopper.device.forward.masks import share_bounds, two
 from gossamer.kernels.hopper.device.forward.softmax import Softmax
 from gossamer.kernels.hopper.device.row_items import RowItem
-from gossamer.kernels.hopper.device.tiles import Tma, partition
-from gossamer.kernels.hopper.device.work import ItemRing
+from gossamer.kernels.hopper.device.tiles import partition
 
 
-class Results(NamedTuple):
-    """Where results go besides `out`, and what they are made with."""
+@cute.jit
+def factors(block, stage, reference, row_sum):
+    """(what O is multiplied by, lse) of the rows of an item, of their references and sums."""
+    a, item = block.arguments, block.items.item
+    sink = -Float32.inf
+    if a.has_sinks != 0 and item[RowItem.SLOT, stage] < 0:
+        sink = a.sinks[item[RowItem.HEAD, stage]] * instructions.LOG2E
+    factor, lse = two(Float32), two(Float32)
+    instructions.finish(reference, row_sum, factor, lse, sink)
+    return factor, lse
 
-    lse: cute.Tensor  # (B, H, Q) float32
-    sinks: cute.Tensor  # (H,) float32
-    has_sinks: Int32
-    part_out: cute.Tensor  # (slots, block_q, E) float32
-    part_lse: cute.Tensor  # (slots, block_q) float32
-    rows: Int32  # of a head
 
-
-@dataclass(frozen=True, eq=False)
 class Epilogue(Opaque):
     """Finishes the item before: `softmax` keeps its references and sums while the next item begins."""
 
-    groups: int
-    results: Results
-    thread: Thread
-    item: cute.Tensor
-    softmax: Softmax
-    s_o: cute.Tensor  # a tile of 64 rows for each stage of Q, in its place
-    mma: Any  # of P V
+    def __init__(self, block: StoringBlock, thread: Thread, softmax: Softmax, mma: Any) -> None:
+        """`mma`: P V."""
+        self.block, self.arguments, self.thread, self.softmax, self.mma = block, block.arguments, thread, softmax, mma
+        self.item, self.groups = block.items.item, block.config.block_q // ROWS
+        self.rows = cute.size(self.arguments.q.tensor, mode=[0])  # of a head
 
     @cute.jit
     def finish(self, stage, q_read: cutlass.Constexpr):
@@ -60,20 +57,14 @@ class Epilogue(Opaque):
         """Tell the store warp that the result is in shared memory, or needs no storing."""
         cute.arch.barrier_arrive(barrier_id=Barrier.OUTPUT + self.thread.warpgroup, number_of_threads=WARPGROUP + 32)
 
-    @cute.jit
-    def factors(self, stage):
+    def factors(self, stage: Any) -> Any:
         """(what O is multiplied by, lse) of the rows of an item."""
-        sink = -Float32.inf
-        if self.results.has_sinks != 0 and self.item[RowItem.SLOT, stage] < 0:
-            sink = self.results.sinks[self.item[RowItem.HEAD, stage]] * instructions.LOG2E
-        factor, lse = two(Float32), two(Float32)
-        instructions.finish(self.softmax.old_reference, self.softmax.old_sum, factor, lse, sink)
-        return factor, lse
+        return factors(self.block, stage, self.softmax.old_reference, self.softmax.old_sum)
 
     @cute.jit
     def normalise(self, factor):
         """O in 16 bits. O itself stays: to write it now would make the assembler wait for products in flight."""
-        packed = cute.make_rmem_tensor_like(self.softmax.o, self.s_o.element_type)
+        packed = cute.make_rmem_tensor_like(self.softmax.o, self.block.s_o.element_type)
         instructions.convert_rows(self.softmax.o, packed, factor)
         return packed
 
@@ -84,77 +75,65 @@ class Epilogue(Opaque):
         batch, head, tile = item[RowItem.BATCH, stage], item[RowItem.HEAD, stage], item[RowItem.TILE, stage]
         if const_expr(not q_read):
             cute.arch.barrier(barrier_id=Barrier.Q_READ + thread.warpgroup, number_of_threads=WARPGROUP)
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.s_o.element_type)
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.block.s_o.element_type)
         mine = cute.make_tiled_copy_C(atom, self.mma).get_slice(thread.thread)
-        to = mine.partition_D(self.s_o)
+        to = mine.partition_D(self.block.s_o)
         cute.copy(atom, mine.retile(packed), to[None, None, None, stage * self.groups + thread.warpgroup])
         cute.arch.fence_view_async_shared()
         if thread.lane % 4 == 0:
             for r in cutlass.range_constexpr(instructions.ROWS):
                 row = tile * (self.groups * ROWS) + thread.row + 8 * r
-                if row < self.results.rows:
-                    self.results.lse[batch, head, row] = lse[r]
+                if row < self.rows:
+                    self.arguments.lse[batch, head, row] = lse[r]
 
     @cute.jit
     def write_part(self, stage, factor, lse):
         """O and lse of a part of a split row, as float32."""
         tile, slot = self.item[RowItem.TILE, stage], self.item[RowItem.SLOT, stage]
-        o, part = self.softmax.o, self.results.part_out
+        o, part = self.softmax.o, self.arguments.part_out
         for r in cutlass.range_constexpr(instructions.ROWS):
             row = self.thread.row + 8 * r
-            if tile * (self.groups * ROWS) + row < self.results.rows:
-                for j in cutlass.range_constexpr(cute.size(o) // 4):
-                    for e in cutlass.range_constexpr(2):
-                        part[slot, row, 8 * j + self.thread.quad + e] = o[4 * j + 2 * r + e] * factor[r]
+            if tile * (self.groups * ROWS) + row < self.rows:
+                for i in instructions.of_row(o, r):
+                    part[slot, row, i // 4 * 8 + self.thread.quad + i % 2] = o[i] * factor[r]
                 if self.thread.lane % 4 == 0:
-                    self.results.part_lse[slot, row] = lse[r]
+                    self.arguments.part_lse[slot, row] = lse[r]
 
 
-@dataclass(frozen=True, eq=False)
-class Storer(Opaque):
-    """A warp that stores what its warpgroup finishes, and gives back the place of Q, which held it."""
+@cute.jit
+def store(block, me):
+    """A warp that stores what warpgroup `me` finishes, and gives back the place of Q, which held it."""
+    items, item, out = block.items, block.items.item, block.arguments.out
+    groups, overlap = block.config.block_q // ROWS, block.config.q_stages > 1
+    from_, to = partition(out, block.s_o, ROWS, cute.size(block.s_o, mode=[1]))
+    turn = Int32(0)
+    running = begin(block, me, turn)
+    while running != 0:
+        stage = items.place(turn)[0]
+        batch, head, tile = item[RowItem.BATCH, stage], item[RowItem.HEAD, stage], item[RowItem.TILE, stage]
+        slot = item[RowItem.SLOT, stage]
+        turn += 1
+        if const_expr(overlap):
+            running = begin(block, me, turn)
+        cute.arch.barrier(barrier_id=Barrier.OUTPUT + me, number_of_threads=WARPGROUP + 32)
+        if slot < 0:
+            tile_of_q = from_[None, stage * groups + me]
+            cute.copy(out.atom, tile_of_q, to[None, tile * groups + me, head, batch])
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(items.empty + stage)
+        if const_expr(not overlap):
+            running = begin(block, me, turn)
 
-    items: ItemRing  # with Q
-    bounds: Any  # `Bounds`: what the warp puts into shared memory before; or None
-    tma: Tma  # of the result
-    s_o: cute.Tensor
-    groups: int
-    warpgroup: Any
-    overlap_items: bool
 
-    @cute.jit
-    def run(self):
-        """Item after item."""
-        from_, to = partition(self.tma, self.s_o, ROWS, cute.size(self.s_o, mode=[1]))
-        item, me = self.items.item, self.warpgroup
-        turn = Int32(0)
-        running = self.begin(turn)
-        while running != 0:
-            stage = self.items.place(turn)[0]
-            batch, head, tile = item[RowItem.BATCH, stage], item[RowItem.HEAD, stage], item[RowItem.TILE, stage]
-            slot = item[RowItem.SLOT, stage]
-            turn += 1
-            if const_expr(self.overlap_items):
-                running = self.begin(turn)
-            cute.arch.barrier(barrier_id=Barrier.OUTPUT + me, number_of_threads=WARPGROUP + 32)
-            if slot < 0:
-                tile_of_q = from_[None, stage * self.groups + me]
-                cute.copy(self.tma.atom, tile_of_q, to[None, tile * self.groups + me, head, batch])
-                cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(self.items.empty + stage)
-            if const_expr(not self.overlap_items):
-                running = self.begin(turn)
-
-    @cute.jit
-    def begin(self, turn):
-        """Wait for an item, and fetch what masks it; returns whether there is one."""
-        stage, phase = self.items.place(turn)
-        self.items.wait_full(stage, phase)
-        running = self.items.item[RowItem.VALID, stage]
-        if const_expr(self.bounds is not None):  # noqa: SIM102
-            if running != 0:
-                self.bounds.load(stage)
-        return running
+@cute.jit
+def begin(block, me, turn):
+    """Wait for an item, and share what masks it; returns whether there is one."""
+    stage = block.items.wait_full_at(turn)
+    running = block.items.item[RowItem.VALID, stage]
+    if const_expr(block.bounds is not None):  # noqa: SIM102
+        if running != 0:
+            share_bounds(block, me, stage)
+    return running

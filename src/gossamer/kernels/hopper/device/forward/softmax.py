@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -12,20 +11,14 @@ from cutlass import Float32, Int32, const_expr
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.common import ROWS, Opaque, Thread
 from gossamer.kernels.hopper.device.configurations import Hold
+from gossamer.kernels.hopper.device.forward.block import RowBlock
 from gossamer.kernels.hopper.device.forward.masks import two
-from gossamer.kernels.hopper.device.tiles import accumulator, product_of
+from gossamer.kernels.hopper.device.row_items import RowItem
+from gossamer.kernels.hopper.device.tiles import accumulator
 
 FINITE = 2.0**100  # a sum that is not below it may have lost a power, which was too large for float32
 
 
-class Scale(NamedTuple):
-    """Factors of a score."""
-
-    before: Float32  # before the soft cap, or one that is not positive
-    exponent: Float32  # in exp2
-
-
-@dataclass(frozen=True, eq=False)
 class Softmax(Opaque):
     """The references and sums of a warpgroup's rows, and what is made of scores with them.
 
@@ -33,28 +26,15 @@ class Softmax(Opaque):
     a score is far above it, and most steps need no exchange between threads.
     """
 
-    hold: int  # of `Hold`
-    score: str
-    scale: Scale
-    thread: Thread
-    s_q: cute.Tensor  # of which a step's scores can be computed again
-    s_k: cute.Tensor
-    scratch: cute.Tensor  # a word of shared memory that nobody reads
-    p: Any  # probabilities in 16 bits, the first factor of P V
-    o: Any  # the accumulator of P V: rescaled when references are raised
-    reference: Any
-    row_sum: Any  # of this thread's columns
-    rescale: Any
-    old_reference: Any  # of the item before, while its result is not finished
-    old_sum: Any
-
-    @classmethod
-    def of(cls, plan: Any, scale: Scale, thread: Thread, s_q: Any, s_k: Any, scratch: Any) -> Softmax:
-        """The softmax of scores of these tiles."""
-        pv = product_of(s_q.element_type, plan.E, transposed=True, registers=True)
-        p = pv.get_slice(0).make_fragment_A(pv.get_slice(0).partition_shape_A((ROWS, plan.step)))
-        o, rows = accumulator(pv, plan.E), [two(Float32) for _ in range(5)]
-        return cls(plan.hold, plan.score, scale, thread, s_q, s_k, scratch, p, o, *rows)
+    def __init__(self, block: RowBlock, thread: Thread, mma: Any) -> None:
+        """`mma`: P V, of which P in 16 bits is the first factor, and O the accumulator."""
+        self.block, self.arguments, self.thread = block, block.arguments, thread
+        self.hold, self.score, self.exponent = block.config.hold, block.config.score, self.arguments.exponent
+        self.p = mma.get_slice(0).make_fragment_A(mma.get_slice(0).partition_shape_A((ROWS, block.config.step)))
+        self.o = accumulator(mma, block.config.E)  # rescaled when references are raised
+        self.reference, self.rescale = two(Float32), two(Float32)
+        self.row_sum = two(Float32)  # of this thread's columns
+        self.old_reference, self.old_sum = two(Float32), two(Float32)  # of the item before, until that is finished
 
     @cute.jit
     def begin(self):
@@ -68,14 +48,14 @@ class Softmax(Opaque):
     def transform(self, scores):
         """What is done to a score beside its factor in exp2."""
         if const_expr(self.score == "softcap"):
-            instructions.soft_cap(scores, self.scale.before)
+            instructions.soft_cap(scores, self.arguments.before)
         elif const_expr(self.score == "scale"):
-            instructions.multiply(scores, self.scale.before)
+            instructions.multiply(scores, self.arguments.before)
 
     @cute.jit
     def first_step(self, scores):
         """The references of an item's rows, of its first scores; then as `beside_values`."""
-        instructions.start_reference(scores, self.reference, self.scale.exponent)
+        instructions.start_reference(scores, self.reference, self.exponent)
         return self.beside_values(scores, self.old_sum[0])
 
     @cute.jit
@@ -84,7 +64,7 @@ class Softmax(Opaque):
 
         Unchecked, nothing is compared before: the sums tell, when all is done. `known` is any sum so far.
         """
-        exponent = self.scale.exponent
+        exponent = self.exponent
         if const_expr(self.hold == Hold.UNCHECKED):
             powers = cute.make_rmem_tensor_like(scores)
             mark = instructions.exponentials(scores, 0, self.reference[0], exponent, powers, True)
@@ -99,14 +79,14 @@ class Softmax(Opaque):
         if const_expr(self.hold != Hold.COMPILER):  # noqa: SIM102
             # This never happens, and keeps the assembler from moving the exponentials behind the wait for P V.
             if total == -1.0:
-                self.scratch[0] = Int32(0)
+                self.block.items.item[RowItem.SCRATCH, 0] = Int32(0)
         return powers, mark
 
     @cute.jit
     def after_values(self, scores, begun, rescale: cutlass.Constexpr, half: cutlass.Constexpr = None):
         """What is left of a step's softmax when P V is done, and P in 16 bits; `rescale`: O too, if need be."""
         powers, mark = begun
-        exponent = self.scale.exponent
+        exponent = self.exponent
         if const_expr(self.hold == Hold.UNCHECKED):
             totals = [mark, instructions.exponentials(scores, 1, self.reference[1], exponent, powers)]
             self.convert(powers, half)
@@ -135,7 +115,7 @@ class Softmax(Opaque):
         """
         totals = [Float32(0.0), Float32(0.0)]
         for r in cutlass.range_constexpr(instructions.ROWS):
-            totals[r] = instructions.exponentials(scores, r, self.reference[r], self.scale.exponent, scores)
+            totals[r] = instructions.exponentials(scores, r, self.reference[r], self.exponent, scores)
         self.convert(scores)
         if cute.arch.vote_any_sync(not (totals[0] + totals[1] <= instructions.LARGEST_SUM)):
             if cute.arch.vote_any_sync(not (totals[0] + totals[1] < FINITE)):
@@ -151,21 +131,20 @@ class Softmax(Opaque):
 
     def raise_references(self, scores: Any, powers: Any) -> list[Any]:
         """Raise the references of a step's rows to their largest scores, and make powers again; returns their sums."""
-        exponent = self.scale.exponent
-        instructions.raise_reference(scores, self.reference, self.row_sum, self.rescale, exponent)
+        instructions.raise_reference(scores, self.reference, self.row_sum, self.rescale, self.exponent)
         shifts = [instructions.shift_of(self.reference[r]) for r in range(instructions.ROWS)]
-        return [instructions.exponentials(scores, r, shift, exponent, powers) for r, shift in enumerate(shifts)]
+        return [instructions.exponentials(scores, r, shift, self.exponent, powers) for r, shift in enumerate(shifts)]
 
     @cute.jit
     def scores_again(self, scores, buffer, stage):
         """A step's scores once more, each thread's own from shared memory: a product would need all four warps here."""
         scores.fill(0.0)
-        row = self.thread.row % ROWS
-        for d in cutlass.range(cute.size(self.s_k, mode=[1]), unroll=1):
-            q = [self.s_q[row + 8 * r, d, buffer].to(Float32) for r in range(instructions.ROWS)]
+        row, s_q, s_k = self.thread.row % ROWS, self.block.s_q, self.block.s_k
+        for d in cutlass.range(cute.size(s_k, mode=[1]), unroll=1):
+            q = [s_q[row + 8 * r, d, buffer].to(Float32) for r in range(instructions.ROWS)]
             for j in cutlass.range_constexpr(cute.size(scores) // 4):
                 for c in cutlass.range_constexpr(2):
-                    k = self.s_k[8 * j + self.thread.quad + c, d, stage].to(Float32)
+                    k = s_k[8 * j + self.thread.quad + c, d, stage].to(Float32)
                     for r in cutlass.range_constexpr(instructions.ROWS):
                         i = const_expr(4 * j + 2 * r + c)
                         scores[i] = scores[i] + q[r] * k

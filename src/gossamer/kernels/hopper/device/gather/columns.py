@@ -6,65 +6,28 @@ and dO and copy the row terms; the second computes as that of the column kernel 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.backward.column_masks import clear_pairs
+from gossamer.kernels.hopper.device.backward.common import Kind, Step, shift
 from gossamer.kernels.hopper.device.backward.consume import ColumnConsumer
-from gossamer.kernels.hopper.device.backward.fields import STEP, Kind, Step
-from gossamer.kernels.hopper.device.backward.kernel import Block, Tiles
+from gossamer.kernels.hopper.device.backward.kernel import ColumnKernel
+from gossamer.kernels.hopper.device.backward.masks import clear_pairs
 from gossamer.kernels.hopper.device.backward.produce import ColumnWork, Sender
-from gossamer.kernels.hopper.device.backward.warpgroup import Factors, shift
 from gossamer.kernels.hopper.device.column_items import ColumnItem, Segment
-from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque, RingPair, Thread, computing_thread
+from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Opaque, RingPair, computing_thread
+from gossamer.kernels.hopper.device.gather.block import GatherColumnArguments, GatherColumnBlock
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.masks import WORD, WORDS
 from gossamer.kernels.hopper.device.gather.rows import COPIES, THREADS, RowCopies, WordCopies, copy, role_of
 from gossamer.kernels.hopper.device.gather.serve import AHEAD, CopiedRing, Server, items_to_gather
-from gossamer.kernels.hopper.device.row_items import ITEM
-from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles, words
-from gossamer.kernels.hopper.device.tiles import TileLoader, Tma, tile_layout, tile_loader, tma
-
-
-class Arguments(NamedTuple):
-    """Parameters of the kernel, in order."""
-
-    k: Tma
-    v: Tma
-    dk: Tma
-    dv: Tma
-    q: cute.Tensor
-    dout: cute.Tensor
-    terms: cute.Tensor
-    items: cute.Tensor
-    segments: cute.Tensor
-    indices: cute.Tensor
-    words: cute.Tensor
-    part_dk: cute.Tensor
-    part_dv: cute.Tensor
-    lengths: cute.Tensor
-    tile_counter: cute.Tensor
-    factors: Factors
-    count: Int32
-
-
-@dataclass(frozen=True, eq=False)
-class GatherBlock(Block):
-    """What the roles of a block share; its steps have a kind, and nothing else that describes them."""
-
-    ahead: Any = None  # ring of descriptions of items for the warps that gather
-    words: Any = None  # (64, 2, stages): a step's mask
-    q_at: Any = None
-    do_at: Any = None
-
-    @property
-    def rings(self) -> Any:
-        return (self.k, self.v), (self.ahead,), (RingPair(self.q, self.dout),)
+from gossamer.kernels.hopper.device.shell import words
+from gossamer.kernels.hopper.device.tiles import TileLoader, tile_loader, tma
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,18 +45,18 @@ class KeyTiles(Opaque):
         self.v.load(turn, tile, group, batch)
 
 
-@dataclass(frozen=True, eq=False)
 class QueryGatherer(Opaque):
     """Two warps that fill the rings of Q and dO for item after item, with Q the words and lse of a step, with dO delta.
 
     A step that says that an item is over follows its last one.
     """
 
-    block: GatherBlock
-    thread: Any
-    queries: RowCopies
-    gradients: RowCopies
-    words: WordCopies
+    def __init__(self, block: GatherColumnBlock) -> None:
+        a, size = block.arguments, block.config.size
+        self.block, self.thread = block, cute.arch.thread_idx()[0] % THREADS
+        self.queries = RowCopies(a.q, block.q, block.s_q.iterator, size, self.thread)
+        self.gradients = RowCopies(a.dout, block.dout, block.s_dout.iterator, size, self.thread)
+        self.words = WordCopies(a.bits, block.s_words, self.thread)
 
     @cute.jit
     def run(self):
@@ -122,8 +85,7 @@ class QueryGatherer(Opaque):
                     queries.listed(indices, first * ROWS, upcoming)
                     upcoming[COPIES] = indices[first * ROWS + thread]
                 for i in cutlass.range(steps, unroll=1):
-                    for j in cutlass.range_constexpr(COPIES + 1):
-                        rows[j] = upcoming[j]
+                    rows.store(upcoming.load())
                     at = (first + i) * ROWS
                     if i + 1 < steps:
                         queries.listed(indices, at + ROWS, upcoming)
@@ -165,8 +127,8 @@ class QueryGatherer(Opaque):
 class GatheredColumnMasks(Opaque):
     """The mask source of dK and dV over gathered rows: words that come with the queries of each step."""
 
-    def __init__(self, config: GatherConfig, thread: Thread, block: GatherBlock) -> None:
-        self.config, self.thread, self.block = config, thread, block
+    def __init__(self, block: GatherColumnBlock) -> None:
+        self.config, self.thread, self.block = block.config, computing_thread(), block
         self.words = cute.make_rmem_tensor((instructions.ROWS, ROWS // WORD), Int32)
         self.words.fill(0)
 
@@ -177,12 +139,11 @@ class GatheredColumnMasks(Opaque):
         if kind != Kind.END:
             for r in cutlass.range_constexpr(instructions.ROWS):
                 for w in cutlass.range_constexpr(ROWS // WORD):
-                    self.words[r, w] = shift(self.block.words[self.thread.row + 8 * r, w, stage], self.thread)
+                    self.words[r, w] = shift(self.block.s_words[self.thread.row + 8 * r, w, stage], self.thread)
                 if const_expr(self.config.lengths):
                     key = self.block.item[ColumnItem.TILE] * ROWS + self.thread.row + 8 * r
                     if key >= self.block.attended:
-                        for w in cutlass.range_constexpr(ROWS // WORD):
-                            self.words[r, w] = Int32(0)
+                        self.words[r, None].fill(0)
         return kind
 
     @cute.jit
@@ -191,82 +152,53 @@ class GatheredColumnMasks(Opaque):
         clear_pairs(packed, self.words)
 
 
-class GatherColumns(Shell):
+class GatherColumns(ColumnKernel):
     """The kernel of one configuration."""
 
     threads = 2 * WARPGROUP
+    block_class = GatherColumnBlock
+    readers = 1, 1, 4, 4
+    ahead = AHEAD
 
     def __init__(self, config: GatherConfig) -> None:
         self.config = config
         self.blocks, self.registers = config.blocks, config.registers
+        self.stages = config.stages, config.stages
+        self.exchanged = config.stages * WORDS
 
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,  # (B, H, Q, D)
-        k: cute.Tensor,  # (B, G, K, D)
-        v: cute.Tensor,  # (B, G, K, E)
-        dout: cute.Tensor,  # (B, H, Q, E)
-        terms: cute.Tensor,  # (2, B, H, Qp) float32: lse in base 2, delta
-        dk: cute.Tensor,  # (B, G, K, D)
-        dv: cute.Tensor,  # (B, G, K, E)
-        work: cute.Tensor,  # (n, ITEM) int32
-        segments: cute.Tensor,  # (m, SEGMENT) int32
-        indices: cute.Tensor,  # (rows,) int32
-        bits: cute.Tensor,  # (rows / 32, 64) int32
-        part_dk: cute.Tensor,  # (slots, 64, D) float32
-        part_dv: cute.Tensor,  # (slots, 64, E) float32
-        lengths: cute.Tensor,  # (B,) int32; not read without `lengths` in the configuration
-        tile_counter: cute.Tensor,  # (1,) int32: items taken; zero before and after
-        before: Float32,  # factor of a score before the soft cap
-        exponent: Float32,  # factor of a score in exp2
-        factor: Float32,  # factor of dK
-        items: Int32,
-        blocks: Int32,
-        stream: Any,
-    ) -> None:
+        q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, dout: cute.Tensor, terms: cute.Tensor, dk: cute.Tensor,
+        dv: cute.Tensor, work: cute.Tensor, segments: cute.Tensor, indices: cute.Tensor, bits: cute.Tensor,
+        part_dk: cute.Tensor, part_dv: cute.Tensor, lengths: cute.Tensor, tile_counter: cute.Tensor, before: Float32,
+        exponent: Float32, factor: Float32, items: Int32, blocks: Int32, stream: Any,
+    ) -> None:  # fmt: skip
+        """As in `GatherColumnArguments`."""
         size = self.config.size
-        arguments = Arguments(
-            tma(k, ROWS, size), tma(v, ROWS, size), tma(dk, ROWS, size, store=True), tma(dv, ROWS, size, store=True),
-            q, dout, terms, work, segments, indices, bits, part_dk, part_dv, lengths, tile_counter,
-            Factors(before, exponent, factor), items,
+        arguments = GatherColumnArguments(
+            k=tma(k, ROWS, size), v=tma(v, ROWS, size), dk=tma(dk, ROWS, size, store=True),
+            dv=tma(dv, ROWS, size, store=True), q=q, dout=dout, terms=terms, work=work, segments=segments,
+            indices=indices, bits=bits, part_dk=part_dk, part_dv=part_dv, lengths=lengths, tile_counter=tile_counter,
+            before=before, exponent=exponent, factor=factor, items=items,
         )  # fmt: skip
         self.launch(arguments, blocks, stream)
 
-    def layouts(self) -> Tiles:
-        """Of the tiles in shared memory."""
-        c = self.config
-        one, all_stages = [tile_layout(NUMBERS[c.dtype], ROWS, c.size, stages) for stages in (1, c.stages)]
-        return Tiles(one, one, all_stages, all_stages)
+    def block(self, arguments: GatherColumnArguments, memory: Any) -> GatherColumnBlock:
+        """Its steps have a kind, and nothing else that describes them."""
+        block: GatherColumnBlock = super().block(arguments, memory)
+        stages = self.config.stages
+        block.q = CopiedRing.of(memory, "q", stages, THREADS + 1)  # and the step's description
+        block.dout = CopiedRing.of(memory, "do", stages)
+        block.ahead = items_to_gather(memory)
+        block.rings = (block.k, block.v), (block.ahead,), (RingPair(block.q, block.dout),)
+        block.s_words = words(memory.exchanged, ROWS, 2, stages)
+        return block
 
-    def memory(self) -> dict[str, Any]:
-        c = self.config
-        held = {name: tile_memory(NUMBERS[c.dtype], layout) for name, layout in self.layouts()._asdict().items()}
-        terms = array(Float32, ROWS * c.stages, 128)
-        return {
-            **barriers(q=c.stages, do=c.stages, ahead=AHEAD, k=1, v=1),
-            "item": array(Int32, ITEM), "ahead": array(Int32, ITEM * AHEAD), "steps": array(Int32, STEP * c.stages),
-            "lse": terms, "delta": terms, "words": array(Int32, c.stages * WORDS, 128), **held,
-        }  # fmt: skip
-
-    def block(self, arguments: Arguments, memory: Any) -> GatherBlock:
-        c, a, stages = self.config, arguments, self.config.stages
-        held = Tiles(*[tiles(getattr(memory, name), x) for name, x in self.layouts()._asdict().items()])
-        k = items_of(memory, "k", 1, 1)
-        return GatherBlock(
-            config=c, arguments=a, tiles=held, dk=held.k, dv=held.v, item=k.item[None, 0],
-            steps=words(memory.steps, STEP, stages), lse=words(memory.lse, ROWS, stages),
-            delta=words(memory.delta, ROWS, stages), k=k, v=ring_of(memory, "v", 1, 1, 1),
-            q=CopiedRing.of(memory, "q", stages, THREADS + 1),  # and the step's description
-            dout=CopiedRing.of(memory, "do", stages), queries=cute.size(a.q, mode=[2]),
-            keys=cute.size(a.k.tensor, mode=[0]),
-            ahead=items_to_gather(memory), words=words(memory.words, ROWS, 2, stages),
-            q_at=memory.q.data_ptr(), do_at=memory.dout.data_ptr(),
-        )  # fmt: skip
-
-    def prepared(self, block: GatherBlock) -> GatherBlock:
+    def prepared(self, block: GatherColumnBlock) -> GatherColumnBlock:
         a = block.arguments
-        return replace(block, ratio=cute.size(a.q, mode=[1]) // cute.size(a.k.tensor, mode=[2]))
+        block.ratio = cute.size(a.q, mode=[1]) // cute.size(a.k.tensor, mode=[2])
+        return block
 
     @cute.jit
     def serve(self, block, warp):
@@ -274,20 +206,17 @@ class GatherColumns(Shell):
         c, a = self.config, block.arguments
         role = role_of(warp, c.blocks)
         if role == 0:
-            work = ColumnWork(a.items, a.tile_counter, a.count, a.lengths, block.keys, c)
+            work = ColumnWork(a.work, a.tile_counter, a.items, a.lengths, block.keys, c)
             own = KeyTiles(
-                tile_loader(block.k, a.k, block.tiles.k, ROWS, c.size),
-                tile_loader(block.v, a.v, block.tiles.v, ROWS, c.size),
+                tile_loader(block.k, a.k, block.s_k, ROWS, c.size),
+                tile_loader(block.v, a.v, block.s_v, ROWS, c.size),
             )
             Server(work, block.ahead, block.k, own, ColumnItem.VALID).run()
         elif role == 1:
-            Sender(c, block, 0).send(1, False)
+            Sender(block, 0).send(1, False)
         else:
-            thread = cute.arch.thread_idx()[0] % THREADS
-            queries = RowCopies.of(a.q, block.q, block.q_at, c.size, thread)
-            gradients = RowCopies.of(a.dout, block.dout, block.do_at, c.size, thread)
-            QueryGatherer(block, thread, queries, gradients, WordCopies(a.words, block.words, thread)).run()
+            QueryGatherer(block).run()
 
     @cute.jit
     def compute(self, block):
-        ColumnConsumer(self.config, block, GatheredColumnMasks(self.config, computing_thread(), block)).consume()
+        ColumnConsumer(block, GatheredColumnMasks(block)).consume()

@@ -6,68 +6,24 @@ second computes as that of the forward kernel of block layouts does. Two or thre
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque, Ring, computing_thread
-from gossamer.kernels.hopper.device.configurations import Hold
-from gossamer.kernels.hopper.device.forward.consume import Consumer, Plan
-from gossamer.kernels.hopper.device.forward.masks import one
-from gossamer.kernels.hopper.device.forward.produce import ItemLoader, ItemServer
-from gossamer.kernels.hopper.device.forward.results import Results, Storer
-from gossamer.kernels.hopper.device.forward.softmax import Scale, Softmax
+from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, computing_thread
+from gossamer.kernels.hopper.device.forward.consume import Consumer
+from gossamer.kernels.hopper.device.forward.produce import ItemLoader
+from gossamer.kernels.hopper.device.forward.results import store
+from gossamer.kernels.hopper.device.gather.block import GatherForwardArguments, GatherForwardBlock
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.masks import WORDS, GatheredMask
 from gossamer.kernels.hopper.device.gather.rows import THREADS, Gatherer, RowCopies, WordCopies, role_of
-from gossamer.kernels.hopper.device.gather.serve import CopiedRing
+from gossamer.kernels.hopper.device.gather.serve import CopiedRing, Server
 from gossamer.kernels.hopper.device.row_items import ITEM, RowItem
 from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, tile_memory, tiles, words
-from gossamer.kernels.hopper.device.tiles import Tma, partition, tile_layout, tma
-from gossamer.kernels.hopper.device.work import GatheredRows, ItemRing
-
-
-class Arguments(NamedTuple):
-    """The parameters of the kernel."""
-
-    q: Tma
-    out: Tma
-    k: cute.Tensor
-    v: cute.Tensor
-    lse: cute.Tensor
-    items: cute.Tensor
-    indices: cute.Tensor
-    words: cute.Tensor
-    sinks: cute.Tensor
-    part_out: cute.Tensor
-    part_lse: cute.Tensor
-    lengths: cute.Tensor
-    tile_counter: cute.Tensor
-    scale: Scale
-    count: Int32  # of items
-    has_sinks: Int32
-
-
-@dataclass(frozen=True, eq=False)
-class Block(Opaque):
-    """What the roles of a block share."""
-
-    arguments: Arguments
-    items: ItemRing  # with Q
-    k: Ring
-    v: Ring
-    words: cute.Tensor  # (64, 2, twice the stages): a step's mask
-    s_q: cute.Tensor
-    s_k: cute.Tensor
-    s_v: cute.Tensor
-    k_at: Any
-    v_at: Any
-
-    @property
-    def rings(self) -> Any:
-        return (self.items,), (self.k, self.v)
+from gossamer.kernels.hopper.device.tiles import tile_layout, tma
+from gossamer.kernels.hopper.device.work import GatheredRows
 
 
 class GatherForward(Shell):
@@ -79,40 +35,21 @@ class GatherForward(Shell):
         self.config = c = config
         self.dtype = NUMBERS[c.dtype]
         self.blocks, self.registers = c.blocks, c.registers
-        self.plan = Plan(
-            1, 1, ROWS, c.size, c.size, Hold.COMPILER, c.score, overlap_items=True, warpgroup_barrier=False,
-            defer_epilogue=True, late_store=False, prefetch_mask=True,
-            k_shows_v=True,  # a thread that gathers arrives when all that it has copied so far is complete
-            half_steps=False,
-        )  # fmt: skip
 
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,  # (B, H, Q, D)
-        k: cute.Tensor,  # (B, G, K, D)
-        v: cute.Tensor,  # (B, G, K, E)
-        out: cute.Tensor,  # (B, H, Q, E)
-        lse: cute.Tensor,  # (B, H, Q) float32
-        work: cute.Tensor,  # (n, ITEM) int32
-        indices: cute.Tensor,  # (columns,) int32
-        bits: cute.Tensor,  # (columns / 32, 64) int32
-        sinks: cute.Tensor,  # (H,) float32
-        part_out: cute.Tensor,  # (slots, 64, E) float32
-        part_lse: cute.Tensor,  # (slots, 64) float32
-        lengths: cute.Tensor,  # (B,) int32; not read without `lengths` in the configuration
-        tile_counter: cute.Tensor,  # (1,) int32: items taken; zero before and after
-        before: Float32,  # factor of a score before the soft cap
-        exponent: Float32,  # factor of a score in exp2
-        items: Int32,
-        has_sinks: Int32,
-        blocks: Int32,
-        stream: Any,
-    ) -> None:
+        q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, work: cute.Tensor,
+        indices: cute.Tensor, bits: cute.Tensor, sinks: cute.Tensor, part_out: cute.Tensor, part_lse: cute.Tensor,
+        lengths: cute.Tensor, tile_counter: cute.Tensor, before: Float32, exponent: Float32, items: Int32,
+        has_sinks: Int32, blocks: Int32, stream: Any,
+    ) -> None:  # fmt: skip
+        """As in `GatherForwardArguments`."""
         size = self.config.size
-        arguments = Arguments(
-            tma(q, ROWS, size), tma(out, ROWS, size, store=True), k, v, lse, work, indices, bits, sinks, part_out,
-            part_lse, lengths, tile_counter, Scale(before, exponent), items, has_sinks,
+        arguments = GatherForwardArguments(
+            q=tma(q, ROWS, size), out=tma(out, ROWS, size, store=True), k=k, v=v, lse=lse, work=work, indices=indices,
+            bits=bits, sinks=sinks, part_out=part_out, part_lse=part_lse, lengths=lengths, tile_counter=tile_counter,
+            before=before, exponent=exponent, items=items, has_sinks=has_sinks,
         )  # fmt: skip
         self.launch(arguments, blocks, stream)
 
@@ -128,49 +65,34 @@ class GatherForward(Shell):
             "q": tile_memory(self.dtype, self.layout(c.q_stages)), "k": rows, "v": rows,
         }  # fmt: skip
 
-    def block(self, arguments: Arguments, memory: Any) -> Block:
+    def block(self, arguments: GatherForwardArguments, memory: Any) -> GatherForwardBlock:
         c = self.config
-        readers = 1 + THREADS // 32  # the storing and the gathering warps
-        q, k, v = [
-            tiles(x, self.layout(n)) for x, n in ((memory.q, c.q_stages), (memory.k, c.stages), (memory.v, c.stages))
-        ]
-        return Block(
-            arguments, items_of(memory, "q", c.q_stages, readers), CopiedRing.of(memory, "k", c.stages),
-            CopiedRing.of(memory, "v", c.stages),
-            words(memory.words, ROWS, 2, 2 * c.stages), q, k, v, memory.k.data_ptr(), memory.v.data_ptr(),
+        items = items_of(memory, "q", c.q_stages, 1 + THREADS // 32)  # the storing and the gathering warps
+        k_ring, v_ring = CopiedRing.of(memory, "k", c.stages), CopiedRing.of(memory, "v", c.stages)
+        q = tiles(memory.q, self.layout(c.q_stages))
+        return GatherForwardBlock(
+            config=c, arguments=arguments, rings=((items,), (k_ring, v_ring)), items=items, k=k_ring, v=v_ring,
+            s_words=words(memory.words, ROWS, 2, 2 * c.stages),
+            s_q=q, s_k=tiles(memory.k, self.layout(c.stages)), s_v=tiles(memory.v, self.layout(c.stages)),
+            s_o=q,  # the output takes the place of Q
         )  # fmt: skip
 
     @cute.jit
     def serve(self, block, warp):
-        c, a = self.config, block.arguments
+        a, c = block.arguments, self.config
         role = role_of(warp, c.blocks)
         if role == 0:
-            work = GatheredRows(a.items, a.tile_counter, a.count, a.indices, a.lengths, c.lengths)
-            size = ROWS * c.size * self.dtype.width // 8
-            items = ItemLoader(block.items, 1, a.q.atom, *partition(a.q, block.s_q, ROWS, c.size), size)
-            ItemServer(work, items).run()
+            work = GatheredRows(a.work, a.tile_counter, a.items, a.indices, a.lengths, c.lengths)
+            Server(work, None, block.items, ItemLoader(block), RowItem.VALID).run()
         elif role == 1:
-            Storer(block.items, None, a.out, block.s_q, 1, 0, True).run()  # the output takes the place of Q
+            store(block, 0)
         else:
-            self.gatherer(block).run()
-
-    def gatherer(self, block: Block) -> Gatherer:
-        a, size = block.arguments, self.config.size
-        thread, _, _ = cute.arch.thread_idx()
-        thread = thread % THREADS
-        keys = RowCopies.of(a.k, block.k, block.k_at, size, thread)
-        values = RowCopies.of(a.v, block.v, block.v_at, size, thread)
-        ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k, mode=[1])
-        return Gatherer(block.items, a.indices, keys, values, WordCopies(a.words, block.words, thread), ratio)
+            thread = cute.arch.thread_idx()[0] % THREADS
+            keys = RowCopies(a.k, block.k, block.s_k.iterator, c.size, thread)
+            values = RowCopies(a.v, block.v, block.s_v.iterator, c.size, thread)
+            ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k, mode=[1])
+            Gatherer(block.items, a.indices, keys, values, WordCopies(a.bits, block.s_words, thread), ratio).run()
 
     @cute.jit
     def compute(self, block):
-        c, a, thread = self.config, block.arguments, computing_thread()
-        fetched = one()
-        fetched.fill(0)
-        scratch = block.items.item[RowItem.SCRATCH, None]
-        softmax = Softmax.of(self.plan, a.scale, thread, block.s_q, block.s_k, scratch)
-        mask = GatheredMask.of(block.items.item, block.k, fetched, block.words, 2 * c.stages, thread, c.lengths)
-        rows = cute.size(a.q.tensor, mode=[0])
-        results = Results(a.lse, a.sinks, a.has_sinks, a.part_out, a.part_lse, rows)
-        Consumer.of(self.plan, block.items, block.k, block.v, mask, softmax, results, block.s_v, block.s_q).run()
+        Consumer(block, computing_thread(), GatheredMask).run()

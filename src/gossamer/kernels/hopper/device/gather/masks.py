@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -10,29 +9,26 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.common import ROWS, Opaque, Ring, Thread, ring
+from gossamer.kernels.hopper.device.common import ROWS, Opaque, Thread, ring
+from gossamer.kernels.hopper.device.forward.masks import one, packed_mask
+from gossamer.kernels.hopper.device.gather.block import GatherForwardBlock
 from gossamer.kernels.hopper.device.row_items import RowItem
 
 WORD = 32  # columns of a mask word
 WORDS = 2 * ROWS  # of a step
 
 
-@dataclass(frozen=True, eq=False)
 class GatheredWords(Opaque):
     """The words of a step in shared memory: 64 rows, twice 32 columns, in twice as many slots as K has stages.
 
     A step's words are read before its products, and K is given back after them: so a slot is free when it is filled.
     """
 
-    shared: cute.Tensor  # (64, 2, slots)
-    slots: int
-    thread: Thread
-    has_lengths: bool
-    length: Any  # columns that count, of all lists, less this thread's first
-
-    @classmethod
-    def of(cls, shared: Any, slots: int, thread: Thread, has_lengths: bool) -> GatheredWords:
-        return cls(shared, slots, thread, has_lengths, cute.make_rmem_tensor((1,), Int32))
+    def __init__(self, shared: Any, slots: int, thread: Thread, has_lengths: bool) -> None:
+        """`shared`: (64, 2, slots)."""
+        self.shared, self.slots, self.thread, self.has_lengths = shared, slots, thread, has_lengths
+        self.length = cute.make_rmem_tensor((1,), Int32)  # columns that count, of all lists, less this thread's first
+        self.length.fill(0)
 
     @cute.jit
     def begin(self, item, stage):
@@ -46,39 +42,26 @@ class GatheredWords(Opaque):
         slot = ring(n, self.slots)[0]
         for w in cutlass.range_constexpr(ROWS // WORD):
             for r in cutlass.range_constexpr(instructions.ROWS):
-                word = cutlass.Uint32(self.shared[self.thread.row + 8 * r, w, slot])
-                words[r, w] = Int32(word >> cutlass.Uint32(self.thread.quad))
+                words[r, w] = instructions.shifted(self.shared[self.thread.row + 8 * r, w, slot], self.thread.quad)
             if const_expr(self.has_lengths):
-                within = instructions.below(self.length[0] - step * ROWS - w * WORD)
-                for r in cutlass.range_constexpr(instructions.ROWS):
-                    words[r, w] = words[r, w] & within
+                instructions.keep_below(words, w, self.length[0] - step * ROWS)
 
 
-@dataclass(frozen=True, eq=False)
-class GatheredMask(Opaque):
+class GatheredMask(GatheredWords):
     """The mask source of gathered columns: every step has words, which are fetched in order, each once."""
 
-    item: cute.Tensor
-    k: Ring
-    fetched: Any  # steps whose words were fetched
-    shared: GatheredWords
-    words: Any  # of an item's first step
+    # Who has fetched a step's words has waited for its K, and with that for V of the step before: a thread that gathers
+    # arrives when all that it has copied so far is complete.
+    with_keys = True
 
-    with_keys = True  # who has fetched a step's words has waited for its K
+    def __init__(self, block: GatherForwardBlock, thread: Thread) -> None:
+        self.item, self.k = block.items.item, block.k
+        self.fetched = one()  # steps whose words were fetched
+        self.fetched.fill(0)
+        self.words = packed_mask(ROWS)  # of an item's first step
+        super().__init__(block.s_words, 2 * block.config.stages, thread, block.config.lengths)
 
-    @classmethod
-    def of(
-        cls, item: Any, k: Ring, fetched: Any, shared: Any, slots: int, thread: Thread, has_lengths: bool
-    ) -> GatheredMask:
-        words = cute.make_rmem_tensor((instructions.ROWS, ROWS // WORD), Int32)
-        return cls(item, k, fetched, GatheredWords.of(shared, slots, thread, has_lengths), words)
-
-    def reset(self) -> None:
-        """No item has begun."""
-        self.shared.length.fill(0)
-
-    @cute.jit
-    def count(self, stage):
+    def count(self, stage: Any) -> Any:
         """How many steps an item has."""
         return self.item[RowItem.BITS_COUNT, stage]
 
@@ -86,17 +69,13 @@ class GatheredMask(Opaque):
     def prepare(self, stage):
         """Fetch what masks the first step of an item."""
         self.words.fill(0)
-        self.shared.begin(self.item, stage)
+        self.begin(self.item, stage)
         if self.count(stage) > 0:
             self.fetch("bits", self.words, self.item[RowItem.BITS_START, stage], Int32(0))
 
-    def masks_first(self) -> Any:
-        """Whether anything masks an item's first step."""
-        return True
-
-    def first(self) -> Any:
-        """The packed mask of an item's first step."""
-        return self.words
+    def keep_first(self, scores: Any) -> None:
+        """Mask the scores of an item's first step."""
+        instructions.keep(scores, self.words)
 
     @cute.jit
     def second(self, words, stage):
@@ -108,8 +87,8 @@ class GatheredMask(Opaque):
     def fetch(self, mode: cutlass.Constexpr, words, start, i):
         """Wait for K of step `i` of the list that begins at step `start`, and read its packed mask."""
         n = self.fetched[0]
-        self.k.wait_full(*self.k.place(n))
-        self.shared.read(words, n, start + i)
+        self.k.wait_full_at(n)
+        self.read(words, n, start + i)
         self.fetched[0] = n + 1
 
     @cute.jit

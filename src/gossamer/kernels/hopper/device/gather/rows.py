@@ -7,45 +7,38 @@ waited for the barrier makes them visible to the products by a proxy fence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import dsl_user_op
 
 from gossamer.kernels.hopper.device.common import ROWS, Opaque, Ring, ring
 from gossamer.kernels.hopper.device.gather.masks import WORDS
+from gossamer.kernels.hopper.device.instructions import assembly
 from gossamer.kernels.hopper.device.row_items import RowItem
 from gossamer.kernels.hopper.device.work import ItemRing
 
 PIECE = 16  # bytes of a copy
 THREADS = 64  # of the two warps that gather together
 PIECES = 8  # of a line
-AT_ONCE = THREADS // PIECES  # rows
-COPIES = ROWS // AT_ONCE  # rows of a stage that a thread copies from
+COPIES = ROWS * PIECES // THREADS  # rows of a stage that a thread copies from
 LINE = 128  # bytes of a row that lie together in shared memory, their pieces permuted by the row
 
 
-@dsl_user_op
 def copy(
-    to: Int32, start: Int64, row: Int32, stride: Int32, past: Boolean | bool, size: int, place: int = 0, line: int = 0,
-    *, loc: Any = None, ip: Any = None,
-) -> None:  # fmt: skip
+    to: Int32, start: Int64, row: Int32, stride: Int32, past: Boolean | bool, size: int, place: int = 0, line: int = 0
+) -> None:
     """Copy `size` bytes of a row, `line` bytes from where it starts, to `place` bytes behind `to`, asynchronously.
 
     Nothing is read, and zeros are written, for a negative row, and where the copied columns are `past` the last one.
     """
-    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int32(to), Int64(start), Int32(row), Int32(stride), Boolean(past))]
     cached = "cg" if size == PIECE else "ca"
-    llvm.inline_asm(
-        None, operands,
+    code = (
         "{ .reg .pred p; .reg .b64 a; setp.lt.or.s32 p, $2, 0, $4; mad.wide.s32 a, $2, $3, $1; "
-        f"cp.async.{cached}.shared.global [$0 + {place}], [a + {line}], {size}, p; }}",
-        "r,l,r,r,b", has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
+        f"cp.async.{cached}.shared.global [$0 + {place}], [a + {line}], {size}, p; }}"
+    )
+    assembly(None, code, Int32(to), Int64(start), Int32(row), Int32(stride), Boolean(past))
 
 
 @cute.jit
@@ -60,28 +53,26 @@ def role_of(warp, blocks: cutlass.Constexpr):
     return cute.arch.make_warp_uniform(warp ^ ((block * blocks // grid) & 1) * 2)
 
 
-@dataclass(frozen=True, eq=False)
 class RowCopies(Opaque):
-    """What a thread of two warps copies of a tensor: the same piece of each line of eight of a stage's 64 rows."""
+    """What a thread of one or two warps copies of a tensor: a piece of each line of some of a stage's 64 rows."""
 
-    tensor: cute.Tensor  # (B, heads, rows, columns) of 16 bits
-    ring: Ring
-    lines: int  # of a row
-    row: Any  # this thread's first row of a stage
-    piece: Any  # of each line
-    past: list[Any]  # whether that of a line is behind the last column
-    to: Any
-    stride: Any  # of rows, in bytes
-
-    @classmethod
-    def of(cls, tensor: Any, ring: Ring, shared: Any, size: int, thread: Any) -> RowCopies:
-        """`shared`: the address of stages of rows of `size` numbers."""
-        piece, row = thread % PIECES, thread // PIECES
-        lines = 2 * size // LINE
+    def __init__(self, tensor: Any, ring: Ring, shared: Any, size: int, thread: Any, threads: int = THREADS) -> None:
+        """`tensor`: (B, heads, rows, columns) of 16 bits; `shared`: the address of stages of rows of `size` numbers."""
+        self.tensor, self.ring, self.lines = tensor, ring, 2 * size // LINE  # of a row
+        self.at_once = threads // PIECES  # rows
+        self.copies = ROWS // self.at_once  # rows of a stage that this thread copies from
+        self.piece, self.row = thread % PIECES, thread // PIECES  # of each line; the first row of a stage
         # A row may end before the padded size: with a piece, since its columns are a multiple of 8.
-        past = [LINE * line + PIECE * piece >= 2 * cute.size(tensor, mode=[3]) for line in range(lines)]
-        to = shared.toint() + row * LINE + (piece ^ row) * PIECE
-        return cls(tensor, ring, lines, row, piece, past, to, Int32(2 * tensor.stride[2]))
+        columns = cute.size(tensor, mode=[3])
+        self.past = [LINE * line + PIECE * self.piece >= 2 * columns for line in range(self.lines)]
+        # Pieces of a line are permuted by the row in eight.
+        rows = [self.row + i for i in range(0, PIECES, self.at_once)]
+        self.to = [shared.toint() + self.row * LINE + (self.piece ^ row) * PIECE for row in rows]
+        self.stride = Int32(2 * tensor.stride[2])  # of rows, in bytes
+
+    def columns(self) -> Any:
+        """Registers for the indices of this thread's rows of a step."""
+        return cute.make_rmem_tensor((self.copies,), Int32)
 
     def start(self, batch: Any, head: Any) -> Any:
         """The address of this thread's piece of row 0 of a head."""
@@ -92,26 +83,25 @@ class RowCopies(Opaque):
     @cute.jit
     def listed(self, indices, first, to):
         """The indices of this thread's rows of the step whose list begins at `first`."""
-        for j in cutlass.range_constexpr(COPIES):
-            to[j] = indices[first + self.row + j * AT_ONCE]
+        for j in cutlass.range_constexpr(self.copies):
+            to[j] = indices[first + self.row + j * self.at_once]
 
     @cute.jit
     def fill(self, start, rows, stage):
         """Issue this thread's copies of a stage; rows that the list does not fill become zero."""
-        to = self.to + stage * (ROWS * LINE * self.lines)
-        for j in cutlass.range_constexpr(COPIES):
+        for j in cutlass.range_constexpr(self.copies):
+            to = self.to[j % len(self.to)] + stage * (ROWS * LINE * self.lines)
             for line in cutlass.range_constexpr(self.lines):
-                place = cutlass.const_expr((j * AT_ONCE + line * ROWS) * LINE)
+                place = cutlass.const_expr((j * self.at_once + line * ROWS) * LINE)
                 copy(to, start, rows[j], self.stride, self.past[line], PIECE, place, line * LINE)
 
 
-@dataclass(frozen=True, eq=False)
 class WordCopies(Opaque):
     """The words of a step, as many pieces as half of 64 threads."""
 
-    words: cute.Tensor  # (columns / 32, 64) int32 in global memory
-    shared: cute.Tensor  # (64, 2, slots)
-    thread: Any
+    def __init__(self, words: cute.Tensor, shared: cute.Tensor, thread: Any) -> None:
+        """`words`: (columns / 32, 64) int32 in global memory; `shared`: (64, 2, slots)."""
+        self.words, self.shared, self.thread = words, shared, thread
 
     @cute.jit
     def fill(self, step, slot):
@@ -122,23 +112,16 @@ class WordCopies(Opaque):
             copy(to, from_, step, Int32(4 * WORDS), False, PIECE)
 
 
-@dataclass(frozen=True, eq=False)
-class Gatherer(Opaque):
-    """Two warps that fill the rings of K and V for item after item, and with K the words of a step."""
+class ItemGatherer(Opaque):
+    """Warps that gather for item after item: `gather` says what, and returns the number of steps so far."""
 
     items: ItemRing
-    indices: cute.Tensor  # (columns,) int32
-    keys: RowCopies
-    values: RowCopies
-    words: WordCopies
     ratio: Any  # query heads of a key head
 
     @cute.jit
     def run(self):
         """Item after item."""
-        keys, values, item = self.keys, self.values, self.items.item
-        columns, upcoming = cute.make_rmem_tensor((COPIES,), Int32), cute.make_rmem_tensor((COPIES,), Int32)
-        upcoming.fill(-1)
+        item = self.items.item
         turn, kv = Int32(0), Int32(0)  # items and steps so far
         self.items.wait_full(0, 0)
         running = item[RowItem.VALID, 0]
@@ -147,24 +130,42 @@ class Gatherer(Opaque):
             batch, group = item[RowItem.BATCH, place], item[RowItem.HEAD, place] // self.ratio
             at, steps = item[RowItem.BITS_START, place], item[RowItem.BITS_COUNT, place]
             self.items.forget(place)
-            k_start, v_start = keys.start(batch, group), values.start(batch, group)
-            if steps > 0:
-                keys.listed(self.indices, at * ROWS, upcoming)
-            for i in cutlass.range(steps, unroll=1):
-                for j in cutlass.range_constexpr(COPIES):
-                    columns[j] = upcoming[j]
-                if i + 1 < steps:
-                    keys.listed(self.indices, (at + i + 1) * ROWS, upcoming)
-                stage, phase = keys.ring.place(kv)
-                keys.ring.wait_empty(stage, phase)
-                keys.fill(k_start, columns, stage)
-                self.words.fill(at + i, ring(kv, 2 * keys.ring.stages)[0])
-                cute.arch.cp_async_mbarrier_arrive_noinc(keys.ring.full + stage)
-                values.ring.wait_empty(stage, phase)
-                values.fill(v_start, columns, stage)
-                cute.arch.cp_async_mbarrier_arrive_noinc(values.ring.full + stage)
-                kv += 1
+            kv = self.gather(batch, group, at, steps, kv)
             turn += 1
-            place, phase = self.items.place(turn)
-            self.items.wait_full(place, phase)
+            place = self.items.wait_full_at(turn)
             running = item[RowItem.VALID, place]
+
+
+class Gatherer(ItemGatherer):
+    """Two warps that fill the rings of K and V for item after item, and with K the words of a step."""
+
+    def __init__(
+        self, items: ItemRing, indices: Any, keys: RowCopies, values: RowCopies, words: WordCopies, ratio: Any
+    ) -> None:
+        """`indices`: (columns,) int32."""
+        self.items, self.indices, self.keys, self.values, self.words = items, indices, keys, values, words
+        self.ratio = ratio
+        self.columns, self.upcoming = keys.columns(), keys.columns()
+        self.upcoming.fill(-1)
+
+    @cute.jit
+    def gather(self, batch, group, at, steps, kv):
+        """Gather K and V of an item."""
+        keys, values, indices, columns, upcoming = self.keys, self.values, self.indices, self.columns, self.upcoming
+        k_start, v_start = keys.start(batch, group), values.start(batch, group)
+        if steps > 0:
+            keys.listed(indices, at * ROWS, upcoming)
+        for i in cutlass.range(steps, unroll=1):
+            for j in cutlass.range_constexpr(cute.size(columns)):
+                columns[j] = upcoming[j]
+            if i + 1 < steps:
+                keys.listed(indices, (at + i + 1) * ROWS, upcoming)
+            stage = keys.ring.wait_empty_at(kv)
+            keys.fill(k_start, columns, stage)
+            self.words.fill(at + i, ring(kv, 2 * keys.ring.stages)[0])
+            cute.arch.cp_async_mbarrier_arrive_noinc(keys.ring.full + stage)
+            values.ring.wait_empty_at(kv)
+            values.fill(v_start, columns, stage)
+            cute.arch.cp_async_mbarrier_arrive_noinc(values.ring.full + stage)
+            kv += 1
+        return kv

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from gossamer.kernels.hopper.device.common import Opaque, Ring
 from gossamer.kernels.hopper.device.gather.rows import THREADS
@@ -19,8 +19,7 @@ AHEAD = 2  # descriptions of items for the warps that gather, which have their o
 
 def items_to_gather(memory: Any) -> ItemRing:
     """The ring of descriptions for the warps that gather."""
-    ring = ring_of(memory, "ahead", AHEAD, 1, THREADS // 32)
-    return ItemRing(ring.full, ring.empty, AHEAD, 1, ring.readers, words(memory.ahead, ITEM, AHEAD))
+    return ring_of(memory, "ahead", AHEAD, 1, THREADS // 32, ItemRing, words(memory.ahead, ITEM, AHEAD))
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,8 +28,7 @@ class CopiedRing(Ring):
 
     @classmethod
     def of(cls, memory: Any, name: str, stages: int, fillers: int = THREADS) -> CopiedRing:
-        ring = ring_of(memory, name, stages, fillers, 4)
-        return cls(ring.full, ring.empty, stages, fillers, 4)
+        return ring_of(memory, name, stages, fillers, 4, cls)
 
     def wait_full(self, stage: Any, phase: Any) -> None:
         """Wait until a stage was gathered, and make it visible to the products."""
@@ -43,7 +41,7 @@ class Server(Opaque):
     """The warp that publishes items: to those that gather as soon as they listen, with tiles when there is room."""
 
     work: WorkList
-    ahead: ItemRing
+    ahead: ItemRing | None  # of those that gather, where they have their own
     items: ItemRing
     tiles: Any  # what loads an item's own tiles
     valid: int  # the word that says whether an item is one
@@ -55,13 +53,13 @@ class Server(Opaque):
         word = self.work.first()
         turn, running = Int32(0), Int32(1)
         while running != 0:
-            self.ahead.publish(turn, word)
-            self.items.describe(turn, word)
-            running = item[self.valid, 0]
+            if const_expr(self.ahead is not None):
+                self.ahead.publish(turn, word)
+            stage = self.items.describe(turn, word)
+            running = item[self.valid, stage]
             if running != 0:
                 self.tiles.load(turn, item)
                 word = self.work.next()
             else:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(self.items.full)
+                self.items.end(stage)
             turn += 1

@@ -8,22 +8,16 @@ they add, and over many steps that would be seen.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float16, Float32, Int32, Int64, const_expr
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.cutlass_dsl import T, dsl_user_op
 
 from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.common import ROWS, Opaque, Ring, Thread
-from gossamer.kernels.hopper.device.forward.masks import two
-from gossamer.kernels.hopper.device.forward.results import Results
-from gossamer.kernels.hopper.device.forward.softmax import Scale
-from gossamer.kernels.hopper.device.gather.configurations import Float32Config
+from gossamer.kernels.hopper.device.common import ROWS, Opaque, Thread
+from gossamer.kernels.hopper.device.forward.masks import packed_mask
+from gossamer.kernels.hopper.device.forward.results import factors
+from gossamer.kernels.hopper.device.gather.block import Float32Block
 from gossamer.kernels.hopper.device.gather.float32.softmax import Float32Softmax
 from gossamer.kernels.hopper.device.gather.float32.split import (
     BIAS,
@@ -37,87 +31,46 @@ from gossamer.kernels.hopper.device.gather.float32.split import (
 )
 from gossamer.kernels.hopper.device.gather.masks import GatheredWords
 from gossamer.kernels.hopper.device.row_items import RowItem
-from gossamer.kernels.hopper.device.tiles import accumulator, product_of, transposed
-from gossamer.kernels.hopper.device.work import ItemRing
+from gossamer.kernels.hopper.device.tiles import accumulator, product_of, second_factor, transposed
 
 LINE = 32  # float32 numbers in 128 bytes
 HALVES = ((1, 0), (0, 1), (0, 0))  # of two factors, 0 is hi and 1 is lo: the products that are summed
 UNDO = 2.0 ** (VALUE_SHIFT - TOP)  # what results are multiplied by
 
 
-@dsl_user_op
-def load_pair(address: Int32, place: int, *, loc: Any = None, ip: Any = None) -> Int64:
+def load_pair(address: Int32, place: int) -> Int64:
     """Two float32 of shared memory, `place` bytes behind an address."""
-    return Int64(
-        llvm.inline_asm(
-            T.i64(), [Int32(address).ir_value(loc=loc, ip=ip)], f"ld.shared.b64 $0, [$1 + {place}];", "=l,r",
-            has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-        )
-    )  # fmt: skip
+    return instructions.assembly(Int64, f"ld.shared.b64 $0, [$1 + {place}];", Int32(address))
 
 
-@dsl_user_op
-def store_pair(
-    address: Int64, place: int, a: Float32, b: Float32, wanted: Boolean, *, loc: Any = None, ip: Any = None
-) -> None:
+def store_pair(address: Int64, place: int, a: Float32, b: Float32, wanted: Boolean) -> None:
     """Two float32 to global memory, `place` bytes behind an address, if they are wanted."""
-    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(address), Float32(a), Float32(b), Boolean(wanted))]
-    llvm.inline_asm(
-        None, operands, f"@$3 st.global.v2.f32 [$0 + {place}], {{$1, $2}};", "l,f,f,b", has_side_effects=True,
-        is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
+    code = f"@$3 st.global.v2.f32 [$0 + {place}], {{$1, $2}};"
+    instructions.assembly(None, code, Int64(address), Float32(a), Float32(b), Boolean(wanted))
 
 
-@dataclass(frozen=True, eq=False)
 class Float32Consumer(Opaque):
     """64 query rows of each item. Fragments as in instructions.py."""
 
-    config: Float32Config
-    thread: Thread
-    items: ItemRing  # with Q
-    k_ring: Ring
-    v_ring: Ring
-    words: GatheredWords
-    softmax: Float32Softmax
-    results: Results
-    out: cute.Tensor  # (B, H, Q, E) float32
-    q_at: Any  # the address of Q in shared memory
-    mma_s: Any
-    mma_o: Any
-    q: Any  # both halves of Q, in registers
-    k: Any
-    v: Any
-    o: Any
-
-    @classmethod
-    def of(
-        cls, config: Float32Config, thread: Thread, items: ItemRing, k_ring: Ring, v_ring: Ring, shared: Any,
-        scale: Scale, results: Results, out: Any, q_at: Any,
-    ) -> Float32Consumer:  # fmt: skip
-        """`shared`: tiles of K and V, the words of steps and the powers of their columns."""
-        c, size = config, config.size
-        s_k, s_v, s_words, s_powers = shared
-        mma_s, mma_o = (
-            product_of(Float16, ROWS, registers=True),
-            product_of(Float16, size, transposed=True, registers=True),
-        )
-        whole_s, whole_o = mma_s.get_slice(0), mma_o.get_slice(0)
-        s_vt = transposed(s_v, ROWS, 2 * size, c.stages)
-        q = whole_s.make_fragment_A(whole_s.partition_shape_A((ROWS, 2 * size)))
-        p = [whole_o.make_fragment_A(whole_o.partition_shape_A((ROWS, ROWS))) for _ in range(2)]
-        o, rows = accumulator(mma_o, size), [two(Float32) for _ in range(4)]
-        return cls(
-            c, thread, items, k_ring, v_ring, GatheredWords.of(s_words, 2 * c.stages, thread, c.lengths),
-            Float32Softmax(c.score, scale, thread, s_powers, 2 * c.stages, p, *rows), results, out, q_at, mma_s, mma_o,
-            q, whole_s.make_fragment_B(whole_s.partition_B(s_k)),
-            whole_o.make_fragment_B(whole_o.partition_B(cute.flat_divide(s_vt, (size, ROWS)))), o,
-        )  # fmt: skip
+    def __init__(self, block: Float32Block, thread: Thread) -> None:
+        self.block, self.arguments, self.thread, self.config = block, block.arguments, thread, block.config
+        self.items, self.k_ring, self.v_ring = block.items, block.k, block.v
+        size, stages = self.config.size, self.config.stages
+        self.mma_s = product_of(Float16, ROWS, registers=True)
+        self.mma_o = product_of(Float16, size, transposed=True, registers=True)
+        whole = self.mma_s.get_slice(0)
+        self.q = whole.make_fragment_A(whole.partition_shape_A((ROWS, 2 * size)))  # both halves, in registers
+        self.k = second_factor(self.mma_s, block.s_k)
+        s_vt = transposed(block.s_v, ROWS, 2 * size, stages)
+        self.v = second_factor(self.mma_o, cute.flat_divide(s_vt, (size, ROWS)))
+        self.o = accumulator(self.mma_o, size)
+        self.softmax = Float32Softmax(block, thread, self.mma_o)
+        self.words = GatheredWords(block.s_words, 2 * stages, thread, self.config.lengths)
 
     @cute.jit
     def run(self):
         """Item after item. The first S of one is computed beside the last P V of the one before."""
         item = self.items.item
-        self.words.length.fill(0)
         self.softmax.row.fill(0.0)
         self.softmax.rescale.fill(1.0)
         self.begin()
@@ -135,8 +88,7 @@ class Float32Consumer(Opaque):
                 self.step(at + i, kv)
                 kv += 1
             turn += 1
-            following, phase = self.items.place(turn)
-            self.items.wait_full(following, phase)
+            following = self.items.wait_full_at(turn)
             running = item[RowItem.VALID, following]
             started = Int32(0)
             if count > 0 and item[RowItem.BITS_COUNT, following] > 0:
@@ -160,11 +112,11 @@ class Float32Consumer(Opaque):
     @cute.jit
     def query(self, stage):
         """Q of an item into registers, scaled and split, and the factors of its rows' scores."""
-        c, thread, scale = self.config, self.thread, self.softmax.scale
+        a, c, thread, block = self.arguments, self.config, self.thread, self.block
         count = const_expr(c.size // 8)
         words = cute.make_rmem_tensor((instructions.ROWS * count,), Int64)
         # As TMA leaves them: 128 bytes of each row together, their 16-byte pieces permuted by the row.
-        start = self.q_at + stage * (4 * ROWS * c.size) + 4 * LINE * thread.row + 4 * (thread.quad % 4)
+        start = block.s_q.iterator.toint() + stage * (4 * ROWS * c.size) + 4 * LINE * thread.row + 4 * (thread.quad % 4)
         piece = (thread.quad // 4) ^ (thread.lane // 4)
         for j in cutlass.range_constexpr(count):
             address = start + 16 * (piece ^ const_expr(2 * (j % 4)))
@@ -173,12 +125,12 @@ class Float32Consumer(Opaque):
                 words[instructions.ROWS * j + r] = load_pair(address, place)
         numbers = cute.recast_tensor(words, Float32)
         for r in cutlass.range_constexpr(instructions.ROWS):
-            places = [4 * j + 2 * r + e for j in range(count) for e in range(2)]
+            places = instructions.of_row(numbers, r)
             bits = largest_bits(numbers, places)
             for offset in (1, 2):
                 bits = cutlass.max(bits, cute.arch.shuffle_sync_bfly(bits, offset=offset))
             field = cutlass.min(exponent_field(bits), Int32(2 * BIAS))
-            self.softmax.row[r] = power(field) * (scale.exponent if const_expr(c.score == "fold") else scale.before)
+            self.softmax.row[r] = power(field) * (a.exponent if const_expr(c.score == "fold") else a.before)
             factor = down(field)
             for i in places:
                 numbers[i] = numbers[i] * factor
@@ -192,10 +144,15 @@ class Float32Consumer(Opaque):
         self.words.begin(self.items.item, stage)
 
     @cute.jit
-    def fetch(self, words, at, kv):
-        """Wait for K of step `at`, with the step's words and powers. A fence makes it visible to the products."""
-        self.k_ring.wait_full(*self.k_ring.place(kv))
+    def fetch(self, at, kv):
+        """Wait for K of step `at`, with the step's words, which are returned, and powers.
+
+        A fence makes it visible to the products.
+        """
+        words = packed_mask(ROWS)
+        self.k_ring.wait_full_at(kv)
         self.words.read(words, kv, at)
+        return words
 
     @cute.jit
     def products(self, mma, acc, pairs: cutlass.Constexpr):
@@ -209,8 +166,9 @@ class Float32Consumer(Opaque):
         warpgroup.commit_group()
 
     @cute.jit
-    def issue_s(self, scores, kv):
+    def issue_s(self, kv):
         """Issue S = Q K^T of a step."""
+        scores = accumulator(self.mma_s, ROWS)
         stage, count = self.k_ring.place(kv)[0], const_expr(self.config.size // 16)
         pairs = [
             (self.q[None, None, a * count + i], self.k[None, None, b * count + i, stage])
@@ -218,10 +176,12 @@ class Float32Consumer(Opaque):
             for i in range(count)
         ]
         self.products(self.mma_s, scores, pairs)
+        return scores
 
     @cute.jit
-    def issue_o(self, part, kv):
-        """Issue P V of a step."""
+    def issue_o(self, kv):
+        """Issue P V of a step, which is to be added to O."""
+        part = cute.make_rmem_tensor_like(self.o)
         stage = self.v_ring.place(kv)[0]
         pairs = [
             (self.softmax.p[a][None, None, i], self.v[None, None, i, b, 0, stage])
@@ -229,36 +189,30 @@ class Float32Consumer(Opaque):
             for i in range(ROWS // 16)
         ]
         self.products(self.mma_o, part, pairs)
+        return part
 
     @cute.jit
     def first(self, at, kv):
         """The first step of an item whose Q is in registers; its P V is issued by what follows."""
-        scores = accumulator(self.mma_s, ROWS)
-        words = cute.make_rmem_tensor((instructions.ROWS, ROWS // 32), Int32)
-        self.fetch(words, at, kv)
+        words = self.fetch(at, kv)
         cute.arch.fence_view_async_shared()
-        self.issue_s(scores, kv)  # S = Q K^T
+        scores = self.issue_s(kv)
         warpgroup.wait_group(0)
-        self.k_ring.release(self.k_ring.place(kv)[0])
+        self.k_ring.release_at(kv)
         values, _ = self.softmax.powers_of_two(scores, words, kv)
         self.softmax.probabilities(scores, values)
 
     @cute.jit
     def step(self, at, kv):
         """S of a step and P V of the one before, which runs beside the first half of the softmax."""
-        scores = accumulator(self.mma_s, ROWS)
-        part = cute.make_rmem_tensor_like(self.o)
-        words = cute.make_rmem_tensor((instructions.ROWS, ROWS // 32), Int32)
-        self.fetch(words, at, kv)
+        words = self.fetch(at, kv)
         self.value(kv)
-        self.issue_s(scores, kv)  # S = Q K^T
-        self.issue_o(part, kv - 1)  # P V, which is added to O
+        scores, part = self.issue_s(kv), self.issue_o(kv - 1)
         warpgroup.wait_group(1)
-        self.k_ring.release(self.k_ring.place(kv)[0])
+        self.k_ring.release_at(kv)
         values, raised = self.softmax.powers_of_two(scores, words, kv)
         warpgroup.wait_group(0)
-        self.v_ring.release(self.v_ring.place(kv - 1)[0])
-        self.add(part)
+        self.add(part, kv)
         if raised:
             instructions.scale_rows(self.o, self.softmax.rescale)
         self.softmax.probabilities(scores, values)
@@ -266,68 +220,60 @@ class Float32Consumer(Opaque):
     @cute.jit
     def bridge(self, stage, following, kv):
         """The last P V of an item and its result, and the first step of the item that follows."""
-        part = cute.make_rmem_tensor_like(self.o)
-        scores = accumulator(self.mma_s, ROWS)
-        words = cute.make_rmem_tensor((instructions.ROWS, ROWS // 32), Int32)
         self.value(kv)
-        self.issue_o(part, kv - 1)  # P V, which is added to O
+        part = self.issue_o(kv - 1)
         self.query(following)
-        self.fetch(words, self.items.item[RowItem.BITS_START, following], kv)
+        words = self.fetch(self.items.item[RowItem.BITS_START, following], kv)
         cute.arch.fence_view_async_shared()
-        self.issue_s(scores, kv)  # S = Q K^T
+        scores = self.issue_s(kv)
         warpgroup.wait_group(1)
-        self.v_ring.release(self.v_ring.place(kv - 1)[0])
-        self.add(part)
+        self.add(part, kv)
         self.finish(stage)
         self.begin()
         warpgroup.wait_group(0)
-        self.k_ring.release(self.k_ring.place(kv)[0])
+        self.k_ring.release_at(kv)
         values, _ = self.softmax.powers_of_two(scores, words, kv)
         self.softmax.probabilities(scores, values)
 
     @cute.jit
     def last(self, kv):
         """The last P V of an item."""
-        part = cute.make_rmem_tensor_like(self.o)
         self.value(kv)
-        self.issue_o(part, kv - 1)  # P V, which is added to O
+        part = self.issue_o(kv - 1)
         warpgroup.wait_group(0)
-        self.v_ring.release(self.v_ring.place(kv - 1)[0])
-        self.add(part)
+        self.add(part, kv)
 
     @cute.jit
     def value(self, kv):
         """Wait for V of the step before, and make what was waited for visible to the products."""
-        self.v_ring.wait_full(*self.v_ring.place(kv - 1))
+        self.v_ring.wait_full_at(kv - 1)
         cute.arch.fence_view_async_shared()
 
     @cute.jit
-    def add(self, part):
+    def add(self, part, kv):
+        """Give back V of the step before, and add its P V to O."""
+        self.v_ring.release_at(kv - 1)
         for i in cutlass.range_constexpr(cute.size(part)):
             self.o[i] = self.o[i] + part[i]
 
     @cute.jit
     def finish(self, stage):
         """The result of an item, whole or a part of a list that was cut, to memory; its place becomes free."""
-        c, item, results, thread = self.config, self.items.item, self.results, self.thread
+        a, c, item, thread = self.arguments, self.config, self.items.item, self.thread
         batch, head, tile = item[RowItem.BATCH, stage], item[RowItem.HEAD, stage], item[RowItem.TILE, stage]
         slot = item[RowItem.SLOT, stage]
-        sink = -Float32.inf
-        if results.has_sinks != 0 and slot < 0:
-            sink = results.sinks[head] * instructions.LOG2E
-        factor, value = two(Float32), two(Float32)
-        instructions.finish(self.softmax.reference, self.softmax.row_sum, factor, value, sink)
+        factor, value = factors(self.block, stage, self.softmax.reference, self.softmax.row_sum)
         cute.arch.sync_warp()
         self.items.release(stage)
         # A row of the result has an even number of columns, or room for one more.
-        columns = cute.size(self.out, mode=[3]) if slot < 0 else Int32(c.size)
+        columns = cute.size(a.out, mode=[3]) if slot < 0 else Int32(c.size)
         for r in cutlass.range_constexpr(instructions.ROWS):
             place = thread.row + 8 * r
             row = tile * ROWS + place
-            if row < cute.size(self.out, mode=[2]):
-                to = self.out[batch, head, row, None].iterator.toint()
+            if row < cute.size(a.out, mode=[2]):
+                to = a.out[batch, head, row, None].iterator.toint()
                 if slot >= 0:
-                    to = results.part_out[slot, place, None].iterator.toint()
+                    to = a.part_out[slot, place, None].iterator.toint()
                 to += 4 * thread.quad
                 scale = factor[r] * UNDO
                 for j in cutlass.range_constexpr(c.size // 8):
@@ -336,6 +282,6 @@ class Float32Consumer(Opaque):
                     store_pair(to, 32 * j, self.o[i] * scale, self.o[i + 1] * scale, wanted)
                 if thread.lane % 4 == 0:
                     if slot < 0:
-                        results.lse[batch, head, row] = value[r]
+                        a.lse[batch, head, row] = value[r]
                     else:
-                        results.part_lse[slot, place] = value[r]
+                        a.part_lse[slot, place] = value[r]

@@ -6,68 +6,25 @@ used, and results go straight to memory. A launch is two kernels: the first spli
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32
 
-from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Opaque, Ring, computing_thread
-from gossamer.kernels.hopper.device.forward.produce import ItemLoader, ItemServer
-from gossamer.kernels.hopper.device.forward.results import Results
-from gossamer.kernels.hopper.device.forward.softmax import Scale
-from gossamer.kernels.hopper.device.gather.configurations import Float32Config
+from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, computing_thread
+from gossamer.kernels.hopper.device.forward.produce import ItemLoader
+from gossamer.kernels.hopper.device.gather.block import Float32Arguments, Float32Block
+from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.float32.consume import Float32Consumer
 from gossamer.kernels.hopper.device.gather.float32.rows import HalfRows, StepData
 from gossamer.kernels.hopper.device.gather.float32.split import SplitRows
 from gossamer.kernels.hopper.device.gather.masks import WORDS
-from gossamer.kernels.hopper.device.gather.rows import LINE, role_of
-from gossamer.kernels.hopper.device.row_items import ITEM
+from gossamer.kernels.hopper.device.gather.rows import role_of
+from gossamer.kernels.hopper.device.gather.serve import Server
+from gossamer.kernels.hopper.device.row_items import ITEM, RowItem
 from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles, words
-from gossamer.kernels.hopper.device.tiles import Tma, partition, tile_layout, tma
-from gossamer.kernels.hopper.device.work import GatheredRows, ItemRing
-
-
-class Arguments(NamedTuple):
-    """The parameters of the kernel."""
-
-    q: Tma
-    k: cute.Tensor  # halves
-    v: cute.Tensor
-    powers: cute.Tensor
-    out: cute.Tensor
-    lse: cute.Tensor
-    items: cute.Tensor
-    indices: cute.Tensor
-    words: cute.Tensor
-    sinks: cute.Tensor
-    part_out: cute.Tensor
-    part_lse: cute.Tensor
-    lengths: cute.Tensor
-    tile_counter: cute.Tensor
-    scale: Scale
-    count: Int32  # of items
-    has_sinks: Int32
-
-
-@dataclass(frozen=True, eq=False)
-class Block(Opaque):
-    """What the roles of a block share."""
-
-    arguments: Arguments
-    items: ItemRing  # with Q
-    k: Ring
-    v: Ring
-    words: cute.Tensor  # (64, 2, twice the stages): a step's mask
-    powers: cute.Tensor  # (2, 64, twice the stages): of a step's keys and values
-    s_q: cute.Tensor
-    s_k: cute.Tensor
-    s_v: cute.Tensor
-    memory: Any
-
-    @property
-    def rings(self) -> Any:
-        return (self.items,), (self.k, self.v)
+from gossamer.kernels.hopper.device.tiles import tile_layout, tma
+from gossamer.kernels.hopper.device.work import GatheredRows
 
 
 class Float32Forward(Shell):
@@ -75,7 +32,7 @@ class Float32Forward(Shell):
 
     threads = 2 * WARPGROUP
 
-    def __init__(self, config: Float32Config) -> None:
+    def __init__(self, config: GatherConfig) -> None:
         self.config = config
         self.blocks, self.registers = config.blocks, config.registers
         self.split = SplitRows(config.size)
@@ -83,33 +40,18 @@ class Float32Forward(Shell):
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,  # (B, H, Q, D) float32
-        k: cute.Tensor,  # (B, G, K, D) float32
-        v: cute.Tensor,  # (B, G, K, E) float32
-        k_halves: cute.Tensor,  # (B, G, K, 2 size) float16, written before it is read, as are the two that follow
-        v_halves: cute.Tensor,  # (B, G, K, 2 size) float16
-        powers: cute.Tensor,  # (B, G, K, 2) float32
-        out: cute.Tensor,  # (B, H, Q, E) float32
-        lse: cute.Tensor,  # (B, H, Q) float32
-        work: cute.Tensor,  # (n, ITEM) int32
-        indices: cute.Tensor,  # (columns,) int32
-        bits: cute.Tensor,  # (columns / 32, 64) int32
-        sinks: cute.Tensor,  # (H,) float32
-        part_out: cute.Tensor,  # (slots, 64, E) float32
-        part_lse: cute.Tensor,  # (slots, 64) float32
-        lengths: cute.Tensor,  # (B,) int32; not read without `lengths` in the configuration
-        tile_counter: cute.Tensor,  # (1,) int32: items taken; zero before and after
-        before: Float32,  # factor of a score before the soft cap
-        exponent: Float32,  # factor of a score in exp2
-        items: Int32,
-        has_sinks: Int32,
-        blocks: Int32,
+        q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, k_halves: cute.Tensor, v_halves: cute.Tensor,
+        powers: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, work: cute.Tensor, indices: cute.Tensor,
+        bits: cute.Tensor, sinks: cute.Tensor, part_out: cute.Tensor, part_lse: cute.Tensor, lengths: cute.Tensor,
+        tile_counter: cute.Tensor, before: Float32, exponent: Float32, items: Int32, has_sinks: Int32, blocks: Int32,
         stream: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
+        """As in `Float32Arguments`, but k and v are float32; halves and powers are written before they are read."""
         self.split(k, v, k_halves, v_halves, powers, stream)
-        arguments = Arguments(
-            tma(q, ROWS, self.config.size), k_halves, v_halves, powers, out, lse, work, indices, bits, sinks, part_out,
-            part_lse, lengths, tile_counter, Scale(before, exponent), items, has_sinks,
+        arguments = Float32Arguments(
+            q=tma(q, ROWS, self.config.size), k=k_halves, v=v_halves, powers=powers, out=out, lse=lse, work=work,
+            indices=indices, bits=bits, sinks=sinks, part_out=part_out, part_lse=part_lse, lengths=lengths,
+            tile_counter=tile_counter, before=before, exponent=exponent, items=items, has_sinks=has_sinks,
         )  # fmt: skip
         self.launch(arguments, blocks, stream)
 
@@ -127,39 +69,32 @@ class Float32Forward(Shell):
             "q": tile_memory(Float32, q), "k": tile_memory(Float16, k), "v": tile_memory(Float16, k),
         }  # fmt: skip
 
-    def block(self, arguments: Arguments, memory: Any) -> Block:
+    def block(self, arguments: Float32Arguments, memory: Any) -> Float32Block:
         c = self.config
         q, k = self.layouts()
-        return Block(
-            arguments, items_of(memory, "q", c.q_stages, 4 + 3),  # the warps that compute and gather
-            ring_of(memory, "k", c.stages, 64, 4), ring_of(memory, "v", c.stages, 32, 4),
-            words(memory.words, ROWS, 2, 2 * c.stages), words(memory.powers, 2, ROWS, 2 * c.stages),
-            tiles(memory.q, q), tiles(memory.k, k), tiles(memory.v, k), memory,
+        items = items_of(memory, "q", c.q_stages, 4 + 3)  # the warps that compute and gather
+        k_ring, v_ring = ring_of(memory, "k", c.stages, 64, 4), ring_of(memory, "v", c.stages, 32, 4)
+        return Float32Block(
+            config=c, arguments=arguments, rings=((items,), (k_ring, v_ring)), items=items, k=k_ring, v=v_ring,
+            s_words=words(memory.words, ROWS, 2, 2 * c.stages), s_powers=words(memory.powers, 2, ROWS, 2 * c.stages),
+            s_q=tiles(memory.q, q), s_k=tiles(memory.k, k), s_v=tiles(memory.v, k),
         )  # fmt: skip
 
     @cute.jit
     def serve(self, block, warp):
-        c, a, m = self.config, block.arguments, block.memory
+        a, c = block.arguments, self.config
         ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k, mode=[1])
-        lines = 4 * c.size // LINE
         role = role_of(warp, c.blocks)
         if role == 0:
-            work = GatheredRows(a.items, a.tile_counter, a.count, a.indices, a.lengths, c.lengths)
-            items = ItemLoader(block.items, 1, a.q.atom, *partition(a.q, block.s_q, ROWS, c.size), 4 * ROWS * c.size)
-            ItemServer(work, items).run()
+            work = GatheredRows(a.work, a.tile_counter, a.items, a.indices, a.lengths, c.lengths)
+            Server(work, None, block.items, ItemLoader(block), RowItem.VALID).run()
         elif role == 1:
-            StepData(block.items, a.indices, a.words, a.powers, block.k, block.words, block.powers, ratio).run()
+            StepData(block, ratio).run()
         elif role == 2:
-            HalfRows(block.items, a.indices, a.k, block.k, m.k.data_ptr(), lines, ratio).run()
+            HalfRows(block, a.k, block.k, block.s_k.iterator, ratio).run()
         else:
-            HalfRows(block.items, a.indices, a.v, block.v, m.v.data_ptr(), lines, ratio).run()
+            HalfRows(block, a.v, block.v, block.s_v.iterator, ratio).run()
 
     @cute.jit
     def compute(self, block):
-        a, thread = block.arguments, computing_thread(0)
-        shared = block.s_k, block.s_v, block.words, block.powers
-        results = Results(a.lse, a.sinks, a.has_sinks, a.part_out, a.part_lse, cute.size(a.out, mode=[2]))
-        at = block.memory.q.data_ptr().toint()
-        Float32Consumer.of(
-            self.config, thread, block.items, block.k, block.v, shared, a.scale, results, a.out, at
-        ).run()
+        Float32Consumer(block, computing_thread(0)).run()

@@ -2,126 +2,76 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32
 
-from gossamer.kernels.hopper.device.common import ROWS, Opaque, Ring, ring
-from gossamer.kernels.hopper.device.gather.masks import WORDS
-from gossamer.kernels.hopper.device.gather.rows import LINE, PIECE, PIECES, copy
-from gossamer.kernels.hopper.device.row_items import RowItem
-from gossamer.kernels.hopper.device.work import ItemRing
+from gossamer.kernels.hopper.device.common import ROWS, Ring, ring
+from gossamer.kernels.hopper.device.forward.masks import two
+from gossamer.kernels.hopper.device.gather.block import Float32Block
+from gossamer.kernels.hopper.device.gather.rows import PIECE, ItemGatherer, RowCopies, WordCopies, copy
 
 POWERS = 8  # bytes of the powers of a column
-AT_ONCE = 4  # rows that a warp copies a line of
 
 
-@dataclass(frozen=True, eq=False)
-class HalfRows(Opaque):
-    """A warp that fills the ring of K or of V: a thread copies the same piece of each line of every fourth row."""
+class HalfRows(ItemGatherer):
+    """A warp that fills the ring of K or of V."""
 
-    items: ItemRing
-    indices: cute.Tensor  # (columns,) int32
-    tensor: cute.Tensor  # (B, G, K, 2 size) float16
-    ring: Ring
-    at: Any  # the ring's tiles in shared memory
-    lines: int  # of a row
-    ratio: Any  # query heads of a key head
+    def __init__(self, block: Float32Block, tensor: cute.Tensor, ring: Ring, shared: Any, ratio: Any) -> None:
+        """`tensor`: (B, G, K, 2 size) float16; `shared`: the address of the ring's tiles."""
+        self.items, self.indices, self.ratio = block.items, block.arguments.indices, ratio
+        self.rows = RowCopies(tensor, ring, shared, 2 * block.config.size, cute.arch.lane_idx(), 32)
+        self.columns = self.rows.columns()
+        self.columns.fill(-1)
 
     @cute.jit
-    def run(self):
-        """Item after item."""
-        item, indices, tensor = self.items.item, self.indices, self.tensor
-        lane = cute.arch.lane_idx()
-        piece, row = lane % PIECES, lane // PIECES
-        # Pieces of a line are permuted by the row in eight: two patterns, of rows below four and from there on.
-        to = [self.at.toint() + row * LINE + (piece ^ (row + 4 * odd)) * PIECE for odd in range(2)]
-        stride = Int32(2 * tensor.stride[2])
-        columns = cute.make_rmem_tensor((ROWS // AT_ONCE,), Int32)
-        columns.fill(-1)
-        turn, kv = Int32(0), Int32(0)  # items and steps so far
-        self.items.wait_full(0, 0)
-        running = item[RowItem.VALID, 0]
-        while running != 0:
-            place = self.items.place(turn)[0]
-            batch, group = item[RowItem.BATCH, place], item[RowItem.HEAD, place] // self.ratio
-            at, steps = item[RowItem.BITS_START, place], item[RowItem.BITS_COUNT, place]
-            self.items.forget(place)
-            start = tensor[batch, group, None, None].iterator.toint() + PIECE * piece
-            if steps > 0:
-                for j in cutlass.range_constexpr(ROWS // AT_ONCE):
-                    columns[j] = indices[at * ROWS + row + j * AT_ONCE]
-            for n in cutlass.range(at, at + steps, unroll=1):
-                stage, phase = self.ring.place(kv)
-                self.ring.wait_empty(stage, phase)
-                for j in cutlass.range_constexpr(ROWS // AT_ONCE):
-                    for line in cutlass.range_constexpr(self.lines):
-                        behind = const_expr((j * AT_ONCE + line * ROWS) * LINE)
-                        target = to[j % 2] + stage * (ROWS * LINE * self.lines)
-                        copy(target, start, columns[j], stride, False, PIECE, behind, line * LINE)
-                cute.arch.cp_async_mbarrier_arrive_noinc(self.ring.full + stage)
-                if n + 1 < at + steps:
-                    for j in cutlass.range_constexpr(ROWS // AT_ONCE):
-                        columns[j] = indices[(n + 1) * ROWS + row + j * AT_ONCE]
-                kv += 1
-            turn += 1
-            place, phase = self.items.place(turn)
-            self.items.wait_full(place, phase)
-            running = item[RowItem.VALID, place]
+    def gather(self, batch, group, at, steps, kv):
+        """Gather K or V of an item."""
+        rows, ring = self.rows, self.rows.ring
+        start = rows.tensor[batch, group, None, None].iterator.toint() + PIECE * rows.piece
+        if steps > 0:
+            rows.listed(self.indices, at * ROWS, self.columns)
+        for n in cutlass.range(at, at + steps, unroll=1):
+            stage = ring.wait_empty_at(kv)
+            rows.fill(start, self.columns, stage)
+            cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + stage)
+            if n + 1 < at + steps:
+                rows.listed(self.indices, (n + 1) * ROWS, self.columns)
+            kv += 1
+        return kv
 
 
-@dataclass(frozen=True, eq=False)
-class StepData(Opaque):
+class StepData(ItemGatherer):
     """A warp that copies what belongs to K of each step: its words, and the powers of its columns."""
 
-    items: ItemRing
-    indices: cute.Tensor  # (columns,) int32
-    words: cute.Tensor  # (columns / 32, 64) int32
-    powers: cute.Tensor  # (B, G, K, 2) float32
-    ring: Ring  # of K
-    s_words: cute.Tensor
-    s_powers: cute.Tensor
-    ratio: Any  # query heads of a key head
+    def __init__(self, block: Float32Block, ratio: Any) -> None:
+        self.items, self.ratio, self.block, self.arguments = block.items, ratio, block, block.arguments
+        self.columns, self.upcoming = two(), two()
+        self.upcoming.fill(-1)
+        self.words = WordCopies(self.arguments.bits, block.s_words, cute.arch.lane_idx())
 
     @cute.jit
-    def run(self):
-        """Item after item."""
-        item, indices = self.items.item, self.indices
+    def gather(self, batch, group, at, steps, kv):
+        """Copy the words and powers of an item."""
+        a, block, columns, upcoming = self.arguments, self.block, self.columns, self.upcoming
         lane = cute.arch.lane_idx()
-        piece = lane * PIECE
-        columns, upcoming = cute.make_rmem_tensor((2,), Int32), cute.make_rmem_tensor((2,), Int32)
-        upcoming.fill(-1)
-        turn, kv = Int32(0), Int32(0)  # items and steps so far
-        self.items.wait_full(0, 0)
-        running = item[RowItem.VALID, 0]
-        while running != 0:
-            place = self.items.place(turn)[0]
-            batch, group = item[RowItem.BATCH, place], item[RowItem.HEAD, place] // self.ratio
-            at, steps = item[RowItem.BITS_START, place], item[RowItem.BITS_COUNT, place]
-            self.items.forget(place)
-            start = self.powers[batch, group, None, None].iterator.toint()
+        start = a.powers[batch, group, None, None].iterator.toint()
+        for i in cutlass.range_constexpr(2):
+            if steps > 0:
+                upcoming[i] = a.indices[at * ROWS + 32 * i + lane]
+        for n in cutlass.range(at, at + steps, unroll=1):
             for i in cutlass.range_constexpr(2):
-                if steps > 0:
-                    upcoming[i] = indices[at * ROWS + 32 * i + lane]
-            for n in cutlass.range(at, at + steps, unroll=1):
-                for i in cutlass.range_constexpr(2):
-                    columns[i] = upcoming[i]
-                    if n + 1 < at + steps:
-                        upcoming[i] = indices[(n + 1) * ROWS + 32 * i + lane]
-                stage, phase = self.ring.place(kv)
-                slot = ring(kv, 2 * self.ring.stages)[0]
-                self.ring.wait_empty(stage, phase)
-                words = self.s_words.iterator.toint() + slot * (4 * WORDS) + piece
-                copy(words, self.words.iterator.toint() + piece, n, Int32(4 * WORDS), False, PIECE)
-                for i in cutlass.range_constexpr(2):
-                    to = self.s_powers.iterator.toint() + POWERS * (slot * ROWS + 32 * i + lane)
-                    copy(to, start, columns[i], Int32(POWERS), False, POWERS)
-                cute.arch.cp_async_mbarrier_arrive_noinc(self.ring.full + stage)
-                kv += 1
-            turn += 1
-            place, phase = self.items.place(turn)
-            self.items.wait_full(place, phase)
-            running = item[RowItem.VALID, place]
+                columns[i] = upcoming[i]
+                if n + 1 < at + steps:
+                    upcoming[i] = a.indices[(n + 1) * ROWS + 32 * i + lane]
+            slot = ring(kv, 2 * block.k.stages)[0]
+            stage = block.k.wait_empty_at(kv)
+            self.words.fill(n, slot)
+            for i in cutlass.range_constexpr(2):
+                to = block.s_powers.iterator.toint() + POWERS * (slot * ROWS + 32 * i + lane)
+                copy(to, start, columns[i], Int32(POWERS), False, POWERS)
+            cute.arch.cp_async_mbarrier_arrive_noinc(block.k.full + stage)
+            kv += 1
+        return kv

@@ -9,7 +9,6 @@ P' is between 1 and 2^LIMIT where it counts, and 2^(t - r) between 2^-126 and 2^
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -18,7 +17,8 @@ from cutlass import Float32, Int32, const_expr
 
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.common import ROWS, Opaque, Thread, ring
-from gossamer.kernels.hopper.device.forward.softmax import Scale
+from gossamer.kernels.hopper.device.forward.masks import two
+from gossamer.kernels.hopper.device.gather.block import Float32Block
 from gossamer.kernels.hopper.device.gather.float32.split import BIAS, FIELD, float_bits, split
 
 LIMIT = 12  # log2 of the largest P' that is split
@@ -26,20 +26,17 @@ LOWEST = -(1 << 31)
 MINE = 0x03030303  # of a mask word that is shifted to a thread's first column: the columns of this thread
 
 
-@dataclass(frozen=True, eq=False)
 class Float32Softmax(Opaque):
     """Of the rows of a warpgroup; fragments as in instructions.py."""
 
-    score: str
-    scale: Scale
-    thread: Thread
-    powers: cute.Tensor  # (2, 64, slots) in shared memory: of the keys and values of a step
-    slots: int
-    p: Any  # P' in two halves
-    row: Any  # factor of the scores of a row
-    reference: Any
-    row_sum: Any
-    rescale: Any
+    def __init__(self, block: Float32Block, thread: Thread, mma: Any) -> None:
+        """`mma`: P V, of which P' in two halves is the first factor."""
+        self.block, self.arguments, self.thread, self.score = block, block.arguments, thread, block.config.score
+        self.slots = 2 * block.config.stages
+        whole = mma.get_slice(0)
+        self.p = [whole.make_fragment_A(whole.partition_shape_A((ROWS, ROWS))) for _ in range(2)]
+        self.row = two(Float32)  # factor of the scores of a row
+        self.reference, self.row_sum, self.rescale = two(Float32), two(Float32), two(Float32)
 
     @cute.jit
     def powers_of_two(self, scores, words, kv):
@@ -51,7 +48,9 @@ class Float32Softmax(Opaque):
         values = cute.make_rmem_tensor((2 * count,), Float32)  # powers of the rows of V, of this thread's columns
         slot = ring(kv, self.slots)[0]
         for j in cutlass.range_constexpr(count):
-            found = self.powers_of(slot, j)
+            place = cute.assume(2 * (slot * ROWS + 8 * j + self.thread.quad), divby=4)
+            found = cute.make_rmem_tensor((4,), Float32)  # powers of (K, V) of this thread's two columns of each eight
+            cute.autovec_copy(cute.make_tensor(self.block.s_powers.iterator + place, cute.make_layout(4)), found)
             for e in cutlass.range_constexpr(2):
                 values[2 * j + e] = found[2 * e + 1]
                 for r in cutlass.range_constexpr(instructions.ROWS):
@@ -64,13 +63,12 @@ class Float32Softmax(Opaque):
         instructions.keep(scores, words)
         top = [Int32(LOWEST) for _ in range(4)]
         for r in cutlass.range_constexpr(instructions.ROWS):
-            factor = self.row[r] if const_expr(self.score == "fold") else self.scale.exponent
+            factor = self.row[r] if const_expr(self.score == "fold") else self.arguments.exponent
             shift = instructions.shift_of(self.reference[r])
-            for j in cutlass.range_constexpr(count):
-                i = const_expr(4 * j + 2 * r)
+            for i in cutlass.range_constexpr(2 * r, cute.size(scores), 4):
                 for e in cutlass.range_constexpr(2):
                     scores[i + e] = scores[i + e] * factor - shift
-                k = const_expr(2 * r + j % 2)
+                k = const_expr(2 * r + i // 4 % 2)
                 top[k] = instructions.largest(scores[i], scores[i + 1], top[k])
         # Bits of floats are compared: negative limits are passed always, and the references then are what they were.
         some = cute.recast_tensor(values, Int32)
@@ -92,23 +90,12 @@ class Float32Softmax(Opaque):
         """The sums of 2^(t - r), and P' in halves."""
         for r in cutlass.range_constexpr(instructions.ROWS):
             sums = [Float32(0.0) for _ in range(4)]
-            for j in cutlass.range_constexpr(ROWS // 8):
-                for e in cutlass.range_constexpr(2):
-                    i = const_expr(4 * j + 2 * r + e)
-                    weight = cute.math.exp2(scores[i], fastmath=True)
-                    place = const_expr(2 * (j % 2) + e)
-                    sums[place] = sums[place] + weight
-                    scores[i] = weight * values[2 * j + e]
+            for n, i in enumerate(instructions.of_row(scores, r)):
+                weight = cute.math.exp2(scores[i], fastmath=True)
+                sums[n % 4] = sums[n % 4] + weight
+                scores[i] = weight * values[n]
             self.row_sum[r] = self.row_sum[r] + ((sums[0] + sums[1]) + (sums[2] + sums[3]))
         split(scores, *self.p)
-
-    @cute.jit
-    def powers_of(self, slot, j: cutlass.Constexpr):
-        """Powers of (K, V) of this thread's two columns of each eight."""
-        place = cute.assume(2 * (slot * ROWS + 8 * j + self.thread.quad), divby=4)
-        found = cute.make_rmem_tensor((4,), Float32)
-        cute.autovec_copy(cute.make_tensor(self.powers.iterator + place, cute.make_layout(4)), found)
-        return found
 
     @cute.jit
     def raise_references(self, scores, values):
@@ -118,9 +105,8 @@ class Float32Softmax(Opaque):
             logs[i] = cute.math.log2(values[i], fastmath=True)
         for r in cutlass.range_constexpr(instructions.ROWS):
             top = Float32(-Float32.inf)
-            for j in cutlass.range_constexpr(cute.size(values) // 2):
-                for e in cutlass.range_constexpr(2):
-                    top = cute.arch.fmax(top, scores[4 * j + 2 * r + e] + logs[2 * j + e])
+            for n, i in enumerate(instructions.of_row(scores, r)):
+                top = cute.arch.fmax(top, scores[i] + logs[n])
             top = instructions.over_quad(top)
             known = self.reference[r] != -Float32.inf
             by = cute.arch.fmax(top, Float32(0.0)) if known else top
@@ -130,7 +116,5 @@ class Float32Softmax(Opaque):
             step = cute.math.exp2(move * -0.5, fastmath=True) if known else Float32(1.0)
             self.row_sum[r] = self.row_sum[r] * step * step
             self.rescale[r] = step * step
-            for j in cutlass.range_constexpr(cute.size(values) // 2):
-                for e in cutlass.range_constexpr(2):
-                    i = const_expr(4 * j + 2 * r + e)
-                    scores[i] = scores[i] - move
+            for i in instructions.of_row(scores, r):
+                scores[i] = scores[i] - move

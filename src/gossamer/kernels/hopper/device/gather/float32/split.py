@@ -17,7 +17,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32
 from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op
 
 from gossamer.kernels.hopper.device import instructions
 
@@ -32,22 +31,10 @@ LEAST = -98
 KEY_SHIFT, VALUE_SHIFT = 2 * TOP, 1
 
 
-@dsl_user_op
-def half(word: Int32, high: bool, *, loc: Any = None, ip: Any = None) -> Float32:
+def half(word: Int32, high: bool) -> Float32:
     """One of the two float16 in a word."""
     code = "{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, " + ("b" if high else "a") + "; }"
-    return Float32(
-        llvm.inline_asm(
-            T.f32(), [Int32(word).ir_value(loc=loc, ip=ip)], code, "=f,r",
-            has_side_effects=False, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-        )
-    )  # fmt: skip
-
-
-def split_pair(a: Float32, b: Float32) -> tuple[Int32, Int32]:
-    """The words of (hi, lo) of two numbers."""
-    word = instructions.pack(a, b, Float16)
-    return word, instructions.pack(a - half(word, False), b - half(word, True), Float16)
+    return instructions.assembly(Float32, code, Int32(word), effects=False)
 
 
 @cute.jit
@@ -55,7 +42,9 @@ def split(source: cute.Tensor, high: cute.Tensor, low: cute.Tensor) -> None:
     """Float32 registers to two of float16, element by element in flat order."""
     first, second = cute.recast_tensor(high, Int32), cute.recast_tensor(low, Int32)
     for i in cutlass.range_constexpr(cute.size(first)):
-        first[i], second[i] = split_pair(source[2 * i], source[2 * i + 1])
+        a, b = source[2 * i], source[2 * i + 1]
+        word = instructions.pack(a, b, Float16)
+        first[i], second[i] = word, instructions.pack(a - half(word, False), b - half(word, True), Float16)
 
 
 def largest_bits(values: Any, places: Any) -> Int32:
@@ -67,16 +56,14 @@ def largest_bits(values: Any, places: Any) -> Int32:
     return found
 
 
-@dsl_user_op
-def power(field: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
+def power(field: Int32) -> Float32:
     """The power of two with this biased exponent."""
-    return Float32(llvm.bitcast(T.f32(), (Int32(field) << FIELD).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+    return Float32(llvm.bitcast(Float32.mlir_type, (Int32(field) << FIELD).ir_value()))
 
 
-@dsl_user_op
-def float_bits(x: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
+def float_bits(x: Float32) -> Int32:
     """The bits of a number."""
-    return Int32(llvm.bitcast(T.i32(), Float32(x).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+    return Int32(llvm.bitcast(Int32.mlir_type, Float32(x).ir_value()))
 
 
 def exponent_field(bits: Int32) -> Int32:

@@ -1,37 +1,89 @@
-"""What the computing warpgroups of the backward share: their threads, masked elements, and how results leave them.
+"""What the kernels of the backward share: words of a step, masked elements, 16-bit pairs, and how results leave.
 
 A thread holds two rows of an accumulator of 64 rows, eight apart, and of each eight columns a pair (instructions.py).
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from enum import IntEnum
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warp
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP
 from gossamer.kernels.hopper.device.tiles import Tma, partition
 
-
-class Lists(NamedTuple):
-    """The lists of a walk of tiles, as arguments of a kernel."""
-
-    entries: cute.Tensor  # (2, n) int32: tile column, pool entry
-    lo: cute.Tensor  # (lists, rows) int32: the first column that a row keeps
-    hi: cute.Tensor  # the one behind the last
-    pool: cute.Tensor  # (entries * rows of a tile, columns of a tile / 32) int32
+STEP = 8  # words of the description of 64 queries
+STAGES = 2  # of dS
 
 
-class Factors(NamedTuple):
-    """Of scores and results, as arguments of a kernel."""
+class Step(IntEnum):
+    """The words that describe 64 queries of a step.
 
-    before_cap: Float32  # of a score before the soft cap
-    exponent: Float32  # of a score in exp2
-    scale: Float32  # of dQ or dK
+    QUERY is the first one; ENTRY an interval's row in lo and hi, -1 for all keys that exist, and of bits the first row
+    in the pool; WORD the first word in such a row.
+    """
+
+    KIND, QUERY, ENTRY, WORD, HEAD, BATCH = range(6)
+
+
+class Kind(IntEnum):
+    """What a step of rows, or 64 queries of one of columns, keeps: all pairs, an interval of each row, set bits.
+
+    END: there is no such step, the item is over. NOTHING: they fill up a step. EDGE: the keys of rows that exist.
+    """
+
+    FULL, INTERVAL, BITS, END, NOTHING, EDGE = range(6)
+
+
+class ColumnBarrier(IntEnum):
+    """The first named barrier of each purpose: those of warpgroups follow one another."""
+
+    SCORE_GRADIENT = 1  # dS of the other warpgroup is there, of steps with even and with odd numbers
+    STAGING_FULL = 5  # a warpgroup has written its staging memory
+    STAGING_FREE = 7  # its staging memory may be written
+
+
+def _half(code: str, pair: Int32, loc: Any, ip: Any) -> Float32:
+    return Float32(
+        llvm.inline_asm(
+            T.f32(), [Int32(pair).ir_value(loc=loc, ip=ip)], code, "=f,r",
+            has_side_effects=False, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+        )
+    )  # fmt: skip
+
+
+@dsl_user_op
+def low(pair: Int32, dtype: type, *, loc: Any = None, ip: Any = None) -> Float32:
+    """The first of two 16-bit numbers in a register."""
+    if dtype is cutlass.BFloat16:
+        return _half("{ .reg .b32 t; shl.b32 t, $1, 16; mov.b32 $0, t; }", pair, loc, ip)
+    return _half("{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, a; }", pair, loc, ip)
+
+
+@dsl_user_op
+def high(pair: Int32, dtype: type, *, loc: Any = None, ip: Any = None) -> Float32:
+    """The second of two 16-bit numbers in a register."""
+    if dtype is cutlass.BFloat16:
+        return _half("{ .reg .b32 t; and.b32 t, $1, 0xffff0000; mov.b32 $0, t; }", pair, loc, ip)
+    return _half("{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, b; }", pair, loc, ip)
+
+
+@dsl_user_op
+def bulk_add(target: cute.Pointer, source: cute.Pointer, size: int, *, loc: Any = None, ip: Any = None) -> None:
+    """Add `size` bytes of float32 in shared memory to global memory, asynchronously: one thread issues it."""
+    from_ = source.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
+    llvm.inline_asm(
+        None, [target.llvm_ptr, from_, Int32(size).ir_value(loc=loc, ip=ip)],
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;", "l,r,r",
+        has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+    )  # fmt: skip
 
 
 def two_rows(dtype: Any) -> cute.Tensor:
