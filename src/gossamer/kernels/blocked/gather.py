@@ -24,6 +24,10 @@ from gossamer.layouts.gather import GatherLayout
 from gossamer.memo import Memos
 from gossamer.plan.problem import Problem
 
+# Numbers of edges are passed over in pieces that torch does not share among threads: a pass takes less than to wake
+# them, and much less than to wait for one whose core is busy.
+SERIAL = (1 << 15) - 1
+
 _parts: Memos[tuple[Part, ...]] = Memos()  # of layouts
 
 
@@ -40,15 +44,19 @@ def forward(
     p, terms = problem, Terms(*scoring, *vectors)
     dtype = compute_dtype(q.dtype)
     qs, ks, vs = (_table(x, dtype) for x in (q, k, v))
-    out, lse = q.new_empty(p.B, p.H, p.Q, p.E), q.new_empty(p.B, p.H, p.Q, dtype=dtype)
+    out: Tensor | None = None
+    lse = qs.new_empty(len(qs))
     sinks = None if terms.sink_logits is None else _rows_of_heads(terms.sink_logits.to(dtype), p)
     for part in parts_of(layout, p):
         lists, at = part.lists, _places(part, p)
-        s, _ = _scores(part, p, terms, qs[at.rows], ks[at.keys])
+        table = qs[at.rows]
+        s, _ = _scores(part, p, terms, table, ks[at.keys], table.new_zeros(len(table)))
         top = torch.segment_reduce(s, "max", offsets=lists.starts, unsafe=True)
         # The clamp makes exp(-inf - top) zero, not NaN, in a row that keeps nothing.
         top.clamp_(min=torch.finfo(dtype).min)
-        weights = _exp(s.sub_(top.index_select(0, lists.rows)))
+        for some, rows in zip(s.split(SERIAL), lists.rows.split(SERIAL), strict=True):
+            _exp(some.sub_(top.index_select(0, rows)))
+        weights = s
         total = _row_sums(lists.sums, weights)
         acc = _weighted_sums(vs[at.keys], lists.keys, lists.sums, weights)
         if sinks is not None:
@@ -59,9 +67,10 @@ def forward(
             acc.mul_(shrink[:, None])
             top = both
         # A row that keeps anything has a total of at least 1, its largest term (or its sink).
-        torch.div(acc, total.clamp(min=1.0)[:, None], out=out.view(-1, p.E)[at.rows])
-        torch.add(top, total.log_(), out=lse.view(-1)[at.rows])
-    return out, lse
+        out = _put(out, acc.div_(total.clamp(min=1.0)[:, None]), at.rows, len(qs))
+        torch.add(top, total.log_(), out=lse[at.rows])
+    assert out is not None, "there is a part"
+    return out.to(q.dtype).view(p.B, p.H, p.Q, p.E), lse.view(p.B, p.H, p.Q)
 
 
 def backward(
@@ -73,23 +82,27 @@ def backward(
     dtype = compute_dtype(q.dtype)
     qs, ks, vs, douts = (_table(x, dtype) for x in (q, k, v, dout))
     delta, lse = row_terms(dout, dlse, out, lse, dtype)
-    dq = q.new_empty(p.B, p.H, p.Q, p.D)
-    dk, dv = (x.new_zeros(len(x), x.shape[1]) for x in (ks, vs))
+    minus_lse, minus_delta = lse.neg().view(-1), delta.mul(-terms.scale).view(-1)
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
     for part in parts_of(layout, p):
         lists, at = part.lists, _places(part, p)
         turned = lists.transposed
-        s, tanh = _scores(part, p, terms, qs[at.rows], ks[at.keys], lse.view(-1)[at.rows])
-        weights = _exp(s)
-        ds = delta.view(-1)[at.rows].index_select(0, lists.rows).neg_()
-        ds = _sampled(lists, douts[at.rows], vs[at.keys], 1.0, ds).mul_(weights)
+        weights, tanh = _scores(part, p, terms, qs[at.rows], ks[at.keys], minus_lse[at.rows])
+        ds = minus_delta[at.rows].index_select(0, lists.rows)
+        _sampled(lists, douts[at.rows], vs[at.keys], terms.scale, ds)
+        for some, of_them in zip(weights.split(SERIAL), ds.split(SERIAL), strict=True):
+            of_them.mul_(_exp(some))
         if tanh is not None:
             ds.mul_(tanh.square_().neg_().add_(1.0))
-        ds.mul_(terms.scale)
-        dq.view(-1, p.D)[at.rows] = _weighted_sums(ks[at.keys], lists.keys, lists.sums, ds)
-        for gradient, table, of_edges in ((dv, douts, weights), (dk, qs, ds)):
-            turned_weights = of_edges.index_select(0, turned.edges)
-            gradient[at.keys].add_(_weighted_sums(table[at.rows], turned.rows, turned.sums, turned_weights))
-    gradients = dq, dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype)
+        dq = _put(dq, _weighted_sums(ks[at.keys], lists.keys, lists.sums, ds), at.rows, len(qs))
+        found = _weighted_sums(douts[at.rows], turned.rows, turned.sums, weights.index_select(0, turned.edges))
+        dv = _put(dv, found, at.keys, len(vs), part.again)
+        found = _weighted_sums(qs[at.rows], turned.rows, turned.sums, ds.index_select(0, turned.edges))
+        dk = _put(dk, found, at.keys, len(ks), part.again)
+    assert dq is not None and dk is not None and dv is not None, "there is a part"
+    gradients = tuple(dx.to(x.dtype).view(x.shape) for dx, x in ((dq, q), (dk, k), (dv, v)))
     return gradients if terms.sink_logits is None else (*gradients, sink_gradient(delta, lse, terms.sink_logits))
 
 
@@ -119,12 +132,23 @@ def _rows_of_heads(x: Tensor, p: Problem) -> Tensor:
     return x.repeat_interleave(p.Q).repeat(p.B)
 
 
-def _scores(
-    part: Part, p: Problem, terms: Terms, q: Tensor, k: Tensor, less: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """(scores (edges,), less a number of each row (rows,) where it is given; tanh(s / softcap) or None)."""
+def _put(whole: Tensor | None, found: Tensor, at: slice, size: int, add: bool = False) -> Tensor:
+    """Results of all parts (size, features), with those of one at its place; of one part alone, its own."""
+    if whole is None:
+        if len(found) == size:
+            return found
+        whole = found.new_empty(size, found.shape[1])
+    if add:
+        whole[at].add_(found)
+    else:
+        whole[at].copy_(found)
+    return whole
+
+
+def _scores(part: Part, p: Problem, terms: Terms, q: Tensor, k: Tensor, added: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(scores (edges,) and a number of each row, `added` (rows,); tanh(s / softcap) or None)."""
     lists, cap = part.lists, terms.softcap
-    s = q.new_zeros(len(lists.keys)) if less is None else less.index_select(0, lists.rows).neg_()
+    s = added.index_select(0, lists.rows)
     head = torch.arange(part.first, part.first + part.heads)
     keys = lists.keys
     if terms.alibi_slopes is not None or terms.key_lengths is not None:

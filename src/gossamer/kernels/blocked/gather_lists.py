@@ -42,7 +42,7 @@ class Transposed(NamedTuple):
     """The rows that keep each key."""
 
     rows: Tensor  # (edges,) int32
-    edges: Tensor  # (edges,) int64: where they stand among the lists of rows
+    edges: Tensor  # (edges,) int32: where they stand among the lists of rows
     sums: Sums
 
 
@@ -62,7 +62,7 @@ class Lists:
         """For the gradients of keys and values: found at the first backward, and kept."""
         _, order = torch.sort(self.keys, stable=True)
         starts = _starts(torch.bincount(self.keys, minlength=self.table))
-        return Transposed(self.rows.index_select(0, order), order, _sums(starts))
+        return Transposed(self.rows.index_select(0, order), order.to(torch.int32), _sums(starts))
 
     def of_heads(self, x: Tensor) -> Tensor:
         """Values of heads (heads,) for each edge."""
@@ -77,6 +77,7 @@ class Part:
     heads: int
     begin: int  # of the rows of each head
     end: int
+    again: bool  # whether a part before it has the same keys
     lists: Lists
 
 
@@ -96,7 +97,8 @@ def plan_parts(layout: GatherLayout, problem: Problem) -> tuple[Part, ...]:
             key = leads, begin
             if key not in made:
                 made[key] = _lists(layout, p, leads, begin, end)
-            parts.append(Part(first, heads, begin, end, made[key]))
+            again = begin > 0 or first % (p.H // p.G) > 0
+            parts.append(Part(first, heads, begin, end, again, made[key]))
     return tuple(parts)
 
 
