@@ -198,6 +198,7 @@ def test_nothing_is_said_of_sparse_tensors() -> None:
 
 POWER_LAW = """
 import resource
+import numpy as np
 import torch
 import gossamer as gs
 from gossamer.testing.graphs import power_law_graph
@@ -205,7 +206,12 @@ from gossamer.testing.graphs import power_law_graph
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
-pattern = power_law_graph(170_000, 1_200_000)
+N = 170_000
+listed = power_law_graph(N, 1_100_000)
+rows, hub = np.diff(listed.indptr), np.arange(0, N, 2)
+before, after = np.split(listed.indices, [listed.indptr[10]])
+rows[9] = len(hub)
+pattern = gs.CSR(np.cumsum([0, *rows]), np.concatenate([before[: listed.indptr[9]], hub, after]), N)
 q, k, v = (torch.randn(1, 4, 170_000, 64, requires_grad=True) for _ in range(3))
 before = peak()
 out = gs.attention(q, k, v, pattern)
@@ -218,6 +224,6 @@ print(peak() - before)
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the peak of resident memory is counted in KiB there")
 def test_memory_of_a_power_law_graph() -> None:
-    """Seven tensors of 166 MiB are results and copies of theirs; nothing has the size of edges times features."""
+    """Of 1.2 million edges, 85,000 in one row: a few tensors of 166 MiB, and nothing as large as edges x features."""
     done = subprocess.run([sys.executable, "-c", POWER_LAW], capture_output=True, text=True, check=True, timeout=600)
     assert float(done.stdout) < 2.0, done.stdout
