@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gossamer.kernels.blocked import gather
 from gossamer.kernels.blocked.batches import Batch, BatchPlan, Piece, plan_batches
 from gossamer.kernels.blocked.tiles import (
     LN2,
@@ -26,8 +27,9 @@ from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.launch import Direction, Operand, Prepared, one_function
 from gossamer.kernels.row_formulas import compute_dtype, row_terms, sink_gradient
 from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.gather import GatherLayout
 from gossamer.memo import Memos
-from gossamer.plan.capability import Capability
+from gossamer.plan.capability import Capability, GatherChoice
 from gossamer.plan.problem import Problem
 
 _plans: Memos[BatchPlan] = Memos()  # of layouts
@@ -40,16 +42,20 @@ def batches_of(layout: BlockLayout, problem: Problem) -> BatchPlan:
     return _plans.of(layout).get_or_make(key, lambda: plan_batches(layout, problem))
 
 
+DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+
 class Blocked:
-    """Tile by tile in framework ops."""
+    """Tile by tile in framework ops, and edge by edge on a CPU for scattered pairs."""
 
     name = "blocked"
     layout = "block"
     capability = Capability(
         devices=frozenset({"cpu", "cuda"}),
-        dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
+        dtypes=DTYPES,
         score_terms=frozenset({"q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes"}),
         grows=frozenset({"cpu"}),
+        gathers=(GatherChoice(1, DTYPES, devices=frozenset({"cpu"})),),
     )
 
     def unavailable(self) -> list[str]:
@@ -63,14 +69,16 @@ class Blocked:
         return ()
 
     def prepare(
-        self, problem: Problem, layout: BlockLayout, direction: Direction, scoring: Scoring,
+        self, problem: Problem, layout: BlockLayout | GatherLayout, direction: Direction, scoring: Scoring,
         operands: Mapping[str, Operand],
     ) -> Prepared:  # fmt: skip
+        if isinstance(layout, GatherLayout):
+            return one_function(self.name, problem, layout, direction, scoring, operands, f"gather_{direction}")
         return one_function(self.name, problem, layout, direction, scoring, operands)
 
     def kernel(self, name: str, problem: Problem, scoring: Scoring) -> Callable[..., tuple[Tensor, ...]]:
-        directions: dict[str, Callable[..., tuple[Tensor, ...]]] = {"forward": forward, "backward": backward}
-        return partial(directions[name], problem, scoring)
+        functions: dict[str, Callable[..., tuple[Tensor, ...]]] = {"forward": forward, "backward": backward}
+        return partial((functions | gather.DIRECTIONS)[name], problem, scoring)
 
 
 def forward(
