@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gossamer.kernels.blocked.batches import Batch, BatchPlan, Piece, plan_batches
+from gossamer.kernels.blocked.batches import Batch, BatchPlan, plan_batches
 from gossamer.kernels.blocked.tiles import (
     LN2,
     LOG2E,
@@ -13,8 +13,10 @@ from gossamer.kernels.blocked.tiles import (
     Scratch,
     Tiled,
     Where,
+    add,
     keys_of,
     rows_of,
+    store,
     tile,
     uses,
     zeros,
@@ -63,8 +65,8 @@ def forward(
                 top = both
             # A row that keeps anything has a total of at least 1, its largest term (or its sink).
             acc.div_(total.clamp(min=1.0))
-            _store(out, batch, where, acc)
-            _store(lse_rows, batch, where, (top + torch.log2(total)).mul_(LN2))
+            store(out, batch, where, acc)
+            store(lse_rows, batch, where, (top + torch.log2(total)).mul_(LN2))
     lse = lse[:, :, : problem.Q]
     return out.untiled(problem.Q, q.dtype), lse.contiguous().to(compute_dtype(dtype))
 
@@ -146,7 +148,7 @@ def _batch_backward(
         torch.bmm(do, values.mT, out=ds)
         share = scratch.take("dv", *values.shape)
         torch.bmm(prob.mT, do, out=share)
-        _add(dv, batch, piece, where, scorer.group, share)
+        add(dv, batch, piece, where, scorer.group, share)
         ds.sub_(delta).mul_(prob)
         if tanh is not None:
             ds.mul_(tanh.square_().neg_().add_(1.0))
@@ -155,35 +157,6 @@ def _batch_backward(
         dq_here = torch.baddbmm(step, ds, keys, beta=beta, alpha=scale, out=step)
         share = scratch.take("dk", *keys.shape)
         torch.baddbmm(share, ds.mT, q, beta=0, alpha=scale, out=share)
-        _add(dk, batch, piece, where, scorer.group, share)
+        add(dk, batch, piece, where, scorer.group, share)
     assert dq_here is not None, "a batch has at least one piece"
-    _store(dq, batch, where, dq_here)
-
-
-def _store(x: Tiled, batch: Batch, where: Where, value: Tensor) -> None:
-    """Write (n, edge, features) to the query tiles of a batch; no tile belongs to two batches."""
-    if batch.index is not None:
-        x.flat[batch.index] = value
-    else:
-        rows_of(x, batch, where).copy_(value)
-
-
-def _add(x: Tiled, batch: Batch, piece: Piece, where: Where, group: int, share: Tensor) -> None:
-    """Add (n, tiles * edge, features) to the key tiles of a piece, always in the same order."""
-    share = share.view(batch.n, piece.tiles, x.edge, -1)
-    if piece.index is not None:
-        index, share = piece.index.view(-1), share.flatten(0, 1)
-        if share.is_cuda:  # sorted by index, where the additions of index_add_ are atomic
-            x.flat.index_put_((index,), share, accumulate=True)
-        else:
-            x.flat.index_add_(0, index, share)
-        return
-    mine = x.of(where.b, where.h // group)
-    if piece.step == 0:
-        mine[piece.first : piece.first + piece.tiles].add_(share.sum(0) if batch.n > 1 else share[0])
-        return
-    # Slot by slot, so that no addition meets the same key tile twice.
-    reach = (batch.n - 1) * piece.step + 1
-    for slot in range(piece.tiles):
-        first = piece.first + slot
-        mine[first : first + reach : piece.step].add_(share[:, slot])
+    store(dq, batch, where, dq_here)

@@ -28,7 +28,7 @@ from gossamer.kernels.blocked.intervals import (
     intervals_of,
 )
 from gossamer.kernels.contract import Terms
-from gossamer.kernels.launch import Direction
+from gossamer.kernels.launch import ALIGNMENT, Direction
 from gossamer.kernels.row_formulas import compute_dtype, row_terms, sink_gradient
 from gossamer.layouts.block import BlockLayout
 from gossamer.memo import Memo, Memos
@@ -39,6 +39,9 @@ flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 
 # Of the shares of dk and dv that the blocks of one call leave: they are added while they are in the cache.
 CHUNK_BYTES = 8 << 20
+# Rows of a head of keys, and numbers of all keys, up to which and from which on 16-bit inputs are not converted: a row
+# takes about 0.04 ns of arithmetic for a number of a key, and a conversion 0.3 ns.
+FEW_ROWS, FEW_KEYS = 32, 1 << 18
 KEPT_LENGTHS = 16  # calls for given key lengths
 
 Shape = tuple[int, ...]
@@ -61,6 +64,7 @@ class Call(NamedTuple):
     q: Place  # of q, out and dout: (blocks or key heads, heads, rows, features)
     k: Place  # of k and v
     lse: Place
+    keys: int
     blocks: int  # the first dimension, where it is blocks; else 1
     move: int  # keys from one block to the next
     shared: bool  # whether the heads of the second dimension have the same keys
@@ -76,10 +80,7 @@ class Schedule:
     calls: tuple[Call, ...]
     empty: tuple[tuple[slice, slice, Tensor], ...] = ()  # batch elements, heads, (Q,) bool
 
-    @property
-    def whole(self) -> bool:
-        """Whether one call computes everything, so that its results are the results."""
-        return len(self.calls) == 1 and not self.empty
+    whole: Call | None = None  # the one call, of one block, that computes everything: its results are the results
 
 
 class Part(NamedTuple):
@@ -132,7 +133,8 @@ class FlashPlan:
             none = part.intervals.hi <= part.intervals.lo
             if none.any():
                 empty.append((part.batch, part.heads, torch.from_numpy(none)))
-        return Schedule(tuple(calls), tuple(empty))
+        whole = calls[0] if len(calls) == 1 and calls[0].blocks == 1 and not empty else None
+        return Schedule(tuple(calls), tuple(empty), whole)
 
     def _in_memory(self, part: Part) -> Iterator[_Heads]:
         """The heads of a part whose q and k lie at one stride each."""
@@ -179,7 +181,7 @@ class FlashPlan:
         q = Place((*lead, rows, S), (*(s * S for s in q_strides), S, 1), q_at * S)
         k = Place((*lead, x.keys, S), (*(s * S for s in k_strides), S, 1), k_at * S)
         lse, blocks = Place((*lead, rows), (*q_strides, 1), q_at), lead[0] if x.n > 1 else 1
-        return Call(q, k, lse, blocks, x.move, shared, x.causal, mask, x.again)
+        return Call(q, k, lse, x.keys, blocks, x.move, shared, x.causal, mask, x.again)
 
     def _mask(self, x: Blocks) -> Tensor | None:
         """What is added to the scores of blocks: 0 where a pair is kept, else -inf."""
@@ -210,7 +212,7 @@ _plans: Memos[tuple[FlashPlan | None]] = Memos()  # of layouts
 
 
 def computes(problem: Problem, terms: Terms) -> bool:
-    """Whether the operator has what a call asks for.
+    """Whether calls of the operator compute what a call asks for.
 
     It has no soft cap and no biases of its own, masks scores of causal calls before it scales them, and divides by the
     number of rows or keys.
@@ -263,48 +265,80 @@ def plan_flash(layout: BlockLayout, problem: Problem, backward: bool, features: 
 
 def forward(plan: FlashPlan, terms: Terms, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse)."""
-    p, S, schedule = plan.problem, plan.features, plan.schedule(terms.key_lengths)
-    q, k, v = (widened(x, S) for x in (q, k, v))
-    whole = None
-    if schedule.whole:
-        (call,) = schedule.calls
-        found, sums = _run(call, terms.scale, q, k, v)
-        if found.stride() == call.q.strides:  # as q, which is contiguous
-            whole = found.as_strided((p.B, p.H, p.Q, S), (p.H * p.Q * S, p.Q * S, S, 1))
-            lse = sums.transpose(0, 1) if call.blocks > 1 else sums
-            lse = lse.contiguous().view(p.B, p.H, p.Q)
-    if whole is None:
-        whole = (q.new_zeros if schedule.empty else q.new_empty)(p.B, p.H, p.Q, S)
+    p, schedule, dtype = plan.problem, plan.schedule(terms.key_lengths), q.dtype
+    if schedule.whole is not None:
+        out, lse = _whole(plan, schedule.whole, terms.scale, q, k, v)
+    else:
+        q, k, v = (widened(x, plan.features) for x in converted(q, k, v))
+        out = (q.new_zeros if schedule.empty else q.new_empty)(p.B, p.H, p.Q, plan.features)
         lse = q.new_empty((p.B, p.H, p.Q), dtype=compute_dtype(q.dtype))
         for call in schedule.calls:
-            _join(call, *_run(call, terms.scale, q, k, v), whole, lse)
+            found, sums = flash(
+                call.q.of(q), call.k.of(k), call.k.of(v), 0.0, call.causal, attn_mask=call.mask, scale=terms.scale
+            )
+            rows, row_sums = call.q.of(out), call.lse.of(lse)
+            if call.again:
+                found, sums = combined(rows, row_sums, found, sums)
+            rows.copy_(found)
+            row_sums.copy_(sums)
         for batch, heads, none in schedule.empty:
             lse[batch, heads].masked_fill_(none, -torch.inf)
-    return finished(whole if S == p.E else whole[..., : p.E].contiguous(), lse, terms.sink_logits)
+    return finished(out[..., : p.E], lse, terms.sink_logits, dtype)
 
 
-def finished(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(out, lse) with the sinks in the denominator; `out` is written to."""
+def _whole(
+    plan: FlashPlan, call: Call, scale: float, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse) by the one call that computes everything: of a cache, the keys that it reads are all that is touched.
+
+    The operator's results lie as q does.
+    """
+    p, S = plan.problem, plan.features
+    at, group = call.k.offset // S, p.H // p.G
+    keys = slice(at, at + call.keys)
+    q, k, v = converted(q, k[:, :, keys], v[:, :, keys])
+    if group == 1:
+        q, k, v = (widened(x, S, contiguous=False) for x in (q, k, v))
+    else:
+        q = widened(q, S).view(-1, group, p.Q, S)
+        k, v = (widened(x, S, contiguous=False).flatten(0, 1) for x in (k, v))
+        if call.shared:
+            k, v = (x[:, None].expand(-1, group, -1, -1) for x in (k, v))
+        else:  # the heads of a group are rows of one
+            q, k, v = q.view(-1, 1, group * p.Q, S), k[:, None], v[:, None]
+    out, lse = flash(q, k, v, 0.0, call.causal, attn_mask=call.mask, scale=scale)
+    return out.contiguous().view(p.B, p.H, p.Q, S), lse.contiguous().view(p.B, p.H, p.Q)
+
+
+def converted(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v, in float32 for 16 bits.
+
+    The operator's exponentials have 15 bits for 16-bit inputs, and it takes no less time for them on a CPU without
+    matrix units. But where few rows read many keys, all time goes into reading these, and they stay as they are.
+    """
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return q, k, v
+    rows = q.shape[1] // k.shape[1] * q.shape[2]
+    if rows < FEW_ROWS and k.numel() > FEW_KEYS:
+        return q, k, v
+    return q.float(), k.float(), v.float()
+
+
+def finished(out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(out, lse) with the sinks in the denominator, out contiguous and in `dtype`; it is written to before."""
     if sinks is None:
-        return out, lse
+        return out.to(dtype).contiguous(), lse
     with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     # A row that keeps nothing has out 0 already; its weight is NaN under a sink of -inf.
     out.mul_(torch.exp(lse - with_sink).nan_to_num_(0.0)[..., None])
-    return out, with_sink
+    return out.to(dtype).contiguous(), with_sink
 
 
-def _run(call: Call, scale: float, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return flash(call.q.of(q), call.k.of(k), call.k.of(v), 0.0, call.causal, attn_mask=call.mask, scale=scale)
-
-
-def _join(call: Call, found: Tensor, sums: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Write the results of a call, or combine them with those that its rows have."""
-    rows, row_sums = call.q.of(out), call.lse.of(lse)
-    if call.again:
-        weight, rest = torch.sigmoid(sums - row_sums)[..., None], torch.sigmoid(row_sums - sums)[..., None]
-        found, sums = found * weight + rows * rest, torch.logaddexp(row_sums, sums)
-    rows.copy_(found)
-    row_sums.copy_(sums)
+def combined(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of rows over two sets of keys."""
+    # Of two weights near 0 and 1, neither is made of the other: it would lose its digits. Without keys both are NaN.
+    weight, rest = (torch.sigmoid(x).nan_to_num_(0.0)[..., None] for x in (more_lse - lse, lse - more_lse))
+    return more * weight + out * rest, torch.logaddexp(lse, more_lse)
 
 
 def backward(
@@ -315,11 +349,9 @@ def backward(
     p, S, schedule = plan.problem, plan.features, plan.schedule(terms.key_lengths)
     given = operands(dout, dlse, q, k, v, out, lse, S)
     found: tuple[Tensor, ...] = ()
-    if schedule.whole:
-        (call,) = schedule.calls
-        if call.blocks == 1 and call.k.shape[2] == p.K:
-            dq, dk, dv = (x.contiguous() for x in _gradients(call, terms.scale, *given))
-            found = dq.view(p.B, p.H, p.Q, S), dk.view(p.B, p.G, p.K, S), dv.view(p.B, p.G, p.K, S)
+    if schedule.whole is not None and schedule.whole.keys == p.K:
+        dq, dk, dv = (x.contiguous() for x in _gradients(schedule.whole, terms.scale, *given))
+        found = dq.view(p.B, p.H, p.Q, S), dk.view(p.B, p.G, p.K, S), dv.view(p.B, p.G, p.K, S)
     if not found:
         made, like = (given.q.new_zeros if schedule.empty else given.q.new_empty), given.k
         found = made(p.B, p.H, p.Q, S), like.new_zeros(p.B, p.G, p.K, S), like.new_zeros(p.B, p.G, p.K, S)
@@ -369,9 +401,15 @@ def features_of(problem: Problem, dlse: Tensor | None) -> int:
     return max(problem.D, problem.E) + (dlse is not None)
 
 
-def widened(x: Tensor, features: int) -> Tensor:
-    """`x` contiguous, with zeros in further features."""
-    return x.contiguous() if x.shape[-1] == features else pad(x, (0, features - x.shape[-1]))
+def widened(x: Tensor, features: int, contiguous: bool = True) -> Tensor:
+    """`x` with zeros in further features, contiguous or with contiguous features alone, at an aligned address."""
+    *_, size = x.shape
+    if size != features:
+        return pad(x, (0, features - size))
+    if contiguous or x.stride(-1) != 1:
+        x = x.contiguous()
+    # Matrix products of MKL have other bits at addresses that are not aligned.
+    return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % ALIGNMENT else x
 
 
 def _gradients(
@@ -387,7 +425,7 @@ def _gradients(
 
 def _add(call: Call, x: Tensor, share: Tensor) -> None:
     """Add what the blocks of a call give to their keys, so that no addition meets the same key twice."""
-    keys = call.k.shape[2]
+    keys = call.keys
     if call.blocks > 1 and call.move == 0:
         share = share.sum(0, keepdim=True)
     each = call.move if 0 < call.move < keys and call.blocks > 1 else keys

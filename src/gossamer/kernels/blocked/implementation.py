@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from gossamer.kernels.blocked import bmm, flash
+from gossamer.kernels.blocked import bmm, flash, flash_tiles
 from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.launch import Direction, Operand, Prepared, one_function
 from gossamer.layouts.block import BlockLayout
@@ -56,6 +56,8 @@ def forward(
         plan = flash.plan_of(layout, problem, "forward", flash.features_of(problem, None))
         if plan is not None:
             return flash.forward(plan, terms, q, k, v)
+        if terms.key_lengths is None:
+            return flash_tiles.forward(flash_tiles.plan_of(layout, problem), problem, terms, q, k, v)
     return bmm.forward(problem, layout, terms, q, k, v)
 
 
@@ -69,6 +71,9 @@ def backward(
         plan = flash.plan_of(layout, problem, "backward", flash.features_of(problem, dlse))
         if plan is not None:
             return flash.backward(plan, terms, dout, dlse, q, k, v, out, lse)
+        if terms.key_lengths is None:
+            tiles = flash_tiles.plan_of(layout, problem)
+            return flash_tiles.backward(tiles, problem, terms, dout, dlse, q, k, v, out, lse)
     return bmm.backward(problem, layout, terms, dout, dlse, q, k, v, out, lse)
 
 
