@@ -251,11 +251,11 @@ def plan_flash(layout: BlockLayout, problem: Problem, backward: bool, features: 
             mine = found[b * hl + h]
             while end < hl and all((x == y).all() for x, y in zip(mine, found[b * hl + end], strict=True)):
                 end += 1
-            blocks = blocks_of(mine, backward)
+            heads = (batch.stop - batch.start) * (end - h if hl > 1 else p.H)
+            blocks = blocks_of(mine, backward, heads)
             if blocks is None:
                 return None
             parts.append(Part(batch, slice(h, end) if hl > 1 else slice(0, p.H), tuple(blocks), mine))
-            heads = (batch.stop - batch.start) * (end - h if hl > 1 else p.H)
             computed += sum(PAIRS_OF_CALL + heads * x.n * (PAIRS_OF_BLOCK + x.pairs // x.n) for x in blocks)
             h = end
     tiles = sum(int(np.asarray(x.counts).sum()) for x in layout.rows.lists.values())
@@ -347,7 +347,7 @@ def backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(dq, dk, dv), and dsink_logits where there are sinks."""
     p, S, schedule = plan.problem, plan.features, plan.schedule(terms.key_lengths)
-    given = operands(dout, dlse, q, k, v, out, lse, S)
+    given = operands(dout, dlse, q, k, v, out, lse, S, bool(schedule.empty))
     found: tuple[Tensor, ...] = ()
     if schedule.whole is not None and schedule.whole.keys == p.K:
         dq, dk, dv = (x.contiguous() for x in _gradients(schedule.whole, terms.scale, *given))
@@ -363,10 +363,15 @@ def backward(
             for x, share in zip(others, shares, strict=True):
                 _add(call, x, share)
     of = zip(found, (q, k, v), strict=True)
-    gradients = tuple(x[..., : like.shape[-1]].to(like.dtype).contiguous() for x, like in of)
+    gradients = tuple(_like(x, y) for x, y in of)
     if terms.sink_logits is None:
         return gradients
     return (*gradients, sink_gradient(*row_terms(dout, dlse, out, lse, compute_dtype(q.dtype)), terms.sink_logits))
+
+
+def _like(x: Tensor, y: Tensor) -> Tensor:
+    """A gradient in the type and shape of its input, contiguous."""
+    return x if x.shape == y.shape and x.dtype == y.dtype else x[..., : y.shape[-1]].to(y.dtype).contiguous()
 
 
 class Operands(NamedTuple):
@@ -381,19 +386,26 @@ class Operands(NamedTuple):
 
 
 def operands(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, features: int
-) -> Operands:
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, features: int,
+    some_empty: bool,
+) -> Operands:  # fmt: skip
     """The inputs of a backward, of which 16-bit types are converted: it adds the gradients of a head's blocks in them.
 
     With an lse of +inf every probability of a row that keeps nothing is exactly 0. dlse is in one more feature, which
     is 1 in dout, -dlse in out and 0 elsewhere: rowsum(dout * out) is then less dlse, and dout v as it was.
+
+    Args:
+        some_empty: whether any row keeps nothing.
     """
-    dtype, empty = compute_dtype(q.dtype), lse == -torch.inf
+    dtype = compute_dtype(q.dtype)
     dout, q, k, v, out = (widened(x.to(dtype), features) for x in (dout, q, k, v, out))
+    if some_empty:
+        empty = lse == -torch.inf
+        lse, dlse = lse.masked_fill(empty, torch.inf), None if dlse is None else dlse.masked_fill(empty, 0.0)
     if dlse is not None:
         dout.select(-1, -1).fill_(1.0)
-        out.select(-1, -1).copy_(dlse.masked_fill(empty, 0.0).neg_())
-    return Operands(dout, q, k, v, out, lse.masked_fill(empty, torch.inf))
+        out.select(-1, -1).copy_(-dlse)
+    return Operands(dout, q, k, v, out, lse.contiguous())
 
 
 def features_of(problem: Problem, dlse: Tensor | None) -> int:

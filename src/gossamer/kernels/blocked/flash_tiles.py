@@ -155,7 +155,7 @@ def backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(dq, dk, dv), and dsink_logits where there are sinks."""
     p = problem
-    given = operands(dout, dlse, q, k, v, out, lse, features_of(p, dlse))
+    given = operands(dout, dlse, q, k, v, out, lse, features_of(p, dlse), some_empty=True)
     dot, qt, outs = (_queries(plan, x) for x in (given.dout, given.q, given.out))
     sums = _queries(plan, given.lse[..., None], padding=torch.inf)
     kt, vt = _keys(plan, given.k), _keys(plan, given.v)

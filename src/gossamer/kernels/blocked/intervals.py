@@ -132,20 +132,33 @@ def _bits_tiles(walk: Walk) -> _Tiles:
     return _Tiles(row, kept, begin + start, stop + start)
 
 
-def blocks_of(intervals: Intervals, backward: bool) -> list[Blocks] | None:
-    """Blocks that hold every kept pair once; None where there would be too many of them for what they compute."""
+def blocks_of(intervals: Intervals, backward: bool, heads: int) -> list[Blocks] | None:
+    """Blocks that hold every kept pair once; None where there would be too many of them for what they compute.
+
+    Args:
+        heads: that they are computed for, over all batch elements: for few small ones, one masked block is.
+    """
+    lo, hi = intervals
     found: list[Blocks] = []
-    longest = 1 + len(intervals.lo) // 16
-    for run in _runs(*intervals):
+    longest = 1 + len(lo) // 16
+    for run in _runs(lo, hi):
         for blocks in _blocks_of_run(run, ROWS_OF_BACKWARD if backward else ROWS_OF_FORWARD):
             joined = _joined(found[-1], blocks) if found else None
             if joined is not None:
                 found[-1] = joined
             else:
                 found.append(blocks)
-            if len(found) > longest:
-                return None
-    return found
+        if len(found) > longest:
+            found = []
+            break
+    some = hi > lo
+    if len(found) != 1 and some.any():
+        first, end = int(lo[some].min()), int(hi.max())
+        computed = sum(x.pairs for x in found) if found else 0
+        if heads * (len(lo) * (end - first) - computed) <= (max(len(found), 2) - 1) * PAIRS_OF_CALL:
+            bounds = (lo - first).clip(0), (hi - first).clip(0)
+            return [Blocks(0, len(lo), first, end - first, bounds=bounds)]
+    return found if found or not some.any() else None
 
 
 class _Run(NamedTuple):
