@@ -55,9 +55,14 @@ def largest(a: Float32, b: Float32, top: Int32) -> Int32:
     return assembly(Int32, code, Float32(a), Float32(b), Int32(top), effects=False)
 
 
+def places(fragment: Any) -> list[int]:
+    """The places of a fragment. A list, since the compiler warns of a `range_constexpr` of 64 or more."""
+    return list(range(cute.size(fragment)))
+
+
 def of_row(fragment: Any, r: int) -> list[int]:
     """The places of a row in a fragment, by columns."""
-    return [i for i in range(cute.size(fragment)) if i % 4 // 2 == r]
+    return [i for i in places(fragment) if i % 4 // 2 == r]
 
 
 @cute.jit
@@ -73,7 +78,7 @@ def convert_half(source: cute.Tensor, target: cute.Tensor, half: cutlass.Constex
 @cute.jit
 def soft_cap(scores: cute.Tensor, factor: Float32) -> None:
     """Scores to tanh(factor * score): the exponential form, since the hardware's tanh is good to 2**-11 only."""
-    for i in cutlass.range_constexpr(cute.size(scores)):
+    for i in places(scores):
         grown = cute.math.exp2(scores[i] * (factor * (2.0 * LOG2E)), fastmath=True)
         scores[i] = 1.0 - 2.0 * cute.arch.rcp_approx(grown + 1.0)
 
@@ -81,7 +86,7 @@ def soft_cap(scores: cute.Tensor, factor: Float32) -> None:
 @cute.jit
 def multiply(scores: cute.Tensor, factor: Float32) -> None:
     """Scores times a factor of any sign."""
-    for i in cutlass.range_constexpr(cute.size(scores)):
+    for i in places(scores):
         scores[i] = scores[i] * factor
 
 
@@ -89,7 +94,7 @@ def multiply(scores: cute.Tensor, factor: Float32) -> None:
 def convert(source: cute.Tensor, target: cute.Tensor) -> None:
     """float32 registers to 16 bits, element by element in flat order."""
     packed = cute.recast_tensor(target, Int32)
-    for i in cutlass.range_constexpr(cute.size(packed)):
+    for i in places(packed):
         packed[i] = pack(source[2 * i], source[2 * i + 1], target.element_type)
 
 
@@ -97,7 +102,7 @@ def convert(source: cute.Tensor, target: cute.Tensor) -> None:
 def convert_rows(source: cute.Tensor, target: cute.Tensor, factor: cute.Tensor) -> None:
     """As `convert`, of each row times its factor."""
     packed = cute.recast_tensor(target, Int32)
-    for i in cutlass.range_constexpr(cute.size(packed)):
+    for i in places(packed):
         scale = factor[i % ROWS]
         packed[i] = pack(source[2 * i] * scale, source[2 * i + 1] * scale, target.element_type)
 
@@ -105,7 +110,7 @@ def convert_rows(source: cute.Tensor, target: cute.Tensor, factor: cute.Tensor) 
 @cute.jit
 def keep(scores: cute.Tensor, words: cute.Tensor) -> None:
     """Scores whose bit is not set become -inf. `words` (2, step / 32) begin at this thread's first column."""
-    for i in cutlass.range_constexpr(cute.size(scores)):
+    for i in places(scores):
         bit = const_expr(1 << (8 * (i // 4 % 4) + i % 2))
         scores[i] = scores[i] if (words[i % 4 // 2, i // 16] & bit) != 0 else -Float32.inf
 
@@ -210,7 +215,7 @@ def exponentials(
 @cute.jit
 def scale_rows(acc: cute.Tensor, factor: cute.Tensor) -> None:
     """Each row of a fragment times its factor."""
-    for i in cutlass.range_constexpr(cute.size(acc)):
+    for i in places(acc):
         acc[i] = acc[i] * factor[i % 4 // 2]
 
 
