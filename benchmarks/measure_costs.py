@@ -292,6 +292,10 @@ def of_cpu(bench: Bench) -> Iterator[Cost]:
         yield kind.cost("blocked", "pair", tile["pair"])
         if direction == "forward":
             yield from (kind.cost(ANY, cost, tile[cost]) for cost in ("bits", "row"))
+        gather = bench.of_gather("blocked", kind, 1, None, call)
+        yield from (kind.cost("blocked gather 1", cost, value) for cost, value in gather.items())
+        if direction == "forward":  # a tile that takes less for each kept pair is never behind a gathered column
+            yield kind.cost(ANY, "gathers_from", gather["column"])
 
 
 def now(bench: Bench, cost: Cost, file: File) -> float:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +56,15 @@ def gathering() -> Iterator[Any]:
     """The implementations that read gather layouts, as name/rows of a group, up to the widest heads they gather."""
     for name in IMPLEMENTATIONS:
         choices = implementation_of(name).capability.gathers
-        widest = max((choice.max_head_dim for choice in choices), default=0)
+        widest = max((choice.max_head_dim or inf for choice in choices), default=0)
+        device = "cpu" if any("cpu" in choice.devices for choice in choices) else "cuda"
+        marks = [pytest.mark.gpu, no_gpu, *([no_compiler] if name == "hopper" else [])] if device == "cuda" else []
+        dtypes = {"bfloat16", "float32", *(["float64"] if device == "cpu" else [])}
         for case in (c for c in SMALL if max(c.D, c.E) <= widest):
-            for dtype in sorted({"bfloat16", "float32"}.intersection(case.dtypes)):
+            for dtype in sorted(dtypes.intersection(case.dtypes)):
                 for rows in sorted({1, 64}.intersection(choice.block_q for choice in choices)):
-                    marks = [pytest.mark.gpu, no_gpu, *([no_compiler] if name == "hopper" else [])]
                     at = f"{name}/{rows}"
-                    yield pytest.param(at, case, dtype, "cuda", id=f"{at}-cuda-{dtype}-{case.name}", marks=marks)
+                    yield pytest.param(at, case, dtype, device, id=f"{at}-{device}-{dtype}-{case.name}", marks=marks)
 
 
 def problem_for(implementation: Implementation, case: Case, dtype: str, device: str) -> Problem:

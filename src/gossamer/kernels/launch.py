@@ -340,13 +340,17 @@ def operand_of(array: Any) -> Operand:
 
 
 def one_function(
-    implementation: str, problem: Any, layout: Any, direction: Direction, scoring: Any, operands: Mapping[str, Operand]
-) -> Prepared:
+    implementation: str, problem: Any, layout: Any, direction: Direction, scoring: Any, operands: Mapping[str, Operand],
+    function: str | None = None,
+) -> Prepared:  # fmt: skip
     """The launch of an implementation whose directions are one function of the framework each.
 
-    `kernel(direction, problem, scoring)` of the implementation gives it. It takes what `INPUTS` lists, then the layout
+    `kernel(function, problem, scoring)` of the implementation gives it. It takes what `INPUTS` lists, then the layout
     and the `VECTORS`, None for each that the call has not, and returns (out, lse), or (dq, dk, dv) and, where there
     are sinks, dsink_logits.
+
+    Args:
+        function: its name; None: that of the direction.
     """
     b = Builder(operands)
     b.layout(layout=layout)
@@ -358,7 +362,7 @@ def one_function(
         of = {"out": (problem.dtype, (*rows, columns)), "lse": (compute_dtype(problem.dtype), tuple(rows))}
     made = {f"{name}_made" if name in operands else name: name for name in of}
     likes = {own: Operand(dtype, shape, compact(shape)) for own, (dtype, shape) in zip(made, of.values(), strict=True)}
-    b.function(Kernel(implementation, direction, (problem, scoring)), *given, returns=likes)
+    b.function(Kernel(implementation, function or direction, (problem, scoring)), *given, returns=likes)
     for own, name in made.items():
         if own != name:
             b.copy(own, name)

@@ -31,11 +31,12 @@ def cached_gather(pattern: Pattern, Q: int, K: int, *, block_q: int, q_offset: i
 def bytes_of(layout: BlockLayout | GatherLayout) -> int:
     """About what a layout of tensors holds, with its transpose; on a CPU with the masks of its partial tiles instead.
 
-    There rows alone are walked, and a mask takes a byte for each pair. Intervals that are alike count each time.
+    There rows alone are walked, and a mask takes a byte for each pair. Intervals that are alike count each time. A
+    gather layout is kept there with the lists that are made of it: four numbers for each edge.
     """
     size = sum(int(x.nbytes) for x in layout.rows.arrays())
     if isinstance(layout, GatherLayout) or layout.device.type != "cpu":
-        return 2 * size
+        return (4 if layout.device.type == "cpu" else 2) * size
     masks = layout.rows.interval.indices.shape[0] + layout.rows.pool.shape[0]
     return size + masks * layout.block_q * layout.block_kv
 

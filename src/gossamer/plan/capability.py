@@ -16,8 +16,9 @@ class GatherChoice(NamedTuple):
 
     block_q: int
     dtypes: frozenset[str]
-    max_head_dim: int  # of D and of E
-    min_sm: int
+    max_head_dim: int | None = None  # of D and of E; None: any
+    min_sm: int | None = None  # for CUDA devices
+    devices: frozenset[str] = frozenset({"cuda"})
     reuse: float = 0.0  # pairs that a gathered column serves, below which it was not seen to win
     spread: bool = False  # few long lists are cut for all processors (`layouts.gather.item_limit`); else in two
     backward: bool = True  # else it computes the forward alone
@@ -25,9 +26,10 @@ class GatherChoice(NamedTuple):
     def reads(self, problem: Problem) -> bool:
         """Whether its kernels fit the problem's types, head sizes, device and directions."""
         p = problem
-        sized = max(p.D, p.E) <= self.max_head_dim
+        device = p.device in self.devices and (p.device == "cpu" or (p.sm or 0) >= (self.min_sm or 0))
+        sized = self.max_head_dim is None or max(p.D, p.E) <= self.max_head_dim
         directions = self.backward or not p.backward
-        return p.dtype in self.dtypes and sized and (p.sm or 0) >= self.min_sm and directions
+        return device and p.dtype in self.dtypes and sized and directions
 
 
 @dataclass(frozen=True)

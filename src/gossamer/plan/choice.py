@@ -170,7 +170,7 @@ def machine_of(problem: Problem, pattern: Pattern) -> Machine:
     """How often the lists of a pattern are computed in a call, and by how many processors; 0 on a CPU."""
     (b, h), p = pattern.lead, problem
     copies = (p.B if b == 1 else 1) * (p.H if h == 1 else 1)
-    if p.device != "cuda":
-        return Machine(copies)
     costs = costs_of(p)
+    if p.device != "cuda":
+        return Machine(copies, gathers_from=costs.gathers_from)
     return Machine(copies, p.processors, costs.of_device("start"), costs.of_device("combine"), costs.gathers_from)

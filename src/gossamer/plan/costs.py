@@ -78,7 +78,7 @@ class TileCosts(NamedTuple):
     pair: float  # a pair of a full tile
     bits: float = 0.0  # what a pair takes more in a tile with a bit for each
     row: float = 0.0  # a query row: fetching and storing it, beginning and ending its loop
-    step: float = 0.0  # a full tile in a list whose processor has nothing else to do
+    step: float = 0.0  # a full tile in a list whose processor has nothing else to do; of a GPU
 
 
 class GatherCosts(NamedTuple):
@@ -88,7 +88,7 @@ class GatherCosts(NamedTuple):
     pair: float  # an executed pair
     column: float  # a gathered column
     row: float  # a row of the output
-    step: float  # of a list whose processor has nothing else to do
+    step: float  # of a list whose processor has nothing else to do; of a GPU
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,9 +125,8 @@ class DeviceCosts:
         """Of a gather layout; the pairs of groups of one row are their columns."""
         names = (f"{name} gather {choice.block_q}",)
         pair = self._whole(names, "pair") if choice.block_q > 1 else 0.0
-        return GatherCosts(
-            choice, pair, self._whole(names, "column"), self._whole(names, "row"), self._one(names, "step")
-        )
+        step = self._one(names, "step") if self.file.sm is not None else 0.0
+        return GatherCosts(choice, pair, self._whole(names, "column"), self._whole(names, "row"), step)
 
     @property
     def gathers_from(self) -> float:

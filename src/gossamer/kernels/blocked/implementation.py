@@ -1,55 +1,34 @@
-"""The blocked implementation: its limits, its tiles, and the two loops over batches."""
+"""The blocked implementation: its limits, its tiles, and which way a call is computed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
 
-import torch
 from torch import Tensor
 
-from gossamer.kernels.blocked.batches import Batch, BatchPlan, Piece, plan_batches
-from gossamer.kernels.blocked.tiles import (
-    LN2,
-    LOG2E,
-    Scorer,
-    Scratch,
-    Tiled,
-    Where,
-    keys_of,
-    rows_of,
-    tile,
-    uses,
-    zeros,
-)
+from gossamer.kernels.blocked import bmm, flash, flash_tiles, gather
 from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.launch import Direction, Operand, Prepared, one_function
-from gossamer.kernels.row_formulas import compute_dtype, row_terms, sink_gradient
 from gossamer.layouts.block import BlockLayout
-from gossamer.memo import Memos
-from gossamer.plan.capability import Capability
+from gossamer.layouts.gather import GatherLayout
+from gossamer.plan.capability import Capability, GatherChoice
 from gossamer.plan.problem import Problem
 
-_plans: Memos[BatchPlan] = Memos()  # of layouts
-
-
-def batches_of(layout: BlockLayout, problem: Problem) -> BatchPlan:
-    """The plan of a layout, made once for each set of shapes and kept as long as the layout."""
-    p = problem
-    key = (p.B, p.H, p.G, p.D, p.E, p.dtype == "float64")
-    return _plans.of(layout).get_or_make(key, lambda: plan_batches(layout, problem))
+DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
 class Blocked:
-    """Tile by tile in framework ops."""
+    """Operators of the framework: tile by tile, and edge by edge on a CPU where pairs are scattered."""
 
     name = "blocked"
     layout = "block"
     capability = Capability(
         devices=frozenset({"cpu", "cuda"}),
-        dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
+        dtypes=DTYPES,
         score_terms=frozenset({"q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes"}),
         grows=frozenset({"cpu"}),
+        gathers=(GatherChoice(1, DTYPES, devices=frozenset({"cpu"})),),
     )
 
     def unavailable(self) -> list[str]:
@@ -63,14 +42,16 @@ class Blocked:
         return ()
 
     def prepare(
-        self, problem: Problem, layout: BlockLayout, direction: Direction, scoring: Scoring,
+        self, problem: Problem, layout: BlockLayout | GatherLayout, direction: Direction, scoring: Scoring,
         operands: Mapping[str, Operand],
     ) -> Prepared:  # fmt: skip
+        if isinstance(layout, GatherLayout):
+            return one_function(self.name, problem, layout, direction, scoring, operands, f"gather_{direction}")
         return one_function(self.name, problem, layout, direction, scoring, operands)
 
     def kernel(self, name: str, problem: Problem, scoring: Scoring) -> Callable[..., tuple[Tensor, ...]]:
-        directions: dict[str, Callable[..., tuple[Tensor, ...]]] = {"forward": forward, "backward": backward}
-        return partial(directions[name], problem, scoring)
+        functions: dict[str, Callable[..., tuple[Tensor, ...]]] = {"forward": forward, "backward": backward}
+        return partial((functions | gather.DIRECTIONS)[name], problem, scoring)
 
 
 def forward(
@@ -78,62 +59,13 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse); the score vectors are key_lengths, sink_logits and alibi_slopes, or None."""
     terms = Terms(*scoring, *vectors)
-    bq, bk = layout.block_q, layout.block_kv
-    plan = batches_of(layout, problem)
-    qt, kt, vt = tile(q, plan.query_tiles, bq), tile(k, plan.key_tiles, bk), tile(v, plan.key_tiles, bk)
-    dtype = qt.flat.dtype
-    scratch = Scratch(qt.flat)
-    scorer = Scorer(problem, plan, terms, bq, bk, scratch)
-    out = zeros(problem, problem.H, plan.query_tiles, bq, problem.E, qt.flat)
-    sink = None if terms.sink_logits is None else terms.sink_logits.to(qt.flat).view(1, -1, 1)
-    shape = (problem.B, problem.H, plan.query_tiles * bq)
-    lse = qt.flat.new_full(shape, -torch.inf) if sink is None else sink.expand(shape).contiguous()
-    lse_rows = Tiled(lse.view(-1, bq, 1), problem.H, plan.query_tiles, bq)
-    for batch in plan.batches:
-        for where in uses(batch):
-            top, total, acc = _batch(batch, where, qt, kt, vt, scorer, scratch)
-            if sink is not None:
-                logit = rows_of(lse_rows, batch, where)
-                logit = logit * LOG2E
-                both = torch.maximum(top, logit)
-                shrink = torch.exp2(top - both)
-                total = total * shrink + torch.exp2(logit - both)
-                acc.mul_(shrink)
-                top = both
-            # A row that keeps anything has a total of at least 1, its largest term (or its sink).
-            acc.div_(total.clamp(min=1.0))
-            _store(out, batch, where, acc)
-            _store(lse_rows, batch, where, (top + torch.log2(total)).mul_(LN2))
-    lse = lse[:, :, : problem.Q]
-    return out.untiled(problem.Q, q.dtype), lse.contiguous().to(compute_dtype(dtype))
-
-
-def _batch(
-    batch: Batch, where: Where, qt: Tiled, kt: Tiled, vt: Tiled, scorer: Scorer, scratch: Scratch
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(maximum (n, block_q, 1) * LOG2E, sum of exp, unnormalised output (n, block_q, E)) over the pieces."""
-    q = rows_of(qt, batch, where)
-    lowest = torch.finfo(q.dtype).min
-    state: tuple[Tensor, Tensor, Tensor] | None = None
-    for piece in batch.pieces:
-        keys = keys_of(kt, batch, piece, where, scorer.group, scratch, "k")
-        s, _ = scorer(q, keys, batch, piece, where)
-        # The clamp makes exp2(-inf - max) zero, not NaN, in a row that keeps nothing here.
-        top = s.amax(-1, keepdim=True).clamp_(min=lowest)
-        s.sub_(top).exp2_()
-        total = s.sum(-1, keepdim=True)
-        values = keys_of(vt, batch, piece, where, scorer.group, scratch, "v")
-        name = "acc" if state is None else "acc_piece"
-        acc = scratch.take(name, batch.n, s.shape[1], values.shape[-1])
-        torch.bmm(s, values, out=acc)
-        if state is not None:
-            old_top, old_total, old_acc = state
-            both = torch.maximum(old_top, top)
-            old, new = torch.exp2(old_top - both), torch.exp2(top - both)
-            top, total, acc = both, old_total * old + total * new, old_acc.mul_(old).addcmul_(acc, new)
-        state = top, total, acc
-    assert state is not None, "a batch has at least one piece"
-    return state
+    if flash.computes(problem, terms):
+        plan = flash.plan_of(layout, problem, "forward", flash.features_of(problem, None))
+        if plan is not None:
+            return flash.forward(plan, terms, q, k, v)
+        if terms.key_lengths is None:
+            return flash_tiles.forward(flash_tiles.plan_of(layout, problem), problem, terms, q, k, v)
+    return bmm.forward(problem, layout, terms, q, k, v)
 
 
 def backward(
@@ -142,91 +74,14 @@ def backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(dq, dk, dv), and dsink_logits where there are sinks."""
     terms = Terms(*scoring, *vectors)
-    bq, bk, p = layout.block_q, layout.block_kv, problem
-    plan = batches_of(layout, problem)
-    qt, kt, vt = tile(q, plan.query_tiles, bq), tile(k, plan.key_tiles, bk), tile(v, plan.key_tiles, bk)
-    dot = tile(dout, plan.query_tiles, bq)
-    delta, lse = row_terms(dout, dlse, out, lse, qt.flat.dtype)
-    delta_t = tile(delta[..., None], plan.query_tiles, bq)
-    # Rows that do not exist have probabilities of 0, whatever ALiBi makes of their scores.
-    lse_t = tile((lse * LOG2E)[..., None], plan.query_tiles, bq, padding=torch.inf)
-    dq = zeros(p, p.H, plan.query_tiles, bq, p.D, qt.flat)
-    dk, dv = (zeros(p, p.G, plan.key_tiles, bk, size, qt.flat) for size in (p.D, p.E))
-    scratch = Scratch(qt.flat)
-    scorer = Scorer(problem, plan, terms, bq, bk, scratch)
-    for batch in plan.batches:
-        for where in uses(batch):
-            rows = [rows_of(x, batch, where) for x in (qt, dot, delta_t, lse_t)]
-            _batch_backward(batch, where, rows, kt, vt, dq, dk, dv, scorer, scratch)
-    gradients = dq.untiled(p.Q, q.dtype), dk.untiled(p.K, k.dtype), dv.untiled(p.K, v.dtype)
-    return gradients if terms.sink_logits is None else (*gradients, sink_gradient(delta, lse, terms.sink_logits))
-
-
-def _batch_backward(
-    batch: Batch,
-    where: Where,
-    rows: list[Tensor],
-    kt: Tiled,
-    vt: Tiled,
-    dq: Tiled,
-    dk: Tiled,
-    dv: Tiled,
-    scorer: Scorer,
-    scratch: Scratch,
-) -> None:
-    q, do, delta, lse = rows
-    scale = scorer.terms.scale
-    dq_here = None
-    for piece in batch.pieces:
-        keys = keys_of(kt, batch, piece, where, scorer.group, scratch, "k")
-        values = keys_of(vt, batch, piece, where, scorer.group, scratch, "v")
-        prob, tanh = scorer(q, keys, batch, piece, where, keep_tanh=True)
-        prob.sub_(lse).exp2_()
-        ds = scratch.take("ds", *prob.shape)
-        torch.bmm(do, values.mT, out=ds)
-        share = scratch.take("dv", *values.shape)
-        torch.bmm(prob.mT, do, out=share)
-        _add(dv, batch, piece, where, scorer.group, share)
-        ds.sub_(delta).mul_(prob)
-        if tanh is not None:
-            ds.mul_(tanh.square_().neg_().add_(1.0))
-        step = scratch.take("dq", *q.shape) if dq_here is None else dq_here
-        beta = 0 if dq_here is None else 1
-        dq_here = torch.baddbmm(step, ds, keys, beta=beta, alpha=scale, out=step)
-        share = scratch.take("dk", *keys.shape)
-        torch.baddbmm(share, ds.mT, q, beta=0, alpha=scale, out=share)
-        _add(dk, batch, piece, where, scorer.group, share)
-    assert dq_here is not None, "a batch has at least one piece"
-    _store(dq, batch, where, dq_here)
-
-
-def _store(x: Tiled, batch: Batch, where: Where, value: Tensor) -> None:
-    """Write (n, edge, features) to the query tiles of a batch; no tile belongs to two batches."""
-    if batch.index is not None:
-        x.flat[batch.index] = value
-    else:
-        rows_of(x, batch, where).copy_(value)
-
-
-def _add(x: Tiled, batch: Batch, piece: Piece, where: Where, group: int, share: Tensor) -> None:
-    """Add (n, tiles * edge, features) to the key tiles of a piece, always in the same order."""
-    share = share.view(batch.n, piece.tiles, x.edge, -1)
-    if piece.index is not None:
-        index, share = piece.index.view(-1), share.flatten(0, 1)
-        if share.is_cuda:  # sorted by index, where the additions of index_add_ are atomic
-            x.flat.index_put_((index,), share, accumulate=True)
-        else:
-            x.flat.index_add_(0, index, share)
-        return
-    mine = x.of(where.b, where.h // group)
-    if piece.step == 0:
-        mine[piece.first : piece.first + piece.tiles].add_(share.sum(0) if batch.n > 1 else share[0])
-        return
-    # Slot by slot, so that no addition meets the same key tile twice.
-    reach = (batch.n - 1) * piece.step + 1
-    for slot in range(piece.tiles):
-        first = piece.first + slot
-        mine[first : first + reach : piece.step].add_(share[:, slot])
+    if flash.computes(problem, terms):
+        plan = flash.plan_of(layout, problem, "backward", flash.features_of(problem, dlse))
+        if plan is not None:
+            return flash.backward(plan, terms, dout, dlse, q, k, v, out, lse)
+        if terms.key_lengths is None:
+            tiles = flash_tiles.plan_of(layout, problem)
+            return flash_tiles.backward(tiles, problem, terms, dout, dlse, q, k, v, out, lse)
+    return bmm.backward(problem, layout, terms, dout, dlse, q, k, v, out, lse)
 
 
 IMPLEMENTATION = Blocked()

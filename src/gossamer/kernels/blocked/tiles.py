@@ -102,6 +102,35 @@ def keys_of(x: Tiled, batch: Batch, piece: Piece, where: Where, group: int, scra
     return x.flat.as_strided(shape, (piece.step * edge * size, size, 1), start + x.flat.storage_offset())
 
 
+def store(x: Tiled, batch: Batch, where: Where, value: Tensor) -> None:
+    """Write (n, edge, features) to the query tiles of a batch; no tile belongs to two batches."""
+    if batch.index is not None:
+        x.flat[batch.index] = value
+    else:
+        rows_of(x, batch, where).copy_(value)
+
+
+def add(x: Tiled, batch: Batch, piece: Piece, where: Where, group: int, share: Tensor) -> None:
+    """Add (n, tiles * edge, features) to the key tiles of a piece, always in the same order."""
+    share = share.view(batch.n, piece.tiles, x.edge, -1)
+    if piece.index is not None:
+        index, share = piece.index.view(-1), share.flatten(0, 1)
+        if share.is_cuda:  # sorted by index, where the additions of index_add_ are atomic
+            x.flat.index_put_((index,), share, accumulate=True)
+        else:
+            x.flat.index_add_(0, index, share)
+        return
+    mine = x.of(where.b, where.h // group)
+    if piece.step == 0:
+        mine[piece.first : piece.first + piece.tiles].add_(share.sum(0) if batch.n > 1 else share[0])
+        return
+    # Slot by slot, so that no addition meets the same key tile twice.
+    reach = (batch.n - 1) * piece.step + 1
+    for slot in range(piece.tiles):
+        first = piece.first + slot
+        mine[first : first + reach : piece.step].add_(share[:, slot])
+
+
 class Scorer:
     """Masked scores of a piece: scale, softcap, alibi, key lengths, and the masks of partial tiles."""
 
