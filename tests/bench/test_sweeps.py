@@ -70,12 +70,14 @@ def scatter_softmax(x: Tensor, index: Tensor, num_nodes: int) -> Tensor:
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("peer", plain_peers.PLAIN_PEERS, ids=lambda peer: peer.name)
 def test_plain_peers_are_right(peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_peers, "needs_cuda", lambda inputs: None)
     module = ModuleType("torch_geometric.utils")
     module.softmax = scatter_softmax  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch_geometric", ModuleType("torch_geometric"))
     monkeypatch.setitem(sys.modules, "torch_geometric.utils", module)
     inputs = graph_inputs()
+    if peer.name == "SDPA slice":
+        terms = inputs.terms._replace(key_lengths=torch.tensor([13], dtype=torch.int32))
+        inputs = inputs._replace(pattern=gs.Dense(), terms=terms)
     prepared = peer.prepare(inputs, 1.0)
     samples = draw_samples(inputs, heads=4, rows=20)
     out = prepared.attend(inputs.q, inputs.k, inputs.v)
@@ -90,10 +92,17 @@ def test_plain_peers_are_right(peer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_plain_peers_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = graph_inputs()
-    for peer in plain_peers.PLAIN_PEERS[1:]:
-        with pytest.raises(Refusal, match=r"needs a GPU|torch_geometric.* cannot be imported"):
-            peer.prepare(inputs, 1.0)
-    monkeypatch.setattr(plain_peers, "needs_cuda", lambda inputs: None)
+    peers = {peer.name: peer for peer in plain_peers.PLAIN_PEERS}
+    monkeypatch.setitem(sys.modules, "torch_geometric.utils", None)
+    with pytest.raises(Refusal, match=r"torch_geometric.* cannot be imported"):
+        peers["PyG scatter softmax"].prepare(inputs, 1.0)
+    lengths = inputs.terms._replace(key_lengths=torch.tensor([3, 4]))
+    for refused, why in (
+        (inputs, "the window of one query"),
+        (inputs._replace(pattern=gs.Dense(), terms=lengths), "one length for all"),
+    ):
+        with pytest.raises(Refusal, match=why):
+            peers["SDPA slice"].prepare(refused, 1.0)
     window = Inputs(gs.SlidingWindow(4), inputs.q, inputs.k, inputs.v, inputs.terms)
     with pytest.raises(Refusal, match="takes graphs"):
         plain_peers.TORCH_SPARSE.prepare(window, 1.0)

@@ -126,9 +126,9 @@ def others(pattern: Pattern, layout: BlockLayout) -> list[tuple[str, str]]:
         found = tuple(dict.fromkeys(piece for one in heads for piece in pieces(one, sizes)))
     if any(piece.dilation > 1 for piece in found):
         return [(f"or in {p.dilation} classes" if p.dilation > 1 else "or beside", show(p.pattern)) for p in found]
-    sample = Sample(pattern, sizes)
-    if sample.intervals:
+    if pattern.keeps_intervals(sizes):
         return []
+    sample = Sample(pattern, sizes)
     useful = stats.useful_pairs * layout.lead[0] * layout.lead[1]
     over = [f"{sample.gathers(rows).executed / useful:.2f}" for rows in WIDTHS]
     return [(f"or gathered for {', '.join(map(str, WIDTHS))} rows", ", ".join(over))]

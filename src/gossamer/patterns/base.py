@@ -295,6 +295,10 @@ class Pattern(metaclass=_PatternMeta):
         """`_intervals`, remembered for the last few patterns."""
         return _remembered_intervals(self, sizes)
 
+    def keeps_intervals(self, sizes: Sizes) -> bool:
+        """Whether every row of every head keeps one interval of keys: its tiles are dense."""
+        return all(part.lower(sizes).intervals(sizes) is not None for part in self.distinct()[0])
+
     def tile_bound(self, grid: Grid) -> int:
         """An upper bound of how many tiles `tile_candidates` lists over all rows."""
         interval = self.intervals(grid.sizes)

@@ -93,7 +93,8 @@ def _count(
     q_offset: int,
     machine: Machine,
 ) -> list[float]:
-    sample, found, useful = Sample(pattern, pattern._sizes(Q, K, q_offset)), [], 0.0
+    sizes, found, useful = pattern._sizes(Q, K, q_offset), [], 0.0
+    sample = Sample(pattern, sizes)
     for tile in tiles:
         work = sample.tiles(tile.block_q, tile.block_kv)
         pairs, bits = tile.pair * work.executed, tile.bits * work.bits
@@ -104,7 +105,7 @@ def _count(
         useful = work.useful
         if len(found) == 1 and work.executed <= WORTH_A_LOOK * useful:
             return found
-    if min(found) > machine.copies * machine.gathers_from * useful and not sample.intervals:
+    if min(found) > machine.copies * machine.gathers_from * useful and not pattern.keeps_intervals(sizes):
         for cost in gathers:
             choice = cost.choice
             counts = sample.gathers(choice.block_q)
@@ -131,7 +132,7 @@ def cheapest(
     machine: Machine = ANY_MACHINE,
 ) -> int:
     """Which option takes the least, by `costs`: an index into the tiles, and after them the gather layouts."""
-    if len(tiles) == 1 and not gathers:
+    if len(tiles) == 1 and (not gathers or pattern.keeps_intervals(pattern._sizes(Q, K, q_offset))):
         return 0
     found = costs(pattern, Q, K, tiles=tiles, gathers=gathers, q_offset=q_offset, machine=machine)
     return found.index(min(found))

@@ -58,11 +58,6 @@ class Sample:
             self.parts[lower] = self.parts.get(lower, 0) + times
         self._pairs: dict[Pattern, list[tuple[np.ndarray, np.ndarray]]] = {}
 
-    @property
-    def intervals(self) -> bool:
-        """Whether every row keeps one interval of keys: its tiles are dense."""
-        return all(part.intervals(self.sizes) is not None for part in self.parts)
-
     def _listed(self, part: Pattern) -> list[tuple[np.ndarray, np.ndarray]] | None:
         """The pairs of each window where the pattern lists them itself."""
         if part.intervals(self.sizes) is not None:
