@@ -13,21 +13,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from gossamer.bench.peer import backward_call
-from gossamer.bench.run import forward_call, ours
+from gossamer.bench.measure import time_call
+from gossamer.bench.run import DIRECTIONS, ours, repeatable
 from gossamer.bench.workload import find, make_inputs
 
 CASES = ("window_256_cpu", "causal_2048_cpu", "window_63_cpu", "bigbird_64_cpu", "graph_200k_cpu", "one_query_cpu")
 SPIN = [sys.executable, "-c", "while True: pass"]
-SECONDS, FEWEST = 2.0, 5  # of the calls of a row, and how many at least
+SECONDS, MOST = 2.0, 2000  # of the calls of a row, and how many at most
 
 
 def measure(names: Sequence[str]) -> None:
@@ -35,20 +33,11 @@ def measure(names: Sequence[str]) -> None:
     found = {}
     for name in names:
         inputs = make_inputs(find(name, "cpu"), torch.device("cpu"))
-        prepared, makers = ours(None).prepare(inputs, 0.0), {"forward": forward_call, "backward": backward_call}
-        for direction, make in makers.items():
-            found[f"{name} {direction}"] = _median(make(prepared, inputs))
+        prepared = ours(None).prepare(inputs, 0.0)
+        for direction in DIRECTIONS:
+            call = repeatable(prepared, inputs, direction)
+            found[f"{name} {direction}"] = time_call(call, torch.device("cpu"), budget_s=SECONDS, most=MOST).p50
     print(json.dumps(found))
-
-
-def _median(call: Callable[[], object]) -> float:
-    call()
-    times: list[float] = []
-    while len(times) < FEWEST or sum(times) < SECONDS:
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return 1000 * statistics.median(times)
 
 
 def in_a_process(names: Sequence[str], threads: int) -> dict[str, float]:

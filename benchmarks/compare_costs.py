@@ -23,8 +23,7 @@ import gossamer
 from gossamer.bench.check import Inputs
 from gossamer.bench.latency import capture_stream, graph_ms
 from gossamer.bench.measure import time_call
-from gossamer.bench.peer import backward_call
-from gossamer.bench.run import forward_call, ours
+from gossamer.bench.run import DIRECTIONS, Direction, ours, repeatable
 from gossamer.bench.workload import find, make_inputs
 from gossamer.memo import forget_all
 from gossamer.plan import costs
@@ -64,24 +63,24 @@ def milliseconds(call: Callable[[], object], device: str) -> float:
     return graph_ms(call) if device == "cuda" else time_call(call, torch.device(device), budget_s=0.2).p50
 
 
-def calls(inputs: Inputs, directions: Sequence[str]) -> dict[str, Callable[[], object]]:
+def calls(inputs: Inputs, directions: Sequence[Direction]) -> dict[str, Callable[[], object]]:
     """A call of each direction: the forward of one with gradients is run once, here."""
-    prepared, makers = ours(None).prepare(inputs, 0.0), {"forward": forward_call, "backward": backward_call}
-    return {direction: makers[direction](prepared, inputs) for direction in directions}
+    prepared = ours(None).prepare(inputs, 0.0)
+    return {direction: repeatable(prepared, inputs, direction) for direction in directions}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="costs that stand for the committed ones of the same name")
     parser.add_argument("cases", nargs="+")
-    parser.add_argument("--direction", choices=("forward", "backward"), action="append", help="both by default")
+    parser.add_argument("--direction", choices=DIRECTIONS, action="append", help="both by default")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     a = parser.parse_args(arguments)
     committed = costs.files()
     if a.file.stem not in committed:
         raise SystemExit(f"no file of costs is called {a.file.stem!r}: {', '.join(committed)}")
     other = {**committed, a.file.stem: costs.read(a.file.read_text())}
-    directions = a.direction or ["forward", "backward"]
+    directions = a.direction or DIRECTIONS
     for name in a.cases:
         inputs = make_inputs(find(name, a.device), torch.device(a.device))
         times: dict[tuple[str, str], list[float]] = {}

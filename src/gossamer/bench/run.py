@@ -116,7 +116,7 @@ def _compile(session: Session, ready: Ready, entry: Entry) -> None:
             return
         session.progress(f"{ready.work.name}: {entry.peer.name}, {direction}, compilation")
         try:
-            _start(entry.prepared, ready.inputs, direction)()
+            repeatable(entry.prepared, ready.inputs, direction)()
         except torch.OutOfMemoryError:
             pass  # beside other cases: it is called again on its own
         except Exception as error:
@@ -175,7 +175,7 @@ def _check(session: Session, ready: Ready, entry: Entry, direction: Direction) -
     try:
         base = reset_peak(session.device) if cuda else 0
         names = ("out",) if direction == "forward" else ("dq", "dk", "dv")
-        found = dict(zip(names, _start(entry.prepared, inputs, direction)(), strict=True))
+        found = dict(zip(names, repeatable(entry.prepared, inputs, direction)(), strict=True))
         entry.takes[direction] = peak_bytes(session.device) - base if cuda else 0
         row.check, wrong = compare(entry.samples, found, group=inputs.q.shape[1] // inputs.k.shape[1])
         if wrong:
@@ -214,7 +214,7 @@ def _time(session: Session, ready: Ready, group: list[Entry], direction: Directi
     for entry in group:
         assert entry.prepared is not None
         try:
-            calls[entry.peer.name] = _start(entry.prepared, ready.inputs, direction)
+            calls[entry.peer.name] = repeatable(entry.prepared, ready.inputs, direction)
         except Exception as error:
             entry.refuse(error, direction)
     timings = time_in_turns(calls, session.device, budget_s=session.budget_s)
@@ -230,7 +230,7 @@ def _time(session: Session, ready: Ready, group: list[Entry], direction: Directi
     _release()
 
 
-def _start(prepared: Prepared, inputs: Inputs, direction: Direction) -> Callable[[], tuple[Tensor, ...]]:
+def repeatable(prepared: Prepared, inputs: Inputs, direction: Direction) -> Callable[[], tuple[Tensor, ...]]:
     """A call that can be repeated; that of a backward runs the forward here and keeps its graph."""
     return backward_call(prepared, inputs) if direction == "backward" else forward_call(prepared, inputs)
 

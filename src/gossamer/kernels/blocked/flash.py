@@ -79,7 +79,6 @@ class Schedule:
 
     calls: tuple[Call, ...]
     empty: tuple[tuple[slice, slice, Tensor], ...] = ()  # batch elements, heads, (Q,) bool
-
     whole: Call | None = None  # the one call, of one block, that computes everything: its results are the results
 
 
