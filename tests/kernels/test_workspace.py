@@ -24,7 +24,8 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     current = [0]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] < 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: current[0], raising=False)
-    monkeypatch.setattr(memory, "_waiting", {})
+    for name in ("_waiting", "_of_streams", "_of_graphs"):
+        monkeypatch.setattr(memory, name, {})
     yield current
 
 
@@ -77,6 +78,20 @@ def test_little_is_kept(stream: list[int]) -> None:
         stream[0] = 0
         used(Workspace(CPU, (slots, 4)))
     assert len(memory._waiting[None, 0].views) <= memory.MOST_SHAPES
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["made", "viewed"])
+def test_memory_of_inference_mode_serves_training(stream: list[int], first: bool) -> None:
+    workspace, array = Workspace(CPU, *SHAPES), memory.stream_array(torch.int32, (3, 5), 0.0, CPU)
+    if not first:
+        used(Workspace(CPU, (100, 64)))
+    with torch.inference_mode():
+        used(workspace)
+        array()
+    room, tensors = workspace.take()
+    for x in (*tensors, array()):
+        x.zero_()  # refused for a tensor of that mode
+    assert room is not None
 
 
 @pytest.mark.gpu

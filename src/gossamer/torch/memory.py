@@ -72,10 +72,11 @@ def _stream_array(dtype: torch.dtype, shape: tuple[int, ...], fill: float, devic
     key = dtype, shape, fill, (device.index, torch._C._cuda_getCurrentRawStream(device.index))
     found = _of_streams.get(key)
     if found is None:
-        found = _of_streams[key] = torch.full(shape, fill, dtype=dtype, device=device)
-        if (dtype, fill, device.index) not in _of_graphs:
-            with torch.inference_mode(False):
-                memory = torch.full((CAPTURED, APART), fill, dtype=dtype, device=device)
+        with torch.inference_mode(False):
+            found = _of_streams[key] = torch.full(shape, fill, dtype=dtype, device=device)
+            first = (dtype, fill, device.index) not in _of_graphs
+            memory = torch.full((CAPTURED, APART), fill, dtype=dtype, device=device) if first else None
+        if memory is not None:
             if device.type == "cuda":  # tests run this on a CPU
                 torch.cuda.current_stream(device).synchronize()  # a graph may be replayed on any stream
             _of_graphs[dtype, fill, device.index] = _GraphArrays(memory, iter(range(CAPTURED)))
@@ -120,11 +121,13 @@ class Workspace:
             return None, self._views(memory)
         stream = self.device.index, torch._C._cuda_getCurrentRawStream(self.device.index)
         kept = _waiting.pop(stream, None)
-        if kept is None or kept.memory.numel() < self.size:
-            size = 1 << (self.size - 1).bit_length()
-            kept = Waiting(stream, torch.empty(size, dtype=torch.float32, device=self.device), {})
-        views = kept.views.get(self.shapes)
-        if views is None:
+        views = None if kept is None else kept.views.get(self.shapes)
+        if kept is not None and views is not None:
+            return kept, views
+        with torch.inference_mode(False):  # what waits is written by later calls, of any mode
+            if kept is None or kept.memory.numel() < self.size:
+                size = 1 << (self.size - 1).bit_length()
+                kept = Waiting(stream, torch.empty(size, dtype=torch.float32, device=self.device), {})
             if len(kept.views) >= MOST_SHAPES:
                 kept.views.clear()
             views = kept.views[self.shapes] = self._views(kept.memory)
