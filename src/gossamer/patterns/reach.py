@@ -28,6 +28,12 @@ class Reach(NamedTuple):
     right: int | None = None
     blocks: tuple[int, ...] = ()
 
+    def __str__(self) -> str:
+        left = "" if self.left is None else f"i - {self.left} <= " if self.left else "i <= "
+        right = "" if self.right is None else f" <= i + {self.right}" if self.right else " <= i"
+        near = [f"{left}j{right}"] if left or right else []
+        return " and ".join([*near, *(f"i // {block} == j // {block}" for block in self.blocks)]) or "every key"
+
     def both(self, other: Reach) -> Reach:
         """What both see."""
         return Reach(
@@ -75,4 +81,6 @@ def _smaller(x: Any, y: Any) -> Any:
 
 
 def _least(one: int | None, other: int | None) -> int | None:
-    return min((x for x in (one, other) if x is not None), default=None)
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)
