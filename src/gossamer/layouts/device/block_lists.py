@@ -1,0 +1,213 @@
+"""The layout of lists of key blocks, one for each block of queries, and perhaps of an interval of keys for each query.
+
+The lists are data: unsorted, with repeated and missing entries.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gossamer.layouts.base import Array
+from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.device.arrays import Arrays
+from gossamer.layouts.device.walks import (
+    FIRST,
+    Bounds,
+    all_kept,
+    check_blocks,
+    check_capacity,
+    in_tiles,
+    transposed,
+    without_bits,
+)
+from gossamer.layouts.walk import TileList, Walk
+
+
+def block_list_layout(
+    indices: Array, counts: Array | None, lo: Array | None, hi: Array | None, Q: int, K: int, *, block: int, xp: Arrays
+) -> BlockLayout:
+    """The layout in which a query keeps the keys of the blocks that its block lists, and its transpose.
+
+    With `lo` and `hi` only those keys j of them with lo[r] <= j < hi[r]. Values are not checked: they are on the
+    device. Tiles in which nothing is kept are not listed.
+
+    Args:
+        indices: (Bl, Hl, T, n) int32 or int64, T = ceil(Q / block): numbers of key blocks in any order. Those that are
+            repeated count once, and those outside [0, ceil(K / block)), as -1 is, not at all.
+        counts: (Bl, Hl, T), how many of each list are read, from its first; None for all.
+        lo, hi: (bl, hl, Q) int32, bl 1 or Bl, hl 1 or Hl, as those of `interval_layout`; both None for all keys.
+        Q, K: the numbers of queries and keys.
+        block: edge of a tile in both directions, a multiple of 32.
+        xp: the array framework's operations.
+
+    Raises:
+        ValueError: shapes or the block edge are wrong, or there may be more tiles than int32 addresses.
+    """
+    _check(indices, counts, lo, hi, Q, K, block)
+    Bl, Hl, T, n = indices.shape
+    if not n:  # a list with room for one tile that is not there: no step below is made for none
+        indices = xp.full((Bl, Hl, T, 1), -1, indices)
+    bounds = None if lo is None or hi is None else Bounds(xp.int32(lo), xp.int32(hi))
+    tiles = _tiles(Q, K, block, bounds, xp)
+    codes = _codes(indices, counts, tiles, bounds, xp)
+    if bounds is None:
+        of_rows = Bounds(xp.full((1, 1, Q), 0, codes), xp.full((1, 1, Q), K, codes)) if K % block else None
+        of_columns = Bounds(xp.full((1, 1, K), 0, codes), xp.full((1, 1, K), Q, codes)) if Q % block else None
+    else:
+        of_rows, of_columns = bounds, transposed(bounds, K, xp)
+    rows = _rows(codes, tiles, of_rows, xp)
+    return BlockLayout(rows, _transpose=[_columns(codes, tiles, of_columns, xp)])
+
+
+def _check(
+    indices: Array, counts: Array | None, lo: Array | None, hi: Array | None, Q: int, K: int, block: int
+) -> None:
+    """Raise ValueError for shapes that do not fit, or a block edge that no layout has."""
+    check_blocks(block=block)
+    if Q < 1 or K < 1:
+        raise ValueError(f"Q and K must be at least 1, got {Q} and {K}")
+    T, C, shape = -(-Q // block), -(-K // block), tuple(indices.shape)
+    if len(shape) != 4 or shape[2] != T or 0 in shape[:2]:
+        raise ValueError(f"indices must be of shape (Bl, Hl, T, n), T = ceil(Q / block) = {T}; got {shape}")
+    Bl, Hl, _, n = shape
+    if counts is not None and tuple(counts.shape) != (Bl, Hl, T):
+        raise ValueError(f"counts must be of shape (Bl, Hl, T) = {(Bl, Hl, T)}; got {tuple(counts.shape)}")
+    if (lo is None) != (hi is None):
+        raise ValueError("lo and hi must both be given, or neither")
+    for name, x in (("lo", lo), ("hi", hi)):
+        found = None if x is None else tuple(x.shape)
+        if found is not None and found not in {(bl, hl, Q) for bl in (1, Bl) for hl in (1, Hl)}:
+            raise ValueError(f"{name} must be of shape (1 or Bl, 1 or Hl, Q) = {(Bl, Hl, Q)}; got {found}")
+    if lo is not None and hi is not None and tuple(lo.shape) != tuple(hi.shape):
+        raise ValueError(f"lo and hi must be of one shape; got {tuple(lo.shape)} and {tuple(hi.shape)}")
+    check_capacity(max(Bl * Hl * T * max(n, 1), 2 * Bl * Hl * C + 1))
+
+
+class _Span(NamedTuple):
+    """Key blocks from `first` to before `behind`, of each block of queries (bl, hl, T, 1)."""
+
+    first: Array
+    behind: Array
+
+
+class _Tiles(NamedTuple):
+    """What is known of the tiles before their lists are read."""
+
+    Q: int
+    K: int
+    block: int
+    keeps_all: _Span | None  # of what exists in a tile nothing is missing; None: everywhere
+
+    @property
+    def T(self) -> int:
+        return -(-self.Q // self.block)
+
+    @property
+    def C(self) -> int:
+        return -(-self.K // self.block)
+
+    def all_kept(self, column: Array) -> Array | None:
+        """Whether a tile of a block of queries (bl, hl, T, n) keeps all that exists in it; None: it does."""
+        if self.keeps_all is None:
+            return None
+        return (column >= self.keeps_all.first) & (column < self.keeps_all.behind)
+
+
+def _tiles(Q: int, K: int, block: int, bounds: Bounds | None, xp: Arrays) -> _Tiles:
+    if bounds is None:
+        return _Tiles(Q, K, block, None)
+    tiles = Bounds(*(in_tiles(x, block, xp) for x in bounds))
+    first, behind = all_kept(tiles, block)
+    if K % block:  # the last block ends with the last key
+        behind = xp.where(tiles.hi[..., FIRST] < K, behind, -(-K // block))
+    return _Tiles(Q, K, block, _Span(first[..., None], behind[..., None]))
+
+
+def _codes(indices: Array, counts: Array | None, tiles: _Tiles, bounds: Bounds | None, xp: Arrays) -> Array:
+    """The lists (Bl, Hl, T, n), each ascending and without repetition.
+
+    Key block c is c where it is a full tile and C + c where it is an interval tile; 2 C fills the rest.
+    """
+    *_, n = indices.shape
+    C = tiles.C
+    listed = (indices >= 0) & (indices < C)
+    if counts is not None:
+        listed = listed & (xp.arange(n, counts) < counts[..., None])
+    column = xp.int32(xp.where(listed, indices, 0))
+    full, code = tiles.all_kept(column), column
+    if tiles.K % tiles.block:  # a tile that reaches past the last key is never full
+        inside = column < C - 1
+        full = inside if full is None else full & inside
+    if full is not None:
+        code = xp.where(full, column, column + C)
+    if bounds is not None:
+        listed = listed & _some_kept(column, tiles, bounds, xp)
+    code = xp.sort(xp.where(listed, code, 2 * C))
+    if n > 1:
+        *lead, _ = code.shape
+        before = xp.concatenate([xp.full((*lead, 1), -1, code), code[..., :-1]])
+        code = xp.sort(xp.where(code != before, code, 2 * C))
+    return code
+
+
+def _some_kept(column: Array, tiles: _Tiles, bounds: Bounds, xp: Arrays) -> Array:
+    """Whether any query of its block keeps a key of each listed block.
+
+    Of queries that keep anything those that reach a key block follow one another: from the first that ends behind its
+    first key, to the last that begins before its end. Counted by how many before them keep anything.
+    """
+    Bl, Hl, T, n = column.shape
+    *lead, _ = bounds.lo.shape
+    C, block = tiles.C, tiles.block
+    before = xp.concatenate([xp.full((*lead, 1), 0, bounds.lo), xp.cumsum(bounds.hi > bounds.lo)])
+    edges = before[..., ::block]
+    if tiles.Q % block:
+        edges = xp.concatenate([edges, before[..., tiles.Q :]])
+    edge = xp.broadcast_to(xp.arange(C, column) * block, (*lead, C))
+    from_ = xp.take(before, xp.searchsorted(bounds.hi, edge, right=True))
+    to = xp.take(before, xp.searchsorted(bounds.lo, edge + block))
+    at = column.reshape(Bl, Hl, T * n)
+    from_, to = (xp.take(xp.broadcast_to(x, (Bl, Hl, C)), at).reshape(Bl, Hl, T, n) for x in (from_, to))
+    return xp.minimum(to, edges[..., 1:, None]) > xp.maximum(from_, edges[..., :-1, None])
+
+
+def _rows(codes: Array, tiles: _Tiles, bounds: Bounds | None, xp: Arrays) -> Walk:
+    """Every list has room for all of its entries; the interval tiles follow the full ones."""
+    Bl, Hl, T, n = codes.shape
+    starts = (xp.arange(Bl * Hl * T, codes) * n).reshape(Bl, Hl, T)
+    indices = (codes % tiles.C).reshape(-1)
+    count = xp.total(codes < tiles.C)
+    interval = None
+    if bounds is not None:
+        interval = TileList(starts + count, xp.total(codes < 2 * tiles.C) - count, indices)
+        bounds = Bounds(*(xp.broadcast_to(x, (Bl, Hl, tiles.Q)) for x in bounds))
+    full = TileList(starts, count, indices)
+    return without_bits(tiles.Q, tiles.K, tiles.block, tiles.block, full, interval, bounds, xp)
+
+
+def _columns(codes: Array, tiles: _Tiles, bounds: Bounds | None, xp: Arrays) -> Walk:
+    """The transpose: entries by head and key block, the full tiles of all heads before the interval tiles."""
+    Bl, Hl, T, n = codes.shape
+    C, block = tiles.C, tiles.block
+    lists = Bl * Hl * C
+    kinds = 1 if bounds is None else 2
+    column = codes % C
+    code = column + (xp.arange(Bl * Hl, codes) * C).reshape(Bl, Hl, 1, 1)
+    if bounds is not None:
+        full = tiles.all_kept(column)
+        if tiles.Q % block:  # a tile that reaches past the last query is never full here
+            inside = (xp.arange(T, codes) < T - 1)[:, None]
+            full = inside if full is None else full & inside
+        if full is not None:
+            code = xp.where(full, code, code + lists)
+    found = xp.stable_sort(xp.where(codes < 2 * C, code, kinds * lists).reshape(-1))
+    edges = xp.searchsorted(found.values, xp.arange(kinds * lists + 1, codes))
+    starts, counts = edges[:-1], edges[1:] - edges[:-1]
+    indices = xp.int32(found.places // n % T)
+    shape = (Bl, Hl, C)
+    full_tiles = TileList(starts[:lists].reshape(shape), counts[:lists].reshape(shape), indices)
+    interval = None
+    if bounds is not None:
+        interval = TileList(starts[lists:].reshape(shape), counts[lists:].reshape(shape), indices)
+        bounds = Bounds(*(xp.broadcast_to(x, (Bl, Hl, tiles.K)) for x in bounds))
+    return without_bits(tiles.K, tiles.Q, block, block, full_tiles, interval, bounds, xp)
