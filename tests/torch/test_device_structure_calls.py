@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import gossamer as gs
 from tests.torch.test_device_structure import tensors
@@ -39,7 +40,7 @@ DATA = [torch.tensor([100, 110]), torch.tensor([140, 3]), torch.tensor([70, 70])
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_compiled_once_for_all_data(name: str, dynamic: bool) -> None:
-    function, frames = FUNCTIONS[name], torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    function, frames = FUNCTIONS[name], CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend=frames, dynamic=dynamic)
     inputs = tensors((2, 4, Q, 8), (2, 2, K, 8), (2, 2, K, 8))
@@ -55,7 +56,7 @@ def test_compiled_once_for_all_data(name: str, dynamic: bool) -> None:
 
 
 def test_compiled_for_many_sizes() -> None:
-    frames = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    frames = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     compiled = torch.compile(by_offsets, fullgraph=True, backend=frames, dynamic=True)
     for keys in (150, 151, 200, 333):
@@ -66,7 +67,7 @@ def test_compiled_for_many_sizes() -> None:
 
 
 def test_selections_made_outside_a_compiled_function() -> None:
-    frames = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    frames = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     compiled = torch.compile(lambda x, given: gs.attention(x, x, x, given), fullgraph=True, backend=frames)
     (x,) = tensors((2, 4, K, 8))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 import gossamer as gs
 from tests.torch.test_device_structure import RULES, check, dense, extremes, integers, tensors
@@ -83,7 +84,7 @@ def test_sequences_that_do_not_begin_at_0() -> None:
 
 def test_compiled_for_any_lengths() -> None:
     q, k, v = tensors((20, 2, 4), (24, 1, 4), (24, 1, 4))
-    frames = torch._dynamo.testing.CompileCounter()
+    frames = CompileCounter()
 
     def step(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
         return gs.varlen(q, k, v, cu_q, cu_k, pattern=gs.SlidingWindow(3))
@@ -100,10 +101,10 @@ x, kv, cu = torch.zeros(6, 4, 8), torch.zeros(6, 2, 8), torch.tensor([0, 2, 6])
 WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "dimensions": ((x[None], kv, kv, cu), {}, r"q must be a tensor \(positions, heads, size\) of packed sequences; got"),
     "no tensor": ((x, kv, None, cu), {}, "v must be a tensor .positions, heads, size.* got None"),
-    "edges": ((x, kv, kv, [0, 6]), {}, "cu_seq_q must be a tensor of one dimension of integers"),
-    "edges of floats": ((x, kv, kv, cu.float()), {}, "cu_seq_q must be a tensor of one dimension of integers"),
-    "no sequence": ((x, kv, kv, cu[:1]), {}, "cu_seq_q must be a tensor of one dimension of integers.* at least 2"),
-    "other edges": ((x, kv, kv, cu, cu[None]), {}, "cu_seq_k must be a tensor of one dimension of integers"),
+    "edges": ((x, kv, kv, [0, 6]), {}, "cu_seq_q must be a tensor of one dimension of at least 2 entries, integers"),
+    "edges of floats": ((x, kv, kv, cu.float()), {}, "cu_seq_q must be a tensor of one dimension of at least 2 entries, integers"),
+    "no sequence": ((x, kv, kv, cu[:1]), {}, "cu_seq_q must be a tensor of one dimension of at least 2 entries"),
+    "other edges": ((x, kv, kv, cu, cu[None]), {}, "cu_seq_k must be a tensor of one dimension of at least 2 entries, integers"),
     "numbers": ((x, kv, kv, cu, cu[:2]), {}, "cu_seq_q and cu_seq_k must tell of as many sequences"),
     "used": ((x, kv, kv, cu), {"seqused_k": cu}, r"seqused_k must be integers of shape \(2,\), one for each"),
     "used list": ((x, kv, kv, cu), {"seqused_k": [1, 2]}, r"seqused_k must be integers of shape \(2,\)"),

@@ -431,10 +431,12 @@ class Wrong(NamedTuple):
 
 
 def check_edges(name: str, edges: Any, least: int) -> None:
-    """Raise ValueError unless it is a tensor of one dimension of integers, of so many entries."""
+    """Raise ValueError unless it is a vector of integers, of so many entries at least."""
     right = isinstance(edges, Tensor) and not edges.is_nested and edges.dtype in INTEGERS
     if not right or edges.ndim != 1 or len(edges) < least:
-        raise ValueError(f"{name} must be a tensor of one dimension of {_INTEGERS}; got {describe(edges)}")
+        raise ValueError(
+            f"{name} must be a tensor of one dimension of at least {least} entries, {_INTEGERS}; got {describe(edges)}"
+        )
 
 
 def narrow(x: Tensor, least: int, most: int) -> Tensor:
