@@ -4,8 +4,9 @@
     python benchmarks/busy_cores.py window_256_cpu --threads 1 2 4 --busy 2
 
 For each number of threads a process of its own (OMP_NUM_THREADS is read once) times the forward and the backward of
-each case, first alone and then beside the busy processes. A line for each: medians in milliseconds, and their ratio.
-A torch operator ends when its last thread has: calls of many small ones suffer most.
+each case, and of SDPA where it computes the case, first alone and then beside the busy processes. A line for each:
+medians in milliseconds, and their ratio. A torch operator ends when its last thread has: calls of many small ones
+suffer most, whoever makes them.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from collections.abc import Sequence
 import torch
 
 from gossamer.bench.measure import time_call
+from gossamer.bench.peer import Refusal
+from gossamer.bench.peers import PEERS
 from gossamer.bench.run import DIRECTIONS, ours, repeatable
 from gossamer.bench.workload import find, make_inputs
 
 CASES = ("window_256_cpu", "causal_2048_cpu", "window_63_cpu", "bigbird_64_cpu", "graph_200k_cpu", "one_query_cpu")
 SPIN = [sys.executable, "-c", "while True: pass"]
-SECONDS, MOST = 2.0, 2000  # of the calls of a row, and how many at most
+TFLOPS = 0.1  # of a matrix product: peers refuse what would take them minutes
+SECONDS, MOST = 1.0, 2000  # of the calls of a row, and how many at most
 
 
 def measure(names: Sequence[str]) -> None:
@@ -33,10 +37,15 @@ def measure(names: Sequence[str]) -> None:
     found = {}
     for name in names:
         inputs = make_inputs(find(name, "cpu"), torch.device("cpu"))
-        prepared = ours(None).prepare(inputs, 0.0)
-        for direction in DIRECTIONS:
-            call = repeatable(prepared, inputs, direction)
-            found[f"{name} {direction}"] = time_call(call, torch.device("cpu"), budget_s=SECONDS, most=MOST).p50
+        for peer in (ours(None), *(p for p in PEERS if p.name == "SDPA dense")):
+            try:
+                prepared = peer.prepare(inputs, TFLOPS)
+            except Refusal:
+                continue
+            for direction in DIRECTIONS:
+                call = repeatable(prepared, inputs, direction)
+                taken = time_call(call, torch.device("cpu"), budget_s=SECONDS, most=MOST).p50
+                found[f"{name} {direction}, {peer.name}"] = taken
     print(json.dumps(found))
 
 
@@ -68,7 +77,7 @@ def main() -> None:
                 process.kill()
         for name, alone in idle.items():
             print(
-                f"{threads} threads  {name:32s} {alone:10.3f} {busy[name]:10.3f} {busy[name] / alone:6.2f}", flush=True
+                f"{threads} threads  {name:45s} {alone:10.3f} {busy[name]:10.3f} {busy[name] / alone:6.2f}", flush=True
             )
     return None
 

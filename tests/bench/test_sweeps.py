@@ -18,6 +18,7 @@ from gossamer.bench import plain_peers, summary
 from gossamer.bench.check import compare, draw_samples
 from gossamer.bench.peer import Refusal, backward_call
 from gossamer.bench.rows import Row, append_rows
+from gossamer.bench.workload import find
 from gossamer.cli import app
 from gossamer.kernels.contract import Terms
 from gossamer.testing.inputs import Inputs
@@ -220,3 +221,14 @@ def test_bench_draws_its_rows(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert chart.stat().st_size > 5000
+
+
+def test_pairs_within_the_lengths_of_a_case() -> None:
+    """A row's useful work is of the pairs that lengths leave."""
+    for name in ("key_lengths", "key_lengths_cpu"):
+        work = find(name, "cpu")
+        c, kept = work.case, 0
+        for length in c.key_lengths or ():
+            of_all = work.pattern.materialize(c.Q, c.K, work.q_offset)
+            kept += c.H * int(of_all[:, :length].sum())
+        assert work.pairs == kept > 0

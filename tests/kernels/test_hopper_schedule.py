@@ -100,6 +100,23 @@ def test_items_hold_every_tile_once(
     assert {row: sorted(some) for row, some in every.items()} == want
 
 
+@pytest.mark.parametrize("keys", [1, 40, 4096, 8192])
+@pytest.mark.parametrize("Q", [1, 3])
+def test_a_step_of_decoding_is_cut_by_capacity(Q: int, keys: int) -> None:
+    """Where only the device knows the lengths of lists, their rows have the parts of the longest possible list."""
+    K = 8192
+    host = Document([0] * keys + [1] * (K - keys)).layout(Q, K, block_q=64, block_kv=64, q_offset=0)
+    known = Causal().layout(1, K, block_q=64, block_kv=64).to("cpu")
+    walk, reach = host.rows.on_device("cpu"), torch.arange(K // 64, dtype=torch.int32)
+    capacity = walk.full._replace(indices=reach)  # the list has room for every tile
+    layout = BlockLayout(walk.with_arrays([*capacity, *walk.arrays()[3:]]))
+    found = tiles_of(layout, 8, 8, None)
+    listed = sum(int(tiles.counts.sum()) for tiles in walk.lists.values())
+    assert len(found) == 8 and all(len(places) == len(set(places)) == listed for places in found.values())
+    made, longest = work(layout, 8, 8, 132), work(known, 8, 8, 132).items[:, 5:10:2].sum(1).max()
+    assert made.slots == len(made.items) and made.items[:, 5:10:2].sum(1).max() <= longest
+
+
 def test_heads_with_lists_of_their_own() -> None:
     """A list for each of two batch elements, which three heads share."""
     mask = np.random.default_rng(0).random((2, 1, 512, 512)) < 0.0005

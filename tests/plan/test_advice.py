@@ -90,8 +90,10 @@ def test_the_verdict() -> None:
     want = (
         f"This call runs on blocked: it executes {tiles.executed_pairs:,.0f} of the 65,536 pairs of a head, "
         f"to keep {kept:,}; dense attention, Causal(), would execute 40,960. "
-        "What this takes was not measured for float32 on this cpu."
+        f"By counted work it takes about {found.of_dense:.2g} of the time of that. "
+        "Seconds were not measured for float32 on this cpu."
     )
+    assert found.of_dense is not None and 0.4 < found.of_dense < 28672 / 40960 + 0.1
     assert first == found.verdict == want
     assert lines[: len(found.reasons) + 1] == [*found.refused, ""]
     assert found.refused[-1] == "not reference: comes after the one chosen"
@@ -107,6 +109,9 @@ def test_the_verdict() -> None:
     assert "in about 3 ms; dense" in parts.verdict and ("estimated", "3 ms in parts, 9 ms as one call") in parts.rows()
     assert ("counted", "in parts: 1.00, as one call: 3.00") in replace(parts, measured=False).rows()
     assert " us" not in replace(parts, measured=False).verdict
+    x = torch.zeros(4, 2, 512, 32)
+    parts = gs.explain(x, x, x, gs.PerHead([gs.Dilated(31, 0, 8), gs.SlidingWindow(31)]))
+    assert parts.estimates is not None and parts.of_dense is not None and 0.2 < parts.of_dense < 1
     graph = gs.CSR.from_edge_index([[0], [1]], 256)  # causal as it is given, not in the order that is computed
     assert "Causal()" in gs.explain(q, q, q, graph).verdict
     assert "Dense(), would execute 65,536." in gs.explain(q, q, q, graph.reordered()).verdict
@@ -136,6 +141,15 @@ def test_what_would_be_faster() -> None:
     assert advised(PROBLEM, None, planned_again=["q_offset is a tensor"]) == (
         "repetitions are looked at again on the host: q_offset is a tensor",
     )
+
+
+@pytest.mark.parametrize("terms", [{"softcap": 30.0}, {"alibi_slopes": torch.ones(2)}, {"sink_logits": torch.ones(2)}])
+def test_terms_that_cost_a_cpu_its_fused_attention(terms: dict[str, Any]) -> None:
+    q = torch.zeros(1, 2, 256, 16)
+    said = gs.explain(q, q, q, gs.Causal(), **terms).faster
+    (term,) = terms
+    assert [text for text in said if text.startswith(f"without {term} fused attention computes it")] == list(said)
+    assert bool(said) == (term != "sink_logits")
 
 
 def test_what_a_call_is_planned_again_for() -> None:

@@ -47,8 +47,11 @@ class Workload:
 
     @cached_property
     def density(self) -> float:
-        """Kept pairs over Q x K."""
-        return self.pattern.density(self.case.Q, self.case.K, self.q_offset)
+        """Kept pairs over Q x K, of keys within the lengths of a case that has any."""
+        c = self.case
+        lengths = (c.K,) if c.key_lengths is None else c.key_lengths
+        kept = [length * self.pattern.density(c.Q, length, self.q_offset) for length in lengths if length]
+        return sum(kept) / (c.K * len(lengths))
 
     @property
     def pairs(self) -> int:

@@ -24,6 +24,7 @@ from gossamer.plan.table import NAMES, load
 
 MANY = 3.0  # executed pairs for each kept one, from which on it is said
 WORTH = 0.8  # of the time of a call: what takes less is named
+TILE_BY_TILE = "fused attention computes it on a CPU, in 0.25 to 0.75 of the time"
 
 
 class Way(NamedTuple):
@@ -81,6 +82,15 @@ def least(plan: Plan, counts: tuple[Way, ...]) -> float | None:
     return counts[0].seconds if counts and costs_of(plan.problem).measured else None
 
 
+def of_dense(plan: Plan, seconds: float | None, causal: bool, q_offset: int) -> float | None:
+    """The counted work of a call over that of one which keeps every pair, or every one of a causal call.
+
+    Costs of another device of the kind tell it as well, since only how they compare counts.
+    """
+    dense = ways(plan, Causal() if causal else Dense(), q_offset)
+    return None if seconds is None or not dense else seconds / dense[0].seconds
+
+
 def advice(
     plan: Plan,
     pattern: Pattern | None,
@@ -98,7 +108,12 @@ def advice(
         reordered: the pattern is that of a graph in an order of its own.
     """
     found: list[str] = []
-    if plan.implementations[0].layout == "block":
+    first = plan.implementations[0]
+    if plan.problem.device == "cpu":
+        found += [
+            f"without {term} {TILE_BY_TILE}" for term in sorted(plan.problem.score_terms & first.capability.slower)
+        ]
+    if first.layout == "block":
         found += _others(plan, pattern, q_offset) if pattern is not None else []
         if fill > MANY:
             one = f"{fill:.1f} pairs are executed for each that is kept"

@@ -56,6 +56,7 @@ class Capability:
     # Devices on which a bound forward with key_lengths takes fewer keys than its problem has, and reads no others.
     grows: frozenset[str] = frozenset()
     gathers: tuple[GatherChoice, ...] = ()  # gather layouts that it reads besides block layouts
+    slower: frozenset[str] = frozenset()  # score terms with which a CPU computes tile by tile, not by fused attention
 
     def __post_init__(self) -> None:
         known = {
@@ -64,6 +65,7 @@ class Capability:
             "grows": DEVICES,
             "dtypes": DTYPES,
             "score_terms": SCORE_TERMS,
+            "slower": SCORE_TERMS,
         }
         for name, names in known.items():
             if strange := getattr(self, name) - set(names):

@@ -14,7 +14,7 @@ from gossamer.layouts import BlockLayout, GatherLayout
 from gossamer.patterns import Pattern
 from gossamer.patterns.handles import pattern_of
 from gossamer.patterns.reordered import ReorderedCSR
-from gossamer.plan.advice import Way, advice, all_pairs, executed_by_dense, is_causal, least, shown, ways
+from gossamer.plan.advice import Way, advice, all_pairs, executed_by_dense, is_causal, least, of_dense, shown, ways
 from gossamer.plan.costs import costs_of
 from gossamer.plan.plan import Plan, refusals
 from gossamer.plan.problem import Problem
@@ -64,6 +64,7 @@ class Explanation:
     dense_pairs: float = 0.0  # pairs of one head that it would execute
     dense_seconds: float | None = None  # estimated of its forward
     structure: str | None = None  # what it is made from, where it is made on the device
+    of_dense: float | None = None  # the counted work of the forward over that of dense attention
 
     @property
     def verdict(self) -> str:
@@ -84,7 +85,9 @@ class Explanation:
         kept, executed = self.density * p.Q * p.K, self.executed_flops / (2 * (p.D + p.E) * p.B * p.H)
         text += f": it executes {executed:,.0f} of the {p.Q * p.K:,} pairs of a head, to keep {kept:,.0f}"
         text += f"; dense attention, {self.dense}, would execute {self.dense_pairs:,.0f}."
-        return text if self.measured else f"{text} What this takes was not measured for {p.dtype} on this {p.device}."
+        if self.of_dense is not None:
+            text += f" By counted work it takes about {self.of_dense:.2g} of the time of that."
+        return text if self.measured else f"{text} Seconds were not measured for {p.dtype} on this {p.device}."
 
     @property
     def refused(self) -> list[str]:
@@ -257,7 +260,8 @@ def explain(
     """What `attention` would do with these arguments, and why not otherwise; nothing is computed but the layout.
 
     Printed, it opens with a verdict: what runs the call, about how long that and dense attention take (where the device
-    was measured; else how many pairs are executed), and a reason for each other implementation.
+    was measured; else how many pairs are executed, and how their counted work compares), and a reason for each other
+    implementation.
 
     `return_lse` makes no difference. The terms that `merge="lse"` attends to are explained one by one.
 
@@ -309,6 +313,7 @@ def explain(
     flops = 2.0 * (p.D + p.E) * p.B * p.H
     counts: tuple[Way, ...] = () if which is None else ways(plan, which, scoring.q_offset)
     later_counts = () if which is None or later is None else ways(later, which, scoring.q_offset)
+    counted = partition.cost if partition is not None else counts[0].seconds if counts else None
     fill = executed / useful if useful else 1.0
     causal = False if whole is None or reordered is not None else is_causal(whole, p.Q, p.K, scoring.q_offset)
     return Explanation(
@@ -336,6 +341,7 @@ def explain(
         dense_pairs=executed_by_dense(plan, causal, scoring.q_offset),
         dense_seconds=all_pairs(plan, causal, scoring.q_offset),
         structure=attended.made_from or None,
+        of_dense=of_dense(plan, counted, causal, scoring.q_offset),
     )
 
 

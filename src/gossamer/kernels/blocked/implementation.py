@@ -29,6 +29,7 @@ class Blocked:
         score_terms=frozenset({"q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes"}),
         grows=frozenset({"cpu"}),
         gathers=(GatherChoice(1, DTYPES, devices=frozenset({"cpu"})),),
+        slower=frozenset({"softcap", "alibi_slopes"}),
     )
 
     def unavailable(self) -> list[str]:

@@ -1,7 +1,7 @@
 """The work of one launch: item descriptions and lists that the kernel reads, made once for a layout and kept.
 
 The words of an item are those of `hopper.device.row_items`. Heads that share a list have items of their own. Nothing of
-a block layout is read back from a device: one that was made there gets its items there, unsplit. A gather layout is.
+a block layout is read back from a device: one that was made there gets its items there. A gather layout is.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ def work(layout: BlockLayout | GatherLayout, copies: int, heads: int, blocks: in
         walk = readable(layout, (layout.host or layout).rows)
         counted, (Bl, Hl), tiles = listed(walk), walk.lead, walk.tiles
         few = isinstance(walk, Walk) and walk.rows * FEW <= walk.block_rows
-        ranges = cut_rows(walk, total(counted).reshape(-1), (Bl, Hl, tiles), copies, blocks, split, few)
+        lengths, most = total(counted).reshape(-1), most_listed(walk)
+        ranges = cut_rows(walk, lengths, (Bl, Hl, tiles), copies, blocks, split, few, most)
         lead, tile, begin, end = ranges.row // tiles, ranges.row % tiles, ranges.begin, ranges.end
         words = {RowItem.LEAD: lead} | list_words(counted, LISTS, lead, tile, begin, end)
         if isinstance(walk, GatherWalk):
@@ -259,17 +260,16 @@ def list_words(
 
 def cut_rows(
     walk: Walk | GatherWalk, lengths: Tensor, shape: tuple[int, int, int], copies: int, blocks: int,
-    split: int | None, few: bool = False,
+    split: int | None, few: bool = False, most: int | None = None,
 ) -> Ranges:  # fmt: skip
-    """The rows of a walk, longest first; cut where that is worth it, unless only the device knows their `lengths`.
+    """The rows of a walk, longest first; cut where that is worth it.
 
     Args:
         shape: see `Ranges`; copies, blocks, split, few: see `item_limit`.
+        most: what a row may list where only the device knows its length: see `_cut_by_capacity`.
     """
     if walk.device is not None:
-        size, row = torch.sort(lengths, descending=True, stable=True)
-        merges = torch.zeros((1, MERGE), dtype=torch.int32, device=row.device)
-        return Ranges(shape, row, torch.zeros_like(row), size, torch.full_like(row, -1), merges, 0)
+        return _cut_by_capacity(walk, lengths, shape, copies, blocks, split, few, most)
     known, (batches, heads, _) = lengths.numpy(), shape
     limit = item_limit(known, batches * heads, copies, blocks, split, few)
     row, begin, end, slot, pieces = [torch.from_numpy(x) for x in cut(known, limit)]
@@ -278,6 +278,40 @@ def cut_rows(
     count = pieces[cuts]
     merges = filled(place_words(cuts, shape, count.cumsum(0) - count) | {PartMerge.COUNT: count}, MERGE)
     return Ranges(shape, row[order], begin[order], end[order], slot[order], merges, int(count.sum()))
+
+
+def _cut_by_capacity(
+    walk: Walk | GatherWalk, lengths: Tensor, shape: tuple[int, int, int], copies: int, blocks: int,
+    split: int | None, few: bool, most: int | None,
+) -> Ranges:  # fmt: skip
+    """The rows of a walk of tensors: each in as many equal parts as a row would have that lists `most`.
+
+    Nothing is read back: a short row has short parts, and empty ones. Only the rows of one tile are cut, as a step of
+    decoding has them, which waits for its longest row; None, or more tiles: rows stay whole.
+    """
+    batches, heads, tiles = shape
+    parts = 1
+    if most and (tiles == 1 or split is not None):
+        all_full: np.ndarray = np.full(len(lengths), most)
+        parts = -(-most // item_limit(all_full, batches * heads, copies, blocks, split, few))
+    at = torch.arange(len(lengths) * parts, device=lengths.device)
+    row, part = at // parts, at % parts
+    begin, end = part * lengths[row] // parts, (part + 1) * lengths[row] // parts
+    _, order = torch.sort(end - begin, descending=True, stable=True)
+    if parts == 1:
+        merges = torch.zeros((1, MERGE), dtype=torch.int32, device=at.device)
+        return Ranges(shape, row[order], begin[order], end[order], torch.full_like(row, -1), merges, 0)
+    every = torch.arange(len(lengths), device=at.device)
+    merges = filled(place_words(every, shape, every * parts) | {PartMerge.COUNT: torch.full_like(every, parts)}, MERGE)
+    return Ranges(shape, row[order], begin[order], end[order], at[order], merges, len(at))
+
+
+def most_listed(walk: Walk | GatherWalk) -> int | None:
+    """The most tiles that a row of a block walk may list, from its shapes."""
+    if isinstance(walk, GatherWalk):
+        return None
+    entries = sum(int(tiles.indices.shape[0]) for tiles in walk.lists.values())
+    return min(-(-walk.columns // walk.block_columns), entries)
 
 
 def place_words(row: Tensor, shape: tuple[int, int, int], slot: Tensor) -> dict[int, Any]:
@@ -321,7 +355,7 @@ def for_every_head(
     )
     merges = ranges.merges
     if ranges.slots:
-        copy = torch.arange(copies).repeat_interleave(len(merges))
+        copy = torch.arange(copies * len(merges), device=merges.device) // len(merges)
         merges = _copied(merges.repeat(copies, 1), copy, ranges.slots, heads)
     segments = None if segments is None else segments.to(device)
     return Work(every[order].to(device), merges.to(device), ranges.slots * copies, segments)

@@ -1,0 +1,163 @@
+"""What structure made on a GPU costs, and attention on it beside attention on lists that the host made before.
+
+    python benchmarks/device_structure.py              # prints a line a row
+    python benchmarks/device_structure.py --out FILE   # adds them to a file of results as well
+
+Every time is of a captured graph, replayed: what the host does is not in it. `made` is a call that makes its structure,
+transpose and work items; `kept` the same call on a layout that was made before; `host` on the layout of a pattern, whose
+lists are made on the host. A call is a forward, or a forward and its backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import gossamer as gs
+from gossamer.bench.measure import device_name, time_in_turns
+from gossamer.bench.results import append_records
+from gossamer.layouts import BlockLayout
+from gossamer.layouts.device import block_list_layout
+from gossamer.torch import device_arrays
+from gossamer.torch.request import request_of
+
+CUDA = torch.device("cuda")
+
+
+class Case(NamedTuple):
+    """A call whose structure is made on the device, and the same call with lists of the host."""
+
+    shapes: tuple[tuple[int, ...], ...]  # of q, k and v
+    options: dict[str, Any]  # of `attention`, with tensors that the structure is made from
+    host: dict[str, Any]  # the same by a pattern of the host
+    gradients: bool
+
+
+def documents(N: int, H: int) -> Case:
+    """Packed causal documents of random lengths, about 1,500 tokens on average."""
+    begins = torch.rand(N, generator=torch.Generator().manual_seed(0)) < 1 / 1500
+    ids = begins.int().cumsum(0).int()
+    return Case(
+        ((1, H, N, 128),) * 3,
+        {"pattern": gs.DocumentIds(ids.to(CUDA)) & gs.Causal()},
+        {"pattern": gs.Document(ids.numpy()) & gs.Causal()},
+        True,
+    )
+
+
+def decoding(B: int, K: int) -> Case:
+    """A step of decoding over a static cache, sequences of random lengths."""
+    lengths = torch.randint(K // 8, K + 1, (B,), generator=torch.Generator().manual_seed(1)).to(CUDA)
+    return Case(
+        ((B, 32, 1, 128), (B, 8, K, 128), (B, 8, K, 128)),
+        {"pattern": gs.Causal(), "q_offset": lengths - 1, "key_lengths": lengths},
+        {"pattern": gs.Dense(), "key_lengths": lengths},
+        False,
+    )
+
+
+def chosen(H: int, N: int, share: float) -> Case:
+    """Blocks of 64 keys, chosen at random for each block of 64 queries and each head."""
+    T = -(-N // 64)
+    n = round(share * T)
+    draw = torch.rand((1, H, T, T), generator=torch.Generator().manual_seed(2))
+    lists = draw.topk(n).indices.int()
+    device = block_list_layout(lists, None, None, None, N, N, block=64, xp=device_arrays)
+    rows = device.rows
+    known = rows.with_arrays([x if i == len(rows.arrays()) - 1 else x for i, x in enumerate(rows.arrays())]).on_host()
+    host = BlockLayout(known).to(CUDA)
+    return Case(((1, H, N, 128),) * 3, {"pattern": gs.BlockIndices(lists.to(CUDA), 64)}, {"pattern": host}, True)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "documents_131072": lambda: documents(131072, 8),
+    "decoding_32_8192": lambda: decoding(32, 8192),
+    "chosen_32768": lambda: chosen(8, 32768, 0.11),
+    "chosen_131072": lambda: chosen(8, 131072, 0.029),
+    "chosen_40768_h16": lambda: chosen(16, 40768, 0.10),
+}
+
+
+def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of `run`, and what it writes."""
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        found = run()
+    return graph, found
+
+
+def kept(case: Case, x: list[Tensor]) -> dict[str, Any]:
+    """The options with the layout that a call makes, made once."""
+    named = {name: None for name in ("scale", "q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes")}
+    given = named | {"pattern": None, "implementation": None, "deterministic": None} | case.options
+    request = request_of(*x, **given)
+    layout = request.attended.alive
+    assert isinstance(layout, BlockLayout)
+    return {"pattern": layout}
+
+
+def measure(name: str) -> list[dict[str, Any]]:
+    """The rows of a case."""
+    case = CASES[name]()
+    x = [torch.randn(s, device=CUDA, dtype=torch.bfloat16, requires_grad=case.gradients) for s in case.shapes]
+    dout = torch.randn(case.shapes[0], device=CUDA, dtype=torch.bfloat16)
+    calls = {"made": case.options, "kept": kept(case, x), "host": case.host}
+    rows = []
+    for direction in ("forward", "both")[: 1 + case.gradients]:
+        graphs, outs = {}, {}
+        for kind, options in calls.items():
+
+            def run(options: dict[str, Any] = options) -> Any:
+                if direction == "forward":
+                    with torch.no_grad():
+                        return (gs.attention(*x, **options),)
+                out = gs.attention(*x, **options)
+                return (out, *torch.autograd.grad(out, x, dout))
+
+            graphs[kind], outs[kind] = captured(run)
+            graphs[kind].replay()
+        torch.cuda.synchronize()
+        for kind in ("made", "kept"):
+            for a, b in zip(outs[kind], outs["host"], strict=True):
+                assert torch.allclose(a.float(), b.float(), atol=0.02, rtol=0.02), f"{name}: {kind} differs from host"
+        taken = time_in_turns([graph.replay for graph in graphs.values()], CUDA, budget_s=0.4)
+        times = {kind: found.p50 for kind, found in zip(graphs, taken, strict=True)}
+        row = {"case": name, "direction": direction} | {f"{kind}_ms": t for kind, t in times.items()}
+        row |= {"structure_ms": times["made"] - times["kept"], "kept_over_host": times["kept"] / times["host"]}
+        rows.append(row | {"structure_over_kept": row["structure_ms"] / times["kept"]})
+    request = captured(lambda: kept(case, x)) if "pattern" in case.options else None
+    assert request is not None
+    graph, _ = request
+    (lists,) = time_in_turns([graph.replay], CUDA, budget_s=0.2)
+    rows[0]["lists_ms"] = lists.p50
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", default=list(CASES))
+    parser.add_argument("--out", type=Path)
+    a = parser.parse_args()
+    every = []
+    for name in a.cases:
+        rows = measure(name)
+        for row in rows:
+            print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+        every += rows
+        torch.cuda.empty_cache()
+    if a.out is not None:
+        append_records([{"device": device_name(CUDA)} | row for row in every], a.out, ("device",))
+
+
+if __name__ == "__main__":
+    main()
