@@ -64,9 +64,7 @@ def dense(
     return p[..., : k.shape[2]] / total.masked_fill(empty, 1) @ v, lse
 
 
-def check(
-    run: Callable[..., tuple[Tensor, Tensor]], inputs: list[Tensor], mask: np.ndarray, **terms: Any
-) -> None:
+def check(run: Callable[..., tuple[Tensor, Tensor]], inputs: list[Tensor], mask: np.ndarray, **terms: Any) -> None:
     """out, lse and every gradient of `run`, which gives (B, H, Q, E), against `dense`."""
     found, wanted = run(*inputs), dense(*inputs[:3], mask, *inputs[3:], **terms)
     g = torch.Generator().manual_seed(1)
@@ -261,9 +259,7 @@ def test_blocks(seed: int) -> None:
                         i = r + K - Q
                         together = joined != "documents" or (i >= 0 and ids[i] == ids[j])
                         mask[b, h, r, j] = keep(i, j) and together and j < ends[b]
-    given: Any = gs.BlockIndices(
-        torch.from_numpy(indices), block, None if counts is None else torch.from_numpy(counts)
-    )
+    given: Any = gs.BlockIndices(torch.from_numpy(indices), block, None if counts is None else torch.from_numpy(counts))
     if pattern is not None:
         given = given & pattern
     if joined == "documents":

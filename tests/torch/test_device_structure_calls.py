@@ -90,7 +90,9 @@ def test_the_tile_of_a_compiled_call_is_that_of_its_plan(implementation: str | N
         torch._dynamo.reset()
         q, k, v = tensors((2, 4, rows, 8), (2, 2, K, 8), (2, 2, K, 8))
         data, options = torch.tensor([3, 4]), {"implementation": implementation}
-        torch.compile(lambda *x: gs.attention(*x[:3], gs.Causal(), q_offset=x[3], **options), backend=backend)(q, k, v, data)
+        torch.compile(lambda *x: gs.attention(*x[:3], gs.Causal(), q_offset=x[3], **options), backend=backend)(
+            q, k, v, data
+        )
         explained = gs.explain(q, k, v, gs.Causal(), q_offset=data, implementation=implementation)
         assert implementation == "reference" or tuple(found[-1][:2]) == explained.tile
 

@@ -62,9 +62,7 @@ STRUCTURES = {
     "blocks": Structure(
         SQUARE,
         lambda g: [integers(-3, 13, (B, G, N // 64, 5), g), integers(-1, 6, (B, G, N // 64), g)],
-        lambda x, lists, counts: gs.attention(
-            *x, gs.BlockIndices(lists, 64, counts) & gs.Causal(), deterministic=True
-        ),
+        lambda x, lists, counts: gs.attention(*x, gs.BlockIndices(lists, 64, counts) & gs.Causal(), deterministic=True),
     ),
     "varlen": Structure(
         PACKED,
