@@ -10,7 +10,6 @@ from gossamer.layouts.walk import TileList, Walk
 from gossamer.patterns.grid import WORD
 from gossamer.patterns.validate import show
 
-
 FIRST = 0  # row of a tile
 
 
