@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -204,7 +205,7 @@ def test_documents_by_their_edges(seed: int) -> None:
     K = draw.choice([1, 40, 130])
     edges = sorted(draw.choice([0, draw.randint(0, K), K]) for _ in range(draw.choice([1, 2, 6])))
     mask = np.zeros((K, K), dtype=bool)
-    for first, end in zip(edges[:-1], edges[1:], strict=True):
+    for first, end in pairwise(edges):
         for i in range(first, end):
             mask[i, first : i + 1] = True
     given = gs.Causal() & gs.DocumentIds.from_cu_seqlens(integers(edges, draw), K)
@@ -305,9 +306,9 @@ def test_structure_is_kept_with_its_tensors(monkeypatch: pytest.MonkeyPatch) -> 
     layout_of = make.layout_of
     monkeypatch.setattr(make, "layout_of", counted)
     q, k, v = tensors((2, 2, 4, 8), (2, 2, 9, 8), (2, 2, 9, 8))
-    offset, ids = torch.tensor([5, 2]), torch.zeros(9, dtype=torch.int32)
+    offset, ids, causal = torch.tensor([5, 2]), torch.zeros(9, dtype=torch.int32), gs.Causal()
 
-    def run(pattern: Any = gs.Causal(), **options: Any) -> Tensor:
+    def run(pattern: gs.Pattern = causal, **options: Any) -> Tensor:
         return gs.attention(q, k, v, gs.DocumentIds(ids) & pattern, q_offset=offset, **options)
 
     first = run()

@@ -89,10 +89,8 @@ def test_the_tile_of_a_compiled_call_is_that_of_its_plan(implementation: str | N
     for rows in (5, 40, 300):
         torch._dynamo.reset()
         q, k, v = tensors((2, 4, rows, 8), (2, 2, K, 8), (2, 2, K, 8))
-        data, options = torch.tensor([3, 4]), {"implementation": implementation}
-        torch.compile(lambda *x: gs.attention(*x[:3], gs.Causal(), q_offset=x[3], **options), backend=backend)(
-            q, k, v, data
-        )
+        data, call = torch.tensor([3, 4]), partial(gs.attention, implementation=implementation)
+        torch.compile(call, backend=backend)(q, k, v, gs.Causal(), q_offset=data)
         explained = gs.explain(q, k, v, gs.Causal(), q_offset=data, implementation=implementation)
         assert implementation == "reference" or tuple(found[-1][:2]) == explained.tile
 
@@ -119,18 +117,19 @@ def ints(*values: int) -> Tensor:
 q, kv = torch.zeros(2, 4, 8, 16), torch.zeros(2, 2, 8, 16)
 ids, blocks = gs.DocumentIds(torch.zeros(8).int()), gs.BlockIndices(torch.zeros(1, 1, 1, 1).int())
 CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "sinks": (gs.SlidingWindow(3, sinks=1), {"q_offset": ints(1, 2)}, r"SlidingWindow\(.*sinks=1\) has no rule there. Give"),
+    "sinks": (gs.SlidingWindow(3, sinks=1), {"q_offset": ints(1, 2)}, r"SlidingWindow\(.*sinks=1\) has no rule"),
     "big bird": (gs.BigBird(64), {"key_starts": [0, 1]}, "pattern must go by positions alone.*BigBird"),
     "union": (gs.Causal() | gs.Local(3), {"key_starts": [0, 1]}, r"\(Causal\(\) \| Local\(block=3\)\) has no rule"),
     "each head": (gs.PerHead([gs.Causal()] * 4), {"key_starts": [0, 1]}, "PerHead.* has no rule there"),
     "mask": (torch.ones(8, 8).bool(), {"key_starts": [0, 1]}, r"shape \(8, 8\), bool, cpu has no rule there"),
     "layout": (gs.Causal().layout(8, 8, block_q=32, block_kv=32), {"q_offset": ints(1, 2)}, "has no rule there"),
     "reordered": (gs.CSR([0, 1] + [1] * 7, [0], 8).reordered(), {"q_offset": ints(1, 2)}, "has no rule there"),
-    "offsets": (None, {"q_offset": ints(1, 2, 3)}, r"0-d integer tensor, or one of shape \(B,\) = \(2,\); got shape \(3"),
-    "offsets of floats": (None, {"q_offset": torch.zeros(2)}, r"q_offset must be an int or a 0-d integer tensor.*float32"),
+    "offsets": (None, {"q_offset": ints(1, 2, 3)}, r"integer tensor, or one of shape \(B,\) = \(2,\); got shape \(3"),
+    "offsets of floats": (None, {"q_offset": torch.zeros(2)}, "q_offset must be an int or a 0-d int.*float32"),
     "offsets elsewhere": (None, {"q_offset": ints(1, 2).to("meta")}, "q_offset must be a tensor on q's device, cpu"),
     "offsets and slopes": (
-        None, {"q_offset": ints(1, 2), "alibi_slopes": torch.zeros(4)}, r"alibi_slopes must be None with a q_offset of \(B",
+        None, {"q_offset": ints(1, 2), "alibi_slopes": torch.zeros(4)},
+        r"alibi_slopes must be None with a q_offset of \(B",
     ),
     "offset": (ids, {"q_offset": 2**31 - 1}, r"q_offset must be an integer up to 2\*\*31"),
     "starts": (None, {"key_starts": ints(1, 2, 3)}, r"key_starts must be integers of shape \(B,\) = \(2,\); got shape"),
@@ -142,12 +141,14 @@ CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "lengths": (None, {"key_starts": [0, 1], "key_lengths": ints(1)}, r"key_lengths must be integers of shape \(B,\)"),
     "documents of other keys": (gs.DocumentIds(ints(1, 2)), {}, "ids of DocumentIds must have K=8 positions; got 2"),
     "documents of others": (gs.DocumentIds(torch.zeros(3, 8).int()), {}, "for B=2 batch elements, or one for all; got"),
-    "documents elsewhere": (gs.DocumentIds(torch.zeros(8, device="meta").int()), {}, r"tensors of DocumentIds\(\(8,\)\) must be on"),
-    "blocks of other rows": (
-        gs.BlockIndices(torch.zeros(1, 1, 2, 1).int()), {}, r"heads 1, G=2 or H=4, rows = ceil\(Q / 64\) = 1; got shape",
+    "documents elsewhere": (
+        gs.DocumentIds(torch.zeros(8, device="meta").int()), {}, r"tensors of DocumentIds\(\(8,\)\) must be on",
     ),
-    "blocks of other heads": (gs.BlockIndices(torch.zeros(1, 3, 1, 1).int()), {}, "indices of BlockIndices must have shape"),
-    "blocks of others": (gs.BlockIndices(torch.zeros(3, 1, 1, 1).int()), {}, "indices of BlockIndices must have shape"),
+    "blocks of other rows": (
+        gs.BlockIndices(torch.zeros(1, 1, 2, 1).int()), {}, r"heads 1, G=2 or H=4, rows = ceil\(Q / 64\) = 1; got sh",
+    ),
+    "blocks of other heads": (gs.BlockIndices(torch.zeros(1, 3, 1, 1).int()), {}, "indices of BlockIndices must have"),
+    "blocks of others": (gs.BlockIndices(torch.zeros(3, 1, 1, 1).int()), {}, "indices of BlockIndices must have"),
     "no such block": (
         gs.BlockIndices(torch.full((1, 1, 1, 1), 1), check=True), {}, r"must be in \[0, 1\), or -1 where unused; got 1",
     ),
@@ -175,7 +176,7 @@ CONSTRUCTORS: dict[str, tuple[Any, str]] = {
     "edges": (lambda: gs.DocumentIds.from_cu_seqlens(torch.zeros(1, 3).int(), 3), "cu_seqlens must be a tensor of one"),
     "length": (lambda: gs.DocumentIds.from_cu_seqlens(ints(0, 3), 0), "length must be a number of positions of at"),
     "length of bool": (lambda: gs.DocumentIds.from_cu_seqlens(ints(0, 3), True), "length must be a number of pos"),
-    "indices": (lambda: gs.BlockIndices(torch.zeros(1, 1, 1, 1)), r"indices must be a tensor \(B, H, rows, n\) of int32"),
+    "indices": (lambda: gs.BlockIndices(torch.zeros(1, 1, 1, 1)), r"indices must be a tensor \(B, H, rows, n\) of"),
     "indices rank": (lambda: gs.BlockIndices(torch.zeros(1, 1, 1, 1, 1).int()), "indices must be .* of 4 dimensions"),
     "numpy": (lambda: gs.BlockIndices(np.zeros((1, 1), int)), "indices must be a tensor"),  # type: ignore[arg-type]
     "block": (lambda: gs.BlockIndices(torch.zeros(1, 1).int(), 96), r"block_size must be 64 or 128; got 96"),
@@ -183,7 +184,7 @@ CONSTRUCTORS: dict[str, tuple[Any, str]] = {
     "check": (lambda: gs.BlockIndices(torch.zeros(1, 1).int(), check=1), "check must be True or False; got 1"),  # type: ignore[arg-type]
     "two lists": (lambda: blocks & blocks, "two BlockIndices cannot be joined by &"),
     "union": (lambda: ids | gs.Causal(), r"DocumentIds\(\(8,\)\) joins others by & alone"),
-    "union from the right": (lambda: gs.Causal() | blocks, r"BlockIndices\(\(1, 1, 1, 1\), 64\) joins others by & alone"),
+    "union from the right": (lambda: gs.Causal() | blocks, r"BlockIndices\(\(1, 1, 1, 1\), 64\) joins others by"),
     "complement": (lambda: ~ids, r"DocumentIds\(\(8,\)\) has no complement"),
     "no rule": (lambda: ids & gs.SlidingWindow(3, sinks=2), "SlidingWindow.*sinks=2.* has no rule there"),
     "no rule from the left": (lambda: gs.Dilated(3, 0, 2) & blocks, "Dilated.* has no rule there"),

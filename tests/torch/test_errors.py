@@ -61,7 +61,7 @@ CALLS = {
     "softcap bool": ((q, kv, kv), {"softcap": True}, "softcap must be a number or None"),
     "offset float": ((q, kv, kv), {"q_offset": 1.0}, "q_offset must be an int, a 0-d integer tensor or None"),
     "offset huge": ((q, kv, kv), {"q_offset": 2**70}, "q_offset must be an integer over"),
-    "offset tensor": ((q, kv, kv), {"q_offset": ints(1, 2)}, "q_offset must be an int or a 0-d integer tensor"),
+    "offset tensor": ((q, kv, kv), {"q_offset": ints(1, 2, 3)}, "q_offset must be an int or a 0-d integer tensor"),
     "offset tensor float": ((q, kv, kv), {"q_offset": torch.tensor(1.0)}, "q_offset must be an int or a 0-d integer"),
     "lengths in a list": ((q, kv, kv), {"key_lengths": [1]}, r"a list, must hold B=2 integers.*got \[1\] \(list\)"),
     "lengths of one sequence": ((q[0], kv[0], kv[0]), {"key_lengths": [1, 2]}, "must hold B=1 integers"),

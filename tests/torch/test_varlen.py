@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ def test_sequences(seed: int) -> None:
     if cu_k is cu_q:
         S = T
     used = [draw.choice([end - first, draw.randint(0, end - first), extremes(draw, S)])
-            for first, end in zip(cu_k[:-1], cu_k[1:], strict=True)]  # fmt: skip
+            for first, end in pairwise(cu_k)]  # fmt: skip
     with_used = draw.random() < 0.5
     mask = np.zeros((1, 1, T, S), dtype=bool)
     for n, first in enumerate(cu_k[:-1]):
@@ -99,12 +99,12 @@ def test_compiled_for_any_lengths() -> None:
 
 x, kv, cu = torch.zeros(6, 4, 8), torch.zeros(6, 2, 8), torch.tensor([0, 2, 6])
 WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
-    "dimensions": ((x[None], kv, kv, cu), {}, r"q must be a tensor \(positions, heads, size\) of packed sequences; got"),
+    "dimensions": ((x[None], kv, kv, cu), {}, r"q must be a tensor \(positions, heads, size\) of packed"),
     "no tensor": ((x, kv, None, cu), {}, "v must be a tensor .positions, heads, size.* got None"),
-    "edges": ((x, kv, kv, [0, 6]), {}, "cu_seq_q must be a tensor of one dimension of at least 2 entries, integers"),
-    "edges of floats": ((x, kv, kv, cu.float()), {}, "cu_seq_q must be a tensor of one dimension of at least 2 entries, integers"),
+    "edges": ((x, kv, kv, [0, 6]), {}, "cu_seq_q must be a tensor of one dimension of at least 2 ent"),
+    "edges of floats": ((x, kv, kv, cu.float()), {}, "cu_seq_q must be a tensor of one dimension of at least 2 ent"),
     "no sequence": ((x, kv, kv, cu[:1]), {}, "cu_seq_q must be a tensor of one dimension of at least 2 entries"),
-    "other edges": ((x, kv, kv, cu, cu[None]), {}, "cu_seq_k must be a tensor of one dimension of at least 2 entries, integers"),
+    "other edges": ((x, kv, kv, cu, cu[None]), {}, "cu_seq_k must be a tensor of one dimension of at least 2 ent"),
     "numbers": ((x, kv, kv, cu, cu[:2]), {}, "cu_seq_q and cu_seq_k must tell of as many sequences"),
     "used": ((x, kv, kv, cu), {"seqused_k": cu}, r"seqused_k must be integers of shape \(2,\), one for each"),
     "used list": ((x, kv, kv, cu), {"seqused_k": [1, 2]}, r"seqused_k must be integers of shape \(2,\)"),

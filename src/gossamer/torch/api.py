@@ -31,7 +31,7 @@ from gossamer.torch.request import (
     slopes,
     wide,
 )
-from gossamer.torch.structure import Selection
+from gossamer.torch.structure import Structure
 from gossamer.torch.validate import BHND, Layout, Lengths, describe, is_bshd, options_of, unbatched
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Selection | int | BlockLayout | BlockMask | Tensor | None = None, *,
+    q: Tensor, k: Tensor, v: Tensor,
+    pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None, *,
     scale: float | None = None, q_offset: int | Tensor | None = None, key_starts: Lengths | None = None,
     key_lengths: Lengths | None = None, softcap: float | None = None, sink_logits: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -51,7 +52,8 @@ def attention(
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Selection | int | BlockLayout | BlockMask | Tensor | None = None, *,
+    q: Tensor, k: Tensor, v: Tensor,
+    pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None, *,
     scale: float | None = None, q_offset: int | Tensor | None = None, key_starts: Lengths | None = None,
     key_lengths: Lengths | None = None, softcap: float | None = None, sink_logits: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -62,7 +64,8 @@ def attention(
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Selection | int | BlockLayout | BlockMask | Tensor | None = None, *,
+    q: Tensor, k: Tensor, v: Tensor,
+    pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None, *,
     scale: float | None = None, q_offset: int | Tensor | None = None, key_starts: Lengths | None = None,
     key_lengths: Lengths | None = None, softcap: float | None = None, sink_logits: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -75,7 +78,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Pattern | Selection | int | BlockLayout | BlockMask | Tensor | None = None,
+    pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None,
     *,
     scale: float | None = None,
     q_offset: int | Tensor | None = None,
@@ -164,8 +167,8 @@ def attention(
     if merge is not None:
         return _merged(
             q, k, v, pattern, merge, return_lse, scale=scale, q_offset=q_offset, key_starts=key_starts,
-            key_lengths=key_lengths, softcap=softcap, sink_logits=sink_logits, alibi_slopes=alibi_slopes, implementation=implementation,
-            deterministic=deterministic, layout=layout,
+            key_lengths=key_lengths, softcap=softcap, sink_logits=sink_logits, alibi_slopes=alibi_slopes,
+            implementation=implementation, deterministic=deterministic, layout=layout,
         )  # fmt: skip
     key = None
     if not compiling:

@@ -26,7 +26,7 @@ from gossamer.torch.parts import PartitionedCall
 from gossamer.torch.planning import Selection, check_rows, check_sizes, data_layout, plan_for, scoring_of, select_layout
 from gossamer.torch.reorder import check_order
 from gossamer.torch.request import Request, request_of, results_in_bshd
-from gossamer.torch.structure import Selection
+from gossamer.torch.structure import Structure
 from gossamer.torch.validate import BHND, Layout, Lengths, describe, is_bshd
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def explain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Pattern | Selection | int | BlockLayout | BlockMask | Tensor | None = None,
+    pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None,
     *,
     scale: float | None = None,
     q_offset: int | Tensor | None = None,

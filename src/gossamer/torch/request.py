@@ -36,8 +36,8 @@ from gossamer.patterns.handles import pattern_of, token_of
 from gossamer.plan.table import RENAMED
 from gossamer.torch.block_mask import layout_for
 from gossamer.torch.registry import constants
+from gossamer.torch.structure.kinds import Structure
 from gossamer.torch.structure.make import asks_for_structure, structured
-from gossamer.torch.structure.selections import Selection
 from gossamer.torch.validate import Arguments, check_types, describe, four_dimensional, instead
 
 DENSE = Dense()
@@ -239,7 +239,7 @@ def request_of(
     if asks_for_structure(pattern, q_offset, key_starts):
         if type(pattern) is int and not torch.compiler.is_compiling():
             pattern = pattern_of(pattern)
-        given = pattern.tensors if isinstance(pattern, Selection) else ()
+        given = pattern.tensors if isinstance(pattern, Structure) else ()
         eager = not torch.compiler.is_compiling() and plain(q, k, v, key_starts, key_lengths, offset_tensor, *given)
         a, layout, source = structured(a, pattern, key_starts, remember=eager)
         return Request(a, resolve_pattern(layout, q)._replace(made_from=source), dims)

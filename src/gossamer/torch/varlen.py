@@ -9,7 +9,7 @@ from torch import Tensor
 from gossamer.patterns import Pattern
 from gossamer.torch.api import attention
 from gossamer.torch.request import differentiable
-from gossamer.torch.structure.selections import INTEGERS, Sequences, check_edges, rule_of
+from gossamer.torch.structure.kinds import INTEGERS, Sequences, check_edges, rule_of
 from gossamer.torch.validate import describe
 
 

@@ -64,7 +64,7 @@ class Arrays(Protocol):
         """A vector (n,) ascending, equal numbers in the order in which they were."""
 
     def searchsorted(self, ordered: Array, x: Array, right: bool = False) -> Array:
-        """How many numbers of an ascending row are less than each x of that row; `right`: or equal. One type of both."""
+        """How many numbers of an ascending row are less than each x of that row, of one type; `right`: or equal."""
 
     def take(self, x: Array, places: Array) -> Array:
         """The elements at places (..., m) of rows (..., n), of the type of x; the other axes are equal."""

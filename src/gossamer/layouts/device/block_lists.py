@@ -5,6 +5,7 @@ The lists are data: unsorted, with repeated and missing entries.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from gossamer.layouts.base import Array
@@ -16,7 +17,8 @@ from gossamer.layouts.device.walks import (
     all_kept,
     check_blocks,
     check_capacity,
-    in_tiles,
+    check_sizes,
+    fill_tiles,
     transposed,
     without_bits,
 )
@@ -64,12 +66,12 @@ def _check(
 ) -> None:
     """Raise ValueError for shapes that do not fit, or a block edge that no layout has."""
     check_blocks(block=block)
-    if Q < 1 or K < 1:
-        raise ValueError(f"Q and K must be at least 1, got {Q} and {K}")
-    T, C, shape = -(-Q // block), -(-K // block), tuple(indices.shape)
-    if len(shape) != 4 or shape[2] != T or 0 in shape[:2]:
+    check_sizes(Q=Q, K=K)
+    T, C = -(-Q // block), -(-K // block)
+    shape = tuple(indices.shape)
+    Bl, Hl, tiles, n = shape if len(shape) == 4 else (0, 0, 0, 0)
+    if tiles != T or not Bl or not Hl:
         raise ValueError(f"indices must be of shape (Bl, Hl, T, n), T = ceil(Q / block) = {T}; got {shape}")
-    Bl, Hl, _, n = shape
     if counts is not None and tuple(counts.shape) != (Bl, Hl, T):
         raise ValueError(f"counts must be of shape (Bl, Hl, T) = {(Bl, Hl, T)}; got {tuple(counts.shape)}")
     if (lo is None) != (hi is None):
@@ -116,7 +118,8 @@ class _Tiles(NamedTuple):
 def _tiles(Q: int, K: int, block: int, bounds: Bounds | None, xp: Arrays) -> _Tiles:
     if bounds is None:
         return _Tiles(Q, K, block, None)
-    tiles = Bounds(*(in_tiles(x, block, xp) for x in bounds))
+    *lead, _ = bounds.lo.shape
+    tiles = Bounds(*(x.reshape(*lead, -(-Q // block), block) for x in fill_tiles(bounds, block, xp)))
     first, behind = all_kept(tiles, block)
     if K % block:  # the last block ends with the last key
         behind = xp.where(tiles.hi[..., FIRST] < K, behind, -(-K // block))
@@ -145,7 +148,7 @@ def _codes(indices: Array, counts: Array | None, tiles: _Tiles, bounds: Bounds |
     code = xp.sort(xp.where(listed, code, 2 * C))
     if n > 1:
         *lead, _ = code.shape
-        before = xp.concatenate([xp.full((*lead, 1), -1, code), code[..., :-1]])
+        before = xp.concatenate([xp.full((*lead, 1), -1, code), code[..., : n - 1]])
         code = xp.sort(xp.where(code != before, code, 2 * C))
     return code
 
@@ -166,9 +169,13 @@ def _some_kept(column: Array, tiles: _Tiles, bounds: Bounds, xp: Arrays) -> Arra
     edge = xp.broadcast_to(xp.arange(C, column) * block, (*lead, C))
     from_ = xp.take(before, xp.searchsorted(bounds.hi, edge, right=True))
     to = xp.take(before, xp.searchsorted(bounds.lo, edge + block))
-    at = column.reshape(Bl, Hl, T * n)
-    from_, to = (xp.take(xp.broadcast_to(x, (Bl, Hl, C)), at).reshape(Bl, Hl, T, n) for x in (from_, to))
-    return xp.minimum(to, edges[..., 1:, None]) > xp.maximum(from_, edges[..., :-1, None])
+    lists = math.prod(lead)
+    if lists > 1:  # the bounds of the head of each entry
+        column = column + (xp.arange(lists, column) * C).reshape(*lead, 1, 1)
+    at = column.reshape(-1)
+    from_, to = (xp.take(x.reshape(-1), at).reshape(Bl, Hl, T, n) for x in (from_, to))
+    begin, end = edges[..., :-1], edges[..., 1:]
+    return xp.minimum(to, end[..., None]) > xp.maximum(from_, begin[..., None])
 
 
 def _rows(codes: Array, tiles: _Tiles, bounds: Bounds | None, xp: Arrays) -> Walk:

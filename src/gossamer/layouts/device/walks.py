@@ -10,8 +10,8 @@ from gossamer.layouts.walk import TileList, Walk
 from gossamer.patterns.grid import WORD
 from gossamer.patterns.validate import show
 
-
 FIRST = 0  # row of a tile
+MOST_POSITIONS = 2**31 - 2**16  # the end of the tile that holds the last one is an int32 too
 
 
 class Bounds(NamedTuple):
@@ -44,13 +44,13 @@ def transposed(bounds: Bounds, columns: int, xp: Arrays) -> Bounds:
     return Bounds(lo, xp.maximum(lo, xp.searchsorted(bounds.lo, column, right=True)))
 
 
-def in_tiles(x: Array, block: int, xp: Arrays) -> Array:
-    """Rows (..., n) as tiles (..., T, block). The last is filled with the last row, which adds nothing to it."""
-    *lead, n = x.shape
-    tiles = -(-n // block)
-    if n % block:
-        x = xp.concatenate([x, xp.broadcast_to(x[..., n - 1 :], (*lead, tiles * block - n))])
-    return x.reshape(*lead, tiles, block)
+def fill_tiles(bounds: Bounds, block: int, xp: Arrays) -> Bounds:
+    """Rows (..., n) up to whole tiles (..., T * block): by the last one, which adds nothing to what a tile keeps."""
+    *lead, n = bounds.lo.shape
+    if n % block == 0:
+        return bounds
+    lo, hi = (xp.concatenate([x, xp.broadcast_to(x[..., n - 1 :], (*lead, -n % block))]) for x in bounds)
+    return Bounds(lo, hi)
 
 
 class AllKept(NamedTuple):
@@ -72,6 +72,13 @@ def check_blocks(**blocks: int) -> None:
     for name, block in blocks.items():
         if isinstance(block, bool) or not isinstance(block, int) or block < WORD or block % WORD:
             raise ValueError(f"{name} must be a positive multiple of {WORD}, got {show(block)}")
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise ValueError unless every number of positions is at least 1, and all of them are int32."""
+    for name, n in sizes.items():
+        if not 1 <= n <= MOST_POSITIONS:
+            raise ValueError(f"{name} must be from 1 to 2**31 - 2**16, got {n}")
 
 
 def check_capacity(listed: int) -> None:

@@ -3,6 +3,6 @@
 Nothing is read back to the host: data may change from call to call in a compiled function and in a captured graph.
 """
 
-from gossamer.torch.structure.selections import BlockIndices, DocumentIds, Selection
+from gossamer.torch.structure.kinds import BlockIndices, DocumentIds, Structure
 
-__all__ = ["BlockIndices", "DocumentIds", "Selection"]
+__all__ = ["BlockIndices", "DocumentIds", "Structure"]

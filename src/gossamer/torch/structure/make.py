@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
-from gossamer.kernels.launch import dtype_of
 from gossamer.layouts import BlockLayout, TileList, Walk
 from gossamer.layouts.device import block_list_layout, interval_layout
 from gossamer.patterns.reach import Bounds
@@ -18,7 +17,7 @@ from gossamer.plan.plan import plan_of
 from gossamer.plan.problem import Problem, Unsupported
 from gossamer.torch import device_arrays
 from gossamer.torch.planning import chip_of, problem_of, remembered_layout
-from gossamer.torch.structure.selections import Lists, Positions, Rows, Selection, narrow, rule_of
+from gossamer.torch.structure.kinds import Lists, Positions, Rows, Structure, narrow, rule_of
 from gossamer.torch.validate import INTEGERS, Arguments, describe, most_offset, validate, within_positions
 
 NO_TILES = (64, 64)  # for an implementation that walks none, which the plan refuses by name
@@ -38,14 +37,16 @@ class Structured(NamedTuple):
 
 def asks_for_structure(pattern: Any, q_offset: Any, key_starts: Any) -> bool:
     """Whether the structure of a call is made on the device."""
-    return key_starts is not None or isinstance(pattern, Selection) or (isinstance(q_offset, Tensor) and q_offset.ndim > 0)
+    return (
+        key_starts is not None or isinstance(pattern, Structure) or (isinstance(q_offset, Tensor) and q_offset.ndim > 0)
+    )
 
 
 def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, remember: bool) -> Structured:
     """The layout of a call, and its arguments without what the layout holds.
 
     Args:
-        pattern: a `Selection`, a pattern that goes by positions, or None.
+        pattern: a `Structure`, a pattern that goes by positions, or None.
         key_starts: (B,), or None.
         remember: whether the same tensors may give the layout of before: they are plain, and not written to since.
 
@@ -61,41 +62,38 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, remember: 
         )
     # The layout holds positions; ALiBi's distances are counted by the kernel.
     keep = a.alibi_slopes is not None
-    rest = a._replace(
-        q_offset=a.q_offset if keep else None, q_offset_tensor=offset if keep else None, key_lengths=None
-    )
-    selection = pattern if isinstance(pattern, Selection) else Positions(rule_of(pattern))
+    rest = a._replace(q_offset=a.q_offset if keep else None, q_offset_tensor=offset if keep else None, key_lengths=None)
+    structure = pattern if isinstance(pattern, Structure) else Positions(rule_of(pattern))
     compiling = torch.compiler.is_compiling()
     if not compiling:
         validate(rest)
     (B, H, Q, _), (_, G, K, _) = a.q.shape, a.k.shape
     if a.q_offset is not None and abs(a.q_offset) > most_offset(Q, K):
         raise ValueError(f"q_offset must {within_positions(Q, K)}; got {describe(a.q_offset)}")
-    for x in selection.tensors:
+    for x in structure.tensors:
         if x.device != a.q.device:
-            raise ValueError(f"tensors of {selection!r} must be on q's device, {a.q.device}; got {describe(x)}")
+            raise ValueError(f"tensors of {structure!r} must be on q's device, {a.q.device}; got {describe(x)}")
     rows = Rows(None, B, H, G, Q, K)  # type: ignore[arg-type]
-    selection.check(rows)
-    lists = selection.lists(rows)
-    tile = (lists.block, lists.block) if lists is not None else tile_of(rest)
+    structure.check(rows)
+    block = structure.block
+    tile = tile_of(rest) if block is None else (block, block)
 
     def make() -> BlockLayout:
         placed = rows._replace(position=positions(a, Q, K))
-        return layout_of(selection, placed, lists, tile, key_starts, a.key_lengths)
+        return layout_of(structure, placed, tile, key_starts, a.key_lengths)
 
-    tensors = tuple(x for x in (*selection.tensors, offset, key_starts, a.key_lengths) if x is not None)
+    tensors = tuple(x for x in (*structure.tensors, offset, key_starts, a.key_lengths) if x is not None)
     given = tuple(x is not None for x in (offset, key_starts, a.key_lengths))
-    source = ", ".join(
-        [f"{selection!r}"] + [name for name, there in zip(("q_offset", "key_starts", "key_lengths"), given, strict=True) if there]
-    )
     if compiling:
-        return Structured(rest, make(), source)
+        return Structured(rest, make(), "")
+    names = [name for name, there in zip(("q_offset", "key_starts", "key_lengths"), given, strict=True) if there]
+    source = ", ".join([f"{structure!r}", *names])
     # Made in inference mode it could not be used in training later.
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
         # A captured graph reads the tensors again in every replay.
         if not remember or (a.q.is_cuda and is_current_stream_capturing()):
             return Structured(rest, make(), source)
-        more = (selection.static, given, a.q_offset, tile, B, H, G, Q, K)
+        more = (structure.static, given, a.q_offset, tile, B, H, G, Q, K)
         return Structured(rest, remembered_layout(tensors, more, make), source)
 
 
@@ -123,11 +121,11 @@ def positions(a: Arguments, Q: int, K: int) -> Tensor:
 
 
 def layout_of(
-    selection: Selection, rows: Rows, lists: Lists | None, tile: Tile, key_starts: Tensor | None,
-    key_lengths: Tensor | None,
-) -> BlockLayout:  # fmt: skip
-    """The layout of a selection over the keys [key_starts[b], key_lengths[b])."""
-    K, bounds = rows.K, selection.bounds(rows)
+    structure: Structure, rows: Rows, tile: Tile, key_starts: Tensor | None, key_lengths: Tensor | None
+) -> BlockLayout:
+    """The layout of a structure over the keys [key_starts[b], key_lengths[b])."""
+    K, bounds, lists = rows.K, structure.bounds(rows), structure.lists(rows)
+    block_q, block_kv = tile
     if bounds is None and not key_starts is key_lengths is None:
         bounds = Bounds(torch.zeros_like(rows.position), torch.full_like(rows.position, K))
     if bounds is not None:
@@ -136,21 +134,18 @@ def layout_of(
             lo = torch.maximum(lo, narrow(key_starts, 0, K)[:, None, None])
         if key_lengths is not None:
             hi = torch.minimum(hi, narrow(key_lengths, 0, K)[:, None, None])
-        bounds = Bounds(lo, torch.maximum(lo, hi))
+        hi = torch.maximum(lo, hi)
+        bounds = Bounds(lo.expand(hi.shape).contiguous(), hi)
     if lists is None:
         assert bounds is not None
-        block_q, block_kv = tile
-        lo, hi = torch.broadcast_tensors(*bounds)
-        return interval_layout(
-            lo.contiguous(), hi.contiguous(), K, block_q=block_q, block_kv=block_kv, xp=device_arrays
-        )
+        return interval_layout(*bounds, K, block_q=block_q, block_kv=block_kv, xp=device_arrays)
     lo, hi = (None, None) if bounds is None else bounds
     if lo is not None and lists.indices.shape[0] < lo.shape[0]:
         B = lo.shape[0]
         counts = None if lists.counts is None else lists.counts.expand(B, -1, -1)
-        lists = Lists(lists.indices.expand(B, -1, -1, -1), counts, lists.block)
-    layout = block_list_layout(lists.indices, lists.counts, lo, hi, rows.Q, K, block=lists.block, xp=device_arrays)
-    heads = layout.lead[1]
+        lists = Lists(lists.indices.expand(B, -1, -1, -1), counts)
+    layout = block_list_layout(lists.indices, lists.counts, lo, hi, rows.Q, K, block=block_q, xp=device_arrays)
+    _, heads = layout.lead
     return layout if heads in (1, rows.H) else for_query_heads(layout, rows.H // heads)
 
 

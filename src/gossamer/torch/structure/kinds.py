@@ -1,10 +1,11 @@
-"""Selections: what is attended, told by tensors on the device, and by patterns whose rows need no more than positions."""
+"""What is attended, told by tensors on the device, and by patterns that go by positions alone."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gossamer.patterns import Pattern
@@ -33,10 +34,9 @@ class Lists(NamedTuple):
 
     indices: Tensor  # (Bl, heads, T, n) int32; heads is 1, G or H
     counts: Tensor | None  # (Bl, heads, T) int32
-    block: int
 
 
-class Selection:
+class Structure:
     """What `attention` takes as a pattern and is told by tensors: its layout is made on their device in each call.
 
     It joins others, and patterns of which positions are all that says what a row sees (`Dense`, `Causal`, `Local`, a
@@ -46,7 +46,7 @@ class Selection:
     rule = Reach()  # of the patterns that it was joined with
 
     @property
-    def terms(self) -> tuple[Selection, ...]:
+    def terms(self) -> tuple[Structure, ...]:
         """What it was joined of."""
         return (self,)
 
@@ -64,6 +64,11 @@ class Selection:
         """Raise ValueError unless it fits the inputs."""
         raise NotImplementedError
 
+    @property
+    def block(self) -> int | None:
+        """The size of the blocks that are listed; None: none are."""
+        return None
+
     def bounds(self, rows: Rows) -> Bounds | None:
         """The keys of each row, (Bl, 1, Q) int32, both non-decreasing and in [0, K]; None: it tells no bounds."""
         return None
@@ -76,8 +81,8 @@ class Selection:
         """What a rule of positions says of each row."""
         return rule.bounds(rows.position, rows.K)
 
-    def __and__(self, other: Any) -> Selection:
-        if isinstance(other, Selection):
+    def __and__(self, other: Any) -> Structure:
+        if isinstance(other, Structure):
             return Joined((*self.terms, *other.terms), self.rule.both(other.rule))
         if isinstance(other, Pattern):
             return Joined(self.terms, self.rule.both(rule_of(other)))
@@ -94,10 +99,10 @@ class Selection:
         raise Unsupported(f"{self!r} has no complement; give a boolean mask")
 
 
-class Joined(Selection):
+class Joined(Structure):
     """The pairs that several selections and a rule of positions keep."""
 
-    def __init__(self, terms: tuple[Selection, ...], rule: Reach) -> None:
+    def __init__(self, terms: tuple[Structure, ...], rule: Reach) -> None:
         if sum(isinstance(term, BlockIndices) for term in terms) > 1:
             raise Unsupported("two BlockIndices cannot be joined by &: give the blocks that both list as one")
         self._terms, self.rule = terms, rule
@@ -106,7 +111,7 @@ class Joined(Selection):
         return " & ".join([*map(repr, self._terms), *[str(self.rule)] * (self.rule != Reach())])
 
     @property
-    def terms(self) -> tuple[Selection, ...]:
+    def terms(self) -> tuple[Structure, ...]:
         return self._terms
 
     @property
@@ -116,6 +121,13 @@ class Joined(Selection):
     @property
     def static(self) -> tuple[Any, ...]:
         return (*(term.static for term in self._terms), self.rule)
+
+    @property
+    def block(self) -> int | None:
+        for term in self._terms:
+            if term.block is not None:
+                return term.block
+        return None
 
     def check(self, rows: Rows) -> None:
         for term in self._terms:
@@ -140,7 +152,7 @@ class Joined(Selection):
         return None
 
 
-class Positions(Selection):
+class Positions(Structure):
     """A rule of positions alone, of rows whose positions are on the device."""
 
     def __init__(self, rule: Reach) -> None:
@@ -164,14 +176,15 @@ class Positions(Selection):
         return self.seen(self.rule, rows)
 
 
-class DocumentIds(Selection):
+class DocumentIds(Structure):
     """Packed documents whose ids are a tensor on the device, which may change in each call: pairs of one document.
 
     A document is a run of equal ids: an id that returns later begins another one, while those of `Document`, which is
     made on the host, are the same. Query row r is at position r + q_offset of the ids; rows at positions outside [0, K)
     see nothing.
 
-    `DocumentIds(ids) & Causal()` is packed causal attention; see `Selection` for what may be joined.
+    `DocumentIds(ids) & Causal()` is packed causal attention. It joins by `&`, in either order, patterns that go by
+    positions alone: `Dense`, `Causal`, `Local`, a `SlidingWindow` without sinks, any `&` of them.
 
     Args:
         ids: (K,), or (B, K) for documents that differ by batch element; a tensor of integers on q's device.
@@ -193,7 +206,8 @@ class DocumentIds(Selection):
                 f"ids must be a tensor (K,) or (B, K) of {_INTEGERS}; got {describe(ids)}"
                 f"{'' if isinstance(ids, Tensor) else '; gs.Document(ids) takes ids on the host'}"
             )
-        self.ids, self.edges, self.length = ids, None, ids.shape[-1]
+        self.ids, self.length = ids, ids.shape[-1]
+        self.edges: Tensor | None = None
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, length: int) -> DocumentIds:
@@ -253,25 +267,23 @@ class DocumentIds(Selection):
             return Bounds(edges[(run - 1).clamp(0, last)], edges[run.clamp(0, last)])
         ids = self.ids.reshape(-1, K)
         j = torch.arange(K, dtype=torch.int32, device=ids.device)
-        other = torch.ones_like(ids, dtype=torch.bool)
-        other[:, 1:] = ids[:, 1:] != ids[:, :-1]
-        ends = other.roll(-1, 1)  # the first position always begins a document
-        start = torch.where(other, j, 0).cummax(1).values
-        end = torch.where(ends, j + 1, K).flip(1).cummin(1).values.flip(1)
+        other = ids.diff() != 0  # a difference that wraps is not 0 either
+        start = torch.where(F.pad(other, (1, 0), value=True), j, 0).cummax(1).values
+        end = torch.where(F.pad(other, (0, 1), value=True), j + 1, K).flip(1).cummin(1).values.flip(1)
         B = max(len(ids), len(i))
-        at, i = i.clamp(0, K - 1)[:, 0].expand(B, -1).long(), i.expand(B, -1, -1)
+        at, i = i.clamp(0, K - 1).squeeze(1).expand(B, -1).long(), i.expand(B, -1, -1)
         lo, hi = (x.to(torch.int32).expand(B, -1).gather(1, at)[:, None] for x in (start, end))
         outside = i.clamp(0, K)
         here = (i >= 0) & (i < K)
         return Bounds(torch.where(here, lo, outside), torch.where(here, hi, outside))
 
 
-class BlockIndices(Selection):
+class BlockIndices(Structure):
     """Key blocks that are chosen on the device: for each query block and head a list of them, in any order.
 
     Query block t holds the rows [t * block_size, (t + 1) * block_size), key block c the keys likewise: rows count from
     0, whatever `q_offset` is. Entries of -1 are unused, a block that is listed twice counts once, and one that does not
-    exist is left out. Joined by `&` with patterns that go by positions, and with `DocumentIds`: see `Selection`.
+    exist is left out. It joins what `DocumentIds` joins by `&`, and `DocumentIds`.
 
     Args:
         indices: (B, H, rows, n) int32 or int64 on q's device, rows = ceil(Q / block_size); 1 in the place of B or H is
@@ -325,6 +337,10 @@ class BlockIndices(Selection):
     def static(self) -> tuple[Any, ...]:
         return "blocks", self.block_size, self.counts is None
 
+    @property
+    def block(self) -> int:
+        return self.block_size
+
     def check(self, rows: Rows) -> None:
         B, H, T, _ = self._four().shape
         wanted = -(-rows.Q // self.block_size)
@@ -343,7 +359,7 @@ class BlockIndices(Selection):
         if self.counts is not None:
             wrong &= torch.arange(wrong.shape[-1], device=wrong.device) < self.counts[..., None]
         if wrong.any():
-            found = int(self.indices[wrong][0])
+            found = next(iter(self.indices[wrong].tolist()))
             raise ValueError(f"indices of BlockIndices must be in [0, {blocks}), or -1 where unused; got {found}")
 
     def _four(self) -> Tensor:
@@ -353,10 +369,10 @@ class BlockIndices(Selection):
     def lists(self, rows: Rows) -> Lists:
         indices, n = self._four(), self.indices.shape[-1]
         counts = None if self.counts is None else narrow(self.counts, 0, n).reshape(indices.shape[:3])
-        return Lists(narrow(indices, -1, -(-rows.K // self.block_size)), counts, self.block_size)
+        return Lists(narrow(indices, -1, -(-rows.K // self.block_size)), counts)
 
 
-class Sequences(Selection):
+class Sequences(Structure):
     """Sequences packed behind one another, of lengths of their own for queries and for keys, aligned at their ends.
 
     Row r of a sequence of Lq queries and Lk keys is at position r + Lk - Lq among them.
@@ -416,8 +432,8 @@ def rule_of(pattern: Any) -> Reach:
     what = pattern if isinstance(pattern, Pattern) else Wrong(pattern)
     raise Unsupported(
         f"pattern must go by positions alone where its structure is made on the device: Dense, Causal, Local, a "
-        f"SlidingWindow without sinks, or any & of them; {show(what)} has no rule there. Give a boolean mask, or q_offset "
-        "as an int and no key_starts"
+        f"SlidingWindow without sinks, or any & of them; {show(what)} has no rule there. Give a boolean mask, or "
+        "q_offset as an int and no key_starts"
     )
 
 
