@@ -5,7 +5,8 @@
 
 Every time is of a captured graph, replayed: what the host does is not in it. `made` is a call that makes its structure,
 transpose and work items; `kept` the same call on a layout that was made before; `host` on the layout of a pattern, whose
-lists are made on the host. A call is a forward, or a forward and its backward.
+lists are made on the host. A call is a forward, or a forward and its backward. `lists` are the lists alone. Layers that
+follow one another in a step of decoding share one structure.
 """
 
 from __future__ import annotations
@@ -21,10 +22,9 @@ from torch import Tensor
 import gossamer as gs
 from gossamer.bench.measure import device_name, time_in_turns
 from gossamer.bench.results import append_records
-from gossamer.layouts import BlockLayout
-from gossamer.torch.request import request_of
 
 CUDA = torch.device("cuda")
+LAYERS = 32  # of the model that a step of decoding is of
 
 
 class Case(NamedTuple):
@@ -94,12 +94,7 @@ def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
 
 def kept(case: Case, x: list[Tensor]) -> dict[str, Any]:
     """The options with the layout that a call makes, made once."""
-    named = {name: None for name in ("scale", "q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes")}
-    given = named | {"pattern": None, "implementation": None, "deterministic": None} | case.options
-    request = request_of(*x, **given)
-    layout = request.attended.alive
-    assert isinstance(layout, BlockLayout)
-    return {"pattern": layout}
+    return {"pattern": gs.device_layout(*x, **case.options)}
 
 
 def measure(name: str) -> list[dict[str, Any]]:
@@ -132,7 +127,21 @@ def measure(name: str) -> list[dict[str, Any]]:
         rows.append(row | {"structure_over_kept": row["structure_ms"] / times["kept"]})
     graph, _ = captured(lambda: kept(case, x))
     rows[0]["lists_ms"] = medians({"lists": graph.replay})["lists"]
+    if not case.gradients:
+        rows.append({"case": name, "direction": f"forward of {LAYERS} layers"} | layers(case, x))
     return rows
+
+
+def layers(case: Case, x: list[Tensor]) -> dict[str, float]:
+    """A step of a model, whose layers share what is attended."""
+
+    def step(options: Callable[[], dict[str, Any]]) -> Any:
+        shared = options()
+        return [gs.attention(*x, **shared) for _ in range(LAYERS)]
+
+    graphs = {"made": captured(lambda: step(lambda: kept(case, x))), "host": captured(lambda: step(lambda: case.host))}
+    times = medians({kind: graph.replay for kind, (graph, _) in graphs.items()})
+    return {f"{kind}_ms": t for kind, t in times.items()} | {"made_over_host": times["made"] / times["host"]}
 
 
 def medians(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:

@@ -14,8 +14,8 @@ from gossamer.patterns import *  # noqa: F403  (patterns.__all__ lists them, onc
 
 __version__ = "0.1.0"
 
-__all__ = ["BlockIndices", "BlockLayout", "DocumentIds", "Unsupported", "__version__", "attention", "explain"]
-__all__ += ["from_flex", "merge", "to_flex", "varlen"]
+__all__ = ["BlockIndices", "BlockLayout", "DocumentIds", "Unsupported", "__version__", "attention"]
+__all__ += ["device_layout", "explain", "from_flex", "merge", "to_flex", "varlen"]
 __all__ += patterns.__all__
 
 # Where the names other than patterns are defined: those of torch are loaded on their first use.
@@ -24,6 +24,7 @@ _MODULES = {
     "DocumentIds": "gossamer.torch.structure",
     "Unsupported": "gossamer.plan.problem",
     "attention": "gossamer.torch.api",
+    "device_layout": "gossamer.torch.device_layout",
     "explain": "gossamer.torch.explain",
     "merge": "gossamer.torch.merge",
     "varlen": "gossamer.torch.varlen",
@@ -35,6 +36,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from gossamer.integrations.flex import from_flex, to_flex
     from gossamer.plan.problem import Unsupported
     from gossamer.torch.api import attention
+    from gossamer.torch.device_layout import device_layout
     from gossamer.torch.explain import explain
     from gossamer.torch.merge import merge
     from gossamer.torch.structure import BlockIndices, DocumentIds

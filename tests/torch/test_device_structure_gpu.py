@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -92,7 +93,9 @@ def test_nothing_waits_for_the_device(name: str) -> None:
     step(structure, x, dout, structure.draw(generator))  # compiles
     drawn = [structure.draw(generator) for _ in range(5)]
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         for data in drawn:
             step(structure, x, dout, data)
@@ -174,3 +177,25 @@ def test_layouts_are_those_of_a_cpu() -> None:
         for here, there in zip(*made, strict=True):
             assert (expand(here.rows) == expand(there.rows)).all()
             assert (expand(here.columns) == expand(there.columns)).all()
+
+
+def test_layers_of_a_captured_step_share_their_structure() -> None:
+    generator = torch.Generator(CUDA).manual_seed(7)
+    x, _ = inputs(STRUCTURES["decoding"])
+    lengths = integers(1, N + 1, (B,), generator)
+
+    def run() -> list[Tensor]:
+        with torch.no_grad():
+            made = gs.device_layout(*x, gs.Causal(), q_offset=lengths - 1, key_lengths=lengths)
+            return [gs.attention(*x, made) for _ in range(3)]
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    for _ in range(20):
+        lengths.copy_(integers(1, N + 1, (B,), generator))
+        want = run()
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(results, want, strict=True))
