@@ -4,15 +4,16 @@
     python benchmarks/device_structure.py --out FILE   # adds them to a file of results as well
 
 Every time is of a captured graph, replayed: what the host does is not in it. `made` is a call that makes its structure,
-transpose and work items; `kept` the same call on a layout that was made before; `host` on the layout of a pattern, whose
-lists are made on the host. A call is a forward, or a forward and its backward. `lists` are the lists alone. Layers that
-follow one another in a step of decoding share one structure.
+transpose and work items; `kept` the same call on a layout that was made before; `host` on the layout of a pattern,
+whose lists are made on the host. A call is a forward, or a forward and its backward. `lists` are the lists alone. The
+layers of a step of decoding share one structure.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,15 +108,7 @@ def measure(name: str) -> list[dict[str, Any]]:
     for direction in ("forward", "both")[: 1 + case.gradients]:
         graphs, outs = {}, {}
         for kind, options in calls.items():
-
-            def run(options: dict[str, Any] = options) -> Any:
-                if direction == "forward":
-                    with torch.no_grad():
-                        return (gs.attention(*x, **options),)
-                out = gs.attention(*x, **options)
-                return (out, *torch.autograd.grad(out, x, dout))
-
-            graphs[kind], outs[kind] = captured(run)
+            graphs[kind], outs[kind] = captured(partial(step, x, None if direction == "forward" else dout, options))
             graphs[kind].replay()
         torch.cuda.synchronize()
         for kind in ("made", "kept"):
@@ -132,14 +125,24 @@ def measure(name: str) -> list[dict[str, Any]]:
     return rows
 
 
+def step(x: list[Tensor], dout: Tensor | None, options: dict[str, Any]) -> tuple[Tensor, ...]:
+    """out, and with dout the gradients."""
+    with torch.set_grad_enabled(dout is not None):
+        out = gs.attention(*x, **options)
+    return (out,) if dout is None else (out, *torch.autograd.grad(out, x, dout))
+
+
 def layers(case: Case, x: list[Tensor]) -> dict[str, float]:
     """A step of a model, whose layers share what is attended."""
 
-    def step(options: Callable[[], dict[str, Any]]) -> Any:
+    def every(options: Callable[[], dict[str, Any]]) -> Any:
         shared = options()
-        return [gs.attention(*x, **shared) for _ in range(LAYERS)]
+        return [step(x, None, shared) for _ in range(LAYERS)]
 
-    graphs = {"made": captured(lambda: step(lambda: kept(case, x))), "host": captured(lambda: step(lambda: case.host))}
+    graphs = {
+        "made": captured(lambda: every(lambda: kept(case, x))),
+        "host": captured(lambda: every(lambda: case.host)),
+    }
     times = medians({kind: graph.replay for kind, (graph, _) in graphs.items()})
     return {f"{kind}_ms": t for kind, t in times.items()} | {"made_over_host": times["made"] / times["host"]}
 
