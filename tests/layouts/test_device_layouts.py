@@ -232,6 +232,34 @@ def test_wide_integers_are_masked_before_they_are_narrowed():
     assert (layout.expand() == (np.arange(64) >= 32)).all()
 
 
+@pytest.mark.parametrize("lead", [(2, 3), (1, 1)])
+def test_arrays_of_any_strides(lead):
+    """Transposed, expanded and cut from larger ones, as those of contiguous ones."""
+    rng = np.random.default_rng(5)
+    lo, hi = (tensor(x) for x in draw_bounds(rng, lead, 100, 120))
+    indices, counts = tensor(rng.integers(-1, 4, (*lead, 4, 5))), tensor(rng.integers(0, 6, (*lead, 4)))
+    odd = [
+        lo.mT.contiguous().mT,
+        torch.stack([hi, hi], -1)[..., 0],
+        indices.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+        torch.cat([counts, counts])[::1][: lead[0]],
+    ]
+    shared = [x[:1, :1].expand_as(x) for x in odd]
+    for given in (odd, shared):
+        plain = [x.contiguous() for x in given]
+        for make in (of_bounds, of_all):
+            for x, expected in zip(arrays_of(make(*given)), arrays_of(make(*plain)), strict=True):
+                assert torch.equal(x, expected)
+
+
+def of_bounds(lo, hi, indices, counts):
+    return interval_layout(lo, hi, 120, block_q=32, block_kv=32, xp=xp)
+
+
+def of_all(lo, hi, indices, counts):
+    return block_list_layout(indices, counts, lo, hi, 100, 120, block=32, xp=xp)
+
+
 @pytest.mark.parametrize(("Q", "K"), [(128, 96), (128, 90), (120, 96), (120, 90)])
 def test_interval_lists_are_empty_where_shapes_say_so(Q, K):
     layout = of_lists(np.zeros((2, 1, 4, 2), dtype=int), None, None, None, Q, K, 32).layout

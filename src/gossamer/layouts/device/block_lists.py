@@ -31,7 +31,8 @@ def block_list_layout(
     """The layout in which a query keeps the keys of the blocks that its block lists, and its transpose.
 
     With `lo` and `hi` only those keys j of them with lo[r] <= j < hi[r]. Values are not checked: they are on the
-    device. Tiles in which nothing is kept are not listed.
+    device. Tiles in which nothing is kept are not listed. `lo` and `hi` may be arrays of the layout, and are not to be
+    written to as long as it is used.
 
     Args:
         indices: (Bl, Hl, T, n) int32 or int64, T = ceil(Q / block): numbers of key blocks in any order. Those that are
@@ -122,7 +123,7 @@ def _tiles(Q: int, K: int, block: int, bounds: Bounds | None, xp: Arrays) -> _Ti
     tiles = Bounds(*(x.reshape(*lead, -(-Q // block), block) for x in fill_tiles(bounds, block, xp)))
     first, behind = all_kept(tiles, block)
     if K % block:  # the last block ends with the last key
-        behind = xp.where(tiles.hi[..., FIRST] < K, behind, -(-K // block))
+        behind = xp.fill(behind, tiles.hi[..., FIRST] >= K, -(-K // block))
     return _Tiles(Q, K, block, _Span(first[..., None], behind[..., None]))
 
 
@@ -133,10 +134,10 @@ def _codes(indices: Array, counts: Array | None, tiles: _Tiles, bounds: Bounds |
     """
     *_, n = indices.shape
     C = tiles.C
-    listed = (indices >= 0) & (indices < C)
+    ignored = (indices < 0) | (indices >= C)
     if counts is not None:
-        listed = listed & (xp.arange(n, counts) < counts[..., None])
-    column = xp.int32(xp.where(listed, indices, 0))
+        ignored = ignored | (xp.arange(n, counts) >= counts[..., None])
+    column = xp.int32(xp.fill(indices, ignored, 0))
     full, code = tiles.all_kept(column), column
     if tiles.K % tiles.block:  # a tile that reaches past the last key is never full
         inside = column < C - 1
@@ -144,17 +145,17 @@ def _codes(indices: Array, counts: Array | None, tiles: _Tiles, bounds: Bounds |
     if full is not None:
         code = xp.where(full, column, column + C)
     if bounds is not None:
-        listed = listed & _some_kept(column, tiles, bounds, xp)
-    code = xp.sort(xp.where(listed, code, 2 * C))
+        ignored = ignored | _none_kept(column, tiles, bounds, xp)
+    code = xp.sort(xp.fill(code, ignored, 2 * C))
     if n > 1:
         *lead, _ = code.shape
         before = xp.concatenate([xp.full((*lead, 1), -1, code), code[..., : n - 1]])
-        code = xp.sort(xp.where(code != before, code, 2 * C))
+        code = xp.sort(xp.fill(code, code == before, 2 * C))
     return code
 
 
-def _some_kept(column: Array, tiles: _Tiles, bounds: Bounds, xp: Arrays) -> Array:
-    """Whether any query of its block keeps a key of each listed block.
+def _none_kept(column: Array, tiles: _Tiles, bounds: Bounds, xp: Arrays) -> Array:
+    """Whether no query of its block keeps a key of each listed block.
 
     Of queries that keep anything those that reach a key block follow one another: from the first that ends behind its
     first key, to the last that begins before its end. Counted by how many before them keep anything.
@@ -175,7 +176,7 @@ def _some_kept(column: Array, tiles: _Tiles, bounds: Bounds, xp: Arrays) -> Arra
     at = column.reshape(-1)
     from_, to = (xp.take(x.reshape(-1), at).reshape(Bl, Hl, T, n) for x in (from_, to))
     begin, end = edges[..., :-1], edges[..., 1:]
-    return xp.minimum(to, end[..., None]) > xp.maximum(from_, begin[..., None])
+    return xp.minimum(to, end[..., None]) <= xp.maximum(from_, begin[..., None])
 
 
 def _rows(codes: Array, tiles: _Tiles, bounds: Bounds | None, xp: Arrays) -> Walk:
@@ -207,7 +208,7 @@ def _columns(codes: Array, tiles: _Tiles, bounds: Bounds | None, xp: Arrays) -> 
             full = inside if full is None else full & inside
         if full is not None:
             code = xp.where(full, code, code + lists)
-    found = xp.stable_sort(xp.where(codes < 2 * C, code, kinds * lists).reshape(-1))
+    found = xp.stable_sort(xp.fill(code, codes >= 2 * C, kinds * lists).reshape(-1))
     edges = xp.searchsorted(found.values, xp.arange(kinds * lists + 1, codes))
     starts, counts = edges[:-1], edges[1:] - edges[:-1]
     indices = xp.int32(found.places // n % T)
