@@ -53,13 +53,10 @@ def block_list_layout(
     bounds = None if lo is None or hi is None else Bounds(xp.int32(lo), xp.int32(hi))
     tiles = _tiles(Q, K, block, bounds, xp)
     codes = _codes(indices, counts, tiles, bounds, xp)
-    if bounds is None:
-        of_rows = Bounds(xp.full((1, 1, Q), 0, codes), xp.full((1, 1, Q), K, codes)) if K % block else None
-        of_columns = Bounds(xp.full((1, 1, K), 0, codes), xp.full((1, 1, K), Q, codes)) if Q % block else None
-    else:
-        of_rows, of_columns = bounds, transposed(bounds, K, xp)
-    rows = _rows(codes, tiles, of_rows, xp)
-    return BlockLayout(rows, _transpose=[_columns(codes, tiles, of_columns, xp)])
+    of_columns = None if bounds is None else transposed(bounds, K, xp)
+    rows = _rows(codes, tiles, _bounds_of(bounds, (Bl, Hl, Q), K, block, xp, codes), xp)
+    columns = _columns(codes, tiles, _bounds_of(of_columns, (Bl, Hl, K), Q, block, xp, codes), xp)
+    return BlockLayout(rows, _transpose=[columns])
 
 
 def _check(
@@ -84,6 +81,15 @@ def _check(
     if lo is not None and hi is not None and tuple(lo.shape) != tuple(hi.shape):
         raise ValueError(f"lo and hi must be of one shape; got {tuple(lo.shape)} and {tuple(hi.shape)}")
     check_capacity(max(Bl * Hl * T * max(n, 1), 2 * Bl * Hl * C + 1))
+
+
+def _bounds_of(
+    bounds: Bounds | None, shape: tuple[int, int, int], columns: int, block: int, xp: Arrays, like: Array
+) -> Bounds | None:
+    """The bounds of every head; None where none are given, and whole tiles fit."""
+    if bounds is not None:
+        return Bounds(xp.broadcast_to(bounds.lo, shape), xp.broadcast_to(bounds.hi, shape))
+    return Bounds(xp.full(shape, 0, like), xp.full(shape, columns, like)) if columns % block else None
 
 
 class _Span(NamedTuple):
@@ -188,7 +194,6 @@ def _rows(codes: Array, tiles: _Tiles, bounds: Bounds | None, xp: Arrays) -> Wal
     interval = None
     if bounds is not None:
         interval = TileList(starts + count, xp.total(codes < 2 * tiles.C) - count, indices)
-        bounds = Bounds(*(xp.broadcast_to(x, (Bl, Hl, tiles.Q)) for x in bounds))
     full = TileList(starts, count, indices)
     return without_bits(tiles.Q, tiles.K, tiles.block, tiles.block, full, interval, bounds, xp)
 
@@ -217,5 +222,4 @@ def _columns(codes: Array, tiles: _Tiles, bounds: Bounds | None, xp: Arrays) -> 
     interval = None
     if bounds is not None:
         interval = TileList(starts[lists:].reshape(shape), counts[lists:].reshape(shape), indices)
-        bounds = Bounds(*(xp.broadcast_to(x, (Bl, Hl, tiles.K)) for x in bounds))
     return without_bits(tiles.K, tiles.Q, block, block, full_tiles, interval, bounds, xp)
