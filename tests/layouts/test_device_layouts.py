@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 import gossamer as gs
 from gossamer.layouts import BlockLayout
-from gossamer.layouts.device import Arrays, block_list_layout, interval_layout
+from gossamer.layouts.device import Arrays, Sorted, block_list_layout, interval_layout
 from gossamer.layouts.transpose import transpose
 from gossamer.layouts.walk import expand
 from gossamer.torch import device_arrays
@@ -232,6 +232,34 @@ def test_wide_integers_are_masked_before_they_are_narrowed():
     assert (layout.expand() == (np.arange(64) >= 32)).all()
 
 
+@pytest.mark.parametrize("lead", [(2, 3), (1, 1)])
+def test_arrays_of_any_strides(lead):
+    """Transposed, expanded and cut from larger ones, as those of contiguous ones."""
+    rng = np.random.default_rng(5)
+    lo, hi = (tensor(x) for x in draw_bounds(rng, lead, 100, 120))
+    indices, counts = tensor(rng.integers(-1, 4, (*lead, 4, 5))), tensor(rng.integers(0, 6, (*lead, 4)))
+    odd = [
+        lo.mT.contiguous().mT,
+        torch.stack([hi, hi], -1)[..., 0],
+        indices.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+        torch.cat([counts, counts])[::1][: lead[0]],
+    ]
+    shared = [x[:1, :1].expand_as(x) for x in odd]
+    for given in (odd, shared):
+        plain = [x.contiguous() for x in given]
+        for make in (of_bounds, of_all):
+            for x, expected in zip(arrays_of(make(*given)), arrays_of(make(*plain)), strict=True):
+                assert torch.equal(x, expected)
+
+
+def of_bounds(lo, hi, indices, counts):
+    return interval_layout(lo, hi, 120, block_q=32, block_kv=32, xp=xp)
+
+
+def of_all(lo, hi, indices, counts):
+    return block_list_layout(indices, counts, lo, hi, 100, 120, block=32, xp=xp)
+
+
 @pytest.mark.parametrize(("Q", "K"), [(128, 96), (128, 90), (120, 96), (120, 90)])
 def test_interval_lists_are_empty_where_shapes_say_so(Q, K):
     layout = of_lists(np.zeros((2, 1, 4, 2), dtype=int), None, None, None, Q, K, 32).layout
@@ -282,6 +310,82 @@ def test_more_tiles_than_are_addressed_are_refused():
         indices = torch.zeros(64, 64, 2**10, 2**10, dtype=torch.int32)
         with pytest.raises(ValueError, match="at most 2147483647 can be addressed"):
             block_list_layout(indices, None, None, None, 2**15, 2**15, block=32, xp=xp)
+
+
+# -- frameworks -----------------------------------------------------------------------------------------------------
+
+
+class NumpyArrays:
+    """The operations once more, as plain as they are."""
+
+    def arange(self, n, like):
+        return np.arange(n, dtype=np.int32)
+
+    def full(self, shape, value, like):
+        return np.full(shape, value, dtype=np.int32)
+
+    def int32(self, x):
+        return x.astype(np.int32)
+
+    def broadcast_to(self, x, shape):
+        return np.broadcast_to(x, shape).copy()
+
+    def where(self, condition, x, y):
+        return np.where(condition, x, y)
+
+    def fill(self, x, condition, value):
+        return np.where(condition, x.dtype.type(value), x)
+
+    def minimum(self, x, y):
+        return np.minimum(x, y)
+
+    def maximum(self, x, y):
+        return np.maximum(x, y)
+
+    def at_least(self, x, low):
+        return np.maximum(x, low)
+
+    def total(self, x):
+        return x.sum(-1, dtype=np.int32)
+
+    def cumsum(self, x):
+        return x.cumsum(-1, dtype=np.int32)
+
+    def cummax(self, x):
+        return np.maximum.accumulate(x, -1)
+
+    def sort(self, x):
+        return np.sort(x, -1)
+
+    def stable_sort(self, x):
+        places = np.argsort(x, kind="stable")
+        return Sorted(x[places], places)
+
+    def searchsorted(self, ordered, x, right=False):
+        found = np.empty(x.shape, dtype=np.int32)
+        for at in np.ndindex(*x.shape[:-1]):
+            found[at] = np.searchsorted(ordered[at], x[at], side="right" if right else "left")
+        return found
+
+    def take(self, x, places):
+        return np.take_along_axis(x, places, -1)
+
+    def concatenate(self, parts):
+        return np.concatenate(parts, -1)
+
+
+@pytest.mark.parametrize("draw", [draw_intervals, draw_lists])
+def test_other_frameworks_give_the_same(draw, monkeypatch):
+    """Whatever has the operations of the protocol: numpy here, whose arrays have no method of torch's."""
+    for seed in range(40):
+        expected = draw(np.random.default_rng(seed)).layout
+        with monkeypatch.context() as patch:
+            patch.setattr(f"{__name__}.xp", NumpyArrays())
+            patch.setattr(f"{__name__}.tensor", lambda x: None if x is None else np.asarray(x, dtype=np.int32))
+            found = draw(np.random.default_rng(seed)).layout
+        for x, y in zip(arrays_of(found), arrays_of(expected), strict=True):
+            assert x.dtype == np.int32
+            assert (x == y.numpy()).all()
 
 
 # -- what waits for nothing ---------------------------------------------------------------------------------------

@@ -24,8 +24,12 @@ def broadcast_to(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return x.expand(shape).contiguous()
 
 
-def where(condition: Tensor, x: Tensor, y: Tensor | int) -> Tensor:
+def where(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return torch.where(condition, x, y)
+
+
+def fill(x: Tensor, condition: Tensor, value: int) -> Tensor:
+    return x.masked_fill(condition, value)  # `torch.where` would copy the number to the device
 
 
 def minimum(x: Tensor, y: Tensor) -> Tensor:

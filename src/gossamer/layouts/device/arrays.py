@@ -1,6 +1,6 @@
 """The operations of an array framework that layouts are made by on a device: `Arrays`.
 
-Beside them builders use what arrays of every framework have: arithmetic, comparisons, `&`, `shape`, `reshape`, and
+Beside them builders use what arrays of every framework have: arithmetic, comparisons, `&`, `|`, `shape`, `reshape`, and
 slices. Nothing writes into an array, no shape follows from values, and nothing is read back.
 """
 
@@ -36,8 +36,11 @@ class Arrays(Protocol):
     def broadcast_to(self, x: Array, shape: tuple[int, ...]) -> Array:
         """Repeated along axes of 1, of the type of x."""
 
-    def where(self, condition: Array, x: Array, y: Array | int) -> Array:
-        """x where the condition holds, else y; of the type of x."""
+    def where(self, condition: Array, x: Array, y: Array) -> Array:
+        """x where the condition holds, else y; of their common type."""
+
+    def fill(self, x: Array, condition: Array, value: int) -> Array:
+        """x, but the value where the condition holds; of the type of x."""
 
     def minimum(self, x: Array, y: Array) -> Array:
         """The lesser of each two numbers of one type, and of that type."""

@@ -24,7 +24,8 @@ from gossamer.layouts.walk import TileList, Walk
 def interval_layout(lo: Array, hi: Array, K: int, *, block_q: int, block_kv: int, xp: Arrays) -> BlockLayout:
     """The layout in which query r keeps the keys [lo[r], hi[r]), and its transpose.
 
-    Values are not checked: they are on the device. Tiles in which nothing is kept are not listed.
+    Values are not checked: they are on the device. Tiles in which nothing is kept are not listed. `lo` and `hi` are
+    arrays of the layout, and not to be written to as long as it is used.
 
     Args:
         lo, hi: (Bl, Hl, Q) int32, 0 <= lo <= hi <= K; neither decreases along queries, lo == hi where nothing is kept.
@@ -96,7 +97,7 @@ def _lists(rows: Bounds, block_rows: int, block_columns: int, room: int, xp: Arr
     number = xp.at_least(behind - first, 0)
     begin = tiles.lo // block_columns
     # The tiles that rows keep something in end here; those of an empty row nowhere.
-    end = xp.where(tiles.hi > tiles.lo, (tiles.hi + (block_columns - 1)) // block_columns, 0)
+    end = xp.fill((tiles.hi + (block_columns - 1)) // block_columns, tiles.hi <= tiles.lo, 0)
     left = begin[..., FIRST]
     ends = xp.where(number > 0, first, left)  # of the run on the left, which is empty where no tile is full
     visited = xp.cummax(xp.concatenate([(ends + number)[..., None], end]))
