@@ -35,13 +35,6 @@ class Structured(NamedTuple):
     source: str  # what it was made from, in words
 
 
-def asks_for_structure(pattern: Any, q_offset: Any, key_starts: Any) -> bool:
-    """Whether the structure of a call is made on the device."""
-    return (
-        key_starts is not None or isinstance(pattern, Structure) or (isinstance(q_offset, Tensor) and q_offset.ndim > 0)
-    )
-
-
 def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, remember: bool) -> Structured:
     """The layout of a call, and its arguments without what the layout holds.
 
@@ -187,7 +180,6 @@ def _in_range(n: int, ends: tuple[int, ...]) -> int:
     return ends[-1]
 
 
-@torch._dynamo.assume_constant_result
 def _tile_of_facts(
     Q: int, D: int, dtype: torch.dtype, device: torch.device, terms: str, softcap: float | None,
     implementation: str | None, deterministic: bool,
@@ -200,6 +192,10 @@ def _tile_of_facts(
         deterministic=deterministic, softcap=softcap,
     )  # fmt: skip
     return _tile(problem, implementation)
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler with gossamer.
+_tile_of_facts._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _tile(problem: Problem, implementation: str | None) -> Tile:
