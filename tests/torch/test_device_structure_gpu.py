@@ -79,17 +79,18 @@ def step(structure: Structure, x: list[Tensor], dout: Tensor, data: list[Tensor]
     return [out.detach(), *torch.autograd.grad(out, x, dout)]
 
 
-def inputs(structure: Structure) -> tuple[list[Tensor], Tensor]:
+def inputs(structure: Structure, dtype: torch.dtype = torch.bfloat16) -> tuple[list[Tensor], Tensor]:
     torch.manual_seed(3)
-    x = [torch.randn(s, device=CUDA, dtype=torch.bfloat16, requires_grad=True) for s in structure.shapes]
-    return x, torch.randn(structure.shapes[0], device=CUDA, dtype=torch.bfloat16)
+    x = [torch.randn(s, device=CUDA, dtype=dtype, requires_grad=True) for s in structure.shapes]
+    return x, torch.randn(structure.shapes[0], device=CUDA, dtype=dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", STRUCTURES)
-def test_nothing_waits_for_the_device(name: str) -> None:
+def test_nothing_waits_for_the_device(name: str, dtype: torch.dtype) -> None:
     structure = STRUCTURES[name]
     generator = torch.Generator(CUDA).manual_seed(1)
-    x, dout = inputs(structure)
+    x, dout = inputs(structure, dtype)
     step(structure, x, dout, structure.draw(generator))  # compiles
     drawn = [structure.draw(generator) for _ in range(5)]
     torch.cuda.synchronize()
@@ -143,14 +144,19 @@ def test_the_same_bits_every_time(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
-def test_the_same_as_on_a_cpu(name: str) -> None:
+@pytest.mark.parametrize("way", ["eager", "compiled", "float32"])
+def test_the_same_as_on_a_cpu(name: str, way: str) -> None:
     structure = STRUCTURES[name]
     generator = torch.Generator(CUDA).manual_seed(5)
-    x, dout = inputs(structure)
+    x, dout = inputs(structure, torch.float32 if way == "float32" else torch.bfloat16)
     there = [y.detach().cpu().double().requires_grad_() for y in x]
+    on_gpu = structure
+    if way == "compiled":
+        torch._dynamo.reset()
+        on_gpu = structure._replace(run=torch.compile(structure.run, fullgraph=True))
     for _ in range(3):
         data = structure.draw(generator)
-        found = step(structure, x, dout, data)
+        found = step(on_gpu, x, dout, data)
         want = step(structure, there, dout.cpu().double(), [y.cpu() for y in data])
         for a, b in zip(found, want, strict=True):
             assert torch.allclose(a.cpu().double(), b, atol=0.06, rtol=0.03)

@@ -26,9 +26,10 @@ from gossamer.layouts.walk import TileList, Walk
 
 
 def block_list_layout(
-    indices: Array, counts: Array | None, lo: Array | None, hi: Array | None, Q: int, K: int, *, block: int, xp: Arrays
-) -> BlockLayout:
-    """The layout in which a query keeps the keys of the blocks that its block lists, and its transpose.
+    indices: Array, counts: Array | None, lo: Array | None, hi: Array | None, Q: int, K: int, *, block: int, xp: Arrays,
+    transpose: bool = True,
+) -> BlockLayout:  # fmt: skip
+    """The layout in which a query keeps the keys of the blocks that its block lists.
 
     With `lo` and `hi` only those keys j of them with lo[r] <= j < hi[r]. Values are not checked: they are on the
     device. Tiles in which nothing is kept are not listed. `lo` and `hi` may be arrays of the layout, and are not to be
@@ -42,6 +43,7 @@ def block_list_layout(
         Q, K: the numbers of queries and keys.
         block: edge of a tile in both directions, a multiple of 32.
         xp: the array framework's operations.
+        transpose: with the transpose, which gradients need.
 
     Raises:
         ValueError: shapes or the block edge are wrong, or there may be more tiles than int32 addresses.
@@ -53,8 +55,10 @@ def block_list_layout(
     bounds = None if lo is None or hi is None else Bounds(xp.int32(lo), xp.int32(hi))
     tiles = _tiles(Q, K, block, bounds, xp)
     codes = _codes(indices, counts, tiles, bounds, xp)
-    of_columns = None if bounds is None else transposed(bounds, K, xp)
     rows = _rows(codes, tiles, _bounds_of(bounds, (Bl, Hl, Q), K, block, xp, codes), xp)
+    if not transpose:
+        return BlockLayout(rows)
+    of_columns = None if bounds is None else transposed(bounds, K, xp)
     columns = _columns(codes, tiles, _bounds_of(of_columns, (Bl, Hl, K), Q, block, xp, codes), xp)
     return BlockLayout(rows, _transpose=[columns])
 

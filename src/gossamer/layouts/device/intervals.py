@@ -21,8 +21,10 @@ from gossamer.layouts.device.walks import (
 from gossamer.layouts.walk import TileList, Walk
 
 
-def interval_layout(lo: Array, hi: Array, K: int, *, block_q: int, block_kv: int, xp: Arrays) -> BlockLayout:
-    """The layout in which query r keeps the keys [lo[r], hi[r]), and its transpose.
+def interval_layout(
+    lo: Array, hi: Array, K: int, *, block_q: int, block_kv: int, xp: Arrays, transpose: bool = True
+) -> BlockLayout:
+    """The layout in which query r keeps the keys [lo[r], hi[r]).
 
     Values are not checked: they are on the device. Tiles in which nothing is kept are not listed. `lo` and `hi` are
     arrays of the layout, and not to be written to as long as it is used.
@@ -32,6 +34,7 @@ def interval_layout(lo: Array, hi: Array, K: int, *, block_q: int, block_kv: int
         K: the number of keys.
         block_q, block_kv: edges of a tile, multiples of 32.
         xp: the array framework's operations.
+        transpose: with the transpose, which gradients need.
 
     Raises:
         ValueError: shapes or block edges are wrong, or there may be more tiles than int32 addresses.
@@ -43,9 +46,13 @@ def interval_layout(lo: Array, hi: Array, K: int, *, block_q: int, block_kv: int
     *_, Q = shape
     check_sizes(Q=Q, K=K)
     rows = Bounds(xp.int32(lo), xp.int32(hi))
-    columns = transposed(rows, K, xp)
     T, C = -(-Q // block_q), -(-K // block_kv)
-    row_tiles, column_tiles = fill_tiles(rows, block_q, xp), fill_tiles(columns, block_kv, xp)
+    row_tiles = fill_tiles(rows, block_q, xp)
+    if not transpose:
+        of_rows = _lists(row_tiles, block_q, block_kv, 2 * (T + C), xp)
+        return BlockLayout(_walk(of_rows, rows, Q, K, block_q, block_kv, xp.arange(C, lo), xp))
+    columns = transposed(rows, K, xp)
+    column_tiles = fill_tiles(columns, block_kv, xp)
     if block_q == block_kv:  # both directions in half as many steps
         both = Bounds(xp.concatenate([row_tiles.lo, column_tiles.lo]), xp.concatenate([row_tiles.hi, column_tiles.hi]))
         of_both = _lists(both, block_q, block_kv, 4 * (T + C), xp)

@@ -266,16 +266,15 @@ class DocumentIds(Structure):
             # Before the first entry and behind the last one both are the same entry.
             return Bounds(edges[(run - 1).clamp(0, last)], edges[run.clamp(0, last)])
         ids = self.ids.reshape(-1, K)
-        j = torch.arange(K, dtype=torch.int32, device=ids.device)
-        other = ids.diff() != 0  # a difference that wraps is not 0 either
-        start = torch.where(F.pad(other, (1, 0), value=True), j, 0).cummax(1).values
-        end = torch.where(F.pad(other, (0, 1), value=True), j + 1, K).flip(1).cummin(1).values.flip(1)
+        # The number of the document at each position: a document is where its number is.
+        number = F.pad(ids.diff() != 0, (1, 0)).cumsum(1, dtype=torch.int32)  # a difference that wraps is not 0 either
         B = max(len(ids), len(i))
-        at, i = i.clamp(0, K - 1).squeeze(1).expand(B, -1).long(), i.expand(B, -1, -1)
-        lo, hi = (x.to(torch.int32).expand(B, -1).gather(1, at)[:, None] for x in (start, end))
+        number, i = number.expand(B, -1).contiguous(), i.squeeze(1).expand(B, -1)
+        at = number.gather(1, i.clamp(0, K - 1).long())
+        lo, hi = (torch.searchsorted(number, at, right=right, out_int32=True) for right in (False, True))
         outside = i.clamp(0, K)
         here = (i >= 0) & (i < K)
-        return Bounds(torch.where(here, lo, outside), torch.where(here, hi, outside))
+        return Bounds(*(torch.where(here, x, outside)[:, None] for x in (lo, hi)))
 
 
 class BlockIndices(Structure):

@@ -71,9 +71,12 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, remember: 
     block = structure.block
     tile = tile_of(rest) if block is None else (block, block)
 
+    # Whether gradients are asked for is not known while a function is compiled.
+    transpose = a.backward or compiling
+
     def make() -> BlockLayout:
         placed = rows._replace(position=positions(a, Q, K))
-        return layout_of(structure, placed, tile, key_starts, a.key_lengths)
+        return layout_of(structure, placed, tile, key_starts, a.key_lengths, transpose)
 
     tensors = tuple(x for x in (*structure.tensors, offset, key_starts, a.key_lengths) if x is not None)
     given = tuple(x is not None for x in (offset, key_starts, a.key_lengths))
@@ -86,7 +89,7 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, remember: 
         # A captured graph reads the tensors again in every replay.
         if not remember or (a.q.is_cuda and is_current_stream_capturing()):
             return Structured(rest, make(), source)
-        more = (structure.static, given, a.q_offset, tile, B, H, G, Q, K)
+        more = (structure.static, given, a.q_offset, tile, transpose, B, H, G, Q, K)
         return Structured(rest, remembered_layout(tensors, more, make), source)
 
 
@@ -114,7 +117,7 @@ def positions(a: Arguments, Q: int, K: int) -> Tensor:
 
 
 def layout_of(
-    structure: Structure, rows: Rows, tile: Tile, key_starts: Tensor | None, key_lengths: Tensor | None
+    structure: Structure, rows: Rows, tile: Tile, key_starts: Tensor | None, key_lengths: Tensor | None, transpose: bool
 ) -> BlockLayout:
     """The layout of a structure over the keys [key_starts[b], key_lengths[b])."""
     K, bounds, lists = rows.K, structure.bounds(rows), structure.lists(rows)
@@ -131,21 +134,22 @@ def layout_of(
         bounds = Bounds(lo.expand(hi.shape).contiguous(), hi)
     if lists is None:
         assert bounds is not None
-        return interval_layout(*bounds, K, block_q=block_q, block_kv=block_kv, xp=device_arrays)
+        return interval_layout(*bounds, K, block_q=block_q, block_kv=block_kv, xp=device_arrays, transpose=transpose)
     lo, hi = (None, None) if bounds is None else bounds
     if lo is not None and lists.indices.shape[0] < lo.shape[0]:
         B = lo.shape[0]
         counts = None if lists.counts is None else lists.counts.expand(B, -1, -1)
         lists = Lists(lists.indices.expand(B, -1, -1, -1), counts)
-    layout = block_list_layout(lists.indices, lists.counts, lo, hi, rows.Q, K, block=block_q, xp=device_arrays)
+    layout = block_list_layout(
+        lists.indices, lists.counts, lo, hi, rows.Q, K, block=block_q, xp=device_arrays, transpose=transpose
+    )
     _, heads = layout.lead
     return layout if heads in (1, rows.H) else for_query_heads(layout, rows.H // heads)
 
 
 def for_query_heads(layout: BlockLayout, times: int) -> BlockLayout:
     """The layout of key heads for the query heads of each, which share its entries."""
-    rows, columns = (_repeated(walk, times) for walk in (layout.rows, layout.columns))
-    return BlockLayout(rows, _transpose=[columns])
+    return BlockLayout(_repeated(layout.rows, times), _transpose=[_repeated(walk, times) for walk in layout._transpose])
 
 
 def _repeated(walk: Walk, times: int) -> Walk:

@@ -146,7 +146,9 @@ def work(layout: BlockLayout | GatherLayout, copies: int, heads: int, blocks: in
         few = isinstance(walk, Walk) and walk.rows * FEW <= walk.block_rows
         lengths, most = counted.counts.sum(0), most_listed(walk)
         ranges = cut_rows(walk, lengths, (Bl, Hl, tiles), copies, blocks, split, few, most)
-        words = {RowItem.LEAD: ranges.row // tiles, RowItem.VALID: torch.ones_like(ranges.row)}
+        words = {RowItem.VALID: torch.ones_like(ranges.row)}
+        if Bl * Hl > 1:
+            words[RowItem.LEAD] = ranges.row // tiles
         words |= list_words(counted, LISTS, ranges.row, ranges)
         if isinstance(walk, GatherWalk):
             starts, counts = (torch.as_tensor(x).reshape(-1)[ranges.row] for x in (walk.starts, walk.counts))
@@ -321,13 +323,21 @@ def most_listed(walk: Walk | GatherWalk) -> int | None:
     return min(-(-walk.columns // walk.block_columns), entries)
 
 
-def place_words(row: Tensor, shape: tuple[int, int, int], slot: Tensor) -> dict[int, Any]:
-    """The words of items, and of merges, that say where rows are. `shape`: batch elements, heads, tiles."""
-    _, heads, tiles = shape
-    return {
-        RowItem.BATCH: row // (heads * tiles), RowItem.HEAD: row // tiles % heads, RowItem.TILE: row % tiles,
-        RowItem.SLOT: slot,
-    }  # fmt: skip
+def place_words(row: Tensor, shape: tuple[int, int, int], slot: Tensor) -> dict[int, Tensor]:
+    """The words of items, and of merges, that say where rows are, but for those that are 0 everywhere.
+
+    Args:
+        shape: batch elements, heads, tiles.
+    """
+    batches, heads, tiles = shape
+    words: dict[int, Tensor] = {RowItem.SLOT: slot}
+    if batches * heads > 1:
+        lead = row // tiles if tiles > 1 else row
+        words[RowItem.BATCH] = lead // heads if heads > 1 else lead
+        words |= {RowItem.HEAD: lead % heads} if heads > 1 else {}
+    if tiles > 1:
+        words[RowItem.TILE] = row % tiles if batches * heads > 1 else row
+    return words
 
 
 def for_every_head(
@@ -361,19 +371,20 @@ def for_every_head(
         order = torch.argsort((of_row + of_copy[:, None]).flatten(), stable=True)
     else:  # blocks draw all of them at the same time
         order = torch.arange(n * copies, device=items.device)
-    every = _copied(items[order % n], order // n, ranges.slots, heads) if copies > 1 else items[order]
+    every = _copied(items[order % n], order // n, copies, ranges.slots, heads) if copies > 1 else items[order]
     merges = ranges.merges
     if ranges.slots and copies > 1:
         copy = torch.arange(copies * len(merges), device=merges.device) // len(merges)
-        merges = _copied(merges.repeat(copies, 1), copy, ranges.slots, heads)
+        merges = _copied(merges.repeat(copies, 1), copy, copies, ranges.slots, heads)
     segments = None if segments is None else segments.to(device)
     return Work(every.to(device), merges.to(device), ranges.slots * copies, segments)
 
 
-def _copied(rows: Tensor, copy: Tensor, slots: int, heads: int) -> Tensor:
+def _copied(rows: Tensor, copy: Tensor, copies: int, slots: int, heads: int) -> Tensor:
     """Items or merges, which have these words alike, with the batch element, the head and the slots of their copies."""
-    rows[:, RowItem.BATCH] += copy // heads
-    rows[:, RowItem.HEAD] += copy % heads
+    if copies > heads:
+        rows[:, RowItem.BATCH] += copy // heads
+    rows[:, RowItem.HEAD] += copy % heads if copies > heads else copy
     if slots:
         rows[:, RowItem.SLOT] += torch.where(rows[:, RowItem.SLOT] < 0, 0, copy * slots)
     return rows
