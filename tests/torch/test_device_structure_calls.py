@@ -96,6 +96,17 @@ def test_the_tile_of_a_compiled_call_is_that_of_its_plan(implementation: str | N
         assert implementation == "reference" or tuple(found[-1][:2]) == explained.tile
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast(compiled: bool) -> None:
+    torch._dynamo.reset()
+    q, k, v = (x.detach().float() for x in tensors((2, 4, Q, 8), (2, 2, K, 8), (2, 2, K, 8)))
+    call = torch.compile(by_offsets, fullgraph=True, backend="aot_eager") if compiled else by_offsets
+    with torch.autocast("cpu", torch.bfloat16):
+        found = call(q, k.bfloat16(), v, DATA[0], gs.Causal())
+    wanted = by_offsets(q.bfloat16(), k.bfloat16(), v.bfloat16(), DATA[0], gs.Causal())
+    assert found.dtype == torch.bfloat16 and torch.equal(found, wanted)
+
+
 def test_explain() -> None:
     q, k, v = tensors((2, 4, Q, 8), (2, 2, K, 8), (2, 2, K, 8))
     offset = torch.tensor([100, 90])

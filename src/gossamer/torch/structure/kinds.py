@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -36,7 +37,7 @@ class Lists(NamedTuple):
     counts: Tensor | None  # (Bl, heads, T) int32
 
 
-class Structure:
+class Structure(ABC):
     """What `attention` takes as a pattern and is told by tensors: its layout is made on their device in each call.
 
     It joins others, and patterns of which positions are all that says what a row sees (`Dense`, `Causal`, `Local`, a
@@ -51,18 +52,18 @@ class Structure:
         return (self,)
 
     @property
+    @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
         """All that it reads."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def static(self) -> tuple[Any, ...]:
         """What tells it from another one with the same tensors."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check(self, rows: Rows) -> None:
         """Raise ValueError unless it fits the inputs."""
-        raise NotImplementedError
 
     @property
     def block(self) -> int | None:
@@ -76,10 +77,6 @@ class Structure:
     def lists(self, rows: Rows) -> Lists | None:
         """The blocks of each query block; None: it tells none."""
         return None
-
-    def seen(self, rule: Reach, rows: Rows) -> Bounds:
-        """What a rule of positions says of each row."""
-        return rule.bounds(rows.position, rows.K)
 
     def __and__(self, other: Any) -> Structure:
         if isinstance(other, Structure):
@@ -100,7 +97,7 @@ class Structure:
 
 
 class Joined(Structure):
-    """The pairs that several selections and a rule of positions keep."""
+    """The pairs that several structures and a rule of positions keep."""
 
     def __init__(self, terms: tuple[Structure, ...], rule: Reach) -> None:
         if sum(isinstance(term, BlockIndices) for term in terms) > 1:
@@ -136,7 +133,7 @@ class Joined(Structure):
     def bounds(self, rows: Rows) -> Bounds | None:
         found = [both for both in [term.bounds(rows) for term in self._terms] if both is not None]
         if self.rule != Reach():
-            found.append(self._terms[0].seen(self.rule, rows))
+            found.append(self.rule.bounds(rows.position, rows.K))
         if not found:
             return None
         lo, hi = found[0]
@@ -173,7 +170,7 @@ class Positions(Structure):
         """Nothing can be wrong."""
 
     def bounds(self, rows: Rows) -> Bounds | None:
-        return self.seen(self.rule, rows)
+        return self.rule.bounds(rows.position, rows.K)
 
 
 class DocumentIds(Structure):

@@ -58,7 +58,7 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, remember: 
     rest = a._replace(q_offset=a.q_offset if keep else None, q_offset_tensor=offset if keep else None, key_lengths=None)
     structure = pattern if isinstance(pattern, Structure) else Positions(rule_of(pattern))
     compiling = torch.compiler.is_compiling()
-    if not compiling:
+    if not (compiling or _cast(a.q)):
         validate(rest)
     (B, H, Q, _), (_, G, K, _) = a.q.shape, a.k.shape
     if a.q_offset is not None and abs(a.q_offset) > most_offset(Q, K):
@@ -165,15 +165,26 @@ def _repeated(walk: Walk, times: int) -> Walk:
 
 def tile_of(a: Arguments) -> Tile:
     """The tile of the first implementation that would compute a call."""
+    device = a.q.device
+    dtype = torch.get_autocast_dtype(device.type) if _cast(a.q) else a.q.dtype
     if not torch.compiler.is_compiling():
-        return _tile(problem_of(a, ()), a.implementation)
+        return _tile(replace(problem_of(a, ()), dtype=_name(dtype)), a.implementation)
     # Sizes may be numbers of a graph that is compiled for many; tiles differ by these ranges of them.
     few, wide = _in_range(a.q.shape[2], QUERIES), _in_range(max(a.q.shape[3], a.v.shape[3]), SIZES)
     terms = ["sink_logits"] * (a.sink_logits is not None) + ["alibi_slopes"] * (a.alibi_slopes is not None)
     block_q, block_kv = _tile_of_facts(
-        few, wide, a.q.dtype, a.q.device, " ".join(terms), a.softcap, a.implementation, a.deterministic
+        few, wide, dtype, device, " ".join(terms), a.softcap, a.implementation, a.deterministic
     )
     return block_q, block_kv
+
+
+def _cast(q: Tensor) -> bool:
+    """Whether the operator casts its inputs, and checks them then."""
+    return torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _in_range(n: int, ends: tuple[int, ...]) -> int:
@@ -192,7 +203,7 @@ def _tile_of_facts(
     chip = chip_of(device)._asdict() if device.type == "cuda" else {}
     names = {*terms.split(), *["softcap"] * (softcap is not None)}
     problem = Problem(
-        1, 1, 1, Q, MANY, D, D, str(dtype).removeprefix("torch."), device.type, **chip, score_terms=frozenset(names),
+        1, 1, 1, Q, MANY, D, D, _name(dtype), device.type, **chip, score_terms=frozenset(names),
         deterministic=deterministic, softcap=softcap,
     )  # fmt: skip
     return _tile(problem, implementation)
