@@ -144,6 +144,7 @@ def test_the_same_bits_every_time(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler itself
 @pytest.mark.parametrize("way", ["eager", "compiled", "float32"])
 def test_the_same_as_on_a_cpu(name: str, way: str) -> None:
     structure = STRUCTURES[name]

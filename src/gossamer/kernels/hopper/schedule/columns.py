@@ -44,9 +44,9 @@ def column_work(
         counted, (Bl, Hl), tiles = listed(walk), walk.lead, walk.tiles
         groups = Hl // ratio if Hl > 1 else 1
         # Of each key tile of a key head: the lengths of the lists of its query heads, one after the other.
-        lengths = counted.counts.sum(0).reshape(Bl, groups, -1, tiles).transpose(2, 3).reshape(Bl * groups * tiles, -1)
+        lengths = counted.lengths.reshape(Bl, groups, -1, tiles).transpose(2, 3).reshape(Bl * groups * tiles, -1)
         lengths = lengths.expand(-1, ratio)
-        ranges = cut_rows(walk, lengths.sum(1), (Bl, groups, tiles), copies, blocks, split)
+        ranges = cut_rows(walk, lengths.sum(1, dtype=lengths.dtype), (Bl, groups, tiles), copies, blocks, split)
         n, within_lists = len(ranges.row), None
         if ranges.known:  # segments without entries are left out; on a device, which tells no number of them, kept
             lengths = lengths[ranges.row]

@@ -144,9 +144,9 @@ def work(layout: BlockLayout | GatherLayout, copies: int, heads: int, blocks: in
         walk = readable(layout, (layout.host or layout).rows)
         counted, (Bl, Hl), tiles = listed(walk), walk.lead, walk.tiles
         few = isinstance(walk, Walk) and walk.rows * FEW <= walk.block_rows
-        lengths, most = counted.counts.sum(0), most_listed(walk)
+        lengths, most = counted.lengths, most_listed(walk)
         ranges = cut_rows(walk, lengths, (Bl, Hl, tiles), copies, blocks, split, few, most)
-        words = {RowItem.VALID: torch.ones_like(ranges.row)}
+        words: dict[int, Tensor] = {RowItem.VALID: torch.ones_like(ranges.row)}
         if Bl * Hl > 1:
             words[RowItem.LEAD] = ranges.row // tiles
         words |= list_words(counted, LISTS, ranges.row, ranges)
@@ -221,6 +221,11 @@ class Counted(NamedTuple):
 
     starts: Tensor  # (kinds, Bl * Hl * T): the first of each kind, counted over all lists
     counts: Tensor
+
+    @property
+    def lengths(self) -> Tensor:
+        """Of each row, (Bl * Hl * T,)."""
+        return self.counts.sum(0, dtype=self.counts.dtype)
 
 
 def listed(walk: Walk | GatherWalk) -> Counted:
@@ -360,14 +365,16 @@ def for_every_head(
     n, (batches, of_one, _) = len(lengths), ranges.shape
     items = filled(place_words(ranges.row, ranges.shape, ranges.slot) | words, ITEM)
     if ranges.known or n * copies > blocks:
-        size = lengths
+        size = lengths.long()
         if n * copies > ROUNDS * blocks:
-            size = (lengths / lengths[n // 2].clamp(min=1)).clamp(min=2**-20).log2().long()  # towards zero
-            fits = lengths[0] * batches * of_one * blocks <= SLACK * lengths.sum()
+            size = (lengths / lengths[n // 2].clamp(min=1)).clamp(min=2**-20).log2().int()  # towards zero
+            fits = lengths[0].long() * (batches * of_one * blocks) <= SLACK * lengths.sum()
             size = torch.where(fits, size.clamp(max=0), size)
-        of_row = (items[:n, RowItem.BATCH].long() << 20) + items[:n, RowItem.HEAD] - (size << 40)
-        copy = torch.arange(copies, device=of_row.device)
-        of_copy = (copy // heads << 20) + copy % heads
+        # Heads of all batch elements in order, of each size: 32 bits hold it where there are few sizes.
+        every_head, of_batch = batches * of_one * copies, of_one * heads
+        of_row = items[:n, RowItem.BATCH] * of_batch + items[:n, RowItem.HEAD] - size * every_head
+        copy = torch.arange(copies, device=items.device, dtype=size.dtype)
+        of_copy = copy // heads * of_batch + copy % heads if copies > heads else copy
         order = torch.argsort((of_row + of_copy[:, None]).flatten(), stable=True)
     else:  # blocks draw all of them at the same time
         order = torch.arange(n * copies, device=items.device)
