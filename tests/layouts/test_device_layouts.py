@@ -207,6 +207,10 @@ def test_room_is_enough_for_the_longest_lists():
                 hi = np.minimum(lo + width, K)
                 check(of_intervals(lo[None, None], hi[None, None], K, block, block))
                 check(of_intervals(lo[None, None], hi[None, None], K, 2 * block, block))
+    lo = 1 + np.arange(3200) * 800 // 3200  # two edges that both pass over half of all keys, off the edges of tiles
+    case = of_intervals(lo[None, None], lo[None, None] + 798, 1600, 32, 64)
+    check(case)
+    assert int(case.layout.rows.interval.counts.sum()) > 100 + 25
 
 
 def test_tiles_that_jumps_pass_over_are_not_listed():

@@ -170,9 +170,9 @@ def _none_kept(column: Array, tiles: _Tiles, bounds: Bounds, xp: Arrays) -> Arra
     *lead, _ = bounds.lo.shape
     C, block = tiles.C, tiles.block
     before = xp.concatenate([xp.full((*lead, 1), 0, bounds.lo), xp.cumsum(bounds.hi > bounds.lo)])
-    edges = before[..., ::block]
+    begin, end = before[..., : tiles.Q : block], before[..., block::block]
     if tiles.Q % block:
-        edges = xp.concatenate([edges, before[..., tiles.Q :]])
+        end = xp.concatenate([end, before[..., tiles.Q :]])
     edge = xp.broadcast_to(xp.arange(C, column) * block, (*lead, C))
     from_ = xp.take(before, xp.searchsorted(bounds.hi, edge, right=True))
     to = xp.take(before, xp.searchsorted(bounds.lo, edge + block))
@@ -181,7 +181,6 @@ def _none_kept(column: Array, tiles: _Tiles, bounds: Bounds, xp: Arrays) -> Arra
         column = column + (xp.arange(lists, column) * C).reshape(*lead, 1, 1)
     at = column.reshape(-1)
     from_, to = (xp.take(x.reshape(-1), at).reshape(Bl, Hl, T, n) for x in (from_, to))
-    begin, end = edges[..., :-1], edges[..., 1:]
     return xp.minimum(to, end[..., None]) <= xp.maximum(from_, begin[..., None])
 
 

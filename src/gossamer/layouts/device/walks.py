@@ -40,8 +40,7 @@ def transposed(bounds: Bounds, columns: int, xp: Arrays) -> Bounds:
     """The rows that keep each column: an interval too, since neither bound decreases along rows."""
     *lead, _ = bounds.lo.shape
     column = xp.broadcast_to(xp.arange(columns, bounds.lo), (*lead, columns))
-    lo = xp.searchsorted(bounds.hi, column, right=True)
-    return Bounds(lo, xp.maximum(lo, xp.searchsorted(bounds.lo, column, right=True)))
+    return Bounds(xp.searchsorted(bounds.hi, column, right=True), xp.searchsorted(bounds.lo, column, right=True))
 
 
 def fill_tiles(bounds: Bounds, block: int, xp: Arrays) -> Bounds:
