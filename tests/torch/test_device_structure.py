@@ -336,3 +336,56 @@ def test_a_growing_cache_keeps_few_structures() -> None:
         (k,) = tensors((2, 2, K, 8))
         gs.attention(q.detach(), k.detach(), k.detach(), gs.Causal(), q_offset=offset)
     assert len(planning._made_layouts[offset]) <= planning.MOST_MADE
+
+
+def contract(lo: Tensor, hi: Tensor, K: int) -> None:
+    """What layouts made on a device ask of intervals."""
+    assert lo.dtype == hi.dtype == torch.int32 and lo.shape == hi.shape and lo.is_contiguous() and hi.is_contiguous()
+    assert (lo >= 0).all() and (lo <= hi).all() and (hi <= K).all()
+    assert (lo.diff() >= 0).all() and (hi.diff() >= 0).all()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_intervals_keep_what_layouts_ask_of_them(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the data are: kernels would see tiles that are not there."""
+    from gossamer.torch.structure import make
+
+    seen = []
+
+    def checked(lo: Tensor, hi: Tensor, K: int, **options: Any) -> Any:
+        contract(lo, hi, K)
+        seen.append(1)
+        return build(lo, hi, K, **options)
+
+    build = make.interval_layout
+    monkeypatch.setattr(make, "interval_layout", checked)
+    draw = random.Random(seed)
+    pattern, _ = RULES[draw.choice(list(RULES))]
+    B, Q, K = draw.choice([1, 2]), draw.choice([1, 50]), draw.choice([1, 70])
+    q, k = (x.detach() for x in tensors((B, 2, Q, 4), (B, 1, K, 4)))
+
+    def numbers(n: int) -> Tensor:
+        return torch.tensor([extremes(draw, K) for _ in range(n)])
+
+    def edges(most: int) -> Tensor:
+        return torch.tensor([draw.choice([draw.randint(0, most), extremes(draw, most)]) for _ in range(5)])
+
+    given: dict[str, Any] = {"q_offset": numbers(B), "key_starts": numbers(B), "key_lengths": numbers(B)}
+    for structure in (pattern, gs.DocumentIds(torch.randint(3, (K,))), gs.DocumentIds.from_cu_seqlens(edges(K), K)):
+        joined = structure if structure is pattern or pattern is None else structure & pattern
+        gs.attention(q, k, k, joined, **given)
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, k)]
+    wild, sorted_edges = [edges(B * Q), edges(B * K)], [edges(B * Q).sort().values, edges(B * K).sort().values]
+    for pair in (wild, sorted_edges):
+        gs.varlen(*flat, *pair, pattern=pattern, seqused_k=draw.choice([None, numbers(4)]))
+    assert len(seen) == 5
+
+
+@pytest.mark.parametrize("lead", [1, 2])
+def test_shared_blocks_of_sequences_with_lengths_of_their_own(lead: int) -> None:
+    inputs = tensors((2, 2, 70, 4), (2, 2, 130, 4), (2, 2, 130, 4))
+    mask = np.zeros((2, 1, 70, 130), dtype=bool)
+    mask[0, 0, :64, 64:90] = mask[1, 0, :64, 64:128] = mask[0, 0, 64:, :64] = mask[1, 0, 64:, :64] = True
+    given = gs.BlockIndices(torch.tensor([[1, 1], [0, -1]]).expand(lead, 1, 2, 2))
+    options = {"key_lengths": [90, 200], "return_lse": True}
+    check(lambda q, k, v: gs.attention(q, k, v, given, **options), inputs, mask)
