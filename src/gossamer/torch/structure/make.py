@@ -12,6 +12,7 @@ from torch.cuda import is_current_stream_capturing
 
 from gossamer.layouts import BlockLayout, TileList, Walk
 from gossamer.layouts.device import block_list_layout, interval_layout
+from gossamer.memo import Memo
 from gossamer.patterns.reach import Bounds
 from gossamer.plan.plan import plan_of
 from gossamer.plan.problem import Problem, Unsupported
@@ -25,6 +26,8 @@ MANY = 4096  # keys of a call that is not small
 # Ranges of numbers of queries, and of head sizes, in which implementations want one tile.
 QUERIES, SIZES = (32, 64, 128, MANY), (64, 96, 128, 256, MANY)
 Tile = tuple[int, int]
+
+_tiles: Memo[Tile] = Memo()
 
 
 class Structured(NamedTuple):
@@ -58,8 +61,9 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, remember: 
     rest = a._replace(q_offset=a.q_offset if keep else None, q_offset_tensor=offset if keep else None, key_lengths=None)
     structure = pattern if isinstance(pattern, Structure) else Positions(rule_of(pattern))
     compiling = torch.compiler.is_compiling()
-    if not (compiling or _cast(a.q)):
+    if not (compiling or remember or _cast(a.q)):
         validate(rest)
+    tile = known_tile(rest, structure.block) if remember else tile_of(rest, structure.block)
     (B, H, Q, _), (_, G, K, _) = a.q.shape, a.k.shape
     if a.q_offset is not None and abs(a.q_offset) > most_offset(Q, K):
         raise ValueError(f"q_offset must {within_positions(Q, K)}; got {describe(a.q_offset)}")
@@ -68,8 +72,6 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, remember: 
             raise ValueError(f"tensors of {structure!r} must be on q's device, {a.q.device}; got {describe(x)}")
     rows = Rows(None, B, H, G, Q, K)  # type: ignore[arg-type]
     structure.check(rows)
-    block = structure.block
-    tile = tile_of(rest) if block is None else (block, block)
 
     # Whether gradients are asked for is not known while a function is compiled.
     transpose = a.backward or compiling
@@ -163,8 +165,26 @@ def _repeated(walk: Walk, times: int) -> Walk:
     return replace(walk, full=full, interval=interval, bits=bits, lo=each(walk.lo), hi=each(walk.hi))
 
 
-def tile_of(a: Arguments) -> Tile:
-    """The tile of the first implementation that would compute a call."""
+def known_tile(a: Arguments, block: int | None) -> Tile:
+    """`tile_of` a plain call that is right, kept by what its checks and its plan look at.
+
+    Raises:
+        ValueError: an argument is wrong.
+    """
+    tensors = (a.q, a.k, a.v, a.sink_logits, a.alibi_slopes, a.q_offset_tensor)
+    facts = [None if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in tensors]
+    key = block, *facts, a.scale, a.softcap, a.q_offset, a.implementation, a.deterministic, a.backward
+    found = _tiles.get(key)
+    if found is None:
+        validate(a)
+        found = _tiles.put(key, tile_of(a, block))
+    return found
+
+
+def tile_of(a: Arguments, block: int | None) -> Tile:
+    """The tile of the first implementation that would compute a call; of blocks that are listed, theirs."""
+    if block is not None:
+        return block, block
     device = a.q.device
     dtype = torch.get_autocast_dtype(device.type) if _cast(a.q) else a.q.dtype
     if not torch.compiler.is_compiling():
