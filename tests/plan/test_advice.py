@@ -110,7 +110,7 @@ def test_the_verdict() -> None:
     assert ("counted", "in parts: 1.00, as one call: 3.00") in replace(parts, measured=False).rows()
     assert " us" not in replace(parts, measured=False).verdict
     x = torch.zeros(4, 2, 512, 32)
-    parts = gs.explain(x, x, x, gs.PerHead([gs.Dilated(31, 0, 8), gs.SlidingWindow(31)]))
+    parts = gs.explain(x, x, x, gs.Dilated(31, 0, 8))
     assert parts.estimates is not None and parts.of_dense is not None and 0.2 < parts.of_dense < 1
     graph = gs.CSR.from_edge_index([[0], [1]], 256)  # causal as it is given, not in the order that is computed
     assert "Causal()" in gs.explain(q, q, q, graph).verdict

@@ -43,6 +43,10 @@ def test_import_gossamer_loads_no_framework() -> None:
     assert loaded.strip() == "[]"
 
 
+def test_the_torch_edge_does_not_load_the_compiler() -> None:
+    assert run("import gossamer.torch, gossamer.torch.varlen\nprint('torch._dynamo' in sys.modules)").strip() == "False"
+
+
 def test_patterns_and_layouts_without_torch() -> None:
     out = run(
         "import gossamer as gs\n"

@@ -45,6 +45,7 @@ FRAMEWORKS = {
     "memo": allowed(),
     "patterns": allowed("numpy", "scipy"),
     "layouts": allowed("numpy", "torch"),
+    "layouts.device": allowed(),
     "plan": allowed("numpy"),
     "kernels": allowed("torch triton"),
     "kernels.contract": allowed(),

@@ -61,7 +61,7 @@ CALLS = {
     "softcap bool": ((q, kv, kv), {"softcap": True}, "softcap must be a number or None"),
     "offset float": ((q, kv, kv), {"q_offset": 1.0}, "q_offset must be an int, a 0-d integer tensor or None"),
     "offset huge": ((q, kv, kv), {"q_offset": 2**70}, "q_offset must be an integer over"),
-    "offset tensor": ((q, kv, kv), {"q_offset": ints(1, 2)}, "q_offset must be an int or a 0-d integer tensor"),
+    "offset tensor": ((q, kv, kv), {"q_offset": ints(1, 2, 3)}, "q_offset must be an int or a 0-d integer tensor"),
     "offset tensor float": ((q, kv, kv), {"q_offset": torch.tensor(1.0)}, "q_offset must be an int or a 0-d integer"),
     "lengths in a list": ((q, kv, kv), {"key_lengths": [1]}, r"a list, must hold B=2 integers.*got \[1\] \(list\)"),
     "lengths of one sequence": ((q[0], kv[0], kv[0]), {"key_lengths": [1, 2]}, "must hold B=1 integers"),
@@ -231,7 +231,8 @@ arrays = st.one_of(
               st.sampled_from(["bool", "int8", "uint64", "float32", "U3", "object"])),
     st.builds(lambda shape: torch.ones(shape, dtype=torch.int32), st.lists(st.integers(0, 3), max_size=3)),
 )  # fmt: skip
-anything = st.one_of(scalars, arrays, st.sampled_from([gs.Causal(), gs.PerHead([gs.Causal(), gs.Dense()])]))
+ids = gs.DocumentIds(torch.zeros(5, dtype=torch.int32))
+anything = st.one_of(scalars, arrays, st.sampled_from([gs.Causal(), gs.PerHead([gs.Causal(), gs.Dense()]), ids]))
 pattern_lists = st.lists(st.one_of(st.sampled_from([gs.Causal(), gs.PerHead([gs.Causal()])]), scalars), max_size=3)
 
 CONSTRUCTORS: dict[str, tuple[Any, int]] = {
@@ -246,6 +247,9 @@ CONSTRUCTORS: dict[str, tuple[Any, int]] = {
     "PowerStrided": (gs.PowerStrided, 2),
     "Document": (gs.Document, 1),
     "Document.from_cu_seqlens": (gs.Document.from_cu_seqlens, 1),
+    "DocumentIds": (gs.DocumentIds, 1),
+    "DocumentIds.from_cu_seqlens": (gs.DocumentIds.from_cu_seqlens, 2),
+    "BlockIndices": (gs.BlockIndices, 3),
     "CSR": (gs.CSR, 3),
     "CSR.from_scipy": (gs.CSR.from_scipy, 1),
     "CSR.from_torch": (gs.CSR.from_torch, 1),
@@ -263,7 +267,7 @@ def test_malformed_constructors(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(CONSTRUCTORS)))
     make, most = CONSTRUCTORS[name]
     first = st.one_of(anything, pattern_lists) if name in ("PerHead", "PerBatch") else anything
-    least = {"BigBird": 0}.get(name, 2 if name == "BlockMask" else 3 if name in ("CSR", "Dilated") else most)
+    least = {"BigBird": 0, "BlockIndices": 1, "BlockMask": 2, "CSR": 3, "Dilated": 3}.get(name, most)
     args = [data.draw(first if i == 0 else anything) for i in range(max(least, 1))]
     try:
         pattern = make(*args)
@@ -288,8 +292,8 @@ patterns = st.one_of(
     anything, masks, st.just(gs.SlidingWindow(2)), st.just(layout()), st.builds(lambda: gs.CSR([0, 1], [0], 1))
 )
 KEYWORDS = (
-    "scale", "q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes", "return_lse", "implementation",
-    "deterministic", "layout",
+    "scale", "q_offset", "key_starts", "key_lengths", "softcap", "sink_logits", "alibi_slopes", "return_lse",
+    "implementation", "deterministic", "layout",
 )  # fmt: skip
 
 

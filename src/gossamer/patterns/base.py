@@ -32,6 +32,7 @@ from gossamer.patterns.grid import (
     ranges,
 )
 from gossamer.patterns.handles import give_handle
+from gossamer.patterns.reach import Reach
 from gossamer.patterns.validate import integer, optional_integer, show
 
 if TYPE_CHECKING:
@@ -144,6 +145,13 @@ class Pattern(metaclass=_PatternMeta):
         Also where `lead` is (1, 1): a pattern of one batch element or head may be told by an array that has them.
         """
         return self
+
+    def device_rule(self) -> Reach | None:
+        """Which keys a row sees by its position alone; None where more than that says it.
+
+        It is what `attention` reads of a pattern whose rows have positions that are known on the device alone.
+        """
+        return None
 
     @property
     def reads_positions(self) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 
 from gossamer.patterns.base import Intervals, Pairs, Pattern, Tiles, above
 from gossamer.patterns.grid import FULL, MIXED, Grid, Sizes, combine_ids, distinct
+from gossamer.patterns.reach import Reach
 from gossamer.patterns.validate import show
 
 
@@ -70,6 +71,10 @@ class And(_Binary):
     """Pairs that both patterns keep."""
 
     _symbol = "&"
+
+    def device_rule(self) -> Reach | None:
+        left, right = self.left.device_rule(), self.right.device_rule()
+        return None if left is None or right is None else left.both(right)
 
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         return self.left._keep(i, j, sizes) & self.right._keep(i, j, sizes)

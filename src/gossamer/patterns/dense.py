@@ -8,6 +8,7 @@ import numpy as np
 
 from gossamer.patterns.base import Intervals, Pattern
 from gossamer.patterns.grid import Grid, Sizes
+from gossamer.patterns.reach import Reach
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,6 +20,9 @@ class Dense(Pattern):
         array([[1, 1, 1],
                [1, 1, 1]])
     """
+
+    def device_rule(self) -> Reach:
+        return Reach()
 
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         return np.ones(np.broadcast_shapes(i.shape, j.shape), dtype=bool)
@@ -39,6 +43,9 @@ class Causal(Pattern):
         array([[1, 1, 1, 0],
                [1, 1, 1, 1]])
     """
+
+    def device_rule(self) -> Reach:
+        return Reach(right=0)
 
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         return j <= i

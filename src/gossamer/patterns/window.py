@@ -12,6 +12,7 @@ import numpy as np
 from gossamer.patterns.base import Intervals, Pattern, Tiles
 from gossamer.patterns.dilated import Dilated
 from gossamer.patterns.grid import EMPTY, FULL, MIXED, Grid, Sizes, all_tiles, combine_ids
+from gossamer.patterns.reach import Reach
 from gossamer.patterns.validate import array, digest, integer, optional_integer, show
 
 
@@ -65,6 +66,9 @@ class SlidingWindow(Pattern):
                    [0, 1, 1]])
         """
         return cls(integer("size", size, minimum=1) - 1, sinks=sinks)
+
+    def device_rule(self) -> Reach | None:
+        return None if self.sinks else Reach(self.left, self.right)
 
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         kept = np.ones(np.broadcast_shapes(i.shape, j.shape), dtype=bool)
@@ -134,6 +138,9 @@ class Local(Pattern):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block", integer("block", self.block, minimum=1))
+
+    def device_rule(self) -> Reach:
+        return Reach(blocks=(self.block,))
 
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         return i // self.block == j // self.block

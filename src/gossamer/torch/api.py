@@ -31,6 +31,7 @@ from gossamer.torch.request import (
     slopes,
     wide,
 )
+from gossamer.torch.structure import Structure
 from gossamer.torch.validate import BHND, Layout, Lengths, describe, is_bshd, options_of, unbatched
 
 if TYPE_CHECKING:
@@ -39,9 +40,11 @@ if TYPE_CHECKING:
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | int | BlockLayout | BlockMask | Tensor | None = None, *,
-    scale: float | None = None, q_offset: int | Tensor | None = None, key_lengths: Lengths | None = None,
-    softcap: float | None = None, sink_logits: Tensor | None = None, alibi_slopes: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor,
+    pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None, *,
+    scale: float | None = None, q_offset: int | Tensor | None = None, key_starts: Lengths | None = None,
+    key_lengths: Lengths | None = None, softcap: float | None = None, sink_logits: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: Literal[False] = False, merge: str | None = None, implementation: str | None = None,
     deterministic: bool | None = None, layout: Layout = BHND,
 ) -> Tensor: ...  # fmt: skip
@@ -49,9 +52,11 @@ def attention(
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | int | BlockLayout | BlockMask | Tensor | None = None, *,
-    scale: float | None = None, q_offset: int | Tensor | None = None, key_lengths: Lengths | None = None,
-    softcap: float | None = None, sink_logits: Tensor | None = None, alibi_slopes: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor,
+    pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None, *,
+    scale: float | None = None, q_offset: int | Tensor | None = None, key_starts: Lengths | None = None,
+    key_lengths: Lengths | None = None, softcap: float | None = None, sink_logits: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: Literal[True], merge: str | None = None, implementation: str | None = None,
     deterministic: bool | None = None, layout: Layout = BHND,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
@@ -59,9 +64,11 @@ def attention(
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | int | BlockLayout | BlockMask | Tensor | None = None, *,
-    scale: float | None = None, q_offset: int | Tensor | None = None, key_lengths: Lengths | None = None,
-    softcap: float | None = None, sink_logits: Tensor | None = None, alibi_slopes: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor,
+    pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None, *,
+    scale: float | None = None, q_offset: int | Tensor | None = None, key_starts: Lengths | None = None,
+    key_lengths: Lengths | None = None, softcap: float | None = None, sink_logits: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: bool, merge: str | None = None, implementation: str | None = None,
     deterministic: bool | None = None, layout: Layout = BHND,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
@@ -71,10 +78,11 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Pattern | int | BlockLayout | BlockMask | Tensor | None = None,
+    pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None,
     *,
     scale: float | None = None,
     q_offset: int | Tensor | None = None,
+    key_starts: Lengths | None = None,
     key_lengths: Lengths | None = None,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
@@ -98,12 +106,18 @@ def attention(
             tensors are data: they may change from call to call. On a CPU its indices are checked, on a GPU only its
             shapes); a torch BlockMask of flex_attention, read once (`from_flex`); a boolean tensor that broadcasts to
             (B, H, Q, K), True where a pair is kept, read again when torch counts a write to it (one through numpy or
-            `.data` is not seen); a torch sparse CSR tensor (Q, K), of which the stored entries count. None is every
-            pair.
+            `.data` is not seen); a torch sparse CSR tensor (Q, K), of which the stored entries count; `DocumentIds` or
+            `BlockIndices`, whose structure is made on the device. None is every pair.
         scale: D ** -0.5 by default. A number of Python or numpy (of Python in a compiled function), as are `softcap`
             and `q_offset`, that float32 (float64 for float64 inputs) holds.
         q_offset: position of query row 0, K - Q by default. A 0-d tensor is read when the operator runs, which waits
-            for a GPU. Refused where rows have no positions: with a mask, a block mask, a layout or a sparse matrix.
+            for a GPU. A tensor (B,) of integers gives each batch element its own; the structure is then made on the
+            device and nothing is read: for patterns that go by positions alone (`Dense`, `Causal`, `Local`, a
+            `SlidingWindow` without sinks, any `&` of them). Entries past 2**31 - 2**16 - max(Q, K) in magnitude count
+            as that. Refused where rows have no positions: with a mask, a block mask, a layout or a sparse matrix.
+        key_starts: (B,) integers, or a list of them; keys j < key_starts[b] are not attended (padding on the left), and
+            keys stay at their positions j. The structure is made on the device, for the patterns that `q_offset` of
+            (B,) is for.
         key_lengths: (B,) integers of any size; keys j >= key_lengths[b] are not attended. Their memory must hold finite
             numbers. Positions do not follow them: with a cache of fixed size, a window needs `q_offset` too. Of a list
             or a tuple of B integers each call makes a tensor on q's device.
@@ -152,9 +166,9 @@ def attention(
         pattern = pattern_of(pattern)
     if merge is not None:
         return _merged(
-            q, k, v, pattern, merge, return_lse, scale=scale, q_offset=q_offset, key_lengths=key_lengths,
-            softcap=softcap, sink_logits=sink_logits, alibi_slopes=alibi_slopes, implementation=implementation,
-            deterministic=deterministic, layout=layout,
+            q, k, v, pattern, merge, return_lse, scale=scale, q_offset=q_offset, key_starts=key_starts,
+            key_lengths=key_lengths, softcap=softcap, sink_logits=sink_logits, alibi_slopes=alibi_slopes,
+            implementation=implementation, deterministic=deterministic, layout=layout,
         )  # fmt: skip
     key = None
     if not compiling:
@@ -166,7 +180,7 @@ def attention(
             sink_logits, alibi_slopes = wide(sink_logits, q), slopes(alibi_slopes, q)
             vectors = Vectors(key_lengths, sink_logits, alibi_slopes)
         options = scale, q_offset, softcap, implementation, deterministic
-        key = key_of(q, k, v, which, *options, vectors, bshd)
+        key = None if key_starts is not None else key_of(q, k, v, which, *options, vectors, bshd)
         call: Any = None if key is None else known.get(key)
         if call is None and key is not None and q.ndim == 4 and q.shape[1 if bshd else 2] == 1:
             call = growing_call(q, k, v, which, *options, vectors, bshd)
@@ -174,9 +188,9 @@ def attention(
             out, lse = call(q, k, v, *vectors)
             return (out, lse) if return_lse else out
     request = request_of(
-        q, k, v, pattern, scale=scale, q_offset=q_offset, key_lengths=key_lengths, softcap=softcap,
-        sink_logits=sink_logits, alibi_slopes=alibi_slopes, implementation=implementation, deterministic=deterministic,
-        bshd=bshd,
+        q, k, v, pattern, scale=scale, q_offset=q_offset, key_starts=key_starts, key_lengths=key_lengths,
+        softcap=softcap, sink_logits=sink_logits, alibi_slopes=alibi_slopes, implementation=implementation,
+        deterministic=deterministic, bshd=bshd,
     )  # fmt: skip
     out, lse = _run(request, key)
     return (out, lse) if return_lse else out

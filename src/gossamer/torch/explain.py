@@ -26,6 +26,7 @@ from gossamer.torch.parts import PartitionedCall
 from gossamer.torch.planning import Selection, check_rows, check_sizes, data_layout, plan_for, scoring_of, select_layout
 from gossamer.torch.reorder import check_order
 from gossamer.torch.request import Request, request_of, results_in_bshd
+from gossamer.torch.structure import Structure
 from gossamer.torch.validate import BHND, Layout, Lengths, describe, is_bshd
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Explanation:
     dense: str = "Dense()"  # what the call is compared with: every pair, or every one of a causal call
     dense_pairs: float = 0.0  # pairs of one head that it would execute
     dense_seconds: float | None = None  # estimated of its forward
+    structure: str | None = None  # what it is made from, where it is made on the device
     of_dense: float | None = None  # the counted work of the forward over that of dense attention
 
     @property
@@ -113,6 +115,8 @@ class Explanation:
             ("memory", f"{self.bytes / 2**20:,.2f} MiB of tensors, {self.layout_bytes / 2**20:,.2f} MiB of layout"),
             ("implementation", self.implementation),
         ]
+        if self.structure is not None:
+            lines.insert(2, ("structure", f"made on the device from {self.structure}; nothing is read back"))
         if p.H > p.Q and p.G > p.K:
             few = f"more heads (H={p.H}) than positions (Q={p.Q}): inputs of (B, N, H, D) are given with layout='bshd'"
             lines.insert(1, ("look again", few))
@@ -238,10 +242,11 @@ def explain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Pattern | int | BlockLayout | BlockMask | Tensor | None = None,
+    pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None,
     *,
     scale: float | None = None,
     q_offset: int | Tensor | None = None,
+    key_starts: Lengths | None = None,
     key_lengths: Lengths | None = None,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
@@ -282,8 +287,8 @@ def explain(
     reordered = pattern if isinstance(pattern, ReorderedCSR) else None
     request = request_of(
         q, k, v, pattern if reordered is None else reordered.inner, scale=scale, q_offset=q_offset,
-        key_lengths=key_lengths, softcap=softcap, sink_logits=sink_logits, alibi_slopes=alibi_slopes,
-        implementation=implementation, deterministic=deterministic, bshd=is_bshd(layout),
+        key_starts=key_starts, key_lengths=key_lengths, softcap=softcap, sink_logits=sink_logits,
+        alibi_slopes=alibi_slopes, implementation=implementation, deterministic=deterministic, bshd=is_bshd(layout),
     )  # fmt: skip
     if reordered is not None:
         check_order(reordered, request.arguments.q, request.arguments.k, request.arguments.key_lengths, alibi_slopes)
@@ -335,6 +340,7 @@ def explain(
         dense="Causal()" if causal else "Dense()",
         dense_pairs=executed_by_dense(plan, causal, scoring.q_offset),
         dense_seconds=all_pairs(plan, causal, scoring.q_offset),
+        structure=attended.made_from or None,
         of_dense=of_dense(plan, counted, causal, scoring.q_offset),
     )
 
@@ -387,7 +393,9 @@ def _tensor_bytes(q: Tensor, k: Tensor, v: Tensor) -> int:
 def planned_again(request: Request, reordered: bool) -> list[str]:
     """Why repetitions of a call are looked at from the beginning on the host."""
     found = []
-    if request.attended.data:
+    if request.attended.made_from:
+        found.append("the structure is made on the device")
+    elif request.attended.data:
         found.append("pattern is a tensor or a BlockLayout, which may have been written to")
     if reordered:
         found.append("the rows of a reordered graph are permuted")

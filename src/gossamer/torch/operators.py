@@ -23,9 +23,9 @@ from gossamer.torch.request import Request, ResolvedPattern, differentiable
 from gossamer.torch.validate import Arguments, options_of, validate
 
 _OPTIONS = (
-    "Tensor[] layout, int[] geometry, SymInt pattern, SymInt? q_offset, Tensor? q_offset_tensor, Tensor? key_lengths, "
-    "Tensor? sink_logits, Tensor? alibi_slopes, float? scale, float? softcap, str? implementation, "
-    "bool deterministic, bool backward, bool bshd"
+    "Tensor[] layout, SymInt[] geometry, SymInt pattern, SymInt? q_offset, Tensor? q_offset_tensor, "
+    "Tensor? key_lengths, Tensor? sink_logits, Tensor? alibi_slopes, float? scale, float? softcap, "
+    "str? implementation, bool deterministic, bool backward, bool bshd"
 )
 
 library = torch.library.Library("gossamer", "DEF")

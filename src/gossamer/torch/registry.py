@@ -34,7 +34,7 @@ def _register() -> bool:
 
         Pattern._compiled_handle = _compiled_handle  # type: ignore[attr-defined]
         Pattern.__fx_repr__ = _fx_repr  # type: ignore[attr-defined]
-        members: dict[str, Any] = {"_compiled_handle": MemberType.USE_REAL}
+        members: dict[str, Any] = {"_compiled_handle": MemberType.USE_REAL, "device_rule": MemberType.USE_REAL}
         register_opaque_type(Pattern, typ="value", members=members)
     except (ImportError, TypeError):  # an older torch: only classes with a metaclass of its own
         return False

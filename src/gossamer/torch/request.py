@@ -32,10 +32,12 @@ from gossamer.kernels.launch import (
 from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import CSR, Dense, Pattern
-from gossamer.patterns.handles import token_of
+from gossamer.patterns.handles import pattern_of, token_of
 from gossamer.plan.table import RENAMED
 from gossamer.torch.block_mask import layout_for
 from gossamer.torch.registry import constants
+from gossamer.torch.structure.kinds import Structure
+from gossamer.torch.structure.make import structured
 from gossamer.torch.validate import Arguments, check_types, describe, four_dimensional, instead
 
 DENSE = Dense()
@@ -54,7 +56,7 @@ _from_sparse: dict[int, _Read] = {}
 
 PATTERN = (
     "None, a Pattern or its handle, a BlockLayout, a torch BlockMask, a boolean mask tensor that broadcasts to "
-    "(B, H, Q, K), or a two-dimensional torch sparse CSR tensor"
+    "(B, H, Q, K), a two-dimensional torch sparse CSR tensor, DocumentIds or BlockIndices"
 )
 
 Key = tuple[Any, ...]
@@ -154,6 +156,7 @@ class ResolvedPattern(NamedTuple):
     data: tuple[Tensor, ...] = ()  # the arrays of a BlockLayout, or one mask
     geometry: tuple[int, ...] = ()  # (block_q, block_kv, Q, K) of a BlockLayout
     alive: Any = None  # what must live as long as the handle is used
+    made_from: str = ""  # where the layout was made on the device: what from, in words
 
 
 class Request(NamedTuple):
@@ -210,6 +213,7 @@ def results_in_bshd(direction: Direction, operands: Mapping[str, Operand]) -> di
 def request_of(
     q: Any, k: Any, v: Any, pattern: Any, *, scale: Any, q_offset: Any, key_lengths: Any, softcap: Any,
     sink_logits: Any, alibi_slopes: Any, implementation: Any, deterministic: Any, bshd: bool = False,
+    key_starts: Any = None,
 ) -> Request:  # fmt: skip
     """The request of a call of `attention`, whose values are checked later, with its key.
 
@@ -222,7 +226,8 @@ def request_of(
     scale, q_offset, softcap = number(scale), number(q_offset), number(softcap)
     implementation = current_name(implementation)
     key_lengths, sink_logits, alibi_slopes = lengths(key_lengths, q), wide(sink_logits, q), slopes(alibi_slopes, q)
-    check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation)
+    key_starts = lengths(key_starts, q, "key_starts")
+    check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation, key_starts)
     deterministic, dims = is_deterministic(deterministic), q.ndim
     q, k, v = four_dimensional(q, k, v, bshd)
     offset, offset_tensor = (None, q_offset) if isinstance(q_offset, Tensor) else (q_offset, None)
@@ -231,6 +236,14 @@ def request_of(
         q, k, v, offset, offset_tensor, key_lengths, sink_logits, alibi_slopes, scale, softcap, implementation,
         deterministic, backward, bshd,
     )  # fmt: skip
+    of_each = offset_tensor is not None and offset_tensor.ndim > 0
+    if of_each or key_starts is not None or isinstance(pattern, Structure):
+        if type(pattern) is int and not torch.compiler.is_compiling():
+            pattern = pattern_of(pattern)
+        given = pattern.tensors if isinstance(pattern, Structure) else ()
+        eager = not torch.compiler.is_compiling() and plain(q, k, v, key_starts, key_lengths, offset_tensor, *given)
+        a, layout, source = structured(a, pattern, key_starts, remember=eager)
+        return Request(a, resolve_pattern(layout, q)._replace(made_from=source), dims)
     return Request(a, resolve_pattern(pattern, q), dims)
 
 
@@ -262,8 +275,8 @@ def wide(x: Any, q: Any) -> Any:
     return x.to(compute_dtype(q.dtype))
 
 
-def lengths(x: Any, q: Any) -> Any:
-    """Key lengths in a list or a tuple as an int32 tensor on q's device; anything else as it is.
+def lengths(x: Any, q: Any, name: str = "key_lengths") -> Any:
+    """Key lengths, or starts, in a list or a tuple as an int32 tensor on q's device; anything else as it is.
 
     Raises:
         ValueError: the list holds something else than integers, or not one for each batch element.
@@ -271,7 +284,7 @@ def lengths(x: Any, q: Any) -> Any:
     if not isinstance(x, (list, tuple)) or not isinstance(q, Tensor):
         return x
     B, every = q.shape[0] if q.ndim == 4 else 1, [number(one) for one in x]
-    wanted = f"key_lengths, a list, must hold B={B} integers, one for each batch element"
+    wanted = f"{name}, a list, must hold B={B} integers, one for each batch element"
     for one in every:
         if isinstance(one, bool) or not isinstance(one, (int, torch.SymInt)):
             raise ValueError(f"{wanted}; it holds {describe(one)}")

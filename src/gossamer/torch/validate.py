@@ -121,7 +121,7 @@ def instead(given: Any) -> str:
 
 def check_types(
     q: Any, k: Any, v: Any, scale: Any, q_offset: Any, key_lengths: Any, softcap: Any, sink_logits: Any,
-    alibi_slopes: Any, implementation: Any,
+    alibi_slopes: Any, implementation: Any, key_starts: Any = None,
 ) -> None:  # fmt: skip
     """What the operator's schema would refuse with a less helpful error; values and shapes are checked inside it."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -136,11 +136,12 @@ def check_types(
             raise ValueError(f"{name} must be a tensor on q's device, {q.device}; got {describe(x)}")
     if implementation is not None and not isinstance(implementation, str):
         raise ValueError(f"implementation must be a name or None; got {describe(implementation)}")
-    if scale is q_offset is key_lengths is softcap is sink_logits is alibi_slopes is None:
+    if scale is q_offset is key_lengths is softcap is sink_logits is alibi_slopes is key_starts is None:
         return
-    for name, x in (("key_lengths", key_lengths), ("sink_logits", sink_logits), ("alibi_slopes", alibi_slopes)):
+    for name, x in (("key_lengths", key_lengths), ("key_starts", key_starts), ("sink_logits", sink_logits),
+                    ("alibi_slopes", alibi_slopes)):  # fmt: skip
         if x is not None and not isinstance(x, Tensor):
-            kinds = "a torch tensor, a list of integers or None" if name == "key_lengths" else "a torch tensor or None"
+            kinds = "a torch tensor, a list of integers or None" if "key" in name else "a torch tensor or None"
             raise ValueError(f"{name} must be {kinds}; got {describe(x)}")
         if x is not None and x.device != q.device:
             raise ValueError(f"{name} must be a tensor on q's device, {q.device}; got {describe(x)}")
@@ -148,9 +149,12 @@ def check_types(
         if x is not None and (isinstance(x, bool) or not isinstance(x, (int, float, torch.SymFloat, torch.SymInt))):
             raise ValueError(f"{name} must be a number or None; got {describe(x)}")
     if q_offset is not None and (isinstance(q_offset, bool) or not isinstance(q_offset, (int, Tensor, torch.SymInt))):
-        raise ValueError(f"q_offset must be an int, a 0-d integer tensor or None; got {describe(q_offset)}")
-    for name, x in (("q_offset", q_offset), ("key_lengths", key_lengths), ("sink_logits", sink_logits),
-                    ("alibi_slopes", alibi_slopes)):  # fmt: skip
+        raise ValueError(
+            f"q_offset must be an int, a 0-d integer tensor or None, or an integer tensor (B,); "
+            f"got {describe(q_offset)}"
+        )
+    for name, x in (("q_offset", q_offset), ("key_lengths", key_lengths), ("key_starts", key_starts),
+                    ("sink_logits", sink_logits), ("alibi_slopes", alibi_slopes)):  # fmt: skip
         if isinstance(x, Tensor) and x.is_nested:
             raise ValueError(f"{name} must be a tensor of one shape; got {describe(x)}")
     if isinstance(q_offset, int) and not -(2**31) < q_offset < 2**31:

@@ -18,7 +18,6 @@ from gossamer.kernels.hopper.schedule.rows import (
     list_words,
     listed,
     readable,
-    total,
     within,
 )  # fmt: skip
 from gossamer.layouts.block import BlockLayout
@@ -45,24 +44,28 @@ def column_work(
         counted, (Bl, Hl), tiles = listed(walk), walk.lead, walk.tiles
         groups = Hl // ratio if Hl > 1 else 1
         # Of each key tile of a key head: the lengths of the lists of its query heads, one after the other.
-        lengths = total(counted).reshape(Bl, groups, -1, tiles).transpose(2, 3).reshape(Bl * groups * tiles, -1)
+        lengths = counted.lengths.reshape(Bl, groups, -1, tiles).transpose(2, 3).reshape(Bl * groups * tiles, -1)
         lengths = lengths.expand(-1, ratio)
-        ranges = cut_rows(walk, lengths.sum(1), (Bl, groups, tiles), copies, blocks, split)
-        lengths = lengths[ranges.row]
-        begin, end = [within(x[:, None], lengths.cumsum(1) - lengths, lengths) for x in (ranges.begin, ranges.end)]
-        # On a device, which tells no number of segments, those without entries are kept.
-        known = end > begin if walk.device is None else torch.ones_like(end, dtype=torch.bool)
-        at = torch.arange(known.numel(), device=known.device)
-        if walk.device is None:
-            at = at[known.flatten()]
+        ranges = cut_rows(walk, lengths.sum(1, dtype=lengths.dtype), (Bl, groups, tiles), copies, blocks, split)
+        n, within_lists = len(ranges.row), None
+        if ranges.known:  # segments without entries are left out; on a device, which tells no number of them, kept
+            lengths = lengths[ranges.row]
+            before = lengths.cumsum(1) - lengths
+            begin, end = (within(x[:, None], before, lengths) for x in (ranges.begin, ranges.end))
+            some = end > begin
+            (at,) = some.flatten().nonzero(as_tuple=True)
+            number = some.sum(1)
+            within_lists = ranges._replace(begin=begin.flatten()[at], end=end.flatten()[at], slots=1)
+        else:
+            at = torch.arange(n * ratio, device=ranges.row.device)
+            number = torch.full_like(ranges.row, ratio)
         row, head = ranges.row[at // ratio], at % ratio
         lead = row // (groups * tiles) * Hl + (row // tiles % groups * ratio + head if Hl > 1 else 0)
         words: dict[int, Any] = {Segment.HEAD: head, Segment.LEAD: lead}
-        words |= list_words(counted, LISTS, lead, row % tiles, begin.flatten()[at], end.flatten()[at])
+        words |= list_words(counted, LISTS, lead * tiles + row % tiles, within_lists)
         segments = filled(words, SEGMENT)
-        number = known.sum(1)
         words = {ColumnItem.SEGMENT_START: number.cumsum(0) - number, ColumnItem.SEGMENT_COUNT: number}
-        words[ColumnItem.VALID] = 1
+        words[ColumnItem.VALID] = torch.ones_like(number)
         return for_every_head(words, ranges, copies, heads, blocks, layout.columns.device, segments)
 
     return _work.of(layout.columns).get_or_make((copies, heads, ratio, blocks, split), made)

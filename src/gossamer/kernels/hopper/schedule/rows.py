@@ -6,6 +6,7 @@ a block layout is read back from a device: one that was made there gets its item
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from heapq import heapreplace
 from typing import Any, NamedTuple
 
@@ -63,6 +64,7 @@ class Ranges(NamedTuple):
     slot: Tensor  # of the parts, -1 where a row is not cut
     merges: Tensor  # (m, MERGE) int32
     slots: int
+    known: bool = True  # to the host
 
 
 _lists: Memos[Lists] = Memos()  # of walks
@@ -90,13 +92,11 @@ def lists(layout: BlockLayout, transposed: bool = False, blocks: int = 0, repeat
         if layout.host is not None:  # what is copied from there is complete for every stream
             known = layout.host.columns if transposed else layout.host.rows
         full, interval, bits = (torch.as_tensor(tiles.indices) for tiles in known.lists.values())
-        listed, masked = torch.cat((full, interval, bits)), len(full) + len(interval)
-        entries = torch.zeros((2, max(1, len(listed))), dtype=torch.int32, device=listed.device)
-        columns, pool_entries = entries
-        columns[: len(listed)] = listed
-        pool_entries[masked : len(listed)] = torch.as_tensor(known.pool_index)
+        masked, n = len(full) + len(interval), len(full) + len(interval) + len(bits)
+        parts = [full, interval, bits, full.new_zeros(masked), torch.as_tensor(known.pool_index)]
+        entries = torch.cat(parts).view(2, n) if n else full.new_zeros((2, 1))
         if blocks and layout.host is not None:
-            entries[:, : len(listed)] = entries[:, torch.from_numpy(_there_and_back(known, blocks))]
+            entries[:, :n] = entries[:, torch.from_numpy(_there_and_back(known, blocks))]
         lo, hi = _rows(walk.lo, walk.rows), _rows(walk.hi, walk.rows)
         found = Lists(entries.to(walk.lo.device), lo, hi, _rows(walk.pool, walk.block_columns // 32))
     return kept.put((blocks, repeat), found)
@@ -144,14 +144,15 @@ def work(layout: BlockLayout | GatherLayout, copies: int, heads: int, blocks: in
         walk = readable(layout, (layout.host or layout).rows)
         counted, (Bl, Hl), tiles = listed(walk), walk.lead, walk.tiles
         few = isinstance(walk, Walk) and walk.rows * FEW <= walk.block_rows
-        lengths, most = total(counted).reshape(-1), most_listed(walk)
+        lengths, most = counted.lengths, most_listed(walk)
         ranges = cut_rows(walk, lengths, (Bl, Hl, tiles), copies, blocks, split, few, most)
-        lead, tile, begin, end = ranges.row // tiles, ranges.row % tiles, ranges.begin, ranges.end
-        words = {RowItem.LEAD: lead} | list_words(counted, LISTS, lead, tile, begin, end)
+        words: dict[int, Tensor] = {RowItem.VALID: torch.ones_like(ranges.row)}
+        if Bl * Hl > 1:
+            words[RowItem.LEAD] = ranges.row // tiles
+        words |= list_words(counted, LISTS, ranges.row, ranges)
         if isinstance(walk, GatherWalk):
             starts, counts = (torch.as_tensor(x).reshape(-1)[ranges.row] for x in (walk.starts, walk.counts))
-            words[RowItem.FIRST_COLUMN] = starts + counts.minimum(end * walk.width)
-        words[RowItem.VALID] = 1
+            words[RowItem.FIRST_COLUMN] = starts + counts.minimum(ranges.end * walk.width)
         return for_every_head(words, ranges, copies, heads, blocks, layout.rows.device)
 
     return _work.of(layout.rows).get_or_make((copies, heads, blocks, split), made)
@@ -215,27 +216,34 @@ def readable(layout: BlockLayout | GatherLayout, walk: Any) -> Any:
     return walk.on_host() if isinstance(layout, GatherLayout) else walk
 
 
-def listed(walk: Walk | GatherWalk) -> dict[str, tuple[Tensor, Tensor]]:
-    """By kind the first of what each row lists and how much that is, (Bl * Hl, T) each, counted over all lists.
+class Counted(NamedTuple):
+    """What the rows of all lists hold, in tiles; of gathered columns, in steps."""
 
-    Tiles, in the order in which kernels have them; of gathered columns, steps.
-    """
+    starts: Tensor  # (kinds, Bl * Hl * T): the first of each kind, counted over all lists
+    counts: Tensor
 
-    def by_lists(x: Any) -> Tensor:
-        return torch.as_tensor(x).reshape(-1, walk.tiles).long()
+    @property
+    def lengths(self) -> Tensor:
+        """Of each row, (Bl * Hl * T,)."""
+        return self.counts.sum(0, dtype=self.counts.dtype)
+
+
+def listed(walk: Walk | GatherWalk) -> Counted:
+    """Starts and counts of the kinds that kernels know, in their order."""
+
+    def of(x: Any) -> Tensor:
+        found = torch.as_tensor(x).reshape(-1)
+        return found.long() if walk.device is None else found
 
     if isinstance(walk, GatherWalk):
-        return {"bits": (by_lists(walk.starts) // walk.width, -(-by_lists(walk.counts) // walk.width))}
-    found, base = {}, 0
-    for kind, tiles in walk.lists.items():
-        found[kind] = base + by_lists(tiles.starts), by_lists(tiles.counts)
+        starts, counts = of(walk.starts) // walk.width, -(-of(walk.counts) // walk.width)
+        none = torch.zeros_like(starts)
+        return Counted(torch.stack((none, none, starts)), torch.stack((none, none, counts)))
+    starts_of, base = [], 0
+    for tiles in walk.lists.values():
+        starts_of.append(of(tiles.starts) + base if base else of(tiles.starts))
         base += len(tiles.indices)
-    return found
-
-
-def total(counted: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
-    """The length of each row of what `listed` gives."""
-    return torch.stack([counts for _, counts in counted.values()]).sum(0)
+    return Counted(torch.stack(starts_of), torch.stack([of(tiles.counts) for tiles in walk.lists.values()]))
 
 
 def within(x: Tensor, before: Tensor, count: Tensor) -> Tensor:
@@ -244,17 +252,23 @@ def within(x: Tensor, before: Tensor, count: Tensor) -> Tensor:
 
 
 def list_words(
-    counted: dict[str, tuple[Tensor, Tensor]], places: dict[str, tuple[Any, Any]], lead: Tensor, tile: Tensor,
-    begin: Tensor, end: Tensor,
-) -> dict[int, Any]:  # fmt: skip
-    """The words that say what a range of a row lists: of each kind the first entry, and how many."""
-    words: dict[int, Any] = {}
-    before = torch.zeros_like(begin)
-    for kind, (starts, counts) in counted.items():
-        count, (first, number) = counts[lead, tile], places[kind]
-        from_, to = within(begin, before, count), within(end, before, count)
-        words[first], words[number] = starts[lead, tile] + from_, to - from_
-        before = before + count
+    counted: Counted, places: Mapping[str, tuple[int, int]], row: Tensor, ranges: Ranges | None
+) -> dict[int, Tensor]:
+    """The words that say what ranges of rows list: of each kind the first entry, and how many.
+
+    Args:
+        row: (n,), counted over all lists; ranges: of them, None for whole rows.
+    """
+    if ranges is None or not ranges.slots:
+        starts, counts = torch.stack(counted)[:, :, row]
+    else:
+        before = counted.counts.cumsum(0) - counted.counts
+        starts, counts, before = torch.stack((*counted, before))[:, :, row]
+        begin = within(ranges.begin, before, counts)
+        starts, counts = starts + begin, within(ranges.end, before, counts) - begin
+    words: dict[int, Tensor] = {}
+    for (first, number), start, count in zip(places.values(), starts, counts, strict=True):
+        words |= {first: start, number: count}
     return words
 
 
@@ -300,10 +314,10 @@ def _cut_by_capacity(
     _, order = torch.sort(end - begin, descending=True, stable=True)
     if parts == 1:
         merges = torch.zeros((1, MERGE), dtype=torch.int32, device=at.device)
-        return Ranges(shape, row[order], begin[order], end[order], torch.full_like(row, -1), merges, 0)
+        return Ranges(shape, row[order], begin[order], end[order], torch.full_like(row, -1), merges, 0, known=False)
     every = torch.arange(len(lengths), device=at.device)
     merges = filled(place_words(every, shape, every * parts) | {PartMerge.COUNT: torch.full_like(every, parts)}, MERGE)
-    return Ranges(shape, row[order], begin[order], end[order], at[order], merges, len(at))
+    return Ranges(shape, row[order], begin[order], end[order], at[order], merges, len(at), known=False)
 
 
 def most_listed(walk: Walk | GatherWalk) -> int | None:
@@ -314,17 +328,25 @@ def most_listed(walk: Walk | GatherWalk) -> int | None:
     return min(-(-walk.columns // walk.block_columns), entries)
 
 
-def place_words(row: Tensor, shape: tuple[int, int, int], slot: Tensor) -> dict[int, Any]:
-    """The words of items, and of merges, that say where rows are. `shape`: batch elements, heads, tiles."""
-    _, heads, tiles = shape
-    return {
-        RowItem.BATCH: row // (heads * tiles), RowItem.HEAD: row // tiles % heads, RowItem.TILE: row % tiles,
-        RowItem.SLOT: slot,
-    }  # fmt: skip
+def place_words(row: Tensor, shape: tuple[int, int, int], slot: Tensor) -> dict[int, Tensor]:
+    """The words of items, and of merges, that say where rows are, but for those that are 0 everywhere.
+
+    Args:
+        shape: batch elements, heads, tiles.
+    """
+    batches, heads, tiles = shape
+    words: dict[int, Tensor] = {RowItem.SLOT: slot}
+    if batches * heads > 1:
+        lead = row // tiles if tiles > 1 else row
+        words[RowItem.BATCH] = lead // heads if heads > 1 else lead
+        words |= {RowItem.HEAD: lead % heads} if heads > 1 else {}
+    if tiles > 1:
+        words[RowItem.TILE] = row % tiles if batches * heads > 1 else row
+    return words
 
 
 def for_every_head(
-    words: dict[int, Any], ranges: Ranges, copies: int, heads: int, blocks: int, device: Any,
+    words: dict[int, Tensor], ranges: Ranges, copies: int, heads: int, blocks: int, device: Any,
     segments: Tensor | None = None,
 ) -> Work:  # fmt: skip
     """Items and merges of every head, in the order in which blocks draw them, from those of lists that heads share.
@@ -342,40 +364,46 @@ def for_every_head(
     lengths: Tensor = ranges.end - ranges.begin
     n, (batches, of_one, _) = len(lengths), ranges.shape
     items = filled(place_words(ranges.row, ranges.shape, ranges.slot) | words, ITEM)
-    place = torch.arange(n * copies, device=items.device)
-    at, copy = place % n, place // n
-    every = _copied(items[at], copy, ranges.slots, heads)
-    size = lengths
-    if len(every) > ROUNDS * blocks:
-        size = (lengths / lengths[n // 2].clamp(min=1)).clamp(min=2**-20).log2().long()  # towards zero
-        fits = lengths[0] * batches * of_one * blocks <= SLACK * lengths.sum()
-        size = torch.where(fits, size.clamp(max=0), size)
-    order = torch.argsort(
-        (every[:, RowItem.BATCH].long() << 20) + every[:, RowItem.HEAD] - (size[at] << 40), stable=True
-    )
+    if ranges.known or n * copies > blocks:
+        size = lengths.long()
+        if n * copies > ROUNDS * blocks:
+            size = (lengths / lengths[n // 2].clamp(min=1)).clamp(min=2**-20).log2().int()  # towards zero
+            fits = lengths[0].long() * (batches * of_one * blocks) <= SLACK * lengths.sum()
+            size = torch.where(fits, size.clamp(max=0), size)
+        # Heads of all batch elements in order, of each size: 32 bits hold it where there are few sizes.
+        every_head, of_batch = batches * of_one * copies, of_one * heads
+        of_row = items[:n, RowItem.BATCH] * of_batch + items[:n, RowItem.HEAD] - size * every_head
+        copy = torch.arange(copies, device=items.device, dtype=size.dtype)
+        of_copy = copy // heads * of_batch + copy % heads if copies > heads else copy
+        order = torch.argsort((of_row + of_copy[:, None]).flatten(), stable=True)
+    else:  # blocks draw all of them at the same time
+        order = torch.arange(n * copies, device=items.device)
+    every = _copied(items[order % n], order // n, copies, ranges.slots, heads) if copies > 1 else items[order]
     merges = ranges.merges
-    if ranges.slots:
+    if ranges.slots and copies > 1:
         copy = torch.arange(copies * len(merges), device=merges.device) // len(merges)
-        merges = _copied(merges.repeat(copies, 1), copy, ranges.slots, heads)
+        merges = _copied(merges.repeat(copies, 1), copy, copies, ranges.slots, heads)
     segments = None if segments is None else segments.to(device)
-    return Work(every[order].to(device), merges.to(device), ranges.slots * copies, segments)
+    return Work(every.to(device), merges.to(device), ranges.slots * copies, segments)
 
 
-def _copied(rows: Tensor, copy: Tensor, slots: int, heads: int) -> Tensor:
+def _copied(rows: Tensor, copy: Tensor, copies: int, slots: int, heads: int) -> Tensor:
     """Items or merges, which have these words alike, with the batch element, the head and the slots of their copies."""
-    rows[:, RowItem.BATCH] += copy // heads
-    rows[:, RowItem.HEAD] += copy % heads
-    rows[:, RowItem.SLOT] += torch.where(rows[:, RowItem.SLOT] < 0, 0, copy * slots)
+    if copies > heads:
+        rows[:, RowItem.BATCH] += copy // heads
+    rows[:, RowItem.HEAD] += copy % heads if copies > heads else copy
+    if slots:
+        rows[:, RowItem.SLOT] += torch.where(rows[:, RowItem.SLOT] < 0, 0, copy * slots)
     return rows
 
 
-def filled(words: dict[int, Any], width: int) -> Tensor:
-    """Rows (n, width) int32 with some words written, of which the first is a tensor; one row of zeros where n is 0."""
+def filled(words: Mapping[int, Tensor], width: int) -> Tensor:
+    """Rows (n, width) int32 with some words written, the others 0; one row of zeros where n is 0."""
     known = next(iter(words.values()))
-    rows = torch.zeros((max(1, len(known)), width), dtype=torch.int32, device=known.device)
-    for word, value in words.items():
-        rows[: len(known), word] = value
-    return rows
+    if not len(known):
+        return torch.zeros((1, width), dtype=torch.int32, device=known.device)
+    nothing = torch.zeros_like(known)
+    return torch.stack([words.get(word, nothing) for word in range(width)], 1).int()
 
 
 def _rows(x: Tensor, width: int) -> Tensor:

@@ -1,0 +1,11 @@
+"""Layouts made from arrays on their own device, by operations that every array framework has (`arrays.Arrays`).
+
+Nothing here imports a framework, and nothing reads a value back: the functions run while a graph is captured, and are
+traced as a whole. Every size follows from shapes, so lists are padded to what they can hold at most.
+"""
+
+from gossamer.layouts.device.arrays import Arrays, Sorted
+from gossamer.layouts.device.block_lists import block_list_layout
+from gossamer.layouts.device.intervals import interval_layout
+
+__all__ = ["Arrays", "Sorted", "block_list_layout", "interval_layout"]

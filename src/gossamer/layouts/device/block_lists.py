@@ -1,0 +1,228 @@
+"""The layout of lists of key blocks, one for each block of queries, and perhaps of an interval of keys for each query.
+
+The lists are data: unsorted, with repeated and missing entries.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from gossamer.layouts.base import Array
+from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.device.arrays import Arrays
+from gossamer.layouts.device.walks import (
+    FIRST,
+    Bounds,
+    all_kept,
+    check_blocks,
+    check_capacity,
+    check_sizes,
+    fill_tiles,
+    transposed,
+    without_bits,
+)
+from gossamer.layouts.walk import TileList, Walk
+
+
+def block_list_layout(
+    indices: Array, counts: Array | None, lo: Array | None, hi: Array | None, Q: int, K: int, *, block: int, xp: Arrays,
+    transpose: bool = True,
+) -> BlockLayout:  # fmt: skip
+    """The layout in which a query keeps the keys of the blocks that its block lists.
+
+    With `lo` and `hi` only those keys j of them with lo[r] <= j < hi[r]. Values are not checked: they are on the
+    device. Tiles in which nothing is kept are not listed. `lo` and `hi` may be arrays of the layout, and are not to be
+    written to as long as it is used.
+
+    Args:
+        indices: (Bl, Hl, T, n) int32 or int64, T = ceil(Q / block): numbers of key blocks in any order. Those that are
+            repeated count once, and those outside [0, ceil(K / block)), as -1 is, not at all.
+        counts: (Bl, Hl, T), how many of each list are read, from its first; None for all.
+        lo, hi: (bl, hl, Q) int32, bl 1 or Bl, hl 1 or Hl, as those of `interval_layout`; both None for all keys.
+        Q, K: the numbers of queries and keys.
+        block: edge of a tile in both directions, a multiple of 32.
+        xp: the array framework's operations.
+        transpose: with the transpose, which gradients need.
+
+    Raises:
+        ValueError: shapes or the block edge are wrong, or there may be more tiles than int32 addresses.
+    """
+    _check(indices, counts, lo, hi, Q, K, block)
+    Bl, Hl, T, n = indices.shape
+    if not n:  # a list with room for one tile that is not there: no step below is made for none
+        indices = xp.full((Bl, Hl, T, 1), -1, indices)
+    bounds = None if lo is None or hi is None else Bounds(xp.int32(lo), xp.int32(hi))
+    tiles = _tiles(Q, K, block, bounds, xp)
+    codes = _codes(indices, counts, tiles, bounds, xp)
+    rows = _rows(codes, tiles, _bounds_of(bounds, (Bl, Hl, Q), K, block, xp, codes), xp)
+    if not transpose:
+        return BlockLayout(rows)
+    of_columns = None if bounds is None else transposed(bounds, K, xp)
+    columns = _columns(codes, tiles, _bounds_of(of_columns, (Bl, Hl, K), Q, block, xp, codes), xp)
+    return BlockLayout(rows, _transpose=[columns])
+
+
+def _check(
+    indices: Array, counts: Array | None, lo: Array | None, hi: Array | None, Q: int, K: int, block: int
+) -> None:
+    """Raise ValueError for shapes that do not fit, or a block edge that no layout has."""
+    check_blocks(block=block)
+    check_sizes(Q=Q, K=K)
+    T, C = -(-Q // block), -(-K // block)
+    shape = tuple(indices.shape)
+    Bl, Hl, tiles, n = shape if len(shape) == 4 else (0, 0, 0, 0)
+    if tiles != T or not Bl or not Hl:
+        raise ValueError(f"indices must be of shape (Bl, Hl, T, n), T = ceil(Q / block) = {T}; got {shape}")
+    if counts is not None and tuple(counts.shape) != (Bl, Hl, T):
+        raise ValueError(f"counts must be of shape (Bl, Hl, T) = {(Bl, Hl, T)}; got {tuple(counts.shape)}")
+    if (lo is None) != (hi is None):
+        raise ValueError("lo and hi must both be given, or neither")
+    for name, x in (("lo", lo), ("hi", hi)):
+        found = None if x is None else tuple(x.shape)
+        if found is not None and found not in {(bl, hl, Q) for bl in (1, Bl) for hl in (1, Hl)}:
+            raise ValueError(f"{name} must be of shape (1 or Bl, 1 or Hl, Q) = {(Bl, Hl, Q)}; got {found}")
+    if lo is not None and hi is not None and tuple(lo.shape) != tuple(hi.shape):
+        raise ValueError(f"lo and hi must be of one shape; got {tuple(lo.shape)} and {tuple(hi.shape)}")
+    check_capacity(max(Bl * Hl * T * max(n, 1), 2 * Bl * Hl * C + 1))
+
+
+def _bounds_of(
+    bounds: Bounds | None, shape: tuple[int, int, int], columns: int, block: int, xp: Arrays, like: Array
+) -> Bounds | None:
+    """The bounds of every head; None where none are given, and whole tiles fit."""
+    if bounds is not None:
+        return Bounds(xp.broadcast_to(bounds.lo, shape), xp.broadcast_to(bounds.hi, shape))
+    return Bounds(xp.full(shape, 0, like), xp.full(shape, columns, like)) if columns % block else None
+
+
+class _Span(NamedTuple):
+    """Key blocks from `first` to before `behind`, of each block of queries (bl, hl, T, 1)."""
+
+    first: Array
+    behind: Array
+
+
+class _Tiles(NamedTuple):
+    """What is known of the tiles before their lists are read."""
+
+    Q: int
+    K: int
+    block: int
+    keeps_all: _Span | None  # of what exists in a tile nothing is missing; None: everywhere
+
+    @property
+    def T(self) -> int:
+        return -(-self.Q // self.block)
+
+    @property
+    def C(self) -> int:
+        return -(-self.K // self.block)
+
+    def all_kept(self, column: Array) -> Array | None:
+        """Whether a tile of a block of queries (bl, hl, T, n) keeps all that exists in it; None: it does."""
+        if self.keeps_all is None:
+            return None
+        return (column >= self.keeps_all.first) & (column < self.keeps_all.behind)
+
+
+def _tiles(Q: int, K: int, block: int, bounds: Bounds | None, xp: Arrays) -> _Tiles:
+    if bounds is None:
+        return _Tiles(Q, K, block, None)
+    *lead, _ = bounds.lo.shape
+    tiles = Bounds(*(x.reshape(*lead, -(-Q // block), block) for x in fill_tiles(bounds, block, xp)))
+    first, behind = all_kept(tiles, block)
+    if K % block:  # the last block ends with the last key
+        behind = xp.fill(behind, tiles.hi[..., FIRST] >= K, -(-K // block))
+    return _Tiles(Q, K, block, _Span(first[..., None], behind[..., None]))
+
+
+def _codes(indices: Array, counts: Array | None, tiles: _Tiles, bounds: Bounds | None, xp: Arrays) -> Array:
+    """The lists (Bl, Hl, T, n), each ascending and without repetition.
+
+    Key block c is c where it is a full tile and C + c where it is an interval tile; 2 C fills the rest.
+    """
+    *_, n = indices.shape
+    C = tiles.C
+    ignored = (indices < 0) | (indices >= C)
+    if counts is not None:
+        ignored = ignored | (xp.arange(n, counts) >= counts[..., None])
+    column = xp.int32(xp.fill(indices, ignored, 0))
+    full, code = tiles.all_kept(column), column
+    if tiles.K % tiles.block:  # a tile that reaches past the last key is never full
+        inside = column < C - 1
+        full = inside if full is None else full & inside
+    if full is not None:
+        code = xp.where(full, column, column + C)
+    if bounds is not None:
+        ignored = ignored | _none_kept(column, tiles, bounds, xp)
+    code = xp.sort(xp.fill(code, ignored, 2 * C))
+    if n > 1:
+        *lead, _ = code.shape
+        before = xp.concatenate([xp.full((*lead, 1), -1, code), code[..., : n - 1]])
+        code = xp.sort(xp.fill(code, code == before, 2 * C))
+    return code
+
+
+def _none_kept(column: Array, tiles: _Tiles, bounds: Bounds, xp: Arrays) -> Array:
+    """Whether no query of its block keeps a key of each listed block.
+
+    Of queries that keep anything those that reach a key block follow one another: from the first that ends behind its
+    first key, to the last that begins before its end. Counted by how many before them keep anything.
+    """
+    Bl, Hl, T, n = column.shape
+    *lead, _ = bounds.lo.shape
+    C, block = tiles.C, tiles.block
+    before = xp.concatenate([xp.full((*lead, 1), 0, bounds.lo), xp.cumsum(bounds.hi > bounds.lo)])
+    begin, end = before[..., : tiles.Q : block], before[..., block::block]
+    if tiles.Q % block:
+        end = xp.concatenate([end, before[..., tiles.Q :]])
+    edge = xp.broadcast_to(xp.arange(C, column) * block, (*lead, C))
+    from_ = xp.take(before, xp.searchsorted(bounds.hi, edge, right=True))
+    to = xp.take(before, xp.searchsorted(bounds.lo, edge + block))
+    lists = math.prod(lead)
+    if lists > 1:  # the bounds of the head of each entry
+        column = column + (xp.arange(lists, column) * C).reshape(*lead, 1, 1)
+    at = column.reshape(-1)
+    from_, to = (xp.take(x.reshape(-1), at).reshape(Bl, Hl, T, n) for x in (from_, to))
+    return xp.minimum(to, end[..., None]) <= xp.maximum(from_, begin[..., None])
+
+
+def _rows(codes: Array, tiles: _Tiles, bounds: Bounds | None, xp: Arrays) -> Walk:
+    """Every list has room for all of its entries; the interval tiles follow the full ones."""
+    Bl, Hl, T, n = codes.shape
+    starts = (xp.arange(Bl * Hl * T, codes) * n).reshape(Bl, Hl, T)
+    indices = (codes % tiles.C).reshape(-1)
+    count = xp.total(codes < tiles.C)
+    interval = None
+    if bounds is not None:
+        interval = TileList(starts + count, xp.total(codes < 2 * tiles.C) - count, indices)
+    full = TileList(starts, count, indices)
+    return without_bits(tiles.Q, tiles.K, tiles.block, tiles.block, full, interval, bounds, xp)
+
+
+def _columns(codes: Array, tiles: _Tiles, bounds: Bounds | None, xp: Arrays) -> Walk:
+    """The transpose: entries by head and key block, the full tiles of all heads before the interval tiles."""
+    Bl, Hl, T, n = codes.shape
+    C, block = tiles.C, tiles.block
+    lists = Bl * Hl * C
+    kinds = 1 if bounds is None else 2
+    column = codes % C
+    code = column + (xp.arange(Bl * Hl, codes) * C).reshape(Bl, Hl, 1, 1)
+    if bounds is not None:
+        full = tiles.all_kept(column)
+        if tiles.Q % block:  # a tile that reaches past the last query is never full here
+            inside = (xp.arange(T, codes) < T - 1)[:, None]
+            full = inside if full is None else full & inside
+        if full is not None:
+            code = xp.where(full, code, code + lists)
+    found = xp.stable_sort(xp.fill(code, codes >= 2 * C, kinds * lists).reshape(-1))
+    edges = xp.searchsorted(found.values, xp.arange(kinds * lists + 1, codes))
+    starts, counts = edges[:-1], edges[1:] - edges[:-1]
+    indices = xp.int32(found.places // n % T)
+    shape = (Bl, Hl, C)
+    full_tiles = TileList(starts[:lists].reshape(shape), counts[:lists].reshape(shape), indices)
+    interval = None
+    if bounds is not None:
+        interval = TileList(starts[lists:].reshape(shape), counts[lists:].reshape(shape), indices)
+    return without_bits(tiles.K, tiles.Q, block, block, full_tiles, interval, bounds, xp)

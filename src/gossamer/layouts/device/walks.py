@@ -1,0 +1,86 @@
+"""What builders on a device share: walks without bits, tiles of rows, the queries of a key, and checks of sizes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gossamer.layouts.base import Array
+from gossamer.layouts.device.arrays import Arrays
+from gossamer.layouts.walk import TileList, Walk
+from gossamer.patterns.grid import WORD
+from gossamer.patterns.validate import show
+
+FIRST = 0  # row of a tile
+MOST_POSITIONS = 2**31 - 2**16  # the end of the tile that holds the last one is an int32 too
+
+
+class Bounds(NamedTuple):
+    """Row r keeps [lo[r], hi[r]), which do not decrease along rows; lo == hi where it keeps nothing."""
+
+    lo: Array  # (..., rows) int32
+    hi: Array
+
+
+def without_bits(
+    rows: int, columns: int, block_rows: int, block_columns: int, full: TileList, interval: TileList | None,
+    bounds: Bounds | None, xp: Arrays,
+) -> Walk:  # fmt: skip
+    """A walk of full and interval tiles; without bounds where no interval tile can be, which has no padding either."""
+    nothing = xp.full(full.counts.shape, 0, full.counts)
+    none = TileList(nothing, nothing, xp.full((0,), 0, nothing))
+    if bounds is None or interval is None:  # kernels read row bounds where an interval list has entries
+        interval, bounds = none, Bounds(*[xp.full((1, 1, 0), 0, nothing)] * 2)
+    return Walk(
+        rows, columns, block_rows, block_columns, full=full, interval=interval, bits=none, lo=bounds.lo, hi=bounds.hi,
+        pool_index=none.indices, pool=xp.full((0, block_rows, block_columns // WORD), 0, nothing),
+    )  # fmt: skip
+
+
+def transposed(bounds: Bounds, columns: int, xp: Arrays) -> Bounds:
+    """The rows that keep each column: an interval too, since neither bound decreases along rows."""
+    *lead, _ = bounds.lo.shape
+    column = xp.broadcast_to(xp.arange(columns, bounds.lo), (*lead, columns))
+    return Bounds(xp.searchsorted(bounds.hi, column, right=True), xp.searchsorted(bounds.lo, column, right=True))
+
+
+def fill_tiles(bounds: Bounds, block: int, xp: Arrays) -> Bounds:
+    """Rows (..., n) up to whole tiles (..., T * block): by the last one, which adds nothing to what a tile keeps."""
+    *lead, n = bounds.lo.shape
+    if n % block == 0:
+        return bounds
+    lo, hi = (xp.concatenate([x, xp.broadcast_to(x[..., n - 1 :], (*lead, -n % block))]) for x in bounds)
+    return Bounds(lo, hi)
+
+
+class AllKept(NamedTuple):
+    """Of each tile of rows the tiles of columns of which all rows keep everything, the last one's edge not counted."""
+
+    first: Array  # (..., T) int32
+    behind: Array  # (..., T) int32; not over `first` where there are none
+
+
+def all_kept(tiles: Bounds, block_columns: int) -> AllKept:
+    """From bounds in tiles (..., T, block_rows): the last row begins and the first one ends within them."""
+    *_, block_rows = tiles.lo.shape
+    last = tiles.lo[..., block_rows - 1]
+    return AllKept((last + (block_columns - 1)) // block_columns, tiles.hi[..., FIRST] // block_columns)
+
+
+def check_blocks(**blocks: int) -> None:
+    """Raise ValueError unless every block edge is a positive multiple of 32."""
+    for name, block in blocks.items():
+        if isinstance(block, bool) or not isinstance(block, int) or block < WORD or block % WORD:
+            raise ValueError(f"{name} must be a positive multiple of {WORD}, got {show(block)}")
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise ValueError unless every number of positions is at least 1, and all of them are int32."""
+    for name, n in sizes.items():
+        if not 1 <= n <= MOST_POSITIONS:
+            raise ValueError(f"{name} must be from 1 to 2**31 - 2**16, got {n}")
+
+
+def check_capacity(listed: int) -> None:
+    """Raise ValueError where int32 would not address as many entries as there may be."""
+    if listed >= 2**31:
+        raise ValueError(f"the layout may list {listed} tiles; at most {2**31 - 1} can be addressed")

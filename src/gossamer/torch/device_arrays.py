@@ -1,0 +1,79 @@
+"""torch's operations for `gossamer.layouts.device`: the functions of this module are an `Arrays`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gossamer.layouts.device.arrays import Sorted
+
+
+def arange(n: int, like: Tensor) -> Tensor:
+    return torch.arange(n, dtype=torch.int32, device=like.device)
+
+
+def full(shape: tuple[int, ...], value: int, like: Tensor) -> Tensor:
+    return torch.full(shape, value, dtype=torch.int32, device=like.device)
+
+
+def int32(x: Tensor) -> Tensor:
+    return x.to(torch.int32)
+
+
+def broadcast_to(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return x.expand(shape).contiguous()
+
+
+def where(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return torch.where(condition, x, y)
+
+
+def fill(x: Tensor, condition: Tensor, value: int) -> Tensor:
+    return x.masked_fill(condition, value)  # `torch.where` would copy the number to the device
+
+
+def minimum(x: Tensor, y: Tensor) -> Tensor:
+    return torch.minimum(x, y)
+
+
+def maximum(x: Tensor, y: Tensor) -> Tensor:
+    return torch.maximum(x, y)
+
+
+def at_least(x: Tensor, low: int) -> Tensor:
+    return x.clamp(min=low)
+
+
+def total(x: Tensor) -> Tensor:
+    return x.sum(-1, dtype=torch.int32)
+
+
+def cumsum(x: Tensor) -> Tensor:
+    return x.cumsum(-1, dtype=torch.int32)
+
+
+def cummax(x: Tensor) -> Tensor:
+    return x.cummax(-1).values
+
+
+def sort(x: Tensor) -> Tensor:
+    return x.sort(-1).values
+
+
+def stable_sort(x: Tensor) -> Sorted:
+    found = torch.sort(x, stable=True)
+    return Sorted(found.values, found.indices)
+
+
+def searchsorted(ordered: Tensor, x: Tensor, right: bool = False) -> Tensor:
+    return torch.searchsorted(ordered.contiguous(), x.contiguous(), out_int32=True, right=right)
+
+
+def take(x: Tensor, places: Tensor) -> Tensor:
+    if x.ndim == 1:  # which takes places of 32 bits as they are
+        return x.index_select(0, places)
+    return x.gather(-1, places.long())
+
+
+def concatenate(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts, -1)

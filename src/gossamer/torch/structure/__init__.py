@@ -1,0 +1,8 @@
+"""Structure made on the device: what is attended, told by tensors, becomes a layout by operations of torch.
+
+Nothing is read back to the host: data may change from call to call in a compiled function and in a captured graph.
+"""
+
+from gossamer.torch.structure.kinds import BlockIndices, DocumentIds, Structure
+
+__all__ = ["BlockIndices", "DocumentIds", "Structure"]

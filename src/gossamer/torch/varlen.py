@@ -1,0 +1,108 @@
+"""`varlen`: sequences packed behind one another, whose lengths are tensors on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from gossamer.patterns import Pattern
+from gossamer.torch.api import attention
+from gossamer.torch.request import differentiable
+from gossamer.torch.structure.kinds import INTEGERS, Sequences, check_edges, rule_of
+from gossamer.torch.validate import describe
+
+
+def varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None = None,
+    max_q: int | None = None,
+    max_k: int | None = None,
+    pattern: Pattern | None = None,
+    *,
+    seqused_k: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention within sequences that are packed behind one another, each with its own lengths; differentiable.
+
+    Arguments have the names of `torch.nn.attention.varlen.varlen_attn`. Sequence n has the query rows
+    [cu_seq_q[n], cu_seq_q[n + 1]) and the keys [cu_seq_k[n], cu_seq_k[n + 1]), aligned at the end: row r of Lq, of a
+    sequence with Lk keys, is at position r + Lk - Lq among them, so that with `Causal()` the last row sees all keys.
+    Rows that see nothing give 0, and so do those behind the last sequence. The structure is made on the device in each
+    call: lengths may change in a compiled function and in a captured graph.
+
+    Args:
+        q: (T, H, D), the queries of all sequences.
+        k: (S, G, D), their keys, H a multiple of G.
+        v: (S, G, E).
+        cu_seq_q: (sequences + 1,) integers on q's device, non-decreasing (not checked: an entry that is less than one
+            before it counts as that).
+        cu_seq_k: (sequences + 1,) likewise; None is cu_seq_q.
+        max_q: not used; sizes are those of q.
+        max_k: not used; sizes are those of k.
+        pattern: Dense, Causal, Local, a SlidingWindow without sinks, or any `&` of them; None is every key of the
+            sequence.
+        seqused_k: (sequences,) integers: of each sequence only so many keys are there, from its first one on. Lk is
+            then this number, where it is less than the room of the sequence.
+        scale: as in `attention`, and so are `softcap` and `sink_logits`.
+        out: (T, H, E) of q's dtype, into which the result is copied; without gradients only.
+        return_lse: also return lse (H, T).
+
+    Returns:
+        out (T, H, E) in q's dtype; with lse (H, T) if asked for.
+
+    Raises:
+        ValueError: an argument is wrong; `Unsupported` where the pattern does not go by positions alone.
+
+    Examples:
+        >>> q, k, v = torch.randn(7, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
+        >>> cu_q, cu_k = torch.tensor([0, 2, 7]), torch.tensor([0, 4, 9])
+        >>> out, lse = gs.varlen(q, k, v, cu_q, cu_k, pattern=gs.Causal(), return_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([7, 4, 8]), torch.Size([4, 7]))
+        >>> first = gs.attention(q[:2], k[:4], v[:4], gs.Causal(), layout="bshd")
+        >>> torch.allclose(out[:2], first, atol=1e-6)
+        True
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3:
+            raise ValueError(f"{name} must be a tensor (positions, heads, size) of packed sequences; got {describe(x)}")
+    cu_seq_k = cu_seq_q if cu_seq_k is None else cu_seq_k
+    check_edges("cu_seq_q", cu_seq_q, least=2)
+    check_edges("cu_seq_k", cu_seq_k, least=2)
+    if len(cu_seq_q) != len(cu_seq_k):
+        raise ValueError(
+            f"cu_seq_q and cu_seq_k must tell of as many sequences; got {describe(cu_seq_q)} and {describe(cu_seq_k)}"
+        )
+    if seqused_k is not None:
+        right = isinstance(seqused_k, Tensor) and seqused_k.dtype in INTEGERS
+        if not right or seqused_k.shape != (len(cu_seq_k) - 1,):
+            raise ValueError(
+                f"seqused_k must be integers of shape ({len(cu_seq_k) - 1},), one for each sequence; "
+                f"got {describe(seqused_k)}"
+            )
+    if out is not None:
+        check_out(out, q, v)
+        if differentiable(q, k, v, sink_logits):
+            raise ValueError("out must be None where a gradient is asked for; call it under torch.no_grad()")
+    sequences = Sequences(cu_seq_q, cu_seq_k, seqused_k, rule_of(pattern))
+    found, lse = attention(
+        q, k, v, sequences, scale=scale, softcap=softcap, sink_logits=sink_logits, return_lse=True, layout="bshd"
+    )
+    if out is not None:
+        found = out.copy_(found)
+    return (found, lse) if return_lse else found
+
+
+def check_out(out: Any, q: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless results can be written to `out`."""
+    shape = (*q.shape[:2], v.shape[2])
+    if not isinstance(out, Tensor) or out.shape != shape or out.dtype != q.dtype or out.device != q.device:
+        raise ValueError(f"out must be a tensor {shape} of {q.dtype} on {q.device}; got {describe(out)}")

@@ -1,0 +1,125 @@
+"""`varlen` against its definition: each sequence by itself, by loops over pairs and a dense softmax in float64."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+import gossamer as gs
+from tests.torch.test_device_structure import RULES, check, dense, extremes, integers, tensors
+
+
+def packed(draw: random.Random, most: int) -> list[int]:
+    """Edges of sequences, some of them empty."""
+    return [0, *accumulate(draw.choice([0, 1, draw.randint(0, most), draw.randint(0, most)]) for _ in range(4))]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_sequences(seed: int) -> None:
+    draw = random.Random(seed)
+    pattern, keep = RULES[draw.choice(list(RULES))]
+    most = draw.choice([3, 40])
+    cu_q = packed(draw, most)
+    cu_k = cu_q if draw.random() < 0.3 else packed(draw, most)
+    behind = draw.choice([0, 1, 9])  # rows and keys of no sequence
+    T, S = max(1, cu_q[-1] + behind), max(1, cu_k[-1] + (behind if cu_k is cu_q else draw.choice([0, 5])))
+    if cu_k is cu_q:
+        S = T
+    used = [draw.choice([end - first, draw.randint(0, end - first), extremes(draw, S)])
+            for first, end in pairwise(cu_k)]  # fmt: skip
+    with_used = draw.random() < 0.5
+    mask = np.zeros((1, 1, T, S), dtype=bool)
+    for n, first in enumerate(cu_k[:-1]):
+        Lk, Lq = cu_k[n + 1] - first, cu_q[n + 1] - cu_q[n]
+        Lk = max(0, min(Lk, used[n])) if with_used else Lk
+        for r in range(Lq):
+            for j in range(Lk):
+                mask[0, 0, cu_q[n] + r, first + j] = keep(r + Lk - Lq, j)
+    G, times = draw.choice([1, 2]), draw.choice([1, 3])
+    inputs = tensors((1, G * times, T, 4), (1, G, S, 4), (1, G, S, 6), seed=seed)
+    terms: dict[str, Any] = {"softcap": draw.choice([None, 2.0]), "scale": draw.choice([None, 0.7])}
+    if draw.random() < 0.5:
+        inputs += tensors((G * times,), seed=seed + 1)
+    edges_q, edges_k = integers(cu_q, draw), None if cu_k is cu_q else integers(cu_k, draw)
+    lengths = integers(used, draw) if with_used else None
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        turned = [x[0].transpose(0, 1) for x in (q, k, v)]
+        out, lse = gs.varlen(
+            *turned, edges_q, edges_k, 7, 7, pattern, seqused_k=lengths, sink_logits=sinks, return_lse=True, **terms
+        )
+        assert out.shape == (T, G * times, 6) and lse.shape == (G * times, T)
+        return out.transpose(0, 1)[None], lse[None]
+
+    check(run, inputs, mask, **terms)
+
+
+def test_out_is_written() -> None:
+    q, k, v = (x.detach() for x in tensors((6, 2, 4), (6, 1, 4), (6, 1, 3)))
+    out = torch.full((6, 2, 3), torch.nan, dtype=torch.float64)
+    cu = torch.tensor([0, 2, 5])
+    found = gs.varlen(q, k, v, cu, pattern=gs.Causal(), out=out)
+    assert found is out and torch.equal(out, gs.varlen(q, k, v, cu, pattern=gs.Causal()))
+    assert (out[5] == 0).all() and out[:5].abs().min() > 0
+
+
+def test_sequences_that_do_not_begin_at_0() -> None:
+    q, k, v = tensors((1, 1, 6, 4), (1, 1, 6, 4), (1, 1, 6, 4))
+    mask = np.zeros((6, 6), dtype=bool)
+    mask[2:5, 1:4] = True
+    found, lse = gs.varlen(
+        *(x[0].transpose(0, 1) for x in (q, k, v)), torch.tensor([2, 5]), torch.tensor([1, 4]), return_lse=True
+    )
+    wanted, other = dense(q, k, v, mask)
+    torch.testing.assert_close(found.transpose(0, 1), wanted[0])
+    torch.testing.assert_close(lse, other[0])
+
+
+def test_compiled_for_any_lengths() -> None:
+    q, k, v = tensors((20, 2, 4), (24, 1, 4), (24, 1, 4))
+    frames = CompileCounter()
+
+    def step(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
+        return gs.varlen(q, k, v, cu_q, cu_k, pattern=gs.SlidingWindow(3))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend=frames)
+    for cu_q, cu_k in (([0, 5, 20], [0, 9, 24]), ([0, 0, 3], [0, 24, 24]), ([0, 20, 20], [0, 1, 2])):
+        edges = torch.tensor(cu_q), torch.tensor(cu_k)
+        assert torch.equal(compiled(q, k, v, *edges), step(q, k, v, *edges))
+    assert frames.frame_count == 1
+
+
+x, kv, cu = torch.zeros(6, 4, 8), torch.zeros(6, 2, 8), torch.tensor([0, 2, 6])
+WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "dimensions": ((x[None], kv, kv, cu), {}, r"q must be a tensor \(positions, heads, size\) of packed"),
+    "no tensor": ((x, kv, None, cu), {}, "v must be a tensor .positions, heads, size.* got None"),
+    "edges": ((x, kv, kv, [0, 6]), {}, "cu_seq_q must be a tensor of one dimension of at least 2 ent"),
+    "edges of floats": ((x, kv, kv, cu.float()), {}, "cu_seq_q must be a tensor of one dimension of at least 2 ent"),
+    "no sequence": ((x, kv, kv, cu[:1]), {}, "cu_seq_q must be a tensor of one dimension of at least 2 entries"),
+    "other edges": ((x, kv, kv, cu, cu[None]), {}, "cu_seq_k must be a tensor of one dimension of at least 2 ent"),
+    "numbers": ((x, kv, kv, cu, cu[:2]), {}, "cu_seq_q and cu_seq_k must tell of as many sequences"),
+    "used": ((x, kv, kv, cu), {"seqused_k": cu}, r"seqused_k must be integers of shape \(2,\), one for each"),
+    "used list": ((x, kv, kv, cu), {"seqused_k": [1, 2]}, r"seqused_k must be integers of shape \(2,\)"),
+    "pattern": ((x, kv, kv, cu), {"pattern": gs.BigBird(64)}, "go by positions alone.*BigBird.* has no rule"),
+    "out": ((x, kv, kv, cu), {"out": x[:5]}, r"out must be a tensor \(6, 4, 8\) of"),
+    "out of a gradient": (
+        (x.clone().requires_grad_(), kv, kv, cu), {"out": x.clone()}, "out must be None where a gradient is asked for",
+    ),
+    "heads": ((x, x[:, :3], x[:, :3], cu), {}, "heads G that divides"),
+    "device": ((x, kv, kv, cu.to("meta")), {}, "must be on q's device, cpu; got"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors(name: str) -> None:
+    args, options, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        gs.varlen(*args, **options)
