@@ -38,6 +38,12 @@ def row_lengths(walk: Walk) -> np.ndarray:
     return sum(tiles.counts.astype(np.int64) for tiles in walk.lists.values())
 
 
+def most_listed(walk: Walk) -> int:
+    """The most tiles that a row of a walk may list, from its shapes: of arrays on a device, which are not read."""
+    entries = sum(int(tiles.indices.shape[0]) for tiles in walk.lists.values())
+    return min(-(-walk.columns // walk.block_columns), entries)
+
+
 def item_limit(listed: int, longest: int, copies: int, processors: int, limit: int | None = None) -> int:
     """The most tiles in a work item, for rows that would keep one of `processors` busy for too long.
 

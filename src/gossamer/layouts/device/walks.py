@@ -8,17 +8,11 @@ from gossamer.layouts.base import Array
 from gossamer.layouts.device.arrays import Arrays
 from gossamer.layouts.walk import TileList, Walk
 from gossamer.patterns.grid import WORD
+from gossamer.patterns.reach import Bounds
 from gossamer.patterns.validate import show
 
 FIRST = 0  # row of a tile
 MOST_POSITIONS = 2**31 - 2**16  # the end of the tile that holds the last one is an int32 too
-
-
-class Bounds(NamedTuple):
-    """Row r keeps [lo[r], hi[r]), which do not decrease along rows; lo == hi where it keeps nothing."""
-
-    lo: Array  # (..., rows) int32
-    hi: Array
 
 
 def without_bits(

@@ -19,7 +19,7 @@ from gossamer.kernels.hopper.device.row_items import ITEM, LISTS, RowItem
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout, GatherWalk
 from gossamer.layouts.walk import Walk
-from gossamer.layouts.work_list import FEWEST_TILES, row_lengths
+from gossamer.layouts.work_list import FEWEST_TILES, most_listed, row_lengths
 from gossamer.layouts.work_list import split_rows as cut
 from gossamer.memo import Memos
 
@@ -144,7 +144,7 @@ def work(layout: BlockLayout | GatherLayout, copies: int, heads: int, blocks: in
         walk = readable(layout, (layout.host or layout).rows)
         counted, (Bl, Hl), tiles = listed(walk), walk.lead, walk.tiles
         few = isinstance(walk, Walk) and walk.rows * FEW <= walk.block_rows
-        lengths, most = counted.lengths, most_listed(walk)
+        lengths, most = counted.lengths, most_listed(walk) if isinstance(walk, Walk) else None
         ranges = cut_rows(walk, lengths, (Bl, Hl, tiles), copies, blocks, split, few, most)
         words: dict[int, Tensor] = {RowItem.VALID: torch.ones_like(ranges.row)}
         if Bl * Hl > 1:
@@ -318,14 +318,6 @@ def _cut_by_capacity(
     every = torch.arange(len(lengths), device=at.device)
     merges = filled(place_words(every, shape, every * parts) | {PartMerge.COUNT: torch.full_like(every, parts)}, MERGE)
     return Ranges(shape, row[order], begin[order], end[order], at[order], merges, len(at), known=False)
-
-
-def most_listed(walk: Walk | GatherWalk) -> int | None:
-    """The most tiles that a row of a block walk may list, from its shapes."""
-    if isinstance(walk, GatherWalk):
-        return None
-    entries = sum(int(tiles.indices.shape[0]) for tiles in walk.lists.values())
-    return min(-(-walk.columns // walk.block_columns), entries)
 
 
 def place_words(row: Tensor, shape: tuple[int, int, int], slot: Tensor) -> dict[int, Tensor]:

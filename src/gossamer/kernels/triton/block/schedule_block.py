@@ -18,8 +18,9 @@ from torch import Tensor
 
 from gossamer.kernels.triton.split_rows import SplitRows
 from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.items import BEGIN, COUNT, END, FIRST, ITEM, LEAD, MERGE, SLOT
 from gossamer.layouts.walk import KINDS, TileList, Walk
-from gossamer.layouts.work_list import item_limit, row_lengths, work_items
+from gossamer.layouts.work_list import item_limit, most_listed, row_lengths, work_items
 from gossamer.memo import LEAST, Memo
 from gossamer.plan.problem import Problem
 
@@ -91,12 +92,12 @@ def items(
 ) -> Items | None:
     """Longest-first work items, with rows split that would keep one processor busy for too long.
 
-    None for a layout that was made on a device: its programs then take one tile row each. `limit` replaces the
+    None for most layouts that were made on a device: their programs then take one tile row each. `limit` replaces the
     automatic one of tiles in an item.
     """
     known, host = facts(layout, transposed), host_walk(layout, transposed)
     if known.listed is None or host is None:
-        return None
+        return None if transposed else _by_capacity(layout.rows, copies, processors, limit)
     most = item_limit(known.listed, known.longest, copies, processors, limit)
 
     def make() -> Items:
@@ -105,6 +106,28 @@ def items(
         return Items(listed.to(layout.device), merges.to(layout.device), made.slots)
 
     return known.items.get_or_make(most, make)
+
+
+def _by_capacity(walk: Walk, copies: int, processors: int, limit: int | None) -> Items | None:
+    """Items of the rows of one tile, as a step of decoding has them, whose lists only the device knows.
+
+    Each has as many equal parts as the longest list that there may be: a short row has short parts, and empty ones.
+    """
+    Bl, Hl = walk.lead
+    rows, most = Bl * Hl, most_listed(walk)
+    parts = -(-most // item_limit(rows * most, most, copies, processors, limit)) if most else 1
+    if walk.tiles > 1 or parts == 1:
+        return None
+    lengths = torch.stack([tiles.counts.reshape(-1) for tiles in walk.lists.values()]).sum(0)
+    at = torch.arange(rows * parts, device=lengths.device)
+    row, part = at // parts, at % parts
+    fields = {LEAD: row, BEGIN: part * lengths[row] // parts, END: (part + 1) * lengths[row] // parts, SLOT: at}
+    merged = {LEAD: row[::parts], FIRST: at[::parts], COUNT: torch.full_like(row[::parts], parts)}
+    items, merges = (
+        torch.stack([words.get(field, torch.zeros_like(words[LEAD])) for field in range(width)], 1).int()
+        for words, width in ((fields, ITEM), (merged, MERGE))
+    )
+    return Items(items, merges, rows * parts)
 
 
 @dataclass(frozen=True)
