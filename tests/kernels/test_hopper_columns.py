@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from gossamer.kernels.hopper.schedule.columns import column_work
-from gossamer.kernels.hopper.schedule.rows import Work, lists, sharing
+from gossamer.kernels.hopper.schedule.lists import lists
+from gossamer.kernels.hopper.schedule.rows import Work, sharing
 from gossamer.layouts import from_dense
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.walk import Walk, iterate

@@ -12,7 +12,9 @@ import torch
 from gossamer.kernels.hopper.device.column_items import ColumnItem
 from gossamer.kernels.hopper.device.merges import PartMerge
 from gossamer.kernels.hopper.device.row_items import RowItem
-from gossamer.kernels.hopper.schedule.rows import START, item_limit, lists, whole_rounds, work
+from gossamer.kernels.hopper.schedule.cuts import START, item_limit, whole_rounds
+from gossamer.kernels.hopper.schedule.lists import lists
+from gossamer.kernels.hopper.schedule.rows import work
 from gossamer.layouts import from_dense
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.walk import KINDS

@@ -70,7 +70,7 @@ def test_explain_says_what_is_copied(name: str, monkeypatch: pytest.MonkeyPatch)
 )
 def test_lists_are_the_same_from_the_host_and_from_the_device(pattern: gs.Pattern, transposed: bool) -> None:
     """From the host where there is a copy, since that is complete for every stream at once."""
-    from gossamer.kernels.hopper.schedule.rows import lists
+    from gossamer.kernels.hopper.schedule.lists import lists
 
     layout = pattern.layout(700, 700, block_q=128, block_kv=128).to("cpu")
     walks = [walk.with_arrays(walk.arrays()) for walk in (layout.rows, layout.columns)]

@@ -36,7 +36,7 @@ from gossamer.patterns.handles import pattern_of, token_of
 from gossamer.plan.table import RENAMED
 from gossamer.torch.block_mask import layout_for
 from gossamer.torch.registry import constants
-from gossamer.torch.structure.kinds import Structure
+from gossamer.torch.structure.base import Structure
 from gossamer.torch.structure.make import structured
 from gossamer.torch.validate import Arguments, check_types, describe, four_dimensional, instead
 

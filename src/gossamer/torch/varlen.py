@@ -9,8 +9,9 @@ from torch import Tensor
 from gossamer.patterns import Pattern
 from gossamer.torch.api import attention
 from gossamer.torch.request import differentiable
-from gossamer.torch.structure.kinds import INTEGERS, Sequences, check_edges, rule_of
-from gossamer.torch.validate import describe
+from gossamer.torch.structure.base import check_edges, rule_of
+from gossamer.torch.structure.documents import Sequences
+from gossamer.torch.validate import INTEGERS, describe
 
 
 def varlen(

@@ -3,6 +3,8 @@
 Nothing is read back to the host: data may change from call to call in a compiled function and in a captured graph.
 """
 
-from gossamer.torch.structure.kinds import BlockIndices, DocumentIds, Structure
+from gossamer.torch.structure.base import Structure
+from gossamer.torch.structure.blocks import BlockIndices
+from gossamer.torch.structure.documents import DocumentIds
 
 __all__ = ["BlockIndices", "DocumentIds", "Structure"]

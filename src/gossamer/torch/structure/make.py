@@ -18,7 +18,7 @@ from gossamer.plan.plan import plan_of
 from gossamer.plan.problem import Problem, Unsupported
 from gossamer.torch import device_arrays
 from gossamer.torch.planning import chip_of, problem_of, remembered_layout
-from gossamer.torch.structure.kinds import Lists, Positions, Rows, Structure, narrow, rule_of
+from gossamer.torch.structure.base import Lists, Positions, Rows, Structure, narrow, rule_of
 from gossamer.torch.validate import INTEGERS, Arguments, describe, most_offset, validate, within_positions
 
 NO_TILES = (64, 64)  # for an implementation that walks none, which the plan refuses by name

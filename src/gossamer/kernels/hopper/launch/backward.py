@@ -26,7 +26,8 @@ from gossamer.kernels.hopper.launch.arguments import (
     unread,
 )  # fmt: skip
 from gossamer.kernels.hopper.schedule.columns import column_work
-from gossamer.kernels.hopper.schedule.rows import lists, sharing, work
+from gossamer.kernels.hopper.schedule.lists import lists
+from gossamer.kernels.hopper.schedule.rows import sharing, work
 from gossamer.kernels.launch import EDGE, Builder, Kernel, Operand, Prepared
 from gossamer.layouts.block import BlockLayout
 from gossamer.plan.problem import Problem

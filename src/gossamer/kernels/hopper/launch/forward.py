@@ -22,7 +22,8 @@ from gossamer.kernels.hopper.launch.arguments import (
     unread,
     whole,
 )  # fmt: skip
-from gossamer.kernels.hopper.schedule.rows import lists, sharing, work
+from gossamer.kernels.hopper.schedule.lists import lists
+from gossamer.kernels.hopper.schedule.rows import sharing, work
 from gossamer.kernels.launch import Builder, Operand, Prepared
 from gossamer.layouts.block import BlockLayout
 from gossamer.plan.problem import Problem

@@ -1,6 +1,6 @@
 """The work of the column kernels: items of key heads and their segments, in the words of `hopper.device.column_items`.
 
-Made once for a layout and kept, from the same ranges of rows as in `hopper.schedule.rows`.
+Made once for a layout and kept, cut as the rows of `hopper.schedule.rows` are.
 """
 
 from __future__ import annotations
@@ -10,16 +10,9 @@ from typing import Any
 import torch
 
 from gossamer.kernels.hopper.device.column_items import LISTS, SEGMENT, ColumnItem, Segment
-from gossamer.kernels.hopper.schedule.rows import (
-    Work,
-    cut_rows,
-    filled,
-    for_every_head,
-    list_words,
-    listed,
-    readable,
-    within,
-)  # fmt: skip
+from gossamer.kernels.hopper.schedule.cuts import cut_rows
+from gossamer.kernels.hopper.schedule.rows import Work, for_every_head, readable
+from gossamer.kernels.hopper.schedule.words import filled, list_words, listed, within
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout
 from gossamer.memo import Memos

@@ -1,0 +1,108 @@
+"""The words of items and of merges: where rows are, and what ranges of them list."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer.kernels.hopper.device.row_items import RowItem
+from gossamer.layouts.gather import GatherWalk
+from gossamer.layouts.walk import Walk
+
+
+class Ranges(NamedTuple):
+    """The rows of lists, or what long ones are cut into, in the order in which blocks are to draw them."""
+
+    shape: tuple[int, int, int]  # batch elements, heads and tiles of all rows
+    row: Tensor  # counted over them
+    begin: Tensor
+    end: Tensor
+    slot: Tensor  # of the parts, -1 where a row is not cut
+    merges: Tensor  # (m, MERGE) int32
+    slots: int
+    known: bool = True  # to the host
+
+
+class Counted(NamedTuple):
+    """What the rows of all lists hold, in tiles; of gathered columns, in steps."""
+
+    starts: Tensor  # (kinds, Bl * Hl * T): the first of each kind, counted over all lists
+    counts: Tensor
+
+    @property
+    def lengths(self) -> Tensor:
+        """Of each row, (Bl * Hl * T,)."""
+        return self.counts.sum(0, dtype=self.counts.dtype)
+
+
+def listed(walk: Walk | GatherWalk) -> Counted:
+    """Starts and counts of the kinds that kernels know, in their order."""
+
+    def of(x: Any) -> Tensor:
+        found = torch.as_tensor(x).reshape(-1)
+        return found.long() if walk.device is None else found
+
+    if isinstance(walk, GatherWalk):
+        starts, counts = of(walk.starts) // walk.width, -(-of(walk.counts) // walk.width)
+        none = torch.zeros_like(starts)
+        return Counted(torch.stack((none, none, starts)), torch.stack((none, none, counts)))
+    starts_of, base = [], 0
+    for tiles in walk.lists.values():
+        starts_of.append(of(tiles.starts) + base if base else of(tiles.starts))
+        base += len(tiles.indices)
+    return Counted(torch.stack(starts_of), torch.stack([of(tiles.counts) for tiles in walk.lists.values()]))
+
+
+def within(x: Tensor, before: Tensor, count: Tensor) -> Tensor:
+    """What of the first `x` of a row lies in a list of `count` behind `before` others."""
+    return (x - before).clamp(min=0).minimum(count)
+
+
+def list_words(
+    counted: Counted, places: Mapping[str, tuple[int, int]], row: Tensor, ranges: Ranges | None
+) -> dict[int, Tensor]:
+    """The words that say what ranges of rows list: of each kind the first entry, and how many.
+
+    Args:
+        row: (n,), counted over all lists; ranges: of them, None for whole rows.
+    """
+    if ranges is None or not ranges.slots:
+        starts, counts = torch.stack(counted)[:, :, row]
+    else:
+        before = counted.counts.cumsum(0) - counted.counts
+        starts, counts, before = torch.stack((*counted, before))[:, :, row]
+        begin = within(ranges.begin, before, counts)
+        starts, counts = starts + begin, within(ranges.end, before, counts) - begin
+    words: dict[int, Tensor] = {}
+    for (first, number), start, count in zip(places.values(), starts, counts, strict=True):
+        words |= {first: start, number: count}
+    return words
+
+
+def place_words(row: Tensor, shape: tuple[int, int, int], slot: Tensor) -> dict[int, Tensor]:
+    """The words of items, and of merges, that say where rows are, but for those that are 0 everywhere.
+
+    Args:
+        shape: batch elements, heads, tiles.
+    """
+    batches, heads, tiles = shape
+    words: dict[int, Tensor] = {RowItem.SLOT: slot}
+    if batches * heads > 1:
+        lead = row // tiles if tiles > 1 else row
+        words[RowItem.BATCH] = lead // heads if heads > 1 else lead
+        words |= {RowItem.HEAD: lead % heads} if heads > 1 else {}
+    if tiles > 1:
+        words[RowItem.TILE] = row % tiles if batches * heads > 1 else row
+    return words
+
+
+def filled(words: Mapping[int, Tensor], width: int) -> Tensor:
+    """Rows (n, width) int32 with some words written, the others 0; one row of zeros where n is 0."""
+    known = next(iter(words.values()))
+    if not len(known):
+        return torch.zeros((1, width), dtype=torch.int32, device=known.device)
+    nothing = torch.zeros_like(known)
+    return torch.stack([words.get(word, nothing) for word in range(width)], 1).int()

@@ -1,0 +1,220 @@
+"""What is attended, told by tensors on the device, and by patterns that go by positions alone: what all kinds share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from gossamer.patterns import Pattern
+from gossamer.patterns.reach import Bounds, Reach
+from gossamer.patterns.validate import show
+from gossamer.plan.problem import Unsupported
+from gossamer.torch.validate import INTEGERS, describe
+
+OF_INTEGERS = "integers: int8, uint8, int16, int32 or int64"
+
+
+class Rows(NamedTuple):
+    """The rows of a call."""
+
+    position: Tensor  # (Bl, 1, Q) int32, Bl 1 or B
+    B: int
+    H: int
+    G: int
+    Q: int
+    K: int
+
+
+class Lists(NamedTuple):
+    """The key blocks of each query block."""
+
+    indices: Tensor  # (Bl, heads, T, n) int32; heads is 1, G or H
+    counts: Tensor | None  # (Bl, heads, T) int32
+
+
+class Structure(ABC):
+    """What `attention` takes as a pattern and is told by tensors: its layout is made on their device in each call.
+
+    It joins others, and patterns of which positions are all that says what a row sees (`Dense`, `Causal`, `Local`, a
+    `SlidingWindow` without sinks, and any `&` of them), by `&`.
+    """
+
+    rule = Reach()  # of the patterns that it was joined with
+
+    @property
+    def terms(self) -> tuple[Structure, ...]:
+        """What it was joined of."""
+        return (self,)
+
+    @property
+    @abstractmethod
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that it reads."""
+
+    @property
+    @abstractmethod
+    def static(self) -> tuple[Any, ...]:
+        """What tells it from another one with the same tensors."""
+
+    @abstractmethod
+    def check(self, rows: Rows) -> None:
+        """Raise ValueError unless it fits the inputs."""
+
+    @property
+    def block(self) -> int | None:
+        """The size of the blocks that are listed; None: none are."""
+        return None
+
+    def bounds(self, rows: Rows) -> Bounds | None:
+        """The keys of each row, (Bl, 1, Q) int32, both non-decreasing and in [0, K]; None: it tells no bounds."""
+        return None
+
+    def lists(self, rows: Rows) -> Lists | None:
+        """The blocks of each query block; None: it tells none."""
+        return None
+
+    def __and__(self, other: Any) -> Structure:
+        if isinstance(other, Structure):
+            return Joined((*self.terms, *other.terms), self.rule.both(other.rule))
+        if isinstance(other, Pattern):
+            return Joined(self.terms, self.rule.both(rule_of(other)))
+        return NotImplemented
+
+    __rand__ = __and__
+
+    def __or__(self, other: Any) -> NoReturn:
+        raise Unsupported(f"{self!r} joins others by & alone; of a union give a boolean mask")
+
+    __ror__ = __or__
+
+    def __invert__(self) -> NoReturn:
+        raise Unsupported(f"{self!r} has no complement; give a boolean mask")
+
+
+class Joined(Structure):
+    """The pairs that several structures and a rule of positions keep."""
+
+    def __init__(self, terms: tuple[Structure, ...], rule: Reach) -> None:
+        if sum(term.block is not None for term in terms) > 1:
+            raise Unsupported("two BlockIndices cannot be joined by &: give the blocks that both list as one")
+        self._terms, self.rule = terms, rule
+
+    def __repr__(self) -> str:
+        return " & ".join([*map(repr, self._terms), *[str(self.rule)] * (self.rule != Reach())])
+
+    @property
+    def terms(self) -> tuple[Structure, ...]:
+        return self._terms
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(x for term in self._terms for x in term.tensors)
+
+    @property
+    def static(self) -> tuple[Any, ...]:
+        return (*(term.static for term in self._terms), self.rule)
+
+    @property
+    def block(self) -> int | None:
+        for term in self._terms:
+            if term.block is not None:
+                return term.block
+        return None
+
+    def check(self, rows: Rows) -> None:
+        for term in self._terms:
+            term.check(rows)
+
+    def bounds(self, rows: Rows) -> Bounds | None:
+        found = [both for both in [term.bounds(rows) for term in self._terms] if both is not None]
+        if self.rule != Reach():
+            found.append(self.rule.bounds(rows.position, rows.K))
+        if not found:
+            return None
+        lo, hi = found[0]
+        for more_lo, more_hi in found[1:]:
+            lo, hi = torch.maximum(lo, more_lo), torch.minimum(hi, more_hi)
+        return Bounds(lo, hi)
+
+    def lists(self, rows: Rows) -> Lists | None:
+        for term in self._terms:
+            found = term.lists(rows)
+            if found is not None:
+                return found
+        return None
+
+
+class Positions(Structure):
+    """A rule of positions alone, of rows whose positions are on the device."""
+
+    def __init__(self, rule: Reach) -> None:
+        self.rule = rule
+
+    def __repr__(self) -> str:
+        return str(self.rule)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return ()
+
+    @property
+    def static(self) -> tuple[Any, ...]:
+        return (self.rule,)
+
+    def check(self, rows: Rows) -> None:
+        """Nothing can be wrong."""
+
+    def bounds(self, rows: Rows) -> Bounds | None:
+        return self.rule.bounds(rows.position, rows.K)
+
+
+def rule_of(pattern: Any) -> Reach:
+    """The rule of positions of a pattern; of None that of every pair.
+
+    Raises:
+        Unsupported: it has none.
+    """
+    if pattern is None:
+        return Reach()
+    if isinstance(pattern, Pattern):
+        rule = pattern.device_rule()
+        if rule is not None:
+            return rule
+    what = pattern if isinstance(pattern, Pattern) else Wrong(pattern)
+    raise Unsupported(
+        f"pattern must go by positions alone where its structure is made on the device: Dense, Causal, Local, a "
+        f"SlidingWindow without sinks, or any & of them; {show(what)} has no rule there. Give a boolean mask, or "
+        "q_offset as an int and no key_starts"
+    )
+
+
+class Wrong(NamedTuple):
+    """What is no pattern, for a message."""
+
+    given: Any
+
+    def __repr__(self) -> str:
+        return describe(self.given)
+
+
+def narrow(x: Tensor, least: int, most: int) -> Tensor:
+    """Integers of any type as int32, clamped: one that int32 does not hold is not wrapped."""
+    return (x if x.dtype == torch.int64 else x.int()).clamp(least, most).int()
+
+
+def check_edges(name: str, edges: Any, least: int) -> None:
+    """Raise ValueError unless it is a vector of integers, of so many entries at least."""
+    right = isinstance(edges, Tensor) and not edges.is_nested and edges.dtype in INTEGERS
+    if not right or edges.ndim != 1 or len(edges) < least:
+        raise ValueError(
+            f"{name} must be a tensor of one dimension of at least {least} entries, {OF_INTEGERS}; "
+            f"got {describe(edges)}"
+        )
+
+
+def sorted_edges(edges: Tensor, most: int) -> Tensor:
+    """(n + 1,) int32 in [0, most], non-decreasing."""
+    return narrow(edges, 0, most).cummax(0).values.contiguous()

@@ -1,0 +1,159 @@
+"""Packed documents and sequences, whose edges are tensors on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gossamer.patterns.reach import Bounds, Reach
+from gossamer.torch.structure.base import OF_INTEGERS, Rows, Structure, check_edges, narrow, sorted_edges
+from gossamer.torch.validate import INTEGERS, describe
+
+
+class DocumentIds(Structure):
+    """Packed documents whose ids are a tensor on the device, which may change in each call: pairs of one document.
+
+    A document is a run of equal ids: an id that returns later begins another one, while those of `Document`, which is
+    made on the host, are the same. Query row r is at position r + q_offset of the ids; rows at positions outside [0, K)
+    see nothing.
+
+    `DocumentIds(ids) & Causal()` is packed causal attention. It joins by `&`, in either order, patterns that go by
+    positions alone: `Dense`, `Causal`, `Local`, a `SlidingWindow` without sinks, any `&` of them.
+
+    Args:
+        ids: (K,), or (B, K) for documents that differ by batch element; a tensor of integers on q's device.
+
+    Raises:
+        ValueError: `ids` is no such tensor; `attention` raises where it has not K positions or other batch elements.
+
+    Examples:
+        >>> q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
+        >>> ids = torch.tensor([4, 4, 4, 0, 0, 7])
+        >>> out = gs.attention(q, k, v, gs.DocumentIds(ids) & gs.Causal())
+        >>> torch.allclose(out, gs.attention(q, k, v, gs.Document(ids) & gs.Causal()), atol=1e-6)
+        True
+    """
+
+    def __init__(self, ids: Tensor) -> None:
+        if not isinstance(ids, Tensor) or ids.is_nested or ids.dtype not in INTEGERS or ids.ndim not in (1, 2):
+            raise ValueError(
+                f"ids must be a tensor (K,) or (B, K) of {OF_INTEGERS}; got {describe(ids)}"
+                f"{'' if isinstance(ids, Tensor) else '; gs.Document(ids) takes ids on the host'}"
+            )
+        self.ids, self.length = ids, ids.shape[-1]
+        self.edges: Tensor | None = None
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Tensor, length: int) -> DocumentIds:
+        """Documents [cu_seqlens[n], cu_seqlens[n + 1]) of one packed sequence; documents may be empty.
+
+        Positions before the first entry and from the last one on are in no document: they see nothing, and nothing
+        sees them. So a batch of fixed size may end with padding.
+
+        Args:
+            cu_seqlens: (documents + 1,) integers on q's device, non-decreasing (not checked: an entry that is less than
+                one before it counts as that).
+            length: positions, K.
+
+        Raises:
+            ValueError: `cu_seqlens` is no such tensor, or `length` no number of positions.
+
+        Examples:
+            >>> q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
+            >>> packed = gs.DocumentIds.from_cu_seqlens(torch.tensor([0, 2, 5]), 6)
+            >>> gs.attention(q, k, v, packed)[0, 0, 5].abs().max().item()  # in no document
+            0.0
+        """
+        check_edges("cu_seqlens", cu_seqlens, least=1)
+        if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)) or length < 1:
+            raise ValueError(f"length must be a number of positions of at least 1; got {describe(length)}")
+        made = cls(cu_seqlens)
+        made.edges, made.length = cu_seqlens, length
+        return made
+
+    def __repr__(self) -> str:
+        if self.edges is not None:
+            return f"DocumentIds.from_cu_seqlens({tuple(self.edges.shape)}, {self.length})"
+        return f"DocumentIds({tuple(self.ids.shape)})"
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.ids,)
+
+    @property
+    def static(self) -> tuple[Any, ...]:
+        return "documents", self.edges is None, self.length
+
+    def check(self, rows: Rows) -> None:
+        if self.length != rows.K:
+            raise ValueError(f"ids of DocumentIds must have K={rows.K} positions; got {self.length}")
+        if self.edges is None and self.ids.ndim == 2 and self.ids.shape[0] not in (1, rows.B):
+            raise ValueError(
+                f"ids of DocumentIds must be for B={rows.B} batch elements, or one for all; got {describe(self.ids)}"
+            )
+
+    def bounds(self, rows: Rows) -> Bounds:
+        i, K = rows.position, rows.K
+        if self.edges is not None:
+            edges = sorted_edges(self.edges, K)
+            run, last = torch.searchsorted(edges, i, right=True), len(edges) - 1
+            # Before the first entry and behind the last one both are the same entry.
+            return Bounds(edges[(run - 1).clamp(0, last)], edges[run.clamp(0, last)])
+        ids = self.ids.reshape(-1, K)
+        # The number of the document at each position: a document is where its number is.
+        number = F.pad(ids.diff() != 0, (1, 0)).cumsum(1, dtype=torch.int32)  # a difference that wraps is not 0 either
+        B = max(len(ids), len(i))
+        number, i = number.expand(B, -1).contiguous(), i.squeeze(1).expand(B, -1)
+        at = number.gather(1, i.clamp(0, K - 1).long())
+        lo, hi = (torch.searchsorted(number, at, right=right, out_int32=True) for right in (False, True))
+        outside = i.clamp(0, K)
+        here = (i >= 0) & (i < K)
+        return Bounds(*(torch.where(here, x, outside)[:, None] for x in (lo, hi)))
+
+
+class Sequences(Structure):
+    """Sequences packed behind one another, of lengths of their own for queries and for keys, aligned at their ends.
+
+    Row r of a sequence of Lq queries and Lk keys is at position r + Lk - Lq among them.
+
+    Args:
+        cu_q, cu_k: (sequences + 1,) integers.
+        used_k: (sequences,) integers: only so many keys of each are there.
+    """
+
+    def __init__(self, cu_q: Tensor, cu_k: Tensor, used_k: Tensor | None, rule: Reach) -> None:
+        self.cu_q, self.cu_k, self.used_k, self.rule = cu_q, cu_k, used_k, rule
+
+    def __repr__(self) -> str:
+        return f"{len(self.cu_q) - 1} packed sequences"
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.cu_q, self.cu_k) if self.used_k is None else (self.cu_q, self.cu_k, self.used_k)
+
+    @property
+    def static(self) -> tuple[Any, ...]:
+        return "sequences", self.rule
+
+    def check(self, rows: Rows) -> None:
+        """`varlen` has checked them."""
+
+    def bounds(self, rows: Rows) -> Bounds:
+        Q, K, n = rows.Q, rows.K, len(self.cu_q) - 1
+        cu_q, cu_k = sorted_edges(self.cu_q, Q), sorted_edges(self.cu_k, K)
+        row = torch.arange(Q, dtype=torch.int32, device=cu_q.device)
+        which = torch.searchsorted(cu_q, row, right=True) - 1
+        at = which.clamp(0, n - 1)
+        length = cu_k.diff()
+        if self.used_k is not None:
+            length = torch.minimum(length, narrow(self.used_k, 0, K))
+        first, keys = cu_k[at], length[at]
+        lo, hi = self.rule.bounds(row - cu_q[at + 1] + keys, K)
+        lo, hi = torch.minimum(lo, keys) + first, torch.minimum(hi, keys) + first
+        behind = torch.where(which < 0, 0, K).to(torch.int32)
+        inside = (which >= 0) & (which < n)
+        lo, hi = (torch.where(inside, x, behind)[None, None] for x in (lo, hi))
+        return Bounds(lo, hi)
