@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import gossamer as gs
+from gossamer.bench.latency import captured
 from gossamer.bench.measure import device_name, time_in_turns
 from gossamer.bench.results import append_records
 
@@ -78,19 +79,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "chosen_131072": lambda: chosen(8, 131072, 0.029),
     "chosen_40768_h16": lambda: chosen(16, 40768, 0.10),
 }
-
-
-def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of `run`, and what it writes."""
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph):
-        found = run()
-    return graph, found
 
 
 def kept(case: Case, x: list[Tensor]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 import gossamer as gs
+from gossamer.bench.latency import captured
 from gossamer.layouts.device import block_list_layout, interval_layout
 from gossamer.layouts.walk import expand
 from gossamer.torch import device_arrays
@@ -111,14 +113,7 @@ def test_a_graph_over_changing_structure(name: str) -> None:
     generator = torch.Generator(CUDA).manual_seed(2)
     x, dout = inputs(structure)
     held = structure.draw(generator)
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step(structure, x, dout, held)
-    torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph):
-        results = step(structure, x, dout, held)
+    graph, results = captured(partial(step, structure, x, dout, held))
     for _ in range(100):
         data = structure.draw(generator)
         want = step(structure, x, dout, data)
@@ -196,11 +191,7 @@ def test_layers_of_a_captured_step_share_their_structure() -> None:
             made = gs.device_layout(*x, gs.Causal(), q_offset=lengths - 1, key_lengths=lengths)
             return [gs.attention(*x, made) for _ in range(3)]
 
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
+    graph, results = captured(run)
     for _ in range(20):
         lengths.copy_(integers(1, N + 1, (B,), generator))
         want = run()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 import gossamer as gs
+from gossamer.bench.latency import captured
 from gossamer.memo import forget_all
 from gossamer.plan.table import available
 
@@ -18,19 +18,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 def inputs(N: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(1, 4, N, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
-
-
-def captured(run: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
-    """A graph of `run`, after two calls on a stream of its own, and what it writes."""
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph):
-        held = run()
-    return graph, held
 
 
 def occupied() -> list[Tensor]:

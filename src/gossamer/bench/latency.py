@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -12,6 +13,8 @@ GRAPH_MS = 2.0  # of work in a graph
 LONG_MS = 20.0  # of a call whose launch no longer matters: no graph is made
 MOST_IN_A_GRAPH = 20
 HOST_CALLS = 50
+
+Results = TypeVar("Results")
 
 _streams: list[torch.cuda.Stream] = []
 
@@ -36,6 +39,19 @@ def graph_ms(call: Callable[[], object], *, replays: int = 5) -> float:
             call()
     graph.replay()
     return statistics.median(_events(graph.replay) / count for _ in range(replays))
+
+
+def captured(run: Callable[[], Results]) -> tuple[torch.cuda.CUDAGraph, Results]:
+    """A graph of `run`, after two calls on a stream of its own, and what it writes."""
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        held = run()
+    return graph, held
 
 
 def capture_stream() -> torch.cuda.Stream:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gossamer.layouts import BlockLayout
 from gossamer.torch.request import request_of
-from gossamer.torch.structure import Structure
+from gossamer.torch.structure.make import asks_for_structure
 from gossamer.torch.validate import BHND, Layout, Lengths, is_bshd
 
 
@@ -52,8 +52,7 @@ def device_layout(
         >>> torch.equal(every[0], want)
         True
     """
-    each = isinstance(q_offset, Tensor) and q_offset.ndim > 0
-    if not (isinstance(pattern, Structure) or key_starts is not None or each):
+    if not asks_for_structure(pattern, q_offset, key_starts):
         raise ValueError(
             "pattern must be DocumentIds, BlockIndices or joined with them, or key_starts or a q_offset of (B,) given: "
             "nothing in these arguments is made on the device"

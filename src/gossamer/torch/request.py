@@ -37,7 +37,7 @@ from gossamer.plan.table import RENAMED
 from gossamer.torch.block_mask import layout_for
 from gossamer.torch.registry import constants
 from gossamer.torch.structure.base import Structure
-from gossamer.torch.structure.make import structured
+from gossamer.torch.structure.make import asks_for_structure, structured
 from gossamer.torch.validate import Arguments, check_types, describe, four_dimensional, instead
 
 DENSE = Dense()
@@ -236,8 +236,7 @@ def request_of(
         q, k, v, offset, offset_tensor, key_lengths, sink_logits, alibi_slopes, scale, softcap, implementation,
         deterministic, backward, bshd,
     )  # fmt: skip
-    of_each = offset_tensor is not None and offset_tensor.ndim > 0
-    if of_each or key_starts is not None or isinstance(pattern, Structure):
+    if asks_for_structure(pattern, q_offset, key_starts):
         if type(pattern) is int and not torch.compiler.is_compiling():
             pattern = pattern_of(pattern)
         given = pattern.tensors if isinstance(pattern, Structure) else ()

@@ -17,10 +17,9 @@ from gossamer.torch.validate import INTEGERS, describe
 OF_INTEGERS = "integers: int8, uint8, int16, int32 or int64"
 
 
-class Rows(NamedTuple):
-    """The rows of a call."""
+class Sizes(NamedTuple):
+    """Those of a call."""
 
-    position: Tensor  # (Bl, 1, Q) int32, Bl 1 or B
     B: int
     H: int
     G: int
@@ -60,7 +59,7 @@ class Structure(ABC):
         """What tells it from another one with the same tensors."""
 
     @abstractmethod
-    def check(self, rows: Rows) -> None:
+    def check(self, sizes: Sizes) -> None:
         """Raise ValueError unless it fits the inputs."""
 
     @property
@@ -68,11 +67,15 @@ class Structure(ABC):
         """The size of the blocks that are listed; None: none are."""
         return None
 
-    def bounds(self, rows: Rows) -> Bounds | None:
-        """The keys of each row, (Bl, 1, Q) int32, both non-decreasing and in [0, K]; None: it tells no bounds."""
+    def bounds(self, position: Tensor, sizes: Sizes) -> Bounds | None:
+        """The keys of each row, (Bl, 1, Q) int32, both non-decreasing and in [0, K]; None: it tells no bounds.
+
+        Args:
+            position: of each row, (Bl, 1, Q) int32, Bl 1 or B.
+        """
         return None
 
-    def lists(self, rows: Rows) -> Lists | None:
+    def lists(self, sizes: Sizes) -> Lists | None:
         """The blocks of each query block; None: it tells none."""
         return None
 
@@ -124,14 +127,14 @@ class Joined(Structure):
                 return term.block
         return None
 
-    def check(self, rows: Rows) -> None:
+    def check(self, sizes: Sizes) -> None:
         for term in self._terms:
-            term.check(rows)
+            term.check(sizes)
 
-    def bounds(self, rows: Rows) -> Bounds | None:
-        found = [both for both in [term.bounds(rows) for term in self._terms] if both is not None]
+    def bounds(self, position: Tensor, sizes: Sizes) -> Bounds | None:
+        found = [both for both in [term.bounds(position, sizes) for term in self._terms] if both is not None]
         if self.rule != Reach():
-            found.append(self.rule.bounds(rows.position, rows.K))
+            found.append(self.rule.bounds(position, sizes.K))
         if not found:
             return None
         lo, hi = found[0]
@@ -139,9 +142,9 @@ class Joined(Structure):
             lo, hi = torch.maximum(lo, more_lo), torch.minimum(hi, more_hi)
         return Bounds(lo, hi)
 
-    def lists(self, rows: Rows) -> Lists | None:
+    def lists(self, sizes: Sizes) -> Lists | None:
         for term in self._terms:
-            found = term.lists(rows)
+            found = term.lists(sizes)
             if found is not None:
                 return found
         return None
@@ -164,11 +167,11 @@ class Positions(Structure):
     def static(self) -> tuple[Any, ...]:
         return (self.rule,)
 
-    def check(self, rows: Rows) -> None:
+    def check(self, sizes: Sizes) -> None:
         """Nothing can be wrong."""
 
-    def bounds(self, rows: Rows) -> Bounds | None:
-        return self.rule.bounds(rows.position, rows.K)
+    def bounds(self, position: Tensor, sizes: Sizes) -> Bounds | None:
+        return self.rule.bounds(position, sizes.K)
 
 
 def rule_of(pattern: Any) -> Reach:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.torch.structure.base import OF_INTEGERS, Lists, Rows, Structure, narrow
+from gossamer.torch.structure.base import OF_INTEGERS, Lists, Sizes, Structure, narrow
 from gossamer.torch.validate import INTEGERS, describe
 
 BLOCKS = (64, 128)  # sizes of blocks that are selected: tiles that every implementation walks
@@ -76,16 +76,17 @@ class BlockIndices(Structure):
     def block(self) -> int:
         return self.block_size
 
-    def check(self, rows: Rows) -> None:
+    def check(self, sizes: Sizes) -> None:
         B, H, T, _ = self._four().shape
-        wanted = -(-rows.Q // self.block_size)
-        if B not in (1, rows.B) or H not in (1, rows.G, rows.H) or wanted != T:
+        wanted = -(-sizes.Q // self.block_size)
+        if B not in (1, sizes.B) or H not in (1, sizes.G, sizes.H) or wanted != T:
             raise ValueError(
-                f"indices of BlockIndices must have shape (B, heads, rows, n), B=1 or {rows.B}, heads 1, "
-                f"G={rows.G} or H={rows.H}, rows = ceil(Q / {self.block_size}) = {wanted}; got {describe(self.indices)}"
+                f"indices of BlockIndices must have shape (B, heads, rows, n), B=1 or {sizes.B}, heads 1, "
+                f"G={sizes.G} or H={sizes.H}, rows = ceil(Q / {self.block_size}) = {wanted}; "
+                f"got {describe(self.indices)}"
             )
         if self.checked:
-            self._check_values(-(-rows.K // self.block_size))
+            self._check_values(-(-sizes.K // self.block_size))
 
     def _check_values(self, blocks: int) -> None:
         if torch.compiler.is_compiling():
@@ -101,7 +102,7 @@ class BlockIndices(Structure):
         shape = self.indices.shape
         return self.indices.reshape((1,) * (4 - len(shape)) + tuple(shape))
 
-    def lists(self, rows: Rows) -> Lists:
+    def lists(self, sizes: Sizes) -> Lists:
         indices, n = self._four(), self.indices.shape[-1]
         counts = None if self.counts is None else narrow(self.counts, 0, n).reshape(indices.shape[:3])
-        return Lists(narrow(indices, -1, -(-rows.K // self.block_size)), counts)
+        return Lists(narrow(indices, -1, -(-sizes.K // self.block_size)), counts)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gossamer.patterns.reach import Bounds, Reach
-from gossamer.torch.structure.base import OF_INTEGERS, Rows, Structure, check_edges, narrow, sorted_edges
+from gossamer.torch.structure.base import OF_INTEGERS, Sizes, Structure, check_edges, narrow, sorted_edges
 from gossamer.torch.validate import INTEGERS, describe
 
 
@@ -87,16 +87,16 @@ class DocumentIds(Structure):
     def static(self) -> tuple[Any, ...]:
         return "documents", self.edges is None, self.length
 
-    def check(self, rows: Rows) -> None:
-        if self.length != rows.K:
-            raise ValueError(f"ids of DocumentIds must have K={rows.K} positions; got {self.length}")
-        if self.edges is None and self.ids.ndim == 2 and self.ids.shape[0] not in (1, rows.B):
+    def check(self, sizes: Sizes) -> None:
+        if self.length != sizes.K:
+            raise ValueError(f"ids of DocumentIds must have K={sizes.K} positions; got {self.length}")
+        if self.edges is None and self.ids.ndim == 2 and self.ids.shape[0] not in (1, sizes.B):
             raise ValueError(
-                f"ids of DocumentIds must be for B={rows.B} batch elements, or one for all; got {describe(self.ids)}"
+                f"ids of DocumentIds must be for B={sizes.B} batch elements, or one for all; got {describe(self.ids)}"
             )
 
-    def bounds(self, rows: Rows) -> Bounds:
-        i, K = rows.position, rows.K
+    def bounds(self, position: Tensor, sizes: Sizes) -> Bounds:
+        i, K = position, sizes.K
         if self.edges is not None:
             edges = sorted_edges(self.edges, K)
             run, last = torch.searchsorted(edges, i, right=True), len(edges) - 1
@@ -138,11 +138,11 @@ class Sequences(Structure):
     def static(self) -> tuple[Any, ...]:
         return "sequences", self.rule
 
-    def check(self, rows: Rows) -> None:
+    def check(self, sizes: Sizes) -> None:
         """`varlen` has checked them."""
 
-    def bounds(self, rows: Rows) -> Bounds:
-        Q, K, n = rows.Q, rows.K, len(self.cu_q) - 1
+    def bounds(self, position: Tensor, sizes: Sizes) -> Bounds:
+        Q, K, n = sizes.Q, sizes.K, len(self.cu_q) - 1
         cu_q, cu_k = sorted_edges(self.cu_q, Q), sorted_edges(self.cu_k, K)
         row = torch.arange(Q, dtype=torch.int32, device=cu_q.device)
         which = torch.searchsorted(cu_q, row, right=True) - 1

@@ -18,7 +18,7 @@ from gossamer.plan.plan import plan_of
 from gossamer.plan.problem import Problem, Unsupported
 from gossamer.torch import device_arrays
 from gossamer.torch.planning import chip_of, problem_of, remembered_layout
-from gossamer.torch.structure.base import Lists, Positions, Rows, Structure, narrow, rule_of
+from gossamer.torch.structure.base import Lists, Positions, Sizes, Structure, narrow, rule_of
 from gossamer.torch.validate import INTEGERS, Arguments, describe, most_offset, validate, within_positions
 
 NO_TILES = (64, 64)  # for an implementation that walks none, which the plan refuses by name
@@ -36,6 +36,12 @@ class Structured(NamedTuple):
     arguments: Arguments  # without what the layout holds: offsets and lengths
     layout: BlockLayout
     source: str  # what it was made from, in words
+
+
+def asks_for_structure(pattern: Any, q_offset: Any, key_starts: Any) -> bool:
+    """Whether the structure of a call is made on the device."""
+    of_each = isinstance(q_offset, Tensor) and q_offset.ndim > 0
+    return of_each or key_starts is not None or isinstance(pattern, Structure)
 
 
 def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, remember: bool) -> Structured:
@@ -70,15 +76,14 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, remember: 
     for x in structure.tensors:
         if x.device != a.q.device:
             raise ValueError(f"tensors of {structure!r} must be on q's device, {a.q.device}; got {describe(x)}")
-    rows = Rows(None, B, H, G, Q, K)  # type: ignore[arg-type]
-    structure.check(rows)
+    sizes = Sizes(B, H, G, Q, K)
+    structure.check(sizes)
 
     # Whether gradients are asked for is not known while a function is compiled.
     transpose = a.backward or compiling
 
     def make() -> BlockLayout:
-        placed = rows._replace(position=positions(a, Q, K))
-        return layout_of(structure, placed, tile, key_starts, a.key_lengths, transpose)
+        return layout_of(structure, positions(a, Q, K), sizes, tile, key_starts, a.key_lengths, transpose)
 
     tensors = tuple(x for x in (*structure.tensors, offset, key_starts, a.key_lengths) if x is not None)
     given = tuple(x is not None for x in (offset, key_starts, a.key_lengths))
@@ -119,13 +124,14 @@ def positions(a: Arguments, Q: int, K: int) -> Tensor:
 
 
 def layout_of(
-    structure: Structure, rows: Rows, tile: Tile, key_starts: Tensor | None, key_lengths: Tensor | None, transpose: bool
-) -> BlockLayout:
+    structure: Structure, position: Tensor, sizes: Sizes, tile: Tile, key_starts: Tensor | None,
+    key_lengths: Tensor | None, transpose: bool,
+) -> BlockLayout:  # fmt: skip
     """The layout of a structure over the keys [key_starts[b], key_lengths[b])."""
-    K, bounds, lists = rows.K, structure.bounds(rows), structure.lists(rows)
+    K, bounds, lists = sizes.K, structure.bounds(position, sizes), structure.lists(sizes)
     block_q, block_kv = tile
     if bounds is None and not key_starts is key_lengths is None:
-        bounds = Bounds(torch.zeros_like(rows.position), torch.full_like(rows.position, K))
+        bounds = Bounds(torch.zeros_like(position), torch.full_like(position, K))
     if bounds is not None:
         lo, hi = bounds
         if key_starts is not None:
@@ -143,10 +149,10 @@ def layout_of(
         counts = None if lists.counts is None else lists.counts.expand(B, -1, -1)
         lists = Lists(lists.indices.expand(B, -1, -1, -1), counts)
     layout = block_list_layout(
-        lists.indices, lists.counts, lo, hi, rows.Q, K, block=block_q, xp=device_arrays, transpose=transpose
+        lists.indices, lists.counts, lo, hi, sizes.Q, K, block=block_q, xp=device_arrays, transpose=transpose
     )
     _, heads = layout.lead
-    return layout if heads in (1, rows.H) else for_query_heads(layout, rows.H // heads)
+    return layout if heads in (1, sizes.H) else for_query_heads(layout, sizes.H // heads)
 
 
 def for_query_heads(layout: BlockLayout, times: int) -> BlockLayout:

@@ -40,7 +40,7 @@ def column_work(
         lengths = counted.lengths.reshape(Bl, groups, -1, tiles).transpose(2, 3).reshape(Bl * groups * tiles, -1)
         lengths = lengths.expand(-1, ratio)
         ranges = cut_rows(walk, lengths.sum(1, dtype=lengths.dtype), (Bl, groups, tiles), copies, blocks, split)
-        n, within_lists = len(ranges.row), None
+        cut: tuple[torch.Tensor, ...] = ()
         if ranges.known:  # segments without entries are left out; on a device, which tells no number of them, kept
             lengths = lengths[ranges.row]
             before = lengths.cumsum(1) - lengths
@@ -48,14 +48,14 @@ def column_work(
             some = end > begin
             (at,) = some.flatten().nonzero(as_tuple=True)
             number = some.sum(1)
-            within_lists = ranges._replace(begin=begin.flatten()[at], end=end.flatten()[at], slots=1)
+            cut = begin.flatten()[at], end.flatten()[at]
         else:
-            at = torch.arange(n * ratio, device=ranges.row.device)
+            at = torch.arange(len(ranges.row) * ratio, device=ranges.row.device)
             number = torch.full_like(ranges.row, ratio)
         row, head = ranges.row[at // ratio], at % ratio
         lead = row // (groups * tiles) * Hl + (row // tiles % groups * ratio + head if Hl > 1 else 0)
         words: dict[int, Any] = {Segment.HEAD: head, Segment.LEAD: lead}
-        words |= list_words(counted, LISTS, lead * tiles + row % tiles, within_lists)
+        words |= list_words(counted, LISTS, lead * tiles + row % tiles, *cut)
         segments = filled(words, SEGMENT)
         words = {ColumnItem.SEGMENT_START: number.cumsum(0) - number, ColumnItem.SEGMENT_COUNT: number}
         words[ColumnItem.VALID] = torch.ones_like(number)

@@ -85,7 +85,7 @@ def cut_rows(
         most: what a row may list where only the device knows its length: see `_cut_by_capacity`.
     """
     if walk.device is not None:
-        return _cut_by_capacity(walk, lengths, shape, copies, blocks, split, few, most)
+        return _cut_by_capacity(lengths, shape, copies, blocks, split, few, most)
     known, (batches, heads, _) = lengths.numpy(), shape
     limit = item_limit(known, batches * heads, copies, blocks, split, few)
     row, begin, end, slot, pieces = [torch.from_numpy(x) for x in cut(known, limit)]
@@ -97,8 +97,8 @@ def cut_rows(
 
 
 def _cut_by_capacity(
-    walk: Walk | GatherWalk, lengths: Tensor, shape: tuple[int, int, int], copies: int, blocks: int,
-    split: int | None, few: bool, most: int | None,
+    lengths: Tensor, shape: tuple[int, int, int], copies: int, blocks: int, split: int | None, few: bool,
+    most: int | None,
 ) -> Ranges:  # fmt: skip
     """The rows of a walk of tensors: each in as many equal parts as a row would have that lists `most`.
 

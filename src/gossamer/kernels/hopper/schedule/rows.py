@@ -50,7 +50,8 @@ def work(layout: BlockLayout | GatherLayout, copies: int, heads: int, blocks: in
         words: dict[int, Tensor] = {RowItem.VALID: torch.ones_like(ranges.row)}
         if Bl * Hl > 1:
             words[RowItem.LEAD] = ranges.row // tiles
-        words |= list_words(counted, LISTS, ranges.row, ranges)
+        cut = (ranges.begin, ranges.end) if ranges.slots else ()
+        words |= list_words(counted, LISTS, ranges.row, *cut)
         if isinstance(walk, GatherWalk):
             starts, counts = (torch.as_tensor(x).reshape(-1)[ranges.row] for x in (walk.starts, walk.counts))
             words[RowItem.FIRST_COLUMN] = starts + counts.minimum(ranges.end * walk.width)

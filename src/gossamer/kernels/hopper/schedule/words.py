@@ -62,20 +62,21 @@ def within(x: Tensor, before: Tensor, count: Tensor) -> Tensor:
 
 
 def list_words(
-    counted: Counted, places: Mapping[str, tuple[int, int]], row: Tensor, ranges: Ranges | None
-) -> dict[int, Tensor]:
+    counted: Counted, places: Mapping[str, tuple[int, int]], row: Tensor, begin: Tensor | None = None,
+    end: Tensor | None = None,
+) -> dict[int, Tensor]:  # fmt: skip
     """The words that say what ranges of rows list: of each kind the first entry, and how many.
 
     Args:
-        row: (n,), counted over all lists; ranges: of them, None for whole rows.
+        row: (n,), counted over all lists; begin, end: of the range of each, None for whole rows.
     """
-    if ranges is None or not ranges.slots:
+    if begin is None or end is None:
         starts, counts = torch.stack(counted)[:, :, row]
     else:
         before = counted.counts.cumsum(0) - counted.counts
         starts, counts, before = torch.stack((*counted, before))[:, :, row]
-        begin = within(ranges.begin, before, counts)
-        starts, counts = starts + begin, within(ranges.end, before, counts) - begin
+        skipped = within(begin, before, counts)
+        starts, counts = starts + skipped, within(end, before, counts) - skipped
     words: dict[int, Tensor] = {}
     for (first, number), start, count in zip(places.values(), starts, counts, strict=True):
         words |= {first: start, number: count}
