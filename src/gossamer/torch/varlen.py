@@ -36,8 +36,8 @@ def varlen(
     Arguments have the names of `torch.nn.attention.varlen.varlen_attn`. Sequence n has the query rows
     [cu_seq_q[n], cu_seq_q[n + 1]) and the keys [cu_seq_k[n], cu_seq_k[n + 1]), aligned at the end: row r of Lq, of a
     sequence with Lk keys, is at position r + Lk - Lq among them, so that with `Causal()` the last row sees all keys.
-    Rows that see nothing give 0, and so do those behind the last sequence. The structure is made on the device in each
-    call: lengths may change in a compiled function and in a captured graph.
+    Rows that see nothing give 0, and so do those behind the last sequence. The structure is made on the device, anew
+    where torch has counted a write to the lengths: they may change in a compiled function and in a captured graph.
 
     Args:
         q: (T, H, D), the queries of all sequences.
