@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from gossamer.layouts import BlockLayout
-from gossamer.torch.request import request_of
-from gossamer.torch.structure.make import asks_for_structure
+from gossamer.torch.request import asks_for_structure, request_of
 from gossamer.torch.validate import BHND, Layout, Lengths, is_bshd
 
 

@@ -37,7 +37,7 @@ from gossamer.plan.table import RENAMED
 from gossamer.torch.block_mask import layout_for
 from gossamer.torch.registry import constants
 from gossamer.torch.structure.base import Structure
-from gossamer.torch.structure.make import asks_for_structure, structured
+from gossamer.torch.structure.make import structured
 from gossamer.torch.validate import Arguments, check_types, describe, four_dimensional, instead
 
 DENSE = Dense()
@@ -244,6 +244,12 @@ def request_of(
         a, layout, source = structured(a, pattern, key_starts, remember=eager)
         return Request(a, resolve_pattern(layout, q)._replace(made_from=source), dims)
     return Request(a, resolve_pattern(pattern, q), dims)
+
+
+def asks_for_structure(pattern: Any, q_offset: Any, key_starts: Any) -> bool:
+    """Whether the structure of a call is made on the device."""
+    of_each = isinstance(q_offset, Tensor) and q_offset.ndim > 0
+    return of_each or key_starts is not None or isinstance(pattern, Structure)
 
 
 def current_name(implementation: Any) -> Any:

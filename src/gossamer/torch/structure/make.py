@@ -38,12 +38,6 @@ class Structured(NamedTuple):
     source: str  # what it was made from, in words
 
 
-def asks_for_structure(pattern: Any, q_offset: Any, key_starts: Any) -> bool:
-    """Whether the structure of a call is made on the device."""
-    of_each = isinstance(q_offset, Tensor) and q_offset.ndim > 0
-    return of_each or key_starts is not None or isinstance(pattern, Structure)
-
-
 def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, remember: bool) -> Structured:
     """The layout of a call, and its arguments without what the layout holds.
 
