@@ -19,7 +19,7 @@ from gossamer.layouts.device import Arrays, Sorted, block_list_layout, interval_
 from gossamer.layouts.transpose import transpose
 from gossamer.layouts.walk import expand
 from gossamer.torch import device_arrays
-from gossamer.torch.validate import check_layout
+from gossamer.torch.given_layouts import check_layout
 
 CASES = int(os.environ.get("DEVICE_LAYOUT_CASES", "400"))
 CHUNKS = 4
@@ -373,6 +373,15 @@ class NumpyArrays:
 
     def take(self, x, places):
         return np.take_along_axis(x, places, -1)
+
+    def one_bit(self, places):
+        return np.left_shift(np.uint32(1), places.astype(np.uint32)).view(np.int32)
+
+    def sums_at(self, places, values, size):
+        found = np.zeros((*values.shape[:-1], size), dtype=np.int32)
+        for at in np.ndindex(*values.shape[:-1]):
+            np.add.at(found[at], places[at], values[at])
+        return found
 
     def concatenate(self, parts):
         return np.concatenate(parts, -1)

@@ -58,7 +58,7 @@ class GatherWalk(WalkArrays):
 
     rows: int
     columns: int
-    block_rows: int
+    block_rows: int  # of the array `bits`, too, which tells the number where only arrays are known
     starts: Array  # (Bl, Hl, T) int32
     counts: Array  # (Bl, Hl, T) int32
     indices: Array  # (n,) int32

@@ -104,6 +104,8 @@ def reasons(problem: Problem, capability: Capability) -> list[str]:
         walked = ", ".join(f"{q} x {kv}" for q, kv in sorted(c.tiles))
         block_q, block_kv = p.tile
         found.append(f"walks layout tiles of {walked}, got {block_q} x {block_kv}")
+    if p.gather is not None and not any(choice.block_q == p.gather and choice.reads(p) for choice in c.gathers):
+        found.append(f"gathers no listed keys for groups of {p.gather} of these queries")
     for (block_q, block_kv), most in c.max_head_dim_of:
         if p.tile == (block_q, block_kv) and max(p.D, p.E) > most:
             found.append(f"walks layout tiles of {block_q} x {block_kv} for head sizes up to {most}")

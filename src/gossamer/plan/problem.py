@@ -45,4 +45,5 @@ class Problem:
     backward: bool = False
     deterministic: bool = False
     tile: tuple[int, int] | None = None  # (block_q, block_kv) of a layout that the user made
+    gather: int | None = None  # queries of a group, of a gather layout that is given
     softcap: float | None = None

@@ -75,5 +75,18 @@ def take(x: Tensor, places: Tensor) -> Tensor:
     return x.gather(-1, places.long())
 
 
+def one_bit(places: Tensor) -> Tensor:
+    return torch.bitwise_left_shift(torch.ones_like(places), places)
+
+
+def sums_at(places: Tensor, values: Tensor, size: int) -> Tensor:
+    # Integers are added: in any order the sum is the same. Of one dimension, since torch refuses others on a GPU where
+    # deterministic algorithms are asked for.
+    *lead, _ = places.shape
+    first = torch.arange(places[..., 0].numel(), device=places.device).reshape(*lead, 1) * size
+    found = values.new_zeros(first.numel() * size)
+    return found.scatter_add_(0, (places + first).reshape(-1), values.reshape(-1)).reshape(*lead, size)
+
+
 def concatenate(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts, -1)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gossamer.layouts import BlockLayout
+from gossamer.layouts import BlockLayout, GatherLayout
 from gossamer.torch.request import asks_for_structure, request_of
 from gossamer.torch.validate import BHND, Layout, Lengths, is_bshd
 
@@ -25,7 +25,7 @@ def device_layout(
     implementation: str | None = None,
     deterministic: bool | None = None,
     layout: Layout = BHND,
-) -> BlockLayout:
+) -> BlockLayout | GatherLayout:
     """The layout that `attention` makes on the device from these arguments, to be its pattern in many calls.
 
     The layers of a model share what is attended: in a captured graph or a compiled function each call would make its
@@ -35,8 +35,8 @@ def device_layout(
     Args:
         q: as in `attention`, whose values do not count here; and so are `k`, `v` and the options, of which the calls
             have the same.
-        pattern: `DocumentIds`, `BlockIndices` and what they are joined with; or a pattern that goes by positions, with
-            `key_starts` or a `q_offset` of (B,).
+        pattern: `DocumentIds`, `BlockIndices`, `Indices` and what they are joined with; or a pattern that goes by
+            positions, with `key_starts` or a `q_offset` of (B,).
 
     Raises:
         ValueError: an argument is wrong, or nothing in them is made on the device: patterns are laid out on the host,
@@ -53,8 +53,8 @@ def device_layout(
     """
     if not asks_for_structure(pattern, q_offset, key_starts):
         raise ValueError(
-            "pattern must be DocumentIds, BlockIndices or joined with them, or key_starts or a q_offset of (B,) given: "
-            "nothing in these arguments is made on the device"
+            "pattern must be DocumentIds, BlockIndices, Indices or joined with them, or key_starts or a q_offset of "
+            "(B,) given: nothing in these arguments is made on the device"
         )
     request = request_of(
         q, k, v, pattern, scale=None, q_offset=q_offset, key_starts=key_starts, key_lengths=key_lengths,
@@ -62,5 +62,5 @@ def device_layout(
         deterministic=deterministic, bshd=is_bshd(layout),
     )  # fmt: skip
     made = request.attended.alive
-    assert isinstance(made, BlockLayout)
+    assert isinstance(made, (BlockLayout, GatherLayout))
     return made

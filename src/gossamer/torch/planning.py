@@ -25,8 +25,9 @@ from gossamer.patterns.validate import show
 from gossamer.plan.choice import choose
 from gossamer.plan.plan import Plan, plan_of, refusals
 from gossamer.plan.problem import SCORE_TERMS, Problem, Unsupported
+from gossamer.torch.given_layouts import check_layout, layout_from
 from gossamer.torch.mask_layouts import dense_of, layout_of, packed_mask_of
-from gossamer.torch.validate import OTHER_LAYOUT, Arguments, check_layout, check_mask, layout_from, validate
+from gossamer.torch.validate import OTHER_LAYOUT, Arguments, check_mask, validate
 
 logger = logging.getLogger("gossamer")
 
@@ -52,7 +53,7 @@ def plan_for(a: Arguments, geometry: tuple[int, ...], keys: int | None = None) -
     """The plan of a call's forward, with that of its backward.
 
     Args:
-        geometry: of a BlockLayout that the user made, else empty.
+        geometry: of a layout that is given, else empty.
         keys: for how many it is planned, where k and v may have fewer: see `torch.decoding`.
 
     Raises:
@@ -99,14 +100,14 @@ def problem_of(a: Arguments, geometry: tuple[int, ...]) -> Problem:
     if a.q_offset not in (None, k.shape[2] - q.shape[2]):
         terms.add("q_offset")
     chip = chip_of(q.device)._asdict() if q.device.type == "cuda" else {}
-    tile = None
+    tile = gather = None
     if geometry:
         block_q, block_kv, _, _ = geometry
-        tile = block_q, block_kv
+        tile, gather = ((block_q, block_kv), None) if block_kv else (None, block_q)
     return Problem(
         B=q.shape[0], H=q.shape[1], G=k.shape[1], Q=q.shape[2], K=k.shape[2], D=q.shape[3], E=a.v.shape[3],
         dtype=dtype_of(q), device=q.device.type, **chip, score_terms=frozenset(terms),
-        backward=a.backward, deterministic=a.deterministic, tile=tile,
+        backward=a.backward, deterministic=a.deterministic, tile=tile, gather=gather,
         softcap=a.softcap,
     )  # fmt: skip
 
@@ -242,7 +243,7 @@ def data_layout(plan: Plan, q: Tensor, k: Tensor, data: tuple[Tensor, ...], geom
     return _remember(_data_layouts, data, more, made)
 
 
-def remembered_layout(data: tuple[Tensor, ...], more: tuple[Any, ...], make: Callable[[], BlockLayout]) -> BlockLayout:
+def remembered_layout(data: tuple[Tensor, ...], more: tuple[Any, ...], make: Callable[[], Made]) -> Made:
     """A layout that is made from tensors, kept as long as the first of them lives and none has been written to.
 
     Args:

@@ -30,11 +30,12 @@ from gossamer.kernels.launch import (
     operand_of,
 )
 from gossamer.kernels.row_formulas import compute_dtype
-from gossamer.layouts import BlockLayout
+from gossamer.layouts import BlockLayout, GatherLayout
 from gossamer.patterns import CSR, Dense, Pattern
 from gossamer.patterns.handles import pattern_of, token_of
 from gossamer.plan.table import RENAMED
 from gossamer.torch.block_mask import layout_for
+from gossamer.torch.given_layouts import Given, arrays_of, geometry_of
 from gossamer.torch.registry import constants
 from gossamer.torch.structure.base import Structure
 from gossamer.torch.structure.make import structured
@@ -56,7 +57,7 @@ _from_sparse: dict[int, _Read] = {}
 
 PATTERN = (
     "None, a Pattern or its handle, a BlockLayout, a torch BlockMask, a boolean mask tensor that broadcasts to "
-    "(B, H, Q, K), a two-dimensional torch sparse CSR tensor, DocumentIds or BlockIndices"
+    "(B, H, Q, K), a two-dimensional torch sparse CSR tensor, DocumentIds, BlockIndices or Indices"
 )
 
 Key = tuple[Any, ...]
@@ -154,7 +155,7 @@ class ResolvedPattern(NamedTuple):
 
     handle: Any  # -1 for data; a number of a compiled graph where one is traced
     data: tuple[Tensor, ...] = ()  # the arrays of a BlockLayout, or one mask
-    geometry: tuple[int, ...] = ()  # (block_q, block_kv, Q, K) of a BlockLayout
+    geometry: tuple[int, ...] = ()  # of a layout: see `given_layouts.geometry_of`
     alive: Any = None  # what must live as long as the handle is used
     made_from: str = ""  # where the layout was made on the device: what from, in words
 
@@ -334,24 +335,22 @@ def resolve_pattern(pattern: Any, q: Tensor) -> ResolvedPattern:
         if pattern.device != q.device:
             raise ValueError(f"pattern must be a tensor on q's device, {q.device}; got {describe(pattern)}")
         return ResolvedPattern(-1, (pattern,))
-    if isinstance(pattern, BlockLayout):
+    if isinstance(pattern, (BlockLayout, GatherLayout)):
         layout = _tensors_of(pattern, q.device) if pattern.device is None else pattern
-        arrays = layout.rows.arrays()
-        if layout._transpose:
-            arrays = arrays + layout._transpose[0].arrays()
+        arrays = arrays_of(layout)
         for at, x in enumerate(arrays):
             if not isinstance(x, Tensor) or x.device != q.device:
                 raise ValueError(
-                    f"pattern, a BlockLayout, must hold tensors on {q.device}; array {at} is {describe(x)}"
+                    f"pattern, a {type(layout).__name__}, must hold tensors on {q.device}; array {at} is {describe(x)}"
                 )
-        return ResolvedPattern(-1, tuple(arrays), (layout.block_q, layout.block_kv, layout.Q, layout.K), layout)
+        return ResolvedPattern(-1, tuple(arrays), geometry_of(layout), layout)
     flex = sys.modules.get("torch.nn.attention.flex_attention")  # whoever has a BlockMask has imported it
     if flex is not None and isinstance(pattern, flex.BlockMask):
         return resolve_pattern(layout_for(pattern, q), q)
     raise ValueError(f"pattern must be {PATTERN}; got {describe(pattern)}{instead(pattern)}")
 
 
-def _tensors_of(layout: BlockLayout, device: torch.device) -> BlockLayout:
+def _tensors_of(layout: Given, device: torch.device) -> Given:
     """The kept copy of a numpy layout on a device; made in inference mode, it could not be used in training later."""
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return layout.to(device)

@@ -11,10 +11,7 @@ from torch import Tensor
 
 from gossamer.kernels.launch import dtype_of
 from gossamer.kernels.row_formulas import compute_dtype
-from gossamer.layouts import BlockLayout, TileList, Walk
-from gossamer.layouts.walk import ARRAYS_PER_WALK
 from gossamer.patterns import Pattern
-from gossamer.patterns.grid import WORD
 from gossamer.patterns.validate import show
 from gossamer.plan.table import NAMES
 
@@ -296,80 +293,3 @@ def check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
             f"pattern, a dense mask, must be boolean, on {q.device}, and broadcast to (B, H, Q, K) = {shape}; "
             f"got {describe(mask)}{of_keys if mask.shape == (B, K) else OTHER_LAYOUT if turned and not fits else ''}"
         )
-
-
-def check_layout(walk: Walk, q: Tensor, k: Tensor) -> None:
-    """Raise ValueError unless a layout's arrays fit together and the inputs; on a CPU its indices are read too."""
-    for right, name, given, accepted in _layout_checks(walk, q, k):
-        if not right:
-            raise ValueError(f"pattern, a BlockLayout or BlockMask, must have {name} {accepted}; got {describe(given)}")
-
-
-def _layout_checks(walk: Walk, q: Tensor, k: Tensor) -> Iterator[tuple[bool, str, Any, str]]:
-    Q, K, (B, H) = q.shape[2], k.shape[2], q.shape[:2]
-    br, bc = walk.block_rows, walk.block_columns
-    sizes, other = (walk.rows, walk.columns), OTHER_LAYOUT if (walk.rows, walk.columns) == (H, k.shape[1]) else ""
-    yield sizes == (Q, K), "(Q, K)", Wording(f"{sizes}{other}"), f"of the inputs, {(Q, K)}"
-    for name, block in (("block_q", br), ("block_kv", bc)):
-        yield 0 < block <= 1024 and block % WORD == 0, name, block, f"a multiple of {WORD} up to 1024"
-    for at, x in enumerate(walk.arrays()):
-        yield isinstance(x, Tensor), f"array {at}", x, "a torch tensor"
-        yield x.dtype == torch.int32 and x.device == q.device, f"array {at}", x, f"of int32 on {q.device}"
-    yield walk.full.counts.ndim == 3, "full.counts", walk.full.counts, "of shape (Bl, Hl, T)"
-    Bl, Hl = walk.lead
-    yield Bl in (1, B) and Hl in (1, H), "(Bl, Hl)", (Bl, Hl), f"1 or the inputs' (B, H) = {(B, H)}"
-    shape = (Bl, Hl, walk.tiles)
-    for kind, tiles in walk.lists.items():
-        yield tiles.starts.shape == shape, f"{kind}.starts", tiles.starts, f"of shape {shape}"
-        yield tiles.counts.shape == shape, f"{kind}.counts", tiles.counts, f"of shape {shape}"
-        yield tiles.indices.ndim == 1, f"{kind}.indices", tiles.indices, "of one dimension"
-    for name, x in (("lo", walk.lo), ("hi", walk.hi)):
-        none = x.shape == (1, 1, 0) and not len(walk.interval.indices)
-        yield none or x.shape == (Bl, Hl, Q), name, x, f"of shape {(Bl, Hl, Q)}, or (1, 1, 0) without intervals"
-    n = len(walk.bits.indices)
-    yield walk.pool_index.shape == (n,), "pool_index", walk.pool_index, f"of shape ({n},), one for each bits tile"
-    yield walk.pool.ndim == 3 and walk.pool.shape[1:] == (br, bc // WORD), "pool", walk.pool, f"(P, {br}, {bc // WORD})"
-    if q.device.type == "cpu":
-        yield from _index_checks(walk)
-
-
-def _index_checks(walk: Walk) -> Iterator[tuple[bool, str, Any, str]]:
-    C = -(-walk.columns // walk.block_columns)
-    seen = []
-    for kind, tiles in walk.lists.items():
-        starts, counts, indices = (x.long() for x in tiles)
-        inside = (counts >= 0) & (starts >= 0) & (starts + counts <= len(indices))
-        yield bool(inside.all()), f"{kind}.starts and counts", Wording("others"), f"within its {len(indices)} indices"
-        counts, starts = counts.flatten(), starts.flatten()
-        row = torch.repeat_interleave(torch.arange(len(counts)), counts)
-        place = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row] + starts[row]
-        column = indices[place]
-        bad = column[(column < 0) | (column >= C)]
-        yield not len(bad), f"{kind}.indices", next(iter(bad.tolist()), None), f"in [0, {C})"
-        if kind == "full" and walk.columns % walk.block_columns:
-            yield not bool((column == C - 1).any()), "full.indices", C - 1, "no tile that reaches past the last key"
-        if kind == "bits" and len(place):
-            pool = walk.pool_index[place]
-            right = bool(((pool >= 0) & (pool < len(walk.pool))).all())
-            yield right, "pool_index", Wording(f"{int(pool.min())} to {int(pool.max())}"), f"in [0, {len(walk.pool)})"
-        seen.append(row * C + column)
-    every = torch.cat(seen)
-    yield len(every.unique()) == len(every), "no tile", Wording("one that is listed twice"), "listed twice"
-
-
-def layout_from(arrays: list[Tensor], geometry: tuple[int, ...]) -> BlockLayout:
-    """The layout whose tensors entered an operator: the rows, then the columns if they were built.
-
-    Args:
-        geometry: (block_q, block_kv, Q, K).
-    """
-    if len(geometry) != 4 or len(arrays) not in (ARRAYS_PER_WALK, 2 * ARRAYS_PER_WALK):
-        raise ValueError(f"layout must hold {ARRAYS_PER_WALK} or {2 * ARRAYS_PER_WALK} tensors, got {len(arrays)}")
-    none = TileList(None, None, None)
-    block_q, block_kv, Q, K = geometry
-    rows = Walk(Q, K, block_q, block_kv, none, none, none, None, None, None, None)
-    columns = Walk(K, Q, block_kv, block_q, none, none, none, None, None, None, None)
-    n = ARRAYS_PER_WALK
-    return BlockLayout(
-        rows.with_arrays(arrays[:n]), _transpose=[columns.with_arrays(arrays[n:])] if len(arrays) > n else []
-    )

@@ -127,8 +127,8 @@ def _lists(layout: GatherLayout, p: Problem, leads: tuple[tuple[int, int], ...],
     n, keys, counts, edges = end - begin, [], [], []
     for at, (b, h) in enumerate(leads):
         of_rows = walk.counts[b, h, begin:end]
-        start, size = int(walk.starts[b, h, begin]), int(of_rows.sum())
-        listed = walk.indices[start : start + size]
+        listed = walk.indices[_places(walk.starts[b, h, begin:end], of_rows)]
+        size = len(listed)
         keys.append(listed + at // group * p.K if at >= group else listed)
         counts.append(of_rows)
         edges.append(size)
@@ -138,6 +138,13 @@ def _lists(layout: GatherLayout, p: Problem, leads: tuple[tuple[int, int], ...],
     table = (1 + (len(leads) - 1) // group) * p.K
     joined = keys[0] if len(keys) == 1 else torch.cat(keys)
     return Lists(starts, joined, rows, table, torch.tensor(edges), _sums(starts))
+
+
+def _places(starts: Tensor, counts: Tensor) -> Tensor:
+    """Where the entries of lists (n,) are, which may have room between them."""
+    size = int(counts.sum())
+    before = counts.cumsum(0) - counts
+    return torch.arange(size) + (starts - before).repeat_interleave(counts, output_size=size)
 
 
 def _starts(counts: Tensor) -> Tensor:

@@ -72,5 +72,14 @@ class Arrays(Protocol):
     def take(self, x: Array, places: Array) -> Array:
         """The elements at places (..., m) of rows (..., n), of the type of x; the other axes are equal."""
 
+    def one_bit(self, places: Array) -> Array:
+        """The word of which only the bit at a place in [0, 32) is set."""
+
+    def sums_at(self, places: Array, values: Array, size: int) -> Array:
+        """Of each row (..., m) the sums of the int32 values that are given for each of `size` places: (..., size).
+
+        The sum of words that share no bit is their union.
+        """
+
     def concatenate(self, parts: list[Array]) -> Array:
         """Behind one another along rows, of their common type."""

@@ -16,6 +16,7 @@ from gossamer.layouts.device.walks import (
     Bounds,
     all_kept,
     check_blocks,
+    check_bounds,
     check_capacity,
     check_sizes,
     fill_tiles,
@@ -76,14 +77,7 @@ def _check(
         raise ValueError(f"indices must be of shape (Bl, Hl, T, n), T = ceil(Q / block) = {T}; got {shape}")
     if counts is not None and tuple(counts.shape) != (Bl, Hl, T):
         raise ValueError(f"counts must be of shape (Bl, Hl, T) = {(Bl, Hl, T)}; got {tuple(counts.shape)}")
-    if (lo is None) != (hi is None):
-        raise ValueError("lo and hi must both be given, or neither")
-    for name, x in (("lo", lo), ("hi", hi)):
-        found = None if x is None else tuple(x.shape)
-        if found is not None and found not in {(bl, hl, Q) for bl in (1, Bl) for hl in (1, Hl)}:
-            raise ValueError(f"{name} must be of shape (1 or Bl, 1 or Hl, Q) = {(Bl, Hl, Q)}; got {found}")
-    if lo is not None and hi is not None and tuple(lo.shape) != tuple(hi.shape):
-        raise ValueError(f"lo and hi must be of one shape; got {tuple(lo.shape)} and {tuple(hi.shape)}")
+    check_bounds(lo, hi, Bl, Hl, Q)
     check_capacity(max(Bl * Hl * T * max(n, 1), 2 * Bl * Hl * C + 1))
 
 

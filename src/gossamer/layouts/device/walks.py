@@ -67,6 +67,18 @@ def check_blocks(**blocks: int) -> None:
             raise ValueError(f"{name} must be a positive multiple of {WORD}, got {show(block)}")
 
 
+def check_bounds(lo: Array | None, hi: Array | None, Bl: int, Hl: int, Q: int) -> None:
+    """Raise ValueError unless an interval of keys for each query is given for every list, or none at all."""
+    if (lo is None) != (hi is None):
+        raise ValueError("lo and hi must both be given, or neither")
+    for name, x in (("lo", lo), ("hi", hi)):
+        found = None if x is None else tuple(x.shape)
+        if found is not None and found not in {(bl, hl, Q) for bl in (1, Bl) for hl in (1, Hl)}:
+            raise ValueError(f"{name} must be of shape (1 or Bl, 1 or Hl, Q) = {(Bl, Hl, Q)}; got {found}")
+    if lo is not None and hi is not None and tuple(lo.shape) != tuple(hi.shape):
+        raise ValueError(f"lo and hi must be of one shape; got {tuple(lo.shape)} and {tuple(hi.shape)}")
+
+
 def check_sizes(**sizes: int) -> None:
     """Raise ValueError unless every number of positions is at least 1, and all of them are int32."""
     for name, n in sizes.items():

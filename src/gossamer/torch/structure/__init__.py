@@ -4,7 +4,7 @@ Nothing is read back to the host: data may change from call to call in a compile
 """
 
 from gossamer.torch.structure.base import Structure
-from gossamer.torch.structure.blocks import BlockIndices
+from gossamer.torch.structure.chosen import BlockIndices, Indices
 from gossamer.torch.structure.documents import DocumentIds
 
-__all__ = ["BlockIndices", "DocumentIds", "Structure"]
+__all__ = ["BlockIndices", "DocumentIds", "Indices", "Structure"]

@@ -28,10 +28,10 @@ class Sizes(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """The key blocks of each query block."""
+    """The key blocks of each query block; blocks of one are keys and queries."""
 
-    indices: Tensor  # (Bl, heads, T, n) int32; heads is 1, G or H
-    counts: Tensor | None  # (Bl, heads, T) int32
+    indices: Tensor  # (Bl, heads, rows, n) int32; heads is 1, G or H
+    counts: Tensor | None  # (Bl, heads, rows) int32
 
 
 class Structure(ABC):
@@ -64,7 +64,7 @@ class Structure(ABC):
 
     @property
     def block(self) -> int | None:
-        """The size of the blocks that are listed; None: none are."""
+        """The size of the blocks that are listed, 1 where keys are; None: nothing is."""
         return None
 
     def bounds(self, position: Tensor, sizes: Sizes) -> Bounds | None:
@@ -102,7 +102,7 @@ class Joined(Structure):
 
     def __init__(self, terms: tuple[Structure, ...], rule: Reach) -> None:
         if sum(term.block is not None for term in terms) > 1:
-            raise Unsupported("two BlockIndices cannot be joined by &: give the blocks that both list as one")
+            raise Unsupported("two of BlockIndices and Indices cannot be joined by &: give what both list as one")
         self._terms, self.rule = terms, rule
 
     def __repr__(self) -> str:

@@ -10,17 +10,19 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
-from gossamer.layouts import BlockLayout, TileList, Walk
-from gossamer.layouts.device import block_list_layout, interval_layout
+from gossamer.layouts import BlockLayout, GatherLayout, GatherWalk, TileList, Walk
+from gossamer.layouts.device import block_list_layout, interval_layout, key_list_layout
 from gossamer.memo import Memo
 from gossamer.patterns.reach import Bounds
 from gossamer.plan.plan import plan_of
 from gossamer.plan.problem import Problem, Unsupported
 from gossamer.torch import device_arrays
+from gossamer.torch.given_layouts import Given
 from gossamer.torch.planning import chip_of, problem_of, remembered_layout
 from gossamer.torch.structure.base import Lists, Positions, Sizes, Structure, narrow, rule_of
 from gossamer.torch.validate import INTEGERS, Arguments, describe, most_offset, validate, within_positions
 
+NO_TILES_OF_KEYS = (1, 0)  # each query gathers for itself
 NO_TILES = (64, 64)  # for an implementation that walks none, which the plan refuses by name
 MANY = 4096  # keys of a call that is not small
 # Ranges of numbers of queries, and of head sizes, in which implementations want one tile.
@@ -34,7 +36,7 @@ class Structured(NamedTuple):
     """A call whose structure was made on the device."""
 
     arguments: Arguments  # without what the layout holds: offsets and lengths
-    layout: BlockLayout
+    layout: Given
     source: str  # what it was made from, in words
 
 
@@ -76,7 +78,7 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, remember: 
     # Whether gradients are asked for is not known while a function is compiled.
     transpose = a.backward or compiling
 
-    def make() -> BlockLayout:
+    def make() -> Given:
         return layout_of(structure, positions(a, Q, K), sizes, tile, key_starts, a.key_lengths, transpose)
 
     tensors = tuple(x for x in (*structure.tensors, offset, key_starts, a.key_lengths) if x is not None)
@@ -120,7 +122,7 @@ def positions(a: Arguments, Q: int, K: int) -> Tensor:
 def layout_of(
     structure: Structure, position: Tensor, sizes: Sizes, tile: Tile, key_starts: Tensor | None,
     key_lengths: Tensor | None, transpose: bool,
-) -> BlockLayout:  # fmt: skip
+) -> Given:  # fmt: skip
     """The layout of a structure over the keys [key_starts[b], key_lengths[b])."""
     K, bounds, lists = sizes.K, structure.bounds(position, sizes), structure.lists(sizes)
     block_q, block_kv = tile
@@ -142,16 +144,27 @@ def layout_of(
         B = lo.shape[0]
         counts = None if lists.counts is None else lists.counts.expand(B, -1, -1)
         lists = Lists(lists.indices.expand(B, -1, -1, -1), counts)
-    layout = block_list_layout(
-        lists.indices, lists.counts, lo, hi, sizes.Q, K, block=block_q, xp=device_arrays, transpose=transpose
-    )
-    _, heads = layout.lead
-    return layout if heads in (1, sizes.H) else for_query_heads(layout, sizes.H // heads)
+    given = lists.indices, lists.counts, lo, hi, sizes.Q, K
+    _, heads, _, _ = lists.indices.shape
+    times = 1 if heads == 1 else sizes.H // heads
+    if structure.block == 1:
+        found = key_list_layout(*given, block_q=block_q, xp=device_arrays, transpose=transpose)
+        return _gathered_for_query_heads(found, times) if times > 1 else found
+    blocks = block_list_layout(*given, block=block_q, xp=device_arrays, transpose=transpose)
+    return for_query_heads(blocks, times) if times > 1 else blocks
 
 
 def for_query_heads(layout: BlockLayout, times: int) -> BlockLayout:
     """The layout of key heads for the query heads of each, which share its entries."""
     return BlockLayout(_repeated(layout.rows, times), _transpose=[_repeated(walk, times) for walk in layout._transpose])
+
+
+def _gathered_for_query_heads(layout: GatherLayout, times: int) -> GatherLayout:
+    def each(walk: GatherWalk) -> GatherWalk:
+        starts, counts = (x.repeat_interleave(times, 1) for x in (walk.starts, walk.counts))
+        return replace(walk, starts=starts, counts=counts)
+
+    return GatherLayout(each(layout.rows), _transpose=[each(walk) for walk in layout._transpose])
 
 
 def _repeated(walk: Walk, times: int) -> Walk:
@@ -184,7 +197,7 @@ def known_tile(a: Arguments, block: int | None) -> Tile:
 def tile_of(a: Arguments, block: int | None) -> Tile:
     """The tile of the first implementation that would compute a call; of blocks that are listed, theirs."""
     if block is not None:
-        return block, block
+        return (block, block) if block > 1 else NO_TILES_OF_KEYS
     device = a.q.device
     dtype = torch.get_autocast_dtype(device.type) if _cast(a.q) else a.q.dtype
     if not torch.compiler.is_compiling():
