@@ -14,7 +14,9 @@ pytest.importorskip("triton")
 import gossamer as gs
 from gossamer.kernels.triton.gather import launch_gather as gather
 from gossamer.kernels.triton.gather.config import RowConfig
-from gossamer.layouts.gather import WIDTHS, build_gather
+from gossamer.layouts.device import key_list_layout
+from gossamer.layouts.gather import WIDTHS, GatherLayout, build_gather
+from gossamer.torch import device_arrays
 from tests.support.launches import backward, forward
 from tests.support.processes import INTERPRETING, in_interpreter
 from tests.support.triton_cases import CASES, Case, compare, make
@@ -41,26 +43,51 @@ NAMES = (
     "random-grouped-lists", "empty-rows", "nothing-kept", "head-sizes", "large-heads", "one-query", "strided",
     "negative-scale", "softcap", "alibi", "sink", "sink-split", "lengths-bits", "every-term", "offset",
 )  # fmt: skip
+ON_DEVICE = [
+    *(case for case in SCATTERED if case.name != "power-strided"),
+    Case("lists-of-key-heads", 0.1, B=2, H=4, G=2, lead=(2, 2), Q=70, K=90, terms={"sink": (0.5, -1.0, 0.0, 2.0)}),
+    Case("lists-of-key-heads-cut", 0.3, B=2, H=4, G=2, lead=(1, 2), Q=40, K=90, limit=1),
+    Case("nothing-listed", 0.0, Q=20, K=30, limit=1),
+]
 ALL = SCATTERED + [case for case in CASES if case.name in NAMES]
 
 
-def run(case: Case, device: str, block_q: int, config: Any = None) -> tuple[Any, ...]:
+def listed(mask: np.ndarray, block_q: int, device: str) -> GatherLayout:
+    """The layout of a mask (Bl, Hl, Q, K) from lists on a device, shuffled, with repeated and missing keys."""
+    rng, K = np.random.default_rng(7), mask.shape[-1]
+    n = int(mask.sum(-1).max()) + 3
+    indices = np.full((*mask.shape[:3], n), -1, dtype=np.int32)
+    for at in np.ndindex(*mask.shape[:3]):
+        keys = np.flatnonzero(mask[at])
+        some = np.concatenate([keys, rng.choice(keys, 2), [K]]) if len(keys) else keys
+        indices[at][: len(some)] = some
+        rng.shuffle(indices[at])
+    given = torch.from_numpy(indices).to(device)
+    return key_list_layout(given, None, None, None, *mask.shape[2:], block_q=block_q, xp=device_arrays)
+
+
+def run(case: Case, device: str, block_q: int, config: Any = None, on_device: bool = False) -> tuple[Any, ...]:
     """The results of the gather kernels, and what they are compared with."""
     problem, _, mask, terms, inputs = make(case, device)
     q, k, v, dout, dlse = inputs
     host = mask.cpu().numpy()
-    pattern = gs.BlockMask(host, 1)
-    layout = build_gather(pattern, case.Q, case.K, block_q=block_q, q_offset=terms.q_offset).to(device)
+    if on_device:
+        layout = listed(host.reshape(*case.lead, case.Q, case.K), block_q, device)
+        if case.lead[1] not in (1, case.H):  # what is compared keeps the pairs of each query head
+            mask = mask.repeat_interleave(case.H // case.G, 1)
+    else:
+        pattern = gs.BlockMask(host, 1)
+        layout = build_gather(pattern, case.Q, case.K, block_q=block_q, q_offset=terms.q_offset).to(device)
     # Lists without tiles are counted in columns; where all are long, cutting them is slow in the interpreter.
-    limit = None if case.limit is None else 1 if block_q > 1 else 16 if case.name == "hubs" else None
+    limit = None if case.limit is None else 1 if block_q > 1 else 16 if case.name == "hubs" or on_device else None
     options: dict[str, Any] = {"config": config, "limit": limit}
     out, lse = forward(gather, problem, layout, terms, q, k, v, **options)
     gradients = backward(gather, problem, layout, terms, dout, dlse, q, k, v, out, lse, **options)
     return (mask, terms, inputs), (out, lse, *gradients)
 
 
-def check(case: Case, device: str, block_q: int, config: Any = None) -> None:
-    against, found = run(case, device, block_q, config)
+def check(case: Case, device: str, block_q: int, config: Any = None, on_device: bool = False) -> None:
+    against, found = run(case, device, block_q, config, on_device)
     compare(case, *against, found)
 
 
@@ -72,6 +99,11 @@ if INTERPRETING:
         # Many rows in a program: the interpreter pays for programs.
         check(case, "cpu", block_q, RowConfig(256, 4) if block_q == 1 else None)
 
+    @pytest.mark.parametrize("block_q", [1, 16])
+    @pytest.mark.parametrize("case", ON_DEVICE, ids=lambda case: case.name)
+    def test_lists_of_a_device(case: Case, block_q: int) -> None:
+        check(case, "cpu", block_q, RowConfig(64, 4), on_device=True)
+
     @pytest.mark.parametrize("config", [RowConfig(2, 16), RowConfig(4, 2), RowConfig(16, 1)], ids=str)
     def test_every_row_configuration_gives_the_same_rows(config: RowConfig) -> None:
         check(next(case for case in ALL if case.name == "hubs"), "cpu", 1, config)
@@ -82,6 +114,7 @@ else:
     @pytest.mark.parametrize("part", range(4))
     def test_in_the_interpreter(part: int) -> None:
         tests = [f"test_case[{case.name}-{rows}]" for case in ALL for rows in GROUP_SIZES][part::4]
+        tests += [f"test_lists_of_a_device[{case.name}-{rows}]" for case in ON_DEVICE for rows in (1, 16)][part::4]
         if part == 0:
             tests.append("test_every_row_configuration_gives_the_same_rows")
         in_interpreter(__file__, *tests)
@@ -102,6 +135,11 @@ class TestOnGPU:
     @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
     def test_case(self, case: Case, block_q: int) -> None:
         check(case, "cuda", block_q)
+
+    @pytest.mark.parametrize("block_q", GROUP_SIZES)
+    @pytest.mark.parametrize("case", ON_DEVICE, ids=lambda case: case.name)
+    def test_lists_of_a_device(self, case: Case, block_q: int) -> None:
+        check(case, "cuda", block_q, on_device=True)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
     @pytest.mark.parametrize("block_q", GROUP_SIZES)

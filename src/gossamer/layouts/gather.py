@@ -8,7 +8,7 @@ after it is built.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -53,7 +53,7 @@ class GatherWalk(WalkArrays):
     The list of group t is `indices[starts : starts + counts]`; it is padded with -1 to a multiple of `width`, and
     starts at one. Bit c of word [w, r] says that row r of the group keeps the column `indices[32 w + c]`.
 
-    Bl is 1 or B, Hl is 1 or H; T = ceil(rows / block_rows).
+    Bl is 1 or B, Hl is 1, G or H: the query heads of a key head share its lists; T = ceil(rows / block_rows).
     """
 
     rows: int
@@ -75,6 +75,15 @@ class GatherWalk(WalkArrays):
         shape = self.counts.shape
         return int(shape[0]), int(shape[1])
 
+    def for_heads(self, heads: int) -> GatherWalk:
+        """The same with lists for each of so many heads, where a key head has one for several; entries are shared."""
+        _, Hl = self.lead
+        if Hl in (1, heads):
+            return self
+        repeat = np.repeat if self.device is None else _repeat_of_tensors
+        starts, counts = (repeat(x, heads // Hl, 1) for x in (self.starts, self.counts))
+        return replace(self, starts=starts, counts=counts)
+
     def arrays(self) -> list[Array]:
         """Every array in a fixed order (see `with_arrays`)."""
         return [self.starts, self.counts, self.indices, self.bits]
@@ -82,6 +91,10 @@ class GatherWalk(WalkArrays):
     def with_arrays(self, arrays: list[Array]) -> GatherWalk:
         """The same walk over other arrays, in the order of `arrays()`."""
         return GatherWalk(self.rows, self.columns, self.block_rows, *arrays)
+
+
+def _repeat_of_tensors(x: Array, times: int, axis: int) -> Array:
+    return x.repeat_interleave(times, axis)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -82,10 +84,11 @@ def one_bit(places: Tensor) -> Tensor:
 def sums_at(places: Tensor, values: Tensor, size: int) -> Tensor:
     # Integers are added: in any order the sum is the same. Of one dimension, since torch refuses others on a GPU where
     # deterministic algorithms are asked for.
-    *lead, _ = places.shape
-    first = torch.arange(places[..., 0].numel(), device=places.device).reshape(*lead, 1) * size
-    found = values.new_zeros(first.numel() * size)
-    return found.scatter_add_(0, (places + first).reshape(-1), values.reshape(-1)).reshape(*lead, size)
+    *lead, m = places.shape
+    rows = math.prod(lead)
+    at = places.reshape(rows, m) + torch.arange(rows, device=places.device)[:, None] * size
+    found = values.new_zeros(rows * size)
+    return found.scatter_add_(0, at.reshape(-1), values.reshape(-1)).reshape(*lead, size)
 
 
 def concatenate(parts: list[Tensor]) -> Tensor:

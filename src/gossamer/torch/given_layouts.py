@@ -68,6 +68,9 @@ def _shared_checks(walk: Walk | GatherWalk, q: Tensor, k: Tensor) -> Iterator[tu
     counts = walk.full.counts if isinstance(walk, Walk) else walk.counts
     yield counts.ndim == 3, "counts", counts, "of shape (Bl, Hl, T)"
     Bl, Hl = walk.lead
+    G = k.shape[1]
+    if isinstance(walk, GatherWalk) and Bl in (1, B) and Hl == G:
+        return
     yield Bl in (1, B) and Hl in (1, H), "(Bl, Hl)", (Bl, Hl), f"1 or the inputs' (B, H) = {(B, H)}"
 
 

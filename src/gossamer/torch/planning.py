@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gossamer.kernels.contract import Implementation, Scoring
 from gossamer.kernels.launch import dtype_of
-from gossamer.layouts import BlockLayout, cached_gather, cached_layout
+from gossamer.layouts import cached_gather, cached_layout
 from gossamer.layouts.cache import bytes_of
 from gossamer.memo import Memo
 from gossamer.patterns import Dense, Pattern

@@ -92,7 +92,7 @@ def plan_parts(layout: GatherLayout, problem: Problem) -> tuple[Part, ...]:
     made: dict[tuple[tuple[tuple[int, int], ...], int], Lists] = {}
     parts = []
     for first in range(0, p.B * p.H, heads):
-        leads = tuple((n // p.H % bl, n % p.H % hl) for n in range(first, first + heads))
+        leads = tuple((n // p.H % bl, n % p.H * hl // p.H) for n in range(first, first + heads))
         for begin, end in ranges:
             key = leads, begin
             if key not in made:

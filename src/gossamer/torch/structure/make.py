@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
-from gossamer.layouts import BlockLayout, GatherLayout, GatherWalk, TileList, Walk
+from gossamer.layouts import BlockLayout, TileList, Walk
 from gossamer.layouts.device import block_list_layout, interval_layout, key_list_layout
 from gossamer.memo import Memo
 from gossamer.patterns.reach import Bounds
@@ -146,10 +146,9 @@ def layout_of(
         lists = Lists(lists.indices.expand(B, -1, -1, -1), counts)
     given = lists.indices, lists.counts, lo, hi, sizes.Q, K
     _, heads, _, _ = lists.indices.shape
-    times = 1 if heads == 1 else sizes.H // heads
     if structure.block == 1:
-        found = key_list_layout(*given, block_q=block_q, xp=device_arrays, transpose=transpose)
-        return _gathered_for_query_heads(found, times) if times > 1 else found
+        return key_list_layout(*given, block_q=block_q, xp=device_arrays, transpose=transpose)
+    times = 1 if heads == 1 else sizes.H // heads
     blocks = block_list_layout(*given, block=block_q, xp=device_arrays, transpose=transpose)
     return for_query_heads(blocks, times) if times > 1 else blocks
 
@@ -157,14 +156,6 @@ def layout_of(
 def for_query_heads(layout: BlockLayout, times: int) -> BlockLayout:
     """The layout of key heads for the query heads of each, which share its entries."""
     return BlockLayout(_repeated(layout.rows, times), _transpose=[_repeated(walk, times) for walk in layout._transpose])
-
-
-def _gathered_for_query_heads(layout: GatherLayout, times: int) -> GatherLayout:
-    def each(walk: GatherWalk) -> GatherWalk:
-        starts, counts = (x.repeat_interleave(times, 1) for x in (walk.starts, walk.counts))
-        return replace(walk, starts=starts, counts=counts)
-
-    return GatherLayout(each(layout.rows), _transpose=[each(walk) for walk in layout._transpose])
 
 
 def _repeated(walk: Walk, times: int) -> Walk:

@@ -55,7 +55,8 @@ def _walk(
 ) -> None:  # fmt: skip
     """Add the kernels of a direction."""
     plan = schedule_of(p, layout, direction, config, limit)
-    function = (ROW_KERNELS if layout.block_q == 1 else TILE_KERNELS)[direction]
+    walk = layout.columns if direction == "dkdv" else layout.rows
+    function = (ROW_KERNELS if walk.block_rows == 1 else TILE_KERNELS)[direction]
     values = {**values, **listed(b, direction, plan.arrays), **plan.constants}
     results = {name: values[name] for name in GRADIENTS.get(direction, ())}
     summed = direction == "dkdv" and plan.constants["heads"] != p.G

@@ -15,7 +15,7 @@ from gossamer.kernels.triton.config import Direction
 from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig, group_config, piece, row_config
 from gossamer.kernels.triton.split_rows import SplitRows
 from gossamer.layouts.gather import GatherLayout, GatherWalk, item_limit
-from gossamer.layouts.items import BEGIN, COUNT, END, ITEM, LEAD, PART, SLOT, TILE
+from gossamer.layouts.items import BEGIN, COUNT, END, FIRST, ITEM, LEAD, MERGE, PART, SLOT, TILE
 from gossamer.layouts.work_list import fill, merges_of, split_rows
 from gossamer.memo import Memos
 from gossamer.plan.problem import Problem
@@ -31,13 +31,14 @@ class Work:
     items: Tensor
     merges: Tensor  # (m, MERGE) int32
     slots: int
+    known: bool = False  # to the host
 
     def longest(self, each: int) -> Tensor:
         """(groups,) int32: units of the longest of each `each` items; negative where one is a part of a cut list.
 
-        By way of the host: what is copied from there is complete for every stream.
+        Of a layout of the host by way of that: what is copied from there is complete for every stream.
         """
-        items, groups = self.items.cpu(), -(-len(self.items) // each)
+        items, groups = self.items.cpu() if self.known else self.items, -(-len(self.items) // each)
         length, slot = items.new_zeros(groups * each), items.new_full((groups * each,), -1)
         length[: len(items)] = items[:, END] - items[:, BEGIN]
         slot[: len(items)] = items[:, SLOT]
@@ -48,20 +49,70 @@ class Work:
 _work: Memos[Work] = Memos()  # of walks
 
 
-def work_of(p: Problem, layout: GatherLayout, transposed: bool, copies: int, limit: int | None) -> Work:
-    """The items of one direction, made once; a layout that was made on a device is read back for it."""
+def work_of(p: Problem, layout: GatherLayout, transposed: bool, heads: int, copies: int, limit: int | None) -> Work:
+    """The items of one direction, made once; nothing of a layout that was made on a device is read back.
+
+    Args:
+        heads: of the items, where lists are not shared by all of them.
+    """
     walk = layout.columns if transposed else layout.rows
-    known = _work.of(walk)
+    _, Hl = walk.lead
+    times = 1 if Hl == 1 else heads // Hl
+    # Of padded lists the room counts.
+    steps = int(walk.indices.shape[0]) // walk.width * times
     if limit is None:
-        groups, steps = len(walk.counts.reshape(-1)), int(walk.indices.shape[0]) // walk.width
+        groups = len(walk.counts.reshape(-1)) * times
         limit = item_limit(groups, copies, steps, walk.width, p.processors)
     most = limit
 
     def make() -> Work:
-        source = (layout.host.columns if transposed else layout.host.rows) if layout.host is not None else walk
-        return _make_work(source.on_host(), most, walk.indices.device)
+        if layout.host is None:
+            return _work_by_capacity(walk.for_heads(heads), most, steps)
+        source = layout.host.columns if transposed else layout.host.rows
+        return _make_work(source.for_heads(heads), most, walk.indices.device)
 
-    return known.get_or_make(most, make)
+    return _work.of(walk).get_or_make((most, heads), make)
+
+
+def _work_by_capacity(walk: GatherWalk, limit: int, steps: int) -> Work:
+    """The items of lists whose lengths only the device knows, of so many steps at most together.
+
+    A list of more than `limit` steps is cut in as few equal parts as are no longer, so that all lists together have
+    steps / limit parts more than there are lists. Items behind the last one compute nothing, into a slot of no row.
+    """
+    lengths = -(-walk.counts.reshape(-1).long() // walk.width)
+    first = walk.starts.reshape(-1).long() // walk.width
+    rows, more = len(lengths), steps // limit
+    pieces = (-(-lengths // limit)).clamp(min=1)
+    ends = pieces.cumsum(0)
+    at = torch.arange(rows + more, device=lengths.device)
+    of = torch.searchsorted(ends, at, right=True)
+    some, of = of < rows, of.clamp(max=rows - 1)
+    parts, piece = pieces[of], at - (ends - pieces)[of]
+    begin, end = (x * lengths[of] // parts * some for x in (piece, piece + 1))
+    if not more:
+        slot, slots = torch.full_like(at, -1), 0
+    else:
+        cut, slots = pieces > 1, 2 * more + 1
+        behind = (pieces * cut).cumsum(0)
+        slot = torch.where(cut[of], (behind - pieces)[of] + piece, -1)
+        slot = torch.where(some, slot, slots - 1)
+    length = end - begin
+    # Lengths that differ little stay in the order of rows, whose columns are likely to be near each other.
+    near = -(-length // 4)
+    near = torch.where(near <= 16, near, 16 + near.clamp(min=1).log2().ceil().long())
+    lead, tile = of // walk.tiles * some, of % walk.tiles * some
+    fields = {LEAD: lead, TILE: tile, BEGIN: first[of] + begin, END: first[of] + end, SLOT: slot, PART: begin > 0}
+    items = torch.stack([fields[field] for field in range(ITEM)], 1).int()
+    items = items[torch.sort(near, descending=True, stable=True).indices]
+    if not more:
+        return Work(items, items.new_zeros((0, MERGE)), 0)
+    # Of the cut rows in order; behind the last one, tiles that there are not, for which nothing is done.
+    of = torch.searchsorted(cut.long().cumsum(0), torch.arange(1, more + 1, device=lengths.device))
+    some, of = of < rows, of.clamp(max=rows - 1)
+    tile = torch.where(some, of % walk.tiles, walk.tiles)
+    fields = {LEAD: of // walk.tiles, TILE: tile, FIRST: (behind - pieces)[of], COUNT: pieces[of] * some}
+    return Work(items, torch.stack([fields[field] for field in range(MERGE)], 1).int(), slots)
 
 
 def _make_work(walk: GatherWalk, limit: int, device: torch.device) -> Work:
@@ -80,7 +131,7 @@ def _make_work(walk: GatherWalk, limit: int, device: torch.device) -> Work:
     def move(array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-    return Work(move(items), move(merges), int(merges[:, COUNT].sum()))
+    return Work(move(items), move(merges), int(merges[:, COUNT].sum()), known=True)
 
 
 @dataclass(frozen=True)
@@ -115,10 +166,10 @@ def _make_schedule(
     walk = layout.columns if transposed else layout.rows
     Bl, Hl = walk.lead
     # Heads that share a key head but not their lists get gradients of their own, which are summed afterwards.
-    members = p.H // p.G if transposed and Hl == 1 else 1
+    members = p.H // p.G if transposed and Hl in (1, p.G) else 1
     heads = p.H // members
     copies = (p.B if Bl == 1 else 1) * (heads if Hl == 1 else 1)
-    work = work_of(p, layout, transposed, copies, limit)
+    work = work_of(p, layout, transposed, heads, copies, limit)
     programs, bits = int(work.items.shape[0]), 8 * BYTES[p.dtype]
     arrays: dict[str, Any] = {"items": work.items, "indices": walk.indices}
     constants: dict[str, Any] = {"n_items": programs, "heads": heads, "MEMBERS": members}
@@ -137,5 +188,6 @@ def _make_schedule(
         arrays["bits"] = walk.bits
         constants |= {"R": walk.block_rows, "C": walk.width, "PRECISION": groups.precision}
         options = {"num_warps": groups.warps, "num_stages": groups.stages}
-    split_rows = SplitRows(work.merges, work.slots, copies, walk.block_rows, Hl, Bl == 1, Hl == 1)
+    lead_heads = 1 if Hl == 1 else heads
+    split_rows = SplitRows(work.merges, work.slots, copies, walk.block_rows, lead_heads, Bl == 1, Hl == 1)
     return Schedule(programs, split_rows, arrays, constants, options)
