@@ -230,11 +230,15 @@ def test_an_id_that_returns_is_another_document() -> None:
     assert not torch.allclose(found, gs.attention(q, q, q, gs.Document(ids)))
 
 
+@pytest.mark.parametrize("kind", ["blocks", "keys"])
 @pytest.mark.parametrize("seed", range(20))
-def test_blocks(seed: int) -> None:
+def test_lists(seed: int, kind: str) -> None:
+    """Of key blocks of each query block, and of keys of each query, which are blocks of one."""
     draw = random.Random(seed)
     B, G, times, block = draw.choice([1, 2]), draw.choice([1, 2]), draw.choice([1, 2]), draw.choice([64, 128])
     Q, K, n = draw.choice([1, 64, 150, 256]), draw.choice([1, 100, 128, 300]), draw.choice([0, 1, 2, 5])
+    if kind == "keys":
+        block, Q, K, n = 1, draw.choice([1, 7, 40]), draw.choice([1, 33, 60]), draw.choice([0, 1, 9, 70])
     T, C, H = -(-Q // block), -(-K // block), G * times
     lead = draw.choice([1, B]), draw.choice([1, G, H])
     wide = draw.random() < 0.5
@@ -246,7 +250,7 @@ def test_blocks(seed: int) -> None:
         counts = np.array([draw.randint(-1, n + 2) for _ in range(lead[0] * lead[1] * T)]).reshape(*lead, T)
     joined = draw.choice(["nothing", "rule", "documents", "lengths"])
     pattern, keep = RULES[draw.choice(list(RULES))] if joined in ("rule", "documents") else (None, lambda i, j: True)
-    ids = [j // 50 for j in range(K)]
+    ids = [j // (50 if kind == "blocks" else 11) for j in range(K)]
     ends = [draw.choice([K, 0, draw.randint(0, K)]) for _ in range(B)] if joined == "lengths" else [K] * B
     mask = np.zeros((B, H, Q, K), dtype=bool)
     for b in range(B):
@@ -260,7 +264,8 @@ def test_blocks(seed: int) -> None:
                         i = r + K - Q
                         together = joined != "documents" or (i >= 0 and ids[i] == ids[j])
                         mask[b, h, r, j] = keep(i, j) and together and j < ends[b]
-    given: Any = gs.BlockIndices(torch.from_numpy(indices), block, None if counts is None else torch.from_numpy(counts))
+    lists, numbers = torch.from_numpy(indices), None if counts is None else torch.from_numpy(counts)
+    given: Any = gs.BlockIndices(lists, block, numbers) if kind == "blocks" else gs.Indices(lists, numbers)
     if pattern is not None:
         given = given & pattern
     if joined == "documents":

@@ -34,7 +34,12 @@ def by_blocks(q: Tensor, k: Tensor, v: Tensor, data: Tensor, pattern: gs.Pattern
     return gs.attention(q, k, v, gs.BlockIndices((data[:, None, None, None] // 64).long()) & pattern)
 
 
-FUNCTIONS = {f.__name__: f for f in (by_offsets, by_documents, by_edges, by_blocks)}
+def by_keys(q: Tensor, k: Tensor, v: Tensor, data: Tensor, pattern: gs.Pattern) -> Tensor:
+    keys = data[:, None, None, None] - torch.arange(2 * Q).reshape(1, 1, Q, 2)
+    return gs.attention(q, k, v, gs.Indices(keys) & pattern)
+
+
+FUNCTIONS = {f.__name__: f for f in (by_offsets, by_documents, by_edges, by_blocks, by_keys)}
 DATA = [torch.tensor([100, 110]), torch.tensor([140, 3]), torch.tensor([70, 70]), torch.tensor([-5, 1000])]
 
 
@@ -119,6 +124,9 @@ def test_explain() -> None:
     ids = gs.DocumentIds(torch.zeros(K, dtype=torch.int32)) & gs.BlockIndices(torch.zeros(1, 1, dtype=torch.int64))
     assert gs.explain(q, k, v, ids).structure == "DocumentIds((150,)) & BlockIndices((1, 1), 64)"
     assert gs.explain(q, k, v, gs.SlidingWindow(9)).structure is None
+    listed = gs.explain(q, k, v, gs.Indices(torch.arange(3).expand(Q, 3)) & gs.Causal())
+    assert listed.structure == f"Indices(({Q}, 3)) & j <= i" and listed.density == pytest.approx(3 / K)
+    assert listed.tile == (1, 1) and listed.tiles == {"gathered columns": 3 * Q}
     assert "the structure is made on the device" in str(found)
 
 
@@ -128,6 +136,7 @@ def ints(*values: int) -> Tensor:
 
 q, kv = torch.zeros(2, 4, 8, 16), torch.zeros(2, 2, 8, 16)
 ids, blocks = gs.DocumentIds(torch.zeros(8).int()), gs.BlockIndices(torch.zeros(1, 1, 1, 1).int())
+keys = gs.Indices(torch.zeros(1, 1, 8, 1).int())
 CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "sinks": (gs.SlidingWindow(3, sinks=1), {"q_offset": ints(1, 2)}, r"SlidingWindow\(.*sinks=1\) has no rule"),
     "big bird": (gs.BigBird(64), {"key_starts": [0, 1]}, "pattern must go by positions alone.*BigBird"),
@@ -167,6 +176,11 @@ CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a negative block": (
         gs.BlockIndices(torch.full((1, 1), -7), check=True) & gs.Causal(), {}, r"in \[0, 1\), or -1 .*; got -7",
     ),
+    "keys of other rows": (gs.Indices(torch.zeros(1, 1, 7, 1).int()), {}, "heads 1, G=2 or H=4, Q = 8; got shape"),
+    "keys of other heads": (gs.Indices(torch.zeros(1, 3, 8, 1).int()), {}, "indices of Indices must have shape"),
+    "no such key": (gs.Indices(torch.full((8, 2), 8), check=True), {}, r"Indices must be in \[0, 8\), or -1 .* got 8"),
+    "keys of the oracle": (keys, {"implementation": "reference"}, "reference: gathers no listed keys for groups of 1"),
+    "keys on tiles": (keys, {"implementation": "hopper"}, "hopper: .*gathers no listed keys for groups of 1"),
     "small": (ids, {"implementation": "small"}, "implementation='small' cannot compute this problem"),
     "merge": (ids, {"merge": "lse"}, "pattern must be a union|merge must be None: each term of DocumentIds"),
     "heads": (ids, {"sink_logits": torch.zeros(3)}, "sink_logits must have shape"),
@@ -194,7 +208,12 @@ CONSTRUCTORS: dict[str, tuple[Any, str]] = {
     "block": (lambda: gs.BlockIndices(torch.zeros(1, 1).int(), 96), r"block_size must be 64 or 128; got 96"),
     "counts": (lambda: gs.BlockIndices(torch.zeros(1, 1).int(), 64, ints(1, 2)), r"counts must be .*of shape \(1,\)"),
     "check": (lambda: gs.BlockIndices(torch.zeros(1, 1).int(), check=1), "check must be True or False; got 1"),  # type: ignore[arg-type]
-    "two lists": (lambda: blocks & blocks, "two BlockIndices cannot be joined by &"),
+    "keys": (lambda: gs.Indices(torch.zeros(1, 1, 1, 1)), r"indices must be a tensor \(B, G, Q, n\) of int32 or int64"),
+    "keys rank": (lambda: gs.Indices(torch.zeros(3).int()), r"indices must be a tensor \(B, G, Q, n\) of int32"),
+    "counts of keys": (lambda: gs.Indices(torch.zeros(1, 1).int(), torch.zeros(1)), "counts must be a tensor of integ"),
+    "check of keys": (lambda: gs.Indices(torch.zeros(1, 1).int(), check=1), "check must be True or False; got 1"),  # type: ignore[arg-type]
+    "two lists": (lambda: blocks & blocks, "two of BlockIndices and Indices cannot be joined by &"),
+    "lists of both kinds": (lambda: keys & blocks, "two of BlockIndices and Indices cannot be joined by &"),
     "union": (lambda: ids | gs.Causal(), r"DocumentIds\(\(8,\)\) joins others by & alone"),
     "union from the right": (lambda: gs.Causal() | blocks, r"BlockIndices\(\(1, 1, 1, 1\), 64\) joins others by"),
     "complement": (lambda: ~ids, r"DocumentIds\(\(8,\)\) has no complement"),

@@ -13,8 +13,9 @@ from torch import Tensor
 
 import gossamer as gs
 from gossamer.bench.latency import captured
-from gossamer.layouts.device import block_list_layout, interval_layout
-from gossamer.layouts.walk import expand
+from gossamer.layouts.device import block_list_layout, interval_layout, key_list_layout
+from gossamer.layouts.gather import expand_gather
+from gossamer.layouts.walk import Walk, expand
 from gossamer.torch import device_arrays
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -66,6 +67,11 @@ STRUCTURES = {
         SQUARE,
         lambda g: [integers(-3, 13, (B, G, N // 64, 5), g), integers(-1, 6, (B, G, N // 64), g)],
         lambda x, lists, counts: gs.attention(*x, gs.BlockIndices(lists, 64, counts) & gs.Causal(), deterministic=True),
+    ),
+    "keys": Structure(
+        SQUARE,
+        lambda g: [integers(-9, N + 9, (B, G, N, 50), g), integers(-1, 60, (B, G, N), g)],
+        lambda x, lists, counts: gs.attention(*x, gs.Indices(lists, counts) & gs.Causal(), deterministic=True),
     ),
     "varlen": Structure(
         PACKED,
@@ -168,17 +174,22 @@ def test_layouts_are_those_of_a_cpu() -> None:
         hi = torch.maximum(lo, hi)
         T = -(-Q // 64)
         lists, counts = integers(-2, K // 64 + 3, (*lead, T, 4), generator), integers(-1, 6, (*lead, T), generator)
+        keys, group = integers(-2, K + 3, (*lead, Q, 11), generator), (1, 16, 32, 64)[round % 4]
         made = [
             [
                 interval_layout(lo, hi, K, block_q=64, block_kv=128, xp=device_arrays),
                 block_list_layout(lists, counts, lo, hi, Q, K, block=64, xp=device_arrays),
                 block_list_layout(lists, None, None, None, Q, K, block=64, xp=device_arrays),
+                key_list_layout(keys, None, lo, hi, Q, K, block_q=group, xp=device_arrays),
             ]
-            for lo, hi, lists, counts in ((lo, hi, lists, counts), (lo.cpu(), hi.cpu(), lists.cpu(), counts.cpu()))
-        ]
+            for lo, hi, lists, counts, keys in (
+                (lo, hi, lists, counts, keys), (lo.cpu(), hi.cpu(), lists.cpu(), counts.cpu(), keys.cpu())
+            )
+        ]  # fmt: skip
         for here, there in zip(*made, strict=True):
-            assert (expand(here.rows) == expand(there.rows)).all()
-            assert (expand(here.columns) == expand(there.columns)).all()
+            for one, other in ((here.rows, there.rows), (here.columns, there.columns)):
+                expanded = expand if isinstance(one, Walk) else expand_gather
+                assert (expanded(one.on_host()) == expanded(other.on_host())).all()
 
 
 def test_layers_of_a_captured_step_share_their_structure() -> None:
