@@ -377,6 +377,10 @@ class NumpyArrays:
     def one_bit(self, places):
         return np.left_shift(np.uint32(1), places.astype(np.uint32)).view(np.int32)
 
+    def bits_below(self, places):
+        bits = np.left_shift(np.uint64(1), np.clip(places, 0, 32).astype(np.uint64)) - np.uint64(1)
+        return bits.astype(np.uint32).view(np.int32)
+
     def sums_at(self, places, values, size):
         found = np.zeros((*values.shape[:-1], size), dtype=np.int32)
         for at in np.ndindex(*values.shape[:-1]):

@@ -81,6 +81,11 @@ def one_bit(places: Tensor) -> Tensor:
     return torch.bitwise_left_shift(torch.ones_like(places), places)
 
 
+def bits_below(places: Tensor) -> Tensor:
+    part = torch.bitwise_left_shift(torch.ones_like(places), places.clamp(0, 31)) - 1
+    return part.masked_fill(places >= 32, -1)
+
+
 def sums_at(places: Tensor, values: Tensor, size: int) -> Tensor:
     # Integers are added: in any order the sum is the same. Of one dimension, since torch refuses others on a GPU where
     # deterministic algorithms are asked for.

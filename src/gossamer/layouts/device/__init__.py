@@ -8,5 +8,14 @@ from gossamer.layouts.device.arrays import Arrays, Sorted
 from gossamer.layouts.device.block_lists import block_list_layout
 from gossamer.layouts.device.intervals import interval_layout
 from gossamer.layouts.device.key_lists import key_list_layout
+from gossamer.layouts.device.progressions import Progression, progression_layout
 
-__all__ = ["Arrays", "Sorted", "block_list_layout", "interval_layout", "key_list_layout"]
+__all__ = [
+    "Arrays",
+    "Progression",
+    "Sorted",
+    "block_list_layout",
+    "interval_layout",
+    "key_list_layout",
+    "progression_layout",
+]

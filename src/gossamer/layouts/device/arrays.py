@@ -75,6 +75,9 @@ class Arrays(Protocol):
     def one_bit(self, places: Array) -> Array:
         """The word of which only the bit at a place in [0, 32) is set."""
 
+    def bits_below(self, places: Array) -> Array:
+        """The words of which the bits at places below each number are set: none for one under 1, all from 32 on."""
+
     def sums_at(self, places: Array, values: Array, size: int) -> Array:
         """Of each row (..., m) the sums of the int32 values that are given for each of `size` places: (..., size).
 
