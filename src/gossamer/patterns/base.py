@@ -32,7 +32,7 @@ from gossamer.patterns.grid import (
     ranges,
 )
 from gossamer.patterns.handles import give_handle
-from gossamer.patterns.reach import Reach
+from gossamer.patterns.reach import Rule
 from gossamer.patterns.validate import integer, optional_integer, show
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class Pattern(metaclass=_PatternMeta):
         """
         return self
 
-    def device_rule(self) -> Reach | None:
+    def device_rule(self) -> Rule | None:
         """Which keys a row sees by its position alone; None where more than that says it.
 
         It is what `attention` reads of a pattern whose rows have positions that are known on the device alone.

@@ -11,7 +11,7 @@ import numpy as np
 
 from gossamer.patterns.base import Intervals, Pairs, Pattern, Tiles, above
 from gossamer.patterns.grid import FULL, MIXED, Grid, Sizes, combine_ids, distinct
-from gossamer.patterns.reach import Reach
+from gossamer.patterns.reach import Rule
 from gossamer.patterns.validate import show
 
 
@@ -72,7 +72,7 @@ class And(_Binary):
 
     _symbol = "&"
 
-    def device_rule(self) -> Reach | None:
+    def device_rule(self) -> Rule | None:
         left, right = self.left.device_rule(), self.right.device_rule()
         return None if left is None or right is None else left.both(right)
 
@@ -112,6 +112,10 @@ class Or(_Binary):
     """Pairs that either pattern keeps."""
 
     _symbol = "|"
+
+    def device_rule(self) -> Rule | None:
+        left, right = self.left.device_rule(), self.right.device_rule()
+        return None if left is None or right is None else left.either(right)
 
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         return self.left._keep(i, j, sizes) | self.right._keep(i, j, sizes)

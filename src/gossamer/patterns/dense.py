@@ -8,7 +8,7 @@ import numpy as np
 
 from gossamer.patterns.base import Intervals, Pattern
 from gossamer.patterns.grid import Grid, Sizes
-from gossamer.patterns.reach import Reach
+from gossamer.patterns.reach import Reach, Rule, rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,8 +21,8 @@ class Dense(Pattern):
                [1, 1, 1]])
     """
 
-    def device_rule(self) -> Reach:
-        return Reach()
+    def device_rule(self) -> Rule:
+        return rule(Reach())
 
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         return np.ones(np.broadcast_shapes(i.shape, j.shape), dtype=bool)
@@ -44,8 +44,8 @@ class Causal(Pattern):
                [1, 1, 1, 1]])
     """
 
-    def device_rule(self) -> Reach:
-        return Reach(right=0)
+    def device_rule(self) -> Rule:
+        return rule(Reach(right=0))
 
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         return j <= i

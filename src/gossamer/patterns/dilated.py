@@ -8,6 +8,7 @@ import numpy as np
 
 from gossamer.patterns.base import Offsets
 from gossamer.patterns.grid import Sizes
+from gossamer.patterns.reach import Reach, Rule, rule
 from gossamer.patterns.validate import integer
 
 
@@ -36,6 +37,9 @@ class Dilated(Offsets):
         object.__setattr__(self, "left", integer("left", self.left, minimum=0))
         object.__setattr__(self, "right", integer("right", self.right, minimum=0))
         object.__setattr__(self, "dilation", integer("dilation", self.dilation, minimum=1))
+
+    def device_rule(self) -> Rule:
+        return rule(Reach(self.left * self.dilation, self.right * self.dilation, step=self.dilation))
 
     def _offset_range(self, sizes: Sizes) -> tuple[int, int]:
         return -self.right * self.dilation, self.left * self.dilation
@@ -67,6 +71,9 @@ class Strided(Offsets):
     def __post_init__(self) -> None:
         object.__setattr__(self, "stride", integer("stride", self.stride, minimum=1))
         object.__setattr__(self, "local", integer("local", self.local, minimum=0))
+
+    def device_rule(self) -> Rule:
+        return rule(Reach(self.local, 0), Reach(right=0, step=self.stride))
 
     def _offset_range(self, sizes: Sizes) -> tuple[int, int]:
         return 0, sizes.q_offset + sizes.Q

@@ -1,4 +1,4 @@
-"""Reach: which keys a row sees by its position alone, as numbers, so that its bounds are made where positions are.
+"""Rules: which keys a row sees by its position alone, as numbers, so that its bounds are made where positions are.
 
 The bounds are array operations that numpy, torch and jax share (`clip`, `%`, arithmetic), on int32: a position that is
 known on a device alone gives bounds there, and nothing is read back.
@@ -6,9 +6,12 @@ known on a device alone gives bounds there, and nothing is read back.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 MOST = 2**31 - 1  # of int32
+MOST_REACHES = 16  # of a rule: each is computed for every tile
 
 
 class Bounds(NamedTuple):
@@ -21,27 +24,43 @@ class Bounds(NamedTuple):
 class Reach(NamedTuple):
     """A query at position i sees i - left <= j <= i + right, in its own block of each size in `blocks`.
 
-    None is unbounded. An intersection of reaches is one.
+    None is unbounded. Of those keys it sees the first ones of all, j < first, and those with (i - j) % step == 0. An
+    intersection of reaches is one.
     """
 
     left: int | None = None
     right: int | None = None
     blocks: tuple[int, ...] = ()
+    first: int | None = None
+    step: int = 1
 
     def __str__(self) -> str:
         left = "" if self.left is None else f"i - {self.left} <= " if self.left else "i <= "
         right = "" if self.right is None else f" <= i + {self.right}" if self.right else " <= i"
-        near = [f"{left}j{right}"] if left or right else []
-        return " and ".join([*near, *(f"i // {block} == j // {block}" for block in self.blocks)]) or "every key"
+        terms = [f"{left}j{right}"] if left or right else []
+        terms += [f"i // {block} == j // {block}" for block in self.blocks]
+        terms += [] if self.first is None else [f"j < {self.first}"]
+        terms += [] if self.step == 1 else [f"(i - j) % {self.step} == 0"]
+        return " and ".join(terms) or "every key"
+
+    @property
+    def longest(self) -> int | None:
+        """No interval of a row is longer; None where they are unbounded."""
+        ends = [*self.blocks]
+        if self.left is not None and self.right is not None:
+            ends.append(self.left + self.right + 1)
+        return min(ends, default=None)
 
     def both(self, other: Reach) -> Reach:
         """What both see."""
         return Reach(
-            _least(self.left, other.left), _least(self.right, other.right), tuple(sorted({*self.blocks, *other.blocks}))
-        )
+            _least(self.left, other.left), _least(self.right, other.right),
+            tuple(sorted({*self.blocks, *other.blocks})), _least(self.first, other.first),
+            math.lcm(self.step, other.step),
+        )  # fmt: skip
 
     def bounds(self, i: Any, K: int) -> Bounds:
-        """The keys of [0, K) that queries at positions i see, for each of them.
+        """The interval of [0, K) that queries at positions i see keys of, for each of them: all of it, but for a step.
 
         Args:
             i: an array of int32, which may be negative and over K; up to 2**31 - 2**16 - K in magnitude, and rows more
@@ -57,14 +76,52 @@ class Reach(NamedTuple):
             Bounds(lo=array([0, 0, 0, 1, 2], dtype=int32), hi=array([0, 1, 2, 3, 3], dtype=int32))
         """
         # A distance of 2**31 - 1, the most that a pattern takes, reaches over all positions that there are.
-        lo = i * 0 if self.left is None or self.left == MOST else _moved(i, -self.left, K)
-        hi = i * 0 + K if self.right is None or self.right == MOST else _moved(i, self.right + 1, K)
+        lo = i * 0 if self.left is None or self.left >= MOST else _moved(i, -self.left, K)
+        hi = i * 0 + K if self.right is None or self.right >= MOST else _moved(i, self.right + 1, K)
         for block in self.blocks:
             # Positions before all blocks, and behind the last key's, see nothing wherever they are.
             inside = i.clip(-1, min(-(-K // block) * block, MOST))
             first = inside - inside % block
             lo, hi = _larger(lo, first.clip(0, K)), _smaller(hi, _moved(first, block, K))
+        if self.first is not None and self.first < K:
+            lo, hi = lo.clip(0, self.first), hi.clip(0, self.first)
         return Bounds(lo, hi)
+
+
+class Rule(NamedTuple):
+    """What any of several reaches sees."""
+
+    reaches: tuple[Reach, ...] = (Reach(),)
+
+    def __str__(self) -> str:
+        return " or ".join(map(str, self.reaches))
+
+    @property
+    def interval(self) -> Reach | None:
+        """The reach whose interval is all that is seen; None where it takes more to say it."""
+        only, *more = self.reaches
+        return only if not more and only.step == 1 else None
+
+    def both(self, other: Rule) -> Rule | None:
+        """What both see; None where that takes too many reaches."""
+        return _rule(one.both(two) for one in self.reaches for two in other.reaches)
+
+    def either(self, other: Rule) -> Rule | None:
+        """What either sees; None where that takes too many reaches."""
+        return _rule([*self.reaches, *other.reaches])
+
+
+EVERY_KEY = Rule()
+
+
+def rule(*reaches: Reach) -> Rule:
+    """The rule of a few reaches."""
+    return Rule(reaches)
+
+
+def _rule(reaches: Iterable[Reach]) -> Rule | None:
+    found = tuple(dict.fromkeys(reaches))
+    return Rule(found) if len(found) <= MOST_REACHES else None
 
 
 def _moved(i: Any, by: int, K: int) -> Any:

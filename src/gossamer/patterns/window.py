@@ -12,7 +12,7 @@ import numpy as np
 from gossamer.patterns.base import Intervals, Pattern, Tiles
 from gossamer.patterns.dilated import Dilated
 from gossamer.patterns.grid import EMPTY, FULL, MIXED, Grid, Sizes, all_tiles, combine_ids
-from gossamer.patterns.reach import Reach
+from gossamer.patterns.reach import Reach, Rule, rule
 from gossamer.patterns.validate import array, digest, integer, optional_integer, show
 
 
@@ -67,8 +67,9 @@ class SlidingWindow(Pattern):
         """
         return cls(integer("size", size, minimum=1) - 1, sinks=sinks)
 
-    def device_rule(self) -> Reach | None:
-        return None if self.sinks else Reach(self.left, self.right)
+    def device_rule(self) -> Rule:
+        near = Reach(self.left, self.right)
+        return rule(near, Reach(right=0 if self.right == 0 else None, first=self.sinks)) if self.sinks else rule(near)
 
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         kept = np.ones(np.broadcast_shapes(i.shape, j.shape), dtype=bool)
@@ -103,6 +104,9 @@ class FirstKeys(Pattern):
 
     count: int
     causal: bool
+
+    def device_rule(self) -> Rule:
+        return rule(Reach(right=0 if self.causal else None, first=self.count))
 
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         kept = (j < self.count) & np.ones_like(i, dtype=bool)
@@ -139,8 +143,8 @@ class Local(Pattern):
     def __post_init__(self) -> None:
         object.__setattr__(self, "block", integer("block", self.block, minimum=1))
 
-    def device_rule(self) -> Reach:
-        return Reach(blocks=(self.block,))
+    def device_rule(self) -> Rule:
+        return rule(Reach(blocks=(self.block,)))
 
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         return i // self.block == j // self.block
@@ -209,10 +213,18 @@ class Longformer(Pattern):
         near = np.abs(i - j) <= self.window // 2 * self.dilation
         return (near & ((i - j) % self.dilation == 0)) | np.isin(i, self.global_tokens) | np.isin(j, self.global_tokens)
 
-    def lower(self, sizes: Sizes) -> Pattern:
+    @property
+    def _near(self) -> Pattern:
         half = self.window // 2
-        near = SlidingWindow(half, half) if self.dilation == 1 else Dilated(half, half, self.dilation)
-        return near | GlobalTokens(np.array(self.global_tokens, dtype=np.int64)) if self.global_tokens else near
+        return SlidingWindow(half, half) if self.dilation == 1 else Dilated(half, half, self.dilation)
+
+    def device_rule(self) -> Rule | None:
+        return None if self.global_tokens else self._near.device_rule()
+
+    def lower(self, sizes: Sizes) -> Pattern:
+        if not self.global_tokens:
+            return self._near
+        return self._near | GlobalTokens(np.array(self.global_tokens, dtype=np.int64))
 
 
 @dataclass(frozen=True, eq=False)
