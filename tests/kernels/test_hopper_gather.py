@@ -17,12 +17,13 @@ BATCH, HEADS, GROUPS, Q, K = 2, 4, 2, 300, 420
 RATIO = HEADS // GROUPS
 
 
-def layout_of(lead: tuple[int, int]) -> GatherLayout:
-    """Other lists for each batch element and head; some long, some empty."""
+def layout_of(lead: tuple[int, int], known: bool = True) -> GatherLayout:
+    """Other lists for each batch element and head; some long, some empty. `known`: to the host."""
     mask = np.random.default_rng(0).random((*lead, Q, K)) < 0.01
     mask[..., 70, :] = mask[..., :, 5] = True
     mask[..., 128:192, :] = False
-    return build_gather(gs.BlockMask(mask, 1), Q, K, block_q=64).to("cpu")
+    layout = build_gather(gs.BlockMask(mask, 1), Q, K, block_q=64).to("cpu")
+    return layout if known else GatherLayout(layout.rows, _transpose=[layout.columns])
 
 
 def steps(walk: GatherWalk, lead: int, group: int) -> list[int]:
@@ -49,9 +50,9 @@ def check_slots(items: list[list[int]], merges: list[list[int]], slots: int) -> 
 
 
 @pytest.mark.parametrize("lead", LEADS, ids=str)
-@pytest.mark.parametrize("split", [1, 3, 1000, None])
-def test_items_cover_the_rows(lead: tuple[int, int], split: int | None) -> None:
-    layout = layout_of(lead)
+@pytest.mark.parametrize(("split", "known"), [(1, True), (3, True), (1000, True), (None, True), (None, False)])
+def test_items_cover_the_rows(lead: tuple[int, int], split: int | None, known: bool) -> None:
+    layout = layout_of(lead, known)
     made = work(layout, *sharing(HEADS, BATCH, layout.rows), 264, split)
     walk, items, found = layout.rows.on_host(), made.items.tolist(), defaultdict(list)
     for item in sorted(items, key=lambda item: item[3]):
@@ -69,9 +70,9 @@ def test_items_cover_the_rows(lead: tuple[int, int], split: int | None) -> None:
 
 
 @pytest.mark.parametrize("lead", LEADS, ids=str)
-@pytest.mark.parametrize("split", [1, 3, 1000, None])
-def test_items_cover_the_columns(lead: tuple[int, int], split: int | None) -> None:
-    layout = layout_of(lead)
+@pytest.mark.parametrize(("split", "known"), [(1, True), (3, True), (1000, True), (None, True), (None, False)])
+def test_items_cover_the_columns(lead: tuple[int, int], split: int | None, known: bool) -> None:
+    layout = layout_of(lead, known)
     made = column_work(layout, *sharing(GROUPS, BATCH, layout.columns), RATIO, 264, split)
     walk, items, found = layout.columns.on_host(), made.items.tolist(), defaultdict(list)
     for item in sorted(items, key=lambda item: item[3]):

@@ -102,6 +102,7 @@ def _schedule(b: Builder, p: Problem, layout: GatherLayout, config: GatherConfig
         walk, made = layout.columns, column_work(layout, *sharing(p.G, p.B, layout.columns), p.H // p.G, most, split)
     else:
         walk, made = layout.rows, work(layout, *sharing(p.H, p.B, layout.rows), most, split)
+    assert walk.block_rows == ROWS, f"the kernels gather for {ROWS} rows, this walk is of {walk.block_rows}"
     # A kernel argument needs an address.
     indices = walk.indices if walk.indices.numel() else walk.indices.new_full((ROWS,), -1)
     bits = walk.bits if walk.bits.numel() else walk.bits.new_zeros((2, ROWS))

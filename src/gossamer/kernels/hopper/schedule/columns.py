@@ -11,7 +11,7 @@ import torch
 
 from gossamer.kernels.hopper.device.column_items import LISTS, SEGMENT, ColumnItem, Segment
 from gossamer.kernels.hopper.schedule.cuts import cut_rows
-from gossamer.kernels.hopper.schedule.rows import Work, for_every_head, readable
+from gossamer.kernels.hopper.schedule.rows import Work, for_every_head
 from gossamer.kernels.hopper.schedule.words import filled, list_words, listed, within
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout
@@ -33,7 +33,7 @@ def column_work(
     """
 
     def made() -> Work:
-        walk = readable(layout, (layout.host or layout).columns)
+        walk = (layout.host or layout).columns
         counted, (Bl, Hl), tiles = listed(walk), walk.lead, walk.tiles
         groups = Hl // ratio if Hl > 1 else 1
         # Of each key tile of a key head: the lengths of the lists of its query heads, one after the other.

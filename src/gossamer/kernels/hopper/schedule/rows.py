@@ -1,7 +1,7 @@
 """The work of one launch: item descriptions that the kernel reads, made once for a layout and kept.
 
-The words of an item are those of `hopper.device.row_items`. Heads that share a list have items of their own. Nothing of
-a block layout is read back from a device: one that was made there gets its items there. A gather layout is.
+The words of an item are those of `hopper.device.row_items`. Heads that share a list have items of their own. Nothing is
+read back from a device: a layout that was made there gets its items there.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def work(layout: BlockLayout | GatherLayout, copies: int, heads: int, blocks: in
     """
 
     def made() -> Work:
-        walk = readable(layout, (layout.host or layout).rows)
+        walk = (layout.host or layout).rows
         counted, (Bl, Hl), tiles = listed(walk), walk.lead, walk.tiles
         few = isinstance(walk, Walk) and walk.rows * FEW <= walk.block_rows
         lengths, most = counted.lengths, most_listed(walk) if isinstance(walk, Walk) else None
@@ -65,11 +65,6 @@ def sharing(heads: int, batch: int, walk: Walk | GatherWalk) -> tuple[int, int]:
     Bl, Hl = walk.lead
     shared = heads if Hl == 1 else 1
     return shared * (batch if Bl == 1 else 1), shared
-
-
-def readable(layout: BlockLayout | GatherLayout, walk: Any) -> Any:
-    """A walk of numpy arrays, or of tensors where only the device knows it: that of a gather layout is read back."""
-    return walk.on_host() if isinstance(layout, GatherLayout) else walk
 
 
 def for_every_head(
