@@ -14,7 +14,7 @@ from gossamer.patterns import *  # noqa: F403  (patterns.__all__ lists them, onc
 
 __version__ = "0.1.0"
 
-__all__ = ["BlockIndices", "BlockLayout", "DocumentIds", "Unsupported", "__version__", "attention"]
+__all__ = ["BlockIndices", "BlockLayout", "DocumentIds", "PackedSequences", "Unsupported", "__version__", "attention"]
 __all__ += ["device_layout", "explain", "from_flex", "merge", "to_flex", "varlen"]
 __all__ += patterns.__all__
 
@@ -22,6 +22,7 @@ __all__ += patterns.__all__
 _MODULES = {
     "BlockIndices": "gossamer.torch.structure",
     "DocumentIds": "gossamer.torch.structure",
+    "PackedSequences": "gossamer.torch.structure",
     "Unsupported": "gossamer.plan.problem",
     "attention": "gossamer.torch.api",
     "device_layout": "gossamer.torch.device_layout",
@@ -39,7 +40,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from gossamer.torch.device_layout import device_layout
     from gossamer.torch.explain import explain
     from gossamer.torch.merge import merge
-    from gossamer.torch.structure import BlockIndices, DocumentIds
+    from gossamer.torch.structure import BlockIndices, DocumentIds, PackedSequences
     from gossamer.torch.varlen import varlen
 else:
 

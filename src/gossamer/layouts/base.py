@@ -80,6 +80,10 @@ class Layout(Generic[W]):
     def _transposed(self, walk: W) -> W:
         """The transpose of a walk of numpy arrays."""
 
+    def _over(self, rows: W, host: Self | None, transpose: list[W]) -> Self:
+        """The same over these arrays."""
+        return type(self)(rows, host, transpose)
+
     @property
     def Q(self) -> int:
         return self.rows.rows
@@ -128,6 +132,6 @@ class Layout(Generic[W]):
         if copy is None:
             host = self.host
             if self.device is None:  # a twin without copies: they would hold one another until the collector of cycles
-                host = type(self)(self.rows, None, self._transpose)
-            copy = self._copies.setdefault(device, type(self)(self.rows.on_device(device), host))
+                host = self._over(self.rows, None, self._transpose)
+            copy = self._copies.setdefault(device, self._over(self.rows.on_device(device), host, []))
         return copy

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from gossamer.layouts.base import Layout
 from gossamer.layouts.stats import LayoutStats, walk_stats
 from gossamer.layouts.transpose import transpose
 from gossamer.layouts.walk import Walk, expand
+from gossamer.patterns.validate import show
+
+OF_EACH = "of each sequence"
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,6 +22,8 @@ class BlockLayout(Layout[Walk]):
     """Which tiles of a (Q, K) score matrix to compute, and which pairs in them.
 
     `rows` walks query tiles (block_q) over key tiles (block_kv). `columns` is its transpose, built on first use.
+    `q_offset` is the position of row 0 by which pairs were told: an int, a 0-d tensor, "of each sequence" where they
+    have positions of their own, or None where nothing says it. Only `alibi_slopes` read it.
 
     Examples:
         >>> layout = gs.SlidingWindow(40).layout(128, 128, block_q=32, block_kv=32)
@@ -27,12 +33,29 @@ class BlockLayout(Layout[Walk]):
         True
     """
 
+    q_offset: Any = field(default=None, repr=False)
+    __array_ufunc__ = None  # numpy leaves `&` to the methods below
+
     @property
     def block_kv(self) -> int:
         return self.rows.block_columns
 
     def _transposed(self, walk: Walk) -> Walk:
         return transpose(walk)
+
+    def _over(self, rows: Walk, host: Self | None, transpose: list[Walk]) -> Self:
+        return type(self)(rows, host, transpose, q_offset=self.q_offset)
+
+    def __and__(self, other: Any) -> NoReturn:
+        raise ValueError(
+            f"a BlockLayout is not joined with others: join patterns by & | ~ and make the layout of the result; "
+            f"got {show(other)}"
+        )
+
+    __rand__ = __or__ = __ror__ = __and__
+
+    def __invert__(self) -> NoReturn:
+        raise ValueError("a BlockLayout has no complement: make the layout of ~pattern")
 
     def expand(self) -> np.ndarray:
         """The dense boolean matrix (Q, K), or (Bl, Hl, Q, K) unless Bl == Hl == 1. The oracle of every builder."""

@@ -225,7 +225,7 @@ class DataCall(Call):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """(out, lse), without a gradient."""
         vectors, data = vectors_and_data(more)
-        given = data_layout(self.plan, q, k, data, self.attended.geometry)
+        given = self._data_layout(self.plan, q, k, data)
         run = given.bound.get(self)
         if run is None:
             run = given.bound.put(self, self._bound("forward", self._operands, given))
@@ -238,8 +238,12 @@ class DataCall(Call):
         *more: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         vectors, data = vectors_and_data(more)
-        given = data_layout(self.plan.gradient, q, k, data, self.attended.geometry)
+        given = self._data_layout(self.plan.gradient, q, k, data)
         return self._backward(given.bound, given, dout, dlse, q, k, v, out, lse, *vectors)
+
+    def _data_layout(self, plan: Plan, q: Tensor, k: Tensor, data: tuple[Tensor, ...]) -> DataLayout:
+        a = self.options
+        return data_layout(plan, q, k, data, self.attended.geometry, counted=a.counted, made=a.made)
 
 
 def gradients_by_operator(

@@ -15,14 +15,13 @@ from gossamer.layouts.device.walks import (
     FIRST,
     Bounds,
     all_kept,
-    check_blocks,
     check_capacity,
     check_sizes,
     fill_tiles,
     transposed,
     without_bits,
 )
-from gossamer.layouts.walk import TileList, Walk
+from gossamer.layouts.walk import TileList, Walk, tile_edge
 
 
 def block_list_layout(
@@ -48,6 +47,7 @@ def block_list_layout(
     Raises:
         ValueError: shapes or the block edge are wrong, or there may be more tiles than int32 addresses.
     """
+    block = tile_edge("block", block)
     _check(indices, counts, lo, hi, Q, K, block)
     Bl, Hl, T, n = indices.shape
     if not n:  # a list with room for one tile that is not there: no step below is made for none
@@ -66,8 +66,7 @@ def block_list_layout(
 def _check(
     indices: Array, counts: Array | None, lo: Array | None, hi: Array | None, Q: int, K: int, block: int
 ) -> None:
-    """Raise ValueError for shapes that do not fit, or a block edge that no layout has."""
-    check_blocks(block=block)
+    """Raise ValueError for shapes that do not fit."""
     check_sizes(Q=Q, K=K)
     T, C = -(-Q // block), -(-K // block)
     shape = tuple(indices.shape)

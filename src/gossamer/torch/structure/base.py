@@ -12,9 +12,10 @@ from gossamer.patterns import Pattern
 from gossamer.patterns.reach import Bounds, Reach
 from gossamer.patterns.validate import show
 from gossamer.plan.problem import Unsupported
-from gossamer.torch.validate import INTEGERS, describe
+from gossamer.torch.validate import INTEGERS, describe, instead
 
 OF_INTEGERS = "integers: int8, uint8, int16, int32 or int64"
+OF_BOTH = "Give attention one boolean mask of the pairs that both keep"
 
 
 class Sizes(NamedTuple):
@@ -37,11 +38,14 @@ class Lists(NamedTuple):
 class Structure(ABC):
     """What `attention` takes as a pattern and is told by tensors: its layout is made on their device in each call.
 
-    It joins others, and patterns of which positions are all that says what a row sees (`Dense`, `Causal`, `Local`, a
-    `SlidingWindow` without sinks, and any `&` of them), by `&`.
+    Calls that share one take the layout that `device_layout` makes of it once. It joins others, and patterns of which
+    positions are all that says what a row sees (`Dense`, `Causal`, `Local`, a `SlidingWindow` without sinks, and any
+    `&` of them), by `&`.
     """
 
     rule = Reach()  # of the patterns that it was joined with
+    own_positions = False  # whether positions are those within its sequences, and no q_offset says them
+    __array_ufunc__ = None  # numpy leaves `&` to the methods below
 
     @property
     def terms(self) -> tuple[Structure, ...]:
@@ -52,11 +56,6 @@ class Structure(ABC):
     @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
         """All that it reads."""
-
-    @property
-    @abstractmethod
-    def static(self) -> tuple[Any, ...]:
-        """What tells it from another one with the same tensors."""
 
     @abstractmethod
     def check(self, sizes: Sizes) -> None:
@@ -81,10 +80,15 @@ class Structure(ABC):
 
     def __and__(self, other: Any) -> Structure:
         if isinstance(other, Structure):
+            if other.own_positions:
+                return other & self  # which is refused
             return Joined((*self.terms, *other.terms), self.rule.both(other.rule))
         if isinstance(other, Pattern):
-            return Joined(self.terms, self.rule.both(rule_of(other)))
-        return NotImplemented
+            return Joined(self.terms, self.rule.both(rule_of(other, OF_BOTH)))
+        raise Unsupported(
+            f"{self!r} joins by & a pattern that goes by positions, DocumentIds or BlockIndices; "
+            f"got {describe(other)}{instead(other)}. {OF_BOTH}"
+        )
 
     __rand__ = __and__
 
@@ -115,10 +119,6 @@ class Joined(Structure):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(x for term in self._terms for x in term.tensors)
-
-    @property
-    def static(self) -> tuple[Any, ...]:
-        return (*(term.static for term in self._terms), self.rule)
 
     @property
     def block(self) -> int | None:
@@ -163,10 +163,6 @@ class Positions(Structure):
     def tensors(self) -> tuple[Tensor, ...]:
         return ()
 
-    @property
-    def static(self) -> tuple[Any, ...]:
-        return (self.rule,)
-
     def check(self, sizes: Sizes) -> None:
         """Nothing can be wrong."""
 
@@ -174,8 +170,11 @@ class Positions(Structure):
         return self.rule.bounds(position, sizes.K)
 
 
-def rule_of(pattern: Any) -> Reach:
+def rule_of(pattern: Any, advice: str) -> Reach:
     """The rule of positions of a pattern; of None that of every pair.
+
+    Args:
+        advice: what may be given instead of one that has none, a sentence.
 
     Raises:
         Unsupported: it has none.
@@ -189,8 +188,7 @@ def rule_of(pattern: Any) -> Reach:
     what = pattern if isinstance(pattern, Pattern) else Wrong(pattern)
     raise Unsupported(
         f"pattern must go by positions alone where its structure is made on the device: Dense, Causal, Local, a "
-        f"SlidingWindow without sinks, or any & of them; {show(what)} has no rule there. Give a boolean mask, or "
-        "q_offset as an int and no key_starts"
+        f"SlidingWindow without sinks, or any & of them; {show(what)} has no rule there. {advice}"
     )
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from gossamer.torch.structure.base import OF_INTEGERS, Lists, Sizes, Structure, narrow
-from gossamer.torch.validate import INTEGERS, describe
+from gossamer.torch.validate import INTEGERS, describe, number
 
 BLOCKS = (64, 128)  # sizes of blocks that are selected: tiles that every implementation walks
 
@@ -22,11 +20,12 @@ class BlockIndices(Structure):
 
     Args:
         indices: (B, H, rows, n) int32 or int64 on q's device, rows = ceil(Q / block_size); 1 in the place of B or H is
-            shared, and G key heads are those of their query heads. Leading dimensions that q has not may be left out.
+            shared, and G key heads are those of their query heads. Leading dimensions that are left out are shared:
+            (H, rows, n) by batch elements, (rows, n) by all.
         block_size: 64 or 128.
         counts: (B, H, rows) integers, with the leading dimensions of `indices`: only so many entries of a list count.
         check: raise ValueError in `attention` where an entry is no block of the keys and not -1; this reads the
-            indices, which waits for the device, and cannot be compiled.
+            indices, which waits for the device, and cannot be compiled. On `meta` there is nothing to read.
 
     Raises:
         ValueError: an argument is none of these; `attention` raises where shapes do not fit q and k.
@@ -48,7 +47,8 @@ class BlockIndices(Structure):
             raise ValueError(f"indices must be a tensor (B, H, rows, n) of int32 or int64; got {describe(indices)}")
         if indices.ndim > 4:
             raise ValueError(f"indices must be a tensor (B, H, rows, n), of 4 dimensions; got {describe(indices)}")
-        if isinstance(block_size, bool) or block_size not in BLOCKS:
+        block_size = number(block_size)
+        if type(block_size) is not int or block_size not in BLOCKS:
             raise ValueError(f"block_size must be 64 or 128; got {describe(block_size)}")
         if counts is not None:
             right = isinstance(counts, Tensor) and not counts.is_nested and counts.dtype in INTEGERS
@@ -69,10 +69,6 @@ class BlockIndices(Structure):
         return (self.indices,) if self.counts is None else (self.indices, self.counts)
 
     @property
-    def static(self) -> tuple[Any, ...]:
-        return "blocks", self.block_size, self.counts is None
-
-    @property
     def block(self) -> int:
         return self.block_size
 
@@ -85,7 +81,7 @@ class BlockIndices(Structure):
                 f"G={sizes.G} or H={sizes.H}, rows = ceil(Q / {self.block_size}) = {wanted}; "
                 f"got {describe(self.indices)}"
             )
-        if self.checked:
+        if self.checked and not self.indices.is_meta:
             self._check_values(-(-sizes.K // self.block_size))
 
     def _check_values(self, blocks: int) -> None:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.cuda import is_current_stream_capturing
 
 from gossamer.layouts import BlockLayout, TileList, Walk
 from gossamer.layouts.device import block_list_layout, interval_layout
@@ -17,9 +16,9 @@ from gossamer.patterns.reach import Bounds
 from gossamer.plan.plan import plan_of
 from gossamer.plan.problem import Problem, Unsupported
 from gossamer.torch import device_arrays
-from gossamer.torch.planning import chip_of, problem_of, remembered_layout
+from gossamer.torch.planning import chip_of, problem_of
 from gossamer.torch.structure.base import Lists, Positions, Sizes, Structure, narrow, rule_of
-from gossamer.torch.validate import INTEGERS, Arguments, describe, most_offset, validate, within_positions
+from gossamer.torch.validate import INTEGERS, Arguments, cast_type, describe, most_offset, validate, within_positions
 
 NO_TILES = (64, 64)  # for an implementation that walks none, which the plan refuses by name
 MANY = 4096  # keys of a call that is not small
@@ -38,13 +37,13 @@ class Structured(NamedTuple):
     source: str  # what it was made from, in words
 
 
-def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, remember: bool) -> Structured:
+def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, eager: bool) -> Structured:
     """The layout of a call, and its arguments without what the layout holds.
 
     Args:
         pattern: a `Structure`, a pattern that goes by positions, or None.
         key_starts: (B,), or None.
-        remember: whether the same tensors may give the layout of before: they are plain, and not written to since.
+        eager: whether all tensors are plain, and what is checked may be known by their shapes and types.
 
     Raises:
         ValueError: an argument is wrong.
@@ -52,18 +51,26 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, remember: 
     """
     offset = a.q_offset_tensor
     check_vectors(a, key_starts)
+    if isinstance(pattern, Structure):
+        structure = pattern
+    else:
+        structure = Positions(rule_of(pattern, _advice(pattern, offset, key_starts)))
+    if structure.own_positions and not a.q_offset is offset is a.alibi_slopes is None:
+        name = "alibi_slopes" if a.q_offset is offset is None else "q_offset"
+        raise Unsupported(f"{name} must be None with {structure!r}, whose positions are those within each sequence")
     if a.alibi_slopes is not None and offset is not None and offset.ndim:
         raise Unsupported(
             "alibi_slopes must be None with a q_offset of (B,): distances need one offset for all batch elements"
         )
     # The layout holds positions; ALiBi's distances are counted by the kernel.
     keep = a.alibi_slopes is not None
-    rest = a._replace(q_offset=a.q_offset if keep else None, q_offset_tensor=offset if keep else None, key_lengths=None)
-    structure = pattern if isinstance(pattern, Structure) else Positions(rule_of(pattern))
+    rest = a._replace(
+        q_offset=a.q_offset if keep else None, q_offset_tensor=offset if keep else None, key_lengths=None, made=True
+    )  # fmt: skip
     compiling = torch.compiler.is_compiling()
-    if not (compiling or remember or _cast(a.q)):
+    if not (compiling or eager or cast_type(a.q)):  # an operator that casts its inputs checks them then
         validate(rest)
-    tile = known_tile(rest, structure.block) if remember else tile_of(rest, structure.block)
+    tile = known_tile(rest, structure.block) if eager else tile_of(rest, structure.block)
     (B, H, Q, _), (_, G, K, _) = a.q.shape, a.k.shape
     if a.q_offset is not None and abs(a.q_offset) > most_offset(Q, K):
         raise ValueError(f"q_offset must {within_positions(Q, K)}; got {describe(a.q_offset)}")
@@ -75,23 +82,27 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, remember: 
 
     # Whether gradients are asked for is not known while a function is compiled.
     transpose = a.backward or compiling
-
-    def make() -> BlockLayout:
-        return layout_of(structure, positions(a, Q, K), sizes, tile, key_starts, a.key_lengths, transpose)
-
-    tensors = tuple(x for x in (*structure.tensors, offset, key_starts, a.key_lengths) if x is not None)
-    given = tuple(x is not None for x in (offset, key_starts, a.key_lengths))
-    if compiling:
-        return Structured(rest, make(), "")
-    names = [name for name, there in zip(("q_offset", "key_starts", "key_lengths"), given, strict=True) if there]
-    source = ", ".join([f"{structure!r}", *names])
     # Made in inference mode it could not be used in training later.
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-        # A captured graph reads the tensors again in every replay.
-        if not remember or (a.q.is_cuda and is_current_stream_capturing()):
-            return Structured(rest, make(), source)
-        more = (structure.static, given, a.q_offset, tile, transpose, B, H, G, Q, K)
-        return Structured(rest, remembered_layout(tensors, more, make), source)
+    with torch.inference_mode(False) if not compiling and torch.is_inference_mode_enabled() else nullcontext():
+        layout = layout_of(structure, positions(a, Q, K), sizes, tile, key_starts, a.key_lengths, transpose)
+    if compiling:
+        return Structured(rest, layout, "")
+    given = (("q_offset", offset), ("key_starts", key_starts), ("key_lengths", a.key_lengths))
+    source = ", ".join([repr(structure), *(name for name, x in given if x is not None)])
+    return Structured(rest, layout, source)
+
+
+def _advice(pattern: Any, offset: Tensor | None, key_starts: Tensor | None) -> str:
+    """What a call may be given instead of a pattern without a rule and of what asks for one."""
+    names = [name for name, x in (("q_offset", offset), ("key_starts", key_starts)) if x is not None]
+    both = " and ".join(names)
+    if isinstance(pattern, BlockLayout):
+        return f"A layout holds all that is attended: leave out {both}, or make it with them by device_layout"
+    if isinstance(pattern, Tensor) and pattern.dtype == torch.bool:
+        told = "Rows of a mask have no positions" if key_starts is None else "Write the starts into the mask"
+        return f"{told}: leave out {both}"
+    mask = f"Give a boolean mask (B, 1 or H, Q, K) of all that is attended, without {both}"
+    return mask if key_starts is not None else f"{mask}, or a q_offset that all sequences share, an int"
 
 
 def check_vectors(a: Arguments, key_starts: Any) -> None:
@@ -186,21 +197,18 @@ def tile_of(a: Arguments, block: int | None) -> Tile:
     if block is not None:
         return block, block
     device = a.q.device
-    dtype = torch.get_autocast_dtype(device.type) if _cast(a.q) else a.q.dtype
+    if device.type == "meta":  # nothing is computed there
+        return NO_TILES
+    dtype = cast_type(a.q) or a.q.dtype
     if not torch.compiler.is_compiling():
         return _tile(replace(problem_of(a, ()), dtype=_name(dtype)), a.implementation)
-    # Sizes may be numbers of a graph that is compiled for many; tiles differ by these ranges of them.
-    few, wide = _in_range(a.q.shape[2], QUERIES), _in_range(max(a.q.shape[3], a.v.shape[3]), SIZES)
+    # Tiles differ by these ranges of sizes. A number of queries may be one of a graph that is compiled for many.
+    few, wide = _known_range(a.q.shape[2], QUERIES), _in_range(max(a.q.shape[3], a.v.shape[3]), SIZES)
     terms = ["sink_logits"] * (a.sink_logits is not None) + ["alibi_slopes"] * (a.alibi_slopes is not None)
     block_q, block_kv = _tile_of_facts(
         few, wide, dtype, device, " ".join(terms), a.softcap, a.implementation, a.deterministic
     )
     return block_q, block_kv
-
-
-def _cast(q: Tensor) -> bool:
-    """Whether the operator casts its inputs, and checks them then."""
-    return torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -211,6 +219,16 @@ def _in_range(n: int, ends: tuple[int, ...]) -> int:
     """The first end that n does not exceed, or the last one."""
     for end in ends:
         if n <= end:
+            return end
+    return ends[-1]
+
+
+def _known_range(n: int, ends: tuple[int, ...]) -> int:
+    """`_in_range` of a number of a graph: of one that the graph leaves open the last end, so that it stays open."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    for end in ends:
+        if statically_known_true(n <= end):
             return end
     return ends[-1]
 
