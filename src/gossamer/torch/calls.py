@@ -268,13 +268,17 @@ class Differentiated(Protocol):
 
 
 class Attention(torch.autograd.Function):
-    """Saves what the backward reads; lse is differentiable, double backward is not."""
+    """Saves what the backward reads, lengths as a copy; lse is differentiable, double backward is not."""
 
     @staticmethod
     def forward(
         ctx: Any, call: Differentiated, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None
     ) -> tuple[Tensor, ...]:
         out, lse = call.forward(q, k, v, *more)
+        lengths, *rest = more or (None,)
+        if lengths is not None:
+            # A step may write the next lengths before it asks for gradients: they are those of what was computed.
+            more = (lengths.clone(), *rest)
         ctx.save_for_backward(q, k, v, out, lse, *more)
         ctx.call = call  # it keeps the pattern's handle, which must live until the backward
         ctx.set_materialize_grads(False)
