@@ -294,50 +294,6 @@ def test_inference_mode_and_training_share_tensors() -> None:
     assert torch.equal(first, second.detach()) and q.grad is not None
 
 
-def test_structure_is_kept_with_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gossamer.torch.structure import make
-
-    made = []
-
-    def counted(*args: Any) -> Any:
-        made.append(1)
-        return layout_of(*args)
-
-    layout_of = make.layout_of
-    monkeypatch.setattr(make, "layout_of", counted)
-    q, k, v = tensors((2, 2, 4, 8), (2, 2, 9, 8), (2, 2, 9, 8))
-    offset, ids, causal = torch.tensor([5, 2]), torch.zeros(9, dtype=torch.int32), gs.Causal()
-
-    def run(pattern: gs.Pattern = causal, **options: Any) -> Tensor:
-        return gs.attention(q, k, v, gs.DocumentIds(ids) & pattern, q_offset=offset, **options)
-
-    first = run()
-    assert torch.equal(run(softcap=3.0, scale=1.0), run(softcap=3.0, scale=1.0)) and len(made) == 1
-    other = run(gs.SlidingWindow(1))
-    assert len(made) == 2 and not torch.equal(first, other)
-    offset.add_(1)
-    moved = run()
-    assert len(made) == 3 and not torch.equal(first, moved)
-    ids[4:] = 1
-    assert not torch.equal(run(), moved) and len(made) == 4
-    assert torch.equal(run(), run()) and len(made) == 4
-    with torch.inference_mode():
-        ids = torch.zeros(9, dtype=torch.int32)  # counts no writes
-        run(), run()
-    assert len(made) == 6
-
-
-def test_a_growing_cache_keeps_few_structures() -> None:
-    from gossamer.torch import planning
-
-    (q,) = tensors((2, 2, 1, 8))
-    offset = torch.tensor([3, 1])
-    for K in range(4, 80):
-        (k,) = tensors((2, 2, K, 8))
-        gs.attention(q.detach(), k.detach(), k.detach(), gs.Causal(), q_offset=offset)
-    assert len(planning._made_layouts[offset]) <= planning.MOST_MADE
-
-
 def contract(lo: Tensor, hi: Tensor, K: int) -> None:
     """What layouts made on a device ask of intervals."""
     assert lo.dtype == hi.dtype == torch.int32 and lo.shape == hi.shape and lo.is_contiguous() and hi.is_contiguous()

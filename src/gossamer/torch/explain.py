@@ -383,14 +383,15 @@ class _Cast(NamedTuple):
 
 def _after_autocast(request: Request) -> _Cast:
     """The request as the operator sees it under autocast, where inputs may have several types; nothing is cast."""
-    a, copies = request.arguments, {}
-    for name in ("q", "k", "v"):
-        x = getattr(a, name)
+    a = request.arguments
+    inputs, copies = {"q": a.q, "k": a.k, "v": a.v}, {}
+    for name, x in inputs.items():
         dtype = cast_type(x)
         if dtype not in (None, x.dtype):
-            a = a._replace(**{name: torch.empty_like(x, dtype=dtype)})
-            copies[name] = f"autocast casts it from {dtype_of(x)} to {str(dtype).removeprefix('torch.')}"
-    return _Cast(request._replace(arguments=a), copies)
+            inputs[name] = torch.empty_like(x, dtype=dtype)
+            copies[name] = f"autocast casts it from {dtype_of(x)} to {dtype_of(inputs[name])}"
+    q, k, v = inputs.values()
+    return _Cast(request._replace(arguments=a._replace(q=q, k=k, v=v)), copies)
 
 
 def _copies(implementation: Implementation, inputs: dict[str, Tensor]) -> dict[str, str]:

@@ -74,7 +74,7 @@ class Arrays(Protocol):
         """The elements at places (..., m) of rows (..., n), of the type of x; the other axes are equal."""
 
     def extend(self, x: Array, n: int) -> Array:
-        """Rows of at most n numbers, up to n of them by their last one, of the type of x; x itself may be the result."""
+        """Rows of at most n numbers, up to n of them by their last one, of the type of x, which may be the result."""
 
     def divides(self, block: int, n: int) -> bool:
         """Whether n is a multiple; False too where n is a size that a compiled function leaves open."""
