@@ -14,8 +14,8 @@ from gossamer.patterns import *  # noqa: F403  (patterns.__all__ lists them, onc
 
 __version__ = "0.1.0"
 
-__all__ = ["BlockIndices", "BlockLayout", "DocumentIds", "Indices", "Unsupported", "__version__", "attention"]
-__all__ += ["device_layout", "explain", "from_flex", "merge", "to_flex", "varlen"]
+__all__ = ["BlockIndices", "BlockLayout", "DocumentIds", "Indices", "PackedSequences", "Unsupported", "__version__"]
+__all__ += ["attention", "device_layout", "explain", "from_flex", "merge", "to_flex", "varlen"]
 __all__ += patterns.__all__
 
 # Where the names other than patterns are defined: those of torch are loaded on their first use.
@@ -23,6 +23,7 @@ _MODULES = {
     "BlockIndices": "gossamer.torch.structure",
     "DocumentIds": "gossamer.torch.structure",
     "Indices": "gossamer.torch.structure",
+    "PackedSequences": "gossamer.torch.structure",
     "Unsupported": "gossamer.plan.problem",
     "attention": "gossamer.torch.api",
     "device_layout": "gossamer.torch.device_layout",
@@ -40,7 +41,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from gossamer.torch.device_layout import device_layout
     from gossamer.torch.explain import explain
     from gossamer.torch.merge import merge
-    from gossamer.torch.structure import BlockIndices, DocumentIds, Indices
+    from gossamer.torch.structure import BlockIndices, DocumentIds, Indices, PackedSequences
     from gossamer.torch.varlen import varlen
 else:
 

@@ -277,6 +277,9 @@ def test_wrong_arguments():
     for block in (0, 16, 33, True):
         with pytest.raises(ValueError, match="block_q must be a positive multiple of 32"):
             interval_layout(x, x, 64, block_q=block, block_kv=32, xp=xp)
+    edge = np.int64(32)
+    assert interval_layout(x, x, 64, block_q=edge, block_kv=edge, xp=xp).block_q == 32
+    assert gs.Causal().layout(64, 64, block_q=edge, block_kv=edge).block_kv == 32
     for lo, hi in ((x, x[:, :1]), (x[0], x[0]), (x[:, :0], x[:, :0])):
         with pytest.raises(ValueError, match="lo and hi must be of one shape"):
             interval_layout(lo, hi, 64, block_q=32, block_kv=32, xp=xp)
@@ -387,6 +390,12 @@ class NumpyArrays:
             np.add.at(found[at], places[at], values[at])
         return found
 
+    def extend(self, x, n):
+        return np.concatenate([x, np.repeat(x[..., -1:], n - x.shape[-1], -1)], -1)
+
+    def divides(self, block, n):
+        return n % block == 0
+
     def concatenate(self, parts):
         return np.concatenate(parts, -1)
 
@@ -403,6 +412,14 @@ def test_other_frameworks_give_the_same(draw, monkeypatch):
         for x, y in zip(arrays_of(found), arrays_of(expected), strict=True):
             assert x.dtype == np.int32
             assert (x == y.numpy()).all()
+
+
+@pytest.mark.parametrize("draw", [draw_intervals, draw_lists])
+def test_sizes_that_are_left_open(draw, monkeypatch):
+    """Nothing that a compiled function does not know is needed, and tiles that fit are right without it."""
+    monkeypatch.setattr(device_arrays, "divides", lambda block, n: False)
+    for seed in range(40):
+        check(draw(np.random.default_rng(seed)))
 
 
 # -- what waits for nothing ---------------------------------------------------------------------------------------

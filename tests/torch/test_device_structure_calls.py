@@ -137,10 +137,16 @@ def ints(*values: int) -> Tensor:
 q, kv = torch.zeros(2, 4, 8, 16), torch.zeros(2, 2, 8, 16)
 ids, blocks = gs.DocumentIds(torch.zeros(8).int()), gs.BlockIndices(torch.zeros(1, 1, 1, 1).int())
 keys = gs.Indices(torch.zeros(1, 1, 8, 1).int())
+# Of six reaches: 21 different ones are what two of them have in common.
+LONG = (
+    gs.SlidingWindow(1, sinks=2) | gs.Dilated(2, 0, 3) | gs.Dilated(2, 0, 5) | gs.Dilated(2, 0, 7) | gs.Dilated(2, 0, 9)
+)
 CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "sinks": (gs.SlidingWindow(3, sinks=1), {"q_offset": ints(1, 2)}, r"SlidingWindow\(.*sinks=1\) has no rule"),
+    "powers": (gs.PowerStrided(2, 3), {"q_offset": ints(1, 2)}, r"PowerStrided\(.*\) has no rule"),
+    "global tokens": (gs.Longformer(2, [0]), {"q_offset": ints(1, 2)}, "Longformer without global tokens.*has no rule"),
     "big bird": (gs.BigBird(64), {"key_starts": [0, 1]}, "pattern must go by positions alone.*BigBird"),
-    "union": (gs.Causal() | gs.Local(3), {"key_starts": [0, 1]}, r"\(Causal\(\) \| Local\(block=3\)\) has no rule"),
+    "union": (gs.Causal() | ~gs.Local(3), {"key_starts": [0, 1]}, r"\(Causal\(\) \| ~Local\(block=3\)\) has no rule"),
+    "long union": (LONG & LONG, {"key_starts": [0, 1]}, "has no rule there"),
     "each head": (gs.PerHead([gs.Causal()] * 4), {"key_starts": [0, 1]}, "PerHead.* has no rule there"),
     "mask": (torch.ones(8, 8).bool(), {"key_starts": [0, 1]}, r"shape \(8, 8\), bool, cpu has no rule there"),
     "layout": (gs.Causal().layout(8, 8, block_q=32, block_kv=32), {"q_offset": ints(1, 2)}, "has no rule there"),
@@ -217,8 +223,11 @@ CONSTRUCTORS: dict[str, tuple[Any, str]] = {
     "union": (lambda: ids | gs.Causal(), r"DocumentIds\(\(8,\)\) joins others by & alone"),
     "union from the right": (lambda: gs.Causal() | blocks, r"BlockIndices\(\(1, 1, 1, 1\), 64\) joins others by"),
     "complement": (lambda: ~ids, r"DocumentIds\(\(8,\)\) has no complement"),
-    "no rule": (lambda: ids & gs.SlidingWindow(3, sinks=2), "SlidingWindow.*sinks=2.* has no rule there"),
-    "no rule from the left": (lambda: gs.Dilated(3, 0, 2) & blocks, "Dilated.* has no rule there"),
+    "no rule": (lambda: ids & gs.PowerStrided(2, 3), "PowerStrided.* has no rule there"),
+    "no rule from the left": (lambda: gs.BigBird(64) & blocks, "BigBird.* has no rule there"),
+    "lists and steps": (lambda: gs.Dilated(3, 0, 2) & blocks, "lists are joined by & with patterns of one interval of"),
+    "lists and sinks": (lambda: keys & gs.SlidingWindow(3, sinks=2), "lists are joined by & with patterns of one int"),
+    "too many unions": (lambda: ids & LONG & LONG, "too many unions are joined by &"),
     "reordered": (lambda: gs.CSR([0, 1], [0], 1).reordered() & ids, "has no rule there"),
 }  # fmt: skip
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import numpy as np
 
+from gossamer.patterns.validate import show
+
+OF_EACH = "of each sequence"
 Array = Any  # numpy.ndarray or torch.Tensor
 
 
@@ -69,16 +72,37 @@ W = TypeVar("W", bound=WalkArrays)
 
 @dataclass(frozen=True, eq=False)
 class Layout(Generic[W]):
-    """Which pairs of a (Q, K) score matrix to compute. `columns` is the transpose of `rows`, built on first use."""
+    """Which pairs of a (Q, K) score matrix to compute. `columns` is the transpose of `rows`, built on first use.
+
+    `q_offset` is the position of row 0 by which pairs were told: an int, a 0-d tensor, "of each sequence" where they
+    have positions of their own, or None where nothing says it. Only `alibi_slopes` read it.
+    """
 
     rows: W
     host: Self | None = field(default=None, repr=False)  # over the numpy arrays that this is a device copy of
     _transpose: list[W] = field(default_factory=list, repr=False)
     _copies: dict[Any, Self] = field(default_factory=dict, repr=False)
+    q_offset: Any = field(default=None, repr=False)
+    __array_ufunc__ = None  # numpy leaves `&` to the methods below
 
     @abstractmethod
     def _transposed(self, walk: W) -> W:
         """The transpose of a walk of numpy arrays."""
+
+    def at_offset(self, q_offset: Any) -> Self:
+        """The same pairs, told by another position of row 0."""
+        return type(self)(self.rows, self.host, self._transpose, q_offset=q_offset)
+
+    def __and__(self, other: Any) -> NoReturn:
+        raise ValueError(
+            f"a {type(self).__name__} is not joined with others: join patterns by & | ~ and make the layout of the "
+            f"result; got {show(other)}"
+        )
+
+    __rand__ = __or__ = __ror__ = __and__
+
+    def __invert__(self) -> NoReturn:
+        raise ValueError(f"a {type(self).__name__} has no complement: make the layout of ~pattern")
 
     @property
     def Q(self) -> int:
@@ -128,6 +152,7 @@ class Layout(Generic[W]):
         if copy is None:
             host = self.host
             if self.device is None:  # a twin without copies: they would hold one another until the collector of cycles
-                host = type(self)(self.rows, None, self._transpose)
-            copy = self._copies.setdefault(device, type(self)(self.rows.on_device(device), host))
+                host = type(self)(self.rows, None, self._transpose, q_offset=self.q_offset)
+            moved = type(self)(self.rows.on_device(device), host, q_offset=self.q_offset)
+            copy = self._copies.setdefault(device, moved)
         return copy

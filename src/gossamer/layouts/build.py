@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from gossamer.layouts.block import BlockLayout
-from gossamer.layouts.walk import TileList, Walk
+from gossamer.layouts.walk import TileList, Walk, tile_edge
 from gossamer.patterns.base import Intervals, Pattern, above
-from gossamer.patterns.grid import WORD, Grid
+from gossamer.patterns.grid import Grid
 from gossamer.patterns.tiles import KIND_BITS, KIND_FULL, KIND_INTERVAL, KeptTiles, kept_tiles, unique_tiles
-from gossamer.patterns.validate import show
 
 
 def build(pattern: Pattern, Q: int, K: int, *, block_q: int, block_kv: int, q_offset: int | None = None) -> BlockLayout:
@@ -19,13 +18,14 @@ def build(pattern: Pattern, Q: int, K: int, *, block_q: int, block_kv: int, q_of
         ValueError: the pattern does not fit Q and K, or a block edge is not a positive multiple of 32.
     """
     sizes = pattern._sizes(Q, K, q_offset)
-    for name, block in (("block_q", block_q), ("block_kv", block_kv)):
-        if isinstance(block, bool) or not isinstance(block, (int, np.integer)) or block < WORD or block % WORD:
-            raise ValueError(f"{name} must be a positive multiple of {WORD}, got {show(block)}")
+    edges = [tile_edge(name, edge) for name, edge in (("block_q", block_q), ("block_kv", block_kv))]
     pattern.check(sizes.Q, sizes.K)
-    grid = Grid(*sizes, int(block_q), int(block_kv))
+    grid = Grid(*sizes, *edges)
     parts, slot = pattern.distinct()
-    return BlockLayout(_assemble(grid, slot, [kept_tiles(part, grid) for part in parts]))
+    # Rows that are counted from 0 have the positions that the user of the layout says.
+    known = q_offset is not None or pattern.reads_positions
+    walk = _assemble(grid, slot, [kept_tiles(part, grid) for part in parts])
+    return BlockLayout(walk, q_offset=sizes.q_offset if known else None)
 
 
 def _assemble(grid: Grid, slot: np.ndarray, built: list[tuple[KeptTiles, Intervals | None]]) -> Walk:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gossamer.layouts.base import Array, WalkArrays
-from gossamer.patterns.grid import ranges, unpack_bits
+from gossamer.patterns.grid import WORD, ranges, unpack_bits
+from gossamer.patterns.validate import show
 
 # The lists of a walk, in the order in which kernels visit them.
 KINDS = ("full", "interval", "bits")
@@ -83,6 +84,17 @@ class Walk(WalkArrays):
 
 
 ARRAYS_PER_WALK = 13
+
+
+def tile_edge(name: str, edge: Any) -> int:
+    """The edge of a tile, which may be an integer of numpy.
+
+    Raises:
+        ValueError: it is no positive multiple of 32.
+    """
+    if isinstance(edge, bool) or not isinstance(edge, (int, np.integer)) or edge < WORD or edge % WORD:
+        raise ValueError(f"{name} must be a positive multiple of {WORD}, got {show(edge)}")
+    return int(edge)
 
 
 def iterate(walk: Walk) -> Iterator[tuple[int, int, int, str, int, int]]:

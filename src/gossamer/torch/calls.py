@@ -225,7 +225,7 @@ class DataCall(Call):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """(out, lse), without a gradient."""
         vectors, data = vectors_and_data(more)
-        given = data_layout(self.plan, q, k, data, self.attended.geometry)
+        given = self._data_layout(self.plan, q, k, data)
         run = given.bound.get(self)
         if run is None:
             run = given.bound.put(self, self._bound("forward", self._operands, given))
@@ -238,8 +238,12 @@ class DataCall(Call):
         *more: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         vectors, data = vectors_and_data(more)
-        given = data_layout(self.plan.gradient, q, k, data, self.attended.geometry)
+        given = self._data_layout(self.plan.gradient, q, k, data)
         return self._backward(given.bound, given, dout, dlse, q, k, v, out, lse, *vectors)
+
+    def _data_layout(self, plan: Plan, q: Tensor, k: Tensor, data: tuple[Tensor, ...]) -> DataLayout:
+        a = self.options
+        return data_layout(plan, q, k, data, self.attended.geometry, counted=a.counted, made=a.made)
 
 
 def gradients_by_operator(
@@ -264,13 +268,17 @@ class Differentiated(Protocol):
 
 
 class Attention(torch.autograd.Function):
-    """Saves what the backward reads; lse is differentiable, double backward is not."""
+    """Saves what the backward reads, lengths as a copy; lse is differentiable, double backward is not."""
 
     @staticmethod
     def forward(
         ctx: Any, call: Differentiated, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None
     ) -> tuple[Tensor, ...]:
         out, lse = call.forward(q, k, v, *more)
+        lengths, *rest = more or (None,)
+        if lengths is not None:
+            # A step may write the next lengths before it asks for gradients: they are those of what was computed.
+            more = (lengths.clone(), *rest)
         ctx.save_for_backward(q, k, v, out, lse, *more)
         ctx.call = call  # it keeps the pattern's handle, which must live until the backward
         ctx.set_materialize_grads(False)

@@ -96,5 +96,20 @@ def sums_at(places: Tensor, values: Tensor, size: int) -> Tensor:
     return found.scatter_add_(0, at.reshape(-1), values.reshape(-1)).reshape(*lead, size)
 
 
+def extend(x: Tensor, n: int) -> Tensor:
+    if torch.compiler.is_compiling():  # where no size may be asked for
+        return x.index_select(-1, torch.arange(n, device=x.device).clamp(max=x.shape[-1] - 1))
+    more = n - x.shape[-1]
+    return torch.cat([x, x[..., -1:].expand(*x.shape[:-1], more)], -1) if more else x
+
+
+def divides(block: int, n: int) -> bool:
+    if not torch.compiler.is_compiling():
+        return n % block == 0
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(n % block == 0)
+
+
 def concatenate(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts, -1)

@@ -7,8 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from gossamer.layouts import BlockLayout, GatherLayout
+from gossamer.layouts.base import OF_EACH
 from gossamer.torch.request import asks_for_structure, request_of
-from gossamer.torch.validate import BHND, Layout, Lengths, is_bshd
+from gossamer.torch.structure import Structure
+from gossamer.torch.validate import BHND, Layout, Lengths, is_bshd, number
 
 
 def device_layout(
@@ -28,15 +30,15 @@ def device_layout(
 ) -> BlockLayout | GatherLayout:
     """The layout that `attention` makes on the device from these arguments, to be its pattern in many calls.
 
-    The layers of a model share what is attended: in a captured graph or a compiled function each call would make its
-    own, since what tensors hold is not known there. Offsets, starts and lengths are in the layout, and are not given
-    to `attention` again.
+    The layers of a model share what is attended, and each call of `attention` would make its own. Offsets, starts and
+    lengths are in the layout, as they are now, and are not given to `attention` again; an offset that all sequences
+    share is known to `alibi_slopes` given with it, which are refused where each has its own.
 
     Args:
         q: as in `attention`, whose values do not count here; and so are `k`, `v` and the options, of which the calls
             have the same.
-        pattern: `DocumentIds`, `BlockIndices`, `Indices` and what they are joined with; or a pattern that goes by
-            positions, with `key_starts` or a `q_offset` of (B,).
+        pattern: `DocumentIds`, `BlockIndices`, `Indices` and what they are joined with; `PackedSequences`; or a pattern
+            that goes by positions, with `key_starts` or a `q_offset` of (B,).
 
     Raises:
         ValueError: an argument is wrong, or nothing in them is made on the device: patterns are laid out on the host,
@@ -53,8 +55,8 @@ def device_layout(
     """
     if not asks_for_structure(pattern, q_offset, key_starts):
         raise ValueError(
-            "pattern must be DocumentIds, BlockIndices, Indices or joined with them, or key_starts or a q_offset of "
-            "(B,) given: nothing in these arguments is made on the device"
+            "pattern must be DocumentIds, BlockIndices, Indices or joined with them, or PackedSequences, or key_starts "
+            "or a q_offset of (B,) given: nothing in these arguments is made on the device"
         )
     request = request_of(
         q, k, v, pattern, scale=None, q_offset=q_offset, key_starts=key_starts, key_lengths=key_lengths,
@@ -63,4 +65,9 @@ def device_layout(
     )  # fmt: skip
     made = request.attended.alive
     assert isinstance(made, (BlockLayout, GatherLayout))
-    return made
+    held: Any = made.K - made.Q if q_offset is None else number(q_offset)
+    if isinstance(q_offset, Tensor):
+        held = OF_EACH if q_offset.ndim else q_offset.clone()  # what is written to it later moves no pair of the layout
+    if isinstance(pattern, Structure) and pattern.own_positions:
+        held = OF_EACH
+    return made.at_offset(held)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Implementation
-from gossamer.kernels.launch import Direction
+from gossamer.kernels.launch import Direction, dtype_of
 from gossamer.layouts import BlockLayout, GatherLayout
 from gossamer.patterns import Pattern
 from gossamer.patterns.handles import pattern_of
@@ -27,7 +27,7 @@ from gossamer.torch.planning import Selection, check_rows, check_sizes, data_lay
 from gossamer.torch.reorder import check_order
 from gossamer.torch.request import Request, request_of, results_in_bshd
 from gossamer.torch.structure import Structure
-from gossamer.torch.validate import BHND, Layout, Lengths, describe, is_bshd
+from gossamer.torch.validate import BHND, Layout, Lengths, cast_type, describe, is_bshd
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -196,7 +196,7 @@ def _calls(plan: Plan, request: Request, backward: bool) -> list[_Computed]:
     a, t, *_ = request
     scoring, device = scoring_of(a, a.k.shape[2]), a.q.device
     if t.data:
-        selected = data_layout(plan, a.q, a.k, t.data, t.geometry).selected
+        selected = data_layout(plan, a.q, a.k, t.data, t.geometry, counted=a.counted, made=a.made).selected
         return [_computed(plan.problem, selected, None, scoring.q_offset)]
     pattern = pattern_of(t.handle)
     partition = plan.partition(t.handle, scoring.q_offset)
@@ -292,7 +292,9 @@ def explain(
     )  # fmt: skip
     if reordered is not None:
         check_order(reordered, request.arguments.q, request.arguments.k, request.arguments.key_lengths, alibi_slopes)
+    request, cast = _after_autocast(request)
     again = planned_again(request, reordered is not None)
+    again += ["autocast casts the inputs"] * bool(cast)
     usual = plan_for(request.arguments, request.attended.geometry)
     request = read_q_offset(request)
     a, attended, dims, _ = request
@@ -335,7 +337,7 @@ def explain(
         backward_seconds=None if later is None else least(later, later_counts),
         all_pairs=None if which is None else all_pairs(plan),
         faster=advice(plan, which, scoring.q_offset, fill, again, reordered=reordered is not None),
-        copies=_copies(computed[0].implementation, {"q": q, "k": k, "v": v}),
+        copies=cast | _copies(computed[0].implementation, {"q": q, "k": k, "v": v}),
         measured=costs_of(p).measured,
         dense="Causal()" if causal else "Dense()",
         dense_pairs=executed_by_dense(plan, causal, scoring.q_offset),
@@ -372,6 +374,24 @@ def _refused(computed: list[_Computed], p: Problem, asked_for: str | None, grows
         if other not in named:
             found[other] = refusals(other, p) or [unused if asked_for is None else "not asked for"]
     return found
+
+
+class _Cast(NamedTuple):
+    request: Request
+    copies: dict[str, str]  # of the inputs that are cast: to what
+
+
+def _after_autocast(request: Request) -> _Cast:
+    """The request as the operator sees it under autocast, where inputs may have several types; nothing is cast."""
+    a = request.arguments
+    inputs, copies = {"q": a.q, "k": a.k, "v": a.v}, {}
+    for name, x in inputs.items():
+        dtype = cast_type(x)
+        if dtype not in (None, x.dtype):
+            inputs[name] = torch.empty_like(x, dtype=dtype)
+            copies[name] = f"autocast casts it from {dtype_of(x)} to {dtype_of(inputs[name])}"
+    q, k, v = inputs.values()
+    return _Cast(request._replace(arguments=a._replace(q=q, k=k, v=v)), copies)
 
 
 def _copies(implementation: Implementation, inputs: dict[str, Tensor]) -> dict[str, str]:

@@ -25,7 +25,7 @@ from gossamer.torch.validate import Arguments, options_of, validate
 _OPTIONS = (
     "Tensor[] layout, SymInt[] geometry, SymInt pattern, SymInt? q_offset, Tensor? q_offset_tensor, "
     "Tensor? key_lengths, Tensor? sink_logits, Tensor? alibi_slopes, float? scale, float? softcap, "
-    "str? implementation, bool deterministic, bool backward, bool bshd"
+    "str? implementation, bool deterministic, bool backward, bool bshd, bool counted=False, bool made=False"
 )
 
 library = torch.library.Library("gossamer", "DEF")
@@ -125,7 +125,8 @@ def _forward_autograd(
         # The handle must live until the backward. A compiled graph that takes it as a number leaves that to its caller.
         alive = token_of(pattern) if isinstance(pattern, int) and pattern >= 0 else None
         call = _OperatorCall(a._replace(backward=True), ResolvedPattern(pattern, tuple(layout), tuple(geometry), alive))
-        return Attention.apply(call, q, k, v, a.key_lengths, a.sink_logits, a.alibi_slopes, a.q_offset_tensor, *layout)
+        offset = None if a.q_offset_tensor is None else a.q_offset_tensor.clone()  # as lengths are: see `Attention`
+        return Attention.apply(call, q, k, v, a.key_lengths, a.sink_logits, a.alibi_slopes, offset, *layout)
     with _C._AutoDispatchBelowAutograd():
         return forward_op(q, k, v, layout, geometry, pattern, *options)
 

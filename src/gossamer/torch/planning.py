@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import torch
@@ -33,9 +33,6 @@ logger = logging.getLogger("gossamer")
 
 KEPT_DENSE = 4
 MOST_BOUND = 16  # functions that are kept with data of the user's, by the key of their call
-MOST_MADE = 16  # layouts that are kept with a tensor that they are made from
-
-Made = TypeVar("Made")
 
 _dense: Memo[Tensor] = Memo(KEPT_DENSE)
 _packed_masks: Memo[Tensor] = Memo()
@@ -203,15 +200,21 @@ class _Remembered(NamedTuple):
     versions: tuple[tuple[int, int], ...]  # of the tensors, with their identities
     maker: int | None
     others: list[ref[Tensor]]
-    given: Any
+    given: DataLayout
 
 
 _data_layouts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_made_layouts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def data_layout(plan: Plan, q: Tensor, k: Tensor, data: tuple[Tensor, ...], geometry: tuple[int, ...]) -> DataLayout:
-    """What an implementation reads when data say what is attended: the arrays of a BlockLayout, or one mask."""
+def data_layout(
+    plan: Plan, q: Tensor, k: Tensor, data: tuple[Tensor, ...], geometry: tuple[int, ...], *, counted: bool, made: bool
+) -> DataLayout:  # fmt: skip
+    """What an implementation reads when data say what is attended: the arrays of a BlockLayout, or one mask.
+
+    Args:
+        counted: torch counts what is written to the data, so that what was made of them is known by their versions.
+        made: they are a layout that the call made itself, and need no check.
+    """
     p, implementation = plan.problem, cast(Implementation, plan.implementations[0])
     _log(implementation.name, plan)
     capturing = p.device == "cuda" and is_current_stream_capturing()
@@ -220,11 +223,12 @@ def data_layout(plan: Plan, q: Tensor, k: Tensor, data: tuple[Tensor, ...], geom
     # Aliases: what is remembered under a tensor must not keep that tensor alive.
     aliases = [x.detach() for x in data]
 
-    def made() -> DataLayout:
+    def make() -> DataLayout:
         layout: Any
         if geometry:
             layout = layout_from(aliases, geometry)
-            check_layout(layout.rows, q, k)
+            if not made:
+                check_layout(layout.rows, q, k)
             layout = dense_of(layout.rows) if form == "dense" else layout
         elif form == "dense":
             (layout,) = aliases
@@ -238,37 +242,25 @@ def data_layout(plan: Plan, q: Tensor, k: Tensor, data: tuple[Tensor, ...], geom
     if not geometry:
         check_mask(data[0], q, k)
         if capturing and form != "dense":  # a graph reads the mask again in every replay
-            return made()
+            return make()
     more = (implementation.name, form, block_q, block_kv, columns, p.B, p.H, p.Q, p.K, geometry)
-    return _remember(_data_layouts, data, more, made)
+    return _remember(data, more, make) if counted else make()
 
 
-def remembered_layout(data: tuple[Tensor, ...], more: tuple[Any, ...], make: Callable[[], Made]) -> Made:
-    """A layout that is made from tensors, kept as long as the first of them lives and none has been written to.
+def _remember(data: tuple[Tensor, ...], more: tuple[Any, ...], make: Callable[[], DataLayout]) -> DataLayout:
+    """What is made from tensors, kept as long as the first of them lives and none has been written to.
 
-    Args:
-        more: what else it follows from. One tensor may meet ever new ones, as a cache does that grows.
+    Only writes that torch counts are seen.
     """
-    of_first = _made_layouts.setdefault(data[0], {})
-    if len(of_first) >= MOST_MADE and more not in of_first:
-        of_first.clear()
-    return _remember(_made_layouts, data, more, make)
-
-
-def _remember(
-    kept_of: WeakTensorKeyDictionary, data: tuple[Tensor, ...], more: tuple[Any, ...], make: Callable[[], Made]
-) -> Made:
-    """What is made from tensors, kept as long as the first of them lives and none has been written to."""
     if any(x.is_inference() for x in data):  # these do not count their writes
         return make()
     first, *others = data
     versions = tuple((id(x), x._version) for x in data)
-    maker, of_first = _maker(first.device), kept_of.setdefault(first, {})
+    maker, of_first = _maker(first.device), _data_layouts.setdefault(first, {})
     kept = of_first.get(more)
     known = kept is not None and kept.versions == versions and maker in (None, kept.maker)
     if known and all(a() is b for a, b in zip(kept.others, others, strict=True)):
-        found: Made = kept.given
-        return found
+        return kept.given
     given = make()
     of_first[more] = _Remembered(versions, maker, [ref(x) for x in others], given)
     return given

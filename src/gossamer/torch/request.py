@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
-import numpy as np
 import torch
 from torch import _C, Tensor
 from torch.autograd import forward_ad
@@ -33,13 +32,14 @@ from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.layouts import BlockLayout, GatherLayout
 from gossamer.patterns import CSR, Dense, Pattern
 from gossamer.patterns.handles import pattern_of, token_of
+from gossamer.plan.problem import Unsupported
 from gossamer.plan.table import RENAMED
 from gossamer.torch.block_mask import layout_for
 from gossamer.torch.given_layouts import Given, arrays_of, geometry_of
 from gossamer.torch.registry import constants
 from gossamer.torch.structure.base import Structure
 from gossamer.torch.structure.make import structured
-from gossamer.torch.validate import Arguments, check_types, describe, four_dimensional, instead
+from gossamer.torch.validate import Arguments, check_types, describe, four_dimensional, instead, number
 
 DENSE = Dense()
 
@@ -57,7 +57,7 @@ _from_sparse: dict[int, _Read] = {}
 
 PATTERN = (
     "None, a Pattern or its handle, a BlockLayout, a torch BlockMask, a boolean mask tensor that broadcasts to "
-    "(B, H, Q, K), a two-dimensional torch sparse CSR tensor, DocumentIds, BlockIndices or Indices"
+    "(B, H, Q, K), a two-dimensional torch sparse CSR tensor, DocumentIds, BlockIndices, Indices or PackedSequences"
 )
 
 Key = tuple[Any, ...]
@@ -176,7 +176,7 @@ class Request(NamedTuple):
         facts = [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors]
         return (
             t.handle, t.geometry, len(t.data), *facts, alignment(*(x for x in tensors if x is not None)), a.q_offset,
-            a.scale, a.softcap, a.implementation, a.deterministic, a.backward, a.bshd,
+            a.scale, a.softcap, a.implementation, a.deterministic, a.backward, a.bshd, a.counted, a.made,
         )  # fmt: skip
 
     @property
@@ -235,16 +235,49 @@ def request_of(
     backward = not torch.compiler.is_compiling() and differentiable(q, k, v, sink_logits)
     a = Arguments(
         q, k, v, offset, offset_tensor, key_lengths, sink_logits, alibi_slopes, scale, softcap, implementation,
-        deterministic, backward, bshd,
+        deterministic, backward, bshd, counted=not _recorded(),
     )  # fmt: skip
     if asks_for_structure(pattern, q_offset, key_starts):
         if type(pattern) is int and not torch.compiler.is_compiling():
             pattern = pattern_of(pattern)
         given = pattern.tensors if isinstance(pattern, Structure) else ()
         eager = not torch.compiler.is_compiling() and plain(q, k, v, key_starts, key_lengths, offset_tensor, *given)
-        a, layout, source = structured(a, pattern, key_starts, remember=eager)
+        a, layout, source = structured(a, pattern, key_starts, eager)
         return Request(a, resolve_pattern(layout, q)._replace(made_from=source), dims)
+    if isinstance(pattern, (BlockLayout, GatherLayout)):
+        a = _at_offset_of(pattern, a)
     return Request(a, resolve_pattern(pattern, q), dims)
+
+
+def _recorded() -> bool:
+    """Whether calls are written down to be run later, on memory that a compiler takes again without counting that."""
+    return torch.compiler.is_compiling() or _dispatch_modes() > 0 or _interpreter() is not None or _traced() is not None
+
+
+def _at_offset_of(layout: Given, a: Arguments) -> Arguments:
+    """The arguments of a call with the offset that its layout was made with, which only distances read.
+
+    Raises:
+        ValueError: another one is given; `Unsupported` for distances where each sequence has its own.
+    """
+    held, given = layout.q_offset, a.q_offset if a.q_offset_tensor is None else a.q_offset_tensor
+    if held is None:
+        return a
+    slopes, of_each = a.alibi_slopes is not None, isinstance(held, str)
+    if slopes and of_each:
+        raise Unsupported(
+            "alibi_slopes must be None with a BlockLayout in which each sequence has an offset of its own: distances "
+            "need one for all"
+        )
+    known = not of_each and not isinstance(held, Tensor)
+    if given is not None and (not known or isinstance(given, Tensor) or given != held):
+        raise ValueError(
+            f"q_offset must be left out with a BlockLayout that was made with {held if known else 'offsets in tensors'}"
+            f"; got {describe(given)}"
+        )
+    if not slopes:
+        return a._replace(q_offset=None)
+    return a._replace(q_offset=held) if known else a._replace(q_offset_tensor=held)
 
 
 def asks_for_structure(pattern: Any, q_offset: Any, key_starts: Any) -> bool:
@@ -262,13 +295,6 @@ def current_name(implementation: Any) -> Any:
         # Of the line that calls `attention` or `explain`.
         warnings.warn(f'implementation="{implementation}" is now called "{name}"', DeprecationWarning, stacklevel=4)
     return name
-
-
-def number(x: Any) -> Any:
-    """A number of numpy as one of Python; anything else as it is."""
-    if isinstance(x, np.floating):
-        return float(x)
-    return int(x) if isinstance(x, np.integer) and not isinstance(x, np.timedelta64) else x
 
 
 def wide(x: Any, q: Any) -> Any:

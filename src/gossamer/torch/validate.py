@@ -47,13 +47,15 @@ class Arguments(NamedTuple):
     deterministic: bool
     backward: bool
     bshd: bool = False
+    counted: bool = False  # torch counts what is written to the data that say what is attended, as it does eagerly
+    made: bool = False  # these are a layout that the call made itself
 
 
 def options_of(a: Arguments) -> tuple[Any, ...]:
     """All but q, k and v, in the order of the operators."""
     return (
         a.q_offset, a.q_offset_tensor, a.key_lengths, a.sink_logits, a.alibi_slopes, a.scale, a.softcap,
-        a.implementation, a.deterministic, a.backward, a.bshd,
+        a.implementation, a.deterministic, a.backward, a.bshd, a.counted, a.made,
     )  # fmt: skip
 
 
@@ -86,6 +88,13 @@ def describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"shape {tuple(value.shape)}, {dtype_of(value)}, {value.device}"
     return f"{show(value)} ({type(value).__name__})"
+
+
+def number(x: Any) -> Any:
+    """A number of numpy as one of Python; anything else as it is."""
+    if isinstance(x, np.floating):
+        return float(x)
+    return int(x) if isinstance(x, np.integer) and not isinstance(x, np.timedelta64) else x
 
 
 def instead(given: Any) -> str:
@@ -237,6 +246,14 @@ def most_offset(Q: int, K: int) -> int:
 def within_positions(Q: int, K: int) -> str:
     """What a q_offset must be, for a message."""
     return f"be an integer up to 2**31 - 2**16 - max(Q, K) = {most_offset(Q, K)} in magnitude"
+
+
+def cast_type(x: Tensor) -> torch.dtype | None:
+    """The type to which autocast casts q, k or v in the operator; None where it stays as it is."""
+    device = x.device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device) if x.is_floating_point() and x.dtype != torch.float64 else None
 
 
 def validate(a: Arguments) -> None:

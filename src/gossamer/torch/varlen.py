@@ -9,9 +9,8 @@ from torch import Tensor
 from gossamer.patterns import Pattern
 from gossamer.torch.api import attention
 from gossamer.torch.request import differentiable
-from gossamer.torch.structure.base import check_edges, rule_of
-from gossamer.torch.structure.documents import Sequences
-from gossamer.torch.validate import INTEGERS, describe
+from gossamer.torch.structure.sequences import PackedSequences
+from gossamer.torch.validate import describe
 
 
 def varlen(
@@ -36,15 +35,16 @@ def varlen(
     Arguments have the names of `torch.nn.attention.varlen.varlen_attn`. Sequence n has the query rows
     [cu_seq_q[n], cu_seq_q[n + 1]) and the keys [cu_seq_k[n], cu_seq_k[n + 1]), aligned at the end: row r of Lq, of a
     sequence with Lk keys, is at position r + Lk - Lq among them, so that with `Causal()` the last row sees all keys.
-    Rows that see nothing give 0, and so do those behind the last sequence. The structure is made on the device, anew
-    where torch has counted a write to the lengths: they may change in a compiled function and in a captured graph.
+    Rows that see nothing give 0, and so do those of no sequence. The structure is made on the device, in each call:
+    lengths may change in a compiled function and in a captured graph. Layers that share them share one structure by
+    `attention` with the `device_layout` of `PackedSequences`, of which this is the short form for one call.
 
     Args:
         q: (T, H, D), the queries of all sequences.
         k: (S, G, D), their keys, H a multiple of G.
         v: (S, G, E).
-        cu_seq_q: (sequences + 1,) integers on q's device, non-decreasing (not checked: an entry that is less than one
-            before it counts as that).
+        cu_seq_q: (sequences + 1,) integers on q's device, non-decreasing. Not checked: an entry that is less than one
+            before it counts as that, one under 0 as 0 and one over T (of cu_seq_k: over S) as T.
         cu_seq_k: (sequences + 1,) likewise; None is cu_seq_q.
         max_q: not used; sizes are those of q.
         max_k: not used; sizes are those of k.
@@ -75,25 +75,11 @@ def varlen(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3:
             raise ValueError(f"{name} must be a tensor (positions, heads, size) of packed sequences; got {describe(x)}")
-    cu_seq_k = cu_seq_q if cu_seq_k is None else cu_seq_k
-    check_edges("cu_seq_q", cu_seq_q, least=2)
-    check_edges("cu_seq_k", cu_seq_k, least=2)
-    if len(cu_seq_q) != len(cu_seq_k):
-        raise ValueError(
-            f"cu_seq_q and cu_seq_k must tell of as many sequences; got {describe(cu_seq_q)} and {describe(cu_seq_k)}"
-        )
-    if seqused_k is not None:
-        right = isinstance(seqused_k, Tensor) and seqused_k.dtype in INTEGERS
-        if not right or seqused_k.shape != (len(cu_seq_k) - 1,):
-            raise ValueError(
-                f"seqused_k must be integers of shape ({len(cu_seq_k) - 1},), one for each sequence; "
-                f"got {describe(seqused_k)}"
-            )
+    sequences = PackedSequences(cu_seq_q, cu_seq_k, seqused_k=seqused_k, pattern=pattern)
     if out is not None:
         check_out(out, q, v)
         if differentiable(q, k, v, sink_logits):
             raise ValueError("out must be None where a gradient is asked for; call it under torch.no_grad()")
-    sequences = Sequences(cu_seq_q, cu_seq_k, seqused_k, rule_of(pattern))
     found, lse = attention(
         q, k, v, sequences, scale=scale, softcap=softcap, sink_logits=sink_logits, return_lse=True, layout="bshd"
     )

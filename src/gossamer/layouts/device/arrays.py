@@ -21,7 +21,8 @@ class Sorted(NamedTuple):
 class Arrays(Protocol):
     """A framework's operations on integer arrays. "Along rows" is along the last axis, of every row of the others.
 
-    Results are int32 unless they are said to be of the type of an argument. They have memory of their own, row-major.
+    Results are int32 unless they are said to be of the type of an argument. They have memory of their own, row-major,
+    unless it is said otherwise.
     """
 
     def arange(self, n: int, like: Array) -> Array:
@@ -83,6 +84,12 @@ class Arrays(Protocol):
 
         The sum of words that share no bit is their union.
         """
+
+    def extend(self, x: Array, n: int) -> Array:
+        """Rows of at most n numbers, up to n of them by their last one, of the type of x, which may be the result."""
+
+    def divides(self, block: int, n: int) -> bool:
+        """Whether n is a multiple; False too where n is a size that a compiled function leaves open."""
 
     def concatenate(self, parts: list[Array]) -> Array:
         """Behind one another along rows, of their common type."""

@@ -15,7 +15,6 @@ from gossamer.layouts.device.walks import (
     FIRST,
     Bounds,
     all_kept,
-    check_blocks,
     check_bounds,
     check_capacity,
     check_sizes,
@@ -23,7 +22,7 @@ from gossamer.layouts.device.walks import (
     transposed,
     without_bits,
 )
-from gossamer.layouts.walk import TileList, Walk
+from gossamer.layouts.walk import TileList, Walk, tile_edge
 
 
 def block_list_layout(
@@ -49,6 +48,7 @@ def block_list_layout(
     Raises:
         ValueError: shapes or the block edge are wrong, or there may be more tiles than int32 addresses.
     """
+    block = tile_edge("block", block)
     _check(indices, counts, lo, hi, Q, K, block)
     Bl, Hl, T, n = indices.shape
     if not n:  # a list with room for one tile that is not there: no step below is made for none
@@ -67,8 +67,7 @@ def block_list_layout(
 def _check(
     indices: Array, counts: Array | None, lo: Array | None, hi: Array | None, Q: int, K: int, block: int
 ) -> None:
-    """Raise ValueError for shapes that do not fit, or a block edge that no layout has."""
-    check_blocks(block=block)
+    """Raise ValueError for shapes that do not fit."""
     check_sizes(Q=Q, K=K)
     T, C = -(-Q // block), -(-K // block)
     shape = tuple(indices.shape)
@@ -87,7 +86,9 @@ def _bounds_of(
     """The bounds of every head; None where none are given, and whole tiles fit."""
     if bounds is not None:
         return Bounds(xp.broadcast_to(bounds.lo, shape), xp.broadcast_to(bounds.hi, shape))
-    return Bounds(xp.full(shape, 0, like), xp.full(shape, columns, like)) if columns % block else None
+    if xp.divides(block, columns):
+        return None
+    return Bounds(xp.full(shape, 0, like), xp.full(shape, columns, like))
 
 
 class _Span(NamedTuple):
@@ -126,7 +127,7 @@ def _tiles(Q: int, K: int, block: int, bounds: Bounds | None, xp: Arrays) -> _Ti
     *lead, _ = bounds.lo.shape
     tiles = Bounds(*(x.reshape(*lead, -(-Q // block), block) for x in fill_tiles(bounds, block, xp)))
     first, behind = all_kept(tiles, block)
-    if K % block:  # the last block ends with the last key
+    if not xp.divides(block, K):  # the last block ends with the last key
         behind = xp.fill(behind, tiles.hi[..., FIRST] >= K, -(-K // block))
     return _Tiles(Q, K, block, _Span(first[..., None], behind[..., None]))
 
@@ -143,8 +144,8 @@ def _codes(indices: Array, counts: Array | None, tiles: _Tiles, bounds: Bounds |
         ignored = ignored | (xp.arange(n, counts) >= counts[..., None])
     column = xp.int32(xp.fill(indices, ignored, 0))
     full, code = tiles.all_kept(column), column
-    if tiles.K % tiles.block:  # a tile that reaches past the last key is never full
-        inside = column < C - 1
+    if not xp.divides(tiles.block, tiles.K):  # a tile that reaches past the last key is never full
+        inside = column < tiles.K // tiles.block
         full = inside if full is None else full & inside
     if full is not None:
         code = xp.where(full, column, column + C)
@@ -168,9 +169,7 @@ def _none_kept(column: Array, tiles: _Tiles, bounds: Bounds, xp: Arrays) -> Arra
     *lead, _ = bounds.lo.shape
     C, block = tiles.C, tiles.block
     before = xp.concatenate([xp.full((*lead, 1), 0, bounds.lo), xp.cumsum(bounds.hi > bounds.lo)])
-    begin, end = before[..., : tiles.Q : block], before[..., block::block]
-    if tiles.Q % block:
-        end = xp.concatenate([end, before[..., tiles.Q :]])
+    begin, end = before[..., : tiles.Q : block], xp.extend(before, T * block + 1)[..., block::block]
     edge = xp.broadcast_to(xp.arange(C, column) * block, (*lead, C))
     from_ = xp.take(before, xp.searchsorted(bounds.hi, edge, right=True))
     to = xp.take(before, xp.searchsorted(bounds.lo, edge + block))
@@ -205,8 +204,8 @@ def _columns(codes: Array, tiles: _Tiles, bounds: Bounds | None, xp: Arrays) -> 
     code = column + (xp.arange(Bl * Hl, codes) * C).reshape(Bl, Hl, 1, 1)
     if bounds is not None:
         full = tiles.all_kept(column)
-        if tiles.Q % block:  # a tile that reaches past the last query is never full here
-            inside = (xp.arange(T, codes) < T - 1)[:, None]
+        if not xp.divides(block, tiles.Q):  # a tile that reaches past the last query is never full here
+            inside = (xp.arange(T, codes) < tiles.Q // block)[:, None]
             full = inside if full is None else full & inside
         if full is not None:
             code = xp.where(full, code, code + lists)

@@ -11,14 +11,13 @@ from gossamer.layouts.device.walks import (
     FIRST,
     Bounds,
     all_kept,
-    check_blocks,
     check_capacity,
     check_sizes,
     fill_tiles,
     transposed,
     without_bits,
 )
-from gossamer.layouts.walk import TileList, Walk
+from gossamer.layouts.walk import TileList, Walk, tile_edge
 
 
 def interval_layout(
@@ -39,7 +38,7 @@ def interval_layout(
     Raises:
         ValueError: shapes or block edges are wrong, or there may be more tiles than int32 addresses.
     """
-    check_blocks(block_q=block_q, block_kv=block_kv)
+    block_q, block_kv = tile_edge("block_q", block_q), tile_edge("block_kv", block_kv)
     shape = tuple(lo.shape)
     if len(shape) != 3 or tuple(hi.shape) != shape or not all(shape):
         raise ValueError(f"lo and hi must be of one shape (Bl, Hl, Q), not empty; got {shape} and {tuple(hi.shape)}")

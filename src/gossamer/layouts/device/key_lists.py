@@ -94,8 +94,8 @@ def _unions(keys: Array, K: int, block: int, xp: Arrays) -> GatherWalk:
     """
     Bl, Hl, Q, n = keys.shape
     T, width = -(-Q // block), WIDTHS[block]
-    if Q % block:
-        keys = _with_rows(keys, -Q % block, K, xp)
+    if not xp.divides(block, Q):
+        keys = _with_rows(keys, T * block - Q, K, xp)
     room = -(-min(block * n, K) // width) * width
     # Pairs of a group by key, those of a key by query: K * block behind all.
     keys = keys.reshape(Bl, Hl, T, block, n)

@@ -16,13 +16,12 @@ from gossamer.layouts.device.walks import (
     FIRST,
     Bounds,
     all_kept,
-    check_blocks,
     check_capacity,
     check_sizes,
     fill_tiles,
     transposed,
 )
-from gossamer.layouts.walk import TileList, Walk
+from gossamer.layouts.walk import TileList, Walk, tile_edge
 from gossamer.patterns.grid import WORD
 
 
@@ -55,7 +54,7 @@ def progression_layout(
     Raises:
         ValueError: shapes or block edges are wrong, or there may be more words of bits than int32 addresses.
     """
-    check_blocks(block_q=block_q, block_kv=block_kv)
+    block_q, block_kv = tile_edge("block_q", block_q), tile_edge("block_kv", block_kv)
     shape = tuple(union[0].lo.shape)
     for one in union:
         if len(shape) != 3 or tuple(one.lo.shape) != shape or tuple(one.hi.shape) != shape or not all(shape):
@@ -166,7 +165,7 @@ def _bits(
             apart = row[..., None] + shift[..., None, None, None] - column[..., None, :]
             kept = kept & xp.take(_every(one.step, tile, xp), (apart % one.step).reshape(-1)).reshape(kept.shape)
         found = kept if found is None else found | kept
-    return xp.fill(found, row[..., None] >= rows, 0) if rows % block_rows else found
+    return found if xp.divides(block_rows, rows) else xp.fill(found, row[..., None] >= rows, 0)
 
 
 def _every(step: int, like: Array, xp: Arrays) -> Array:

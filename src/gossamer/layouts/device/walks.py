@@ -9,7 +9,6 @@ from gossamer.layouts.device.arrays import Arrays
 from gossamer.layouts.walk import TileList, Walk
 from gossamer.patterns.grid import WORD
 from gossamer.patterns.reach import Bounds
-from gossamer.patterns.validate import show
 
 FIRST = 0  # row of a tile
 MOST_POSITIONS = 2**31 - 2**16  # the end of the tile that holds the last one is an int32 too
@@ -39,11 +38,8 @@ def transposed(bounds: Bounds, columns: int, xp: Arrays) -> Bounds:
 
 def fill_tiles(bounds: Bounds, block: int, xp: Arrays) -> Bounds:
     """Rows (..., n) up to whole tiles (..., T * block): by the last one, which adds nothing to what a tile keeps."""
-    *lead, n = bounds.lo.shape
-    if n % block == 0:
-        return bounds
-    lo, hi = (xp.concatenate([x, xp.broadcast_to(x[..., n - 1 :], (*lead, -n % block))]) for x in bounds)
-    return Bounds(lo, hi)
+    *_, n = bounds.lo.shape
+    return Bounds(*(xp.extend(x, -(-n // block) * block) for x in bounds))
 
 
 class AllKept(NamedTuple):
@@ -58,13 +54,6 @@ def all_kept(tiles: Bounds, block_columns: int) -> AllKept:
     *_, block_rows = tiles.lo.shape
     last = tiles.lo[..., block_rows - 1]
     return AllKept((last + (block_columns - 1)) // block_columns, tiles.hi[..., FIRST] // block_columns)
-
-
-def check_blocks(**blocks: int) -> None:
-    """Raise ValueError unless every block edge is a positive multiple of 32."""
-    for name, block in blocks.items():
-        if isinstance(block, bool) or not isinstance(block, int) or block < WORD or block % WORD:
-            raise ValueError(f"{name} must be a positive multiple of {WORD}, got {show(block)}")
 
 
 def check_bounds(lo: Array | None, hi: Array | None, Bl: int, Hl: int, Q: int) -> None:

@@ -9,12 +9,17 @@ import torch
 from torch import Tensor
 
 from gossamer.patterns import Pattern
-from gossamer.patterns.reach import Bounds, Reach
+from gossamer.patterns.reach import EVERY_KEY, Bounds, Reach, Rule
 from gossamer.patterns.validate import show
 from gossamer.plan.problem import Unsupported
-from gossamer.torch.validate import INTEGERS, describe
+from gossamer.torch.validate import INTEGERS, describe, instead
 
 OF_INTEGERS = "integers: int8, uint8, int16, int32 or int64"
+RULED = "Dense, Causal, Local, SlidingWindow, Dilated, Strided, Longformer without global tokens, any & and | of them"
+ONE_BY_ONE = (
+    "Call attention for each sequence, or give it one boolean mask (Q, K) of all that are packed, False between two"
+)
+OF_BOTH = "Give attention one boolean mask of the pairs that both keep"
 
 
 class Sizes(NamedTuple):
@@ -37,11 +42,13 @@ class Lists(NamedTuple):
 class Structure(ABC):
     """What `attention` takes as a pattern and is told by tensors: its layout is made on their device in each call.
 
-    It joins others, and patterns of which positions are all that says what a row sees (`Dense`, `Causal`, `Local`, a
-    `SlidingWindow` without sinks, and any `&` of them), by `&`.
+    Calls that share one take the layout that `device_layout` makes of it once. It joins others, and patterns of which
+    positions are all that says what a row sees (`RULED`), by `&`.
     """
 
-    rule = Reach()  # of the patterns that it was joined with
+    rule = EVERY_KEY  # of the patterns that it was joined with
+    own_positions = False  # whether positions are those within its sequences, and no q_offset says them
+    __array_ufunc__ = None  # numpy leaves `&` to the methods below
 
     @property
     def terms(self) -> tuple[Structure, ...]:
@@ -53,11 +60,6 @@ class Structure(ABC):
     def tensors(self) -> tuple[Tensor, ...]:
         """All that it reads."""
 
-    @property
-    @abstractmethod
-    def static(self) -> tuple[Any, ...]:
-        """What tells it from another one with the same tensors."""
-
     @abstractmethod
     def check(self, sizes: Sizes) -> None:
         """Raise ValueError unless it fits the inputs."""
@@ -68,12 +70,16 @@ class Structure(ABC):
         return None
 
     def bounds(self, position: Tensor, sizes: Sizes) -> Bounds | None:
-        """The keys of each row, (Bl, 1, Q) int32, both non-decreasing and in [0, K]; None: it tells no bounds.
+        """The keys of each row, (Bl, 1, Q) int32, both non-decreasing and in [0, K], but for its rule; None: all.
 
         Args:
             position: of each row, (Bl, 1, Q) int32, Bl 1 or B.
         """
         return None
+
+    def reached(self, reach: Reach, position: Tensor, sizes: Sizes) -> Bounds:
+        """The interval of a reach of its rule, as `bounds`."""
+        return reach.bounds(position, sizes.K)
 
     def lists(self, sizes: Sizes) -> Lists | None:
         """The blocks of each query block; None: it tells none."""
@@ -81,10 +87,15 @@ class Structure(ABC):
 
     def __and__(self, other: Any) -> Structure:
         if isinstance(other, Structure):
-            return Joined((*self.terms, *other.terms), self.rule.both(other.rule))
+            if other.own_positions:
+                return other & self  # which is refused
+            return Joined((*self.terms, *other.terms), _both(self.rule, other.rule))
         if isinstance(other, Pattern):
-            return Joined(self.terms, self.rule.both(rule_of(other)))
-        return NotImplemented
+            return Joined(self.terms, _both(self.rule, rule_of(other, OF_BOTH)))
+        raise Unsupported(
+            f"{self!r} joins by & a pattern that goes by positions, DocumentIds or BlockIndices; "
+            f"got {describe(other)}{instead(other)}. {OF_BOTH}"
+        )
 
     __rand__ = __and__
 
@@ -100,13 +111,15 @@ class Structure(ABC):
 class Joined(Structure):
     """The pairs that several structures and a rule of positions keep."""
 
-    def __init__(self, terms: tuple[Structure, ...], rule: Reach) -> None:
+    def __init__(self, terms: tuple[Structure, ...], rule: Rule) -> None:
         if sum(term.block is not None for term in terms) > 1:
             raise Unsupported("two of BlockIndices and Indices cannot be joined by &: give what both list as one")
         self._terms, self.rule = terms, rule
+        if self.block is not None and rule.interval is None:
+            raise Unsupported(f"{self!r}: lists are joined by & with patterns of one interval of keys alone. {OF_BOTH}")
 
     def __repr__(self) -> str:
-        return " & ".join([*map(repr, self._terms), *[str(self.rule)] * (self.rule != Reach())])
+        return " & ".join([*map(repr, self._terms), *[str(self.rule)] * (self.rule != EVERY_KEY)])
 
     @property
     def terms(self) -> tuple[Structure, ...]:
@@ -115,10 +128,6 @@ class Joined(Structure):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(x for term in self._terms for x in term.tensors)
-
-    @property
-    def static(self) -> tuple[Any, ...]:
-        return (*(term.static for term in self._terms), self.rule)
 
     @property
     def block(self) -> int | None:
@@ -133,8 +142,6 @@ class Joined(Structure):
 
     def bounds(self, position: Tensor, sizes: Sizes) -> Bounds | None:
         found = [both for both in [term.bounds(position, sizes) for term in self._terms] if both is not None]
-        if self.rule != Reach():
-            found.append(self.rule.bounds(position, sizes.K))
         if not found:
             return None
         lo, hi = found[0]
@@ -153,7 +160,7 @@ class Joined(Structure):
 class Positions(Structure):
     """A rule of positions alone, of rows whose positions are on the device."""
 
-    def __init__(self, rule: Reach) -> None:
+    def __init__(self, rule: Rule) -> None:
         self.rule = rule
 
     def __repr__(self) -> str:
@@ -163,35 +170,37 @@ class Positions(Structure):
     def tensors(self) -> tuple[Tensor, ...]:
         return ()
 
-    @property
-    def static(self) -> tuple[Any, ...]:
-        return (self.rule,)
-
     def check(self, sizes: Sizes) -> None:
         """Nothing can be wrong."""
 
-    def bounds(self, position: Tensor, sizes: Sizes) -> Bounds | None:
-        return self.rule.bounds(position, sizes.K)
 
-
-def rule_of(pattern: Any) -> Reach:
+def rule_of(pattern: Any, advice: str) -> Rule:
     """The rule of positions of a pattern; of None that of every pair.
+
+    Args:
+        advice: what may be given instead of one that has none, a sentence.
 
     Raises:
         Unsupported: it has none.
     """
     if pattern is None:
-        return Reach()
+        return EVERY_KEY
     if isinstance(pattern, Pattern):
         rule = pattern.device_rule()
         if rule is not None:
             return rule
     what = pattern if isinstance(pattern, Pattern) else Wrong(pattern)
     raise Unsupported(
-        f"pattern must go by positions alone where its structure is made on the device: Dense, Causal, Local, a "
-        f"SlidingWindow without sinks, or any & of them; {show(what)} has no rule there. Give a boolean mask, or "
-        "q_offset as an int and no key_starts"
+        f"pattern must go by positions alone where its structure is made on the device: {RULED}; {show(what)} has no "
+        f"rule there. {advice}"
     )
+
+
+def _both(one: Rule, other: Rule) -> Rule:
+    found = one.both(other)
+    if found is None:
+        raise Unsupported(f"too many unions are joined by &: {one}, and {other}. {OF_BOTH}")
+    return found
 
 
 class Wrong(NamedTuple):

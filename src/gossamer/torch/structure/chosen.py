@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gossamer.torch.structure.base import OF_INTEGERS, Lists, Sizes, Structure, narrow
-from gossamer.torch.validate import INTEGERS, describe
+from gossamer.torch.validate import INTEGERS, describe, number
 
 BLOCKS = (64, 128)  # sizes of blocks that are selected: tiles that every implementation walks
 
@@ -52,10 +52,6 @@ class Chosen(Structure):
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.indices,) if self.counts is None else (self.indices, self.counts)
 
-    @property
-    def static(self) -> tuple[Any, ...]:
-        return type(self).__name__, self.block, self.counts is None
-
     def check(self, sizes: Sizes) -> None:
         B, H, rows, _ = self._four().shape
         wanted = -(-sizes.Q // self.block)
@@ -65,7 +61,7 @@ class Chosen(Structure):
                 f"indices of {type(self).__name__} must have shape {self._form}, B=1 or {sizes.B}, heads 1, "
                 f"G={sizes.G} or H={sizes.H}, {of_rows} = {wanted}; got {describe(self.indices)}"
             )
-        if self.checked:
+        if self.checked and not self.indices.is_meta:
             self._check_values(-(-sizes.K // self.block))
 
     def _check_values(self, entries: int) -> None:
@@ -98,11 +94,12 @@ class BlockIndices(Chosen):
 
     Args:
         indices: (B, H, rows, n) int32 or int64 on q's device, rows = ceil(Q / block_size); 1 in the place of B or H is
-            shared, and G key heads are those of their query heads. Leading dimensions that q has not may be left out.
+            shared, and G key heads are those of their query heads. Leading dimensions that are left out are shared:
+            (H, rows, n) by batch elements, (rows, n) by all.
         block_size: 64 or 128.
         counts: (B, H, rows) integers, with the leading dimensions of `indices`: only so many entries of a list count.
         check: raise ValueError in `attention` where an entry is no block of the keys and not -1; this reads the
-            indices, which waits for the device, and cannot be compiled.
+            indices, which waits for the device, and cannot be compiled. On `meta` there is nothing to read.
 
     Raises:
         ValueError: an argument is none of these; `attention` raises where shapes do not fit q and k.
@@ -119,7 +116,8 @@ class BlockIndices(Chosen):
     def __init__(
         self, indices: Tensor, block_size: int = 64, counts: Tensor | None = None, *, check: bool = False
     ) -> None:
-        if isinstance(block_size, bool) or block_size not in BLOCKS:
+        block_size = number(block_size)
+        if type(block_size) is not int or block_size not in BLOCKS:
             raise ValueError(f"block_size must be 64 or 128; got {describe(block_size)}")
         self.block_size = block_size
         self._take(indices, counts, check)

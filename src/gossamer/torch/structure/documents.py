@@ -1,16 +1,14 @@
-"""Packed documents and sequences, whose edges are tensors on the device."""
+"""Packed documents, whose edges are tensors on the device."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gossamer.patterns.reach import Bounds, Reach
-from gossamer.torch.structure.base import OF_INTEGERS, Sizes, Structure, check_edges, narrow, sorted_edges
-from gossamer.torch.validate import INTEGERS, describe
+from gossamer.patterns.reach import Bounds
+from gossamer.torch.structure.base import OF_INTEGERS, Sizes, Structure, check_edges, sorted_edges
+from gossamer.torch.validate import INTEGERS, describe, number
 
 
 class DocumentIds(Structure):
@@ -55,8 +53,8 @@ class DocumentIds(Structure):
 
         Args:
             cu_seqlens: (documents + 1,) integers on q's device, non-decreasing (not checked: an entry that is less than
-                one before it counts as that).
-            length: positions, K.
+                one before it counts as that, one over `length` as `length`).
+            length: positions, K; an int, of numpy too.
 
         Raises:
             ValueError: `cu_seqlens` is no such tensor, or `length` no number of positions.
@@ -68,6 +66,7 @@ class DocumentIds(Structure):
             0.0
         """
         check_edges("cu_seqlens", cu_seqlens, least=1)
+        length = number(length)
         if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)) or length < 1:
             raise ValueError(f"length must be a number of positions of at least 1; got {describe(length)}")
         made = cls(cu_seqlens)
@@ -82,10 +81,6 @@ class DocumentIds(Structure):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.ids,)
-
-    @property
-    def static(self) -> tuple[Any, ...]:
-        return "documents", self.edges is None, self.length
 
     def check(self, sizes: Sizes) -> None:
         if self.length != sizes.K:
@@ -112,48 +107,3 @@ class DocumentIds(Structure):
         outside = i.clamp(0, K)
         here = (i >= 0) & (i < K)
         return Bounds(*(torch.where(here, x, outside)[:, None] for x in (lo, hi)))
-
-
-class Sequences(Structure):
-    """Sequences packed behind one another, of lengths of their own for queries and for keys, aligned at their ends.
-
-    Row r of a sequence of Lq queries and Lk keys is at position r + Lk - Lq among them.
-
-    Args:
-        cu_q, cu_k: (sequences + 1,) integers.
-        used_k: (sequences,) integers: only so many keys of each are there.
-    """
-
-    def __init__(self, cu_q: Tensor, cu_k: Tensor, used_k: Tensor | None, rule: Reach) -> None:
-        self.cu_q, self.cu_k, self.used_k, self.rule = cu_q, cu_k, used_k, rule
-
-    def __repr__(self) -> str:
-        return f"{len(self.cu_q) - 1} packed sequences"
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.cu_q, self.cu_k) if self.used_k is None else (self.cu_q, self.cu_k, self.used_k)
-
-    @property
-    def static(self) -> tuple[Any, ...]:
-        return "sequences", self.rule
-
-    def check(self, sizes: Sizes) -> None:
-        """`varlen` has checked them."""
-
-    def bounds(self, position: Tensor, sizes: Sizes) -> Bounds:
-        Q, K, n = sizes.Q, sizes.K, len(self.cu_q) - 1
-        cu_q, cu_k = sorted_edges(self.cu_q, Q), sorted_edges(self.cu_k, K)
-        row = torch.arange(Q, dtype=torch.int32, device=cu_q.device)
-        which = torch.searchsorted(cu_q, row, right=True) - 1
-        at = which.clamp(0, n - 1)
-        length = cu_k.diff()
-        if self.used_k is not None:
-            length = torch.minimum(length, narrow(self.used_k, 0, K))
-        first, keys = cu_k[at], length[at]
-        lo, hi = self.rule.bounds(row - cu_q[at + 1] + keys, K)
-        lo, hi = torch.minimum(lo, keys) + first, torch.minimum(hi, keys) + first
-        behind = torch.where(which < 0, 0, K).to(torch.int32)
-        inside = (which >= 0) & (which < n)
-        lo, hi = (torch.where(inside, x, behind)[None, None] for x in (lo, hi))
-        return Bounds(lo, hi)

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.cuda import is_current_stream_capturing
 
-from gossamer.layouts import BlockLayout, TileList, Walk
-from gossamer.layouts.device import block_list_layout, interval_layout, key_list_layout
+from gossamer.layouts import BlockLayout, GatherLayout, TileList, Walk
+from gossamer.layouts.device import (
+    Progression,
+    block_list_layout,
+    interval_layout,
+    key_list_layout,
+    progression_layout,
+)
 from gossamer.memo import Memo
-from gossamer.patterns.reach import Bounds
+from gossamer.patterns.reach import EVERY_KEY, Bounds, Reach
 from gossamer.plan.plan import plan_of
 from gossamer.plan.problem import Problem, Unsupported
 from gossamer.torch import device_arrays
 from gossamer.torch.given_layouts import Given
-from gossamer.torch.planning import chip_of, problem_of, remembered_layout
-from gossamer.torch.structure.base import Lists, Positions, Sizes, Structure, narrow, rule_of
-from gossamer.torch.validate import INTEGERS, Arguments, describe, most_offset, validate, within_positions
+from gossamer.torch.planning import chip_of, problem_of
+from gossamer.torch.structure.base import ONE_BY_ONE, Lists, Positions, Sizes, Structure, narrow, rule_of
+from gossamer.torch.validate import INTEGERS, Arguments, cast_type, describe, most_offset, validate, within_positions
 
 NO_TILES_OF_KEYS = (1, 0)  # each query gathers for itself
 NO_TILES = (64, 64)  # for an implementation that walks none, which the plan refuses by name
@@ -40,13 +46,13 @@ class Structured(NamedTuple):
     source: str  # what it was made from, in words
 
 
-def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, remember: bool) -> Structured:
+def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, eager: bool) -> Structured:
     """The layout of a call, and its arguments without what the layout holds.
 
     Args:
         pattern: a `Structure`, a pattern that goes by positions, or None.
         key_starts: (B,), or None.
-        remember: whether the same tensors may give the layout of before: they are plain, and not written to since.
+        eager: whether all tensors are plain, and what is checked may be known by their shapes and types.
 
     Raises:
         ValueError: an argument is wrong.
@@ -54,18 +60,26 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, remember: 
     """
     offset = a.q_offset_tensor
     check_vectors(a, key_starts)
+    if isinstance(pattern, Structure):
+        structure = pattern
+    else:
+        structure = Positions(rule_of(pattern, _advice(pattern, offset, key_starts)))
+    if structure.own_positions and not a.q_offset is offset is a.alibi_slopes is None:
+        name = "alibi_slopes" if a.q_offset is offset is None else "q_offset"
+        raise Unsupported(f"{name} must be None with {structure!r}, whose positions are those within each sequence")
     if a.alibi_slopes is not None and offset is not None and offset.ndim:
         raise Unsupported(
             "alibi_slopes must be None with a q_offset of (B,): distances need one offset for all batch elements"
         )
     # The layout holds positions; ALiBi's distances are counted by the kernel.
     keep = a.alibi_slopes is not None
-    rest = a._replace(q_offset=a.q_offset if keep else None, q_offset_tensor=offset if keep else None, key_lengths=None)
-    structure = pattern if isinstance(pattern, Structure) else Positions(rule_of(pattern))
+    rest = a._replace(
+        q_offset=a.q_offset if keep else None, q_offset_tensor=offset if keep else None, key_lengths=None, made=True
+    )  # fmt: skip
     compiling = torch.compiler.is_compiling()
-    if not (compiling or remember or _cast(a.q)):
+    if not (compiling or eager or cast_type(a.q)):  # an operator that casts its inputs checks them then
         validate(rest)
-    tile = known_tile(rest, structure.block) if remember else tile_of(rest, structure.block)
+    tile = known_tile(rest, structure.block) if eager else tile_of(rest, structure.block)
     (B, H, Q, _), (_, G, K, _) = a.q.shape, a.k.shape
     if a.q_offset is not None and abs(a.q_offset) > most_offset(Q, K):
         raise ValueError(f"q_offset must {within_positions(Q, K)}; got {describe(a.q_offset)}")
@@ -77,23 +91,27 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, remember: 
 
     # Whether gradients are asked for is not known while a function is compiled.
     transpose = a.backward or compiling
-
-    def make() -> Given:
-        return layout_of(structure, positions(a, Q, K), sizes, tile, key_starts, a.key_lengths, transpose)
-
-    tensors = tuple(x for x in (*structure.tensors, offset, key_starts, a.key_lengths) if x is not None)
-    given = tuple(x is not None for x in (offset, key_starts, a.key_lengths))
-    if compiling:
-        return Structured(rest, make(), "")
-    names = [name for name, there in zip(("q_offset", "key_starts", "key_lengths"), given, strict=True) if there]
-    source = ", ".join([f"{structure!r}", *names])
     # Made in inference mode it could not be used in training later.
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-        # A captured graph reads the tensors again in every replay.
-        if not remember or (a.q.is_cuda and is_current_stream_capturing()):
-            return Structured(rest, make(), source)
-        more = (structure.static, given, a.q_offset, tile, transpose, B, H, G, Q, K)
-        return Structured(rest, remembered_layout(tensors, more, make), source)
+    with torch.inference_mode(False) if not compiling and torch.is_inference_mode_enabled() else nullcontext():
+        layout = layout_of(structure, positions(a, Q, K), sizes, tile, key_starts, a.key_lengths, transpose)
+    if compiling:
+        return Structured(rest, layout, "")
+    given = (("q_offset", offset), ("key_starts", key_starts), ("key_lengths", a.key_lengths))
+    source = ", ".join([repr(structure), *(name for name, x in given if x is not None)])
+    return Structured(rest, layout, source)
+
+
+def _advice(pattern: Any, offset: Tensor | None, key_starts: Tensor | None) -> str:
+    """What a call may be given instead of a pattern without a rule and of what asks for one."""
+    names = [name for name, x in (("q_offset", offset), ("key_starts", key_starts)) if x is not None]
+    both = " and ".join(names)
+    if isinstance(pattern, (BlockLayout, GatherLayout)):
+        return f"A layout holds all that is attended: leave out {both}, or make it with them by device_layout"
+    if isinstance(pattern, Tensor) and pattern.dtype == torch.bool:
+        told = "Rows of a mask have no positions" if key_starts is None else "Write the starts into the mask"
+        return f"{told}: leave out {both}"
+    mask = f"Give a boolean mask (B, 1 or H, Q, K) of all that is attended, without {both}"
+    return mask if key_starts is not None else f"{mask}, or a q_offset that all sequences share, an int"
 
 
 def check_vectors(a: Arguments, key_starts: Any) -> None:
@@ -124,22 +142,30 @@ def layout_of(
     key_lengths: Tensor | None, transpose: bool,
 ) -> Given:  # fmt: skip
     """The layout of a structure over the keys [key_starts[b], key_lengths[b])."""
-    K, bounds, lists = sizes.K, structure.bounds(position, sizes), structure.lists(sizes)
-    block_q, block_kv = tile
-    if bounds is None and not key_starts is key_lengths is None:
-        bounds = Bounds(torch.zeros_like(position), torch.full_like(position, K))
-    if bounds is not None:
-        lo, hi = bounds
+    outer, lists, K = structure.bounds(position, sizes), structure.lists(sizes), sizes.K
+
+    def interval(reach: Reach) -> Bounds:
+        if outer is None or structure.own_positions or reach != Reach():
+            lo, hi = structure.reached(reach, position, sizes)
+            lo, hi = (lo, hi) if outer is None else (torch.maximum(lo, outer.lo), torch.minimum(hi, outer.hi))
+        else:
+            lo, hi = outer
         if key_starts is not None:
             lo = torch.maximum(lo, narrow(key_starts, 0, K)[:, None, None])
         if key_lengths is not None:
             hi = torch.minimum(hi, narrow(key_lengths, 0, K)[:, None, None])
         hi = torch.maximum(lo, hi)
-        bounds = Bounds(lo.expand(hi.shape).contiguous(), hi)
+        return Bounds(lo.expand(hi.shape).contiguous(), hi)
+
+    block_q, block_kv = tile
+    only, every = structure.rule.interval, structure.rule == EVERY_KEY
+    bounded = not (every and outer is key_starts is key_lengths is None)
+    if only is None:
+        return _of_union(structure, position, sizes, tile, interval, transpose)
     if lists is None:
-        assert bounds is not None
+        bounds = interval(only)
         return interval_layout(*bounds, K, block_q=block_q, block_kv=block_kv, xp=device_arrays, transpose=transpose)
-    lo, hi = (None, None) if bounds is None else bounds
+    lo, hi = interval(only) if bounded else (None, None)
     if lo is not None and lists.indices.shape[0] < lo.shape[0]:
         B = lo.shape[0]
         counts = None if lists.counts is None else lists.counts.expand(B, -1, -1)
@@ -151,6 +177,25 @@ def layout_of(
     times = 1 if heads == 1 else sizes.H // heads
     blocks = block_list_layout(*given, block=block_q, xp=device_arrays, transpose=transpose)
     return for_query_heads(blocks, times) if times > 1 else blocks
+
+
+def _of_union(
+    structure: Structure, position: Tensor, sizes: Sizes, tile: Tile, interval: Callable[[Reach], Bounds],
+    transpose: bool,
+) -> BlockLayout:  # fmt: skip
+    """The layout of a rule of several intervals of keys, or of every n-th key of one."""
+    (block_q, block_kv), reaches = tile, structure.rule.reaches
+    stepped = [reach.longest for reach in reaches if reach.step > 1]
+    if stepped and structure.own_positions:
+        raise Unsupported(f"{structure!r}: every n-th key is not counted within sequences. {ONE_BY_ONE}")
+    union = [Progression(*interval(reach), reach.step) for reach in reaches]
+    B, H, _ = union[0].lo.shape
+    unbounded = max(sizes.Q, sizes.K)
+    return progression_layout(
+        union, position[:, :, 0].expand(B, H), sizes.K, block_q=block_q, block_kv=block_kv,
+        reach=max((unbounded if longest is None else longest for longest in stepped), default=0),
+        xp=device_arrays, transpose=transpose,
+    )  # fmt: skip
 
 
 def for_query_heads(layout: BlockLayout, times: int) -> BlockLayout:
@@ -190,21 +235,18 @@ def tile_of(a: Arguments, block: int | None) -> Tile:
     if block is not None:
         return (block, block) if block > 1 else NO_TILES_OF_KEYS
     device = a.q.device
-    dtype = torch.get_autocast_dtype(device.type) if _cast(a.q) else a.q.dtype
+    if device.type == "meta":  # nothing is computed there
+        return NO_TILES
+    dtype = cast_type(a.q) or a.q.dtype
     if not torch.compiler.is_compiling():
         return _tile(replace(problem_of(a, ()), dtype=_name(dtype)), a.implementation)
-    # Sizes may be numbers of a graph that is compiled for many; tiles differ by these ranges of them.
-    few, wide = _in_range(a.q.shape[2], QUERIES), _in_range(max(a.q.shape[3], a.v.shape[3]), SIZES)
+    # Tiles differ by these ranges of sizes. A number of queries may be one of a graph that is compiled for many.
+    few, wide = _known_range(a.q.shape[2], QUERIES), _in_range(max(a.q.shape[3], a.v.shape[3]), SIZES)
     terms = ["sink_logits"] * (a.sink_logits is not None) + ["alibi_slopes"] * (a.alibi_slopes is not None)
     block_q, block_kv = _tile_of_facts(
         few, wide, dtype, device, " ".join(terms), a.softcap, a.implementation, a.deterministic
     )
     return block_q, block_kv
-
-
-def _cast(q: Tensor) -> bool:
-    """Whether the operator casts its inputs, and checks them then."""
-    return torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -215,6 +257,16 @@ def _in_range(n: int, ends: tuple[int, ...]) -> int:
     """The first end that n does not exceed, or the last one."""
     for end in ends:
         if n <= end:
+            return end
+    return ends[-1]
+
+
+def _known_range(n: int, ends: tuple[int, ...]) -> int:
+    """`_in_range` of a number of a graph: of one that the graph leaves open the last end, so that it stays open."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    for end in ends:
+        if statically_known_true(n <= end):
             return end
     return ends[-1]
 

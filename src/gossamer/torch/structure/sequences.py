@@ -1,0 +1,113 @@
+"""Packed sequences with lengths of their own for queries and for keys, whose edges are tensors on the device."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from gossamer.patterns import Pattern
+from gossamer.patterns.reach import Bounds, Reach
+from gossamer.plan.problem import Unsupported
+from gossamer.torch.structure.base import ONE_BY_ONE, Sizes, Structure, check_edges, narrow, rule_of, sorted_edges
+from gossamer.torch.validate import INTEGERS, describe
+
+
+class PackedSequences(Structure):
+    """Sequences packed behind one another, each with its own numbers of queries and keys, as `varlen` takes them.
+
+    Sequence n has the query rows [cu_seq_q[n], cu_seq_q[n + 1]) and the keys [cu_seq_k[n], cu_seq_k[n + 1]), aligned at
+    the end: row r of Lq, of a sequence with Lk keys, is at position r + Lk - Lq among them, so that with `Causal()` the
+    last row sees all keys. Rows that see nothing give 0, and so do those of no sequence.
+
+    `attention` takes it with q (1, H, Q, D), or with layout="bshd" as q (Q, H, D), k (K, G, D) and v (K, G, E);
+    `device_layout` makes one layout of it for all layers of a step. Positions are those within a sequence: `q_offset`
+    and `alibi_slopes` are refused with it, and a pattern is given here, not joined by `&`.
+
+    Args:
+        cu_seq_q: (sequences + 1,) integers on q's device, non-decreasing. Not checked: an entry that is less than one
+            before it counts as that, one under 0 as 0 and one over Q as Q.
+        cu_seq_k: (sequences + 1,) likewise, of keys; None is cu_seq_q.
+        seqused_k: (sequences,) integers: of each sequence only so many keys are there, from its first one on. Lk is
+            then this number, where it is less than the room of the sequence; one under 0 counts as 0.
+        pattern: Dense, Causal, Local, a SlidingWindow without sinks, or any `&` of them; None is every key of the
+            sequence.
+
+    Raises:
+        ValueError: an argument is none of these; `Unsupported` where the pattern does not go by positions alone.
+
+    Examples:
+        >>> q, k, v = torch.randn(7, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
+        >>> cu_q, cu_k = torch.tensor([0, 2, 7]), torch.tensor([0, 4, 9])
+        >>> packed = gs.PackedSequences(cu_q, cu_k, pattern=gs.Causal())
+        >>> shared = gs.device_layout(q, k, v, packed, layout="bshd")
+        >>> out = gs.attention(q, k, v, shared, layout="bshd")  # in every layer, with its own q, k and v
+        >>> torch.allclose(out, gs.varlen(q, k, v, cu_q, cu_k, pattern=gs.Causal()), atol=1e-6)
+        True
+    """
+
+    own_positions = True
+
+    def __init__(
+        self, cu_seq_q: Tensor, cu_seq_k: Tensor | None = None, *, seqused_k: Tensor | None = None,
+        pattern: Pattern | None = None,
+    ) -> None:  # fmt: skip
+        cu_seq_k = cu_seq_q if cu_seq_k is None else cu_seq_k
+        check_edges("cu_seq_q", cu_seq_q, least=2)
+        check_edges("cu_seq_k", cu_seq_k, least=2)
+        if len(cu_seq_q) != len(cu_seq_k):
+            raise ValueError(
+                "cu_seq_q and cu_seq_k must tell of as many sequences; "
+                f"got {describe(cu_seq_q)} and {describe(cu_seq_k)}"
+            )
+        if seqused_k is not None:
+            right = isinstance(seqused_k, Tensor) and not seqused_k.is_nested and seqused_k.dtype in INTEGERS
+            if not right or seqused_k.shape != (len(cu_seq_k) - 1,):
+                raise ValueError(
+                    f"seqused_k must be integers of shape ({len(cu_seq_k) - 1},), one for each sequence; "
+                    f"got {describe(seqused_k)}"
+                )
+        self.cu_seq_q, self.cu_seq_k, self.seqused_k, self.pattern = cu_seq_q, cu_seq_k, seqused_k, pattern
+        self.rule = rule_of(pattern, ONE_BY_ONE)
+
+    def __repr__(self) -> str:
+        used = "" if self.seqused_k is None else ", seqused_k"
+        rule = "" if self.pattern is None else f", {self.rule}"
+        return f"PackedSequences({len(self.cu_seq_q) - 1}{used}{rule})"
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(x for x in (self.cu_seq_q, self.cu_seq_k, self.seqused_k) if x is not None)
+
+    def check(self, sizes: Sizes) -> None:
+        """Whatever the edges are, they are clamped to the sizes."""
+
+    def bounds(self, position: Tensor, sizes: Sizes) -> None:
+        """Those of `reached` are within the sequences."""
+
+    def reached(self, reach: Reach, position: Tensor, sizes: Sizes) -> Bounds:
+        Q, K, n = sizes.Q, sizes.K, len(self.cu_seq_q) - 1
+        cu_q, cu_k = sorted_edges(self.cu_seq_q, Q), sorted_edges(self.cu_seq_k, K)
+        row = torch.arange(Q, dtype=torch.int32, device=cu_q.device)
+        which = torch.searchsorted(cu_q, row, right=True) - 1
+        at = which.clamp(0, n - 1)
+        length = cu_k.diff()
+        if self.seqused_k is not None:
+            length = torch.minimum(length, narrow(self.seqused_k, 0, K))
+        first, keys = cu_k[at], length[at]
+        lo, hi = reach.bounds(row - cu_q[at + 1] + keys, K)
+        lo, hi = torch.minimum(lo, keys) + first, torch.minimum(hi, keys) + first
+        behind = torch.where(which < 0, 0, K).to(torch.int32)
+        inside = (which >= 0) & (which < n)
+        lo, hi = (torch.where(inside, x, behind)[None, None] for x in (lo, hi))
+        return Bounds(lo, hi)
+
+    def __and__(self, other: Any) -> NoReturn:
+        what = repr(other) if isinstance(other, (Structure, Pattern)) else describe(other)
+        raise Unsupported(
+            f"{self!r} is not joined by &: positions are those within a sequence. Give a pattern that goes by them as "
+            f"PackedSequences(..., pattern=); got {what}"
+        )
+
+    __rand__ = __and__
