@@ -70,7 +70,7 @@ def _check(
     check_sizes(Q=Q, K=K)
     T, C = -(-Q // block), -(-K // block)
     shape = tuple(indices.shape)
-    Bl, Hl, tiles, n = shape if len(shape) == 4 else (0, 0, 0, 0)
+    Bl, Hl, tiles, listed = shape if len(shape) == 4 else (0, 0, 0, 0)
     if tiles != T or not Bl or not Hl:
         raise ValueError(f"indices must be of shape (Bl, Hl, T, n), T = ceil(Q / block) = {T}; got {shape}")
     if counts is not None and tuple(counts.shape) != (Bl, Hl, T):
@@ -78,12 +78,15 @@ def _check(
     if (lo is None) != (hi is None):
         raise ValueError("lo and hi must both be given, or neither")
     for name, x in (("lo", lo), ("hi", hi)):
-        found = None if x is None else tuple(x.shape)
-        if found is not None and found not in {(bl, hl, Q) for bl in (1, Bl) for hl in (1, Hl)}:
+        if x is None:
+            continue
+        found = tuple(x.shape)
+        bl, hl, n = found if len(found) == 3 else (0, 0, 0)
+        if bl not in (1, Bl) or hl not in (1, Hl) or n != Q:  # in no set, whose elements have to be known numbers
             raise ValueError(f"{name} must be of shape (1 or Bl, 1 or Hl, Q) = {(Bl, Hl, Q)}; got {found}")
     if lo is not None and hi is not None and tuple(lo.shape) != tuple(hi.shape):
         raise ValueError(f"lo and hi must be of one shape; got {tuple(lo.shape)} and {tuple(hi.shape)}")
-    check_capacity(max(Bl * Hl * T * max(n, 1), 2 * Bl * Hl * C + 1))
+    check_capacity(max(Bl * Hl * T * max(listed, 1), 2 * Bl * Hl * C + 1))
 
 
 def _bounds_of(
