@@ -39,7 +39,12 @@ def by_keys(q: Tensor, k: Tensor, v: Tensor, data: Tensor, pattern: gs.Pattern) 
     return gs.attention(q, k, v, gs.Indices(keys) & pattern)
 
 
-FUNCTIONS = {f.__name__: f for f in (by_offsets, by_documents, by_edges, by_blocks, by_keys)}
+def by_union(q: Tensor, k: Tensor, v: Tensor, data: Tensor, pattern: gs.Pattern) -> Tensor:
+    kept = (gs.Strided(7, 3) | gs.SlidingWindow(20, sinks=4)) & pattern
+    return gs.attention(q, k, v, kept, q_offset=data, key_lengths=data + 20)
+
+
+FUNCTIONS = {f.__name__: f for f in (by_offsets, by_documents, by_edges, by_blocks, by_keys, by_union)}
 DATA = [torch.tensor([100, 110]), torch.tensor([140, 3]), torch.tensor([70, 70]), torch.tensor([-5, 1000])]
 
 
@@ -70,6 +75,44 @@ def test_compiled_for_many_sizes() -> None:
         data = torch.tensor([keys - 30, keys - Q])
         assert torch.equal(compiled(q, k, v, data, gs.Causal()), by_offsets(q, k, v, data, gs.Causal()))
     assert frames.frame_count == 1
+
+
+SIZES = (300, 65, 130, 128, 257, 1000)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("name", ["offsets", "documents", "blocks", "blocks and documents", "varlen"])
+def test_compiled_once_for_all_sizes(name: str, gradients: bool) -> None:
+    """Of more than one tile; multiples of one are among them."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        N = k.shape[2]
+        documents = gs.DocumentIds(torch.arange(N) // 50)
+        chosen = gs.BlockIndices((torch.arange((q.shape[2] + 63) // 64)[:, None] - torch.arange(2)).clamp(min=0))
+        if name == "offsets":
+            return gs.attention(q, k, v, gs.Causal(), q_offset=torch.arange(2) * 9, key_lengths=torch.tensor([40, N]))
+        if name == "varlen":
+            flat = [x[0].transpose(0, 1) for x in (q, k, v)]
+            return gs.varlen(*flat, torch.arange(5) * 20, torch.arange(5) * 30, pattern=gs.SlidingWindow(20))
+        made = {"documents": documents & gs.Causal(), "blocks": chosen, "blocks and documents": documents & chosen}
+        return gs.attention(q, k, v, made[name])
+
+    frames = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend=frames, dynamic=True)
+    for rows in SIZES:
+        x = tensors((2, 4, rows, 8), (2, 2, rows + 70, 8), (2, 2, rows + 70, 8))
+        x = x if gradients else [one.detach() for one in x]
+        found, wanted = compiled(*x), call(*x)
+        torch.testing.assert_close(found, wanted)
+        if gradients:
+            for one, other in zip(*(torch.autograd.grad(out.sum(), x) for out in (found, wanted)), strict=True):
+                torch.testing.assert_close(one, other)
+    assert frames.frame_count == 1
+    for rows in (40, 50, 33):  # queries of one tile
+        x = [one.detach() for one in tensors((2, 4, rows, 8), (2, 2, rows + 70, 8), (2, 2, rows + 70, 8))]
+        torch.testing.assert_close(compiled(*x), call(*x))
+    assert frames.frame_count <= 2 + gradients  # a call without them is another one
 
 
 def test_selections_made_outside_a_compiled_function() -> None:
@@ -112,6 +155,27 @@ def test_autocast(compiled: bool) -> None:
     assert found.dtype == torch.bfloat16 and torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("pattern", [gs.Causal(), torch.ones(Q, K).bool(), "offsets", "documents"], ids=str)
+def test_explain_accepts_what_attention_accepts_under_autocast(pattern: Any) -> None:
+    q, k, v = (x.detach().float() for x in tensors((2, 4, Q, 8), (2, 2, K, 8), (2, 2, K, 8)))
+    options = {"q_offset": DATA[0]} if isinstance(pattern, str) and pattern == "offsets" else {}
+    if isinstance(pattern, str):
+        pattern = gs.Causal() if options else gs.DocumentIds(torch.arange(K) // 9)
+    with torch.autocast("cpu", torch.bfloat16):
+        for inputs in ((q, k.bfloat16(), v), (q, k, v), (q.half(), k, v.bfloat16())):
+            assert gs.attention(*inputs, pattern, **options).dtype == torch.bfloat16
+            found = gs.explain(*inputs, pattern, **options)
+            assert found.problem.dtype == "bfloat16" and "autocast casts the inputs" in str(found)
+            cast = {name for name, x in zip("qkv", inputs, strict=True) if x.dtype != torch.bfloat16}
+            assert set(found.copies) == cast
+            assert all("autocast casts it from float" in why for why in found.copies.values())
+        for function in (gs.attention, gs.explain):
+            with pytest.raises(ValueError, match="k must be a tensor of q's dtype, float64"):
+                function(q.double(), k, v, pattern, **options)
+    with pytest.raises(ValueError, match="k must be a tensor of q's dtype, float32"):
+        gs.explain(q, k.bfloat16(), v, pattern, **options)
+
+
 def test_explain() -> None:
     q, k, v = tensors((2, 4, Q, 8), (2, 2, K, 8), (2, 2, K, 8))
     offset = torch.tensor([100, 90])
@@ -141,6 +205,8 @@ keys = gs.Indices(torch.zeros(1, 1, 8, 1).int())
 LONG = (
     gs.SlidingWindow(1, sinks=2) | gs.Dilated(2, 0, 3) | gs.Dilated(2, 0, 5) | gs.Dilated(2, 0, 7) | gs.Dilated(2, 0, 9)
 )
+packed, a_layout = gs.PackedSequences(ints(0, 8), pattern=gs.Dense()), gs.Causal().layout(8, 8, block_q=32, block_kv=32)
+NOT_JOINED = r"a BlockLayout is not joined with others: join patterns by & \| ~ and make the layout of the result"
 CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "powers": (gs.PowerStrided(2, 3), {"q_offset": ints(1, 2)}, r"PowerStrided\(.*\) has no rule"),
     "global tokens": (gs.Longformer(2, [0]), {"q_offset": ints(1, 2)}, "Longformer without global tokens.*has no rule"),
@@ -148,8 +214,27 @@ CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "union": (gs.Causal() | ~gs.Local(3), {"key_starts": [0, 1]}, r"\(Causal\(\) \| ~Local\(block=3\)\) has no rule"),
     "long union": (LONG & LONG, {"key_starts": [0, 1]}, "has no rule there"),
     "each head": (gs.PerHead([gs.Causal()] * 4), {"key_starts": [0, 1]}, "PerHead.* has no rule there"),
-    "mask": (torch.ones(8, 8).bool(), {"key_starts": [0, 1]}, r"shape \(8, 8\), bool, cpu has no rule there"),
-    "layout": (gs.Causal().layout(8, 8, block_q=32, block_kv=32), {"q_offset": ints(1, 2)}, "has no rule there"),
+    "mask": (
+        torch.ones(8, 8).bool(), {"key_starts": [0, 1]},
+        r"shape \(8, 8\), bool, cpu has no rule there. Write the starts into the mask: leave out key_starts$",
+    ),
+    "mask with offsets": (
+        torch.ones(8, 8).bool(), {"q_offset": ints(1, 2)},
+        "has no rule there. Rows of a mask have no positions: leave out q_offset$",
+    ),
+    "layout": (
+        gs.Causal().layout(8, 8, block_q=32, block_kv=32), {"q_offset": ints(1, 2), "key_starts": [0, 1]},
+        "A layout holds .*: leave out q_offset and key_starts, or make it with them by device_layout",
+    ),
+    "starts of a pattern": (
+        gs.BigBird(64), {"key_starts": [0, 1]}, r"Give a boolean mask .* of all that is attended, without key_starts$",
+    ),
+    "offsets of a pattern": (
+        gs.BigBird(64), {"q_offset": ints(1, 2)}, r"without q_offset, or a q_offset that all sequences share, an int$",
+    ),
+    "packed and an offset": (packed, {"q_offset": 3}, r"q_offset must be None with PackedSequences\(1, every key\)"),
+    "packed and offsets": (packed, {"q_offset": ints(1, 2)}, "q_offset must be None with PackedSequences"),
+    "packed and slopes": (packed, {"alibi_slopes": torch.zeros(4)}, "alibi_slopes must be None with PackedSequences"),
     "reordered": (gs.CSR([0, 1] + [1] * 7, [0], 8).reordered(), {"q_offset": ints(1, 2)}, "has no rule there"),
     "offsets": (None, {"q_offset": ints(1, 2, 3)}, r"integer tensor, or one of shape \(B,\) = \(2,\); got shape \(3"),
     "offsets of floats": (None, {"q_offset": torch.zeros(2)}, "q_offset must be an int or a 0-d int.*float32"),
@@ -212,6 +297,8 @@ CONSTRUCTORS: dict[str, tuple[Any, str]] = {
     "indices rank": (lambda: gs.BlockIndices(torch.zeros(1, 1, 1, 1, 1).int()), "indices must be .* of 4 dimensions"),
     "numpy": (lambda: gs.BlockIndices(np.zeros((1, 1), int)), "indices must be a tensor"),  # type: ignore[arg-type]
     "block": (lambda: gs.BlockIndices(torch.zeros(1, 1).int(), 96), r"block_size must be 64 or 128; got 96"),
+    "block of a float": (lambda: gs.BlockIndices(torch.zeros(1, 1).int(), 64.0), "block_size must be 64 or 128"),  # type: ignore[arg-type]
+    "length of a float": (lambda: gs.DocumentIds.from_cu_seqlens(ints(0, 3), 3.0), "length must be a number of pos"),  # type: ignore[arg-type]
     "counts": (lambda: gs.BlockIndices(torch.zeros(1, 1).int(), 64, ints(1, 2)), r"counts must be .*of shape \(1,\)"),
     "check": (lambda: gs.BlockIndices(torch.zeros(1, 1).int(), check=1), "check must be True or False; got 1"),  # type: ignore[arg-type]
     "keys": (lambda: gs.Indices(torch.zeros(1, 1, 1, 1)), r"indices must be a tensor \(B, G, Q, n\) of int32 or int64"),
@@ -223,11 +310,35 @@ CONSTRUCTORS: dict[str, tuple[Any, str]] = {
     "union": (lambda: ids | gs.Causal(), r"DocumentIds\(\(8,\)\) joins others by & alone"),
     "union from the right": (lambda: gs.Causal() | blocks, r"BlockIndices\(\(1, 1, 1, 1\), 64\) joins others by"),
     "complement": (lambda: ~ids, r"DocumentIds\(\(8,\)\) has no complement"),
-    "no rule": (lambda: ids & gs.PowerStrided(2, 3), "PowerStrided.* has no rule there"),
+    "no rule": (lambda: ids & gs.PowerStrided(2, 3), "PowerStrided.* no rule there. Give attention one boolean"),
     "no rule from the left": (lambda: gs.BigBird(64) & blocks, "BigBird.* has no rule there"),
     "lists and steps": (lambda: gs.Dilated(3, 0, 2) & blocks, "lists are joined by & with patterns of one interval of"),
     "lists and sinks": (lambda: keys & gs.SlidingWindow(3, sinks=2), "lists are joined by & with patterns of one int"),
     "too many unions": (lambda: ids & LONG & LONG, "too many unions are joined by &"),
+    "mask": (lambda: ids & torch.ones(8, 8).bool(), r"DocumentIds.* joins by & a pattern.*got shape \(8, 8\), bool"),
+    "mask from the left": (lambda: torch.ones(8, 8).bool() & ids, r"DocumentIds.* joins by & a pattern.*got shape"),
+    "array": (lambda: blocks & np.ones((8, 8), bool), "BlockIndices.* joins by & a pattern"),
+    "array from the left": (lambda: np.ones((8, 8), bool) & blocks, "BlockIndices.* joins by & a pattern"),
+    "class": (lambda: ids & gs.Causal, r"this is a class, Causal\(...\) is a pattern"),
+    "layout": (lambda: ids & a_layout, "DocumentIds.* joins by & a pattern.*got BlockLayout"),
+    "layout from the left": (lambda: a_layout & ids, NOT_JOINED),
+    "layout & pattern": (lambda: a_layout & gs.Causal(), NOT_JOINED),
+    "pattern & layout": (lambda: gs.Causal() & a_layout, NOT_JOINED),
+    "layouts": (lambda: a_layout & a_layout, NOT_JOINED),
+    "layout | pattern": (lambda: a_layout | gs.Causal(), NOT_JOINED),
+    "layout & mask": (lambda: a_layout & torch.ones(8, 8).bool(), NOT_JOINED),
+    "mask & layout": (lambda: torch.ones(8, 8).bool() & a_layout, NOT_JOINED),
+    "complement of a layout": (lambda: ~a_layout, "a BlockLayout has no complement: make the layout of ~pattern"),
+    "packed & pattern": (lambda: packed & gs.Causal(), r"not joined by &: .* Give a pattern .*, pattern=\); got Ca"),
+    "pattern & packed": (lambda: gs.Causal() & packed, r"PackedSequences.* is not joined by &"),
+    "packed & documents": (lambda: packed & ids, r"PackedSequences.* is not joined by &.*got DocumentIds"),
+    "documents & packed": (lambda: ids & packed, r"PackedSequences.* is not joined by &.*got DocumentIds"),
+    "packed & mask": (lambda: packed & torch.ones(8, 8).bool(), r"PackedSequences.* is not joined by &.*got shape"),
+    "union of packed": (lambda: packed | gs.Causal(), "joins others by & alone"),
+    "pattern of packed": (
+        lambda: gs.PackedSequences(ints(0, 8), pattern=gs.BigBird(64)),
+        "BigBird.* has no rule there. Call attention for each sequence, or give it one boolean mask",
+    ),
     "reordered": (lambda: gs.CSR([0, 1], [0], 1).reordered() & ids, "has no rule there"),
 }  # fmt: skip
 
@@ -237,6 +348,22 @@ def test_errors_of_selections(name: str) -> None:
     make, message = CONSTRUCTORS[name]
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_sizes_are_integers_of_numpy_too() -> None:
+    for kind in (np.int64, np.int16, np.uint8):
+        made = gs.DocumentIds.from_cu_seqlens(ints(0, 3, 8), kind(8)), gs.BlockIndices(ints(0)[None], kind(64))
+        for one in made:
+            assert gs.attention(q, kv, kv, one, q_offset=kind(0), key_starts=[kind(0), kind(1)]).shape == q.shape
+
+
+def test_dimensions_of_blocks_that_are_left_out_are_shared() -> None:
+    x = tensors((2, 4, 100, 8), (2, 2, 150, 8), (2, 2, 150, 8))
+    of_heads = torch.randint(-1, 3, (4, 2, 2), generator=torch.Generator().manual_seed(0))
+    for given in (of_heads[0], of_heads):
+        whole = given.expand(2, 4, 2, 2)
+        found, wanted = (gs.attention(*x, gs.BlockIndices(one)) for one in (given, whole))
+        assert torch.equal(found, wanted)
 
 
 def test_a_check_reads_the_indices_and_cannot_be_compiled() -> None:

@@ -53,6 +53,17 @@ STRUCTURES = {
             *x, gs.SlidingWindow(100), q_offset=offset, key_starts=start, key_lengths=end, deterministic=True
         ),
     ),
+    "union": Structure(
+        SQUARE,
+        lambda g: [integers(-300, 300, (B,), g), integers(-9, N + 50, (B,), g)],
+        lambda x, offset, end: gs.attention(
+            *x,
+            gs.Strided(70, 40) | gs.SlidingWindow(100, sinks=5),
+            q_offset=offset,
+            key_lengths=end,
+            deterministic=True,
+        ),
+    ),
     "decoding": Structure(
         STEP,
         lambda g: [integers(0, N + 1, (B,), g)],

@@ -82,6 +82,42 @@ def test_sequences_that_do_not_begin_at_0() -> None:
     torch.testing.assert_close(lse, other[0])
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_layers_share_one_structure(compiled: bool) -> None:
+    x, y = (tensors((20, 4, 4), (24, 2, 4), (24, 2, 4), seed=seed) for seed in (0, 1))
+    cu_q, cu_k, used = torch.tensor([0, 5, 20]), torch.tensor([0, 9, 24]), torch.tensor([7, 15])
+    rule = gs.SlidingWindow(4)
+
+    def step(x: list[Tensor], y: list[Tensor], *lengths: Tensor) -> tuple[Tensor, Tensor]:
+        cu_q, cu_k, used = lengths
+        packed = gs.PackedSequences(cu_q, cu_k, seqused_k=used, pattern=rule)
+        shared = gs.device_layout(*x, packed, layout="bshd")
+        return gs.attention(*x, shared, layout="bshd"), gs.attention(*y, shared, layout="bshd")
+
+    torch._dynamo.reset()
+    run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
+    for one, found in zip((x, y), run(x, y, cu_q, cu_k, used), strict=True):
+        wanted = gs.varlen(*one, cu_q, cu_k, seqused_k=used, pattern=rule)
+        assert torch.equal(found, wanted)
+        grads = (torch.autograd.grad(out.square().sum(), one, retain_graph=True) for out in (found, wanted))
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_edges_outside_of_the_tensors_are_clamped() -> None:
+    x = tensors((6, 2, 4), (6, 2, 4), (6, 2, 4))
+    for wild, tame in (([-3, 2, 99], [0, 2, 6]), ([0, 4, 2], [0, 4, 4]), ([2**40, 2**40, 2**40], [6, 6, 6])):
+        found, wanted = (gs.varlen(*x, torch.tensor(edges), pattern=gs.Causal()) for edges in (wild, tame))
+        assert torch.equal(found, wanted)
+
+
+def test_every_batch_element_has_the_sequences() -> None:
+    q, k, v = tensors((2, 2, 9, 4), (2, 1, 9, 4), (2, 1, 9, 4))
+    packed = gs.PackedSequences(torch.tensor([0, 4, 9]), pattern=gs.Causal())
+    ids = gs.DocumentIds(torch.tensor([0] * 4 + [1] * 5)) & gs.Causal()
+    assert torch.equal(gs.attention(q, k, v, packed), gs.attention(q, k, v, ids))
+    assert gs.explain(q, k, v, packed).structure == "PackedSequences(2, j <= i)"
+
+
 def test_compiled_for_any_lengths() -> None:
     q, k, v = tensors((20, 2, 4), (24, 1, 4), (24, 1, 4))
     frames = CompileCounter()

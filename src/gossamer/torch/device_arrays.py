@@ -100,7 +100,7 @@ def extend(x: Tensor, n: int) -> Tensor:
     if torch.compiler.is_compiling():  # where no size may be asked for
         return x.index_select(-1, torch.arange(n, device=x.device).clamp(max=x.shape[-1] - 1))
     more = n - x.shape[-1]
-    return torch.cat([x, x[..., -1:].expand(*x.shape[:-1], more)], -1) if more else x
+    return torch.cat([x, x.narrow(-1, x.shape[-1] - 1, 1).expand(*x.shape[:-1], more)], -1) if more else x
 
 
 def divides(block: int, n: int) -> bool:

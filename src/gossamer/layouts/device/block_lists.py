@@ -71,13 +71,13 @@ def _check(
     check_sizes(Q=Q, K=K)
     T, C = -(-Q // block), -(-K // block)
     shape = tuple(indices.shape)
-    Bl, Hl, tiles, n = shape if len(shape) == 4 else (0, 0, 0, 0)
+    Bl, Hl, tiles, listed = shape if len(shape) == 4 else (0, 0, 0, 0)
     if tiles != T or not Bl or not Hl:
         raise ValueError(f"indices must be of shape (Bl, Hl, T, n), T = ceil(Q / block) = {T}; got {shape}")
     if counts is not None and tuple(counts.shape) != (Bl, Hl, T):
         raise ValueError(f"counts must be of shape (Bl, Hl, T) = {(Bl, Hl, T)}; got {tuple(counts.shape)}")
     check_bounds(lo, hi, Bl, Hl, Q)
-    check_capacity(max(Bl * Hl * T * max(n, 1), 2 * Bl * Hl * C + 1))
+    check_capacity(max(Bl * Hl * T * max(listed, 1), 2 * Bl * Hl * C + 1))
 
 
 def _bounds_of(

@@ -61,8 +61,11 @@ def check_bounds(lo: Array | None, hi: Array | None, Bl: int, Hl: int, Q: int) -
     if (lo is None) != (hi is None):
         raise ValueError("lo and hi must both be given, or neither")
     for name, x in (("lo", lo), ("hi", hi)):
-        found = None if x is None else tuple(x.shape)
-        if found is not None and found not in {(bl, hl, Q) for bl in (1, Bl) for hl in (1, Hl)}:
+        if x is None:
+            continue
+        found = tuple(x.shape)
+        bl, hl, n = found if len(found) == 3 else (0, 0, 0)
+        if bl not in (1, Bl) or hl not in (1, Hl) or n != Q:  # in no set, whose elements have to be known numbers
             raise ValueError(f"{name} must be of shape (1 or Bl, 1 or Hl, Q) = {(Bl, Hl, Q)}; got {found}")
     if lo is not None and hi is not None and tuple(lo.shape) != tuple(hi.shape):
         raise ValueError(f"lo and hi must be of one shape; got {tuple(lo.shape)} and {tuple(hi.shape)}")

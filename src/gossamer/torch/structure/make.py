@@ -191,10 +191,10 @@ def _of_union(
     union = [Progression(*interval(reach), reach.step) for reach in reaches]
     B, H, _ = union[0].lo.shape
     unbounded = max(sizes.Q, sizes.K)
+    lengths = [unbounded if longest is None else longest for longest in stepped]
     return progression_layout(
         union, position[:, :, 0].expand(B, H), sizes.K, block_q=block_q, block_kv=block_kv,
-        reach=max((unbounded if longest is None else longest for longest in stepped), default=0),
-        xp=device_arrays, transpose=transpose,
+        reach=max([0, *lengths]), xp=device_arrays, transpose=transpose,
     )  # fmt: skip
 
 
