@@ -193,7 +193,7 @@ def _of_union(
     unbounded = max(sizes.Q, sizes.K)
     lengths = [unbounded if longest is None else longest for longest in stepped]
     return progression_layout(
-        union, position[:, :, 0].expand(B, H), sizes.K, block_q=block_q, block_kv=block_kv,
+        union, position.select(-1, 0).expand(B, H), sizes.K, block_q=block_q, block_kv=block_kv,
         reach=max([0, *lengths]), xp=device_arrays, transpose=transpose,
     )  # fmt: skip
 
