@@ -14,7 +14,7 @@ import pytest
 import gossamer as gs
 
 NEED_TORCH = (
-    "BlockIndices", "DocumentIds", "DocumentIds.from_cu_seqlens", "PackedSequences", "Unsupported",
+    "BlockIndices", "DocumentIds", "Indices", "DocumentIds.from_cu_seqlens", "PackedSequences", "Unsupported",
     "attention", "device_layout", "explain", "from_flex", "merge", "to_flex", "varlen", "CSR.from_torch",
 )  # fmt: skip
 NAMES = [name for name in gs.__all__ if name != "__version__"]

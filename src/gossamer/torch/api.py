@@ -107,17 +107,18 @@ def attention(
             shapes); a torch BlockMask of flex_attention, read once (`from_flex`); a boolean tensor that broadcasts to
             (B, H, Q, K), True where a pair is kept, read again, as a layout is, when torch counts a write to it (one
             through numpy or `.data` is not seen) and in each call of a compiled function; a torch sparse CSR tensor
-            (Q, K), of which the stored entries count; `DocumentIds`, `BlockIndices` or `PackedSequences`, whose
-            structure is made on the device in each call (`device_layout` shares it). None is every pair.
+            (Q, K), of which the stored entries count; `DocumentIds`, `BlockIndices`, `Indices` or `PackedSequences`,
+            whose structure is made on the device in each call (`device_layout` shares it). None is every pair.
         scale: D ** -0.5 by default. A number of Python or numpy (of Python in a compiled function), as are `softcap`
             and `q_offset`, that float32 (float64 for float64 inputs) holds.
         q_offset: position of query row 0, K - Q by default. A 0-d tensor is read when the operator runs, which waits
             for a GPU. A tensor (B,) of integers gives each batch element its own; the structure is then made on the
-            device and nothing is read: for patterns that go by positions alone (`Dense`, `Causal`, `Local`, a
-            `SlidingWindow` without sinks, any `&` of them). Entries past 2**31 - 2**16 - max(Q, K) in magnitude count
-            as that. Refused where rows have no positions: with a mask, a block mask or a sparse matrix, and with a
-            layout, which knows the one that it was made with. What is written to such a tensor, or to `key_starts` or
-            `key_lengths`, after the call changes neither its results nor its gradients.
+            device and nothing is read: for patterns that go by positions alone (`Dense`, `Causal`, `Local`,
+            `SlidingWindow`, `Dilated`, `Strided`, a `Longformer` without global tokens, any `&` and `|` of them).
+            Entries past 2**31 - 2**16 - max(Q, K) in magnitude count as that. Refused where rows have no positions:
+            with a mask, a block mask or a sparse matrix, and with a layout, which knows the one that it was made with.
+            What is written to such a tensor, or to `key_starts` or `key_lengths`, after the call changes neither its
+            results nor its gradients.
         key_starts: (B,) integers, or a list of them; keys j < key_starts[b] are not attended (padding on the left), and
             keys stay at their positions j. The structure is made on the device, for the patterns that `q_offset` of
             (B,) is for.

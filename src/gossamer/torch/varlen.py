@@ -48,8 +48,8 @@ def varlen(
         cu_seq_k: (sequences + 1,) likewise; None is cu_seq_q.
         max_q: not used; sizes are those of q.
         max_k: not used; sizes are those of k.
-        pattern: Dense, Causal, Local, a SlidingWindow without sinks, or any `&` of them; None is every key of the
-            sequence.
+        pattern: Dense, Causal, Local, SlidingWindow (whose sinks are the first keys of each sequence), any `&` and `|`
+            of them; None is every key of the sequence.
         seqused_k: (sequences,) integers: of each sequence only so many keys are there, from its first one on. Lk is
             then this number, where it is less than the room of the sequence.
         scale: as in `attention`, and so are `softcap` and `sink_logits`.

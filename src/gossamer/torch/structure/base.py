@@ -93,7 +93,7 @@ class Structure(ABC):
         if isinstance(other, Pattern):
             return Joined(self.terms, _both(self.rule, rule_of(other, OF_BOTH)))
         raise Unsupported(
-            f"{self!r} joins by & a pattern that goes by positions, DocumentIds or BlockIndices; "
+            f"{self!r} joins by & a pattern that goes by positions, DocumentIds, BlockIndices or Indices; "
             f"got {describe(other)}{instead(other)}. {OF_BOTH}"
         )
 

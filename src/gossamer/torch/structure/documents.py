@@ -19,7 +19,8 @@ class DocumentIds(Structure):
     see nothing.
 
     `DocumentIds(ids) & Causal()` is packed causal attention. It joins by `&`, in either order, patterns that go by
-    positions alone: `Dense`, `Causal`, `Local`, a `SlidingWindow` without sinks, any `&` of them.
+    positions alone: `Dense`, `Causal`, `Local`, `SlidingWindow`, `Dilated`, `Strided`, a `Longformer` without global
+    tokens, any `&` and `|` of them. Sinks are the first keys of all, not of each document.
 
     Args:
         ids: (K,), or (B, K) for documents that differ by batch element; a tensor of integers on q's device.

@@ -31,8 +31,8 @@ class PackedSequences(Structure):
         cu_seq_k: (sequences + 1,) likewise, of keys; None is cu_seq_q.
         seqused_k: (sequences,) integers: of each sequence only so many keys are there, from its first one on. Lk is
             then this number, where it is less than the room of the sequence; one under 0 counts as 0.
-        pattern: Dense, Causal, Local, a SlidingWindow without sinks, or any `&` of them; None is every key of the
-            sequence.
+        pattern: Dense, Causal, Local, SlidingWindow (whose sinks are the first keys of each sequence), any `&` and `|`
+            of them; None is every key of the sequence.
 
     Raises:
         ValueError: an argument is none of these; `Unsupported` where the pattern does not go by positions alone.
