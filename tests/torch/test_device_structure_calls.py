@@ -115,6 +115,15 @@ def test_compiled_once_for_all_sizes(name: str, gradients: bool) -> None:
     assert frames.frame_count <= 2 + gradients  # a call without them is another one
 
 
+@pytest.mark.parametrize("softcap", [30, 2.5, 2000])
+def test_a_soft_cap_of_a_graph_with_open_sizes(softcap: float) -> None:
+    torch._dynamo.reset()
+    x = tensors((2, 4, 70, 8), (2, 2, 90, 8), (2, 2, 90, 8))
+    call = partial(gs.attention, pattern=gs.Causal(), key_starts=DATA[1])
+    compiled = torch.compile(lambda *x, cap: call(*x, softcap=cap), fullgraph=True, backend="aot_eager", dynamic=True)
+    torch.testing.assert_close(compiled(*x, cap=softcap), call(*x, softcap=softcap))
+
+
 def test_selections_made_outside_a_compiled_function() -> None:
     frames = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()

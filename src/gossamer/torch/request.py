@@ -270,14 +270,16 @@ def _at_offset_of(layout: Given, a: Arguments) -> Arguments:
             "need one for all"
         )
     known = not of_each and not isinstance(held, Tensor)
+    if known and isinstance(given, Tensor) and a.counted and not given.is_meta and given.numel() == 1:
+        given = int(given)  # as it would be, when the call runs
     if given is not None and (not known or isinstance(given, Tensor) or given != held):
         raise ValueError(
             f"q_offset must be left out with a BlockLayout that was made with {held if known else 'offsets in tensors'}"
             f"; got {describe(given)}"
         )
     if not slopes:
-        return a._replace(q_offset=None)
-    return a._replace(q_offset=held) if known else a._replace(q_offset_tensor=held)
+        return a._replace(q_offset=None, q_offset_tensor=None)
+    return a._replace(q_offset=held, q_offset_tensor=None) if known else a._replace(q_offset_tensor=held)
 
 
 def asks_for_structure(pattern: Any, q_offset: Any, key_starts: Any) -> bool:

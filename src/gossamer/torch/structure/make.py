@@ -33,6 +33,7 @@ NO_TILES = (64, 64)  # for an implementation that walks none, which the plan ref
 MANY = 4096  # keys of a call that is not small
 # Ranges of numbers of queries, and of head sizes, in which implementations want one tile.
 QUERIES, SIZES = (32, 64, 128, MANY), (64, 96, 128, 256, MANY)
+SOFTCAPS = (1024, 2**64)  # ends of ranges of soft caps that the same implementations compute
 Tile = tuple[int, int]
 
 _tiles: Memo[Tile] = Memo()
@@ -242,9 +243,10 @@ def tile_of(a: Arguments, block: int | None) -> Tile:
         return _tile(replace(problem_of(a, ()), dtype=_name(dtype)), a.implementation)
     # Tiles differ by these ranges of sizes. A number of queries may be one of a graph that is compiled for many.
     few, wide = _known_range(a.q.shape[2], QUERIES), _in_range(max(a.q.shape[3], a.v.shape[3]), SIZES)
+    cap = None if a.softcap is None else _in_range(a.softcap, SOFTCAPS)
     terms = ["sink_logits"] * (a.sink_logits is not None) + ["alibi_slopes"] * (a.alibi_slopes is not None)
     block_q, block_kv = _tile_of_facts(
-        few, wide, dtype, device, " ".join(terms), a.softcap, a.implementation, a.deterministic
+        few, wide, dtype, device, " ".join(terms), cap, a.implementation, a.deterministic
     )
     return block_q, block_kv
 
@@ -253,7 +255,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _in_range(n: int, ends: tuple[int, ...]) -> int:
+def _in_range(n: float, ends: tuple[int, ...]) -> int:
     """The first end that n does not exceed, or the last one."""
     for end in ends:
         if n <= end:
