@@ -1,0 +1,5 @@
+"""Selections: what the data chooses, as functions of tensors on their device, which read nothing back to the host."""
+
+from gossamer.select.sparse_k import CausalSparseK, SparseK, last_topk, sparsek, sparsek_causal
+
+__all__ = ["CausalSparseK", "SparseK", "last_topk", "sparsek", "sparsek_causal"]
