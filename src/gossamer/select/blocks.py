@@ -108,8 +108,8 @@ class SelectedBlocks(BlockIndices):
                 # Bounds and this sum in float64: D products, C terms.
                 weight = weight + 2.0**-52 * ((2 * D + 8) * size + weight.abs() + seen.shape[1] + 1024)
                 share = torch.sigmoid(kept - weight) * (1 - 16 * unit - 2.0**-40)
-                nothing = ~left.any(-1)
-                found.append(torch.where(nothing, 1.0, torch.where(kept == -torch.inf, 0.0, share)))
+                share = torch.where(share >= torch.finfo(lse.dtype).tiny, share, 0.0)  # what is less is rounded up, too
+                found.append(torch.where(left.any(-1), share, 1.0))
             return torch.cat(found, 3).to(lse.dtype).reshape(shape)
 
     def _kept(self, C: int) -> Tensor:
