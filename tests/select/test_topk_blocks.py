@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,7 +101,7 @@ def case(draw: random.Random, dtype: torch.dtype, whole: bool, amplitude: float 
 def test_choice(seed: int) -> None:
     draw = random.Random(seed)
     whole = seed % 2 == 0
-    q, k, v, options = case(draw, torch.float32 if whole else draw.choice([torch.float32, torch.float64]), whole)
+    q, k, _, options = case(draw, torch.float32 if whole else draw.choice([torch.float32, torch.float64]), whole)
     (B, H, Q, D), (_, G, K, _) = q.shape, k.shape
     chosen = gs.topk_blocks(q, k, **options)
     block, topk, top_p = options["block_size"], options["topk"], options["top_p"]
@@ -127,7 +128,7 @@ def test_choice(seed: int) -> None:
         else:  # scores are rounded: they are in order but for that
             assert found[: wanted.always] == taken[: wanted.always] and len(found) == len(taken)
             values = [wanted.score[c] for c in found[wanted.always :]]
-            assert all(x >= y - 1e-5 * (1 + abs(y)) for x, y in zip(values, values[1:], strict=False))
+            assert all(x >= y - 1e-5 * (1 + abs(y)) for x, y in pairwise(values))
             left = max((wanted.score[c] for c in wanted.order if c not in found), default=-math.inf)
             assert not values or values[-1] >= left - 1e-5 * (1 + abs(left))
 
@@ -189,10 +190,10 @@ class Masses(NamedTuple):
 def masses(draw: random.Random, dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, options: Any) -> Masses:
     options = options | {"score": "bound"}
     chosen = gs.topk_blocks(q, k, **options)
-    out, lse = gs.attention(q, k, v, chosen, scale=options["scale"], return_lse=True)
+    _, lse = gs.attention(q, k, v, chosen, scale=options["scale"], return_lse=True)
     found = chosen.kept_mass(lse)
     assert found.dtype == lse.dtype and found.shape == lse.shape and not found.requires_grad
-    (B, H, Q, D), (_, G, K, _) = q.shape, k.shape
+    (_, H, Q, D), (_, G, K, _) = q.shape, k.shape
     scale = D**-0.5 if options["scale"] is None else options["scale"]
     s = scale * q.double() @ k.double().repeat_interleave(H // G, 1).mT
     if options["causal"]:

@@ -59,7 +59,7 @@ class SelectedBlocks(BlockIndices):
 
         Args:
             lse: (B, H, Q), of `attention` of the same q, k and scale over this selection, without other score terms,
-                in float32 or (of float64 inputs) float64. The tensors q and k are read again.
+                `q_offset` or lengths; float32, or float64 of float64 inputs. The tensors q and k are read again.
 
         Returns:
             Of lse's shape and type, in [0, 1]; 1 of a row that drops nothing that it could see.
@@ -148,8 +148,8 @@ def topk_blocks(
 ) -> SelectedBlocks:  # fmt: skip
     """For each block of queries the key blocks of the highest scores, as a pattern that `attention` takes.
 
-    `per="head"`, a list for every query head, is the choice of video sparse attention (VSA) and, but for whole blocks of
-    queries instead of single ones, of MoBA; `per="group"`, one list for the query heads of a key head, that of NSA.
+    `per="head"`, a list for every query head, is the choice of video sparse attention (VSA) and, but for whole blocks
+    of queries instead of single ones, of MoBA; `per="group"`, one list for the query heads of a key head, that of NSA.
     Kept are first the blocks that always are, then those of the highest scores, equal ones by ascending position:
     `topk` in all or as many as reach `top_p`. Nothing is read back to the host, the result has sizes that follow from
     those of q and k, and it is a constant: no gradient passes through the choice.
@@ -158,14 +158,14 @@ def topk_blocks(
     float32), memory is that of (T, C) blocks:
 
     - "mean": the mean query of a block and the mean key, over the positions that it has. In a group the mean of heads.
-    - "bound": an upper bound of every score q_i . k_j of the pair of blocks, from the least and the largest value of each
-      dimension of its keys: the largest of its rows, and heads, as in Quest. Some blocks of queries at a time. With it
-      `kept_mass` of the result says how much probability is kept at least.
+    - "bound": an upper bound of every score q_i . k_j of the pair of blocks, from the least and the largest value of
+      each dimension of its keys, as in Quest: the largest of its rows, and of the heads of a group. Some blocks of
+      queries at a time. With it `kept_mass` of the result says how much probability is kept at least.
 
     Args:
         q, k: (B, H, Q, D) and (B, G, K, D), or as `attention` takes them; float16, bfloat16, float32, float64.
-        causal: whether a row sees keys up to its position alone. Then blocks that no row of the block of queries sees are
-            not chosen, and what is returned has `Causal` in it, aligned at the end as that is.
+        causal: whether a row sees keys up to its position alone. Then blocks that no row of the block of queries sees
+            are not chosen, and what is returned has `Causal` in it, aligned at the end as that is.
         block_size: of queries and keys: 64 or 128.
         topk: the most key blocks of a list, those that are always kept included; a hard limit, over which `top_p` does
             not go. None, with `top_p`: all.

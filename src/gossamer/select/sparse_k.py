@@ -171,7 +171,7 @@ def _sparsek_causal_backward(ctx: Any, dtau: Tensor, _: Tensor | None) -> tuple[
 
     steps = dtau.reshape(u.shape).double()
     # What comes to steps of a threshold -inf goes to no key, and is kept out of the sums: it may be NaN.
-    count, equals = inside.count(), next_one.count()
+    count, equals = inside.keys(), next_one.keys()
     du = inside.sums(torch.where(count > 0, steps / count.clamp(min=1), 0))
     du = du + next_one.sums(torch.where((count == 0) & (equals > 0), steps / equals.clamp(min=1), 0))
     return du.to(dtau.dtype).reshape(dtau.shape), None
@@ -183,7 +183,7 @@ class Steps(NamedTuple):
     first: Tensor
     end: Tensor
 
-    def count(self) -> Tensor:
+    def keys(self) -> Tensor:
         """The keys of each step. Of whole numbers, whose sum is the same in any order."""
         change = self.first.new_zeros((self.first.shape[0], self.first.shape[1] + 1))
         one = torch.ones_like(self.first)

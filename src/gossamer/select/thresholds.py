@@ -5,14 +5,14 @@ u - 1 of sign -1, and
 
     f(tau) = sum of sign * (p - tau) over the breakpoints p > tau = S - C * tau,
 
-where C counts the interior keys (0 < u - tau < 1) and S is the sum of their u and of a 1 for each key over them. f falls
-piecewise linearly: the root lies just below the first breakpoint x with f(x) <= k, and is (S - k) / C there.
+where C counts the interior keys (0 < u - tau < 1) and S is the sum of their u and of a 1 for each key over them. f
+falls piecewise linearly: the root lies just below the first breakpoint x with f(x) <= k, and is (S - k) / C there.
 
 **All prefixes.** The threshold of a prefix never falls as the prefix grows, so in ascending order of value the
-breakpoints are in the order of the steps at which the threshold passes them. A node is a range (a, b] of steps, of which
-the thresholds of a and b are known; it owns the breakpoints between these, which are a contiguous range. The threshold
-of its middle m divides the range in two: one pass over all breakpoints divides every node of a level, and log2(N) levels
-give every step. What a node holds of keys up to a whose breakpoints are past its range is one pair (C, S).
+breakpoints are in the order of the steps at which the threshold passes them. A node is a range (a, b] of steps, of
+which the thresholds of a and b are known; it owns the breakpoints between these, which are a contiguous range. The
+threshold of its middle divides the range in two: one pass over all breakpoints divides every node of a level, and
+log2(N) levels give every step. Of the keys up to a whose breakpoints are past its range a node has one pair (C, S).
 
 **Sums are exact.** u is written in steps of 2^-bits as integers, which are added modulo 2^64. Every sum that is used in
 the end is of magnitude at most N * 2^bits < 2^63, so that whatever wrapped on the way there has no effect: neither the
@@ -32,24 +32,28 @@ LARGEST = 2.0**900  # in magnitude, of what is scaled
 class Sums(NamedTuple):
     """C and S of some keys, as integers modulo 2^64."""
 
-    count: Tensor
+    inside: Tensor
     high: Tensor  # of S in steps of 2^-bits
     low: Tensor | None  # the rest, in steps of 2^-2bits
 
     def plus(self, other: Sums) -> Sums:
         return Sums(
-            self.count + other.count, self.high + other.high, None if self.low is None else self.low + _given(other.low)
+            self.inside + other.inside,
+            self.high + other.high,
+            None if self.low is None else self.low + _given(other.low),
         )
 
     def minus(self, other: Sums) -> Sums:
         return Sums(
-            self.count - other.count, self.high - other.high, None if self.low is None else self.low - _given(other.low)
+            self.inside - other.inside,
+            self.high - other.high,
+            None if self.low is None else self.low - _given(other.low),
         )
 
     def at(self, index: Tensor) -> Sums:
         """Entries of the last dimension."""
         return Sums(
-            self.count.gather(-1, index),
+            self.inside.gather(-1, index),
             self.high.gather(-1, index),
             None if self.low is None else self.low.gather(-1, index),
         )
@@ -182,12 +186,8 @@ def _whole(row: Row) -> Whole:
     points = row.points
     # The sum of all signs is 0, and that of sign * p is 1 a key.
     count = (points.sign == 1).sum(1, keepdim=True)
-    total = Sums(
-        torch.zeros_like(count), count << row.bits, None if points.low is None else torch.zeros_like(count)
-    )
-    beyond = Sums(
-        total.count - passed.count, total.high - passed.high, None if passed.low is None else -passed.low
-    )
+    total = Sums(torch.zeros_like(count), count << row.bits, None if points.low is None else torch.zeros_like(count))
+    beyond = Sums(total.inside - passed.inside, total.high - passed.high, None if passed.low is None else -passed.low)
     where = (~_reached(row, beyond)).sum(1, keepdim=True)
     return Whole(where, _root(row, beyond.at(where), where))
 
@@ -204,8 +204,8 @@ def _running(points: Breakpoints, counted: Tensor) -> Sums:
 
 def _excess(row: Row, sums: Sums, high: Tensor, low: Tensor | None) -> Tensor:
     """f - k at points, of the sums from there on: float64, in steps of 2^-bits."""
-    excess = (sums.high - sums.count * high - (row.k << row.bits)).double()
-    return excess if low is None else excess + (_given(sums.low) - sums.count * low).double() * 2.0**-row.bits
+    excess = (sums.high - sums.inside * high - (row.k << row.bits)).double()
+    return excess if low is None else excess + (_given(sums.low) - sums.inside * low).double() * 2.0**-row.bits
 
 
 def _reached(row: Row, sums: Sums) -> Tensor:
@@ -218,9 +218,9 @@ def _root(row: Row, sums: Sums, where: Tensor) -> Root:
     points = row.points
     low = None if points.low is None else points.low.gather(1, where)
     excess = _excess(row, sums, points.high.gather(1, where), low)
-    step = excess * 2.0**-row.bits / sums.count.clamp(min=1)
+    step = excess * 2.0**-row.bits / sums.inside.clamp(min=1)
     # Where nothing is interior f does not change below.
-    return Root(points.value.gather(1, where), step, sums.count <= 0)
+    return Root(points.value.gather(1, where), step, sums.inside <= 0)
 
 
 def _padded(keys: Keys, length: int) -> Keys:
@@ -257,7 +257,7 @@ def _beyond(keys: Keys, place: Tensor, bits: int) -> Sums:
 
 def _between(left: Sums, right: Sums) -> Sums:
     return Sums(
-        _turns(left.count, right.count),
+        _turns(left.inside, right.inside),
         _turns(left.high, right.high),
         None if left.low is None else _turns(left.low, _given(right.low)),
     )
