@@ -300,10 +300,10 @@ def test_operators_are_registered_as_they_act() -> None:
 
 
 def test_memory_is_of_the_length() -> None:
-    """No array is larger than the breakpoints, two a key of a length that is a power of 2."""
+    """No array is larger than three numbers of each breakpoint, two a key of a length that is a power of 2."""
     with Largest() as seen:
-        thresholds.causal_thresholds(torch.zeros(1, 3000, dtype=torch.float64), 50, True)
-    assert 2 * 3000 <= seen.elements <= 2 * 4096
+        thresholds.causal_thresholds(torch.zeros(1, 3000, dtype=torch.float64), 50)
+    assert 3 * 2 * 3000 <= seen.elements <= 3 * 2 * 4096
 
 
 @pytest.mark.parametrize(

@@ -338,7 +338,7 @@ def test_nothing_is_read_back() -> None:
         ({"layout": "bnhd"}, "layout must be"),
         ({"k": torch.zeros(1, 3, 500, 8)}, "have a number of heads G that divides"),
         ({"k": torch.zeros(1, 2, 500, 4)}, "have the head size of q"),
-        ({"q": torch.zeros(500, 8)}, "2, 3 or 4 dimensions"),
+        ({"q": torch.zeros(500, 8)}, "q and k must both have 2, 3 or 4 dimensions"),
         ({"q": torch.zeros(1, 2, 500, 8, dtype=torch.int32)}, "q must be a tensor of float16"),
         ({"q": [1.0]}, "q must be a torch tensor"),
     ],

@@ -194,8 +194,12 @@ def topk_blocks(
         True
     """
     check_types(q, k, k, scale, None, None, None, None, None, None)
-    bshd = is_bshd(layout)
-    dims = q.ndim
+    bshd, dims = is_bshd(layout), q.ndim
+    if k.ndim != dims or not 2 <= dims <= 4:
+        raise ValueError(
+            "q and k must both have 2, 3 or 4 dimensions: (N, D), (H, N, D) or (B, H, N, D); got shapes "
+            f"{tuple(q.shape)} and {tuple(k.shape)}"
+        )
     q, k, _ = four_dimensional(q.detach(), k.detach(), k.detach(), bshd)
     validate(Arguments(q, k, k, None, None, None, None, None, scale, None, None, False, False, bshd))
     _check_options(causal, block_size, topk, top_p, score, local, first, per)
@@ -272,7 +276,7 @@ def _check_options(
 ) -> None:
     if not isinstance(causal, bool):
         raise ValueError(f"causal must be True or False; got {describe(causal)}")
-    if isinstance(block_size, bool) or block_size not in BLOCKS:
+    if not isinstance(block_size, int) or block_size not in BLOCKS:
         raise ValueError(f"block_size must be 64 or 128; got {describe(block_size)}")
     if topk is None and top_p is None:
         raise ValueError("topk or top_p must be given: how many key blocks are kept, or what part of their softmax")

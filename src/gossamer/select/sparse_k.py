@@ -129,10 +129,10 @@ def last_topk(u: Tensor, k: int) -> Tensor:
 
 
 def _sparsek(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    rows = u.reshape(-1, u.shape[-1]).double()
-    near, step, flat = threshold(rows, k, u.dtype == torch.float64)
-    m = torch.where(flat, (rows > -torch.inf).double(), (rows - near - step).clamp(0, 1))
-    tau = torch.where(flat, -torch.inf, near + step)
+    rows = u.reshape(-1, u.shape[-1])
+    root = threshold(rows, k)
+    m = torch.where(root.flat, (rows > -torch.inf).double(), (rows - root.near - root.step).clamp(0, 1))
+    tau = torch.where(root.flat, -torch.inf, root.near + root.step)
     wrong = rows.isnan().any(-1, keepdim=True)
     m, tau = (torch.where(wrong, torch.nan, x).to(u.dtype) for x in (m, tau))
     return m.reshape(u.shape), tau.reshape(u.shape[:-1])
@@ -153,7 +153,7 @@ def _sparsek_backward(ctx: Any, dm: Tensor, dtau: Tensor) -> tuple[Tensor, None]
 
 def _sparsek_causal(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
     rows = u.reshape(-1, u.shape[-1])
-    tau = causal_thresholds(rows.double(), k, u.dtype == torch.float64).to(u.dtype)
+    tau = causal_thresholds(rows, k).to(u.dtype)
     last = _last_live(rows, tau)
     tau = torch.where(rows.isnan().cumsum(-1) > 0, torch.nan, tau)
     return tau.reshape(u.shape), last.reshape(u.shape)
@@ -201,9 +201,10 @@ def _last_topk(u: Tensor, k: int) -> Tensor:
     order = torch.where(there, rows, -torch.inf).sort(descending=True, stable=True).indices
     places = torch.arange(u.shape[-1], device=u.device).expand_as(order)
     # Places are whole numbers, all different: SparseK of them is the hard top-k, and tau the place of the next key.
-    better = -torch.empty_like(order).scatter_(1, order, places).double()
+    exact = torch.float32 if u.shape[-1] <= 2**24 else torch.float64
+    better = -torch.empty_like(order).scatter_(1, order, places).to(exact)
     better = torch.where(there, better, -torch.inf)
-    return _last_live(better, causal_thresholds(better, k, False)).reshape(u.shape)
+    return _last_live(better, causal_thresholds(better, k)).reshape(u.shape)
 
 
 def _last_live(u: Tensor, tau: Tensor) -> Tensor:
