@@ -259,13 +259,17 @@ def test_the_limit_of_blocks_is_said() -> None:
     assert (enough.covered >= 0.9).all() and (enough.indices < 0).any(-1).all()
 
 
-def test_scores_are_float32_under_autocast() -> None:
-    q, k = (torch.randn(1, 2, 640, 32, generator=torch.Generator().manual_seed(x)) for x in (0, 1))
-    for score in ("mean", "bound"):
-        plain = gs.topk_blocks(q, k, causal=True, topk=5, score=score)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            cast = gs.topk_blocks(q, k, causal=True, topk=5, score=score)
-        assert torch.equal(plain.indices, cast.indices) and torch.equal(plain.covered, cast.covered)
+@pytest.mark.parametrize("score", ["mean", "bound"])
+def test_autocast_rounds_what_attention_rounds_and_no_score(score: Any) -> None:
+    q, k, v = (torch.randn(1, 2, 640, 32, generator=torch.Generator().manual_seed(x)) for x in (0, 1, 2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = gs.topk_blocks(q, k, causal=True, topk=5, score=score)
+        _, lse = gs.attention(q, k, v, cast, return_lse=True)
+    rounded = [x.bfloat16() for x in (q, k, v)]
+    plain = gs.topk_blocks(*rounded[:2], causal=True, topk=5, score=score)
+    assert torch.equal(plain.indices, cast.indices) and torch.equal(plain.covered, cast.covered)
+    if score == "bound":
+        assert torch.equal(cast.kept_mass(lse), plain.kept_mass(gs.attention(*rounded, plain, return_lse=True)[1]))
 
 
 def test_rows_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

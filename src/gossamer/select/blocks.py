@@ -59,7 +59,8 @@ class SelectedBlocks(BlockIndices):
 
         Args:
             lse: (B, H, Q), of `attention` of the same q, k and scale over this selection, without other score terms,
-                `q_offset` or lengths; float32, or float64 of float64 inputs. The tensors q and k are read again.
+                `q_offset` or lengths, and under autocast where they were chosen so; float32, or float64 of float64
+                inputs. The tensors q and k are read again.
 
         Returns:
             Of lse's shape and type, in [0, 1]; 1 of a row that drops nothing that it could see.
@@ -155,7 +156,8 @@ def topk_blocks(
     those of q and k, and it is a constant: no gradient passes through the choice.
 
     Scores are scaled as those of attention and computed in float32 (of float64 inputs in float64, and compared in
-    float32), memory is that of (T, C) blocks:
+    float32); under autocast q and k are rounded to its type first, as `attention` does. Memory is that of (T, C)
+    blocks.
 
     - "mean": the mean query of a block and the mean key, over the positions that it has. In a group the mean of heads.
     - "bound": an upper bound of every score q_i . k_j of the pair of blocks, from the least and the largest value of
@@ -203,6 +205,8 @@ def topk_blocks(
     q, k, _ = four_dimensional(q.detach(), k.detach(), k.detach(), bshd)
     validate(Arguments(q, k, k, None, None, None, None, None, scale, None, None, False, False, bshd))
     _check_options(causal, block_size, topk, top_p, score, local, first, per)
+    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
+        q, k = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k))
     Q, K = q.shape[2], k.shape[2]
     T, C = -(-Q // block_size), -(-K // block_size)
     straddles = (K - Q) % block_size != 0
@@ -215,7 +219,7 @@ def topk_blocks(
     factor = float(q.shape[3] ** -0.5 if scale is None else scale)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         made = (mean_scores if score == "mean" else bound_scores)(q, k, block_size, factor, per == "group").float()
-        which = _which(T, C, Q, K, block_size, causal, local, first, q.device)
+        which = _which(T, C, Q, K, block_size, causal, min(local, C), min(first, C), q.device)
         chosen = _choose(made, which, C if topk is None else min(topk, C), top_p)
     return SelectedBlocks(*chosen, Choice(q, k, dims, block_size, causal, score, factor))
 
