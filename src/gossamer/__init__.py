@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 __all__ = ["BlockIndices", "BlockLayout", "DocumentIds", "Indices", "PackedSequences", "Unsupported", "__version__"]
 __all__ += ["attention", "device_layout", "explain", "from_flex", "merge", "to_flex", "varlen"]
+__all__ += ["last_topk", "sparsek", "sparsek_causal", "topk_blocks"]
 __all__ += patterns.__all__
 
 # Where the names other than patterns are defined: those of torch are loaded on their first use.
@@ -30,6 +31,10 @@ _MODULES = {
     "explain": "gossamer.torch.explain",
     "merge": "gossamer.torch.merge",
     "varlen": "gossamer.torch.varlen",
+    "last_topk": "gossamer.select",
+    "sparsek": "gossamer.select",
+    "sparsek_causal": "gossamer.select",
+    "topk_blocks": "gossamer.select",
     "from_flex": "gossamer.integrations.flex",
     "to_flex": "gossamer.integrations.flex",
 }
@@ -37,6 +42,7 @@ _MODULES = {
 if TYPE_CHECKING:  # what type checkers and editors see
     from gossamer.integrations.flex import from_flex, to_flex
     from gossamer.plan.problem import Unsupported
+    from gossamer.select import last_topk, sparsek, sparsek_causal, topk_blocks
     from gossamer.torch.api import attention
     from gossamer.torch.device_layout import device_layout
     from gossamer.torch.explain import explain

@@ -15,7 +15,8 @@ import gossamer as gs
 
 NEED_TORCH = (
     "BlockIndices", "DocumentIds", "Indices", "DocumentIds.from_cu_seqlens", "PackedSequences", "Unsupported",
-    "attention", "device_layout", "explain", "from_flex", "merge", "to_flex", "varlen", "CSR.from_torch",
+    "attention", "device_layout", "explain", "from_flex", "last_topk", "merge", "sparsek", "sparsek_causal",
+    "to_flex", "topk_blocks", "varlen", "CSR.from_torch",
 )  # fmt: skip
 NAMES = [name for name in gs.__all__ if name != "__version__"]
 
@@ -42,6 +43,15 @@ def test_every_public_name_has_an_example_that_runs(name: str) -> None:
     assert name in [test.name for test in found]
     for test in found:
         run(test, **{"torch": torch} if test.name in NEED_TORCH else {})
+
+
+def test_examples_of_what_a_function_returns() -> None:
+    import torch
+
+    from gossamer.select import SelectedBlocks
+
+    found = {test.name: test for test in doctest.DocTestFinder().find(SelectedBlocks) if test.examples}
+    run(found["SelectedBlocks.kept_mass"], torch=torch)
 
 
 def test_a_wrong_example_fails() -> None:

@@ -1,0 +1,6 @@
+"""Selections: what the data chooses, as functions of tensors on their device, which read nothing back to the host."""
+
+from gossamer.select.blocks import SelectedBlocks, topk_blocks
+from gossamer.select.sparse_k import CausalSparseK, SparseK, last_topk, sparsek, sparsek_causal
+
+__all__ = ["CausalSparseK", "SelectedBlocks", "SparseK", "last_topk", "sparsek", "sparsek_causal", "topk_blocks"]

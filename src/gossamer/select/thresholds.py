@@ -1,0 +1,211 @@
+"""Thresholds of SparseK: the exact root of sum_j clip(u_j - tau, 0, 1) = k, of a whole row and of each of its prefixes.
+
+With relu, clip(u - tau, 0, 1) = relu(u - tau) - relu(u - 1 - tau): each key has a breakpoint at u of sign +1 and one at
+u - 1 of sign -1, and
+
+    f(tau) = sum of sign * (p - tau) over the breakpoints p > tau = S - C * tau,
+
+where C counts the interior keys (0 < u - tau < 1) and S is the sum of their u and of a 1 for each key over them. f
+falls piecewise linearly: the root lies just below the first breakpoint x with f(x) <= k, and is (S - k) / C there.
+
+**All prefixes.** The threshold of a prefix never falls as the prefix grows, so in ascending order of value the
+breakpoints are in the order of the steps at which the threshold passes them. A node is a range (a, b] of steps, of
+which the thresholds of a and b are known; it owns the breakpoints between these, which are a contiguous range. The
+threshold of its middle divides the range in two: one pass over all breakpoints divides every node of a level, and
+log2(N) levels give every step. Of the keys up to a whose breakpoints are past its range a node has one pair (C, S).
+
+**Sums are exact.** u is written in steps of 2^-bits as integers, which are added modulo 2^64. Every sum that is used in
+the end is of magnitude at most N * 2^bits < 2^63, so that whatever wrapped on the way there has no effect: neither the
+range of u nor the order of a sum changes a bit. float64 has a second integer for the rest of u.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LARGEST = 2.0**900  # in magnitude, of what is scaled
+
+# Sums are tensors (2, R, n), of float64 scores (3, R, n), of int64 modulo 2^64: C, S in steps of 2^-bits, and the rest
+# of S in steps of 2^-2bits. k is taken off S.
+
+
+class Keys(NamedTuple):
+    """Of each row."""
+
+    adds: Tensor  # (2 or 3, R, N): 1 and u, which an interior key adds to sums
+    first: Tensor  # (R, N): the place of u - 1 among the breakpoints; -1 of a key that is not there
+    last: Tensor  # that of u
+
+
+class Row(NamedTuple):
+    """All that thresholds are made from: the keys, and their breakpoints in ascending order."""
+
+    keys: Keys
+    value: Tensor  # (R, 2 * N) float64
+    whole: Tensor  # (1 or 2, R, 2 * N): the same as integers
+    key: Tensor  # (R, 2 * N)
+    adds: Tensor  # (2 or 3, R, 2 * N): the sign and sign * value; 0 of a key that is not there
+    bits: int
+    k: int
+
+
+class Root(NamedTuple):
+    """A threshold near + step, (R, n)."""
+
+    where: Tensor  # the place of the first breakpoint that is not below it
+    near: Tensor  # its value
+    step: Tensor  # not positive
+    flat: Tensor  # f is at most k all the way down: the threshold is the least that it may be
+
+
+def threshold(u: Tensor, k: int) -> Root:
+    """The least tau with sum_j clip(u_j - tau, 0, 1) <= k.
+
+    Args:
+        u: (R, N) float32 or float64; a key of -inf or NaN is not there.
+        k: at least 1.
+
+    Returns:
+        Of shape (R, 1), float64; flat, of a threshold -inf, where there are no more than k keys.
+    """
+    return _of_all(_row(u, k))
+
+
+def causal_thresholds(u: Tensor, k: int) -> Tensor:
+    """`threshold` of u[:, : t + 1] for each t: (R, N) float64, non-decreasing along N.
+
+    O(N log N) operations, and memory of some 60 numbers a key.
+    """
+    R, N = u.shape
+    row = _row(u, k)
+    root = _of_all(row)
+    length = 1 << (N - 1).bit_length()
+    more = (0, length - N)
+    keys = Keys(F.pad(row.keys.adds, more), F.pad(row.keys.first, more, value=-1), F.pad(row.keys.last, more, value=-1))
+
+    # Of each node: where its breakpoints end, the threshold of its last step, and the sums of its earlier keys there.
+    ends = root.where
+    taus = torch.where(root.flat, -torch.inf, root.near + root.step)
+    base = _minus_k(torch.zeros_like(row.adds[..., :1]), row)
+    node = torch.zeros_like(row.key)  # of each breakpoint; those that are never passed stay in the last one
+    nodes = 1
+    while length > 1:
+        half = length // 2
+        before = torch.cat([torch.full_like(taus[:, :1], -torch.inf), taus[:, :-1]], 1)
+        left = _left(keys, nodes, half)
+        upper = base + _beyond(left, ends, row.bits)
+        passed = _before(torch.where(row.key < node * length + half, row.adds, 0))
+        middle = upper + _at(passed, ends)
+        reached = _excess(row, _at(middle, node).sub_(passed), row.whole) <= 0
+        node = node.mul_(2).add_(reached)
+        splits = torch.arange(1, 2 * nodes, 2, device=u.device).expand(R, nodes).contiguous()
+        where = torch.searchsorted(node, splits)
+        there = middle - _at(passed, where)
+        found = _root(row, there, where)
+        tau = torch.where(found.flat, before, found.near + found.step)
+        tau = torch.minimum(torch.maximum(tau, before), taus)  # both differ by rounding alone
+        if half > 1:
+            base = _in_turns(there - _beyond(left, where, row.bits), upper)
+            ends = _in_turns(where, ends)
+        taus = _in_turns(tau, taus)
+        nodes, length = 2 * nodes, half
+    return taus[:, :N].contiguous()
+
+
+def _row(u: Tensor, k: int) -> Row:
+    R, N = u.shape
+    bits = 62 - N.bit_length()
+    there = u > -torch.inf
+    scaled = torch.where(there, u, 0).double().clamp(-LARGEST, LARGEST) * 2.0**bits
+    steps = scaled.round()
+    numbers = [_wrapped(steps)]
+    if u.dtype == torch.float64:
+        numbers.append(((scaled - steps) * 2.0**bits).round().long())
+    whole = torch.stack(numbers)
+
+    u = torch.where(there, u, -torch.inf).double()
+    # Of equal values u - 1 comes first: past it a key is interior.
+    value, order = torch.cat([u - 1, u], 1).sort(stable=True)
+    upper = order >= N
+    key = order - N * upper
+    sign = torch.where(upper, 1, -1) * there.gather(1, key)
+    of_points = _at(whole, key)
+    of_points[0] -= torch.where(upper, 0, 1 << bits)
+    places = torch.arange(2 * N, device=u.device).expand(R, -1)
+    first, last = torch.empty_like(order).scatter_(1, order, places).split(N, 1)
+    return Row(
+        Keys(_with_ones(whole), first.where(there, -1), last.where(there, -1)),
+        value, of_points, key, sign * _with_ones(of_points), bits, min(k, N),
+    )  # fmt: skip
+
+
+def _of_all(row: Row) -> Root:
+    """The threshold of all keys."""
+    total = _minus_k(row.adds.sum(-1, keepdim=True), row)
+    passed = _before(row.adds)
+    where = (_excess(row, total - passed, row.whole) > 0).sum(1, keepdim=True)
+    return _root(row, total - _at(passed, where), where)
+
+
+def _minus_k(sums: Tensor, row: Row) -> Tensor:
+    """Sums of which f - k is made."""
+    sums[1] -= row.k << row.bits
+    return sums
+
+
+def _before(adds: Tensor) -> Tensor:
+    """At each breakpoint the sum over those before it."""
+    return adds.cumsum(-1).sub_(adds)
+
+
+def _excess(row: Row, sums: Tensor, at: Tensor) -> Tensor:
+    """f - k at points, given as integers, of the sums from there on: int64 or float64, in steps of 2^-bits."""
+    excess = sums[1] - sums[0] * at[0]
+    return excess if len(at) == 1 else excess.double() + (sums[2] - sums[0] * at[1]).double() * 2.0**-row.bits
+
+
+def _root(row: Row, sums: Tensor, where: Tensor) -> Root:
+    """The root, of which `where` is the first breakpoint that is not below it, and the sums from there on."""
+    step = _excess(row, sums, _at(row.whole, where)).double() * 2.0**-row.bits / sums[0].clamp(min=1)
+    # Where nothing is interior f does not change below.
+    return Root(where, row.value.gather(1, where), step, sums[0] <= 0)
+
+
+def _left(keys: Keys, nodes: int, half: int) -> Keys:
+    """The keys of the left half of each node: (..., R, nodes, half)."""
+    return Keys(*(x.unflatten(-1, (nodes, 2, half))[..., 0, :] for x in keys))
+
+
+def _beyond(keys: Keys, place: Tensor, bits: int) -> Tensor:
+    """The sums over the keys of each node of their breakpoints from `place` (R, nodes) on."""
+    place = place[..., None]
+    over = keys.first >= place
+    interior = (keys.last >= place) & ~over
+    sums = torch.where(interior, keys.adds, 0).sum(-1)
+    sums[1] += over.sum(-1) << bits
+    return sums
+
+
+def _at(x: Tensor, index: Tensor) -> Tensor:
+    """Entries (m, R, n) of (m, R, ...)."""
+    return x.gather(2, index.expand(len(x), -1, -1))
+
+
+def _with_ones(x: Tensor) -> Tensor:
+    return torch.cat([torch.ones_like(x[:1]), x])
+
+
+def _in_turns(left: Tensor, right: Tensor) -> Tensor:
+    """(..., n) and (..., n) as (..., 2 * n)."""
+    return torch.stack([left, right], -1).flatten(-2)
+
+
+def _wrapped(x: Tensor) -> Tensor:
+    """Whole numbers of float64 as int64, modulo 2^64."""
+    x = torch.fmod(x, 2.0**64)
+    x = torch.where(x >= 2.0**63, x - 2.0**64, x)
+    return torch.where(x < -(2.0**63), x + 2.0**64, x).long()
