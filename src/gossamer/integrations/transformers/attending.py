@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.integrations.transformers.attention_mask import Attended, Mask
+from gossamer.integrations.transformers.attention_mask import NO_RULES, Attended, Mask
 from gossamer.integrations.transformers.device import ON_DEVICE, ONCE
 from gossamer.integrations.transformers.host import EVALUATED_PAIRS
 from gossamer.integrations.transformers.patterns import both
@@ -79,6 +79,11 @@ def attention_function(restrict: Restriction) -> Callable[..., tuple[Tensor, Non
                 )
             if position_ids is not None:
                 attention_mask.separate(position_ids)
+            if torch.compiler.is_compiling() and not attention_mask.has_rules(by):
+                return outside(
+                    module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, is_causal,
+                    sliding_window, position_ids, cu_seq_lens_q, cu_seq_lens_k, **others,
+                )  # fmt: skip
             pattern, placed, planned = attention_mask.attended(by, query.shape[0], query.device)
         elif attention_mask is None:
             pattern = _without_mask(module, Q, K, is_causal, sliding_window)
@@ -96,6 +101,7 @@ def attention_function(restrict: Restriction) -> Callable[..., tuple[Tensor, Non
         out = attention(query, key, value, pattern, **terms, **placed)
         return out.transpose(1, 2).contiguous(), None
 
+    outside = torch.compiler.disable(gossamer_attention, reason=NO_RULES)
     return gossamer_attention
 
 

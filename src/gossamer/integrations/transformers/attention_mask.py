@@ -41,6 +41,10 @@ WRONG = (
     "attention_mask must have no hole between two keys, and ids of documents must not return, in a compiled function "
     "and while a CUDA graph is captured: gossamer reads nothing there"
 )
+NO_RULES = (
+    "what it keeps has no rules on a device (docs/models/transformers.md), and is read on the host, which cannot be in "
+    "a compiled function or while a CUDA graph is captured. torch.compile(fullgraph=False) breaks its graph there"
+)
 
 
 class Making(NamedTuple):
@@ -64,20 +68,16 @@ class Making(NamedTuple):
             Unsupported: values cannot be read, and there are no rules.
         """
         found = self.rules()
+        if found is None:
+            if blind():
+                raise Unsupported(f"mask function {name_of(self.fn)}: {NO_RULES}")
+            return self.on_host()
         if blind():
-            if found is None:
-                raise Unsupported(
-                    f"mask function {name_of(self.fn)} has no rules on a device, and nothing can be read in a compiled "
-                    "function or while a CUDA graph is captured; leave the model uncompiled there, or let "
-                    "torch.compile break its graph (fullgraph=False)"
-                )
-            read_, ends = found
-            checks = read_.right if ends is None else (*read_.right, ends.whole)
+            ends = found.ends
+            checks = found.read.right if ends is None else (*found.read.right, ends.whole)
             if len(checks) > 0:
                 torch._assert_async(torch.stack(checks).all(), WRONG)
             return kept_by(found)
-        if found is None:
-            return self.on_host()
         read_, ends = found
         truths = truths_of([*read_.right, *read_.alike])
         right, alike = truths[: len(read_.right)], truths[len(read_.right) :]
@@ -274,6 +274,10 @@ class Mask(BlockMask):
         self._layouts.append((alike, layout))
         return layout
 
+    def has_rules(self, by: Pattern | None) -> bool:
+        """Whether what is kept of another pattern, too, is said by rules of the device."""
+        return isinstance(self.kept.what, Rules) and (by is None or by.device_rule() is not None)
+
     def _restricted_by(self, by: Pattern) -> Kept:
         """What is kept of another pattern, too."""
         kept, where, rule = self.kept, self.where, by.device_rule()
@@ -284,10 +288,7 @@ class Mask(BlockMask):
                 ids = (*ids, position // block)
             return kept._replace(what=Rules(kept.what.reach.both(rule._replace(blocks=())), ids))
         if blind():
-            raise Unsupported(
-                "restrict must go by positions alone in a compiled function, and while a CUDA graph is captured: "
-                f"Dense, Causal, Local, a SlidingWindow without sinks, or any & of them; got {by!r}"
-            )
+            raise Unsupported(f"restrict={by!r}: {NO_RULES}")
         for known, found in self._restricted:
             if known is by:
                 return found
@@ -387,17 +388,23 @@ def make_mask(
     if not torch.compiler.is_compiling():
         certify(mask_function, where, attention_mask, use_vmap, making_of)
     keys = None if attention_mask is None else padded(attention_mask, where)
-    return Mask(making_of(mask_function, where, device, use_vmap, keys))
+    making = making_of(mask_function, where, device, use_vmap, keys)
+    if torch.compiler.is_compiling() and making.rules() is None:
+        return outside(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, device
+        )
+    return Mask(making)
 
 
 def making_of(
     fn: MaskFunction, where: Where, device: torch.device | str, use_vmap: bool, keys: Tensor | None
 ) -> Making:
     """A mask function, read."""
-    pairs = None
     try:
         pairs = read(fn)
     except Exception:  # whatever a function of somebody else does with symbols
-        if torch.compiler.is_compiling():
-            raise
+        pairs = None
     return Making(fn, where, device, use_vmap, pairs, keys)
+
+
+outside = torch.compiler.disable(make_mask, reason=NO_RULES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -150,7 +151,7 @@ def scalars() -> Any:
 
 def name_of(fn: MaskFunction) -> str:
     """The module of a mask function, and its name there."""
-    return f"{getattr(fn, '__module__', None)}.{getattr(fn, '__qualname__', type(fn).__name__)}"
+    return f"{fn.__module__}.{fn.__qualname__}" if isinstance(fn, FunctionType) else type(fn).__name__
 
 
 def shared(values: np.ndarray) -> np.ndarray:
