@@ -262,10 +262,13 @@ class Mask(BlockMask):
         sink_logits: Tensor | None,
     ) -> BlockLayout:  # fmt: skip
         """The structure of a layer, made once for all layers that are alike."""
-        gradient = not torch.compiler.is_compiling() and differentiable(q, k, v, sink_logits)
+        # A compiled function has one tile for all numbers of heads, and lists of keys whether it trains or not.
+        eager = not torch.compiler.is_compiling()
+        heads = (q.shape[0], q.shape[1], k.shape[1]) if eager else None
+        gradient = eager and differentiable(q, k, v, sink_logits)
         alike = (
             None if by is None else by.device_rule(), q.device, q.dtype, torch.is_autocast_enabled(q.device.type),
-            gradient, q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], softcap is None, sink_logits is None,
+            gradient, heads, q.shape[3], v.shape[3], softcap is None, sink_logits is None,
         )  # fmt: skip
         for known, layout in self._layouts:
             if known == alike:
@@ -273,6 +276,21 @@ class Mask(BlockMask):
         layout = device_layout(q, k, v, attended.pattern, **attended.options, softcap=softcap, sink_logits=sink_logits)
         self._layouts.append((alike, layout))
         return layout
+
+    def foresee(self, config: Any, dtype: torch.dtype) -> None:
+        """Make the structure that the layers of a model probably ask for, while a function is compiled.
+
+        A layer whose activations are checkpointed may keep nothing there. What nobody asks for is no part of the graph.
+        """
+        heads = getattr(config, "num_attention_heads", None)
+        D = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
+        if not D or not self.has_rules(None):
+            return
+        w, device = self.where, torch.device(self.making.device)
+        x = torch.empty(w.B, 1, w.Q, D, device=device, dtype=dtype)
+        y = torch.empty(w.B, 1, w.K, D, device=device, dtype=dtype)
+        softcap = getattr(config, "attn_logit_softcapping", None)
+        self.layout(self.attended(None, w.B, device), None, x, y, y, softcap, None)
 
     def has_rules(self, by: Pattern | None) -> bool:
         """Whether what is kept of another pattern, too, is said by rules of the device."""
@@ -360,6 +378,8 @@ def make_mask(
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    config: Any = None,
     **others: Any,
 ) -> Mask:
     """The mask object of one forward, as `AttentionMaskInterface` asks for it.
@@ -370,7 +390,8 @@ def make_mask(
         mask_function: mask_function(b, h, q, kv) of absolute positions.
         attention_mask: boolean (B, seen), True where a key is no padding; keys behind its end are.
         use_vmap: whether the function may be asked for one pair at a time only, under vmap.
-        others: what a mask of another implementation needs: dtype, config, whether it may be left out.
+        dtype, config: of the model.
+        others: what a mask of another implementation needs: whether it may be left out.
 
     Raises:
         ValueError: the mask function cannot be read or evaluated, or is not what its pattern says.
@@ -393,7 +414,10 @@ def make_mask(
         return outside(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, device
         )
-    return Mask(making)
+    mask = Mask(making)
+    if torch.compiler.is_compiling():
+        mask.foresee(config, dtype)
+    return mask
 
 
 def making_of(
