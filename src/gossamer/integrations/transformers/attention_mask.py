@@ -13,6 +13,7 @@ from gossamer.integrations.transformers.certificate import certify
 from gossamer.integrations.transformers.device import (
     ON_DEVICE,
     ON_HOST,
+    ONCE,
     Ends,
     Kept,
     Read,
@@ -25,7 +26,7 @@ from gossamer.integrations.transformers.device import (
     rules_of,
 )
 from gossamer.integrations.transformers.host import evaluate, host, name_of, pattern_of, shared
-from gossamer.integrations.transformers.patterns import Keys, Shifted, both, of_distances, window
+from gossamer.integrations.transformers.patterns import Keys, Shifted, both, of_distances
 from gossamer.integrations.transformers.reading import MaskFunction, Pairs, Same, Unreadable, read
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import Pattern
@@ -92,7 +93,7 @@ class Making(NamedTuple):
         rules = Rules(read_.rules.reach, tuple(x for x, one in zip(read_.rules.ids, alike, strict=True) if not one))
         if rules.ids or starts is not None or isinstance(self.where.q_offset, Tensor):
             return Kept(rules, starts, lengths, ON_DEVICE)
-        return Kept(window(rules.reach.left, rules.reach.right), None, lengths)
+        return Kept(rules.pattern, None, lengths)
 
     def rules(self) -> Proposal | None:
         """What is kept by rules of the device, and what has to hold for that."""
@@ -249,13 +250,17 @@ class Mask(BlockMask):
         Args:
             by: a pattern of absolute positions that restricts them.
         """
-        kept, offset = self.kept if by is None else self._restricted_by(by), self.where.offset
+        kept, where = self.kept if by is None else self._restricted_by(by), self.where
         starts, lengths = (None if x is None else x.to(device).expand(B) for x in (kept.starts, kept.lengths))
-        what = kept.what.structure(device) if isinstance(kept.what, Rules) else kept.what
-        if not isinstance(kept.what, Rules):
-            offset = int(offset)
-            offset = None if offset == self.where.K - self.where.Q else offset
-        return Attended(what, {"q_offset": offset, "key_starts": starts, "key_lengths": lengths}, kept.planned)
+        options: dict[str, Any] = {"q_offset": where.offset, "key_starts": starts, "key_lengths": lengths}
+        what, planned = kept.what, kept.planned
+        if isinstance(what, Rules):
+            of_data = len(what.ids) > 0 or starts is not None or isinstance(where.q_offset, Tensor)
+            if of_data or torch.compiler.is_compiling():
+                return Attended(what.structure(device), options, planned)
+            what, planned = what.pattern, ONCE
+        options["q_offset"] = None if where.read_offset == where.K - where.Q else where.read_offset
+        return Attended(what, options, planned)
 
     def layout(
         self, attended: Attended, by: Pattern | None, q: Tensor, k: Tensor, v: Tensor, softcap: float | None,

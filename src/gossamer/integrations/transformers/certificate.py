@@ -112,7 +112,7 @@ def pairs_kept(kept: Kept, where: Where, pairs: np.ndarray) -> np.ndarray:
         lo, hi = (x.expand(where.B, 1, -1).numpy()[b, 0, np.arange(len(b))] for x in bounds)
         found = (lo <= j) & (j < hi)
     else:
-        found = kept.what.keep(i, j, where.Q, where.K, where.offset)
+        found = kept.what.keep(i, j, where.Q, where.K, where.read_offset)
         if kept.what.lead != (1, 1):
             found = found[np.minimum(b, kept.what.lead[0] - 1), 0, np.arange(len(b))]
     if kept.starts is not None:
@@ -176,7 +176,7 @@ def _draw(
 def _pairs(rng: random.Random, where: Where, numbers: list[int], edges: list[int], n: int) -> np.ndarray:
     """(3, n): half of them near the diagonal, the others at distances and positions where a mask may be off by one."""
     found = []
-    first, last = where.offset, where.offset + where.Q - 1
+    first, last = where.read_offset, where.read_offset + where.Q - 1
     for at in range(n):
         i = rng.randint(first, last)
         kind = at % 8

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gossamer.integrations.transformers.patterns import window
 from gossamer.integrations.transformers.reading import FAR, Pairs, Same
 from gossamer.patterns import Pattern
 from gossamer.patterns.reach import Reach
@@ -37,6 +38,11 @@ class Where(NamedTuple):
         return self.q_offset - self.kv_offset if self.kv_offset else self.q_offset
 
     @property
+    def read_offset(self) -> int:
+        """The same, on the host."""
+        return int(self.offset)
+
+    @property
     def inside(self) -> bool:
         """Whether every query has a key at its own position, as it has in a static cache."""
         offset = self.offset
@@ -46,8 +52,13 @@ class Where(NamedTuple):
 class Rules(NamedTuple):
     """Pairs by rules that a device has, in key coordinates."""
 
-    reach: Reach
+    reach: Reach  # without blocks, which begin at absolute positions: they are ids
     ids: tuple[Tensor, ...]  # (1 or B, K) integers: pairs of one run of equal ids
+
+    @property
+    def pattern(self) -> Pattern:
+        """The reach alone."""
+        return window(self.reach.left, self.reach.right)
 
     def structure(self, device: torch.device) -> Structure:
         """What `attention` is given."""
@@ -120,10 +131,7 @@ def rules_of(pairs: Pairs, where: Where, device: torch.device | str) -> Read | N
             return None
         keys.append(kept)
     for positions in pairs.packed:
-        found = counts_on(positions, pairs.same)
-        if found is None:
-            return None
-        right.append(found)
+        right.append(counts_on(positions, pairs.same))
     return Read(Rules(reach, tuple(ids)), tuple(keys), tuple(alike), tuple(right))
 
 
@@ -153,15 +161,12 @@ def changes(ids: Tensor) -> Tensor:
     return F.pad(ids.diff(dim=1) != 0, (1, 0))
 
 
-def counts_on(positions: Tensor, documents: tuple[Same, ...]) -> Tensor | None:
+def counts_on(positions: Tensor, documents: tuple[Same, ...]) -> Tensor:
     """Whether packed positions count on by one wherever documents are not kept apart, so that distances are kept."""
     apart = positions.diff(dim=1) == 1
     for same in documents:
-        if same.at is None and same.values is not None:
-            if same.values.shape[1] != positions.shape[1]:
-                return None
-            ids = same.values.diff(dim=1)
-            apart = apart | (ids != 0)
+        if same.at is None and same.values is not None and same.values.shape[1] == positions.shape[1]:
+            apart = apart | (same.values.diff(dim=1) != 0)
     return apart.all()
 
 
