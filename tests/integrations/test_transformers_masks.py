@@ -204,7 +204,9 @@ def test_a_mask_of_no_other_values_is_a_plain_pattern() -> None:
     ):
         for padding in (torch.ones(2, 8, dtype=torch.bool), None):
             mask = make_mask(2, 8, 8, 0, 0, fn, padding)
-            assert mask.kept == Kept(pattern)
+            given = mask.attended(None, 2, torch.device("cpu"))
+            assert mask.kept.planned == "once" and given.pattern == pattern
+            assert all(x is None for x in given.options.values())
 
 
 def test_padding_is_an_interval_of_keys_or_a_mask_of_them() -> None:
@@ -212,7 +214,12 @@ def test_padding_is_an_interval_of_keys_or_a_mask_of_them() -> None:
     right, left, holes = ones.clone(), ones.clone(), ones.clone()
     right[0, 5:], left[0, :3], holes[0, 4] = False, False, False
     of = lambda padding: make_mask(2, 8, 8, 0, 0, hf.causal_mask_function, padding).kept  # noqa: E731
-    assert of(right).what == gs.Causal() and of(right).lengths.tolist() == [5, 8] and of(right).planned == "once"
+    assert (
+        of(right).what == Rules(Reach(right=0), ())
+        and of(right).starts is None
+        and of(right).lengths.tolist() == [5, 8]
+        and of(right).planned == "once"
+    )
     for padding, lengths in ((left, [8, 8]), (left & right, [5, 8])):
         kept = of(padding)
         assert kept.what == Rules(Reach(right=0), ()) and kept.planned == "on the device"
@@ -273,7 +280,7 @@ def test_an_unknown_function_is_evaluated() -> None:
     with pytest.raises(gs.Unsupported, match=r"<lambda> is not known to gossamer.*at most 67108864.*1 x 16384 x 16384"):
         make_mask(1, 2**14, 2**14, 0, 0, by_index)
     true = make_mask(1, 2**14, 2**14, 0, 0, hf.or_masks(hf.causal_mask_function, transformers_true()))
-    assert true.kept.what == gs.Dense()  # as Gemma 3 and others write it: not asked for each pair
+    assert true.kept == Kept(Rules(Reach(), ()))  # as Gemma 3 and others write it: not asked for each pair
 
 
 def transformers_true() -> Callable[..., Any]:

@@ -78,7 +78,7 @@ class Making(NamedTuple):
             checks = found.read.right if ends is None else (*found.read.right, ends.whole)
             if len(checks) > 0:
                 torch._assert_async(torch.stack(checks).all(), WRONG)
-            return kept_by(found)
+            return self.kept_by(found.read.rules, *found.interval)
         read_, ends = found
         truths = truths_of([*read_.right, *read_.alike])
         right, alike = truths[: len(read_.right)], truths[len(read_.right) :]
@@ -91,9 +91,12 @@ class Making(NamedTuple):
         if not all(right):
             return self.on_host()
         rules = Rules(read_.rules.reach, tuple(x for x, one in zip(read_.rules.ids, alike, strict=True) if not one))
-        if rules.ids or starts is not None or isinstance(self.where.q_offset, Tensor):
-            return Kept(rules, starts, lengths, ON_DEVICE)
-        return Kept(rules.pattern, None, lengths)
+        return self.kept_by(rules, starts, lengths)
+
+    def kept_by(self, rules: Rules, starts: Tensor | None, lengths: Tensor | None) -> Kept:
+        """What rules keep of an interval of keys: without data of one plan."""
+        of_data = len(rules.ids) > 0 or starts is not None or isinstance(self.where.q_offset, Tensor)
+        return Kept(rules, starts, lengths, ON_DEVICE if of_data else ONCE)
 
     def rules(self) -> Proposal | None:
         """What is kept by rules of the device, and what has to hold for that."""
@@ -129,7 +132,7 @@ class Making(NamedTuple):
         if found is not None:
             ends = found.ends
             truths = truths_of([*found.read.right, *([] if ends is None else [ends.whole])])
-            ways += [kept_by(found)] * all(truths)
+            ways += [self.kept_by(found.read.rules, *found.interval)] * all(truths)
         return ways
 
 
@@ -139,12 +142,10 @@ class Proposal(NamedTuple):
     read: Read
     ends: Ends | None
 
-
-def kept_by(found: Proposal) -> Kept:
-    """All that rules say."""
-    ends = found.ends
-    starts, lengths = (None, None) if ends is None else (ends.starts, ends.lengths)
-    return Kept(found.read.rules, starts, lengths, ON_DEVICE)
+    @property
+    def interval(self) -> tuple[Tensor | None, Tensor | None]:
+        """(starts, lengths)."""
+        return (None, None) if self.ends is None else (self.ends.starts, self.ends.lengths)
 
 
 def truths_of(truths: list[Tensor]) -> list[bool]:
@@ -253,14 +254,13 @@ class Mask(BlockMask):
         kept, where = self.kept if by is None else self._restricted_by(by), self.where
         starts, lengths = (None if x is None else x.to(device).expand(B) for x in (kept.starts, kept.lengths))
         options: dict[str, Any] = {"q_offset": where.offset, "key_starts": starts, "key_lengths": lengths}
-        what, planned = kept.what, kept.planned
+        what = kept.what
         if isinstance(what, Rules):
-            of_data = len(what.ids) > 0 or starts is not None or isinstance(where.q_offset, Tensor)
-            if of_data or torch.compiler.is_compiling():
-                return Attended(what.structure(device), options, planned)
-            what, planned = what.pattern, ONCE
+            if kept.planned == ON_DEVICE or torch.compiler.is_compiling():
+                return Attended(what.structure(device), options, ON_DEVICE)
+            what = what.pattern
         options["q_offset"] = None if where.read_offset == where.K - where.Q else where.read_offset
-        return Attended(what, options, planned)
+        return Attended(what, options, kept.planned)
 
     def layout(
         self, attended: Attended, by: Pattern | None, q: Tensor, k: Tensor, v: Tensor, softcap: float | None,
@@ -304,19 +304,20 @@ class Mask(BlockMask):
     def _restricted_by(self, by: Pattern) -> Kept:
         """What is kept of another pattern, too."""
         kept, where, rule = self.kept, self.where, by.device_rule()
-        if isinstance(kept.what, Rules) and rule is not None:
+        compiling = torch.compiler.is_compiling()
+        if isinstance(kept.what, Rules) and rule is not None and (compiling or kept.planned == ON_DEVICE):
             ids = kept.what.ids
             for block in rule.blocks:  # they are of absolute positions
                 position = torch.arange(where.K, device=self.making.device)[None] + where.kv_offset
                 ids = (*ids, position // block)
             return kept._replace(what=Rules(kept.what.reach.both(rule._replace(blocks=())), ids))
-        if blind():
+        if kept.planned != ONCE and blind():
             raise Unsupported(f"restrict={by!r}: {NO_RULES}")
         for known, found in self._restricted:
             if known is by:
                 return found
         if isinstance(kept.what, Rules):
-            kept = self.making.on_host()
+            kept = self.making.on_host() if kept.planned == ON_DEVICE else kept._replace(what=kept.what.pattern)
         here = by if not where.kv_offset or of_distances(by) else Shifted(by, where.kv_offset)
         assert isinstance(kept.what, Pattern)
         found = kept._replace(what=both(kept.what, here))
