@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import gossamer as gs
-from gossamer.integrations.transformers import attention_mask, certificate, reading
+from gossamer.integrations.transformers import attention_mask, certificate, reading, register
 from gossamer.integrations.transformers.attention_mask import Mask, make_mask
 from gossamer.integrations.transformers.device import Kept, Rules, Where
 from gossamer.patterns.reach import Reach
@@ -153,6 +153,14 @@ def test_a_symbol_that_is_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch) 
     for W in (2, 8, 512, 4096):
         with pytest.raises(gs.Unsupported, match="is not what it says"):
             make_mask(1, 64, 3 * W, 2 * W, 0, hf.sliding_window_causal_mask_function(W))
+
+
+def test_registering_compares_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading.Distance, "__le__", lambda self, other: self.within(None, other + 1))
+    with pytest.raises(gs.Unsupported, match=r"causal_mask_function was read as .* which is not what it says"):
+        register("gossamer-misread")
+    monkeypatch.undo()
+    register("gossamer-misread")
 
 
 def planted() -> Iterator[tuple[str, str, Callable[..., Any]]]:
