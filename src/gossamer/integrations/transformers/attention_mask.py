@@ -68,30 +68,29 @@ class Making(NamedTuple):
         Raises:
             Unsupported: values cannot be read, and there are no rules.
         """
+        unread = blind()
+        if not unread and self.keys is not None and self.keys.all():
+            return self._replace(keys=None).kept()
         found = self.rules()
         if found is None:
-            if blind():
+            if unread:
                 raise Unsupported(f"mask function {name_of(self.fn)}: {NO_RULES}")
             return self.on_host()
-        if blind():
-            ends = found.ends
-            checks = found.read.right if ends is None else (*found.read.right, ends.whole)
-            if len(checks) > 0:
-                torch._assert_async(torch.stack(checks).all(), WRONG)
-            return self.kept_by(found.read.rules, *found.interval)
-        read_, ends = found
-        truths = truths_of([*read_.right, *read_.alike])
-        right, alike = truths[: len(read_.right)], truths[len(read_.right) :]
-        starts = lengths = None
-        if ends is not None:
-            whole, every, from_first = truths_of([ends.whole, ends.all, ends.from_first])
-            right.append(whole)
-            starts = None if every or from_first else ends.starts
-            lengths = None if every else ends.lengths
+        rules, ends = found.read.rules, found.ends
+        needed = found.read.right if ends is None else (*found.read.right, ends.whole)
+        if unread:
+            if len(needed) > 0:
+                torch._assert_async(torch.stack(needed).all(), WRONG)
+            return self.kept_by(rules, *found.interval)
+        of_ends = () if ends is None else (ends.all, ends.from_first)
+        truths = iter(truths_of([*needed, *found.read.alike, *of_ends]))
+        right, alike = ([next(truths) for _ in some] for some in (needed, found.read.alike))
+        every, from_first = truths if ends is not None else (True, True)
         if not all(right):
             return self.on_host()
-        rules = Rules(read_.rules.reach, tuple(x for x, one in zip(read_.rules.ids, alike, strict=True) if not one))
-        return self.kept_by(rules, starts, lengths)
+        rules = Rules(rules.reach, tuple(ids for ids, one in zip(rules.ids, alike, strict=True) if not one))
+        starts, lengths = found.interval
+        return self.kept_by(rules, None if from_first or every else starts, None if every else lengths)
 
     def kept_by(self, rules: Rules, starts: Tensor | None, lengths: Tensor | None) -> Kept:
         """What rules keep of an interval of keys: without data of one plan."""
