@@ -15,6 +15,7 @@ from gossamer.integrations.transformers.attention_mask import make_mask
 from gossamer.integrations.transformers.device import Rules
 from gossamer.patterns.reach import Reach
 from tests.integrations.test_transformers import (
+    CHUNKS_RESTART,
     NO_CACHE,
     VOCABULARY,
     B,
@@ -82,10 +83,20 @@ def compared(family: str, form: str, backend: Any, **changes: Any) -> None:
         assert (gradients - slopes).abs().max() <= NEAR * max(1.0, float(slopes.abs().max()))
 
 
+def _skip_what_is_not_ours(family: str, form: str) -> None:
+    if CHUNKS_RESTART:
+        return
+    if family == "gpt_oss":
+        pytest.skip("this release's experts read their gradients on the host")
+    if family == "llama4" and form == "packed":
+        pytest.skip("this release counts chunks over all documents")
+
+
 @pytest.mark.parametrize(
     ("family", "form"), [("llama", "packed"), ("mistral", "padded"), ("gemma3", "packed"), ("gpt_oss", "padded")]
 )
 def test_steps_of_training_in_one_graph(family: str, form: str) -> None:
+    _skip_what_is_not_ours(family, form)
     graphs = Graphs()
     compared(family, form, graphs)
     assert graphs.compiled == 1 and graphs.reads == []
@@ -102,8 +113,7 @@ def test_steps_of_training_in_one_graph(family: str, form: str) -> None:
     ],
 )  # fmt: skip
 def test_more_steps_of_training_in_one_graph(family: str, form: str) -> None:
-    if family == "llama4" and form == "packed" and not hasattr(masking_utils, "remap_positions_for_packed_sequence"):
-        pytest.skip("this release counts chunks over all documents")
+    _skip_what_is_not_ours(family, form)
     compared(family, form, "aot_eager")
 
 
