@@ -288,6 +288,18 @@ def test_restrictions_with_rules_are_in_the_graph() -> None:
         assert (found - model(ids_of(), **given).logits).abs().max() <= NEAR
 
 
+def test_documents_that_the_mask_function_is_not_told_of() -> None:
+    """With an empty cache they follow from the positions that the layers are given."""
+    model = model_of("llama", num_hidden_layers=1)
+    model.set_attn_implementation("gossamer")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for documents in PACKINGS[::2]:
+            given = {"position_ids": positions(documents)}
+            wanted = model(ids_of(), **given, use_cache=False).logits
+            assert (compiled(ids_of(), **given, use_cache=True).logits - wanted).abs().max() <= NEAR
+
+
 def test_cu_seq_lens_in_a_graph() -> None:
     model = model_of("llama", num_hidden_layers=1)
     model.set_attn_implementation("gossamer")

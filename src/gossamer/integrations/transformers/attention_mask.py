@@ -341,6 +341,7 @@ class Mask(BlockMask):
         ids = F.pad(positions.diff(dim=1) != 1, (1, 0)).cumsum(1)
         self.making = making._replace(documents=(Same(ids),))
         self.kept = self.making.kept()
+        self._layouts, self._restricted = [], []
 
     def check_documents(self, name: str, cu_seq_lens: Tensor) -> None:
         """Raise unless the documents that are kept apart begin and end where `cu_seq_lens` (documents + 1,) says."""
