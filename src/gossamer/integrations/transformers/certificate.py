@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import types
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,19 +13,26 @@ from torch import Tensor
 
 from gossamer.integrations.transformers.device import Kept, Rules, Where, at_numbers, padded
 from gossamer.integrations.transformers.host import name_of, scalars
-from gossamer.integrations.transformers.reading import MaskFunction
+from gossamer.integrations.transformers.reading import MaskFunction, Pairs
 from gossamer.plan.problem import Unsupported
 from gossamer.torch.structure.base import Sizes
-
-if TYPE_CHECKING:
-    from gossamer.integrations.transformers.attention_mask import Making
 
 PAIRS, DRAWS = 2048, 8
 REMEMBERED = 4096  # forms; sizes of a mask function may change in every step
 NEAR = 40
 
+
+class Making(Protocol):
+    """A mask function that was read, and what is kept by each way that there is."""
+
+    @property
+    def pairs(self) -> Pairs | None: ...
+
+    def every(self) -> list[Kept]: ...
+
+
 # Of a mask function, a place, a device, whether under vmap, and the keys that are no padding.
-Read = Callable[[MaskFunction, Where, str, bool, Tensor | None], "Making"]
+Read = Callable[[MaskFunction, Where, str, bool, Tensor | None], Making]
 
 _certified: set[tuple[Any, ...]] = set()
 
