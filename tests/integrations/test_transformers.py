@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import gossamer as gs
-from gossamer.integrations.transformers import explain, register
-from gossamer.integrations.transformers.attention_mask import Mask
+from gossamer.integrations.transformers import attention_mask, explain, register
 from tests.support.transformers_models import DECODERS, OTHERS, VOCABULARY, WINDOW, hf, masking_utils, model_of
 
 # 5.17 counts chunks from the first document on, and cannot make the static masks of Llama 4.
@@ -236,37 +235,6 @@ def test_training_under_autocast() -> None:
         found.append(float((logits.float() - exact).norm()))
         logits.float().square().mean().backward()
     assert 0 < found[1] <= 2 * found[0]
-
-
-def test_a_compiled_model() -> None:
-    """Graphs break at each attention; the answers are those of the model that is not compiled."""
-    torch.compiler.reset()
-    family = "mistral"
-    model = model_of(family)
-    model.set_attn_implementation("gossamer")
-    compiled = torch.compile(model, backend="aot_eager")
-    for form in ("left", "packed"):
-        given = inputs_of(family, form) | NO_CACHE
-        with torch.no_grad():
-            wanted, found = model(**given).logits, compiled(**given).logits
-        assert difference(family, found, wanted, given) <= NEAR, form
-    torch.compiler.reset()
-
-
-def test_a_compiled_step_of_decoding_with_a_static_cache() -> None:
-    """As `generate` does by itself on a GPU: masks are made outside of the compiled step."""
-    torch.compiler.reset()
-    model, given = model_of("mistral"), inputs_of("mistral", "left")
-    compiling = hf.CompileConfig(backend="aot_eager", mode=None, fullgraph=False)
-    compiling._compile_all_devices = True
-    model.set_attn_implementation("eager")
-    wanted = generated(model, given)
-    model.set_attn_implementation("gossamer")
-    found = generated(model, given, cache_implementation="static", compile_config=compiling)
-    assert torch.equal(found.sequences, wanted.sequences)
-    for one, other in zip(found.logits, wanted.logits, strict=True):
-        assert (one - other).abs().max() <= NEAR
-    torch.compiler.reset()
 
 
 @pytest.mark.gpu
@@ -512,27 +480,27 @@ def test_explain_says_what_each_layer_runs() -> None:
     names = [layer.name for layer in report]
     assert names == ["model.layers.0.self_attn", "model.layers.1.self_attn"] and len(report) == 2
     window, everything = report
-    assert "SlidingWindow(left=7" in window.pattern and "KeysFrom(starts=(7, 0))" in everything.pattern
+    assert [x.pattern for x in report] == [f"{rule} <= i, key_starts, key_lengths" for rule in ("i - 7 <= j", "j")]
+    assert [x.planned for x in report] == ["on the device"] * 2 and "on the device" in str(report)
     assert everything.implementation == "blocked" and window.density < everything.density == report[1].call.density
     kept = torch.ones(N, N).tril()
     assert everything.density == pytest.approx(float((kept.sum() + kept[7:, 7:].sum()) / (2 * N * N)))
     assert "model.layers.0.self_attn" in str(report) and "density" in str(report)
-    assert explain(model, ids_of())[1].pattern == "Causal()"
+    (_, plain), (_, holes) = (
+        explain(model, {"input_ids": ids_of(), "attention_mask": x}) for x in (None, padding("holes"))
+    )
+    assert plain.pattern == "Causal()" and plain.planned == "once" and holes.planned == "on the host"
 
 
-def test_one_pattern_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward makes each kind of mask once, and its layers share the pattern; the next forward's is equal."""
+def test_one_structure_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward makes each kind of mask once, and its structure once; without padding one plan serves all forwards."""
     made: list[Any] = []
-    init = Mask.__init__
-
-    def counted(self: Mask, *args: Any, **options: Any) -> None:
-        init(self, *args, **options)
-        made.append(self.pattern.handle)
-
-    monkeypatch.setattr(Mask, "__init__", counted)
-    model = model_of("mistral", num_hidden_layers=4)
+    make = attention_mask.device_layout
+    monkeypatch.setattr(attention_mask, "device_layout", lambda *x, **y: (made.append(x[3]), make(*x, **y))[1])
+    model = model_of("gemma3", num_hidden_layers=6, layer_types=["sliding_attention", "full_attention"] * 3)
     model.set_attn_implementation("gossamer")
-    for _ in range(2):
-        with torch.no_grad():
-            model(ids_of(), attention_mask=padding("left"))
-    assert len(made) == 2 and made[0] == made[1]
+    for forwards in (1, 2):
+        model(ids_of(), attention_mask=padding("left"), use_cache=False)
+        assert len(made) == 2 * forwards
+    model(ids_of(), use_cache=False)
+    assert len(made) == 4

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import gossamer as gs
-from gossamer.integrations.transformers import certificate, closures
+from gossamer.integrations.transformers import attention_mask, certificate, reading, register
 from gossamer.integrations.transformers.attention_mask import Mask, make_mask
+from gossamer.integrations.transformers.device import Kept, Rules, Where
+from gossamer.patterns.reach import Reach
 from tests.support.transformers_models import _bidirectional_window_overlay, window_of_halves, window_of_sides
 from tests.support.transformers_models import masking_utils as hf
 
@@ -26,17 +30,16 @@ def uncertified() -> Iterator[None]:
     certificate.forget()
 
 
-def dense(mask: Mask) -> np.ndarray:
-    """(B, Q, K): the pairs that a mask object keeps."""
-    where = mask.where
-    kept = mask.pattern.materialize(where.Q, where.K, where.offset)
-    kept = kept.reshape(-1, where.Q, where.K) & np.ones((where.B, 1, 1), bool)
-    if mask.lengths is not None:
-        kept = kept & (np.arange(where.K) < mask.lengths.numpy()[:, None, None])
-    return kept
+def dense(mask: Mask, kept: Kept | None = None, by: gs.patterns.Pattern | None = None) -> np.ndarray:
+    """(B, Q, K): the pairs that a layer attends to with a mask object, or with another way to say what it keeps."""
+    B, _, Q, K = mask.shape
+    mask.kept = mask.kept if kept is None else kept
+    given = mask.attended(by, B, torch.device("cpu"))
+    q, k, v = torch.zeros(B, 1, Q, 8), torch.zeros(B, 1, K, 8), torch.eye(K).expand(B, 1, K, K)
+    return (gs.attention(q, k, v, given.pattern, **given.options)[:, 0] > 0).numpy()
 
 
-def expected(fn: Callable[..., Any], where: closures.Where, padding: torch.Tensor | None) -> np.ndarray:
+def expected(fn: Callable[..., Any], where: Where, padding: torch.Tensor | None) -> np.ndarray:
     """(B, Q, K): what a mask function says of a list of all pairs."""
     shape = (where.B, where.Q, where.K)
     b, r, c = (torch.from_numpy(x.ravel()) for x in np.indices(shape))
@@ -99,35 +102,69 @@ def tree(rng: random.Random, B: int, n: int, depth: int, mapped: bool = False) -
 
 def test_random_trees_of_closures_are_what_they_say() -> None:
     rng = random.Random(0)
-    evaluated = 0
+    evaluated, ways = 0, dict[str, int]()
     for _ in range(TREES):
         B, n = rng.randint(1, 3), rng.randint(2, 9)
         kv_offset = rng.randrange(n // 2) if n > 3 else 0
         K = rng.randint(1, n - kv_offset)
         Q = rng.randint(1, K)
-        where = closures.Where(B, Q, K, kv_offset + rng.randint(0, K - Q), kv_offset)
+        where = Where(B, Q, K, kv_offset + rng.randint(0, K - Q), kv_offset)
         padding = None
         if rng.random() < 0.5:
             padding = torch.tensor([[rng.random() < 0.8 for _ in range(rng.randint(1, n))]] * B)
         fn = tree(rng, B, n, 3)
         mask = make_mask(B, Q, K, where.q_offset, kv_offset, fn, padding)
         assert mask.where == where
-        np.testing.assert_array_equal(dense(mask), expected(fn, where, padding), err_msg=repr(mask))
-        evaluated += "Evaluated" in repr(mask)
-    assert evaluated == 0  # every closure has a reader
+        wanted = expected(fn, where, padding)
+        for kept in (mask.kept, *mask.making.every()):
+            np.testing.assert_array_equal(dense(mask, kept), wanted, err_msg=repr(kept))
+            ways[kept.planned] = ways.get(kept.planned, 0) + 1
+            evaluated += "Evaluated" in repr(kept)
+    assert evaluated == 0  # symbols read every closure
+    assert min(ways[way] for way in ("once", "on the device", "on the host")) > TREES / 10
 
 
-def test_the_window_of_one_key_more_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """W in place of W - 1, which would be the off-by-one of this table."""
-    name = ("transformers.masking_utils", "sliding_window_overlay.<locals>.inner_mask")
-    monkeypatch.setitem(closures.READERS, name, lambda reader, held: gs.SlidingWindow(held["sliding_window"], None))
+def moved(fn: Any, name: str, variable: str, by: int) -> Any:
+    """A mask function in which a variable of the closures of a name is off."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, tuple) and all(isinstance(x, int) for x in value):
+            return value[0] + by, *value[1:]
+        return value.roll(by, 1) if isinstance(value, Tensor) and value.ndim == 2 else value + by
+
+    def inside(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(inside(x) for x in value)
+        return moved(value, name, variable, by) if isinstance(value, types.FunctionType) else value
+
+    if not fn.__closure__:
+        return fn
+    held = {at: inside(cell.cell_contents) for at, cell in zip(fn.__code__.co_freevars, fn.__closure__, strict=True)}
+    if name in f"{fn.__module__}.{fn.__qualname__}":
+        held[variable] = of(held[variable])
+    cells = tuple(types.CellType(held[at]) for at in fn.__code__.co_freevars)
+    return types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, cells)
+
+
+def test_a_symbol_that_is_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kv > q - W read as kv >= q - W."""
+    more = lambda self, other: self.within(other, None)  # noqa: E731
+    monkeypatch.setattr(reading.Distance, "__gt__", more)
     for W in (2, 8, 512, 4096):
         with pytest.raises(gs.Unsupported, match="is not what it says"):
             make_mask(1, 64, 3 * W, 2 * W, 0, hf.sliding_window_causal_mask_function(W))
 
 
+def test_registering_compares_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading.Distance, "__le__", lambda self, other: self.within(None, other + 1))
+    with pytest.raises(gs.Unsupported, match=r"causal_mask_function was read as .* which is not what it says"):
+        register("gossamer-misread")
+    monkeypatch.undo()
+    register("gossamer-misread")
+
+
 def planted() -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """(a word of the reader's name, the variable that is wrong, a mask function) of each reader that has numbers."""
+    """(a word of a closure's name, the variable that is wrong, a mask function) of each closure that has numbers."""
     for W in (2, 8, 512, 4096, 131072):
         yield "masking_utils.sliding_window_overlay", "sliding_window", hf.sliding_window_causal_mask_function(W)
         yield (
@@ -150,18 +187,11 @@ def planted() -> Iterator[tuple[str, str, Callable[..., Any]]]:
 
 @pytest.mark.parametrize("wrong", [-1, 1])
 def test_every_size_that_is_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
-    def moved(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return value[0] + wrong, *value[1:]
-        return value.roll(wrong, 1) if isinstance(value, torch.Tensor) and value.ndim == 2 else value + wrong
-
     for word, variable, fn in planted():
-        (name,) = (x for x in closures.READERS if word in ".".join(x))
-        read = closures.READERS[name]
         n = certificate._reach(fn) or 64
         with monkeypatch.context() as patch:
-            wrongly = lambda reader, held, read=read, at=variable: read(reader, held | {at: moved(held[at])})  # noqa: E731
-            patch.setitem(closures.READERS, name, wrongly)
+            wrongly = lambda fn, word=word, at=variable: reading.read(moved(fn, word, at, wrong))  # noqa: E731
+            patch.setattr(attention_mask, "read", wrongly)
             with pytest.raises(gs.Unsupported, match="is not what it says"):
                 make_mask(2, n, n, 0, 0, fn)
         make_mask(2, n, n, 0, 0, fn)
@@ -169,38 +199,55 @@ def test_every_size_that_is_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_mask_of_no_other_values_is_a_plain_pattern() -> None:
-    """Of the common masks no tensor is read, equal ones are equal, and the layers' plans are those of the pattern."""
+    """Of the common masks equal ones are equal patterns, of which one plan serves every forward."""
     for fn, pattern in (
         (hf.causal_mask_function, gs.Causal()),
         (hf.sliding_window_causal_mask_function(5), gs.SlidingWindow(4)),
         (hf.bidirectional_mask_function, gs.Dense()),
         (hf.sliding_window_bidirectional_mask_function(5), gs.SlidingWindow(5, 5)),
-        (hf.chunked_causal_mask_function(4, torch.zeros(2, dtype=int)), gs.Local(4) & gs.Causal()),
         (
             hf.or_masks(hf.sliding_window_causal_mask_function(5), _bidirectional_window_overlay(5)),
             gs.SlidingWindow(4, 4),
         ),
     ):
-        mask = make_mask(2, 8, 8, 0, 0, fn, torch.ones(2, 8, dtype=torch.bool))
-        assert mask.pattern == pattern and mask.lengths is None
-        assert mask.pattern.handle == make_mask(2, 8, 8, 0, 0, fn).pattern.handle
+        for padding in (torch.ones(2, 8, dtype=torch.bool), None):
+            mask = make_mask(2, 8, 8, 0, 0, fn, padding)
+            given = mask.attended(None, 2, torch.device("cpu"))
+            assert mask.kept.planned == "once" and given.pattern == pattern
+            assert all(x is None for x in given.options.values())
 
 
-def test_padding_is_an_end_a_first_key_or_a_mask_of_keys() -> None:
+def test_padding_is_an_interval_of_keys_or_a_mask_of_them() -> None:
     ones = torch.ones(2, 8, dtype=torch.bool)
     right, left, holes = ones.clone(), ones.clone(), ones.clone()
     right[0, 5:], left[0, :3], holes[0, 4] = False, False, False
-    of = lambda padding: make_mask(2, 8, 8, 0, 0, hf.causal_mask_function, padding)  # noqa: E731
-    assert of(right).pattern == gs.Causal() and of(right).lengths.tolist() == [5, 8]
-    assert "KeysFrom(starts=(3, 0))" in repr(of(left)) and of(left).lengths is None
-    assert "Keys(2x8)" in repr(of(holes))
-    assert "KeysFrom(starts=(3, 0))" in repr(of(left & right)) and of(left & right).lengths.tolist() == [5, 8]
+    of = lambda padding: make_mask(2, 8, 8, 0, 0, hf.causal_mask_function, padding).kept  # noqa: E731
+    assert (
+        of(right).what == Rules(Reach(right=0), ())
+        and of(right).starts is None
+        and of(right).lengths.tolist() == [5, 8]
+        and of(right).planned == "once"
+    )
+    for padding, lengths in ((left, [8, 8]), (left & right, [5, 8])):
+        kept = of(padding)
+        assert kept.what == Rules(Reach(right=0), ()) and kept.planned == "on the device"
+        assert kept.starts.tolist() == [3, 0] and kept.lengths.tolist() == lengths
+    assert "Keys(2x8)" in repr(of(holes).what) and of(holes).planned == "on the host"
+    nothing = ones.clone()
+    nothing[1] = False
+    assert not dense(make_mask(2, 8, 8, 0, 0, hf.causal_mask_function, nothing))[1].any()
     # What a causal query cannot see is not looked at: the rest of a static cache is no padding.
-    static = make_mask(2, 1, 32, torch.tensor(7), 0, hf.causal_mask_function, ones)
-    assert static.pattern == gs.Causal() and static.lengths is None
-    # One token more is the same pattern, which a cache of a decoding step then shares.
-    more = make_mask(2, 1, 9, 8, 0, hf.causal_mask_function, torch.cat([left, ones[:, :1]], 1))
-    assert more.pattern == make_mask(2, 1, 10, 9, 0, hf.causal_mask_function, torch.cat([left, ones[:, :2]], 1)).pattern
+    static = make_mask(2, 1, 32, torch.tensor(7), 0, hf.causal_mask_function, ones).kept
+    assert static.what == Rules(Reach(right=0), ()) and static.starts is static.lengths is None
+
+
+def test_ids_that_return_are_one_document() -> None:
+    """A device has documents as runs of ids; others are planned on the host."""
+    for ids, planned in (([3, 3, 9, 1, 1], "on the device"), ([3, 3, 9, 3, 1], "on the host"), ([3] * 5, "once")):
+        fn = hf.and_masks(hf.causal_mask_function, hf.packed_sequence_mask_function(torch.tensor([ids])))
+        mask = make_mask(1, 5, 5, 0, 0, fn)
+        assert mask.kept.planned == planned
+        np.testing.assert_array_equal(dense(mask), expected(fn, mask.where, None))
 
 
 def test_what_a_cache_changes_later_was_copied() -> None:
@@ -236,12 +283,12 @@ def test_an_unknown_function_is_evaluated() -> None:
     for fn, use_vmap in ((by_index, False), (by_index, True), (by_pair, True)):
         whole = hf.and_masks(hf.sliding_window_overlay(4), fn)
         mask = make_mask(2, 5, 8, 3, 2, whole, None, use_vmap)
-        assert "Evaluated" in repr(mask)
+        assert "Evaluated" in repr(mask) and mask.kept.planned == "on the host"
         np.testing.assert_array_equal(dense(mask), expected(whole, mask.where, None))
     with pytest.raises(gs.Unsupported, match=r"<lambda> is not known to gossamer.*at most 67108864.*1 x 16384 x 16384"):
         make_mask(1, 2**14, 2**14, 0, 0, by_index)
     true = make_mask(1, 2**14, 2**14, 0, 0, hf.or_masks(hf.causal_mask_function, transformers_true()))
-    assert true.pattern == gs.Dense()  # as Gemma 3 and others write it: not asked for each pair
+    assert true.kept == Kept(Rules(Reach(), ()))  # as Gemma 3 and others write it: not asked for each pair
 
 
 def transformers_true() -> Callable[..., Any]:
@@ -252,8 +299,8 @@ def transformers_true() -> Callable[..., Any]:
 
 def test_each_form_is_certified_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
-    compare = certificate._compare
-    monkeypatch.setattr(certificate, "_compare", lambda *args: (compared.append(args[-1].shape[1]), compare(*args)))
+    asked = certificate._asked
+    monkeypatch.setattr(certificate, "_asked", lambda *args: (compared.append(args[-1].shape[1]), asked(*args))[1])
     for _ in range(3):
         for W in (4, 5):
             make_mask(1, 9, 9, 0, 0, hf.sliding_window_causal_mask_function(W))
@@ -269,29 +316,34 @@ def test_nothing_is_certified_inside_a_capture(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     make_mask(1, 9, 9, 0, 0, fn)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert make_mask(1, 9, 9, 0, 0, fn).pattern == gs.SlidingWindow(3)
+    assert make_mask(1, 9, 9, 0, 0, fn).kept.what == Rules(Reach(3, 0), ())
 
 
 def test_a_restriction_counts_absolute_positions() -> None:
-    whole = make_mask(1, 12, 12, 0, 0, hf.causal_mask_function)
-    cached = make_mask(1, 3, 7, 9, 5, hf.causal_mask_function)  # a sliding cache that dropped five keys
-    for by in (
-        gs.Local(4),
-        gs.SlidingWindow(2, sinks=6),
-        gs.SlidingWindow(2),
-        gs.Strided(3, 2),
-        gs.Longformer(4, (1, 10)),
-    ):
-        wanted = whole.restricted(by).materialize(12, 12)[9:, 5:]
-        np.testing.assert_array_equal(cached.restricted(by).materialize(3, 7, 4), wanted)
-        layout = cached.restricted(by).layout(3, 7, block_q=32, block_kv=32, q_offset=4)
-        np.testing.assert_array_equal(layout.expand(), wanted)
+    for padding in (None, torch.arange(12)[None] >= torch.tensor([[0], [7]])):
+        whole = make_mask(2, 12, 12, 0, 0, hf.causal_mask_function, padding)
+        cached = make_mask(2, 3, 7, 9, 5, hf.causal_mask_function, padding)  # a sliding cache that dropped five keys
+        for by, rule in (
+            (gs.Local(4), True),
+            (gs.SlidingWindow(2, sinks=6), False),
+            (gs.SlidingWindow(2), True),
+            (gs.Local(5) & gs.SlidingWindow(3), True),
+            (gs.Strided(3, 2), False),
+            (gs.Longformer(4, (1, 10)), False),
+        ):
+            wanted = dense(whole, by=by)
+            kept = np.tril(np.ones((12, 12), bool)) & by.materialize(12, 12)
+            real = np.ones((2, 1, 12), bool) if padding is None else padding[:, None].numpy()
+            np.testing.assert_array_equal(wanted, kept & real)
+            np.testing.assert_array_equal(dense(cached, by=by), wanted[:, 9:, 5:])
+            planned = cached.attended(by, 2, torch.device("cpu")).planned
+            assert planned == ("once" if padding is None else "on the device" if rule else "on the host")
 
 
 def test_layouts_of_the_patterns_of_masks() -> None:
     """The tiles of each pattern of the integration, expanded, are what it keeps."""
     rng = np.random.default_rng(0)
-    from gossamer.integrations.transformers.patterns import Blocks, Chunks, Evaluated, Keys, KeysFrom, Shifted
+    from gossamer.integrations.transformers.patterns import Blocks, Evaluated, Keys, Shifted
 
     Q, K = 90, 150
     ids = np.sort(rng.integers(-9, 9, (2, K)))
@@ -299,7 +351,7 @@ def test_layouts_of_the_patterns_of_masks() -> None:
     holes = rng.random((2, K)) < 0.9
     holes[:, 32:64], holes[:, 96:128] = True, False
     for pattern in (
-        KeysFrom((3, 70)), KeysFrom((200,)), Keys(holes), Blocks(ids), Blocks(alternating), Chunks(40, 13),
+        Keys(holes), Blocks(ids), Blocks(alternating),
         Evaluated(rng.random((2, Q, K)) < 0.5), Shifted(gs.Longformer(8, (5, 60)), 42), Shifted(gs.Local(48), 17),
     ):  # fmt: skip
         causal = pattern & gs.Causal()

@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.integrations.transformers.attention_mask import Mask
-from gossamer.integrations.transformers.closures import EVALUATED_PAIRS
+from gossamer.integrations.transformers.attention_mask import NO_RULES, Attended, Mask
+from gossamer.integrations.transformers.device import ON_DEVICE, ONCE
+from gossamer.integrations.transformers.host import EVALUATED_PAIRS
 from gossamer.integrations.transformers.patterns import both
 from gossamer.patterns import Causal, Dense, Pattern
 from gossamer.patterns.validate import show
 from gossamer.plan.problem import Unsupported
 from gossamer.torch.api import attention
+from gossamer.torch.structure import Structure
 from gossamer.torch.validate import describe
 
 Restriction = Pattern | Callable[[Any, int | None], Pattern | None] | None
@@ -34,8 +36,9 @@ class Call(NamedTuple):
 
     module: torch.nn.Module
     tensors: tuple[Tensor, Tensor, Tensor]
-    pattern: Pattern | Tensor
+    pattern: Pattern | Structure | Tensor
     options: dict[str, Any]
+    planned: str
 
 
 # What `explain` listens with; None where nobody does.
@@ -45,7 +48,6 @@ listeners: list[Callable[[Call], None]] = []
 def attention_function(restrict: Restriction) -> Callable[..., tuple[Tensor, None]]:
     """The function to register: q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E) to (B, Q, H, E)."""
 
-    @torch.compiler.disable
     def gossamer_attention(
         module: torch.nn.Module,
         query: Tensor,
@@ -65,9 +67,10 @@ def attention_function(restrict: Restriction) -> Callable[..., tuple[Tensor, Non
     ) -> tuple[Tensor, None]:
         _refuse(module, dropout, others)
         by = _restriction(restrict, module)
-        pattern: Pattern | Tensor
-        options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": s_aux}
-        Q, K = query.shape[2], key.shape[2]
+        terms: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": s_aux}
+        placed: dict[str, Any] = {}
+        pattern: Any
+        planned, Q, K = ONCE, query.shape[2], key.shape[2]
         if isinstance(attention_mask, Mask):
             if attention_mask.shape not in ((query.shape[0], 1, Q, K), (1, 1, Q, K)):
                 raise Unsupported(
@@ -76,22 +79,29 @@ def attention_function(restrict: Restriction) -> Callable[..., tuple[Tensor, Non
                 )
             if position_ids is not None:
                 attention_mask.separate(position_ids)
-            pattern = attention_mask.restricted(by)
-            offset = attention_mask.where.offset
-            options["q_offset"] = None if offset == K - Q else offset
-            options["key_lengths"] = attention_mask.key_lengths(query.shape[0], query.device)
+            if torch.compiler.is_compiling() and not attention_mask.has_rules(by):
+                return outside(
+                    module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, is_causal,
+                    sliding_window, position_ids, cu_seq_lens_q, cu_seq_lens_k, **others,
+                )  # fmt: skip
+            pattern, placed, planned = attention_mask.attended(by, query.shape[0], query.device)
         elif attention_mask is None:
             pattern = _without_mask(module, Q, K, is_causal, sliding_window)
             pattern = pattern if by is None else both(pattern, by)
         else:
             pattern = _given(attention_mask, query, K, by)
-        if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-            _check_documents(attention_mask, cu_seq_lens_q, cu_seq_lens_k)
+        for name, edges in (("cu_seq_lens_q", cu_seq_lens_q), ("cu_seq_lens_k", cu_seq_lens_k)):
+            if edges is not None:
+                _check_documents(attention_mask, name, edges)
         for listener in listeners:
-            listener(Call(module, (query, key, value), pattern, options))
-        out = attention(query, key, value, pattern, **options)
+            listener(Call(module, (query, key, value), pattern, {**terms, **placed}, planned))
+        if planned == ON_DEVICE:
+            attended = Attended(pattern, placed, planned)
+            pattern, placed = attention_mask.layout(attended, by, query, key, value, softcap, s_aux), {}
+        out = attention(query, key, value, pattern, **terms, **placed)
         return out.transpose(1, 2).contiguous(), None
 
+    outside = torch.compiler.disable(gossamer_attention, reason=NO_RULES)
     return gossamer_attention
 
 
@@ -149,14 +159,16 @@ def _without_mask(module: torch.nn.Module, Q: int, K: int, is_causal: bool | Non
             f"sliding_window={window} without an attention_mask of gossamer is not read: models count it differently"
         )
     if not causal or Q == 1:
-        return Dense()
+        return DENSE
     if Q != K:
         raise Unsupported(
             f"attention_mask is None in a causal layer of Q = {Q} queries and K = {K} keys, which says not where the "
             "queries stand"
         )
-    return Causal()
+    return CAUSAL
 
+
+DENSE, CAUSAL = Dense(), Causal()  # torch before 2.13 takes them only from outside of a compiled function
 
 _checked: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
 
@@ -204,11 +216,12 @@ def _booleans(mask: Tensor) -> Tensor:
     return kept
 
 
-def _check_documents(mask: Any, q: Tensor | None, k: Tensor | None) -> None:
+def _check_documents(mask: Any, name: str, edges: Tensor) -> None:
     """Raise unless cu_seq_lens say what the mask says already."""
-    for name, given in (("cu_seq_lens_q", q), ("cu_seq_lens_k", k)):
-        if given is not None and not (isinstance(mask, Mask) and mask.has_documents(given)):
-            raise Unsupported(
-                f"{name} must be None, or have the documents of packed position_ids in a causal model, where "
-                f"attention_mask is None and use_cache is False; got {describe(given)}"
-            )
+    if isinstance(mask, Mask):
+        mask.check_documents(name, edges)
+        return
+    raise Unsupported(
+        f"{name} must be None, or have the documents of packed position_ids in a causal model, where attention_mask is "
+        f"None and use_cache is False; got {describe(edges)}"
+    )

@@ -1,28 +1,171 @@
-"""The mask object that a model's layers share: its pattern, made once in each forward."""
+"""The mask object that a model's layers share: what it keeps is said by rules of the device, made once in a forward."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from gossamer.integrations.transformers.certificate import certify
-from gossamer.integrations.transformers.closures import (
-    MaskFunction,
-    Reader,
+from gossamer.integrations.transformers.device import (
+    ON_DEVICE,
+    ON_HOST,
+    ONCE,
+    Ends,
+    Kept,
+    Read,
+    Rules,
     Where,
-    documents,
-    host,
-    packed_ids,
-    shared,
-)  # fmt: skip
-from gossamer.integrations.transformers.patterns import Keys, KeysFrom, Shifted, both, is_causal, of_distances
+    at_numbers,
+    ends_of,
+    is_causal,
+    padded,
+    reach_by,
+    rules_of,
+)
+from gossamer.integrations.transformers.host import evaluate, host, name_of, pattern_of, shared
+from gossamer.integrations.transformers.patterns import Keys, Shifted, both, of_distances
+from gossamer.integrations.transformers.reading import MaskFunction, Pairs, Same, Unreadable, read
+from gossamer.layouts import BlockLayout, GatherLayout
 from gossamer.patterns import Pattern
 from gossamer.patterns.validate import show
 from gossamer.plan.problem import Unsupported
+from gossamer.torch.device_layout import device_layout
+from gossamer.torch.request import differentiable
+from gossamer.torch.structure import Structure
+from gossamer.torch.validate import describe
+
+# What a device asserts where nothing can be read.
+WRONG = (
+    "attention_mask must have no hole between two keys, and ids of documents must not return, in a compiled function "
+    "and while a CUDA graph is captured: gossamer reads nothing there"
+)
+NO_RULES = (
+    "what it keeps has no rules on a device (docs/models/transformers.md), and is read on the host, which cannot be in "
+    "a compiled function or while a CUDA graph is captured. torch.compile(fullgraph=False) breaks its graph there"
+)
+
+
+class Making(NamedTuple):
+    """A mask function and the keys of one call: from it follows what is kept."""
+
+    fn: MaskFunction
+    where: Where
+    device: torch.device | str
+    use_vmap: bool
+    pairs: Pairs | None  # None: symbols do not read it
+    keys: Tensor | None  # (1 or B, K) booleans: those that are no padding
+    documents: tuple[Same, ...] = ()  # kept apart beside what the mask function says
+
+    def kept(self) -> Kept:
+        """By rules of the device where it has them, else by a pattern that is planned on the host.
+
+        Where values can be read, a few truths about them are, together, once: a mask without padding and documents is
+        a pattern of numbers, of which one plan serves every forward.
+
+        Raises:
+            Unsupported: values cannot be read, and there are no rules.
+        """
+        unread = blind()
+        if not unread and self.keys is not None and self.keys.all():
+            return self._replace(keys=None).kept()
+        found = self.rules()
+        if found is None:
+            if unread:
+                raise Unsupported(f"mask function {name_of(self.fn)}: {NO_RULES}")
+            return self.on_host()
+        rules, ends = found.read.rules, found.ends
+        needed = found.read.right if ends is None else (*found.read.right, ends.whole)
+        if unread:
+            if len(needed) > 0:
+                torch._assert_async(torch.stack(needed).all(), WRONG)
+            return self.kept_by(rules, *found.interval)
+        of_ends = () if ends is None else (ends.all, ends.from_first)
+        truths = iter(truths_of([*needed, *found.read.alike, *of_ends]))
+        right, alike = ([next(truths) for _ in some] for some in (needed, found.read.alike))
+        every, from_first = truths if ends is not None else (True, True)
+        if not all(right):
+            return self.on_host()
+        rules = Rules(rules.reach, tuple(ids for ids, one in zip(rules.ids, alike, strict=True) if not one))
+        starts, lengths = found.interval
+        return self.kept_by(rules, None if from_first or every else starts, None if every else lengths)
+
+    def kept_by(self, rules: Rules, starts: Tensor | None, lengths: Tensor | None) -> Kept:
+        """What rules keep of an interval of keys: without data of one plan."""
+        of_data = len(rules.ids) > 0 or starts is not None or isinstance(self.where.q_offset, Tensor)
+        return Kept(rules, starts, lengths, ON_DEVICE if of_data else ONCE)
+
+    def rules(self) -> Proposal | None:
+        """What is kept by rules of the device, and what has to hold for that."""
+        if self.pairs is None:
+            return None
+        pairs = self.pairs & Pairs(same=self.documents)
+        found = rules_of(pairs, self.where, self.device)
+        if found is None:
+            return None
+        keys = self.keys
+        for more in found.keys:
+            keys = more if keys is None else keys & more
+        return Proposal(found, None if keys is None else ends_of(keys, self.where, is_causal(pairs)))
+
+    def on_host(self) -> Kept:
+        """What is kept, by a pattern that is planned on the host."""
+        where, pattern = at_numbers(self.where), None
+        if self.pairs is not None:
+            try:
+                pattern = pattern_of(self.pairs & Pairs(same=self.documents), where)
+            except Unreadable:
+                pattern = None
+        if pattern is None:
+            pattern = evaluate(self.fn, where, self.device, self.use_vmap)
+            pattern = both(pattern, pattern_of(Pairs(same=self.documents), where))
+        keys = None if self.keys is None else host(self.keys) != 0
+        pattern = pattern if keys is None or keys.all() else both(pattern, Keys(shared(keys)))
+        return Kept(pattern, planned=ON_HOST)
+
+    def every(self) -> list[Kept]:
+        """What is kept by every way that there is; for offsets that are integers."""
+        found, ways = self.rules(), [self.on_host()]
+        if found is not None:
+            ends = found.ends
+            truths = truths_of([*found.read.right, *([] if ends is None else [ends.whole])])
+            ways += [self.kept_by(found.read.rules, *found.interval)] * all(truths)
+        return ways
+
+
+class Proposal(NamedTuple):
+    """What would be kept by rules, and where its keys begin and end."""
+
+    read: Read
+    ends: Ends | None
+
+    @property
+    def interval(self) -> tuple[Tensor | None, Tensor | None]:
+        """(starts, lengths)."""
+        return (None, None) if self.ends is None else (self.ends.starts, self.ends.lengths)
+
+
+def truths_of(truths: list[Tensor]) -> list[bool]:
+    """0-d booleans, read together."""
+    return torch.stack(truths).tolist() if truths else []
+
+
+def blind() -> bool:
+    """Whether no value can be read: in a compiled function, and while a CUDA graph is captured."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+class Attended(NamedTuple):
+    """What a layer gives `attention`."""
+
+    pattern: Pattern | Structure
+    options: dict[str, Any]  # q_offset, key_starts, key_lengths
+    planned: str
 
 
 class Mask(BlockMask):
@@ -32,20 +175,13 @@ class Mask(BlockMask):
     ask of a mask: `.shape`, `.to`, `.contiguous`. All that a cache changes later was copied when it was made.
     """
 
-    def __init__(
-        self, mask_function: MaskFunction, where: Where, pattern: Pattern, lengths: Tensor | None, padded: bool
-    ) -> None:
-        self.mask_function = mask_function
-        self.where = where
-        self.pattern = pattern  # in key coordinates: key column 0 is at position 0
-        self.lengths = lengths  # (B,) int32: where the keys of a right-padded batch element end
-        self.padded = padded  # whether an attention_mask was given
-        self._restricted: dict[int, tuple[Pattern, Pattern]] = {}
-        self._moved: dict[tuple[int, torch.device], Tensor] = {}
-        self._names_documents = packed_ids(mask_function) is not None
-        self._ids: np.ndarray | None = None  # of the documents in packed positions (1 or B, Q)
-        self._ends: list[int] | None = None  # of the same, where they begin in B x Q, and the end
-        self._compared: dict[int, tuple[Tensor, bool]] = {}
+    def __init__(self, making: Making) -> None:
+        self.making = making
+        self.where = making.where
+        self.kept = making.kept()
+        self._layouts: list[tuple[Any, BlockLayout | GatherLayout]] = []
+        self._restricted: list[tuple[Pattern, Kept]] = []
+        self._compared: list[Tensor] = []
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,11 +191,11 @@ class Mask(BlockMask):
     @property
     def ndim(self) -> int:
         """4: (B, 1, Q, K)."""
-        return len(self.shape)
+        return 4
 
     def dim(self) -> int:
         """4: (B, 1, Q, K)."""
-        return len(self.shape)
+        return 4
 
     def size(self, axis: int | None = None) -> Any:
         """(B, 1, Q, K), or one of them."""
@@ -79,7 +215,7 @@ class Mask(BlockMask):
     __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __add__
 
     def to(self, *device: Any, **options: Any) -> Mask:
-        """Itself: the layers' devices are minded when they ask for lengths."""
+        """Itself: the layers' devices are minded when they ask what is kept."""
         return self
 
     def contiguous(self) -> Mask:
@@ -105,96 +241,140 @@ class Mask(BlockMask):
         )
 
     def __repr__(self) -> str:
-        return f"Mask{self.shape} of {self.pattern!r}, q_offset {self.where.offset}"
+        return f"Mask{self.shape} of {self.kept.what!r}"
 
     __str__ = __repr__
 
-    def key_lengths(self, B: int, device: torch.device) -> Tensor | None:
-        """(B,) int32 on a layer's device, or None where no keys are cut off; a mask of one is for all."""
-        if self.lengths is None or (self.lengths.device == device and len(self.lengths) == B):
-            return self.lengths
-        if (B, device) not in self._moved:
-            self._moved[B, device] = self.lengths.to(device).expand(B).contiguous()
-        return self._moved[B, device]
+    def attended(self, by: Pattern | None, B: int, device: torch.device) -> Attended:
+        """What the layers of a batch on a device attend to.
 
-    def restricted(self, by: Pattern | None) -> Pattern:
-        """The pattern, intersected with another one of absolute positions."""
-        if by is None:
-            return self.pattern
-        found = self._restricted.get(by.handle)
-        if found is None:
-            first = self.where.kv_offset
-            here = by if not first or of_distances(by) else Shifted(by, first)
-            found = self._restricted[by.handle] = (both(self.pattern, here), by)
-        return found[0]
+        Args:
+            by: a pattern of absolute positions that restricts them.
+        """
+        kept, where = self.kept if by is None else self._restricted_by(by), self.where
+        starts, lengths = (None if x is None else x.to(device).expand(B) for x in (kept.starts, kept.lengths))
+        options: dict[str, Any] = {"q_offset": where.offset, "key_starts": starts, "key_lengths": lengths}
+        what = kept.what
+        if isinstance(what, Rules):
+            if kept.planned == ON_DEVICE or torch.compiler.is_compiling():
+                return Attended(what.structure(device), options, ON_DEVICE)
+            what = what.pattern
+        options["q_offset"] = None if where.read_offset == where.K - where.Q else where.read_offset
+        return Attended(what, options, kept.planned)
+
+    def layout(
+        self, attended: Attended, by: Pattern | None, q: Tensor, k: Tensor, v: Tensor, softcap: float | None,
+        sink_logits: Tensor | None,
+    ) -> BlockLayout | GatherLayout:  # fmt: skip
+        """The structure of a layer, made once for all layers that are alike."""
+        # A compiled function has one tile for all numbers of heads, and lists of keys whether it trains or not.
+        eager = not torch.compiler.is_compiling()
+        heads = (q.shape[0], q.shape[1], k.shape[1]) if eager else None
+        gradient = eager and differentiable(q, k, v, sink_logits)
+        alike = (
+            None if by is None else reach_by(by), q.device, q.dtype, torch.is_autocast_enabled(q.device.type),
+            gradient, heads, q.shape[3], v.shape[3], softcap is None, sink_logits is None,
+        )  # fmt: skip
+        for known, layout in self._layouts:
+            if known == alike:
+                return layout
+        layout = device_layout(q, k, v, attended.pattern, **attended.options, softcap=softcap, sink_logits=sink_logits)
+        self._layouts.append((alike, layout))
+        return layout
+
+    def foresee(self, config: Any, dtype: torch.dtype) -> None:
+        """Make the structure that the layers of a model probably ask for, while a function is compiled.
+
+        A layer whose activations are checkpointed may keep nothing there. What nobody asks for is no part of the graph.
+        """
+        heads = getattr(config, "num_attention_heads", None)
+        D = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
+        if not D or not self.has_rules(None):
+            return
+        w, device = self.where, torch.device(self.making.device)
+        x = torch.empty(w.B, 1, w.Q, D, device=device, dtype=dtype)
+        y = torch.empty(w.B, 1, w.K, D, device=device, dtype=dtype)
+        softcap = getattr(config, "attn_logit_softcapping", None)
+        self.layout(self.attended(None, w.B, device), None, x, y, y, softcap, None)
+
+    def has_rules(self, by: Pattern | None) -> bool:
+        """Whether what is kept of another pattern, too, is said by rules of the device."""
+        return isinstance(self.kept.what, Rules) and (by is None or reach_by(by) is not None)
+
+    def _restricted_by(self, by: Pattern) -> Kept:
+        """What is kept of another pattern, too."""
+        kept, where, reach = self.kept, self.where, reach_by(by)
+        compiling = torch.compiler.is_compiling()
+        if isinstance(kept.what, Rules) and reach is not None and (compiling or kept.planned == ON_DEVICE):
+            ids = kept.what.ids
+            for block in reach.blocks:  # they are of absolute positions
+                position = torch.arange(where.K, device=self.making.device)[None] + where.kv_offset
+                ids = (*ids, position // block)
+            return kept._replace(what=Rules(kept.what.reach.both(reach._replace(blocks=())), ids))
+        if kept.planned != ONCE and blind():
+            raise Unsupported(f"restrict={by!r}: {NO_RULES}")
+        for known, found in self._restricted:
+            if known is by:
+                return found
+        if isinstance(kept.what, Rules):
+            kept = self.making.on_host() if kept.planned == ON_DEVICE else kept._replace(what=kept.what.pattern)
+        here = by if not where.kv_offset or of_distances(by) else Shifted(by, where.kv_offset)
+        assert isinstance(kept.what, Pattern)
+        found = kept._replace(what=both(kept.what, here))
+        self._restricted.append((by, found))
+        return found
 
     def separate(self, positions: Tensor) -> None:
         """Keep the documents of packed positions (1 or B, Q) apart, where the mask function was not told of them.
 
         As transformers finds them: a step other than 1 begins a document. A mask with padding or a past says itself
-        what its positions are. Read once in a forward.
+        what its positions are.
         """
-        w = self.where
-        if self.padded or self._names_documents or w.Q != w.K or w.offset or w.kv_offset or w.Q == 1:
+        making, w = self.making, self.where
+        if making.pairs is None or making.keys is not None or w.Q != w.K or w.Q == 1 or w.kv_offset:
+            return
+        if len(making.pairs.same) + len(making.documents) > 0 or not is_causal(making.pairs):
+            return
+        if not isinstance(w.q_offset, Tensor) and w.q_offset:
             return
         if positions.ndim != 2 or positions.shape[1] != w.Q or positions.shape[0] not in (1, w.B):
             return
-        if self._ids is not None or not is_causal(self.pattern):
+        ids = F.pad(positions.diff(dim=1) != 1, (1, 0)).cumsum(1)
+        self.making = making._replace(documents=(Same(ids),))
+        self.kept = self.making.kept()
+        self._layouts, self._restricted = [], []
+
+    def check_documents(self, name: str, cu_seq_lens: Tensor) -> None:
+        """Raise unless the documents that are kept apart begin and end where `cu_seq_lens` (documents + 1,) says."""
+        if any(known is cu_seq_lens for known in self._compared):
             return
-        steps = np.diff(host(positions), axis=1) != 1
-        self._ids = shared(np.concatenate([np.zeros((len(steps), 1), np.int64), np.cumsum(steps, 1)], 1))
-        self.pattern = both(documents(self._ids), self.pattern)
-        self._restricted.clear()
-
-    def has_documents(self, cu_seq_lens: Tensor) -> bool:
-        """Whether the documents that are kept apart begin and end where `cu_seq_lens` (documents + 1,) says."""
-        ids = self._ids
-        if ids is None and not self.padded:
-            found = packed_ids(self.mask_function)
-            ids = self._ids = None if found is None else host(found)
-        if self._ends is None and ids is not None:
-            ids = np.broadcast_to(ids, (self.where.B, ids.shape[1]))
-            first = np.concatenate([np.ones((len(ids), 1), bool), np.diff(ids, axis=1) != 0], 1)
-            self._ends = [*np.nonzero(first.ravel())[0].tolist(), first.size]
-        if self._ends is None:
-            return False
-        known = self._compared.get(id(cu_seq_lens))
-        if known is None or known[0] is not cu_seq_lens:
-            known = self._compared[id(cu_seq_lens)] = (cu_seq_lens, host(cu_seq_lens).tolist() == self._ends)
-        return known[1]
+        making = self.making
+        every = making.documents if making.pairs is None else (*making.pairs.same, *making.documents)
+        ids = [same.values for same in every if same.values is not None and same.at is None]
+        wrong = (
+            f"{name} must be None, or have the documents of packed position_ids in a causal model, where "
+            f"attention_mask is None and use_cache is False; got {describe(cu_seq_lens)}"
+        )
+        if not ids or making.keys is not None or cu_seq_lens.ndim != 1:
+            raise Unsupported(wrong)
+        right = same_documents(ids[0].expand(self.where.B, -1), cu_seq_lens)
+        if blind():
+            torch._assert_async(right, wrong)
+        elif not right:
+            raise Unsupported(wrong)
+        self._compared.append(cu_seq_lens)
 
 
-def kept_keys(pattern: Pattern, where: Where, seen: np.ndarray | None) -> tuple[Pattern, np.ndarray | None]:
-    """The pattern without padding keys, and where the keys of each batch element end, if that is needed.
-
-    Padding on the right is an end, which is data; on the left it is a first key, and with holes a mask of keys: those
-    are patterns. Keys that no query of a causal pattern can see are not looked at.
-
-    Args:
-        seen: boolean (B, seen) at absolute positions; keys behind its end are padding.
-    """
-    if seen is None:
-        return pattern, None
-    last = min(where.K, max(where.offset + where.Q, 1)) if is_causal(pattern) else where.K
-    keys = np.zeros((len(seen), last), dtype=bool)
-    given = seen[:, where.kv_offset : where.kv_offset + last]
-    keys[:, : given.shape[1]] = given
-    if keys.all():
-        return pattern, None
-    some = keys.any(1)
-    first = np.where(some, keys.argmax(1), 0)
-    end = np.where(some, last - keys[:, ::-1].argmax(1), 0)
-    if (keys.sum(1) != end - first).any():
-        kept = np.zeros((len(seen), where.K), dtype=bool)
-        kept[:, :last] = keys
-        return both(pattern, Keys(shared(kept))), None
-    if first.any():
-        starts = (int(first[0]),) if (first == first[0]).all() else tuple(int(x) for x in first)
-        pattern = both(pattern, KeysFrom(starts))
-    return pattern, end.astype(np.int32) if (end < last).any() else None
+def same_documents(ids: Tensor, cu_seq_lens: Tensor) -> Tensor:
+    """Whether the runs of ids (B, K), row behind row, are [cu_seq_lens[n], cu_seq_lens[n + 1]): a 0-d boolean."""
+    first = F.pad(ids.diff(dim=1) != 0, (1, 0), value=True).flatten()
+    edges = cu_seq_lens.to(ids.device, torch.int64)
+    place = torch.arange(first.numel(), device=ids.device)
+    number = torch.searchsorted(edges, place, right=True)
+    ends = (edges[:1] == 0) & (edges[-1:] == first.numel()) & (edges.diff() > 0).all()
+    return ends.all() & (number == first.cumsum(0)).all()
 
 
-@torch.compiler.disable
 def make_mask(
     batch_size: int,
     q_length: int,
@@ -205,33 +385,57 @@ def make_mask(
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    config: Any = None,
     **others: Any,
 ) -> Mask:
     """The mask object of one forward, as `AttentionMaskInterface` asks for it.
 
     Args:
         q_offset, kv_offset: positions of the first query and key. A static cache gives the tensor in which it counts
-            and adds to it before attention runs, so it is read here.
+            and adds to it before attention runs, so it is copied here; it is not read.
         mask_function: mask_function(b, h, q, kv) of absolute positions.
         attention_mask: boolean (B, seen), True where a key is no padding; keys behind its end are.
         use_vmap: whether the function may be asked for one pair at a time only, under vmap.
-        others: what a mask of another implementation needs: dtype, config, whether it may be left out.
+        dtype, config: of the model.
+        others: what a mask of another implementation needs: whether it may be left out.
 
     Raises:
         ValueError: the mask function cannot be read or evaluated, or is not what its pattern says.
     """
-    where = Where(int(batch_size), int(q_length), int(kv_length), int(q_offset), int(kv_offset))
+    if isinstance(q_offset, Tensor):
+        q_offset = q_offset.clone()
+    if isinstance(kv_offset, Tensor):
+        kv_offset = int(kv_offset)
+    where = Where(batch_size, q_length, kv_length, q_offset, kv_offset)
     if attention_mask is not None and (attention_mask.ndim != 2 or attention_mask.shape[0] != where.B):
         raise ValueError(
             f"attention_mask must be (B, positions) or (B, 1 or H, Q, K) with B = {where.B}; got shape "
             f"{tuple(attention_mask.shape)}"
         )
+    if not torch.compiler.is_compiling():
+        certify(mask_function, where, attention_mask, use_vmap, making_of)
+    keys = None if attention_mask is None else padded(attention_mask, where)
+    making = making_of(mask_function, where, device, use_vmap, keys)
+    if torch.compiler.is_compiling() and making.rules() is None:
+        return outside(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, device
+        )
+    mask = Mask(making)
+    if torch.compiler.is_compiling():
+        mask.foresee(config, dtype)
+    return mask
 
-    def making(fn: MaskFunction, at: Where, seen: np.ndarray | None) -> tuple[Pattern, np.ndarray | None]:
-        return kept_keys(Reader(at, "cpu", use_vmap).read(fn), at, seen)
 
-    certify(mask_function, where, attention_mask, use_vmap, making)
-    seen = None if attention_mask is None else attention_mask.detach().cpu().numpy().astype(bool)
-    pattern, ends = kept_keys(Reader(where, device, use_vmap).read(mask_function), where, seen)
-    lengths = None if ends is None else torch.from_numpy(ends).to(device)
-    return Mask(mask_function, where, pattern, lengths, attention_mask is not None)
+def making_of(
+    fn: MaskFunction, where: Where, device: torch.device | str, use_vmap: bool, keys: Tensor | None
+) -> Making:
+    """A mask function, read."""
+    try:
+        pairs = read(fn)
+    except Exception:  # whatever a function of somebody else does with symbols
+        pairs = None
+    return Making(fn, where, device, use_vmap, pairs, keys)
+
+
+outside = torch.compiler.disable(make_mask, reason=NO_RULES)

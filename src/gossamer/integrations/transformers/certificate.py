@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import random
+import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.integrations.transformers.closures import (
-    MaskFunction,
-    Where,
-    name_of,
-    on_cpu,
-    scalars,
-    structure,
-    unknown,
-    variables,
-)  # fmt: skip
-from gossamer.patterns import Pattern
+from gossamer.integrations.transformers.device import Kept, Rules, Where, at_numbers, padded
+from gossamer.integrations.transformers.host import name_of, scalars
+from gossamer.integrations.transformers.reading import MaskFunction, Pairs
 from gossamer.plan.problem import Unsupported
+from gossamer.torch.structure.base import Sizes
 
 PAIRS, DRAWS = 2048, 8
 REMEMBERED = 4096  # forms; sizes of a mask function may change in every step
 NEAR = 40
 
-# Of a mask function and the keys of each batch element that are no padding: the pattern, and the end of the keys.
-Making = Callable[[MaskFunction, Where, np.ndarray | None], tuple[Pattern, np.ndarray | None]]
+
+class Making(Protocol):
+    """A mask function that was read, and what is kept by each way that there is."""
+
+    @property
+    def pairs(self) -> Pairs | None: ...
+
+    def every(self) -> list[Kept]: ...
+
+
+# Of a mask function, a place, a device, whether under vmap, and the keys that are no padding.
+Read = Callable[[MaskFunction, Where, str, bool, Tensor | None], Making]
 
 _certified: set[tuple[Any, ...]] = set()
 
@@ -38,15 +42,16 @@ def forget() -> None:
     _certified.clear()
 
 
-def certify(fn: MaskFunction, where: Where, padding: Tensor | None, use_vmap: bool, making: Making) -> None:
-    """Compare pattern and mask function on 2048 pairs, once for each structure, on copies on the CPU.
+def certify(fn: MaskFunction, where: Where, padding: Tensor | None, use_vmap: bool, making_of: Read) -> None:
+    """Compare what is kept with the mask function on 2048 pairs, once for each structure, on copies on the CPU.
 
-    The first draw has the sizes, offsets and padding of the call, the others have some of their own. A mask function
-    with a part that has no reader was evaluated for its own call, which is all that is compared.
+    What is kept by rules of the device and what is planned on the host are compared both. The first draw has the sizes,
+    offsets and padding of the call, the others have some of their own. A mask function that symbols do not read was
+    evaluated for its own call, which is all that is compared.
 
     Args:
         padding: boolean (B, seen), at absolute positions; False where a key is padding.
-        making: what makes a pattern of a mask function.
+        making_of: what reads a mask function.
 
     Raises:
         Unsupported: they differ.
@@ -56,34 +61,28 @@ def certify(fn: MaskFunction, where: Where, padding: Tensor | None, use_vmap: bo
         return
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise Unsupported(
-            f"mask function {'.'.join(name_of(fn))} is new, and is not compared with its pattern while a CUDA graph is "
+            f"mask function {name_of(fn)} is new, and is not compared with what was read of it while a CUDA graph is "
             "captured: run the model once before"
         )
     fn, random_ = on_cpu(fn), random.Random(0)
-    given = None if padding is None else padding.detach().cpu().numpy().astype(bool)
     numbers, reach, edges = sorted(_numbers(fn)), _reach(fn), _edges(fn)
-    draws = [(where, given)]
-    if not unknown(fn):
+    draws = [(at_numbers(where), None if padding is None else padding.detach().cpu().bool())]
+    if making_of(fn, where, "cpu", use_vmap, None).pairs is not None:
         draws += [_draw(random_, where.B, numbers, reach, padding is not None) for _ in range(DRAWS - 1)]
     for at, seen in draws:
-        pattern, lengths = making(fn, at, seen)
-        _compare(fn, use_vmap, at, seen, pattern, lengths, _pairs(random_, at, numbers, edges, PAIRS // len(draws)))
+        making = making_of(fn, at, "cpu", use_vmap, None if seen is None else padded(seen, at))
+        pairs = _pairs(random_, at, numbers, edges, PAIRS // len(draws))
+        wanted = _asked(fn, use_vmap, seen, at, pairs)
+        for kept in making.every():
+            _compare(fn, at, kept, pairs, wanted)
     if len(_certified) >= REMEMBERED:
         _certified.clear()
     _certified.add(key)
 
 
-def _compare(
-    fn: MaskFunction, use_vmap: bool, where: Where, seen: np.ndarray | None, pattern: Pattern,
-    lengths: np.ndarray | None, pairs: np.ndarray,
-) -> None:  # fmt: skip
-    """Raise where the two differ; pairs (3, n): batch element, query and key, in key coordinates."""
+def _asked(fn: MaskFunction, use_vmap: bool, seen: Tensor | None, where: Where, pairs: np.ndarray) -> np.ndarray:
+    """What the mask function and the padding say of pairs (3, n): batch element, query and key, in key coordinates."""
     b, i, j = pairs
-    kept = pattern.keep(i, j, where.Q, where.K, where.offset)
-    if pattern.lead != (1, 1):
-        kept = kept[np.minimum(b, pattern.lead[0] - 1), 0, np.arange(len(b))]
-    if lengths is not None:
-        kept = kept & (j < lengths[b])
     index = [torch.from_numpy(x) for x in (b, np.zeros_like(b), i + where.kv_offset, j + where.kv_offset)]
     if use_vmap:
         with scalars():
@@ -91,18 +90,43 @@ def _compare(
     else:
         answers = torch.as_tensor(fn(*index)).expand(len(b))
     wanted = answers.to(torch.bool).numpy()
-    if seen is not None:
-        at = j + where.kv_offset
-        wanted = wanted & np.where(at < seen.shape[1], seen[b, np.minimum(at, seen.shape[1] - 1)], False)
-    wrong = np.nonzero(kept != wanted)[0]
+    return wanted if seen is None else wanted & padded(seen, where).numpy()[b, j]
+
+
+def _compare(fn: MaskFunction, where: Where, kept: Kept, pairs: np.ndarray, wanted: np.ndarray) -> None:
+    """Raise where what is kept is not what is wanted of pairs."""
+    b, i, j = pairs
+    found = pairs_kept(kept, where, pairs)
+    wrong = np.nonzero(found != wanted)[0]
     if len(wrong):
         n = wrong[0]
         raise Unsupported(
-            f"mask function {'.'.join(name_of(fn))} was read as {pattern!r}, which is not what it says: of query "
+            f"mask function {name_of(fn)} was read as {kept.what!r}, which is not what it says: of query "
             f"{i[n] + where.kv_offset} and key {j[n] + where.kv_offset} of batch element {b[n]} it says {wanted[n]} "
             f"({len(wrong)} of {len(b)} pairs differ). This is a mistake of gossamer or a change in transformers; use "
             'attn_implementation="sdpa" until it is mended'
         )
+
+
+def pairs_kept(kept: Kept, where: Where, pairs: np.ndarray) -> np.ndarray:
+    """Whether pairs (3, n) are kept: batch element, query and key, in key coordinates."""
+    b, i, j = pairs
+    if isinstance(kept.what, Rules):
+        sizes = Sizes(where.B, 1, 1, len(i), where.K)
+        position = torch.from_numpy(i).int()[None, None]
+        structure = kept.what.structure(torch.device("cpu"))
+        found = np.ones(len(j), dtype=bool)
+        for bounds in (structure.reached(kept.what.reach, position, sizes), structure.bounds(position, sizes)):
+            if bounds is not None:
+                lo, hi = (x.expand(where.B, 1, -1).numpy()[b, 0, np.arange(len(b))] for x in bounds)
+                found &= (lo <= j) & (j < hi)
+    else:
+        found = kept.what.keep(i, j, where.Q, where.K, where.read_offset)
+        if kept.what.lead != (1, 1):
+            found = found[np.minimum(b, kept.what.lead[0] - 1), 0, np.arange(len(b))]
+    if kept.starts is not None:
+        found = found & (j >= kept.starts.numpy()[b])
+    return found if kept.lengths is None else found & (j < kept.lengths.numpy()[b])
 
 
 def _numbers(fn: MaskFunction) -> set[int]:
@@ -137,7 +161,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 def _draw(
     rng: random.Random, B: int, numbers: list[int], reach: int | None, padded: bool
-) -> tuple[Where, np.ndarray | None]:
+) -> tuple[Where, Tensor | None]:
     """Sizes, offsets and padding at random; every query at the position of a key, as in every model's call."""
     most = min(max(numbers, default=0), 2**20)
     kv_offset = rng.randrange(2 * most + 64) if reach is None else rng.randrange(reach)
@@ -155,13 +179,13 @@ def _draw(
             row[rng.randrange(n) :] = False
         if kind == 3:
             row[[rng.randrange(n) for _ in range(1 + n // 4)]] = False
-    return where, seen
+    return where, torch.from_numpy(seen)
 
 
 def _pairs(rng: random.Random, where: Where, numbers: list[int], edges: list[int], n: int) -> np.ndarray:
     """(3, n): half of them near the diagonal, the others at distances and positions where a mask may be off by one."""
     found = []
-    first, last = where.offset, where.offset + where.Q - 1
+    first, last = where.read_offset, where.read_offset + where.Q - 1
     for at in range(n):
         i = rng.randint(first, last)
         kind = at % 8
@@ -182,3 +206,42 @@ def _pairs(rng: random.Random, where: Where, numbers: list[int], edges: list[int
         j = j if 0 <= j < where.K else rng.randrange(where.K)
         found.append((rng.randrange(where.B), i, j))
     return np.array(found, dtype=np.int64).T
+
+
+def variables(fn: MaskFunction) -> dict[str, Any]:
+    """What a closure holds, by name."""
+    code, cells = getattr(fn, "__code__", None), getattr(fn, "__closure__", None)
+    if code is None or not cells:
+        return {}
+    return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+
+
+def structure(fn: MaskFunction) -> tuple[Any, ...]:
+    """What two mask functions have in common that are read alike: names, numbers, and ranks of tensors."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return "tensor", value.ndim
+        if isinstance(value, (tuple, list)):
+            return tuple(of(x) for x in value)
+        return structure(value) if callable(value) else repr(value)
+
+    return (name_of(fn), *((name, of(value)) for name, value in sorted(variables(fn).items())))
+
+
+def on_cpu(fn: MaskFunction) -> MaskFunction:
+    """The same mask function over copies of its tensors on the CPU."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().cpu()
+        if isinstance(value, tuple):
+            return tuple(moved(x) for x in value)
+        return on_cpu(value) if isinstance(value, types.FunctionType) else value
+
+    if not isinstance(fn, types.FunctionType) or not fn.__closure__:
+        return fn
+    cells = tuple(types.CellType(moved(cell.cell_contents)) for cell in fn.__closure__)
+    copy = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, cells)
+    copy.__qualname__, copy.__module__, copy.__kwdefaults__ = fn.__qualname__, fn.__module__, fn.__kwdefaults__
+    return copy

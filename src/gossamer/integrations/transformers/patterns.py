@@ -10,36 +10,8 @@ import numpy as np
 from gossamer.patterns import Causal, Dense, Dilated, Pattern, SlidingWindow
 from gossamer.patterns.base import Intervals
 from gossamer.patterns.compose import And, Not, Or
-from gossamer.patterns.grid import EMPTY, FULL, MIXED, Grid, Sizes, combine_ids
-from gossamer.patterns.validate import array, digest, integer
-
-
-@dataclass(frozen=True, eq=False)
-class KeysFrom(Pattern):
-    """The keys j >= starts[b]: what left padding leaves. No number of keys is part of it, so a cache may grow.
-
-    Args:
-        starts: the first key of each batch element (B,), or one number for all.
-    """
-
-    starts: tuple[int, ...]
-
-    @property
-    def lead(self) -> tuple[int, int]:
-        return len(self.starts), 1
-
-    def at(self, b: int, h: int) -> Pattern:
-        return self if len(self.starts) == 1 else KeysFrom(self.starts[b : b + 1])
-
-    def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
-        return np.broadcast_to(j >= self.starts[0], np.broadcast_shapes(i.shape, j.shape))
-
-    def _intervals(self, sizes: Sizes) -> Intervals:
-        first = min(max(self.starts[0], 0), sizes.K)
-        return np.full(sizes.Q, first), np.full(sizes.Q, sizes.K)
-
-    def tile_ids(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
-        return tj
+from gossamer.patterns.grid import EMPTY, FULL, MIXED, Grid, Sizes
+from gossamer.patterns.validate import array, digest
 
 
 class _OfArray(Pattern):
@@ -157,30 +129,6 @@ class Evaluated(_OfArray):
 
 
 @dataclass(frozen=True, eq=False)
-class Chunks(Pattern):
-    """`Local` whose blocks begin elsewhere: (i + shift) // block == (j + shift) // block."""
-
-    block: int
-    shift: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "block", integer("block", self.block, minimum=1))
-        object.__setattr__(self, "shift", integer("shift", self.shift, minimum=0))
-
-    def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
-        return (i + self.shift) // self.block == (j + self.shift) // self.block
-
-    def _intervals(self, sizes: Sizes) -> Intervals:
-        i = np.arange(sizes.Q) + sizes.q_offset
-        first = (i + self.shift) // self.block * self.block - self.shift
-        return np.clip(first, 0, sizes.K), np.clip(first + self.block, 0, sizes.K)
-
-    def tile_ids(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
-        i0, j0 = (x + self.shift for x in (grid.q_offset + ti * grid.block_q, tj * grid.block_kv))
-        return combine_ids(i0 // self.block - j0 // self.block, i0 % self.block, j0 % self.block)
-
-
-@dataclass(frozen=True, eq=False)
 class Shifted(Pattern):
     """A pattern of positions over the keys that begin at position `by`: key 0 here is key `by` there."""
 
@@ -220,20 +168,6 @@ def of_distances(pattern: Pattern) -> bool:
             return of_distances(left) and of_distances(right)
         case Not(pattern=inner):
             return of_distances(inner)
-    return False
-
-
-def is_causal(pattern: Pattern) -> bool:
-    """Whether it is certain that no query sees a key behind it."""
-    match pattern:
-        case Causal():
-            return True
-        case SlidingWindow(right=right, sinks=sinks):
-            return right == 0 and sinks == 0
-        case And(left=left, right=right):
-            return is_causal(left) or is_causal(right)
-        case Or(left=left, right=right):
-            return is_causal(left) and is_causal(right)
     return False
 
 

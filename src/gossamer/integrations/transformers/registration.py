@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from gossamer.integrations.transformers.attending import attention_function
 from gossamer.integrations.transformers.attention_mask import make_mask
 from gossamer.patterns import Pattern
@@ -19,9 +21,10 @@ def register(
 ) -> None:
     """Register gossamer with transformers: `model.set_attn_implementation(name)` then computes a model's attention.
 
-    The model's own mask is read into a pattern, which is compared with it on sampled pairs the first time that its
-    form is met: causal, windows, chunks, packed `position_ids`, images, padding on any side. Soft caps, sinks and
-    scales are the model's. What is not computed (a bias of positions, active dropout, returned probabilities) raises.
+    The model's own mask is read, and compared with what was read on sampled pairs the first time that its form is met:
+    causal, windows, chunks, packed `position_ids`, images, padding on any side. Most of it is made on the device, so
+    that a compiled model is one graph. Soft caps, sinks and scales are the model's. What is not computed (a bias of
+    positions, active dropout, returned probabilities) raises.
 
     Args:
         name: of the implementation; a name registered before is replaced, and others stay. transformers reads meaning
@@ -53,6 +56,29 @@ def register(
         ) from error
     if name not in _ours and (name in AttentionInterface() or name in AttentionMaskInterface()):
         raise ValueError(f"name must not be one that another library registered; got {name!r}")
+    compare_known()
     _ours.add(name)
     AttentionInterface.register(name, attention_function(restrict))
     AttentionMaskInterface.register(name, make_mask)
+
+
+def compare_known() -> None:
+    """Compare what is read of transformers' own mask functions with them; in compiled functions nothing else does.
+
+    Raises:
+        Unsupported: they differ.
+    """
+    from transformers import masking_utils as known
+
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
+    ids = (positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1).cumsum(1)
+    window = known.sliding_window_causal_mask_function(3)
+    functions = [
+        known.causal_mask_function, known.bidirectional_mask_function, window,
+        known.sliding_window_bidirectional_mask_function(3), known.chunked_causal_mask_function(4, torch.tensor([2])),
+        known.and_masks(window, known.packed_sequence_mask_function(ids)),
+    ]  # fmt: skip
+    if hasattr(known, "packed_sequence_compatibility_function"):
+        functions.append(known.packed_sequence_compatibility_function(window, positions, ids))
+    for fn in functions:
+        make_mask(1, 12, 12, 0, 0, fn, torch.ones(1, 12, dtype=torch.bool))

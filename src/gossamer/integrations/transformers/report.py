@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gossamer.integrations.transformers.attending import Call, listeners
-from gossamer.patterns import Pattern
+from gossamer.integrations.transformers.device import ONCE
 from gossamer.torch.explain import Explanation
 from gossamer.torch.explain import explain as explain_call
 from gossamer.torch.validate import describe
@@ -23,8 +23,9 @@ class Layer:
 
     name: str  # of the module in the model
     pattern: str
-    q_offset: int | None  # None where the last query is at the last key
+    q_offset: int | Tensor | None  # None where the last query is at the last key; of a static cache a tensor
     call: Explanation  # all that `gossamer.explain` says of it
+    planned: str = ONCE  # for every forward, or in each one "on the device" or "on the host"
 
     @property
     def implementation(self) -> str:
@@ -58,12 +59,14 @@ class Report:
         for layer in self.layers:
             p = layer.call.problem
             sizes = f"B={p.B} H={p.H} G={p.G} Q={p.Q} K={p.K} D={p.D}"
-            found.append((layer.name, layer.implementation, f"{layer.density:.2%}", sizes, layer.pattern))
+            found.append(
+                (layer.name, layer.implementation, f"{layer.density:.2%}", sizes, layer.planned, layer.pattern)
+            )
         return found
 
     def __str__(self) -> str:
-        rows = [("layer", "computed by", "density", "sizes", "pattern"), *self.rows()]
-        widths = [max(len(row[at]) for row in rows) for at in range(5)]
+        rows = [("layer", "computed by", "density", "sizes", "planned", "pattern"), *self.rows()]
+        widths = [max(len(row[at]) for row in rows) for at in range(6)]
         return "\n".join("  ".join(x.ljust(n) for x, n in zip(row, widths, strict=True)).rstrip() for row in rows)
 
     __repr__ = __str__
@@ -87,10 +90,11 @@ def explain(model: torch.nn.Module, inputs: Tensor | Mapping[str, Any]) -> Repor
     found: list[Layer] = []
 
     def listener(call: Call) -> None:
-        shown = repr(call.pattern) if isinstance(call.pattern, Pattern) else f"a mask of {tuple(call.pattern.shape)}"
+        shown = f"a mask of {tuple(call.pattern.shape)}" if isinstance(call.pattern, Tensor) else repr(call.pattern)
+        shown += "".join(f", {name}" for name in ("key_starts", "key_lengths") if call.options.get(name) is not None)
         explanation = explain_call(*call.tensors, call.pattern, **call.options)
         name = names.get(id(call.module), type(call.module).__name__)
-        found.append(Layer(name, shown, call.options.get("q_offset"), explanation))
+        found.append(Layer(name, shown, call.options.get("q_offset"), explanation, call.planned))
 
     with torch.no_grad(), _listening(listener):
         model(inputs) if isinstance(inputs, Tensor) else model(**inputs)
