@@ -15,18 +15,22 @@ from gossamer.patterns import *  # noqa: F403  (patterns.__all__ lists them, onc
 __version__ = "0.1.0"
 
 __all__ = ["BlockIndices", "BlockLayout", "DocumentIds", "Unsupported", "__version__", "attention"]
-__all__ += ["device_layout", "explain", "from_flex", "merge", "to_flex", "varlen"]
+__all__ += ["EntmaxAux", "device_layout", "entmax_attention", "explain", "from_flex", "merge", "to_flex", "topk_keys"]
+__all__ += ["varlen"]
 __all__ += patterns.__all__
 
 # Where the names other than patterns are defined: those of torch are loaded on their first use.
 _MODULES = {
     "BlockIndices": "gossamer.torch.structure",
     "DocumentIds": "gossamer.torch.structure",
+    "EntmaxAux": "gossamer.torch.entmax",
     "Unsupported": "gossamer.plan.problem",
     "attention": "gossamer.torch.api",
     "device_layout": "gossamer.torch.device_layout",
+    "entmax_attention": "gossamer.torch.entmax",
     "explain": "gossamer.torch.explain",
     "merge": "gossamer.torch.merge",
+    "topk_keys": "gossamer.torch.entmax",
     "varlen": "gossamer.torch.varlen",
     "from_flex": "gossamer.integrations.flex",
     "to_flex": "gossamer.integrations.flex",
@@ -37,6 +41,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from gossamer.plan.problem import Unsupported
     from gossamer.torch.api import attention
     from gossamer.torch.device_layout import device_layout
+    from gossamer.torch.entmax import EntmaxAux, entmax_attention, topk_keys
     from gossamer.torch.explain import explain
     from gossamer.torch.merge import merge
     from gossamer.torch.structure import BlockIndices, DocumentIds
