@@ -45,6 +45,8 @@ def weights(o: Operands, chunk: Chunk, start: Tensor | None = None) -> Weights:
     s = scores(o, chunk).flatten(0, 2)
     a = row_alphas(o, chunk)
     picked = supports(s, a.to(s.dtype), o.same) if o.top_k is None else largest(s, o.top_k)
+    if start is None and picked.under is not None:
+        start = picked.under.double()
     p, normaliser = normalised(picked.s.double(), a, start, o.same)
     return Weights(p.to(s.dtype), picked.columns, normaliser, certificate(picked, normaliser, a))
 

@@ -25,6 +25,7 @@ class Picked(NamedTuple):
     s: Tensor  # (m, c); -inf is none
     columns: Tensor | None  # (m, c) int64, any number where there is none; None for all, in order
     after: Tensor | None = None  # (m,) the largest score that `largest` left out; -inf where it left out none
+    under: Tensor | None = None  # (m,) a number under the normaliser
 
 
 def supports(s: Tensor, a: Tensor, same: float | None) -> Picked:
@@ -37,9 +38,10 @@ def supports(s: Tensor, a: Tensor, same: float | None) -> Picked:
     m, n = s.shape
     if n < 4 * GROUPS or same == 0.0:
         return Picked(s, None)
-    bound = cut(lower_bound(group_maxima(s, GROUPS), a, BOUND_STEPS, same), a)
+    under = lower_bound(group_maxima(s, GROUPS), a, BOUND_STEPS, same)
+    bound = cut(under, a)
     # 1 / a is rounded as well.
-    return above(s, bound - 16 * torch.finfo(s.dtype).eps * bound.abs())
+    return above(s, bound - 16 * torch.finfo(s.dtype).eps * bound.abs())._replace(under=under)
 
 
 def largest(s: Tensor, k: int) -> Picked:

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# From this alpha - 1 on a power of a rounded number is right to a few units.
+POWERS = 0.125
 MOST_STEPS = 240  # every fourth one halves the bracket, at most log2(n) wide: 60 halvings reach float64
 
 
@@ -34,21 +36,19 @@ def powers(t: Tensor, a: Tensor, same: float | None = None) -> Powers:
         a: (m, 1), alpha - 1 of each row.
         same: that of all rows, where they have one.
     """
-    if same == 0.5:  # without a logarithm: the alphas in common use
-        u = torch.clamp_(0.5 * t + 1, min=0)
-        return Powers(u * u, u)
-    if same == 1.0:
-        p = torch.clamp_(t + 1, min=0)
-        return Powers(p, (p > 0).to(p.dtype))
-    log = log_powers(t, a)
-    u = torch.where(log > -torch.inf, torch.exp((1 - a) * log), 0.0)
-    return Powers(torch.exp(log), u)
-
-
-def log_powers(t: Tensor, a: Tensor) -> Tensor:
-    """log exp_a(t): log1p(a t) / a, and t where a is 0."""
+    if same == 0.0:
+        p = torch.exp(t)
+        return Powers(p, p)
+    if same is not None and same >= POWERS:
+        y = (t * same).add_(1).clamp_(min=0)
+        if same == 0.5:  # without a power: the alphas in common use
+            return Powers(y * y, y)
+        p = y if same == 1.0 else torch.pow(y, 1 / same)
+        return Powers(p, torch.where(y > 0, p / y, 0.0))
+    x = torch.clamp(a * t, min=-1)
     zero = a == 0
-    return torch.where(zero, t, torch.log1p(torch.clamp(a * t, min=-1)) / torch.where(zero, 1.0, a))
+    p = torch.exp(torch.where(zero, t, torch.log1p(x) / torch.where(zero, 1.0, a)))
+    return Powers(p, torch.where(x > -1, p / (1 + x), torch.where(zero, p, 0.0)))
 
 
 class Normalised(NamedTuple):
@@ -75,8 +75,7 @@ def normalised(s: Tensor, a: Tensor, start: Tensor | None = None, same: float | 
     x = torch.zeros_like(top) if start is None else torch.minimum((start[:, None] - top).clamp_(min=0), highest)
     x = x.masked_fill_(empty, 0.0)
     low, high = torch.zeros_like(top), highest
-    tolerance = 512 * torch.finfo(s.dtype).eps
-    p = t
+    eps = torch.finfo(s.dtype).eps
     for step in range(MOST_STEPS):
         p, u = powers(t - x, a, same)
         F = p.sum(1, keepdim=True)
@@ -84,13 +83,15 @@ def normalised(s: Tensor, a: Tensor, start: Tensor | None = None, same: float | 
         log = torch.log(F)
         move = torch.exp((1 - a) * log) * over(torch.expm1(a * log), a, log) / u.sum(1, keepdim=True)
         new = torch.minimum(torch.maximum(x + move, low), high)
-        done = (move.abs() <= tolerance * (1 + x)) | ~(move.abs() < torch.inf)
+        moved = torch.where(move.abs() < torch.inf, move.abs() / (1 + x), 0.0)  # of NaN there is nothing to find
+        done = moved <= 512 * eps
         if step % 4 == 3:
             new = torch.where(done, new, (low + high) / 2)
         x = new
         if bool(done.all()):
             break
-    p = powers(t - x, a, same).p
+    if bool((moved > 16 * eps).any()):
+        p = powers(t - x, a, same).p
     p = torch.where(empty, 0.0, p / p.sum(1, keepdim=True))
     return Normalised(p, torch.where(empty, torch.inf, top + x).squeeze(1))
 
@@ -108,7 +109,7 @@ def over(x: Tensor, a: Tensor, limit: Tensor) -> Tensor:
 
 
 def lower_bound(s: Tensor, a: Tensor, steps: int, same: float | None = None) -> Tensor:
-    """(m,) a number at or under lam of rows that hold the scores s (m, c), by a few steps, and a margin for rounding.
+    """(m,) a number under lam of rows that hold the scores s (m, c), by a few steps, with a margin for rounding.
 
     Any part of a row gives a lower bound: p over more keys sum to more.
     """
