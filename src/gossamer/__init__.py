@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 
 __all__ = ["BlockIndices", "BlockLayout", "DocumentIds", "Unsupported", "__version__", "attention"]
 __all__ += ["EntmaxAux", "device_layout", "entmax_attention", "explain", "from_flex", "merge", "to_flex", "topk_keys"]
-__all__ += ["varlen"]
+__all__ += ["nn", "varlen"]
 __all__ += patterns.__all__
 
 # Where the names other than patterns are defined: those of torch are loaded on their first use.
@@ -30,6 +30,7 @@ _MODULES = {
     "entmax_attention": "gossamer.torch.entmax",
     "explain": "gossamer.torch.explain",
     "merge": "gossamer.torch.merge",
+    "nn": "gossamer.nn",
     "topk_keys": "gossamer.torch.entmax",
     "varlen": "gossamer.torch.varlen",
     "from_flex": "gossamer.integrations.flex",
@@ -37,6 +38,7 @@ _MODULES = {
 }
 
 if TYPE_CHECKING:  # what type checkers and editors see
+    from gossamer import nn as nn
     from gossamer.integrations.flex import from_flex, to_flex
     from gossamer.plan.problem import Unsupported
     from gossamer.torch.api import attention
@@ -59,7 +61,7 @@ else:
             raise ImportError(
                 f"gossamer.{name} needs torch; in a checkout of gossamer: pip install '.[torch]'", name="torch"
             ) from error
-        found = globals()[name] = getattr(module, name)  # looked up once
+        found = globals()[name] = module if name == "nn" else getattr(module, name)  # looked up once
         return found
 
 

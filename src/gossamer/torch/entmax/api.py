@@ -9,11 +9,10 @@ from torch import Tensor
 
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import Pattern
-from gossamer.torch.entmax.arguments import given, operands_of
+from gossamer.torch.entmax.arguments import given
 from gossamer.torch.entmax.autograd import EntmaxAttention, Results
-from gossamer.torch.entmax.chunks import chunks, row_numbers, scores
-from gossamer.torch.entmax.operators import entmax_forward, rest_of
-from gossamer.torch.entmax.selection import largest
+from gossamer.torch.entmax.operators import entmax_forward, rest_of, topk_op
+from gossamer.torch.entmax.topk import keys_of_rows
 from gossamer.torch.structure import Structure
 from gossamer.torch.validate import describe
 
@@ -24,7 +23,14 @@ Save = Literal["lists", "tau"]
 
 
 class EntmaxAux(NamedTuple):
-    """What `entmax_attention` tells of its rows, with `return_aux`: each (B, H, Q), without a gradient."""
+    """What `entmax_attention` tells of its rows, with `return_aux`: each (B, H, Q), without a gradient.
+
+    Examples:
+        >>> x = torch.tensor([[2.0], [1.0], [0.0]])
+        >>> _, aux = gs.entmax_attention(x[:1], x, x, alpha=2, top_k=1, scale=0.25, return_aux=True)
+        >>> aux.tau, aux.support, aux.certified  # scores 1, 0.5 and 0: sparsemax over all keys is 0.75, 0.25, 0
+        (tensor([0.]), tensor([1], dtype=torch.int32), tensor([False]))
+    """
 
     tau: Tensor  # the threshold; float32, or float64 for float64 inputs
     support: Tensor  # int32: how many keys have a weight over 0
@@ -149,7 +155,6 @@ def unbatched(x: Tensor, dims: int) -> Tensor:
     return x
 
 
-@torch.no_grad()
 def topk_keys(
     q: Tensor,
     k: Tensor,
@@ -191,14 +196,9 @@ def topk_keys(
                 [ 2, -1]], dtype=torch.int32)
     """
     found = given("topk_keys", q, k, k, pattern, 1.0, k_keep, causal, q_positions, k_positions, scale, "k_keep")
-    o = operands_of(found.q, found.k, found.v, found.alpha, found.options)
-    B, H, Q, _ = found.q.shape
-    keys = torch.full((B * H * Q, k_keep), -1, dtype=torch.int32, device=q.device)
-    for chunk in chunks(o):
-        picked = largest(scores(o, chunk).flatten(0, 2), k_keep)
-        assert picked.columns is not None
-        none = found.k.shape[2]  # behind every key
-        kept = torch.where(picked.s == -torch.inf, none, chunk.seen.keys[picked.columns]).sort(1).values
-        keys[row_numbers(o, chunk), : kept.shape[1]] = torch.where(kept == none, -1, kept).to(torch.int32)
-    return unbatched(keys.view(B, H, Q, k_keep), found.dims)
-
+    if torch.compiler.is_compiling():
+        _, *rest = rest_of(found)
+        keys = topk_op(found.q, found.k, *rest)
+    else:
+        keys = keys_of_rows(found.q, found.k, found.options)
+    return unbatched(keys, found.dims)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, _C
+from torch import _C, Tensor
 from torch.autograd import forward_ad
 
 from gossamer.kernels.row_formulas import compute_dtype
@@ -59,7 +60,7 @@ def given(
     """
     if isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
         refuse_transforms(name, q, k, v, alpha)
-        q, k, v = autocast(q, k, v)
+        q, k, v = autocast(q), autocast(k), autocast(v)
     request = request_of(
         q, k, v, pattern, scale=scale, q_offset=None, key_lengths=None, softcap=None, sink_logits=None,
         alibi_slopes=None, implementation=None, deterministic=None,
@@ -89,13 +90,17 @@ def refuse_transforms(name: str, *tensors: Any) -> None:
             raise Unsupported(f"{name} has no forward-mode derivative (jvp); backward() and autograd.grad work")
 
 
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """q, k and v in the type of autocast where it is on, as `attention` takes them; float64 stays."""
-    device = tensors[0].device.type
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+def autocast(x: Tensor) -> Tensor:
+    """x in the type of autocast where it is on, as `attention` takes q, k and v; float64 stays."""
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+
+def uncast(device: torch.device) -> AbstractContextManager[Any]:
+    """Without autocast: what is computed inside has its type already."""
+    return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
 
 
 def alphas(alpha: Any, q: Tensor) -> Tensor:
@@ -125,7 +130,7 @@ def check(request: Request, found: Given) -> None:
         check_mask(attended.data[0], q, k)
     inside = (alpha >= 1) & (alpha <= 2)
     if not bool(inside.all()):
-        wrong = alpha.detach()[~inside][:4].tolist()
+        wrong = sorted(alpha.detach()[~inside].tolist())[:4]
         raise ValueError(f"alpha must lie in [1, 2] in every head; got a tensor that holds {wrong}")
     (B, H, Q, _), (_, G, K, _) = q.shape, k.shape
     for label, x, wanted in (

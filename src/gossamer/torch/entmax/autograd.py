@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gossamer.plan.problem import Unsupported
-from gossamer.torch.entmax.arguments import Options, operands_of
+from gossamer.torch.entmax.arguments import Options, operands_of, uncast
 from gossamer.torch.entmax.backward import of_lists, of_normalisers
 from gossamer.torch.entmax.forward import forward
 from gossamer.torch.entmax.lists import Lists
@@ -41,8 +41,9 @@ def results(
 ) -> tuple[Results, Lists | None]:
     """The forward, and the lists of supports if they are wanted and small enough."""
     B, H, Q, _ = q.shape
-    found = forward(operands_of(q, k, v, alpha, options), MEAN_LISTED * B * H * Q if listed else 0)
-    rows = (x.view(B, H, Q) for x in found[1:4])
+    with uncast(q.device):
+        found = forward(operands_of(q, k, v, alpha, options), MEAN_LISTED * B * H * Q if listed else 0)
+    rows = (x.view(B, H, Q) for x in (found.normaliser, found.support, found.certified))
     return Results(found.out.view(B, H, Q, -1).to(q.dtype), *rows), found.lists
 
 
@@ -51,12 +52,13 @@ def gradients(
     dout: Tensor,
 ) -> GradientsOf:  # fmt: skip
     """The backward, from lists of supports or from the normalisers (B, H, Q)."""
-    o = operands_of(q, k, v, alpha, options)
-    dout = dout.to(o.q.dtype).reshape(-1, dout.shape[3])
-    if isinstance(saved, Lists):
-        dq, dk, dv, dalpha = of_lists(o, saved, dout, wants_alpha)
-    else:
-        dq, dk, dv, dalpha = of_normalisers(o, saved.reshape(-1), dout, wants_alpha)
+    with uncast(q.device):
+        o = operands_of(q, k, v, alpha, options)
+        dout = dout.to(o.q.dtype).reshape(-1, dout.shape[3])
+        if isinstance(saved, Lists):
+            dq, dk, dv, dalpha = of_lists(o, saved, dout, wants_alpha)
+        else:
+            dq, dk, dv, dalpha = of_normalisers(o, saved.reshape(-1), dout, wants_alpha)
     scale = q.shape[3] ** -0.5 if options.scale is None else float(options.scale)
     return GradientsOf(
         (dq * scale).view(q.shape).to(q.dtype), dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype),
@@ -75,7 +77,7 @@ class EntmaxAttention(torch.autograd.Function):
         saved = (found.normaliser,) if lists is None else tuple(lists)
         ctx.save_for_backward(q, k, v, alpha, *saved)
         ctx.options, ctx.listed = options, lists is not None
-        ctx.mark_non_differentiable(*found[1:])
+        ctx.mark_non_differentiable(found.normaliser, found.support, found.certified)
         ctx.set_materialize_grads(False)
         return tuple(found)
 
@@ -84,9 +86,12 @@ class EntmaxAttention(torch.autograd.Function):
         if dout is None:
             return (None,) * 6
         q, k, v, alpha, *saved = ctx.saved_tensors
-        compute = partial(
-            gradients, q, k, v, alpha, ctx.options, Lists(*saved) if ctx.listed else saved[0], ctx.needs_input_grad[3]
-        )
+        wanted: tuple[bool, ...] = ctx.needs_input_grad
+        if ctx.listed:
+            of_rows: Lists | Tensor = Lists(*saved)
+        else:
+            (of_rows,) = saved
+        compute = partial(gradients, q, k, v, alpha, ctx.options, of_rows, wanted[3])
         if torch.is_grad_enabled():  # create_graph
             return (*_Gradients.apply(compute, dout, q, k, v, alpha), None, None)
         return (*compute(dout), None, None)

@@ -79,9 +79,11 @@ class OfIntervals:
         self.lo, self.hi = (torch.from_numpy(np.ascontiguousarray(x)) for x in intervals)
 
     def seen(self, b: int, h: int, start: int, stop: int) -> Seen:
-        lo, hi = self.lo[start:stop], self.hi[start:stop]
-        keys = torch.arange(int(lo[0]), max(int(lo[0]), int(hi[-1])))
-        if len(keys) and int(lo[-1]) <= int(keys[0]) and int(hi[0]) > int(keys[-1]):
+        lo: Tensor = self.lo[start:stop]
+        hi: Tensor = self.hi[start:stop]
+        first, last = int(lo[0]), int(hi[-1])
+        keys = torch.arange(first, max(first, last))
+        if int(lo[-1]) <= first and int(hi[0]) >= last:
             return Seen(keys, None)
         return Seen(keys, (keys >= lo[:, None]) & (keys < hi[:, None]))
 
@@ -94,19 +96,18 @@ class OfPattern:
         self.parts = [part.lower(sizes) for part in parts]
         self.sizes, self.shared = sizes, len(parts) == 1
         self.intervals = [None if (x := part.intervals(sizes)) is None else OfIntervals(x) for part in self.parts]
-        self._last: tuple[int, dict[int, Seen]] = (-1, {})  # a block of rows, and what each part lets it see
+        self._asked, self._known = -1, dict[int, Seen]()  # of the last block of rows, what each part lets it see
 
     def seen(self, b: int, h: int, start: int, stop: int) -> Seen:
         which = int(self.which[min(b, len(self.which) - 1), min(h, self.which.shape[1] - 1)])
         intervals = self.intervals[which]
         if intervals is not None:
             return intervals.seen(b, h, start, stop)
-        if self._last[0] != start:
-            self._last = start, {}
-        known = self._last[1]
-        if which not in known:
-            known[which] = self._seen(self.parts[which], start, stop)
-        return known[which]
+        if self._asked != start:
+            self._asked, self._known = start, {}
+        if which not in self._known:
+            self._known[which] = self._seen(self.parts[which], start, stop)
+        return self._known[which]
 
     def _seen(self, part: Pattern, start: int, stop: int) -> Seen:
         listed = part.listed_pairs(self.sizes, start, stop)
@@ -124,7 +125,7 @@ class OfPattern:
         classes = part.tile_classes(grid, ti, tj)
         ti, tj, classes = (x[classes != EMPTY] for x in (ti, tj, classes))
         packed = grid.existing(ti, tj)
-        mixed = np.nonzero(classes != FULL)[0]
+        (mixed,) = np.nonzero(classes != FULL)
         if len(mixed):
             packed[mixed] &= part.shared_tile_masks(grid, ti[mixed], tj[mixed])
         return of_tiles(tj, unpack_bits(packed), stop - start, self.sizes.K)
@@ -226,5 +227,3 @@ def leading(x: Tensor, dims: int) -> Tensor:
         if x.shape[d] > 1 and x.stride(d) == 0:
             x = x.narrow(d, 0, 1)
     return x
-
-

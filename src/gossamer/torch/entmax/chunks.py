@@ -10,9 +10,9 @@ from torch import Tensor
 
 from gossamer.torch.entmax.candidates import Candidates, Seen
 
-# Scores that are held together: 8 MiB in float32. What is made of them is at most eight times as much in float64, where
-# supports are large, so that a call takes about 128 MiB beyond its inputs, its results and what it saves.
-SCORES_AT_ONCE = 2**21
+# Scores that are held together: 4 MiB in float32. What is made of them, in float64 where supports are large, takes up to
+# 150 bytes a score: a call needs about 150 MiB beyond its inputs, its results and what it saves.
+SCORES_AT_ONCE = 2**20
 
 
 class Operands(NamedTuple):
@@ -49,7 +49,7 @@ class Chunk(NamedTuple):
     @property
     def slice(self) -> slice | None:
         """The keys as one run, where they are."""
-        keys = self.seen.keys
+        keys: Tensor = self.seen.keys
         first, last = int(keys[0]), int(keys[-1]) + 1
         return slice(first, last) if last - first == len(keys) else None
 
@@ -101,7 +101,7 @@ def scores(o: Operands, chunk: Chunk) -> Tensor:
     s = torch.matmul(q.flatten(1, 2), o.keys_of(o.k, chunk).mT).unflatten(1, q.shape[1:3])
     mask = chunk.seen.mask
     if mask is not None:
-        some = (~mask.all(0)).nonzero()  # of a causal mask the last few keys
+        some: Tensor = (~mask.all(0)).nonzero()  # of a causal mask the last few keys
         if len(some):
             part = slice(int(some[0]), int(some[-1]) + 1)
             s[..., part].masked_fill_(~mask[:, part], -torch.inf)

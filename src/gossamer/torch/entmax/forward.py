@@ -73,19 +73,27 @@ def forward(o: Operands, most_pairs: int) -> Forward:
     collector = Collector(rows, most_pairs)
     for chunk in chunks(o):
         w, number = weights(o, chunk), row_numbers(o, chunk)
-        place = (w.p != 0).view(-1).nonzero().squeeze(1)  # NaN is a weight
-        row = place // w.p.shape[1]
-        counts = torch.bincount(row, minlength=len(number))
-        column = place - row * w.p.shape[1] if w.columns is None else w.columns.reshape(-1)[place]
-        values = w.p.reshape(-1)[place]
-        if len(place) > DENSE * len(number) * len(chunk.seen.keys):
+        counts = torch.count_nonzero(w.p, dim=1)  # NaN is a weight
+        pairs = int(counts.sum())
+        if pairs > DENSE * len(number) * len(chunk.seen.keys):
             of_rows = dense_product(o, chunk, w)
+            if collector.takes(pairs):
+                collector.add(number, counts, chunk.seen.keys, *listed(w))
         else:
+            column, values = listed(w)
             of_rows = listed_product(o, chunk, column, values, counts)
+            if collector.takes(pairs):
+                collector.add(number, counts, chunk.seen.keys, column, values)
         out[number], normaliser[number] = of_rows, w.normaliser.to(out.dtype)
         support[number], certified[number] = counts.to(torch.int32), w.certified
-        collector.add(number, counts, chunk.seen.keys, column, values)
     return Forward(out, normaliser, support, certified, collector.lists())
+
+
+def listed(w: Weights) -> tuple[Tensor, Tensor]:
+    """Of the pairs with a weight, row by row: which of the chunk's keys, and the weight."""
+    place = (w.p != 0).view(-1).nonzero().squeeze(1)
+    column = place % w.p.shape[1] if w.columns is None else w.columns.reshape(-1)[place]
+    return column, w.p.reshape(-1)[place]
 
 
 def dense_product(o: Operands, chunk: Chunk, w: Weights) -> Tensor:

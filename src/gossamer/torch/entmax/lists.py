@@ -24,6 +24,13 @@ class Collector:
         self.parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self.given_up = most_pairs == 0
 
+    def takes(self, pairs: int) -> bool:
+        """Whether there is room for so many more; if not, all are given up."""
+        self.left -= pairs
+        if self.left < 0:
+            self.given_up, self.parts = True, []
+        return not self.given_up
+
     def add(self, rows: Tensor, counts: Tensor, keys: Tensor, column: Tensor, weights: Tensor) -> None:
         """The pairs of some rows, one row behind the other.
 
@@ -32,10 +39,6 @@ class Collector:
             counts: (m,) how many pairs each has.
             keys: of which `column` says which one a pair has.
         """
-        self.left -= len(column)
-        if self.given_up or self.left < 0:
-            self.given_up, self.parts = True, []
-            return
         self.parts.append((rows, counts, keys[column].to(torch.int32), weights))
 
     def lists(self) -> Lists | None:

@@ -13,14 +13,17 @@ from torch import Tensor
 from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.torch.entmax.arguments import Given, Options, check
 from gossamer.torch.entmax.autograd import gradients, results
+from gossamer.torch.entmax.topk import keys_of_rows
 from gossamer.torch.operators import library
 from gossamer.torch.request import Request, ResolvedPattern
 from gossamer.torch.validate import Arguments
 
-_REST = (
-    "Tensor alpha, Tensor[] layout, SymInt[] geometry, SymInt pattern, Tensor? q_positions, Tensor? k_positions, "
+_OPTIONS = (
+    "Tensor[] layout, SymInt[] geometry, SymInt pattern, Tensor? q_positions, Tensor? k_positions, "
     "int? top_k, bool causal, float? scale"
 )
+
+_REST = f"Tensor alpha, {_OPTIONS}"
 
 library.define(
     f"entmax_forward(Tensor q, Tensor k, Tensor v, {_REST})"
@@ -30,6 +33,7 @@ library.define(
     f"entmax_backward(Tensor dout, Tensor normaliser, Tensor q, Tensor k, Tensor v, {_REST})"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dalpha)"
 )
+library.define(f"topk_keys(Tensor q, Tensor k, {_OPTIONS}) -> Tensor")
 
 
 def rest_of(found: Given) -> tuple[Any, ...]:
@@ -42,13 +46,31 @@ def _options(layout: list[Tensor], geometry: list[int], pattern: int, *more: Any
     return Options(ResolvedPattern(pattern, tuple(layout), tuple(geometry)), *more)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    options = _options(*rest)
+def _check(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, options: Options) -> None:
     arguments = Arguments(
         q, k, v, None, None, None, None, None, options.scale, None, None, deterministic=False, backward=False
     )
     check(Request(arguments, options.attended), Given(q, k, v, alpha, options, 4))
-    return tuple(results(q, k, v, alpha, options, listed=False)[0])
+
+
+def _topk(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
+    options = _options(*rest)
+    _check(q, k, k, q.new_ones(q.shape[1]), options)
+    return keys_of_rows(q, k, options)
+
+
+def _topk_fake(
+    q: Tensor, k: Tensor, layout: Any, geometry: Any, pattern: Any, q_positions: Any, k_positions: Any, top_k: int,
+    *rest: Any,
+) -> Tensor:  # fmt: skip
+    return q.new_empty((*q.shape[:3], top_k), dtype=torch.int32)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    options = _options(*rest)
+    _check(q, k, v, alpha, options)
+    found, _ = results(q, k, v, alpha, options, listed=False)
+    return tuple(found)
 
 
 def _backward(
@@ -73,7 +95,8 @@ def _backward_fake(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, alpha, layout, geometry, pattern, of_q, of_k, *more = inputs
-    ctx.save_for_backward(output[1], q, k, v, alpha, of_q, of_k, *layout)
+    _, normaliser, *_ = output
+    ctx.save_for_backward(normaliser, q, k, v, alpha, of_q, of_k, *layout)
     ctx.rest = geometry, pattern, more
 
 
@@ -84,13 +107,16 @@ def _differentiate(ctx: Any, dout: Tensor | None, *constant: Tensor | None) -> t
         dout = q.new_zeros((*q.shape[:3], v.shape[3]))
     backward = torch.ops.gossamer.entmax_backward.default
     found = backward(dout, normaliser, q, k, v, alpha, layout, geometry, pattern, of_q, of_k, *more)
-    return (*found, [None] * len(layout), *(None,) * (4 + len(more)))
+    return *found, [None] * len(layout), [None] * len(geometry), None, None, None, *(None for _ in more)
 
 
 library.impl("entmax_forward", _forward, "CompositeExplicitAutograd")
 library.impl("entmax_backward", _backward, "CompositeExplicitAutograd")
+library.impl("topk_keys", _topk, "CompositeExplicitAutograd")
 torch.library.register_fake("gossamer::entmax_forward", _forward_fake, lib=library)
 torch.library.register_fake("gossamer::entmax_backward", _backward_fake, lib=library)
+torch.library.register_fake("gossamer::topk_keys", _topk_fake, lib=library)
 torch.library.register_autograd("gossamer::entmax_forward", _differentiate, setup_context=_setup, lib=library)
 
 entmax_forward = torch.ops.gossamer.entmax_forward.default
+topk_op = torch.ops.gossamer.topk_keys.default

@@ -35,7 +35,7 @@ def supports(s: Tensor, a: Tensor, same: float | None) -> Picked:
         a: (m,), alpha - 1 of each row, in the dtype of s.
         same: that of all rows, where they have one.
     """
-    m, n = s.shape
+    n = s.shape[1]
     if n < 4 * GROUPS or same == 0.0:
         return Picked(s, None)
     under = lower_bound(group_maxima(s, GROUPS), a, BOUND_STEPS, same)
@@ -46,7 +46,7 @@ def supports(s: Tensor, a: Tensor, same: float | None) -> Picked:
 
 def largest(s: Tensor, k: int) -> Picked:
     """The k largest of the scores (m, n), ties to the lowest key, from the largest down."""
-    m, n = s.shape
+    n = s.shape[1]
     picked = Picked(s, None)
     groups = max(GROUPS, 4 * (k + 1))
     if n >= 4 * groups:
@@ -56,7 +56,7 @@ def largest(s: Tensor, k: int) -> Picked:
     # Of NaN, which sorts first, the row is told by its sum.
     values, order = torch.sort(picked.s, dim=1, descending=True, stable=True)
     columns = order[:, :k] if picked.columns is None else torch.gather(picked.columns, 1, order[:, :k])
-    after = values[:, k] if values.shape[1] > k else torch.full_like(values[:, 0], -torch.inf)
+    after = values[:, k] if values.shape[1] > k else s.new_full((len(s),), -torch.inf)
     return Picked(values[:, :k], columns, after)
 
 

@@ -30,7 +30,7 @@ class Powers(NamedTuple):
 
 
 def powers(t: Tensor, a: Tensor, same: float | None = None) -> Powers:
-    """p and u of t (m, c), scores less their normaliser; -inf is no key.
+    """p and u of t (m, c), scores less their normaliser, finite: the least number of its type is no key.
 
     Args:
         a: (m, 1), alpha - 1 of each row.
@@ -44,11 +44,17 @@ def powers(t: Tensor, a: Tensor, same: float | None = None) -> Powers:
         if same == 0.5:  # without a power: the alphas in common use
             return Powers(y * y, y)
         p = y if same == 1.0 else torch.pow(y, 1 / same)
-        return Powers(p, torch.where(y > 0, p / y, 0.0))
-    x = torch.clamp(a * t, min=-1)
+        return Powers(p, (p / y).masked_fill_(y <= 0, 0.0))
+    y = (t * a).clamp_(min=-1)
+    log = torch.log1p(y)
     zero = a == 0
-    p = torch.exp(torch.where(zero, t, torch.log1p(x) / torch.where(zero, 1.0, a)))
-    return Powers(p, torch.where(x > -1, p / (1 + x), torch.where(zero, p, 0.0)))
+    if bool(zero.any()):
+        log = torch.where(zero, t, log.div_(a.masked_fill(zero, 1.0)))
+    else:
+        log.div_(a)
+    p = log.exp_()
+    y.add_(1)
+    return Powers(p, (p / y).masked_fill_(y <= 0, 0.0))
 
 
 class Normalised(NamedTuple):
@@ -70,7 +76,7 @@ def normalised(s: Tensor, a: Tensor, start: Tensor | None = None, same: float | 
     a = a[:, None]
     top = s.amax(1, keepdim=True)
     empty = top == -torch.inf
-    t = s - top.masked_fill(empty, 0.0)
+    t = differences(s, top)
     highest = lengths_of(a, s.shape[1])
     x = torch.zeros_like(top) if start is None else torch.minimum((start[:, None] - top).clamp_(min=0), highest)
     x = x.masked_fill_(empty, 0.0)
@@ -96,6 +102,11 @@ def normalised(s: Tensor, a: Tensor, start: Tensor | None = None, same: float | 
     return Normalised(p, torch.where(empty, torch.inf, top + x).squeeze(1))
 
 
+def differences(s: Tensor, top: Tensor) -> Tensor:
+    """Scores (m, c) less the largest of their row (m, 1), and a number far below for those that are -inf."""
+    return (s - top.masked_fill(top == -torch.inf, 0.0)).clamp_(min=torch.finfo(s.dtype).min / 4)
+
+
 def lengths_of(a: Tensor, n: int) -> Tensor:
     """The most that lam can be over the largest of n scores: (1 - n^-a) / a, and log(n) where a is 0."""
     log = torch.log(torch.full_like(a, n))
@@ -115,7 +126,7 @@ def lower_bound(s: Tensor, a: Tensor, steps: int, same: float | None = None) -> 
     """
     a = a[:, None]
     top = s.amax(1, keepdim=True)
-    t, x = s - top, torch.zeros_like(top)
+    t, x = differences(s, top), torch.zeros_like(top)
     for _ in range(steps):
         p, u = powers(t - x, a, same)
         log = torch.log(p.sum(1, keepdim=True))
