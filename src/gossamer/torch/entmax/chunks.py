@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gossamer.torch.entmax.candidates import Candidates, Seen
 
-# Scores that are held together: 4 MiB in float32. What is made of them, in float64 where supports are large, takes up to
-# 150 bytes a score: a call needs about 150 MiB beyond its inputs, its results and what it saves.
+# Scores that are held together: 4 MiB in float32. What is made of them, in float64 where supports are large, takes up
+# to 150 bytes a score: a call needs at most about 150 MiB beyond its inputs, its results and what it saves.
 SCORES_AT_ONCE = 2**20
 
 
