@@ -100,5 +100,8 @@ def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, alpha: float) -> Tensor
             width /= 2
             over = ((x - tau - width).clamp(min=0) ** (1 / (alpha - 1))).sum(-1, keepdim=True) >= 1
             tau = torch.where(over, tau + width, tau)
+        # One step of Newton, by which autograd differentiates tau.
+        tau, p = tau.detach(), (x - tau.detach()).clamp(min=0) ** (1 / (alpha - 1))
+        tau = tau + (p.sum(-1, keepdim=True) - 1) * (alpha - 1) / (p.detach() ** (2 - alpha)).sum(-1, keepdim=True)
     p = (x - tau).clamp(min=0) ** (1 / (alpha - 1))
     return (p / p.sum(-1, keepdim=True)) @ v

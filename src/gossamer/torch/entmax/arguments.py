@@ -46,13 +46,13 @@ class Given(NamedTuple):
 
 def given(
     name: str, q: Any, k: Any, v: Any, pattern: Any, alpha: Any, top_k: Any, causal: Any, q_positions: Any,
-    k_positions: Any, scale: Any, least_k: str = "top_k",
+    k_positions: Any, scale: Any, number_of_keys: str = "top_k",
 ) -> Given:  # fmt: skip
     """The arguments in one form; values and shapes are checked by `checked`.
 
     Args:
         name: of the function, for messages.
-        least_k: the name of the argument top_k.
+        number_of_keys: the name of the argument top_k, which may be None by this name alone.
 
     Raises:
         ValueError: an argument is of a type that nothing accepts.
@@ -66,8 +66,9 @@ def given(
         alibi_slopes=None, implementation=None, deterministic=None,
     )  # fmt: skip
     a = request.arguments
-    if top_k is not None:
-        top_k = integer(least_k, top_k, minimum=1, otherwise=" or None" * (least_k == "top_k"))
+    optional = number_of_keys == "top_k"
+    if top_k is not None or not optional:
+        top_k = integer(number_of_keys, top_k, minimum=1, otherwise=" or None" * optional)
     for label, x in (("q_positions", q_positions), ("k_positions", k_positions)):
         if x is not None and not isinstance(x, Tensor):
             raise ValueError(f"{label} must be a tensor of integers or None; got {describe(x)}")

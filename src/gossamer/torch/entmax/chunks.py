@@ -67,10 +67,10 @@ def operands(
     R = H // G if candidates.shared else 1
     a = (alpha - 1).expand(B, H).reshape(B * H // R, R)
     least, most = (float(x) for x in torch.aminmax(alpha - 1))
+    of_keys, of_values = (x.to(wide).reshape(B * G, K, x.shape[3]).contiguous() for x in (k, v))
     return Operands(
-        (q.to(wide) * scale).reshape(B * H // R, R, Q, D), k.to(wide).reshape(B * G, K, D),
-        v.to(wide).reshape(B * G, K, v.shape[3]), a, least if least == most else None, H, H // G // R, top_k,
-        candidates,
+        (q.to(wide) * scale).reshape(B * H // R, R, Q, D), of_keys, of_values, a, least if least == most else None, H,
+        H // G // R, top_k, candidates,
     )  # fmt: skip
 
 

@@ -107,7 +107,8 @@ def _differentiate(ctx: Any, dout: Tensor | None, *constant: Tensor | None) -> t
         dout = q.new_zeros((*q.shape[:3], v.shape[3]))
     backward = torch.ops.gossamer.entmax_backward.default
     found = backward(dout, normaliser, q, k, v, alpha, layout, geometry, pattern, of_q, of_k, *more)
-    return *found, [None] * len(layout), [None] * len(geometry), None, None, None, *(None for _ in more)
+    # torch takes an empty list for one of tensors, whose gradient is a list.
+    return *found, [None] * len(layout), None if geometry else [], None, None, None, *(None for _ in more)
 
 
 library.impl("entmax_forward", _forward, "CompositeExplicitAutograd")
