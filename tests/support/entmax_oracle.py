@@ -13,7 +13,7 @@ def threshold(scores: np.ndarray, alpha: float) -> float:
     """tau of sum_j [(alpha - 1) s_j - tau]_+^(1 / (alpha - 1)) = 1, by bisection, for alpha > 1."""
     x = (alpha - 1) * scores
     low, high = x.max() - 1, x.max()
-    for _ in range(80):
+    for _ in range(56):
         tau = (low + high) / 2
         if (np.maximum(x - tau, 0) ** (1 / (alpha - 1))).sum() >= 1:
             low = tau

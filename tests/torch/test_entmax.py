@@ -100,14 +100,14 @@ PATTERNS = {
     "window": gs.SlidingWindow(9),
     "window with sinks": gs.SlidingWindow(9, sinks=2),
     "both sides": gs.SlidingWindow(7, 5),
-    "document": gs.Document([0] * 60 + [1] * 90 + [0] * 50) & gs.Causal(),
+    "document": gs.Document([0] * 60 + [1] * 50 + [0] * 30) & gs.Causal(),
     "dilated": gs.Dilated(4, 4, 3),
-    "not": ~gs.SlidingWindow(150),
+    "not": ~gs.SlidingWindow(100),
     "blocks": gs.BigBird(32),
     "heads": gs.PerHead([gs.Causal(), gs.SlidingWindow(3), gs.Dilated(5, 0, 2), gs.Dense()]),
     "batch": gs.PerBatch([gs.Causal(), gs.Local(64)]),
     "empty rows": gs.SlidingWindow(3) & ~gs.Local(20),
-    "graph": gs.CSR.from_pattern(gs.Strided(17, 2), 200, 200).reordered(),
+    "graph": gs.CSR.from_pattern(gs.Strided(17, 2), 140, 140).reordered(),
 }
 
 
@@ -116,10 +116,10 @@ PATTERNS = {
 def test_patterns(name: str, causal: bool) -> None:
     """A pattern, its handle, its matrix as a mask, and its layout."""
     pattern = PATTERNS[name]
-    q, k, v = inputs(B=2, H=4, G=2, Q=200, K=200, D=4, E=3, size=2.0)
-    mask = pattern.materialize(200, 200)
-    expected = oracle.attention(q, k, v, mask & np.tril(np.ones((200, 200), bool)) if causal else mask)
-    layout = pattern.layout(200, 200, block_q=64, block_kv=32)
+    q, k, v = inputs(B=2, H=4, G=2, Q=140, K=140, D=4, E=3, size=2.0)
+    mask = pattern.materialize(140, 140)
+    expected = oracle.attention(q, k, v, mask & np.tril(np.ones((140, 140), bool)) if causal else mask)
+    layout = pattern.layout(140, 140, block_q=64, block_kv=32)
     for form in (pattern, pattern.handle, torch.from_numpy(mask), layout):
         check(gs.entmax_attention(q, k, v, form, causal=causal, return_aux=True), expected)
 
@@ -151,6 +151,16 @@ def test_positions(seed: int) -> None:
     both = mask & near.materialize(Q, K)
     found = gs.entmax_attention(q, k, v, near, causal=True, top_k=3, **given, return_aux=True)
     check(found, oracle.attention(q, k, v, both, top_k=3))
+
+
+def test_positions_of_key_heads_without_a_batch() -> None:
+    q, k, v = inputs(H=4, G=2)
+    of_k = torch.randint(40, (2, 40), generator=torch.Generator().manual_seed(0))
+    mask = of_k.repeat_interleave(2, 0)[:, None] <= torch.arange(40)[:, None]
+    expected = oracle.attention(q, k, v, mask[None])
+    for x, batch in (((q, k, v), None), ((q[0], k[0], v[0]), 0)):
+        out = gs.entmax_attention(*x, k_positions=of_k)
+        np.testing.assert_allclose(out.numpy(), expected.out if batch is None else expected.out[0], atol=1e-12)
 
 
 def test_positions_of_one_side() -> None:

@@ -157,6 +157,18 @@ def test_only_what_is_asked_for() -> None:
     assert not out.requires_grad
 
 
+@pytest.mark.parametrize("form", ["mask", "positions"])
+def test_what_rows_may_see_must_not_change_before_the_backward(form: str) -> None:
+    q, k, v = (x.requires_grad_() for x in inputs())
+    mask, positions = torch.ones(40, 40, dtype=torch.bool).tril(), torch.arange(40)
+    given = {"pattern": mask} if form == "mask" else {"q_positions": positions}
+    out = gs.entmax_attention(q, k, v, save="tau", **given)
+    for x in given.values():
+        x[0] = x[1]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_aux_is_constant() -> None:
     q, k, v = (x.requires_grad_() for x in inputs())
     _, aux = gs.entmax_attention(q, k, v, return_aux=True)

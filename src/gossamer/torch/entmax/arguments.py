@@ -32,6 +32,16 @@ class Options(NamedTuple):
     causal: bool
     scale: float | None
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Those that say what a row may see."""
+        return self.q_positions, self.k_positions, *self.attended.data
+
+    def over(self, q_positions: Tensor | None, k_positions: Tensor | None, *data: Tensor) -> Options:
+        """The same call by other `tensors`."""
+        attended = self.attended._replace(data=data)
+        return self._replace(attended=attended, q_positions=q_positions, k_positions=k_positions)
+
 
 class Given(NamedTuple):
     """A call in one form."""
@@ -48,7 +58,7 @@ def given(
     name: str, q: Any, k: Any, v: Any, pattern: Any, alpha: Any, top_k: Any, causal: Any, q_positions: Any,
     k_positions: Any, scale: Any, number_of_keys: str = "top_k",
 ) -> Given:  # fmt: skip
-    """The arguments in one form; values and shapes are checked by `checked`.
+    """The arguments in one form; a compiled function checks values and shapes inside its operator.
 
     Args:
         name: of the function, for messages.
@@ -180,8 +190,8 @@ def candidates_of(q: Tensor, k: Tensor, options: Options) -> Candidates:
             of_q = torch.arange(K - Q, K, device=q.device)
         if of_k is None:
             of_k = torch.arange(K, device=q.device)
-        if of_k.ndim == 3 and of_k.shape[1] == G != H and G > 1:
-            of_k = of_k.repeat_interleave(H // G, 1)
+        if of_k.ndim > 1 and of_k.shape[-2] == G != H and G > 1:
+            of_k = of_k.repeat_interleave(H // G, -2)
         found.append(OfPositions(of_q.expand(*of_q.shape[:-1], Q), of_k.expand(*of_k.shape[:-1], K)))
     return Candidates(found, Q, K, q.device)
 

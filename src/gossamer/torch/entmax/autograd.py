@@ -74,9 +74,10 @@ class EntmaxAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, options: Options, listed: bool
     ) -> tuple[Tensor, ...]:
         found, lists = results(q, k, v, alpha, options, listed)
-        saved = (found.normaliser,) if lists is None else tuple(lists)
-        ctx.save_for_backward(q, k, v, alpha, *saved)
-        ctx.options, ctx.listed = options, lists is not None
+        of_rows = (found.normaliser,) if lists is None else tuple(lists)
+        # Saved with the others, what says which keys a row may see must not be written to before the backward.
+        ctx.save_for_backward(q, k, v, alpha, *of_rows, *options.tensors)
+        ctx.options, ctx.listed = options.over(None, None), lists is not None
         ctx.mark_non_differentiable(found.normaliser, found.support, found.certified)
         ctx.set_materialize_grads(False)
         return tuple(found)
@@ -85,13 +86,15 @@ class EntmaxAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, *rest: None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return (None,) * 6
-        q, k, v, alpha, *saved = ctx.saved_tensors
+        q, k, v, alpha, *rest = ctx.saved_tensors
         wanted: tuple[bool, ...] = ctx.needs_input_grad
+        of_rows: Lists | Tensor
         if ctx.listed:
-            of_rows: Lists | Tensor = Lists(*saved)
+            starts, keys, weights, *tensors = rest
+            of_rows = Lists(starts, keys, weights)
         else:
-            (of_rows,) = saved
-        compute = partial(gradients, q, k, v, alpha, ctx.options, of_rows, wanted[3])
+            of_rows, *tensors = rest
+        compute = partial(gradients, q, k, v, alpha, ctx.options.over(*tensors), of_rows, wanted[3])
         if torch.is_grad_enabled():  # create_graph
             return (*_Gradients.apply(compute, dout, q, k, v, alpha), None, None)
         return (*compute(dout), None, None)
