@@ -83,7 +83,7 @@ class EntmaxAttention(torch.autograd.Function):
         return tuple(found)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, *rest: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, *constant: None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return (None,) * 6
         q, k, v, alpha, *rest = ctx.saved_tensors
