@@ -14,9 +14,9 @@ from gossamer.patterns import *  # noqa: F403  (patterns.__all__ lists them, onc
 
 __version__ = "0.1.0"
 
-__all__ = ["BlockIndices", "BlockLayout", "DocumentIds", "Indices", "PackedSequences", "Unsupported", "__version__"]
-__all__ += ["attention", "device_layout", "explain", "from_flex", "merge", "to_flex", "varlen"]
-__all__ += ["last_topk", "sparsek", "sparsek_causal", "topk_blocks"]
+__all__ = ["BlockIndices", "BlockLayout", "DocumentIds", "EntmaxAux", "Indices", "PackedSequences", "Unsupported"]
+__all__ += ["__version__", "attention", "device_layout", "entmax_attention", "explain", "from_flex", "last_topk"]
+__all__ += ["merge", "nn", "sparsek", "sparsek_causal", "to_flex", "topk_blocks", "topk_keys", "varlen"]
 __all__ += patterns.__all__
 
 # Where the names other than patterns are defined: those of torch are loaded on their first use.
@@ -25,11 +25,15 @@ _MODULES = {
     "DocumentIds": "gossamer.torch.structure",
     "Indices": "gossamer.torch.structure",
     "PackedSequences": "gossamer.torch.structure",
+    "EntmaxAux": "gossamer.torch.entmax",
     "Unsupported": "gossamer.plan.problem",
     "attention": "gossamer.torch.api",
     "device_layout": "gossamer.torch.device_layout",
+    "entmax_attention": "gossamer.torch.entmax",
     "explain": "gossamer.torch.explain",
     "merge": "gossamer.torch.merge",
+    "nn": "gossamer.nn",
+    "topk_keys": "gossamer.torch.entmax",
     "varlen": "gossamer.torch.varlen",
     "last_topk": "gossamer.select",
     "sparsek": "gossamer.select",
@@ -40,11 +44,13 @@ _MODULES = {
 }
 
 if TYPE_CHECKING:  # what type checkers and editors see
+    from gossamer import nn as nn
     from gossamer.integrations.flex import from_flex, to_flex
     from gossamer.plan.problem import Unsupported
     from gossamer.select import last_topk, sparsek, sparsek_causal, topk_blocks
     from gossamer.torch.api import attention
     from gossamer.torch.device_layout import device_layout
+    from gossamer.torch.entmax import EntmaxAux, entmax_attention, topk_keys
     from gossamer.torch.explain import explain
     from gossamer.torch.merge import merge
     from gossamer.torch.structure import BlockIndices, DocumentIds, Indices, PackedSequences
@@ -62,7 +68,7 @@ else:
             raise ImportError(
                 f"gossamer.{name} needs torch; in a checkout of gossamer: pip install '.[torch]'", name="torch"
             ) from error
-        found = globals()[name] = getattr(module, name)  # looked up once
+        found = globals()[name] = module if name == "nn" else getattr(module, name)  # looked up once
         return found
 
 

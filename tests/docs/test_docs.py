@@ -98,8 +98,9 @@ def test_the_implementation_on_the_contributing_page_runs() -> None:
 def test_the_reference_has_every_public_name() -> None:
     """And no other: each is `::: name`, which mkdocstrings takes from the docstrings."""
     written = re.findall(r"^::: (\S+)", (ROOT / "docs/reference.md").read_text(), re.MULTILINE)
-    public = {f"gossamer.{name}" for name in gossamer.__all__ if name != "__version__"} | {"gossamer.memo.forget_all"}
-    for module in ("gossamer.layouts", "gossamer.select", "gossamer.integrations.transformers"):
+    public = {f"gossamer.{name}" for name in gossamer.__all__ if name not in ("__version__", "nn")}
+    public.add("gossamer.memo.forget_all")
+    for module in ("gossamer.nn", "gossamer.layouts", "gossamer.select", "gossamer.integrations.transformers"):
         found = importlib.import_module(module)
         public |= {f"{module}.{n}" for n in found.__all__ if getattr(found, n) is not getattr(gossamer, n, None)}
     assert sorted(written) == sorted(public)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import operator
 import subprocess
 import sys
 from typing import Any
@@ -14,16 +15,18 @@ import pytest
 import gossamer as gs
 
 NEED_TORCH = (
-    "BlockIndices", "DocumentIds", "Indices", "DocumentIds.from_cu_seqlens", "PackedSequences", "Unsupported",
-    "attention", "device_layout", "explain", "from_flex", "last_topk", "merge", "sparsek", "sparsek_causal",
-    "to_flex", "topk_blocks", "varlen", "CSR.from_torch",
+    "BlockIndices", "DocumentIds", "DocumentIds.from_cu_seqlens", "EntmaxAux", "Indices", "PackedSequences",
+    "Unsupported", "attention", "device_layout", "entmax_attention", "explain", "from_flex", "last_topk", "merge",
+    "nn.SplashAttention", "sparsek", "sparsek_causal", "to_flex", "topk_blocks", "topk_keys", "varlen",
+    "CSR.from_torch",
 )  # fmt: skip
-NAMES = [name for name in gs.__all__ if name != "__version__"]
+MODULES = [name for name in NEED_TORCH if name.startswith("nn.")]
+NAMES = [name for name in gs.__all__ if name not in ("__version__", "nn")] + MODULES
 
 
 def examples(name: str) -> list[doctest.DocTest]:
     """Those of a public name and of its methods, that show something."""
-    thing = getattr(gs, name)
+    thing = operator.attrgetter(name)(gs)
     module = importlib.import_module(thing.__module__)
     return [test for test in doctest.DocTestFinder().find(thing, name, module=module) if test.examples]
 
@@ -52,6 +55,10 @@ def test_examples_of_what_a_function_returns() -> None:
 
     found = {test.name: test for test in doctest.DocTestFinder().find(SelectedBlocks) if test.examples}
     run(found["SelectedBlocks.kept_mass"], torch=torch)
+
+
+def test_every_module_is_among_them() -> None:
+    assert sorted(MODULES) == sorted(f"nn.{name}" for name in gs.nn.__all__)
 
 
 def test_a_wrong_example_fails() -> None:

@@ -20,7 +20,9 @@ from gossamer.plan.table import NAMES
 
 SRC = Path(__file__).parents[2] / "src"
 # A room imports those before it. What bench and cli import of `gossamer` itself is the public interface.
-ROOMS = ("memo", "patterns", "layouts", "plan", "kernels", "torch", "select", "integrations", "testing", "bench", "cli")
+ROOMS = (
+    "memo", "patterns", "layouts", "plan", "kernels", "torch", "select", "nn", "integrations", "testing", "bench", "cli"
+)  # fmt: skip
 PUBLIC = ("bench", "cli")
 # For type checkers alone: what a public method returns, and what a handle stands for.
 TYPES = {("patterns.base", "layouts"), ("patterns.handles", "patterns.base")}
@@ -57,6 +59,7 @@ FRAMEWORKS = {
     "torch": allowed("numpy torch", "rich"),
     "torch.bind": allowed("torch", "triton tvm_ffi"),
     "select": allowed("torch"),
+    "nn": allowed("torch"),
     "integrations": allowed("numpy torch", "transformers"),
     "testing": allowed("numpy torch"),
     "bench": allowed("numpy torch", "rich matplotlib"),

@@ -1,0 +1,65 @@
+"""`SplashAttention`: exactly k keys a row, with alpha-entmax weights."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from gossamer.patterns.validate import integer
+from gossamer.torch.entmax import entmax_attention
+from gossamer.torch.validate import describe
+
+
+class SplashAttention(nn.Module):
+    """alpha-entmax over the `k_keep` largest scores of each query, by positions: `gossamer.entmax_attention`.
+
+    Args:
+        head_dim: D, the head size of Q and K.
+        alpha: a number in [1, 2], or a tensor (H,) of them: an `nn.Parameter` is learned.
+        k_keep: how many keys of each query are kept, ties to the lowest key; None is all.
+        sm_scale: the scale of the scores, head_dim ** -0.5 by default.
+
+    Examples:
+        >>> layer = gs.nn.SplashAttention(head_dim=16, alpha=1.5, k_keep=8)
+        >>> Q, K, V = (torch.randn(2, 4, 50, 16) for _ in range(3))
+        >>> positions = torch.arange(50).expand(2, 4, 50)
+        >>> layer(Q, K, V, positions, positions).shape
+        torch.Size([2, 4, 50, 16])
+    """
+
+    alpha: float | Tensor
+
+    def __init__(
+        self, head_dim: int, alpha: float | Tensor = 1.5, k_keep: int | None = 8, sm_scale: float | None = None
+    ) -> None:
+        super().__init__()
+        self.head_dim = integer("head_dim", head_dim, minimum=1)
+        self.k_keep = None if k_keep is None else integer("k_keep", k_keep, minimum=1, otherwise=" or None")
+        self.sm_scale = sm_scale
+        if isinstance(alpha, Tensor) and not isinstance(alpha, nn.Parameter):
+            self.register_buffer("alpha", alpha)
+        else:
+            self.alpha = alpha
+
+    def extra_repr(self) -> str:
+        alpha = f"tensor {tuple(self.alpha.shape)}" if isinstance(self.alpha, Tensor) else self.alpha
+        return f"head_dim={self.head_dim}, alpha={alpha}, k_keep={self.k_keep}, sm_scale={self.sm_scale}"
+
+    def forward(
+        self, Q: Tensor, K: Tensor, V: Tensor, Q_idx: Tensor | None = None, K_idx: Tensor | None = None
+    ) -> Tensor:
+        """Attention of Q (B, H, Nq, D) over K (B, G, Nk, D) and V (B, G, Nk, E): (B, H, Nq, E).
+
+        Args:
+            Q: the queries.
+            K: the keys, H a multiple of G.
+            V: the values.
+            Q_idx: positions of the queries, integers that broadcast to (B, H, Nq): a key is seen where its position is
+                at most the query's. Nk - Nq + r for row r by default where K_idx is given.
+            K_idx: positions of the keys, integers that broadcast to (B, H, Nk); their number by default where Q_idx
+                is given. Without both every key is seen.
+        """
+        if isinstance(Q, Tensor) and Q.shape[-1] != self.head_dim:
+            raise ValueError(f"Q must have the head size of the module, head_dim={self.head_dim}; got {describe(Q)}")
+        return entmax_attention(
+            Q, K, V, alpha=self.alpha, top_k=self.k_keep, q_positions=Q_idx, k_positions=K_idx, scale=self.sm_scale
+        )

@@ -1,0 +1,206 @@
+"""The arguments of `entmax_attention` and `topk_keys`, brought to one form and checked in the words of `attention`."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import _C, Tensor
+from torch.autograd import forward_ad
+
+from gossamer.kernels.row_formulas import compute_dtype
+from gossamer.layouts import Walk
+from gossamer.patterns import Causal, Dense
+from gossamer.patterns.compose import And
+from gossamer.patterns.handles import pattern_of
+from gossamer.patterns.validate import boolean, integer
+from gossamer.plan.problem import Unsupported
+from gossamer.torch.entmax.candidates import Candidates, OfLayout, OfLists, OfMask, OfPattern, OfPositions, Source
+from gossamer.torch.entmax.chunks import Operands, operands
+from gossamer.torch.given_layouts import check_layout, layout_from
+from gossamer.torch.planning import check_sizes
+from gossamer.torch.request import Request, ResolvedPattern, number, request_of
+from gossamer.torch.validate import INTEGERS, check_mask, describe, validate
+
+
+class Options(NamedTuple):
+    """What a call is, beside q, k, v and alpha."""
+
+    attended: ResolvedPattern
+    q_positions: Tensor | None
+    k_positions: Tensor | None
+    top_k: int | None
+    causal: bool
+    scale: float | None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Those that say what a row may see."""
+        return self.q_positions, self.k_positions, *self.attended.data
+
+    def over(self, q_positions: Tensor | None, k_positions: Tensor | None, *data: Tensor) -> Options:
+        """The same call by other `tensors`."""
+        attended = self.attended._replace(data=data)
+        return self._replace(attended=attended, q_positions=q_positions, k_positions=k_positions)
+
+
+class Given(NamedTuple):
+    """A call in one form."""
+
+    q: Tensor  # (B, H, Q, D)
+    k: Tensor  # (B, G, K, D)
+    v: Tensor  # (B, G, K, E)
+    alpha: Tensor  # (H,), of any float type
+    options: Options
+    dims: int  # of the q that was given
+
+
+def given(
+    name: str, q: Any, k: Any, v: Any, pattern: Any, alpha: Any, top_k: Any, causal: Any, q_positions: Any,
+    k_positions: Any, scale: Any, number_of_keys: str = "top_k",
+) -> Given:  # fmt: skip
+    """The arguments in one form; a compiled function checks values and shapes inside its operator.
+
+    Args:
+        name: of the function, for messages.
+        number_of_keys: the name of the argument top_k, which may be None by this name alone.
+
+    Raises:
+        ValueError: an argument is of a type that nothing accepts.
+        Unsupported: a transform of torch.func, or forward mode, looks at the call.
+    """
+    if isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
+        refuse_transforms(name, q, k, v, alpha)
+        q, k, v = autocast(q), autocast(k), autocast(v)
+    request = request_of(
+        q, k, v, pattern, scale=scale, q_offset=None, key_lengths=None, softcap=None, sink_logits=None,
+        alibi_slopes=None, implementation=None, deterministic=None,
+    )  # fmt: skip
+    a = request.arguments
+    optional = number_of_keys == "top_k"
+    if top_k is not None or not optional:
+        top_k = integer(number_of_keys, top_k, minimum=1, otherwise=" or None" * optional)
+    for label, x in (("q_positions", q_positions), ("k_positions", k_positions)):
+        if x is not None and not isinstance(x, Tensor):
+            raise ValueError(f"{label} must be a tensor of integers or None; got {describe(x)}")
+    options = Options(request.attended, q_positions, k_positions, top_k, boolean("causal", causal), a.scale)
+    found = Given(a.q, a.k, a.v, alphas(alpha, a.q), options, request.dims)
+    if not torch.compiler.is_compiling():
+        check(request, found)
+    return found
+
+
+def refuse_transforms(name: str, *tensors: Any) -> None:
+    """Raise `Unsupported` inside torch.func and for tangents of forward mode."""
+    for x in (x for x in tensors if isinstance(x, Tensor)):
+        if not torch.compiler.is_compiling() and _C._functorch.is_functorch_wrapped_tensor(x):
+            raise Unsupported(
+                f"{name} has no rule inside torch.func (grad, jvp, vmap); backward() and autograd.grad work, and a "
+                f"mapped dimension can be batch elements"
+            )
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+            raise Unsupported(f"{name} has no forward-mode derivative (jvp); backward() and autograd.grad work")
+
+
+def autocast(x: Tensor) -> Tensor:
+    """x in the type of autocast where it is on, as `attention` takes q, k and v; float64 stays."""
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+
+def uncast(device: torch.device) -> AbstractContextManager[Any]:
+    """Without autocast: what is computed inside has its type already."""
+    return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
+
+
+def alphas(alpha: Any, q: Tensor) -> Tensor:
+    """alpha of each head, (H,), differentiable where it is given so."""
+    H, alpha = q.shape[1], number(alpha)
+    if isinstance(alpha, Tensor):
+        if alpha.shape not in ((H,), ()) or not alpha.is_floating_point() or alpha.device != q.device:
+            raise ValueError(
+                f"alpha must be a number, or a tensor of floating point of shape (H,) = ({H},) or () on {q.device}; "
+                f"got {describe(alpha)}"
+            )
+        return alpha.expand(H)
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 1 <= alpha <= 2:
+        raise ValueError(f"alpha must be a number in [1, 2] or a tensor (H,); got {describe(alpha)}")
+    return torch.full((H,), float(alpha), dtype=torch.float64, device=q.device)
+
+
+def check(request: Request, found: Given) -> None:
+    """Raise ValueError for values and shapes that are wrong."""
+    q, k, _, alpha, options, _ = found
+    attended = options.attended
+    validate(request.arguments)
+    check_sizes(request.arguments, attended.handle)
+    if attended.geometry:
+        check_layout(layout_from(list(attended.data), attended.geometry).rows, q, k)
+    elif attended.data:
+        check_mask(attended.data[0], q, k)
+    inside = (alpha >= 1) & (alpha <= 2)
+    if not bool(inside.all()):
+        wrong = sorted(alpha.detach()[~inside].tolist())[:4]
+        raise ValueError(f"alpha must lie in [1, 2] in every head; got a tensor that holds {wrong}")
+    (B, H, Q, _), (_, G, K, _) = q.shape, k.shape
+    for label, x, wanted in (
+        ("q_positions", options.q_positions, ((B, H, Q),)),
+        ("k_positions", options.k_positions, ((B, H, K), (B, G, K))),
+    ):
+        if x is None:
+            continue
+        if x.dtype not in INTEGERS or x.device != q.device:
+            raise ValueError(f"{label} must be integers (int8, uint8, int16, int32 or int64) on {q.device}; "
+                             f"got {describe(x)}")  # fmt: skip
+        if not any(broadcasts(x, shape) for shape in wanted):
+            shapes = " or ".join(map(str, dict.fromkeys(wanted)))
+            raise ValueError(f"{label} must broadcast to {shapes}; got {describe(x)}")
+
+
+def broadcasts(x: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether x is of this shape where missing dimensions, and those of 1, are repeated."""
+    own = (1,) * (len(shape) - x.ndim) + tuple(x.shape)
+    return len(own) == len(shape) and all(n in (1, want) for n, want in zip(own, shape, strict=True))
+
+
+def candidates_of(q: Tensor, k: Tensor, options: Options) -> Candidates:
+    """What each row may see."""
+    (_, H, Q, _), (_, G, K, _) = q.shape, k.shape
+    attended, (of_q, of_k) = options.attended, (options.q_positions, options.k_positions)
+    positions = of_q is not None or of_k is not None
+    causal = Causal() if options.causal and not positions else None
+    sizes = Dense._sizes(Q, K)
+    found: list[Source] = []
+    if attended.data:
+        if attended.geometry:
+            walk = layout_from(list(attended.data), attended.geometry).rows
+            found.append(OfLayout(walk) if isinstance(walk, Walk) else OfLists(walk, H))
+        else:
+            found.append(OfMask(attended.data[0], Q, K))
+        if causal is not None:
+            found.append(OfPattern(causal, sizes))
+    else:
+        pattern = pattern_of(attended.handle)
+        if causal is not None:
+            pattern = causal if isinstance(pattern, Dense) else And(pattern, causal)
+        if not isinstance(pattern, Dense):
+            found.append(OfPattern(pattern, sizes))
+    if positions:
+        if of_q is None:
+            of_q = torch.arange(K - Q, K, device=q.device)
+        if of_k is None:
+            of_k = torch.arange(K, device=q.device)
+        if of_k.ndim > 1 and of_k.shape[-2] == G != H and G > 1:
+            of_k = of_k.repeat_interleave(H // G, -2)
+        found.append(OfPositions(of_q.expand(*of_q.shape[:-1], Q), of_k.expand(*of_k.shape[:-1], K)))
+    return Candidates(found, Q, K, q.device)
+
+
+def operands_of(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, options: Options) -> Operands:
+    """The tensors of a checked call as it is computed."""
+    scale = q.shape[3] ** -0.5 if options.scale is None else float(options.scale)
+    candidates = candidates_of(q, k, options)
+    return operands(q, k, v, alpha.detach().double(), scale, options.top_k, candidates, compute_dtype(q.dtype))

@@ -1,0 +1,27 @@
+"""The keys of the largest scores of each row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gossamer.torch.entmax.arguments import Options, operands_of, uncast
+from gossamer.torch.entmax.chunks import chunks, row_numbers, scores
+from gossamer.torch.entmax.selection import largest
+
+
+def keys_of_rows(q: Tensor, k: Tensor, options: Options) -> Tensor:
+    """(B, H, Q, top_k) int32: the keys of each row of q (B, H, Q, D) ascending, then -1 where it sees fewer."""
+    B, H, Q, _ = q.shape
+    K = k.shape[2]
+    assert options.top_k is not None
+    keys = torch.full((B * H * Q, options.top_k), -1, dtype=torch.int32, device=q.device)
+    with torch.no_grad(), uncast(q.device):
+        o = operands_of(q, k, k, torch.ones(H, device=q.device), options)
+        for chunk in chunks(o):
+            picked = largest(scores(o, chunk).flatten(0, 2), options.top_k)
+            assert picked.columns is not None
+            # Where there is none, a key behind all of them, so that it comes last.
+            kept = torch.where(picked.s == -torch.inf, K, chunk.seen.keys[picked.columns]).sort(1).values
+            keys[row_numbers(o, chunk), : kept.shape[1]] = torch.where(kept == K, -1, kept).to(torch.int32)
+    return keys.view(B, H, Q, -1)
