@@ -50,7 +50,7 @@ def append_records(rows: Sequence[Record], path: Path, run: Iterable[str]) -> No
     lines.append(_grouped([{name: row[name] for name in row if name not in of_run} for row in rows]))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        file.write("".join(json.dumps(line) + "\n" for line in lines))
+        file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
 
 
 def _grouped(rows: Sequence[Record]) -> Record:
