@@ -50,15 +50,24 @@ def documents(N: int, H: int) -> Case:
     )
 
 
-def decoding(B: int, K: int) -> Case:
+def decoding(B: int, K: int, window: gs.Pattern | None = None) -> Case:
     """A step of decoding over a static cache, sequences of random lengths."""
     lengths = torch.randint(K // 8, K + 1, (B,), generator=torch.Generator().manual_seed(1)).to(CUDA)
+    host: dict[str, Any] = {"pattern": gs.Dense(), "key_lengths": lengths}
+    if window is not None:
+        host = {"pattern": gs.PerBatch([_seen_from(window, int(n), K) for n in lengths])}
     return Case(
         ((B, 32, 1, 128), (B, 8, K, 128), (B, 8, K, 128)),
-        {"pattern": gs.Causal(), "q_offset": lengths - 1, "key_lengths": lengths},
-        {"pattern": gs.Dense(), "key_lengths": lengths},
+        {"pattern": window or gs.Causal(), "q_offset": lengths - 1, "key_lengths": lengths},
+        host,
         False,
     )
+
+
+def _seen_from(window: gs.Pattern, length: int, K: int) -> gs.Pattern:
+    """What the one query sees that stands at the end of so many keys, as a pattern of rows that are counted from 0."""
+    (kept,) = window.materialize(1, K, length - 1)
+    return gs.CSR([0, int(kept.sum())], kept.nonzero()[0], K)
 
 
 def chosen(H: int, N: int, share: float) -> Case:
@@ -75,6 +84,7 @@ def chosen(H: int, N: int, share: float) -> Case:
 CASES: dict[str, Callable[[], Case]] = {
     "documents_131072": lambda: documents(131072, 8),
     "decoding_32_8192": lambda: decoding(32, 8192),
+    "decoding_32_8192_sinks": lambda: decoding(32, 8192, gs.SlidingWindow(1023, sinks=4)),
     "chosen_32768": lambda: chosen(8, 32768, 0.11),
     "chosen_131072": lambda: chosen(8, 131072, 0.029),
     "chosen_40768_h16": lambda: chosen(16, 40768, 0.10),
