@@ -54,11 +54,13 @@ def decoding(B: int, K: int, window: gs.Pattern | None = None) -> Case:
     """A step of decoding over a static cache, sequences of random lengths."""
     lengths = torch.randint(K // 8, K + 1, (B,), generator=torch.Generator().manual_seed(1)).to(CUDA)
     host: dict[str, Any] = {"pattern": gs.Dense(), "key_lengths": lengths}
-    if window is not None:
+    if window is None:
+        window = gs.Causal()
+    else:
         host = {"pattern": gs.PerBatch([_seen_from(window, int(n), K) for n in lengths])}
     return Case(
         ((B, 32, 1, 128), (B, 8, K, 128), (B, 8, K, 128)),
-        {"pattern": window or gs.Causal(), "q_offset": lengths - 1, "key_lengths": lengths},
+        {"pattern": window, "q_offset": lengths - 1, "key_lengths": lengths},
         host,
         False,
     )
