@@ -3,12 +3,12 @@
     python benchmarks/key_lists.py              # prints a line a row
     python benchmarks/key_lists.py --out FILE   # adds them to a file of results as well
 
-32,768 queries list 2048 keys each, D 128, 16 or 64 heads a list. Lists are drawn at random, or drift: from one query to
-the next 5 % of the keys are others, and the overlap is that of neighbours. `made` makes the structure in the call, `kept` has
-it before; a call is a forward, or a forward and its backward, of a captured graph that is replayed. A rate is of
-useful products: 4 n D of a query and a head forward, and 2.5 times as many backward. Beside it stands what the level-2
-cache would allow if every query and head read its keys and values alone, at 9.3 TB/s (docs/kernels/gather.md).
-Some rows are compared with float64 first.
+32,768 queries list 2048 keys each, D 128, 16 or 64 heads a list. Lists are drawn at random, or drift: from one query
+to the next 5 % of the keys are others, and the overlap is that of neighbours. `made` makes the structure in the call,
+`kept` has it before; a call is a forward, or a forward and its backward, of a captured graph that is replayed. A rate
+is of useful products: 4 n D of a query and a head forward, and 2.5 times as many backward. Beside it stands what the
+level-2 cache would allow if every query and head read its keys and values alone, at 9.3 TB/s
+(docs/kernels/gather.md). Some rows are compared with float64 first.
 """
 
 from __future__ import annotations
