@@ -46,9 +46,11 @@ NAMES = (
 ON_DEVICE = [
     *(case for case in SCATTERED if case.name != "power-strided"),
     Case("lists-of-key-heads", 0.1, B=2, H=4, G=2, lead=(2, 2), Q=70, K=90, terms={"sink": (0.5, -1.0, 0.0, 2.0)}),
-    Case("lists-of-key-heads-cut", 0.3, B=2, H=4, G=2, lead=(1, 2), Q=40, K=90, limit=1),
+    Case("lists-of-key-heads-cut", 0.3, H=4, G=2, lead=(1, 2), Q=40, K=90, limit=1),
     Case("nothing-listed", 0.0, Q=20, K=30, limit=1),
 ]
+# Unions of groups, too, where lists are cut and shared.
+LISTED = [(case, 1) for case in ON_DEVICE] + [(case, 16) for case in ON_DEVICE if case.name.endswith("-cut")]
 ALL = SCATTERED + [case for case in CASES if case.name in NAMES]
 
 
@@ -79,7 +81,7 @@ def run(case: Case, device: str, block_q: int, config: Any = None, on_device: bo
         pattern = gs.BlockMask(host, 1)
         layout = build_gather(pattern, case.Q, case.K, block_q=block_q, q_offset=terms.q_offset).to(device)
     # Lists without tiles are counted in columns; where all are long, cutting them is slow in the interpreter.
-    limit = None if case.limit is None else 1 if block_q > 1 else 16 if case.name == "hubs" or on_device else None
+    limit = None if case.limit is None else 1 + on_device if block_q > 1 else 16 if case.name == "hubs" or on_device else None
     options: dict[str, Any] = {"config": config, "limit": limit}
     out, lse = forward(gather, problem, layout, terms, q, k, v, **options)
     gradients = backward(gather, problem, layout, terms, dout, dlse, q, k, v, out, lse, **options)
@@ -99,10 +101,9 @@ if INTERPRETING:
         # Many rows in a program: the interpreter pays for programs.
         check(case, "cpu", block_q, RowConfig(256, 4) if block_q == 1 else None)
 
-    @pytest.mark.parametrize("block_q", [1, 16])
-    @pytest.mark.parametrize("case", ON_DEVICE, ids=lambda case: case.name)
+    @pytest.mark.parametrize(("case", "block_q"), LISTED, ids=lambda x: x.name if isinstance(x, Case) else str(x))
     def test_lists_of_a_device(case: Case, block_q: int) -> None:
-        check(case, "cpu", block_q, RowConfig(64, 4), on_device=True)
+        check(case, "cpu", block_q, RowConfig(256, 4), on_device=True)
 
     @pytest.mark.parametrize("config", [RowConfig(2, 16), RowConfig(4, 2), RowConfig(16, 1)], ids=str)
     def test_every_row_configuration_gives_the_same_rows(config: RowConfig) -> None:
@@ -114,7 +115,7 @@ else:
     @pytest.mark.parametrize("part", range(4))
     def test_in_the_interpreter(part: int) -> None:
         tests = [f"test_case[{case.name}-{rows}]" for case in ALL for rows in GROUP_SIZES][part::4]
-        tests += [f"test_lists_of_a_device[{case.name}-{rows}]" for case in ON_DEVICE for rows in (1, 16)][part::4]
+        tests += [f"test_lists_of_a_device[{case.name}-{rows}]" for case, rows in LISTED][part::4]
         if part == 0:
             tests.append("test_every_row_configuration_gives_the_same_rows")
         in_interpreter(__file__, *tests)
