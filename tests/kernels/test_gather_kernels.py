@@ -81,7 +81,15 @@ def run(case: Case, device: str, block_q: int, config: Any = None, on_device: bo
         pattern = gs.BlockMask(host, 1)
         layout = build_gather(pattern, case.Q, case.K, block_q=block_q, q_offset=terms.q_offset).to(device)
     # Lists without tiles are counted in columns; where all are long, cutting them is slow in the interpreter.
-    limit = None if case.limit is None else 1 + on_device if block_q > 1 else 16 if case.name == "hubs" or on_device else None
+    limit = (
+        None
+        if case.limit is None
+        else 1 + on_device
+        if block_q > 1
+        else 16
+        if case.name == "hubs" or on_device
+        else None
+    )
     options: dict[str, Any] = {"config": config, "limit": limit}
     out, lse = forward(gather, problem, layout, terms, q, k, v, **options)
     gradients = backward(gather, problem, layout, terms, dout, dlse, q, k, v, out, lse, **options)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 import random
 from collections.abc import Callable
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
@@ -37,6 +39,13 @@ RULES: dict[str, tuple[gs.Pattern | None, Keep]] = {
     "sinks ahead": (gs.SlidingWindow(4, 2, sinks=2), lambda i, j: i - 4 <= j <= i + 2 or j < 2),
     "dilated": (gs.Dilated(3, 2, 4), lambda i, j: (i - j) % 4 == 0 and -8 <= i - j <= 12),
     "far dilated": (gs.Dilated(2**31 - 1, 0, 40), lambda i, j: (i - j) % 40 == 0 and j <= i),
+    "lone keys": (gs.Dilated(3, 0, 2**31 - 1), lambda i, j: i == j),
+    "far strided": (gs.Strided(10**8, 1), lambda i, j: j <= i and (i - j <= 1 or (i - j) % 10**8 == 0)),
+    "apart": (gs.Dilated(9, 9, 70001) & gs.Dilated(9, 9, 70003), lambda i, j: i == j),
+    "nested": (
+        reduce(operator.or_, [gs.SlidingWindow(n, 0) for n in range(30)]) & gs.SlidingWindow(40),
+        lambda i, j: i - 29 <= j <= i,
+    ),
     "strided": (gs.Strided(5, 2), lambda i, j: j <= i and (i - j <= 2 or (i - j) % 5 == 0)),
     "longformer": (gs.Longformer(6, dilation=2), lambda i, j: (i - j) % 2 == 0 and abs(i - j) <= 6),
     "union": (
@@ -45,7 +54,7 @@ RULES: dict[str, tuple[gs.Pattern | None, Keep]] = {
     ),
 }  # fmt: skip
 INTERVALS = [name for name, (pattern, _) in RULES.items() if pattern is None or pattern.device_rule().interval]
-STEPS = ["dilated", "far dilated", "strided", "longformer"]
+STEPS = ["dilated", "far dilated", "lone keys", "far strided", "apart", "strided", "longformer"]
 
 
 def tensors(*shapes: tuple[int, ...], seed: int = 0) -> list[Tensor]:

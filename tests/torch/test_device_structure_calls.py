@@ -210,10 +210,9 @@ def ints(*values: int) -> Tensor:
 q, kv = torch.zeros(2, 4, 8, 16), torch.zeros(2, 2, 8, 16)
 ids, blocks = gs.DocumentIds(torch.zeros(8).int()), gs.BlockIndices(torch.zeros(1, 1, 1, 1).int())
 keys = gs.Indices(torch.zeros(1, 1, 8, 1).int())
-# Of six reaches: 21 different ones are what two of them have in common.
-LONG = (
-    gs.SlidingWindow(1, sinks=2) | gs.Dilated(2, 0, 3) | gs.Dilated(2, 0, 5) | gs.Dilated(2, 0, 7) | gs.Dilated(2, 0, 9)
-)
+# Twenty steps: those of every two are others.
+LONG = gs.Dilated(40, 0, 2) | gs.Dilated(40, 0, 3) | gs.Dilated(40, 0, 5) | gs.Dilated(40, 0, 7) | gs.Dilated(40, 0, 11)
+OTHERS = gs.Dilated(40, 0, 13) | gs.Dilated(40, 0, 17) | gs.Dilated(40, 0, 19) | gs.Dilated(40, 0, 23)
 packed, a_layout = gs.PackedSequences(ints(0, 8), pattern=gs.Dense()), gs.Causal().layout(8, 8, block_q=32, block_kv=32)
 NOT_JOINED = r"a BlockLayout is not joined with others: join patterns by & \| ~ and make the layout of the result"
 CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -221,11 +220,11 @@ CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "global tokens": (gs.Longformer(2, [0]), {"q_offset": ints(1, 2)}, "Longformer without global tokens.*has no rule"),
     "big bird": (gs.BigBird(64), {"key_starts": [0, 1]}, "pattern must go by positions alone.*BigBird"),
     "union": (gs.Causal() | ~gs.Local(3), {"key_starts": [0, 1]}, r"\(Causal\(\) \| ~Local\(block=3\)\) has no rule"),
-    "long union": (LONG & LONG, {"key_starts": [0, 1]}, "has no rule there"),
+    "long union": (LONG & OTHERS, {"key_starts": [0, 1]}, "has no rule there"),
     "each head": (gs.PerHead([gs.Causal()] * 4), {"key_starts": [0, 1]}, "PerHead.* has no rule there"),
     "mask": (
         torch.ones(8, 8).bool(), {"key_starts": [0, 1]},
-        r"shape \(8, 8\), bool, cpu has no rule there. Write the starts into the mask: leave out key_starts$",
+        r"shape \(8, 8\), bool, cpu, has no rule there. Write the starts into the mask: leave out key_starts$",
     ),
     "mask with offsets": (
         torch.ones(8, 8).bool(), {"q_offset": ints(1, 2)},
@@ -323,7 +322,18 @@ CONSTRUCTORS: dict[str, tuple[Any, str]] = {
     "no rule from the left": (lambda: gs.BigBird(64) & blocks, "BigBird.* has no rule there"),
     "lists and steps": (lambda: gs.Dilated(3, 0, 2) & blocks, "lists are joined by & with patterns of one interval of"),
     "lists and sinks": (lambda: keys & gs.SlidingWindow(3, sinks=2), "lists are joined by & with patterns of one int"),
-    "too many unions": (lambda: ids & LONG & LONG, "too many unions are joined by &"),
+    "steps of packed": (
+        lambda: gs.PackedSequences(ints(0, 8), pattern=gs.Strided(2, 1)), r"Strided\(.*\), has a step, which is not",
+    ),
+    "word of packed": (
+        lambda: gs.PackedSequences(ints(0, 8), pattern="causal"),  # type: ignore[arg-type]
+        "pattern, 'causal'.* has no rule there. Call attention for each sequence",
+    ),
+    "union of packed patterns": (
+        lambda: gs.PackedSequences(ints(0, 8), pattern=~gs.Causal()),
+        "device: Dense, Causal, Local, SlidingWindow, any & and | of them, up to 16 intervals a row; ~Causal",
+    ),
+    "too many unions": (lambda: ids & LONG & OTHERS, "too many unions are joined by &"),
     "mask": (lambda: ids & torch.ones(8, 8).bool(), r"DocumentIds.* joins by & a pattern.*got shape \(8, 8\), bool"),
     "mask from the left": (lambda: torch.ones(8, 8).bool() & ids, r"DocumentIds.* joins by & a pattern.*got shape"),
     "array": (lambda: blocks & np.ones((8, 8), bool), "BlockIndices.* joins by & a pattern"),

@@ -56,8 +56,14 @@ class Reach(NamedTuple):
         return Reach(
             _least(self.left, other.left), _least(self.right, other.right),
             tuple(sorted({*self.blocks, *other.blocks})), _least(self.first, other.first),
-            math.lcm(self.step, other.step),
+            min(math.lcm(self.step, other.step), MOST),
         )  # fmt: skip
+
+    def within(self, other: Reach) -> bool:
+        """Whether the other surely sees all that this one sees."""
+        ends = ((self.left, other.left), (self.right, other.right), (self.first, other.first))
+        narrower = all(most is None or (n is not None and n <= most) for n, most in ends)
+        return narrower and set(other.blocks) <= set(self.blocks) and self.step % other.step == 0
 
     def bounds(self, i: Any, K: int) -> Bounds:
         """The interval of [0, K) that queries at positions i see keys of, for each of them: all of it, but for a step.
@@ -115,13 +121,17 @@ EVERY_KEY = Rule()
 
 
 def rule(*reaches: Reach) -> Rule:
-    """The rule of a few reaches."""
-    return Rule(reaches)
+    """The rule of a few reaches; no two positions are a step over MOST apart, but for those that are the same."""
+    return Rule(tuple(reach._replace(step=min(reach.step, MOST)) for reach in reaches))
 
 
 def _rule(reaches: Iterable[Reach]) -> Rule | None:
-    found = tuple(dict.fromkeys(reaches))
-    return Rule(found) if len(found) <= MOST_REACHES else None
+    """Without what others see too; None where more are left than are computed."""
+    found: list[Reach] = []
+    for reach in reaches:
+        if not any(reach.within(other) for other in found):
+            found = [other for other in found if not other.within(reach)] + [reach]
+    return Rule(tuple(found)) if len(found) <= MOST_REACHES else None
 
 
 def _moved(i: Any, by: int, K: int) -> Any:

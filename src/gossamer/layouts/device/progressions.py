@@ -163,14 +163,18 @@ def _bits(
         kept = xp.bits_below(hi - column[..., None, :]) & ~xp.bits_below(lo - column[..., None, :])
         if one.step > 1:
             apart = row[..., None] + shift[..., None, None, None] - column[..., None, :]
-            kept = kept & xp.take(_every(one.step, tile, xp), (apart % one.step).reshape(-1)).reshape(kept.shape)
+            kept = kept & _every(one.step, apart % one.step, xp)
         found = kept if found is None else found | kept
     return found if xp.divides(block_rows, rows) else xp.fill(found, row[..., None] >= rows, 0)
 
 
-def _every(step: int, like: Array, xp: Arrays) -> Array:
-    """(step,) words in which every step-th bit is set, from bit r on."""
-    bit = xp.arange(WORD, like)
-    rest = xp.arange(step, like)[:, None]
+def _every(step: int, first: Array, xp: Arrays) -> Array:
+    """Words in which every step-th bit is set, from the bit `first` on, which is less than the step."""
+    if step >= WORD:  # one bit of a word, or none
+        none = first >= WORD
+        return xp.fill(xp.one_bit(xp.fill(first, none, 0)), none, 0)
+    bit = xp.arange(WORD, first)
+    rest = xp.arange(step, first)[:, None]
     # The bits of a word are apart: their sum is their union.
-    return xp.total(xp.fill(xp.broadcast_to(xp.one_bit(bit), (step, WORD)), bit % step != rest, 0))
+    words = xp.total(xp.fill(xp.broadcast_to(xp.one_bit(bit), (step, WORD)), bit % step != rest, 0))
+    return xp.take(words, first.reshape(-1)).reshape(first.shape)

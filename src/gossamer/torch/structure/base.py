@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from gossamer.patterns import Pattern
-from gossamer.patterns.reach import EVERY_KEY, Bounds, Reach, Rule
+from gossamer.patterns.reach import EVERY_KEY, MOST_REACHES, Bounds, Reach, Rule
 from gossamer.patterns.validate import show
 from gossamer.plan.problem import Unsupported
 from gossamer.torch.validate import INTEGERS, describe, instead
 
 OF_INTEGERS = "integers: int8, uint8, int16, int32 or int64"
-RULED = "Dense, Causal, Local, SlidingWindow, Dilated, Strided, Longformer without global tokens, any & and | of them"
+UNIONS = f"any & and | of them, up to {MOST_REACHES} intervals a row"
+RULED = f"Dense, Causal, Local, SlidingWindow, Dilated, Strided, Longformer without global tokens, {UNIONS}"
 ONE_BY_ONE = (
     "Call attention for each sequence, or give it one boolean mask (Q, K) of all that are packed, False between two"
 )
@@ -174,11 +175,12 @@ class Positions(Structure):
         """Nothing can be wrong."""
 
 
-def rule_of(pattern: Any, advice: str) -> Rule:
+def rule_of(pattern: Any, advice: str, ruled: str = RULED) -> Rule:
     """The rule of positions of a pattern; of None that of every pair.
 
     Args:
         advice: what may be given instead of one that has none, a sentence.
+        ruled: patterns that have one.
 
     Raises:
         Unsupported: it has none.
@@ -189,10 +191,11 @@ def rule_of(pattern: Any, advice: str) -> Rule:
         rule = pattern.device_rule()
         if rule is not None:
             return rule
-    what = pattern if isinstance(pattern, Pattern) else Wrong(pattern)
+    if not isinstance(pattern, Pattern):
+        raise Unsupported(f"pattern, {describe(pattern)}, has no rule there. {advice}")
     raise Unsupported(
-        f"pattern must go by positions alone where its structure is made on the device: {RULED}; {show(what)} has no "
-        f"rule there. {advice}"
+        f"pattern must go by positions alone where its structure is made on the device: {ruled}; {show(pattern)} has "
+        f"no rule there. {advice}"
     )
 
 
@@ -201,15 +204,6 @@ def _both(one: Rule, other: Rule) -> Rule:
     if found is None:
         raise Unsupported(f"too many unions are joined by &: {one}, and {other}. {OF_BOTH}")
     return found
-
-
-class Wrong(NamedTuple):
-    """What is no pattern, for a message."""
-
-    given: Any
-
-    def __repr__(self) -> str:
-        return describe(self.given)
 
 
 def narrow(x: Tensor, least: int, most: int) -> Tensor:

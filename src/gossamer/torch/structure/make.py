@@ -25,7 +25,7 @@ from gossamer.plan.problem import Problem, Unsupported
 from gossamer.torch import device_arrays
 from gossamer.torch.given_layouts import Given
 from gossamer.torch.planning import chip_of, problem_of
-from gossamer.torch.structure.base import ONE_BY_ONE, Lists, Positions, Sizes, Structure, narrow, rule_of
+from gossamer.torch.structure.base import Lists, Positions, Sizes, Structure, narrow, rule_of
 from gossamer.torch.validate import INTEGERS, Arguments, cast_type, describe, most_offset, validate, within_positions
 
 NO_TILES_OF_KEYS = (1, 0)  # each query gathers for itself
@@ -187,8 +187,6 @@ def _of_union(
     """The layout of a rule of several intervals of keys, or of every n-th key of one."""
     (block_q, block_kv), reaches = tile, structure.rule.reaches
     stepped = [reach.longest for reach in reaches if reach.step > 1]
-    if stepped and structure.own_positions:
-        raise Unsupported(f"{structure!r}: every n-th key is not counted within sequences. {ONE_BY_ONE}")
     union = [Progression(*interval(reach), reach.step) for reach in reaches]
     B, H, _ = union[0].lo.shape
     unbounded = max(sizes.Q, sizes.K)

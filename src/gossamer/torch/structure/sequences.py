@@ -9,8 +9,18 @@ from torch import Tensor
 
 from gossamer.patterns import Pattern
 from gossamer.patterns.reach import Bounds, Reach
+from gossamer.patterns.validate import show
 from gossamer.plan.problem import Unsupported
-from gossamer.torch.structure.base import ONE_BY_ONE, Sizes, Structure, check_edges, narrow, rule_of, sorted_edges
+from gossamer.torch.structure.base import (
+    ONE_BY_ONE,
+    UNIONS,
+    Sizes,
+    Structure,
+    check_edges,
+    narrow,
+    rule_of,
+    sorted_edges,
+)
 from gossamer.torch.validate import INTEGERS, describe
 
 
@@ -69,7 +79,9 @@ class PackedSequences(Structure):
                     f"got {describe(seqused_k)}"
                 )
         self.cu_seq_q, self.cu_seq_k, self.seqused_k, self.pattern = cu_seq_q, cu_seq_k, seqused_k, pattern
-        self.rule = rule_of(pattern, ONE_BY_ONE)
+        self.rule = rule_of(pattern, ONE_BY_ONE, f"Dense, Causal, Local, SlidingWindow, {UNIONS}")
+        if any(reach.step > 1 for reach in self.rule.reaches):
+            raise Unsupported(f"pattern, {show(pattern)}, has a step, which is not counted in sequences. {ONE_BY_ONE}")
 
     def __repr__(self) -> str:
         used = "" if self.seqused_k is None else ", seqused_k"
