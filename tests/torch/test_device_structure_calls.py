@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import gossamer as gs
+from gossamer.layouts import build_gather
 from tests.torch.test_device_structure import tensors
 
 Q, K = 40, 150
@@ -274,6 +275,9 @@ CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "a negative block": (
         gs.BlockIndices(torch.full((1, 1), -7), check=True) & gs.Causal(), {}, r"in \[0, 1\), or -1 .*; got -7",
+    ),
+    "gathered on the host": (
+        build_gather(gs.Causal(), 8, 8, block_q=1), {}, "GatherLayout, must be one that device_layout made of Indices",
     ),
     "keys of other rows": (gs.Indices(torch.zeros(1, 1, 7, 1).int()), {}, "heads 1, G=2 or H=4, Q = 8; got shape"),
     "keys of other heads": (gs.Indices(torch.zeros(1, 3, 8, 1).int()), {}, "indices of Indices must have shape"),

@@ -6,7 +6,7 @@ Nothing here imports a framework before it is asked for tensors.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import numpy as np
@@ -91,7 +91,7 @@ class Layout(Generic[W]):
 
     def at_offset(self, q_offset: Any) -> Self:
         """The same pairs, told by another position of row 0."""
-        return type(self)(self.rows, self.host, self._transpose, q_offset=q_offset)
+        return replace(self, _copies={}, q_offset=q_offset)
 
     def __and__(self, other: Any) -> NoReturn:
         raise ValueError(

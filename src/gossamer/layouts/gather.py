@@ -8,7 +8,7 @@ after it is built.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -115,7 +115,13 @@ class GatherStats:
 
 @dataclass(frozen=True, eq=False)
 class GatherLayout(Layout[GatherWalk]):
-    """Which keys to gather for each group of queries. `columns` is the transpose, built on first use."""
+    """Which keys to gather for each group of queries. `columns` is the transpose, built on first use.
+
+    `apart` says that no two lists of a walk share entries, so that all together are no longer than `indices`: where
+    only a device knows the lists, their work is cut by that.
+    """
+
+    apart: bool = field(default=False, repr=False)
 
     def _transposed(self, walk: GatherWalk) -> GatherWalk:
         return transpose(walk)

@@ -37,7 +37,7 @@ def layout_from(arrays: list[Tensor], geometry: tuple[int, ...]) -> Given:
         raise ValueError(f"layout must hold {n} or {2 * n} tensors, got {len(arrays)}")
     rows, columns = arrays[:n], arrays[n:]
     if not block_kv:
-        return GatherLayout(_gathered(Q, K, rows), _transpose=[_gathered(K, Q, columns)] if columns else [])
+        return GatherLayout(_gathered(Q, K, rows), _transpose=[_gathered(K, Q, columns)] if columns else [], apart=True)
     none = TileList(None, None, None)
     whole = Walk(Q, K, block_q, block_kv, none, none, none, None, None, None, None)
     turned = Walk(K, Q, block_kv, block_q, none, none, none, None, None, None, None)

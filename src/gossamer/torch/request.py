@@ -364,6 +364,11 @@ def resolve_pattern(pattern: Any, q: Tensor) -> ResolvedPattern:
             raise ValueError(f"pattern must be a tensor on q's device, {q.device}; got {describe(pattern)}")
         return ResolvedPattern(-1, (pattern,))
     if isinstance(pattern, (BlockLayout, GatherLayout)):
+        if isinstance(pattern, GatherLayout) and not pattern.apart:
+            raise ValueError(
+                "pattern, a GatherLayout, must be one that device_layout made of Indices; give the pattern itself, or "
+                "a BlockLayout"
+            )
         layout = _tensors_of(pattern, q.device) if pattern.device is None else pattern
         arrays = arrays_of(layout)
         for at, x in enumerate(arrays):

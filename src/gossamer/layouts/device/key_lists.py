@@ -41,7 +41,7 @@ def key_list_layout(
         indices = xp.full((Bl, Hl, Q, 1), -1, indices)
     keys = _ascending(indices, counts, Bounds(lo, hi) if lo is not None and hi is not None else None, K, xp)
     rows = _rows(keys, K, xp) if block_q == 1 else _unions(keys, K, block_q, xp)
-    return GatherLayout(rows, _transpose=[_columns(keys, K, xp)] if transpose else [])
+    return GatherLayout(rows, _transpose=[_columns(keys, K, xp)] if transpose else [], apart=True)
 
 
 def _check(

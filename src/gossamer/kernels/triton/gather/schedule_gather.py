@@ -67,6 +67,7 @@ def work_of(p: Problem, layout: GatherLayout, transposed: bool, heads: int, copi
 
     def make() -> Work:
         if layout.host is None:
+            assert layout.apart, "lists that share entries may hold more than there is room for"
             return _work_by_capacity(walk.for_heads(heads), most, steps)
         source = layout.host.columns if transposed else layout.host.rows
         return _make_work(source.for_heads(heads), most, walk.indices.device)
