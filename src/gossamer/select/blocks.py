@@ -13,7 +13,16 @@ from gossamer.plan.problem import Unsupported
 from gossamer.select.block_scores import bound_scores, mean_scores, row_bounds
 from gossamer.torch.structure import BlockIndices
 from gossamer.torch.structure.chosen import BLOCKS
-from gossamer.torch.validate import Arguments, Layout, check_types, describe, four_dimensional, is_bshd, validate
+from gossamer.torch.validate import (
+    Arguments,
+    Layout,
+    cast_type,
+    check_types,
+    describe,
+    four_dimensional,
+    is_bshd,
+    validate,
+)
 
 
 class SelectedBlocks(BlockIndices):
@@ -197,8 +206,7 @@ def topk_blocks(
     q, k, _ = four_dimensional(q.detach(), k.detach(), k.detach(), bshd)
     validate(Arguments(q, k, k, None, None, None, None, None, scale, None, None, False, False, bshd))
     _check_options(causal, block_size, topk, top_p, score, local, first, per)
-    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
-        q, k = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k))
+    q, k = (x.to(cast_type(x) or x.dtype) for x in (q, k))
     Q, K = q.shape[2], k.shape[2]
     T, C = -(-Q // block_size), -(-K // block_size)
     straddles = (K - Q) % block_size != 0
@@ -223,7 +231,7 @@ class Which(NamedTuple):
     always: Tensor
 
 
-class Chosen(NamedTuple):
+class Taken(NamedTuple):
     indices: Tensor
     covered: Tensor
 
@@ -243,7 +251,7 @@ def _which(T: int, C: int, Q: int, K: int, block: int, causal: bool, local: int,
     return Which(visible, always & visible)
 
 
-def _choose(score: Tensor, which: Which, n: int, top_p: float | None) -> Chosen:
+def _choose(score: Tensor, which: Which, n: int, top_p: float | None) -> Taken:
     """The n first of each list, as far as they are visible and `top_p` wants them."""
     C = score.shape[-1]
     score = score.masked_fill(~which.visible, -torch.inf)
@@ -264,7 +272,7 @@ def _choose(score: Tensor, which: Which, n: int, top_p: float | None) -> Chosen:
     if top_p is not None and top_p < 1:
         used = used & ((share.cumsum(-1) - share < top_p) | of_taken(which.always))
     covered = torch.where(used, share, 0).sum(-1).clamp(max=1)
-    return Chosen(torch.where(used, index, -1).int(), covered)
+    return Taken(torch.where(used, index, -1).int(), covered)
 
 
 def _check_options(

@@ -15,10 +15,13 @@ from gossamer.layouts.device.walks import (
     FIRST,
     Bounds,
     all_kept,
+    ascending,
     check_bounds,
     check_capacity,
+    check_lists,
     check_sizes,
     fill_tiles,
+    not_listed,
     transposed,
     without_bits,
 )
@@ -70,12 +73,7 @@ def _check(
     """Raise ValueError for shapes that do not fit."""
     check_sizes(Q=Q, K=K)
     T, C = -(-Q // block), -(-K // block)
-    shape = tuple(indices.shape)
-    Bl, Hl, tiles, listed = shape if len(shape) == 4 else (0, 0, 0, 0)
-    if tiles != T or not Bl or not Hl:
-        raise ValueError(f"indices must be of shape (Bl, Hl, T, n), T = ceil(Q / block) = {T}; got {shape}")
-    if counts is not None and tuple(counts.shape) != (Bl, Hl, T):
-        raise ValueError(f"counts must be of shape (Bl, Hl, T) = {(Bl, Hl, T)}; got {tuple(counts.shape)}")
+    Bl, Hl, listed = check_lists(indices, counts, T, "T", "ceil(Q / block) = ")
     check_bounds(lo, hi, Bl, Hl, Q)
     check_capacity(max(Bl * Hl * T * max(listed, 1), 2 * Bl * Hl * C + 1))
 
@@ -137,11 +135,8 @@ def _codes(indices: Array, counts: Array | None, tiles: _Tiles, bounds: Bounds |
 
     Key block c is c where it is a full tile and C + c where it is an interval tile; 2 C fills the rest.
     """
-    *_, n = indices.shape
     C = tiles.C
-    ignored = (indices < 0) | (indices >= C)
-    if counts is not None:
-        ignored = ignored | (xp.arange(n, counts) >= counts[..., None])
+    ignored = not_listed(indices, counts, C, xp)
     column = xp.int32(xp.fill(indices, ignored, 0))
     full, code = tiles.all_kept(column), column
     if not xp.divides(tiles.block, tiles.K):  # a tile that reaches past the last key is never full
@@ -151,12 +146,7 @@ def _codes(indices: Array, counts: Array | None, tiles: _Tiles, bounds: Bounds |
         code = xp.where(full, column, column + C)
     if bounds is not None:
         ignored = ignored | _none_kept(column, tiles, bounds, xp)
-    code = xp.sort(xp.fill(code, ignored, 2 * C))
-    if n > 1:
-        *lead, _ = code.shape
-        before = xp.concatenate([xp.full((*lead, 1), -1, code), code[..., : n - 1]])
-        code = xp.sort(xp.fill(code, code == before, 2 * C))
-    return code
+    return ascending(xp.fill(code, ignored, 2 * C), 2 * C, xp)
 
 
 def _none_kept(column: Array, tiles: _Tiles, bounds: Bounds, xp: Arrays) -> Array:

@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from gossamer.layouts.base import Array
 from gossamer.layouts.device.arrays import Arrays
-from gossamer.layouts.device.walks import Bounds, check_bounds, check_capacity, check_sizes
+from gossamer.layouts.device.walks import (
+    Bounds,
+    ascending,
+    check_bounds,
+    check_capacity,
+    check_lists,
+    check_sizes,
+    not_listed,
+)
 from gossamer.layouts.gather import WIDTHS, GatherLayout, GatherWalk
 from gossamer.patterns.grid import WORD
 from gossamer.patterns.validate import show
@@ -51,12 +59,7 @@ def _check(
     if isinstance(block_q, bool) or block_q not in WIDTHS:
         raise ValueError(f"block_q must be one of {', '.join(map(str, WIDTHS))}; got {show(block_q)}")
     check_sizes(Q=Q, K=K)
-    shape = tuple(indices.shape)
-    Bl, Hl, queries, n = shape if len(shape) == 4 else (0, 0, 0, 0)
-    if queries != Q or not Bl or not Hl:
-        raise ValueError(f"indices must be of shape (Bl, Hl, Q, n) with Q = {Q}; got {shape}")
-    if counts is not None and tuple(counts.shape) != (Bl, Hl, Q):
-        raise ValueError(f"counts must be of shape (Bl, Hl, Q) = {(Bl, Hl, Q)}; got {tuple(counts.shape)}")
+    Bl, Hl, n = check_lists(indices, counts, Q, "Q")
     check_bounds(lo, hi, Bl, Hl, Q)
     groups, width = -(-Q // block_q), WIDTHS[block_q]
     room = -(-min(block_q * max(n, 1), K) // width) * width
@@ -66,17 +69,10 @@ def _check(
 
 def _ascending(indices: Array, counts: Array | None, bounds: Bounds | None, K: int, xp: Arrays) -> Array:
     """The lists (Bl, Hl, Q, n), each ascending and without repetition; K fills the rest."""
-    *lead, n = indices.shape
-    ignored = (indices < 0) | (indices >= K)
-    if counts is not None:
-        ignored = ignored | (xp.arange(n, counts) >= counts[..., None])
+    ignored = not_listed(indices, counts, K, xp)
     if bounds is not None:
         ignored = ignored | (indices < bounds.lo[..., None]) | (indices >= bounds.hi[..., None])
-    keys = xp.sort(xp.int32(xp.fill(indices, ignored, K)))
-    if n == 1:
-        return keys
-    before = xp.concatenate([xp.full((*lead, 1), -1, keys), keys[..., : n - 1]])
-    return xp.sort(xp.fill(keys, keys == before, K))
+    return ascending(xp.int32(xp.fill(indices, ignored, K)), K, xp)
 
 
 def _rows(keys: Array, K: int, xp: Arrays) -> GatherWalk:

@@ -56,6 +56,34 @@ def all_kept(tiles: Bounds, block_columns: int) -> AllKept:
     return AllKept((last + (block_columns - 1)) // block_columns, tiles.hi[..., FIRST] // block_columns)
 
 
+def check_lists(indices: Array, counts: Array | None, rows: int, name: str, formula: str = "") -> tuple[int, int, int]:
+    """(Bl, Hl, n) of lists (Bl, Hl, rows, n); raise ValueError for other shapes, which names the number of rows."""
+    shape = tuple(indices.shape)
+    Bl, Hl, listed, n = shape if len(shape) == 4 else (0, 0, 0, 0)
+    if listed != rows or not Bl or not Hl:
+        raise ValueError(f"indices must be of shape (Bl, Hl, {name}, n), {name} = {formula}{rows}; got {shape}")
+    if counts is not None and tuple(counts.shape) != (Bl, Hl, rows):
+        raise ValueError(f"counts must be of shape (Bl, Hl, {name}) = {(Bl, Hl, rows)}; got {tuple(counts.shape)}")
+    return Bl, Hl, n
+
+
+def not_listed(indices: Array, counts: Array | None, entries: int, xp: Arrays) -> Array:
+    """Which entries of lists (..., n) stand for nothing: those behind their counts, and outside [0, entries)."""
+    *_, n = indices.shape
+    outside = (indices < 0) | (indices >= entries)
+    return outside if counts is None else outside | (xp.arange(n, counts) >= counts[..., None])
+
+
+def ascending(x: Array, most: int, xp: Arrays) -> Array:
+    """Lists (..., n) of numbers from 0 to `most`, each in order and without repetition; `most` fills the rest."""
+    *lead, n = x.shape
+    x = xp.sort(x)
+    if n == 1:
+        return x
+    before = xp.concatenate([xp.full((*lead, 1), -1, x), x[..., : n - 1]])
+    return xp.sort(xp.fill(x, x == before, most))
+
+
 def check_bounds(lo: Array | None, hi: Array | None, Bl: int, Hl: int, Q: int) -> None:
     """Raise ValueError unless an interval of keys for each query is given for every list, or none at all."""
     if (lo is None) != (hi is None):

@@ -21,7 +21,7 @@ from gossamer.torch.entmax.chunks import Operands, operands
 from gossamer.torch.given_layouts import check_layout, layout_from
 from gossamer.torch.planning import check_sizes
 from gossamer.torch.request import Request, ResolvedPattern, number, request_of
-from gossamer.torch.validate import INTEGERS, check_mask, describe, validate
+from gossamer.torch.validate import INTEGERS, cast_type, check_mask, describe, validate
 
 
 class Options(NamedTuple):
@@ -105,10 +105,7 @@ def refuse_transforms(name: str, *tensors: Any) -> None:
 
 def autocast(x: Tensor) -> Tensor:
     """x in the type of autocast where it is on, as `attention` takes q, k and v; float64 stays."""
-    device = x.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return x
-    return x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() and x.dtype != torch.float64 else x
+    return x.to(cast_type(x) or x.dtype)
 
 
 def uncast(device: torch.device) -> AbstractContextManager[Any]:
