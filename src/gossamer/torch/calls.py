@@ -192,7 +192,7 @@ class Call:
         made = results_in_bshd(direction, operands) if self.options.bshd else {}
         operands = operands | made
         make = partial(self._prepared, direction, operands, given)
-        prepared = outlasting(self.device, make) if self._kept(given) else make()
+        prepared = outlasting(self.device, make) if self.device.type == "cuda" and self._kept(given) else make()
         wanted = (*RESULTS[direction], *("dsink_logits",) * (direction == "backward" and "sink_logits" in operands))
         assert prepared.launch.results == wanted, f"a launch must give {wanted}, not {prepared.launch.results}"
         return bind(with_own(prepared, made), self.device, (*INPUTS[direction], *self._vectors))
