@@ -132,7 +132,7 @@ def gather(config: GatherConfig) -> Any:
     n, c, s = NUMBERS[config.dtype], config, cute.sym_int
     B, H, G, Q, K = s(), s(), s(), s(), s()
     inputs = strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q)
-    items, lists = compact(Int32, s(), ITEM), (compact(Int32, s()), compact(Int32, s(), 64))
+    items, lists = compact(Int32, s(), ITEM), (compact(Int32, s()), compact(Int32, s(), c.queries))
     terms, part, lengths = compact(Float32, 2, B, H, s()), compact(Float32, s(), 64, c.size), compact(Int32, s())
     tile_counter, stream = compact(Int32, 1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     of_forward = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper.choice import gather_config
@@ -40,12 +41,12 @@ def forward(
         config: replaces the configuration for these head sizes.
         split: replaces the automatic split of long lists, in steps of 64 columns.
     """
-    p, b = problem, Builder(operands)
+    p, b, heads = problem, Builder(operands), layout.rows.heads
     q, k, v = operand(b, "q"), gathered(b, "k"), gathered(b, "v")
     out = result(b, "out", p.dtype, (p.B, p.H, p.Q, p.E), pairs=p.dtype == "float32")
     lse = b.result("lse", "float32", (p.B, p.H, p.Q))
     end, sink, has_sinks = lengths(b, p.K), sinks(b), int("sink_logits" in b)
-    config = config or gather_config("forward", p.dtype, p.D, p.E, score_of(scoring), end is not None)
+    config = config or gather_config("forward", p.dtype, p.D, p.E, score_of(scoring), end is not None, heads)
     halves = []
     if config.dtype == "float32":  # K and V, which the kernel writes before it gathers them
         halves = [b.array(f"{x}_halves", "float16", (p.B, p.G, p.K, 2 * config.size)) for x in ("k", "v")]
@@ -101,9 +102,14 @@ def _schedule(b: Builder, p: Problem, layout: GatherLayout, config: GatherConfig
     if by_columns:
         walk, made = layout.columns, column_work(layout, *sharing(p.G, p.B, layout.columns), p.H // p.G, most, split)
     else:
-        walk, made = layout.rows, work(layout, *sharing(p.H, p.B, layout.rows), most, split)
-    assert walk.block_rows == ROWS, f"the kernels gather for {ROWS} rows, this walk is of {walk.block_rows}"
+        tiles = p.H // config.heads  # of heads, that items know
+        walk = layout.rows.for_heads(tiles)
+        if walk is not layout.rows:
+            layout = replace(layout, rows=walk)
+        made = work(layout, *sharing(tiles, p.B, walk), most, split)
+    rows = walk.block_rows if by_columns or config.heads == 1 else ROWS
+    assert rows == ROWS, f"the kernels gather for {ROWS} rows, this walk is of {walk.block_rows}"
     # A kernel argument needs an address.
     indices = walk.indices if walk.indices.numel() else walk.indices.new_full((ROWS,), -1)
-    bits = walk.bits if walk.bits.numel() else walk.bits.new_zeros((2, ROWS))
+    bits = walk.bits if walk.bits.numel() else walk.bits.new_zeros((2, walk.block_rows))
     return schedule(b, "columns" if by_columns else "rows", made, most, ROWS, indices=indices, bits=bits)

@@ -24,7 +24,7 @@ from gossamer.kernels.hopper.device.backward.common import (
     two_rows,
 )
 from gossamer.kernels.hopper.device.backward.masks import TileRowMasks
-from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Barrier, Opaque
+from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Barrier, Opaque, place_of
 from gossamer.kernels.hopper.device.row_items import ITEM, RowItem
 from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles
 from gossamer.kernels.hopper.device.tiles import (
@@ -32,6 +32,7 @@ from gossamer.kernels.hopper.device.tiles import (
     issue,
     partition,
     product_of,
+    rows_of,
     tile_layout,
     tile_loader,
     tma,
@@ -111,14 +112,13 @@ class QueryConsumer(Opaque):
     @cute.jit
     def load_rows(self, batch, head, tile):
         """Load the terms of this thread's rows, and what masks them; returns what `masks` has found of the item."""
-        a, first = self.block.arguments, tile * self.config.block_q + self.thread.row
-        rows = cute.size(a.dq.tensor, mode=[0])
+        a, rows = self.block.arguments, rows_of(self.block.arguments.dq)
         bounds = self.masks.begin(batch)
         for r in cutlass.range_constexpr(instructions.ROWS):
-            row = first + 8 * r
+            of_head, row = place_of(self.config, head, tile, self.thread.row + 8 * r)
             row = row if row < rows else rows - 1
-            self.lse[r] = a.terms[0, batch, head, row]
-            self.delta[r] = a.terms[1, batch, head, row]
+            self.lse[r] = a.terms[0, batch, of_head, row]
+            self.delta[r] = a.terms[1, batch, of_head, row]
             if const_expr(self.masks.has_bounds):
                 self.masks.load_row(bounds, r, row)
         return bounds

@@ -8,6 +8,7 @@ from gossamer.kernels.hopper.device.configurations import Hold, check_memory
 
 ROWS = 64  # of a group, and columns that are gathered at a time: the layout's own
 SIZES = (64, 128)  # head sizes; a smaller one is padded with zeros
+WIDEST = 256  # of kernels of rows alone, whose lists only the device knows
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,9 @@ class GatherConfig:
 
     `stages` is the depth of the rings of what is gathered, two tensors of 64 rows a stage. `blocks` share a
     multiprocessor. Numbers of float32 are split in two of float16 (gather/float32), in the forward alone.
+
+    The rows of a tile are those of `queries` queries, each of which has `heads` heads that share its list: with one
+    head 64 queries. What is left of 64 rows is empty.
     """
 
     direction: str  # "forward", "query": dQ, or "columns": dK and dV
@@ -25,6 +29,7 @@ class GatherConfig:
     blocks: int = 2
     lengths: bool = False  # keys at and after a length for each batch element are not attended
     score: str = "fold"  # or "scale" (a factor that is not positive), "softcap"
+    heads: int = 1  # query heads whose rows share a tile
 
     block_q = block_kv = step = ROWS
     q_stages = 2  # of the forward's Q
@@ -32,6 +37,10 @@ class GatherConfig:
 
     def __post_init__(self) -> None:
         known = self.direction in ("forward", "query", "columns") and self.size in SIZES and self.blocks in (2, 3)
+        if self.size == WIDEST:
+            known = self.direction != "columns" and self.blocks == 1
+        if not 1 <= self.heads <= ROWS or (self.heads > 1 and self.direction == "columns"):
+            known = False
         if self.dtype == "float32":
             known = (self.direction, self.size, self.blocks) == ("forward", 64, 2)
         if not known or self.stages < 2:
@@ -43,9 +52,21 @@ class GatherConfig:
         """Of a thread of the first and of the computing warpgroup."""
         if self.blocks == 3:
             return 40, 120
+        if self.blocks == 1:
+            return 56, 240
         if self.direction == "columns":
             return (40, 216) if self.size == 64 else (32, 224)
         return 56, 200
+
+    @property
+    def queries(self) -> int:
+        """Of a tile."""
+        return 1 << ((ROWS // self.heads).bit_length() - 1)
+
+    @property
+    def words(self) -> int:
+        """Of the mask of a step: of each query two, of 32 columns."""
+        return 2 * self.queries
 
     @property
     def D(self) -> int:
@@ -64,5 +85,5 @@ class GatherConfig:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: rings, barriers and item descriptions; words of steps, for float32 powers too."""
-        width, words = (4, 4 * ROWS) if self.dtype == "float32" else (2, 2 * ROWS)
+        width, words = (4, 4 * ROWS) if self.dtype == "float32" else (2, self.words)
         return width * ROWS * self.size * (2 + 2 * self.stages) + 4 * words * 2 * self.stages + 1024
