@@ -25,6 +25,7 @@ from gossamer.kernels.hopper.device.gather.columns import GatherColumns
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.float32.forward import Float32Forward
 from gossamer.kernels.hopper.device.gather.forward import GatherForward
+from gossamer.kernels.hopper.device.gather.gradients import GatherGradients
 from gossamer.kernels.hopper.device.gather.query import GatherQuery
 from gossamer.kernels.hopper.device.merges import MERGE
 from gossamer.kernels.hopper.device.row_items import ITEM
@@ -145,6 +146,12 @@ def gather(config: GatherConfig) -> Any:
     if c.direction == "forward":
         return cute.compile(GatherForward(c), *inputs[:3], *of_forward, options=OPTIONS)
     numbers = [Float32(1)] * 3 + [Int32(1)] * 2
+    if c.direction == "gradients":
+        sums = compact(Float32, B, G, K, c.size)
+        return cute.compile(
+            GatherGradients(c), *inputs, terms, sums, sums, strided(n, B, H, Q), items, *lists, part, lengths,
+            tile_counter, *numbers, stream, options=OPTIONS,
+        )  # fmt: skip
     if c.direction == "query":
         return cute.compile(
             GatherQuery(c), *inputs, terms, strided(n, B, H, Q), items, *lists, part, lengths, tile_counter, *numbers,

@@ -134,17 +134,21 @@ def tile_loader(ring: Ring, tma: Tma, shared: Any, rows: int, columns: int) -> T
     return TileLoader(ring, tma.atom, to, from_, rows * columns * shared.element_type.width // 8)
 
 
-def product_of(dtype: Any, columns: int, *, transposed: bool = False, registers: bool = False, rows: int = ROWS) -> Any:
+def product_of(
+    dtype: Any, columns: int, *, transposed: bool = False, registers: bool = False, rows: int = ROWS,
+    first_transposed: bool = False,
+) -> Any:  # fmt: skip
     """A product of 64 rows of a warpgroup by so many columns, in float32.
 
     Args:
         transposed: the second factor lies as its transpose; else both lie along what is summed.
         registers: the first factor is in registers.
+        first_transposed: it lies as its transpose, in shared memory.
     """
     major = cute.nvgpu.OperandMajorMode
     source = warpgroup.OperandSource.RMEM if registers else warpgroup.OperandSource.SMEM
     return hopper.make_trivial_tiled_mma(
-        dtype, dtype, major.K, major.MN if transposed else major.K, Float32, atom_layout_mnk=(1, 1, 1),
+        dtype, dtype, major.MN if first_transposed else major.K, major.MN if transposed else major.K, Float32, atom_layout_mnk=(1, 1, 1),
         tiler_mn=(rows, columns), a_source=source,
     )  # fmt: skip
 

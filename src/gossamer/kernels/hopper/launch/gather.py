@@ -26,7 +26,7 @@ from gossamer.kernels.hopper.launch.arguments import (
 from gossamer.kernels.hopper.launch.backward import done, gradients, row_terms, run
 from gossamer.kernels.hopper.schedule.columns import column_work
 from gossamer.kernels.hopper.schedule.rows import sharing, work
-from gossamer.kernels.launch import Builder, Operand, Prepared
+from gossamer.kernels.launch import Builder, Operand, Prepared, compact
 from gossamer.layouts.gather import GatherLayout
 from gossamer.plan.problem import Problem
 
@@ -72,6 +72,8 @@ def backward(
         config: replaces the configuration of the kernel of dK and dV; query: that of dQ's.
         split: as for the forward.
     """
+    if layout.apart:
+        return _by_rows(problem, layout, scoring, operands, query)
     p, b = problem, Builder(operands)
     dq, dk, dv = gradients(b, p)
     out = operand(b, "out")
@@ -83,6 +85,31 @@ def backward(
     unknown = end or unread(b, "no_lengths", "int32", 1)
     for one, results in (by_columns, (dk, dv)), (by_rows, (dq,)):
         gradients_by(one, b, p, layout, scoring, (q, k, v, dout, terms), unknown, results, split)
+    return done(b, terms)
+
+
+def _by_rows(
+    p: Problem, layout: GatherLayout, scoring: Scoring, operands: Mapping[str, Operand], config: GatherConfig | None
+) -> Prepared:
+    """The backward of lists that only a device knows: one kernel, which adds dK and dV in memory."""
+    b, heads = Builder(operands), layout.rows.heads
+    dq, out = result(b, "dq", p.dtype, b["q"].shape), operand(b, "out")
+    q, k, v, dout = (gathered(b, name) for name in ("q", "k", "v", "dout"))
+    end = lengths(b, p.K)
+    config = config or gather_config("gradients", p.dtype, p.D, p.E, score_of(scoring, True), end is not None, heads)
+    size = config.size
+    terms, _ = row_terms(b, p, out, dout, size, size)
+    sums = [b.array(f"{name}_sum", "float32", (p.B, p.G, p.K, size), 0.0) for name in ("dk", "dv")]
+    s = _schedule(b, p, layout, config, None)
+    assert not s.slots, "lists that only a device knows are not cut"
+    run(
+        b, p, scoring, kernel("gather", config), s, (q, k, v, dout, terms, *sums),
+        end or unread(b, "no_lengths", "int32", 1), {dq: (size, scoring.scale)},
+    )  # fmt: skip
+    for made, name in zip(sums, ("k", "v"), strict=True):
+        shape = b[name].shape
+        seen = made if shape[3] == size else b.view(f"{made}_columns", made, shape, compact((*shape[:3], size)))
+        b.copy(seen, b.result(f"d{name}", p.dtype, shape))
     return done(b, terms)
 
 

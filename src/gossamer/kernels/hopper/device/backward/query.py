@@ -70,6 +70,8 @@ class QueryConsumer(Opaque):
     A stage of the ring of Q is an item, with its dO; Q makes room for the item's dQ.
     """
 
+    late = True  # dQ of a step ends in the next one, which gives its K back
+
     def __init__(self, block: QueryBlock, masks: Any) -> None:
         config = block.config
         self.config, self.block, self.item, self.masks, self.thread = config, block, block.item, masks, masks.thread
@@ -98,16 +100,21 @@ class QueryConsumer(Opaque):
         while running != 0:
             batch, head, tile = item[RowItem.BATCH], item[RowItem.HEAD], item[RowItem.TILE]
             bounds = self.load_rows(batch, head, tile)
+            self.prepare()
             self.acc_dq.fill(0.0)
             first = kv
             kv = self.masks.walk(self, bounds, kv)
-            warpgroup.wait_group(0)
-            if kv != first:
-                block.k.release_at(kv - 1)
+            if const_expr(self.late):
+                warpgroup.wait_group(0)
+                if kv != first:
+                    block.k.release_at(kv - 1)
             self.finish(batch, head)
             turn += 1
             block.q.wait_full(0, turn & 1)
             running = item[RowItem.VALID]
+
+    def prepare(self) -> None:
+        """What is to be done with an item's rows when they are there: nothing."""
 
     @cute.jit
     def load_rows(self, batch, head, tile):

@@ -8,6 +8,7 @@ from gossamer.kernels.hopper.device.configurations import Hold, check_memory
 
 ROWS = 64  # of a group, and columns that are gathered at a time: the layout's own
 SIZES = (64, 128)  # head sizes; a smaller one is padded with zeros
+DIRECTIONS = ("forward", "query", "columns", "gradients")
 WIDEST = 256  # of kernels of rows alone, whose lists only the device knows
 
 
@@ -22,7 +23,7 @@ class GatherConfig:
     head 64 queries. What is left of 64 rows is empty.
     """
 
-    direction: str  # "forward", "query": dQ, or "columns": dK and dV
+    direction: str  # "forward", "query": dQ, "columns": dK and dV, "gradients": all three by rows, which add in memory
     dtype: str
     size: int  # D and E after padding
     stages: int
@@ -36,7 +37,7 @@ class GatherConfig:
     hold = Hold.COMPILER
 
     def __post_init__(self) -> None:
-        known = self.direction in ("forward", "query", "columns") and self.size in SIZES and self.blocks in (2, 3)
+        known = self.direction in DIRECTIONS and self.size in SIZES and self.blocks in (2, 3)
         if self.size == WIDEST:
             known = self.direction != "columns" and self.blocks == 1
         if not 1 <= self.heads <= ROWS or (self.heads > 1 and self.direction == "columns"):
@@ -69,6 +70,11 @@ class GatherConfig:
         return 2 * self.queries
 
     @property
+    def slots(self) -> int:
+        """Steps whose mask is held: the forward reads one before it gives back K of the step before."""
+        return self.stages if self.direction == "gradients" else 2 * self.stages
+
+    @property
     def D(self) -> int:
         return self.size
 
@@ -86,4 +92,8 @@ class GatherConfig:
     def shared_bytes(self) -> int:
         """Shared memory of a block: rings, barriers and item descriptions; words of steps, for float32 powers too."""
         width, words = (4, 4 * ROWS) if self.dtype == "float32" else (2, self.words)
-        return width * ROWS * self.size * (2 + 2 * self.stages) + 4 * words * 2 * self.stages + 1024
+        exchanged = 2 * 2 * ROWS * ROWS if self.direction == "gradients" else 0
+        words_of_steps = 4 * words * self.slots
+        if exchanged:  # before the tiles, in the kilobyte that barriers and items take
+            words_of_steps = -(-max(0, words_of_steps - 512) // 1024) * 1024
+        return width * ROWS * self.size * (2 + 2 * self.stages) + exchanged + words_of_steps + 1024

@@ -73,7 +73,7 @@ class GatheredMask(GatheredWords):
         self.fetched = one()  # steps whose words were fetched
         self.fetched.fill(0)
         self.words = packed_mask(ROWS)  # of an item's first step
-        super().__init__(block.s_words, 2 * block.config.stages, thread, block.config)
+        super().__init__(block.s_words, block.config.slots, thread, block.config)
 
     def count(self, stage: Any) -> Any:
         """How many steps an item has."""

@@ -33,7 +33,7 @@ class GatheredRowMasks(Opaque):
 
     def __init__(self, block: GatherQueryBlock) -> None:
         self.thread, self.item, self.k = computing_thread(), block.q.item, block.k
-        self.packed = GatheredWords(block.s_words, 2 * self.k.stages, self.thread, block.config)
+        self.packed = GatheredWords(block.s_words, block.config.slots, self.thread, block.config)
 
     def begin(self, batch: Any) -> None:
         """An item begins."""
@@ -65,7 +65,7 @@ class GatherQuery(QueryGradient):
     def __init__(self, config: GatherConfig) -> None:
         super().__init__(config)
         self.registers = config.registers
-        self.words = 2 * config.stages * config.words
+        self.words = config.slots * config.words
 
     @cute.jit
     def __call__(
@@ -93,7 +93,7 @@ class GatherQuery(QueryGradient):
         block.k, block.v = CopiedRing.of(memory, "k", stages), CopiedRing.of(memory, "v", stages)
         block.ahead = items_to_gather(memory)
         block.rings = (block.q,), (block.ahead,), (block.k, block.v)
-        block.s_words = words(memory.words, self.config.queries, 2, 2 * stages)
+        block.s_words = words(memory.words, self.config.queries, 2, self.config.slots)
         return block
 
     @cute.jit

@@ -101,7 +101,7 @@ class WordCopies(Opaque):
     def __init__(self, words: cute.Tensor, shared: cute.Tensor, thread: Any) -> None:
         """`words`: (columns / 32, queries) int32 in global memory; `shared`: (queries, 2, slots)."""
         self.words, self.shared, self.thread = words, shared, thread
-        queries, *_ = shared.shape
+        queries, _, self.slots = shared.shape
         self.bytes = 4 * 2 * queries  # of a step
 
     @cute.jit
@@ -164,7 +164,7 @@ class Gatherer(ItemGatherer):
                 keys.listed(indices, (at + i + 1) * ROWS, upcoming)
             stage = keys.ring.wait_empty_at(kv)
             keys.fill(k_start, columns, stage)
-            self.words.fill(at + i, ring(kv, 2 * keys.ring.stages)[0])
+            self.words.fill(at + i, ring(kv, self.words.slots)[0])
             cute.arch.cp_async_mbarrier_arrive_noinc(keys.ring.full + stage)
             values.ring.wait_empty_at(kv)
             values.fill(v_start, columns, stage)
