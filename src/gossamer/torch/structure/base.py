@@ -40,6 +40,13 @@ class Lists(NamedTuple):
     counts: Tensor | None  # (Bl, heads, rows) int32
 
 
+class Listed(NamedTuple):
+    """What shapes say of lists."""
+
+    heads: int  # that have lists of their own: 1, G or H
+    entries: int  # that a list has room for
+
+
 class Structure(ABC):
     """What `attention` takes as a pattern and is told by tensors: its layout is made on their device in each call.
 
@@ -68,6 +75,11 @@ class Structure(ABC):
     @property
     def block(self) -> int | None:
         """The size of the blocks that are listed, 1 where keys are; None: nothing is."""
+        return None
+
+    @property
+    def listed(self) -> Listed | None:
+        """What shapes say of its lists; None: nothing is listed."""
         return None
 
     def bounds(self, position: Tensor, sizes: Sizes) -> Bounds | None:
@@ -135,6 +147,13 @@ class Joined(Structure):
         for term in self._terms:
             if term.block is not None:
                 return term.block
+        return None
+
+    @property
+    def listed(self) -> Listed | None:
+        for term in self._terms:
+            if term.listed is not None:
+                return term.listed
         return None
 
     def check(self, sizes: Sizes) -> None:

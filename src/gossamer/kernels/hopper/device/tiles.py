@@ -147,8 +147,9 @@ def product_of(
     """
     major = cute.nvgpu.OperandMajorMode
     source = warpgroup.OperandSource.RMEM if registers else warpgroup.OperandSource.SMEM
+    lie = [major.MN if turned else major.K for turned in (first_transposed, transposed)]
     return hopper.make_trivial_tiled_mma(
-        dtype, dtype, major.MN if first_transposed else major.K, major.MN if transposed else major.K, Float32, atom_layout_mnk=(1, 1, 1),
+        dtype, dtype, *lie, Float32, atom_layout_mnk=(1, 1, 1),
         tiler_mn=(rows, columns), a_source=source,
     )  # fmt: skip
 

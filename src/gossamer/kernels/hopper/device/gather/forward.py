@@ -62,7 +62,8 @@ class GatherForward(Shell):
         rows = tile_memory(self.dtype, self.layout(c.stages))
         return {
             **barriers(q=c.q_stages, k=c.stages, v=c.stages, ahead=self.ahead),
-            "item": array(Int32, ITEM * c.q_stages), "ahead": array(Int32, ITEM * self.ahead), "words": array(Int32, 2 * c.stages * c.words, 128),
+            "item": array(Int32, ITEM * c.q_stages), "ahead": array(Int32, ITEM * self.ahead),
+            "words": array(Int32, c.slots * c.words, 128),
             "q": tile_memory(self.dtype, self.layout(c.q_stages)), "k": rows, "v": rows,
         }  # fmt: skip
 
@@ -76,7 +77,7 @@ class GatherForward(Shell):
         return GatherForwardBlock(
             config=c, arguments=arguments, rings=((items,), (k_ring, v_ring), *[(ahead,)] * bool(ahead)), items=items,
             ahead=ahead, k=k_ring, v=v_ring,
-            s_words=words(memory.words, c.queries, 2, 2 * c.stages),
+            s_words=words(memory.words, c.queries, 2, c.slots),
             s_q=q, s_k=tiles(memory.k, self.layout(c.stages)), s_v=tiles(memory.v, self.layout(c.stages)),
             s_o=q,  # the output takes the place of Q
         )  # fmt: skip

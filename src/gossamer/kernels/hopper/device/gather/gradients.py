@@ -150,7 +150,8 @@ class GradientConsumer(QueryConsumer):
     def start_product(self, which: int, n: int) -> Any:
         """Issue the sum over rows of P times a part of dO, or of dS times one of Q."""
         acc = accumulator(self.mma_sum, self.columns)
-        issue(self.mma_sum, acc, self.frag_turned[None, None, None, which], self.frag_rows[which][None, None, None, n, 0], False)
+        turned, rows = self.frag_turned[None, None, None, which], self.frag_rows[which][None, None, None, n, 0]
+        issue(self.mma_sum, acc, turned, rows, False)
         return acc
 
     @cute.jit
@@ -192,8 +193,8 @@ class GatherGradients(GatherQuery):
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, dout: cute.Tensor, terms: cute.Tensor,
-        dk_sum: cute.Tensor, dv_sum: cute.Tensor, dq: cute.Tensor, work: cute.Tensor, indices: cute.Tensor, bits: cute.Tensor,
+        q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, dout: cute.Tensor, terms: cute.Tensor, dk_sum: cute.Tensor,
+        dv_sum: cute.Tensor, dq: cute.Tensor, work: cute.Tensor, indices: cute.Tensor, bits: cute.Tensor,
         part_dq: cute.Tensor, lengths: cute.Tensor, tile_counter: cute.Tensor, before: Float32, exponent: Float32,
         factor: Float32, items: Int32, blocks: Int32, stream: Any,
     ) -> None:  # fmt: skip

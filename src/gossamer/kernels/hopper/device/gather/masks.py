@@ -48,7 +48,6 @@ class GatheredWords(Opaque):
             if const_expr(self.has_lengths):
                 instructions.keep_below(words, w, self.length[0] - step * ROWS)
 
-
     @cute.jit
     def word(self, row, w: cutlass.Constexpr, slot):
         """A word of a row, which is that of its query; none for rows that a tile does not fill."""

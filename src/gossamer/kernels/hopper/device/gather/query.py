@@ -14,7 +14,7 @@ from cutlass import Float32, Int32
 
 from gossamer.kernels.hopper.device.backward.common import Kind
 from gossamer.kernels.hopper.device.backward.query import ItemTiles, QueryConsumer, QueryGradient
-from gossamer.kernels.hopper.device.common import ROWS, Opaque, computing_thread
+from gossamer.kernels.hopper.device.common import Opaque, computing_thread
 from gossamer.kernels.hopper.device.gather.block import GatherQueryArguments, GatherQueryBlock
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.masks import GatheredWords
