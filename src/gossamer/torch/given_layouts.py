@@ -39,8 +39,8 @@ def layout_from(arrays: list[Tensor], geometry: tuple[int, ...]) -> Given:
         raise ValueError(f"layout must hold {n} or {2 * n} tensors, got {len(arrays)}")
     rows, columns = arrays[:n], arrays[n:]
     if not block_kv:
-        turned = [_gathered(K, Q, columns, 1)] if columns else []
-        return GatherLayout(_gathered(Q, K, rows, heads), _transpose=turned, apart=True)
+        of_keys = [_gathered(K, Q, columns, 1)] if columns else []
+        return GatherLayout(_gathered(Q, K, rows, heads), _transpose=of_keys, apart=True)
     none = TileList(None, None, None)
     whole = Walk(Q, K, block_q, block_kv, none, none, none, None, None, None, None)
     turned = Walk(K, Q, block_kv, block_q, none, none, none, None, None, None, None)

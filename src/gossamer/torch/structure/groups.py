@@ -32,7 +32,7 @@ def group_of(a: Arguments, listed: Listed) -> Group:
     """
     if a.q.device.type != "cuda":
         return ALONE
-    (_, H, Q, D), (_, G, K, _), E = a.q.shape, a.k.shape, a.v.shape[3]
+    (_, H, _, D), (_, G, K, _), E = a.q.shape, a.k.shape, a.v.shape[3]
     if torch.compiler.is_compiling():
         heads = _known_heads(H, G, listed.heads)
         if heads == 1 or not _known(max(D, E) <= TILE * 4):
@@ -48,9 +48,8 @@ def group_of(a: Arguments, listed: Listed) -> Group:
     key = problem, a.implementation, gains
     found = _groups.get(key)
     if found is None:
-        found = _groups.put(
-            key, (queries_of(heads), heads) if gains and _computed(problem, a.implementation) else ALONE
-        )
+        together = gains and _computed(problem, a.implementation)
+        found = _groups.put(key, (queries_of(heads), heads) if together else ALONE)
     return found
 
 

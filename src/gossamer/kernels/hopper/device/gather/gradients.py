@@ -105,7 +105,7 @@ class GradientConsumer(QueryConsumer):
         issue(self.mma_s, acc_dp, self.frag_do, self.frag_v[None, None, None, v_stage], False)
         warpgroup.wait_group(1)
         cap = const_expr(c.score == "softcap")
-        factor = cute.make_rmem_tensor_like(acc_s) if cap else None
+        factor = cute.make_rmem_tensor_like(acc_s)  # of dS, by the derivative of the cap
         if const_expr(cap):
             instructions.soft_cap(acc_s, a.before)
             for i in instructions.places(acc_s):
@@ -214,7 +214,7 @@ class GatherGradients(GatherQuery):
         return {**super().memory(), "exchanged": tile_memory(NUMBERS[self.config.dtype], self.exchanged())}
 
     def block(self, arguments: Any, memory: Any) -> GatherGradientBlock:
-        block: GatherGradientBlock = super().block(arguments, memory)
+        block: Any = super().block(arguments, memory)
         block.s_exchanged = tiles(memory.exchanged, self.exchanged())
         return block
 
