@@ -12,14 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+import gossamer as gs
 from gossamer.kernels.contract import Terms
 from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
 from gossamer.kernels.hopper.schedule.rows import sharing, work
 from gossamer.kernels.reference import oracle
 from gossamer.layouts.device import key_list_layout
 from gossamer.layouts.gather import GatherLayout, queries_of
-from gossamer.plan.capability import reasons
-from gossamer.plan.problem import Problem
+from gossamer.plan.capability import GatherChoice, reasons
+from gossamer.plan.problem import Problem, Unsupported
 from gossamer.torch import device_arrays
 from tests.kernels.test_hopper_gather_launch import preprocess, wrong
 from tests.support import launches
@@ -203,6 +204,37 @@ def test_items_cover_the_lists(lead: tuple[int, int], R: int, heads: int) -> Non
         at = (batch if Bl > 1 else 0, head if Hl > 1 else 0, group)
         start, count = int(host.starts[at]) // 64, -(-int(host.counts[at]) // 64)
         assert steps == list(range(start, start + count))
+
+
+@pytest.mark.parametrize("R", [1, 16])
+def test_through_attention(launch: Any, R: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The public call makes such a layout, its kernels read it, and so does a layout that is made before."""
+    from gossamer.torch.structure import make
+
+    cpu = frozenset({"cpu"})
+    here = GatherChoice(64, frozenset({"bfloat16"}), max_head_dim=256, devices=cpu)
+    able = replace(IMPLEMENTATION.capability, devices=cpu, unions=(here,))
+    monkeypatch.setattr(type(IMPLEMENTATION), "capability", able)
+    monkeypatch.setattr(type(IMPLEMENTATION), "unavailable", lambda self: [])
+    monkeypatch.setattr(make, "group_of", lambda a, listed: (queries_of(R), R))
+    lists, mask = lists_of(2, 2, 30)
+    mask = (mask & (torch.arange(K) <= torch.arange(Q)[:, None] + K - Q)).repeat_interleave(R, 1)
+    q, k, v = (torch.randn(2, h, n, 24).bfloat16().requires_grad_() for h, n in ((2 * R, Q), (2, K), (2, K)))
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    want = gs.attention(*exact, mask)
+    dout = torch.randn_like(want)
+    want_gradients = torch.autograd.grad(want, exact, dout)
+    chosen = gs.Indices(lists) & gs.Causal()
+    made = gs.device_layout(q, k, v, chosen, implementation="hopper")
+    assert made.rows.heads == R and not made._transpose  # type: ignore[union-attr]
+    for pattern in (chosen, made, chosen):
+        out = gs.attention(q, k, v, pattern, implementation="hopper")
+        found = torch.autograd.grad(out, (q, k, v), dout.bfloat16())
+        assert wrong([out.detach(), *found], [want.detach(), *want_gradients]) < 2e-2
+    plan = gs.explain(q, k, v, chosen, implementation="hopper")
+    assert plan.implementation == plan.backward == "hopper"
+    with pytest.raises(Unsupported, match="adds dK and dV of groups of queries in memory, in any order"):
+        gs.attention(q, k, v, made, implementation="hopper", deterministic=True)
 
 
 def test_who_computes_lists() -> None:

@@ -11,7 +11,7 @@ from gossamer.layouts.gather import queries_of
 from gossamer.plan.problem import Unsupported
 from gossamer.torch import device_arrays
 from gossamer.torch.given_layouts import check_layout, geometry_of, layout_from
-from gossamer.torch.structure.groups import ALONE, _most_heads, group_of, pays
+from gossamer.torch.structure.groups import ALONE, _most_heads, group_of
 from gossamer.torch.validate import Arguments
 
 
@@ -21,11 +21,6 @@ def test_heads_of_a_tile() -> None:
     for heads in (0, 65):
         with pytest.raises(ValueError, match="heads whose rows share a tile must be from 1 to 64"):
             queries_of(heads)
-
-
-def test_one_head_gathers_together_where_lists_are_long() -> None:
-    assert pays(2048, 32768) and pays(100, 100)
-    assert not pays(64, 32768) and not pays(1, 1000)
 
 
 def test_on_a_cpu_each_query_gathers_for_itself() -> None:
