@@ -26,9 +26,9 @@ def test_heads_of_a_tile() -> None:
 def test_on_a_cpu_each_query_gathers_for_itself() -> None:
     q, k = torch.randn(1, 16, 8, 4), torch.randn(1, 1, 9, 4)
     structure = gs.Indices(torch.zeros(8, 5, dtype=torch.int32)) & gs.Causal()
-    assert structure.listed == (1, 5)
+    assert structure.list_heads == 1
     rest = [None] * 8
-    assert group_of(Arguments(q, k, k, *rest, False, False), structure.listed) == ALONE  # type: ignore[arg-type]
+    assert group_of(Arguments(q, k, k, *rest, False, False), structure.list_heads) == ALONE  # type: ignore[arg-type]
 
 
 def test_given_layouts() -> None:

@@ -40,13 +40,6 @@ class Lists(NamedTuple):
     counts: Tensor | None  # (Bl, heads, rows) int32
 
 
-class Listed(NamedTuple):
-    """What shapes say of lists."""
-
-    heads: int  # that have lists of their own: 1, G or H
-    entries: int  # that a list has room for
-
-
 class Structure(ABC):
     """What `attention` takes as a pattern and is told by tensors: its layout is made on their device in each call.
 
@@ -78,8 +71,8 @@ class Structure(ABC):
         return None
 
     @property
-    def listed(self) -> Listed | None:
-        """What shapes say of its lists; None: nothing is listed."""
+    def list_heads(self) -> int | None:
+        """Heads that have lists of their own: 1, G or H; None: nothing is listed."""
         return None
 
     def bounds(self, position: Tensor, sizes: Sizes) -> Bounds | None:
@@ -150,10 +143,10 @@ class Joined(Structure):
         return None
 
     @property
-    def listed(self) -> Listed | None:
+    def list_heads(self) -> int | None:
         for term in self._terms:
-            if term.listed is not None:
-                return term.listed
+            if term.list_heads is not None:
+                return term.list_heads
         return None
 
     def check(self, sizes: Sizes) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.torch.structure.base import OF_INTEGERS, Listed, Lists, Sizes, Structure, narrow
+from gossamer.torch.structure.base import OF_INTEGERS, Lists, Sizes, Structure, narrow
 from gossamer.torch.validate import INTEGERS, describe, number
 
 BLOCKS = (64, 128)  # sizes of blocks that are selected: tiles that every implementation walks
@@ -53,9 +53,9 @@ class Chosen(Structure):
         return (self.indices,) if self.counts is None else (self.indices, self.counts)
 
     @property
-    def listed(self) -> Listed:
-        *_, n = shape = self.indices.shape
-        return Listed(shape[-3] if len(shape) > 2 else 1, n)
+    def list_heads(self) -> int:
+        *lead, _, _ = self.indices.shape
+        return lead[-1] if lead else 1
 
     def check(self, sizes: Sizes) -> None:
         B, H, rows, _ = self._four().shape

@@ -11,7 +11,6 @@ from gossamer.memo import Memo
 from gossamer.plan.plan import plan_of
 from gossamer.plan.problem import Problem, Unsupported
 from gossamer.torch.planning import problem_of
-from gossamer.torch.structure.base import Listed
 from gossamer.torch.validate import Arguments, cast_type
 
 Group = tuple[int, int]  # queries, and query heads of a key head; 0 heads: each row gathers for itself
@@ -22,16 +21,19 @@ HEADS, LARGEST, DTYPES = (2, 8, 16, 64), 128, ("bfloat16",)
 _groups: Memo[Group] = Memo()
 
 
-def group_of(a: Arguments, listed: Listed) -> Group:
+def group_of(a: Arguments, list_heads: int) -> Group:
     """The rows that gather together: 64, of few queries, where the query heads of a key head share a list.
 
     `implementation="hopper"` takes all that its kernels are compiled for, one head too; compiled functions gather for
     each row alone.
+
+    Args:
+        list_heads: heads that have lists of their own.
     """
     if a.q.device.type != "cuda" or torch.compiler.is_compiling():
         return ALONE
     H, G, widest = a.q.shape[1], a.k.shape[1], max(a.q.shape[3], a.v.shape[3])
-    heads = 1 if listed.heads not in (1, G) else _most_heads(H // G)
+    heads = 1 if list_heads not in (1, G) else _most_heads(H // G)
     dtype = str(cast_type(a.q) or a.q.dtype).removeprefix("torch.")
     ran = heads in HEADS and heads == H // G and widest <= LARGEST and dtype in DTYPES
     if not ran and a.implementation != "hopper":

@@ -81,8 +81,8 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, eager: boo
     if not (compiling or eager or cast_type(a.q)):  # an operator that casts its inputs checks them then
         validate(rest)
     tile = known_tile(rest, structure.block) if eager else tile_of(rest, structure.block)
-    if structure.block == 1 and structure.listed is not None:
-        tile = group_of(rest, structure.listed)
+    if structure.block == 1 and structure.list_heads is not None:
+        tile = group_of(rest, structure.list_heads)
     (B, H, Q, _), (_, G, K, _) = a.q.shape, a.k.shape
     if a.q_offset is not None and abs(a.q_offset) > most_offset(Q, K):
         raise ValueError(f"q_offset must {within_positions(Q, K)}; got {describe(a.q_offset)}")

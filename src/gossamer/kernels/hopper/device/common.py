@@ -26,11 +26,6 @@ class Barrier(IntEnum):
     BOUNDS = 10  # the bounds of an item's rows are in shared memory
 
 
-def queries_of(heads: int) -> int:
-    """How many queries have their rows of so many heads in a tile of 64 rows: a power of two."""
-    return 1 << ((ROWS // heads).bit_length() - 1)
-
-
 @cute.jit
 def place_of(config, head, tile, row):
     """(head, query) of a row of a tile; the query is far past the last one where the tile has no such row.

@@ -10,6 +10,11 @@ SHARED_MEMORY = 227 * 1024
 MULTIPROCESSOR = 228 * 1024  # shared memory of a multiprocessor; each block takes 1024 bytes more than it asks for
 
 
+def queries_of(heads: int) -> int:
+    """How many queries have their rows of so many heads in a tile of 64 rows: a power of two."""
+    return 1 << ((64 // heads).bit_length() - 1)
+
+
 def check_memory(config: Any) -> None:
     """Refuse a configuration of which a multiprocessor does not hold so many blocks."""
     limit = min(SHARED_MEMORY, MULTIPROCESSOR // config.blocks - 1024)

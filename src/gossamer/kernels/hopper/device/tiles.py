@@ -12,7 +12,8 @@ from cutlass import Float32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from gossamer.kernels.hopper.device.common import ROWS, Opaque, Ring, queries_of
+from gossamer.kernels.hopper.device.common import ROWS, Opaque, Ring
+from gossamer.kernels.hopper.device.configurations import queries_of
 
 LINE = 64  # columns of 16 bits that lie together in shared memory: the width of the swizzle
 

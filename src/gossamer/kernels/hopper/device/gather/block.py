@@ -134,7 +134,7 @@ class GatherGradientBlock(GatherQueryBlock):
     """Of the kernel of dQ, dK and dV by rows."""
 
     arguments: GatherGradientArguments  # type: ignore[assignment]
-    s_exchanged: cute.Tensor  # (64, 64): P of a step, then dS
+    s_exchanged: cute.Tensor  # (64, 64, 2): P of a step, and dS
     ratio: Int32  # key heads have so many times as many heads of items
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gossamer.kernels.hopper.device.configurations import Hold, check_memory
+from gossamer.kernels.hopper.device.configurations import Hold, check_memory, queries_of
 
 ROWS = 64  # of a group, and columns that are gathered at a time: the layout's own
 SIZES = (64, 128)  # head sizes; a smaller one is padded with zeros
@@ -62,7 +62,7 @@ class GatherConfig:
     @property
     def queries(self) -> int:
         """Of a tile."""
-        return 1 << ((ROWS // self.heads).bit_length() - 1)
+        return queries_of(self.heads)
 
     @property
     def words(self) -> int:
