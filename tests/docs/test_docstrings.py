@@ -17,7 +17,7 @@ import gossamer as gs
 NEED_TORCH = (
     "BlockIndices", "DocumentIds", "DocumentIds.from_cu_seqlens", "EntmaxAux", "Indices", "PackedSequences",
     "Unsupported", "attention", "device_layout", "entmax_attention", "explain", "from_flex", "last_topk", "merge",
-    "nn.SplashAttention", "sparsek", "sparsek_causal", "to_flex", "topk_blocks", "topk_keys", "varlen",
+    "nn.SplashAttention", "sparsek", "sparsek_attention", "sparsek_causal", "to_flex", "topk_blocks", "topk_keys", "varlen",
     "CSR.from_torch",
 )  # fmt: skip
 MODULES = [name for name in NEED_TORCH if name.startswith("nn.")]

@@ -2,5 +2,7 @@
 
 from gossamer.select.blocks import SelectedBlocks, topk_blocks
 from gossamer.select.sparse_k import CausalSparseK, SparseK, last_topk, sparsek, sparsek_causal
+from gossamer.select.sparse_k_attention import sparsek_attention
 
-__all__ = ["CausalSparseK", "SelectedBlocks", "SparseK", "last_topk", "sparsek", "sparsek_causal", "topk_blocks"]
+__all__ = ["CausalSparseK", "SelectedBlocks", "SparseK", "last_topk", "sparsek", "sparsek_attention"]
+__all__ += ["sparsek_causal", "topk_blocks"]
