@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 __all__ = ["BlockIndices", "BlockLayout", "DocumentIds", "EntmaxAux", "Indices", "PackedSequences", "Unsupported"]
 __all__ += ["__version__", "attention", "device_layout", "entmax_attention", "explain", "from_flex", "last_topk"]
 __all__ += ["merge", "nn", "sparsek", "sparsek_attention", "sparsek_causal", "to_flex", "topk_blocks", "topk_keys"]
-__all__ += ["varlen"]
+__all__ += ["attention_forward", "varlen"]
 __all__ += patterns.__all__
 
 # Where the names other than patterns are defined: those of torch are loaded on their first use.
@@ -29,6 +29,7 @@ _MODULES = {
     "EntmaxAux": "gossamer.torch.entmax",
     "Unsupported": "gossamer.plan.problem",
     "attention": "gossamer.torch.api",
+    "attention_forward": "gossamer.select",
     "device_layout": "gossamer.torch.device_layout",
     "entmax_attention": "gossamer.torch.entmax",
     "explain": "gossamer.torch.explain",
@@ -49,7 +50,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from gossamer import nn as nn
     from gossamer.integrations.flex import from_flex, to_flex
     from gossamer.plan.problem import Unsupported
-    from gossamer.select import last_topk, sparsek, sparsek_attention, sparsek_causal, topk_blocks
+    from gossamer.select import attention_forward, last_topk, sparsek, sparsek_attention, sparsek_causal, topk_blocks
     from gossamer.torch.api import attention
     from gossamer.torch.device_layout import device_layout
     from gossamer.torch.entmax import EntmaxAux, entmax_attention, topk_keys
