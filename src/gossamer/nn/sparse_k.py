@@ -15,6 +15,7 @@ from gossamer.torch.entmax.arguments import uncast
 from gossamer.torch.validate import describe
 
 GATES = ("v", "kv", "logit", None)
+SPAN = 1024  # positions over which a slope of 1 raises scores by 1
 
 
 class SparseKAttention(nn.Module):
@@ -22,7 +23,7 @@ class SparseKAttention(nn.Module):
 
     Of x (B, N, dim) it makes queries, keys, values, and a score of each key for each key head,
 
-        u = w . x + slope * t / k_keep,     t the position,
+        u = w . x + slope * t / 1024,     t the position,
 
     in float32 (float64 of float64 inputs), and gives `sparsek_attention` of these through a last linear layer. w and
     the slope are learned; a slope over 0 prefers later keys. There is no position embedding beside the slope: what
@@ -88,7 +89,7 @@ class SparseKAttention(nn.Module):
             wide = compute_dtype(x.dtype)
             u = F.linear(x.to(wide), self.score.weight.to(wide)).transpose(1, 2)
             t = torch.arange(start, start + x.shape[1], device=x.device).to(wide)
-            return u + self.slope.to(wide)[:, None] * (t / self.k_keep)
+            return u + self.slope.to(wide)[:, None] * (t / SPAN)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, N, dim) of x (B, N, dim)."""
