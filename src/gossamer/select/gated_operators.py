@@ -12,7 +12,7 @@ from gossamer.kernels.gated.problem import Gate, Operands, Options
 from gossamer.torch.operators import library
 
 _OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor u, Tensor tau, Tensor last, Tensor reach"
-_OPTIONS = "int window, str? gate, bool causal, float scale, bool straight, int? capacity, str? implementation"
+_OPTIONS = "int window, str? gate, bool causal, float scale, bool straight, int live, bool certain, str? implementation"
 
 library.define(f"gated_forward({_OPERANDS}, {_OPTIONS}) -> (Tensor out, Tensor lse)")
 library.define(
@@ -23,18 +23,18 @@ library.define(
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, u: Tensor, tau: Tensor, last: Tensor, reach: Tensor, window: int,
-    gate: Gate | None, causal: bool, scale: float, straight: bool, capacity: int | None, implementation: str | None,
+    gate: Gate | None, causal: bool, scale: float, straight: bool, live: int, certain: bool, implementation: str | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    x, o = Operands(q, k, v, u, tau, last, reach), Options(window, gate, causal, scale, straight, capacity)
+    x, o = Operands(q, k, v, u, tau, last, reach), Options(window, gate, causal, scale, straight, live, certain)
     return launch.implementation(implementation, x, o).forward(x, o)
 
 
 def _backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, u: Tensor,
     tau: Tensor, last: Tensor, reach: Tensor, window: int, gate: Gate | None, causal: bool, scale: float,
-    straight: bool, capacity: int | None, implementation: str | None,
+    straight: bool, live: int, certain: bool, implementation: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    x, o = Operands(q, k, v, u, tau, last, reach), Options(window, gate, causal, scale, straight, capacity)
+    x, o = Operands(q, k, v, u, tau, last, reach), Options(window, gate, causal, scale, straight, live, certain)
     g = launch.implementation(implementation, x, o).backward(dout, dlse, out, lse, x, o)
     return g.q, g.k, g.v, g.u, g.tau
 

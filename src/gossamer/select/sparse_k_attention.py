@@ -24,6 +24,7 @@ from gossamer.torch.validate import (
 )
 
 Keep = Literal["topk", "support"]
+SUPPORT = 4  # times k, for which lists of supports have room; of scores that are normal it is 1.1 to 2.5 times k
 
 
 class Kept(NamedTuple):
@@ -33,7 +34,8 @@ class Kept(NamedTuple):
     tau: Tensor
     last: Tensor
     reach: Tensor
-    capacity: int | None  # at most so many keys are kept at any step; None where that follows from the scores
+    live: int  # so many keys are kept at any step
+    certain: bool  # and no more; else that follows from the scores
 
 
 @overload
@@ -128,7 +130,7 @@ def sparsek_attention(
     window = min(window, q.shape[2])
     out, lse = gated_forward(
         q, k, v, kept.u.to(wide), kept.tau.to(wide), kept.last, kept.reach, window, gate, causal, scale, straight,
-        kept.capacity, None,
+        kept.live, kept.certain, None,
     )  # fmt: skip
     out, lse = unbatched(out, lse, dims)
     return (out, lse) if return_lse else out
@@ -137,7 +139,6 @@ def sparsek_attention(
 def _kept(u: Tensor, k: int, keep: Keep, causal: bool, straight: bool) -> Kept:
     """Which keys are kept until when, and the threshold of each step."""
     N = u.shape[-1]
-    capacity = min(k, N) if keep == "topk" else None
     if causal:
         tau, support = sparsek_causal(u, k)
     else:
@@ -145,13 +146,13 @@ def _kept(u: Tensor, k: int, keep: Keep, causal: bool, straight: bool) -> Kept:
         tau = of_all[..., None].expand(u.shape)
         support = torch.where(u.detach() > tau.detach(), N - 1, -1).int()
     if keep == "support":
-        return Kept(u, tau, support, support, capacity)
+        return Kept(u, tau, support, support, min(SUPPORT * k, N), SUPPORT * k >= N)
     last = last_topk(u, k)
     if not causal:
         last = torch.where(last == N - 1, last, -1)
     if not straight:
-        return Kept(u, tau, last, last, capacity)
-    return Kept(u, tau, last, torch.maximum(last, support), None)
+        return Kept(u, tau, last, last, min(k, N), True)
+    return Kept(u, tau, last, torch.maximum(last, support), min(SUPPORT * k, N), SUPPORT * k >= N)
 
 
 def _arguments(q: Any, k: Any, v: Any, u: Any, scale: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:

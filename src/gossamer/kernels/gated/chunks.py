@@ -120,14 +120,14 @@ def _lists(reach: Tensor, o: Options) -> Iterator[tuple[slice, Tensor]]:
     units, N = reach.shape
     keys = torch.arange(N, device=reach.device)
     if not o.causal:
-        live = _compact(keys.expand(units, -1), reach >= 0, o.capacity)
+        live = _compact(keys.expand(units, -1), reach >= 0, o.live if o.certain else None)
         for start in range(0, N, QUERIES):
             yield slice(start, min(start + QUERIES, N)), live
         return
     # Keys that are never kept past their window are in no list.
     reach = torch.where(reach > keys + o.window, reach, -1)
     live, seen = keys.new_empty(units, 0), 0
-    most = None if o.capacity is None else o.capacity + QUERIES
+    most = o.live + QUERIES if o.certain else None
     for start in range(0, N, QUERIES):
         end = min(start + QUERIES, N)
         out = max(end - o.window - 1, seen)

@@ -17,11 +17,22 @@ class Implementation(NamedTuple):
     name: str
     forward: Callable[[Operands, Options], tuple[Tensor, Tensor]]
     backward: Callable[[Tensor, Tensor | None, Tensor, Tensor, Operands, Options], Gradients]
+    reasons: Callable[[Operands, Options], list[str]]  # why it does not compute a call
 
 
-CHUNKS = Implementation("chunks", chunks.forward, chunks.backward)
+def implementations() -> list[Implementation]:
+    """All of this machine, the fastest first."""
+    found = [Implementation("chunks", chunks.forward, chunks.backward, lambda x, o: [])]
+    try:
+        from gossamer.kernels.gated import triton_calls
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        return found
+    kernels = Implementation("triton", triton_calls.forward, triton_calls.backward, triton_calls.reasons)
+    return [kernels, *found]
 
 
 def implementation(name: str | None, x: Operands, o: Options) -> Implementation:
     """That which computes a call: the one of a name, or the first that can."""
-    return CHUNKS
+    return next(one for one in implementations() if one.name == name or (name is None and not one.reasons(x, o)))

@@ -22,7 +22,8 @@ class Options(NamedTuple):
     causal: bool
     scale: float
     straight: bool  # the gradient of u is that of gates of values, also where the gate is None
-    capacity: int | None  # at most so many keys live at any step; None where that is not known
+    live: int  # so many keys live at any step
+    certain: bool  # and no more; else that follows from the scores
 
 
 class Operands(NamedTuple):

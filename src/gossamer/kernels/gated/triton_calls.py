@@ -1,0 +1,206 @@
+"""Gated attention by Triton kernels: lists of live keys, and both directions over them. Nothing is read back."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from gossamer.kernels.gated import forward as forward_kernel
+from gossamer.kernels.gated import key_gradients as keys_kernel
+from gossamer.kernels.gated import lists as lists_kernel
+from gossamer.kernels.gated import query_gradient as query_kernel
+from gossamer.kernels.gated.problem import Gradients, Operands, Options
+
+MOST_HEAD = 256
+RANGE = 8192  # queries of the first lists, of which those of chunks are made
+STREAMED = 4096  # keys that the kernel of lists reads at once
+
+
+class Lists(NamedTuple):
+    """Of ranges of queries, as `live_lists` writes them."""
+
+    keys: Tensor  # (units, ranges, capacity) int32
+    counts: Tensor  # (units, ranges, 2) int32
+    size: int  # queries of a range
+
+
+class Tiles(NamedTuple):
+    """Of a kernel."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+
+def reasons(x: Operands, o: Options) -> list[str]:
+    """Why these kernels do not compute a call."""
+    found = []
+    if x.q.device.type != "cuda" and not triton.knobs.runtime.interpret:
+        found.append(f"needs a GPU, not {x.q.device.type}")
+    if x.q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        found.append(f"has no kernels for {x.q.dtype}")
+    if max(x.q.shape[3], x.v.shape[3]) > MOST_HEAD:
+        found.append(f"head sizes are up to {MOST_HEAD}")
+    if not o.causal:
+        found.append("is causal")
+    return found
+
+
+def tiles(kernel: str, x: Operands) -> Tiles:
+    """The tiles of a kernel for the sizes of a call."""
+    size = max(padded(x.q.shape[3]), padded(x.v.shape[3]))
+    if x.q.dtype == torch.float32:
+        return Tiles(64, 32, 4, 1) if size <= 64 else Tiles(32, 32, 4, 1)
+    if size > 128:
+        return Tiles(64, 64, 8, 2) if kernel == "forward" else Tiles(64, 32, 8, 1)
+    if kernel == "forward":
+        return Tiles(128, 64, 8, 3)
+    return Tiles(128, 64, 8, 2) if kernel == "query" else Tiles(64, 128, 8, 2)
+
+
+def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
+    """out (B, H, N, E), in q's type, and lse (B, H, N)."""
+    x = _rows_contiguous(x)
+    (B, H, N, D), (G, E), U = x.q.shape, (x.v.shape[1], x.v.shape[3]), x.u.shape[1]
+    t = tiles("forward", x)
+    of_tiles = lists(x.last, o, t.m, None)
+    out, lse = x.q.new_empty(B, H, N, E), x.u.new_empty(B, H, N)
+    grid = (triton.cdiv(N, t.m), B * H)
+    forward_kernel.gated_forward[grid](
+        x.q, x.k, x.v, x.u, x.tau, x.last, of_tiles.keys, of_tiles.counts, out, lse,
+        *_strides(x.q, x.k, x.v), H, G, U, N, o.window, of_tiles.keys.shape[1], of_tiles.keys.shape[2],
+        o.scale * 1.4426950408889634, D=D, E=E, GATE=o.gate or "none", SIZE_D=padded(D), SIZE_E=padded(E),
+        BLOCK_M=t.m, BLOCK_N=t.n, PRECISION=_precision(x), num_warps=t.warps, num_stages=t.stages,
+    )  # fmt: skip
+    return out, lse
+
+
+def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Operands, o: Options) -> Gradients:
+    """The gradients; those of u and tau are zero where no gate has one."""
+    x = _rows_contiguous(x)
+    dout = _last_contiguous(dout)
+    dlse = None if dlse is None else dlse.contiguous()
+    out, lse = out.contiguous(), lse.contiguous()
+    (B, H, N, D), (G, E), U = x.q.shape, (x.v.shape[1], x.v.shape[3]), x.u.shape[1]
+    delta = x.u.new_empty(B, H, N)
+    query_kernel.row_sums[(triton.cdiv(N, 64), B * H)](
+        dout, out, dlse, delta, *dout.stride()[:3], H, N, E=E, HAS_DLSE=dlse is not None, SIZE_E=padded(E), BLOCK=64,
+    )  # fmt: skip
+    t = tiles("query", x)
+    chunk = chunk_size(o, N, t.m)
+    of_chunks = lists(x.reach, o, chunk, None)
+    of_tiles = lists(x.reach, o, t.m, of_chunks)
+    common = {
+        "D": D, "E": E, "GATE": o.gate or "none", "STRAIGHT": o.straight, "SIZE_D": padded(D), "SIZE_E": padded(E),
+        "PRECISION": _precision(x),
+    }  # fmt: skip
+    strides = (*_strides(x.q, x.k, x.v), *dout.stride()[:3])
+    dq, dtau = torch.empty(x.q.shape, dtype=x.q.dtype, device=x.q.device), x.u.new_empty(B, H, N)
+    query_kernel.gated_query_gradient[(triton.cdiv(N, t.m), B * H)](
+        x.q, x.k, x.v, x.u, x.tau, x.last, x.reach, of_tiles.keys, of_tiles.counts, dout, lse, delta, dq, dtau,
+        *strides, H, G, U, N, o.window, of_tiles.keys.shape[1], of_tiles.keys.shape[2], o.scale, **common,
+        BLOCK_M=t.m, BLOCK_N=t.n, num_warps=t.warps, num_stages=t.stages,
+    )  # fmt: skip
+    dtau = dtau.view(B, U, -1, N).sum(2)
+    dk, dv, du = _key_gradients(x, o, of_chunks, dout, lse, delta, strides, common)
+    return Gradients(dq, dk, dv, du, dtau)
+
+
+def _key_gradients(
+    x: Operands, o: Options, of_chunks: Lists, dout: Tensor, lse: Tensor, delta: Tensor, strides: tuple[int, ...],
+    common: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    (B, H, N, D), (G, E), U = x.q.shape, (x.v.shape[1], x.v.shape[3]), x.u.shape[1]
+    t = tiles("keys", x)
+    units, chunks, capacity = of_chunks.keys.shape
+    over = not o.certain
+    CHUNKS = triton.next_power_of_2(chunks) if over else 1
+    part_dk, part_dv, part_du = (
+        x.u.new_empty(units, chunks, capacity, *size) for size in ((D,), (E,), ())
+    )  # fmt: skip
+    launched = {"num_warps": t.warps, "num_stages": t.stages, "BLOCK_M": t.m, "BLOCK_N": t.n}
+    sizes = H, G, U, N, o.window, of_chunks.size, chunks, capacity, o.scale
+    keys_kernel.entry_gradients[(triton.cdiv(capacity, t.n), chunks, units)](
+        x.q, x.k, x.v, x.u, x.tau, x.last, x.reach, of_chunks.keys, of_chunks.counts, dout, lse, delta,
+        part_dk, part_dv, part_du, *strides, *sizes, OVER=over, CHUNKS=CHUNKS, **common, **launched,
+    )  # fmt: skip
+    after = torch.empty_like(of_chunks.keys)
+    home = torch.empty_like(x.reach)
+    keys_kernel.link_entries[(triton.cdiv(capacity, 256), chunks, units)](
+        x.reach, of_chunks.keys, of_chunks.counts, after, home, N, o.window, of_chunks.size, chunks, capacity,
+        OVER=over, CHUNKS=CHUNKS, STEPS=capacity.bit_length(), BLOCK=256,
+    )  # fmt: skip
+    every = _lists(x.reach, o.window, N, N, None)
+    keys_kernel.add_entries[(triton.cdiv(N, 16), units)](
+        every.keys, every.counts, of_chunks.counts, after, home, part_dk, part_dv, part_du, N, chunks, capacity,
+        D=D, E=E, OVER=over, CHUNKS=CHUNKS, SIZE_D=common["SIZE_D"], SIZE_E=common["SIZE_E"], BLOCK=16,
+    )  # fmt: skip
+    dk, dv, du = (x.k.new_empty(B, G, N, D), x.v.new_empty(B, G, N, E), torch.empty_like(x.u))
+    keys_kernel.gated_key_gradients[(triton.cdiv(N, t.n), B * G)](
+        x.q, x.k, x.v, x.u, x.tau, x.last, x.reach, of_chunks.counts, home, dout, lse, delta, part_dk, part_dv,
+        part_du, dk, dv, du, *strides, *sizes, OVER=over, CHUNKS=CHUNKS, **common, **launched,
+    )  # fmt: skip
+    return dk, dv, du
+
+
+def capacity(o: Options, N: int, size: int) -> int:
+    """Of the list of a range of queries: those that live at its start, and one for each query."""
+    return min(N, o.live + size)
+
+
+def chunk_size(o: Options, N: int, tile: int) -> int:
+    """Queries of the lists over which dK and dV are summed: about as many as keys live, so that few leave."""
+    return max(tile, 256, min(triton.next_power_of_2(o.live), RANGE))
+
+
+def lists(last: Tensor, o: Options, size: int, parent: Lists | None) -> Lists:
+    """Of ranges of `size` queries."""
+    N = last.shape[-1]
+    if parent is None and N > RANGE and size < RANGE:
+        parent = _lists(last, o.window, RANGE, capacity(o, N, RANGE), None)
+        if size < 1024 < RANGE:
+            parent = _lists(last, o.window, 1024, capacity(o, N, 1024), parent)
+    return _lists(last, o.window, size, capacity(o, N, size), parent)
+
+
+def _lists(last: Tensor, window: int, size: int, capacity: int, parent: Lists | None) -> Lists:
+    B, U, N = last.shape
+    ranges = triton.cdiv(N, size)
+    keys = last.new_empty(B * U, ranges, capacity)
+    counts = last.new_empty(B * U, ranges, 2)
+    of_parent = (last, last, 1, 1, 1) if parent is None else (
+        parent.keys, parent.counts, parent.size, parent.keys.shape[1], parent.keys.shape[2]
+    )  # fmt: skip
+    parent_keys, parent_counts, *parent_sizes = of_parent
+    block = min(STREAMED, triton.next_power_of_2(N))
+    lists_kernel.live_lists[(ranges, B * U)](
+        last, parent_keys, parent_counts, keys, counts, N, window, size, ranges, *parent_sizes, capacity,
+        IDENTITY=parent is None, BLOCK=block, num_warps=8 if block > 1024 else 4,
+    )  # fmt: skip
+    return Lists(keys, counts, size)
+
+
+def padded(size: int) -> int:
+    """The power of two, at least 16, that holds a head size."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def _precision(x: Operands) -> str:
+    return "ieee" if x.q.dtype == torch.float32 else "tf32"
+
+
+def _rows_contiguous(x: Operands) -> Operands:
+    q, k, v = (_last_contiguous(t) for t in (x.q, x.k, x.v))
+    return Operands(q, k, v, *(t.contiguous() for t in (x.u, x.tau, x.last, x.reach)))
+
+
+def _last_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(stride for x in tensors for stride in x.stride()[:3])
