@@ -1,13 +1,14 @@
 """Recall over byte text: which share of the keys does attention need, to answer as well as over all of them?
 
     python -m examples.recall                                # from the root of the repository; minutes on a CPU
-    python -m examples.recall --device cuda --length 4096 --keys 256 --steps 400 800 1500 --width 256 --batch 32
+    python -m examples.recall --device cuda --lengths 48 192 1024 4096 --steps 400 150 100 150 --keys 256 --seeds 0 1 2
 
-Text is source of the Python standard library. In it 16 pairs are planted at random distances up to `--length`, each a
+Text is source of the Python standard library. In it 16 pairs are planted at random distances up to its length, each a
 byte that marks it, a key and a value; after the text 8 of the keys are asked, and the model says the values. It has one
-causal convolution over four bytes, one layer of attention and one MLP; what differs is which keys attention sees.
-Each model is trained by its own choice of `--keys` keys, first on short texts, then on longer ones, and answers about
-texts of other files, by several numbers of keys.
+causal convolution over four bytes, one layer of attention and one MLP; what differs is which keys attention sees. On
+texts of at most `--keys` bytes every choice sees them all, so that each seed begins with one model, trained on these;
+each kind goes on from it on longer texts by its own choice of `--keys` keys, and answers about texts of other files, by
+several numbers of keys.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -132,21 +133,18 @@ class Row(NamedTuple):
     seconds: float  # of the training
 
 
-def lengths_of(longest: int, stages: int) -> list[int]:
-    """From the shortest text that holds the pairs to the longest, by equal factors."""
-    shortest = 3 * PAIRS
-    return [round(shortest * (longest / shortest) ** (i / max(1, stages - 1))) for i in range(stages - 1)] + [longest]
+def fits(length: int, o: argparse.Namespace) -> bool:
+    """Whether each question sees a whole text, whatever is chosen."""
+    return length + 3 * ASKED <= o.keys
 
 
-def train(kind: str, seed: int, text: Text, o: argparse.Namespace) -> tuple[Model, float]:
-    """A trained model, and its seconds; prints a line a stage."""
-    device = torch.device(o.device)
-    torch.manual_seed(seed)
-    model = Model(kind, o).to(device)
-    model.see(o.keys)
-    adam, generator = optimizer(model, o.lr), torch.Generator().manual_seed(seed)
-    total, done, started = sum(o.steps), 0, time.perf_counter()
-    for length, steps in zip(lengths_of(o.length, len(o.steps)), o.steps, strict=True):
+def train(
+    model: Model, kind: str, seed: int, lengths: list[tuple[int, int]], text: Text, o: argparse.Namespace
+) -> float:
+    """Trains in place on (length, steps), prints a line for each, and returns the seconds."""
+    device, generator = torch.device(o.device), torch.Generator().manual_seed(seed)
+    adam, total, done, started = optimizer(model, o.lr), sum(steps for _, steps in lengths), 0, time.perf_counter()
+    for length, steps in lengths:
         losses: list[Tensor] = []
         for _ in range(steps):
             for group in adam.param_groups:
@@ -164,7 +162,7 @@ def train(kind: str, seed: int, text: Text, o: argparse.Namespace) -> tuple[Mode
         last = torch.stack(losses[-20:]).mean().item() if losses else float("nan")
         told = f"{kind:8} seed {seed}  length {length:5}  {steps:4} steps  loss {last:.3f}"
         print(f"{told}  {time.perf_counter() - started:5.0f} s", flush=True)
-    return model, time.perf_counter() - started
+    return time.perf_counter() - started
 
 
 @torch.no_grad()
@@ -182,21 +180,30 @@ def ask(model: Model, text: Text, length: int, o: argparse.Namespace) -> tuple[f
     return hits.mean().item(), [hits[quarter == i].mean().item() for i in range(4)]
 
 
-def rows_of(kind: str, seed: int, text: Text, o: argparse.Namespace) -> list[Row]:
-    """A training, and its answers by every number of keys."""
-    model, seconds = train(kind, seed, text, o)
-    everything = o.length + 3 * ASKED
-    numbers = {o.keys // 4, o.keys // 2, o.keys, 3 * o.keys // 2}
-    if kind == "dense":
-        numbers = {everything}
-    elif kind == "blocks":
-        numbers = {max(1, n // BLOCK) * BLOCK for n in numbers}
-    rows = []
-    for keys in sorted(n for n in numbers if n > WINDOW + 1):
-        model.see(keys)
-        accuracy, by_distance = ask(model, text, o.length, o)
-        rows.append(Row(kind, seed, keys, o.length, min(1.0, keys / everything), accuracy, by_distance, seconds))
-    return rows
+def rows_of(seed: int, text: Text, o: argparse.Namespace) -> Iterator[Row]:
+    """A model on short texts, what becomes of it by each kind, and the answers by every number of keys."""
+    lengths = list(zip(o.lengths, o.steps, strict=True))
+    torch.manual_seed(seed)
+    first = Model("dense", o).to(o.device)
+    train(first, "all", seed, [(length, steps) for length, steps in lengths if fits(length, o)], text, o)
+    everything = o.lengths[-1] + 3 * ASKED
+    for kind in o.kinds:
+        torch.manual_seed(seed)
+        model = Model(kind, o).to(o.device)
+        new = model.load_state_dict(first.state_dict(), strict=False)
+        assert not new.unexpected_keys and all("score" in name or "slope" in name for name in new.missing_keys)
+        model.see(o.keys)
+        seconds = train(model, kind, seed, [(n, steps) for n, steps in lengths if not fits(n, o)], text, o)
+        numbers = {o.keys // 4, o.keys // 2, o.keys, 3 * o.keys // 2}
+        if kind == "dense":
+            numbers = {everything}
+        elif kind == "blocks":
+            numbers = {max(1, n // BLOCK) * BLOCK for n in numbers}
+        for keys in sorted(n for n in numbers if n > WINDOW + 1):
+            model.see(keys)
+            accuracy, by_distance = ask(model, text, o.lengths[-1], o)
+            share = min(1.0, keys / everything)
+            yield Row(kind, seed, keys, o.lengths[-1], share, accuracy, by_distance, seconds)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -220,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
         "python -m examples.recall", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    numbers = {"length": 1024, "keys": 96, "width": 128, "heads": 2, "batch": 32, "texts": 128, "lr": 0.003}
+    numbers = {"keys": 96, "width": 128, "heads": 2, "batch": 32, "texts": 128, "lr": 0.003}
     helps = {
         "length": "bytes of a text",
         "keys": "that a question attends in training",
@@ -229,20 +236,25 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     for name, value in (numbers | {"kv_heads": 1}).items():
         told = f"{helps.get(name, name)}; {value} by default"
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=told)
-    parser.add_argument("--steps", type=int, nargs="+", default=[400, 150, 100], help="of each stage of lengths")
+    lengths = "bytes of the texts, ascending: the last are those of the questions"
+    parser.add_argument("--lengths", type=int, nargs="+", default=[48, 256, 1024], help=lengths)
+    parser.add_argument("--steps", type=int, nargs="+", default=[400, 100, 150], help="of training, for each length")
     parser.add_argument("--kinds", choices=KINDS, nargs="+", default=KINDS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument(
         "--rows", type=Path, help="a file of rows (JSON lines): these are added, and all are in the table"
     )
     options = parser.parse_args(arguments)
+    if len(options.steps) != len(options.lengths) or options.lengths[0] < 3 * PAIRS:
+        parser.error(f"--steps must be as many as --lengths, and the first length at least {3 * PAIRS}")
     text, rows = load_text(), []
     for seed in options.seeds:
-        for kind in options.kinds:
-            rows += rows_of(kind, seed, text, options)
+        for row in rows_of(seed, text, options):
+            rows.append(row)
+            if options.rows:
+                with options.rows.open("a") as file:
+                    file.write(json.dumps(row._asdict()) + "\n")
     if options.rows:
-        with options.rows.open("a") as file:
-            file.writelines(json.dumps(row._asdict()) + "\n" for row in rows)
         rows = [Row(**json.loads(line)) for line in options.rows.read_text().splitlines()]
     print(table(rows))
     return rows

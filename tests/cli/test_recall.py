@@ -8,18 +8,34 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.recall import ASKED, KINDS, MARK, PAIRS, QUESTION, Row, draw, lengths_of, main, table
+from examples.recall import ASKED, KINDS, MARK, PAIRS, QUESTION, Row, draw, main, table
 
-SIZE = ["--length", "150", "--width", "32", "--keys", "64", "--batch", "4", "--texts", "8", "--steps", "10", "10"]
+SIZE = [
+    "--lengths",
+    "48",
+    "150",
+    "--width",
+    "32",
+    "--keys",
+    "72",
+    "--batch",
+    "4",
+    "--texts",
+    "8",
+    "--steps",
+    "10",
+    "10",
+]
 
 
 def test_twenty_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = main([*SIZE, "--rows", str(tmp_path / "rows.jsonl")])
-    assert [row.kind for row in rows] == ["dense"] + ["sparsek"] * 3 + ["blocks"] + ["window"] * 3 + ["random"] * 3
+    assert [row.kind for row in rows] == ["dense"] + ["sparsek"] * 4 + ["blocks"] + ["window"] * 4 + ["random"] * 4
     for row in rows:
         assert 0 < row.share <= 1 and 0 <= row.accuracy < 0.3  # nothing is learned in so few
-    assert [row.keys for row in rows if row.kind == "window"] == [32, 64, 96]
+    assert [row.keys for row in rows if row.kind == "window"] == [18, 36, 72, 108]
     told = capsys.readouterr().out
+    assert "all      seed 0  length    48    10 steps  loss" in told
     assert "random   seed 0  length   150    10 steps  loss" in told and "| dense | 174 | 100.0% |" in told
 
     again = main([*SIZE, "--kinds", "window", "--seeds", "5", "--rows", str(tmp_path / "rows.jsonl")])
@@ -41,11 +57,13 @@ def test_pairs_are_planted_and_asked() -> None:
             assert planted[key][1] == 200 + 3 * n + 1 - distance
 
 
-def test_lengths_grow_by_equal_factors() -> None:
-    assert lengths_of(4096, 4) == [48, 211, 930, 4096] and lengths_of(1000, 1) == [1000]
-
-
 def test_the_table_is_of_medians() -> None:
     rows = [Row("random", s, 64, 1000, 0.064, x, [x] * 4, 1.0) for s, x in enumerate((0.1, 0.3, 0.11))]
     assert table(rows).splitlines()[-1] == "| random | 64 | 6.4% | 0.110 | 0.100, 0.300 | 3 | ## |"
     assert json.loads(json.dumps(rows[0]._asdict())) == rows[0]._asdict() and set(KINDS) >= {"random"}
+
+
+def test_wrong_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--lengths", "48", "100", "--steps", "10"])
+    assert "--steps must be as many as --lengths" in capsys.readouterr().err
