@@ -1,14 +1,15 @@
 """Recall over byte text: which share of the keys does attention need, to answer as well as over all of them?
 
     python -m examples.recall                                # from the root of the repository; minutes on a CPU
-    python -m examples.recall --device cuda --lengths 48 192 1024 4096 --steps 400 150 100 150 --keys 256 --seeds 0 1 2
+    python -m examples.recall --device cuda --batch 32 --keys 256 --seeds 0 1 2 \\
+        --lengths 24 192 1024 4096 --steps 450 80 40 80
 
-Text is source of the Python standard library. In it 16 pairs are planted at random distances up to its length, each a
-byte that marks it, a key and a value; after the text 8 of the keys are asked, and the model says the values. It has one
-causal convolution over four bytes, one layer of attention and one MLP; what differs is which keys attention sees. On
-texts of at most `--keys` bytes every choice sees them all, so that each seed begins with one model, trained on these;
-each kind goes on from it on longer texts by its own choice of `--keys` keys, and answers about texts of other files, by
-several numbers of keys.
+Text is source of the Python standard library. In it 8 pairs are planted at random distances up to its length, each a
+byte that marks it, a key and a value; after the text all keys are asked, in random order, and the model says the
+values. It has one causal convolution over four bytes, one layer of attention and one MLP; what differs is which keys
+attention sees. On texts of at most `--keys` bytes every choice sees them all, so that each seed begins with one model,
+trained on these; each kind goes on from it on longer texts by its own choice of `--keys` keys, and answers about texts
+of other files, by several numbers of keys.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from examples.language_model.data import Text, load_text
 from examples.language_model.train import learning_rate, optimizer, precision
 
 KINDS = ("dense", "sparsek", "blocks", "window", "random")
-PAIRS, ASKED, SYMBOLS = 16, 8, 64
+PAIRS, ASKED, SYMBOLS = 8, 8, 64
 MARK, QUESTION = 1, 2  # bytes that text does not hold
 BLOCK = 64  # of queries and keys, of "blocks"
 WINDOW = 15  # keys before a query, of "sparsek" and "random"
@@ -53,7 +54,7 @@ def draw(text: Tensor, batch: int, length: int, generator: torch.Generator) -> B
     values = torch.randint(48, 48 + SYMBOLS, (batch, PAIRS), generator=generator)
     for offset, planted in enumerate((torch.full_like(values, MARK), symbols, values)):
         body.scatter_(1, slots + offset, planted)
-    asked = slice(0, ASKED)  # the pairs are in random order
+    asked = slice(0, ASKED)  # the pairs lie in random order
     questions = torch.stack((torch.full_like(values, QUESTION), symbols, values), 2)[:, asked].flatten(1)
     at = length + 3 * torch.arange(ASKED) + 1
     return Batch(torch.cat((body, questions), 1), values[:, asked], at - (slots[:, asked] + 2))
@@ -199,7 +200,7 @@ def rows_of(seed: int, text: Text, o: argparse.Namespace) -> Iterator[Row]:
             numbers = {everything}
         elif kind == "blocks":
             numbers = {max(1, n // BLOCK) * BLOCK for n in numbers}
-        for keys in sorted(n for n in numbers if n > WINDOW + 1):
+        for keys in sorted((n for n in numbers if n > WINDOW + 1), key=lambda n: (n != o.keys, n)):
             model.see(keys)
             accuracy, by_distance = ask(model, text, o.lengths[-1], o)
             share = min(1.0, keys / everything)
@@ -227,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
         "python -m examples.recall", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    numbers = {"keys": 96, "width": 128, "heads": 2, "batch": 32, "texts": 128, "lr": 0.003}
+    numbers = {"keys": 48, "width": 128, "heads": 2, "batch": 16, "texts": 128, "lr": 0.003}
     helps = {
         "length": "bytes of a text",
         "keys": "that a question attends in training",
@@ -237,8 +238,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
         told = f"{helps.get(name, name)}; {value} by default"
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=told)
     lengths = "bytes of the texts, ascending: the last are those of the questions"
-    parser.add_argument("--lengths", type=int, nargs="+", default=[48, 256, 1024], help=lengths)
-    parser.add_argument("--steps", type=int, nargs="+", default=[400, 100, 150], help="of training, for each length")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[24, 512], help=lengths)
+    parser.add_argument("--steps", type=int, nargs="+", default=[400, 100], help="of training, for each length")
     parser.add_argument("--kinds", choices=KINDS, nargs="+", default=KINDS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument(
