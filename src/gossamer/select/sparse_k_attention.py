@@ -139,20 +139,25 @@ def sparsek_attention(
 def _kept(u: Tensor, k: int, keep: Keep, causal: bool, straight: bool) -> Kept:
     """Which keys are kept until when, and the threshold of each step."""
     N = u.shape[-1]
+    topk = min(k, N), True
+    support = min(SUPPORT * k, N), SUPPORT * k >= N
+    if causal and keep == "topk" and not straight:
+        tau, last = torch.ops.gossamer.sparsek_kept(u, min(k, N))
+        return Kept(u, tau, last, last, *topk)
     if causal:
-        tau, support = sparsek_causal(u, k)
+        tau, reach = sparsek_causal(u, k)
     else:
         _, of_all = sparsek(u, k)
         tau = of_all[..., None].expand(u.shape)
-        support = torch.where(u.detach() > tau.detach(), N - 1, -1).int()
+        reach = torch.where(u.detach() > tau.detach(), N - 1, -1).int()
     if keep == "support":
-        return Kept(u, tau, support, support, min(SUPPORT * k, N), SUPPORT * k >= N)
+        return Kept(u, tau, reach, reach, *support)
     last = last_topk(u, k)
     if not causal:
         last = torch.where(last == N - 1, last, -1)
     if not straight:
-        return Kept(u, tau, last, last, min(k, N), True)
-    return Kept(u, tau, last, torch.maximum(last, support), min(SUPPORT * k, N), SUPPORT * k >= N)
+        return Kept(u, tau, last, last, *topk)
+    return Kept(u, tau, last, torch.maximum(last, reach), *support)
 
 
 def _arguments(q: Any, k: Any, v: Any, u: Any, scale: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:

@@ -106,7 +106,7 @@ def entry_gradients(
         dk = tl.zeros((BLOCK_N, SIZE_D), tl.float32)
         dv = tl.zeros((BLOCK_N, SIZE_E), tl.float32)
         du = tl.zeros((BLOCK_N,), tl.float32)
-        for r in range(0, heads):
+        for r in range(heads):
             head = (b * H + h + r) * N
             for m in range(first, tl.where(plain, stop, first), BLOCK_M):
                 dk, dv, du = _kept_step(
@@ -174,17 +174,17 @@ def link_entries(
 
 @triton.jit
 def add_entries(
-    keys_ptr, key_counts_ptr, counts_ptr, next_ptr, home_ptr, part_dk_ptr, part_dv_ptr, part_du_ptr, N, chunks,
+    keys_ptr, key_counts_ptr, count_stride, counts_ptr, next_ptr, home_ptr, part_dk_ptr, part_dv_ptr, part_du_ptr, N, chunks,
     capacity, D: tl.constexpr, E: tl.constexpr, OVER: tl.constexpr, CHUNKS: tl.constexpr, SIZE_D: tl.constexpr,
     SIZE_E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add what each key of a block has in later chunks to what it has in its first one.
 
     Args:
-        keys_ptr: (units, N) int32: the keys of any list, with their number in `key_counts_ptr` (units, 2).
+        keys_ptr: (units, N) int32: the keys of any list, their number last in a row of `key_counts_ptr` (units, count_stride).
     """
     block, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    known = tl.load(key_counts_ptr + unit * 2 + 1)
+    known = tl.load(key_counts_ptr + unit * count_stride + count_stride - 1)
     holds = known > block * BLOCK
     if OVER:
         holds = holds & _lists_hold(counts_ptr, unit, chunks, capacity, CHUNKS)
@@ -238,7 +238,7 @@ def gated_key_gradients(
     factor = scale * LOG2E
     ratio = H // G
     end = tl.minimum(start + BLOCK_N + window, N)
-    for r in range(0, ratio):
+    for r in range(ratio):
         h = g * ratio + r
         head = (b * H + h) * N
         for m in range(start // BLOCK_M * BLOCK_M, end, BLOCK_M):
@@ -259,7 +259,7 @@ def gated_key_gradients(
 
     per_group = U // G
     heads = H // U
-    for i in range(0, per_group):
+    for i in range(per_group):
         unit = b * U + g * per_group + i
         last = tl.load(last_ptr + unit * N + key, mask=there, other=-1)
         reach = tl.load(reach_ptr + unit * N + key, mask=there, other=-1)
@@ -278,7 +278,7 @@ def gated_key_gradients(
         if OVER:
             u = tl.load(u_ptr + unit * N + key, mask=there, other=0.0)
             stop = tl.where(holds, 0, tl.max(tl.where(live, reach, -1), 0) + 1)
-            for r in range(0, heads):
+            for r in range(heads):
                 h = (unit % U) * heads + r
                 head = (b * H + h) * N
                 for m in range((start + window + 1) // BLOCK_M * BLOCK_M, stop, BLOCK_M):

@@ -14,7 +14,7 @@ def rows(ptr, row, stride, there, size: tl.constexpr, SIZE: tl.constexpr, WHOLE:
     """(n, SIZE): rows of a matrix, zero where there are none. WHOLE: none is missing."""
     column = tl.arange(0, SIZE)
     at = ptr + row.to(tl.int64)[:, None] * stride + column[None, :]
-    if SIZE == size:
+    if size == SIZE:
         return tl.load(at) if WHOLE else tl.load(at, mask=there[:, None], other=0.0)
     return tl.load(at, mask=there[:, None] & (column < size)[None, :], other=0.0)
 
