@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gossamer.kernels.gated import launch
 from gossamer.kernels.gated.problem import Gate, Operands, Options
+from gossamer.plan.problem import Unsupported
 from gossamer.torch.operators import library
 
 _OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor u, Tensor tau, Tensor last, Tensor reach"
@@ -58,6 +59,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    if torch.is_grad_enabled():
+        raise Unsupported("sparsek_attention has no second derivative; backward() and autograd.grad work")
     *operands, out, lse = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     backward = torch.ops.gossamer.gated_backward.default

@@ -194,9 +194,14 @@ def _sparsek_causal_backward(ctx: Any, dtau: Tensor, _: Tensor | None) -> tuple[
     return _of_thresholds(u, tau, last, dtau), None
 
 
-def _of_thresholds(u: Tensor, tau: Tensor, last: Tensor, dtau: Tensor) -> Tensor:
+def _of_thresholds(u: Tensor, tau: Tensor, last: Tensor | None, dtau: Tensor) -> Tensor:
     """As of one row: the steps at which a key is inside, and those at which it is tau itself, are ranges."""
-    u, tau, last = (x.reshape(-1, x.shape[-1]).contiguous() for x in (u, tau, last))
+    # A second derivative goes through operations of torch.
+    if (kernels := _kernels(u)) is not None and dtau.dtype == torch.float32 and not torch.is_grad_enabled():
+        found: Tensor = kernels.thresholds_backward(*(x.reshape(-1, x.shape[-1]) for x in (u, tau, dtau)))
+        return found.reshape(u.shape)
+    u, tau = (x.reshape(-1, x.shape[-1]).contiguous() for x in (u, tau))
+    last = _last_live(u, tau) if last is None else last.reshape(u.shape)
     step = torch.arange(u.shape[-1], device=u.device)
     first = torch.maximum(torch.searchsorted(tau.double(), u.double() - 1, right=True), step)
     end = last.long() + 1
@@ -305,8 +310,7 @@ def _save_scores(ctx: Any, inputs: tuple[Tensor, int], output: tuple[Tensor, Ten
 
 def _sparsek_kept_backward(ctx: Any, dtau: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
     u, tau = ctx.saved_tensors
-    rows = u.reshape(-1, u.shape[-1]), tau.reshape(-1, u.shape[-1])
-    return _of_thresholds(u, tau, _last_live(*rows), dtau), None
+    return _of_thresholds(u, tau, None, dtau), None
 
 
 torch.library.register_autograd("gossamer::sparsek", _sparsek_backward, setup_context=_save, lib=library)

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from gossamer.kernels.prefixes import order, starts, walks
+from gossamer.kernels.prefixes import gradient, order, starts, walks
 
 NODE = 128  # steps of a walk
 BUCKETS = 256  # of the keys of a prefix, at which a walk may begin
@@ -100,3 +100,22 @@ def last_largest(p: Prefixes) -> Tensor:
         NODE=NODE, BUCKETS=BUCKETS, LANES=LANES, num_warps=1,
     )  # fmt: skip
     return last
+
+
+def thresholds_backward(u: Tensor, tau: Tensor, dtau: Tensor) -> Tensor:
+    """du (rows, N) of the gradient of thresholds; all (rows, N) float32. The same inputs give the same bits."""
+    u, tau, dtau = u.contiguous(), tau.contiguous(), dtau.float().contiguous()
+    rows, N = u.shape
+    blocks = triton.cdiv(N, BLOCK)
+    grid = (blocks, rows)
+    ranges = u.new_empty(3, rows, N, dtype=torch.int32)
+    changes = u.new_zeros(2, rows, N, dtype=torch.int32)
+    gradient.find_ranges[grid](u, tau, ranges, changes, N, rows, BLOCK=BLOCK)
+    counts = changes.cumsum(-1, dtype=torch.int32)
+    shares = u.new_empty(2, rows, N, dtype=torch.float64)
+    totals = u.new_empty(2, rows, blocks, dtype=torch.float64)
+    gradient.sum_shares[grid](dtau, counts, shares, totals, N, rows, blocks, BLOCK=BLOCK)
+    gradient.sum_totals[(2 * rows,)](totals, blocks, BLOCK=256)
+    du = torch.empty_like(u)
+    gradient.add_ranges[grid](ranges, shares, totals, du, N, rows, blocks, SUMMED=BLOCK, BLOCK=BLOCK)
+    return du
