@@ -1,4 +1,4 @@
-"""`sparsek_attention` by operations of torch, against its definition, and what it promises of memory and of the host."""
+"""`sparsek_attention` by operations of torch against its definition, and what it promises of memory and the host."""
 
 from __future__ import annotations
 

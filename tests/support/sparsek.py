@@ -11,7 +11,7 @@ import gossamer as gs
 
 
 def kept_by_definition(u: Tensor, k: int, keep: str, causal: bool) -> tuple[Tensor, Tensor]:
-    """Of each query and key (..., N, N) whether it is kept, and its gate, step by step: an evicted key never returns."""
+    """Of each query and key (..., N, N) whether it is kept, and its gate, step by step."""
     N = u.shape[-1]
     kept = torch.zeros(*u.shape, N, dtype=torch.bool)
     tau = []

@@ -181,6 +181,11 @@ def _kernels(u: Tensor) -> Any:
     return launch if launch.available(u) else None
 
 
+def has_kernels(u: Tensor) -> bool:
+    """Whether thresholds of prefixes of u are found by kernels."""
+    return _kernels(u) is not None
+
+
 def _nan_from_first(rows: Tensor, tau: Tensor) -> Tensor:
     """tau, NaN from the step of the first score on that is."""
     N = rows.shape[-1]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.kernels.gated.problem import Gradients, Operands, Options
+from gossamer.kernels.gated.problem import Gradients, Memory, Operands, Options
 
 QUERIES = 256  # of a chunk
 MOST = 2**24  # scores that are held at once, or those of one unit
@@ -72,6 +72,15 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Ope
         _add_rows(dv[c.units], c, (_valued(p, c, o).mT @ douts).sum(1))
     dk, dv = (_of_groups(of, t) for of, t in ((dk, x.k), (dv, x.v)))
     return Gradients(dq.view(x.q.shape).to(x.q.dtype), dk, dv, du.view(x.u.shape), dtau.view(x.u.shape))
+
+
+def memory(x: Operands, o: Options) -> Memory:
+    """Scores of a chunk, some five times, and the gathered keys and values; of supports as many as are expected."""
+    (B, H, N, D), E, size = x.q.shape, x.v.shape[3], x.u.element_size()
+    columns = min(N, min(o.window, N) * (1 if o.causal else 2) + o.live) + min(QUERIES, N)
+    scores = min(MOST, B * H * min(QUERIES, N) * columns)
+    of_forward = size * (5 * scores + min(B * x.u.shape[1], 1 + MOST // columns) * columns * (D + E))
+    return Memory(of_forward, size * B * H * N * (D + E))
 
 
 def _units(x: Operands) -> tuple[Tensor, Tensor, Tensor]:

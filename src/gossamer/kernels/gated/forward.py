@@ -10,7 +10,7 @@ from gossamer.kernels.gated.steps import LN2, gated_scores, gates, rows, store_r
 
 @triton.jit
 def _update(s, v, m, acc, top, total, factor, FOLD: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr):
-    """One step of the softmax; `m` multiplies the values with GATED. Scores are in base 2, with FOLD before `factor`."""
+    """One step of the softmax; `m` multiplies values with GATED. Scores are in base 2, or with FOLD before `factor`."""
     new_top = tl.maximum(top, tl.max(s, 1))
     # A row of which nothing was attended yet has no largest score.
     reference = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -33,8 +33,8 @@ def gated_forward(
     q_ptr, k_ptr, v_ptr, u_ptr, tau_ptr, last_ptr, list_ptr, counts_ptr, out_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     H, G, U, N, window, tiles, capacity, factor, D: tl.constexpr, E: tl.constexpr,
-    GATE: tl.constexpr, FOLD: tl.constexpr, SIZE_D: tl.constexpr, SIZE_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    GATE: tl.constexpr, FOLD: tl.constexpr, SIZE_D: tl.constexpr, SIZE_E: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Query tile program 0, the last first, of batch element and head program 1.
 

@@ -5,7 +5,7 @@ the chunk, in float32. A key is in the lists of consecutive chunks; `link_entrie
 `add_entries` adds what a key has in all of them to what it has in the first. The kernel of windows adds that to its own
 sums. So each sum has one order.
 
-A list that would hold more than its capacity is not there; then the kernel of windows goes through all pairs of its unit.
+A list that would hold more than its capacity is not there: the kernel of windows goes through all pairs of its unit.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def _kept_step(
         past = there[:, None] & inside[None, :] & (row[None, :] > (key + window)[:, None])
         kept = past & (row[None, :] <= last[:, None])
         p = tl.where(kept, p, 0.0)
+        counted = kept
         if STRAIGHT:
-            interior = interior & past & (row[None, :] <= reach[:, None])
-        else:
-            interior = interior & kept
+            counted = past & (row[None, :] <= reach[:, None])
+        interior = interior & counted
     weight = p
     if GATE == "v" or GATE == "kv":
         weight = p * m
@@ -174,14 +174,15 @@ def link_entries(
 
 @triton.jit
 def add_entries(
-    keys_ptr, key_counts_ptr, count_stride, counts_ptr, next_ptr, home_ptr, part_dk_ptr, part_dv_ptr, part_du_ptr, N, chunks,
-    capacity, D: tl.constexpr, E: tl.constexpr, OVER: tl.constexpr, CHUNKS: tl.constexpr, SIZE_D: tl.constexpr,
+    keys_ptr, key_counts_ptr, count_stride, counts_ptr, next_ptr, home_ptr, part_dk_ptr, part_dv_ptr, part_du_ptr, N,
+    chunks, capacity, D: tl.constexpr, E: tl.constexpr, OVER: tl.constexpr, CHUNKS: tl.constexpr, SIZE_D: tl.constexpr,
     SIZE_E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add what each key of a block has in later chunks to what it has in its first one.
 
     Args:
-        keys_ptr: (units, N) int32: the keys of any list, their number last in a row of `key_counts_ptr` (units, count_stride).
+        keys_ptr: (units, N) int32: the keys of any list; their number is the last in a row of `key_counts_ptr`, of
+            `count_stride` numbers.
     """
     block, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
     known = tl.load(key_counts_ptr + unit * count_stride + count_stride - 1)

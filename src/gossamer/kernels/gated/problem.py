@@ -46,3 +46,10 @@ class Gradients(NamedTuple):
     v: Tensor
     u: Tensor
     tau: Tensor
+
+
+class Memory(NamedTuple):
+    """Bytes that a call takes besides operands and results."""
+
+    lists: int  # in the forward
+    sums: int  # in the backward, besides lists

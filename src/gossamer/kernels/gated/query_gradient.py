@@ -27,8 +27,9 @@ def row_sums(
 
 @triton.jit
 def _window_step(
-    q, dout, k_ptr, v_ptr, n, row, lse2, delta, window, stride_kn, stride_vn, N, D: tl.constexpr, E: tl.constexpr, factor, dq,
-    EDGE: tl.constexpr, SIZE_D: tl.constexpr, SIZE_E: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    q, dout, k_ptr, v_ptr, n, row, lse2, delta, window, stride_kn, stride_vn, N, D: tl.constexpr, E: tl.constexpr,
+    factor, dq, EDGE: tl.constexpr, SIZE_D: tl.constexpr, SIZE_E: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As in the forward."""
     key = n + tl.arange(0, BLOCK_N)
@@ -48,8 +49,8 @@ def _window_step(
 def gated_query_gradient(
     q_ptr, k_ptr, v_ptr, u_ptr, tau_ptr, last_ptr, reach_ptr, list_ptr, counts_ptr, dout_ptr, lse_ptr, delta_ptr,
     dq_ptr, dtau_ptr, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
-    stride_vn, stride_ob, stride_oh, stride_on, H, G, U, N, window, tiles, capacity, scale, D: tl.constexpr, E: tl.constexpr,
-    GATE: tl.constexpr, STRAIGHT: tl.constexpr, SIZE_D: tl.constexpr, SIZE_E: tl.constexpr, BLOCK_M: tl.constexpr,
+    stride_vn, stride_ob, stride_oh, stride_on, H, G, U, N, window, tiles, capacity, scale, D: tl.constexpr,
+    E: tl.constexpr, GATE: tl.constexpr, STRAIGHT: tl.constexpr, SIZE_D: tl.constexpr, SIZE_E: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As `gated_forward`; dtau is of each query head, (B, H, N)."""

@@ -53,10 +53,10 @@ def through_gate(s, p, dp, m, delta, lse2, factor, GATE: tl.constexpr, STRAIGHT:
         p: weights; zero of pairs that are not attended.
         dp: products of dO and v.
     """
+    of_weights = dp
     if GATE == "v" or GATE == "kv":
-        ds = p * (dp * m - delta)
-    else:
-        ds = p * (dp - delta)
+        of_weights = dp * m
+    ds = p * (of_weights - delta)
     if GATE == "logit":
         dm = ds / tl.where(m > 0, m, 1.0)
     elif STRAIGHT:

@@ -13,7 +13,7 @@ from gossamer.kernels.gated import forward as forward_kernel
 from gossamer.kernels.gated import key_gradients as keys_kernel
 from gossamer.kernels.gated import lists as lists_kernel
 from gossamer.kernels.gated import query_gradient as query_kernel
-from gossamer.kernels.gated.problem import Gradients, Operands, Options
+from gossamer.kernels.gated.problem import Gradients, Memory, Operands, Options
 
 MOST_HEAD = 256
 LOG2E = math.log2(math.e)
@@ -55,6 +55,19 @@ def reasons(x: Operands, o: Options) -> list[str]:
     return found
 
 
+def memory(x: Operands, o: Options) -> Memory:
+    """Lists of int32, and sums over chunks in float32."""
+    (B, _, N, D), E, U = x.q.shape, x.v.shape[3], x.u.shape[1]
+
+    def entries(size: int) -> int:
+        return B * U * triton.cdiv(N, size) * min(N, o.live + size)
+
+    levels = [size for size in (RANGE, CHUNK) if 2 * size <= N]
+    of_lists = 4 * (B * U * N + sum(map(entries, [*levels, tiles("forward", x).m])))
+    chunk = chunk_size(o, N, tiles("query", x).m)
+    return Memory(of_lists, 4 * (D + E + 2) * entries(chunk))
+
+
 def tiles(kernel: str, x: Operands) -> Tiles:
     """The tiles of a kernel for the sizes of a call."""
     size = max(padded(x.q.shape[3]), padded(x.v.shape[3]))
@@ -78,8 +91,8 @@ def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
     forward_kernel.gated_forward[grid](
         x.q, x.k, x.v, x.u, x.tau, x.last, of_tiles.keys, of_tiles.counts, out, lse,
         *_strides(x.q, x.k, x.v), H, G, U, N, o.window, of_tiles.keys.shape[1], of_tiles.keys.shape[2],
-        o.scale * LOG2E, FOLD=o.scale > 0 and o.gate in ("v", None), D=D, E=E, GATE=o.gate or "none", SIZE_D=padded(D), SIZE_E=padded(E),
-        BLOCK_M=t.m, BLOCK_N=t.n, PRECISION=_precision(x), num_warps=t.warps, num_stages=t.stages,
+        o.scale * LOG2E, D=D, E=E, GATE=o.gate or "none", FOLD=o.scale > 0 and o.gate in ("v", None), SIZE_D=padded(D),
+        SIZE_E=padded(E), BLOCK_M=t.m, BLOCK_N=t.n, PRECISION=_precision(x), num_warps=t.warps, num_stages=t.stages,
         maxnreg=t.registers,
     )  # fmt: skip
     return out, lse
@@ -119,8 +132,8 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Ope
 
 
 def _key_gradients(
-    x: Operands, o: Options, every: Lists, of_chunks: Lists, dout: Tensor, lse: Tensor, delta: Tensor, strides: tuple[int, ...],
-    common: dict[str, Any],
+    x: Operands, o: Options, every: Lists, of_chunks: Lists, dout: Tensor, lse: Tensor, delta: Tensor,
+    strides: tuple[int, ...], common: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (B, H, N, D), (G, E), U = x.q.shape, (x.v.shape[1], x.v.shape[3]), x.u.shape[1]
     t = tiles("keys", x)
@@ -143,8 +156,8 @@ def _key_gradients(
         OVER=over, CHUNKS=CHUNKS, STEPS=capacity.bit_length(), BLOCK=256,
     )  # fmt: skip
     keys_kernel.add_entries[(triton.cdiv(N, 16), units)](
-        every.keys, every.counts, every.counts.shape[2], of_chunks.counts, after, home, part_dk, part_dv, part_du, N, chunks, capacity,
-        D=D, E=E, OVER=over, CHUNKS=CHUNKS, SIZE_D=common["SIZE_D"], SIZE_E=common["SIZE_E"], BLOCK=16,
+        every.keys, every.counts, every.counts.shape[2], of_chunks.counts, after, home, part_dk, part_dv, part_du,
+        N, chunks, capacity, D=D, E=E, OVER=over, CHUNKS=CHUNKS, SIZE_D=common["SIZE_D"], SIZE_E=common["SIZE_E"], BLOCK=16,
     )  # fmt: skip
     dk, dv, du = (x.k.new_empty(B, G, N, D), x.v.new_empty(B, G, N, E), torch.empty_like(x.u))
     keys_kernel.gated_key_gradients[(triton.cdiv(N, t.n), B * G)](

@@ -19,10 +19,9 @@ def _first_over(tau_ptr, x, N, there, EQUAL: tl.constexpr):
         search = low < high
         middle = (low + high) // 2
         tau = tl.load(tau_ptr + middle, mask=search & there, other=0.0).to(tl.float64)
+        over = tau > x
         if EQUAL:
-            over = tau >= x
-        else:
-            over = tau > x
+            over = over | (tau == x)
         high = tl.where(search & over, middle, high)
         low = tl.where(search & (over == 0), middle + 1, low)
     return low

@@ -112,8 +112,8 @@ def sum_nodes(counts_ptr, sums_ptr, N, least, nodes, NODE: tl.constexpr, COLUMNS
 
 @triton.jit
 def find_starts(
-    scores_ptr, counts_ptr, sums_ptr, absent_ptr, bucket_ptr, top_bucket_ptr, count_ptr, sum_ptr, top_count_ptr, total_ptr,
-    N, least, nodes, k, ONE: tl.constexpr, NODE: tl.constexpr, BUCKETS: tl.constexpr,
+    scores_ptr, counts_ptr, sums_ptr, absent_ptr, bucket_ptr, top_bucket_ptr, count_ptr, sum_ptr, top_count_ptr,
+    total_ptr, N, least, nodes, k, ONE: tl.constexpr, NODE: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
     """The last bucket at which a walk of node program 0 may begin: where more than k is kept.
 
