@@ -56,7 +56,7 @@ def operands(given: list[Tensor], options: dict[str, Any]) -> tuple[Operands, Op
     scale = q.shape[3] ** -0.5 if o["scale"] is None else o["scale"]
     window = min(o["window"], q.shape[2])
     return (
-        Operands(q, k, v, kept.u, kept.tau, kept.last, kept.reach),
+        Operands(q, k, v, kept.u, kept.tau, kept.last, kept.last_gated),
         Options(window, o["gate"], True, scale, o["straight_through"], kept.live, kept.certain),
     )
 

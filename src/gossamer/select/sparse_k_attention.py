@@ -33,7 +33,7 @@ class Kept(NamedTuple):
     u: Tensor
     tau: Tensor
     last: Tensor
-    reach: Tensor
+    last_gated: Tensor
     live: int  # so many keys are kept at any step
     certain: bool  # and no more; else that follows from the scores
 
@@ -119,7 +119,7 @@ def sparsek_attention(
     kept = _kept(c.u, c.k_keep, keep, causal, straight_through)
     wide = compute_dtype(c.q.dtype)
     out, lse = gated_forward(
-        c.q, c.k, c.v, kept.u.to(wide), kept.tau.to(wide), kept.last, kept.reach, c.window, gate, causal, c.scale,
+        c.q, c.k, c.v, kept.u.to(wide), kept.tau.to(wide), kept.last, kept.last_gated, c.window, gate, causal, c.scale,
         straight_through, kept.live, kept.certain, None,
     )  # fmt: skip
     out, lse = unbatched(out, lse, c.dims)
@@ -190,19 +190,19 @@ def _kept(u: Tensor, k: int, keep: Keep, causal: bool, straight: bool) -> Kept:
         tau, last = torch.ops.gossamer.sparsek_kept(u, min(k, N))
         return Kept(u, tau, last, last, *room)
     if causal:
-        tau, reach = sparsek_causal(u, k)
+        tau, last_gated = sparsek_causal(u, k)
     else:
         _, of_all = sparsek(u, k)
         tau = of_all[..., None].expand(u.shape)
-        reach = torch.where(u.detach() > tau.detach(), N - 1, -1).int()
+        last_gated = torch.where(u.detach() > tau.detach(), N - 1, -1).int()
     if keep == "support":
-        return Kept(u, tau, reach, reach, *room)
+        return Kept(u, tau, last_gated, last_gated, *room)
     last = last_topk(u, k)
     if not causal:
         last = torch.where(last == N - 1, last, -1)
     if not straight:
         return Kept(u, tau, last, last, *room)
-    return Kept(u, tau, last, torch.maximum(last, reach), *room)
+    return Kept(u, tau, last, torch.maximum(last, last_gated), *room)
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> None:

@@ -111,9 +111,9 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Ope
     )  # fmt: skip
     t = tiles("query", x)
     chunk = chunk_size(o, N, t.m)
-    every = live_keys(x.reach, o)
-    of_chunks = lists(x.reach, o, chunk, every)
-    of_tiles = lists(x.reach, o, t.m, of_chunks)
+    every = live_keys(x.last_gated, o)
+    of_chunks = lists(x.last_gated, o, chunk, every)
+    of_tiles = lists(x.last_gated, o, t.m, of_chunks)
     common = {
         "D": D, "E": E, "GATE": o.gate or "none", "STRAIGHT": o.straight, "SIZE_D": padded(D), "SIZE_E": padded(E),
         "PRECISION": _precision(x),
@@ -121,7 +121,7 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Ope
     strides = (*_strides(x.q, x.k, x.v), *dout.stride()[:3])
     dq, dtau = torch.empty(x.q.shape, dtype=x.q.dtype, device=x.q.device), x.u.new_empty(B, H, N)
     query_kernel.gated_query_gradient[(triton.cdiv(N, t.m), B * H)](
-        x.q, x.k, x.v, x.u, x.tau, x.last, x.reach, of_tiles.keys, of_tiles.counts, dout, lse, delta, dq, dtau,
+        x.q, x.k, x.v, x.u, x.tau, x.last, x.last_gated, of_tiles.keys, of_tiles.counts, dout, lse, delta, dq, dtau,
         *strides, H, G, U, N, o.window, of_tiles.keys.shape[1], of_tiles.keys.shape[2], o.scale, **common,
         BLOCK_M=t.m, BLOCK_N=t.n, num_warps=t.warps, num_stages=t.stages,
         maxnreg=t.registers,
@@ -146,22 +146,22 @@ def _key_gradients(
     launched = {"num_warps": t.warps, "num_stages": t.stages, "maxnreg": t.registers, "BLOCK_M": t.m, "BLOCK_N": t.n}
     sizes = H, G, U, N, o.window, of_chunks.size, chunks, capacity, o.scale
     keys_kernel.entry_gradients[(triton.cdiv(capacity, t.n), chunks, units)](
-        x.q, x.k, x.v, x.u, x.tau, x.last, x.reach, of_chunks.keys, of_chunks.counts, dout, lse, delta,
+        x.q, x.k, x.v, x.u, x.tau, x.last, x.last_gated, of_chunks.keys, of_chunks.counts, dout, lse, delta,
         part_dk, part_dv, part_du, *strides, *sizes, OVER=over, CHUNKS=CHUNKS, **common, **launched,
     )  # fmt: skip
     after = torch.empty_like(of_chunks.keys)
-    home = torch.empty_like(x.reach)
+    home = torch.empty_like(x.last_gated)
     keys_kernel.link_entries[(triton.cdiv(capacity, 256), chunks, units)](
-        x.reach, of_chunks.keys, of_chunks.counts, after, home, N, o.window, of_chunks.size, chunks, capacity,
+        x.last_gated, of_chunks.keys, of_chunks.counts, after, home, N, o.window, of_chunks.size, chunks, capacity,
         OVER=over, CHUNKS=CHUNKS, STEPS=capacity.bit_length(), BLOCK=256,
     )  # fmt: skip
     keys_kernel.add_entries[(triton.cdiv(N, 16), units)](
         every.keys, every.counts, every.counts.shape[2], of_chunks.counts, after, home, part_dk, part_dv, part_du,
-        N, chunks, capacity, D=D, E=E, OVER=over, CHUNKS=CHUNKS, SIZE_D=common["SIZE_D"], SIZE_E=common["SIZE_E"], BLOCK=16,
+        N, chunks, capacity, D=D, E=E, OVER=over, CHUNKS=CHUNKS, SIZE_D=padded(D), SIZE_E=padded(E), BLOCK=16,
     )  # fmt: skip
     dk, dv, du = (x.k.new_empty(B, G, N, D), x.v.new_empty(B, G, N, E), torch.empty_like(x.u))
     keys_kernel.gated_key_gradients[(triton.cdiv(N, t.n), B * G)](
-        x.q, x.k, x.v, x.u, x.tau, x.last, x.reach, of_chunks.counts, home, dout, lse, delta, part_dk, part_dv,
+        x.q, x.k, x.v, x.u, x.tau, x.last, x.last_gated, of_chunks.counts, home, dout, lse, delta, part_dk, part_dv,
         part_du, dk, dv, du, *strides, *sizes, OVER=over, CHUNKS=CHUNKS, **common, **launched,
     )  # fmt: skip
     return dk, dv, du
@@ -214,7 +214,7 @@ def _precision(x: Operands) -> str:
 
 def _rows_contiguous(x: Operands) -> Operands:
     q, k, v = (_last_contiguous(t) for t in (x.q, x.k, x.v))
-    return Operands(q, k, v, *(t.contiguous() for t in (x.u, x.tau, x.last, x.reach)))
+    return Operands(q, k, v, *(t.contiguous() for t in (x.u, x.tau, x.last, x.last_gated)))
 
 
 def _last_contiguous(x: Tensor) -> Tensor:

@@ -58,9 +58,10 @@ def prefixes(u: Tensor, k: int) -> Prefixes:
     keys = sorted_keys.new_empty(len(lengths), rows, N)
     scores = u.new_empty(len(lengths), rows, N)
     place = sorted_keys.new_empty(rows, N)
-    order.write_prefixes[grid](sorted_keys, sorted_scores, ends, keys, scores, place, N, LEAST, blocks, BLOCK=BLOCK)
-    gone = u == -torch.inf
-    absent = torch.stack([gone[:, :length].sum(-1, dtype=torch.int32) for length in lengths])
+    absent = place.new_zeros(len(lengths), rows)
+    order.write_prefixes[grid](
+        sorted_keys, sorted_scores, ends, keys, scores, place, absent, N, LEAST, blocks, BLOCK=BLOCK
+    )
 
     nodes = triton.cdiv(N, NODE)
     one = 1 << (62 - N.bit_length())

@@ -28,7 +28,7 @@ def count_places(key_ptr, counts_ptr, N, least, blocks, BLOCK: tl.constexpr):
 
 @triton.jit
 def write_prefixes(
-    key_ptr, score_ptr, ends_ptr, keys_ptr, scores_ptr, place_ptr, N, least, blocks, BLOCK: tl.constexpr,
+    key_ptr, score_ptr, ends_ptr, keys_ptr, scores_ptr, place_ptr, absent_ptr, N, least, blocks, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The keys of block program 0 that are before the length `least << program 2`, behind those of earlier blocks.
 
@@ -37,6 +37,7 @@ def write_prefixes(
         ends_ptr: (prefixes, rows, blocks) int32: sums of `count_places` up to each block.
         keys_ptr, scores_ptr: (prefixes, rows, N).
         place_ptr: (rows, N) int32: of each key, in the shortest prefix that has it.
+        absent_ptr: (prefixes, rows) int32, zero before: the keys of -inf.
     """
     block, row, prefix = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     rows = tl.num_programs(1)
@@ -51,5 +52,8 @@ def write_prefixes(
     to = (prefix * rows + row) * N + place
     tl.store(keys_ptr + to, key, mask=there)
     tl.store(scores_ptr + to, score, mask=there)
+    gone = tl.sum((there & (score == float("-inf"))).to(tl.int32), 0)
+    if gone > 0:
+        tl.atomic_add(absent_ptr + prefix * rows + row, gone, sem="relaxed")
     shorter = tl.where(prefix == 0, 0, tl.minimum((least << prefix) // 2, N))
     tl.store(place_ptr + row * N + key, place, mask=there & (key >= shorter))
