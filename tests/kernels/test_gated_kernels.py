@@ -39,6 +39,8 @@ def check_thresholds(u: Tensor, k: int, monkeypatch: pytest.MonkeyPatch) -> None
     kept_tau, kept = torch.ops.gossamer.sparsek_kept(u, k)
     for a, b in ((found, tau), (kept_tau, tau), (of_support, last), (kept, of_topk)):
         assert torch.equal(a.nan_to_num(nan=3e38), b.nan_to_num(nan=3e38)), (k, u)
+    if u.isnan().any():
+        return  # nor are gradients numbers
     dtau = torch.randn_like(u)
     with torch.no_grad():
         du = sparse_k._of_thresholds(u, tau, last, dtau)

@@ -9,8 +9,8 @@ from gossamer.kernels.gated.steps import LN2, gated_scores, gates, rows, store_r
 
 
 @triton.jit
-def _update(s, v, m, acc, top, total, factor, FOLD: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr):
-    """One step of the softmax; `m` multiplies values with GATED. Scores are in base 2, or with FOLD before `factor`."""
+def _update(s, v, u, tau, acc, top, total, factor, FOLD: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr):
+    """One step of the softmax. Scores are in base 2, or with FOLD before `factor`; gates multiply values with GATED."""
     new_top = tl.maximum(top, tl.max(s, 1))
     # A row of which nothing was attended yet has no largest score.
     reference = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -23,7 +23,7 @@ def _update(s, v, m, acc, top, total, factor, FOLD: tl.constexpr, GATED: tl.cons
         correction = tl.exp2(top - reference)
     total = total * correction + tl.sum(p, 1)
     if GATED:
-        p = p * m
+        p = p * gates(u[None, :], tau[:, None])
     acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
     return acc, new_top, total
 
@@ -72,11 +72,11 @@ def gated_forward(
         key = tl.load(list_ptr + n + tl.arange(0, BLOCK_N))
         k = rows(k_ptr, key, stride_kn, key >= 0, D, SIZE_D, True)
         v = rows(v_ptr, key, stride_vn, key >= 0, E, SIZE_E, True)
-        m = gates(tl.load(u_ptr + key)[None, :], tau[:, None])
+        u = tl.load(u_ptr + key)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         if not FOLD:
-            s = gated_scores(s, m, factor, GATE)
-        acc, top, total = _update(s, v, m, acc, top, total, factor, FOLD, GATE == "v" or GATE == "kv", PRECISION)
+            s = gated_scores(s, gates(u[None, :], tau[:, None]), factor, GATE)
+        acc, top, total = _update(s, v, u, tau, acc, top, total, factor, FOLD, GATE == "v" or GATE == "kv", PRECISION)
 
     # The others, some pairs of which are kept.
     end = tl.where(over, tl.maximum(tl.minimum(start + BLOCK_M, N) - window - 1, 0), listed)
@@ -86,14 +86,14 @@ def gated_forward(
         key = tl.where(over, entry, tl.load(list_ptr + entry, mask=there & (entry < capacity), other=0))
         k = rows(k_ptr, key, stride_kn, there, D, SIZE_D, False)
         v = rows(v_ptr, key, stride_vn, there, E, SIZE_E, False)
-        m = gates(tl.load(u_ptr + key, mask=there, other=0.0)[None, :], tau[:, None])
+        u = tl.load(u_ptr + key, mask=there, other=0.0)
         last = tl.load(last_ptr + key, mask=there, other=-1)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         if not FOLD:
-            s = gated_scores(s, m, factor, GATE)
+            s = gated_scores(s, gates(u[None, :], tau[:, None]), factor, GATE)
         kept = (row[:, None] > (key + window)[None, :]) & (row[:, None] <= last[None, :])
         s = tl.where(kept, s, float("-inf"))
-        acc, top, total = _update(s, v, m, acc, top, total, factor, FOLD, GATE == "v" or GATE == "kv", PRECISION)
+        acc, top, total = _update(s, v, u, tau, acc, top, total, factor, FOLD, GATE == "v" or GATE == "kv", PRECISION)
 
     # The window: ungated; blocks in which every pair is attended lie between those at its two edges.
     first = tl.maximum(start - window, 0) // BLOCK_N * BLOCK_N
@@ -139,4 +139,4 @@ def _window_step(
     if EDGE:
         distance = row[:, None] - key[None, :]
         s = tl.where((distance >= 0) & (distance <= window), s, float("-inf"))
-    return _update(s, v, s, acc, top, total, factor, FOLD, False, PRECISION)
+    return _update(s, v, top, top, acc, top, total, factor, FOLD, False, PRECISION)

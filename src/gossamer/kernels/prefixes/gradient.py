@@ -12,18 +12,18 @@ import triton.language as tl
 
 @triton.jit
 def _first_over(tau_ptr, x, N, there, EQUAL: tl.constexpr):
-    """The first step of which the threshold is over x, or at least x with EQUAL."""
+    """The first step of which the threshold is over x, or at least x with EQUAL; NaN is over all."""
     low = tl.zeros(x.shape, tl.int32)
     high = low + N
     while tl.max(high - low, 0) > 0:
         search = low < high
         middle = (low + high) // 2
         tau = tl.load(tau_ptr + middle, mask=search & there, other=0.0).to(tl.float64)
-        over = tau > x
+        under = tau <= x
         if EQUAL:
-            over = over | (tau == x)
-        high = tl.where(search & over, middle, high)
-        low = tl.where(search & (over == 0), middle + 1, low)
+            under = tau < x
+        high = tl.where(search & (under == 0), middle, high)
+        low = tl.where(search & under, middle + 1, low)
     return low
 
 
