@@ -28,7 +28,7 @@ class Prefixes(NamedTuple):
     absent: Tensor  # (prefixes, rows) int32
     bucket: Tensor  # (rows, nodes), and so on: of `find_starts`
     top_bucket: Tensor
-    count: Tensor
+    interior: Tensor
     sum: Tensor
     top_count: Tensor
     total: Tensor
@@ -86,7 +86,7 @@ def thresholds(p: Prefixes) -> Tensor:
     (rows, N), nodes = p.u.shape, p.bucket.shape[1]
     tau = torch.empty_like(p.u)
     walks.walk_thresholds[(triton.cdiv(nodes, LANES), rows)](
-        p.u, p.keys, p.scores, p.place, p.absent, p.bucket, p.count, p.sum, p.total, tau, N, LEAST, nodes, p.k,
+        p.u, p.keys, p.scores, p.place, p.absent, p.bucket, p.interior, p.sum, p.total, tau, N, LEAST, nodes, p.k,
         ONE=p.one, NODE=NODE, BUCKETS=BUCKETS, LANES=LANES, num_warps=1,
     )  # fmt: skip
     return tau
