@@ -27,7 +27,8 @@ def _forward(
     gate: Gate | None, causal: bool, scale: float, straight: bool, live: int, certain: bool, implementation: str | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     x, o = Operands(q, k, v, u, tau, last, last_gated), Options(window, gate, causal, scale, straight, live, certain)
-    return launch.implementation(implementation, x, o).forward(x, o)
+    with torch.cuda.device_of(q):
+        return launch.implementation(implementation, x, o).forward(x, o)
 
 
 def _backward(
@@ -36,7 +37,8 @@ def _backward(
     straight: bool, live: int, certain: bool, implementation: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     x, o = Operands(q, k, v, u, tau, last, last_gated), Options(window, gate, causal, scale, straight, live, certain)
-    g = launch.implementation(implementation, x, o).backward(dout, dlse, out, lse, x, o)
+    with torch.cuda.device_of(q):
+        g = launch.implementation(implementation, x, o).backward(dout, dlse, out, lse, x, o)
     return g.q, g.k, g.v, g.u, g.tau
 
 

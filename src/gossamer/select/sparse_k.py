@@ -154,7 +154,8 @@ def _sparsek_backward(ctx: Any, dm: Tensor, dtau: Tensor) -> tuple[Tensor, None]
 def _sparsek_causal(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
     rows = u.reshape(-1, u.shape[-1])
     if (kernels := _kernels(u)) is not None:
-        tau = kernels.thresholds(kernels.prefixes(rows, k))
+        with torch.cuda.device_of(u):
+            tau = kernels.thresholds(kernels.prefixes(rows, k))
     else:
         tau = causal_thresholds(rows, k).to(u.dtype)
     last = _last_live(rows, tau)
@@ -165,9 +166,10 @@ def _sparsek_kept(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
     rows = u.reshape(-1, u.shape[-1])
     if (kernels := _kernels(u)) is None:
         return _sparsek_causal(u, k)[0], _last_topk(u, k)
-    found = kernels.prefixes(rows, k)
-    tau = _nan_from_first(rows, kernels.thresholds(found))
-    return tau.reshape(u.shape), kernels.last_largest(found).reshape(u.shape)
+    with torch.cuda.device_of(u):
+        found = kernels.prefixes(rows, k)
+        tau, last = kernels.thresholds(found), kernels.last_largest(found)
+    return _nan_from_first(rows, tau).reshape(u.shape), last.reshape(u.shape)
 
 
 def _kernels(u: Tensor) -> Any:
@@ -203,7 +205,8 @@ def _of_thresholds(u: Tensor, tau: Tensor, last: Tensor | None, dtau: Tensor) ->
     """As of one row: the steps at which a key is inside, and those at which it is tau itself, are ranges."""
     # A second derivative goes through operations of torch.
     if (kernels := _kernels(u)) is not None and dtau.dtype == torch.float32 and not torch.is_grad_enabled():
-        found: Tensor = kernels.thresholds_backward(*(x.reshape(-1, x.shape[-1]) for x in (u, tau, dtau)))
+        with torch.cuda.device_of(u):
+            found: Tensor = kernels.thresholds_backward(*(x.reshape(-1, x.shape[-1]) for x in (u, tau, dtau)))
         return found.reshape(u.shape)
     u, tau = (x.reshape(-1, x.shape[-1]).contiguous() for x in (u, tau))
     last = _last_live(u, tau) if last is None else last.reshape(u.shape)
@@ -243,7 +246,8 @@ class Steps(NamedTuple):
 def _last_topk(u: Tensor, k: int) -> Tensor:
     rows = u.reshape(-1, u.shape[-1])
     if (kernels := _kernels(u)) is not None:
-        found: Tensor = kernels.last_largest(kernels.prefixes(rows, k))
+        with torch.cuda.device_of(u):
+            found: Tensor = kernels.last_largest(kernels.prefixes(rows, k))
         return found.reshape(u.shape)
     there = rows > -torch.inf
     order = torch.where(there, rows, -torch.inf).sort(descending=True, stable=True).indices
