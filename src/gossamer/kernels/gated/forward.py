@@ -62,6 +62,14 @@ def gated_forward(
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, SIZE_E), tl.float32)
 
+    # The keys of the tile itself. This loop is known to run: behind one that may not, ptxas would run the products of
+    # all loops one by one, since their sums begin as numbers that no product has made.
+    for n in range(start, start + BLOCK_M, BLOCK_N):
+        acc, top, total = _window_step(
+            q, k_ptr, v_ptr, n, row, window, stride_kn, stride_vn, N, D, E, factor, acc, top, total,
+            True, FOLD, SIZE_D, SIZE_E, BLOCK_N, PRECISION,
+        )  # fmt: skip
+
     # Keys that live through the tile: every pair is kept.
     at = unit * tiles + tile
     through, listed = tl.load(counts_ptr + at * 2), tl.load(counts_ptr + at * 2 + 1)
@@ -95,7 +103,7 @@ def gated_forward(
         s = tl.where(kept, s, float("-inf"))
         acc, top, total = _update(s, v, u, tau, acc, top, total, factor, FOLD, GATE == "v" or GATE == "kv", PRECISION)
 
-    # The window: ungated; blocks in which every pair is attended lie between those at its two edges.
+    # The window before the tile: ungated; past its edge every pair of a block is attended.
     first = tl.maximum(start - window, 0) // BLOCK_N * BLOCK_N
     inner = tl.maximum(tl.cdiv(tl.maximum(start + BLOCK_M - 1 - window, 0), BLOCK_N) * BLOCK_N, first)
     inner = tl.minimum(inner, start)
@@ -108,11 +116,6 @@ def gated_forward(
         acc, top, total = _window_step(
             q, k_ptr, v_ptr, n, row, window, stride_kn, stride_vn, N, D, E, factor, acc, top, total,
             False, FOLD, SIZE_D, SIZE_E, BLOCK_N, PRECISION,
-        )  # fmt: skip
-    for n in range(start, tl.minimum(start + BLOCK_M, N), BLOCK_N):
-        acc, top, total = _window_step(
-            q, k_ptr, v_ptr, n, row, window, stride_kn, stride_vn, N, D, E, factor, acc, top, total,
-            True, FOLD, SIZE_D, SIZE_E, BLOCK_N, PRECISION,
         )  # fmt: skip
 
     if FOLD:
