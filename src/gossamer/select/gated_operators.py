@@ -9,9 +9,10 @@ from torch import Tensor
 
 from gossamer.kernels.gated import launch
 from gossamer.kernels.gated.problem import Gate, Operands, Options
+from gossamer.plan.problem import Unsupported
 from gossamer.torch.operators import library
 
-_OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor u, Tensor tau, Tensor last, Tensor reach"
+_OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor u, Tensor tau, Tensor last, Tensor last_gated"
 _OPTIONS = "int window, str? gate, bool causal, float scale, bool straight, int live, bool certain, str? implementation"
 
 library.define(f"gated_forward({_OPERANDS}, {_OPTIONS}) -> (Tensor out, Tensor lse)")
@@ -22,20 +23,22 @@ library.define(
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, u: Tensor, tau: Tensor, last: Tensor, reach: Tensor, window: int,
+    q: Tensor, k: Tensor, v: Tensor, u: Tensor, tau: Tensor, last: Tensor, last_gated: Tensor, window: int,
     gate: Gate | None, causal: bool, scale: float, straight: bool, live: int, certain: bool, implementation: str | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    x, o = Operands(q, k, v, u, tau, last, reach), Options(window, gate, causal, scale, straight, live, certain)
-    return launch.implementation(implementation, x, o).forward(x, o)
+    x, o = Operands(q, k, v, u, tau, last, last_gated), Options(window, gate, causal, scale, straight, live, certain)
+    with torch.cuda.device_of(q):
+        return launch.implementation(implementation, x, o).forward(x, o)
 
 
 def _backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, u: Tensor,
-    tau: Tensor, last: Tensor, reach: Tensor, window: int, gate: Gate | None, causal: bool, scale: float,
+    tau: Tensor, last: Tensor, last_gated: Tensor, window: int, gate: Gate | None, causal: bool, scale: float,
     straight: bool, live: int, certain: bool, implementation: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    x, o = Operands(q, k, v, u, tau, last, reach), Options(window, gate, causal, scale, straight, live, certain)
-    g = launch.implementation(implementation, x, o).backward(dout, dlse, out, lse, x, o)
+    x, o = Operands(q, k, v, u, tau, last, last_gated), Options(window, gate, causal, scale, straight, live, certain)
+    with torch.cuda.device_of(q):
+        g = launch.implementation(implementation, x, o).backward(dout, dlse, out, lse, x, o)
     return g.q, g.k, g.v, g.u, g.tau
 
 
@@ -51,13 +54,15 @@ def _backward_fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, u, tau, last, reach, *more = inputs
-    ctx.save_for_backward(q, k, v, u, tau, last, reach, *output)
+    q, k, v, u, tau, last, last_gated, *more = inputs
+    ctx.save_for_backward(q, k, v, u, tau, last, last_gated, *output)
     ctx.more = more
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    if torch.is_grad_enabled():
+        raise Unsupported("sparsek_attention has no second derivative; backward() and autograd.grad work")
     *operands, out, lse = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     backward = torch.ops.gossamer.gated_backward.default

@@ -33,7 +33,7 @@ class Kept(NamedTuple):
     u: Tensor
     tau: Tensor
     last: Tensor
-    reach: Tensor
+    last_gated: Tensor
     live: int  # so many keys are kept at any step
     certain: bool  # and no more; else that follows from the scores
 
@@ -113,56 +113,48 @@ def sparsek_attention(
         >>> torch.allclose(everything, gs.attention(q, k, v, gs.Causal()), atol=1e-5)
         True
     """
-    q, k, v, u, dims = _arguments(q, k, v, u, scale)
-    window = integer("window", window, minimum=0)
-    k_keep = integer("k_keep", k_keep, minimum=1)
-    causal = boolean("causal", causal)
-    straight = boolean("straight_through", straight_through)
-    _check_choice("keep", keep, ("topk", "support"))
-    _check_choice("gate", gate, ("v", "kv", "logit", None))
-    if straight and gate not in ("v", None):
-        raise ValueError(f'straight_through must be False with gate {describe(gate)}; it is of gate "v" and None')
+    c = check_call(q, k, v, u, k_keep, window, keep, gate, causal, scale, straight_through)
     if not isinstance(return_lse, bool):
         raise ValueError(f"return_lse must be True or False; got {describe(return_lse)}")
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    kept = _kept(u, k_keep, keep, causal, straight)
-    wide = compute_dtype(q.dtype)
-    window = min(window, q.shape[2])
+    kept = _kept(c.u, c.k_keep, keep, causal, straight_through)
+    wide = compute_dtype(c.q.dtype)
     out, lse = gated_forward(
-        q, k, v, kept.u.to(wide), kept.tau.to(wide), kept.last, kept.reach, window, gate, causal, scale, straight,
-        kept.live, kept.certain, None,
+        c.q, c.k, c.v, kept.u.to(wide), kept.tau.to(wide), kept.last, kept.last_gated, c.window, gate, causal, c.scale,
+        straight_through, kept.live, kept.certain, None,
     )  # fmt: skip
-    out, lse = unbatched(out, lse, dims)
+    out, lse = unbatched(out, lse, c.dims)
     return (out, lse) if return_lse else out
 
 
-def _kept(u: Tensor, k: int, keep: Keep, causal: bool, straight: bool) -> Kept:
-    """Which keys are kept until when, and the threshold of each step."""
-    N = u.shape[-1]
-    if causal:
-        tau, support = sparsek_causal(u, k)
-    else:
-        _, of_all = sparsek(u, k)
-        tau = of_all[..., None].expand(u.shape)
-        support = torch.where(u.detach() > tau.detach(), N - 1, -1).int()
-    if keep == "support":
-        return Kept(u, tau, support, support, min(SUPPORT * k, N), SUPPORT * k >= N)
-    last = last_topk(u, k)
-    if not causal:
-        last = torch.where(last == N - 1, last, -1)
-    if not straight:
-        return Kept(u, tau, last, last, min(k, N), True)
-    return Kept(u, tau, last, torch.maximum(last, support), min(SUPPORT * k, N), SUPPORT * k >= N)
+class Call(NamedTuple):
+    """The arguments of a call in one form."""
+
+    q: Tensor  # (B, H, N, D)
+    k: Tensor  # (B, G, N, D)
+    v: Tensor  # (B, G, N, E)
+    u: Tensor  # (B, U, N)
+    k_keep: int
+    window: int
+    scale: float
+    dims: int  # of the q that was given
 
 
-def _arguments(q: Any, k: Any, v: Any, u: Any, scale: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """q, k, v and u of four and three dimensions, and how many q had."""
+def check_call(
+    q: Any, k: Any, v: Any, u: Any, k_keep: Any, window: Any, keep: Any, gate: Any, causal: Any, scale: Any,
+    straight_through: Any,
+) -> Call:  # fmt: skip
+    """The arguments of `sparsek_attention` in one form.
+
+    Raises:
+        ValueError: one of them is wrong.
+        Unsupported: a transform of torch.func, or forward mode, looks at the call.
+    """
     check_types(q, k, v, scale, None, None, None, None, None, None)
     refuse_transforms("sparsek_attention", q, k, v, u)
     dims = q.ndim
     q, k, v = (x.to(cast_type(x) or x.dtype) for x in four_dimensional(q, k, v))
     validate(Arguments(q, k, v, None, None, None, None, None, scale, None, None, deterministic=False, backward=False))
-    (B, H, N, _), G = q.shape, k.shape[1]
+    (B, H, N, D), G = q.shape, k.shape[1]
     if k.shape[2] != N:
         raise ValueError(f"k must have as many positions as q, N={N}; got {describe(k)}")
     right = isinstance(u, Tensor) and not u.is_nested and u.layout == torch.strided and u.device == q.device
@@ -173,7 +165,44 @@ def _arguments(q: Any, k: Any, v: Any, u: Any, scale: Any) -> tuple[Tensor, Tens
             f"u must be scores of keys, float32 or float64 on {q.device}, for each key head, (B, G, N) = {(B, G, N)}, "
             f"or query head, (B, H, N) = {(B, H, N)}; got {describe(u)}"
         )
-    return q, k, v, u, dims
+    k_keep = integer("k_keep", k_keep, minimum=1)
+    window = integer("window", window, minimum=0)
+    boolean("causal", causal)
+    _check_choice("keep", keep, ("topk", "support"))
+    _check_choice("gate", gate, ("v", "kv", "logit", None))
+    if boolean("straight_through", straight_through) and gate not in ("v", None):
+        raise ValueError(f'straight_through must be False with gate {describe(gate)}; it is of gate "v" and None')
+    return Call(q, k, v, u, k_keep, min(window, N), D**-0.5 if scale is None else float(scale), dims)
+
+
+def lists_room(k: int, N: int, keep: Keep, straight: bool) -> tuple[int, bool]:
+    """How many keys lists have room for at a step, and whether no more may live."""
+    if keep == "topk" and not straight:
+        return min(k, N), True
+    return min(SUPPORT * k, N), SUPPORT * k >= N
+
+
+def _kept(u: Tensor, k: int, keep: Keep, causal: bool, straight: bool) -> Kept:
+    """Which keys are kept until when, and the threshold of each step."""
+    N = u.shape[-1]
+    room = lists_room(k, N, keep, straight)
+    if causal and keep == "topk" and not straight:
+        tau, last = torch.ops.gossamer.sparsek_kept(u, min(k, N))
+        return Kept(u, tau, last, last, *room)
+    if causal:
+        tau, last_gated = sparsek_causal(u, k)
+    else:
+        _, of_all = sparsek(u, k)
+        tau = of_all[..., None].expand(u.shape)
+        last_gated = torch.where(u.detach() > tau.detach(), N - 1, -1).int()
+    if keep == "support":
+        return Kept(u, tau, last_gated, last_gated, *room)
+    last = last_topk(u, k)
+    if not causal:
+        last = torch.where(last == N - 1, last, -1)
+    if not straight:
+        return Kept(u, tau, last, last, *room)
+    return Kept(u, tau, last, torch.maximum(last, last_gated), *room)
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> None:

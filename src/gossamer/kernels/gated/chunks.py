@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.kernels.gated.problem import Gradients, Operands, Options
+from gossamer.kernels.gated.problem import Gradients, Memory, Operands, Options
 
 QUERIES = 256  # of a chunk
 MOST = 2**24  # scores that are held at once, or those of one unit
@@ -74,6 +74,15 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Ope
     return Gradients(dq.view(x.q.shape).to(x.q.dtype), dk, dv, du.view(x.u.shape), dtau.view(x.u.shape))
 
 
+def memory(x: Operands, o: Options) -> Memory:
+    """Scores of a chunk, some five times, and the gathered keys and values; of supports as many as are expected."""
+    (B, H, N, D), E, size = x.q.shape, x.v.shape[3], x.u.element_size()
+    columns = min(N, min(o.window, N) * (1 if o.causal else 2) + o.live) + min(QUERIES, N)
+    scores = min(MOST, B * H * min(QUERIES, N) * columns)
+    of_forward = size * (5 * scores + min(B * x.u.shape[1], 1 + MOST // columns) * columns * (D + E))
+    return Memory(of_forward, size * B * H * N * (D + E))
+
+
 def _units(x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     """q (units, R, N, D), k (units, N, D) and v in the type of u."""
     U, G = x.u.shape[1], x.k.shape[1]
@@ -90,9 +99,9 @@ def _of_groups(of_units: Tensor, like: Tensor) -> Tensor:
 
 def _chunks(x: Operands, o: Options) -> Iterator[Chunk]:
     """Every chunk; of few units at a time where many scores would be held at once."""
-    u, tau, last, reach = (t.flatten(0, 1) for t in (x.u, x.tau, x.last, x.reach))
+    u, tau, last, last_gated = (t.flatten(0, 1) for t in (x.u, x.tau, x.last, x.last_gated))
     (units, N), R = u.shape, x.q.shape[1] // x.u.shape[1]
-    for rows, live in _lists(reach, o):
+    for rows, live in _lists(last_gated, o):
         first = max(rows.start - o.window, 0)
         end = rows.stop if o.causal else min(rows.stop + o.window, N)
         near = torch.arange(first, end, device=u.device)
@@ -108,31 +117,31 @@ def _chunks(x: Operands, o: Options) -> Iterator[Chunk]:
             there = torch.cat([near.expand(len(live[of]), -1), live[of]], 1)[:, None] >= 0
             past = past & listed & there
             kept = past & (query <= last[of].gather(1, columns)[:, None])
-            gated = past & (query <= reach[of].gather(1, columns)[:, None]) if o.straight else kept
+            gated = past & (query <= last_gated[of].gather(1, columns)[:, None]) if o.straight else kept
             inside = inside & ~listed
             m = (u[of].gather(1, columns)[:, None] - tau[of, rows, None]).clamp(0, 1)
             m = torch.where(past, m, 1)
             yield Chunk(of, rows, columns, (inside | kept)[:, None], gated[:, None], m[:, None])
 
 
-def _lists(reach: Tensor, o: Options) -> Iterator[tuple[slice, Tensor]]:
+def _lists(last_gated: Tensor, o: Options) -> Iterator[tuple[slice, Tensor]]:
     """Of each chunk the keys (units, n) that live in it past their window, ascending; -1 where a unit has fewer."""
-    units, N = reach.shape
-    keys = torch.arange(N, device=reach.device)
+    units, N = last_gated.shape
+    keys = torch.arange(N, device=last_gated.device)
     if not o.causal:
-        live = _compact(keys.expand(units, -1), reach >= 0, o.live if o.certain else None)
+        live = _compact(keys.expand(units, -1), last_gated >= 0, o.live if o.certain else None)
         for start in range(0, N, QUERIES):
             yield slice(start, min(start + QUERIES, N)), live
         return
     # Keys that are never kept past their window are in no list.
-    reach = torch.where(reach > keys + o.window, reach, -1)
+    last_gated = torch.where(last_gated > keys + o.window, last_gated, -1)
     live, seen = keys.new_empty(units, 0), 0
     most = o.live + QUERIES if o.certain else None
     for start in range(0, N, QUERIES):
         end = min(start + QUERIES, N)
         out = max(end - o.window - 1, seen)
         live = torch.cat([live, keys[seen:out].expand(units, -1)], 1)
-        there = (live >= 0) & (reach.gather(1, live.clamp(min=0)) >= start)
+        there = (live >= 0) & (last_gated.gather(1, live.clamp(min=0)) >= start)
         live, seen = _compact(live, there, most), out
         yield slice(start, end), live
 

@@ -5,7 +5,7 @@ the chunk, in float32. A key is in the lists of consecutive chunks; `link_entrie
 `add_entries` adds what a key has in all of them to what it has in the first. The kernel of windows adds that to its own
 sums. So each sum has one order.
 
-A list that would hold more than its capacity is not there; then the kernel of windows goes through all pairs of its unit.
+A list that would hold more than its capacity is not there: the kernel of windows goes through all pairs of its unit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _lists_hold(counts_ptr, unit, chunks, capacity, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _kept_step(
-    q_ptr, dout_ptr, lse_ptr, delta_ptr, tau_ptr, k, v, u, key, last, reach, there, row, stop, window, stride_qn,
+    q_ptr, dout_ptr, lse_ptr, delta_ptr, tau_ptr, k, v, u, key, last, last_gated, there, row, stop, window, stride_qn,
     stride_on, scale, dk, dv, du, D: tl.constexpr, E: tl.constexpr, MASKED: tl.constexpr, GATE: tl.constexpr,
     STRAIGHT: tl.constexpr, SIZE_D: tl.constexpr, SIZE_E: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -45,10 +45,10 @@ def _kept_step(
         past = there[:, None] & inside[None, :] & (row[None, :] > (key + window)[:, None])
         kept = past & (row[None, :] <= last[:, None])
         p = tl.where(kept, p, 0.0)
+        counted = kept
         if STRAIGHT:
-            interior = interior & past & (row[None, :] <= reach[:, None])
-        else:
-            interior = interior & kept
+            counted = past & (row[None, :] <= last_gated[:, None])
+        interior = interior & counted
     weight = p
     if GATE == "v" or GATE == "kv":
         weight = p * m
@@ -63,7 +63,7 @@ def _kept_step(
 
 @triton.jit
 def entry_gradients(
-    q_ptr, k_ptr, v_ptr, u_ptr, tau_ptr, last_ptr, reach_ptr, list_ptr, counts_ptr, dout_ptr, lse_ptr, delta_ptr,
+    q_ptr, k_ptr, v_ptr, u_ptr, tau_ptr, last_ptr, last_gated_ptr, list_ptr, counts_ptr, dout_ptr, lse_ptr, delta_ptr,
     part_dk_ptr, part_dv_ptr, part_du_ptr, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_on, H, G, U, N, window, chunk, chunks, capacity,
     scale, D: tl.constexpr, E: tl.constexpr, GATE: tl.constexpr, STRAIGHT: tl.constexpr, OVER: tl.constexpr,
@@ -95,30 +95,30 @@ def entry_gradients(
         v = rows(v_ptr + b * stride_vb + g * stride_vh, key, stride_vn, there, E, SIZE_E, False)
         u = tl.load(u_ptr + unit * N + key, mask=there, other=0.0)
         last = tl.load(last_ptr + unit * N + key, mask=there, other=-1)
-        reach = last
+        last_gated = last
         if STRAIGHT:
-            reach = tl.load(reach_ptr + unit * N + key, mask=there, other=-1)
+            last_gated = tl.load(last_gated_ptr + unit * N + key, mask=there, other=-1)
         start, end = c * chunk, tl.minimum(c * chunk + chunk, N)
         first = tl.maximum(tl.min(tl.where(there, key, N), 0) + window + 1, start) // BLOCK_M * BLOCK_M
-        stop = tl.minimum(tl.max(reach, 0) + 1, end)
+        stop = tl.minimum(tl.max(last_gated, 0) + 1, end)
         # Blocks of keys that live through the chunk; others are masked.
         plain = (block * BLOCK_N + BLOCK_N <= through) & (not STRAIGHT)
         dk = tl.zeros((BLOCK_N, SIZE_D), tl.float32)
         dv = tl.zeros((BLOCK_N, SIZE_E), tl.float32)
         du = tl.zeros((BLOCK_N,), tl.float32)
-        for r in range(0, heads):
+        for r in range(heads):
             head = (b * H + h + r) * N
             for m in range(first, tl.where(plain, stop, first), BLOCK_M):
                 dk, dv, du = _kept_step(
                     q_ptr + b * stride_qb + (h + r) * stride_qh, dout_ptr + b * stride_ob + (h + r) * stride_oh,
-                    lse_ptr + head, delta_ptr + head, tau_ptr + unit * N, k, v, u, key, last, reach, there,
+                    lse_ptr + head, delta_ptr + head, tau_ptr + unit * N, k, v, u, key, last, last_gated, there,
                     m + tl.arange(0, BLOCK_M), end, window, stride_qn, stride_on, scale, dk, dv, du, D, E, False, GATE,
                     STRAIGHT, SIZE_D, SIZE_E, PRECISION,
                 )  # fmt: skip
             for m in range(first, tl.where(plain, first, stop), BLOCK_M):
                 dk, dv, du = _kept_step(
                     q_ptr + b * stride_qb + (h + r) * stride_qh, dout_ptr + b * stride_ob + (h + r) * stride_oh,
-                    lse_ptr + head, delta_ptr + head, tau_ptr + unit * N, k, v, u, key, last, reach, there,
+                    lse_ptr + head, delta_ptr + head, tau_ptr + unit * N, k, v, u, key, last, last_gated, there,
                     m + tl.arange(0, BLOCK_M), end, window, stride_qn, stride_on, scale, dk, dv, du, D, E, True, GATE,
                     STRAIGHT, SIZE_D, SIZE_E, PRECISION,
                 )  # fmt: skip
@@ -130,7 +130,7 @@ def entry_gradients(
 
 @triton.jit
 def link_entries(
-    reach_ptr, list_ptr, counts_ptr, next_ptr, home_ptr, N, window, chunk, chunks, capacity,
+    last_gated_ptr, list_ptr, counts_ptr, next_ptr, home_ptr, N, window, chunk, chunks, capacity,
     OVER: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Where the keys of a block of entries are in the list of the next chunk.
@@ -150,16 +150,16 @@ def link_entries(
         entry = block * BLOCK + tl.arange(0, BLOCK)
         there = entry < listed
         key = tl.load(list_ptr + at * capacity + entry, mask=there, other=0)
-        reach = tl.load(reach_ptr + unit * N + key, mask=there, other=-1)
+        last_gated = tl.load(last_gated_ptr + unit * N + key, mask=there, other=-1)
         starts = there & ((key + window + 1) // chunk == c)
         tl.store(home_ptr + unit * N + key, c * capacity + entry, mask=starts)
-        goes_on = there & (reach // chunk > c)
+        goes_on = there & (last_gated // chunk > c)
         found = tl.full((BLOCK,), -1, tl.int32)
         if c + 1 < chunks:
             # It lives from the start of the next chunk on: it is among the first entries if it lives through it.
             end = tl.minimum(c * chunk + 2 * chunk, N)
             through = tl.load(counts_ptr + at * 2 + 2)
-            all_of_it = reach >= end - 1
+            all_of_it = last_gated >= end - 1
             low = tl.where(all_of_it, 0, through)
             high = tl.where(all_of_it, through, tl.load(counts_ptr + at * 2 + 3))
             for _ in range(STEPS):
@@ -174,17 +174,18 @@ def link_entries(
 
 @triton.jit
 def add_entries(
-    keys_ptr, key_counts_ptr, counts_ptr, next_ptr, home_ptr, part_dk_ptr, part_dv_ptr, part_du_ptr, N, chunks,
-    capacity, D: tl.constexpr, E: tl.constexpr, OVER: tl.constexpr, CHUNKS: tl.constexpr, SIZE_D: tl.constexpr,
+    keys_ptr, key_counts_ptr, count_stride, counts_ptr, next_ptr, home_ptr, part_dk_ptr, part_dv_ptr, part_du_ptr, N,
+    chunks, capacity, D: tl.constexpr, E: tl.constexpr, OVER: tl.constexpr, CHUNKS: tl.constexpr, SIZE_D: tl.constexpr,
     SIZE_E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add what each key of a block has in later chunks to what it has in its first one.
 
     Args:
-        keys_ptr: (units, N) int32: the keys of any list, with their number in `key_counts_ptr` (units, 2).
+        keys_ptr: (units, N) int32: the keys of any list; their number is the last in a row of `key_counts_ptr`, of
+            `count_stride` numbers.
     """
     block, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    known = tl.load(key_counts_ptr + unit * 2 + 1)
+    known = tl.load(key_counts_ptr + unit * count_stride + count_stride - 1)
     holds = known > block * BLOCK
     if OVER:
         holds = holds & _lists_hold(counts_ptr, unit, chunks, capacity, CHUNKS)
@@ -213,7 +214,7 @@ def add_entries(
 
 @triton.jit
 def gated_key_gradients(
-    q_ptr, k_ptr, v_ptr, u_ptr, tau_ptr, last_ptr, reach_ptr, counts_ptr, home_ptr, dout_ptr, lse_ptr, delta_ptr,
+    q_ptr, k_ptr, v_ptr, u_ptr, tau_ptr, last_ptr, last_gated_ptr, counts_ptr, home_ptr, dout_ptr, lse_ptr, delta_ptr,
     part_dk_ptr, part_dv_ptr, part_du_ptr, dk_ptr, dv_ptr, du_ptr, stride_qb, stride_qh, stride_qn, stride_kb,
     stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_on, H, G, U, N, window,
     chunk, chunks, capacity, scale, D: tl.constexpr, E: tl.constexpr, GATE: tl.constexpr, STRAIGHT: tl.constexpr,
@@ -238,7 +239,7 @@ def gated_key_gradients(
     factor = scale * LOG2E
     ratio = H // G
     end = tl.minimum(start + BLOCK_N + window, N)
-    for r in range(0, ratio):
+    for r in range(ratio):
         h = g * ratio + r
         head = (b * H + h) * N
         for m in range(start // BLOCK_M * BLOCK_M, end, BLOCK_M):
@@ -259,16 +260,16 @@ def gated_key_gradients(
 
     per_group = U // G
     heads = H // U
-    for i in range(0, per_group):
+    for i in range(per_group):
         unit = b * U + g * per_group + i
         last = tl.load(last_ptr + unit * N + key, mask=there, other=-1)
-        reach = tl.load(reach_ptr + unit * N + key, mask=there, other=-1)
-        live = there & (reach > key + window)
+        last_gated = tl.load(last_gated_ptr + unit * N + key, mask=there, other=-1)
+        live = there & (last_gated > key + window)
         du = tl.zeros((BLOCK_N,), tl.float32)
         summed = live
         if OVER:
             holds = _lists_hold(counts_ptr, unit, chunks, capacity, CHUNKS)
-            summed = there & (tl.where(holds, reach, -1) > key + window)
+            summed = there & (tl.where(holds, last_gated, -1) > key + window)
         home = tl.load(home_ptr + unit * N + key, mask=summed, other=0)
         base = unit * chunks * capacity
         if tl.max(live.to(tl.int32), 0) > 0:
@@ -277,14 +278,14 @@ def gated_key_gradients(
             du += tl.load(part_du_ptr + base + home, mask=summed, other=0.0)
         if OVER:
             u = tl.load(u_ptr + unit * N + key, mask=there, other=0.0)
-            stop = tl.where(holds, 0, tl.max(tl.where(live, reach, -1), 0) + 1)
-            for r in range(0, heads):
+            stop = tl.where(holds, 0, tl.max(tl.where(live, last_gated, -1), 0) + 1)
+            for r in range(heads):
                 h = (unit % U) * heads + r
                 head = (b * H + h) * N
                 for m in range((start + window + 1) // BLOCK_M * BLOCK_M, stop, BLOCK_M):
                     dk, dv, du = _kept_step(
                         q_ptr + b * stride_qb + h * stride_qh, dout_ptr + b * stride_ob + h * stride_oh,
-                        lse_ptr + head, delta_ptr + head, tau_ptr + unit * N, k, v, u, key, last, reach, there,
+                        lse_ptr + head, delta_ptr + head, tau_ptr + unit * N, k, v, u, key, last, last_gated, there,
                         m + tl.arange(0, BLOCK_M), N, window, stride_qn, stride_on, scale, dk, dv, du, D, E, True,
                         GATE, STRAIGHT, SIZE_D, SIZE_E, PRECISION,
                     )  # fmt: skip

@@ -14,7 +14,7 @@ class Options(NamedTuple):
 
     The pair (i, j) is one of the window where 0 <= i - j <= window, without `causal` where |i - j| <= window. Another
     pair that causality allows is kept where i <= last[j], and counts for the gradient of the gate alone up to
-    reach[j]. Its gate is m = clip(u[j] - tau[i], 0, 1); that of the window is 1.
+    last_gated[j]. Its gate is m = clip(u[j] - tau[i], 0, 1); that of the window is 1.
     """
 
     window: int
@@ -35,7 +35,7 @@ class Operands(NamedTuple):
     u: Tensor  # (B, U, N), in the type that the call is computed in
     tau: Tensor  # (B, U, N) likewise, non-decreasing with `causal`
     last: Tensor  # (B, U, N) int32: the last query that keeps each key
-    reach: Tensor  # (B, U, N) int32, at least `last`
+    last_gated: Tensor  # (B, U, N) int32, at least `last`
 
 
 class Gradients(NamedTuple):
@@ -46,3 +46,10 @@ class Gradients(NamedTuple):
     v: Tensor
     u: Tensor
     tau: Tensor
+
+
+class Memory(NamedTuple):
+    """Bytes that a call takes besides operands and results."""
+
+    lists: int  # in the forward
+    sums: int  # in the backward, besides lists

@@ -27,8 +27,9 @@ def row_sums(
 
 @triton.jit
 def _window_step(
-    q, dout, k_ptr, v_ptr, n, row, lse2, delta, window, stride_kn, stride_vn, N, D: tl.constexpr, E: tl.constexpr, factor, dq,
-    EDGE: tl.constexpr, SIZE_D: tl.constexpr, SIZE_E: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    q, dout, k_ptr, v_ptr, n, row, lse2, delta, window, stride_kn, stride_vn, N, D: tl.constexpr, E: tl.constexpr,
+    factor, dq, EDGE: tl.constexpr, SIZE_D: tl.constexpr, SIZE_E: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As in the forward."""
     key = n + tl.arange(0, BLOCK_N)
@@ -46,11 +47,11 @@ def _window_step(
 
 @triton.jit
 def gated_query_gradient(
-    q_ptr, k_ptr, v_ptr, u_ptr, tau_ptr, last_ptr, reach_ptr, list_ptr, counts_ptr, dout_ptr, lse_ptr, delta_ptr,
+    q_ptr, k_ptr, v_ptr, u_ptr, tau_ptr, last_ptr, last_gated_ptr, list_ptr, counts_ptr, dout_ptr, lse_ptr, delta_ptr,
     dq_ptr, dtau_ptr, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
-    stride_vn, stride_ob, stride_oh, stride_on, H, G, U, N, window, tiles, capacity, scale, D: tl.constexpr, E: tl.constexpr,
-    GATE: tl.constexpr, STRAIGHT: tl.constexpr, SIZE_D: tl.constexpr, SIZE_E: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    stride_vn, stride_ob, stride_oh, stride_on, H, G, U, N, window, tiles, capacity, scale, D: tl.constexpr,
+    E: tl.constexpr, GATE: tl.constexpr, STRAIGHT: tl.constexpr, SIZE_D: tl.constexpr, SIZE_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As `gated_forward`; dtau is of each query head, (B, H, N)."""
     tile, head = tiles - 1 - tl.program_id(0), tl.program_id(1)
@@ -63,7 +64,7 @@ def gated_query_gradient(
     v_ptr += b * stride_vb + g * stride_vh
     u_ptr += unit * N
     last_ptr += unit * N
-    reach_ptr += unit * N
+    last_gated_ptr += unit * N
     factor = scale * LOG2E
     start = tile * BLOCK_M
     row = start + tl.arange(0, BLOCK_M)
@@ -75,6 +76,13 @@ def gated_query_gradient(
     delta = tl.load(delta_ptr + of_head + row, mask=inside, other=0.0)
     dq = tl.zeros((BLOCK_M, SIZE_D), tl.float32)
     dtau = tl.zeros((BLOCK_M,), tl.float32)
+
+    # This loop is known to run, see the forward.
+    for n in range(start, start + BLOCK_M, BLOCK_N):
+        dq = _window_step(
+            q, dout, k_ptr, v_ptr, n, row, lse2, delta, window, stride_kn, stride_vn, N, D, E, factor, dq,
+            True, SIZE_D, SIZE_E, BLOCK_N, PRECISION,
+        )  # fmt: skip
 
     at = unit * tiles + tile
     through, listed = tl.load(counts_ptr + at * 2), tl.load(counts_ptr + at * 2 + 1)
@@ -113,7 +121,7 @@ def gated_query_gradient(
         if GATE != "none" or STRAIGHT:
             gated = kept
             if STRAIGHT:
-                gated = past & (row[:, None] <= tl.load(reach_ptr + key, mask=there, other=-1)[None, :])
+                gated = past & (row[:, None] <= tl.load(last_gated_ptr + key, mask=there, other=-1)[None, :])
             dtau -= tl.sum(tl.where(gated & (m > 0) & (m < 1), dm, 0.0), 1)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
@@ -129,11 +137,6 @@ def gated_query_gradient(
         dq = _window_step(
             q, dout, k_ptr, v_ptr, n, row, lse2, delta, window, stride_kn, stride_vn, N, D, E, factor, dq,
             False, SIZE_D, SIZE_E, BLOCK_N, PRECISION,
-        )  # fmt: skip
-    for n in range(start, tl.minimum(start + BLOCK_M, N), BLOCK_N):
-        dq = _window_step(
-            q, dout, k_ptr, v_ptr, n, row, lse2, delta, window, stride_kn, stride_vn, N, D, E, factor, dq,
-            True, SIZE_D, SIZE_E, BLOCK_N, PRECISION,
         )  # fmt: skip
     store_rows(dq_ptr + of_head * D, row, D, inside, D, dq * scale, SIZE_D)
     tl.store(dtau_ptr + of_head + row, dtau, mask=inside)

@@ -14,7 +14,7 @@ def rows(ptr, row, stride, there, size: tl.constexpr, SIZE: tl.constexpr, WHOLE:
     """(n, SIZE): rows of a matrix, zero where there are none. WHOLE: none is missing."""
     column = tl.arange(0, SIZE)
     at = ptr + row.to(tl.int64)[:, None] * stride + column[None, :]
-    if SIZE == size:
+    if size == SIZE:
         return tl.load(at) if WHOLE else tl.load(at, mask=there[:, None], other=0.0)
     return tl.load(at, mask=there[:, None] & (column < size)[None, :], other=0.0)
 
@@ -53,10 +53,10 @@ def through_gate(s, p, dp, m, delta, lse2, factor, GATE: tl.constexpr, STRAIGHT:
         p: weights; zero of pairs that are not attended.
         dp: products of dO and v.
     """
+    of_weights = dp
     if GATE == "v" or GATE == "kv":
-        ds = p * (dp * m - delta)
-    else:
-        ds = p * (dp - delta)
+        of_weights = dp * m
+    ds = p * (of_weights - delta)
     if GATE == "logit":
         dm = ds / tl.where(m > 0, m, 1.0)
     elif STRAIGHT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -12,18 +13,21 @@ from gossamer.kernels.gated import forward as forward_kernel
 from gossamer.kernels.gated import key_gradients as keys_kernel
 from gossamer.kernels.gated import lists as lists_kernel
 from gossamer.kernels.gated import query_gradient as query_kernel
-from gossamer.kernels.gated.problem import Gradients, Operands, Options
+from gossamer.kernels.gated.problem import Gradients, Memory, Operands, Options
 
 MOST_HEAD = 256
-RANGE = 8192  # queries of the first lists, of which those of chunks are made
-STREAMED = 4096  # keys that the kernel of lists reads at once
+LOG2E = math.log2(math.e)
+RANGE = 8192  # queries of the first lists
+CHUNK = 1024  # and of those that are made from these
+PLACES = 1024  # keys of a program of the kernels that find those that ever live
+STREAMED = 2048  # keys of a list that are read at once
 
 
 class Lists(NamedTuple):
-    """Of ranges of queries, as `live_lists` writes them."""
+    """Of ranges of queries, as `live_lists` writes and reads them."""
 
     keys: Tensor  # (units, ranges, capacity) int32
-    counts: Tensor  # (units, ranges, 2) int32
+    counts: Tensor  # (units, ranges, 2) int32; of all queries, whose lengths are the last numbers, other than 2
     size: int  # queries of a range
 
 
@@ -34,6 +38,7 @@ class Tiles(NamedTuple):
     n: int
     warps: int
     stages: int
+    registers: int | None = None  # of a thread at most
 
 
 def reasons(x: Operands, o: Options) -> list[str]:
@@ -48,6 +53,19 @@ def reasons(x: Operands, o: Options) -> list[str]:
     if not o.causal:
         found.append("is causal")
     return found
+
+
+def memory(x: Operands, o: Options) -> Memory:
+    """Lists of int32, and sums over chunks in float32."""
+    (B, _, N, D), E, U = x.q.shape, x.v.shape[3], x.u.shape[1]
+
+    def entries(size: int) -> int:
+        return B * U * triton.cdiv(N, size) * min(N, o.live + size)
+
+    levels = [size for size in (RANGE, CHUNK) if 2 * size <= N]
+    of_lists = 4 * (B * U * N + sum(map(entries, [*levels, tiles("forward", x).m])))
+    chunk = chunk_size(o, N, tiles("query", x).m)
+    return Memory(of_lists, 4 * (D + E + 2) * entries(chunk))
 
 
 def tiles(kernel: str, x: Operands) -> Tiles:
@@ -67,14 +85,15 @@ def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
     x = _rows_contiguous(x)
     (B, H, N, D), (G, E), U = x.q.shape, (x.v.shape[1], x.v.shape[3]), x.u.shape[1]
     t = tiles("forward", x)
-    of_tiles = lists(x.last, o, t.m, None)
+    of_tiles = lists(x.last, o, t.m, live_keys(x.last, o))
     out, lse = x.q.new_empty(B, H, N, E), x.u.new_empty(B, H, N)
     grid = (triton.cdiv(N, t.m), B * H)
     forward_kernel.gated_forward[grid](
         x.q, x.k, x.v, x.u, x.tau, x.last, of_tiles.keys, of_tiles.counts, out, lse,
         *_strides(x.q, x.k, x.v), H, G, U, N, o.window, of_tiles.keys.shape[1], of_tiles.keys.shape[2],
-        o.scale * 1.4426950408889634, D=D, E=E, GATE=o.gate or "none", SIZE_D=padded(D), SIZE_E=padded(E),
-        BLOCK_M=t.m, BLOCK_N=t.n, PRECISION=_precision(x), num_warps=t.warps, num_stages=t.stages,
+        o.scale * LOG2E, D=D, E=E, GATE=o.gate or "none", FOLD=o.scale > 0 and o.gate in ("v", None), SIZE_D=padded(D),
+        SIZE_E=padded(E), BLOCK_M=t.m, BLOCK_N=t.n, PRECISION=_precision(x), num_warps=t.warps, num_stages=t.stages,
+        maxnreg=t.registers,
     )  # fmt: skip
     return out, lse
 
@@ -92,8 +111,9 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Ope
     )  # fmt: skip
     t = tiles("query", x)
     chunk = chunk_size(o, N, t.m)
-    of_chunks = lists(x.reach, o, chunk, None)
-    of_tiles = lists(x.reach, o, t.m, of_chunks)
+    every = live_keys(x.last_gated, o)
+    of_chunks = lists(x.last_gated, o, chunk, every)
+    of_tiles = lists(x.last_gated, o, t.m, of_chunks)
     common = {
         "D": D, "E": E, "GATE": o.gate or "none", "STRAIGHT": o.straight, "SIZE_D": padded(D), "SIZE_E": padded(E),
         "PRECISION": _precision(x),
@@ -101,18 +121,19 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Ope
     strides = (*_strides(x.q, x.k, x.v), *dout.stride()[:3])
     dq, dtau = torch.empty(x.q.shape, dtype=x.q.dtype, device=x.q.device), x.u.new_empty(B, H, N)
     query_kernel.gated_query_gradient[(triton.cdiv(N, t.m), B * H)](
-        x.q, x.k, x.v, x.u, x.tau, x.last, x.reach, of_tiles.keys, of_tiles.counts, dout, lse, delta, dq, dtau,
+        x.q, x.k, x.v, x.u, x.tau, x.last, x.last_gated, of_tiles.keys, of_tiles.counts, dout, lse, delta, dq, dtau,
         *strides, H, G, U, N, o.window, of_tiles.keys.shape[1], of_tiles.keys.shape[2], o.scale, **common,
         BLOCK_M=t.m, BLOCK_N=t.n, num_warps=t.warps, num_stages=t.stages,
+        maxnreg=t.registers,
     )  # fmt: skip
     dtau = dtau.view(B, U, -1, N).sum(2)
-    dk, dv, du = _key_gradients(x, o, of_chunks, dout, lse, delta, strides, common)
+    dk, dv, du = _key_gradients(x, o, every, of_chunks, dout, lse, delta, strides, common)
     return Gradients(dq, dk, dv, du, dtau)
 
 
 def _key_gradients(
-    x: Operands, o: Options, of_chunks: Lists, dout: Tensor, lse: Tensor, delta: Tensor, strides: tuple[int, ...],
-    common: dict[str, Any],
+    x: Operands, o: Options, every: Lists, of_chunks: Lists, dout: Tensor, lse: Tensor, delta: Tensor,
+    strides: tuple[int, ...], common: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (B, H, N, D), (G, E), U = x.q.shape, (x.v.shape[1], x.v.shape[3]), x.u.shape[1]
     t = tiles("keys", x)
@@ -122,34 +143,28 @@ def _key_gradients(
     part_dk, part_dv, part_du = (
         x.u.new_empty(units, chunks, capacity, *size) for size in ((D,), (E,), ())
     )  # fmt: skip
-    launched = {"num_warps": t.warps, "num_stages": t.stages, "BLOCK_M": t.m, "BLOCK_N": t.n}
+    launched = {"num_warps": t.warps, "num_stages": t.stages, "maxnreg": t.registers, "BLOCK_M": t.m, "BLOCK_N": t.n}
     sizes = H, G, U, N, o.window, of_chunks.size, chunks, capacity, o.scale
     keys_kernel.entry_gradients[(triton.cdiv(capacity, t.n), chunks, units)](
-        x.q, x.k, x.v, x.u, x.tau, x.last, x.reach, of_chunks.keys, of_chunks.counts, dout, lse, delta,
+        x.q, x.k, x.v, x.u, x.tau, x.last, x.last_gated, of_chunks.keys, of_chunks.counts, dout, lse, delta,
         part_dk, part_dv, part_du, *strides, *sizes, OVER=over, CHUNKS=CHUNKS, **common, **launched,
     )  # fmt: skip
     after = torch.empty_like(of_chunks.keys)
-    home = torch.empty_like(x.reach)
+    home = torch.empty_like(x.last_gated)
     keys_kernel.link_entries[(triton.cdiv(capacity, 256), chunks, units)](
-        x.reach, of_chunks.keys, of_chunks.counts, after, home, N, o.window, of_chunks.size, chunks, capacity,
+        x.last_gated, of_chunks.keys, of_chunks.counts, after, home, N, o.window, of_chunks.size, chunks, capacity,
         OVER=over, CHUNKS=CHUNKS, STEPS=capacity.bit_length(), BLOCK=256,
     )  # fmt: skip
-    every = _lists(x.reach, o.window, N, N, None)
     keys_kernel.add_entries[(triton.cdiv(N, 16), units)](
-        every.keys, every.counts, of_chunks.counts, after, home, part_dk, part_dv, part_du, N, chunks, capacity,
-        D=D, E=E, OVER=over, CHUNKS=CHUNKS, SIZE_D=common["SIZE_D"], SIZE_E=common["SIZE_E"], BLOCK=16,
+        every.keys, every.counts, every.counts.shape[2], of_chunks.counts, after, home, part_dk, part_dv, part_du,
+        N, chunks, capacity, D=D, E=E, OVER=over, CHUNKS=CHUNKS, SIZE_D=padded(D), SIZE_E=padded(E), BLOCK=16,
     )  # fmt: skip
     dk, dv, du = (x.k.new_empty(B, G, N, D), x.v.new_empty(B, G, N, E), torch.empty_like(x.u))
     keys_kernel.gated_key_gradients[(triton.cdiv(N, t.n), B * G)](
-        x.q, x.k, x.v, x.u, x.tau, x.last, x.reach, of_chunks.counts, home, dout, lse, delta, part_dk, part_dv,
+        x.q, x.k, x.v, x.u, x.tau, x.last, x.last_gated, of_chunks.counts, home, dout, lse, delta, part_dk, part_dv,
         part_du, dk, dv, du, *strides, *sizes, OVER=over, CHUNKS=CHUNKS, **common, **launched,
     )  # fmt: skip
     return dk, dv, du
-
-
-def capacity(o: Options, N: int, size: int) -> int:
-    """Of the list of a range of queries: those that live at its start, and one for each query."""
-    return min(N, o.live + size)
 
 
 def chunk_size(o: Options, N: int, tile: int) -> int:
@@ -157,29 +172,33 @@ def chunk_size(o: Options, N: int, tile: int) -> int:
     return max(tile, 256, min(triton.next_power_of_2(o.live), RANGE))
 
 
-def lists(last: Tensor, o: Options, size: int, parent: Lists | None) -> Lists:
-    """Of ranges of `size` queries."""
-    N = last.shape[-1]
-    if parent is None and N > RANGE and size < RANGE:
-        parent = _lists(last, o.window, RANGE, capacity(o, N, RANGE), None)
-        if size < 1024 < RANGE:
-            parent = _lists(last, o.window, 1024, capacity(o, N, 1024), parent)
-    return _lists(last, o.window, size, capacity(o, N, size), parent)
-
-
-def _lists(last: Tensor, window: int, size: int, capacity: int, parent: Lists | None) -> Lists:
+def live_keys(last: Tensor, o: Options) -> Lists:
+    """The keys that are kept past their window at any step, ascending: as the list of all queries."""
     B, U, N = last.shape
-    ranges = triton.cdiv(N, size)
+    blocks = triton.cdiv(N, PLACES)
+    counts = last.new_empty(B * U, blocks)
+    keys = last.new_empty(B * U, 1, N)
+    grid = (blocks, B * U)
+    lists_kernel.count_live[grid](last, counts, N, o.window, blocks, BLOCK=PLACES)
+    ends = counts.cumsum(1, dtype=torch.int32)
+    lists_kernel.write_live[grid](last, ends, keys, N, o.window, blocks, BLOCK=PLACES)
+    return Lists(keys, ends[:, None], N)
+
+
+def lists(last: Tensor, o: Options, size: int, parent: Lists, ordered: bool = True) -> Lists:
+    """Of ranges of `size` queries, by way of ranges between these and those of `parent`."""
+    B, U, N = last.shape
+    for between in (RANGE, CHUNK):
+        if 2 * size <= between and 2 * between <= parent.size:
+            parent = lists(last, o, between, parent, ordered=False)
+    ranges, capacity = triton.cdiv(N, size), min(N, o.live + size)
     keys = last.new_empty(B * U, ranges, capacity)
     counts = last.new_empty(B * U, ranges, 2)
-    of_parent = (last, last, 1, 1, 1) if parent is None else (
-        parent.keys, parent.counts, parent.size, parent.keys.shape[1], parent.keys.shape[2]
-    )  # fmt: skip
-    parent_keys, parent_counts, *parent_sizes = of_parent
-    block = min(STREAMED, triton.next_power_of_2(N))
+    block = min(STREAMED, triton.next_power_of_2(parent.keys.shape[2]))
     lists_kernel.live_lists[(ranges, B * U)](
-        last, parent_keys, parent_counts, keys, counts, N, window, size, ranges, *parent_sizes, capacity,
-        IDENTITY=parent is None, BLOCK=block, num_warps=8 if block > 1024 else 4,
+        last, parent.keys, parent.counts, keys, counts, N, o.window, size, ranges, parent.size, parent.keys.shape[1],
+        parent.keys.shape[2], parent.counts.shape[2], capacity, ORDERED=ordered, BLOCK=block,
+        num_warps=8 if block > 1024 else 4,
     )  # fmt: skip
     return Lists(keys, counts, size)
 
@@ -195,7 +214,7 @@ def _precision(x: Operands) -> str:
 
 def _rows_contiguous(x: Operands) -> Operands:
     q, k, v = (_last_contiguous(t) for t in (x.q, x.k, x.v))
-    return Operands(q, k, v, *(t.contiguous() for t in (x.u, x.tau, x.last, x.reach)))
+    return Operands(q, k, v, *(t.contiguous() for t in (x.u, x.tau, x.last, x.last_gated)))
 
 
 def _last_contiguous(x: Tensor) -> Tensor:
