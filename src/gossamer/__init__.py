@@ -52,8 +52,15 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from gossamer import nn as nn
     from gossamer.integrations.flex import from_flex, to_flex
     from gossamer.plan.problem import Unsupported
-    from gossamer.select import attention_forward, explain_sparsek, last_topk, sparsek, sparsek_attention
-    from gossamer.select import sparsek_causal, topk_blocks
+    from gossamer.select import (
+        attention_forward,
+        explain_sparsek,
+        last_topk,
+        sparsek,
+        sparsek_attention,
+        sparsek_causal,
+        topk_blocks,
+    )
     from gossamer.torch.api import attention
     from gossamer.torch.device_layout import device_layout
     from gossamer.torch.entmax import EntmaxAux, entmax_attention, topk_keys
