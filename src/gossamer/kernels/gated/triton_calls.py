@@ -69,15 +69,13 @@ def memory(x: Operands, o: Options) -> Memory:
 
 
 def tiles(kernel: str, x: Operands) -> Tiles:
-    """The tiles of a kernel for the sizes of a call."""
+    """The tiles of a kernel for the sizes of a call: "forward", "query" (dQ), "entries" and "windows" (dK and dV)."""
     size = max(padded(x.q.shape[3]), padded(x.v.shape[3]))
     if x.q.dtype == torch.float32:
         return Tiles(64, 32, 4, 1) if size <= 64 else Tiles(32, 32, 4, 1)
     if size > 128:
         return Tiles(64, 64, 8, 2) if kernel == "forward" else Tiles(64, 32, 8, 1)
-    if kernel == "forward":
-        return Tiles(128, 64, 8, 3)
-    return Tiles(128, 64, 8, 2) if kernel == "query" else Tiles(64, 128, 8, 2)
+    return {"forward": Tiles(128, 64, 8, 3), "entries": Tiles(32, 64, 4, 2)}.get(kernel, Tiles(64, 64, 4, 2))
 
 
 def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
@@ -136,18 +134,20 @@ def _key_gradients(
     strides: tuple[int, ...], common: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (B, H, N, D), (G, E), U = x.q.shape, (x.v.shape[1], x.v.shape[3]), x.u.shape[1]
-    t = tiles("keys", x)
+    of_entries, of_windows = (
+        {"BLOCK_M": t.m, "BLOCK_N": t.n, "num_warps": t.warps, "num_stages": t.stages, "maxnreg": t.registers}
+        for t in (tiles("entries", x), tiles("windows", x))
+    )
     units, chunks, capacity = of_chunks.keys.shape
     over = not o.certain
     CHUNKS = triton.next_power_of_2(chunks) if over else 1
     part_dk, part_dv, part_du = (
         x.u.new_empty(units, chunks, capacity, *size) for size in ((D,), (E,), ())
     )  # fmt: skip
-    launched = {"num_warps": t.warps, "num_stages": t.stages, "maxnreg": t.registers, "BLOCK_M": t.m, "BLOCK_N": t.n}
     sizes = H, G, U, N, o.window, of_chunks.size, chunks, capacity, o.scale
-    keys_kernel.entry_gradients[(triton.cdiv(capacity, t.n), chunks, units)](
+    keys_kernel.entry_gradients[(triton.cdiv(capacity, of_entries["BLOCK_N"]), chunks, units)](
         x.q, x.k, x.v, x.u, x.tau, x.last, x.last_gated, of_chunks.keys, of_chunks.counts, dout, lse, delta,
-        part_dk, part_dv, part_du, *strides, *sizes, OVER=over, CHUNKS=CHUNKS, **common, **launched,
+        part_dk, part_dv, part_du, *strides, *sizes, OVER=over, CHUNKS=CHUNKS, **common, **of_entries,
     )  # fmt: skip
     after = torch.empty_like(of_chunks.keys)
     home = torch.empty_like(x.last_gated)
@@ -160,9 +160,9 @@ def _key_gradients(
         N, chunks, capacity, D=D, E=E, OVER=over, CHUNKS=CHUNKS, SIZE_D=padded(D), SIZE_E=padded(E), BLOCK=16,
     )  # fmt: skip
     dk, dv, du = (x.k.new_empty(B, G, N, D), x.v.new_empty(B, G, N, E), torch.empty_like(x.u))
-    keys_kernel.gated_key_gradients[(triton.cdiv(N, t.n), B * G)](
+    keys_kernel.gated_key_gradients[(triton.cdiv(N, of_windows["BLOCK_N"]), B * G)](
         x.q, x.k, x.v, x.u, x.tau, x.last, x.last_gated, of_chunks.counts, home, dout, lse, delta, part_dk, part_dv,
-        part_du, dk, dv, du, *strides, *sizes, OVER=over, CHUNKS=CHUNKS, **common, **launched,
+        part_du, dk, dv, du, *strides, *sizes, OVER=over, CHUNKS=CHUNKS, **common, **of_windows,
     )  # fmt: skip
     return dk, dv, du
 
