@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from gossamer.kernels.gated import query_gradient as query_kernel
 from gossamer.kernels.gated.problem import Gradients, Memory, Operands, Options
 
 MOST_HEAD = 256
+LITTLE = 160 * 2**10  # bytes of shared memory, of which GPUs of compute capability 8.6, 8.9 and 12.0 have less
 LOG2E = math.log2(math.e)
 RANGE = 8192  # queries of the first lists
 CHUNK = 1024  # and of those that are made from these
@@ -71,10 +73,15 @@ def memory(x: Operands, o: Options) -> Memory:
 def tiles(kernel: str, x: Operands) -> Tiles:
     """The tiles of a kernel for the sizes of a call: "forward", "query" (dQ), "entries" and "windows" (dK and dV)."""
     size = max(padded(x.q.shape[3]), padded(x.v.shape[3]))
+    little = shared_memory(x.q.device) < LITTLE
     if x.q.dtype == torch.float32:
         return Tiles(64, 32, 4, 1) if size <= 64 else Tiles(32, 32, 4, 1)
+    if size > 128 and little:
+        return Tiles(32, 32, 4, 1)
     if size > 128:
         return Tiles(64, 64, 8, 2) if kernel == "forward" else Tiles(64, 32, 8, 1)
+    if kernel == "forward" and little:
+        return Tiles(64, 64, 4, 2)
     return {"forward": Tiles(128, 64, 8, 3), "entries": Tiles(32, 64, 4, 2)}.get(kernel, Tiles(64, 64, 4, 2))
 
 
@@ -201,6 +208,14 @@ def lists(last: Tensor, o: Options, size: int, parent: Lists, ordered: bool = Tr
         num_warps=8 if block > 1024 else 4,
     )  # fmt: skip
     return Lists(keys, counts, size)
+
+
+@lru_cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have."""
+    if device.type != "cuda":
+        return LITTLE
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 def padded(size: int) -> int:
