@@ -58,7 +58,7 @@ def reasons(x: Operands, o: Options) -> list[str]:
 
 
 def unverified(x: Operands, o: Options) -> list[str]:
-    """What the kernels compute, of which numbers were not compared on a GPU yet: it is not taken without being asked."""
+    """What the kernels compute, but of which numbers were not compared on a GPU yet."""
     found = []
     if x.q.dtype == torch.float32:
         found.append("its float32 was not verified on a GPU yet")
