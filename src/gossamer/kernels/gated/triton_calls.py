@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from gossamer.kernels.gated import query_gradient as query_kernel
 from gossamer.kernels.gated.problem import Gradients, Memory, Operands, Options
 
 MOST_HEAD = 256
+LITTLE = 160 * 2**10  # bytes of shared memory, of which GPUs of compute capability 8.6, 8.9 and 12.0 have less
 LOG2E = math.log2(math.e)
 RANGE = 8192  # queries of the first lists
 CHUNK = 1024  # and of those that are made from these
@@ -52,6 +54,22 @@ def reasons(x: Operands, o: Options) -> list[str]:
         found.append(f"head sizes are up to {MOST_HEAD}")
     if not o.causal:
         found.append("is causal")
+    return found or unverified(x, o)
+
+
+def unverified(x: Operands, o: Options) -> list[str]:
+    """What the kernels compute, but of which numbers were not compared on a GPU yet."""
+    found = []
+    if x.q.dtype == torch.float32:
+        found.append("its float32 was not verified on a GPU yet")
+    if max(x.q.shape[3], x.v.shape[3]) > 128:
+        found.append("head sizes over 128 were not verified on a GPU yet")
+    if o.gate not in ("v", "kv"):
+        found.append(f"gate {o.gate!r} was not verified on a GPU yet")
+    if o.straight:
+        found.append("straight_through was not verified on a GPU yet")
+    elif not o.certain:
+        found.append('keep="support" was not verified on a GPU yet')
     return found
 
 
@@ -69,15 +87,18 @@ def memory(x: Operands, o: Options) -> Memory:
 
 
 def tiles(kernel: str, x: Operands) -> Tiles:
-    """The tiles of a kernel for the sizes of a call."""
+    """The tiles of a kernel for the sizes of a call: "forward", "query" (dQ), "entries" and "windows" (dK and dV)."""
     size = max(padded(x.q.shape[3]), padded(x.v.shape[3]))
+    little = shared_memory(x.q.device) < LITTLE
     if x.q.dtype == torch.float32:
         return Tiles(64, 32, 4, 1) if size <= 64 else Tiles(32, 32, 4, 1)
+    if size > 128 and little:
+        return Tiles(32, 32, 4, 1)
     if size > 128:
         return Tiles(64, 64, 8, 2) if kernel == "forward" else Tiles(64, 32, 8, 1)
-    if kernel == "forward":
-        return Tiles(128, 64, 8, 3)
-    return Tiles(128, 64, 8, 2) if kernel == "query" else Tiles(64, 128, 8, 2)
+    if kernel == "forward" and little:
+        return Tiles(64, 64, 4, 2)
+    return {"forward": Tiles(128, 64, 8, 3), "entries": Tiles(32, 64, 4, 2)}.get(kernel, Tiles(64, 64, 4, 2))
 
 
 def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
@@ -91,7 +112,7 @@ def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
     forward_kernel.gated_forward[grid](
         x.q, x.k, x.v, x.u, x.tau, x.last, of_tiles.keys, of_tiles.counts, out, lse,
         *_strides(x.q, x.k, x.v), H, G, U, N, o.window, of_tiles.keys.shape[1], of_tiles.keys.shape[2],
-        o.scale * LOG2E, D=D, E=E, GATE=o.gate or "none", FOLD=o.scale > 0 and o.gate in ("v", None), SIZE_D=padded(D),
+        o.scale * LOG2E, D=D, E=E, GATE=o.gate or "none", SIZE_D=padded(D),
         SIZE_E=padded(E), BLOCK_M=t.m, BLOCK_N=t.n, PRECISION=_precision(x), num_warps=t.warps, num_stages=t.stages,
         maxnreg=t.registers,
     )  # fmt: skip
@@ -136,18 +157,20 @@ def _key_gradients(
     strides: tuple[int, ...], common: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (B, H, N, D), (G, E), U = x.q.shape, (x.v.shape[1], x.v.shape[3]), x.u.shape[1]
-    t = tiles("keys", x)
+    of_entries, of_windows = (
+        {"BLOCK_M": t.m, "BLOCK_N": t.n, "num_warps": t.warps, "num_stages": t.stages, "maxnreg": t.registers}
+        for t in (tiles("entries", x), tiles("windows", x))
+    )
     units, chunks, capacity = of_chunks.keys.shape
     over = not o.certain
     CHUNKS = triton.next_power_of_2(chunks) if over else 1
     part_dk, part_dv, part_du = (
         x.u.new_empty(units, chunks, capacity, *size) for size in ((D,), (E,), ())
     )  # fmt: skip
-    launched = {"num_warps": t.warps, "num_stages": t.stages, "maxnreg": t.registers, "BLOCK_M": t.m, "BLOCK_N": t.n}
     sizes = H, G, U, N, o.window, of_chunks.size, chunks, capacity, o.scale
-    keys_kernel.entry_gradients[(triton.cdiv(capacity, t.n), chunks, units)](
+    keys_kernel.entry_gradients[(triton.cdiv(capacity, of_entries["BLOCK_N"]), chunks, units)](
         x.q, x.k, x.v, x.u, x.tau, x.last, x.last_gated, of_chunks.keys, of_chunks.counts, dout, lse, delta,
-        part_dk, part_dv, part_du, *strides, *sizes, OVER=over, CHUNKS=CHUNKS, **common, **launched,
+        part_dk, part_dv, part_du, *strides, *sizes, OVER=over, CHUNKS=CHUNKS, **common, **of_entries,
     )  # fmt: skip
     after = torch.empty_like(of_chunks.keys)
     home = torch.empty_like(x.last_gated)
@@ -160,9 +183,9 @@ def _key_gradients(
         N, chunks, capacity, D=D, E=E, OVER=over, CHUNKS=CHUNKS, SIZE_D=padded(D), SIZE_E=padded(E), BLOCK=16,
     )  # fmt: skip
     dk, dv, du = (x.k.new_empty(B, G, N, D), x.v.new_empty(B, G, N, E), torch.empty_like(x.u))
-    keys_kernel.gated_key_gradients[(triton.cdiv(N, t.n), B * G)](
+    keys_kernel.gated_key_gradients[(triton.cdiv(N, of_windows["BLOCK_N"]), B * G)](
         x.q, x.k, x.v, x.u, x.tau, x.last, x.last_gated, of_chunks.counts, home, dout, lse, delta, part_dk, part_dv,
-        part_du, dk, dv, du, *strides, *sizes, OVER=over, CHUNKS=CHUNKS, **common, **launched,
+        part_du, dk, dv, du, *strides, *sizes, OVER=over, CHUNKS=CHUNKS, **common, **of_windows,
     )  # fmt: skip
     return dk, dv, du
 
@@ -201,6 +224,14 @@ def lists(last: Tensor, o: Options, size: int, parent: Lists, ordered: bool = Tr
         num_warps=8 if block > 1024 else 4,
     )  # fmt: skip
     return Lists(keys, counts, size)
+
+
+@lru_cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have."""
+    if device.type != "cuda":
+        return LITTLE
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 def padded(size: int) -> int:
