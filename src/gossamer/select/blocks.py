@@ -11,6 +11,7 @@ from torch import Tensor
 from gossamer.patterns.reach import Reach, rule
 from gossamer.plan.problem import Unsupported
 from gossamer.select.block_scores import bound_scores, mean_scores, row_bounds
+from gossamer.select.fused_blocks import takes
 from gossamer.torch.structure import BlockIndices
 from gossamer.torch.structure.chosen import BLOCKS
 from gossamer.torch.validate import (
@@ -217,10 +218,14 @@ def topk_blocks(
             f"{', whose positions lie in two key blocks' if straddles and local else ''}); got {describe(topk)}"
         )
     factor = float(q.shape[3] ** -0.5 if scale is None else scale)
+    n, local, first = C if topk is None else min(topk, C), min(local, C), min(first, C)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        made = (mean_scores if score == "mean" else bound_scores)(q, k, block_size, factor, per == "group").float()
-        which = _which(T, C, Q, K, block_size, causal, min(local, C), min(first, C), q.device)
-        chosen = _choose(made, which, C if topk is None else min(topk, C), top_p)
+        if takes(q, C, n):
+            options = (block_size, n, factor, per == "group", score == "bound", causal, local, first, top_p)
+            chosen = Taken(*torch.ops.gossamer.choose_blocks.default(q, k, *options))
+        else:
+            made = (mean_scores if score == "mean" else bound_scores)(q, k, block_size, factor, per == "group").float()
+            chosen = _choose(made, _which(T, C, Q, K, block_size, causal, local, first, q.device), n, top_p)
     return SelectedBlocks(*chosen, Choice(q, k, dims, block_size, causal, score, factor))
 
 
@@ -256,9 +261,10 @@ def _choose(score: Tensor, which: Which, n: int, top_p: float | None) -> Taken:
     C = score.shape[-1]
     score = score.masked_fill(~which.visible, -torch.inf)
     # An integer for each block in the order in which they are taken: its score, as bits, and then its place.
-    ranked = score.masked_fill(which.always | score.isnan(), torch.inf).masked_fill(~which.visible, -torch.inf) + 0.0
+    ranked = score.masked_fill(score.isnan(), torch.inf) + 0.0
     bits = ranked.view(torch.int32)
-    bits = torch.where(bits < 0, bits ^ (2**31 - 1), bits).masked_fill(~which.visible, -(2**31)).long()
+    bits = torch.where(bits < 0, bits ^ (2**31 - 1), bits).masked_fill(which.always, 2**31 - 1)
+    bits = bits.masked_fill(~which.visible, -(2**31)).long()
     place = torch.arange(C - 1, -1, -1, device=score.device)
     taken = ((bits << 32) + place).topk(n).values
     index = C - 1 - (taken & (2**32 - 1))
