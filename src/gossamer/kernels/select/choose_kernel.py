@@ -85,7 +85,8 @@ def choose_kernel(
     index = C - 1 - (listed & 0xFFFFFFFF).to(tl.int32)
     most = tl.max(score, 0)
     most = tl.where(tl.abs(most) == float("inf"), 0.0, most)
-    total = tl.log(tl.sum(tl.where(visible, tl.exp(score - most), 0.0), 0)) + most
+    total = tl.sum(tl.where(visible, tl.exp(score - most), 0.0), 0)
+    total = tl.where(total == 0, float("-inf"), tl.log(tl.where(total == 0, 1.0, total)) + most)
     share = tl.where(used, tl.exp(tl.load(scores + at * C + index, mask=used, other=0.0) - total), 0.0)
     if PART:
         used &= (tl.cumsum(share, 0) - share < top_p) | (j < sure)

@@ -18,7 +18,9 @@ def smaller(x, y):
 
 
 @triton.jit
-def _rows(x, at, N, stride_n, stride_d, first, repeat: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+def _rows(
+    x, at, N, stride_n, stride_d, first, repeat: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
+):
     """Rows of a block, (ROWS, DP); behind the last one zeros, or that one again."""
     row, d = first + tl.arange(0, ROWS), tl.arange(0, DP)
     there = d[None, :] < D
@@ -38,7 +40,7 @@ def mean_kernel(
     stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd, Q, K, T, C, heads, G,
     of_queries, TIMES: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """The mean of a block of queries, and of the heads of a group; from the program `of_queries` on of a block of keys."""
+    """The mean of a block of queries and of the heads of a group; from program `of_queries` on, of a block of keys."""
     at, d = tl.program_id(0), tl.arange(0, DP)
     if at < of_queries:
         first, head = at % T * BLOCK, at // T
