@@ -17,7 +17,7 @@ from torch import Tensor
 
 import gossamer as gs
 from gossamer.bench.latency import captured
-from gossamer.select import SelectedBlocks, blocks
+from gossamer.select import SelectedBlocks, block_lists, block_operator, blocks
 from tests.select.test_topk_blocks import case
 from tests.support.processes import INTERPRETING, compiled, in_interpreter
 
@@ -34,21 +34,20 @@ interprets = pytest.mark.skipif(not INTERPRETING, reason="interprets")
 def by_operations(q: Tensor, k: Tensor, **options: Any) -> SelectedBlocks:
     """The definition, whatever the device."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "takes", lambda *_: False)
+        patch.setattr(blocks, "choose", block_lists.by_operations)
         return gs.topk_blocks(q, k, **options)
 
 
 def by_kernels(q: Tensor, k: Tensor, **options: Any) -> SelectedBlocks:
     """The kernels, on a CPU as well."""
 
-    def choose(*arguments: Any) -> tuple[Tensor, Tensor]:
+    def choose(*arguments: Any) -> block_lists.Taken:
         indices, covered = launch.choose_blocks(*arguments)
         assert indices.dtype == torch.int32 and covered.dtype == torch.float32
-        return indices, covered
+        return block_lists.Taken(indices, covered)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "takes", lambda *_: True)
-        patch.setattr(torch.ops.gossamer.choose_blocks, "default", choose)
+        patch.setattr(blocks, "choose", choose)
         return gs.topk_blocks(q, k, **options)
 
 
@@ -198,7 +197,7 @@ class TestOnGPU:
         draw = random.Random(seed)
         exact = seed % 2 == 0
         q, k, _, options = case(draw, draw.choice(TYPES), exact)
-        assert blocks.takes(q.cuda(), 4, 4)
+        assert block_operator.takes(q.cuda(), 4, 4)
         found, wanted = gs.topk_blocks(q.cuda(), k.cuda(), **options), gs.topk_blocks(q, k, **options)
         limit = 1e-5 if exact else 1e-3
         torch.testing.assert_close(found.covered.cpu(), wanted.covered, atol=limit, rtol=0)
@@ -207,9 +206,9 @@ class TestOnGPU:
 
     def test_what_stays_on_operations(self) -> None:
         q, k = (torch.randn(1, 1, 256, 8, device="cuda") for _ in range(2))
-        assert not blocks.takes(q.double(), 4, 4)
-        assert not blocks.takes(q, launch.MOST_BLOCKS + 1, 4)
-        assert not blocks.takes(q, 4096, launch.MOST_LISTED + 1)
+        assert not block_operator.takes(q.double(), 4, 4)
+        assert not block_operator.takes(q, launch.MOST_BLOCKS + 1, 4)
+        assert not block_operator.takes(q, 4096, launch.MOST_LISTED + 1)
         assert gs.topk_blocks(q.double(), k.double(), causal=True, topk=3).indices.is_cuda
 
     @pytest.mark.parametrize("score", ["mean", "bound"])

@@ -1,4 +1,4 @@
-"""The operator that chooses blocks on a GPU by kernels: opaque to a compiler, which needs its shapes alone."""
+"""The operator that chooses blocks on a GPU, by kernels where they can. A compiler sees its shapes alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer.select.block_lists import Taken, by_operations
+
 MOST_HEAD_SIZE = 256
 LEAST_CAPABILITY = (8, 0)
 
@@ -17,6 +19,21 @@ library.define(
     "choose_blocks(Tensor q, Tensor k, int block, SymInt n, float scale, bool group, bool bound, bool causal, "
     "SymInt local, SymInt first, float? top_p) -> (Tensor indices, Tensor covered)"
 )
+
+
+def choose(q: Tensor, k: Tensor, *options: Any) -> Taken:
+    """The lists of `by_operations`, which says what the options are."""
+    if q.is_cuda:
+        return Taken(*torch.ops.gossamer.choose_blocks.default(q, k, *options))
+    return by_operations(q, k, *options)
+
+
+def takes(q: Tensor, C: int, n: int) -> bool:
+    """Whether there are kernels that choose n of C blocks."""
+    if not q.is_cuda or q.dtype == torch.float64 or q.shape[3] > MOST_HEAD_SIZE:
+        return False
+    launch = _launch()
+    return launch is not None and _able(q.device.index) and C <= launch.MOST_BLOCKS and n <= launch.MOST_LISTED
 
 
 @cache
@@ -33,22 +50,16 @@ def _able(index: int | None) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(index) >= LEAST_CAPABILITY
 
 
-def takes(q: Tensor, C: int, n: int) -> bool:
-    """Whether kernels choose n of C blocks; else operations of torch do."""
-    if not q.is_cuda or q.dtype == torch.float64 or q.shape[3] > MOST_HEAD_SIZE:
-        return False
-    launch = _launch()
-    return launch is not None and _able(q.device.index) and C <= launch.MOST_BLOCKS and n <= launch.MOST_LISTED
-
-
-def _choose_blocks(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def _choose_blocks(q: Tensor, k: Tensor, block: int, n: int, *options: Any) -> tuple[Tensor, Tensor]:
+    if not takes(q, -(-k.shape[2] // block), n):
+        return by_operations(q, k, block, n, *options)
     with torch.cuda.device_of(q):
-        found: tuple[Tensor, Tensor] = _launch().choose_blocks(q, *arguments)
+        found: tuple[Tensor, Tensor] = _launch().choose_blocks(q, k, block, n, *options)
     return found
 
 
 def _fake_choose_blocks(
-    q: Tensor, k: Tensor, block: int, n: int, scale: float, group: bool, *rest: Any
+    q: Tensor, k: Tensor, block: int, n: int, scale: float, group: bool, *options: Any
 ) -> tuple[Tensor, Tensor]:
     (B, H, Q, _), G = q.shape, k.shape[1]
     shape = (B, G if group else H, -(-Q // block))
