@@ -25,7 +25,7 @@ pytest.importorskip("triton")
 
 from gossamer.kernels.select import launch
 
-CASES = int(os.environ.get("BLOCK_CASES", "40"))
+CASES = int(os.environ.get("BLOCK_CASES", "24"))
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 interprets = pytest.mark.skipif(not INTERPRETING, reason="interprets")
@@ -71,6 +71,8 @@ def test_random_cases(part: int) -> None:
         draw = random.Random(seed)
         exact = seed // 4 % 2 == 0
         q, k, _, options = case(draw, draw.choice(TYPES), exact)
+        if q.dtype == torch.bfloat16 and options["score"] == "bound":
+            q, k = q.half(), k.half()  # the interpreter has no products of bfloat16
         if draw.random() < 0.3:
             q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
         if draw.random() < 0.2:
@@ -86,19 +88,19 @@ def test_random_cases(part: int) -> None:
 
 
 @interprets
-@pytest.mark.parametrize("score", ["mean", "bound"])
-@pytest.mark.parametrize("dtype", TYPES)
-def test_head_sizes_and_groups(dtype: torch.dtype, score: str) -> None:
-    for D, block, per in (
-        (1, 64, "head"),
-        (40, 128, "group"),
-        (96, 64, "group"),
-        (160, 64, "head"),
-        (256, 128, "group"),
-    ):
-        q, k = (torch.randint(-2, 3, (1, H, 3 * block, D)).to(dtype) for H in (6, 2))
-        options = {"causal": True, "topk": 2, "score": score, "per": per, "block_size": block, "scale": 0.5}
-        check(q, k, options | {"local": 1, "first": 0}, exact=per == "head" or score == "bound")
+@pytest.mark.parametrize(
+    ("D", "block", "per", "score", "dtype"),
+    [
+        (1, 64, "head", "bound", torch.float16), (40, 128, "group", "bound", torch.float16),
+        (160, 64, "head", "bound", torch.float16), (40, 64, "group", "bound", torch.float32),
+        (1, 128, "group", "mean", torch.bfloat16), (96, 64, "head", "mean", torch.float16),
+        (256, 64, "group", "mean", torch.bfloat16),
+    ],
+)  # fmt: skip
+def test_head_sizes_and_groups(D: int, block: int, per: str, score: str, dtype: torch.dtype) -> None:
+    q, k = (torch.randint(-2, 3, (1, H, 3 * block, D)).to(dtype) for H in (4, 2))
+    options = {"causal": True, "topk": 2, "score": score, "per": per, "block_size": block, "scale": 0.5}
+    check(q, k, options | {"local": 1, "first": 0}, exact=True)
 
 
 @interprets
@@ -106,7 +108,7 @@ def test_head_sizes_and_groups(dtype: torch.dtype, score: str) -> None:
 @pytest.mark.parametrize("score", ["mean", "bound"])
 def test_numbers_that_are_not_finite(score: str) -> None:
     """NaN is the largest score, infinities are where they belong, both zeros are one number."""
-    for seed in range(6):
+    for seed in range(3):
         draw, g = random.Random(seed), torch.Generator().manual_seed(seed)
         q, k = (torch.randint(-2, 3, (1, 2, 640, 4), generator=g).float() for _ in range(2))
         for x, wrong in ((k, math.nan), (k, math.inf), (k, -math.inf), (q, draw.choice([math.nan, math.inf, 1.0]))):
@@ -127,8 +129,8 @@ def test_what_is_always_kept_is_before_what_is_not_finite() -> None:
 @interprets
 def test_many_blocks_and_long_lists() -> None:
     g = torch.Generator().manual_seed(0)
-    q, k = (torch.randint(-2, 3, (1, 1, N, 2), generator=g).float() for N in (70, 64 * 2100))
-    for topk in (2048, 100):
+    q, k = (torch.randint(-2, 3, (1, 1, N, 2), generator=g).float() for N in (70, 64 * 1100))
+    for topk in (1024, 100):
         check(q, k, {"causal": False, "topk": topk, "scale": 0.25}, exact=True)
 
 
