@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import gossamer as gs
 from gossamer.bench.latency import captured
@@ -25,7 +26,7 @@ pytest.importorskip("triton")
 
 from gossamer.kernels.select import launch
 
-CASES = int(os.environ.get("BLOCK_CASES", "24"))
+CASES = int(os.environ.get("BLOCK_CASES", "16"))
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 interprets = pytest.mark.skipif(not INTERPRETING, reason="interprets")
@@ -191,6 +192,30 @@ OTHERS = [
 ]
 
 
+@pytest.mark.skipif(INTERPRETING, reason="is interpreting")
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_compiler_sees_one_operator() -> None:
+    """And its shapes, without a GPU: whether kernels or operations choose is decided when it runs."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    def choose(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        chosen = gs.topk_blocks(q, k, causal=True, topk=4, top_p=0.5, score="bound", per="group")
+        return chosen.indices, chosen.covered
+
+    with FakeTensorMode():
+        q, k = (torch.empty(1, H, N, 8, device="cuda") for H, N in ((4, 300), (2, 500)))
+        results = [choose(q, k), torch.compile(choose, fullgraph=True, backend=keep)(q, k)]
+    for indices, covered in results:
+        assert indices.shape == (1, 2, 5, 4) and indices.dtype == torch.int32 and indices.is_cuda
+        assert covered.shape == (1, 2, 5) and covered.dtype == torch.float32
+    called = [node.target for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+    assert called.count(torch.ops.gossamer.choose_blocks.default) == 1
+
+
 class TestOnGPU:
     pytestmark = ON_GPU
 
@@ -210,7 +235,7 @@ class TestOnGPU:
         q, k = (torch.randn(1, 1, 256, 8, device="cuda") for _ in range(2))
         assert not block_operator.takes(q.double(), 4, 4)
         assert not block_operator.takes(q, launch.MOST_BLOCKS + 1, 4)
-        assert not block_operator.takes(q, 4096, launch.MOST_LISTED + 1)
+        assert not block_operator.takes(q, launch.MOST_BLOCKS, launch.MOST_LISTED + 1)
         assert gs.topk_blocks(q.double(), k.double(), causal=True, topk=3).indices.is_cuda
 
     @pytest.mark.parametrize("score", ["mean", "bound"])

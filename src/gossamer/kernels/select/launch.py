@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from gossamer.kernels.select.choose_kernel import choose_kernel
 from gossamer.kernels.select.score_kernels import bound_kernel, extremes_kernel, mean_kernel, mean_score_kernel
 
-MOST_BLOCKS = 2**14  # of keys, that a program holds
-MOST_LISTED = 2**11  # blocks of a list, that a program sorts
+MOST_BLOCKS = 2**10  # of keys, of which a program holds the scores of a list: as far as they have run on a GPU
+MOST_LISTED = 2**10  # blocks of a list, which a program sorts
 MOST_SCORES = 2**26  # that are held at once
 TILE = 64  # of scores of means
 PART = 16  # of a head size, at a time
@@ -33,7 +35,7 @@ def choose_blocks(
     """
     (B, H, Q, D), (_, G, K, _) = q.shape, k.shape
     T, C, heads = -(-Q // block), -(-K // block), G if group else H
-    wide = {"dtype": torch.float32, "device": q.device}
+    wide: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     indices = torch.empty((B, heads, T, n), dtype=torch.int32, device=q.device)
     covered = torch.empty((B, heads, T), **wide)
     step = max(1, min(T, MOST_SCORES // (B * heads * C)))
