@@ -83,12 +83,13 @@ def test_a_mask_that_is_written_to(N: int, name: str | None) -> None:
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+WINDOW, CAUSAL, APART = gs.SlidingWindow(150), gs.Causal(), gs.Dilated(200, 0, 3) | gs.SlidingWindow(9)
 GRAPHED = {
-    "window": lambda x, lengths: gs.attention(*x, gs.SlidingWindow(150)),
-    "parts": lambda x, lengths: gs.attention(*x, gs.Dilated(200, 0, 3) | gs.SlidingWindow(9)),
-    "lengths": lambda x, lengths: gs.attention(*x, gs.Causal(), key_lengths=lengths),
-    "structure": lambda x, lengths: gs.attention(*x, gs.SlidingWindow(90), q_offset=lengths - 700, key_lengths=lengths),
-    "decoding": lambda x, lengths: gs.attention(x[0][:, :, -1:], *x[1:], gs.Causal()),
+    "window": lambda x, lengths: gs.attention(*x, WINDOW),
+    "parts": lambda x, lengths: gs.attention(*x, APART),
+    "lengths": lambda x, lengths: gs.attention(*x, CAUSAL, key_lengths=lengths),
+    "structure": lambda x, lengths: gs.attention(*x, WINDOW, q_offset=lengths - 700, key_lengths=lengths),
+    "decoding": lambda x, lengths: gs.attention(x[0][:, :, -1:], *x[1:], CAUSAL),
 }
 
 
