@@ -139,7 +139,7 @@ def entmax_attention(
         results = Results(*entmax_forward(*x, *rest_of(found)))
     else:
         wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (*x, found.alpha))
-        results = Results(*EntmaxAttention.apply(*x, found.alpha, found.options, wanted and save == "lists"))
+        results = Results(*EntmaxAttention.apply(*x, found.alpha, found.number, found.options, wanted and save == "lists"))
     out = unbatched(results.out, found.dims)
     if not return_aux:
         return out

@@ -69,14 +69,13 @@ def _topk_fake(
 def _forward(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     options = _options(*rest)
     _check(q, k, v, alpha, options)
-    found, _ = results(q, k, v, alpha, options, listed=False)
-    return tuple(found)
+    return tuple(results(q, k, v, alpha, None, options, listed=False).results)
 
 
 def _backward(
     dout: Tensor, normaliser: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, *rest: Any
 ) -> tuple[Tensor | None, ...]:
-    return tuple(gradients(q, k, v, alpha, _options(*rest), normaliser, True, dout))
+    return tuple(gradients(q, k, v, alpha, None, _options(*rest), None, normaliser, True, dout))
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, *rest: Any) -> tuple[Tensor, ...]:
