@@ -159,6 +159,8 @@ def long_sums_kernel(
     D: tl.constexpr, E: tl.constexpr, SD: tl.constexpr, SE: tl.constexpr, RP: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of those keys among RP that have parts: the sums of these, in order."""
+    if tl.load(part_ends + n_keys - 1) == 0:
+        return
     key = tl.program_id(0).to(tl.int64) * RP + tl.arange(0, RP)
     m_key = key < n_keys
     end = tl.load(part_ends + key, mask=m_key, other=0)

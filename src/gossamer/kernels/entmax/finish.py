@@ -81,7 +81,7 @@ def normalise(s, a, A: tl.constexpr):
 @triton.jit
 def finish_rows(
     scores, keys, n, place, number, o_list, a, m_row, lam, support, certified, list_keys, list_weights, list_counts,
-    keep, L, C: tl.constexpr, A: tl.constexpr, TOP: tl.constexpr, WEIGHED: tl.constexpr, KEYS: tl.constexpr,
+    keep, L, C: tl.constexpr, A: tl.constexpr, TOP: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """`finish_kernel` over the first C candidates of each row."""
     o = tl.arange(0, C)
@@ -126,7 +126,7 @@ def finish_kernel(
     list_counts,  # (B, H, Q) int32, to write: -1 of a row that has no list
     first_block, n_rows, H, Q, keep, first_listed,
     L: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, C: tl.constexpr, SHORT: tl.constexpr, A: tl.constexpr,
-    TOP: tl.constexpr, WEIGHED: tl.constexpr, KEYS: tl.constexpr,
+    TOP: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Everything of RP rows but out; `n_rows` are in the buffers, `first_listed` is the row of the first list."""
     own = tl.program_id(0) * RP + tl.arange(0, RP)
@@ -143,10 +143,10 @@ def finish_kernel(
     if tl.max(n, 0) <= SHORT:
         finish_rows(
             scores, keys, n, place, number, o_list, a, m_row, lam, support, certified, list_keys, list_weights,
-            list_counts, keep, L, SHORT, A, TOP, WEIGHED, KEYS,
+            list_counts, keep, L, SHORT, A, TOP, KEYS,
         )  # fmt: skip
     else:
         finish_rows(
             scores, keys, n, place, number, o_list, a, m_row, lam, support, certified, list_keys, list_weights,
-            list_counts, keep, L, C, A, TOP, WEIGHED, KEYS,
+            list_counts, keep, L, C, A, TOP, KEYS,
         )  # fmt: skip

@@ -105,7 +105,7 @@ def large_columns_kernel(
     H, Q, K, offset, scale,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, GROUP: tl.constexpr,
     R: tl.constexpr, STEP: tl.constexpr, A: tl.constexpr, BOUNDS: tl.constexpr, POSITIONS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
     """What the rows without a list add to dK and dV of STEP keys, added to what those with one gave."""
     G = H // GROUP
@@ -113,6 +113,9 @@ def large_columns_kernel(
     b, g = own // G, own % G
     b64, g64 = b.to(tl.int64), g.to(tl.int64)
     groups = (Q + R - 1) // R
+    if tl.sum(tl.load(group_counts + own * GROUP + tl.arange(0, MEMBERS), mask=tl.arange(0, MEMBERS) < GROUP,
+                      other=0), 0) == 0:
+        return
     j = tl.program_id(0) * STEP + tl.arange(0, STEP)
     k_base = k + b64 * stride_kb + g64 * stride_kh
     v_base = v + b64 * stride_vb + g64 * stride_vh

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from gossamer.kernels.entmax.columns import LONG, columns_kernel, long_parts_kernel, long_sums_kernel
@@ -17,16 +19,20 @@ from gossamer.kernels.entmax.finish import finish_kernel
 from gossamer.kernels.entmax.gather import gather_dq_kernel, gather_out_kernel
 from gossamer.kernels.entmax.large import large_kernel, list_groups_kernel
 from gossamer.kernels.entmax.large_backward import large_columns_kernel, large_dq_kernel
-from gossamer.kernels.entmax.select import select_kernel
+from gossamer.kernels.entmax.select import order_candidates_kernel, select_kernel
 from gossamer.kernels.entmax.transpose import SEGMENTS, count_kernel, order_kernel, place_kernel
+from gossamer.kernels.hopper import missing_packages
+from gossamer.kernels.hopper.device.select.configurations import SelectConfig
 from gossamer.kernels.relaunch import padded
-from gossamer.kernels.triton.config import X3
-from gossamer.kernels.triton.gather.config import piece
+from gossamer.kernels.triton.config import X3, Direction
+from gossamer.kernels.triton.gather.config import piece, row_config
 
-MOST_LISTED = 64  # keys of a row whose weights are kept as a list, where top_k does not say how many
+MOST_LISTED = 96  # keys of a row whose weights are kept as a list, where top_k does not say how many
 BUFFER = 128  # candidates of a row
 PAIRS_OF_A_PART = 2**30  # that a part of a call sees at least: fewer would not fill a GPU
 ROWS_OF_A_PART = 132 * 128
+BOUNDS: tuple[Literal["every", "causal", "intervals"], ...] = ("every", "causal", "intervals")
+MOST_SELECTED = 64  # of the k largest: with more, all rows are computed as those that were given up
 GROUP_ROWS = 64  # of the kernels that pass over all scores
 
 
@@ -68,6 +74,7 @@ class Sizes(NamedTuple):
     rows: int
     step: int
     buffer: int
+    config: SelectConfig | None = None  # of the Hopper kernel, where that one selects
 
 
 class Stats(NamedTuple):
@@ -114,15 +121,43 @@ class Part(NamedTuple):
     heads: int
 
 
-def selection_sizes(c: Call, buffer: int | None) -> Sizes:
-    """More candidates are kept for fewer rows at once."""
-    wide = padded(c.q.shape[3]) * c.q.element_size() > 512
-    step = 32 if wide else 64
+def selection_sizes(c: Call, weighed: bool, buffer: int | None) -> Sizes:
+    """A bound of the k largest needs more groups of keys than k."""
     if buffer is not None:
-        return Sizes(32, 32, buffer)
-    if c.top_k is None or c.top_k <= 64:
-        return Sizes(64, step, BUFFER)
-    return Sizes(32, step, 256) if c.top_k <= 128 else Sizes(16, step, 512)
+        return Sizes(32, 64, buffer)
+    config = hopper_config(c, weighed)
+    if config is not None:
+        return Sizes(128, config.step, config.candidates, config)
+    few = c.top_k is None or c.top_k < 32
+    return Sizes(64 if padded(c.q.shape[3]) * c.q.element_size() <= 512 else 32, 64 if few else 128, BUFFER)
+
+
+def hopper_config(c: Call, weighed: bool) -> SelectConfig | None:
+    """That of the Hopper kernel for a call; None where it is selected by the Triton kernel."""
+    D = c.q.shape[3]
+    if D > 128 or c.q.element_size() != 2 or c.scale <= 0 or c.q_positions is not None or (c.top_k or 0) > MOST_SELECTED:
+        return None
+    if not hopper_here(c.q.device) or not all(by_tma(x) for x in (c.q, c.k)):
+        return None
+    dtype = str(c.q.dtype).removeprefix("torch.")
+    wide = D > 64
+    return SelectConfig(
+        dtype, 128 if wide else 64, 32 if wide else 40, BUFFER, stages=2 if wide else 3,
+        same=c.same if c.same in (0.5, 1.0) else -1.0, top=c.top_k is not None, weighed=weighed,
+        bounds=BOUNDS[c.bounds],
+    )  # fmt: skip
+
+
+@cache
+def hopper_here(device: torch.device) -> bool:
+    """Whether kernels for compute capability 9.0 run on a device."""
+    capable = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return capable and not missing_packages()
+
+
+def by_tma(x: Tensor) -> bool:
+    """Whether TMA can read a tensor: addresses and strides are multiples of 16 bytes."""
+    return x.data_ptr() % 16 == 0 and all(s % 8 == 0 and s > 0 for s in x.stride()[:3]) and x.stride(3) == 1
 
 
 def parts(c: Call, rows: int) -> Iterator[Part]:
@@ -159,11 +194,14 @@ def strides(*tensors: Tensor | None) -> tuple[int, ...]:
     return tuple(s for x in tensors for s in ((0, 0, 0) if x is None else x.stride()[:3]))
 
 
-def row_options(x: Tensor, size: int, registers: int = 0) -> tuple[int, int]:
-    """(numbers of a piece, rows of a program) of a kernel that gathers rows."""
-    S = piece(size, 8 * x.element_size())
-    threads = max(1, S * x.element_size() // 16)
-    return S, 64 // threads
+def row_options(x: Tensor, direction: Direction, D: int, E: int) -> dict[str, Any]:
+    """Choices of a kernel that gathers rows: those of the gather kernels, with rows of a single warp."""
+    bits = 8 * x.element_size()
+    found = row_config(direction, bits, D, E)
+    options = {"RP": max(1, found.items // found.warps), "N": found.columns, "num_warps": 1}
+    if x.device.type == "cuda" and found.registers:
+        options["maxnreg"] = found.registers
+    return options
 
 
 def seen_by(c: Call) -> tuple[Any, ...]:
@@ -175,14 +213,30 @@ def seen_by(c: Call) -> tuple[Any, ...]:
 def select(c: Call, sizes: Sizes, part: Part, scores: Tensor, keys: Tensor, counts: Tensor, weighed: bool) -> None:
     """The candidates of a part of a call."""
     (_, H, Q, D), K = c.q.shape, c.k.shape[2]
+    keep = 1 if c.top_k is None else c.top_k + 1
+    if keep > MOST_SELECTED + 1:
+        counts.fill_(-1)
+        return
+    if sizes.config is not None:
+        from gossamer.kernels.hopper import compiled
+
+        unread = counts
+        compiled.select(sizes.config)(
+            c.q, c.k, c.steepness, unread if c.lo is None else c.lo, unread if c.hi is None else c.hi, scores, keys,
+            counts, c.scale, part.first_block, c.offset, keep, part.blocks,
+        )  # fmt: skip
+        return
+    counts.zero_()
     select_kernel[(part.blocks,)](
         c.q, c.k, c.steepness, *seen_by(c), scores, keys, counts,
         *strides(c.q, c.k, c.q_positions, c.k_positions),
-        part.first_block, H, Q, K, c.offset, 1 if c.top_k is None else c.top_k + 1, c.scale,
+        part.first_block, H, Q, K, c.offset, keep, c.scale,
         D=D, BLOCK_D=padded(D), GROUP=c.group, R=sizes.rows, STEP=sizes.step, C=sizes.buffer, A=value_of(c.same),
         TOP=c.top_k is not None, WEIGHED=weighed, BOUNDS=c.bounds, POSITIONS=c.q_positions is not None,
         PRECISION=precision(c.q), num_warps=4, num_stages=2,
     )  # fmt: skip
+    n = part.blocks * sizes.rows
+    order_candidates_kernel[(-(-n // 8),)](scores, keys, counts, n, C=sizes.buffer, RP=8, num_warps=1)
 
 
 def forward(c: Call, *, keep_lists: bool, with_out: bool = True, only_keys: bool = False,
@@ -197,7 +251,7 @@ def forward(c: Call, *, keep_lists: bool, with_out: bool = True, only_keys: bool
     """
     (B, H, Q, D), (_, _, K, E) = c.q.shape, c.v.shape
     L, top, device = c.listed, c.top_k is not None, c.q.device
-    sizes = selection_sizes(c, buffer)
+    sizes = selection_sizes(c, not only_keys, buffer)
     every = list(parts(c, sizes.rows))
     most = max(part.blocks for part in every)
     # Buffers never lie in memory together with lists of more than a part.
@@ -217,12 +271,12 @@ def forward(c: Call, *, keep_lists: bool, with_out: bool = True, only_keys: bool
     out = torch.empty(B, H, Q, E if with_out else 0, dtype=c.q.dtype, device=device)
     for part in every:
         first_listed = 0 if keep_lists else part.first_row
-        rows = 16 if sizes.buffer <= 128 else 4
+        rows = 8
         select(c, sizes, part, scores, keys, counts, not only_keys)
         finish_kernel[(-(-part.blocks * sizes.rows // rows),)](
             scores, keys, counts, c.steepness, *stats, *lists, part.first_block, part.blocks * sizes.rows, H, Q,
             c.top_k or K, first_listed, L=L, R=sizes.rows, RP=rows, C=sizes.buffer, SHORT=min(64, sizes.buffer),
-            A=value_of(c.same), TOP=top, WEIGHED=True, KEYS=only_keys, num_warps=4,
+            A=value_of(c.same), TOP=top, KEYS=only_keys, num_warps=1,
         )  # fmt: skip
         if top:
             large(c, out, stats, lists, part.first_head, part.heads, first_listed, with_out, only_keys)
@@ -236,11 +290,11 @@ def forward(c: Call, *, keep_lists: bool, with_out: bool = True, only_keys: bool
 def gather_out(c: Call, out: Tensor, lists: Listed, part: Part, first_listed: int) -> None:
     """Out of the rows of a part that have lists."""
     (_, H, Q, _), E = c.q.shape, c.v.shape[3]
-    S, rows = row_options(c.v, E)
+    options = row_options(c.v, "forward", E, E)
     at = part.first_row - first_listed
-    gather_out_kernel[(-(-part.rows // rows),)](
+    gather_out_kernel[(-(-part.rows // options["RP"]),)](
         c.v, out, lists.keys[at:], lists.weights[at:], lists.counts, *strides(c.v), part.first_row, part.rows, H, Q,
-        L=c.listed, E=E, SE=S, RP=rows, N=4, GROUP=c.group, num_warps=2,
+        L=c.listed, E=E, SE=piece(E, 8 * c.v.element_size()), GROUP=c.group, **options,
     )  # fmt: skip
 
 
@@ -298,30 +352,29 @@ def backward(c: Call, lists: Listed, lam: Tensor, dout: Tensor, with_alpha: bool
     dv = torch.empty(B, G, K, E, dtype=c.q.dtype, device=device)
     of_rows = torch.empty((B, H, Q) if with_alpha else (1, 1, 1), device=device)
     slopes = torch.empty_like(lists.weights)
-    (SD, rows), (SE, _) = row_options(c.k, D), row_options(c.v, E)
-    rows = min(rows, row_options(c.v, E)[1])
-    sizes = {"D": D, "E": E, "SD": SD, "SE": SE}
-    gather_dq_kernel[(-(-c.rows // rows),)](
+    bits = 8 * c.k.element_size()
+    sizes = {"D": D, "E": E, "SD": piece(D, bits), "SE": piece(E, bits)}
+    options = row_options(c.k, "dq", D, E)
+    gather_dq_kernel[(-(-c.rows // options["RP"]),)](
         c.k, c.v, dout, c.steepness, dq, slopes, of_rows, *lists, *strides(c.k, c.v, dout), c.rows, H, Q, c.scale,
-        L=L, **sizes, RP=rows, N=4 if max(D, E) <= 64 else 2, VECTOR=min(32, padded(L)), GROUP=c.group,
-        A=value_of(c.same), WITH_ALPHA=with_alpha, num_warps=2,
+        L=L, **sizes, VECTOR=min(32, padded(L)), GROUP=c.group, A=value_of(c.same), WITH_ALPHA=with_alpha, **options,
     )  # fmt: skip
-    columns(c, lists, slopes, dout, dk, dv, sizes, rows)
+    columns(c, lists, slopes, dout, dk, dv, sizes)
     if not top:
         large_backward(c, lists, lam, dout, dq, dk, dv, of_rows, with_alpha)
     return Gradients(dq, dk, dv, of_rows.sum((0, 2), dtype=torch.float64) if with_alpha else None)
 
 
 def columns(
-    c: Call, lists: Listed, slopes: Tensor, dout: Tensor, dk: Tensor, dv: Tensor, sizes: dict[str, int], rows: int
+    c: Call, lists: Listed, slopes: Tensor, dout: Tensor, dk: Tensor, dv: Tensor, sizes: dict[str, int]
 ) -> None:  # fmt: skip
     """dK and dV of the pairs in lists."""
     (B, H, Q, D), (_, G, K, E) = c.q.shape, c.v.shape
     device, L, n_keys = c.q.device, c.listed, B * G * K
     cells = torch.zeros(n_keys * SEGMENTS + 1, dtype=torch.int32, device=device)
     vector = min(32, padded(L))
-    grid = (-(-c.rows // 16), -(-L // vector))
-    options = {"L": L, "RP": 16, "VECTOR": vector, "GROUP": c.group, "SEGMENTS": SEGMENTS, "num_warps": 4}
+    grid = (-(-c.rows // 8), -(-L // vector))
+    options = {"L": L, "RP": 8, "VECTOR": vector, "GROUP": c.group, "SEGMENTS": SEGMENTS, "num_warps": 1}
     names, in_order = (torch.empty(c.rows * L, dtype=torch.int32, device=device) for _ in range(2))
     of_lists = lists.keys, lists.counts
     count_kernel[grid](*of_lists, cells, H, Q, K, c.rows, **options)
@@ -329,9 +382,10 @@ def columns(
     place_kernel[grid](*of_lists, begins, names, H, Q, K, c.rows, **options)
     order_kernel[grid](*of_lists, begins, names, in_order, H, Q, K, c.rows, **options)
     of_keys = c.q, dout, in_order, begins
-    columns_kernel[(-(-n_keys // rows),)](
+    gather = row_options(c.k, "dkdv", D, E)
+    columns_kernel[(-(-n_keys // gather["RP"]),)](
         *of_keys, lists.weights, slopes, dk, dv, *strides(c.q, dout), H, Q, K, n_keys, c.scale, L=L, **sizes,
-        RP=rows, N=4 if max(D, E) <= 64 else 2, GROUP=c.group, SEGMENTS=SEGMENTS, LONG=LONG, num_warps=2,
+        GROUP=c.group, SEGMENTS=SEGMENTS, LONG=LONG, **gather,
     )  # fmt: skip
     # A key with more than LONG pairs has at most twice as many parts as LONG goes into them.
     most = 2 * c.rows * L // LONG
@@ -342,11 +396,12 @@ def columns(
     part_dk, part_dv = (torch.empty(most, size, device=device) for size in (D, E))
     long_parts_kernel[(min(most, 1056),)](
         *of_keys, ends, lists.weights, slopes, part_dk, part_dv, *strides(c.q, dout), H, Q, K, n_keys, L=L, **sizes,
-        RP=2 * rows, N=2, GROUP=c.group, SEGMENTS=SEGMENTS, LONG=LONG,
+        RP=4 * gather["RP"], N=2, GROUP=c.group, SEGMENTS=SEGMENTS, LONG=LONG,
         HALVINGS=max(1, math.ceil(math.log2(n_keys)) + 1), num_warps=4,
     )  # fmt: skip
+    rows = gather["RP"]
     long_sums_kernel[(-(-n_keys // rows),)](
-        ends, part_dk, part_dv, dk, dv, n_keys, c.scale, **sizes, RP=rows, num_warps=2
+        ends, part_dk, part_dv, dk, dv, n_keys, c.scale, **sizes, RP=rows, num_warps=1
     )
 
 
@@ -364,7 +419,9 @@ def large_backward(
     rest = *strides(c.q, c.k, c.v, dout, c.q_positions, c.k_positions), H, Q, K, c.offset, c.scale
     options = large_options(c)
     large_dq_kernel[(-(-Q // GROUP_ROWS), B * H)](*given, dq, of_rows, *rest, **options, WITH_ALPHA=with_alpha)
-    large_columns_kernel[(-(-K // options["STEP"]), B * G)](*given, dk, dv, *rest, **options)
+    large_columns_kernel[(-(-K // options["STEP"]), B * G)](
+        *given, dk, dv, *rest, **options, MEMBERS=triton.next_power_of_2(c.group)
+    )
 
 
 def again(c: Call) -> Listed:

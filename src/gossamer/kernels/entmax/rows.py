@@ -43,15 +43,6 @@ def key_range(first, last, inside, K, STEP: tl.constexpr):
 
 
 @triton.jit
-def sampled_first(step, tiles, EVERY_NTH: tl.constexpr):
-    """The tile of a step: every n-th of them, then the others."""
-    sampled = (tiles + EVERY_NTH - 1) // EVERY_NTH
-    rest = step - sampled
-    other = rest // (EVERY_NTH - 1) * EVERY_NTH + 1 + rest % (EVERY_NTH - 1)
-    return tl.where(step < sampled, step * EVERY_NTH, other)
-
-
-@triton.jit
 def visible(j, first, last, at, k_positions, stride_kp, K, POSITIONS: tl.constexpr):
     """[R, STEP]: which rows see which of the keys j [STEP]; `at` [R] are the positions of the rows."""
     seen = (j[None, :] >= first[:, None]) & (j[None, :] < last[:, None])

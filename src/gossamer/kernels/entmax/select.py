@@ -1,8 +1,9 @@
-"""The candidates of each row: scores are computed once, and those that may matter go to a buffer of the row.
+"""The candidates of each row: two passes over its scores, of which the first bounds what the second keeps.
 
-A row keeps a bound that only rises, under which no score can be in its support (or among its k largest): that of any
-part of its keys is one. A sixteenth of the key tiles comes first, spread over all. When a buffer is full the bound is
-found again from what is in it, and what lies under it leaves. A row with more candidates than fit is given up.
+Of every group of keys a row's largest score is held: group c are the keys c, c + STEP, ... of its tiles. These are a
+part of the row, so that no weight in the row is under the cut of their own normaliser, and no score that is under the
+`keep`-th largest of them is among the `keep` largest. The second pass keeps what is not under the bound. A row with
+more candidates than fit is given up. Places are drawn by atomic additions, so that `order_candidates_kernel` follows.
 """
 
 from __future__ import annotations
@@ -11,17 +12,16 @@ import triton
 import triton.language as tl
 
 from gossamer.kernels.entmax.formulas import LOWEST, MARGIN, cut, middle, newton, ordered, powers, unordered
-from gossamer.kernels.entmax.rows import bounds, key_range, load_tile, relative, sampled_first, tile_scores, visible
+from gossamer.kernels.entmax.rows import bounds, key_range, load_tile, relative, tile_scores, visible
 
-SAMPLE = tl.constexpr(16)
 STEPS = tl.constexpr(4)  # of Newton's method for a bound
-HALVINGS = tl.constexpr(24)  # of the interval that holds the k-th largest
 
 
 @triton.jit
-def bound_of(s, bound, count, a, keep, A: tl.constexpr, TOP: tl.constexpr, WEIGHED: tl.constexpr):
-    """The bound of rows by `count` of their scores s [R, C], the others of which are -inf; at least `bound`."""
+def bound_of(s, a, keep, A: tl.constexpr, TOP: tl.constexpr, WEIGHED: tl.constexpr):
+    """The bound of rows by some of their scores s [R, C], -inf where there is none."""
     top = tl.max(s, 1)
+    bound = tl.zeros_like(top) + LOWEST
     if WEIGHED:
         t = relative(s, top)
         x = tl.zeros_like(top)
@@ -32,35 +32,18 @@ def bound_of(s, bound, count, a, keep, A: tl.constexpr, TOP: tl.constexpr, WEIGH
         found -= MARGIN * (tl.abs(top) + x + tl.abs(found))
         bound = tl.where(found > bound, found, bound)  # of NaN: not
     if TOP:
-        order = ordered(s)
-        low, high = ordered(bound), ordered(top)
-        # Of a row with `keep` scores from `low` on, the middle becomes `low` where as many lie from it on.
-        for _ in range(HALVINGS):
+        order = tl.where(s == -float("inf"), ordered(bound)[:, None], ordered(s))
+        low = ordered(bound)
+        high = tl.maximum(tl.max(order, 1), low)
+        few = tl.sum((s > -float("inf")).to(tl.int32), 1) < keep
+        high = tl.where(few, low, high)
+        while tl.max((low < high).to(tl.int32), 0) > 0:
             between = middle(low, high)
             enough = tl.sum((order >= between[:, None]).to(tl.int32), 1) >= keep
             low = tl.where(enough, between, low)
             high = tl.where(enough, high, tl.maximum(between - 1, low))
-        bound = tl.where((count >= keep) & (low > ordered(bound)), unordered(low), bound)
+        bound = unordered(low)
     return bound
-
-
-@triton.jit
-def compact(s_base, j_base, n, bound, a, keep, C: tl.constexpr, A: tl.constexpr, TOP: tl.constexpr,
-            WEIGHED: tl.constexpr):  # fmt: skip
-    """Find the bounds of rows again from their buffers, and take out what lies under them: (bound, n)."""
-    tl.debug_barrier()
-    o = tl.arange(0, C)
-    there = o[None, :] < n[:, None]
-    s = tl.load(s_base[:, None] + o[None, :], mask=there, other=-float("inf"))
-    j = tl.load(j_base[:, None] + o[None, :], mask=there, other=0)
-    bound = bound_of(s, bound, n, a, keep, A, TOP, WEIGHED)
-    kept = there & ((s >= bound[:, None]) | (s != s))
-    place = tl.cumsum(kept.to(tl.int32), 1) - 1
-    tl.debug_barrier()
-    tl.store(s_base[:, None] + place, s, mask=kept)
-    tl.store(j_base[:, None] + place, j, mask=kept)
-    tl.debug_barrier()
-    return bound, tl.sum(kept.to(tl.int32), 1)
 
 
 @triton.jit(do_not_specialize=["first_block", "Q", "K", "offset", "keep"])
@@ -74,7 +57,7 @@ def select_kernel(
     k_positions,  # (B, H, K)
     scores,  # (blocks, R, C) float32, to write
     keys,  # (blocks, R, C) int32, to write
-    counts,  # (blocks, R) int32, to write: -1 of a row that was given up
+    counts,  # (blocks, R) int32, zero before: the candidates of each row, of which the first C are kept
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
     stride_qpb, stride_qph, stride_qpn, stride_kpb, stride_kph, stride_kpn,
     first_block, H, Q, K, offset, keep, scale,
@@ -99,38 +82,49 @@ def select_kernel(
     if POSITIONS:
         at = tl.load(q_positions + b64 * stride_qpb + h64 * stride_qph + rows.to(tl.int64) * stride_qpn, mask=inside)
         kp_base = k_positions + b64 * stride_kpb + h64 * stride_kph
-    s_base = scores + (own * R + tl.arange(0, R)) * C
-    j_base = keys + (own * R + tl.arange(0, R)) * C
-    n = tl.zeros([R], tl.int32)
-    bound = tl.zeros([R], tl.float32) + LOWEST
-    given_up = n != 0
+    o = tl.arange(0, STEP)
     begin, tiles = key_range(first, last, inside, K, STEP)
-    for step in range(tiles):
-        j = (begin + sampled_first(step, tiles, SAMPLE)) * STEP + tl.arange(0, STEP)
+    largest = tl.zeros([R, STEP], tl.float32) - float("inf")
+    for tile in range(begin, begin + tiles):
+        j = tile * STEP + o
         seen = visible(j, first, last, at, kp_base, stride_kpn, K, POSITIONS)
         s = tile_scores(b_q, k_base, j, seen, stride_kn, scale, K, D, BLOCK_D, PRECISION)
-        kept = ((s >= bound[:, None]) | (s != s)) & ~given_up[:, None]
-        more = tl.sum(kept.to(tl.int32), 1)
-        if tl.max(more, 0) > 0:
-            if WEIGHED:
-                # The largest score alone bounds a row, and costs little: lam is at least that.
-                found = cut(tl.max(s, 1), a)
-                found -= 2.0 * MARGIN * tl.abs(found)
-                bound = tl.where(found > bound, found, bound)
-                kept = kept & ((s >= bound[:, None]) | (s != s))
-                more = tl.sum(kept.to(tl.int32), 1)
-            if tl.max(n + more, 0) > C:
-                # Those of this tile count as well: of a first tile there is nothing else.
-                if tl.max(more, 0) * 2 > C:
-                    bound = bound_of(s, bound, more, a, keep, A, TOP, WEIGHED)
-                bound, n = compact(s_base, j_base, n, bound, a, keep, C, A, TOP, WEIGHED)
-                kept = kept & ((s >= bound[:, None]) | (s != s))
-                more = tl.sum(kept.to(tl.int32), 1)
-                given_up = given_up | (n + more > C)
-                kept = kept & ~given_up[:, None]
-                more = tl.where(given_up, 0, more)
-            place = n[:, None] + tl.cumsum(kept.to(tl.int32), 1) - 1
-            tl.store(s_base[:, None] + place, s, mask=kept)
-            tl.store(j_base[:, None] + place, tl.broadcast_to(j[None, :], [R, STEP]), mask=kept)
-            n += more
-    tl.store(counts + own * R + tl.arange(0, R), tl.where(given_up, -1, n))
+        largest = tl.maximum(largest, s)
+    bound = bound_of(largest, a, keep, A, TOP, WEIGHED)
+    place = own * R + tl.arange(0, R)
+    for tile in range(begin, begin + tiles):
+        j = tile * STEP + o
+        seen = visible(j, first, last, at, kp_base, stride_kpn, K, POSITIONS)
+        s = tile_scores(b_q, k_base, j, seen, stride_kn, scale, K, D, BLOCK_D, PRECISION)
+        kept = (s >= bound[:, None]) | (s != s)
+        n = tl.atomic_add(tl.broadcast_to((counts + place)[:, None], [R, STEP]), 1, mask=kept, sem="relaxed")
+        kept = kept & (n < C)
+        to = place[:, None] * C + n
+        tl.store(scores + to, s, mask=kept)
+        tl.store(keys + to, tl.broadcast_to(j[None, :], [R, STEP]), mask=kept)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def order_candidates_kernel(
+    scores,  # (rows, C) float32
+    keys,  # (rows, C) int32
+    counts,  # (rows,) int32; -1 is written for a row of which candidates were lost
+    n_rows, C: tl.constexpr, RP: tl.constexpr,
+):  # fmt: skip
+    """The candidates of each row in the order of their keys."""
+    own = tl.program_id(0) * RP + tl.arange(0, RP)
+    n = tl.load(counts + own, mask=own < n_rows, other=0)
+    tl.store(counts + own, tl.where(n > C, -1, n), mask=own < n_rows)
+    n = tl.where(n > C, 0, n)
+    o = tl.arange(0, C)
+    place = own.to(tl.int64)[:, None] * C
+    there = o[None, :] < n[:, None]
+    s = tl.load(scores + place + o[None, :], mask=there, other=0.0)
+    j = tl.load(keys + place + o[None, :], mask=there, other=0)
+    before = tl.zeros([RP, C], tl.int32)
+    for i in range(tl.max(n, 0)):
+        other = tl.load(keys + own.to(tl.int64) * C + i, mask=i < n, other=0x7FFFFFFF)
+        before += (other[:, None] < j).to(tl.int32)
+    tl.debug_barrier()
+    tl.store(scores + place + before, s, mask=there)
+    tl.store(keys + place + before, j, mask=there)

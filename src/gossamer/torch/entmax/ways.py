@@ -26,7 +26,7 @@ CAPABILITY = Capability(
 )  # fmt: skip
 MOST_KEPT = 256
 MOST_PAIRS = 2**31 - 2**20  # of all lists: the name of a pair is an int32
-MOST_LISTED = 64
+MOST_LISTED = 96
 
 
 def reasons(q: Tensor, k: Tensor, v: Tensor, options: Options) -> list[str]:
