@@ -233,7 +233,7 @@ def select(c: Call, sizes: Sizes, part: Part, scores: Tensor, keys: Tensor, coun
         part.first_block, H, Q, K, c.offset, keep, c.scale,
         D=D, BLOCK_D=padded(D), GROUP=c.group, R=sizes.rows, STEP=sizes.step, C=sizes.buffer, A=value_of(c.same),
         TOP=c.top_k is not None, WEIGHED=weighed, BOUNDS=c.bounds, POSITIONS=c.q_positions is not None,
-        PRECISION=precision(c.q), num_warps=4, num_stages=2,
+        PRECISION=precision(c.q), PTX=not triton.knobs.runtime.interpret, num_warps=4, num_stages=2,
     )  # fmt: skip
     n = part.blocks * sizes.rows
     order_candidates_kernel[(-(-n // 8),)](scores, keys, counts, n, C=sizes.buffer, RP=8, num_warps=1)

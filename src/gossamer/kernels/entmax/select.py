@@ -46,6 +46,24 @@ def bound_of(s, a, keep, A: tl.constexpr, TOP: tl.constexpr, WEIGHED: tl.constex
     return bound
 
 
+@triton.jit
+def drawn(counters, mask, PTX: tl.constexpr):
+    """Add 1 to each counter where `mask` says so; what it was before.
+
+    The compiler cannot lay out an atomic addition behind a product (an assertion of Triton 3.9): it is written as PTX.
+    """
+    if PTX:
+        code: tl.constexpr = (
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }"
+        )
+        before = tl.inline_asm_elementwise(
+            code, "=r,l,r", [counters.to(tl.int64), mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        before = tl.atomic_add(counters, 1, mask=mask, sem="relaxed")
+    return before
+
+
 @triton.jit(do_not_specialize=["first_block", "Q", "K", "offset", "keep"])
 def select_kernel(
     q,  # (B, H, Q, D)
@@ -63,7 +81,7 @@ def select_kernel(
     first_block, H, Q, K, offset, keep, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, STEP: tl.constexpr, C: tl.constexpr,
     A: tl.constexpr, TOP: tl.constexpr, WEIGHED: tl.constexpr, BOUNDS: tl.constexpr, POSITIONS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The candidates of R rows; blocks count over (B, H, blocks of R rows), the last rows of a head first."""
     own = tl.program_id(0).to(tl.int64)
@@ -97,9 +115,10 @@ def select_kernel(
         seen = visible(j, first, last, at, kp_base, stride_kpn, K, POSITIONS)
         s = tile_scores(b_q, k_base, j, seen, stride_kn, scale, K, D, BLOCK_D, PRECISION)
         kept = (s >= bound[:, None]) | (s != s)
-        n = tl.atomic_add(tl.broadcast_to((counts + place)[:, None], [R, STEP]), 1, mask=kept, sem="relaxed")
+        own_row = place[:, None] + tl.zeros([R, STEP], tl.int64)
+        n = drawn(counts + own_row, kept, PTX)
         kept = kept & (n < C)
-        to = place[:, None] * C + n
+        to = own_row * C + n
         tl.store(scores + to, s, mask=kept)
         tl.store(keys + to, tl.broadcast_to(j[None, :], [R, STEP]), mask=kept)
 

@@ -204,10 +204,10 @@ class Selector(Opaque):
         found = cute.make_rmem_tensor((ROWS,), Float32)
         for r in cutlass.range_constexpr(ROWS):
             found[r] = self.bound[r]
-        if const_expr(c.top):
-            self.kth(n, most, top, bottom, found)
         if const_expr(c.weighed):
             self.weigh(n, most, top, found)
+        if const_expr(c.top):
+            self.kth(n, most, top, bottom, found)
         for r in cutlass.range_constexpr(ROWS):
             self.bound[r] = found[r] if found[r] > self.bound[r] else self.bound[r]
         total = cute.make_rmem_tensor((ROWS,), Int32)
@@ -244,7 +244,7 @@ class Selector(Opaque):
 
     @cute.jit
     def kth(self, n, most, top, bottom, found):
-        """A bound that at least `keep` candidates are not under, of rows that have as many."""
+        """A bound that at least `keep` candidates are not under, of rows that have as many; `top` falls to it."""
         low = cute.make_rmem_tensor((ROWS,), Float32)
         enough = cute.make_rmem_tensor((ROWS,), Int32)
         for r in cutlass.range_constexpr(ROWS):
@@ -274,7 +274,7 @@ class Selector(Opaque):
         lam = cute.make_rmem_tensor((ROWS,), Float32)
         for r in cutlass.range_constexpr(ROWS):
             # No row has a lam under its largest score, or under what its bound came from.
-            lam[r] = cute.arch.fmax(self.bound[r] * self.scale + self.inverse, self.largest(r, n, most))
+            lam[r] = cute.arch.fmax(self.bound[r] * self.scale + self.inverse, top[r] * self.scale)
         for _ in cutlass.range(STEPS, unroll=1):
             F = cute.make_rmem_tensor((ROWS,), Float32)
             U = cute.make_rmem_tensor((ROWS,), Float32)
@@ -307,14 +307,6 @@ class Selector(Opaque):
         for r in cutlass.range_constexpr(ROWS):
             bound = self.under(lam[r])
             found[r] = bound if bound > found[r] else found[r]
-
-    @cute.jit
-    def largest(self, r: cutlass.Constexpr, n, most):
-        """The largest score of a row's candidates, scaled."""
-        top = -Float32.inf
-        for place in cutlass.range(most, unroll=2):
-            top = cute.arch.fmax(top, self.read(r, place, n[r], -float("inf")))
-        return over_quad(top) * self.scale
 
     @cute.jit
     def write(self):
