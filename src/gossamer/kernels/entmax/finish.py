@@ -1,4 +1,4 @@
-"""The exact normaliser and weights of rows from their candidates, and the lists of (key, weight) of their supports."""
+"""The exact normaliser and weights of rows from their contenders, and the lists of (key, weight) of their supports."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def finish_rows(
     scores, keys, n, place, number, o_list, a, m_row, lam, support, certified, list_keys, list_weights, list_counts,
     keep, L, C: tl.constexpr, A: tl.constexpr, TOP: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """`finish_kernel` over the first C candidates of each row."""
+    """`finish_kernel` over the first C contenders of each row."""
     o = tl.arange(0, C)
     there = o[None, :] < n[:, None]
     s = tl.load(scores + place[:, None] + o[None, :], mask=there, other=-float("inf"))

@@ -1,4 +1,4 @@
-"""Rows with more candidates than a buffer holds: passes over all of their scores, for groups of R rows by a list.
+"""Rows with more contenders than a buffer holds: passes over all of their scores, for groups of R rows by a list.
 
 Of all keys the weights are multiplied with v tile by tile; of the k largest they become lists, as those of other rows.
 """

@@ -113,8 +113,12 @@ def large_columns_kernel(
     b, g = own // G, own % G
     b64, g64 = b.to(tl.int64), g.to(tl.int64)
     groups = (Q + R - 1) // R
-    if tl.sum(tl.load(group_counts + own * GROUP + tl.arange(0, MEMBERS), mask=tl.arange(0, MEMBERS) < GROUP,
-                      other=0), 0) == 0:
+    if (
+        tl.sum(
+            tl.load(group_counts + own * GROUP + tl.arange(0, MEMBERS), mask=tl.arange(0, MEMBERS) < GROUP, other=0), 0
+        )
+        == 0
+    ):
         return
     j = tl.program_id(0) * STEP + tl.arange(0, STEP)
     k_base = k + b64 * stride_kb + g64 * stride_kh

@@ -19,7 +19,7 @@ from gossamer.kernels.entmax.finish import finish_kernel
 from gossamer.kernels.entmax.gather import gather_dq_kernel, gather_out_kernel
 from gossamer.kernels.entmax.large import large_kernel, list_groups_kernel
 from gossamer.kernels.entmax.large_backward import large_columns_kernel, large_dq_kernel
-from gossamer.kernels.entmax.select import order_candidates_kernel, select_kernel
+from gossamer.kernels.entmax.select import order_contenders_kernel, select_kernel
 from gossamer.kernels.entmax.transpose import SEGMENTS, count_kernel, order_kernel, place_kernel
 from gossamer.kernels.hopper import missing_packages
 from gossamer.kernels.hopper.device.select.configurations import SelectConfig
@@ -28,7 +28,7 @@ from gossamer.kernels.triton.config import X3, Direction
 from gossamer.kernels.triton.gather.config import piece, row_config
 
 MOST_LISTED = 96  # keys of a row whose weights are kept as a list, where top_k does not say how many
-BUFFER = 128  # candidates of a row
+BUFFER = 128  # contenders of a row
 PAIRS_OF_A_PART = 2**30  # that a part of a call sees at least: fewer would not fill a GPU
 ROWS_OF_A_PART = 132 * 128
 BOUNDS: tuple[Literal["every", "causal", "intervals"], ...] = ("every", "causal", "intervals")
@@ -121,13 +121,11 @@ class Part(NamedTuple):
     heads: int
 
 
-def selection_sizes(c: Call, weighed: bool, buffer: int | None) -> Sizes:
+def selection_sizes(c: Call, weighed: bool) -> Sizes:
     """A bound of the k largest needs more groups of keys than k."""
-    if buffer is not None:
-        return Sizes(32, 64, buffer)
     config = hopper_config(c, weighed)
     if config is not None:
-        return Sizes(128, config.step, config.candidates, config)
+        return Sizes(128, config.step, config.contenders, config)
     few = c.top_k is None or c.top_k < 32
     return Sizes(64 if padded(c.q.shape[3]) * c.q.element_size() <= 512 else 32, 64 if few else 128, BUFFER)
 
@@ -135,7 +133,13 @@ def selection_sizes(c: Call, weighed: bool, buffer: int | None) -> Sizes:
 def hopper_config(c: Call, weighed: bool) -> SelectConfig | None:
     """That of the Hopper kernel for a call; None where it is selected by the Triton kernel."""
     D = c.q.shape[3]
-    if D > 128 or c.q.element_size() != 2 or c.scale <= 0 or c.q_positions is not None or (c.top_k or 0) > MOST_SELECTED:
+    if (
+        D > 128
+        or c.q.element_size() != 2
+        or c.scale <= 0
+        or c.q_positions is not None
+        or (c.top_k or 0) > MOST_SELECTED
+    ):
         return None
     if not hopper_here(c.q.device) or not all(by_tma(x) for x in (c.q, c.k)):
         return None
@@ -211,7 +215,7 @@ def seen_by(c: Call) -> tuple[Any, ...]:
 
 
 def select(c: Call, sizes: Sizes, part: Part, scores: Tensor, keys: Tensor, counts: Tensor, weighed: bool) -> None:
-    """The candidates of a part of a call."""
+    """The contenders of a part of a call."""
     (_, H, Q, D), K = c.q.shape, c.k.shape[2]
     keep = 1 if c.top_k is None else c.top_k + 1
     if keep > MOST_SELECTED + 1:
@@ -236,22 +240,23 @@ def select(c: Call, sizes: Sizes, part: Part, scores: Tensor, keys: Tensor, coun
         PRECISION=precision(c.q), PTX=not triton.knobs.runtime.interpret, num_warps=4, num_stages=2,
     )  # fmt: skip
     n = part.blocks * sizes.rows
-    order_candidates_kernel[(-(-n // 8),)](scores, keys, counts, n, C=sizes.buffer, RP=8, num_warps=1)
+    order_contenders_kernel[(-(-n // 8),)](scores, keys, counts, n, C=sizes.buffer, RP=8, num_warps=1)
 
 
-def forward(c: Call, *, keep_lists: bool, with_out: bool = True, only_keys: bool = False,
-            buffer: int | None = None) -> Forward:  # fmt: skip
+def forward(
+    c: Call, *, keep_lists: bool, with_out: bool = True, only_keys: bool = False, complete: bool = True
+) -> Forward:
     """Everything of a call.
 
     Args:
         keep_lists: whether the lists of all rows are wanted; else they are made in parts.
         with_out: whether out is.
         only_keys: the keys of the k largest alone, as lists.
-        buffer: candidates of a row; None: as many as suit.
+        complete: whether rows without a list are computed; else they are only told by their counts.
     """
-    (B, H, Q, D), (_, _, K, E) = c.q.shape, c.v.shape
+    (B, H, Q, _), (_, _, K, E) = c.q.shape, c.v.shape
     L, top, device = c.listed, c.top_k is not None, c.q.device
-    sizes = selection_sizes(c, not only_keys, buffer)
+    sizes = selection_sizes(c, not only_keys)
     every = list(parts(c, sizes.rows))
     most = max(part.blocks for part in every)
     # Buffers never lie in memory together with lists of more than a part.
@@ -278,11 +283,11 @@ def forward(c: Call, *, keep_lists: bool, with_out: bool = True, only_keys: bool
             c.top_k or K, first_listed, L=L, R=sizes.rows, RP=rows, C=sizes.buffer, SHORT=min(64, sizes.buffer),
             A=value_of(c.same), TOP=top, KEYS=only_keys, num_warps=1,
         )  # fmt: skip
-        if top:
+        if top and complete:
             large(c, out, stats, lists, part.first_head, part.heads, first_listed, with_out, only_keys)
         if with_out and not only_keys:
             gather_out(c, out, lists, part, first_listed)
-    if not top:
+    if not top and complete:
         large(c, out, stats, lists, 0, B * H, 0, with_out, only_keys)
     return Forward(out, stats, lists)
 
@@ -343,8 +348,14 @@ def large(
     )  # fmt: skip
 
 
-def backward(c: Call, lists: Listed, lam: Tensor, dout: Tensor, with_alpha: bool) -> Gradients:
-    """All gradients, from the lists and from the normalisers of the rows that have none."""
+def backward(
+    c: Call, lists: Listed, lam: Tensor, dout: Tensor, with_alpha: bool, complete: bool = True
+) -> Gradients:  # fmt: skip
+    """All gradients, from the lists and from the normalisers of the rows that have none.
+
+    Args:
+        complete: as in `forward`; without it the list of a key is computed as one, however long it is.
+    """
     (B, H, Q, D), (_, G, K, E) = c.q.shape, c.v.shape
     device, L, top = c.q.device, c.listed, c.top_k is not None
     dq = torch.empty(B, H, Q, D, dtype=c.q.dtype, device=device)
@@ -359,22 +370,27 @@ def backward(c: Call, lists: Listed, lam: Tensor, dout: Tensor, with_alpha: bool
         c.k, c.v, dout, c.steepness, dq, slopes, of_rows, *lists, *strides(c.k, c.v, dout), c.rows, H, Q, c.scale,
         L=L, **sizes, VECTOR=min(32, padded(L)), GROUP=c.group, A=value_of(c.same), WITH_ALPHA=with_alpha, **options,
     )  # fmt: skip
-    columns(c, lists, slopes, dout, dk, dv, sizes)
-    if not top:
+    columns(c, lists, slopes, dout, dk, dv, sizes, LONG if complete else c.rows)
+    if not top and complete:
         large_backward(c, lists, lam, dout, dq, dk, dv, of_rows, with_alpha)
     return Gradients(dq, dk, dv, of_rows.sum((0, 2), dtype=torch.float64) if with_alpha else None)
 
 
 def columns(
-    c: Call, lists: Listed, slopes: Tensor, dout: Tensor, dk: Tensor, dv: Tensor, sizes: dict[str, int]
+    c: Call, lists: Listed, slopes: Tensor, dout: Tensor, dk: Tensor, dv: Tensor, sizes: dict[str, int],
+    long: int,
 ) -> None:  # fmt: skip
-    """dK and dV of the pairs in lists."""
+    """dK and dV of the pairs in lists.
+
+    Args:
+        long: keys with more pairs are computed in parts.
+    """
     (B, H, Q, D), (_, G, K, E) = c.q.shape, c.v.shape
     device, L, n_keys = c.q.device, c.listed, B * G * K
     cells = torch.zeros(n_keys * SEGMENTS + 1, dtype=torch.int32, device=device)
     vector = min(32, padded(L))
-    grid = (-(-c.rows // 8), -(-L // vector))
-    options = {"L": L, "RP": 8, "VECTOR": vector, "GROUP": c.group, "SEGMENTS": SEGMENTS, "num_warps": 1}
+    grid = (-(-c.rows // 16), -(-L // vector))
+    options = {"L": L, "RP": 16, "VECTOR": vector, "GROUP": c.group, "SEGMENTS": SEGMENTS, "num_warps": 4}
     names, in_order = (torch.empty(c.rows * L, dtype=torch.int32, device=device) for _ in range(2))
     of_lists = lists.keys, lists.counts
     count_kernel[grid](*of_lists, cells, H, Q, K, c.rows, **options)
@@ -385,18 +401,18 @@ def columns(
     gather = row_options(c.k, "dkdv", D, E)
     columns_kernel[(-(-n_keys // gather["RP"]),)](
         *of_keys, lists.weights, slopes, dk, dv, *strides(c.q, dout), H, Q, K, n_keys, c.scale, L=L, **sizes,
-        GROUP=c.group, SEGMENTS=SEGMENTS, LONG=LONG, **gather,
+        GROUP=c.group, SEGMENTS=SEGMENTS, LONG=long, **gather,
     )  # fmt: skip
-    # A key with more than LONG pairs has at most twice as many parts as LONG goes into them.
-    most = 2 * c.rows * L // LONG
-    if c.group * Q <= LONG or not most:
+    # A key with so many pairs has at most twice as many parts as `long` goes into them.
+    most = 2 * c.rows * L // long
+    if c.group * Q <= long or not most:
         return
     number = torch.diff(begins[::SEGMENTS])
-    ends = torch.cumsum(torch.where(number > LONG, (number + LONG - 1) // LONG, 0), 0, dtype=torch.int32)
+    ends = torch.cumsum(torch.where(number > long, (number + long - 1) // long, 0), 0, dtype=torch.int32)
     part_dk, part_dv = (torch.empty(most, size, device=device) for size in (D, E))
     long_parts_kernel[(min(most, 1056),)](
         *of_keys, ends, lists.weights, slopes, part_dk, part_dv, *strides(c.q, dout), H, Q, K, n_keys, L=L, **sizes,
-        RP=4 * gather["RP"], N=2, GROUP=c.group, SEGMENTS=SEGMENTS, LONG=LONG,
+        RP=4 * gather["RP"], N=2, GROUP=c.group, SEGMENTS=SEGMENTS, LONG=long,
         HALVINGS=max(1, math.ceil(math.log2(n_keys)) + 1), num_warps=4,
     )  # fmt: skip
     rows = gather["RP"]
@@ -424,15 +440,15 @@ def large_backward(
     )
 
 
-def again(c: Call) -> Listed:
+def again(c: Call, complete: bool = True) -> Listed:
     """The lists that a forward made, without its out."""
-    return forward(c, keep_lists=True, with_out=False).lists
+    return forward(c, keep_lists=True, with_out=False, complete=complete).lists
 
 
-def top_keys(c: Call, buffer: int | None = None) -> Tensor:
+def top_keys(c: Call) -> Tensor:
     """The keys (B, H, Q, top_k) int32 of the k largest scores of each row, ascending, then -1."""
     B, H, Q, _ = c.q.shape
-    found = forward(c, keep_lists=True, with_out=False, only_keys=True, buffer=buffer).lists
+    found = forward(c, keep_lists=True, with_out=False, only_keys=True).lists
     K = c.k.shape[2]
     place = torch.arange(c.listed, device=c.q.device)
     keys = torch.where(place < found.counts.view(-1, 1), found.keys, K).sort(1).values

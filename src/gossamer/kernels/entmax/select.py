@@ -1,9 +1,9 @@
-"""The candidates of each row: two passes over its scores, of which the first bounds what the second keeps.
+"""The contenders of each row: two passes over its scores, of which the first bounds what the second keeps.
 
 Of every group of keys a row's largest score is held: group c are the keys c, c + STEP, ... of its tiles. These are a
 part of the row, so that no weight in the row is under the cut of their own normaliser, and no score that is under the
 `keep`-th largest of them is among the `keep` largest. The second pass keeps what is not under the bound. A row with
-more candidates than fit is given up. Places are drawn by atomic additions, so that `order_candidates_kernel` follows.
+more contenders than fit is given up. Places are drawn by atomic additions, so that `order_contenders_kernel` follows.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def select_kernel(
     k_positions,  # (B, H, K)
     scores,  # (blocks, R, C) float32, to write
     keys,  # (blocks, R, C) int32, to write
-    counts,  # (blocks, R) int32, zero before: the candidates of each row, of which the first C are kept
+    counts,  # (blocks, R) int32, zero before: the contenders of each row, of which the first C are kept
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
     stride_qpb, stride_qph, stride_qpn, stride_kpb, stride_kph, stride_kpn,
     first_block, H, Q, K, offset, keep, scale,
@@ -83,7 +83,7 @@ def select_kernel(
     A: tl.constexpr, TOP: tl.constexpr, WEIGHED: tl.constexpr, BOUNDS: tl.constexpr, POSITIONS: tl.constexpr,
     PRECISION: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The candidates of R rows; blocks count over (B, H, blocks of R rows), the last rows of a head first."""
+    """The contenders of R rows; blocks count over (B, H, blocks of R rows), the last rows of a head first."""
     own = tl.program_id(0).to(tl.int64)
     blocks = (Q + R - 1) // R
     block = first_block + tl.program_id(0)
@@ -124,13 +124,13 @@ def select_kernel(
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def order_candidates_kernel(
+def order_contenders_kernel(
     scores,  # (rows, C) float32
     keys,  # (rows, C) int32
-    counts,  # (rows,) int32; -1 is written for a row of which candidates were lost
+    counts,  # (rows,) int32; -1 is written for a row of which contenders were lost
     n_rows, C: tl.constexpr, RP: tl.constexpr,
 ):  # fmt: skip
-    """The candidates of each row in the order of their keys."""
+    """The contenders of each row in the order of their keys."""
     own = tl.program_id(0) * RP + tl.arange(0, RP)
     n = tl.load(counts + own, mask=own < n_rows, other=0)
     tl.store(counts + own, tl.where(n > C, -1, n), mask=own < n_rows)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from gossamer.plan.problem import Unsupported
-from gossamer.torch.entmax.arguments import Options, operands_of, uncast
+from gossamer.torch.entmax.arguments import operands_of, uncast
 from gossamer.torch.entmax.backward import of_lists, of_normalisers
 from gossamer.torch.entmax.forward import forward
 from gossamer.torch.entmax.lists import Lists, RowLists
-from gossamer.torch.entmax.ways import kernel_call, readable, reasons
+from gossamer.torch.entmax.options import Options
+from gossamer.torch.entmax.ways import by_kernels, kernel_call, readable
 
 # Lists are saved up to so many keys a row in the mean; larger supports are saved as normalisers.
 MEAN_LISTED = 256
@@ -49,8 +50,10 @@ def results(
 ) -> Found:  # fmt: skip
     """The forward, and the lists of supports if they are wanted and small enough."""
     B, H, Q, _ = q.shape
-    if not reasons(q, k, v, options):
-        return of_kernels(q, k, v, alpha, number, options, listed)
+    if by_kernels(q, k, v, number, options):
+        found_so = of_kernels(q, k, v, alpha, number, options, listed)
+        if found_so is not None:
+            return found_so
     with uncast(q.device):
         found = forward(operands_of(q, k, v, alpha, options), MEAN_LISTED * B * H * Q if listed else 0)
     rows = (x.view(B, H, Q) for x in (found.normaliser, found.support, found.certified))
@@ -59,12 +62,16 @@ def results(
 
 def of_kernels(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, number: float | None, options: Options, listed: bool
-) -> Found:  # fmt: skip
-    """`results` by the kernels."""
+) -> Found | None:  # fmt: skip
+    """`results` by the kernels; None if by default there is a row for which they have no list."""
     from gossamer.kernels.entmax import launch
 
+    asked = options.implementation == "kernels"
     with uncast(q.device), torch.no_grad():
-        found = launch.forward(kernel_call(q, k, v, alpha, number, options), keep_lists=listed)
+        call = kernel_call(q, k, v, alpha, number, options)
+        found = launch.forward(call, keep_lists=listed, complete=asked)
+    if not asked and bool((found.lists.counts < 0).any()):
+        return None
     lam, support, certified = found.stats
     lists = RowLists(*found.lists) if listed else None
     return Found(Results(found.out, lam, support, certified), lists)
@@ -73,14 +80,17 @@ def of_kernels(
 def gradients_of_kernels(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, number: float | None, options: Options,
     lists: RowLists | None, normaliser: Tensor, wants_alpha: bool, dout: Tensor,
-) -> GradientsOf:  # fmt: skip
-    """The backward by the kernels; without lists these are made again by those of the forward."""
+) -> GradientsOf | None:  # fmt: skip
+    """The backward by the kernels; without lists these are made again. None as in `of_kernels`."""
     from gossamer.kernels.entmax import launch
 
+    asked = options.implementation == "kernels"
     with uncast(q.device), torch.no_grad():
         call = kernel_call(q, k, v, alpha, number, options)
-        of_rows = launch.Listed(*lists) if lists is not None else launch.again(call)
-        found = launch.backward(call, of_rows, normaliser, readable(dout.to(q.dtype)), wants_alpha)
+        of_rows = launch.Listed(*lists) if lists is not None else launch.again(call, complete=asked)
+        if lists is None and not asked and bool((of_rows.counts < 0).any()):
+            return None
+        found = launch.backward(call, of_rows, normaliser, readable(dout.to(q.dtype)), wants_alpha, complete=asked)
     of_alpha = None if found.alpha is None else found.alpha.to(alpha.dtype)
     return GradientsOf(found.q, found.k, found.v, of_alpha)
 
@@ -90,9 +100,10 @@ def gradients(
     saved: Lists | RowLists | None, normaliser: Tensor, wants_alpha: bool, dout: Tensor,
 ) -> GradientsOf:  # fmt: skip
     """The backward, from lists of supports, or from the normalisers (B, H, Q) alone."""
-    if not reasons(q, k, v, options):
-        assert not isinstance(saved, Lists)
-        return gradients_of_kernels(q, k, v, alpha, number, options, saved, normaliser, wants_alpha, dout)
+    if not isinstance(saved, Lists) and (saved is not None or by_kernels(q, k, v, number, options)):
+        found = gradients_of_kernels(q, k, v, alpha, number, options, saved, normaliser, wants_alpha, dout)
+        if found is not None:
+            return found
     with uncast(q.device):
         o = operands_of(q, k, v, alpha, options)
         dout = dout.to(o.q.dtype).reshape(-1, dout.shape[3])

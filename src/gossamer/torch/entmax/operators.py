@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.row_formulas import compute_dtype
-from gossamer.torch.entmax.arguments import Given, Options, check
+from gossamer.torch.entmax.arguments import Given, check
 from gossamer.torch.entmax.autograd import gradients, results
+from gossamer.torch.entmax.options import Options
 from gossamer.torch.entmax.topk import keys_of_rows
 from gossamer.torch.operators import library
 from gossamer.torch.request import Request, ResolvedPattern
@@ -20,7 +21,7 @@ from gossamer.torch.validate import Arguments
 
 _OPTIONS = (
     "Tensor[] layout, SymInt[] geometry, SymInt pattern, Tensor? q_positions, Tensor? k_positions, "
-    "int? top_k, bool causal, float? scale"
+    "int? top_k, bool causal, float? scale, str? implementation"
 )
 
 _REST = f"Tensor alpha, {_OPTIONS}"

@@ -5,18 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gossamer.torch.entmax.arguments import Options, operands_of, uncast
+from gossamer.torch.entmax.arguments import operands_of, uncast
 from gossamer.torch.entmax.chunks import chunks, row_numbers, scores
+from gossamer.torch.entmax.options import Options
 from gossamer.torch.entmax.selection import largest
-from gossamer.torch.entmax.ways import kernel_call, reasons
+from gossamer.torch.entmax.ways import by_kernels, kernel_call
 
 
 def keys_of_rows(q: Tensor, k: Tensor, options: Options) -> Tensor:
     """(B, H, Q, top_k) int32: the keys of each row of q (B, H, Q, D) ascending, then -1 where it sees fewer."""
     B, H, Q, _ = q.shape
     K = k.shape[2]
-    if not reasons(q, k, k, options):
-        return by_kernels(q, k, options)
+    if by_kernels(q, k, k, None, options):
+        return of_kernels(q, k, options)
     assert options.top_k is not None
     keys = torch.full((B * H * Q, options.top_k), -1, dtype=torch.int32, device=q.device)
     with torch.no_grad(), uncast(q.device):
@@ -30,7 +31,7 @@ def keys_of_rows(q: Tensor, k: Tensor, options: Options) -> Tensor:
     return keys.view(B, H, Q, -1)
 
 
-def by_kernels(q: Tensor, k: Tensor, options: Options) -> Tensor:
+def of_kernels(q: Tensor, k: Tensor, options: Options) -> Tensor:
     """`keys_of_rows` by the kernels."""
     from gossamer.kernels.entmax import launch
 

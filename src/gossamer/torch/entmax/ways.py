@@ -1,4 +1,8 @@
-"""Which way a call is computed: by kernels, which read nothing back, or by operations of torch, and why."""
+"""Which way a call is computed: by kernels, or by operations of torch, and why.
+
+By default kernels compute the calls that were checked on a GPU (`checked`), as far as their rows have lists; the host
+reads whether they have. `implementation="kernels"` computes all that the kernels take, and reads nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,11 @@ from gossamer.patterns.base import Intervals
 from gossamer.patterns.compose import And
 from gossamer.patterns.handles import pattern_of
 from gossamer.plan.capability import Capability
+from gossamer.plan.problem import Unsupported
 
 if TYPE_CHECKING:
     from gossamer.kernels.entmax.launch import Call
-    from gossamer.torch.entmax.arguments import Options
+    from gossamer.torch.entmax.options import Options
 
 CAPABILITY = Capability(
     devices=frozenset({"cuda"}), dtypes=frozenset({"float16", "bfloat16", "float32"}), max_head_dim=256, min_sm=80
@@ -54,6 +59,38 @@ def reasons(q: Tensor, k: Tensor, v: Tensor, options: Options) -> list[str]:
     elif interval_pattern(options, q.shape[2], k.shape[2]) is None:
         found.append("a pattern whose rows do not each keep one run of keys, shared by all heads")
     return found
+
+
+def by_kernels(q: Tensor, k: Tensor, v: Tensor, number: float | None, options: Options) -> bool:
+    """Whether kernels compute a call.
+
+    Args:
+        number: alpha of all heads, where it is given as a number.
+
+    Raises:
+        Unsupported: they were asked for and cannot.
+    """
+    if options.implementation is None:
+        return checked(q, k, v, number, options)
+    found = reasons(q, k, v, options) if options.implementation == "kernels" else []
+    if found:
+        raise Unsupported('implementation="kernels" does not take this call: ' + "; ".join(found))
+    return options.implementation == "kernels"
+
+
+def checked(q: Tensor, k: Tensor, v: Tensor, number: float | None, options: Options) -> bool:
+    """Whether a call is of those whose kernels were checked on a GPU: entmax-1.5, causal, in bfloat16, heads of 64."""
+    sizes = q.dtype == torch.bfloat16 and q.shape[3] == v.shape[3] == 64
+    if q.device.type != "cuda" or not sizes or number != 1.5 or options.top_k is not None or reasons(q, k, v, options):
+        return False
+    if options.q_positions is not None or options.k_positions is not None:
+        return False
+    run = interval_pattern(options, q.shape[2], k.shape[2])
+    if run is None or run.kind != "causal" or (options.scale is not None and options.scale <= 0):
+        return False
+    from gossamer.kernels.entmax.launch import by_tma, hopper_here
+
+    return hopper_here(q.device) and by_tma(readable(q)) and by_tma(readable(k))
 
 
 class Run(NamedTuple):

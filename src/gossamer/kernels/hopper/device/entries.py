@@ -159,13 +159,13 @@ def gather(config: GatherConfig) -> Any:
 
 
 def select(config: SelectConfig) -> Any:
-    """The candidates of alpha-entmax or of the k largest scores."""
+    """The contenders of alpha-entmax or of the k largest scores."""
     n, s = NUMBERS[config.dtype], cute.sym_int
     B, Q, K = s(), s(), s()
     rows = s()
     return cute.compile(
         Select(config), strided(n, B, s(), Q), strided(n, B, s(), K), compact(Float32, s()), compact(Int32, s()),
-        compact(Int32, s()), compact(Float32, rows, config.candidates), compact(Int32, rows, config.candidates),
+        compact(Int32, s()), compact(Float32, rows, config.contenders), compact(Int32, rows, config.contenders),
         compact(Int32, rows), Float32(1), *[Int32(1)] * 4,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip

@@ -19,8 +19,8 @@ class SelectArguments(NamedTuple):
     steepness: cute.Tensor  # (H,) float32: alpha - 1
     lo: cute.Tensor  # (Q,) int32, non-decreasing; not read without intervals
     hi: cute.Tensor  # (Q,) int32
-    scores: cute.Tensor  # (rows, candidates) float32
-    keys: cute.Tensor  # (rows, candidates) int32
+    scores: cute.Tensor  # (rows, contenders) float32
+    keys: cute.Tensor  # (rows, contenders) int32
     counts: cute.Tensor  # (rows,) int32
     scale: Float32  # positive
     first_block: Int32  # of all blocks of rows, of those that are computed

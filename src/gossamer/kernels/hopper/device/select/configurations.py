@@ -16,14 +16,14 @@ CHUNK = 32  # keys after which a thread looks whether there is room: 8 of each o
 class SelectConfig:
     """One compiled kernel.
 
-    `places` are those of a thread for the candidates of one of its rows; four threads share a row. `candidates` is the
+    `places` are those of a thread for the contenders of one of its rows; four threads share a row. `contenders` is the
     length of the lists that it writes.
     """
 
     dtype: str
     D: int  # head size after padding
     places: int
-    candidates: int
+    contenders: int
     step: int = 128  # keys
     stages: int = 3
     same: float = -1.0  # alpha - 1 of all heads: 0.5, 1.0, or -1.0 for any
@@ -40,5 +40,5 @@ class SelectConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: Q, the ring of K, candidates and barriers."""
+        """Shared memory of a block: Q, the ring of K, contenders and barriers."""
         return 2 * self.D * (ROWS + self.step * self.stages) + 8 * 4 * ROWS * self.places + 1024

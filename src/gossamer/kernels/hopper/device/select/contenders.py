@@ -1,8 +1,8 @@
-"""A warpgroup's 64 rows: their bounds, and the candidates that are above them, in shared memory.
+"""A warpgroup's 64 rows: their bounds, and the contenders that are above them, in shared memory.
 
 Every thread holds the scores of two rows, a quarter of the columns of each, and keeps those that are not under the
 row's bound in places of its own: nothing is shared but within the four threads of a row, and the order is fixed. A
-bound is found again when the places of a thread run out, from all candidates of the row, which are then dealt out anew.
+bound is found again when the places of a thread run out, from all contenders of the row, which are then dealt out anew.
 
 Scores here are products without the scale, which is positive.
 """
@@ -30,7 +30,7 @@ LOWEST = -3.4028234e38
 STEPS = 3  # of Newton's method
 HALVINGS = 10  # of the interval of the k-th largest
 MARGIN = 2e-5  # relative, of a bound: powers are approximate
-FLAT = 0.02  # alpha - 1 under which no candidate is left out by its weight
+FLAT = 0.02  # alpha - 1 under which no contender is left out by its weight
 
 
 def append(score: Any, bound: Any, place: Any, key: Any, keys_behind: int) -> Any:
@@ -68,9 +68,7 @@ class Selector(Opaque):
         self.lo = cute.make_rmem_tensor((ROWS,), Int32)
         self.hi = cute.make_rmem_tensor((ROWS,), Int32)
         self.given_up = cute.make_rmem_tensor((ROWS,), Int32)
-        self.start = [
-            block.s_scores.iterator.toint() + 4 * (4 * (thread.row + 8 * r) + self.quad) for r in range(ROWS)
-        ]
+        self.start = [block.s_scores.iterator.toint() + 4 * (4 * (thread.row + 8 * r) + self.quad) for r in range(ROWS)]
         # From the place of a score to that of its key.
         self.keys_behind = 4 * 4 * TILE * GROUPS * c.places
         self.full = (c.places - CHUNK // 4) * PLACE
@@ -109,9 +107,7 @@ class Selector(Opaque):
         for step in cutlass.range(rows.tiles, unroll=1):
             stage = self.block.k.wait_full_at(step)
             scores = accumulator(self.mma, c.step)
-            issue(
-                self.mma, scores, self.q[None, None, None, thread.warpgroup], self.k[None, None, None, stage], False
-            )
+            issue(self.mma, scores, self.q[None, None, None, thread.warpgroup], self.k[None, None, None, stage], False)
             key = (rows.begin + tile_of(step, rows.tiles)) * c.step
             warpgroup.wait_group(0)
             self.block.k.release(stage)
@@ -126,7 +122,7 @@ class Selector(Opaque):
                 self.keep(scores, key)
         n = self.counts()
         most = cutlass.max(over_quad_sum(n[0]), over_quad_sum(n[1]))
-        if cute.arch.vote_any_sync(most > c.candidates):
+        if cute.arch.vote_any_sync(most > c.contenders):
             self.refresh()
         self.write()
 
@@ -157,7 +153,7 @@ class Selector(Opaque):
 
     @cute.jit
     def keep(self, scores, key):
-        """Append the candidates of a tile."""
+        """Append the contenders of a tile."""
         for chunk in cutlass.range_constexpr(self.config.step // CHUNK):
             full = self.next[0] - self.start[0] > self.full or self.next[1] - self.start[1] > self.full
             if cute.arch.vote_any_sync(full):
@@ -171,18 +167,18 @@ class Selector(Opaque):
                         self.next[r] = append(scores[i], self.bound[r], self.next[r], number, self.keys_behind)
 
     def counts(self) -> list[Any]:
-        """How many candidates this thread has of each of its rows."""
+        """How many contenders this thread has of each of its rows."""
         return [(self.next[r] - self.start[r]) // PLACE for r in range(ROWS)]
 
     @cute.jit
     def read(self, r: cutlass.Constexpr, place, count, none: cutlass.Constexpr):
-        """A candidate's score, or `none` past the last."""
+        """A contender's score, or `none` past the last."""
         score = assembly(Float32, "ld.shared.f32 $0, [$1];", Int32(self.start[r] + place * PLACE))
         return score if place < count else Float32(none)
 
     @cute.jit
     def refresh(self):
-        """Find the bounds again from the candidates, and take out those that are under them."""
+        """Find the bounds again from the contenders, and take out those that are under them."""
         c = self.config
         cute.arch.sync_warp()
         n = self.counts()
@@ -244,7 +240,7 @@ class Selector(Opaque):
 
     @cute.jit
     def kth(self, n, most, top, bottom, found):
-        """A bound that at least `keep` candidates are not under, of rows that have as many; `top` falls to it."""
+        """A bound that at least `keep` contenders are not under, of rows that have as many; `top` falls to it."""
         low = cute.make_rmem_tensor((ROWS,), Float32)
         enough = cute.make_rmem_tensor((ROWS,), Int32)
         for r in cutlass.range_constexpr(ROWS):
@@ -269,7 +265,7 @@ class Selector(Opaque):
 
     @cute.jit
     def weigh(self, n, most, top, found):
-        """The bound by the weights of the candidates: lam rises to that of these alone."""
+        """The bound by the weights of the contenders: lam rises to that of these alone."""
         same = self.config.same
         lam = cute.make_rmem_tensor((ROWS,), Float32)
         for r in cutlass.range_constexpr(ROWS):
@@ -310,7 +306,7 @@ class Selector(Opaque):
 
     @cute.jit
     def write(self):
-        """The candidates of all rows into their lists."""
+        """The contenders of all rows into their lists."""
         c, a = self.config, self.arguments
         cute.arch.sync_warp()
         n = self.counts()
@@ -326,13 +322,13 @@ class Selector(Opaque):
                 kept = place < n[r] and not (score < self.bound[r])
                 rank, more = self.rank(kept)
                 rank = rank + total[r]
-                if kept and rank < c.candidates:
+                if kept and rank < c.contenders:
                     own = x * BLOCK_ROWS + self.thread.row + 8 * r
                     # -0 becomes 0: they are equal.
                     a.scores[own, rank] = score * self.scale + 0.0
                     a.keys[own, rank] = key
                 total[r] = total[r] + more
         for r in cutlass.range_constexpr(ROWS):
-            fits = total[r] <= c.candidates and self.given_up[r] == 0
+            fits = total[r] <= c.contenders and self.given_up[r] == 0
             if self.quad == 0:
                 a.counts[x * BLOCK_ROWS + self.thread.row + 8 * r] = total[r] if fits else Int32(-1)
