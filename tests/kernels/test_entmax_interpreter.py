@@ -11,7 +11,7 @@ import torch
 import gossamer as gs
 from tests.support.processes import INTERPRETING, in_interpreter
 
-SEEDS = 24
+SEEDS = 16
 PARTS = 4
 
 pytest.importorskip("triton")
@@ -99,7 +99,7 @@ if INTERPRETING:
 
     def test_parts_of_a_call_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         g = torch.Generator().manual_seed(1)
-        q, k, v = (torch.randn(2, 2, 200, 16, generator=g) for _ in range(3))
+        q, k, v = (torch.randn(1, 2, 140, 16, generator=g) for _ in range(3))
         for top_k in (None, 6):
             expected = aux_of(q, k, v, causal=True, top_k=top_k)
             with monkeypatch.context() as patch:

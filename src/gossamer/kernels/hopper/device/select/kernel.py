@@ -14,8 +14,8 @@ from cutlass import Float32, Int32
 from gossamer.kernels.hopper.device.common import NUMBERS, WARPGROUP, computing_thread
 from gossamer.kernels.hopper.device.common import ROWS as TILE
 from gossamer.kernels.hopper.device.select.block import SelectArguments, SelectBlock
-from gossamer.kernels.hopper.device.select.contenders import Selector
 from gossamer.kernels.hopper.device.select.configurations import GROUPS, SelectConfig
+from gossamer.kernels.hopper.device.select.contenders import Selector
 from gossamer.kernels.hopper.device.select.rows import rows_of, tile_of
 from gossamer.kernels.hopper.device.shell import Shell, array, barriers, ring_of, tile_memory, tiles, words
 from gossamer.kernels.hopper.device.tiles import tile_layout, tile_loader, tma
