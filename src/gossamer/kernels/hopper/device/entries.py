@@ -29,6 +29,8 @@ from gossamer.kernels.hopper.device.gather.gradients import GatherGradients
 from gossamer.kernels.hopper.device.gather.query import GatherQuery
 from gossamer.kernels.hopper.device.merges import MERGE
 from gossamer.kernels.hopper.device.row_items import ITEM
+from gossamer.kernels.hopper.device.select.configurations import SelectConfig
+from gossamer.kernels.hopper.device.select.kernel import Select
 
 OPTIONS = "--enable-tvm-ffi"
 
@@ -160,6 +162,19 @@ def gather(config: GatherConfig) -> Any:
     return cute.compile(
         GatherColumns(c), *inputs, terms, strided(n, B, G, K), strided(n, B, G, K), items, compact(Int32, s(), SEGMENT),
         *lists, part, compact(Float32, s(), 64, c.size), lengths, tile_counter, *numbers, stream, options=OPTIONS,
+    )  # fmt: skip
+
+
+def select(config: SelectConfig) -> Any:
+    """The contenders of alpha-entmax or of the k largest scores."""
+    n, s = NUMBERS[config.dtype], cute.sym_int
+    B, Q, K = s(), s(), s()
+    rows = s()
+    return cute.compile(
+        Select(config), strided(n, B, s(), Q), strided(n, B, s(), K), compact(Float32, s()), compact(Int32, s()),
+        compact(Int32, s()), compact(Float32, rows, config.contenders), compact(Int32, rows, config.contenders),
+        compact(Int32, rows), Float32(1), *[Int32(1)] * 4,
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip
 
 
