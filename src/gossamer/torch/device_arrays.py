@@ -7,7 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from gossamer.layouts.device.arrays import Sorted
+from gossamer.layouts.device.arrays import Fused, Sorted
+from gossamer.torch.fused_structure import available, kernels
+
+
+def fused(like: Tensor) -> Fused | None:
+    return kernels if like.is_cuda and available() else None
 
 
 def arange(n: int, like: Tensor) -> Tensor:
