@@ -12,14 +12,22 @@ import numpy as np
 import pytest
 import torch
 
-from gossamer.layouts.device import block_list_layout
+import gossamer as gs
+from gossamer.layouts.device import block_list_layout, interval_layout, key_list_layout
 from gossamer.layouts.walk import KINDS
+from gossamer.layouts.work_list import most_listed
 from gossamer.torch import device_arrays
 from tests.layouts.test_device_layouts import draw_bounds, draw_size
 from tests.support.processes import INTERPRETING, in_interpreter
 
 pytest.importorskip("triton")
 
+from gossamer.kernels.hopper.device import column_items, row_items
+from gossamer.kernels.hopper.device.column_items import ColumnItem
+from gossamer.kernels.hopper.schedule.columns import column_work
+from gossamer.kernels.hopper.schedule.cuts import parts_by_capacity
+from gossamer.kernels.hopper.schedule.fused_items import fused_items
+from gossamer.kernels.hopper.schedule.rows import sharing, work
 from gossamer.kernels.structure import block_lists as block_lists_kernels
 from gossamer.layouts.device.arrays import BlockLists
 
@@ -114,6 +122,81 @@ def test_random_lists(chunk):
             raise
 
 
+def draw_layout(rng, xp=device_arrays, to=torch.Tensor.cpu):
+    """A layout that a device made: of blocks, of intervals, of keys."""
+    lead = tuple(int(x) for x in rng.choice([1, 2, 4], 2))
+    form = rng.integers(4)
+    Q, K = (int(rng.choice([1, 64, rng.integers(1, 1500)])) for _ in range(2))
+    lo, hi = (
+        to(torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32))) for x in draw_bounds(rng, lead, Q, K)
+    )  # fmt: skip
+    if form == 0:
+        return interval_layout(lo, hi, K, block_q=64, block_kv=int(rng.choice([32, 64])), xp=xp)
+    rows, entries = (Q, K) if form == 1 else (-(-Q // 32), -(-K // 32))
+    n = int(rng.integers(1, min(entries, 30) + 1))
+    indices = to(torch.from_numpy(rng.integers(-1, entries + 1, (*lead, rows, n), dtype=np.int32)))
+    # Lists of very different lengths, so that there are many sizes.
+    counts = to(torch.from_numpy((n * rng.random((*lead, rows)) ** int(rng.choice([1, 4]))).astype(np.int32)))
+    if form == 1:
+        return key_list_layout(indices, counts, lo, hi, Q, K, block_q=64, xp=xp)
+    bounds = (lo, hi) if form == 2 else (None, None)
+    return block_list_layout(indices, counts, *bounds, Q, K, block=32, xp=xp)
+
+
+def known(words, places):
+    """Items or segments on the host; what begins no list of an entry is 0."""
+    words = words.cpu().clone()
+    for first, number in places.values():
+        words[:, first] *= words[:, number] > 0
+    return words
+
+
+def check_items(layout, rng, prepare=lambda walk: walk):
+    """The items of rows and of columns, those of array operations in their order."""
+    Bl, Hl = layout.lead
+    ratio = int(rng.choice([1, 2, 4]))
+    H = Hl if Hl > 1 else ratio * int(rng.choice([1, 3]))
+    ratio = ratio if H % ratio == 0 else 1
+    B = Bl if Bl > 1 else int(rng.choice([1, 3]))
+    blocks, split = int(rng.choice([1, 4, 132, 264])), None if rng.random() < 0.8 else int(rng.integers(1, 4))
+    walk, few = layout.rows, layout.Q * 4 <= layout.block_q
+    copies, heads = sharing(H, B, walk)
+    want = work(layout, copies, heads, blocks, split)
+    most = None
+    if isinstance(layout, gs.BlockLayout):
+        few, most = layout.Q * 4 <= layout.block_q, most_listed(walk)
+    shape = (Bl, Hl, walk.tiles)
+    parts = parts_by_capacity(shape, copies, blocks, split, few, most)
+    found = fused_items(prepare(walk), shape, parts, copies, heads, blocks)
+    assert torch.equal(known(found.items, row_items.LISTS), known(want.items, row_items.LISTS))
+    assert torch.equal(found.merges.cpu(), want.merges)
+    assert found.slots == want.slots
+    walk = layout.columns
+    copies, heads = sharing(H // ratio, B, walk)
+    want = column_work(layout, copies, heads, ratio, blocks, split)
+    shape = (Bl, Hl // ratio if Hl > 1 else 1, walk.tiles)
+    found = fused_items(prepare(walk), shape, 1, copies, heads, blocks, ratio)
+    one, other = (x.items.cpu().clone() for x in (found, want))
+    at, to = one[:, ColumnItem.SEGMENT_START], other[:, ColumnItem.SEGMENT_START]
+    segments, others = (known(x.segments, column_items.LISTS) for x in (found, want))
+    for j in range(ratio):
+        assert torch.equal(segments[at + j], others[to + j])
+    one[:, ColumnItem.SEGMENT_START] = other[:, ColumnItem.SEGMENT_START] = 0
+    assert torch.equal(one, other)
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="interprets")
+@pytest.mark.parametrize("chunk", range(4))
+def test_random_items(chunk):
+    for seed in range(chunk, CASES, 4):
+        rng = np.random.default_rng(seed)
+        try:
+            check_items(draw_layout(rng), rng)
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
 @pytest.mark.skipif(INTERPRETING, reason="is interpreting")
 def test_in_interpreter():
-    in_interpreter(__file__, "test_random_lists")
+    in_interpreter(__file__, "test_random_lists", "test_random_items")

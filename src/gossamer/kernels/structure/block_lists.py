@@ -8,8 +8,8 @@ from torch import Tensor
 from gossamer.kernels.structure.block_kernels import count_kernel, order_kernel, place_kernel
 
 WORD = 32
-MOST_FLAGS = 2048  # of a list at a time
-MOST_ENTRIES = 512  # of a list at a time
+LISTS = 8  # of a program: as many words as are read at once
+MOST_ENTRIES, MOST_WORDS = 128, 64  # of a list at a time
 COLUMNS, ROWS = 8, 256  # of the transpose, at a time
 SUMS = 1024
 
@@ -30,22 +30,26 @@ def block_lists(
     new = {"dtype": torch.int32, "device": indices.device}
     row_starts, row_counts = (torch.empty((row_kinds, Bl, Hl, T), **new) for _ in range(2))
     row_indices = torch.empty(lists * n, **new)
-    bounded, kept = lo is not None, transpose and column_kinds == 2 and lo is not None
-    listed_bits = torch.empty((1 + kept, Bl * Hl, words, T) if transpose else (1, 1), **new)
-    kept_bits = listed_bits[-1]
+    kept = transpose and column_kinds == 2 and lo is not None
+    bits = torch.empty((1 + kept + row_kinds, Bl * Hl, words, T), **new)
+    listed_bits, *before = bits
+    kept_bits = listed_bits
+    if kept:
+        kept_bits, *before = before
+    before, *_ = before
     unread = row_counts  # a pointer that is not read still needs an array
     count_strides = (0, 0, 0) if counts is None else counts.stride()
     bound_strides = (0, 0, 0)
     if lo is not None and hi is not None:
-        assert lo.stride() == hi.stride()
+        lo, hi = lo.contiguous(), hi.contiguous()
         bound_strides = tuple(0 if size == 1 else stride for size, stride in zip(lo.shape, lo.stride(), strict=True))
-    flags = power(C, WORD, MOST_FLAGS)
-    order_kernel[(lists,)](
+    groups = -(-T // LISTS)
+    order_kernel[(Bl * Hl * groups,)](
         indices, unread if counts is None else counts, unread if lo is None else lo, unread if hi is None else hi,
-        row_starts, row_counts, row_indices, listed_bits, kept_bits, T, C, n, Q, K, Hl, *indices.stride(), *count_strides,
-        *bound_strides, HAS_COUNTS=counts is not None, BOUNDED=bounded, KINDS=row_kinds, TRANSPOSE=transpose,
-        KEPT=kept, BLOCK=block, ROWS=power(block, 1, block * 2), ENTRIES=power(n, WORD, MOST_ENTRIES), COLUMNS=flags,
-        num_warps=1 if flags <= 256 else 4,
+        row_starts, row_counts, row_indices, listed_bits, kept_bits, before, T, C, n, Q, K, Hl, groups,
+        *indices.stride(), *count_strides, *bound_strides, HAS_COUNTS=counts is not None, BOUNDED=lo is not None,
+        KINDS=row_kinds, KEPT=kept, BLOCK=block, LISTS=LISTS, ENTRIES=power(n, WORD, MOST_ENTRIES),
+        WORDS=power(words, LISTS, MOST_WORDS), num_warps=4,
     )  # fmt: skip
     if not transpose:
         none = torch.empty(0, **new)

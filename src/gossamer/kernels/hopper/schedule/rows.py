@@ -6,13 +6,15 @@ read back from a device: a layout that was made there gets its items there.
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gossamer.kernels.hopper.device.row_items import ITEM, LISTS, RowItem
-from gossamer.kernels.hopper.schedule.cuts import FEW, ROUNDS, SLACK, cut_rows
+from gossamer.kernels.hopper.schedule.cuts import FEW, ROUNDS, SLACK, cut_rows, parts_by_capacity
 from gossamer.kernels.hopper.schedule.words import Ranges, filled, list_words, listed, place_words
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout, GatherWalk
@@ -43,9 +45,16 @@ def work(layout: BlockLayout | GatherLayout, copies: int, heads: int, blocks: in
 
     def made() -> Work:
         walk = (layout.host or layout).rows
-        counted, (Bl, Hl), tiles = listed(walk), walk.lead, walk.tiles
+        (Bl, Hl), tiles = walk.lead, walk.tiles
         few = isinstance(walk, Walk) and walk.rows * FEW <= walk.block_rows
-        lengths, most = counted.lengths, most_listed(walk) if isinstance(walk, Walk) else None
+        most = most_listed(walk) if isinstance(walk, Walk) else None
+        if has_kernels(walk):
+            from gossamer.kernels.hopper.schedule.fused_items import fused_items
+
+            parts = parts_by_capacity((Bl, Hl, tiles), copies, blocks, split, few, most)
+            return Work(*fused_items(walk, (Bl, Hl, tiles), parts, copies, heads, blocks))
+        counted = listed(walk)
+        lengths = counted.lengths
         ranges = cut_rows(walk, lengths, (Bl, Hl, tiles), copies, blocks, split, few, most)
         words: dict[int, Tensor] = {RowItem.VALID: torch.ones_like(ranges.row)}
         if Bl * Hl > 1:
@@ -58,6 +67,16 @@ def work(layout: BlockLayout | GatherLayout, copies: int, heads: int, blocks: in
         return for_every_head(words, ranges, copies, heads, blocks, layout.rows.device)
 
     return _work.of(layout.rows).get_or_make((copies, heads, blocks, split), made)
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def has_kernels(walk: Walk | GatherWalk) -> bool:
+    """Whether the items of a walk are made by kernels, which need a GPU and Triton."""
+    return walk.device is not None and walk.device.type == "cuda" and _has_triton()
 
 
 def sharing(heads: int, batch: int, walk: Walk | GatherWalk) -> tuple[int, int]:
