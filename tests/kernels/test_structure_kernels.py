@@ -29,7 +29,9 @@ from gossamer.kernels.hopper.schedule.cuts import parts_by_capacity
 from gossamer.kernels.hopper.schedule.fused_items import fused_items
 from gossamer.kernels.hopper.schedule.rows import sharing, work
 from gossamer.kernels.structure import block_lists as block_lists_kernels
-from gossamer.layouts.device.arrays import BlockLists
+from gossamer.kernels.structure import intervals as intervals_kernels
+from gossamer.layouts.device.arrays import BlockLists, IntervalLists
+from gossamer.patterns.reach import Bounds
 
 CASES = int(os.environ.get("STRUCTURE_CASES", "60"))
 COUNT_TYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -40,6 +42,12 @@ class Kernels:
 
     def block_lists(self, *arguments):
         return BlockLists(*block_lists_kernels.block_lists(*arguments))
+
+    def interval_lists(self, *arguments):
+        return IntervalLists(*intervals_kernels.interval_lists(*arguments))
+
+    def turned(self, lo, hi, columns):
+        return Bounds(*intervals_kernels.turned(lo, hi, columns))
 
 
 class ArraysWithKernels:
@@ -143,6 +151,35 @@ def draw_layout(rng, xp=device_arrays, to=torch.Tensor.cpu):
     return block_list_layout(indices, counts, *bounds, Q, K, block=32, xp=xp)
 
 
+def check_intervals(lo, hi, K, block_q, block_kv, transpose=True):
+    found, expected = (
+        interval_layout(lo, hi, K, block_q=block_q, block_kv=block_kv, xp=xp, transpose=transpose)
+        for xp in (with_kernels, device_arrays)
+    )
+    for one, other in ((found.rows, expected.rows), *([(found.columns, expected.columns)] * transpose)):
+        for kind in KINDS:
+            assert torch.equal(one.lists[kind].counts, other.lists[kind].counts)
+            assert listed(one.lists[kind]) == listed(other.lists[kind])
+        for name in ("lo", "hi", "pool_index", "pool"):
+            assert torch.equal(getattr(one, name), getattr(other, name))
+        assert {x.dtype for x in one.arrays()} == {torch.int32}
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="interprets")
+@pytest.mark.parametrize("chunk", range(2))
+def test_random_intervals(chunk):
+    for seed in range(chunk, CASES, 2):
+        rng = np.random.default_rng(seed)
+        lead, Q, K = tuple(int(x) for x in rng.integers(1, 4, 2)), draw_size(rng), draw_size(rng)
+        lo, hi = (torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)) for x in draw_bounds(rng, lead, Q, K))
+        blocks = [int(x) for x in rng.choice([32, 64, 96, 128], 2)]
+        try:
+            check_intervals(lo, hi, K, *blocks, transpose=bool(rng.random() < 0.8))
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
 def known(words, places):
     """Items or segments on the host; what begins no list of an entry is 0."""
     words = words.cpu().clone()
@@ -199,4 +236,4 @@ def test_random_items(chunk):
 
 @pytest.mark.skipif(INTERPRETING, reason="is interpreting")
 def test_in_interpreter():
-    in_interpreter(__file__, "test_random_lists", "test_random_items")
+    in_interpreter(__file__, "test_random_lists", "test_random_intervals", "test_random_items")

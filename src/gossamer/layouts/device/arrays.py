@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from gossamer.layouts.base import Array
+from gossamer.patterns.reach import Bounds
 
 
 class Sorted(NamedTuple):
@@ -29,6 +30,16 @@ class BlockLists(NamedTuple):
     column_indices: Array  # of as many; entries that no list refers to are undefined
 
 
+class IntervalLists(NamedTuple):
+    """The tiles of one interval of keys for each query, in both directions."""
+
+    of_rows: Array  # (4, Bl, Hl, T): the first full tile, their number, where interval tiles start, their number
+    of_columns: Array  # (4, Bl, Hl, C)
+    column_lo: Array  # (Bl, Hl, K): the queries of each key
+    column_hi: Array
+    indices: Array  # of interval tiles, with room for 2 (T + C) of each head and direction
+
+
 class Fused(Protocol):
     """Builders as operations of their own, where a framework has kernels for them: the same arrays in fewer launches.
 
@@ -45,6 +56,14 @@ class Fused(Protocol):
             row_kinds, column_kinds: 2 with tiles of an interval, else 1 and all tiles are full.
             transpose: else all that is said of columns is empty.
         """
+
+    def interval_lists(
+        self, lo: Array, hi: Array, K: int, block_q: int, block_kv: int, transpose: bool
+    ) -> IntervalLists:
+        """The lists of `interval_layout`, whose arguments these are."""
+
+    def turned(self, lo: Array, hi: Array, columns: int) -> Bounds:
+        """The rows that keep each column, of rows that keep [lo, hi): see `walks.transposed`."""
 
 
 class Arrays(Protocol):

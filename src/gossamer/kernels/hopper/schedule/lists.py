@@ -35,6 +35,8 @@ def lists(layout: BlockLayout, transposed: bool = False, blocks: int = 0, repeat
     columns ascend in each list. With `repeat` the rows of a tile are those of so many heads, one head after the other.
     """
     walk = layout.columns if transposed else layout.rows
+    if layout.host is None:
+        blocks = 0  # the same for all
     kept = _lists.of(walk)
     found = kept.get((blocks, repeat))
     if found is not None:
