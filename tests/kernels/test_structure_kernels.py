@@ -31,7 +31,10 @@ from gossamer.kernels.hopper.schedule.rows import sharing, work
 from gossamer.kernels.structure import block_lists as block_lists_kernels
 from gossamer.kernels.structure import intervals as intervals_kernels
 from gossamer.layouts.device.arrays import BlockLists, IntervalLists
-from gossamer.patterns.reach import Bounds
+from gossamer.patterns.reach import Bounds, Reach, Rule
+from gossamer.torch.structure import intervals as intervals_of_calls
+from gossamer.torch.structure.base import Positions, Rows, Sizes
+from gossamer.torch.structure.intervals import interval_of
 
 CASES = int(os.environ.get("STRUCTURE_CASES", "60"))
 COUNT_TYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -180,6 +183,59 @@ def test_random_intervals(chunk):
             raise
 
 
+def draw_reach(rng):
+    """Numbers at their extremes: a reach, the positions of rows, and what else limits the keys that they see."""
+    B, Q, K = (int(x) for x in rng.integers(1, [5, 70, 90]))
+    far = lambda: int(rng.choice([0, 1, 7, 40, 2**31 - 1, 2**31 - 2, 2**20]))  # noqa: E731
+    maybe = lambda x: None if rng.random() < 0.4 else x  # noqa: E731
+    blocks = () if rng.random() < 0.6 else (int(rng.choice([1, 7, 32, 2**20])),)
+    reach = Reach(maybe(far()), maybe(far()), blocks, None if rng.random() < 0.7 else int(rng.integers(0, K + 3)))
+    dtype = [torch.int16, torch.int32, torch.int64][rng.integers(3)]
+    wide = 2 ** (8 * dtype.itemsize - 1) - 1
+
+    def vector():
+        near = torch.from_numpy(rng.integers(-K - 9, 2 * K + 9, B))
+        return torch.where(
+            torch.from_numpy(rng.random(B) < 0.2), torch.tensor([wide, -wide])[rng.integers(2)], near
+        ).to(dtype)
+
+    offset, starts, lengths = maybe(vector()), maybe(vector()), maybe(vector())
+    if offset is not None and rng.random() < 0.2:
+        offset = offset[:1]
+    most = 2**31 - 2**16 - max(Q, K)
+    first = 0 if offset is not None else int(rng.choice([K - Q, 3, -most, most]))
+    rows, sizes = Rows(Q, first, offset, most, torch.device("cpu")), Sizes(B, 1, 1, Q, K)
+    outer = None
+    if rng.random() < 0.4:
+        lo, hi = draw_bounds(rng, (B if rng.random() < 0.5 else 1, 1), Q, K)
+        outer = Bounds(*(torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)) for x in (lo, hi)))
+    some = starts if starts is not None else torch.zeros(B, dtype=torch.int32)
+    return Positions(Rule((reach,))), rows, sizes, outer, some, lengths, reach
+
+
+def check_reach(structure, rows, sizes, outer, starts, lengths, reach, monkeypatch):
+    given = structure, rows, sizes, outer, starts, lengths, reach
+    want = interval_of(*given)
+    with monkeypatch.context() as m:
+        m.setattr(device_arrays, "fused", lambda like: Kernels())
+        m.setattr(intervals_of_calls, "reach_bounds_op", intervals_kernels.reach_bounds)
+        found = interval_of(*given)
+    for one, other in zip(found, want, strict=True):
+        assert one.shape == other.shape
+        assert one.dtype == torch.int32
+        assert torch.equal(one, other)
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="interprets")
+def test_random_reaches(monkeypatch):
+    for seed in range(5 * CASES):
+        try:
+            check_reach(*draw_reach(np.random.default_rng(seed)), monkeypatch)
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
 def known(words, places):
     """Items or segments on the host; what begins no list of an entry is 0."""
     words = words.cpu().clone()
@@ -196,12 +252,11 @@ def check_items(layout, rng, prepare=lambda walk: walk):
     ratio = ratio if H % ratio == 0 else 1
     B = Bl if Bl > 1 else int(rng.choice([1, 3]))
     blocks, split = int(rng.choice([1, 4, 132, 264])), None if rng.random() < 0.8 else int(rng.integers(1, 4))
-    walk, few = layout.rows, layout.Q * 4 <= layout.block_q
+    walk = layout.rows
     copies, heads = sharing(H, B, walk)
     want = work(layout, copies, heads, blocks, split)
-    most = None
-    if isinstance(layout, gs.BlockLayout):
-        few, most = layout.Q * 4 <= layout.block_q, most_listed(walk)
+    blocked = isinstance(layout, gs.BlockLayout)
+    few, most = blocked and layout.block_q >= 4 * layout.Q, most_listed(walk) if blocked else None
     shape = (Bl, Hl, walk.tiles)
     parts = parts_by_capacity(shape, copies, blocks, split, few, most)
     found = fused_items(prepare(walk), shape, parts, copies, heads, blocks)
@@ -236,4 +291,4 @@ def test_random_items(chunk):
 
 @pytest.mark.skipif(INTERPRETING, reason="is interpreting")
 def test_in_interpreter():
-    in_interpreter(__file__, "test_random_lists", "test_random_intervals", "test_random_items")
+    in_interpreter(__file__, "test_random_lists", "test_random_intervals", "test_random_items", "test_random_reaches")

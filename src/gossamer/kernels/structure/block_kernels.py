@@ -83,7 +83,7 @@ def order_kernel(
         some, c = _entries(lists, limit, there, j0, C, stride_n, ENTRIES)
         if BOUNDED:
             met = tl.zeros((LISTS, ENTRIES), dtype=tl.int32) > 0
-            for q in range(0, BLOCK):
+            for q in range(BLOCK):
                 r = t * BLOCK + q
                 known = there & (r < Q)
                 begin = tl.load(lo + bounds + r.to(tl.int64) * bound_q, mask=known, other=0)
@@ -180,7 +180,7 @@ def place_kernel(
     listed_bits, kept_bits, counts, sums, starts, indices, T, C, groups, whole, KINDS: tl.constexpr,
     KEPT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """The rows that list each of a few columns, ascending; the lists of a kind follow one another, by head and column."""
+    """The rows that list each of a few columns, ascending; lists of a kind follow one another, by head and column."""
     at, programs = tl.program_id(0), tl.num_programs(0)
     head, c0 = at // groups, at % groups * COLUMNS
     shift = c0 % 32 + tl.arange(0, COLUMNS)

@@ -1,4 +1,4 @@
-"""The kernels that list the tiles of one interval of columns for each row, and that turn intervals to the other side."""
+"""The kernels that list the tiles of one interval of columns for each row, and that turn intervals round."""
 
 from __future__ import annotations
 
@@ -41,13 +41,56 @@ def turn_kernel(lo, hi, column_lo, column_hi, rows, columns, C, steps, COLUMNS: 
     _turn(lo, hi, column_lo, column_hi, lead, c, c < columns, rows, columns, steps)
 
 
+@triton.jit(do_not_specialize=["first", "most", "rows", "keys", "left", "right", "block", "below", "programs"])
+def reach_kernel(
+    offset, starts, lengths, outer_lo, outer_hi, lo, hi, first, most, rows, keys, left, right, block, below, programs,
+    of_offset, of_starts, of_lengths, of_outer, HAS_OFFSET: tl.constexpr, HAS_STARTS: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    HAS_BLOCK: tl.constexpr, HAS_BELOW: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The interval of keys of some rows of a batch element: `patterns.reach.Reach.bounds`, and what limits it."""
+    b, r = tl.program_id(0) // programs, tl.program_id(0) % programs * ROWS + tl.arange(0, ROWS)
+    some, i = r < rows, r.to(tl.int64) + first
+    keys = keys.to(tl.int64)
+    if HAS_OFFSET:
+        given = tl.load(offset + b * of_offset).to(tl.int64)
+        i += tl.minimum(tl.maximum(given, -most.to(tl.int64)), most.to(tl.int64))
+    begin, end = tl.zeros((ROWS,), dtype=tl.int64), tl.zeros((ROWS,), dtype=tl.int64) + keys
+    if HAS_LEFT:
+        begin = tl.minimum(tl.maximum(i - left, 0), keys)
+    if HAS_RIGHT:
+        end = tl.minimum(tl.maximum(i + right + 1, 0), keys)
+    if HAS_BLOCK:
+        # Positions before all blocks, and behind the last key's, see nothing wherever they are.
+        behind = tl.minimum((keys + block - 1) // block * block, 2147483647)
+        inside = tl.minimum(tl.maximum(i, -1), behind)
+        own = tl.where(inside < 0, -block.to(tl.int64), inside // block * block)
+        begin = tl.maximum(begin, tl.minimum(tl.maximum(own, 0), keys))
+        end = tl.minimum(end, tl.minimum(tl.maximum(own + block, 0), keys))
+    if HAS_BELOW:
+        begin, end = tl.minimum(begin, below), tl.minimum(end, below)
+    if HAS_OUTER:
+        at = b.to(tl.int64) * of_outer + r
+        begin = tl.maximum(begin, tl.load(outer_lo + at, mask=some, other=0))
+        end = tl.minimum(end, tl.load(outer_hi + at, mask=some, other=0))
+    if HAS_STARTS:
+        given = tl.load(starts + b * of_starts).to(tl.int64)
+        begin = tl.maximum(begin, tl.minimum(tl.maximum(given, 0), keys))
+    if HAS_LENGTHS:
+        given = tl.load(lengths + b * of_lengths).to(tl.int64)
+        end = tl.minimum(end, tl.minimum(tl.maximum(given, 0), keys))
+    at = b.to(tl.int64) * rows + r
+    tl.store(lo + at, begin.to(tl.int32), mask=some)
+    tl.store(hi + at, tl.maximum(begin, end).to(tl.int32), mask=some)
+
+
 @triton.jit
 def _ceil(x, BLOCK: tl.constexpr):
     return (x + BLOCK - 1) // BLOCK
 
 
 @triton.jit
-def _end(lo, hi, there, BLOCK: tl.constexpr):
+def _last(lo, hi, there, BLOCK: tl.constexpr):
     """Behind the last tile that rows keep something in; those of an empty row nowhere."""
     return tl.where(there & (hi > lo), _ceil(hi, BLOCK), 0)
 
@@ -67,18 +110,20 @@ def _runs(lo, hi, n, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     number = tl.maximum(tl.load(hi) // BLOCK - first, 0)
     left = tl.load(lo) // BLOCK
     ends = tl.where(number > 0, first, left)
-    end = _end(row_lo, row_hi, there, BLOCK)
-    before = _end(tl.load(lo + r - 1, mask=after, other=0), tl.load(hi + r - 1, mask=after, other=0), after, BLOCK)
+    end = _last(row_lo, row_hi, there, BLOCK)
+    before = _last(tl.load(lo + r - 1, mask=after, other=0), tl.load(hi + r - 1, mask=after, other=0), after, BLOCK)
     visited = tl.associative_scan(tl.where(r == 0, ends + number, before), 0, _greater)
     new = tl.where(there, tl.maximum(end - tl.maximum(row_lo // BLOCK, visited), 0), 0)
     return first, number, left, ends - left, end, new
 
 
 @triton.jit
-def _count(lo, hi, told, lead, t, tiles, of_all, rows, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def _count(
+    lo, hi, told, lead, t, tiles, of_all, rows, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
     at = lead.to(tl.int64) * rows + t * BLOCK_ROWS
     n = tl.minimum(BLOCK_ROWS, rows - t * BLOCK_ROWS)
-    first, number, left, on_left, end, new = _runs(lo + at, hi + at, n, BLOCK, ROWS)
+    first, number, _left, on_left, _end, new = _runs(lo + at, hi + at, n, BLOCK, ROWS)
     to = told + lead.to(tl.int64) * tiles + t
     tl.store(to, first)
     tl.store(to + of_all, number)
@@ -124,7 +169,7 @@ def _place(
     tl.store(line + 2 * of_all + t, start.to(tl.int32))
     at = lead.to(tl.int64) * rows + t * BLOCK_ROWS
     n = tl.minimum(BLOCK_ROWS, rows - t * BLOCK_ROWS)
-    first, number, left, on_left, end, new = _runs(lo + at, hi + at, n, BLOCK, ROWS)
+    _first, _number, left, on_left, end, new = _runs(lo + at, hi + at, n, BLOCK, ROWS)
     for k0 in range(0, on_left, ROWS):
         k = k0 + tl.arange(0, ROWS)
         tl.store(indices + start + k, left + k, mask=k < on_left)

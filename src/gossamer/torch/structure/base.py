@@ -33,11 +33,29 @@ class Sizes(NamedTuple):
     K: int
 
 
+class Rows(NamedTuple):
+    """Where the query rows of a call are."""
+
+    Q: int
+    first: int  # position of row 0, and what all have in common
+    offset: Tensor | None  # (B or 1,) integers of any type, which are added to it; those past `most` count as it
+    most: int
+    device: torch.device
+
+    @property
+    def position(self) -> Tensor:
+        """Of each row, (B or 1, 1, Q) int32."""
+        row = torch.arange(self.Q, dtype=torch.int32, device=self.device)
+        if self.offset is None:
+            return (row + self.first)[None, None]
+        return row + narrow(self.offset, -self.most, self.most).reshape(-1, 1, 1)
+
+
 class Lists(NamedTuple):
     """The key blocks of each query block; blocks of one are keys and queries."""
 
-    indices: Tensor  # (Bl, heads, rows, n) int32; heads is 1, G or H
-    counts: Tensor | None  # (Bl, heads, rows) int32
+    indices: Tensor  # (Bl, heads, rows, n) int32 or int64; heads is 1, G or H
+    counts: Tensor | None  # (Bl, heads, rows) integers
 
 
 class Structure(ABC):
@@ -70,17 +88,13 @@ class Structure(ABC):
         """The size of the blocks that are listed, 1 where keys are; None: nothing is."""
         return None
 
-    def bounds(self, position: Tensor, sizes: Sizes) -> Bounds | None:
-        """The keys of each row, (Bl, 1, Q) int32, both non-decreasing and in [0, K], but for its rule; None: all.
-
-        Args:
-            position: of each row, (Bl, 1, Q) int32, Bl 1 or B.
-        """
+    def bounds(self, rows: Rows, sizes: Sizes) -> Bounds | None:
+        """The keys of each row, (Bl, 1, Q) int32, both non-decreasing and in [0, K], but for its rule; None: all."""
         return None
 
-    def reached(self, reach: Reach, position: Tensor, sizes: Sizes) -> Bounds:
+    def reached(self, reach: Reach, rows: Rows, sizes: Sizes) -> Bounds:
         """The interval of a reach of its rule, as `bounds`."""
-        return reach.bounds(position, sizes.K)
+        return reach.bounds(rows.position, sizes.K)
 
     def lists(self, sizes: Sizes) -> Lists | None:
         """The blocks of each query block; None: it tells none."""
@@ -141,8 +155,8 @@ class Joined(Structure):
         for term in self._terms:
             term.check(sizes)
 
-    def bounds(self, position: Tensor, sizes: Sizes) -> Bounds | None:
-        found = [both for both in [term.bounds(position, sizes) for term in self._terms] if both is not None]
+    def bounds(self, rows: Rows, sizes: Sizes) -> Bounds | None:
+        found = [both for both in [term.bounds(rows, sizes) for term in self._terms] if both is not None]
         if not found:
             return None
         lo, hi = found[0]

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gossamer.patterns.reach import Bounds
-from gossamer.torch.structure.base import OF_INTEGERS, Sizes, Structure, check_edges, sorted_edges
+from gossamer.torch.structure.base import OF_INTEGERS, Rows, Sizes, Structure, check_edges, sorted_edges
 from gossamer.torch.validate import INTEGERS, describe, number
 
 
@@ -91,8 +91,8 @@ class DocumentIds(Structure):
                 f"ids of DocumentIds must be for B={sizes.B} batch elements, or one for all; got {describe(self.ids)}"
             )
 
-    def bounds(self, position: Tensor, sizes: Sizes) -> Bounds:
-        i, K = position, sizes.K
+    def bounds(self, rows: Rows, sizes: Sizes) -> Bounds:
+        i, K = rows.position, sizes.K
         if self.edges is not None:
             edges = sorted_edges(self.edges, K)
             run, last = torch.searchsorted(edges, i, right=True), len(edges) - 1
