@@ -56,6 +56,7 @@ FRAMEWORKS = {
     "kernels.small": allowed("torch triton"),
     "kernels.triton": allowed("numpy torch triton"),
     "kernels.hopper": allowed("numpy torch cutlass tvm_ffi"),
+    "kernels.hopper.schedule.item_kernels": allowed("triton"),
     "torch": allowed("numpy torch", "rich"),
     "torch.bind": allowed("torch", "triton tvm_ffi"),
     "select": allowed("torch"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ def block_lists(
     Bl, Hl, T, n = indices.shape
     C, lists = -(-K // block), Bl * Hl * T
     words = -(-C // WORD)
-    new = {"dtype": torch.int32, "device": indices.device}
+    new: dict[str, Any] = {"dtype": torch.int32, "device": indices.device}
     row_starts, row_counts = (torch.empty((row_kinds, Bl, Hl, T), **new) for _ in range(2))
     row_indices = torch.empty(lists * n, **new)
     kept = transpose and column_kinds == 2 and lo is not None
@@ -39,7 +41,7 @@ def block_lists(
     before, *_ = before
     unread = row_counts  # a pointer that is not read still needs an array
     count_strides = (0, 0, 0) if counts is None else counts.stride()
-    bound_strides = (0, 0, 0)
+    bound_strides: tuple[int, ...] = (0, 0, 0)
     if lo is not None and hi is not None:
         lo, hi = lo.contiguous(), hi.contiguous()
         bound_strides = tuple(0 if size == 1 else stride for size, stride in zip(lo.shape, lo.stride(), strict=True))

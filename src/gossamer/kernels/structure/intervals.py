@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,7 +38,7 @@ def reach_bounds(
     """
     lo, hi = (torch.empty((B, 1, Q), dtype=torch.int32, device=like.device) for _ in range(2))
     vectors = {"offset": offset, "starts": starts, "lengths": lengths}
-    given = {name: lo if x is None else x for name, x in vectors.items()}
+    given: dict[str, Any] = {name: lo if x is None else x for name, x in vectors.items()}
     given |= {f"of_{name}": 0 if x is None or x.numel() == 1 else x.stride(0) for name, x in vectors.items()}
     given |= {f"HAS_{name.upper()}": x is not None for name, x in vectors.items()}
     if outer_lo is not None and outer_hi is not None:
@@ -73,16 +75,16 @@ def interval_lists(
     lo, hi, leads = lo.contiguous(), hi.contiguous(), Bl * Hl
     T, C = -(-Q // block_q), -(-K // block_kv)
     room, listed = 2 * (T + C), C if transpose else 0
-    new = {"dtype": torch.int32, "device": lo.device}
+    new: dict[str, Any] = {"dtype": torch.int32, "device": lo.device}
     column_lo, column_hi = (torch.empty((Bl, Hl, K if transpose else 0), **new) for _ in range(2))
     of_rows, of_columns = torch.empty((4, Bl, Hl, T), **new), torch.empty((4, Bl, Hl, listed), **new)
     indices = torch.empty((1 + transpose) * leads * room, **new)
     grid = (leads * (T + listed),)
     blocks = {"BLOCK_ROWS": block_q, "BLOCK_COLUMNS": block_kv}
     blocks |= {"ROWS": power_of_two(block_q), "COLUMNS": power_of_two(block_kv)}
-    given = lo, hi, column_lo, column_hi, of_rows, of_columns
     # Kernels read no pointer of a side that is not asked for, but each has to be one.
-    given = tuple(x if x.numel() else lo for x in given)
+    unread = () if transpose else (lo, lo)
+    given = lo, hi, *(unread or (column_lo, column_hi)), of_rows, of_columns if transpose else lo
     count_tiles_kernel[grid](*given, Q, K, T, C, leads, Q.bit_length(), **blocks, num_warps=4)
     place_tiles_kernel[grid](*given, indices, Q, K, T, C, leads, room, **blocks, SUMS=SUMS, num_warps=4)
     return of_rows, of_columns, column_lo, column_hi, indices

@@ -95,8 +95,8 @@ def _fused(
     if kernels is None:
         return None
     lo, hi = (None, None) if bounds is None else bounds
-    kinds = [1 if x is None else 2 for x in (of_rows, of_columns)]
-    made = kernels.block_lists(indices, counts, lo, hi, Q, K, block, *kinds, transpose)
+    row_kinds, column_kinds = (1 if x is None else 2 for x in (of_rows, of_columns))
+    made = kernels.block_lists(indices, counts, lo, hi, Q, K, block, row_kinds, column_kinds, transpose)
     rows = _Listed(list(made.row_starts), list(made.row_counts), made.row_indices)
     columns = _Listed(list(made.column_starts), list(made.column_counts), made.column_indices) if transpose else None
     return _Both(rows, columns)

@@ -51,11 +51,11 @@ def interval_layout(
         Bl, Hl, _ = shape
         check_capacity(Bl * Hl * 4 * (T + C))
         made = kernels.interval_lists(*rows, K, block_q, block_kv, transpose)
-        walk = _walk(_Lists(*made.of_rows, made.indices), rows, Q, K, block_q, block_kv, every, xp)
+        walk = _walk(_told(made.of_rows, made.indices), rows, Q, K, block_q, block_kv, every, xp)
         if not transpose:
             return BlockLayout(walk)
         columns = Bounds(made.column_lo, made.column_hi)
-        of_columns = _Lists(*made.of_columns, made.indices)
+        of_columns = _told(made.of_columns, made.indices)
         return BlockLayout(walk, _transpose=[_walk(of_columns, columns, K, Q, block_kv, block_q, every, xp)])
     row_tiles = fill_tiles(rows, block_q, xp)
     if not transpose:
@@ -89,6 +89,12 @@ class _Lists(NamedTuple):
         """Those of some tiles of rows."""
         first, number, starts, counts = (x[..., begin:end] for x in (self.first, self.number, self.starts, self.counts))
         return _Lists(first, number, starts, counts, self.indices)
+
+
+def _told(tiles: Array, indices: Array) -> _Lists:
+    """What kernels say of tiles of rows, (4, Bl, Hl, T): see `arrays.IntervalLists`."""
+    first, number, starts, counts = tiles
+    return _Lists(first, number, starts, counts, indices)
 
 
 def _lists(rows: Bounds, block_rows: int, block_columns: int, room: int, xp: Arrays) -> _Lists:

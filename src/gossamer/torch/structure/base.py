@@ -66,6 +66,7 @@ class Structure(ABC):
     """
 
     rule = EVERY_KEY  # of the patterns that it was joined with
+    bounded = False  # whether it has bounds beside its rule
     own_positions = False  # whether positions are those within its sequences, and no q_offset says them
     __array_ufunc__ = None  # numpy leaves `&` to the methods below
 
@@ -88,13 +89,17 @@ class Structure(ABC):
         """The size of the blocks that are listed, 1 where keys are; None: nothing is."""
         return None
 
-    def bounds(self, rows: Rows, sizes: Sizes) -> Bounds | None:
-        """The keys of each row, (Bl, 1, Q) int32, both non-decreasing and in [0, K], but for its rule; None: all."""
+    def bounds(self, position: Tensor, sizes: Sizes) -> Bounds | None:
+        """The keys of each row, (Bl, 1, Q) int32, both non-decreasing and in [0, K], but for its rule; None: all.
+
+        Args:
+            position: of each row, (Bl, 1, Q) int32, Bl 1 or B.
+        """
         return None
 
-    def reached(self, reach: Reach, rows: Rows, sizes: Sizes) -> Bounds:
+    def reached(self, reach: Reach, position: Tensor, sizes: Sizes) -> Bounds:
         """The interval of a reach of its rule, as `bounds`."""
-        return reach.bounds(rows.position, sizes.K)
+        return reach.bounds(position, sizes.K)
 
     def lists(self, sizes: Sizes) -> Lists | None:
         """The blocks of each query block; None: it tells none."""
@@ -129,7 +134,7 @@ class Joined(Structure):
     def __init__(self, terms: tuple[Structure, ...], rule: Rule) -> None:
         if sum(term.block is not None for term in terms) > 1:
             raise Unsupported("two of BlockIndices and Indices cannot be joined by &: give what both list as one")
-        self._terms, self.rule = terms, rule
+        self._terms, self.rule, self.bounded = terms, rule, any(term.bounded for term in terms)
         if self.block is not None and rule.interval is None:
             raise Unsupported(f"{self!r}: lists are joined by & with patterns of one interval of keys alone. {OF_BOTH}")
 
@@ -155,8 +160,8 @@ class Joined(Structure):
         for term in self._terms:
             term.check(sizes)
 
-    def bounds(self, rows: Rows, sizes: Sizes) -> Bounds | None:
-        found = [both for both in [term.bounds(rows, sizes) for term in self._terms] if both is not None]
+    def bounds(self, position: Tensor, sizes: Sizes) -> Bounds | None:
+        found = [both for both in [term.bounds(position, sizes) for term in self._terms] if both is not None]
         if not found:
             return None
         lo, hi = found[0]

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gossamer.patterns.reach import Bounds
-from gossamer.torch.structure.base import OF_INTEGERS, Rows, Sizes, Structure, check_edges, sorted_edges
+from gossamer.torch.structure.base import OF_INTEGERS, Sizes, Structure, check_edges, sorted_edges
 from gossamer.torch.validate import INTEGERS, describe, number
 
 
@@ -35,6 +35,8 @@ class DocumentIds(Structure):
         >>> torch.allclose(out, gs.attention(q, k, v, gs.Document(ids) & gs.Causal()), atol=1e-6)
         True
     """
+
+    bounded = True
 
     def __init__(self, ids: Tensor) -> None:
         if not isinstance(ids, Tensor) or ids.is_nested or ids.dtype not in INTEGERS or ids.ndim not in (1, 2):
@@ -91,8 +93,8 @@ class DocumentIds(Structure):
                 f"ids of DocumentIds must be for B={sizes.B} batch elements, or one for all; got {describe(self.ids)}"
             )
 
-    def bounds(self, rows: Rows, sizes: Sizes) -> Bounds:
-        i, K = rows.position, sizes.K
+    def bounds(self, position: Tensor, sizes: Sizes) -> Bounds:
+        i, K = position, sizes.K
         if self.edges is not None:
             edges = sorted_edges(self.edges, K)
             run, last = torch.searchsorted(edges, i, right=True), len(edges) - 1

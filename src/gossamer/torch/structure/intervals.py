@@ -42,7 +42,7 @@ def interval_of(
     if plain and outer is not None:
         lo, hi = outer
     else:
-        lo, hi = structure.reached(reach, rows, sizes)
+        lo, hi = structure.reached(reach, rows.position, sizes)
         lo, hi = (lo, hi) if outer is None else (torch.maximum(lo, outer.lo), torch.minimum(hi, outer.hi))
     if key_starts is not None:
         lo = torch.maximum(lo, narrow(key_starts, 0, K)[:, None, None])

@@ -135,7 +135,8 @@ def layout_of(
     key_lengths: Tensor | None, transpose: bool,
 ) -> Given:  # fmt: skip
     """The layout of a structure over the keys [key_starts[b], key_lengths[b])."""
-    outer, lists, K = structure.bounds(rows, sizes), structure.lists(sizes), sizes.K
+    outer = structure.bounds(rows.position, sizes) if structure.bounded else None
+    lists, K = structure.lists(sizes), sizes.K
     interval = partial(interval_of, structure, rows, sizes, outer, key_starts, key_lengths)
     block_q, block_kv = tile
     only, every = structure.rule.interval, structure.rule == EVERY_KEY

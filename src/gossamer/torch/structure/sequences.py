@@ -14,7 +14,6 @@ from gossamer.plan.problem import Unsupported
 from gossamer.torch.structure.base import (
     ONE_BY_ONE,
     UNIONS,
-    Rows,
     Sizes,
     Structure,
     check_edges,
@@ -96,10 +95,10 @@ class PackedSequences(Structure):
     def check(self, sizes: Sizes) -> None:
         """Whatever the edges are, they are clamped to the sizes."""
 
-    def bounds(self, rows: Rows, sizes: Sizes) -> None:
+    def bounds(self, position: Tensor, sizes: Sizes) -> None:
         """Those of `reached` are within the sequences."""
 
-    def reached(self, reach: Reach, rows: Rows, sizes: Sizes) -> Bounds:
+    def reached(self, reach: Reach, position: Tensor, sizes: Sizes) -> Bounds:
         Q, K, n = sizes.Q, sizes.K, len(self.cu_seq_q) - 1
         cu_q, cu_k = sorted_edges(self.cu_seq_q, Q), sorted_edges(self.cu_seq_k, K)
         row = torch.arange(Q, dtype=torch.int32, device=cu_q.device)

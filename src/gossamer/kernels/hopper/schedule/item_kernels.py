@@ -98,7 +98,8 @@ def size_kernel(
 ):  # fmt: skip
     """How many items of each size one list has (lists, SIZES), and what sizes follow from: (2,), see `_size`."""
     own = tl.program_id(0)
-    below, longer, longest = 0, 0, 0
+    nothing = tl.sum(tl.zeros((BINS,), dtype=tl.int32), 0)
+    below, longer, longest = nothing, nothing, nothing
     total = tl.sum(tl.zeros((BINS,), dtype=tl.int64), 0)
     for k0 in range(0, bins, BINS):
         k = k0 + tl.arange(0, BINS)
