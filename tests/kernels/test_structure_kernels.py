@@ -12,29 +12,24 @@ import numpy as np
 import pytest
 import torch
 
-import gossamer as gs
-from gossamer.layouts.device import block_list_layout, interval_layout, key_list_layout
+from gossamer.layouts.device import block_list_layout, interval_layout
 from gossamer.layouts.walk import KINDS
-from gossamer.layouts.work_list import most_listed
 from gossamer.torch import device_arrays
 from tests.layouts.test_device_layouts import draw_bounds, draw_size
-from tests.support.processes import INTERPRETING, in_interpreter
+from tests.support.processes import INTERPRETING, compiled, in_interpreter
 
 pytest.importorskip("triton")
 
-from gossamer.kernels.hopper.device import column_items, row_items
-from gossamer.kernels.hopper.device.column_items import ColumnItem
+from gossamer.kernels.hopper.device.column_items import ColumnItem, Segment
+from gossamer.kernels.hopper.device.row_items import RowItem
 from gossamer.kernels.hopper.schedule.columns import column_work
-from gossamer.kernels.hopper.schedule.cuts import parts_by_capacity
+from gossamer.kernels.hopper.schedule.cuts import ROUNDS
 from gossamer.kernels.hopper.schedule.fused_items import fused_items
 from gossamer.kernels.hopper.schedule.rows import sharing, work
 from gossamer.kernels.structure import block_lists as block_lists_kernels
 from gossamer.kernels.structure import intervals as intervals_kernels
 from gossamer.layouts.device.arrays import BlockLists, IntervalLists
-from gossamer.patterns.reach import Bounds, Reach, Rule
-from gossamer.torch.structure import intervals as intervals_of_calls
-from gossamer.torch.structure.base import Positions, Rows, Sizes
-from gossamer.torch.structure.intervals import interval_of
+from gossamer.patterns.reach import Bounds
 
 CASES = int(os.environ.get("STRUCTURE_CASES", "60"))
 COUNT_TYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -133,25 +128,15 @@ def test_random_lists(chunk):
             raise
 
 
-def draw_layout(rng, xp=device_arrays, to=torch.Tensor.cpu):
-    """A layout that a device made: of blocks, of intervals, of keys."""
-    lead = tuple(int(x) for x in rng.choice([1, 2, 4], 2))
-    form = rng.integers(4)
-    Q, K = (int(rng.choice([1, 64, rng.integers(1, 1500)])) for _ in range(2))
-    lo, hi = (
-        to(torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32))) for x in draw_bounds(rng, lead, Q, K)
-    )  # fmt: skip
-    if form == 0:
-        return interval_layout(lo, hi, K, block_q=64, block_kv=int(rng.choice([32, 64])), xp=xp)
-    rows, entries = (Q, K) if form == 1 else (-(-Q // 32), -(-K // 32))
-    n = int(rng.integers(1, min(entries, 30) + 1))
-    indices = to(torch.from_numpy(rng.integers(-1, entries + 1, (*lead, rows, n), dtype=np.int32)))
+def draw_layout(rng):
+    """A layout of full tiles that a device made."""
+    lead, T = tuple(int(x) for x in rng.choice([1, 2, 4], 2)), int(rng.choice([2, 64, rng.integers(2, 90)]))
+    C = int(rng.choice([1, 64, rng.integers(1, 90)]))
+    n = int(rng.integers(1, min(C, 30) + 1))
+    indices = torch.from_numpy(rng.integers(-1, C + 1, (*lead, T, n), dtype=np.int32))
     # Lists of very different lengths, so that there are many sizes.
-    counts = to(torch.from_numpy((n * rng.random((*lead, rows)) ** int(rng.choice([1, 4]))).astype(np.int32)))
-    if form == 1:
-        return key_list_layout(indices, counts, lo, hi, Q, K, block_q=64, xp=xp)
-    bounds = (lo, hi) if form == 2 else (None, None)
-    return block_list_layout(indices, counts, *bounds, Q, K, block=32, xp=xp)
+    counts = torch.from_numpy((n * rng.random((*lead, T)) ** int(rng.choice([1, 4]))).astype(np.int32))
+    return block_list_layout(indices, counts, None, None, 32 * T, 32 * C, block=32, xp=device_arrays)
 
 
 def check_intervals(lo, hi, K, block_q, block_kv, transpose=True):
@@ -183,98 +168,45 @@ def test_random_intervals(chunk):
             raise
 
 
-def draw_reach(rng):
-    """Numbers at their extremes: a reach, the positions of rows, and what else limits the keys that they see."""
-    B, Q, K = (int(x) for x in rng.integers(1, [5, 70, 90]))
-    far = lambda: int(rng.choice([0, 1, 7, 40, 2**31 - 1, 2**31 - 2, 2**20]))  # noqa: E731
-    maybe = lambda x: None if rng.random() < 0.4 else x  # noqa: E731
-    blocks = () if rng.random() < 0.6 else (int(rng.choice([1, 7, 32, 2**20])),)
-    reach = Reach(maybe(far()), maybe(far()), blocks, None if rng.random() < 0.7 else int(rng.integers(0, K + 3)))
-    dtype = [torch.int16, torch.int32, torch.int64][rng.integers(3)]
-    wide = 2 ** (8 * dtype.itemsize - 1) - 1
-
-    def vector():
-        near = torch.from_numpy(rng.integers(-K - 9, 2 * K + 9, B))
-        return torch.where(
-            torch.from_numpy(rng.random(B) < 0.2), torch.tensor([wide, -wide])[rng.integers(2)], near
-        ).to(dtype)
-
-    offset, starts, lengths = maybe(vector()), maybe(vector()), maybe(vector())
-    if offset is not None and rng.random() < 0.2:
-        offset = offset[:1]
-    most = 2**31 - 2**16 - max(Q, K)
-    first = 0 if offset is not None else int(rng.choice([K - Q, 3, -most, most]))
-    rows, sizes = Rows(Q, first, offset, most, torch.device("cpu")), Sizes(B, 1, 1, Q, K)
-    outer = None
-    if rng.random() < 0.4:
-        lo, hi = draw_bounds(rng, (B if rng.random() < 0.5 else 1, 1), Q, K)
-        outer = Bounds(*(torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)) for x in (lo, hi)))
-    some = starts if starts is not None else torch.zeros(B, dtype=torch.int32)
-    return Positions(Rule((reach,))), rows, sizes, outer, some, lengths, reach
-
-
-def check_reach(structure, rows, sizes, outer, starts, lengths, reach, monkeypatch):
-    given = structure, rows, sizes, outer, starts, lengths, reach
-    want = interval_of(*given)
-    with monkeypatch.context() as m:
-        m.setattr(device_arrays, "fused", lambda like: Kernels())
-        m.setattr(intervals_of_calls, "reach_bounds_op", intervals_kernels.reach_bounds)
-        found = interval_of(*given)
-    for one, other in zip(found, want, strict=True):
-        assert one.shape == other.shape
-        assert one.dtype == torch.int32
-        assert torch.equal(one, other)
-
-
-@pytest.mark.skipif(not INTERPRETING, reason="interprets")
-def test_random_reaches(monkeypatch):
-    for seed in range(5 * CASES):
-        try:
-            check_reach(*draw_reach(np.random.default_rng(seed)), monkeypatch)
-        except Exception as error:
-            error.add_note(f"seed {seed}")
-            raise
-
-
-def known(words, places):
-    """Items or segments on the host; what begins no list of an entry is 0."""
-    words = words.cpu().clone()
-    for first, number in places.values():
-        words[:, first] *= words[:, number] > 0
-    return words
-
-
-def check_items(layout, rng, prepare=lambda walk: walk):
+def check_items(layout, rng):
     """The items of rows and of columns, those of array operations in their order."""
     Bl, Hl = layout.lead
     ratio = int(rng.choice([1, 2, 4]))
     H = Hl if Hl > 1 else ratio * int(rng.choice([1, 3]))
     ratio = ratio if H % ratio == 0 else 1
     B = Bl if Bl > 1 else int(rng.choice([1, 3]))
-    blocks, split = int(rng.choice([1, 4, 132, 264])), None if rng.random() < 0.8 else int(rng.integers(1, 4))
-    walk = layout.rows
+    walk, shape = layout.rows, (Bl, Hl, layout.rows.tiles)
     copies, heads = sharing(H, B, walk)
-    want = work(layout, copies, heads, blocks, split)
-    blocked = isinstance(layout, gs.BlockLayout)
-    few, most = blocked and layout.block_q >= 4 * layout.Q, most_listed(walk) if blocked else None
-    shape = (Bl, Hl, walk.tiles)
-    parts = parts_by_capacity(shape, copies, blocks, split, few, most)
-    found = fused_items(prepare(walk), shape, parts, copies, heads, blocks)
-    assert torch.equal(known(found.items, row_items.LISTS), known(want.items, row_items.LISTS))
-    assert torch.equal(found.merges.cpu(), want.merges)
-    assert found.slots == want.slots
-    walk = layout.columns
+    blocks = most_blocks(Bl * Hl * walk.tiles * copies, rng)
+    if blocks:
+        want, found = work(layout, copies, heads, blocks), fused_items(walk, shape, copies, heads, blocks)
+        for at in (RowItem.INTERVAL_START, RowItem.BITS_START):  # of lists without an entry
+            want.items[:, at] = 0
+        assert torch.equal(found.items, want.items)
+        assert torch.equal(found.merges, want.merges)
+        assert found.slots == want.slots
+    walk, shape = layout.columns, (Bl, Hl // ratio if Hl > 1 else 1, layout.columns.tiles)
     copies, heads = sharing(H // ratio, B, walk)
-    want = column_work(layout, copies, heads, ratio, blocks, split)
-    shape = (Bl, Hl // ratio if Hl > 1 else 1, walk.tiles)
-    found = fused_items(prepare(walk), shape, 1, copies, heads, blocks, ratio)
-    one, other = (x.items.cpu().clone() for x in (found, want))
+    batches, groups, tiles = shape
+    blocks = most_blocks(batches * groups * tiles * copies, rng)
+    if not blocks:
+        return
+    want = column_work(layout, copies, heads, ratio, blocks)
+    found = fused_items(walk, shape, copies, heads, blocks, ratio)
+    one, other = found.items.clone(), want.items.clone()
     at, to = one[:, ColumnItem.SEGMENT_START], other[:, ColumnItem.SEGMENT_START]
-    segments, others = (known(x.segments, column_items.LISTS) for x in (found, want))
+    for place in (Segment.INTERVAL_START, Segment.BITS_START):
+        want.segments[:, place] = 0
     for j in range(ratio):
-        assert torch.equal(segments[at + j], others[to + j])
+        assert torch.equal(found.segments[at + j], want.segments[to + j])
     one[:, ColumnItem.SEGMENT_START] = other[:, ColumnItem.SEGMENT_START] = 0
     assert torch.equal(one, other)
+
+
+def most_blocks(items, rng):
+    """Blocks for which so many items are many, 0 if there are none."""
+    most = (items - 1) // ROUNDS
+    return int(rng.integers(1, most + 1)) if most else 0
 
 
 @pytest.mark.skipif(not INTERPRETING, reason="interprets")
@@ -291,4 +223,45 @@ def test_random_items(chunk):
 
 @pytest.mark.skipif(INTERPRETING, reason="is interpreting")
 def test_in_interpreter():
-    in_interpreter(__file__, "test_random_lists", "test_random_intervals", "test_random_items", "test_random_reaches")
+    in_interpreter(__file__, "test_random_lists", "test_random_intervals", "test_random_items")
+
+
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from gossamer.kernels.hopper.schedule import item_kernels as items
+from gossamer.kernels.structure import block_kernels as blocks
+from gossamer.kernels.structure import interval_kernels as intervals
+
+work = []
+for two in (False, True):
+    kinds = {"KINDS": 1 + two, "KEPT": two}
+    flags = {"HAS_COUNTS": two, "BOUNDED": two, "BLOCK": 64, "LISTS": 8, "ENTRIES": 128, "WORDS": 64}
+    work.append((blocks.order_kernel, {**kinds, **flags}))
+    work += [(kernel, {**kinds, "ROWS": 256, "COLUMNS": 8}) for kernel in (blocks.count_kernel, blocks.place_kernel)]
+    sizes = {"SIZES": 64, "MIDDLE": 32, "DOUBLINGS": 24, "LISTS": 8, "OWN": 64, "OTHERS": 128, "COLUMNS": two}
+    work.append((items.many_kernel, {**sizes, "ITEM": 16, "SEGMENT": 8}))
+sizes |= {"BINS": 2048, "FEW_BINS": 128, "ITEMS": 1024}
+work += [(items.length_kernel, sizes), (items.size_kernel, sizes), (intervals.turn_kernel, {"COLUMNS": 256})]
+tile = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128, "ROWS": 128, "COLUMNS": 128}
+work += [(intervals.count_tiles_kernel, tile), (intervals.place_tiles_kernel, tile)]
+numbers = {*blocks.SIZES, *blocks.STRIDES, *items.PLAIN, *intervals.SIZES}
+for kernel, constants in work:
+    constants = {"SUMS": 256, **constants}
+    constants = {name: x for name, x in constants.items() if name in kernel.arg_names}
+    signature = {name: "i32" if name in numbers else "*i32" for name in kernel.arg_names}
+    signature |= {"slack": "fp32"} if "slack" in signature else {}
+    signature |= {"indices": "*i64", "counts": "*u8"} if kernel is blocks.order_kernel else {}
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", [80, 90, 100])
+def test_kernels_compile(sm, tmp_path):
+    compiled(COMPILE, sm, cache=tmp_path)

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from gossamer.layouts.device.arrays import Fused, Sorted
-from gossamer.torch.fused_structure import available, kernels
+from gossamer.torch.fused_structure import TRITON, kernels
 
 
 def fused(like: Tensor) -> Fused | None:
-    return kernels if like.is_cuda and available() else None
+    if torch.compiler.is_compiling():  # the compiler joins the array operations itself
+        return None
+    return kernels if like.is_cuda and TRITON else None
 
 
 def arange(n: int, like: Tensor) -> Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -11,6 +10,8 @@ from torch import Tensor
 
 from gossamer.layouts.device.arrays import BlockLists, IntervalLists
 from gossamer.patterns.reach import Bounds
+
+TRITON = find_spec("triton") is not None  # which the kernels are written in
 
 library = torch.library.Library("gossamer", "FRAGMENT")
 library.define(
@@ -21,22 +22,7 @@ library.define(
     "interval_lists(Tensor lo, Tensor hi, SymInt K, int block_q, int block_kv, bool transpose) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-library.define(
-    "reach_bounds(Tensor like, Tensor? offset, SymInt first, SymInt most, Tensor? starts, Tensor? lengths, "
-    "Tensor? outer_lo, Tensor? outer_hi, SymInt B, SymInt Q, SymInt K, int? left, int? right, int? block, int? below) "
-    "-> (Tensor, Tensor)"
-)
 library.define("turned_intervals(Tensor lo, Tensor hi, SymInt columns) -> (Tensor, Tensor)")
-
-
-@cache
-def available() -> bool:
-    """Whether Triton is installed, which the kernels are written in."""
-    try:
-        importlib.import_module("gossamer.kernels.structure.block_lists")
-    except ImportError:
-        return False
-    return True
 
 
 def _block_lists(*arguments: Any) -> tuple[Tensor, ...]:
@@ -85,21 +71,6 @@ def _fake_turned_intervals(lo: Tensor, hi: Tensor, columns: int) -> tuple[Tensor
     return tuple(lo.new_empty((*lead, columns), dtype=torch.int32) for _ in range(2))
 
 
-def _reach_bounds(*arguments: Any) -> tuple[Tensor, ...]:
-    from gossamer.kernels.structure.intervals import reach_bounds
-
-    return reach_bounds(*arguments)
-
-
-def _fake_reach_bounds(
-    like: Tensor, offset: Tensor | None, first: int, most: int, starts: Tensor | None, lengths: Tensor | None,
-    outer_lo: Tensor | None, outer_hi: Tensor | None, B: int, Q: int, *more: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    return tuple(like.new_empty((B, 1, Q), dtype=torch.int32) for _ in range(2))
-
-
-library.impl("reach_bounds", _reach_bounds, "CUDA")
-torch.library.register_fake("gossamer::reach_bounds", _fake_reach_bounds, lib=library)
 library.impl("interval_lists", _interval_lists, "CUDA")
 torch.library.register_fake("gossamer::interval_lists", _fake_interval_lists, lib=library)
 library.impl("turned_intervals", _turned_intervals, "CUDA")

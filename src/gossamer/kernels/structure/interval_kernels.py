@@ -41,49 +41,6 @@ def turn_kernel(lo, hi, column_lo, column_hi, rows, columns, C, steps, COLUMNS: 
     _turn(lo, hi, column_lo, column_hi, lead, c, c < columns, rows, columns, steps)
 
 
-@triton.jit(do_not_specialize=["first", "most", "rows", "keys", "left", "right", "block", "below", "programs"])
-def reach_kernel(
-    offset, starts, lengths, outer_lo, outer_hi, lo, hi, first, most, rows, keys, left, right, block, below, programs,
-    of_offset, of_starts, of_lengths, of_outer, HAS_OFFSET: tl.constexpr, HAS_STARTS: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_BLOCK: tl.constexpr, HAS_BELOW: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """The interval of keys of some rows of a batch element: `patterns.reach.Reach.bounds`, and what limits it."""
-    b, r = tl.program_id(0) // programs, tl.program_id(0) % programs * ROWS + tl.arange(0, ROWS)
-    some, i = r < rows, r.to(tl.int64) + first
-    keys = keys.to(tl.int64)
-    if HAS_OFFSET:
-        given = tl.load(offset + b * of_offset).to(tl.int64)
-        i += tl.minimum(tl.maximum(given, -most.to(tl.int64)), most.to(tl.int64))
-    begin, end = tl.zeros((ROWS,), dtype=tl.int64), tl.zeros((ROWS,), dtype=tl.int64) + keys
-    if HAS_LEFT:
-        begin = tl.minimum(tl.maximum(i - left, 0), keys)
-    if HAS_RIGHT:
-        end = tl.minimum(tl.maximum(i + right + 1, 0), keys)
-    if HAS_BLOCK:
-        # Positions before all blocks, and behind the last key's, see nothing wherever they are.
-        behind = tl.minimum((keys + block - 1) // block * block, 2147483647)
-        inside = tl.minimum(tl.maximum(i, -1), behind)
-        own = tl.where(inside < 0, -block.to(tl.int64), inside // block * block)
-        begin = tl.maximum(begin, tl.minimum(tl.maximum(own, 0), keys))
-        end = tl.minimum(end, tl.minimum(tl.maximum(own + block, 0), keys))
-    if HAS_BELOW:
-        begin, end = tl.minimum(begin, below), tl.minimum(end, below)
-    if HAS_OUTER:
-        at = b.to(tl.int64) * of_outer + r
-        begin = tl.maximum(begin, tl.load(outer_lo + at, mask=some, other=0))
-        end = tl.minimum(end, tl.load(outer_hi + at, mask=some, other=0))
-    if HAS_STARTS:
-        given = tl.load(starts + b * of_starts).to(tl.int64)
-        begin = tl.maximum(begin, tl.minimum(tl.maximum(given, 0), keys))
-    if HAS_LENGTHS:
-        given = tl.load(lengths + b * of_lengths).to(tl.int64)
-        end = tl.minimum(end, tl.minimum(tl.maximum(given, 0), keys))
-    at = b.to(tl.int64) * rows + r
-    tl.store(lo + at, begin.to(tl.int32), mask=some)
-    tl.store(hi + at, tl.maximum(begin, end).to(tl.int32), mask=some)
-
-
 @triton.jit
 def _ceil(x, BLOCK: tl.constexpr):
     return (x + BLOCK - 1) // BLOCK

@@ -10,7 +10,6 @@ from torch import Tensor
 from gossamer.kernels.structure.interval_kernels import (
     count_tiles_kernel,
     place_tiles_kernel,
-    reach_kernel,
     turn_kernel,
 )
 
@@ -21,38 +20,6 @@ COLUMNS = 256  # intervals that are turned by a program
 def power_of_two(n: int) -> int:
     """The least that holds n."""
     return 1 << (n - 1).bit_length()
-
-
-def reach_bounds(
-    like: Tensor, offset: Tensor | None, first: int, most: int, starts: Tensor | None, lengths: Tensor | None,
-    outer_lo: Tensor | None, outer_hi: Tensor | None, B: int, Q: int, K: int, left: int | None, right: int | None,
-    block: int | None, below: int | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The interval of keys of each row, lo and hi (B, 1, Q) int32.
-
-    Args:
-        like: a tensor on the device.
-        offset, starts, lengths: (B or 1,) integers; positions are first + offset, which counts as `most` beyond it.
-        outer_lo, outer_hi: (B or 1, 1, Q) int32, within which the intervals are.
-        left, right, block, below: of the reach; None where it has no such limit.
-    """
-    lo, hi = (torch.empty((B, 1, Q), dtype=torch.int32, device=like.device) for _ in range(2))
-    vectors = {"offset": offset, "starts": starts, "lengths": lengths}
-    given: dict[str, Any] = {name: lo if x is None else x for name, x in vectors.items()}
-    given |= {f"of_{name}": 0 if x is None or x.numel() == 1 else x.stride(0) for name, x in vectors.items()}
-    given |= {f"HAS_{name.upper()}": x is not None for name, x in vectors.items()}
-    if outer_lo is not None and outer_hi is not None:
-        outer_lo, outer_hi = outer_lo.contiguous(), outer_hi.contiguous()
-    numbers = {"left": left, "right": right, "block": block, "below": below}
-    given |= {name: 0 if x is None else x for name, x in numbers.items()}
-    given |= {f"HAS_{name.upper()}": x is not None for name, x in numbers.items()}
-    rows = min(COLUMNS, power_of_two(Q))
-    reach_kernel[(B * -(-Q // rows),)](
-        **given, outer_lo=lo if outer_lo is None else outer_lo, outer_hi=lo if outer_hi is None else outer_hi,
-        of_outer=0 if outer_lo is None or outer_lo.shape[0] == 1 else Q, HAS_OUTER=outer_lo is not None, lo=lo, hi=hi,
-        first=first, most=most, rows=Q, keys=K, programs=-(-Q // rows), ROWS=rows, num_warps=4,
-    )  # fmt: skip
-    return lo, hi
 
 
 def turned(lo: Tensor, hi: Tensor, columns: int) -> tuple[Tensor, Tensor]:

@@ -33,24 +33,6 @@ class Sizes(NamedTuple):
     K: int
 
 
-class Rows(NamedTuple):
-    """Where the query rows of a call are."""
-
-    Q: int
-    first: int  # position of row 0, and what all have in common
-    offset: Tensor | None  # (B or 1,) integers of any type, which are added to it; those past `most` count as it
-    most: int
-    device: torch.device
-
-    @property
-    def position(self) -> Tensor:
-        """Of each row, (B or 1, 1, Q) int32."""
-        row = torch.arange(self.Q, dtype=torch.int32, device=self.device)
-        if self.offset is None:
-            return (row + self.first)[None, None]
-        return row + narrow(self.offset, -self.most, self.most).reshape(-1, 1, 1)
-
-
 class Lists(NamedTuple):
     """The key blocks of each query block; blocks of one are keys and queries."""
 
@@ -66,7 +48,6 @@ class Structure(ABC):
     """
 
     rule = EVERY_KEY  # of the patterns that it was joined with
-    bounded = False  # whether it has bounds beside its rule
     own_positions = False  # whether positions are those within its sequences, and no q_offset says them
     __array_ufunc__ = None  # numpy leaves `&` to the methods below
 
@@ -134,7 +115,7 @@ class Joined(Structure):
     def __init__(self, terms: tuple[Structure, ...], rule: Rule) -> None:
         if sum(term.block is not None for term in terms) > 1:
             raise Unsupported("two of BlockIndices and Indices cannot be joined by &: give what both list as one")
-        self._terms, self.rule, self.bounded = terms, rule, any(term.bounded for term in terms)
+        self._terms, self.rule = terms, rule
         if self.block is not None and rule.interval is None:
             raise Unsupported(f"{self!r}: lists are joined by & with patterns of one interval of keys alone. {OF_BOTH}")
 

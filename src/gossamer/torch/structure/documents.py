@@ -36,8 +36,6 @@ class DocumentIds(Structure):
         True
     """
 
-    bounded = True
-
     def __init__(self, ids: Tensor) -> None:
         if not isinstance(ids, Tensor) or ids.is_nested or ids.dtype not in INTEGERS or ids.ndim not in (1, 2):
             raise ValueError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +25,7 @@ from gossamer.plan.problem import Problem, Unsupported
 from gossamer.torch import device_arrays
 from gossamer.torch.given_layouts import Given
 from gossamer.torch.planning import chip_of, problem_of
-from gossamer.torch.structure.base import Lists, Positions, Rows, Sizes, Structure, rule_of
-from gossamer.torch.structure.intervals import interval_of, rows_of
+from gossamer.torch.structure.base import Lists, Positions, Sizes, Structure, narrow, rule_of
 from gossamer.torch.validate import INTEGERS, Arguments, cast_type, describe, most_offset, validate, within_positions
 
 NO_TILES_OF_KEYS = (1, 0)  # each query gathers for itself
@@ -96,7 +94,7 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, eager: boo
     transpose = a.backward or compiling
     # Made in inference mode it could not be used in training later.
     with torch.inference_mode(False) if not compiling and torch.is_inference_mode_enabled() else nullcontext():
-        layout = layout_of(structure, rows_of(a, sizes), sizes, tile, key_starts, a.key_lengths, transpose)
+        layout = layout_of(structure, positions(a, Q, K), sizes, tile, key_starts, a.key_lengths, transpose)
     if compiling:
         return Structured(rest, layout, "")
     given = (("q_offset", offset), ("key_starts", key_starts), ("key_lengths", a.key_lengths))
@@ -130,19 +128,41 @@ def check_vectors(a: Arguments, key_starts: Any) -> None:
             raise ValueError(f"{name} must be a tensor on q's device, {device}; got {describe(x)}")
 
 
+def positions(a: Arguments, Q: int, K: int) -> Tensor:
+    """Positions of query rows, (B or 1, 1, Q) int32; offsets past the limit of `q_offset` count as it."""
+    row = torch.arange(Q, dtype=torch.int32, device=a.q.device)
+    offset = a.q_offset_tensor
+    if offset is None:
+        return (row + (K - Q if a.q_offset is None else a.q_offset))[None, None]
+    most = most_offset(Q, K)
+    return row + narrow(offset, -most, most).to(a.q.device).reshape(-1, 1, 1)
+
+
 def layout_of(
-    structure: Structure, rows: Rows, sizes: Sizes, tile: Tile, key_starts: Tensor | None,
+    structure: Structure, position: Tensor, sizes: Sizes, tile: Tile, key_starts: Tensor | None,
     key_lengths: Tensor | None, transpose: bool,
 ) -> Given:  # fmt: skip
     """The layout of a structure over the keys [key_starts[b], key_lengths[b])."""
-    outer = structure.bounds(rows.position, sizes) if structure.bounded else None
-    lists, K = structure.lists(sizes), sizes.K
-    interval = partial(interval_of, structure, rows, sizes, outer, key_starts, key_lengths)
+    outer, lists, K = structure.bounds(position, sizes), structure.lists(sizes), sizes.K
+
+    def interval(reach: Reach) -> Bounds:
+        if outer is None or structure.own_positions or reach != Reach():
+            lo, hi = structure.reached(reach, position, sizes)
+            lo, hi = (lo, hi) if outer is None else (torch.maximum(lo, outer.lo), torch.minimum(hi, outer.hi))
+        else:
+            lo, hi = outer
+        if key_starts is not None:
+            lo = torch.maximum(lo, narrow(key_starts, 0, K)[:, None, None])
+        if key_lengths is not None:
+            hi = torch.minimum(hi, narrow(key_lengths, 0, K)[:, None, None])
+        hi = torch.maximum(lo, hi)
+        return Bounds(lo.expand(hi.shape).contiguous(), hi)
+
     block_q, block_kv = tile
     only, every = structure.rule.interval, structure.rule == EVERY_KEY
     bounded = not (every and outer is key_starts is key_lengths is None)
     if only is None:
-        return _of_union(structure, rows, sizes, tile, interval, transpose)
+        return _of_union(structure, position, sizes, tile, interval, transpose)
     if lists is None:
         bounds = interval(only)
         return interval_layout(*bounds, K, block_q=block_q, block_kv=block_kv, xp=device_arrays, transpose=transpose)
@@ -161,7 +181,7 @@ def layout_of(
 
 
 def _of_union(
-    structure: Structure, rows: Rows, sizes: Sizes, tile: Tile, interval: Callable[[Reach], Bounds],
+    structure: Structure, position: Tensor, sizes: Sizes, tile: Tile, interval: Callable[[Reach], Bounds],
     transpose: bool,
 ) -> BlockLayout:  # fmt: skip
     """The layout of a rule of several intervals of keys, or of every n-th key of one."""
@@ -172,7 +192,7 @@ def _of_union(
     unbounded = max(sizes.Q, sizes.K)
     lengths = [unbounded if longest is None else longest for longest in stepped]
     return progression_layout(
-        union, rows.position.select(-1, 0).expand(B, H), sizes.K, block_q=block_q, block_kv=block_kv,
+        union, position.select(-1, 0).expand(B, H), sizes.K, block_q=block_q, block_kv=block_kv,
         reach=max([0, *lengths]), xp=device_arrays, transpose=transpose,
     )  # fmt: skip
 
