@@ -10,7 +10,7 @@ WORKERS := 2
 
 help:
 	@echo "make demo | test | check | bench | docs | site | clean"
-	@echo "make test-more | wheel: slower, each in an environment of its own"
+	@echo "make test-more | wheel | notebooks: slower, each in an environment of its own"
 
 install: $(STAMP)
 
@@ -25,9 +25,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests
 
-# Suites that `test` leaves out, each in the environment that it needs: the site of the documentation, and the wheel.
-.PHONY: test-more wheel
-test-more: site wheel
+# Suites that `test` leaves out, each in the environment that it needs: the site of the documentation, the wheel, and the
+# notebooks.
+.PHONY: test-more wheel notebooks
+test-more: site wheel notebooks
 
 # The package as it is built, where nothing else is installed but what it depends on.
 WHEEL := .venv-wheel
@@ -54,6 +55,15 @@ docs: $(STAMP)
 	$(BIN)/python docs/make_pipeline.py
 	$(MAKE) site
 
+# Every notebook from its first cell to its last, at small sizes; their outputs are printed and not kept.
+NOTEBOOKS := .venv-notebooks
+notebooks: $(NOTEBOOKS)/.installed
+	LONGEST=1024 $(NOTEBOOKS)/bin/python scripts/run_notebooks.py
+
+$(NOTEBOOKS)/.installed: pyproject.toml constraints/cpu.txt scripts/install.sh
+	@./scripts/install.sh $(NOTEBOOKS) torch,notebooks
+	@touch $@
+
 # Strict: a link, a heading or a name in a docstring that leads nowhere is an error.
 site: $(SITE)/.installed
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict --quiet
@@ -64,5 +74,5 @@ $(SITE)/.installed: pyproject.toml scripts/install.sh
 
 clean:
 	rm -rf $(VENV) $(SITE) site build dist demo .pytest_cache .hypothesis .mypy_cache .ruff_cache
-	rm -rf $(WHEEL)
+	rm -rf $(WHEEL) $(NOTEBOOKS)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,7 +2,8 @@
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python benchmarks/check_memory.py
 
-Without the caching allocator every tensor is an allocation of its own, so that an access past its end is seen.
+Without the caching allocator every tensor is an allocation of its own, so that an access past its end is seen. Names of
+cases run these alone; `structure` runs calls whose structure is made on the device, by whatever kernels make it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from bound import bound
 from torch import Tensor
 
+import gossamer as gs
 from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.hopper import IMPLEMENTATION
 from gossamer.kernels.hopper.launch import gather
@@ -75,7 +77,37 @@ def run(case: Case, dtype: str, *parts: Callable[..., None]) -> bool:
     return True
 
 
+B, H, G, N, D = 2, 4, 2, 300, 64  # of the calls whose structure is made on the device
+
+
+def structures() -> dict[str, Callable[[list[Tensor]], Tensor]]:
+    """Calls of q, k and v by their kind of structure, with numbers that the device alone knows."""
+    g = torch.Generator("cuda").manual_seed(0)
+    draw = partial(torch.randint, device="cuda", generator=g, dtype=torch.int32)
+    ends, ids = draw(1, N + 1, (B,)), draw(0, 2, (B, N)).cumsum(1) // 20
+    blocks, keys = draw(-2, 6, (B, G, -(-N // 64), 3)), draw(-2, N + 3, (B, G, N, 20))
+    edges = torch.tensor([0, 0, 33, 200, N], device="cuda", dtype=torch.int32)
+    return {
+        "lengths": lambda x: gs.attention(*x, gs.SlidingWindow(50), q_offset=ends - N, key_lengths=ends),
+        "steps": lambda x: gs.attention(*x, gs.Strided(40, 20), q_offset=ends - N, key_lengths=ends),
+        "documents": lambda x: gs.attention(*x, gs.DocumentIds(ids) & gs.Causal()),
+        "blocks": lambda x: gs.attention(*x, gs.BlockIndices(blocks, 64) & gs.Causal()),
+        "keys": lambda x: gs.attention(*x, gs.Indices(keys)),
+        "packed": lambda x: gs.varlen(*(y[0].transpose(0, 1) for y in x), edges, pattern=gs.Causal()),
+    }
+
+
+def run_structures(dtype: torch.dtype) -> None:
+    for name, call in structures().items():
+        x = [torch.randn(B, n, N, D, device="cuda", dtype=dtype, requires_grad=True) for n in (H, G, G)]
+        call(x).float().square().sum().backward()
+        torch.cuda.synchronize()
+        print(f"structure by {name} in {dtype}")
+
+
 def main(names: list[str]) -> None:
+    if not names or "structure" in names:
+        run_structures(torch.bfloat16)
     cases = [case for case in SMALL if not names or case.name in names]
     for dtype, parts in {"bfloat16": (by_tiles, by_gathers), "float32": (by_gathers,)}.items():
         done = [case.name for case in cases if run(case, dtype, *parts)]

@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("-N", "--length", type=int, default=65536)
     parser.add_argument("--budget", type=float, default=0.1, help="seconds of timed calls for each row")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/tune_hopper_h200.jsonl"))
+    parser.add_argument("--out", type=Path, default=Path("results/tune_hopper.jsonl"))
     parser.add_argument("--write", action="store_true", help="put the winners into tuned.json")
     a = parser.parse_args()
     start = time.perf_counter()

@@ -1,6 +1,6 @@
 """Times the tiles of the `small` implementation beside SDPA and the other implementations, by replayed CUDA graphs.
 
-    python benchmarks/tune_small.py >> benchmarks/results/tune_dense_h200.jsonl
+    python benchmarks/tune_small.py >> results/tune_dense.jsonl
 
 One line for each head size and number of positions (B 1, H 8, bfloat16; the pattern is a causal window of a quarter of
 the positions, which `small` computes whole): microseconds of one call. Tiles are R x C, warps, stages. The numbers of

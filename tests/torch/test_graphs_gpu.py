@@ -81,3 +81,30 @@ def test_a_mask_that_is_written_to(N: int, name: str | None) -> None:
         graph.replay()
         for a, b in zip(held, run(other), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+WINDOW, CAUSAL, APART = gs.SlidingWindow(150), gs.Causal(), gs.Dilated(200, 0, 3) | gs.SlidingWindow(9)
+GRAPHED = {
+    "window": lambda x, lengths: gs.attention(*x, WINDOW),
+    "parts": lambda x, lengths: gs.attention(*x, APART),
+    "lengths": lambda x, lengths: gs.attention(*x, CAUSAL, key_lengths=lengths),
+    "structure": lambda x, lengths: gs.attention(*x, WINDOW, q_offset=lengths - 700, key_lengths=lengths),
+    "decoding": lambda x, lengths: gs.attention(x[0][:, :, -1:], *x[1:], CAUSAL),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler itself
+@pytest.mark.parametrize("name", GRAPHED)
+def test_graphs_of_the_compiler(name: str) -> None:
+    """A pool of memory that belongs to compiled graphs holds nothing of the library's when a call has ended."""
+    torch._dynamo.reset()
+    forget_all()
+    run = torch.compile(GRAPHED[name], fullgraph=True, mode="reduce-overhead")
+    for step in range(5):
+        x, lengths = inputs(701, torch.bfloat16), torch.randint(1, 702, (1,), device="cuda")
+        torch.compiler.cudagraph_mark_step_begin()
+        found, want = run(x, lengths), GRAPHED[name](x, lengths)
+        assert torch.equal(found, want), step
+        dout = torch.randn_like(want)
+        for a, b in zip(*(torch.autograd.grad(out, x, dout) for out in (found, want)), strict=True):
+            assert torch.allclose(a, b, rtol=0.02, atol=0.02), step

@@ -45,5 +45,6 @@ class Problem:
     backward: bool = False
     deterministic: bool = False
     tile: tuple[int, int] | None = None  # (block_q, block_kv) of a layout that the user made
-    gather: int | None = None  # queries of a group, of a gather layout that is given
+    gather: int | None = None  # queries of a group, of a gather layout that is given: lists that only a device knows
+    gather_heads: int = 1  # query heads of each whose rows gather together
     softcap: float | None = None

@@ -21,6 +21,7 @@ from gossamer.kernels.launch import (
     VECTORS,
     Direction,
     Operand,
+    Prepared,
     Vectors,
     operand_of,
     with_own,
@@ -31,7 +32,7 @@ from gossamer.plan.plan import Plan
 from gossamer.plan.problem import Unsupported
 from gossamer.torch import parts
 from gossamer.torch.bind import bind
-from gossamer.torch.memory import hold_for_graphs
+from gossamer.torch.memory import hold_for_graphs, outlasting
 from gossamer.torch.planning import (
     DataLayout,
     Selection,
@@ -182,29 +183,37 @@ class Call:
             names, tensors = (*INPUTS["backward"], *self._vectors), (dout, dlse, q, k, v, out, lse, *vectors)
             operands = {n: operand_of(x) for n, x in zip(names, tensors, strict=True) if x is not None}
             run = kept.put(key, self._bound("backward", operands, given))
-        if q.is_cuda and is_current_stream_capturing():
+        if q.is_cuda and self._kept(given) and is_current_stream_capturing():
             hold_for_graphs(run)
         return run(dout, dlse, q, k, v, out, lse, *vectors)
 
     def _bound(self, direction: Direction, operands: dict[str, Operand], given: DataLayout | None = None) -> Bound:
         """The function of a launch, for tensors that lie as the operands do."""
-        plan = self.plan if direction == "forward" else self.plan.gradient
-        selected = self._select_layout(plan) if given is None else given.selected
         made = results_in_bshd(direction, operands) if self.options.bshd else {}
         operands = operands | made
-        if selected is None:
-            pattern = pattern_of(self.attended.handle)
-            of_parts = parts.PartitionedCall(
-                plan, self.options.implementation, pattern, self.scoring, operands, self.device
-            )
-            prepared = of_parts.forward() if direction == "forward" else of_parts.backward()
-            self.bytes += of_parts.bytes
-        else:
-            prepared = selected.implementation.prepare(plan.problem, selected.layout, direction, self.scoring, operands)
-            self.bytes += 0 if given else layout_bytes(selected.layout)
+        make = partial(self._prepared, direction, operands, given)
+        prepared = outlasting(self.device, make) if self.device.type == "cuda" and self._kept(given) else make()
         wanted = (*RESULTS[direction], *("dsink_logits",) * (direction == "backward" and "sink_logits" in operands))
         assert prepared.launch.results == wanted, f"a launch must give {wanted}, not {prepared.launch.results}"
         return bind(with_own(prepared, made), self.device, (*INPUTS[direction], *self._vectors))
+
+    def _kept(self, given: DataLayout | None) -> bool:
+        """Whether a launch outlasts the call: not of data in the buffers of a compiled graph, which has its memory."""
+        return given is None or self.options.counted
+
+    def _prepared(self, direction: Direction, operands: dict[str, Operand], given: DataLayout | None) -> Prepared:
+        plan = self.plan if direction == "forward" else self.plan.gradient
+        selected = self._select_layout(plan) if given is None else given.selected
+        if selected is not None:
+            self.bytes += 0 if given else layout_bytes(selected.layout)
+            return selected.implementation.prepare(plan.problem, selected.layout, direction, self.scoring, operands)
+        pattern = pattern_of(self.attended.handle)
+        of_parts = parts.PartitionedCall(
+            plan, self.options.implementation, pattern, self.scoring, operands, self.device
+        )
+        prepared = of_parts.forward() if direction == "forward" else of_parts.backward()
+        self.bytes += of_parts.bytes
+        return prepared
 
     def _select_layout(self, plan: Plan) -> Selection | None:
         """Who computes a plan, and the layout; None where parts do."""
@@ -229,7 +238,7 @@ class DataCall(Call):
         run = given.bound.get(self)
         if run is None:
             run = given.bound.put(self, self._bound("forward", self._operands, given))
-        if q.is_cuda and is_current_stream_capturing():
+        if q.is_cuda and self._kept(given) and is_current_stream_capturing():
             hold_for_graphs(run)
         return run(q, k, v, *vectors)
 

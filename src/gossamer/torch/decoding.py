@@ -22,7 +22,7 @@ from gossamer.plan.plan import Plan
 from gossamer.plan.problem import Unsupported
 from gossamer.plan.table import NAMES, load
 from gossamer.torch.calls import Call, call_of, known
-from gossamer.torch.memory import hold_for_graphs
+from gossamer.torch.memory import hold_for_graphs, outlasting
 from gossamer.torch.planning import growing
 from gossamer.torch.request import DENSE, Request, ResolvedPattern, alignment, differentiable
 from gossamer.torch.validate import Arguments, four_dimensional, most_offset, unbatched
@@ -153,5 +153,5 @@ def for_one_query(usual: Plan, a: Arguments, pattern: Any) -> Plan:
 def _make_lengths(device: torch.device, B: int, most: int) -> tuple[Tensor, ...]:
     """(B,) of each number of keys up to `most` that shares its launch, at multiples of 16 bytes."""
     numbers = torch.arange(most - RANGE + 1, most + 1, dtype=torch.int32)
-    rows = numbers[:, None].expand(RANGE, -(-B // 4) * 4).contiguous().to(device)
-    return rows[:, :B].unbind(0)
+    rows = numbers[:, None].expand(RANGE, -(-B // 4) * 4).contiguous()
+    return outlasting(device, lambda: rows.to(device))[:, :B].unbind(0)

@@ -105,7 +105,9 @@ def sums_at(places: Tensor, values: Tensor, size: int) -> Tensor:
 
 def extend(x: Tensor, n: int) -> Tensor:
     if torch.compiler.is_compiling():  # where no size may be asked for
-        return x.index_select(-1, torch.arange(n, device=x.device).clamp(max=x.shape[-1] - 1))
+        # Not by `clamp`: of the formula that torch's compiler makes of it some versions (2.11) cannot find the strides.
+        last, places = x.shape[-1] - 1, torch.arange(n, device=x.device)
+        return x.index_select(-1, places.masked_fill(places > last, last))
     more = n - x.shape[-1]
     return torch.cat([x, x.narrow(-1, x.shape[-1] - 1, 1).expand(*x.shape[:-1], more)], -1) if more else x
 

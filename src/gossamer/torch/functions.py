@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.row_formulas import row_terms, sink_gradient
+from gossamer.torch.memory import outlasting
 
 MOST_ENDS = 256  # numbers of keys whose bounds are kept
 CHUNK = 2**24  # numbers of a product of dout and out at a time
@@ -42,8 +43,7 @@ def int32_lengths(K: int, lengths: Tensor) -> Tensor:
 @lru_cache(MOST_ENDS)
 def _ends(device: torch.device, K: int) -> tuple[Tensor, ...]:
     """0 and K on a device: a clamp by numbers of Python would not write another type than it reads."""
-    with torch.inference_mode(False):
-        return torch.tensor([0, K]).to(device).unbind()
+    return outlasting(device, lambda: torch.tensor([0, K]).to(device).unbind())
 
 
 def class_lengths(first: int, classes: int, step: int, K: int, lengths: Tensor) -> Tensor:

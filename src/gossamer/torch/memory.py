@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any, NamedTuple
+from threading import Thread
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+Value = TypeVar("Value")
 
 MOST_WAITING_BYTES = 2**24  # the largest workspace that waits for the next call
 MOST_WAITING = 4  # of them that wait, each for a stream
@@ -27,17 +30,49 @@ def hold_for_graphs(value: Any) -> None:
 Stream = tuple[int | None, int]  # a device's index, and the address of one of its streams
 
 
+def outlasting(device: torch.device, make: Callable[[], Value]) -> Value:
+    """What `make` gives, whose memory outlasts the call: never of a pool of memory that belongs to CUDA graphs.
+
+    While torch.compile warms up and records its graphs (mode="reduce-overhead"), what a thread allocates comes from
+    their pool, and what is still held at the end of the call is an error. Another thread allocates as ever. While a
+    stream is captured otherwise nothing can be done elsewhere, and the graph that is captured is whose the memory is.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        with torch.inference_mode(False):  # made in that mode, it could not be used in training later
+            return make()
+    asking = torch.cuda.current_stream(device)
+    found: list[Value] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with torch.cuda.device(device):
+                here = torch.cuda.current_stream(device)
+                here.wait_stream(asking)
+                found.append(make())
+                asking.wait_stream(here)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = Thread(target=run, name="gossamer")
+    thread.start()
+    thread.join()
+    for error in failed:
+        raise error
+    (value,) = found
+    return value
+
+
 def template(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """A shape and a type without the memory: no allocation costs the host as little as `empty_like` of one."""
     with torch.inference_mode(False):
-        return torch.empty((1,), dtype=dtype, device=device).expand(shape)
+        return lasting(device, dtype, (1,), 0.0).expand(shape)
 
 
 @cache
 def lasting(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], fill: float) -> Tensor:
     """An array that launches only read; equal ones are one."""
-    with torch.inference_mode(False):
-        return torch.full(shape, fill, dtype=dtype, device=device)
+    return outlasting(device, lambda: torch.full(shape, fill, dtype=dtype, device=device))
 
 
 class _GraphArrays(NamedTuple):
@@ -72,11 +107,9 @@ def _stream_array(dtype: torch.dtype, shape: tuple[int, ...], fill: float, devic
     key = dtype, shape, fill, (device.index, torch._C._cuda_getCurrentRawStream(device.index))
     found = _of_streams.get(key)
     if found is None:
-        with torch.inference_mode(False):
-            found = _of_streams[key] = torch.full(shape, fill, dtype=dtype, device=device)
-            first = (dtype, fill, device.index) not in _of_graphs
-            memory = torch.full((CAPTURED, APART), fill, dtype=dtype, device=device) if first else None
-        if memory is not None:
+        found = _of_streams[key] = outlasting(device, lambda: torch.full(shape, fill, dtype=dtype, device=device))
+        if (dtype, fill, device.index) not in _of_graphs:
+            memory = outlasting(device, lambda: torch.full((CAPTURED, APART), fill, dtype=dtype, device=device))
             if device.type == "cuda":  # tests run this on a CPU
                 torch.cuda.current_stream(device).synchronize()  # a graph may be replayed on any stream
             _of_graphs[dtype, fill, device.index] = _GraphArrays(memory, iter(range(CAPTURED)))
@@ -124,10 +157,11 @@ class Workspace:
         views = None if kept is None else kept.views.get(self.shapes)
         if kept is not None and views is not None:
             return kept, views
+        if kept is None or kept.memory.numel() < self.size:
+            size = 1 << (self.size - 1).bit_length()
+            memory = outlasting(self.device, lambda: torch.empty(size, dtype=torch.float32, device=self.device))
+            kept = Waiting(stream, memory, {})
         with torch.inference_mode(False):  # what waits is written by later calls, of any mode
-            if kept is None or kept.memory.numel() < self.size:
-                size = 1 << (self.size - 1).bit_length()
-                kept = Waiting(stream, torch.empty(size, dtype=torch.float32, device=self.device), {})
             if len(kept.views) >= MOST_SHAPES:
                 kept.views.clear()
             views = kept.views[self.shapes] = self._views(kept.memory)

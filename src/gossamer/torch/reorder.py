@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
 from gossamer.patterns.reordered import ReorderedCSR
-from gossamer.torch.memory import hold_for_graphs
+from gossamer.torch.memory import hold_for_graphs, outlasting
 from gossamer.torch.validate import describe
 
 
@@ -28,10 +28,9 @@ def orders(pattern: ReorderedCSR, device: torch.device) -> Orders:
     """The orders of a pattern on a device; kept with the pattern."""
     kept = _orders.setdefault(pattern, {})
     if device not in kept:
-        with torch.inference_mode(False):  # made in that mode, they could not be used in training later
-            order = torch.from_numpy(pattern.order.copy())
-            # Copies are done when they return: a kernel would be waited for by the stream of this call alone.
-            kept[device] = Orders(order.to(device), torch.argsort(order).to(device))
+        order = torch.from_numpy(pattern.order.copy())
+        # Copies are done when they return: a kernel would be waited for by the stream of this call alone.
+        kept[device] = outlasting(device, lambda: Orders(order.to(device), torch.argsort(order).to(device)))
     if device.type == "cuda" and is_current_stream_capturing():
         hold_for_graphs(kept[device])
     return kept[device]

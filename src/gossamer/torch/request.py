@@ -36,6 +36,7 @@ from gossamer.plan.problem import Unsupported
 from gossamer.plan.table import RENAMED
 from gossamer.torch.block_mask import layout_for
 from gossamer.torch.given_layouts import Given, arrays_of, geometry_of
+from gossamer.torch.memory import outlasting
 from gossamer.torch.registry import constants
 from gossamer.torch.structure.base import Structure
 from gossamer.torch.structure.make import structured
@@ -384,11 +385,8 @@ def resolve_pattern(pattern: Any, q: Tensor) -> ResolvedPattern:
 
 
 def _tensors_of(layout: Given, device: torch.device) -> Given:
-    """The kept copy of a numpy layout on a device; made in inference mode, it could not be used in training later."""
-    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
-        return layout.to(device)
-    with torch.inference_mode(False):
-        return layout.to(device)
+    """The kept copy of a numpy layout on a device."""
+    return layout.to(device) if torch.compiler.is_compiling() else outlasting(device, lambda: layout.to(device))
 
 
 class _Read(NamedTuple):

@@ -70,6 +70,11 @@ class Structure(ABC):
         """The size of the blocks that are listed, 1 where keys are; None: nothing is."""
         return None
 
+    @property
+    def list_heads(self) -> int | None:
+        """Heads that have lists of their own: 1, G or H; None: nothing is listed."""
+        return None
+
     def bounds(self, position: Tensor, sizes: Sizes) -> Bounds | None:
         """The keys of each row, (Bl, 1, Q) int32, both non-decreasing and in [0, K], but for its rule; None: all.
 
@@ -135,6 +140,13 @@ class Joined(Structure):
         for term in self._terms:
             if term.block is not None:
                 return term.block
+        return None
+
+    @property
+    def list_heads(self) -> int | None:
+        for term in self._terms:
+            if term.list_heads is not None:
+                return term.list_heads
         return None
 
     def check(self, sizes: Sizes) -> None:

@@ -52,6 +52,11 @@ class Chosen(Structure):
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.indices,) if self.counts is None else (self.indices, self.counts)
 
+    @property
+    def list_heads(self) -> int:
+        *lead, _, _ = self.indices.shape
+        return lead[-1] if lead else 1
+
     def check(self, sizes: Sizes) -> None:
         B, H, rows, _ = self._four().shape
         wanted = -(-sizes.Q // self.block)
