@@ -103,7 +103,9 @@ def _fused(
 
 
 def _walk(listed: _Listed, rows: int, columns: int, block: int, bounds: Bounds | None, xp: Arrays) -> Walk:
-    full, *others = (TileList(start, count, listed.indices) for start, count in zip(*listed[:2], strict=True))
+    full, *others = (
+        TileList(start, count, listed.indices) for start, count in zip(listed.starts, listed.counts, strict=True)
+    )
     interval = None
     for one in others:
         interval = one

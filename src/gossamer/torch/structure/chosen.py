@@ -54,8 +54,8 @@ class Chosen(Structure):
 
     @property
     def list_heads(self) -> int:
-        *lead, _, _ = self.indices.shape
-        return lead[-1] if lead else 1
+        _, heads, _, _ = self._four().shape
+        return heads
 
     def check(self, sizes: Sizes) -> None:
         B, H, rows, _ = self._four().shape
