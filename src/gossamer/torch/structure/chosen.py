@@ -54,8 +54,7 @@ class Chosen(Structure):
 
     @property
     def list_heads(self) -> int:
-        _, heads, _, _ = self._four().shape
-        return heads
+        return self.indices.shape[-3] if self.indices.ndim > 2 else 1
 
     def check(self, sizes: Sizes) -> None:
         B, H, rows, _ = self._four().shape
