@@ -83,7 +83,7 @@ def fused_items(
     # The lists of the heads of a group of rows: their own, or one that all share.
     lead_b, lead_g, lead_j = (Hl, times, 1) if Hl > 1 else (1, 0, 0)
     n = lists * tiles
-    new: dict[str, Any] = {"dtype": torch.int32, "device": kinds.counts[0].device}
+    new: dict[str, Any] = {"dtype": torch.int32, "device": walk.device}
     items = torch.empty((n * copies, ITEM), **new)
     segments = torch.empty((lists * tiles * times, SEGMENT), **new) if ratio else None
     merges = torch.zeros((1, MERGE), **new)
