@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from gossamer.layouts.device import block_list_layout, interval_layout
+from gossamer.layouts.device import block_list_layout, interval_layout, key_list_layout
 from gossamer.layouts.walk import KINDS
 from gossamer.torch import device_arrays
 from tests.layouts.test_device_layouts import draw_bounds, draw_size
@@ -20,8 +20,8 @@ from tests.support.processes import INTERPRETING, compiled, in_interpreter
 
 pytest.importorskip("triton")
 
-from gossamer.kernels.hopper.device.column_items import ColumnItem, Segment
-from gossamer.kernels.hopper.device.row_items import RowItem
+from gossamer.kernels.hopper.device import column_items, row_items
+from gossamer.kernels.hopper.device.column_items import ColumnItem
 from gossamer.kernels.hopper.schedule.columns import column_work
 from gossamer.kernels.hopper.schedule.cuts import ROUNDS
 from gossamer.kernels.hopper.schedule.fused_items import fused_items
@@ -129,14 +129,24 @@ def test_random_lists(chunk):
 
 
 def draw_layout(rng):
-    """A layout of full tiles that a device made."""
-    lead, T = tuple(int(x) for x in rng.choice([1, 2, 4], 2)), int(rng.choice([2, 64, rng.integers(2, 90)]))
-    C = int(rng.choice([1, 64, rng.integers(1, 90)]))
-    n = int(rng.integers(1, min(C, 30) + 1))
-    indices = torch.from_numpy(rng.integers(-1, C + 1, (*lead, T, n), dtype=np.int32))
+    """A layout that a device made: of blocks, of intervals, of keys."""
+    lead = tuple(int(x) for x in rng.choice([1, 2, 4], 2))
+    form = rng.integers(4)
+    Q, K = (int(rng.choice([1, 64, rng.integers(1, 1500)])) for _ in range(2))
+    lo, hi = (
+        (torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32))) for x in draw_bounds(rng, lead, Q, K)
+    )  # fmt: skip
+    if form == 0:
+        return interval_layout(lo, hi, K, block_q=64, block_kv=int(rng.choice([32, 64])), xp=device_arrays)
+    rows, entries = (Q, K) if form == 1 else (-(-Q // 32), -(-K // 32))
+    n = int(rng.integers(1, min(entries, 30) + 1))
+    indices = torch.from_numpy(rng.integers(-1, entries + 1, (*lead, rows, n), dtype=np.int32))
     # Lists of very different lengths, so that there are many sizes.
-    counts = torch.from_numpy((n * rng.random((*lead, T)) ** int(rng.choice([1, 4]))).astype(np.int32))
-    return block_list_layout(indices, counts, None, None, 32 * T, 32 * C, block=32, xp=device_arrays)
+    counts = torch.from_numpy((n * rng.random((*lead, rows)) ** int(rng.choice([1, 4]))).astype(np.int32))
+    if form == 1:
+        return key_list_layout(indices, counts, lo, hi, Q, K, block_q=64, xp=device_arrays)
+    bounds = (lo, hi) if form == 2 else (None, None)
+    return block_list_layout(indices, counts, *bounds, Q, K, block=32, xp=device_arrays)
 
 
 def check_intervals(lo, hi, K, block_q, block_kv, transpose=True):
@@ -168,6 +178,14 @@ def test_random_intervals(chunk):
             raise
 
 
+def known(words, places):
+    """Items or segments on the host; what begins no list of an entry is 0."""
+    words = words.cpu().clone()
+    for first, number in places.values():
+        words[:, first] *= words[:, number] > 0
+    return words
+
+
 def check_items(layout, rng):
     """The items of rows and of columns, those of array operations in their order."""
     Bl, Hl = layout.lead
@@ -180,9 +198,7 @@ def check_items(layout, rng):
     blocks = most_blocks(Bl * Hl * walk.tiles * copies, rng)
     if blocks:
         want, found = work(layout, copies, heads, blocks), fused_items(walk, shape, copies, heads, blocks)
-        for at in (RowItem.INTERVAL_START, RowItem.BITS_START):  # of lists without an entry
-            want.items[:, at] = 0
-        assert torch.equal(found.items, want.items)
+        assert torch.equal(known(found.items, row_items.LISTS), known(want.items, row_items.LISTS))
         assert torch.equal(found.merges, want.merges)
         assert found.slots == want.slots
     walk, shape = layout.columns, (Bl, Hl // ratio if Hl > 1 else 1, layout.columns.tiles)
@@ -195,10 +211,9 @@ def check_items(layout, rng):
     found = fused_items(walk, shape, copies, heads, blocks, ratio)
     one, other = found.items.clone(), want.items.clone()
     at, to = one[:, ColumnItem.SEGMENT_START], other[:, ColumnItem.SEGMENT_START]
-    for place in (Segment.INTERVAL_START, Segment.BITS_START):
-        want.segments[:, place] = 0
+    segments, others = (known(x.segments, column_items.LISTS) for x in (found, want))
     for j in range(ratio):
-        assert torch.equal(found.segments[at + j], want.segments[to + j])
+        assert torch.equal(segments[at + j], others[to + j])
     one[:, ColumnItem.SEGMENT_START] = other[:, ColumnItem.SEGMENT_START] = 0
     assert torch.equal(one, other)
 
@@ -242,6 +257,7 @@ for two in (False, True):
     work.append((blocks.order_kernel, {**kinds, **flags}))
     work += [(kernel, {**kinds, "ROWS": 256, "COLUMNS": 8}) for kernel in (blocks.count_kernel, blocks.place_kernel)]
     sizes = {"SIZES": 64, "MIDDLE": 32, "DOUBLINGS": 24, "LISTS": 8, "OWN": 64, "OTHERS": 128, "COLUMNS": two}
+    sizes |= {"HAS_FULL": True, "HAS_INTERVAL": two, "HAS_BITS": two, "WIDTH": 1 + 63 * two, "CUT": False, "MERGE": 8}
     work.append((items.many_kernel, {**sizes, "ITEM": 16, "SEGMENT": 8}))
 sizes |= {"BINS": 2048, "FEW_BINS": 128, "ITEMS": 1024}
 work += [(items.length_kernel, sizes), (items.size_kernel, sizes), (intervals.turn_kernel, {"COLUMNS": 256})]

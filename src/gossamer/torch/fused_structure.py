@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gossamer.kernels.structure import has_triton
 from gossamer.layouts.device.arrays import BlockLists, IntervalLists
 from gossamer.patterns.reach import Bounds
 
-TRITON = find_spec("triton") is not None  # which the kernels are written in
+TRITON = has_triton()  # as a compiler reads it
 
 library = torch.library.Library("gossamer", "FRAGMENT")
 library.define(

@@ -1,4 +1,4 @@
-"""Many items of full tiles on a GPU by kernels: those of `rows.work` and `columns.column_work`, in the same order."""
+"""Many items of a layout on a GPU by kernels: those of `rows.work` and `columns.column_work`, in the same order."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from gossamer.kernels.hopper.schedule.item_kernels import (
     many_kernel,
     size_kernel,
 )
+from gossamer.kernels.hopper.schedule.words import entries
+from gossamer.layouts.gather import GatherWalk
 from gossamer.layouts.walk import Walk
 from gossamer.layouts.work_list import most_listed
 
@@ -38,42 +40,79 @@ class Made(NamedTuple):
     segments: Tensor | None
 
 
+class Kinds(NamedTuple):
+    """The lists of a walk as the kernels take them, by kind."""
+
+    starts: tuple[Tensor, ...]
+    counts: tuple[Tensor, ...]
+    bases: tuple[int, ...]
+    some: tuple[bool, ...]  # whether there may be any
+    width: int  # entries of a step
+    most: int  # tiles or steps of a row
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        full, interval, bits = self.some
+        return {"HAS_FULL": full, "HAS_INTERVAL": interval, "HAS_BITS": bits, "WIDTH": self.width}
+
+
+def kinds_of(walk: Walk | GatherWalk) -> Kinds:
+    if isinstance(walk, GatherWalk):
+        starts, counts = walk.starts.contiguous(), walk.counts.contiguous()
+        most = -(-min(walk.columns, len(walk.indices)) // walk.width)
+        return Kinds((starts,) * 3, (counts,) * 3, (0,) * 3, (False, False, True), walk.width, most)
+    lists = walk.lists.values()
+    return Kinds(
+        tuple(tiles.starts.contiguous() for tiles in lists), tuple(tiles.counts.contiguous() for tiles in lists),
+        entries(walk).bases, tuple(len(tiles.indices) > 0 for tiles in lists), 1, most_listed(walk),
+    )  # fmt: skip
+
+
 def fused_items(
-    walk: Walk, shape: tuple[int, int, int], copies: int, heads: int, blocks: int, ratio: int = 0
+    walk: Walk | GatherWalk, shape: tuple[int, int, int], copies: int, heads: int, blocks: int, ratio: int = 0
 ) -> Made:  # fmt: skip
     """The items of all heads in the order in which blocks draw them, of more than `cuts.ROUNDS` for each block.
 
     Args:
-        walk: of full tiles alone.
-        shape: batch elements, heads and tiles of all rows.
+        shape: batch elements, heads and tiles of all rows, which stay whole.
         copies, heads, blocks: see `rows.work`.
         ratio: of items of columns, the query heads of a key head; 0 for items of rows.
     """
-    (batches, groups, tiles), (_, Hl) = shape, walk.lead
-    starts, counts = walk.full.starts.contiguous(), walk.full.counts.contiguous()
+    (batches, groups, tiles), (_, Hl), kinds = shape, walk.lead, kinds_of(walk)
     lists, times = batches * groups, max(1, ratio)
     # The lists of the heads of a group of rows: their own, or one that all share.
     lead_b, lead_g, lead_j = (Hl, times, 1) if Hl > 1 else (1, 0, 0)
-    n, bins = lists * tiles, times * most_listed(walk) + 1
-    new: dict[str, Any] = {"dtype": torch.int32, "device": counts.device}
-    items, merges = torch.empty((n * copies, ITEM), **new), torch.zeros((1, MERGE), **new)
-    segments = torch.empty((n * times, SEGMENT), **new) if ratio else None
+    n = lists * tiles
+    new: dict[str, Any] = {"dtype": torch.int32, "device": walk.device}
+    items = torch.empty((n * copies, ITEM), **new)
+    segments = torch.empty((lists * tiles * times, SEGMENT), **new) if ratio else None
+    merges = torch.zeros((1, MERGE), **new)
+    where = {"T": tiles, "parts": 1, "ratio": times, "groups": groups}
+    where |= {"lead_b": lead_b, "lead_g": lead_g, "lead_j": lead_j}
+    counts = dict(zip(("full", "interval", "bits"), kinds.counts, strict=True))
+    written: dict[str, Any] = {
+        "items": items, "segments": items if segments is None else segments, "merges": merges, **counts, **where,
+        "lists": lists, "copies": copies, "heads": heads, "of_batch": groups * heads,
+        "CUT": False, "COLUMNS": ratio > 0, "ITEM": ITEM, "SEGMENT": SEGMENT, "MERGE": MERGE,
+        "OWN": OWN, "OTHERS": OTHERS, **kinds.constants,
+    }  # fmt: skip
+    written |= dict(zip(("full_starts", "interval_starts", "bits_starts"), kinds.starts, strict=True))
+    _, written["base_1"], written["base_2"] = kinds.bases
+    bins = times * kinds.most + 1
+    at_once = min(MOST_BINS, max(FEW_BINS, 1 << (bins - 1).bit_length()))
     lengths, histograms = torch.empty(n, **new), torch.empty((lists, bins), **new)
     sizes, middle = torch.empty((lists, SIZES), **new), torch.empty(2, **new)
-    at_once = min(MOST_BINS, max(FEW_BINS, 1 << (bins - 1).bit_length()))
-    where = tiles, times, groups, lead_b, lead_g, lead_j
     of_sizes = {"SIZES": SIZES, "MIDDLE": MIDDLE, "DOUBLINGS": DOUBLINGS, "LISTS": LISTS}
     length_kernel[(lists, -(-bins // at_once))](
-        counts, lengths, histograms, *where, bins, ITEMS=LENGTHS, BINS=at_once, num_warps=4
-    )
+        **counts, lengths=lengths, histograms=histograms, **where, bins=bins, ITEMS=LENGTHS, BINS=at_once,
+        **kinds.constants, num_warps=4,
+    )  # fmt: skip
     size_kernel[(lists,)](
         histograms, sizes, middle, lists, bins, n, blocks, SLACK, **of_sizes, BINS=at_once, FEW_BINS=FEW_BINS,
         num_warps=8,
     )  # fmt: skip
     chunks = -(-tiles // OWN)
     many_kernel[(lists * copies * chunks,)](
-        items, items if segments is None else segments, starts, counts, lengths, sizes, middle, *where, lists, copies,
-        heads, groups * heads, chunks, **of_sizes, OWN=OWN, OTHERS=OTHERS, COLUMNS=ratio > 0, ITEM=ITEM,
-        SEGMENT=SEGMENT, num_warps=4,
-    )  # fmt: skip
+        **written, lengths=lengths, sizes=sizes, middle=middle, chunks=chunks, **of_sizes, num_warps=4
+    )
     return Made(items, merges, 0, segments)

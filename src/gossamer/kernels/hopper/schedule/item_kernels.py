@@ -1,7 +1,7 @@
 """The kernels that write many items in the order in which blocks draw them, as `rows.for_every_head` defines it.
 
 How many items of each length every list has, of those how many of each size, and then of each item how many go before
-it. Items are whole rows of full tiles.
+it. They know lists of every kind and rows that are cut; `rows.has_kernels` says for which of those they are taken.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 PLAIN = [
-    "T", "ratio", "groups", "lead_b", "lead_g", "lead_j", "lists", "bins", "blocks", "copies", "heads", "of_batch",
-    "chunks", "n_items",
+    "T", "parts", "ratio", "groups", "lead_b", "lead_g", "lead_j", "lists", "bins", "blocks", "copies", "heads",
+    "of_batch", "chunks", "base_1", "base_2", "n_items",
 ]  # fmt: skip
 SIZES = 64  # that are told apart
 MIDDLE = 32  # the size of items as long as the median
@@ -24,26 +24,55 @@ def _lead(l, j, groups, lead_b, lead_g, lead_j):
     return l // groups * lead_b + l % groups * lead_g + j * lead_j
 
 
+@triton.jit
+def _count(counts, row, some, WIDTH: tl.constexpr):
+    found = tl.load(counts + row, mask=some, other=0)
+    return (found + WIDTH - 1) // WIDTH
+
+
+@triton.jit
+def _row_length(
+    full, interval, bits, l, t, some, T, ratio, groups, lead_b, lead_g, lead_j, HAS_FULL: tl.constexpr,
+    HAS_INTERVAL: tl.constexpr, HAS_BITS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """What the rows t of lists l hold, in tiles or steps, with all the heads that are walked for them."""
+    found = tl.zeros_like(t)
+    for j in range(ratio):
+        row = _lead(l, j, groups, lead_b, lead_g, lead_j) * T + t
+        if HAS_FULL:
+            found += _count(full, row, some, WIDTH)
+        if HAS_INTERVAL:
+            found += _count(interval, row, some, WIDTH)
+        if HAS_BITS:
+            found += _count(bits, row, some, WIDTH)
+    return found
+
+
+@triton.jit
+def _item_length(length, part, parts):
+    return (part + 1) * length // parts - part * length // parts
+
+
 @triton.jit(do_not_specialize=PLAIN)
 def length_kernel(
-    counts, lengths, histograms, T, ratio, groups, lead_b, lead_g, lead_j, bins, ITEMS: tl.constexpr, BINS: tl.constexpr
-):
-    """The tiles of the rows of one list, with all heads that are walked for them, and how many rows have each number.
-
-    Args:
-        lengths: (lists, T); histograms: (lists, bins), of which a program writes BINS.
-    """
+    full, interval, bits, lengths, histograms, T, parts, ratio, groups, lead_b, lead_g, lead_j, bins,
+    HAS_FULL: tl.constexpr, HAS_INTERVAL: tl.constexpr, HAS_BITS: tl.constexpr, WIDTH: tl.constexpr,
+    ITEMS: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """The lengths of the items of one list, (lists, T * parts), and how many have each of some lengths."""
     l, k0 = tl.program_id(0), tl.program_id(1) * BINS
     found = tl.zeros((BINS,), dtype=tl.int32)
-    for t0 in range(0, T, ITEMS):
-        t = t0 + tl.arange(0, ITEMS)
-        length = tl.zeros((ITEMS,), dtype=tl.int32)
-        for j in range(ratio):
-            length += tl.load(counts + _lead(l, j, groups, lead_b, lead_g, lead_j) * T + t, mask=t < T, other=0)
-        length = tl.minimum(length, bins - 1)
+    for i0 in range(0, T * parts, ITEMS):
+        i = i0 + tl.arange(0, ITEMS)
+        some = i < T * parts
+        length = _row_length(
+            full, interval, bits, l, i // parts, some, T, ratio, groups, lead_b, lead_g, lead_j, HAS_FULL,
+            HAS_INTERVAL, HAS_BITS, WIDTH,
+        )  # fmt: skip
+        length = tl.minimum(_item_length(length, i % parts, parts), bins - 1)
         if k0 == 0:
-            tl.store(lengths + l.to(tl.int64) * T + t, length, mask=t < T)
-        inside = (t < T) & (length >= k0) & (length < k0 + BINS)
+            tl.store(lengths + l.to(tl.int64) * T * parts + i, length, mask=some)
+        inside = some & (length >= k0) & (length < k0 + BINS)
         found += tl.histogram(tl.where(inside, length - k0, 0), BINS, mask=inside)
     k = k0 + tl.arange(0, BINS)
     tl.store(histograms + l.to(tl.int64) * bins + k, found, mask=k < bins)
@@ -110,16 +139,115 @@ def _before(l, g, groups, batches, of_batch, heads, copies):
     return whole * heads + tl.where(here, tl.minimum(tl.maximum(g % of_batch - head, 0), heads), 0)
 
 
+@triton.jit
+def _starts(starts, counts, row, some, begin, end, base, before, CUT: tl.constexpr, WIDTH: tl.constexpr):
+    """The first entry of a kind in the range of an item, how many, and how many tiles go before the next kind."""
+    first = tl.load(starts + row, mask=some, other=0) // WIDTH + base
+    number = _count(counts, row, some, WIDTH)
+    behind = before + number
+    if CUT:
+        skipped = tl.minimum(tl.maximum(begin - before, 0), number)
+        number = tl.minimum(tl.maximum(end - before, 0), number) - skipped
+        first += skipped
+    return first, number, behind
+
+
+@triton.jit
+def _write(
+    items, segments, merges, place, l, i, copy, b, h, some, full, interval, bits, full_starts, interval_starts,
+    bits_starts, T, parts, ratio, groups, lead_b, lead_g, lead_j, lists, base_1, base_2, HAS_FULL: tl.constexpr,
+    HAS_INTERVAL: tl.constexpr, HAS_BITS: tl.constexpr, WIDTH: tl.constexpr, CUT: tl.constexpr, COLUMNS: tl.constexpr,
+    ITEM: tl.constexpr, SEGMENT: tl.constexpr, MERGE: tl.constexpr,
+):  # fmt: skip
+    """The words of items i of lists l: see `hopper.device.row_items`, `column_items` and `merges`."""
+    nothing = tl.zeros_like(i)
+    t, part = i // parts, i % parts
+    row = l * T + t
+    slots = lists * T * parts
+    slot = nothing - 1
+    if CUT:
+        slot = row * parts + part + copy * slots
+    to = items + place.to(tl.int64) * ITEM
+    tl.store(to, b, mask=some)
+    tl.store(to + 1, h, mask=some)
+    tl.store(to + 2, t, mask=some)
+    tl.store(to + 3, slot, mask=some)
+    if COLUMNS:
+        tl.store(to + 4, row * ratio, mask=some)
+        tl.store(to + 5, nothing + ratio, mask=some)
+        tl.store(to + 6, nothing + 1, mask=some)
+        for word in tl.static_range(7, ITEM):
+            tl.store(to + word, nothing, mask=some)
+        some &= copy == 0
+    last = nothing
+    for j in range(ratio):
+        lead = _lead(l, j, groups, lead_b, lead_g, lead_j)
+        at = lead * T + t
+        begin, end, before = nothing, nothing, nothing
+        if CUT:
+            length = _row_length(
+                full, interval, bits, l, t, some, T, ratio, groups, lead_b, lead_g, lead_j, HAS_FULL, HAS_INTERVAL,
+                HAS_BITS, WIDTH,
+            )  # fmt: skip
+            begin, end = part * length // parts, (part + 1) * length // parts
+        if COLUMNS:
+            to = segments + (row * ratio + j).to(tl.int64) * SEGMENT
+            tl.store(to, nothing + j, mask=some)
+            tl.store(to + 1, lead, mask=some)
+            words = to + 2
+        else:
+            words = to + 4
+        first, number = nothing, nothing
+        if HAS_FULL:
+            first, number, before = _starts(full_starts, full, at, some, begin, end, 0, before, CUT, WIDTH)
+        tl.store(words, first, mask=some)
+        tl.store(words + 1, number, mask=some)
+        first, number = nothing, nothing
+        if HAS_INTERVAL:
+            first, number, before = _starts(
+                interval_starts, interval, at, some, begin, end, base_1, before, CUT, WIDTH
+            )  # fmt: skip
+        tl.store(words + 2, first, mask=some)
+        tl.store(words + 3, number, mask=some)
+        first, number = nothing, nothing
+        if HAS_BITS:
+            first, number, before = _starts(bits_starts, bits, at, some, begin, end, base_2, before, CUT, WIDTH)
+            if WIDTH > 1:  # the end of the list of gathered columns
+                known = tl.load(bits + at, mask=some, other=0)
+                if CUT:
+                    known = tl.minimum(known, end * WIDTH)
+                last = tl.load(bits_starts + at, mask=some, other=0) + known
+        tl.store(words + 4, first, mask=some)
+        tl.store(words + 5, number, mask=some)
+    if not COLUMNS:
+        tl.store(to + 10, l, mask=some)
+        tl.store(to + 11, nothing + 1, mask=some)
+        tl.store(to + 12, nothing, mask=some)
+        tl.store(to + 13, last, mask=some)
+        tl.store(to + 14, nothing, mask=some)
+        tl.store(to + 15, nothing, mask=some)
+        if CUT:
+            some &= part == 0
+            to = merges + (copy * lists * T + row).to(tl.int64) * MERGE
+            tl.store(to, b, mask=some)
+            tl.store(to + 1, h, mask=some)
+            tl.store(to + 2, t, mask=some)
+            tl.store(to + 3, slot, mask=some)
+            tl.store(to + 4, nothing + parts, mask=some)
+            for word in tl.static_range(5, MERGE):
+                tl.store(to + word, nothing, mask=some)
+
+
 @triton.jit(do_not_specialize=PLAIN)
 def many_kernel(
-    items, segments, starts, counts, lengths, sizes, middle, T, ratio, groups, lead_b, lead_g, lead_j, lists, copies,
-    heads, of_batch, chunks, SIZES: tl.constexpr, MIDDLE: tl.constexpr, DOUBLINGS: tl.constexpr, LISTS: tl.constexpr,
-    OWN: tl.constexpr, OTHERS: tl.constexpr, COLUMNS: tl.constexpr, ITEM: tl.constexpr, SEGMENT: tl.constexpr,
+    items, segments, merges, full, interval, bits, full_starts, interval_starts, bits_starts, lengths, sizes, middle,
+    T, parts, ratio, groups, lead_b, lead_g, lead_j, lists, copies, heads, of_batch, chunks, base_1, base_2,
+    SIZES: tl.constexpr, MIDDLE: tl.constexpr, DOUBLINGS: tl.constexpr, LISTS: tl.constexpr, OWN: tl.constexpr,
+    OTHERS: tl.constexpr, HAS_FULL: tl.constexpr, HAS_INTERVAL: tl.constexpr, HAS_BITS: tl.constexpr,
+    WIDTH: tl.constexpr, CUT: tl.constexpr, COLUMNS: tl.constexpr, ITEM: tl.constexpr, SEGMENT: tl.constexpr,
+    MERGE: tl.constexpr,
 ):  # fmt: skip
-    """Some items of one head: their places are by size, head, length and row, the largest size and length first.
-
-    Their words are those of `hopper.device.row_items`, or `column_items`.
-    """
+    """Some items of one head: their places are by size, head, length and row, the largest size and length first."""
     g = tl.program_id(0) // chunks
     batches = lists // groups
     b, h = g // of_batch, g % of_batch
@@ -139,46 +267,22 @@ def many_kernel(
         mine += tl.sum(tl.where((other == l)[:, None], number, 0), 0)
     larger -= mine  # those of its own list are counted one by one
     base = smaller + tl.cumsum(larger, 0, reverse=True) - larger
-    t = tl.program_id(0) % chunks * OWN + tl.arange(0, OWN)
-    some, line = t < T, lengths + l.to(tl.int64) * T
-    length = tl.load(line + t, mask=some, other=0)
+    i = tl.program_id(0) % chunks * OWN + tl.arange(0, OWN)
+    some = i < T * parts
+    line = lengths + l.to(tl.int64) * T * parts
+    length = tl.load(line + i, mask=some, other=0)
     place = tl.zeros((OWN,), dtype=tl.int32)
-    for j0 in range(0, T, OTHERS):
+    for j0 in range(0, T * parts, OTHERS):
         j = j0 + tl.arange(0, OTHERS)
-        other = tl.load(line + j, mask=j < T, other=-1)[None, :]
-        first = (other > length[:, None]) | ((other == length[:, None]) & (j[None, :] < t[:, None]))
+        other = tl.load(line + j, mask=j < T * parts, other=-1)[None, :]
+        first = (other > length[:, None]) | ((other == length[:, None]) & (j[None, :] < i[:, None]))
         place += tl.sum(first.to(tl.int32), 1)
     of = _size(length, tl.load(middle), tl.load(middle + 1) > 0, DOUBLINGS, MIDDLE)
     place += tl.sum(tl.where(of[:, None] == size[None, :], base[None, :], 0), 1)
     nothing = tl.zeros((OWN,), dtype=tl.int32)
-    to = items + place.to(tl.int64) * ITEM
-    tl.store(to, nothing + b, mask=some)
-    tl.store(to + 1, nothing + h, mask=some)
-    tl.store(to + 2, t, mask=some)
-    tl.store(to + 3, nothing - 1, mask=some)  # no row is cut
-    if COLUMNS:
-        tl.store(to + 4, (l * T + t) * ratio, mask=some)
-        tl.store(to + 5, nothing + ratio, mask=some)
-        tl.store(to + 6, nothing + 1, mask=some)
-        for word in tl.static_range(7, ITEM):
-            tl.store(to + word, nothing, mask=some)
-        # Copies have their segments in common.
-        some &= nothing + (b - b_own + h - g_own) == 0
-        for j in range(ratio):
-            lead = _lead(l, j, groups, lead_b, lead_g, lead_j)
-            words = segments + ((l * T + t) * ratio + j).to(tl.int64) * SEGMENT
-            tl.store(words, nothing + j, mask=some)
-            tl.store(words + 1, nothing + lead, mask=some)
-            tl.store(words + 2, tl.load(starts + lead * T + t, mask=some, other=0), mask=some)
-            tl.store(words + 3, tl.load(counts + lead * T + t, mask=some, other=0), mask=some)
-            for word in tl.static_range(4, SEGMENT):
-                tl.store(words + word, nothing, mask=some)
-    else:
-        tl.store(to + 4, tl.load(starts + l * T + t, mask=some, other=0), mask=some)
-        tl.store(to + 5, length, mask=some)
-        for word in tl.static_range(6, 10):
-            tl.store(to + word, nothing, mask=some)
-        tl.store(to + 10, nothing + l, mask=some)
-        tl.store(to + 11, nothing + 1, mask=some)
-        for word in tl.static_range(12, ITEM):
-            tl.store(to + word, nothing, mask=some)
+    copy = (b - b_own) * heads + h - g_own
+    _write(
+        items, segments, merges, place, nothing + l, i, nothing + copy, nothing + b, nothing + h, some, full, interval,
+        bits, full_starts, interval_starts, bits_starts, T, parts, ratio, groups, lead_b, lead_g, lead_j, lists,
+        base_1, base_2, HAS_FULL, HAS_INTERVAL, HAS_BITS, WIDTH, CUT, COLUMNS, ITEM, SEGMENT, MERGE,
+    )  # fmt: skip

@@ -6,8 +6,6 @@ read back from a device: a layout that was made there gets its items there.
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -16,6 +14,7 @@ from torch import Tensor
 from gossamer.kernels.hopper.device.row_items import ITEM, LISTS, RowItem
 from gossamer.kernels.hopper.schedule.cuts import FEW, ROUNDS, SLACK, cut_rows
 from gossamer.kernels.hopper.schedule.words import Ranges, filled, list_words, listed, place_words
+from gossamer.kernels.structure import has_triton
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout, GatherWalk
 from gossamer.layouts.walk import Walk
@@ -68,14 +67,9 @@ def work(layout: BlockLayout | GatherLayout, copies: int, heads: int, blocks: in
     return _work.of(layout.rows).get_or_make((copies, heads, blocks, split), made)
 
 
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
 def has_kernels(walk: Walk | GatherWalk, items: int, blocks: int, split: int | None) -> TypeGuard[Walk]:
     """Whether kernels make so many items of a walk: on a GPU, of full tiles alone, many for each block."""
-    if not isinstance(walk, Walk) or walk.device is None or walk.device.type != "cuda" or not _has_triton():
+    if not isinstance(walk, Walk) or walk.device is None or walk.device.type != "cuda" or not has_triton():
         return False
     others = len(walk.interval.indices) + len(walk.bits.indices)
     return not others and items > ROUNDS * blocks and (walk.tiles > 1 and split is None)
