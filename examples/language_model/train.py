@@ -74,7 +74,7 @@ def validate(model: Transformer, windows: Tensor, device: torch.device) -> float
     return total / len(windows)
 
 
-def optimizer(model: Transformer, lr: float) -> torch.optim.Optimizer:
+def optimizer(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
     """AdamW, without weight decay on the norms."""
     weights = [p for p in model.parameters() if p.ndim == 2]
     gains = [p for p in model.parameters() if p.ndim != 2]

@@ -15,8 +15,10 @@ from gossamer.patterns import *  # noqa: F403  (patterns.__all__ lists them, onc
 __version__ = "0.1.0"
 
 __all__ = ["BlockIndices", "BlockLayout", "DocumentIds", "EntmaxAux", "Indices", "PackedSequences", "Unsupported"]
-__all__ += ["__version__", "attention", "device_layout", "entmax_attention", "explain", "from_flex", "last_topk"]
-__all__ += ["merge", "nn", "sparsek", "sparsek_causal", "to_flex", "topk_blocks", "topk_keys", "varlen"]
+__all__ += ["__version__", "attention", "device_layout", "entmax_attention", "explain", "from_flex"]
+__all__ += ["explain_sparsek", "last_topk", "merge", "nn", "sparsek", "sparsek_attention", "sparsek_causal"]
+__all__ += ["to_flex", "topk_blocks", "topk_keys", "varlen"]
+__all__ += ["attention_forward"]
 __all__ += patterns.__all__
 
 # Where the names other than patterns are defined: those of torch are loaded on their first use.
@@ -28,6 +30,7 @@ _MODULES = {
     "EntmaxAux": "gossamer.torch.entmax",
     "Unsupported": "gossamer.plan.problem",
     "attention": "gossamer.torch.api",
+    "attention_forward": "gossamer.select",
     "device_layout": "gossamer.torch.device_layout",
     "entmax_attention": "gossamer.torch.entmax",
     "explain": "gossamer.torch.explain",
@@ -37,6 +40,8 @@ _MODULES = {
     "varlen": "gossamer.torch.varlen",
     "last_topk": "gossamer.select",
     "sparsek": "gossamer.select",
+    "explain_sparsek": "gossamer.select",
+    "sparsek_attention": "gossamer.select",
     "sparsek_causal": "gossamer.select",
     "topk_blocks": "gossamer.select",
     "from_flex": "gossamer.integrations.flex",
@@ -47,7 +52,15 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from gossamer import nn as nn
     from gossamer.integrations.flex import from_flex, to_flex
     from gossamer.plan.problem import Unsupported
-    from gossamer.select import last_topk, sparsek, sparsek_causal, topk_blocks
+    from gossamer.select import (
+        attention_forward,
+        explain_sparsek,
+        last_topk,
+        sparsek,
+        sparsek_attention,
+        sparsek_causal,
+        topk_blocks,
+    )
     from gossamer.torch.api import attention
     from gossamer.torch.device_layout import device_layout
     from gossamer.torch.entmax import EntmaxAux, entmax_attention, topk_keys

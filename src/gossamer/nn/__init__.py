@@ -1,5 +1,6 @@
 """Modules of torch around the operators of gossamer; `gossamer.nn` needs torch."""
 
+from gossamer.nn.sparse_k import SparseKAttention
 from gossamer.nn.splash import SplashAttention
 
-__all__ = ["SplashAttention"]
+__all__ = ["SparseKAttention", "SplashAttention"]

@@ -153,15 +153,65 @@ def _sparsek_backward(ctx: Any, dm: Tensor, dtau: Tensor) -> tuple[Tensor, None]
 
 def _sparsek_causal(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
     rows = u.reshape(-1, u.shape[-1])
-    tau = causal_thresholds(rows, k).to(u.dtype)
+    if (kernels := _kernels(u)) is not None:
+        with torch.cuda.device_of(u):
+            tau = kernels.thresholds(kernels.prefixes(rows, k))
+    else:
+        tau = causal_thresholds(rows, k).to(u.dtype)
     last = _last_live(rows, tau)
-    tau = torch.where(rows.isnan().cumsum(-1) > 0, torch.nan, tau)
-    return tau.reshape(u.shape), last.reshape(u.shape)
+    return _nan_from_first(rows, tau).reshape(u.shape), last.reshape(u.shape)
+
+
+def _sparsek_kept(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    rows = u.reshape(-1, u.shape[-1])
+    if (kernels := _kernels(u)) is None:
+        return _sparsek_causal(u, k)[0], _last_topk(u, k)
+    with torch.cuda.device_of(u):
+        found = kernels.prefixes(rows, k)
+        tau, last = kernels.thresholds(found), kernels.last_largest(found)
+    return _nan_from_first(rows, tau).reshape(u.shape), last.reshape(u.shape)
+
+
+def _kernels(u: Tensor) -> Any:
+    """The module of kernels that find thresholds of float32 on a GPU, or None."""
+    try:
+        from gossamer.kernels.prefixes import launch
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        return None
+    return launch if launch.available(u) else None
+
+
+def has_kernels(u: Tensor) -> bool:
+    """Whether thresholds of prefixes of u are found by kernels."""
+    return _kernels(u) is not None
+
+
+def _nan_from_first(rows: Tensor, tau: Tensor) -> Tensor:
+    """tau, NaN from the step of the first score on that is."""
+    N = rows.shape[-1]
+    step = torch.arange(N, device=rows.device)
+    first = torch.where(rows.isnan(), step, N).amin(-1, keepdim=True)
+    return torch.where(step < first, tau, torch.nan)
 
 
 def _sparsek_causal_backward(ctx: Any, dtau: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
+    u, tau, last = ctx.saved_tensors
+    return _of_thresholds(u, tau, last, dtau), None
+
+
+def _of_thresholds(u: Tensor, tau: Tensor, last: Tensor | None, dtau: Tensor) -> Tensor:
     """As of one row: the steps at which a key is inside, and those at which it is tau itself, are ranges."""
-    u, tau, last = (x.reshape(-1, x.shape[-1]).contiguous() for x in ctx.saved_tensors)
+    # A second derivative goes through operations of torch. On a GPU these have no running sums that torch calls
+    # deterministic; the kernels, whose numbers were not compared there yet, are taken where that is asked for.
+    asked = torch.are_deterministic_algorithms_enabled() and not torch.is_grad_enabled()
+    if asked and dtau.dtype == torch.float32 and (kernels := _kernels(u)) is not None:
+        with torch.cuda.device_of(u):
+            found: Tensor = kernels.thresholds_backward(*(x.reshape(-1, x.shape[-1]) for x in (u, tau, dtau)))
+        return found.reshape(u.shape)
+    u, tau = (x.reshape(-1, x.shape[-1]).contiguous() for x in (u, tau))
+    last = _last_live(u, tau) if last is None else last.reshape(u.shape)
     step = torch.arange(u.shape[-1], device=u.device)
     first = torch.maximum(torch.searchsorted(tau.double(), u.double() - 1, right=True), step)
     end = last.long() + 1
@@ -174,7 +224,7 @@ def _sparsek_causal_backward(ctx: Any, dtau: Tensor, _: Tensor | None) -> tuple[
     count, equals = inside.keys(), next_one.keys()
     du = inside.sums(torch.where(count > 0, steps / count.clamp(min=1), 0))
     du = du + next_one.sums(torch.where((count == 0) & (equals > 0), steps / equals.clamp(min=1), 0))
-    return du.to(dtau.dtype).reshape(dtau.shape), None
+    return du.to(dtau.dtype).reshape(dtau.shape)
 
 
 class Steps(NamedTuple):
@@ -197,6 +247,10 @@ class Steps(NamedTuple):
 
 def _last_topk(u: Tensor, k: int) -> Tensor:
     rows = u.reshape(-1, u.shape[-1])
+    if (kernels := _kernels(u)) is not None:
+        with torch.cuda.device_of(u):
+            found: Tensor = kernels.last_largest(kernels.prefixes(rows, k))
+        return found.reshape(u.shape)
     there = rows > -torch.inf
     order = torch.where(there, rows, -torch.inf).sort(descending=True, stable=True).indices
     places = torch.arange(u.shape[-1], device=u.device).expand_as(order)
@@ -231,9 +285,11 @@ def _check_kept(k: Any) -> None:
 library = torch.library.Library("gossamer", "FRAGMENT")
 library.define("sparsek(Tensor u, SymInt k) -> (Tensor m, Tensor tau)")
 library.define("sparsek_causal(Tensor u, SymInt k) -> (Tensor tau, Tensor last)")
+library.define("sparsek_kept(Tensor u, SymInt k) -> (Tensor tau, Tensor last)")
 library.define("last_topk(Tensor u, SymInt k) -> Tensor")
 library.impl("sparsek", _sparsek, "CompositeExplicitAutograd")
 library.impl("sparsek_causal", _sparsek_causal, "CompositeExplicitAutograd")
+library.impl("sparsek_kept", _sparsek_kept, "CompositeExplicitAutograd")
 library.impl("last_topk", _last_topk, "CompositeExplicitAutograd")
 
 
@@ -242,6 +298,7 @@ def _sparsek_fake(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return u.new_empty(u.shape), u.new_empty(u.shape[:-1])
 
 
+@torch.library.register_fake("gossamer::sparsek_kept", lib=library)
 @torch.library.register_fake("gossamer::sparsek_causal", lib=library)
 def _sparsek_causal_fake(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return u.new_empty(u.shape), u.new_empty(u.shape, dtype=torch.int32)
@@ -256,5 +313,19 @@ def _save(ctx: Any, inputs: tuple[Tensor, int], output: tuple[Tensor, Tensor]) -
     ctx.save_for_backward(inputs[0], *output)
 
 
+def _save_scores(ctx: Any, inputs: tuple[Tensor, int], output: tuple[Tensor, Tensor]) -> None:
+    u, _ = inputs
+    tau, _ = output
+    ctx.save_for_backward(u, tau)
+
+
+def _sparsek_kept_backward(ctx: Any, dtau: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
+    u, tau = ctx.saved_tensors
+    return _of_thresholds(u, tau, None, dtau), None
+
+
 torch.library.register_autograd("gossamer::sparsek", _sparsek_backward, setup_context=_save, lib=library)
 torch.library.register_autograd("gossamer::sparsek_causal", _sparsek_causal_backward, setup_context=_save, lib=library)
+torch.library.register_autograd(
+    "gossamer::sparsek_kept", _sparsek_kept_backward, setup_context=_save_scores, lib=library
+)

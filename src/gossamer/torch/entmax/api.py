@@ -195,7 +195,8 @@ def topk_keys(
         implementation: "torch", which None takes; "kernels" as in `entmax_attention`.
 
     Returns:
-        (B, H, Q, k_keep) and so on, int32: the keys of each row ascending, then -1 where it sees fewer.
+        (B, H, Q, k_keep) and so on, int32: the keys of each row ascending, then -1 where it sees fewer;
+        keys of the score -inf are not among them.
 
     Raises:
         ValueError: an argument is wrong.

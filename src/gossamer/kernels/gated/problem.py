@@ -1,0 +1,55 @@
+"""What a call of gated attention is, beside its tensors."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+Gate = Literal["v", "kv", "logit"]
+
+
+class Options(NamedTuple):
+    """The numbers of a call.
+
+    The pair (i, j) is one of the window where 0 <= i - j <= window, without `causal` where |i - j| <= window. Another
+    pair that causality allows is kept where i <= last[j], and counts for the gradient of the gate alone up to
+    last_gated[j]. Its gate is m = clip(u[j] - tau[i], 0, 1); that of the window is 1.
+    """
+
+    window: int
+    gate: Gate | None  # what m multiplies: values, keys and values, or exp(score)
+    causal: bool
+    scale: float
+    straight: bool  # the gradient of u is that of gates of values, also where the gate is None
+    live: int  # so many keys live at any step
+    certain: bool  # and no more; else that follows from the scores
+
+
+class Operands(NamedTuple):
+    """The tensors of a call. U is G or H: what is kept is shared by the heads of a group, or not."""
+
+    q: Tensor  # (B, H, N, D)
+    k: Tensor  # (B, G, N, D)
+    v: Tensor  # (B, G, N, E)
+    u: Tensor  # (B, U, N), in the type that the call is computed in
+    tau: Tensor  # (B, U, N) likewise, non-decreasing with `causal`
+    last: Tensor  # (B, U, N) int32: the last query that keeps each key
+    last_gated: Tensor  # (B, U, N) int32, at least `last`
+
+
+class Gradients(NamedTuple):
+    """Of the operands."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    u: Tensor
+    tau: Tensor
+
+
+class Memory(NamedTuple):
+    """Bytes that a call takes besides operands and results."""
+
+    lists: int  # in the forward
+    sums: int  # in the backward, besides lists

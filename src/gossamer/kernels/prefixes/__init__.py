@@ -1,0 +1,1 @@
+"""What SparseK keeps of each prefix of a row of scores, by Triton kernels."""

@@ -1,0 +1,77 @@
+"""`entmax_attention` beside the `entmax` package, both in float32: errors of values and of all gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import entmax
+import pytest
+import torch
+from torch import Tensor
+
+import gossamer as gs
+from gossamer.testing.tolerance import error
+from tests.support import entmax_oracle as oracle
+from tests.torch.test_entmax import randn
+
+Results = dict[str, Tensor]
+NAMES = ("out", "dq", "dk", "dv", "d alpha")
+B, H, N, D = 2, 4, 128, 32
+MASKS = {False: torch.ones(N, N, dtype=torch.bool), True: torch.ones(N, N, dtype=torch.bool).tril()}
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, alpha: float, causal: bool) -> Results:
+    """In float64; d alpha by Proposition 1 of Correia, Niculae, Martins (2019) of the weights of the oracle."""
+    x = [t.double().requires_grad_() for t in (q, k, v)]
+    out = oracle.plain(*x, MASKS[causal], alpha)
+    grads = torch.autograd.grad(out, x, dout.double())
+    p = torch.from_numpy(oracle.attention(q, k, v, MASKS[causal], alpha=alpha).p)
+    h = -torch.special.xlogy(p, p)
+    u = torch.where(p > 0, p ** (2 - alpha), 0)
+    u = u / u.sum(-1, keepdim=True)
+    dp = (p - u) / (alpha - 1) ** 2 + (h - u * h.sum(-1, keepdim=True)) / (alpha - 1)
+    d_alpha = ((dout.double() @ v.double().mT) * dp).sum((0, 2, 3))
+    return dict(zip(NAMES, (out.detach(), *grads, d_alpha), strict=True))
+
+
+def results(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, alpha: float) -> Results:
+    """Of a call in float32; without d alpha where it has none."""
+    x = [t.clone().requires_grad_() for t in (q, k, v, torch.full((H,), alpha))]
+    out = call(*x)
+    grads = torch.autograd.grad(out, x, dout, allow_unused=True)
+    found = zip(NAMES, (out.detach(), *grads), strict=True)
+    return {name: result for name, result in found if result is not None}
+
+
+def by_bisection(s: Tensor, alpha: Tensor) -> Tensor:
+    return entmax.entmax_bisect(s, alpha[:, None, None])
+
+
+# The second of 1.5 and of 2 finds its threshold exactly, by sorting; alpha is no argument of it.
+FUNCTIONS = [(alpha, by_bisection) for alpha in (1.05, 1.25, 1.5, 1.75, 2.0)]
+FUNCTIONS += [(1.5, lambda s, _: entmax.entmax15(s)), (2.0, lambda s, _: entmax.sparsemax(s))]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [1.0, 8.0])
+@pytest.mark.parametrize(("alpha", "function"), FUNCTIONS)
+def test_at_most_twice_its_error(alpha: float, function: Callable[..., Tensor], size: float, causal: bool) -> None:
+    q, k, v, dout = (
+        randn(B, H, N, D, seed=seed, dtype=torch.float32, size=s) for seed, s in enumerate((size, 1, 1, 1))
+    )
+
+    def package(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
+        s = (D**-0.5 * (q @ k.mT)).masked_fill(~MASKS[causal], -torch.inf)
+        return function(s, alpha) @ v
+
+    right = exact(q, k, v, dout, alpha, causal)
+    theirs = results(package, q, k, v, dout, alpha)
+    for save in ("lists", "tau"):
+
+        def ours(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, save: str = save) -> Tensor:
+            return gs.entmax_attention(q, k, v, alpha=alpha, causal=causal, save=save)
+
+        mine = results(ours, q, k, v, dout, alpha)
+        for name in theirs:
+            assert mine[name].dtype == torch.float32
+            assert error(mine[name], right[name]) <= 2 * error(theirs[name], right[name]), (name, save)
