@@ -79,7 +79,7 @@ for dtype, D, top_k, same, G, positions in (
     call = launch.Call(q, k, k, torch.zeros(2), same, 0.1, top_k, 1, 0, None, None, at, at)
     found = launch.forward(call, keep_lists=True)
     launch.backward(call, found.lists, found.stats.lam, q, True)
-assert len(made) == 14, made
+assert len(made) == 15, made
 """
 
 

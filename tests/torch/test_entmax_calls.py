@@ -138,6 +138,8 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "scale": ((q, kv, kv), {"scale": float("inf")}, "scale must be a finite number"),
     "save": ((q, kv, kv), {"save": "scores"}, 'save must be "lists" or "tau"'),
     "aux": ((q, kv, kv), {"return_aux": 1}, "return_aux must be True or False"),
+    "implementation": ((q, kv, kv), {"implementation": "hopper"}, "implementation must be one of .'kernels', 'torch'"),
+    "kernels": ((q, kv, kv), {"implementation": "kernels"}, "does not take this call: tensors are on cpu"),
     "pattern": ((q, kv, kv, True), {}, "pattern must be None, a Pattern"),
     "mask": ((q, kv, kv, torch.ones(7, 8, dtype=torch.bool)), {}, "a dense mask, must be boolean"),
     "sizes of the pattern": ((q, kv, kv, gs.PerHead([gs.Causal()] * 3)), {}, "3 query heads, the inputs have 4"),

@@ -97,10 +97,11 @@ def gradients_of_kernels(
 
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, number: float | None, options: Options,
-    saved: Lists | RowLists | None, normaliser: Tensor, wants_alpha: bool, dout: Tensor,
+    saved: Lists | RowLists | None, normaliser: Tensor | None, wants_alpha: bool, dout: Tensor,
 ) -> GradientsOf:  # fmt: skip
-    """The backward, from lists of supports, or from the normalisers (B, H, Q) alone."""
+    """The backward, from lists of supports, or from the normalisers (B, H, Q) alone; not without either."""
     if not isinstance(saved, Lists) and (saved is not None or by_kernels(q, k, v, number, options)):
+        assert normaliser is not None
         found = gradients_of_kernels(q, k, v, alpha, number, options, saved, normaliser, wants_alpha, dout)
         if found is not None:
             return found
@@ -110,6 +111,7 @@ def gradients(
         if isinstance(saved, Lists):
             dq, dk, dv, dalpha = of_lists(o, saved, dout, wants_alpha)
         else:
+            assert normaliser is not None
             dq, dk, dv, dalpha = of_normalisers(o, normaliser.reshape(-1), dout, wants_alpha)
     scale = q.shape[3] ** -0.5 if options.scale is None else float(options.scale)
     return GradientsOf(
@@ -127,8 +129,10 @@ class EntmaxAttention(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         found, lists = results(q, k, v, alpha, number, options, listed)
         of_rows = () if lists is None else tuple(lists)
+        # Lists of torch hold every row; of kernels, a row without one is computed by its normaliser.
+        normaliser = None if isinstance(lists, Lists) else found.normaliser
         # Saved with the others, what says which keys a row may see must not be written to before the backward.
-        ctx.save_for_backward(q, k, v, alpha, found.normaliser, *options.tensors, *of_rows)
+        ctx.save_for_backward(q, k, v, alpha, normaliser, *options.tensors, *of_rows)
         ctx.options, ctx.number, ctx.kind = options.over(None, None), number, type(lists)
         ctx.mark_non_differentiable(found.normaliser, found.support, found.certified)
         ctx.set_materialize_grads(False)

@@ -19,16 +19,14 @@ from gossamer.patterns import Causal, Dense, Pattern
 from gossamer.patterns.base import Intervals
 from gossamer.patterns.compose import And
 from gossamer.patterns.handles import pattern_of
-from gossamer.plan.capability import Capability
 from gossamer.plan.problem import Unsupported
 
 if TYPE_CHECKING:
     from gossamer.kernels.entmax.launch import Call
     from gossamer.torch.entmax.options import Options
 
-CAPABILITY = Capability(
-    devices=frozenset({"cuda"}), dtypes=frozenset({"float16", "bfloat16", "float32"}), max_head_dim=256, min_sm=80
-)  # fmt: skip
+DTYPES = frozenset({"float16", "bfloat16", "float32"})
+LARGEST_HEAD = 256
 MOST_KEPT = 256
 MOST_PAIRS = 2**31 - 2**20  # of all lists: the name of a pair is an int32
 MOST_LISTED = 96
@@ -38,18 +36,17 @@ def reasons(q: Tensor, k: Tensor, v: Tensor, options: Options) -> list[str]:
     """Why the kernels do not take a call; nothing if they do. Values are not looked at."""
     found = []
     device, interpreting = q.device.type, os.environ.get("TRITON_INTERPRET") == "1"
-    if device not in CAPABILITY.devices and not (interpreting and device == "cpu"):
+    if device != "cuda" and not (interpreting and device == "cpu"):
         found.append(f"tensors are on {device}, the kernels run on cuda")
     elif find_spec("triton") is None:
         found.append("triton is not installed")
-    elif device == "cuda" and torch.cuda.get_device_capability(q.device) < divmod(CAPABILITY.min_sm or 0, 10):
+    elif device == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
         found.append("the kernels need compute capability 8.0 or later")
     dtype = str(q.dtype).removeprefix("torch.")
-    if dtype not in CAPABILITY.dtypes:
-        found.append(f"q, k and v are {dtype}, the kernels take {', '.join(sorted(CAPABILITY.dtypes))}")
-    most = CAPABILITY.max_head_dim
-    if most is not None and max(q.shape[3], v.shape[3]) > most:
-        found.append(f"heads of {q.shape[3]} and {v.shape[3]}, the kernels take up to {most}")
+    if dtype not in DTYPES:
+        found.append(f"q, k and v are {dtype}, the kernels take {', '.join(sorted(DTYPES))}")
+    if max(q.shape[3], v.shape[3]) > LARGEST_HEAD:
+        found.append(f"heads of {q.shape[3]} and {v.shape[3]}, the kernels take up to {LARGEST_HEAD}")
     if options.top_k is not None and options.top_k > MOST_KEPT:
         found.append(f"{options.top_k} keys of a row, the kernels keep up to {MOST_KEPT}")
     if q.shape[0] * q.shape[1] * q.shape[2] * (options.top_k or MOST_LISTED) > MOST_PAIRS:
