@@ -3,6 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SITE := .venv-docs
+JAX := .venv-jax
 WORKERS := 2
 
 .DEFAULT_GOAL := help
@@ -10,7 +11,7 @@ WORKERS := 2
 
 help:
 	@echo "make demo | test | check | bench | docs | site | clean"
-	@echo "make test-more | wheel | notebooks: slower, each in an environment of its own"
+	@echo "make test-more | wheel | notebooks | jax: slower, each in an environment of its own"
 
 install: $(STAMP)
 
@@ -25,10 +26,18 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests
 
-# Suites that `test` leaves out, each in the environment that it needs: the site of the documentation, the wheel, and the
-# notebooks.
-.PHONY: test-more wheel notebooks
-test-more: site wheel notebooks
+# Suites that `test` leaves out, each in the environment that it needs: the site of the documentation, the wheel, the
+# notebooks, and JAX.
+.PHONY: test-more wheel notebooks jax
+test-more: site wheel notebooks jax
+
+# The JAX front end where torch is not installed: the conftest of the other tests imports it.
+jax: $(JAX)/.installed
+	$(JAX)/bin/python -m pytest -n $(WORKERS) --dist worksteal --confcutdir tests/jax tests/jax
+
+$(JAX)/.installed: pyproject.toml constraints/cpu.txt scripts/install.sh
+	@./scripts/install.sh $(JAX) jax,jax-dev
+	@touch $@
 
 # The package as it is built, where nothing else is installed but what it depends on.
 WHEEL := .venv-wheel
@@ -61,7 +70,7 @@ notebooks: $(NOTEBOOKS)/.installed
 	LONGEST=1024 $(NOTEBOOKS)/bin/python scripts/run_notebooks.py
 
 $(NOTEBOOKS)/.installed: pyproject.toml constraints/cpu.txt scripts/install.sh
-	@./scripts/install.sh $(NOTEBOOKS) torch,notebooks
+	@./scripts/install.sh $(NOTEBOOKS) torch,jax,notebooks
 	@touch $@
 
 # Strict: a link, a heading or a name in a docstring that leads nowhere is an error.
@@ -73,6 +82,6 @@ $(SITE)/.installed: pyproject.toml scripts/install.sh
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(SITE) site build dist demo .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(SITE) $(JAX) site build dist demo .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	rm -rf $(WHEEL) $(NOTEBOOKS)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

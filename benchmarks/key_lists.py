@@ -2,13 +2,15 @@
 
     python benchmarks/key_lists.py              # prints a line a row
     python benchmarks/key_lists.py --out FILE   # adds them to a file of results as well
+    python benchmarks/key_lists.py --budget 0.2 # seconds of a call, where there is little time
 
 32,768 queries list 2048 keys each, D 128, 16 or 64 heads a list. Lists are drawn at random, or drift: from one query
 to the next 5 % of the keys are others, and the overlap is that of neighbours. `made` makes the structure in the call,
 `kept` has it before; a call is a forward, or a forward and its backward, of a captured graph that is replayed. A rate
 is of useful products: 4 n D of a query and a head forward, and 2.5 times as many backward. Beside it stands what the
-level-2 cache would allow if every query and head read its keys and values alone, at 9.3 TB/s
-(docs/kernels/gather.md). Some rows are compared with float64 first.
+level-2 cache would allow if every query read its keys and values alone, once for all of its heads in each direction, at
+9.3 TB/s, and added its shares of their gradients as float32, at 3.7 TB/s (docs/kernels/gather.md). Some rows are
+compared with float64 first.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from gossamer.bench.measure import device_name, time_in_turns
 from gossamer.bench.results import append_records
 
 N, LISTED, D = 32768, 2048, 128
-L2 = 9.3e12  # bytes a second
+L2, L2_SUMS = 9.3e12, 3.7e12  # bytes a second, read and added
 DRIFT = 0.05
 
 
@@ -68,8 +70,8 @@ def check(x: list[Tensor], lists: Tensor, out: Tensor) -> None:
         assert torch.allclose(out[0, :, i].double(), p @ v[0, kept], atol=0.01, rtol=0.02), f"query {i} is wrong"
 
 
-def measure(heads: int, kind: str) -> list[dict[str, Any]]:
-    """The rows of one case."""
+def measure(heads: int, kind: str, budget: float) -> list[dict[str, Any]]:
+    """The rows of one case; `budget`: seconds of a call."""
     device = torch.device("cuda")
     lists = LISTS[kind](N, N, LISTED, device)
     x = [torch.randn((1, h, N, D), device=device, dtype=torch.bfloat16, requires_grad=True) for h in (heads, 1, 1)]
@@ -85,16 +87,15 @@ def measure(heads: int, kind: str) -> list[dict[str, Any]]:
             out, *_ = results
             check([y.detach() for y in x], lists, out.detach())
         calls = {name: graph.replay for name, graph in graphs.items()}
-        times = {name: taken.p50 for name, taken in time_in_turns(calls, device, budget_s=2.0).items()}
+        times = {name: taken.p50 for name, taken in time_in_turns(calls, device, budget_s=budget).items()}
         pairs = float(N * LISTED * heads)
         flops = pairs * 4 * D * (1.0 if direction == "forward" else 3.5)
-        read = (
-            pairs * 2 * D * 2 * (1 if direction == "forward" else 3)
-        )  # K and V; the backward reads them, and Q and dO
+        keys = N * LISTED * 2 * D  # numbers of K and V, of all lists
+        seconds = 2 * keys / L2 if direction == "forward" else 4 * keys / L2 + 4 * keys / L2_SUMS
         rows.append({
             "heads": heads, "lists": kind, "overlap": overlap(lists), "direction": direction,
             **{f"{name}_ms": t for name, t in times.items()}, "kept_tflops": flops / times["kept"] / 1e9,
-            "l2_bound_tflops": flops / (read / L2) / 1e12,
+            "l2_bound_tflops": flops / seconds / 1e12,
         })  # fmt: skip
     return rows
 
@@ -109,11 +110,12 @@ def step(x: list[Tensor], dout: Tensor | None, pattern: Any) -> tuple[Tensor, ..
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--budget", type=float, default=2.0)
     a = parser.parse_args()
     every = []
     for heads in (16, 64):
         for kind in LISTS:
-            for row in measure(heads, kind):
+            for row in measure(heads, kind, a.budget):
                 print(
                     "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()),
                     flush=True,

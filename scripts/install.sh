@@ -24,10 +24,10 @@ if ! usable "$venv/bin/python"; then
 fi
 
 if nvidia-smi -L 2>/dev/null | grep -q GPU; then
-  echo "install: NVIDIA GPU found, newest torch"
+  echo "install: NVIDIA GPU found, newest torch and jax"
   constraints=()
 else
-  echo "install: no NVIDIA GPU, torch from constraints/cpu.txt"
+  echo "install: no NVIDIA GPU, torch and jax from constraints/cpu.txt"
   constraints=(-c constraints/cpu.txt)
 fi
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${constraints[@]}" -e ".[$extras]"

@@ -15,9 +15,11 @@ from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
 from gossamer.kernels.launch import ALIGNMENT, BYTES, Constant, Operand, Prepared, View, compact, operand_of
 from gossamer.layouts import from_dense
-from gossamer.layouts.gather import build_gather
+from gossamer.layouts.device import key_list_layout
+from gossamer.layouts.gather import build_gather, queries_of
 from gossamer.patterns import BlockMask, Causal
 from gossamer.plan.problem import Problem
+from gossamer.torch import device_arrays
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 NUMBERS = {"Float32": float, "Int32": int}
@@ -33,6 +35,10 @@ BLOCKS = {
     "one query": Causal().layout(1, K, block_q=64, block_kv=64),
 }  # fmt: skip
 GATHERED = build_gather(BlockMask(MASK, 1), Q, K, block_q=64)
+LISTED = key_list_layout(
+    torch.arange(Q * 20).reshape(1, 1, Q, 20) % K, None, None, None, Q, K, block_q=queries_of(H // G), heads=H // G,
+    xp=device_arrays, transpose=False,
+)  # fmt: skip
 
 
 def known(prepared: Prepared, operands: Mapping[str, Operand], name: str) -> Operand:
@@ -97,7 +103,7 @@ def tensors(direction: str, D: int, E: int, kind: torch.dtype, queries: int, shi
 @pytest.mark.parametrize("split", [None, 1])
 @pytest.mark.parametrize("terms", [(), ("key_lengths", "sink_logits")], ids=("plain", "terms"))
 @pytest.mark.parametrize(("D", "E"), [(64, 64), (7, 33), (96, 80), (192, 130)], ids=str)
-@pytest.mark.parametrize("form", [*BLOCKS, "gathered", "gathered float32"])
+@pytest.mark.parametrize("form", [*BLOCKS, "gathered", "gathered float32", "listed"])
 def test_steps(
     form: str, D: int, E: int, terms: tuple[str, ...], split: int | None, shift: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +116,7 @@ def test_steps(
     kind = torch.float32 if form == "gathered float32" else torch.bfloat16
     if kind == torch.float32:
         D, E = min(D, 64), min(E, 64)
-    layout: Any = BLOCKS[form].to("cpu") if form in BLOCKS else GATHERED.to("cpu")
+    layout: Any = BLOCKS[form].to("cpu") if form in BLOCKS else LISTED if form == "listed" else GATHERED.to("cpu")
     queries = 1 if form == "one query" else Q
     given = {"key_lengths": torch.zeros(2 * B, dtype=torch.int64)[::2], "sink_logits": torch.zeros(2 * H)[::2]}
     more = {name: given[name] for name in terms}
@@ -132,7 +138,7 @@ def test_steps(
                     )
     if form in BLOCKS:
         assert {"forward", "preprocess", "query_gradient", "wide" if D > 128 else "backward"} <= seen
-    assert split is None or "sum_parts" in seen or kind == torch.float32
+    assert split is None or "sum_parts" in seen or kind == torch.float32 or form == "listed"  # which are not cut
 
 
 def test_a_block_takes_no_name_that_it_does_not_declare() -> None:

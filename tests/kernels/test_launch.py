@@ -24,7 +24,7 @@ from gossamer.plan.plan import Plan
 from gossamer.plan.problem import Problem
 from gossamer.plan.table import NAMES, load
 from gossamer.torch import calls
-from gossamer.torch.bind import bind
+from gossamer.torch.bind import _Writer, bind
 from gossamer.torch.functions import FUNCTIONS
 from gossamer.torch.mask_layouts import packed_mask_of
 
@@ -164,6 +164,25 @@ def test_a_bound_launch_keeps_its_layout(monkeypatch: pytest.MonkeyPatch) -> Non
     del run
     gc.collect()
     assert alive() is None
+
+
+def test_a_launch_on_a_gpu_is_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs on its own device whichever is the current one, and goes, with its lists, without garbage collection."""
+    changes: list[int] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", changes.append)
+    b = Builder({"x": Operand("float32", (2,), (1,))})
+    b.step(Kernel(EDGE, "zero"), "x")
+    run, x = _Writer(b.done("x"), torch.device("cuda", 0)).function(("x",)), torch.ones(2)
+    (found,) = run(x)
+    assert found is x and not x.any() and changes == [0, 1]
+    alive = ref(run)
+    gc.disable()
+    try:
+        del run
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v"])

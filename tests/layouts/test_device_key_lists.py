@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gossamer.layouts.device import key_list_layout
-from gossamer.layouts.gather import WIDTHS, expand_gather
+from gossamer.layouts.gather import WIDTHS, expand_gather, queries_of
 from gossamer.torch import device_arrays
 from tests.layouts.test_device_layouts import NumpyArrays, draw_bounds, draw_size, kept_by_intervals, tensor
 
@@ -34,7 +34,7 @@ def kept(indices, counts, lo, hi, K):
 
 
 def draw(rng):
-    """(indices, counts, lo, hi, Q, K, block_q)."""
+    """(indices, counts, lo, hi, Q, K, block_q, heads)."""
     lead, Q, K = tuple(int(x) for x in rng.integers(1, 4, 2)), draw_size(rng), draw_size(rng)
     Q = Q if rng.random() < 0.5 else int(rng.integers(1, 70))
     n = int(rng.choice([0, 1, 2, 7, 32, 33, rng.integers(1, K + 1)]))
@@ -47,11 +47,13 @@ def draw(rng):
     lo = hi = None
     if rng.random() < 0.4:
         lo, hi = draw_bounds(rng, tuple(x if rng.random() < 0.5 else 1 for x in lead), Q, K)
-    return indices, counts, lo, hi, Q, K, int(rng.choice([1, 16, 32, 64]))
+    heads = int(rng.choice([2, 3, 7, 16, 33, 64])) if rng.random() < 0.5 else 1
+    block_q = queries_of(heads) if heads > 1 else int(rng.choice([1, 16, 32, 64]))
+    return indices, counts, lo, hi, Q, K, block_q, heads
 
 
-def built(indices, counts, lo, hi, Q, K, block_q, xp=device_arrays, to=tensor):
-    return key_list_layout(to(indices), to(counts), to(lo), to(hi), Q, K, block_q=block_q, xp=xp)
+def built(indices, counts, lo, hi, Q, K, block_q, heads=1, xp=device_arrays, to=tensor):
+    return key_list_layout(to(indices), to(counts), to(lo), to(hi), Q, K, block_q=block_q, heads=heads, xp=xp)
 
 
 def check_walk(walk, keep, block_rows):
@@ -60,7 +62,8 @@ def check_walk(walk, keep, block_rows):
     assert (host.rows, host.columns, host.block_rows, host.lead) == (*keep.shape[2:], block_rows, keep.shape[:2])
     assert (expand_gather(host).reshape(keep.shape) == keep).all()
     assert all(x.dtype == torch.int32 for x in walk.arrays())
-    width = WIDTHS[block_rows]
+    width = WIDTHS[block_rows] if walk.heads == 1 else 64
+    assert walk.width == width
     assert (host.starts % width == 0).all()
     assert len(host.indices) % width == 0
     for at in np.ndindex(*host.counts.shape):
@@ -69,7 +72,7 @@ def check_walk(walk, keep, block_rows):
         start, count = host.starts[at], host.counts[at]
         assert 0 <= start <= start + count <= len(host.indices)
         assert host.indices[start : start + count].tolist() == np.flatnonzero(band.any(0)).tolist()
-        if block_rows > 1:
+        if walk.has_bits:
             padded = -(-count // width) * width
             assert (host.indices[start + count : start + padded] == -1).all()
             words = host.bits[start // 32 : (start + padded) // 32]
@@ -79,9 +82,10 @@ def check_walk(walk, keep, block_rows):
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random(chunk):
     for seed in range(chunk, CASES, CHUNKS):
-        indices, counts, lo, hi, _, K, block_q = case = draw(np.random.default_rng(seed))
+        indices, counts, lo, hi, _, K, block_q, heads = case = draw(np.random.default_rng(seed))
         try:
             layout, keep = built(*case), kept(indices, counts, lo, hi, K)
+            assert layout.rows.heads == heads
             check_walk(layout.rows, keep, block_q)
             check_walk(layout.columns, keep.swapaxes(-1, -2), 1)
         except Exception as error:

@@ -28,7 +28,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "gossamer"
-ROOMS = ("layouts", "torch", "plan", "kernels")
+ROOMS = ("layouts", "torch", "jax", "plan", "kernels")
 DEVICE = SRC / "kernels" / "hopper" / "device"
 SEQUENCES = {"list", "Sequence", "Iterable", "Iterator"}
 FUNCTIONS = {"list", "sorted"}

@@ -21,7 +21,8 @@ from gossamer.plan.table import NAMES
 SRC = Path(__file__).parents[2] / "src"
 # A room imports those before it. What bench and cli import of `gossamer` itself is the public interface.
 ROOMS = (
-    "memo", "patterns", "layouts", "plan", "kernels", "torch", "select", "nn", "integrations", "testing", "bench", "cli"
+    "memo", "patterns", "layouts", "plan", "kernels", "jax", "torch", "select", "nn", "integrations", "testing",
+    "bench", "cli",
 )  # fmt: skip
 PUBLIC = ("bench", "cli")
 # For type checkers alone: what a public method returns, and what a handle stands for.
@@ -56,6 +57,8 @@ FRAMEWORKS = {
     "kernels.small": allowed("torch triton"),
     "kernels.triton": allowed("numpy torch triton"),
     "kernels.hopper": allowed("numpy torch cutlass tvm_ffi"),
+    "jax": allowed("numpy jax"),
+    "kernels.hopper.schedule.item_kernels": allowed("triton"),
     "torch": allowed("numpy torch", "rich"),
     "torch.bind": allowed("torch", "triton tvm_ffi"),
     "select": allowed("torch"),

@@ -23,8 +23,20 @@ from gossamer.patterns.validate import show
 
 # Rows that are gathered for together, and how many columns are gathered at a time for each.
 WIDTHS = {1: 1, 16: 32, 32: 32, 64: 64}
+TILE = 64  # rows, of queries and heads, that gather together where heads share a list
 # The longest list that one item of a launch gathers, in columns.
 LONGEST_ITEM = 1024
+
+
+def queries_of(heads: int) -> int:
+    """How many queries have the rows of so many heads in a tile of 64 rows: a power of two.
+
+    Raises:
+        ValueError: heads have more rows.
+    """
+    if not 1 <= heads <= TILE:
+        raise ValueError(f"heads whose rows share a tile must be from 1 to {TILE}, got {heads}")
+    return 1 << ((TILE // heads).bit_length() - 1)
 
 
 def item_limit(
@@ -54,6 +66,9 @@ class GatherWalk(WalkArrays):
     starts at one. Bit c of word [w, r] says that row r of the group keeps the column `indices[32 w + c]`.
 
     Bl is 1 or B, Hl is 1, G or H: the query heads of a key head share its lists; T = ceil(rows / block_rows).
+
+    Where `heads` query heads share a list, their rows of `block_rows` queries (`queries_of`) gather together, 64
+    columns at a time.
     """
 
     rows: int
@@ -63,11 +78,17 @@ class GatherWalk(WalkArrays):
     counts: Array  # (Bl, Hl, T) int32
     indices: Array  # (n,) int32
     bits: Array  # (n // 32, block_rows) uint32 (torch: int32); (0, 1) for groups of one row, which keep all they list
+    heads: int = 1  # query heads whose rows gather together
 
     @property
     def width(self) -> int:
         """Columns that are gathered at a time: lists are padded to a multiple of it."""
-        return WIDTHS[self.block_rows]
+        return WIDTHS[self.block_rows] if self.heads == 1 else TILE
+
+    @property
+    def has_bits(self) -> bool:
+        """Whether a bit says which row of a group keeps a column: one row alone keeps all."""
+        return self.block_rows > 1 or self.heads > 1
 
     @property
     def lead(self) -> tuple[int, int]:
@@ -90,7 +111,8 @@ class GatherWalk(WalkArrays):
 
     def with_arrays(self, arrays: list[Array]) -> GatherWalk:
         """The same walk over other arrays, in the order of `arrays()`."""
-        return GatherWalk(self.rows, self.columns, self.block_rows, *arrays)
+        starts, counts, indices, bits = arrays
+        return replace(self, starts=starts, counts=counts, indices=indices, bits=bits)
 
 
 def _repeat_of_tensors(x: Array, times: int, axis: int) -> Array:
@@ -140,7 +162,7 @@ class GatherLayout(Layout[GatherWalk]):
         for at in np.ndindex(*walk.lead):
             first, last = walk.starts[at].astype(np.int64), walk.starts[at].astype(np.int64) + padded[at]
             executed += int(padded[at].sum()) * walk.block_rows
-            if walk.block_rows == 1:
+            if not walk.has_bits:
                 useful += int(counts[at].sum())
             else:
                 _, word = ranges(first // WORD, last // WORD)
@@ -233,7 +255,7 @@ def _assemble(rows: int, columns: int, block_rows: int, slot: np.ndarray, lists:
 def _pairs(walk: GatherWalk, b: int, h: int) -> tuple[np.ndarray, np.ndarray]:
     """The pairs (row, column) of one batch element and head, in no particular order."""
     starts, counts = walk.starts[b, h].astype(np.int64), walk.counts[b, h].astype(np.int64)
-    if walk.block_rows == 1:
+    if not walk.has_bits:
         rows, at = ranges(starts, starts + counts)
         return rows, walk.indices[at].astype(np.int64)
     group, word = ranges(starts // WORD, -(-(starts + counts) // WORD))
@@ -273,7 +295,7 @@ def expand_gather(walk: GatherWalk) -> np.ndarray:
             raise ValueError(f"the list of group {t} of batch element {b}, head {h} must ascend within the columns")
         for r in range(min(walk.block_rows, walk.rows - t * walk.block_rows)):
             kept = np.ones(count, dtype=bool)
-            if walk.block_rows > 1:
+            if walk.has_bits:
                 packed = walk.bits[start // WORD : -(-(start + count) // WORD), r]
                 bits = unpack_bits(np.ascontiguousarray(packed)[None])[0]
                 if bits[count:].any():

@@ -56,6 +56,8 @@ class Capability:
     # Devices on which a bound forward with key_lengths takes fewer keys than its problem has, and reads no others.
     grows: frozenset[str] = frozenset()
     gathers: tuple[GatherChoice, ...] = ()  # gather layouts that it reads besides block layouts
+    # Rows that gather together, of several queries or heads, by lists that only a device knows; dK and dV are added.
+    unions: tuple[GatherChoice, ...] = ()
     slower: frozenset[str] = frozenset()  # score terms with which a CPU computes tile by tile, not by fused attention
 
     def __post_init__(self) -> None:
@@ -104,8 +106,8 @@ def reasons(problem: Problem, capability: Capability) -> list[str]:
         walked = ", ".join(f"{q} x {kv}" for q, kv in sorted(c.tiles))
         block_q, block_kv = p.tile
         found.append(f"walks layout tiles of {walked}, got {block_q} x {block_kv}")
-    if p.gather is not None and not any(choice.block_q == p.gather and choice.reads(p) for choice in c.gathers):
-        found.append(f"gathers no listed keys for groups of {p.gather} of these queries")
+    if p.gather is not None:
+        found += _of_lists(p, c)
     for (block_q, block_kv), most in c.max_head_dim_of:
         if p.tile == (block_q, block_kv) and max(p.D, p.E) > most:
             found.append(f"walks layout tiles of {block_q} x {block_kv} for head sizes up to {most}")
@@ -119,6 +121,18 @@ def reasons(problem: Problem, capability: Capability) -> list[str]:
     if p.deterministic and p.device in c.devices and p.device not in c.deterministic:
         found.append(f"has no deterministic mode on {p.device}")
     return found
+
+
+def _of_lists(p: Problem, c: Capability) -> list[str]:
+    """Why a capability does not cover lists that only a device knows."""
+    rows, heads = p.gather, f" of {p.gather_heads} heads" * (p.gather_heads > 1)
+    if rows == p.gather_heads == 1:
+        able = any(choice.block_q == 1 and choice.reads(p) for choice in c.gathers)
+    else:
+        able = any(choice.reads(p) for choice in c.unions)
+        if able and p.backward and p.deterministic:
+            return ["adds dK and dV of groups of queries in memory, in any order: deterministic are single queries"]
+    return [] if able else [f"gathers no listed keys for groups of {rows} of these queries{heads}"]
 
 
 def gathers_alone(problem: Problem, capability: Capability) -> bool:

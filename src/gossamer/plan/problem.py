@@ -8,6 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SCORE_TERMS = ("q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes")
+MAX_HEAD = 4096  # of D and of E
+
+
+def most_offset(Q: int, K: int) -> int:
+    """The largest q_offset of either sign: positions and distances are 32-bit integers, in tiles that reach further."""
+    return 2**31 - 2**16 - max(Q, K)
+
+
+def within_positions(Q: int, K: int) -> str:
+    """What a q_offset must be, for a message."""
+    return f"be an integer up to 2**31 - 2**16 - max(Q, K) = {most_offset(Q, K)} in magnitude"
 
 
 class Unsupported(ValueError):
@@ -45,5 +56,6 @@ class Problem:
     backward: bool = False
     deterministic: bool = False
     tile: tuple[int, int] | None = None  # (block_q, block_kv) of a layout that the user made
-    gather: int | None = None  # queries of a group, of a gather layout that is given
+    gather: int | None = None  # queries of a group, of a gather layout that is given: lists that only a device knows
+    gather_heads: int = 1  # query heads of each whose rows gather together
     softcap: float | None = None

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from gossamer.patterns.reach import Reach, rule
 from gossamer.plan.problem import Unsupported
-from gossamer.select.block_scores import bound_scores, mean_scores, row_bounds
+from gossamer.select.block_operator import choose
+from gossamer.select.block_scores import row_bounds
 from gossamer.torch.structure import BlockIndices
 from gossamer.torch.structure.chosen import BLOCKS
 from gossamer.torch.validate import (
@@ -208,7 +209,7 @@ def topk_blocks(
     _check_options(causal, block_size, topk, top_p, score, local, first, per)
     q, k = (x.to(cast_type(x) or x.dtype) for x in (q, k))
     Q, K = q.shape[2], k.shape[2]
-    T, C = -(-Q // block_size), -(-K // block_size)
+    C = -(-K // block_size)
     straddles = (K - Q) % block_size != 0
     always = min(C, first + (local + straddles + (0 if causal else local - 1) if local else 0))
     if topk is not None and topk < always:
@@ -217,62 +218,11 @@ def topk_blocks(
             f"{', whose positions lie in two key blocks' if straddles and local else ''}); got {describe(topk)}"
         )
     factor = float(q.shape[3] ** -0.5 if scale is None else scale)
+    n, local, first = C if topk is None else min(topk, C), min(local, C), min(first, C)
+    options = (block_size, n, factor, per == "group", score == "bound", causal, local, first, top_p)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        made = (mean_scores if score == "mean" else bound_scores)(q, k, block_size, factor, per == "group").float()
-        which = _which(T, C, Q, K, block_size, causal, min(local, C), min(first, C), q.device)
-        chosen = _choose(made, which, C if topk is None else min(topk, C), top_p)
+        chosen = choose(q, k, *options)
     return SelectedBlocks(*chosen, Choice(q, k, dims, block_size, causal, score, factor))
-
-
-class Which(NamedTuple):
-    """Key blocks of each block of queries, (T, C) bool."""
-
-    visible: Tensor
-    always: Tensor
-
-
-class Taken(NamedTuple):
-    indices: Tensor
-    covered: Tensor
-
-
-def _which(T: int, C: int, Q: int, K: int, block: int, causal: bool, local: int, first: int, device: Any) -> Which:
-    key_block = torch.arange(C, device=device)
-    row = torch.arange(T, device=device)[:, None] * block
-    begin = row + (K - Q)
-    end = (row + block).clamp(max=Q) - 1 + (K - Q)  # of the last row
-    visible = key_block * block <= end if causal else torch.ones((T, C), dtype=torch.bool, device=device)
-    low = torch.div(begin.clamp(min=0), block, rounding_mode="floor")
-    high = torch.div(end, block, rounding_mode="floor")
-    always = key_block < first
-    if local:
-        near = (key_block > low - local) & (key_block < high + (1 if causal else local))
-        always = always | (near & (end >= 0))
-    return Which(visible, always & visible)
-
-
-def _choose(score: Tensor, which: Which, n: int, top_p: float | None) -> Taken:
-    """The n first of each list, as far as they are visible and `top_p` wants them."""
-    C = score.shape[-1]
-    score = score.masked_fill(~which.visible, -torch.inf)
-    # An integer for each block in the order in which they are taken: its score, as bits, and then its place.
-    ranked = score.masked_fill(which.always | score.isnan(), torch.inf).masked_fill(~which.visible, -torch.inf) + 0.0
-    bits = ranked.view(torch.int32)
-    bits = torch.where(bits < 0, bits ^ (2**31 - 1), bits).masked_fill(~which.visible, -(2**31)).long()
-    place = torch.arange(C - 1, -1, -1, device=score.device)
-    taken = ((bits << 32) + place).topk(n).values
-    index = C - 1 - (taken & (2**32 - 1))
-
-    def of_taken(x: Tensor) -> Tensor:
-        return x.expand(score.shape).gather(-1, index)
-
-    used = of_taken(which.visible)
-    total = score.logsumexp(-1, keepdim=True)
-    share = torch.where(used, (of_taken(score) - total).exp(), 0)
-    if top_p is not None and top_p < 1:
-        used = used & ((share.cumsum(-1) - share < top_p) | of_taken(which.always))
-    covered = torch.where(used, share, 0).sum(-1).clamp(max=1)
-    return Taken(torch.where(used, index, -1).int(), covered)
 
 
 def _check_options(

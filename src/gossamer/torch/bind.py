@@ -83,9 +83,18 @@ class _Writer:
             self.scope["below_autograd"] = _C._AutoDispatchBelowAutograd
             body = ["with below_autograd():", *(f"    {line}" for line in body)]
         if self.device.type == "cuda":
-            self.scope |= {"current": torch.cuda.current_device, "on_other_device": torch.cuda.device}
+            # Not as a call of itself: a function that refers to itself, and all lists that it holds, wait for the
+            # garbage collector, and those in the pool of a compiled CUDA graph would be found there.
+            self.scope |= {"current": torch.cuda.current_device, "change_to": torch.cuda.set_device}
             self.scope["here"] = self.device.index
-            body = ["if current() != here:", f"    with on_other_device(here): return call({given})", *body]
+            body = [
+                "before = current()",
+                "if before != here: change_to(here)",
+                "try:",
+                *(f"    {line}" for line in body),
+                "finally:",
+                "    if before != here: change_to(before)",
+            ]
         lines = [f"def make({', '.join(self.scope)}):", f"    def call({given}):", *(f"        {x}" for x in body)]
         call = _compiled("\n".join([*lines, "    return call", ""]))(**self.scope)
         # Of an array that is passed by its address alone the text has no name: the function itself keeps it alive.

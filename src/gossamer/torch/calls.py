@@ -29,7 +29,7 @@ from gossamer.kernels.launch import (
 from gossamer.memo import Memo
 from gossamer.patterns.handles import pattern_of, token_of
 from gossamer.plan.plan import Plan
-from gossamer.plan.problem import Unsupported
+from gossamer.plan.problem import Unsupported, most_offset, within_positions
 from gossamer.torch import parts
 from gossamer.torch.bind import bind
 from gossamer.torch.memory import hold_for_graphs, outlasting
@@ -48,11 +48,9 @@ from gossamer.torch.request import Key, Request, ResolvedPattern, alignment, pla
 from gossamer.torch.validate import (
     Arguments,
     four_dimensional,
-    most_offset,
     options_of,
     unbatched,
     validate,
-    within_positions,
 )
 
 MOST_BACKWARDS = 8  # of a call: by the strides of what it saved and of the gradients that it is given

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gossamer.layouts import BlockLayout, GatherLayout, GatherWalk, TileList, Walk
-from gossamer.layouts.gather import WIDTHS
+from gossamer.layouts.gather import WIDTHS, queries_of
 from gossamer.layouts.walk import ARRAYS_PER_WALK
 from gossamer.patterns.grid import WORD
 from gossamer.torch.validate import OTHER_LAYOUT, Wording, describe
@@ -18,9 +18,11 @@ Given = BlockLayout | GatherLayout
 ARRAYS_PER_GATHER = 4
 
 
-def geometry_of(layout: Given) -> tuple[int, int, int, int]:
-    """(block_q, block_kv, Q, K), with a block_kv of 0 for a gather layout."""
-    return layout.block_q, layout.block_kv if isinstance(layout, BlockLayout) else 0, layout.Q, layout.K
+def geometry_of(layout: Given) -> tuple[int, int, int, int, int]:
+    """(block_q, block_kv, Q, K, heads), with a block_kv of 0 for a gather layout; heads are `GatherWalk.heads`."""
+    if isinstance(layout, BlockLayout):
+        return layout.block_q, layout.block_kv, layout.Q, layout.K, 1
+    return layout.block_q, 0, layout.Q, layout.K, layout.rows.heads
 
 
 def arrays_of(layout: Given) -> list[Any]:
@@ -31,22 +33,23 @@ def arrays_of(layout: Given) -> list[Any]:
 
 def layout_from(arrays: list[Tensor], geometry: tuple[int, ...]) -> Given:
     """The layout whose tensors entered an operator: `arrays_of` and `geometry_of` it."""
-    block_q, block_kv, Q, K = geometry
+    block_q, block_kv, Q, K, heads = geometry
     n = ARRAYS_PER_WALK if block_kv else ARRAYS_PER_GATHER
     if len(arrays) not in (n, 2 * n):
         raise ValueError(f"layout must hold {n} or {2 * n} tensors, got {len(arrays)}")
     rows, columns = arrays[:n], arrays[n:]
     if not block_kv:
-        return GatherLayout(_gathered(Q, K, rows), _transpose=[_gathered(K, Q, columns)] if columns else [], apart=True)
+        of_keys = [_gathered(K, Q, columns, 1)] if columns else []
+        return GatherLayout(_gathered(Q, K, rows, heads), _transpose=of_keys, apart=True)
     none = TileList(None, None, None)
     whole = Walk(Q, K, block_q, block_kv, none, none, none, None, None, None, None)
     turned = Walk(K, Q, block_kv, block_q, none, none, none, None, None, None, None)
     return BlockLayout(whole.with_arrays(rows), _transpose=[turned.with_arrays(columns)] if columns else [])
 
 
-def _gathered(rows: int, columns: int, arrays: list[Tensor]) -> GatherWalk:
-    *_, bits = arrays
-    return GatherWalk(rows, columns, bits.shape[-1], *arrays)
+def _gathered(rows: int, columns: int, arrays: list[Tensor], heads: int) -> GatherWalk:
+    starts, counts, indices, bits = arrays
+    return GatherWalk(rows, columns, bits.shape[-1], starts, counts, indices, bits, heads)
 
 
 def check_layout(walk: Walk | GatherWalk, q: Tensor, k: Tensor) -> None:
@@ -69,20 +72,25 @@ def _shared_checks(walk: Walk | GatherWalk, q: Tensor, k: Tensor) -> Iterator[tu
     yield counts.ndim == 3, "counts", counts, "of shape (Bl, Hl, T)"
     Bl, Hl = walk.lead
     G = k.shape[1]
-    if isinstance(walk, GatherWalk) and Bl in (1, B) and Hl == G:
-        return
+    if isinstance(walk, GatherWalk):
+        heads = walk.heads
+        yield H // G % heads == 0, "heads", heads, f"a divisor of the inputs' {H // G} query heads for each key head"
+        yield heads == 1 or Hl in (1, G), "Hl", Hl, f"1 or G = {G}, since the query heads of a key head gather together"
+        if Bl in (1, B) and Hl == G:
+            return
     yield Bl in (1, B) and Hl in (1, H), "(Bl, Hl)", (Bl, Hl), f"1 or the inputs' (B, H) = {(B, H)}"
 
 
 def _gather_checks(walk: GatherWalk, q: Tensor, k: Tensor) -> Iterator[tuple[bool, str, Any, str]]:
     rows = walk.block_rows
-    yield rows in WIDTHS, "block_q", rows, f"one of {', '.join(map(str, WIDTHS))}"
+    known = list(WIDTHS) if walk.heads == 1 else [queries_of(walk.heads)]
+    yield rows in known, "block_q", rows, f"one of {', '.join(map(str, known))}"
     yield from _shared_checks(walk, q, k)
     shape, n, width = (*walk.lead, walk.tiles), len(walk.indices), walk.width
     yield walk.starts.shape == shape, "starts", walk.starts, f"of shape {shape}"
     yield walk.counts.shape == shape, "counts", walk.counts, f"of shape {shape}"
     yield walk.indices.ndim == 1 and n % width == 0, "indices", walk.indices, f"of one dimension, a multiple of {width}"
-    words = (0, 1) if rows == 1 else (n // WORD, rows)
+    words = (n // WORD, rows) if walk.has_bits else (0, 1)
     yield walk.bits.shape == words, "bits", walk.bits, f"of shape {words}"
     if q.device.type != "cpu":
         return

@@ -98,13 +98,14 @@ def problem_of(a: Arguments, geometry: tuple[int, ...]) -> Problem:
         terms.add("q_offset")
     chip = chip_of(q.device)._asdict() if q.device.type == "cuda" else {}
     tile = gather = None
+    heads = 1
     if geometry:
-        block_q, block_kv, _, _ = geometry
+        block_q, block_kv, _, _, heads = geometry
         tile, gather = ((block_q, block_kv), None) if block_kv else (None, block_q)
     return Problem(
         B=q.shape[0], H=q.shape[1], G=k.shape[1], Q=q.shape[2], K=k.shape[2], D=q.shape[3], E=a.v.shape[3],
         dtype=dtype_of(q), device=q.device.type, **chip, score_terms=frozenset(terms),
-        backward=a.backward, deterministic=a.deterministic, tile=tile, gather=gather,
+        backward=a.backward, deterministic=a.deterministic, tile=tile, gather=gather, gather_heads=heads,
         softcap=a.softcap,
     )  # fmt: skip
 

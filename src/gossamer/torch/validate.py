@@ -13,10 +13,10 @@ from gossamer.kernels.launch import dtype_of
 from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.patterns import Pattern
 from gossamer.patterns.validate import show
+from gossamer.plan.problem import MAX_HEAD, most_offset, within_positions
 from gossamer.plan.table import NAMES
 
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
-MAX_HEAD = 4096
 Layout = Literal["bhnd", "bshd"]  # how q, k, v and out lie: (B, heads, positions, size) or (B, positions, heads, size)
 BHND: Layout = "bhnd"
 Lengths = Tensor | Sequence[int]  # key_lengths as they may be given
@@ -236,16 +236,6 @@ def _factor_checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
     yield a.softcap is None or 1 / capped <= a.softcap <= capped, "softcap", a.softcap, of_cap
     if a.softcap is not None:
         yield abs(scale) / a.softcap <= most, "scale / softcap", scale / a.softcap, f"be up to {most:.1e}"
-
-
-def most_offset(Q: int, K: int) -> int:
-    """The largest q_offset of either sign: positions and distances are 32-bit integers, in tiles that reach further."""
-    return 2**31 - 2**16 - max(Q, K)
-
-
-def within_positions(Q: int, K: int) -> str:
-    """What a q_offset must be, for a message."""
-    return f"be an integer up to 2**31 - 2**16 - max(Q, K) = {most_offset(Q, K)} in magnitude"
 
 
 def cast_type(x: Tensor) -> torch.dtype | None:

@@ -23,6 +23,8 @@ GATHERS = (
     GatherChoice(64, frozenset({"float16", "bfloat16"}), max_head_dim=128, min_sm=90, reuse=2.0),
     GatherChoice(64, frozenset({"float32"}), max_head_dim=64, min_sm=90, reuse=2.0, backward=False),
 )
+# Lists that only the device knows: 64 rows, of queries and of heads that share a list.
+UNIONS = (GatherChoice(64, frozenset({"float16", "bfloat16"}), max_head_dim=256, min_sm=90),)
 
 
 @cache
@@ -61,6 +63,7 @@ class Hopper:
         tiles=frozenset({(64, 64), (128, 128), (192, 128)}),
         max_head_dim_of=(((192, 128), 96),),
         gathers=GATHERS,
+        unions=UNIONS,
     )
 
     def unavailable(self) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.kernels.hopper.device.configurations import BackwardConfig, ForwardConfig, QueryConfig, WideConfig
-from gossamer.kernels.hopper.device.gather.configurations import SIZES, GatherConfig
+from gossamer.kernels.hopper.device.gather.configurations import SIZES, WIDEST, GatherConfig
 
 WIDE = 128  # heads over this size have a kernel of their own for dK and dV, and dQ by rows
 # Padded head sizes: a smaller head is padded with zeros by TMA, exactly.
@@ -109,13 +109,17 @@ def query_config(
 
 
 @cache
-def gather_config(direction: str, dtype: str, D: int, E: int, score: str, lengths: bool = False) -> GatherConfig:
-    """The configuration for head sizes D and E."""
+def gather_config(
+    direction: str, dtype: str, D: int, E: int, score: str, lengths: bool = False, heads: int = 1
+) -> GatherConfig:
+    """The configuration for head sizes D and E; `heads`: whose rows share a tile."""
     small, large = SIZES
     if dtype == "float32":
         if direction != "forward" or max(D, E) > small:
             raise ValueError(f"no gather kernel of float32 for {direction} with heads of {D} and {E}")
         return GatherConfig(direction, dtype, small, 2, lengths=lengths, score=score)
-    size = small if max(D, E) <= small else large
-    stages, blocks = {64: (3, 3) if direction == "forward" else (4, 2), 128: (2, 2)}[size]
-    return GatherConfig(direction, dtype, size, stages, blocks, lengths=lengths, score=score)
+    size = small if max(D, E) <= small else large if max(D, E) <= large else WIDEST
+    stages, blocks = {64: (3, 3) if direction == "forward" else (4, 2), 128: (2, 2), 256: (2, 1)}[size]
+    if (direction, size, heads) == ("gradients", 128, 1):  # the mask of 64 queries leaves no room for two
+        stages, blocks = 3, 1
+    return GatherConfig(direction, dtype, size, stages, blocks, lengths=lengths, score=score, heads=heads)

@@ -16,14 +16,14 @@ from gossamer.layouts.device.walks import (
     check_sizes,
     not_listed,
 )
-from gossamer.layouts.gather import WIDTHS, GatherLayout, GatherWalk
+from gossamer.layouts.gather import TILE, WIDTHS, GatherLayout, GatherWalk, queries_of
 from gossamer.patterns.grid import WORD
 from gossamer.patterns.validate import show
 
 
 def key_list_layout(
     indices: Array, counts: Array | None, lo: Array | None, hi: Array | None, Q: int, K: int, *, block_q: int = 1,
-    xp: Arrays, transpose: bool = True,
+    heads: int = 1, xp: Arrays, transpose: bool = True,
 ) -> GatherLayout:  # fmt: skip
     """The gather layout in which each query keeps the keys of its list.
 
@@ -38,30 +38,33 @@ def key_list_layout(
         lo, hi: (bl, hl, Q) int32, bl 1 or Bl, hl 1 or Hl; both None for all keys.
         Q, K: the numbers of queries and keys.
         block_q: queries of a group: 1, 16, 32 or 64.
+        heads: query heads whose rows gather together; with several block_q is that of `layouts.gather.queries_of`.
         xp: the array framework's operations.
         transpose: with the transpose, which gradients need.
 
     Raises:
         ValueError: shapes or block_q are wrong, or there may be more entries than int32 addresses.
     """
-    Bl, Hl, n = _check(indices, counts, lo, hi, Q, K, block_q)
+    Bl, Hl, n = _check(indices, counts, lo, hi, Q, K, block_q, heads)
     if not n:  # a list with room for one key that is not there: no step below is made for none
         indices = xp.full((Bl, Hl, Q, 1), -1, indices)
     keys = _ascending(indices, counts, Bounds(lo, hi) if lo is not None and hi is not None else None, K, xp)
-    rows = _rows(keys, K, xp) if block_q == 1 else _unions(keys, K, block_q, xp)
+    rows = _rows(keys, K, xp) if block_q == heads == 1 else _unions(keys, K, block_q, heads, xp)
     return GatherLayout(rows, _transpose=[_columns(keys, K, xp)] if transpose else [], apart=True)
 
 
 def _check(
-    indices: Array, counts: Array | None, lo: Array | None, hi: Array | None, Q: int, K: int, block_q: int
+    indices: Array, counts: Array | None, lo: Array | None, hi: Array | None, Q: int, K: int, block_q: int, heads: int
 ) -> tuple[int, int, int]:
     """(Bl, Hl, n); raise ValueError for shapes that do not fit, or a group that no layout has."""
-    if isinstance(block_q, bool) or block_q not in WIDTHS:
+    if heads != 1 and block_q != queries_of(heads):
+        raise ValueError(f"block_q of {heads} heads must be {queries_of(heads)}; got {show(block_q)}")
+    if heads == 1 and (isinstance(block_q, bool) or block_q not in WIDTHS):
         raise ValueError(f"block_q must be one of {', '.join(map(str, WIDTHS))}; got {show(block_q)}")
     check_sizes(Q=Q, K=K)
     Bl, Hl, n = check_lists(indices, counts, Q, "Q")
     check_bounds(lo, hi, Bl, Hl, Q)
-    groups, width = -(-Q // block_q), WIDTHS[block_q]
+    groups, width = -(-Q // block_q), WIDTHS[block_q] if heads == 1 else TILE
     room = -(-min(block_q * max(n, 1), K) // width) * width
     check_capacity(max(Bl * Hl * groups * room, Bl * Hl * Q * max(n, 1), Bl * Hl * K + 1, K * block_q))
     return Bl, Hl, n
@@ -83,13 +86,13 @@ def _rows(keys: Array, K: int, xp: Arrays) -> GatherWalk:
     return GatherWalk(Q, K, 1, starts, xp.total(keys < K), listed, xp.full((0, 1), 0, keys))
 
 
-def _unions(keys: Array, K: int, block: int, xp: Arrays) -> GatherWalk:
+def _unions(keys: Array, K: int, block: int, heads: int, xp: Arrays) -> GatherWalk:
     """The keys that any query of a group keeps, and a bit for each query that keeps one.
 
     Every list has room for all entries of its group, and for no more than all keys.
     """
     Bl, Hl, Q, n = keys.shape
-    T, width = -(-Q // block), WIDTHS[block]
+    T, width = -(-Q // block), WIDTHS[block] if heads == 1 else TILE
     if not xp.divides(block, Q):
         keys = _with_rows(keys, T * block - Q, K, xp)
     room = -(-min(block * n, K) // width) * width
@@ -107,9 +110,8 @@ def _unions(keys: Array, K: int, block: int, xp: Arrays) -> GatherWalk:
     word = xp.fill(place // WORD * block + codes % block, ~there, room // WORD * block)
     bits = xp.sums_at(word, bit, room // WORD * block + 1)[..., : room // WORD * block]
     starts = (xp.arange(Bl * Hl * T, keys) * room).reshape(Bl, Hl, T)
-    return GatherWalk(
-        Q, K, block, starts, xp.total(new), listed.reshape(-1), bits.reshape(Bl * Hl * T * (room // WORD), block)
-    )
+    bits = bits.reshape(Bl * Hl * T * (room // WORD), block)
+    return GatherWalk(Q, K, block, starts, xp.total(new), listed.reshape(-1), bits, heads)
 
 
 def _with_rows(keys: Array, more: int, K: int, xp: Arrays) -> Array:

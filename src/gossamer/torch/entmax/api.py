@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 Save = Literal["lists", "tau"]
+Way = Literal["kernels", "torch"]
 
 
 class EntmaxAux(NamedTuple):
@@ -43,7 +44,7 @@ def entmax_attention(
     pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None, *,
     alpha: float | Tensor = 1.5, top_k: int | None = None, causal: bool = False, q_positions: Tensor | None = None,
     k_positions: Tensor | None = None, scale: float | None = None, save: Save = "lists",
-    return_aux: Literal[False] = False,
+    implementation: Way | None = None, return_aux: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -52,7 +53,8 @@ def entmax_attention(
     q: Tensor, k: Tensor, v: Tensor,
     pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None, *,
     alpha: float | Tensor = 1.5, top_k: int | None = None, causal: bool = False, q_positions: Tensor | None = None,
-    k_positions: Tensor | None = None, scale: float | None = None, save: Save = "lists", return_aux: Literal[True],
+    k_positions: Tensor | None = None, scale: float | None = None, save: Save = "lists",
+    implementation: Way | None = None, return_aux: Literal[True],
 ) -> tuple[Tensor, EntmaxAux]: ...  # fmt: skip
 
 
@@ -61,7 +63,8 @@ def entmax_attention(
     q: Tensor, k: Tensor, v: Tensor,
     pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None, *,
     alpha: float | Tensor = 1.5, top_k: int | None = None, causal: bool = False, q_positions: Tensor | None = None,
-    k_positions: Tensor | None = None, scale: float | None = None, save: Save = "lists", return_aux: bool,
+    k_positions: Tensor | None = None, scale: float | None = None, save: Save = "lists",
+    implementation: Way | None = None, return_aux: bool,
 ) -> Tensor | tuple[Tensor, EntmaxAux]: ...  # fmt: skip
 
 
@@ -78,6 +81,7 @@ def entmax_attention(
     k_positions: Tensor | None = None,
     scale: float | None = None,
     save: Save = "lists",
+    implementation: Way | None = None,
     return_aux: bool = False,
 ) -> Tensor | tuple[Tensor, EntmaxAux]:
     """alpha-entmax attention (Peters et al., 2019): softmax at alpha 1, exactly sparse over it; exact, differentiable.
@@ -86,7 +90,7 @@ def entmax_attention(
     which they sum to 1, over the keys that the row may see: those of `pattern`, `causal` and the positions, all at
     once. A row that may see nothing gives 0 and zero gradients. One with a NaN or an infinite score gives NaN.
 
-    It is computed by operations of torch on any device, in chunks of rows, and nothing N x N is held.
+    It is computed by operations of torch on any device, in chunks of rows, or by kernels; nothing N x N is held.
 
     Args:
         q: (B, H, Q, D), (H, Q, D) or (Q, D); float16, bfloat16, float32 or float64. 16 bits are computed in float32.
@@ -105,7 +109,10 @@ def entmax_attention(
         save: what a call with gradients keeps for its backward. "lists" is the key and the weight of each pair of the
             supports, 8 bytes (12 in float64), of which the backward computes no score; supports of over 256 keys a row
             in the mean are kept as "tau". "tau" is 4 bytes a row (8), and the backward computes the scores again. A
-            compiled function always keeps tau.
+            compiled function always keeps tau. Lists of kernels have 96 places a row, or `top_k`.
+        implementation: "torch"; "kernels", which read nothing back, and of an alpha outside [1, 2] make NaN; None takes
+            kernels for what was checked on a GPU (entmax-1.5, causal, bfloat16, heads of 64, compute capability 9.0)
+            where the support of no row is longer than a list, else torch.
         return_aux: also return tau, the sizes of the supports, and whether `top_k` left out no key with a weight.
 
     Returns:
@@ -113,7 +120,8 @@ def entmax_attention(
         and inf in a row that may see nothing.
 
     Raises:
-        ValueError: an argument is wrong; `Unsupported` for torch.func, forward mode and a second derivative.
+        ValueError: an argument is wrong; `Unsupported` for torch.func, forward mode and a second derivative, and where
+            kernels that were asked for do not take the call.
 
     Examples:
         >>> q, k, v = (torch.randn(1, heads, 100, 16) for heads in (4, 2, 2))
@@ -133,13 +141,17 @@ def entmax_attention(
         raise ValueError(f'save must be "lists" or "tau"; got {describe(save)}')
     if not isinstance(return_aux, bool):
         raise ValueError(f"return_aux must be True or False; got {describe(return_aux)}")
-    found = given("entmax_attention", q, k, v, pattern, alpha, top_k, causal, q_positions, k_positions, scale)
+    found = given(
+        "entmax_attention", q, k, v, pattern, alpha, top_k, causal, q_positions, k_positions, scale, implementation
+    )
     x = found.q, found.k, found.v
     if torch.compiler.is_compiling():
         results = Results(*entmax_forward(*x, *rest_of(found)))
     else:
         wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (*x, found.alpha))
-        results = Results(*EntmaxAttention.apply(*x, found.alpha, found.options, wanted and save == "lists"))
+        results = Results(
+            *EntmaxAttention.apply(*x, found.alpha, found.number, found.options, wanted and save == "lists")
+        )
     out = unbatched(results.out, found.dims)
     if not return_aux:
         return out
@@ -165,6 +177,7 @@ def topk_keys(
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
     scale: float | None = None,
+    implementation: Way | None = None,
 ) -> Tensor:
     """The keys of the largest scores scale * q k^T of each row, exactly, ties to the lowest key; without a gradient.
 
@@ -179,6 +192,7 @@ def topk_keys(
         q_positions: integers that broadcast to (B, H, Q).
         k_positions: integers that broadcast to (B, H, K) or (B, G, K).
         scale: D ** -0.5 by default; its sign and rounding matter.
+        implementation: "torch", which None takes; "kernels" as in `entmax_attention`.
 
     Returns:
         (B, H, Q, k_keep) and so on, int32: the keys of each row ascending, then -1 where it sees fewer;
@@ -196,7 +210,9 @@ def topk_keys(
         tensor([[ 1, -1],
                 [ 2, -1]], dtype=torch.int32)
     """
-    found = given("topk_keys", q, k, k, pattern, 1.0, k_keep, causal, q_positions, k_positions, scale, "k_keep")
+    found = given(
+        "topk_keys", q, k, k, pattern, 1.0, k_keep, causal, q_positions, k_positions, scale, implementation, "k_keep"
+    )
     if torch.compiler.is_compiling():
         _, *rest = rest_of(found)
         keys = topk_op(found.q, found.k, *rest)

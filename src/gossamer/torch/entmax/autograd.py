@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from gossamer.plan.problem import Unsupported
-from gossamer.torch.entmax.arguments import Options, operands_of, uncast
+from gossamer.torch.entmax.arguments import operands_of, uncast
 from gossamer.torch.entmax.backward import of_lists, of_normalisers
 from gossamer.torch.entmax.forward import forward
-from gossamer.torch.entmax.lists import Lists
+from gossamer.torch.entmax.lists import Lists, RowLists
+from gossamer.torch.entmax.options import Options
+from gossamer.torch.entmax.ways import by_kernels, kernel_call, readable
 
 # Lists are saved up to so many keys a row in the mean; larger supports are saved as normalisers.
 MEAN_LISTED = 256
@@ -36,29 +38,79 @@ class GradientsOf(NamedTuple):
     alpha: Tensor | None
 
 
+class Found(NamedTuple):
+    """What a forward gives, and what a backward reads of each row: lists of supports, or its normaliser."""
+
+    results: Results
+    lists: Lists | RowLists | None
+
+
 def results(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, options: Options, listed: bool
-) -> tuple[Results, Lists | None]:
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, number: float | None, options: Options, listed: bool
+) -> Found:  # fmt: skip
     """The forward, and the lists of supports if they are wanted and small enough."""
     B, H, Q, _ = q.shape
+    if by_kernels(q, k, v, number, options):
+        found_so = of_kernels(q, k, v, alpha, number, options, listed)
+        if found_so is not None:
+            return found_so
     with uncast(q.device):
         found = forward(operands_of(q, k, v, alpha, options), MEAN_LISTED * B * H * Q if listed else 0)
     rows = (x.view(B, H, Q) for x in (found.normaliser, found.support, found.certified))
-    return Results(found.out.view(B, H, Q, -1).to(q.dtype), *rows), found.lists
+    return Found(Results(found.out.view(B, H, Q, -1).to(q.dtype), *rows), found.lists)
+
+
+def of_kernels(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, number: float | None, options: Options, listed: bool
+) -> Found | None:  # fmt: skip
+    """`results` by the kernels; None if by default there is a row for which they have no list."""
+    from gossamer.kernels.entmax import launch
+
+    asked = options.implementation == "kernels"
+    with uncast(q.device), torch.no_grad():
+        call = kernel_call(q, k, v, alpha, number, options)
+        found = launch.forward(call, keep_lists=listed, complete=asked)
+    if not asked and bool((found.lists.counts < 0).any()):
+        return None
+    lam, support, certified = found.stats
+    lists = RowLists(*found.lists) if listed else None
+    return Found(Results(found.out, lam, support, certified), lists)
+
+
+def gradients_of_kernels(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, number: float | None, options: Options,
+    lists: RowLists | None, normaliser: Tensor, wants_alpha: bool, dout: Tensor,
+) -> GradientsOf | None:  # fmt: skip
+    """The backward by the kernels; without lists these are made again. None as in `of_kernels`."""
+    from gossamer.kernels.entmax import launch
+
+    asked = options.implementation == "kernels"
+    with uncast(q.device), torch.no_grad():
+        call = kernel_call(q, k, v, alpha, number, options)
+        of_rows = launch.Listed(*lists) if lists is not None else launch.again(call, complete=asked)
+        if lists is None and not asked and bool((of_rows.counts < 0).any()):
+            return None
+        found = launch.backward(call, of_rows, normaliser, readable(dout.to(q.dtype)), wants_alpha, complete=asked)
+    of_alpha = None if found.alpha is None else found.alpha.to(alpha.dtype)
+    return GradientsOf(found.q, found.k, found.v, of_alpha)
 
 
 def gradients(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, options: Options, saved: Lists | Tensor, wants_alpha: bool,
-    dout: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, number: float | None, options: Options,
+    saved: Lists | RowLists | None, normaliser: Tensor, wants_alpha: bool, dout: Tensor,
 ) -> GradientsOf:  # fmt: skip
-    """The backward, from lists of supports or from the normalisers (B, H, Q)."""
+    """The backward, from lists of supports, or from the normalisers (B, H, Q) alone."""
+    if not isinstance(saved, Lists) and (saved is not None or by_kernels(q, k, v, number, options)):
+        found = gradients_of_kernels(q, k, v, alpha, number, options, saved, normaliser, wants_alpha, dout)
+        if found is not None:
+            return found
     with uncast(q.device):
         o = operands_of(q, k, v, alpha, options)
         dout = dout.to(o.q.dtype).reshape(-1, dout.shape[3])
         if isinstance(saved, Lists):
             dq, dk, dv, dalpha = of_lists(o, saved, dout, wants_alpha)
         else:
-            dq, dk, dv, dalpha = of_normalisers(o, saved.reshape(-1), dout, wants_alpha)
+            dq, dk, dv, dalpha = of_normalisers(o, normaliser.reshape(-1), dout, wants_alpha)
     scale = q.shape[3] ** -0.5 if options.scale is None else float(options.scale)
     return GradientsOf(
         (dq * scale).view(q.shape).to(q.dtype), dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype),
@@ -71,13 +123,13 @@ class EntmaxAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, options: Options, listed: bool
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, number: float | None, options: Options, listed: bool
     ) -> tuple[Tensor, ...]:
-        found, lists = results(q, k, v, alpha, options, listed)
-        of_rows = (found.normaliser,) if lists is None else tuple(lists)
+        found, lists = results(q, k, v, alpha, number, options, listed)
+        of_rows = () if lists is None else tuple(lists)
         # Saved with the others, what says which keys a row may see must not be written to before the backward.
-        ctx.save_for_backward(q, k, v, alpha, *of_rows, *options.tensors)
-        ctx.options, ctx.listed = options.over(None, None), lists is not None
+        ctx.save_for_backward(q, k, v, alpha, found.normaliser, *options.tensors, *of_rows)
+        ctx.options, ctx.number, ctx.kind = options.over(None, None), number, type(lists)
         ctx.mark_non_differentiable(found.normaliser, found.support, found.certified)
         ctx.set_materialize_grads(False)
         return tuple(found)
@@ -85,19 +137,31 @@ class EntmaxAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *constant: None) -> tuple[Tensor | None, ...]:
         if dout is None:
-            return (None,) * 6
-        q, k, v, alpha, *rest = ctx.saved_tensors
-        wanted: tuple[bool, ...] = ctx.needs_input_grad
-        of_rows: Lists | Tensor
-        if ctx.listed:
-            starts, keys, weights, *tensors = rest
-            of_rows = Lists(starts, keys, weights)
-        else:
-            of_rows, *tensors = rest
-        compute = partial(gradients, q, k, v, alpha, ctx.options.over(*tensors), of_rows, wanted[3])
+            return (None,) * 7
+        q, k, v, alpha, normaliser, *rest = ctx.saved_tensors
+        wanted: Wanted = Wanted(*ctx.needs_input_grad)
+        lists: Lists | RowLists | None = None
+        if ctx.kind is not type(None):
+            *rest, first, second, third = rest
+            lists = ctx.kind(first, second, third)
+        compute = partial(
+            gradients, q, k, v, alpha, ctx.number, ctx.options.over(*rest), lists, normaliser, wanted.alpha
+        )
         if torch.is_grad_enabled():  # create_graph
-            return (*_Gradients.apply(compute, dout, q, k, v, alpha), None, None)
-        return (*compute(dout), None, None)
+            return (*_Gradients.apply(compute, dout, q, k, v, alpha), None, None, None)
+        return (*compute(dout), None, None, None)
+
+
+class Wanted(NamedTuple):
+    """Which arguments of `EntmaxAttention` a gradient is wanted of."""
+
+    q: bool
+    k: bool
+    v: bool
+    alpha: bool
+    number: bool
+    options: bool
+    listed: bool
 
 
 class _Gradients(torch.autograd.Function):

@@ -16,6 +16,14 @@ class Lists(NamedTuple):
     weights: Tensor  # (pairs,) in the type that the call is computed in
 
 
+class RowLists(NamedTuple):
+    """The same as the kernels write it: L places for each row, of which the first few are used."""
+
+    keys: Tensor  # (rows, L) int32
+    weights: Tensor  # (rows, L) float32
+    counts: Tensor  # (B, H, Q) int32; -1 of a row whose support is larger than a list
+
+
 class Collector:
     """Gathers the pairs of chunks of rows, in any order of rows, up to a number of them."""
 

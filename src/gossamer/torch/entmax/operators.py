@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.row_formulas import compute_dtype
-from gossamer.torch.entmax.arguments import Given, Options, check
+from gossamer.torch.entmax.arguments import Given, check
 from gossamer.torch.entmax.autograd import gradients, results
+from gossamer.torch.entmax.options import Options
 from gossamer.torch.entmax.topk import keys_of_rows
 from gossamer.torch.operators import library
 from gossamer.torch.request import Request, ResolvedPattern
@@ -20,7 +21,7 @@ from gossamer.torch.validate import Arguments
 
 _OPTIONS = (
     "Tensor[] layout, SymInt[] geometry, SymInt pattern, Tensor? q_positions, Tensor? k_positions, "
-    "int? top_k, bool causal, float? scale"
+    "int? top_k, bool causal, float? scale, str? implementation"
 )
 
 _REST = f"Tensor alpha, {_OPTIONS}"
@@ -69,14 +70,13 @@ def _topk_fake(
 def _forward(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     options = _options(*rest)
     _check(q, k, v, alpha, options)
-    found, _ = results(q, k, v, alpha, options, listed=False)
-    return tuple(found)
+    return tuple(results(q, k, v, alpha, None, options, listed=False).results)
 
 
 def _backward(
     dout: Tensor, normaliser: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, *rest: Any
 ) -> tuple[Tensor | None, ...]:
-    return tuple(gradients(q, k, v, alpha, _options(*rest), normaliser, True, dout))
+    return tuple(gradients(q, k, v, alpha, None, _options(*rest), None, normaliser, True, dout))
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, *rest: Any) -> tuple[Tensor, ...]:

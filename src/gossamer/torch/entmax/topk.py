@@ -5,15 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gossamer.torch.entmax.arguments import Options, operands_of, uncast
+from gossamer.torch.entmax.arguments import operands_of, uncast
 from gossamer.torch.entmax.chunks import chunks, row_numbers, scores
+from gossamer.torch.entmax.options import Options
 from gossamer.torch.entmax.selection import largest
+from gossamer.torch.entmax.ways import by_kernels, kernel_call
 
 
 def keys_of_rows(q: Tensor, k: Tensor, options: Options) -> Tensor:
     """(B, H, Q, top_k) int32: the keys of each row of q (B, H, Q, D) ascending, then -1 where it sees fewer."""
     B, H, Q, _ = q.shape
     K = k.shape[2]
+    if by_kernels(q, k, k, None, options):
+        return of_kernels(q, k, options)
     assert options.top_k is not None
     keys = torch.full((B * H * Q, options.top_k), -1, dtype=torch.int32, device=q.device)
     with torch.no_grad(), uncast(q.device):
@@ -25,3 +29,12 @@ def keys_of_rows(q: Tensor, k: Tensor, options: Options) -> Tensor:
             kept = torch.where(picked.s == -torch.inf, K, chunk.seen.keys[picked.columns]).sort(1).values
             keys[row_numbers(o, chunk), : kept.shape[1]] = torch.where(kept == K, -1, kept).to(torch.int32)
     return keys.view(B, H, Q, -1)
+
+
+def of_kernels(q: Tensor, k: Tensor, options: Options) -> Tensor:
+    """`keys_of_rows` by the kernels."""
+    from gossamer.kernels.entmax import launch
+
+    with torch.no_grad(), uncast(q.device):
+        call = kernel_call(q, k, k, torch.ones(q.shape[1], device=q.device), 1.0, options)
+        return launch.top_keys(call)

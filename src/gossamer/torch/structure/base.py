@@ -36,8 +36,8 @@ class Sizes(NamedTuple):
 class Lists(NamedTuple):
     """The key blocks of each query block; blocks of one are keys and queries."""
 
-    indices: Tensor  # (Bl, heads, rows, n) int32; heads is 1, G or H
-    counts: Tensor | None  # (Bl, heads, rows) int32
+    indices: Tensor  # (Bl, heads, rows, n) int32 or int64; heads is 1, G or H
+    counts: Tensor | None  # (Bl, heads, rows) integers
 
 
 class Structure(ABC):
@@ -68,6 +68,11 @@ class Structure(ABC):
     @property
     def block(self) -> int | None:
         """The size of the blocks that are listed, 1 where keys are; None: nothing is."""
+        return None
+
+    @property
+    def list_heads(self) -> int | None:
+        """Heads that have lists of their own: 1, G or H; None: nothing is listed."""
         return None
 
     def bounds(self, position: Tensor, sizes: Sizes) -> Bounds | None:
@@ -135,6 +140,13 @@ class Joined(Structure):
         for term in self._terms:
             if term.block is not None:
                 return term.block
+        return None
+
+    @property
+    def list_heads(self) -> int | None:
+        for term in self._terms:
+            if term.list_heads is not None:
+                return term.list_heads
         return None
 
     def check(self, sizes: Sizes) -> None:

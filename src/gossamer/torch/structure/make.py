@@ -21,14 +21,14 @@ from gossamer.layouts.device import (
 from gossamer.memo import Memo
 from gossamer.patterns.reach import EVERY_KEY, Bounds, Reach
 from gossamer.plan.plan import plan_of
-from gossamer.plan.problem import Problem, Unsupported
+from gossamer.plan.problem import Problem, Unsupported, most_offset, within_positions
 from gossamer.torch import device_arrays
 from gossamer.torch.given_layouts import Given
 from gossamer.torch.planning import chip_of, problem_of
 from gossamer.torch.structure.base import Lists, Positions, Sizes, Structure, narrow, rule_of
-from gossamer.torch.validate import INTEGERS, Arguments, cast_type, describe, most_offset, validate, within_positions
+from gossamer.torch.structure.groups import ALONE, group_of
+from gossamer.torch.validate import INTEGERS, Arguments, cast_type, describe, validate
 
-NO_TILES_OF_KEYS = (1, 0)  # each query gathers for itself
 NO_TILES = (64, 64)  # for an implementation that walks none, which the plan refuses by name
 MANY = 4096  # keys of a call that is not small
 # Ranges of numbers of queries, and of head sizes, in which implementations want one tile.
@@ -81,6 +81,8 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, eager: boo
     if not (compiling or eager or cast_type(a.q)):  # an operator that casts its inputs checks them then
         validate(rest)
     tile = known_tile(rest, structure.block) if eager else tile_of(rest, structure.block)
+    if structure.block == 1 and structure.list_heads is not None:
+        tile = group_of(rest, structure.list_heads)
     (B, H, Q, _), (_, G, K, _) = a.q.shape, a.k.shape
     if a.q_offset is not None and abs(a.q_offset) > most_offset(Q, K):
         raise ValueError(f"q_offset must {within_positions(Q, K)}; got {describe(a.q_offset)}")
@@ -174,7 +176,11 @@ def layout_of(
     given = lists.indices, lists.counts, lo, hi, sizes.Q, K
     _, heads, _, _ = lists.indices.shape
     if structure.block == 1:
-        return key_list_layout(*given, block_q=block_q, xp=device_arrays, transpose=transpose)
+        # The gradients of groups are added in memory, and read no transpose.
+        alone = tile == ALONE
+        return key_list_layout(
+            *given, block_q=block_q, heads=max(1, block_kv), xp=device_arrays, transpose=transpose and alone
+        )
     times = 1 if heads == 1 else sizes.H // heads
     blocks = block_list_layout(*given, block=block_q, xp=device_arrays, transpose=transpose)
     return for_query_heads(blocks, times) if times > 1 else blocks
@@ -232,7 +238,7 @@ def known_tile(a: Arguments, block: int | None) -> Tile:
 def tile_of(a: Arguments, block: int | None) -> Tile:
     """The tile of the first implementation that would compute a call; of blocks that are listed, theirs."""
     if block is not None:
-        return (block, block) if block > 1 else NO_TILES_OF_KEYS
+        return (block, block) if block > 1 else ALONE
     device = a.q.device
     if device.type == "meta":  # nothing is computed there
         return NO_TILES

@@ -26,6 +26,21 @@ class Barrier(IntEnum):
     BOUNDS = 10  # the bounds of an item's rows are in shared memory
 
 
+@cute.jit
+def place_of(config, head, tile, row):
+    """(head, query) of a row of a tile; the query is far past the last one where the tile has no such row.
+
+    `head`: that of the item, which may stand for several heads, whose rows a tile holds together.
+    """
+    query = tile * config.block_q + row
+    if cutlass.const_expr(config.heads > 1):
+        query = tile * config.queries + row // config.heads
+        head = head * config.heads + row % config.heads
+        if cutlass.const_expr(config.heads * config.queries < ROWS):
+            query = query if row < config.heads * config.queries else Int32(FAR)
+    return head, query
+
+
 class Opaque:
     """A group of values, or a part of a kernel with the values that it works on.
 

@@ -10,6 +10,11 @@ SHARED_MEMORY = 227 * 1024
 MULTIPROCESSOR = 228 * 1024  # shared memory of a multiprocessor; each block takes 1024 bytes more than it asks for
 
 
+def queries_of(heads: int) -> int:
+    """How many queries have their rows of so many heads in a tile of 64 rows: a power of two."""
+    return 1 << ((64 // heads).bit_length() - 1)
+
+
 def check_memory(config: Any) -> None:
     """Refuse a configuration of which a multiprocessor does not hold so many blocks."""
     limit = min(SHARED_MEMORY, MULTIPROCESSOR // config.blocks - 1024)
@@ -48,6 +53,8 @@ class ForwardConfig:
     lengths: bool = False  # keys at and after a length for each batch element are not attended
     score: str = "fold"  # or "scale" (a factor that is not positive), "softcap"
 
+    heads = 1  # whose rows share a tile
+
     def __post_init__(self) -> None:
         known = self.block_q in (64, 128, 192) and self.block_kv in (64, 128) and self.step in (64, 128)
         if not known or self.block_kv % self.step or self.blocks not in ((1, 2) if self.block_q == 64 else (1,)):
@@ -81,6 +88,8 @@ class QueryConfig:
     v_stages: int = 2
     score: str = "fold"  # or "softcap"
     lengths: bool = False  # keys at and after a length for each batch element are not attended
+
+    heads = 1  # whose rows share a tile
 
     def __post_init__(self) -> None:
         tiles = self.block_q in (64, 128, 192) and self.block_kv in (64, 128)

@@ -25,9 +25,12 @@ from gossamer.kernels.hopper.device.gather.columns import GatherColumns
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.float32.forward import Float32Forward
 from gossamer.kernels.hopper.device.gather.forward import GatherForward
+from gossamer.kernels.hopper.device.gather.gradients import GatherGradients
 from gossamer.kernels.hopper.device.gather.query import GatherQuery
 from gossamer.kernels.hopper.device.merges import MERGE
 from gossamer.kernels.hopper.device.row_items import ITEM
+from gossamer.kernels.hopper.device.select.configurations import SelectConfig
+from gossamer.kernels.hopper.device.select.kernel import Select
 
 OPTIONS = "--enable-tvm-ffi"
 
@@ -132,7 +135,7 @@ def gather(config: GatherConfig) -> Any:
     n, c, s = NUMBERS[config.dtype], config, cute.sym_int
     B, H, G, Q, K = s(), s(), s(), s(), s()
     inputs = strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q)
-    items, lists = compact(Int32, s(), ITEM), (compact(Int32, s()), compact(Int32, s(), 64))
+    items, lists = compact(Int32, s(), ITEM), (compact(Int32, s()), compact(Int32, s(), c.queries))
     terms, part, lengths = compact(Float32, 2, B, H, s()), compact(Float32, s(), 64, c.size), compact(Int32, s())
     tile_counter, stream = compact(Int32, 1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     of_forward = (
@@ -145,6 +148,12 @@ def gather(config: GatherConfig) -> Any:
     if c.direction == "forward":
         return cute.compile(GatherForward(c), *inputs[:3], *of_forward, options=OPTIONS)
     numbers = [Float32(1)] * 3 + [Int32(1)] * 2
+    if c.direction == "gradients":
+        sums = compact(Float32, B, G, K, c.size)
+        return cute.compile(
+            GatherGradients(c), *inputs, terms, sums, sums, strided(n, B, H, Q), items, *lists, part, lengths,
+            tile_counter, *numbers, stream, options=OPTIONS,
+        )  # fmt: skip
     if c.direction == "query":
         return cute.compile(
             GatherQuery(c), *inputs, terms, strided(n, B, H, Q), items, *lists, part, lengths, tile_counter, *numbers,
@@ -153,6 +162,19 @@ def gather(config: GatherConfig) -> Any:
     return cute.compile(
         GatherColumns(c), *inputs, terms, strided(n, B, G, K), strided(n, B, G, K), items, compact(Int32, s(), SEGMENT),
         *lists, part, compact(Float32, s(), 64, c.size), lengths, tile_counter, *numbers, stream, options=OPTIONS,
+    )  # fmt: skip
+
+
+def select(config: SelectConfig) -> Any:
+    """The contenders of alpha-entmax or of the k largest scores."""
+    n, s = NUMBERS[config.dtype], cute.sym_int
+    B, Q, K = s(), s(), s()
+    rows = s()
+    return cute.compile(
+        Select(config), strided(n, B, s(), Q), strided(n, B, s(), K), compact(Float32, s()), compact(Int32, s()),
+        compact(Int32, s()), compact(Float32, rows, config.contenders), compact(Int32, rows, config.contenders),
+        compact(Int32, rows), Float32(1), *[Int32(1)] * 4,
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip
 
 

@@ -225,21 +225,21 @@ def finish(
     row_sum: cute.Tensor,
     factor: cute.Tensor,
     lse: cute.Tensor,
-    sink: Float32,
+    sink: cute.Tensor,
 ) -> None:
     """Reduce the sums over the quad; `factor` = 1 / sum (0 for a row that keeps nothing), lse in natural logarithm.
 
-    `reference` is -inf for a row that keeps nothing, `sink` a sink logit times log2(e), -inf for none.
+    `reference` is -inf for a row that keeps nothing, `sink` a row's sink logit times log2(e), -inf for none.
     """
     for r in cutlass.range_constexpr(ROWS):
         total = row_sum[r]
         total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
         total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
         top = reference[r]
-        shift = cute.arch.fmax(top, sink)
+        shift = cute.arch.fmax(top, sink[r])
         shift = Float32(0.0) if shift == -Float32.inf else shift
         shrink = cute.math.exp2(top - shift, fastmath=True)
-        total = total * shrink + cute.math.exp2(sink - shift, fastmath=True)
+        total = total * shrink + cute.math.exp2(sink[r] - shift, fastmath=True)
         empty = total == 0.0
         factor[r] = Float32(0.0) if empty else shrink * cute.arch.rcp_approx(total)
         value = (shift + cute.math.log2(total, fastmath=True)) * LN2

@@ -13,6 +13,9 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from gossamer.kernels.hopper.device.common import ROWS, Opaque, Ring
+from gossamer.kernels.hopper.device.configurations import queries_of
+
+LINE = 64  # columns of 16 bits that lie together in shared memory: the width of the swizzle
 
 
 def tile_layout(dtype: Any, rows: int, columns: int, stages: int | None = None, within: int = 0) -> Any:
@@ -49,12 +52,55 @@ def tma(tensor: Any, rows: int, columns: int, *, store: bool = False, layout: An
     return Tma(*cpasync.make_tiled_tma_atom(operation, by_rows, layout, (rows, columns)))
 
 
+def packed_tma(tensor: Any, heads: int, queries: int, columns: int, *, store: bool = False) -> Tma:
+    """TMA loads or stores of `queries` rows of `heads` heads that follow one another, as the first rows of a tile.
+
+    Row n of a tile is head n % heads of query n // heads; a head in coordinates is so many of the tensor's. The tensor
+    is read where it is: a map of one more dimension.
+    """
+    operation = cpasync.CopyBulkTensorTileS2GOp() if store else cpasync.CopyBulkTensorTileG2SOp()
+    (B, H, Q, size), (batch, head, query, _) = tensor.shape, tensor.stride
+    by_rows = cute.make_layout(
+        ((heads, Q), size, H // heads, B), stride=((head, query), 1, head * heads, batch)
+    )  # fmt: skip
+    swizzle = tile_layout(tensor.element_type, ROWS, columns).inner
+    layout = cute.make_composed_layout(swizzle, 0, packed_rows(heads, queries, columns))
+    to = cute.make_tensor(tensor.iterator, by_rows)
+    return Tma(*cpasync.make_tiled_tma_atom(operation, to, layout, ((heads, queries), columns)))
+
+
+def packed_rows(heads: int, queries: int, columns: int, stages: int | None = None) -> Any:
+    """The rows of a tile of 64 that some queries of some heads are, in shared memory; without the swizzle."""
+    shape, stride = ((heads, queries), (LINE, columns // LINE)), ((LINE, LINE * heads), (1, LINE * ROWS))
+    if stages is None:
+        return cute.make_layout(shape, stride=stride)
+    return cute.make_layout((*shape, stages), stride=(*stride, ROWS * columns))
+
+
 def partition(tma: Tma, shared: Any, rows: int, columns: int) -> tuple[Any, Any]:
-    """(in shared memory, in global memory) of the tiles that TMA copies."""
-    tiles = cute.local_tile(tma.tensor, (rows, columns), (None, 0, None, None))
+    """(in shared memory, in global memory) of the tiles that TMA copies.
+
+    Args:
+        shared: (64, columns, stages), or without stages.
+    """
+    packed, *_ = tma.tensor.shape
+    if isinstance(packed, tuple):
+        heads, _ = packed
+        queries = queries_of(heads)
+        stages = cute.size(shared, mode=[2]) if cute.rank(shared) > 2 else None
+        shared = cute.make_tensor(shared.iterator, packed_rows(heads, queries, columns, stages))
+        tiles = cute.local_tile(tma.tensor, ((heads, queries), columns), (None, 0, None, None))
+    else:
+        tiles = cute.local_tile(tma.tensor, (rows, columns), (None, 0, None, None))
     return cpasync.tma_partition(
         tma.atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
     )
+
+
+def rows_of(tma: Tma) -> Any:
+    """How many rows a head has."""
+    rows, *_ = tma.tensor.shape
+    return rows[-1] if isinstance(rows, tuple) else rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,17 +135,22 @@ def tile_loader(ring: Ring, tma: Tma, shared: Any, rows: int, columns: int) -> T
     return TileLoader(ring, tma.atom, to, from_, rows * columns * shared.element_type.width // 8)
 
 
-def product_of(dtype: Any, columns: int, *, transposed: bool = False, registers: bool = False, rows: int = ROWS) -> Any:
+def product_of(
+    dtype: Any, columns: int, *, transposed: bool = False, registers: bool = False, rows: int = ROWS,
+    first_transposed: bool = False,
+) -> Any:  # fmt: skip
     """A product of 64 rows of a warpgroup by so many columns, in float32.
 
     Args:
         transposed: the second factor lies as its transpose; else both lie along what is summed.
         registers: the first factor is in registers.
+        first_transposed: it lies as its transpose, in shared memory.
     """
     major = cute.nvgpu.OperandMajorMode
     source = warpgroup.OperandSource.RMEM if registers else warpgroup.OperandSource.SMEM
+    lie = [major.MN if turned else major.K for turned in (first_transposed, transposed)]
     return hopper.make_trivial_tiled_mma(
-        dtype, dtype, major.K, major.MN if transposed else major.K, Float32, atom_layout_mnk=(1, 1, 1),
+        dtype, dtype, *lie, Float32, atom_layout_mnk=(1, 1, 1),
         tiler_mn=(rows, columns), a_source=source,
     )  # fmt: skip
 

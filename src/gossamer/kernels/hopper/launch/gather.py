@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper.choice import gather_config
@@ -25,7 +26,7 @@ from gossamer.kernels.hopper.launch.arguments import (
 from gossamer.kernels.hopper.launch.backward import done, gradients, row_terms, run
 from gossamer.kernels.hopper.schedule.columns import column_work
 from gossamer.kernels.hopper.schedule.rows import sharing, work
-from gossamer.kernels.launch import Builder, Operand, Prepared
+from gossamer.kernels.launch import Builder, Operand, Prepared, compact
 from gossamer.layouts.gather import GatherLayout
 from gossamer.plan.problem import Problem
 
@@ -40,12 +41,12 @@ def forward(
         config: replaces the configuration for these head sizes.
         split: replaces the automatic split of long lists, in steps of 64 columns.
     """
-    p, b = problem, Builder(operands)
+    p, b, heads = problem, Builder(operands), layout.rows.heads
     q, k, v = operand(b, "q"), gathered(b, "k"), gathered(b, "v")
     out = result(b, "out", p.dtype, (p.B, p.H, p.Q, p.E), pairs=p.dtype == "float32")
     lse = b.result("lse", "float32", (p.B, p.H, p.Q))
     end, sink, has_sinks = lengths(b, p.K), sinks(b), int("sink_logits" in b)
-    config = config or gather_config("forward", p.dtype, p.D, p.E, score_of(scoring), end is not None)
+    config = config or gather_config("forward", p.dtype, p.D, p.E, score_of(scoring), end is not None, heads)
     halves = []
     if config.dtype == "float32":  # K and V, which the kernel writes before it gathers them
         halves = [b.array(f"{x}_halves", "float16", (p.B, p.G, p.K, 2 * config.size)) for x in ("k", "v")]
@@ -71,6 +72,8 @@ def backward(
         config: replaces the configuration of the kernel of dK and dV; query: that of dQ's.
         split: as for the forward.
     """
+    if layout.apart:
+        return _by_rows(problem, layout, scoring, operands, query)
     p, b = problem, Builder(operands)
     dq, dk, dv = gradients(b, p)
     out = operand(b, "out")
@@ -82,6 +85,31 @@ def backward(
     unknown = end or unread(b, "no_lengths", "int32", 1)
     for one, results in (by_columns, (dk, dv)), (by_rows, (dq,)):
         gradients_by(one, b, p, layout, scoring, (q, k, v, dout, terms), unknown, results, split)
+    return done(b, terms)
+
+
+def _by_rows(
+    p: Problem, layout: GatherLayout, scoring: Scoring, operands: Mapping[str, Operand], config: GatherConfig | None
+) -> Prepared:
+    """The backward of lists that only a device knows: one kernel, which adds dK and dV in memory."""
+    b, heads = Builder(operands), layout.rows.heads
+    dq, out = result(b, "dq", p.dtype, b["q"].shape), operand(b, "out")
+    q, k, v, dout = (gathered(b, name) for name in ("q", "k", "v", "dout"))
+    end = lengths(b, p.K)
+    config = config or gather_config("gradients", p.dtype, p.D, p.E, score_of(scoring, True), end is not None, heads)
+    size = config.size
+    terms, _ = row_terms(b, p, out, dout, size, size)
+    sums = [b.array(f"{name}_sum", "float32", (p.B, p.G, p.K, size), 0.0) for name in ("dk", "dv")]
+    s = _schedule(b, p, layout, config, None)
+    assert not s.slots, "lists that only a device knows are not cut"
+    run(
+        b, p, scoring, kernel("gather", config), s, (q, k, v, dout, terms, *sums),
+        end or unread(b, "no_lengths", "int32", 1), {dq: (size, scoring.scale)},
+    )  # fmt: skip
+    for made, name in zip(sums, ("k", "v"), strict=True):
+        shape = b[name].shape
+        seen = made if shape[3] == size else b.view(f"{made}_columns", made, shape, compact((*shape[:3], size)))
+        b.copy(seen, b.result(f"d{name}", p.dtype, shape))
     return done(b, terms)
 
 
@@ -101,9 +129,14 @@ def _schedule(b: Builder, p: Problem, layout: GatherLayout, config: GatherConfig
     if by_columns:
         walk, made = layout.columns, column_work(layout, *sharing(p.G, p.B, layout.columns), p.H // p.G, most, split)
     else:
-        walk, made = layout.rows, work(layout, *sharing(p.H, p.B, layout.rows), most, split)
-    assert walk.block_rows == ROWS, f"the kernels gather for {ROWS} rows, this walk is of {walk.block_rows}"
+        tiles = p.H // config.heads  # of heads, that items know
+        walk = layout.rows.for_heads(tiles)
+        if walk is not layout.rows:
+            layout = replace(layout, rows=walk)
+        made = work(layout, *sharing(tiles, p.B, walk), most, split)
+    rows = walk.block_rows if by_columns or config.heads == 1 else ROWS
+    assert rows == ROWS, f"the kernels gather for {ROWS} rows, this walk is of {walk.block_rows}"
     # A kernel argument needs an address.
     indices = walk.indices if walk.indices.numel() else walk.indices.new_full((ROWS,), -1)
-    bits = walk.bits if walk.bits.numel() else walk.bits.new_zeros((2, ROWS))
+    bits = walk.bits if walk.bits.numel() else walk.bits.new_zeros((2, walk.block_rows))
     return schedule(b, "columns" if by_columns else "rows", made, most, ROWS, indices=indices, bits=bits)

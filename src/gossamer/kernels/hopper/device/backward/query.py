@@ -24,7 +24,7 @@ from gossamer.kernels.hopper.device.backward.common import (
     two_rows,
 )
 from gossamer.kernels.hopper.device.backward.masks import TileRowMasks
-from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Barrier, Opaque
+from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Barrier, Opaque, place_of
 from gossamer.kernels.hopper.device.row_items import ITEM, RowItem
 from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles
 from gossamer.kernels.hopper.device.tiles import (
@@ -32,6 +32,7 @@ from gossamer.kernels.hopper.device.tiles import (
     issue,
     partition,
     product_of,
+    rows_of,
     tile_layout,
     tile_loader,
     tma,
@@ -69,6 +70,8 @@ class QueryConsumer(Opaque):
     A stage of the ring of Q is an item, with its dO; Q makes room for the item's dQ.
     """
 
+    late = True  # dQ of a step ends in the next one, which gives its K back
+
     def __init__(self, block: QueryBlock, masks: Any) -> None:
         config = block.config
         self.config, self.block, self.item, self.masks, self.thread = config, block, block.item, masks, masks.thread
@@ -97,28 +100,32 @@ class QueryConsumer(Opaque):
         while running != 0:
             batch, head, tile = item[RowItem.BATCH], item[RowItem.HEAD], item[RowItem.TILE]
             bounds = self.load_rows(batch, head, tile)
+            self.prepare()
             self.acc_dq.fill(0.0)
             first = kv
             kv = self.masks.walk(self, bounds, kv)
-            warpgroup.wait_group(0)
-            if kv != first:
-                block.k.release_at(kv - 1)
+            if const_expr(self.late):
+                warpgroup.wait_group(0)
+                if kv != first:
+                    block.k.release_at(kv - 1)
             self.finish(batch, head)
             turn += 1
             block.q.wait_full(0, turn & 1)
             running = item[RowItem.VALID]
 
+    def prepare(self) -> None:
+        """What is to be done with an item's rows when they are there: nothing."""
+
     @cute.jit
     def load_rows(self, batch, head, tile):
         """Load the terms of this thread's rows, and what masks them; returns what `masks` has found of the item."""
-        a, first = self.block.arguments, tile * self.config.block_q + self.thread.row
-        rows = cute.size(a.dq.tensor, mode=[0])
+        a, rows = self.block.arguments, rows_of(self.block.arguments.dq)
         bounds = self.masks.begin(batch)
         for r in cutlass.range_constexpr(instructions.ROWS):
-            row = first + 8 * r
+            of_head, row = place_of(self.config, head, tile, self.thread.row + 8 * r)
             row = row if row < rows else rows - 1
-            self.lse[r] = a.terms[0, batch, head, row]
-            self.delta[r] = a.terms[1, batch, head, row]
+            self.lse[r] = a.terms[0, batch, of_head, row]
+            self.delta[r] = a.terms[1, batch, of_head, row]
             if const_expr(self.masks.has_bounds):
                 self.masks.load_row(bounds, r, row)
         return bounds

@@ -10,21 +10,27 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 
 from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Barrier, Opaque, Thread
+from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Barrier, Opaque, Thread, place_of
 from gossamer.kernels.hopper.device.forward.block import StoringBlock
 from gossamer.kernels.hopper.device.forward.masks import share_bounds, two
 from gossamer.kernels.hopper.device.forward.softmax import Softmax
 from gossamer.kernels.hopper.device.row_items import RowItem
-from gossamer.kernels.hopper.device.tiles import partition
+from gossamer.kernels.hopper.device.tiles import partition, rows_of
 
 
 @cute.jit
-def factors(block, stage, reference, row_sum):
-    """(what O is multiplied by, lse) of the rows of an item, of their references and sums."""
-    a, item = block.arguments, block.items.item
-    sink = -Float32.inf
+def factors(block, stage, row, reference, row_sum):
+    """(what O is multiplied by, lse) of the rows of an item, of their references and sums. `row`: a thread's first."""
+    a, c, item = block.arguments, block.config, block.items.item
+    sink = two(Float32)
+    sink.fill(-Float32.inf)
     if a.has_sinks != 0 and item[RowItem.SLOT, stage] < 0:
-        sink = a.sinks[item[RowItem.HEAD, stage]] * instructions.LOG2E
+        if const_expr(c.heads == 1):
+            sink.fill(a.sinks[item[RowItem.HEAD, stage]] * instructions.LOG2E)
+        else:
+            for r in cutlass.range_constexpr(instructions.ROWS):
+                head, _ = place_of(c, item[RowItem.HEAD, stage], 0, row + 8 * r)
+                sink[r] = a.sinks[head] * instructions.LOG2E
     factor, lse = two(Float32), two(Float32)
     instructions.finish(reference, row_sum, factor, lse, sink)
     return factor, lse
@@ -37,7 +43,7 @@ class Epilogue(Opaque):
         """`mma`: P V."""
         self.block, self.arguments, self.thread, self.softmax, self.mma = block, block.arguments, thread, softmax, mma
         self.item, self.groups = block.items.item, block.config.block_q // ROWS
-        self.rows = cute.size(self.arguments.q.tensor, mode=[0])  # of a head
+        self.rows = rows_of(self.arguments.q)
 
     @cute.jit
     def finish(self, stage, q_read: cutlass.Constexpr):
@@ -59,7 +65,7 @@ class Epilogue(Opaque):
 
     def factors(self, stage: Any) -> Any:
         """(what O is multiplied by, lse) of the rows of an item."""
-        return factors(self.block, stage, self.softmax.old_reference, self.softmax.old_sum)
+        return factors(self.block, stage, self.thread.row, self.softmax.old_reference, self.softmax.old_sum)
 
     @cute.jit
     def normalise(self, factor):
@@ -82,9 +88,9 @@ class Epilogue(Opaque):
         cute.arch.fence_view_async_shared()
         if thread.lane % 4 == 0:
             for r in cutlass.range_constexpr(instructions.ROWS):
-                row = tile * (self.groups * ROWS) + thread.row + 8 * r
-                if row < self.rows:
-                    self.arguments.lse[batch, head, row] = lse[r]
+                of_head, query = place_of(self.block.config, head, tile, thread.row + 8 * r)
+                if query < self.rows:
+                    self.arguments.lse[batch, of_head, query] = lse[r]
 
     @cute.jit
     def write_part(self, stage, factor, lse):
@@ -93,7 +99,8 @@ class Epilogue(Opaque):
         o, part = self.softmax.o, self.arguments.part_out
         for r in cutlass.range_constexpr(instructions.ROWS):
             row = self.thread.row + 8 * r
-            if tile * (self.groups * ROWS) + row < self.rows:
+            _, query = place_of(self.block.config, 0, tile, row)
+            if query < self.rows:
                 for i in instructions.of_row(o, r):
                     part[slot, row, i // 4 * 8 + self.thread.quad + i % 2] = o[i] * factor[r]
                 if self.thread.lane % 4 == 0:

@@ -106,6 +106,38 @@ class GatherQueryBlock(QueryBlock):
     s_words: cute.Tensor  # (64, 2, twice the stages) int32: of a step
 
 
+class GatherGradientArguments(NamedTuple):
+    """The parameters of the kernel of dQ, dK and dV by rows."""
+
+    q: Tma  # (B, H, Q, D)
+    dout: Tma  # (B, H, Q, E)
+    dq: Tma  # (B, H, Q, D)
+    k: cute.Tensor  # (B, G, K, D)
+    v: cute.Tensor  # (B, G, K, E)
+    terms: cute.Tensor  # (2, B, H, Qp) float32: lse in base 2, delta
+    dk_sum: cute.Tensor  # (B, G, K, D after padding) float32, which the kernel adds to
+    dv_sum: cute.Tensor  # (B, G, K, E after padding) float32
+    # As of `GatherQueryArguments`.
+    work: cute.Tensor
+    indices: cute.Tensor
+    bits: cute.Tensor
+    part_dq: cute.Tensor
+    lengths: cute.Tensor
+    tile_counter: cute.Tensor
+    before: Float32
+    exponent: Float32
+    factor: Float32
+    items: Int32
+
+
+class GatherGradientBlock(GatherQueryBlock):
+    """Of the kernel of dQ, dK and dV by rows."""
+
+    arguments: GatherGradientArguments  # type: ignore[assignment]
+    s_exchanged: cute.Tensor  # (64, 64, 2): P of a step, and dS
+    ratio: Int32  # key heads have so many times as many heads of items
+
+
 class GatherColumnArguments(NamedTuple):
     """The parameters of the kernel of dK and dV."""
 

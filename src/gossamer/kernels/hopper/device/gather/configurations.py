@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gossamer.kernels.hopper.device.configurations import Hold, check_memory
+from gossamer.kernels.hopper.device.configurations import Hold, check_memory, queries_of
 
 ROWS = 64  # of a group, and columns that are gathered at a time: the layout's own
 SIZES = (64, 128)  # head sizes; a smaller one is padded with zeros
+DIRECTIONS = ("forward", "query", "columns", "gradients")
+WIDEST = 256  # of kernels of rows alone, whose lists only the device knows
 
 
 @dataclass(frozen=True)
@@ -16,22 +18,30 @@ class GatherConfig:
 
     `stages` is the depth of the rings of what is gathered, two tensors of 64 rows a stage. `blocks` share a
     multiprocessor. Numbers of float32 are split in two of float16 (gather/float32), in the forward alone.
+
+    The rows of a tile are those of `queries` queries, each of which has `heads` heads that share its list: with one
+    head 64 queries. What is left of 64 rows is empty.
     """
 
-    direction: str  # "forward", "query": dQ, or "columns": dK and dV
+    direction: str  # "forward", "query": dQ, "columns": dK and dV, "gradients": all three by rows, which add in memory
     dtype: str
     size: int  # D and E after padding
     stages: int
     blocks: int = 2
     lengths: bool = False  # keys at and after a length for each batch element are not attended
     score: str = "fold"  # or "scale" (a factor that is not positive), "softcap"
+    heads: int = 1  # query heads whose rows share a tile
 
     block_q = block_kv = step = ROWS
     q_stages = 2  # of the forward's Q
     hold = Hold.COMPILER
 
     def __post_init__(self) -> None:
-        known = self.direction in ("forward", "query", "columns") and self.size in SIZES and self.blocks in (2, 3)
+        known = self.direction in DIRECTIONS and self.size in SIZES and self.blocks in (2, 3)
+        if self.blocks == 1 and self.size in (128, WIDEST):
+            known = self.direction in DIRECTIONS and self.direction != "columns"
+        if not 1 <= self.heads <= ROWS or (self.heads > 1 and self.direction == "columns"):
+            known = False
         if self.dtype == "float32":
             known = (self.direction, self.size, self.blocks) == ("forward", 64, 2)
         if not known or self.stages < 2:
@@ -43,9 +53,26 @@ class GatherConfig:
         """Of a thread of the first and of the computing warpgroup."""
         if self.blocks == 3:
             return 40, 120
+        if self.blocks == 1:
+            return 56, 240
         if self.direction == "columns":
             return (40, 216) if self.size == 64 else (32, 224)
         return 56, 200
+
+    @property
+    def queries(self) -> int:
+        """Of a tile."""
+        return queries_of(self.heads)
+
+    @property
+    def words(self) -> int:
+        """Of the mask of a step: of each query two, of 32 columns."""
+        return 2 * self.queries
+
+    @property
+    def slots(self) -> int:
+        """Steps whose mask is held: the forward reads one before it gives back K of the step before."""
+        return self.stages if self.direction == "gradients" else 2 * self.stages
 
     @property
     def D(self) -> int:
@@ -64,5 +91,9 @@ class GatherConfig:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: rings, barriers and item descriptions; words of steps, for float32 powers too."""
-        width, words = (4, 4 * ROWS) if self.dtype == "float32" else (2, 2 * ROWS)
-        return width * ROWS * self.size * (2 + 2 * self.stages) + 4 * words * 2 * self.stages + 1024
+        width, words = (4, 4 * ROWS) if self.dtype == "float32" else (2, self.words)
+        exchanged = 2 * 2 * ROWS * ROWS if self.direction == "gradients" else 0
+        words_of_steps = 4 * words * self.slots
+        if exchanged:  # before the tiles, in the kilobyte that barriers and items take
+            words_of_steps = -(-max(0, words_of_steps - 512) // 1024) * 1024
+        return width * ROWS * self.size * (2 + 2 * self.stages) + exchanged + words_of_steps + 1024

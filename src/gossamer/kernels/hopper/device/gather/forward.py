@@ -17,12 +17,12 @@ from gossamer.kernels.hopper.device.forward.produce import ItemLoader
 from gossamer.kernels.hopper.device.forward.results import store
 from gossamer.kernels.hopper.device.gather.block import GatherForwardArguments, GatherForwardBlock
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
-from gossamer.kernels.hopper.device.gather.masks import WORDS, GatheredMask
+from gossamer.kernels.hopper.device.gather.masks import GatheredMask
 from gossamer.kernels.hopper.device.gather.rows import THREADS, Gatherer, RowCopies, WordCopies, role_of
-from gossamer.kernels.hopper.device.gather.serve import CopiedRing, Server
+from gossamer.kernels.hopper.device.gather.serve import CopiedRing, Server, item_rows
 from gossamer.kernels.hopper.device.row_items import ITEM, RowItem
 from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, tile_memory, tiles, words
-from gossamer.kernels.hopper.device.tiles import tile_layout, tma
+from gossamer.kernels.hopper.device.tiles import tile_layout
 from gossamer.kernels.hopper.device.work import GatheredRows
 
 
@@ -45,9 +45,9 @@ class GatherForward(Shell):
         has_sinks: Int32, blocks: Int32, stream: Any,
     ) -> None:  # fmt: skip
         """As in `GatherForwardArguments`."""
-        size = self.config.size
+        c = self.config
         arguments = GatherForwardArguments(
-            q=tma(q, ROWS, size), out=tma(out, ROWS, size, store=True), k=k, v=v, lse=lse, work=work, indices=indices,
+            q=item_rows(c, q), out=item_rows(c, out, store=True), k=k, v=v, lse=lse, work=work, indices=indices,
             bits=bits, sinks=sinks, part_out=part_out, part_lse=part_lse, lengths=lengths, tile_counter=tile_counter,
             before=before, exponent=exponent, items=items, has_sinks=has_sinks,
         )  # fmt: skip
@@ -61,7 +61,7 @@ class GatherForward(Shell):
         rows = tile_memory(self.dtype, self.layout(c.stages))
         return {
             **barriers(q=c.q_stages, k=c.stages, v=c.stages),
-            "item": array(Int32, ITEM * c.q_stages), "words": array(Int32, 2 * c.stages * WORDS, 128),
+            "item": array(Int32, ITEM * c.q_stages), "words": array(Int32, c.slots * c.words, 128),
             "q": tile_memory(self.dtype, self.layout(c.q_stages)), "k": rows, "v": rows,
         }  # fmt: skip
 
@@ -72,7 +72,7 @@ class GatherForward(Shell):
         q = tiles(memory.q, self.layout(c.q_stages))
         return GatherForwardBlock(
             config=c, arguments=arguments, rings=((items,), (k_ring, v_ring)), items=items, k=k_ring, v=v_ring,
-            s_words=words(memory.words, ROWS, 2, 2 * c.stages),
+            s_words=words(memory.words, c.queries, 2, c.slots),
             s_q=q, s_k=tiles(memory.k, self.layout(c.stages)), s_v=tiles(memory.v, self.layout(c.stages)),
             s_o=q,  # the output takes the place of Q
         )  # fmt: skip

@@ -15,18 +15,19 @@ from gossamer.kernels.hopper.device.gather.block import GatherForwardBlock
 from gossamer.kernels.hopper.device.row_items import RowItem
 
 WORD = 32  # columns of a mask word
-WORDS = 2 * ROWS  # of a step
+WORDS = 2 * ROWS  # of a step of 64 queries
 
 
 class GatheredWords(Opaque):
-    """The words of a step in shared memory: 64 rows, twice 32 columns, in twice as many slots as K has stages.
+    """The words of a step in shared memory: each query, twice 32 columns, in twice as many slots as K has stages.
 
     A step's words are read before its products, and K is given back after them: so a slot is free when it is filled.
     """
 
-    def __init__(self, shared: Any, slots: int, thread: Thread, has_lengths: bool) -> None:
-        """`shared`: (64, 2, slots)."""
-        self.shared, self.slots, self.thread, self.has_lengths = shared, slots, thread, has_lengths
+    def __init__(self, shared: Any, slots: int, thread: Thread, config: Any) -> None:
+        """`shared`: (queries, 2, slots)."""
+        self.shared, self.slots, self.thread, self.has_lengths = shared, slots, thread, config.lengths
+        self.heads, self.queries = config.heads, config.queries
         self.length = cute.make_rmem_tensor((1,), Int32)  # columns that count, of all lists, less this thread's first
         self.length.fill(0)
 
@@ -42,9 +43,21 @@ class GatheredWords(Opaque):
         slot = ring(n, self.slots)[0]
         for w in cutlass.range_constexpr(ROWS // WORD):
             for r in cutlass.range_constexpr(instructions.ROWS):
-                words[r, w] = instructions.shifted(self.shared[self.thread.row + 8 * r, w, slot], self.thread.quad)
+                word = self.word(self.thread.row + 8 * r, w, slot)
+                words[r, w] = instructions.shifted(word, self.thread.quad)
             if const_expr(self.has_lengths):
                 instructions.keep_below(words, w, self.length[0] - step * ROWS)
+
+    @cute.jit
+    def word(self, row, w: cutlass.Constexpr, slot):
+        """A word of a row, which is that of its query; none for rows that a tile does not fill."""
+        query = row // self.heads
+        if const_expr(self.heads * self.queries < ROWS):
+            query = query if query < self.queries else Int32(self.queries - 1)
+        word = self.shared[query, w, slot]
+        if const_expr(self.heads * self.queries < ROWS):
+            word = word if row < self.heads * self.queries else Int32(0)
+        return word
 
 
 class GatheredMask(GatheredWords):
@@ -59,7 +72,7 @@ class GatheredMask(GatheredWords):
         self.fetched = one()  # steps whose words were fetched
         self.fetched.fill(0)
         self.words = packed_mask(ROWS)  # of an item's first step
-        super().__init__(block.s_words, 2 * block.config.stages, thread, block.config.lengths)
+        super().__init__(block.s_words, block.config.slots, thread, block.config)
 
     def count(self, stage: Any) -> Any:
         """How many steps an item has."""

@@ -14,15 +14,15 @@ from cutlass import Float32, Int32
 
 from gossamer.kernels.hopper.device.backward.common import Kind
 from gossamer.kernels.hopper.device.backward.query import ItemTiles, QueryConsumer, QueryGradient
-from gossamer.kernels.hopper.device.common import ROWS, Opaque, computing_thread
+from gossamer.kernels.hopper.device.common import Opaque, computing_thread
 from gossamer.kernels.hopper.device.gather.block import GatherQueryArguments, GatherQueryBlock
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
-from gossamer.kernels.hopper.device.gather.masks import WORDS, GatheredWords
+from gossamer.kernels.hopper.device.gather.masks import GatheredWords
 from gossamer.kernels.hopper.device.gather.rows import THREADS, Gatherer, RowCopies, WordCopies, role_of
-from gossamer.kernels.hopper.device.gather.serve import AHEAD, CopiedRing, Server, items_to_gather
+from gossamer.kernels.hopper.device.gather.serve import AHEAD, CopiedRing, Server, item_rows, items_to_gather
 from gossamer.kernels.hopper.device.row_items import RowItem
 from gossamer.kernels.hopper.device.shell import words
-from gossamer.kernels.hopper.device.tiles import tma
+from gossamer.kernels.hopper.device.tiles import Tma
 from gossamer.kernels.hopper.device.work import GatheredRows
 
 
@@ -33,7 +33,7 @@ class GatheredRowMasks(Opaque):
 
     def __init__(self, block: GatherQueryBlock) -> None:
         self.thread, self.item, self.k = computing_thread(), block.q.item, block.k
-        self.packed = GatheredWords(block.s_words, 2 * self.k.stages, self.thread, block.config.lengths)
+        self.packed = GatheredWords(block.s_words, block.config.slots, self.thread, block.config)
 
     def begin(self, batch: Any) -> None:
         """An item begins."""
@@ -65,7 +65,7 @@ class GatherQuery(QueryGradient):
     def __init__(self, config: GatherConfig) -> None:
         super().__init__(config)
         self.registers = config.registers
-        self.words = 2 * config.stages * WORDS
+        self.words = config.slots * config.words
 
     @cute.jit
     def __call__(
@@ -76,13 +76,16 @@ class GatherQuery(QueryGradient):
         stream: Any,
     ) -> None:  # fmt: skip
         """As in `GatherQueryArguments`."""
-        size = self.config.size
         arguments = GatherQueryArguments(
-            q=tma(q, ROWS, size), dout=tma(dout, ROWS, size), dq=tma(dq, ROWS, size, store=True), k=k, v=v,
+            q=self.rows(q), dout=self.rows(dout), dq=self.rows(dq, store=True), k=k, v=v,
             terms=terms, work=work, indices=indices, bits=bits, part_dq=part_dq, lengths=lengths,
             tile_counter=tile_counter, before=before, exponent=exponent, factor=factor, items=items,
         )  # fmt: skip
         self.launch(arguments, blocks, stream)
+
+    def rows(self, tensor: Any, store: bool = False) -> Tma:
+        """Loads or stores of the rows of items."""
+        return item_rows(self.config, tensor, store)
 
     def block(self, arguments: GatherQueryArguments, memory: Any) -> GatherQueryBlock:
         block: GatherQueryBlock = super().block(arguments, memory)
@@ -90,7 +93,7 @@ class GatherQuery(QueryGradient):
         block.k, block.v = CopiedRing.of(memory, "k", stages), CopiedRing.of(memory, "v", stages)
         block.ahead = items_to_gather(memory)
         block.rings = (block.q,), (block.ahead,), (block.k, block.v)
-        block.s_words = words(memory.words, ROWS, 2, 2 * stages)
+        block.s_words = words(memory.words, self.config.queries, 2, self.config.slots)
         return block
 
     @cute.jit

@@ -14,7 +14,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from gossamer.kernels.hopper.device.common import ROWS, Opaque, Ring, ring
-from gossamer.kernels.hopper.device.gather.masks import WORDS
 from gossamer.kernels.hopper.device.instructions import assembly
 from gossamer.kernels.hopper.device.row_items import RowItem
 from gossamer.kernels.hopper.device.work import ItemRing
@@ -97,19 +96,22 @@ class RowCopies(Opaque):
 
 
 class WordCopies(Opaque):
-    """The words of a step, as many pieces as half of 64 threads."""
+    """The words of a step, as many pieces as half of 64 threads; of fewer queries fewer."""
 
     def __init__(self, words: cute.Tensor, shared: cute.Tensor, thread: Any) -> None:
-        """`words`: (columns / 32, 64) int32 in global memory; `shared`: (64, 2, slots)."""
+        """`words`: (columns / 32, queries) int32 in global memory; `shared`: (queries, 2, slots)."""
         self.words, self.shared, self.thread = words, shared, thread
+        queries, _, self.slots = shared.shape
+        self.bytes = 4 * 2 * queries  # of a step
 
     @cute.jit
     def fill(self, step, slot):
         """Issue this thread's copy of a step's words."""
-        if self.thread < WORDS * 4 // PIECE:
-            from_ = self.words.iterator.toint() + self.thread * PIECE
-            to = self.shared.iterator.toint() + slot * (4 * WORDS) + self.thread * PIECE
-            copy(to, from_, step, Int32(4 * WORDS), False, PIECE)
+        size = min(PIECE, self.bytes)
+        if self.thread < self.bytes // size:
+            from_ = self.words.iterator.toint() + self.thread * size
+            to = self.shared.iterator.toint() + slot * self.bytes + self.thread * size
+            copy(to, from_, step, Int32(self.bytes), False, size)
 
 
 class ItemGatherer(Opaque):
@@ -162,7 +164,7 @@ class Gatherer(ItemGatherer):
                 keys.listed(indices, (at + i + 1) * ROWS, upcoming)
             stage = keys.ring.wait_empty_at(kv)
             keys.fill(k_start, columns, stage)
-            self.words.fill(at + i, ring(kv, 2 * keys.ring.stages)[0])
+            self.words.fill(at + i, ring(kv, self.words.slots)[0])
             cute.arch.cp_async_mbarrier_arrive_noinc(keys.ring.full + stage)
             values.ring.wait_empty_at(kv)
             values.fill(v_start, columns, stage)

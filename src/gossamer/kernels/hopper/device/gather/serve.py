@@ -8,10 +8,11 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from gossamer.kernels.hopper.device.common import Opaque, Ring
+from gossamer.kernels.hopper.device.common import ROWS, Opaque, Ring
 from gossamer.kernels.hopper.device.gather.rows import THREADS
 from gossamer.kernels.hopper.device.row_items import ITEM
 from gossamer.kernels.hopper.device.shell import ring_of, words
+from gossamer.kernels.hopper.device.tiles import Tma, packed_tma, tma
 from gossamer.kernels.hopper.device.work import ItemRing, WorkList
 
 AHEAD = 2  # descriptions of items for the warps that gather, which have their own
@@ -20,6 +21,13 @@ AHEAD = 2  # descriptions of items for the warps that gather, which have their o
 def items_to_gather(memory: Any) -> ItemRing:
     """The ring of descriptions for the warps that gather."""
     return ring_of(memory, "ahead", AHEAD, 1, THREADS // 32, ItemRing, words(memory.ahead, ITEM, AHEAD))
+
+
+def item_rows(config: Any, tensor: Any, store: bool = False) -> Tma:
+    """Loads or stores of the rows of an item of a tensor (B, H, Q, columns)."""
+    if config.heads > 1:
+        return packed_tma(tensor, config.heads, config.queries, config.size, store=store)
+    return tma(tensor, ROWS, config.size, store=store)
 
 
 @dataclass(frozen=True, eq=False)

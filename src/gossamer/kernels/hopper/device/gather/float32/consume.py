@@ -65,7 +65,7 @@ class Float32Consumer(Opaque):
         self.v = second_factor(self.mma_o, cute.flat_divide(s_vt, (size, ROWS)))
         self.o = accumulator(self.mma_o, size)
         self.softmax = Float32Softmax(block, thread, self.mma_o)
-        self.words = GatheredWords(block.s_words, 2 * stages, thread, self.config.lengths)
+        self.words = GatheredWords(block.s_words, 2 * stages, thread, self.config)
 
     @cute.jit
     def run(self):
@@ -262,7 +262,7 @@ class Float32Consumer(Opaque):
         a, c, item, thread = self.arguments, self.config, self.items.item, self.thread
         batch, head, tile = item[RowItem.BATCH, stage], item[RowItem.HEAD, stage], item[RowItem.TILE, stage]
         slot = item[RowItem.SLOT, stage]
-        factor, value = factors(self.block, stage, self.softmax.reference, self.softmax.row_sum)
+        factor, value = factors(self.block, stage, self.thread.row, self.softmax.reference, self.softmax.row_sum)
         cute.arch.sync_warp()
         self.items.release(stage)
         # A row of the result has an even number of columns, or room for one more.

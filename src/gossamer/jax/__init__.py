@@ -1,0 +1,18 @@
+"""The JAX edge: `attention` and what belongs to it on arrays of JAX. torch is never imported."""
+
+try:
+    import jax as _jax  # noqa: F401  (what is missing is said before anything else fails)
+except ModuleNotFoundError as error:
+    if error.name != "jax":
+        raise
+    raise ImportError("gossamer.jax needs jax; in a checkout of gossamer: pip install '.[jax]'", name="jax") from error
+
+from gossamer.jax.api import attention
+from gossamer.jax.blocks import prepare_blocks
+from gossamer.jax.explain import explain
+from gossamer.jax.plan import Plan, prepare
+from gossamer.jax.sparsity import create_sparsity_mask, sparse_attention
+from gossamer.jax.splash import from_splash
+
+__all__ = ["Plan", "attention", "create_sparsity_mask", "explain", "from_splash", "prepare", "prepare_blocks"]
+__all__ += ["sparse_attention"]

@@ -1,0 +1,137 @@
+"""`attention` on arrays of JAX."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Literal, overload
+
+import jax
+from jax import Array
+
+from gossamer.jax import blocked
+from gossamer.jax.arguments import Arguments, Lengths, arguments_of, as_given, describe
+from gossamer.jax.operators import FORWARD_MODE, MOST_OPERATORS, Operator, operator
+from gossamer.jax.plan import Plan, for_call, offset_of
+from gossamer.jax.tiles import TileLists
+from gossamer.jax.tiling import Config, Vectors
+
+NAMES = ("blocked",)
+
+
+@overload
+def attention(
+    query: Array, key: Array, value: Array, pattern: Any = None, *, scale: float | None = None,
+    q_offset: int | None = None, key_lengths: Lengths | None = None, softcap: float | None = None,
+    sink_logits: Array | None = None, alibi_slopes: Array | None = None, return_residual: Literal[False] = False,
+    implementation: str | None = None, deterministic: bool = False,
+) -> Array: ...  # fmt: skip
+
+
+@overload
+def attention(
+    query: Array, key: Array, value: Array, pattern: Any = None, *, scale: float | None = None,
+    q_offset: int | None = None, key_lengths: Lengths | None = None, softcap: float | None = None,
+    sink_logits: Array | None = None, alibi_slopes: Array | None = None, return_residual: Literal[True],
+    implementation: str | None = None, deterministic: bool = False,
+) -> tuple[Array, Array]: ...  # fmt: skip
+
+
+def attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    pattern: Any = None,
+    *,
+    scale: float | None = None,
+    q_offset: int | None = None,
+    key_lengths: Lengths | None = None,
+    softcap: float | None = None,
+    sink_logits: Array | None = None,
+    alibi_slopes: Array | None = None,
+    return_residual: bool = False,
+    implementation: str | None = None,
+    deterministic: bool = False,
+) -> Array | tuple[Array, Array]:
+    """softmax(scale * q k^T) v over the pairs that `pattern` keeps; exact, differentiable, never an N x N array.
+
+    Arrays lie as `jax.nn.dot_product_attention` has them. A row that keeps nothing gives 0, an lse of -inf and zero
+    gradients.
+
+    Args:
+        query: (B, T, N, H), (T, N, H) or (N, D): batch, positions, heads, size; float16, bfloat16, float32 or float64.
+        key: (B, S, G, H) and so on, N a multiple of G: query head n uses key head n // (N // G).
+        value: (B, S, G, E) and so on.
+        pattern: what is attended: a Pattern; a `Plan` that `prepare` made of one, which may be an argument of a jitted
+            function; a boolean array that broadcasts to (B, N, T, S), True where a pair is kept, of numbers that are
+            known; a jax.experimental.sparse.BCSR matrix (T, S), of which the stored entries count; a BlockLayout of
+            numpy arrays. None is every pair.
+        scale: H ** -0.5 by default. A number of Python, as are `softcap` and `q_offset`.
+        q_offset: position of query row 0, S - T by default.
+        key_lengths: (B,) integers, or a list of them; keys j >= key_lengths[b] are not attended, and must be finite.
+        softcap: scores become softcap * tanh(score / softcap).
+        sink_logits: (N,), differentiable; exp(sink) joins the denominator and lse.
+        alibi_slopes: (N,), constant; slope * (j - i) is added to the scores.
+        return_residual: also return lse (B, T, N), the natural logarithm of the denominators, differentiable; float32,
+            or float64 for float64 arrays.
+        implementation: None takes what is fastest, with a gradient that is a rule of its own. "blocked" is plain `lax`,
+            which JAX differentiates itself: with forward mode and gradients of any order, which take longer.
+        deterministic: the same bits every time. Those of `lax` are so in any case.
+
+    Returns:
+        out (B, T, N, E) and so on, in query's dtype; with lse if asked for.
+
+    Raises:
+        ValueError: an argument is wrong; `gossamer.Unsupported` is one.
+
+    Examples:
+        >>> q, k, v = (jnp.ones((1, 100, heads, 16)) for heads in (4, 2, 2))
+        >>> out, lse = gsj.attention(q, k, v, gs.SlidingWindow(32), return_residual=True)
+        >>> out.shape, lse.shape
+        ((1, 100, 4, 16), (1, 100, 4))
+        >>> grad = jax.jit(jax.grad(lambda q: gsj.attention(q, k, v, gs.Causal()).sum()))
+        >>> grad(q).shape
+        (1, 100, 4, 16)
+    """
+    if not isinstance(return_residual, bool):
+        raise ValueError(f"return_residual must be True or False; got {describe(return_residual)}")
+    a = arguments_of(
+        query, key, value, scale=scale, q_offset=q_offset, key_lengths=key_lengths, softcap=softcap,
+        sink_logits=sink_logits, alibi_slopes=alibi_slopes, implementation=implementation, deterministic=deterministic,
+        names=NAMES,
+    )  # fmt: skip
+    B, Q, H, _ = a.q.shape
+    plan = for_call(pattern, B, H, Q, a.k.shape[1], q_offset)
+    run = _runs(config_of(a, plan, q_offset), tuple(x is not None for x in a.vectors), implementation)
+    try:
+        out, lse = run(plan.rows, plan.columns, a.q, a.k, a.v, a.vectors)
+    except TypeError as error:
+        if "forward-mode" in str(error):
+            raise TypeError(FORWARD_MODE) from error
+        raise
+    out, lse = as_given(out, lse, a.dims)
+    return (out, lse) if return_residual else out
+
+
+def config_of(a: Arguments, plan: Plan, q_offset: int | None) -> Config:
+    """What a call is compiled for."""
+    offset = offset_of(plan, q_offset, a.vectors.alibi_slopes is not None)
+    return Config(plan.row_extent, plan.column_extent, a.scale, offset, a.softcap)
+
+
+def _runs(config: Config, present: tuple[bool, ...], implementation: str | None) -> Operator:
+    """What computes a call."""
+    return operator(config, present) if implementation is None else _plain(config)
+
+
+@lru_cache(MOST_OPERATORS)
+def _plain(config: Config) -> Operator:
+    """The code of `blocked` as JAX differentiates it."""
+
+    @jax.jit
+    def attend(
+        rows: TileLists, columns: TileLists, q: Array, k: Array, v: Array, vectors: Vectors
+    ) -> tuple[Array, Array]:
+        out, lse = blocked.forward(config, rows, q, k, v, vectors, differentiable=True)
+        return out, lse
+
+    return attend

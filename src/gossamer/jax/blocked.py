@@ -1,0 +1,282 @@
+"""Attention tile by tile in plain `lax`: on any device, memory O(N x tile), with every score term.
+
+The forward walks rows of query tiles, and so does dQ; dK and dV walk columns. Each is a loop over steps that compute
+the scores of some tiles. `differentiable` code is all JAX's own: it has forward mode and gradients of any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from gossamer.jax.tiles import TileLists
+from gossamer.jax.tiling import (
+    Config,
+    Items,
+    Scored,
+    Split,
+    Streamed,
+    Vectors,
+    from_key_tiles,
+    from_query_tiles,
+    kept,
+    key_tiles,
+    lengths_of,
+    of_items,
+    over_rows,
+    query_tiles,
+    score,
+    slopes_of,
+    split_of,
+    streamed_tiles,
+    tiles_of,
+)  # fmt: skip
+
+Pieces = TypeVar("Pieces", bound=tuple[Any, ...])  # what is summed over the pieces of a row
+
+
+class Results(NamedTuple):
+    """What a forward gives."""
+
+    out: Array  # (B, Q, H, E)
+    lse: Array  # (B, Q, H)
+
+
+class Gradients(NamedTuple):
+    """What a backward gives."""
+
+    dq: Array
+    dk: Array
+    dv: Array
+
+
+def compute_type(x: Array) -> jnp.dtype:
+    """The type of the arithmetic and of lse."""
+    return jnp.dtype("float64") if x.dtype == jnp.float64 else jnp.dtype("float32")
+
+
+def forward(
+    config: Config, lists: TileLists, q: Array, k: Array, v: Array, vectors: Vectors, differentiable: bool = False
+) -> Results:
+    """out and lse.
+
+    Args:
+        lists: of the rows.
+        differentiable: loops are those that JAX can turn around, which takes each row as long as the longest.
+    """
+    c = _Call.of(config, q, k, v)
+    qt, kt, vt = c.queries(q), c.keys(k), c.keys(v)
+
+    def body(items: Items, tiles: int, pieces: int) -> tuple[Array, ...]:
+        rows = c.rows(qt, items)
+
+        def partial(piece: Array | int) -> tuple[Array, Array, Array]:
+            s = tiles_of(lists, items, tiles, piece)
+            scores, _ = c.by_rows(lists, items, s, c.product(rows, c.streamed(kt, items, s)), vectors)
+            m = lax.stop_gradient(scores.max(-1))
+            p = jnp.exp(scores - jnp.where(m == -jnp.inf, 0.0, m)[..., None])
+            return m, p.sum(-1), c.apply(p, c.streamed(vt, items, s))
+
+        def step(piece: Array, done: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            (m, total, out), (m_new, total_new, out_new) = done, partial(piece)
+            top = jnp.maximum(m, m_new)
+            safe = jnp.where(top == -jnp.inf, 0.0, top)
+            a, b = jnp.exp(m - safe), jnp.exp(m_new - safe)
+            return top, a * total + b * total_new, a[..., None] * out + b[..., None] * out_new
+
+        m, total, out = c.loop(items, tiles, pieces, partial, step, differentiable)
+        some = total > 0
+        total = jnp.where(some, total, 1.0)
+        out = jnp.where(some[..., None], out / total[..., None], 0.0)
+        return out, jnp.where(some, jnp.where(some, m, 0.0) + jnp.log(total), -jnp.inf)[..., None]
+
+    if not lists.groups:
+        shape = (*q.shape[:3], v.shape[3])
+        out, lse = jnp.zeros(shape, c.dtype), jnp.full(q.shape[:3], -jnp.inf, c.dtype)
+    else:
+        out, lse = over_rows(config.rows, lists, c.split, body, (0.0, -jnp.inf), differentiable)
+        N, block = config.rows.rows, config.rows.block_rows
+        out, lse = (from_query_tiles(x, c.split, N, block) for x in (out, lse))
+        lse = lse.squeeze(-1)
+    if vectors.sink_logits is not None:
+        sink = vectors.sink_logits.astype(c.dtype)
+        joined = jnp.logaddexp(lse, sink)
+        out, lse = out * jnp.exp(lse - joined)[..., None], joined
+    return Results(out.astype(q.dtype), lse)
+
+
+def backward(
+    config: Config, rows: TileLists, columns: TileLists, q: Array, k: Array, v: Array, lse: Array, dout: Array,
+    delta: Array, vectors: Vectors,
+) -> Gradients:  # fmt: skip
+    """dq, dk and dv.
+
+    Args:
+        lse: (B, Q, H), +inf of a row that keeps nothing; delta: (B, Q, H), see `row_terms`.
+    """
+    c = _Call.of(config, q, k, v)
+    qt, kt, vt, dt = c.queries(q), c.keys(k), c.keys(v), c.queries(dout)
+    lt, et = c.queries(lse[..., None], jnp.inf), c.queries(delta[..., None])
+
+    def by_rows(items: Items, tiles: int, pieces: int) -> tuple[Array, ...]:
+        q, do, lse, delta = (c.rows(x, items) for x in (qt, dt, lt, et))
+
+        def partial(piece: Array | int) -> tuple[Array, ...]:
+            s = tiles_of(rows, items, tiles, piece)
+            keys = c.streamed(kt, items, s)
+            scored = c.by_rows(rows, items, s, c.product(q, keys), vectors)
+            p = jnp.exp(scored.s - lse)
+            ds = _ds(p, c.product(do, c.streamed(vt, items, s)) - delta, scored)
+            return (c.apply(ds, keys),)
+
+        (dq,) = c.loop(items, tiles, pieces, partial, lambda piece, done: _added(done, partial(piece)))
+        return (dq * c.dtype.type(config.scale),)
+
+    def by_columns(items: Items, tiles: int, pieces: int) -> tuple[Array, ...]:
+        k, v = (c.columns(x, items) for x in (kt, vt))
+
+        def partial(piece: Array | int) -> tuple[Array, ...]:
+            s = tiles_of(columns, items, tiles, piece)
+            q, do, lse, delta = (c.streamed_queries(x, items, s) for x in (qt, dt, lt, et))
+            scored = c.by_columns(columns, items, s, c.product(k, q), vectors)
+            p = jnp.exp(scored.s - lse.swapaxes(1, 2))
+            ds = _ds(p, c.product(v, do) - delta.swapaxes(1, 2), scored)
+            return c.apply(ds, q), c.apply(p, do)
+
+        dk, dv = c.loop(items, tiles, pieces, partial, lambda piece, done: _added(done, partial(piece)))
+        return dk * c.dtype.type(config.scale), dv
+
+    if not rows.groups:
+        return Gradients(jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v))
+    (dq,) = over_rows(config.rows, rows, c.split, by_rows, (0.0,))
+    dk, dv = over_rows(config.columns, columns, c.split, by_columns, (0.0, 0.0))
+    dq = from_query_tiles(dq, c.split, config.rows.rows, config.rows.block_rows)
+    dk, dv = (from_key_tiles(x, c.split, config.rows.columns, config.rows.block_columns) for x in (dk, dv))
+    return Gradients(dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype))
+
+
+class RowTerms(NamedTuple):
+    """What a backward reads of each row, (B, Q, H)."""
+
+    lse: Array
+    delta: Array
+
+
+def row_terms(out: Array, lse: Array, dout: Array, dlse: Array) -> RowTerms:
+    """delta = rowsum(dout * out) - dlse; an lse of -inf becomes +inf, with which every probability is exactly 0."""
+    empty, dtype = lse == -jnp.inf, lse.dtype
+    delta = (dout.astype(dtype) * out.astype(dtype)).sum(-1) - dlse
+    return RowTerms(jnp.where(empty, jnp.inf, lse), jnp.where(empty, 0.0, delta))
+
+
+def _ds(p: Array, dp: Array, scored: Scored) -> Array:
+    """dS = P * (dP - delta), through the soft cap."""
+    return p * dp if scored.tanh is None else p * dp * (1 - scored.tanh * scored.tanh)
+
+
+def _added(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
+    return tuple(a + b for a, b in zip(one, other, strict=True))
+
+
+class _Call(NamedTuple):
+    """What the steps of one call share."""
+
+    config: Config
+    split: Split
+    dtype: jnp.dtype
+    precision: lax.Precision
+
+    @classmethod
+    def of(cls, config: Config, q: Array, k: Array, v: Array) -> _Call:
+        B, _, H, _ = q.shape
+        # A product of floats in 32 bits must not be one of fewer; those of 16 bits are exact in any case.
+        whole = q.dtype.itemsize > 2
+        precision = lax.Precision.HIGHEST if whole else lax.Precision.DEFAULT
+        return cls(config, split_of(config.rows.lead, B, H, k.shape[2]), compute_type(q), precision)
+
+    def queries(self, x: Array, padding: float = 0.0) -> Array:
+        rows = self.config.rows
+        return query_tiles(x, self.split, rows.tiles, rows.block_rows, padding)
+
+    def keys(self, x: Array) -> Array:
+        rows = self.config.rows
+        return key_tiles(x, self.split, rows.tile_columns, rows.block_columns)
+
+    def rows(self, x: Array, items: Items) -> Array:
+        """The tiles of queries of items of rows."""
+        return of_items(x, items, self.config.rows.tiles).astype(self.dtype)
+
+    def columns(self, x: Array, items: Items) -> Array:
+        """The tiles of keys of items of columns."""
+        return of_items(x, items, self.config.columns.tiles, self.split.share).astype(self.dtype)
+
+    def streamed(self, x: Array, items: Items, s: Streamed) -> Array:
+        """Tiles of keys, (c, P * block, size)."""
+        found = streamed_tiles(x, items, s, self.config.rows, self.split.share)
+        return found.reshape(found.shape[0], -1, found.shape[-1]).astype(self.dtype)
+
+    def streamed_queries(self, x: Array, items: Items, s: Streamed) -> Array:
+        """Tiles of queries, (c, P * fold * block, size)."""
+        found = streamed_tiles(x, items, s, self.config.columns)
+        return found.reshape(found.shape[0], -1, found.shape[-1]).astype(self.dtype)
+
+    def product(self, x: Array, y: Array) -> Array:
+        """x y^T of each item."""
+        return jnp.einsum("cxd,cyd->cxy", x, y, precision=self.precision)
+
+    def apply(self, p: Array, y: Array) -> Array:
+        """p y of each item."""
+        return jnp.einsum("cxy,cyd->cxd", p, y, precision=self.precision)
+
+    def by_rows(self, lists: TileLists, items: Items, s: Streamed, product: Array, vectors: Vectors) -> Scored:
+        """The scores of tiles of queries (c, fold * block_q, P * block_kv)."""
+        extent, fold, c = self.config.rows, self.split.fold, product.shape[0]
+        keep = kept(extent, lists, items, s).reshape(c, 1, extent.block_rows, -1)
+        i, j = _positions(extent.block_rows, items.row % extent.tiles), _positions(extent.block_columns, s.columns)
+        lengths, slopes = (f(self.split, vectors, items, extent.tiles) for f in (lengths_of, slopes_of))
+        lengths = None if lengths is None else lengths[:, None, None, None]
+        slopes = None if slopes is None else slopes[:, :, None, None]
+        product = product.reshape(c, fold, extent.block_rows, -1)
+        found = score(
+            self.config, product, keep, i[:, None, :, None], j.reshape(c, 1, 1, -1), lengths, slopes
+        )  # fmt: skip
+        flat = (c, fold * extent.block_rows, -1)
+        return Scored(found.s.reshape(flat), None if found.tanh is None else found.tanh.reshape(flat))
+
+    def by_columns(self, lists: TileLists, items: Items, s: Streamed, product: Array, vectors: Vectors) -> Scored:
+        """The scores of tiles of keys (c, block_kv, P * fold * block_q)."""
+        extent, fold, c = self.config.columns, self.split.fold, product.shape[0]
+        keep = kept(extent, lists, items, s)[:, :, :, None]
+        i, j = _positions(extent.block_columns, s.columns), _positions(extent.block_rows, items.row % extent.tiles)
+        lengths, slopes = (f(self.split, vectors, items, extent.tiles) for f in (lengths_of, slopes_of))
+        lengths = None if lengths is None else lengths[:, None, None, None, None]
+        slopes = None if slopes is None else slopes[:, None, None, :, None]
+        product = product.reshape(c, extent.block_rows, -1, fold, extent.block_columns)
+        found = score(
+            self.config, product, keep, i[:, None, :, None], j[:, :, None, None, None], lengths, slopes
+        )  # fmt: skip
+        flat = (c, extent.block_rows, -1)
+        return Scored(found.s.reshape(flat), None if found.tanh is None else found.tanh.reshape(flat))
+
+    def loop(
+        self, items: Items, tiles: int, pieces: int, partial: Callable[..., Pieces],
+        step: Callable[[Array, Pieces], Pieces], differentiable: bool = False,
+    ) -> Pieces:  # fmt: skip
+        """What all pieces of rows give, joined by `step`; only as many as the longest row of these items has.
+
+        The first piece is computed outside of the loop, which then carries what it computes, in `shard_map` too.
+        """
+        first = partial(0)
+        if pieces == 1:
+            return first
+        most = pieces if differentiable else -(-items.count.max() // tiles)
+        done: Pieces = lax.fori_loop(1, most, step, first)
+        return done
+
+
+def _positions(block: int, tile: Array) -> Array:
+    """The positions of tiles, (..., block) int32."""
+    return tile[..., None] * block + jnp.arange(block, dtype=jnp.int32)

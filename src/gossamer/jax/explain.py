@@ -1,0 +1,93 @@
+"""`explain`: what a call would do, without running it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from gossamer.jax.api import NAMES, config_of
+from gossamer.jax.arguments import Lengths, arguments_of, problem_of
+from gossamer.jax.plan import plan_of
+from gossamer.jax.tiles import TileLists
+from gossamer.plan.problem import Problem
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call would do. Counts are of one head, and of one forward."""
+
+    problem: Problem
+    implementation: str
+    gradient: str
+    pattern: str
+    tile: tuple[int, int]
+    tiles: int  # that are visited
+    all_tiles: int
+    bits_tiles: int
+    layout_bytes: int
+
+    @property
+    def share(self) -> float:
+        """Of all pairs, those in tiles that are visited."""
+        return self.tiles / self.all_tiles
+
+    def __str__(self) -> str:
+        p = self.problem
+        block_q, block_kv = self.tile
+        rows = {
+            "problem": f"B={p.B} H={p.H} G={p.G} Q={p.Q} K={p.K} D={p.D} E={p.E}, {p.dtype}, {p.device}"
+            + (f", {', '.join(sorted(p.score_terms))}" if p.score_terms else ""),
+            "pattern": self.pattern,
+            "implementation": self.implementation,
+            "gradient": self.gradient,
+            "tiles": f"{self.tiles:,} of {self.all_tiles:,} of {block_q} x {block_kv} ({self.share:.1%}), "
+            f"{self.bits_tiles:,} masked pair by pair",
+            "layout": f"{self.layout_bytes:,} bytes",
+        }
+        return "\n".join(f"{name:<15} {text}" for name, text in rows.items())
+
+
+def explain(
+    query: Any, key: Any, value: Any, pattern: Any = None, *, scale: float | None = None, q_offset: int | None = None,
+    key_lengths: Lengths | None = None, softcap: float | None = None, sink_logits: Any = None, alibi_slopes: Any = None,
+    implementation: str | None = None, deterministic: bool = False,
+) -> Explanation:  # fmt: skip
+    """What `attention` would do with these arguments: who computes it, over which tiles. Nothing is computed.
+
+    Raises:
+        ValueError: as `attention` does.
+
+    Examples:
+        >>> q = jnp.ones((1, 1024, 2, 64))
+        >>> print(gsj.explain(q, q, q, gs.SlidingWindow(128)).implementation)
+        blocked, in lax
+    """
+    a = arguments_of(
+        query, key, value, scale=scale, q_offset=q_offset, key_lengths=key_lengths, softcap=softcap,
+        sink_logits=sink_logits, alibi_slopes=alibi_slopes, implementation=implementation, deterministic=deterministic,
+        names=NAMES,
+    )  # fmt: skip
+    B, Q, H, _ = a.q.shape
+    plan = plan_of(pattern, B, H, Q, a.k.shape[1], q_offset)
+    config = config_of(a, plan, q_offset)
+    rows, lists = config.rows, plan.rows
+    Bl, Hl = rows.lead
+    return Explanation(
+        problem=problem_of(a, jax.default_backend()),
+        implementation="blocked, in lax",
+        gradient="a rule over the columns of the layout, no forward mode" if implementation is None else "JAX's own",
+        pattern=plan.name, tile=(rows.block_rows, rows.block_columns), tiles=_tiles(lists) // (Bl * Hl),
+        all_tiles=rows.tiles * rows.tile_columns, bits_tiles=_bits(lists) // (Bl * Hl), layout_bytes=plan.nbytes,
+    )  # fmt: skip
+
+
+def _tiles(lists: TileLists) -> int:
+    return int(np.asarray(lists.counts).sum())
+
+
+def _bits(lists: TileLists) -> int:
+    """Tiles of which each pair has a bit."""
+    return int((np.asarray(lists.masks) >= 0)[: _tiles(lists)].sum())

@@ -1,0 +1,225 @@
+"""The operator of a call under every transformation: `custom_vjp(custom_vmap(custom_partitioning(implementation)))`.
+
+The gradient is a rule outside of all; a batched axis is folded into B; batch elements and heads may lie on several
+devices, each of which computes its own. `custom_partitioning` has no rule of batching, so that it is innermost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gossamer.jax import blocked, compat
+from gossamer.jax.blocked import Gradients
+from gossamer.jax.tiles import TileLists
+from gossamer.jax.tiling import Config, Vectors
+
+FORWARD_MODE = (
+    "attention has no forward mode (jvp, jacfwd, hessian) where its gradient is a rule of its own: "
+    'attention(..., implementation="blocked") is plain lax, which has it'
+)
+MOST_OPERATORS = 1024
+
+Operator = Callable[..., tuple[Array, Array]]
+Present = tuple[bool, ...]
+
+
+@lru_cache(MOST_OPERATORS)
+def operator(config: Config, present: Present) -> Operator:
+    """(out, lse) of (rows, columns, q, k, v, vectors), with a gradient of its own.
+
+    Args:
+        present: which of the vectors a call has.
+    """
+    forward = jax.jit(_batched(_partitioned(_forward(config), config, present)))
+    backward = jax.jit(_batched(_partitioned(_backward(config), config, present)))
+
+    @jax.custom_vjp
+    def attend(
+        rows: TileLists, columns: TileLists, q: Array, k: Array, v: Array, vectors: Vectors
+    ) -> tuple[Array, Array]:
+        out, lse = forward(rows, q, k, v, vectors)
+        return out, lse
+
+    def with_residuals(*arguments: Any) -> Any:
+        rows, columns, q, k, v, vectors = arguments
+        out, lse = forward(rows, q, k, v, vectors)
+        return (out, lse), (rows, columns, q, k, v, vectors, out, lse)
+
+    def gradients(saved: Any, cotangents: Any) -> Any:
+        rows, columns, q, k, v, vectors, out, lse = saved
+        dout, dlse = cotangents
+        terms = blocked.row_terms(out, lse, dout, dlse)
+        dq, dk, dv = backward(rows, columns, q, k, v, terms.lse, dout, terms.delta, vectors)
+        slopes = vectors.alibi_slopes
+        of_vectors = Vectors(
+            alibi_slopes=None if slopes is None else jnp.zeros_like(slopes)
+        )  # see `arguments.constant`
+        if vectors.sink_logits is not None:
+            # The sink is a key with value 0, so that dS = P * (0 - delta).
+            sinks = vectors.sink_logits
+            dsinks = -(jnp.exp(sinks - terms.lse) * terms.delta).sum((0, 1)).astype(sinks.dtype)
+            of_vectors = of_vectors._replace(sink_logits=compat.as_varying_as(dsinks, sinks))
+        dq, dk, dv = (compat.as_varying_as(dx, x) for dx, x in ((dq, q), (dk, k), (dv, v)))
+        return None, None, dq, dk, dv, of_vectors
+
+    attend.defvjp(with_residuals, gradients)
+    return attend
+
+
+def _forward(config: Config) -> Callable[..., Any]:
+    def attention_forward(rows: TileLists, q: Array, k: Array, v: Array, vectors: Vectors) -> tuple[Array, Array]:
+        out, lse = blocked.forward(config, rows, q, k, v, vectors)
+        return out, lse
+
+    return attention_forward
+
+
+def _backward(config: Config) -> Callable[..., Any]:
+    def attention_backward(
+        rows: TileLists, columns: TileLists, q: Array, k: Array, v: Array, lse: Array, dout: Array, delta: Array,
+        vectors: Vectors,
+    ) -> tuple[Array, Array, Array]:  # fmt: skip
+        dq, dk, dv = blocked.backward(config, rows, columns, q, k, v, lse, dout, delta, vectors)
+        return dq, dk, dv
+
+    return attention_backward
+
+
+def _batched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """With a rule of `vmap`: the axis joins the batch elements, each of whose lists its copies share."""
+    wrapped = custom_vmap(function)
+
+    @wrapped.def_vmap
+    def rule(axis_size: int, in_batched: list[Any], *arguments: Any) -> tuple[Any, Any]:
+        *tensors, vectors = arguments
+        *of_tensors, batched = in_batched
+        of_lists = [b for x, b in zip(arguments, in_batched, strict=True) if isinstance(x, TileLists)]
+        if any(jax.tree.leaves((of_lists, batched._replace(key_lengths=None)))):
+            out = _one_by_one(wrapped, arguments, in_batched)
+            return out, jax.tree.map(lambda _: True, out)
+
+        def folded(x: Array, batched: bool) -> Array:
+            x = jnp.moveaxis(x, 0, 1) if batched else jnp.repeat(x[:, None], axis_size, axis=1)
+            return x.reshape(-1, *x.shape[2:])
+
+        given = [x if isinstance(x, TileLists) else folded(x, b) for x, b in zip(tensors, of_tensors, strict=True)]
+        if vectors.key_lengths is not None:
+            vectors = vectors._replace(key_lengths=folded(vectors.key_lengths, batched.key_lengths))
+        out = wrapped(*given, vectors)
+        out = tuple(jnp.moveaxis(x.reshape(-1, axis_size, *x.shape[1:]), 1, 0) for x in out)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return wrapped
+
+
+def _one_by_one(function: Callable[..., Any], arguments: Any, batched: Any) -> Any:
+    """What a function gives for each element of a batched axis, one after the other."""
+    leaves, tree = jax.tree.flatten(tuple(arguments))
+    which = jax.tree.leaves(tuple(batched))
+    assert len(which) == len(leaves), "a flag for each array"
+
+    def one(mapped: list[Array]) -> Any:
+        each = iter(mapped)
+        return function(*jax.tree.unflatten(tree, [next(each) if b else x for x, b in zip(leaves, which, strict=True)]))
+
+    return lax.map(one, [x for x, b in zip(leaves, which, strict=True) if b])
+
+
+def _partitioned(function: Callable[..., Any], config: Config, present: Present) -> Callable[..., Any]:
+    """With a rule of sharding: batch elements and heads stay where they are, all else is the same everywhere."""
+    wrapped = custom_partitioning(function)
+
+    def partition(mesh: Any, given: Any, results: Any) -> tuple[Any, Any, Any, Any]:
+        every = jax.tree.leaves(given)
+        at = len(every) - len(_forms(present, len(results)))
+        q, k = every[at], every[at + 1]
+        placed = _placed(config, q.sharding, k.shape)
+        forms = [""] * at + _forms(present, len(results))
+        arguments = [_sharding(placed, form, len(x.shape)) for form, x in zip(forms, every, strict=True)]
+        made = [_sharding(placed, form, 0) for form in _made(len(results))]
+        return mesh, function, tuple(made), jax.tree.unflatten(jax.tree.structure(given), arguments)
+
+    def rule(mesh: Any, values: Any, results: Any) -> tuple[str, dict[str, Any]]:
+        return _sharding_rule(present, config, [list(x.shape) for x in values], [list(x.shape) for x in results])
+
+    wrapped.def_partition(partition=partition, sharding_rule=rule)
+    return wrapped
+
+
+def _sharding_rule(
+    present: Present, config: Config, values: list[Any], results: list[Any]
+) -> tuple[str, dict[str, Any]]:
+    """An einsum-like rule, of which shardings are told on: a query head is one of `r` of a key head `g`.
+
+    Args:
+        values: the shapes of all arrays in order: those of lists, the tensors of the call, the vectors.
+    """
+    forms = _forms(present, len(results))
+    lists = values[: len(values) - len(forms)]
+    of_lists = [[f"l{at}x{dim}" for dim in range(len(shape))] for at, shape in enumerate(lists)]
+    (_, _, H, _), (_, _, G, _), *_ = values[len(lists) :]
+    given, made = [" ".join(names) for names in of_lists] + forms, _made(len(results))
+    rule = f"{', '.join(given)} -> {', '.join(made)}"
+    group = H // G
+    rule = " ".join(_heads(word, group) for word in rule.split(" "))
+    Bl, Hl = config.rows.lead
+    # In the order in which they come up in the rule.
+    whole = [name for names in of_lists for name in names] + ["b"] * (Bl > 1) + ["t"] + ["g"] * (Hl > 1)
+    whole += ["r"] * (group > 1) + ["d", "s", "e"]
+    return rule, {"need_replication_factors": tuple(whole)} | ({"r": group} if group > 1 else {})
+
+
+def _forms(present: Present, results: int) -> list[str]:
+    """The dimensions of the arrays of a direction behind the lists: `b` batch elements, `h` and `g` heads."""
+    of_vectors = [form for form, there in zip(("b", "h", "h"), present, strict=True) if there]
+    of_rows = ["b t h", "b t h e", "b t h"] if results == len(Gradients._fields) else []  # lse, dout, delta
+    return ["b t h d", "b s g d", "b s g e", *of_rows, *of_vectors]
+
+
+def _made(results: int) -> list[str]:
+    """The dimensions of the results of a direction."""
+    return ["b t h d", "b s g d", "b s g e"] if results == len(Gradients._fields) else ["b t h e", "b t h"]
+
+
+class _Placed(NamedTuple):
+    """Where batch elements and heads are: axes of a mesh, or None."""
+
+    mesh: Any
+    batch: Any
+    heads: Any
+
+
+def _placed(config: Config, sharding: Any, shape: tuple[int, ...]) -> _Placed:
+    """Where those of a call are computed, from where q lies; k has this shape.
+
+    Each device has whole groups of query heads, and lists of its own only where all share them.
+    """
+    spec: list[Any] = list(sharding.spec)
+    batch, _, heads, _ = spec + [None] * (len(shape) - len(spec))
+    axes = heads if isinstance(heads, tuple) else (heads,) * (heads is not None)
+    (Bl, Hl), G = config.rows.lead, shape[2]
+    apart = G % math.prod(sharding.mesh.shape[axis] for axis in axes) == 0
+    return _Placed(sharding.mesh, None if Bl > 1 else batch, heads if Hl == 1 and apart else None)
+
+
+def _sharding(placed: _Placed, form: str, dims: int) -> NamedSharding:
+    """Of an array with these dimensions; of a list, which is everywhere, only their number is known."""
+    axes = {"b": placed.batch, "h": placed.heads, "g": placed.heads}
+    spec = [axes.get(letter) for letter in form.split()] if form else [None] * dims
+    return NamedSharding(placed.mesh, PartitionSpec(*spec))
+
+
+def _heads(word: str, group: int) -> str:
+    """The query heads of a rule by their key heads."""
+    letter, comma = word.rstrip(","), "," * word.endswith(",")
+    return word if letter != "h" else ("(g r)" if group > 1 else "g") + comma

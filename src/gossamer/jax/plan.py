@@ -1,0 +1,258 @@
+"""`prepare`: a pattern laid out for calls of some sizes, as a pytree that enters `jit` as an argument."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gossamer.jax import compat
+from gossamer.jax.arguments import describe, is_array, shape_of
+from gossamer.jax.tiles import Extent, TileLists, both_directions
+from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.build import build
+from gossamer.layouts.dense import from_dense
+from gossamer.memo import Memo
+from gossamer.patterns import CSR, Dense, Pattern
+from gossamer.patterns.validate import show
+
+EMBEDDED = 2**20  # bytes of lists that a program may hold as constants without a warning
+TILE = 64  # measured on two cores, as for torch
+PATTERN = (
+    "None, a Pattern, a Plan that `prepare` made, a BlockLayout of numpy arrays, a boolean array that broadcasts to "
+    "(B, H, Q, K), or a jax.experimental.sparse.BCSR matrix (Q, K)"
+)
+
+_plans: Memo[Plan] = Memo()
+_on_device: Memo[Plan] = Memo()
+
+
+class Label(str):
+    """What a Plan was made from, in words. All are equal: a program is that of any Plan of the same shapes."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Label)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["rows", "columns"],
+         meta_fields=["row_extent", "column_extent", "q_offset", "name"])  # fmt: skip
+@dataclass(frozen=True)
+class Plan:
+    """What `prepare` makes: the tiles that a pattern keeps, as arrays, and all else as configuration.
+
+    A pytree: as an argument of a jitted function its arrays are no constants of the program. It is given to `attention`
+    in the place of the pattern.
+
+    Examples:
+        >>> q = jnp.ones((1, 300, 2, 16))
+        >>> plan = gsj.prepare(gs.SlidingWindow(100), q, q)
+        >>> step = jax.jit(lambda plan, q: gsj.attention(q, q, q, plan))
+        >>> step(plan, q).shape
+        (1, 300, 2, 16)
+    """
+
+    rows: TileLists
+    columns: TileLists
+    row_extent: Extent
+    column_extent: Extent
+    q_offset: int | None  # of row 0; None where rows are counted from 0
+    name: Label
+
+    @property
+    def Q(self) -> int:
+        return self.row_extent.rows
+
+    @property
+    def K(self) -> int:
+        return self.row_extent.columns
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(int(x.nbytes) for x in jax.tree.leaves(self))
+
+    def __repr__(self) -> str:
+        return f"Plan({self.name}, Q={self.Q}, K={self.K}, {self.nbytes:,} bytes)"
+
+
+def prepare(pattern: Any, query: Any, key: Any, *, q_offset: int | None = None) -> Plan:
+    """Lay a pattern out for calls with queries and keys of these shapes, for the forward and the backward.
+
+    `attention` does so itself, and keeps what it made. But inside of `jit` the lists become constants of the program,
+    which for large ones takes long to compile; a Plan that is an argument of the jitted function does not.
+
+    Args:
+        pattern: what is attended, as `attention` takes it.
+        query: (B, T, N, H), (T, N, H) or (N, D), an array or a `jax.ShapeDtypeStruct`: its shape alone is read.
+        key: likewise.
+        q_offset: position of query row 0, K - Q by default.
+
+    Raises:
+        ValueError: the pattern does not fit, or is an array whose numbers are not known yet.
+
+    Examples:
+        >>> q = jax.ShapeDtypeStruct((2, 4096, 8, 64), jnp.bfloat16)
+        >>> plan = gsj.prepare(gs.BigBird(64), q, q)
+        >>> plan.Q, plan.K
+        (4096, 4096)
+    """
+    (B, Q, H, _), (_, K, _, _) = shape_of(query, "query"), shape_of(key, "key")
+    plan = plan_of(pattern, B, H, Q, K, q_offset)
+    return plan if compat.is_staged() else jax.tree.map(jnp.asarray, plan)
+
+
+def plan_of(pattern: Any, B: int, H: int, Q: int, K: int, q_offset: int | None) -> Plan:
+    """The Plan of what `attention` is given as its pattern, of numpy arrays but where it is a Plan itself.
+
+    Raises:
+        ValueError: it is none of what is accepted, or does not fit.
+    """
+    resolved = resolved_pattern(pattern, B, H, Q, K)
+    if isinstance(resolved, Plan):
+        return _fitting(resolved, B, H, Q, K, q_offset)
+    if isinstance(resolved, BlockLayout):
+        if q_offset not in (None, resolved.q_offset):
+            raise ValueError(f"q_offset must be left out with a mask or a layout; got {q_offset}")
+        return _fitting(_from_layout(resolved, resolved.q_offset, f"{type(pattern).__name__}"), B, H, Q, K, None)
+    offset = K - Q if q_offset is None else q_offset
+    resolved.check(Q, K, H, B)
+    key = (resolved, Q, K, offset)
+
+    def make() -> Plan:
+        layout = build(resolved, Q, K, block_q=TILE, block_kv=TILE, q_offset=offset)
+        return _from_layout(layout, offset if resolved.reads_positions else None, show(resolved))
+
+    return _plans.get_or_make(key, make, lambda plan: plan.nbytes)
+
+
+def for_call(pattern: Any, B: int, H: int, Q: int, K: int, q_offset: int | None) -> Plan:
+    """The Plan that a call reads: on the device, or as constants of the program that is written here."""
+    plan = plan_of(pattern, B, H, Q, K, q_offset)
+    if plan is pattern:
+        return plan
+    if compat.is_staged():
+        if plan.nbytes > EMBEDDED:
+            warnings.warn(
+                f"the lists of {plan.name}, {plan.nbytes / 2**20:.1f} MiB, become constants of a compiled function: "
+                f"make a Plan by gossamer.jax.prepare(pattern, query, key) outside, and give it as an argument",
+                stacklevel=3,
+            )
+        return plan
+    if not isinstance(pattern, Pattern) and pattern is not None:
+        return plan
+    key = (pattern, Q, K, plan.q_offset, q_offset)
+    return _on_device.get_or_make(key, lambda: jax.tree.map(jnp.asarray, plan), lambda plan: plan.nbytes)
+
+
+def _from_layout(layout: BlockLayout, q_offset: Any, name: str) -> Plan:
+    rows, columns = both_directions(layout)
+    return Plan(rows.lists, columns.lists, rows.extent, columns.extent, q_offset, Label(name))
+
+
+def resolved_pattern(pattern: Any, B: int, H: int, Q: int, K: int) -> Pattern | BlockLayout | Plan:
+    """What the `pattern` argument stands for."""
+    if pattern is None:
+        return Dense()
+    if isinstance(pattern, (Pattern, Plan)):
+        return pattern
+    if isinstance(pattern, BlockLayout):
+        if pattern.device is not None:
+            raise ValueError("pattern, a BlockLayout, must be of numpy arrays: pattern.layout(Q, K, ...) makes one")
+        return pattern
+    if is_array(pattern) and hasattr(pattern, "__array__"):
+        return _of_mask(pattern, B, H, Q, K)
+    if type(pattern).__name__ == "BCSR" and hasattr(pattern, "indptr"):
+        return _of_bcsr(pattern)
+    raise ValueError(f"pattern must be {PATTERN}; got {describe(pattern)}{_instead(pattern)}")
+
+
+def _instead(given: Any) -> str:
+    """What to give instead of something that is no pattern, for the end of a message."""
+    if hasattr(given, "tocoo"):
+        return "; CSR.from_scipy(matrix) takes a scipy sparse matrix"
+    if isinstance(given, type) and issubclass(given, Pattern):
+        return f"; this is a class, {given.__name__}(...) is a pattern"
+    if isinstance(given, (list, tuple)) and given and all(isinstance(p, Pattern) for p in given):
+        return "; PerHead(patterns) gives each query head its own, PerBatch(patterns) each batch element"
+    if isinstance(given, (bool, str)):
+        return "; causal attention is Causal(), a window SlidingWindow.of_size(W)"
+    if type(given).__module__.startswith("jax.experimental.pallas"):
+        return "; from_splash(mask) takes a mask of splash attention"
+    return "; Predicate(fn) takes a function fn(i, j)" if callable(given) else ""
+
+
+def _of_mask(mask: Any, B: int, H: int, Q: int, K: int) -> BlockLayout:
+    """The layout of a boolean array that broadcasts to (B, H, Q, K)."""
+    wanted = f"pattern, an array, must be boolean and broadcast to (B, H, Q, K) = {(B, H, Q, K)}"
+    if compat.is_abstract(mask):
+        raise ValueError(
+            f"{wanted} with numbers that are known here; this one is computed in a program: make a Plan of it by "
+            f"gossamer.jax.prepare(mask, query, key) outside"
+        )
+    mask = np.asarray(mask)
+    fits = 0 < mask.ndim <= 4 and all(
+        n in (1, want) for n, want in zip(reversed(mask.shape), (K, Q, H, B), strict=False)
+    )
+    if mask.dtype != bool or not fits:
+        raise ValueError(f"{wanted}; got {describe(mask)}")
+    mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    (Bl, Hl), edge = mask.shape[:2], TILE
+    return from_dense(np.broadcast_to(mask, (Bl, Hl, Q, K)), block_q=edge, block_kv=edge)
+
+
+def _of_bcsr(matrix: Any) -> CSR:
+    """The pattern of the stored entries of a sparse matrix of JAX."""
+    if matrix.n_batch or matrix.n_dense or len(matrix.shape) != 2:
+        raise ValueError(f"pattern, a BCSR matrix, must have two dimensions; got shape {matrix.shape}")
+    if compat.is_abstract(matrix.indptr):
+        raise ValueError(
+            "pattern, a BCSR matrix, must be known here: make a Plan of it by gossamer.jax.prepare outside"
+        )
+    indptr = np.asarray(matrix.indptr)
+    indices = np.asarray(matrix.indices)[: indptr.max()]
+    (Q, K), rows = matrix.shape, np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
+    stored = indices < K  # padding points past the end
+    return CSR._from_pairs(rows[stored], indices[stored], Q, K)
+
+
+def _fitting(plan: Plan, B: int, H: int, Q: int, K: int, q_offset: int | None) -> Plan:
+    """The Plan, if a call may use it."""
+    if (plan.Q, plan.K) != (Q, K):
+        raise ValueError(f"pattern, {plan!r}, is of Q={plan.Q}, K={plan.K}; the inputs have Q={Q}, K={K}")
+    Bl, Hl = plan.row_extent.lead
+    if Bl not in (1, B) or Hl not in (1, H):
+        raise ValueError(f"pattern, {plan!r}, is of {Bl} batch elements and {Hl} heads; the inputs have {B} and {H}")
+    if q_offset is not None and q_offset != plan.q_offset:
+        held = "counts rows from 0" if plan.q_offset is None else f"was made with q_offset={plan.q_offset}"
+        raise ValueError(f"q_offset must be left out with a Plan, which {held}; got {q_offset}")
+    return plan
+
+
+def offset_of(plan: Plan, given: int | None, distances: bool) -> int:
+    """The position of query row 0 in a call.
+
+    Args:
+        distances: ALiBi reads them.
+
+    Raises:
+        ValueError: one is given that nothing would read.
+    """
+    if plan.q_offset is not None:
+        return plan.q_offset
+    if given is not None and given != plan.K - plan.Q and not distances:
+        raise ValueError(
+            f"q_offset must be left out with {plan.name}, whose rows are counted from 0, not by their positions; "
+            f"got {given}"
+        )
+    return plan.K - plan.Q if given is None else given

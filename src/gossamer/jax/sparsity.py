@@ -1,0 +1,212 @@
+"""Which points are near one another: `create_sparsity_mask`, on the host and never as an N x N array.
+
+Positions in one to three dimensions are sorted into cells no smaller than the threshold, of which neighbours are
+looked into; features of any width are compared block by block, by products of matrices, and again by differences where
+rounding could decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import Array
+
+from gossamer.jax import compat
+from gossamer.jax.api import attention
+from gossamer.jax.arguments import describe
+from gossamer.patterns import CSR
+from gossamer.patterns.csr import MOST_PAIRS
+from gossamer.patterns.grid import ranges
+
+PAIRS = 2**22  # looked into at a time
+MARGIN = 1 + 1e-6  # of a cell over the threshold: rounding may not move two near points two cells apart
+FEWEST_CELLS = 3  # of a periodic axis: with fewer, neighbours on both sides are one
+CELL_AXES = 3  # the most dimensions that have cells
+
+
+class Near(NamedTuple):
+    """Pairs of points."""
+
+    rows: np.ndarray
+    columns: np.ndarray
+
+
+def create_sparsity_mask(x: Any, threshold: float, box: float | Sequence[float | None] | None = None) -> CSR:
+    """Which points attend to which: pairs whose Euclidean distance is at most the threshold, and each to itself.
+
+    Made on the host, in float64 of the numbers that are given, as a pattern: for `sparse_attention`, `attention` and
+    `prepare`, and to be joined with others by `&` and `|`. Memory is that of the pairs that are kept.
+
+    Args:
+        x: (N, d) positions or features of numbers that are known; d of any size.
+        threshold: at least 0.
+        box: the size of a periodic box, one for all axes or one for each, None for an axis that is not periodic:
+            distances are to the nearest image.
+
+    Raises:
+        ValueError: an argument is wrong.
+
+    Examples:
+        >>> x = jax.random.uniform(jax.random.key(0), (1000, 3))
+        >>> mask = gsj.create_sparsity_mask(x, threshold=0.1, box=1.0)
+        >>> mask.num_keys
+        1000
+        >>> q = jnp.ones((1000, 64))
+        >>> gsj.sparse_attention(q, q, q, mask).shape
+        (1000, 64)
+    """
+    if compat.is_abstract(x):
+        raise ValueError("x must be of numbers that are known: make the mask outside of jit, of concrete arrays")
+    points = np.asarray(x)
+    if (
+        points.ndim != 2
+        or min(points.shape) == 0
+        or (points.dtype.kind not in "fiu" and points.dtype.name != "bfloat16")
+    ):
+        raise ValueError(f"x must be an array (N, d) of real numbers; got {describe(x)}")
+    points = points.astype(np.float64)
+    if not np.isfinite(points).all():
+        raise ValueError("x must hold finite numbers")
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float, np.number)) or not 0 <= threshold < np.inf:
+        raise ValueError(f"threshold must be a finite number of at least 0; got {describe(threshold)}")
+    N, d = points.shape
+    sizes, limit = _box(box, d), float(threshold)
+    blocks = _by_cells(points, limit, sizes) if _has_cells(points, limit, sizes) else _by_blocks(points, limit, sizes)
+    found, total = [], 0
+    for near in blocks:
+        found.append(near.rows * N + near.columns)
+        total += len(near.rows)
+        if total > MOST_PAIRS:
+            raise ValueError(f"threshold keeps over {MOST_PAIRS} pairs, which no list of pairs holds; got {threshold}")
+    rows, columns = np.divmod(np.sort(np.concatenate(found)), N)
+    return CSR(np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=N))]), columns, N)
+
+
+def sparse_attention(q: Array, k: Array, v: Array, mask: Any, **options: Any) -> Any:
+    """Attention over the pairs of a mask that `create_sparsity_mask` made: `attention` by its other name.
+
+    Args:
+        q: (N, D), (N, heads, D) or (B, N, heads, D); k and v likewise.
+        mask: what `create_sparsity_mask` gives, or anything that `attention` takes as its pattern.
+        options: those of `attention`.
+
+    Examples:
+        >>> q, k, v = (jax.random.normal(jax.random.key(i), (256, 64)) for i in range(3))
+        >>> mask = gsj.create_sparsity_mask(q, threshold=9.0)
+        >>> gsj.sparse_attention(q, k, v, mask).shape
+        (256, 64)
+    """
+    return attention(q, k, v, mask, **options)
+
+
+def _box(box: Any, d: int) -> np.ndarray:
+    """The size of the box along each axis, infinite where it is not periodic."""
+    sizes = [box] * d if box is None or isinstance(box, (int, float, np.number)) else list(box)
+    wanted = f"box must be a positive number, {d} of them or None, None for an axis that is not periodic"
+    if len(sizes) != d:
+        raise ValueError(f"{wanted}; got {describe(box)}")
+    for size in sizes:
+        if size is not None and (isinstance(size, bool) or not 0 < float(size) < np.inf):
+            raise ValueError(f"{wanted}; got {describe(box)}")
+    return np.asarray([np.inf if size is None else float(size) for size in sizes])
+
+
+def _cells(points: np.ndarray, limit: float, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(first corner, size and number of cells) along each axis; about as many cells as points at most."""
+    N, d = points.shape
+    low = np.where(np.isfinite(sizes), 0.0, points.min(0))
+    extent = np.where(np.isfinite(sizes), sizes, np.maximum(points.max(0) - low, np.finfo(float).tiny))
+    most = max(1.0, np.ceil(2 * N ** (1 / d)))
+    number = np.floor(np.minimum(extent / max(limit * MARGIN, np.finfo(float).tiny), most)).astype(np.int64)
+    number = np.maximum(number, 1)
+    number[np.isfinite(sizes) & (number < FEWEST_CELLS)] = 1
+    return low, extent / number, number
+
+
+def _has_cells(points: np.ndarray, limit: float, sizes: np.ndarray) -> bool:
+    """Whether cells leave out most pairs."""
+    _, d = points.shape
+    if d > CELL_AXES:
+        return False
+    _, _, number = _cells(points, limit, sizes)
+    return bool((number > FEWEST_CELLS).any())
+
+
+def _by_cells(points: np.ndarray, limit: float, sizes: np.ndarray) -> Iterator[Near]:
+    """Pairs of points in cells beside one another."""
+    low, size, number = _cells(points, limit, sizes)
+    periodic = np.isfinite(sizes)
+    inside = np.where(periodic, np.mod(points, np.where(periodic, sizes, 1.0)), points)
+    cell = np.minimum(np.floor((inside - low) / size).astype(np.int64), number - 1)
+    flat = np.ravel_multi_index(tuple(cell.T), tuple(number))
+    order = np.argsort(flat, kind="stable")
+    ends = np.cumsum(np.bincount(flat, minlength=int(number.prod())))
+    starts = np.concatenate([[0], ends[:-1]])
+    steps = [range(-1, 2) if n > 1 else range(1) for n in number]
+    for step in product(*steps):
+        beside = cell + np.asarray(step)
+        there = (periodic | ((beside >= 0) & (beside < number))).all(1)
+        at = np.ravel_multi_index(tuple(np.mod(beside, number).T), tuple(number))
+        counts = np.where(there, ends[at] - starts[at], 0)
+        for rows in _chunks(counts):
+            which, places = ranges(starts[at[rows]], starts[at[rows]] + counts[rows])
+            row, column = rows[which], order[places]
+            kept = _distances(points, row, column, sizes) <= limit
+            yield Near(row[kept], column[kept])
+
+
+def _chunks(counts: np.ndarray) -> Iterator[np.ndarray]:
+    """Rows whose counts together are about PAIRS at most."""
+    total = np.cumsum(counts)
+    cuts = np.searchsorted(total, np.arange(PAIRS, int(total[-1]) + PAIRS, PAIRS), side="right")
+    for rows in np.split(np.arange(len(counts)), np.unique(cuts)):
+        if len(rows):
+            yield rows
+
+
+def _by_blocks(points: np.ndarray, limit: float, sizes: np.ndarray) -> Iterator[Near]:
+    """Pairs of all points, a block of rows with a block of columns at a time."""
+    N, d = points.shape
+    edge = int(PAIRS**0.5)
+    centred = points - points.mean(0)
+    squares = (centred * centred).sum(1)
+    for first, second in product(range(0, N, edge), range(0, N, edge)):
+        rows, columns = slice(first, first + edge), slice(second, second + edge)
+        if np.isfinite(sizes).any():
+            row, column = np.nonzero(_folded_squares(points[rows], points[columns], sizes) <= 4 * limit * limit)
+            surely = np.zeros(len(row), dtype=bool)
+        else:
+            both = squares[rows, None] + squares[columns]
+            distance = both - 2 * centred[rows] @ centred[columns].T
+            rounding = 4 * (d + 8) * np.finfo(float).eps * (both + limit * limit)
+            row, column = np.nonzero(distance <= limit * limit + rounding)
+            surely = distance[row, column] < limit * limit - rounding[row, column]
+        row, column = row + first, column + second
+        unsure = np.flatnonzero(~surely)
+        for at in np.array_split(unsure, -(-len(unsure) * d // PAIRS) or 1):
+            surely[at] = _distances(points, row[at], column[at], sizes) <= limit
+        yield Near(row[surely], column[surely])
+
+
+def _folded_squares(x: np.ndarray, y: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Squares of the distances to nearest images, (rows, columns)."""
+    total = np.zeros((len(x), len(y)))
+    for axis, size in enumerate(sizes):
+        step = x[:, None, axis] - y[:, axis]
+        if np.isfinite(size):
+            step -= size * np.round(step / size)
+        total += step * step
+    return total
+
+
+def _distances(points: np.ndarray, rows: np.ndarray, columns: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Distances of pairs to the nearest image, as they are defined."""
+    step = points[rows] - points[columns]
+    periodic = np.isfinite(sizes)
+    if periodic.any():
+        size = np.where(periodic, sizes, 1.0)
+        step -= np.where(periodic, size * np.round(step / size), 0.0)
+    return np.sqrt((step * step).sum(1))

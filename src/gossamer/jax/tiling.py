@@ -1,0 +1,246 @@
+"""Tensors of a call as tiles, and the tiles of a row with their scores: what both directions of `blocked` share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from gossamer.jax.tiles import INTERVAL, NOTHING, PIECE, Extent, TileLists
+
+# Scores that one step computes: measured on two cores, where fewer make short loops and more leave the cache.
+SCORES = 2**18
+
+
+class Vectors(NamedTuple):
+    """The arrays among the score terms, or None."""
+
+    key_lengths: Array | None = None  # (B,) int32
+    sink_logits: Array | None = None  # (H,) in the type of the arithmetic
+    alibi_slopes: Array | None = None  # (H,) likewise
+
+
+class Config(NamedTuple):
+    """What is known of a call beside its arrays: the layout's extents and the numbers among the score terms."""
+
+    rows: Extent
+    columns: Extent
+    scale: float
+    q_offset: int
+    softcap: float | None = None
+
+
+class Split(NamedTuple):
+    """How batch elements and heads are divided: into those of the layout's lists, and C copies that share a list.
+
+    Where heads share the lists, the query heads of a key head are `fold` parts of one tile, whose keys are read once.
+    """
+
+    Bl: int
+    batches: int  # that share a list
+    lists: int  # of heads: Hl
+    key_lists: int
+    heads: int  # key heads that share a list
+    fold: int
+    share: int  # query lists of a key head
+
+    @property
+    def copies(self) -> int:
+        return self.batches * self.heads
+
+
+def split_of(lead: tuple[int, int], B: int, H: int, G: int) -> Split:
+    """Of q with B batch elements and H heads, and k with G heads."""
+    Bl, Hl = lead
+    batches = B // Bl
+    return Split(Bl, batches, 1, 1, G, H // G, 1) if Hl == 1 else Split(Bl, batches, H, G, 1, 1, H // G)
+
+
+def query_tiles(x: Array, split: Split, tiles: int, block: int, padding: float = 0.0) -> Array:
+    """(B, N, H, size) as (C, Bl * Hl * T, fold * block, size)."""
+    return _tiles(x, split, split.lists, split.fold, tiles, block, padding)
+
+
+def key_tiles(x: Array, split: Split, tiles: int, block: int) -> Array:
+    """(B, N, G, size) as (C, lists of keys * T, block, size)."""
+    return _tiles(x, split, split.key_lists, 1, tiles, block, 0.0)
+
+
+def _tiles(x: Array, split: Split, lists: int, fold: int, tiles: int, block: int, padding: float) -> Array:
+    _, N, _, size = x.shape
+    if tiles * block > N:
+        x = jnp.pad(x, ((0, 0), (0, tiles * block - N), (0, 0), (0, 0)), constant_values=padding)
+    x = x.reshape(split.Bl, split.batches, tiles, block, lists, split.heads, fold, size)
+    x = x.transpose(1, 5, 0, 4, 2, 6, 3, 7)
+    return x.reshape(split.copies, split.Bl * lists * tiles, fold * block, size)
+
+
+def from_query_tiles(x: Array, split: Split, N: int, block: int) -> Array:
+    """(C, Bl * Hl * T, fold * block, size) as (B, N, H, size)."""
+    return _from_tiles(x, split, split.lists, split.fold, N, block)
+
+
+def from_key_tiles(x: Array, split: Split, N: int, block: int) -> Array:
+    """(C, Bl * Hl * T, block, size) as (B, N, G, size): summed over the query lists of a key head."""
+    if split.share > 1:
+        copies, rows, block, size = x.shape
+        tiles = rows // (split.Bl * split.lists)
+        x = x.reshape(copies, split.Bl * split.key_lists, split.share, tiles, block, size).sum(2)
+        x = x.reshape(copies, -1, block, size)
+    return _from_tiles(x, split, split.key_lists, 1, N, block)
+
+
+def _from_tiles(x: Array, split: Split, lists: int, fold: int, N: int, block: int) -> Array:
+    *_, size = x.shape
+    x = x.reshape(split.batches, split.heads, split.Bl, lists, -1, fold, block, size)
+    x = x.transpose(2, 0, 4, 6, 3, 1, 5, 7)
+    return x.reshape(split.Bl * split.batches, -1, lists * split.heads * fold, size)[:, :N]
+
+
+class Items(NamedTuple):
+    """Rows of tiles that are computed together, each for one copy."""
+
+    row: Array  # (c,) int32, counted over all lists
+    copy: Array  # (c,) int32
+    first: Array  # (c,) int32: where its tiles begin
+    count: Array  # (c,) int32
+
+
+class Streamed(NamedTuple):
+    """The tiles that a step reads for each item."""
+
+    columns: Array  # (c, P) int32
+    masks: Array  # (c, P) int32
+
+
+def over_rows(
+    extent: Extent, lists: TileLists, split: Split, body: Callable[[Items, int, int], tuple[Array, ...]],
+    empty: tuple[float, ...], checkpointed: bool = False,
+) -> tuple[Array, ...]:  # fmt: skip
+    """What `body` computes of every row of tiles and copy: each result (C, L * T, ...).
+
+    Args:
+        body: of some items, whose rows visit at most `tiles` tiles in each of `pieces` steps: (c, ...) each.
+        empty: of a row that visits no tile, for each result.
+        checkpointed: a gradient of JAX's own computes a step again, and keeps its inputs alone.
+    """
+    found: list[tuple[Array, ...]] = []
+    block = extent.block_rows * extent.block_columns * split.fold
+    for rows, width in zip(lists.groups, extent.widths, strict=True):
+        tiles, n = min(width, PIECE), rows.shape[0] * split.copies
+        steps = -(-n // max(1, SCORES // (block * tiles)))
+        each = -(-n // steps)
+        item = jnp.arange(steps * each, dtype=jnp.int32) % n  # the last ones are computed twice
+        row, copy = jnp.asarray(rows)[item % rows.shape[0]], item // rows.shape[0]
+        items = Items(row, copy, jnp.asarray(lists.starts)[row], jnp.asarray(lists.counts)[row])
+
+        def step(items: Items, tiles: int = tiles, width: int = width) -> tuple[Array, ...]:
+            return body(items, tiles, -(-width // tiles))
+
+        step = jax.checkpoint(step) if checkpointed else step
+        if steps == 1:
+            made = step(items)
+        else:
+            made = lax.map(step, jax.tree.map(lambda x, n=steps: x.reshape(n, -1), items))
+            made = tuple(x.reshape(steps * each, *x.shape[2:]) for x in made)
+        found.append(tuple(x[:n].reshape(split.copies, rows.shape[0], *x.shape[1:]) for x in made))
+    every = zip(*found, strict=True)
+    return tuple(_in_place(list(parts), lists.places, value) for parts, value in zip(every, empty, strict=True))
+
+
+def _in_place(parts: list[Array], places: Array, empty: float) -> Array:
+    """The results of all groups (C, n, ...), by rows; `empty` of those in no group."""
+    first, *_ = parts
+    nothing = jnp.full_like(lax.slice_in_dim(first, 0, 1, axis=1), empty)
+    return jnp.concatenate([*parts, nothing], axis=1)[:, places]
+
+
+def of_items(x: Array, items: Items, tiles: int, share: int = 1) -> Array:
+    """The tile of each item's row, (c, block, size), of x (C, lists * T, block, size).
+
+    Args:
+        tiles: T; share: lists of rows that one list of x is for.
+    """
+    row = items.row if share == 1 else items.row // (tiles * share) * tiles + items.row % tiles
+    return x.reshape(-1, *x.shape[2:])[items.copy * x.shape[1] + row]
+
+
+def streamed_tiles(x: Array, items: Items, s: Streamed, extent: Extent, share: int = 1) -> Array:
+    """The tiles that a step reads, (c, P, block, size), of x (C, lists * tile columns, block, size)."""
+    first = items.row // (extent.tiles * share) * extent.tile_columns
+    at = (items.copy * x.shape[1] + first)[:, None] + s.columns
+    return x.reshape(-1, *x.shape[2:])[at]
+
+
+def tiles_of(lists: TileLists, items: Items, tiles: int, piece: Any) -> Streamed:
+    """The tiles of one piece of each item's row."""
+    at = piece * tiles + jnp.arange(tiles, dtype=jnp.int32)
+    there = at < items.count[:, None]
+    place = jnp.where(there, items.first[:, None] + at, 0)
+    return Streamed(
+        jnp.where(there, jnp.asarray(lists.columns)[place], 0),
+        jnp.where(there, jnp.asarray(lists.masks)[place], NOTHING),
+    )  # fmt: skip
+
+
+def kept(extent: Extent, lists: TileLists, items: Items, s: Streamed) -> Array:
+    """Which pairs of these tiles are attended, (c, block_rows, P, block_columns)."""
+    at = s.columns[:, :, None] * extent.block_columns + jnp.arange(extent.block_columns, dtype=jnp.int32)
+    low: Array | int = 0
+    high = jnp.where(s.masks == NOTHING, 0, extent.columns)[:, None]  # (c, 1, P)
+    if lists.lo.size:
+        interval, rows = (s.masks == INTERVAL)[:, None], items.row
+        lo, hi = (jnp.asarray(x).reshape(-1, extent.block_rows)[rows][:, :, None] for x in (lists.lo, lists.hi))
+        low, high = jnp.where(interval, lo, 0)[..., None], jnp.where(interval, hi, high)
+    found = (at[:, None] < high[..., None]) & (at[:, None] >= low)
+    if lists.pool.shape[0]:
+        words = jnp.asarray(lists.pool)[jnp.maximum(s.masks, 0)]  # (c, P, block_rows, words)
+        words = jnp.where((s.masks >= 0)[:, :, None, None], words, jnp.uint32(2**32 - 1))
+        bits = (words[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+        found = found & (bits.reshape(*words.shape[:3], -1).swapaxes(1, 2) == 1)
+    c = len(items.row)
+    return jnp.broadcast_to(found, (c, extent.block_rows, s.columns.shape[1], extent.block_columns))
+
+
+class Scored(NamedTuple):
+    """Scores of pairs, with a key axis and a query axis in either order."""
+
+    s: Array
+    tanh: Array | None  # of the score over its soft cap
+
+
+def score(config: Config, s: Array, keep: Array, i: Array, j: Array, lengths: Any, slopes: Any) -> Scored:
+    """Products as scores, -inf of a pair that is not attended.
+
+    Args:
+        s: q k^T; keep, i, j, lengths, slopes: broadcast to it. i and j are rows of queries and keys.
+    """
+    s, tanh = s * s.dtype.type(config.scale), None
+    if config.softcap is not None:
+        tanh = jnp.tanh(s / s.dtype.type(config.softcap))
+        s = tanh * s.dtype.type(config.softcap)
+    if slopes is not None:
+        s = s + slopes * (j - (i + config.q_offset)).astype(s.dtype)
+    if lengths is not None:
+        keep = keep & (j < lengths)
+    return Scored(jnp.where(keep, s, -jnp.inf), tanh)
+
+
+def lengths_of(split: Split, vectors: Vectors, items: Items, tiles: int) -> Array | None:
+    """The key length of each item, (c,)."""
+    if vectors.key_lengths is None:
+        return None
+    batch = items.row // (tiles * split.lists) * split.batches + items.copy // split.heads
+    return vectors.key_lengths[batch]
+
+
+def slopes_of(split: Split, vectors: Vectors, items: Items, tiles: int) -> Array | None:
+    """The slopes of each item's query heads, (c, fold)."""
+    if vectors.alibi_slopes is None:
+        return None
+    by_list = vectors.alibi_slopes.reshape(split.lists * split.heads, split.fold)
+    head = items.row // tiles % split.lists if split.lists > 1 else items.copy % split.heads
+    return by_list[head]

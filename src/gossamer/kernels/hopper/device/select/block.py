@@ -1,0 +1,40 @@
+"""The parameters of the selecting kernel, and what its roles share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from gossamer.kernels.hopper.device.common import Block, Ring
+from gossamer.kernels.hopper.device.tiles import Tma
+
+
+class SelectArguments(NamedTuple):
+    """The parameters."""
+
+    q: Tma  # (B, H, Q, D)
+    k: Tma  # (B, G, K, D)
+    steepness: cute.Tensor  # (H,) float32: alpha - 1
+    lo: cute.Tensor  # (Q,) int32, non-decreasing; not read without intervals
+    hi: cute.Tensor  # (Q,) int32
+    scores: cute.Tensor  # (rows, contenders) float32
+    keys: cute.Tensor  # (rows, contenders) int32
+    counts: cute.Tensor  # (rows,) int32
+    scale: Float32  # positive
+    first_block: Int32  # of all blocks of rows, of those that are computed
+    offset: Int32  # of causal: key j is seen by row r where j <= r + offset
+    keep: Int32  # how many of the largest are wanted
+
+
+class SelectBlock(Block):
+    """What the roles share."""
+
+    arguments: SelectArguments
+    q: Ring  # a stage for each warpgroup
+    k: Ring
+    s_q: cute.Tensor  # (64, D, groups)
+    s_k: cute.Tensor  # (step, D, stages)
+    s_scores: cute.Tensor  # (256 * groups, places) float32
+    s_keys: cute.Tensor  # (256 * groups, places) int32

@@ -1,0 +1,44 @@
+"""What the selecting kernel is compiled from: what does not fit the chip is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gossamer.kernels.hopper.device.configurations import check_memory
+
+GROUPS = 2  # warpgroups that compute, of 64 rows each
+ROWS = 64 * GROUPS  # of a block
+CHUNK = 32  # keys after which a thread looks whether there is room: 8 of each of its rows
+
+
+@dataclass(frozen=True)
+class SelectConfig:
+    """One compiled kernel.
+
+    `places` are those of a thread for the contenders of one of its rows; four threads share a row. `contenders` is the
+    length of the lists that it writes.
+    """
+
+    dtype: str
+    D: int  # head size after padding
+    places: int
+    contenders: int
+    step: int = 128  # keys
+    stages: int = 3
+    same: float = -1.0  # alpha - 1 of all heads: 0.5, 1.0, or -1.0 for any
+    top: bool = False  # whether the k largest are selected
+    weighed: bool = True  # whether those that surely have no weight are left out
+    bounds: Literal["every", "causal", "intervals"] = "every"
+
+    blocks = 1
+
+    def __post_init__(self) -> None:
+        if self.step % CHUNK or self.places < 2 * CHUNK // 4 or not (self.top or self.weighed):
+            raise ValueError(f"the selecting kernel cannot run as {self}")
+        check_memory(self)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: Q, the ring of K, contenders and barriers."""
+        return 2 * self.D * (ROWS + self.step * self.stages) + 8 * 4 * ROWS * self.places + 1024

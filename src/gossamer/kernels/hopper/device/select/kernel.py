@@ -1,0 +1,90 @@
+"""The selecting kernel: scores of 128 query rows by wgmma, of which those above a rising bound are kept.
+
+Of the first warpgroup one warp loads Q and K by TMA; the two others own 64 rows each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from gossamer.kernels.hopper.device.common import NUMBERS, WARPGROUP, computing_thread
+from gossamer.kernels.hopper.device.common import ROWS as TILE
+from gossamer.kernels.hopper.device.select.block import SelectArguments, SelectBlock
+from gossamer.kernels.hopper.device.select.configurations import GROUPS, SelectConfig
+from gossamer.kernels.hopper.device.select.contenders import Selector
+from gossamer.kernels.hopper.device.select.rows import rows_of, tile_of
+from gossamer.kernels.hopper.device.shell import Shell, array, barriers, ring_of, tile_memory, tiles, words
+from gossamer.kernels.hopper.device.tiles import tile_layout, tile_loader, tma
+
+
+class Select(Shell):
+    """The kernel of one configuration."""
+
+    threads = WARPGROUP * (GROUPS + 1)
+    registers = (24, 240)
+
+    def __init__(self, config: SelectConfig) -> None:
+        self.config = config
+        self.dtype = NUMBERS[config.dtype]
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor, k: cute.Tensor, steepness: cute.Tensor, lo: cute.Tensor, hi: cute.Tensor, scores: cute.Tensor,
+        keys: cute.Tensor, counts: cute.Tensor, scale: Float32, first_block: Int32, offset: Int32, keep: Int32,
+        blocks: Int32, stream: Any,
+    ) -> None:  # fmt: skip
+        """As in `SelectArguments`; `blocks` of rows are computed."""
+        c = self.config
+        arguments = SelectArguments(
+            q=tma(q, TILE, c.D), k=tma(k, c.step, c.D), steepness=steepness, lo=lo, hi=hi, scores=scores, keys=keys,
+            counts=counts, scale=scale, first_block=first_block, offset=offset, keep=keep,
+        )  # fmt: skip
+        self.launch(arguments, blocks, stream)
+
+    def layouts(self) -> tuple[Any, Any]:
+        """Of Q and of the ring of K."""
+        c = self.config
+        return tile_layout(self.dtype, TILE, c.D, GROUPS), tile_layout(self.dtype, c.step, c.D, c.stages)
+
+    def memory(self) -> dict[str, Any]:
+        c = self.config
+        q, k = self.layouts()
+        return {
+            **barriers(q=GROUPS, k=c.stages), "q": tile_memory(self.dtype, q), "k": tile_memory(self.dtype, k),
+            "scores": array(Float32, 4 * TILE * GROUPS * c.places, 128),
+            "keys": array(Int32, 4 * TILE * GROUPS * c.places, 128),
+        }  # fmt: skip
+
+    def block(self, arguments: SelectArguments, memory: Any) -> SelectBlock:
+        c = self.config
+        q, k = self.layouts()
+        q_ring = ring_of(memory, "q", GROUPS, 1, 1)
+        k_ring = ring_of(memory, "k", c.stages, 1, 4 * GROUPS)
+        return SelectBlock(
+            config=c, arguments=arguments, rings=((q_ring,), (k_ring,)), q=q_ring, k=k_ring,
+            s_q=tiles(memory.q, q), s_k=tiles(memory.k, k),
+            s_scores=words(memory.scores, 4 * TILE * GROUPS, c.places),
+            s_keys=words(memory.keys, 4 * TILE * GROUPS, c.places),
+        )  # fmt: skip
+
+    @cute.jit
+    def serve(self, block, warp):
+        """One warp loads."""
+        if warp == 0:
+            a, c = block.arguments, self.config
+            rows = rows_of(block)
+            of_q = tile_loader(block.q, a.q, block.s_q, TILE, c.D)
+            of_k = tile_loader(block.k, a.k, block.s_k, c.step, c.D)
+            for g in cutlass.range_constexpr(GROUPS):
+                of_q.load(Int32(g), rows.tile * GROUPS + g, rows.head, rows.batch)
+            for step in cutlass.range(rows.tiles, unroll=1):
+                of_k.load(step, rows.begin + tile_of(step, rows.tiles), rows.group, rows.batch)
+
+    @cute.jit
+    def compute(self, block):
+        Selector(block, computing_thread()).run()

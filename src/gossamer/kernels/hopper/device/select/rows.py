@@ -1,0 +1,59 @@
+"""Which rows a block has, and the key tiles that it walks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from gossamer.kernels.hopper.device.select.configurations import ROWS
+
+SAMPLE = 16  # every so many of the tiles come first
+
+
+class Rows(NamedTuple):
+    """Where a block is, and its tiles."""
+
+    batch: Any
+    head: Any
+    group: Any
+    tile: Any  # of the rows of its head
+    begin: Any  # the first key tile
+    tiles: Any  # how many
+
+
+def rows_of(block: Any) -> Rows:
+    """The rows of this block; the last ones of a head come first."""
+    a, c = block.arguments, block.config
+    H, Q = cute.size(a.q.tensor, mode=[2]), cute.size(a.q.tensor, mode=[0])
+    G, K = cute.size(a.k.tensor, mode=[2]), cute.size(a.k.tensor, mode=[0])
+    x, _, _ = cute.arch.block_idx()
+    number = a.first_block + x
+    blocks = cute.ceil_div(Q, ROWS)
+    lead, tile = number // blocks, blocks - 1 - number % blocks
+    head = lead % H
+    first, end = Int32(0), Int32(K)
+    last_row = cutlass.min(tile * ROWS + ROWS, Q) - 1
+    if const_expr(c.bounds == "causal"):
+        end = cutlass.max(cutlass.min(last_row + a.offset + 1, Int32(K)), Int32(0))
+    elif const_expr(c.bounds == "intervals"):
+        first, end = a.lo[tile * ROWS], a.hi[last_row]
+    begin = first // c.step
+    tiles = cutlass.max(cute.ceil_div(end, c.step) - begin, Int32(0))
+    return Rows(lead // H, head, head // (H // G), tile, begin, tiles)
+
+
+def sampled(tiles: Any) -> Any:
+    """How many tiles come first."""
+    return cute.ceil_div(tiles, SAMPLE)
+
+
+@cute.jit
+def tile_of(step, tiles):
+    """The tile of a step: every SAMPLE-th, then the others."""
+    first = sampled(tiles)
+    rest = step - first
+    other = rest // (SAMPLE - 1) * SAMPLE + 1 + rest % (SAMPLE - 1)
+    return step * SAMPLE if step < first else other

@@ -1,0 +1,96 @@
+"""The kernel that makes the list of a block of queries from its scores."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LEAST: tl.constexpr = tl.constexpr(-(2**31))
+MOST: tl.constexpr = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _number(some):
+    return tl.sum(some.to(tl.int32), 0)
+
+
+@triton.jit
+def _threshold(key, others, wanted):
+    """The largest number that at least `wanted` of the keys of others are not below, or one with just so many."""
+    low = tl.min(tl.where(others, key, MOST), 0)
+    behind = tl.max(tl.where(others, key, LEAST), 0) + 1
+    found = _number(others)
+    while (found != wanted) & (low + 1 < behind):
+        middle = (low >> 1) + (behind >> 1) + (low & behind & 1)
+        number = _number(others & (key >= middle))
+        enough = number >= wanted
+        found = tl.where(enough, number, found)
+        low = tl.where(enough, middle, low)
+        behind = tl.where(enough, behind, middle)
+    return low
+
+
+@triton.jit(do_not_specialize=["Q", "K", "T", "C", "t0", "rows", "local", "first"])
+def choose_kernel(
+    scores,  # (B * heads, rows, C)
+    keys,  # (B * heads, rows, n) int64, a workspace
+    indices,  # (B * heads, T, n) int32
+    covered,  # (B * heads, T) float32
+    Q, K, T, C, t0, rows, local, first, n, top_p, CAUSAL: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
+    CP: tl.constexpr, NP: tl.constexpr,
+):  # fmt: skip
+    """One list: the blocks that are always kept, then those of the highest scores, equal ones by ascending position.
+
+    A block is one integer: its score, as bits in ascending order, and its place. The threshold of the n first is
+    searched, what is not below it written to `keys` in any order, and that sorted.
+
+    Args:
+        t0: the block of queries of the first row.
+        PART: whether `top_p` may leave some out.
+        CP, NP: powers of two that hold C and n.
+    """
+    at = tl.program_id(0).to(tl.int64)
+    t = t0 + (at % rows).to(tl.int32)
+    end = tl.minimum(t * BLOCK + BLOCK, Q) - 1 + (K - Q)
+    c = tl.arange(0, CP)
+    visible = c < C
+    if CAUSAL:
+        visible &= c * BLOCK <= end
+    low_block = tl.maximum(t * BLOCK + (K - Q), 0) // BLOCK
+    high_block = tl.maximum(end, 0) // BLOCK
+    reach = local
+    if CAUSAL:
+        reach = tl.minimum(local, 1)
+    near = (c > low_block - local) & (c < tl.where(end >= 0, high_block + reach, 0))
+    always = visible & (near | (c < first))
+    score = tl.load(scores + at * C + c, mask=visible, other=float("-inf"))
+    # + 0.0: both zeros are one number.
+    bits = (tl.where(score != score, float("inf"), score) + 0.0).to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ MOST, bits)
+    kept = tl.minimum(_number(visible), n)
+    sure = _number(always)
+    others = visible & (always == 0)
+    threshold = _threshold(key, others, kept - sure)
+    over, equal = others & (key > threshold), others & (key == threshold)
+    room = kept - sure - _number(over)
+    taken = always | over | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
+    packed = (tl.where(always, MOST, key).to(tl.int64) << 32) + (C - 1 - c)
+    tl.store(keys + at * n + tl.cumsum(taken.to(tl.int32), 0) - 1, packed, mask=taken)
+    tl.debug_barrier()  # what other threads wrote is read
+
+    j = tl.arange(0, NP)
+    listed = tl.load(keys + at * n + j, mask=j < kept, other=-(2**63))
+    listed = tl.sort(listed, descending=True)
+    used = j < kept
+    index = C - 1 - (listed & 0xFFFFFFFF).to(tl.int32)
+    most = tl.max(score, 0)
+    most = tl.where(tl.abs(most) == float("inf"), 0.0, most)
+    total = tl.sum(tl.where(visible, tl.exp(score - most), 0.0), 0)
+    total = tl.where(total == 0, float("-inf"), tl.log(tl.where(total == 0, 1.0, total)) + most)
+    share = tl.where(used, tl.exp(tl.load(scores + at * C + index, mask=used, other=0.0) - total), 0.0)
+    if PART:
+        used &= (tl.cumsum(share, 0) - share < top_p) | (j < sure)
+    mass = tl.sum(tl.where(used, share, 0.0), 0)
+    to = at // rows * T + t
+    tl.store(indices + to * n + j, tl.where(used, index, -1), mask=j < n)
+    tl.store(covered + to, tl.where(mass > 1, 1.0, mass))

@@ -1,0 +1,172 @@
+"""Which way a call is computed: by kernels, or by operations of torch, and why.
+
+By default kernels compute the calls that were checked on a GPU (`checked`), as far as their rows have lists; the host
+reads whether they have. `implementation="kernels"` computes all that the kernels take, and reads nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gossamer.patterns import Causal, Dense, Pattern
+from gossamer.patterns.base import Intervals
+from gossamer.patterns.compose import And
+from gossamer.patterns.handles import pattern_of
+from gossamer.plan.capability import Capability
+from gossamer.plan.problem import Unsupported
+
+if TYPE_CHECKING:
+    from gossamer.kernels.entmax.launch import Call
+    from gossamer.torch.entmax.options import Options
+
+CAPABILITY = Capability(
+    devices=frozenset({"cuda"}), dtypes=frozenset({"float16", "bfloat16", "float32"}), max_head_dim=256, min_sm=80
+)  # fmt: skip
+MOST_KEPT = 256
+MOST_PAIRS = 2**31 - 2**20  # of all lists: the name of a pair is an int32
+MOST_LISTED = 96
+
+
+def reasons(q: Tensor, k: Tensor, v: Tensor, options: Options) -> list[str]:
+    """Why the kernels do not take a call; nothing if they do. Values are not looked at."""
+    found = []
+    device, interpreting = q.device.type, os.environ.get("TRITON_INTERPRET") == "1"
+    if device not in CAPABILITY.devices and not (interpreting and device == "cpu"):
+        found.append(f"tensors are on {device}, the kernels run on cuda")
+    elif find_spec("triton") is None:
+        found.append("triton is not installed")
+    elif device == "cuda" and torch.cuda.get_device_capability(q.device) < divmod(CAPABILITY.min_sm or 0, 10):
+        found.append("the kernels need compute capability 8.0 or later")
+    dtype = str(q.dtype).removeprefix("torch.")
+    if dtype not in CAPABILITY.dtypes:
+        found.append(f"q, k and v are {dtype}, the kernels take {', '.join(sorted(CAPABILITY.dtypes))}")
+    most = CAPABILITY.max_head_dim
+    if most is not None and max(q.shape[3], v.shape[3]) > most:
+        found.append(f"heads of {q.shape[3]} and {v.shape[3]}, the kernels take up to {most}")
+    if options.top_k is not None and options.top_k > MOST_KEPT:
+        found.append(f"{options.top_k} keys of a row, the kernels keep up to {MOST_KEPT}")
+    if q.shape[0] * q.shape[1] * q.shape[2] * (options.top_k or MOST_LISTED) > MOST_PAIRS:
+        found.append(f"more than {MOST_PAIRS} pairs in the lists of all rows")
+    if options.attended.data:
+        found.append("a mask, a layout or a structure made on the device; the kernels take patterns and positions")
+    elif interval_pattern(options, q.shape[2], k.shape[2]) is None:
+        found.append("a pattern whose rows do not each keep one run of keys, shared by all heads")
+    return found
+
+
+def by_kernels(q: Tensor, k: Tensor, v: Tensor, number: float | None, options: Options) -> bool:
+    """Whether kernels compute a call.
+
+    Args:
+        number: alpha of all heads, where it is given as a number.
+
+    Raises:
+        Unsupported: they were asked for and cannot.
+    """
+    if options.implementation is None:
+        return checked(q, k, v, number, options)
+    found = reasons(q, k, v, options) if options.implementation == "kernels" else []
+    if found:
+        raise Unsupported('implementation="kernels" does not take this call: ' + "; ".join(found))
+    return options.implementation == "kernels"
+
+
+def checked(q: Tensor, k: Tensor, v: Tensor, number: float | None, options: Options) -> bool:
+    """Whether a call is of those whose kernels were checked on a GPU: entmax-1.5, causal, in bfloat16, heads of 64."""
+    sizes = q.dtype == torch.bfloat16 and q.shape[3] == v.shape[3] == 64
+    if q.device.type != "cuda" or not sizes or number != 1.5 or options.top_k is not None or reasons(q, k, v, options):
+        return False
+    if options.q_positions is not None or options.k_positions is not None:
+        return False
+    run = interval_pattern(options, q.shape[2], k.shape[2])
+    if run is None or run.kind != "causal" or (options.scale is not None and options.scale <= 0):
+        return False
+    from gossamer.kernels.entmax.launch import by_tma, hopper_here
+
+    return hopper_here(q.device) and by_tma(readable(q)) and by_tma(readable(k))
+
+
+class Run(NamedTuple):
+    """Each row sees one run of keys."""
+
+    kind: Literal["every", "causal", "intervals"]
+    intervals: Intervals | None = None
+
+
+def interval_pattern(options: Options, Q: int, K: int) -> Run | None:
+    """The keys that rows may see by pattern and `causal`, where each row sees one run of them."""
+    positions = options.q_positions is not None or options.k_positions is not None
+    return _run(pattern_of(options.attended.handle), options.causal and not positions, Q, K)
+
+
+@lru_cache(64)
+def _run(pattern: Pattern, causal: bool, Q: int, K: int) -> Run | None:
+    if isinstance(pattern, Dense):
+        return Run("causal" if causal else "every")
+    if isinstance(pattern, Causal):
+        return Run("causal")
+    whole = And(pattern, Causal()) if causal else pattern
+    parts, _ = whole.distinct()
+    if len(parts) != 1:
+        return None
+    sizes = Dense._sizes(Q, K)
+    (part,) = parts
+    intervals = part.lower(sizes).intervals(sizes)
+    return None if intervals is None else Run("intervals", intervals)
+
+
+@lru_cache(64)
+def _on_device(pattern: Pattern, causal: bool, Q: int, K: int, device: torch.device) -> tuple[Tensor, ...]:
+    """lo and hi (Q,) int32 of the rows."""
+    run = _run(pattern, causal, Q, K)
+    assert run is not None and run.intervals is not None
+    return tuple(torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)).to(device) for x in run.intervals)
+
+
+def kernel_call(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, number: float | None, options: Options
+) -> Call:  # fmt: skip
+    """A call that the kernels take, as they take it.
+
+    Args:
+        alpha: (H,), of any float type. Rows of a head whose alpha is outside [1, 2] become NaN.
+        number: that of all heads, where it was given as a number.
+    """
+    from gossamer.kernels.entmax.launch import Call
+
+    (B, H, Q, D), (_, G, K, _) = q.shape, k.shape
+    run = interval_pattern(options, Q, K)
+    assert run is not None
+    lo = hi = None
+    if run.intervals is not None:
+        causal = options.causal and options.q_positions is None and options.k_positions is None
+        lo, hi = _on_device(pattern_of(options.attended.handle), causal, Q, K, q.device)
+    of_q, of_k = options.q_positions, options.k_positions
+    if of_q is not None or of_k is not None:
+        if of_q is None:
+            of_q = torch.arange(K - Q, K, device=q.device)
+        if of_k is None:
+            of_k = torch.arange(K, device=q.device)
+        if of_k.ndim > 1 and of_k.shape[-2] == G != H and G > 1:
+            of_k = of_k.repeat_interleave(H // G, -2)
+        of_q, of_k = of_q.to(torch.int64).expand(B, H, Q), of_k.to(torch.int64).expand(B, H, K)
+    steepness = (alpha.detach().double() - 1).float()
+    if number is None:
+        steepness = steepness.where((steepness >= 0) & (steepness <= 1), torch.nan)
+    return Call(
+        readable(q), readable(k), readable(v), steepness.contiguous(), None if number is None else number - 1,
+        D**-0.5 if options.scale is None else float(options.scale), options.top_k,
+        ("every", "causal", "intervals").index(run.kind), K - Q, lo, hi, of_q, of_k,
+    )  # fmt: skip
+
+
+def readable(x: Tensor) -> Tensor:
+    """x where its last dimension lies together, else a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()

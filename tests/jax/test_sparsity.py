@@ -1,0 +1,129 @@
+"""`create_sparsity_mask` against all distances, `sparse_attention` as the mission calls it, splash masks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gossamer.jax as gsj
+
+CALLS = 150
+
+
+def near(x: Any, threshold: float, box: Any) -> np.ndarray:
+    """The definition, over all pairs."""
+    x = np.asarray(x, np.float64)
+    step = x[:, None] - x
+    sizes = [box] * x.shape[1] if box is None or np.isscalar(box) else box
+    for axis, size in enumerate(sizes):
+        if size is not None:
+            step[..., axis] -= size * np.round(step[..., axis] / size)
+    found: np.ndarray = np.sqrt((step * step).sum(-1)) <= threshold
+    return found
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_random_points(part: int) -> None:
+    """1 to 3 dimensions by cells, wider ones by blocks; points on a grid, coincident ones, boxes of any axes."""
+    for call in range(CALLS):
+        rng = np.random.default_rng((part, call))
+        N, d = int(rng.integers(1, 160)), int(rng.choice([1, 2, 3, 4, 64]))
+        x = rng.uniform(-1, 2, (N, d)).astype(rng.choice([np.float32, np.float64]))
+        if rng.random() < 0.3:
+            x = np.round(x * 4) / 4  # distances that are the threshold
+        if rng.random() < 0.1:
+            x[:] = x[0]
+        threshold = float(rng.choice([0, 1e-9, 0.05, 0.25, 0.3, 1.0, 3.0]))
+        box: Any = None
+        if rng.random() < 0.5:
+            box = [None if rng.random() < 0.4 else float(rng.uniform(0.2, 4)) for _ in range(d)]
+            box = 1.0 if rng.random() < 0.5 else box
+        mask = gsj.create_sparsity_mask(x, threshold, box)
+        assert (mask.materialize(N, N) == near(x, threshold, box)).all(), (call, N, d, threshold, box)
+        assert mask.materialize(N, N).diagonal().all()
+
+
+def test_blocks_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gossamer.jax import sparsity
+
+    monkeypatch.setattr(sparsity, "PAIRS", 1000)
+    rng = np.random.default_rng(0)
+    for d, threshold in ((2, 0.1), (3, 0.2), (20, 1.6)):
+        x = rng.random((200, d))
+        assert (gsj.create_sparsity_mask(x, threshold).materialize(200, 200) == near(x, threshold, None)).all()
+        assert (gsj.create_sparsity_mask(x, threshold, 1.0).materialize(200, 200) == near(x, threshold, 1.0)).all()
+
+
+@pytest.mark.parametrize("kept", [0.25, None])
+def test_the_example_of_the_mission(kept: float | None) -> None:
+    """4096 rows of 64 features: at a threshold that keeps a quarter of the pairs, and at one that keeps rows alone."""
+    q, k, v = (jax.random.normal(jax.random.key(i), (4096, 64)) for i in range(3))
+    threshold = 0.01
+    if kept:
+        some = np.asarray(q[:256], np.float64)
+        distances = np.sqrt(((some[:, None] - np.asarray(q[256:512], np.float64)) ** 2).sum(-1))
+        threshold = float(np.quantile(distances, kept))
+    mask = gsj.create_sparsity_mask(q, threshold=threshold)
+    out = gsj.sparse_attention(q, k, v, mask)
+    share = len(mask.indices) / 4096**2
+    if kept:
+        assert abs(share - kept) < 0.02
+        keep = mask.materialize(4096, 4096)[None, None]
+        want = jax.nn.dot_product_attention(*(x[None, :, None] for x in (q, k, v)), mask=keep)
+        assert jnp.abs(out - want[0, :, 0]).max() < 2e-5
+    else:
+        assert len(mask.indices) == 4096 and (out == v).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"x": np.ones(3)}, r"x must be an array \(N, d\) of real numbers"),
+        ({"x": np.ones((3, 2), complex)}, "x must be an array"),
+        ({"x": np.full((3, 2), np.nan)}, "x must hold finite numbers"),
+        ({"threshold": -0.1}, "threshold must be a finite number of at least 0"),
+        ({"threshold": float("inf")}, "threshold must be a finite number"),
+        ({"threshold": True}, "threshold must be a finite number"),
+        ({"box": 0.0}, "box must be a positive number, 2 of them or None"),
+        ({"box": [1.0]}, "box must be a positive number, 2 of them or None"),
+    ],
+)
+def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
+    given = {"x": np.ones((3, 2)), "threshold": 1.0} | arguments
+    with pytest.raises(ValueError, match=message):
+        gsj.create_sparsity_mask(**given)
+
+
+def test_numbers_that_are_not_known() -> None:
+    with pytest.raises(ValueError, match="make the mask outside of jit"):
+        jax.jit(lambda x: gsj.create_sparsity_mask(x, 1.0).num_keys)(jnp.ones((3, 2)))
+
+
+def test_splash_masks() -> None:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash
+
+    N, rng = 96, np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((1, N, 2, 8)), jnp.float32)
+    shape = (N, N)
+    for mask in (
+        splash.FullMask(shape), splash.CausalMask(shape), splash.CausalMask(shape, 3), splash.CausalMask(shape, -5),
+        splash.LocalMask(shape, (5, None), 0), splash.LocalMask(shape, (5, 3), 2) & splash.CausalMask(shape),
+        splash.ChunkedCausalMask(shape, 17) | splash.LocalMask(shape, (2, 2), 0),
+        splash.NumpyMask(rng.random(shape) < 0.3),
+        splash.MultiHeadMask([splash.CausalMask(shape), splash.LocalMask(shape, (5, 3), 0)]),
+    ):  # fmt: skip
+        dense = np.asarray(mask[tuple(slice(None) for _ in mask.shape)])
+        dense = dense if dense.ndim == 3 else dense[None]
+        out, lse = gsj.attention(x, x, x, gsj.from_splash(mask), return_residual=True)
+        want = jax.nn.dot_product_attention(x, x, x, mask=jnp.asarray(dense)[None])
+        some = jnp.broadcast_to(jnp.asarray(dense.any(-1)).T, (N, 2))[None]
+        assert (jnp.isfinite(lse) == some).all()
+        assert jnp.abs(jnp.where(some[..., None], out - want, out)).max() < 1e-5
+    with pytest.raises(ValueError, match="joins a ChunkedCausalMask with masks of other offsets"):
+        gsj.from_splash(splash.ChunkedCausalMask(shape, 17) & splash.CausalMask(shape, -3))
+    with pytest.raises(ValueError, match="mask must be a splash attention mask"):
+        gsj.from_splash(3)

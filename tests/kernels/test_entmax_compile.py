@@ -1,0 +1,90 @@
+"""The kernels of entmax compile without a GPU: Triton's for two architectures, the Hopper kernel without spills."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gossamer.kernels.hopper import missing_packages
+from gossamer.kernels.hopper.device.select.configurations import SelectConfig
+from tests.kernels.test_hopper_compile import resources
+from tests.support.processes import compiled
+
+CONFIGS = {
+    "checked": SelectConfig("bfloat16", 64, 40, 128, same=0.5, bounds="causal"),
+    "largest": SelectConfig("float16", 64, 40, 128, same=0.5, top=True, bounds="causal"),
+    "keys": SelectConfig("bfloat16", 64, 40, 128, top=True, weighed=False),
+    "any alpha": SelectConfig("bfloat16", 128, 32, 128, stages=2, bounds="intervals"),
+    "sparsemax": SelectConfig("bfloat16", 128, 32, 128, stages=2, same=1.0, top=True),
+}
+
+
+def test_configurations_refuse() -> None:
+    with pytest.raises(ValueError, match="bytes of shared memory"):
+        SelectConfig("bfloat16", 128, 40, 128)
+    with pytest.raises(ValueError, match="the selecting kernel cannot run as"):
+        SelectConfig("bfloat16", 64, 40, 128, top=False, weighed=False)
+
+
+@pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_selecting_kernel_compiles(name: str) -> None:
+    from gossamer.kernels.hopper import compiled as kernels
+
+    registers, stack = resources(kernels.select.object(CONFIGS[name]))
+    assert registers and max(registers) <= 255
+    assert not any(stack)
+
+
+# Every launch of a forward and a backward is compiled in place of being run, on tensors of a CPU.
+SCRIPT = """
+import sys
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+from gossamer.kernels.entmax import launch
+from gossamer.kernels.triton.config import SHARED_MEMORY
+sm = int(sys.argv[1])
+types = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
+         torch.bool: "i1"}
+made = set()
+
+def compile_instead(self, grid):
+    def call(*arguments, num_warps=4, num_stages=3, **named):
+        values = dict(zip(self.arg_names, arguments)) | named
+        constants = {p.name: values[p.name] for p in self.params if p.is_constexpr}
+        signature = {}
+        for p in self.params:
+            x = values[p.name]
+            kind = "fp32" if isinstance(x, float) else "i32"
+            kind = "*" + types[x.dtype] if isinstance(x, torch.Tensor) else kind
+            signature[p.name] = "constexpr" if p.is_constexpr else kind
+        source = ASTSource(fn=self, signature=signature, constexprs=constants)
+        options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+        shared = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options).metadata.shared
+        assert shared <= SHARED_MEMORY[sm], (self.fn.__name__, shared)
+        made.add(self.fn.__name__)
+    return call
+
+JITFunction.__getitem__ = compile_instead
+for dtype, D, top_k, same, G, positions in (
+    (torch.bfloat16, 64, None, 0.5, 2, False), (torch.float32, 64, 8, None, 1, True),
+    (torch.float16, 128, 64, 0.0, 2, False),
+):
+    q, k = torch.empty(1, 2, 600, D, dtype=dtype), torch.empty(1, G, 600, D, dtype=dtype)
+    at = torch.zeros(1, 2, 600, dtype=torch.int64) if positions else None
+    call = launch.Call(q, k, k, torch.zeros(2), same, 0.1, top_k, 1, 0, None, None, at, at)
+    found = launch.forward(call, keep_lists=True)
+    launch.backward(call, found.lists, found.stats.lam, q, True)
+assert len(made) == 14, made
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", [80, 90])
+def test_triton_kernels_compile(sm: int, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    compiled(SCRIPT, sm, cache=tmp_path)
