@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=told)
     lengths = "bytes of the texts, ascending: the last are those of the questions"
     parser.add_argument("--lengths", type=int, nargs="+", default=[24, 512], help=lengths)
-    parser.add_argument("--steps", type=int, nargs="+", default=[600, 80], help="of training, for each length")
+    parser.add_argument("--steps", type=int, nargs="+", default=[600, 100], help="of training, for each length")
     parser.add_argument("--kinds", choices=KINDS, nargs="+", default=KINDS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument(
