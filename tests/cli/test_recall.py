@@ -12,7 +12,7 @@ from examples.recall import ASKED, KINDS, MARK, PAIRS, QUESTION, Row, draw, main
 
 SIZE = [
     "--lengths",
-    "48",
+    "24",
     "150",
     "--width",
     "32",
