@@ -134,7 +134,7 @@ def charts() -> None:
     from gossamer.bench.summary import read
 
     for sweep in ("breakeven", "ladder"):
-        rows = RESULTS / f"nvidia_h200_{sweep}.jsonl"
+        rows = RESULTS / f"nvidia_h200_{sweep}.jsonl.gz"
         if rows.exists():
             chart(read(rows), FIGURES / f"{sweep}.png")
             shrink(FIGURES / f"{sweep}.png")

@@ -93,13 +93,13 @@ def pattern_costs() -> str:
 
 
 def _rows(name: str) -> list[dict]:
-    path = RESULTS / f"{name}.jsonl"
+    path = RESULTS / name
     return read(path) if path.exists() else []
 
 
 def cases(device: str) -> str:
     """The rows of the cases that have any, in the order in which cases are defined."""
-    rows = _rows(device)
+    rows = _rows(f"{device}.jsonl")
     known = {row["case"] for row in rows}
     names = [case.name for case in BENCH if case.name in known]
     return case_table(rows, names) if names else f"No rows in benchmarks/results/{device}.jsonl.\n"
@@ -124,7 +124,7 @@ HEADLINE = {
 def headline() -> str:
     """Forward and backward in milliseconds: ours, FlexAttention, the fastest made for it, dense; the least bold."""
     lines = ["| case | gossamer | FlexAttention | made for it | fastest dense |", "|---" * 5 + "|"]
-    rows = [row for row in _rows("nvidia_h200") if row["dtype"] == "bfloat16" and row["p50_ms"] is not None]
+    rows = [row for row in _rows("nvidia_h200.jsonl") if row["dtype"] == "bfloat16" and row["p50_ms"] is not None]
     for case, (title, special) in HEADLINE.items():
         names = (("gossamer",), ("FlexAttention",), special, ("SDPA dense",))
         columns: list[list[tuple[float, str]]] = [[] for _ in names]
@@ -148,16 +148,16 @@ def headline() -> str:
 
 
 def breakeven() -> str:
-    rows = _rows("nvidia_h200_breakeven")
+    rows = _rows("nvidia_h200_breakeven.jsonl.gz")
     if not rows:
-        return "No rows in benchmarks/results/nvidia_h200_breakeven.jsonl.\n"
+        return "No rows in benchmarks/results/nvidia_h200_breakeven.jsonl.gz.\n"
     return f"![Break-even](figures/breakeven.png)\n\n{breakeven_table(rows)}"
 
 
 def ladder() -> str:
-    rows = _rows("nvidia_h200_ladder")
+    rows = _rows("nvidia_h200_ladder.jsonl.gz")
     if not rows:
-        return "No rows in benchmarks/results/nvidia_h200_ladder.jsonl.\n"
+        return "No rows in benchmarks/results/nvidia_h200_ladder.jsonl.gz.\n"
     return f"![Ladder](figures/ladder.png)\n\n{ladder_table(rows)}"
 
 

@@ -325,6 +325,9 @@ def test_more_tiles_than_are_addressed_are_refused():
 class NumpyArrays:
     """The operations once more, as plain as they are."""
 
+    def fused(self, like):
+        return None
+
     def arange(self, n, like):
         return np.arange(n, dtype=np.int32)
 

@@ -7,14 +7,17 @@ one row:
     {"run": {"device": "NVIDIA H200", "commit": "43bf8e62af82"}}
     {"case": "window", "records": [{"direction": "forward", "ms": 1.0}, {"direction": "backward", "ms": 2.5}]}
     {"case": "dense", "direction": "forward", "ms": 4.0}
+
+A file whose name ends with .gz is compressed: those of sweeps, of hundreds of rows.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 Record = dict[str, Any]
 
@@ -49,7 +52,7 @@ def append_records(rows: Sequence[Record], path: Path, run: Iterable[str]) -> No
     lines = [] if last == of_run else [{"run": of_run}]
     lines.append(_grouped([{name: row[name] for name in row if name not in of_run} for row in rows]))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
+    with _opened(path, "at") as file:
         file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
 
 
@@ -66,9 +69,15 @@ def _has(row: Record, name: str, value: Any) -> bool:
     return name in row and json.dumps(row[name]) == json.dumps(value)
 
 
+def _opened(path: Path, mode: str) -> IO[str]:
+    return gzip.open(path, mode) if path.suffix == ".gz" else path.open(mode)  # type: ignore[return-value]
+
+
 def _lines(path: Path) -> list[Record]:
     lines = []
-    for number, text in enumerate(path.read_text().splitlines(), start=1):
+    with _opened(path, "rt") as file:
+        texts = file.read().splitlines()
+    for number, text in enumerate(texts, start=1):
         try:
             line = json.loads(text)
         except ValueError:

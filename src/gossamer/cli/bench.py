@@ -124,7 +124,8 @@ def run(
     if sweeps and against is not None:
         raise Refused(f"--against takes cases, not those of a sweep, got --tag {min(sweeps)}")
     kept = out is not None or against is None
-    target = out or RESULTS / f"{_file_name(torch, chosen)}{'_' + sweeps.pop() if whole else ''}.jsonl"
+    sweep = f"_{sweeps.pop()}.jsonl.gz" if whole else ".jsonl"
+    target = out or RESULTS / f"{_file_name(torch, chosen)}{sweep}"
     if chart is not None:
         check_picture("--chart", chart, "gossamer bench --chart")
     if kept:

@@ -154,7 +154,8 @@ def over_rows(
 def _in_place(parts: list[Array], places: Array, empty: float) -> Array:
     """The results of all groups (C, n, ...), by rows; `empty` of those in no group."""
     first, *_ = parts
-    return jnp.concatenate([*parts, jnp.full_like(first[:, :1], empty)], axis=1)[:, places]
+    nothing = jnp.full_like(lax.slice_in_dim(first, 0, 1, axis=1), empty)
+    return jnp.concatenate([*parts, nothing], axis=1)[:, places]
 
 
 def of_items(x: Array, items: Items, tiles: int, share: int = 1) -> Array:

@@ -7,7 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-from gossamer.layouts.device.arrays import Sorted
+from gossamer.layouts.device.arrays import Fused, Sorted
+from gossamer.torch.fused_structure import TRITON, kernels
+
+
+def fused(like: Tensor) -> Fused | None:
+    if torch.compiler.is_compiling():  # the compiler joins the array operations itself
+        return None
+    return kernels if like.is_cuda and TRITON else None
 
 
 def arange(n: int, like: Tensor) -> Tensor:

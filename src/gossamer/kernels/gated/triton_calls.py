@@ -231,7 +231,8 @@ def shared_memory(device: torch.device) -> int:
     """Bytes that a program may have."""
     if device.type != "cuda":
         return LITTLE
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    facts: Any = torch.cuda.get_device_properties(device)  # of which torch's types do not know this one
+    return int(facts.shared_memory_per_block_optin)
 
 
 def padded(size: int) -> int:

@@ -4,7 +4,7 @@ Nothing here imports a framework, and nothing reads a value back: the functions 
 traced as a whole. Every size follows from shapes, so lists are padded to what they can hold at most.
 """
 
-from gossamer.layouts.device.arrays import Arrays, Sorted
+from gossamer.layouts.device.arrays import Arrays, BlockLists, Fused, IntervalLists, Sorted
 from gossamer.layouts.device.block_lists import block_list_layout
 from gossamer.layouts.device.intervals import interval_layout
 from gossamer.layouts.device.key_lists import key_list_layout
@@ -12,6 +12,9 @@ from gossamer.layouts.device.progressions import Progression, progression_layout
 
 __all__ = [
     "Arrays",
+    "BlockLists",
+    "Fused",
+    "IntervalLists",
     "Progression",
     "Sorted",
     "block_list_layout",

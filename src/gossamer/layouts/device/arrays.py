@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from gossamer.layouts.base import Array
+from gossamer.patterns.reach import Bounds
 
 
 class Sorted(NamedTuple):
@@ -18,12 +19,62 @@ class Sorted(NamedTuple):
     places: Array  # integers of any type
 
 
+class BlockLists(NamedTuple):
+    """The tiles of lists of blocks in both directions, of each kind: the full ones, and those of an interval if any."""
+
+    row_starts: Array  # (kinds, Bl, Hl, T): lists have room for n entries each, the full tiles before the others
+    row_counts: Array
+    row_indices: Array  # (Bl * Hl * T * n,)
+    column_starts: Array  # (kinds, Bl, Hl, C)
+    column_counts: Array
+    column_indices: Array  # of as many; entries that no list refers to are undefined
+
+
+class IntervalLists(NamedTuple):
+    """The tiles of one interval of keys for each query, in both directions."""
+
+    of_rows: Array  # (4, Bl, Hl, T): the first full tile, their number, where interval tiles start, their number
+    of_columns: Array  # (4, Bl, Hl, C)
+    column_lo: Array  # (Bl, Hl, K): the queries of each key
+    column_hi: Array
+    indices: Array  # of interval tiles, with room for 2 (T + C) of each head and direction
+
+
+class Fused(Protocol):
+    """Builders as operations of their own, where a framework has kernels for them: the same arrays in fewer launches.
+
+    What they give is defined by the functions that use them, in terms of `Arrays`.
+    """
+
+    def block_lists(
+        self, indices: Array, counts: Array | None, lo: Array | None, hi: Array | None, Q: int, K: int, block: int,
+        row_kinds: int, column_kinds: int, transpose: bool,
+    ) -> BlockLists:  # fmt: skip
+        """The lists of `block_list_layout`, whose arguments these are; arrays may have any strides.
+
+        Args:
+            row_kinds, column_kinds: 2 with tiles of an interval, else 1 and all tiles are full.
+            transpose: else all that is said of columns is empty.
+        """
+
+    def interval_lists(
+        self, lo: Array, hi: Array, K: int, block_q: int, block_kv: int, transpose: bool
+    ) -> IntervalLists:
+        """The lists of `interval_layout`, whose arguments these are."""
+
+    def turned(self, lo: Array, hi: Array, columns: int) -> Bounds:
+        """The rows that keep each column, of rows that keep [lo, hi): see `walks.transposed`."""
+
+
 class Arrays(Protocol):
     """A framework's operations on integer arrays. "Along rows" is along the last axis, of every row of the others.
 
     Results are int32 unless they are said to be of the type of an argument. They have memory of their own, row-major,
     unless it is said otherwise.
     """
+
+    def fused(self, like: Array) -> Fused | None:
+        """Kernels for arrays on the device of `like`; None: there are none, and builders take the steps below."""
 
     def arange(self, n: int, like: Array) -> Array:
         """0 to n - 1, on the device of `like`."""

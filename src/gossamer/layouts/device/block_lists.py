@@ -57,14 +57,57 @@ def block_list_layout(
     if not n:  # a list with room for one tile that is not there: no step below is made for none
         indices = xp.full((Bl, Hl, T, 1), -1, indices)
     bounds = None if lo is None or hi is None else Bounds(xp.int32(lo), xp.int32(hi))
-    tiles = _tiles(Q, K, block, bounds, xp)
-    codes = _codes(indices, counts, tiles, bounds, xp)
-    rows = _rows(codes, tiles, _bounds_of(bounds, (Bl, Hl, Q), K, block, xp, codes), xp)
-    if not transpose:
-        return BlockLayout(rows)
-    of_columns = None if bounds is None else transposed(bounds, K, xp)
-    columns = _columns(codes, tiles, _bounds_of(of_columns, (Bl, Hl, K), Q, block, xp, codes), xp)
-    return BlockLayout(rows, _transpose=[columns])
+    of_rows = _bounds_of(bounds, (Bl, Hl, Q), K, block, xp, indices)
+    of_columns = None
+    if transpose:
+        turned = None if bounds is None else transposed(bounds, K, xp)
+        of_columns = _bounds_of(turned, (Bl, Hl, K), Q, block, xp, indices)
+    made = _fused(indices, counts, bounds, Q, K, block, of_rows, of_columns, transpose, xp)
+    if made is None:
+        tiles = _tiles(Q, K, block, bounds, xp)
+        codes = _codes(indices, counts, tiles, bounds, xp)
+        rows, columns = _rows(codes, tiles, of_rows, xp), _columns(codes, tiles, of_columns, xp) if transpose else None
+    else:
+        rows, columns = made
+    walk = _walk(rows, Q, K, block, of_rows, xp)
+    return BlockLayout(walk, _transpose=[] if columns is None else [_walk(columns, K, Q, block, of_columns, xp)])
+
+
+class _Listed(NamedTuple):
+    """The lists of one direction, by kind: the full tiles, and those of an interval where there may be any."""
+
+    starts: list[Array]  # (Bl, Hl, T) each
+    counts: list[Array]
+    indices: Array
+
+
+class _Both(NamedTuple):
+    rows: _Listed
+    columns: _Listed | None
+
+
+def _fused(
+    indices: Array, counts: Array | None, bounds: Bounds | None, Q: int, K: int, block: int, of_rows: Bounds | None,
+    of_columns: Bounds | None, transpose: bool, xp: Arrays,
+) -> _Both | None:  # fmt: skip
+    """The lists by kernels of the framework; None where it has none."""
+    kernels = xp.fused(indices)
+    if kernels is None:
+        return None
+    lo, hi = (None, None) if bounds is None else bounds
+    row_kinds, column_kinds = (1 if x is None else 2 for x in (of_rows, of_columns))
+    made = kernels.block_lists(indices, counts, lo, hi, Q, K, block, row_kinds, column_kinds, transpose)
+    rows = _Listed(list(made.row_starts), list(made.row_counts), made.row_indices)
+    columns = _Listed(list(made.column_starts), list(made.column_counts), made.column_indices) if transpose else None
+    return _Both(rows, columns)
+
+
+def _walk(listed: _Listed, rows: int, columns: int, block: int, bounds: Bounds | None, xp: Arrays) -> Walk:
+    full, *others = (TileList(start, count, listed.indices) for start, count in zip(*listed[:2], strict=True))
+    interval = None
+    for one in others:
+        interval = one
+    return without_bits(rows, columns, block, block, full, interval, bounds, xp)
 
 
 def _check(
@@ -171,20 +214,17 @@ def _none_kept(column: Array, tiles: _Tiles, bounds: Bounds, xp: Arrays) -> Arra
     return xp.minimum(to, end[..., None]) <= xp.maximum(from_, begin[..., None])
 
 
-def _rows(codes: Array, tiles: _Tiles, bounds: Bounds | None, xp: Arrays) -> Walk:
+def _rows(codes: Array, tiles: _Tiles, bounds: Bounds | None, xp: Arrays) -> _Listed:
     """Every list has room for all of its entries; the interval tiles follow the full ones."""
     Bl, Hl, T, n = codes.shape
-    starts = (xp.arange(Bl * Hl * T, codes) * n).reshape(Bl, Hl, T)
+    starts, count = (xp.arange(Bl * Hl * T, codes) * n).reshape(Bl, Hl, T), xp.total(codes < tiles.C)
     indices = (codes % tiles.C).reshape(-1)
-    count = xp.total(codes < tiles.C)
-    interval = None
-    if bounds is not None:
-        interval = TileList(starts + count, xp.total(codes < 2 * tiles.C) - count, indices)
-    full = TileList(starts, count, indices)
-    return without_bits(tiles.Q, tiles.K, tiles.block, tiles.block, full, interval, bounds, xp)
+    if bounds is None:
+        return _Listed([starts], [count], indices)
+    return _Listed([starts, starts + count], [count, xp.total(codes < 2 * tiles.C) - count], indices)
 
 
-def _columns(codes: Array, tiles: _Tiles, bounds: Bounds | None, xp: Arrays) -> Walk:
+def _columns(codes: Array, tiles: _Tiles, bounds: Bounds | None, xp: Arrays) -> _Listed:
     """The transpose: entries by head and key block, the full tiles of all heads before the interval tiles."""
     Bl, Hl, T, n = codes.shape
     C, block = tiles.C, tiles.block
@@ -201,11 +241,6 @@ def _columns(codes: Array, tiles: _Tiles, bounds: Bounds | None, xp: Arrays) -> 
             code = xp.where(full, code, code + lists)
     found = xp.stable_sort(xp.fill(code, codes >= 2 * C, kinds * lists).reshape(-1))
     edges = xp.searchsorted(found.values, xp.arange(kinds * lists + 1, codes))
-    starts, counts = edges[:-1], edges[1:] - edges[:-1]
-    indices = xp.int32(found.places // n % T)
-    shape = (Bl, Hl, C)
-    full_tiles = TileList(starts[:lists].reshape(shape), counts[:lists].reshape(shape), indices)
-    interval = None
-    if bounds is not None:
-        interval = TileList(starts[lists:].reshape(shape), counts[lists:].reshape(shape), indices)
-    return without_bits(tiles.K, tiles.Q, block, block, full_tiles, interval, bounds, xp)
+    shape = (kinds, Bl, Hl, C)
+    starts, counts = edges[:-1].reshape(shape), (edges[1:] - edges[:-1]).reshape(shape)
+    return _Listed(list(starts), list(counts), xp.int32(found.places // n % T))

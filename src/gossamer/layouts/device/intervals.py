@@ -46,10 +46,21 @@ def interval_layout(
     check_sizes(Q=Q, K=K)
     rows = Bounds(xp.int32(lo), xp.int32(hi))
     T, C = -(-Q // block_q), -(-K // block_kv)
+    kernels, every = xp.fused(lo), xp.arange(max(T, C), lo)
+    if kernels is not None:
+        Bl, Hl, _ = shape
+        check_capacity(Bl * Hl * 4 * (T + C))
+        made = kernels.interval_lists(*rows, K, block_q, block_kv, transpose)
+        walk = _walk(_told(made.of_rows, made.indices), rows, Q, K, block_q, block_kv, every, xp)
+        if not transpose:
+            return BlockLayout(walk)
+        columns = Bounds(made.column_lo, made.column_hi)
+        of_columns = _told(made.of_columns, made.indices)
+        return BlockLayout(walk, _transpose=[_walk(of_columns, columns, K, Q, block_kv, block_q, every, xp)])
     row_tiles = fill_tiles(rows, block_q, xp)
     if not transpose:
         of_rows = _lists(row_tiles, block_q, block_kv, 2 * (T + C), xp)
-        return BlockLayout(_walk(of_rows, rows, Q, K, block_q, block_kv, xp.arange(C, lo), xp))
+        return BlockLayout(_walk(of_rows, rows, Q, K, block_q, block_kv, every, xp))
     columns = transposed(rows, K, xp)
     column_tiles = fill_tiles(columns, block_kv, xp)
     if block_q == block_kv:  # both directions in half as many steps
@@ -59,7 +70,6 @@ def interval_layout(
     else:
         of_rows = _lists(row_tiles, block_q, block_kv, 2 * (T + C), xp)
         of_columns = _lists(column_tiles, block_kv, block_q, 2 * (T + C), xp)
-    every = xp.arange(max(T, C), lo)
     return BlockLayout(
         _walk(of_rows, rows, Q, K, block_q, block_kv, every, xp),
         _transpose=[_walk(of_columns, columns, K, Q, block_kv, block_q, every, xp)],
@@ -79,6 +89,12 @@ class _Lists(NamedTuple):
         """Those of some tiles of rows."""
         first, number, starts, counts = (x[..., begin:end] for x in (self.first, self.number, self.starts, self.counts))
         return _Lists(first, number, starts, counts, self.indices)
+
+
+def _told(tiles: Array, indices: Array) -> _Lists:
+    """What kernels say of tiles of rows, (4, Bl, Hl, T): see `arrays.IntervalLists`."""
+    first, number, starts, counts = tiles
+    return _Lists(first, number, starts, counts, indices)
 
 
 def _lists(rows: Bounds, block_rows: int, block_columns: int, room: int, xp: Arrays) -> _Lists:

@@ -31,6 +31,9 @@ def without_bits(
 
 def transposed(bounds: Bounds, columns: int, xp: Arrays) -> Bounds:
     """The rows that keep each column: an interval too, since neither bound decreases along rows."""
+    kernels = xp.fused(bounds.lo)
+    if kernels is not None:
+        return kernels.turned(*bounds, columns)
     *lead, _ = bounds.lo.shape
     column = xp.broadcast_to(xp.arange(columns, bounds.lo), (*lead, columns))
     return Bounds(xp.searchsorted(bounds.hi, column, right=True), xp.searchsorted(bounds.lo, column, right=True))

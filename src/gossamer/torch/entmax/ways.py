@@ -48,7 +48,7 @@ def reasons(q: Tensor, k: Tensor, v: Tensor, options: Options) -> list[str]:
     if dtype not in CAPABILITY.dtypes:
         found.append(f"q, k and v are {dtype}, the kernels take {', '.join(sorted(CAPABILITY.dtypes))}")
     most = CAPABILITY.max_head_dim
-    if max(q.shape[3], v.shape[3]) > most:
+    if most is not None and max(q.shape[3], v.shape[3]) > most:
         found.append(f"heads of {q.shape[3]} and {v.shape[3]}, the kernels take up to {most}")
     if options.top_k is not None and options.top_k > MOST_KEPT:
         found.append(f"{options.top_k} keys of a row, the kernels keep up to {MOST_KEPT}")

@@ -36,8 +36,8 @@ class Sizes(NamedTuple):
 class Lists(NamedTuple):
     """The key blocks of each query block; blocks of one are keys and queries."""
 
-    indices: Tensor  # (Bl, heads, rows, n) int32; heads is 1, G or H
-    counts: Tensor | None  # (Bl, heads, rows) int32
+    indices: Tensor  # (Bl, heads, rows, n) int32 or int64; heads is 1, G or H
+    counts: Tensor | None  # (Bl, heads, rows) integers
 
 
 class Structure(ABC):

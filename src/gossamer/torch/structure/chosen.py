@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.torch.structure.base import OF_INTEGERS, Lists, Sizes, Structure, narrow
+from gossamer.torch.structure.base import OF_INTEGERS, Lists, Sizes, Structure
 from gossamer.torch.validate import INTEGERS, describe, number
 
 BLOCKS = (64, 128)  # sizes of blocks that are selected: tiles that every implementation walks
@@ -54,8 +54,7 @@ class Chosen(Structure):
 
     @property
     def list_heads(self) -> int:
-        *lead, _, _ = self.indices.shape
-        return lead[-1] if lead else 1
+        return self.indices.shape[-3] if self.indices.ndim > 2 else 1
 
     def check(self, sizes: Sizes) -> None:
         B, H, rows, _ = self._four().shape
@@ -85,9 +84,8 @@ class Chosen(Structure):
         return self.indices.reshape((1,) * (4 - len(shape)) + tuple(shape))
 
     def lists(self, sizes: Sizes) -> Lists:
-        indices, n = self._four(), self.indices.shape[-1]
-        counts = None if self.counts is None else narrow(self.counts, 0, n).reshape(indices.shape[:3])
-        return Lists(narrow(indices, -1, -(-sizes.K // self.block)), counts)
+        indices = self._four()
+        return Lists(indices, None if self.counts is None else self.counts.reshape(indices.shape[:3]))
 
 
 class BlockIndices(Chosen):

@@ -11,7 +11,7 @@ import torch
 
 from gossamer.kernels.hopper.device.column_items import LISTS, SEGMENT, ColumnItem, Segment
 from gossamer.kernels.hopper.schedule.cuts import cut_rows
-from gossamer.kernels.hopper.schedule.rows import Work, for_every_head
+from gossamer.kernels.hopper.schedule.rows import Work, for_every_head, has_kernels
 from gossamer.kernels.hopper.schedule.words import filled, list_words, listed, within
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout
@@ -34,8 +34,13 @@ def column_work(
 
     def made() -> Work:
         walk = (layout.host or layout).columns
-        counted, (Bl, Hl), tiles = listed(walk), walk.lead, walk.tiles
+        (Bl, Hl), tiles = walk.lead, walk.tiles
         groups = Hl // ratio if Hl > 1 else 1
+        if has_kernels(walk, Bl * groups * tiles * copies, blocks, split):
+            from gossamer.kernels.hopper.schedule.fused_items import fused_items
+
+            return Work(*fused_items(walk, (Bl, groups, tiles), copies, heads, blocks, ratio))
+        counted = listed(walk)
         # Of each key tile of a key head: the lengths of the lists of its query heads, one after the other.
         lengths = counted.lengths.reshape(Bl, groups, -1, tiles).transpose(2, 3).reshape(Bl * groups * tiles, -1)
         lengths = lengths.expand(-1, ratio)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gossamer.kernels.hopper.schedule.words import entries
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.walk import Walk
 from gossamer.layouts.work_list import row_lengths
@@ -17,7 +18,7 @@ from gossamer.memo import Memos
 class Lists(NamedTuple):
     """A walk's arrays as the kernel reads them."""
 
-    lists: Tensor  # (2, n) int32: tile column; pool entry
+    lists: Tensor  # (2, n) int32: tile column; pool entry of a tile of bits
     lo: Tensor  # (Bl * Hl, Q) int32
     hi: Tensor
     pool: Tensor  # (P * block_q, block_kv / 32) int32
@@ -34,6 +35,8 @@ def lists(layout: BlockLayout, transposed: bool = False, blocks: int = 0, repeat
     columns ascend in each list. With `repeat` the rows of a tile are those of so many heads, one head after the other.
     """
     walk = layout.columns if transposed else layout.rows
+    if layout.host is None:
+        blocks = 0  # the same for all
     kept = _lists.of(walk)
     found = kept.get((blocks, repeat))
     if found is not None:
@@ -46,14 +49,20 @@ def lists(layout: BlockLayout, transposed: bool = False, blocks: int = 0, repeat
         known = walk
         if layout.host is not None:  # what is copied from there is complete for every stream
             known = layout.host.columns if transposed else layout.host.rows
-        full, interval, bits = (torch.as_tensor(tiles.indices) for tiles in known.lists.values())
-        masked, n = len(full) + len(interval), len(full) + len(interval) + len(bits)
-        parts = [full, interval, bits, full.new_zeros(masked), torch.as_tensor(known.pool_index)]
-        entries = torch.cat(parts).view(2, n) if n else full.new_zeros((2, 1))
+        kinds, pool_index = entries(known), torch.as_tensor(known.pool_index)
+        arrays = [torch.as_tensor(x) for x in kinds.arrays]
+        n, (*_, bits) = kinds.number, kinds.bases
+        # What goes with a tile of another kind is not read.
+        new = pool_index.new_zeros if known.device is None or not n else pool_index.new_empty
+        table = new((2, max(1, n)))
+        column, entry = table
+        torch.cat(arrays, out=column[:n])
+        if len(pool_index):
+            entry[bits:] = pool_index
         if blocks and layout.host is not None:
-            entries[:, :n] = entries[:, torch.from_numpy(_there_and_back(known, blocks))]
+            table[:, :n] = table[:, torch.from_numpy(_there_and_back(known, blocks))]
         lo, hi = _rows(walk.lo, walk.rows), _rows(walk.hi, walk.rows)
-        found = Lists(entries.to(walk.lo.device), lo, hi, _rows(walk.pool, walk.block_columns // 32))
+        found = Lists(table.to(walk.lo.device), lo, hi, _rows(walk.pool, walk.block_columns // 32))
     return kept.put((blocks, repeat), found)
 
 

@@ -6,7 +6,9 @@ read back from a device: a layout that was made there gets its items there.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -43,9 +45,15 @@ def work(layout: BlockLayout | GatherLayout, copies: int, heads: int, blocks: in
 
     def made() -> Work:
         walk = (layout.host or layout).rows
-        counted, (Bl, Hl), tiles = listed(walk), walk.lead, walk.tiles
+        (Bl, Hl), tiles = walk.lead, walk.tiles
         few = isinstance(walk, Walk) and walk.rows * FEW <= walk.block_rows
-        lengths, most = counted.lengths, most_listed(walk) if isinstance(walk, Walk) else None
+        most = most_listed(walk) if isinstance(walk, Walk) else None
+        if has_kernels(walk, Bl * Hl * tiles * copies, blocks, split):
+            from gossamer.kernels.hopper.schedule.fused_items import fused_items
+
+            return Work(*fused_items(walk, (Bl, Hl, tiles), copies, heads, blocks))
+        counted = listed(walk)
+        lengths = counted.lengths
         ranges = cut_rows(walk, lengths, (Bl, Hl, tiles), copies, blocks, split, few, most)
         words: dict[int, Tensor] = {RowItem.VALID: torch.ones_like(ranges.row)}
         if Bl * Hl > 1:
@@ -58,6 +66,19 @@ def work(layout: BlockLayout | GatherLayout, copies: int, heads: int, blocks: in
         return for_every_head(words, ranges, copies, heads, blocks, layout.rows.device)
 
     return _work.of(layout.rows).get_or_make((copies, heads, blocks, split), made)
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def has_kernels(walk: Walk | GatherWalk, items: int, blocks: int, split: int | None) -> TypeGuard[Walk]:
+    """Whether kernels make so many items of a walk: on a GPU, of full tiles alone, many for each block."""
+    if not isinstance(walk, Walk) or walk.device is None or walk.device.type != "cuda" or not _has_triton():
+        return False
+    others = len(walk.interval.indices) + len(walk.bits.indices)
+    return not others and items > ROUNDS * blocks and (walk.tiles > 1 and split is None)
 
 
 def sharing(heads: int, batch: int, walk: Walk | GatherWalk) -> tuple[int, int]:

@@ -38,6 +38,33 @@ class Counted(NamedTuple):
         return self.counts.sum(0, dtype=self.counts.dtype)
 
 
+class Entries(NamedTuple):
+    """The entries of all kinds behind one another, those that two kinds share once."""
+
+    arrays: list[Any]
+    bases: tuple[int, ...]  # where those of each kind begin
+
+    @property
+    def number(self) -> int:
+        return sum(len(x) for x in self.arrays)
+
+
+def entries(walk: Walk) -> Entries:
+    """The entries of a walk as kernels read them."""
+    arrays: list[Any] = []
+    bases = []
+    for tiles in walk.lists.values():
+        known = 0
+        for x in arrays:
+            if x is tiles.indices:
+                break
+            known += len(x)
+        else:
+            arrays.append(tiles.indices)
+        bases.append(known)
+    return Entries(arrays, tuple(bases))
+
+
 def listed(walk: Walk | GatherWalk) -> Counted:
     """Starts and counts of the kinds that kernels know, in their order."""
 
@@ -49,10 +76,9 @@ def listed(walk: Walk | GatherWalk) -> Counted:
         starts, counts = of(walk.starts) // walk.width, -(-of(walk.counts) // walk.width)
         none = torch.zeros_like(starts)
         return Counted(torch.stack((none, none, starts)), torch.stack((none, none, counts)))
-    starts_of, base = [], 0
-    for tiles in walk.lists.values():
+    starts_of = []
+    for tiles, base in zip(walk.lists.values(), entries(walk).bases, strict=True):
         starts_of.append(of(tiles.starts) + base if base else of(tiles.starts))
-        base += len(tiles.indices)
     return Counted(torch.stack(starts_of), torch.stack([of(tiles.counts) for tiles in walk.lists.values()]))
 
 

@@ -1,0 +1,72 @@
+"""Lists of blocks made ascending, and transposed, in three launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.kernels.structure.block_kernels import count_kernel, order_kernel, place_kernel
+
+WORD = 32
+LISTS = 8  # of a program: as many words as are read at once
+MOST_ENTRIES, MOST_WORDS = 128, 64  # of a list at a time
+COLUMNS, ROWS = 8, 256  # of the transpose, at a time
+SUMS = 1024
+
+
+def power(n: int, least: int, most: int) -> int:
+    """The power of two that holds n, within these."""
+    return min(most, max(least, 1 << (n - 1).bit_length()))
+
+
+def block_lists(
+    indices: Tensor, counts: Tensor | None, lo: Tensor | None, hi: Tensor | None, Q: int, K: int, block: int,
+    row_kinds: int, column_kinds: int, transpose: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """What `layouts.device.block_lists` lists of both directions: see `layouts.device.arrays.Fused`."""
+    Bl, Hl, T, n = indices.shape
+    C, lists = -(-K // block), Bl * Hl * T
+    words = -(-C // WORD)
+    new: dict[str, Any] = {"dtype": torch.int32, "device": indices.device}
+    row_starts, row_counts = (torch.empty((row_kinds, Bl, Hl, T), **new) for _ in range(2))
+    row_indices = torch.empty(lists * n, **new)
+    kept = transpose and column_kinds == 2 and lo is not None
+    bits = torch.empty((1 + kept + row_kinds, Bl * Hl, words, T), **new)
+    listed_bits, *before = bits
+    kept_bits = listed_bits
+    if kept:
+        kept_bits, *before = before
+    before, *_ = before
+    unread = row_counts  # a pointer that is not read still needs an array
+    count_strides = (0, 0, 0) if counts is None else counts.stride()
+    bound_strides: tuple[int, ...] = (0, 0, 0)
+    if lo is not None and hi is not None:
+        lo, hi = lo.contiguous(), hi.contiguous()
+        bound_strides = tuple(0 if size == 1 else stride for size, stride in zip(lo.shape, lo.stride(), strict=True))
+    groups = -(-T // LISTS)
+    order_kernel[(Bl * Hl * groups,)](
+        indices, unread if counts is None else counts, unread if lo is None else lo, unread if hi is None else hi,
+        row_starts, row_counts, row_indices, listed_bits, kept_bits, before, T, C, n, Q, K, Hl, groups,
+        *indices.stride(), *count_strides, *bound_strides, HAS_COUNTS=counts is not None, BOUNDED=lo is not None,
+        KINDS=row_kinds, KEPT=kept, BLOCK=block, LISTS=LISTS, ENTRIES=power(n, WORD, MOST_ENTRIES),
+        WORDS=power(words, LISTS, MOST_WORDS), num_warps=4,
+    )  # fmt: skip
+    if not transpose:
+        none = torch.empty(0, **new)
+        return row_starts, row_counts, row_indices, none, none, none
+    groups = -(-C // COLUMNS)
+    programs = Bl * Hl * groups
+    starts, column_counts = (torch.empty((column_kinds, Bl, Hl, C), **new) for _ in range(2))
+    sums, column_indices = torch.empty(column_kinds * programs, **new), torch.empty(lists * n, **new)
+    whole = Q // block
+    constants = {"KINDS": column_kinds, "KEPT": kept, "ROWS": power(T, WORD, ROWS), "COLUMNS": COLUMNS}
+    count_kernel[(programs,)](
+        listed_bits, kept_bits, column_counts, sums, T, C, groups, whole, **constants, num_warps=4
+    )
+    place_kernel[(programs,)](
+        listed_bits, kept_bits, column_counts, sums, starts, column_indices, T, C, groups, whole, **constants,
+        SUMS=SUMS, num_warps=4,
+    )  # fmt: skip
+    return row_starts, row_counts, row_indices, starts, column_counts, column_indices

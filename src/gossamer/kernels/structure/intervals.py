@@ -1,0 +1,57 @@
+"""Tiles of one interval of keys for each query, of both directions, in two launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.kernels.structure.interval_kernels import (
+    count_tiles_kernel,
+    place_tiles_kernel,
+    turn_kernel,
+)
+
+SUMS = 256  # counts that are added at a time
+COLUMNS = 256  # intervals that are turned by a program
+
+
+def power_of_two(n: int) -> int:
+    """The least that holds n."""
+    return 1 << (n - 1).bit_length()
+
+
+def turned(lo: Tensor, hi: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """The rows that keep each column: `layouts.device.walks.transposed`."""
+    *lead, rows = lo.shape
+    lo, hi = lo.contiguous(), hi.contiguous()
+    column_lo, column_hi = (torch.empty((*lead, columns), dtype=torch.int32, device=lo.device) for _ in range(2))
+    programs = -(-columns // COLUMNS)
+    turn_kernel[(lo.numel() // rows * programs,)](
+        lo, hi, column_lo, column_hi, rows, columns, programs, rows.bit_length(), COLUMNS=COLUMNS, num_warps=4
+    )
+    return column_lo, column_hi
+
+
+def interval_lists(
+    lo: Tensor, hi: Tensor, K: int, block_q: int, block_kv: int, transpose: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See `layouts.device.arrays.Fused`."""
+    Bl, Hl, Q = lo.shape
+    lo, hi, leads = lo.contiguous(), hi.contiguous(), Bl * Hl
+    T, C = -(-Q // block_q), -(-K // block_kv)
+    room, listed = 2 * (T + C), C if transpose else 0
+    new: dict[str, Any] = {"dtype": torch.int32, "device": lo.device}
+    column_lo, column_hi = (torch.empty((Bl, Hl, K if transpose else 0), **new) for _ in range(2))
+    of_rows, of_columns = torch.empty((4, Bl, Hl, T), **new), torch.empty((4, Bl, Hl, listed), **new)
+    indices = torch.empty((1 + transpose) * leads * room, **new)
+    grid = (leads * (T + listed),)
+    blocks = {"BLOCK_ROWS": block_q, "BLOCK_COLUMNS": block_kv}
+    blocks |= {"ROWS": power_of_two(block_q), "COLUMNS": power_of_two(block_kv)}
+    # Kernels read no pointer of a side that is not asked for, but each has to be one.
+    unread = () if transpose else (lo, lo)
+    given = lo, hi, *(unread or (column_lo, column_hi)), of_rows, of_columns if transpose else lo
+    count_tiles_kernel[grid](*given, Q, K, T, C, leads, Q.bit_length(), **blocks, num_warps=4)
+    place_tiles_kernel[grid](*given, indices, Q, K, T, C, leads, room, **blocks, SUMS=SUMS, num_warps=4)
+    return of_rows, of_columns, column_lo, column_hi, indices

@@ -1,0 +1,95 @@
+"""Operators that make structure on a GPU by kernels: opaque to a compiler, which needs their shapes alone."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.layouts.device.arrays import BlockLists, IntervalLists
+from gossamer.patterns.reach import Bounds
+
+TRITON = find_spec("triton") is not None  # which the kernels are written in
+
+library = torch.library.Library("gossamer", "FRAGMENT")
+library.define(
+    "block_lists(Tensor indices, Tensor? counts, Tensor? lo, Tensor? hi, SymInt Q, SymInt K, int block, int row_kinds, "
+    "int column_kinds, bool transpose) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+library.define(
+    "interval_lists(Tensor lo, Tensor hi, SymInt K, int block_q, int block_kv, bool transpose) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+library.define("turned_intervals(Tensor lo, Tensor hi, SymInt columns) -> (Tensor, Tensor)")
+
+
+def _block_lists(*arguments: Any) -> tuple[Tensor, ...]:
+    from gossamer.kernels.structure.block_lists import block_lists
+
+    return block_lists(*arguments)
+
+
+def _fake_block_lists(
+    indices: Tensor, counts: Tensor | None, lo: Tensor | None, hi: Tensor | None, Q: int, K: int, block: int,
+    row_kinds: int, column_kinds: int, transpose: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    Bl, Hl, T, n = indices.shape
+    C, room = -(-K // block), Bl * Hl * T * n
+    columns = [(column_kinds, Bl, Hl, C)] * 2 + [(room,)] if transpose else [(0,)] * 3
+    return tuple(
+        indices.new_empty(shape, dtype=torch.int32) for shape in (*[(row_kinds, Bl, Hl, T)] * 2, (room,), *columns)
+    )
+
+
+def _interval_lists(*arguments: Any) -> tuple[Tensor, ...]:
+    from gossamer.kernels.structure.intervals import interval_lists
+
+    return interval_lists(*arguments)
+
+
+def _fake_interval_lists(
+    lo: Tensor, hi: Tensor, K: int, block_q: int, block_kv: int, transpose: bool
+) -> tuple[Tensor, ...]:
+    Bl, Hl, Q = lo.shape
+    T, C = -(-Q // block_q), -(-K // block_kv)
+    columns, keys = (C, K) if transpose else (0, 0)
+    room = (1 + transpose) * Bl * Hl * 2 * (T + C)
+    shapes = ((4, Bl, Hl, T), (4, Bl, Hl, columns), *[(Bl, Hl, keys)] * 2, (room,))
+    return tuple(lo.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
+def _turned_intervals(lo: Tensor, hi: Tensor, columns: int) -> tuple[Tensor, ...]:
+    from gossamer.kernels.structure.intervals import turned
+
+    return turned(lo, hi, columns)
+
+
+def _fake_turned_intervals(lo: Tensor, hi: Tensor, columns: int) -> tuple[Tensor, ...]:
+    *lead, _ = lo.shape
+    return tuple(lo.new_empty((*lead, columns), dtype=torch.int32) for _ in range(2))
+
+
+library.impl("interval_lists", _interval_lists, "CUDA")
+torch.library.register_fake("gossamer::interval_lists", _fake_interval_lists, lib=library)
+library.impl("turned_intervals", _turned_intervals, "CUDA")
+torch.library.register_fake("gossamer::turned_intervals", _fake_turned_intervals, lib=library)
+library.impl("block_lists", _block_lists, "CUDA")
+torch.library.register_fake("gossamer::block_lists", _fake_block_lists, lib=library)
+
+
+class _Kernels:
+    """A `layouts.device.Fused` of tensors on a GPU."""
+
+    def block_lists(self, *arguments: Any) -> BlockLists:
+        return BlockLists(*torch.ops.gossamer.block_lists.default(*arguments))
+
+    def interval_lists(self, *arguments: Any) -> IntervalLists:
+        return IntervalLists(*torch.ops.gossamer.interval_lists.default(*arguments))
+
+    def turned(self, lo: Tensor, hi: Tensor, columns: int) -> Bounds:
+        return Bounds(*torch.ops.gossamer.turned_intervals.default(lo, hi, columns))
+
+
+kernels = _Kernels()

@@ -1,0 +1,267 @@
+"""The kernels that make structure on a GPU, against the array operations that define what they give.
+
+`STRUCTURE_CASES=300 TRITON_INTERPRET=1 pytest tests/kernels/test_structure_kernels.py -k random` draws more cases.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gossamer.layouts.device import block_list_layout, interval_layout
+from gossamer.layouts.walk import KINDS
+from gossamer.torch import device_arrays
+from tests.layouts.test_device_layouts import draw_bounds, draw_size
+from tests.support.processes import INTERPRETING, compiled, in_interpreter
+
+pytest.importorskip("triton")
+
+from gossamer.kernels.hopper.device.column_items import ColumnItem, Segment
+from gossamer.kernels.hopper.device.row_items import RowItem
+from gossamer.kernels.hopper.schedule.columns import column_work
+from gossamer.kernels.hopper.schedule.cuts import ROUNDS
+from gossamer.kernels.hopper.schedule.fused_items import fused_items
+from gossamer.kernels.hopper.schedule.rows import sharing, work
+from gossamer.kernels.structure import block_lists as block_lists_kernels
+from gossamer.kernels.structure import intervals as intervals_kernels
+from gossamer.layouts.device.arrays import BlockLists, IntervalLists
+from gossamer.patterns.reach import Bounds
+
+CASES = int(os.environ.get("STRUCTURE_CASES", "60"))
+COUNT_TYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+
+
+class Kernels:
+    """A `Fused` without the operators, whose kernels are of GPUs alone."""
+
+    def block_lists(self, *arguments):
+        return BlockLists(*block_lists_kernels.block_lists(*arguments))
+
+    def interval_lists(self, *arguments):
+        return IntervalLists(*intervals_kernels.interval_lists(*arguments))
+
+    def turned(self, lo, hi, columns):
+        return Bounds(*intervals_kernels.turned(lo, hi, columns))
+
+
+class ArraysWithKernels:
+    """torch's operations, with the kernels for tensors of any device."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(device_arrays, name)
+
+    def fused(self, like):
+        return Kernels()
+
+
+with_kernels = ArraysWithKernels()
+
+
+def draw_lists(rng):
+    """(indices, counts, lo, hi, Q, K, block): unsorted, repeated, -1, far away, some empty."""
+    lead = tuple(int(x) for x in rng.integers(1, 4, 2))
+    block = int(rng.choice([32, 64, 96]))
+    Q, K = draw_size(rng), draw_size(rng) * int(rng.choice([1, 1, 7]))
+    T, C = -(-Q // block), -(-K // block)
+    n = int(rng.choice([0, 1, 2, C, 40, rng.integers(1, C + 3)]))
+    wide = rng.random() < 0.3
+    indices = rng.integers(-2, C + 2, (*lead, T, n))
+    if rng.random() < 0.3:
+        far = [2**31 - 1, -(2**31), *([2**32, -(2**32) + 1, 2**40] if wide else [])]
+        indices = np.where(rng.random(indices.shape) < 0.3, rng.choice(far, indices.shape), indices)
+    if rng.random() < 0.1:
+        indices[:] = -1
+    indices = torch.from_numpy(indices).to(torch.int64 if wide else torch.int32)
+    counts = None
+    if rng.random() < 0.5:
+        counts = torch.from_numpy(rng.integers(-1 if rng.random() < 0.5 else 0, n + 3, (*lead, T)))
+        counts = counts.to(COUNT_TYPES[rng.integers(5)]) if counts.min() >= 0 else counts
+    lo = hi = None
+    if rng.random() < 0.6:
+        bounds = draw_bounds(rng, tuple(x if rng.random() < 0.5 else 1 for x in lead), Q, K)
+        lo, hi = (torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)) for x in bounds)
+    return indices, counts, lo, hi, Q, K, block
+
+
+def listed(tiles):
+    """Of every list its entries."""
+    counts, starts = tiles.counts.reshape(-1).tolist(), tiles.starts.reshape(-1).tolist()
+    return [tiles.indices[start : start + count].tolist() for start, count in zip(starts, counts, strict=True)]
+
+
+def check_walks(found, expected, padded):
+    """The same arrays; entries that no list refers to only where they are `padded`."""
+    for kind in KINDS:
+        one, other = found.lists[kind], expected.lists[kind]
+        assert torch.equal(one.starts, other.starts)
+        assert torch.equal(one.counts, other.counts)
+        assert one.indices.shape == other.indices.shape
+        assert torch.equal(one.indices, other.indices) if padded else listed(one) == listed(other)
+    for one, other in zip(found.arrays(), expected.arrays(), strict=True):
+        assert one.dtype == other.dtype == torch.int32
+        assert one.shape == other.shape
+    for name in ("lo", "hi", "pool_index", "pool"):
+        assert torch.equal(getattr(found, name), getattr(expected, name))
+
+
+def check_lists(indices, counts, lo, hi, Q, K, block, transpose=True):
+    given = indices, counts, lo, hi, Q, K
+    found = block_list_layout(*given, block=block, xp=with_kernels, transpose=transpose)
+    expected = block_list_layout(*given, block=block, xp=device_arrays, transpose=transpose)
+    check_walks(found.rows, expected.rows, True)
+    if transpose:
+        check_walks(found.columns, expected.columns, False)
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="interprets")
+@pytest.mark.parametrize("chunk", range(4))
+def test_random_lists(chunk):
+    for seed in range(chunk, CASES, 4):
+        try:
+            check_lists(*draw_lists(np.random.default_rng(seed)))
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+def draw_layout(rng):
+    """A layout of full tiles that a device made."""
+    lead, T = tuple(int(x) for x in rng.choice([1, 2, 4], 2)), int(rng.choice([2, 64, rng.integers(2, 90)]))
+    C = int(rng.choice([1, 64, rng.integers(1, 90)]))
+    n = int(rng.integers(1, min(C, 30) + 1))
+    indices = torch.from_numpy(rng.integers(-1, C + 1, (*lead, T, n), dtype=np.int32))
+    # Lists of very different lengths, so that there are many sizes.
+    counts = torch.from_numpy((n * rng.random((*lead, T)) ** int(rng.choice([1, 4]))).astype(np.int32))
+    return block_list_layout(indices, counts, None, None, 32 * T, 32 * C, block=32, xp=device_arrays)
+
+
+def check_intervals(lo, hi, K, block_q, block_kv, transpose=True):
+    found, expected = (
+        interval_layout(lo, hi, K, block_q=block_q, block_kv=block_kv, xp=xp, transpose=transpose)
+        for xp in (with_kernels, device_arrays)
+    )
+    for one, other in ((found.rows, expected.rows), *([(found.columns, expected.columns)] * transpose)):
+        for kind in KINDS:
+            assert torch.equal(one.lists[kind].counts, other.lists[kind].counts)
+            assert listed(one.lists[kind]) == listed(other.lists[kind])
+        for name in ("lo", "hi", "pool_index", "pool"):
+            assert torch.equal(getattr(one, name), getattr(other, name))
+        assert {x.dtype for x in one.arrays()} == {torch.int32}
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="interprets")
+@pytest.mark.parametrize("chunk", range(2))
+def test_random_intervals(chunk):
+    for seed in range(chunk, CASES, 2):
+        rng = np.random.default_rng(seed)
+        lead, Q, K = tuple(int(x) for x in rng.integers(1, 4, 2)), draw_size(rng), draw_size(rng)
+        lo, hi = (torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)) for x in draw_bounds(rng, lead, Q, K))
+        blocks = [int(x) for x in rng.choice([32, 64, 96, 128], 2)]
+        try:
+            check_intervals(lo, hi, K, *blocks, transpose=bool(rng.random() < 0.8))
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+def check_items(layout, rng):
+    """The items of rows and of columns, those of array operations in their order."""
+    Bl, Hl = layout.lead
+    ratio = int(rng.choice([1, 2, 4]))
+    H = Hl if Hl > 1 else ratio * int(rng.choice([1, 3]))
+    ratio = ratio if H % ratio == 0 else 1
+    B = Bl if Bl > 1 else int(rng.choice([1, 3]))
+    walk, shape = layout.rows, (Bl, Hl, layout.rows.tiles)
+    copies, heads = sharing(H, B, walk)
+    blocks = most_blocks(Bl * Hl * walk.tiles * copies, rng)
+    if blocks:
+        want, found = work(layout, copies, heads, blocks), fused_items(walk, shape, copies, heads, blocks)
+        for at in (RowItem.INTERVAL_START, RowItem.BITS_START):  # of lists without an entry
+            want.items[:, at] = 0
+        assert torch.equal(found.items, want.items)
+        assert torch.equal(found.merges, want.merges)
+        assert found.slots == want.slots
+    walk, shape = layout.columns, (Bl, Hl // ratio if Hl > 1 else 1, layout.columns.tiles)
+    copies, heads = sharing(H // ratio, B, walk)
+    batches, groups, tiles = shape
+    blocks = most_blocks(batches * groups * tiles * copies, rng)
+    if not blocks:
+        return
+    want = column_work(layout, copies, heads, ratio, blocks)
+    found = fused_items(walk, shape, copies, heads, blocks, ratio)
+    one, other = found.items.clone(), want.items.clone()
+    at, to = one[:, ColumnItem.SEGMENT_START], other[:, ColumnItem.SEGMENT_START]
+    for place in (Segment.INTERVAL_START, Segment.BITS_START):
+        want.segments[:, place] = 0
+    for j in range(ratio):
+        assert torch.equal(found.segments[at + j], want.segments[to + j])
+    one[:, ColumnItem.SEGMENT_START] = other[:, ColumnItem.SEGMENT_START] = 0
+    assert torch.equal(one, other)
+
+
+def most_blocks(items, rng):
+    """Blocks for which so many items are many, 0 if there are none."""
+    most = (items - 1) // ROUNDS
+    return int(rng.integers(1, most + 1)) if most else 0
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="interprets")
+@pytest.mark.parametrize("chunk", range(4))
+def test_random_items(chunk):
+    for seed in range(chunk, CASES, 4):
+        rng = np.random.default_rng(seed)
+        try:
+            check_items(draw_layout(rng), rng)
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+@pytest.mark.skipif(INTERPRETING, reason="is interpreting")
+def test_in_interpreter():
+    in_interpreter(__file__, "test_random_lists", "test_random_intervals", "test_random_items")
+
+
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from gossamer.kernels.hopper.schedule import item_kernels as items
+from gossamer.kernels.structure import block_kernels as blocks
+from gossamer.kernels.structure import interval_kernels as intervals
+
+work = []
+for two in (False, True):
+    kinds = {"KINDS": 1 + two, "KEPT": two}
+    flags = {"HAS_COUNTS": two, "BOUNDED": two, "BLOCK": 64, "LISTS": 8, "ENTRIES": 128, "WORDS": 64}
+    work.append((blocks.order_kernel, {**kinds, **flags}))
+    work += [(kernel, {**kinds, "ROWS": 256, "COLUMNS": 8}) for kernel in (blocks.count_kernel, blocks.place_kernel)]
+    sizes = {"SIZES": 64, "MIDDLE": 32, "DOUBLINGS": 24, "LISTS": 8, "OWN": 64, "OTHERS": 128, "COLUMNS": two}
+    work.append((items.many_kernel, {**sizes, "ITEM": 16, "SEGMENT": 8}))
+sizes |= {"BINS": 2048, "FEW_BINS": 128, "ITEMS": 1024}
+work += [(items.length_kernel, sizes), (items.size_kernel, sizes), (intervals.turn_kernel, {"COLUMNS": 256})]
+tile = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128, "ROWS": 128, "COLUMNS": 128}
+work += [(intervals.count_tiles_kernel, tile), (intervals.place_tiles_kernel, tile)]
+numbers = {*blocks.SIZES, *blocks.STRIDES, *items.PLAIN, *intervals.SIZES}
+for kernel, constants in work:
+    constants = {"SUMS": 256, **constants}
+    constants = {name: x for name, x in constants.items() if name in kernel.arg_names}
+    signature = {name: "i32" if name in numbers else "*i32" for name in kernel.arg_names}
+    signature |= {"slack": "fp32"} if "slack" in signature else {}
+    signature |= {"indices": "*i64", "counts": "*u8"} if kernel is blocks.order_kernel else {}
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", [80, 90, 100])
+def test_kernels_compile(sm, tmp_path):
+    compiled(COMPILE, sm, cache=tmp_path)
