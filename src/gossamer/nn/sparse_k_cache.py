@@ -25,6 +25,13 @@ class SparseKCache(NamedTuple):
     SparseK's threshold follows from the scores of all live keys, u > tau, which are more: of those that are not kept
     the score alone is, in `live`. It holds `k_keep` and more numbers, and grows where the scores lie so close that more
     are live. Tensors are never written again: an older cache goes on from its own token.
+
+    Examples:
+        >>> layer = gs.nn.SparseKAttention(dim=32, heads=4, k_keep=8, window=4)
+        >>> y, cache = layer.step(torch.randn(1, 32))
+        >>> y, cache = layer.step(torch.randn(1, 32), cache)
+        >>> cache.position, cache.near_k.shape
+        (2, torch.Size([1, 4, 5, 8]))
     """
 
     position: int  # tokens so far
