@@ -24,6 +24,7 @@ from gossamer.patterns import handles
 from gossamer.plan.problem import Unsupported
 from gossamer.plan.table import RENAMED
 from gossamer.torch import planning, registry
+from gossamer.torch.given_layouts import geometry_of
 
 P = gs.SlidingWindow(10)
 
@@ -96,7 +97,7 @@ def test_opcheck(form: str, grad: bool, bshd: bool) -> None:
     elif form == "mask":
         entered = [given], [], -1
     else:
-        entered = given.rows.arrays(), [32, 64, 40, 40], -1
+        entered = given.rows.arrays(), list(geometry_of(given)), -1
     sink = torch.randn(4, requires_grad=grad)
     operator = torch.ops.gossamer.forward.default
     args = (*qkv(grad=grad), *entered, None, None, None, sink, None, None, None, None, False, False, bshd)

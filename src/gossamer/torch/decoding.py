@@ -152,6 +152,10 @@ def for_one_query(usual: Plan, a: Arguments, pattern: Any) -> Plan:
 
 def _make_lengths(device: torch.device, B: int, most: int) -> tuple[Tensor, ...]:
     """(B,) of each number of keys up to `most` that shares its launch, at multiples of 16 bytes."""
-    numbers = torch.arange(most - RANGE + 1, most + 1, dtype=torch.int32)
-    rows = numbers[:, None].expand(RANGE, -(-B // 4) * 4).contiguous()
-    return outlasting(device, lambda: rows.to(device))[:, :B].unbind(0)
+
+    def make() -> tuple[Tensor, ...]:
+        numbers = torch.arange(most - RANGE + 1, most + 1, dtype=torch.int32)
+        rows = numbers[:, None].expand(RANGE, -(-B // 4) * 4).contiguous().to(device)
+        return rows[:, :B].unbind(0)
+
+    return outlasting(device, make)

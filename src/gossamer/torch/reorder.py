@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -28,12 +29,16 @@ def orders(pattern: ReorderedCSR, device: torch.device) -> Orders:
     """The orders of a pattern on a device; kept with the pattern."""
     kept = _orders.setdefault(pattern, {})
     if device not in kept:
-        order = torch.from_numpy(pattern.order.copy())
-        # Copies are done when they return: a kernel would be waited for by the stream of this call alone.
-        kept[device] = outlasting(device, lambda: Orders(order.to(device), torch.argsort(order).to(device)))
+        kept[device] = outlasting(device, partial(_orders_on, pattern, device))
     if device.type == "cuda" and is_current_stream_capturing():
         hold_for_graphs(kept[device])
     return kept[device]
+
+
+def _orders_on(pattern: ReorderedCSR, device: torch.device) -> Orders:
+    order = torch.from_numpy(pattern.order.copy())
+    # Copies are done when they return: a kernel would be waited for by the stream of this call alone.
+    return Orders(order.to(device), torch.argsort(order).to(device))
 
 
 def check_order(
