@@ -27,10 +27,11 @@ from torch import Tensor
 
 import gossamer as gs
 from gossamer.bench.latency import captured
-from gossamer.bench.measure import device_name, time_in_turns
+from gossamer.bench.measure import device_name, medians_in_turns
 from gossamer.bench.results import append_records
 
 CUDA = torch.device("cuda")
+medians = partial(medians_in_turns, device=CUDA, budget_s=0.4)  # milliseconds of calls
 BLOCK = 64
 
 
@@ -124,16 +125,6 @@ def compare(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], name: str) ->
     for a, b in zip(found, wanted, strict=True):
         error = ((a.float() - b.float()).norm() / b.float().norm()).item()
         assert error < 0.02, f"{name}: {error}"
-
-
-def medians(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Milliseconds of calls in turns."""
-    found = {}
-    for name, taken in time_in_turns(calls, CUDA, budget_s=0.4).items():
-        if isinstance(taken, Exception):
-            raise taken
-        found[name] = taken.p50
-    return found
 
 
 def main() -> None:

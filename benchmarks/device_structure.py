@@ -22,10 +22,11 @@ from torch import Tensor
 
 import gossamer as gs
 from gossamer.bench.latency import captured
-from gossamer.bench.measure import device_name, time_in_turns
+from gossamer.bench.measure import device_name, medians_in_turns
 from gossamer.bench.results import append_records
 
 CUDA = torch.device("cuda")
+medians = partial(medians_in_turns, device=CUDA, budget_s=0.4)  # milliseconds of calls
 LAYERS = 32  # of the model that a step of decoding is of
 
 
@@ -145,16 +146,6 @@ def layers(case: Case, x: list[Tensor]) -> dict[str, float]:
     }
     times = medians({kind: graph.replay for kind, (graph, _) in graphs.items()})
     return {f"{kind}_ms": t for kind, t in times.items()} | {"made_over_host": times["made"] / times["host"]}
-
-
-def medians(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Milliseconds of calls in turns."""
-    found = {}
-    for name, taken in time_in_turns(calls, CUDA, budget_s=0.4).items():
-        if isinstance(taken, Exception):
-            raise taken
-        found[name] = taken.p50
-    return found
 
 
 def main() -> None:

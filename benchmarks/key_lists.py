@@ -25,7 +25,7 @@ from torch import Tensor
 
 import gossamer as gs
 from gossamer.bench.latency import captured
-from gossamer.bench.measure import device_name, time_in_turns
+from gossamer.bench.measure import device_name, medians_in_turns
 from gossamer.bench.results import append_records
 
 N, LISTED, D = 32768, 2048, 128
@@ -87,7 +87,7 @@ def measure(heads: int, kind: str, budget: float) -> list[dict[str, Any]]:
             out, *_ = results
             check([y.detach() for y in x], lists, out.detach())
         calls = {name: graph.replay for name, graph in graphs.items()}
-        times = {name: taken.p50 for name, taken in time_in_turns(calls, device, budget_s=budget).items()}
+        times = medians_in_turns(calls, device, budget_s=budget)
         pairs = float(N * LISTED * heads)
         flops = pairs * 4 * D * (1.0 if direction == "forward" else 3.5)
         keys = N * LISTED * 2 * D  # numbers of K and V, of all lists

@@ -83,6 +83,16 @@ def _repeats(once_ms: float, budget_s: float, most: int, least: int) -> int:
     return int(min(most, max(least, 1000 * budget_s / max(once_ms, 1e-3))))
 
 
+def medians_in_turns(calls: dict[str, Call], device: torch.device, *, budget_s: float) -> dict[str, float]:
+    """The median times of `time_in_turns`, in milliseconds; raises what a call has raised."""
+    found = {}
+    for name, taken in time_in_turns(calls, device, budget_s=budget_s).items():
+        if isinstance(taken, Exception):
+            raise taken
+        found[name] = taken.p50
+    return found
+
+
 def _timing(times: list[float]) -> Timing:
     ordered = torch.tensor(times, dtype=torch.float64)
     p20, p50, p80 = torch.quantile(ordered, torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()

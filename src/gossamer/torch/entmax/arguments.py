@@ -155,10 +155,9 @@ def broadcasts(x: Tensor, shape: tuple[int, ...]) -> bool:
 
 def candidates_of(q: Tensor, k: Tensor, options: Options) -> Candidates:
     """What each row may see."""
-    (_, H, Q, _), (_, G, K, _) = q.shape, k.shape
-    attended, (of_q, of_k) = options.attended, (options.q_positions, options.k_positions)
-    positions = of_q is not None or of_k is not None
-    causal = Causal() if options.causal and not positions else None
+    (_, H, Q, _), (_, _, K, _) = q.shape, k.shape
+    attended, positions = options.attended, options.positions(q, k)
+    causal = Causal() if options.causal and positions is None else None
     sizes = Dense._sizes(Q, K)
     found: list[Source] = []
     if attended.data:
@@ -175,13 +174,8 @@ def candidates_of(q: Tensor, k: Tensor, options: Options) -> Candidates:
             pattern = causal if isinstance(pattern, Dense) else And(pattern, causal)
         if not isinstance(pattern, Dense):
             found.append(OfPattern(pattern, sizes))
-    if positions:
-        if of_q is None:
-            of_q = torch.arange(K - Q, K, device=q.device)
-        if of_k is None:
-            of_k = torch.arange(K, device=q.device)
-        if of_k.ndim > 1 and of_k.shape[-2] == G != H and G > 1:
-            of_k = of_k.repeat_interleave(H // G, -2)
+    if positions is not None:
+        of_q, of_k = positions
         found.append(OfPositions(of_q.expand(*of_q.shape[:-1], Q), of_k.expand(*of_k.shape[:-1], K)))
     return Candidates(found, Q, K, q.device)
 

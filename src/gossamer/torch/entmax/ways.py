@@ -138,22 +138,16 @@ def kernel_call(
     """
     from gossamer.kernels.entmax.launch import Call
 
-    (B, H, Q, D), (_, G, K, _) = q.shape, k.shape
+    (B, H, Q, D), (_, _, K, _) = q.shape, k.shape
     run = interval_pattern(options, Q, K)
     assert run is not None
-    lo = hi = None
+    lo = hi = of_q = of_k = None
+    positions = options.positions(q, k)
     if run.intervals is not None:
-        causal = options.causal and options.q_positions is None and options.k_positions is None
+        causal = options.causal and positions is None
         lo, hi = _on_device(pattern_of(options.attended.handle), causal, Q, K, q.device)
-    of_q, of_k = options.q_positions, options.k_positions
-    if of_q is not None or of_k is not None:
-        if of_q is None:
-            of_q = torch.arange(K - Q, K, device=q.device)
-        if of_k is None:
-            of_k = torch.arange(K, device=q.device)
-        if of_k.ndim > 1 and of_k.shape[-2] == G != H and G > 1:
-            of_k = of_k.repeat_interleave(H // G, -2)
-        of_q, of_k = of_q.to(torch.int64).expand(B, H, Q), of_k.to(torch.int64).expand(B, H, K)
+    if positions is not None:
+        of_q, of_k = positions.of_q.to(torch.int64).expand(B, H, Q), positions.of_k.to(torch.int64).expand(B, H, K)
     steepness = (alpha.detach().double() - 1).float()
     if number is None:
         steepness = steepness.where((steepness >= 0) & (steepness <= 1), torch.nan)
