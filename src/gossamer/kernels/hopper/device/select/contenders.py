@@ -27,19 +27,25 @@ from gossamer.kernels.hopper.device.tiles import accumulator, first_factor, issu
 
 PLACE = 4 * 4 * TILE * GROUPS  # bytes from a thread's place to its next one
 LOWEST = -3.4028234e38
+BITS = (0x33333333, 0xCCCCCCCC - 2**32)  # of a chunk's scores, of each row
 STEPS = 3  # of Newton's method
 HALVINGS = 10  # of the interval of the k-th largest
 MARGIN = 2e-5  # relative, of a bound: powers are approximate
 FLAT = 0.02  # alpha - 1 under which no contender is left out by its weight
 
 
-def append(score: Any, bound: Any, place: Any, key: Any, keys_behind: int) -> Any:
-    """Keep a score that is not under the bound at a place in shared memory; the next free place."""
+def flag(score: Any, bound: Any, bits: Any, bit: int) -> Any:
+    """The bits, with one more where the score is not under the bound."""
     code = (
-        "{ .reg .pred p; setp.geu.f32 p, $1, $2; mov.b32 $0, $3; @p st.shared.f32 [$3], $1; "
-        f"@p st.shared.b32 [$3 + {keys_behind}], $4; @p add.s32 $0, $3, {PLACE}; }}"
+        "{ .reg .pred p; setp.geu.f32 p, $1, $2; mov.b32 $0, $3; "
+        f"@p or.b32 $0, $3, {1 << bit if bit < 31 else -(2**31)}; }}"
     )
-    return assembly(Int32, code, Float32(score), Float32(bound), Int32(place), Int32(key))
+    return assembly(Int32, code, Float32(score), Float32(bound), Int32(bits), effects=False)
+
+
+def lowest(bits: Any) -> Any:
+    """The number of the lowest bit that is set."""
+    return assembly(Int32, "{ .reg .b32 t; brev.b32 t, $1; clz.b32 $0, t; }", Int32(bits), effects=False)
 
 
 def power(x: Any, y: Any) -> Any:
@@ -71,7 +77,8 @@ class Selector(Opaque):
         self.start = [block.s_scores.iterator.toint() + 4 * (4 * (thread.row + 8 * r) + self.quad) for r in range(ROWS)]
         # From the place of a score to that of its key.
         self.keys_behind = 4 * 4 * TILE * GROUPS * c.places
-        self.full = (c.places - CHUNK // 4) * PLACE
+        self.room = c.places * PLACE
+        self.chunk = block.s_chunk.iterator.toint() + 16 * (128 * thread.warpgroup + thread.thread)
         a = block.arguments.steepness[self.rows.head]
         self.a = a
         self.scale = block.arguments.scale
@@ -153,18 +160,58 @@ class Selector(Opaque):
 
     @cute.jit
     def keep(self, scores, key):
-        """Append the contenders of a tile."""
+        """Append the contenders of a tile, in chunks: a bit for each score, then a loop over the bits that are set.
+
+        The chunk lies in memory of the thread's own, since registers have no numbers that a loop could know. Score i
+        of a chunk is of row i // 2 % 2 and column 8 (i // 4) + i % 2.
+        """
         for chunk in cutlass.range_constexpr(self.config.step // CHUNK):
-            full = self.next[0] - self.start[0] > self.full or self.next[1] - self.start[1] > self.full
-            if cute.arch.vote_any_sync(full):
-                self.refresh()
+            first = const_expr(chunk * 2 * CHUNK // 4)
             for j in cutlass.range_constexpr(CHUNK // 8):
-                for c in cutlass.range_constexpr(2):
-                    column = const_expr(8 * (CHUNK // 8 * chunk + j) + c)
-                    number = key + self.thread.quad + column
-                    for r in cutlass.range_constexpr(ROWS):
-                        i = const_expr(column // 8 * 4 + 2 * r + c)
-                        self.next[r] = append(scores[i], self.bound[r], self.next[r], number, self.keys_behind)
+                four = [scores[first + 4 * j + n] for n in range(4)]
+                code = f"st.shared.v4.f32 [$0 + {4096 * j}], {{$1, $2, $3, $4}};"
+                assembly(None, code, Int32(self.chunk), *[Float32(x) for x in four])
+            bits = self.flags(scores, first)
+            if cute.arch.vote_any_sync(self.overfull(bits)):
+                self.refresh()
+                bits = self.flags(scores, first)
+                for r in cutlass.range_constexpr(ROWS):
+                    # All four threads of a row give it up together.
+                    over = Int32(1) if self.needed(bits, r) > self.room else Int32(0)
+                    if over_quad_sum(over) != 0:
+                        self.given_up[r] = Int32(1)
+                        self.bound[r] = Float32.inf
+                        self.next[r] = self.start[r]
+                        bits = bits & BITS[1 - r]
+            number = key + chunk * CHUNK + self.thread.quad
+            while cute.arch.vote_any_sync(bits != 0):
+                if bits != 0:
+                    i = lowest(bits)
+                    bits = bits & (bits - 1)
+                    at = self.chunk + (i >> 2) * 4096 + 4 * (i & 3)
+                    score = assembly(Float32, "ld.shared.f32 $0, [$1];", Int32(at))
+                    second = (i & 2) != 0
+                    to = self.next[1] if second else self.next[0]
+                    assembly(None, "st.shared.f32 [$0], $1;", Int32(to), Float32(score))
+                    column = number + 8 * (i >> 2) + (i & 1)
+                    assembly(None, f"st.shared.b32 [$0 + {self.keys_behind}], $1;", Int32(to), Int32(column))
+                    self.next[0] = self.next[0] + (Int32(0) if second else Int32(PLACE))
+                    self.next[1] = self.next[1] + (Int32(PLACE) if second else Int32(0))
+
+    def flags(self, scores: Any, first: int) -> Any:
+        """A bit for each score of a chunk that is not under the bound of its row."""
+        parts = [Int32(0)] * 4
+        for i in range(CHUNK // 2):
+            parts[i % 4] = flag(scores[first + i], self.bound[i % 4 // 2], parts[i % 4], i)
+        return (parts[0] | parts[1]) | (parts[2] | parts[3])
+
+    def needed(self, bits: Any, r: int) -> Any:
+        """The bytes between the places of a row, of those of a chunk as well."""
+        return self.next[r] - self.start[r] + cute.arch.popc(bits & BITS[r]) * PLACE
+
+    def overfull(self, bits: Any) -> Any:
+        """Whether a row of this thread has no room for those of a chunk."""
+        return cutlass.max(self.needed(bits, 0), self.needed(bits, 1)) > self.room
 
     def counts(self) -> list[Any]:
         """How many contenders this thread has of each of its rows."""
@@ -224,11 +271,6 @@ class Selector(Opaque):
                 total[r] = total[r] + more
         for r in cutlass.range_constexpr(ROWS):
             self.next[r] = self.start[r] + ((total[r] + 3 - self.quad) >> 2) * PLACE
-            if ((total[r] + 3) >> 2) * PLACE > self.full:
-                # Too many are left. What is no number still comes, and leaves again.
-                self.given_up[r] = Int32(1)
-                self.bound[r] = Float32.inf
-                self.next[r] = self.start[r]
         cute.arch.sync_warp()
 
     @cute.jit
