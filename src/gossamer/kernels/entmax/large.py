@@ -73,7 +73,7 @@ def large_kernel(
     first_head, H, Q, K, offset, keep, first_listed, scale,
     L: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     GROUP: tl.constexpr, R: tl.constexpr, STEP: tl.constexpr, A: tl.constexpr, TOP: tl.constexpr, KEYS: tl.constexpr,
-    OUT: tl.constexpr, BOUNDS: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    OUT: tl.constexpr, TOLD: tl.constexpr, BOUNDS: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Everything of the rows of a group that have no list."""
     head = first_head + tl.program_id(1)
@@ -227,9 +227,10 @@ def large_kernel(
             to = out + number[:, None] * E + o_e[None, :]
             result = (acc / whole[:, None]).to(out.dtype.element_ty)
             tl.store(to, result, mask=inside[:, None] & (o_e < E)[None, :])
-        tl.store(lam + number, found, mask=inside)
-        tl.store(support + number, size, mask=inside)
-        sure = number_seen >= 0
-        if TOP:
-            sure = (after == -float("inf")) | (after <= cut(found, a))
-        tl.store(certified + number, sure, mask=inside)
+        if TOLD:
+            tl.store(lam + number, found, mask=inside)
+            tl.store(support + number, size, mask=inside)
+            sure = number_seen >= 0
+            if TOP:
+                sure = (after == -float("inf")) | (after <= cut(found, a))
+            tl.store(certified + number, sure, mask=inside)

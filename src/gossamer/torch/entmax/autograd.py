@@ -82,15 +82,17 @@ def gradients_of_kernels(
     lists: RowLists | None, normaliser: Tensor, wants_alpha: bool, dout: Tensor,
 ) -> GradientsOf | None:  # fmt: skip
     """The backward by the kernels; without lists these are made again. None as in `of_kernels`."""
-    from gossamer.kernels.entmax import launch
+    from gossamer.kernels.entmax.calls import Listed
+    from gossamer.kernels.entmax.gradient import backward
+    from gossamer.kernels.entmax.launch import again
 
     asked = options.implementation == "kernels"
     with uncast(q.device), torch.no_grad():
         call = kernel_call(q, k, v, alpha, number, options)
-        of_rows = launch.Listed(*lists) if lists is not None else launch.again(call, complete=asked)
+        of_rows = Listed(*lists) if lists is not None else again(call, complete=asked)
         if lists is None and not asked and bool((of_rows.counts < 0).any()):
             return None
-        found = launch.backward(call, of_rows, normaliser, readable(dout.to(q.dtype)), wants_alpha, complete=asked)
+        found = backward(call, of_rows, normaliser, readable(dout.to(q.dtype)), wants_alpha, complete=asked)
     of_alpha = None if found.alpha is None else found.alpha.to(alpha.dtype)
     return GradientsOf(found.q, found.k, found.v, of_alpha)
 

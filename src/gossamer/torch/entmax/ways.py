@@ -22,7 +22,7 @@ from gossamer.patterns.handles import pattern_of
 from gossamer.plan.problem import Unsupported
 
 if TYPE_CHECKING:
-    from gossamer.kernels.entmax.launch import Call
+    from gossamer.kernels.entmax.calls import Call
     from gossamer.torch.entmax.options import Options
 
 DTYPES = frozenset({"float16", "bfloat16", "float32"})
@@ -85,7 +85,7 @@ def checked(q: Tensor, k: Tensor, v: Tensor, number: float | None, options: Opti
     run = interval_pattern(options, q.shape[2], k.shape[2])
     if run is None or run.kind != "causal" or (options.scale is not None and options.scale <= 0):
         return False
-    from gossamer.kernels.entmax.launch import by_tma, hopper_here
+    from gossamer.kernels.entmax.calls import by_tma, hopper_here
 
     return hopper_here(q.device) and by_tma(readable(q)) and by_tma(readable(k))
 
@@ -136,7 +136,7 @@ def kernel_call(
         alpha: (H,), of any float type. Rows of a head whose alpha is outside [1, 2] become NaN.
         number: that of all heads, where it was given as a number.
     """
-    from gossamer.kernels.entmax.launch import Call
+    from gossamer.kernels.entmax.calls import Call
 
     (B, H, Q, D), (_, _, K, _) = q.shape, k.shape
     run = interval_pattern(options, Q, K)

@@ -9,6 +9,7 @@ from gossamer.kernels.hopper.device.configurations import check_memory
 
 GROUPS = 2  # warpgroups that compute, of 64 rows each
 ROWS = 64 * GROUPS  # of a block
+SEGMENTS = 16  # equal parts of the rows that read a key head
 CHUNK = 64  # keys whose scores a thread writes down together: 32, of two rows
 
 
@@ -16,14 +17,12 @@ CHUNK = 64  # keys whose scores a thread writes down together: 32, of two rows
 class SelectConfig:
     """One compiled kernel.
 
-    `places` are those of a thread for the contenders of one of its rows; four threads share a row. `contenders` is the
-    length of the lists that it writes.
+    `places` are those of a thread for the contenders of one of its rows; four threads share a row.
     """
 
     dtype: str
     D: int  # head size after padding
     places: int
-    contenders: int
     step: int = 128  # keys
     stages: int = 3
     same: float = -1.0  # alpha - 1 of all heads: 0.5, 1.0, or -1.0 for any
@@ -32,6 +31,7 @@ class SelectConfig:
     bounds: Literal["every", "causal", "intervals"] = "every"
 
     blocks = 1
+    rows = ROWS
 
     def __post_init__(self) -> None:
         if self.step % CHUNK or self.places < CHUNK // 4 or not (self.top or self.weighed):

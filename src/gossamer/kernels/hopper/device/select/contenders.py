@@ -87,7 +87,7 @@ class Selector(Opaque):
 
     @cute.jit
     def run(self):
-        """All tiles, then the lists."""
+        """All tiles."""
         c, rows, thread = self.config, self.rows, self.thread
         Q = cute.size(self.arguments.q.tensor, mode=[0])
         K = cute.size(self.arguments.k.tensor, mode=[0])
@@ -127,11 +127,7 @@ class Selector(Opaque):
                     if step < first:
                         self.rise(scores)
                 self.keep(scores, key)
-        n = self.counts()
-        most = cutlass.max(over_quad_sum(n[0]), over_quad_sum(n[1]))
-        if cute.arch.vote_any_sync(most > c.contenders):
-            self.refresh()
-        self.write()
+        cute.arch.sync_warp()
 
     @cute.jit
     def mask(self, scores, key):
@@ -345,32 +341,3 @@ class Selector(Opaque):
         for r in cutlass.range_constexpr(ROWS):
             bound = self.under(lam[r])
             found[r] = bound if bound > found[r] else found[r]
-
-    @cute.jit
-    def write(self):
-        """The contenders of all rows into their lists."""
-        c, a = self.config, self.arguments
-        cute.arch.sync_warp()
-        n = self.counts()
-        most = cute.arch.warp_redux_sync(cutlass.max(n[0], n[1]), kind="max")
-        x, _, _ = cute.arch.block_idx()
-        total = cute.make_rmem_tensor((ROWS,), Int32)
-        total.fill(0)
-        for place in cutlass.range(most, unroll=1):
-            for r in cutlass.range_constexpr(ROWS):
-                at = self.start[r] + place * PLACE
-                score = assembly(Float32, "ld.shared.f32 $0, [$1];", Int32(at))
-                key = assembly(Int32, f"ld.shared.b32 $0, [$1 + {self.keys_behind}];", Int32(at))
-                kept = place < n[r] and not (score < self.bound[r])
-                rank, more = self.rank(kept)
-                rank = rank + total[r]
-                if kept and rank < c.contenders:
-                    own = x * BLOCK_ROWS + self.thread.row + 8 * r
-                    # -0 becomes 0: they are equal.
-                    a.scores[own, rank] = score * self.scale + 0.0
-                    a.keys[own, rank] = key
-                total[r] = total[r] + more
-        for r in cutlass.range_constexpr(ROWS):
-            fits = total[r] <= c.contenders and self.given_up[r] == 0
-            if self.quad == 0:
-                a.counts[x * BLOCK_ROWS + self.thread.row + 8 * r] = total[r] if fits else Int32(-1)

@@ -14,9 +14,10 @@ from cutlass import Float32, Int32
 from gossamer.kernels.hopper.device.common import NUMBERS, WARPGROUP, computing_thread
 from gossamer.kernels.hopper.device.common import ROWS as TILE
 from gossamer.kernels.hopper.device.select.block import SelectArguments, SelectBlock
-from gossamer.kernels.hopper.device.select.contenders import Selector
 from gossamer.kernels.hopper.device.select.configurations import CHUNK, GROUPS, SelectConfig
+from gossamer.kernels.hopper.device.select.contenders import Selector
 from gossamer.kernels.hopper.device.select.rows import rows_of, tile_of
+from gossamer.kernels.hopper.device.select.supports import Supports
 from gossamer.kernels.hopper.device.shell import Shell, array, barriers, ring_of, tile_memory, tiles, words
 from gossamer.kernels.hopper.device.tiles import tile_layout, tile_loader, tma
 
@@ -34,15 +35,17 @@ class Select(Shell):
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor, k: cute.Tensor, steepness: cute.Tensor, lo: cute.Tensor, hi: cute.Tensor, scores: cute.Tensor,
-        keys: cute.Tensor, counts: cute.Tensor, scale: Float32, first_block: Int32, offset: Int32, keep: Int32,
-        blocks: Int32, stream: Any,
+        q: cute.Tensor, k: cute.Tensor, steepness: cute.Tensor, lo: cute.Tensor, hi: cute.Tensor,
+        list_keys: cute.Tensor, list_weights: cute.Tensor, list_counts: cute.Tensor, lam: cute.Tensor,
+        support: cute.Tensor, certified: cute.Tensor, scale: Float32, first_block: Int32, offset: Int32, keep: Int32,
+        first_listed: Int32, told: Int32, blocks: Int32, stream: Any,
     ) -> None:  # fmt: skip
         """As in `SelectArguments`; `blocks` of rows are computed."""
         c = self.config
         arguments = SelectArguments(
-            q=tma(q, TILE, c.D), k=tma(k, c.step, c.D), steepness=steepness, lo=lo, hi=hi, scores=scores, keys=keys,
-            counts=counts, scale=scale, first_block=first_block, offset=offset, keep=keep,
+            q=tma(q, TILE, c.D), k=tma(k, c.step, c.D), steepness=steepness, lo=lo, hi=hi, list_keys=list_keys,
+            list_weights=list_weights, list_counts=list_counts, lam=lam, support=support, certified=certified,
+            scale=scale, first_block=first_block, offset=offset, keep=keep, first_listed=first_listed, told=told,
         )  # fmt: skip
         self.launch(arguments, blocks, stream)
 
@@ -56,7 +59,8 @@ class Select(Shell):
         q, k = self.layouts()
         return {
             **barriers(q=GROUPS, k=c.stages), "q": tile_memory(self.dtype, q), "k": tile_memory(self.dtype, k),
-            "chunk": array(Float32, TILE * GROUPS * CHUNK, 128), "scores": array(Float32, 4 * TILE * GROUPS * c.places, 128),
+            "chunk": array(Float32, TILE * GROUPS * CHUNK, 128),
+            "scores": array(Float32, 4 * TILE * GROUPS * c.places, 128),
             "keys": array(Int32, 4 * TILE * GROUPS * c.places, 128),
         }  # fmt: skip
 
@@ -88,4 +92,6 @@ class Select(Shell):
 
     @cute.jit
     def compute(self, block):
-        Selector(block, computing_thread()).run()
+        rows = Selector(block, computing_thread())
+        rows.run()
+        Supports(rows).write()
