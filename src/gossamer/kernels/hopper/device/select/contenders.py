@@ -1,8 +1,10 @@
 """A warpgroup's 64 rows: their bounds, and the contenders that are above them, in shared memory.
 
 Every thread holds the scores of two rows, a quarter of the columns of each, and keeps those that are not under the
-row's bound in places of its own: nothing is shared but within the four threads of a row, and the order is fixed. A
-bound is found again when the places of a thread run out, from all contenders of the row, which are then dealt out anew.
+row's bound in places of its own: nothing is shared but within the four threads of a row, and the order is fixed. The
+first bound comes from some of the tiles, of which each thread holds the largest score of every place of its own. A
+bound is found again when places run out, from all contenders of the row, which are then dealt out anew; the warps of a
+warpgroup do so together, since their products wait for one another.
 
 Scores here are products without the scale, which is positive.
 """
@@ -16,22 +18,17 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from gossamer.kernels.hopper.device.common import ROWS as TILE
-from gossamer.kernels.hopper.device.common import Opaque, Thread
-from gossamer.kernels.hopper.device.instructions import ROWS, assembly, largest_of_row, over_quad, places
+from gossamer.kernels.hopper.device.common import Thread
+from gossamer.kernels.hopper.device.instructions import ROWS, assembly, places
 from gossamer.kernels.hopper.device.select.block import SelectBlock
-from gossamer.kernels.hopper.device.select.configurations import CHUNK, GROUPS
+from gossamer.kernels.hopper.device.select.bounds import LOWEST, PLACE, Bounds, over_quad_sum
+from gossamer.kernels.hopper.device.select.configurations import CHUNK
 from gossamer.kernels.hopper.device.select.configurations import ROWS as BLOCK_ROWS
 from gossamer.kernels.hopper.device.select.rows import rows_of, sampled, tile_of
 from gossamer.kernels.hopper.device.tiles import accumulator, first_factor, issue, product_of, second_factor
 
-PLACE = 4 * 4 * TILE * GROUPS  # bytes from a thread's place to its next one
-LOWEST = -3.4028234e38
 BITS = (0x33333333, 0xCCCCCCCC - 2**32)  # of a chunk's scores, of each row
-STEPS = 3  # of Newton's method
-HALVINGS = 10  # of the interval of the k-th largest
-MARGIN = 2e-5  # relative, of a bound: powers are approximate
-FLAT = 0.02  # alpha - 1 under which no contender is left out by its weight
+GROWTH = 8  # places of a thread that fill before a bound is found again
 
 
 def flag(score: Any, bound: Any, bits: Any, bit: int) -> Any:
@@ -48,42 +45,27 @@ def lowest(bits: Any) -> Any:
     return assembly(Int32, "{ .reg .b32 t; brev.b32 t, $1; clz.b32 $0, t; }", Int32(bits), effects=False)
 
 
-def power(x: Any, y: Any) -> Any:
-    """x^y, of x from 0 up."""
-    return cute.math.exp2(cute.math.log2(x, fastmath=True) * y, fastmath=True)
-
-
-def over_quad_sum(value: Any) -> Any:
-    """The sum of the four threads that share a row."""
-    value = value + cute.arch.shuffle_sync_bfly(value, offset=1)
-    return value + cute.arch.shuffle_sync_bfly(value, offset=2)
-
-
-class Selector(Opaque):
+class Selector(Bounds):
     """The rows of a warpgroup. What changes is in tensors of registers, one number for each row of a thread."""
 
     def __init__(self, block: SelectBlock, thread: Thread) -> None:
-        self.block, self.config, self.arguments, self.thread = block, block.config, block.arguments, thread
         c, dtype = block.config, block.s_q.element_type
+        first = block.s_scores.iterator.toint() + 4 * (4 * thread.row + thread.lane % 4)
+        super().__init__(block, [first + 4 * 4 * 8 * r for r in range(ROWS)])
+        self.block, self.thread, self.quad = block, thread, thread.lane % 4
         self.mma = product_of(dtype, c.step)
         self.q, self.k = first_factor(self.mma, block.s_q), second_factor(self.mma, block.s_k)
         self.rows = rows_of(block)
-        self.quad = thread.lane % 4
-        self.bound = cute.make_rmem_tensor((ROWS,), Float32)
-        self.next = cute.make_rmem_tensor((ROWS,), Int32)  # addresses of the next free places
+        self.of_head(self.rows.head)
         self.lo = cute.make_rmem_tensor((ROWS,), Int32)
         self.hi = cute.make_rmem_tensor((ROWS,), Int32)
+        self.limit = cute.make_rmem_tensor((1,), Int32)  # bytes of places after which a bound is found again
+        self.limit[0] = Int32(c.places * 5 // 8 * PLACE)
         self.given_up = cute.make_rmem_tensor((ROWS,), Int32)
-        self.start = [block.s_scores.iterator.toint() + 4 * (4 * (thread.row + 8 * r) + self.quad) for r in range(ROWS)]
         # From the place of a score to that of its key.
-        self.keys_behind = 4 * 4 * TILE * GROUPS * c.places
+        self.keys_behind = PLACE * c.places
         self.room = c.places * PLACE
         self.chunk = block.s_chunk.iterator.toint() + 16 * (128 * thread.warpgroup + thread.thread)
-        a = block.arguments.steepness[self.rows.head]
-        self.a = a
-        self.scale = block.arguments.scale
-        self.flat = a < FLAT
-        self.inverse = 1.0 / cute.arch.fmax(a, Float32(FLAT))  # how far under lam a weight is 0
 
     @cute.jit
     def run(self):
@@ -109,25 +91,50 @@ class Selector(Opaque):
         most_lo = cute.arch.warp_redux_sync(cutlass.max(self.lo[0], self.lo[1]), kind="max")
         least_hi = cute.arch.warp_redux_sync(cutlass.min(self.hi[0], self.hi[1]), kind="min")
         most_hi = cute.arch.warp_redux_sync(cutlass.max(self.hi[0], self.hi[1]), kind="max")
-        first = sampled(rows.tiles)
+        sample = sampled(rows.tiles, c.every)
         self.block.q.wait_full(thread.warpgroup, 0)
-        for step in cutlass.range(rows.tiles, unroll=1):
-            stage = self.block.k.wait_full_at(step)
-            scores = accumulator(self.mma, c.step)
-            issue(self.mma, scores, self.q[None, None, None, thread.warpgroup], self.k[None, None, None, stage], False)
-            key = (rows.begin + tile_of(step, rows.tiles)) * c.step
-            warpgroup.wait_group(0)
-            self.block.k.release(stage)
-            if step == first:
-                self.refresh()
+        largest = accumulator(self.mma, c.step)
+        largest.fill(-Float32.inf)
+        for step in cutlass.range(sample, unroll=1):
+            scores = self.product(step)
+            key = (rows.begin + tile_of(step, sample, c.every)) * c.step
             if key < most_hi and key + c.step > least_lo:
                 if key + c.step > least_hi or key < most_lo:
                     self.mask(scores, key)
-                if const_expr(c.weighed):  # noqa: SIM102
-                    if step < first:
-                        self.rise(scores)
+                for i in places(scores):
+                    largest[i] = cute.arch.fmax(largest[i], scores[i])
+        self.start_bounds(largest)
+        for step in cutlass.range(sample, sample + rows.tiles, unroll=1):
+            scores = self.product(step)
+            key = (rows.begin + tile_of(step, sample, c.every)) * c.step
+            if key < most_hi and key + c.step > least_lo:
+                if key + c.step > least_hi or key < most_lo:
+                    self.mask(scores, key)
                 self.keep(scores, key)
+            if self.of_warpgroup(self.used() > self.limit[0]):
+                self.refresh()
+                self.limit[0] = cutlass.max(self.limit[0], self.used() + GROWTH * PLACE)
         cute.arch.sync_warp()
+
+    @cute.jit
+    def product(self, step):
+        """The scores of a step's tile."""
+        stage = self.block.k.wait_full_at(step)
+        scores = accumulator(self.mma, self.config.step)
+        own = self.q[None, None, None, self.thread.warpgroup]
+        issue(self.mma, scores, own, self.k[None, None, None, stage], False)
+        warpgroup.wait_group(0)
+        self.block.k.release(stage)
+        return scores
+
+    def used(self) -> Any:
+        """The bytes between the places of the row that has more of them in this thread."""
+        return cutlass.max(self.next[0] - self.start[0], self.next[1] - self.start[1])
+
+    def of_warpgroup(self, value: Any) -> Any:
+        """Whether something is so in any thread of the warpgroup, whose warps meet here."""
+        code = "{ .reg .pred p, q; setp.ne.s32 q, $1, 0; bar.red.or.pred p, $2, 128, q; selp.s32 $0, 1, 0, p; }"
+        return assembly(Int32, code, Int32(value), Int32(self.thread.warpgroup + 1)) != 0
 
     @cute.jit
     def mask(self, scores, key):
@@ -141,33 +148,22 @@ class Selector(Opaque):
             scores[i] = scores[i] if seen else -Float32.inf
 
     @cute.jit
-    def rise(self, scores):
-        """The largest score of a row bounds it."""
-        for r in cutlass.range_constexpr(ROWS):
-            found = self.under(largest_of_row(scores, r) * self.scale)
-            # False where it is no number.
-            self.bound[r] = found if found > self.bound[r] and self.given_up[r] == 0 else self.bound[r]
-
-    @cute.jit
-    def under(self, lam):
-        """The product under which a weight is 0, of a number that lam is not under."""
-        found = (lam - self.inverse - MARGIN * (cute.arch.fmax(lam, -lam) + self.inverse)) / self.scale
-        return -Float32.inf if self.flat else found
-
-    @cute.jit
     def keep(self, scores, key):
         """Append the contenders of a tile, in chunks: a bit for each score, then a loop over the bits that are set.
 
-        The chunk lies in memory of the thread's own, since registers have no numbers that a loop could know. Score i
-        of a chunk is of row i // 2 % 2 and column 8 (i // 4) + i % 2.
+        Fours with a contender lie in memory of the thread's own, since registers have no numbers that a loop could
+        know. Score i of a chunk is of row i // 2 % 2 and column 8 (i // 4) + i % 2.
         """
         for chunk in cutlass.range_constexpr(self.config.step // CHUNK):
             first = const_expr(chunk * 2 * CHUNK // 4)
+            bits = self.flags(scores, first)
             for j in cutlass.range_constexpr(CHUNK // 8):
                 four = [scores[first + 4 * j + n] for n in range(4)]
-                code = f"st.shared.v4.f32 [$0 + {4096 * j}], {{$1, $2, $3, $4}};"
-                assembly(None, code, Int32(self.chunk), *[Float32(x) for x in four])
-            bits = self.flags(scores, first)
+                code = (
+                    f"{{ .reg .pred p; .reg .b32 t; and.b32 t, $5, {15 << 4 * j}; setp.ne.u32 p, t, 0; "
+                    f"@p st.shared.v4.f32 [$0 + {4096 * j}], {{$1, $2, $3, $4}}; }}"
+                )
+                assembly(None, code, Int32(self.chunk), *[Float32(x) for x in four], bits)
             if cute.arch.vote_any_sync(self.overfull(bits)):
                 self.refresh()
                 bits = self.flags(scores, first)
@@ -209,46 +205,13 @@ class Selector(Opaque):
         """Whether a row of this thread has no room for those of a chunk."""
         return cutlass.max(self.needed(bits, 0), self.needed(bits, 1)) > self.room
 
-    def counts(self) -> list[Any]:
-        """How many contenders this thread has of each of its rows."""
-        return [(self.next[r] - self.start[r]) // PLACE for r in range(ROWS)]
-
-    @cute.jit
-    def read(self, r: cutlass.Constexpr, place, count, none: cutlass.Constexpr):
-        """A contender's score, or `none` past the last."""
-        score = assembly(Float32, "ld.shared.f32 $0, [$1];", Int32(self.start[r] + place * PLACE))
-        return score if place < count else Float32(none)
-
     @cute.jit
     def refresh(self):
         """Find the bounds again from the contenders, and take out those that are under them."""
-        c = self.config
         cute.arch.sync_warp()
         n = self.counts()
         most = cute.arch.warp_redux_sync(cutlass.max(n[0], n[1]), kind="max")
-        top = cute.make_rmem_tensor((ROWS,), Float32)
-        bottom = cute.make_rmem_tensor((ROWS,), Float32)
-        for r in cutlass.range_constexpr(ROWS):
-            top[r], bottom[r] = -Float32.inf, Float32.inf
-        for place in cutlass.range(most, unroll=2):
-            for r in cutlass.range_constexpr(ROWS):
-                score = self.read(r, place, n[r], float("nan"))
-                top[r] = cute.arch.fmax(top[r], score)
-                if const_expr(c.top):
-                    bottom[r] = cute.arch.fmin(bottom[r], score)
-        for r in cutlass.range_constexpr(ROWS):
-            top[r] = over_quad(top[r])
-            if const_expr(c.top):
-                bottom[r] = -over_quad(-bottom[r])
-        found = cute.make_rmem_tensor((ROWS,), Float32)
-        for r in cutlass.range_constexpr(ROWS):
-            found[r] = self.bound[r]
-        if const_expr(c.weighed):
-            self.weigh(n, most, top, found)
-        if const_expr(c.top):
-            self.kth(n, most, top, bottom, found)
-        for r in cutlass.range_constexpr(ROWS):
-            self.bound[r] = found[r] if found[r] > self.bound[r] else self.bound[r]
+        self.bounds_again(n, most)
         total = cute.make_rmem_tensor((ROWS,), Int32)
         total.fill(0)
         for place in cutlass.range(most, unroll=1):
@@ -275,69 +238,3 @@ class Selector(Opaque):
         bits = cute.arch.vote_ballot_sync(kept)
         quad = (Int32(bits) >> (self.thread.lane & 28)) & 15
         return cute.arch.popc(quad & ((Int32(1) << self.quad) - 1)), cute.arch.popc(quad)
-
-    @cute.jit
-    def kth(self, n, most, top, bottom, found):
-        """A bound that at least `keep` contenders are not under, of rows that have as many; `top` falls to it."""
-        low = cute.make_rmem_tensor((ROWS,), Float32)
-        enough = cute.make_rmem_tensor((ROWS,), Int32)
-        for r in cutlass.range_constexpr(ROWS):
-            low[r] = cute.arch.fmax(bottom[r], self.bound[r])
-            enough[r] = Int32(1) if over_quad_sum(n[r]) >= self.arguments.keep else Int32(0)
-        for _ in cutlass.range(HALVINGS, unroll=1):
-            over = cute.make_rmem_tensor((ROWS,), Int32)
-            middle = cute.make_rmem_tensor((ROWS,), Float32)
-            for r in cutlass.range_constexpr(ROWS):
-                over[r] = Int32(0)
-                middle[r] = 0.5 * (low[r] + top[r])
-            for place in cutlass.range(most, unroll=2):
-                for r in cutlass.range_constexpr(ROWS):
-                    score = self.read(r, place, n[r], -float("inf"))
-                    over[r] = over[r] + (Int32(1) if score >= middle[r] else Int32(0))
-            for r in cutlass.range_constexpr(ROWS):
-                many = over_quad_sum(over[r]) >= self.arguments.keep
-                low[r] = middle[r] if many else low[r]
-                top[r] = top[r] if many else middle[r]
-        for r in cutlass.range_constexpr(ROWS):
-            found[r] = cute.arch.fmax(found[r], low[r]) if enough[r] != 0 else found[r]
-
-    @cute.jit
-    def weigh(self, n, most, top, found):
-        """The bound by the weights of the contenders: lam rises to that of these alone."""
-        same = self.config.same
-        lam = cute.make_rmem_tensor((ROWS,), Float32)
-        for r in cutlass.range_constexpr(ROWS):
-            # No row has a lam under its largest score, or under what its bound came from.
-            lam[r] = cute.arch.fmax(self.bound[r] * self.scale + self.inverse, top[r] * self.scale)
-        for _ in cutlass.range(STEPS, unroll=1):
-            F = cute.make_rmem_tensor((ROWS,), Float32)
-            U = cute.make_rmem_tensor((ROWS,), Float32)
-            F.fill(0.0)
-            U.fill(0.0)
-            for place in cutlass.range(most, unroll=2):
-                for r in cutlass.range_constexpr(ROWS):
-                    w = self.read(r, place, n[r], -1e30) * (self.scale * self.a) + (1.0 - self.a * lam[r])
-                    w = cute.arch.fmax(w, Float32(0.0))
-                    if const_expr(same == 0.5):
-                        F[r], U[r] = F[r] + w * w, U[r] + w
-                    elif const_expr(same == 1.0):
-                        F[r], U[r] = F[r] + w, U[r] + (Float32(1.0) if w > 0.0 else Float32(0.0))
-                    else:
-                        u = power(w, self.inverse - 1.0)
-                        u = u if w > 0.0 else Float32(0.0)
-                        F[r], U[r] = F[r] + u * w, U[r] + u
-            for r in cutlass.range_constexpr(ROWS):
-                total, slope = over_quad_sum(F[r]), over_quad_sum(U[r])
-                if const_expr(same == 0.5):
-                    root = cute.math.sqrt(total, fastmath=True)
-                    move = 2.0 * root * (root - 1.0) / slope
-                elif const_expr(same == 1.0):
-                    move = (total - 1.0) / slope
-                else:
-                    part = power(total, 1.0 - self.a)
-                    move = (total - part) * self.inverse / slope
-                # It rises to the root, and stays where nothing is a number.
-                lam[r] = lam[r] + move if move > 0.0 and move < 1e30 else lam[r]
-        for r in cutlass.range_constexpr(ROWS):
-            bound = self.under(lam[r])
-            found[r] = bound if bound > found[r] else found[r]

@@ -13,8 +13,9 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from gossamer.kernels.hopper.device.common import Opaque
 from gossamer.kernels.hopper.device.instructions import ROWS, assembly, over_quad
+from gossamer.kernels.hopper.device.select.bounds import PLACE, over_quad_sum
 from gossamer.kernels.hopper.device.select.configurations import ROWS as BLOCK_ROWS
-from gossamer.kernels.hopper.device.select.contenders import PLACE, Selector, over_quad_sum
+from gossamer.kernels.hopper.device.select.contenders import Selector
 
 EPS = 1.2e-7
 FAR = -1e30  # stands for a score that is not there: -inf times 0 would be no number
@@ -124,7 +125,7 @@ class Supports(Opaque):
         held = cute.make_rmem_tensor((ROWS,), Int32)  # how many are not under `low`
         for r in cutlass.range_constexpr(ROWS):
             low[r], high[r] = Int32(LAST), Int32(-LAST)
-        for place in cutlass.range(self.most, unroll=2):
+        for place in cutlass.range(self.most, unroll=4):
             for r in cutlass.range_constexpr(ROWS):
                 order = ordered(self.score(r, place))
                 low[r] = cutlass.min(low[r], order) if place < self.n[r] else low[r]
@@ -182,7 +183,7 @@ class Supports(Opaque):
             while cute.arch.vote_any_sync(start < end):
                 between = start + ((end - start) >> 1)
                 found = Int32(0)
-                for place in cutlass.range(self.most, unroll=2):
+                for place in cutlass.range(self.most, unroll=4):
                     same = place < self.n[r] and ordered(self.score(r, place)) == self.first[r]
                     found = found + (Int32(1) if same and self.key(r, place) <= between else Int32(0))
                 enough = over_quad_sum(found) >= keep - over
@@ -236,7 +237,7 @@ class Supports(Opaque):
         rows, c = self.rows, self.config
         for r in cutlass.range_constexpr(ROWS):
             self.top[r], self.bad[r] = -Float32.inf, Float32(0.0)
-        for place in cutlass.range(self.most, unroll=2):
+        for place in cutlass.range(self.most, unroll=4):
             for r in cutlass.range_constexpr(ROWS):
                 score = self.score(r, place)
                 if self.kept(r, place, score):
@@ -267,7 +268,7 @@ class Supports(Opaque):
             U = cute.make_rmem_tensor((ROWS,), Float32)
             F.fill(0.0)
             U.fill(0.0)
-            for place in cutlass.range(self.most, unroll=2):
+            for place in cutlass.range(self.most, unroll=4):
                 for r in cutlass.range_constexpr(ROWS):
                     score = self.score(r, place)
                     p, u = self.powers(r, score)
@@ -294,7 +295,7 @@ class Supports(Opaque):
         total = cute.make_rmem_tensor((ROWS,), Float32)
         total.fill(0.0)
         if const_expr(self.config.weighed):
-            for place in cutlass.range(self.most, unroll=2):
+            for place in cutlass.range(self.most, unroll=4):
                 for r in cutlass.range_constexpr(ROWS):
                     score = self.score(r, place)
                     p, _ = self.powers(r, score)
