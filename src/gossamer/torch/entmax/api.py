@@ -149,9 +149,8 @@ def entmax_attention(
         results = Results(*entmax_forward(*x, *rest_of(found)))
     else:
         wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (*x, found.alpha))
-        results = Results(
-            *EntmaxAttention.apply(*x, found.alpha, found.number, found.options, wanted and save == "lists")
-        )
+        listed, told = wanted and save == "lists", wanted or return_aux
+        results = Results(*EntmaxAttention.apply(*x, found.alpha, found.number, found.options, listed, told))
     out = unbatched(results.out, found.dims)
     if not return_aux:
         return out

@@ -46,12 +46,17 @@ class Found(NamedTuple):
 
 
 def results(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, number: float | None, options: Options, listed: bool
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, number: float | None, options: Options, listed: bool,
+    told: bool = True,
 ) -> Found:  # fmt: skip
-    """The forward, and the lists of supports if they are wanted and small enough."""
+    """The forward, and the lists of supports if they are wanted and small enough.
+
+    Args:
+        told: whether more than out is wanted; kernels do not make it otherwise.
+    """
     B, H, Q, _ = q.shape
     if by_kernels(q, k, v, number, options):
-        found_so = of_kernels(q, k, v, alpha, number, options, listed)
+        found_so = of_kernels(q, k, v, alpha, number, options, listed, told)
         if found_so is not None:
             return found_so
     with uncast(q.device):
@@ -61,7 +66,7 @@ def results(
 
 
 def of_kernels(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, number: float | None, options: Options, listed: bool
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, number: float | None, options: Options, listed: bool, told: bool
 ) -> Found | None:  # fmt: skip
     """`results` by the kernels; None if by default there is a row for which they have no list."""
     from gossamer.kernels.entmax import launch
@@ -69,7 +74,7 @@ def of_kernels(
     asked = options.implementation == "kernels"
     with uncast(q.device), torch.no_grad():
         call = kernel_call(q, k, v, alpha, number, options)
-        found = launch.forward(call, keep_lists=listed, complete=asked)
+        found = launch.forward(call, keep_lists=listed, complete=asked, told=told)
     if not asked and bool((found.lists.counts < 0).any()):
         return None
     lam, support, certified = found.stats
@@ -127,9 +132,10 @@ class EntmaxAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, number: float | None, options: Options, listed: bool
-    ) -> tuple[Tensor, ...]:
-        found, lists = results(q, k, v, alpha, number, options, listed)
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, number: float | None, options: Options,
+        listed: bool, told: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        found, lists = results(q, k, v, alpha, number, options, listed, told)
         of_rows = () if lists is None else tuple(lists)
         # Lists of torch hold every row; of kernels, a row without one is computed by its normaliser.
         normaliser = None if isinstance(lists, Lists) else found.normaliser
@@ -143,7 +149,7 @@ class EntmaxAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *constant: None) -> tuple[Tensor | None, ...]:
         if dout is None:
-            return (None,) * 7
+            return (None,) * 8
         q, k, v, alpha, normaliser, *rest = ctx.saved_tensors
         wanted: Wanted = Wanted(*ctx.needs_input_grad)
         lists: Lists | RowLists | None = None
@@ -154,8 +160,8 @@ class EntmaxAttention(torch.autograd.Function):
             gradients, q, k, v, alpha, ctx.number, ctx.options.over(*rest), lists, normaliser, wanted.alpha
         )
         if torch.is_grad_enabled():  # create_graph
-            return (*_Gradients.apply(compute, dout, q, k, v, alpha), None, None, None)
-        return (*compute(dout), None, None, None)
+            return (*_Gradients.apply(compute, dout, q, k, v, alpha), None, None, None, None)
+        return (*compute(dout), None, None, None, None)
 
 
 class Wanted(NamedTuple):
@@ -168,6 +174,7 @@ class Wanted(NamedTuple):
     number: bool
     options: bool
     listed: bool
+    told: bool
 
 
 class _Gradients(torch.autograd.Function):
