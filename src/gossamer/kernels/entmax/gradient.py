@@ -122,6 +122,6 @@ def columns(
         HALVINGS=max(1, math.ceil(math.log2(n_keys)) + 1), num_warps=4,
     )  # fmt: skip
     rows = gather["RP"]
-    long_sums_kernel[(-(-n_keys // rows),)](
+    long_sums_kernel[(min(-(-n_keys // rows), 1056),)](
         ends, part_dk, part_dv, dk, dv, n_keys, c.scale, **sizes, RP=rows, num_warps=1
     )

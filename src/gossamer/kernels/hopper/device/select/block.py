@@ -41,6 +41,5 @@ class SelectBlock(Block):
     k: Ring
     s_q: cute.Tensor  # (64, D, groups)
     s_k: cute.Tensor  # (step, D, stages)
-    s_chunk: cute.Tensor  # (4, 128 * groups, 8) float32: the scores of a chunk, four of a thread together
     s_scores: cute.Tensor  # (256 * groups, places) float32
     s_keys: cute.Tensor  # (256 * groups, places) int32

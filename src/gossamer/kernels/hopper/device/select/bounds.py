@@ -20,7 +20,7 @@ from gossamer.kernels.hopper.device.select.configurations import GROUPS
 PLACE = 4 * 4 * TILE * GROUPS  # bytes from a thread's place to its next one
 LOWEST = -3.4028234e38
 STEPS = 3  # of Newton's method
-FIRST_STEPS = 5  # where it starts from the largest score
+FIRST_STEPS = 4  # where it starts from the largest score
 HALVINGS = 10  # of the interval of the k-th largest
 MARGIN = 2e-5  # relative, of a bound: powers are approximate
 FLAT = 0.02  # alpha - 1 under which no contender is left out by its weight
@@ -49,13 +49,14 @@ class Bounds(Opaque):
         """Read the alpha of a head."""
         self.a = self.arguments.steepness[head]
         self.scale = self.arguments.scale
+        self.unscale = 1.0 / self.scale
         self.flat = self.a < FLAT
         self.inverse = 1.0 / cute.arch.fmax(self.a, Float32(FLAT))  # how far under lam a weight is 0
 
     @cute.jit
     def under(self, lam):
         """The product under which a weight is 0, of a number that lam is not under."""
-        found = (lam - self.inverse - MARGIN * (cute.arch.fmax(lam, -lam) + self.inverse)) / self.scale
+        found = (lam - self.inverse - MARGIN * (cute.arch.fmax(lam, -lam) + self.inverse)) * self.unscale
         return -Float32.inf if self.flat else found
 
     def counts(self) -> list[Any]:
@@ -72,18 +73,24 @@ class Bounds(Opaque):
     def start_bounds(self, largest):
         """The first bounds, of scores in registers: as an accumulator, -inf where there is none."""
         c, keep = self.config, self.arguments.keep
-        for r in cutlass.range_constexpr(ROWS):
-            top = largest_of_row(largest, r)
-            if const_expr(c.weighed):
-                lam = top * self.scale
-                for _ in cutlass.range(FIRST_STEPS, unroll=1):
-                    F, U = Float32(0.0), Float32(0.0)
+        top = [largest_of_row(largest, r) for r in range(ROWS)]
+        if const_expr(c.weighed):
+            lam = cute.make_rmem_tensor((ROWS,), Float32)
+            for r in cutlass.range_constexpr(ROWS):
+                lam[r] = top[r] * self.scale
+            for _ in cutlass.range(FIRST_STEPS, unroll=1):
+                sums = [[Float32(0.0), Float32(0.0)] for r in range(ROWS)]
+                for r in cutlass.range_constexpr(ROWS):
                     for i in of_row(largest, r):
-                        f, u = self.weights(largest[i], lam)
-                        F, U = F + f, U + u
-                    lam = self.moved(lam, over_quad_sum(F), over_quad_sum(U))
-                found = self.under(lam)
+                        f, u = self.weights(largest[i], lam[r])
+                        sums[r] = [sums[r][0] + f, sums[r][1] + u]
+                for r in cutlass.range_constexpr(ROWS):
+                    F, U = sums[r]
+                    lam[r] = self.moved(lam[r], over_quad_sum(F), over_quad_sum(U))
+            for r in cutlass.range_constexpr(ROWS):
+                found = self.under(lam[r])
                 self.bound[r] = found if found > self.bound[r] else self.bound[r]
+        for r in cutlass.range_constexpr(ROWS):
             if const_expr(c.top):
                 low = Float32.inf
                 for i in of_row(largest, r):
@@ -92,14 +99,15 @@ class Bounds(Opaque):
                 # With a score at every place these are as many as are wanted.
                 enough = low > -Float32.inf
                 low = cute.arch.fmax(low, self.bound[r])
+                high = top[r]
                 for _ in cutlass.range(HALVINGS, unroll=1):
-                    middle = 0.5 * (low + top)
+                    middle = 0.5 * (low + high)
                     over = Int32(0)
                     for i in of_row(largest, r):
                         over = over + (Int32(1) if largest[i] >= middle else Int32(0))
                     many = over_quad_sum(over) >= keep
                     low = middle if many else low
-                    top = top if many else middle
+                    high = high if many else middle
                 self.bound[r] = cute.arch.fmax(self.bound[r], low) if enough else self.bound[r]
 
     @cute.jit
@@ -198,9 +206,9 @@ class Bounds(Opaque):
         move = total - 1.0
         if const_expr(self.config.same == 0.5):
             root = cute.math.sqrt(total, fastmath=True)
-            move = 2.0 * root * (root - 1.0) / slope
+            move = 2.0 * root * (root - 1.0) * cute.arch.rcp_approx(slope)
         elif const_expr(self.config.same == 1.0):
-            move = move / slope
+            move = move * cute.arch.rcp_approx(slope)
         else:
-            move = (total - power(total, 1.0 - self.a)) * self.inverse / slope
+            move = (total - power(total, 1.0 - self.a)) * self.inverse * cute.arch.rcp_approx(slope)
         return lam + move if move > 0.0 and move < 1e30 else lam

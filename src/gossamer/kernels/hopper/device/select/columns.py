@@ -56,13 +56,15 @@ class ColumnLists:
         ranges = cute.ceil_div(K, self.keys)
         head, first_key = rest // ranges, rest % ranges * self.keys
         keys = cutlass.min(K - first_key, Int32(self.keys))
-        counters = SmemAllocator().allocate_tensor(Int32, cute.make_layout(self.keys), byte_alignment=16)
+        counters = SmemAllocator().allocate_tensor(Int32, cute.make_layout(self.keys + WARP), byte_alignment=16)
         cell = (Int64(head) * K + first_key) * SEGMENTS + segment
         for i in cutlass.range(thread, keys, THREADS, unroll=16):
             if const_expr(self.fill):
                 counters[i] = cells[cell + i * SEGMENTS]
             else:
                 counters[i] = Int32(0)
+        if thread < WARP:
+            counters[self.keys + thread] = Int32(-(2**30))
         cute.arch.sync_threads()
         rows = cute.ceil_div(of_head, SEGMENTS)
         first = head * of_head + cutlass.min(segment * rows, of_head)
@@ -85,32 +87,50 @@ class ColumnLists:
     def walk(
         self, list_keys, list_counts, names, counters, first, last, step: cutlass.Constexpr, lane, first_key, keys
     ):
-        """The rows of a warp, WARP of them at a time and as many of the keys of each."""
-        L = cute.size(list_keys, mode=[1])
+        """The rows of a warp, WARP of them at a time; the first keys of the next ones are loaded meanwhile."""
         base = counters.iterator.toint()
         found = cute.make_rmem_tensor((WARP,), Int32)
+        ahead = cute.make_rmem_tensor((WARP,), Int32)
+        count = self.load(list_keys, list_counts, first, last, lane, ahead)
         for start in cutlass.range(first, last, step, unroll=1):
-            own = start + lane
-            count = list_counts[own] if own < last else Int32(0)
-            most = cute.arch.warp_redux_sync(count, kind="max")
-            for chunk in cutlass.range(0, most, WARP, unroll=1):
+            for i in cutlass.range_constexpr(WARP):
+                found[i] = ahead[i]
+            of_rows = count
+            count = self.load(list_keys, list_counts, start + step, last, lane, ahead)
+            self.take(list_keys, names, base, found, start, of_rows, Int32(0), lane, first_key, keys)
+            most = cute.arch.warp_redux_sync(of_rows, kind="max")
+            for chunk in cutlass.range(WARP, most, WARP, unroll=1):
                 for i in cutlass.range_constexpr(WARP):
-                    found[i] = Int32(-1)
-                    if chunk + lane < cute.arch.shuffle_sync(count, i):
+                    if chunk + lane < cute.arch.shuffle_sync(of_rows, i):
                         found[i] = list_keys[Int64(start + i), chunk + lane]
-                for i in cutlass.range_constexpr(WARP):
-                    # Rows are added one after the other: additions of a row are of different keys.
-                    found[i] = self.add(base, found[i] - first_key, keys)
-                    cute.arch.sync_warp()
-                if const_expr(self.fill):
-                    for i in cutlass.range_constexpr(WARP):
-                        if found[i] >= 0:
-                            names[found[i]] = (start + i) * L + chunk + lane
+                self.take(list_keys, names, base, found, start, of_rows, chunk, lane, first_key, keys)
 
-    def add(self, base: Any, key: Any, keys: Any) -> Any:
-        """One more of a key, if it is of this block; what was counted before, or -1."""
-        code = (
-            "{ .reg .pred p; .reg .b32 at; setp.lt.u32 p, $2, $3; mad.lo.s32 at, $2, 4, $1; mov.b32 $0, -1; "
-            "@p atom.shared.add.u32 $0, [at], 1; }"
-        )
-        return assembly(Int32, code, Int32(base), Int32(key), Int32(keys))
+    @cute.jit
+    def load(self, list_keys, list_counts, start, last, lane, found):
+        """How many keys the rows from `start` on have, of a lane one row's; the first keys of all of them."""
+        for i in cutlass.range_constexpr(WARP):
+            # What is past the end of a list is not used, so that its length need not be known.
+            if start + i < last and lane < cute.size(list_keys, mode=[1]):
+                found[i] = list_keys[Int64(start + i), lane]
+        count = Int32(0)
+        if start + lane < last:
+            count = list_counts[start + lane]
+        return count
+
+    @cute.jit
+    def take(self, list_keys, names, base, found, start, of_rows, chunk, lane, first_key, keys):
+        """Add what is loaded of WARP rows, one row after the other: additions of a row are of different keys."""
+        for i in cutlass.range_constexpr(WARP):
+            there = chunk + lane < cute.arch.shuffle_sync(of_rows, i)
+            key = found[i] - first_key
+            there = there and key >= 0 and key < keys
+            # A counter of each lane's own takes what is not counted, so that no addition has a condition.
+            found[i] = base + 4 * (key if there else self.keys + lane)
+        for i in cutlass.range_constexpr(WARP):
+            found[i] = assembly(Int32, "atom.shared.add.u32 $0, [$1], 1;", Int32(found[i]))
+            cute.arch.sync_warp()
+        if const_expr(self.fill):
+            L = cute.size(list_keys, mode=[1])
+            for i in cutlass.range_constexpr(WARP):
+                if found[i] >= 0:
+                    names[found[i]] = (start + i) * L + chunk + lane

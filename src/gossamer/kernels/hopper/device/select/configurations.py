@@ -10,7 +10,6 @@ from gossamer.kernels.hopper.device.configurations import check_memory
 GROUPS = 2  # warpgroups that compute, of 64 rows each
 ROWS = 64 * GROUPS  # of a block
 SEGMENTS = 16  # equal parts of the rows that read a key head
-CHUNK = 64  # keys whose scores a thread writes down together: 32, of two rows
 
 
 @dataclass(frozen=True)
@@ -35,11 +34,11 @@ class SelectConfig:
     rows = ROWS
 
     def __post_init__(self) -> None:
-        if self.step % CHUNK or self.places < CHUNK // 4 or not (self.top or self.weighed):
+        if self.step % 64 or self.places < self.step // 4 or not (self.top or self.weighed):
             raise ValueError(f"the selecting kernel cannot run as {self}")
         check_memory(self)
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: Q, the ring of K, scores of a chunk, contenders and barriers."""
-        return 2 * self.D * (ROWS + self.step * self.stages) + 4 * ROWS * CHUNK + 8 * 4 * ROWS * self.places + 1024
+        """Shared memory of a block: Q, the ring of K, contenders and barriers."""
+        return 2 * self.D * (ROWS + self.step * self.stages) + 8 * 4 * ROWS * self.places + 1024

@@ -3,8 +3,7 @@
 Every thread holds the scores of two rows, a quarter of the columns of each, and keeps those that are not under the
 row's bound in places of its own: nothing is shared but within the four threads of a row, and the order is fixed. The
 first bound comes from some of the tiles, of which each thread holds the largest score of every place of its own. A
-bound is found again when places run out, from all contenders of the row, which are then dealt out anew; the warps of a
-warpgroup do so together, since their products wait for one another.
+bound is found again when places run out, from all contenders of the row, which are then dealt out anew.
 
 Scores here are products without the scale, which is positive.
 """
@@ -22,27 +21,9 @@ from gossamer.kernels.hopper.device.common import Thread
 from gossamer.kernels.hopper.device.instructions import ROWS, assembly, places
 from gossamer.kernels.hopper.device.select.block import SelectBlock
 from gossamer.kernels.hopper.device.select.bounds import LOWEST, PLACE, Bounds, over_quad_sum
-from gossamer.kernels.hopper.device.select.configurations import CHUNK
 from gossamer.kernels.hopper.device.select.configurations import ROWS as BLOCK_ROWS
 from gossamer.kernels.hopper.device.select.rows import rows_of, sampled, tile_of
 from gossamer.kernels.hopper.device.tiles import accumulator, first_factor, issue, product_of, second_factor
-
-BITS = (0x33333333, 0xCCCCCCCC - 2**32)  # of a chunk's scores, of each row
-GROWTH = 8  # places of a thread that fill before a bound is found again
-
-
-def flag(score: Any, bound: Any, bits: Any, bit: int) -> Any:
-    """The bits, with one more where the score is not under the bound."""
-    code = (
-        "{ .reg .pred p; setp.geu.f32 p, $1, $2; mov.b32 $0, $3; "
-        f"@p or.b32 $0, $3, {1 << bit if bit < 31 else -(2**31)}; }}"
-    )
-    return assembly(Int32, code, Float32(score), Float32(bound), Int32(bits), effects=False)
-
-
-def lowest(bits: Any) -> Any:
-    """The number of the lowest bit that is set."""
-    return assembly(Int32, "{ .reg .b32 t; brev.b32 t, $1; clz.b32 $0, t; }", Int32(bits), effects=False)
 
 
 class Selector(Bounds):
@@ -59,13 +40,10 @@ class Selector(Bounds):
         self.of_head(self.rows.head)
         self.lo = cute.make_rmem_tensor((ROWS,), Int32)
         self.hi = cute.make_rmem_tensor((ROWS,), Int32)
-        self.limit = cute.make_rmem_tensor((1,), Int32)  # bytes of places after which a bound is found again
-        self.limit[0] = Int32(c.places * 5 // 8 * PLACE)
         self.given_up = cute.make_rmem_tensor((ROWS,), Int32)
         # From the place of a score to that of its key.
         self.keys_behind = PLACE * c.places
         self.room = c.places * PLACE
-        self.chunk = block.s_chunk.iterator.toint() + 16 * (128 * thread.warpgroup + thread.thread)
 
     @cute.jit
     def run(self):
@@ -111,9 +89,6 @@ class Selector(Bounds):
                 if key + c.step > least_hi or key < most_lo:
                     self.mask(scores, key)
                 self.keep(scores, key)
-            if self.of_warpgroup(self.used() > self.limit[0]):
-                self.refresh()
-                self.limit[0] = cutlass.max(self.limit[0], self.used() + GROWTH * PLACE)
         cute.arch.sync_warp()
 
     @cute.jit
@@ -126,15 +101,6 @@ class Selector(Bounds):
         warpgroup.wait_group(0)
         self.block.k.release(stage)
         return scores
-
-    def used(self) -> Any:
-        """The bytes between the places of the row that has more of them in this thread."""
-        return cutlass.max(self.next[0] - self.start[0], self.next[1] - self.start[1])
-
-    def of_warpgroup(self, value: Any) -> Any:
-        """Whether something is so in any thread of the warpgroup, whose warps meet here."""
-        code = "{ .reg .pred p, q; setp.ne.s32 q, $1, 0; bar.red.or.pred p, $2, 128, q; selp.s32 $0, 1, 0, p; }"
-        return assembly(Int32, code, Int32(value), Int32(self.thread.warpgroup + 1)) != 0
 
     @cute.jit
     def mask(self, scores, key):
@@ -149,61 +115,54 @@ class Selector(Bounds):
 
     @cute.jit
     def keep(self, scores, key):
-        """Append the contenders of a tile, in chunks: a bit for each score, then a loop over the bits that are set.
+        """Append the contenders of a tile: by fours of scores, of which most have none in a whole warp.
 
-        Fours with a contender lie in memory of the thread's own, since registers have no numbers that a loop could
-        know. Score i of a chunk is of row i // 2 % 2 and column 8 (i // 4) + i % 2.
+        Score i is of row i // 2 % 2 and column 8 (i // 4) + i % 2.
         """
-        for chunk in cutlass.range_constexpr(self.config.step // CHUNK):
-            first = const_expr(chunk * 2 * CHUNK // 4)
-            bits = self.flags(scores, first)
-            for j in cutlass.range_constexpr(CHUNK // 8):
-                four = [scores[first + 4 * j + n] for n in range(4)]
-                code = (
-                    f"{{ .reg .pred p; .reg .b32 t; and.b32 t, $5, {15 << 4 * j}; setp.ne.u32 p, t, 0; "
-                    f"@p st.shared.v4.f32 [$0 + {4096 * j}], {{$1, $2, $3, $4}}; }}"
-                )
-                assembly(None, code, Int32(self.chunk), *[Float32(x) for x in four], bits)
-            if cute.arch.vote_any_sync(self.overfull(bits)):
-                self.refresh()
-                bits = self.flags(scores, first)
-                for r in cutlass.range_constexpr(ROWS):
-                    # All four threads of a row give it up together.
-                    over = Int32(1) if self.needed(bits, r) > self.room else Int32(0)
-                    if over_quad_sum(over) != 0:
-                        self.given_up[r] = Int32(1)
-                        self.bound[r] = Float32.inf
-                        self.next[r] = self.start[r]
-                        bits = bits & BITS[1 - r]
-            number = key + chunk * CHUNK + self.thread.quad
-            while cute.arch.vote_any_sync(bits != 0):
-                if bits != 0:
-                    i = lowest(bits)
-                    bits = bits & (bits - 1)
-                    at = self.chunk + (i >> 2) * 4096 + 4 * (i & 3)
-                    score = assembly(Float32, "ld.shared.f32 $0, [$1];", Int32(at))
-                    second = (i & 2) != 0
-                    to = self.next[1] if second else self.next[0]
-                    assembly(None, "st.shared.f32 [$0], $1;", Int32(to), Float32(score))
-                    column = number + 8 * (i >> 2) + (i & 1)
-                    assembly(None, f"st.shared.b32 [$0 + {self.keys_behind}], $1;", Int32(to), Int32(column))
-                    self.next[0] = self.next[0] + (Int32(0) if second else Int32(PLACE))
-                    self.next[1] = self.next[1] + (Int32(PLACE) if second else Int32(0))
+        fours = self.fours(scores)
+        if cute.arch.vote_any_sync(self.needed(fours, 0) > self.room or self.needed(fours, 1) > self.room):
+            self.refresh()
+            fours = self.fours(scores)
+            for r in cutlass.range_constexpr(ROWS):
+                # All four threads of a row give it up together.
+                over = Int32(1) if self.needed(fours, r) > self.room else Int32(0)
+                if over_quad_sum(over) != 0:
+                    self.given_up[r] = Int32(1)
+                    self.bound[r] = Float32.inf
+                    self.next[r] = self.start[r]
+        some = cute.arch.warp_redux_sync(fours, kind="or")
+        number = key + self.thread.quad
+        for j in cutlass.range_constexpr(self.config.step // 8):
+            if some & (1 << j) != 0:
+                for n in cutlass.range_constexpr(4):
+                    r, column = const_expr(n // 2), const_expr(8 * j + n % 2)
+                    self.next[r] = self.append(scores[4 * j + n], self.bound[r], self.next[r], number + column)
 
-    def flags(self, scores: Any, first: int) -> Any:
-        """A bit for each score of a chunk that is not under the bound of its row."""
+    def fours(self, scores: Any) -> Any:
+        """A bit for each four scores of this thread of which one is not under the bound of its row."""
         parts = [Int32(0)] * 4
-        for i in range(CHUNK // 2):
-            parts[i % 4] = flag(scores[first + i], self.bound[i % 4 // 2], parts[i % 4], i)
+        for j in range(self.config.step // 8):
+            code = (
+                "{ .reg .pred p; .reg .f32 a, b; max.NaN.f32 a, $1, $2; max.NaN.f32 b, $3, $4; "
+                "setp.geu.f32 p, a, $5; setp.geu.or.f32 p, b, $6, p; mov.b32 $0, $7; "
+                f"@p or.b32 $0, $7, {1 << j}; }}"
+            )
+            four = [Float32(scores[4 * j + n]) for n in range(4)]
+            bounds = [Float32(self.bound[r]) for r in range(ROWS)]
+            parts[j % 4] = assembly(Int32, code, *four, *bounds, parts[j % 4], effects=False)
         return (parts[0] | parts[1]) | (parts[2] | parts[3])
 
-    def needed(self, bits: Any, r: int) -> Any:
-        """The bytes between the places of a row, of those of a chunk as well."""
-        return self.next[r] - self.start[r] + cute.arch.popc(bits & BITS[r]) * PLACE
+    def append(self, score: Any, bound: Any, place: Any, key: Any) -> Any:
+        """Keep a score that is not under the bound at a place in shared memory; the next free place."""
+        code = (
+            "{ .reg .pred p; setp.geu.f32 p, $1, $2; mov.b32 $0, $3; @p st.shared.f32 [$3], $1; "
+            f"@p st.shared.b32 [$3 + {self.keys_behind}], $4; @p add.s32 $0, $3, {PLACE}; }}"
+        )
+        return assembly(Int32, code, Float32(score), Float32(bound), Int32(place), Int32(key))
 
-    def overfull(self, bits: Any) -> Any:
-        """Whether a row of this thread has no room for those of a chunk."""
-        return cutlass.max(self.needed(bits, 0), self.needed(bits, 1)) > self.room
+    def needed(self, fours: Any, r: int) -> Any:
+        """The bytes that the places of a row may take with those of a tile: two of each four are of a row."""
+        return self.next[r] - self.start[r] + cute.arch.popc(fours) * (2 * PLACE)
 
     @cute.jit
     def refresh(self):

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32
 from gossamer.kernels.hopper.device.common import NUMBERS, WARPGROUP, computing_thread
 from gossamer.kernels.hopper.device.common import ROWS as TILE
 from gossamer.kernels.hopper.device.select.block import SelectArguments, SelectBlock
-from gossamer.kernels.hopper.device.select.configurations import CHUNK, GROUPS, SelectConfig
+from gossamer.kernels.hopper.device.select.configurations import GROUPS, SelectConfig
 from gossamer.kernels.hopper.device.select.contenders import Selector
 from gossamer.kernels.hopper.device.select.rows import rows_of, sampled, tile_of
 from gossamer.kernels.hopper.device.select.supports import Supports
@@ -59,7 +59,6 @@ class Select(Shell):
         q, k = self.layouts()
         return {
             **barriers(q=GROUPS, k=c.stages), "q": tile_memory(self.dtype, q), "k": tile_memory(self.dtype, k),
-            "chunk": array(Float32, TILE * GROUPS * CHUNK, 128),
             "scores": array(Float32, 4 * TILE * GROUPS * c.places, 128),
             "keys": array(Int32, 4 * TILE * GROUPS * c.places, 128),
         }  # fmt: skip
@@ -72,7 +71,6 @@ class Select(Shell):
         return SelectBlock(
             config=c, arguments=arguments, rings=((q_ring,), (k_ring,)), q=q_ring, k=k_ring,
             s_q=tiles(memory.q, q), s_k=tiles(memory.k, k),
-            s_chunk=words(memory.chunk, 4, WARPGROUP * GROUPS, CHUNK // 8),
             s_scores=words(memory.scores, 4 * TILE * GROUPS, c.places),
             s_keys=words(memory.keys, 4 * TILE * GROUPS, c.places),
         )  # fmt: skip

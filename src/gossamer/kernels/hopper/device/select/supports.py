@@ -41,7 +41,7 @@ class Supports(Opaque):
         self.most = cute.arch.warp_redux_sync(cutlass.max(self.n[0], self.n[1]), kind="max")
         self.top = cute.make_rmem_tensor((ROWS,), Float32)  # the largest scores
         self.x = cute.make_rmem_tensor((ROWS,), Float32)  # how far lam is over them
-        self.bad = cute.make_rmem_tensor((ROWS,), Float32)  # 0, or NaN where a score is no finite number
+        self.factor = cute.make_rmem_tensor((ROWS,), Float32)  # 1 over the sum of the weights; NaN with NaN or inf
         self.after = cute.make_rmem_tensor((ROWS,), Float32)  # the largest score that was left out
         self.first = cute.make_rmem_tensor((ROWS,), Int32)  # ordered: scores under it are left out
         self.tie = cute.make_rmem_tensor((ROWS,), Int32)  # of those equal to it, keys over this one
@@ -75,46 +75,70 @@ class Supports(Opaque):
             self.choose()
         if const_expr(c.weighed):
             self.normalise()
-        total = self.total()
         rows = self.rows
         Q = cute.size(a.q.tensor, mode=[0])
         lead = rows.rows.batch * cute.size(a.q.tensor, mode=[2]) + rows.rows.head
         L = cute.size(a.list_keys, mode=[1])
-        size = cute.make_rmem_tensor((ROWS,), Int32)
-        size.fill(0)
         number = [lead * Q + rows.rows.tile * BLOCK_ROWS + rows.thread.row + 8 * r for r in range(ROWS)]
         inside = [rows.rows.tile * BLOCK_ROWS + rows.thread.row + 8 * r < Q for r in range(ROWS)]
-        for place in cutlass.range(self.most, unroll=1):
+        own = cute.make_rmem_tensor((ROWS,), Int32)  # how many of a row are listed by this thread, then by those before
+        size = cute.make_rmem_tensor((ROWS,), Int32)
+        own.fill(0)
+        for place in cutlass.range(self.most, unroll=4):
             for r in cutlass.range_constexpr(ROWS):
                 score = self.score(r, place)
-                kept = self.kept(r, place, score)
-                p = Float32(0.0)
-                if const_expr(c.weighed):
-                    p, _ = self.powers(r, score)
-                    p = p / total[r] + self.bad[r]
-                    kept = kept and not p == 0.0  # noqa: SIM201 - NaN is kept
-                rank, more = rows.rank(kept)
-                rank = rank + size[r]
-                if kept and rank < L and inside[r]:
-                    own = Int64(number[r] - a.first_listed)
-                    a.list_keys[own, rank] = self.key(r, place)
-                    if const_expr(c.weighed):
-                        a.list_weights[own, rank] = p
-                size[r] = size[r] + more
+                own[r] = own[r] + (Int32(1) if self.weighs(r, place, score, self.weight(r, score)) else Int32(0))
         for r in cutlass.range_constexpr(ROWS):
-            fits = size[r] <= L and rows.given_up[r] == 0
+            upto = own[r]
+            for step in cutlass.range_constexpr(2):
+                before = cute.arch.shuffle_sync_up(upto, offset=1 << step, mask_and_clamp=28 << 8)
+                upto = upto + (before if rows.quad >= 1 << step else Int32(0))
+            size[r] = cute.arch.shuffle_sync(upto, rows.thread.lane | 3)
+            own[r] = upto - own[r]
+            fits = size[r] <= L and rows.given_up[r] == 0 and inside[r]
             if rows.quad == 0 and inside[r]:
                 a.list_counts[number[r]] = size[r] if fits else Int32(-1)
                 if const_expr(c.weighed):  # noqa: SIM102
                     if a.told != 0 and fits:
-                        lam = self.top[r] + self.x[r] + self.bad[r]
-                        lam = Float32.inf if self.top[r] == -Float32.inf else lam
-                        a.lam[number[r]] = lam
-                        a.support[number[r]] = size[r]
-                        cut = lam - 1.0 / self.a if self.a > 0.0 else -Float32.inf
-                        after = self.after[r] * rows.scale
-                        sure = after == -Float32.inf or after <= cut
-                        a.certified[number[r]] = cutlass.Uint8(1) if sure else cutlass.Uint8(0)
+                        self.tell(r, number[r], size[r])
+            own[r] = own[r] if fits else Int32(LAST - 2**16)
+        for place in cutlass.range(self.most, unroll=2):
+            for r in cutlass.range_constexpr(ROWS):
+                score = self.score(r, place)
+                p = self.weight(r, score)
+                if self.weighs(r, place, score, p) and own[r] < L:
+                    to = Int64(number[r] - a.first_listed)
+                    a.list_keys[to, own[r]] = self.key(r, place)
+                    if const_expr(c.weighed):
+                        a.list_weights[to, own[r]] = p
+                    own[r] = own[r] + 1
+
+    @cute.jit
+    def weight(self, r: cutlass.Constexpr, score):
+        """The weight of a product; of a row with what is no finite number NaN."""
+        p = Float32(1.0)
+        if const_expr(self.config.weighed):
+            p, _ = self.powers(r, score)
+            p = p * self.factor[r]
+        return p
+
+    @cute.jit
+    def weighs(self, r: cutlass.Constexpr, place, score, p):
+        """Whether a contender is listed."""
+        return self.kept(r, place, score) and not p == 0.0  # noqa: SIM201 - NaN is listed
+
+    @cute.jit
+    def tell(self, r: cutlass.Constexpr, number, size):
+        """Write what is known of a row."""
+        a = self.arguments
+        lam = self.top[r] + self.x[r] + 0.0 * self.factor[r]
+        lam = Float32.inf if self.top[r] == -Float32.inf else lam
+        a.lam[number] = lam
+        a.support[number] = size
+        cut = lam - 1.0 / self.a if self.a > 0.0 else -Float32.inf
+        after = self.after[r] * self.rows.scale
+        sure = after == -Float32.inf or after <= cut
+        a.certified[number] = cutlass.Uint8(1) if sure else cutlass.Uint8(0)
 
     @cute.jit
     def choose(self):
@@ -216,10 +240,10 @@ class Supports(Opaque):
     def newton(self, F: Any, U: Any) -> Any:
         """The step of lam from sums F of p and U of u: F^(1 - a) (F^a - 1) / (a U)."""
         if self.config.same == 0.5:
-            root = cute.math.sqrt(F)
-            return 2.0 * root * (root - 1.0) / U
+            root = cute.math.sqrt(F, fastmath=True)
+            return 2.0 * root * (root - 1.0) * cute.arch.rcp_approx(U)
         if self.config.same == 1.0:
-            return (F - 1.0) / U
+            return (F - 1.0) * cute.arch.rcp_approx(U)
         return self.general_newton(F, U)
 
     @cute.jit
@@ -235,20 +259,21 @@ class Supports(Opaque):
     def normalise(self):
         """Find lam, by Newton's method within an interval that is halved every fourth step."""
         rows, c = self.rows, self.config
+        bad = cute.make_rmem_tensor((ROWS,), Float32)  # 0, or NaN where a score is no finite number
         for r in cutlass.range_constexpr(ROWS):
-            self.top[r], self.bad[r] = -Float32.inf, Float32(0.0)
+            self.top[r], bad[r] = -Float32.inf, Float32(0.0)
         for place in cutlass.range(self.most, unroll=4):
             for r in cutlass.range_constexpr(ROWS):
                 score = self.score(r, place)
                 if self.kept(r, place, score):
                     score = score * rows.scale
                     self.top[r] = cute.arch.fmax(self.top[r], score)
-                    self.bad[r] = self.bad[r] + (score - score)
+                    bad[r] = bad[r] + (score - score)
         low = cute.make_rmem_tensor((ROWS,), Float32)
         high = cute.make_rmem_tensor((ROWS,), Float32)
         for r in cutlass.range_constexpr(ROWS):
             self.top[r] = over_quad(self.top[r])
-            self.bad[r] = over_quad_sum(self.bad[r])
+            bad[r] = over_quad_sum(bad[r])
             number = over_quad_sum(self.n[r])
             if const_expr(c.top):
                 number = cutlass.min(number, self.arguments.keep - 1)
@@ -271,10 +296,9 @@ class Supports(Opaque):
             for place in cutlass.range(self.most, unroll=4):
                 for r in cutlass.range_constexpr(ROWS):
                     score = self.score(r, place)
-                    p, u = self.powers(r, score)
                     kept = self.kept(r, place, score)
-                    F[r] = F[r] + (p if kept else Float32(0.0))
-                    U[r] = U[r] + (u if kept else Float32(0.0))
+                    p, u = self.powers(r, score if kept else -Float32.inf)
+                    F[r], U[r] = F[r] + p, U[r] + u
             going = Int32(0)
             for r in cutlass.range_constexpr(ROWS):
                 total, slope, x = over_quad_sum(F[r]), over_quad_sum(U[r]), self.x[r]
@@ -285,25 +309,15 @@ class Supports(Opaque):
                 size = cute.arch.fmax(move, -move)
                 far = size > 64.0 * EPS * (1.0 + x) and high[r] > low[r] and step < MOST_STEPS
                 new = 0.5 * (low[r] + high[r]) if far and step % 4 == 3 else new
-                self.x[r] = new if move == move else x
+                new = new if move == move else x
+                # What the sum of the weights is there; the last step is so small that its square does not count.
+                total = total - (new - x) * slope
+                self.factor[r] = 1.0 / (total if total > 0.0 else Float32(1.0))
+                self.x[r] = new
                 going = going | (Int32(1) if far else Int32(0))
             step = step + 1
-
-    @cute.jit
-    def total(self):
-        """The sums of the weights at the normalisers; 1 where there are none."""
-        total = cute.make_rmem_tensor((ROWS,), Float32)
-        total.fill(0.0)
-        if const_expr(self.config.weighed):
-            for place in cutlass.range(self.most, unroll=4):
-                for r in cutlass.range_constexpr(ROWS):
-                    score = self.score(r, place)
-                    p, _ = self.powers(r, score)
-                    total[r] = total[r] + (p if self.kept(r, place, score) else Float32(0.0))
         for r in cutlass.range_constexpr(ROWS):
-            total[r] = over_quad_sum(total[r])
-            total[r] = Float32(1.0) if total[r] == 0.0 else total[r]
-        return total
+            self.factor[r] = self.factor[r] + bad[r]
 
 
 def over_quad_int(value: Any) -> Any:
