@@ -162,7 +162,7 @@ def long_sums_kernel(
     if tl.load(part_ends + n_keys - 1) == 0:
         return
     for block in range(tl.program_id(0), (n_keys + RP - 1) // RP, tl.num_programs(0)):
-        key = block.to(tl.int64) * RP + tl.arange(0, RP)
+        key = tl.arange(0, RP).to(tl.int64) + block * RP
         m_key = key < n_keys
         end = tl.load(part_ends + key, mask=m_key, other=0)
         begin = tl.load(part_ends + key - 1, mask=m_key & (key > 0), other=0)

@@ -28,13 +28,9 @@ class Gradients(NamedTuple):
 
 
 def backward(
-    c: Call, lists: Listed, lam: Tensor, dout: Tensor, with_alpha: bool, complete: bool = True
+    c: Call, lists: Listed, lam: Tensor, dout: Tensor, with_alpha: bool
 ) -> Gradients:  # fmt: skip
-    """All gradients, from the lists and from the normalisers of the rows that have none.
-
-    Args:
-        complete: as in `forward`; without it the list of a key is computed as one, however long it is.
-    """
+    """All gradients, from the lists and from the normalisers of the rows that have none."""
     (B, H, Q, D), (_, G, K, E) = c.q.shape, c.v.shape
     device, L, top = c.q.device, c.listed, c.top_k is not None
     dq = torch.empty(B, H, Q, D, dtype=c.q.dtype, device=device)
@@ -49,8 +45,8 @@ def backward(
         c.k, c.v, dout, c.steepness, dq, slopes, of_rows, *lists, *strides(c.k, c.v, dout), c.rows, H, Q, c.scale,
         L=L, **sizes, VECTOR=min(32, padded(L)), GROUP=c.group, A=value_of(c.same), WITH_ALPHA=with_alpha, **options,
     )  # fmt: skip
-    columns(c, lists, slopes, dout, dk, dv, sizes, LONG if complete else c.rows)
-    if not top and complete:
+    columns(c, lists, slopes, dout, dk, dv, sizes, LONG)
+    if not top:
         large_backward(c, lists, lam, dout, dq, dk, dv, of_rows, with_alpha)
     return Gradients(dq, dk, dv, of_rows.sum((0, 2), dtype=torch.float64) if with_alpha else None)
 

@@ -31,7 +31,6 @@ def forward(
     keep_lists: bool,
     with_out: bool = True,
     only_keys: bool = False,
-    complete: bool = True,
     told: bool = True,
 ) -> Forward:
     """Everything of a call.
@@ -40,7 +39,6 @@ def forward(
         keep_lists: whether the lists of all rows are wanted; else they are made in parts.
         with_out: whether out is.
         only_keys: the keys of the k largest alone, as lists.
-        complete: whether rows without a list are computed; else they are only told by their counts.
         told: whether what is known of each row is wanted.
     """
     (B, H, Q, _), E = c.q.shape, c.v.shape[3]
@@ -62,11 +60,11 @@ def forward(
     for part in every:
         first_listed = 0 if keep_lists else part.first_row
         select(c, way, part, lists, stats, first_listed, only_keys)
-        if top and complete:
+        if top:
             large(c, out, stats, lists, part.first_head, part.heads, first_listed, with_out, only_keys)
         if with_out and not only_keys:
             gather_out(c, out, lists, part, first_listed)
-    if not top and complete:
+    if not top:
         large(c, out, stats, lists, 0, B * H, 0, with_out, only_keys)
     return Forward(out, stats, lists)
 
@@ -82,9 +80,9 @@ def gather_out(c: Call, out: Tensor, lists: Listed, part: Part, first_listed: in
     )  # fmt: skip
 
 
-def again(c: Call, complete: bool = True) -> Listed:
+def again(c: Call) -> Listed:
     """The lists that a forward made, without its out."""
-    return forward(c, keep_lists=True, with_out=False, complete=complete).lists
+    return forward(c, keep_lists=True, with_out=False).lists
 
 
 def top_keys(c: Call) -> Tensor:

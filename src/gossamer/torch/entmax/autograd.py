@@ -55,10 +55,8 @@ def results(
         told: whether more than out is wanted; kernels do not make it otherwise.
     """
     B, H, Q, _ = q.shape
-    if by_kernels(q, k, v, number, options):
-        found_so = of_kernels(q, k, v, alpha, number, options, listed, told)
-        if found_so is not None:
-            return found_so
+    if by_kernels(q, k, v, options):
+        return of_kernels(q, k, v, alpha, number, options, listed, told)
     with uncast(q.device):
         found = forward(operands_of(q, k, v, alpha, options), MEAN_LISTED * B * H * Q if listed else 0)
     rows = (x.view(B, H, Q) for x in (found.normaliser, found.support, found.certified))
@@ -67,37 +65,30 @@ def results(
 
 def of_kernels(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, number: float | None, options: Options, listed: bool, told: bool
-) -> Found | None:  # fmt: skip
-    """`results` by the kernels; None if by default there is a row for which they have no list."""
-    from gossamer.kernels.entmax import launch
+) -> Found:  # fmt: skip
+    """`results` by the kernels."""
+    from gossamer.kernels.entmax.launch import forward
 
-    asked = options.implementation == "kernels"
     with uncast(q.device), torch.no_grad():
         call = kernel_call(q, k, v, alpha, number, options)
-        found = launch.forward(call, keep_lists=listed, complete=asked, told=told)
-    if not asked and bool((found.lists.counts < 0).any()):
-        return None
+        found = forward(call, keep_lists=listed, told=told)
     lam, support, certified = found.stats
-    lists = RowLists(*found.lists) if listed else None
-    return Found(Results(found.out, lam, support, certified), lists)
+    return Found(Results(found.out, lam, support, certified), RowLists(*found.lists) if listed else None)
 
 
 def gradients_of_kernels(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, number: float | None, options: Options,
     lists: RowLists | None, normaliser: Tensor, wants_alpha: bool, dout: Tensor,
-) -> GradientsOf | None:  # fmt: skip
-    """The backward by the kernels; without lists these are made again. None as in `of_kernels`."""
+) -> GradientsOf:  # fmt: skip
+    """The backward by the kernels; without lists these are made again."""
     from gossamer.kernels.entmax.calls import Listed
     from gossamer.kernels.entmax.gradient import backward
     from gossamer.kernels.entmax.launch import again
 
-    asked = options.implementation == "kernels"
     with uncast(q.device), torch.no_grad():
         call = kernel_call(q, k, v, alpha, number, options)
-        of_rows = Listed(*lists) if lists is not None else again(call, complete=asked)
-        if lists is None and not asked and bool((of_rows.counts < 0).any()):
-            return None
-        found = backward(call, of_rows, normaliser, readable(dout.to(q.dtype)), wants_alpha, complete=asked)
+        of_rows = again(call) if lists is None else Listed(*lists)
+        found = backward(call, of_rows, normaliser, readable(dout.to(q.dtype)), wants_alpha)
     of_alpha = None if found.alpha is None else found.alpha.to(alpha.dtype)
     return GradientsOf(found.q, found.k, found.v, of_alpha)
 
@@ -107,11 +98,9 @@ def gradients(
     saved: Lists | RowLists | None, normaliser: Tensor | None, wants_alpha: bool, dout: Tensor,
 ) -> GradientsOf:  # fmt: skip
     """The backward, from lists of supports, or from the normalisers (B, H, Q) alone; not without either."""
-    if not isinstance(saved, Lists) and (saved is not None or by_kernels(q, k, v, number, options)):
+    if not isinstance(saved, Lists) and (saved is not None or by_kernels(q, k, v, options)):
         assert normaliser is not None
-        found = gradients_of_kernels(q, k, v, alpha, number, options, saved, normaliser, wants_alpha, dout)
-        if found is not None:
-            return found
+        return gradients_of_kernels(q, k, v, alpha, number, options, saved, normaliser, wants_alpha, dout)
     with uncast(q.device):
         o = operands_of(q, k, v, alpha, options)
         dout = dout.to(o.q.dtype).reshape(-1, dout.shape[3])

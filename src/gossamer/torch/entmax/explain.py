@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,11 +11,15 @@ from torch import Tensor
 from gossamer.kernels.launch import dtype_of
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import Pattern
+from gossamer.torch.entmax.api import Save, Way
 from gossamer.torch.entmax.arguments import given
 from gossamer.torch.entmax.autograd import MEAN_LISTED, results
-from gossamer.torch.entmax.options import Options, Save, Way
+from gossamer.torch.entmax.options import Options
 from gossamer.torch.entmax.ways import by_kernels, kernel_call, reasons
-from gossamer.torch.structure import BlockMask, Structure
+from gossamer.torch.structure import Structure
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ def explain_entmax(
     call = given(
         "explain_entmax", q, k, v, pattern, alpha, top_k, causal, q_positions, k_positions, scale, implementation
     )
-    taken = by_kernels(call.q, call.k, call.v, call.number, call.options)
+    taken = by_kernels(call.q, call.k, call.v, call.options)
     with torch.no_grad():
         found = results(call.q, call.k, call.v, call.alpha, call.number, call.options, listed=False).results
     support = found.support.long()

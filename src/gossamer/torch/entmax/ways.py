@@ -1,7 +1,6 @@
 """Which way a call is computed: by kernels, or by operations of torch, and why.
 
-By default kernels compute the calls that were checked on a GPU (`checked`), as far as their rows have lists; the host
-reads whether they have. `implementation="kernels"` computes all that the kernels take, and reads nothing.
+Kernels compute what they take, and read nothing back; operations of torch the rest, and all of it on a CPU.
 """
 
 from __future__ import annotations
@@ -58,36 +57,18 @@ def reasons(q: Tensor, k: Tensor, v: Tensor, options: Options) -> list[str]:
     return found
 
 
-def by_kernels(q: Tensor, k: Tensor, v: Tensor, number: float | None, options: Options) -> bool:
+def by_kernels(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
     """Whether kernels compute a call.
-
-    Args:
-        number: alpha of all heads, where it is given as a number.
 
     Raises:
         Unsupported: they were asked for and cannot.
     """
-    if options.implementation is None:
-        return checked(q, k, v, number, options)
-    found = reasons(q, k, v, options) if options.implementation == "kernels" else []
-    if found:
+    if options.implementation == "torch" or (options.implementation is None and not q.is_cuda):
+        return False
+    found = reasons(q, k, v, options)
+    if found and options.implementation == "kernels":
         raise Unsupported('implementation="kernels" does not take this call: ' + "; ".join(found))
-    return options.implementation == "kernels"
-
-
-def checked(q: Tensor, k: Tensor, v: Tensor, number: float | None, options: Options) -> bool:
-    """Whether a call is of those whose kernels were checked on a GPU: entmax-1.5, causal, in bfloat16, heads of 64."""
-    sizes = q.dtype == torch.bfloat16 and q.shape[3] == v.shape[3] == 64
-    if q.device.type != "cuda" or not sizes or number != 1.5 or options.top_k is not None or reasons(q, k, v, options):
-        return False
-    if options.q_positions is not None or options.k_positions is not None:
-        return False
-    run = interval_pattern(options, q.shape[2], k.shape[2])
-    if run is None or run.kind != "causal" or (options.scale is not None and options.scale <= 0):
-        return False
-    from gossamer.kernels.entmax.calls import by_tma, hopper_here
-
-    return hopper_here(q.device) and by_tma(readable(q)) and by_tma(readable(k))
+    return not found
 
 
 class Run(NamedTuple):
