@@ -15,17 +15,8 @@ from gossamer.patterns import *  # noqa: F403  (patterns.__all__ lists them, onc
 __version__ = "0.1.0"
 
 __all__ = ["BlockIndices", "BlockLayout", "DocumentIds", "EntmaxAux", "Indices", "PackedSequences", "Unsupported"]
-__all__ += ["__version__", "attention", "device_layout", "entmax_attention", "explain", "from_flex"]
-__all__ += [
-    "explain_entmax",
-    "explain_sparsek",
-    "last_topk",
-    "merge",
-    "nn",
-    "sparsek",
-    "sparsek_attention",
-    "sparsek_causal",
-]
+__all__ += ["__version__", "attention", "device_layout", "entmax_attention", "explain", "explain_entmax", "from_flex"]
+__all__ += ["explain_sparsek", "last_topk", "merge", "nn", "sparsek", "sparsek_attention", "sparsek_causal"]
 __all__ += ["to_flex", "topk_blocks", "topk_keys", "varlen"]
 __all__ += ["attention_forward"]
 __all__ += patterns.__all__

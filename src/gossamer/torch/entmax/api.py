@@ -98,8 +98,8 @@ def entmax_attention(
         v: (B, G, K, E) and so on.
         pattern: which keys a row may see, in every form that `attention` accepts; None is every key.
         alpha: a number in [1, 2], or a tensor of such numbers, one for each head (H,) or one of shape (); with its
-            gradient, also at 1. 1 is softmax, 1.5 entmax-1.5, 2 sparsemax. The values of a tensor are checked,
-            but for those that kernels read: with them a head whose alpha is outside becomes NaN.
+            gradient, also at 1. 1 is softmax, 1.5 entmax-1.5, 2 sparsemax. The values of a tensor are checked, which
+            waits for a GPU.
         top_k: the k largest scores of a row, ties to the lowest key, and the entmax over these alone. None is all.
         causal: key j is seen by query row r where j <= r + K - Q; where positions are given, these say it.
         q_positions: integers that broadcast to (B, H, Q): a key is seen where its position is at most the query's.
@@ -110,7 +110,8 @@ def entmax_attention(
             supports, 8 bytes (12 in float64), of which the backward computes no score; supports of over 256 keys a row
             in the mean are kept as "tau". "tau" is 4 bytes a row (8), and the backward computes the scores again. A
             compiled function always keeps tau. Lists of kernels have 96 places a row, or `top_k`.
-        implementation: "kernels", which read nothing back, or "torch"; None takes kernels for what they take on a GPU.
+        implementation: "torch"; "kernels", which read nothing back, and of an alpha outside [1, 2] make NaN; None takes
+            kernels for what was checked on a GPU (entmax-1.5 in 16 bits, compute capability 9.0) as far as they take it.
         return_aux: also return tau, the sizes of the supports, and whether `top_k` left out no key with a weight.
 
     Returns:
@@ -189,7 +190,7 @@ def topk_keys(
         q_positions: integers that broadcast to (B, H, Q).
         k_positions: integers that broadcast to (B, H, K) or (B, G, K).
         scale: D ** -0.5 by default; its sign and rounding matter.
-        implementation: as in `entmax_attention`.
+        implementation: "torch", which None takes; "kernels" as in `entmax_attention`.
 
     Returns:
         (B, H, Q, k_keep) and so on, int32: the keys of each row ascending, then -1 where it sees fewer;

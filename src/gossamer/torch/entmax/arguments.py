@@ -127,7 +127,7 @@ def check(request: Request, found: Given) -> None:
     elif attended.data:
         check_mask(attended.data[0], q, k)
     # The host waits for no value where kernels compute: there such a head becomes NaN.
-    if found.number is None and not by_kernels(q, k, v, options):
+    if found.number is None and not by_kernels(q, k, v, None, options):
         inside = (alpha >= 1) & (alpha <= 2)
         if not bool(inside.all()):
             wrong = sorted(alpha.detach()[~inside].tolist())[:4]

@@ -55,7 +55,7 @@ def results(
         told: whether more than out is wanted; kernels do not make it otherwise.
     """
     B, H, Q, _ = q.shape
-    if by_kernels(q, k, v, options):
+    if by_kernels(q, k, v, number, options):
         return of_kernels(q, k, v, alpha, number, options, listed, told)
     with uncast(q.device):
         found = forward(operands_of(q, k, v, alpha, options), MEAN_LISTED * B * H * Q if listed else 0)
@@ -98,7 +98,7 @@ def gradients(
     saved: Lists | RowLists | None, normaliser: Tensor | None, wants_alpha: bool, dout: Tensor,
 ) -> GradientsOf:  # fmt: skip
     """The backward, from lists of supports, or from the normalisers (B, H, Q) alone; not without either."""
-    if not isinstance(saved, Lists) and (saved is not None or by_kernels(q, k, v, options)):
+    if not isinstance(saved, Lists) and (saved is not None or by_kernels(q, k, v, number, options)):
         assert normaliser is not None
         return gradients_of_kernels(q, k, v, alpha, number, options, saved, normaliser, wants_alpha, dout)
     with uncast(q.device):

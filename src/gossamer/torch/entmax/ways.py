@@ -1,6 +1,7 @@
 """Which way a call is computed: by kernels, or by operations of torch, and why.
 
-Kernels compute what they take, and read nothing back; operations of torch the rest, and all of it on a CPU.
+By default kernels compute the calls that were checked on a GPU (`checked`), as far as they take them, and read nothing
+back. `implementation="kernels"` computes all that the kernels take.
 """
 
 from __future__ import annotations
@@ -57,18 +58,28 @@ def reasons(q: Tensor, k: Tensor, v: Tensor, options: Options) -> list[str]:
     return found
 
 
-def by_kernels(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
+def by_kernels(q: Tensor, k: Tensor, v: Tensor, number: float | None, options: Options) -> bool:
     """Whether kernels compute a call.
+
+    Args:
+        number: alpha of all heads, where it is given as a number.
 
     Raises:
         Unsupported: they were asked for and cannot.
     """
-    if options.implementation == "torch" or (options.implementation is None and not q.is_cuda):
+    if options.implementation == "torch" or (options.implementation is None and not checked(q, number)):
         return False
     found = reasons(q, k, v, options)
     if found and options.implementation == "kernels":
         raise Unsupported('implementation="kernels" does not take this call: ' + "; ".join(found))
     return not found
+
+
+def checked(q: Tensor, number: float | None) -> bool:
+    """Whether a call is of the kind whose kernels were checked on a GPU: entmax-1.5 in 16 bits."""
+    if not q.is_cuda or number != 1.5 or q.element_size() != 2:
+        return False
+    return torch.cuda.get_device_capability(q.device) == (9, 0)
 
 
 class Run(NamedTuple):

@@ -27,7 +27,7 @@ class SelectConfig:
     same: float = -1.0  # alpha - 1 of all heads: 0.5, 1.0, or -1.0 for any
     top: bool = False  # whether the k largest are selected
     weighed: bool = True  # whether those that surely have no weight are left out
-    every: int = 4  # how many tiles there are to one of those from which the first bounds come
+    every: int = 2  # how many tiles there are to one of those from which the first bounds come
     bounds: Literal["every", "causal", "intervals"] = "every"
 
     blocks = 1
