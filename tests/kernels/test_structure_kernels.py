@@ -256,11 +256,11 @@ for two in (False, True):
     flags = {"HAS_COUNTS": two, "BOUNDED": two, "BLOCK": 64, "LISTS": 8, "ENTRIES": 128, "WORDS": 64}
     work.append((blocks.order_kernel, {**kinds, **flags}))
     work += [(kernel, {**kinds, "ROWS": 256, "COLUMNS": 8}) for kernel in (blocks.count_kernel, blocks.place_kernel)]
-    sizes = {"SIZES": 64, "MIDDLE": 32, "DOUBLINGS": 24, "LISTS": 8, "OWN": 64, "OTHERS": 128, "COLUMNS": two}
+    sizes = {"SIZES": 64, "MIDDLE": 32, "HALVINGS": 20, "LISTS": 8, "OWN": 64, "OTHERS": 128, "COLUMNS": two}
     sizes |= {"HAS_FULL": True, "HAS_INTERVAL": two, "HAS_BITS": two, "WIDTH": 1 + 63 * two, "CUT": False, "MERGE": 8}
     work.append((items.many_kernel, {**sizes, "ITEM": 16, "SEGMENT": 8}))
-sizes |= {"BINS": 2048, "FEW_BINS": 128, "ITEMS": 1024}
-work += [(items.length_kernel, sizes), (items.size_kernel, sizes), (intervals.turn_kernel, {"COLUMNS": 256})]
+sizes |= {"BINS": 2048, "ITEMS": 1024}
+work += [(items.length_kernel, sizes), (intervals.turn_kernel, {"COLUMNS": 256})]
 tile = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128, "ROWS": 128, "COLUMNS": 128}
 work += [(intervals.count_tiles_kernel, tile), (intervals.place_tiles_kernel, tile)]
 numbers = {*blocks.SIZES, *blocks.STRIDES, *items.PLAIN, *intervals.SIZES}
@@ -268,7 +268,7 @@ for kernel, constants in work:
     constants = {"SUMS": 256, **constants}
     constants = {name: x for name, x in constants.items() if name in kernel.arg_names}
     signature = {name: "i32" if name in numbers else "*i32" for name in kernel.arg_names}
-    signature |= {"slack": "fp32"} if "slack" in signature else {}
+    signature |= {"slack": "fp32", "totals": "*i64"} if "slack" in signature else {}
     signature |= {"indices": "*i64", "counts": "*u8"} if kernel is blocks.order_kernel else {}
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)

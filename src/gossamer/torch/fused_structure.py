@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.kernels.structure import has_triton
+from gossamer.kernels.packages import has_triton
 from gossamer.layouts.device.arrays import BlockLists, IntervalLists
 from gossamer.patterns.reach import Bounds
 

@@ -12,22 +12,21 @@ from gossamer.kernels.hopper.device.merges import MERGE
 from gossamer.kernels.hopper.device.row_items import ITEM
 from gossamer.kernels.hopper.schedule.cuts import SLACK
 from gossamer.kernels.hopper.schedule.item_kernels import (
-    DOUBLINGS,
+    HALVINGS,
     MIDDLE,
     SIZES,
     length_kernel,
     many_kernel,
-    size_kernel,
 )
 from gossamer.kernels.hopper.schedule.words import entries
+from gossamer.kernels.structure.block_lists import power
 from gossamer.layouts.gather import GatherWalk
 from gossamer.layouts.walk import Walk
 from gossamer.layouts.work_list import most_listed
 
-MOST_BINS = 2048  # lengths that are counted at a time
-FEW_BINS = 128  # and those of which the sizes are
+FEW_BINS, MOST_BINS = 128, 2048  # lengths that are counted at a time
 LENGTHS = 1024  # items whose lengths are counted at a time
-LISTS = 8
+FEW_LISTS, MOST_LISTS = 8, 32  # that are read at a time
 OWN, OTHERS = 64, 128  # items of a program, and those that they are compared with at a time
 
 
@@ -99,20 +98,17 @@ def fused_items(
     written |= dict(zip(("full_starts", "interval_starts", "bits_starts"), kinds.starts, strict=True))
     _, written["base_1"], written["base_2"] = kinds.bases
     bins = times * kinds.most + 1
-    at_once = min(MOST_BINS, max(FEW_BINS, 1 << (bins - 1).bit_length()))
-    lengths, histograms = torch.empty(n, **new), torch.empty((lists, bins), **new)
-    sizes, middle = torch.empty((lists, SIZES), **new), torch.empty(2, **new)
-    of_sizes = {"SIZES": SIZES, "MIDDLE": MIDDLE, "DOUBLINGS": DOUBLINGS, "LISTS": LISTS}
+    at_once = power(bins, FEW_BINS, MOST_BINS)
+    lengths, reached = torch.empty(n, **new), torch.empty((lists, bins), **new)
+    totals = torch.empty((lists, 2), dtype=torch.int64, device=walk.device)
     length_kernel[(lists, -(-bins // at_once))](
-        **counts, lengths=lengths, histograms=histograms, **where, bins=bins, ITEMS=LENGTHS, BINS=at_once,
+        **counts, lengths=lengths, reached=reached, totals=totals, **where, bins=bins, ITEMS=LENGTHS, BINS=at_once,
         **kinds.constants, num_warps=4,
-    )  # fmt: skip
-    size_kernel[(lists,)](
-        histograms, sizes, middle, lists, bins, n, blocks, SLACK, **of_sizes, BINS=at_once, FEW_BINS=FEW_BINS,
-        num_warps=8,
     )  # fmt: skip
     chunks = -(-tiles // OWN)
     many_kernel[(lists * copies * chunks,)](
-        **written, lengths=lengths, sizes=sizes, middle=middle, chunks=chunks, **of_sizes, num_warps=4
-    )
+        **written, lengths=lengths, reached=reached, totals=totals, bins=bins, blocks=blocks, slack=SLACK,
+        chunks=chunks, n_items=n, SIZES=SIZES, MIDDLE=MIDDLE, HALVINGS=HALVINGS,
+        LISTS=power(lists, FEW_LISTS, MOST_LISTS), num_warps=4,
+    )  # fmt: skip
     return Made(items, merges, 0, segments)

@@ -14,7 +14,7 @@ from torch import Tensor
 from gossamer.kernels.hopper.device.row_items import ITEM, LISTS, RowItem
 from gossamer.kernels.hopper.schedule.cuts import FEW, ROUNDS, SLACK, cut_rows
 from gossamer.kernels.hopper.schedule.words import Ranges, filled, list_words, listed, place_words
-from gossamer.kernels.structure import has_triton
+from gossamer.kernels.packages import has_triton
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout, GatherWalk
 from gossamer.layouts.walk import Walk
