@@ -37,10 +37,9 @@ def _fake_block_lists(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     Bl, Hl, T, n = indices.shape
     C, room = -(-K // block), Bl * Hl * T * n
-    columns = [(column_kinds, Bl, Hl, C)] * 2 + [(room,)] if transpose else [(0,)] * 3
-    return tuple(
-        indices.new_empty(shape, dtype=torch.int32) for shape in (*[(row_kinds, Bl, Hl, T)] * 2, (room,), *columns)
-    )
+    rows = [*((row_kinds + more, Bl, Hl, T) for more in range(2)), (room,)]
+    columns = [*((column_kinds + more, Bl, Hl, C) for more in range(2)), (room,)] if transpose else [(0,)] * 3
+    return tuple(indices.new_empty(shape, dtype=torch.int32) for shape in (*rows, *columns))
 
 
 def _interval_lists(*arguments: Any) -> tuple[Tensor, ...]:

@@ -23,10 +23,10 @@ class BlockLists(NamedTuple):
     """The tiles of lists of blocks in both directions, of each kind: the full ones, and those of an interval if any."""
 
     row_starts: Array  # (kinds, Bl, Hl, T): lists have room for n entries each, the full tiles before the others
-    row_counts: Array
+    row_counts: Array  # (kinds + 1, Bl, Hl, T): of each kind, and zeros
     row_indices: Array  # (Bl * Hl * T * n,)
     column_starts: Array  # (kinds, Bl, Hl, C)
-    column_counts: Array
+    column_counts: Array  # (kinds + 1, Bl, Hl, C)
     column_indices: Array  # of as many; entries that no list refers to are undefined
 
 

@@ -85,7 +85,7 @@ def fused_items(
     new: dict[str, Any] = {"dtype": torch.int32, "device": walk.device}
     items = torch.empty((n * copies, ITEM), **new)
     segments = torch.empty((lists * tiles * times, SEGMENT), **new) if ratio else None
-    merges = torch.zeros((1, MERGE), **new)
+    merges = torch.empty((1, MERGE), **new)  # of no row
     where = {"T": tiles, "parts": 1, "ratio": times, "groups": groups}
     where |= {"lead_b": lead_b, "lead_g": lead_g, "lead_j": lead_j}
     counts = dict(zip(("full", "interval", "bits"), kinds.counts, strict=True))
