@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from gossamer.layouts.device import block_list_layout, interval_layout, key_list_layout
-from gossamer.layouts.walk import KINDS
+from gossamer.layouts.walk import KINDS, Walk
+from gossamer.layouts.work_list import most_listed
 from gossamer.torch import device_arrays
 from tests.layouts.test_device_layouts import draw_bounds, draw_size
 from tests.support.processes import INTERPRETING, compiled, in_interpreter
@@ -23,7 +24,7 @@ pytest.importorskip("triton")
 from gossamer.kernels.hopper.device import column_items, row_items
 from gossamer.kernels.hopper.device.column_items import ColumnItem
 from gossamer.kernels.hopper.schedule.columns import column_work
-from gossamer.kernels.hopper.schedule.cuts import ROUNDS
+from gossamer.kernels.hopper.schedule.cuts import FEW, parts_by_capacity
 from gossamer.kernels.hopper.schedule.fused_items import fused_items
 from gossamer.kernels.hopper.schedule.rows import sharing, work
 from gossamer.kernels.structure import block_lists as block_lists_kernels
@@ -186,42 +187,38 @@ def known(words, places):
     return words
 
 
-def check_items(layout, rng):
+def check_items(layout, rng, prepare=lambda walk: walk):
     """The items of rows and of columns, those of array operations in their order."""
     Bl, Hl = layout.lead
     ratio = int(rng.choice([1, 2, 4]))
     H = Hl if Hl > 1 else ratio * int(rng.choice([1, 3]))
     ratio = ratio if H % ratio == 0 else 1
     B = Bl if Bl > 1 else int(rng.choice([1, 3]))
+    blocks = int(rng.choice([1, 4, rng.integers(1, 40), 132]))
+    split = None if rng.random() < 0.8 else int(rng.integers(1, 4))
     walk, shape = layout.rows, (Bl, Hl, layout.rows.tiles)
     copies, heads = sharing(H, B, walk)
-    blocks = most_blocks(Bl * Hl * walk.tiles * copies, rng)
-    if blocks:
-        want, found = work(layout, copies, heads, blocks), fused_items(walk, shape, copies, heads, blocks)
-        assert torch.equal(known(found.items, row_items.LISTS), known(want.items, row_items.LISTS))
-        assert found.merges.shape == want.merges.shape
-        assert found.slots == want.slots == 0
+    blocked = isinstance(walk, Walk)
+    few, most = blocked and walk.rows * FEW <= walk.block_rows, most_listed(walk) if blocked else None
+    parts = parts_by_capacity(shape, copies, blocks, split, few, most)
+    want = work(layout, copies, heads, blocks, split)
+    found = fused_items(prepare(walk), shape, parts, copies, heads, blocks)
+    assert torch.equal(known(found.items, row_items.LISTS), known(want.items, row_items.LISTS))
+    assert found.merges.shape == want.merges.shape
+    assert found.slots == want.slots
+    if found.slots:
+        assert torch.equal(found.merges.cpu(), want.merges)
     walk, shape = layout.columns, (Bl, Hl // ratio if Hl > 1 else 1, layout.columns.tiles)
     copies, heads = sharing(H // ratio, B, walk)
-    batches, groups, tiles = shape
-    blocks = most_blocks(batches * groups * tiles * copies, rng)
-    if not blocks:
-        return
-    want = column_work(layout, copies, heads, ratio, blocks)
-    found = fused_items(walk, shape, copies, heads, blocks, ratio)
-    one, other = found.items.clone(), want.items.clone()
+    want = column_work(layout, copies, heads, ratio, blocks, split)
+    found = fused_items(prepare(walk), shape, 1, copies, heads, blocks, ratio)
+    one, other = found.items.cpu().clone(), want.items.clone()
     at, to = one[:, ColumnItem.SEGMENT_START], other[:, ColumnItem.SEGMENT_START]
     segments, others = (known(x.segments, column_items.LISTS) for x in (found, want))
     for j in range(ratio):
         assert torch.equal(segments[at + j], others[to + j])
     one[:, ColumnItem.SEGMENT_START] = other[:, ColumnItem.SEGMENT_START] = 0
     assert torch.equal(one, other)
-
-
-def most_blocks(items, rng):
-    """Blocks for which so many items are many, 0 if there are none."""
-    most = (items - 1) // ROUNDS
-    return int(rng.integers(1, most + 1)) if most else 0
 
 
 @pytest.mark.skipif(not INTERPRETING, reason="interprets")
@@ -257,13 +254,14 @@ for two in (False, True):
     work.append((blocks.order_kernel, {**kinds, **flags}))
     work += [(kernel, {**kinds, "ROWS": 256, "COLUMNS": 8}) for kernel in (blocks.count_kernel, blocks.place_kernel)]
     sizes = {"SIZES": 64, "MIDDLE": 32, "HALVINGS": 20, "LISTS": 8, "OWN": 64, "OTHERS": 128, "COLUMNS": two}
-    sizes |= {"HAS_FULL": True, "HAS_INTERVAL": two, "HAS_BITS": two, "WIDTH": 1 + 63 * two, "CUT": False, "MERGE": 8}
-    work.append((items.many_kernel, {**sizes, "ITEM": 16, "SEGMENT": 8}))
+    sizes |= {"HAS_FULL": True, "HAS_INTERVAL": two, "HAS_BITS": two, "WIDTH": 1 + 63 * two, "MERGE": 8}
+    flags = {"CUT": not two, "BY_COPY": two, "ITEM": 16, "SEGMENT": 8}
+    work += [(kernel, {**sizes, **flags}) for kernel in (items.few_kernel, items.many_kernel)]
 sizes |= {"BINS": 2048, "ITEMS": 1024}
 work += [(items.length_kernel, sizes), (intervals.turn_kernel, {"COLUMNS": 256})]
 tile = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128, "ROWS": 128, "COLUMNS": 128}
 work += [(intervals.count_tiles_kernel, tile), (intervals.place_tiles_kernel, tile)]
-numbers = {*blocks.SIZES, *blocks.STRIDES, *items.PLAIN, *intervals.SIZES}
+numbers = {*blocks.SIZES, *blocks.STRIDES, *items.PLAIN, *intervals.SIZES, "parts", "ratio"}
 for kernel, constants in work:
     constants = {"SUMS": 256, **constants}
     constants = {name: x for name, x in constants.items() if name in kernel.arg_names}

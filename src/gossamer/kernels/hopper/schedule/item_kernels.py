@@ -1,7 +1,6 @@
-"""The kernels that write many items in the order in which blocks draw them, as `rows.for_every_head` defines it.
+"""The kernels that write items in the order in which blocks draw them, as `rows.for_every_head` defines it.
 
-How many items of every list reach each length, and then of each item how many go before it. They know lists of every
-kind and rows that are cut; `rows.has_kernels` says for which of those they are taken.
+Of each item they count how many go before it. Of many items it is known first how many of every list reach each length.
 """
 
 from __future__ import annotations
@@ -9,8 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Of these no other kernels are compiled for numbers that something divides. That there is one part is compiled in.
 PLAIN = [
-    "T", "parts", "ratio", "groups", "lead_b", "lead_g", "lead_j", "lists", "bins", "blocks", "copies", "heads",
+    "T", "groups", "lead_b", "lead_g", "lead_j", "lists", "bins", "blocks", "copies", "heads",
     "of_batch", "chunks", "base_1", "base_2", "n_items",
 ]  # fmt: skip
 SIZES = 64  # that are told apart
@@ -290,4 +290,53 @@ def many_kernel(
         items, segments, merges, place, nothing + l, i, nothing + copy, nothing + b, nothing + h, some, full, interval,
         bits, full_starts, interval_starts, bits_starts, T, parts, ratio, groups, lead_b, lead_g, lead_j, lists,
         base_1, base_2, HAS_FULL, HAS_INTERVAL, HAS_BITS, WIDTH, CUT, COLUMNS, ITEM, SEGMENT, MERGE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def few_kernel(
+    items, segments, merges, full, interval, bits, full_starts, interval_starts, bits_starts, T, parts, ratio, groups,
+    lead_b, lead_g, lead_j, lists, copies, heads, of_batch, base_1, base_2, BY_COPY: tl.constexpr, OWN: tl.constexpr,
+    OTHERS: tl.constexpr, HAS_FULL: tl.constexpr, HAS_INTERVAL: tl.constexpr, HAS_BITS: tl.constexpr,
+    WIDTH: tl.constexpr, CUT: tl.constexpr, COLUMNS: tl.constexpr, ITEM: tl.constexpr, SEGMENT: tl.constexpr,
+    MERGE: tl.constexpr,
+):  # fmt: skip
+    """Some items: their places are by length, head and row, the longest first; or each copy's by length and row."""
+    batches, of_list = lists // groups, T * parts
+    n = lists * of_list
+    x = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    some = x < n * copies
+    copy, x = x // n, x % n
+    l, i = x // of_list, x % of_list
+    b = tl.where(batches > 1, l // groups, 0) + copy // heads
+    h = tl.where(groups > 1, l % groups, 0) + copy % heads
+    g = b * of_batch + h
+    length = _row_length(
+        full, interval, bits, l, i // parts, some, T, ratio, groups, lead_b, lead_g, lead_j, HAS_FULL, HAS_INTERVAL,
+        HAS_BITS, WIDTH,
+    )  # fmt: skip
+    length = _item_length(length, i % parts, parts)[:, None]
+    place = tl.zeros((OWN,), dtype=tl.int32)
+    for y0 in range(0, n, OTHERS):
+        y = y0 + tl.arange(0, OTHERS)
+        of, j = y // of_list, y % of_list
+        other = _row_length(
+            full, interval, bits, of, j // parts, y < n, T, ratio, groups, lead_b, lead_g, lead_j, HAS_FULL,
+            HAS_INTERVAL, HAS_BITS, WIDTH,
+        )  # fmt: skip
+        other = tl.where(y < n, _item_length(other, j % parts, parts), -1)[None, :]
+        longer, equal = (other > length).to(tl.int32), (other == length).to(tl.int32)
+        before = (y[None, :] < x[:, None]).to(tl.int32)
+        if BY_COPY:
+            place += tl.sum(longer + equal * before, 1)
+        else:
+            before *= (of[None, :] == l[:, None]).to(tl.int32)
+            before += _before(of[None, :], g[:, None], groups, batches, of_batch, heads, copies)
+            place += tl.sum(longer * copies + equal * before, 1)
+    if BY_COPY:
+        place += copy * n
+    _write(
+        items, segments, merges, place, l, i, copy, b, h, some, full, interval, bits, full_starts, interval_starts,
+        bits_starts, T, parts, ratio, groups, lead_b, lead_g, lead_j, lists, base_1, base_2, HAS_FULL, HAS_INTERVAL,
+        HAS_BITS, WIDTH, CUT, COLUMNS, ITEM, SEGMENT, MERGE,
     )  # fmt: skip
