@@ -123,7 +123,7 @@ def gather_config(
     stages, blocks = {64: (3, 3) if direction == "forward" else (4, 2), 128: (2, 2), 256: (2, 1)}[size]
     if (direction, size, heads) == ("gradients", 128, 1):  # the mask of 64 queries leaves no room for two
         stages, blocks = 3, 1
-    common = {"lengths": lengths, "score": score, "heads": heads}
+    found = GatherConfig(direction, dtype, size, stages, blocks, lengths=lengths, score=score, heads=heads)
     if (direction, size) == ("forward", 128) and heads >= FEW_QUERIES:
-        return GatherConfig(direction, dtype, size, 3, blocks, q_stages=1, held_q=True, **common)
-    return GatherConfig(direction, dtype, size, stages, blocks, **common)
+        return replace(found, stages=3, q_stages=1, held_q=True)
+    return found
