@@ -40,6 +40,15 @@ class IntervalLists(NamedTuple):
     indices: Array  # of interval tiles, with room for 2 (T + C) of each head and direction
 
 
+class KeyUnions(NamedTuple):
+    """The keys that any query of a group lists, and who lists them."""
+
+    starts: Array  # (Bl, Hl, T): every list has the same room
+    counts: Array
+    listed: Array  # (Bl * Hl * T * room,): ascending, -1 behind
+    bits: Array  # (Bl * Hl * T * room / 32, block): bit c of word [w, r] says that query r keeps key listed[32 w + c]
+
+
 class Fused(Protocol):
     """Builders as operations of their own, where a framework has kernels for them: the same arrays in fewer launches.
 
@@ -55,6 +64,16 @@ class Fused(Protocol):
         Args:
             row_kinds, column_kinds: 2 with tiles of an interval, else 1 and all tiles are full.
             transpose: else all that is said of columns is empty.
+        """
+
+    def key_unions(
+        self, indices: Array, counts: Array | None, lo: Array | None, hi: Array | None, Q: int, K: int, block: int,
+        room: int,
+    ) -> KeyUnions:  # fmt: skip
+        """The groups of `block` queries of `key_list_layout`, whose arguments these are; arrays may have any strides.
+
+        Args:
+            room: of a list, a multiple of 32 that holds every one.
         """
 
     def interval_lists(
