@@ -155,7 +155,7 @@ def _sparsek_causal(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
     rows = u.reshape(-1, u.shape[-1])
     if (kernels := _kernels(u)) is not None:
         with torch.cuda.device_of(u):
-            tau = kernels.thresholds(kernels.prefixes(rows, k))
+            tau = kernels.find_states(rows, k).tau
     else:
         tau = causal_thresholds(rows, k).to(u.dtype)
     last = _last_live(rows, tau)
@@ -167,9 +167,9 @@ def _sparsek_kept(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if (kernels := _kernels(u)) is None:
         return _sparsek_causal(u, k)[0], _last_topk(u, k)
     with torch.cuda.device_of(u):
-        found = kernels.prefixes(rows, k)
-        tau, last = kernels.thresholds(found), kernels.last_largest(found)
-    return _nan_from_first(rows, tau).reshape(u.shape), last.reshape(u.shape)
+        found = kernels.find_states(rows, k)
+        last = kernels.last_largest(found)
+    return _nan_from_first(rows, found.tau).reshape(u.shape), last.reshape(u.shape)
 
 
 def _kernels(u: Tensor) -> Any:
@@ -249,7 +249,7 @@ def _last_topk(u: Tensor, k: int) -> Tensor:
     rows = u.reshape(-1, u.shape[-1])
     if (kernels := _kernels(u)) is not None:
         with torch.cuda.device_of(u):
-            found: Tensor = kernels.last_largest(kernels.prefixes(rows, k))
+            found: Tensor = kernels.last_largest(kernels.find_states(rows, k))
         return found.reshape(u.shape)
     there = rows > -torch.inf
     order = torch.where(there, rows, -torch.inf).sort(descending=True, stable=True).indices

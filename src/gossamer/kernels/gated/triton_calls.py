@@ -54,22 +54,6 @@ def reasons(x: Operands, o: Options) -> list[str]:
         found.append(f"head sizes are up to {MOST_HEAD}")
     if not o.causal:
         found.append("is causal")
-    return found or unverified(x, o)
-
-
-def unverified(x: Operands, o: Options) -> list[str]:
-    """What the kernels compute, but of which numbers were not compared on a GPU yet."""
-    found = []
-    if x.q.dtype == torch.float32:
-        found.append("its float32 was not verified on a GPU yet")
-    if max(x.q.shape[3], x.v.shape[3]) > 128:
-        found.append("head sizes over 128 were not verified on a GPU yet")
-    if o.gate not in ("v", "kv"):
-        found.append(f"gate {o.gate!r} was not verified on a GPU yet")
-    if o.straight:
-        found.append("straight_through was not verified on a GPU yet")
-    elif not o.certain:
-        found.append('keep="support" was not verified on a GPU yet')
     return found
 
 
@@ -112,7 +96,7 @@ def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
     forward_kernel.gated_forward[grid](
         x.q, x.k, x.v, x.u, x.tau, x.last, of_tiles.keys, of_tiles.counts, out, lse,
         *_strides(x.q, x.k, x.v), H, G, U, N, o.window, of_tiles.keys.shape[1], of_tiles.keys.shape[2],
-        o.scale * LOG2E, D=D, E=E, GATE=o.gate or "none", SIZE_D=padded(D),
+        o.scale * LOG2E, D=D, E=E, GATE=o.gate or "none", FOLD=o.scale > 0 and o.gate in ("v", None), SIZE_D=padded(D),
         SIZE_E=padded(E), BLOCK_M=t.m, BLOCK_N=t.n, PRECISION=_precision(x), num_warps=t.warps, num_stages=t.stages,
         maxnreg=t.registers,
     )  # fmt: skip
