@@ -77,13 +77,6 @@ def gated_query_gradient(
     dq = tl.zeros((BLOCK_M, SIZE_D), tl.float32)
     dtau = tl.zeros((BLOCK_M,), tl.float32)
 
-    # This loop is known to run, see the forward.
-    for n in range(start, start + BLOCK_M, BLOCK_N):
-        dq = _window_step(
-            q, dout, k_ptr, v_ptr, n, row, lse2, delta, window, stride_kn, stride_vn, N, D, E, factor, dq,
-            True, SIZE_D, SIZE_E, BLOCK_N, PRECISION,
-        )  # fmt: skip
-
     at = unit * tiles + tile
     through, listed = tl.load(counts_ptr + at * 2), tl.load(counts_ptr + at * 2 + 1)
     list_ptr += at * capacity
@@ -137,6 +130,11 @@ def gated_query_gradient(
         dq = _window_step(
             q, dout, k_ptr, v_ptr, n, row, lse2, delta, window, stride_kn, stride_vn, N, D, E, factor, dq,
             False, SIZE_D, SIZE_E, BLOCK_N, PRECISION,
+        )  # fmt: skip
+    for n in range(start, tl.minimum(start + BLOCK_M, N), BLOCK_N):
+        dq = _window_step(
+            q, dout, k_ptr, v_ptr, n, row, lse2, delta, window, stride_kn, stride_vn, N, D, E, factor, dq,
+            True, SIZE_D, SIZE_E, BLOCK_N, PRECISION,
         )  # fmt: skip
     store_rows(dq_ptr + of_head * D, row, D, inside, D, dq * scale, SIZE_D)
     tl.store(dtau_ptr + of_head + row, dtau, mask=inside)

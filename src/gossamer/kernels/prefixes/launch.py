@@ -73,7 +73,7 @@ def find_states(u: Tensor, k: int) -> States:
     )
     numbers.prepare[(triton.cdiv(N, BLOCK), rows)](
         u, key, score, steps, root.theta, root.tau, root.counts, root.sums, N, 0 if filtered else N + 1,
-        ONE=one, BLOCK=BLOCK,
+        one, BLOCK=BLOCK,
     )  # fmt: skip
 
     def solve(of: Level, nodes: _Nodes, count: int, local: bool = False) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ def find_states(u: Tensor, k: int) -> States:
         theta, tau = key.new_empty(rows, count + (not every)), u.new_empty(rows, count + (not every))
         states.solve_states[(triton.cdiv(count, of.rows), rows)](
             key, score, steps, nodes.list, nodes.counts, nodes.sums, nodes.theta, nodes.tau, theta, tau, N, k, of.step,
-            count, nodes.step, nodes.counts.shape[1], nodes.room, ONE=one, ROWS=of.rows, BLOCK=of.keys, LOCAL=local,
+            count, nodes.step, nodes.counts.shape[1], nodes.room, one, ROWS=of.rows, BLOCK=of.keys, LOCAL=local,
             EVERY=every, num_warps=of.warps,
         )  # fmt: skip
         return theta, tau

@@ -1,4 +1,4 @@
-"""What thresholds are computed with: scores as keys of an order, and as whole steps of 1 / ONE: kernels.
+"""What thresholds are computed with: scores as keys of an order, and as whole steps of 1 / one: kernels.
 
 The order key of a score has the score in its upper half and the step in its lower one: of equal scores the earlier is
 larger, so that all keys differ. A key that is not there is NONE.
@@ -14,19 +14,20 @@ MOST = tl.constexpr(2**63 - 1)
 
 
 @triton.jit
-def steps_of(score, ONE: tl.constexpr):
-    """Scores of float64 in steps of 1 / ONE, modulo 2^64."""
+def steps_of(score, one):
+    """Scores of float64 in steps of 1 / one, modulo 2^64."""
     whole = 18446744073709551616.0  # 2^64, of which what is infinite counts as a multiple
     x = tl.where(tl.abs(score) == float("inf"), 0.0, score)
-    x = tl.floor(x * ONE + 0.5)
+    x = tl.floor(x * one.to(tl.float64) + 0.5)
     x = x - tl.floor(x / whole) * whole
     return tl.where(x >= whole / 2, x - whole, x).to(tl.int64)
 
 
 @triton.jit
-def on_grid(score, ONE: tl.constexpr):
-    """Scores of float64 as multiples of 1 / ONE, which all but the smallest of float32 are."""
-    return tl.where(tl.abs(score) < 0.001, tl.floor(score * ONE + 0.5) * (1.0 / ONE), score)
+def on_grid(score, one):
+    """Scores of float64 as multiples of 1 / one, which all but the smallest of float32 are."""
+    wide = one.to(tl.float64)
+    return tl.where(tl.abs(score) < 0.001, tl.floor(score * wide + 0.5) / wide, score)
 
 
 @triton.jit
@@ -64,8 +65,8 @@ def largest_under(a, b):
 
 @triton.jit
 def prepare(
-    u_ptr, key_ptr, score_ptr, steps_ptr, theta_ptr, tau_ptr, counts_ptr, sums_ptr, N, listed,
-    ONE: tl.constexpr, BLOCK: tl.constexpr,
+    u_ptr, key_ptr, score_ptr, steps_ptr, theta_ptr, tau_ptr, counts_ptr, sums_ptr, N, listed, one,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The numbers of block program 0 of row program 1, and the node of all steps, of which nothing is known.
 
@@ -75,6 +76,7 @@ def prepare(
         theta_ptr, tau_ptr, counts_ptr, sums_ptr: as of a level of one node, see `solve_states`.
     """
     row = tl.program_id(1).to(tl.int64)
+    one = tl.full((), one, tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = at < N
     u = tl.load(u_ptr + row * N + at, mask=there, other=0.0)
@@ -84,8 +86,8 @@ def prepare(
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     tl.store(key_ptr + row * N + at, tl.where(present, (order << 32) | (N - 1 - at).to(tl.int64), NONE), mask=there)
     wide = tl.where(present, u, 0.0).to(tl.float64)
-    tl.store(score_ptr + row * N + at, tl.where(present, on_grid(wide, ONE).to(tl.float32), float("-inf")), mask=there)
-    tl.store(steps_ptr + row * N + at, steps_of(wide, ONE), mask=there)
+    tl.store(score_ptr + row * N + at, tl.where(present, on_grid(wide, one).to(tl.float32), float("-inf")), mask=there)
+    tl.store(steps_ptr + row * N + at, steps_of(wide, one), mask=there)
     if tl.program_id(0) == 0:
         tl.store(theta_ptr + row * 2, NONE)
         tl.store(theta_ptr + row * 2 + 1, MOST)

@@ -5,7 +5,7 @@ keys only those between these two states, its candidates; of the others it has s
 its candidates, each for itself: which halves the work of a search over steps, or makes it a hundredth of that.
 
 The k-th largest key is found by bisection. The threshold x has f(x) = sum clip(u - x, 0, 1) = k and lies within 1 below
-the k-th largest score, if it does not lie at a score under that (f is k between). In whole steps of 1 / ONE the last x
+the k-th largest score, if it does not lie at a score under that (f is k between). In whole steps of 1 / one the last x
 with f(x) > k is found by Newton's method, with secants where it goes too far; f is linear from there to the next step.
 """
 
@@ -50,19 +50,20 @@ def _largest(
 @triton.jit
 def _thresholds(
     key_ptr, score_ptr, steps_ptr, list_ptr, begin, end, listed, length, base_inside, base_sum, base_over, k, largest, tau_a, tau_b,
-    ONE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    one, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(ROWS,) float32 from tau_a to tau_b, of the keys before each length, of which the k-th largest is known."""
-    one = tl.full((), ONE, tl.int64)
+    unit = 1.0 / one.to(tl.float64)
+    most = one.to(tl.float64)
     none = largest == NONE
-    top = on_grid(tl.where(none, 0.0, score_of(tl.where(none, 0, largest))), ONE)
-    top_steps = steps_of(top, ONE)
+    top = on_grid(tl.where(none, 0.0, score_of(tl.where(none, 0, largest))), one)
+    top_steps = steps_of(top, one)
     # x is given in steps over top - 1. Just under tau_a f is over k, and just over tau_b it is not.
     under, over_b = before(tau_a).to(tl.float64), after(tau_b).to(tl.float64)
-    low = tl.where(under > top - 1, tl.floor((tl.where(under > top - 1, under - top, -1.0) + 1) * ONE) - 2, 0.0)
-    high = tl.where(over_b < top, tl.floor((tl.where(over_b < top, over_b - top, 0.0) + 1) * ONE) + 3, 1.0 * ONE)
-    low = tl.minimum(tl.maximum(low, 0.0), ONE - 1.0).to(tl.int64)
-    high = tl.maximum(tl.minimum(high, 1.0 * ONE).to(tl.int64), low + 1)
+    low = tl.where(under > top - 1, tl.floor((tl.where(under > top - 1, under - top, -1.0) + 1) * most) - 2, 0.0)
+    high = tl.where(over_b < top, tl.floor((tl.where(over_b < top, over_b - top, 0.0) + 1) * most) + 3, most)
+    low = tl.minimum(tl.maximum(low, 0.0), most - 1.0).to(tl.int64)
+    high = tl.maximum(tl.minimum(high, most).to(tl.int64), low + 1)
     trial = low
     excess_low = tl.zeros((ROWS,), tl.int64)
     excess_high = tl.zeros((ROWS,), tl.int64)
@@ -71,9 +72,9 @@ def _thresholds(
     flat = runs & (none != 0)
     turn = 0
     while tl.max(runs.to(tl.int32), 0) > 0:
-        x_over_top = (trial - one).to(tl.float64) * (1.0 / ONE)
+        x_over_top = (trial - one).to(tl.float64) * unit
         at_x = largest_under(top, x_over_top)
-        at_one = largest_under(top, trial.to(tl.float64) * (1.0 / ONE))
+        at_one = largest_under(top, trial.to(tl.float64) * unit)
         inside = tl.zeros((BLOCK, ROWS), tl.int32)
         whole = tl.zeros((BLOCK, ROWS), tl.int32)
         total = tl.zeros((BLOCK, ROWS), tl.int64)
@@ -93,7 +94,7 @@ def _thresholds(
 
         above = excess > 0
         ends = runs & above & (excess <= C)
-        x = top + x_over_top + excess.to(tl.float64) / tl.maximum(C, 1).to(tl.float64) * (1.0 / ONE)
+        x = top + x_over_top + excess.to(tl.float64) / tl.maximum(C, 1).to(tl.float64) * unit
         tau = tl.where(ends, x.to(tl.float32), tau)
         # With k or fewer already at the first x there is no root over it.
         flat = flat | (runs & (above == 0) & (trial == low))
@@ -103,9 +104,9 @@ def _thresholds(
         low = tl.where(runs & above, trial, low)
         high = tl.where(runs & (above == 0), trial, high)
         jump = tl.ceil(excess.to(tl.float64) / tl.maximum(C, 1).to(tl.float64))
-        newton = trial - 1 + tl.minimum(tl.maximum(jump, 1.0), 2.0 * ONE).to(tl.int64)
+        newton = trial - 1 + tl.minimum(tl.maximum(jump, 1.0), 2 * most).to(tl.int64)
         share = excess_low.to(tl.float64) / tl.maximum((excess_low - excess_high).to(tl.float64), 1.0)
-        secant = low + tl.minimum((high - low).to(tl.float64) * share, 1.0 * ONE).to(tl.int64)
+        secant = low + tl.minimum((high - low).to(tl.float64) * share, most).to(tl.int64)
         secant = tl.where(turn % 3 == 2, low + (high - low) // 2, secant)
         trial = tl.where(above & (C > 0) & (newton < high), newton, secant)
         trial = tl.maximum(tl.minimum(trial, high - 1), low + 1)
@@ -128,7 +129,7 @@ def _thresholds(
 @triton.jit
 def solve_states(
     key_ptr, score_ptr, steps_ptr, list_ptr, counts_ptr, sums_ptr, parent_theta_ptr, parent_tau_ptr, theta_ptr, tau_ptr,
-    N, k, step, states, parent_step, parents, room, ONE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    N, k, step, states, parent_step, parents, room, one, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     LOCAL: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
     """The states after step, 2 * step, ... steps, at most N: ROWS of these in a program, of one parent node.
@@ -140,6 +141,7 @@ def solve_states(
         LOCAL: count the keys of the last `step` steps alone, for which ROWS is 1.
     """
     row = tl.program_id(1).to(tl.int64)
+    one = tl.full((), one, tl.int64)
     first = tl.program_id(0) * ROWS
     state = first + 1 + tl.arange(0, ROWS)
     length = tl.minimum(state * step, N)
@@ -173,7 +175,7 @@ def solve_states(
         if tau_a != tau_b:
             tau = _thresholds(
                 keys, scores, all_steps, entries, begin, end, listed, length, base_inside, base_sum, base_over, k,
-                theta, tau_a, tau_b, ONE, ROWS, BLOCK,
+                theta, tau_a, tau_b, one, ROWS, BLOCK,
             )  # fmt: skip
     valid = state <= states
     at = row * (states + 1) + state
