@@ -63,7 +63,7 @@ def _thresholds(
     low = tl.where(under > top - 1, tl.floor((tl.where(under > top - 1, under - top, -1.0) + 1) * most) - 2, 0.0)
     high = tl.where(over_b < top, tl.floor((tl.where(over_b < top, over_b - top, 0.0) + 1) * most) + 3, most)
     low = tl.minimum(tl.maximum(low, 0.0), most - 1.0).to(tl.int64)
-    high = tl.maximum(tl.minimum(high, most).to(tl.int64), low + 1)
+    high = tl.maximum(tl.minimum(tl.maximum(high, 0.0), most).to(tl.int64), low + 1)
     trial = low
     excess_low = tl.zeros((ROWS,), tl.int64)
     excess_high = tl.zeros((ROWS,), tl.int64)
