@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gossamer.kernels.gated.steps import LN2, gated_scores, gates, rows, store_rows
+from gossamer.kernels.gated.steps import LN2, gated_scores, gates, live_keys, of_keys, rows, store_rows
 
 
 @triton.jit
@@ -76,32 +76,18 @@ def gated_forward(
     list_ptr += at * capacity
     over = listed > capacity
     whole = tl.where(over, 0, through // BLOCK_N * BLOCK_N)
-    for n in range(0, whole, BLOCK_N):
-        key = tl.load(list_ptr + n + tl.arange(0, BLOCK_N))
-        k = rows(k_ptr, key, stride_kn, key >= 0, D, SIZE_D, True)
-        v = rows(v_ptr, key, stride_vn, key >= 0, E, SIZE_E, True)
-        u = tl.load(u_ptr + key)
-        s = tl.dot(q, k.T, input_precision=PRECISION)
-        if not FOLD:
-            s = gated_scores(s, gates(u[None, :], tau[:, None]), factor, GATE)
-        acc, top, total = _update(s, v, u, tau, acc, top, total, factor, FOLD, GATE == "v" or GATE == "kv", PRECISION)
-
-    # The others, some pairs of which are kept.
     end = tl.where(over, tl.maximum(tl.minimum(start + BLOCK_M, N) - window - 1, 0), listed)
+    for n in range(0, whole, BLOCK_N):
+        acc, top, total = _live_step(
+            q, k_ptr, v_ptr, u_ptr, last_ptr, list_ptr, n, end, over, capacity, row, tau, window, stride_kn, stride_vn,
+            D, E, factor, acc, top, total, True, GATE, FOLD, SIZE_D, SIZE_E, BLOCK_N, PRECISION,
+        )  # fmt: skip
+    # The others, some pairs of which are kept.
     for n in range(whole, end, BLOCK_N):
-        entry = n + tl.arange(0, BLOCK_N)
-        there = entry < end
-        key = tl.where(over, entry, tl.load(list_ptr + entry, mask=there & (entry < capacity), other=0))
-        k = rows(k_ptr, key, stride_kn, there, D, SIZE_D, False)
-        v = rows(v_ptr, key, stride_vn, there, E, SIZE_E, False)
-        u = tl.load(u_ptr + key, mask=there, other=0.0)
-        last = tl.load(last_ptr + key, mask=there, other=-1)
-        s = tl.dot(q, k.T, input_precision=PRECISION)
-        if not FOLD:
-            s = gated_scores(s, gates(u[None, :], tau[:, None]), factor, GATE)
-        kept = (row[:, None] > (key + window)[None, :]) & (row[:, None] <= last[None, :])
-        s = tl.where(kept, s, float("-inf"))
-        acc, top, total = _update(s, v, u, tau, acc, top, total, factor, FOLD, GATE == "v" or GATE == "kv", PRECISION)
+        acc, top, total = _live_step(
+            q, k_ptr, v_ptr, u_ptr, last_ptr, list_ptr, n, end, over, capacity, row, tau, window, stride_kn, stride_vn,
+            D, E, factor, acc, top, total, False, GATE, FOLD, SIZE_D, SIZE_E, BLOCK_N, PRECISION,
+        )  # fmt: skip
 
     # The window before the tile: ungated; past its edge every pair of a block is attended.
     first = tl.maximum(start - window, 0) // BLOCK_N * BLOCK_N
@@ -143,3 +129,24 @@ def _window_step(
         distance = row[:, None] - key[None, :]
         s = tl.where((distance >= 0) & (distance <= window), s, float("-inf"))
     return _update(s, v, top, top, acc, top, total, factor, FOLD, False, PRECISION)
+
+
+@triton.jit
+def _live_step(
+    q, k_ptr, v_ptr, u_ptr, last_ptr, list_ptr, n, end, over, capacity, row, tau, window, stride_kn, stride_vn,
+    D: tl.constexpr, E: tl.constexpr, factor, acc, top, total, WHOLE: tl.constexpr, GATE: tl.constexpr,
+    FOLD: tl.constexpr, SIZE_D: tl.constexpr, SIZE_E: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The entries n, ..., n + BLOCK_N - 1 of a list; WHOLE: every pair is kept."""
+    key, there = live_keys(list_ptr, n + tl.arange(0, BLOCK_N), end, over, capacity, WHOLE)
+    k = rows(k_ptr, key, stride_kn, there, D, SIZE_D, WHOLE)
+    v = rows(v_ptr, key, stride_vn, there, E, SIZE_E, WHOLE)
+    u = of_keys(u_ptr, key, there, 0.0, WHOLE)
+    s = tl.dot(q, k.T, input_precision=PRECISION)
+    if not FOLD:
+        s = gated_scores(s, gates(u[None, :], tau[:, None]), factor, GATE)
+    if not WHOLE:
+        last = of_keys(last_ptr, key, there, -1, False)
+        kept = (row[:, None] > (key + window)[None, :]) & (row[:, None] <= last[None, :])
+        s = tl.where(kept, s, float("-inf"))
+    return _update(s, v, u, tau, acc, top, total, factor, FOLD, GATE == "v" or GATE == "kv", PRECISION)

@@ -82,7 +82,7 @@ def tiles(kernel: str, x: Operands) -> Tiles:
         return Tiles(64, 64, 8, 2) if kernel == "forward" else Tiles(64, 32, 8, 1)
     if kernel == "forward" and little:
         return Tiles(64, 64, 4, 2)
-    return {"forward": Tiles(128, 64, 8, 2, 128), "entries": Tiles(32, 64, 4, 2)}.get(kernel, Tiles(64, 64, 4, 2))
+    return {"forward": Tiles(128, 32, 8, 2, 128), "entries": Tiles(32, 64, 4, 2)}.get(kernel, Tiles(64, 64, 4, 2))
 
 
 def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
