@@ -22,7 +22,7 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from gossamer.kernels.gated import forward, key_gradients, lists, query_gradient, triton_calls
-from gossamer.kernels.prefixes import candidates, gradient, numbers, states
+from gossamer.kernels.prefixes import gradient, order, starts, walks
 from gossamer.kernels.prefixes import launch as prefixes
 from gossamer.kernels.triton.compile import _ptxas
 from gossamer.kernels.triton.config import SHARED_MEMORY
@@ -31,8 +31,7 @@ sm, size = map(int, sys.argv[1:])
 KINDS = dict.fromkeys(("q", "k", "v", "dout", "out", "dq", "dk", "dv"), "*bf16")
 KINDS |= dict.fromkeys(("u", "tau", "lse", "dlse", "delta", "dtau", "du", "scores", "score"), "*fp32")
 KINDS |= dict.fromkeys(("part_dk", "part_dv", "part_du"), "*fp32") | {"sums": "*i64", "sum": "*i64"}
-KINDS |= {"shares": "*fp64", "totals": "*fp64", "parent_tau": "*fp32"}
-KINDS |= dict.fromkeys(("key", "steps", "theta", "parent_theta", "parent_sums"), "*i64")
+KINDS |= {"shares": "*fp64", "totals": "*fp64"}
 
 
 def compile_one(kernel, constants, warps=4, stages=1, registers=None):
@@ -44,7 +43,7 @@ def compile_one(kernel, constants, warps=4, stages=1, registers=None):
             signature[name] = KINDS.get(name.removesuffix("_ptr"), "*i32")
             attributes[(at,)] = [["tt.divisibility", 16]]
         else:
-            signature[name] = {"factor": "fp32", "scale": "fp32", "one": "i64"}.get(name, "i32")
+            signature[name] = "fp32" if name in ("factor", "scale") else "i32"
             if name.startswith("stride") or name in ("N", "capacity", "chunk"):
                 attributes[(at,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
@@ -81,15 +80,15 @@ if size == 64:
     compile_one(lists.write_live, {"BLOCK": 1024})
     for ordered in (True, False):
         compile_one(lists.live_lists, {"ORDERED": ordered, "BLOCK": 2048}, 8)
-    compile_one(numbers.prepare, {"BLOCK": 1024})
-    for level in (*prefixes.LEVELS, prefixes.EVERY):
-        for local in (False, True) if level is prefixes.LEVELS[0] else (False,):
-            modes = {"LOCAL": local, "EVERY": level is prefixes.EVERY}
-            compile_one(states.solve_states, {"ROWS": level.rows, "BLOCK": level.keys} | modes, level.warps)
-        if level is not prefixes.EVERY:
-            compile_one(candidates.list_candidates, {"BLOCK": level.listed}, level.list_warps)
-    compile_one(candidates.list_survivors, {"BLOCK": 1024})
-    compile_one(states.find_last, {"BLOCK": 1024})
+    table = {"ONE": 1 << 44, "NODE": prefixes.NODE, "BUCKETS": prefixes.BUCKETS}
+    compile_one(order.count_places, {"BLOCK": 1024})
+    compile_one(order.write_prefixes, {"BLOCK": 1024})
+    compile_one(starts.add_keys, table | {"BLOCK": 1024})
+    compile_one(starts.sum_nodes, {"NODE": prefixes.NODE, "COLUMNS": 2 * prefixes.BUCKETS, "BLOCK": 16, "PART": 64})
+    compile_one(starts.find_starts, table, 2)
+    of_walks = {"NODE": prefixes.NODE, "BUCKETS": prefixes.BUCKETS, "LANES": 32}
+    compile_one(walks.walk_thresholds, table | {"LANES": 32}, 1)
+    compile_one(walks.walk_largest, of_walks, 1)
     compile_one(gradient.find_ranges, {"BLOCK": 1024})
     compile_one(gradient.sum_shares, {"BLOCK": 1024})
     compile_one(gradient.sum_totals, {"BLOCK": 256})

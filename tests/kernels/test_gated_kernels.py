@@ -82,12 +82,9 @@ if INTERPRETING:
 
     @pytest.fixture(autouse=True)
     def small(monkeypatch: pytest.MonkeyPatch) -> None:
-        """Several tiles, chunks, lists and nodes of few keys; the second level's lists are often too long."""
-        level = prefixes.Level
-        small_levels = level(32, 40, 1, 32, 1, 16, 1), level(16, 6, 2, 16, 1, 16, 1), level(4, 24, 4, 8, 1, 8, 1)
-        monkeypatch.setattr(prefixes, "LEVELS", small_levels)
-        monkeypatch.setattr(prefixes, "EVERY", level(1, 0, 4, 8, 1, 0, 0))
-        monkeypatch.setattr(prefixes, "BLOCK", 16)
+        """Several tiles, chunks, lists and prefixes of few keys."""
+        for name, number in {"NODE": 8, "BUCKETS": 8, "LEAST": 16, "BLOCK": 16, "LANES": 4}.items():
+            monkeypatch.setattr(prefixes, name, number)
         for name, number in {"RANGE": 64, "CHUNK": 32, "STREAMED": 16, "PLACES": 16}.items():
             monkeypatch.setattr(triton_calls, name, number)
         monkeypatch.setattr(triton_calls, "tiles", lambda kernel, x: triton_calls.Tiles(16, 16, 4, 1))

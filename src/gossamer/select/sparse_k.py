@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gossamer.kernels.packages import has_triton
 from gossamer.select.thresholds import causal_thresholds, threshold
 from gossamer.torch.validate import describe
 
@@ -155,7 +156,7 @@ def _sparsek_causal(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
     rows = u.reshape(-1, u.shape[-1])
     if (kernels := _kernels(u)) is not None:
         with torch.cuda.device_of(u):
-            tau = kernels.find_states(rows, k).tau
+            tau = kernels.thresholds(kernels.prefixes(rows, k))
     else:
         tau = causal_thresholds(rows, k).to(u.dtype)
     last = _last_live(rows, tau)
@@ -167,19 +168,17 @@ def _sparsek_kept(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if (kernels := _kernels(u)) is None:
         return _sparsek_causal(u, k)[0], _last_topk(u, k)
     with torch.cuda.device_of(u):
-        found = kernels.find_states(rows, k)
-        last = kernels.last_largest(found)
-    return _nan_from_first(rows, found.tau).reshape(u.shape), last.reshape(u.shape)
+        found = kernels.prefixes(rows, k)
+        tau, last = kernels.thresholds(found), kernels.last_largest(found)
+    return _nan_from_first(rows, tau).reshape(u.shape), last.reshape(u.shape)
 
 
 def _kernels(u: Tensor) -> Any:
     """The module of kernels that find thresholds of float32 on a GPU, or None."""
-    try:
-        from gossamer.kernels.prefixes import launch
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
+    if not has_triton():
         return None
+    from gossamer.kernels.prefixes import launch
+
     return launch if launch.available(u) else None
 
 
@@ -203,10 +202,9 @@ def _sparsek_causal_backward(ctx: Any, dtau: Tensor, _: Tensor | None) -> tuple[
 
 def _of_thresholds(u: Tensor, tau: Tensor, last: Tensor | None, dtau: Tensor) -> Tensor:
     """As of one row: the steps at which a key is inside, and those at which it is tau itself, are ranges."""
-    # A second derivative goes through operations of torch. On a GPU these have no running sums that torch calls
-    # deterministic; the kernels, whose numbers were not compared there yet, are taken where that is asked for.
-    asked = torch.are_deterministic_algorithms_enabled() and not torch.is_grad_enabled()
-    if asked and dtau.dtype == torch.float32 and (kernels := _kernels(u)) is not None:
+    # A second derivative goes through operations of torch.
+    first = not torch.is_grad_enabled()
+    if first and dtau.dtype == torch.float32 and (kernels := _kernels(u)) is not None:
         with torch.cuda.device_of(u):
             found: Tensor = kernels.thresholds_backward(*(x.reshape(-1, x.shape[-1]) for x in (u, tau, dtau)))
         return found.reshape(u.shape)
@@ -249,7 +247,7 @@ def _last_topk(u: Tensor, k: int) -> Tensor:
     rows = u.reshape(-1, u.shape[-1])
     if (kernels := _kernels(u)) is not None:
         with torch.cuda.device_of(u):
-            found: Tensor = kernels.last_largest(kernels.find_states(rows, k))
+            found: Tensor = kernels.last_largest(kernels.prefixes(rows, k))
         return found.reshape(u.shape)
     there = rows > -torch.inf
     order = torch.where(there, rows, -torch.inf).sort(descending=True, stable=True).indices

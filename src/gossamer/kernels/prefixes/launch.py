@@ -1,4 +1,4 @@
-"""Thresholds of all prefixes, and the last steps of the hard top-k. Nothing is read back."""
+"""Thresholds of all prefixes, and the last steps of the hard top-k, from one sort of each row. Nothing is read back."""
 
 from __future__ import annotations
 
@@ -8,49 +8,31 @@ import torch
 import triton
 from torch import Tensor
 
-from gossamer.kernels.prefixes import candidates, gradient, numbers, states
+from gossamer.kernels.prefixes import gradient, order, starts, walks
 
+NODE = 64  # steps of a walk
+BUCKETS = 512  # of the keys of a prefix, at which a walk may begin
+LEAST = 2048  # keys of the shortest prefix
 BLOCK = 1024  # places of a program
+LANES = 32  # walks of a program
 
 
-class Level(NamedTuple):
-    """How the states after every `step` steps are found."""
+class Prefixes(NamedTuple):
+    """Of rows of scores, (rows, N), what `thresholds` and `last_largest` start from."""
 
-    step: int
-    room: int  # candidates of a node
-    rows: int  # states of a program; they are of one node of the level before
-    keys: int  # that a program reads at once
-    warps: int
-    listed: int  # keys that are read at once where candidates are listed
-    list_warps: int
-
-
-LEVELS = (
-    Level(8192, 3 * 8192, 1, 2048, 8, 2048, 8),
-    Level(512, 4 * 512, 1, 512, 4, 512, 4),
-    Level(32, 8 * 32, 4, 32, 1, 128, 1),
-)
-EVERY = Level(1, 0, 32, 8, 1, 0, 0)
-
-
-class States(NamedTuple):
-    """Of rows of scores (rows, N)."""
-
-    key: Tensor  # int64: the order of keys
-    theta: Tensor  # int64: the k-th largest key of each step
-    tau: Tensor  # float32
-
-
-class _Nodes(NamedTuple):
-    """The nodes of a level."""
-
-    step: int
-    theta: Tensor  # (rows, nodes + 1)
-    tau: Tensor
-    list: Tensor
-    counts: Tensor
-    sums: Tensor
-    room: int
+    u: Tensor  # float32; -inf of a key that is not there
+    k: int
+    keys: Tensor  # (prefixes, rows, N) int32: in ascending order of scores, of equal ones the earlier last
+    scores: Tensor  # the same of their scores
+    place: Tensor  # (rows, N) int32: of each key, in the shortest prefix that has it
+    absent: Tensor  # (prefixes, rows) int32
+    bucket: Tensor  # (rows, nodes), and so on: of `find_starts`
+    top_bucket: Tensor
+    interior: Tensor
+    sum: Tensor
+    top_count: Tensor
+    total: Tensor
+    one: int  # steps of a score of 1
 
 
 def available(u: Tensor) -> bool:
@@ -58,62 +40,66 @@ def available(u: Tensor) -> bool:
     return u.dtype == torch.float32 and (u.is_cuda or bool(triton.knobs.runtime.interpret))
 
 
-def find_states(u: Tensor, k: int) -> States:
-    """The k-th largest key, and the threshold of SparseK, of each step of rows (rows, N)."""
-    u = u.contiguous()
+def prefixes(u: Tensor, k: int) -> Prefixes:
+    """Sort rows of scores (rows, N), and find where walks start."""
     rows, N = u.shape
-    one = 1 << min(62 - N.bit_length(), 52)  # which float64 holds
-    levels = [level for level in LEVELS if level.step < N]
-    filtered = len(levels) == len(LEVELS)
-    key, steps = (u.new_empty(rows, N, dtype=torch.int64) for _ in range(2))
-    score = torch.empty_like(u)
-    list_ = u.new_empty(rows, N if filtered else 1, dtype=torch.int32)
-    root = _Nodes(
-        N, key.new_empty(rows, 2), u.new_empty(rows, 2), list_, list_.new_empty(rows, 1), key.new_empty(rows, 1, 4), N
+    # NaN is not there.
+    u = torch.where(u > -torch.inf, u, -torch.inf)
+    sorted_scores, order_of = u.flip(-1).sort(stable=True)
+    sorted_keys = (N - 1 - order_of).int()
+    lengths = [LEAST]
+    while lengths[-1] < N:
+        lengths.append(2 * lengths[-1])
+    blocks = triton.cdiv(N, BLOCK)
+    grid = (blocks, rows, len(lengths))
+    counts = u.new_empty(len(lengths), rows, blocks, dtype=torch.int32)
+    order.count_places[grid](sorted_keys, counts, N, LEAST, blocks, BLOCK=BLOCK)
+    ends = counts.cumsum(-1, dtype=torch.int32)
+    keys = sorted_keys.new_empty(len(lengths), rows, N)
+    scores = u.new_empty(len(lengths), rows, N)
+    place = sorted_keys.new_empty(rows, N)
+    absent = place.new_zeros(len(lengths), rows)
+    order.write_prefixes[grid](
+        sorted_keys, sorted_scores, ends, keys, scores, place, absent, N, LEAST, blocks, BLOCK=BLOCK
     )
-    numbers.prepare[(triton.cdiv(N, BLOCK), rows)](
-        u, key, score, steps, root.theta, root.tau, root.counts, root.sums, N, 0 if filtered else N + 1,
-        one, BLOCK=BLOCK,
+
+    nodes = triton.cdiv(N, NODE)
+    one = 1 << (62 - N.bit_length())
+    table = u.new_zeros(rows, nodes, 2, BUCKETS, dtype=torch.int32)
+    sums = u.new_zeros(rows, nodes, 2, BUCKETS, dtype=torch.int64)
+    starts.add_keys[grid](keys, scores, table, sums, N, LEAST, nodes, ONE=one, NODE=NODE, BUCKETS=BUCKETS, BLOCK=BLOCK)
+    part = min(2 * BUCKETS, 64)
+    starts.sum_nodes[(2 * BUCKETS // part, rows, len(lengths))](
+        table, sums, N, LEAST, nodes, NODE=NODE, COLUMNS=2 * BUCKETS, BLOCK=16, PART=part
+    )
+    bucket, top_bucket, count, top_count, total = (place.new_empty(rows, nodes) for _ in range(5))
+    sum_ = sums.new_empty(rows, nodes)
+    starts.find_starts[(nodes, rows)](
+        scores, table, sums, absent, bucket, top_bucket, count, sum_, top_count, total, N, LEAST, nodes, k,
+        ONE=one, NODE=NODE, BUCKETS=BUCKETS, num_warps=2,
     )  # fmt: skip
-
-    def solve(of: Level, nodes: _Nodes, count: int, local: bool = False) -> tuple[Tensor, Tensor]:
-        every = of is EVERY
-        theta, tau = key.new_empty(rows, count + (not every)), u.new_empty(rows, count + (not every))
-        states.solve_states[(triton.cdiv(count, of.rows), rows)](
-            key, score, steps, nodes.list, nodes.counts, nodes.sums, nodes.theta, nodes.tau, theta, tau, N, k, of.step,
-            count, nodes.step, nodes.counts.shape[1], nodes.room, one, ROWS=of.rows, BLOCK=of.keys, LOCAL=local,
-            EVERY=every, num_warps=of.warps,
-        )  # fmt: skip
-        return theta, tau
-
-    nodes = root
-    if filtered:
-        # What a part of the keys alone would drop, all of them drop.
-        chunks = triton.cdiv(N, levels[0].step)
-        _, tau = solve(levels[0], root, chunks, local=True)
-        candidates.list_survivors[(chunks, rows)](
-            key, score, tau, root.list, root.counts, N, levels[0].step, chunks, BLOCK=BLOCK
-        )
-    for level in levels:
-        count = triton.cdiv(N, level.step)
-        found = _Nodes(
-            level.step, *solve(level, nodes, count), list_.new_empty(rows, count, level.room),
-            list_.new_empty(rows, count), key.new_empty(rows, count, 4), level.room,
-        )  # fmt: skip
-        candidates.list_candidates[(count, rows)](
-            key, score, steps, nodes.list, nodes.counts, nodes.sums, found.theta, found.tau, found.list, found.counts,
-            found.sums, N, level.step, count, nodes.step, nodes.counts.shape[1], nodes.room, level.room,
-            BLOCK=level.listed, num_warps=level.list_warps,
-        )  # fmt: skip
-        nodes = found
-    return States(key, *solve(EVERY, nodes, N))
+    return Prefixes(u, k, keys, scores, place, absent, bucket, top_bucket, count, sum_, top_count, total, one)
 
 
-def last_largest(found: States) -> Tensor:
+def thresholds(p: Prefixes) -> Tensor:
+    """The threshold of SparseK of each prefix, (rows, N) float32: -inf where it has no more than k keys."""
+    (rows, N), nodes = p.u.shape, p.bucket.shape[1]
+    tau = torch.empty_like(p.u)
+    walks.walk_thresholds[(triton.cdiv(nodes, LANES), rows)](
+        p.u, p.keys, p.scores, p.place, p.absent, p.bucket, p.interior, p.sum, p.total, tau, N, LEAST, nodes, p.k,
+        ONE=p.one, NODE=NODE, BUCKETS=BUCKETS, LANES=LANES, num_warps=1,
+    )  # fmt: skip
+    return tau
+
+
+def last_largest(p: Prefixes) -> Tensor:
     """The last step at which each key is among the k largest so far, (rows, N) int32; one before its own if never."""
-    rows, N = found.key.shape
-    last = found.key.new_empty(rows, N, dtype=torch.int32)
-    states.find_last[(triton.cdiv(N, BLOCK), rows)](found.key, found.theta, last, N, BLOCK=BLOCK)
+    (rows, N), nodes = p.u.shape, p.bucket.shape[1]
+    last = torch.full_like(p.place, N - 1)
+    walks.walk_largest[(triton.cdiv(nodes, LANES), rows)](
+        p.keys, p.place, p.absent, p.top_bucket, p.top_count, last, N, LEAST, nodes, p.k,
+        NODE=NODE, BUCKETS=BUCKETS, LANES=LANES, num_warps=1,
+    )  # fmt: skip
     return last
 
 
