@@ -97,6 +97,8 @@ if size == 64:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sm", "size"), [(80, 64), (80, 128), (80, 256), (89, 128), (89, 256), (90, 64), (90, 128), (90, 256)])
+@pytest.mark.parametrize(
+    ("sm", "size"), [(80, 64), (80, 128), (80, 256), (89, 128), (89, 256), (90, 64), (90, 128), (90, 256)]
+)
 def test_kernels_compile(sm: int, size: int, tmp_path: Path) -> None:
     compiled(COMPILE, sm, size, cache=tmp_path)

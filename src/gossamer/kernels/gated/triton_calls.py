@@ -54,6 +54,18 @@ def reasons(x: Operands, o: Options) -> list[str]:
         found.append(f"head sizes are up to {MOST_HEAD}")
     if not o.causal:
         found.append("is causal")
+    return found or unverified(x, o)
+
+
+def unverified(x: Operands, o: Options) -> list[str]:
+    """What the kernels compute, but of which numbers were not compared on a GPU yet."""
+    found = []
+    if x.q.dtype == torch.float32:
+        found.append("its float32 was not verified on a GPU yet")
+    if max(x.q.shape[3], x.v.shape[3]) > 128:
+        found.append("head sizes over 128 were not verified on a GPU yet")
+    if o.gate == "logit":
+        found.append("gate 'logit' was not verified on a GPU yet")
     return found
 
 
