@@ -39,7 +39,7 @@ def write_live(last_ptr, ends_ptr, list_ptr, N, window, blocks, BLOCK: tl.conste
 
 @triton.jit
 def _entries(last_ptr, parent, n, whole, listed, window, start, end, BLOCK: tl.constexpr):
-    """Keys n, ..., n + BLOCK - 1 of a longer list, the ranges in which they live, and whether these meet that of queries."""
+    """Keys n, ... of a longer list, the ranges in which they live, and whether these meet that of the queries."""
     entry = n + tl.arange(0, BLOCK)
     key = tl.where(entry < listed, tl.load(parent + entry, mask=entry < listed, other=0), entry)
     last = tl.load(last_ptr + key, mask=entry < whole, other=-1)
