@@ -59,6 +59,7 @@ FRAMEWORKS = {
     "kernels.hopper": allowed("numpy torch cutlass tvm_ffi"),
     "jax": allowed("numpy jax"),
     "kernels.hopper.schedule.item_kernels": allowed("triton"),
+    "kernels.hopper.schedule.item_words": allowed("triton"),
     "torch": allowed("numpy torch", "rich"),
     "torch.bind": allowed("torch", "triton tvm_ffi"),
     "select": allowed("torch"),
