@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-
 FEW = 4  # channels that are summed one by one; more of them are a product of matrices
 
 Term = Callable[[Sequence[Any], Any, Any, Any, Any, Any], Any]
