@@ -56,9 +56,14 @@ def force_slopes(cells: Cells, law: Any, g: Tensor, mass: Tensor) -> Tensor:
     return _run("force_slopes", law, cells, law.radius, torch.cat([mass[:, None], g], 1))
 
 
+def count(cells: Cells) -> Tensor:
+    """How many particles are within the radius of each, itself included: (N,)."""
+    return _run("count", None, cells, cells.radius, cells.runs.points.new_zeros(cells.num_particles, 0))[:, 0]
+
+
 def _run(term: str, law: Any, cells: Cells, radius: float, payload: Tensor) -> Tensor:
     runs, (N, n) = cells.runs, payload.shape
-    config, numbers = call_of(term, law, radius, cells.box, n // 2 if term == "sum_slopes" else n)
+    config, numbers = call_of(term, law, radius, cells.box, {"sum": n, "sum_slopes": n // 2}.get(term, 1))
     d, T, run = runs.points.shape
     with torch.no_grad():
         particles = payload.new_zeros(T * run, config.width)

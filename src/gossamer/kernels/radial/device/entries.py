@@ -21,7 +21,7 @@ def radial(config: RadialConfig) -> Any:
     return cute.compile(
         Radial(config), _compact(Float32, s(), config.width), _compact(Float32, s(), BOX), _compact(Float32, s(), BOX),
         _compact(Float32, s(), BOX), _compact(Int32, N), _compact(Float32, N, config.outputs),
-        *[Float32(1)] * 14,
+        *[Float32(1)] * 15,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip
 

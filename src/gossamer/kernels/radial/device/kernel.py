@@ -68,13 +68,13 @@ class Radial:
         self, particles: cute.Tensor, clusters: cute.Tensor, blocks: cute.Tensor, groups: cute.Tensor,
         order: cute.Tensor, out: cute.Tensor, size_x: Float32, size_y: Float32, size_z: Float32, square: Float32,
         n0: Float32, n1: Float32, n2: Float32, n3: Float32, n4: Float32, n5: Float32, n6: Float32, n7: Float32,
-        n8: Float32, n9: Float32, stream: Any,
+        n8: Float32, n9: Float32, n10: Float32, stream: Any,
     ) -> None:  # fmt: skip
-        """As in `Arguments`; n0 to n9 are the law's numbers, of which its term reads the first."""
+        """As in `Arguments`; n0 to n10 are the law's numbers."""
         each = WARPS * self.config.queries
         self.kernel(
             particles, clusters, blocks, groups, order, out, size_x, size_y, size_z, square, n0, n1, n2, n3, n4,
-            n5, n6, n7, n8, n9,
+            n5, n6, n7, n8, n9, n10,
         ).launch(
             grid=((cute.size(order, mode=[0]) + each - 1) // each, 1, 1), block=(LANES * WARPS, 1, 1), stream=stream
         )  # fmt: skip
@@ -84,11 +84,11 @@ class Radial:
         self, particles: cute.Tensor, clusters: cute.Tensor, blocks: cute.Tensor, groups: cute.Tensor,
         order: cute.Tensor, out: cute.Tensor, size_x: Float32, size_y: Float32, size_z: Float32, square: Float32,
         n0: Float32, n1: Float32, n2: Float32, n3: Float32, n4: Float32, n5: Float32, n6: Float32, n7: Float32,
-        n8: Float32, n9: Float32,
+        n8: Float32, n9: Float32, n10: Float32,
     ) -> None:  # fmt: skip
         arguments = Arguments(
             particles, clusters, blocks, groups, order, out, (size_x, size_y, size_z), square,
-            (n0, n1, n2, n3, n4, n5, n6, n7, n8, n9),
+            (n0, n1, n2, n3, n4, n5, n6, n7, n8, n9, n10),
         )  # fmt: skip
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.warp_idx()
@@ -109,7 +109,9 @@ class Queries(Opaque):
         self.mine = [wide(a.particles[first + k, None], c.width) for k in range(c.queries)]
         # Differences of neighbours' positions are exact, or nearly so: all are from the first query's.
         self.origin = [self.mine[0][axis] for axis in range(3)]
-        self.at = [[row[axis] - self.origin[axis] for axis in range(3)] for row in self.mine]
+        *_, self.unit = a.numbers
+        self.at = [[(row[axis] - self.origin[axis]) * self.unit for axis in range(3)] for row in self.mine]
+        self.square = a.square * self.unit * self.unit
         self.total = cute.make_rmem_tensor((c.outputs * c.queries,), Float32)
         self.total.fill(0.0)
         self.own = self.box()
@@ -193,7 +195,7 @@ class Queries(Opaque):
                 up = (theirs[axis] - size) - self.origin[axis]
                 down = theirs[axis] - (self.origin[axis] - size)
                 apart = select(apart > 0.5 * size, up, select(apart < -0.5 * size, down, apart))
-            x[axis] = apart
+            x[axis] = apart * self.unit
         x[0] = x[0] if there else Float32(FAR)
         if const_expr(c.periodic):
             if self.fold:
@@ -210,10 +212,10 @@ class Queries(Opaque):
         for k in cutlass.range_constexpr(c.queries):
             step = [x[axis] - self.at[k][axis] for axis in range(3)]
             if const_expr(fold):
-                step = [folded(part, size) for part, size in zip(step, a.sizes)]  # noqa: B905
+                step = [folded(part, size * self.unit) for part, size in zip(step, a.sizes)]  # noqa: B905
             s = step[0] * step[0] + step[1] * step[1] + step[2] * step[2]
             mine = [self.mine[k][3 + i] for i in range(c.payload)]
-            self.term.add(self.total, k, step, s, s <= a.square, mine, [theirs[3 + i] for i in range(c.payload)])
+            self.term.add(self.total, k, step, s, s <= self.square, mine, [theirs[3 + i] for i in range(c.payload)])
 
     @cute.jit
     def write(self):
@@ -223,7 +225,7 @@ class Queries(Opaque):
             value, query = over_lanes([self.total[output * c.queries + k] for k in range(c.queries)], lane)
             row = self.first + query
             if lane < c.queries and row < cute.size(a.order, mode=[0]):
-                a.out[a.order[row], output] = self.term.scaled(value)
+                a.out[a.order[row], output] = self.term.scaled(value, output)
 
 
 def folded(part: Any, size: Any) -> Any:

@@ -34,7 +34,7 @@ class Term:
         at = output * self.queries + k
         total[at] = total[at] + value
 
-    def scaled(self, value: Any) -> Any:
+    def scaled(self, value: Any, output: int) -> Any:
         """A finished sum."""
         return value
 
@@ -69,12 +69,12 @@ class SumSlopes(Sum):
         for axis, part in enumerate(step):
             self.put(total, axis, k, w * part)
 
-    def scaled(self, value):
+    def scaled(self, value, output):
         return value * self.numbers[1]
 
 
 class Force(Term):
-    """w(s) m step: n_0 is the squared softening, n_1 to n_9 are the polynomial's coefficients."""
+    """w(s) m step: n_0 is the squared softening, n_1 to n_9 are the polynomial's coefficients, n_10 is the unit."""
 
     def powers(self, s, within):
         """R^2, 1 / R, and whether the pair counts."""
@@ -83,7 +83,7 @@ class Force(Term):
         return square, cute.math.rsqrt(square, fastmath=True), apart
 
     def polynomial(self, square):
-        first, *rest = reversed(self.numbers[1:])
+        first, *rest = reversed(self.numbers[1:-1])
         p = first
         for c in rest:
             p = p * square + c
@@ -97,6 +97,10 @@ class Force(Term):
         for axis, part in enumerate(step):
             self.put(total, axis, k, w * part)
 
+    def scaled(self, value, output):
+        *_, unit = self.numbers  # of length: a force has length to the power of -2
+        return value * unit * unit
+
 
 class ForceSlopes(Force):
     """The gradients of a force to positions and masses: see `gossamer.particles.terms.force_slopes`.
@@ -106,7 +110,7 @@ class ForceSlopes(Force):
 
     def add(self, total, k, step, s, within, mine, theirs):
         square, inverse, apart = self.powers(s, within)
-        last, *rest = reversed(self.numbers[1:])
+        last, *rest = reversed(self.numbers[1:-1])
         p, slope = last, Float32(0.0)
         for c in rest:
             slope = slope * square + p
@@ -122,6 +126,11 @@ class ForceSlopes(Force):
             self.put(total, axis, k, w * turned[axis] + along * step[axis])
         dot = step[0] * theirs[1] + step[1] * theirs[2] + step[2] * theirs[3]
         self.put(total, 3, k, -(w * dot))
+
+    def scaled(self, value, output):
+        *_, unit = self.numbers
+        value = value * unit * unit
+        return value * unit if output < 3 else value
 
 
 TERMS = {"count": Count, "sum": Sum, "sum_slopes": SumSlopes, "force": Force, "force_slopes": ForceSlopes}
