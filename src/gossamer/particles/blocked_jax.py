@@ -92,7 +92,10 @@ def pair_sums(make: Any, law: Any, reach: Reach, runs: Runs, rows: Array, column
     outputs = jax.eval_shape(lambda: _probe(term, runs, rows, columns)).shape[-1]
     if not N:
         return jnp.zeros((0, outputs), dtype)
-    a, b = _in_runs(rows, runs), _in_runs(columns, runs).reshape(-1, columns.shape[1])
+    order = runs.order
+    T = runs.low.shape[1]
+    a = rows[order[jnp.minimum(jnp.arange(T * RUN), N - 1)]].reshape(T, RUN, rows.shape[1])
+    b = columns[order]
 
     def visit(total: Array, seen: Seen) -> Array:
         theirs = b[jnp.minimum(seen.place, len(b) - 1)]
@@ -128,13 +131,6 @@ def lists_of(reach: Reach, runs: Runs, M: int) -> Lists:
 
     found: Lists = walk(reach, runs, start, visit)
     return found
-
-
-def _in_runs(values: Array, runs: Runs) -> Array:
-    """(N, C) as (T, 32, C)."""
-    N, T = len(runs.order), runs.low.shape[1]
-    at = runs.order[jnp.minimum(jnp.arange(T * RUN, dtype=jnp.int32), N - 1)]
-    return values[at].reshape(T, RUN, -1)
 
 
 def _probe(term: terms.Term, runs: Runs, rows: Array, columns: Array) -> Array:
