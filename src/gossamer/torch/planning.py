@@ -221,8 +221,9 @@ def data_layout(
     capturing = p.device == "cuda" and is_current_stream_capturing()
     form, columns = implementation.layout, p.backward and p.device != "cpu"
     block_q, block_kv = implementation.tile(p)
-    # Aliases: what is remembered under a tensor must not keep that tensor alive.
-    aliases = [x.detach() for x in data]
+    # Aliases: what is remembered under a tensor must not keep that tensor alive. One that comes twice stays one.
+    once = {id(x): x.detach() for x in data}
+    aliases = [once[id(x)] for x in data]
 
     def make() -> DataLayout:
         layout: Any
@@ -244,7 +245,9 @@ def data_layout(
         check_mask(data[0], q, k)
         if capturing and form != "dense":  # a graph reads the mask again in every replay
             return make()
-    more = (implementation.name, form, block_q, block_kv, columns, p.B, p.H, p.Q, p.K, geometry)
+    # Both directions read one layout that is given, and what is made of it: the work items of rows.
+    tiles = () if geometry else (block_q, block_kv, columns)
+    more = (implementation.name, form, *tiles, p.B, p.H, p.Q, p.K, geometry)
     return _remember(data, more, make) if counted else make()
 
 

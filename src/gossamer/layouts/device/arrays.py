@@ -23,21 +23,30 @@ class BlockLists(NamedTuple):
     """The tiles of lists of blocks in both directions, of each kind: the full ones, and those of an interval if any."""
 
     row_starts: Array  # (kinds, Bl, Hl, T): lists have room for n entries each, the full tiles before the others
-    row_counts: Array
+    row_counts: Array  # (kinds + 1, Bl, Hl, T): of each kind, and zeros
     row_indices: Array  # (Bl * Hl * T * n,)
     column_starts: Array  # (kinds, Bl, Hl, C)
-    column_counts: Array
+    column_counts: Array  # (kinds + 1, Bl, Hl, C)
     column_indices: Array  # of as many; entries that no list refers to are undefined
 
 
 class IntervalLists(NamedTuple):
     """The tiles of one interval of keys for each query, in both directions."""
 
-    of_rows: Array  # (4, Bl, Hl, T): the first full tile, their number, where interval tiles start, their number
-    of_columns: Array  # (4, Bl, Hl, C)
+    of_rows: Array  # (5, Bl, Hl, T): where full tiles start, their number, the same of interval tiles, and zeros
+    of_columns: Array  # (5, Bl, Hl, C)
     column_lo: Array  # (Bl, Hl, K): the queries of each key
     column_hi: Array
-    indices: Array  # of interval tiles, with room for 2 (T + C) of each head and direction
+    indices: Array  # interval tiles, with room for 2 (T + C) of each head and direction; 0 to max(T, C) - 1 behind them
+
+
+class KeyUnions(NamedTuple):
+    """The keys that any query of a group lists, and who lists them."""
+
+    starts: Array  # (Bl, Hl, T): every list has the same room
+    counts: Array
+    listed: Array  # (Bl * Hl * T * room,): ascending, -1 behind
+    bits: Array  # (Bl * Hl * T * room / 32, block): bit c of word [w, r] says that query r keeps key listed[32 w + c]
 
 
 class Fused(Protocol):
@@ -55,6 +64,16 @@ class Fused(Protocol):
         Args:
             row_kinds, column_kinds: 2 with tiles of an interval, else 1 and all tiles are full.
             transpose: else all that is said of columns is empty.
+        """
+
+    def key_unions(
+        self, indices: Array, counts: Array | None, lo: Array | None, hi: Array | None, Q: int, K: int, block: int,
+        room: int,
+    ) -> KeyUnions:  # fmt: skip
+        """The groups of `block` queries of `key_list_layout`, whose arguments these are; arrays may have any strides.
+
+        Args:
+            room: of a list, a multiple of 32 that holds every one.
         """
 
     def interval_lists(
