@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gossamer.layouts.base import Array
 from gossamer.particles.cells import Cells
 from gossamer.particles.edges import edge_of
 
@@ -22,8 +23,8 @@ class Neighbors:
     """
 
     cells: Cells
-    places: Any  # (N, M) int32: the places of neighbours along the curve, by the particle's own; N for none
-    sizes: Any  # (N,) int32: how many neighbours there are, by place
+    places: Array  # (N, M) int32: the places of neighbours along the curve, by the particle's own; N for none
+    sizes: Array  # (N,) int32: how many neighbours there are, by place
 
     @classmethod
     def allocate(
@@ -74,11 +75,11 @@ class Neighbors:
         return (self.sizes > self.capacity).any()
 
     @property
-    def counts(self) -> Any:
+    def counts(self) -> Array:
         """(N,) int32: how many neighbours each particle has, itself included."""
         return edge_of(self.cells.x).by_particle(self.cells, self.sizes)
 
     @property
-    def indices(self) -> Any:
+    def indices(self) -> Array:
         """(N, M) int32: the neighbours of each particle, -1 where there is none. `gossamer.Indices` takes them."""
         return edge_of(self.cells.x).indices_of(self)
