@@ -1,0 +1,158 @@
+"""What a pair adds to the sums of its query: instructions on registers, for one query and a lane's candidate.
+
+A term is made of the numbers of its law. `add` gets the query's place k, the parts of x_candidate - x_query, s = r^2,
+whether the pair is within the radius, and what the two bring; sums are in `total`, one for each output and query.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, const_expr
+from cutlass._mlir.dialects import llvm
+
+from gossamer.kernels.radial.configurations import RadialConfig
+
+
+@cute.jit
+def select(condition: Any, x: Any, y: Any) -> Any:
+    """x where the condition holds, else y."""
+    return x if condition else y
+
+
+def power(x: Any) -> Any:
+    """2^x; what is under the least normal number is 0."""
+    return assembly("ex2.approx.ftz.f32 $0, $1;", x)
+
+
+def inverse_root(x: Any) -> Any:
+    return assembly("rsqrt.approx.ftz.f32 $0, $1;", x)
+
+
+def add_where(condition: Any, total: Any, x: Any, y: Any) -> Any:
+    """total + x y where the condition holds, in one instruction."""
+    code = "{ .reg .f32 t; mov.f32 t, $1; @$4 fma.rn.f32 t, $2, $3, t; mov.f32 $0, t; }"
+    return assembly(code, total, x, y, condition)
+
+
+def assembly(code: str, *operands: Any) -> Any:
+    """A line of PTX without effects, of float32 numbers and conditions; its result is $0."""
+    letters = ["b" if isinstance(x, Boolean) else "f" for x in operands]
+    found = llvm.inline_asm(
+        Float32.mlir_type, [x.ir_value() for x in operands], code, ",".join(["=f", *letters]), has_side_effects=False,
+        is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT,
+    )  # fmt: skip
+    return Float32(found)
+
+
+class Term:
+    """One kind of term."""
+
+    def __init__(self, config: RadialConfig, numbers: Any) -> None:
+        self.config, self.numbers, self.queries = config, numbers, config.queries
+
+    def add(self, total: Any, k: int, step: Any, s: Any, within: Any, mine: Any, theirs: Any) -> None:
+        """Of one pair."""
+        raise NotImplementedError
+
+    def put(self, total: Any, output: int, k: int, within: Any, x: Any, y: Any) -> None:
+        """Add x y to a sum if the pair counts."""
+        at = output * self.queries + k
+        total[at] = add_where(within, total[at], x, y)
+
+    def scaled(self, value: Any, output: int) -> Any:
+        """A finished sum."""
+        return value
+
+
+class Count(Term):
+    def add(self, total, k, step, s, within, mine, theirs):
+        self.put(total, 0, k, within, Float32(1.0), Float32(1.0))
+
+
+class Sum(Term):
+    """exp2(n_0 s) b."""
+
+    def add(self, total, k, step, s, within, mine, theirs):
+        w = power(s * self.numbers[0])
+        for c in range(self.config.channels):
+            self.put(total, c, k, within, w, theirs[c])
+
+
+class SumSlopes(Sum):
+    """n_1 exp2(n_0 s) (a . b) step: candidates bring their values, then gradients; queries the other way round."""
+
+    def add(self, total, k, step, s, within, mine, theirs):
+        w, n = power(s * self.numbers[0]), self.config.channels
+        inner = mine[n] * theirs[0] + mine[0] * theirs[n]
+        for c in range(1, n):
+            inner = inner + mine[n + c] * theirs[c] + mine[c] * theirs[n + c]
+        w = w * inner
+        for axis, part in enumerate(step):
+            self.put(total, axis, k, within, w, part)
+
+    def scaled(self, value, output):
+        return value * self.numbers[1]
+
+
+class Force(Term):
+    """w(s) m step: n_0 is the squared softening, n_1 to n_9 are the polynomial's coefficients, n_10 is the unit."""
+
+    def powers(self, s, within):
+        """R^2, 1 / R, and whether the pair counts."""
+        square = s + self.numbers[0] if const_expr(self.config.softened) else s
+        apart = within if const_expr(self.config.softened) else within & (s > 0.0)
+        return square, inverse_root(square), apart
+
+    def polynomial(self, square):
+        first, *rest = reversed(self.numbers[1:-1])
+        p = first
+        for c in rest:
+            p = p * square + c
+        return p
+
+    def add(self, total, k, step, s, within, mine, theirs):
+        square, inverse, apart = self.powers(s, within)
+        w = inverse * inverse * inverse - self.polynomial(square)
+        w = w * theirs[0]
+        for axis, part in enumerate(step):
+            self.put(total, axis, k, apart, w, part)
+
+    def scaled(self, value, output):
+        *_, unit = self.numbers  # of length: a force has length to the power of -2
+        return value * unit * unit
+
+
+class ForceSlopes(Force):
+    """The gradients of a force to positions and masses: see `gossamer.particles.terms.force_slopes`.
+
+    Both bring the mass, then the gradient of the force.
+    """
+
+    def add(self, total, k, step, s, within, mine, theirs):
+        square, inverse, _ = self.powers(s, within)
+        apart = within & (s > 0.0)  # its own products cancel only in exact arithmetic
+        last, *rest = reversed(self.numbers[1:-1])
+        p, slope = last, Float32(0.0)
+        for c in rest:
+            slope = slope * square + p
+            p = p * square + c
+        twice = inverse * inverse
+        cube = twice * inverse
+        w, slope = cube - p, -3.0 * cube * twice - 2.0 * slope
+        turned = [mine[0] * theirs[1 + axis] - theirs[0] * mine[1 + axis] for axis in range(3)]
+        along = slope * (step[0] * turned[0] + step[1] * turned[1] + step[2] * turned[2])
+        for axis in range(3):
+            self.put(total, axis, k, apart, w, turned[axis])
+            self.put(total, axis, k, apart, along, step[axis])
+        dot = step[0] * theirs[1] + step[1] * theirs[2] + step[2] * theirs[3]
+        self.put(total, 3, k, apart, -w, dot)
+
+    def scaled(self, value, output):
+        *_, unit = self.numbers
+        value = value * unit * unit
+        return value * unit if output < 3 else value
+
+
+TERMS = {"count": Count, "sum": Sum, "sum_slopes": SumSlopes, "force": Force, "force_slopes": ForceSlopes}

@@ -1,0 +1,147 @@
+"""Particles on arrays of JAX: runs along the curve, and sums over pairs of runs in lax."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from gossamer.particles import blocked_jax, fused_jax, terms
+from gossamer.particles.attend_jax import attend as attend
+from gossamer.particles.blocked_jax import Reach, pair_sums
+from gossamer.particles.cells import Cells, Runs
+from gossamer.particles.geometry import (
+    BITS,
+    RUN,
+    WHOLE,
+    Sizes,
+    hilbert_keys,
+    on_the_grid,
+    tree_of,
+    wrapped,
+)
+from gossamer.particles.neighbors import Neighbors
+
+jax.tree_util.register_dataclass(Cells, data_fields=["x", "runs"], meta_fields=["radius", "box"])
+
+
+def is_real(x: Array) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def channels(name: str, values: Any, cells: Cells) -> Array:
+    """Values in the type of the arithmetic; a number becomes one for each particle."""
+    values = jnp.asarray(values)
+    if not jnp.issubdtype(values.dtype, jnp.number) or jnp.iscomplexobj(values):
+        raise TypeError(f"{name} must be real numbers; got {values.dtype}")
+    values = values.astype(cells.runs.points.dtype)
+    return values if values.ndim else jnp.broadcast_to(values, (cells.num_particles,))
+
+
+@partial(jax.jit, static_argnums=1)
+def runs_of(x: Array, box: Sizes) -> Runs:
+    x = lax.stop_gradient(x).astype(_type(x))
+    N, d = x.shape
+    T = -(-N // WHOLE) * (WHOLE // RUN)
+    if not N:
+        none = jnp.zeros((d, 0), x.dtype)
+        return Runs(jnp.zeros(0, jnp.int32), jnp.zeros((d, 0, RUN), x.dtype), none, none, ())
+    x = wrapped(list(x.T), box, jnp)
+    place = [one.astype(jnp.int32) for one in on_the_grid(x, box, BITS[d], jnp)]
+    order = jnp.argsort(hilbert_keys(place, BITS[d], jnp), stable=True).astype(jnp.int32)
+    at = jnp.minimum(jnp.arange(T * RUN, dtype=jnp.int32), N - 1)
+    points = jnp.stack(x)[:, order[at]].reshape(d, T, RUN)
+    return Runs(order, points, points.min(-1), points.max(-1), tree_of(points, jnp))
+
+
+def _type(x: Array) -> Any:
+    return x.dtype if x.dtype == jnp.float64 else jnp.float32
+
+
+def radial_sum(cells: Cells, values: Array, law: Any) -> Array:
+    return _radial_sum(law, Reach(cells.radius, cells.box), cells.x.astype(values.dtype), cells.runs, values)
+
+
+def radial_force(cells: Cells, mass: Array, law: Any) -> Array:
+    return _radial_force(law, Reach(law.radius, cells.box), cells.x.astype(mass.dtype), cells.runs, mass)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _radial_sum(law: Any, reach: Reach, x: Array, runs: Runs, values: Array) -> Array:
+    return _sums("sum", law, reach, runs, values[:, :0], values)
+
+
+def _radial_sum_forward(law: Any, reach: Reach, x: Array, runs: Runs, values: Array) -> Any:
+    return _radial_sum(law, reach, x, runs, values), (runs, values)
+
+
+def _radial_sum_backward(law: Any, reach: Reach, kept: Any, g: Array) -> Any:
+    runs, values = kept
+    rows, columns = jnp.concatenate([g, values], 1), jnp.concatenate([values, g], 1)
+    dx = _sums("sum_slopes", law, reach, runs, rows, columns)
+    return dx, None, _sums("sum", law, reach, runs, g[:, :0], g)
+
+
+_radial_sum.defvjp(_radial_sum_forward, _radial_sum_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _radial_force(law: Any, reach: Reach, x: Array, runs: Runs, mass: Array) -> Array:
+    return _sums("force", law, reach, runs, x[:, :0], mass[:, None])
+
+
+def _radial_force_forward(law: Any, reach: Reach, x: Array, runs: Runs, mass: Array) -> Any:
+    return _radial_force(law, reach, x, runs, mass), (runs, mass)
+
+
+def _radial_force_backward(law: Any, reach: Reach, kept: Any, g: Array) -> Any:
+    runs, mass = kept
+    both = jnp.concatenate([g, mass[:, None]], 1)
+    found = _sums("force_slopes", law, reach, runs, both, both)
+    return found[:, :-1], None, found[:, -1]
+
+
+_radial_force.defvjp(_radial_force_forward, _radial_force_backward)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _sums(term: str, law: Any, reach: Reach, runs: Runs, rows: Array, columns: Array) -> Array:
+    """The sums of a term: by a kernel on a GPU that has one, else in lax."""
+    blocked = partial(pair_sums, terms.TERMS[term], law, reach)
+    if not fused_jax.serves(runs):
+        return blocked(runs, rows, columns)
+
+    def fused(runs: Runs, rows: Array, columns: Array) -> Array:
+        return fused_jax.sums(term, law, reach.radius, reach.box, runs, columns)
+
+    found: Array = lax.platform_dependent(runs, rows, columns, cuda=fused, default=blocked)
+    return found
+
+
+def most_neighbors(cells: Cells) -> int:
+    """The longest list of neighbours."""
+    if isinstance(cells.x, jax.core.Tracer):
+        raise ValueError("capacity must be given where positions are not known, as under jit")
+    none = jnp.zeros((cells.num_particles, 0), cells.runs.points.dtype)
+    counts = _sums("count", None, Reach(cells.radius, cells.box), cells.runs, none, none)
+    return int(counts.max(initial=0))
+
+
+def lists_of(cells: Cells, capacity: int) -> Any:
+    return blocked_jax.lists_of(Reach(cells.radius, cells.box), cells.runs, capacity)
+
+
+def by_particle(cells: Cells, x: Array) -> Array:
+    """What is by places, by particles."""
+    return jnp.zeros_like(x).at[cells.runs.order].set(x, unique_indices=True)
+
+
+def indices_of(neighbors: Neighbors) -> Array:
+    N, order = neighbors.cells.num_particles, neighbors.cells.runs.order
+    if not N:
+        return neighbors.places
+    places = neighbors.places
+    return by_particle(neighbors.cells, jnp.where(places < N, order[jnp.minimum(places, N - 1)], -1))
