@@ -1,18 +1,23 @@
 """Times of entmax and top-k by kernels on a GPU, beside AdaSplash-2 and dense causal softmax, checked against float64.
 
-    python benchmarks/entmax.py                     # 8192 tokens: Gaussian and clustered scores, top-k
-    python benchmarks/entmax.py --tokens 32768      # one head is then checked in part
-    python benchmarks/entmax.py --only gaussian_1 top_8 --head-dim 128
+    python benchmarks/entmax.py                     # all rows, in one run
+    python benchmarks/entmax.py --only gaussian_1 top_8_long --out FILE  # rows are added to a file of results
+    python benchmarks/entmax.py --warm              # every call once: what is compiled is then in the caches
 
 Sixteen heads, bfloat16, causal. A time is the median of replays of a CUDA graph, all of a case in turns; the backward
-is a graph of both directions less the forward. AdaSplash is timed where alpha is 1.5 and all keys are candidates.
+is a graph of both directions less the forward. AdaSplash is timed where alpha is 1.5, all keys are candidates and heads
+have 64 numbers, with the one configuration of each of its kernels that it chose itself among all on an H200 at 8192
+tokens: its own choice takes longer than all of this (`--all-configurations`).
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import importlib
+import json
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +26,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import gossamer as gs
+from gossamer.bench.measure import device_name
+from gossamer.bench.results import append_records
 
 HEADS, TILE, ROUNDS = 16, 64, 5
 CHECKED = 1024  # the last queries of one head, in float64
+CUDA = torch.device("cuda")
 
 
 class Case(NamedTuple):
@@ -33,31 +41,40 @@ class Case(NamedTuple):
     clusters: int = 0  # of key tiles, each seen by the query tiles of one
     alpha: float = 1.5
     top_k: int | None = None
+    N: int = 8192
+    D: int = 64
 
 
+LONG = 65536
 CASES = {
     "gaussian_1": Case(1.0), "gaussian_2": Case(2.0), "gaussian_4": Case(4.0), "clustered": Case(1.0, clusters=5),
-    "flat": Case(0.5), "alpha_1.25": Case(1.0, alpha=1.25), "top_8": Case(1.0, top_k=8),
-    "top_32": Case(1.0, top_k=32), "top_64": Case(1.0, top_k=64),
+    "flat": Case(0.5), "alpha_1.25": Case(1.0, alpha=1.25), "top_8": Case(top_k=8), "top_32": Case(top_k=32),
+    "top_64": Case(top_k=64), "gaussian_1_wide": Case(D=128), "gaussian_1_32768": Case(N=32768),
+    "top_8_long": Case(top_k=8, N=LONG), "top_32_long": Case(top_k=32, N=LONG), "top_64_long": Case(top_k=64, N=LONG),
 }  # fmt: skip
+MEMORY = Case(top_k=32, N=131072)
+# What AdaSplash-2 chose: num_warps, num_stages and sizes of tiles.
+CHOSEN = {"_get_tau_v3": 4}
 
 
-def inputs(case: Case, N: int, D: int) -> list[Tensor]:
+def inputs(case: Case) -> list[Tensor]:
     """q, k, v and dout (1, HEADS, N, D), scores of deviation sigma; in clusters tiles like one in several."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v, dout = (torch.randn(1, HEADS, N, D, device="cuda", generator=generator) for _ in range(4))
+    generator = torch.Generator(CUDA).manual_seed(0)
+    q, k, v, dout = (torch.randn(1, HEADS, case.N, case.D, device=CUDA, generator=generator) for _ in range(4))
     q *= case.sigma
     if case.clusters:
-        of_tile = torch.randint(case.clusters, (2, HEADS, N // TILE), device="cuda", generator=generator)
+        of_tile = torch.randint(case.clusters, (2, HEADS, case.N // TILE), device=CUDA, generator=generator)
         for x, which in zip((q, k), of_tile, strict=True):
             # Along an axis of its own each cluster adds 8 to the scores of its pairs.
-            axes = torch.nn.functional.one_hot(which.repeat_interleave(TILE, 1), D)
-            x += (8 * D**0.5) ** 0.5 * axes
+            axes = torch.nn.functional.one_hot(which.repeat_interleave(TILE, 1), case.D)
+            x += (8 * case.D**0.5) ** 0.5 * axes
     return [x.bfloat16() for x in (q, k, v, dout)]
 
 
-def ours(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return gs.entmax_attention(q, k, v, causal=True, alpha=case.alpha, top_k=case.top_k, implementation="kernels")
+def ours(case: Case, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    return gs.entmax_attention(
+        q, k, v, causal=True, alpha=case.alpha, top_k=case.top_k, implementation="kernels", **options
+    )
 
 
 def exact(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
@@ -66,7 +83,7 @@ def exact(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str
     q, k, v, dout = q.double()[rows], k.double(), v.double(), dout.double()[rows]
     scale, a = q.shape[1] ** -0.5, case.alpha - 1
     s = (scale * q @ k.T).masked_fill_(
-        torch.arange(len(k), device="cuda") > torch.arange(rows.start, rows.stop, device="cuda")[:, None], -torch.inf
+        torch.arange(len(k), device=CUDA) > torch.arange(rows.start, rows.stop, device=CUDA)[:, None], -torch.inf
     )
     if case.top_k is not None:
         least = torch.topk(s, case.top_k, dim=1).values[:, -1:]
@@ -112,59 +129,133 @@ def times(graphs: dict[str, torch.cuda.CUDAGraph]) -> dict[str, float]:
             end.record()
             torch.cuda.synchronize()
             found[name].append(start.elapsed_time(end))
-    return {name: statistics.median(values) for name, values in found.items()}
+    return {name: median(values) for name, values in found.items()}
 
 
-def ways(case: Case) -> Iterable[tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]]]:
-    """What is timed of a case."""
-    yield "gossamer", lambda q, k, v: ours(case, q, k, v)
-    if case.alpha == 1.5 and case.top_k is None:
-        try:
-            from adasplash import adasplash
-        except ImportError as reason:
-            print(f"adasplash: {reason}")
-        else:
-            yield "adasplash", lambda q, k, v: adasplash(q, k, v, alpha=1.5)
+def adasplash_ways(every: bool) -> Callable[..., Tensor] | None:
+    """AdaSplash-2, where it is installed.
 
-    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    Args:
+        every: whether it chooses among all of its configurations.
+    """
+    try:
+        kernels = importlib.import_module("adasplash.adasplash_v2")
+        from adasplash import adasplash
+    except ImportError as reason:
+        print(f"adasplash: {reason}")
+        return None
+    for name, kernel in vars(kernels).items():
+        if not every and hasattr(kernel, "configs"):
+            stages = CHOSEN.get(name, 3)
+            kernel.configs = [
+                c for c in kernel.configs
+                if (c.num_warps, c.num_stages) == (4, stages) and set(c.kwargs.values()) <= {128}
+            ]  # fmt: skip
+    return adasplash
+
+
+def dense_ways() -> Iterable[tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]]]:
+    """Dense causal softmax."""
+
+    def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    yield "cuDNN dense", dense
+    yield "cuDNN dense", cudnn
+    try:
+        from flash_attn.cute.interface import flash_attn_func
+    except ImportError as reason:
+        print(f"FA4: {reason}")
+        return
+
+    def fa4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
+        out = out[0] if isinstance(out, tuple) else out
+        return out.transpose(1, 2)
+
+    yield "FA4 dense", fa4
 
 
-def run(name: str, case: Case, N: int, D: int) -> None:
-    """Check and time a case."""
-    *x, dout = inputs(case, N, D)
+def ways(case: Case, adasplash: Callable[..., Tensor] | None) -> Iterable[tuple[str, Callable[..., Tensor]]]:
+    """What is timed of a case."""
+    yield "gossamer", lambda q, k, v: ours(case, q, k, v)
+    if case.alpha == 1.5 and case.top_k is None and case.D == 64 and adasplash is not None:
+        yield "adasplash", lambda q, k, v: adasplash(q, k, v, alpha=1.5)
+    if case.top_k is not None or case.D != 64:
+        yield from dense_ways()
+
+
+def run(name: str, case: Case, adasplash: Callable[..., Tensor] | None, warm: bool) -> Iterable[dict[str, Any]]:
+    """Check and time a case: a row for each way."""
+    *x, dout = inputs(case)
     q, k, v = (t.requires_grad_() for t in x)
-    out, aux = gs.entmax_attention(
-        q, k, v, causal=True, alpha=case.alpha, top_k=case.top_k, implementation="kernels", return_aux=True
-    )
+    found = list(ways(case, adasplash))
+    if warm:
+        for _, function in found:
+            torch.autograd.grad(function(q, k, v), (q, k, v), dout)
+        return
+    out, aux = ours(case, q, k, v, return_aux=True)
     (dq,) = torch.autograd.grad(out, q, dout)
     expected = exact(case, *(t.detach()[0, 0] for t in (q, k, v, dout)))
     support = aux.support.float()
-    wrong = error(out, expected["out"]), error(dq, expected["dq"])
-    shown = " and ".join(f"{x:.1e}" for x in wrong)
-    print(f"{name}: support {support.mean():.1f}, at most {support.max():.0f}; errors of out and dq {shown}")
+    known = {
+        "support": round(support.mean().item(), 1), "largest_support": int(support.max()),
+        "error_out": error(out, expected["out"]), "error_dq": error(dq, expected["dq"]),
+    }  # fmt: skip
+    del out, aux, dq, expected
     graphs = {}
-    for way, function in ways(case):
+    for way, function in found:
         graphs[f"{way} forward"] = graph(lambda f=function: f(q.detach(), k.detach(), v.detach()))
         graphs[f"{way} both"] = graph(lambda f=function: torch.autograd.grad(f(q, k, v), (q, k, v), dout))
-    found = times(graphs)
-    for way in dict.fromkeys(key.rsplit(" ", 1)[0] for key in found):
-        forward, both = found[f"{way} forward"], found[f"{way} both"]
-        print(f"    {way}: forward {forward:.3f} ms, backward {both - forward:.3f} ms")
+    ms = times(graphs)
+    for way, _ in found:
+        forward, both = ms[f"{way} forward"], ms[f"{way} both"]
+        row = {"benchmark": "entmax", "case": name, **case._asdict(), "way": way, "forward_ms": round(forward, 4),
+               "backward_ms": round(both - forward, 4)}  # fmt: skip
+        yield row | (known if way == "gossamer" else {})
+
+
+def memory(case: Case) -> dict[str, Any]:
+    """Bytes beyond inputs and results: of a forward, of what it saves for a backward, and of the backward's peak."""
+    *x, dout = inputs(case)
+    row: dict[str, Any] = {"benchmark": "entmax", "case": "memory", **case._asdict(), "way": "gossamer"}
+    size = sum(t.nbytes for t in x) + dout.nbytes
+    for save in ("none", "lists", "tau"):
+        q, k, v = (t.detach().requires_grad_(save != "none") for t in x)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = ours(case, q, k, v, save="lists" if save == "none" else save)
+        row[f"{save}_forward_share"] = round((torch.cuda.max_memory_allocated() - before - out.nbytes) / size, 4)
+        if save == "none":
+            continue
+        held = torch.cuda.memory_allocated() - before - out.nbytes
+        row[f"{save}_saved_bytes_a_row"] = round(held / (HEADS * case.N), 1)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        gradients = torch.autograd.grad(out, (q, k, v), dout)
+        peak = torch.cuda.max_memory_allocated() - before - sum(t.nbytes for t in gradients)
+        row[f"{save}_backward_share"] = round(peak / size, 4)
+        del out, gradients
+    return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--only", nargs="*", choices=sorted(CASES), default=list(CASES))
-    given = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, {given.tokens} tokens, {HEADS} heads of {given.head_dim}")
-    for name in given.only:
-        run(name, CASES[name], given.tokens, given.head_dim)
+    names = [*CASES, "memory"]
+    parser.add_argument("--only", nargs="*", choices=names, default=names)
+    parser.add_argument("--warm", action="store_true")
+    parser.add_argument("--all-configurations", action="store_true")
+    parser.add_argument("--out", type=Path)
+    a = parser.parse_args()
+    adasplash, rows = adasplash_ways(a.all_configurations), []
+    for name in a.only:
+        found = [memory(MEMORY)] if name == "memory" else run(name, CASES[name], adasplash, a.warm)
+        for row in found:
+            rows.append({"device": device_name(CUDA)} | row)
+            print(json.dumps(rows[-1]), flush=True)
+    if a.out is not None:
+        append_records(rows, a.out, ("device",))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from gossamer.patterns import *  # noqa: F403  (patterns.__all__ lists them, onc
 __version__ = "0.1.0"
 
 __all__ = ["BlockIndices", "BlockLayout", "DocumentIds", "EntmaxAux", "Indices", "PackedSequences", "Unsupported"]
-__all__ += ["__version__", "attention", "device_layout", "entmax_attention", "explain", "from_flex"]
+__all__ += ["__version__", "attention", "device_layout", "entmax_attention", "explain", "explain_entmax", "from_flex"]
 __all__ += ["explain_sparsek", "last_topk", "merge", "nn", "sparsek", "sparsek_attention", "sparsek_causal"]
 __all__ += ["to_flex", "topk_blocks", "topk_keys", "varlen"]
 __all__ += ["attention_forward"]
@@ -34,6 +34,7 @@ _MODULES = {
     "device_layout": "gossamer.torch.device_layout",
     "entmax_attention": "gossamer.torch.entmax",
     "explain": "gossamer.torch.explain",
+    "explain_entmax": "gossamer.torch.entmax",
     "merge": "gossamer.torch.merge",
     "nn": "gossamer.nn",
     "topk_keys": "gossamer.torch.entmax",
@@ -63,7 +64,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     )
     from gossamer.torch.api import attention
     from gossamer.torch.device_layout import device_layout
-    from gossamer.torch.entmax import EntmaxAux, entmax_attention, topk_keys
+    from gossamer.torch.entmax import EntmaxAux, entmax_attention, explain_entmax, topk_keys
     from gossamer.torch.explain import explain
     from gossamer.torch.merge import merge
     from gossamer.torch.structure import BlockIndices, DocumentIds, Indices, PackedSequences

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 if INTERPRETING:
-    from gossamer.kernels.entmax import launch
+    from gossamer.kernels.entmax import calls, selection
     from gossamer.torch.entmax import ways
     from tests.support import entmax_oracle as oracle
     from tests.support.entmax_cases import aux_of, call, check, results
@@ -27,8 +27,8 @@ if INTERPRETING:
 
     @pytest.mark.parametrize("seed", range(SEEDS))
     def test_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(launch, "BUFFER", (128, 8, 32)[seed % 3])
-        monkeypatch.setattr(launch, "MOST_LISTED", (96, 8, 20)[seed % 3])
+        monkeypatch.setattr(selection, "BUFFER", (128, 8, 32)[seed % 3])
+        monkeypatch.setattr(calls, "MOST_LISTED", (96, 8, 20)[seed % 3])
         given = call(seed, "cpu", [torch.float16, torch.float32], [1, 33, 70, 130])
         check(given)
 
@@ -36,7 +36,7 @@ if INTERPRETING:
     def test_topk_against_a_stable_sort(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """Small integers, whose scores are exact: many ties, rows that see few keys or none, k over K."""
         draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-        monkeypatch.setattr(launch, "BUFFER", (128, 8)[seed % 2])
+        monkeypatch.setattr(selection, "BUFFER", (128, 8)[seed % 2])
         Q, K, span = draw.choice([33, 80]), draw.choice([1, 40, 150]), draw.choice([1, 3, 40])
         n, scale = draw.choice([1, 2, 8, 64, 200]), draw.choice([1.0, 0.125, -2.0])
         dtype = draw.choice([torch.float16, torch.float32])
@@ -54,7 +54,7 @@ if INTERPRETING:
     @pytest.mark.parametrize("top_k", [None, 3])
     def test_what_is_no_number_stays_in_its_row(top_k: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
         for size in (128, 8):
-            monkeypatch.setattr(launch, "BUFFER", size)
+            monkeypatch.setattr(selection, "BUFFER", size)
             g = torch.Generator().manual_seed(0)
             q, k, v = (torch.randn(1, 1, 40, 8, generator=g) for _ in range(3))
             q[0, 0, 3, 0], q[0, 0, 30, 2] = torch.nan, torch.inf
@@ -87,7 +87,7 @@ if INTERPRETING:
         np.testing.assert_allclose(out.numpy(), expected.out, rtol=0, atol=5e-6)
 
     def test_nothing_is_read_and_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(launch, "MOST_LISTED", 16)  # some rows have no list
+        monkeypatch.setattr(calls, "MOST_LISTED", 16)  # some rows have no list
         for top_k, save in ((None, "lists"), (4, "lists"), (None, "tau")):
             given = call(7, "cpu", [torch.float32], [70])
             given["options"] |= {"alpha": 1.5, "top_k": top_k, "save": save, "pattern": gs.SlidingWindow(60)}
@@ -103,8 +103,8 @@ if INTERPRETING:
         for top_k in (None, 6):
             expected = aux_of(q, k, v, causal=True, top_k=top_k)
             with monkeypatch.context() as patch:
-                patch.setattr(launch, "ROWS_OF_A_PART", 64)
-                patch.setattr(launch, "PAIRS_OF_A_PART", 1)
+                patch.setattr(calls, "ROWS_OF_A_PART", 64)
+                patch.setattr(calls, "PAIRS_OF_A_PART", 1)
                 found = aux_of(q, k, v, causal=True, top_k=top_k)
             assert torch.equal(found[0], expected[0])
             assert all(torch.equal(*pair) for pair in zip(found[1], expected[1], strict=True))

@@ -161,21 +161,22 @@ def long_sums_kernel(
     """dK and dV of those keys among RP that have parts: the sums of these, in order."""
     if tl.load(part_ends + n_keys - 1) == 0:
         return
-    key = tl.program_id(0).to(tl.int64) * RP + tl.arange(0, RP)
-    m_key = key < n_keys
-    end = tl.load(part_ends + key, mask=m_key, other=0)
-    begin = tl.load(part_ends + key - 1, mask=m_key & (key > 0), other=0)
-    m_key = m_key & (end > begin)
-    parts = tl.where(m_key, end - begin, 0)
-    most = tl.max(parts, 0)
-    if most > 0:
-        b_dk = zeros(RP, D, SD)
-        b_dv = zeros(RP, E, SE)
-        for i in range(most):
-            there = tl.where(i < parts, 1.0, 0.0)
-            at = tl.where(m_key, tl.minimum(begin + i, end - 1), 0).to(tl.int64)
-            b_dk = added(b_dk, there, load_pieces(part_dk + tl.arange(0, SD)[None, :], at * D, D, SD), D, SD)
-            b_dv = added(b_dv, there, load_pieces(part_dv + tl.arange(0, SE)[None, :], at * E, E, SE), E, SE)
-        b_dk = scaled(b_dk, tl.zeros([RP], tl.float32) + scale, D, SD)
-        store_pieces(dk + tl.arange(0, SD)[None, :], key * D, m_key, b_dk, D, SD)
-        store_pieces(dv + tl.arange(0, SE)[None, :], key * E, m_key, b_dv, E, SE)
+    for block in range(tl.program_id(0), (n_keys + RP - 1) // RP, tl.num_programs(0)):
+        key = tl.arange(0, RP).to(tl.int64) + block * RP
+        m_key = key < n_keys
+        end = tl.load(part_ends + key, mask=m_key, other=0)
+        begin = tl.load(part_ends + key - 1, mask=m_key & (key > 0), other=0)
+        m_key = m_key & (end > begin)
+        parts = tl.where(m_key, end - begin, 0)
+        most = tl.max(parts, 0)
+        if most > 0:
+            b_dk = zeros(RP, D, SD)
+            b_dv = zeros(RP, E, SE)
+            for i in range(most):
+                there = tl.where(i < parts, 1.0, 0.0)
+                at = tl.where(m_key, tl.minimum(begin + i, end - 1), 0).to(tl.int64)
+                b_dk = added(b_dk, there, load_pieces(part_dk + tl.arange(0, SD)[None, :], at * D, D, SD), D, SD)
+                b_dv = added(b_dv, there, load_pieces(part_dv + tl.arange(0, SE)[None, :], at * E, E, SE), E, SE)
+            b_dk = scaled(b_dk, tl.zeros([RP], tl.float32) + scale, D, SD)
+            store_pieces(dk + tl.arange(0, SD)[None, :], key * D, m_key, b_dk, D, SD)
+            store_pieces(dv + tl.arange(0, SE)[None, :], key * E, m_key, b_dv, E, SE)

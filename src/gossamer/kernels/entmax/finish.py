@@ -82,6 +82,7 @@ def normalise(s, a, A: tl.constexpr):
 def finish_rows(
     scores, keys, n, place, number, o_list, a, m_row, lam, support, certified, list_keys, list_weights, list_counts,
     keep, L, C: tl.constexpr, A: tl.constexpr, TOP: tl.constexpr, KEYS: tl.constexpr,
+    TOLD: tl.constexpr,
 ):  # fmt: skip
     """`finish_kernel` over the first C contenders of each row."""
     o = tl.arange(0, C)
@@ -103,6 +104,7 @@ def finish_rows(
     tl.store(list_counts + number, tl.where(listed, size, -1), mask=m_row)
     if not KEYS:
         tl.store(list_weights + to, p, mask=weighed & listed[:, None])
+    if TOLD:
         tl.store(lam + number, found, mask=listed)
         tl.store(support + number, size, mask=listed)
         sure = n >= 0
@@ -126,7 +128,7 @@ def finish_kernel(
     list_counts,  # (B, H, Q) int32, to write: -1 of a row that has no list
     first_block, n_rows, H, Q, keep, first_listed,
     L: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, C: tl.constexpr, SHORT: tl.constexpr, A: tl.constexpr,
-    TOP: tl.constexpr, KEYS: tl.constexpr,
+    TOP: tl.constexpr, KEYS: tl.constexpr, TOLD: tl.constexpr,
 ):  # fmt: skip
     """Everything of RP rows but out; `n_rows` are in the buffers, `first_listed` is the row of the first list."""
     own = tl.program_id(0) * RP + tl.arange(0, RP)
@@ -143,10 +145,10 @@ def finish_kernel(
     if tl.max(n, 0) <= SHORT:
         finish_rows(
             scores, keys, n, place, number, o_list, a, m_row, lam, support, certified, list_keys, list_weights,
-            list_counts, keep, L, SHORT, A, TOP, KEYS,
+            list_counts, keep, L, SHORT, A, TOP, KEYS, TOLD,
         )  # fmt: skip
     else:
         finish_rows(
             scores, keys, n, place, number, o_list, a, m_row, lam, support, certified, list_keys, list_weights,
-            list_counts, keep, L, C, A, TOP, KEYS,
+            list_counts, keep, L, C, A, TOP, KEYS, TOLD,
         )  # fmt: skip

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from gossamer.kernels.entmax.finish import EPS, LAST, MOST_STEPS
 from gossamer.kernels.entmax.formulas import cut, longest, middle, newton, ordered, powers
-from gossamer.kernels.entmax.rows import bounds, key_range, load_tile, relative, tile_scores, visible
+from gossamer.kernels.entmax.rows import bounds, key_range, key_tile, load_tile, relative
 
 SAMPLE = tl.constexpr(16)  # the first steps of Newton's method read every so many of the tiles
 SAMPLED_STEPS = tl.constexpr(4)
@@ -73,7 +73,7 @@ def large_kernel(
     first_head, H, Q, K, offset, keep, first_listed, scale,
     L: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     GROUP: tl.constexpr, R: tl.constexpr, STEP: tl.constexpr, A: tl.constexpr, TOP: tl.constexpr, KEYS: tl.constexpr,
-    OUT: tl.constexpr, BOUNDS: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    OUT: tl.constexpr, TOLD: tl.constexpr, BOUNDS: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Everything of the rows of a group that have no list."""
     head = first_head + tl.program_id(1)
@@ -95,15 +95,14 @@ def large_kernel(
         at = tl.load(q_positions + b64 * stride_qpb + h64 * stride_qph + rows.to(tl.int64) * stride_qpn, mask=inside)
         kp_base = k_positions + b64 * stride_kpb + h64 * stride_kph
     begin, tiles = key_range(first, last, inside, K, STEP)
+    scores_of = (b_q, k_base, stride_kn, first, last, at, kp_base, stride_kpn, scale, K)
     o = tl.arange(0, STEP)
 
     top = tl.zeros([R], tl.float32) - float("inf")
     highest = tl.zeros([R], tl.int32) - LAST
     number_seen = tl.zeros([R], tl.int32)
     for tile in range(begin, begin + tiles):
-        j = tile * STEP + o
-        seen = visible(j, first, last, at, kp_base, stride_kpn, K, POSITIONS)
-        s = tile_scores(b_q, k_base, j, seen, stride_kn, scale, K, D, BLOCK_D, PRECISION)
+        j, s = key_tile(tile, scores_of, STEP, D, BLOCK_D, POSITIONS, PRECISION)
         top = tl.maximum(top, tl.max(s, 1))
         there = s != -float("inf")
         number_seen += tl.sum(there.to(tl.int32), 1)
@@ -122,25 +121,19 @@ def large_kernel(
             between = middle(low, high)
             found = tl.zeros([R], tl.int32)
             for tile in range(begin, begin + tiles):
-                j = tile * STEP + o
-                seen = visible(j, first, last, at, kp_base, stride_kpn, K, POSITIONS)
-                s = tile_scores(b_q, k_base, j, seen, stride_kn, scale, K, D, BLOCK_D, PRECISION)
+                j, s = key_tile(tile, scores_of, STEP, D, BLOCK_D, POSITIONS, PRECISION)
                 found += tl.sum(((ordered(s) >= between[:, None]) & (s != -float("inf"))).to(tl.int32), 1)
             enough = found >= keep
             low = tl.where(enough, between, low)
             high = tl.where(enough, high, tl.maximum(between - 1, low))
         over = tl.zeros([R], tl.int32)
         for tile in range(begin, begin + tiles):
-            j = tile * STEP + o
-            seen = visible(j, first, last, at, kp_base, stride_kpn, K, POSITIONS)
-            s = tile_scores(b_q, k_base, j, seen, stride_kn, scale, K, D, BLOCK_D, PRECISION)
+            j, s = key_tile(tile, scores_of, STEP, D, BLOCK_D, POSITIONS, PRECISION)
             over += tl.sum(((ordered(s) > low[:, None]) & (s != -float("inf"))).to(tl.int32), 1)
         wanted = keep - over
         equal_to = tl.zeros([R], tl.int32)
         for tile in range(begin, begin + tiles):
-            j = tile * STEP + o
-            seen = visible(j, first, last, at, kp_base, stride_kpn, K, POSITIONS)
-            s = tile_scores(b_q, k_base, j, seen, stride_kn, scale, K, D, BLOCK_D, PRECISION)
+            j, s = key_tile(tile, scores_of, STEP, D, BLOCK_D, POSITIONS, PRECISION)
             equal = (ordered(s) == low[:, None]) & (s != -float("inf"))
             so_far = equal_to[:, None] + tl.cumsum(equal.to(tl.int32), 1)
             here = tl.max(tl.where(equal & (so_far == wanted[:, None]), j[None, :], -1), 1)
@@ -160,9 +153,7 @@ def large_kernel(
             F = tl.zeros([R], tl.float32)
             U = tl.zeros([R], tl.float32)
             for i in range((tiles + every - 1) // every):
-                j = (begin + i * every) * STEP + o
-                seen = visible(j, first, last, at, kp_base, stride_kpn, K, POSITIONS)
-                s = tile_scores(b_q, k_base, j, seen, stride_kn, scale, K, D, BLOCK_D, PRECISION)
+                j, s = key_tile(begin + i * every, scores_of, STEP, D, BLOCK_D, POSITIONS, PRECISION)
                 kept = among(s, j, low, tie, few, TOP)
                 p, u = powers(relative(tl.where(kept, s, -float("inf")), top + x), a[:, None], A)
                 F += tl.sum(p, 1)
@@ -190,9 +181,7 @@ def large_kernel(
     v_base = v + b64 * stride_vb + g64 * stride_vh
     o_list = (number - first_listed) * L
     for tile in range(begin, begin + tiles):
-        j = tile * STEP + o
-        seen = visible(j, first, last, at, kp_base, stride_kpn, K, POSITIONS)
-        s = tile_scores(b_q, k_base, j, seen, stride_kn, scale, K, D, BLOCK_D, PRECISION)
+        j, s = key_tile(tile, scores_of, STEP, D, BLOCK_D, POSITIONS, PRECISION)
         kept = among(s, j, low, tie, few, TOP)
         if TOP:
             to = o_list[:, None] + count[:, None] + tl.cumsum(kept.to(tl.int32), 1) - 1
@@ -227,9 +216,10 @@ def large_kernel(
             to = out + number[:, None] * E + o_e[None, :]
             result = (acc / whole[:, None]).to(out.dtype.element_ty)
             tl.store(to, result, mask=inside[:, None] & (o_e < E)[None, :])
-        tl.store(lam + number, found, mask=inside)
-        tl.store(support + number, size, mask=inside)
-        sure = number_seen >= 0
-        if TOP:
-            sure = (after == -float("inf")) | (after <= cut(found, a))
-        tl.store(certified + number, sure, mask=inside)
+        if TOLD:
+            tl.store(lam + number, found, mask=inside)
+            tl.store(support + number, size, mask=inside)
+            sure = number_seen >= 0
+            if TOP:
+                sure = (after == -float("inf")) | (after <= cut(found, a))
+            tl.store(certified + number, sure, mask=inside)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from gossamer.kernels.entmax.formulas import alpha_term, powers
-from gossamer.kernels.entmax.rows import bounds, key_range, load_tile, relative, tile_scores, visible
+from gossamer.kernels.entmax.rows import bounds, key_range, key_tile, load_tile, relative, tile_scores, visible
 
 
 @triton.jit(do_not_specialize=["Q", "K", "offset"])
@@ -53,14 +53,12 @@ def large_dq_kernel(
         at = tl.load(q_positions + b64 * stride_qpb + h64 * stride_qph + rows.to(tl.int64) * stride_qpn, mask=inside)
         kp_base = k_positions + b64 * stride_kpb + h64 * stride_kph
     begin, tiles = key_range(first, last, inside, K, STEP)
-    o = tl.arange(0, STEP)
+    scores_of = (b_q, k_base, stride_kn, first, last, at, kp_base, stride_kpn, scale, K)
     total = tl.zeros([R], tl.float32)
     sum_u = tl.zeros([R], tl.float32)
     sum_dp = tl.zeros([R], tl.float32)
     for tile in range(begin, begin + tiles):
-        j = tile * STEP + o
-        seen = visible(j, first, last, at, kp_base, stride_kpn, K, POSITIONS)
-        s = tile_scores(b_q, k_base, j, seen, stride_kn, scale, K, D, BLOCK_D, PRECISION)
+        j, s = key_tile(tile, scores_of, STEP, D, BLOCK_D, POSITIONS, PRECISION)
         b_v = load_tile(v_base, j, j < K, stride_vn, E, BLOCK_E)
         dp = tl.dot(b_dout, tl.trans(b_v), input_precision=PRECISION)
         p, u = powers(relative(s, of_row), a[:, None], A)
@@ -74,10 +72,8 @@ def large_dq_kernel(
     acc = tl.zeros([R, BLOCK_D], tl.float32)
     of_alpha = tl.zeros([R], tl.float32)
     for tile in range(begin, begin + tiles):
-        j = tile * STEP + o
-        seen = visible(j, first, last, at, kp_base, stride_kpn, K, POSITIONS)
+        j, s = key_tile(tile, scores_of, STEP, D, BLOCK_D, POSITIONS, PRECISION)
         b_k = load_tile(k_base, j, j < K, stride_kn, D, BLOCK_D)
-        s = tile_scores(b_q, k_base, j, seen, stride_kn, scale, K, D, BLOCK_D, PRECISION)
         b_v = load_tile(v_base, j, j < K, stride_vn, E, BLOCK_E)
         dp = tl.dot(b_dout, tl.trans(b_v), input_precision=PRECISION) - b_delta[:, None]
         p, u = powers(relative(s, of_row), a[:, None], A)

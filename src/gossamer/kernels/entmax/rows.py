@@ -63,6 +63,22 @@ def tile_scores(
 
 
 @triton.jit
+def key_tile(
+    tile, scores_of, STEP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, POSITIONS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(j [STEP], s [R, STEP]): the keys of a tile, and the scores of some rows.
+
+    Args:
+        scores_of: b_q, k_base, stride_kn, first, last, at, k_positions, stride_kp, scale and K, as above.
+    """
+    b_q, k_base, stride_kn, first, last, at, k_positions, stride_kp, scale, K = scores_of
+    j = tile * STEP + tl.arange(0, STEP)
+    seen = visible(j, first, last, at, k_positions, stride_kp, K, POSITIONS)
+    return j, tile_scores(b_q, k_base, j, seen, stride_kn, scale, K, D, BLOCK_D, PRECISION)
+
+
+@triton.jit
 def relative(s, lam):
     """s - lam [R, C], finite where s is -inf."""
     return tl.where(s == -float("inf"), FAR, s - tl.where(lam == -float("inf"), 0.0, lam)[:, None])

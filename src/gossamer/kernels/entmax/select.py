@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from gossamer.kernels.entmax.formulas import LOWEST, MARGIN, cut, middle, newton, ordered, powers, unordered
-from gossamer.kernels.entmax.rows import bounds, key_range, load_tile, relative, tile_scores, visible
+from gossamer.kernels.entmax.rows import bounds, key_range, key_tile, load_tile, relative
 
 STEPS = tl.constexpr(4)  # of Newton's method for a bound
 
@@ -100,20 +100,16 @@ def select_kernel(
     if POSITIONS:
         at = tl.load(q_positions + b64 * stride_qpb + h64 * stride_qph + rows.to(tl.int64) * stride_qpn, mask=inside)
         kp_base = k_positions + b64 * stride_kpb + h64 * stride_kph
-    o = tl.arange(0, STEP)
     begin, tiles = key_range(first, last, inside, K, STEP)
+    scores_of = (b_q, k_base, stride_kn, first, last, at, kp_base, stride_kpn, scale, K)
     largest = tl.zeros([R, STEP], tl.float32) - float("inf")
     for tile in range(begin, begin + tiles):
-        j = tile * STEP + o
-        seen = visible(j, first, last, at, kp_base, stride_kpn, K, POSITIONS)
-        s = tile_scores(b_q, k_base, j, seen, stride_kn, scale, K, D, BLOCK_D, PRECISION)
+        j, s = key_tile(tile, scores_of, STEP, D, BLOCK_D, POSITIONS, PRECISION)
         largest = tl.maximum(largest, s)
     bound = bound_of(largest, a, keep, A, TOP, WEIGHED)
     place = own * R + tl.arange(0, R)
     for tile in range(begin, begin + tiles):
-        j = tile * STEP + o
-        seen = visible(j, first, last, at, kp_base, stride_kpn, K, POSITIONS)
-        s = tile_scores(b_q, k_base, j, seen, stride_kn, scale, K, D, BLOCK_D, PRECISION)
+        j, s = key_tile(tile, scores_of, STEP, D, BLOCK_D, POSITIONS, PRECISION)
         kept = (s >= bound[:, None]) | (s != s)
         own_row = place[:, None] + tl.zeros([R, STEP], tl.int64)
         n = drawn(counts + own_row, kept, PTX)

@@ -4,5 +4,6 @@ The operator is an edge of torch: torch operations that run on any device, in ch
 """
 
 from gossamer.torch.entmax.api import EntmaxAux, entmax_attention, topk_keys
+from gossamer.torch.entmax.explain import EntmaxExplanation, explain_entmax
 
-__all__ = ["EntmaxAux", "entmax_attention", "topk_keys"]
+__all__ = ["EntmaxAux", "EntmaxExplanation", "entmax_attention", "explain_entmax", "topk_keys"]

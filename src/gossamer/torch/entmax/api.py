@@ -111,8 +111,7 @@ def entmax_attention(
             in the mean are kept as "tau". "tau" is 4 bytes a row (8), and the backward computes the scores again. A
             compiled function always keeps tau. Lists of kernels have 96 places a row, or `top_k`.
         implementation: "torch"; "kernels", which read nothing back, and of an alpha outside [1, 2] make NaN; None takes
-            kernels for what was checked on a GPU (entmax-1.5, causal, bfloat16, heads of 64, compute capability 9.0)
-            where the support of no row is longer than a list, else torch.
+            kernels for what was checked on a GPU: entmax-1.5 in 16 bits on compute capability 9.0.
         return_aux: also return tau, the sizes of the supports, and whether `top_k` left out no key with a weight.
 
     Returns:
@@ -149,9 +148,8 @@ def entmax_attention(
         results = Results(*entmax_forward(*x, *rest_of(found)))
     else:
         wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (*x, found.alpha))
-        results = Results(
-            *EntmaxAttention.apply(*x, found.alpha, found.number, found.options, wanted and save == "lists")
-        )
+        listed, told = wanted and save == "lists", wanted or return_aux
+        results = Results(*EntmaxAttention.apply(*x, found.alpha, found.number, found.options, listed, told))
     out = unbatched(results.out, found.dims)
     if not return_aux:
         return out

@@ -126,8 +126,8 @@ def check(request: Request, found: Given) -> None:
         check_layout(layout_from(list(attended.data), attended.geometry).rows, q, k)
     elif attended.data:
         check_mask(attended.data[0], q, k)
-    # The host waits for no value where kernels were asked for: there such a head becomes NaN.
-    if not by_kernels(q, k, v, found.number, options) and found.number is None:
+    # The host waits for no value where kernels compute: there such a head becomes NaN.
+    if found.number is None and not by_kernels(q, k, v, None, options):
         inside = (alpha >= 1) & (alpha <= 2)
         if not bool(inside.all()):
             wrong = sorted(alpha.detach()[~inside].tolist())[:4]

@@ -46,14 +46,17 @@ class Found(NamedTuple):
 
 
 def results(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, number: float | None, options: Options, listed: bool
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, number: float | None, options: Options, listed: bool,
+    told: bool = True,
 ) -> Found:  # fmt: skip
-    """The forward, and the lists of supports if they are wanted and small enough."""
+    """The forward, and the lists of supports if they are wanted and small enough.
+
+    Args:
+        told: whether more than out is wanted; kernels do not make it otherwise.
+    """
     B, H, Q, _ = q.shape
     if by_kernels(q, k, v, number, options):
-        found_so = of_kernels(q, k, v, alpha, number, options, listed)
-        if found_so is not None:
-            return found_so
+        return of_kernels(q, k, v, alpha, number, options, listed, told)
     with uncast(q.device):
         found = forward(operands_of(q, k, v, alpha, options), MEAN_LISTED * B * H * Q if listed else 0)
     rows = (x.view(B, H, Q) for x in (found.normaliser, found.support, found.certified))
@@ -61,36 +64,31 @@ def results(
 
 
 def of_kernels(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, number: float | None, options: Options, listed: bool
-) -> Found | None:  # fmt: skip
-    """`results` by the kernels; None if by default there is a row for which they have no list."""
-    from gossamer.kernels.entmax import launch
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, number: float | None, options: Options, listed: bool, told: bool
+) -> Found:  # fmt: skip
+    """`results` by the kernels."""
+    from gossamer.kernels.entmax.launch import forward
 
-    asked = options.implementation == "kernels"
     with uncast(q.device), torch.no_grad():
         call = kernel_call(q, k, v, alpha, number, options)
-        found = launch.forward(call, keep_lists=listed, complete=asked)
-    if not asked and bool((found.lists.counts < 0).any()):
-        return None
+        found = forward(call, keep_lists=listed, told=told)
     lam, support, certified = found.stats
-    lists = RowLists(*found.lists) if listed else None
-    return Found(Results(found.out, lam, support, certified), lists)
+    return Found(Results(found.out, lam, support, certified), RowLists(*found.lists) if listed else None)
 
 
 def gradients_of_kernels(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, number: float | None, options: Options,
     lists: RowLists | None, normaliser: Tensor, wants_alpha: bool, dout: Tensor,
-) -> GradientsOf | None:  # fmt: skip
-    """The backward by the kernels; without lists these are made again. None as in `of_kernels`."""
-    from gossamer.kernels.entmax import launch
+) -> GradientsOf:  # fmt: skip
+    """The backward by the kernels; without lists these are made again."""
+    from gossamer.kernels.entmax.calls import Listed
+    from gossamer.kernels.entmax.gradient import backward
+    from gossamer.kernels.entmax.launch import again
 
-    asked = options.implementation == "kernels"
     with uncast(q.device), torch.no_grad():
         call = kernel_call(q, k, v, alpha, number, options)
-        of_rows = launch.Listed(*lists) if lists is not None else launch.again(call, complete=asked)
-        if lists is None and not asked and bool((of_rows.counts < 0).any()):
-            return None
-        found = launch.backward(call, of_rows, normaliser, readable(dout.to(q.dtype)), wants_alpha, complete=asked)
+        of_rows = again(call) if lists is None else Listed(*lists)
+        found = backward(call, of_rows, normaliser, readable(dout.to(q.dtype)), wants_alpha)
     of_alpha = None if found.alpha is None else found.alpha.to(alpha.dtype)
     return GradientsOf(found.q, found.k, found.v, of_alpha)
 
@@ -102,9 +100,7 @@ def gradients(
     """The backward, from lists of supports, or from the normalisers (B, H, Q) alone; not without either."""
     if not isinstance(saved, Lists) and (saved is not None or by_kernels(q, k, v, number, options)):
         assert normaliser is not None
-        found = gradients_of_kernels(q, k, v, alpha, number, options, saved, normaliser, wants_alpha, dout)
-        if found is not None:
-            return found
+        return gradients_of_kernels(q, k, v, alpha, number, options, saved, normaliser, wants_alpha, dout)
     with uncast(q.device):
         o = operands_of(q, k, v, alpha, options)
         dout = dout.to(o.q.dtype).reshape(-1, dout.shape[3])
@@ -125,9 +121,10 @@ class EntmaxAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, number: float | None, options: Options, listed: bool
-    ) -> tuple[Tensor, ...]:
-        found, lists = results(q, k, v, alpha, number, options, listed)
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, number: float | None, options: Options,
+        listed: bool, told: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        found, lists = results(q, k, v, alpha, number, options, listed, told)
         of_rows = () if lists is None else tuple(lists)
         # Lists of torch hold every row; of kernels, a row without one is computed by its normaliser.
         normaliser = None if isinstance(lists, Lists) else found.normaliser
@@ -141,7 +138,7 @@ class EntmaxAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *constant: None) -> tuple[Tensor | None, ...]:
         if dout is None:
-            return (None,) * 7
+            return (None,) * 8
         q, k, v, alpha, normaliser, *rest = ctx.saved_tensors
         wanted: Wanted = Wanted(*ctx.needs_input_grad)
         lists: Lists | RowLists | None = None
@@ -152,8 +149,8 @@ class EntmaxAttention(torch.autograd.Function):
             gradients, q, k, v, alpha, ctx.number, ctx.options.over(*rest), lists, normaliser, wanted.alpha
         )
         if torch.is_grad_enabled():  # create_graph
-            return (*_Gradients.apply(compute, dout, q, k, v, alpha), None, None, None)
-        return (*compute(dout), None, None, None)
+            return (*_Gradients.apply(compute, dout, q, k, v, alpha), None, None, None, None)
+        return (*compute(dout), None, None, None, None)
 
 
 class Wanted(NamedTuple):
@@ -166,6 +163,7 @@ class Wanted(NamedTuple):
     number: bool
     options: bool
     listed: bool
+    told: bool
 
 
 class _Gradients(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Which way a call is computed: by kernels, or by operations of torch, and why.
 
-By default kernels compute the calls that were checked on a GPU (`checked`), as far as their rows have lists; the host
-reads whether they have. `implementation="kernels"` computes all that the kernels take, and reads nothing.
+By default kernels compute the calls that were checked on a GPU (`checked`), as far as they take them, and read nothing
+back. `implementation="kernels"` computes all that the kernels take.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gossamer.patterns.handles import pattern_of
 from gossamer.plan.problem import Unsupported
 
 if TYPE_CHECKING:
-    from gossamer.kernels.entmax.launch import Call
+    from gossamer.kernels.entmax.calls import Call
     from gossamer.torch.entmax.options import Options
 
 DTYPES = frozenset({"float16", "bfloat16", "float32"})
@@ -67,27 +67,19 @@ def by_kernels(q: Tensor, k: Tensor, v: Tensor, number: float | None, options: O
     Raises:
         Unsupported: they were asked for and cannot.
     """
-    if options.implementation is None:
-        return checked(q, k, v, number, options)
-    found = reasons(q, k, v, options) if options.implementation == "kernels" else []
-    if found:
+    if options.implementation == "torch" or (options.implementation is None and not checked(q, number)):
+        return False
+    found = reasons(q, k, v, options)
+    if found and options.implementation == "kernels":
         raise Unsupported('implementation="kernels" does not take this call: ' + "; ".join(found))
-    return options.implementation == "kernels"
+    return not found
 
 
-def checked(q: Tensor, k: Tensor, v: Tensor, number: float | None, options: Options) -> bool:
-    """Whether a call is of those whose kernels were checked on a GPU: entmax-1.5, causal, in bfloat16, heads of 64."""
-    sizes = q.dtype == torch.bfloat16 and q.shape[3] == v.shape[3] == 64
-    if q.device.type != "cuda" or not sizes or number != 1.5 or options.top_k is not None or reasons(q, k, v, options):
+def checked(q: Tensor, number: float | None) -> bool:
+    """Whether a call is of the kind whose kernels were checked on a GPU: entmax-1.5 in 16 bits."""
+    if not q.is_cuda or number != 1.5 or q.element_size() != 2:
         return False
-    if options.q_positions is not None or options.k_positions is not None:
-        return False
-    run = interval_pattern(options, q.shape[2], k.shape[2])
-    if run is None or run.kind != "causal" or (options.scale is not None and options.scale <= 0):
-        return False
-    from gossamer.kernels.entmax.launch import by_tma, hopper_here
-
-    return hopper_here(q.device) and by_tma(readable(q)) and by_tma(readable(k))
+    return torch.cuda.get_device_capability(q.device) == (9, 0)
 
 
 class Run(NamedTuple):
@@ -136,7 +128,7 @@ def kernel_call(
         alpha: (H,), of any float type. Rows of a head whose alpha is outside [1, 2] become NaN.
         number: that of all heads, where it was given as a number.
     """
-    from gossamer.kernels.entmax.launch import Call
+    from gossamer.kernels.entmax.calls import Call
 
     (B, H, Q, D), (_, _, K, _) = q.shape, k.shape
     run = interval_pattern(options, Q, K)

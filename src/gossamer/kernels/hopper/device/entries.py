@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32
+from cutlass import Float16, Float32, Int32, Uint8
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
 from gossamer.kernels.hopper.device.backward import around
@@ -29,6 +29,7 @@ from gossamer.kernels.hopper.device.gather.gradients import GatherGradients
 from gossamer.kernels.hopper.device.gather.query import GatherQuery
 from gossamer.kernels.hopper.device.merges import MERGE
 from gossamer.kernels.hopper.device.row_items import ITEM
+from gossamer.kernels.hopper.device.select.columns import ColumnLists
 from gossamer.kernels.hopper.device.select.configurations import SelectConfig
 from gossamer.kernels.hopper.device.select.kernel import Select
 
@@ -166,14 +167,25 @@ def gather(config: GatherConfig) -> Any:
 
 
 def select(config: SelectConfig) -> Any:
-    """The contenders of alpha-entmax or of the k largest scores."""
+    """The lists of alpha-entmax or of the k largest scores."""
     n, s = NUMBERS[config.dtype], cute.sym_int
     B, Q, K = s(), s(), s()
-    rows = s()
+    rows, L = s(), s()
     return cute.compile(
         Select(config), strided(n, B, s(), Q), strided(n, B, s(), K), compact(Float32, s()), compact(Int32, s()),
-        compact(Int32, s()), compact(Float32, rows, config.contenders), compact(Int32, rows, config.contenders),
-        compact(Int32, rows), Float32(1), *[Int32(1)] * 4,
+        compact(Int32, s()), compact(Int32, rows, L), compact(Float32, s(), s()), compact(Int32, s()),
+        compact(Float32, s()), compact(Int32, s()), compact(Uint8, s()), Float32(1), *[Int32(1)] * 6,
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
+    )  # fmt: skip
+
+
+def column_lists(keys: int, fill: bool) -> Any:
+    """The lists of keys from those of rows: the counts of cells, or their places."""
+    s = cute.sym_int
+    rows = s()
+    return cute.compile(
+        ColumnLists(keys, fill), compact(Int32, rows, s()), compact(Int32, rows), compact(Int32, s()),
+        compact(Int32, s()), Int32(1), Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip
 

@@ -19,13 +19,18 @@ class SelectArguments(NamedTuple):
     steepness: cute.Tensor  # (H,) float32: alpha - 1
     lo: cute.Tensor  # (Q,) int32, non-decreasing; not read without intervals
     hi: cute.Tensor  # (Q,) int32
-    scores: cute.Tensor  # (rows, contenders) float32
-    keys: cute.Tensor  # (rows, contenders) int32
-    counts: cute.Tensor  # (rows,) int32
+    list_keys: cute.Tensor  # (rows, L) int32
+    list_weights: cute.Tensor  # (rows, L) float32
+    list_counts: cute.Tensor  # (B H Q,) int32: -1 of a row that has no list
+    lam: cute.Tensor  # (B H Q,) float32
+    support: cute.Tensor  # (B H Q,) int32
+    certified: cute.Tensor  # (B H Q,) uint8
     scale: Float32  # positive
     first_block: Int32  # of all blocks of rows, of those that are computed
     offset: Int32  # of causal: key j is seen by row r where j <= r + offset
-    keep: Int32  # how many of the largest are wanted
+    keep: Int32  # how many of the largest bound a row: one more than are kept
+    first_listed: Int32  # the row of the first list
+    told: Int32  # whether lam, support and certified are written
 
 
 class SelectBlock(Block):

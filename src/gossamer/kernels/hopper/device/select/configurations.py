@@ -9,32 +9,32 @@ from gossamer.kernels.hopper.device.configurations import check_memory
 
 GROUPS = 2  # warpgroups that compute, of 64 rows each
 ROWS = 64 * GROUPS  # of a block
-CHUNK = 32  # keys after which a thread looks whether there is room: 8 of each of its rows
+SEGMENTS = 16  # equal parts of the rows that read a key head
 
 
 @dataclass(frozen=True)
 class SelectConfig:
     """One compiled kernel.
 
-    `places` are those of a thread for the contenders of one of its rows; four threads share a row. `contenders` is the
-    length of the lists that it writes.
+    `places` are those of a thread for the contenders of one of its rows; four threads share a row.
     """
 
     dtype: str
     D: int  # head size after padding
     places: int
-    contenders: int
     step: int = 128  # keys
     stages: int = 3
     same: float = -1.0  # alpha - 1 of all heads: 0.5, 1.0, or -1.0 for any
     top: bool = False  # whether the k largest are selected
     weighed: bool = True  # whether those that surely have no weight are left out
+    every: int = 2  # how many tiles there are to one of those from which the first bounds come
     bounds: Literal["every", "causal", "intervals"] = "every"
 
     blocks = 1
+    rows = ROWS
 
     def __post_init__(self) -> None:
-        if self.step % CHUNK or self.places < 2 * CHUNK // 4 or not (self.top or self.weighed):
+        if self.step % 64 or self.places < self.step // 4 or not (self.top or self.weighed):
             raise ValueError(f"the selecting kernel cannot run as {self}")
         check_memory(self)
 

@@ -1,8 +1,9 @@
 """A warpgroup's 64 rows: their bounds, and the contenders that are above them, in shared memory.
 
 Every thread holds the scores of two rows, a quarter of the columns of each, and keeps those that are not under the
-row's bound in places of its own: nothing is shared but within the four threads of a row, and the order is fixed. A
-bound is found again when the places of a thread run out, from all contenders of the row, which are then dealt out anew.
+row's bound in places of its own: nothing is shared but within the four threads of a row, and the order is fixed. The
+first bound comes from some of the tiles, of which each thread holds the largest score of every place of its own. A
+bound is found again when places run out, from all contenders of the row, which are then dealt out anew.
 
 Scores here are products without the scale, which is positive.
 """
@@ -16,71 +17,37 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from gossamer.kernels.hopper.device.common import ROWS as TILE
-from gossamer.kernels.hopper.device.common import Opaque, Thread
-from gossamer.kernels.hopper.device.instructions import ROWS, assembly, largest_of_row, over_quad, places
+from gossamer.kernels.hopper.device.common import Thread
+from gossamer.kernels.hopper.device.instructions import ROWS, assembly, places
 from gossamer.kernels.hopper.device.select.block import SelectBlock
-from gossamer.kernels.hopper.device.select.configurations import CHUNK, GROUPS
+from gossamer.kernels.hopper.device.select.bounds import LOWEST, PLACE, Bounds, over_quad_sum
 from gossamer.kernels.hopper.device.select.configurations import ROWS as BLOCK_ROWS
 from gossamer.kernels.hopper.device.select.rows import rows_of, sampled, tile_of
 from gossamer.kernels.hopper.device.tiles import accumulator, first_factor, issue, product_of, second_factor
 
-PLACE = 4 * 4 * TILE * GROUPS  # bytes from a thread's place to its next one
-LOWEST = -3.4028234e38
-STEPS = 3  # of Newton's method
-HALVINGS = 10  # of the interval of the k-th largest
-MARGIN = 2e-5  # relative, of a bound: powers are approximate
-FLAT = 0.02  # alpha - 1 under which no contender is left out by its weight
 
-
-def append(score: Any, bound: Any, place: Any, key: Any, keys_behind: int) -> Any:
-    """Keep a score that is not under the bound at a place in shared memory; the next free place."""
-    code = (
-        "{ .reg .pred p; setp.geu.f32 p, $1, $2; mov.b32 $0, $3; @p st.shared.f32 [$3], $1; "
-        f"@p st.shared.b32 [$3 + {keys_behind}], $4; @p add.s32 $0, $3, {PLACE}; }}"
-    )
-    return assembly(Int32, code, Float32(score), Float32(bound), Int32(place), Int32(key))
-
-
-def power(x: Any, y: Any) -> Any:
-    """x^y, of x from 0 up."""
-    return cute.math.exp2(cute.math.log2(x, fastmath=True) * y, fastmath=True)
-
-
-def over_quad_sum(value: Any) -> Any:
-    """The sum of the four threads that share a row."""
-    value = value + cute.arch.shuffle_sync_bfly(value, offset=1)
-    return value + cute.arch.shuffle_sync_bfly(value, offset=2)
-
-
-class Selector(Opaque):
+class Selector(Bounds):
     """The rows of a warpgroup. What changes is in tensors of registers, one number for each row of a thread."""
 
     def __init__(self, block: SelectBlock, thread: Thread) -> None:
-        self.block, self.config, self.arguments, self.thread = block, block.config, block.arguments, thread
         c, dtype = block.config, block.s_q.element_type
+        first = block.s_scores.iterator.toint() + 4 * (4 * thread.row + thread.lane % 4)
+        super().__init__(block, [first + 4 * 4 * 8 * r for r in range(ROWS)])
+        self.block, self.thread, self.quad = block, thread, thread.lane % 4
         self.mma = product_of(dtype, c.step)
         self.q, self.k = first_factor(self.mma, block.s_q), second_factor(self.mma, block.s_k)
         self.rows = rows_of(block)
-        self.quad = thread.lane % 4
-        self.bound = cute.make_rmem_tensor((ROWS,), Float32)
-        self.next = cute.make_rmem_tensor((ROWS,), Int32)  # addresses of the next free places
+        self.of_head(self.rows.head)
         self.lo = cute.make_rmem_tensor((ROWS,), Int32)
         self.hi = cute.make_rmem_tensor((ROWS,), Int32)
         self.given_up = cute.make_rmem_tensor((ROWS,), Int32)
-        self.start = [block.s_scores.iterator.toint() + 4 * (4 * (thread.row + 8 * r) + self.quad) for r in range(ROWS)]
         # From the place of a score to that of its key.
-        self.keys_behind = 4 * 4 * TILE * GROUPS * c.places
-        self.full = (c.places - CHUNK // 4) * PLACE
-        a = block.arguments.steepness[self.rows.head]
-        self.a = a
-        self.scale = block.arguments.scale
-        self.flat = a < FLAT
-        self.inverse = 1.0 / cute.arch.fmax(a, Float32(FLAT))  # how far under lam a weight is 0
+        self.keys_behind = PLACE * c.places
+        self.room = c.places * PLACE
 
     @cute.jit
     def run(self):
-        """All tiles, then the lists."""
+        """All tiles."""
         c, rows, thread = self.config, self.rows, self.thread
         Q = cute.size(self.arguments.q.tensor, mode=[0])
         K = cute.size(self.arguments.k.tensor, mode=[0])
@@ -102,29 +69,38 @@ class Selector(Opaque):
         most_lo = cute.arch.warp_redux_sync(cutlass.max(self.lo[0], self.lo[1]), kind="max")
         least_hi = cute.arch.warp_redux_sync(cutlass.min(self.hi[0], self.hi[1]), kind="min")
         most_hi = cute.arch.warp_redux_sync(cutlass.max(self.hi[0], self.hi[1]), kind="max")
-        first = sampled(rows.tiles)
+        sample = sampled(rows.tiles, c.every)
         self.block.q.wait_full(thread.warpgroup, 0)
-        for step in cutlass.range(rows.tiles, unroll=1):
-            stage = self.block.k.wait_full_at(step)
-            scores = accumulator(self.mma, c.step)
-            issue(self.mma, scores, self.q[None, None, None, thread.warpgroup], self.k[None, None, None, stage], False)
-            key = (rows.begin + tile_of(step, rows.tiles)) * c.step
-            warpgroup.wait_group(0)
-            self.block.k.release(stage)
-            if step == first:
-                self.refresh()
+        largest = accumulator(self.mma, c.step)
+        largest.fill(-Float32.inf)
+        for step in cutlass.range(sample, unroll=1):
+            scores = self.product(step)
+            key = (rows.begin + tile_of(step, sample, c.every)) * c.step
             if key < most_hi and key + c.step > least_lo:
                 if key + c.step > least_hi or key < most_lo:
                     self.mask(scores, key)
-                if const_expr(c.weighed):  # noqa: SIM102
-                    if step < first:
-                        self.rise(scores)
+                for i in places(scores):
+                    largest[i] = cute.arch.fmax(largest[i], scores[i])
+        self.start_bounds(largest)
+        for step in cutlass.range(sample, sample + rows.tiles, unroll=1):
+            scores = self.product(step)
+            key = (rows.begin + tile_of(step, sample, c.every)) * c.step
+            if key < most_hi and key + c.step > least_lo:
+                if key + c.step > least_hi or key < most_lo:
+                    self.mask(scores, key)
                 self.keep(scores, key)
-        n = self.counts()
-        most = cutlass.max(over_quad_sum(n[0]), over_quad_sum(n[1]))
-        if cute.arch.vote_any_sync(most > c.contenders):
-            self.refresh()
-        self.write()
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def product(self, step):
+        """The scores of a step's tile."""
+        stage = self.block.k.wait_full_at(step)
+        scores = accumulator(self.mma, self.config.step)
+        own = self.q[None, None, None, self.thread.warpgroup]
+        issue(self.mma, scores, own, self.k[None, None, None, stage], False)
+        warpgroup.wait_group(0)
+        self.block.k.release(stage)
+        return scores
 
     @cute.jit
     def mask(self, scores, key):
@@ -138,74 +114,63 @@ class Selector(Opaque):
             scores[i] = scores[i] if seen else -Float32.inf
 
     @cute.jit
-    def rise(self, scores):
-        """The largest score of a row bounds it."""
-        for r in cutlass.range_constexpr(ROWS):
-            found = self.under(largest_of_row(scores, r) * self.scale)
-            # False where it is no number.
-            self.bound[r] = found if found > self.bound[r] and self.given_up[r] == 0 else self.bound[r]
-
-    @cute.jit
-    def under(self, lam):
-        """The product under which a weight is 0, of a number that lam is not under."""
-        found = (lam - self.inverse - MARGIN * (cute.arch.fmax(lam, -lam) + self.inverse)) / self.scale
-        return -Float32.inf if self.flat else found
-
-    @cute.jit
     def keep(self, scores, key):
-        """Append the contenders of a tile."""
-        for chunk in cutlass.range_constexpr(self.config.step // CHUNK):
-            full = self.next[0] - self.start[0] > self.full or self.next[1] - self.start[1] > self.full
-            if cute.arch.vote_any_sync(full):
-                self.refresh()
-            for j in cutlass.range_constexpr(CHUNK // 8):
-                for c in cutlass.range_constexpr(2):
-                    column = const_expr(8 * (CHUNK // 8 * chunk + j) + c)
-                    number = key + self.thread.quad + column
-                    for r in cutlass.range_constexpr(ROWS):
-                        i = const_expr(column // 8 * 4 + 2 * r + c)
-                        self.next[r] = append(scores[i], self.bound[r], self.next[r], number, self.keys_behind)
+        """Append the contenders of a tile: by fours of scores, of which most have none in a whole warp.
 
-    def counts(self) -> list[Any]:
-        """How many contenders this thread has of each of its rows."""
-        return [(self.next[r] - self.start[r]) // PLACE for r in range(ROWS)]
+        Score i is of row i // 2 % 2 and column 8 (i // 4) + i % 2.
+        """
+        fours = self.fours(scores)
+        if cute.arch.vote_any_sync(self.needed(fours, 0) > self.room or self.needed(fours, 1) > self.room):
+            self.refresh()
+            fours = self.fours(scores)
+            for r in cutlass.range_constexpr(ROWS):
+                # All four threads of a row give it up together.
+                over = Int32(1) if self.needed(fours, r) > self.room else Int32(0)
+                if over_quad_sum(over) != 0:
+                    self.given_up[r] = Int32(1)
+                    self.bound[r] = Float32.inf
+                    self.next[r] = self.start[r]
+        some = cute.arch.warp_redux_sync(fours, kind="or")
+        number = key + self.thread.quad
+        for j in cutlass.range_constexpr(self.config.step // 8):
+            if some & (1 << j) != 0:
+                for n in cutlass.range_constexpr(4):
+                    r, column = const_expr(n // 2), const_expr(8 * j + n % 2)
+                    self.next[r] = self.append(scores[4 * j + n], self.bound[r], self.next[r], number + column)
 
-    @cute.jit
-    def read(self, r: cutlass.Constexpr, place, count, none: cutlass.Constexpr):
-        """A contender's score, or `none` past the last."""
-        score = assembly(Float32, "ld.shared.f32 $0, [$1];", Int32(self.start[r] + place * PLACE))
-        return score if place < count else Float32(none)
+    def fours(self, scores: Any) -> Any:
+        """A bit for each four scores of this thread of which one is not under the bound of its row."""
+        parts = [Int32(0)] * 4
+        for j in range(self.config.step // 8):
+            code = (
+                "{ .reg .pred p; .reg .f32 a, b; max.NaN.f32 a, $1, $2; max.NaN.f32 b, $3, $4; "
+                "setp.geu.f32 p, a, $5; setp.geu.or.f32 p, b, $6, p; mov.b32 $0, $7; "
+                f"@p or.b32 $0, $7, {1 << j}; }}"
+            )
+            four = [Float32(scores[4 * j + n]) for n in range(4)]
+            bounds = [Float32(self.bound[r]) for r in range(ROWS)]
+            parts[j % 4] = assembly(Int32, code, *four, *bounds, parts[j % 4], effects=False)
+        return (parts[0] | parts[1]) | (parts[2] | parts[3])
+
+    def append(self, score: Any, bound: Any, place: Any, key: Any) -> Any:
+        """Keep a score that is not under the bound at a place in shared memory; the next free place."""
+        code = (
+            "{ .reg .pred p; setp.geu.f32 p, $1, $2; mov.b32 $0, $3; @p st.shared.f32 [$3], $1; "
+            f"@p st.shared.b32 [$3 + {self.keys_behind}], $4; @p add.s32 $0, $3, {PLACE}; }}"
+        )
+        return assembly(Int32, code, Float32(score), Float32(bound), Int32(place), Int32(key))
+
+    def needed(self, fours: Any, r: int) -> Any:
+        """The bytes that the places of a row may take with those of a tile: two of each four are of a row."""
+        return self.next[r] - self.start[r] + cute.arch.popc(fours) * (2 * PLACE)
 
     @cute.jit
     def refresh(self):
         """Find the bounds again from the contenders, and take out those that are under them."""
-        c = self.config
         cute.arch.sync_warp()
         n = self.counts()
         most = cute.arch.warp_redux_sync(cutlass.max(n[0], n[1]), kind="max")
-        top = cute.make_rmem_tensor((ROWS,), Float32)
-        bottom = cute.make_rmem_tensor((ROWS,), Float32)
-        for r in cutlass.range_constexpr(ROWS):
-            top[r], bottom[r] = -Float32.inf, Float32.inf
-        for place in cutlass.range(most, unroll=2):
-            for r in cutlass.range_constexpr(ROWS):
-                score = self.read(r, place, n[r], float("nan"))
-                top[r] = cute.arch.fmax(top[r], score)
-                if const_expr(c.top):
-                    bottom[r] = cute.arch.fmin(bottom[r], score)
-        for r in cutlass.range_constexpr(ROWS):
-            top[r] = over_quad(top[r])
-            if const_expr(c.top):
-                bottom[r] = -over_quad(-bottom[r])
-        found = cute.make_rmem_tensor((ROWS,), Float32)
-        for r in cutlass.range_constexpr(ROWS):
-            found[r] = self.bound[r]
-        if const_expr(c.weighed):
-            self.weigh(n, most, top, found)
-        if const_expr(c.top):
-            self.kth(n, most, top, bottom, found)
-        for r in cutlass.range_constexpr(ROWS):
-            self.bound[r] = found[r] if found[r] > self.bound[r] else self.bound[r]
+        self.bounds_again(n, most)
         total = cute.make_rmem_tensor((ROWS,), Int32)
         total.fill(0)
         for place in cutlass.range(most, unroll=1):
@@ -224,11 +189,6 @@ class Selector(Opaque):
                 total[r] = total[r] + more
         for r in cutlass.range_constexpr(ROWS):
             self.next[r] = self.start[r] + ((total[r] + 3 - self.quad) >> 2) * PLACE
-            if ((total[r] + 3) >> 2) * PLACE > self.full:
-                # Too many are left. What is no number still comes, and leaves again.
-                self.given_up[r] = Int32(1)
-                self.bound[r] = Float32.inf
-                self.next[r] = self.start[r]
         cute.arch.sync_warp()
 
     @cute.jit
@@ -237,98 +197,3 @@ class Selector(Opaque):
         bits = cute.arch.vote_ballot_sync(kept)
         quad = (Int32(bits) >> (self.thread.lane & 28)) & 15
         return cute.arch.popc(quad & ((Int32(1) << self.quad) - 1)), cute.arch.popc(quad)
-
-    @cute.jit
-    def kth(self, n, most, top, bottom, found):
-        """A bound that at least `keep` contenders are not under, of rows that have as many; `top` falls to it."""
-        low = cute.make_rmem_tensor((ROWS,), Float32)
-        enough = cute.make_rmem_tensor((ROWS,), Int32)
-        for r in cutlass.range_constexpr(ROWS):
-            low[r] = cute.arch.fmax(bottom[r], self.bound[r])
-            enough[r] = Int32(1) if over_quad_sum(n[r]) >= self.arguments.keep else Int32(0)
-        for _ in cutlass.range(HALVINGS, unroll=1):
-            over = cute.make_rmem_tensor((ROWS,), Int32)
-            middle = cute.make_rmem_tensor((ROWS,), Float32)
-            for r in cutlass.range_constexpr(ROWS):
-                over[r] = Int32(0)
-                middle[r] = 0.5 * (low[r] + top[r])
-            for place in cutlass.range(most, unroll=2):
-                for r in cutlass.range_constexpr(ROWS):
-                    score = self.read(r, place, n[r], -float("inf"))
-                    over[r] = over[r] + (Int32(1) if score >= middle[r] else Int32(0))
-            for r in cutlass.range_constexpr(ROWS):
-                many = over_quad_sum(over[r]) >= self.arguments.keep
-                low[r] = middle[r] if many else low[r]
-                top[r] = top[r] if many else middle[r]
-        for r in cutlass.range_constexpr(ROWS):
-            found[r] = cute.arch.fmax(found[r], low[r]) if enough[r] != 0 else found[r]
-
-    @cute.jit
-    def weigh(self, n, most, top, found):
-        """The bound by the weights of the contenders: lam rises to that of these alone."""
-        same = self.config.same
-        lam = cute.make_rmem_tensor((ROWS,), Float32)
-        for r in cutlass.range_constexpr(ROWS):
-            # No row has a lam under its largest score, or under what its bound came from.
-            lam[r] = cute.arch.fmax(self.bound[r] * self.scale + self.inverse, top[r] * self.scale)
-        for _ in cutlass.range(STEPS, unroll=1):
-            F = cute.make_rmem_tensor((ROWS,), Float32)
-            U = cute.make_rmem_tensor((ROWS,), Float32)
-            F.fill(0.0)
-            U.fill(0.0)
-            for place in cutlass.range(most, unroll=2):
-                for r in cutlass.range_constexpr(ROWS):
-                    w = self.read(r, place, n[r], -1e30) * (self.scale * self.a) + (1.0 - self.a * lam[r])
-                    w = cute.arch.fmax(w, Float32(0.0))
-                    if const_expr(same == 0.5):
-                        F[r], U[r] = F[r] + w * w, U[r] + w
-                    elif const_expr(same == 1.0):
-                        F[r], U[r] = F[r] + w, U[r] + (Float32(1.0) if w > 0.0 else Float32(0.0))
-                    else:
-                        u = power(w, self.inverse - 1.0)
-                        u = u if w > 0.0 else Float32(0.0)
-                        F[r], U[r] = F[r] + u * w, U[r] + u
-            for r in cutlass.range_constexpr(ROWS):
-                total, slope = over_quad_sum(F[r]), over_quad_sum(U[r])
-                if const_expr(same == 0.5):
-                    root = cute.math.sqrt(total, fastmath=True)
-                    move = 2.0 * root * (root - 1.0) / slope
-                elif const_expr(same == 1.0):
-                    move = (total - 1.0) / slope
-                else:
-                    part = power(total, 1.0 - self.a)
-                    move = (total - part) * self.inverse / slope
-                # It rises to the root, and stays where nothing is a number.
-                lam[r] = lam[r] + move if move > 0.0 and move < 1e30 else lam[r]
-        for r in cutlass.range_constexpr(ROWS):
-            bound = self.under(lam[r])
-            found[r] = bound if bound > found[r] else found[r]
-
-    @cute.jit
-    def write(self):
-        """The contenders of all rows into their lists."""
-        c, a = self.config, self.arguments
-        cute.arch.sync_warp()
-        n = self.counts()
-        most = cute.arch.warp_redux_sync(cutlass.max(n[0], n[1]), kind="max")
-        x, _, _ = cute.arch.block_idx()
-        total = cute.make_rmem_tensor((ROWS,), Int32)
-        total.fill(0)
-        for place in cutlass.range(most, unroll=1):
-            for r in cutlass.range_constexpr(ROWS):
-                at = self.start[r] + place * PLACE
-                score = assembly(Float32, "ld.shared.f32 $0, [$1];", Int32(at))
-                key = assembly(Int32, f"ld.shared.b32 $0, [$1 + {self.keys_behind}];", Int32(at))
-                kept = place < n[r] and not (score < self.bound[r])
-                rank, more = self.rank(kept)
-                rank = rank + total[r]
-                if kept and rank < c.contenders:
-                    own = x * BLOCK_ROWS + self.thread.row + 8 * r
-                    # -0 becomes 0: they are equal.
-                    a.scores[own, rank] = score * self.scale + 0.0
-                    a.keys[own, rank] = key
-                total[r] = total[r] + more
-        for r in cutlass.range_constexpr(ROWS):
-            fits = total[r] <= c.contenders and self.given_up[r] == 0
-            if self.quad == 0:
-                a.counts[x * BLOCK_ROWS + self.thread.row + 8 * r] = total[r] if fits else Int32(-1)

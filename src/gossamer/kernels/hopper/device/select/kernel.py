@@ -16,7 +16,8 @@ from gossamer.kernels.hopper.device.common import ROWS as TILE
 from gossamer.kernels.hopper.device.select.block import SelectArguments, SelectBlock
 from gossamer.kernels.hopper.device.select.configurations import GROUPS, SelectConfig
 from gossamer.kernels.hopper.device.select.contenders import Selector
-from gossamer.kernels.hopper.device.select.rows import rows_of, tile_of
+from gossamer.kernels.hopper.device.select.rows import rows_of, sampled, tile_of
+from gossamer.kernels.hopper.device.select.supports import Supports
 from gossamer.kernels.hopper.device.shell import Shell, array, barriers, ring_of, tile_memory, tiles, words
 from gossamer.kernels.hopper.device.tiles import tile_layout, tile_loader, tma
 
@@ -34,15 +35,17 @@ class Select(Shell):
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor, k: cute.Tensor, steepness: cute.Tensor, lo: cute.Tensor, hi: cute.Tensor, scores: cute.Tensor,
-        keys: cute.Tensor, counts: cute.Tensor, scale: Float32, first_block: Int32, offset: Int32, keep: Int32,
-        blocks: Int32, stream: Any,
+        q: cute.Tensor, k: cute.Tensor, steepness: cute.Tensor, lo: cute.Tensor, hi: cute.Tensor,
+        list_keys: cute.Tensor, list_weights: cute.Tensor, list_counts: cute.Tensor, lam: cute.Tensor,
+        support: cute.Tensor, certified: cute.Tensor, scale: Float32, first_block: Int32, offset: Int32, keep: Int32,
+        first_listed: Int32, told: Int32, blocks: Int32, stream: Any,
     ) -> None:  # fmt: skip
         """As in `SelectArguments`; `blocks` of rows are computed."""
         c = self.config
         arguments = SelectArguments(
-            q=tma(q, TILE, c.D), k=tma(k, c.step, c.D), steepness=steepness, lo=lo, hi=hi, scores=scores, keys=keys,
-            counts=counts, scale=scale, first_block=first_block, offset=offset, keep=keep,
+            q=tma(q, TILE, c.D), k=tma(k, c.step, c.D), steepness=steepness, lo=lo, hi=hi, list_keys=list_keys,
+            list_weights=list_weights, list_counts=list_counts, lam=lam, support=support, certified=certified,
+            scale=scale, first_block=first_block, offset=offset, keep=keep, first_listed=first_listed, told=told,
         )  # fmt: skip
         self.launch(arguments, blocks, stream)
 
@@ -82,9 +85,12 @@ class Select(Shell):
             of_k = tile_loader(block.k, a.k, block.s_k, c.step, c.D)
             for g in cutlass.range_constexpr(GROUPS):
                 of_q.load(Int32(g), rows.tile * GROUPS + g, rows.head, rows.batch)
-            for step in cutlass.range(rows.tiles, unroll=1):
-                of_k.load(step, rows.begin + tile_of(step, rows.tiles), rows.group, rows.batch)
+            sample = sampled(rows.tiles, c.every)
+            for step in cutlass.range(sample + rows.tiles, unroll=1):
+                of_k.load(step, rows.begin + tile_of(step, sample, c.every), rows.group, rows.batch)
 
     @cute.jit
     def compute(self, block):
-        Selector(block, computing_thread()).run()
+        rows = Selector(block, computing_thread())
+        rows.run()
+        Supports(rows).write()

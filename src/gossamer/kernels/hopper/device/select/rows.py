@@ -10,8 +10,6 @@ from cutlass import Int32, const_expr
 
 from gossamer.kernels.hopper.device.select.configurations import ROWS
 
-SAMPLE = 16  # every so many of the tiles come first
-
 
 class Rows(NamedTuple):
     """Where a block is, and its tiles."""
@@ -45,15 +43,12 @@ def rows_of(block: Any) -> Rows:
     return Rows(lead // H, head, head // (H // G), tile, begin, tiles)
 
 
-def sampled(tiles: Any) -> Any:
-    """How many tiles come first."""
-    return cute.ceil_div(tiles, SAMPLE)
+def sampled(tiles: Any, every: int) -> Any:
+    """How many tiles are walked before all are: every so many of them."""
+    return cute.ceil_div(tiles, every)
 
 
 @cute.jit
-def tile_of(step, tiles):
-    """The tile of a step: every SAMPLE-th, then the others."""
-    first = sampled(tiles)
-    rest = step - first
-    other = rest // (SAMPLE - 1) * SAMPLE + 1 + rest % (SAMPLE - 1)
-    return step * SAMPLE if step < first else other
+def tile_of(step, sample, every: cutlass.Constexpr):
+    """The tile of a step: those of the sample, then all."""
+    return step * every if step < sample else step - sample
