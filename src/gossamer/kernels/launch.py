@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 Direction = Literal["forward", "backward"]
 RESULTS: dict[Direction, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 INPUTS: dict[Direction, tuple[str, ...]] = {
@@ -334,6 +336,8 @@ def dtype_of(array: Any) -> str:
 
 def operand_of(array: Any) -> Operand:
     """What an array of the layout is like; of one that is no tensor, nothing."""
+    if isinstance(array, np.ndarray):
+        return Operand(str(array.dtype), array.shape, compact(array.shape))
     if not hasattr(array, "data_ptr"):
         return Operand("", (), ())
     return Operand(dtype_of(array), tuple(array.shape), tuple(array.stride()), array.data_ptr() % ALIGNMENT == 0)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from gossamer.kernels.hopper.schedule.arrays import Array, copied, namespace, placed, zeros
 from gossamer.kernels.hopper.schedule.words import entries
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.walk import Walk
@@ -18,24 +17,24 @@ from gossamer.memo import Memos
 class Lists(NamedTuple):
     """A walk's arrays as the kernel reads them."""
 
-    lists: Tensor  # (2, n) int32: tile column; pool entry of a tile of bits
-    lo: Tensor  # (Bl * Hl, Q) int32
-    hi: Tensor
-    pool: Tensor  # (P * block_q, block_kv / 32) int32
+    lists: Array  # (2, n) int32: tile column; pool entry of a tile of bits
+    lo: Array  # (Bl * Hl, Q) int32
+    hi: Array
+    pool: Array  # (P * block_q, block_kv / 32) int32
 
 
 _lists: Memos[Lists] = Memos()  # of walks
 
 
 def lists(layout: BlockLayout, transposed: bool = False, blocks: int = 0, repeat: int = 1) -> Lists:
-    """The lists of a layout of torch tensors: of its rows, or of its columns.
+    """The lists of a layout where its arrays are: of its rows, or of its columns.
 
     With `blocks` that draw items at the same time, every other round of rows is listed backwards: it begins with the
     keys that are in the level-2 cache since the round before. Else, and where only the device knows the lists, tile
     columns ascend in each list. With `repeat` the rows of a tile are those of so many heads, one head after the other.
     """
     walk = layout.columns if transposed else layout.rows
-    if layout.host is None:
+    if layout.host is None and walk.device is not None:
         blocks = 0  # the same for all
     kept = _lists.of(walk)
     found = kept.get((blocks, repeat))
@@ -43,38 +42,44 @@ def lists(layout: BlockLayout, transposed: bool = False, blocks: int = 0, repeat
         return found
     if repeat > 1:
         found = _repeated(lists(layout, transposed, blocks), walk, repeat)
-        if walk.lo.device.type == "cuda" and layout.host is not None:  # kept for every stream: others would not wait
-            torch.cuda.current_stream(walk.lo.device).synchronize()
+        if layout.host is not None and walk.device.type == "cuda":  # kept for every stream: others would not wait
+            namespace(walk.lo).cuda.current_stream(walk.device).synchronize()
     else:
         known = walk
         if layout.host is not None:  # what is copied from there is complete for every stream
             known = layout.host.columns if transposed else layout.host.rows
-        kinds, pool_index = entries(known), torch.as_tensor(known.pool_index)
-        arrays = [torch.as_tensor(x) for x in kinds.arrays]
-        n, (*_, bits) = kinds.number, kinds.bases
-        # What goes with a tile of another kind is not read.
-        new = pool_index.new_zeros if known.device is None or not n else pool_index.new_empty
-        table = new((2, max(1, n)))
-        column, entry = table
-        torch.cat(arrays, out=column[:n])
-        if len(pool_index):
-            entry[bits:] = pool_index
-        if blocks and layout.host is not None:
-            table[:, :n] = table[:, torch.from_numpy(_there_and_back(known, blocks))]
+        table = _table(known)
+        if blocks:
+            table[:, : entries(known).number] = table[:, _there_and_back(known, blocks)]
         lo, hi = _rows(walk.lo, walk.rows), _rows(walk.hi, walk.rows)
-        found = Lists(table.to(walk.lo.device), lo, hi, _rows(walk.pool, walk.block_columns // 32))
+        found = Lists(placed(table, walk.device), lo, hi, _rows(walk.pool, walk.block_columns // 32))
     return kept.put((blocks, repeat), found)
+
+
+def _table(walk: Walk) -> Array:
+    """The entries of a walk, (2, n) int32; what goes with a tile of another kind is not read."""
+    kinds = entries(walk)
+    n, (*_, bits) = kinds.number, kinds.bases
+    if walk.device is None:
+        table = np.zeros((2, max(1, n)), np.int32)
+        np.concatenate(kinds.arrays, out=table[0, :n])
+    else:
+        table = walk.pool_index.new_empty((2, n)) if n else zeros((2, 1), walk.pool_index)
+        namespace(table).cat(kinds.arrays, out=table[0, :n])
+    if len(walk.pool_index):
+        table[1, bits:] = walk.pool_index
+    return table
 
 
 def _repeated(known: Lists, walk: Walk, repeat: int) -> Lists:
     """The lists of a walk of one tile of rows, which hold its rows several times."""
     lo, hi, pool = known.lo, known.hi, known.pool
-    if walk.lo.numel():
-        lo, hi = lo.repeat(1, repeat), hi.repeat(1, repeat)
-    if walk.pool.numel():
-        pool = pool.clone()
-        rows = pool.view(-1, walk.block_rows, pool.shape[1])
-        rows[:, : repeat * walk.rows] = rows[:, : walk.rows].repeat(1, repeat, 1)
+    if 0 not in walk.lo.shape:
+        lo, hi = (namespace(x).tile(x, (1, repeat)) for x in (lo, hi))
+    if 0 not in walk.pool.shape:
+        pool = copied(pool)
+        rows = pool.reshape(-1, walk.block_rows, pool.shape[1])
+        rows[:, : repeat * walk.rows] = namespace(rows).tile(rows[:, : walk.rows], (1, repeat, 1))
     return known._replace(lo=lo, hi=hi, pool=pool)
 
 
@@ -96,6 +101,8 @@ def _there_and_back(walk: Walk, blocks: int) -> np.ndarray:
     return np.concatenate(places)
 
 
-def _rows(x: Tensor, width: int) -> Tensor:
+def _rows(x: Array, width: int) -> Array:
     """The tensor as rows of `width`, one row where it is empty: a kernel argument needs an address."""
-    return x.reshape(-1, width) if x.numel() else x.new_zeros((1, max(1, width)))
+    if 0 in x.shape:
+        return zeros((1, max(1, width)), x)
+    return x.reshape(-1, width).view(np.int32) if isinstance(x, np.ndarray) else x.reshape(-1, width)
