@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gossamer.jax.api import NAMES, config_of
+from gossamer.jax.api import NAMES, asked_of, config_of
 from gossamer.jax.arguments import Lengths, arguments_of, problem_of
 from gossamer.jax.plan import plan_of
 from gossamer.jax.tiles import TileLists
@@ -70,8 +70,8 @@ def explain(
         sink_logits=sink_logits, alibi_slopes=alibi_slopes, implementation=implementation, deterministic=deterministic,
         names=NAMES,
     )  # fmt: skip
-    B, Q, H, _ = a.q.shape
-    plan = plan_of(pattern, B, H, Q, a.k.shape[1], q_offset)
+    asked = asked_of(a, q_offset)
+    plan = plan_of(pattern, asked)
     config = config_of(a, plan, q_offset)
     rows, lists = config.rows, plan.rows
     Bl, Hl = rows.lead

@@ -99,7 +99,7 @@ def _cut_by_capacity(
     lengths: Array, shape: tuple[int, int, int], copies: int, blocks: int, split: int | None, few: bool,
     most: int | None,
 ) -> Ranges:  # fmt: skip
-    """The rows of a walk whose numbers are not known here: each in as many equal parts as a row would have that lists `most`.
+    """The rows of a walk of tensors: each in as many equal parts as a row would have that lists `most`.
 
     Nothing is read back: a short row has short parts, and empty ones. Only the rows of one tile are cut, as a step of
     decoding has them, which waits for its longest row; None, or more tiles: rows stay whole.
