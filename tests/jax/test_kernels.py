@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -90,3 +89,150 @@ def test_values(name: str, calls: list[str]) -> None:
     jax.block_until_ready(found)
     assert "forward" in calls and ("query_gradient" in calls or "postprocess" in calls)
     close(found, by_lax(pattern, arrays, **terms))
+
+
+WINDOW, SIZES = gs.SlidingWindow(60), (2, 130, 130, 4, 2, 64, 64)
+
+
+def attend(q: Any, k: Any, v: Any) -> Any:
+    return gsj.attention(q, k, v, WINDOW, return_residual=True, implementation="hopper")
+
+
+def plain(q: Any, k: Any, v: Any) -> Any:
+    return gsj.attention(*(x.astype(jnp.float32) for x in (q, k, v)), WINDOW, return_residual=True,
+                         implementation="blocked")  # fmt: skip
+
+
+def loss(f: Callable[..., Any], *arrays: Any) -> Any:
+    out, lse = f(*arrays)
+    return (jnp.sin(out.astype(jnp.float32)).sum() + jnp.cos(lse).sum()).astype(jnp.float32)
+
+
+def gradient(f: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.grad(partial(loss, f), (0, 1, 2))
+
+
+def test_batched_axes(calls: list[str]) -> None:
+    """vmap of all or of some arrays, of any axis and twice; of the gradient, and the gradient of it."""
+    arrays = inputs((6, *SIZES[1:]))[:3]
+    split = [x.reshape(3, 2, *x.shape[1:]) for x in arrays]
+    q, k, v = split
+    close(jax.vmap(attend)(*split), jax.vmap(plain)(*split))
+    close(jax.vmap(attend, (0, None, None))(q, k[0], v[0]), jax.vmap(plain, (0, None, None))(q, k[0], v[0]))
+    moved = jnp.moveaxis(q, 0, 2)
+    close(jax.vmap(attend, (2, 0, 0))(moved, k, v), jax.vmap(plain, (2, 0, 0))(moved, k, v))
+    close(jax.jit(jax.vmap(gradient(attend)))(*split), jax.jit(jax.vmap(gradient(plain)))(*split))
+    summed = [lambda *x, f=f: loss(jax.vmap(f), *x) for f in (attend, plain)]
+    close(*(jax.jit(jax.grad(f, (0, 1, 2)))(*split) for f in summed))
+    assert calls.count("forward") == 5, "one launch for all copies"
+
+
+def test_layers(calls: list[str]) -> None:
+    """A scan over layers that are computed again in the backward."""
+    q, *_ = inputs((1, 130, 130, 2, 2, 64, 64))
+
+    def model(f: Callable[..., Any], x: Any) -> Any:
+        def layer(x: Any, _: Any) -> Any:
+            out, _ = f(x, x, x)
+            return (x + out).astype(x.dtype), None
+
+        return jax.lax.scan(jax.checkpoint(layer), x, None, length=2)[0].astype(jnp.float32).sum()
+
+    close(jax.jit(jax.grad(partial(model, attend)))(q), jax.jit(jax.grad(partial(model, plain)))(q), 2e-2)
+    assert calls.count("forward") == 6 - 2 and calls.count("preprocess") == 2
+
+
+def mesh() -> Mesh:
+    return Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+
+
+def test_sharded_jit_computes_where_arrays_are(calls: list[str]) -> None:
+    arrays = inputs(SIZES)[:3]
+    where = NamedSharding(mesh(), P("data", None, "model"))
+    there = [jax.device_put(x, where) for x in arrays]
+    compiled = jax.jit(gradient(attend)).lower(*there).compile()
+    assert "all-gather" not in compiled.as_text()
+    found = compiled(*there)
+    close(found, jax.jit(gradient(plain))(*arrays))
+    assert all(x.sharding.is_equivalent_to(where, 4) for x in found)
+    assert calls.count("forward") == 4, "one on each device"
+
+
+def test_shard_map(calls: list[str]) -> None:
+    """With types of what varies, and an operand that is the same on all devices."""
+    q, k, v = inputs(SIZES)[:3]
+    k, v = k[:1], v[:1]
+
+    def local(f: Callable[..., Any]) -> Callable[..., Any]:
+        def run(q: Any, k: Any, v: Any) -> Any:
+            return jax.lax.psum(loss(f, q, k, v), "data")
+
+        return jax.jit(
+            jax.grad(
+                jax.shard_map(
+                    run, mesh=Mesh(np.asarray(jax.devices()[:2]), ("data",)), in_specs=(P("data"), P(), P()), out_specs=P(),
+                    check_vma=True,
+                ),
+                (0, 1, 2),
+            )
+        )  # fmt: skip
+
+    close(local(attend)(q, k, v), local(plain)(q, k, v))
+
+
+def test_a_plan_is_an_argument(calls: list[str]) -> None:
+    """Its lists are no constants of the program; other batch elements make their own."""
+    arrays = inputs(SIZES)
+    q, k, v, _ = arrays
+    plan = gsj.prepare(WINDOW, q, k)
+    assert plan.recipe is not None and plan.lists["backward"]
+    run = jax.jit(lambda plan, *arrays: both(plan, "hopper")(*arrays))
+    close(run(plan, *arrays), by_lax(WINDOW, arrays))
+    more = [jnp.concatenate([x, x]) for x in arrays]
+    close(run(plan, *more), by_lax(WINDOW, tuple(more)))
+    mask = WINDOW.materialize(130, 130)
+    of_mask = gsj.prepare(mask, q, k)
+    close(run(of_mask, *arrays), by_lax(WINDOW, arrays))
+    with pytest.raises(gs.Unsupported, match="its Plan was prepared for other calls"):
+        gsj.attention(q, k, v, of_mask, softcap=3.0, implementation="hopper")
+
+
+def test_export(calls: list[str]) -> None:
+    """A program holds the names of kernels, which the process that reads it has registered."""
+    arrays = inputs(SIZES)[:3]
+    exported = jax.export.export(
+        jax.jit(attend), disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name) for name in _names(arrays)]
+    )(*arrays)
+    again = jax.export.deserialize(exported.serialize())
+    close(again.call(*arrays), plain(*arrays))
+
+
+def _names(arrays: Any) -> set[str]:
+    import re
+
+    text = jax.jit(attend).lower(*arrays).as_text()
+    return set(re.findall(r"stand_in_\w+", text))
+
+
+def test_a_call_that_no_kernel_computes(calls: list[str]) -> None:
+    """By name every reason is said; without one lax computes it."""
+    q, k, v = (x.astype(jnp.float32) for x in inputs(SIZES)[:3])
+    with pytest.raises(gs.Unsupported, match=r"implementation='hopper' cannot compute .* dtype float32 not in"):
+        gsj.attention(q, k, v, WINDOW, implementation="hopper")
+    out = gsj.attention(q, k, v, WINDOW)
+    assert out.dtype == jnp.float32 and not calls
+    half = [x.astype(jnp.float16) for x in (q, k, v)]
+    with pytest.raises(gs.Unsupported, match="does not compute alibi_slopes"):
+        gsj.attention(*half, WINDOW, alibi_slopes=jnp.ones(4), implementation="hopper")
+
+
+def test_same_bits(calls: list[str]) -> None:
+    """The counter of items is each call's own."""
+    q, k, v = inputs((1, 130, 130, 2, 2, 64, 64))[:3]
+    first, _ = attend(q, k, v)
+
+    @jax.jit
+    def many(q: Any, k: Any, v: Any) -> Any:
+        return jax.lax.scan(lambda x, _: (x, (attend(q + 0 * x, k, v)[0] == first).all()), q, None, length=3)[1]
+
+    assert many(q, k, v).all()

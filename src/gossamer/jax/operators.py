@@ -51,8 +51,8 @@ def operator(config: Config, present: Present, recipe: Recipe | None = None) -> 
         present: which of the vectors a call has.
         recipe: of kernels that compute it on a GPU; the lists are theirs, by direction.
     """
-    forward = jax.jit(_batched(_partitioned(_forward(config, recipe), config, present)))
-    backward = jax.jit(_batched(_partitioned(_backward(config, recipe), config, present)))
+    forward = _directed("forward", config, present, recipe)
+    backward = _directed("backward", config, present, recipe)
 
     @jax.custom_vjp
     def attend(
@@ -84,6 +84,25 @@ def operator(config: Config, present: Present, recipe: Recipe | None = None) -> 
 
     attend.defvjp(with_residuals, gradients)
     return attend
+
+
+@lru_cache(2 * MOST_OPERATORS)
+def _directed(direction: Direction, config: Config, present: Present, recipe: Recipe | None) -> Callable[..., Any]:
+    """One direction, without a gradient."""
+    function = (_forward if direction == "forward" else _backward)(config, recipe)
+
+    def folded(given: list[Any]) -> tuple[Callable[..., Any], list[Any]]:
+        """What computes arrays into which an axis is folded, and the lists among them that it reads."""
+        (at,) = [at for at, x in enumerate(given) if isinstance(x, dict)]
+        q, k = given[at + 1], given[at + 2]
+        made = None if recipe is None else recipe.at(q.shape[0], q.shape[2], k.shape[2])
+        if made is None:
+            return wrapped, given
+        lists = {name: jnp.asarray(x) for name, x in made.lists[direction].items()}
+        return _directed(direction, config, present, made.recipe), [*given[:at], lists, *given[at + 1 :]]
+
+    wrapped = _batched(_partitioned(function, config, present), folded)
+    return jax.jit(wrapped)
 
 
 def _of(lists: Lists, direction: Direction) -> dict[str, Array]:
@@ -172,7 +191,7 @@ def _by_platform(
     return lax.platform_dependent(*arguments, default=by_lax, **branches)
 
 
-def _batched(function: Callable[..., Any]) -> Callable[..., Any]:
+def _batched(function: Callable[..., Any], of_folded: Callable[..., Any]) -> Callable[..., Any]:
     """With a rule of `vmap`: the axis joins the batch elements, each of whose lists its copies share."""
     wrapped = custom_vmap(function)
 
@@ -192,7 +211,8 @@ def _batched(function: Callable[..., Any]) -> Callable[..., Any]:
         given = [x if isinstance(x, LISTS) else folded(x, b) for x, b in zip(tensors, of_tensors, strict=True)]
         if vectors.key_lengths is not None:
             vectors = vectors._replace(key_lengths=folded(vectors.key_lengths, batched.key_lengths))
-        out = wrapped(*given, vectors)
+        run, given = of_folded(given)
+        out = run(*given, vectors)
         out = tuple(jnp.moveaxis(x.reshape(-1, axis_size, *x.shape[1:]), 1, 0) for x in out)
         return out, jax.tree.map(lambda _: True, out)
 
