@@ -1,4 +1,4 @@
-"""Kernels of numpy in the place of those for Hopper, called as these are: as targets of XLA, on a CPU, with flat memory.
+"""Kernels of numpy that stand for those for Hopper, called as these are: as targets of XLA, with flat memory.
 
 They read the same items and lists, and write the same results. What only kernels tell one another is their own here:
 how sums of dQ lie, and what the parts of a row hold.
@@ -86,7 +86,7 @@ def _arguments(kind: str, roles: tuple[Any, ...], key: tuple[Any, ...], given: t
             offset, shape = next(numbers), [next(numbers) for _ in range(p.rank)]
             strides = [next(numbers) for _ in range(3)] + [1] * (p.rank == 4)
             last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-            assert 0 <= offset and last < x.size, f"{p.name} is outside of its memory"
+            assert offset >= 0 and last < x.size, f"{p.name} is outside of its memory"
             x = np.lib.stride_tricks.as_strided(x[offset:], shape, [s * x.itemsize for s in strides])
         found.append(x)
     return [*found, *numbers]
@@ -192,7 +192,9 @@ def _softmax(s: Array, v: Array, sink: float) -> tuple[Array, Array]:
         return o / np.where(total > 0, total, 1.0)[:, None], m + np.log(total)
 
 
-def preprocess(key: Any, out: Array, dout: Array, lse: Array, dlse: Array, terms: Array, dq_sum: Array, has: int) -> None:
+def preprocess(
+    key: Any, out: Array, dout: Array, lse: Array, dlse: Array, terms: Array, dq_sum: Array, has: int
+) -> None:
     *_, zeroed = key
     Q = out.shape[2]
     terms[0], terms[1] = np.inf, 0.0
@@ -224,9 +226,15 @@ def backward(key: Any, *a: Any) -> None:
      before, exponent, factor, items, _) = a  # fmt: skip
     (c,) = key
     assert items == len(work) and not counter.any()
-    known, score, ratio = Lists(lists, lo, hi, pool), Score(c.score == "softcap", before, exponent), len(q[0]) // len(k[0])
+    known, score, ratio = (
+        Lists(lists, lo, hi, pool),
+        Score(c.score == "softcap", before, exponent),
+        len(q[0]) // len(k[0]),
+    )
     for item in work.tolist():
-        batch, group, tile, slot = (item[w] for w in (ColumnItem.BATCH, ColumnItem.GROUP, ColumnItem.TILE, ColumnItem.SLOT))
+        batch, group, tile, slot = (
+            item[w] for w in (ColumnItem.BATCH, ColumnItem.GROUP, ColumnItem.TILE, ColumnItem.SLOT)
+        )
         first, count = item[ColumnItem.SEGMENT_START], item[ColumnItem.SEGMENT_COUNT]
         kt, vt = _rows(k, batch, group, tile, c.block_kv), _rows(v, batch, group, tile, c.block_kv)
         sums = np.zeros((c.block_kv, k.shape[3])), np.zeros((c.block_kv, v.shape[3]))
@@ -289,6 +297,5 @@ def sum_parts(key: Any, result: Array, parts: Array, merges: Array, factor: floa
 
 
 KERNELS: dict[str, Callable[..., None]] = {
-    function.__name__: function
-    for function in (forward, preprocess, backward, query_gradient, postprocess, sum_parts)
+    function.__name__: function for function in (forward, preprocess, backward, query_gradient, postprocess, sum_parts)
 }

@@ -14,7 +14,7 @@ from gossamer.jax.arguments import Arguments, Lengths, arguments_of, as_given, d
 from gossamer.jax.kernels import recipes
 from gossamer.jax.kernels.recipes import Recipe
 from gossamer.jax.operators import FORWARD_MODE, MOST_OPERATORS, Operator, operator
-from gossamer.jax.plan import Asked, Plan, by_kernels, for_call, offset_of, resolved_pattern
+from gossamer.jax.plan import Asked, Plan, for_call, offset_of, why_no_kernels
 from gossamer.jax.tiles import TileLists
 from gossamer.jax.tiling import Config, Vectors
 from gossamer.plan.problem import Unsupported
@@ -138,16 +138,15 @@ def _check_and_log(pattern: Any, asked: Asked, implementation: str | None) -> No
     Raises:
         Unsupported: kernels were named.
     """
-    p = asked.problem
     if implementation is None and (recipes.chip() is None or not logger.isEnabledFor(logging.INFO)):
         return
-    reasons = by_kernels(resolved_pattern(pattern, p.B, p.H, p.Q, p.K), asked).reasons
+    reasons = why_no_kernels(pattern, asked)
     if implementation is not None:
         raise Unsupported(f"implementation={implementation!r} cannot compute this problem: {', '.join(reasons)}")
     text = ", ".join(reasons)
     if text not in _logged:
         _logged.add(text)
-        logger.info(f"attention in {p.dtype} runs by blocked, in lax (not hopper: {text})")
+        logger.info(f"attention in {asked.problem.dtype} runs by blocked, in lax (not hopper: {text})")
 
 
 def _runs(

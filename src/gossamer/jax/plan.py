@@ -162,15 +162,19 @@ def by_kernels(resolved: Pattern | BlockLayout | Plan, asked: Asked) -> ByKernel
         if (recipe.problem, recipe.scoring) == (problem, scoring):
             return ByKernels(Made(recipe, resolved.lists, resolved), [])
         if source is None:
-            return ByKernels(
-                None, [OTHER_CALLS, *recipes.refusals(problem, None)]
-            )
+            return ByKernels(None, [OTHER_CALLS, *recipes.refusals(problem, None)])
     if isinstance(source, BlockLayout) and source.q_offset is not None:
         offset = source.q_offset
     if reasons := recipes.refusals(problem, source):
         return ByKernels(None, reasons)
     assert source is not None
     return ByKernels(recipes.made_for(problem, Scoring(asked.scale, offset, problem.softcap), source), [])
+
+
+def why_no_kernels(pattern: Any, asked: Asked) -> list[str]:
+    """Every reason why no kernels compute a call."""
+    p = asked.problem
+    return by_kernels(resolved_pattern(pattern, p.B, p.H, p.Q, p.K), asked).reasons
 
 
 def plan_of(pattern: Any, asked: Asked) -> Plan:

@@ -13,10 +13,13 @@ from functools import cache
 from typing import Any, NamedTuple, cast
 
 import jax
+import numpy as np
 
 from gossamer.jax.kernels import targets
 from gossamer.kernels.contract import Implementation, Scoring
 from gossamer.kernels.hopper import IMPLEMENTATION
+from gossamer.kernels.hopper.device.gather.configurations import ROWS
+from gossamer.kernels.hopper.device.row_items import LISTS
 from gossamer.kernels.launch import EDGE, Builder, Direction, Kernel, Launch, Operand, Prepared, with_own
 from gossamer.kernels.parts import PartitionedCall, Selection
 from gossamer.layouts.block import BlockLayout
@@ -95,6 +98,16 @@ class Directed(NamedTuple):
     operands: Mapping[str, Operand]
 
 
+class Work(NamedTuple):
+    """What kernels do."""
+
+    kernels: tuple[str, ...]  # of both directions
+    tile: tuple[int, int]
+    tiles: int  # that are visited; of gathered keys, steps of as many columns
+    all_tiles: int
+    bits_tiles: int
+
+
 @dataclass(frozen=True, eq=False)
 class Recipe:
     """The launches of a call. Equal ones launch the same kernels with the same numbers."""
@@ -115,6 +128,21 @@ class Recipe:
     @property
     def _key(self) -> tuple[Any, ...]:
         return self.problem, self.scoring, self.digest, self.pattern
+
+    def work(self, lists: Mapping[str, Arrays]) -> Work:
+        """What its kernels do, of one head and one forward.
+
+        Args:
+            lists: its own, by direction.
+        """
+        steps = [s.kernel for d in DIRECTIONS for s in self.directed[d].launch.steps if s.kernel.implementation == NAME]
+        (config, *_), p = steps[0].key, self.problem
+        tile = (ROWS, ROWS) if self.gathers else (config.block_q, config.block_kv)
+        items = [np.asarray(x) for name, x in lists["forward"].items() if name.endswith("rows_items")]
+        counts = {kind: sum(int(x[:, word].sum()) for x in items) for kind, (_, word) in LISTS.items()}
+        heads, every = p.B * p.H, -(-p.Q // tile[0]) * -(-p.K // tile[1])
+        kernels = tuple(kernel.name for kernel in steps)
+        return Work(kernels, tile, sum(counts.values()) // heads, every, counts["bits"] // heads)
 
     def at(self, B: int, H: int, G: int) -> Made | None:
         """The recipe for so many batch elements and heads; None where what is kept is known for others alone."""
