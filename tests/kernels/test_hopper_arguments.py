@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
+from gossamer.kernels.hopper.device.parameters import parameters
 from gossamer.kernels.launch import ALIGNMENT, BYTES, Constant, Operand, Prepared, View, compact, operand_of
 from gossamer.layouts import from_dense
 from gossamer.layouts.device import key_list_layout
@@ -65,11 +66,13 @@ def stands_for(name: str, parameter: str) -> bool:
     return name.startswith((parameter, f"no_{parameter}", NAMED.get(parameter, parameter))) or name == "no_sums"
 
 
-def check(entry: Any, given: tuple[Any, ...], of: Any) -> None:
+def check(kind: str, key: tuple[Any, ...], entry: Any, given: tuple[Any, ...], of: Any) -> None:
     """Compare the arguments of a step with those that an entry compiles its kernel for."""
     kernel, wanted = entry.kernel, entry.arguments
     *names, last = inspect.signature(kernel).parameters
     assert last == "stream" and len(names) == len(wanted) == len(given)
+    arrays = {p.name: p for p in parameters(kind, *key)}
+    assert list(arrays) == names[: len(arrays)]
     sizes: dict[Any, int] = {}  # one symbol is one size
     for name, want, found in zip(names, wanted, given, strict=True):
         if isinstance(found, Constant):
@@ -78,6 +81,8 @@ def check(entry: Any, given: tuple[Any, ...], of: Any) -> None:
         x = of(found)
         assert stands_for(found, name), (name, found)
         assert x.dtype == TYPES[want.element_type.__name__] and len(x.shape) == len(want.shape), (name, found, x)
+        # What has any strides may be passed as flat memory and numbers; all else is whole.
+        assert arrays[name].rank in ((len(want.shape),) if not x.contiguous else (0, len(want.shape))), (name, found)
         assert x.aligned or want._assumed_align < ALIGNMENT, (name, found, x)
         for n, stride, size, step in zip(x.shape, x.strides, want.shape, want.stride, strict=True):
             assert n == (size if isinstance(size, int) else sizes.setdefault(id(size), n)), (name, found, x)
@@ -131,7 +136,11 @@ def test_steps(form: str, D: int, E: int, terms: tuple[str, ...], split: int | N
                     seen.add(step.kernel.name)
                     entry = getattr(entries, step.kernel.name)(*step.kernel.key)
                     check(
-                        entry, step.arguments, lambda name, found=found, operands=operands: known(found, operands, name)
+                        step.kernel.name,
+                        step.kernel.key,
+                        entry,
+                        step.arguments,
+                        lambda name, found=found, operands=operands: known(found, operands, name),
                     )
     if form in BLOCKS:
         assert {"forward", "preprocess", "query_gradient", "wide" if D > 128 else "backward"} <= seen

@@ -37,6 +37,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 Arrays = Mapping[str, Any]  # of a launch's lists, by name
 Source = Pattern | BlockLayout
 
+PROCESSORS = 132  # of an H100 or H200, where JAX does not say how many a GPU has
 UNKNOWN = "reads lists whose numbers are known when a program is written"
 
 _recipes: Memo[Made] = Memo()
@@ -58,7 +59,7 @@ def chip() -> Chip | None:
     except RuntimeError:
         return None
     major, minor = str(device.compute_capability).split(".")
-    return Chip(10 * int(major) + int(minor), int(device.core_count))
+    return Chip(10 * int(major) + int(minor), int(getattr(device, "core_count", PROCESSORS)))
 
 
 def on_chip(problem: Problem) -> Problem:
