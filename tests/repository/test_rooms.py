@@ -58,6 +58,7 @@ FRAMEWORKS = {
     "kernels.triton": allowed("numpy torch triton"),
     "kernels.hopper": allowed("numpy torch cutlass tvm_ffi"),
     "jax": allowed("numpy jax"),
+    "jax.kernels.targets": allowed("numpy jax", "jax_tvm_ffi"),
     "kernels.hopper.schedule.item_kernels": allowed("triton"),
     "torch": allowed("numpy torch", "rich"),
     "torch.bind": allowed("torch", "triton tvm_ffi"),
