@@ -62,7 +62,9 @@ def run(
     processes = min(jobs or len(os.sched_getaffinity(0)), len(todo))
     if todo:
         with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-            for _ in track(pool.map(partial(_make, jax=jax), todo), "compiling", total=len(todo), console=console, transient=True):
+            for _ in track(
+                pool.map(partial(_make, jax=jax), todo), "compiling", total=len(todo), console=console, transient=True
+            ):
                 pass
     lost = [path for _, path in found if not path.exists()]
     if lost:

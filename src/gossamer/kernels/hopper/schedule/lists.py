@@ -8,6 +8,7 @@ import numpy as np
 
 from gossamer.kernels.hopper.schedule.arrays import Array, copied, namespace, placed, zeros
 from gossamer.kernels.hopper.schedule.words import entries
+from gossamer.kernels.launch import ALIGNMENT
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.walk import Walk
 from gossamer.layouts.work_list import row_lengths
@@ -17,7 +18,7 @@ from gossamer.memo import Memos
 class Lists(NamedTuple):
     """A walk's arrays as the kernel reads them."""
 
-    lists: Array  # (2, n) int32: tile column; pool entry of a tile of bits
+    lists: Array  # (2, n) int32: tile column; pool entry of a tile of bits. (1, n) where there are none
     lo: Array  # (Bl * Hl, Q) int32
     hi: Array
     pool: Array  # (P * block_q, block_kv / 32) int32
@@ -57,17 +58,27 @@ def lists(layout: BlockLayout, transposed: bool = False, blocks: int = 0, repeat
 
 
 def _table(walk: Walk) -> Array:
-    """The entries of a walk, (2, n) int32; what goes with a tile of another kind is not read."""
-    kinds = entries(walk)
-    n, (*_, bits) = kinds.number, kinds.bases
+    """The entries of a walk, and what goes with those of bits; in place where they are one array on a device."""
+    kinds, pool_index = entries(walk), walk.pool_index
+    arrays = [x for x in kinds.arrays if len(x)]
+    n, (*_, bits), rows = kinds.number, kinds.bases, 1 + (len(pool_index) > 0)
     if walk.device is None:
-        table = np.zeros((2, max(1, n)), np.int32)
-        np.concatenate(kinds.arrays, out=table[0, :n])
+        table = np.zeros((rows, max(1, n)), np.int32)
     else:
-        table = walk.pool_index.new_empty((2, n)) if n else zeros((2, 1), walk.pool_index)
-        namespace(table).cat(kinds.arrays, out=table[0, :n])
-    if len(walk.pool_index):
-        table[1, bits:] = walk.pool_index
+        if len(arrays) == 1 and not len(pool_index):
+            (column,) = arrays
+            if column.is_cuda and column.is_contiguous() and column.data_ptr() % ALIGNMENT == 0:
+                return column[None]
+        # What goes with a tile of another kind is not read.
+        new = pool_index.new_empty if pool_index.is_cuda and n else pool_index.new_zeros
+        table = new((rows, max(1, n)))
+    column, *entries_of_bits = table
+    if arrays and walk.device is None:
+        np.concatenate(arrays, out=column[:n])
+    elif arrays:
+        namespace(column).cat(arrays, out=column[:n])
+    for entry in entries_of_bits:
+        entry[bits:] = pool_index
     return table
 
 
@@ -102,7 +113,7 @@ def _there_and_back(walk: Walk, blocks: int) -> np.ndarray:
 
 
 def _rows(x: Array, width: int) -> Array:
-    """The tensor as rows of `width`, one row where it is empty: a kernel argument needs an address."""
-    if 0 in x.shape:
-        return zeros((1, max(1, width)), x)
-    return x.reshape(-1, width).view(np.int32) if isinstance(x, np.ndarray) else x.reshape(-1, width)
+    """The array as rows of `width`, one row where it is empty, which is not read: an argument needs an address."""
+    if isinstance(x, np.ndarray):
+        return x.reshape(-1, width).view(np.int32) if x.size else zeros((1, max(1, width)), x)
+    return x.reshape(-1, width) if x.numel() else x.new_empty((1, max(1, width)))
