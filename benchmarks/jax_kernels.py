@@ -87,10 +87,11 @@ def prepared(name: str, case: Case) -> Timed:
         with torch.no_grad():
             return gs.attention(*given[:3], pattern, layout="bshd")
 
-    return Timed(name, {
-        "forward": (lambda: forward(plan, q, k, v), of_torch),
-        "backward": (lambda: backward(back, dout), lambda: torch.autograd.grad(theirs, own, given[3], retain_graph=True)),
-    })  # fmt: skip
+    def gradients_of_torch() -> Any:
+        return torch.autograd.grad(theirs, own, given[3], retain_graph=True)
+
+    of_forward, of_backward = lambda: forward(plan, q, k, v), lambda: backward(back, dout)
+    return Timed(name, {"forward": (of_forward, of_torch), "backward": (of_backward, gradients_of_torch)})
 
 
 def dense(case: Case) -> Timed:

@@ -24,6 +24,7 @@ from gossamer.kernels.hopper.device.row_items import RowItem
 
 TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int32": np.int32}
 LOG2E = 1 / np.log(2)
+GATHERED = 64  # columns of a step
 Array = Any
 
 
@@ -148,37 +149,117 @@ class Score(NamedTuple):
         return t * self.exponent / LOG2E, 1 - t * t
 
 
+class Keys(NamedTuple):
+    """Some keys that a tile of queries is given: their rows, and which pairs are kept."""
+
+    k: Array
+    v: Array
+    keep: Array  # (queries, keys)
+    columns: Array  # of the keys, -1 where there is none
+
+
+class Blocks(NamedTuple):
+    """Tiles of keys by the lists of a block layout."""
+
+    known: Lists
+    block_q: int
+    block_kv: int
+
+    def of(self, item: Any, k: Array, v: Array) -> Iterator[Keys]:
+        """Of an item of rows; k and v are those of its head, in whole tiles."""
+        at = item[RowItem.LEAD], item[RowItem.TILE], self.block_q, self.block_kv
+        for column, keep in self.known.tiles(item, OF_ROWS, *at):
+            mine = slice(column * self.block_kv, (column + 1) * self.block_kv)
+            yield Keys(k[mine], v[mine], keep, np.arange(mine.start, mine.stop))
+
+
+class Gathered(NamedTuple):
+    """Keys by lists of columns, as many at a time as a tile has."""
+
+    indices: Array
+    bits: Array
+
+    def of(self, item: Any, k: Array, v: Array) -> Iterator[Keys]:
+        for step in range(item[RowItem.BITS_START], item[RowItem.BITS_START] + item[RowItem.BITS_COUNT]):
+            columns = self.indices[step * GATHERED : (step + 1) * GATHERED]
+            keep = self.pairs(step).T & (columns >= 0)
+            keep[:, step * GATHERED + np.arange(GATHERED) >= item[RowItem.FIRST_COLUMN]] = False
+            yield Keys(k[columns], v[columns], keep, columns)
+
+    def pairs(self, step: int) -> Array:
+        """(columns, rows) of a step: whether a row keeps a column."""
+        words = np.ascontiguousarray(self.bits[2 * step : 2 * step + 2]).view(np.uint32)
+        return ((words[:, None] >> np.arange(32, dtype=np.uint32)[:, None]) & 1).astype(bool).reshape(GATHERED, -1)
+
+
+class Rows(NamedTuple):
+    """A tile of queries of an item, in float64."""
+
+    batch: int
+    head: int
+    group: int
+    tile: int
+    slot: int
+
+    @classmethod
+    def of(cls, item: Any, H: int, G: int) -> Rows:
+        batch, head, tile, slot = (item[w] for w in (RowItem.BATCH, RowItem.HEAD, RowItem.TILE, RowItem.SLOT))
+        return cls(batch, head, head * G // H, tile, slot)
+
+
+def _whole(x: Array, batch: int, head: int, block: int) -> Array:
+    """All rows of a head in float64, in whole tiles."""
+    n = -(-x.shape[2] // block)
+    return np.concatenate([_rows(x, batch, head, tile, block) for tile in range(max(n, 1))])
+
+
+def forward_of(c: Any, q: Array, k: Array, v: Array, out: Array, lse: Array, work: Array, walk: Any, sinks: Array,
+               part_out: Array, part_lse: Array, lengths: Array, score: Score, has_sinks: int) -> None:  # fmt: skip
+    """out and lse of every item, or its parts."""
+    for item in work.tolist():
+        at = Rows.of(item, q.shape[1], k.shape[1])
+        rows = _rows(q, at.batch, at.head, at.tile, c.block_q)
+        keys = [_whole(x, at.batch, at.group, c.block_kv) for x in (k, v)]
+        scores, values = [np.full((c.block_q, 1), -np.inf)], [np.zeros((1, v.shape[3]))]
+        for step in walk.of(item, *keys):
+            s, _ = score(rows @ step.k.T)
+            there = step.columns < (lengths[at.batch] if c.lengths else k.shape[2])
+            scores.append(np.where(step.keep & there, s, -np.inf))
+            values.append(step.v)
+        sink = sinks[at.head] if has_sinks and at.slot < 0 else -np.inf
+        o, total = _softmax(np.concatenate(scores, 1), np.concatenate(values), sink)
+        if at.slot < 0:
+            _write(out, at.batch, at.head, at.tile, c.block_q, o)
+            _write(lse, at.batch, at.head, at.tile, c.block_q, total)
+        else:
+            part_out[at.slot, :, : o.shape[1]], part_lse[at.slot] = o, total
+
+
+def merge(key: Any, out: Array, lse: Array, part_out: Array, part_lse: Array, merges: Array, sinks: Array,
+          has_sinks: int) -> None:  # fmt: skip
+    """out and lse of the rows that are cut."""
+    size = part_lse.shape[1]
+    for words in merges.tolist():
+        batch, head, tile, slot, count = (words[w] for w in PartMerge)
+        parts = part_lse[slot : slot + count].astype(np.float64).T
+        values = part_out[slot : slot + count].transpose(1, 0, 2).astype(np.float64)
+        o, total = _softmax(parts, values, sinks[head] if has_sinks else -np.inf)
+        _write(out, batch, head, tile, size, o)
+        _write(lse, batch, head, tile, size, total)
+
+
 def forward(key: Any, *a: Any) -> None:
-    (q, k, v, out, lse, work, lists, lo, hi, pool, sinks, part_out, part_lse, merges, lengths, counter, before, exponent,
-     items, has_sinks, _, cut) = a  # fmt: skip
+    (q, k, v, out, lse, work, lists, lo, hi, pool, sinks, part_out, part_lse, merges, lengths, counter, before,
+     exponent, items, has_sinks, _, cut) = a  # fmt: skip
     (c,) = key
     assert items == len(work) and not counter.any() and q.shape[2] == out.shape[2] == lse.shape[2]
-    known = Lists(lists, lo, hi, pool)
-    for item in work.tolist():
-        batch, head, tile, slot = (item[w] for w in (RowItem.BATCH, RowItem.HEAD, RowItem.TILE, RowItem.SLOT))
-        group, rows = head * k.shape[1] // q.shape[1], _rows(q, batch, head, tile, c.block_q)
-        scores, values = [np.full((c.block_q, 1), -np.inf)], [np.zeros((1, v.shape[3]))]
-        for column, keep in known.tiles(item, OF_ROWS, item[RowItem.LEAD], tile, c.block_q, c.block_kv):
-            s, _ = Score(c.score == "softcap", before, exponent)(rows @ _rows(k, batch, group, column, c.block_kv).T)
-            j = column * c.block_kv + np.arange(c.block_kv)
-            keep = keep & (j < (lengths[batch] if c.lengths else k.shape[2]))
-            scores.append(np.where(keep, s, -np.inf))
-            values.append(_rows(v, batch, group, column, c.block_kv))
-        sink = sinks[head] if has_sinks and slot < 0 else -np.inf
-        o, total = _softmax(np.concatenate(scores, 1), np.concatenate(values), sink)
-        if slot < 0:
-            _write(out, batch, head, tile, c.block_q, o)
-            _write(lse, batch, head, tile, c.block_q, total)
-        else:
-            part_out[slot, :, : o.shape[1]], part_lse[slot] = o, total
+    walk, score = (
+        Blocks(Lists(lists, lo, hi, pool), c.block_q, c.block_kv),
+        Score(c.score == "softcap", before, exponent),
+    )
+    forward_of(c, q, k, v, out, lse, work, walk, sinks, part_out, part_lse, lengths, score, has_sinks)
     if cut:
-        for words in merges.tolist():
-            batch, head, tile, slot, count = (words[w] for w in PartMerge)
-            parts = part_lse[slot : slot + count].astype(np.float64).T
-            values = part_out[slot : slot + count].transpose(1, 0, 2).astype(np.float64)
-            o, total = _softmax(parts, values, sinks[head] if has_sinks else -np.inf)
-            _write(out, batch, head, tile, c.block_q, o)
-            _write(lse, batch, head, tile, c.block_q, total)
+        merge(None, out, lse, part_out, part_lse, merges, sinks, has_sinks)
 
 
 def _softmax(s: Array, v: Array, sink: float) -> tuple[Array, Array]:
@@ -192,33 +273,80 @@ def _softmax(s: Array, v: Array, sink: float) -> tuple[Array, Array]:
         return o / np.where(total > 0, total, 1.0)[:, None], m + np.log(total)
 
 
-def preprocess(
-    key: Any, out: Array, dout: Array, lse: Array, dlse: Array, terms: Array, dq_sum: Array, has: int
-) -> None:
-    *_, zeroed = key
-    Q = out.shape[2]
+def preprocess(key: Any, *a: Any) -> None:
+    out, dout, lse, dlse, terms, dq_sum, has_dlse = a
+    (*_, zeroed), Q = key, out.shape[2]
     terms[0], terms[1] = np.inf, 0.0
     terms[0][:, :, :Q] = np.where(lse == -np.inf, np.inf, lse * LOG2E)
-    delta = (out.astype(np.float64) * dout.astype(np.float64)).sum(-1) - (dlse if has else 0.0)
+    delta = (out.astype(np.float64) * dout.astype(np.float64)).sum(-1) - (dlse if has_dlse else 0.0)
     terms[1][:, :, :Q] = np.where(lse == -np.inf, 0.0, delta)
     if zeroed:
         dq_sum[...] = 0.0
 
 
 class Pairs(NamedTuple):
-    """P and dS of a tile of queries and one of keys."""
+    """P and dS of some queries and keys."""
 
     p: Array
     ds: Array
 
 
-def _pairs(
-    c: Any, score: Score, q: Array, k: Array, v: Array, do: Array, lse: Array, delta: Array, keep: Array
-) -> Pairs:  # fmt: skip
-    s, slope = score(q @ k.T)
-    with np.errstate(over="ignore", invalid="ignore"):
-        p = np.where(keep, np.exp2(s * LOG2E - lse[:, None]), 0.0)
-    return Pairs(p, p * (do @ v.T - delta[:, None]) * slope)
+class Queries(NamedTuple):
+    """Some queries, and what a backward reads of them."""
+
+    q: Array
+    dout: Array
+    lse: Array  # in base 2
+    delta: Array
+
+    @classmethod
+    def of(cls, q: Array, dout: Array, terms: Array, batch: int, head: int, block: int) -> Queries:
+        """All of a head, in whole tiles; what is behind them has no probability."""
+        q, dout = (_whole(x, batch, head, block) for x in (q, dout))
+        more = max(0, len(q) - terms.shape[3])
+        lse, delta = (np.append(x[batch, head].astype(np.float64), [pad] * more)[: len(q)]
+                      for x, pad in zip(terms, (np.inf, 0.0), strict=True))  # fmt: skip
+        return cls(q, dout, lse, delta)
+
+    def at(self, places: Any) -> Queries:
+        return Queries(*(x[places] for x in self))
+
+    def pairs(self, score: Score, k: Array, v: Array, keep: Array) -> Pairs:
+        s, slope = score(self.q @ k.T)
+        with np.errstate(over="ignore", invalid="ignore"):
+            p = np.where(keep, np.exp2(s * LOG2E - self.lse[:, None]), 0.0)
+        return Pairs(p, p * (self.dout @ v.T - self.delta[:, None]) * slope)
+
+
+def columns_of(c: Any, q: Array, k: Array, v: Array, dout: Array, terms: Array, dq_sum: Array | None, dk: Array,
+               dv: Array, work: Array, segments: Array, walk: Any, part_dk: Array, part_dv: Array,
+               lengths: Array | None, score: Score, factor: float) -> None:  # fmt: skip
+    """dk and dv of every item, or its parts; dq_sum is added to, where there is one."""
+    ratio, block = q.shape[1] // k.shape[1], c.block_kv
+    for item in work.tolist():
+        words = ColumnItem.BATCH, ColumnItem.GROUP, ColumnItem.TILE, ColumnItem.SLOT
+        batch, group, tile, slot = (item[w] for w in words)
+        first, count = item[ColumnItem.SEGMENT_START], item[ColumnItem.SEGMENT_COUNT]
+        kt, vt = _rows(k, batch, group, tile, block), _rows(v, batch, group, tile, block)
+        sums = np.zeros((block, k.shape[3])), np.zeros((block, v.shape[3]))
+        there = tile * block + np.arange(block) < (k.shape[2] if lengths is None else min(lengths[batch], k.shape[2]))
+        for segment in segments[first : first + count].tolist():
+            head = group * ratio + segment[Segment.HEAD]
+            every = Queries.of(q, dout, terms, batch, head, c.block_q)
+            for places, keep in walk(segment, tile):
+                mine = every.at(places)
+                pairs = mine.pairs(score, kt, vt, keep.T & there)
+                for total, more in zip(sums, (pairs.ds.T @ mine.q, pairs.p.T @ mine.dout), strict=True):
+                    total += more
+                if dq_sum is not None:
+                    rows = dq_sum[batch, head].reshape(-1, dq_sum.shape[3] // 64)[places]
+                    rows[:, : q.shape[3]] += (pairs.ds @ kt)[: len(rows)]
+        if slot < 0:
+            _write(dk, batch, group, tile, block, sums[0] * factor)
+            _write(dv, batch, group, tile, block, sums[1])
+        else:
+            part_dk[slot], part_dv[slot] = 0.0, 0.0
+            part_dk[slot, :, : k.shape[3]], part_dv[slot, :, : v.shape[3]] = sums
 
 
 def backward(key: Any, *a: Any) -> None:
@@ -226,39 +354,33 @@ def backward(key: Any, *a: Any) -> None:
      before, exponent, factor, items, _) = a  # fmt: skip
     (c,) = key
     assert items == len(work) and not counter.any()
-    known, score, ratio = (
-        Lists(lists, lo, hi, pool),
-        Score(c.score == "softcap", before, exponent),
-        len(q[0]) // len(k[0]),
-    )
+    known = Lists(lists, lo, hi, pool)
+
+    def walk(segment: Any, tile: int) -> Iterator[tuple[Any, Array]]:
+        for column, keep in known.tiles(segment, OF_SEGMENTS, segment[Segment.LEAD], tile, c.block_kv, c.block_q):
+            yield slice(column * c.block_q, (column + 1) * c.block_q), keep
+
+    score, sums = Score(c.score == "softcap", before, exponent), dq_sum if c.with_dq else None
+    columns_of(c, q, k, v, dout, terms, sums, dk, dv, work, segments, walk, part_dk, part_dv, lengths, score, factor)
+
+
+def rows_of(c: Any, q: Array, k: Array, v: Array, dout: Array, terms: Array, dq: Array, work: Array, walk: Any,
+            part_dq: Array, lengths: Array | None, score: Score, factor: float) -> None:  # fmt: skip
+    """dq of every item, or its parts."""
     for item in work.tolist():
-        batch, group, tile, slot = (
-            item[w] for w in (ColumnItem.BATCH, ColumnItem.GROUP, ColumnItem.TILE, ColumnItem.SLOT)
-        )
-        first, count = item[ColumnItem.SEGMENT_START], item[ColumnItem.SEGMENT_COUNT]
-        kt, vt = _rows(k, batch, group, tile, c.block_kv), _rows(v, batch, group, tile, c.block_kv)
-        sums = np.zeros((c.block_kv, k.shape[3])), np.zeros((c.block_kv, v.shape[3]))
-        j = tile * c.block_kv + np.arange(c.block_kv)
-        there = j < (k.shape[2] if lengths is None else min(lengths[batch], k.shape[2]))
-        for words in segments[first : first + count].tolist():
-            head = group * ratio + words[Segment.HEAD]
-            for column, keep in known.tiles(words, OF_SEGMENTS, words[Segment.LEAD], tile, c.block_kv, c.block_q):
-                qt, do = _rows(q, batch, head, column, c.block_q), _rows(dout, batch, head, column, c.block_q)
-                mine = slice(column * c.block_q, (column + 1) * c.block_q)
-                lse, delta = (np.resize(np.append(x[batch, head, mine], pad), c.block_q) if len(x[batch, head, mine])
-                              < c.block_q else x[batch, head, mine] for x, pad in ((terms[0], np.inf), (terms[1], 0.0)))  # fmt: skip
-                pairs = _pairs(c, score, qt, kt, vt, do, lse, delta, keep.T & there)
-                sums[0][...] += pairs.ds.T @ qt
-                sums[1][...] += pairs.p.T @ do
-                if getattr(c, "with_dq", False):
-                    rows = dq_sum[batch, head].reshape(-1, dq_sum.shape[3] // 64)[mine]
-                    rows[:, : q.shape[3]] += (pairs.ds @ kt)[: len(rows)]
-        if slot < 0:
-            _write(dk, batch, group, tile, c.block_kv, sums[0] * factor)
-            _write(dv, batch, group, tile, c.block_kv, sums[1])
+        at = Rows.of(item, q.shape[1], k.shape[1])
+        every = Queries.of(q, dout, terms, at.batch, at.head, c.block_q)
+        mine = every.at(slice(at.tile * c.block_q, (at.tile + 1) * c.block_q))
+        total = np.zeros((c.block_q, q.shape[3]))
+        keys = [_whole(x, at.batch, at.group, c.block_kv) for x in (k, v)]
+        for step in walk.of(item, *keys):
+            there = step.columns < (k.shape[2] if lengths is None else lengths[at.batch])
+            total += mine.pairs(score, step.k, step.v, step.keep & there).ds @ step.k
+        if at.slot < 0:
+            _write(dq, at.batch, at.head, at.tile, c.block_q, total * factor)
         else:
-            part_dk[slot], part_dv[slot] = 0.0, 0.0
-            part_dk[slot, :, : k.shape[3]], part_dv[slot, :, : v.shape[3]] = sums
+            part_dq[at.slot] = 0.0
+            part_dq[at.slot, :, : q.shape[3]] = total
 
 
 def query_gradient(key: Any, *a: Any) -> None:
@@ -266,23 +388,39 @@ def query_gradient(key: Any, *a: Any) -> None:
      _) = a  # fmt: skip
     (c,) = key
     assert items == len(work) and not counter.any()
-    known, score = Lists(lists, lo, hi, pool), Score(c.score == "softcap", before, exponent)
-    for item in work.tolist():
-        batch, head, tile, slot = (item[w] for w in (RowItem.BATCH, RowItem.HEAD, RowItem.TILE, RowItem.SLOT))
-        group = head * k.shape[1] // q.shape[1]
-        qt, do = _rows(q, batch, head, tile, c.block_q), _rows(dout, batch, head, tile, c.block_q)
-        lse, delta = (_rows(x[..., None], batch, head, tile, c.block_q)[:, 0] for x in terms)
-        total = np.zeros((c.block_q, q.shape[3]))
-        for column, keep in known.tiles(item, OF_ROWS, item[RowItem.LEAD], tile, c.block_q, c.block_kv):
-            j = column * c.block_kv + np.arange(c.block_kv)
-            keep = keep & (j < (k.shape[2] if lengths is None else lengths[batch]))
-            kt, vt = (_rows(x, batch, group, column, c.block_kv) for x in (k, v))
-            total += _pairs(c, score, qt, kt, vt, do, lse, delta, keep).ds @ kt
-        if slot < 0:
-            _write(dq, batch, head, tile, c.block_q, total * factor)
-        else:
-            part_dq[slot] = 0.0
-            part_dq[slot, :, : q.shape[3]] = total
+    walk, score = (
+        Blocks(Lists(lists, lo, hi, pool), c.block_q, c.block_kv),
+        Score(c.score == "softcap", before, exponent),
+    )
+    rows_of(c, q, k, v, dout, terms, dq, work, walk, part_dq, lengths, score, factor)
+
+
+def gather(key: Any, *a: Any) -> None:
+    (c,) = key
+    if c.direction == "forward":
+        (q, k, v, out, lse, work, indices, bits, sinks, part_out, part_lse, lengths, counter, before, exponent, items,
+         has_sinks, _) = a  # fmt: skip
+        walk, score = Gathered(indices, bits), Score(c.score == "softcap", before, exponent)
+        forward_of(c, q, k, v, out, lse, work, walk, sinks, part_out, part_lse, lengths, score, has_sinks)
+    elif c.direction == "query":
+        (q, k, v, dout, terms, dq, work, indices, bits, part_dq, lengths, counter, before, exponent, factor, items,
+         _) = a  # fmt: skip
+        walk, score = Gathered(indices, bits), Score(c.score == "softcap", before, exponent)
+        rows_of(c, q, k, v, dout, terms, dq, work, walk, part_dq, lengths if c.lengths else None, score, factor)
+    else:
+        (q, k, v, dout, terms, dk, dv, work, segments, indices, bits, part_dk, part_dv, lengths, counter, before,
+         exponent, factor, items, _) = a  # fmt: skip
+        score, of_steps = Score(c.score == "softcap", before, exponent), Gathered(indices, bits)
+
+        def columns(segment: Any, tile: int) -> Iterator[tuple[Any, Array]]:
+            start, count = segment[Segment.BITS_START], segment[Segment.BITS_COUNT]
+            for step in range(start, start + count):
+                places = indices[step * GATHERED : (step + 1) * GATHERED]
+                yield places, of_steps.pairs(step).T & (places >= 0)
+
+        columns_of(c, q, k, v, dout, terms, None, dk, dv, work, segments, columns, part_dk, part_dv,
+                   lengths if c.lengths else None, score, factor)  # fmt: skip
+    assert items == len(work) and not counter.any()
 
 
 def postprocess(key: Any, dq_sum: Array, dq: Array, factor: float) -> None:
@@ -297,5 +435,6 @@ def sum_parts(key: Any, result: Array, parts: Array, merges: Array, factor: floa
 
 
 KERNELS: dict[str, Callable[..., None]] = {
-    function.__name__: function for function in (forward, preprocess, backward, query_gradient, postprocess, sum_parts)
+    function.__name__: function
+    for function in (forward, merge, preprocess, backward, query_gradient, gather, postprocess, sum_parts)
 }

@@ -32,6 +32,8 @@ CASES: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
     "heads": (gs.PerHead([gs.SlidingWindow(20), gs.Causal()]), (2, 300, 300, 2, 1, 64, 64), {}),
     "deterministic": (gs.SlidingWindow(200), (1, 600, 600, 2, 2, 128, 128), {"deterministic": True}),
     "offset": (gs.Causal(), (1, 200, 300, 1, 1, 64, 64), {"q_offset": 10}),
+    "gathered": (gs.PowerStrided(2, 8), (1, 500, 500, 2, 1, 64, 64), {"key_lengths": [400]}),
+    "parts": (gs.Dilated(8, 0, dilation=8), (2, 1027, 1027, 2, 2, 64, 64), {}),
     "nothing kept": (gs.Causal(), (1, 200, 100, 1, 1, 64, 64), {"q_offset": -50}),
 }  # fmt: skip
 
@@ -161,7 +163,7 @@ def test_sharded_jit_computes_where_arrays_are(calls: list[str]) -> None:
 def test_shard_map(calls: list[str]) -> None:
     """With types of what varies, and an operand that is the same on all devices."""
     q, k, v = inputs(SIZES)[:3]
-    k, v = k[:1], v[:1]
+    k, v, two = k[:1], v[:1], Mesh(np.asarray(jax.devices()[:2]), ("data",))
 
     def local(f: Callable[..., Any]) -> Callable[..., Any]:
         def run(q: Any, k: Any, v: Any) -> Any:
@@ -169,10 +171,7 @@ def test_shard_map(calls: list[str]) -> None:
 
         return jax.jit(
             jax.grad(
-                jax.shard_map(
-                    run, mesh=Mesh(np.asarray(jax.devices()[:2]), ("data",)), in_specs=(P("data"), P(), P()), out_specs=P(),
-                    check_vma=True,
-                ),
+                jax.shard_map(run, mesh=two, in_specs=(P("data"), P(), P()), out_specs=P(), check_vma=True),
                 (0, 1, 2),
             )
         )  # fmt: skip

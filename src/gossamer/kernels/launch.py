@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
 Direction = Literal["forward", "backward"]
 RESULTS: dict[Direction, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 INPUTS: dict[Direction, tuple[str, ...]] = {
@@ -336,7 +334,7 @@ def dtype_of(array: Any) -> str:
 
 def operand_of(array: Any) -> Operand:
     """What an array of the layout is like; of one that is no tensor, nothing."""
-    if isinstance(array, np.ndarray):
+    if hasattr(array, "__array_interface__"):  # of numpy
         return Operand(str(array.dtype), array.shape, compact(array.shape))
     if not hasattr(array, "data_ptr"):
         return Operand("", (), ())

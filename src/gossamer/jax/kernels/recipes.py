@@ -138,12 +138,12 @@ class Recipe:
         """
         steps = [s.kernel for d in DIRECTIONS for s in self.directed[d].launch.steps if s.kernel.implementation == NAME]
         (config, *_), p = steps[0].key, self.problem
-        tile = (ROWS, ROWS) if self.gathers else (config.block_q, config.block_kv)
+        block_q, block_kv = (ROWS, ROWS) if self.gathers else (config.block_q, config.block_kv)
         items = [np.asarray(x) for name, x in lists["forward"].items() if name.endswith("rows_items")]
         counts = {kind: sum(int(x[:, word].sum()) for x in items) for kind, (_, word) in LISTS.items()}
-        heads, every = p.B * p.H, -(-p.Q // tile[0]) * -(-p.K // tile[1])
+        heads, every = p.B * p.H, -(-p.Q // block_q) * -(-p.K // block_kv)
         kernels = tuple(kernel.name for kernel in steps)
-        return Work(kernels, tile, sum(counts.values()) // heads, every, counts["bits"] // heads)
+        return Work(kernels, (block_q, block_kv), sum(counts.values()) // heads, every, counts["bits"] // heads)
 
     def at(self, B: int, H: int, G: int) -> Made | None:
         """The recipe for so many batch elements and heads; None where what is kept is known for others alone."""
