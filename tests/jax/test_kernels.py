@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,6 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gossamer as gs
 import gossamer.jax as gsj
+from gossamer.memo import forget_all
+from gossamer.plan import partition
 from tests.jax import stand_in
 
 pytest.importorskip("jax_tvm_ffi")
@@ -32,8 +35,8 @@ CASES: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
     "heads": (gs.PerHead([gs.SlidingWindow(20), gs.Causal()]), (2, 300, 300, 2, 1, 64, 64), {}),
     "deterministic": (gs.SlidingWindow(200), (1, 600, 600, 2, 2, 128, 128), {"deterministic": True}),
     "offset": (gs.Causal(), (1, 200, 300, 1, 1, 64, 64), {"q_offset": 10}),
-    "gathered": (gs.PowerStrided(2, 8), (1, 500, 500, 2, 1, 64, 64), {"key_lengths": [400]}),
-    "parts": (gs.Dilated(8, 0, dilation=8), (2, 1027, 1027, 2, 2, 64, 64), {}),
+    "gathered": (gs.Dilated(6, 3, 5), (2, 160, 160, 2, 1, 64, 64), {}),
+    "gathered, terms": (gs.Dilated(6, 3, 5), (1, 160, 160, 2, 2, 40, 64), {"key_lengths": [100], "softcap": 4.0}),
     "nothing kept": (gs.Causal(), (1, 200, 100, 1, 1, 64, 64), {"q_offset": -50}),
 }  # fmt: skip
 
@@ -89,8 +92,39 @@ def test_values(name: str, calls: list[str]) -> None:
     arrays = inputs(sizes)
     found = jax.jit(both(pattern, "hopper", **terms))(*arrays)
     jax.block_until_ready(found)
-    assert "forward" in calls and ("query_gradient" in calls or "postprocess" in calls)
+    if "gathered" in name:
+        assert calls == ["gather", "preprocess", "gather", "gather"]
+    else:
+        assert "forward" in calls and ("query_gradient" in calls or "postprocess" in calls)
     close(found, by_lax(pattern, arrays, **terms))
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "sizes"),
+    [
+        ("dilated", gs.Dilated(20, 0, dilation=3), (2, 131, 131, 2, 1, 64, 64)),
+        ("merged", gs.LongNet((32, 64), (1, 2), heads=2), (1, 140, 140, 2, 2, 64, 64)),
+        ("rows that keep nothing", gs.DilatedSegment(40, dilation=4), (1, 130, 130, 2, 2, 64, 64)),
+    ],
+)
+def test_parts(
+    name: str, pattern: gs.Pattern, sizes: tuple[int, ...], calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several launches write one result through views, whatever that costs."""
+    cheaper = partition._cheaper
+
+    def take(found: Any, pattern: Any, p: Any, size: Any, cost: Any) -> Any:
+        cost.call = lambda *a, **k: math.inf
+        return cheaper(found, pattern, p, size, cost)
+
+    forget_all()
+    monkeypatch.setattr(partition, "_cheaper", take)
+    monkeypatch.setattr(partition, "_classes_cost", lambda *a: 0.0)
+    arrays = inputs(sizes)
+    found = jax.block_until_ready(jax.jit(both(pattern, "hopper"))(*arrays))
+    assert calls.count("preprocess") > 1 or calls.count("forward") > 1 or name == "rows that keep nothing"
+    forget_all()
+    close(found, by_lax(pattern, arrays), 1e-2)
 
 
 WINDOW, SIZES = gs.SlidingWindow(60), (2, 130, 130, 4, 2, 64, 64)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -27,7 +27,7 @@ from gossamer.layouts.build import build
 from gossamer.layouts.gather import build_gather
 from gossamer.memo import Memo
 from gossamer.patterns import Pattern
-from gossamer.plan.capability import reasons
+from gossamer.plan.capability import Candidate, reasons
 from gossamer.plan.choice import choose
 from gossamer.plan.plan import Plan
 from gossamer.plan.problem import Problem
@@ -42,6 +42,7 @@ UNKNOWN = "reads lists whose numbers are known when a program is written"
 
 _recipes: Memo[Made] = Memo()
 _layouts: Memo[Any] = Memo()
+_plans: Memo[Plan] = Memo()
 
 
 class Chip(NamedTuple):
@@ -115,7 +116,7 @@ class Recipe:
 
     problem: Problem
     scoring: Scoring
-    directed: Mapping[str, Directed] = field(repr=False)
+    directed: Mapping[Direction, Directed] = field(repr=False)
     pattern: Pattern | None = field(repr=False)  # from which those of other sizes are made
     gathers: bool  # over lists of columns: a layout of tiles would be large and nearly empty
     digest: str
@@ -224,24 +225,18 @@ class JaxEdge:
     """What the parts of a call (`kernels.parts`) ask of JAX: plans and layouts for the kernels for Hopper alone."""
 
     def plan(self, problem: Problem, backward: bool) -> Plan:
-        return _plan(replace(problem, backward=backward))
+        problem = replace(problem, backward=backward)
+        return _plans.get_or_make(problem, lambda: Plan(problem, (cast(Candidate, IMPLEMENTATION),), ()))
 
     def select(self, plan: Plan, pattern: Pattern, q_offset: int) -> Selection:
         chosen, p = choose(plan, pattern, q_offset), plan.problem
         size = (pattern, p.Q, p.K, q_offset, chosen.block_q, chosen.block_kv)
-        make: Callable[[], Any]
-        if chosen.form == "gather":
-            make = lambda: build_gather(pattern, p.Q, p.K, block_q=chosen.block_q, q_offset=q_offset)  # noqa: E731
-        else:
-            tile = {"block_q": chosen.block_q, "block_kv": chosen.block_kv}
-            make = lambda: build(pattern, p.Q, p.K, q_offset=q_offset, **tile)  # noqa: E731
+        options = {"block_q": chosen.block_q, "q_offset": q_offset}
+        make: Callable[[], Any] = partial(build_gather, pattern, p.Q, p.K, **options)
+        if chosen.form == "block":
+            make = partial(build, pattern, p.Q, p.K, block_kv=chosen.block_kv, **options)
         layout = _layouts.get_or_make(size, make, lambda x: 2 * sum(int(a.nbytes) for a in x.rows.arrays()))
         return Selection(cast(Implementation, chosen.implementation), layout)
 
     def combine(self, b: Builder, out: str, lse: str, part_out: str, part_lse: str) -> None:
         b.step(Kernel(EDGE, "combine"), part_out, part_lse, out, lse)
-
-
-@cache
-def _plan(problem: Problem) -> Plan:
-    return Plan(problem, (IMPLEMENTATION,), ())
