@@ -1,19 +1,22 @@
 """The Hopper kernels from JAX beside torch, in one process: forward and backward of patterns, and what a call costs.
 
-    python benchmarks/jax_kernels.py [NAME ...] [--wait FILE]
+    python benchmarks/jax_kernels.py [NAME ...] [--turns FOLDER]
 
 Where jax, jax-tvm-ffi and torch are installed, with a GPU of compute capability 9.0. Both read the same arrays, of
-(batch, positions, heads, size) in bfloat16; their results are compared before they are timed, in turns. A row has the
-medians of some rounds of wall time, each of as many calls as take about 20 ms. `--wait`: everything is made and
-compiled at once, and timed when there is such a file.
+(batch, positions, heads, size) in bfloat16; their results are compared before they are timed, in turns. A row is a line
+of JSON with the medians of some rounds of wall time, each of as many calls as take about 20 ms. `--turns`: one name
+alone, made and compiled beside other processes; FOLDER/NAME.ready says that it is, and it is timed when there is
+FOLDER/NAME.go.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,8 +69,8 @@ class Timed(NamedTuple):
 def prepared(name: str, case: Case) -> Timed:
     """A case with everything made and compiled, whose results were compared."""
     pattern, (_, N, H, D) = case.pattern(), case
-    rng = np.random.default_rng(1)
-    given = [torch.from_numpy(rng.standard_normal((1, N, H, D), dtype=np.float32)).cuda().bfloat16() for _ in range(4)]
+    torch.manual_seed(1)
+    given = [torch.randn(1, N, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     q, k, v, dout = (jnp.from_dlpack(x) for x in given)
     plan = gsj.prepare(pattern, q, k)
     forward = jax.jit(lambda plan, q, k, v: gsj.attention(q, k, v, plan, implementation="hopper"))
@@ -123,13 +126,19 @@ def milliseconds(run: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
 
 def row(timed: Timed) -> None:
     """Print the medians of both, in turns."""
-    for what, (ours, theirs) in timed.runs.items():
+    for direction, (ours, theirs) in timed.runs.items():
         found = [
             (milliseconds(ours, jax.block_until_ready), milliseconds(theirs, lambda _: torch.cuda.synchronize()))
             for _ in range(ROUNDS)
         ]
         mine, other = (statistics.median(x) for x in zip(*found, strict=True))
-        print(f"{timed.name:14} {what:9} {mine:9.4f} {other:9.4f} {mine / other:7.3f}", flush=True)
+        tell(case=timed.name, direction=direction, jax_ms=mine, torch_ms=other, ratio=mine / other)
+
+
+def tell(**what: Any) -> None:
+    """Print a row."""
+    rounded = {name: float(f"{x:.5g}") if isinstance(x, float) else x for name, x in what.items()}
+    print(json.dumps(rounded | {"device": jax.devices()[0].device_kind, "jax": jax.__version__}), flush=True)
 
 
 def of_a_call() -> Callable[[], None]:
@@ -157,34 +166,35 @@ def of_a_call() -> Callable[[], None]:
     jax.block_until_ready((unrolled(q), scanned(q)))
 
     def run() -> None:
-        times = [1e3 * milliseconds(lambda f=f: f(q), jax.block_until_ready) / LAYERS for f in (unrolled, scanned)]
-        print(f"a call: {times[0]:.1f} us unrolled, {times[-1]:.1f} us in a scan; {LAYERS} in a scan equal: {equal}")
+        times = {
+            f"{name}_us": 1e3 * milliseconds(lambda f=f: f(q), jax.block_until_ready) / LAYERS
+            for name, f in (("unrolled", unrolled), ("scanned", scanned))
+        }
+        tell(case="call", layers=LAYERS, equal_bits=equal, **times)
 
     return run
 
 
+MAKERS: dict[str, Callable[[], Any]] = {name: partial(prepared, name, case) for name, case in CASES.items()}
+MAKERS |= {"call": of_a_call, "cudnn": partial(dense, CASES["window"])}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}; all")
-    parser.add_argument("--wait", type=Path, help="a file that tells that nothing else runs any more")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MAKERS)}; all")
+    parser.add_argument("--turns", type=Path, metavar="FOLDER", help="wait there for the turn of the one that is named")
     arguments = parser.parse_args()
-    start, ready = time.perf_counter(), []
-    makers: list[Callable[[], Any]] = [lambda n=n: prepared(n, CASES[n]) for n in arguments.names or CASES]
-    makers += [] if arguments.names else [of_a_call, lambda: dense(CASES["window"])]
-    for make in makers:
+    for name in arguments.names or MAKERS:
         try:
-            ready.append(make())
+            made = MAKERS[name]()
         except Exception as error:  # the other rows are told all the same
-            print(f"failed: {type(error).__name__}: {str(error)[:600]}", flush=True)
-    print(
-        f"jax {jax.__version__}, {jax.devices()[0].device_kind}; made in {time.perf_counter() - start:.0f} s",
-        flush=True,
-    )
-    while arguments.wait is not None and not arguments.wait.exists():
-        time.sleep(0.1)
-    print(f"{'':14} {'':9} {'jax':>9} {'torch':>9}  (ms)", flush=True)
-    for one in ready:
-        row(one) if isinstance(one, Timed) else one()
+            tell(case=name, failed=f"{type(error).__name__}: {str(error)[:600]}")
+            continue
+        if arguments.turns is not None:
+            (arguments.turns / f"{name}.ready").touch()
+            while not (arguments.turns / f"{name}.go").exists():
+                time.sleep(0.05)
+        row(made) if isinstance(made, Timed) else made()
 
 
 if __name__ == "__main__":
