@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Sequence
+from functools import cache
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ _lock = RLock()
 _registered: dict[str, int] = {}  # with how many numbers
 
 
+@cache
 def missing() -> list[str]:
     """What of the packages that run kernels from JAX is not installed."""
     found = list(missing_packages())

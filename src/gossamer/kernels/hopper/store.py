@@ -65,7 +65,7 @@ class Kernel:
         from gossamer.kernels.hopper.device.flat import compile_flat
 
         own = parameters(self.name, *key)
-        return compile_flat(entry, [p._replace(role=role) for p, role in zip(own, self.roles, strict=True)])
+        return compile_flat(entry, tuple(p._replace(role=role) for p, role in zip(own, self.roles, strict=True)))
 
     def digest(self, *key: Any) -> str:
         """Of all that the object file of a configuration depends on: its sources, the compiler, the form."""

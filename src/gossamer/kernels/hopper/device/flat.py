@@ -7,7 +7,6 @@ memory again; then the numbers: of each such array in order, and those of the ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import cutlass.cute as cute
@@ -20,7 +19,7 @@ from gossamer.kernels.hopper.device.parameters import Parameter
 ALIGNMENT = 16
 
 
-def compile_flat(entry: Entry, parameters: Sequence[Parameter]) -> Any:
+def compile_flat(entry: Entry, parameters: tuple[Parameter, ...]) -> Any:
     """What the compiler makes of a kernel in this form; the roles of its parameters may be other than its own."""
     flat = Flat(entry, parameters)
     return compiled(flat, *flat.arguments)
@@ -29,7 +28,7 @@ def compile_flat(entry: Entry, parameters: Sequence[Parameter]) -> Any:
 class Flat:
     """A kernel in this form, and the types of its arguments."""
 
-    def __init__(self, entry: Entry, parameters: Sequence[Parameter]) -> None:
+    def __init__(self, entry: Entry, parameters: tuple[Parameter, ...]) -> None:
         self.kernel = entry.kernel
         arrays, self.numbers = entry.arguments[: len(parameters)], entry.arguments[len(parameters) :]
         self.parameters = [(p, x) for p, x in zip(parameters, arrays, strict=True) if x is not None]
