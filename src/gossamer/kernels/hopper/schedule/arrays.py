@@ -49,8 +49,9 @@ def int64(x: Array) -> Array:
     return x.astype(np.int64) if isinstance(x, np.ndarray) else x.long()
 
 
-def float32(x: Array) -> Array:
-    return x.astype(np.float32) if isinstance(x, np.ndarray) else x.float()
+def ratio(x: Array, y: Array) -> Array:
+    """Of integers, in float32."""
+    return x.astype(np.float32) / y.astype(np.float32) if isinstance(x, np.ndarray) else x / y
 
 
 def ascending(x: Array) -> Array:

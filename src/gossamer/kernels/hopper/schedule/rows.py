@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from gossamer.kernels.hopper.device.row_items import ITEM, LISTS, RowItem
-from gossamer.kernels.hopper.schedule.arrays import Array, ascending, float32, int32, int64, namespace, placed, places
+from gossamer.kernels.hopper.schedule.arrays import Array, ascending, int32, int64, namespace, placed, places, ratio
 from gossamer.kernels.hopper.schedule.cuts import FEW, ROUNDS, SLACK, cut_rows, parts_by_capacity
 from gossamer.kernels.hopper.schedule.words import Ranges, filled, list_words, listed, place_words
 from gossamer.kernels.packages import has_triton
@@ -102,7 +102,7 @@ def for_every_head(
     if ranges.known or n * copies > blocks:
         size = int64(lengths)
         if n * copies > ROUNDS * blocks:
-            share = float32(lengths) / float32(lengths[n // 2 : n // 2 + 1].clip(min=1))
+            share = ratio(lengths, lengths[n // 2 : n // 2 + 1].clip(min=1))
             size = int32(xp.log2(share.clip(min=2**-20)))
             fits = int64(lengths[:1]) * (batches * of_one * blocks) <= SLACK * lengths.sum()
             size = xp.where(fits, size.clip(max=0), size)
