@@ -15,6 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gossamer as gs
 import gossamer.jax as gsj
+from gossamer.jax import plan as plans
+from gossamer.jax.api import asked_of
+from gossamer.jax.arguments import arguments_of
 from gossamer.memo import forget_all
 from gossamer.plan import partition
 from tests.jax import stand_in
@@ -226,8 +229,35 @@ def test_a_plan_is_an_argument(calls: list[str]) -> None:
     mask = WINDOW.materialize(130, 130)
     of_mask = gsj.prepare(mask, q, k)
     close(run(of_mask, *arrays), by_lax(WINDOW, arrays))
+    first = gsj.prepare(gs.Causal(), q, k, q_offset=0, softcap=3.0, key_lengths=True)
+    given: dict[str, Any] = {"softcap": 3.0, "key_lengths": [100, 130]}
+    assert gsj.explain(q, k, v, first, **given).kernels and plan_of(first, q, k, v, **given).recipe is first.recipe
+    close(jax.jit(both(first, "hopper", **given))(*arrays), by_lax(gs.Causal(), arrays, **given))
     with pytest.raises(gs.Unsupported, match="its Plan was prepared for other calls"):
         gsj.attention(q, k, v, of_mask, softcap=3.0, implementation="hopper")
+
+
+def test_a_plan_of_gathered_keys_has_no_tiles(calls: list[str]) -> None:
+    """A call that reads them makes them."""
+    pattern, sizes, _ = CASES["gathered"]
+    arrays = inputs(sizes)
+    q, k, v, _ = arrays
+    plan = gsj.prepare(pattern, q, k)
+    assert plan.recipe is not None and plan.recipe.gathers and not plan.rows.groups
+    close(jax.jit(both(plan))(*arrays), by_lax(pattern, arrays))
+    assert calls == ["gather", "preprocess", "gather", "gather"]
+    close(gsj.attention(q, k, v, plan, implementation="blocked"), gsj.attention(q, k, v, pattern))
+    wide = (x.astype(jnp.float32) for x in arrays)
+    close(jax.jit(both(plan))(*wide), by_lax(pattern, arrays))
+
+
+def plan_of(plan: Any, q: Any, k: Any, v: Any, **terms: Any) -> Any:
+    """What a call with a Plan reads."""
+    lengths = jnp.asarray(terms.pop("key_lengths"))
+    options = {"scale": None, "q_offset": None, "sink_logits": None, "alibi_slopes": None, "implementation": None,
+               "deterministic": False, "names": ()}  # fmt: skip
+    a = arguments_of(q, k, v, key_lengths=lengths, **options | terms)
+    return plans.plan_of(plan, asked_of(a, None))
 
 
 def test_export(calls: list[str]) -> None:

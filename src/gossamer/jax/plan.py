@@ -151,24 +151,25 @@ class ByKernels(NamedTuple):
 
 def by_kernels(resolved: Pattern | BlockLayout | Plan, asked: Asked) -> ByKernels:
     """What kernels do of a call with what its pattern stands for."""
-    problem, source = recipes.on_chip(asked.problem), None if isinstance(resolved, Plan) else resolved
-    offset = problem.K - problem.Q if asked.q_offset is None else asked.q_offset
+    p, source, offset = asked.problem, None if isinstance(resolved, Plan) else resolved, asked.q_offset
+    if not isinstance(resolved, Pattern) and resolved.q_offset is not None:
+        offset = resolved.q_offset
+    offset = p.K - p.Q if offset is None else offset
+    terms = (p.score_terms - {"q_offset"}) | ({"q_offset"} if offset != p.K - p.Q else frozenset())
+    problem = recipes.on_chip(replace(p, score_terms=terms))
+    scoring = Scoring(asked.scale, offset, problem.softcap)
     if isinstance(resolved, Plan):
         recipe = resolved.recipe
         if recipe is None:
             return ByKernels(None, recipes.refusals(problem, None))
-        offset, source = resolved.q_offset or offset, recipe.pattern
-        scoring = Scoring(asked.scale, offset, problem.softcap)
         if (recipe.problem, recipe.scoring) == (problem, scoring):
             return ByKernels(Made(recipe, resolved.lists, resolved), [])
-        if source is None:
+        if recipe.pattern is None:
             return ByKernels(None, [OTHER_CALLS, *recipes.refusals(problem, None)])
-    if isinstance(source, BlockLayout) and source.q_offset is not None:
-        offset = source.q_offset
-    if reasons := recipes.refusals(problem, source):
-        return ByKernels(None, reasons)
+        source = recipe.pattern
     assert source is not None
-    return ByKernels(recipes.made_for(problem, Scoring(asked.scale, offset, problem.softcap), source), [])
+    reasons = recipes.refusals(problem, source)
+    return ByKernels(None if reasons else recipes.made_for(problem, scoring, source), reasons)
 
 
 def why_no_kernels(pattern: Any, asked: Asked) -> list[str]:
@@ -185,14 +186,22 @@ def plan_of(pattern: Any, asked: Asked) -> Plan:
     """
     p = asked.problem
     resolved = resolved_pattern(pattern, p.B, p.H, p.Q, p.K)
+    q_offset = asked.q_offset
     if isinstance(resolved, Pattern):
         resolved.check(p.Q, p.K, p.H, p.B)
+    elif isinstance(resolved, Plan):
+        resolved = _fitting(resolved, p.B, p.H, p.Q, p.K, q_offset)
     made = by_kernels(resolved, asked).made if asked.kernels else None
-    if made is not None and made.recipe.gathers:
-        assert isinstance(resolved, (Pattern, Plan))
-        plan = resolved if isinstance(resolved, Plan) else _without_tiles(resolved, p, asked.q_offset)
+    gathers = made is not None and made.recipe.gathers
+    if isinstance(resolved, Plan) and resolved.recipe is not None and resolved.recipe.gathers and not gathers:
+        # It has no tiles; of these calls they are read.
+        assert resolved.recipe.pattern is not None
+        resolved, q_offset = resolved.recipe.pattern, resolved.recipe.scoring.q_offset
+    if gathers and not isinstance(resolved, Plan):
+        assert isinstance(resolved, Pattern)
+        plan = _without_tiles(resolved, p, q_offset)
     else:
-        plan = tiles_of(resolved, p.B, p.H, p.Q, p.K, asked.q_offset)
+        plan = tiles_of(resolved, p.B, p.H, p.Q, p.K, q_offset)
     if made is None:
         return replace(plan, lists={}, recipe=None) if plan.recipe else plan
     return replace(plan, lists={d: dict(x) for d, x in made.lists.items()}, recipe=made.recipe)
