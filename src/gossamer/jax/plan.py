@@ -195,8 +195,9 @@ def plan_of(pattern: Any, asked: Asked) -> Plan:
     gathers = made is not None and made.recipe.gathers
     if isinstance(resolved, Plan) and resolved.recipe is not None and resolved.recipe.gathers and not gathers:
         # It has no tiles; of these calls they are read.
-        assert resolved.recipe.pattern is not None
-        resolved, q_offset = resolved.recipe.pattern, resolved.recipe.scoring.q_offset
+        recipe = resolved.recipe
+        assert recipe.pattern is not None
+        resolved, q_offset = recipe.pattern, recipe.scoring.q_offset
     if gathers and not isinstance(resolved, Plan):
         assert isinstance(resolved, Pattern)
         plan = _without_tiles(resolved, p, q_offset)
