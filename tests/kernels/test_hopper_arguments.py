@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
+from gossamer.kernels.hopper.device.parameters import parameters
 from gossamer.kernels.launch import ALIGNMENT, BYTES, Constant, Operand, Prepared, View, compact, operand_of
 from gossamer.layouts import from_dense
 from gossamer.layouts.device import key_list_layout
@@ -65,19 +66,23 @@ def stands_for(name: str, parameter: str) -> bool:
     return name.startswith((parameter, f"no_{parameter}", NAMED.get(parameter, parameter))) or name == "no_sums"
 
 
-def check(entry: tuple[Any, tuple[Any, ...]], given: tuple[Any, ...], of: Any) -> None:
+def check(kind: str, key: tuple[Any, ...], entry: Any, given: tuple[Any, ...], of: Any) -> None:
     """Compare the arguments of a step with those that an entry compiles its kernel for."""
-    kernel, wanted = entry
-    names = list(inspect.signature(kernel).parameters)
-    assert names[-1] == "stream" and len(names) == len(wanted) == len(given) + 1
+    kernel, wanted = entry.kernel, entry.arguments
+    *names, last = inspect.signature(kernel).parameters
+    assert last == "stream" and len(names) == len(wanted) == len(given)
+    arrays = {p.name: p for p in parameters(kind, *key)}
+    assert list(arrays) == names[: len(arrays)]
     sizes: dict[Any, int] = {}  # one symbol is one size
-    for name, want, found in zip(names, wanted, given, strict=False):
+    for name, want, found in zip(names, wanted, given, strict=True):
         if isinstance(found, Constant):
             assert type(found.value) is NUMBERS.get(type(want).__name__, type(None)), name
             continue
         x = of(found)
         assert stands_for(found, name), (name, found)
         assert x.dtype == TYPES[want.element_type.__name__] and len(x.shape) == len(want.shape), (name, found, x)
+        # What has any strides may be passed as flat memory and numbers; all else is whole.
+        assert arrays[name].rank in ((len(want.shape),) if not x.contiguous else (0, len(want.shape))), (name, found)
         assert x.aligned or want._assumed_align < ALIGNMENT, (name, found, x)
         for n, stride, size, step in zip(x.shape, x.strides, want.shape, want.stride, strict=True):
             assert n == (size if isinstance(size, int) else sizes.setdefault(id(size), n)), (name, found, x)
@@ -104,15 +109,12 @@ def tensors(direction: str, D: int, E: int, kind: torch.dtype, queries: int, shi
 @pytest.mark.parametrize("terms", [(), ("key_lengths", "sink_logits")], ids=("plain", "terms"))
 @pytest.mark.parametrize(("D", "E"), [(64, 64), (7, 33), (96, 80), (192, 130)], ids=str)
 @pytest.mark.parametrize("form", [*BLOCKS, "gathered", "gathered float32", "listed"])
-def test_steps(
-    form: str, D: int, E: int, terms: tuple[str, ...], split: int | None, shift: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps(form: str, D: int, E: int, terms: tuple[str, ...], split: int | None, shift: int) -> None:
     from gossamer.kernels.hopper.device import entries
     from gossamer.kernels.hopper.launch import backward, forward, gather
 
     if D > 128 and form in ("192 x 128", "gathered", "gathered float32"):
         pytest.skip("has no such kernel")
-    monkeypatch.setattr(entries.cute, "compile", lambda kernel, *arguments, options: (kernel, arguments))
     kind = torch.float32 if form == "gathered float32" else torch.bfloat16
     if kind == torch.float32:
         D, E = min(D, 64), min(E, 64)
@@ -134,7 +136,11 @@ def test_steps(
                     seen.add(step.kernel.name)
                     entry = getattr(entries, step.kernel.name)(*step.kernel.key)
                     check(
-                        entry, step.arguments, lambda name, found=found, operands=operands: known(found, operands, name)
+                        step.kernel.name,
+                        step.kernel.key,
+                        entry,
+                        step.arguments,
+                        lambda name, found=found, operands=operands: known(found, operands, name),
                     )
     if form in BLOCKS:
         assert {"forward", "preprocess", "query_gradient", "wide" if D > 128 else "backward"} <= seen

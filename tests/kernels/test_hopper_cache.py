@@ -175,6 +175,8 @@ def test_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert done.exit_code == 0 and said in done.output and str(folder) in done.output.replace("\n", "")
     done = CliRunner().invoke(app, ["compile", "--list"])
     assert done.output.startswith("ready") and "merge" in done.output
+    done = CliRunner().invoke(app, ["compile", "--list", "--jax"])
+    assert done.output.startswith("absent") and "merge" in done.output
 
 
 @pytest.mark.parametrize(

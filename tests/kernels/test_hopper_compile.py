@@ -218,3 +218,30 @@ def test_what_is_made_when_needed_compiles(kind: str, config: Any) -> None:
     most = 16 if kind == "gather" and config.direction == "gradients" and config.size == 256 else most
     assert stack and max(stack) <= most, stack
     assert config.blocks == 1 or max(registers) <= 128, registers
+
+
+FLAT = [
+    ("forward", forward_config("bfloat16", 64, 64, 192, 128, "fold")),
+    ("backward", backward_config("bfloat16", 128, 128, 128, 128, "fold", True)),
+    ("query_gradient", query_config("bfloat16", 64, 64, 64, 64, "fold", True)),
+    ("gather", gather_config("columns", "bfloat16", 64, 64, "fold")),
+    ("preprocess", "bfloat16", 64, 64),
+    ("sum_parts", "bfloat16", 64, 128),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize("roles", ["own", "kept"])
+@pytest.mark.parametrize(("kind", "key"), [(kind, key) for kind, *key in FLAT], ids=[kind for kind, *_ in FLAT])
+def test_kernels_as_jax_calls_them_compile(kind: str, key: list[Any], roles: str) -> None:
+    """The device code is the same: as many registers; also where an earlier launch has written what this one writes."""
+    from gossamer.kernels.hopper import compiled
+    from gossamer.kernels.hopper.device.parameters import parameters
+
+    own = [p.role for p in parameters(kind, *key)]
+    if roles == "kept" and "made" not in own:
+        pytest.skip("makes nothing")
+    given = tuple(own if roles == "own" else ["kept" if role == "made" else role for role in own])
+    flat, plain = compiled.flat(kind, given), getattr(compiled, kind)
+    assert flat.path(*key) != plain.path(*key)
+    assert resources(flat.object(*key)) == resources(plain.object(*key))

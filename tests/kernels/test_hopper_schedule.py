@@ -12,6 +12,7 @@ import torch
 from gossamer.kernels.hopper.device.column_items import ColumnItem
 from gossamer.kernels.hopper.device.merges import PartMerge
 from gossamer.kernels.hopper.device.row_items import RowItem
+from gossamer.kernels.hopper.schedule.columns import column_work
 from gossamer.kernels.hopper.schedule.cuts import START, item_limit, whole_rounds
 from gossamer.kernels.hopper.schedule.lists import lists
 from gossamer.kernels.hopper.schedule.rows import work
@@ -100,6 +101,29 @@ def test_items_hold_every_tile_once(
     every = tiles_of(layout, 6, 3, split)
     want = {(b, h, t): sorted(some) for (_, _, t), some in one.items() for b in range(2) for h in range(3)}
     assert {row: sorted(some) for row, some in every.items()} == want
+
+
+@pytest.mark.parametrize("pattern", [Causal(), BigBird(64), PerHead([SlidingWindow(300), Causal()])], ids=str)
+@pytest.mark.parametrize("split", [None, 3])
+def test_of_numpy_arrays(pattern: Pattern, split: int | None) -> None:
+    """As JAX has them: the same numbers, without a tensor."""
+    made = pattern.layout(2000, 2000, block_q=64, block_kv=64)
+    there = made.to("cpu")
+    _, heads = pattern.lead
+    copies = (2, 1) if heads > 1 else (4, 2)
+    for of in (lambda x: work(x, *copies, 132, split), lambda x: column_work(x, *copies, 1, 132, split)):
+        found, want = of(made), of(there)
+        assert isinstance(found.items, np.ndarray) and found.slots == want.slots
+        for x, y in ((found.items, want.items), (found.merges, want.merges)):
+            assert x.dtype == np.int32 and (x == y.numpy()).all()
+        assert (found.segments is None) == (want.segments is None)
+        assert found.segments is None or (found.segments == want.segments.numpy()).all()
+    for walk, transposed, blocks in ((made.rows, False, 0), (made.rows, False, 132), (made.columns, True, 0)):
+        found, want = lists(made, transposed, blocks), lists(there, transposed, blocks)
+        for name, x in found._asdict().items():
+            y = getattr(want, name).numpy()
+            unread = name != "lists" and not getattr(walk, name).size  # one row, of anything
+            assert x.dtype == np.int32 and x.shape == y.shape and (unread or (x == y).all())
 
 
 @pytest.mark.parametrize("keys", [1, 40, 4096, 8192])

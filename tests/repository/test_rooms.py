@@ -59,6 +59,7 @@ FRAMEWORKS = {
     "kernels.hopper": allowed("numpy torch cutlass tvm_ffi"),
     "kernels.radial": allowed("cutlass"),
     "jax": allowed("numpy jax"),
+    "jax.kernels.targets": allowed("numpy jax", "jax_tvm_ffi"),
     "kernels.hopper.schedule.item_kernels": allowed("triton"),
     "kernels.hopper.schedule.item_words": allowed("triton"),
     "torch": allowed("numpy torch", "rich"),

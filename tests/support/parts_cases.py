@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import gossamer as gs
+from gossamer.kernels import parts
 from gossamer.memo import forget_all
 from gossamer.plan import partition
 from gossamer.plan.capability import reasons
 from gossamer.plan.table import load
 from gossamer.testing import inputs, tolerance
 from gossamer.testing.cases import Case, square
-from gossamer.torch import parts
 from tests.support.exact import NAMES, Exact, exact_of
 
 HEADS = [gs.SlidingWindow(9), gs.Dilated(9, 0, 8), gs.SlidingWindow(3), gs.Dilated(9, 0, 8)]

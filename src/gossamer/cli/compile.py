@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +11,7 @@ from gossamer.cli.options import integer
 
 if TYPE_CHECKING:
     from gossamer.kernels.hopper.shipped import Shipped
+    from gossamer.kernels.hopper.store import Kernel
 
 
 def run(
@@ -24,9 +24,11 @@ def run(
         int | None, typer.Option(parser=integer(1, 1024), metavar="N", help="Processes; one for each core by default.")
     ] = None,
     list_kernels: Annotated[bool, typer.Option("--list", help="List the kernels and stop.")] = False,
+    jax: Annotated[bool, typer.Option("--jax", help="In the form in which JAX calls them, not torch.")] = False,
 ) -> None:
     """Compile the Hopper kernels into the cache; what is there already is left alone."""
     from concurrent.futures import ProcessPoolExecutor
+    from functools import partial
     from multiprocessing import get_context
     from time import perf_counter
 
@@ -44,7 +46,7 @@ def run(
         raise Refused(f"gossamer compile {'; '.join(missing)}")
     console = Console()
     chosen = _choose(head_dim or [], dtype or [])
-    found = [(kernel, _path(kernel)) for kernel in chosen]
+    found = [(kernel, _compiled(kernel, jax).path(*kernel.arguments)) for kernel in chosen]
     if list_kernels:
         for kernel, path in found:
             console.print(
@@ -52,14 +54,17 @@ def run(
                 highlight=False, soft_wrap=True,
             )  # fmt: skip
         return
-    todo = [kernel for kernel, path in found if not path.exists()]
+    missing_files = [path for _, path in found if not path.exists()]
+    todo = [kernel for kernel, path in found if path in missing_files]
     if todo:
-        check_file(f"the cache of kernels ({DIRECTORY} names another folder):", _path(todo[0]))
+        check_file(f"the cache of kernels ({DIRECTORY} names another folder):", missing_files[0])
     start = perf_counter()
     processes = min(jobs or len(os.sched_getaffinity(0)), len(todo))
     if todo:
         with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-            for _ in track(pool.map(_make, todo), "compiling", total=len(todo), console=console, transient=True):
+            for _ in track(
+                pool.map(partial(_make, jax=jax), todo), "compiling", total=len(todo), console=console, transient=True
+            ):
                 pass
     lost = [path for _, path in found if not path.exists()]
     if lost:
@@ -86,14 +91,17 @@ def _choose(head_dims: list[str], dtypes: list[str]) -> list[Shipped]:
     return [kernel for kernel in shipped() if kernel.dtype in (dtypes or DTYPES) and sizes & kernel.sizes]
 
 
-def _path(kernel: Shipped) -> Path:
+def _compiled(kernel: Shipped, jax: bool) -> Kernel:
+    """The kernel as torch calls it, or JAX."""
     from gossamer.kernels.hopper import compiled
+    from gossamer.kernels.hopper.device.parameters import parameters
 
-    return getattr(compiled, kernel.kind).path(*kernel.arguments)
+    if jax:
+        return compiled.flat(kernel.kind, tuple(p.role for p in parameters(kernel.kind, *kernel.arguments)))
+    found: Kernel = getattr(compiled, kernel.kind)
+    return found
 
 
-def _make(kernel: Shipped) -> None:
+def _make(kernel: Shipped, jax: bool) -> None:
     """In a process of its own."""
-    from gossamer.kernels.hopper import compiled
-
-    getattr(compiled, kernel.kind).object(*kernel.arguments)
+    _compiled(kernel, jax).object(*kernel.arguments)

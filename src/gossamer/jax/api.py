@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import lru_cache
 from typing import Any, Literal, overload
 
@@ -9,13 +10,19 @@ import jax
 from jax import Array
 
 from gossamer.jax import blocked
-from gossamer.jax.arguments import Arguments, Lengths, arguments_of, as_given, describe
+from gossamer.jax.arguments import Arguments, Lengths, arguments_of, as_given, describe, problem_of
+from gossamer.jax.kernels import recipes
+from gossamer.jax.kernels.recipes import Recipe
 from gossamer.jax.operators import FORWARD_MODE, MOST_OPERATORS, Operator, operator
-from gossamer.jax.plan import Plan, for_call, offset_of
+from gossamer.jax.plan import Asked, Plan, for_call, offset_of, why_no_kernels
 from gossamer.jax.tiles import TileLists
 from gossamer.jax.tiling import Config, Vectors
+from gossamer.plan.problem import Unsupported
 
-NAMES = ("blocked",)
+logger = logging.getLogger("gossamer")
+_logged: set[str] = set()
+
+NAMES = ("blocked", "hopper")
 
 
 @overload
@@ -99,11 +106,13 @@ def attention(
         sink_logits=sink_logits, alibi_slopes=alibi_slopes, implementation=implementation, deterministic=deterministic,
         names=NAMES,
     )  # fmt: skip
-    B, Q, H, _ = a.q.shape
-    plan = for_call(pattern, B, H, Q, a.k.shape[1], q_offset)
-    run = _runs(config_of(a, plan, q_offset), tuple(x is not None for x in a.vectors), implementation)
+    asked = asked_of(a, q_offset)
+    plan = for_call(pattern, asked)
+    if plan.recipe is None and asked.kernels:
+        _check_and_log(pattern, asked, implementation)
+    run = _runs(config_of(a, plan, q_offset), tuple(x is not None for x in a.vectors), plan.recipe, implementation)
     try:
-        out, lse = run(plan.rows, plan.columns, a.q, a.k, a.v, a.vectors)
+        out, lse = run(plan.rows, plan.columns, plan.lists, a.q, a.k, a.v, a.vectors)
     except TypeError as error:
         if "forward-mode" in str(error):
             raise TypeError(FORWARD_MODE) from error
@@ -118,9 +127,33 @@ def config_of(a: Arguments, plan: Plan, q_offset: int | None) -> Config:
     return Config(plan.row_extent, plan.column_extent, a.scale, offset, a.softcap)
 
 
-def _runs(config: Config, present: tuple[bool, ...], implementation: str | None) -> Operator:
+def asked_of(a: Arguments, q_offset: int | None) -> Asked:
+    """A call without its arrays; `q_offset` as it was given."""
+    return Asked(problem_of(a, jax.default_backend()), a.scale, q_offset, a.implementation != "blocked")
+
+
+def _check_and_log(pattern: Any, asked: Asked, implementation: str | None) -> None:
+    """Refuse a call by kernels that none compute; say once on a GPU why a kind of call runs in lax.
+
+    Raises:
+        Unsupported: kernels were named.
+    """
+    if implementation is None and (recipes.chip() is None or not logger.isEnabledFor(logging.INFO)):
+        return
+    reasons = why_no_kernels(pattern, asked)
+    if implementation is not None:
+        raise Unsupported(f"implementation={implementation!r} cannot compute this problem: {', '.join(reasons)}")
+    text = ", ".join(reasons)
+    if text not in _logged:
+        _logged.add(text)
+        logger.info(f"attention in {asked.problem.dtype} runs by blocked, in lax (not hopper: {text})")
+
+
+def _runs(
+    config: Config, present: tuple[bool, ...], recipe: Recipe | None, implementation: str | None
+) -> Operator:  # fmt: skip
     """What computes a call."""
-    return operator(config, present) if implementation is None else _plain(config)
+    return _plain(config) if implementation == "blocked" else operator(config, present, recipe)
 
 
 @lru_cache(MOST_OPERATORS)
@@ -129,7 +162,7 @@ def _plain(config: Config) -> Operator:
 
     @jax.jit
     def attend(
-        rows: TileLists, columns: TileLists, q: Array, k: Array, v: Array, vectors: Vectors
+        rows: TileLists, columns: TileLists, lists: Any, q: Array, k: Array, v: Array, vectors: Vectors
     ) -> tuple[Array, Array]:
         out, lse = blocked.forward(config, rows, q, k, v, vectors, differentiable=True)
         return out, lse

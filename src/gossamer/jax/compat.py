@@ -41,6 +41,17 @@ def as_varying_as(x: Any, primal: Any) -> Any:
     return x
 
 
+def varying_with(results: Any, given: Any) -> Any:
+    """Results of a foreign function, which says nothing of it, as varying as the arrays that it was given."""
+    axes: frozenset[str] = frozenset().union(*(varying_axes(x) for x in jax.tree.leaves(given)))
+
+    def of(x: Any) -> Any:
+        missing = axes - varying_axes(x)
+        return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+    return jax.tree.map(of, results)
+
+
 def explicit_axes(x: Any) -> tuple[str, ...]:
     """The axes of a mesh of explicit axis types along which an array is sharded."""
     sharding = getattr(jax.typeof(x), "sharding", None)

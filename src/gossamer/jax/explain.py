@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from gossamer.jax.api import NAMES, config_of
+from gossamer.jax.api import NAMES, asked_of, config_of
 from gossamer.jax.arguments import Lengths, arguments_of, problem_of
-from gossamer.jax.plan import plan_of
+from gossamer.jax.plan import plan_of, why_no_kernels
 from gossamer.jax.tiles import TileLists
 from gossamer.plan.problem import Problem
 
@@ -28,6 +28,8 @@ class Explanation:
     all_tiles: int
     bits_tiles: int
     layout_bytes: int
+    kernels: tuple[str, ...] = ()  # of a forward and a backward, in the order of their launch; empty: `lax`
+    refused: tuple[str, ...] = ()  # why no kernels compute it
 
     @property
     def share(self) -> float:
@@ -47,6 +49,10 @@ class Explanation:
             f"{self.bits_tiles:,} masked pair by pair",
             "layout": f"{self.layout_bytes:,} bytes",
         }
+        if self.kernels:
+            rows["kernels"] = ", ".join(self.kernels)
+        if self.refused:
+            rows["not hopper"] = "; ".join(self.refused)
         return "\n".join(f"{name:<15} {text}" for name, text in rows.items())
 
 
@@ -70,17 +76,25 @@ def explain(
         sink_logits=sink_logits, alibi_slopes=alibi_slopes, implementation=implementation, deterministic=deterministic,
         names=NAMES,
     )  # fmt: skip
-    B, Q, H, _ = a.q.shape
-    plan = plan_of(pattern, B, H, Q, a.k.shape[1], q_offset)
+    asked = asked_of(a, q_offset)
+    plan = plan_of(pattern, asked)
     config = config_of(a, plan, q_offset)
-    rows, lists = config.rows, plan.rows
+    rows, lists, recipe = config.rows, plan.rows, plan.recipe
     Bl, Hl = rows.lead
-    return Explanation(
+    found = Explanation(
         problem=problem_of(a, jax.default_backend()),
         implementation="blocked, in lax",
-        gradient="a rule over the columns of the layout, no forward mode" if implementation is None else "JAX's own",
+        gradient="JAX's own" if implementation == "blocked" else "a rule over columns of the layout, no forward mode",
         pattern=plan.name, tile=(rows.block_rows, rows.block_columns), tiles=_tiles(lists) // (Bl * Hl),
         all_tiles=rows.tiles * rows.tile_columns, bits_tiles=_bits(lists) // (Bl * Hl), layout_bytes=plan.nbytes,
+    )  # fmt: skip
+    if recipe is None:
+        refused = () if implementation == "blocked" else why_no_kernels(pattern, asked)
+        return replace(found, refused=tuple(refused))
+    work = recipe.work(plan.lists)
+    return replace(
+        found, implementation="hopper, compiled kernels", gradient="kernels of their own, no forward mode",
+        tile=work.tile, tiles=work.tiles, all_tiles=work.all_tiles, bits_tiles=work.bits_tiles, kernels=work.kernels,
     )  # fmt: skip
 
 

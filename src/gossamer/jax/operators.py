@@ -6,6 +6,7 @@ devices, each of which computes its own. `custom_partitioning` has no rule of ba
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from functools import lru_cache
@@ -20,82 +21,177 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gossamer.jax import blocked, compat
 from gossamer.jax.blocked import Gradients
+from gossamer.jax.kernels import call, targets
+from gossamer.jax.kernels.recipes import Recipe
 from gossamer.jax.tiles import TileLists
 from gossamer.jax.tiling import Config, Vectors
+from gossamer.kernels.launch import Direction
+from gossamer.plan.problem import Unsupported
+
+logger = logging.getLogger("gossamer")
 
 FORWARD_MODE = (
     "attention has no forward mode (jvp, jacfwd, hessian) where its gradient is a rule of its own: "
     'attention(..., implementation="blocked") is plain lax, which has it'
 )
+OTHER_SIZES = "its kernels have lists for other sizes, which were made of no pattern"
 MOST_OPERATORS = 1024
+LISTS = (TileLists, dict)  # what no axis of batch elements is folded into
 
 Operator = Callable[..., tuple[Array, Array]]
+Lists = dict[str, dict[str, Array]]  # by direction and name
 Present = tuple[bool, ...]
 
 
 @lru_cache(MOST_OPERATORS)
-def operator(config: Config, present: Present) -> Operator:
-    """(out, lse) of (rows, columns, q, k, v, vectors), with a gradient of its own.
+def operator(config: Config, present: Present, recipe: Recipe | None = None) -> Operator:
+    """(out, lse) of (rows, columns, lists, q, k, v, vectors), with a gradient of its own.
 
     Args:
         present: which of the vectors a call has.
+        recipe: of kernels that compute it on a GPU; the lists are theirs, by direction.
     """
-    forward = jax.jit(_batched(_partitioned(_forward(config), config, present)))
-    backward = jax.jit(_batched(_partitioned(_backward(config), config, present)))
+    forward = _directed("forward", config, present, recipe)
+    backward = _directed("backward", config, present, recipe)
 
     @jax.custom_vjp
     def attend(
-        rows: TileLists, columns: TileLists, q: Array, k: Array, v: Array, vectors: Vectors
+        rows: TileLists, columns: TileLists, lists: Lists, q: Array, k: Array, v: Array, vectors: Vectors
     ) -> tuple[Array, Array]:
-        out, lse = forward(rows, q, k, v, vectors)
+        out, lse = forward(rows, _of(lists, "forward"), q, k, v, vectors)
         return out, lse
 
     def with_residuals(*arguments: Any) -> Any:
-        rows, columns, q, k, v, vectors = arguments
-        out, lse = forward(rows, q, k, v, vectors)
-        return (out, lse), (rows, columns, q, k, v, vectors, out, lse)
+        rows, columns, lists, q, k, v, vectors = arguments
+        out, lse = forward(rows, _of(lists, "forward"), q, k, v, vectors)
+        return (out, lse), (rows, columns, lists, q, k, v, vectors, out, lse)
 
     def gradients(saved: Any, cotangents: Any) -> Any:
-        rows, columns, q, k, v, vectors, out, lse = saved
+        rows, columns, lists, q, k, v, vectors, out, lse = saved
         dout, dlse = cotangents
-        terms = blocked.row_terms(out, lse, dout, dlse)
-        dq, dk, dv = backward(rows, columns, q, k, v, terms.lse, dout, terms.delta, vectors)
+        dq, dk, dv = backward(rows, columns, _of(lists, "backward"), q, k, v, out, lse, dout, dlse, vectors)
         slopes = vectors.alibi_slopes
         of_vectors = Vectors(
             alibi_slopes=None if slopes is None else jnp.zeros_like(slopes)
         )  # see `arguments.constant`
         if vectors.sink_logits is not None:
             # The sink is a key with value 0, so that dS = P * (0 - delta).
-            sinks = vectors.sink_logits
+            sinks, terms = vectors.sink_logits, blocked.row_terms(out, lse, dout, dlse)
             dsinks = -(jnp.exp(sinks - terms.lse) * terms.delta).sum((0, 1)).astype(sinks.dtype)
             of_vectors = of_vectors._replace(sink_logits=compat.as_varying_as(dsinks, sinks))
         dq, dk, dv = (compat.as_varying_as(dx, x) for dx, x in ((dq, q), (dk, k), (dv, v)))
-        return None, None, dq, dk, dv, of_vectors
+        return None, None, None, dq, dk, dv, of_vectors
 
     attend.defvjp(with_residuals, gradients)
     return attend
 
 
-def _forward(config: Config) -> Callable[..., Any]:
-    def attention_forward(rows: TileLists, q: Array, k: Array, v: Array, vectors: Vectors) -> tuple[Array, Array]:
+@lru_cache(2 * MOST_OPERATORS)
+def _directed(direction: Direction, config: Config, present: Present, recipe: Recipe | None) -> Callable[..., Any]:
+    """One direction, without a gradient."""
+    function = (_forward if direction == "forward" else _backward)(config, recipe)
+
+    def folded(given: list[Any]) -> tuple[Callable[..., Any], list[Any]]:
+        """What computes arrays into which an axis is folded, and the lists among them that it reads."""
+        (at,) = [at for at, x in enumerate(given) if isinstance(x, dict)]
+        q, k = given[at + 1], given[at + 2]
+        made = None if recipe is None else recipe.at(q.shape[0], q.shape[2], k.shape[2])
+        if made is None:
+            return wrapped, given
+        lists = {name: jnp.asarray(x) for name, x in made.lists[direction].items()}
+        return _directed(direction, config, present, made.recipe), [*given[:at], lists, *given[at + 1 :]]
+
+    wrapped = _batched(_partitioned(function, config, present), folded)
+    return jax.jit(wrapped)
+
+
+def _of(lists: Lists, direction: Direction) -> dict[str, Array]:
+    """The lists of one direction."""
+    return lists.get(direction, {})
+
+
+def _forward(config: Config, recipe: Recipe | None) -> Callable[..., Any]:
+    def by_lax(rows: TileLists, lists: Any, q: Array, k: Array, v: Array, vectors: Vectors) -> tuple[Array, Array]:
         out, lse = blocked.forward(config, rows, q, k, v, vectors)
         return out, lse
+
+    def attention_forward(
+        rows: TileLists, lists: dict[str, Array], q: Array, k: Array, v: Array, vectors: Vectors
+    ) -> tuple[Array, Array]:
+        mine = _local(recipe, "forward", lists, q, k)
+        if mine is None:
+            return by_lax(rows, lists, q, k, v, vectors)
+
+        def by_kernels(
+            rows: TileLists, lists: Any, q: Array, k: Array, v: Array, vectors: Vectors
+        ) -> tuple[Array, Array]:
+            return call.forward(mine.recipe, lists, q, k, v, vectors)
+
+        return _by_platform(mine.recipe, by_kernels, by_lax, rows, mine.lists, q, k, v, vectors)
 
     return attention_forward
 
 
-def _backward(config: Config) -> Callable[..., Any]:
-    def attention_backward(
-        rows: TileLists, columns: TileLists, q: Array, k: Array, v: Array, lse: Array, dout: Array, delta: Array,
-        vectors: Vectors,
-    ) -> tuple[Array, Array, Array]:  # fmt: skip
-        dq, dk, dv = blocked.backward(config, rows, columns, q, k, v, lse, dout, delta, vectors)
+def _backward(config: Config, recipe: Recipe | None) -> Callable[..., Any]:
+    def by_lax(rows: TileLists, columns: TileLists, lists: Any, *arrays: Any) -> tuple[Array, Array, Array]:
+        q, k, v, out, lse, dout, dlse, vectors = arrays
+        terms = blocked.row_terms(out, lse, dout, dlse)
+        dq, dk, dv = blocked.backward(config, rows, columns, q, k, v, terms.lse, dout, terms.delta, vectors)
         return dq, dk, dv
+
+    def attention_backward(
+        rows: TileLists, columns: TileLists, lists: dict[str, Array], *arrays: Any
+    ) -> tuple[Array, Array, Array]:
+        q, k, *_ = arrays
+        mine = _local(recipe, "backward", lists, q, k)
+        if mine is None:
+            return by_lax(rows, columns, lists, *arrays)
+
+        def by_kernels(rows: TileLists, columns: TileLists, lists: Any, *arrays: Any) -> tuple[Array, Array, Array]:
+            return call.backward(mine.recipe, lists, *arrays)
+
+        return _by_platform(mine.recipe, by_kernels, by_lax, rows, columns, mine.lists, *arrays)
 
     return attention_backward
 
 
-def _batched(function: Callable[..., Any]) -> Callable[..., Any]:
+class _Local(NamedTuple):
+    """The kernels of the arrays that are here: a shard, or copies of a batched axis."""
+
+    recipe: Recipe
+    lists: dict[str, Array]  # of one direction
+
+
+def _local(
+    recipe: Recipe | None, direction: Direction, lists: dict[str, Array], q: Array, k: Array
+) -> _Local | None:  # fmt: skip
+    """What computes arrays of these sizes; None where no kernels do."""
+    if recipe is None:
+        return None
+    (B, _, H, _), (_, _, G, _) = q.shape, k.shape
+    p = recipe.problem
+    if (B, H, G) == (p.B, p.H, p.G):
+        return _Local(recipe, lists)
+    made = recipe.at(B, H, G)
+    if made is None and recipe.gathers:
+        raise Unsupported(f"attention of {B} batch elements and {H} heads: {OTHER_SIZES}")
+    if made is None:
+        logger.info(f"attention of {B} batch elements and {H} heads runs by blocked, in lax: {OTHER_SIZES}")
+        return None
+    return _Local(made.recipe, {name: jnp.asarray(x) for name, x in made.lists[direction].items()})
+
+
+def _by_platform(
+    recipe: Recipe, by_kernels: Callable[..., Any], by_lax: Callable[..., Any], *arguments: Any
+) -> Any:  # fmt: skip
+    """By kernels where a program runs on a GPU, else by lax; by kernels alone where the tiles of lax are not made."""
+    branches = {targets.driver.platform: by_kernels}
+    if recipe.gathers:
+        return lax.platform_dependent(*arguments, **branches)
+    return lax.platform_dependent(*arguments, default=by_lax, **branches)
+
+
+def _batched(function: Callable[..., Any], of_folded: Callable[..., Any]) -> Callable[..., Any]:
     """With a rule of `vmap`: the axis joins the batch elements, each of whose lists its copies share."""
     wrapped = custom_vmap(function)
 
@@ -103,7 +199,7 @@ def _batched(function: Callable[..., Any]) -> Callable[..., Any]:
     def rule(axis_size: int, in_batched: list[Any], *arguments: Any) -> tuple[Any, Any]:
         *tensors, vectors = arguments
         *of_tensors, batched = in_batched
-        of_lists = [b for x, b in zip(arguments, in_batched, strict=True) if isinstance(x, TileLists)]
+        of_lists = [b for x, b in zip(arguments, in_batched, strict=True) if isinstance(x, LISTS)]
         if any(jax.tree.leaves((of_lists, batched._replace(key_lengths=None)))):
             out = _one_by_one(wrapped, arguments, in_batched)
             return out, jax.tree.map(lambda _: True, out)
@@ -112,10 +208,11 @@ def _batched(function: Callable[..., Any]) -> Callable[..., Any]:
             x = jnp.moveaxis(x, 0, 1) if batched else jnp.repeat(x[:, None], axis_size, axis=1)
             return x.reshape(-1, *x.shape[2:])
 
-        given = [x if isinstance(x, TileLists) else folded(x, b) for x, b in zip(tensors, of_tensors, strict=True)]
+        given = [x if isinstance(x, LISTS) else folded(x, b) for x, b in zip(tensors, of_tensors, strict=True)]
         if vectors.key_lengths is not None:
             vectors = vectors._replace(key_lengths=folded(vectors.key_lengths, batched.key_lengths))
-        out = wrapped(*given, vectors)
+        run, given = of_folded(given)
+        out = run(*given, vectors)
         out = tuple(jnp.moveaxis(x.reshape(-1, axis_size, *x.shape[1:]), 1, 0) for x in out)
         return out, jax.tree.map(lambda _: True, out)
 
@@ -182,7 +279,8 @@ def _sharding_rule(
 def _forms(present: Present, results: int) -> list[str]:
     """The dimensions of the arrays of a direction behind the lists: `b` batch elements, `h` and `g` heads."""
     of_vectors = [form for form, there in zip(("b", "h", "h"), present, strict=True) if there]
-    of_rows = ["b t h", "b t h e", "b t h"] if results == len(Gradients._fields) else []  # lse, dout, delta
+    # Of a backward: out, lse, dout and dlse.
+    of_rows = ["b t h e", "b t h", "b t h e", "b t h"] if results == len(Gradients._fields) else []
     return ["b t h d", "b s g d", "b s g e", *of_rows, *of_vectors]
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +13,21 @@ import numpy as np
 
 from gossamer.jax import compat
 from gossamer.jax.arguments import describe, is_array, shape_of
+from gossamer.jax.kernels import recipes
+from gossamer.jax.kernels.recipes import Made, Recipe
 from gossamer.jax.tiles import Extent, TileLists, both_directions
+from gossamer.kernels.contract import Scoring
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.build import build
 from gossamer.layouts.dense import from_dense
 from gossamer.memo import Memo
 from gossamer.patterns import CSR, Dense, Pattern
 from gossamer.patterns.validate import show
+from gossamer.plan.problem import Problem
 
 EMBEDDED = 2**20  # bytes of lists that a program may hold as constants without a warning
 TILE = 64  # measured on two cores, as for torch
+OTHER_CALLS = "its Plan was prepared for other calls, and of no pattern"
 PATTERN = (
     "None, a Pattern, a Plan that `prepare` made, a BlockLayout of numpy arrays, a boolean array that broadcasts to "
     "(B, H, Q, K), or a jax.experimental.sparse.BCSR matrix (Q, K)"
@@ -45,8 +50,8 @@ class Label(str):
         return 0
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["rows", "columns"],
-         meta_fields=["row_extent", "column_extent", "q_offset", "name"])  # fmt: skip
+@partial(jax.tree_util.register_dataclass, data_fields=["rows", "columns", "lists"],
+         meta_fields=["row_extent", "column_extent", "q_offset", "name", "recipe"])  # fmt: skip
 @dataclass(frozen=True)
 class Plan:
     """What `prepare` makes: the tiles that a pattern keeps, as arrays, and all else as configuration.
@@ -68,6 +73,8 @@ class Plan:
     column_extent: Extent
     q_offset: int | None  # of row 0; None where rows are counted from 0
     name: Label
+    lists: dict[str, dict[str, Any]] = field(default_factory=dict)  # of kernels, by direction
+    recipe: Recipe | None = None  # of kernels: see `jax.kernels`
 
     @property
     def Q(self) -> int:
@@ -79,14 +86,17 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays."""
-        return sum(int(x.nbytes) for x in jax.tree.leaves(self))
+        """Bytes of its arrays; what both directions have counts once."""
+        return sum({id(x): int(x.nbytes) for x in jax.tree.leaves(self)}.values())
 
     def __repr__(self) -> str:
         return f"Plan({self.name}, Q={self.Q}, K={self.K}, {self.nbytes:,} bytes)"
 
 
-def prepare(pattern: Any, query: Any, key: Any, *, q_offset: int | None = None) -> Plan:
+def prepare(
+    pattern: Any, query: Any, key: Any, value: Any = None, *, q_offset: int | None = None, scale: float | None = None,
+    softcap: float | None = None, key_lengths: bool = False, sink_logits: bool = False, deterministic: bool = False,
+) -> Plan:  # fmt: skip
     """Lay a pattern out for calls with queries and keys of these shapes, for the forward and the backward.
 
     `attention` does so itself, and keeps what it made. But inside of `jit` the lists become constants of the program,
@@ -96,7 +106,11 @@ def prepare(pattern: Any, query: Any, key: Any, *, q_offset: int | None = None) 
         pattern: what is attended, as `attention` takes it.
         query: (B, T, N, H), (T, N, H) or (N, D), an array or a `jax.ShapeDtypeStruct`: its shape alone is read.
         key: likewise.
+        value: likewise; None: as `key`.
         q_offset: position of query row 0, K - Q by default.
+        scale: of the calls; softcap and deterministic likewise. Kernels on a GPU read lists that follow from them:
+            a call with other terms makes its own, where the Plan was made of a pattern, or runs in `lax`.
+        key_lengths: whether calls have them; sink_logits likewise.
 
     Raises:
         ValueError: the pattern does not fit, or is an array whose numbers are not known yet.
@@ -107,24 +121,116 @@ def prepare(pattern: Any, query: Any, key: Any, *, q_offset: int | None = None) 
         >>> plan.Q, plan.K
         (4096, 4096)
     """
-    (B, Q, H, _), (_, K, _, _) = shape_of(query, "query"), shape_of(key, "key")
-    plan = plan_of(pattern, B, H, Q, K, q_offset)
+    value = key if value is None else value
+    (B, Q, H, D), (_, K, G, _), (*_, E) = shape_of(query, "query"), shape_of(key, "key"), shape_of(value, "value")
+    terms = {"key_lengths": key_lengths, "sink_logits": sink_logits, "softcap": softcap is not None}
+    terms["q_offset"] = q_offset not in (None, K - Q)
+    problem = Problem(
+        B, H, G, Q, K, D, E, str(jnp.dtype(query.dtype)), jax.default_backend(), deterministic=deterministic,
+        score_terms=frozenset(name for name, there in terms.items() if there), softcap=softcap,
+    )  # fmt: skip
+    plan = plan_of(pattern, Asked(problem, D**-0.5 if scale is None else scale, q_offset))
     return plan if compat.is_staged() else jax.tree.map(jnp.asarray, plan)
 
 
-def plan_of(pattern: Any, B: int, H: int, Q: int, K: int, q_offset: int | None) -> Plan:
+class Asked(NamedTuple):
+    """A call without its arrays."""
+
+    problem: Problem
+    scale: float
+    q_offset: int | None  # as it was given
+    kernels: bool = True  # whether they may compute it
+
+
+class ByKernels(NamedTuple):
+    """The kernels that compute a call, or every reason why none do."""
+
+    made: Made | None
+    reasons: list[str]
+
+
+def by_kernels(resolved: Pattern | BlockLayout | Plan, asked: Asked) -> ByKernels:
+    """What kernels do of a call with what its pattern stands for."""
+    p, source, offset = asked.problem, None if isinstance(resolved, Plan) else resolved, asked.q_offset
+    if not isinstance(resolved, Pattern) and resolved.q_offset is not None:
+        offset = resolved.q_offset
+    offset = p.K - p.Q if offset is None else offset
+    terms = (p.score_terms - {"q_offset"}) | ({"q_offset"} if offset != p.K - p.Q else frozenset())
+    problem = recipes.on_chip(replace(p, score_terms=terms))
+    scoring = Scoring(asked.scale, offset, problem.softcap)
+    if isinstance(resolved, Plan):
+        recipe = resolved.recipe
+        if recipe is None:
+            return ByKernels(None, recipes.refusals(problem, None))
+        if (recipe.problem, recipe.scoring) == (problem, scoring):
+            return ByKernels(Made(recipe, resolved.lists, resolved), [])
+        if recipe.pattern is None:
+            return ByKernels(None, [OTHER_CALLS, *recipes.refusals(problem, None)])
+        source = recipe.pattern
+    assert source is not None
+    reasons = recipes.refusals(problem, source)
+    return ByKernels(None if reasons else recipes.made_for(problem, scoring, source), reasons)
+
+
+def why_no_kernels(pattern: Any, asked: Asked) -> list[str]:
+    """Every reason why no kernels compute a call."""
+    p = asked.problem
+    return by_kernels(resolved_pattern(pattern, p.B, p.H, p.Q, p.K), asked).reasons
+
+
+def plan_of(pattern: Any, asked: Asked) -> Plan:
     """The Plan of what `attention` is given as its pattern, of numpy arrays but where it is a Plan itself.
 
     Raises:
         ValueError: it is none of what is accepted, or does not fit.
     """
-    resolved = resolved_pattern(pattern, B, H, Q, K)
+    p = asked.problem
+    resolved = resolved_pattern(pattern, p.B, p.H, p.Q, p.K)
+    q_offset = asked.q_offset
+    if isinstance(resolved, Pattern):
+        resolved.check(p.Q, p.K, p.H, p.B)
+    elif isinstance(resolved, Plan):
+        resolved = _fitting(resolved, p.B, p.H, p.Q, p.K, q_offset)
+    made = by_kernels(resolved, asked).made if asked.kernels else None
+    gathers = made is not None and made.recipe.gathers
+    if isinstance(resolved, Plan) and resolved.recipe is not None and resolved.recipe.gathers and not gathers:
+        # It has no tiles; of these calls they are read.
+        recipe = resolved.recipe
+        assert recipe.pattern is not None
+        resolved, q_offset = recipe.pattern, recipe.scoring.q_offset
+    if gathers and not isinstance(resolved, Plan):
+        assert isinstance(resolved, Pattern)
+        plan = _without_tiles(resolved, p, q_offset)
+    else:
+        plan = tiles_of(resolved, p.B, p.H, p.Q, p.K, q_offset)
+    if made is None:
+        return replace(plan, lists={}, recipe=None) if plan.recipe else plan
+    return replace(plan, lists={d: dict(x) for d, x in made.lists.items()}, recipe=made.recipe)
+
+
+def _without_tiles(pattern: Pattern, p: Problem, q_offset: int | None) -> Plan:
+    """The Plan of a pattern for kernels alone: its tiles, which would be large and nearly empty, are not made."""
+    none = np.zeros(0, np.int32)
+    bounds, pool = np.zeros((0, 0), np.int32), np.zeros((0, TILE, TILE // 32), np.uint32)
+    nothing = TileLists(none, none, none, none, bounds, bounds, pool, (), none)
+    rows, columns = (Extent(*sizes, TILE, TILE, pattern.lead, ()) for sizes in ((p.Q, p.K), (p.K, p.Q)))
+    offset = p.K - p.Q if q_offset is None else q_offset
+    known = offset if pattern.reads_positions else None
+    return Plan(nothing, nothing, rows, columns, known, Label(show(pattern)))
+
+
+def tiles_of(resolved: Pattern | BlockLayout | Plan, B: int, H: int, Q: int, K: int, q_offset: int | None) -> Plan:
+    """The Plan with the tiles that `blocked` reads.
+
+    Raises:
+        ValueError: it is none of what is accepted, or does not fit.
+    """
     if isinstance(resolved, Plan):
         return _fitting(resolved, B, H, Q, K, q_offset)
     if isinstance(resolved, BlockLayout):
         if q_offset not in (None, resolved.q_offset):
             raise ValueError(f"q_offset must be left out with a mask or a layout; got {q_offset}")
-        return _fitting(_from_layout(resolved, resolved.q_offset, f"{type(pattern).__name__}"), B, H, Q, K, None)
+        return _fitting(_from_layout(resolved, resolved.q_offset, f"{type(resolved).__name__}"), B, H, Q, K, None)
     offset = K - Q if q_offset is None else q_offset
     resolved.check(Q, K, H, B)
     key = (resolved, Q, K, offset)
@@ -136,10 +242,10 @@ def plan_of(pattern: Any, B: int, H: int, Q: int, K: int, q_offset: int | None) 
     return _plans.get_or_make(key, make, lambda plan: plan.nbytes)
 
 
-def for_call(pattern: Any, B: int, H: int, Q: int, K: int, q_offset: int | None) -> Plan:
+def for_call(pattern: Any, asked: Asked) -> Plan:
     """The Plan that a call reads: on the device, or as constants of the program that is written here."""
-    plan = plan_of(pattern, B, H, Q, K, q_offset)
-    if plan is pattern:
+    plan = plan_of(pattern, asked)
+    if isinstance(pattern, Plan) and plan.recipe in (None, pattern.recipe):
         return plan
     if compat.is_staged():
         if plan.nbytes > EMBEDDED:
@@ -151,7 +257,8 @@ def for_call(pattern: Any, B: int, H: int, Q: int, K: int, q_offset: int | None)
         return plan
     if not isinstance(pattern, Pattern) and pattern is not None:
         return plan
-    key = (pattern, Q, K, plan.q_offset, q_offset)
+    p = asked.problem
+    key = (pattern, p.Q, p.K, plan.q_offset, asked.q_offset, plan.recipe)
     return _on_device.get_or_make(key, lambda: jax.tree.map(jnp.asarray, plan), lambda plan: plan.nbytes)
 
 

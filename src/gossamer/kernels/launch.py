@@ -334,6 +334,8 @@ def dtype_of(array: Any) -> str:
 
 def operand_of(array: Any) -> Operand:
     """What an array of the layout is like; of one that is no tensor, nothing."""
+    if hasattr(array, "__array_interface__"):  # of numpy
+        return Operand(str(array.dtype), array.shape, compact(array.shape))
     if not hasattr(array, "data_ptr"):
         return Operand("", (), ())
     return Operand(dtype_of(array), tuple(array.shape), tuple(array.stride()), array.data_ptr() % ALIGNMENT == 0)

@@ -26,16 +26,16 @@ from gossamer.kernels.launch import (
     operand_of,
     with_own,
 )
+from gossamer.kernels.parts import PartitionedCall, Selection
 from gossamer.memo import Memo
 from gossamer.patterns.handles import pattern_of, token_of
 from gossamer.plan.plan import Plan
 from gossamer.plan.problem import Unsupported, most_offset, within_positions
-from gossamer.torch import parts
 from gossamer.torch.bind import bind
 from gossamer.torch.memory import hold_for_graphs, outlasting
+from gossamer.torch.parts import TorchEdge
 from gossamer.torch.planning import (
     DataLayout,
-    Selection,
     check_rows,
     check_sizes,
     data_layout,
@@ -206,11 +206,10 @@ class Call:
             self.bytes += 0 if given else layout_bytes(selected.layout)
             return selected.implementation.prepare(plan.problem, selected.layout, direction, self.scoring, operands)
         pattern = pattern_of(self.attended.handle)
-        of_parts = parts.PartitionedCall(
-            plan, self.options.implementation, pattern, self.scoring, operands, self.device
-        )
+        edge = TorchEdge(self.options.implementation, self.device)
+        of_parts = PartitionedCall(plan, edge, pattern, self.scoring, operands)
         prepared = of_parts.forward() if direction == "forward" else of_parts.backward()
-        self.bytes += of_parts.bytes
+        self.bytes += sum(map(layout_bytes, of_parts.layouts))
         return prepared
 
     def _select_layout(self, plan: Plan) -> Selection | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gossamer.kernels.contract import Implementation
 from gossamer.kernels.launch import Direction, dtype_of
+from gossamer.kernels.parts import PartitionedCall, Selection
 from gossamer.layouts import BlockLayout, GatherLayout
 from gossamer.patterns import Pattern
 from gossamer.patterns.handles import pattern_of
@@ -22,8 +23,8 @@ from gossamer.plan.table import NAMES, load
 from gossamer.torch.calls import read_q_offset
 from gossamer.torch.decoding import for_one_query
 from gossamer.torch.mask_layouts import unpack
-from gossamer.torch.parts import PartitionedCall
-from gossamer.torch.planning import Selection, check_rows, check_sizes, data_layout, plan_for, scoring_of, select_layout
+from gossamer.torch.parts import TorchEdge
+from gossamer.torch.planning import check_rows, check_sizes, data_layout, plan_for, scoring_of, select_layout
 from gossamer.torch.reorder import check_order
 from gossamer.torch.request import Request, request_of, results_in_bshd
 from gossamer.torch.structure import Structure
@@ -205,7 +206,7 @@ def _calls(plan: Plan, request: Request, backward: bool) -> list[_Computed]:
         return [_computed(plan.problem, selected, pattern, scoring.q_offset)]
     direction: Direction = "backward" if backward else "forward"
     operands = request.operands | (results_in_bshd(direction, request.operands) if a.bshd else {})
-    partitioned = PartitionedCall(plan, a.implementation, pattern, scoring, operands, device)
+    partitioned = PartitionedCall(plan, TorchEdge(a.implementation, device), pattern, scoring, operands)
     calls = partitioned.calls(partitioned.fold(), direction)
     return [_computed(call.problem, call.selected, call.part.pattern, call.q_offset) for call in calls]
 

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gossamer.kernels.contract import Implementation, Scoring
 from gossamer.kernels.launch import dtype_of
+from gossamer.kernels.parts import Selection
 from gossamer.layouts import cached_gather, cached_layout
 from gossamer.layouts.cache import bytes_of
 from gossamer.memo import Memo
@@ -37,13 +38,6 @@ MOST_BOUND = 16  # functions that are kept with data of the user's, by the key o
 _dense: Memo[Tensor] = Memo(KEPT_DENSE)
 _packed_masks: Memo[Tensor] = Memo()
 _logged: set[tuple[Any, ...]] = set()
-
-
-class Selection(NamedTuple):
-    """Who computes one direction of a call, and the layout that it reads."""
-
-    implementation: Implementation
-    layout: Any
 
 
 def plan_for(a: Arguments, geometry: tuple[int, ...], keys: int | None = None) -> Plan:

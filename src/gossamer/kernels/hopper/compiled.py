@@ -5,6 +5,9 @@ Types and order of the arguments are those of the entry of the same name in `dev
 
 from __future__ import annotations
 
+from functools import cache
+
+from gossamer.kernels.hopper.device.parameters import Role
 from gossamer.kernels.hopper.store import Kernel
 
 forward = Kernel("forward")
@@ -18,3 +21,9 @@ column_lists = Kernel("column_lists")
 sum_parts = Kernel("sum_parts")
 preprocess = Kernel("preprocess")
 postprocess = Kernel("postprocess")
+
+
+@cache
+def flat(name: str, roles: tuple[Role, ...]) -> Kernel:
+    """A kind of kernel in the form of `device.flat`."""
+    return Kernel(name, roles)

@@ -22,6 +22,8 @@ from time import perf_counter
 from typing import Any
 from uuid import uuid4
 
+from gossamer.kernels.hopper.device.parameters import Role, parameters
+
 DIRECTORY = "GOSSAMER_CACHE_DIR"
 ARCHITECTURE = "sm_90a"
 DIGEST = 32
@@ -33,10 +35,14 @@ log = logging.getLogger("gossamer")
 
 
 class Kernel:
-    """A kind of kernel, named as its entry in `device.entries`: called with its configuration, gives the function."""
+    """A kind of kernel, named as its entry in `device.entries`: called with its configuration, gives the function.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    Args:
+        roles: of its arrays, for the form in which `device.flat` passes them; None: as its entry takes them.
+    """
+
+    def __init__(self, name: str, roles: tuple[Role, ...] | None = None) -> None:
+        self.name, self.roles = name, roles
         self._kept: dict[Any, Callable[..., None]] = {}
 
     def __call__(self, *key: Any) -> Callable[..., None]:
@@ -53,11 +59,21 @@ class Kernel:
         """What the compiler makes of a configuration; it is imported here."""
         from gossamer.kernels.hopper.device import entries
 
-        return getattr(entries, self.name)(*key)
+        entry = getattr(entries, self.name)(*key)
+        if self.roles is None:
+            return entries.compiled(entry.kernel, *entry.arguments)
+        from gossamer.kernels.hopper.device.flat import compile_flat
+
+        own = parameters(self.name, *key)
+        return compile_flat(entry, tuple(p._replace(role=role) for p, role in zip(own, self.roles, strict=True)))
+
+    def digest(self, *key: Any) -> str:
+        """Of all that the object file of a configuration depends on: its sources, the compiler, the form."""
+        return _digest(self.name, key if self.roles is None else (key, self.roles))
 
     def path(self, *key: Any) -> Path:
         """The file of a configuration."""
-        return directory() / "hopper" / f"{self.name}-{_digest(self.name, key)}.o"
+        return directory() / "hopper" / f"{self.name}-{self.digest(*key)}.o"
 
     def object(self, *key: Any) -> bytes:
         """The object file of a configuration: from disk, or compiled and written there."""

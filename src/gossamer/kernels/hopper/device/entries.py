@@ -1,7 +1,7 @@
 """The entry of every kind of kernel, as the compiler is called for it: without a GPU and without tensors.
 
-An entry takes a configuration and gives what `cute.compile` makes of the kernel and the types of its arguments: buffers
-and numbers, one after the other. To add one, write such a function here and its name into `hopper.compiled`.
+An entry takes a configuration and gives the kernel and the types of its arguments, buffers and numbers one after the
+other, which `compiled` makes a function of. To add one, write such a function here and its name into `hopper.compiled`.
 """
 
 from __future__ import annotations
@@ -36,28 +36,40 @@ from gossamer.kernels.hopper.device.select.kernel import Select
 OPTIONS = "--enable-tvm-ffi"
 
 
-def forward(config: ForwardConfig) -> Any:
+class Entry:
+    """A kernel, and the types of its arguments: fake tensors and numbers, None for one that it does not read."""
+
+    def __init__(self, kernel: Any, *arguments: Any) -> None:
+        self.kernel, self.arguments = kernel, arguments
+
+
+def compiled(kernel: Any, *arguments: Any) -> Any:
+    """What the compiler makes of a kernel: a function of such arguments, on the current stream of who calls it."""
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(kernel, *arguments, stream, options=OPTIONS)
+
+
+def forward(config: ForwardConfig) -> Entry:
     """The forward kernel of a configuration, and the merge of its parts."""
     n, c, s = NUMBERS[config.dtype], config, cute.sym_int
     H, G, Q = s(), s(), s()
     rows, lists = compact(Int32, s(), s()), compact(Int32, s(), s())
-    return cute.compile(
+    return Entry(
         Forward(c),
         strided(n, s(), H, Q), strided(n, s(), G, s()), strided(n, s(), G, s()), strided(n, s(), H, Q),
         _rows(s(), H, Q), compact(Int32, s(), ITEM), lists, rows, compact(Int32, s(), s()),
         compact(Int32, s(), c.block_kv // 32), compact(Float32, s()),
         compact(Float32, s(), c.block_q, c.E), compact(Float32, s(), c.block_q), compact(Int32, s(), MERGE),
         compact(Int32, s()), compact(Int32, 1), Float32(1), Float32(1), *[Int32(1)] * 4,
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip
 
 
-def backward(config: BackwardConfig) -> Any:
+def backward(config: BackwardConfig) -> Entry:
     """The column kernel of a configuration."""
     n, c, s = NUMBERS[config.dtype], config, cute.sym_int
     B, H, G, K = s(), s(), s(), s()
     bounds = compact(Int32, s(), s())
-    return cute.compile(
+    return Entry(
         Backward(c),
         strided(n, B, H, s()), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, s()),
         compact(Float32, 2, s(), s(), s(divisibility=128)), compact(Float32, s(), s(), s(), 64 * c.D),
@@ -65,138 +77,128 @@ def backward(config: BackwardConfig) -> Any:
         compact(Int32, s(), s()), bounds, bounds, compact(Int32, s(), c.block_q // 32),
         compact(Float32, s(), c.block_kv, c.D), compact(Float32, s(), c.block_kv, c.E), _lengths(c),
         compact(Int32, 1), *[Float32(1)] * 3, *[Int32(1)] * 2,
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip
 
 
-def wide(config: WideConfig) -> Any:
+def wide(config: WideConfig) -> Entry:
     """dK and dV of wide heads."""
     n, c, s = NUMBERS[config.dtype], config, cute.sym_int
     B, H, G, Q, K = s(), s(), s(), s(), s()
     bounds = compact(Int32, s(), s())
-    return cute.compile(
+    return Entry(
         Wide(c), strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q),
         compact(Float32, 2, B, H, s()), compact(Float32, s(), s(), s(), 64 * c.D), strided(n, B, G, K),
         strided(n, B, G, K), compact(Int32, s(), ITEM), compact(Int32, s(), SEGMENT), compact(Int32, s(), s()), bounds,
         bounds, compact(Int32, s(), c.block_q // 32), compact(Float32, s(), c.tile_kv, c.D),
         compact(Float32, s(), c.tile_kv, c.E), _lengths(c), compact(Int32, 1),
-        *[Float32(1)] * 3, *[Int32(1)] * 2, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=OPTIONS,
+        *[Float32(1)] * 3, *[Int32(1)] * 2,
     )  # fmt: skip
 
 
-def merge(dtype: str, E: int, block_q: int) -> Any:
+def merge(dtype: str, E: int, block_q: int) -> Entry:
     """The merge of the parts of gathered rows."""
     s = cute.sym_int
-    return cute.compile(
+    return Entry(
         Merge(E, block_q), strided(NUMBERS[dtype], s(), s(), s()), _rows(s(), s(), s()),
         compact(Float32, s(), block_q, E), compact(Float32, s(), block_q), compact(Int32, s(), MERGE),
-        compact(Float32, s()), Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=OPTIONS,
+        compact(Float32, s()), Int32(1),
     )  # fmt: skip
 
 
-def preprocess(dtype: str, E: int, zeroed: int) -> Any:
+def preprocess(dtype: str, E: int, zeroed: int) -> Entry:
     """Row terms of the backward; zeroes sums of dQ of `zeroed` columns (0: none)."""
     n, s = NUMBERS[dtype], cute.sym_int
     B, H, Q = s(), s(), s()
-    return cute.compile(
+    return Entry(
         around.Preprocess(E, zeroed), strided(n, B, H, Q), strided(n, B, H, Q), _rows(B, H, Q), _rows(B, H, Q),
         compact(Float32, 2, B, H, s()), compact(Float32, s(), s(), s(), 64 * zeroed if zeroed else s()), Int32(1),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip
 
 
-def postprocess(dtype: str, D: int) -> Any:
+def postprocess(dtype: str, D: int) -> Entry:
     """dQ from its float32 sums."""
     n, s = NUMBERS[dtype], cute.sym_int
     B, H = s(), s()
-    return cute.compile(
+    return Entry(
         around.postprocess, compact(Float32, B, H, s(), 64 * D), strided(n, B, H, s()), Float32(1),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip
 
 
-def query_gradient(config: QueryConfig) -> Any:
+def query_gradient(config: QueryConfig) -> Entry:
     """dQ by rows."""
     n, c, s = NUMBERS[config.dtype], config, cute.sym_int
     B, H, G, Q, K = s(), s(), s(), s(), s()
     rows = compact(Int32, s(), s())
-    return cute.compile(
+    return Entry(
         QueryGradient(c), strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q),
         compact(Float32, 2, B, H, s()), strided(n, B, H, Q), compact(Int32, s(), ITEM), compact(Int32, s(), s()), rows,
         rows, compact(Int32, s(), c.block_kv // 32), compact(Float32, s(), c.block_q, c.D), _lengths(c),
         compact(Int32, 1), *[Float32(1)] * 3, *[Int32(1)] * 2,
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip
 
 
-def gather(config: GatherConfig) -> Any:
+def gather(config: GatherConfig) -> Entry:
     """A kernel over gathered columns: the forward, dQ, or dK and dV."""
     n, c, s = NUMBERS[config.dtype], config, cute.sym_int
     B, H, G, Q, K = s(), s(), s(), s(), s()
     inputs = strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q)
     items, lists = compact(Int32, s(), ITEM), (compact(Int32, s()), compact(Int32, s(), c.queries))
     terms, part, lengths = compact(Float32, 2, B, H, s()), compact(Float32, s(), 64, c.size), compact(Int32, s())
-    tile_counter, stream = compact(Int32, 1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    tile_counter = compact(Int32, 1)
     of_forward = (
         inputs[3], _rows(B, H, Q), items, *lists, compact(Float32, s()), part, compact(Float32, s(), 64), lengths,
-        tile_counter, *[Float32(1)] * 2, *[Int32(1)] * 3, stream,
+        tile_counter, *[Float32(1)] * 2, *[Int32(1)] * 3,
     )  # fmt: skip
     if c.dtype == "float32":
         halves = *[compact(Float16, B, G, K, 2 * c.size)] * 2, compact(Float32, B, G, K, 2)
-        return cute.compile(Float32Forward(c), *inputs[:3], *halves, *of_forward, options=OPTIONS)
+        return Entry(Float32Forward(c), *inputs[:3], *halves, *of_forward)
     if c.direction == "forward":
-        return cute.compile(GatherForward(c), *inputs[:3], *of_forward, options=OPTIONS)
+        return Entry(GatherForward(c), *inputs[:3], *of_forward)
     numbers = [Float32(1)] * 3 + [Int32(1)] * 2
     if c.direction == "gradients":
         sums = compact(Float32, B, G, K, c.size)
-        return cute.compile(
+        return Entry(
             GatherGradients(c), *inputs, terms, sums, sums, strided(n, B, H, Q), items, *lists, part, lengths,
-            tile_counter, *numbers, stream, options=OPTIONS,
+            tile_counter, *numbers,
         )  # fmt: skip
     if c.direction == "query":
-        return cute.compile(
+        return Entry(
             GatherQuery(c), *inputs, terms, strided(n, B, H, Q), items, *lists, part, lengths, tile_counter, *numbers,
-            stream, options=OPTIONS,
         )  # fmt: skip
-    return cute.compile(
+    return Entry(
         GatherColumns(c), *inputs, terms, strided(n, B, G, K), strided(n, B, G, K), items, compact(Int32, s(), SEGMENT),
-        *lists, part, compact(Float32, s(), 64, c.size), lengths, tile_counter, *numbers, stream, options=OPTIONS,
+        *lists, part, compact(Float32, s(), 64, c.size), lengths, tile_counter, *numbers,
     )  # fmt: skip
 
 
-def select(config: SelectConfig) -> Any:
+def select(config: SelectConfig) -> Entry:
     """The lists of alpha-entmax or of the k largest scores."""
     n, s = NUMBERS[config.dtype], cute.sym_int
     B, Q, K = s(), s(), s()
     rows, L = s(), s()
-    return cute.compile(
+    return Entry(
         Select(config), strided(n, B, s(), Q), strided(n, B, s(), K), compact(Float32, s()), compact(Int32, s()),
         compact(Int32, s()), compact(Int32, rows, L), compact(Float32, s(), s()), compact(Int32, s()),
         compact(Float32, s()), compact(Int32, s()), compact(Uint8, s()), Float32(1), *[Int32(1)] * 6,
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip
 
 
-def column_lists(keys: int, fill: bool) -> Any:
+def column_lists(keys: int, fill: bool) -> Entry:
     """The lists of keys from those of rows: the counts of cells, or their places."""
     s = cute.sym_int
     rows = s()
-    return cute.compile(
+    return Entry(
         ColumnLists(keys, fill), compact(Int32, rows, s()), compact(Int32, rows), compact(Int32, s()),
         compact(Int32, s()), Int32(1), Int32(1),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip
 
 
-def sum_parts(dtype: str, size: int, block: int) -> Any:
+def sum_parts(dtype: str, size: int, block: int) -> Entry:
     """The sum of the parts of split tiles of `block` rows."""
     s = cute.sym_int
-    return cute.compile(
+    return Entry(
         around.sum_parts, strided(NUMBERS[dtype], s(), s(), s()), compact(Float32, s(), block, size),
         compact(Int32, s(), MERGE), Float32(1),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
     )  # fmt: skip
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper.choice import gather_config
 from gossamer.kernels.hopper.device.gather.configurations import ROWS, GatherConfig
@@ -24,6 +26,7 @@ from gossamer.kernels.hopper.launch.arguments import (
     unread,
 )  # fmt: skip
 from gossamer.kernels.hopper.launch.backward import done, gradients, row_terms, run
+from gossamer.kernels.hopper.schedule.arrays import zeros
 from gossamer.kernels.hopper.schedule.columns import column_work
 from gossamer.kernels.hopper.schedule.rows import sharing, work
 from gossamer.kernels.launch import Builder, Operand, Prepared, compact
@@ -137,6 +140,7 @@ def _schedule(b: Builder, p: Problem, layout: GatherLayout, config: GatherConfig
     rows = walk.block_rows if by_columns or config.heads == 1 else ROWS
     assert rows == ROWS, f"the kernels gather for {ROWS} rows, this walk is of {walk.block_rows}"
     # A kernel argument needs an address.
-    indices = walk.indices if walk.indices.numel() else walk.indices.new_full((ROWS,), -1)
-    bits = walk.bits if walk.bits.numel() else walk.bits.new_zeros((2, walk.block_rows))
+    indices = walk.indices if len(walk.indices) else zeros((ROWS,), walk.indices) - 1
+    bits = zeros((2, walk.block_rows), walk.bits) if 0 in walk.bits.shape else walk.bits
+    bits = bits.view(np.int32) if isinstance(bits, np.ndarray) else bits
     return schedule(b, "columns" if by_columns else "rows", made, most, ROWS, indices=indices, bits=bits)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+import numpy as np
 
 from gossamer.kernels.hopper.device.column_items import LISTS, SEGMENT, ColumnItem, Segment
+from gossamer.kernels.hopper.schedule.arrays import Array, namespace, places
 from gossamer.kernels.hopper.schedule.cuts import cut_rows
 from gossamer.kernels.hopper.schedule.rows import Work, for_every_head, has_kernels
 from gossamer.kernels.hopper.schedule.words import filled, list_words, listed, within
@@ -42,28 +43,29 @@ def column_work(
             return Work(*fused_items(walk, (Bl, groups, tiles), 1, copies, heads, blocks, ratio))
         counted = listed(walk)
         # Of each key tile of a key head: the lengths of the lists of its query heads, one after the other.
-        lengths = counted.lengths.reshape(Bl, groups, -1, tiles).transpose(2, 3).reshape(Bl * groups * tiles, -1)
-        lengths = lengths.expand(-1, ratio)
+        xp, rows = namespace(counted.starts), Bl * groups * tiles
+        lengths = xp.swapaxes(counted.lengths.reshape(Bl, groups, -1, tiles), 2, 3).reshape(rows, -1)
+        lengths = xp.broadcast_to(lengths, (rows, ratio))
         ranges = cut_rows(walk, lengths.sum(1, dtype=lengths.dtype), (Bl, groups, tiles), copies, blocks, split)
-        cut: tuple[torch.Tensor, ...] = ()
+        cut: tuple[Array, ...] = ()
         if ranges.known:  # segments without entries are left out; on a device, which tells no number of them, kept
             lengths = lengths[ranges.row]
             before = lengths.cumsum(1) - lengths
             begin, end = (within(x[:, None], before, lengths) for x in (ranges.begin, ranges.end))
             some = end > begin
-            (at,) = some.flatten().nonzero(as_tuple=True)
+            at = np.flatnonzero(some)
             number = some.sum(1)
             cut = begin.flatten()[at], end.flatten()[at]
         else:
-            at = torch.arange(len(ranges.row) * ratio, device=ranges.row.device)
-            number = torch.full_like(ranges.row, ratio)
+            at = places(len(ranges.row) * ratio, ranges.row)
+            number = xp.full_like(ranges.row, ratio)
         row, head = ranges.row[at // ratio], at % ratio
         lead = row // (groups * tiles) * Hl + (row // tiles % groups * ratio + head if Hl > 1 else 0)
         words: dict[int, Any] = {Segment.HEAD: head, Segment.LEAD: lead}
         words |= list_words(counted, LISTS, lead * tiles + row % tiles, *cut)
         segments = filled(words, SEGMENT)
         words = {ColumnItem.SEGMENT_START: number.cumsum(0) - number, ColumnItem.SEGMENT_COUNT: number}
-        words[ColumnItem.VALID] = torch.ones_like(number)
+        words[ColumnItem.VALID] = xp.ones_like(number)
         return for_every_head(words, ranges, copies, heads, blocks, layout.columns.device, segments)
 
     return _work.of(layout.columns).get_or_make((copies, heads, ratio, blocks, split), made)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from heapq import heapreplace
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from gossamer.kernels.hopper.device.merges import MERGE, PartMerge
+from gossamer.kernels.hopper.schedule.arrays import Array, descending, namespace, places, zeros
 from gossamer.kernels.hopper.schedule.words import Ranges, filled, place_words
 from gossamer.layouts.gather import GatherWalk
 from gossamer.layouts.walk import Walk
@@ -75,7 +74,7 @@ def whole_rounds(rows: int, longest: int, blocks: int, few: bool = False) -> int
 
 
 def cut_rows(
-    walk: Walk | GatherWalk, lengths: Tensor, shape: tuple[int, int, int], copies: int, blocks: int,
+    walk: Walk | GatherWalk, lengths: Array, shape: tuple[int, int, int], copies: int, blocks: int,
     split: int | None, few: bool = False, most: int | None = None,
 ) -> Ranges:  # fmt: skip
     """The rows of a walk, longest first; cut where that is worth it.
@@ -86,11 +85,11 @@ def cut_rows(
     """
     if walk.device is not None:
         return _cut_by_capacity(lengths, shape, copies, blocks, split, few, most)
-    known, (batches, heads, _) = lengths.numpy(), shape
-    limit = item_limit(known, batches * heads, copies, blocks, split, few)
-    row, begin, end, slot, pieces = [torch.from_numpy(x) for x in cut(known, limit)]
+    batches, heads, _ = shape
+    limit = item_limit(lengths, batches * heads, copies, blocks, split, few)
+    row, begin, end, slot, pieces = cut(lengths, limit)
     order = np.lexsort((slot, row, (begin - end) // (NEAR if isinstance(walk, GatherWalk) else 1)))
-    (cuts,) = (pieces > 1).nonzero(as_tuple=True)
+    cuts = np.flatnonzero(pieces > 1)
     count = pieces[cuts]
     merges = filled(place_words(cuts, shape, count.cumsum(0) - count) | {PartMerge.COUNT: count}, MERGE)
     return Ranges(shape, row[order], begin[order], end[order], slot[order], merges, int(count.sum()))
@@ -112,7 +111,7 @@ def parts_by_capacity(
 
 
 def _cut_by_capacity(
-    lengths: Tensor, shape: tuple[int, int, int], copies: int, blocks: int, split: int | None, few: bool,
+    lengths: Array, shape: tuple[int, int, int], copies: int, blocks: int, split: int | None, few: bool,
     most: int | None,
 ) -> Ranges:  # fmt: skip
     """The rows of a walk of tensors: each in as many equal parts as a row would have that lists `most`.
@@ -120,13 +119,13 @@ def _cut_by_capacity(
     Nothing is read back: a short row has short parts, and empty ones.
     """
     parts = parts_by_capacity(shape, copies, blocks, split, few, most)
-    at = torch.arange(len(lengths) * parts, device=lengths.device)
+    at = places(len(lengths) * parts, lengths)
     row, part = at // parts, at % parts
     begin, end = part * lengths[row] // parts, (part + 1) * lengths[row] // parts
-    _, order = torch.sort(end - begin, descending=True, stable=True)
+    order, xp = descending(end - begin), namespace(lengths)
     if parts == 1:
-        merges = torch.zeros((1, MERGE), dtype=torch.int32, device=at.device)
-        return Ranges(shape, row[order], begin[order], end[order], torch.full_like(row, -1), merges, 0, known=False)
-    every = torch.arange(len(lengths), device=at.device)
-    merges = filled(place_words(every, shape, every * parts) | {PartMerge.COUNT: torch.full_like(every, parts)}, MERGE)
+        merges = zeros((1, MERGE), at)
+        return Ranges(shape, row[order], begin[order], end[order], xp.full_like(row, -1), merges, 0, known=False)
+    every = places(len(lengths), at)
+    merges = filled(place_words(every, shape, every * parts) | {PartMerge.COUNT: xp.full_like(every, parts)}, MERGE)
     return Ranges(shape, row[order], begin[order], end[order], at[order], merges, len(at), known=False)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from gossamer.kernels.hopper.device.row_items import ITEM, LISTS, RowItem
+from gossamer.kernels.hopper.schedule.arrays import Array, ascending, int32, int64, namespace, placed, places, ratio
 from gossamer.kernels.hopper.schedule.cuts import FEW, ROUNDS, SLACK, cut_rows, parts_by_capacity
 from gossamer.kernels.hopper.schedule.words import Ranges, filled, list_words, listed, place_words
 from gossamer.kernels.packages import has_triton
@@ -25,10 +23,10 @@ from gossamer.memo import Memos
 class Work(NamedTuple):
     """The items of a launch."""
 
-    items: Tensor  # (n, ITEM) int32: `device.row_items`, or `device.column_items`
-    merges: Tensor  # (m, MERGE) int32: `device.merges`
+    items: Array  # (n, ITEM) int32: `device.row_items`, or `device.column_items`
+    merges: Array  # (m, MERGE) int32: `device.merges`
     slots: int
-    segments: Tensor | None = None  # (m, SEGMENT) int32, of items of columns
+    segments: Array | None = None  # (m, SEGMENT) int32, of items of columns
 
 
 _work: Memos[Work] = Memos()
@@ -55,14 +53,15 @@ def work(layout: BlockLayout | GatherLayout, copies: int, heads: int, blocks: in
         counted = listed(walk)
         lengths = counted.lengths
         ranges = cut_rows(walk, lengths, (Bl, Hl, tiles), copies, blocks, split, few, most)
-        words: dict[int, Tensor] = {RowItem.VALID: torch.ones_like(ranges.row)}
+        xp = namespace(ranges.row)
+        words: dict[int, Array] = {RowItem.VALID: xp.ones_like(ranges.row)}
         if Bl * Hl > 1:
             words[RowItem.LEAD] = ranges.row // tiles
         cut = (ranges.begin, ranges.end) if ranges.slots else ()
         words |= list_words(counted, LISTS, ranges.row, *cut)
         if isinstance(walk, GatherWalk):
-            starts, counts = (torch.as_tensor(x).reshape(-1)[ranges.row] for x in (walk.starts, walk.counts))
-            words[RowItem.FIRST_COLUMN] = starts + counts.minimum(ranges.end * walk.width)
+            starts, counts = (x.reshape(-1)[ranges.row] for x in (walk.starts, walk.counts))
+            words[RowItem.FIRST_COLUMN] = starts + xp.minimum(counts, ranges.end * walk.width)
         return for_every_head(words, ranges, copies, heads, blocks, layout.rows.device)
 
     return _work.of(layout.rows).get_or_make((copies, heads, blocks, split), made)
@@ -81,8 +80,8 @@ def sharing(heads: int, batch: int, walk: Walk | GatherWalk) -> tuple[int, int]:
 
 
 def for_every_head(
-    words: dict[int, Tensor], ranges: Ranges, copies: int, heads: int, blocks: int, device: Any,
-    segments: Tensor | None = None,
+    words: dict[int, Array], ranges: Ranges, copies: int, heads: int, blocks: int, device: Any,
+    segments: Array | None = None,
 ) -> Work:  # fmt: skip
     """Items and merges of every head, in the order in which blocks draw them, from those of lists that heads share.
 
@@ -96,37 +95,40 @@ def for_every_head(
         copies, heads, blocks: see `work`.
         device: where kernels read them.
     """
-    lengths: Tensor = ranges.end - ranges.begin
+    lengths: Array = ranges.end - ranges.begin
+    xp = namespace(lengths)
     n, (batches, of_one, _) = len(lengths), ranges.shape
     items = filled(place_words(ranges.row, ranges.shape, ranges.slot) | words, ITEM)
     if ranges.known or n * copies > blocks:
-        size = lengths.long()
+        size = int64(lengths)
         if n * copies > ROUNDS * blocks:
-            size = (lengths / lengths[n // 2].clamp(min=1)).clamp(min=2**-20).log2().int()  # towards zero
-            fits = lengths[0].long() * (batches * of_one * blocks) <= SLACK * lengths.sum()
-            size = torch.where(fits, size.clamp(max=0), size)
+            share = ratio(lengths, lengths[n // 2 : n // 2 + 1].clip(min=1))
+            size = int32(xp.log2(share.clip(min=2**-20)))
+            fits = int64(lengths[:1]) * (batches * of_one * blocks) <= SLACK * lengths.sum()
+            size = xp.where(fits, size.clip(max=0), size)
         # Heads of all batch elements in order, of each size: 32 bits hold it where there are few sizes.
         every_head, of_batch = batches * of_one * copies, of_one * heads
         of_row = items[:n, RowItem.BATCH] * of_batch + items[:n, RowItem.HEAD] - size * every_head
-        copy = torch.arange(copies, device=items.device, dtype=size.dtype)
+        copy = places(copies, items)
+        copy = copy if size.dtype == copy.dtype else int32(copy)
         of_copy = copy // heads * of_batch + copy % heads if copies > heads else copy
-        order = torch.argsort((of_row + of_copy[:, None]).flatten(), stable=True)
+        order = ascending((of_row + of_copy[:, None]).flatten())
     else:  # blocks draw all of them at the same time
-        order = torch.arange(n * copies, device=items.device)
+        order = places(n * copies, items)
     every = _copied(items[order % n], order // n, copies, ranges.slots, heads) if copies > 1 else items[order]
     merges = ranges.merges
     if ranges.slots and copies > 1:
-        copy = torch.arange(copies * len(merges), device=merges.device) // len(merges)
-        merges = _copied(merges.repeat(copies, 1), copy, copies, ranges.slots, heads)
-    segments = None if segments is None else segments.to(device)
-    return Work(every.to(device), merges.to(device), ranges.slots * copies, segments)
+        copy = places(copies * len(merges), merges) // len(merges)
+        merges = _copied(xp.tile(merges, (copies, 1)), copy, copies, ranges.slots, heads)
+    segments = None if segments is None else placed(segments, device)
+    return Work(placed(every, device), placed(merges, device), ranges.slots * copies, segments)
 
 
-def _copied(rows: Tensor, copy: Tensor, copies: int, slots: int, heads: int) -> Tensor:
+def _copied(rows: Array, copy: Array, copies: int, slots: int, heads: int) -> Array:
     """Items or merges, which have these words alike, with the batch element, the head and the slots of their copies."""
     if copies > heads:
         rows[:, RowItem.BATCH] += copy // heads
     rows[:, RowItem.HEAD] += copy % heads if copies > heads else copy
     if slots:
-        rows[:, RowItem.SLOT] += torch.where(rows[:, RowItem.SLOT] < 0, 0, copy * slots)
+        rows[:, RowItem.SLOT] += namespace(rows).where(rows[:, RowItem.SLOT] < 0, 0, copy * slots)
     return rows

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from gossamer.kernels.hopper.device.row_items import RowItem
+from gossamer.kernels.hopper.schedule.arrays import Array, int32, namespace, zeros
 from gossamer.layouts.gather import GatherWalk
 from gossamer.layouts.walk import Walk
 
@@ -17,11 +17,11 @@ class Ranges(NamedTuple):
     """The rows of lists, or what long ones are cut into, in the order in which blocks are to draw them."""
 
     shape: tuple[int, int, int]  # batch elements, heads and tiles of all rows
-    row: Tensor  # counted over them
-    begin: Tensor
-    end: Tensor
-    slot: Tensor  # of the parts, -1 where a row is not cut
-    merges: Tensor  # (m, MERGE) int32
+    row: Array  # counted over them
+    begin: Array
+    end: Array
+    slot: Array  # of the parts, -1 where a row is not cut
+    merges: Array  # (m, MERGE) int32
     slots: int
     known: bool = True  # to the host
 
@@ -29,11 +29,11 @@ class Ranges(NamedTuple):
 class Counted(NamedTuple):
     """What the rows of all lists hold, in tiles; of gathered columns, in steps."""
 
-    starts: Tensor  # (kinds, Bl * Hl * T): the first of each kind, counted over all lists
-    counts: Tensor
+    starts: Array  # (kinds, Bl * Hl * T): the first of each kind, counted over all lists
+    counts: Array
 
     @property
-    def lengths(self) -> Tensor:
+    def lengths(self) -> Array:
         """Of each row, (Bl * Hl * T,)."""
         return self.counts.sum(0, dtype=self.counts.dtype)
 
@@ -68,55 +68,57 @@ def entries(walk: Walk) -> Entries:
 def listed(walk: Walk | GatherWalk) -> Counted:
     """Starts and counts of the kinds that kernels know, in their order."""
 
-    def of(x: Any) -> Tensor:
-        found = torch.as_tensor(x).reshape(-1)
-        return found.long() if walk.device is None else found
+    def of(x: Any) -> Array:
+        return x.reshape(-1).astype(np.int64) if walk.device is None else x.reshape(-1)
 
     if isinstance(walk, GatherWalk):
         starts, counts = of(walk.starts) // walk.width, -(-of(walk.counts) // walk.width)
-        none = torch.zeros_like(starts)
-        return Counted(torch.stack((none, none, starts)), torch.stack((none, none, counts)))
+        xp = namespace(starts)
+        none = xp.zeros_like(starts)
+        return Counted(xp.stack((none, none, starts)), xp.stack((none, none, counts)))
     starts_of = []
     for tiles, base in zip(walk.lists.values(), entries(walk).bases, strict=True):
         starts_of.append(of(tiles.starts) + base if base else of(tiles.starts))
-    return Counted(torch.stack(starts_of), torch.stack([of(tiles.counts) for tiles in walk.lists.values()]))
+    xp = namespace(starts_of[-1])
+    return Counted(xp.stack(starts_of), xp.stack([of(tiles.counts) for tiles in walk.lists.values()]))
 
 
-def within(x: Tensor, before: Tensor, count: Tensor) -> Tensor:
+def within(x: Array, before: Array, count: Array) -> Array:
     """What of the first `x` of a row lies in a list of `count` behind `before` others."""
-    return (x - before).clamp(min=0).minimum(count)
+    return namespace(x).minimum((x - before).clip(min=0), count)
 
 
 def list_words(
-    counted: Counted, places: Mapping[str, tuple[int, int]], row: Tensor, begin: Tensor | None = None,
-    end: Tensor | None = None,
-) -> dict[int, Tensor]:  # fmt: skip
+    counted: Counted, places: Mapping[str, tuple[int, int]], row: Array, begin: Array | None = None,
+    end: Array | None = None,
+) -> dict[int, Array]:  # fmt: skip
     """The words that say what ranges of rows list: of each kind the first entry, and how many.
 
     Args:
         row: (n,), counted over all lists; begin, end: of the range of each, None for whole rows.
     """
+    xp = namespace(row)
     if begin is None or end is None:
-        starts, counts = torch.stack(counted)[:, :, row]
+        starts, counts = xp.stack(counted)[:, :, row]
     else:
         before = counted.counts.cumsum(0) - counted.counts
-        starts, counts, before = torch.stack((*counted, before))[:, :, row]
+        starts, counts, before = xp.stack((*counted, before))[:, :, row]
         skipped = within(begin, before, counts)
         starts, counts = starts + skipped, within(end, before, counts) - skipped
-    words: dict[int, Tensor] = {}
+    words: dict[int, Array] = {}
     for (first, number), start, count in zip(places.values(), starts, counts, strict=True):
         words |= {first: start, number: count}
     return words
 
 
-def place_words(row: Tensor, shape: tuple[int, int, int], slot: Tensor) -> dict[int, Tensor]:
+def place_words(row: Array, shape: tuple[int, int, int], slot: Array) -> dict[int, Array]:
     """The words of items, and of merges, that say where rows are, but for those that are 0 everywhere.
 
     Args:
         shape: batch elements, heads, tiles.
     """
     batches, heads, tiles = shape
-    words: dict[int, Tensor] = {RowItem.SLOT: slot}
+    words: dict[int, Array] = {RowItem.SLOT: slot}
     if batches * heads > 1:
         lead = row // tiles if tiles > 1 else row
         words[RowItem.BATCH] = lead // heads if heads > 1 else lead
@@ -126,10 +128,11 @@ def place_words(row: Tensor, shape: tuple[int, int, int], slot: Tensor) -> dict[
     return words
 
 
-def filled(words: Mapping[int, Tensor], width: int) -> Tensor:
+def filled(words: Mapping[int, Array], width: int) -> Array:
     """Rows (n, width) int32 with some words written, the others 0; one row of zeros where n is 0."""
     known = next(iter(words.values()))
     if not len(known):
-        return torch.zeros((1, width), dtype=torch.int32, device=known.device)
-    nothing = torch.zeros_like(known)
-    return torch.stack([words.get(word, nothing) for word in range(width)], 1).int()
+        return zeros((1, width), known)
+    xp = namespace(known)
+    nothing = xp.zeros_like(known)
+    return int32(xp.stack([words.get(word, nothing) for word in range(width)], 1))

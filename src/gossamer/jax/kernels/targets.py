@@ -1,0 +1,89 @@
+"""Compiled kernels as targets of XLA's foreign function interface, named by what they are made from.
+
+A target is registered once in a process, for all calls of its kernel, of any sizes: numbers are attributes. Programs
+that are exported hold the name alone: the process that runs them registers what they name by `register`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from functools import cache
+from threading import RLock
+from typing import Any, NamedTuple
+
+from gossamer.kernels.hopper import compiled, missing_packages
+from gossamer.kernels.hopper.device.parameters import Role
+
+PACKAGE = "jax-tvm-ffi"
+INSTALL = "in a checkout of gossamer: pip install '.[jax,hopper]'"
+MOST = 1024  # handlers of that package in a process, those of others among them
+
+
+class Driver(NamedTuple):
+    """Where kernels run, and what makes them."""
+
+    platform: str  # as `lax.platform_dependent` calls it
+    registry: str  # as a registration does
+    function: Callable[..., Any]  # of (kind, roles, key): what TVM-FFI calls
+    name: Callable[..., str]  # likewise
+
+
+def _function(kind: str, roles: tuple[Role, ...], *key: Any) -> Any:
+    return compiled.flat(kind, roles)(*key)
+
+
+def _name(kind: str, roles: tuple[Role, ...], *key: Any) -> str:
+    return f"gossamer_{kind}_{compiled.flat(kind, roles).digest(*key)}"
+
+
+driver = Driver("cuda", "gpu", _function, _name)
+_lock = RLock()
+_registered: dict[str, int] = {}  # with how many numbers
+
+
+@cache
+def missing() -> list[str]:
+    """What of the packages that run kernels from JAX is not installed."""
+    found = list(missing_packages())
+    try:
+        importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        found.append(f"needs the package {PACKAGE} ({INSTALL}), which is not installed")
+    return found
+
+
+def target(kind: str, roles: Sequence[Role], key: tuple[Any, ...], numbers: int) -> str:
+    """The name of a kernel's target, compiled and registered where it was not.
+
+    Args:
+        numbers: how many it takes behind its arrays: attributes `number(0)`, `number(1)` and so on.
+
+    Raises:
+        RuntimeError: the process has registered as many as there can be.
+    """
+    name = driver.name(kind, tuple(roles), *key)
+    if name not in _registered:
+        with _lock:
+            if name not in _registered:
+                _register(name, driver.function(kind, tuple(roles), *key), numbers)
+    assert _registered[name] == numbers, f"{name} takes {_registered[name]} numbers, got {numbers}"
+    return name
+
+
+def number(at: int) -> str:
+    """The name of an attribute."""
+    return f"n{at:03d}"
+
+
+def _register(name: str, function: Any, numbers: int) -> None:
+    from jax_tvm_ffi import register_ffi_target, registered_count
+
+    if registered_count() >= MOST:
+        raise RuntimeError(
+            f"{MOST} functions are registered with {PACKAGE} in this process, which is all that it takes: "
+            f"this kernel, {name}, cannot be called"
+        )
+    spec = ["args", "rets", *(f"attrs.{number(at)}" for at in range(numbers))]
+    register_ffi_target(name, function, spec, platform=driver.registry, allow_cuda_graph=True)
+    _registered[name] = numbers

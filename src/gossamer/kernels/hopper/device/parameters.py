@@ -1,0 +1,57 @@
+"""What the arrays among a kernel's arguments are to it: read, written or added to, and of what strides.
+
+In the order of the call, as `device.entries` has them. Nothing here imports the compiler: an edge that passes flat
+memory and numbers in the place of arrays of any strides (`device.flat`) reads it where there is none.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+Role = Literal["read", "made", "kept"]
+
+
+class Parameter(NamedTuple):
+    """An array among the arguments of a kernel."""
+
+    name: str
+    rank: int  # of one with any strides; 0: contiguous, as it is
+    role: Role  # read; made: written, whatever it held; kept: it is written in part, or added to
+
+
+# By kind: a name, "/n" behind arrays of n dimensions and any strides, "!" behind what is made, "+" behind what is kept.
+_COLUMNS = "dk/4! dv/4! work segments"
+_GRADIENT = "q/4 k/4 v/4 dout/4 terms"
+_BLOCK = "lists lo hi pool"
+_GATHERED = "indices bits"
+_END = "lengths tile_counter+"
+KINDS = {
+    "forward": f"q/4 k/4 v/4 out/4! lse/3! work {_BLOCK} sinks part_out! part_lse! merges {_END}",
+    "merge": "out/4+ lse/3+ part_out part_lse merges sinks",
+    "preprocess": "out/4 dout/4 lse/3 dlse/3 terms! dq_sum!",
+    "backward": f"{_GRADIENT} dq_sum+ {_COLUMNS} {_BLOCK} part_dk! part_dv! {_END}",
+    "wide": f"{_GRADIENT} dq_sum {_COLUMNS} {_BLOCK} part_dk! part_dv! {_END}",
+    "query_gradient": f"{_GRADIENT} dq/4! work {_BLOCK} part_dq! {_END}",
+    "postprocess": "dq_sum dq/4!",
+    "sum_parts": "result/4+ parts merges",
+    "gather forward": f"q/4 k/4 v/4 out/4! lse/3! work {_GATHERED} sinks part_out! part_lse! {_END}",
+    "gather query": f"{_GRADIENT} dq/4! work {_GATHERED} part_dq! {_END}",
+    "gather columns": f"{_GRADIENT} {_COLUMNS} {_GATHERED} part_dk! part_dv! {_END}",
+    "gather gradients": f"{_GRADIENT} dk_sum+ dv_sum+ dq/4! work {_GATHERED} part_dq! {_END}",
+}
+
+
+def parameters(kind: str, *key: Any) -> tuple[Parameter, ...]:
+    """The arrays among the arguments of a kernel of `hopper.compiled`, made for a key."""
+    text = KINDS[f"gather {key[0].direction}" if kind == "gather" else kind]
+    if kind == "gather" and key[0].dtype == "float32":
+        text = text.replace("v/4 ", "v/4 k_halves! v_halves! powers! ", 1)
+    if (kind == "backward" and not key[0].with_dq) or (kind == "preprocess" and not key[-1]):
+        text = text.replace("dq_sum+", "dq_sum").replace("dq_sum!", "dq_sum")  # an argument that nothing reads
+    return tuple(_parameter(word) for word in text.split())
+
+
+def _parameter(word: str) -> Parameter:
+    role: Role = "made" if word.endswith("!") else "kept" if word.endswith("+") else "read"
+    name, _, rank = word.rstrip("!+").partition("/")
+    return Parameter(name, int(rank or 0), role)

@@ -1,0 +1,92 @@
+"""The Hopper kernels from JAX on a GPU, against the definition in float64.
+
+JAX_PLATFORMS=cuda,cpu python -m pytest --confcutdir tests/jax tests/jax/test_kernels_gpu.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gossamer as gs
+import gossamer.jax as gsj
+from gossamer.jax.kernels import recipes, targets
+from gossamer.testing.cases import SMALL, Case
+from gossamer.testing.graphs import proximity_graph, random_graph
+from tests.jax.calls import ROUNDING, inputs_of, kept, made, run
+from tests.jax.oracle import compare
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(recipes.chip() is None or recipes.chip().sm != 90, reason="needs a GPU of capability 9.0"),
+    pytest.mark.skipif(bool(targets.missing()), reason="; ".join(targets.missing())),
+]
+ABLE = [case for case in SMALL if not case.alibi_slopes and max(case.D, case.E) <= 256]
+# Pattern, then B, H, G, Q, K, D, E, then score terms.
+LARGER: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
+    "window": (gs.SlidingWindow(300), (2, 8, 2, 2048, 2048, 128, 128), {}),
+    "dense": (gs.Dense(), (1, 2, 2, 1000, 1300, 64, 64), {}),
+    "wide heads": (gs.SlidingWindow(200), (1, 2, 1, 700, 700, 256, 256), {}),
+    "blocks": (gs.BigBird(64), (1, 4, 4, 1024, 1024, 128, 128), {}),
+    "dilated": (gs.Dilated(256, 0, dilation=4), (1, 2, 2, 4099, 4099, 64, 64), {}),
+    "power strided": (gs.PowerStrided(2, 40), (1, 2, 2, 2000, 2000, 64, 64), {}),
+    "proximity": (proximity_graph((4, 4, 4), 2.0), (1, 2, 2, 4096, 4096, 64, 64), {}),
+    "random graph": (random_graph(1500, 16), (1, 2, 2, 1500, 1500, 64, 64), {}),
+    "terms": (gs.SlidingWindow(200), (2, 4, 2, 1024, 1024, 128, 128), {"softcap": 20.0}),
+    "few queries": (gs.Causal(), (2, 8, 2, 3, 5000, 128, 128), {}),
+    "odd sizes": (gs.Causal(), (2, 4, 2, 333, 333, 40, 20), {}),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", ABLE, ids=str)
+def test_cases(case: Case, dtype: str) -> None:
+    x = inputs_of(case, dtype)
+    compare(x, run(x, case.pattern(), "hopper"), ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("name", LARGER)
+def test_larger(name: str) -> None:
+    pattern, sizes, terms = LARGER[name]
+    *_, Q, K, D, _ = sizes
+    keep = kept(pattern, Q, K, K - Q)
+    x = made(np.random.default_rng(0), sizes, "bfloat16", keep, scale=D**-0.5, q_offset=K - Q, **terms)
+    compare(x, run(x, pattern, "hopper"), ROUNDING["bfloat16"])
+
+
+def test_transformations() -> None:
+    """Copies of a batched axis, layers of a scan, and a Plan as an argument give the bits of single calls."""
+    q, k, v = (jax.random.normal(jax.random.key(i), (3, 2, 512, 4, 64), jnp.bfloat16) for i in range(3))
+    pattern = gs.SlidingWindow(100)
+
+    def one(q: Any, k: Any, v: Any) -> Any:
+        return gsj.attention(q, k, v, pattern, implementation="hopper")
+
+    each = jnp.stack([one(*x) for x in zip(q, k, v, strict=True)])
+    assert (jax.vmap(one)(q, k, v) == each).all()
+    scanned = jax.jit(lambda *x: jax.lax.scan(lambda c, x: (c, one(*x)), 0, x)[1])
+    assert (scanned(q, k, v) == each).all()
+    plan = gsj.prepare(pattern, q[0], k[0])
+    assert (jax.jit(lambda plan, *x: gsj.attention(*x, plan))(plan, q[0], k[0], v[0]) == each[0]).all()
+
+    def loss(*x: Any) -> Any:
+        return one(*x).astype(jnp.float32).sum()
+
+    found = jax.vmap(jax.grad(loss, (0, 1, 2)))(q, k, v)
+    wanted = [jax.grad(loss, (0, 1, 2))(*x) for x in zip(q, k, v, strict=True)]
+    for x, *parts in zip(found, *wanted, strict=True):
+        assert jnp.abs(x.astype(jnp.float32) - jnp.stack(parts).astype(jnp.float32)).max() < 2e-2
+
+
+def test_it_is_chosen_and_said() -> None:
+    q = jnp.ones((1, 1024, 2, 64), jnp.bfloat16)
+    text = str(gsj.explain(q, q, q, gs.SlidingWindow(128)))
+    assert "hopper, compiled kernels" in text and "forward, preprocess" in text
+    wide = q.astype(jnp.float32)
+    assert "dtype float32 not in" in str(gsj.explain(wide, wide, wide, gs.SlidingWindow(128)))
+    with pytest.raises(gs.Unsupported, match="alibi_slopes"):
+        gsj.attention(q, q, q, alibi_slopes=jnp.ones(2), implementation="hopper")
