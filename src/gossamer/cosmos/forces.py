@@ -1,0 +1,70 @@
+"""The force of gravity by particles and a mesh (P3M), and the pressure of an isothermal gas."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from gossamer.cosmos.box import Box
+from gossamer.cosmos.mesh import Waves, painted, read
+from gossamer.particles import Cells, Gaussian, ShortRangeGravity, radial_force, radial_sum
+
+
+def gravity(positions_mpc_h: Array, box: Box) -> Array:
+    """-grad of the potential of the density contrast, grad^2 phi = delta: (N, 3), in Mpc/h.
+
+    The mesh's part is exp(-(k split)^2) of it: particles are assigned by the PCS window, which is divided out twice, and
+    the gradient is i k. Pairs within `box.cut_mpc_h` have the rest, with softening.
+    """
+    return long_range(positions_mpc_h, box) + short_range(positions_mpc_h, box)
+
+
+def long_range(positions_mpc_h: Array, box: Box) -> Array:
+    """The mesh's part of `gravity`."""
+    x = positions_mpc_h
+    waves = Waves(box.mesh, box.size_mpc_h, x.dtype)
+    cells = x / jnp.asarray([size / n for size, n in zip(box.size_mpc_h, box.mesh, strict=True)], x.dtype)
+    mean = box.num_particles / (box.mesh[0] * box.mesh[1] * box.mesh[2])
+    contrast = painted(box.mesh, cells, jnp.full((len(x), 1), 1 / mean, x.dtype))
+    filtered = jnp.fft.rfftn(contrast[..., 0]) * (
+        waves.inverse * jnp.exp(-(box.split_mpc_h**2) * waves.squared) / waves.window**2
+    )
+    fields = [jnp.fft.irfftn(1j * k * filtered, box.mesh) for k in waves.odd]
+    return read(box.mesh, cells, jnp.stack(fields, -1).astype(x.dtype))
+
+
+def short_range(positions_mpc_h: Array, box: Box) -> Array:
+    """The part of `gravity` that pairs have."""
+    cells = Cells.build(positions_mpc_h, box.cut_mpc_h, box.size_mpc_h)
+    law = ShortRangeGravity(box.split_mpc_h, softening=box.softening_kpc_h / 1000)
+    return radial_force(cells, box.volume_mpc3_h3 / (4 * jnp.pi * box.num_particles), law)
+
+
+
+class Gas(NamedTuple):
+    """An isothermal gas: its speed of sound, and the width of the Gaussian that its density is smoothed with.
+
+    Examples:
+        >>> cosmos.Gas(sound_speed_km_s=20.0, smoothing_mpc_h=1.0)
+        Gas(sound_speed_km_s=20.0, smoothing_mpc_h=1.0)
+    """
+
+    sound_speed_km_s: float
+    smoothing_mpc_h: float
+
+
+REACH = 5.0  # of the Gaussian, in its widths: exp(-12.5) is left out
+
+
+def pressure(positions_mpc_h: Array, box: Box, gas: Gas) -> Array:
+    """-c^2 grad(density) / density: (N, 3) in (km/s)^2 h/Mpc.
+
+    With a density that is smoothed by a Gaussian of width h it is -(c / h)^2 (m(x) - x), where m(x) is what Gaussian
+    attention of positions to positions gives: the mean of its neighbours, weighted by exp(-r^2 / (2 h^2)).
+    """
+    law = Gaussian(gas.smoothing_mpc_h)
+    cells = Cells.build(positions_mpc_h, REACH * gas.smoothing_mpc_h, box.size_mpc_h)
+    shift = radial_force(cells, 1.0, law) / radial_sum(cells, 1.0, law)[:, None]
+    return -((gas.sound_speed_km_s / gas.smoothing_mpc_h) ** 2) * shift
