@@ -1,0 +1,7 @@
+"""Particles: sums over all neighbours within a radius, exactly and with gradients, on arrays of JAX or torch."""
+
+from gossamer.particles.cells import Cells
+from gossamer.particles.laws import Gaussian, ShortRangeGravity
+from gossamer.particles.radial import radial_force, radial_sum
+
+__all__ = ["Cells", "Gaussian", "ShortRangeGravity", "radial_force", "radial_sum"]

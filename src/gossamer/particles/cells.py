@@ -1,0 +1,91 @@
+"""Particles in the order of Hilbert's curve, and the boxes of runs of them: `Cells`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gossamer.particles.edges import edge_of
+from gossamer.particles.geometry import BITS, Sizes
+from gossamer.particles.laws import positive
+
+
+class Runs(NamedTuple):
+    """The particles in order, T runs of 32; the last one is filled up with the last particle. Constants."""
+
+    order: Any  # (N,) int32: the particle at each place
+    points: Any  # (d, T, 32): positions, within the box along periodic axes
+    low: Any  # (d, T): the boxes of the runs
+    high: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Cells:
+    """Where particles are, for all sums over neighbours within a radius: made by `Cells.build`.
+
+    A cell is a run of 32 particles along Hilbert's curve with the box around them. There are N / 32 of them however
+    particles are distributed, so nothing has a capacity and nothing overflows.
+
+    In JAX it is a pytree, made under jit as well as outside, and gradients of sums reach positions through it.
+    """
+
+    x: Any  # (N, d) as given
+    runs: Runs
+    radius: float
+    box: Sizes  # of each axis; None along those that are open
+
+    @classmethod
+    def build(cls, x: Any, radius: float, box: float | Sequence[float | None] | None = None) -> Cells:
+        """Sort particles.
+
+        Args:
+            x: (N, d) positions in 1 to 3 dimensions, of jax or torch, float32 or float64 (others become float32); along
+                periodic axes they are taken modulo the box.
+            radius: within which neighbours are, at most half the box along periodic axes.
+            box: the size of a periodic box, one for all axes or one for each, None for an axis that is open.
+
+        Raises:
+            TypeError: x is no array of jax or torch, or a number is of another type.
+            ValueError: a shape, the radius or the box is wrong.
+
+        Examples:
+            >>> x = jax.random.uniform(jax.random.key(0), (1000, 3))
+            >>> cells = gp.Cells.build(x, radius=0.1, box=1.0)
+            >>> cells.num_particles
+            1000
+            >>> gp.radial_sum(cells, 1.0, gp.Gaussian(0.03)).shape
+            (1000,)
+        """
+        edge = edge_of(x)
+        if len(x.shape) != 2 or x.shape[1] not in BITS or not edge.is_real(x):
+            raise ValueError(
+                f"x must be an array (N, d) of real numbers, d from 1 to 3; got {tuple(x.shape)} {x.dtype}"
+            )
+        _, d = x.shape
+        sizes, radius = box_sizes(box, d), positive("radius", radius)
+        shortest = min((size for size in sizes if size is not None), default=math.inf)
+        if radius > shortest / 2:
+            raise ValueError(f"radius must be at most half the box, {shortest / 2}; got {radius}")
+        return cls(x, edge.runs_of(x, sizes), radius, sizes)
+
+    @property
+    def num_particles(self) -> int:
+        N, _ = self.x.shape
+        return int(N)
+
+    @property
+    def order(self) -> Any:
+        """(N,) int32: the particle at each place along the curve."""
+        return self.runs.order
+
+
+def box_sizes(box: Any, d: int) -> Sizes:
+    """The size of the box along each axis, None where it is open."""
+    given = [box] * d if box is None or isinstance(box, (int, float, np.number)) else list(box)
+    if len(given) != d:
+        raise ValueError(f"box must be a positive number, {d} of them, or None; got {box!r}")
+    return tuple(None if size is None else positive("box", size) for size in given)

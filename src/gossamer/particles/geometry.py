@@ -1,0 +1,103 @@
+"""Where particles are: the order along Hilbert's curve, the boxes of runs of it, distances to nearest images.
+
+Functions of arrays of numpy, jax.numpy or torch, which `xp` is; positions are lists of one array an axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+RUN = 32  # consecutive particles along the curve that share a bounding box: a cell
+BITS = {1: 24, 2: 15, 3: 10}  # of each axis of the curve, by the number of axes: places are whole in float32
+MARGIN = 1 + 1e-5  # of a distance between boxes over the radius: rounding never leaves out a pair
+
+Sizes = tuple[float | None, ...]  # of the box, None along an axis that is open
+
+
+def hilbert_keys(place: list[Any], bits: int, xp: Any) -> Any:
+    """The place along Hilbert's curve of cells of a grid with 2^bits cells along each axis (Skilling 2004).
+
+    Args:
+        place: integers in [0, 2^bits), one array an axis.
+    """
+    x = list(place)
+    first, *_ = x
+    for level in range(bits - 1, 0, -1):  # undo the rotations
+        low = (1 << level) - 1
+        for axis, here in enumerate(x):
+            high = (here >> level) & 1
+            start = x[0]
+            swapped = (start ^ here) & low
+            x[0] = xp.where(high == 1, start ^ low, start ^ swapped)
+            if axis:
+                x[axis] = xp.where(high == 1, here, here ^ swapped)
+    for axis in range(1, len(x)):  # Gray code
+        x[axis] = x[axis] ^ x[axis - 1]
+    turn = first * 0
+    for level in range(bits - 1, 0, -1):
+        turn = xp.where((x[-1] >> level) & 1 == 1, turn ^ ((1 << level) - 1), turn)
+    x = [here ^ turn for here in x]
+    key = first * 0
+    for level in range(bits - 1, -1, -1):
+        for here in x:
+            key = (key << 1) | ((here >> level) & 1)
+    return key
+
+
+def wrapped(x: list[Any], box: Sizes, xp: Any) -> list[Any]:
+    """Positions in [0, size] along periodic axes; those that are there stay, bit for bit."""
+    return [one if size is None else one - size * xp.floor(one / size) for one, size in zip(x, box, strict=True)]
+
+
+def on_the_grid(x: list[Any], box: Sizes, bits: int, xp: Any) -> list[Any]:
+    """Where positions (wrapped) are among 2^bits cells along each axis, as whole numbers of their own type.
+
+    Cells are cubes: the longest axis has 2^bits of them.
+    """
+    low = [one.min() if size is None else one[0] * 0 for one, size in zip(x, box, strict=True)]
+    extents = [
+        (one - start).max() if size is None else start + size for one, start, size in zip(x, low, box, strict=True)
+    ]
+    longest = extents[0]
+    for extent in extents[1:]:
+        longest = xp.maximum(longest, extent)
+    # Of equal positions along open axes the extent is 0, and so are all places.
+    scale = xp.where(longest > 0, 2.0**bits / xp.where(longest > 0, longest, longest + 1), longest)
+    return [xp.clip(xp.floor((one - start) * scale), 0, 2**bits - 1) for one, start in zip(x, low, strict=True)]
+
+
+def nearest(x: Any, y: Any, size: float | None, xp: Any) -> Any:
+    """x - y to the nearest image; of wrapped positions. The difference is as exact as that of near numbers is.
+
+    Positions on both sides of the seam are moved next to one another before they are subtracted: the one near the
+    box's size loses it without rounding.
+    """
+    if size is None:
+        return x - y
+    step = x - y
+    return xp.where(step > size / 2, x - size, x) - xp.where(step < -size / 2, y - size, y)
+
+
+def gaps(low: Sequence[Any], high: Sequence[Any], others_low: Sequence[Any], others_high: Sequence[Any], box: Sizes,
+         xp: Any) -> Any:  # fmt: skip
+    """Squares of the distances between boxes, at most: each argument is one array an axis, and they broadcast."""
+    total = None
+    for a, b, c, d, size in zip(low, high, others_low, others_high, box, strict=True):
+        ahead, behind = c - b, a - d  # how far the other begins after this one ends, and before it begins
+        if size is not None:  # or its image on the other side
+            ahead, behind = xp.maximum(ahead, behind), size - xp.maximum(d, b) + xp.minimum(a, c)
+            gap = xp.minimum(xp.clip(ahead, 0, None), xp.clip(behind, 0, None))
+        else:
+            gap = xp.clip(xp.maximum(ahead, behind), 0, None)
+        total = gap * gap if total is None else total + gap * gap
+    return total
+
+
+def squares(steps: Sequence[Any]) -> Any:
+    """r^2 of the parts of a difference."""
+    first, *rest = steps
+    total = first * first
+    for step in rest:
+        total = total + step * step
+    return total

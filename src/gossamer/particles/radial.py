@@ -1,0 +1,84 @@
+"""Sums over all neighbours within a radius: `radial_sum` and `radial_force`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gossamer.particles.cells import Cells
+from gossamer.particles.edges import edge_of
+from gossamer.particles.laws import Gaussian, ShortRangeGravity
+
+
+def radial_sum(cells: Cells, values: Any, kernel: Gaussian) -> Any:
+    """Sum_j values_j f(|x_i - x_j|) over all j within the radius of the cells, i itself included.
+
+    No pair is kept in memory. Distances are of differences of float32 positions, to nearest images; the order of
+    summation is fixed. Gradients reach values and, through `cells`, positions; higher ones and forward mode do not
+    exist.
+
+    Args:
+        cells: of N particles.
+        values: (N,) or (N, C), or a number, the same for all; of the framework of the cells.
+        kernel: f.
+
+    Returns:
+        (N,) or (N, C), in the type that positions are computed in (float32, or float64 for such positions).
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+
+    Examples:
+        >>> x = jax.random.uniform(jax.random.key(0), (500, 2))
+        >>> cells = gp.Cells.build(x, radius=0.2, box=(1.0, None))
+        >>> gp.radial_sum(cells, jnp.ones((500, 4)), gp.Gaussian(0.05)).shape
+        (500, 4)
+    """
+    _check(cells)
+    if not isinstance(kernel, Gaussian):
+        raise TypeError(f"kernel must be a Gaussian; got {kernel!r}")
+    edge = edge_of(cells.x)
+    values = edge.channels("values", values, cells)
+    if len(values.shape) not in (1, 2) or values.shape[0] != cells.num_particles:
+        raise ValueError(f"values must be ({cells.num_particles},) or ({cells.num_particles}, C); got {values.shape}")
+    flat = len(values.shape) == 1
+    found = edge.radial_sum(cells, values[:, None] if flat else values, kernel)
+    return found[:, 0] if flat else found
+
+
+def radial_force(cells: Cells, mass: Any, law: ShortRangeGravity) -> Any:
+    """Sum_j mass_j w(r) (x_j - x_i) over all j within the radius of the law: the accelerations, for G = 1.
+
+    As `radial_sum`; particles at one place exert no force on one another.
+
+    Args:
+        cells: of N particles, of a radius of at least that of the law.
+        mass: (N,), or a number, the same for all.
+        law: w.
+
+    Returns:
+        (N, d)
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+
+    Examples:
+        >>> x = jax.random.uniform(jax.random.key(0), (500, 3), maxval=64.0)
+        >>> law = gp.ShortRangeGravity(split=1.25, softening=0.05)
+        >>> gp.radial_force(gp.Cells.build(x, law.radius, box=64.0), 1.0, law).shape
+        (500, 3)
+    """
+    _check(cells)
+    if not isinstance(law, ShortRangeGravity):
+        raise TypeError(f"law must be a ShortRangeGravity; got {law!r}")
+    if law.radius > cells.radius * (1 + 1e-6):
+        raise ValueError(f"the radius of the cells, {cells.radius}, must be at least that of the law, {law.radius}")
+    edge = edge_of(cells.x)
+    mass = edge.channels("mass", mass, cells)
+    if tuple(mass.shape) != (cells.num_particles,):
+        raise ValueError(f"mass must be a number or ({cells.num_particles},); got {mass.shape}")
+    return edge.radial_force(cells, mass, law)
+
+
+def _check(cells: Any) -> None:
+    if not isinstance(cells, Cells):
+        raise TypeError(f"cells must be Cells; got {type(cells).__qualname__}")
