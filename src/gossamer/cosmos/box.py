@@ -42,7 +42,7 @@ class Box:
         size_mpc_h: comoving size in Mpc/h.
         particles: of the initial lattice along an axis.
         mesh: cells along an axis; twice the particles by default.
-        softening_kpc_h: comoving softening in kpc/h (of Plummer's kind: r^2 + softening^2); a 25th of the mean distance
+        softening_kpc_h: comoving softening in kpc/h (of Plummer's kind: r^2 + softening^2); a 20th of the mean distance
             of particles by default.
 
     Raises:
@@ -72,7 +72,7 @@ class Box:
         for name, value in (("size_mpc_h", size), ("particles", particles), ("mesh", mesh)):
             object.__setattr__(self, name, value)
         spacing = (math.prod(size) / math.prod(particles)) ** (1 / 3)
-        soft = 40.0 * spacing if self.softening_kpc_h is None else self.softening_kpc_h
+        soft = 50.0 * spacing if self.softening_kpc_h is None else self.softening_kpc_h
         most = 1000 * self.split_mpc_h
         if isinstance(soft, bool) or not isinstance(soft, (int, float)) or not 0 < soft <= most:
             raise ValueError(f"softening_kpc_h must be a number over 0, to {most:g} (the split); got {describe(soft)}")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gossamer.cosmos.checks import describe, is_known
+from gossamer.cosmos.checks import describe, is_known, number
 
 H0 = 100.0  # km/s/(Mpc/h): the Hubble constant in the units of this package, whatever h is
 EARLIEST = 1e-5  # the scale factor where growth is integrated from: with no radiation, matter alone counts there
@@ -70,9 +70,7 @@ def as_cosmology(given: Any) -> Cosmology:
     else:
         raise ValueError(f"cosmology must be a Cosmology, or one of jax_cosmo's; got {describe(given)}")
     for name, (least, most) in RANGES.items():
-        value = getattr(found, name)
-        if is_known(value) and not least <= float(value) <= most:
-            raise ValueError(f"{name} must be a number from {least} to {most}; got {describe(value)}")
+        number(name, getattr(found, name), least, most)
     if is_known(found.Omega_b) and is_known(found.Omega_m) and float(found.Omega_b) > float(found.Omega_m):
         raise ValueError(f"Omega_b is a part of Omega_m = {found.Omega_m}, and cannot be more; got {found.Omega_b}")
     return found

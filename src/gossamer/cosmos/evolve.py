@@ -13,7 +13,7 @@ from jax import Array, lax
 from gossamer.cosmos.box import Box, State, check_state
 from gossamer.cosmos.checks import describe, is_known
 from gossamer.cosmos.cosmology import H0, Cosmology, as_cosmology, expansion, growth
-from gossamer.cosmos.forces import Gas, gravity, pressure
+from gossamer.cosmos.forces import Gas, check_gas, gravity, pressure
 from gossamer.cosmos.initial import wrapped
 
 
@@ -45,8 +45,8 @@ def evolve(state: State, cosmology: Any, box: Box, scale_factors: Any, *, gas: G
     """
     check_state(state, box)
     cosmology = as_cosmology(cosmology)
-    if gas is not None and not isinstance(gas, Gas):
-        raise ValueError(f"gas must be a Gas or None; got {describe(gas)}")
+    if gas is not None:
+        check_gas(gas, box)
     return _evolve(state, cosmology, box, _scale_factors(scale_factors, state), gas)
 
 

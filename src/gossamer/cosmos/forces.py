@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from gossamer.cosmos.box import Box
+from gossamer.cosmos.checks import describe, number
 from gossamer.cosmos.mesh import Waves, painted, read
 from gossamer.particles import Cells, Gaussian, ShortRangeGravity, radial_force, radial_sum
 
@@ -64,7 +65,25 @@ def pressure(positions_mpc_h: Array, box: Box, gas: Gas) -> Array:
     With a density that is smoothed by a Gaussian of width h it is -(c / h)^2 (m(x) - x), where m(x) is what Gaussian
     attention of positions to positions gives: the mean of its neighbours, weighted by exp(-r^2 / (2 h^2)).
     """
-    law = Gaussian(gas.smoothing_mpc_h)
-    cells = Cells.build(positions_mpc_h, REACH * gas.smoothing_mpc_h, box.size_mpc_h)
-    shift = radial_force(cells, 1.0, law) / radial_sum(cells, 1.0, law)[:, None]
+    x = positions_mpc_h
+    size = jnp.asarray(box.size_mpc_h, x.dtype)
+    cells = Cells.build(x, REACH * gas.smoothing_mpc_h, box.size_mpc_h)
+    # Means of coordinates are right away from the seam of the box, so there are two of them, with seams half a box apart.
+    here = jnp.mod(x, size) - size / 2
+    there = here - jnp.where(here < 0, -size / 2, size / 2)
+    values = jnp.concatenate([jnp.ones_like(x[:, :1]), here, there], 1)
+    weight, mean_here, mean_there = jnp.split(radial_sum(cells, values, Gaussian(gas.smoothing_mpc_h)), [1, 4], 1)
+    shift = jnp.where(jnp.abs(here) < size / 4, mean_here / weight - here, mean_there / weight - there)
     return -((gas.sound_speed_km_s / gas.smoothing_mpc_h) ** 2) * shift
+
+
+def check_gas(gas: Any, box: Box) -> None:
+    """Raises ValueError unless it is a gas whose Gaussian reaches a quarter of the box at most."""
+    if not isinstance(gas, Gas):
+        raise ValueError(f"gas must be a Gas or None; got {describe(gas)}")
+    number("sound_speed_km_s", gas.sound_speed_km_s, 0, 1e5)
+    most = min(box.size_mpc_h) / (4 * REACH)
+    if not (isinstance(gas.smoothing_mpc_h, (int, float)) and 0 < gas.smoothing_mpc_h <= most):
+        raise ValueError(
+            f"smoothing_mpc_h must be a number over 0, to {most:g} (a 20th of the box); got {describe(gas.smoothing_mpc_h)}"
+        )

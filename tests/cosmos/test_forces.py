@@ -1,0 +1,39 @@
+"""Forces: against an Ewald sum, of moved particles, and of a sound wave."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gossamer import cosmos
+from gossamer.cosmos.forces import gravity, pressure
+from tests.cosmos import oracle
+
+SIZE = 32.0
+BOX = cosmos.Box(size_mpc_h=SIZE, particles=16, softening_kpc_h=40.0)
+
+
+def positions(kind: str) -> np.ndarray:
+    rng = np.random.default_rng(3)
+    if kind == "random":
+        x = rng.uniform(0, SIZE, (4096, 3))
+    elif kind == "clustered":  # half in 16 clumps as wide as the mean distance of particles
+        centres = rng.uniform(0, SIZE, (16, 3))
+        x = np.concatenate([centres[rng.integers(0, 16, 2048)] + rng.normal(0, 1, (2048, 3)), rng.uniform(0, SIZE, (2048, 3))])
+    else:
+        x = np.asarray(cosmos.initial_conditions(jax.random.key(1), cosmos.Cosmology(), BOX, 0.02).positions_mpc_h)
+    return np.mod(x, SIZE).astype(np.float32).astype(np.float64)
+
+
+@pytest.mark.parametrize("kind", ["random", "clustered", "early"])
+def test_the_force_is_that_of_an_ewald_sum(kind: str) -> None:
+    x = positions(kind)
+    targets = np.random.default_rng(4).choice(len(x), 512, replace=False)
+    expected = oracle.ewald(x, targets, SIZE)
+    expected += oracle.softened(x, targets, SIZE, BOX.split_mpc_h, BOX.softening_kpc_h / 1000)
+    found = np.asarray(jax.jit(gravity, static_argnums=1)(jnp.asarray(x, jnp.float32), BOX))[targets]
+    error = np.sqrt(((found - expected) ** 2).sum(1).mean() / (expected**2).sum(1).mean())
+    print(kind, error)
+    assert error < 5e-4
