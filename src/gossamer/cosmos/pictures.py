@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from PIL.Image import Image
 
-TRACERS = 2**22  # points of the sheet that are drawn, at most
+ALONG = 2  # points of the sheet for a particle along the line of sight; across it as many as there are pixels
 DEPTH = 0.2  # of a slice, in units of the box
 FAINT, BRIGHT = 0.15, 60.0  # densities in units of the mean, at the ends of the colours
 COLOURS = "magma"
@@ -31,11 +31,12 @@ def slice_density(state: State, box: Box, pixels: int, depth: float = DEPTH) -> 
     straight lines between them as the lattice says (Abel, Hahn and Kaehler 2012): few particles make a smooth picture.
     """
     size = np.asarray(box.size_mpc_h, np.float32)
-    times = max(1, int((TRACERS / box.num_particles) ** (1 / 3)))
-    moved = np.asarray(state.positions_mpc_h, np.float32).reshape(*box.particles, 3) - _lattice(box, 1)
+    first, second, _ = box.particles
+    times = (-(-pixels // first), -(-pixels // second), ALONG)
+    moved = np.asarray(state.positions_mpc_h, np.float32).reshape(*box.particles, 3) - _lattice(box, (1, 1, 1))
     moved -= np.round(moved / size) * size
-    for axis in range(3):
-        moved = _refined(moved, axis, times)
+    for axis, more in enumerate(times):
+        moved = _refined(moved, axis, more)
     x = np.mod(_lattice(box, times) + moved, size).reshape(-1, 3)
     across, down, along = x.T
     inside = along < depth * size[2]
@@ -48,12 +49,12 @@ def slice_density(state: State, box: Box, pixels: int, depth: float = DEPTH) -> 
         share = (right if to_right else 1 - right) * (up if to_up else 1 - up)
         counts += np.bincount(place, share, pixels * pixels)
     counts = counts.reshape(pixels, pixels)
-    return counts / (box.num_particles * times**3 * depth / pixels**2)
+    return counts / (len(x) * depth / pixels**2)
 
 
-def _lattice(box: Box, times: int) -> np.ndarray:
+def _lattice(box: Box, times: tuple[int, int, int]) -> np.ndarray:
     """The lattice with so many points for one along each axis, (..., 3)."""
-    counts = [n * times for n in box.particles]
+    counts = [n * more for n, more in zip(box.particles, times, strict=True)]
     axes = [np.arange(n, dtype=np.float32) * (size / n) for n, size in zip(counts, box.size_mpc_h, strict=True)]
     return np.stack(np.meshgrid(*axes, indexing="ij"), -1).astype(np.float32)
 
@@ -101,7 +102,8 @@ def panel(images: Sequence[Image], labels: Sequence[str], title: str) -> Figure:
     """Pictures side by side, each with its label."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(2.6 * len(images), 3.0), dpi=110, layout="constrained", facecolor="black")
+    width = max(picture.width for picture in images) / 100 + 0.1  # about a pixel for a pixel
+    figure = Figure((width * len(images), width + 0.6), dpi=100, layout="constrained", facecolor="black")
     for axis, picture, label in zip(figure.subplots(1, len(images), squeeze=False).ravel(), images, labels, strict=True):
         axis.imshow(np.asarray(picture.convert("RGB")), interpolation="bilinear")
         axis.set_title(label, fontsize=9, color="white")
@@ -114,12 +116,15 @@ def spectrum(k: Any, measured: dict[str, Any], linear: dict[str, Any]) -> Figure
     """Power spectra at some times beside linear theory, both by labels."""
     from matplotlib.figure import Figure
 
+    from matplotlib.ticker import NullFormatter
+
     figure = Figure(figsize=(5.2, 3.8), dpi=110, layout="constrained")
     axis = figure.subplots()
     for number, (label, power) in enumerate(measured.items()):
         axis.loglog(k, power, "o-", color=f"C{number}", markersize=3, linewidth=1, label=label)
         axis.loglog(k, linear[label], "--", color=f"C{number}", linewidth=1)
     axis.plot([], [], "--", color="grey", label="linear theory")
+    axis.xaxis.set_minor_formatter(NullFormatter())
     axis.set(xlabel="k [h/Mpc]", ylabel="P(k) [(Mpc/h)^3]")
     axis.legend(frameon=False, fontsize=8)
     return figure

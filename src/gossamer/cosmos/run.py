@@ -23,7 +23,8 @@ from gossamer.cosmos.spectrum import power_spectrum
 from gossamer.cosmos.timing import Timing, time_a_step
 
 PIXELS = 256  # of a frame
-SHOWN = 4  # times in the panel
+FRAMES = 40  # at most, beside the first and the last
+SHOWN = 4  # times in the panel, and of power spectra
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ class Settings:
     def saved(self) -> list[int]:
         """The steps after which a snapshot is written."""
         return sorted({round(self.steps * part / self.snapshots) for part in range(self.snapshots + 1)})
+
+    @property
+    def drawn(self) -> list[int]:
+        """The steps after which a frame is drawn."""
+        return sorted({*range(0, self.steps + 1, -(-self.steps // FRAMES)), self.steps})
 
     @property
     def table(self) -> tuple[np.ndarray, np.ndarray] | None:
@@ -124,7 +130,8 @@ class Run:
         return 0, state
 
     def _keep(self, step: int, state: State) -> None:
-        whole_file(self.frame(step), _png(pictures.image(pictures.slice_density(state, self.box, PIXELS))))
+        if step in self.settings.drawn:
+            whole_file(self.frame(step), _png(pictures.image(pictures.slice_density(state, self.box, PIXELS))))
         if step in self.settings.saved:
             save(state, self.box, self.cosmology, self.snapshot(step))
 
@@ -147,8 +154,8 @@ class Run:
     def report(self, state: State) -> dict[str, Any]:
         """Writes the pictures and report.json, of a run that is done; what the latter holds."""
         s = self.settings
-        frames = [_read(self.frame(step)) for step in range(s.steps + 1)]
-        size = pictures.animation(frames, self.folder / "web.gif")
+        frames = {step: _read(self.frame(step)) for step in s.drawn}
+        size = pictures.animation(list(frames.values()), self.folder / "web.gif")
         shown = _spread(s)
         times = [float(s.scale_factors[step]) for step in shown]
         labels = [f"z = {1 / a - 1:.1f}" for a in times]
@@ -167,7 +174,8 @@ class Run:
 
     def _spectra(self) -> dict[str, Any]:
         k, measured, linear = np.zeros(0), {}, {}
-        for step in self.settings.saved[:: max(1, len(self.settings.saved) // 3)]:
+        saved = self.settings.saved
+        for step in sorted({saved[round(part)] for part in np.linspace(0, len(saved) - 1, SHOWN)}):
             state = load(self.snapshot(step)).state
             found = power_spectrum(state, self.box)
             k = np.asarray(found.k_h_mpc, np.float64)
@@ -187,7 +195,7 @@ def _short(value: Any) -> str:
 def _spread(s: Settings) -> list[int]:
     """Steps whose pictures show the web forming: from a fifth of the growth on."""
     wanted = np.linspace(s.start + 0.15 * (s.end - s.start), s.end, SHOWN)
-    return [int(np.abs(s.scale_factors - a).argmin()) for a in wanted]
+    return [min(s.drawn, key=lambda step: abs(float(s.scale_factors[step]) - a)) for a in wanted]
 
 
 def _png(picture: Any) -> bytes:
