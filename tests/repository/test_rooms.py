@@ -21,8 +21,8 @@ from gossamer.plan.table import NAMES
 SRC = Path(__file__).parents[2] / "src"
 # A room imports those before it. What bench and cli import of `gossamer` itself is the public interface.
 ROOMS = (
-    "memo", "patterns", "layouts", "plan", "kernels", "jax", "torch", "select", "nn", "integrations", "testing",
-    "bench", "cli",
+    "memo", "patterns", "layouts", "plan", "kernels", "jax", "torch", "select", "particles", "nn", "integrations",
+    "testing", "bench", "cli",
 )  # fmt: skip
 PUBLIC = ("bench", "cli")
 # For type checkers alone: what a public method returns, and what a handle stands for.
@@ -57,11 +57,17 @@ FRAMEWORKS = {
     "kernels.small": allowed("torch triton"),
     "kernels.triton": allowed("numpy torch triton"),
     "kernels.hopper": allowed("numpy torch cutlass tvm_ffi"),
+    "kernels.radial": allowed("cutlass"),
     "jax": allowed("numpy jax"),
     "kernels.hopper.schedule.item_kernels": allowed("triton"),
     "torch": allowed("numpy torch", "rich"),
     "torch.bind": allowed("torch", "triton tvm_ffi"),
     "select": allowed("torch"),
+    "particles": allowed("numpy"),
+    "particles.in_jax": allowed("jax"),
+    "particles.in_torch": allowed("torch"),
+    "particles.fused_jax": allowed("numpy jax", "jax_tvm_ffi"),
+    "particles.fused_torch": allowed("torch"),
     "nn": allowed("torch"),
     "integrations": allowed("numpy torch", "transformers"),
     "testing": allowed("numpy torch"),

@@ -15,12 +15,13 @@ from gossamer.particles.laws import positive
 
 
 class Runs(NamedTuple):
-    """The particles in order, T runs of 32; the last one is filled up with the last particle. Constants."""
+    """The particles in order, T runs of 32, filled up with the last particle. Constants."""
 
     order: Any  # (N,) int32: the particle at each place
     points: Any  # (d, T, 32): positions, within the box along periodic axes
     low: Any  # (d, T): the boxes of the runs
     high: Any
+    tree: tuple[Any, ...]  # the boxes that kernels descend: `geometry.tree_of`
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 RUN = 32  # consecutive particles along the curve that share a bounding box: a cell
+WHOLE = 256  # particles are filled up to a multiple of it by the last one
+LEVELS = (8, 32, 32)  # how many particles, or boxes of the level before, a box of each level of the tree is of
+ROUNDING = 1 + 1e-6  # of the half width of a box in the tree, which may not be too small
 BITS = {1: 24, 2: 15, 3: 10}  # of each axis of the curve, by the number of axes: places are whole in float32
 MARGIN = 1 + 1e-5  # of a distance between boxes over the radius: rounding never leaves out a pair
 
@@ -101,3 +104,29 @@ def squares(steps: Sequence[Any]) -> Any:
     for step in rest:
         total = total + step * step
     return total
+
+
+def tree_of(points: Any, xp: Any) -> tuple[Any, ...]:
+    """The boxes of clusters of 8 particles, of blocks of 32 clusters and of groups of 32 blocks, for the kernels.
+
+    Args:
+        points: (d, T, 32).
+
+    Returns:
+        (n, 8) each: the centre (3), 0, the half widths (3), 0.
+    """
+    d, *_ = points.shape
+    low = high = points.reshape(d, -1)
+    found = []
+    for size in LEVELS:
+        n = -(-low.shape[1] // size)
+        if n * size > low.shape[1]:
+            more = n * size - low.shape[1]
+            low, high = (xp.concatenate([x, xp.broadcast_to(x[:, -1:], (d, more))], 1) for x in (low, high))
+        low, high = xp.amin(low.reshape(d, n, size), 2), xp.amax(high.reshape(d, n, size), 2)
+        centre = (low + high) / 2
+        half = xp.maximum(high - centre, centre - low) * ROUNDING
+        none = [low[0] * 0]
+        parts = [*list(centre), *none * (4 - d), *list(half), *none * (4 - d)]
+        found.append(xp.stack(parts, 1))
+    return tuple(found)

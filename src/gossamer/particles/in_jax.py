@@ -9,18 +9,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gossamer.particles import terms
+from gossamer.particles import fused_jax, terms
 from gossamer.particles.cells import Cells, Runs
 from gossamer.particles.geometry import (
     BITS,
     MARGIN,
     RUN,
+    WHOLE,
     Sizes,
     gaps,
     hilbert_keys,
     nearest,
     on_the_grid,
     squares,
+    tree_of,
     wrapped,
 )
 
@@ -54,15 +56,16 @@ def channels(name: str, values: Any, cells: Cells) -> Array:
 def runs_of(x: Array, box: Sizes) -> Runs:
     x = lax.stop_gradient(x).astype(_type(x))
     N, d = x.shape
-    T = -(-N // RUN)
+    T = -(-N // WHOLE) * (WHOLE // RUN)
     if not N:
-        return Runs(jnp.zeros(0, jnp.int32), jnp.zeros((d, 0, RUN), x.dtype), *[jnp.zeros((d, 0), x.dtype)] * 2)
+        none = jnp.zeros((d, 0), x.dtype)
+        return Runs(jnp.zeros(0, jnp.int32), jnp.zeros((d, 0, RUN), x.dtype), none, none, ())
     x = wrapped(list(x.T), box, jnp)
     place = [one.astype(jnp.int32) for one in on_the_grid(x, box, BITS[d], jnp)]
     order = jnp.argsort(hilbert_keys(place, BITS[d], jnp), stable=True).astype(jnp.int32)
     at = jnp.minimum(jnp.arange(T * RUN, dtype=jnp.int32), N - 1)
     points = jnp.stack(x)[:, order[at]].reshape(d, T, RUN)
-    return Runs(order, points, points.min(-1), points.max(-1))
+    return Runs(order, points, points.min(-1), points.max(-1), tree_of(points, jnp))
 
 
 def _type(x: Array) -> Any:
@@ -79,7 +82,7 @@ def radial_force(cells: Cells, mass: Array, law: Any) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _radial_sum(law: Any, reach: Reach, x: Array, runs: Runs, values: Array) -> Array:
-    return pair_sums(terms.weighted, law, reach, runs, values[:, :0], values)
+    return _sums("sum", law, reach, runs, values[:, :0], values)
 
 
 def _radial_sum_forward(law: Any, reach: Reach, x: Array, runs: Runs, values: Array) -> Any:
@@ -89,8 +92,8 @@ def _radial_sum_forward(law: Any, reach: Reach, x: Array, runs: Runs, values: Ar
 def _radial_sum_backward(law: Any, reach: Reach, kept: Any, g: Array) -> Any:
     runs, values = kept
     rows, columns = jnp.concatenate([g, values], 1), jnp.concatenate([values, g], 1)
-    dx = pair_sums(terms.weighted_slopes, law, reach, runs, rows, columns)
-    return dx, None, pair_sums(terms.weighted, law, reach, runs, g[:, :0], g)
+    dx = _sums("sum_slopes", law, reach, runs, rows, columns)
+    return dx, None, _sums("sum", law, reach, runs, g[:, :0], g)
 
 
 _radial_sum.defvjp(_radial_sum_forward, _radial_sum_backward)
@@ -98,7 +101,7 @@ _radial_sum.defvjp(_radial_sum_forward, _radial_sum_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _radial_force(law: Any, reach: Reach, x: Array, runs: Runs, mass: Array) -> Array:
-    return pair_sums(terms.force, law, reach, runs, x[:, :0], mass[:, None])
+    return _sums("force", law, reach, runs, x[:, :0], mass[:, None])
 
 
 def _radial_force_forward(law: Any, reach: Reach, x: Array, runs: Runs, mass: Array) -> Any:
@@ -108,11 +111,25 @@ def _radial_force_forward(law: Any, reach: Reach, x: Array, runs: Runs, mass: Ar
 def _radial_force_backward(law: Any, reach: Reach, kept: Any, g: Array) -> Any:
     runs, mass = kept
     both = jnp.concatenate([g, mass[:, None]], 1)
-    found = pair_sums(terms.force_slopes, law, reach, runs, both, both)
+    found = _sums("force_slopes", law, reach, runs, both, both)
     return found[:, :-1], None, found[:, -1]
 
 
 _radial_force.defvjp(_radial_force_forward, _radial_force_backward)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _sums(term: str, law: Any, reach: Reach, runs: Runs, rows: Array, columns: Array) -> Array:
+    """The sums of a term: by a kernel on a GPU that has one, else in lax."""
+    blocked = partial(pair_sums, terms.TERMS[term], law, reach)
+    if not fused_jax.serves(runs):
+        return blocked(runs, rows, columns)
+
+    def fused(runs: Runs, rows: Array, columns: Array) -> Array:
+        return fused_jax.sums(term, law, reach.radius, reach.box, runs, columns)
+
+    found: Array = lax.platform_dependent(runs, rows, columns, cuda=fused, default=blocked)
+    return found
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

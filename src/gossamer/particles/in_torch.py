@@ -7,18 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.particles import terms
+from gossamer.particles import fused_torch, terms
 from gossamer.particles.cells import Cells, Runs
 from gossamer.particles.geometry import (
     BITS,
     MARGIN,
     RUN,
+    WHOLE,
     Sizes,
     gaps,
     hilbert_keys,
     nearest,
     on_the_grid,
     squares,
+    tree_of,
     wrapped,
 )
 
@@ -44,15 +46,16 @@ def channels(name: str, values: Any, cells: Cells) -> Tensor:
 def runs_of(x: Tensor, box: Sizes) -> Runs:
     x = x if x.dtype == torch.float64 else x.float()
     N, d = x.shape
-    T = -(-N // RUN)
+    T = -(-N // WHOLE) * (WHOLE // RUN)
     if not N:
-        return Runs(x.new_zeros(0, dtype=torch.int32), x.new_zeros(d, 0, RUN), x.new_zeros(d, 0), x.new_zeros(d, 0))
+        none = x.new_zeros(d, 0)
+        return Runs(x.new_zeros(0, dtype=torch.int32), x.new_zeros(d, 0, RUN), none, none, ())
     parts = wrapped(list(x.T), box, torch)
     place = [one.int() for one in on_the_grid(parts, box, BITS[d], torch)]
     order = torch.argsort(hilbert_keys(place, BITS[d], torch), stable=True)
     at = torch.arange(T * RUN, device=x.device).clamp(max=N - 1)
     points = torch.stack(parts)[:, order[at]].reshape(d, T, RUN)
-    return Runs(order.int(), points, points.amin(-1), points.amax(-1))
+    return Runs(order.int(), points, points.amin(-1), points.amax(-1), tree_of(points, torch))
 
 
 def radial_sum(cells: Cells, values: Tensor, law: Any) -> Tensor:
@@ -70,7 +73,7 @@ class _RadialSum(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, values: Tensor, law: Any, cells: Cells) -> Tensor:
         ctx.save_for_backward(values)
         ctx.law, ctx.cells = law, cells
-        return pair_sums(terms.weighted(law), cells, cells.radius, values[:, :0], values)
+        return _weighted(cells, law, values)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -79,11 +82,13 @@ class _RadialSum(torch.autograd.Function):
         to_x, to_values, *_ = ctx.needs_input_grad
         law, cells = ctx.law, ctx.cells
         dx = dv = None
-        if to_x:
+        if to_x and fused_torch.serves(cells):
+            dx = fused_torch.weighted_slopes(cells, law, g, values)
+        elif to_x:
             rows, columns = torch.cat([g, values], 1), torch.cat([values, g], 1)
             dx = pair_sums(terms.weighted_slopes(law), cells, cells.radius, rows, columns)
         if to_values:
-            dv = pair_sums(terms.weighted(law), cells, cells.radius, g[:, :0], g)
+            dv = _weighted(cells, law, g)
         return dx, dv, None, None
 
 
@@ -92,15 +97,26 @@ class _RadialForce(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, mass: Tensor, law: Any, cells: Cells) -> Tensor:
         ctx.save_for_backward(mass)
         ctx.law, ctx.cells = law, cells
+        if fused_torch.serves(cells):
+            return fused_torch.force(cells, law, mass)
         return pair_sums(terms.force(law), cells, law.radius, x[:, :0], mass[:, None])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
         (mass,) = ctx.saved_tensors
-        both = torch.cat([g, mass[:, None]], 1)
-        found = pair_sums(terms.force_slopes(ctx.law), ctx.cells, ctx.law.radius, both, both)
+        if fused_torch.serves(ctx.cells):
+            found = fused_torch.force_slopes(ctx.cells, ctx.law, g, mass)
+        else:
+            both = torch.cat([g, mass[:, None]], 1)
+            found = pair_sums(terms.force_slopes(ctx.law), ctx.cells, ctx.law.radius, both, both)
         return found[:, :-1], found[:, -1], None, None
+
+
+def _weighted(cells: Cells, law: Any, values: Tensor) -> Tensor:
+    if fused_torch.serves(cells):
+        return fused_torch.weighted(cells, law, values)
+    return pair_sums(terms.weighted(law), cells, cells.radius, values[:, :0], values)
 
 
 def pair_sums(term: terms.Term, cells: Cells, radius: float, rows: Tensor, columns: Tensor) -> Tensor:

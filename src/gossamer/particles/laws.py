@@ -89,15 +89,14 @@ class ShortRangeGravity:
         return self.CUT * self.split
 
     def coefficients(self) -> tuple[float, ...]:
-        """Of the polynomial in R^2, from its constant term on."""
-        unit = _fit((self.softening / self.split) ** 2)
-        return tuple(c * self.split ** (-3 - 2 * n) for n, c in enumerate(unit))
+        """Of the long-range part for a split of 1: a polynomial in (R / split)^2, from its constant term on."""
+        return _fit((self.softening / self.split) ** 2)
 
     def of(self, s: Any, xp: Any) -> Any:
         """w at s = r^2 > 0, by the functions of numpy, jax.numpy or torch."""
         s = s + self.softening**2
         inverse = 1 / xp.sqrt(s)
-        return inverse * inverse * inverse - _horner(self.coefficients(), s)
+        return inverse * inverse * inverse - _horner(self.coefficients(), s / self.split**2) / self.split**3
 
     def both(self, s: Any, xp: Any) -> Values:
         """w and its derivative by s."""
@@ -105,9 +104,10 @@ class ShortRangeGravity:
         inverse = 1 / xp.sqrt(s)
         square = inverse * inverse
         cube = square * inverse
-        c = self.coefficients()
+        c, t = self.coefficients(), s / self.split**2
         slopes = tuple(n * value for n, value in enumerate(c) if n)
-        return Values(cube - _horner(c, s), -1.5 * cube * square - _horner(slopes, s))
+        slope = -1.5 * cube * square - _horner(slopes, t) / self.split**5
+        return Values(cube - _horner(c, t) / self.split**3, slope)
 
 
 def positive(name: str, value: Any) -> float:

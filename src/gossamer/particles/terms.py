@@ -67,7 +67,7 @@ def force_slopes(law: Any) -> Term:
     return term
 
 
-def counted() -> Term:
+def counted(law: Any) -> Term:
     """How many particles are within the radius, each itself included."""
 
     def term(steps: Sequence[Any], s: Any, keep: Any, a: Any, b: Any, xp: Any) -> Any:
@@ -88,3 +88,6 @@ def _inner(a: Any, b: Any, xp: Any) -> Any:
     if channels > FEW:
         return xp.matmul(a, b.swapaxes(-1, -2))
     return sum(a[:, :, None, n] * b[:, None, :, n] for n in range(channels))
+
+
+TERMS = {"sum": weighted, "sum_slopes": weighted_slopes, "force": force, "force_slopes": force_slopes, "count": counted}

@@ -1,0 +1,45 @@
+"""The compiled kernels: called with its configuration, `radial` gives a function of arrays and numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from gossamer.kernels.hopper.store import Kernel, directory
+
+DEVICE = Path(__file__).with_name("device")  # beside `configurations`, all that kernels are made from
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a")
+
+
+class RadialKernel(Kernel):
+    """Kept as the others are, for the device that is there."""
+
+    def build(self, *key: Any) -> Any:
+        from gossamer.kernels.radial.device import entries
+
+        return entries.radial(*key)
+
+    def path(self, *key: Any) -> Path:
+        """The file of a configuration: its name depends on the sources here as well."""
+        name = f"{super().path(*key).stem} {_fingerprint()}"
+        return directory() / "radial" / f"{self.name}-{hashlib.sha256(name.encode()).hexdigest():.32}.o"
+
+
+radial = RadialKernel("radial")
+
+
+def compile_for(major: int, minor: int) -> None:
+    """Compile for a device of this compute capability, if nothing else is asked for."""
+    sm = f"sm_{major}{minor}"
+    os.environ.setdefault("CUTE_DSL_ARCH", f"{sm}a" if major >= 9 else sm)
+
+
+@cache
+def _fingerprint() -> str:
+    found = hashlib.sha256()
+    for path in [*sorted(DEVICE.glob("*.py")), DEVICE.with_name("configurations.py")]:
+        found.update(f"{path.name}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()

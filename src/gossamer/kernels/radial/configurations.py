@@ -1,0 +1,46 @@
+"""What a kernel of sums is compiled for. No compiler is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CLUSTER = 8  # consecutive particles that share a box at the lowest level
+FAN = 32  # boxes of a level in one of the next: a warp compares that many at once
+LEVELS = 3
+FAR = 1e18  # where the particles are that fill up the last box: outside of every radius
+OPEN = 3e38  # the size of an axis that is not periodic
+
+
+@dataclass(frozen=True)
+class RadialConfig:
+    """The kernel of a term.
+
+    Args:
+        term: "sum", "sum_slopes", "force", "force_slopes" or "count".
+        channels: of "sum" and "sum_slopes".
+        periodic: along any axis.
+        softened: of a force, whether its softening is over 0.
+        queries: of a warp, 8 or 16.
+    """
+
+    term: str
+    channels: int = 1
+    periodic: bool = True
+    softened: bool = False
+    queries: int = 8
+
+    @property
+    def payload(self) -> int:
+        """What a particle brings beside its position."""
+        of = {"sum": self.channels, "sum_slopes": 2 * self.channels, "force": 1, "force_slopes": 4, "count": 0}
+        return of[self.term]
+
+    @property
+    def outputs(self) -> int:
+        of = {"sum": self.channels, "sum_slopes": 3, "force": 3, "force_slopes": 4, "count": 1}
+        return of[self.term]
+
+    @property
+    def width(self) -> int:
+        """Columns of the array of particles: position and payload, in whole units of 16 bytes."""
+        return 4 if self.payload <= 1 else 8

@@ -1,0 +1,1 @@
+"""The kernels: what compiled files are made from."""

@@ -1,0 +1,256 @@
+"""Sums over neighbours: a warp owns consecutive queries, and its lanes are candidates.
+
+Particles are in the order of Hilbert's curve; clusters of 8 have boxes, 32 clusters one box, 32 of these one, as do
+all queries of a warp. A warp compares 32 boxes at once with its own and descends where they are near enough. Clusters
+that are near go to a queue in shared memory; four at a time are evaluated, a candidate in each lane against every query
+in registers. The order of summation is fixed by the particles' order alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.memory import SmemAllocator
+
+from gossamer.kernels.radial.configurations import CLUSTER, FAN, FAR, RadialConfig
+from gossamer.kernels.radial.device.terms import TERMS, select
+
+WARPS = 4
+LANES = 32
+STEP = LANES // CLUSTER  # clusters that are evaluated at once
+QUEUE = 2 * LANES
+BOX = 8  # numbers of a box: its centre, one more, its half widths, one more
+
+
+class Opaque:
+    """A group of values that the tracer does not thread through branches: they are fixed when it is made."""
+
+    def __extract_mlir_values__(self) -> list[Any]:
+        return []
+
+    def __new_from_mlir_values__(self, values: list[Any]) -> Any:
+        return self
+
+
+@cute.jit
+def wide(row: cute.Tensor, size: cutlass.Constexpr):
+    """A row in registers, 16 bytes an access."""
+    found = cute.make_rmem_tensor((size,), Float32)
+    cute.autovec_copy(row, found)
+    return found
+
+
+class Arguments(NamedTuple):
+    """What a kernel is called with."""
+
+    particles: Any  # (P, width): positions and payloads in order, P a multiple of 256
+    clusters: Any  # (P / 8, 8)
+    blocks: Any  # (P / 256, 8)
+    groups: Any  # (G, 8): of 32 blocks each
+    order: Any  # (N,)
+    out: Any  # (N, outputs)
+    sizes: Any  # three numbers
+    square: Any  # of the radius
+    numbers: Any  # of the law
+
+
+class Radial:
+    """The kernel of one configuration."""
+
+    def __init__(self, config: RadialConfig) -> None:
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self, particles: cute.Tensor, clusters: cute.Tensor, blocks: cute.Tensor, groups: cute.Tensor,
+        order: cute.Tensor, out: cute.Tensor, size_x: Float32, size_y: Float32, size_z: Float32, square: Float32,
+        n0: Float32, n1: Float32, n2: Float32, n3: Float32, n4: Float32, n5: Float32, n6: Float32, n7: Float32,
+        n8: Float32, n9: Float32, n10: Float32, stream: Any,
+    ) -> None:  # fmt: skip
+        """As in `Arguments`; n0 to n10 are the law's numbers."""
+        each = WARPS * self.config.queries
+        self.kernel(
+            particles, clusters, blocks, groups, order, out, size_x, size_y, size_z, square, n0, n1, n2, n3, n4,
+            n5, n6, n7, n8, n9, n10,
+        ).launch(
+            grid=((cute.size(order, mode=[0]) + each - 1) // each, 1, 1), block=(LANES * WARPS, 1, 1), stream=stream
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, particles: cute.Tensor, clusters: cute.Tensor, blocks: cute.Tensor, groups: cute.Tensor,
+        order: cute.Tensor, out: cute.Tensor, size_x: Float32, size_y: Float32, size_z: Float32, square: Float32,
+        n0: Float32, n1: Float32, n2: Float32, n3: Float32, n4: Float32, n5: Float32, n6: Float32, n7: Float32,
+        n8: Float32, n9: Float32, n10: Float32,
+    ) -> None:  # fmt: skip
+        arguments = Arguments(
+            particles, clusters, blocks, groups, order, out, (size_x, size_y, size_z), square,
+            (n0, n1, n2, n3, n4, n5, n6, n7, n8, n9, n10),
+        )  # fmt: skip
+        block, _, _ = cute.arch.block_idx()
+        warp = cute.arch.warp_idx()
+        queue = SmemAllocator().allocate_tensor(Int32, cute.make_layout((QUEUE, WARPS)), 16)
+        first = (block * WARPS + warp) * self.config.queries
+        if first < cute.size(order, mode=[0]):
+            Queries(self.config, arguments, queue[None, warp], first).run()
+
+
+class Queries(Opaque):
+    """The queries of a warp. What changes is in tensors of registers."""
+
+    def __init__(self, config: RadialConfig, arguments: Arguments, queue: Any, first: Any) -> None:
+        c, a = config, arguments
+        self.config, self.arguments, self.queue, self.first = config, arguments, queue, first
+        self.lane = cute.arch.lane_idx()
+        self.term = TERMS[c.term](c, a.numbers)
+        self.mine = [wide(a.particles[first + k, None], c.width) for k in range(c.queries)]
+        # Differences of neighbours' positions are exact, or nearly so: all are from the first query's.
+        self.origin = [self.mine[0][axis] for axis in range(3)]
+        *_, self.unit = a.numbers
+        self.at = [[(row[axis] - self.origin[axis]) * self.unit for axis in range(3)] for row in self.mine]
+        self.square = a.square * self.unit * self.unit
+        self.total = cute.make_rmem_tensor((c.outputs * c.queries,), Float32)
+        self.total.fill(0.0)
+        self.own = self.box()
+        self.reach = a.square * 1.00002  # rounding never leaves out a cluster
+        # Queries that are far apart may each see another image of one candidate.
+        self.fold = Boolean(False)
+        if c.periodic:
+            for axis in range(3):
+                extent = 2.0 * self.own[4 + axis] + cute.math.sqrt(a.square)
+                self.fold = self.fold | (2.0 * extent > a.sizes[axis])
+
+    def box(self) -> list[Any]:
+        """That of the queries."""
+        clusters = self.arguments.clusters
+        box = wide(clusters[self.first // CLUSTER, None], BOX)
+        found = [box[i] for i in range(BOX)]
+        if self.config.queries > CLUSTER:
+            other = wide(clusters[self.first // CLUSTER + 1, None], BOX)
+            for axis in range(3):
+                low = cute.arch.fmin(box[axis] - box[4 + axis], other[axis] - other[4 + axis])
+                high = cute.arch.fmax(box[axis] + box[4 + axis], other[axis] + other[4 + axis])
+                found[axis] = 0.5 * (low + high)
+                found[4 + axis] = cute.arch.fmax(high - found[axis], found[axis] - low)
+        return found
+
+    @cute.jit
+    def run(self):
+        """Every cluster that is near, then the sums."""
+        a = self.arguments
+        count = Int32(0)
+        for start in cutlass.range(0, cute.size(a.groups, mode=[0]), LANES, unroll=1):
+            of_groups = cute.arch.vote_ballot_sync(self.near(a.groups, start + self.lane))
+            while of_groups != 0:
+                group = start + lowest(of_groups)
+                of_groups = of_groups & (of_groups - 1)
+                of_blocks = cute.arch.vote_ballot_sync(self.near(a.blocks, group * FAN + self.lane))
+                while of_blocks != 0:
+                    cluster = (group * FAN + lowest(of_blocks)) * FAN + self.lane
+                    of_blocks = of_blocks & (of_blocks - 1)
+                    hit = self.near(a.clusters, cluster)
+                    bits = cute.arch.vote_ballot_sync(hit)
+                    if hit:
+                        before = cute.arch.popc(bits & ((Int32(1) << self.lane) - 1))
+                        self.queue[count + before] = cluster
+                    count = count + cute.arch.popc(bits)
+                    cute.arch.sync_warp()
+                    while count >= STEP:
+                        count = count - STEP
+                        self.evaluate(self.queue[count + self.lane // CLUSTER], Boolean(True))
+                    cute.arch.sync_warp()
+        if count > 0:
+            there = self.lane // CLUSTER < count
+            self.evaluate(self.queue[self.lane // CLUSTER] if there else Int32(0), there)
+        self.write()
+
+    @cute.jit
+    def near(self, boxes: cute.Tensor, place: Int32):
+        """Whether a box is within reach of the queries' own."""
+        n, sizes = cute.size(boxes, mode=[0]), self.arguments.sizes
+        box = wide(boxes[cutlass.min(place, n - 1), None], BOX)
+        total = Float32(0.0)
+        for axis in cutlass.range_constexpr(3):
+            apart = box[axis] - self.own[axis]
+            apart = cute.arch.fmax(apart, -apart)
+            if const_expr(self.config.periodic):
+                apart = cute.arch.fmin(apart, sizes[axis] - apart)
+            gap = cute.arch.fmax(apart - (box[4 + axis] + self.own[4 + axis]), Float32(0.0))
+            total = total + gap * gap
+        return total <= self.reach and place < n
+
+    @cute.jit
+    def evaluate(self, cluster: Int32, there: Boolean):
+        """A candidate in each lane, against every query."""
+        c, a = self.config, self.arguments
+        theirs = wide(a.particles[cluster * CLUSTER + self.lane % CLUSTER, None], c.width)
+        x = cute.make_rmem_tensor((3,), Float32)
+        for axis in cutlass.range_constexpr(3):
+            apart = theirs[axis] - self.origin[axis]
+            if const_expr(c.periodic):
+                size = a.sizes[axis]
+                up = (theirs[axis] - size) - self.origin[axis]
+                down = theirs[axis] - (self.origin[axis] - size)
+                apart = select(apart > 0.5 * size, up, select(apart < -0.5 * size, down, apart))
+            x[axis] = apart * self.unit
+        x[0] = x[0] if there else Float32(FAR)
+        if const_expr(c.periodic):
+            if self.fold:
+                self.pairs(x, theirs, True)
+            else:
+                self.pairs(x, theirs, False)
+        else:
+            self.pairs(x, theirs, False)
+
+    @cute.jit
+    def pairs(self, x: cute.Tensor, theirs: cute.Tensor, fold: cutlass.Constexpr):
+        """One candidate and all queries; `fold`: each pair to its own nearest image."""
+        c, a = self.config, self.arguments
+        for k in cutlass.range_constexpr(c.queries):
+            step = [x[axis] - self.at[k][axis] for axis in range(3)]
+            if const_expr(fold):
+                step = [folded(part, size * self.unit) for part, size in zip(step, a.sizes)]  # noqa: B905
+            s = step[0] * step[0] + step[1] * step[1] + step[2] * step[2]
+            mine = [self.mine[k][3 + i] for i in range(c.payload)]
+            self.term.add(self.total, k, step, s, s <= self.square, mine, [theirs[3 + i] for i in range(c.payload)])
+
+    @cute.jit
+    def write(self):
+        """Sums over lanes, in an order that is fixed: each step halves the queries that a lane holds."""
+        c, a, lane = self.config, self.arguments, self.lane
+        for output in cutlass.range_constexpr(c.outputs):
+            value, query = over_lanes([self.total[output * c.queries + k] for k in range(c.queries)], lane)
+            row = self.first + query
+            if lane < c.queries and row < cute.size(a.order, mode=[0]):
+                a.out[a.order[row], output] = self.term.scaled(value, output)
+
+
+def folded(part: Any, size: Any) -> Any:
+    """A difference to the nearest image."""
+    half = 0.5 * size
+    return select(part > half, part - size, select(part < -half, part + size, part))
+
+
+def over_lanes(held: list[Any], lane: Any) -> tuple[Any, Any]:
+    """(sum over all lanes, number of the query that it is of) of as many values as there are queries."""
+    query, bit = Int32(0), 1
+    while len(held) > 1:
+        half = len(held) // 2
+        side = (lane // bit) % 2
+        upper = side == 1
+        sends = [select(upper, held[k], held[k + half]) for k in range(half)]
+        keeps = [select(upper, held[k + half], held[k]) for k in range(half)]
+        held = [keep + cute.arch.shuffle_sync_bfly(send, offset=bit) for keep, send in zip(keeps, sends, strict=True)]
+        query, bit = query + half * side, 2 * bit
+    (value,) = held
+    while bit < LANES:
+        value, bit = value + cute.arch.shuffle_sync_bfly(value, offset=bit), 2 * bit
+    return value, query
+
+
+def lowest(bits: Any) -> Any:
+    """The place of the lowest bit that is set."""
+    return cute.arch.popc((bits & -bits) - 1)

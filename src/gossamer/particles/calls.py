@@ -1,0 +1,43 @@
+"""How a kernel of sums is called: its configuration, its numbers, and the columns that particles bring.
+
+The order of the arguments is that of `kernels.radial.device.kernel.Radial`: particles, three levels of boxes, order;
+the result; the sizes of the box, the squared radius, and eleven numbers of the law:
+the last is a power of two that positions are multiplied by, so that powers of a split are near 1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from gossamer.kernels.radial.configurations import OPEN, RadialConfig
+from gossamer.particles.geometry import Sizes
+from gossamer.particles.laws import Gaussian, ShortRangeGravity
+
+CHANNELS = {"sum": 4, "sum_slopes": 2}  # the most of a call: more are several calls
+NUMBERS = 11  # of a law, at most
+
+
+class Call(NamedTuple):
+    """One kernel, and its numbers in order."""
+
+    config: RadialConfig
+    numbers: tuple[float, ...]
+
+
+def call_of(term: str, law: Any, radius: float, box: Sizes, channels: int = 1) -> Call:
+    """The call of a term ("sum", "sum_slopes", "force", "force_slopes", "count")."""
+    softened = isinstance(law, ShortRangeGravity) and law.softening > 0
+    config = RadialConfig(term, channels, any(size is not None for size in box), softened)
+    sizes = [OPEN if size is None else size for size in (*box, *[None] * (3 - len(box)))]
+    of_law: list[float] = []
+    unit = 1.0
+    if isinstance(law, Gaussian):
+        of_law = [-math.log2(math.e) / (2 * law.h**2), 1 / law.h**2]
+    elif isinstance(law, ShortRangeGravity):
+        unit = 2.0 ** -round(math.log2(law.split))
+        split = law.split * unit
+        fit = [c * split ** (-3 - 2 * n) for n, c in enumerate(law.coefficients())]
+        of_law = [(law.softening * unit) ** 2, *fit]
+    numbers = [*sizes, radius**2, *of_law, *[0.0] * (NUMBERS - 1 - len(of_law)), unit]
+    return Call(config, tuple(numbers))

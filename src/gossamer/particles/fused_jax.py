@@ -1,0 +1,91 @@
+"""The kernels of sums on arrays of JAX: targets of XLA's foreign functions, which jax-tvm-ffi makes of them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from gossamer.kernels.hopper import missing_packages
+from gossamer.kernels.radial.compiled import compile_for, radial
+from gossamer.kernels.radial.configurations import FAR, RadialConfig
+from gossamer.particles.calls import CHANNELS, call_of
+from gossamer.particles.cells import Runs
+from gossamer.particles.geometry import Sizes
+
+OLDEST = 8  # the major compute capability that kernels are compiled for
+
+
+@cache
+def available() -> bool:
+    """Whether kernels run in this process."""
+    if missing_packages() or importlib.util.find_spec("jax_tvm_ffi") is None:
+        return False
+    try:
+        device, *_ = jax.devices("cuda")
+    except RuntimeError:  # JAX has no such platform here
+        return False
+    major, minor = (int(part) for part in device.compute_capability.split("."))
+    if major < OLDEST:
+        return False
+    compile_for(major, minor)
+    return True
+
+
+def serves(runs: Runs) -> bool:
+    """Whether kernels compute sums of these particles where they are on a GPU."""
+    return runs.points.dtype == jnp.float32 and runs.order.shape[0] > 0 and available()
+
+
+def sums(term: str, law: Any, radius: float, box: Sizes, runs: Runs, columns: Array) -> Array:
+    """What `in_jax.pair_sums` gives for a term, of what candidates bring (N, B)."""
+    if term == "force_slopes":
+        columns = jnp.concatenate([columns[:, -1:], columns[:, :-1]], 1)
+    if term not in CHANNELS:
+        return _run(term, law, radius, box, runs, columns, 1)
+    most = CHANNELS[term]
+    if term == "sum":
+        parts = [columns[:, n : n + most] for n in range(0, columns.shape[1], most)]
+        return jnp.concatenate([_run(term, law, radius, box, runs, part, part.shape[1]) for part in parts], 1)
+    values, g = jnp.split(columns, 2, 1)
+    total: Any = 0.0
+    for n in range(0, values.shape[1], most):
+        part = jnp.concatenate([values[:, n : n + most], g[:, n : n + most]], 1)
+        total = total + _run(term, law, radius, box, runs, part, part.shape[1] // 2)
+    found: Array = total
+    return found
+
+
+def _run(term: str, law: Any, radius: float, box: Sizes, runs: Runs, payload: Array, channels: int) -> Array:
+    (N,), (d, T, run) = runs.order.shape, runs.points.shape
+    config, numbers = call_of(term, law, radius, box, channels)
+    more = T * run - N
+    positions = runs.points.reshape(d, -1).T
+    positions = positions.at[N:, 0].set(FAR) if more else positions
+    brought = jnp.pad(payload[runs.order], ((0, more), (0, config.width - 3 - payload.shape[1])))
+    particles = jnp.concatenate([jnp.pad(positions, ((0, 0), (0, 3 - d))), brought], 1)
+    call = jax.ffi.ffi_call(
+        _target(config), jax.ShapeDtypeStruct((N, config.outputs), jnp.float32), vmap_method="sequential"
+    )
+    named = {f"n{at:02d}": np.float32(x) for at, x in enumerate(numbers)}
+    out: Array = call(particles, *runs.tree, runs.order, **named)
+    if term == "force_slopes":
+        return jnp.concatenate([out[:, :d], out[:, 3:]], 1)
+    return out[:, :d] if term in ("force", "sum_slopes") else out
+
+
+@cache
+def _target(config: RadialConfig) -> str:
+    """The name that a kernel is registered by."""
+    register: Any = importlib.import_module("jax_tvm_ffi").register_ffi_target
+    name = f"gossamer.{radial.path(config).stem}"
+    _, numbers = call_of("count", None, 1.0, ())
+    attributes = [f"attrs.n{at:02d}" for at in range(len(numbers))]
+    register(name, radial(config), ["args", "rets", *attributes], platform="gpu", allow_cuda_graph=True)
+    return name

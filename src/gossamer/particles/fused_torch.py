@@ -1,0 +1,78 @@
+"""The kernels of sums on tensors of torch."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.kernels.hopper import missing_packages
+from gossamer.kernels.radial.compiled import compile_for, radial
+from gossamer.kernels.radial.configurations import FAR
+from gossamer.particles.calls import CHANNELS, call_of
+from gossamer.particles.cells import Cells
+
+OLDEST = 8  # the major compute capability that kernels are compiled for
+
+
+@cache
+def available(device: torch.device) -> bool:
+    """Whether kernels run on a device."""
+    if device.type != "cuda" or torch.version.hip or missing_packages():
+        return False
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < OLDEST:
+        return False
+    compile_for(major, minor)
+    return True
+
+
+def serves(cells: Cells) -> bool:
+    """Whether kernels compute sums of these particles."""
+    points = cells.runs.points
+    return points.dtype == torch.float32 and cells.num_particles > 0 and available(points.device)
+
+
+def weighted(cells: Cells, law: Any, values: Tensor) -> Tensor:
+    """The term of that name in `particles.terms`; so are those below."""
+    found = [_run("sum", law, cells, cells.radius, part) for part in values.split(CHANNELS["sum"], 1)]
+    return torch.cat(found, 1) if len(found) != 1 else found.pop()
+
+
+def weighted_slopes(cells: Cells, law: Any, g: Tensor, values: Tensor) -> Tensor:
+    most = CHANNELS["sum_slopes"]
+    parts = zip(values.split(most, 1), g.split(most, 1), strict=True)
+    found = [_run("sum_slopes", law, cells, cells.radius, torch.cat(part, 1)) for part in parts]
+    return torch.stack(found).sum(0) if len(found) != 1 else found.pop()
+
+
+def force(cells: Cells, law: Any, mass: Tensor) -> Tensor:
+    return _run("force", law, cells, law.radius, mass[:, None])
+
+
+def force_slopes(cells: Cells, law: Any, g: Tensor, mass: Tensor) -> Tensor:
+    return _run("force_slopes", law, cells, law.radius, torch.cat([mass[:, None], g], 1))
+
+
+def count(cells: Cells) -> Tensor:
+    """How many particles are within the radius of each, itself included: (N,)."""
+    return _run("count", None, cells, cells.radius, cells.runs.points.new_zeros(cells.num_particles, 0))[:, 0]
+
+
+def _run(term: str, law: Any, cells: Cells, radius: float, payload: Tensor) -> Tensor:
+    runs, (N, n) = cells.runs, payload.shape
+    config, numbers = call_of(term, law, radius, cells.box, {"sum": n, "sum_slopes": n // 2}.get(term, 1))
+    d, T, run = runs.points.shape
+    with torch.no_grad():
+        particles = payload.new_zeros(T * run, config.width)
+        particles[:, :d] = runs.points.reshape(d, -1).T
+        particles[N:, 0] = FAR
+        particles[:N, 3 : 3 + n] = payload[runs.order]
+        out = payload.new_empty(N, config.outputs)
+        with torch.cuda.device(payload.device):
+            radial(config)(particles, *runs.tree, runs.order, out, *numbers)
+    if term == "force_slopes":
+        return torch.cat([out[:, :d], out[:, 3:]], 1)
+    return out[:, :d] if term in ("force", "sum_slopes") else out
