@@ -81,11 +81,15 @@ class Run:
 
     Raises:
         AnotherRun: see above.
+        ValueError: a table of linear power is in other units, or does not reach.
     """
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         self.folder, self.settings, self.cosmology = folder, settings, Cosmology()
         self.box = settings.box
+        if settings.table is not None:  # a wrong one is told before anything is written
+            highest = 3**0.5 * np.pi * settings.particles / settings.size_mpc_h
+            linear_power(self.cosmology, np.array([self.box.fundamental_h_mpc, highest]), 1.0, settings.table)
         (folder / "frames").mkdir(parents=True, exist_ok=True)
         (folder / "snapshots").mkdir(exist_ok=True)
         self._claim()
