@@ -1,4 +1,4 @@
-"""The gradient of a whole run against differences in float64, in a process of its own: python -m tests.cosmos.gradients"""
+"""The gradient of a run against differences in float64, in a process: python -m tests.cosmos.gradients"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ def nearest(d: np.ndarray, size: float) -> np.ndarray:
 
 
 def ewald(x: np.ndarray, targets: np.ndarray, size: float) -> np.ndarray:
-    """-grad phi at x[targets], grad^2 phi = density contrast of equal particles in a periodic cube, without softening."""
+    """-grad phi at x[targets], grad^2 phi = density contrast of equal particles in a periodic cube; no softening."""
     N, a = len(x), ALPHA / size
     mass = size**3 / (4 * np.pi * N)
     found = np.zeros((len(targets), 3))

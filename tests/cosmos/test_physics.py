@@ -109,16 +109,14 @@ def test_energy_and_momentum_are_conserved() -> None:
         speeds.append(kinetic(state))
     W = unit * (potential(state, box) - before)  # a = 1
     left = speeds[-1] + W - begin + np.trapezoid(speeds, at)
-    print("Layzer-Irvine", left / W, "T/W", speeds[-1] / W)
     assert abs(left) < 0.01 * abs(W)
     p = np.asarray(state.momenta_km_s, np.float64)
-    print("momentum", np.abs(p.sum(0)) / np.abs(p).sum(0))
     assert (np.abs(p.sum(0)) < 1e-6 * np.abs(p).sum(0)).all()
 
 
 @pytest.mark.parametrize("waves", [1, 2, 4])
 def test_sound_is_as_fast_as_it_is_with_a_gaussian(waves: int) -> None:
-    """c exp(-k^2 h^2 / 4), in units of c = 1: a standing wave without gravity, by the phase after two thirds of its period."""
+    """c exp(-k^2 h^2 / 4), for c = 1: a standing wave without gravity, by its phase after two thirds of a period."""
     size, n = 32.0, 32
     box, gas = cosmos.Box(size_mpc_h=(size, 16, 16), particles=(n, 16, 16)), cosmos.Gas(1.0, 0.8)
     h = gas.smoothing_mpc_h
@@ -136,5 +134,4 @@ def test_sound_is_as_fast_as_it_is_with_a_gaussian(waves: int) -> None:
     wave = np.sin(k * q[:, 0])
     amplitude = 2 * np.mean(wave * (x - q)[:, 0]), 2 * np.mean(wave * v[:, 0]) / (k * speed)
     phase = np.arctan2(-amplitude[1], amplitude[0]) % (2 * np.pi)
-    print("sound", waves, phase / (2 * np.pi * 64 / 96))
     assert phase == pytest.approx(2 * np.pi * 64 / 96, rel=0.01)

@@ -21,7 +21,7 @@ from gossamer import cosmos
 pytest.importorskip("h5py")
 pytest.importorskip("matplotlib")
 
-from gossamer.cli import app  # noqa: E402
+from gossamer.cli import app
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["cosmos", "--particles", "8", "--box", "32", "--steps", "6", "--snapshots", "3", "--start", "0.1"]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import re
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -140,10 +145,35 @@ def test_a_table_that_does_not_reach_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"h": 67.7}, "h must be a number from 0.1 to 2"), ({"Omega_b": 0.4}, "cannot be more"), ({"sigma8": "x"}, "sigma8")],
+    [
+        ({"h": 67.7}, "h must be a number from 0.1 to 2"),
+        ({"Omega_b": 0.4}, "cannot be more"),
+        ({"sigma8": "x"}, "sigma8"),
+    ],
 )
 def test_a_wrong_cosmology_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cosmos.growth(COSMOLOGY._replace(**change), 0.5)
     with pytest.raises(ValueError, match="must be a Cosmology"):
         cosmos.growth(0.3, 0.5)
+
+
+@pytest.mark.parametrize("name", cosmos.__all__)
+def test_every_public_name_has_an_example_that_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    thing = getattr(cosmos, name)
+    module = importlib.import_module(thing.__module__)
+    found = [one for one in doctest.DocTestFinder().find(thing, name, module=module) if one.examples]
+    if not found:  # of what a function returns, which has an example
+        assert name in ("Growth", "PowerSpectrum", "PowerTable", "Snapshot", "State")
+        return
+    (test,) = found
+    test.globs = {"cosmos": cosmos, "jax": jax, "jnp": jnp}
+    failed, _ = doctest.DocTestRunner(optionflags=doctest.FAIL_FAST).run(test)
+    assert not failed
+
+
+def test_torch_is_never_imported() -> None:
+    code = "import sys; sys.modules['torch'] = None; import gossamer.cosmos; print('h5py' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.strip() == "False", done.stderr

@@ -21,7 +21,7 @@ from gossamer.plan.table import NAMES
 SRC = Path(__file__).parents[2] / "src"
 # A room imports those before it. What bench and cli import of `gossamer` itself is the public interface.
 ROOMS = (
-    "memo", "patterns", "layouts", "plan", "kernels", "jax", "torch", "select", "particles", "nn", "integrations",
+    "memo", "patterns", "layouts", "plan", "kernels", "jax", "torch", "select", "particles", "cosmos", "nn", "integrations",
     "testing", "bench", "cli",
 )  # fmt: skip
 PUBLIC = ("bench", "cli")
@@ -64,6 +64,7 @@ FRAMEWORKS = {
     "torch.bind": allowed("torch", "triton tvm_ffi"),
     "select": allowed("torch"),
     "particles": allowed("numpy"),
+    "cosmos": allowed("numpy jax", "h5py matplotlib PIL"),
     "particles.in_jax": allowed("jax"),
     "particles.in_torch": allowed("torch"),
     "particles.fused_jax": allowed("numpy jax", "jax_tvm_ffi"),

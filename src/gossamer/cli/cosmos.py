@@ -25,16 +25,18 @@ def run(
     steps: Annotated[
         int, typer.Option(parser=integer(1, 10_000), metavar="N", help="Steps, equal in the scale factor.")
     ] = 64,
-    out: Annotated[
-        Path, typer.Option(help="The folder of the run; one that is there is gone on with.")
-    ] = Path("cosmos"),
+    out: Annotated[Path, typer.Option(help="The folder of the run; one that is there is gone on with.")] = Path(
+        "cosmos"
+    ),
     start: Annotated[
         float, typer.Option(parser=number(1e-3, 0.5), metavar="A", help="The scale factor to begin at.")
     ] = 0.02,
     end: Annotated[float, typer.Option(parser=number(2e-3, 1.5), metavar="A", help="And to end at; 1 is today.")] = 1.0,
     mesh: Annotated[
         int | None,
-        typer.Option(parser=integer(14, 2048), metavar="N", help="Cells along an axis; twice the particles by default."),
+        typer.Option(
+            parser=integer(14, 2048), metavar="N", help="Cells along an axis; twice the particles by default."
+        ),
     ] = None,
     softening: Annotated[
         float | None,
@@ -50,7 +52,9 @@ def run(
     ] = 8,
     power: Annotated[
         Path | None,
-        typer.Option(help="Linear power at a = 1: a text of two columns, k in h/Mpc and P in (Mpc/h)^3.", show_default=False),
+        typer.Option(
+            help="Linear power at a = 1: a text of two columns, k in h/Mpc and P in (Mpc/h)^3.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Simulate the cosmic web by P3M, and draw it; an interrupted run goes on when the same command is given again."""
@@ -92,7 +96,10 @@ def run(
         except OSError as error:
             raise Failed(f"{error.strerror or error}; when there is room, the same command goes on") from None
     console.print(summary(work, report))
-    tell(f"wrote {', '.join(f'{out}/{name}' for name in ('web.png', 'slice.png', 'web.gif', 'power.png', 'report.json'))}")
+    tell(
+        "wrote "
+        + ", ".join(f"{out}/{name}" for name in ("web.png", "slice.png", "web.gif", "power.png", "report.json"))
+    )
 
 
 def read_table(path: Path) -> tuple[tuple[float, float], ...]:

@@ -11,12 +11,12 @@ except ModuleNotFoundError as error:
 
 from gossamer.cosmos.box import Box, State
 from gossamer.cosmos.cosmology import Cosmology, Growth, growth
-from gossamer.cosmos.evolve import evolve
 from gossamer.cosmos.forces import Gas
 from gossamer.cosmos.initial import initial_conditions
 from gossamer.cosmos.power import PowerTable, linear_power
 from gossamer.cosmos.snapshot import Snapshot, load, save
 from gossamer.cosmos.spectrum import PowerSpectrum, power_spectrum
+from gossamer.cosmos.steps import evolve
 
 __all__ = ["Box", "Cosmology", "Gas", "Growth", "PowerSpectrum", "PowerTable", "Snapshot", "State", "evolve"]
 __all__ += ["growth", "initial_conditions", "linear_power", "load", "power_spectrum", "save"]

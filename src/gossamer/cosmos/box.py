@@ -68,7 +68,9 @@ class Box:
             else _triple("mesh", self.mesh, int, LEAST_MESH, MOST_MESH)
         )
         if min(mesh) < LEAST_MESH or max(mesh) > MOST_MESH or math.prod(mesh) >= 2**31:
-            raise ValueError(f"mesh must be {LEAST_MESH} to {MOST_MESH} cells along an axis, and under 2^31 in all; got {mesh}")
+            raise ValueError(
+                f"mesh must be {LEAST_MESH} to {MOST_MESH} cells along an axis, and under 2^31 in all; got {mesh}"
+            )
         for name, value in (("size_mpc_h", size), ("particles", particles), ("mesh", mesh)):
             object.__setattr__(self, name, value)
         spacing = (math.prod(size) / math.prod(particles)) ** (1 / 3)
@@ -102,6 +104,11 @@ class Box:
     def cut_mpc_h(self) -> float:
         """Where the short-range force ends."""
         return CUT * self.split_mpc_h
+
+    @property
+    def softening_mpc_h(self) -> float:
+        """Comoving softening in Mpc/h."""
+        return float(self.softening_kpc_h or 0) / 1000
 
     @property
     def fundamental_h_mpc(self) -> float:

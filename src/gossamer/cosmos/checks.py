@@ -14,7 +14,7 @@ def is_known(x: Any) -> bool:
 
 
 def describe(x: Any) -> str:
-    """A value in a message: an array by its type and shape, and anything else as Python shows it, at most 80 letters."""
+    """A value in a message: an array by its type and shape, anything else as Python shows it, at most 80 letters."""
     if hasattr(x, "shape") and hasattr(x, "dtype") and np.ndim(x):
         return f"an array of {x.dtype} {tuple(x.shape)}"
     text = repr(x)

@@ -37,7 +37,7 @@ class Cosmology(NamedTuple):
         >>> cosmology = cosmos.Cosmology(Omega_m=0.3)
         >>> growth = cosmos.growth(cosmology, 0.5)
         >>> round(float(growth.D), 3)
-        0.614
+        0.612
     """
 
     Omega_m: Any = 0.31
@@ -130,7 +130,7 @@ def growth(cosmology: Any, a: Any) -> Growth:
     """
     cosmology = as_cosmology(cosmology)
     a = jnp.asarray(a, dtype=float)
-    if is_known(a) and a.size and not (EARLIEST <= float(a.min()) and float(a.max()) <= LATEST):
+    if is_known(a) and a.size and not (float(a.min()) >= EARLIEST and float(a.max()) <= LATEST):
         raise ValueError(f"scale factors must be from {EARLIEST} to {LATEST}; got {describe(a)}")
     return _interpolated(cosmology, table(cosmology), a)
 

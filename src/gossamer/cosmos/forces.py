@@ -16,8 +16,8 @@ from gossamer.particles import Cells, Gaussian, ShortRangeGravity, radial_force,
 def gravity(positions_mpc_h: Array, box: Box) -> Array:
     """-grad of the potential of the density contrast, grad^2 phi = delta: (N, 3), in Mpc/h.
 
-    The mesh's part is exp(-(k split)^2) of it: particles are assigned by the PCS window, which is divided out twice, and
-    the gradient is i k. Pairs within `box.cut_mpc_h` have the rest, with softening.
+    The mesh's part is exp(-(k split)^2) of it: particles are assigned by the PCS window, which is divided out twice,
+    and the gradient is i k. Pairs within `box.cut_mpc_h` have the rest, with softening.
     """
     return long_range(positions_mpc_h, box) + short_range(positions_mpc_h, box)
 
@@ -39,9 +39,8 @@ def long_range(positions_mpc_h: Array, box: Box) -> Array:
 def short_range(positions_mpc_h: Array, box: Box) -> Array:
     """The part of `gravity` that pairs have."""
     cells = Cells.build(positions_mpc_h, box.cut_mpc_h, box.size_mpc_h)
-    law = ShortRangeGravity(box.split_mpc_h, softening=box.softening_kpc_h / 1000)
+    law = ShortRangeGravity(box.split_mpc_h, softening=box.softening_mpc_h)
     return radial_force(cells, box.volume_mpc3_h3 / (4 * jnp.pi * box.num_particles), law)
-
 
 
 class Gas(NamedTuple):
@@ -68,7 +67,7 @@ def pressure(positions_mpc_h: Array, box: Box, gas: Gas) -> Array:
     x = positions_mpc_h
     size = jnp.asarray(box.size_mpc_h, x.dtype)
     cells = Cells.build(x, REACH * gas.smoothing_mpc_h, box.size_mpc_h)
-    # Means of coordinates are right away from the seam of the box, so there are two of them, with seams half a box apart.
+    # Means of coordinates are right away from the seam of the box: there are two of them, with seams half a box apart.
     here = jnp.mod(x, size) - size / 2
     there = here - jnp.where(here < 0, -size / 2, size / 2)
     values = jnp.concatenate([jnp.ones_like(x[:, :1]), here, there], 1)
@@ -85,5 +84,6 @@ def check_gas(gas: Any, box: Box) -> None:
     most = min(box.size_mpc_h) / (4 * REACH)
     if not (isinstance(gas.smoothing_mpc_h, (int, float)) and 0 < gas.smoothing_mpc_h <= most):
         raise ValueError(
-            f"smoothing_mpc_h must be a number over 0, to {most:g} (a 20th of the box); got {describe(gas.smoothing_mpc_h)}"
+            f"smoothing_mpc_h must be a number over 0, to {most:g} (a 20th of the box); "
+            f"got {describe(gas.smoothing_mpc_h)}"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -17,14 +16,12 @@ from gossamer.cosmos.mesh import Waves
 from gossamer.cosmos.power import linear_power
 
 
-def initial_conditions(
-    noise: Any, cosmology: Any, box: Box, a: Any, *, order: int = 2, power: Any = None
-) -> State:
+def initial_conditions(noise: Any, cosmology: Any, box: Box, a: Any, *, order: int = 2, power: Any = None) -> State:
     """Particles displaced from a lattice as perturbation theory says (Zel'dovich 1970; Bouchet et al. 1995).
 
     Args:
-        noise: a key of `jax.random`, or white noise: an array of `box.particles` numbers of variance 1. The same noise on
-            another box of as many particles has the same structure.
+        noise: a key of `jax.random`, or white noise: an array of `box.particles` numbers of variance 1. The same noise
+            on another box of as many particles has the same structure.
         cosmology: a `Cosmology`, or one of jax_cosmo's.
         box: the box.
         a: the scale factor at which to begin, early enough for perturbations to be small: 0.02, say.
@@ -71,9 +68,14 @@ def _white(noise: Any, box: Box) -> Array:
         jnp.issubdtype(noise.dtype, jax.dtypes.prng_key) or (noise.dtype == jnp.uint32 and noise.shape == (2,))
     ):
         return jax.random.normal(noise, box.particles, dtype=float)
-    if not hasattr(noise, "shape") or tuple(noise.shape) != box.particles or not jnp.issubdtype(noise.dtype, jnp.floating):
+    if (
+        not hasattr(noise, "shape")
+        or tuple(noise.shape) != box.particles
+        or not jnp.issubdtype(noise.dtype, jnp.floating)
+    ):
         raise ValueError(
-            f"noise must be a key of jax.random, or white noise: an array of floats {box.particles}; got {describe(noise)}"
+            f"noise must be a key of jax.random, or white noise: an array of floats {box.particles}; "
+            f"got {describe(noise)}"
         )
     white = jnp.asarray(noise)
     if is_known(white) and not bool(jnp.isfinite(white).all()):
@@ -111,8 +113,3 @@ def displacements(white: Array, cosmology: Any, box: Box, order: int, power: Any
     xx, yy, zz = second(0, 0), second(1, 1), second(2, 2)
     source = xx * yy + yy * zz + zz * xx - second(0, 1) ** 2 - second(1, 2) ** 2 - second(0, 2) ** 2
     return first, gradient(-jnp.fft.rfftn(source) * waves.inverse)
-
-
-def spacing_mpc_h(box: Box) -> float:
-    """The mean distance of particles."""
-    return math.cbrt(box.volume_mpc3_h3 / box.num_particles)

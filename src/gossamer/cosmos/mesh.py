@@ -1,7 +1,7 @@
 """Between particles and a mesh, by the piecewise cubic spline (PCS): 4 cells along an axis, 64 in all.
 
-`painted` and `read` are each other's transpose, so each is the other's gradient by values; those by positions read with the
-spline's derivative. Rules of their own keep what a gradient saves to positions and mesh.
+`painted` and `read` are each other's transpose, so each is the other's gradient by values; those by positions read
+with the spline's derivative. Rules of their own keep what a gradient saves to positions and mesh.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _slopes(t: Array) -> Array:
 
 
 def _cells(mesh: Triple, x: Array) -> tuple[Array, Array]:
-    """The cells (N, 3, 4) along each axis that a position in cells touches, and its part of the way to the next (N, 3)."""
+    """The cells (N, 3, 4) along each axis that a position in cells touches, and its way to the next one (N, 3)."""
     whole = jnp.floor(x)
     sizes = jnp.asarray(mesh, jnp.int32)
     first = whole.astype(jnp.int32) - 1

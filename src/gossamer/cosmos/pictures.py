@@ -1,4 +1,4 @@
-"""Pictures of a run: slices of the density, the web forming, an animation, the power spectrum. Needs matplotlib, pillow."""
+"""Pictures of a run: slices of the density, the web forming, an animation, power spectra; by matplotlib and pillow."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ def slice_density(state: State, box: Box, pixels: int, depth: float = DEPTH) -> 
         place = (row + to_up) % pixels * pixels + (column + to_right) % pixels
         share = (right if to_right else 1 - right) * (up if to_up else 1 - up)
         counts += np.bincount(place, share, pixels * pixels)
-    counts = counts.reshape(pixels, pixels)
-    return counts / (len(x) * depth / pixels**2)
+    return counts.reshape(pixels, pixels) / (len(x) * depth / pixels**2)
 
 
 def _lattice(box: Box, times: tuple[int, int, int]) -> np.ndarray:
@@ -81,13 +80,16 @@ def image(density: np.ndarray) -> Image:
 
 
 def animation(frames: Sequence[Image], path: Path) -> int:
-    """Write a GIF under 4 MB, and say how many bytes it has: of every frame, or smaller ones where they are too many."""
+    """Write a GIF under 4 MB, of smaller frames where they are too many, and say how many bytes it has."""
     from PIL import Image
 
     first, *_ = frames
     width, height = first.size
     while True:
-        shown = [frame if frame.size == (width, height) else frame.resize((width, height), Image.Resampling.NEAREST) for frame in frames]
+        shown = [
+            frame if frame.size == (width, height) else frame.resize((width, height), Image.Resampling.NEAREST)
+            for frame in frames
+        ]
         start, *rest = shown
         memory = BytesIO()
         times = [FRAME_MS] * len(rest) + [LAST_MS]
@@ -104,7 +106,9 @@ def panel(images: Sequence[Image], labels: Sequence[str], title: str) -> Figure:
 
     width = max(picture.width for picture in images) / 100 + 0.1  # about a pixel for a pixel
     figure = Figure((width * len(images), width + 0.6), dpi=100, layout="constrained", facecolor="black")
-    for axis, picture, label in zip(figure.subplots(1, len(images), squeeze=False).ravel(), images, labels, strict=True):
+    for axis, picture, label in zip(
+        figure.subplots(1, len(images), squeeze=False).ravel(), images, labels, strict=True
+    ):
         axis.imshow(np.asarray(picture.convert("RGB")), interpolation="bilinear")
         axis.set_title(label, fontsize=9, color="white")
         axis.set_axis_off()
@@ -115,7 +119,6 @@ def panel(images: Sequence[Image], labels: Sequence[str], title: str) -> Figure:
 def spectrum(k: Any, measured: dict[str, Any], linear: dict[str, Any]) -> Figure:
     """Power spectra at some times beside linear theory, both by labels."""
     from matplotlib.figure import Figure
-
     from matplotlib.ticker import NullFormatter
 
     figure = Figure(figsize=(5.2, 3.8), dpi=110, layout="constrained")
@@ -139,4 +142,3 @@ def small_png(figure: Figure) -> bytes:
     with Image.open(memory) as picture:
         picture.convert("RGB").quantize(256).save(small, "PNG", optimize=True)
     return small.getvalue()
-

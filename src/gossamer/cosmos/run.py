@@ -15,11 +15,11 @@ import numpy as np
 from gossamer.cosmos import pictures
 from gossamer.cosmos.box import Box, State
 from gossamer.cosmos.cosmology import Cosmology
-from gossamer.cosmos.evolve import evolve
 from gossamer.cosmos.initial import initial_conditions
 from gossamer.cosmos.power import linear_power
 from gossamer.cosmos.snapshot import Snapshot, load, save, whole_file
 from gossamer.cosmos.spectrum import power_spectrum
+from gossamer.cosmos.steps import evolve
 from gossamer.cosmos.timing import Timing, time_a_step
 
 PIXELS = 256  # of a frame
@@ -141,10 +141,10 @@ class Run:
 
     def evolve(self, progress: Callable[[int], None], tell: Callable[[str], None]) -> State:
         """All steps that are left. A step is a call of its own, so that it has the same bits wherever one begins."""
-        step, state = self.begin(tell)
-        progress(step)
+        first, state = self.begin(tell)
+        progress(first)
         times = self.settings.scale_factors
-        for step in range(step + 1, self.settings.steps + 1):
+        for step in range(first + 1, self.settings.steps + 1):
             before = state
             try:
                 state = evolve(before, self.cosmology, self.box, jnp.asarray([before.a, times[step]]))

@@ -34,8 +34,8 @@ def save(state: State, box: Box, cosmology: Any, path: str | Path) -> None:
     """Write a snapshot in the layout of GADGET-4, which yt, pynbody and others read.
 
     `PartType1` has Coordinates (comoving Mpc/h), Velocities (GADGET's: sqrt(a) dx/dt, km/s), ParticleIDs (from 1 on, in
-    the order of the lattice) and our Momenta (a^2 dx/dt, km/s); masses are in the header in 1e10 Msun/h. The file appears
-    when all of it is on the disk: a failure leaves what was there before.
+    the order of the lattice) and our Momenta (a^2 dx/dt, km/s); masses are in the header in 1e10 Msun/h. The file
+    appears when all of it is on the disk: a failure leaves what was there before.
 
     Args:
         state: of the box.
@@ -63,8 +63,8 @@ def save(state: State, box: Box, cosmology: Any, path: str | Path) -> None:
     about = _about(float(state.a), box, cosmology)
     memory = io.BytesIO()  # so that only Python writes to the disk, and says what goes wrong there
     with h5py.File(memory, "w") as file:
-        for name, values in _headers(state, box, cosmology).items():
-            file.create_group(name).attrs.update(values)
+        for name, about_all in _headers(state, box, cosmology).items():
+            file.create_group(name).attrs.update(about_all)
         group = file.create_group(f"PartType{DARK}")
         for name, values in arrays.items():
             group[name] = values
@@ -170,7 +170,7 @@ def _headers(state: State, box: Box, cosmology: Cosmology) -> dict[str, dict[str
     parameters = {
         "Omega0": float(cosmology.Omega_m), "OmegaLambda": dark, "OmegaBaryon": float(cosmology.Omega_b),
         "HubbleParam": float(cosmology.h), "Hubble": 100.0, "BoxSize": size, "ComovingIntegrationOn": 1,
-        "SofteningComovingClass0": box.softening_kpc_h / 1000, **UNITS,
+        "SofteningComovingClass0": box.softening_mpc_h, **UNITS,
     }  # fmt: skip
     header = {
         "NumPart_ThisFile": counts, "NumPart_Total": counts, "NumPart_Total_HighWord": np.zeros(KINDS, np.uint32),

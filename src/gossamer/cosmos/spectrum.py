@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ class PowerSpectrum(NamedTuple):
     Attributes:
         k_h_mpc: (n,) the mean wavenumber of a shell in h/Mpc.
         power_mpc3_h3: (n,) the mean power in (Mpc/h)^3.
-        modes: (n,) the number of independent waves of a shell, half of them where a wave and its opposite are one number.
+        modes: (n,) the number of independent waves of a shell: of a wave and its opposite one.
     """
 
     k_h_mpc: Array
@@ -31,8 +31,8 @@ class PowerSpectrum(NamedTuple):
 def power_spectrum(state: State, box: Box) -> PowerSpectrum:
     """The power spectrum of the density, up to the Nyquist wavenumber of the particles.
 
-    Particles are assigned to the mesh by the PCS window, which is divided out. Shot noise is not subtracted: particles that
-    began on a lattice have less of it.
+    Particles are assigned to the mesh by the PCS window, which is divided out. Shot noise is not subtracted: particles
+    that began on a lattice have less of it.
 
     Args:
         state: of the box.

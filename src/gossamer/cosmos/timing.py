@@ -30,7 +30,7 @@ class Timing(NamedTuple):
 
 
 def time_a_step(state: State, box: Box) -> Timing:
-    """The short-range force by `radial_force`, and by all pairs of particles in blocks, without any list or cut of work."""
+    """The short-range force by `radial_force`, and by all pairs of particles, whatever their distance."""
     x = jnp.asarray(state.positions_mpc_h)
     rows = int(min(len(x), max(1, PAIRS // len(x))))
     chosen = x[:: len(x) // rows][:rows]
@@ -55,7 +55,7 @@ def _best(call: Any, *arguments: Array) -> tuple[float, Array]:
 
 def _dense(rows: Array, x: Array, box: Box) -> Array:
     """Every pair: (R, 3) for rows (R, 3)."""
-    law = ShortRangeGravity(box.split_mpc_h, softening=box.softening_kpc_h / 1000)
+    law = ShortRangeGravity(box.split_mpc_h, softening=box.softening_mpc_h)
     size = jnp.asarray(box.size_mpc_h, x.dtype)
 
     def row(here: Array) -> Array:

@@ -20,9 +20,9 @@ from gossamer.cosmos.initial import wrapped
 def evolve(state: State, cosmology: Any, box: Box, scale_factors: Any, *, gas: Gas | None = None) -> State:
     """The state at the last of the scale factors: one step from each to the next.
 
-    A step drifts to the middle, kicks by the force there, and drifts to the end. Drifts are (D1 - D0) / G, and kicks (G1 -
-    G0) / D, with D the linear growth and G = a^2 dD/dt: exact while growth is linear, however long the steps (FastPM, Feng
-    et al. 2016). The steps are one `lax.scan`, each of which a gradient computes again.
+    A step drifts to the middle, kicks by the force there, and drifts to the end. Drifts are (D1 - D0) / G, and kicks
+    (G1 - G0) / D, with D the linear growth and G = a^2 dD/dt: exact while growth is linear, however long the steps
+    (FastPM, Feng et al. 2016). The steps are one `lax.scan`, each of which a gradient computes again.
 
     Args:
         state: of `initial_conditions`, `load` or `evolve`.
@@ -57,7 +57,7 @@ def _scale_factors(given: Any, state: State) -> Array:
         raise ValueError(f"scale_factors must be an array (n,) from the state's own on; got {describe(given)}")
     if is_known((a, state.a)):
         known = np.asarray(a, np.float64)
-        if not (np.diff(known) > 0).all() or not (0 < known).all() or known.max() > 1.5:
+        if not (np.diff(known) > 0).all() or not (known > 0).all() or known.max() > 1.5:
             raise ValueError("scale_factors must increase, over 0 and at most 1.5")
         first, *_ = known
         if abs(first / float(state.a) - 1) > 1e-5:
