@@ -15,7 +15,7 @@ import pytest
 from scipy.spatial import cKDTree
 
 from gossamer import particles as gp
-from gossamer.particles import in_jax, terms
+from gossamer.particles import blocked_jax, terms
 from tests.particles import oracle
 
 CASES = [
@@ -32,8 +32,8 @@ CASES = [
 
 def counts(cells: gp.Cells) -> np.ndarray:
     """How many particles are within the radius of each."""
-    reach, none = in_jax.Reach(cells.radius, cells.box), cells.x[:, :0]
-    found = in_jax.pair_sums(terms.counted, None, reach, cells.runs, none, none)
+    reach, none = blocked_jax.Reach(cells.radius, cells.box), cells.x[:, :0]
+    found = blocked_jax.pair_sums(terms.counted, None, reach, cells.runs, none, none)
     return np.asarray(found[:, 0]).astype(int)
 
 

@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from gossamer.particles import fused_jax, terms
+from gossamer.particles.blocked_jax import Reach, pair_sums
 from gossamer.particles.cells import Cells, Runs
 from gossamer.particles.geometry import (
     BITS,
-    MARGIN,
     RUN,
     WHOLE,
     Sizes,
-    gaps,
     hilbert_keys,
-    nearest,
     on_the_grid,
-    squares,
     tree_of,
     wrapped,
 )
 
-PAIRS = 2**18  # of a step: measured on two cores
-PIECE = 8  # runs of candidates of a step
-
 jax.tree_util.register_dataclass(Cells, data_fields=["x", "runs"], meta_fields=["radius", "box"])
-
-
-class Reach(NamedTuple):
-    """What is known of a sum beside its arrays."""
-
-    radius: float
-    box: Sizes
 
 
 def is_real(x: Array) -> bool:
@@ -130,70 +117,3 @@ def _sums(term: str, law: Any, reach: Reach, runs: Runs, rows: Array, columns: A
 
     found: Array = lax.platform_dependent(runs, rows, columns, cuda=fused, default=blocked)
     return found
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def pair_sums(make: Any, law: Any, reach: Reach, runs: Runs, rows: Array, columns: Array) -> Array:
-    """What the terms of all pairs within the radius add up to, (N, outputs).
-
-    Queries are taken run by run; for each, the boxes of all runs are compared, and those that are near enough are
-    visited one after the other, however many there are.
-
-    Args:
-        rows, columns: (N, A) and (N, B), what queries and candidates bring.
-    """
-    term: terms.Term = make(law)
-    N, T = len(runs.order), runs.low.shape[1]
-    outputs = jax.eval_shape(lambda: _probe(term, runs, rows, columns)).shape[-1]
-    if not N:
-        return jnp.zeros((0, outputs), runs.points.dtype)
-    a, b = _in_runs(rows, runs), _in_runs(columns, runs)
-    each = min(T, max(1, PAIRS // (RUN * RUN * PIECE)))
-    steps = -(-T // each)
-    item = (jnp.arange(steps * each, dtype=jnp.int32) % T).reshape(steps, each)
-    limit = reach.radius**2
-
-    def step(item: Array) -> Array:
-        low, high = (list(x[:, item][..., None]) for x in (runs.low, runs.high))
-        others_low, others_high = (list(x[:, None]) for x in (runs.low, runs.high))
-        near = gaps(low, high, others_low, others_high, reach.box, jnp) <= limit * MARGIN**2
-        rank = near.cumsum(-1, dtype=jnp.int32)
-        count = rank[:, -1]
-        here = runs.points[:, item]
-
-        def piece(state: Any) -> Any:
-            p, total = state
-            want = p * PIECE + jnp.arange(PIECE, dtype=jnp.int32)
-            at = jax.vmap(partial(jnp.searchsorted, v=want + 1))(rank).astype(jnp.int32)
-            place = at[:, :, None] * RUN + jnp.arange(RUN, dtype=jnp.int32)
-            there = (place < N).reshape(each, 1, -1)  # past the last run where there are no more
-            at = jnp.minimum(at, T - 1)
-            found = runs.points[:, at].reshape(-1, each, 1, PIECE * RUN)
-            parts = [
-                nearest(theirs, mine[:, :, None], size, jnp)
-                for theirs, mine, size in zip(list(found), list(here), reach.box, strict=True)
-            ]
-            s = squares(parts)
-            added = term(parts, s, (s <= limit) & there, a[item], b[at].reshape(each, PIECE * RUN, -1), jnp)
-            return p + 1, total + added
-
-        start = jnp.zeros((each, RUN, outputs), runs.points.dtype)
-        _, total = lax.while_loop(lambda state: state[0] * PIECE < count.max(), piece, (0, start))
-        return total
-
-    found = lax.map(step, item).reshape(steps * each * RUN, outputs)[:N]
-    return jnp.zeros_like(found).at[runs.order].set(found, unique_indices=True)
-
-
-def _in_runs(values: Array, runs: Runs) -> Array:
-    """(N, C) as (T, 32, C)."""
-    N, T = len(runs.order), runs.low.shape[1]
-    at = runs.order[jnp.minimum(jnp.arange(T * RUN, dtype=jnp.int32), N - 1)]
-    return values[at].reshape(T, RUN, -1)
-
-
-def _probe(term: terms.Term, runs: Runs, rows: Array, columns: Array) -> Array:
-    """One pair of a term, for the number of its outputs."""
-    pair = jnp.zeros((1, 1, 1), runs.points.dtype)
-    a, b = (jnp.zeros((1, 1, x.shape[1]), x.dtype) for x in (rows, columns))
-    return term([pair] * len(runs.points), pair, pair == 0, a, b, jnp)

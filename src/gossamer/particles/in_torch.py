@@ -134,16 +134,18 @@ def pair_sums(term: terms.Term, cells: Cells, radius: float, rows: Tensor, colum
         return term([pair] * d, pair, pair == 0, a, b, torch)[0][:0]
     at = runs.order.long()[torch.arange(T * RUN, device=lanes.device).clamp(max=N - 1)]
     a, b = (x.detach()[at].reshape(T, RUN, x.shape[1]) for x in (rows, columns))
-    limit, found = radius**2, []
+    limit = radius**2
+    found: list[Tensor] = []
     each = max(1, PAIRS // (RUN * RUN * PIECE))
-    others = [list(x[:, None]) for x in (runs.low, runs.high)]
+    others_low, others_high = list(runs.low[:, None]), list(runs.high[:, None])
     for item in torch.arange(T, device=lanes.device).split(each):
-        own = [list(x[:, item, None]) for x in (runs.low, runs.high)]
-        near = gaps(*own, *others, box, torch) <= limit * MARGIN**2
+        low, high = list(runs.low[:, item, None]), list(runs.high[:, item, None])
+        near = gaps(low, high, others_low, others_high, box, torch) <= limit * MARGIN**2
         counts = near.sum(1)
         _, columns_of = near.nonzero(as_tuple=True)
         firsts = counts.cumsum(0) - counts
-        here, mine, total = runs.points[:, item], a[item], None
+        here, mine = runs.points[:, item], a[item]
+        total: Any = 0.0
         for start in range(0, int(counts.max()), PIECE):
             want = start + torch.arange(PIECE, device=lanes.device)
             there = want < counts[:, None]
@@ -156,8 +158,9 @@ def pair_sums(term: terms.Term, cells: Cells, radius: float, rows: Tensor, colum
                 for one, other, size in zip(theirs, here, box, strict=True)
             ]  # fmt: skip
             s = squares(parts)
-            added = term(parts, s, (s <= limit) & usable, mine, b[run].reshape(len(item), PIECE * RUN, -1), torch)
-            total = added if total is None else total + added
+            total = total + term(
+                parts, s, (s <= limit) & usable, mine, b[run].reshape(len(item), PIECE * RUN, -1), torch
+            )
         found.append(total)
     made = torch.cat(found).reshape(T * RUN, -1)[:N]
     return torch.empty_like(made).index_copy_(0, runs.order.long(), made)

@@ -21,6 +21,7 @@ class RadialConfig:
         periodic: along any axis.
         softened: of a force, whether its softening is over 0.
         queries: of a warp, 8 or 16.
+        blocks: of a multiprocessor at least, which bounds the registers of a thread.
     """
 
     term: str
@@ -28,6 +29,7 @@ class RadialConfig:
     periodic: bool = True
     softened: bool = False
     queries: int = 8
+    blocks: int = 4
 
     @property
     def payload(self) -> int:

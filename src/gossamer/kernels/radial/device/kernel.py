@@ -8,6 +8,7 @@ in registers. The order of summation is fixed by the particles' order alone.
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any, NamedTuple
 
 import cutlass
@@ -22,6 +23,7 @@ WARPS = 4
 LANES = 32
 STEP = LANES // CLUSTER  # clusters that are evaluated at once
 QUEUE = 2 * LANES
+CARVEOUT = 8  # percent of the memory of a multiprocessor that is shared: the rest is cache
 BOX = 8  # numbers of a box: its centre, one more, its half widths, one more
 
 
@@ -41,6 +43,14 @@ def wide(row: cute.Tensor, size: cutlass.Constexpr):
     found = cute.make_rmem_tensor((size,), Float32)
     cute.autovec_copy(row, found)
     return found
+
+
+class Images(Enum):
+    """Which differences are taken to nearest images."""
+
+    NONE = 0
+    OF_CANDIDATES = 1  # those from the first query
+    OF_PAIRS = 2
 
 
 class Arguments(NamedTuple):
@@ -76,7 +86,8 @@ class Radial:
             particles, clusters, blocks, groups, order, out, size_x, size_y, size_z, square, n0, n1, n2, n3, n4,
             n5, n6, n7, n8, n9, n10,
         ).launch(
-            grid=((cute.size(order, mode=[0]) + each - 1) // each, 1, 1), block=(LANES * WARPS, 1, 1), stream=stream
+            grid=((cute.size(order, mode=[0]) + each - 1) // each, 1, 1), block=(LANES * WARPS, 1, 1), stream=stream,
+            min_blocks_per_mp=self.config.blocks, preferred_smem_carveout=CARVEOUT,
         )  # fmt: skip
 
     @cute.kernel
@@ -116,12 +127,14 @@ class Queries(Opaque):
         self.total.fill(0.0)
         self.own = self.box()
         self.reach = a.square * 1.00002  # rounding never leaves out a cluster
-        # Queries that are far apart may each see another image of one candidate.
-        self.fold = Boolean(False)
-        if c.periodic:
-            for axis in range(3):
-                extent = 2.0 * self.own[4 + axis] + cute.math.sqrt(a.square)
-                self.fold = self.fold | (2.0 * extent > a.sizes[axis])
+        # Queries that are far apart may each see another image of one candidate; those far inside see no other.
+        self.far, self.inside = Boolean(False), Boolean(True)
+        radius = cute.math.sqrt(a.square)
+        for axis in range(3):
+            size, centre, half = a.sizes[axis], self.own[axis], self.own[4 + axis]
+            extent = half * 1.0001 + radius * 1.0001
+            self.far = self.far | (2.0 * (extent + half) > size)
+            self.inside = self.inside & (((centre > extent) & (centre + extent < size)) | (size > 1e38))
 
     def box(self) -> list[Any]:
         """That of the queries."""
@@ -139,19 +152,32 @@ class Queries(Opaque):
 
     @cute.jit
     def run(self):
-        """Every cluster that is near, then the sums."""
+        """All neighbours, then the sums. Each way to find images is a loop of its own."""
+        if const_expr(not self.config.periodic):
+            self.walk(Images.NONE)
+        elif self.far:
+            self.walk(Images.OF_PAIRS)
+        elif self.inside:
+            self.walk(Images.NONE)
+        else:
+            self.walk(Images.OF_CANDIDATES)
+        self.write()
+
+    @cute.jit
+    def walk(self, images: cutlass.Constexpr):
+        """Every cluster that is near."""
         a = self.arguments
         count = Int32(0)
         for start in cutlass.range(0, cute.size(a.groups, mode=[0]), LANES, unroll=1):
-            of_groups = cute.arch.vote_ballot_sync(self.near(a.groups, start + self.lane))
+            of_groups = cute.arch.vote_ballot_sync(self.near(a.groups, start + self.lane, images))
             while of_groups != 0:
                 group = start + lowest(of_groups)
                 of_groups = of_groups & (of_groups - 1)
-                of_blocks = cute.arch.vote_ballot_sync(self.near(a.blocks, group * FAN + self.lane))
+                of_blocks = cute.arch.vote_ballot_sync(self.near(a.blocks, group * FAN + self.lane, images))
                 while of_blocks != 0:
                     cluster = (group * FAN + lowest(of_blocks)) * FAN + self.lane
                     of_blocks = of_blocks & (of_blocks - 1)
-                    hit = self.near(a.clusters, cluster)
+                    hit = self.near(a.clusters, cluster, images)
                     bits = cute.arch.vote_ballot_sync(hit)
                     if hit:
                         before = cute.arch.popc(bits & ((Int32(1) << self.lane) - 1))
@@ -160,15 +186,14 @@ class Queries(Opaque):
                     cute.arch.sync_warp()
                     while count >= STEP:
                         count = count - STEP
-                        self.evaluate(self.queue[count + self.lane // CLUSTER], Boolean(True))
+                        self.evaluate(self.queue[count + self.lane // CLUSTER], Boolean(True), images)
                     cute.arch.sync_warp()
         if count > 0:
             there = self.lane // CLUSTER < count
-            self.evaluate(self.queue[self.lane // CLUSTER] if there else Int32(0), there)
-        self.write()
+            self.evaluate(self.queue[self.lane // CLUSTER] if there else Int32(0), there, images)
 
     @cute.jit
-    def near(self, boxes: cute.Tensor, place: Int32):
+    def near(self, boxes: cute.Tensor, place: Int32, images: cutlass.Constexpr):
         """Whether a box is within reach of the queries' own."""
         n, sizes = cute.size(boxes, mode=[0]), self.arguments.sizes
         box = wide(boxes[cutlass.min(place, n - 1), None], BOX)
@@ -176,46 +201,36 @@ class Queries(Opaque):
         for axis in cutlass.range_constexpr(3):
             apart = box[axis] - self.own[axis]
             apart = cute.arch.fmax(apart, -apart)
-            if const_expr(self.config.periodic):
+            if const_expr(images is not Images.NONE):
                 apart = cute.arch.fmin(apart, sizes[axis] - apart)
             gap = cute.arch.fmax(apart - (box[4 + axis] + self.own[4 + axis]), Float32(0.0))
             total = total + gap * gap
         return total <= self.reach and place < n
 
     @cute.jit
-    def evaluate(self, cluster: Int32, there: Boolean):
+    def evaluate(self, cluster: Int32, there: Boolean, images: cutlass.Constexpr):
         """A candidate in each lane, against every query."""
         c, a = self.config, self.arguments
         theirs = wide(a.particles[cluster * CLUSTER + self.lane % CLUSTER, None], c.width)
-        x = cute.make_rmem_tensor((3,), Float32)
+        x = []
         for axis in cutlass.range_constexpr(3):
             apart = theirs[axis] - self.origin[axis]
-            if const_expr(c.periodic):
+            if const_expr(images is not Images.NONE):
                 size = a.sizes[axis]
                 up = (theirs[axis] - size) - self.origin[axis]
                 down = theirs[axis] - (self.origin[axis] - size)
                 apart = select(apart > 0.5 * size, up, select(apart < -0.5 * size, down, apart))
-            x[axis] = apart * self.unit
-        x[0] = x[0] if there else Float32(FAR)
-        if const_expr(c.periodic):
-            if self.fold:
-                self.pairs(x, theirs, True)
-            else:
-                self.pairs(x, theirs, False)
-        else:
-            self.pairs(x, theirs, False)
-
-    @cute.jit
-    def pairs(self, x: cute.Tensor, theirs: cute.Tensor, fold: cutlass.Constexpr):
-        """One candidate and all queries; `fold`: each pair to its own nearest image."""
-        c, a = self.config, self.arguments
+            x.append(apart * self.unit)
+        first, *others = x
+        x = [select(there, first, Float32(FAR)), *others]
+        brought = [theirs[3 + i] for i in range(c.payload)]
         for k in cutlass.range_constexpr(c.queries):
             step = [x[axis] - self.at[k][axis] for axis in range(3)]
-            if const_expr(fold):
+            if const_expr(images is Images.OF_PAIRS):
                 step = [folded(part, size * self.unit) for part, size in zip(step, a.sizes)]  # noqa: B905
             s = step[0] * step[0] + step[1] * step[1] + step[2] * step[2]
             mine = [self.mine[k][3 + i] for i in range(c.payload)]
-            self.term.add(self.total, k, step, s, s <= self.square, mine, [theirs[3 + i] for i in range(c.payload)])
+            self.term.add(self.total, k, step, s, s <= self.square, mine, brought)
 
     @cute.jit
     def write(self):

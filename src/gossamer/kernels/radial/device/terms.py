@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Boolean, Float32, const_expr
+from cutlass._mlir.dialects import llvm
 
 from gossamer.kernels.radial.configurations import RadialConfig
 
@@ -18,6 +19,31 @@ from gossamer.kernels.radial.configurations import RadialConfig
 def select(condition: Any, x: Any, y: Any) -> Any:
     """x where the condition holds, else y."""
     return x if condition else y
+
+
+def power(x: Any) -> Any:
+    """2^x; what is under the least normal number is 0."""
+    return assembly("ex2.approx.ftz.f32 $0, $1;", x)
+
+
+def inverse_root(x: Any) -> Any:
+    return assembly("rsqrt.approx.ftz.f32 $0, $1;", x)
+
+
+def add_where(condition: Any, total: Any, x: Any, y: Any) -> Any:
+    """total + x y where the condition holds, in one instruction."""
+    code = "{ .reg .f32 t; mov.f32 t, $1; @$4 fma.rn.f32 t, $2, $3, t; mov.f32 $0, t; }"
+    return assembly(code, total, x, y, condition)
+
+
+def assembly(code: str, *operands: Any) -> Any:
+    """A line of PTX without effects, of float32 numbers and conditions; its result is $0."""
+    letters = ["b" if isinstance(x, Boolean) else "f" for x in operands]
+    found = llvm.inline_asm(
+        Float32.mlir_type, [x.ir_value() for x in operands], code, ",".join(["=f", *letters]), has_side_effects=False,
+        is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT,
+    )  # fmt: skip
+    return Float32(found)
 
 
 class Term:
@@ -30,9 +56,10 @@ class Term:
         """Of one pair."""
         raise NotImplementedError
 
-    def put(self, total: Any, output: int, k: int, value: Any) -> None:
+    def put(self, total: Any, output: int, k: int, within: Any, x: Any, y: Any) -> None:
+        """Add x y to a sum if the pair counts."""
         at = output * self.queries + k
-        total[at] = total[at] + value
+        total[at] = add_where(within, total[at], x, y)
 
     def scaled(self, value: Any, output: int) -> Any:
         """A finished sum."""
@@ -41,33 +68,29 @@ class Term:
 
 class Count(Term):
     def add(self, total, k, step, s, within, mine, theirs):
-        self.put(total, 0, k, select(within, Float32(1.0), Float32(0.0)))
+        self.put(total, 0, k, within, Float32(1.0), Float32(1.0))
 
 
 class Sum(Term):
     """exp2(n_0 s) b."""
 
-    def weight(self, s, within):
-        w = cute.math.exp2(s * self.numbers[0], fastmath=True)
-        return select(within, w, Float32(0.0))
-
     def add(self, total, k, step, s, within, mine, theirs):
-        w = self.weight(s, within)
+        w = power(s * self.numbers[0])
         for c in range(self.config.channels):
-            self.put(total, c, k, w * theirs[c])
+            self.put(total, c, k, within, w, theirs[c])
 
 
 class SumSlopes(Sum):
     """n_1 exp2(n_0 s) (a . b) step: candidates bring their values, then gradients; queries the other way round."""
 
     def add(self, total, k, step, s, within, mine, theirs):
-        w, n = self.weight(s, within), self.config.channels
+        w, n = power(s * self.numbers[0]), self.config.channels
         inner = mine[n] * theirs[0] + mine[0] * theirs[n]
         for c in range(1, n):
             inner = inner + mine[n + c] * theirs[c] + mine[c] * theirs[n + c]
         w = w * inner
         for axis, part in enumerate(step):
-            self.put(total, axis, k, w * part)
+            self.put(total, axis, k, within, w, part)
 
     def scaled(self, value, output):
         return value * self.numbers[1]
@@ -80,7 +103,7 @@ class Force(Term):
         """R^2, 1 / R, and whether the pair counts."""
         square = s + self.numbers[0] if const_expr(self.config.softened) else s
         apart = within if const_expr(self.config.softened) else within & (s > 0.0)
-        return square, cute.math.rsqrt(square, fastmath=True), apart
+        return square, inverse_root(square), apart
 
     def polynomial(self, square):
         first, *rest = reversed(self.numbers[1:-1])
@@ -93,9 +116,8 @@ class Force(Term):
         square, inverse, apart = self.powers(s, within)
         w = inverse * inverse * inverse - self.polynomial(square)
         w = w * theirs[0]
-        w = select(apart, w, Float32(0.0))
         for axis, part in enumerate(step):
-            self.put(total, axis, k, w * part)
+            self.put(total, axis, k, apart, w, part)
 
     def scaled(self, value, output):
         *_, unit = self.numbers  # of length: a force has length to the power of -2
@@ -109,7 +131,8 @@ class ForceSlopes(Force):
     """
 
     def add(self, total, k, step, s, within, mine, theirs):
-        square, inverse, apart = self.powers(s, within)
+        square, inverse, _ = self.powers(s, within)
+        apart = within & (s > 0.0)  # its own products cancel only in exact arithmetic
         last, *rest = reversed(self.numbers[1:-1])
         p, slope = last, Float32(0.0)
         for c in rest:
@@ -118,14 +141,13 @@ class ForceSlopes(Force):
         twice = inverse * inverse
         cube = twice * inverse
         w, slope = cube - p, -3.0 * cube * twice - 2.0 * slope
-        w = select(apart, w, Float32(0.0))
-        slope = select(apart, slope, Float32(0.0))
         turned = [mine[0] * theirs[1 + axis] - theirs[0] * mine[1 + axis] for axis in range(3)]
         along = slope * (step[0] * turned[0] + step[1] * turned[1] + step[2] * turned[2])
         for axis in range(3):
-            self.put(total, axis, k, w * turned[axis] + along * step[axis])
+            self.put(total, axis, k, apart, w, turned[axis])
+            self.put(total, axis, k, apart, along, step[axis])
         dot = step[0] * theirs[1] + step[1] * theirs[2] + step[2] * theirs[3]
-        self.put(total, 3, k, -(w * dot))
+        self.put(total, 3, k, apart, -w, dot)
 
     def scaled(self, value, output):
         *_, unit = self.numbers

@@ -1,0 +1,140 @@
+"""Pairs of particles within a radius in lax, on any device: runs of queries, each with the runs that are near it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from gossamer.particles import terms
+from gossamer.particles.cells import Runs
+from gossamer.particles.geometry import MARGIN, RUN, Sizes, gaps, nearest, squares
+
+PAIRS = 2**18  # of a step: measured on two cores
+PIECE = 8  # runs of candidates of a step
+
+
+class Reach(NamedTuple):
+    """What is known of a sum beside its arrays."""
+
+    radius: float
+    box: Sizes
+
+
+class Seen(NamedTuple):
+    """The pairs of c runs of queries with K candidates each, that a step looks at."""
+
+    steps: list[Array]  # the d parts of x_candidate - x_query, (c, 32, K)
+    s: Array  # r^2
+    keep: Array  # within the radius
+    item: Array  # (c,): the runs of queries
+    place: Array  # (c, K): the candidates, by their places along the curve
+
+
+def walk(reach: Reach, runs: Runs, start: Callable[[int], Any], visit: Callable[[Any, Seen], Any]) -> Any:
+    """What visiting all pairs makes of a start, by the places of queries along the curve: (N, ...).
+
+    Queries are taken run by run; for each, the boxes of all runs are compared, and those that are near enough are
+    visited one after the other, however many there are.
+
+    Args:
+        start: of c runs of queries, arrays (c, 32, ...).
+        visit: such arrays with the pairs of a step.
+    """
+    N, T = len(runs.order), runs.low.shape[1]
+    each = min(T, max(1, PAIRS // (RUN * RUN * PIECE)))
+    steps = -(-T // each)
+    items = (jnp.arange(steps * each, dtype=jnp.int32) % T).reshape(steps, each)
+    limit = reach.radius**2
+
+    def step(item: Array) -> Any:
+        low, high = (list(x[:, item][..., None]) for x in (runs.low, runs.high))
+        others_low, others_high = (list(x[:, None]) for x in (runs.low, runs.high))
+        near = gaps(low, high, others_low, others_high, reach.box, jnp) <= limit * MARGIN**2
+        rank = near.cumsum(-1, dtype=jnp.int32)
+        count = rank[:, -1]
+        here = runs.points[:, item]
+
+        def piece(state: Any) -> Any:
+            p, before = state
+            want = p * PIECE + jnp.arange(PIECE, dtype=jnp.int32)
+            at = jax.vmap(partial(jnp.searchsorted, v=want + 1))(rank).astype(jnp.int32)
+            place = (at[:, :, None] * RUN + jnp.arange(RUN, dtype=jnp.int32)).reshape(each, -1)
+            there = place[:, None] < N  # past the last run where there are no more
+            found = runs.points[:, jnp.minimum(at, T - 1)].reshape(-1, each, 1, PIECE * RUN)
+            parts = [
+                nearest(theirs, mine[:, :, None], size, jnp)
+                for theirs, mine, size in zip(list(found), list(here), reach.box, strict=True)
+            ]
+            s = squares(parts)
+            return p + 1, visit(before, Seen(parts, s, (s <= limit) & there, item, place))
+
+        _, after = lax.while_loop(lambda state: state[0] * PIECE < count.max(), piece, (0, start(each)))
+        return after
+
+    found = lax.map(step, items)
+    return jax.tree.map(lambda x: x.reshape(steps * each * RUN, *x.shape[3:])[:N], found)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def pair_sums(make: Any, law: Any, reach: Reach, runs: Runs, rows: Array, columns: Array) -> Array:
+    """What the terms of all pairs within the radius add up to, (N, outputs).
+
+    Args:
+        rows, columns: (N, A) and (N, B), what queries and candidates bring.
+    """
+    term: terms.Term = make(law)
+    N, dtype = len(runs.order), runs.points.dtype
+    outputs = jax.eval_shape(lambda: _probe(term, runs, rows, columns)).shape[-1]
+    if not N:
+        return jnp.zeros((0, outputs), dtype)
+    order = runs.order
+    T = runs.low.shape[1]
+    a = rows[order[jnp.minimum(jnp.arange(T * RUN), N - 1)]].reshape(T, RUN, rows.shape[1])
+    b = columns[order]
+
+    def visit(total: Array, seen: Seen) -> Array:
+        theirs = b[jnp.minimum(seen.place, len(b) - 1)]
+        return total + term(seen.steps, seen.s, seen.keep, a[seen.item], theirs, jnp)
+
+    found = walk(reach, runs, lambda c: jnp.zeros((c, RUN, outputs), dtype), visit)
+    return jnp.zeros_like(found).at[runs.order].set(found, unique_indices=True)
+
+
+class Lists(NamedTuple):
+    """The neighbours of each particle, by places along the curve."""
+
+    places: Array  # (N, M) int32, ascending within what a step looks at; N past the last one
+    counts: Array  # (N,) int32: how many there are, also where they do not fit
+
+
+@partial(jax.jit, static_argnums=(0, 2))
+def lists_of(reach: Reach, runs: Runs, M: int) -> Lists:
+    N = len(runs.order)
+    if not N:
+        return Lists(jnp.zeros((0, M), jnp.int32), jnp.zeros(0, jnp.int32))
+
+    def start(c: int) -> Lists:
+        return Lists(jnp.full((c, RUN, M), N, jnp.int32), jnp.zeros((c, RUN), jnp.int32))
+
+    def visit(lists: Lists, seen: Seen) -> Lists:
+        c, _, K = seen.keep.shape
+        rank = lists.counts[..., None] + seen.keep.cumsum(-1, dtype=jnp.int32)
+        to = jnp.where(seen.keep, rank - 1, M)
+        item, query = jnp.arange(c)[:, None, None], jnp.arange(RUN)[:, None]
+        place = jnp.broadcast_to(seen.place[:, None], (c, RUN, K))
+        return Lists(lists.places.at[item, query, to].set(place, mode="drop"), rank[..., -1])
+
+    found: Lists = walk(reach, runs, start, visit)
+    return found
+
+
+def _probe(term: terms.Term, runs: Runs, rows: Array, columns: Array) -> Array:
+    """One pair of a term, for the number of its outputs."""
+    pair = jnp.zeros((1, 1, 1), runs.points.dtype)
+    a, b = (jnp.zeros((1, 1, x.shape[1]), x.dtype) for x in (rows, columns))
+    return term([pair] * len(runs.points), pair, pair == 0, a, b, jnp)
