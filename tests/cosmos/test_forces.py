@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gossamer import cosmos
-from gossamer.cosmos.forces import gravity
+from gossamer.cosmos.forces import gravity, short_range
 from tests.cosmos import oracle
 
 SIZE = 16.0
@@ -41,10 +41,12 @@ def test_the_force_is_that_of_an_ewald_sum(kind: str) -> None:
 
 
 def test_a_translation_leaves_the_force() -> None:
-    """By powers of two of the box, of positions that are exact after it."""
+    """To rounding: that of pairs by any, that of the mesh by whole cells; positions are exact after it."""
     x = np.round(positions("clustered") * 2**16) / 2**16
-    force = jax.jit(gravity, static_argnums=1)
-    expected = np.asarray(force(jnp.asarray(x, jnp.float32), BOX))
-    for shift in ((8.0, 0, 0), (0, 4.0, 0.25), (15.5, 1.0, 7.75)):
-        found = np.asarray(force(jnp.asarray(np.mod(x + shift, SIZE), jnp.float32), BOX))
-        assert np.abs(found - expected).max() < 2e-5 * np.abs(expected).max()
+    shifts = (8.0, 0, 0), (0, 4.0, 0.5), (15.5, 1.0, 7.0)
+    for force, more in ((gravity, ()), (short_range, ((0, 4.0, 0.25), (15.625, 1.0, 7.75)))):
+        compiled = jax.jit(force, static_argnums=1)
+        expected = np.asarray(compiled(jnp.asarray(x, jnp.float32), BOX))
+        for shift in (*shifts, *more):
+            found = np.asarray(compiled(jnp.asarray(np.mod(x + shift, SIZE), jnp.float32), BOX))
+            assert np.abs(found - expected).max() < 2e-6 * np.abs(expected).max()
