@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import erf
+from scipy.special import erf, logsumexp
 
 KINDS = ("uniform", "clustered", "coincident", "one place", "far outside")
 
@@ -68,3 +68,18 @@ def gravity(x: np.ndarray, box: tuple[float | None, ...], split: float, softenin
     w = (1 - erf(u) + 2 * u * np.exp(-u * u) / math.sqrt(math.pi)) * square**-1.5 * within
     newton = (square**-1.5 * np.sqrt(s) * within) @ mass.astype(np.float64)
     return Gravity(np.einsum("ij,ijd,j->id", w, steps, mass.astype(np.float64)), newton)
+
+
+class Attended(NamedTuple):
+    out: np.ndarray  # (N, H, E)
+    lse: np.ndarray  # (N, H)
+
+
+def attention(
+    s: np.ndarray, radius: float, q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, bandwidth: float
+) -> Attended:
+    """Of particles with squared distances s (N, N); a scale of 0 or an infinite bandwidth: no such term."""
+    scores = scale * np.einsum("ihd,jhd->hij", q, k) - s / (2 * bandwidth**2)
+    scores = np.where(s <= radius**2, scores, -np.inf)
+    lse = logsumexp(scores, -1)
+    return Attended(np.einsum("hij,jhe->ihe", np.exp(scores - lse[..., None]), v), lse.T)

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gossamer.particles import fused_jax, terms
+from gossamer.particles import blocked_jax, fused_jax, terms
+from gossamer.particles.attend_jax import attend as attend
 from gossamer.particles.blocked_jax import Reach, pair_sums
 from gossamer.particles.cells import Cells, Runs
 from gossamer.particles.geometry import (
@@ -22,6 +23,7 @@ from gossamer.particles.geometry import (
     tree_of,
     wrapped,
 )
+from gossamer.particles.neighbors import Neighbors
 
 jax.tree_util.register_dataclass(Cells, data_fields=["x", "runs"], meta_fields=["radius", "box"])
 
@@ -117,3 +119,29 @@ def _sums(term: str, law: Any, reach: Reach, runs: Runs, rows: Array, columns: A
 
     found: Array = lax.platform_dependent(runs, rows, columns, cuda=fused, default=blocked)
     return found
+
+
+def most_neighbors(cells: Cells) -> int:
+    """The longest list of neighbours."""
+    if isinstance(cells.x, jax.core.Tracer):
+        raise ValueError("capacity must be given where positions are not known, as under jit")
+    none = jnp.zeros((cells.num_particles, 0), cells.runs.points.dtype)
+    counts = _sums("count", None, Reach(cells.radius, cells.box), cells.runs, none, none)
+    return int(counts.max(initial=0))
+
+
+def lists_of(cells: Cells, capacity: int) -> Any:
+    return blocked_jax.lists_of(Reach(cells.radius, cells.box), cells.runs, capacity)
+
+
+def by_particle(cells: Cells, x: Array) -> Array:
+    """What is by places, by particles."""
+    return jnp.zeros_like(x).at[cells.runs.order].set(x, unique_indices=True)
+
+
+def indices_of(neighbors: Neighbors) -> Array:
+    N, order = neighbors.cells.num_particles, neighbors.cells.runs.order
+    if not N:
+        return neighbors.places
+    places = neighbors.places
+    return by_particle(neighbors.cells, jnp.where(places < N, order[jnp.minimum(places, N - 1)], -1))

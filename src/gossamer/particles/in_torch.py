@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gossamer.particles import fused_torch, terms
+from gossamer.particles.attend_torch import attend as attend
 from gossamer.particles.cells import Cells, Runs
 from gossamer.particles.geometry import (
     BITS,
@@ -23,6 +25,7 @@ from gossamer.particles.geometry import (
     tree_of,
     wrapped,
 )
+from gossamer.particles.neighbors import Neighbors
 
 PAIRS = 2**18  # of a step: measured on two cores
 PIECE = 8  # runs of candidates of a step
@@ -119,48 +122,111 @@ def _weighted(cells: Cells, law: Any, values: Tensor) -> Tensor:
     return pair_sums(terms.weighted(law), cells, cells.radius, values[:, :0], values)
 
 
+class Seen(NamedTuple):
+    """The pairs of c runs of queries with K candidates each, that a step looks at."""
+
+    steps: list[Tensor]  # the d parts of x_candidate - x_query, (c, 32, K)
+    s: Tensor  # r^2
+    keep: Tensor  # within the radius
+    item: Tensor  # (c,): the runs of queries
+    place: Tensor  # (c, K): the candidates, by their places along the curve
+
+
+def walk(cells: Cells, radius: float) -> Iterator[Iterator[Seen]]:
+    """All pairs, as `blocked_jax.walk` visits them: for some runs of queries the steps, one after the other."""
+    runs, box, N = cells.runs, cells.box, cells.num_particles
+    d, T = runs.low.shape
+    device, limit = runs.low.device, radius**2
+    each = max(1, PAIRS // (RUN * RUN * PIECE))
+    others_low, others_high = list(runs.low[:, None]), list(runs.high[:, None])
+    for item in torch.arange(T, device=device).split(each):
+        low, high = list(runs.low[:, item, None]), list(runs.high[:, item, None])
+        near = gaps(low, high, others_low, others_high, box, torch) <= limit * MARGIN**2
+        counts = near.sum(1)
+        _, columns = near.nonzero(as_tuple=True)
+        firsts = counts.cumsum(0) - counts
+        here = runs.points[:, item]
+
+        def step(start: int) -> Seen:
+            want = start + torch.arange(PIECE, device=device)
+            there = want < counts[:, None]  # noqa: B023
+            run = columns[(firsts[:, None] + want).clamp(max=len(columns) - 1)]  # noqa: B023
+            place = run[:, :, None] * RUN + torch.arange(RUN, device=device)
+            place = torch.where(there[:, :, None], place, N).reshape(len(run), -1)
+            found = runs.points[:, run].reshape(d, len(run), 1, PIECE * RUN)
+            pairs = zip(found, here, box, strict=True)  # noqa: B023
+            steps = [nearest(theirs, mine[:, :, None], size, torch) for theirs, mine, size in pairs]
+            s = squares(steps)
+            return Seen(steps, s, (s <= limit) & (place[:, None] < N), item, place)  # noqa: B023
+
+        yield (step(start) for start in range(0, int(counts.max()), PIECE))
+
+
 def pair_sums(term: terms.Term, cells: Cells, radius: float, rows: Tensor, columns: Tensor) -> Tensor:
-    """What the terms of all pairs within the radius add up to, (N, outputs), as in `in_jax`.
+    """What the terms of all pairs within the radius add up to, (N, outputs), as in `blocked_jax`.
 
     Args:
         rows, columns: (N, A) and (N, B), what queries and candidates bring.
     """
-    runs, box = cells.runs, cells.box
-    N, (d, T) = cells.num_particles, runs.low.shape
-    lanes = torch.arange(RUN, device=runs.low.device)
+    runs, N = cells.runs, cells.num_particles
+    d, T = runs.low.shape
     if not N:
         pair = runs.points.new_zeros(1, 1, 1)
         a, b = (pair.new_zeros(1, 1, x.shape[1]) for x in (rows, columns))
         return term([pair] * d, pair, pair == 0, a, b, torch)[0][:0]
-    at = runs.order.long()[torch.arange(T * RUN, device=lanes.device).clamp(max=N - 1)]
-    a, b = (x.detach()[at].reshape(T, RUN, x.shape[1]) for x in (rows, columns))
-    limit = radius**2
-    found: list[Tensor] = []
-    each = max(1, PAIRS // (RUN * RUN * PIECE))
-    others_low, others_high = list(runs.low[:, None]), list(runs.high[:, None])
-    for item in torch.arange(T, device=lanes.device).split(each):
-        low, high = list(runs.low[:, item, None]), list(runs.high[:, item, None])
-        near = gaps(low, high, others_low, others_high, box, torch) <= limit * MARGIN**2
-        counts = near.sum(1)
-        _, columns_of = near.nonzero(as_tuple=True)
-        firsts = counts.cumsum(0) - counts
-        here, mine = runs.points[:, item], a[item]
-        total: Any = 0.0
-        for start in range(0, int(counts.max()), PIECE):
-            want = start + torch.arange(PIECE, device=lanes.device)
-            there = want < counts[:, None]
-            run = columns_of[(firsts[:, None] + want).clamp(max=len(columns_of) - 1)]
-            place = run[:, :, None] * RUN + lanes
-            usable = (there[:, :, None] & (place < N)).reshape(len(item), 1, -1)
-            theirs = runs.points[:, run].reshape(d, len(item), 1, PIECE * RUN)
-            parts = [
-                nearest(one, other[:, :, None], size, torch)
-                for one, other, size in zip(theirs, here, box, strict=True)
-            ]  # fmt: skip
-            s = squares(parts)
-            total = total + term(
-                parts, s, (s <= limit) & usable, mine, b[run].reshape(len(item), PIECE * RUN, -1), torch
-            )
-        found.append(total)
+    order = runs.order.long()
+    a = rows.detach()[order[torch.arange(T * RUN, device=order.device).clamp(max=N - 1)]].reshape(T, RUN, rows.shape[1])
+    b = columns.detach()[order]
+    found = []
+    for steps in walk(cells, radius):
+        parts = (term(x.steps, x.s, x.keep, a[x.item], b[x.place.clamp(max=N - 1)], torch) for x in steps)
+        found.append(sum(parts))
     made = torch.cat(found).reshape(T * RUN, -1)[:N]
-    return torch.empty_like(made).index_copy_(0, runs.order.long(), made)
+    return torch.empty_like(made).index_copy_(0, order, made)
+
+
+def most_neighbors(cells: Cells) -> int:
+    """The longest list of neighbours."""
+    if not cells.num_particles:
+        return 0
+    if fused_torch.serves(cells):
+        return int(fused_torch.count(cells).max())
+    none = cells.runs.points.new_zeros(cells.num_particles, 0)
+    return int(pair_sums(terms.counted(None), cells, cells.radius, none, none).max())
+
+
+@torch.no_grad()
+def lists_of(cells: Cells, capacity: int) -> tuple[Tensor, Tensor]:
+    """The places of the neighbours of each place, (N, capacity), and how many there are."""
+    N, device = cells.num_particles, cells.runs.points.device
+    places, sizes = [], []
+    for steps in walk(cells, cells.radius) if N else ():
+        seen = list(steps)
+        keep = torch.cat([x.keep for x in seen], 2).flatten(0, 1)
+        place = torch.cat([x.place for x in seen], 1).repeat_interleave(RUN, 0)
+        row, column = keep.nonzero(as_tuple=True)
+        count = keep.sum(1)
+        rank = torch.arange(len(row), device=device) - (count.cumsum(0) - count)[row]
+        lists = torch.full((len(keep), capacity), N, dtype=torch.int32, device=device)
+        fits = rank < capacity
+        lists[row[fits], rank[fits]] = place[row[fits], column[fits]].int()
+        places.append(lists)
+        sizes.append(count.int())
+    if not N:
+        none = torch.zeros(0, capacity, dtype=torch.int32, device=device)
+        return none, none[:, 0]
+    return torch.cat(places)[:N], torch.cat(sizes)[:N]
+
+
+def by_particle(cells: Cells, x: Tensor) -> Tensor:
+    """What is by places, by particles."""
+    return torch.empty_like(x).index_copy_(0, cells.runs.order.long(), x)
+
+
+def indices_of(neighbors: Neighbors) -> Tensor:
+    places, order = neighbors.places, neighbors.cells.runs.order
+    N, _ = places.shape
+    if not N:
+        return places
+    found = torch.where(places < N, order[places.clamp(max=N - 1).long()], -1)
+    return by_particle(neighbors.cells, found)

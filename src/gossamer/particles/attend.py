@@ -1,0 +1,95 @@
+"""Rows of neighbour attention and of its gradients: of c particles, each with a list of M others.
+
+By the functions of jax.numpy or torch, `xp`. Lists are symmetric, so what a particle is the key of is found in its own
+list: gradients are sums over it, in its order, and nothing is added to from several sides.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from gossamer.particles.geometry import Sizes, nearest, squares
+
+
+class Attending(NamedTuple):
+    """What is known of a call beside its arrays."""
+
+    scale: float | None  # of q k^T; None: no such term
+    bandwidth: float | None  # of the Gaussian of the distance; None: no such term
+    box: Sizes
+
+
+class Features(NamedTuple):
+    """Of particles: one row each, or M for each of c particles before the others."""
+
+    x: list[Any]  # one array an axis: (c,) or (c, M)
+    q: Any  # (..., H, D)
+    k: Any
+    v: Any  # (..., H, E)
+
+
+class Kept(NamedTuple):
+    """What the gradients need beside features."""
+
+    lse: Any  # (..., H)
+    delta: Any  # (..., H): rowsum(dout * out) - dlse
+    dout: Any  # (..., H, E)
+
+
+class Rows(NamedTuple):
+    out: Any  # (c, H, E)
+    lse: Any  # (c, H)
+
+
+class Gradients(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+    x: Any  # (c, d)
+
+
+def rows(call: Attending, mine: Features, theirs: Features, keep: Any, xp: Any) -> Rows:
+    """Attention of rows that keep at least one of their list, (c, M)."""
+    S = _scores(call, mine.q, theirs.k, _squares(call, mine, theirs, xp), "chd,cmhd->chm", xp)
+    S = xp.where(keep[:, None], S, -float("inf"))
+    m = xp.amax(S, -1)
+    P = xp.exp(S - m[..., None])
+    total = P.sum(-1)
+    out = xp.einsum("chm,cmhe->che", P, theirs.v) / total[..., None]
+    return Rows(out, m + xp.log(total))
+
+
+def row_gradients(
+    call: Attending, mine: Features, theirs: Features, my: Kept, their: Kept, keep: Any, xp: Any
+) -> Gradients:
+    """The gradients of particles, as queries (i j) and as keys (j i) of those in their lists."""
+    s, keep = _squares(call, mine, theirs, xp), keep[:, None]
+    S, Sk = (
+        _scores(call, mine.q, theirs.k, s, "chd,cmhd->chm", xp),
+        _scores(call, mine.k, theirs.q, s, "chd,cmhd->chm", xp),
+    )
+    P = xp.where(keep, xp.exp(S - my.lse[..., None]), 0)
+    Pk = xp.where(keep, xp.exp(Sk - their.lse.swapaxes(-1, -2)), 0)
+    dS = P * (xp.einsum("che,cmhe->chm", my.dout, theirs.v) - my.delta[..., None])
+    dSk = Pk * (xp.einsum("che,cmhe->chm", mine.v, their.dout) - their.delta.swapaxes(-1, -2))
+    scale = call.scale or 0.0
+    dq = scale * xp.einsum("chm,cmhd->chd", dS, theirs.k)
+    dk = scale * xp.einsum("chm,cmhd->chd", dSk, theirs.q)
+    dv = xp.einsum("chm,cmhe->che", Pk, their.dout)
+    both = (dS + dSk).sum(1) / (call.bandwidth**2 if call.bandwidth else float("inf"))
+    dx = xp.stack([(both * step).sum(-1) for step in _steps(call, mine, theirs, xp)], -1)
+    return Gradients(dq, dk, dv, dx)
+
+
+def _steps(call: Attending, mine: Features, theirs: Features, xp: Any) -> list[Any]:
+    pairs = zip(theirs.x, mine.x, call.box, strict=True)
+    return [nearest(other, one[:, None], size, xp) for other, one, size in pairs]
+
+
+def _squares(call: Attending, mine: Features, theirs: Features, xp: Any) -> Any:
+    return squares(_steps(call, mine, theirs, xp))
+
+
+def _scores(call: Attending, q: Any, k: Any, s: Any, product: str, xp: Any) -> Any:
+    S = -s[:, None] / (2 * call.bandwidth**2) if call.bandwidth else 0 * s[:, None]
+    return S + call.scale * xp.einsum(product, q, k) if call.scale else S + 0 * q[:, :, :1].sum(-1)[..., None]

@@ -1,0 +1,76 @@
+"""Attention between neighbours: `neighbor_attention`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gossamer.particles.attend import Attending
+from gossamer.particles.edges import edge_of
+from gossamer.particles.laws import positive
+from gossamer.particles.neighbors import Neighbors
+
+KERNELS = ("dot", "gaussian", "dot+gaussian")
+
+
+def neighbor_attention(
+    q: Any, k: Any, v: Any, neighbors: Neighbors, *, kernel: str = "dot", bandwidth: float | None = None,
+    scale: float | None = None, return_residual: bool = False,
+) -> Any:  # fmt: skip
+    """Attention of every particle over its neighbours: softmax of the scores over exactly those within the radius.
+
+    Scores are scale q.k ("dot"), -r^2 / (2 bandwidth^2) of the distance r ("gaussian"), or their sum ("dot+gaussian").
+    Gradients reach q, k, v and, of a Gaussian, through `neighbors` the positions. Rows of lists that are cut are NaN.
+
+    Args:
+        q, k: (N, D) or (N, H, D); None for "gaussian".
+        v: (N, E) or (N, H, E).
+        neighbors: of N particles.
+        kernel: "dot", "gaussian" or "dot+gaussian".
+        bandwidth: of the Gaussian, positive.
+        scale: of the products, by default D**-0.5.
+        return_residual: return (out, lse), lse the logarithm of the sum of exponentials of the scores: of "gaussian"
+            that of the density.
+
+    Returns:
+        out as v, or (out, lse (N,) or (N, H) float32)
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+
+    Examples:
+        >>> x, q, k, v = (jax.random.normal(jax.random.key(n), s) for n, s in enumerate([(300, 3)] + 3 * [(300, 4, 8)]))
+        >>> neighbors = gp.Neighbors.allocate(x, radius=0.5)
+        >>> gp.neighbor_attention(q, k, v, neighbors, kernel="dot+gaussian", bandwidth=0.2).shape
+        (300, 4, 8)
+        >>> gp.neighbor_attention(None, None, v, neighbors, kernel="gaussian", bandwidth=0.2).shape
+        (300, 4, 8)
+    """
+    if not isinstance(neighbors, Neighbors):
+        raise TypeError(f"neighbors must be Neighbors; got {type(neighbors).__qualname__}")
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel must be one of {KERNELS}; got {kernel!r}")
+    edge, N = edge_of(v), neighbors.cells.num_particles
+    if edge is not edge_of(neighbors.cells.x):
+        raise TypeError("v and the neighbors' positions must be of one framework")
+    if (bandwidth is None) != (kernel == "dot"):
+        raise ValueError(f"bandwidth is needed with a Gaussian and has no use without; got {bandwidth} for {kernel!r}")
+    flat = len(v.shape) == 2
+    v = v[:, None] if flat else v
+    if len(v.shape) != 3 or v.shape[0] != N:
+        raise ValueError(f"v must be ({N}, E) or ({N}, H, E); got {tuple(v.shape)}")
+    if kernel == "gaussian":
+        if q is not None or k is not None or scale is not None:
+            raise ValueError('q, k and scale must be None for kernel "gaussian", which has no products')
+        q = k = v[:, :, :0]
+    else:
+        q, k = (one[:, None] if len(one.shape) == 2 and flat else one for one in (q, k))
+        _, H, _ = v.shape
+        if q.shape != k.shape or len(q.shape) != 3 or tuple(q.shape[:2]) != (N, H):
+            wanted = f"({N}, D)" if flat else f"({N}, {H}, D)"
+            raise ValueError(f"q and k must be {wanted}, as v has heads; got {tuple(q.shape)} and {tuple(k.shape)}")
+        *_, D = q.shape
+        scale = D**-0.5 if scale is None else positive("scale", scale)
+    call = Attending(scale, None if bandwidth is None else positive("bandwidth", bandwidth), neighbors.cells.box)
+    out, lse = edge.attend(call, neighbors, q, k, v)
+    out, lse = (out[:, 0], lse[:, 0]) if flat else (out, lse)
+    return (out, lse) if return_residual else out
