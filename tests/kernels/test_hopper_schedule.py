@@ -188,9 +188,10 @@ def test_every_other_round_is_listed_backwards(pattern: Pattern) -> None:
         base += len(tiles.indices)
     assert turned > 0
     made_there = BlockLayout(layout.rows.with_arrays(layout.rows.arrays()))
-    columns, _ = lists(made_there, blocks=3).lists  # what goes with a tile is that of bits alone
-    expected, _ = there
+    columns, *entries = lists(made_there, blocks=3).lists  # what goes with a tile is that of bits alone
+    expected, *_ = there
     assert torch.equal(columns, expected)
+    assert len(entries) == (len(rows.bits.indices) > 0)
 
 
 def ends(lengths: torch.Tensor) -> int:

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from gossamer.layouts.device import block_list_layout, interval_layout, key_list_layout
-from gossamer.layouts.walk import KINDS
+from gossamer.layouts.gather import queries_of
+from gossamer.layouts.walk import KINDS, Walk
+from gossamer.layouts.work_list import most_listed
 from gossamer.torch import device_arrays
 from tests.layouts.test_device_layouts import draw_bounds, draw_size
 from tests.support.processes import INTERPRETING, compiled, in_interpreter
@@ -23,12 +25,13 @@ pytest.importorskip("triton")
 from gossamer.kernels.hopper.device import column_items, row_items
 from gossamer.kernels.hopper.device.column_items import ColumnItem
 from gossamer.kernels.hopper.schedule.columns import column_work
-from gossamer.kernels.hopper.schedule.cuts import ROUNDS
+from gossamer.kernels.hopper.schedule.cuts import FEW, parts_by_capacity
 from gossamer.kernels.hopper.schedule.fused_items import fused_items
 from gossamer.kernels.hopper.schedule.rows import sharing, work
 from gossamer.kernels.structure import block_lists as block_lists_kernels
 from gossamer.kernels.structure import intervals as intervals_kernels
-from gossamer.layouts.device.arrays import BlockLists, IntervalLists
+from gossamer.kernels.structure import unions as unions_kernels
+from gossamer.layouts.device.arrays import BlockLists, IntervalLists, KeyUnions
 from gossamer.patterns.reach import Bounds
 
 CASES = int(os.environ.get("STRUCTURE_CASES", "60"))
@@ -40,6 +43,9 @@ class Kernels:
 
     def block_lists(self, *arguments):
         return BlockLists(*block_lists_kernels.block_lists(*arguments))
+
+    def key_unions(self, *arguments):
+        return KeyUnions(*unions_kernels.key_unions(*arguments))
 
     def interval_lists(self, *arguments):
         return IntervalLists(*intervals_kernels.interval_lists(*arguments))
@@ -128,6 +134,46 @@ def test_random_lists(chunk):
             raise
 
 
+def check_unions(rng, prepare=lambda x: x):
+    """Lists of keys: all arrays are those of array operations."""
+    heads = int(rng.choice([1, 1, 2, 3, 16, 40, 64]))
+    block = int(rng.choice([16, 32, 64])) if heads == 1 else queries_of(heads)
+    lead, Q = tuple(int(x) for x in rng.integers(1, 4, 2)), int(rng.choice([1, 5, rng.integers(1, 150)]))
+    K = int(rng.choice([1, 31, 64, 700, rng.integers(1, 3000)]))
+    n = int(rng.choice([1, 3, 40, K]))
+    indices = rng.integers(-2, K + 2, (*lead, Q, n))
+    wide = rng.random() < 0.3
+    if rng.random() < 0.3:
+        far = [2**31 - 1, -(2**31), *([2**32, 2**40] if wide else [])]
+        indices = np.where(rng.random(indices.shape) < 0.3, rng.choice(far, indices.shape), indices)
+    indices = torch.from_numpy(indices).to(torch.int64 if wide else torch.int32)
+    counts = None
+    if rng.random() < 0.5:
+        counts = torch.from_numpy(rng.integers(0, n + 3, (*lead, Q))).to(COUNT_TYPES[rng.integers(5)])
+    lo = hi = None
+    if rng.random() < 0.5:
+        bounds = draw_bounds(rng, tuple(x if rng.random() < 0.5 else 1 for x in lead), Q, K)
+        lo, hi = (torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)) for x in bounds)
+    sizes = {"block_q": block, "heads": heads, "transpose": False}
+    want = key_list_layout(indices, counts, lo, hi, Q, K, xp=device_arrays, **sizes).rows
+    given = [None if x is None else prepare(x) for x in (indices, counts, lo, hi)]
+    found = key_list_layout(*given, Q, K, xp=with_kernels, **sizes).rows
+    for one, other in zip(found.arrays(), want.arrays(), strict=True):
+        assert one.dtype == torch.int32
+        assert torch.equal(one.cpu(), other)
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="interprets")
+@pytest.mark.parametrize("chunk", range(2))
+def test_random_unions(chunk):
+    for seed in range(chunk, CASES, 2):
+        try:
+            check_unions(np.random.default_rng(seed))
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
 def draw_layout(rng):
     """A layout that a device made: of blocks, of intervals, of keys."""
     lead = tuple(int(x) for x in rng.choice([1, 2, 4], 2))
@@ -186,42 +232,38 @@ def known(words, places):
     return words
 
 
-def check_items(layout, rng):
+def check_items(layout, rng, prepare=lambda walk: walk):
     """The items of rows and of columns, those of array operations in their order."""
     Bl, Hl = layout.lead
     ratio = int(rng.choice([1, 2, 4]))
     H = Hl if Hl > 1 else ratio * int(rng.choice([1, 3]))
     ratio = ratio if H % ratio == 0 else 1
     B = Bl if Bl > 1 else int(rng.choice([1, 3]))
+    blocks = int(rng.choice([1, 4, rng.integers(1, 40), 132]))
+    split = None if rng.random() < 0.8 else int(rng.integers(1, 4))
     walk, shape = layout.rows, (Bl, Hl, layout.rows.tiles)
     copies, heads = sharing(H, B, walk)
-    blocks = most_blocks(Bl * Hl * walk.tiles * copies, rng)
-    if blocks:
-        want, found = work(layout, copies, heads, blocks), fused_items(walk, shape, copies, heads, blocks)
-        assert torch.equal(known(found.items, row_items.LISTS), known(want.items, row_items.LISTS))
-        assert torch.equal(found.merges, want.merges)
-        assert found.slots == want.slots
+    blocked = isinstance(walk, Walk)
+    few, most = blocked and walk.rows * FEW <= walk.block_rows, most_listed(walk) if blocked else None
+    parts = parts_by_capacity(shape, copies, blocks, split, few, most)
+    want = work(layout, copies, heads, blocks, split)
+    found = fused_items(prepare(walk), shape, parts, copies, heads, blocks)
+    assert torch.equal(known(found.items, row_items.LISTS), known(want.items, row_items.LISTS))
+    assert found.merges.shape == want.merges.shape
+    assert found.slots == want.slots
+    if found.slots:
+        assert torch.equal(found.merges.cpu(), want.merges)
     walk, shape = layout.columns, (Bl, Hl // ratio if Hl > 1 else 1, layout.columns.tiles)
     copies, heads = sharing(H // ratio, B, walk)
-    batches, groups, tiles = shape
-    blocks = most_blocks(batches * groups * tiles * copies, rng)
-    if not blocks:
-        return
-    want = column_work(layout, copies, heads, ratio, blocks)
-    found = fused_items(walk, shape, copies, heads, blocks, ratio)
-    one, other = found.items.clone(), want.items.clone()
+    want = column_work(layout, copies, heads, ratio, blocks, split)
+    found = fused_items(prepare(walk), shape, 1, copies, heads, blocks, ratio)
+    one, other = found.items.cpu().clone(), want.items.clone()
     at, to = one[:, ColumnItem.SEGMENT_START], other[:, ColumnItem.SEGMENT_START]
     segments, others = (known(x.segments, column_items.LISTS) for x in (found, want))
     for j in range(ratio):
         assert torch.equal(segments[at + j], others[to + j])
     one[:, ColumnItem.SEGMENT_START] = other[:, ColumnItem.SEGMENT_START] = 0
     assert torch.equal(one, other)
-
-
-def most_blocks(items, rng):
-    """Blocks for which so many items are many, 0 if there are none."""
-    most = (items - 1) // ROUNDS
-    return int(rng.integers(1, most + 1)) if most else 0
 
 
 @pytest.mark.skipif(not INTERPRETING, reason="interprets")
@@ -238,7 +280,7 @@ def test_random_items(chunk):
 
 @pytest.mark.skipif(INTERPRETING, reason="is interpreting")
 def test_in_interpreter():
-    in_interpreter(__file__, "test_random_lists", "test_random_intervals", "test_random_items")
+    in_interpreter(__file__, "test_random_lists", "test_random_unions", "test_random_intervals", "test_random_items")
 
 
 COMPILE = """
@@ -249,27 +291,32 @@ from triton.compiler import ASTSource
 from gossamer.kernels.hopper.schedule import item_kernels as items
 from gossamer.kernels.structure import block_kernels as blocks
 from gossamer.kernels.structure import interval_kernels as intervals
+from gossamer.kernels.structure import union_kernels as unions
 
 work = []
 for two in (False, True):
     kinds = {"KINDS": 1 + two, "KEPT": two}
     flags = {"HAS_COUNTS": two, "BOUNDED": two, "BLOCK": 64, "LISTS": 8, "ENTRIES": 128, "WORDS": 64}
     work.append((blocks.order_kernel, {**kinds, **flags}))
+    flags |= {"ENTRIES": 1024, "QUERIES": 64 if two else 4}
+    work.append((unions.union_kernel, flags))
     work += [(kernel, {**kinds, "ROWS": 256, "COLUMNS": 8}) for kernel in (blocks.count_kernel, blocks.place_kernel)]
-    sizes = {"SIZES": 64, "MIDDLE": 32, "DOUBLINGS": 24, "LISTS": 8, "OWN": 64, "OTHERS": 128, "COLUMNS": two}
-    sizes |= {"HAS_FULL": True, "HAS_INTERVAL": two, "HAS_BITS": two, "WIDTH": 1 + 63 * two, "CUT": False, "MERGE": 8}
-    work.append((items.many_kernel, {**sizes, "ITEM": 16, "SEGMENT": 8}))
-sizes |= {"BINS": 2048, "FEW_BINS": 128, "ITEMS": 1024}
-work += [(items.length_kernel, sizes), (items.size_kernel, sizes), (intervals.turn_kernel, {"COLUMNS": 256})]
+    sizes = {"SIZES": 64, "MIDDLE": 32, "HALVINGS": 20, "LISTS": 8, "OWN": 64, "OTHERS": 128, "COLUMNS": two}
+    sizes |= {"HAS_FULL": True, "HAS_INTERVAL": two, "HAS_BITS": two, "WIDTH": 1 + 63 * two, "MERGE": 8}
+    flags = {"CUT": not two, "BY_COPY": two, "ITEM": 16, "SEGMENT": 8}
+    work += [(kernel, {**sizes, **flags}) for kernel in (items.few_kernel, items.many_kernel)]
+sizes |= {"BINS": 2048, "ITEMS": 1024}
+work += [(items.length_kernel, sizes), (intervals.turn_kernel, {"COLUMNS": 256})]
 tile = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128, "ROWS": 128, "COLUMNS": 128}
 work += [(intervals.count_tiles_kernel, tile), (intervals.place_tiles_kernel, tile)]
-numbers = {*blocks.SIZES, *blocks.STRIDES, *items.PLAIN, *intervals.SIZES}
+numbers = {*blocks.SIZES, *blocks.STRIDES, *unions.SIZES, *unions.STRIDES, *items.PLAIN, *intervals.SIZES}
+numbers |= {"parts", "ratio"}
 for kernel, constants in work:
     constants = {"SUMS": 256, **constants}
     constants = {name: x for name, x in constants.items() if name in kernel.arg_names}
     signature = {name: "i32" if name in numbers else "*i32" for name in kernel.arg_names}
-    signature |= {"slack": "fp32"} if "slack" in signature else {}
-    signature |= {"indices": "*i64", "counts": "*u8"} if kernel is blocks.order_kernel else {}
+    signature |= {"slack": "fp32", "totals": "*i64"} if "slack" in signature else {}
+    signature |= {"indices": "*i64", "counts": "*u8"} if kernel in (blocks.order_kernel, unions.union_kernel) else {}
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     options = {"num_warps": 4, "enable_fp_fusion": True}

@@ -15,7 +15,7 @@ from torch import Tensor
 import gossamer as gs
 from gossamer.bench.latency import captured
 from gossamer.layouts.device import block_list_layout, interval_layout, key_list_layout
-from gossamer.layouts.gather import expand_gather
+from gossamer.layouts.gather import expand_gather, queries_of
 from gossamer.layouts.walk import KINDS, TileList, Walk, expand
 from gossamer.torch import device_arrays
 
@@ -270,6 +270,43 @@ def test_intervals_of_kernels_are_those_of_array_operations(tile: tuple[int, int
         )
         check_walks(found.rows, expected.rows)
         check_walks(found.columns, expected.columns)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 16, 48, 64])
+def test_unions_of_kernels_are_those_of_array_operations(heads: int) -> None:
+    for seed in range(20):
+        generator = torch.Generator(CUDA).manual_seed(seed)
+        rng = np.random.default_rng(seed)
+        Q, K = (int(x) for x in rng.choice([64, 100, 1000, 3333], 2))
+        n = int(rng.choice([1, 5, 100, K]))
+        keys = integers(-2, K + 2, (2, 2, Q, n), generator)
+        if seed % 3 == 0:
+            keys = keys.long() + (integers(0, 4, keys.shape, generator) == 0).long() * 2**32
+        counts = integers(-1, n + 3, (2, 2, Q), generator) if seed % 2 else None
+        lo = hi = None
+        if rng.random() < 0.5:
+            lo, hi = (integers(0, K + 1, (2, 1, Q), generator).sort(-1).values for _ in range(2))
+        block = int(rng.choice([16, 32, 64])) if heads == 1 else queries_of(heads)
+        found, expected = (
+            key_list_layout(keys, counts, lo, hi, Q, K, block_q=block, heads=heads, xp=xp, transpose=False).rows
+            for xp in (device_arrays, WithoutKernels())
+        )
+        assert all(torch.equal(a, b) for a, b in zip(found.arrays(), expected.arrays(), strict=True))
+
+
+@pytest.mark.parametrize("chunk", range(4))
+def test_items_of_kernels_are_those_of_array_operations(chunk: int) -> None:
+    """The layouts and the comparison are those of the kernels in the interpreter."""
+    kernels = pytest.importorskip("tests.kernels.test_structure_kernels")
+    for seed in range(chunk, 80, 4):
+        rng = np.random.default_rng(seed)
+        layout = kernels.draw_layout(rng)
+        known: dict[int, Tensor] = {}  # arrays that two kinds of tiles share stay one
+
+        def there(walk: Any, known: dict[int, Tensor] = known) -> Any:
+            return walk.with_arrays([known.setdefault(id(x), x.to(CUDA)) for x in walk.arrays()])
+
+        kernels.check_items(layout, rng, there)
 
 
 def test_layers_of_a_captured_step_share_their_structure() -> None:

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gossamer as gs
+from gossamer.torch import planning
+from gossamer.torch.given_layouts import layout_from
 from tests.torch.test_device_structure import dense, tensors
 
 B, H, G, Q, K = 2, 4, 2, 40, 70
@@ -125,6 +127,22 @@ def test_compiled_masks_are_read_in_each_call() -> None:
         assert torch.equal(found, wanted)
         grads = (torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (found, wanted))
         assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True))
+
+
+def test_both_directions_read_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is made of the rows of a layout, as their work items are, is made once for a forward and its backward."""
+    made = []
+
+    def counted(*given: Any) -> Any:
+        made.append(given)
+        return layout_from(*given)
+
+    monkeypatch.setattr(planning, "layout_from", counted)
+    x = [torch.randn(1, 2, 192, 8, requires_grad=True) for _ in range(3)]
+    for _ in range(2):
+        blocks = torch.randint(-1, 3, (1, 2, 3, 2))
+        gs.attention(*x, gs.BlockIndices(blocks)).sum().backward()
+    assert len(made) == 2
 
 
 def test_a_shared_layout_is_that_of_its_moment() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer.kernels.packages import has_triton
 from gossamer.select.block_lists import Taken, by_operations
 
 MOST_HEAD_SIZE = 256
@@ -39,10 +40,7 @@ def takes(q: Tensor, C: int, n: int) -> bool:
 @cache
 def _launch() -> Any:
     """The module that launches the kernels; None without Triton, which they are written in."""
-    try:
-        return importlib.import_module("gossamer.kernels.select.launch")
-    except ImportError:
-        return None
+    return importlib.import_module("gossamer.kernels.select.launch") if has_triton() else None
 
 
 @cache

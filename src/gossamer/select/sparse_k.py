@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gossamer.kernels.packages import has_triton
 from gossamer.select.thresholds import causal_thresholds, threshold
 from gossamer.torch.validate import describe
 
@@ -174,12 +175,10 @@ def _sparsek_kept(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def _kernels(u: Tensor) -> Any:
     """The module of kernels that find thresholds of float32 on a GPU, or None."""
-    try:
-        from gossamer.kernels.prefixes import launch
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
+    if not has_triton():
         return None
+    from gossamer.kernels.prefixes import launch
+
     return launch if launch.available(u) else None
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.kernels.structure import has_triton
-from gossamer.layouts.device.arrays import BlockLists, IntervalLists
+from gossamer.kernels.packages import has_triton
+from gossamer.layouts.device.arrays import BlockLists, IntervalLists, KeyUnions
 from gossamer.patterns.reach import Bounds
 
 TRITON = has_triton()  # as a compiler reads it
@@ -17,6 +17,10 @@ library = torch.library.Library("gossamer", "FRAGMENT")
 library.define(
     "block_lists(Tensor indices, Tensor? counts, Tensor? lo, Tensor? hi, SymInt Q, SymInt K, int block, int row_kinds, "
     "int column_kinds, bool transpose) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+library.define(
+    "key_unions(Tensor indices, Tensor? counts, Tensor? lo, Tensor? hi, SymInt Q, SymInt K, int block, SymInt room) -> "
+    "(Tensor, Tensor, Tensor, Tensor)"
 )
 library.define(
     "interval_lists(Tensor lo, Tensor hi, SymInt K, int block_q, int block_kv, bool transpose) -> "
@@ -37,10 +41,25 @@ def _fake_block_lists(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     Bl, Hl, T, n = indices.shape
     C, room = -(-K // block), Bl * Hl * T * n
-    columns = [(column_kinds, Bl, Hl, C)] * 2 + [(room,)] if transpose else [(0,)] * 3
-    return tuple(
-        indices.new_empty(shape, dtype=torch.int32) for shape in (*[(row_kinds, Bl, Hl, T)] * 2, (room,), *columns)
-    )
+    rows = [*((row_kinds + more, Bl, Hl, T) for more in range(2)), (room,)]
+    columns = [*((column_kinds + more, Bl, Hl, C) for more in range(2)), (room,)] if transpose else [(0,)] * 3
+    return tuple(indices.new_empty(shape, dtype=torch.int32) for shape in (*rows, *columns))
+
+
+def _key_unions(*arguments: Any) -> tuple[Tensor, ...]:
+    from gossamer.kernels.structure.unions import key_unions
+
+    return key_unions(*arguments)
+
+
+def _fake_key_unions(
+    indices: Tensor, counts: Tensor | None, lo: Tensor | None, hi: Tensor | None, Q: int, K: int, block: int, room: int
+) -> tuple[Tensor, ...]:
+    Bl, Hl, _, _ = indices.shape
+    T = -(-Q // block)
+    entries = Bl * Hl * T * room
+    shapes = ((Bl, Hl, T), (Bl, Hl, T), (entries,), (entries // 32, block))
+    return tuple(indices.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
 def _interval_lists(*arguments: Any) -> tuple[Tensor, ...]:
@@ -71,6 +90,8 @@ def _fake_turned_intervals(lo: Tensor, hi: Tensor, columns: int) -> tuple[Tensor
     return tuple(lo.new_empty((*lead, columns), dtype=torch.int32) for _ in range(2))
 
 
+library.impl("key_unions", _key_unions, "CUDA")
+torch.library.register_fake("gossamer::key_unions", _fake_key_unions, lib=library)
 library.impl("interval_lists", _interval_lists, "CUDA")
 torch.library.register_fake("gossamer::interval_lists", _fake_interval_lists, lib=library)
 library.impl("turned_intervals", _turned_intervals, "CUDA")
@@ -84,6 +105,9 @@ class _Kernels:
 
     def block_lists(self, *arguments: Any) -> BlockLists:
         return BlockLists(*torch.ops.gossamer.block_lists.default(*arguments))
+
+    def key_unions(self, *arguments: Any) -> KeyUnions:
+        return KeyUnions(*torch.ops.gossamer.key_unions.default(*arguments))
 
     def interval_lists(self, *arguments: Any) -> IntervalLists:
         return IntervalLists(*torch.ops.gossamer.interval_lists.default(*arguments))

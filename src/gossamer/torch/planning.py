@@ -244,7 +244,9 @@ def data_layout(
         check_mask(data[0], q, k)
         if capturing and form != "dense":  # a graph reads the mask again in every replay
             return make()
-    more = (implementation.name, form, block_q, block_kv, columns, p.B, p.H, p.Q, p.K, geometry)
+    # Both directions read one layout that is given, and what is made of it: the work items of rows.
+    tiles = () if geometry else (block_q, block_kv, columns)
+    more = (implementation.name, form, *tiles, p.B, p.H, p.Q, p.K, geometry)
     return _remember(data, more, make) if counted else make()
 
 

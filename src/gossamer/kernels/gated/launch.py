@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gossamer.kernels.gated import chunks
 from gossamer.kernels.gated.problem import Gradients, Memory, Operands, Options
+from gossamer.kernels.packages import has_triton
 
 
 class Implementation(NamedTuple):
@@ -26,12 +27,10 @@ def implementations() -> list[Implementation]:
     """All of this machine, the fastest first."""
     of_torch = f"operations of torch, {chunks.QUERIES} queries at a time"
     found = [Implementation("chunks", chunks.forward, chunks.backward, chunks.memory, lambda x, o: [], of_torch)]
-    try:
-        from gossamer.kernels.gated import triton_calls
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
+    if not has_triton():
         return found
+    from gossamer.kernels.gated import triton_calls
+
     c = triton_calls
     of_lists = "kernels over lists of live keys for each tile of queries, and for chunks of queries in dK and dV"
     return [Implementation("triton", c.forward, c.backward, c.memory, c.reasons, of_lists), *found]

@@ -11,6 +11,7 @@ from typing import Any
 from gossamer.kernels.hopper.device.configurations import BackwardConfig, ForwardConfig, QueryConfig, WideConfig
 from gossamer.kernels.hopper.device.gather.configurations import SIZES, WIDEST, GatherConfig
 
+FEW_QUERIES = 6  # heads that share a tile of gathered keys, from which its masks fit beside three stages of 128
 WIDE = 128  # heads over this size have a kernel of their own for dK and dV, and dQ by rows
 # Padded head sizes: a smaller head is padded with zeros by TMA, exactly.
 HEAD_SIZES = (64, 96, 128, 192, 256)
@@ -122,4 +123,7 @@ def gather_config(
     stages, blocks = {64: (3, 3) if direction == "forward" else (4, 2), 128: (2, 2), 256: (2, 1)}[size]
     if (direction, size, heads) == ("gradients", 128, 1):  # the mask of 64 queries leaves no room for two
         stages, blocks = 3, 1
-    return GatherConfig(direction, dtype, size, stages, blocks, lengths=lengths, score=score, heads=heads)
+    found = GatherConfig(direction, dtype, size, stages, blocks, lengths=lengths, score=score, heads=heads)
+    if (direction, size) == ("forward", 128) and heads >= FEW_QUERIES:
+        return replace(found, stages=3, q_stages=1, held_q=True)
+    return found

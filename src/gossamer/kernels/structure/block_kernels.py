@@ -119,6 +119,8 @@ def order_kernel(
         behind_all = tl.num_programs(0).to(tl.int64) // groups * T + row
         tl.store(row_starts + behind_all, (row * n).to(tl.int32) + full, mask=there)
         tl.store(row_counts + behind_all, others, mask=there)
+    of_nothing = row_counts + KINDS * (tl.num_programs(0).to(tl.int64) // groups * T) + row
+    tl.store(of_nothing, tl.zeros((LISTS,), dtype=tl.int32), mask=there)
     tl.debug_barrier()
     for j0 in range(0, n, ENTRIES):
         j = j0 + tl.arange(0, ENTRIES)[None, :]
@@ -158,12 +160,14 @@ def count_kernel(
     listed_bits, kept_bits, counts, sums, T, C, groups, whole, KINDS: tl.constexpr, KEPT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """How many rows list each of a few columns: counts (KINDS, Bl * Hl, C), and their sums (KINDS, programs)."""
+    """How many rows list each of a few columns: counts (KINDS + 1, Bl * Hl, C), then zeros; sums (KINDS, programs)."""
     at, programs = tl.program_id(0), tl.num_programs(0)
     head, c0 = at // groups, at % groups * COLUMNS
     shift = c0 % 32 + tl.arange(0, COLUMNS)
     line = (head.to(tl.int64) * ((C + 31) // 32) + c0 // 32) * T
     c = c0 + tl.arange(0, COLUMNS)
+    of_nothing = counts + (KINDS * (programs // groups) + head).to(tl.int64) * C + c
+    tl.store(of_nothing, tl.zeros((COLUMNS,), dtype=tl.int32), mask=c < C)
     for kind in tl.static_range(KINDS):
         found = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
         for t0 in range(0, T, ROWS):

@@ -30,7 +30,7 @@ def block_lists(
     C, lists = -(-K // block), Bl * Hl * T
     words = -(-C // WORD)
     new: dict[str, Any] = {"dtype": torch.int32, "device": indices.device}
-    row_starts, row_counts = (torch.empty((row_kinds, Bl, Hl, T), **new) for _ in range(2))
+    row_starts, row_counts = (torch.empty((row_kinds + more, Bl, Hl, T), **new) for more in range(2))
     row_indices = torch.empty(lists * n, **new)
     kept = transpose and column_kinds == 2 and lo is not None
     bits = torch.empty((1 + kept + row_kinds, Bl * Hl, words, T), **new)
@@ -58,7 +58,7 @@ def block_lists(
         return row_starts, row_counts, row_indices, none, none, none
     groups = -(-C // COLUMNS)
     programs = Bl * Hl * groups
-    starts, column_counts = (torch.empty((column_kinds, Bl, Hl, C), **new) for _ in range(2))
+    starts, column_counts = (torch.empty((column_kinds + more, Bl, Hl, C), **new) for more in range(2))
     sums, column_indices = torch.empty(column_kinds * programs, **new), torch.empty(lists * n, **new)
     whole = Q // block
     constants = {"KINDS": column_kinds, "KEPT": kept, "ROWS": power(T, WORD, ROWS), "COLUMNS": COLUMNS}

@@ -23,10 +23,10 @@ class BlockLists(NamedTuple):
     """The tiles of lists of blocks in both directions, of each kind: the full ones, and those of an interval if any."""
 
     row_starts: Array  # (kinds, Bl, Hl, T): lists have room for n entries each, the full tiles before the others
-    row_counts: Array
+    row_counts: Array  # (kinds + 1, Bl, Hl, T): of each kind, and zeros
     row_indices: Array  # (Bl * Hl * T * n,)
     column_starts: Array  # (kinds, Bl, Hl, C)
-    column_counts: Array
+    column_counts: Array  # (kinds + 1, Bl, Hl, C)
     column_indices: Array  # of as many; entries that no list refers to are undefined
 
 
@@ -38,6 +38,15 @@ class IntervalLists(NamedTuple):
     column_lo: Array  # (Bl, Hl, K): the queries of each key
     column_hi: Array
     indices: Array  # of interval tiles, with room for 2 (T + C) of each head and direction
+
+
+class KeyUnions(NamedTuple):
+    """The keys that any query of a group lists, and who lists them."""
+
+    starts: Array  # (Bl, Hl, T): every list has the same room
+    counts: Array
+    listed: Array  # (Bl * Hl * T * room,): ascending, -1 behind
+    bits: Array  # (Bl * Hl * T * room / 32, block): bit c of word [w, r] says that query r keeps key listed[32 w + c]
 
 
 class Fused(Protocol):
@@ -55,6 +64,16 @@ class Fused(Protocol):
         Args:
             row_kinds, column_kinds: 2 with tiles of an interval, else 1 and all tiles are full.
             transpose: else all that is said of columns is empty.
+        """
+
+    def key_unions(
+        self, indices: Array, counts: Array | None, lo: Array | None, hi: Array | None, Q: int, K: int, block: int,
+        room: int,
+    ) -> KeyUnions:  # fmt: skip
+        """The groups of `block` queries of `key_list_layout`, whose arguments these are; arrays may have any strides.
+
+        Args:
+            room: of a list, a multiple of 32 that holds every one.
         """
 
     def interval_lists(

@@ -79,6 +79,7 @@ class _Listed(NamedTuple):
     starts: list[Array]  # (Bl, Hl, T) each
     counts: list[Array]
     indices: Array
+    nothing: Array | None = None  # zeros of their shape
 
 
 class _Both(NamedTuple):
@@ -97,9 +98,14 @@ def _fused(
     lo, hi = (None, None) if bounds is None else bounds
     row_kinds, column_kinds = (1 if x is None else 2 for x in (of_rows, of_columns))
     made = kernels.block_lists(indices, counts, lo, hi, Q, K, block, row_kinds, column_kinds, transpose)
-    rows = _Listed(list(made.row_starts), list(made.row_counts), made.row_indices)
-    columns = _Listed(list(made.column_starts), list(made.column_counts), made.column_indices) if transpose else None
+    rows = _with_zeros(made.row_starts, made.row_counts, made.row_indices)
+    columns = _with_zeros(made.column_starts, made.column_counts, made.column_indices) if transpose else None
     return _Both(rows, columns)
+
+
+def _with_zeros(starts: Array, counts: Array, indices: Array) -> _Listed:
+    *of_kinds, nothing = counts
+    return _Listed(list(starts), of_kinds, indices, nothing)
 
 
 def _walk(listed: _Listed, rows: int, columns: int, block: int, bounds: Bounds | None, xp: Arrays) -> Walk:
@@ -109,7 +115,7 @@ def _walk(listed: _Listed, rows: int, columns: int, block: int, bounds: Bounds |
     interval = None
     for one in others:
         interval = one
-    return without_bits(rows, columns, block, block, full, interval, bounds, xp)
+    return without_bits(rows, columns, block, block, full, interval, bounds, xp, listed.nothing)
 
 
 def _check(

@@ -20,6 +20,8 @@ from gossamer.layouts.gather import TILE, WIDTHS, GatherLayout, GatherWalk, quer
 from gossamer.patterns.grid import WORD
 from gossamer.patterns.validate import show
 
+SPARSEST = 64  # keys for each entry of a group, up to which its union is marked in bits
+
 
 def key_list_layout(
     indices: Array, counts: Array | None, lo: Array | None, hi: Array | None, Q: int, K: int, *, block_q: int = 1,
@@ -48,6 +50,11 @@ def key_list_layout(
     Bl, Hl, n = _check(indices, counts, lo, hi, Q, K, block_q, heads)
     if not n:  # a list with room for one key that is not there: no step below is made for none
         indices = xp.full((Bl, Hl, Q, 1), -1, indices)
+    kernels = xp.fused(indices)
+    if kernels is not None and _marked(block_q, n, K) and heads * block_q > 1 and not transpose:
+        room = _room(block_q, heads, max(n, 1), K)
+        made = kernels.key_unions(indices, counts, lo, hi, Q, K, block_q, room)
+        return GatherLayout(GatherWalk(Q, K, block_q, *made, heads), _transpose=[], apart=True)
     keys = _ascending(indices, counts, Bounds(lo, hi) if lo is not None and hi is not None else None, K, xp)
     rows = _rows(keys, K, xp) if block_q == heads == 1 else _unions(keys, K, block_q, heads, xp)
     return GatherLayout(rows, _transpose=[_columns(keys, K, xp)] if transpose else [], apart=True)
@@ -64,10 +71,20 @@ def _check(
     check_sizes(Q=Q, K=K)
     Bl, Hl, n = check_lists(indices, counts, Q, "Q")
     check_bounds(lo, hi, Bl, Hl, Q)
-    groups, width = -(-Q // block_q), WIDTHS[block_q] if heads == 1 else TILE
-    room = -(-min(block_q * max(n, 1), K) // width) * width
+    groups, room = -(-Q // block_q), _room(block_q, heads, max(n, 1), K)
     check_capacity(max(Bl * Hl * groups * room, Bl * Hl * Q * max(n, 1), Bl * Hl * K + 1, K * block_q))
     return Bl, Hl, n
+
+
+def _room(block: int, heads: int, n: int, K: int) -> int:
+    """Of the list of a group: for all entries of its queries, and for no more than all keys."""
+    width = WIDTHS[block] if heads == 1 else TILE
+    return -(-min(block * n, K) // width) * width
+
+
+def _marked(block: int, n: int, K: int) -> bool:
+    """Whether to mark all keys of a group takes less time than to sort its entries."""
+    return SPARSEST * block * n >= K
 
 
 def _ascending(indices: Array, counts: Array | None, bounds: Bounds | None, K: int, xp: Arrays) -> Array:
@@ -87,15 +104,12 @@ def _rows(keys: Array, K: int, xp: Arrays) -> GatherWalk:
 
 
 def _unions(keys: Array, K: int, block: int, heads: int, xp: Arrays) -> GatherWalk:
-    """The keys that any query of a group keeps, and a bit for each query that keeps one.
-
-    Every list has room for all entries of its group, and for no more than all keys.
-    """
+    """The keys that any query of a group keeps, and a bit for each query that keeps one."""
     Bl, Hl, Q, n = keys.shape
-    T, width = -(-Q // block), WIDTHS[block] if heads == 1 else TILE
+    T = -(-Q // block)
     if not xp.divides(block, Q):
         keys = _with_rows(keys, T * block - Q, K, xp)
-    room = -(-min(block * n, K) // width) * width
+    room = _room(block, heads, n, K)
     # Pairs of a group by key, those of a key by query: K * block behind all.
     keys = keys.reshape(Bl, Hl, T, block, n)
     codes = xp.fill(keys * block + xp.arange(block, keys)[:, None], keys == K, K * block)

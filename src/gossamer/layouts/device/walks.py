@@ -16,10 +16,14 @@ MOST_POSITIONS = 2**31 - 2**16  # the end of the tile that holds the last one is
 
 def without_bits(
     rows: int, columns: int, block_rows: int, block_columns: int, full: TileList, interval: TileList | None,
-    bounds: Bounds | None, xp: Arrays,
+    bounds: Bounds | None, xp: Arrays, nothing: Array | None = None,
 ) -> Walk:  # fmt: skip
-    """A walk of full and interval tiles; without bounds where no interval tile can be, which has no padding either."""
-    nothing = xp.full(full.counts.shape, 0, full.counts)
+    """A walk of full and interval tiles; without bounds where no interval tile can be, which has no padding either.
+
+    Args:
+        nothing: zeros of the shape of counts, where there are any already.
+    """
+    nothing = xp.full(full.counts.shape, 0, full.counts) if nothing is None else nothing
     none = TileList(nothing, nothing, xp.full((0,), 0, nothing))
     if bounds is None or interval is None:  # kernels read row bounds where an interval list has entries
         interval, bounds = none, Bounds(*[xp.full((1, 1, 0), 0, nothing)] * 2)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gossamer.kernels.packages import has_triton
 from gossamer.patterns import Causal, Dense, Pattern
 from gossamer.patterns.base import Intervals
 from gossamer.patterns.compose import And
@@ -38,7 +38,7 @@ def reasons(q: Tensor, k: Tensor, v: Tensor, options: Options) -> list[str]:
     device, interpreting = q.device.type, os.environ.get("TRITON_INTERPRET") == "1"
     if device != "cuda" and not (interpreting and device == "cpu"):
         found.append(f"tensors are on {device}, the kernels run on cuda")
-    elif find_spec("triton") is None:
+    elif not has_triton():
         found.append("triton is not installed")
     elif device == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
         found.append("the kernels need compute capability 8.0 or later")

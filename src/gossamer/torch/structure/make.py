@@ -96,7 +96,10 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, eager: boo
     transpose = a.backward or compiling
     # Made in inference mode it could not be used in training later.
     with torch.inference_mode(False) if not compiling and torch.is_inference_mode_enabled() else nullcontext():
-        layout = layout_of(structure, positions(a, Q, K), sizes, tile, key_starts, a.key_lengths, transpose)
+        position = None
+        if goes_by_positions(structure) or not key_starts is a.key_lengths is None:
+            position = positions(a, Q, K)
+        layout = layout_of(structure, position, sizes, tile, key_starts, a.key_lengths, transpose)
     if compiling:
         return Structured(rest, layout, "")
     given = (("q_offset", offset), ("key_starts", key_starts), ("key_lengths", a.key_lengths))
@@ -130,6 +133,11 @@ def check_vectors(a: Arguments, key_starts: Any) -> None:
             raise ValueError(f"{name} must be a tensor on q's device, {device}; got {describe(x)}")
 
 
+def goes_by_positions(structure: Structure) -> bool:
+    """Whether positions of queries say what is attended; not where lists of blocks or keys alone do."""
+    return structure.rule != EVERY_KEY or any(term.block is None for term in structure.terms)
+
+
 def positions(a: Arguments, Q: int, K: int) -> Tensor:
     """Positions of query rows, (B or 1, 1, Q) int32; offsets past the limit of `q_offset` count as it."""
     row = torch.arange(Q, dtype=torch.int32, device=a.q.device)
@@ -141,14 +149,16 @@ def positions(a: Arguments, Q: int, K: int) -> Tensor:
 
 
 def layout_of(
-    structure: Structure, position: Tensor, sizes: Sizes, tile: Tile, key_starts: Tensor | None,
+    structure: Structure, position: Tensor | None, sizes: Sizes, tile: Tile, key_starts: Tensor | None,
     key_lengths: Tensor | None, transpose: bool,
 ) -> Given:  # fmt: skip
-    """The layout of a structure over the keys [key_starts[b], key_lengths[b])."""
-    outer, lists, K = structure.bounds(position, sizes), structure.lists(sizes), sizes.K
+    """The layout of a structure over the keys [key_starts[b], key_lengths[b]). `position`: None where none is read."""
+    lists, K = structure.lists(sizes), sizes.K
+    outer = None if position is None else structure.bounds(position, sizes)
 
     def interval(reach: Reach) -> Bounds:
         if outer is None or structure.own_positions or reach != Reach():
+            assert position is not None
             lo, hi = structure.reached(reach, position, sizes)
             lo, hi = (lo, hi) if outer is None else (torch.maximum(lo, outer.lo), torch.minimum(hi, outer.hi))
         else:
@@ -164,6 +174,7 @@ def layout_of(
     only, every = structure.rule.interval, structure.rule == EVERY_KEY
     bounded = not (every and outer is key_starts is key_lengths is None)
     if only is None:
+        assert position is not None
         return _of_union(structure, position, sizes, tile, interval, transpose)
     if lists is None:
         bounds = interval(only)

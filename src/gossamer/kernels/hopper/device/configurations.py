@@ -54,6 +54,7 @@ class ForwardConfig:
     score: str = "fold"  # or "scale" (a factor that is not positive), "softcap"
 
     heads = 1  # whose rows share a tile
+    held_q = False  # Q is read from shared memory
 
     def __post_init__(self) -> None:
         known = self.block_q in (64, 128, 192) and self.block_kv in (64, 128) and self.step in (64, 128)

@@ -39,7 +39,7 @@ def forward(config: ForwardConfig) -> Any:
     """The forward kernel of a configuration, and the merge of its parts."""
     n, c, s = NUMBERS[config.dtype], config, cute.sym_int
     H, G, Q = s(), s(), s()
-    rows, lists = compact(Int32, s(), s()), compact(Int32, 2, s())
+    rows, lists = compact(Int32, s(), s()), compact(Int32, s(), s())
     return cute.compile(
         Forward(c),
         strided(n, s(), H, Q), strided(n, s(), G, s()), strided(n, s(), G, s()), strided(n, s(), H, Q),
@@ -61,7 +61,7 @@ def backward(config: BackwardConfig) -> Any:
         strided(n, B, H, s()), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, s()),
         compact(Float32, 2, s(), s(), s(divisibility=128)), compact(Float32, s(), s(), s(), 64 * c.D),
         strided(n, B, G, K), strided(n, B, G, K), compact(Int32, s(), ITEM), compact(Int32, s(), SEGMENT),
-        compact(Int32, 2, s()), bounds, bounds, compact(Int32, s(), c.block_q // 32),
+        compact(Int32, s(), s()), bounds, bounds, compact(Int32, s(), c.block_q // 32),
         compact(Float32, s(), c.block_kv, c.D), compact(Float32, s(), c.block_kv, c.E), _lengths(c),
         compact(Int32, 1), *[Float32(1)] * 3, *[Int32(1)] * 2,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,
@@ -76,7 +76,7 @@ def wide(config: WideConfig) -> Any:
     return cute.compile(
         Wide(c), strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q),
         compact(Float32, 2, B, H, s()), compact(Float32, s(), s(), s(), 64 * c.D), strided(n, B, G, K),
-        strided(n, B, G, K), compact(Int32, s(), ITEM), compact(Int32, s(), SEGMENT), compact(Int32, 2, s()), bounds,
+        strided(n, B, G, K), compact(Int32, s(), ITEM), compact(Int32, s(), SEGMENT), compact(Int32, s(), s()), bounds,
         bounds, compact(Int32, s(), c.block_q // 32), compact(Float32, s(), c.tile_kv, c.D),
         compact(Float32, s(), c.tile_kv, c.E), _lengths(c), compact(Int32, 1),
         *[Float32(1)] * 3, *[Int32(1)] * 2, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -123,7 +123,7 @@ def query_gradient(config: QueryConfig) -> Any:
     rows = compact(Int32, s(), s())
     return cute.compile(
         QueryGradient(c), strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q),
-        compact(Float32, 2, B, H, s()), strided(n, B, H, Q), compact(Int32, s(), ITEM), compact(Int32, 2, s()), rows,
+        compact(Float32, 2, B, H, s()), strided(n, B, H, Q), compact(Int32, s(), ITEM), compact(Int32, s(), s()), rows,
         rows, compact(Int32, s(), c.block_kv // 32), compact(Float32, s(), c.block_q, c.D), _lengths(c),
         compact(Int32, 1), *[Float32(1)] * 3, *[Int32(1)] * 2,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=OPTIONS,

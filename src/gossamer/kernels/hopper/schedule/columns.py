@@ -36,10 +36,10 @@ def column_work(
         walk = (layout.host or layout).columns
         (Bl, Hl), tiles = walk.lead, walk.tiles
         groups = Hl // ratio if Hl > 1 else 1
-        if has_kernels(walk, Bl * groups * tiles * copies, blocks, split):
+        if has_kernels(walk):
             from gossamer.kernels.hopper.schedule.fused_items import fused_items
 
-            return Work(*fused_items(walk, (Bl, groups, tiles), copies, heads, blocks, ratio))
+            return Work(*fused_items(walk, (Bl, groups, tiles), 1, copies, heads, blocks, ratio))
         counted = listed(walk)
         # Of each key tile of a key head: the lengths of the lists of its query heads, one after the other.
         lengths = counted.lengths.reshape(Bl, groups, -1, tiles).transpose(2, 3).reshape(Bl * groups * tiles, -1)

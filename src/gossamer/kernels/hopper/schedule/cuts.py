@@ -82,7 +82,7 @@ def cut_rows(
 
     Args:
         shape: see `Ranges`; copies, blocks, split, few: see `item_limit`.
-        most: what a row may list where only the device knows its length: see `_cut_by_capacity`.
+        most: what a row may list where only the device knows its length: see `parts_by_capacity`.
     """
     if walk.device is not None:
         return _cut_by_capacity(lengths, shape, copies, blocks, split, few, most)
@@ -96,20 +96,30 @@ def cut_rows(
     return Ranges(shape, row[order], begin[order], end[order], slot[order], merges, int(count.sum()))
 
 
+def parts_by_capacity(
+    shape: tuple[int, int, int], copies: int, blocks: int, split: int | None, few: bool, most: int | None
+) -> int:
+    """The parts of each row, where only the device knows what it lists, as many as for rows that all list `most`.
+
+    Only the rows of one tile are cut, as a step of decoding has them, which waits for its longest row; None, or more
+    tiles: rows stay whole.
+    """
+    batches, heads, tiles = shape
+    if not most or (tiles > 1 and split is None):
+        return 1
+    all_full: np.ndarray = np.full(batches * heads * tiles, most)
+    return -(-most // item_limit(all_full, batches * heads, copies, blocks, split, few))
+
+
 def _cut_by_capacity(
     lengths: Tensor, shape: tuple[int, int, int], copies: int, blocks: int, split: int | None, few: bool,
     most: int | None,
 ) -> Ranges:  # fmt: skip
     """The rows of a walk of tensors: each in as many equal parts as a row would have that lists `most`.
 
-    Nothing is read back: a short row has short parts, and empty ones. Only the rows of one tile are cut, as a step of
-    decoding has them, which waits for its longest row; None, or more tiles: rows stay whole.
+    Nothing is read back: a short row has short parts, and empty ones.
     """
-    batches, heads, tiles = shape
-    parts = 1
-    if most and (tiles == 1 or split is not None):
-        all_full: np.ndarray = np.full(len(lengths), most)
-        parts = -(-most // item_limit(all_full, batches * heads, copies, blocks, split, few))
+    parts = parts_by_capacity(shape, copies, blocks, split, few, most)
     at = torch.arange(len(lengths) * parts, device=lengths.device)
     row, part = at // parts, at % parts
     begin, end = part * lengths[row] // parts, (part + 1) * lengths[row] // parts

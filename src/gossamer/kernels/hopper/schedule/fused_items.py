@@ -1,4 +1,4 @@
-"""Many items of a layout on a GPU by kernels: those of `rows.work` and `columns.column_work`, in the same order."""
+"""Items of layouts on a GPU by kernels: those of `rows.work` and `columns.column_work`, in the same order."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch import Tensor
 from gossamer.kernels.hopper.device.column_items import SEGMENT
 from gossamer.kernels.hopper.device.merges import MERGE
 from gossamer.kernels.hopper.device.row_items import ITEM
-from gossamer.kernels.hopper.schedule.cuts import SLACK
+from gossamer.kernels.hopper.schedule.cuts import ROUNDS, SLACK
 from gossamer.kernels.hopper.schedule.item_kernels import (
-    DOUBLINGS,
+    HALVINGS,
     MIDDLE,
     SIZES,
+    few_kernel,
     length_kernel,
     many_kernel,
-    size_kernel,
 )
 from gossamer.kernels.hopper.schedule.words import entries
+from gossamer.kernels.structure.block_lists import power
 from gossamer.layouts.gather import GatherWalk
 from gossamer.layouts.walk import Walk
 from gossamer.layouts.work_list import most_listed
 
-MOST_BINS = 2048  # lengths that are counted at a time
-FEW_BINS = 128  # and those of which the sizes are
+FEW_BINS, MOST_BINS = 128, 2048  # lengths that are counted at a time
 LENGTHS = 1024  # items whose lengths are counted at a time
-LISTS = 8
+FEW_LISTS, MOST_LISTS = 8, 32  # that are read at a time
 OWN, OTHERS = 64, 128  # items of a program, and those that they are compared with at a time
 
 
@@ -69,12 +69,13 @@ def kinds_of(walk: Walk | GatherWalk) -> Kinds:
 
 
 def fused_items(
-    walk: Walk | GatherWalk, shape: tuple[int, int, int], copies: int, heads: int, blocks: int, ratio: int = 0
+    walk: Walk | GatherWalk, shape: tuple[int, int, int], parts: int, copies: int, heads: int, blocks: int,
+    ratio: int = 0,
 ) -> Made:  # fmt: skip
-    """The items of all heads in the order in which blocks draw them, of more than `cuts.ROUNDS` for each block.
+    """The items of all heads in the order in which blocks draw them.
 
     Args:
-        shape: batch elements, heads and tiles of all rows, which stay whole.
+        shape: batch elements, heads and tiles of all rows; parts: of each row.
         copies, heads, blocks: see `rows.work`.
         ratio: of items of columns, the query heads of a key head; 0 for items of rows.
     """
@@ -82,37 +83,38 @@ def fused_items(
     lists, times = batches * groups, max(1, ratio)
     # The lists of the heads of a group of rows: their own, or one that all share.
     lead_b, lead_g, lead_j = (Hl, times, 1) if Hl > 1 else (1, 0, 0)
-    n = lists * tiles
+    n = lists * tiles * parts
     new: dict[str, Any] = {"dtype": torch.int32, "device": walk.device}
     items = torch.empty((n * copies, ITEM), **new)
     segments = torch.empty((lists * tiles * times, SEGMENT), **new) if ratio else None
-    merges = torch.zeros((1, MERGE), **new)
-    where = {"T": tiles, "parts": 1, "ratio": times, "groups": groups}
+    slots = n if parts > 1 else 0
+    merges = torch.empty((copies * lists * tiles if slots else 1, MERGE), **new)
+    where = {"T": tiles, "parts": parts, "ratio": times, "groups": groups}
     where |= {"lead_b": lead_b, "lead_g": lead_g, "lead_j": lead_j}
     counts = dict(zip(("full", "interval", "bits"), kinds.counts, strict=True))
     written: dict[str, Any] = {
         "items": items, "segments": items if segments is None else segments, "merges": merges, **counts, **where,
         "lists": lists, "copies": copies, "heads": heads, "of_batch": groups * heads,
-        "CUT": False, "COLUMNS": ratio > 0, "ITEM": ITEM, "SEGMENT": SEGMENT, "MERGE": MERGE,
+        "CUT": parts > 1, "COLUMNS": ratio > 0, "ITEM": ITEM, "SEGMENT": SEGMENT, "MERGE": MERGE,
         "OWN": OWN, "OTHERS": OTHERS, **kinds.constants,
     }  # fmt: skip
     written |= dict(zip(("full_starts", "interval_starts", "bits_starts"), kinds.starts, strict=True))
     _, written["base_1"], written["base_2"] = kinds.bases
+    if n * copies <= ROUNDS * blocks:
+        few_kernel[(-(-n * copies // OWN),)](**written, BY_COPY=n * copies <= blocks, num_warps=4)
+        return Made(items, merges, slots * copies, segments)
     bins = times * kinds.most + 1
-    at_once = min(MOST_BINS, max(FEW_BINS, 1 << (bins - 1).bit_length()))
-    lengths, histograms = torch.empty(n, **new), torch.empty((lists, bins), **new)
-    sizes, middle = torch.empty((lists, SIZES), **new), torch.empty(2, **new)
-    of_sizes = {"SIZES": SIZES, "MIDDLE": MIDDLE, "DOUBLINGS": DOUBLINGS, "LISTS": LISTS}
+    at_once = power(bins, FEW_BINS, MOST_BINS)
+    lengths, reached = torch.empty(n, **new), torch.empty((lists, bins), **new)
+    totals = torch.empty((lists, 2), dtype=torch.int64, device=walk.device)
     length_kernel[(lists, -(-bins // at_once))](
-        **counts, lengths=lengths, histograms=histograms, **where, bins=bins, ITEMS=LENGTHS, BINS=at_once,
-        **kinds.constants, num_warps=4,
+        **counts, lengths=lengths, reached=reached, totals=totals, **where, bins=bins,
+        ITEMS=power(tiles * parts, FEW_BINS, LENGTHS), BINS=at_once, **kinds.constants, num_warps=8,
     )  # fmt: skip
-    size_kernel[(lists,)](
-        histograms, sizes, middle, lists, bins, n, blocks, SLACK, **of_sizes, BINS=at_once, FEW_BINS=FEW_BINS,
-        num_warps=8,
-    )  # fmt: skip
-    chunks = -(-tiles // OWN)
+    chunks = -(-tiles * parts // OWN)
     many_kernel[(lists * copies * chunks,)](
-        **written, lengths=lengths, sizes=sizes, middle=middle, chunks=chunks, **of_sizes, num_warps=4
-    )
-    return Made(items, merges, 0, segments)
+        **written, lengths=lengths, reached=reached, totals=totals, bins=bins, blocks=blocks, slack=SLACK,
+        chunks=chunks, n_items=n, SIZES=SIZES, MIDDLE=MIDDLE, HALVINGS=HALVINGS,
+        LISTS=power(lists, FEW_LISTS, MOST_LISTS), num_warps=4,
+    )  # fmt: skip
+    return Made(items, merges, slots * copies, segments)

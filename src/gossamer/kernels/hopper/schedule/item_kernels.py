@@ -1,7 +1,6 @@
-"""The kernels that write many items in the order in which blocks draw them, as `rows.for_every_head` defines it.
+"""The kernels that write items in the order in which blocks draw them, as `rows.for_every_head` defines it.
 
-How many items of each length every list has, of those how many of each size, and then of each item how many go before
-it. They know lists of every kind and rows that are cut; `rows.has_kernels` says for which of those they are taken.
+Of each item they count how many go before it. Of many items it is known first how many of every list reach each length.
 """
 
 from __future__ import annotations
@@ -9,13 +8,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Of these no other kernels are compiled for numbers that something divides. That there is one part is compiled in.
 PLAIN = [
-    "T", "parts", "ratio", "groups", "lead_b", "lead_g", "lead_j", "lists", "bins", "blocks", "copies", "heads",
+    "T", "groups", "lead_b", "lead_g", "lead_j", "lists", "bins", "blocks", "copies", "heads",
     "of_batch", "chunks", "base_1", "base_2", "n_items",
 ]  # fmt: skip
 SIZES = 64  # that are told apart
 MIDDLE = 32  # the size of items as long as the median
-DOUBLINGS = 24  # of the median, up to the longest
+HALVINGS = 20  # of the shortest items, and doublings of the median
 
 
 @triton.jit
@@ -55,13 +55,22 @@ def _item_length(length, part, parts):
 
 @triton.jit(do_not_specialize=PLAIN)
 def length_kernel(
-    full, interval, bits, lengths, histograms, T, parts, ratio, groups, lead_b, lead_g, lead_j, bins,
+    full, interval, bits, lengths, reached, totals, T, parts, ratio, groups, lead_b, lead_g, lead_j, bins,
     HAS_FULL: tl.constexpr, HAS_INTERVAL: tl.constexpr, HAS_BITS: tl.constexpr, WIDTH: tl.constexpr,
     ITEMS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """The lengths of the items of one list, (lists, T * parts), and how many have each of some lengths."""
+    """The lengths of the items of one list, and how many reach some of all lengths.
+
+    Args:
+        lengths: (lists, T * parts).
+        reached: (lists, bins), of lengths from 0.
+        totals: (lists, 2) int64: the longest, and the sum of all.
+    """
     l, k0 = tl.program_id(0), tl.program_id(1) * BINS
+    line = lengths + l.to(tl.int64) * T * parts
     found = tl.zeros((BINS,), dtype=tl.int32)
+    greater, longest = tl.zeros((ITEMS,), dtype=tl.int32), tl.zeros((ITEMS,), dtype=tl.int32)
+    total = tl.zeros((ITEMS,), dtype=tl.int64)
     for i0 in range(0, T * parts, ITEMS):
         i = i0 + tl.arange(0, ITEMS)
         some = i < T * parts
@@ -71,62 +80,47 @@ def length_kernel(
         )  # fmt: skip
         length = tl.minimum(_item_length(length, i % parts, parts), bins - 1)
         if k0 == 0:
-            tl.store(lengths + l.to(tl.int64) * T * parts + i, length, mask=some)
+            tl.store(line + i, length, mask=some)
         inside = some & (length >= k0) & (length < k0 + BINS)
         found += tl.histogram(tl.where(inside, length - k0, 0), BINS, mask=inside)
+        greater += (some & (length >= k0 + BINS)).to(tl.int32)
+        longest = tl.maximum(longest, tl.where(some, length, 0))
+        total += tl.where(some, length, 0)
     k = k0 + tl.arange(0, BINS)
-    tl.store(histograms + l.to(tl.int64) * bins + k, found, mask=k < bins)
+    tl.store(reached + l.to(tl.int64) * bins + k, tl.sum(greater, 0) + tl.cumsum(found, 0, reverse=True), mask=k < bins)
+    if k0 == 0:
+        tl.store(totals + 2 * l, tl.max(longest, 0).to(tl.int64))
+        tl.store(totals + 2 * l + 1, tl.sum(total, 0))
 
 
 @triton.jit
-def _size(length, median, even, DOUBLINGS: tl.constexpr, MIDDLE: tl.constexpr):
-    """How often a length has to be halved to be the median, or doubled, whole times; `even`: no item comes first."""
-    long, middle = length.to(tl.int64), median.to(tl.int64)
-    found = tl.zeros_like(length) + MIDDLE
-    for k in tl.static_range(1, DOUBLINGS + 1):
-        found += (long >= (middle << k)).to(tl.int32)
-    found = tl.where(even, tl.minimum(found, MIDDLE), found)
-    for k in tl.static_range(1, 21):
-        found -= ((long << k) <= middle).to(tl.int32)
-    return found
-
-
-@triton.jit(do_not_specialize=PLAIN)
-def size_kernel(
-    histograms, sizes, middle, lists, bins, n_items, blocks, slack, SIZES: tl.constexpr, MIDDLE: tl.constexpr,
-    DOUBLINGS: tl.constexpr, LISTS: tl.constexpr, BINS: tl.constexpr, FEW_BINS: tl.constexpr,
-):  # fmt: skip
-    """How many items of each size one list has (lists, SIZES), and what sizes follow from: (2,), see `_size`."""
-    own = tl.program_id(0)
-    nothing = tl.sum(tl.zeros((BINS,), dtype=tl.int32), 0)
-    below, longer, longest = nothing, nothing, nothing
-    total = tl.sum(tl.zeros((BINS,), dtype=tl.int64), 0)
-    for k0 in range(0, bins, BINS):
-        k = k0 + tl.arange(0, BINS)
-        number = tl.zeros((BINS,), dtype=tl.int32)
+def _median(reached, lists, bins, half, LISTS: tl.constexpr, POINTS: tl.constexpr):
+    """The greatest length that more than half of all items reach, by some lengths at a time; at least 1."""
+    median, stride = bins * 0, bins
+    while stride > 1:
+        stride = (stride + POINTS - 1) // POINTS
+        k = median + tl.arange(0, POINTS) * stride
+        number = tl.zeros((POINTS,), dtype=tl.int32)
         for l0 in range(0, lists, LISTS):
             l = l0 + tl.arange(0, LISTS)
-            at = histograms + l[:, None].to(tl.int64) * bins + k[None, :]
+            at = reached + l[:, None].to(tl.int64) * bins + k[None, :]
             number += tl.sum(tl.load(at, mask=(l < lists)[:, None] & (k < bins)[None, :], other=0), 0)
-        # The median is the greatest length that more than half of all items reach.
-        reached = n_items - below - tl.cumsum(number, 0) + number
-        longer += tl.sum(((reached > n_items // 2) & (k < bins)).to(tl.int32), 0)
-        below += tl.sum(number, 0)
-        total += tl.sum(k.to(tl.int64) * number, 0)
-        longest = tl.maximum(longest, tl.max(tl.where(number > 0, k, 0), 0))
-    median = tl.maximum(longer - 1, 1)
-    even = ((longest.to(tl.int64) * (lists * blocks)).to(tl.float32) <= slack * total.to(tl.float32)).to(tl.int32)
-    if own == 0:
-        tl.store(middle, median)
-        tl.store(middle + 1, even)
-    size = tl.arange(0, SIZES)
-    found = tl.zeros((SIZES,), dtype=tl.int32)
-    for k0 in range(0, bins, FEW_BINS):
-        k = k0 + tl.arange(0, FEW_BINS)
-        number = tl.load(histograms + own.to(tl.int64) * bins + k, mask=k < bins, other=0)
-        of = _size(k, median, even > 0, DOUBLINGS, MIDDLE)
-        found += tl.sum(tl.where(of[:, None] == size[None, :], number[:, None], 0), 0)
-    tl.store(sizes + own * SIZES + size, found)
+        median += (tl.sum((number > half).to(tl.int32), 0) - 1) * stride
+    return tl.maximum(median, 1)
+
+
+@triton.jit
+def _least(size, median, even, bins, MIDDLE: tl.constexpr, HALVINGS: tl.constexpr):
+    """The least length of some sizes: how often it has to be halved to be the median, or doubled, whole times.
+
+    Args:
+        even: no item comes first.
+    """
+    doubled = tl.minimum(tl.maximum(size - MIDDLE, 0), HALVINGS).to(tl.int64)
+    halved = tl.minimum(tl.maximum(MIDDLE + 1 - size, 0), 31)
+    long = tl.where(even, bins, tl.minimum(median.to(tl.int64) << doubled, bins).to(tl.int32))
+    short = tl.where(size > MIDDLE - HALVINGS, (median >> halved) + 1, 0)
+    return tl.where(size > MIDDLE, long, short)
 
 
 @triton.jit
@@ -240,12 +234,12 @@ def _write(
 
 @triton.jit(do_not_specialize=PLAIN)
 def many_kernel(
-    items, segments, merges, full, interval, bits, full_starts, interval_starts, bits_starts, lengths, sizes, middle,
-    T, parts, ratio, groups, lead_b, lead_g, lead_j, lists, copies, heads, of_batch, chunks, base_1, base_2,
-    SIZES: tl.constexpr, MIDDLE: tl.constexpr, DOUBLINGS: tl.constexpr, LISTS: tl.constexpr, OWN: tl.constexpr,
-    OTHERS: tl.constexpr, HAS_FULL: tl.constexpr, HAS_INTERVAL: tl.constexpr, HAS_BITS: tl.constexpr,
-    WIDTH: tl.constexpr, CUT: tl.constexpr, COLUMNS: tl.constexpr, ITEM: tl.constexpr, SEGMENT: tl.constexpr,
-    MERGE: tl.constexpr,
+    items, segments, merges, full, interval, bits, full_starts, interval_starts, bits_starts, lengths, reached, totals,
+    T, parts, ratio, groups, lead_b, lead_g, lead_j, lists, bins, blocks, slack, copies, heads, of_batch, chunks,
+    base_1, base_2, n_items, SIZES: tl.constexpr, MIDDLE: tl.constexpr, HALVINGS: tl.constexpr, LISTS: tl.constexpr,
+    OWN: tl.constexpr, OTHERS: tl.constexpr, HAS_FULL: tl.constexpr, HAS_INTERVAL: tl.constexpr,
+    HAS_BITS: tl.constexpr, WIDTH: tl.constexpr, CUT: tl.constexpr, COLUMNS: tl.constexpr, ITEM: tl.constexpr,
+    SEGMENT: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
     """Some items of one head: their places are by size, head, length and row, the largest size and length first."""
     g = tl.program_id(0) // chunks
@@ -253,36 +247,96 @@ def many_kernel(
     b, h = g // of_batch, g % of_batch
     b_own, g_own = tl.where(batches > 1, b, 0), tl.where(groups > 1, h, 0)
     l = b_own * groups + g_own
+    longest, total = tl.zeros((LISTS,), dtype=tl.int64), tl.zeros((LISTS,), dtype=tl.int64)
+    for l0 in range(0, lists, LISTS):
+        other = l0 + tl.arange(0, LISTS)
+        longest = tl.maximum(longest, tl.load(totals + 2 * other, mask=other < lists, other=0))
+        total += tl.load(totals + 2 * other + 1, mask=other < lists, other=0)
+    most = tl.max(longest, 0) * (lists * blocks)
+    even = most.to(tl.float32) <= slack * tl.sum(total, 0).to(tl.float32)
+    median = _median(reached, lists, bins, n_items // 2, LISTS, SIZES)
+    size = tl.arange(0, SIZES)
+    least = _least(size, median, even, bins, MIDDLE, HALVINGS)
+    less = _least(size + 1, median, even, bins, MIDDLE, HALVINGS)  # than this
     # Items of heads before of the same size, and of all heads of larger ones.
     smaller = tl.zeros((SIZES,), dtype=tl.int32)
     larger = tl.zeros((SIZES,), dtype=tl.int32)
     mine = tl.zeros((SIZES,), dtype=tl.int32)
-    size = tl.arange(0, SIZES)
     for l0 in range(0, lists, LISTS):
         other = l0 + tl.arange(0, LISTS)
-        known = (other < lists)[:, None]
-        number = tl.load(sizes + other[:, None] * SIZES + size[None, :], mask=known, other=0)
+        at, known = reached + other[:, None].to(tl.int64) * bins, (other < lists)[:, None]
+        number = tl.load(at + least[None, :], mask=known & (least < bins)[None, :], other=0)
+        number -= tl.load(at + less[None, :], mask=known & (less < bins)[None, :], other=0)
         smaller += tl.sum(number * _before(other, g, groups, batches, of_batch, heads, copies)[:, None], 0)
         larger += tl.sum(number, 0) * copies
         mine += tl.sum(tl.where((other == l)[:, None], number, 0), 0)
-    larger -= mine  # those of its own list are counted one by one
+    larger -= mine  # those of its own list are counted by their lengths
     base = smaller + tl.cumsum(larger, 0, reverse=True) - larger
-    i = tl.program_id(0) % chunks * OWN + tl.arange(0, OWN)
+    i0 = tl.program_id(0) % chunks * OWN
+    i = i0 + tl.arange(0, OWN)
     some = i < T * parts
     line = lengths + l.to(tl.int64) * T * parts
     length = tl.load(line + i, mask=some, other=0)
-    place = tl.zeros((OWN,), dtype=tl.int32)
-    for j0 in range(0, T * parts, OTHERS):
+    place = tl.load(reached + l.to(tl.int64) * bins + length + 1, mask=some & (length + 1 < bins), other=0)
+    for j0 in range(0, tl.minimum(i0 + OWN, T * parts), OTHERS):
         j = j0 + tl.arange(0, OTHERS)
         other = tl.load(line + j, mask=j < T * parts, other=-1)[None, :]
-        first = (other > length[:, None]) | ((other == length[:, None]) & (j[None, :] < i[:, None]))
-        place += tl.sum(first.to(tl.int32), 1)
-    of = _size(length, tl.load(middle), tl.load(middle + 1) > 0, DOUBLINGS, MIDDLE)
-    place += tl.sum(tl.where(of[:, None] == size[None, :], base[None, :], 0), 1)
+        place += tl.sum(((other == length[:, None]) & (j[None, :] < i[:, None])).to(tl.int32), 1)
+    of = (length[:, None] >= least[None, :]) & (length[:, None] < less[None, :])
+    place += tl.sum(tl.where(of, base[None, :], 0), 1)
     nothing = tl.zeros((OWN,), dtype=tl.int32)
     copy = (b - b_own) * heads + h - g_own
     _write(
         items, segments, merges, place, nothing + l, i, nothing + copy, nothing + b, nothing + h, some, full, interval,
         bits, full_starts, interval_starts, bits_starts, T, parts, ratio, groups, lead_b, lead_g, lead_j, lists,
         base_1, base_2, HAS_FULL, HAS_INTERVAL, HAS_BITS, WIDTH, CUT, COLUMNS, ITEM, SEGMENT, MERGE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def few_kernel(
+    items, segments, merges, full, interval, bits, full_starts, interval_starts, bits_starts, T, parts, ratio, groups,
+    lead_b, lead_g, lead_j, lists, copies, heads, of_batch, base_1, base_2, BY_COPY: tl.constexpr, OWN: tl.constexpr,
+    OTHERS: tl.constexpr, HAS_FULL: tl.constexpr, HAS_INTERVAL: tl.constexpr, HAS_BITS: tl.constexpr,
+    WIDTH: tl.constexpr, CUT: tl.constexpr, COLUMNS: tl.constexpr, ITEM: tl.constexpr, SEGMENT: tl.constexpr,
+    MERGE: tl.constexpr,
+):  # fmt: skip
+    """Some items: their places are by length, head and row, the longest first; or each copy's by length and row."""
+    batches, of_list = lists // groups, T * parts
+    n = lists * of_list
+    x = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    some = x < n * copies
+    copy, x = x // n, x % n
+    l, i = x // of_list, x % of_list
+    b = tl.where(batches > 1, l // groups, 0) + copy // heads
+    h = tl.where(groups > 1, l % groups, 0) + copy % heads
+    g = b * of_batch + h
+    length = _row_length(
+        full, interval, bits, l, i // parts, some, T, ratio, groups, lead_b, lead_g, lead_j, HAS_FULL, HAS_INTERVAL,
+        HAS_BITS, WIDTH,
+    )  # fmt: skip
+    length = _item_length(length, i % parts, parts)[:, None]
+    place = tl.zeros((OWN,), dtype=tl.int32)
+    for y0 in range(0, n, OTHERS):
+        y = y0 + tl.arange(0, OTHERS)
+        of, j = y // of_list, y % of_list
+        other = _row_length(
+            full, interval, bits, of, j // parts, y < n, T, ratio, groups, lead_b, lead_g, lead_j, HAS_FULL,
+            HAS_INTERVAL, HAS_BITS, WIDTH,
+        )  # fmt: skip
+        other = tl.where(y < n, _item_length(other, j % parts, parts), -1)[None, :]
+        longer, equal = (other > length).to(tl.int32), (other == length).to(tl.int32)
+        before = (y[None, :] < x[:, None]).to(tl.int32)
+        if BY_COPY:
+            place += tl.sum(longer + equal * before, 1)
+        else:
+            before *= (of[None, :] == l[:, None]).to(tl.int32)
+            before += _before(of[None, :], g[:, None], groups, batches, of_batch, heads, copies)
+            place += tl.sum(longer * copies + equal * before, 1)
+    if BY_COPY:
+        place += copy * n
+    _write(
+        items, segments, merges, place, l, i, copy, b, h, some, full, interval, bits, full_starts, interval_starts,
+        bits_starts, T, parts, ratio, groups, lead_b, lead_g, lead_j, lists, base_1, base_2, HAS_FULL, HAS_INTERVAL,
+        HAS_BITS, WIDTH, CUT, COLUMNS, ITEM, SEGMENT, MERGE,
     )  # fmt: skip

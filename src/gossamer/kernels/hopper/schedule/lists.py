@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.kernels.hopper.schedule.words import entries
+from gossamer.kernels.hopper.schedule.words import Entries, entries
+from gossamer.kernels.launch import ALIGNMENT
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.walk import Walk
 from gossamer.layouts.work_list import row_lengths
@@ -18,7 +19,7 @@ from gossamer.memo import Memos
 class Lists(NamedTuple):
     """A walk's arrays as the kernel reads them."""
 
-    lists: Tensor  # (2, n) int32: tile column; pool entry of a tile of bits
+    lists: Tensor  # (2, n) int32: tile column; pool entry of a tile of bits. (1, n) where there are none
     lo: Tensor  # (Bl * Hl, Q) int32
     hi: Tensor
     pool: Tensor  # (P * block_q, block_kv / 32) int32
@@ -50,20 +51,32 @@ def lists(layout: BlockLayout, transposed: bool = False, blocks: int = 0, repeat
         if layout.host is not None:  # what is copied from there is complete for every stream
             known = layout.host.columns if transposed else layout.host.rows
         kinds, pool_index = entries(known), torch.as_tensor(known.pool_index)
-        arrays = [torch.as_tensor(x) for x in kinds.arrays]
-        n, (*_, bits) = kinds.number, kinds.bases
-        # What goes with a tile of another kind is not read.
-        new = pool_index.new_zeros if known.device is None or not n else pool_index.new_empty
-        table = new((2, max(1, n)))
-        column, entry = table
-        torch.cat(arrays, out=column[:n])
-        if len(pool_index):
-            entry[bits:] = pool_index
+        table = _table(kinds, pool_index)
         if blocks and layout.host is not None:
+            n = kinds.number
             table[:, :n] = table[:, torch.from_numpy(_there_and_back(known, blocks))]
         lo, hi = _rows(walk.lo, walk.rows), _rows(walk.hi, walk.rows)
         found = Lists(table.to(walk.lo.device), lo, hi, _rows(walk.pool, walk.block_columns // 32))
     return kept.put((blocks, repeat), found)
+
+
+def _table(kinds: Entries, pool_index: Tensor) -> Tensor:
+    """The entries of a walk, and what goes with those of bits; in place where they are one array on a device."""
+    arrays = [x for x in map(torch.as_tensor, kinds.arrays) if len(x)]
+    if len(arrays) == 1 and not len(pool_index):
+        (column,) = arrays
+        if column.is_cuda and column.is_contiguous() and column.data_ptr() % ALIGNMENT == 0:
+            return column[None]
+    n, (*_, bits) = kinds.number, kinds.bases
+    # What goes with a tile of another kind is not read.
+    new = pool_index.new_empty if pool_index.is_cuda and n else pool_index.new_zeros
+    table = new((1 + (len(pool_index) > 0), max(1, n)))
+    column, *entries_of_bits = table
+    if arrays:
+        torch.cat(arrays, out=column[:n])
+    for entry in entries_of_bits:
+        entry[bits:] = pool_index
+    return table
 
 
 def _repeated(known: Lists, walk: Walk, repeat: int) -> Lists:
@@ -97,5 +110,5 @@ def _there_and_back(walk: Walk, blocks: int) -> np.ndarray:
 
 
 def _rows(x: Tensor, width: int) -> Tensor:
-    """The tensor as rows of `width`, one row where it is empty: a kernel argument needs an address."""
-    return x.reshape(-1, width) if x.numel() else x.new_zeros((1, max(1, width)))
+    """The tensor as rows of `width`, one row where it is empty, which is not read: an argument needs an address."""
+    return x.reshape(-1, width) if x.numel() else x.new_empty((1, max(1, width)))

@@ -6,15 +6,15 @@ read back from a device: a layout that was made there gets its items there.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gossamer.kernels.hopper.device.row_items import ITEM, LISTS, RowItem
-from gossamer.kernels.hopper.schedule.cuts import FEW, ROUNDS, SLACK, cut_rows
+from gossamer.kernels.hopper.schedule.cuts import FEW, ROUNDS, SLACK, cut_rows, parts_by_capacity
 from gossamer.kernels.hopper.schedule.words import Ranges, filled, list_words, listed, place_words
-from gossamer.kernels.structure import has_triton
+from gossamer.kernels.packages import has_triton
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout, GatherWalk
 from gossamer.layouts.walk import Walk
@@ -47,10 +47,11 @@ def work(layout: BlockLayout | GatherLayout, copies: int, heads: int, blocks: in
         (Bl, Hl), tiles = walk.lead, walk.tiles
         few = isinstance(walk, Walk) and walk.rows * FEW <= walk.block_rows
         most = most_listed(walk) if isinstance(walk, Walk) else None
-        if has_kernels(walk, Bl * Hl * tiles * copies, blocks, split):
+        if has_kernels(walk):
             from gossamer.kernels.hopper.schedule.fused_items import fused_items
 
-            return Work(*fused_items(walk, (Bl, Hl, tiles), copies, heads, blocks))
+            parts = parts_by_capacity((Bl, Hl, tiles), copies, blocks, split, few, most)
+            return Work(*fused_items(walk, (Bl, Hl, tiles), parts, copies, heads, blocks))
         counted = listed(walk)
         lengths = counted.lengths
         ranges = cut_rows(walk, lengths, (Bl, Hl, tiles), copies, blocks, split, few, most)
@@ -67,12 +68,9 @@ def work(layout: BlockLayout | GatherLayout, copies: int, heads: int, blocks: in
     return _work.of(layout.rows).get_or_make((copies, heads, blocks, split), made)
 
 
-def has_kernels(walk: Walk | GatherWalk, items: int, blocks: int, split: int | None) -> TypeGuard[Walk]:
-    """Whether kernels make so many items of a walk: on a GPU, of full tiles alone, many for each block."""
-    if not isinstance(walk, Walk) or walk.device is None or walk.device.type != "cuda" or not has_triton():
-        return False
-    others = len(walk.interval.indices) + len(walk.bits.indices)
-    return not others and items > ROUNDS * blocks and (walk.tiles > 1 and split is None)
+def has_kernels(walk: Walk | GatherWalk) -> bool:
+    """Whether the items of a walk are made by kernels: where only a GPU knows what it lists."""
+    return walk.device is not None and walk.device.type == "cuda" and has_triton()
 
 
 def sharing(heads: int, batch: int, walk: Walk | GatherWalk) -> tuple[int, int]:

@@ -26,7 +26,7 @@ class ColumnArguments(NamedTuple):
     dq_sum: cute.Tensor | None  # (B, H, Qp / 64, 64 * D) float32; wide heads have none
     work: cute.Tensor  # (n, ITEM) int32, see `ColumnItem`
     segments: cute.Tensor  # (m, SEGMENT) int32
-    lists: cute.Tensor  # (2, entries) int32: tile row; pool entry
+    lists: cute.Tensor  # (1 or 2, entries) int32: tile row; pool entry where there are tiles of bits
     lo: cute.Tensor  # (Bl * Hl, K) int32: the first query that a key keeps
     hi: cute.Tensor  # the one behind the last
     pool: cute.Tensor  # (P * keys of a tile, block_q / 32) int32: a bit a pair
@@ -91,7 +91,7 @@ class QueryArguments(NamedTuple):
     dq: Tma  # (B, H, Q, D)
     terms: cute.Tensor  # (2, B, H, Qp) float32: lse in base 2, delta
     work: cute.Tensor  # (n, ITEM) int32, as for the forward
-    lists: cute.Tensor  # (2, entries) int32: tile column; pool entry
+    lists: cute.Tensor  # (1 or 2, entries) int32: tile column; pool entry where there are tiles of bits
     lo: cute.Tensor  # (Bl * Hl, Q) int32: the first key that a row keeps
     hi: cute.Tensor  # the one behind the last
     pool: cute.Tensor  # (P * block_q, block_kv / 32) int32: a bit a pair

@@ -21,7 +21,7 @@ class ForwardArguments(NamedTuple):
     out: Tma  # (B, H, Q, E)
     lse: cute.Tensor  # (B, H, Q) float32
     work: cute.Tensor  # (n, ITEM) int32, see `RowItem`
-    lists: cute.Tensor  # (2, entries) int32: tile column; pool entry
+    lists: cute.Tensor  # (1 or 2, entries) int32: tile column; pool entry where there are tiles of bits
     lo: cute.Tensor  # (Bl * Hl, Q) int32: the first key that a row keeps
     hi: cute.Tensor  # the one behind the last
     pool: cute.Tensor  # (P * block_q, block_kv / 32) int32: a bit a pair

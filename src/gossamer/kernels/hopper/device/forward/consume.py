@@ -12,7 +12,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import warp, warpgroup
 
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Barrier, Opaque, Thread
@@ -58,11 +58,17 @@ class Consumer(Opaque):
         self.prefetch_mask = self.groups == 3 or source.with_keys
         # Of an interval step of which a warpgroup needs half of the columns no more is computed.
         self.half_steps = c.step == 128 and self.parts == 1
-        self.mma_qk, self.mma_pv = product_of(dtype, c.step), product_of(dtype, c.E, transposed=True, registers=True)
+        self.mma_qk = product_of(dtype, c.step, registers=c.held_q)
+        self.mma_pv = product_of(dtype, c.E, transposed=True, registers=True)
         self.softmax = Softmax(block, thread, self.mma_pv)
         self.mask = source(block, thread)
         self.epilogue = Epilogue(block, thread, self.softmax, self.mma_pv)
-        self.q, self.k = first_factor(self.mma_qk, block.s_q), second_factor(self.mma_qk, block.s_k)
+        self.s_q, self.k = block.s_q, second_factor(self.mma_qk, block.s_k)
+        if c.held_q:
+            of_qk = self.mma_qk.get_slice(0)
+            self.q = of_qk.make_fragment_A(of_qk.partition_shape_A((ROWS, c.D)))
+        else:
+            self.q = first_factor(self.mma_qk, block.s_q)
         self.v = second_factor(self.mma_pv, transposed(block.s_v, c.step, c.E, c.stages))
         if self.half_steps:
             self.mma_half = product_of(dtype, c.step // 2)
@@ -128,6 +134,7 @@ class Consumer(Opaque):
     def first(self, buffer, kv):
         """The first step of an item: S and softmax; its P V is issued by the next step."""
         k = self.k_ring.place(kv)
+        self.hold_q(buffer)
         self.wait_k(k)
         scores = self.issue_scores(buffer, k)  # S = Q K^T
         warpgroup.wait_group(0)
@@ -141,6 +148,7 @@ class Consumer(Opaque):
         if const_expr(self.prefetch_mask):
             self.mask.prepare(following)
         self.wait_k(k)
+        self.hold_q(following * self.groups + self.thread.warpgroup)
         self.take_turn(False)
         scores = self.issue_scores(following * self.groups + self.thread.warpgroup, k)  # S = Q K^T
         self.wait_v(v)
@@ -274,11 +282,20 @@ class Consumer(Opaque):
             self.half[0] = Int32(Half.BOTH if const_expr(half is None) else half)
 
     @cute.jit
+    def hold_q(self, buffer):
+        """Read Q of an item into registers, where it is kept there."""
+        if const_expr(self.config.held_q):
+            atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.s_q.element_type)
+            mine = cute.make_tiled_copy_A(atom, self.mma_qk).get_slice(self.thread.thread)
+            cute.copy(atom, mine.partition_S(self.s_q[None, None, buffer]), mine.retile(self.q))
+
+    @cute.jit
     def issue_scores(self, buffer, place, half: cutlass.Constexpr = None):
         """Issue S = Q K^T of a step, or of half of its columns, and return S. `place`: that of its K."""
         if const_expr(half is None):
             scores = accumulator(self.mma_qk, self.config.step)
-            q, k = self.q[None, None, None, buffer], self.k[None, None, None, place[0]]
+            q = self.q if const_expr(self.config.held_q) else self.q[None, None, None, buffer]
+            k = self.k[None, None, None, place[0]]
             issue(self.mma_qk, scores, q, k, False)
         else:
             scores = accumulator(self.mma_half, self.config.step // 2)

@@ -42,6 +42,7 @@ class GatherForwardBlock(StoringBlock):
     """Of the forward kernel."""
 
     arguments: GatherForwardArguments
+    ahead: ItemRing | None  # of the warps that gather, where they have their own
     s_words: cute.Tensor  # (64, 2, twice the stages) int32: of a step
 
 

@@ -31,9 +31,10 @@ class GatherConfig:
     lengths: bool = False  # keys at and after a length for each batch element are not attended
     score: str = "fold"  # or "scale" (a factor that is not positive), "softcap"
     heads: int = 1  # query heads whose rows share a tile
+    q_stages: int = 2  # of the forward's Q: with one, those that gather begin an item before there is room for its Q
+    held_q: bool = False  # Q of an item is read from registers, not from shared memory in each step
 
     block_q = block_kv = step = ROWS
-    q_stages = 2  # of the forward's Q
     hold = Hold.COMPILER
 
     def __post_init__(self) -> None:
@@ -94,6 +95,7 @@ class GatherConfig:
         width, words = (4, 4 * ROWS) if self.dtype == "float32" else (2, self.words)
         exchanged = 2 * 2 * ROWS * ROWS if self.direction == "gradients" else 0
         words_of_steps = 4 * words * self.slots
-        if exchanged:  # before the tiles, in the kilobyte that barriers and items take
+        if exchanged or self.q_stages == 1:  # before the tiles, in the kilobyte that barriers and items take
             words_of_steps = -(-max(0, words_of_steps - 512) // 1024) * 1024
-        return width * ROWS * self.size * (2 + 2 * self.stages) + exchanged + words_of_steps + 1024
+        rows = (2 if self.direction != "forward" else self.q_stages) + 2 * self.stages
+        return width * ROWS * self.size * rows + exchanged + words_of_steps + 1024

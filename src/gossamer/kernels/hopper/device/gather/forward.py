@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, computing_thread
 from gossamer.kernels.hopper.device.forward.consume import Consumer
@@ -19,7 +19,7 @@ from gossamer.kernels.hopper.device.gather.block import GatherForwardArguments, 
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.masks import GatheredMask
 from gossamer.kernels.hopper.device.gather.rows import THREADS, Gatherer, RowCopies, WordCopies, role_of
-from gossamer.kernels.hopper.device.gather.serve import CopiedRing, Server, item_rows
+from gossamer.kernels.hopper.device.gather.serve import AHEAD, CopiedRing, Server, item_rows, items_to_gather
 from gossamer.kernels.hopper.device.row_items import ITEM, RowItem
 from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, tile_memory, tiles, words
 from gossamer.kernels.hopper.device.tiles import tile_layout
@@ -35,6 +35,7 @@ class GatherForward(Shell):
         self.config = c = config
         self.dtype = NUMBERS[c.dtype]
         self.blocks, self.registers = c.blocks, c.registers
+        self.ahead = AHEAD if c.q_stages == 1 else 0  # descriptions of items for the warps that gather
 
     @cute.jit
     def __call__(
@@ -60,18 +61,22 @@ class GatherForward(Shell):
         c = self.config
         rows = tile_memory(self.dtype, self.layout(c.stages))
         return {
-            **barriers(q=c.q_stages, k=c.stages, v=c.stages),
-            "item": array(Int32, ITEM * c.q_stages), "words": array(Int32, c.slots * c.words, 128),
+            **barriers(q=c.q_stages, k=c.stages, v=c.stages, ahead=self.ahead),
+            "item": array(Int32, ITEM * c.q_stages), "ahead": array(Int32, ITEM * self.ahead),
+            "words": array(Int32, c.slots * c.words, 128),
             "q": tile_memory(self.dtype, self.layout(c.q_stages)), "k": rows, "v": rows,
         }  # fmt: skip
 
     def block(self, arguments: GatherForwardArguments, memory: Any) -> GatherForwardBlock:
         c = self.config
-        items = items_of(memory, "q", c.q_stages, 1 + THREADS // 32)  # the storing and the gathering warps
+        # The storing warp reads items, and those that gather, where they have not their own.
+        items = items_of(memory, "q", c.q_stages, 1 + (0 if self.ahead else THREADS // 32))
+        ahead = items_to_gather(memory) if self.ahead else None
         k_ring, v_ring = CopiedRing.of(memory, "k", c.stages), CopiedRing.of(memory, "v", c.stages)
         q = tiles(memory.q, self.layout(c.q_stages))
         return GatherForwardBlock(
-            config=c, arguments=arguments, rings=((items,), (k_ring, v_ring)), items=items, k=k_ring, v=v_ring,
+            config=c, arguments=arguments, rings=((items,), (k_ring, v_ring), *[(ahead,)] * bool(ahead)), items=items,
+            ahead=ahead, k=k_ring, v=v_ring,
             s_words=words(memory.words, c.queries, 2, c.slots),
             s_q=q, s_k=tiles(memory.k, self.layout(c.stages)), s_v=tiles(memory.v, self.layout(c.stages)),
             s_o=q,  # the output takes the place of Q
@@ -83,7 +88,7 @@ class GatherForward(Shell):
         role = role_of(warp, c.blocks)
         if role == 0:
             work = GatheredRows(a.work, a.tile_counter, a.items, a.indices, a.lengths, c.lengths)
-            Server(work, None, block.items, ItemLoader(block), RowItem.VALID).run()
+            Server(work, block.ahead, block.items, ItemLoader(block), RowItem.VALID).run()
         elif role == 1:
             store(block, 0)
         else:
@@ -91,7 +96,8 @@ class GatherForward(Shell):
             keys = RowCopies(a.k, block.k, block.s_k.iterator, c.size, thread)
             values = RowCopies(a.v, block.v, block.s_v.iterator, c.size, thread)
             ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k, mode=[1])
-            Gatherer(block.items, a.indices, keys, values, WordCopies(a.bits, block.s_words, thread), ratio).run()
+            items = block.items if const_expr(block.ahead is None) else block.ahead
+            Gatherer(items, a.indices, keys, values, WordCopies(a.bits, block.s_words, thread), ratio).run()
 
     @cute.jit
     def compute(self, block):
