@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gossamer import cosmos
-from gossamer.cosmos.forces import gravity, short_range
+from gossamer.cosmos.forces import gravity, long_range, short_range
 from tests.cosmos import oracle
 
 SIZE = 16.0
@@ -50,3 +50,18 @@ def test_a_translation_leaves_the_force() -> None:
         for shift in (*shifts, *more):
             found = np.asarray(compiled(jnp.asarray(np.mod(x + shift, SIZE), jnp.float32), BOX))
             assert np.abs(found - expected).max() < 2e-6 * np.abs(expected).max()
+
+
+def test_the_forces_of_jaxpm_become_those_of_p3m() -> None:
+    """The example, with our mesh in the place of JaxPM's, which is not installed here."""
+    from examples.jaxpm_p3m import SOFTENING, p3m_forces
+
+    box = cosmos.Box(size_mpc_h=16.0, particles=16, mesh=16, softening_kpc_h=1000 * SOFTENING)
+
+    def pm_forces(x: jax.Array, mesh_shape: tuple[int, ...], r_split: float) -> jax.Array:
+        assert mesh_shape == box.mesh and r_split == box.split_mpc_h
+        return long_range(x, box).reshape(*mesh_shape, 3)
+
+    x = jnp.asarray(positions("random"), jnp.float32)
+    expected = gravity(x, box)
+    assert float(jnp.abs(p3m_forces(pm_forces, x, box.mesh) - expected).max()) < 1e-5 * float(jnp.abs(expected).max())
