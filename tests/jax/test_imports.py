@@ -44,6 +44,9 @@ def test_torch_is_never_imported() -> None:
         "jax.grad(lambda x: gsj.attention(x, x, x, pattern, key_lengths=[70], sink_logits=jnp.ones(2)).sum())(x)\n"
         "gsj.explain(x, x, x, pattern)\n"
         "gsj.sparse_attention(x, x, x, gsj.create_sparsity_mask(x[0, :, 0], 1.0))\n"
+        "from gossamer import particles as gp\n"
+        "neighbors = gp.Neighbors.allocate(x[0, :, 0, :3], 1.0)\n"
+        "gp.radial_sum(neighbors.cells, gp.neighbor_attention(x[0], x[0], x[0], neighbors)[:, 0], gp.Gaussian(1.0))\n"
         "print('torch' in sys.modules, sorted(m for m in sys.modules if m.startswith('gossamer.torch')))"
     )
     assert out.strip() == "False []"
@@ -79,8 +82,9 @@ def test_the_notebook() -> None:
     assert "blocked, in lax" in printed
 
 
-def test_the_page() -> None:
+@pytest.mark.parametrize("page", ["jax", "particles"])
+def test_the_page(page: str) -> None:
     """Its blocks of Python run as a whole, and print what it says."""
-    text = (ROOT / "docs" / "jax.md").read_text()
+    text = (ROOT / "docs" / f"{page}.md").read_text()
     code = "".join(re.findall(r"```py\n(.*?)```", text, re.DOTALL))
     assert run(code) == "".join(re.findall(r"```text\n(.*?)```", text, re.DOTALL))
