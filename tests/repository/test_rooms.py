@@ -60,6 +60,7 @@ FRAMEWORKS = {
     "kernels.radial": allowed("cutlass"),
     "jax": allowed("numpy jax"),
     "kernels.hopper.schedule.item_kernels": allowed("triton"),
+    "kernels.hopper.schedule.item_words": allowed("triton"),
     "torch": allowed("numpy torch", "rich"),
     "torch.bind": allowed("torch", "triton tvm_ffi"),
     "select": allowed("torch"),

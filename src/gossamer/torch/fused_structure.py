@@ -74,8 +74,8 @@ def _fake_interval_lists(
     Bl, Hl, Q = lo.shape
     T, C = -(-Q // block_q), -(-K // block_kv)
     columns, keys = (C, K) if transpose else (0, 0)
-    room = (1 + transpose) * Bl * Hl * 2 * (T + C)
-    shapes = ((4, Bl, Hl, T), (4, Bl, Hl, columns), *[(Bl, Hl, keys)] * 2, (room,))
+    room = (1 + transpose) * Bl * Hl * 2 * (T + C) + max(T, C)
+    shapes = ((5, Bl, Hl, T), (5, Bl, Hl, columns), *[(Bl, Hl, keys)] * 2, (room,))
     return tuple(lo.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 

@@ -221,8 +221,9 @@ def data_layout(
     capturing = p.device == "cuda" and is_current_stream_capturing()
     form, columns = implementation.layout, p.backward and p.device != "cpu"
     block_q, block_kv = implementation.tile(p)
-    # Aliases: what is remembered under a tensor must not keep that tensor alive.
-    aliases = [x.detach() for x in data]
+    # Aliases: what is remembered under a tensor must not keep that tensor alive. One that comes twice stays one.
+    once = {id(x): x.detach() for x in data}
+    aliases = [once[id(x)] for x in data]
 
     def make() -> DataLayout:
         layout: Any

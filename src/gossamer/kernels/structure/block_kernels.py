@@ -18,14 +18,14 @@ STRIDES = [
 
 
 @triton.jit
-def _below(places):
+def below(places):
     """Words of which the bits at places below each number are set."""
     part = (1 << tl.minimum(tl.maximum(places, 0), 31)) - 1
     return tl.where(places >= 32, -1, part)
 
 
 @triton.jit
-def _popcount(words):
+def popcount(words):
     x = words.to(tl.uint32, bitcast=True)
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
@@ -101,16 +101,16 @@ def order_kernel(
         some = (w0 + word < words) & there[None, :]
         to = line[None, :] + (w0 + word).to(tl.int64) * T
         listed = tl.load(listed_bits + to, mask=some, other=0)
-        left = _below(first[None, :] - (w0 + word) * 32)
+        left = below(first[None, :] - (w0 + word) * 32)
         if KEPT:
-            tl.store(kept_bits + to, listed & _below(behind[None, :] - (w0 + word) * 32) & ~left, mask=some)
+            tl.store(kept_bits + to, listed & below(behind[None, :] - (w0 + word) * 32) & ~left, mask=some)
         chosen = listed
         if KINDS == 2:
-            chosen = listed & _below(of_full[None, :] - (w0 + word) * 32) & ~left
-            number = _popcount(listed & ~chosen)
+            chosen = listed & below(of_full[None, :] - (w0 + word) * 32) & ~left
+            number = popcount(listed & ~chosen)
             tl.store(before + plane + to, others[None, :] + tl.cumsum(number, 0) - number, mask=some)
             others += tl.sum(number, 0)
-        number = _popcount(chosen)
+        number = popcount(chosen)
         tl.store(before + to, full[None, :] + tl.cumsum(number, 0) - number, mask=some)
         full += tl.sum(number, 0)
     tl.store(row_starts + row, (row * n).to(tl.int32), mask=there)
@@ -133,12 +133,12 @@ def order_kernel(
         place = tl.load(before + to, mask=some, other=0)
         if KINDS == 2:
             base = c // 32 * 32
-            chosen = listed & _below(of_full[:, None] - base) & ~_below(first[:, None] - base)
+            chosen = listed & below(of_full[:, None] - base) & ~below(first[:, None] - base)
             inside = (chosen >> c % 32 & 1) > 0
             other = full[:, None] + tl.load(before + plane + to, mask=some, other=0)
             place = tl.where(inside, place, other)
             listed = tl.where(inside, chosen, listed & ~chosen)
-        place += _popcount(listed & _below(c % 32))
+        place += popcount(listed & below(c % 32))
         tl.store(row_indices + (row * n)[:, None] + place, c, mask=some)
 
 

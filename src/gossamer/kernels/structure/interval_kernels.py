@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SIZES = ["rows", "columns", "T", "C", "leads", "steps", "room"]
+SIZES = ["rows", "columns", "T", "C", "leads", "steps", "room", "every", "tiles"]
 
 
 @triton.jit
@@ -76,30 +76,35 @@ def _runs(lo, hi, n, BLOCK: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _count(
-    lo, hi, told, lead, t, tiles, of_all, rows, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
-):
+    lo, hi, told, lead, t, tiles, of_all, rows, every, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
     at = lead.to(tl.int64) * rows + t * BLOCK_ROWS
     n = tl.minimum(BLOCK_ROWS, rows - t * BLOCK_ROWS)
     first, number, _left, on_left, _end, new = _runs(lo + at, hi + at, n, BLOCK, ROWS)
     to = told + lead.to(tl.int64) * tiles + t
-    tl.store(to, first)
+    tl.store(to, every + first)
     tl.store(to + of_all, number)
     tl.store(to + 3 * of_all, on_left + tl.sum(new, 0))
+    tl.store(to + 4 * of_all, number * 0)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def count_tiles_kernel(
-    lo, hi, column_lo, column_hi, of_rows, of_columns, rows, columns, T, C, leads, steps, BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    lo, hi, column_lo, column_hi, of_rows, of_columns, rows, columns, T, C, leads, steps, every,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Of one tile of rows or of columns the first full tile, how many there are, and how many of the interval.
 
     Args:
-        of_rows, of_columns: (4, Bl * Hl, T or C): first, number, start, count.
+        of_rows, of_columns: (5, Bl * Hl, T or C): first, number, start, count, 0.
+        every: the place of tile 0 among the entries.
     """
     at = tl.program_id(0)
     if at < leads * T:
-        _count(lo, hi, of_rows, at // T, at % T, T, leads.to(tl.int64) * T, rows, BLOCK_ROWS, BLOCK_COLUMNS, ROWS)
+        _count(
+            lo, hi, of_rows, at // T, at % T, T, leads.to(tl.int64) * T, rows, every, BLOCK_ROWS, BLOCK_COLUMNS, ROWS
+        )
     else:
         at -= leads * T
         c = at % C * BLOCK_COLUMNS + tl.arange(0, COLUMNS)
@@ -107,8 +112,8 @@ def count_tiles_kernel(
         _turn(lo, hi, column_lo, column_hi, at // C, c, some, rows, columns, steps)
         tl.debug_barrier()
         _count(
-            column_lo, column_hi, of_columns, at // C, at % C, C, leads.to(tl.int64) * C, columns, BLOCK_COLUMNS,
-            BLOCK_ROWS, COLUMNS,
+            column_lo, column_hi, of_columns, at // C, at % C, C, leads.to(tl.int64) * C, columns, every,
+            BLOCK_COLUMNS, BLOCK_ROWS, COLUMNS,
         )  # fmt: skip
 
 
@@ -137,12 +142,19 @@ def _place(
 
 @triton.jit(do_not_specialize=SIZES)
 def place_tiles_kernel(
-    lo, hi, column_lo, column_hi, of_rows, of_columns, indices, rows, columns, T, C, leads, room,
+    lo, hi, column_lo, column_hi, of_rows, of_columns, indices, rows, columns, T, C, leads, room, every, tiles,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of the interval of one tile, ascending; the lists of a head follow one another."""
+    """The tiles of the interval of one tile, ascending; the lists of a head follow one another.
+
+    Args:
+        every, tiles: from which place on, and how many, are 0, 1 and so on, of which lists of full tiles are parts.
+    """
     at = tl.program_id(0)
+    for k0 in range(at * SUMS, tiles, tl.num_programs(0) * SUMS):
+        k = k0 + tl.arange(0, SUMS)
+        tl.store(indices + every + k, k, mask=k < tiles)
     if at < leads * T:
         base = (at // T).to(tl.int64) * room
         _place(

@@ -44,14 +44,15 @@ def interval_lists(
     room, listed = 2 * (T + C), C if transpose else 0
     new: dict[str, Any] = {"dtype": torch.int32, "device": lo.device}
     column_lo, column_hi = (torch.empty((Bl, Hl, K if transpose else 0), **new) for _ in range(2))
-    of_rows, of_columns = torch.empty((4, Bl, Hl, T), **new), torch.empty((4, Bl, Hl, listed), **new)
-    indices = torch.empty((1 + transpose) * leads * room, **new)
+    of_rows, of_columns = torch.empty((5, Bl, Hl, T), **new), torch.empty((5, Bl, Hl, listed), **new)
+    every, tiles = (1 + transpose) * leads * room, max(T, C)
+    indices = torch.empty(every + tiles, **new)
     grid = (leads * (T + listed),)
     blocks = {"BLOCK_ROWS": block_q, "BLOCK_COLUMNS": block_kv}
     blocks |= {"ROWS": power_of_two(block_q), "COLUMNS": power_of_two(block_kv)}
     # Kernels read no pointer of a side that is not asked for, but each has to be one.
     unread = () if transpose else (lo, lo)
     given = lo, hi, *(unread or (column_lo, column_hi)), of_rows, of_columns if transpose else lo
-    count_tiles_kernel[grid](*given, Q, K, T, C, leads, Q.bit_length(), **blocks, num_warps=4)
-    place_tiles_kernel[grid](*given, indices, Q, K, T, C, leads, room, **blocks, SUMS=SUMS, num_warps=4)
+    count_tiles_kernel[grid](*given, Q, K, T, C, leads, Q.bit_length(), every, **blocks, num_warps=4)
+    place_tiles_kernel[grid](*given, indices, Q, K, T, C, leads, room, every, tiles, **blocks, SUMS=SUMS, num_warps=4)
     return of_rows, of_columns, column_lo, column_hi, indices

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gossamer.kernels.structure.block_kernels import _below, _popcount
+from gossamer.kernels.structure.block_kernels import below, popcount
 
 SIZES = ["n_groups", "T", "n", "Q", "K", "heads", "room"]
 STRIDES = [
@@ -78,8 +78,8 @@ def union_kernel(
             union = tl.zeros((WORDS,), dtype=tl.int32)
             for p in range(QUERIES):
                 union |= tl.load(own + p * words + w, mask=w < words, other=0)
-            number = _popcount(union)
-            place = (total + tl.cumsum(number, 0) - number)[:, None] + _popcount(union[:, None] & _below(j))
+            number = popcount(union)
+            place = (total + tl.cumsum(number, 0) - number)[:, None] + popcount(union[:, None] & below(j))
             tl.store(to + place, w[:, None] * 32 + j, mask=(union[:, None] >> j & 1) > 0)
             total += tl.sum(number, 0)
         for k0 in range(total // ENTRIES * ENTRIES, room, ENTRIES):

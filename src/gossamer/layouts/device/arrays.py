@@ -33,11 +33,11 @@ class BlockLists(NamedTuple):
 class IntervalLists(NamedTuple):
     """The tiles of one interval of keys for each query, in both directions."""
 
-    of_rows: Array  # (4, Bl, Hl, T): the first full tile, their number, where interval tiles start, their number
-    of_columns: Array  # (4, Bl, Hl, C)
+    of_rows: Array  # (5, Bl, Hl, T): where full tiles start, their number, the same of interval tiles, and zeros
+    of_columns: Array  # (5, Bl, Hl, C)
     column_lo: Array  # (Bl, Hl, K): the queries of each key
     column_hi: Array
-    indices: Array  # of interval tiles, with room for 2 (T + C) of each head and direction
+    indices: Array  # interval tiles, with room for 2 (T + C) of each head and direction; 0 to max(T, C) - 1 behind them
 
 
 class KeyUnions(NamedTuple):

@@ -46,18 +46,19 @@ def interval_layout(
     check_sizes(Q=Q, K=K)
     rows = Bounds(xp.int32(lo), xp.int32(hi))
     T, C = -(-Q // block_q), -(-K // block_kv)
-    kernels, every = xp.fused(lo), xp.arange(max(T, C), lo)
+    kernels = xp.fused(lo)
     if kernels is not None:
         Bl, Hl, _ = shape
-        check_capacity(Bl * Hl * 4 * (T + C))
+        check_capacity(Bl * Hl * 4 * (T + C) + max(T, C))
         made = kernels.interval_lists(*rows, K, block_q, block_kv, transpose)
-        walk = _walk(_told(made.of_rows, made.indices), rows, Q, K, block_q, block_kv, every, xp)
+        walk = _told(made.of_rows, made.indices, rows, Q, K, block_q, block_kv, xp)
         if not transpose:
             return BlockLayout(walk)
         columns = Bounds(made.column_lo, made.column_hi)
-        of_columns = _told(made.of_columns, made.indices)
-        return BlockLayout(walk, _transpose=[_walk(of_columns, columns, K, Q, block_kv, block_q, every, xp)])
-    row_tiles = fill_tiles(rows, block_q, xp)
+        return BlockLayout(
+            walk, _transpose=[_told(made.of_columns, made.indices, columns, K, Q, block_kv, block_q, xp)]
+        )
+    row_tiles, every = fill_tiles(rows, block_q, xp), xp.arange(max(T, C), lo)
     if not transpose:
         of_rows = _lists(row_tiles, block_q, block_kv, 2 * (T + C), xp)
         return BlockLayout(_walk(of_rows, rows, Q, K, block_q, block_kv, every, xp))
@@ -91,10 +92,14 @@ class _Lists(NamedTuple):
         return _Lists(first, number, starts, counts, self.indices)
 
 
-def _told(tiles: Array, indices: Array) -> _Lists:
-    """What kernels say of tiles of rows, (4, Bl, Hl, T): see `arrays.IntervalLists`."""
-    first, number, starts, counts = tiles
-    return _Lists(first, number, starts, counts, indices)
+def _told(
+    tiles: Array, indices: Array, bounds: Bounds, rows: int, columns: int, block_rows: int, block_columns: int,
+    xp: Arrays,
+) -> Walk:  # fmt: skip
+    """One direction, of what kernels say of its tiles, (5, Bl, Hl, T): see `arrays.IntervalLists`."""
+    first, number, starts, counts, nothing = tiles
+    full, interval = TileList(first, number, indices), TileList(starts, counts, indices)
+    return without_bits(rows, columns, block_rows, block_columns, full, interval, bounds, xp, nothing)
 
 
 def _lists(rows: Bounds, block_rows: int, block_columns: int, room: int, xp: Arrays) -> _Lists:

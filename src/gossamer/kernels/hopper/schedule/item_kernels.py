@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gossamer.kernels.hopper.schedule.item_words import item_length, row_length, write
+
 # Of these no other kernels are compiled for numbers that something divides. That there is one part is compiled in.
 PLAIN = [
     "T", "groups", "lead_b", "lead_g", "lead_j", "lists", "bins", "blocks", "copies", "heads",
@@ -16,41 +18,6 @@ PLAIN = [
 SIZES = 64  # that are told apart
 MIDDLE = 32  # the size of items as long as the median
 HALVINGS = 20  # of the shortest items, and doublings of the median
-
-
-@triton.jit
-def _lead(l, j, groups, lead_b, lead_g, lead_j):
-    """The list of a layout that the j-th head of a group of rows has."""
-    return l // groups * lead_b + l % groups * lead_g + j * lead_j
-
-
-@triton.jit
-def _count(counts, row, some, WIDTH: tl.constexpr):
-    found = tl.load(counts + row, mask=some, other=0)
-    return (found + WIDTH - 1) // WIDTH
-
-
-@triton.jit
-def _row_length(
-    full, interval, bits, l, t, some, T, ratio, groups, lead_b, lead_g, lead_j, HAS_FULL: tl.constexpr,
-    HAS_INTERVAL: tl.constexpr, HAS_BITS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """What the rows t of lists l hold, in tiles or steps, with all the heads that are walked for them."""
-    found = tl.zeros_like(t)
-    for j in range(ratio):
-        row = _lead(l, j, groups, lead_b, lead_g, lead_j) * T + t
-        if HAS_FULL:
-            found += _count(full, row, some, WIDTH)
-        if HAS_INTERVAL:
-            found += _count(interval, row, some, WIDTH)
-        if HAS_BITS:
-            found += _count(bits, row, some, WIDTH)
-    return found
-
-
-@triton.jit
-def _item_length(length, part, parts):
-    return (part + 1) * length // parts - part * length // parts
 
 
 @triton.jit(do_not_specialize=PLAIN)
@@ -74,11 +41,11 @@ def length_kernel(
     for i0 in range(0, T * parts, ITEMS):
         i = i0 + tl.arange(0, ITEMS)
         some = i < T * parts
-        length = _row_length(
+        length = row_length(
             full, interval, bits, l, i // parts, some, T, ratio, groups, lead_b, lead_g, lead_j, HAS_FULL,
             HAS_INTERVAL, HAS_BITS, WIDTH,
         )  # fmt: skip
-        length = tl.minimum(_item_length(length, i % parts, parts), bins - 1)
+        length = tl.minimum(item_length(length, i % parts, parts), bins - 1)
         if k0 == 0:
             tl.store(line + i, length, mask=some)
         inside = some & (length >= k0) & (length < k0 + BINS)
@@ -131,105 +98,6 @@ def _before(l, g, groups, batches, of_batch, heads, copies):
     whole = tl.minimum(tl.maximum(g // of_batch - batch, 0), copies // heads)
     here = (g // of_batch >= batch) & (g // of_batch < batch + copies // heads)
     return whole * heads + tl.where(here, tl.minimum(tl.maximum(g % of_batch - head, 0), heads), 0)
-
-
-@triton.jit
-def _starts(starts, counts, row, some, begin, end, base, before, CUT: tl.constexpr, WIDTH: tl.constexpr):
-    """The first entry of a kind in the range of an item, how many, and how many tiles go before the next kind."""
-    first = tl.load(starts + row, mask=some, other=0) // WIDTH + base
-    number = _count(counts, row, some, WIDTH)
-    behind = before + number
-    if CUT:
-        skipped = tl.minimum(tl.maximum(begin - before, 0), number)
-        number = tl.minimum(tl.maximum(end - before, 0), number) - skipped
-        first += skipped
-    return first, number, behind
-
-
-@triton.jit
-def _write(
-    items, segments, merges, place, l, i, copy, b, h, some, full, interval, bits, full_starts, interval_starts,
-    bits_starts, T, parts, ratio, groups, lead_b, lead_g, lead_j, lists, base_1, base_2, HAS_FULL: tl.constexpr,
-    HAS_INTERVAL: tl.constexpr, HAS_BITS: tl.constexpr, WIDTH: tl.constexpr, CUT: tl.constexpr, COLUMNS: tl.constexpr,
-    ITEM: tl.constexpr, SEGMENT: tl.constexpr, MERGE: tl.constexpr,
-):  # fmt: skip
-    """The words of items i of lists l: see `hopper.device.row_items`, `column_items` and `merges`."""
-    nothing = tl.zeros_like(i)
-    t, part = i // parts, i % parts
-    row = l * T + t
-    slots = lists * T * parts
-    slot = nothing - 1
-    if CUT:
-        slot = row * parts + part + copy * slots
-    to = items + place.to(tl.int64) * ITEM
-    tl.store(to, b, mask=some)
-    tl.store(to + 1, h, mask=some)
-    tl.store(to + 2, t, mask=some)
-    tl.store(to + 3, slot, mask=some)
-    if COLUMNS:
-        tl.store(to + 4, row * ratio, mask=some)
-        tl.store(to + 5, nothing + ratio, mask=some)
-        tl.store(to + 6, nothing + 1, mask=some)
-        for word in tl.static_range(7, ITEM):
-            tl.store(to + word, nothing, mask=some)
-        some &= copy == 0
-    last = nothing
-    for j in range(ratio):
-        lead = _lead(l, j, groups, lead_b, lead_g, lead_j)
-        at = lead * T + t
-        begin, end, before = nothing, nothing, nothing
-        if CUT:
-            length = _row_length(
-                full, interval, bits, l, t, some, T, ratio, groups, lead_b, lead_g, lead_j, HAS_FULL, HAS_INTERVAL,
-                HAS_BITS, WIDTH,
-            )  # fmt: skip
-            begin, end = part * length // parts, (part + 1) * length // parts
-        if COLUMNS:
-            to = segments + (row * ratio + j).to(tl.int64) * SEGMENT
-            tl.store(to, nothing + j, mask=some)
-            tl.store(to + 1, lead, mask=some)
-            words = to + 2
-        else:
-            words = to + 4
-        first, number = nothing, nothing
-        if HAS_FULL:
-            first, number, before = _starts(full_starts, full, at, some, begin, end, 0, before, CUT, WIDTH)
-        tl.store(words, first, mask=some)
-        tl.store(words + 1, number, mask=some)
-        first, number = nothing, nothing
-        if HAS_INTERVAL:
-            first, number, before = _starts(
-                interval_starts, interval, at, some, begin, end, base_1, before, CUT, WIDTH
-            )  # fmt: skip
-        tl.store(words + 2, first, mask=some)
-        tl.store(words + 3, number, mask=some)
-        first, number = nothing, nothing
-        if HAS_BITS:
-            first, number, before = _starts(bits_starts, bits, at, some, begin, end, base_2, before, CUT, WIDTH)
-            if WIDTH > 1:  # the end of the list of gathered columns
-                known = tl.load(bits + at, mask=some, other=0)
-                if CUT:
-                    known = tl.minimum(known, end * WIDTH)
-                last = tl.load(bits_starts + at, mask=some, other=0) + known
-        tl.store(words + 4, first, mask=some)
-        tl.store(words + 5, number, mask=some)
-    if not COLUMNS:
-        tl.store(to + 10, l, mask=some)
-        tl.store(to + 11, nothing + 1, mask=some)
-        tl.store(to + 12, nothing, mask=some)
-        tl.store(to + 13, last, mask=some)
-        tl.store(to + 14, nothing, mask=some)
-        tl.store(to + 15, nothing, mask=some)
-        if CUT:
-            some &= part == 0
-            to = merges + (copy * lists * T + row).to(tl.int64) * MERGE
-            tl.store(to, b, mask=some)
-            tl.store(to + 1, h, mask=some)
-            tl.store(to + 2, t, mask=some)
-            tl.store(to + 3, slot, mask=some)
-            tl.store(to + 4, nothing + parts, mask=some)
-            for word in tl.static_range(5, MERGE):
-                tl.store(to + word, nothing, mask=some)
 
 
 @triton.jit(do_not_specialize=PLAIN)
@@ -286,7 +154,7 @@ def many_kernel(
     place += tl.sum(tl.where(of, base[None, :], 0), 1)
     nothing = tl.zeros((OWN,), dtype=tl.int32)
     copy = (b - b_own) * heads + h - g_own
-    _write(
+    write(
         items, segments, merges, place, nothing + l, i, nothing + copy, nothing + b, nothing + h, some, full, interval,
         bits, full_starts, interval_starts, bits_starts, T, parts, ratio, groups, lead_b, lead_g, lead_j, lists,
         base_1, base_2, HAS_FULL, HAS_INTERVAL, HAS_BITS, WIDTH, CUT, COLUMNS, ITEM, SEGMENT, MERGE,
@@ -311,20 +179,20 @@ def few_kernel(
     b = tl.where(batches > 1, l // groups, 0) + copy // heads
     h = tl.where(groups > 1, l % groups, 0) + copy % heads
     g = b * of_batch + h
-    length = _row_length(
+    length = row_length(
         full, interval, bits, l, i // parts, some, T, ratio, groups, lead_b, lead_g, lead_j, HAS_FULL, HAS_INTERVAL,
         HAS_BITS, WIDTH,
     )  # fmt: skip
-    length = _item_length(length, i % parts, parts)[:, None]
+    length = item_length(length, i % parts, parts)[:, None]
     place = tl.zeros((OWN,), dtype=tl.int32)
     for y0 in range(0, n, OTHERS):
         y = y0 + tl.arange(0, OTHERS)
         of, j = y // of_list, y % of_list
-        other = _row_length(
+        other = row_length(
             full, interval, bits, of, j // parts, y < n, T, ratio, groups, lead_b, lead_g, lead_j, HAS_FULL,
             HAS_INTERVAL, HAS_BITS, WIDTH,
         )  # fmt: skip
-        other = tl.where(y < n, _item_length(other, j % parts, parts), -1)[None, :]
+        other = tl.where(y < n, item_length(other, j % parts, parts), -1)[None, :]
         longer, equal = (other > length).to(tl.int32), (other == length).to(tl.int32)
         before = (y[None, :] < x[:, None]).to(tl.int32)
         if BY_COPY:
@@ -335,7 +203,7 @@ def few_kernel(
             place += tl.sum(longer * copies + equal * before, 1)
     if BY_COPY:
         place += copy * n
-    _write(
+    write(
         items, segments, merges, place, l, i, copy, b, h, some, full, interval, bits, full_starts, interval_starts,
         bits_starts, T, parts, ratio, groups, lead_b, lead_g, lead_j, lists, base_1, base_2, HAS_FULL, HAS_INTERVAL,
         HAS_BITS, WIDTH, CUT, COLUMNS, ITEM, SEGMENT, MERGE,
