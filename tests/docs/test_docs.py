@@ -100,7 +100,8 @@ def test_the_reference_has_every_public_name() -> None:
     written = re.findall(r"^::: (\S+)", (ROOT / "docs/reference.md").read_text(), re.MULTILINE)
     public = {f"gossamer.{name}" for name in gossamer.__all__ if name not in ("__version__", "nn")}
     public.add("gossamer.memo.forget_all")
-    for module in ("gossamer.nn", "gossamer.layouts", "gossamer.select", "gossamer.integrations.transformers"):
+    rooms = ("nn", "layouts", "select", "particles", "integrations.transformers")
+    for module in (f"gossamer.{name}" for name in rooms):
         found = importlib.import_module(module)
         public |= {f"{module}.{n}" for n in found.__all__ if getattr(found, n) is not getattr(gossamer, n, None)}
     # Told from the source: jax is not installed here.
