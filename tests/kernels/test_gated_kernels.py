@@ -140,6 +140,8 @@ class TestThresholdsOnGpu:
         (torch.float16, (1, 4, 2, 4, 64, 32), {"k_keep": 100, "gate": "kv"}),
         (torch.bfloat16, (1, 2, 1, 1, 64, 64), {"k_keep": 50, "gate": "logit", "keep": "support", "window": 20}),
         (torch.bfloat16, (1, 2, 1, 1, 64, 64), {"k_keep": 50, "gate": None, "straight_through": True}),
+        (torch.bfloat16, (1, 2, 1, 1, 64, 64), {"k_keep": 50, "straight_through": True, "window": 20}),
+        (torch.bfloat16, (1, 1, 1, 1, 64, 64), {"k_keep": 20, "keep": "support"}),
         (torch.float32, (2, 2, 1, 1, 40, 72), {"k_keep": 50, "window": 33}),
         (torch.bfloat16, (1, 1, 1, 1, 256, 256), {"k_keep": 100, "window": 20}),
     ],

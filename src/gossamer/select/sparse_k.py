@@ -202,10 +202,9 @@ def _sparsek_causal_backward(ctx: Any, dtau: Tensor, _: Tensor | None) -> tuple[
 
 def _of_thresholds(u: Tensor, tau: Tensor, last: Tensor | None, dtau: Tensor) -> Tensor:
     """As of one row: the steps at which a key is inside, and those at which it is tau itself, are ranges."""
-    # A second derivative goes through operations of torch. On a GPU these have no running sums that torch calls
-    # deterministic; the kernels, whose numbers were not compared there yet, are taken where that is asked for.
-    asked = torch.are_deterministic_algorithms_enabled() and not torch.is_grad_enabled()
-    if asked and dtau.dtype == torch.float32 and (kernels := _kernels(u)) is not None:
+    # A second derivative goes through operations of torch.
+    once = not torch.is_grad_enabled() and dtau.dtype == torch.float32
+    if once and (kernels := _kernels(u)) is not None:
         with torch.cuda.device_of(u):
             found: Tensor = kernels.thresholds_backward(*(x.reshape(-1, x.shape[-1]) for x in (u, tau, dtau)))
         return found.reshape(u.shape)

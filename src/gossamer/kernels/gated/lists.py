@@ -38,6 +38,16 @@ def write_live(last_ptr, ends_ptr, list_ptr, N, window, blocks, BLOCK: tl.conste
 
 
 @triton.jit
+def _entries(last_ptr, parent, n, whole, listed, window, start, end, BLOCK: tl.constexpr):
+    """Keys n, ... of a longer list, the ranges in which they live, and whether these meet that of the queries."""
+    entry = n + tl.arange(0, BLOCK)
+    key = tl.where(entry < listed, tl.load(parent + entry, mask=entry < listed, other=0), entry)
+    last = tl.load(last_ptr + key, mask=entry < whole, other=-1)
+    first = key + window + 1
+    return key, first, last, (entry < whole) & (last >= tl.maximum(first, start)) & (first < end)
+
+
+@triton.jit
 def live_lists(
     last_ptr, parent_ptr, parent_counts_ptr, list_ptr, counts_ptr, N, window, tile, tiles, parent_tile, parent_tiles,
     parent_capacity, count_stride, capacity, ORDERED: tl.constexpr, BLOCK: tl.constexpr,
@@ -68,12 +78,7 @@ def live_lists(
 
     through, some = 0, 0
     for n in range(0, whole, BLOCK):
-        entry = n + tl.arange(0, BLOCK)
-        there = entry < whole
-        key = tl.where(entry < listed, tl.load(parent + entry, mask=entry < listed, other=0), entry)
-        last = tl.load(last_ptr + key, mask=there, other=-1)
-        first = key + window + 1
-        live = there & (last >= tl.maximum(first, start)) & (first < end)
+        key, first, last, live = _entries(last_ptr, parent, n, whole, listed, window, start, end, BLOCK)
         taken = live
         if ORDERED:
             taken = live & (first <= start) & (last >= end - 1)
@@ -85,12 +90,7 @@ def live_lists(
     if some > through:
         place_of_next = through
         for n in range(0, whole, BLOCK):
-            entry = n + tl.arange(0, BLOCK)
-            there = entry < whole
-            key = tl.where(entry < listed, tl.load(parent + entry, mask=entry < listed, other=0), entry)
-            last = tl.load(last_ptr + key, mask=there, other=-1)
-            first = key + window + 1
-            live = there & (last >= tl.maximum(first, start)) & (first < end)
+            key, first, last, live = _entries(last_ptr, parent, n, whole, listed, window, start, end, BLOCK)
             part = live & ((first > start) | (last < end - 1))
             ones = part.to(tl.int32)
             place = place_of_next + tl.cumsum(ones, 0) - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gossamer.kernels.gated.steps import LOG2E, gated_scores, gates, rows, store_rows, through_gate
+from gossamer.kernels.gated.steps import LOG2E, gated_scores, gates, live_keys, of_keys, rows, store_rows, through_gate
 
 
 @triton.jit
@@ -46,6 +46,37 @@ def _window_step(
 
 
 @triton.jit
+def _live_step(
+    q, dout, k_ptr, v_ptr, u_ptr, last_ptr, last_gated_ptr, list_ptr, n, end, over, capacity, row, tau, lse2, delta,
+    window, stride_kn, stride_vn, D: tl.constexpr, E: tl.constexpr, factor, dq, dtau, WHOLE: tl.constexpr,
+    GATE: tl.constexpr, STRAIGHT: tl.constexpr, SIZE_D: tl.constexpr, SIZE_E: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As in the forward; dtau with what comes through gates."""
+    key, there = live_keys(list_ptr, n + tl.arange(0, BLOCK_N), end, over, capacity, WHOLE)
+    k = rows(k_ptr, key, stride_kn, there, D, SIZE_D, WHOLE)
+    v = rows(v_ptr, key, stride_vn, there, E, SIZE_E, WHOLE)
+    m = gates(of_keys(u_ptr, key, there, 0.0, WHOLE)[None, :], tau[:, None])
+    s = tl.dot(q, k.T, input_precision=PRECISION)
+    p = tl.exp2(gated_scores(s, m, factor, GATE) - lse2[:, None])
+    if not WHOLE:
+        past = row[:, None] > (key + window)[None, :]
+        kept = past & (row[:, None] <= of_keys(last_ptr, key, there, -1, False)[None, :])
+        p = tl.where(kept, p, 0.0)
+    dp = tl.dot(dout, v.T, input_precision=PRECISION)
+    ds, dm = through_gate(s, p, dp, m, delta[:, None], lse2[:, None], factor, GATE, STRAIGHT)
+    if GATE != "none" or STRAIGHT:
+        counts = (m > 0) & (m < 1)
+        if not WHOLE:
+            gated = kept
+            if STRAIGHT:
+                gated = past & (row[:, None] <= of_keys(last_gated_ptr, key, there, -1, False)[None, :])
+            counts = counts & gated
+        dtau -= tl.sum(tl.where(counts, dm, 0.0), 1)
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION), dtau
+
+
+@triton.jit
 def gated_query_gradient(
     q_ptr, k_ptr, v_ptr, u_ptr, tau_ptr, last_ptr, last_gated_ptr, list_ptr, counts_ptr, dout_ptr, lse_ptr, delta_ptr,
     dq_ptr, dtau_ptr, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
@@ -83,40 +114,19 @@ def gated_query_gradient(
     over = listed > capacity
     # Pairs that count for the gate alone are masked.
     whole = tl.where(over | STRAIGHT, 0, through // BLOCK_N * BLOCK_N)
-    for n in range(0, whole, BLOCK_N):
-        key = tl.load(list_ptr + n + tl.arange(0, BLOCK_N))
-        k = rows(k_ptr, key, stride_kn, key >= 0, D, SIZE_D, True)
-        v = rows(v_ptr, key, stride_vn, key >= 0, E, SIZE_E, True)
-        m = gates(tl.load(u_ptr + key)[None, :], tau[:, None])
-        s = tl.dot(q, k.T, input_precision=PRECISION)
-        p = tl.exp2(gated_scores(s, m, factor, GATE) - lse2[:, None])
-        dp = tl.dot(dout, v.T, input_precision=PRECISION)
-        ds, dm = through_gate(s, p, dp, m, delta[:, None], lse2[:, None], factor, GATE, STRAIGHT)
-        if GATE != "none":
-            dtau -= tl.sum(tl.where((m > 0) & (m < 1), dm, 0.0), 1)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-
     end = tl.where(over, tl.maximum(tl.minimum(start + BLOCK_M, N) - window - 1, 0), listed)
+    for n in range(0, whole, BLOCK_N):
+        dq, dtau = _live_step(
+            q, dout, k_ptr, v_ptr, u_ptr, last_ptr, last_gated_ptr, list_ptr, n, end, over, capacity, row, tau, lse2,
+            delta, window, stride_kn, stride_vn, D, E, factor, dq, dtau, True, GATE, STRAIGHT, SIZE_D, SIZE_E, BLOCK_N,
+            PRECISION,
+        )  # fmt: skip
     for n in range(whole, end, BLOCK_N):
-        entry = n + tl.arange(0, BLOCK_N)
-        there = entry < end
-        key = tl.where(over, entry, tl.load(list_ptr + entry, mask=there & (entry < capacity), other=0))
-        k = rows(k_ptr, key, stride_kn, there, D, SIZE_D, False)
-        v = rows(v_ptr, key, stride_vn, there, E, SIZE_E, False)
-        m = gates(tl.load(u_ptr + key, mask=there, other=0.0)[None, :], tau[:, None])
-        last = tl.load(last_ptr + key, mask=there, other=-1)
-        past = row[:, None] > (key + window)[None, :]
-        kept = past & (row[:, None] <= last[None, :])
-        s = tl.dot(q, k.T, input_precision=PRECISION)
-        p = tl.where(kept, tl.exp2(gated_scores(s, m, factor, GATE) - lse2[:, None]), 0.0)
-        dp = tl.dot(dout, v.T, input_precision=PRECISION)
-        ds, dm = through_gate(s, p, dp, m, delta[:, None], lse2[:, None], factor, GATE, STRAIGHT)
-        if GATE != "none" or STRAIGHT:
-            gated = kept
-            if STRAIGHT:
-                gated = past & (row[:, None] <= tl.load(last_gated_ptr + key, mask=there, other=-1)[None, :])
-            dtau -= tl.sum(tl.where(gated & (m > 0) & (m < 1), dm, 0.0), 1)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        dq, dtau = _live_step(
+            q, dout, k_ptr, v_ptr, u_ptr, last_ptr, last_gated_ptr, list_ptr, n, end, over, capacity, row, tau, lse2,
+            delta, window, stride_kn, stride_vn, D, E, factor, dq, dtau, False, GATE, STRAIGHT, SIZE_D, SIZE_E, BLOCK_N,
+            PRECISION,
+        )  # fmt: skip
 
     first = tl.maximum(start - window, 0) // BLOCK_N * BLOCK_N
     inner = tl.maximum(tl.cdiv(tl.maximum(start + BLOCK_M - 1 - window, 0), BLOCK_N) * BLOCK_N, first)

@@ -28,6 +28,25 @@ def store_rows(ptr, row, stride, there, size: tl.constexpr, value, SIZE: tl.cons
 
 
 @triton.jit
+def live_keys(list_ptr, entry, end, over, capacity, WHOLE: tl.constexpr):
+    """The keys of some entries of a list, or of every key where the list is over its capacity, and which there are.
+
+    WHOLE: all are, and they are listed.
+    """
+    if WHOLE:
+        key = tl.load(list_ptr + entry)
+        return key, key >= 0
+    there = entry < end
+    return tl.where(over, entry, tl.load(list_ptr + entry, mask=there & (entry < capacity), other=0)), there
+
+
+@triton.jit
+def of_keys(ptr, key, there, other, WHOLE: tl.constexpr):
+    """What keys have; `other` of keys that are not there."""
+    return tl.load(ptr + key) if WHOLE else tl.load(ptr + key, mask=there, other=other)
+
+
+@triton.jit
 def gates(u, tau):
     """m = clip(u - tau, 0, 1) of operands that broadcast."""
     return tl.minimum(tl.maximum(u - tau, 0.0), 1.0)

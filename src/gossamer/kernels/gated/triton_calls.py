@@ -64,12 +64,8 @@ def unverified(x: Operands, o: Options) -> list[str]:
         found.append("its float32 was not verified on a GPU yet")
     if max(x.q.shape[3], x.v.shape[3]) > 128:
         found.append("head sizes over 128 were not verified on a GPU yet")
-    if o.gate not in ("v", "kv"):
-        found.append(f"gate {o.gate!r} was not verified on a GPU yet")
-    if o.straight:
-        found.append("straight_through was not verified on a GPU yet")
-    elif not o.certain:
-        found.append('keep="support" was not verified on a GPU yet')
+    if o.gate == "logit":
+        found.append("gate 'logit' was not verified on a GPU yet")
     return found
 
 
@@ -98,7 +94,7 @@ def tiles(kernel: str, x: Operands) -> Tiles:
         return Tiles(64, 64, 8, 2) if kernel == "forward" else Tiles(64, 32, 8, 1)
     if kernel == "forward" and little:
         return Tiles(64, 64, 4, 2)
-    return {"forward": Tiles(128, 64, 8, 3), "entries": Tiles(32, 64, 4, 2)}.get(kernel, Tiles(64, 64, 4, 2))
+    return {"forward": Tiles(128, 32, 8, 2, 128), "entries": Tiles(32, 64, 4, 2)}.get(kernel, Tiles(64, 64, 4, 2))
 
 
 def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
@@ -112,7 +108,7 @@ def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
     forward_kernel.gated_forward[grid](
         x.q, x.k, x.v, x.u, x.tau, x.last, of_tiles.keys, of_tiles.counts, out, lse,
         *_strides(x.q, x.k, x.v), H, G, U, N, o.window, of_tiles.keys.shape[1], of_tiles.keys.shape[2],
-        o.scale * LOG2E, D=D, E=E, GATE=o.gate or "none", SIZE_D=padded(D),
+        o.scale * LOG2E, D=D, E=E, GATE=o.gate or "none", FOLD=o.scale > 0 and o.gate in ("v", None), SIZE_D=padded(D),
         SIZE_E=padded(E), BLOCK_M=t.m, BLOCK_N=t.n, PRECISION=_precision(x), num_warps=t.warps, num_stages=t.stages,
         maxnreg=t.registers,
     )  # fmt: skip

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gossamer.kernels.prefixes import gradient, order, starts, walks
 
-NODE = 128  # steps of a walk
-BUCKETS = 256  # of the keys of a prefix, at which a walk may begin
+NODE = 64  # steps of a walk
+BUCKETS = 512  # of the keys of a prefix, at which a walk may begin
 LEAST = 2048  # keys of the shortest prefix
 BLOCK = 1024  # places of a program
 LANES = 32  # walks of a program
