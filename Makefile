@@ -11,7 +11,7 @@ WORKERS := 2
 
 help:
 	@echo "make demo | test | check | bench | docs | site | clean"
-	@echo "make test-more | wheel | notebooks | jax: slower, each in an environment of its own"
+	@echo "make test-more | wheel | notebooks | jax | cosmos: slower, each in an environment of its own"
 
 install: $(STAMP)
 
@@ -19,8 +19,9 @@ $(STAMP): pyproject.toml constraints/cpu.txt scripts/install.sh
 	@./scripts/install.sh $(VENV)
 	@touch $@
 
-demo: $(STAMP)
+demo: $(STAMP) $(JAX)/.installed
 	$(BIN)/python -m examples.language_model
+	$(JAX)/bin/gossamer cosmos --out demo/cosmos
 
 # One thread a worker, which does not spin while it waits: two workers on two cores do not compete.
 test: $(STAMP)
@@ -28,15 +29,19 @@ test: $(STAMP)
 
 # Suites that `test` leaves out, each in the environment that it needs: the site of the documentation, the wheel, the
 # notebooks, and JAX.
-.PHONY: test-more wheel notebooks jax
-test-more: site wheel notebooks jax
+.PHONY: test-more wheel notebooks jax cosmos
+test-more: site wheel notebooks jax cosmos
 
 # The JAX front end where torch is not installed: the conftest of the other tests imports it.
 jax: $(JAX)/.installed
 	$(JAX)/bin/python -m pytest -n $(WORKERS) --dist worksteal --confcutdir tests/jax tests/jax
 
+# The simulation against known solutions, under six minutes.
+cosmos: $(JAX)/.installed
+	OMP_NUM_THREADS=1 $(JAX)/bin/python -m pytest -n $(WORKERS) --dist worksteal --confcutdir tests/cosmos tests/cosmos
+
 $(JAX)/.installed: pyproject.toml constraints/cpu.txt scripts/install.sh
-	@./scripts/install.sh $(JAX) jax,jax-dev
+	@./scripts/install.sh $(JAX) jax,jax-dev,cosmos
 	@touch $@
 
 # The package as it is built, where nothing else is installed but what it depends on.
@@ -70,7 +75,7 @@ notebooks: $(NOTEBOOKS)/.installed
 	LONGEST=1024 $(NOTEBOOKS)/bin/python scripts/run_notebooks.py
 
 $(NOTEBOOKS)/.installed: pyproject.toml constraints/cpu.txt scripts/install.sh
-	@./scripts/install.sh $(NOTEBOOKS) torch,jax,notebooks
+	@./scripts/install.sh $(NOTEBOOKS) torch,jax,notebooks,cosmos
 	@touch $@
 
 # Strict: a link, a heading or a name in a docstring that leads nowhere is an error.

@@ -21,8 +21,8 @@ from gossamer.plan.table import NAMES
 SRC = Path(__file__).parents[2] / "src"
 # A room imports those before it. What bench and cli import of `gossamer` itself is the public interface.
 ROOMS = (
-    "memo", "patterns", "layouts", "plan", "kernels", "jax", "torch", "select", "particles", "nn", "integrations",
-    "testing", "bench", "cli",
+    "memo", "patterns", "layouts", "plan", "kernels", "jax", "torch", "select", "particles", "cosmos", "nn",
+    "integrations", "testing", "bench", "cli",
 )  # fmt: skip
 PUBLIC = ("bench", "cli")
 # For type checkers alone: what a public method returns, and what a handle stands for.
@@ -66,6 +66,7 @@ FRAMEWORKS = {
     "torch.bind": allowed("torch", "triton tvm_ffi"),
     "select": allowed("torch"),
     "particles": allowed("numpy"),
+    "cosmos": allowed("numpy jax", "h5py matplotlib PIL"),
     "particles.in_jax": allowed("jax"),
     "particles.attend_jax": allowed("jax"),
     "particles.blocked_jax": allowed("jax"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from gossamer.cli import bench, compile, info, show
+from gossamer.cli import bench, compile, cosmos, info, show
 from gossamer.cli.errors import Commands
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app.command("info")(info.run)
 app.command("show")(show.run)
 app.command("bench")(bench.run)
 app.command("compile")(compile.run)
+app.command("cosmos")(cosmos.run)
 
 
 def main() -> None:

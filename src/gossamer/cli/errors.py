@@ -14,7 +14,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-EXTRAS = {"torch": "torch", "matplotlib": "plot"}
+EXTRAS = {"torch": "torch", "matplotlib": "plot", "jax": "jax", "h5py": "cosmos", "PIL": "cosmos"}
 LONGEST = 200  # characters of what the user gave, in a message
 
 # What a wrong option raises. typer holds click or depends on it, by its version, and this name is public in neither.
