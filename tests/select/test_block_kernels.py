@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +252,9 @@ class TestOnGPU:
 
         step()
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says that it is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         try:
             first = step()
         finally:
@@ -266,6 +269,7 @@ class TestOnGPU:
             graph.replay()
             assert all(torch.equal(a, b) for a, b in zip(held, step(), strict=True))
 
+    @pytest.mark.filterwarnings("ignore")  # of torch's compiler
     def test_compiled(self) -> None:
         def choose(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
             chosen = gs.topk_blocks(q, k, causal=True, topk=5, score="bound", per="group")
