@@ -10,7 +10,8 @@ import gossamer as gs
 from gossamer import particles as gp
 from tests.particles import oracle
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 
 
 @pytest.mark.parametrize("device", DEVICES)

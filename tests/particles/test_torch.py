@@ -18,7 +18,8 @@ CASES = [
     for N, d, radius in ((1, 3, 0.5), (33, 1, 0.02), (700, 3, 0.2), (900, 2, 0.07), (257, 3, 0.5))
     for box, kind in zip((None, 1.0, "mixed", 1.0, 1.0), oracle.KINDS, strict=True)
 ]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 
 
 def counts(cells: gp.Cells) -> torch.Tensor:
