@@ -142,13 +142,16 @@ def listed(
     """The same sums over lists of neighbours that were made before, by XLA alone."""
     N = len(x)
 
-    def row(i: jax.Array) -> jax.Array:
+    def within(i: jax.Array) -> jax.Array:
         d = x - x[i]
         d = d - jnp.round(d)
-        return jnp.nonzero((d * d).sum(1) <= radius**2, size=1024, fill_value=N)[0].astype(jnp.int32)
+        return (d * d).sum(1) <= radius**2
 
-    lists = jax.jit(lambda: jax.lax.map(row, jnp.arange(N), batch_size=256))()
-    lists = lists[:, : int((lists < N).sum(1).max())]
+    def of_each(function: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        return jax.jit(lambda: jax.lax.map(function, jnp.arange(N), batch_size=256))()
+
+    most = int(of_each(lambda i: within(i).sum()).max())
+    lists = of_each(lambda i: jnp.nonzero(within(i), size=most, fill_value=N)[0].astype(jnp.int32))
     pairs = float((lists < N).sum())
     places, masses = jnp.concatenate([x, jnp.full((1, 3), 1e9)]), jnp.concatenate([mass, jnp.zeros(1)])
 
