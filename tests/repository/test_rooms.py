@@ -72,7 +72,7 @@ FRAMEWORKS = {
     "particles.blocked_jax": allowed("jax"),
     "particles.in_torch": allowed("torch"),
     "particles.attend_torch": allowed("torch"),
-    "particles.fused_jax": allowed("numpy jax", "jax_tvm_ffi"),
+    "particles.fused_jax": allowed("numpy jax"),
     "particles.fused_torch": allowed("torch"),
     "nn": allowed("torch"),
     "integrations": allowed("numpy torch", "transformers"),

@@ -54,10 +54,10 @@ def run(
                 highlight=False, soft_wrap=True,
             )  # fmt: skip
         return
-    missing_files = [path for _, path in found if not path.exists()]
-    todo = [kernel for kernel, path in found if path in missing_files]
-    if todo:
-        check_file(f"the cache of kernels ({DIRECTORY} names another folder):", missing_files[0])
+    absent = [(kernel, path) for kernel, path in found if not path.exists()]
+    todo = [kernel for kernel, _ in absent]
+    for _, path in absent[:1]:
+        check_file(f"the cache of kernels ({DIRECTORY} names another folder):", path)
     start = perf_counter()
     processes = min(jobs or len(os.sched_getaffinity(0)), len(todo))
     if todo:

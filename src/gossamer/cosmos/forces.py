@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jax import Array
 
 from gossamer.cosmos.box import Box
 from gossamer.cosmos.checks import describe, number
-from gossamer.cosmos.mesh import Waves, painted, read
+from gossamer.cosmos.mesh import Waves, contrast, in_cells, read
 from gossamer.particles import Cells, Gaussian, ShortRangeGravity, radial_force, radial_sum
 
 
@@ -26,10 +27,8 @@ def long_range(positions_mpc_h: Array, box: Box) -> Array:
     """The mesh's part of `gravity`."""
     x = positions_mpc_h
     waves = Waves(box.mesh, box.size_mpc_h, x.dtype)
-    cells = x / jnp.asarray([size / n for size, n in zip(box.size_mpc_h, box.mesh, strict=True)], x.dtype)
-    mean = box.num_particles / (box.mesh[0] * box.mesh[1] * box.mesh[2])
-    contrast = painted(box.mesh, cells, jnp.full((len(x), 1), 1 / mean, x.dtype))
-    filtered = jnp.fft.rfftn(contrast[..., 0]) * (
+    cells = in_cells(box.mesh, box.size_mpc_h, x)
+    filtered = jnp.fft.rfftn(contrast(box.mesh, cells)) * (
         waves.inverse * jnp.exp(-(box.split_mpc_h**2) * waves.squared) / waves.window**2
     )
     fields = [jnp.fft.irfftn(1j * k * filtered, box.mesh) for k in waves.odd]
@@ -40,7 +39,12 @@ def short_range(positions_mpc_h: Array, box: Box) -> Array:
     """The part of `gravity` that pairs have."""
     cells = Cells.build(positions_mpc_h, box.cut_mpc_h, box.size_mpc_h)
     law = ShortRangeGravity(box.split_mpc_h, softening=box.softening_mpc_h)
-    return radial_force(cells, box.volume_mpc3_h3 / (4 * jnp.pi * box.num_particles), law)
+    return radial_force(cells, pair_mass(box), law)
+
+
+def pair_mass(box: Box) -> float:
+    """The mass of a particle in units in which the density contrast is the source of `gravity`."""
+    return box.volume_mpc3_h3 / (4 * math.pi * box.num_particles)
 
 
 class Gas(NamedTuple):

@@ -6,6 +6,7 @@ with the spline's derivative. Rules of their own keep what a gradient saves to p
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import jax
@@ -112,6 +113,16 @@ def _read_backward(mesh: Triple, saved: tuple[Array, Array], g: Array) -> tuple[
 
 painted.defvjp(_painted_forward, _painted_backward)
 read.defvjp(_read_forward, _read_backward)
+
+
+def in_cells(mesh: Triple, size: tuple[float, float, float], x: Array) -> Array:
+    """Positions (N, 3) in cells, from those in the units of `size`."""
+    return x / jnp.asarray([length / n for length, n in zip(size, mesh, strict=True)], x.dtype)
+
+
+def contrast(mesh: Triple, x: Array) -> Array:
+    """The density of particles at x, in cells, over its mean: a mesh."""
+    return painted(mesh, x, jnp.full((len(x), 1), math.prod(mesh) / len(x), x.dtype))[..., 0]
 
 
 def window(cells: int, count: int) -> Array:

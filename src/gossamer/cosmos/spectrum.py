@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from gossamer.cosmos.box import Box, State, check_state
-from gossamer.cosmos.mesh import Waves, painted
+from gossamer.cosmos.mesh import Waves, contrast, in_cells
 
 
 class PowerSpectrum(NamedTuple):
@@ -55,11 +56,8 @@ def power_spectrum(state: State, box: Box) -> PowerSpectrum:
 @partial(jax.jit, static_argnames="box")
 def _spectrum(x: Array, box: Box) -> PowerSpectrum:
     waves = Waves(box.mesh, box.size_mpc_h, x.dtype)
-    cells = x / jnp.asarray([size / n for size, n in zip(box.size_mpc_h, box.mesh, strict=True)], x.dtype)
-    mesh = box.mesh[0] * box.mesh[1] * box.mesh[2]
-    contrast = painted(box.mesh, cells, jnp.full((len(x), 1), mesh / box.num_particles, x.dtype))
-    density = jnp.fft.rfftn(contrast[..., 0]) / waves.window
-    power = jnp.abs(density) ** 2 * (box.volume_mpc3_h3 / mesh**2)
+    density = jnp.fft.rfftn(contrast(box.mesh, in_cells(box.mesh, box.size_mpc_h, x))) / waves.window
+    power = jnp.abs(density) ** 2 * (box.volume_mpc3_h3 / math.prod(box.mesh) ** 2)
     # A real FFT holds one of a wave and its opposite, but for the planes where both are there.
     last = np.arange(box.mesh[2] // 2 + 1)
     twice = np.where((last == 0) | (2 * last == box.mesh[2]), 1.0, 2.0)

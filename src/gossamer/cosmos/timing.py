@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array, lax
 
 from gossamer.cosmos.box import Box, State
-from gossamer.cosmos.forces import long_range, short_range
+from gossamer.cosmos.forces import long_range, pair_mass, short_range
 from gossamer.particles import ShortRangeGravity
 
 PAIRS = 2**28  # that the dense sum computes, at most: of as many rows as that allows
@@ -65,5 +65,4 @@ def _dense(rows: Array, x: Array, box: Box) -> Array:
         keep = (s > 0) & (s <= law.radius**2)
         return jnp.where(keep, law.of(jnp.where(keep, s, 1), jnp), 0) @ step
 
-    mass = box.volume_mpc3_h3 / (4 * jnp.pi * box.num_particles)
-    return mass * lax.map(row, rows, batch_size=min(len(rows), 64))
+    return pair_mass(box) * lax.map(row, rows, batch_size=min(len(rows), 64))

@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from gossamer.particles import terms
 from gossamer.particles.cells import Runs
-from gossamer.particles.geometry import MARGIN, RUN, Sizes, gaps, nearest, squares
+from gossamer.particles.geometry import MARGIN, RUN, Seen, Sizes, gaps, nearest, squares
 
 PAIRS = 2**18  # of a step: measured on two cores
 PIECE = 8  # runs of candidates of a step
@@ -23,16 +23,6 @@ class Reach(NamedTuple):
 
     radius: float
     box: Sizes
-
-
-class Seen(NamedTuple):
-    """The pairs of c runs of queries with K candidates each, that a step looks at."""
-
-    steps: list[Array]  # the d parts of x_candidate - x_query, (c, 32, K)
-    s: Array  # r^2
-    keep: Array  # within the radius
-    item: Array  # (c,): the runs of queries
-    place: Array  # (c, K): the candidates, by their places along the curve
 
 
 def walk(reach: Reach, runs: Runs, start: Callable[[int], Any], visit: Callable[[Any, Seen], Any]) -> Any:

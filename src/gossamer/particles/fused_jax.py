@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from functools import cache
 from typing import Any
 
@@ -12,30 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from gossamer.kernels.hopper import missing_packages
-from gossamer.kernels.radial.compiled import compile_for, radial
+from gossamer.jax.kernels import targets
+from gossamer.jax.kernels.recipes import chip
+from gossamer.kernels.radial.compiled import compiles_for, radial
 from gossamer.kernels.radial.configurations import FAR, RadialConfig
 from gossamer.particles.calls import CHANNELS, call_of
 from gossamer.particles.cells import Runs
 from gossamer.particles.geometry import Sizes
 
-OLDEST = 8  # the major compute capability that kernels are compiled for
-
 
 @cache
 def available() -> bool:
     """Whether kernels run in this process."""
-    if missing_packages() or importlib.util.find_spec("jax_tvm_ffi") is None:
-        return False
-    try:
-        device, *_ = jax.devices("cuda")
-    except RuntimeError:  # JAX has no such platform here
-        return False
-    major, minor = (int(part) for part in device.compute_capability.split("."))
-    if major < OLDEST:
-        return False
-    compile_for(major, minor)
-    return True
+    found = chip()
+    return found is not None and not targets.missing() and compiles_for(*divmod(found.sm, 10))
 
 
 def serves(runs: Runs) -> bool:
@@ -73,7 +61,7 @@ def _run(term: str, law: Any, radius: float, box: Sizes, runs: Runs, payload: Ar
     call = jax.ffi.ffi_call(
         _target(config), jax.ShapeDtypeStruct((N, config.outputs), jnp.float32), vmap_method="sequential"
     )
-    named = {f"n{at:02d}": np.float32(x) for at, x in enumerate(numbers)}
+    named = {targets.number(at): np.float32(x) for at, x in enumerate(numbers)}
     out: Array = call(particles, *runs.tree, runs.order, **named)
     if term == "force_slopes":
         return jnp.concatenate([out[:, :d], out[:, 3:]], 1)
@@ -83,9 +71,5 @@ def _run(term: str, law: Any, radius: float, box: Sizes, runs: Runs, payload: Ar
 @cache
 def _target(config: RadialConfig) -> str:
     """The name that a kernel is registered by."""
-    register: Any = importlib.import_module("jax_tvm_ffi").register_ffi_target
-    name = f"gossamer.{radial.path(config).stem}"
     _, numbers = call_of("count", None, 1.0, ())
-    attributes = [f"attrs.n{at:02d}" for at in range(len(numbers))]
-    register(name, radial(config), ["args", "rets", *attributes], platform="gpu", allow_cuda_graph=True)
-    return name
+    return targets.registered(f"gossamer.{radial.path(config).stem}", lambda: radial(config), len(numbers))

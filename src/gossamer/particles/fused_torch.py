@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.hopper import missing_packages
-from gossamer.kernels.radial.compiled import compile_for, radial
+from gossamer.kernels.radial.compiled import compiles_for, radial
 from gossamer.kernels.radial.configurations import FAR
 from gossamer.particles.calls import CHANNELS, call_of
 from gossamer.particles.cells import Cells
-
-OLDEST = 8  # the major compute capability that kernels are compiled for
 
 
 @cache
@@ -22,11 +20,7 @@ def available(device: torch.device) -> bool:
     """Whether kernels run on a device."""
     if device.type != "cuda" or torch.version.hip or missing_packages():
         return False
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < OLDEST:
-        return False
-    compile_for(major, minor)
-    return True
+    return compiles_for(*torch.cuda.get_device_capability(device))
 
 
 def serves(cells: Cells) -> bool:

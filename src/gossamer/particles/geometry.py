@@ -6,7 +6,7 @@ Functions of arrays of numpy, jax.numpy or torch, which `xp` is; positions are l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 RUN = 32  # consecutive particles along the curve that share a bounding box: a cell
 WHOLE = 256  # particles are filled up to a multiple of it by the last one
@@ -16,6 +16,16 @@ BITS = {1: 24, 2: 15, 3: 10}  # of each axis of the curve, by the number of axes
 MARGIN = 1 + 1e-5  # of a distance between boxes over the radius: rounding never leaves out a pair
 
 Sizes = tuple[float | None, ...]  # of the box, None along an axis that is open
+
+
+class Seen(NamedTuple):
+    """The pairs of c runs of queries with K candidates each, that a step looks at."""
+
+    steps: list[Any]  # the d parts of x_candidate - x_query, (c, 32, K)
+    s: Any  # r^2
+    keep: Any  # within the radius
+    item: Any  # (c,): the runs of queries
+    place: Any  # (c, K): the candidates, by their places along the curve
 
 
 def hilbert_keys(place: list[Any], bits: int, xp: Any) -> Any:

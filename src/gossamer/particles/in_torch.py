@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from gossamer.particles.geometry import (
     MARGIN,
     RUN,
     WHOLE,
+    Seen,
     Sizes,
     gaps,
     hilbert_keys,
@@ -120,16 +121,6 @@ def _weighted(cells: Cells, law: Any, values: Tensor) -> Tensor:
     if fused_torch.serves(cells):
         return fused_torch.weighted(cells, law, values)
     return pair_sums(terms.weighted(law), cells, cells.radius, values[:, :0], values)
-
-
-class Seen(NamedTuple):
-    """The pairs of c runs of queries with K candidates each, that a step looks at."""
-
-    steps: list[Tensor]  # the d parts of x_candidate - x_query, (c, 32, K)
-    s: Tensor  # r^2
-    keep: Tensor  # within the radius
-    item: Tensor  # (c,): the runs of queries
-    place: Tensor  # (c, K): the candidates, by their places along the curve
 
 
 def walk(cells: Cells, radius: float) -> Iterator[Iterator[Seen]]:

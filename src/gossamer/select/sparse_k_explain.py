@@ -11,6 +11,7 @@ from gossamer.kernels.gated.launch import implementations
 from gossamer.kernels.gated.problem import Gate, Operands, Options
 from gossamer.kernels.launch import dtype_of
 from gossamer.kernels.row_formulas import compute_dtype
+from gossamer.plan.tabular import aligned
 from gossamer.select.sparse_k import has_kernels
 from gossamer.select.sparse_k_attention import Keep, check_call, lists_room
 
@@ -44,8 +45,7 @@ class SparseKExplanation:
 
     def __str__(self) -> str:
         """The table."""
-        size = max(len(name) for name, _ in self.rows())
-        return "\n".join(f"{name:{size}}  {value}" for name, value in self.rows())
+        return aligned(self.rows())
 
 
 def explain_sparsek(

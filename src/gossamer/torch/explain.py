@@ -20,6 +20,7 @@ from gossamer.plan.costs import costs_of
 from gossamer.plan.plan import Plan, refusals
 from gossamer.plan.problem import Problem
 from gossamer.plan.table import NAMES, load
+from gossamer.plan.tabular import aligned
 from gossamer.torch.calls import read_q_offset
 from gossamer.torch.decoding import for_one_query
 from gossamer.torch.mask_layouts import unpack
@@ -158,9 +159,7 @@ class Explanation:
         return Group(self.verdict, *self.refused, table)
 
     def __str__(self) -> str:
-        rows = self.rows()
-        width = max(len(name) for name, _ in rows)
-        return "\n".join([self.verdict, *self.refused, "", *(f"{name:<{width}}  {value}" for name, value in rows)])
+        return "\n".join([self.verdict, *self.refused, "", aligned(self.rows())])
 
     __repr__ = __str__
 

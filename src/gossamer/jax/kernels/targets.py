@@ -62,11 +62,23 @@ def target(kind: str, roles: Sequence[Role], key: tuple[Any, ...], numbers: int)
     Raises:
         RuntimeError: the process has registered as many as there can be.
     """
-    name = driver.name(kind, tuple(roles), *key)
+    of = tuple(roles)
+    return registered(driver.name(kind, of, *key), lambda: driver.function(kind, of, *key), numbers)
+
+
+def registered(name: str, make: Callable[[], Callable[..., Any]], numbers: int) -> str:
+    """The name, by which the function is registered that `make` gives: it is asked where none was.
+
+    Args:
+        numbers: as for `target`.
+
+    Raises:
+        RuntimeError: as `target` does.
+    """
     if name not in _registered:
         with _lock:
             if name not in _registered:
-                _register(name, driver.function(kind, tuple(roles), *key), numbers)
+                _register(name, make(), numbers)
     assert _registered[name] == numbers, f"{name} takes {_registered[name]} numbers, got {numbers}"
     return name
 

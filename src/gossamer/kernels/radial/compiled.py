@@ -11,6 +11,7 @@ from typing import Any
 from gossamer.kernels.hopper.store import Kernel, directory
 
 DEVICE = Path(__file__).with_name("device")  # beside `configurations`, all that kernels are made from
+OLDEST = 8  # the major compute capability that kernels are compiled for
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a")
 
 
@@ -31,10 +32,12 @@ class RadialKernel(Kernel):
 radial = RadialKernel("radial")
 
 
-def compile_for(major: int, minor: int) -> None:
-    """Compile for a device of this compute capability, if nothing else is asked for."""
-    sm = f"sm_{major}{minor}"
-    os.environ.setdefault("CUTE_DSL_ARCH", f"{sm}a" if major >= 9 else sm)
+def compiles_for(major: int, minor: int) -> bool:
+    """Whether there are kernels for a device of this compute capability; then, if nothing else is asked for, for it."""
+    if major >= OLDEST:
+        sm = f"sm_{major}{minor}"
+        os.environ.setdefault("CUTE_DSL_ARCH", f"{sm}a" if major >= 9 else sm)
+    return major >= OLDEST
 
 
 @cache

@@ -11,6 +11,7 @@ from torch import Tensor
 from gossamer.kernels.launch import dtype_of
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import Pattern
+from gossamer.plan.tabular import aligned
 from gossamer.torch.entmax.api import Save, Way
 from gossamer.torch.entmax.arguments import given
 from gossamer.torch.entmax.autograd import MEAN_LISTED, results
@@ -57,8 +58,7 @@ class EntmaxExplanation:
 
     def __str__(self) -> str:
         """The table."""
-        size = max(len(name) for name, _ in self.rows())
-        return "\n".join(f"{name:{size}}  {value}" for name, value in self.rows())
+        return aligned(self.rows())
 
 
 def explain_entmax(

@@ -16,6 +16,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
+from gossamer.kernels.hopper.device.common import Opaque
 from gossamer.kernels.radial.configurations import CLUSTER, FAN, FAR, RadialConfig
 from gossamer.kernels.radial.device.terms import TERMS, select
 
@@ -25,16 +26,6 @@ STEP = LANES // CLUSTER  # clusters that are evaluated at once
 QUEUE = 2 * LANES
 CARVEOUT = 8  # percent of the memory of a multiprocessor that is shared: the rest is cache
 BOX = 8  # numbers of a box: its centre, one more, its half widths, one more
-
-
-class Opaque:
-    """A group of values that the tracer does not thread through branches: they are fixed when it is made."""
-
-    def __extract_mlir_values__(self) -> list[Any]:
-        return []
-
-    def __new_from_mlir_values__(self, values: list[Any]) -> Any:
-        return self
 
 
 @cute.jit
