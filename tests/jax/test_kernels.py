@@ -25,6 +25,20 @@ from tests.jax import stand_in
 pytest.importorskip("jax_tvm_ffi")
 
 P = PartitionSpec
+
+
+def scattered(Q: int, K: int, each: int, long: int = 0) -> gs.Pattern:
+    """So many random keys a query, of some queries none; the first few keep nearly all."""
+    rng = np.random.default_rng(Q + each)
+    rows, columns = np.repeat(np.arange(Q), each), rng.integers(0, K, Q * each)
+    some = rows % 7 != 3
+    hubs = [np.repeat(np.arange(long), K - 5), np.tile(np.arange(K - 5), long)]
+    pairs = np.unique(np.concatenate([np.stack([rows, columns])[:, some], np.stack(hubs)], 1), axis=1)
+    return gs.CSR.from_edge_index(pairs[::-1].astype(np.int64), (K, Q))
+
+
+# 64 rows keep the same keys, which are not near each other.
+TOGETHER = gs.Predicate(lambda i, j: (37 * (i // 64) + j * j) % 11 < 2)
 CASES: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
     "window": (gs.SlidingWindow(100), (2, 300, 300, 4, 2, 64, 64), {}),
     "dense, ragged": (None, (1, 130, 333, 2, 1, 64, 32), {}),
@@ -38,8 +52,14 @@ CASES: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
     "heads": (gs.PerHead([gs.SlidingWindow(20), gs.Causal()]), (2, 300, 300, 2, 1, 64, 64), {}),
     "deterministic": (gs.SlidingWindow(200), (1, 600, 600, 2, 2, 128, 128), {"deterministic": True}),
     "offset": (gs.Causal(), (1, 200, 300, 1, 1, 64, 64), {"q_offset": 10}),
-    "gathered": (gs.Dilated(6, 3, 5), (2, 160, 160, 2, 1, 64, 64), {}),
-    "gathered, terms": (gs.Dilated(6, 3, 5), (1, 160, 160, 2, 2, 40, 64), {"key_lengths": [100], "softcap": 4.0}),
+    "gathered": (TOGETHER, (2, 320, 320, 2, 1, 64, 64), {}),
+    "gathered, terms": (TOGETHER, (1, 320, 320, 2, 2, 40, 64), {"key_lengths": [200], "softcap": 4.0}),
+    "single rows": (scattered(200, 230, 3), (2, 200, 230, 4, 2, 64, 64), {}),
+    "single rows, cut": (scattered(1000, 1500, 2, 1), (1, 1000, 1500, 2, 1, 64, 40), {"sink_logits": jnp.arange(2.0)}),
+    "single rows, terms": (scattered(120, 120, 4), (2, 120, 120, 4, 2, 40, 128),
+                           {"softcap": 5.0, "key_lengths": [100, 30], "sink_logits": jnp.arange(4.0), "scale": -0.2}),
+    "single rows of heads": (gs.PerHead([scattered(150, 150, 2), scattered(150, 150, 3)]),
+                             (2, 150, 150, 2, 1, 128, 64), {}),
     "nothing kept": (gs.Causal(), (1, 200, 100, 1, 1, 64, 64), {"q_offset": -50}),
 }  # fmt: skip
 
@@ -95,7 +115,9 @@ def test_values(name: str, calls: list[str]) -> None:
     arrays = inputs(sizes)
     found = jax.jit(both(pattern, "hopper", **terms))(*arrays)
     jax.block_until_ready(found)
-    if "gathered" in name:
+    if "single rows" in name:
+        assert calls.count("rows") == 3 and ("merge" in calls) == ("sum_parts" in calls) == ("cut" in name)
+    elif "gathered" in name:
         assert calls == ["gather", "preprocess", "gather", "gather"]
     else:
         assert "forward" in calls and ("query_gradient" in calls or "postprocess" in calls)
