@@ -41,7 +41,12 @@ def wide(x: Array) -> Array:
 def rows(key: Any, *a: Any) -> None:
     (c,) = key
     if c.direction == "forward":
-        return forward(c, *a)
+        forward(c, *a)
+    else:
+        gradients(c, *a)
+
+
+def gradients(c: Any, *a: Any) -> None:
     q, k, v, dout, terms, *rest = a
     made, rest = rest[: 2 if c.direction == "columns" else 1], rest[2 if c.direction == "columns" else 1 :]
     items, indices, *rest = rest

@@ -21,22 +21,11 @@ from gossamer.jax.arguments import arguments_of
 from gossamer.memo import forget_all
 from gossamer.plan import partition
 from tests.jax import stand_in
+from tests.jax.calls import scattered
 
 pytest.importorskip("jax_tvm_ffi")
 
 P = PartitionSpec
-
-
-def scattered(Q: int, K: int, each: int, long: int = 0) -> gs.Pattern:
-    """So many random keys a query, of some queries none; the first few keep nearly all."""
-    rng = np.random.default_rng(Q + each)
-    rows, columns = np.repeat(np.arange(Q), each), rng.integers(0, K, Q * each)
-    some = rows % 7 != 3
-    hubs = [np.repeat(np.arange(long), K - 5), np.tile(np.arange(K - 5), long)]
-    pairs = np.unique(np.concatenate([np.stack([rows, columns])[:, some], np.stack(hubs)], 1), axis=1)
-    return gs.CSR.from_edge_index(pairs[::-1].astype(np.int64), (K, Q))
-
-
 # 64 rows keep the same keys, which are not near each other.
 TOGETHER = gs.Predicate(lambda i, j: (37 * (i // 64) + j * j) % 11 < 2)
 CASES: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {

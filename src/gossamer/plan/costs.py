@@ -122,7 +122,10 @@ class DeviceCosts:
         return any(row.of == name or row.of.startswith(f"{name} ") for row in self.file.costs)
 
     def gather(self, name: str, choice: GatherChoice) -> GatherCosts:
-        """Of a gather layout; the pairs of groups of one row are their columns. Unmeasured ones are as fast as Triton's."""
+        """Of a gather layout; the pairs of groups of one row are their columns.
+
+        One that nobody measured is taken to be as fast as Triton's.
+        """
         names = f"{name} gather {choice.block_q}", f"triton gather {choice.block_q}"
         pair = self._whole(names, "pair") if choice.block_q > 1 else 0.0
         step = self._one(names, "step") if self.file.sm is not None else 0.0

@@ -63,5 +63,6 @@ def repeated(times: int, x: Array) -> Array:
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (copy, add, zero, sums_of_groups, empty_rows, combine, class_lengths, repeated)
+    function.__name__: function
+    for function in (copy, add, zero, sums_of_groups, empty_rows, combine, class_lengths, repeated)
 }

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 
 from gossamer.kernels.hopper.device.common import Opaque, within_keys
 from gossamer.kernels.hopper.device.instructions import LN2, LOG2E

@@ -112,9 +112,7 @@ class Table(Opaque):
                 self.tensor.element_type, at + self.width * line * LINE, cute.AddressSpace.gmem, assumed_align=16
             )
             source = cute.make_tensor(first, cute.make_layout((VECTOR,)))
-            if const_expr(self.config.whole):
-                cute.autovec_copy(source, to[None, line])
-            elif self.inside[line]:
+            if const_expr(self.config.whole) or self.inside[line]:
                 cute.autovec_copy(source, to[None, line])
 
     def fetch_step(self, columns: Any, to: Any) -> None:
@@ -206,4 +204,3 @@ class Score:
 def blocks_of(items: Any) -> Any:
     """Of a launch, for one copy of the items."""
     return (cute.size(items, mode=[0]) + ITEMS - 1) // ITEMS
-
