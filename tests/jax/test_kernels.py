@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import gossamer as gs
 import gossamer.jax as gsj
@@ -190,6 +190,28 @@ def test_layers(calls: list[str]) -> None:
 
     close(jax.jit(jax.grad(partial(model, attend)))(q), jax.jit(jax.grad(partial(model, plain)))(q), 2e-2)
     assert calls.count("forward") == 6 - 2 and calls.count("preprocess") == 2
+
+
+def test_jacrev_and_forward_mode(calls: list[str]) -> None:
+    """Rows of a Jacobian are copies of one backward; forward mode is refused by name."""
+    q, k, v = inputs((1, 130, 130, 2, 1, 64, 64))[:3]
+
+    def some(f: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.jacrev(lambda q: f(q, k, v)[0][0, :2, 0, :2].astype(jnp.float32))
+
+    close(some(attend)(q), some(plain)(q))
+    assert calls.count("forward") == 1 and calls.count("preprocess") == 1
+    with pytest.raises(TypeError, match='implementation="blocked"'):
+        jax.jvp(attend, (q, k, v), (q, k, v))
+
+
+def test_explicit_axes_are_refused(calls: list[str]) -> None:
+    explicit = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(explicit):
+        given = [jax.device_put(x, NamedSharding(explicit, P("x"))) for x in inputs((4, *SIZES[1:]))[:3]]
+        with pytest.raises(ValueError, match="explicit mesh axes"):
+            jax.jit(attend)(*given)
+    assert not calls
 
 
 def mesh() -> Mesh:

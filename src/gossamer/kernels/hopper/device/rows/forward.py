@@ -130,8 +130,8 @@ class ForwardRow(Opaque):
             largest = cute.arch.fmax(largest, scores[at])
         shrink = cute.math.exp2(self.state[0] - largest, fastmath=True)
         total = self.state[1] * shrink
-        for at in places(c):
-            self.total[at] = self.total[at] * shrink
+        for piece in places(c):
+            self.total[piece] = self.total[piece] * shrink
         for at in range(c.at_once):
             weight = cute.math.exp2(scores[at] - largest, fastmath=True)
             total = total + weight

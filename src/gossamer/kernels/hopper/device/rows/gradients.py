@@ -165,7 +165,7 @@ class KeyRow(Opaque):
         self.value = Table(config, a.v, item.batch, group, item.lane).read(item.row, Float32(1.0))
         self.dk, self.dv = [Table(config, x, item.batch, item.head, item.lane) for x in (dk, dv)]
         self.of_keys, self.of_values = self.dk.pieces(Float32), self.dv.pieces(Float32)
-        self.past = item.row >= within_keys(a.lengths[item.batch]) if config.lengths else None
+        self.past: Any = item.row >= within_keys(a.lengths[item.batch]) if config.lengths else None
 
     @cute.jit
     def run(self):
