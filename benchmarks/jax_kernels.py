@@ -4,7 +4,7 @@
 
 Where jax, jax-tvm-ffi and torch are installed, with a GPU of compute capability 9.0. Both read the same arrays, of
 (batch, positions, heads, size) in bfloat16; their results are compared before they are timed, in turns. A row is a line
-of JSON with the medians of some rounds of wall time, each of as many calls as take about 20 ms. `--turns`: one name
+of JSON with the medians of some rounds of wall time, each of as many calls as take about 0.1 s. `--turns`: one name
 alone, made and compiled beside other processes; FOLDER/NAME.ready says that it is, and it is timed when there is
 FOLDER/NAME.go. `--kernels`: also, by torch's profiler, what the GPU does in a call of each, and how long it waits
 between (us); and what a call takes the host.
@@ -32,7 +32,7 @@ import gossamer as gs
 import gossamer.jax as gsj
 from gossamer.testing.graphs import power_law_graph, proximity_graph, random_graph
 
-ROUNDS, SECONDS = 5, 0.02
+ROUNDS, SECONDS = 5, 0.1
 LAYERS = 100  # of calls in one program, for what a call costs
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from gossamer.kernels.hopper import compiled, missing_packages
 from gossamer.kernels.hopper.device.rows.configurations import DIRECTIONS, SIZES, RowsConfig
+from gossamer.kernels.hopper.device.rows.words import Word
+from gossamer.layouts import items
 from tests.kernels.test_hopper_compile import resources
 
 needs_compiler = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
@@ -26,6 +28,11 @@ def test_they_fit(direction: str, size: int) -> None:
 def test_every_term_compiles(direction: str) -> None:
     shares = direction == "columns"
     assert compiled.rows.object(RowsConfig(direction, "float16", 64, False, "softcap", True, shares))
+
+
+def test_items_are_read_as_they_are_written() -> None:
+    assert {word.name: word.value for word in Word} == {name: getattr(items, name) for name in Word.__members__}
+    assert len(Word) == items.ITEM
 
 
 def test_what_there_is_no_kernel_for() -> None:

@@ -32,10 +32,10 @@ from gossamer.kernels.hopper.device.row_items import ITEM
 from gossamer.kernels.hopper.device.rows.configurations import RowsConfig
 from gossamer.kernels.hopper.device.rows.forward import RowsForward
 from gossamer.kernels.hopper.device.rows.gradients import RowsColumns, RowsQuery
+from gossamer.kernels.hopper.device.rows.words import Word
 from gossamer.kernels.hopper.device.select.columns import ColumnLists
 from gossamer.kernels.hopper.device.select.configurations import SelectConfig
 from gossamer.kernels.hopper.device.select.kernel import Select
-from gossamer.layouts import items as layouts
 
 OPTIONS = "--enable-tvm-ffi"
 
@@ -180,7 +180,7 @@ def rows(config: RowsConfig) -> Entry:
     n, c, s = NUMBERS[config.dtype], config, cute.sym_int
     B, H, G, Q, K = s(), s(), s(), s(), s()
     q, k, v, dout = strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q)
-    lists, part = (compact(Int32, s(), layouts.ITEM), compact(Int32, s())), compact(Float32, s(), 1, c.size)
+    lists, part = (compact(Int32, s(), len(Word)), compact(Int32, s())), compact(Float32, s(), 1, c.size)
     lengths, numbers = compact(Int32, s()), [Int32(1)] * 4
     if c.direction == "forward":
         return Entry(

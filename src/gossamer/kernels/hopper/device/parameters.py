@@ -30,7 +30,7 @@ KINDS = {
     "merge": "out/4+ lse/3+ part_out part_lse merges sinks",
     "preprocess": "out/4 dout/4 lse/3 dlse/3 terms! dq_sum!",
     "backward": f"{_GRADIENT} dq_sum+ {_COLUMNS} {_BLOCK} part_dk! part_dv! {_END}",
-    "wide": f"{_GRADIENT} dq_sum {_COLUMNS} {_BLOCK} part_dk! part_dv! {_END}",
+    "wide": f"{_GRADIENT} dq_sum! {_COLUMNS} {_BLOCK} part_dk! part_dv! {_END}",
     "query_gradient": f"{_GRADIENT} dq/4! work {_BLOCK} part_dq! {_END}",
     "postprocess": "dq_sum dq/4!",
     "sum_parts": "result/4+ parts merges",
@@ -49,8 +49,8 @@ def parameters(kind: str, *key: Any) -> tuple[Parameter, ...]:
     text = KINDS[f"{kind} {key[0].direction}" if kind in ("gather", "rows") else kind]
     if kind == "gather" and key[0].dtype == "float32":
         text = text.replace("v/4 ", "v/4 k_halves! v_halves! powers! ", 1)
-    if (kind == "backward" and not key[0].with_dq) or (kind == "preprocess" and not key[-1]):
-        text = text.replace("dq_sum+", "dq_sum").replace("dq_sum!", "dq_sum")  # an argument that nothing reads
+    if kind == "backward" and not key[0].with_dq:
+        text = text.replace("dq_sum+", "dq_sum!")  # an argument that nothing touches: any memory will do
     return tuple(_parameter(word) for word in text.split())
 
 

@@ -20,8 +20,10 @@ from gossamer.kernels.hopper.device.rows.pieces import (
     add,
     blocks_of,
     dot,
+    pieces,
     places,
     select,
+    write,
     write_part,
 )
 
@@ -90,9 +92,8 @@ class ForwardRow(Opaque):
         group = item.head // (cute.size(a.q, mode=[1]) // cute.size(a.k, mode=[1]))
         self.keys = Table(config, a.k, item.batch, group, item.lane)
         self.values = Table(config, a.v, item.batch, group, item.lane)
-        self.result = Table(config, a.out, item.batch, item.head, item.lane)
         self.query = Table(config, a.q, item.batch, item.head, item.lane).read(item.row, self.score.of_rows)
-        self.total = self.values.pieces(Float32)
+        self.total = pieces(config)
         self.state = cute.make_rmem_tensor((2,), Float32)  # the largest score so far, and the sum of the weights
         self.end = within_keys(a.lengths[item.batch]) if config.lengths else None
 
@@ -148,7 +149,7 @@ class ForwardRow(Opaque):
         lse = select(empty, -Float32.inf, (largest + cute.math.log2(total, fastmath=True)) * LN2)
         factor = 1.0 / total
         whole = item.there & ~item.cut
-        self.result.write(item.row, whole, self.total, factor)
+        write(a.out, item, self.total, factor)
         write_part(a.part_out, item, self.total, factor)
         if item.lane == 0:
             if whole:

@@ -19,8 +19,10 @@ from gossamer.kernels.hopper.device.rows.pieces import (
     add,
     blocks_of,
     dot,
+    pieces,
     select,
     word,
+    write,
     write_part,
 )
 
@@ -116,7 +118,7 @@ class QueryRow(Opaque):
         self.query = Table(config, a.q, item.batch, item.head, item.lane).read(item.row, self.score.of_rows)
         self.dout = Table(config, a.dout, item.batch, item.head, item.lane).read(item.row, Float32(1.0))
         self.lse, self.delta = [a.terms[at, item.batch, item.head, item.row] for at in range(2)]
-        self.total = self.keys.pieces(Float32)
+        self.total = pieces(config)
         self.end = within_keys(a.lengths[item.batch]) if config.lengths else None
 
     @cute.jit
@@ -131,8 +133,7 @@ class QueryRow(Opaque):
             self.values.fetch_step(columns, values)
             self.add(step, columns, keys, values)
         (dq,), (part,) = a.made, a.parts
-        made = Table(self.config, dq, item.batch, item.head, item.lane)
-        made.write(item.row, item.there & ~item.cut, self.total, a.scale)
+        write(dq, item, self.total, a.scale)
         write_part(part, item, self.total, Float32(1.0))
 
     def add(self, step: Any, columns: Any, keys: Any, values: Any) -> None:
@@ -155,7 +156,7 @@ class KeyRow(Opaque):
 
     def __init__(self, config: RowsConfig, arguments: Arguments, item: Item) -> None:
         a = arguments
-        (dk, dv), group = a.made, item.head
+        dk, _ = a.made
         self.config, self.arguments, self.item = config, a, item
         self.score = Score(config, a.before, a.exponent)
         heads = cute.size(dk, mode=[1])
@@ -163,8 +164,7 @@ class KeyRow(Opaque):
         group = item.head // (heads // cute.size(a.k, mode=[1]))
         self.key = Table(config, a.k, item.batch, group, item.lane).read(item.row, self.score.of_rows)
         self.value = Table(config, a.v, item.batch, group, item.lane).read(item.row, Float32(1.0))
-        self.dk, self.dv = [Table(config, x, item.batch, item.head, item.lane) for x in (dk, dv)]
-        self.of_keys, self.of_values = self.dk.pieces(Float32), self.dv.pieces(Float32)
+        self.of_keys, self.of_values = pieces(config), pieces(config)
         self.past: Any = item.row >= within_keys(a.lengths[item.batch]) if config.lengths else None
 
     @cute.jit
@@ -174,10 +174,9 @@ class KeyRow(Opaque):
         columns = item.columns()
         for member in cutlass.range(self.members, unroll=1):
             self.of_head(item.head * self.members + member, columns)
-        part_of_keys, part_of_values = a.parts
-        whole = item.there & ~item.cut
-        self.dk.write(item.row, whole, self.of_keys, a.scale)
-        self.dv.write(item.row, whole, self.of_values, Float32(1.0))
+        (dk, dv), (part_of_keys, part_of_values) = a.made, a.parts
+        write(dk, item, self.of_keys, a.scale)
+        write(dv, item, self.of_values, Float32(1.0))
         write_part(part_of_keys, item, self.of_keys, Float32(1.0))
         write_part(part_of_values, item, self.of_values, Float32(1.0))
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from gossamer.kernels.hopper.device.backward.around import VECTOR, move
 from gossamer.kernels.hopper.device.common import Opaque
 from gossamer.kernels.hopper.device.instructions import LOG2E, assembly
 from gossamer.kernels.hopper.device.rows.configurations import ITEMS, LANES, WARPS, RowsConfig
-from gossamer.layouts.items import BEGIN, END, LEAD, PART, SLOT, TILE
+from gossamer.kernels.hopper.device.rows.words import Word
 
 LINE = LANES * VECTOR  # numbers of a row that lie together
 THREADS = 32 * WARPS
@@ -44,16 +44,16 @@ class Item(Opaque):
         last = cute.size(items, mode=[0]) - 1
         self.there = place <= last
         place = cutlass.min(place, last)
-        lead = items[place, LEAD]
+        lead = items[place, Word.LEAD]
         # Lists that batch elements or heads share have copies of their items; the others say whose they are.
         self.batch = lead // lead_heads + copy // copy_heads
         self.head = lead % lead_heads + copy % copy_heads
-        self.row, self.part = items[place, TILE], items[place, PART]
-        slot = items[place, SLOT]
+        self.row = items[place, Word.TILE]
+        slot = items[place, Word.SLOT]
         self.cut = slot >= 0
         self.slot = slot + copy * slots
-        self.begin = items[place, BEGIN]
-        self.count = select(self.there, items[place, END] - self.begin, Int32(0))
+        self.begin = items[place, Word.BEGIN]
+        self.count = select(self.there, items[place, Word.END] - self.begin, Int32(0))
         self.last = cutlass.max(self.begin + self.count - 1, Int32(0))
 
     def steps(self) -> Any:
@@ -81,7 +81,6 @@ class Table(Opaque):
 
     def __init__(self, config: RowsConfig, tensor: cute.Tensor, batch: Any, head: Any, lane: Any) -> None:
         self.config, self.tensor, self.lane = config, tensor, lane
-        self.batch, self.head = batch, head
         strides = tensor.stride
         self.width = tensor.element_type.width // 8
         offset = Int64(batch) * strides[0] + Int64(head) * strides[1] + Int64(lane * VECTOR)
@@ -89,12 +88,6 @@ class Table(Opaque):
         self.stride = Int32(self.width * strides[2])  # in bytes
         columns = cute.size(tensor, mode=[3])
         self.inside = [lane * VECTOR + line * LINE < columns for line in range(config.lines)]
-
-    def pieces(self, dtype: Any = None) -> Any:
-        """Registers for the pieces of a row, zeros."""
-        found = cute.make_rmem_tensor((VECTOR, self.config.lines), dtype or self.tensor.element_type)
-        found.fill(0.0)
-        return found
 
     def of_step(self) -> Any:
         """Registers for the pieces of the rows of a step, zeros."""
@@ -122,23 +115,24 @@ class Table(Opaque):
 
     def read(self, row: Any, factor: Any) -> Any:
         """A row times a number, in float32."""
-        raw, found = self.pieces(), self.pieces(Float32)
+        raw, found = pieces(self.config, self.tensor.element_type), pieces(self.config)
         self.fetch(row, raw)
         for at in places(self.config):
             found[at] = Float32(raw[at]) * factor
         return found
 
-    @cute.jit
-    def write(self, row: Int32, there: Boolean, values: cute.Tensor, factor: Float32):
-        """Store float32 numbers times a factor, where `there`."""
-        if there:
-            packed = cute.make_rmem_tensor((VECTOR, self.config.lines), self.tensor.element_type)
-            for at in places(self.config):
-                packed[at] = self.tensor.element_type(values[at] * factor)
-            for line in cutlass.range_constexpr(self.config.lines):
-                chunk = self.lane + line * LANES
-                if chunk * VECTOR < cute.size(self.tensor, mode=[3]):
-                    move(self.tensor[self.batch, self.head, row, None], chunk, packed[None, line], True)
+
+@cute.jit
+def write(to: cute.Tensor, item: Item, values: cute.Tensor, factor: Float32):
+    """Store the float32 numbers of a whole row times a factor: `to` is (B, heads, rows, columns)."""
+    if item.there & ~item.cut:
+        packed = cute.make_rmem_tensor((VECTOR, item.config.lines), to.element_type)
+        for at in places(item.config):
+            packed[at] = to.element_type(values[at] * factor)
+        for line in cutlass.range_constexpr(item.config.lines):
+            chunk = item.lane + line * LANES
+            if chunk * VECTOR < cute.size(to, mode=[3]):
+                move(to[item.batch, item.head, item.row, None], chunk, packed[None, line], True)
 
 
 def word(dtype: Any, start: Int64, at: Int32) -> Any:
@@ -146,6 +140,13 @@ def word(dtype: Any, start: Int64, at: Int32) -> Any:
     letter = "f" if dtype is Float32 else "s"
     code = f"{{ .reg .b64 a; mad.wide.s32 a, $1, 4, $2; ld.global.nc.{letter}32 $0, [a]; }}"
     return assembly(dtype, code, Int32(at), Int64(start), effects=False)
+
+
+def pieces(config: RowsConfig, dtype: Any = Float32) -> Any:
+    """Registers for the pieces of a row, zeros."""
+    found = cute.make_rmem_tensor((VECTOR, config.lines), dtype)
+    found.fill(0.0)
+    return found
 
 
 def places(config: RowsConfig) -> list[tuple[int, int]]:
