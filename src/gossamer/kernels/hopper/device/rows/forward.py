@@ -39,7 +39,7 @@ class Arguments(NamedTuple):
     out: Any  # (B, H, Q, E)
     lse: Any  # (B, H, Q)
     items: Any  # (n, ITEM): `layouts.items`
-    indices: Any
+    indices: cute.Tensor
     sinks: Any  # (H,)
     part_out: Any  # (slots, 1, size)
     part_lse: Any  # (slots, 1)

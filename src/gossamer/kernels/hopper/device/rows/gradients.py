@@ -37,7 +37,7 @@ class Arguments(NamedTuple):
     terms: Any  # (2, B, H, padded Q): lse in base 2, delta
     made: Any
     items: Any  # (n, ITEM): `layouts.items`
-    indices: Any
+    indices: cute.Tensor
     parts: Any  # (slots, 1, size)
     lengths: Any  # (B,)
     before: Any
