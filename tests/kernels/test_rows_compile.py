@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gossamer.kernels.hopper import compiled, missing_packages
-from gossamer.kernels.hopper.device.rows.configurations import DIRECTIONS, SIZES, RowsConfig
+from gossamer.kernels.hopper.device.rows.configurations import DIRECTIONS, SIZES, WARPS, RowsConfig
 from gossamer.kernels.hopper.device.rows.words import Word
 from gossamer.layouts import items
 from tests.kernels.test_hopper_compile import resources
@@ -20,7 +20,7 @@ STACK = 64  # bytes of a thread: pointers that wait for the end, nothing of a lo
 def test_they_fit(direction: str, size: int) -> None:
     config = RowsConfig(direction, "bfloat16", size, True)
     registers, stack = resources(compiled.rows.object(config))
-    assert max(registers) * 128 * config.blocks <= 65536 and max(stack) <= STACK
+    assert max(registers) * 32 * WARPS * config.blocks <= 65536 and max(stack) <= STACK
 
 
 @needs_compiler

@@ -124,9 +124,9 @@ class DeviceCosts:
     def gather(self, name: str, choice: GatherChoice) -> GatherCosts:
         """Of a gather layout; the pairs of groups of one row are their columns.
 
-        One that nobody measured is taken to be as fast as Triton's.
+        Those of `hopper` are taken to be as fast as Triton's.
         """
-        names = f"{name} gather {choice.block_q}", f"triton gather {choice.block_q}"
+        names = f"{name} gather {choice.block_q}", *([f"triton gather {choice.block_q}"] * (name == "hopper"))
         pair = self._whole(names, "pair") if choice.block_q > 1 else 0.0
         step = self._one(names, "step") if self.file.sm is not None else 0.0
         return GatherCosts(choice, pair, self._whole(names, "column"), self._whole(names, "row"), step)

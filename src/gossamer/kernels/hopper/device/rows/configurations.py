@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LANES = 8  # of a warp that share a row: 128 bytes of it at a time
-WARPS = 4
+WARPS = 1  # of a block: what ends early gives its place to others
 SIZES = (64, 128)
 DIRECTIONS = ("forward", "query", "columns")
 ITEMS = WARPS * 32 // LANES  # of a block, each a row and some of its columns
@@ -37,6 +37,11 @@ class RowsConfig:
         return self.size // 64
 
     @property
+    def once(self) -> bool:
+        """Whether rows that are read or written once leave the caches first."""
+        return self.whole and not self.shares
+
+    @property
     def at_once(self) -> int:
         """Columns whose rows are loaded before the first of them is used."""
         return 2 if self.size == 128 and self.direction != "forward" else 4
@@ -44,6 +49,6 @@ class RowsConfig:
     @property
     def blocks(self) -> int:
         """Of a multiprocessor at least, which bounds the registers of a thread."""
-        if self.size == 64:
-            return 5 if self.direction == "forward" else 4
-        return 3 if self.direction == "columns" else 4
+        # Measured: they wait for memory, so that more warps gain until registers do not hold what a step loads.
+        of_64, of_128 = {"forward": (24, 16), "query": (20, 16), "columns": (16, 12)}[self.direction]
+        return of_64 if self.size == 64 else of_128
