@@ -293,6 +293,14 @@ def plan_of(plan: Any, q: Any, k: Any, v: Any, **terms: Any) -> Any:
     return plans.plan_of(plan, asked_of(a, None))
 
 
+def test_what_is_said_of_single_rows(calls: list[str]) -> None:
+    pattern, sizes, _ = CASES["single rows"]
+    q, k, v, _ = inputs(sizes)
+    said = gsj.explain(q, k, v, pattern)
+    assert said.kernels == ("rows", "preprocess", "rows", "rows") and said.tile == (1, 1)
+    assert said.tiles == pattern.materialize(200, 230).sum() and "hopper, compiled kernels" in str(said)
+
+
 def test_export(calls: list[str]) -> None:
     """A program holds the names of kernels, which the process that reads it has registered."""
     arrays = inputs(SIZES)[:3]
