@@ -37,11 +37,6 @@ class RowsConfig:
         return self.size // 64
 
     @property
-    def once(self) -> bool:
-        """Whether rows that are read or written once leave the caches first."""
-        return self.whole and not self.shares
-
-    @property
     def at_once(self) -> int:
         """Columns whose rows are loaded before the first of them is used."""
         return 2 if self.size == 128 and self.direction != "forward" else 4

@@ -20,13 +20,6 @@ from gossamer.kernels.hopper.device.rows.words import Word
 LINE = LANES * VECTOR  # numbers of a row that lie together
 THREADS = 32 * WARPS
 CARVEOUT = 8  # percent of the memory of a multiprocessor that is shared: the rest is cache
-# An access of 8 bytes after which they leave the caches first: keys and values stay.
-ONCE = "{{ .reg .b64 p; createpolicy.fractional.L2::evict_first.b64 p, 1.0; {} }}"
-
-
-def place(line: int, half: int) -> int:
-    """Bytes from a lane's first piece of a row, of 16 bits, to half a piece."""
-    return 2 * LINE * line + VECTOR * half
 
 
 @cute.jit
@@ -127,16 +120,7 @@ class Table(Opaque):
     def read(self, row: Any, factor: Any) -> Any:
         """A row times a number, in float32."""
         raw, found = pieces(self.config, self.tensor.element_type), pieces(self.config)
-        if self.config.once:
-            halves, at = cute.recast_tensor(raw, Int64), self.address(row)
-            for line in range(self.config.lines):
-                for half in range(2):
-                    code = ONCE.format(
-                        f"ld.global.L1::evict_first.L2::cache_hint.b64 $0, [$1 + {place(line, half)}], p;"
-                    )
-                    halves[half, line] = assembly(Int64, code, at, effects=False)
-        else:
-            self.fetch(row, raw)
+        self.fetch(row, raw)
         for at in places(self.config):
             found[at] = Float32(raw[at]) * factor
         return found
@@ -149,26 +133,10 @@ def write(to: cute.Tensor, item: Item, values: cute.Tensor, factor: Float32):
         packed = cute.make_rmem_tensor((VECTOR, item.config.lines), to.element_type)
         for at in places(item.config):
             packed[at] = to.element_type(values[at] * factor)
-        if const_expr(item.config.once):
-            at = Table(item.config, to, item.batch, item.head, item.lane).address(item.row)
-            halves = cute.recast_tensor(packed, Int64)
-            for line in cutlass.range_constexpr(item.config.lines):
-                for half in cutlass.range_constexpr(2):
-                    code = ONCE.format(
-                        f"st.global.L1::evict_first.L2::cache_hint.b64 [$0 + {place(line, half)}], $1, p;"
-                    )
-                    assembly(None, code, at, halves[half, line])
-        else:
-            write_pieces(to, item, packed)
-
-
-@cute.jit
-def write_pieces(to: cute.Tensor, item: Item, packed: cute.Tensor):
-    """Store what of a row is inside of the array."""
-    for line in cutlass.range_constexpr(item.config.lines):
-        chunk = item.lane + line * LANES
-        if chunk * VECTOR < cute.size(to, mode=[3]):
-            move(to[item.batch, item.head, item.row, None], chunk, packed[None, line], True)
+        for line in cutlass.range_constexpr(item.config.lines):
+            chunk = item.lane + line * LANES
+            if chunk * VECTOR < cute.size(to, mode=[3]):
+                move(to[item.batch, item.head, item.row, None], chunk, packed[None, line], True)
 
 
 def word(dtype: Any, start: Int64, at: Int32) -> Any:
