@@ -160,7 +160,7 @@ for kind, D, block in (("bf16", 128, 64), ("fp16", 256, 128), ("fp32", 80, 128))
     sizes = {"kind": kind, "BLOCK": block, "D": D, "DP": 1 << (D - 1).bit_length()}
     made(score_kernels.mean_kernel, 4, TIMES=2, **sizes)
     made(score_kernels.extremes_kernel, 4, **sizes)
-    made(score_kernels.mean_score_kernel, 4, CAUSAL=True, PART=16, ROWS=64, COLUMNS=64, **sizes)
+    made(score_kernels.mean_score_kernel, 4, CAUSAL=True, PART=16, ROWS=64, COLUMNS=64, PRECISION="ieee", **sizes)
     sizes |= {"WHOLE": kind != "fp32", "PART": 16, "COLUMNS": 128 if D == 128 else 64}
     made(score_kernels.bound_kernel, block // 16, TIMES=2, CAUSAL=True, **sizes)
 for columns, held, warps in ((512, 64, 1), (16384, 2048, 16)):
