@@ -83,7 +83,7 @@ if INTERPRETING:
     @pytest.fixture(autouse=True)
     def small(monkeypatch: pytest.MonkeyPatch) -> None:
         """Several tiles, chunks, lists and prefixes of few keys."""
-        for name, number in {"NODE": 8, "BUCKETS": 8, "LEAST": 16, "BLOCK": 16, "LANES": 4}.items():
+        for name, number in {"NODE": 4, "CHUNK": 8, "EDGES": 8, "LEAST": 16, "BLOCK": 16, "LANES": 4}.items():
             monkeypatch.setattr(prefixes, name, number)
         for name, number in {"RANGE": 64, "CHUNK": 32, "STREAMED": 16, "PLACES": 16}.items():
             monkeypatch.setattr(triton_calls, name, number)
