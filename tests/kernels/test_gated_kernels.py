@@ -100,6 +100,8 @@ if INTERPRETING:
             u = torch.tensor([scores(draw, N) for _ in range(2)])
             if draw.random() < 0.2:
                 u[0, N // 2] = torch.nan
+            if draw.random() < 0.2:
+                u[1, torch.rand(N) < 0.2] = torch.inf
             check_thresholds(u, min(N, draw.choice([1, 2, 5, N // 2 + 1, N])), monkeypatch)
 
     @pytest.mark.parametrize("part", range(2))

@@ -131,7 +131,7 @@ def test_what_is_always_kept_is_before_what_is_not_finite() -> None:
 @interprets
 def test_many_blocks_and_long_lists() -> None:
     g = torch.Generator().manual_seed(0)
-    q, k = (torch.randint(-2, 3, (1, 1, N, 2), generator=g).float() for N in (70, 64 * 1100))
+    q, k = (torch.randint(-2, 3, (1, 1, N, 2), generator=g).float() for N in (70, 64 * 2100))
     for topk in (1024, 100):
         check(q, k, {"causal": False, "topk": topk, "scale": 0.25}, exact=True)
 
