@@ -1,10 +1,10 @@
 """Where walks start: exact sums over the keys before a step, at some of their scores: kernels.
 
-The threshold never falls, so that in the second half of a prefix no score matters under v - 1, of the (k + 1)-th largest
-score v of the first half. The places from there on are cut into EDGES ranges of equally many: a point x is the score at
-which one begins, v - 1 the first. With the sums over keys before the step of those over x, and of those over x + 1,
-f(x) = sum clip(u - x, 0, 1) follows. Scores are integers in equal steps, which are added modulo 2^64: the sums that are
-used are smaller. They are in a table for each chunk of steps; the nodes of a chunk add its keys to that.
+The threshold never falls, so that in the second half of a prefix no score matters under v - 1, of the (k + 1)-th
+largest score v of the first half. The places from there on are cut into EDGES ranges of equally many: a point x is the
+score at which one begins, v - 1 the first. With the sums over keys before the step of those over x, and of those over
+x + 1, f(x) = sum clip(u - x, 0, 1) follows. Scores are integers in equal steps, which are added modulo 2^64: the sums
+that are used are smaller. They are in a table for each chunk of steps; the nodes of a chunk add its keys to that.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ def _before(some):
 
 @triton.jit
 def find_starts(
-    u_ptr, scores_ptr, place_ptr, counts_ptr, sums_ptr, begin_ptr, entering_ptr, starts_ptr, sum_ptr, N, least, nodes, k,
-    ONE: tl.constexpr, CHUNK: tl.constexpr, NODE: tl.constexpr, EDGES: tl.constexpr,
+    u_ptr, scores_ptr, place_ptr, counts_ptr, sums_ptr, begin_ptr, entering_ptr, starts_ptr, sum_ptr, N, least, nodes,
+    k, ONE: tl.constexpr, CHUNK: tl.constexpr, NODE: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """Of each node of chunk program 0 the last point at which a walk may begin: where more than k is kept.
 

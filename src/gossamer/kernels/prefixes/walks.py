@@ -107,7 +107,7 @@ def walk_largest(
     node = tl.program_id(0) * LANES + tl.arange(0, LANES)
     runs = node < nodes
     node = tl.where(runs, node, 0)
-    prefix, length = _prefixes_of(node, NODE, least, N)
+    prefix, _ = _prefixes_of(node, NODE, least, N)
     base = (prefix * rows + row) * N
     at, each = row * nodes + node, rows * nodes
     least_kept = tl.load(starts_ptr + 4 * each + at)
@@ -147,6 +147,4 @@ def walk_both(
             NODE, LANES,
         )  # fmt: skip
     else:
-        walk_largest(
-            keys_ptr, place_ptr, absent_ptr, starts_ptr, last_ptr, N, least, nodes, k, NODE, LANES
-        )
+        walk_largest(keys_ptr, place_ptr, absent_ptr, starts_ptr, last_ptr, N, least, nodes, k, NODE, LANES)

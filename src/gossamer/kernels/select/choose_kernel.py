@@ -22,7 +22,7 @@ def _ordered(x):
 
 @triton.jit
 def _threshold(key, others, wanted, room):
-    """(some number, how many keys of others are not below it): at least `wanted`, and at most `room` if one has that."""
+    """(a number, how many keys of others are not below it): at least `wanted`, at most `room` where one has so few."""
     low = tl.min(tl.where(others, key, MOST), 0)
     behind = tl.max(tl.where(others, key, LEAST), 0) + 1
     found = _number(others)
