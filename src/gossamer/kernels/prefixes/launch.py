@@ -113,7 +113,8 @@ def kept(p: Prefixes) -> Kept:
     """`thresholds` and `last_largest`."""
     (rows, N), nodes = p.u.shape, p.starts.shape[2]
     tau, last = torch.empty_like(p.u), torch.full_like(p.place, N - 1)
-    walks.walk_both[(triton.cdiv(nodes, LANES), rows, 2)](
+    grid = (triton.cdiv(nodes, LANES), rows, 2)
+    walks.walk_both[grid](
         p.u, p.keys, p.scores, p.place, p.absent, p.starts, p.sum, tau, last, N, LEAST, nodes, p.k, ONE=p.one,
         NODE=NODE, LANES=LANES, num_warps=1,
     )  # fmt: skip
