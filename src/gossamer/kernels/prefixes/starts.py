@@ -214,38 +214,33 @@ def find_starts(
     value = steps_of(tl.where(key_place >= begin, score, 0.0), ONE)
 
     total = _at(over_x, edge, 0) + _before((key_place >= begin).to(tl.int32))
-    leaving = tl.zeros_like(total)
-    entering, inside, kept = leaving, leaving, leaving.to(tl.int64)
-    e, goes = first, True
-    while goes:
+    node = chunk * (CHUNK // NODE) + tl.arange(0, CHUNK // NODE)
+    there, each, zeros = node < nodes, rows * nodes, tl.zeros_like(node)
+    starts_ptr += row * nodes + node
+    tl.store(starts_ptr + 3 * each, total, mask=there)
+    # What is right at a point is overwritten by what is right at a later one, by the same threads.
+    e, behind = first, EDGES
+    while e < behind:
         low = edge_places(e, begin, length, EDGES)
         high = tl.load(entering_ptr + e)
         interior = (key_place >= low) & (key_place < high)
         added = tl.where(interior, value, tl.where(key_place >= high, one, 0))
-        c = _at(C, edge, e) + _before(interior.to(tl.int32))
-        s = _at(S, edge, e) + _before(added)
+        inside = _at(C, edge, e) + _before(interior.to(tl.int32))
+        kept = _at(S, edge, e) + _before(added)
         point = steps_of(tl.load(scores_ptr + low, mask=low < length, other=0.0), ONE)
-        later = (e == first) | (s - c * point - k * one > 0)
-        leaving, entering = tl.where(later, low, leaving), tl.where(later, high, entering)
-        inside, kept = tl.where(later, c, inside), tl.where(later, s, kept)
+        later = there & ((zeros + e == first) | (kept - inside * point - k * one > 0))
+        tl.store(starts_ptr, zeros + low, mask=later)
+        tl.store(starts_ptr + each, zeros + high, mask=later)
+        tl.store(starts_ptr + 2 * each, inside, mask=later)
+        tl.store(sum_ptr + row * nodes + node, kept, mask=later)
         e += 1
-        goes = (tl.sum(later.to(tl.int32), 0) > 0) & (e < EDGES)
-    top, top_count = leaving, total
-    e, goes = top_first, True
-    while goes:
+        behind = tl.where(tl.sum(later.to(tl.int32), 0) > 0, EDGES, 0)
+    e, behind = top_first, EDGES
+    while e < behind:
         low = edge_places(e, begin, length, EDGES)
         count = _at(over_x, edge, e) + _before((key_place >= low).to(tl.int32))
-        later = (e == top_first) | (count >= k)
-        top, top_count = tl.where(later, low, top), tl.where(later, count, top_count)
+        later = there & ((zeros + e == top_first) | (count >= k))
+        tl.store(starts_ptr + 4 * each, zeros + low, mask=later)
+        tl.store(starts_ptr + 5 * each, count, mask=later)
         e += 1
-        goes = (tl.sum(later.to(tl.int32), 0) > 0) & (e < EDGES)
-
-    node = chunk * (CHUNK // NODE) + tl.arange(0, CHUNK // NODE)
-    there, at, each = node < nodes, row * nodes + node, rows * nodes
-    tl.store(starts_ptr + at, leaving, mask=there)
-    tl.store(starts_ptr + each + at, entering, mask=there)
-    tl.store(starts_ptr + 2 * each + at, inside, mask=there)
-    tl.store(starts_ptr + 3 * each + at, total, mask=there)
-    tl.store(starts_ptr + 4 * each + at, top, mask=there)
-    tl.store(starts_ptr + 5 * each + at, top_count, mask=there)
-    tl.store(sum_ptr + at, kept, mask=there)
+        behind = tl.where(tl.sum(later.to(tl.int32), 0) > 0, EDGES, 0)
