@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -52,20 +53,29 @@ def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
 
     (B, H, N, _), E = x.q.shape, x.v.shape[3]
     q, k, v = (_readable(t) for t in (x.q, x.k, x.v))
-    u, tau, last = (t.contiguous().flatten(0, 1) for t in (x.u, x.tau, x.last))
-    of_tiles = triton_calls.lists(x.last.contiguous(), o, TILE, triton_calls.live_keys(x.last.contiguous(), o))
+    u, tau, last = (_aligned(t.contiguous()) for t in (x.u, x.tau, x.last))
+    of_tiles = triton_calls.lists(last, o, TILE, triton_calls.live_keys(last, o))
     out, lse = x.q.new_empty(B, H, N, E), x.u.new_empty(B, H, N)
     items = B * H * of_tiles.keys.shape[1]
-    processors = torch.cuda.get_device_properties(x.q.device).multi_processor_count
     compiled.gated(config(x, o))(
-        q, k, v, out, lse, u, tau, last, of_tiles.keys, of_tiles.counts, u.new_zeros(1, dtype=torch.int32),
-        o.scale * LOG2E, o.window, items, min(items, processors),
+        q, k, v, out, lse, *(t.flatten(0, 1) for t in (u, tau, last)), of_tiles.keys, of_tiles.counts, u.new_zeros(1, dtype=torch.int32),
+        o.scale * LOG2E, o.window, items, min(items, processors(x.q.device)),
     )  # fmt: skip
     return out, lse
+
+
+@lru_cache
+def processors(device: torch.device) -> int:
+    """Of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _readable(x: Tensor) -> Tensor:
     """The tensor itself if TMA reads it and its rows can be gathered, else a copy."""
     *lead, last = x.stride()
-    able = last == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % STEP == 0 for s in lead)
-    return x if able and x.stride(2) < LARGEST_ROW_STRIDE else x.contiguous()
+    able = last == 1 and all(s > 0 and s % STEP == 0 for s in lead) and x.stride(2) < LARGEST_ROW_STRIDE
+    return _aligned(x if able else x.contiguous())

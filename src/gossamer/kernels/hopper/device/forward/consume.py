@@ -342,7 +342,7 @@ class Consumer(Opaque):
     @cute.jit
     def wait_v(self, place):
         """Wait for V of a step, unless K of the step after it, which was waited for, shows that it is there."""
-        if const_expr(not self.mask.with_keys):
+        if const_expr(not self.mask.with_values):
             self.v_ring.wait_full(*place)
 
     @cute.jit

@@ -22,6 +22,8 @@ class GatedConfig:
     hold: int = Hold.FIRST_ROW
     serving: int = 40
     early: bool = False
+    tiles: bool = False
+    tail: bool = False
 
     block_q = block_kv = step = TILE
     q_stages = 2

@@ -59,11 +59,13 @@ class GatedSoftmax(Softmax):
     @cute.jit
     def convert(self, powers, half: cutlass.Constexpr = None):
         """P in 16 bits, times the gates of a step that has any."""
-        if const_expr(half is not None or not self.block.config.gated):
+        if const_expr(not self.block.config.gated):
             Softmax.convert(self, powers, half)
         else:  # noqa: PLR5501
             if self.slot[0] >= 0:
                 packed = cute.recast_tensor(self.p, Int32)
+                if const_expr(half is not None):
+                    packed.fill(0)
                 u = self.u + self.slot[0] * (4 * TILE)
                 for j in cutlass.range_constexpr(cute.size(powers) // 4):
                     pair = assembly(Int64, f"ld.shared.b64 $0, [$1 + {32 * j}];", Int32(u))
@@ -76,7 +78,7 @@ class GatedSoftmax(Softmax):
                                 powers[i], powers[i + 1], pair, self.tau[r], self.p.element_type
                             )
             else:
-                instructions.convert(powers, self.p)
+                Softmax.convert(self, powers, half)
 
 
 def gated_pair(a: Any, b: Any, u: Any, tau: Any, dtype: type) -> Any:
@@ -97,6 +99,7 @@ class GatedMask(Opaque):
     def __init__(self, block: GatedBlock, thread: Thread, softmax: GatedSoftmax) -> None:
         self.block, self.arguments, self.config, self.thread = block, block.arguments, block.config, thread
         self.item, self.k, self.softmax = block.items.item, block.k, softmax
+        self.with_values = not block.config.tiles
         self.rows = cute.size(block.arguments.tau, mode=[1])
         self.fetched = one()
         self.fetched.fill(0)
@@ -174,7 +177,7 @@ class GatedMask(Opaque):
         """The packed mask of a list's step: which of its keys the rows `row` and eight behind keep."""
         _, keys, lasts = self.block.s_terms
         words.fill(0)
-        for j in cutlass.range_constexpr(TILE // 8):
+        for j in cutlass.range_constexpr(4 * cute.size(words, mode=[1])):
             for c in cutlass.range_constexpr(2):
                 place = 8 * j + self.thread.quad + c
                 key, last = keys[place, self.softmax.slot[0]], lasts[place, self.softmax.slot[0]]
@@ -209,7 +212,13 @@ class GatedMask(Opaque):
             consumer.step("live", buffer, kv, first, i)
             kv += 1
         for i in cutlass.range(done if done > whole else whole, count, unroll=1):
-            consumer.step("bits", buffer, kv, row, i)
+            if const_expr(self.config.tail):
+                if item[GatedItem.LISTED, stage] - (i - window) * TILE <= TILE // 2:
+                    consumer.step("bits", buffer, kv, row, i, int(Half.LEFT))
+                else:
+                    consumer.step("bits", buffer, kv, row, i)
+            else:
+                consumer.step("bits", buffer, kv, row, i)
             kv += 1
         return kv
 

@@ -47,7 +47,8 @@ class Gated(Shell):
         """As in `GatedArguments`."""
         size = self.config.size
         arguments = GatedArguments(
-            q=tma(q, ROWS, size), out=tma(out, ROWS, size, store=True), k=k, v=v, lse=lse, u=u, tau=tau, last=last,
+            q=tma(q, ROWS, size), out=tma(out, ROWS, size, store=True),
+            near_k=tma(k, TILE, size), near_v=tma(v, TILE, size), k=k, v=v, lse=lse, u=u, tau=tau, last=last,
             lists=lists, counts=counts, tile_counter=tile_counter, exponent=exponent, window=window, items=items,
         )  # fmt: skip
         self.launch(arguments, blocks, stream)
