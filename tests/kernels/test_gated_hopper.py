@@ -15,6 +15,7 @@ from gossamer.kernels.gated import chunks, hopper_calls, triton_calls
 from gossamer.kernels.gated.problem import Operands, Options
 from gossamer.kernels.hopper import compiled, missing_packages
 from gossamer.kernels.hopper.device.gated.configurations import GatedConfig
+from gossamer.select import sparse_k_attention
 from tests.kernels.test_gated_kernels import operands, wide
 from tests.kernels.test_hopper_compile import resources
 
@@ -48,7 +49,6 @@ def test_reasons() -> None:
     assert "multiples of 8 up to 128" in refused((1, 1, 1, 1, 30, 64, 136))
     assert "no gate 'kv'" in refused(gate="kv")
     assert "the scale is positive" in refused(scale=0.0)
-    assert "how many keys live" in refused(keep="support", sizes=(1, 1, 1, 1, 300, 64, 64))
     with pytest.raises(ValueError, match="no kernel of gated attention as"):
         GatedConfig("bfloat16", 96, True)
     with pytest.raises(ValueError, match="bytes of shared memory"):
@@ -61,7 +61,8 @@ def test_a_call_passes_what_its_kernel_takes(monkeypatch: pytest.MonkeyPatch) ->
 
     given: list[Any] = []
     monkeypatch.setattr(compiled, "gated", lambda config: lambda *arguments: given.extend((config, *arguments)))
-    monkeypatch.setattr(triton_calls, "live_keys", lambda last, o: None)
+    every = triton_calls.Lists(torch.zeros(2, 1, 300, dtype=torch.int32), torch.zeros(2, 1, 1, dtype=torch.int32), 300)
+    monkeypatch.setattr(triton_calls, "live_keys", lambda last, o: every)
     monkeypatch.setattr(hopper_calls, "processors", lambda device: 132)
     x, o = call(transposed=True)
     tiles = triton_calls.Lists(torch.zeros(2, 3, 148, dtype=torch.int32), torch.zeros(2, 3, 2, dtype=torch.int32), 128)
@@ -94,10 +95,12 @@ def test_kernels_compile(size: int, gated: bool) -> None:
 @pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
 class TestOnGpu:
     @pytest.mark.parametrize("part", range(4))
-    def test_numbers(self, part: int) -> None:
+    def test_numbers(self, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
         draw = random.Random(part)
         torch.manual_seed(part)
         for _ in range(10):
+            # Lists that hold what lives, and lists that do not.
+            monkeypatch.setattr(sparse_k_attention, "SUPPORT", draw.choice([1, 4]))
             H, G = draw.choice([(1, 1), (4, 2), (6, 2), (3, 3)])
             N = draw.choice([1, 5, 63, 64, 65, 127, 128, 129, 255, 300, 513, 1000, 1500, 3000])
             D, E = draw.choice([(128, 128), (128, 128), (64, 64), (40, 96), (8, 16), (128, 64), (96, 128)])
@@ -107,7 +110,8 @@ class TestOnGpu:
                     draw.choice([torch.bfloat16, torch.float16]), "cuda", draw.choice([0.0, 1e-3, 1e-2, -1e-2]),
                     draw.random() < 0.3, k_keep=draw.choice([1, 7, 100, 128, 200, 513, N]),
                     window=draw.choice([0, 1, 63, 64, 127, 128, 129, 200, 512, 5000]),
-                    gate=draw.choice(["v", "v", None]), scale=draw.choice([None, None, 1e-3, 2.0]),
+                    gate=draw.choice(["v", "v", None]), keep=draw.choice(["topk", "topk", "support"]),
+                    straight_through=draw.random() < 0.3, scale=draw.choice([None, None, 1e-3, 2.0]),
                 )
             )  # fmt: skip
 

@@ -36,8 +36,6 @@ def reasons(x: Operands, o: Options) -> list[str]:
         found.append(f"has no gate {o.gate!r}")
     if o.scale <= 0:
         found.append("the scale is positive")
-    if not o.certain:
-        found.append("how many keys live must be known")
     return found
 
 
@@ -54,12 +52,14 @@ def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
     (B, H, N, _), E = x.q.shape, x.v.shape[3]
     q, k, v = (_readable(t) for t in (x.q, x.k, x.v))
     u, tau, last = (_aligned(t.contiguous()) for t in (x.u, x.tau, x.last))
-    of_tiles = triton_calls.lists(last, o, TILE, triton_calls.live_keys(last, o))
+    every = triton_calls.live_keys(last, o)
+    of_tiles = triton_calls.lists(last, o, TILE, every)
     out, lse = x.q.new_empty(B, H, N, E), x.u.new_empty(B, H, N)
     items = B * H * of_tiles.keys.shape[1]
     compiled.gated(config(x, o))(
-        q, k, v, out, lse, *(t.flatten(0, 1) for t in (u, tau, last)), of_tiles.keys, of_tiles.counts, u.new_zeros(1, dtype=torch.int32),
-        o.scale * LOG2E, o.window, items, min(items, processors(x.q.device)),
+        q, k, v, out, lse, *(t.flatten(0, 1) for t in (u, tau, last)), of_tiles.keys, of_tiles.counts,
+        every.keys, every.counts,
+        last.new_zeros(1), o.scale * LOG2E, o.window, items, min(items, processors(x.q.device)),
     )  # fmt: skip
     return out, lse
 

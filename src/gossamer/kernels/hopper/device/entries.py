@@ -181,8 +181,8 @@ def gated(config: GatedConfig) -> Entry:
     of_keys = [compact(x, units, N) for x in (Float32, Float32, Int32)]
     return Entry(
         Gated(config), q, k, strided(n, B, G, N), strided(n, B, H, N), _rows(B, H, N), *of_keys,
-        compact(Int32, units, tiles, s()), compact(Int32, units, tiles, 2), compact(Int32, 1), Float32(1),
-        *[Int32(1)] * 3,
+        compact(Int32, units, tiles, s()), compact(Int32, units, tiles, 2), compact(Int32, units, 1, N),
+        compact(Int32, units, 1, s()), compact(Int32, 1), Float32(1), *[Int32(1)] * 3,
     )  # fmt: skip
 
 

@@ -31,7 +31,6 @@ from gossamer.kernels.hopper.device.tiles import (
     transposed,
 )
 
-
 UNMASKED = ("full", "live")  # steps of which every pair is kept; of live keys with gates
 
 

@@ -26,6 +26,8 @@ class GatedArguments(NamedTuple):
     last: cute.Tensor  # (B U, N) int32: the last query that keeps each key
     lists: cute.Tensor  # (B U, tiles, room) int32: keys that live in a tile of queries, through all of it first
     counts: cute.Tensor  # (B U, tiles, 2) int32: of those that live through it, and of all
+    every: cute.Tensor  # (B U, 1, N) int32: keys that live in any tile, for tiles whose list has not room for its own
+    ends: cute.Tensor  # (B U, 1, n) int32: of which the last is the number of these
     tile_counter: cute.Tensor  # (1,) int32: items taken; zero before and after
     exponent: Float32  # factor of a score in exp2
     window: Int32  # keys before a query that it attends ungated

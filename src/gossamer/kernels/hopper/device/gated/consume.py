@@ -52,7 +52,9 @@ class GatedSoftmax(Softmax):
                         scores[4 * j + c] = assembly(
                             Float32,
                             f"{{ .reg .f32 x, y; mov.b64 {which}, $2; sub.sat.f32 x, x, $3; mul.f32 $0, x, $1; }}",
-                            Float32(scores[4 * j + c]), Int64(pair), Float32(self.tau[0]),
+                            Float32(scores[4 * j + c]),
+                            Int64(pair),
+                            Float32(self.tau[0]),
                         )
         return begun
 
@@ -61,7 +63,7 @@ class GatedSoftmax(Softmax):
         """P in 16 bits, times the gates of a step that has any."""
         if const_expr(not self.block.config.gated):
             Softmax.convert(self, powers, half)
-        else:  # noqa: PLR5501
+        else:
             if self.slot[0] >= 0:
                 packed = cute.recast_tensor(self.p, Int32)
                 if const_expr(half is not None):
@@ -160,7 +162,7 @@ class GatedMask(Opaque):
         if item[GatedItem.WINDOW, stage] > 0:
             self.softmax.slot[0] = Int32(-1)
             self.interval(words, stage, item[GatedItem.FIRST, stage])
-        else:  # noqa: PLR5501
+        else:
             if item[GatedItem.WHOLE, stage] == 0:
                 self.kept(words, self.row(stage, 0))
         return Boolean(True)

@@ -31,6 +31,8 @@ class GatedRows(WorkList):
     """Tiles of a head one after the other, the last first, which read the same keys."""
 
     counts: cute.Tensor  # (B U, tiles, 2) int32
+    ends: cute.Tensor  # (B U, 1, n) int32, the last: keys that are read where a list has not room for its own
+    room: Int32  # of a list
     heads: Int32  # of a batch element
     units: Int32  # heads of scores of a batch element
     window: Int32
@@ -46,6 +48,8 @@ class GatedRows(WorkList):
             batch, head = w // tiles // self.heads, w // tiles % self.heads
             unit = batch * self.units + head // (self.heads // self.units)
             through, listed = self.counts[unit, tile, 0], self.counts[unit, tile, 1]
+            if listed > self.room:
+                through, listed = Int32(0), self.ends[unit, 0, cute.size(self.ends, mode=[2]) - 1]
             start = tile * TILE
             before = start - self.window if start > self.window else Int32(0)
             first = before // TILE * TILE

@@ -41,15 +41,17 @@ class Gated(Shell):
     def __call__(
         self,
         q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, u: cute.Tensor,
-        tau: cute.Tensor, last: cute.Tensor, lists: cute.Tensor, counts: cute.Tensor, tile_counter: cute.Tensor,
-        exponent: Float32, window: Int32, items: Int32, blocks: Int32, stream: Any,
+        tau: cute.Tensor, last: cute.Tensor, lists: cute.Tensor, counts: cute.Tensor, every: cute.Tensor,
+        ends: cute.Tensor, tile_counter: cute.Tensor, exponent: Float32, window: Int32, items: Int32, blocks: Int32,
+        stream: Any,
     ) -> None:  # fmt: skip
         """As in `GatedArguments`."""
         size = self.config.size
         arguments = GatedArguments(
             q=tma(q, ROWS, size), out=tma(out, ROWS, size, store=True),
             near_k=tma(k, TILE, size), near_v=tma(v, TILE, size), k=k, v=v, lse=lse, u=u, tau=tau, last=last,
-            lists=lists, counts=counts, tile_counter=tile_counter, exponent=exponent, window=window, items=items,
+            lists=lists, counts=counts, every=every, ends=ends, tile_counter=tile_counter, exponent=exponent,
+            window=window, items=items,
         )  # fmt: skip
         self.launch(arguments, blocks, stream)
 
@@ -73,7 +75,7 @@ class Gated(Shell):
     def block(self, arguments: GatedArguments, memory: Any) -> GatedBlock:
         c, warps = self.config, 4 * GROUPS
         q, rows = self.layouts()
-        items = items_of(memory, "q", c.q_stages, 1 + THREADS // 32)  # the storing warp reads them, and those that gather
+        items = items_of(memory, "q", c.q_stages, 1 + THREADS // 32)  # one warp stores, others gather
         k_ring, v_ring = (CopiedRing.of(memory, name, c.stages, readers=warps) for name in ("k", "v"))
         terms = words(memory.terms, TILE, c.slots, TERMS - 1)
         s_q = tiles(memory.q, q)
@@ -90,7 +92,9 @@ class Gated(Shell):
         if warp == 0:
             heads, (of_scores, _) = cute.size(a.q.tensor, mode=[2]), a.u.shape
             units = of_scores // cute.size(a.k, mode=[0])
-            work = GatedRows(None, a.tile_counter, a.items, a.counts, heads, units, a.window)
+            work = GatedRows(
+                None, a.tile_counter, a.items, a.counts, a.ends, cute.size(a.lists, mode=[2]), heads, units, a.window
+            )
             Server(work, None, block.items, ItemLoader(block), RowItem.VALID).run()
         elif warp == 1:
             store_all(block)

@@ -1,4 +1,4 @@
-"""Warps that gather the keys and values of gated attention, and with those of a list what their gates and masks need."""
+"""Warps that gather keys and values of gated attention, and with those of a list what gates and masks need."""
 
 from __future__ import annotations
 
@@ -65,6 +65,8 @@ class LiveGatherer(Opaque):
             steps = through + item[GatedItem.REST, place]
             listed, unit = item[GatedItem.LISTED, place], item[GatedItem.UNIT, place]
             list_start = a.lists.iterator.toint() + 4 * (Int64(item[GatedItem.LIST, place]) * self.room)
+            if listed > self.room:
+                list_start = a.every.iterator.toint() + 4 * (Int64(unit) * self.N)
             k_start, v_start = self.keys.start(batch, group), self.values.start(batch, group)
             items.forget(place)
             self.find(Int32(0), start, first, near, listed, list_start)

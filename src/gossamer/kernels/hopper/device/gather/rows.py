@@ -58,7 +58,7 @@ class RowCopies(Opaque):
     def __init__(
         self, tensor: Any, ring: Ring, shared: Any, size: int, thread: Any, threads: int = THREADS, rows: int = ROWS
     ) -> None:
-        """`tensor`: (B, heads, rows, columns) of 16 bits; `shared`: the address of stages of `rows` of `size` numbers."""
+        """`tensor`: (B, heads, rows, columns) of 16 bits; `shared`: the address of stages, `rows` of `size` numbers."""
         self.tensor, self.ring, self.lines = tensor, ring, 2 * size // LINE  # of a row
         self.at_once = threads // PIECES  # rows
         self.rows, self.copies = rows, rows // self.at_once  # rows of a stage that this thread copies from
