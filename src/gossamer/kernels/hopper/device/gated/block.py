@@ -16,10 +16,8 @@ class GatedArguments(NamedTuple):
 
     q: Tma  # (B, H, N, D)
     out: Tma  # (B, H, N, E)
-    near_k: Tma  # (B, G, N, D)
-    near_v: Tma  # (B, G, N, E)
-    k: cute.Tensor
-    v: cute.Tensor
+    k: cute.Tensor  # (B, G, N, D)
+    v: cute.Tensor  # (B, G, N, E)
     lse: cute.Tensor  # (B, H, N) float32
     u: cute.Tensor  # (B U, N) float32: scores of keys
     tau: cute.Tensor  # (B U, N) float32: thresholds of queries

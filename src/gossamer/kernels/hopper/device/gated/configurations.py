@@ -20,10 +20,6 @@ class GatedConfig:
     gated: bool  # whether gates multiply values
     stages: int = 2
     hold: int = Hold.FIRST_ROW
-    serving: int = 40
-    early: bool = False
-    tiles: bool = False
-    tail: bool = False
 
     block_q = block_kv = step = TILE
     q_stages = 2

@@ -12,7 +12,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.common import ROWS, Opaque, Thread, ring
 from gossamer.kernels.hopper.device.forward.consume import Consumer, Half
-from gossamer.kernels.hopper.device.forward.masks import one, two
+from gossamer.kernels.hopper.device.forward.masks import one, packed_mask, two
 from gossamer.kernels.hopper.device.forward.results import Epilogue
 from gossamer.kernels.hopper.device.forward.softmax import Softmax
 from gossamer.kernels.hopper.device.gated.block import GatedBlock
@@ -40,25 +40,6 @@ class GatedSoftmax(Softmax):
         return Softmax.first_step(self, scores)
 
     @cute.jit
-    def beside_values(self, scores, known):
-        begun = Softmax.beside_values(self, scores, known)
-        if const_expr(self.block.config.early and self.block.config.gated):  # noqa: SIM102
-            if self.slot[0] >= 0:
-                u = self.u + self.slot[0] * (4 * TILE)
-                for j in cutlass.range_constexpr(cute.size(scores) // 4):
-                    pair = assembly(Int64, f"ld.shared.b64 $0, [$1 + {32 * j}];", Int32(u))
-                    for c in cutlass.range_constexpr(2):
-                        which = const_expr("{x, y}" if c == 0 else "{y, x}")
-                        scores[4 * j + c] = assembly(
-                            Float32,
-                            f"{{ .reg .f32 x, y; mov.b64 {which}, $2; sub.sat.f32 x, x, $3; mul.f32 $0, x, $1; }}",
-                            Float32(scores[4 * j + c]),
-                            Int64(pair),
-                            Float32(self.tau[0]),
-                        )
-        return begun
-
-    @cute.jit
     def convert(self, powers, half: cutlass.Constexpr = None):
         """P in 16 bits, times the gates of a step that has any."""
         if const_expr(not self.block.config.gated):
@@ -73,12 +54,7 @@ class GatedSoftmax(Softmax):
                     pair = assembly(Int64, f"ld.shared.b64 $0, [$1 + {32 * j}];", Int32(u))
                     for r in cutlass.range_constexpr(instructions.ROWS):
                         i = const_expr(4 * j + 2 * r)
-                        if const_expr(r == 0 and self.block.config.early):
-                            packed[i // 2] = instructions.pack(powers[i], powers[i + 1], self.p.element_type)
-                        else:
-                            packed[i // 2] = gated_pair(
-                                powers[i], powers[i + 1], pair, self.tau[r], self.p.element_type
-                            )
+                        packed[i // 2] = gated_pair(powers[i], powers[i + 1], pair, self.tau[r], self.p.element_type)
             else:
                 Softmax.convert(self, powers, half)
 
@@ -96,12 +72,11 @@ def gated_pair(a: Any, b: Any, u: Any, tau: Any, dtype: type) -> Any:
 class GatedMask(Opaque):
     """The mask source: a tile's own keys, those of its window before it, and those of its list."""
 
-    with_keys = True
+    with_keys = with_values = True  # as of gathered columns
 
     def __init__(self, block: GatedBlock, thread: Thread, softmax: GatedSoftmax) -> None:
         self.block, self.arguments, self.config, self.thread = block, block.arguments, block.config, thread
         self.item, self.k, self.softmax = block.items.item, block.k, softmax
-        self.with_values = not block.config.tiles
         self.rows = cute.size(block.arguments.tau, mode=[1])
         self.fetched = one()
         self.fetched.fill(0)
@@ -135,7 +110,7 @@ class GatedMask(Opaque):
     @cute.jit
     def keep_first(self, scores):
         """Mask the scores of a tile's own keys."""
-        words = packed(self.config.step)
+        words = packed_mask(self.config.step)
         self.bounds(words, self.thread.row, Int32(0))
         instructions.keep(scores, words)
 
@@ -214,11 +189,8 @@ class GatedMask(Opaque):
             consumer.step("live", buffer, kv, first, i)
             kv += 1
         for i in cutlass.range(done if done > whole else whole, count, unroll=1):
-            if const_expr(self.config.tail):
-                if item[GatedItem.LISTED, stage] - (i - window) * TILE <= TILE // 2:
-                    consumer.step("bits", buffer, kv, row, i, int(Half.LEFT))
-                else:
-                    consumer.step("bits", buffer, kv, row, i)
+            if item[GatedItem.LISTED, stage] - (i - window) * TILE <= TILE // 2:
+                consumer.step("bits", buffer, kv, row, i, int(Half.LEFT))
             else:
                 consumer.step("bits", buffer, kv, row, i)
             kv += 1
@@ -247,7 +219,3 @@ class GatedConsumer(Consumer):
     def source(self, kind: Any, block: Any, thread: Thread) -> Any:
         """It says which steps have gates."""
         return kind(block, thread, self.softmax)
-
-
-def packed(columns: int) -> Any:
-    return cute.make_rmem_tensor((instructions.ROWS, columns // 32), Int32)

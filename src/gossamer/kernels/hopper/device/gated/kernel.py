@@ -32,10 +32,10 @@ class Gated(Shell):
     """The kernel of one configuration."""
 
     threads = WARPGROUP * (GROUPS + 1)
+    registers = (40, 232)
 
     def __init__(self, config: GatedConfig) -> None:
         self.config, self.dtype = config, NUMBERS[config.dtype]
-        self.registers = config.serving, (504 - config.serving) // 2
 
     @cute.jit
     def __call__(
@@ -48,8 +48,7 @@ class Gated(Shell):
         """As in `GatedArguments`."""
         size = self.config.size
         arguments = GatedArguments(
-            q=tma(q, ROWS, size), out=tma(out, ROWS, size, store=True),
-            near_k=tma(k, TILE, size), near_v=tma(v, TILE, size), k=k, v=v, lse=lse, u=u, tau=tau, last=last,
+            q=tma(q, ROWS, size), out=tma(out, ROWS, size, store=True), k=k, v=v, lse=lse, u=u, tau=tau, last=last,
             lists=lists, counts=counts, every=every, ends=ends, tile_counter=tile_counter, exponent=exponent,
             window=window, items=items,
         )  # fmt: skip

@@ -15,7 +15,6 @@ from gossamer.kernels.hopper.device.gated.items import GatedItem
 from gossamer.kernels.hopper.device.gather.rows import THREADS, RowCopies, copy
 from gossamer.kernels.hopper.device.instructions import assembly
 from gossamer.kernels.hopper.device.row_items import RowItem
-from gossamer.kernels.hopper.device.tiles import tile_loader
 
 WARP = 32
 HELD = TILE // WARP  # keys of a step that a lane holds: each 32nd
@@ -41,8 +40,6 @@ class LiveGatherer(Opaque):
         self.block, self.arguments, self.config, self.thread = block, a, c, thread
         self.keys = RowCopies(a.k, block.k, block.s_k.iterator, c.size, thread, rows=TILE)
         self.values = RowCopies(a.v, block.v, block.s_v.iterator, c.size, thread, rows=TILE)
-        self.near_k = tile_loader(block.k, a.near_k, block.s_k, TILE, c.size)
-        self.near_v = tile_loader(block.v, a.near_v, block.s_v, TILE, c.size)
         self.ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k, mode=[1])  # query heads of a key head
         self.N, self.room = cute.size(a.k, mode=[2]), cute.size(a.lists, mode=[2])
         self.held, self.upcoming = (cute.make_rmem_tensor((HELD,), Int32) for _ in range(2))
@@ -76,34 +73,17 @@ class LiveGatherer(Opaque):
                 if i + 1 < steps:
                     self.find(i + 1, start, first, near, listed, list_start)
                 stage = self.keys.ring.wait_empty_at(kv)
-                if i < near and self.config.tiles:
-                    tile = (start if i == 0 else first + (i - 1) * TILE) // TILE
-                    self.load(self.near_k, stage, tile, group, batch)
-                    self.values.ring.wait_empty_at(kv)
-                    self.load(self.near_v, stage, tile, group, batch)
-                else:
-                    self.keys.fill(k_start, Spread(self.held, self.keys), stage)
-                    if i >= near:
-                        self.terms(kv, (i - near) * TILE, listed, unit, list_start, i >= through)
-                    cute.arch.cp_async_mbarrier_arrive_noinc(self.keys.ring.full + stage)
-                    self.values.ring.wait_empty_at(kv)
-                    self.values.fill(v_start, Spread(self.held, self.values), stage)
-                    cute.arch.cp_async_mbarrier_arrive_noinc(self.values.ring.full + stage)
+                self.keys.fill(k_start, Spread(self.held, self.keys), stage)
+                if i >= near:
+                    self.terms(kv, (i - near) * TILE, listed, unit, list_start, i >= through)
+                cute.arch.cp_async_mbarrier_arrive_noinc(self.keys.ring.full + stage)
+                self.values.ring.wait_empty_at(kv)
+                self.values.fill(v_start, Spread(self.held, self.values), stage)
+                cute.arch.cp_async_mbarrier_arrive_noinc(self.values.ring.full + stage)
                 kv += 1
             turn += 1
             place = items.wait_full_at(turn)
             running = item[RowItem.VALID, place]
-
-    @cute.jit
-    def load(self, loader, stage, tile, group, batch):
-        """Fill a stage by TMA: each thread arrives as where it copies."""
-        full = loader.ring.full + stage
-        if self.thread == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(full, loader.bytes)
-        else:
-            cute.arch.mbarrier_arrive(full)
-        if self.thread < WARP:
-            cute.copy(loader.atom, loader.from_[None, tile, group, batch], loader.to[None, stage], tma_bar_ptr=full)
 
     @cute.jit
     def find(self, i, start, first, near, listed, list_start):
