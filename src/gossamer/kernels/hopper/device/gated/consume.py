@@ -82,9 +82,10 @@ class GatedMask(Opaque):
         self.fetched.fill(0)
 
     def count(self, stage: Any) -> Any:
-        """How many steps an item has."""
+        """How many steps an item has: its own keys are one, and what stands behind the last item has none."""
         item = self.item
-        return 1 + item[GatedItem.WINDOW, stage] + item[GatedItem.WHOLE, stage] + item[GatedItem.REST, stage]
+        before, whole, rest = (item[word, stage] for word in (GatedItem.WINDOW, GatedItem.WHOLE, GatedItem.REST))
+        return item[RowItem.VALID, stage] + before + whole + rest
 
     @cute.jit
     def arrive(self, gated: cutlass.Constexpr):
