@@ -34,6 +34,7 @@ KINDS = {
     "query_gradient": f"{_GRADIENT} dq/4! work {_BLOCK} part_dq! {_END}",
     "postprocess": "dq_sum dq/4!",
     "sum_parts": "result/4+ parts merges",
+    "gated": "q/4 k/4 v/4 out/4! lse/3! u tau last lists counts every ends tile_counter+",
     "gather forward": f"q/4 k/4 v/4 out/4! lse/3! work {_GATHERED} sinks part_out! part_lse! {_END}",
     "gather query": f"{_GRADIENT} dq/4! work {_GATHERED} part_dq! {_END}",
     "gather columns": f"{_GRADIENT} {_COLUMNS} {_GATHERED} part_dk! part_dv! {_END}",
