@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer.particles import listed_torch
 from gossamer.particles.attend import Attending, Features, Kept, Rows, row_gradients, rows
 from gossamer.particles.neighbors import Neighbors
 from gossamer.torch.api import attention
@@ -22,12 +23,18 @@ def attend(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tenso
         return Rows(v, v.new_zeros(v.shape[:2], dtype=dtype))
     order = runs.order.long()
     back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
-    if v.is_cuda and call.bandwidth is None and dtype == torch.float32:
+    fused = listed_torch.attends(neighbors.groups, call, q, v)
+    if not fused and v.is_cuda and call.bandwidth is None and dtype == torch.float32:
         out, lse = _products(call, neighbors, *(one[order].transpose(0, 1)[None] for one in (q, k, v)))
     else:
-        given = (one.to(dtype)[order] for one in (x, q, k, v))
-        out, lse = _Attend.apply(call, neighbors, *given)
+        features = (one[order] if fused else one.to(dtype)[order] for one in (q, k, v))
+        out, lse = _Attend.apply(call, neighbors, fused, x.to(dtype)[order], *features)
     return Rows(out[back].to(v.dtype), lse[back])
+
+
+def _whole(x: Tensor, cut: Tensor) -> Tensor:
+    """What is of lists that are not cut; the rest is not a number."""
+    return x.masked_fill(cut.reshape(-1, *[1] * (x.ndim - 1)), float("nan"))
 
 
 def _products(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> Rows:
@@ -36,54 +43,80 @@ def _products(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Te
     lists = Indices(neighbors.places[None, None], neighbors.sizes.clamp(max=M)[None, None])
     out, lse = attention(q, k, v, lists, scale=call.scale, return_lse=True)
     # A product, so that gradients of what is cut are no numbers either.
-    whole = torch.where(neighbors.sizes > M, float("nan"), 1.0)
+    whole = torch.where(neighbors.cut, float("nan"), 1.0)
     return Rows(
         out[0].transpose(0, 1) * whole[:, None, None].to(out.dtype), lse[0].transpose(0, 1) * whole[:, None]
     )  # fmt: skip
 
 
 class _Attend(torch.autograd.Function):
-    """By places along the curve."""
+    """By places along the curve; with `fused` by kernels, but for gradients of a Gaussian."""
 
     @staticmethod
-    def forward(ctx: Any, call: Attending, neighbors: Neighbors, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        places = neighbors.places.long()
-        N, M = places.shape
-        points = neighbors.cells.runs.points
-        features = Features(list(points.reshape(len(points), -1)[:, :N]), q, k, v)
-        made = []
-        for at in _chunks(N, M * (q.shape[1] * (q.shape[2] + v.shape[2]) + 8), places.device):
-            lists = places[at]
-            others = lists.clamp(max=N - 1)
-            made.append(rows(call, _take(features, at), _take(features, others), lists < N, torch))
-        out, lse = (torch.cat(parts) for parts in zip(*made, strict=True))
-        cut = neighbors.sizes > M
-        out[cut], lse[cut] = float("nan"), float("nan")
+    def forward(
+        ctx: Any, call: Attending, neighbors: Neighbors, fused: bool, x: Tensor, q: Tensor, k: Tensor, v: Tensor
+    ) -> Any:
+        if fused:
+            assert neighbors.groups is not None
+            out, lse = (one.contiguous() for one in listed_torch.forward(call, neighbors.groups, q, k, v))
+        else:
+            out, lse = _blocked(call, neighbors, q, k, v)
+        cut = neighbors.cut
+        out, lse = _whole(out, cut), _whole(lse, cut)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call, ctx.neighbors = call, neighbors
+        ctx.call, ctx.neighbors, ctx.fused = call, neighbors, fused and call.bandwidth is None
         return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
-        neighbors, places = ctx.neighbors, ctx.neighbors.places.long()
-        N, M = places.shape
-        points = neighbors.cells.runs.points
-        features = Features(list(points.reshape(len(points), -1)[:, :N]), q, k, v)
-        kept = Kept(lse, (dout * out).sum(-1) - dlse, dout)
-        made = []
-        for at in _chunks(N, 2 * M * q.shape[1] * (q.shape[2] + v.shape[2] + 4), places.device):
-            lists = places[at]
-            others = lists.clamp(max=N - 1)
-            mine, theirs = (Kept(*(one[which] for one in kept)) for which in (at, others))
-            given = _take(features, at), _take(features, others)
-            made.append(row_gradients(ctx.call, *given, mine, theirs, lists < N, torch))
-        dq, dk, dv, dx = (torch.cat(parts) for parts in zip(*made, strict=True))
-        cut = neighbors.sizes > M
-        for one in (dq, dk, dv, dx):
-            one[cut] = float("nan")
-        return None, None, dx, dq, dk, dv
+        dx = None
+        if ctx.fused:
+            given = {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+            found = list(listed_torch.backward(ctx.call, ctx.neighbors.groups, **given))
+        else:
+            kept = Kept(lse, (dout * out.to(lse.dtype)).sum(-1) - dlse, dout.to(lse.dtype))
+            *found, dx = _blocked_gradients(ctx.call, ctx.neighbors, q, k, v, kept)
+        cut = ctx.neighbors.cut
+        dx = None if dx is None else _whole(dx, cut)
+        return None, None, None, dx, *(_whole(one, cut) for one in found)
+
+
+def _blocked(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse, chunks of particles one after the other."""
+    places = neighbors.places.long()
+    N, M = places.shape
+    features, made = _features(neighbors, q, k, v), []
+    for at in _chunks(N, M * (q.shape[1] * (q.shape[2] + v.shape[2]) + 8), places.device):
+        lists = places[at]
+        others = lists.clamp(max=N - 1)
+        made.append(rows(call, _take(features, at), _take(features, others), lists < N, torch))
+    out, lse = (torch.cat(parts) for parts in zip(*made, strict=True))
+    return out, lse
+
+
+def _blocked_gradients(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor, kept: Kept
+                       ) -> list[Tensor]:  # fmt: skip
+    """dq, dk, dv and dx, likewise."""
+    places = neighbors.places.long()
+    N, M = places.shape
+    features, made = _features(neighbors, q, k, v), []
+    for at in _chunks(N, 2 * M * q.shape[1] * (q.shape[2] + v.shape[2] + 4), places.device):
+        lists = places[at]
+        others = lists.clamp(max=N - 1)
+        mine, theirs = (Kept(*(one[which] for one in kept)) for which in (at, others))
+        given = _take(features, at), _take(features, others)
+        made.append(row_gradients(call, *given, mine, theirs, lists < N, torch))
+    dq, dk, dv, dx = (torch.cat(parts) for parts in zip(*made, strict=True))
+    return [dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dx]
+
+
+def _features(neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> Features:
+    """In the type of the arithmetic."""
+    points = neighbors.cells.runs.points
+    x = list(points.reshape(len(points), -1)[:, : len(v)])
+    return Features(x, *(one.to(points.dtype) for one in (q, k, v)))
 
 
 def _take(features: Features, at: Tensor) -> Features:

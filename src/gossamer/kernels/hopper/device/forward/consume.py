@@ -43,6 +43,8 @@ class Half(IntEnum):
 class Consumer(Opaque):
     """A warpgroup with 64 query rows of each item."""
 
+    softmax_class = Softmax
+
     def __init__(self, block: StoringBlock, thread: Thread, source: Any) -> None:
         """`source`: the class of the mask source."""
         c, dtype = block.config, block.s_q.element_type
@@ -60,7 +62,7 @@ class Consumer(Opaque):
         self.half_steps = c.step == 128 and self.parts == 1
         self.mma_qk = product_of(dtype, c.step, registers=c.held_q)
         self.mma_pv = product_of(dtype, c.E, transposed=True, registers=True)
-        self.softmax = Softmax(block, thread, self.mma_pv)
+        self.softmax = self.softmax_class(block, thread, self.mma_pv)
         self.mask = source(block, thread)
         self.epilogue = Epilogue(block, thread, self.softmax, self.mma_pv)
         self.s_q, self.k = block.s_q, second_factor(self.mma_qk, block.s_k)
