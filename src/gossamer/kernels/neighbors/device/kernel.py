@@ -229,11 +229,10 @@ class Group(Opaque):
             framed.append(theirs - (centre - shift))
         first, *others = x
         x = [select(there, first, Float32(FAR)), *others]
-        words = cute.make_rmem_tensor((HALVES,), Int32)
-        words.fill(0)
+        words = []
         for half in cutlass.range_constexpr(HALVES):
             word = Int32(0)
-            for k in cutlass.range_constexpr(LANES):
+            for k in cutlass.range(LANES, unroll=4 if const_expr(by_pairs) else LANES):
                 query = wide(self.queries[None, half * LANES + k], POINT)
                 steps = []
                 for axis in cutlass.range_constexpr(3):
@@ -245,10 +244,8 @@ class Group(Opaque):
                     else:
                         steps.append(x[axis] - mine)
                 s = square(steps[0]) + square(steps[1]) + square(steps[2])
-                word = word | select(s <= a.square, Int32(const_expr(bit_of(k))), Int32(0))
-            words[half] = word
-        if not there:
-            words.fill(0)
+                word = word | (select(s <= a.square, Int32(1), Int32(0)) << k)
+            words.append(select(there, word, Int32(0)))
         hit = (words[0] | words[1]) != 0
         hits = cute.arch.vote_ballot_sync(hit)
         count = self.state[0]
@@ -264,15 +261,8 @@ class Group(Opaque):
         if count >= LANES:
             self.flush(Int32(LANES))
             count = count - LANES
-            left = cute.make_rmem_tensor((1 + HALVES,), Int32)
-            parts = cute.make_rmem_tensor((3,), Float32)
-            left.fill(0)
-            parts.fill(0.0)
-            if self.lane < count:
-                for i in cutlass.range_constexpr(1 + HALVES):
-                    left[i] = self.waiting[LANES + self.lane, i]
-                for axis in cutlass.range_constexpr(3):
-                    parts[axis] = self.points[axis, LANES + self.lane]
+            left = [self.waiting[LANES + self.lane, i] for i in range(1 + HALVES)]
+            parts = [self.points[axis, LANES + self.lane] for axis in range(3)]
             cute.arch.sync_warp()
             if self.lane < count:
                 for i in cutlass.range_constexpr(1 + HALVES):
@@ -339,11 +329,6 @@ class Group(Opaque):
                 if row < self.N:
                     for rank in cutlass.range(start + lane, self.M, LANES, unroll=1):
                         a.places[row, rank] = self.N
-
-
-def bit_of(k: int) -> int:
-    """The word with bit k, as a signed number."""
-    return (1 << k) - (1 << 32 if k == 31 else 0)
 
 
 def nearest(x: Any, y: Any, size: Any) -> Any:
