@@ -80,6 +80,7 @@ def test_groups_are_the_unions_of_lists(N: int, d: int, box: Any, radius: float,
     reach = Reach(radius, neighbors.cells.box)
     places, sizes, groups = groups_of(reach, neighbors.cells.runs, neighbors.capacity, room)
     np.testing.assert_array_equal(places, neighbors.places)
+    np.testing.assert_array_equal(sizes, neighbors.sizes)
     order = np.asarray(neighbors.cells.order)
     keep = np.zeros((N, N + 1), bool)
     keep[np.arange(N)[:, None], places] = True

@@ -127,6 +127,7 @@ def nearest(step: Any, size: Any) -> Any:
 class GaussianConsumer(Consumer):
     """A warpgroup with 64 query rows of each item."""
 
+    softmax: GaussianSoftmax
     softmax_class = GaussianSoftmax
 
     def __init__(self, block: Any, thread: Any) -> None:
