@@ -8,9 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.custom_batching import sequential_vmap
 
 from gossamer.particles import listed_jax
 from gossamer.particles.attend import Attending, Features, Gradients, Kept, Rows, row_gradients, rows
+from gossamer.particles.groups import differentiates
 from gossamer.particles.neighbors import Neighbors
 
 NUMBERS = 2**21  # of the features of a chunk
@@ -33,7 +35,7 @@ def attend(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array) 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(call: Attending, fused: bool, x: Array, q: Array, k: Array, v: Array, neighbors: Neighbors) -> Rows:
-    """By places along the curve; with `fused` a kernel computes it on a GPU, of numbers in 16 bits."""
+    """By places along the curve; with `fused` a kernel computes it on a GPU."""
     found, _ = _forward(call, fused, x, q, k, v, neighbors)
     return found
 
@@ -41,7 +43,9 @@ def _attend(call: Attending, fused: bool, x: Array, q: Array, k: Array, v: Array
 def _forward(call: Attending, fused: bool, x: Array, q: Array, k: Array, v: Array, neighbors: Neighbors) -> Any:
     blocked = partial(_forward_blocked, call)
     if fused:
-        made = lax.platform_dependent(neighbors, q, k, v, cuda=partial(_forward_fused, call), default=blocked)
+        made = lax.platform_dependent(
+            neighbors, q, k, v, cuda=sequential_vmap(partial(_forward_fused, call)), default=blocked
+        )
     else:
         made = blocked(neighbors, q, k, v)
     cut = neighbors.cut
@@ -70,9 +74,9 @@ def _forward_blocked(call: Attending, neighbors: Neighbors, q: Array, k: Array, 
 def _backward(call: Attending, fused: bool, kept: Any, given: Rows) -> Any:
     q, k, v, neighbors, made = kept
     blocked = partial(_backward_blocked, call)
-    if fused and call.bandwidth is None:
+    if fused and differentiates(call, str(v.dtype)):
         found = lax.platform_dependent(
-            neighbors, q, k, v, made, given, cuda=partial(_backward_fused, call), default=blocked
+            neighbors, q, k, v, made, given, cuda=sequential_vmap(partial(_backward_fused, call)), default=blocked
         )
     else:
         found = blocked(neighbors, q, k, v, made, given)

@@ -20,6 +20,7 @@ from gossamer.plan.problem import Problem
 SM = 90  # compute capability of the kernels that multiply
 MOST = 2**31  # numbers of an array, which kernels address by 32 bits
 SMALLEST, LARGEST = 8, 128  # head size
+LARGEST_FLOAT32 = 64
 TYPES = ("float16", "bfloat16")
 
 
@@ -88,6 +89,18 @@ def shapes_of(N: int, capacity: int, room: int) -> dict[str, tuple[int, ...]]:
 def addressed(N: int, capacity: int, room: int) -> bool:
     """Whether kernels address all of the lists."""
     return max(N * capacity, -(-N // ROWS) * room * 4) < MOST
+
+
+def attends(call: Attending, dtype: str, D: int, E: int) -> bool:
+    """Whether kernels compute the forward of a call."""
+    if dtype == "float32":
+        return call.bandwidth is None and 0 < E <= LARGEST_FLOAT32 and D <= LARGEST_FLOAT32
+    return dtype in TYPES and 0 < E <= LARGEST and D <= LARGEST
+
+
+def differentiates(call: Attending, dtype: str) -> bool:
+    """Whether kernels compute the backward of a call whose forward they compute."""
+    return call.bandwidth is None and dtype in TYPES
 
 
 def items_of(groups: Groups, H: int, xp: Any) -> dict[str, Any]:

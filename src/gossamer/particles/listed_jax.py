@@ -17,14 +17,13 @@ from gossamer.kernels.neighbors.compiled import lists
 from gossamer.kernels.neighbors.configurations import ListsConfig
 from gossamer.kernels.radial.configurations import FAR
 from gossamer.particles import fused_jax
+from gossamer.particles import groups as of_groups
 from gossamer.particles.attend import Attending
 from gossamer.particles.cells import Runs
 from gossamer.particles.geometry import Sizes
 from gossamer.particles.groups import (
-    LARGEST,
     SM,
     SMALLEST,
-    TYPES,
     Groups,
     Launched,
     call_of,
@@ -60,9 +59,8 @@ def lists_of(radius: float, box: Sizes, runs: Runs, capacity: int, room: int) ->
 
 def attends(groups: Groups | None, call: Attending, q: Array, v: Array) -> bool:
     """Whether kernels compute a call."""
-    if groups is None or q.dtype != v.dtype or str(v.dtype) not in TYPES:
-        return False
-    return q.shape[-1] <= LARGEST and 0 < v.shape[-1] <= LARGEST
+    (*_, D), (*_, E) = q.shape, v.shape
+    return groups is not None and q.dtype == v.dtype and of_groups.attends(call, str(v.dtype), D, E)
 
 
 def forward(call: Attending, groups: Groups, q: Array, k: Array, v: Array) -> tuple[Array, Array]:

@@ -13,13 +13,12 @@ from gossamer.kernels.neighbors.compiled import lists
 from gossamer.kernels.neighbors.configurations import STEP
 from gossamer.kernels.radial.configurations import FAR
 from gossamer.particles import fused_torch
+from gossamer.particles import groups as of_groups
 from gossamer.particles.attend import Attending
 from gossamer.particles.cells import Cells
 from gossamer.particles.groups import (
-    LARGEST,
     SM,
     SMALLEST,
-    TYPES,
     Groups,
     Launched,
     Most,
@@ -64,10 +63,14 @@ def most(cells: Cells) -> Most:
 
 
 def attends(groups: Groups | None, call: Attending, q: Tensor, v: Tensor) -> bool:
-    """Whether kernels compute a call."""
-    if groups is None or q.dtype != v.dtype or dtype_of(v) not in TYPES:
-        return False
-    return q.shape[-1] <= LARGEST and 0 < v.shape[-1] <= LARGEST
+    """Whether kernels compute a call; of float32 others do, whose gradients are kernels as well."""
+    (*_, D), (*_, E) = q.shape, v.shape
+    return (
+        groups is not None
+        and q.dtype == v.dtype
+        and v.dtype != torch.float32
+        and of_groups.attends(call, dtype_of(v), D, E)
+    )
 
 
 def forward(call: Attending, groups: Groups, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
