@@ -33,7 +33,13 @@ def test_lists_compile(periodic: bool, monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_launches_take_lists_as_arguments(direction: Direction, bandwidth: float | None, D: int) -> None:
     """Nothing of the lists is in a launch but their shapes, and a kernel gets every array that it has."""
     N, H, T = 1000, 3, 16
-    lists = {**shapes_of(N, 40, 192), "items": (T * H, 16), "column_items": (T * H, 16), "segments": (T, 8)}
+    lists = {
+        **shapes_of(N, 40, 192),
+        "keys": (T * 192,),
+        "items": (T * H, 16),
+        "column_items": (T * H, 16),
+        "segments": (T, 8),
+    }
     found = launched(direction, Attending(0.5, bandwidth, (1.0, None)), H, N, D, 64, "float16", 132, lists)
     launch = found.prepared.launch
     assert launch.results == RESULTS[direction] and launch.arguments == found.given and not launch.layout
@@ -42,4 +48,6 @@ def test_launches_take_lists_as_arguments(direction: Direction, bandwidth: float
     for step in steps:
         arrays = [name for name in step.arguments if isinstance(name, str)]
         assert len(arrays) == len(parameters("gather", *step.kernel.key))
-        assert {"columns", "bits"} < set(arrays) and ("theirs" in arrays) == (bandwidth is not None)
+        assert {"keys" if direction == "forward" else "columns", "bits"} < set(arrays) and ("theirs" in arrays) == (
+            bandwidth is not None
+        )

@@ -27,21 +27,25 @@ def attend(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array) 
     given = (x.astype(dtype), *(one if fused else one.astype(dtype) for one in (q, k, v)))
     if not len(x):
         return Rows(v, jnp.zeros(v.shape[:2], dtype))
-    order = lax.stop_gradient(runs.order)
-    made = _attend(call, fused, *(one[order] for one in given), neighbors)
-    out, lse = (jnp.zeros_like(one).at[order].set(one, unique_indices=True) for one in made)
-    return Rows(out.astype(v.dtype), lse)
+    made = _attend(call, fused, *given, neighbors)
+    return made._replace(out=made.out.astype(v.dtype))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(call: Attending, fused: bool, x: Array, q: Array, k: Array, v: Array, neighbors: Neighbors) -> Rows:
-    """By places along the curve; with `fused` a kernel computes it on a GPU."""
+    """With `fused` a kernel computes it on a GPU.
+
+    Arrays are by particles, and moved here: to places along the curve and back. JAX would differentiate a move as a
+    sum over repeated ones.
+    """
     found, _ = _forward(call, fused, x, q, k, v, neighbors)
     return found
 
 
 def _forward(call: Attending, fused: bool, x: Array, q: Array, k: Array, v: Array, neighbors: Neighbors) -> Any:
-    blocked = partial(_forward_blocked, call)
+    order = neighbors.cells.runs.order
+    back = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype), unique_indices=True)
+    q, blocked = q[order], partial(_forward_blocked, call)
     if fused:
         made = lax.platform_dependent(
             neighbors, q, k, v, cuda=sequential_vmap(partial(_forward_fused, call)), default=blocked
@@ -49,8 +53,12 @@ def _forward(call: Attending, fused: bool, x: Array, q: Array, k: Array, v: Arra
     else:
         made = blocked(neighbors, q, k, v)
     cut = neighbors.cut
-    made = Rows(jnp.where(cut[:, None, None], jnp.nan, made.out), jnp.where(cut[:, None], jnp.nan, made.lse))
-    return made, (q, k, v, neighbors, made)
+    made = made._replace(lse=jnp.where(cut[:, None], jnp.nan, made.lse))  # and so are all gradients of such rows
+    found = Rows(jnp.where(cut[back][:, None, None], jnp.nan, made.out[back]), made.lse[back])
+    return found, (q, k, v, neighbors, made, back)
+
+
+# Of the functions below q is by places along the curve, and so is all that they give; k and v are by particles.
 
 
 def _forward_fused(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array) -> Rows:
@@ -72,23 +80,33 @@ def _forward_blocked(call: Attending, neighbors: Neighbors, q: Array, k: Array, 
 
 
 def _backward(call: Attending, fused: bool, kept: Any, given: Rows) -> Any:
-    q, k, v, neighbors, made = kept
-    blocked = partial(_backward_blocked, call)
+    q, k, v, neighbors, made, back = kept
+    order = neighbors.cells.runs.order
+    blocked, given = partial(_backward_blocked, call), Rows(given.out[order], given.lse[order])
     if fused and differentiates(call, str(v.dtype)):
         found = lax.platform_dependent(
             neighbors, q, k, v, made, given, cuda=sequential_vmap(partial(_backward_fused, call)), default=blocked
         )
     else:
         found = blocked(neighbors, q, k, v, made, given)
-    cut = neighbors.cut
-    dq, dk, dv, dx = (jnp.where(cut.reshape(-1, *[1] * (one.ndim - 1)), jnp.nan, one) for one in found)
+    cut = neighbors.cut[back]
+    dq, dk, dv, dx = (jnp.where(cut.reshape(-1, *[1] * (one.ndim - 1)), jnp.nan, one[back]) for one in found)
     return dx, dq, dk, dv, None
 
 
 def _backward_fused(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array, made: Rows, given: Rows
                     ) -> Gradients:  # fmt: skip
     assert neighbors.groups is not None
-    arrays = {"dout": given.out, "dlse": given.lse, "q": q, "k": k, "v": v, "out": made.out, "lse": made.lse}
+    order = neighbors.cells.runs.order
+    arrays = {
+        "dout": given.out,
+        "dlse": given.lse,
+        "q": q,
+        "k": k[order],
+        "v": v[order],
+        "out": made.out,
+        "lse": made.lse,
+    }
     return Gradients(*listed_jax.backward(call, neighbors.groups, **arrays), jnp.zeros_like(neighbors.cells.x))
 
 
@@ -115,9 +133,10 @@ _attend.defvjp(_forward, _backward)
 
 
 def _features(neighbors: Neighbors, q: Array, k: Array, v: Array) -> Features:
-    points = neighbors.cells.runs.points
+    runs = neighbors.cells.runs
+    points, order = runs.points, runs.order
     x = list(points.reshape(len(points), -1)[:, : len(v)])
-    return Features(x, *(one.astype(points.dtype) for one in (q, k, v)))
+    return Features(x, *(one.astype(points.dtype) for one in (q, k[order], v[order])))
 
 
 def _take(features: Features, at: Array) -> Features:

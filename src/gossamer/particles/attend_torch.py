@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer.kernels.launch import dtype_of
 from gossamer.particles import listed_torch
 from gossamer.particles.attend import Attending, Features, Kept, Rows, row_gradients, rows
+from gossamer.particles.groups import differentiates
 from gossamer.particles.neighbors import Neighbors
 from gossamer.torch.api import attention
 from gossamer.torch.structure import Indices
@@ -21,15 +23,20 @@ def attend(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tenso
     dtype = runs.points.dtype
     if not len(x):
         return Rows(v, v.new_zeros(v.shape[:2], dtype=dtype))
-    order = runs.order.long()
-    back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
     fused = listed_torch.attends(neighbors.groups, call, q, v)
     if not fused and v.is_cuda and call.bandwidth is None and dtype == torch.float32:
-        out, lse = _products(call, neighbors, *(one[order].transpose(0, 1)[None] for one in (q, k, v)))
-    else:
-        features = (one[order] if fused else one.to(dtype)[order] for one in (q, k, v))
-        out, lse = _Attend.apply(call, neighbors, fused, x.to(dtype)[order], *features)
-    return Rows(out[back].to(v.dtype), lse[back])
+        order, back = _moves(neighbors)
+        found = _products(call, neighbors, *(one[order].transpose(0, 1)[None] for one in (q, k, v)))
+        return Rows(found.out[back].to(v.dtype), found.lse[back])
+    features = (one if fused else one.to(dtype) for one in (q, k, v))
+    out, lse = _Attend.apply(call, neighbors, fused, x.to(dtype), *features)
+    return Rows(out.to(v.dtype), lse)
+
+
+def _moves(neighbors: Neighbors) -> tuple[Tensor, Tensor]:
+    """What moves arrays to places along the curve, and back."""
+    order = neighbors.cells.runs.order.long()
+    return order, torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
 
 
 def _whole(x: Tensor, cut: Tensor) -> Tensor:
@@ -50,37 +57,38 @@ def _products(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Te
 
 
 class _Attend(torch.autograd.Function):
-    """By places along the curve; with `fused` by kernels, but for gradients of a Gaussian."""
+    """Of arrays by particles, which it moves; with `fused` by kernels, but for gradients of a Gaussian."""
 
     @staticmethod
     def forward(
         ctx: Any, call: Attending, neighbors: Neighbors, fused: bool, x: Tensor, q: Tensor, k: Tensor, v: Tensor
     ) -> Any:
+        (order, back), cut = _moves(neighbors), neighbors.cut
+        q = q[order]
         if fused:
-            assert neighbors.groups is not None
-            out, lse = (one.contiguous() for one in listed_torch.forward(call, neighbors.groups, q, k, v))
+            out, lse = (one.contiguous() for one in listed_torch.forward(call, neighbors, q, k, v))
         else:
-            out, lse = _blocked(call, neighbors, q, k, v)
-        cut = neighbors.cut
-        out, lse = _whole(out, cut), _whole(lse, cut)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call, ctx.neighbors, ctx.fused = call, neighbors, fused and call.bandwidth is None
-        return out, lse
+            out, lse = _blocked(call, neighbors, q, k[order], v[order])
+        lse = _whole(lse, cut)  # and so are all gradients of such rows
+        ctx.save_for_backward(q, k, v, out, lse, order, back)
+        ctx.call, ctx.neighbors, ctx.fused = call, neighbors, fused and differentiates(call, dtype_of(v))
+        return _whole(out[back], cut[back]), lse[back]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, order, back = ctx.saved_tensors
+        k, v, dout, dlse = (one[order] for one in (k, v, dout, dlse))
         dx = None
         if ctx.fused:
             given = {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-            found = list(listed_torch.backward(ctx.call, ctx.neighbors.groups, **given))
+            found = list(listed_torch.backward(ctx.call, ctx.neighbors, **given))
         else:
             kept = Kept(lse, (dout * out.to(lse.dtype)).sum(-1) - dlse, dout.to(lse.dtype))
             *found, dx = _blocked_gradients(ctx.call, ctx.neighbors, q, k, v, kept)
-        cut = ctx.neighbors.cut
-        dx = None if dx is None else _whole(dx, cut)
-        return None, None, None, dx, *(_whole(one, cut) for one in found)
+        cut = ctx.neighbors.cut[back]
+        dx = None if dx is None else _whole(dx[back], cut)
+        return None, None, None, dx, *(_whole(one[back], cut) for one in found)
 
 
 def _blocked(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

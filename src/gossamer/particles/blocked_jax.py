@@ -155,7 +155,8 @@ def groups_of(reach: Reach, runs: Runs, M: int, room: int) -> tuple[Array, Array
         return jnp.where(listed, columns, -1), bits, apart, mine, some.sum(dtype=jnp.int32), is_far
 
     columns, bits, theirs, mine, counts, far = lax.map(group, (rows, points.reshape(3, T, ROWS).swapaxes(0, 1)))
-    flat = columns.reshape(-1), bits.reshape(-1, ROWS), theirs.reshape(-1, 4), mine.reshape(-1, 4)
+    keys = jnp.where(columns < 0, -1, runs.order[jnp.maximum(columns, 0)])
+    flat = columns.reshape(-1), keys.reshape(-1), bits.reshape(-1, ROWS), theirs.reshape(-1, 4), mine.reshape(-1, 4)
     return places, sizes, Groups(*flat, counts, far)
 
 

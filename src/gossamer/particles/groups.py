@@ -31,6 +31,7 @@ class Groups(NamedTuple):
     """
 
     columns: Any  # (T C,) int32
+    keys: Any  # (T C,) int32: the particles at these places, -1 where there is none
     bits: Any  # (T C / 32, 64) int32
     theirs: Any  # (T C, 4): positions in the frame of the group
     mine: Any  # (64 T, 4)

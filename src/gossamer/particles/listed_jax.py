@@ -54,7 +54,12 @@ def lists_of(radius: float, box: Sizes, runs: Runs, capacity: int, room: int) ->
     call = jax.ffi.ffi_call(_target(config), list(shapes.values()), vmap_method="sequential")
     named = {targets.number(at): np.float32(x) for at, x in enumerate(numbers)}
     made = dict(zip(shapes, call(particles, *runs.tree, **named), strict=True))
-    return made.pop("places"), made.pop("sizes"), Groups(**made)
+    return made.pop("places"), made.pop("sizes"), Groups(**made, keys=keys_of(made["columns"], runs))
+
+
+def keys_of(columns: Array, runs: Runs) -> Array:
+    """The particles at places."""
+    return jnp.where(columns < 0, -1, runs.order[jnp.maximum(columns, 0)])
 
 
 def attends(groups: Groups | None, call: Attending, q: Array, v: Array) -> bool:
@@ -64,7 +69,7 @@ def attends(groups: Groups | None, call: Attending, q: Array, v: Array) -> bool:
 
 
 def forward(call: Attending, groups: Groups, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """out (N, H, E) and lse (N, H), of places along the curve."""
+    """out (N, H, E) and lse (N, H), of places along the curve, as q is; k and v are by particles."""
     if call.scale is None:  # no products: those of zeros
         q = k = jnp.zeros((*v.shape[:2], SMALLEST), v.dtype)
     found = _run("forward", call, groups, {"q": q, "k": k, "v": v})
@@ -72,7 +77,7 @@ def forward(call: Attending, groups: Groups, q: Array, k: Array, v: Array) -> tu
 
 
 def backward(call: Attending, groups: Groups, **given: Array) -> tuple[Array, Array, Array]:
-    """dq, dk and dv of what `kernels.launch.INPUTS` names, likewise."""
+    """dq, dk and dv of what `kernels.launch.INPUTS` names, all by places along the curve."""
     found = _run("backward", call, groups, given)
     q, v = given["q"], given["v"]
     return found["dq"].reshape(q.shape), found["dk"].reshape(q.shape), found["dv"].reshape(v.shape)

@@ -12,6 +12,7 @@ from gossamer.kernels.launch import Direction, dtype_of
 from gossamer.kernels.neighbors.compiled import lists
 from gossamer.kernels.neighbors.configurations import STEP
 from gossamer.kernels.radial.configurations import FAR
+from gossamer.memo import Memos
 from gossamer.particles import fused_torch
 from gossamer.particles import groups as of_groups
 from gossamer.particles.attend import Attending
@@ -28,7 +29,10 @@ from gossamer.particles.groups import (
     shapes_of,
     type_of,
 )
+from gossamer.particles.neighbors import Neighbors
 from gossamer.torch.bind import bind
+
+_items: Memos[dict[str, Tensor]] = Memos()  # of lists, by heads
 
 
 def serves(cells: Cells) -> bool:
@@ -53,7 +57,9 @@ def lists_of(cells: Cells, capacity: int, room: int) -> tuple[Tensor, Tensor, Gr
             for name, shape in shapes_of(N, capacity, room).items()
         }  # fmt: skip
         lists(config)(particles, *runs.tree, *made.values(), *numbers)
-    return made.pop("places"), made.pop("sizes"), Groups(**made)
+        columns = made["columns"]
+        keys = torch.where(columns < 0, -1, runs.order[columns.clamp(min=0)])
+    return made.pop("places"), made.pop("sizes"), Groups(**made, keys=keys)
 
 
 def most(cells: Cells) -> Most:
@@ -73,23 +79,26 @@ def attends(groups: Groups | None, call: Attending, q: Tensor, v: Tensor) -> boo
     )
 
 
-def forward(call: Attending, groups: Groups, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out (N, H, E) and lse (N, H), of places along the curve."""
+def forward(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out (N, H, E) and lse (N, H), of places along the curve, as q is; k and v are by particles."""
     if call.scale is None:  # no products: those of zeros
         q = k = v.new_zeros(*v.shape[:2], SMALLEST)
-    out, lse = _run("forward", call, groups, {"q": q, "k": k, "v": v})
+    out, lse = _run("forward", call, neighbors, {"q": q, "k": k, "v": v})
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
-def backward(call: Attending, groups: Groups, **given: Tensor) -> tuple[Tensor, ...]:
-    """dq, dk and dv of what `kernels.launch.INPUTS` names, likewise."""
-    return tuple(x[0].transpose(0, 1) for x in _run("backward", call, groups, given))
+def backward(call: Attending, neighbors: Neighbors, **given: Tensor) -> tuple[Tensor, ...]:
+    """dq, dk and dv of what `kernels.launch.INPUTS` names, all by places along the curve."""
+    return tuple(x[0].transpose(0, 1) for x in _run("backward", call, neighbors, given))
 
 
-def _run(direction: Direction, call: Attending, groups: Groups, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
+def _run(direction: Direction, call: Attending, neighbors: Neighbors, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    groups = neighbors.groups
+    assert groups is not None
     N, H, D = given["q"].shape
     *_, E = given["v"].shape
-    arrays = {**groups._asdict(), **items_of(groups, H, torch)}
+    items = _items.of(neighbors).get_or_make(H, lambda: items_of(groups, H, torch))
+    arrays = {**groups._asdict(), **items}
     shapes = tuple((name, tuple(x.shape)) for name, x in arrays.items())
     bound, names = _bound(direction, call, (H, N, D, E), dtype_of(given["v"]), shapes, given["v"].device)
     seen = {name: x.contiguous().transpose(0, 1)[None] for name, x in given.items()}

@@ -1,7 +1,8 @@
 """Attention over the lists of groups of particles, and its gradients, as data.
 
 Lists are arguments of the call, as q, k and v are, so that one launch serves all that move. A group is 64 particles
-that follow one another, queries and keys alike. Pairs are symmetric: its list is that of its rows and of its columns.
+that follow one another, queries and keys alike. The forward reads q by places along the curve, k and v by particles.
+Pairs are symmetric: in the backward a group's list is that of its rows and that of its columns.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from gossamer.plan.problem import Problem
 SPACE = ("theirs", "mine", "far")  # where particles are, of a forward with a Gaussian: `gather.gaussian.Space`
 # Items as `hopper.device.row_items` and `column_items` have them, and lists as `gather.block` does.
 LISTS: dict[Direction, tuple[str, ...]] = {
-    "forward": ("items", "columns", "bits"),
+    "forward": ("items", "keys", "bits"),
     "backward": ("items", "column_items", "segments", "columns", "bits"),
 }
 
@@ -33,7 +34,7 @@ def forward(p: Problem, scoring: Scoring, operands: Mapping[str, Operand], dista
     """
     b = Builder(operands)
     config = gather_config("forward", p.dtype, p.D, p.E, score_of(scoring), gaussian=bool(distances))
-    lists = ("columns", "bits", *SPACE[: len(SPACE) * bool(distances)])
+    lists = ("keys", "bits", *SPACE[: len(SPACE) * bool(distances)])
     return forward_by(config, b, p, scoring, _schedule(b, p, config, "items", *lists), distances)
 
 
