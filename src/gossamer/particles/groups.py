@@ -104,16 +104,16 @@ def differentiates(call: Attending, dtype: str) -> bool:
     return call.bandwidth is None and dtype in TYPES
 
 
-def items_of(groups: Groups, H: int, xp: Any) -> dict[str, Any]:
+def items_of(groups: Groups, n: Any, xp: Any) -> dict[str, Any]:
     """The work of both directions, heads one after the other: neighbours along the curve read the same keys.
 
     Args:
+        n: 0 to H T - 1, int32.
         xp: jax.numpy or torch.
     """
     C, (T,) = groups.room, groups.counts.shape
-    n = xp.cumsum(xp.tile(xp.ones_like(groups.counts), (H,)), 0, dtype=xp.int32) - 1
     head, group = n // T, n % T
-    steps = xp.tile((xp.clip(groups.counts, 0, C) + STEP - 1) // STEP, (H,))
+    steps = (xp.clip(groups.counts, 0, C)[group] + STEP - 1) // STEP
     first, none, one = group * (C // STEP), n * 0, n * 0 + 1
     place = [none, head, group, none - 1]
     rows = [*place, *[none] * 4, first, steps, none, one, *[none] * 4]

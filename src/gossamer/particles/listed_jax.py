@@ -86,7 +86,7 @@ def backward(call: Attending, groups: Groups, **given: Array) -> tuple[Array, Ar
 def _run(direction: Direction, call: Attending, groups: Groups, given: dict[str, Array]) -> dict[str, Array]:
     N, H, D = given["q"].shape
     *_, E = given["v"].shape
-    arrays = {**groups._asdict(), **items_of(groups, H, jnp)}
+    arrays = {**groups._asdict(), **items_of(groups, jnp.arange(H * len(groups.counts), dtype=jnp.int32), jnp)}
     shapes = tuple((name, tuple(x.shape)) for name, x in arrays.items())
     made = _launched(direction, call, (H, N, D, E), str(given["v"].dtype), shapes)
     every = {**given, **arrays}

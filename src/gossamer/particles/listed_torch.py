@@ -97,7 +97,10 @@ def _run(direction: Direction, call: Attending, neighbors: Neighbors, given: dic
     assert groups is not None
     N, H, D = given["q"].shape
     *_, E = given["v"].shape
-    items = _items.of(neighbors).get_or_make(H, lambda: items_of(groups, H, torch))
+    n = H * len(groups.counts)
+    items = _items.of(neighbors).get_or_make(
+        H, lambda: items_of(groups, torch.arange(n, dtype=torch.int32, device=groups.counts.device), torch)
+    )
     arrays = {**groups._asdict(), **items}
     shapes = tuple((name, tuple(x.shape)) for name, x in arrays.items())
     bound, names = _bound(direction, call, (H, N, D, E), dtype_of(given["v"]), shapes, given["v"].device)

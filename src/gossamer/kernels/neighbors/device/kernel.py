@@ -110,7 +110,11 @@ class Group(Opaque):
         self.found = cute.make_rmem_tensor((HALVES,), Int32)  # neighbours of this lane's queries
         self.found.fill(0)
         self.read_queries()
-        self.reach = arguments.square * 1.00002  # rounding never leaves out a cluster
+        # Rounding never leaves out a cluster: of distances, and of the positions that they are differences of.
+        radius, far = cute.math.sqrt(arguments.square), Float32(0.0)
+        for centre, half in zip(self.centre, self.half, strict=True):
+            far = cute.arch.fmax(far, cute.arch.fmax(centre, -centre) + half + radius)
+        self.reach = (radius * 1.00001 + far * 5e-7) * (radius * 1.00001 + far * 5e-7)
 
     def read_queries(self) -> None:
         """Positions to shared memory, and their box; the frame's origin is its middle."""
