@@ -58,8 +58,8 @@ def lists_of(radius: float, box: Sizes, runs: Runs, capacity: int, room: int) ->
 
 
 def keys_of(columns: Array, runs: Runs) -> Array:
-    """The particles at places."""
-    return jnp.where(columns < 0, -1, runs.order[jnp.maximum(columns, 0)])
+    """The particles at places. Behind the lists, where nothing is written, any."""
+    return jnp.where(columns < 0, -1, runs.order[jnp.clip(columns, 0, len(runs.order) - 1)])
 
 
 def attends(groups: Groups | None, call: Attending, q: Array, v: Array) -> bool:

@@ -58,7 +58,7 @@ def lists_of(cells: Cells, capacity: int, room: int) -> tuple[Tensor, Tensor, Gr
         }  # fmt: skip
         lists(config)(particles, *runs.tree, *made.values(), *numbers)
         columns = made["columns"]
-        keys = torch.where(columns < 0, -1, runs.order[columns.clamp(min=0)])
+        keys = torch.where(columns < 0, -1, runs.order[columns.clamp(0, N - 1)])
     return made.pop("places"), made.pop("sizes"), Groups(**made, keys=keys)
 
 
