@@ -27,6 +27,7 @@ from gossamer.kernels.hopper.device.gather.columns import GatherColumns
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.float32.forward import Float32Forward
 from gossamer.kernels.hopper.device.gather.forward import GatherForward
+from gossamer.kernels.hopper.device.gather.gaussian import POINT, GaussianForward
 from gossamer.kernels.hopper.device.gather.gradients import GatherGradients
 from gossamer.kernels.hopper.device.gather.query import GatherQuery
 from gossamer.kernels.hopper.device.merges import MERGE
@@ -154,6 +155,10 @@ def gather(config: GatherConfig) -> Entry:
     if c.dtype == "float32":
         halves = *[compact(Float16, B, G, K, 2 * c.size)] * 2, compact(Float32, B, G, K, 2)
         return Entry(Float32Forward(c), *inputs[:3], *halves, *of_forward)
+    if c.gaussian:
+        before, behind = of_forward[:5], of_forward[5:]
+        points = compact(Float32, s(), POINT), compact(Float32, s(), POINT), compact(Int32, s())
+        return Entry(GaussianForward(c), *inputs[:3], *before, *points, *behind, *[Float32(1)] * 3)
     if c.direction == "forward":
         return Entry(GatherForward(c), *inputs[:3], *of_forward)
     numbers = [Float32(1)] * 3 + [Int32(1)] * 2

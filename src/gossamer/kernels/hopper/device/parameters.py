@@ -45,6 +45,8 @@ KINDS = {
 def parameters(kind: str, *key: Any) -> tuple[Parameter, ...]:
     """The arrays among the arguments of a kernel of `hopper.compiled`, made for a key."""
     text = KINDS[f"gather {key[0].direction}" if kind == "gather" else kind]
+    if kind == "gather" and key[0].gaussian:
+        text = text.replace(_GATHERED, f"{_GATHERED} theirs mine far", 1)
     if kind == "gather" and key[0].dtype == "float32":
         text = text.replace("v/4 ", "v/4 k_halves! v_halves! powers! ", 1)
     if (kind == "backward" and not key[0].with_dq) or (kind == "preprocess" and not key[-1]):
