@@ -21,10 +21,13 @@ from gossamer.kernels.hopper.device.common import NUMBERS
 from gossamer.kernels.hopper.device.configurations import BackwardConfig, ForwardConfig, QueryConfig, WideConfig
 from gossamer.kernels.hopper.device.forward.kernel import Forward
 from gossamer.kernels.hopper.device.forward.merge import Merge
+from gossamer.kernels.hopper.device.gated.configurations import GatedConfig
+from gossamer.kernels.hopper.device.gated.kernel import Gated
 from gossamer.kernels.hopper.device.gather.columns import GatherColumns
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.float32.forward import Float32Forward
 from gossamer.kernels.hopper.device.gather.forward import GatherForward
+from gossamer.kernels.hopper.device.gather.gaussian import POINT, GaussianForward
 from gossamer.kernels.hopper.device.gather.gradients import GatherGradients
 from gossamer.kernels.hopper.device.gather.query import GatherQuery
 from gossamer.kernels.hopper.device.merges import MERGE
@@ -156,6 +159,10 @@ def gather(config: GatherConfig) -> Entry:
     if c.dtype == "float32":
         halves = *[compact(Float16, B, G, K, 2 * c.size)] * 2, compact(Float32, B, G, K, 2)
         return Entry(Float32Forward(c), *inputs[:3], *halves, *of_forward)
+    if c.gaussian:
+        before, behind = of_forward[:5], of_forward[5:]
+        points = compact(Float32, s(), POINT), compact(Float32, s(), POINT), compact(Int32, s())
+        return Entry(GaussianForward(c), *inputs[:3], *before, *points, *behind, *[Float32(1)] * 3)
     if c.direction == "forward":
         return Entry(GatherForward(c), *inputs[:3], *of_forward)
     numbers = [Float32(1)] * 3 + [Int32(1)] * 2
@@ -193,6 +200,19 @@ def rows(config: RowsConfig) -> Entry:
     made = [strided(Float32 if c.shares else n, B, heads, K) for heads in [s() if c.shares else G] * 2]
     parts = part, compact(Float32, s(), 1, c.size)
     return Entry(RowsColumns(c), *given, terms, *made, *lists, *parts, lengths, *factors, *numbers)
+
+
+def gated(config: GatedConfig) -> Entry:
+    """The forward of gated attention."""
+    n, s = NUMBERS[config.dtype], cute.sym_int
+    B, H, G, N, units, tiles = s(), s(), s(), s(), s(), s()
+    q, k = strided(n, B, H, N), strided(n, B, G, N)
+    of_keys = [compact(x, units, N) for x in (Float32, Float32, Int32)]
+    return Entry(
+        Gated(config), q, k, strided(n, B, G, N), strided(n, B, H, N), _rows(B, H, N), *of_keys,
+        compact(Int32, units, tiles, s()), compact(Int32, units, tiles, 2), compact(Int32, units, 1, N),
+        compact(Int32, units, 1, s()), compact(Int32, 1), Float32(1), *[Int32(1)] * 3,
+    )  # fmt: skip
 
 
 def select(config: SelectConfig) -> Entry:
