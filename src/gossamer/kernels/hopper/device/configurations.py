@@ -151,6 +151,11 @@ class BackwardConfig:
         return (self.block_q, self.block_kv) == (64, 64)
 
     @property
+    def edges(self) -> bool:
+        """Each of two warpgroups is told apart what its keys keep of an interval tile, and may leave out a step."""
+        return self.step == 64 and not self.single
+
+    @property
     def blocks(self) -> int:
         """Blocks that share a multiprocessor."""
         return 2 if self.single else 1
@@ -187,6 +192,7 @@ class WideConfig:
 
     block_kv = 64  # keys of an item
     blocks = 1
+    edges = False
 
     def __post_init__(self) -> None:
         if self.tile_kv not in (64, 128) or self.step != 64 or self.block_q % self.step:
