@@ -133,6 +133,7 @@ class BackwardConfig:
     with_dq: bool = True
     lengths: bool = False  # keys at and after a length for each batch element are not attended
     step: int = 64
+    edges: bool = False  # a warpgroup leaves out an item's first or last step of which its own keys keep nothing
 
     def __post_init__(self) -> None:
         wide = self.block_q in (64, 128, 192) and self.block_kv == 128
@@ -141,6 +142,7 @@ class BackwardConfig:
         # With more columns, or slopes of a soft cap, the registers hold no more than 64 queries.
         long = self.step == 128 and (self.D, self.score) == (64, "fold") and not self.single
         known = (self.step == 64 or long) and not (self.single and self.with_dq)
+        known = known and not (self.edges and (self.single or long))
         if self.E > self.D or self.q_stages < 2 or not known:
             raise ValueError(f"the column kernel cannot run as {self}")
         check_memory(self)
@@ -149,11 +151,6 @@ class BackwardConfig:
     def single(self) -> bool:
         """One consumer warpgroup a block: K and V make room for dK and dV."""
         return (self.block_q, self.block_kv) == (64, 64)
-
-    @property
-    def edges(self) -> bool:
-        """Each of two warpgroups is told apart what its keys keep of an interval tile, and may leave out a step."""
-        return self.step == 64 and not self.single
 
     @property
     def blocks(self) -> int:

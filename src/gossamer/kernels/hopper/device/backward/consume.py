@@ -66,7 +66,7 @@ class ColumnConsumer(Opaque):
             block.v.wait_full(0, turn & 1)
             begin = m
             n, m, kind = self.start(n, m, kind)
-            while kind < Kind.END:
+            while kind != Kind.END:
                 self.step(n, m, begin)
                 n += 1
                 m += 1

@@ -130,11 +130,12 @@ class PairConsumer(ColumnConsumer):
         """The end of an item, with what its last step has left, and a last one that is left out."""
         c, block = self.config, self.block
         if m != begin:
-            warpgroup.wait_group(0)
-            block.dout.release_at(m - 1)
-            block.q.release_at(n - 1)
             if const_expr(c.with_dq):
                 self.last_dq(m - 1)
+            else:
+                warpgroup.wait_group(0)
+            block.dout.release_at(m - 1)
+            block.q.release_at(n - 1)
         if const_expr(c.edges):  # noqa: SIM102
             if kind == Kind.NOTHING:
                 self.leave_out(m)

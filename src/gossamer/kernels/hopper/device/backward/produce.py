@@ -176,7 +176,7 @@ class Producer(Opaque):
                     if const_expr(c.edges):
                         own.load(lead, tile, intervals)
                     # The first tile of an interval comes first: of its first step a warpgroup may keep nothing.
-                    early = Int32(1) if intervals > 0 else Int32(0)
+                    early = Int32(1) if const_expr(c.edges) and intervals > 0 else Int32(0)
                     for place in cutlass.range(total, unroll=1):
                         i = place
                         if place < early:
