@@ -134,6 +134,7 @@ def name_of(kernel: Shipped) -> str:
             c.block_kv,
             c.score,
             *(("no dq",) if not getattr(c, "with_dq", 1) else ()),
+            *(("edges",) if getattr(c, "edges", 0) else ()),
         )
     return "-".join(str(value) for value in (kernel.kind, *values))
 
