@@ -66,7 +66,7 @@ class ColumnConsumer(Opaque):
             block.v.wait_full(0, turn & 1)
             begin = m
             n, m, kind = self.start(n, m, kind)
-            while kind != Kind.END:
+            while self.goes_on(kind):
                 self.step(n, m, begin)
                 n += 1
                 m += 1
@@ -77,6 +77,10 @@ class ColumnConsumer(Opaque):
             turn += 1
             block.k.wait_full(0, turn & 1)
             running = block.item[ColumnItem.VALID]
+
+    def goes_on(self, kind: Any) -> Any:
+        """Whether the loop computes a step of this kind."""
+        return kind != Kind.END
 
     def start(self, n: Any, m: Any, kind: Any) -> Any:
         """What comes before an item's steps: nothing. Returns stages and kind of the first step."""
