@@ -26,6 +26,7 @@ from gossamer.particles.laws import long_range
 
 NEIGHBORS = 747
 SAMPLES = 32
+HEADS, HEAD_SIZE = 8, 64  # of attention between neighbours
 LISTED = 64_000  # with more particles the lists of XLA, 4 bytes a pair, are left out
 
 
@@ -71,6 +72,24 @@ class Exact:
 
     def density_error(self, found: jax.Array, h: float) -> float:
         return float(np.abs(np.asarray(found)[self.rows] / self.density(h) - 1).max())
+
+    def attention_error(
+        self, found: jax.Array, x: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, radius: float, h: float | None
+    ) -> float:
+        """The largest of an output's, of numbers near 1."""
+        places, worst = np.asarray(x, np.float64), 0.0
+        for i in self.rows:
+            d = places - places[i]
+            d -= np.round(d)
+            s = (d * d).sum(1)
+            (near,) = np.nonzero(s <= radius**2)
+            keys, values = (np.asarray(one[near], np.float64) for one in (k, v))
+            scores = np.einsum("hd,jhd->hj", np.asarray(q[i], np.float64), keys) * q.shape[-1] ** -0.5
+            scores -= s[near] / (2 * h * h) if h else 0.0
+            weights = np.exp(scores - scores.max(1, keepdims=True))
+            wanted = np.einsum("hj,jhe->he", weights / weights.sum(1, keepdims=True), values)
+            worst = max(worst, float(np.abs(np.asarray(found[i], np.float64) - wanted).max()))
+        return worst
 
     def gradient_error(self, found: tuple[jax.Array, jax.Array], h: float) -> float:
         """Of the sum of all densities to positions, relative to the sum of the sizes of its terms; and to masses."""
@@ -132,7 +151,40 @@ def rows_of(N: int, kind: str) -> list[dict[str, Any]]:
             row["ms"] = timed(lambda run=run: run(x, mass))
             row["interactions_per_second"] = pairs / row["ms"] * 1e3
         found.append(row)
+    found += attended(x, radius, h, common, exact)
     return found + (listed(x, mass, radius, h, law, common, exact) if N <= LISTED else [])
+
+
+def attended(x: jax.Array, radius: float, h: float, common: dict[str, Any], exact: Exact) -> list[dict[str, Any]]:
+    """Attention between neighbours in bfloat16, lists made before, and what they take."""
+    N, H, D = len(x), HEADS, HEAD_SIZE
+    neighbors = gp.Neighbors.allocate(x, radius, 1.0)
+    pairs, common = float(neighbors.counts.sum(dtype=jnp.float32)), {**common, "heads": H, "head_size": D}
+    common["neighbors"] = pairs / N
+    q, k, v = (jax.random.normal(jax.random.key(n), (N, H, D), jnp.bfloat16) for n in range(3))
+    update = jax.jit(lambda neighbors, x: neighbors.update(x))
+    found = [{**common, "case": "lists", "implementation": "gossamer", "ms": timed(lambda: update(neighbors, x))}]
+    for kernel, bandwidth in (("dot", None), ("dot+gaussian", h)):
+
+        def attend(q: Any, k: Any, v: Any, neighbors: Any, kernel: str = kernel, bandwidth: Any = bandwidth) -> Any:
+            return gp.neighbor_attention(q, k, v, neighbors, kernel=kernel, bandwidth=bandwidth)
+
+        def total(*given: Any, attend: Any = attend) -> Any:
+            return (attend(*given).astype(jnp.float32) ** 2).sum()
+
+        run, gradient = jax.jit(attend), jax.jit(jax.grad(total, (0, 1, 2)))
+        error = exact.attention_error(run(q, k, v, neighbors), x, q, k, v, radius, bandwidth)
+        row = {**common, "case": f"attention, {kernel}", "implementation": "gossamer", "error": error}
+        row["status"] = "ok" if error <= 0.02 else "failed"
+        if row["status"] == "ok":
+            row["ms"] = timed(lambda run=run: run(q, k, v, neighbors))
+            row["pair_heads_per_second"] = pairs * H / row["ms"] * 1e3
+        found.append(row)
+        if kernel == "dot":  # that of a Gaussian is computed by operations of JAX
+            ms = timed(lambda run=gradient: run(q, k, v, neighbors))
+            found.append({**common, "case": f"attention gradient, {kernel}", "implementation": "gossamer", "ms": ms,
+                          "pair_heads_per_second": pairs * H / ms * 1e3})  # fmt: skip
+    return found
 
 
 def listed(

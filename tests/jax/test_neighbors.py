@@ -13,6 +13,7 @@ import pytest
 from scipy.spatial import cKDTree
 
 from gossamer import particles as gp
+from gossamer.particles.blocked_jax import Reach, groups_of
 from tests.particles import oracle
 
 
@@ -66,6 +67,43 @@ def test_lists_under_jit_and_too_small_ones() -> None:
         np.testing.assert_allclose(grad[sure], right[sure], rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="capacity must be given"):
         jax.jit(lambda x: gp.Neighbors.allocate(x, 0.3, 1.0).sizes)(x)
+
+
+@pytest.mark.parametrize(
+    ("N", "d", "box", "radius", "room"),
+    [(1, 3, None, 0.1, 64), (200, 3, (1.0, None, 1.0), 0.2, 192), (130, 1, 1.0, 0.1, 64)],
+)
+def test_groups_are_the_unions_of_lists(N: int, d: int, box: Any, radius: float, room: int) -> None:
+    """What operations make of lists is what the kernel is to make: columns, bits, counts, positions in the frame."""
+    x = oracle.cloud(np.random.default_rng(N), N, d, "uniform")
+    neighbors = gp.Neighbors.allocate(jnp.asarray(x), radius, box)
+    reach = Reach(radius, neighbors.cells.box)
+    places, sizes, groups = groups_of(reach, neighbors.cells.runs, neighbors.capacity, room)
+    np.testing.assert_array_equal(places, neighbors.places)
+    np.testing.assert_array_equal(sizes, neighbors.sizes)
+    order = np.asarray(neighbors.cells.order)
+    keep = np.zeros((N, N + 1), bool)
+    keep[np.arange(N)[:, None], places] = True
+    exact = oracle.pairs(x[order], reach.box)
+    unsure = np.abs(exact.s / radius**2 - 1) < 1e-5
+    assert ((keep[:, :N] == (exact.s <= radius**2)) | unsure).all()
+    T = -(-N // 64)
+    columns, words = np.asarray(groups.columns).reshape(T, room), np.asarray(groups.bits).view(np.uint32)
+    bits = (words.reshape(T, room // 32, 64, 1) >> np.arange(32, dtype=np.uint32)) & 1
+    bits = bits.swapaxes(1, 2).reshape(T, 64, room)
+    theirs, mine = (np.asarray(one).reshape(T, -1, 4)[..., :d] for one in (groups.theirs, groups.mine))
+    for t in range(T):
+        rows = slice(64 * t, min(64 * t + 64, N))
+        union = np.flatnonzero(keep[rows, :N].any(0))
+        listed, n = union[:room], len(union[:room])
+        assert groups.counts[t] == len(union)
+        np.testing.assert_array_equal(columns[t], np.pad(listed, (0, room - n), constant_values=-1))
+        np.testing.assert_array_equal(bits[t, : rows.stop - rows.start, :n], keep[rows][:, listed])
+        assert not bits[t, :, n:].any() and not bits[t, rows.stop - rows.start :].any()
+        if not groups.far[t]:
+            steps = theirs[t, None, :n] - mine[t, : rows.stop - rows.start, None]
+            near = keep[rows][:, listed]
+            np.testing.assert_allclose(steps[near], exact.steps[rows][:, listed][near], atol=1e-6)
 
 
 ATTENTION = """

@@ -8,6 +8,7 @@ import torch
 
 import gossamer as gs
 from gossamer import particles as gp
+from gossamer.particles.geometry import nearest
 from tests.particles import oracle
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -91,3 +92,90 @@ def test_lists_that_are_cut_give_no_numbers(device: str) -> None:
         assert a[over].isnan().any(-1).all()
         sure = ~a.isnan()
         torch.testing.assert_close(a[sure], b[sure], rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(
+    ("N", "d", "box", "radius", "kind", "capacity"),
+    [
+        (1, 3, (1.0,) * 3, 0.2, "uniform", None),
+        (64, 2, (1.0, None), 0.2, "uniform", None),
+        (300, 1, (1.0,), 0.5, "coincident", None),
+        (1000, 3, (1.0, None, 0.9), 0.2, "clustered", None),
+        (3000, 3, (None,) * 3, 0.1, "far outside", None),
+        (2500, 2, (1.0, 1.0), 0.05, "uniform", None),
+        (3000, 3, (1.0,) * 3, 0.15, "clustered", 40),
+        (500, 3, (1.0,) * 3, 0.1, "one place", None),
+    ],
+)
+def test_lists_of_the_kernel_are_those_of_float32(
+    N: int, d: int, box: tuple[float | None, ...], radius: float, kind: str, capacity: int | None
+) -> None:
+    """To the bit: r^2 is a sum of rounded products, and a pair is kept from both sides or from none."""
+    x = oracle.cloud(np.random.default_rng(), N, d, kind)
+    neighbors = gp.Neighbors.allocate(torch.as_tensor(x, device="cuda"), radius, box, capacity)
+    groups, M = neighbors.groups, neighbors.capacity
+    if groups is None:
+        pytest.skip("kernels list for compute capability 9.0")
+    points = neighbors.cells.runs.points.cpu().numpy().reshape(d, -1)[:, :N]
+    s = np.zeros((N, N), np.float32)
+    for one, size in zip(points, box, strict=True):
+        step = nearest(one, one[:, None], size and np.float32(size), np)
+        s = s + step * step
+    keep = s <= np.float32(radius**2)
+    T, C = -(-N // 64), groups.room
+    columns, counts = groups.columns.cpu().numpy().reshape(T, C), groups.counts.cpu().numpy()
+    words = groups.bits.cpu().numpy().view(np.uint32).reshape(T, C // 32, 64)
+    for t in range(T):
+        rows = keep[64 * t : 64 * t + 64]
+        union = np.flatnonzero(rows.any(0))
+        listed = union[:C]
+        padded = -(-len(listed) // 64) * 64
+        assert counts[t] == len(union)
+        assert (columns[t, :padded] == np.pad(listed, (0, padded - len(listed)), constant_values=-1)).all()
+        bits = (words[t, : padded // 32, :, None] >> np.arange(32, dtype=np.uint32)) & 1
+        wanted = np.zeros((64, padded), bool)
+        wanted[: len(rows), : len(listed)] = rows[:, listed]
+        assert (bits.swapaxes(0, 1).reshape(64, -1) == wanted).all()
+    places = neighbors.places.cpu().numpy()
+    for i in range(N):
+        wanted = np.flatnonzero(keep[i])[:M]
+        assert (places[i] == np.pad(wanted, (0, M - len(wanted)), constant_values=N)).all()
+    assert (neighbors.sizes.cpu().numpy() == keep.sum(1)).all()
+    assert bool(neighbors.overflow) == bool((keep.sum(1) > M).any() or (counts > C).any())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("N", [130, 1200])
+@pytest.mark.parametrize(("D", "E"), [(64, 64), (20, 48), (128, 64)])
+@pytest.mark.parametrize("kernel", ["dot", "gaussian", "dot+gaussian"])
+def test_attention_in_16_bits(kernel: str, D: int, E: int, N: int) -> None:
+    """Values and gradients against float64; 130 particles are so few that no frame holds their nearest images."""
+    rng, H, box, radius = np.random.default_rng(), 2, (1.0, None, 0.9), 0.25
+    x = oracle.cloud(rng, N, 3, "uniform")
+    dtype = torch.float16 if D == 20 else torch.bfloat16
+    limit = 2e-3 if D == 20 else 2e-2
+    neighbors = gp.Neighbors.allocate(torch.as_tensor(x, device="cuda"), radius, box)
+    q, k = (torch.randn(N, H, D, device="cuda").to(dtype).requires_grad_() for _ in range(2))
+    v = torch.randn(N, H, E, device="cuda").to(dtype).requires_grad_()
+    products, bandwidth = kernel != "gaussian", None if kernel == "dot" else 0.1
+    pair = (q, k) if products else (None, None)
+    found = gp.neighbor_attention(*pair, v, neighbors, kernel=kernel, bandwidth=bandwidth, return_residual=True)
+    exact = [one.detach().double().cpu().requires_grad_() for one in (q, k, v)]
+    s = torch.as_tensor(oracle.pairs(oracle.wrapped(x, box), box).s)
+    scores = D**-0.5 * torch.einsum("ihd,jhd->hij", *exact[:2]) if products else torch.zeros(H, N, N, dtype=s.dtype)
+    scores = scores - s / (2 * bandwidth**2) if bandwidth else scores
+    scores = scores.masked_fill(s > radius**2, -float("inf"))
+    wanted = torch.einsum("hij,jhe->ihe", scores.softmax(-1), exact[2]), scores.logsumexp(-1).T
+    for one, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.double().cpu(), right.detach(), rtol=limit, atol=limit)
+    again = gp.neighbor_attention(*pair, v, neighbors, kernel=kernel, bandwidth=bandwidth)
+    assert again.equal(found[0])
+    weights = torch.randn_like(found[0])
+    used = slice(0 if products else 2, 3)
+    got = torch.autograd.grad(found[0], (q, k, v)[used], weights)
+    right = torch.autograd.grad(wanted[0], exact[used], weights.double().cpu())
+    for one, other in zip(got, right, strict=True):
+        assert (one.double().cpu() - other).abs().max() <= limit * other.abs().max()

@@ -37,6 +37,7 @@ def run(
 
     from gossamer.cli.errors import Refused, check_file, shorten
     from gossamer.kernels.hopper import missing_packages
+    from gossamer.kernels.hopper.shipped import TORCH_ALONE
     from gossamer.kernels.hopper.store import ARCHITECTURE, DIRECTORY, directory
 
     if arch != ARCHITECTURE:
@@ -45,7 +46,7 @@ def run(
     if missing:
         raise Refused(f"gossamer compile {'; '.join(missing)}")
     console = Console()
-    chosen = _choose(head_dim or [], dtype or [])
+    chosen = [kernel for kernel in _choose(head_dim or [], dtype or []) if not (jax and kernel.kind in TORCH_ALONE)]
     found = [(kernel, _compiled(kernel, jax).path(*kernel.arguments)) for kernel in chosen]
     if list_kernels:
         for kernel, path in found:

@@ -8,35 +8,65 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.custom_batching import sequential_vmap
 
+from gossamer.particles import listed_jax
 from gossamer.particles.attend import Attending, Features, Gradients, Kept, Rows, row_gradients, rows
+from gossamer.particles.groups import differentiates
 from gossamer.particles.neighbors import Neighbors
 
 NUMBERS = 2**21  # of the features of a chunk
 
-jax.tree_util.register_dataclass(Neighbors, data_fields=["cells", "places", "sizes"], meta_fields=[])
+jax.tree_util.register_dataclass(Neighbors, data_fields=["cells", "places", "sizes", "groups"], meta_fields=[])
 
 
 def attend(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array) -> Rows:
     x, runs = neighbors.cells.x, neighbors.cells.runs
     dtype = runs.points.dtype
-    given = tuple(one.astype(dtype) for one in (x, q, k, v))
+    fused = listed_jax.attends(neighbors.groups, call, q, v)
+    given = (x.astype(dtype), *(one if fused else one.astype(dtype) for one in (q, k, v)))
     if not len(x):
         return Rows(v, jnp.zeros(v.shape[:2], dtype))
-    order = lax.stop_gradient(runs.order)
-    made = _attend(call, *(one[order] for one in given), neighbors)
-    out, lse = (jnp.zeros_like(one).at[order].set(one, unique_indices=True) for one in made)
-    return Rows(out.astype(v.dtype), lse)
+    made = _attend(call, fused, *given, neighbors)
+    return made._replace(out=made.out.astype(v.dtype))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: Attending, x: Array, q: Array, k: Array, v: Array, neighbors: Neighbors) -> Rows:
-    """By places along the curve."""
-    found, _ = _forward(call, x, q, k, v, neighbors)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(call: Attending, fused: bool, x: Array, q: Array, k: Array, v: Array, neighbors: Neighbors) -> Rows:
+    """With `fused` a kernel computes it on a GPU.
+
+    Arrays are by particles, and moved here: to places along the curve and back. JAX would differentiate a move as a
+    sum over repeated ones.
+    """
+    found, _ = _forward(call, fused, x, q, k, v, neighbors)
     return found
 
 
-def _forward(call: Attending, x: Array, q: Array, k: Array, v: Array, neighbors: Neighbors) -> Any:
+def _forward(call: Attending, fused: bool, x: Array, q: Array, k: Array, v: Array, neighbors: Neighbors) -> Any:
+    order = neighbors.cells.runs.order
+    back = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype), unique_indices=True)
+    q, blocked = q[order], partial(_forward_blocked, call)
+    if fused:
+        made = lax.platform_dependent(
+            neighbors, q, k, v, cuda=sequential_vmap(partial(_forward_fused, call)), default=blocked
+        )
+    else:
+        made = blocked(neighbors, q, k, v)
+    cut = neighbors.cut
+    made = made._replace(lse=jnp.where(cut[:, None], jnp.nan, made.lse))  # and so are all gradients of such rows
+    found = Rows(jnp.where(cut[back][:, None, None], jnp.nan, made.out[back]), made.lse[back])
+    return found, (q, k, v, neighbors, made, back)
+
+
+# Of the functions below q is by places along the curve, and so is all that they give; k and v are by particles.
+
+
+def _forward_fused(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array) -> Rows:
+    assert neighbors.groups is not None
+    return Rows(*listed_jax.forward(call, neighbors.groups, q, k, v))
+
+
+def _forward_blocked(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array) -> Rows:
     places = neighbors.places
     N, M = places.shape
     features = _features(neighbors, q, k, v)
@@ -46,16 +76,47 @@ def _forward(call: Attending, x: Array, q: Array, k: Array, v: Array, neighbors:
         return rows(call, _take(features, at), _take(features, jnp.minimum(lists, N - 1)), lists < N, jnp)
 
     made = Rows(*_in_chunks(chunk, N, M * (q.shape[1] * (q.shape[2] + v.shape[2]) + 8)))
-    cut = neighbors.sizes > M
-    made = Rows(jnp.where(cut[:, None, None], jnp.nan, made.out), jnp.where(cut[:, None], jnp.nan, made.lse))
-    return made, (features, neighbors, made)
+    return made._replace(out=made.out.astype(v.dtype))
 
 
-def _backward(call: Attending, kept: Any, given: Rows) -> Any:
-    features, neighbors, made = kept
+def _backward(call: Attending, fused: bool, kept: Any, given: Rows) -> Any:
+    q, k, v, neighbors, made, back = kept
+    order = neighbors.cells.runs.order
+    blocked, given = partial(_backward_blocked, call), Rows(given.out[order], given.lse[order])
+    if fused and differentiates(call, str(v.dtype)):
+        found = lax.platform_dependent(
+            neighbors, q, k, v, made, given, cuda=sequential_vmap(partial(_backward_fused, call)), default=blocked
+        )
+    else:
+        found = blocked(neighbors, q, k, v, made, given)
+    cut = neighbors.cut[back]
+    dq, dk, dv, dx = (jnp.where(cut.reshape(-1, *[1] * (one.ndim - 1)), jnp.nan, one[back]) for one in found)
+    return dx, dq, dk, dv, None
+
+
+def _backward_fused(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array, made: Rows, given: Rows
+                    ) -> Gradients:  # fmt: skip
+    assert neighbors.groups is not None
+    order = neighbors.cells.runs.order
+    arrays = {
+        "dout": given.out,
+        "dlse": given.lse,
+        "q": q,
+        "k": k[order],
+        "v": v[order],
+        "out": made.out,
+        "lse": made.lse,
+    }
+    return Gradients(*listed_jax.backward(call, neighbors.groups, **arrays), jnp.zeros_like(neighbors.cells.x))
+
+
+def _backward_blocked(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array, made: Rows, given: Rows
+                      ) -> Gradients:  # fmt: skip
     places = neighbors.places
     N, M = places.shape
-    mine = Kept(made.lse, (given.out * made.out).sum(-1) - given.lse, given.out)
+    features = _features(neighbors, q, k, v)
+    dout = given.out.astype(made.lse.dtype)
+    mine = Kept(made.lse, (dout * made.out).sum(-1) - given.lse, dout)
 
     def chunk(at: Array) -> Gradients:
         lists = places[at]
@@ -64,18 +125,18 @@ def _backward(call: Attending, kept: Any, given: Rows) -> Any:
         return row_gradients(call, _take(features, at), _take(features, others), *of, keep, jnp)
 
     *_, H, E = features.v.shape
-    found = _in_chunks(chunk, N, 2 * M * H * (features.q.shape[2] + E + 4))
-    cut = neighbors.sizes > M
-    dq, dk, dv, dx = (jnp.where(cut.reshape(-1, *[1] * (one.ndim - 1)), jnp.nan, one) for one in found)
-    return dx, dq, dk, dv, None
+    found: Gradients = _in_chunks(chunk, N, 2 * M * H * (features.q.shape[2] + E + 4))
+    return Gradients(found.q.astype(q.dtype), found.k.astype(k.dtype), found.v.astype(v.dtype), found.x)
 
 
 _attend.defvjp(_forward, _backward)
 
 
 def _features(neighbors: Neighbors, q: Array, k: Array, v: Array) -> Features:
-    points = neighbors.cells.runs.points
-    return Features(list(points.reshape(len(points), -1)[:, : len(v)]), q, k, v)
+    runs = neighbors.cells.runs
+    points, order = runs.points, runs.order
+    x = list(points.reshape(len(points), -1)[:, : len(v)])
+    return Features(x, *(one.astype(points.dtype) for one in (q, k[order], v[order])))
 
 
 def _take(features: Features, at: Array) -> Features:

@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer.kernels.launch import dtype_of
+from gossamer.particles import listed_torch
 from gossamer.particles.attend import Attending, Features, Kept, Rows, row_gradients, rows
+from gossamer.particles.groups import differentiates
 from gossamer.particles.neighbors import Neighbors
 from gossamer.torch.api import attention
 from gossamer.torch.structure import Indices
@@ -20,14 +23,25 @@ def attend(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tenso
     dtype = runs.points.dtype
     if not len(x):
         return Rows(v, v.new_zeros(v.shape[:2], dtype=dtype))
-    order = runs.order.long()
-    back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
-    if v.is_cuda and call.bandwidth is None and dtype == torch.float32:
-        out, lse = _products(call, neighbors, *(one[order].transpose(0, 1)[None] for one in (q, k, v)))
-    else:
-        given = (one.to(dtype)[order] for one in (x, q, k, v))
-        out, lse = _Attend.apply(call, neighbors, *given)
-    return Rows(out[back].to(v.dtype), lse[back])
+    fused = listed_torch.attends(neighbors.groups, call, q, v)
+    if not fused and v.is_cuda and call.bandwidth is None and dtype == torch.float32:
+        order, back = _moves(neighbors)
+        found = _products(call, neighbors, *(one[order].transpose(0, 1)[None] for one in (q, k, v)))
+        return Rows(found.out[back].to(v.dtype), found.lse[back])
+    features = (one if fused else one.to(dtype) for one in (q, k, v))
+    out, lse = _Attend.apply(call, neighbors, fused, x.to(dtype), *features)
+    return Rows(out.to(v.dtype), lse)
+
+
+def _moves(neighbors: Neighbors) -> tuple[Tensor, Tensor]:
+    """What moves arrays to places along the curve, and back."""
+    order = neighbors.cells.runs.order.long()
+    return order, torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
+
+
+def _whole(x: Tensor, cut: Tensor) -> Tensor:
+    """What is of lists that are not cut; the rest is not a number."""
+    return x.masked_fill(cut.reshape(-1, *[1] * (x.ndim - 1)), float("nan"))
 
 
 def _products(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> Rows:
@@ -36,54 +50,81 @@ def _products(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Te
     lists = Indices(neighbors.places[None, None], neighbors.sizes.clamp(max=M)[None, None])
     out, lse = attention(q, k, v, lists, scale=call.scale, return_lse=True)
     # A product, so that gradients of what is cut are no numbers either.
-    whole = torch.where(neighbors.sizes > M, float("nan"), 1.0)
+    whole = torch.where(neighbors.cut, float("nan"), 1.0)
     return Rows(
         out[0].transpose(0, 1) * whole[:, None, None].to(out.dtype), lse[0].transpose(0, 1) * whole[:, None]
     )  # fmt: skip
 
 
 class _Attend(torch.autograd.Function):
-    """By places along the curve."""
+    """Of arrays by particles, which it moves; with `fused` by kernels, but for gradients of a Gaussian."""
 
     @staticmethod
-    def forward(ctx: Any, call: Attending, neighbors: Neighbors, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        places = neighbors.places.long()
-        N, M = places.shape
-        points = neighbors.cells.runs.points
-        features = Features(list(points.reshape(len(points), -1)[:, :N]), q, k, v)
-        made = []
-        for at in _chunks(N, M * (q.shape[1] * (q.shape[2] + v.shape[2]) + 8), places.device):
-            lists = places[at]
-            others = lists.clamp(max=N - 1)
-            made.append(rows(call, _take(features, at), _take(features, others), lists < N, torch))
-        out, lse = (torch.cat(parts) for parts in zip(*made, strict=True))
-        cut = neighbors.sizes > M
-        out[cut], lse[cut] = float("nan"), float("nan")
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call, ctx.neighbors = call, neighbors
-        return out, lse
+    def forward(
+        ctx: Any, call: Attending, neighbors: Neighbors, fused: bool, x: Tensor, q: Tensor, k: Tensor, v: Tensor
+    ) -> Any:
+        (order, back), cut = _moves(neighbors), neighbors.cut
+        q = q[order]
+        if fused:
+            out, lse = (one.contiguous() for one in listed_torch.forward(call, neighbors, q, k, v))
+        else:
+            out, lse = _blocked(call, neighbors, q, k[order], v[order])
+        lse = _whole(lse, cut)  # and so are all gradients of such rows
+        ctx.save_for_backward(q, k, v, out, lse, order, back)
+        ctx.call, ctx.neighbors, ctx.fused = call, neighbors, fused and differentiates(call, dtype_of(v))
+        return _whole(out[back], cut[back]), lse[back]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
-        neighbors, places = ctx.neighbors, ctx.neighbors.places.long()
-        N, M = places.shape
-        points = neighbors.cells.runs.points
-        features = Features(list(points.reshape(len(points), -1)[:, :N]), q, k, v)
-        kept = Kept(lse, (dout * out).sum(-1) - dlse, dout)
-        made = []
-        for at in _chunks(N, 2 * M * q.shape[1] * (q.shape[2] + v.shape[2] + 4), places.device):
-            lists = places[at]
-            others = lists.clamp(max=N - 1)
-            mine, theirs = (Kept(*(one[which] for one in kept)) for which in (at, others))
-            given = _take(features, at), _take(features, others)
-            made.append(row_gradients(ctx.call, *given, mine, theirs, lists < N, torch))
-        dq, dk, dv, dx = (torch.cat(parts) for parts in zip(*made, strict=True))
-        cut = neighbors.sizes > M
-        for one in (dq, dk, dv, dx):
-            one[cut] = float("nan")
-        return None, None, dx, dq, dk, dv
+        q, k, v, out, lse, order, back = ctx.saved_tensors
+        k, v, dout, dlse = (one[order] for one in (k, v, dout, dlse))
+        dx = None
+        if ctx.fused:
+            given = {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+            found = list(listed_torch.backward(ctx.call, ctx.neighbors, **given))
+        else:
+            kept = Kept(lse, (dout * out.to(lse.dtype)).sum(-1) - dlse, dout.to(lse.dtype))
+            *found, dx = _blocked_gradients(ctx.call, ctx.neighbors, q, k, v, kept)
+        cut = ctx.neighbors.cut[back]
+        dx = None if dx is None else _whole(dx[back], cut)
+        return None, None, None, dx, *(_whole(one[back], cut) for one in found)
+
+
+def _blocked(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse, chunks of particles one after the other."""
+    places = neighbors.places.long()
+    N, M = places.shape
+    features, made = _features(neighbors, q, k, v), []
+    for at in _chunks(N, M * (q.shape[1] * (q.shape[2] + v.shape[2]) + 8), places.device):
+        lists = places[at]
+        others = lists.clamp(max=N - 1)
+        made.append(rows(call, _take(features, at), _take(features, others), lists < N, torch))
+    out, lse = (torch.cat(parts) for parts in zip(*made, strict=True))
+    return out, lse
+
+
+def _blocked_gradients(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor, kept: Kept
+                       ) -> list[Tensor]:  # fmt: skip
+    """dq, dk, dv and dx, likewise."""
+    places = neighbors.places.long()
+    N, M = places.shape
+    features, made = _features(neighbors, q, k, v), []
+    for at in _chunks(N, 2 * M * q.shape[1] * (q.shape[2] + v.shape[2] + 4), places.device):
+        lists = places[at]
+        others = lists.clamp(max=N - 1)
+        mine, theirs = (Kept(*(one[which] for one in kept)) for which in (at, others))
+        given = _take(features, at), _take(features, others)
+        made.append(row_gradients(call, *given, mine, theirs, lists < N, torch))
+    dq, dk, dv, dx = (torch.cat(parts) for parts in zip(*made, strict=True))
+    return [dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dx]
+
+
+def _features(neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> Features:
+    """In the type of the arithmetic."""
+    points = neighbors.cells.runs.points
+    x = list(points.reshape(len(points), -1)[:, : len(v)])
+    return Features(x, *(one.to(points.dtype) for one in (q, k, v)))
 
 
 def _take(features: Features, at: Tensor) -> Features:

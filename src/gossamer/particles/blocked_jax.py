@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from gossamer.kernels.neighbors.configurations import ROWS, WORD
 from gossamer.particles import terms
 from gossamer.particles.cells import Runs
 from gossamer.particles.geometry import MARGIN, RUN, Seen, Sizes, gaps, nearest, squares
+from gossamer.particles.groups import Groups
 
 PAIRS = 2**18  # of a step: measured on two cores
 PIECE = 8  # runs of candidates of a step
@@ -121,6 +123,41 @@ def lists_of(reach: Reach, runs: Runs, M: int) -> Lists:
 
     found: Lists = walk(reach, runs, start, visit)
     return found
+
+
+def groups_of(reach: Reach, runs: Runs, M: int, room: int) -> tuple[Array, Array, Groups]:
+    """places, sizes and groups, as the kernel makes them."""
+    places, sizes = lists_of(reach, runs, M)
+    d, *_ = runs.points.shape
+    (N,), T = runs.order.shape, -(-len(runs.order) // ROWS)
+    points = jnp.pad(runs.points.reshape(d, -1)[:, :N], ((0, 3 - d), (0, T * ROWS - N)), mode="edge")
+    rows = jnp.pad(places, ((0, T * ROWS - N), (0, 0)), constant_values=N).reshape(T, ROWS, M)
+    box = (*reach.box, *[None] * (3 - d))
+
+    def group(given: Any) -> Any:
+        lists, x = given
+        kept = jnp.zeros((ROWS, N + 1), bool).at[jnp.arange(ROWS)[:, None], lists].set(True)[:, :N]
+        some = kept.any(0)
+        columns = jnp.nonzero(some, size=room, fill_value=N)[0].astype(jnp.int32)
+        listed = columns < N
+        bit = (kept[:, jnp.minimum(columns, N - 1)] & listed).reshape(ROWS, room // WORD, WORD)
+        words = jnp.where(bit, jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32), jnp.uint32(0)).sum(-1, jnp.uint32)
+        low, high = x.min(1), x.max(1)
+        centre, widths = (low + high) / 2, high - low
+        far = [2 * (w + reach.radius) > size for w, size in zip(widths, box, strict=True) if size is not None]
+        theirs = points[:, jnp.minimum(columns, N - 1)]
+        parts = zip(theirs, centre, box, strict=True)
+        apart = jnp.stack([nearest(x, c, size, jnp) for x, c, size in parts], -1)
+        mine = jnp.pad((x - centre[:, None]).T, ((0, 0), (0, 1)))
+        apart = jnp.pad(jnp.where(listed[:, None], apart, 0), ((0, 0), (0, 1)))
+        is_far = jnp.asarray(far, bool).any().astype(jnp.int32)
+        bits = lax.bitcast_convert_type(words.T, jnp.int32)
+        return jnp.where(listed, columns, -1), bits, apart, mine, some.sum(dtype=jnp.int32), is_far
+
+    columns, bits, theirs, mine, counts, far = lax.map(group, (rows, points.reshape(3, T, ROWS).swapaxes(0, 1)))
+    keys = jnp.where(columns < 0, -1, runs.order[jnp.maximum(columns, 0)])
+    flat = columns.reshape(-1), keys.reshape(-1), bits.reshape(-1, ROWS), theirs.reshape(-1, 4), mine.reshape(-1, 4)
+    return places, sizes, Groups(*flat, counts, far)
 
 
 def _probe(term: terms.Term, runs: Runs, rows: Array, columns: Array) -> Array:

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gossamer.particles import blocked_jax, fused_jax, terms
+from gossamer.kernels.neighbors.configurations import ROWS, STEP
+from gossamer.particles import blocked_jax, fused_jax, listed_jax, terms
 from gossamer.particles.attend_jax import attend as attend
 from gossamer.particles.blocked_jax import Reach, pair_sums
 from gossamer.particles.cells import Cells, Runs
@@ -23,6 +24,7 @@ from gossamer.particles.geometry import (
     tree_of,
     wrapped,
 )
+from gossamer.particles.groups import Groups, Most, addressed
 from gossamer.particles.neighbors import Neighbors
 
 jax.tree_util.register_dataclass(Cells, data_fields=["x", "runs"], meta_fields=["radius", "box"])
@@ -121,17 +123,43 @@ def _sums(term: str, law: Any, reach: Reach, runs: Runs, rows: Array, columns: A
     return found
 
 
-def most_neighbors(cells: Cells) -> int:
-    """The longest list of neighbours."""
+def most_neighbors(cells: Cells) -> Most:
+    """The longest list of neighbours, and of a group of particles where kernels make such."""
     if isinstance(cells.x, jax.core.Tracer):
         raise ValueError("capacity must be given where positions are not known, as under jit")
+    if listed_jax.serves(cells.runs):
+        _, sizes, groups = lists_of(cells, 1, STEP)
+        assert groups is not None
+        return Most(int(sizes.max()), int(groups.counts.max()))
     none = jnp.zeros((cells.num_particles, 0), cells.runs.points.dtype)
     counts = _sums("count", None, Reach(cells.radius, cells.box), cells.runs, none, none)
-    return int(counts.max(initial=0))
+    return Most(int(counts.max(initial=0)), 0)
 
 
-def lists_of(cells: Cells, capacity: int) -> Any:
-    return blocked_jax.lists_of(Reach(cells.radius, cells.box), cells.runs, capacity)
+def lists_of(cells: Cells, capacity: int, room: int) -> tuple[Array, Array, Groups | None]:
+    return _lists_of(Reach(cells.radius, cells.box), cells.runs, capacity, room)
+
+
+@partial(jax.jit, static_argnums=(0, 2, 3))
+def _lists_of(reach: Reach, runs: Runs, capacity: int, room: int) -> tuple[Array, Array, Groups | None]:
+    """places, sizes and groups: by a kernel on a GPU that has one, else in lax."""
+    N = len(runs.order)
+    if not listed_jax.serves(runs) or not addressed(N, capacity, room):
+        return *blocked_jax.lists_of(reach, runs, capacity), None
+
+    def fused(runs: Runs) -> Any:
+        return listed_jax.lists_of(reach.radius, reach.box, runs, capacity, room)
+
+    def blocked(runs: Runs) -> Any:
+        return blocked_jax.groups_of(reach, runs, capacity, room)
+
+    found: tuple[Array, Array, Groups] = lax.platform_dependent(runs, cuda=fused, default=blocked)
+    return found
+
+
+def of_places(x: Array, N: int) -> Array:
+    """What groups have, by places."""
+    return jnp.repeat(x, ROWS)[:N]
 
 
 def by_particle(cells: Cells, x: Array) -> Array:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.particles import fused_torch, terms
+from gossamer.kernels.neighbors.configurations import ROWS
+from gossamer.particles import fused_torch, listed_torch, terms
 from gossamer.particles.attend_torch import attend as attend
 from gossamer.particles.cells import Cells, Runs
 from gossamer.particles.geometry import (
@@ -26,6 +27,7 @@ from gossamer.particles.geometry import (
     tree_of,
     wrapped,
 )
+from gossamer.particles.groups import Groups, Most, addressed
 from gossamer.particles.neighbors import Neighbors
 
 PAIRS = 2**18  # of a step: measured on two cores
@@ -176,18 +178,32 @@ def pair_sums(term: terms.Term, cells: Cells, radius: float, rows: Tensor, colum
     return torch.empty_like(made).index_copy_(0, order, made)
 
 
-def most_neighbors(cells: Cells) -> int:
-    """The longest list of neighbours."""
+def most_neighbors(cells: Cells) -> Most:
+    """The longest list of neighbours, and of a group of particles where kernels make such."""
     if not cells.num_particles:
-        return 0
+        return Most(0, 0)
+    if listed_torch.serves(cells):
+        return listed_torch.most(cells)
     if fused_torch.serves(cells):
-        return int(fused_torch.count(cells).max())
+        return Most(int(fused_torch.count(cells).max()), 0)
     none = cells.runs.points.new_zeros(cells.num_particles, 0)
-    return int(pair_sums(terms.counted(None), cells, cells.radius, none, none).max())
+    return Most(int(pair_sums(terms.counted(None), cells, cells.radius, none, none).max()), 0)
+
+
+def lists_of(cells: Cells, capacity: int, room: int) -> tuple[Tensor, Tensor, Groups | None]:
+    """places, sizes and groups."""
+    if listed_torch.serves(cells) and addressed(cells.num_particles, capacity, room):
+        return listed_torch.lists_of(cells, capacity, room)
+    return *_lists_of(cells, capacity), None
+
+
+def of_places(x: Tensor, N: int) -> Tensor:
+    """What groups have, by places."""
+    return x.repeat_interleave(ROWS)[:N]
 
 
 @torch.no_grad()
-def lists_of(cells: Cells, capacity: int) -> tuple[Tensor, Tensor]:
+def _lists_of(cells: Cells, capacity: int) -> tuple[Tensor, Tensor]:
     """The places of the neighbours of each place, (N, capacity), and how many there are."""
     N, device = cells.num_particles, cells.runs.points.device
     places, sizes = [], []

@@ -9,8 +9,10 @@ from typing import Any
 from gossamer.layouts.base import Array
 from gossamer.particles.cells import Cells
 from gossamer.particles.edges import edge_of
+from gossamer.particles.groups import Groups, room_of
 
 ROOM = 1.25  # for as many neighbours over those that there are
+LIKELY, FEW = 8, 512  # columns of a group for each of a capacity that is given, and more
 STEP = 8  # capacities are multiples of it
 
 
@@ -25,6 +27,7 @@ class Neighbors:
     cells: Cells
     places: Array  # (N, M) int32: the places of neighbours along the curve, by the particle's own; N for none
     sizes: Array  # (N,) int32: how many neighbours there are, by place
+    groups: Groups | None = None  # lists that 64 of them share, where kernels multiply
 
     @classmethod
     def allocate(
@@ -49,19 +52,29 @@ class Neighbors:
             True
         """
         cells = Cells.build(x, radius, box)
+        room = None
         if capacity is None:
             most = edge_of(x).most_neighbors(cells)
-            capacity = max(1, -(-int(most * ROOM) // STEP)) * STEP
+            capacity = max(1, -(-int(most.neighbors * ROOM) // STEP)) * STEP
+            room = room_of(most.columns * ROOM) if most.columns else None
         if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
             raise ValueError(f"capacity must be a whole number of at least 1; got {capacity!r}")
-        return cls(cells, *edge_of(x).lists_of(cells, capacity))
+        return cls._made(cells, capacity, room)
+
+    @classmethod
+    def _made(cls, cells: Cells, capacity: int, room: int | None) -> Neighbors:
+        """`room`: of the list of a group; None: for what it is likely to have."""
+        N = cells.num_particles
+        room = min(room or room_of(LIKELY * capacity + FEW), room_of(max(N, 1)))
+        return cls(cells, *edge_of(cells.x).lists_of(cells, capacity, room))
 
     def update(self, x: Any) -> Neighbors:
         """The lists of as many particles that have moved, of the same capacity, radius and box."""
         _, d = self.cells.x.shape
         if tuple(x.shape) != (self.cells.num_particles, d):
             raise ValueError(f"x must be {tuple(self.cells.x.shape)}, as before; got {tuple(x.shape)}")
-        return Neighbors.allocate(x, self.cells.radius, self.cells.box, self.capacity)
+        cells = Cells.build(x, self.cells.radius, self.cells.box)
+        return Neighbors._made(cells, self.capacity, self.groups and self.groups.room)
 
     @property
     def capacity(self) -> int:
@@ -71,8 +84,17 @@ class Neighbors:
 
     @property
     def overflow(self) -> Any:
-        """Whether any particle has more neighbours than its list has room for: a truth value on the device."""
-        return (self.sizes > self.capacity).any()
+        """Whether any list has no room for all that belongs there: a truth value on the device."""
+        return self.cut.any()
+
+    @property
+    def cut(self) -> Array:
+        """(N,): of which particles, by place, the list is cut, or that of its group."""
+        found = self.sizes > self.capacity
+        if self.groups is None:
+            return found
+        over = self.groups.counts > self.groups.room
+        return found | edge_of(over).of_places(over, self.cells.num_particles)
 
     @property
     def counts(self) -> Array:

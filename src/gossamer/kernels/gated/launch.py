@@ -29,11 +29,13 @@ def implementations() -> list[Implementation]:
     found = [Implementation("chunks", chunks.forward, chunks.backward, chunks.memory, lambda x, o: [], of_torch)]
     if not has_triton():
         return found
-    from gossamer.kernels.gated import triton_calls
+    from gossamer.kernels.gated import hopper_calls, triton_calls
 
     c = triton_calls
     of_lists = "kernels over lists of live keys for each tile of queries, and for chunks of queries in dK and dV"
-    return [Implementation("triton", c.forward, c.backward, c.memory, c.reasons, of_lists), *found]
+    of_forward = "as triton, the forward by a kernel of compute capability 9.0"
+    by_hopper = Implementation("hopper", hopper_calls.forward, c.backward, c.memory, hopper_calls.reasons, of_forward)
+    return [by_hopper, Implementation("triton", c.forward, c.backward, c.memory, c.reasons, of_lists), *found]
 
 
 def implementation(name: str | None, x: Operands, o: Options) -> Implementation:

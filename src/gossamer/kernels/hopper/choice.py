@@ -117,9 +117,16 @@ def query_config(
 
 @cache
 def gather_config(
-    direction: str, dtype: str, D: int, E: int, score: str, lengths: bool = False, heads: int = 1
+    direction: str,
+    dtype: str,
+    D: int,
+    E: int,
+    score: str,
+    lengths: bool = False,
+    heads: int = 1,
+    gaussian: bool = False,
 ) -> GatherConfig:
-    """The configuration for head sizes D and E; `heads`: whose rows share a tile."""
+    """The configuration for head sizes D and E; `heads`: whose rows share a tile; `gaussian`: of distances."""
     small, large = SIZES
     if dtype == "float32":
         if direction != "forward" or max(D, E) > small:
@@ -129,7 +136,11 @@ def gather_config(
     stages, blocks = {64: (3, 3) if direction == "forward" else (4, 2), 128: (2, 2), 256: (2, 1)}[size]
     if (direction, size, heads) == ("gradients", 128, 1):  # the mask of 64 queries leaves no room for two
         stages, blocks = 3, 1
-    found = GatherConfig(direction, dtype, size, stages, blocks, lengths=lengths, score=score, heads=heads)
+    if gaussian and size == small:  # positions take registers beside the scores
+        stages, blocks = 4, 2
+    found = GatherConfig(
+        direction, dtype, size, stages, blocks, lengths=lengths, score=score, heads=heads, gaussian=gaussian
+    )
     if (direction, size) == ("forward", 128) and heads >= FEW_QUERIES:
         return replace(found, stages=3, q_stages=1, held_q=True)
     return found

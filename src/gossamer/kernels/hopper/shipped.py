@@ -14,9 +14,14 @@ from gossamer.kernels.hopper.choice import (
     query_config,
     wide_config,
 )
+from gossamer.kernels.hopper.device.gated.configurations import SIZES as GATED
+from gossamer.kernels.hopper.device.gated.configurations import GatedConfig
 
 DTYPES = ("bfloat16", "float16")
 SIZES = (*((size, size) for size in HEAD_SIZES), (192, 128))  # (D, E) for which kernels are made in advance
+
+
+TORCH_ALONE = frozenset({"gated"})  # kinds of kernels that JAX has no calls of
 
 
 class Shipped(NamedTuple):
@@ -66,4 +71,8 @@ def shipped() -> tuple[Shipped, ...]:
         for width, block in ((columns.D, 128), (columns.E, 128), (query.D, block_q)):
             add("sum_parts", dtype, width, block, dtype=dtype, size=size)
     add("forward", forward_config("bfloat16", 128, 128, 128, 128, "scale"), dtype="bfloat16", size=(128, 128))
+    for size, dtype in itertools.product(((64, 64), (96, 96), (128, 128)), DTYPES):
+        width, _ = size
+        config = GatedConfig(dtype, min(gated for gated in GATED if gated >= width), True)
+        add("gated", config, dtype=dtype, size=size)
     return tuple(found.values())

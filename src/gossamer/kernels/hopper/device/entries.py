@@ -21,10 +21,13 @@ from gossamer.kernels.hopper.device.common import NUMBERS
 from gossamer.kernels.hopper.device.configurations import BackwardConfig, ForwardConfig, QueryConfig, WideConfig
 from gossamer.kernels.hopper.device.forward.kernel import Forward
 from gossamer.kernels.hopper.device.forward.merge import Merge
+from gossamer.kernels.hopper.device.gated.configurations import GatedConfig
+from gossamer.kernels.hopper.device.gated.kernel import Gated
 from gossamer.kernels.hopper.device.gather.columns import GatherColumns
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.float32.forward import Float32Forward
 from gossamer.kernels.hopper.device.gather.forward import GatherForward
+from gossamer.kernels.hopper.device.gather.gaussian import POINT, GaussianForward
 from gossamer.kernels.hopper.device.gather.gradients import GatherGradients
 from gossamer.kernels.hopper.device.gather.query import GatherQuery
 from gossamer.kernels.hopper.device.merges import MERGE
@@ -152,6 +155,10 @@ def gather(config: GatherConfig) -> Entry:
     if c.dtype == "float32":
         halves = *[compact(Float16, B, G, K, 2 * c.size)] * 2, compact(Float32, B, G, K, 2)
         return Entry(Float32Forward(c), *inputs[:3], *halves, *of_forward)
+    if c.gaussian:
+        before, behind = of_forward[:5], of_forward[5:]
+        points = compact(Float32, s(), POINT), compact(Float32, s(), POINT), compact(Int32, s())
+        return Entry(GaussianForward(c), *inputs[:3], *before, *points, *behind, *[Float32(1)] * 3)
     if c.direction == "forward":
         return Entry(GatherForward(c), *inputs[:3], *of_forward)
     numbers = [Float32(1)] * 3 + [Int32(1)] * 2
@@ -168,6 +175,19 @@ def gather(config: GatherConfig) -> Entry:
     return Entry(
         GatherColumns(c), *inputs, terms, strided(n, B, G, K), strided(n, B, G, K), items, compact(Int32, s(), SEGMENT),
         *lists, part, compact(Float32, s(), 64, c.size), lengths, tile_counter, *numbers,
+    )  # fmt: skip
+
+
+def gated(config: GatedConfig) -> Entry:
+    """The forward of gated attention."""
+    n, s = NUMBERS[config.dtype], cute.sym_int
+    B, H, G, N, units, tiles = s(), s(), s(), s(), s(), s()
+    q, k = strided(n, B, H, N), strided(n, B, G, N)
+    of_keys = [compact(x, units, N) for x in (Float32, Float32, Int32)]
+    return Entry(
+        Gated(config), q, k, strided(n, B, G, N), strided(n, B, H, N), _rows(B, H, N), *of_keys,
+        compact(Int32, units, tiles, s()), compact(Int32, units, tiles, 2), compact(Int32, units, 1, N),
+        compact(Int32, units, 1, s()), compact(Int32, 1), Float32(1), *[Int32(1)] * 3,
     )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ KINDS = {
     "query_gradient": f"{_GRADIENT} dq/4! work {_BLOCK} part_dq! {_END}",
     "postprocess": "dq_sum dq/4!",
     "sum_parts": "result/4+ parts merges",
+    "gated": "q/4 k/4 v/4 out/4! lse/3! u tau last lists counts every ends tile_counter+",
     "gather forward": f"q/4 k/4 v/4 out/4! lse/3! work {_GATHERED} sinks part_out! part_lse! {_END}",
     "gather query": f"{_GRADIENT} dq/4! work {_GATHERED} part_dq! {_END}",
     "gather columns": f"{_GRADIENT} {_COLUMNS} {_GATHERED} part_dk! part_dv! {_END}",
@@ -44,6 +45,8 @@ KINDS = {
 def parameters(kind: str, *key: Any) -> tuple[Parameter, ...]:
     """The arrays among the arguments of a kernel of `hopper.compiled`, made for a key."""
     text = KINDS[f"gather {key[0].direction}" if kind == "gather" else kind]
+    if kind == "gather" and key[0].gaussian:
+        text = text.replace(_GATHERED, f"{_GATHERED} theirs mine far", 1)
     if kind == "gather" and key[0].dtype == "float32":
         text = text.replace("v/4 ", "v/4 k_halves! v_halves! powers! ", 1)
     if (kind == "backward" and not key[0].with_dq) or (kind == "preprocess" and not key[-1]):

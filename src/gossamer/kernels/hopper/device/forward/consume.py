@@ -31,6 +31,8 @@ from gossamer.kernels.hopper.device.tiles import (
     transposed,
 )
 
+UNMASKED = ("full", "live")  # steps of which every pair is kept; of live keys with gates
+
 
 class Half(IntEnum):
     """The columns of a step that P has."""
@@ -42,6 +44,9 @@ class Half(IntEnum):
 
 class Consumer(Opaque):
     """A warpgroup with 64 query rows of each item."""
+
+    softmax_kind: type[Softmax] = Softmax
+    epilogue_kind: type[Epilogue] = Epilogue
 
     def __init__(self, block: StoringBlock, thread: Thread, source: Any) -> None:
         """`source`: the class of the mask source."""
@@ -60,9 +65,9 @@ class Consumer(Opaque):
         self.half_steps = c.step == 128 and self.parts == 1
         self.mma_qk = product_of(dtype, c.step, registers=c.held_q)
         self.mma_pv = product_of(dtype, c.E, transposed=True, registers=True)
-        self.softmax = Softmax(block, thread, self.mma_pv)
-        self.mask = source(block, thread)
-        self.epilogue = Epilogue(block, thread, self.softmax, self.mma_pv)
+        self.softmax = self.softmax_kind(block, thread, self.mma_pv)
+        self.mask = self.source(source, block, thread)
+        self.epilogue = self.epilogue_kind(block, thread, self.softmax, self.mma_pv)
         self.s_q, self.k = block.s_q, second_factor(self.mma_qk, block.s_k)
         if c.held_q:
             of_qk = self.mma_qk.get_slice(0)
@@ -76,6 +81,10 @@ class Consumer(Opaque):
             self.half.fill(Half.BOTH)
             self.q_half = first_factor(self.mma_half, block.s_q)
             self.k_half = second_factor(self.mma_half, cute.flat_divide(block.s_k, (c.step // 2, c.D)))
+
+    def source(self, kind: Any, block: StoringBlock, thread: Thread) -> Any:
+        """The mask source."""
+        return kind(block, thread)
 
     @cute.jit
     def run(self):
@@ -245,7 +254,7 @@ class Consumer(Opaque):
         else:
             self.k_ring.release(k[0])
             self.softmax.transform(scores)
-            if const_expr(mode != "full"):
+            if const_expr(mode not in UNMASKED):
                 instructions.keep(scores, words)
             self.finish_step(scores, v, half)
 
@@ -332,7 +341,7 @@ class Consumer(Opaque):
     @cute.jit
     def wait_v(self, place):
         """Wait for V of a step, unless K of the step after it, which was waited for, shows that it is there."""
-        if const_expr(not self.mask.with_keys):
+        if const_expr(not self.mask.with_values):
             self.v_ring.wait_full(*place)
 
     @cute.jit

@@ -73,7 +73,7 @@ def share_bounds(block, me, stage):
 class BlockMask(Opaque):
     """The mask source of a block layout. What masks an item's first step is fetched before that step, and kept."""
 
-    with_keys = False  # it is in memory, and needs no key to be there
+    with_keys = with_values = False  # it is in memory, and needs no key to be there
 
     def __init__(self, block: ForwardBlock, thread: Thread) -> None:
         self.block, self.arguments, self.config, self.thread = block, block.arguments, block.config, thread

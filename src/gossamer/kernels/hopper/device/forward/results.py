@@ -136,6 +136,29 @@ def store(block, me):
 
 
 @cute.jit
+def store_all(block):
+    """A warp that stores what all warpgroups finish, of items that are not split, beside the next one's Q."""
+    items, item, out = block.items, block.items.item, block.arguments.out
+    groups = block.config.block_q // ROWS
+    from_, to = partition(out, block.s_o, ROWS, cute.size(block.s_o, mode=[1]))
+    turn = Int32(0)
+    stage = items.wait_full_at(turn)
+    running = item[RowItem.VALID, stage]
+    while running != 0:
+        stage = items.place(turn)[0]
+        batch, head, tile = item[RowItem.BATCH, stage], item[RowItem.HEAD, stage], item[RowItem.TILE, stage]
+        for g in cutlass.range_constexpr(groups):
+            cute.arch.barrier(barrier_id=Barrier.OUTPUT + g, number_of_threads=WARPGROUP + 32)
+            cute.copy(out.atom, from_[None, stage * groups + g], to[None, tile * groups + g, head, batch])
+            cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        items.forget(stage)
+        turn += 1
+        stage = items.wait_full_at(turn)
+        running = item[RowItem.VALID, stage]
+
+
+@cute.jit
 def begin(block, me, turn):
     """Wait for an item, and share what masks it; returns whether there is one."""
     stage = block.items.wait_full_at(turn)

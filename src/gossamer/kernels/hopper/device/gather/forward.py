@@ -30,6 +30,7 @@ class GatherForward(Shell):
     """The kernel of one configuration."""
 
     threads = 2 * WARPGROUP
+    block_class = GatherForwardBlock
 
     def __init__(self, config: GatherConfig) -> None:
         self.config = c = config
@@ -67,14 +68,14 @@ class GatherForward(Shell):
             "q": tile_memory(self.dtype, self.layout(c.q_stages)), "k": rows, "v": rows,
         }  # fmt: skip
 
-    def block(self, arguments: GatherForwardArguments, memory: Any) -> GatherForwardBlock:
+    def block(self, arguments: Any, memory: Any) -> GatherForwardBlock:
         c = self.config
         # The storing warp reads items, and those that gather, where they have not their own.
         items = items_of(memory, "q", c.q_stages, 1 + (0 if self.ahead else THREADS // 32))
         ahead = items_to_gather(memory) if self.ahead else None
         k_ring, v_ring = CopiedRing.of(memory, "k", c.stages), CopiedRing.of(memory, "v", c.stages)
         q = tiles(memory.q, self.layout(c.q_stages))
-        return GatherForwardBlock(
+        return self.block_class(
             config=c, arguments=arguments, rings=((items,), (k_ring, v_ring), *[(ahead,)] * bool(ahead)), items=items,
             ahead=ahead, k=k_ring, v=v_ring,
             s_words=words(memory.words, c.queries, 2, c.slots),
@@ -97,7 +98,11 @@ class GatherForward(Shell):
             values = RowCopies(a.v, block.v, block.s_v.iterator, c.size, thread)
             ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k, mode=[1])
             items = block.items if const_expr(block.ahead is None) else block.ahead
-            Gatherer(items, a.indices, keys, values, WordCopies(a.bits, block.s_words, thread), ratio).run()
+            Gatherer(items, a.indices, keys, values, self.word_copies(block, thread), ratio).run()
+
+    def word_copies(self, block: Any, thread: Any) -> WordCopies:
+        """What copies the words of a step."""
+        return WordCopies(block.arguments.bits, block.s_words, thread)
 
     @cute.jit
     def compute(self, block):

@@ -65,7 +65,7 @@ class GatheredMask(GatheredWords):
 
     # Who has fetched a step's words has waited for its K, and with that for V of the step before: a thread that gathers
     # arrives when all that it has copied so far is complete.
-    with_keys = True
+    with_keys = with_values = True
 
     def __init__(self, block: GatherForwardBlock, thread: Thread) -> None:
         self.item, self.k = block.items.item, block.k

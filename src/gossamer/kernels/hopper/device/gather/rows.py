@@ -53,20 +53,22 @@ def role_of(warp, blocks: cutlass.Constexpr):
 
 
 class RowCopies(Opaque):
-    """What a thread of one or two warps copies of a tensor: a piece of each line of some of a stage's 64 rows."""
+    """What a thread of one or two warps copies of a tensor: a piece of each line of some of a stage's rows."""
 
-    def __init__(self, tensor: Any, ring: Ring, shared: Any, size: int, thread: Any, threads: int = THREADS) -> None:
-        """`tensor`: (B, heads, rows, columns) of 16 bits; `shared`: the address of stages of rows of `size` numbers."""
+    def __init__(
+        self, tensor: Any, ring: Ring, shared: Any, size: int, thread: Any, threads: int = THREADS, rows: int = ROWS
+    ) -> None:
+        """`tensor`: (B, heads, rows, columns) of 16 bits; `shared`: the address of stages, `rows` of `size` numbers."""
         self.tensor, self.ring, self.lines = tensor, ring, 2 * size // LINE  # of a row
         self.at_once = threads // PIECES  # rows
-        self.copies = ROWS // self.at_once  # rows of a stage that this thread copies from
+        self.rows, self.copies = rows, rows // self.at_once  # rows of a stage that this thread copies from
         self.piece, self.row = thread % PIECES, thread // PIECES  # of each line; the first row of a stage
         # A row may end before the padded size: with a piece, since its columns are a multiple of 8.
         columns = cute.size(tensor, mode=[3])
         self.past = [LINE * line + PIECE * self.piece >= 2 * columns for line in range(self.lines)]
         # Pieces of a line are permuted by the row in eight.
-        rows = [self.row + i for i in range(0, PIECES, self.at_once)]
-        self.to = [shared.toint() + self.row * LINE + (self.piece ^ row) * PIECE for row in rows]
+        eighth = [self.row + i for i in range(0, PIECES, self.at_once)]
+        self.to = [shared.toint() + self.row * LINE + (self.piece ^ row) * PIECE for row in eighth]
         self.stride = Int32(2 * tensor.stride[2])  # of rows, in bytes
 
     def columns(self) -> Any:
@@ -89,9 +91,9 @@ class RowCopies(Opaque):
     def fill(self, start, rows, stage):
         """Issue this thread's copies of a stage; rows that the list does not fill become zero."""
         for j in cutlass.range_constexpr(self.copies):
-            to = self.to[j % len(self.to)] + stage * (ROWS * LINE * self.lines)
+            to = self.to[j % len(self.to)] + stage * (self.rows * LINE * self.lines)
             for line in cutlass.range_constexpr(self.lines):
-                place = cutlass.const_expr((j * self.at_once + line * ROWS) * LINE)
+                place = cutlass.const_expr((j * self.at_once + line * self.rows) * LINE)
                 copy(to, start, rows[j], self.stride, self.past[line], PIECE, place, line * LINE)
 
 

@@ -35,8 +35,8 @@ class CopiedRing(Ring):
     """A ring that threads copy rows to: a fence lets products see what they have written."""
 
     @classmethod
-    def of(cls, memory: Any, name: str, stages: int, fillers: int = THREADS) -> CopiedRing:
-        return ring_of(memory, name, stages, fillers, 4, cls)
+    def of(cls, memory: Any, name: str, stages: int, fillers: int = THREADS, readers: int = 4) -> CopiedRing:
+        return ring_of(memory, name, stages, fillers, readers, cls)
 
     def wait_full(self, stage: Any, phase: Any) -> None:
         """Wait until a stage was gathered, and make it visible to the products."""

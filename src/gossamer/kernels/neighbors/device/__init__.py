@@ -1,0 +1,1 @@
+"""The kernel: what compiled files are made from."""

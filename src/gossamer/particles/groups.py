@@ -1,0 +1,170 @@
+"""Lists that 64 particles share, for kernels that multiply: `Groups`.
+
+What kernels and both frameworks agree on: sizes, items of work, and which calls are computed so.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from gossamer.kernels.contract import Scoring
+from gossamer.kernels.hopper.device.row_items import ITEM
+from gossamer.kernels.hopper.launch import neighbors as launches
+from gossamer.kernels.launch import INPUTS, Direction, Operand, Prepared, with_own
+from gossamer.kernels.neighbors.configurations import ROWS, STEP, ListsConfig
+from gossamer.kernels.radial.configurations import OPEN
+from gossamer.particles.attend import Attending
+from gossamer.particles.geometry import Sizes
+from gossamer.plan.problem import Problem
+
+SM = 90  # compute capability of the kernels that multiply
+MOST = 2**31  # numbers of an array, which kernels address by 32 bits
+SMALLEST, LARGEST = 8, 128  # head size
+LARGEST_FLOAT32 = 64
+TYPES = ("float16", "bfloat16")
+
+
+class Groups(NamedTuple):
+    """Of T groups of 64 places along the curve, lists with room for C of the places that any of a group is near.
+
+    Arrays are those of `kernels.neighbors.device.kernel.Arguments`.
+    """
+
+    columns: Any  # (T C,) int32
+    keys: Any  # (T C,) int32: the particles at these places, -1 where there is none
+    bits: Any  # (T C / 32, 64) int32
+    theirs: Any  # (T C, 4): positions in the frame of the group
+    mine: Any  # (64 T, 4)
+    counts: Any  # (T,) int32: how many places, also where they do not fit
+    far: Any  # (T,) int32: 1 where no frame holds nearest images
+
+    @property
+    def room(self) -> int:
+        """C."""
+        (listed,), (T,) = self.columns.shape, self.counts.shape
+        return int(listed // T)
+
+
+class Most(NamedTuple):
+    """The longest lists."""
+
+    neighbors: int  # of a particle
+    columns: int  # of a group; 0 where there are none
+
+
+class Call(NamedTuple):
+    """One kernel of lists, and its numbers in order."""
+
+    config: ListsConfig
+    numbers: tuple[float, ...]
+
+
+def call_of(radius: float, box: Sizes) -> Call:
+    return Call(ListsConfig(any(size is not None for size in box)), (*open_sizes(box), radius**2))
+
+
+def open_sizes(box: Sizes) -> list[float]:
+    """Of three axes, as kernels take them."""
+    return [OPEN if size is None else size for size in (*box, *[None] * (3 - len(box)))]
+
+
+def type_of(name: str) -> str:
+    """Of an array of `Groups` or of items."""
+    return "float32" if name in ("theirs", "mine") else "int32"
+
+
+def room_of(most: float) -> int:
+    """C for so many columns."""
+    return max(1, -(-int(most) // STEP)) * STEP
+
+
+def shapes_of(N: int, capacity: int, room: int) -> dict[str, tuple[int, ...]]:
+    """What the kernel of lists writes, in order: `Groups`, then sizes and places."""
+    T = -(-N // ROWS)
+    return {
+        "columns": (T * room,), "bits": (T * room // 32, ROWS), "theirs": (T * room, 4), "mine": (T * ROWS, 4),
+        "counts": (T,), "far": (T,), "sizes": (N,), "places": (N, capacity),
+    }  # fmt: skip
+
+
+def addressed(N: int, capacity: int, room: int) -> bool:
+    """Whether kernels address all of the lists."""
+    return max(N * capacity, -(-N // ROWS) * room * 4) < MOST
+
+
+def attends(call: Attending, dtype: str, D: int, E: int) -> bool:
+    """Whether kernels compute the forward of a call."""
+    if dtype == "float32":
+        return call.bandwidth is None and 0 < E <= LARGEST_FLOAT32 and D <= LARGEST_FLOAT32
+    return dtype in TYPES and 0 < E <= LARGEST and D <= LARGEST
+
+
+def differentiates(call: Attending, dtype: str) -> bool:
+    """Whether kernels compute the backward of a call whose forward they compute."""
+    return call.bandwidth is None and dtype in TYPES
+
+
+def items_of(groups: Groups, n: Any, xp: Any) -> dict[str, Any]:
+    """The work of both directions, heads one after the other: neighbours along the curve read the same keys.
+
+    Args:
+        n: 0 to H T - 1, int32.
+        xp: jax.numpy or torch.
+    """
+    C, (T,) = groups.room, groups.counts.shape
+    head, group = n // T, n % T
+    steps = (xp.clip(groups.counts, 0, C)[group] + STEP - 1) // STEP
+    first, none, one = group * (C // STEP), n * 0, n * 0 + 1
+    place = [none, head, group, none - 1]
+    rows = [*place, *[none] * 4, first, steps, none, one, *[none] * 4]
+    columns = [*place, group, one, one, *[none] * (ITEM - 7)]
+    segments = [*[none[:T]] * 6, first[:T], steps[:T]]
+    return {
+        "items": xp.stack(rows, 1), "column_items": xp.stack(columns, 1), "segments": xp.stack(segments, 1),
+    }  # fmt: skip
+
+
+class Launched(NamedTuple):
+    """One direction, and how its arrays lie."""
+
+    prepared: Prepared
+    operands: dict[str, Operand]
+    given: tuple[str, ...]  # names of what the call gives, in order
+
+
+def launched(
+    direction: Direction, call: Attending, H: int, N: int, D: int, E: int, dtype: str, processors: int,
+    lists: dict[str, Any],
+) -> Launched:  # fmt: skip
+    """The launch for arrays (N, H, size), which kernels see as (1, H, N, size).
+
+    Args:
+        lists: shapes of the groups' arrays and of their items, by name.
+    """
+    distances: tuple[float, ...] = ()
+    names: tuple[str, ...] = launches.LISTS[direction]
+    scale = call.scale if call.scale is not None else 1.0
+    if call.bandwidth is not None:
+        names = (*names, *launches.SPACE)
+        distances = (-0.5 / (call.bandwidth**2 * scale), *open_sizes(call.box))
+    p = Problem(1, H, H, N, N, D, E, dtype, "cuda", SM, processors)
+    scoring = Scoring(scale, 0)
+
+    def features(size: int) -> Operand:
+        return Operand(dtype, (1, H, N, size), (N * H * size, size, H * size, 1))
+
+    lse = Operand("float32", (1, H, N), (N * H, 1, H))
+    q, v = features(D), features(E)
+    of = {"q": q, "k": q, "v": v, "out": v, "lse": lse, "dout": v, "dlse": lse}
+    results = {"out": v, "lse": lse} if direction == "forward" else {"dq": q, "dk": q, "dv": v}
+    given = {name: of[name] for name in INPUTS[direction]}
+    given |= {name: Operand(type_of(name), tuple(lists[name]), _strides(lists[name])) for name in names}
+    if direction == "forward":
+        prepared = launches.forward(p, scoring, given | results, distances)
+    else:
+        prepared = launches.backward(p, scoring, given | results)
+    return Launched(with_own(prepared, results), given | results, tuple(given))
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (1,) if len(shape) == 1 else (shape[1], 1)

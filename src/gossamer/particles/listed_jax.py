@@ -1,0 +1,108 @@
+"""Lists of neighbours by kernels on arrays of JAX, and attention over them."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from gossamer.jax.kernels import bind, targets
+from gossamer.jax.kernels.recipes import chip
+from gossamer.kernels.launch import Direction
+from gossamer.kernels.neighbors.compiled import lists
+from gossamer.kernels.neighbors.configurations import ListsConfig
+from gossamer.kernels.radial.configurations import FAR
+from gossamer.particles import fused_jax
+from gossamer.particles import groups as of_groups
+from gossamer.particles.attend import Attending
+from gossamer.particles.cells import Runs
+from gossamer.particles.geometry import Sizes
+from gossamer.particles.groups import (
+    SM,
+    SMALLEST,
+    Groups,
+    Launched,
+    call_of,
+    items_of,
+    launched,
+    shapes_of,
+    type_of,
+)
+
+
+def serves(runs: Runs) -> bool:
+    """Whether kernels list the neighbours of these particles where they are on a GPU."""
+    found = chip()
+    return fused_jax.serves(runs) and found is not None and found.sm == SM
+
+
+def lists_of(radius: float, box: Sizes, runs: Runs, capacity: int, room: int) -> tuple[Array, Array, Groups]:
+    """places, sizes and groups."""
+    (N,), (d, T, run) = runs.order.shape, runs.points.shape
+    config, numbers = call_of(radius, box)
+    particles = runs.points.reshape(d, -1).T
+    particles = particles.at[N:, 0].set(FAR) if T * run > N else particles
+    particles = jnp.pad(particles, ((0, 0), (0, 4 - d)))
+    shapes = {
+        name: jax.ShapeDtypeStruct(shape, jnp.dtype(type_of(name)))
+        for name, shape in shapes_of(N, capacity, room).items()
+    }
+    call = jax.ffi.ffi_call(_target(config), list(shapes.values()), vmap_method="sequential")
+    named = {targets.number(at): np.float32(x) for at, x in enumerate(numbers)}
+    made = dict(zip(shapes, call(particles, *runs.tree, **named), strict=True))
+    return made.pop("places"), made.pop("sizes"), Groups(**made, keys=keys_of(made["columns"], runs))
+
+
+def keys_of(columns: Array, runs: Runs) -> Array:
+    """The particles at places. Behind the lists, where nothing is written, any."""
+    return jnp.where(columns < 0, -1, runs.order[jnp.clip(columns, 0, len(runs.order) - 1)])
+
+
+def attends(groups: Groups | None, call: Attending, q: Array, v: Array) -> bool:
+    """Whether kernels compute a call."""
+    (*_, D), (*_, E) = q.shape, v.shape
+    return groups is not None and q.dtype == v.dtype and of_groups.attends(call, str(v.dtype), D, E)
+
+
+def forward(call: Attending, groups: Groups, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    """out (N, H, E) and lse (N, H), of places along the curve, as q is; k and v are by particles."""
+    if call.scale is None:  # no products: those of zeros
+        q = k = jnp.zeros((*v.shape[:2], SMALLEST), v.dtype)
+    found = _run("forward", call, groups, {"q": q, "k": k, "v": v})
+    return found["out"].reshape(v.shape), found["lse"].reshape(v.shape[:2])
+
+
+def backward(call: Attending, groups: Groups, **given: Array) -> tuple[Array, Array, Array]:
+    """dq, dk and dv of what `kernels.launch.INPUTS` names, all by places along the curve."""
+    found = _run("backward", call, groups, given)
+    q, v = given["q"], given["v"]
+    return found["dq"].reshape(q.shape), found["dk"].reshape(q.shape), found["dv"].reshape(v.shape)
+
+
+def _run(direction: Direction, call: Attending, groups: Groups, given: dict[str, Array]) -> dict[str, Array]:
+    N, H, D = given["q"].shape
+    *_, E = given["v"].shape
+    arrays = {**groups._asdict(), **items_of(groups, jnp.arange(H * len(groups.counts), dtype=jnp.int32), jnp)}
+    shapes = tuple((name, tuple(x.shape)) for name, x in arrays.items())
+    made = _launched(direction, call, (H, N, D, E), str(given["v"].dtype), shapes)
+    every = {**given, **arrays}
+    return bind.run(made.prepared.launch, made.operands, {}, {name: every[name] for name in made.given})
+
+
+@lru_cache(maxsize=256)
+def _launched(direction: Direction, call: Attending, sizes: tuple[int, int, int, int], dtype: str, shapes: Any
+              ) -> Launched:  # fmt: skip
+    found = chip()
+    assert found is not None, "kernels are described where there is a device"
+    return launched(direction, call, *sizes, dtype, found.processors, dict(shapes))
+
+
+@cache
+def _target(config: ListsConfig) -> str:
+    """The name that a kernel is registered by."""
+    _, numbers = call_of(1.0, ())
+    return targets.registered(f"gossamer.{lists.path(config).stem}", lambda: lists(config), len(numbers))

@@ -1,0 +1,119 @@
+"""Lists of neighbours by kernels on tensors of torch, and attention over them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.kernels.launch import Direction, dtype_of
+from gossamer.kernels.neighbors.compiled import lists
+from gossamer.kernels.neighbors.configurations import STEP
+from gossamer.kernels.radial.configurations import FAR
+from gossamer.memo import Memos
+from gossamer.particles import fused_torch
+from gossamer.particles import groups as of_groups
+from gossamer.particles.attend import Attending
+from gossamer.particles.cells import Cells
+from gossamer.particles.groups import (
+    SM,
+    SMALLEST,
+    Groups,
+    Launched,
+    Most,
+    call_of,
+    items_of,
+    launched,
+    shapes_of,
+    type_of,
+)
+from gossamer.particles.neighbors import Neighbors
+from gossamer.torch.bind import bind
+
+_items: Memos[dict[str, Tensor]] = Memos()  # of lists, by heads
+
+
+def serves(cells: Cells) -> bool:
+    """Whether kernels list the neighbours of these particles."""
+    if not fused_torch.serves(cells):
+        return False
+    major, minor = torch.cuda.get_device_capability(cells.runs.points.device)
+    return 10 * major + minor == SM
+
+
+def lists_of(cells: Cells, capacity: int, room: int) -> tuple[Tensor, Tensor, Groups]:
+    """places, sizes and groups."""
+    runs, N = cells.runs, cells.num_particles
+    d, T, run = runs.points.shape
+    config, numbers = call_of(cells.radius, cells.box)
+    with torch.no_grad(), torch.cuda.device(runs.points.device):
+        particles = runs.points.new_zeros(T * run, 4)
+        particles[:, :d] = runs.points.reshape(d, -1).T
+        particles[N:, 0] = FAR
+        made = {
+            name: torch.empty(shape, dtype=getattr(torch, type_of(name)), device=particles.device)
+            for name, shape in shapes_of(N, capacity, room).items()
+        }  # fmt: skip
+        lists(config)(particles, *runs.tree, *made.values(), *numbers)
+        columns = made["columns"]
+        keys = torch.where(columns < 0, -1, runs.order[columns.clamp(0, N - 1)])
+    return made.pop("places"), made.pop("sizes"), Groups(**made, keys=keys)
+
+
+def most(cells: Cells) -> Most:
+    """The longest list of a particle, and of a group."""
+    _, sizes, groups = lists_of(cells, 1, STEP)
+    return Most(*torch.stack([sizes.max(), groups.counts.max()]).tolist())
+
+
+def attends(groups: Groups | None, call: Attending, q: Tensor, v: Tensor) -> bool:
+    """Whether kernels compute a call; of float32 others do, whose gradients are kernels as well."""
+    (*_, D), (*_, E) = q.shape, v.shape
+    return (
+        groups is not None
+        and q.dtype == v.dtype
+        and v.dtype != torch.float32
+        and of_groups.attends(call, dtype_of(v), D, E)
+    )
+
+
+def forward(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out (N, H, E) and lse (N, H), of places along the curve, as q is; k and v are by particles."""
+    if call.scale is None:  # no products: those of zeros
+        q = k = v.new_zeros(*v.shape[:2], SMALLEST)
+    out, lse = _run("forward", call, neighbors, {"q": q, "k": k, "v": v})
+    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+
+
+def backward(call: Attending, neighbors: Neighbors, **given: Tensor) -> tuple[Tensor, ...]:
+    """dq, dk and dv of what `kernels.launch.INPUTS` names, all by places along the curve."""
+    return tuple(x[0].transpose(0, 1) for x in _run("backward", call, neighbors, given))
+
+
+def _run(direction: Direction, call: Attending, neighbors: Neighbors, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    groups = neighbors.groups
+    assert groups is not None
+    N, H, D = given["q"].shape
+    *_, E = given["v"].shape
+    n = H * len(groups.counts)
+    items = _items.of(neighbors).get_or_make(
+        H, lambda: items_of(groups, torch.arange(n, dtype=torch.int32, device=groups.counts.device), torch)
+    )
+    arrays = {**groups._asdict(), **items}
+    shapes = tuple((name, tuple(x.shape)) for name, x in arrays.items())
+    bound, names = _bound(direction, call, (H, N, D, E), dtype_of(given["v"]), shapes, given["v"].device)
+    seen = {name: x.contiguous().transpose(0, 1)[None] for name, x in given.items()}
+    found: tuple[Tensor, ...] = bound(*(({**seen, **arrays})[name] for name in names))
+    return found
+
+
+@lru_cache(maxsize=256)
+def _bound(
+    direction: Direction, call: Attending, sizes: tuple[int, int, int, int], dtype: str, shapes: Any,
+    device: torch.device,
+) -> Any:  # fmt: skip
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    made: Launched = launched(direction, call, *sizes, dtype, processors, dict(shapes))
+    return bind(made.prepared, device, made.given), made.given

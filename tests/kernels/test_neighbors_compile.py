@@ -1,0 +1,53 @@
+"""The kernel of lists of neighbours compiles without a GPU and keeps to registers; launches over its lists."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gossamer.kernels.hopper import missing_packages
+from gossamer.kernels.hopper.device.parameters import parameters
+from gossamer.kernels.launch import RESULTS, Direction
+from gossamer.kernels.neighbors.compiled import lists
+from gossamer.kernels.neighbors.configurations import ListsConfig
+from gossamer.particles.attend import Attending
+from gossamer.particles.groups import launched, shapes_of
+from tests.kernels.test_hopper_compile import resources
+
+needs_compiler = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
+
+
+@needs_compiler
+@pytest.mark.parametrize("periodic", [True, False])
+def test_lists_compile(periodic: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GOSSAMER_CACHE_DIR", str(tmp_path))
+    registers, stack = resources(lists.object(ListsConfig(periodic)))
+    assert max(registers) <= 255 and max(stack) == 0
+    assert len(list((tmp_path / "neighbors").glob("lists-*.o"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("direction", "bandwidth", "D"), [("forward", None, 64), ("forward", 0.5, 20), ("backward", None, 20)]
+)
+def test_launches_take_lists_as_arguments(direction: Direction, bandwidth: float | None, D: int) -> None:
+    """Nothing of the lists is in a launch but their shapes, and a kernel gets every array that it has."""
+    N, H, T = 1000, 3, 16
+    lists = {
+        **shapes_of(N, 40, 192),
+        "keys": (T * 192,),
+        "items": (T * H, 16),
+        "column_items": (T * H, 16),
+        "segments": (T, 8),
+    }
+    found = launched(direction, Attending(0.5, bandwidth, (1.0, None)), H, N, D, 64, "float16", 132, lists)
+    launch = found.prepared.launch
+    assert launch.results == RESULTS[direction] and launch.arguments == found.given and not launch.layout
+    steps = [step for step in launch.steps if step.kernel.name == "gather"]
+    assert len(steps) == (1 if direction == "forward" else 2)
+    for step in steps:
+        arrays = [name for name in step.arguments if isinstance(name, str)]
+        assert len(arrays) == len(parameters("gather", *step.kernel.key))
+        assert {"keys" if direction == "forward" else "columns", "bits"} < set(arrays) and ("theirs" in arrays) == (
+            bandwidth is not None
+        )
