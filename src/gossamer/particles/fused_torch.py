@@ -42,12 +42,12 @@ def weighted_slopes(cells: Cells, law: Any, g: Tensor, values: Tensor) -> Tensor
     return torch.stack(found).sum(0) if len(found) != 1 else found.pop()
 
 
-def force(cells: Cells, law: Any, mass: Tensor) -> Tensor:
-    return _run("force", law, cells, law.radius, mass[:, None])
+def force(cells: Cells, law: Any, radius: float, mass: Tensor) -> Tensor:
+    return _run("force", law, cells, radius, mass[:, None])
 
 
-def force_slopes(cells: Cells, law: Any, g: Tensor, mass: Tensor) -> Tensor:
-    return _run("force_slopes", law, cells, law.radius, torch.cat([mass[:, None], g], 1))
+def force_slopes(cells: Cells, law: Any, radius: float, g: Tensor, mass: Tensor) -> Tensor:
+    return _run("force_slopes", law, cells, radius, torch.cat([mass[:, None], g], 1))
 
 
 def count(cells: Cells) -> Tensor:

@@ -65,8 +65,8 @@ def radial_sum(cells: Cells, values: Array, law: Any) -> Array:
     return _radial_sum(law, Reach(cells.radius, cells.box), cells.x.astype(values.dtype), cells.runs, values)
 
 
-def radial_force(cells: Cells, mass: Array, law: Any) -> Array:
-    return _radial_force(law, Reach(law.radius, cells.box), cells.x.astype(mass.dtype), cells.runs, mass)
+def radial_force(cells: Cells, mass: Array, law: Any, radius: float) -> Array:
+    return _radial_force(law, Reach(radius, cells.box), cells.x.astype(mass.dtype), cells.runs, mass)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -67,8 +67,8 @@ def radial_sum(cells: Cells, values: Tensor, law: Any) -> Tensor:
     return found
 
 
-def radial_force(cells: Cells, mass: Tensor, law: Any) -> Tensor:
-    found: Tensor = _RadialForce.apply(cells.x.to(mass.dtype), mass, law, cells)
+def radial_force(cells: Cells, mass: Tensor, law: Any, radius: float) -> Tensor:
+    found: Tensor = _RadialForce.apply(cells.x.to(mass.dtype), mass, law, radius, cells)
     return found
 
 
@@ -98,23 +98,23 @@ class _RadialSum(torch.autograd.Function):
 
 class _RadialForce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mass: Tensor, law: Any, cells: Cells) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mass: Tensor, law: Any, radius: float, cells: Cells) -> Tensor:
         ctx.save_for_backward(mass)
-        ctx.law, ctx.cells = law, cells
+        ctx.law, ctx.radius, ctx.cells = law, radius, cells
         if fused_torch.serves(cells):
-            return fused_torch.force(cells, law, mass)
-        return pair_sums(terms.force(law), cells, law.radius, x[:, :0], mass[:, None])
+            return fused_torch.force(cells, law, radius, mass)
+        return pair_sums(terms.force(law), cells, radius, x[:, :0], mass[:, None])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
         (mass,) = ctx.saved_tensors
         if fused_torch.serves(ctx.cells):
-            found = fused_torch.force_slopes(ctx.cells, ctx.law, g, mass)
+            found = fused_torch.force_slopes(ctx.cells, ctx.law, ctx.radius, g, mass)
         else:
             both = torch.cat([g, mass[:, None]], 1)
-            found = pair_sums(terms.force_slopes(ctx.law), ctx.cells, ctx.law.radius, both, both)
-        return found[:, :-1], found[:, -1], None, None
+            found = pair_sums(terms.force_slopes(ctx.law), ctx.cells, ctx.radius, both, both)
+        return found[:, :-1], found[:, -1], None, None, None
 
 
 def _weighted(cells: Cells, law: Any, values: Tensor) -> Tensor:

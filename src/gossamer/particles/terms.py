@@ -28,7 +28,8 @@ def weighted_slopes(law: Any) -> Term:
     """The gradient of `weighted` to positions: -sum_j 2 f'(r^2) (a_i . b_j) (x_j - x_i)."""
 
     def term(steps: Sequence[Any], s: Any, keep: Any, a: Any, b: Any, xp: Any) -> Any:
-        slope = xp.where(keep, -2 * law.both(s, xp).slope, 0 * s) * _inner(a, b, xp)
+        apart = keep & (s > 0)  # a slope may be infinite at 0
+        slope = xp.where(apart, -2 * law.both(xp.where(apart, s, s * 0 + 1), xp).slope, 0 * s) * _inner(a, b, xp)
         return xp.stack([(slope * step).sum(-1) for step in steps], -1)
 
     return term

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 CLUSTER = 8  # consecutive particles that share a box at the lowest level
 FAN = 32  # boxes of a level in one of the next: a warp compares that many at once
@@ -10,6 +12,24 @@ FAN = 32  # boxes of a level in one of the next: a warp compares that many at on
 BLOCKS = {"sum": 6, "sum_slopes": 5, "force": 5, "force_slopes": 4, "count": 6}
 FAR = 1e18  # where the particles are that fill up the last box: outside of every radius
 OPEN = 3e38  # the size of an axis that is not periodic
+
+
+NUMBERS = 11  # of a law, the last of them its unit
+
+
+@dataclass(frozen=True)
+class Own:
+    """A function of r^2 that a user wrote, known by what it is computed from.
+
+    Args:
+        digest: `functions.digest` of it.
+        numbers: how many it takes, at most 10.
+        function: see `functions.result`.
+    """
+
+    digest: str
+    numbers: int
+    function: Callable[..., Any] = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -22,6 +42,7 @@ class RadialConfig:
         periodic: along any axis.
         softened: of a force, whether its softening is over 0.
         queries: of a warp, 8 or 16.
+        own: the function of a user in the place of the Gaussian or of gravity.
     """
 
     term: str
@@ -29,6 +50,7 @@ class RadialConfig:
     periodic: bool = True
     softened: bool = False
     queries: int = 8
+    own: Own | None = None
 
     @property
     def payload(self) -> int:
@@ -48,4 +70,4 @@ class RadialConfig:
 
     @property
     def blocks(self) -> int:
-        return 4 if self.channels > 1 else BLOCKS[self.term]
+        return 4 if self.channels > 1 or self.own else BLOCKS[self.term]

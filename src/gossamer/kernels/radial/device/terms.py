@@ -13,6 +13,7 @@ from cutlass import Boolean, Float32, const_expr
 from cutlass._mlir.dialects import llvm
 
 from gossamer.kernels.radial.configurations import RadialConfig
+from gossamer.kernels.radial.functions import result
 
 
 @cute.jit
@@ -46,6 +47,36 @@ def assembly(code: str, *operands: Any) -> Any:
     return Float32(found)
 
 
+class Base:
+    """What functions that users write are computed by."""
+
+    where = staticmethod(select)
+
+    @staticmethod
+    def exp(x: Any) -> Any:
+        return power(x * 1.4426950408889634)
+
+    @staticmethod
+    def sqrt(x: Any) -> Any:
+        return assembly("sqrt.approx.ftz.f32 $0, $1;", x)
+
+    @staticmethod
+    def log(x: Any) -> Any:
+        return assembly("lg2.approx.ftz.f32 $0, $1;", x) * 0.6931471805599453
+
+    @staticmethod
+    def sin(x: Any) -> Any:
+        return cute.math.sin(x)
+
+    @staticmethod
+    def cos(x: Any) -> Any:
+        return cute.math.cos(x)
+
+    @staticmethod
+    def tanh(x: Any) -> Any:
+        return cute.math.tanh(x)
+
+
 class Term:
     """One kind of term."""
 
@@ -61,6 +92,11 @@ class Term:
         at = output * self.queries + k
         total[at] = add_where(within, total[at], x, y)
 
+    def own(self, s: Any, slope: bool) -> Any:
+        """(value, derivative) of the function of a user."""
+        own = self.config.own
+        return result(own.function, s, Base, self.numbers[: own.numbers], slope)
+
     def scaled(self, value: Any, output: int) -> Any:
         """A finished sum."""
         return value
@@ -72,19 +108,26 @@ class Count(Term):
 
 
 class Sum(Term):
-    """exp2(n_0 s) b."""
+    """exp2(n_0 s) b, or f(s) b."""
 
     def add(self, total, k, step, s, within, mine, theirs):
-        w = power(s * self.numbers[0])
+        w = power(s * self.numbers[0]) if self.config.own is None else self.own(s, False).value
         for c in range(self.config.channels):
             self.put(total, c, k, within, w, theirs[c])
 
 
 class SumSlopes(Sum):
-    """n_1 exp2(n_0 s) (a . b) step: candidates bring their values, then gradients; queries the other way round."""
+    """n_1 exp2(n_0 s) (a . b) step: candidates bring their values, then gradients; queries the other way round.
+
+    Of a function of a user: -2 f'(s) (a . b) step, for s > 0, since f' may be infinite at 0.
+    """
 
     def add(self, total, k, step, s, within, mine, theirs):
-        w, n = power(s * self.numbers[0]), self.config.channels
+        n = self.config.channels
+        if self.config.own is None:
+            w = power(s * self.numbers[0])
+        else:
+            w, within = -2.0 * self.own(s, True).slope, within & (s > 0.0)
         inner = mine[n] * theirs[0] + mine[0] * theirs[n]
         for c in range(1, n):
             inner = inner + mine[n + c] * theirs[c] + mine[c] * theirs[n + c]
@@ -93,11 +136,14 @@ class SumSlopes(Sum):
             self.put(total, axis, k, within, w, part)
 
     def scaled(self, value, output):
-        return value * self.numbers[1]
+        return value * self.numbers[1] if self.config.own is None else value
 
 
 class Force(Term):
-    """w(s) m step: n_0 is the squared softening, n_1 to n_9 are the polynomial's coefficients, n_10 is the unit."""
+    """w(s) m step: n_0 is the squared softening, n_1 to n_9 are the polynomial's coefficients, n_10 is the unit.
+
+    Or w is a function of a user, and the unit 1.
+    """
 
     def powers(self, s, within):
         """R^2, 1 / R, and whether the pair counts."""
@@ -112,9 +158,15 @@ class Force(Term):
             p = p * square + c
         return p
 
-    def add(self, total, k, step, s, within, mine, theirs):
+    def law(self, s, within):
+        """(w, whether the pair counts)"""
+        if self.config.own is not None:
+            return self.own(s, False).value, within & (s > 0.0)
         square, inverse, apart = self.powers(s, within)
-        w = inverse * inverse * inverse - self.polynomial(square)
+        return inverse * inverse * inverse - self.polynomial(square), apart
+
+    def add(self, total, k, step, s, within, mine, theirs):
+        w, apart = self.law(s, within)
         w = w * theirs[0]
         for axis, part in enumerate(step):
             self.put(total, axis, k, apart, w, part)
@@ -130,17 +182,25 @@ class ForceSlopes(Force):
     Both bring the mass, then the gradient of the force.
     """
 
-    def add(self, total, k, step, s, within, mine, theirs):
+    def slopes(self, s, within):
+        """(w, 2 w')"""
+        if self.config.own is not None:
+            found = self.own(s, True)
+            return found.value, 2.0 * found.slope
         square, inverse, _ = self.powers(s, within)
-        apart = within & (s > 0.0)  # its own products cancel only in exact arithmetic
-        last, *rest = reversed(self.numbers[1:-1])
-        p, slope = last, Float32(0.0)
+        slope, *rest = reversed(self.numbers[1:-1])
+        first, *rest = rest
+        p = slope * square + first
         for c in rest:
             slope = slope * square + p
             p = p * square + c
         twice = inverse * inverse
         cube = twice * inverse
-        w, slope = cube - p, -3.0 * cube * twice - 2.0 * slope
+        return cube - p, -3.0 * cube * twice - 2.0 * slope
+
+    def add(self, total, k, step, s, within, mine, theirs):
+        apart = within & (s > 0.0)  # its own products cancel only in exact arithmetic
+        w, slope = self.slopes(s, within)
         turned = [mine[0] * theirs[1 + axis] - theirs[0] * mine[1 + axis] for axis in range(3)]
         along = slope * (step[0] * turned[0] + step[1] * turned[1] + step[2] * turned[2])
         for axis in range(3):
