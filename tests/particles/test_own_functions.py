@@ -137,7 +137,7 @@ def branches(s: Any, xp: Any) -> Any:
         (TypeError, "no branches: xp.where", branches, ()),
         (AttributeError, "may call exp, log, .*; got xp.erf", lambda s, xp: xp.erf(s), ()),
         (TypeError, "whole numbers of at most 64", lambda s, xp: s**0.5, ()),
-        (TypeError, "computes with r\\^2 and numbers; got list", lambda s, xp: s + [1.0], ()),
+        (TypeError, "computes with r\\^2 and numbers; got list", lambda s, xp: s * [1.0], ()),
         (TypeError, "got OWN, which is of the type list: give numbers", lambda s, xp: s * len(OWN), ()),
         (TypeError, "function must be a function", 3.0, ()),
         (TypeError, "missing 1 required positional", lambda s, xp, h: s * h, ()),
@@ -158,7 +158,8 @@ from gossamer.particles.calls import call_of
 from tests.particles.test_own_functions import OWN
 if sys.argv[1] == "again":
     compiled.Sums.build = None  # what is on disk is read
-for (function, numbers), terms in zip(OWN, (("sum", "sum_slopes"), ("sum_slopes",), ("force", "force_slopes"), ("sum",))):
+of = ("sum", "sum_slopes"), ("sum_slopes",), ("force", "force_slopes"), ("sum",)
+for (function, numbers), terms in zip(OWN, of, strict=True):
     for term in terms:
         call = call_of(term, gp.RadialKernel(function, *numbers), 0.2, (1.0, None, None))
         assert compiled.radial.object(call.config)

@@ -27,8 +27,8 @@ ROOMS = (
 PUBLIC = ("bench", "cli")
 # For type checkers alone: what a public method returns, and what a handle stands for.
 TYPES = {("patterns.base", "layouts"), ("patterns.handles", "patterns.base")}
-# By name: the table, whose whole use it is (a failed import is a reason there); and the lists of neighbours that a mask of
-# traced positions is, which the room above has.
+# By name: the table, whose whole use it is (a failed import is a reason there); and the lists of neighbours that a mask
+# of traced positions is, which the room above has.
 BY_NAME = {("plan.table", "kernels"), ("jax.sparsity", "particles")}
 
 

@@ -1,9 +1,9 @@
 """Which points are near one another: `create_sparsity_mask`, never as an N x N array.
 
 Of numbers that are not known, as under `jit`, it is lists of neighbours, which `gossamer.particles` finds by its cells
-on the device. Else it is a pattern that is made on the host: positions in one to three dimensions are sorted into cells no smaller than the threshold, of which neighbours are
-looked into; features of any width are compared block by block, by products of matrices, and again by differences where
-rounding could decide.
+on the device. Else it is a pattern that is made on the host: positions in one to three dimensions are sorted into cells
+no smaller than the threshold, of which neighbours are looked into; features of any width are compared block by block,
+by products of matrices, and again by differences where rounding could decide.
 """
 
 from __future__ import annotations
@@ -147,7 +147,9 @@ def _lists(x: Any, threshold: Any, box: Any, capacity: int | None) -> Any:
         )
     x = jnp.asarray(x)
     if x.ndim != 2 or not 1 <= x.shape[1] <= CELL_AXES or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"x must be positions (N, d), d from 1 to {CELL_AXES}, where lists are made; got {describe(x)}")
+        raise ValueError(
+            f"x must be positions (N, d), d from 1 to {CELL_AXES}, where lists are made; got {describe(x)}"
+        )
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float, np.number)) or not 0 < threshold < np.inf:
         raise ValueError(f"threshold must be a finite number over 0 where lists are made; got {describe(threshold)}")
     return importlib.import_module(PARTICLES).Neighbors.allocate(x, float(threshold), box, capacity)

@@ -153,7 +153,9 @@ class RadialKernel:
         with np.errstate(all="ignore"):
             found = self.both(np.array([0.25, 1.0]), np)
         if any(np.shape(x) != (2,) for x in found):
-            raise TypeError(f"function must give one number for each r^2; got the shape {np.shape(found.value)} for (2,)")
+            raise TypeError(
+                f"function must give one number for each r^2; got the shape {np.shape(found.value)} for (2,)"
+            )
 
     def __repr__(self) -> str:
         return f"RadialKernel({', '.join([getattr(self.function, '__name__', '?'), *map(repr, self.numbers)])})"

@@ -203,7 +203,7 @@ def digest(function: Callable[..., Any]) -> str:
 
 
 def _described(thing: Any, name: str, above: tuple[Any, ...]) -> Any:
-    if isinstance(thing, PLAIN) or isinstance(thing, (np.integer, np.floating)):
+    if isinstance(thing, (*PLAIN, np.integer, np.floating)):
         return repr(thing)
     if isinstance(thing, (tuple, frozenset)):
         return [_described(part, name, above) for part in thing]
