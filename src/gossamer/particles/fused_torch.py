@@ -36,10 +36,12 @@ def weighted(cells: Cells, law: Any, values: Tensor) -> Tensor:
 
 
 def weighted_slopes(cells: Cells, law: Any, g: Tensor, values: Tensor) -> Tensor:
-    most = CHANNELS["sum_slopes"]
+    most, (d, _, _) = CHANNELS["sum_slopes"], cells.runs.points.shape
     parts = zip(values.split(most, 1), g.split(most, 1), strict=True)
     found = [_run("sum_slopes", law, cells, cells.radius, torch.cat(part, 1)) for part in parts]
-    return torch.stack(found).sum(0) if len(found) != 1 else found.pop()
+    if len(found) == 1:
+        return found.pop()
+    return torch.cat([torch.stack([x[:, :d] for x in found]).sum(0), *(x[:, d:] for x in found)], 1)
 
 
 def force(cells: Cells, law: Any, radius: float, mass: Tensor) -> Tensor:
@@ -67,6 +69,6 @@ def _run(term: str, law: Any, cells: Cells, radius: float, payload: Tensor) -> T
         out = payload.new_empty(N, config.outputs)
         with torch.cuda.device(payload.device):
             radial(config)(particles, *runs.tree, runs.order, out, *numbers)
-    if term == "force_slopes":
-        return torch.cat([out[:, :d], out[:, 3:]], 1)
-    return out[:, :d] if term in ("force", "sum_slopes") else out
+    if term in ("force_slopes", "sum_slopes"):
+        return out if d == 3 else torch.cat([out[:, :d], out[:, 3:]], 1)
+    return out[:, :d] if term == "force" else out

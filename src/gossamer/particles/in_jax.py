@@ -81,8 +81,9 @@ def _radial_sum_forward(law: Any, reach: Reach, x: Array, runs: Runs, values: Ar
 def _radial_sum_backward(law: Any, reach: Reach, kept: Any, g: Array) -> Any:
     runs, values = kept
     rows, columns = jnp.concatenate([g, values], 1), jnp.concatenate([values, g], 1)
-    dx = _sums("sum_slopes", law, reach, runs, rows, columns)
-    return dx, None, _sums("sum", law, reach, runs, g[:, :0], g)
+    found = _sums("sum_slopes", law, reach, runs, rows, columns)
+    d = len(runs.points)
+    return found[:, :d], None, found[:, d:]
 
 
 _radial_sum.defvjp(_radial_sum_forward, _radial_sum_backward)

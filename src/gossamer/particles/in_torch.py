@@ -85,14 +85,14 @@ class _RadialSum(torch.autograd.Function):
         (values,) = ctx.saved_tensors
         to_x, to_values, *_ = ctx.needs_input_grad
         law, cells = ctx.law, ctx.cells
-        dx = dv = None
-        if to_x and fused_torch.serves(cells):
-            dx = fused_torch.weighted_slopes(cells, law, g, values)
-        elif to_x:
+        if not to_x:
+            return None, _weighted(cells, law, g) if to_values else None, None, None
+        if fused_torch.serves(cells):
+            found = fused_torch.weighted_slopes(cells, law, g, values)
+        else:
             rows, columns = torch.cat([g, values], 1), torch.cat([values, g], 1)
-            dx = pair_sums(terms.weighted_slopes(law), cells, cells.radius, rows, columns)
-        if to_values:
-            dv = _weighted(cells, law, g)
+            found = pair_sums(terms.weighted_slopes(law), cells, cells.radius, rows, columns)
+        dx, dv = found.tensor_split([len(cells.runs.points)], 1)
         return dx, dv, None, None
 
 

@@ -60,7 +60,7 @@ class RadialConfig:
 
     @property
     def outputs(self) -> int:
-        of = {"sum": self.channels, "sum_slopes": 3, "force": 3, "force_slopes": 4, "count": 1}
+        of = {"sum": self.channels, "sum_slopes": 3 + self.channels, "force": 3, "force_slopes": 4, "count": 1}
         return of[self.term]
 
     @property

@@ -117,26 +117,30 @@ class Sum(Term):
 
 
 class SumSlopes(Sum):
-    """n_1 exp2(n_0 s) (a . b) step: candidates bring their values, then gradients; queries the other way round.
+    """n_1 exp2(n_0 s) (a . b) step, then exp2(n_0 s) b: the gradients to positions, and those to values.
 
-    Of a function of a user: -2 f'(s) (a . b) step, for s > 0, since f' may be infinite at 0.
+    Candidates bring their values, then gradients; queries the other way round. Of a function of a user:
+    -2 f'(s) (a . b) step, for s > 0, since f' may be infinite at 0, and f(s) b.
     """
 
     def add(self, total, k, step, s, within, mine, theirs):
-        n = self.config.channels
+        n, apart = self.config.channels, within
         if self.config.own is None:
-            w = power(s * self.numbers[0])
+            w = value = power(s * self.numbers[0])
         else:
-            w, within = -2.0 * self.own(s, True).slope, within & (s > 0.0)
+            value, slope = self.own(s, True)
+            w, apart = -2.0 * slope, within & (s > 0.0)
+        for c in range(n):
+            self.put(total, 3 + c, k, within, value, theirs[n + c])
         inner = mine[n] * theirs[0] + mine[0] * theirs[n]
         for c in range(1, n):
             inner = inner + mine[n + c] * theirs[c] + mine[c] * theirs[n + c]
         w = w * inner
         for axis, part in enumerate(step):
-            self.put(total, axis, k, within, w, part)
+            self.put(total, axis, k, apart, w, part)
 
     def scaled(self, value, output):
-        return value * self.numbers[1] if self.config.own is None else value
+        return value * self.numbers[1] if self.config.own is None and output < 3 else value
 
 
 class Force(Term):
