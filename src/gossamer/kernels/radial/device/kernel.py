@@ -275,10 +275,8 @@ class Queries(Opaque):
         """A candidate in each lane, against every query."""
         c, a = self.config, self.arguments
         place = first + cutlass.min(self.lane, some - 1)
-        theirs = []
-        for plane in cutlass.range_constexpr(c.width // FOUR):
-            numbers = wide(self.candidates[None, place, plane], FOUR)
-            theirs = theirs + [numbers[i] for i in range(FOUR)]
+        planes = [wide(self.candidates[None, place, plane], FOUR) for plane in range(c.width // FOUR)]
+        theirs = [numbers[i] for numbers in planes for i in range(FOUR)]
         x = [select(self.lane < some, theirs[0], Float32(FAR)), theirs[1], theirs[2]]
         brought = theirs[3 : 3 + c.payload]
         for k in cutlass.range_constexpr(c.queries):

@@ -95,6 +95,7 @@ class Term:
     def own(self, s: Any, slope: bool) -> Any:
         """(value, derivative) of the function of a user."""
         own = self.config.own
+        assert own is not None
         return result(own.function, s, Base, self.numbers[: own.numbers], slope)
 
     def scaled(self, value: Any, output: int) -> Any:
