@@ -24,6 +24,12 @@ class Call(NamedTuple):
     config: RadialConfig
     numbers: tuple[float, ...]
 
+    @property
+    def unit(self) -> float:
+        """What positions are multiplied by: a power of two."""
+        *_, unit = self.numbers
+        return unit
+
 
 def call_of(term: str, law: Any, radius: float, box: Sizes, channels: int = 1) -> Call:
     """The call of a term ("sum", "sum_slopes", "force", "force_slopes", "count")."""

@@ -53,9 +53,10 @@ def sums(term: str, law: Any, radius: float, box: Sizes, runs: Runs, columns: Ar
 
 def _run(term: str, law: Any, radius: float, box: Sizes, runs: Runs, payload: Array, channels: int) -> Array:
     (N,), (d, T, run) = runs.order.shape, runs.points.shape
-    config, numbers = call_of(term, law, radius, box, channels)
+    asked = call_of(term, law, radius, box, channels)
+    config, numbers = asked
     more = T * run - N
-    positions = runs.points.reshape(d, -1).T
+    positions = runs.points.reshape(d, -1).T * asked.unit
     positions = positions.at[N:, 0].set(FAR) if more else positions
     brought = jnp.pad(payload[runs.order], ((0, more), (0, config.width - 3 - payload.shape[1])))
     particles = jnp.concatenate([jnp.pad(positions, ((0, 0), (0, 3 - d))), brought], 1)

@@ -59,11 +59,12 @@ def count(cells: Cells) -> Tensor:
 
 def _run(term: str, law: Any, cells: Cells, radius: float, payload: Tensor) -> Tensor:
     runs, (N, n) = cells.runs, payload.shape
-    config, numbers = call_of(term, law, radius, cells.box, {"sum": n, "sum_slopes": n // 2}.get(term, 1))
+    call = call_of(term, law, radius, cells.box, {"sum": n, "sum_slopes": n // 2}.get(term, 1))
+    config, numbers = call
     d, T, run = runs.points.shape
     with torch.no_grad():
         particles = payload.new_zeros(T * run, config.width)
-        particles[:, :d] = runs.points.reshape(d, -1).T
+        particles[:, :d] = runs.points.reshape(d, -1).T if call.unit == 1 else runs.points.reshape(d, -1).T * call.unit
         particles[N:, 0] = FAR
         particles[:N, 3 : 3 + n] = payload[runs.order]
         out = payload.new_empty(N, config.outputs)

@@ -52,7 +52,7 @@ class Images(Enum):
 class Arguments(NamedTuple):
     """What a kernel is called with."""
 
-    particles: Any  # (P, width): positions and payloads in order, P a multiple of 256
+    particles: Any  # (P, width): positions in the law's unit, and payloads, in order; P a multiple of 256
     clusters: Any  # (P / 8, 8)
     blocks: Any  # (P / 256, 8)
     groups: Any  # (G, 8): of 32 blocks each
@@ -120,20 +120,24 @@ class Queries(Opaque):
         self.mine = [wide(a.particles[first + k, None], c.width) for k in range(c.queries)]
         # Differences of neighbours' positions are exact, or nearly so: all are from the first query's.
         self.origin = [self.mine[0][axis] for axis in range(3)]
-        *_, self.unit = a.numbers
-        self.at = [[(row[axis] - self.origin[axis]) * self.unit for axis in range(3)] for row in self.mine]
-        self.square = a.square * self.unit * self.unit
+        self.at = [[row[axis] - self.origin[axis] for axis in range(3)] for row in self.mine]
+        *_, unit = a.numbers
+        self.sizes = [size * unit for size in a.sizes]
+        self.square = a.square * unit * unit + self.term.start
         self.total = cute.make_rmem_tensor((c.outputs * c.queries,), Float32)
         self.total.fill(0.0)
         self.own = self.box()
         # Candidates on the other side of the seam move by the box, or else the queries do: those that are near its end.
         # What is near the box's size loses it without rounding.
         low = [self.own[axis] < 0.5 * size for axis, size in enumerate(a.sizes)]
-        self.shift = [select(low[axis], size, Float32(0.0)) for axis, size in enumerate(a.sizes)]
-        self.beyond = [self.origin[axis] - select(low[axis], Float32(0.0), size) for axis, size in enumerate(a.sizes)]
+        self.shift = [select(low[axis], size, Float32(0.0)) for axis, size in enumerate(self.sizes)]
+        self.beyond = [
+            self.origin[axis] - select(low[axis], Float32(0.0), size) for axis, size in enumerate(self.sizes)
+        ]
         self.reach = a.square * 1.00002  # rounding never leaves out a cluster, nor a candidate
-        self.centre = [(self.own[axis] - self.origin[axis]) * self.unit for axis in range(3)]
-        self.half = [self.own[FOUR + axis] * self.unit for axis in range(3)]
+        self.within = self.reach * unit * unit
+        self.centre = [self.own[axis] * unit - self.origin[axis] for axis in range(3)]
+        self.half = [self.own[FOUR + axis] * unit for axis in range(3)]
         # Queries that are far apart may each see another image of one candidate; those far inside see no other.
         self.far, self.inside = Boolean(False), Boolean(True)
         radius = cute.math.sqrt(a.square)
@@ -244,7 +248,7 @@ class Queries(Opaque):
                 total = total + gap * gap
             passes = there[part]
             if const_expr(images is not Images.OF_PAIRS):
-                passes = passes and total <= self.reach * self.unit * self.unit
+                passes = passes and total <= self.within
             bits = cute.arch.vote_ballot_sync(passes)
             if passes:
                 place = candidates + self.rank(bits)
@@ -262,18 +266,18 @@ class Queries(Opaque):
         apart = x - self.origin[axis]
         if images is Images.OF_CANDIDATES:
             other = (x - self.shift[axis]) - self.beyond[axis]
-            apart = select(cute.arch.fmax(apart, -apart) > 0.5 * self.arguments.sizes[axis], other, apart)
+            apart = select(cute.arch.fmax(apart, -apart) > 0.5 * self.sizes[axis], other, apart)
         elif images is Images.OF_PAIRS:
-            size = self.arguments.sizes[axis]
+            size = self.sizes[axis]
             up = (x - size) - self.origin[axis]
             down = x - (self.origin[axis] - size)
             apart = select(apart > 0.5 * size, up, select(apart < -0.5 * size, down, apart))
-        return apart * self.unit
+        return apart
 
     @cute.jit
     def evaluate(self, first: Int32, some: Int32, images: cutlass.Constexpr):
         """A candidate in each lane, against every query."""
-        c, a = self.config, self.arguments
+        c = self.config
         place = first + cutlass.min(self.lane, some - 1)
         planes = [wide(self.candidates[None, place, plane], FOUR) for plane in range(c.width // FOUR)]
         theirs = [numbers[i] for numbers in planes for i in range(FOUR)]
@@ -282,8 +286,8 @@ class Queries(Opaque):
         for k in cutlass.range_constexpr(c.queries):
             step = [x[axis] - self.at[k][axis] for axis in range(3)]
             if const_expr(images is Images.OF_PAIRS):
-                step = [folded(part, size * self.unit) for part, size in zip(step, a.sizes)]  # noqa: B905
-            s = step[0] * step[0] + step[1] * step[1] + step[2] * step[2]
+                step = [folded(part, size) for part, size in zip(step, self.sizes)]  # noqa: B905
+            s = step[2] * step[2] + (step[1] * step[1] + (step[0] * step[0] + self.term.start))
             mine = [self.mine[k][3 + i] for i in range(c.payload)]
             self.term.add(self.total, k, step, s, s <= self.square, mine, brought)
 

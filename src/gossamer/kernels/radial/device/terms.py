@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, const_expr
+from cutlass import Boolean, Float32
 from cutlass._mlir.dialects import llvm
 
 from gossamer.kernels.radial.configurations import RadialConfig
@@ -82,6 +82,7 @@ class Term:
 
     def __init__(self, config: RadialConfig, numbers: Any) -> None:
         self.config, self.numbers, self.queries = config, numbers, config.queries
+        self.start = 0.0  # what s begins with
 
     def add(self, total: Any, k: int, step: Any, s: Any, within: Any, mine: Any, theirs: Any) -> None:
         """Of one pair."""
@@ -150,11 +151,10 @@ class Force(Term):
     Or w is a function of a user, and the unit 1.
     """
 
-    def powers(self, s, within):
-        """R^2, 1 / R, and whether the pair counts."""
-        square = s + self.numbers[0] if const_expr(self.config.softened) else s
-        apart = within if const_expr(self.config.softened) else within & (s > 0.0)
-        return square, inverse_root(square), apart
+    def __init__(self, config: RadialConfig, numbers: Any) -> None:
+        super().__init__(config, numbers)
+        if config.softened:
+            self.start = numbers[0]
 
     def polynomial(self, square):
         first, *rest = reversed(self.numbers[1:-1])
@@ -167,8 +167,9 @@ class Force(Term):
         """(w, whether the pair counts)"""
         if self.config.own is not None:
             return self.own(s, False).value, within & (s > 0.0)
-        square, inverse, apart = self.powers(s, within)
-        return inverse * inverse * inverse - self.polynomial(square), apart
+        inverse = inverse_root(s)  # s has the softening in it, if there is one
+        apart = within if self.config.softened else within & (s > 0.0)
+        return inverse * inverse * inverse - self.polynomial(s), apart
 
     def add(self, total, k, step, s, within, mine, theirs):
         w, apart = self.law(s, within)
@@ -184,15 +185,19 @@ class Force(Term):
 class ForceSlopes(Force):
     """The gradients of a force to positions and masses: see `gossamer.particles.terms.force_slopes`.
 
-    Both bring the mass, then the gradient of the force.
+    Both bring the mass, then the gradient of the force. s is without softening: whether it is 0 is looked at.
     """
+
+    def __init__(self, config: RadialConfig, numbers: Any) -> None:
+        Term.__init__(self, config, numbers)
 
     def slopes(self, s, within):
         """(w, 2 w')"""
         if self.config.own is not None:
             found = self.own(s, True)
             return found.value, 2.0 * found.slope
-        square, inverse, _ = self.powers(s, within)
+        square = s + self.numbers[0] if self.config.softened else s
+        inverse = inverse_root(square)
         slope, *rest = reversed(self.numbers[1:-1])
         first, *rest = rest
         p = slope * square + first
