@@ -127,25 +127,27 @@ class Queries(Opaque):
         self.total = cute.make_rmem_tensor((c.outputs * c.queries,), Float32)
         self.total.fill(0.0)
         self.own = self.box()
-        # Candidates on the other side of the seam move by the box, or else the queries do: those that are near its end.
-        # What is near the box's size loses it without rounding.
-        low = [self.own[axis] < 0.5 * size for axis, size in enumerate(a.sizes)]
-        self.shift = [select(low[axis], size, Float32(0.0)) for axis, size in enumerate(self.sizes)]
-        self.beyond = [
-            self.origin[axis] - select(low[axis], Float32(0.0), size) for axis, size in enumerate(self.sizes)
-        ]
         self.reach = a.square * 1.00002  # rounding never leaves out a cluster, nor a candidate
         self.within = self.reach * unit * unit
         self.centre = [self.own[axis] * unit - self.origin[axis] for axis in range(3)]
         self.half = [self.own[FOUR + axis] * unit for axis in range(3)]
-        # Queries that are far apart may each see another image of one candidate; those far inside see no other.
+        # Queries that are far apart may each see another image of one candidate; those far inside see no other. Of the
+        # rest the places past the seam lose the box's size, without rounding: those of queries near its end, and of
+        # candidates over a place that is half the size away from the queries.
         self.far, self.inside = Boolean(False), Boolean(True)
+        self.seam, self.base = [], []
         radius = cute.math.sqrt(a.square)
         for axis in range(3):
             size, centre, half = a.sizes[axis], self.own[axis], self.own[4 + axis]
             extent = half * 1.0001 + radius * 1.0001
             self.far = self.far | (2.0 * (extent + half) > size)
-            self.inside = self.inside & (((centre > extent) & (centre + extent < size)) | (size > 1e38))
+            inside = ((centre > extent) & (centre + extent < size)) | (size > 1e38)
+            self.inside = self.inside & inside
+            upper = centre > 0.5 * size
+            seam = select(upper, centre - 0.5 * size, centre + 0.5 * size) * unit
+            self.seam.append(select(inside, Float32(3e38), seam))
+            end = select(upper, self.sizes[axis], Float32(0.0))
+            self.base.append(self.origin[axis] - select(inside, Float32(0.0), end))
 
     def box(self) -> list[Any]:
         """That of the queries."""
@@ -263,11 +265,10 @@ class Queries(Opaque):
 
     def from_origin(self, x: Any, axis: int, images: Any) -> Any:
         """Where a particle is from the first query."""
-        apart = x - self.origin[axis]
         if images is Images.OF_CANDIDATES:
-            other = (x - self.shift[axis]) - self.beyond[axis]
-            apart = select(cute.arch.fmax(apart, -apart) > 0.5 * self.sizes[axis], other, apart)
-        elif images is Images.OF_PAIRS:
+            return select(x > self.seam[axis], x - self.sizes[axis], x) - self.base[axis]
+        apart = x - self.origin[axis]
+        if images is Images.OF_PAIRS:
             size = self.sizes[axis]
             up = (x - size) - self.origin[axis]
             down = x - (self.origin[axis] - size)
