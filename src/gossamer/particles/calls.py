@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from gossamer.kernels.radial.configurations import NUMBERS, OPEN, Own, RadialConfig
+from gossamer.kernels.radial.configurations import NUMBERS, OPEN, QUERIES, Own, RadialConfig
 from gossamer.kernels.radial.functions import digest
 from gossamer.particles.geometry import Sizes
 from gossamer.particles.laws import Gaussian, RadialKernel, ShortRangeGravity
@@ -37,7 +37,8 @@ def call_of(term: str, law: Any, radius: float, box: Sizes, channels: int = 1) -
     own = None
     if isinstance(law, RadialKernel):
         own = Own(digest(law.function), len(law.numbers), law.function)
-    config = RadialConfig(term, channels, any(size is not None for size in box), softened, own=own)
+    queries = 2 * QUERIES if term == "sum" and channels == 1 and own is None else QUERIES
+    config = RadialConfig(term, channels, any(size is not None for size in box), softened, queries, own)
     sizes = [OPEN if size is None else size for size in (*box, *[None] * (3 - len(box)))]
     of_law: list[float] = []
     unit = 1.0

@@ -9,7 +9,8 @@ from typing import Any
 CLUSTER = 8  # consecutive particles that share a box at the lowest level
 FAN = 32  # boxes of a level in one of the next: a warp compares that many at once
 # Of a multiprocessor at least, which bounds the registers of a thread: measured on an H200, of one channel.
-BLOCKS = {"sum": 6, "sum_slopes": 5, "force": 5, "force_slopes": 4, "count": 6}
+BLOCKS = {"sum": 5, "sum_slopes": 6, "force": 6, "force_slopes": 5, "count": 6}
+QUERIES = 8  # of a warp; a Gaussian of one channel has registers for 16, which share their candidates
 FAR = 1e18  # where the particles are that fill up the last box: outside of every radius
 OPEN = 3e38  # the size of an axis that is not periodic
 
@@ -49,7 +50,7 @@ class RadialConfig:
     channels: int = 1
     periodic: bool = True
     softened: bool = False
-    queries: int = 8
+    queries: int = QUERIES
     own: Own | None = None
 
     @property
