@@ -116,6 +116,7 @@ if INTERPRETING:
 
 else:
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("part", range(2))
     @pytest.mark.parametrize("name", ["thresholds", "attention"])
     def test_interpreted(name: str, part: int) -> None:

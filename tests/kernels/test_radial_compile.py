@@ -26,6 +26,7 @@ for term, channels, queries in kinds:
 """
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_term_compiles(architecture: str, tmp_path: Path) -> None:

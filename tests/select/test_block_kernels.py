@@ -179,6 +179,7 @@ def test_kernels_compile(sm: int, tmp_path: Path) -> None:
     compiled(COMPILE, sm, cache=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETING, reason="is interpreting")
 @pytest.mark.parametrize("part", range(2))
 def test_in_interpreter(part: int) -> None:

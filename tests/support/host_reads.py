@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
+import gossamer.torch.operators  # noqa: F401  # registers them
+
 READS = {
     torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default, torch.ops.aten.nonzero.default,
     torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.unique_dim.default,
