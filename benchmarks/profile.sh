@@ -51,7 +51,7 @@ if [ "$module" = kernelRadial ]; then
     sm__cycles_active.min                                        # of the multiprocessor that ended first ...
     sm__cycles_active.max                                        # ... and of the last one
   )
-  for stall in long_scoreboard short_scoreboard wait math_pipe_throttle not_selected no_instruction branch_resolving; do
+  for stall in not_selected long_scoreboard wait short_scoreboard dispatch_stall math_pipe_throttle no_instruction; do
     metrics+=("smsp__average_warps_issue_stalled_${stall}_per_issue_active.ratio")  # warps that wait, at each issue
   done
 else
