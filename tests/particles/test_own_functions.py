@@ -167,6 +167,7 @@ for (function, numbers), terms in zip(OWN, of, strict=True):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 def test_kernels_are_compiled_once(tmp_path: Path) -> None:
     environment = {**os.environ, "CUTE_DSL_ARCH": "sm_90a", "GOSSAMER_CACHE_DIR": str(tmp_path)}
