@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -76,23 +78,44 @@ def keops(x: jax.Array, radius: float, h: float, exact: Exact) -> dict[str, Any]
     }
 
 
+CALLS: dict[str, Callable[..., dict[str, Any]]] = {"jax-md": jax_md, "KeOps, all pairs": keops}
+
+
+def row_of(name: str, N: int) -> dict[str, Any]:
+    return {"particles": N, "kind": "uniform", "case": "density", "implementation": name}
+
+
+def apart(name: str, N: int) -> None:
+    """The row of a library in a process of its own, which it may end. KeOps computes with torch, and JAX on the CPU."""
+    environment = {**os.environ, **({} if name == "jax-md" else {"JAX_PLATFORMS": "cpu"})}
+    command = [sys.executable, __file__, "--particles", str(N), "--only", name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    rows = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    ended = {"status": "refused", "reason": f"its process ended with {done.returncode}"}
+    print(rows.pop() if rows else json.dumps(row_of(name, N) | ended), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--particles", type=int, default=64_000)
-    N = parser.parse_args().particles
+    parser.add_argument("--only", help="one library, in this process: by default each has one of its own")
+    given = parser.parse_args()
+    if given.only is None:
+        for name in CALLS:
+            apart(name, given.particles)
+        return
+    N = given.particles
     x = cloud(N, "uniform")
     radius = (NEIGHBORS / N * 3 / (4 * np.pi)) ** (1 / 3)
     x, h = x[gp.Cells.build(x, radius, 1.0).order], radius / 3
     exact = Exact(x, radius)
-    calls: dict[str, Callable[..., dict[str, Any]]] = {"jax-md": jax_md, "KeOps, all pairs": keops}
-    for name, call in calls.items():
-        row: dict[str, Any] = {"particles": N, "kind": "uniform", "case": "density", "implementation": name}
-        try:
-            row |= call(x, radius, h, exact)
-            row["interactions_per_second"] = N * NEIGHBORS / row["ms"] * 1e3
-        except Exception as error:  # of a peer: the other has its row
-            row |= {"status": "refused", "reason": f"{type(error).__name__}: {error}"[:300]}
-        print(json.dumps(row), flush=True)
+    row = row_of(given.only, N)
+    try:
+        row |= CALLS[given.only](x, radius, h, exact)
+        row["interactions_per_second"] = N * NEIGHBORS / row["ms"] * 1e3
+    except Exception as error:  # of a peer: the other has its row
+        row |= {"status": "refused", "reason": f"{type(error).__name__}: {error}"[:300]}
+    print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
     python benchmarks/particles.py                              # 64,000 to 4 million particles, 747 neighbours
     python benchmarks/particles.py --particles 64000 --out rows.jsonl
     python benchmarks/particles.py --particles --attention      # 4096 particles beside dense attention in XLA
-    python benchmarks/particles.py --particles 1000000 --once force   # two launches, for a profiler
 
 Numbers of sampled particles are compared with sums in float64 before anything is timed. Times are those of many calls
 in flight, per call: what a program that computes step after step sees. `waited_ms` is that of a call that is waited
@@ -15,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -294,11 +293,11 @@ def listed(
     return found
 
 
-def attention() -> list[dict[str, Any]]:
+def attention() -> Iterator[dict[str, Any]]:
     """4096 particles of which each attends to a quarter, D 64, beside dense attention in XLA of the same type."""
     import gossamer.jax as gsj
 
-    N, D, found = 4096, 64, []
+    N, D = 4096, 64
     x, features = cloud(N, "uniform"), jax.random.normal(jax.random.key(7), (N, D))
     some = np.asarray(features[:256], np.float64)
     wide = float(np.quantile(np.sqrt(((some[:, None] - np.asarray(features, np.float64)) ** 2).sum(-1)), 0.25))
@@ -336,21 +335,7 @@ def attention() -> list[dict[str, Any]]:
                            "ms": timed(partial(run, q, k, v, of))}  # fmt: skip
                     if direction == "forward":
                         row["error"] = float(np.abs(np.asarray(run(q, k, v, of)[:64], np.float64) - exact).max())
-                    found.append(row)
-    return found
-
-
-def once(N: int, term: str) -> None:
-    """Two launches of the kernel of a term."""
-    x = cloud(N, "uniform")
-    radius = (NEIGHBORS / N * 3 / (4 * np.pi)) ** (1 / 3)
-    law, mass = gp.ShortRangeGravity(radius / 5.5, radius / 200), jnp.arange(N) % 3 * 1.0
-    calls = {"sum": lambda x: gp.radial_sum(gp.Cells.build(x, radius, 1.0), mass, gp.Gaussian(radius / 3)).sum(),
-             "force": lambda x: (gp.radial_force(gp.Cells.build(x, radius, 1.0), mass, law) @ PUSH).sum()}  # fmt: skip
-    call = calls[term.removesuffix("_slopes")]
-    run = jax.jit(jax.grad(call) if term.endswith("_slopes") else call)
-    for _ in range(2):
-        jax.block_until_ready(run(x))
+                    yield row
 
 
 def main() -> None:
@@ -359,13 +344,8 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", default=["uniform", "clustered"], choices=["uniform", "clustered"])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--attention", action="store_true", help="rows of attention beside dense attention")
-    parser.add_argument("--once", choices=["sum", "sum_slopes", "force", "force_slopes"])
     given = parser.parse_args()
-    if given.once:
-        for N in given.particles:
-            once(N, given.once)
-        return
-    calls: list[Callable[[], list[dict[str, Any]]]] = [
+    calls: list[Callable[[], Iterable[dict[str, Any]]]] = [
         partial(rows_of, N, kind) for N in given.particles for kind in given.kinds
     ]
     calls += [loops] if given.particles else []

@@ -32,7 +32,7 @@ mkdir -p "$(dirname "$report")"
 # The second launch, the clocks as they are: a locked clock hides what the power limit does to long kernels.
 if [ "$module" = kernelRadial ]; then
   pattern=radialdevice$module
-  command=(benchmarks/particles.py --particles 1000000 --once "$kernel")
+  command=(-m gossamer.bench.particles "$kernel")
   metrics=(
     gpu__time_duration.sum                                       # of the launch
     smsp__inst_executed.sum                                      # instructions of warps

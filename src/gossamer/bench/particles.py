@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from gossamer.bench.measure import peak_bytes, reset_peak, time_call
 from gossamer.bench.peer import first_line
 from gossamer.bench.results import append_records
 from gossamer.bench.rows import RUN
+from gossamer.particles import fused_torch
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -214,3 +216,22 @@ def table(rows: list[ParticleRow]) -> Table:
             "" if row.error is None else f"{row.error:.1e}",
         )
     return shown
+
+
+def launch(term: str) -> None:
+    """The kernel of a term on a million uniform particles, two times: for a profiler."""
+    c = case_of(1_000_000, "uniform", torch.device("cuda"))
+    cells, h, mass = gp.Cells.build(c.x, c.radius, 1.0), gp.Gaussian(c.h), c.mass[:, None]
+    calls: dict[str, Callable[[], Tensor]] = {
+        "sum": lambda: fused_torch.weighted(cells, h, mass),
+        "sum_slopes": lambda: fused_torch.weighted_slopes(cells, h, mass, mass),
+        "force": lambda: fused_torch.force(cells, c.law, c.law.radius, c.mass),
+        "force_slopes": lambda: fused_torch.force_slopes(cells, c.law, c.law.radius, c.x, c.mass),
+    }
+    for _ in range(2):
+        calls[term]()
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    launch(*sys.argv[1:])
