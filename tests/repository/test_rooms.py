@@ -63,6 +63,7 @@ FRAMEWORKS = {
     "kernels.radial.functions": allowed("numpy"),
     "jax": allowed("numpy jax"),
     "jax.kernels.targets": allowed("numpy jax", "jax_tvm_ffi"),
+    "jax.nnx": allowed("numpy jax flax"),
     "kernels.hopper.schedule.item_kernels": allowed("triton"),
     "kernels.hopper.schedule.item_words": allowed("triton"),
     "torch": allowed("numpy torch", "rich"),
