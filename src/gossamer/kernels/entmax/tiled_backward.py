@@ -65,7 +65,7 @@ def tiled_dq_kernel(
     span = tl.maximum(end - begin, 1).to(tl.int64) * STEP
     some = begin * STEP + (tl.arange(0, SAMPLE) * span // SAMPLE).to(tl.int32)
     of_some = products(b_q, k_base, some, stride_kn, K, D, BLOCK_D, True, PRECISION)
-    z_some, p_some, u_some = weigh(of_some, c, d[:, None], a, A)
+    _z, _p, u_some = weigh(of_some, c, d[:, None], a, A)
     u_some = tl.where(seen_by(some, given, True, POSITIONS), u_some, 0.0)
     of_some = products(b_dout, v_base, some, stride_vn, K, E, BLOCK_E, True, PRECISION)
     guess = tl.sum(u_some, 1)

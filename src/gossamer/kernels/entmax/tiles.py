@@ -26,8 +26,10 @@ def list_rows_kernel(
     for first in range(0, Q, STEP):
         row = first + tl.arange(0, STEP)
         some = (tl.load(list_counts + head * Q + row, mask=row < Q, other=0) < 0).to(tl.int32)
-        tl.store(row_list + head * Q + found + tl.cumsum(some, 0) - 1, row, mask=some > 0)
-        found += tl.sum(some, 0)
+        number = tl.sum(some, 0)
+        if number > 0:
+            tl.store(row_list + head * Q + found + tl.cumsum(some, 0) - 1, row, mask=some > 0)
+        found += number
     tl.store(row_counts + head, found)
 
 

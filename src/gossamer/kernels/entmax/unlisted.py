@@ -36,7 +36,7 @@ def rows_of(c: Call, lists: Listed) -> Rows:
         torch.empty(B * H, Q, dtype=torch.int32, device=c.q.device),
         torch.empty(B * H, dtype=torch.int32, device=c.q.device),
     )
-    list_rows_kernel[(B * H,)](lists.counts, *found, Q, STEP=min(2048, padded(Q)), num_warps=4)
+    list_rows_kernel[(B * H,)](lists.counts, *found, Q, STEP=min(8192, padded(Q)), num_warps=8)
     return found
 
 
