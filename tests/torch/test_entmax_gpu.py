@@ -38,6 +38,7 @@ def test_calls_as_they_are_computed_by_default(N: int, size: float) -> None:
             assert_close(name, one, other, LIMITS[torch.bfloat16])
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_nothing_is_read_and_bits_are_the_same() -> None:
     given = call(3, "cuda", [torch.bfloat16], [1000])
     for options in ({"top_k": None}, {"top_k": 8}, {"top_k": None, "save": "tau"}):

@@ -104,7 +104,7 @@ def sizes(c: Call, kernel: str) -> Sizes:
     """Of the tiles of a kernel: "forward", "dq" or "columns"."""
     size = max(padded(c.q.shape[3]), padded(c.v.shape[3])) * c.q.element_size()
     if size <= 128:
-        return Sizes(64, 128, 8, 2) if kernel == "columns" else Sizes(128, 64, 8, 3)
+        return Sizes(64, 64, 4, 2 if kernel == "columns" else 3)
     if size <= 256:
         return Sizes(32, 64, 4, 2) if kernel == "columns" else Sizes(64, 32, 4, 2)
     if size <= 512:
@@ -118,7 +118,7 @@ def tiles_of(c: Call, kernel: str) -> tuple[Sizes, dict[str, Any]]:
     options = common(c) | {"R": s.rows, "A": power_of(c), "num_warps": s.num_warps, "num_stages": s.num_stages}
     if kernel == "columns":
         return s, options | {"COLUMNS": s.keys}
-    return s, options | {"STEP": s.keys, "SAMPLE": 128 if s.rows == 128 else 32}
+    return s, options | {"STEP": s.keys, "SAMPLE": 128 if s.num_stages == 3 else 32}
 
 
 def tiled(c: Call, out: Tensor, stats: Stats, lists: Listed, with_out: bool) -> None:
