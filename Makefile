@@ -11,7 +11,7 @@ WORKERS := 2
 
 help:
 	@echo "make demo | test | check | bench | docs | site | clean"
-	@echo "make test-more | wheel | notebooks | jax | cosmos: slower, each in an environment of its own"
+	@echo "make test-more | slow | wheel | notebooks | jax | cosmos: slower, most in an environment of their own"
 
 install: $(STAMP)
 
@@ -24,13 +24,17 @@ demo: $(STAMP) $(JAX)/.installed
 	$(JAX)/bin/gossamer cosmos --out demo/cosmos
 
 # One thread a worker, which does not spin while it waits: two workers on two cores do not compete.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 test: $(STAMP)
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests
+	$(PYTEST) -m "not slow" tests
 
-# Suites that `test` leaves out, each in the environment that it needs: the site of the documentation, the wheel, the
-# notebooks, and JAX.
-.PHONY: test-more wheel notebooks jax cosmos
-test-more: site wheel notebooks jax cosmos
+# What `test` leaves out: kernels compiled for every GPU and interpreted, and in environments of their own the site of
+# the documentation, the wheel, the notebooks, JAX and the simulation.
+.PHONY: test-more slow wheel notebooks jax cosmos
+test-more: slow site wheel notebooks jax cosmos
+
+slow: $(STAMP)
+	$(PYTEST) -m slow tests
 
 # The JAX front end where torch is not installed: the conftest of the other tests imports it.
 jax: $(JAX)/.installed

@@ -153,6 +153,13 @@ def test_snapshots_are_in_the_layout_of_gadget(whole: Path) -> None:
         assert group["ParticleIDs"][0] == 1 and len(set(group["ParticleIDs"])) == 512
         np.testing.assert_array_equal(group["Coordinates"], found.state.positions_mpc_h)
         np.testing.assert_allclose(group["Velocities"], found.state.momenta_km_s)  # sqrt(a) dx/dt at a = 1
+        units = group["Coordinates"].attrs  # comoving Mpc/h
+        assert (
+            units["a_scaling"] == 1
+            and units["h_scaling"] == -1
+            and units["to_cgs"] == pytest.approx(3.08568e24, rel=1e-5)
+        )
+        assert group["Velocities"].attrs["a_scaling"] == 0.5
     assert found.box == BOX and found.cosmology == COSMOLOGY
 
 

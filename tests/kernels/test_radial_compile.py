@@ -25,6 +25,7 @@ for term, channels in (("sum", 4), ("sum_slopes", 2), ("force", 1), ("force_slop
 """
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_term_compiles(architecture: str, tmp_path: Path) -> None:

@@ -278,6 +278,7 @@ def test_random_items(chunk):
             raise
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETING, reason="is interpreting")
 def test_in_interpreter():
     in_interpreter(__file__, "test_random_lists", "test_random_unions", "test_random_intervals", "test_random_items")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import random
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import gossamer as gs
 from gossamer.bench.latency import captured
 from gossamer.select import SelectedBlocks, block_lists, block_operator, blocks
 from tests.select.test_topk_blocks import case
+from tests.support.host_reads import nothing_waits
 from tests.support.processes import INTERPRETING, compiled, in_interpreter
 
 pytest.importorskip("triton")
@@ -143,6 +143,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from gossamer.kernels.select import choose_kernel, score_kernels
 from gossamer.kernels.triton.config import SHARED_MEMORY
+from tests.support.host_reads import nothing_waits
 sm = int(sys.argv[1])
 def made(kernel, warps, **constants):
     types = dict.fromkeys(("q_means", "k_means", "scores", "covered"), "*fp32") | {"keys": "*i64", "indices": "*i32"}
@@ -178,6 +179,7 @@ def test_kernels_compile(sm: int, tmp_path: Path) -> None:
     compiled(COMPILE, sm, cache=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETING, reason="is interpreting")
 @pytest.mark.parametrize("part", range(2))
 def test_in_interpreter(part: int) -> None:
@@ -252,13 +254,8 @@ class TestOnGPU:
 
         step()
         torch.cuda.synchronize()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it says that it is a prototype
-            torch.cuda.set_sync_debug_mode("error")
-        try:
+        with nothing_waits():
             first = step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         for _ in range(50):
             assert all(torch.equal(a, b) for a, b in zip(step(), first, strict=True))
         graph, held = captured(step)

@@ -1,13 +1,17 @@
-"""What a compiled graph reads back to the host, and a mode in which nothing may be read."""
+"""What a compiled graph reads back to the host, and modes in which nothing may be read or waited for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
+
+import gossamer.torch.operators  # noqa: F401  # registers them
 
 READS = {
     torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default, torch.ops.aten.nonzero.default,
@@ -55,6 +59,18 @@ class Graphs:
         self.reads += host_reads(module)
         self.layouts += [tuple(node.args[3]) for node in module.graph.nodes if node.target in ATTENTION[:1]]
         return make_boxed_func(module.forward)
+
+
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    """Operations that wait for a GPU raise."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class NothingRead(TorchFunctionMode):

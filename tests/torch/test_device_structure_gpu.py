@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from gossamer.layouts.device import block_list_layout, interval_layout, key_list
 from gossamer.layouts.gather import expand_gather, queries_of
 from gossamer.layouts.walk import KINDS, TileList, Walk, expand
 from gossamer.torch import device_arrays
+from tests.support.host_reads import nothing_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -114,14 +114,9 @@ def test_nothing_waits_for_the_device(name: str, dtype: torch.dtype) -> None:
     step(structure, x, dout, structure.draw(generator))  # compiles
     drawn = [structure.draw(generator) for _ in range(5)]
     torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         for data in drawn:
             step(structure, x, dout, data)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("name", STRUCTURES)

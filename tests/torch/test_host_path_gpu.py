@@ -16,6 +16,7 @@ from gossamer.plan.table import available, load
 from gossamer.testing.graphs import proximity_graph
 from gossamer.testing.sweeps import graph
 from gossamer.torch import calls, memory
+from tests.support.host_reads import nothing_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 PATTERN = gs.SlidingWindow(300)
@@ -172,19 +173,15 @@ def test_graphed_callables(name: str) -> None:
         assert torch.equal(*results)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("name", ["hopper", "triton"])
 def test_a_repeated_call_waits_for_nothing(name: str) -> None:
     needs(name, gradients=True)
     x, dout = inputs(), torch.randn(B, H, N, D, device="cuda", dtype=torch.bfloat16)
     for deterministic in (False, True):
         gradients(x, dout, implementation=name, deterministic=deterministic)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         for deterministic in (False, True):
             gradients(x, dout, implementation=name, deterministic=deterministic)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def allocations(run: Callable[[], object]) -> list[int]:

@@ -17,6 +17,15 @@ from gossamer.cosmos.cosmology import Cosmology, as_cosmology
 
 CRITICAL = 27.753662724  # 3 (100 km/s/Mpc)^2 / (8 pi G), in 1e10 Msun/h per (Mpc/h)^3
 UNITS = {"UnitLength_in_cm": 3.085677581e24, "UnitMass_in_g": 1.98841e43, "UnitVelocity_in_cm_per_s": 1e5}
+# Powers of a, h, and the units of length, mass and velocity of what is stored, by which readers know a dataset's unit.
+POWERS = ("a_scaling", "h_scaling", "length_scaling", "mass_scaling", "velocity_scaling")
+DIMENSIONS: dict[str, tuple[float, ...]] = {
+    "Coordinates": (1, -1, 1, 0, 0),
+    "Velocities": (0.5, 0, 0, 0, 1),
+    "Momenta": (0, 0, 0, 0, 1),
+    "ParticleIDs": (0, 0, 0, 0, 0),
+}
+CGS = {"Coordinates": UNITS["UnitLength_in_cm"], "ParticleIDs": 0.0}  # the others are velocities
 FORM = 1  # of the group that is ours
 KINDS = 6  # of particles that GADGET-4 counts
 DARK = 1  # "PartType1"
@@ -31,7 +40,7 @@ class Snapshot(NamedTuple):
 
 
 def save(state: State, box: Box, cosmology: Any, path: str | Path) -> None:
-    """Write a snapshot in the layout of GADGET-4, which yt, pynbody and others read.
+    """Write a snapshot in the layout of GADGET-4, which yt and pynbody read.
 
     `PartType1` has Coordinates (comoving Mpc/h), Velocities (GADGET's: sqrt(a) dx/dt, km/s), ParticleIDs (from 1 on, in
     the order of the lattice) and our Momenta (a^2 dx/dt, km/s); masses are in the header in 1e10 Msun/h. The file
@@ -68,6 +77,8 @@ def save(state: State, box: Box, cosmology: Any, path: str | Path) -> None:
         group = file.create_group(f"PartType{DARK}")
         for name, values in arrays.items():
             group[name] = values
+            known = dict(zip(POWERS, DIMENSIONS[name], strict=True))
+            group[name].attrs.update(known, to_cgs=CGS.get(name, UNITS["UnitVelocity_in_cm_per_s"]))
         ours = file.create_group("gossamer")
         ours.attrs["about"] = about
         ours.attrs["sha256"] = _digest(about, arrays)
