@@ -80,15 +80,18 @@ if size == 64:
     compile_one(lists.write_live, {"BLOCK": 1024})
     for ordered in (True, False):
         compile_one(lists.live_lists, {"ORDERED": ordered, "BLOCK": 2048}, 8)
-    table = {"ONE": 1 << 44, "NODE": prefixes.NODE, "BUCKETS": prefixes.BUCKETS}
+    one, edges, nodes = {"ONE": 1 << 44}, {"EDGES": prefixes.EDGES}, {"NODE": prefixes.NODE, "LANES": 32}
+    table = one | edges | {"CHUNK": prefixes.CHUNK}
     compile_one(order.count_places, {"BLOCK": 1024})
     compile_one(order.write_prefixes, {"BLOCK": 1024})
+    compile_one(starts.find_edges, edges, 8)
     compile_one(starts.add_keys, table | {"BLOCK": 1024})
-    compile_one(starts.sum_nodes, {"NODE": prefixes.NODE, "COLUMNS": 2 * prefixes.BUCKETS, "BLOCK": 16, "PART": 64})
-    compile_one(starts.find_starts, table, 2)
-    of_walks = {"NODE": prefixes.NODE, "BUCKETS": prefixes.BUCKETS, "LANES": 32}
-    compile_one(walks.walk_thresholds, table | {"LANES": 32}, 1)
-    compile_one(walks.walk_largest, of_walks, 1)
+    of_columns = {"COLUMNS": 2 * prefixes.EDGES, "BLOCK": 16, "PART": 64}
+    compile_one(starts.sum_chunks, {"CHUNK": prefixes.CHUNK} | of_columns)
+    compile_one(starts.find_starts, table | {"NODE": prefixes.NODE})
+    compile_one(walks.walk_thresholds, one | nodes, 1)
+    compile_one(walks.walk_largest, nodes, 1)
+    compile_one(walks.walk_both, one | nodes, 1)
     compile_one(gradient.find_ranges, {"BLOCK": 1024})
     compile_one(gradient.sum_shares, {"BLOCK": 1024})
     compile_one(gradient.sum_totals, {"BLOCK": 256})

@@ -84,7 +84,7 @@ if INTERPRETING:
     @pytest.fixture(autouse=True)
     def small(monkeypatch: pytest.MonkeyPatch) -> None:
         """Several tiles, chunks, lists and prefixes of few keys."""
-        for name, number in {"NODE": 8, "BUCKETS": 8, "LEAST": 16, "BLOCK": 16, "LANES": 4}.items():
+        for name, number in {"NODE": 4, "CHUNK": 8, "EDGES": 8, "LEAST": 16, "BLOCK": 16, "LANES": 4}.items():
             monkeypatch.setattr(prefixes, name, number)
         for name, number in {"RANGE": 64, "CHUNK": 32, "STREAMED": 16, "PLACES": 16}.items():
             monkeypatch.setattr(triton_calls, name, number)
@@ -101,6 +101,8 @@ if INTERPRETING:
             u = torch.tensor([scores(draw, N) for _ in range(2)])
             if draw.random() < 0.2:
                 u[0, N // 2] = torch.nan
+            if draw.random() < 0.2:
+                u[1, torch.rand(N) < 0.2] = torch.inf
             check_thresholds(u, min(N, draw.choice([1, 2, 5, N // 2 + 1, N])), monkeypatch)
 
     @pytest.mark.parametrize("part", range(2))

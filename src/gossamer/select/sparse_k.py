@@ -168,8 +168,7 @@ def _sparsek_kept(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if (kernels := _kernels(u)) is None:
         return _sparsek_causal(u, k)[0], _last_topk(u, k)
     with torch.cuda.device_of(u):
-        found = kernels.prefixes(rows, k)
-        tau, last = kernels.thresholds(found), kernels.last_largest(found)
+        tau, last = kernels.kept(kernels.prefixes(rows, k))
     return _nan_from_first(rows, tau).reshape(u.shape), last.reshape(u.shape)
 
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from gossamer.kernels.prefixes import gradient, order, starts, walks
 
-NODE = 64  # steps of a walk
-BUCKETS = 512  # of the keys of a prefix, at which a walk may begin
-LEAST = 2048  # keys of the shortest prefix
+NODE = 16  # steps of a walk
+CHUNK = 1024  # steps that share a table of sums
+EDGES = 1024  # places of a prefix at which a walk may begin
+LEAST = 2048  # keys of the shortest prefix, a multiple of CHUNK
 BLOCK = 1024  # places of a program
 LANES = 32  # walks of a program
 
@@ -26,12 +27,8 @@ class Prefixes(NamedTuple):
     scores: Tensor  # the same of their scores
     place: Tensor  # (rows, N) int32: of each key, in the shortest prefix that has it
     absent: Tensor  # (prefixes, rows) int32
-    bucket: Tensor  # (rows, nodes), and so on: of `find_starts`
-    top_bucket: Tensor
-    interior: Tensor
+    starts: Tensor  # (6, rows, nodes) int32 and (rows, nodes) int64: of `find_starts`
     sum: Tensor
-    top_count: Tensor
-    total: Tensor
     one: int  # steps of a score of 1
 
 
@@ -63,44 +60,65 @@ def prefixes(u: Tensor, k: int) -> Prefixes:
         sorted_keys, sorted_scores, ends, keys, scores, place, absent, N, LEAST, blocks, BLOCK=BLOCK
     )
 
-    nodes = triton.cdiv(N, NODE)
     one = 1 << (62 - N.bit_length())
-    table = u.new_zeros(rows, nodes, 2, BUCKETS, dtype=torch.int32)
-    sums = u.new_zeros(rows, nodes, 2, BUCKETS, dtype=torch.int64)
-    starts.add_keys[grid](keys, scores, table, sums, N, LEAST, nodes, ONE=one, NODE=NODE, BUCKETS=BUCKETS, BLOCK=BLOCK)
-    part = min(2 * BUCKETS, 64)
-    starts.sum_nodes[(2 * BUCKETS // part, rows, len(lengths))](
-        table, sums, N, LEAST, nodes, NODE=NODE, COLUMNS=2 * BUCKETS, BLOCK=16, PART=part
+    begin = place.new_empty(len(lengths), rows)
+    entering = place.new_empty(len(lengths), rows, EDGES)
+    starts.find_edges[(rows, len(lengths))](scores, absent, begin, entering, N, LEAST, k, EDGES=EDGES, num_warps=8)
+    chunks, nodes = triton.cdiv(N, CHUNK), triton.cdiv(N, NODE)
+    table = place.new_zeros(rows, chunks, 2, EDGES)
+    sums = place.new_zeros(rows, chunks, 2, EDGES, dtype=torch.int64)
+    starts.add_keys[grid](
+        keys, scores, begin, entering, table, sums, N, LEAST, chunks, ONE=one, CHUNK=CHUNK, EDGES=EDGES, BLOCK=BLOCK
     )
-    bucket, top_bucket, count, top_count, total = (place.new_empty(rows, nodes) for _ in range(5))
+    part = min(2 * EDGES, 64)
+    starts.sum_chunks[(2 * EDGES // part, rows, len(lengths))](
+        table, sums, N, LEAST, chunks, CHUNK=CHUNK, COLUMNS=2 * EDGES, BLOCK=16, PART=part
+    )
+    found = place.new_empty(6, rows, nodes)
     sum_ = sums.new_empty(rows, nodes)
-    starts.find_starts[(nodes, rows)](
-        scores, table, sums, absent, bucket, top_bucket, count, sum_, top_count, total, N, LEAST, nodes, k,
-        ONE=one, NODE=NODE, BUCKETS=BUCKETS, num_warps=2,
+    starts.find_starts[(chunks, rows)](
+        u, scores, place, table, sums, begin, entering, found, sum_, N, LEAST, nodes, k,
+        ONE=one, CHUNK=CHUNK, NODE=NODE, EDGES=EDGES, num_warps=4,
     )  # fmt: skip
-    return Prefixes(u, k, keys, scores, place, absent, bucket, top_bucket, count, sum_, top_count, total, one)
+    return Prefixes(u, k, keys, scores, place, absent, found, sum_, one)
 
 
 def thresholds(p: Prefixes) -> Tensor:
     """The threshold of SparseK of each prefix, (rows, N) float32: -inf where it has no more than k keys."""
-    (rows, N), nodes = p.u.shape, p.bucket.shape[1]
-    tau = torch.empty_like(p.u)
+    tau, (rows, N), nodes = torch.empty_like(p.u), p.u.shape, p.starts.shape[2]
     walks.walk_thresholds[(triton.cdiv(nodes, LANES), rows)](
-        p.u, p.keys, p.scores, p.place, p.absent, p.bucket, p.interior, p.sum, p.total, tau, N, LEAST, nodes, p.k,
-        ONE=p.one, NODE=NODE, BUCKETS=BUCKETS, LANES=LANES, num_warps=1,
+        p.u, p.keys, p.scores, p.place, p.absent, p.starts, p.sum, tau, N, LEAST, nodes, p.k, ONE=p.one, NODE=NODE,
+        LANES=LANES, num_warps=1,
     )  # fmt: skip
     return tau
 
 
 def last_largest(p: Prefixes) -> Tensor:
     """The last step at which each key is among the k largest so far, (rows, N) int32; one before its own if never."""
-    (rows, N), nodes = p.u.shape, p.bucket.shape[1]
-    last = torch.full_like(p.place, N - 1)
+    last, (rows, N), nodes = torch.full_like(p.place, p.u.shape[1] - 1), p.u.shape, p.starts.shape[2]
     walks.walk_largest[(triton.cdiv(nodes, LANES), rows)](
-        p.keys, p.place, p.absent, p.top_bucket, p.top_count, last, N, LEAST, nodes, p.k,
-        NODE=NODE, BUCKETS=BUCKETS, LANES=LANES, num_warps=1,
-    )  # fmt: skip
+        p.keys, p.place, p.absent, p.starts, last, N, LEAST, nodes, p.k, NODE=NODE, LANES=LANES, num_warps=1
+    )
     return last
+
+
+class Kept(NamedTuple):
+    """Of all prefixes of rows, both (rows, N)."""
+
+    tau: Tensor
+    last: Tensor
+
+
+def kept(p: Prefixes) -> Kept:
+    """`thresholds` and `last_largest`."""
+    (rows, N), nodes = p.u.shape, p.starts.shape[2]
+    tau, last = torch.empty_like(p.u), torch.full_like(p.place, N - 1)
+    grid = (triton.cdiv(nodes, LANES), rows, 2)
+    walks.walk_both[grid](
+        p.u, p.keys, p.scores, p.place, p.absent, p.starts, p.sum, tau, last, N, LEAST, nodes, p.k, ONE=p.one,
+        NODE=NODE, LANES=LANES, num_warps=1,
+    )  # fmt: skip
+    return Kept(tau, last)
 
 
 def thresholds_backward(u: Tensor, tau: Tensor, dtau: Tensor) -> Tensor:

@@ -9,22 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gossamer.kernels.prefixes.starts import edge_places, steps_of
-
-
-@triton.jit
-def _first_over(scores_ptr, base, x, length):
-    """The first place of which the score minus 1 is over x."""
-    low = tl.zeros_like(length)
-    high = length
-    while tl.max(high - low, 0) > 0:
-        search = low < high
-        middle = (low + high) // 2
-        score = tl.load(scores_ptr + base + middle, mask=search, other=0.0).to(tl.float64)
-        over = score - 1 > x
-        high = tl.where(search & over, middle, high)
-        low = tl.where(search & (over == 0), middle + 1, low)
-    return low
+from gossamer.kernels.prefixes.starts import steps_of
 
 
 @triton.jit
@@ -41,13 +26,13 @@ def _prefixes_of(node, NODE: tl.constexpr, least, N):
 
 @triton.jit
 def walk_thresholds(
-    u_ptr, keys_ptr, scores_ptr, place_ptr, absent_ptr, bucket_ptr, count_ptr, sum_ptr, total_ptr, tau_ptr, N, least,
-    nodes, k, ONE: tl.constexpr, NODE: tl.constexpr, BUCKETS: tl.constexpr, LANES: tl.constexpr,
+    u_ptr, keys_ptr, scores_ptr, place_ptr, absent_ptr, starts_ptr, sum_ptr, tau_ptr, N, least, nodes, k,
+    ONE: tl.constexpr, NODE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """tau (rows, N) float32 of the steps of the nodes of program 0.
 
     Args:
-        bucket_ptr, count_ptr, sum_ptr, total_ptr: of `find_starts`.
+        starts_ptr, sum_ptr: of `find_starts`.
     """
     row = tl.program_id(1).to(tl.int64)
     rows = tl.num_programs(1)
@@ -57,15 +42,13 @@ def walk_thresholds(
     prefix, length = _prefixes_of(node, NODE, least, N)
     base = (prefix * rows + row) * N
     one = tl.full((), ONE, tl.int64)
-    at = row * nodes + node
-    bucket = tl.load(bucket_ptr + at)
-    C = tl.load(count_ptr + at).to(tl.int64)
+    at, each = row * nodes + node, rows * nodes
+    leaving = tl.load(starts_ptr + at)
+    entering = tl.load(starts_ptr + each + at)
+    C = tl.load(starts_ptr + 2 * each + at).to(tl.int64)
+    total = tl.load(starts_ptr + 3 * each + at)
     S = tl.load(sum_ptr + at)
-    total = tl.load(total_ptr + at)
     absent = tl.load(absent_ptr + prefix * rows + row)
-    leaving = tl.where(bucket < 0, absent, edge_places(tl.maximum(bucket, 0), length, BUCKETS))
-    x = tl.load(scores_ptr + base + leaving, mask=leaving < length, other=float("inf")).to(tl.float64)
-    entering = tl.where(bucket < 0, absent, _first_over(scores_ptr, base, x, length))
     step = node * NODE
     end = tl.where(runs, tl.minimum(step + NODE, N), 0)
     # The keys before the first step are there: the walk begins with what they keep.
@@ -78,7 +61,11 @@ def walk_thresholds(
         score_b = tl.load(scores_ptr + base + entering, mask=in_b, other=float("inf")).to(tl.float64)
         key_a = tl.load(keys_ptr + base + leaving, mask=in_a, other=0)
         key_b = tl.load(keys_ptr + base + entering, mask=in_b, other=0)
-        enters = score_b - 1 <= score_a
+        # And the key of the next step, so that one wait is for all.
+        follows = active & (step + 1 < end)
+        score = tl.load(u_ptr + row * N + step + 1, mask=follows, other=0.0)
+        place = tl.load(place_ptr + row * N + step + 1, mask=follows, other=-1)
+        enters = in_b & (score_b - 1 <= score_a)
         point = tl.where(enters, score_b - 1, score_a)
         value_a = steps_of(tl.where(in_a, score_a, 0.0), ONE)
         value_b = steps_of(tl.where(in_b, score_b, 0.0), ONE)
@@ -97,25 +84,22 @@ def walk_thresholds(
         tau = tl.where(flat, float("-inf"), tau)
         tl.store(tau_ptr + row * N + step, tau.to(tl.float32), mask=stops & (step >= node * NODE))
         step += stops.to(tl.int32)
-        comes = stops & (step < end)
-        score = tl.load(u_ptr + row * N + step, mask=comes, other=float("-inf"))
-        place = tl.load(place_ptr + row * N + step, mask=comes, other=-1)
-        comes = comes & (place >= absent)
+        comes = stops & follows & (place >= absent)
         total += comes.to(tl.int32)
         comes = comes & (place >= leaving)
         interior = place < entering
         C += (comes & interior).to(tl.int64)
-        S += tl.where(comes, tl.where(interior, steps_of(tl.where(comes, score, 0.0), ONE), one), 0)
+        S += tl.where(comes, tl.where(interior, steps_of(score, ONE), one), 0)
 
 
 @triton.jit
 def walk_largest(
-    keys_ptr, place_ptr, absent_ptr, bucket_ptr, top_count_ptr, last_ptr, N, least, nodes, k, NODE: tl.constexpr,
-    BUCKETS: tl.constexpr, LANES: tl.constexpr,
+    keys_ptr, place_ptr, absent_ptr, starts_ptr, last_ptr, N, least, nodes, k, NODE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Write the last step of each key that leaves the k largest in the nodes of program 0.
 
     Args:
+        starts_ptr: of `find_starts`.
         last_ptr: (rows, N) int32; N - 1 before.
     """
     row = tl.program_id(1).to(tl.int64)
@@ -123,21 +107,21 @@ def walk_largest(
     node = tl.program_id(0) * LANES + tl.arange(0, LANES)
     runs = node < nodes
     node = tl.where(runs, node, 0)
-    prefix, length = _prefixes_of(node, NODE, least, N)
+    prefix, _ = _prefixes_of(node, NODE, least, N)
     base = (prefix * rows + row) * N
-    at = row * nodes + node
-    bucket = tl.load(bucket_ptr + at)
-    count = tl.load(top_count_ptr + at)
+    at, each = row * nodes + node, rows * nodes
+    least_kept = tl.load(starts_ptr + 4 * each + at)
+    count = tl.load(starts_ptr + 5 * each + at)
     absent = tl.load(absent_ptr + prefix * rows + row)
-    least_kept = tl.where(bucket < 0, absent, edge_places(tl.maximum(bucket, 0), length, BUCKETS))
     start = node * NODE
-    step = start - 1
     end = tl.where(runs, tl.minimum(start + NODE, N), 0)
+    step = start - 1
     while tl.max((step < end).to(tl.int32), 0) > 0:
         active = step < end
         # Up to k keys are kept: the smallest of more leaves.
         passes = active & (count > k)
         key = tl.load(keys_ptr + base + least_kept, mask=passes, other=0)
+        place = tl.load(place_ptr + row * N + step + 1, mask=active & (step + 1 < end), other=-1)
         leaves = passes & (key <= step)
         tl.store(last_ptr + row * N + key, step - 1, mask=leaves & (step >= start))
         count -= leaves.to(tl.int32)
@@ -146,7 +130,21 @@ def walk_largest(
         stops = active & (passes == 0)
         step += stops.to(tl.int32)
         comes = stops & (step < end)
-        place = tl.load(place_ptr + row * N + step, mask=comes, other=-1)
         enters = comes & (place >= least_kept) & (place >= absent)
         count += enters.to(tl.int32)
         tl.store(last_ptr + row * N + step, step - 1, mask=comes & (enters == 0))
+
+
+@triton.jit
+def walk_both(
+    u_ptr, keys_ptr, scores_ptr, place_ptr, absent_ptr, starts_ptr, sum_ptr, tau_ptr, last_ptr, N, least, nodes, k,
+    ONE: tl.constexpr, NODE: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """`walk_thresholds` in programs of which number 2 is 0, `walk_largest` in the others: each waits for its loads."""
+    if tl.program_id(2) == 0:
+        walk_thresholds(
+            u_ptr, keys_ptr, scores_ptr, place_ptr, absent_ptr, starts_ptr, sum_ptr, tau_ptr, N, least, nodes, k, ONE,
+            NODE, LANES,
+        )  # fmt: skip
+    else:
+        walk_largest(keys_ptr, place_ptr, absent_ptr, starts_ptr, last_ptr, N, least, nodes, k, NODE, LANES)

@@ -15,25 +15,38 @@ def _number(some):
 
 
 @triton.jit
-def _threshold(key, others, wanted):
-    """The largest number that at least `wanted` of the keys of others are not below, or one with just so many."""
+def _ordered(x):
+    """Bits of float32 as integers in ascending order of the numbers, and back."""
+    return tl.where(x < 0, x ^ MOST, x)
+
+
+@triton.jit
+def _threshold(key, others, wanted, room):
+    """(a number, how many keys of others are not below it): at least `wanted`, at most `room` where one has so few."""
     low = tl.min(tl.where(others, key, MOST), 0)
     behind = tl.max(tl.where(others, key, LEAST), 0) + 1
     found = _number(others)
-    while (found != wanted) & (low + 1 < behind):
+    by_scores = True
+    while (found > room) & (low + 1 < behind):
+        # Halfway between the scores, which is near soon; every other time between their bits, which always ends.
         middle = (low >> 1) + (behind >> 1) + (low & behind & 1)
+        lowest = _ordered(low).to(tl.float32, bitcast=True)
+        highest = _ordered(behind - 1).to(tl.float32, bitcast=True)
+        near = _ordered((0.5 * lowest + 0.5 * highest + 0.0).to(tl.int32, bitcast=True))
+        middle = tl.where(by_scores & (near > low) & (near < behind), near, middle)
+        by_scores = by_scores == 0
         number = _number(others & (key >= middle))
         enough = number >= wanted
         found = tl.where(enough, number, found)
         low = tl.where(enough, middle, low)
         behind = tl.where(enough, behind, middle)
-    return low
+    return low, found
 
 
 @triton.jit(do_not_specialize=["Q", "K", "T", "C", "t0", "rows", "local", "first"])
 def choose_kernel(
     scores,  # (B * heads, rows, C)
-    keys,  # (B * heads, rows, n) int64, a workspace
+    keys,  # (B * heads, rows, NP) int64, a workspace
     indices,  # (B * heads, T, n) int32
     covered,  # (B * heads, T) float32
     Q, K, T, C, t0, rows, local, first, n, top_p, CAUSAL: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
@@ -41,13 +54,13 @@ def choose_kernel(
 ):  # fmt: skip
     """One list: the blocks that are always kept, then those of the highest scores, equal ones by ascending position.
 
-    A block is one integer: its score, as bits in ascending order, and its place. The threshold of the n first is
-    searched, what is not below it written to `keys` in any order, and that sorted.
+    A block is one integer: its score, as bits in ascending order, and its place. A threshold that the n first are not
+    below, and at most NP in all, is searched, these are written to `keys` in any order, and sorted.
 
     Args:
         t0: the block of queries of the first row.
         PART: whether `top_p` may leave some out.
-        CP, NP: powers of two that hold C and n.
+        CP, NP: powers of two that hold C, and n or more.
     """
     at = tl.program_id(0).to(tl.int64)
     t = t0 + (at % rows).to(tl.int32)
@@ -66,20 +79,25 @@ def choose_kernel(
     score = tl.load(scores + at * C + c, mask=visible, other=float("-inf"))
     # + 0.0: both zeros are one number.
     bits = (tl.where(score != score, float("inf"), score) + 0.0).to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, bits ^ MOST, bits)
+    key = _ordered(bits)
     kept = tl.minimum(_number(visible), n)
     sure = _number(always)
     others = visible & (always == 0)
-    threshold = _threshold(key, others, kept - sure)
-    over, equal = others & (key > threshold), others & (key == threshold)
-    room = kept - sure - _number(over)
-    taken = always | over | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
+    room = NP - sure
+    threshold, found = _threshold(key, others, kept - sure, room)
+    taken = others & (key >= threshold)
+    if found > room:
+        # So many are equal: the first of them.
+        over, equal = others & (key > threshold), others & (key == threshold)
+        taken = over | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room - _number(over)))
+        found = room
+    taken |= always
     packed = (tl.where(always, MOST, key).to(tl.int64) << 32) + (C - 1 - c)
-    tl.store(keys + at * n + tl.cumsum(taken.to(tl.int32), 0) - 1, packed, mask=taken)
+    tl.store(keys + at * NP + tl.cumsum(taken.to(tl.int32), 0) - 1, packed, mask=taken)
     tl.debug_barrier()  # what other threads wrote is read
 
     j = tl.arange(0, NP)
-    listed = tl.load(keys + at * n + j, mask=j < kept, other=-(2**63))
+    listed = tl.load(keys + at * NP + j, mask=j < sure + found, other=-(2**63))
     listed = tl.sort(listed, descending=True)
     used = j < kept
     index = C - 1 - (listed & 0xFFFFFFFF).to(tl.int32)

@@ -10,10 +10,11 @@ from torch import Tensor
 from gossamer.kernels.select.choose_kernel import choose_kernel
 from gossamer.kernels.select.score_kernels import bound_kernel, extremes_kernel, mean_kernel, mean_score_kernel
 
-MOST_BLOCKS = 2**10  # of keys, of which a program holds the scores of a list: as far as they have run on a GPU
-MOST_LISTED = 2**10  # blocks of a list, which a program sorts
+MOST_BLOCKS = 2**14  # of keys, of which a program holds the scores of a list
+MOST_LISTED = 2**11  # blocks of a list, which a program sorts
 MOST_SCORES = 2**26  # that are held at once
 TILE = 64  # of scores of means
+PRECISION = "ieee"  # of their products
 PART = 16  # of a head size, at a time
 COLUMNS = 128  # blocks of keys that bounds are of, of 16 bits and head sizes up to 128; else half of it
 RUN = 32  # blocks of queries of a program that makes bounds
@@ -40,7 +41,9 @@ def choose_blocks(
     covered = torch.empty((B, heads, T), **wide)
     step = max(1, min(T, MOST_SCORES // (B * heads * C)))
     scores = torch.empty(B * heads * step * C, **wide)
-    keys = torch.empty(B * heads * step * n, dtype=torch.int64, device=q.device)
+    # A list that is sorted may be longer than what is taken of it: a threshold of just n takes more steps to find.
+    columns, held = power(C, 32), power(2 * n if n <= 128 else n, 16)
+    keys = torch.empty(B * heads * step * held, dtype=torch.int64, device=q.device)
     sizes = {"BLOCK": block, "D": D, "DP": power(D, 16)}
     if bound:
         least, most = (torch.empty((B, G, C, D), dtype=q.dtype, device=q.device) for _ in range(2))
@@ -53,7 +56,6 @@ def choose_blocks(
             q, k, q_means, k_means, *q.stride(), *k.stride(), Q, K, T, C, heads, G, B * heads * T, TIMES=H // heads,
             **sizes, num_warps=4,
         )  # fmt: skip
-    columns, held = power(C, 32), power(n, 16)
     whole = q.dtype != torch.float32
     tile = COLUMNS if whole and D <= 128 else COLUMNS // 2
     for t0 in range(0, T, step):
@@ -68,7 +70,7 @@ def choose_blocks(
             grid = B * heads * -(-(t1 - t0) // TILE), -(-C // TILE)
             mean_score_kernel[grid](
                 q_means, k_means, scores, Q, K, T, C, t0, t1, heads, G, scale, CAUSAL=causal, PART=PART, ROWS=TILE,
-                COLUMNS=TILE, **sizes, num_warps=4,
+                COLUMNS=TILE, PRECISION=PRECISION, **sizes, num_warps=4,
             )  # fmt: skip
         choose_kernel[(B * heads * (t1 - t0),)](
             scores, keys, indices, covered, Q, K, T, C, t0, t1 - t0, local, first, n, 1.0 if top_p is None else top_p,

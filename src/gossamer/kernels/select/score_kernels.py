@@ -88,7 +88,7 @@ def mean_score_kernel(
     k_means,  # (B, G, C, D)
     scores,  # (B * heads, t1 - t0, C)
     Q, K, T, C, t0, t1, heads, G, scale, CAUSAL: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DP: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """scale * q_mean . k_mean, of those blocks of queries from t0 to t1. Pairs that no query sees are left out."""
     tiles, c0 = tl.cdiv(t1 - t0, ROWS), tl.program_id(1) * COLUMNS
@@ -105,7 +105,7 @@ def mean_score_kernel(
             there = d0 + d < D
             x = tl.load(q_means + of_q + (d0 + d)[None, :], mask=(t < t1)[:, None] & there[None, :], other=0.0)
             y = tl.load(k_means + of_k + (d0 + d)[:, None], mask=(c < C)[None, :] & there[:, None], other=0.0)
-            total = tl.dot(x, y, total, input_precision="ieee")
+            total = tl.dot(x, y, total, input_precision=PRECISION)
         to = (head.to(tl.int64) * (t1 - t0) + t - t0)[:, None] * C + c[None, :]
         tl.store(scores + to, scale * total, mask=(t < t1)[:, None] & (c < C)[None, :])
 
