@@ -1,12 +1,13 @@
 """The Hopper kernels from JAX beside torch, in one process: forward and backward of patterns, and what a call costs.
 
-    python benchmarks/jax_kernels.py [NAME ...] [--turns FOLDER]
+    python benchmarks/jax_kernels.py [NAME ...] [--turns FOLDER] [--kernels]
 
 Where jax, jax-tvm-ffi and torch are installed, with a GPU of compute capability 9.0. Both read the same arrays, of
 (batch, positions, heads, size) in bfloat16; their results are compared before they are timed, in turns. A row is a line
-of JSON with the medians of some rounds of wall time, each of as many calls as take about 20 ms. `--turns`: one name
+of JSON with the medians of some rounds of wall time, each of as many calls as take about 0.1 s. `--turns`: one name
 alone, made and compiled beside other processes; FOLDER/NAME.ready says that it is, and it is timed when there is
-FOLDER/NAME.go.
+FOLDER/NAME.go. `--kernels`: also, by torch's profiler, what the GPU does in a call of each, and how long it waits
+between (us); and what a call takes the host.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,9 +30,9 @@ import torch
 
 import gossamer as gs
 import gossamer.jax as gsj
-from gossamer.testing.graphs import proximity_graph
+from gossamer.testing.graphs import power_law_graph, proximity_graph, random_graph
 
-ROUNDS, SECONDS = 5, 0.02
+ROUNDS, SECONDS = 5, 0.1
 LAYERS = 100  # of calls in one program, for what a call costs
 
 
@@ -56,6 +59,9 @@ CASES = {
     "dilated": Case(lambda: gs.Dilated(256, 0, dilation=8), 65541, 8, 64),
     "power_strided": Case(gs.PowerStrided, 32768, 8, 64),
     "proximity": Case(lambda: proximity_graph((6, 6, 5), 2.5), 131072, 8, 64),
+    "random": Case(lambda: random_graph(131072, 32), 131072, 8, 64),
+    "random_128": Case(lambda: random_graph(65536, 32), 65536, 8, 128),
+    "power_law": Case(lambda: power_law_graph(169343, 1166243), 169343, 8, 64),
 }
 
 
@@ -124,7 +130,40 @@ def milliseconds(run: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
     return 1e3 * (time.perf_counter() - start) / calls
 
 
-def row(timed: Timed) -> None:
+def inside(run: Callable[[], Any], wait: Callable[[Any], Any], calls: int = 20) -> dict[str, Any]:
+    """What the GPU does in one call after others: medians of each kernel and of the time before it, in us."""
+    from torch.profiler import ProfilerActivity, profile
+
+    wait(run())
+    start = time.perf_counter()
+    for _ in range(calls):
+        made = run()
+    host = 1e6 * (time.perf_counter() - start) / calls
+    wait(made)
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(calls):
+            made = run()
+        wait(made)
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        found.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    kinds = "kernel", "gpu_memcpy", "gpu_memset"
+    there = sorted((e["ts"], e["dur"], e["name"]) for e in events if e.get("cat") in kinds)
+    each = len(there) // calls
+    if not each or len(there) % calls:
+        return {"host_us": host, "events": len(there)}
+    gaps = [0.0, *(ts - (was + dur) for (was, dur, _), (ts, _, _) in pairwise(there))]
+    rows = []
+    for at in range(each):
+        of_call = slice(at + each, None, each)  # the first call is left out
+        (_, _, name), *_ = there[of_call]
+        rows.append([name[:44], *(statistics.median(x) for x in ([d for _, d, _ in there[of_call]], gaps[of_call]))])
+    return {"host_us": host, "kernel_us_and_before": rows}
+
+
+def row(timed: Timed, kernels: bool = False) -> None:
     """Print the medians of both, in turns."""
     for direction, (ours, theirs) in timed.runs.items():
         found = [
@@ -133,6 +172,10 @@ def row(timed: Timed) -> None:
         ]
         mine, other = (statistics.median(x) for x in zip(*found, strict=True))
         tell(case=timed.name, direction=direction, jax_ms=mine, torch_ms=other, ratio=mine / other)
+        if kernels:
+            waits = jax.block_until_ready, lambda _: torch.cuda.synchronize()
+            for name, run, wait in zip(("jax", "torch"), (ours, theirs), waits, strict=True):
+                tell(case=timed.name, direction=direction, of=name, **inside(run, wait))
 
 
 def tell(**what: Any) -> None:
@@ -183,18 +226,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MAKERS)}; all")
     parser.add_argument("--turns", type=Path, metavar="FOLDER", help="wait there for the turn of the one that is named")
+    parser.add_argument("--kernels", action="store_true", help="what the GPU does in a call, too")
     arguments = parser.parse_args()
     for name in arguments.names or MAKERS:
+        start = time.perf_counter()
         try:
             made = MAKERS[name]()
         except Exception as error:  # the other rows are told all the same
             tell(case=name, failed=f"{type(error).__name__}: {str(error)[:600]}")
             continue
+        tell(case=name, made_and_compiled_s=time.perf_counter() - start)
         if arguments.turns is not None:
             (arguments.turns / f"{name}.ready").touch()
             while not (arguments.turns / f"{name}.go").exists():
                 time.sleep(0.05)
-        row(made) if isinstance(made, Timed) else made()
+        row(made, arguments.kernels) if isinstance(made, Timed) else made()
 
 
 if __name__ == "__main__":

@@ -79,3 +79,13 @@ def runner(x: Inputs, pattern: Any, implementation: str | None = None) -> Callab
         return Expected(*both((x.q, x.k, x.v, x.sink_logits, lengths, x.alibi_slopes), x.dout, x.dlse))
 
     return call
+
+
+def scattered(Q: int, K: int, each: int, long: int = 0) -> gs.Pattern:
+    """So many random keys a query, of some queries none; the first few keep nearly all."""
+    rng = np.random.default_rng(Q + each)
+    rows, columns = np.repeat(np.arange(Q), each), rng.integers(0, K, Q * each)
+    some = rows % 7 != 3
+    hubs = [np.repeat(np.arange(long), K - 5), np.tile(np.arange(K - 5), long)]
+    pairs = np.unique(np.concatenate([np.stack([rows, columns])[:, some], np.stack(hubs)], 1), axis=1)
+    return gs.CSR.from_edge_index(pairs[::-1].astype(np.int64), (K, Q))

@@ -21,6 +21,7 @@ from gossamer.kernels.hopper.device.merges import PartMerge
 from gossamer.kernels.hopper.device.parameters import parameters
 from gossamer.kernels.hopper.device.row_items import LISTS as OF_ROWS
 from gossamer.kernels.hopper.device.row_items import RowItem
+from tests.jax.stand_in_rows import rows
 
 TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int32": np.int32}
 LOG2E = 1 / np.log(2)
@@ -69,7 +70,7 @@ def _arguments(kind: str, roles: tuple[Any, ...], key: tuple[Any, ...], given: t
     """The arguments of a kernel from those of its target: see `device.flat`."""
     every = [p._replace(role=r) for p, r in zip(parameters(kind, *key), roles, strict=True)]
     config = key[0]
-    read = "lengths" not in [p.name for p in every] or kind in ("forward", "gather") or config.lengths
+    read = "lengths" not in [p.name for p in every] or kind in ("forward", "gather", "rows") or config.lengths
     there = [p for p in every if read or p.name != "lengths"]
     inputs, results = [p for p in there if p.role != "made"], [p for p in there if p.role != "read"]
     memory = {p.name: _memory(x) for p, x in zip(inputs + results, given, strict=False)}
@@ -436,5 +437,5 @@ def sum_parts(key: Any, result: Array, parts: Array, merges: Array, factor: floa
 
 KERNELS: dict[str, Callable[..., None]] = {
     function.__name__: function
-    for function in (forward, merge, preprocess, backward, query_gradient, gather, postprocess, sum_parts)
+    for function in (forward, merge, preprocess, backward, query_gradient, gather, rows, postprocess, sum_parts)
 }

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import gossamer as gs
 import gossamer.jax as gsj
@@ -21,10 +21,13 @@ from gossamer.jax.arguments import arguments_of
 from gossamer.memo import forget_all
 from gossamer.plan import partition
 from tests.jax import stand_in
+from tests.jax.calls import scattered
 
 pytest.importorskip("jax_tvm_ffi")
 
 P = PartitionSpec
+# 64 rows keep the same keys, which are not near each other.
+TOGETHER = gs.Predicate(lambda i, j: (37 * (i // 64) + j * j) % 11 < 2)
 CASES: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
     "window": (gs.SlidingWindow(100), (2, 300, 300, 4, 2, 64, 64), {}),
     "dense, ragged": (None, (1, 130, 333, 2, 1, 64, 32), {}),
@@ -38,8 +41,14 @@ CASES: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
     "heads": (gs.PerHead([gs.SlidingWindow(20), gs.Causal()]), (2, 300, 300, 2, 1, 64, 64), {}),
     "deterministic": (gs.SlidingWindow(200), (1, 600, 600, 2, 2, 128, 128), {"deterministic": True}),
     "offset": (gs.Causal(), (1, 200, 300, 1, 1, 64, 64), {"q_offset": 10}),
-    "gathered": (gs.Dilated(6, 3, 5), (2, 160, 160, 2, 1, 64, 64), {}),
-    "gathered, terms": (gs.Dilated(6, 3, 5), (1, 160, 160, 2, 2, 40, 64), {"key_lengths": [100], "softcap": 4.0}),
+    "gathered": (TOGETHER, (2, 320, 320, 2, 1, 64, 64), {}),
+    "gathered, terms": (TOGETHER, (1, 320, 320, 2, 2, 40, 64), {"key_lengths": [200], "softcap": 4.0}),
+    "single rows": (scattered(200, 230, 3), (2, 200, 230, 4, 2, 64, 64), {}),
+    "single rows, cut": (scattered(1000, 1500, 2, 1), (1, 1000, 1500, 2, 1, 64, 40), {"sink_logits": jnp.arange(2.0)}),
+    "single rows, terms": (scattered(120, 120, 4), (2, 120, 120, 4, 2, 40, 128),
+                           {"softcap": 5.0, "key_lengths": [100, 30], "sink_logits": jnp.arange(4.0), "scale": -0.2}),
+    "single rows of heads": (gs.PerHead([scattered(150, 150, 2), scattered(150, 150, 3)]),
+                             (2, 150, 150, 2, 1, 128, 64), {}),
     "nothing kept": (gs.Causal(), (1, 200, 100, 1, 1, 64, 64), {"q_offset": -50}),
 }  # fmt: skip
 
@@ -95,7 +104,9 @@ def test_values(name: str, calls: list[str]) -> None:
     arrays = inputs(sizes)
     found = jax.jit(both(pattern, "hopper", **terms))(*arrays)
     jax.block_until_ready(found)
-    if "gathered" in name:
+    if "single rows" in name:
+        assert calls.count("rows") == 3 and ("merge" in calls) == ("sum_parts" in calls) == ("cut" in name)
+    elif "gathered" in name:
         assert calls == ["gather", "preprocess", "gather", "gather"]
     else:
         assert "forward" in calls and ("query_gradient" in calls or "postprocess" in calls)
@@ -181,6 +192,28 @@ def test_layers(calls: list[str]) -> None:
     assert calls.count("forward") == 6 - 2 and calls.count("preprocess") == 2
 
 
+def test_jacrev_and_forward_mode(calls: list[str]) -> None:
+    """Rows of a Jacobian are copies of one backward; forward mode is refused by name."""
+    q, k, v = inputs((1, 130, 130, 2, 1, 64, 64))[:3]
+
+    def some(f: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.jacrev(lambda q: f(q, k, v)[0][0, :2, 0, :2].astype(jnp.float32))
+
+    close(some(attend)(q), some(plain)(q))
+    assert calls.count("forward") == 1 and calls.count("preprocess") == 1
+    with pytest.raises(TypeError, match='implementation="blocked"'):
+        jax.jvp(attend, (q, k, v), (q, k, v))
+
+
+def test_explicit_axes_are_refused(calls: list[str]) -> None:
+    explicit = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(explicit):
+        given = [jax.device_put(x, NamedSharding(explicit, P("x"))) for x in inputs((4, *SIZES[1:]))[:3]]
+        with pytest.raises(ValueError, match="explicit mesh axes"):
+            jax.jit(attend)(*given)
+    assert not calls
+
+
 def mesh() -> Mesh:
     return Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
 
@@ -258,6 +291,14 @@ def plan_of(plan: Any, q: Any, k: Any, v: Any, **terms: Any) -> Any:
                "deterministic": False, "names": ()}  # fmt: skip
     a = arguments_of(q, k, v, key_lengths=lengths, **options | terms)
     return plans.plan_of(plan, asked_of(a, None))
+
+
+def test_what_is_said_of_single_rows(calls: list[str]) -> None:
+    pattern, sizes, _ = CASES["single rows"]
+    q, k, v, _ = inputs(sizes)
+    said = gsj.explain(q, k, v, pattern)
+    assert said.kernels == ("rows", "preprocess", "rows", "rows") and said.tile == (1, 1)
+    assert said.tiles == pattern.materialize(200, 230).sum() and "hopper, compiled kernels" in str(said)
 
 
 def test_export(calls: list[str]) -> None:

@@ -16,8 +16,8 @@ import gossamer as gs
 import gossamer.jax as gsj
 from gossamer.jax.kernels import recipes, targets
 from gossamer.testing.cases import SMALL, Case
-from gossamer.testing.graphs import proximity_graph, random_graph
-from tests.jax.calls import ROUNDING, inputs_of, kept, made, run
+from gossamer.testing.graphs import power_law_graph, proximity_graph, random_graph
+from tests.jax.calls import ROUNDING, inputs_of, kept, made, run, scattered
 from tests.jax.oracle import compare
 
 pytestmark = [
@@ -36,6 +36,20 @@ LARGER: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
     "power strided": (gs.PowerStrided(2, 40), (1, 2, 2, 2000, 2000, 64, 64), {}),
     "proximity": (proximity_graph((4, 4, 4), 2.0), (1, 2, 2, 4096, 4096, 64, 64), {}),
     "random graph": (random_graph(1500, 16), (1, 2, 2, 1500, 1500, 64, 64), {}),
+    "power law": (power_law_graph(2000, 9000), (2, 4, 2, 2000, 2000, 128, 128), {}),
+    "single rows": (scattered(1500, 1700, 3), (2, 4, 1, 1500, 1700, 64, 64), {}),
+    "single rows, cut": (scattered(1000, 1500, 2, 1), (1, 2, 1, 1000, 1500, 64, 40), {"sink_logits": np.ones(2)}),
+    "single rows, terms": (
+        scattered(1000, 1000, 4),
+        (2, 4, 2, 1000, 1000, 40, 128),
+        {"softcap": 5.0, "key_lengths": np.asarray([700, 30]), "sink_logits": np.arange(4.0) - 2},
+    ),
+    "single rows of heads": (
+        gs.PerHead([scattered(150, 150, 2), scattered(150, 150, 3)]),
+        (2, 2, 1, 150, 150, 128, 64),
+        {},
+    ),
+    "single rows, odd sizes": (scattered(800, 800, 3), (1, 2, 2, 800, 800, 20, 7), {}),
     "terms": (gs.SlidingWindow(200), (2, 4, 2, 1024, 1024, 128, 128), {"softcap": 20.0}),
     "few queries": (gs.Causal(), (2, 8, 2, 3, 5000, 128, 128), {}),
     "odd sizes": (gs.Causal(), (2, 4, 2, 333, 333, 40, 20), {}),

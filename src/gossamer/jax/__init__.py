@@ -7,6 +7,7 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError("gossamer.jax needs jax; in a checkout of gossamer: pip install '.[jax]'", name="jax") from error
 
+from gossamer.jax import nn
 from gossamer.jax.api import attention
 from gossamer.jax.blocks import prepare_blocks
 from gossamer.jax.explain import explain
@@ -14,5 +15,5 @@ from gossamer.jax.plan import Plan, prepare
 from gossamer.jax.sparsity import create_sparsity_mask, sparse_attention
 from gossamer.jax.splash import from_splash
 
-__all__ = ["Plan", "attention", "create_sparsity_mask", "explain", "from_splash", "prepare", "prepare_blocks"]
-__all__ += ["sparse_attention"]
+__all__ = ["Plan", "attention", "create_sparsity_mask", "explain", "from_splash", "nn", "prepare"]
+__all__ += ["prepare_blocks", "sparse_attention"]

@@ -122,8 +122,11 @@ class DeviceCosts:
         return any(row.of == name or row.of.startswith(f"{name} ") for row in self.file.costs)
 
     def gather(self, name: str, choice: GatherChoice) -> GatherCosts:
-        """Of a gather layout; the pairs of groups of one row are their columns."""
-        names = (f"{name} gather {choice.block_q}",)
+        """Of a gather layout; the pairs of groups of one row are their columns.
+
+        Those of `hopper` are taken to be as fast as Triton's.
+        """
+        names = f"{name} gather {choice.block_q}", *([f"triton gather {choice.block_q}"] * (name == "hopper"))
         pair = self._whole(names, "pair") if choice.block_q > 1 else 0.0
         step = self._one(names, "step") if self.file.sm is not None else 0.0
         return GatherCosts(choice, pair, self._whole(names, "column"), self._whole(names, "row"), step)

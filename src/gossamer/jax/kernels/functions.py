@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-WRITES = {"copy": 1, "add": 1, "zero": 1, "empty_rows": 2, "combine": 2}
+WRITES = {"copy": 1, "add": 1, "zero": 1, "sums_of_groups": 1, "empty_rows": 2, "combine": 2}
 
 
 def copy(source: Array, target: Array) -> tuple[Array]:
@@ -29,6 +29,12 @@ def add(share: Array, target: Array) -> tuple[Array]:
 def zero(target: Array) -> tuple[Array]:
     """Zeros."""
     return (jnp.zeros_like(target),)
+
+
+def sums_of_groups(x: Array, result: Array) -> tuple[Array]:
+    """(B, G, rows, size) from the shares of G * n heads."""
+    B, G, *rest = result.shape
+    return (x.reshape(B, G, -1, *rest).sum(2).astype(result.dtype),)
 
 
 def empty_rows(sinks: Array | None, out: Array, lse: Array) -> tuple[Array, Array]:
@@ -57,5 +63,6 @@ def repeated(times: int, x: Array) -> Array:
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (copy, add, zero, empty_rows, combine, class_lengths, repeated)
+    function.__name__: function
+    for function in (copy, add, zero, sums_of_groups, empty_rows, combine, class_lengths, repeated)
 }

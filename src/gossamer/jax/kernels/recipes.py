@@ -17,14 +17,16 @@ import numpy as np
 
 from gossamer.jax.kernels import targets
 from gossamer.kernels.contract import Implementation, Scoring
-from gossamer.kernels.hopper import IMPLEMENTATION
+from gossamer.kernels.hopper import ALONE as IMPLEMENTATION
 from gossamer.kernels.hopper.device.gather.configurations import ROWS
 from gossamer.kernels.hopper.device.row_items import LISTS
+from gossamer.kernels.hopper.device.rows.configurations import RowsConfig
 from gossamer.kernels.launch import EDGE, Builder, Direction, Kernel, Launch, Operand, Prepared, with_own
 from gossamer.kernels.parts import PartitionedCall, Selection
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.build import build
 from gossamer.layouts.gather import build_gather
+from gossamer.layouts.items import BEGIN, END
 from gossamer.memo import Memo
 from gossamer.patterns import Pattern
 from gossamer.plan.capability import Candidate, reasons
@@ -139,11 +141,15 @@ class Recipe:
         """
         steps = [s.kernel for d in DIRECTIONS for s in self.directed[d].launch.steps if s.kernel.implementation == NAME]
         (config, *_), p = steps[0].key, self.problem
-        block_q, block_kv = (ROWS, ROWS) if self.gathers else (config.block_q, config.block_kv)
         items = [np.asarray(x) for name, x in lists["forward"].items() if name.endswith("rows_items")]
+        kernels = tuple(kernel.name for kernel in steps)
+        if isinstance(config, RowsConfig):
+            Bl, Hl = (1, 1) if self.pattern is None else self.pattern.lead
+            listed = sum(int((x[:, END] - x[:, BEGIN]).sum()) for x in items) // (Bl * (p.H if Hl > 1 else 1))
+            return Work(kernels, (1, 1), listed, p.Q * p.K, 0)
+        block_q, block_kv = (ROWS, ROWS) if self.gathers else (config.block_q, config.block_kv)
         counts = {kind: sum(int(x[:, word].sum()) for x in items) for kind, (_, word) in LISTS.items()}
         heads, every = p.B * p.H, -(-p.Q // block_q) * -(-p.K // block_kv)
-        kernels = tuple(kernel.name for kernel in steps)
         return Work(kernels, (block_q, block_kv), sum(counts.values()) // heads, every, counts["bits"] // heads)
 
     def at(self, B: int, H: int, G: int) -> Made | None:

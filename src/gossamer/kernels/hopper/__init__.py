@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -23,6 +24,8 @@ GATHERS = (
     GatherChoice(64, frozenset({"float16", "bfloat16"}), max_head_dim=128, min_sm=90, reuse=2.0),
     GatherChoice(64, frozenset({"float32"}), max_head_dim=64, min_sm=90, reuse=2.0, backward=False),
 )
+# For an edge that has no kernels in Triton, whose groups of one row are as fast.
+SINGLE_ROWS = GatherChoice(1, frozenset({"float16", "bfloat16"}), max_head_dim=128, min_sm=90, spread=True)
 # Lists that only the device knows: 64 rows, of queries and of heads that share a list.
 UNIONS = (GatherChoice(64, frozenset({"float16", "bfloat16"}), max_head_dim=256, min_sm=90),)
 
@@ -97,7 +100,9 @@ class Hopper:
         self, problem: Problem, layout: Any, direction: Direction, scoring: Scoring, operands: Mapping[str, Operand]
     ) -> Prepared:
         """`layout` is a BlockLayout or a GatherLayout, whose modules here import torch."""
-        name = "gather" if isinstance(layout, GatherLayout) else direction
+        name: str = direction
+        if isinstance(layout, GatherLayout):
+            name = "rows" if layout.block_q == layout.rows.heads == 1 else "gather"
         module = importlib.import_module(f"gossamer.kernels.hopper.launch.{name}")
         prepared: Prepared = getattr(module, direction)(problem, layout, scoring, operands)
         return prepared
@@ -108,4 +113,11 @@ class Hopper:
         return function
 
 
+class HopperAlone(Hopper):
+    """The same for an edge that has no other kernels on a GPU."""
+
+    capability = replace(Hopper.capability, gathers=(*GATHERS, SINGLE_ROWS))
+
+
 IMPLEMENTATION = Hopper()
+ALONE = HopperAlone()

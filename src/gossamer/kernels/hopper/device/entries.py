@@ -32,6 +32,10 @@ from gossamer.kernels.hopper.device.gather.gradients import GatherGradients
 from gossamer.kernels.hopper.device.gather.query import GatherQuery
 from gossamer.kernels.hopper.device.merges import MERGE
 from gossamer.kernels.hopper.device.row_items import ITEM
+from gossamer.kernels.hopper.device.rows.configurations import RowsConfig
+from gossamer.kernels.hopper.device.rows.forward import RowsForward
+from gossamer.kernels.hopper.device.rows.gradients import RowsColumns, RowsQuery
+from gossamer.kernels.hopper.device.rows.words import Word
 from gossamer.kernels.hopper.device.select.columns import ColumnLists
 from gossamer.kernels.hopper.device.select.configurations import SelectConfig
 from gossamer.kernels.hopper.device.select.kernel import Select
@@ -189,6 +193,26 @@ def gated(config: GatedConfig) -> Entry:
         compact(Int32, units, tiles, s()), compact(Int32, units, tiles, 2), compact(Int32, units, 1, N),
         compact(Int32, units, 1, s()), compact(Int32, 1), Float32(1), *[Int32(1)] * 3,
     )  # fmt: skip
+
+
+def rows(config: RowsConfig) -> Entry:
+    """A kernel over the columns of single rows: the forward, dQ, or dK and dV."""
+    n, c, s = NUMBERS[config.dtype], config, cute.sym_int
+    B, H, G, Q, K = s(), s(), s(), s(), s()
+    q, k, v, dout = strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q)
+    lists, part = (compact(Int32, s(), len(Word)), compact(Int32, s())), compact(Float32, s(), 1, c.size)
+    lengths, numbers = compact(Int32, s()), [Int32(1)] * 4
+    if c.direction == "forward":
+        return Entry(
+            RowsForward(c), q, k, v, dout, _rows(B, H, Q), *lists, compact(Float32, s()), part,
+            compact(Float32, s(), 1), lengths, *[Float32(1)] * 2, Int32(1), *numbers,
+        )  # fmt: skip
+    given, terms, factors = (q, k, v, dout), compact(Float32, 2, B, H, s()), [Float32(1)] * 3
+    if c.direction == "query":
+        return Entry(RowsQuery(c), *given, terms, strided(n, B, H, Q), *lists, part, lengths, *factors, *numbers)
+    made = [strided(Float32 if c.shares else n, B, heads, K) for heads in [s() if c.shares else G] * 2]
+    parts = part, compact(Float32, s(), 1, c.size)
+    return Entry(RowsColumns(c), *given, terms, *made, *lists, *parts, lengths, *factors, *numbers)
 
 
 def select(config: SelectConfig) -> Entry:

@@ -30,7 +30,7 @@ KINDS = {
     "merge": "out/4+ lse/3+ part_out part_lse merges sinks",
     "preprocess": "out/4 dout/4 lse/3 dlse/3 terms! dq_sum!",
     "backward": f"{_GRADIENT} dq_sum+ {_COLUMNS} {_BLOCK} part_dk! part_dv! {_END}",
-    "wide": f"{_GRADIENT} dq_sum {_COLUMNS} {_BLOCK} part_dk! part_dv! {_END}",
+    "wide": f"{_GRADIENT} dq_sum! {_COLUMNS} {_BLOCK} part_dk! part_dv! {_END}",
     "query_gradient": f"{_GRADIENT} dq/4! work {_BLOCK} part_dq! {_END}",
     "postprocess": "dq_sum dq/4!",
     "sum_parts": "result/4+ parts merges",
@@ -38,19 +38,22 @@ KINDS = {
     "gather forward": f"q/4 k/4 v/4 out/4! lse/3! work {_GATHERED} sinks part_out! part_lse! {_END}",
     "gather query": f"{_GRADIENT} dq/4! work {_GATHERED} part_dq! {_END}",
     "gather columns": f"{_GRADIENT} {_COLUMNS} {_GATHERED} part_dk! part_dv! {_END}",
+    "rows forward": "q/4 k/4 v/4 out/4! lse/3! items indices sinks part_out! part_lse! lengths",
+    "rows query": f"{_GRADIENT} dq/4! items indices part_dq! lengths",
+    "rows columns": f"{_GRADIENT} dk/4! dv/4! items indices part_dk! part_dv! lengths",
     "gather gradients": f"{_GRADIENT} dk_sum+ dv_sum+ dq/4! work {_GATHERED} part_dq! {_END}",
 }
 
 
 def parameters(kind: str, *key: Any) -> tuple[Parameter, ...]:
     """The arrays among the arguments of a kernel of `hopper.compiled`, made for a key."""
-    text = KINDS[f"gather {key[0].direction}" if kind == "gather" else kind]
+    text = KINDS[f"{kind} {key[0].direction}" if kind in ("gather", "rows") else kind]
     if kind == "gather" and key[0].gaussian:
         text = text.replace(_GATHERED, f"{_GATHERED} theirs mine far", 1)
     if kind == "gather" and key[0].dtype == "float32":
         text = text.replace("v/4 ", "v/4 k_halves! v_halves! powers! ", 1)
-    if (kind == "backward" and not key[0].with_dq) or (kind == "preprocess" and not key[-1]):
-        text = text.replace("dq_sum+", "dq_sum").replace("dq_sum!", "dq_sum")  # an argument that nothing reads
+    if kind == "backward" and not key[0].with_dq:
+        text = text.replace("dq_sum+", "dq_sum!")  # an argument that nothing touches: any memory will do
     return tuple(_parameter(word) for word in text.split())
 
 

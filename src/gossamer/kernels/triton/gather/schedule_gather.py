@@ -15,8 +15,8 @@ from gossamer.kernels.triton.config import Direction
 from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig, group_config, piece, row_config
 from gossamer.kernels.triton.split_rows import SplitRows
 from gossamer.layouts.gather import GatherLayout, GatherWalk, item_limit
+from gossamer.layouts.gather_items import gather_items
 from gossamer.layouts.items import BEGIN, COUNT, END, FIRST, ITEM, LEAD, MERGE, PART, SLOT, TILE
-from gossamer.layouts.work_list import fill, merges_of, split_rows
 from gossamer.memo import Memos
 from gossamer.plan.problem import Problem
 
@@ -117,22 +117,9 @@ def _work_by_capacity(walk: GatherWalk, limit: int, steps: int) -> Work:
 
 
 def _make_work(walk: GatherWalk, limit: int, device: torch.device) -> Work:
-    lengths = -(-walk.counts.astype(np.int64) // walk.width).reshape(-1)
-    of, begin, end, slot, pieces = split_rows(lengths, limit)
-    start = walk.starts.astype(np.int64).reshape(-1)[of] // walk.width
-    length = end - begin
-    # Lengths that differ little stay in the order of rows, whose columns are likely to be near each other.
-    steps = -(-length // 4)
-    near = np.where(steps <= 16, steps, 16 + np.ceil(np.log2(np.maximum(steps, 1))))
-    lead, tile = np.divmod(of, walk.tiles)
-    fields = {LEAD: lead, TILE: tile, BEGIN: start + begin, END: start + end, SLOT: slot, PART: begin > 0}
-    items = fill(len(of), ITEM, fields)[np.lexsort((begin, of, -near))]
-    merges = merges_of(pieces, walk.tiles)
-
-    def move(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
-    return Work(move(items), move(merges), int(merges[:, COUNT].sum()), known=True)
+    made = gather_items(walk, limit)
+    items, merges = (torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in (made.items, made.merges))
+    return Work(items, merges, made.slots, known=True)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Merge:
         stream: Any,
     ) -> None:
         self.kernel(out, lse, part_out, part_lse, merges, sinks, has_sinks).launch(
-            grid=(self.block_q // WARPS, cute.size(merges, mode=[0]), 1), block=(32 * WARPS, 1, 1), stream=stream
+            grid=(-(-self.block_q // WARPS), cute.size(merges, mode=[0]), 1), block=(32 * WARPS, 1, 1), stream=stream
         )
 
     @cute.kernel
@@ -56,7 +56,7 @@ class Merge:
         row = merges[merge, PartMerge.TILE] * self.block_q + place
         first = merges[merge, PartMerge.SLOT]
         count = merges[merge, PartMerge.COUNT]
-        if row < cute.size(out, mode=[2]):
+        if row < cute.size(out, mode=[2]) and place < self.block_q:
             top = -Float32.inf
             for i in cutlass.range(lane, count, 32):
                 top = cute.arch.fmax(top, part_lse[first + i, place])
