@@ -3,7 +3,8 @@
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python benchmarks/check_memory.py
 
 Without the caching allocator every tensor is an allocation of its own, so that an access past its end is seen. Names of
-cases run these alone; `structure` runs calls whose structure is made on the device, by whatever kernels make it.
+cases run these alone; `structure` runs calls whose structure is made on the device, by whatever kernels make it, and
+`particles` sums over neighbours.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from bound import bound
 from torch import Tensor
 
 import gossamer as gs
+from gossamer import particles as gp
 from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.hopper import IMPLEMENTATION
 from gossamer.kernels.hopper.launch import gather
@@ -105,7 +107,20 @@ def run_structures(dtype: torch.dtype) -> None:
         print(f"structure by {name} in {dtype}")
 
 
+def run_particles() -> None:
+    """Sums over neighbours and their gradients, of every way to find images, and of few particles."""
+    for N, d, radius, box in ((700, 3, 0.2, 1.0), (300, 3, 0.45, 1.0), (500, 2, 0.1, (None, 1.0)), (33, 1, 0.1, None)):
+        x, mass, values = (torch.rand(*size, device="cuda", requires_grad=True) for size in ((N, d), (N,), (N, 3)))
+        cells, law = gp.Cells.build(x, radius, box), gp.ShortRangeGravity(radius / 5.5)
+        (gp.radial_sum(cells, values, gp.Gaussian(radius / 3)) ** 2).sum().backward()
+        (gp.radial_force(cells, mass, law) ** 2).sum().backward()
+        torch.cuda.synchronize()
+        print(f"{N} particles, box {box}, finite: {bool(x.grad.isfinite().all())}")
+
+
 def main(names: list[str]) -> None:
+    if not names or "particles" in names:
+        run_particles()
     if not names or "structure" in names:
         run_structures(torch.bfloat16)
     cases = [case for case in SMALL if not names or case.name in names]

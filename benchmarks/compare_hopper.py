@@ -3,11 +3,13 @@
     python benchmarks/compare_hopper.py window_512_causal                                     # beside FA4
     python benchmarks/compare_hopper.py window_512_causal --variants "" "hold=0" "stages=3"   # "" is the shipped one
     python benchmarks/compare_hopper.py bigbird_matrix_64 --kernel backward --variants "" "block_q=128,block_kv=128"
+    python benchmarks/compare_hopper.py window_512_causal --kernel backward --rest 0.15       # single calls, rested
     python benchmarks/compare_hopper.py window_512_causal --once                              # benchmarks/profile.sh
 
 Cases are those of gossamer.testing.cases. Sampled rows and keys are checked against float64 before anything is timed;
-then everything runs once in each round, and the first round, on a chip that is not yet warm, is not counted. A line of
-JSON for each case: milliseconds (medians), useful TFLOP/s, and each peer's time over that of a configuration.
+then everything runs once in each round, and the first round, on a chip that is not yet warm, is not counted. With
+--rest a round is one call, behind so many seconds in which the chip cools. A line of JSON for each case: milliseconds
+(medians), useful TFLOP/s, and each peer's time over that of a configuration.
 `benchmarks/tune.py` tries all configurations that are valid and keeps the fastest.
 """
 
@@ -17,6 +19,7 @@ import argparse
 import dataclasses
 import json
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -72,11 +75,23 @@ def peer(inputs: Inputs, kernel: str, name: str) -> Call:
     return lambda: dict(zip(names, call(), strict=True))
 
 
-def measure(work: Workload, kernel: str, variants: list[str], peers: list[str]) -> dict[str, Any]:
+def rested(run: Call, seconds: float) -> float:
+    """Milliseconds of one call on a chip that has done nothing for so long."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    time.sleep(seconds)
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def measure(work: Workload, kernel: str, variants: list[str], peers: list[str], rest: float = 0.0) -> dict[str, Any]:
     """The line of a case."""
     inputs = make_inputs(work, DEVICE)
     entries = {text or "shipped": variant(inputs, kernel, text) for text in variants}
-    line: dict[str, Any] = {"case": work.name, "kernel": kernel}
+    line: dict[str, Any] = {"case": work.name, "kernel": kernel} | ({"rest_s": rest} if rest else {})
     beside = []
     for name in peers:
         try:
@@ -93,7 +108,7 @@ def measure(work: Workload, kernel: str, variants: list[str], peers: list[str]) 
     times: dict[str, list[float]] = {name: [] for name in entries}
     for _ in range(ROUNDS):
         for name, run in entries.items():
-            times[name].append(time_call(run, DEVICE, budget_s=0.06).p50)
+            times[name].append(rested(run, rest) if rest else time_call(run, DEVICE, budget_s=0.06).p50)
     gflop = 2 * (work.case.D + work.case.E) * work.pairs / 1e9 * (1 if kernel == "forward" else BACKWARD_WORK)
     best = {name: statistics.median(rounds[1:]) for name, rounds in times.items()}
     for name, ms in best.items():
@@ -118,6 +133,7 @@ def main() -> None:
     parser.add_argument("--kernel", choices=list(CHOOSERS), default="forward")
     parser.add_argument("--variants", nargs="*", default=[""], help='configurations: "hold=0" "hold=1,stages=3"')
     parser.add_argument("--peers", nargs="*", default=["FA4", "cuDNN block sparse"])
+    parser.add_argument("--rest", type=float, default=0.0, metavar="SECONDS", help="before each call, which is alone")
     parser.add_argument("--once", action="store_true", help="launch the kernel twice, and check and time nothing")
     a = parser.parse_args()
     for name in a.cases:
@@ -125,7 +141,7 @@ def main() -> None:
         if a.once:
             launch_once(work, a.kernel)
         else:
-            print(json.dumps(measure(work, a.kernel, a.variants, a.peers)), flush=True)
+            print(json.dumps(measure(work, a.kernel, a.variants, a.peers, a.rest)), flush=True)
 
 
 if __name__ == "__main__":

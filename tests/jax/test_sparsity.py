@@ -98,9 +98,84 @@ def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
         gsj.create_sparsity_mask(**given)
 
 
-def test_numbers_that_are_not_known() -> None:
-    with pytest.raises(ValueError, match="make the mask outside of jit"):
-        jax.jit(lambda x: gsj.create_sparsity_mask(x, 1.0).num_keys)(jnp.ones((3, 2)))
+@pytest.mark.parametrize("call", range(8))
+def test_lists_under_jit(call: int) -> None:
+    """The pairs are those of the pattern that is made on the host, and so is attention over them, with gradients."""
+    rng = np.random.default_rng(call)
+    N, d = int(rng.integers(1, 200)), int(rng.integers(1, 4))
+    x = jnp.asarray(rng.random((N, d)), jnp.float32)
+    if call % 3 == 0:
+        x = jnp.round(x * 4) / 4 + 2.0**-9  # coincident points, and distances that the threshold is between
+    box = [None, 1.25, tuple(rng.choice([None, 1.25]) for _ in range(d))][call % 3]
+    threshold = float(rng.choice([0.05, 0.27, 0.6]))
+    pattern = gsj.create_sparsity_mask(x, threshold, box)
+    capacity = int(np.diff(pattern.indptr).max())
+    q, k, v = (jnp.asarray(rng.standard_normal((2, N, 2, 8)), jnp.float32) for _ in range(3))
+
+    @jax.jit
+    def lists(x: jax.Array, q: jax.Array) -> Any:
+        mask = gsj.create_sparsity_mask(x, threshold, box, capacity=capacity)
+        out, lse = gsj.sparse_attention(q, k, v, mask, scale=0.3, return_residual=True)
+        return mask.indices, mask.overflow, out, lse
+
+    indices, overflow, out, lse = lists(x, q)
+    keep = np.zeros((N, N + 1), bool)
+    keep[np.arange(N)[:, None], np.asarray(indices)] = True
+    near = np.abs(np.sqrt(squared(x, box)) / threshold - 1) < 1e-6  # where float32 may decide otherwise
+    assert not overflow and ((keep[:, :N] == pattern.materialize(N, N)) | near).all()
+    wanted = gsj.sparse_attention(q, k, v, pattern, scale=0.3, return_residual=True)
+    if not (near & (keep[:, :N] != pattern.materialize(N, N))).any():
+        for a, b in zip((out, lse), wanted, strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5)
+        got, want = (
+            jax.grad(lambda q, of=of: gsj.sparse_attention(q, k, v, of, scale=0.3).sum())(q)
+            for of in (gsj.create_sparsity_mask(x, threshold, box, capacity=capacity), pattern)
+        )
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def squared(x: Any, box: Any) -> np.ndarray:
+    """The squared distances of all pairs."""
+    x = np.asarray(x, np.float64)
+    step = x[:, None] - x
+    for axis, size in enumerate([box] * x.shape[1] if box is None or np.isscalar(box) else box):
+        if size is not None:
+            step[..., axis] -= size * np.round(step[..., axis] / size)
+    found: np.ndarray = (step * step).sum(-1)
+    return found
+
+
+def test_lists_that_are_too_short() -> None:
+    """Are told of, and what depends on them is NaN."""
+    x = jnp.concatenate([jnp.zeros((6, 2)), jnp.ones((3, 2))])
+    mask = jax.jit(lambda x: gsj.create_sparsity_mask(x, 0.5, capacity=4))(x)
+    v = jnp.arange(18.0).reshape(9, 2)
+    out = gsj.sparse_attention(v, v, v, mask)
+    assert mask.overflow and jnp.isnan(out[:6]).all() and jnp.isfinite(out[6:]).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "make the mask outside of jit, or give the capacity"),
+        ({"capacity": 0}, "capacity must be a whole number of at least 1"),
+        ({"capacity": 8, "x": np.ones((3, 4))}, "positions .N, d., d from 1 to 3, where lists are made"),
+        ({"capacity": 8, "x": np.ones((3, 2), int)}, "positions .N, d., d from 1 to 3"),
+        ({"capacity": 8, "threshold": 0}, "over 0 where lists are made"),
+        ({"capacity": 8, "box": 1.5}, "at most half the box"),
+    ],
+)
+def test_lists_that_are_refused(arguments: dict[str, Any], message: str) -> None:
+    given = {"threshold": 1.0, **arguments}
+    x = jnp.asarray(given.pop("x", np.ones((3, 2))))
+    with pytest.raises(ValueError, match=message):
+        jax.jit(lambda x: gsj.create_sparsity_mask(x, **given).indices)(x)
+
+
+def test_options_of_lists() -> None:
+    x = jnp.ones((3, 2))
+    with pytest.raises(ValueError, match="scale and return_residual; got key_lengths, softcap"):
+        gsj.sparse_attention(x, x, x, gsj.create_sparsity_mask(x, 1.0, capacity=8), softcap=1.0, key_lengths=None)
 
 
 def test_splash_masks() -> None:

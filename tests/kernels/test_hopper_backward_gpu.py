@@ -124,6 +124,20 @@ class TestBackward:
                     layout = pattern.layout(700, 700, block_q=tile[0], block_kv=tile[1])
                     compare(layout, 2, 4, 2, D, key_lengths=lengths)
 
+    @pytest.mark.parametrize("seed", range(24))
+    def test_windows_of_any_width(self, seed: int) -> None:
+        """Windows whose edges fall anywhere in a tile: a warpgroup leaves out steps of which its keys keep nothing."""
+        draw = np.random.default_rng(seed)
+        D = int(draw.choice([64, 96, 128, 128, 128]))
+        Q, K = (int(n) for n in draw.integers(1, 1500, 2))
+        left, right = (int(n) for n in draw.choice([0, 1, 31, 63, 64, 65, 127, 128, 129, 500], 2))
+        B, G, ratio = (int(n) for n in draw.integers(1, 3, 3))
+        more: dict[str, object] = {"softcap": 5.0} if draw.random() < 0.2 else {}
+        if draw.random() < 0.3:
+            more["key_lengths"] = torch.from_numpy(draw.integers(0, K + 1, B)).cuda()
+        split = int(draw.integers(1, 4)) if draw.random() < 0.3 else None
+        compare(build(SlidingWindow(left, right), Q, K, D), B, G * ratio, G, D, split=split, with_dlse=True, **more)
+
     def test_strides(self) -> None:
         compare(build(Causal(), 500, 500), 2, 3, 3, 128, swap=True)
         compare(build(Causal(), 500, 500, 64), 2, 4, 2, 64, swap=True, dtype=torch.float16)

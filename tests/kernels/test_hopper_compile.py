@@ -84,6 +84,9 @@ def test_configuration_refuses() -> None:
     for fields in ({"D": 128, "E": 128}, {"D": 64, "E": 64, "score": "softcap"}, {"D": 64, "E": 64, "block_kv": 64}):
         with pytest.raises(ValueError, match="the column kernel cannot run as"):
             BackwardConfig("bfloat16", block_q=64, with_dq=False, step=128, **fields)
+    for fields in ({"D": 64, "E": 64, "step": 128}, {"D": 128, "E": 128, "block_q": 64, "block_kv": 64}):
+        with pytest.raises(ValueError, match="the column kernel cannot run as"):
+            BackwardConfig("bfloat16", with_dq=False, edges=True, **fields)
     with pytest.raises(ValueError, match="bytes of shared memory"):
         BackwardConfig("bfloat16", 128, 128, q_stages=3)
     with pytest.raises(ValueError, match="the column kernel cannot run as"):
@@ -131,6 +134,7 @@ def name_of(kernel: Shipped) -> str:
             c.block_kv,
             c.score,
             *(("no dq",) if not getattr(c, "with_dq", 1) else ()),
+            *(("edges",) if getattr(c, "edges", 0) else ()),
         )
     return "-".join(str(value) for value in (kernel.kind, *values))
 
@@ -181,6 +185,8 @@ def made_when_needed() -> Iterator[tuple[str, Any]]:
     for score, D, lengths in itertools.product(("fold", "softcap"), (64, 128), (False, True)):
         yield "backward", backward_config("bfloat16", D, D, 64, 64, score, False, lengths)
     yield "backward", backward_config("float16", 128, 128, 64, 64, "fold", False)
+    for with_dq, lengths in itertools.product((True, False), repeat=2):
+        yield "backward", backward_config("bfloat16", 128, 128, 128, 128, "fold", with_dq, lengths, True)
     yield "wide", wide_config("bfloat16", 256, 256, 64, 64, "fold")
     for D, E in ((128, 128), (96, 96), (64, 64), (256, 256), (192, 128)):
         tile = (192 if D == 64 else 128, 128)

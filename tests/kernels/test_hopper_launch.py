@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.hopper import missing_packages
+from gossamer.kernels.hopper.launch.backward import narrow
 from gossamer.kernels.reference import oracle
 from gossamer.layouts import from_dense
 from gossamer.layouts.block import BlockLayout
@@ -306,3 +307,12 @@ def test_calls_in_graphs_have_counters_of_their_own(monkeypatch: pytest.MonkeyPa
     assert owners == [True, True, False] and found[1].data_ptr() - found[0].data_ptr() == 4 * memory.APART
     monkeypatch.setattr(memory, "_of_graphs", {})
     assert tile_counter().tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [(SlidingWindow(512), True), (SlidingWindow(300, 300), True), (SlidingWindow(4096), False), (Causal(), False)],
+    ids=str,
+)
+def test_narrow_windows_leave_out_edges(pattern: Pattern, found: bool) -> None:
+    assert narrow(pattern.layout(8192, 8192, block_q=128, block_kv=128)) == found

@@ -19,9 +19,10 @@ COMPILE = """
 import sys
 from gossamer.kernels.radial.compiled import radial
 from gossamer.kernels.radial.configurations import RadialConfig
-for term, channels in (("sum", 4), ("sum_slopes", 2), ("force", 1), ("force_slopes", 1), ("count", 1)):
+kinds = ("sum", 1, 16), ("sum", 4, 8), ("sum_slopes", 2, 8), ("force", 1, 8), ("force_slopes", 1, 8), ("count", 1, 8)
+for term, channels, queries in kinds:
     for periodic in (True, False):
-        assert radial.object(RadialConfig(term, channels, periodic, softened=periodic))
+        assert radial.object(RadialConfig(term, channels, periodic, softened=periodic, queries=queries))
 """
 
 
@@ -31,7 +32,7 @@ for term, channels in (("sum", 4), ("sum_slopes", 2), ("force", 1), ("force_slop
 def test_every_term_compiles(architecture: str, tmp_path: Path) -> None:
     environment = {**os.environ, "CUTE_DSL_ARCH": architecture, "GOSSAMER_CACHE_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", COMPILE], check=True, env=environment)
-    assert len(list((tmp_path / "radial").glob("radial-*.o"))) == 10
+    assert len(list((tmp_path / "radial").glob("radial-*.o"))) == 12
 
 
 def test_a_file_is_of_its_sources_and_configuration(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,9 @@ ROOMS = (
 PUBLIC = ("bench", "cli")
 # For type checkers alone: what a public method returns, and what a handle stands for.
 TYPES = {("patterns.base", "layouts"), ("patterns.handles", "patterns.base")}
-# By name: the table, whose whole use it is. A failed import is a reason there.
-BY_NAME = {("plan.table", "kernels")}
+# By name: the table, whose whole use it is (a failed import is a reason there); and the lists of neighbours that a mask
+# of traced positions is, which the room above has.
+BY_NAME = {("plan.table", "kernels"), ("jax.sparsity", "particles")}
 
 
 class Allowed(NamedTuple):
@@ -59,6 +60,7 @@ FRAMEWORKS = {
     "kernels.hopper": allowed("numpy torch cutlass tvm_ffi"),
     "kernels.radial": allowed("cutlass"),
     "kernels.neighbors": allowed("cutlass"),
+    "kernels.radial.functions": allowed("numpy"),
     "jax": allowed("numpy jax"),
     "jax.kernels.targets": allowed("numpy jax", "jax_tvm_ffi"),
     "jax.nnx": allowed("numpy jax flax"),

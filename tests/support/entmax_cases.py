@@ -29,7 +29,7 @@ def call(seed: int, device: str, dtypes: list[torch.dtype], sizes: list[int]) ->
     q, k, v, dout = size * randn(B, H, Q, D), randn(B, G, K, D), randn(B, G, K, E), randn(B, H, Q, E)
     if draw.random() < 0.3:  # views of (B, N, heads, size)
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
-    alpha: Any = draw.choice([1.0, 1.1, 1.5, 1.5, 1.75, 2.0])
+    alpha: Any = draw.choice([1.0, 1.1, 1.25, 1.5, 1.5, 1.75, 2.0])
     if draw.random() < 0.3:
         alpha = 1 + torch.rand(H, generator=generator, dtype=torch.float64).to(device)
     options = {

@@ -6,8 +6,12 @@ import pytest
 import torch
 
 import gossamer as gs
-from tests.support.entmax_cases import LIMITS, assert_close, call, check, results
+from tests.support import entmax_oracle as oracle
+from tests.support.entmax_cases import LIMITS, assert_close, aux_of, call, check, results
 from tests.support.host_reads import nothing_waits
+
+pytest.importorskip("triton")
+from gossamer.kernels.entmax import selection
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -45,3 +49,84 @@ def test_nothing_is_read_and_bits_are_the_same() -> None:
                 again = results(**given)
         for one, other in zip((first[0], *first[1], *first[2]), (again[0], *again[1], *again[2]), strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("alpha", [1.0, 1.25, 1.3, 1.5, 2.0, "heads"])
+@pytest.mark.parametrize("pattern", [gs.Causal(), gs.SlidingWindow(300), None])
+def test_rows_without_a_list(alpha: float | str, pattern: gs.Pattern | None) -> None:
+    """Flat scores, whose supports no list holds, in every type and of every padded head size."""
+    for D, E, dtype, Q, K in (
+        (64, 40, torch.bfloat16, 900, 1000), (128, 128, torch.float16, 700, 700), (32, 32, torch.float32, 500, 501),
+        (256, 256, torch.bfloat16, 300, 600), (256, 128, torch.float32, 200, 200),
+    ):  # fmt: skip
+        g = torch.Generator().manual_seed(D)
+        shapes = (4, Q, D), (2, K, D), (2, K, E), (4, Q, E)
+        q, k, v, dout = ((0.2 if i == 0 else 1.0) * torch.randn(1, *x, generator=g) for i, x in enumerate(shapes))
+        of_heads = torch.tensor([1.02, 1.2, 1.6, 1.95], dtype=torch.float64).cuda() if alpha == "heads" else alpha
+        options = {"alpha": of_heads, "pattern": pattern, "scale": None}
+        given = {"q": q, "k": k, "v": v + 1, "dout": dout}
+        check({name: x.to(dtype).cuda() for name, x in given.items()} | {"options": options})
+
+
+def test_a_small_buffer_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    g = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 4, 1500, 64, generator=g).cuda() for _ in range(3))
+    for options in ({"alpha": 1.5}, {"alpha": 1.25}, {"top_k": 16}):
+        found = []
+        for size in (128, 8):
+            monkeypatch.setattr(selection, "BUFFER", size)
+            given = {"pattern": gs.Causal(), "alpha": 1.5} | options
+            out, aux, gradients = results(q, k, v, v, given)
+            found.append((aux.support, aux.certified, out, *gradients))
+        (size_, sure, *one), (other_size, other_sure, *other) = found
+        assert torch.equal(size_, other_size)
+        assert torch.equal(sure, other_sure)
+        for x, y in zip(one, other, strict=True):
+            assert_close("small buffer", x, y, 2e-6)
+
+
+def test_topk_against_a_stable_sort() -> None:
+    """10,000 rows and more of small integers, whose scores are exact: ties, inf, rows that see few keys or none."""
+    rows, draws = 0, ((1, 8, 1.0), (3, 32, 0.125), (40, 64, 1.0), (3, 200, 1.0), (2, 1, -2.0))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for seed, (span, keep, scale) in enumerate(draws):
+            g = torch.Generator().manual_seed(seed)
+            q, k = (torch.randint(-span, span + 1, (1, 2, n, 16), generator=g).to(dtype).cuda() for n in (400, 700))
+            seen = torch.ones(400, 700, dtype=torch.bool, device="cuda").tril(300).expand(1, 2, 400, 700)
+            options: dict[str, object] = {"causal": True}
+            if seed == 1:
+                q, k[:, :, 50::97] = q.abs() + 1, torch.inf
+            if seed in (0, 3) and dtype != torch.bfloat16:
+                sizes = (-5, 400), (0, 700)
+                of_q, of_k = (torch.randint(low, 700, (1, 2, n), generator=g).cuda() for low, n in sizes)
+                seen, options = of_k[:, :, None] <= of_q[..., None], {"q_positions": of_q, "k_positions": of_k}
+            found = gs.topk_keys(q, k, k_keep=keep, scale=scale, implementation="kernels", **options)
+            s = torch.where(seen, scale * (q.double() @ k.double().mT), -torch.inf)
+            order = s.sort(dim=-1, descending=True, stable=True).indices[..., :keep]
+            expected = torch.where(seen.gather(-1, order), order, 700).sort(-1).values
+            assert torch.equal(found, torch.where(expected == 700, -1, expected).int())
+            rows += found[..., 0].numel()
+    assert rows >= 10_000
+
+
+def test_the_certificate_is_exact() -> None:
+    g = torch.Generator().manual_seed(3)
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k = (torch.randint(-2, 3, (1, 2, 700, 4), generator=g).to(dtype).cuda() for _ in range(2))
+        for alpha in (1.0, 1.25, 1.5, 2.0):
+            _, full = aux_of(q, k, k, alpha=alpha, causal=True, scale=0.25)
+            for n in (1, 2, 5, 40):
+                _, aux = aux_of(q, k, k, alpha=alpha, top_k=n, causal=True, scale=0.25)
+                assert torch.equal(aux.certified, full.support <= n)
+
+
+def test_the_module_of_the_mission() -> None:
+    g = torch.Generator().manual_seed(0)
+    Q, K, V = (torch.randn(2, 8, 512, 64, generator=g) for _ in range(3))
+    index = torch.arange(512).expand(2, 8, 512)
+    layer = gs.nn.SplashAttention(head_dim=64, alpha=1.5, k_keep=8, sm_scale=0.125)
+    mask = torch.ones(512, 512, dtype=torch.bool).tril().numpy()
+    expected = torch.as_tensor(oracle.attention(Q, K, V, mask, alpha=1.5, top_k=8, scale=0.125).out)
+    for device in ("cpu", "cuda"):
+        out = layer(*(x.to(device) for x in (Q, K, V, index, index)))
+        assert float((out.cpu() - expected).abs().max()) < 5e-6

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # Columns of the table where the output is not a terminal.
 WIDTH = 150
 RESULTS = Path("benchmarks") / "results"
+PARTICLES = "particles"  # a tag of its own: what it measures are no cases of attention
 
 
 def run(
@@ -114,6 +115,17 @@ def run(
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
+    if PARTICLES in (tag or []):
+        given = {"a case": names, "another --tag": set(tag or []) - {PARTICLES}, "--peer": others, "--dtype": dtype,
+                 "--implementation": implementation, "--prepare": prepare, "--against": against,
+                 "--chart": chart}  # fmt: skip
+        refused = [name for name, value in given.items() if value]
+        if refused:
+            raise Refused(f"--tag {PARTICLES} takes no {' and no '.join(refused)}: it measures sums over neighbours")
+        session = Session(torch.device(chosen), versions(), budget_s=budget)
+        session.commit = commit or session.commit
+        _particles(session, out or RESULTS / f"{_file_name(torch, chosen)}_{PARTICLES}.jsonl", repeat, list_cases)
+        return
     works = _choose(names or [], tag or [], chosen, dtype or [], everything=list_cases)
     if list_cases:
         for work in works:
@@ -201,6 +213,34 @@ def run(
         raise typer.Exit(1)
 
 
+def _particles(session: Session, target: Path, repeat: int, list_cases: bool) -> None:
+    """Sums over neighbours: `gossamer.bench.particles`."""
+    from rich.console import Console
+
+    from gossamer.bench import particles
+    from gossamer.cli.errors import check_file
+
+    console = Console(width=WIDTH)
+    if list_cases:
+        for N in particles.SIZES[session.device.type]:
+            for kind in particles.KINDS:
+                console.print(f"{N} {kind}: order and boxes, {', '.join(particles.LIMITS)}", highlight=False)
+        return
+    check_file("--out", target)
+    start, rows = perf_counter(), []
+    session.progress = lambda text: print(f"{perf_counter() - start:6.1f} s  {text}", flush=True)
+    for _ in range(repeat):
+        for found in particles.run(session, target):
+            rows += found
+    console.print(particles.table(rows))
+    console.print(f"{session.name}; added {len(rows)} rows to {target}", markup=False, soft_wrap=True)
+    failed = [row for row in rows if row.status == "failed"]
+    for row in failed:
+        typer.echo(f"gossamer bench: {row.particles} {row.kind}, {row.case} failed: {row.reason}", err=True)
+    if failed:
+        raise typer.Exit(1)
+
+
 def _measured(
     session: Session, works: list[Workload], peers: list[Peer], prepare: int, limit: float, source: Source | None
 ) -> Iterator[tuple[Workload, list[Row] | str]]:
@@ -238,7 +278,7 @@ def _choose(names: list[str], tags: list[str], device: str, dtypes: list[str], e
     if everything and not (names or tags):
         return works
     named = [name for name, work in known.items() if not work.tags & SWEEPS]  # a sweep is asked for by its tag
-    every_tag = sorted({tag for work in works for tag in work.tags})
+    every_tag = sorted({tag for work in works for tag in work.tags} | {PARTICLES})
     if not (names or tags):
         raise Refused(f"name a case or a --tag; cases for {where}: {', '.join(named)}; tags: {', '.join(every_tag)}")
     unknown = [name for name in names if name not in known] + [tag for tag in tags if tag not in every_tag]

@@ -1,16 +1,21 @@
-"""Which points are near one another: `create_sparsity_mask`, on the host and never as an N x N array.
+"""Which points are near one another: `create_sparsity_mask`, never as an N x N array.
 
-Positions in one to three dimensions are sorted into cells no smaller than the threshold, of which neighbours are
-looked into; features of any width are compared block by block, by products of matrices, and again by differences where
-rounding could decide.
+Of numbers that are not known, as under `jit`, it is lists of neighbours, which `gossamer.particles` finds by its cells
+on the device. Else it is a pattern that is made on the host: positions in one to three dimensions are sorted into cells
+no smaller than the threshold, of which neighbours are looked into; features of any width are compared block by block,
+by products of matrices, and again by differences where rounding could decide.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -25,6 +30,8 @@ PAIRS = 2**22  # looked into at a time
 MARGIN = 1 + 1e-6  # of a cell over the threshold: rounding may not move two near points two cells apart
 FEWEST_CELLS = 3  # of a periodic axis: with fewer, neighbours on both sides are one
 CELL_AXES = 3  # the most dimensions that have cells
+PARTICLES = "gossamer.particles"  # stands above this room, and is imported where it is asked for
+OF_LISTS = ("scale", "return_residual")  # the options of attention over lists of neighbours
 
 
 class Near(NamedTuple):
@@ -34,20 +41,28 @@ class Near(NamedTuple):
     columns: np.ndarray
 
 
-def create_sparsity_mask(x: Any, threshold: float, box: float | Sequence[float | None] | None = None) -> CSR:
+def create_sparsity_mask(
+    x: Any, threshold: float, box: float | Sequence[float | None] | None = None, *, capacity: int | None = None
+) -> Any:
     """Which points attend to which: pairs whose Euclidean distance is at most the threshold, and each to itself.
 
-    Made on the host, in float64 of the numbers that are given, as a pattern: for `sparse_attention`, `attention` and
-    `prepare`, and to be joined with others by `&` and `|`. Memory is that of the pairs that are kept.
+    Of numbers that are known it is made on the host, in float64, as a CSR pattern: for `sparse_attention`, `attention`
+    and `prepare`, and to be joined with others by `&` and `|`. Memory is that of the pairs that are kept.
+
+    Under `jit`, or wherever a capacity is given, it is a `gossamer.particles.Neighbors`, found by cells on the device
+    from float32 (or float64) positions: for `sparse_attention`. Where a point has more neighbours than the capacity,
+    `mask.overflow` is true, and its attention is NaN.
 
     Args:
-        x: (N, d) positions or features of numbers that are known; d of any size.
-        threshold: at least 0.
+        x: (N, d) positions or features of numbers that are known, d of any size; with a capacity positions, d from 1
+            to 3.
+        threshold: at least 0; with a capacity over 0, and at most half of a periodic box.
         box: the size of a periodic box, one for all axes or one for each, None for an axis that is not periodic:
             distances are to the nearest image.
+        capacity: how many neighbours the list of a point has room for, itself among them.
 
     Raises:
-        ValueError: an argument is wrong.
+        ValueError: an argument is wrong, or the numbers of x are not known and no capacity is given.
 
     Examples:
         >>> x = jax.random.uniform(jax.random.key(0), (1000, 3))
@@ -57,9 +72,16 @@ def create_sparsity_mask(x: Any, threshold: float, box: float | Sequence[float |
         >>> q = jnp.ones((1000, 64))
         >>> gsj.sparse_attention(q, q, q, mask).shape
         (1000, 64)
+        >>> @jax.jit
+        ... def step(x, q):
+        ...     mask = gsj.create_sparsity_mask(x, threshold=0.1, box=1.0, capacity=24)
+        ...     return gsj.sparse_attention(q, q, q, mask), mask.overflow
+        >>> out, overflow = step(x, q)
+        >>> bool(overflow)
+        False
     """
-    if compat.is_abstract(x):
-        raise ValueError("x must be of numbers that are known: make the mask outside of jit, of concrete arrays")
+    if capacity is not None or compat.is_abstract(x):
+        return _lists(x, threshold, box, capacity)
     points = np.asarray(x)
     if (
         points.ndim != 2
@@ -91,7 +113,11 @@ def sparse_attention(q: Array, k: Array, v: Array, mask: Any, **options: Any) ->
     Args:
         q: (N, D), (N, heads, D) or (B, N, heads, D); k and v likewise.
         mask: what `create_sparsity_mask` gives, or anything that `attention` takes as its pattern.
-        options: those of `attention`.
+        options: those of `attention`; over lists of neighbours, which `particles.neighbor_attention` computes, scale
+            and return_residual.
+
+    Raises:
+        ValueError: an argument is wrong.
 
     Examples:
         >>> q, k, v = (jax.random.normal(jax.random.key(i), (256, 64)) for i in range(3))
@@ -99,7 +125,34 @@ def sparse_attention(q: Array, k: Array, v: Array, mask: Any, **options: Any) ->
         >>> gsj.sparse_attention(q, k, v, mask).shape
         (256, 64)
     """
-    return attention(q, k, v, mask, **options)
+    particles = sys.modules.get(PARTICLES)
+    if particles is None or not isinstance(mask, particles.Neighbors):
+        return attention(q, k, v, mask, **options)
+    others = sorted(set(options) - set(OF_LISTS))
+    if others:
+        raise ValueError(f"over lists of neighbours the options are {' and '.join(OF_LISTS)}; got {', '.join(others)}")
+
+    def attend(q: Array, k: Array, v: Array) -> Any:
+        return particles.neighbor_attention(q, k, v, mask, **options)
+
+    return jax.vmap(attend)(q, k, v) if jnp.ndim(q) == 4 else attend(q, k, v)
+
+
+def _lists(x: Any, threshold: Any, box: Any, capacity: int | None) -> Any:
+    """Lists of neighbours of points whose numbers need not be known."""
+    if capacity is None:
+        raise ValueError(
+            "x must be of numbers that are known: make the mask outside of jit, or give the capacity of lists, how "
+            "many neighbours a point has at most"
+        )
+    x = jnp.asarray(x)
+    if x.ndim != 2 or not 1 <= x.shape[1] <= CELL_AXES or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"x must be positions (N, d), d from 1 to {CELL_AXES}, where lists are made; got {describe(x)}"
+        )
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float, np.number)) or not 0 < threshold < np.inf:
+        raise ValueError(f"threshold must be a finite number over 0 where lists are made; got {describe(threshold)}")
+    return importlib.import_module(PARTICLES).Neighbors.allocate(x, float(threshold), box, capacity)
 
 
 def _box(box: Any, d: int) -> np.ndarray:

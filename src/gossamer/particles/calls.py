@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from gossamer.kernels.radial.configurations import OPEN, RadialConfig
+from gossamer.kernels.radial.configurations import NUMBERS, OPEN, QUERIES, Own, RadialConfig
+from gossamer.kernels.radial.functions import digest
 from gossamer.particles.geometry import Sizes
-from gossamer.particles.laws import Gaussian, ShortRangeGravity
+from gossamer.particles.laws import Gaussian, RadialKernel, ShortRangeGravity
 
 CHANNELS = {"sum": 4, "sum_slopes": 2}  # the most of a call: more are several calls
-NUMBERS = 11  # of a law, at most
 
 
 class Call(NamedTuple):
@@ -24,16 +24,28 @@ class Call(NamedTuple):
     config: RadialConfig
     numbers: tuple[float, ...]
 
+    @property
+    def unit(self) -> float:
+        """What positions are multiplied by: a power of two."""
+        *_, unit = self.numbers
+        return unit
+
 
 def call_of(term: str, law: Any, radius: float, box: Sizes, channels: int = 1) -> Call:
     """The call of a term ("sum", "sum_slopes", "force", "force_slopes", "count")."""
     softened = isinstance(law, ShortRangeGravity) and law.softening > 0
-    config = RadialConfig(term, channels, any(size is not None for size in box), softened)
+    own = None
+    if isinstance(law, RadialKernel):
+        own = Own(digest(law.function), len(law.numbers), law.function)
+    queries = 2 * QUERIES if term == "sum" and channels == 1 and own is None else QUERIES
+    config = RadialConfig(term, channels, any(size is not None for size in box), softened, queries, own)
     sizes = [OPEN if size is None else size for size in (*box, *[None] * (3 - len(box)))]
     of_law: list[float] = []
     unit = 1.0
     if isinstance(law, Gaussian):
         of_law = [-math.log2(math.e) / (2 * law.h**2), 1 / law.h**2]
+    elif isinstance(law, RadialKernel):
+        of_law = list(law.numbers)
     elif isinstance(law, ShortRangeGravity):
         unit = 2.0 ** -round(math.log2(law.split))
         split = law.split * unit

@@ -42,19 +42,21 @@ def sums(term: str, law: Any, radius: float, box: Sizes, runs: Runs, columns: Ar
         parts = [columns[:, n : n + most] for n in range(0, columns.shape[1], most)]
         return jnp.concatenate([_run(term, law, radius, box, runs, part, part.shape[1]) for part in parts], 1)
     values, g = jnp.split(columns, 2, 1)
-    total: Any = 0.0
+    (d, _, _), positions, others = runs.points.shape, [], []
     for n in range(0, values.shape[1], most):
         part = jnp.concatenate([values[:, n : n + most], g[:, n : n + most]], 1)
-        total = total + _run(term, law, radius, box, runs, part, part.shape[1] // 2)
-    found: Array = total
-    return found
+        found = _run(term, law, radius, box, runs, part, part.shape[1] // 2)
+        positions.append(found[:, :d])
+        others.append(found[:, d:])
+    return jnp.concatenate([sum(positions[1:], start=positions[0]), *others], 1)
 
 
 def _run(term: str, law: Any, radius: float, box: Sizes, runs: Runs, payload: Array, channels: int) -> Array:
     (N,), (d, T, run) = runs.order.shape, runs.points.shape
-    config, numbers = call_of(term, law, radius, box, channels)
+    asked = call_of(term, law, radius, box, channels)
+    config, numbers = asked
     more = T * run - N
-    positions = runs.points.reshape(d, -1).T
+    positions = runs.points.reshape(d, -1).T * asked.unit
     positions = positions.at[N:, 0].set(FAR) if more else positions
     brought = jnp.pad(payload[runs.order], ((0, more), (0, config.width - 3 - payload.shape[1])))
     particles = jnp.concatenate([jnp.pad(positions, ((0, 0), (0, 3 - d))), brought], 1)
@@ -63,9 +65,9 @@ def _run(term: str, law: Any, radius: float, box: Sizes, runs: Runs, payload: Ar
     )
     named = {targets.number(at): np.float32(x) for at, x in enumerate(numbers)}
     out: Array = call(particles, *runs.tree, runs.order, **named)
-    if term == "force_slopes":
-        return jnp.concatenate([out[:, :d], out[:, 3:]], 1)
-    return out[:, :d] if term in ("force", "sum_slopes") else out
+    if term in ("force_slopes", "sum_slopes"):
+        return out if d == 3 else jnp.concatenate([out[:, :d], out[:, 3:]], 1)
+    return out[:, :d] if term == "force" else out
 
 
 @cache

@@ -36,18 +36,20 @@ def weighted(cells: Cells, law: Any, values: Tensor) -> Tensor:
 
 
 def weighted_slopes(cells: Cells, law: Any, g: Tensor, values: Tensor) -> Tensor:
-    most = CHANNELS["sum_slopes"]
+    most, (d, _, _) = CHANNELS["sum_slopes"], cells.runs.points.shape
     parts = zip(values.split(most, 1), g.split(most, 1), strict=True)
     found = [_run("sum_slopes", law, cells, cells.radius, torch.cat(part, 1)) for part in parts]
-    return torch.stack(found).sum(0) if len(found) != 1 else found.pop()
+    if len(found) == 1:
+        return found.pop()
+    return torch.cat([torch.stack([x[:, :d] for x in found]).sum(0), *(x[:, d:] for x in found)], 1)
 
 
-def force(cells: Cells, law: Any, mass: Tensor) -> Tensor:
-    return _run("force", law, cells, law.radius, mass[:, None])
+def force(cells: Cells, law: Any, radius: float, mass: Tensor) -> Tensor:
+    return _run("force", law, cells, radius, mass[:, None])
 
 
-def force_slopes(cells: Cells, law: Any, g: Tensor, mass: Tensor) -> Tensor:
-    return _run("force_slopes", law, cells, law.radius, torch.cat([mass[:, None], g], 1))
+def force_slopes(cells: Cells, law: Any, radius: float, g: Tensor, mass: Tensor) -> Tensor:
+    return _run("force_slopes", law, cells, radius, torch.cat([mass[:, None], g], 1))
 
 
 def count(cells: Cells) -> Tensor:
@@ -57,16 +59,17 @@ def count(cells: Cells) -> Tensor:
 
 def _run(term: str, law: Any, cells: Cells, radius: float, payload: Tensor) -> Tensor:
     runs, (N, n) = cells.runs, payload.shape
-    config, numbers = call_of(term, law, radius, cells.box, {"sum": n, "sum_slopes": n // 2}.get(term, 1))
+    call = call_of(term, law, radius, cells.box, {"sum": n, "sum_slopes": n // 2}.get(term, 1))
+    config, numbers = call
     d, T, run = runs.points.shape
     with torch.no_grad():
         particles = payload.new_zeros(T * run, config.width)
-        particles[:, :d] = runs.points.reshape(d, -1).T
+        particles[:, :d] = runs.points.reshape(d, -1).T if call.unit == 1 else runs.points.reshape(d, -1).T * call.unit
         particles[N:, 0] = FAR
         particles[:N, 3 : 3 + n] = payload[runs.order]
         out = payload.new_empty(N, config.outputs)
         with torch.cuda.device(payload.device):
             radial(config)(particles, *runs.tree, runs.order, out, *numbers)
-    if term == "force_slopes":
-        return torch.cat([out[:, :d], out[:, 3:]], 1)
-    return out[:, :d] if term in ("force", "sum_slopes") else out
+    if term in ("force_slopes", "sum_slopes"):
+        return out if d == 3 else torch.cat([out[:, :d], out[:, 3:]], 1)
+    return out[:, :d] if term == "force" else out

@@ -67,8 +67,8 @@ def radial_sum(cells: Cells, values: Array, law: Any) -> Array:
     return _radial_sum(law, Reach(cells.radius, cells.box), cells.x.astype(values.dtype), cells.runs, values)
 
 
-def radial_force(cells: Cells, mass: Array, law: Any) -> Array:
-    return _radial_force(law, Reach(law.radius, cells.box), cells.x.astype(mass.dtype), cells.runs, mass)
+def radial_force(cells: Cells, mass: Array, law: Any, radius: float) -> Array:
+    return _radial_force(law, Reach(radius, cells.box), cells.x.astype(mass.dtype), cells.runs, mass)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -83,8 +83,9 @@ def _radial_sum_forward(law: Any, reach: Reach, x: Array, runs: Runs, values: Ar
 def _radial_sum_backward(law: Any, reach: Reach, kept: Any, g: Array) -> Any:
     runs, values = kept
     rows, columns = jnp.concatenate([g, values], 1), jnp.concatenate([values, g], 1)
-    dx = _sums("sum_slopes", law, reach, runs, rows, columns)
-    return dx, None, _sums("sum", law, reach, runs, g[:, :0], g)
+    found = _sums("sum_slopes", law, reach, runs, rows, columns)
+    d = len(runs.points)
+    return found[:, :d], None, found[:, d:]
 
 
 _radial_sum.defvjp(_radial_sum_forward, _radial_sum_backward)

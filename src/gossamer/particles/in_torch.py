@@ -69,8 +69,8 @@ def radial_sum(cells: Cells, values: Tensor, law: Any) -> Tensor:
     return found
 
 
-def radial_force(cells: Cells, mass: Tensor, law: Any) -> Tensor:
-    found: Tensor = _RadialForce.apply(cells.x.to(mass.dtype), mass, law, cells)
+def radial_force(cells: Cells, mass: Tensor, law: Any, radius: float) -> Tensor:
+    found: Tensor = _RadialForce.apply(cells.x.to(mass.dtype), mass, law, radius, cells)
     return found
 
 
@@ -87,36 +87,36 @@ class _RadialSum(torch.autograd.Function):
         (values,) = ctx.saved_tensors
         to_x, to_values, *_ = ctx.needs_input_grad
         law, cells = ctx.law, ctx.cells
-        dx = dv = None
-        if to_x and fused_torch.serves(cells):
-            dx = fused_torch.weighted_slopes(cells, law, g, values)
-        elif to_x:
+        if not to_x:
+            return None, _weighted(cells, law, g) if to_values else None, None, None
+        if fused_torch.serves(cells):
+            found = fused_torch.weighted_slopes(cells, law, g, values)
+        else:
             rows, columns = torch.cat([g, values], 1), torch.cat([values, g], 1)
-            dx = pair_sums(terms.weighted_slopes(law), cells, cells.radius, rows, columns)
-        if to_values:
-            dv = _weighted(cells, law, g)
+            found = pair_sums(terms.weighted_slopes(law), cells, cells.radius, rows, columns)
+        dx, dv = found.tensor_split([len(cells.runs.points)], 1)
         return dx, dv, None, None
 
 
 class _RadialForce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mass: Tensor, law: Any, cells: Cells) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mass: Tensor, law: Any, radius: float, cells: Cells) -> Tensor:
         ctx.save_for_backward(mass)
-        ctx.law, ctx.cells = law, cells
+        ctx.law, ctx.radius, ctx.cells = law, radius, cells
         if fused_torch.serves(cells):
-            return fused_torch.force(cells, law, mass)
-        return pair_sums(terms.force(law), cells, law.radius, x[:, :0], mass[:, None])
+            return fused_torch.force(cells, law, radius, mass)
+        return pair_sums(terms.force(law), cells, radius, x[:, :0], mass[:, None])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
         (mass,) = ctx.saved_tensors
         if fused_torch.serves(ctx.cells):
-            found = fused_torch.force_slopes(ctx.cells, ctx.law, g, mass)
+            found = fused_torch.force_slopes(ctx.cells, ctx.law, ctx.radius, g, mass)
         else:
             both = torch.cat([g, mass[:, None]], 1)
-            found = pair_sums(terms.force_slopes(ctx.law), ctx.cells, ctx.law.radius, both, both)
-        return found[:, :-1], found[:, -1], None, None
+            found = pair_sums(terms.force_slopes(ctx.law), ctx.cells, ctx.radius, both, both)
+        return found[:, :-1], found[:, -1], None, None, None
 
 
 def _weighted(cells: Cells, law: Any, values: Tensor) -> Tensor:

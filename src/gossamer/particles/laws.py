@@ -6,11 +6,15 @@ Each is a value: its numbers are known before anything is compiled.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from gossamer.kernels.radial.configurations import NUMBERS
+from gossamer.kernels.radial.functions import digest, result
 
 DEGREE = 8  # of the polynomial of the long-range part in R^2: 5e-5 of Newton's force in float32
 
@@ -108,6 +112,68 @@ class ShortRangeGravity:
         slopes = tuple(n * value for n, value in enumerate(c) if n)
         slope = -1.5 * cube * square - _horner(slopes, t) / self.split**5
         return Values(cube - _horner(c, t) / self.split**3, slope)
+
+
+class RadialKernel:
+    """A function of r^2 that you write: what `radial_sum` sums, or w in `radial_force`.
+
+    It is one small function for all devices: on a CPU it computes with arrays, and for a GPU it is traced into the
+    kernel of the sum (CuTe DSL), which is compiled once and kept under a digest of the function. Gradients to positions
+    need no second function: the derivative is found by the chain rule.
+
+    Args:
+        function: called as function(s, xp, *numbers): s is r^2, `xp` has exp, log, sqrt, rsqrt, sin, cos, tanh, abs,
+            minimum, maximum and where, and gives f(r^2) by these and by + - * / and ** of whole numbers. It has no
+            branches, and reads numbers, functions and modules alone. In sums it must be finite at r = 0, where each
+            particle meets itself; its derivative there is not used.
+        numbers: at most 10, which may change without anything being compiled again.
+
+    Raises:
+        TypeError, ValueError: the function or a number is wrong.
+
+    Examples:
+        >>> def spline(s, xp, h):
+        ...     u = xp.sqrt(s) / h
+        ...     return xp.where(u < 1, 1 - 1.5 * u**2 + 0.75 * u**3, xp.where(u < 2, 0.25 * (2 - u) ** 3, 0.0))
+        >>> x = jax.random.uniform(jax.random.key(0), (500, 3))
+        >>> gp.radial_sum(gp.Cells.build(x, 0.2, 1.0), 1.0, gp.RadialKernel(spline, 0.1)).shape
+        (500,)
+    """
+
+    def __init__(self, function: Callable[..., Any], *numbers: float) -> None:
+        if not callable(function):
+            raise TypeError(f"function must be a function of (s, xp, *numbers); got {function!r}")
+        if len(numbers) >= NUMBERS:
+            raise ValueError(f"a radial kernel takes at most {NUMBERS - 1} numbers; got {len(numbers)}")
+        for n in numbers:
+            if isinstance(n, bool) or not isinstance(n, (int, float, np.number)):
+                raise TypeError(f"numbers must be known before anything is compiled; got {n!r}")
+        self.function, self.numbers = function, tuple(float(n) for n in numbers)
+        digest(function)  # raises where there is none
+        with np.errstate(all="ignore"):
+            found = self.both(np.array([0.25, 1.0]), np)
+        if any(np.shape(x) != (2,) for x in found):
+            raise TypeError(
+                f"function must give one number for each r^2; got the shape {np.shape(found.value)} for (2,)"
+            )
+
+    def __repr__(self) -> str:
+        return f"RadialKernel({', '.join([getattr(self.function, '__name__', '?'), *map(repr, self.numbers)])})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RadialKernel) and (self.function, self.numbers) == (other.function, other.numbers)
+
+    def __hash__(self) -> int:
+        return hash((self.function, self.numbers))
+
+    def of(self, s: Any, xp: Any) -> Any:
+        """The values at s = r^2, by the functions of numpy, jax.numpy or torch."""
+        return result(self.function, s, xp, self.numbers, slope=False).value
+
+    def both(self, s: Any, xp: Any) -> Values:
+        """The values and their derivatives."""
+        found = result(self.function, s, xp, self.numbers, slope=True)
+        return Values(found.value, found.slope)
 
 
 def positive(name: str, value: Any) -> float:

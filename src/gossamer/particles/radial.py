@@ -6,10 +6,10 @@ from typing import Any
 
 from gossamer.particles.cells import Cells
 from gossamer.particles.edges import edge_of
-from gossamer.particles.laws import Gaussian, ShortRangeGravity
+from gossamer.particles.laws import Gaussian, RadialKernel, ShortRangeGravity
 
 
-def radial_sum(cells: Cells, values: Any, kernel: Gaussian) -> Any:
+def radial_sum(cells: Cells, values: Any, kernel: Gaussian | RadialKernel) -> Any:
     """Sum_j values_j f(|x_i - x_j|) over all j within the radius of the cells, i itself included.
 
     No pair is kept in memory. Distances are of differences of float32 positions, to nearest images; the order of
@@ -34,8 +34,8 @@ def radial_sum(cells: Cells, values: Any, kernel: Gaussian) -> Any:
         (500, 4)
     """
     _check(cells)
-    if not isinstance(kernel, Gaussian):
-        raise TypeError(f"kernel must be a Gaussian; got {kernel!r}")
+    if not isinstance(kernel, (Gaussian, RadialKernel)):
+        raise TypeError(f"kernel must be a Gaussian or a RadialKernel; got {kernel!r}")
     edge = edge_of(cells.x)
     values = edge.channels("values", values, cells)
     if len(values.shape) not in (1, 2) or values.shape[0] != cells.num_particles:
@@ -47,8 +47,10 @@ def radial_sum(cells: Cells, values: Any, kernel: Gaussian) -> Any:
     return found[:, 0] if flat else found
 
 
-def radial_force(cells: Cells, mass: Any, law: ShortRangeGravity) -> Any:
+def radial_force(cells: Cells, mass: Any, law: ShortRangeGravity | RadialKernel) -> Any:
     """Sum_j mass_j w(r) (x_j - x_i) over all j within the radius of the law: the accelerations, for G = 1.
+
+    Of a law of your own the radius is that of the cells.
 
     As `radial_sum`; particles at one place exert no force on one another.
 
@@ -70,15 +72,15 @@ def radial_force(cells: Cells, mass: Any, law: ShortRangeGravity) -> Any:
         (500, 3)
     """
     _check(cells)
-    if not isinstance(law, ShortRangeGravity):
-        raise TypeError(f"law must be a ShortRangeGravity; got {law!r}")
-    if law.radius > cells.radius * (1 + 1e-6):
+    if not isinstance(law, (ShortRangeGravity, RadialKernel)):
+        raise TypeError(f"law must be a ShortRangeGravity or a RadialKernel; got {law!r}")
+    if isinstance(law, ShortRangeGravity) and law.radius > cells.radius * (1 + 1e-6):
         raise ValueError(f"the radius of the cells, {cells.radius}, must be at least that of the law, {law.radius}")
     edge = edge_of(cells.x)
     mass = edge.channels("mass", mass, cells)
     if tuple(mass.shape) != (cells.num_particles,):
         raise ValueError(f"mass must be a number or ({cells.num_particles},); got {mass.shape}")
-    return edge.radial_force(cells, mass, law)
+    return edge.radial_force(cells, mass, law, cells.radius if isinstance(law, RadialKernel) else law.radius)
 
 
 def _check(cells: Any) -> None:

@@ -25,11 +25,18 @@ def weighted(law: Any) -> Term:
 
 
 def weighted_slopes(law: Any) -> Term:
-    """The gradient of `weighted` to positions: -sum_j 2 f'(r^2) (a_i . b_j) (x_j - x_i)."""
+    """The gradients of `weighted` to positions (d), then values (channels).
+
+    Rows bring gradients g, then values v, columns the other way round: -sum_j 2 f'(r^2) (g_i . v_j + v_i . g_j)
+    (x_j - x_i), and sum_j f(r^2) g_j.
+    """
 
     def term(steps: Sequence[Any], s: Any, keep: Any, a: Any, b: Any, xp: Any) -> Any:
-        slope = xp.where(keep, -2 * law.both(s, xp).slope, 0 * s) * _inner(a, b, xp)
-        return xp.stack([(slope * step).sum(-1) for step in steps], -1)
+        value, slope = law.both(s, xp)
+        slope = xp.where(keep & (s > 0), -2 * slope, 0 * s) * _inner(a, b, xp)  # which may be infinite at 0
+        positions = xp.stack([(slope * step).sum(-1) for step in steps], -1)
+        *_, both = b.shape
+        return xp.concatenate([positions, _sums(xp.where(keep, value, 0 * s), b[:, :, both // 2 :], xp)], -1)
 
     return term
 

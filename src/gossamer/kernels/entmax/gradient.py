@@ -13,7 +13,7 @@ from gossamer.kernels.entmax.calls import Call, Listed, hopper_here, row_options
 from gossamer.kernels.entmax.columns import LONG, columns_kernel, long_parts_kernel, long_sums_kernel
 from gossamer.kernels.entmax.gather import gather_dq_kernel
 from gossamer.kernels.entmax.transpose import SEGMENTS, count_kernel, order_kernel, place_kernel
-from gossamer.kernels.entmax.unlisted import large_backward
+from gossamer.kernels.entmax.unlisted import tiled_backward
 from gossamer.kernels.relaunch import padded
 from gossamer.kernels.triton.gather.config import piece
 
@@ -47,7 +47,7 @@ def backward(
     )  # fmt: skip
     columns(c, lists, slopes, dout, dk, dv, sizes, LONG)
     if not top:
-        large_backward(c, lists, lam, dout, dq, dk, dv, of_rows, with_alpha)
+        tiled_backward(c, lists, lam, dout, dq, dk, dv, of_rows, with_alpha)
     return Gradients(dq, dk, dv, of_rows.sum((0, 2), dtype=torch.float64) if with_alpha else None)
 
 

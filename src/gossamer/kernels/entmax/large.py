@@ -1,6 +1,6 @@
-"""Rows with more contenders than a buffer holds: passes over all of their scores, for groups of R rows by a list.
+"""The k largest scores of rows with more contenders than a buffer holds: passes over all of them, for groups of R rows.
 
-Of all keys the weights are multiplied with v tile by tile; of the k largest they become lists, as those of other rows.
+Their keys and weights become lists, as those of other rows.
 """
 
 from __future__ import annotations
@@ -39,21 +39,17 @@ def list_groups_kernel(
 
 
 @triton.jit
-def among(s, j, low, tie, few, TOP: tl.constexpr):
-    """Which of the scores s [R, STEP] of keys j count: those that are seen, of the k largest those."""
-    kept = s != -float("inf")
-    if TOP:
-        order = ordered(s)
-        largest = (order > low[:, None]) | ((order == low[:, None]) & (j[None, :] <= tie[:, None]))
-        kept = kept & (few[:, None] | largest)
-    return kept
+def among(s, j, low, tie, few):
+    """Which of the scores s [R, STEP] of keys j are seen and among the k largest."""
+    order = ordered(s)
+    largest = (order > low[:, None]) | ((order == low[:, None]) & (j[None, :] <= tie[:, None]))
+    return (s != -float("inf")) & (few[:, None] | largest)
 
 
 @triton.jit(do_not_specialize=["Q", "K", "offset", "keep", "first_listed"])
 def large_kernel(
     q,  # (B, H, Q, D)
     k,  # (B, G, K, D)
-    v,  # (B, G, K, E)
     steepness,  # (H,) float32: alpha - 1
     lo,  # (Q,) int32
     hi,  # (Q,) int32
@@ -61,21 +57,20 @@ def large_kernel(
     k_positions,  # (B, H, K)
     group_list,  # (B H, groups) int32
     group_counts,  # (B H,) int32
-    list_counts,  # (B, H, Q) int32: -1 of a row to compute; of the k largest written
-    out,  # (B, H, Q, E) contiguous, to write; not of the k largest
+    list_counts,  # (B, H, Q) int32: -1 of a row to compute; written
     lam,  # (B, H, Q) float32, to write
     support,  # (B, H, Q) int32, to write
     certified,  # (B, H, Q) bool, to write
-    list_keys,  # (rows, L) int32, to write of the k largest
-    list_weights,  # (rows, L) float32, to write of the k largest
-    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_qpb, stride_qph, stride_qpn, stride_kpb, stride_kph, stride_kpn,
+    list_keys,  # (rows, L) int32, to write
+    list_weights,  # (rows, L) float32, to write
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_qpb, stride_qph, stride_qpn,
+    stride_kpb, stride_kph, stride_kpn,
     first_head, H, Q, K, offset, keep, first_listed, scale,
-    L: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    GROUP: tl.constexpr, R: tl.constexpr, STEP: tl.constexpr, A: tl.constexpr, TOP: tl.constexpr, KEYS: tl.constexpr,
-    OUT: tl.constexpr, TOLD: tl.constexpr, BOUNDS: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    L: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr,
+    STEP: tl.constexpr, A: tl.constexpr, KEYS: tl.constexpr, TOLD: tl.constexpr, BOUNDS: tl.constexpr,
+    POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Everything of the rows of a group that have no list."""
+    """The lists of the rows of a group that have none, and what is known of these rows."""
     head = first_head + tl.program_id(1)
     if tl.program_id(0) >= tl.load(group_counts + head):
         return
@@ -106,46 +101,42 @@ def large_kernel(
         top = tl.maximum(top, tl.max(s, 1))
         there = s != -float("inf")
         number_seen += tl.sum(there.to(tl.int32), 1)
-        if TOP:
-            highest = tl.maximum(highest, tl.max(tl.where(there, ordered(s), -LAST), 1))
+        highest = tl.maximum(highest, tl.max(tl.where(there, ordered(s), -LAST), 1))
 
-    low = highest
     tie = tl.zeros([R], tl.int32) + LAST
     few = number_seen <= keep
-    if TOP:
-        # The k-th largest: halve the interval of the integers that stand for numbers.
-        low = tl.zeros([R], tl.int32) - LAST
-        high = tl.where(few, -LAST, highest)
-        equal_to = low
-        while tl.max((low < high).to(tl.int32), 0) > 0:
-            between = middle(low, high)
-            found = tl.zeros([R], tl.int32)
-            for tile in range(begin, begin + tiles):
-                j, s = key_tile(tile, scores_of, STEP, D, BLOCK_D, POSITIONS, PRECISION)
-                found += tl.sum(((ordered(s) >= between[:, None]) & (s != -float("inf"))).to(tl.int32), 1)
-            enough = found >= keep
-            low = tl.where(enough, between, low)
-            high = tl.where(enough, high, tl.maximum(between - 1, low))
-        over = tl.zeros([R], tl.int32)
+    # The k-th largest: halve the interval of the integers that stand for numbers.
+    low = tl.zeros([R], tl.int32) - LAST
+    high = tl.where(few, -LAST, highest)
+    equal_to = low
+    while tl.max((low < high).to(tl.int32), 0) > 0:
+        between = middle(low, high)
+        found = tl.zeros([R], tl.int32)
         for tile in range(begin, begin + tiles):
             j, s = key_tile(tile, scores_of, STEP, D, BLOCK_D, POSITIONS, PRECISION)
-            over += tl.sum(((ordered(s) > low[:, None]) & (s != -float("inf"))).to(tl.int32), 1)
-        wanted = keep - over
-        equal_to = tl.zeros([R], tl.int32)
-        for tile in range(begin, begin + tiles):
-            j, s = key_tile(tile, scores_of, STEP, D, BLOCK_D, POSITIONS, PRECISION)
-            equal = (ordered(s) == low[:, None]) & (s != -float("inf"))
-            so_far = equal_to[:, None] + tl.cumsum(equal.to(tl.int32), 1)
-            here = tl.max(tl.where(equal & (so_far == wanted[:, None]), j[None, :], -1), 1)
-            tie = tl.where(here >= 0, here, tie)
-            equal_to += tl.sum(equal.to(tl.int32), 1)
+            found += tl.sum(((ordered(s) >= between[:, None]) & (s != -float("inf"))).to(tl.int32), 1)
+        enough = found >= keep
+        low = tl.where(enough, between, low)
+        high = tl.where(enough, high, tl.maximum(between - 1, low))
+    over = tl.zeros([R], tl.int32)
+    for tile in range(begin, begin + tiles):
+        j, s = key_tile(tile, scores_of, STEP, D, BLOCK_D, POSITIONS, PRECISION)
+        over += tl.sum(((ordered(s) > low[:, None]) & (s != -float("inf"))).to(tl.int32), 1)
+    wanted = keep - over
+    equal_to = tl.zeros([R], tl.int32)
+    for tile in range(begin, begin + tiles):
+        j, s = key_tile(tile, scores_of, STEP, D, BLOCK_D, POSITIONS, PRECISION)
+        equal = (ordered(s) == low[:, None]) & (s != -float("inf"))
+        so_far = equal_to[:, None] + tl.cumsum(equal.to(tl.int32), 1)
+        here = tl.max(tl.where(equal & (so_far == wanted[:, None]), j[None, :], -1), 1)
+        tie = tl.where(here >= 0, here, tie)
+        equal_to += tl.sum(equal.to(tl.int32), 1)
 
     x = tl.zeros([R], tl.float32)
     if not KEYS:
         # As `finish.normalise`; the first steps are of a part of the keys, whose normaliser is not larger.
         bottom = x
-        most = tl.minimum(number_seen, keep) if TOP else number_seen
-        ceiling = longest(a, tl.maximum(most, 1).to(tl.float32)) * (1.0 + 4.0 * EPS)
+        ceiling = longest(a, tl.maximum(tl.minimum(number_seen, keep), 1).to(tl.float32)) * (1.0 + 4.0 * EPS)
         step = tl.where(tiles < 2 * SAMPLE, SAMPLED_STEPS, 0)
         running = 1
         while running > 0:
@@ -154,7 +145,7 @@ def large_kernel(
             U = tl.zeros([R], tl.float32)
             for i in range((tiles + every - 1) // every):
                 j, s = key_tile(begin + i * every, scores_of, STEP, D, BLOCK_D, POSITIONS, PRECISION)
-                kept = among(s, j, low, tie, few, TOP)
+                kept = among(s, j, low, tie, few)
                 p, u = powers(relative(tl.where(kept, s, -float("inf")), top + x), a[:, None], A)
                 F += tl.sum(p, 1)
                 U += tl.sum(u, 1)
@@ -177,49 +168,33 @@ def large_kernel(
     size = tl.zeros([R], tl.int32)
     count = tl.zeros([R], tl.int32)
     after = tl.zeros([R], tl.float32) - float("inf")
-    acc = tl.zeros([R, BLOCK_E], tl.float32)
-    v_base = v + b64 * stride_vb + g64 * stride_vh
     o_list = (number - first_listed) * L
     for tile in range(begin, begin + tiles):
         j, s = key_tile(tile, scores_of, STEP, D, BLOCK_D, POSITIONS, PRECISION)
-        kept = among(s, j, low, tie, few, TOP)
-        if TOP:
-            to = o_list[:, None] + count[:, None] + tl.cumsum(kept.to(tl.int32), 1) - 1
-            tl.store(list_keys + to, tl.broadcast_to(j[None, :], [R, STEP]), mask=kept)
-            count += tl.sum(kept.to(tl.int32), 1)
+        kept = among(s, j, low, tie, few)
+        to = o_list[:, None] + count[:, None] + tl.cumsum(kept.to(tl.int32), 1) - 1
+        tl.store(list_keys + to, tl.broadcast_to(j[None, :], [R, STEP]), mask=kept)
+        count += tl.sum(kept.to(tl.int32), 1)
         if not KEYS:
             p, _ = powers(relative(tl.where(kept, s, -float("inf")), top + x), a[:, None], A)
             total += tl.sum(p, 1)
             size += tl.sum((kept & (p != 0.0)).to(tl.int32), 1)
-            if TOP:
-                tl.store(list_weights + to, p, mask=kept)
-                after = tl.maximum(after, tl.max(tl.where(kept, -float("inf"), s), 1))
-            elif OUT:
-                b_v = load_tile(v_base, j, j < K, stride_vn, E, BLOCK_E)
-                acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)
+            tl.store(list_weights + to, p, mask=kept)
+            after = tl.maximum(after, tl.max(tl.where(kept, -float("inf"), s), 1))
 
-    if TOP:
-        tl.store(list_counts + number, count, mask=inside)
+    tl.store(list_counts + number, count, mask=inside)
     if not KEYS:
         # A score of inf gives NaN, one of NaN as well.
         whole = tl.where(total == 0.0, 1.0, total)
-        found = tl.where(number_seen == 0, float("inf"), top + x) + (total - total)
-        if TOP:
-            tl.debug_barrier()
-            for begin_list in range(0, L, STEP):
-                at_list = begin_list + o
-                there = at_list[None, :] < count[:, None]
-                p = tl.load(list_weights + o_list[:, None] + at_list[None, :], mask=there, other=0.0)
-                tl.store(list_weights + o_list[:, None] + at_list[None, :], p / whole[:, None], mask=there)
-        elif OUT:
-            o_e = tl.arange(0, BLOCK_E)
-            to = out + number[:, None] * E + o_e[None, :]
-            result = (acc / whole[:, None]).to(out.dtype.element_ty)
-            tl.store(to, result, mask=inside[:, None] & (o_e < E)[None, :])
+        tl.debug_barrier()
+        for begin_list in range(0, L, STEP):
+            at_list = begin_list + o
+            there = at_list[None, :] < count[:, None]
+            p = tl.load(list_weights + o_list[:, None] + at_list[None, :], mask=there, other=0.0)
+            tl.store(list_weights + o_list[:, None] + at_list[None, :], p / whole[:, None], mask=there)
         if TOLD:
+            found = tl.where(number_seen == 0, float("inf"), top + x) + (total - total)
             tl.store(lam + number, found, mask=inside)
             tl.store(support + number, size, mask=inside)
-            sure = number_seen >= 0
-            if TOP:
-                sure = (after == -float("inf")) | (after <= cut(found, a))
+            sure = (after == -float("inf")) | (after <= cut(found, a))
             tl.store(certified + number, sure, mask=inside)

@@ -13,7 +13,7 @@ from torch import Tensor
 from gossamer.kernels.entmax.calls import Call, Listed, Part, Stats, parts, row_options, strides
 from gossamer.kernels.entmax.gather import gather_out_kernel
 from gossamer.kernels.entmax.selection import select, selecting
-from gossamer.kernels.entmax.unlisted import large
+from gossamer.kernels.entmax.unlisted import large, tiled
 from gossamer.kernels.triton.gather.config import piece
 
 
@@ -61,11 +61,11 @@ def forward(
         first_listed = 0 if keep_lists else part.first_row
         select(c, way, part, lists, stats, first_listed, only_keys)
         if top:
-            large(c, out, stats, lists, part.first_head, part.heads, first_listed, with_out, only_keys)
+            large(c, stats, lists, part.first_head, part.heads, first_listed, only_keys)
         if with_out and not only_keys:
             gather_out(c, out, lists, part, first_listed)
     if not top:
-        large(c, out, stats, lists, 0, B * H, 0, with_out, only_keys)
+        tiled(c, out, stats, lists, with_out)
     return Forward(out, stats, lists)
 
 

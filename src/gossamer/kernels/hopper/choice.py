@@ -70,15 +70,21 @@ def forward_config(
 
 @cache
 def backward_config(
-    dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str, with_dq: bool, lengths: bool = False
-) -> BackwardConfig:
-    """The configuration of the column kernel for head sizes D, E and a layout of block_q x block_kv tiles."""
+    dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str, with_dq: bool, lengths: bool = False,
+    narrow: bool = False,
+) -> BackwardConfig:  # fmt: skip
+    """The configuration of the column kernel for head sizes D, E and a layout of block_q x block_kv tiles.
+
+    `narrow`: its columns are windows of a few tiles, of which the edges are a tenth.
+    """
     size = padded(max(D, E))
     step = 128 if (size, block_kv, score) == (64, 128, "fold") else 64
     stages = 3 if block_kv == 64 and size < 128 else 2
-    q_stages = 3 if size < 128 and step == 64 else 2
+    q_stages = 3 if size < 128 else 2
+    # Where items are long, the loop that tells warpgroups apart takes more than it leaves out.
+    edges = narrow and (size, block_kv, score) == (128, 128, "fold")
     found = BackwardConfig(
-        dtype, size, size, block_q, block_kv, q_stages, stages, score, with_dq, lengths=lengths, step=step
+        dtype, size, size, block_q, block_kv, q_stages, stages, score, with_dq, lengths=lengths, step=step, edges=edges
     )
     return replace(found, **tuned("backward", size, size, block_q, block_kv))
 

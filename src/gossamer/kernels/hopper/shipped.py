@@ -58,6 +58,8 @@ def shipped() -> tuple[Shipped, ...]:
                 for with_dq in (True, False) if score == "fold" else (True,):
                     columns = backward_config(*tile, with_dq)
                     add("backward", columns, dtype=dtype, size=size)
+                if dtype == "bfloat16":
+                    add("backward", backward_config(*tile, True, narrow=True), dtype=dtype, size=size)
         for lengths in (False, True):  # one query behind keys that grow has them
             add("forward", forward_config(dtype, *size, 64, 64, "fold", lengths), dtype=dtype, size=size)
         if max(size) <= WIDE:

@@ -10,12 +10,13 @@ from typing import Any
 
 from gossamer.kernels.hopper.store import Kernel, directory
 
-DEVICE = Path(__file__).with_name("device")  # beside `configurations`, all that kernels are made from
+BESIDE = ("configurations", "functions")
+DEVICE = Path(__file__).with_name("device")  # with those beside it all that kernels are made from
 OLDEST = 8  # the major compute capability that kernels are compiled for
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a")
 
 
-class RadialKernel(Kernel):
+class Sums(Kernel):
     """Kept as the others are, for the device that is there."""
 
     def build(self, *key: Any) -> Any:
@@ -29,7 +30,7 @@ class RadialKernel(Kernel):
         return directory() / "radial" / f"{self.name}-{hashlib.sha256(name.encode()).hexdigest():.32}.o"
 
 
-radial = RadialKernel("radial")
+radial = Sums("radial")
 
 
 def compiles_for(major: int, minor: int) -> bool:
@@ -43,6 +44,6 @@ def compiles_for(major: int, minor: int) -> bool:
 @cache
 def _fingerprint() -> str:
     found = hashlib.sha256()
-    for path in [*sorted(DEVICE.glob("*.py")), DEVICE.with_name("configurations.py")]:
+    for path in [*sorted(DEVICE.glob("*.py")), *(DEVICE.with_name(f"{name}.py") for name in BESIDE)]:
         found.update(f"{path.name}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
     return found.hexdigest()

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 CLUSTER = 8  # consecutive particles that share a box at the lowest level
 FAN = 32  # boxes of a level in one of the next: a warp compares that many at once
 # Of a multiprocessor at least, which bounds the registers of a thread: measured on an H200, of one channel.
-BLOCKS = {"sum": 6, "sum_slopes": 5, "force": 5, "force_slopes": 4, "count": 6}
+BLOCKS = {"sum": 5, "sum_slopes": 6, "force": 6, "force_slopes": 5, "count": 6}
+QUERIES = 8  # of a warp; a Gaussian of one channel has registers for 16, which share their candidates
 FAR = 1e18  # where the particles are that fill up the last box: outside of every radius
 OPEN = 3e38  # the size of an axis that is not periodic
+
+
+NUMBERS = 11  # of a law, the last of them its unit
+
+
+@dataclass(frozen=True)
+class Own:
+    """A function of r^2 that a user wrote, known by what it is computed from.
+
+    Args:
+        digest: `functions.digest` of it.
+        numbers: how many it takes, at most 10.
+        function: see `functions.result`.
+    """
+
+    digest: str
+    numbers: int
+    function: Callable[..., Any] = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -22,13 +43,15 @@ class RadialConfig:
         periodic: along any axis.
         softened: of a force, whether its softening is over 0.
         queries: of a warp, 8 or 16.
+        own: the function of a user in the place of the Gaussian or of gravity.
     """
 
     term: str
     channels: int = 1
     periodic: bool = True
     softened: bool = False
-    queries: int = 8
+    queries: int = QUERIES
+    own: Own | None = None
 
     @property
     def payload(self) -> int:
@@ -38,7 +61,7 @@ class RadialConfig:
 
     @property
     def outputs(self) -> int:
-        of = {"sum": self.channels, "sum_slopes": 3, "force": 3, "force_slopes": 4, "count": 1}
+        of = {"sum": self.channels, "sum_slopes": 3 + self.channels, "force": 3, "force_slopes": 4, "count": 1}
         return of[self.term]
 
     @property
@@ -48,4 +71,4 @@ class RadialConfig:
 
     @property
     def blocks(self) -> int:
-        return 4 if self.channels > 1 else BLOCKS[self.term]
+        return 4 if self.channels > 1 or self.own else BLOCKS[self.term]

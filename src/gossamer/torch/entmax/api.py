@@ -111,7 +111,7 @@ def entmax_attention(
             in the mean are kept as "tau". "tau" is 4 bytes a row (8), and the backward computes the scores again. A
             compiled function always keeps tau. Lists of kernels have 96 places a row, or `top_k`.
         implementation: "torch"; "kernels", which read nothing back, and of an alpha outside [1, 2] make NaN; None takes
-            kernels for what was checked on a GPU: entmax-1.5 in 16 bits on compute capability 9.0.
+            kernels for what was checked on a GPU: alpha as a number, in 16 bits, on compute capability 9.0.
         return_aux: also return tau, the sizes of the supports, and whether `top_k` left out no key with a weight.
 
     Returns:

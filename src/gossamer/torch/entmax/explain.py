@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
-NOT_CHECKED = 'by default for entmax-1.5 in 16 bits on compute capability 9.0; implementation="kernels" asks for them'
+NOT_CHECKED = 'by default for a number as alpha, in 16 bits, on sm_90; implementation="kernels" asks for them'
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,7 @@ class BackwardConfig:
     with_dq: bool = True
     lengths: bool = False  # keys at and after a length for each batch element are not attended
     step: int = 64
+    edges: bool = False  # a warpgroup leaves out an item's first or last step of which its own keys keep nothing
 
     def __post_init__(self) -> None:
         wide = self.block_q in (64, 128, 192) and self.block_kv == 128
@@ -141,6 +142,7 @@ class BackwardConfig:
         # With more columns, or slopes of a soft cap, the registers hold no more than 64 queries.
         long = self.step == 128 and (self.D, self.score) == (64, "fold") and not self.single
         known = (self.step == 64 or long) and not (self.single and self.with_dq)
+        known = known and not (self.edges and (self.single or long))
         if self.E > self.D or self.q_stages < 2 or not known:
             raise ValueError(f"the column kernel cannot run as {self}")
         check_memory(self)
@@ -187,6 +189,7 @@ class WideConfig:
 
     block_kv = 64  # keys of an item
     blocks = 1
+    edges = False
 
     def __post_init__(self) -> None:
         if self.tile_kv not in (64, 128) or self.step != 64 or self.block_q % self.step:

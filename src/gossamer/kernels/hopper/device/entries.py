@@ -182,6 +182,19 @@ def gather(config: GatherConfig) -> Entry:
     )  # fmt: skip
 
 
+def gated(config: GatedConfig) -> Entry:
+    """The forward of gated attention."""
+    n, s = NUMBERS[config.dtype], cute.sym_int
+    B, H, G, N, units, tiles = s(), s(), s(), s(), s(), s()
+    q, k = strided(n, B, H, N), strided(n, B, G, N)
+    of_keys = [compact(x, units, N) for x in (Float32, Float32, Int32)]
+    return Entry(
+        Gated(config), q, k, strided(n, B, G, N), strided(n, B, H, N), _rows(B, H, N), *of_keys,
+        compact(Int32, units, tiles, s()), compact(Int32, units, tiles, 2), compact(Int32, units, 1, N),
+        compact(Int32, units, 1, s()), compact(Int32, 1), Float32(1), *[Int32(1)] * 3,
+    )  # fmt: skip
+
+
 def rows(config: RowsConfig) -> Entry:
     """A kernel over the columns of single rows: the forward, dQ, or dK and dV."""
     n, c, s = NUMBERS[config.dtype], config, cute.sym_int
@@ -200,19 +213,6 @@ def rows(config: RowsConfig) -> Entry:
     made = [strided(Float32 if c.shares else n, B, heads, K) for heads in [s() if c.shares else G] * 2]
     parts = part, compact(Float32, s(), 1, c.size)
     return Entry(RowsColumns(c), *given, terms, *made, *lists, *parts, lengths, *factors, *numbers)
-
-
-def gated(config: GatedConfig) -> Entry:
-    """The forward of gated attention."""
-    n, s = NUMBERS[config.dtype], cute.sym_int
-    B, H, G, N, units, tiles = s(), s(), s(), s(), s(), s()
-    q, k = strided(n, B, H, N), strided(n, B, G, N)
-    of_keys = [compact(x, units, N) for x in (Float32, Float32, Int32)]
-    return Entry(
-        Gated(config), q, k, strided(n, B, G, N), strided(n, B, H, N), _rows(B, H, N), *of_keys,
-        compact(Int32, units, tiles, s()), compact(Int32, units, tiles, 2), compact(Int32, units, 1, N),
-        compact(Int32, units, 1, s()), compact(Int32, 1), Float32(1), *[Int32(1)] * 3,
-    )  # fmt: skip
 
 
 def select(config: SelectConfig) -> Entry:

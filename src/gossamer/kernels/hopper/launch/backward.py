@@ -34,6 +34,7 @@ from gossamer.plan.problem import Problem
 
 TERMS = 128  # row terms are padded to whole tiles of this many queries
 TILE = 64  # rows of a tile of dQ's sums
+NARROW = 8  # tiles of 128 queries: a window of 900
 
 
 def backward(
@@ -90,7 +91,18 @@ def column_config(p: Problem, layout: BlockLayout, scoring: Scoring, has_lengths
     if max(p.D, p.E) > WIDE:
         return wide_config(*sizes, score, has_lengths)
     # Of tiles of 64 x 64, additions in memory take longer than a second walk.
-    return backward_config(*sizes, score, not p.deterministic and layout.columns.block_rows > TILE, has_lengths)
+    with_dq = not p.deterministic and layout.columns.block_rows > TILE
+    return backward_config(*sizes, score, with_dq, has_lengths, narrow(layout))
+
+
+def narrow(layout: BlockLayout) -> bool:
+    """Whether key tiles are windows of at most `NARROW` tiles of queries on average; where only a device knows, not."""
+    walk = (layout.host or layout).columns
+    if walk.device is not None:
+        return False
+    full, intervals, bits = (int(tiles.counts.sum()) for tiles in walk.lists.values())
+    listed = full + intervals + bits
+    return 0 < listed <= 4 * intervals and listed <= NARROW * walk.full.counts.size
 
 
 def gradients(b: Builder, p: Problem) -> list[str]:

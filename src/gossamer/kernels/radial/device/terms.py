@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, const_expr
+from cutlass import Boolean, Float32
 from cutlass._mlir.dialects import llvm
 
 from gossamer.kernels.radial.configurations import RadialConfig
+from gossamer.kernels.radial.functions import result
 
 
 @cute.jit
@@ -46,11 +47,42 @@ def assembly(code: str, *operands: Any) -> Any:
     return Float32(found)
 
 
+class Base:
+    """What functions that users write are computed by."""
+
+    where = staticmethod(select)
+
+    @staticmethod
+    def exp(x: Any) -> Any:
+        return power(x * 1.4426950408889634)
+
+    @staticmethod
+    def sqrt(x: Any) -> Any:
+        return assembly("sqrt.approx.ftz.f32 $0, $1;", x)
+
+    @staticmethod
+    def log(x: Any) -> Any:
+        return assembly("lg2.approx.ftz.f32 $0, $1;", x) * 0.6931471805599453
+
+    @staticmethod
+    def sin(x: Any) -> Any:
+        return cute.math.sin(x)
+
+    @staticmethod
+    def cos(x: Any) -> Any:
+        return cute.math.cos(x)
+
+    @staticmethod
+    def tanh(x: Any) -> Any:
+        return cute.math.tanh(x)
+
+
 class Term:
     """One kind of term."""
 
     def __init__(self, config: RadialConfig, numbers: Any) -> None:
         self.config, self.numbers, self.queries = config, numbers, config.queries
+        self.start = 0.0  # what s begins with
 
     def add(self, total: Any, k: int, step: Any, s: Any, within: Any, mine: Any, theirs: Any) -> None:
         """Of one pair."""
@@ -60,6 +92,12 @@ class Term:
         """Add x y to a sum if the pair counts."""
         at = output * self.queries + k
         total[at] = add_where(within, total[at], x, y)
+
+    def own(self, s: Any, slope: bool) -> Any:
+        """(value, derivative) of the function of a user."""
+        own = self.config.own
+        assert own is not None
+        return result(own.function, s, Base, self.numbers[: own.numbers], slope)
 
     def scaled(self, value: Any, output: int) -> Any:
         """A finished sum."""
@@ -72,38 +110,51 @@ class Count(Term):
 
 
 class Sum(Term):
-    """exp2(n_0 s) b."""
+    """exp2(n_0 s) b, or f(s) b."""
 
     def add(self, total, k, step, s, within, mine, theirs):
-        w = power(s * self.numbers[0])
+        w = power(s * self.numbers[0]) if self.config.own is None else self.own(s, False).value
         for c in range(self.config.channels):
             self.put(total, c, k, within, w, theirs[c])
 
 
 class SumSlopes(Sum):
-    """n_1 exp2(n_0 s) (a . b) step: candidates bring their values, then gradients; queries the other way round."""
+    """n_1 exp2(n_0 s) (a . b) step, then exp2(n_0 s) b: the gradients to positions, and those to values.
+
+    Candidates bring their values, then gradients; queries the other way round. Of a function of a user:
+    -2 f'(s) (a . b) step, for s > 0, since f' may be infinite at 0, and f(s) b.
+    """
 
     def add(self, total, k, step, s, within, mine, theirs):
-        w, n = power(s * self.numbers[0]), self.config.channels
+        n, apart = self.config.channels, within
+        if self.config.own is None:
+            w = value = power(s * self.numbers[0])
+        else:
+            value, slope = self.own(s, True)
+            w, apart = -2.0 * slope, within & (s > 0.0)
+        for c in range(n):
+            self.put(total, 3 + c, k, within, value, theirs[n + c])
         inner = mine[n] * theirs[0] + mine[0] * theirs[n]
         for c in range(1, n):
             inner = inner + mine[n + c] * theirs[c] + mine[c] * theirs[n + c]
         w = w * inner
         for axis, part in enumerate(step):
-            self.put(total, axis, k, within, w, part)
+            self.put(total, axis, k, apart, w, part)
 
     def scaled(self, value, output):
-        return value * self.numbers[1]
+        return value * self.numbers[1] if self.config.own is None and output < 3 else value
 
 
 class Force(Term):
-    """w(s) m step: n_0 is the squared softening, n_1 to n_9 are the polynomial's coefficients, n_10 is the unit."""
+    """w(s) m step: n_0 is the squared softening, n_1 to n_9 are the polynomial's coefficients, n_10 is the unit.
 
-    def powers(self, s, within):
-        """R^2, 1 / R, and whether the pair counts."""
-        square = s + self.numbers[0] if const_expr(self.config.softened) else s
-        apart = within if const_expr(self.config.softened) else within & (s > 0.0)
-        return square, inverse_root(square), apart
+    Or w is a function of a user, and the unit 1.
+    """
+
+    def __init__(self, config: RadialConfig, numbers: Any) -> None:
+        super().__init__(config, numbers)
+        if config.softened:
+            self.start = numbers[0]
 
     def polynomial(self, square):
         first, *rest = reversed(self.numbers[1:-1])
@@ -112,9 +163,16 @@ class Force(Term):
             p = p * square + c
         return p
 
+    def law(self, s, within):
+        """(w, whether the pair counts)"""
+        if self.config.own is not None:
+            return self.own(s, False).value, within & (s > 0.0)
+        inverse = inverse_root(s)  # s has the softening in it, if there is one
+        apart = within if self.config.softened else within & (s > 0.0)
+        return inverse * inverse * inverse - self.polynomial(s), apart
+
     def add(self, total, k, step, s, within, mine, theirs):
-        square, inverse, apart = self.powers(s, within)
-        w = inverse * inverse * inverse - self.polynomial(square)
+        w, apart = self.law(s, within)
         w = w * theirs[0]
         for axis, part in enumerate(step):
             self.put(total, axis, k, apart, w, part)
@@ -127,20 +185,32 @@ class Force(Term):
 class ForceSlopes(Force):
     """The gradients of a force to positions and masses: see `gossamer.particles.terms.force_slopes`.
 
-    Both bring the mass, then the gradient of the force.
+    Both bring the mass, then the gradient of the force. s is without softening: whether it is 0 is looked at.
     """
 
-    def add(self, total, k, step, s, within, mine, theirs):
-        square, inverse, _ = self.powers(s, within)
-        apart = within & (s > 0.0)  # its own products cancel only in exact arithmetic
-        last, *rest = reversed(self.numbers[1:-1])
-        p, slope = last, Float32(0.0)
+    def __init__(self, config: RadialConfig, numbers: Any) -> None:
+        Term.__init__(self, config, numbers)
+
+    def slopes(self, s, within):
+        """(w, 2 w')"""
+        if self.config.own is not None:
+            found = self.own(s, True)
+            return found.value, 2.0 * found.slope
+        square = s + self.numbers[0] if self.config.softened else s
+        inverse = inverse_root(square)
+        slope, *rest = reversed(self.numbers[1:-1])
+        first, *rest = rest
+        p = slope * square + first
         for c in rest:
             slope = slope * square + p
             p = p * square + c
         twice = inverse * inverse
         cube = twice * inverse
-        w, slope = cube - p, -3.0 * cube * twice - 2.0 * slope
+        return cube - p, -3.0 * cube * twice - 2.0 * slope
+
+    def add(self, total, k, step, s, within, mine, theirs):
+        apart = within & (s > 0.0)  # its own products cancel only in exact arithmetic
+        w, slope = self.slopes(s, within)
         turned = [mine[0] * theirs[1 + axis] - theirs[0] * mine[1 + axis] for axis in range(3)]
         along = slope * (step[0] * turned[0] + step[1] * turned[1] + step[2] * turned[2])
         for axis in range(3):

@@ -27,16 +27,18 @@ class Step(IntEnum):
     """The words that describe 64 queries of a step.
 
     QUERY is the first one; ENTRY an interval's row in lo and hi, -1 for all keys that exist, and of bits the first row
-    in the pool; WORD the first word in such a row.
+    in the pool; WORD the first word in such a row; KEPT, for each of two warpgroups, the kind for its keys alone, where
+    KIND is INTERVAL and the configuration has `edges`.
     """
 
-    KIND, QUERY, ENTRY, WORD, HEAD, BATCH = range(6)
+    KIND, QUERY, ENTRY, WORD, HEAD, BATCH, KEPT = range(7)
 
 
 class Kind(IntEnum):
     """What a step of rows, or 64 queries of one of columns, keeps: all pairs, an interval of each row, set bits.
 
-    END: there is no such step, the item is over. NOTHING: they fill up a step. EDGE: the keys of rows that exist.
+    END: there is no such step, the item is over. NOTHING: they fill up a step, or none of a warpgroup's keys keeps any.
+    EDGE: the keys of rows that exist. What a step of columns computes comes before END.
     """
 
     FULL, INTERVAL, BITS, END, NOTHING, EDGE = range(6)

@@ -65,17 +65,26 @@ class ColumnConsumer(Opaque):
             kind = self.masks.load(block.q.wait_full_at(n))
             block.v.wait_full(0, turn & 1)
             begin = m
-            while kind != Kind.END:
+            n, m, kind = self.start(n, m, kind)
+            while self.goes_on(kind):
                 self.step(n, m, begin)
                 n += 1
                 m += 1
                 kind = self.masks.load(block.q.wait_full_at(n))
-            self.finish(n, m, begin)
+            n, m = self.finish(n, m, begin, kind)
             block.q.release_at(n)
             n += 1
             turn += 1
             block.k.wait_full(0, turn & 1)
             running = block.item[ColumnItem.VALID]
+
+    def goes_on(self, kind: Any) -> Any:
+        """Whether the loop computes a step of this kind."""
+        return kind != Kind.END
+
+    def start(self, n: Any, m: Any, kind: Any) -> Any:
+        """What comes before an item's steps: nothing. Returns stages and kind of the first step."""
+        return n, m, kind
 
     @cute.jit
     def step(self, n, m, begin):
@@ -162,11 +171,15 @@ class ColumnConsumer(Opaque):
         instructions.convert(acc, self.frag_ds)
 
     @cute.jit
-    def finish(self, n, m, begin):
-        """The end of an item: `n` and `m` are the stages after its steps, of which the first was `begin`."""
+    def finish(self, n, m, begin, kind):
+        """The end of an item: `n` and `m` are the stages after its steps, of which the first was `begin`.
+
+        Returns the stages behind the item's last.
+        """
         slot = self.block.item[ColumnItem.SLOT]
         cute.arch.sync_warp()
         self.store(slot)
+        return n, m
 
     @cute.jit
     def store(self, slot):

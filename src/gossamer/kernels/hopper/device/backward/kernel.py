@@ -19,7 +19,8 @@ from gossamer.kernels.hopper.device.backward.common import STAGES, STEP
 from gossamer.kernels.hopper.device.backward.consume import ColumnConsumer
 from gossamer.kernels.hopper.device.backward.masks import TileColumnMasks
 from gossamer.kernels.hopper.device.backward.pair import PairConsumer
-from gossamer.kernels.hopper.device.backward.produce import ColumnWork, Producer, Sender
+from gossamer.kernels.hopper.device.backward.produce import ColumnWork, Producer
+from gossamer.kernels.hopper.device.backward.send import Sender
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, RingPair
 from gossamer.kernels.hopper.device.configurations import BackwardConfig
 from gossamer.kernels.hopper.device.row_items import ITEM

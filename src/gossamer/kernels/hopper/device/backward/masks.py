@@ -52,6 +52,9 @@ class TileColumnMasks(Opaque):
         kind = cute.arch.make_warp_uniform(steps[Step.KIND, place])
         entry = steps[Step.ENTRY, place]
         keys = self.block.attended
+        if const_expr(self.config.edges):  # noqa: SIM102
+            if kind == Kind.INTERVAL:
+                kind = cute.arch.make_warp_uniform(steps[Step.KEPT + self.thread.warpgroup, place])
         if kind == Kind.INTERVAL:
             for r in cutlass.range_constexpr(instructions.ROWS):
                 key = self.block.item[ColumnItem.TILE] * self.config.block_kv + self.thread.row + 8 * r

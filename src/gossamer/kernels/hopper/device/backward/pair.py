@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import const_expr
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from gossamer.kernels.hopper.device.backward.block import TileColumnBlock
-from gossamer.kernels.hopper.device.backward.common import STAGES, ColumnBarrier, row_terms
+from gossamer.kernels.hopper.device.backward.common import STAGES, ColumnBarrier, Kind, row_terms
 from gossamer.kernels.hopper.device.backward.consume import ColumnConsumer
 from gossamer.kernels.hopper.device.column_items import ColumnItem
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP
@@ -93,9 +93,7 @@ class PairConsumer(ColumnConsumer):
         issue(self.mma_dv, self.acc_dv, self.frag_p, self.frag_dot[None, None, None, do_stage], True)
         if const_expr(c.with_dq):
             warpgroup.wait_group(1)
-            # The other warpgroup may write dS of the step before the last again.
-            number = ColumnBarrier.SCORE_GRADIENT + 2 * (1 - self.thread.warpgroup) + (m & 1)
-            cute.arch.barrier_arrive(barrier_id=number, number_of_threads=2 * WARPGROUP)
+            self.tell_other(m)
             if started:
                 self.put_dq(acc_dq)
         # dK += dS^T Q
@@ -103,26 +101,78 @@ class PairConsumer(ColumnConsumer):
         if const_expr(self.halves > 1):  # the next S takes the registers of P
             warpgroup.wait_group(1)
 
+    def goes_on(self, kind: Any) -> Any:
+        """Whether the loop computes a step of this kind: a last one that is left out ends it."""
+        return kind < Kind.END if self.config.edges else super().goes_on(kind)
+
     @cute.jit
-    def finish(self, n, m, begin):
-        """The end of an item, with what its last step has left."""
+    def start(self, n, m, kind):
+        """Leave out an item's first step, of which this warpgroup's keys keep nothing."""
+        if const_expr(self.config.edges):  # noqa: SIM102
+            if kind == Kind.NOTHING:
+                self.leave_out(m)
+                n += 1
+                m += 1
+                kind = self.masks.load(self.block.q.wait_full_at(n))
+        return n, m, kind
+
+    @cute.jit
+    def leave_out(self, m):
+        """Of step `m`, of which this warpgroup's keys keep nothing, zeros for dQ.
+
+        No product is issued here: the compiler would end those of all steps before the next begins.
+        """
+        stage, phase = self.block.dout.place(m)
+        self.block.dout.wait_full(stage, phase)
+        if const_expr(self.config.with_dq):
+            cute.recast_tensor(self.frag_ds, Int32).fill(0)
+            self.put_score_gradient(m)
+            self.tell_other(m)
+
+    @cute.jit
+    def finish(self, n, m, begin, kind):
+        """The end of an item, with what its last step has left, and a last one that is left out."""
         c, block = self.config, self.block
         if m != begin:
-            if const_expr(c.with_dq):
-                acc_dq = accumulator(self.mma_dq, self.dq_columns)
-                self.wait_for_other(m - 1)
-                self.issue_dq(acc_dq, m - 1)
-                warpgroup.wait_group(0)
-                self.put_dq(acc_dq)
+            # The order of each is that by which its loop is faster.
+            if const_expr(c.with_dq and not c.edges):
+                self.last_dq(m - 1)
             else:
                 warpgroup.wait_group(0)
             block.dout.release_at(m - 1)
             block.q.release_at(n - 1)
+            if const_expr(c.with_dq and c.edges):
+                self.last_dq(m - 1)
+        if const_expr(c.edges):  # noqa: SIM102
+            if kind == Kind.NOTHING:
+                self.leave_out(m)
+                if const_expr(c.with_dq):
+                    self.last_dq(m)
+                block.dout.release_at(m)
+                block.q.release_at(n)
+                n += 1
+                m += 1
+                block.q.wait_full_at(n)
         block.v.release(0)
         slot = block.item[ColumnItem.SLOT]
         cute.arch.sync_warp()
         block.k.release(0)
         self.store(slot)
+        return n, m
+
+    @cute.jit
+    def last_dq(self, m):
+        """dQ of step `m`, beside nothing."""
+        acc_dq = accumulator(self.mma_dq, self.dq_columns)
+        self.wait_for_other(m)
+        self.issue_dq(acc_dq, m)
+        warpgroup.wait_group(0)
+        self.put_dq(acc_dq)
+
+    def tell_other(self, m: Any) -> None:
+        """The other warpgroup may read dS of step `m`, and write that of the step before the last again."""
+        number = ColumnBarrier.SCORE_GRADIENT + 2 * (1 - self.thread.warpgroup) + (m & 1)
+        cute.arch.barrier_arrive(barrier_id=number, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def wait_for_other(self, m):

@@ -1,4 +1,4 @@
-"""The producer warp and the sending warps of the column kernels."""
+"""The producer warp of the column kernels."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from gossamer.kernels.hopper.device.backward.block import ColumnBlock, TileColumnBlock
-from gossamer.kernels.hopper.device.backward.common import STEP, ColumnBarrier, Kind, Step, bulk_add
+from gossamer.kernels.hopper.device.backward.block import TileColumnBlock
+from gossamer.kernels.hopper.device.backward.common import STEP, Kind, Step, two_rows
 from gossamer.kernels.hopper.device.column_items import SEGMENT, ColumnItem, Segment
-from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Opaque, Ring, within_keys
+from gossamer.kernels.hopper.device.common import FAR, ROWS, Opaque, Ring, within_keys
 from gossamer.kernels.hopper.device.row_items import ITEM
 from gossamer.kernels.hopper.device.tiles import Tma, partition, tile_loader
 from gossamer.kernels.hopper.device.work import WorkList
@@ -82,6 +82,38 @@ class RowLoader(Opaque):
             cute.copy(cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32), from_, to, mbar_ptr=full)
 
 
+class EdgeKinds(Opaque):
+    """What a warpgroup's keys keep of an interval tile: even lanes know it of the first, odd lanes of the second."""
+
+    def __init__(self, block: TileColumnBlock) -> None:
+        self.block = block
+        # The first query that some key keeps and the one behind the last; and those of all keys.
+        self.some, self.all = two_rows(Int32), two_rows(Int32)
+
+    @cute.jit
+    def load(self, lead, tile, intervals):
+        """Of the keys of a tile, if it has so many intervals."""
+        a, keys = self.block.arguments, self.block.attended
+        first = tile * self.block.config.block_kv + cute.arch.lane_idx() % 2 * ROWS
+        for bounds in (self.some, self.all):
+            bounds[0], bounds[1] = Int32(FAR), Int32(-FAR)
+        if intervals > 0 and first < keys:
+            last = cutlass.min(first + ROWS, keys) - 1  # both bounds ascend with the keys
+            self.some[0], self.some[1] = a.lo[lead, first], a.hi[lead, last]
+            if first + ROWS <= keys:
+                self.all[0], self.all[1] = a.lo[lead, last], a.hi[lead, first]
+
+    @cute.jit
+    def kind(self, first, at_end):
+        """Of 64 queries; only at an end of an item it may be nothing."""
+        kind = Int32(Kind.INTERVAL)
+        if self.all[0] <= first and self.all[1] >= first + ROWS:
+            kind = Int32(Kind.FULL)
+        elif at_end and (self.some[0] >= first + ROWS or self.some[1] <= first):
+            kind = Int32(Kind.NOTHING)
+        return kind
+
+
 class Producer(Opaque):
     """The warp that takes items and loads K, V, and Q and dO of each step, by TMA."""
 
@@ -102,6 +134,7 @@ class Producer(Opaque):
         lane = cute.arch.lane_idx()
         turn, n, m = Int32(0), Int32(0), Int32(0)  # items, stages of Q, stages of dO so far
         half = Int32(0)  # of the step that is being filled
+        own = EdgeKinds(block)
         word = work.first()
         running = Int32(1)
         while running != 0:
@@ -119,6 +152,7 @@ class Producer(Opaque):
                 keys = block.attended
                 ragged = Int32(1) if tile * c.block_kv + c.block_kv > keys else Int32(0)
                 self.load_k.fill(0, block.k.full, tile, group, batch)
+                started = n
                 v_pending = Int32(1)  # V comes after the first Q
                 first, head, value = Int32(0), Int32(0), Int32(0)
                 for s in cutlass.range(count, unroll=1):
@@ -139,7 +173,16 @@ class Producer(Opaque):
                         last = tile * c.block_kv + c.block_kv - 1
                         last = last if last < keys else keys - 1
                         lowest, highest = a.lo[lead, tile * c.block_kv], a.hi[lead, last]
-                    for i in cutlass.range(total, unroll=1):
+                    if const_expr(c.edges):
+                        own.load(lead, tile, intervals)
+                    # The first tile of an interval comes first: of its first step a warpgroup may keep nothing.
+                    early = Int32(1) if const_expr(c.edges) and intervals > 0 else Int32(0)
+                    for place in cutlass.range(total, unroll=1):
+                        i = place
+                        if place < early:
+                            i = fulls
+                        elif place < fulls + early:
+                            i = place - early
                         kind = Int32(Kind.FULL)
                         entry = Int32(0)
                         at = at_full + i
@@ -155,6 +198,7 @@ class Producer(Opaque):
                             # Keys that do not exist have score 0: far above a very negative lse, p overflows.
                             kind, entry = Int32(Kind.INTERVAL), Int32(-1)
                         begin = a.lists[0, at] * c.block_q
+                        end = cutlass.min(begin + c.block_q, block.queries)
                         for p in cutlass.range(c.block_q // ROWS, unroll=1):
                             first = begin + p * ROWS
                             wanted = first < block.queries
@@ -162,11 +206,17 @@ class Producer(Opaque):
                                 wanted = wanted and lowest < first + ROWS and highest > first
                             if wanted:
                                 value = kind
-                                for place, known, times in (
+                                if const_expr(c.edges):
+                                    following = first + ROWS
+                                    last = s == count - 1 and place == total - 1
+                                    last = last and (following >= end or following >= highest)
+                                    if kind == Kind.INTERVAL and entry >= 0 and lane >= Step.KEPT:
+                                        value = own.kind(first, n == started or last)
+                                for word_place, known, times in (
                                     (Step.QUERY, first, 1), (Step.ENTRY, entry, 1), (Step.WORD, p, ROWS // 32),
                                     (Step.HEAD, head, 1), (Step.BATCH, batch, 1),
                                 ):  # fmt: skip
-                                    if lane == place:
+                                    if lane == word_place:
                                         value = known * times
                                 self.load_q.load(n, half, first, head, batch, value)
                                 if v_pending != 0:
@@ -201,88 +251,3 @@ class Producer(Opaque):
         if self.halves == 1:
             return n + 1, m + 1, half
         return n + half, m + half, 1 - half
-
-
-class Sender(Opaque):
-    """A warp that sends what a computing warpgroup leaves in shared memory: dQ of each step, dK and dV of each item."""
-
-    def __init__(self, block: ColumnBlock, group: Any) -> None:
-        self.config, self.block, self.group = block.config, block, group
-        self.dk_from, self.dk_to = partition(block.arguments.dk, block.s_dk, ROWS, self.config.D)
-        self.dv_from, self.dv_to = partition(block.arguments.dv, block.s_dv, ROWS, self.config.E)
-
-    @cute.jit
-    def send(self, groups: cutlass.Constexpr, sends_dq: cutlass.Constexpr):
-        """All items of the warpgroup. Of a block's only one, K and V make room for dK and dV."""
-        a, block, item, group = self.block.arguments, self.block, self.block.item, self.group
-        turn, n = Int32(0), Int32(0)
-        block.k.wait_full(0, turn & 1)
-        running = item[ColumnItem.VALID]
-        while running != 0:
-            batch, head, tile = item[ColumnItem.BATCH], item[ColumnItem.GROUP], item[ColumnItem.TILE]
-            slot = item[ColumnItem.SLOT]
-            cute.arch.sync_warp()
-            if const_expr(groups > 1):
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(block.k.empty)
-            if const_expr(sends_dq):
-                n = self.send_dq(n)
-            self.exchange()
-            if slot < 0:
-                cute.copy(a.dv.atom, self.dv_from[None, group], self.dv_to[None, tile * groups + group, head, batch])
-                cute.copy(a.dk.atom, self.dk_from[None, group], self.dk_to[None, tile * groups + group, head, batch])
-                cute.arch.cp_async_bulk_commit_group()
-            if const_expr(groups == 1):
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(block.k.empty)
-                    cute.arch.mbarrier_arrive(block.v.empty)
-            turn += 1
-            block.k.wait_full(0, turn & 1)
-            running = item[ColumnItem.VALID]
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    @cute.jit
-    def send_dq(self, n):
-        """Add dQ of an item's steps, which begin with stage `n` of Q, to its sums; returns the stage after its last."""
-        block = self.block
-        # An item's own batch element stays apart from its steps': a stage of kind END says nothing of it.
-        kind, first, head, batch = self.follow(n)
-        n += 1
-        while kind != Kind.END:
-            self.exchange()
-            # Half of the columns of 64 queries, or all of them.
-            shares = const_expr(2 if self.config.step == ROWS else 1)
-            row = block.arguments.dq_sum[batch, head, first // ROWS, None]
-            share = self.group if const_expr(shares > 1) else 0
-            target = cute.local_tile(row, (ROWS * self.config.D // shares,), (share,))
-            if const_expr(shares > 1) or kind != Kind.NOTHING:
-                with cute.arch.elect_one():
-                    staged = block.staging[None, None, None, self.group]
-                    bulk_add(target.iterator, staged.iterator, 4 * cute.size(target))
-            cute.arch.cp_async_bulk_commit_group()
-            kind, first, head, batch = self.follow(n)
-            n += 1
-        return n
-
-    @cute.jit
-    def follow(self, n):
-        """(kind, first query, head, batch) of those queries of step `n` whose dQ the warpgroup makes or shares."""
-        steps, halves = self.block.steps, self.config.step // ROWS
-        stage = self.block.q.wait_full_at(n)
-        place = stage * halves + (self.group if const_expr(halves > 1) else 0)
-        kind, first = steps[Step.KIND, place], steps[Step.QUERY, place]
-        head, batch = steps[Step.HEAD, place], steps[Step.BATCH, place]
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.block.q.empty + stage)
-        return kind, first, head, batch
-
-    @cute.jit
-    def exchange(self):
-        """Let the warpgroup write its staging memory, and wait until it has."""
-        threads = WARPGROUP + 32
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.barrier_arrive(barrier_id=ColumnBarrier.STAGING_FREE + self.group, number_of_threads=threads)
-        cute.arch.barrier(barrier_id=ColumnBarrier.STAGING_FULL + self.group, number_of_threads=threads)

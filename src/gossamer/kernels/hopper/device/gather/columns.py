@@ -18,7 +18,8 @@ from gossamer.kernels.hopper.device.backward.common import Kind, Step, shift
 from gossamer.kernels.hopper.device.backward.consume import ColumnConsumer
 from gossamer.kernels.hopper.device.backward.kernel import ColumnKernel
 from gossamer.kernels.hopper.device.backward.masks import clear_pairs
-from gossamer.kernels.hopper.device.backward.produce import ColumnWork, Sender
+from gossamer.kernels.hopper.device.backward.produce import ColumnWork
+from gossamer.kernels.hopper.device.backward.send import Sender
 from gossamer.kernels.hopper.device.column_items import ColumnItem, Segment
 from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Opaque, RingPair, computing_thread
 from gossamer.kernels.hopper.device.gather.block import GatherColumnArguments, GatherColumnBlock
