@@ -82,12 +82,15 @@ def test_lists_that_are_cut_give_no_numbers(device: str) -> None:
     cut, full = gp.Neighbors.allocate(x, 0.3, 1.0, 32), gp.Neighbors.allocate(x, 0.3, 1.0)
     q, k, v = (torch.randn(300, 2, 16, device=device, requires_grad=True) for _ in range(3))
     out = gp.neighbor_attention(q, k, v, cut)
-    over = full.counts > 32
+    over, absent = full.counts > 32, out.isnan().all(-1).all(-1)
     assert cut.overflow and 0 < over.sum() < 300
-    assert out[over].isnan().all()
-    torch.testing.assert_close(out[~over], gp.neighbor_attention(q, k, v, full)[~over], rtol=2e-3, atol=2e-3)
+    assert absent[over].all()
+    if device == "cpu":  # on a GPU the lists of groups of particles are cut as well
+        assert torch.equal(absent, over)
+    whole = gp.neighbor_attention(q, k, v, full)
+    torch.testing.assert_close(out[~absent], whole[~absent], rtol=2e-3, atol=2e-3)
     got = torch.autograd.grad(out.sum(), (q, k, v))
-    right = torch.autograd.grad(gp.neighbor_attention(q, k, v, full).sum(), (q, k, v))
+    right = torch.autograd.grad(whole.sum(), (q, k, v))
     for a, b in zip(got, right, strict=True):
         assert a[over].isnan().any(-1).all()
         sure = ~a.isnan()

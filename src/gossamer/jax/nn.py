@@ -24,7 +24,9 @@ def __getattr__(name: str) -> Any:
     try:
         importlib.import_module("flax.nnx")
     except ModuleNotFoundError as error:
-        raise ImportError("gossamer.jax.nn.MultiHeadAttention needs flax: pip install flax", name="flax") from error
+        raise ImportError(
+            "gossamer.jax.nn.MultiHeadAttention needs flax, which no extra installs", name="flax"
+        ) from error
     return importlib.import_module("gossamer.jax.nnx").MultiHeadAttention
 
 
