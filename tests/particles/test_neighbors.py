@@ -8,6 +8,8 @@ import torch
 
 import gossamer as gs
 from gossamer import particles as gp
+from gossamer.particles import attend_torch
+from gossamer.particles.attend import Attending
 from gossamer.particles.geometry import nearest
 from tests.particles import oracle
 
@@ -78,6 +80,7 @@ def test_attention_and_its_gradients(kernel: str, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_lists_that_are_cut_give_no_numbers(device: str) -> None:
+    torch.manual_seed(0)
     x = torch.rand(300, 3, device=device)
     cut, full = gp.Neighbors.allocate(x, 0.3, 1.0, 32), gp.Neighbors.allocate(x, 0.3, 1.0)
     q, k, v = (torch.randn(300, 2, 16, device=device, requires_grad=True) for _ in range(3))
@@ -95,6 +98,33 @@ def test_lists_that_are_cut_give_no_numbers(device: str) -> None:
         assert a[over].isnan().any(-1).all()
         sure = ~a.isnan()
         torch.testing.assert_close(a[sure], b[sure], rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("by", ["chunks", "products"])
+def test_gradients_of_keys_that_cut_lists_leave_out(by: str) -> None:
+    """Few neighbours: a key may be in no cut list, and yet lack what a cut row would have given it."""
+    for seed in range(10):
+        torch.manual_seed(seed)
+        N, capacity = int(torch.randint(20, 120, (1,))), int(torch.randint(2, 6, (1,)))
+        x = torch.rand(N, 2)
+        cut, full = gp.Neighbors.allocate(x, 0.12, 1.0, capacity), gp.Neighbors.allocate(x, 0.12, 1.0)
+        q, k, v = (torch.randn(N, 2, 8, requires_grad=True) for _ in range(3))
+        dout = torch.randn(N, 2, 8)
+
+        def gradients(lists: gp.Neighbors) -> tuple[torch.Tensor, ...]:
+            if by == "chunks":
+                out = gp.neighbor_attention(q, k, v, lists, scale=0.3)  # noqa: B023
+            else:  # as it is computed in float32 on a GPU
+                order, back = attend_torch._moves(lists)
+                moved = (one[order].transpose(0, 1)[None] for one in (q, k, v))  # noqa: B023
+                out = attend_torch._products(Attending(0.3, None, (1.0, 1.0)), lists, *moved).out[back]
+            return torch.autograd.grad(out, (q, k, v), dout)  # noqa: B023
+
+        over = full.counts > capacity
+        for found, right in zip(gradients(cut), gradients(full), strict=True):
+            assert found[over].isnan().all()
+            sure = ~found.isnan()
+            torch.testing.assert_close(found[sure], right[sure], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -46,14 +46,32 @@ def _whole(x: Tensor, cut: Tensor) -> Tensor:
 
 def _products(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> Rows:
     """By a gathering kernel: rows of 64 places along the curve share most of their neighbours."""
-    M = neighbors.capacity
-    lists = Indices(neighbors.places[None, None], neighbors.sizes.clamp(max=M)[None, None])
-    out, lse = attention(q, k, v, lists, scale=call.scale, return_lse=True)
+    places, cut = neighbors.places, neighbors.cut
+    N, M = places.shape
+    lists = Indices(places[None, None], neighbors.sizes.clamp(max=M)[None, None])
+    # A key that a cut list leaves out lacks that row's part of its gradient. Its own list, if whole, has the row.
+    unsure = cut | (cut[places.clamp(max=N - 1).long()] & (places < N)).any(1)
+    out, lse = attention(q, *(_Unsure.apply(x, unsure) for x in (k, v)), lists, scale=call.scale, return_lse=True)
     # A product, so that gradients of what is cut are no numbers either.
-    whole = torch.where(neighbors.cut, float("nan"), 1.0)
+    whole = torch.where(cut, float("nan"), 1.0)
     return Rows(
         out[0].transpose(0, 1) * whole[:, None, None].to(out.dtype), lse[0].transpose(0, 1) * whole[:, None]
     )  # fmt: skip
+
+
+class _Unsure(torch.autograd.Function):
+    """Keys (1, H, N, D) as they are, whose gradients are no numbers where `unsure` (N,)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, unsure: Tensor) -> Tensor:
+        ctx.save_for_backward(unsure)
+        return x.view_as(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        (unsure,) = ctx.saved_tensors
+        return dx.masked_fill(unsure[:, None], float("nan")), None
 
 
 class _Attend(torch.autograd.Function):
