@@ -51,7 +51,8 @@ def _products(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Te
     lists = Indices(places[None, None], neighbors.sizes.clamp(max=M)[None, None])
     # A key that a cut list leaves out lacks that row's part of its gradient. Its own list, if whole, has the row.
     unsure = cut | (cut[places.clamp(max=N - 1).long()] & (places < N)).any(1)
-    out, lse = attention(q, *(_Unsure.apply(x, unsure) for x in (k, v)), lists, scale=call.scale, return_lse=True)
+    k, v = (_Unsure.apply(x, unsure) for x in (k, v))
+    out, lse = attention(q, k, v, lists, scale=call.scale, return_lse=True)
     # A product, so that gradients of what is cut are no numbers either.
     whole = torch.where(cut, float("nan"), 1.0)
     return Rows(
