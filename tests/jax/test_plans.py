@@ -202,3 +202,10 @@ def test_forms_of_tensors() -> None:
     two, of_two = gsj.attention(x[0, :, 0], x[0, :, 0], x[0, :, 0], gs.Causal(), return_residual=True)
     assert two.shape == (100, 8) and of_two.shape == (100,)
     assert jnp.abs(two - out[0, :, 0]).max() < 1e-6
+
+
+def test_terms_of_a_plan_are_checked() -> None:
+    q = jnp.ones((1, 8, 1, 4))
+    for wrong in ({"key_lengths": [3]}, {"sink_logits": q}, {"scale": "a"}, {"softcap": True}, {"deterministic": 2}):
+        with pytest.raises(TypeError, match=next(iter(wrong))):
+            gsj.prepare(gs.Causal(), q, q, **wrong)

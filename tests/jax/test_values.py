@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -145,3 +146,12 @@ def test_dense_masks_and_sparse_matrices() -> None:
     x = x._replace(keep=one)
     compare(x, run(x, jax.numpy.asarray(one)), ROUNDING["float32"])
     compare(x, run(x, BCSR.fromdense(one.astype(np.float32))), ROUNDING["float32"])
+
+
+def test_scores_that_are_no_numbers_are_not_an_empty_row() -> None:
+    q, k, v = (jax.random.normal(jax.random.key(n), (1, 6, 1, 4)) for n in range(3))
+    for at, rows in ((q.at[0, 2].set(jnp.nan), [2]), (q, [])):
+        out, lse = gsj.attention(at, k, v, gs.Causal(), return_residual=True)
+        assert [i for i in range(6) if jnp.isnan(out[0, i]).all()] == rows
+        assert [i for i in range(6) if jnp.isnan(lse[0, i]).all()] == rows
+    assert jnp.isnan(gsj.attention(1e20 * q, 1e20 * k, v)).any()

@@ -192,3 +192,10 @@ def test_wrong_calls() -> None:
         layer.step(draw(B=1)[:, 0], cache)
     with pytest.raises(ValueError, match="cache must be of this layer"):
         make(window=1).step(draw()[:, 0], cache)
+
+
+def test_a_cache_of_another_layer_is_refused() -> None:
+    x = torch.randn(2, 16)
+    _, cache = gs.nn.SparseKAttention(16, 4, 2, k_keep=4, window=2).step(x)
+    with pytest.raises(ValueError, match="4 keys kept"):
+        gs.nn.SparseKAttention(16, 4, 2, k_keep=8, window=2).step(x, cache)

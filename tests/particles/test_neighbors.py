@@ -212,3 +212,25 @@ def test_attention_in_16_bits(kernel: str, D: int, E: int, N: int) -> None:
     right = torch.autograd.grad(wanted[0], exact[used], weights.double().cpu())
     for one, other in zip(got, right, strict=True):
         assert (one.double().cpu() - other).abs().max() <= limit * other.abs().max()
+
+
+def test_positions_that_are_not_finite() -> None:
+    """What is near them nobody knows: nothing is a number."""
+    x = torch.rand(80, 3)
+    x[3, 1] = float("nan")
+    cells = gp.Cells.build(x, 0.3)
+    assert gp.radial_sum(cells, 1.0, gp.Gaussian(0.1)).isnan().all()
+    assert gp.radial_force(cells, 1.0, gp.ShortRangeGravity(0.05, 0.01)).isnan().all()
+    neighbors = gp.Neighbors.allocate(x, 0.3, capacity=80)
+    q = torch.randn(80, 8)
+    assert neighbors.overflow and gp.neighbor_attention(q, q, q, neighbors).isnan().all()
+    with pytest.raises(ValueError, match="x must be finite"):
+        gp.Neighbors.allocate(x, 0.3)
+
+
+def test_types_of_neighbor_attention() -> None:
+    x = torch.rand(40, 3)
+    neighbors = gp.Neighbors.allocate(x, 0.3)
+    for given in ((x.int(), x.int(), x.int()), (x, x.half(), x), (None, x, x), (x[:, :0], x[:, :0], x)):
+        with pytest.raises(ValueError, match=r"must be of|q and k"):
+            gp.neighbor_attention(*given, neighbors)

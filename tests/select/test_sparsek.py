@@ -325,3 +325,13 @@ def test_memory_is_of_the_length() -> None:
 def test_errors(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(torch.randn(2, 5))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.func itself
+def test_forward_mode_and_transforms_are_refused() -> None:
+    u = torch.randn(8)
+    for function in (lambda u: gs.sparsek(u, 2).m, lambda u: gs.sparsek_causal(u, 2).tau):
+        with pytest.raises(gs.Unsupported, match=r"torch\.func"):
+            torch.func.jvp(function, (u,), (u,))
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(gs.Unsupported, match="forward-mode"):
+            function(torch.autograd.forward_ad.make_dual(u, u))

@@ -88,7 +88,7 @@ def forward(
             return top, a * total + b * total_new, a[..., None] * out + b[..., None] * out_new
 
         m, total, out = c.loop(items, tiles, pieces, partial, step, differentiable)
-        some = total > 0
+        some = total != 0  # a sum that is no number is not that of an empty row
         total = jnp.where(some, total, 1.0)
         out = jnp.where(some[..., None], out / total[..., None], 0.0)
         return out, jnp.where(some, jnp.where(some, m, 0.0) + jnp.log(total), -jnp.inf)[..., None]

@@ -114,6 +114,7 @@ def prepare(
 
     Raises:
         ValueError: the pattern does not fit, or is an array whose numbers are not known yet.
+        TypeError: a term is of another type.
 
     Examples:
         >>> q = jax.ShapeDtypeStruct((2, 4096, 8, 64), jnp.bfloat16)
@@ -121,6 +122,12 @@ def prepare(
         >>> plan.Q, plan.K
         (4096, 4096)
     """
+    for name, flag in (("key_lengths", key_lengths), ("sink_logits", sink_logits), ("deterministic", deterministic)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, whether calls have them; got {describe(flag)}")
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float, np.number))):
+            raise TypeError(f"{name} must be a number or None; got {describe(number)}")
     value = key if value is None else value
     (B, Q, H, D), (_, K, G, _), (*_, E) = shape_of(query, "query"), shape_of(key, "key"), shape_of(value, "value")
     terms = {"key_lengths": key_lengths, "sink_logits": sink_logits, "softcap": softcap is not None}

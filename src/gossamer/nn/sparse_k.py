@@ -116,10 +116,10 @@ class SparseKAttention(nn.Module):
         k, v, u = k[:, :, 0], v[:, :, 0], self.scores(x, 0 if cache is None else cache.position)[..., 0]
         if cache is None:
             cache = empty(k, v, u, self.k_keep, self.window)
-        elif cache.tau.shape != u.shape or cache.near_k.shape[2] != self.window + 1:
+        elif (cache.tau.shape, cache.near_k.shape[2], cache.kept.u.shape[2]) != (u.shape, self.window + 1, self.k_keep):
             raise ValueError(
                 f"cache must be of this layer and of a batch of {len(x)}; it is of a batch of {len(cache.tau)} with "
-                f"a window of {cache.near_k.shape[2] - 1}"
+                f"a window of {cache.near_k.shape[2] - 1} and {cache.kept.u.shape[2]} keys kept"
             )
         cache = add(cache, k, v, u, self.k_keep)
         out = self._attend(q[:, :, 0], cache)

@@ -10,6 +10,7 @@ from gossamer.particles.laws import positive
 from gossamer.particles.neighbors import Neighbors
 
 KERNELS = ("dot", "gaussian", "dot+gaussian")
+TYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def neighbor_attention(
@@ -58,17 +59,26 @@ def neighbor_attention(
     v = v[:, None] if flat else v
     if len(v.shape) != 3 or v.shape[0] != N:
         raise ValueError(f"v must be ({N}, E) or ({N}, H, E); got {tuple(v.shape)}")
+    if not edge.is_real(v):
+        raise ValueError(f"v must be of real numbers; got {v.dtype}")
     if kernel == "gaussian":
         if q is not None or k is not None or scale is not None:
             raise ValueError('q, k and scale must be None for kernel "gaussian", which has no products')
         q = k = v[:, :, :0]
+    elif q is None or k is None:
+        raise ValueError(f"q and k are needed for kernel {kernel!r}")
     else:
         q, k = (one[:, None] if len(one.shape) == 2 and flat else one for one in (q, k))
         _, H, _ = v.shape
         if q.shape != k.shape or len(q.shape) != 3 or tuple(q.shape[:2]) != (N, H):
             wanted = f"({N}, D)" if flat else f"({N}, {H}, D)"
             raise ValueError(f"q and k must be {wanted}, as v has heads; got {tuple(q.shape)} and {tuple(k.shape)}")
+        types = {str(one.dtype).removeprefix("torch.") for one in (q, k, v)}
+        if len(types) > 1 or not types <= set(TYPES):
+            raise ValueError(f"q, k and v must be of one type of {', '.join(TYPES)}; got {', '.join(sorted(types))}")
         *_, D = q.shape
+        if not D:
+            raise ValueError("q and k must have features; got none")
         scale = D**-0.5 if scale is None else positive("scale", scale)
     call = Attending(scale, None if bandwidth is None else positive("bandwidth", bandwidth), neighbors.cells.box)
     out, lse = edge.attend(call, neighbors, q, k, v)

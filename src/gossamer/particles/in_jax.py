@@ -63,6 +63,12 @@ def _type(x: Array) -> Any:
     return x.dtype if x.dtype == jnp.float64 else jnp.float32
 
 
+def known(cells: Cells, like: Array) -> Array:
+    """1, or NaN where a position is not finite: what is near such a particle nobody knows."""
+    finite = jnp.isfinite(lax.stop_gradient(cells.x)).all()
+    return jnp.where(finite, 1.0, jnp.nan).astype(like.dtype)
+
+
 def radial_sum(cells: Cells, values: Array, law: Any) -> Array:
     return _radial_sum(law, Reach(cells.radius, cells.box), cells.x.astype(values.dtype), cells.runs, values)
 
@@ -128,6 +134,8 @@ def most_neighbors(cells: Cells) -> Most:
     """The longest list of neighbours, and of a group of particles where kernels make such."""
     if isinstance(cells.x, jax.core.Tracer):
         raise ValueError("capacity must be given where positions are not known, as under jit")
+    if not jnp.isfinite(cells.x).all():
+        raise ValueError("x must be finite")
     if listed_jax.serves(cells.runs):
         _, sizes, groups = lists_of(cells, 1, STEP)
         assert groups is not None

@@ -64,6 +64,12 @@ def runs_of(x: Tensor, box: Sizes) -> Runs:
     return Runs(order.int(), points, points.amin(-1), points.amax(-1), tree_of(points, torch))
 
 
+def known(cells: Cells, like: Tensor) -> Tensor:
+    """1, or NaN where a position is not finite: what is near such a particle nobody knows."""
+    finite = torch.isfinite(cells.x.detach()).all()
+    return torch.where(finite, 1.0, float("nan")).to(like.dtype)
+
+
 def radial_sum(cells: Cells, values: Tensor, law: Any) -> Tensor:
     found: Tensor = _RadialSum.apply(cells.x.to(values.dtype), values, law, cells)
     return found
@@ -182,6 +188,8 @@ def most_neighbors(cells: Cells) -> Most:
     """The longest list of neighbours, and of a group of particles where kernels make such."""
     if not cells.num_particles:
         return Most(0, 0)
+    if not torch.isfinite(cells.x.detach()).all():
+        raise ValueError("x must be finite")
     if listed_torch.serves(cells):
         return listed_torch.most(cells)
     if fused_torch.serves(cells):

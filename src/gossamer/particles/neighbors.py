@@ -89,12 +89,13 @@ class Neighbors:
 
     @property
     def cut(self) -> Array:
-        """(N,): of which particles, by place, the list is cut, or that of its group."""
-        found = self.sizes > self.capacity
+        """(N,): of which particles, by place, the list or its group's is cut; all, where a position is not finite."""
+        edge = edge_of(self.cells.x)
+        found = (self.sizes > self.capacity) | (edge.known(self.cells, self.cells.runs.points) != 1)
         if self.groups is None:
             return found
         over = self.groups.counts > self.groups.room
-        return found | edge_of(over).of_places(over, self.cells.num_particles)
+        return found | edge.of_places(over, self.cells.num_particles)
 
     @property
     def counts(self) -> Array:

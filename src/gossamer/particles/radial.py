@@ -44,6 +44,7 @@ def radial_sum(cells: Cells, values: Any, kernel: Gaussian | RadialKernel) -> An
         return values
     flat = len(values.shape) == 1
     found = edge.radial_sum(cells, values[:, None] if flat else values, kernel)
+    found = found * edge.known(cells, found)
     return found[:, 0] if flat else found
 
 
@@ -80,7 +81,8 @@ def radial_force(cells: Cells, mass: Any, law: ShortRangeGravity | RadialKernel)
     mass = edge.channels("mass", mass, cells)
     if tuple(mass.shape) != (cells.num_particles,):
         raise ValueError(f"mass must be a number or ({cells.num_particles},); got {mass.shape}")
-    return edge.radial_force(cells, mass, law, cells.radius if isinstance(law, RadialKernel) else law.radius)
+    found = edge.radial_force(cells, mass, law, cells.radius if isinstance(law, RadialKernel) else law.radius)
+    return found * edge.known(cells, found)
 
 
 def _check(cells: Any) -> None:

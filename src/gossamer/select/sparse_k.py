@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gossamer.kernels.packages import has_triton
 from gossamer.select.thresholds import causal_thresholds, threshold
+from gossamer.torch.entmax.arguments import refuse_transforms
 from gossamer.torch.validate import describe
 
 
@@ -52,6 +53,7 @@ def sparsek(u: Tensor, k: int, dim: int = -1) -> SparseK:
 
     Raises:
         ValueError: an argument is none of these. Scores of 16 bits tie, and are refused: compute them in float32.
+            `Unsupported` for forward mode and torch.func.
 
     Examples:
         >>> m, tau = gs.sparsek(torch.tensor([3.0, 0.5, 0.25, -1.0]), k=2)
@@ -64,7 +66,8 @@ def sparsek(u: Tensor, k: int, dim: int = -1) -> SparseK:
     _check_kept(k)
     if isinstance(dim, bool) or not isinstance(dim, int) or not -u.ndim <= dim < u.ndim:
         raise ValueError(f"dim must be a dimension of u, in [{-u.ndim}, {u.ndim}); got {describe(dim)}")
-    m, tau = torch.ops.gossamer.sparsek(u.movedim(dim, -1), min(k, u.shape[dim]))
+    refuse_transforms("sparsek", u)
+    m, tau = torch.ops.gossamer.sparsek(u.movedim(dim, -1).contiguous(), min(k, u.shape[dim]))
     return SparseK(m.movedim(-1, dim), tau)
 
 
@@ -86,10 +89,10 @@ def sparsek_causal(u: Tensor, k: int) -> CausalSparseK:
         tau (..., N): -inf at steps up to which there are no more than k keys over -inf, all of which have m = 1. Write
         m as `clip(u - tau, 0, 1)` where u is over -inf.
         last (..., N) int32: the last step at which u[j] > tau; j - 1 of a key that never is. Key j is live in the
-        steps j, ..., last[j].
+        steps j, ..., last[j]. From a NaN on tau is NaN, and of keys that were live by then it says nothing.
 
     Raises:
-        ValueError: an argument is none of these.
+        ValueError: an argument is none of these; `Unsupported` for forward mode and torch.func.
 
     Examples:
         >>> u = torch.tensor([0.5, 2.0, 0.0, 1.0, 4.0])
@@ -101,7 +104,8 @@ def sparsek_causal(u: Tensor, k: int) -> CausalSparseK:
     """
     _check_scores(u)
     _check_kept(k)
-    return CausalSparseK(*torch.ops.gossamer.sparsek_causal(u, min(k, u.shape[-1])))
+    refuse_transforms("sparsek_causal", u)
+    return CausalSparseK(*torch.ops.gossamer.sparsek_causal(u.contiguous(), min(k, u.shape[-1])))
 
 
 def last_topk(u: Tensor, k: int) -> Tensor:
@@ -126,7 +130,7 @@ def last_topk(u: Tensor, k: int) -> Tensor:
     """
     _check_scores(u)
     _check_kept(k)
-    return torch.ops.gossamer.last_topk(u.detach(), min(k, u.shape[-1]))
+    return torch.ops.gossamer.last_topk(u.detach().contiguous(), min(k, u.shape[-1]))
 
 
 def _sparsek(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
