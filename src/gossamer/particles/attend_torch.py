@@ -89,14 +89,14 @@ class _Attend(torch.autograd.Function):
         else:
             out, lse = _blocked(call, neighbors, q, k[order], v[order])
         lse = _whole(lse, cut)  # and so are all gradients of such rows
-        ctx.save_for_backward(q, k, v, out, lse, order, back)
+        ctx.save_for_backward(q, k, v, out, lse, order, back, cut)
         ctx.call, ctx.neighbors, ctx.fused = call, neighbors, fused and differentiates(call, dtype_of(v))
         return _whole(out[back], cut[back]), lse[back]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
-        q, k, v, out, lse, order, back = ctx.saved_tensors
+        q, k, v, out, lse, order, back, cut = ctx.saved_tensors
         k, v, dout, dlse = (one[order] for one in (k, v, dout, dlse))
         dx = None
         if ctx.fused:
@@ -105,9 +105,8 @@ class _Attend(torch.autograd.Function):
         else:
             kept = Kept(lse, (dout * out.to(lse.dtype)).sum(-1) - dlse, dout.to(lse.dtype))
             *found, dx = _blocked_gradients(ctx.call, ctx.neighbors, q, k, v, kept)
-        cut = ctx.neighbors.cut[back]
-        dx = None if dx is None else _whole(dx[back], cut)
-        return None, None, None, dx, *(_whole(one[back], cut) for one in found)
+        dx = None if dx is None else _whole(dx[back], cut[back])
+        return None, None, None, dx, *(_whole(one[back], cut[back]) for one in found)
 
 
 def _blocked(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -63,10 +63,14 @@ def _type(x: Array) -> Any:
     return x.dtype if x.dtype == jnp.float64 else jnp.float32
 
 
+def finite(cells: Cells) -> Array:
+    """Whether all positions are: a truth value on the device."""
+    return jnp.isfinite(lax.stop_gradient(cells.x)).all()
+
+
 def known(cells: Cells, like: Array) -> Array:
     """1, or NaN where a position is not finite: what is near such a particle nobody knows."""
-    finite = jnp.isfinite(lax.stop_gradient(cells.x)).all()
-    return jnp.where(finite, 1.0, jnp.nan).astype(like.dtype)
+    return jnp.where(finite(cells), 1.0, jnp.nan).astype(like.dtype)
 
 
 def radial_sum(cells: Cells, values: Array, law: Any) -> Array:
@@ -134,7 +138,7 @@ def most_neighbors(cells: Cells) -> Most:
     """The longest list of neighbours, and of a group of particles where kernels make such."""
     if isinstance(cells.x, jax.core.Tracer):
         raise ValueError("capacity must be given where positions are not known, as under jit")
-    if not jnp.isfinite(cells.x).all():
+    if not finite(cells):
         raise ValueError("x must be finite")
     if listed_jax.serves(cells.runs):
         _, sizes, groups = lists_of(cells, 1, STEP)

@@ -64,10 +64,14 @@ def runs_of(x: Tensor, box: Sizes) -> Runs:
     return Runs(order.int(), points, points.amin(-1), points.amax(-1), tree_of(points, torch))
 
 
+def finite(cells: Cells) -> Tensor:
+    """Whether all positions are: a truth value on the device."""
+    return torch.isfinite(cells.x.detach()).all()
+
+
 def known(cells: Cells, like: Tensor) -> Tensor:
     """1, or NaN where a position is not finite: what is near such a particle nobody knows."""
-    finite = torch.isfinite(cells.x.detach()).all()
-    return torch.where(finite, 1.0, float("nan")).to(like.dtype)
+    return torch.where(finite(cells), 1.0, float("nan")).to(like.dtype)
 
 
 def radial_sum(cells: Cells, values: Tensor, law: Any) -> Tensor:
@@ -188,7 +192,7 @@ def most_neighbors(cells: Cells) -> Most:
     """The longest list of neighbours, and of a group of particles where kernels make such."""
     if not cells.num_particles:
         return Most(0, 0)
-    if not torch.isfinite(cells.x.detach()).all():
+    if not finite(cells):
         raise ValueError("x must be finite")
     if listed_torch.serves(cells):
         return listed_torch.most(cells)

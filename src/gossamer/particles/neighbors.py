@@ -91,7 +91,7 @@ class Neighbors:
     def cut(self) -> Array:
         """(N,): of which particles, by place, the list or its group's is cut; all, where a position is not finite."""
         edge = edge_of(self.cells.x)
-        found = (self.sizes > self.capacity) | (edge.known(self.cells, self.cells.runs.points) != 1)
+        found = (self.sizes > self.capacity) | ~edge.finite(self.cells)
         if self.groups is None:
             return found
         over = self.groups.counts > self.groups.room
