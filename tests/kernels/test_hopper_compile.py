@@ -200,8 +200,8 @@ def made_when_needed() -> Iterator[tuple[str, Any]]:
     for direction, size in itertools.product(("forward", "query", "columns"), (64, 128)):
         yield "gather", gather_config(direction, "bfloat16", size, size, "fold")
         yield "gather", gather_config(direction, "float16", size, size, "softcap", True)
-    for size in (64, 128):
-        yield "gather", gather_config("forward", "bfloat16", size, size, "fold", gaussian=True)
+    for direction, size, gaussian in itertools.product(("forward", "query", "columns"), (64, 128), (False, True)):
+        yield "gather", gather_config(direction, "bfloat16", size, size, "fold", particles=True, gaussian=gaussian)
     for score, lengths in itertools.product(("fold", "scale", "softcap"), (False, True)):
         yield "gather", gather_config("forward", "float32", 64, 64, score, lengths)
     # Lists that only a device knows, of heads that share them.
