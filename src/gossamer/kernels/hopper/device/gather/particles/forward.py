@@ -21,6 +21,7 @@ from gossamer.kernels.hopper.device.gather.masks import GatheredMask
 from gossamer.kernels.hopper.device.gather.particles.numbers import POINT
 from gossamer.kernels.hopper.device.gather.particles.rows import (
     LANES,
+    FencingGatherer,
     ParticleItems,
     ParticleRows,
     name_rows,
@@ -29,10 +30,10 @@ from gossamer.kernels.hopper.device.gather.particles.rows import (
 )
 from gossamer.kernels.hopper.device.gather.particles.softmax import ParticleSoftmax
 from gossamer.kernels.hopper.device.gather.particles.space import Places, Space, WithPoints
-from gossamer.kernels.hopper.device.gather.rows import THREADS, Gatherer, RowCopies, WordCopies, role_of
+from gossamer.kernels.hopper.device.gather.rows import THREADS, RowCopies, WordCopies, role_of
 from gossamer.kernels.hopper.device.gather.serve import Server
 from gossamer.kernels.hopper.device.row_items import RowItem
-from gossamer.kernels.hopper.device.shell import array, words
+from gossamer.kernels.hopper.device.shell import array, ring_of, words
 from gossamer.kernels.hopper.device.work import GatheredRows
 
 
@@ -212,8 +213,10 @@ class ParticleForward(GatherForward):
         block = super().block(arguments, memory)
         assert isinstance(block, ParticleForwardBlock)
         items = ParticleItems.of(memory, "q", c.q_stages, 1 + (0 if self.ahead else THREADS // 32))
-        _, *rest = block.rings
-        block.items, block.rings = items, ((items,), *rest)
+        _, _, *rest = block.rings
+        # Who gathers fences what it has copied before it arrives, so that who computes need not.
+        block.k, block.v = (ring_of(memory, name, c.stages, THREADS, 4) for name in ("k", "v"))
+        block.items, block.rings = items, ((items,), (block.k, block.v), *rest)
         block.s_names = words(memory.names, ROWS, c.q_stages)
         if c.gaussian:
             block.s_points = words(memory.points, POINT, ROWS, c.slots)
@@ -235,7 +238,7 @@ class ParticleForward(GatherForward):
             keys = RowCopies(a.k, block.k, block.s_k.iterator, c.size, thread)
             values = RowCopies(a.v, block.v, block.s_v.iterator, c.size, thread)
             items = block.items if const_expr(block.ahead is None) else block.ahead
-            Gatherer(items, a.indices, keys, values, word_copies(block, thread), Int32(1)).run()
+            FencingGatherer(items, a.indices, keys, values, word_copies(block, thread), Int32(1)).run()
 
     @cute.jit
     def compute(self, block):

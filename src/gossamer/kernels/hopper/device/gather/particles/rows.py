@@ -14,8 +14,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.common import FAR, ROWS
-from gossamer.kernels.hopper.device.gather.rows import LINE, PIECE, PIECES, RowCopies, copy
+from gossamer.kernels.hopper.device.common import FAR, ROWS, ring
+from gossamer.kernels.hopper.device.gather.rows import LINE, PIECE, PIECES, Gatherer, RowCopies, copy
 from gossamer.kernels.hopper.device.row_items import ITEM
 from gossamer.kernels.hopper.device.shell import ring_of, words
 from gossamer.kernels.hopper.device.work import ItemRing
@@ -119,3 +119,47 @@ def place_or_far(word):
     """The particle that a word names, or one past all for none."""
     particle = particle_of(word)
     return particle if particle >= 0 else Int32(FAR)
+
+
+class FencingGatherer(Gatherer):
+    """Two warps that give a step to who computes when its rows are there and products see them.
+
+    They look for that when the keys of the step after it are asked for. In rings of two stages K must be given back in
+    the step that reads it.
+    """
+
+    @cute.jit
+    def gather(self, batch, group, at, steps, kv):
+        """Gather K and V of an item."""
+        keys, values, indices, columns, upcoming = self.keys, self.values, self.indices, self.columns, self.upcoming
+        k_start, v_start = keys.start(batch, group), values.start(batch, group)
+        if steps > 0:
+            keys.listed(indices, at * ROWS, upcoming)
+        for i in cutlass.range(steps, unroll=1):
+            for j in cutlass.range_constexpr(cute.size(columns)):
+                columns[j] = upcoming[j]
+            if i + 1 < steps:
+                keys.listed(indices, (at + i + 1) * ROWS, upcoming)
+            stage = keys.ring.wait_empty_at(kv)
+            keys.fill(k_start, columns, stage)
+            self.words.fill(at + i, ring(kv, self.words.slots)[0])
+            cute.arch.cp_async_commit_group()
+            if i > 0:
+                cute.arch.cp_async_wait_group(1)
+                self.give(kv - 1)
+            values.ring.wait_empty_at(kv)
+            values.fill(v_start, columns, stage)
+            cute.arch.cp_async_commit_group()
+            kv += 1
+        if steps > 0:
+            cute.arch.cp_async_wait_group(0)
+            self.give(kv - 1)
+        return kv
+
+    @cute.jit
+    def give(self, n):
+        """K and V of the n-th step are there."""
+        cute.arch.fence_view_async_shared()
+        stage = self.keys.ring.place(n)[0]
+        cute.arch.mbarrier_arrive(self.keys.ring.full + stage)
+        cute.arch.mbarrier_arrive(self.values.ring.full + stage)
