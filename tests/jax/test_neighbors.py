@@ -106,30 +106,6 @@ def test_groups_are_the_unions_of_lists(N: int, d: int, box: Any, radius: float,
             np.testing.assert_allclose(steps[near], exact.steps[rows][:, listed][near], atol=1e-6)
 
 
-@pytest.mark.parametrize("kernel", ["gaussian", "dot+gaussian"])
-def test_attention_by_groups(kernel: str) -> None:
-    """Operations over the lists that 64 particles share, as over those of single particles."""
-    N, reach = 150, Reach(0.25, (1.0, None, 1.0))
-    x, *features = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate([(N, 3), *[(N, 2, 4)] * 3]))
-    lists = gp.Neighbors.allocate(0.3 * x % 1, reach.radius, reach.box, 64)
-
-    def attend(x: jax.Array, features: Any, grouped: bool) -> tuple[jax.Array, jax.Array]:
-        cells = gp.Cells(x, lists.cells.runs, reach.radius, reach.box)
-        made = groups_of(reach, cells.runs, lists.capacity, 192) if grouped else (lists.places, lists.sizes)
-        neighbors, (q, k, v) = gp.Neighbors(cells, *made), features
-        q, k = (None, None) if kernel == "gaussian" else (q, k)
-        return gp.neighbor_attention(q, k, v, neighbors, kernel=kernel, bandwidth=0.1, return_residual=True)
-
-    def total(x: jax.Array, features: Any, grouped: bool) -> jax.Array:
-        out, lse = attend(x, features, grouped)
-        return (jnp.sin(out) + lse[..., None]).sum()
-
-    found, wanted = ((*attend(lists.cells.x, features, way), *jax.tree.leaves(
-        jax.grad(total, (0, 1))(lists.cells.x, features, way))) for way in (True, False))  # fmt: skip
-    for one, right in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(one, right, rtol=1e-4, atol=1e-4)
-
-
 ATTENTION = """
 import jax, jax.numpy as jnp, numpy as np
 jax.config.update("jax_enable_x64", True)

@@ -11,7 +11,6 @@ from gossamer import particles as gp
 from gossamer.particles import attend_torch
 from gossamer.particles.attend import Attending
 from gossamer.particles.geometry import nearest
-from gossamer.particles.groups import Groups
 from tests.particles import oracle
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -77,30 +76,6 @@ def test_attention_and_its_gradients(kernel: str, device: str) -> None:
     got = torch.autograd.grad(found, used, [one.to(device, torch.float32) for one in weights])
     for a, b in zip([*found, *got], [out, lse, *right], strict=True):
         torch.testing.assert_close(a.cpu().double(), b, rtol=1e-3, atol=2e-3 * b.abs().max().item())
-
-
-def test_attention_by_groups() -> None:
-    """Operations over the lists that 64 particles share, as over those of single particles."""
-    N, C = 150, 192
-    x, v = torch.rand(N, 3, requires_grad=True), torch.randn(N, 2, 4, requires_grad=True)
-    lists = gp.Neighbors.allocate(x, 0.3, 1.0)
-    T, shared = -(-N // 64), torch.zeros(192, N + 1, dtype=torch.bool)
-    shared[:N].scatter_(1, lists.places.long(), True)
-    keep = shared[:, :N].reshape(T, 64, N)
-    columns, bits = torch.full((T, C), 7, dtype=torch.int32), torch.full((T, C // 32, 64), -1, dtype=torch.int32)
-    for group in range(T):  # behind lists anything
-        union = keep[group].any(0).nonzero()[:, 0]
-        columns[group, : len(union)] = union
-        words = torch.nn.functional.pad(keep[group][:, union], (0, C - len(union))).reshape(64, -1, 32)
-        bits[group] = (words.int() << torch.arange(32)).sum(-1).int().T
-    counts, none = keep.any(1).sum(1).int(), torch.zeros(0)
-    groups = Groups(columns.reshape(-1), none, bits.reshape(-1, 64), none, none, counts, none, none)
-    both = []
-    for neighbors in (gp.Neighbors(lists.cells, lists.places, lists.sizes, groups), lists):
-        out = gp.neighbor_attention(v, 2 * v, v, neighbors, kernel="dot+gaussian", bandwidth=0.1)
-        both.append((out, *torch.autograd.grad(out.sin().sum(), (x, v))))
-    for found, right in zip(*both, strict=True):
-        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)

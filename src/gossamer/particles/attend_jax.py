@@ -12,11 +12,10 @@ from jax.custom_batching import sequential_vmap
 
 from gossamer.particles import listed_jax
 from gossamer.particles.attend import Attending, Features, Gradients, Kept, Rows, row_gradients, rows
-from gossamer.particles.groups import Listed, differentiates, listed
+from gossamer.particles.groups import differentiates
 from gossamer.particles.neighbors import Neighbors
 
 NUMBERS = 2**21  # of the features of a chunk
-GROUPED = 2**24  # the same where 64 particles share them
 
 jax.tree_util.register_dataclass(Neighbors, data_fields=["cells", "places", "sizes", "groups"], meta_fields=[])
 
@@ -70,12 +69,15 @@ def _forward_fused(call: Attending, neighbors: Neighbors, q: Array, k: Array, v:
 
 
 def _forward_blocked(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array) -> Rows:
+    places = neighbors.places
+    N, M = places.shape
     features = _features(neighbors, q, k, v)
 
-    def chunk(lists: Listed) -> Rows:
-        return rows(call, _take(features, lists.mine), _take(features, lists.theirs), lists.keep, jnp)
+    def chunk(at: Array) -> Rows:
+        lists = places[at]
+        return rows(call, _take(features, at), _take(features, jnp.minimum(lists, N - 1)), lists < N, jnp)
 
-    made = Rows(*_in_chunks(chunk, neighbors, q.shape[1] * (q.shape[2] + v.shape[2]) + 8))
+    made = Rows(*_in_chunks(chunk, N, M * (q.shape[1] * (q.shape[2] + v.shape[2]) + 8)))
     back = _back(neighbors)
     return Rows(_whole(made.out.astype(v.dtype), neighbors, back), _whole(made.lse, neighbors, back))
 
@@ -100,18 +102,21 @@ def _backward_fused(call: Attending, q: Array, k: Array, v: Array, neighbors: Ne
 
 def _backward_blocked(call: Attending, q: Array, k: Array, v: Array, neighbors: Neighbors, made: Rows, given: Rows
                       ) -> Gradients:  # fmt: skip
-    order, features = neighbors.cells.runs.order, _features(neighbors, q, k, v)
+    places, order = neighbors.places, neighbors.cells.runs.order
+    N, M = places.shape
+    features = _features(neighbors, q, k, v)
     made, given = (jax.tree.map(lambda one: one[order], rows) for rows in (made, given))
     dout = given.out.astype(made.lse.dtype)
-    kept = Kept(made.lse, (dout * made.out).sum(-1) - given.lse, dout)
+    mine = Kept(made.lse, (dout * made.out).sum(-1) - given.lse, dout)
 
-    def chunk(lists: Listed) -> Gradients:
-        mine, theirs = (_take(features, at) for at in (lists.mine, lists.theirs))
-        my, their = (_take(kept, at) for at in (lists.mine, lists.theirs))
-        return row_gradients(call, mine, theirs, my, their, lists.keep, jnp)
+    def chunk(at: Array) -> Gradients:
+        lists = places[at]
+        others, keep = jnp.minimum(lists, N - 1), lists < N
+        of = jax.tree.map(lambda one: one[at], mine), jax.tree.map(lambda one: one[others], mine)
+        return row_gradients(call, _take(features, at), _take(features, others), *of, keep, jnp)
 
     *_, H, E = features.v.shape
-    found: Gradients = _in_chunks(chunk, neighbors, 2 * H * (features.q.shape[2] + E + 4))
+    found: Gradients = _in_chunks(chunk, N, 2 * M * H * (features.q.shape[2] + E + 4))
     back = _back(neighbors)
     dq, dk, dv, dx = (_whole(one, neighbors, back) for one in found)
     return Gradients(dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dx)
@@ -127,27 +132,15 @@ def _features(neighbors: Neighbors, q: Array, k: Array, v: Array) -> Features:
     return Features(x, *(one[order].astype(points.dtype) for one in (q, k, v)))
 
 
-def _take(of_places: Any, at: Array) -> Any:
-    return jax.tree.map(lambda one: one[at], of_places)
+def _take(features: Features, at: Array) -> Features:
+    found: Features = jax.tree.map(lambda one: one[at], features)
+    return found
 
 
-def _in_chunks(chunk: Any, neighbors: Neighbors, numbers: int) -> Any:
-    """What a function of lists gives for all places, some at a time: `numbers` of each column."""
-    groups, places = neighbors.groups, neighbors.places
-    N, M = places.shape
-    n, M, most = (N, M, NUMBERS) if groups is None else (len(groups.counts), groups.room, GROUPED)
-    each = min(n, max(1, most // (M * numbers)))
-    steps = -(-n // each)
-    columns = jnp.arange(M)
-
-    def step(at: Array) -> Any:
-        return chunk(listed(groups, places, at, columns, jnp))
-
+def _in_chunks(chunk: Any, N: int, numbers: int) -> Any:
+    """What a function of places gives for all of them, some at a time."""
+    each = min(N, max(1, NUMBERS // numbers))
+    steps = -(-N // each)
     with jax.default_matmul_precision("highest"):
-        found = lax.map(step, (jnp.arange(steps * each) % n).reshape(steps, each))
-
-    def of_places(x: Array) -> Array:
-        _, _, R, *rest = x.shape
-        return x.reshape(steps * each * R, *rest)[:N]
-
-    return jax.tree.map(of_places, found)
+        found = lax.map(chunk, (jnp.arange(steps * each) % N).reshape(steps, each))
+    return jax.tree.map(lambda one: one.reshape(steps * each, *one.shape[2:])[:N], found)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gossamer.particles import listed_torch
-from gossamer.particles.attend import Attending, Features, Gradients, Kept, Rows, row_gradients, rows
-from gossamer.particles.groups import Listed, listed
+from gossamer.particles.attend import Attending, Features, Kept, Rows, row_gradients, rows
 from gossamer.particles.neighbors import Neighbors
 from gossamer.torch.api import attention
 from gossamer.torch.structure import Indices
 
 NUMBERS = 2**21  # of the features of a chunk
-GROUPED = 2**24  # the same where 64 particles share them
 
 
 def attend(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> Rows:
@@ -122,26 +119,30 @@ class _AttendBlocked(torch.autograd.Function):
 
 def _blocked(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse, chunks of particles one after the other."""
-    features = _features(neighbors, q, k, v)
-
-    def chunk(lists: Listed) -> Rows:
-        return rows(call, _take(features, lists.mine), _take(features, lists.theirs), lists.keep, torch)
-
-    out, lse = _in_chunks(chunk, neighbors, q.shape[1] * (q.shape[2] + v.shape[2]) + 8)
+    places = neighbors.places.long()
+    N, M = places.shape
+    features, made = _features(neighbors, q, k, v), []
+    for at in _chunks(N, M * (q.shape[1] * (q.shape[2] + v.shape[2]) + 8), places.device):
+        lists = places[at]
+        others = lists.clamp(max=N - 1)
+        made.append(rows(call, _take(features, at), _take(features, others), lists < N, torch))
+    out, lse = (torch.cat(parts) for parts in zip(*made, strict=True))
     return out, lse
 
 
 def _blocked_gradients(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor, kept: Kept
                        ) -> list[Tensor]:  # fmt: skip
     """dq, dk, dv and dx, likewise."""
-    features = _features(neighbors, q, k, v)
-
-    def chunk(lists: Listed) -> Gradients:
-        mine, theirs = (_take(features, at) for at in (lists.mine, lists.theirs))
-        my, their = (Kept(*(one[at] for one in kept)) for at in (lists.mine, lists.theirs))
-        return row_gradients(call, mine, theirs, my, their, lists.keep, torch)
-
-    dq, dk, dv, dx = _in_chunks(chunk, neighbors, 2 * q.shape[1] * (q.shape[2] + v.shape[2] + 4))
+    places = neighbors.places.long()
+    N, M = places.shape
+    features, made = _features(neighbors, q, k, v), []
+    for at in _chunks(N, 2 * M * q.shape[1] * (q.shape[2] + v.shape[2] + 4), places.device):
+        lists = places[at]
+        others = lists.clamp(max=N - 1)
+        mine, theirs = (Kept(*(one[which] for one in kept)) for which in (at, others))
+        given = _take(features, at), _take(features, others)
+        made.append(row_gradients(call, *given, mine, theirs, lists < N, torch))
+    dq, dk, dv, dx = (torch.cat(parts) for parts in zip(*made, strict=True))
     return [dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dx]
 
 
@@ -156,12 +157,6 @@ def _take(features: Features, at: Tensor) -> Features:
     return Features([one[at] for one in features.x], features.q[at], features.k[at], features.v[at])
 
 
-def _in_chunks(chunk: Any, neighbors: Neighbors, numbers: int) -> Iterator[Tensor]:
-    """What a function of lists gives for all places, some at a time: `numbers` of each column."""
-    groups, places = neighbors.groups, neighbors.places.long()
-    N, M = places.shape
-    n, M, most = (N, M, NUMBERS) if groups is None else (len(groups.counts), groups.room, GROUPED)
-    columns = torch.arange(M, device=places.device)
-    steps = torch.arange(n, device=places.device).split(max(1, most // (M * numbers)))
-    made = (chunk(listed(groups, places, at, columns, torch)) for at in steps)
-    return (torch.cat([one.flatten(0, 1) for one in parts])[:N] for parts in zip(*made, strict=True))
+def _chunks(N: int, numbers: int, device: torch.device) -> Any:
+    """Places, some at a time."""
+    return torch.arange(N, device=device).split(max(1, NUMBERS // numbers))

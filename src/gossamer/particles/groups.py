@@ -11,7 +11,7 @@ from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper.device.row_items import ITEM
 from gossamer.kernels.hopper.launch import neighbors as launches
 from gossamer.kernels.launch import INPUTS, Direction, Operand, Prepared, with_own
-from gossamer.kernels.neighbors.configurations import ROWS, STEP, WORD, ListsConfig
+from gossamer.kernels.neighbors.configurations import ROWS, STEP, ListsConfig
 from gossamer.kernels.radial.configurations import OPEN
 from gossamer.particles.attend import Attending
 from gossamer.particles.geometry import Sizes
@@ -119,36 +119,6 @@ def attends(call: Attending, dtype: str, D: int, E: int) -> bool:
 def differentiates(dtype: str) -> bool:
     """Whether kernels compute the backward of a call whose forward they compute, all by particles."""
     return dtype in TYPES
-
-
-class Listed(NamedTuple):
-    """Rows of c groups, and the columns that they share: places along the curve."""
-
-    mine: Any  # (c, R)
-    theirs: Any  # (c, M)
-    keep: Any  # (c, R, M)
-
-
-def listed(groups: Groups | None, places: Any, at: Any, place: Any, xp: Any) -> Listed:
-    """Groups `at`, or where there are none particles, each of which is one.
-
-    Args:
-        places: (N, M) int32: the lists of `Neighbors`.
-        at: (c,)
-        place: 0 to the room of a group - 1, or more.
-        xp: jax.numpy or torch.
-    """
-    N, _ = places.shape
-    if groups is None:
-        lists = places[at]
-        return Listed(at[:, None], xp.clip(lists, 0, N - 1), (lists < N)[:, None])
-    C, (T,) = groups.room, groups.counts.shape
-    place, rows = place[:C], place[:ROWS]
-    words = groups.bits.reshape(T, C // WORD, ROWS)[at].swapaxes(1, 2)
-    keep = ((words[..., None] >> place[:WORD]) & 1).reshape(-1, ROWS, C) != 0
-    keep = keep & (place < groups.counts[at][:, None])[:, None]  # behind lists nothing was written
-    columns = xp.clip(groups.columns.reshape(T, C)[at], 0, N - 1)
-    return Listed(xp.clip(ROWS * at[:, None] + rows, 0, N - 1), columns, keep)
 
 
 def items_of(groups: Groups, n: Any, xp: Any) -> dict[str, Any]:
