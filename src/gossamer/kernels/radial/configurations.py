@@ -43,6 +43,7 @@ class RadialConfig:
         periodic: along any axis.
         softened: of a force, whether its softening is over 0.
         queries: of a warp, 8 or 16.
+        values: of "sum_slopes" and "force_slopes", whether the gradients to values or masses are asked for too.
         own: the function of a user in the place of the Gaussian or of gravity.
     """
 
@@ -51,6 +52,7 @@ class RadialConfig:
     periodic: bool = True
     softened: bool = False
     queries: int = QUERIES
+    values: bool = True
     own: Own | None = None
 
     @property
@@ -61,8 +63,13 @@ class RadialConfig:
 
     @property
     def outputs(self) -> int:
-        of = {"sum": self.channels, "sum_slopes": 3 + self.channels, "force": 3, "force_slopes": 4, "count": 1}
-        return of[self.term]
+        more = {"sum_slopes": self.channels, "force_slopes": 1}.get(self.term, 0) if self.values else 0
+        return more + {"sum": self.channels, "count": 1}.get(self.term, 3)
+
+    @property
+    def divides(self) -> bool:
+        """Whether queries may bring numbers that are divided by their first: see `device.terms.Term`."""
+        return self.term in ("sum_slopes", "force_slopes") and self.channels == 1
 
     @property
     def width(self) -> int:

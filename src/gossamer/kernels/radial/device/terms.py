@@ -14,6 +14,7 @@ from cutlass._mlir.dialects import llvm
 
 from gossamer.kernels.radial.configurations import RadialConfig
 from gossamer.kernels.radial.functions import result
+from gossamer.kernels.radial.gravity import long_root
 
 
 @cute.jit
@@ -78,13 +79,18 @@ class Base:
 
 
 class Term:
-    """One kind of term."""
+    """One kind of term.
+
+    Gradients are linear in what a query brings, and two of its numbers would be multiplied with each candidate's. Where
+    `divides` says so, a query brings them divided by the first, which then is left out, and multiplies its sums to
+    positions in the end: a product fewer for each number and pair.
+    """
 
     def __init__(self, config: RadialConfig, numbers: Any) -> None:
         self.config, self.numbers, self.queries = config, numbers, config.queries
         self.start = 0.0  # what s begins with
 
-    def add(self, total: Any, k: int, step: Any, s: Any, within: Any, mine: Any, theirs: Any) -> None:
+    def add(self, total: Any, k: int, step: Any, s: Any, within: Any, mine: Any, theirs: Any, divided: bool) -> None:
         """Of one pair."""
         raise NotImplementedError
 
@@ -105,14 +111,14 @@ class Term:
 
 
 class Count(Term):
-    def add(self, total, k, step, s, within, mine, theirs):
+    def add(self, total, k, step, s, within, mine, theirs, divided):
         self.put(total, 0, k, within, Float32(1.0), Float32(1.0))
 
 
 class Sum(Term):
     """exp2(n_0 s) b, or f(s) b."""
 
-    def add(self, total, k, step, s, within, mine, theirs):
+    def add(self, total, k, step, s, within, mine, theirs, divided):
         w = power(s * self.numbers[0]) if self.config.own is None else self.own(s, False).value
         for c in range(self.config.channels):
             self.put(total, c, k, within, w, theirs[c])
@@ -125,16 +131,16 @@ class SumSlopes(Sum):
     -2 f'(s) (a . b) step, for s > 0, since f' may be infinite at 0, and f(s) b.
     """
 
-    def add(self, total, k, step, s, within, mine, theirs):
+    def add(self, total, k, step, s, within, mine, theirs, divided):
         n, apart = self.config.channels, within
         if self.config.own is None:
             w = value = power(s * self.numbers[0])
         else:
             value, slope = self.own(s, True)
             w, apart = -2.0 * slope, within & (s > 0.0)
-        for c in range(n):
+        for c in range(n if self.config.values else 0):
             self.put(total, 3 + c, k, within, value, theirs[n + c])
-        inner = mine[n] * theirs[0] + mine[0] * theirs[n]
+        inner = mine[n] * theirs[0] + (theirs[n] if divided else mine[0] * theirs[n])
         for c in range(1, n):
             inner = inner + mine[n + c] * theirs[c] + mine[c] * theirs[n + c]
         w = w * inner
@@ -146,7 +152,7 @@ class SumSlopes(Sum):
 
 
 class Force(Term):
-    """w(s) m step: n_0 is the squared softening, n_1 to n_9 are the polynomial's coefficients, n_10 is the unit.
+    """w(s) m step: n_0 is the squared softening, n_1 to n_6 are the long-range part's, n_10 is the unit.
 
     Or w is a function of a user, and the unit 1.
     """
@@ -156,23 +162,18 @@ class Force(Term):
         if config.softened:
             self.start = numbers[0]
 
-    def polynomial(self, square):
-        first, *rest = reversed(self.numbers[1:-1])
-        p = first
-        for c in rest:
-            p = p * square + c
-        return p
+    def law(self, s):
+        """(w, R^-2)"""
+        inverse, root = inverse_root(s), long_root(s, self.numbers[1:7])  # s has the softening in it
+        square = inverse * inverse
+        return square * inverse - root * root, square
 
-    def law(self, s, within):
-        """(w, whether the pair counts)"""
-        if self.config.own is not None:
-            return self.own(s, False).value, within & (s > 0.0)
-        inverse = inverse_root(s)  # s has the softening in it, if there is one
+    def add(self, total, k, step, s, within, mine, theirs, divided):
         apart = within if self.config.softened else within & (s > 0.0)
-        return inverse * inverse * inverse - self.polynomial(s), apart
-
-    def add(self, total, k, step, s, within, mine, theirs):
-        w, apart = self.law(s, within)
+        if self.config.own is None:
+            w, _ = self.law(s)
+        else:
+            w = self.own(s, False).value
         w = w * theirs[0]
         for axis, part in enumerate(step):
             self.put(total, axis, k, apart, w, part)
@@ -185,39 +186,32 @@ class Force(Term):
 class ForceSlopes(Force):
     """The gradients of a force to positions and masses: see `gossamer.particles.terms.force_slopes`.
 
-    Both bring the mass, then the gradient of the force. s is without softening: whether it is 0 is looked at.
+    Both bring the mass, then the gradient of the force. Pairs at one place are left out: products of a particle with
+    itself cancel only in exact arithmetic. exp2(n_7 s + n_8) is the Gaussian of w': `ShortRangeGravity.both`.
     """
 
-    def __init__(self, config: RadialConfig, numbers: Any) -> None:
-        Term.__init__(self, config, numbers)
-
-    def slopes(self, s, within):
+    def slopes(self, s):
         """(w, 2 w')"""
         if self.config.own is not None:
             found = self.own(s, True)
             return found.value, 2.0 * found.slope
-        square = s + self.numbers[0] if self.config.softened else s
-        inverse = inverse_root(square)
-        slope, *rest = reversed(self.numbers[1:-1])
-        first, *rest = rest
-        p = slope * square + first
-        for c in rest:
-            slope = slope * square + p
-            p = p * square + c
-        twice = inverse * inverse
-        cube = twice * inverse
-        return cube - p, -3.0 * cube * twice - 2.0 * slope
+        w, square = self.law(s)
+        return w, -(3.0 * w + power(s * self.numbers[7] + self.numbers[8])) * square
 
-    def add(self, total, k, step, s, within, mine, theirs):
-        apart = within & (s > 0.0)  # its own products cancel only in exact arithmetic
-        w, slope = self.slopes(s, within)
-        turned = [mine[0] * theirs[1 + axis] - theirs[0] * mine[1 + axis] for axis in range(3)]
+    def add(self, total, k, step, s, within, mine, theirs, divided):
+        apart = within & (s > self.start)
+        w, slope = self.slopes(s)
+        mass, *push = theirs
+        turned = [
+            (theirs_ if divided else mine[0] * theirs_) - mass * mine[1 + axis] for axis, theirs_ in enumerate(push)
+        ]
         along = slope * (step[0] * turned[0] + step[1] * turned[1] + step[2] * turned[2])
         for axis in range(3):
             self.put(total, axis, k, apart, w, turned[axis])
             self.put(total, axis, k, apart, along, step[axis])
-        dot = step[0] * theirs[1] + step[1] * theirs[2] + step[2] * theirs[3]
-        self.put(total, 3, k, apart, -w, dot)
+        if self.config.values:
+            dot = step[0] * push[0] + step[1] * push[1] + step[2] * push[2]
+            self.put(total, 3, k, apart, -w, dot)
 
     def scaled(self, value, output):
         *_, unit = self.numbers
