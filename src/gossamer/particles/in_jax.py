@@ -74,12 +74,17 @@ def known(cells: Cells, like: Array) -> Array:
     return jnp.where(finite(cells), 1.0, jnp.nan).astype(like.dtype)
 
 
+def _moved(cells: Cells, like: Array) -> Array:
+    """The positions that gradients reach, which are NaN too where one of them is not finite."""
+    return cells.x.astype(like.dtype) * known(cells, like)
+
+
 def radial_sum(cells: Cells, values: Array, law: Any) -> Array:
-    return _radial_sum(law, Reach(cells.radius, cells.box), cells.x.astype(values.dtype), cells.runs, values)
+    return _radial_sum(law, Reach(cells.radius, cells.box), _moved(cells, values), cells.runs, values)
 
 
 def radial_force(cells: Cells, mass: Array, law: Any, radius: float) -> Array:
-    return _radial_force(law, Reach(radius, cells.box), cells.x.astype(mass.dtype), cells.runs, mass)
+    return _radial_force(law, Reach(radius, cells.box), _moved(cells, mass), cells.runs, mass)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

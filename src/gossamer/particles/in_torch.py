@@ -74,13 +74,19 @@ def known(cells: Cells, like: Tensor) -> Tensor:
     return torch.where(finite(cells), 1.0, float("nan")).to(like.dtype)
 
 
+def _moved(cells: Cells, like: Tensor) -> Tensor:
+    """The positions that gradients reach, which are NaN too where one of them is not finite."""
+    x = cells.x.to(like.dtype)
+    return x * known(cells, x) if x.requires_grad else x
+
+
 def radial_sum(cells: Cells, values: Tensor, law: Any) -> Tensor:
-    found: Tensor = _RadialSum.apply(cells.x.to(values.dtype), values, law, cells)
+    found: Tensor = _RadialSum.apply(_moved(cells, values), values, law, cells)
     return found
 
 
 def radial_force(cells: Cells, mass: Tensor, law: Any, radius: float) -> Tensor:
-    found: Tensor = _RadialForce.apply(cells.x.to(mass.dtype), mass, law, radius, cells)
+    found: Tensor = _RadialForce.apply(_moved(cells, mass), mass, law, radius, cells)
     return found
 
 

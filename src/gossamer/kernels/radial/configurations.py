@@ -9,7 +9,8 @@ from typing import Any
 CLUSTER = 8  # consecutive particles that share a box at the lowest level
 FAN = 32  # boxes of a level in one of the next: a warp compares that many at once
 # Of a multiprocessor at least, which bounds the registers of a thread: measured on an H200, of one channel.
-BLOCKS = {"sum": 5, "sum_slopes": 6, "force": 6, "force_slopes": 5, "count": 6}
+BLOCKS = {"sum": 5, "sum_slopes": 7, "force": 7, "force_slopes": 5, "count": 6}
+ALONE = {"force_slopes": 6}  # likewise, without gradients to masses
 QUERIES = 8  # of a warp; a Gaussian of one channel has registers for 16, which share their candidates
 FAR = 1e18  # where the particles are that fill up the last box: outside of every radius
 OPEN = 3e38  # the size of an axis that is not periodic
@@ -67,15 +68,12 @@ class RadialConfig:
         return more + {"sum": self.channels, "count": 1}.get(self.term, 3)
 
     @property
-    def divides(self) -> bool:
-        """Whether queries may bring numbers that are divided by their first: see `device.terms.Term`."""
-        return self.term in ("sum_slopes", "force_slopes") and self.channels == 1
-
-    @property
     def width(self) -> int:
         """Columns of the array of particles: position and payload, in whole units of 16 bytes."""
         return 4 if self.payload <= 1 else 8
 
     @property
     def blocks(self) -> int:
-        return 4 if self.channels > 1 or self.own else BLOCKS[self.term]
+        if self.channels > 1 or self.own:
+            return 4
+        return BLOCKS[self.term] if self.values else ALONE.get(self.term, BLOCKS[self.term])

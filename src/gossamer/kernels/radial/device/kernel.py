@@ -30,7 +30,6 @@ QUEUE = STEP + LANES  # clusters: those that wait, and those of a block
 ROOM = (1 + PARTS) * LANES  # candidates likewise
 CARVEOUT = 25  # percent of the memory of a multiprocessor that is shared: the rest is cache
 FOUR = 4  # numbers of an access
-LEAST = 2.0**-64  # of what is divided by, and of the reciprocal of what comes of it
 BOX = 8  # numbers of a box: its centre, one more, its half widths, one more
 
 
@@ -119,15 +118,6 @@ class Queries(Opaque):
         self.lane = cute.arch.lane_idx()
         self.term = TERMS[c.term](c, a.numbers)
         self.mine = [wide(a.particles[first + k, None], c.width) for k in range(c.queries)]
-        self.brought = [[row[3 + i] for i in range(c.payload)] for row in self.mine]
-        self.divisible, self.divided = Boolean(True), []
-        for first, *others in self.brought if c.divides else ():
-            inverse = 1.0 / first
-            self.divided.append([first, *(other * inverse for other in others)])
-            self.divisible = self.divisible & (size_of(first) > LEAST)
-            for _, *ratios in self.divided[-1:]:
-                for ratio in ratios:
-                    self.divisible = self.divisible & (size_of(ratio) < 1 / LEAST)
         # Differences of neighbours' positions are exact, or nearly so: all are from the first query's.
         self.origin = [self.mine[0][axis] for axis in range(3)]
         self.at = [[row[axis] - self.origin[axis] for axis in range(3)] for row in self.mine]
@@ -177,32 +167,17 @@ class Queries(Opaque):
     def run(self):
         """All neighbours, then the sums. Each way to find images is a loop of its own."""
         if const_expr(not self.config.periodic):
-            self.divide(Images.NONE)
+            self.walk(Images.NONE)
         elif self.far:
             self.walk(Images.OF_PAIRS)
         elif self.inside:
-            self.divide(Images.NONE)
+            self.walk(Images.NONE)
         else:
-            self.divide(Images.OF_CANDIDATES)
+            self.walk(Images.OF_CANDIDATES)
         self.write()
 
     @cute.jit
-    def divide(self, images: cutlass.Constexpr):
-        """The walk, by numbers of the queries that are divided by their first where they can be."""
-        if const_expr(not self.config.divides):
-            self.walk(images)
-        elif self.divisible:
-            self.walk(images, True)
-            for k in cutlass.range_constexpr(self.config.queries):
-                for axis in cutlass.range_constexpr(3):
-                    at = axis * self.config.queries + k
-                    first, *_ = self.brought[k]
-                    self.total[at] = self.total[at] * first
-        else:
-            self.walk(images)
-
-    @cute.jit
-    def walk(self, images: cutlass.Constexpr, divided: cutlass.Constexpr = False):
+    def walk(self, images: cutlass.Constexpr):
         """Every cluster that is near."""
         a = self.arguments
         clusters, candidates = Int32(0), Int32(0)  # that wait
@@ -226,14 +201,14 @@ class Queries(Opaque):
                         candidates = self.admit(clusters, Int32(STEP), candidates, images)
                         while candidates >= LANES:
                             candidates = candidates - LANES
-                            self.evaluate(candidates, Int32(LANES), images, divided)
+                            self.evaluate(candidates, Int32(LANES), images)
                     cute.arch.sync_warp()
         if clusters > 0:
             candidates = self.admit(Int32(0), clusters, candidates, images)
         while candidates > 0:
             some = cutlass.min(candidates, LANES)
             candidates = candidates - some
-            self.evaluate(candidates, some, images, divided)
+            self.evaluate(candidates, some, images)
 
     def rank(self, bits: Any) -> Any:
         """How many lanes before this one have their bit set."""
@@ -301,7 +276,7 @@ class Queries(Opaque):
         return apart
 
     @cute.jit
-    def evaluate(self, first: Int32, some: Int32, images: cutlass.Constexpr, divided: cutlass.Constexpr):
+    def evaluate(self, first: Int32, some: Int32, images: cutlass.Constexpr):
         """A candidate in each lane, against every query."""
         c = self.config
         place = first + cutlass.min(self.lane, some - 1)
@@ -314,8 +289,8 @@ class Queries(Opaque):
             if const_expr(images is Images.OF_PAIRS):
                 step = [folded(part, size) for part, size in zip(step, self.sizes)]  # noqa: B905
             s = step[2] * step[2] + (step[1] * step[1] + (step[0] * step[0] + self.term.start))
-            mine = self.divided[k] if divided else self.brought[k]
-            self.term.add(self.total, k, step, s, s <= self.square, mine, brought, divided)
+            mine = [self.mine[k][3 + i] for i in range(c.payload)]
+            self.term.add(self.total, k, step, s, s <= self.square, mine, brought)
 
     @cute.jit
     def write(self):
@@ -326,10 +301,6 @@ class Queries(Opaque):
             row = self.first + query
             if lane < c.queries and row < cute.size(a.order, mode=[0]):
                 a.out[a.order[row], output] = self.term.scaled(value, output)
-
-
-def size_of(x: Any) -> Any:
-    return cute.arch.fmax(x, -x)
 
 
 def folded(part: Any, size: Any) -> Any:

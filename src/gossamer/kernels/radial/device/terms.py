@@ -79,18 +79,13 @@ class Base:
 
 
 class Term:
-    """One kind of term.
-
-    Gradients are linear in what a query brings, and two of its numbers would be multiplied with each candidate's. Where
-    `divides` says so, a query brings them divided by the first, which then is left out, and multiplies its sums to
-    positions in the end: a product fewer for each number and pair.
-    """
+    """One kind of term."""
 
     def __init__(self, config: RadialConfig, numbers: Any) -> None:
         self.config, self.numbers, self.queries = config, numbers, config.queries
         self.start = 0.0  # what s begins with
 
-    def add(self, total: Any, k: int, step: Any, s: Any, within: Any, mine: Any, theirs: Any, divided: bool) -> None:
+    def add(self, total: Any, k: int, step: Any, s: Any, within: Any, mine: Any, theirs: Any) -> None:
         """Of one pair."""
         raise NotImplementedError
 
@@ -111,14 +106,14 @@ class Term:
 
 
 class Count(Term):
-    def add(self, total, k, step, s, within, mine, theirs, divided):
+    def add(self, total, k, step, s, within, mine, theirs):
         self.put(total, 0, k, within, Float32(1.0), Float32(1.0))
 
 
 class Sum(Term):
     """exp2(n_0 s) b, or f(s) b."""
 
-    def add(self, total, k, step, s, within, mine, theirs, divided):
+    def add(self, total, k, step, s, within, mine, theirs):
         w = power(s * self.numbers[0]) if self.config.own is None else self.own(s, False).value
         for c in range(self.config.channels):
             self.put(total, c, k, within, w, theirs[c])
@@ -131,7 +126,7 @@ class SumSlopes(Sum):
     -2 f'(s) (a . b) step, for s > 0, since f' may be infinite at 0, and f(s) b.
     """
 
-    def add(self, total, k, step, s, within, mine, theirs, divided):
+    def add(self, total, k, step, s, within, mine, theirs):
         n, apart = self.config.channels, within
         if self.config.own is None:
             w = value = power(s * self.numbers[0])
@@ -140,7 +135,7 @@ class SumSlopes(Sum):
             w, apart = -2.0 * slope, within & (s > 0.0)
         for c in range(n if self.config.values else 0):
             self.put(total, 3 + c, k, within, value, theirs[n + c])
-        inner = mine[n] * theirs[0] + (theirs[n] if divided else mine[0] * theirs[n])
+        inner = mine[n] * theirs[0] + mine[0] * theirs[n]
         for c in range(1, n):
             inner = inner + mine[n + c] * theirs[c] + mine[c] * theirs[n + c]
         w = w * inner
@@ -168,7 +163,7 @@ class Force(Term):
         square = inverse * inverse
         return square * inverse - root * root, square
 
-    def add(self, total, k, step, s, within, mine, theirs, divided):
+    def add(self, total, k, step, s, within, mine, theirs):
         apart = within if self.config.softened else within & (s > 0.0)
         if self.config.own is None:
             w, _ = self.law(s)
@@ -198,13 +193,11 @@ class ForceSlopes(Force):
         w, square = self.law(s)
         return w, -(3.0 * w + power(s * self.numbers[7] + self.numbers[8])) * square
 
-    def add(self, total, k, step, s, within, mine, theirs, divided):
+    def add(self, total, k, step, s, within, mine, theirs):
         apart = within & (s > self.start)
         w, slope = self.slopes(s)
         mass, *push = theirs
-        turned = [
-            (theirs_ if divided else mine[0] * theirs_) - mass * mine[1 + axis] for axis, theirs_ in enumerate(push)
-        ]
+        turned = [mine[0] * push[axis] - mass * mine[1 + axis] for axis in range(3)]
         along = slope * (step[0] * turned[0] + step[1] * turned[1] + step[2] * turned[2])
         for axis in range(3):
             self.put(total, axis, k, apart, w, turned[axis])
