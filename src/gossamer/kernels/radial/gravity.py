@@ -11,7 +11,7 @@ POWERS = (-43, -19, 5, 10, -9, -18)  # of the split in twelfths, in the coeffici
 
 
 def long_root(s: Any, coefficients: tuple[Any, ...]) -> Any:
-    """The square root of ((erf(u) - 2 u exp(-u^2) / sqrt(pi)) R^-3, u = R / (2 split).
+    """The square root of (erf(u) - 2 u exp(-u^2) / sqrt(pi)) R^-3, u = R / (2 split).
 
     A polynomial of degree 10 in five products, so that its square has degree 20: Horner's rule gives a degree of 6 in
     as many, and an error of 4e-4.
