@@ -31,11 +31,11 @@ def cloud(N: int, kind: str) -> jax.Array:
 
 
 class Turns:
-    """Of processes that compile at the same time, one measures at a time, and none before all have compared."""
+    """Of processes that compile at the same time, each measures alone: the first time is asked for when all can."""
 
     def __init__(self) -> None:
         self.folder: Path | None = None
-        self.count, self.waits = 1, True
+        self.count = 1
         self.lock: Any = None
 
     def share(self, folder: Path, count: int) -> None:
@@ -46,19 +46,15 @@ class Turns:
         if self.folder:
             (self.folder / str(os.getpid())).touch()
 
-    def __enter__(self) -> None:
-        if self.folder is None:
+    def take(self) -> None:
+        """Wait until all processes are ready and no other one measures; the turn ends with the process."""
+        if self.folder is None or self.lock is not None:
             return
         self.ready()
-        while self.waits and len(list(self.folder.glob("[0-9]*"))) < self.count:
+        while len(list(self.folder.glob("[0-9]*"))) < self.count:
             time.sleep(0.05)
-        self.waits = False
         self.lock = (self.folder / "lock").open("w")
         fcntl.flock(self.lock, fcntl.LOCK_EX)
-
-    def __exit__(self, *_: object) -> None:
-        if self.lock:
-            self.lock.close()
 
 
 TURNS = Turns()
@@ -66,29 +62,28 @@ TURNS = Turns()
 
 def timed(call: Callable[[], Any], seconds: float = 0.1) -> float:
     """Milliseconds of a call among many: the median of five rounds."""
+    TURNS.take()
+    jax.block_until_ready(call())
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    n = max(2, int(seconds / 5 / max(time.perf_counter() - start, 1e-5)))
     rounds = []
-    with TURNS:
-        jax.block_until_ready(call())
+    for _ in range(5):
         start = time.perf_counter()
-        jax.block_until_ready(call())
-        n = max(2, int(seconds / 5 / max(time.perf_counter() - start, 1e-5)))
-        for _ in range(5):
-            start = time.perf_counter()
-            for _ in range(n):
-                last = call()
-            jax.block_until_ready(last)
-            rounds.append((time.perf_counter() - start) / n * 1e3)
+        for _ in range(n):
+            last = call()
+        jax.block_until_ready(last)
+        rounds.append((time.perf_counter() - start) / n * 1e3)
     return float(np.median(rounds))
 
 
 def waited(call: Callable[[], Any]) -> float:
     """Milliseconds of a call that is waited for, the median of 15."""
     times = []
-    with TURNS:
-        for _ in range(15):
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            times.append((time.perf_counter() - start) * 1e3)
+    for _ in range(15):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append((time.perf_counter() - start) * 1e3)
     return float(np.median(times))
 
 

@@ -108,17 +108,17 @@ def sums(N: int, kind: str) -> Iterator[dict[str, Any]]:
     cells = build(x)
     common = {**common, "implementation": "gossamer", "fill": fill(cells)}
 
-    def density(x: jax.Array, mass: jax.Array) -> jax.Array:
-        return gp.radial_sum(gp.Cells(x, cells.runs, radius, cells.box), mass, gp.Gaussian(h))
+    def density(x: jax.Array, mass: jax.Array, runs: Any) -> jax.Array:
+        return gp.radial_sum(gp.Cells(x, runs, radius, cells.box), mass, gp.Gaussian(h))
 
-    def force(x: jax.Array, mass: jax.Array) -> jax.Array:
-        return gp.radial_force(gp.Cells(x, cells.runs, radius, cells.box), mass, law)
+    def force(x: jax.Array, mass: jax.Array, runs: Any) -> jax.Array:
+        return gp.radial_force(gp.Cells(x, runs, radius, cells.box), mass, law)
 
-    def of_squares(function: Callable[..., jax.Array], to: Any) -> Callable[..., Any]:
-        return jax.grad(lambda x, mass: (function(x, mass) ** 2).sum(), to)
+    def total(x: jax.Array, mass: jax.Array, runs: Any, push: jax.Array) -> jax.Array:
+        return (force(x, mass, runs) @ push).sum()
 
-    def push(x: jax.Array, mass: jax.Array) -> jax.Array:
-        return (force(x, mass) @ PUSH).sum()
+    def squares(function: Callable[..., jax.Array], to: Any) -> Callable[..., Any]:
+        return jax.grad(lambda x, mass, runs: (function(x, mass, runs) ** 2).sum(), to)
 
     def check(name: str, out: Any) -> tuple[float, float] | None:
         """(error, limit)"""
@@ -130,20 +130,21 @@ def sums(N: int, kind: str) -> Iterator[dict[str, Any]]:
             return exact.gradient_error(out, h), 2e-6
         return (exact.push_error(out, law), 1e-4) if name.startswith("gravity gradient") else None
 
-    calls: dict[str, tuple[Callable[..., Any], jax.Array]] = {
-        "density": (density, mass),
-        "gravity": (force, mass),
-        "density gradient": (jax.grad(lambda x, mass: density(x, mass).sum(), (0, 1)), mass),
-        "density and gradient": (of_squares(density, (0, 1)), mass),
-        "gravity gradient": (jax.grad(push, (0, 1)), thirds),
-        "gravity and gradient": (of_squares(force, (0, 1)), thirds),
-        "gravity gradient to positions": (jax.grad(push), thirds),
-        "gravity and gradient to positions": (of_squares(force, 0), thirds),
+    alike, given = (x, mass, cells.runs), (x, thirds, cells.runs)  # as arguments: a constant is part of a program
+    calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+        "density": (density, alike),
+        "gravity": (force, alike),
+        "density gradient": (jax.grad(lambda *given: density(*given).sum(), (0, 1)), alike),
+        "density and gradient": (squares(density, (0, 1)), alike),
+        "gravity gradient": (jax.grad(total, (0, 1)), (*given, PUSH)),
+        "gravity and gradient": (squares(force, (0, 1)), given),
+        "gravity gradient to positions": (jax.grad(total), (*given, PUSH)),
+        "gravity and gradient to positions": (squares(force, 0), given),
     }
     checked = []
-    for name, (function, masses) in calls.items():
-        run = jax.jit(function).lower(x, masses).compile()
-        out, again = run(x, masses), run(x, masses)
+    for name, (function, arguments) in calls.items():
+        run = jax.jit(function).lower(*arguments).compile()
+        out, again = run(*arguments), run(*arguments)
         row = {**common, "case": name, "status": "ok"}
         found = check(name, out)
         if found is not None:
@@ -151,7 +152,7 @@ def sums(N: int, kind: str) -> Iterator[dict[str, Any]]:
             row["status"] = "ok" if row["error"] <= limit else "failed"
         row["repeats"] = all(bool((a == b).all()) for a, b in zip(*map(jax.tree.leaves, (out, again)), strict=True))
         row["bytes_a_particle"] = run.memory_analysis().temp_size_in_bytes / N
-        checked.append((row, partial(run, x, masses)))
+        checked.append((row, partial(run, *arguments)))
     yield {**common, "case": "order and boxes", "ms": timed(lambda: build(x))}
     for row, call in checked:
         if row["status"] == "ok":
