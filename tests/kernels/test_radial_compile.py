@@ -22,7 +22,7 @@ from gossamer.kernels.radial.configurations import RadialConfig
 kinds = ("sum", 1, 16), ("sum", 4, 8), ("sum_slopes", 1, 8), ("force", 1, 8), ("force_slopes", 1, 8), ("count", 1, 8)
 for term, channels, queries in kinds:
     for periodic in (True, False):
-        assert radial.object(RadialConfig(term, channels, periodic, softened=periodic, queries=queries, values=periodic))
+        assert radial.object(RadialConfig(term, channels, periodic, periodic, queries, values=periodic))
 """
 
 
