@@ -113,6 +113,7 @@ def run_particles() -> None:
         x, mass, values = (torch.rand(*size, device="cuda", requires_grad=True) for size in ((N, d), (N,), (N, 3)))
         cells, law = gp.Cells.build(x, radius, box), gp.ShortRangeGravity(radius / 5.5)
         (gp.radial_sum(cells, values, gp.Gaussian(radius / 3)) ** 2).sum().backward()
+        torch.autograd.grad((gp.radial_sum(cells, mass, gp.Gaussian(radius / 3)) ** 2).sum(), x)
         (gp.radial_force(cells, mass, law) ** 2).sum().backward()
         torch.cuda.synchronize()
         print(f"{N} particles, box {box}, finite: {bool(x.grad.isfinite().all())}")
