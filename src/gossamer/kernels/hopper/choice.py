@@ -8,7 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from gossamer.kernels.hopper.device.configurations import BackwardConfig, ForwardConfig, QueryConfig, WideConfig
+from gossamer.kernels.hopper.device.configurations import (
+    BackwardConfig,
+    ForwardConfig,
+    KeptConfig,
+    QueryConfig,
+    WideConfig,
+)
 from gossamer.kernels.hopper.device.gather.configurations import SIZES, WIDEST, GatherConfig
 
 FEW_QUERIES = 6  # heads that share a tile of gathered keys, from which its masks fit beside three stages of 128
@@ -113,6 +119,12 @@ def query_config(
     step = min(step, block_kv, 64 if block_q == 192 else 128)
     found = QueryConfig(dtype, D, E, block_q, block_kv, step, k_stages, v_stages, score, lengths)
     return replace(found, **tuned("query_gradient", D, E, block_q, block_kv))
+
+
+@cache
+def kept_config(dtype: str, D: int, lengths: bool = False) -> KeptConfig:
+    """The configuration of dQ from dS that is kept, of tiles of 64 x 64."""
+    return KeptConfig(dtype, padded(D), 4, lengths=lengths)
 
 
 @cache

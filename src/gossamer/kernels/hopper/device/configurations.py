@@ -113,6 +113,29 @@ class QueryConfig:
 
 
 @dataclass(frozen=True)
+class KeptConfig:
+    """One compiled kernel of dQ from dS that a column kernel has kept, of tiles of 64 x 64."""
+
+    dtype: str
+    D: int  # head size after padding
+    stages: int = 4  # of K and dS
+    blocks: int = 2  # that share a multiprocessor
+    lengths: bool = False  # keys at and after a length for each batch element are not attended
+
+    block_q = block_kv = 64
+
+    def __post_init__(self) -> None:
+        if self.stages < 2:
+            raise ValueError(f"a stage is given back one step later, so there are two at least, got {self.stages}")
+        check_memory(self)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: the ring, dQ of an item on its way, barriers and descriptions."""
+        return 2 * 64 * (self.stages * (self.D + 64) + self.D) + 1024
+
+
+@dataclass(frozen=True)
 class BackwardConfig:
     """One compiled column kernel: dK and dV, and dQ by reduction where `with_dq`.
 
@@ -134,6 +157,7 @@ class BackwardConfig:
     lengths: bool = False  # keys at and after a length for each batch element are not attended
     step: int = 64
     edges: bool = False  # a warpgroup leaves out an item's first or last step of which its own keys keep nothing
+    keeps: bool = False  # dS of each pair of tiles goes to memory, for dQ
 
     def __post_init__(self) -> None:
         wide = self.block_q in (64, 128, 192) and self.block_kv == 128
@@ -142,7 +166,7 @@ class BackwardConfig:
         # With more columns, or slopes of a soft cap, the registers hold no more than 64 queries.
         long = self.step == 128 and (self.D, self.score) == (64, "fold") and not self.single
         known = (self.step == 64 or long) and not (self.single and self.with_dq)
-        known = known and not (self.edges and (self.single or long))
+        known = known and not (self.edges and (self.single or long)) and not (self.keeps and not self.single)
         if self.E > self.D or self.q_stages < 2 or not known:
             raise ValueError(f"the column kernel cannot run as {self}")
         check_memory(self)
@@ -189,7 +213,7 @@ class WideConfig:
 
     block_kv = 64  # keys of an item
     blocks = 1
-    edges = False
+    edges = keeps = False
 
     def __post_init__(self) -> None:
         if self.tile_kv not in (64, 128) or self.step != 64 or self.block_q % self.step:

@@ -25,6 +25,8 @@ from gossamer.kernels.hopper.launch.arguments import (
     tile_counter,
     unread,
 )  # fmt: skip
+from gossamer.kernels.hopper.launch.kept import gradients as keeping
+from gossamer.kernels.hopper.launch.kept import kept
 from gossamer.kernels.hopper.schedule.columns import column_work
 from gossamer.kernels.hopper.schedule.lists import lists
 from gossamer.kernels.hopper.schedule.rows import sharing, work
@@ -40,12 +42,14 @@ NARROW = 8  # tiles of 128 queries: a window of 900
 def backward(
     problem: Problem, layout: BlockLayout, scoring: Scoring, operands: Mapping[str, Operand], *,
     config: BackwardConfig | WideConfig | None = None, query: QueryConfig | None = None, split: int | None = None,
+    most_kept: int | None = None,
 ) -> Prepared:  # fmt: skip
     """dq, dk and dv, and dsink_logits where there are sinks.
 
     Args:
         config: replaces the configuration of the walk over columns; query: that of the walk over rows.
         split: replaces the automatic split of long rows and columns.
+        most_kept: replaces the automatic limit of what is kept of dS, in bytes; 0: nothing is.
     """
     p, b = problem, Builder(operands)
     dq, dk, dv = gradients(b, p)
@@ -55,13 +59,17 @@ def backward(
     config = config or column_config(p, layout, scoring, end is not None)
     summed = getattr(config, "with_dq", False)
     terms, sums = row_terms(b, p, out, dout, config.D, config.E, summed)
+    how = kept(p, layout, most_kept) if query is None else None
+    if how is not None:
+        keeping(b, p, layout, scoring, how, config, (*inputs, terms, sums), end, (dq, dk, dv), split)
+        return done(b, terms)
     most = config.blocks * p.processors
     made = column_work(layout, *sharing(p.G, p.B, layout.columns), p.H // p.G, most, split)
     known, rows = lists(layout, True), layout.columns.block_rows
     s = schedule(b, "columns", made, most, rows, config.block_kv, **known._asdict())
     by_columns = kernel("wide" if isinstance(config, WideConfig) else "backward", config)
     run(
-        b, p, scoring, by_columns, s, (*inputs, terms, sums), end,
+        b, p, scoring, by_columns, s, (*inputs, terms, sums, None), end,
         {dk: (config.D, scoring.scale), dv: (config.E, 1.0)},
     )  # fmt: skip
     if summed:
@@ -126,7 +134,7 @@ def row_terms(b: Builder, p: Problem, out: str, dout: str, D: int, E: int, summe
 
 
 def run(
-    b: Builder, p: Problem, scoring: Scoring, kind: Kernel, s: Schedule, inputs: Sequence[str], end: str | None,
+    b: Builder, p: Problem, scoring: Scoring, kind: Kernel, s: Schedule, inputs: Sequence[str | None], end: str | None,
     results: Mapping[str, tuple[int, float]],
 ) -> None:  # fmt: skip
     """Run a kernel of the backward, and add the parts of what it cuts.

@@ -28,10 +28,10 @@ class Step(IntEnum):
 
     QUERY is the first one; ENTRY an interval's row in lo and hi, -1 for all keys that exist, and of bits the first row
     in the pool; WORD the first word in such a row; KEPT, for each of two warpgroups, the kind for its keys alone, where
-    KIND is INTERVAL and the configuration has `edges`.
+    KIND is INTERVAL and the configuration has `edges`; PLACE where dS is kept.
     """
 
-    KIND, QUERY, ENTRY, WORD, HEAD, BATCH, KEPT = range(7)
+    KIND, QUERY, ENTRY, WORD, HEAD, BATCH, KEPT, PLACE = range(8)
 
 
 class Kind(IntEnum):

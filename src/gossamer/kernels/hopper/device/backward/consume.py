@@ -121,10 +121,14 @@ class ColumnConsumer(Opaque):
         issue(self.mma_dv, self.acc_dv, self.frag_p, self.frag_dot[None, None, None, do_stage], True)
         # dK += dS^T Q
         issue(self.mma_dk, self.acc_dk, self.frag_ds, self.frag_qt[None, None, None, stage], True)
+        self.keep(stage)
         warpgroup.wait_group(1)
         block.dout.release_at(m)
         warpgroup.wait_group(0)
         block.q.release_at(n)
+
+    def keep(self, stage: Any) -> None:
+        """What is done with dS of the step in a stage of Q besides: nothing."""
 
     @cute.jit
     def probabilities(self, stage, lse):

@@ -17,6 +17,7 @@ from cutlass import Float32, Int32, const_expr
 from gossamer.kernels.hopper.device.backward.block import ColumnArguments, ColumnBlock, TileColumnBlock
 from gossamer.kernels.hopper.device.backward.common import STAGES, STEP
 from gossamer.kernels.hopper.device.backward.consume import ColumnConsumer
+from gossamer.kernels.hopper.device.backward.keep import KeepingConsumer
 from gossamer.kernels.hopper.device.backward.masks import TileColumnMasks
 from gossamer.kernels.hopper.device.backward.pair import PairConsumer
 from gossamer.kernels.hopper.device.backward.produce import ColumnWork, Producer
@@ -43,7 +44,7 @@ class ColumnKernel(Shell):
     def __call__(
         self,
         q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, dout: cute.Tensor, terms: cute.Tensor, dq_sum: cute.Tensor,
-        dk: cute.Tensor, dv: cute.Tensor, work: cute.Tensor, segments: cute.Tensor, lists: cute.Tensor,
+        ds: cute.Tensor | None, dk: cute.Tensor, dv: cute.Tensor, work: cute.Tensor, segments: cute.Tensor, lists: cute.Tensor,
         lo: cute.Tensor, hi: cute.Tensor, pool: cute.Tensor, part_dk: cute.Tensor, part_dv: cute.Tensor,
         lengths: cute.Tensor | None, tile_counter: cute.Tensor, before: Float32, exponent: Float32, factor: Float32,
         items: Int32, blocks: Int32, stream: Any,
@@ -53,7 +54,8 @@ class ColumnKernel(Shell):
         arguments = ColumnArguments(
             q=tma(q, ROWS, c.D), k=tma(k, c.block_kv, c.D, layout=cute.select(held["k"], mode=[0, 1])),
             v=tma(v, c.block_kv, c.E), dout=tma(dout, ROWS, c.E), dk=tma(dk, ROWS, c.D, store=True),
-            dv=tma(dv, ROWS, c.E, store=True), terms=terms, dq_sum=None if self.pieces else dq_sum, work=work,
+            dv=tma(dv, ROWS, c.E, store=True), terms=terms, dq_sum=None if self.pieces else dq_sum, ds=ds,
+            work=work,
             segments=segments, lists=lists, lo=lo, hi=hi, pool=pool, part_dk=part_dk, part_dv=part_dv, lengths=lengths,
             tile_counter=tile_counter, before=before, exponent=exponent, factor=factor,
             items=items * (self.pieces or 1),
@@ -169,5 +171,6 @@ class Backward(ColumnKernel):
 
     @cute.jit
     def compute(self, block):
-        kind = ColumnConsumer if const_expr(self.config.single) else PairConsumer
+        c = self.config
+        kind = KeepingConsumer if const_expr(c.keeps) else ColumnConsumer if const_expr(c.single) else PairConsumer
         kind(block, TileColumnMasks(block)).consume()

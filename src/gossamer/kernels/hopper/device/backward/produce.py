@@ -159,7 +159,8 @@ class Producer(Opaque):
                     part = Int32(0)
                     if lane < SEGMENT:
                         part = a.segments[at_segment + s, lane]
-                    head = group * block.ratio + cute.arch.shuffle_sync(part, Segment.HEAD)
+                    share = cute.arch.shuffle_sync(part, Segment.HEAD)
+                    head = group * block.ratio + share
                     lead = cute.arch.shuffle_sync(part, Segment.LEAD)
                     fulls = cute.arch.shuffle_sync(part, Segment.FULL_COUNT)
                     intervals = cute.arch.shuffle_sync(part, Segment.INTERVAL_COUNT)
@@ -202,8 +203,9 @@ class Producer(Opaque):
                         for p in cutlass.range(c.block_q // ROWS, unroll=1):
                             first = begin + p * ROWS
                             wanted = first < block.queries
-                            if kind == Kind.INTERVAL and entry >= 0:
-                                wanted = wanted and lowest < first + ROWS and highest > first
+                            if const_expr(not c.keeps):  # noqa: SIM102  What is kept of dS is read of every tile.
+                                if kind == Kind.INTERVAL and entry >= 0:
+                                    wanted = wanted and lowest < first + ROWS and highest > first
                             if wanted:
                                 value = kind
                                 if const_expr(c.edges):
@@ -212,6 +214,10 @@ class Producer(Opaque):
                                     last = last and (following >= end or following >= highest)
                                     if kind == Kind.INTERVAL and entry >= 0 and lane >= Step.KEPT:
                                         value = own.kind(first, n == started or last)
+                                if const_expr(c.keeps):  # noqa: SIM102
+                                    if lane == Step.PLACE:
+                                        of_head = item[ColumnItem.PLACE] + item[ColumnItem.NEXT_PLACE] * share
+                                        value = of_head + a.lists[2, at]
                                 for word_place, known, times in (
                                     (Step.QUERY, first, 1), (Step.ENTRY, entry, 1), (Step.WORD, p, ROWS // 32),
                                     (Step.HEAD, head, 1), (Step.BATCH, batch, 1),
