@@ -122,9 +122,11 @@ def query_config(
 
 
 @cache
-def kept_config(dtype: str, D: int, lengths: bool = False) -> KeptConfig:
-    """The configuration of dQ from dS that is kept, of tiles of 64 x 64."""
-    return KeptConfig(dtype, padded(D), 4, lengths=lengths)
+def kept_config(dtype: str, D: int, block_q: int, block_kv: int, lengths: bool = False) -> KeptConfig:
+    """The configuration of dQ from dS that is kept, for a layout of block_q x block_kv tiles."""
+    size = padded(D)
+    stages = 3 if (size, block_q) == (256, 128) else 4
+    return KeptConfig(dtype, size, block_q, block_kv, stages, lengths)
 
 
 @cache

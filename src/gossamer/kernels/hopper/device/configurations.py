@@ -114,17 +114,18 @@ class QueryConfig:
 
 @dataclass(frozen=True)
 class KeptConfig:
-    """One compiled kernel of dQ from dS that a column kernel has kept, of tiles of 64 x 64."""
+    """One compiled kernel of dQ from dS that a column kernel has kept; block_q x block_kv is the layout's tile."""
 
     dtype: str
     D: int  # head size after padding
-    stages: int = 4  # of K and dS
-    blocks: int = 2  # that share a multiprocessor
+    block_q: int = 64
+    block_kv: int = 64
+    stages: int = 4  # of 64 keys and their dS
     lengths: bool = False  # keys at and after a length for each batch element are not attended
 
-    block_q = block_kv = 64
-
     def __post_init__(self) -> None:
+        if self.block_q not in (64, 128, 192) or self.block_kv not in (64, 128):
+            raise ValueError(f"no kernel of dQ from dS for tiles {self.block_q} x {self.block_kv}")
         if self.stages < 2:
             raise ValueError(f"a stage is given back one step later, so there are two at least, got {self.stages}")
         check_memory(self)
@@ -132,7 +133,12 @@ class KeptConfig:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: the ring, dQ of an item on its way, barriers and descriptions."""
-        return 2 * 64 * (self.stages * (self.D + 64) + self.D) + 1024
+        return 2 * (64 * self.stages * (self.D + self.block_q) + self.block_q * self.D) + 1024
+
+    @property
+    def blocks(self) -> int:
+        """Two blocks of one warpgroup each, where the shared memory holds them."""
+        return 2 if self.block_q == 64 and 2 * (self.shared_bytes + 1024) <= MULTIPROCESSOR else 1
 
 
 @dataclass(frozen=True)
@@ -210,10 +216,11 @@ class WideConfig:
     do_stages: int = 2
     score: str = "fold"  # or "softcap"
     lengths: bool = False  # keys at and after a length for each batch element are not attended
+    keeps: bool = False  # dS goes to memory, for dQ
 
     block_kv = 64  # keys of an item
     blocks = 1
-    edges = keeps = False
+    edges = False
 
     def __post_init__(self) -> None:
         if self.tile_kv not in (64, 128) or self.step != 64 or self.block_q % self.step:

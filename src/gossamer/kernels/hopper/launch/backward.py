@@ -59,7 +59,8 @@ def backward(
     config = config or column_config(p, layout, scoring, end is not None)
     summed = getattr(config, "with_dq", False)
     terms, sums = row_terms(b, p, out, dout, config.D, config.E, summed)
-    how = kept(p, layout, most_kept) if query is None else None
+    keeps = query is None and not isinstance(config, BackwardConfig) or getattr(config, "single", False)
+    how = kept(p, layout, most_kept) if keeps else None
     if how is not None:
         keeping(b, p, layout, scoring, how, config, (*inputs, terms, sums), end, (dq, dk, dv), split)
         return done(b, terms)

@@ -1,7 +1,7 @@
 """dQ from dS that the column kernel has kept in memory: one product for each pair of tiles of 64 x 64.
 
-One warp takes items, which are those of the rows of the layout, and loads K and dS of each step; a step of an item lies
-behind the one before it. A warpgroup adds dQ += dS K, both from shared memory.
+One warp takes items, which are those of the rows of the layout, and loads 64 keys of K and their dS for each step. For
+each 64 query rows a warpgroup adds dQ += dS K, both from shared memory. dQ leaves while the next item is computed.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from gossamer.kernels.hopper.device.work import ItemRing, TileRows
 class KeptArguments(NamedTuple):
     """The parameters of the kernel."""
 
-    ds: cute.Tensor  # (pairs of tiles, 64 * 64): see `keep`
+    ds: cute.Tensor  # (pairs of tiles of 64 x 64, 64 * 64): see `keep`; those of a pair of the layout's by keys
     k: Tma  # (B, G, K, D)
     dq: Tma  # (B, H, Q, D)
     work: cute.Tensor  # (n, ITEM) int32, as for the forward, with `RowItem.PLACE`
     lists: cute.Tensor  # (1 or 2, entries) int32: tile column
-    part_dq: cute.Tensor  # (slots, 64, D) float32, without the scale
+    part_dq: cute.Tensor  # (slots, block_q, D) float32, without the scale
     lengths: cute.Tensor | None  # (B,) int32, None without `lengths` in the configuration
     tile_counter: cute.Tensor  # (1,) int32: items taken; zero before and after
     factor: Float32  # the scale
@@ -66,22 +66,24 @@ class KeptBlock(Block):
     items: ItemRing
     k: Ring  # K and dS of a step
     s_k: cute.Tensor  # (64, D, stages)
-    s_ds: cute.Tensor  # (keys, queries, stages)
-    s_dq: cute.Tensor  # (64, D)
+    s_ds: cute.Tensor  # (keys, queries, warpgroups * stages)
+    s_dq: cute.Tensor  # (64, D, warpgroups)
 
 
 class KeptConsumer(Opaque):
-    """The warpgroup that computes."""
+    """A warpgroup with 64 query rows of each item."""
 
     def __init__(self, block: KeptBlock) -> None:
         c = block.config
-        self.block, self.thread, dtype = block, computing_thread(0), NUMBERS[c.dtype]
+        self.block, self.thread, dtype = block, computing_thread(), NUMBERS[c.dtype]
+        self.groups, self.steps = c.block_q // ROWS, c.block_kv // ROWS
         self.mma = product_of(dtype, c.D, transposed=True, first_transposed=True)
-        self.ds = first_factor(self.mma, transposed(block.s_ds, ROWS, ROWS, c.stages))
+        self.ds = first_factor(self.mma, transposed(block.s_ds, ROWS, ROWS, self.groups * c.stages))
         self.k = second_factor(self.mma, transposed(block.s_k, ROWS, c.D, c.stages))
         self.acc = accumulator(self.mma, c.D)
-        (shape, strides), columns = QUERIES, c.D
-        self.s_dq = cute.composition(block.s_dq, cute.make_layout((shape, columns), stride=(strides, ROWS)))
+        shape, strides = QUERIES
+        rows = cute.make_layout((shape, c.D), stride=(strides, ROWS))
+        self.s_dq = cute.composition(block.s_dq[None, None, self.thread.warpgroup], rows)
 
     @cute.jit
     def consume(self):
@@ -98,7 +100,7 @@ class KeptConsumer(Opaque):
             block.items.forget(stage)
             self.acc.fill(0.0)
             first = n
-            for _ in cutlass.range(count, unroll=1):
+            for _ in cutlass.range(count * self.steps, unroll=1):
                 self.step(n, first)
                 n += 1
             warpgroup.wait_group(0)
@@ -115,7 +117,8 @@ class KeptConsumer(Opaque):
     def step(self, n, first):
         """dQ += dS K of step `n`; the step before, if it is of the same item, has ended then."""
         stage = self.block.k.wait_full_at(n)
-        issue(self.mma, self.acc, self.ds[None, None, None, stage], self.k[None, None, None, stage], True)
+        ds = self.ds[None, None, None, stage * self.groups + self.thread.warpgroup]
+        issue(self.mma, self.acc, ds, self.k[None, None, None, stage], True)
         warpgroup.wait_group(1)
         if n != first:
             self.block.k.release_at(n - 1)
@@ -123,21 +126,21 @@ class KeptConsumer(Opaque):
     @cute.jit
     def finish(self, batch, head, tile, slot):
         """dQ of an item: times the scale, by TMA, or as a part of a split row."""
-        a, thread, columns = self.block.arguments, self.thread, self.block.config.D
+        a, thread, group = self.block.arguments, self.thread, self.thread.warpgroup
         if slot < 0:
             if thread.thread < 32:  # dQ of the item before has left
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             instructions.multiply(self.acc, a.factor)
-            put_tile(self.acc, self.mma, thread, self.s_dq, Barrier.Q_READ)
+            put_tile(self.acc, self.mma, thread, self.s_dq, Barrier.Q_READ + group)
             cute.arch.fence_view_async_shared()
-            cute.arch.barrier(barrier_id=Barrier.OUTPUT, number_of_threads=WARPGROUP)
+            cute.arch.barrier(barrier_id=Barrier.OUTPUT + group, number_of_threads=WARPGROUP)
             if thread.thread < 32:
-                from_, to = partition(a.dq, self.block.s_dq, ROWS, columns)
-                cute.copy(a.dq.atom, from_, to[None, tile, head, batch])
+                from_, to = partition(a.dq, self.block.s_dq, ROWS, self.block.config.D)
+                cute.copy(a.dq.atom, from_[None, group], to[None, tile * self.groups + group, head, batch])
                 cute.arch.cp_async_bulk_commit_group()
         else:
             for r in cutlass.range_constexpr(instructions.ROWS):
-                row = query_of(thread.row + 8 * r)
+                row = group * ROWS + query_of(thread.row % ROWS + 8 * r)
                 for j in cutlass.range_constexpr(cute.size(self.acc) // 4):
                     for e in cutlass.range_constexpr(2):
                         a.part_dq[slot, row, 8 * j + thread.quad + e] = self.acc[4 * j + 2 * r + e]
@@ -146,12 +149,11 @@ class KeptConsumer(Opaque):
 class Kept(Shell):
     """The kernel of one configuration."""
 
-    threads = 2 * WARPGROUP
-    registers = 24, 232
-    carveout = 100
-
     def __init__(self, config: KeptConfig) -> None:
-        self.config, self.blocks = config, config.blocks
+        self.config, self.blocks, self.groups = config, config.blocks, config.block_q // ROWS
+        self.threads = WARPGROUP * (self.groups + 1)
+        self.registers = {1: (24, 232), 2: (40, 232), 3: (32, 160)}[self.groups]
+        self.carveout = 100 if self.blocks > 1 else None
 
     @cute.jit
     def __call__(
@@ -172,8 +174,8 @@ class Kept(Shell):
         """Of the tiles in shared memory."""
         c, dtype = self.config, NUMBERS[self.config.dtype]
         return {
-            "k": tile_layout(dtype, ROWS, c.D, c.stages), "ds": tile_layout(dtype, ROWS, ROWS, c.stages),
-            "dq": tile_layout(dtype, ROWS, c.D),
+            "k": tile_layout(dtype, ROWS, c.D, c.stages), "dq": tile_layout(dtype, ROWS, c.D, self.groups),
+            "ds": tile_layout(dtype, ROWS, ROWS, self.groups * c.stages),
         }  # fmt: skip
 
     def memory(self) -> dict[str, Any]:
@@ -184,7 +186,8 @@ class Kept(Shell):
 
     def block(self, arguments: KeptArguments, memory: Any) -> KeptBlock:
         held = {f"s_{name}": tiles(getattr(memory, name), layout) for name, layout in self.layouts().items()}
-        items, k = items_of(memory, "items", 2, 4), ring_of(memory, "k", self.config.stages, 1, 4)
+        readers = 4 * self.groups
+        items, k = items_of(memory, "items", 2, readers), ring_of(memory, "k", self.config.stages, 1, readers)
         return KeptBlock(config=self.config, arguments=arguments, items=items, k=k, rings=((items,), (k,)), **held)
 
     @cute.jit
@@ -199,12 +202,13 @@ class Kept(Shell):
     @cute.jit
     def produce(self, block):
         """The producer warp: items, then K and dS of each step."""
-        c, a = self.config, block.arguments
+        c, a, groups = self.config, block.arguments, self.groups
+        steps = c.block_kv // ROWS
         ratio = cute.size(a.dq.tensor, mode=[2]) // cute.size(a.k.tensor, mode=[2])
         k_to, k_from = partition(a.k, block.s_k, ROWS, c.D)
-        # A pair of tiles as it lies in memory.
+        # Pairs of tiles as they lie in memory.
         pairs = cute.make_tensor(
-            cute.recast_ptr(block.s_ds.iterator, dtype=NUMBERS[c.dtype]), cute.make_layout((PAIR, c.stages))
+            cute.recast_ptr(block.s_ds.iterator, dtype=NUMBERS[c.dtype]), cute.make_layout((PAIR, groups * c.stages))
         )
         copy_pair = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), NUMBERS[c.dtype])
         columns = a.lists[0, None]
@@ -217,10 +221,8 @@ class Kept(Shell):
             turn += 1
             running = cute.arch.shuffle_sync(word, RowItem.VALID)
             if running != 0:
-                batch, group = (
-                    cute.arch.shuffle_sync(word, RowItem.BATCH),
-                    cute.arch.shuffle_sync(word, RowItem.HEAD) // ratio,
-                )
+                batch = cute.arch.shuffle_sync(word, RowItem.BATCH)
+                group = cute.arch.shuffle_sync(word, RowItem.HEAD) // ratio
                 before = cute.arch.shuffle_sync(word, RowItem.PLACE)
                 fulls = cute.arch.shuffle_sync(word, RowItem.FULL_COUNT)
                 intervals = cute.arch.shuffle_sync(word, RowItem.INTERVAL_COUNT)
@@ -231,12 +233,16 @@ class Kept(Shell):
                 for i in cutlass.range(count, unroll=1):
                     at = i + (at_full if i < fulls else (at_interval if i < fulls + intervals else at_bits))
                     column = columns[at]
-                    stage = block.k.wait_empty_at(n)
-                    full = block.k.full + stage
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * (ROWS * c.D + PAIR))
-                    cute.copy(a.k.atom, k_from[None, column, group, batch], k_to[None, stage], tma_bar_ptr=full)
-                    with cute.arch.elect_one():
-                        cute.copy(copy_pair, a.ds[before + at, None], pairs[None, stage], mbar_ptr=full)
-                    n += 1
+                    for part in cutlass.range_constexpr(steps):
+                        stage = block.k.wait_empty_at(n)
+                        full = block.k.full + stage
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * (ROWS * c.D + groups * PAIR))
+                        from_ = k_from[None, column * steps + part, group, batch]
+                        cute.copy(a.k.atom, from_, k_to[None, stage], tma_bar_ptr=full)
+                        for g in cutlass.range_constexpr(groups):
+                            pair = a.ds[((before + at) * steps + part) * groups + g, None]
+                            with cute.arch.elect_one():
+                                cute.copy(copy_pair, pair, pairs[None, stage * groups + g], mbar_ptr=full)
+                        n += 1
                 word = work.next()
