@@ -60,8 +60,8 @@ def gradients(a: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, 
 
 
 def columns(config: Any, block_kv: int) -> Callable[..., None]:
-    """The kernel of dK and dV, and of dQ's sums where the configuration has them."""
-    names = ("q", "k", "v", "dout", "terms", "dq_sum", "dk", "dv", *SHARED, *NUMBERS)
+    """The kernel of dK and dV, and of dQ's sums where the configuration has them, or of dS."""
+    names = ("q", "k", "v", "dout", "terms", "dq_sum", "ds", "dk", "dv", *SHARED, *NUMBERS)
 
     def run(*given: Any) -> None:
         a = dict(zip(names, given, strict=True)) | {"score": config.score, "has_lengths": config.lengths}
@@ -89,6 +89,8 @@ def columns(config: Any, block_kv: int) -> Callable[..., None]:
                         dk[:, : k.shape[-1]] += ds.T @ x[0]
                         if getattr(config, "with_dq", False):
                             add(a["dq_sum"][b, h], first, ds @ x[1], config.D)
+                        if config.keeps:
+                            pairs(a["ds"], item[8] + item[9] * head + int(a["lists"][2, at]), *ds.shape)[:] = ds
             if slot < 0:
                 some = a["dk"][b, g, keys], a["dv"][b, g, keys]
                 some[0].copy_(dk[: len(some[0]), : k.shape[-1]] * a["factor"])
@@ -96,6 +98,40 @@ def columns(config: Any, block_kv: int) -> Callable[..., None]:
             else:
                 a["part_dk"][slot] = dk
                 a["part_dv"][slot] = dv
+
+    return run
+
+
+def pairs(ds: Tensor, place: int, queries: int, keys: int) -> Tensor:
+    """dS of a pair of tiles, plain here: what matters is where it lies."""
+    each = queries * keys // 64**2
+    return ds[place * each : (place + 1) * each].view(queries, keys)
+
+
+def kept(config: Any) -> Callable[..., None]:
+    """The kernel of dQ from dS that is kept."""
+    names = ("ds", "k", "dq", "work", "lists", "part_dq", "lengths", "tile_counter", "factor", "items", "blocks")
+
+    def run(*given: Any) -> None:
+        a = dict(zip(names, given, strict=True)) | {"has_lengths": config.lengths}
+        a |= {name: torch.from_dlpack(a[name]) for name in ("work", "lists")}
+        block_q, block_kv, k = config.block_q, config.block_kv, padded(a["k"], config.block_kv)
+        ratio = a["dq"].shape[1] // k.shape[1]
+        assert a["work"].shape[0] == a["items"]
+        for item in a["work"].tolist():
+            b, h, tile, slot = item[:4]
+            dq = torch.zeros(block_q, config.D)
+            for at in (at for n in (4, 6, 8) for at in range(item[n], item[n] + item[n + 1])):
+                first = int(a["lists"][0, at]) * block_kv
+                keys = slice(first, first + block_kv)
+                if attended(a, b, keys).any():  # else nothing is kept there
+                    ds = pairs(a["ds"], item[14] + at, block_q, block_kv).float()
+                    dq[:, : k.shape[-1]] += ds @ k[b, h // ratio, keys]
+            if slot < 0:
+                some = a["dq"][b, h, tile * block_q : (tile + 1) * block_q]
+                some.copy_(dq[: len(some), : k.shape[-1]] * a["factor"])
+            else:
+                a["part_dq"][slot] = dq
 
     return run
 
@@ -186,6 +222,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, on_a_cpu: None) -> Any:
         "backward": lambda config: columns(config, config.block_kv),
         "wide": lambda config: columns(config, config.tile_kv),
         "query_gradient": by_rows,
+        "kept": kept,
     }
     for name, kernel in kernels.items():
         monkeypatch.setattr(compiled, name, kernel)

@@ -59,8 +59,7 @@ def backward(
     config = config or column_config(p, layout, scoring, end is not None)
     summed = getattr(config, "with_dq", False)
     terms, sums = row_terms(b, p, out, dout, config.D, config.E, summed)
-    keeps = query is None and not isinstance(config, BackwardConfig) or getattr(config, "single", False)
-    how = kept(p, layout, most_kept) if keeps else None
+    how = kept(p, layout, most_kept) if not summed and query is None else None
     if how is not None:
         keeping(b, p, layout, scoring, how, config, (*inputs, terms, sums), end, (dq, dk, dv), split)
         return done(b, terms)

@@ -66,9 +66,10 @@ def gradients(
 ) -> None:  # fmt: skip
     """Write dq, dk and dv. `inputs`: q, k, v, dout, row terms, unread sums; `end`: key lengths."""
     walk = layout.rows
-    columns = replace(config, keeps=True)
+    wide = isinstance(config, WideConfig)
+    columns = replace(config, keeps=True) if wide else replace(config, keeps=True, edges=False)
     rows = kept_config(p.dtype, p.D, walk.block_rows, walk.block_columns, end is not None)
-    by_columns, by_rows = kernel("wide" if isinstance(config, WideConfig) else "backward", columns), kernel("kept", rows)
+    by_columns, by_rows = kernel("wide" if wide else "backward", columns), kernel("kept", rows)
     most, most_rows = columns.blocks * p.processors, rows.blocks * p.processors
     turning = 0 if end else most_rows
     ds = b.array("ds", p.dtype, (how.pairs, PAIR))

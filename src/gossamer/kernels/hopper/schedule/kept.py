@@ -18,14 +18,29 @@ from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.walk import Walk
 from gossamer.memo import Memos
 
-_lists: Memos[Lists] = Memos()  # of walks
+_pairs: Memos[int | None] = Memos()  # of walks
+_lists: Memos[Lists] = Memos()
 _work: Memos[Work] = Memos()
 
 
 def pairs(layout: BlockLayout) -> int | None:
-    """The places that the pairs of tiles of all lists take; None where only a device knows them."""
-    walk = (layout.host or layout).rows
-    return entries(walk).number if walk.device is None else None
+    """The places that the pairs of tiles of all lists take.
+
+    None where only a device knows them, and where several lists are the same entries.
+    """
+
+    host = layout.host or layout
+    if host.rows.device is not None:
+        return None
+
+    def made() -> int | None:
+        for walk in (host.rows, host.columns):
+            _, places = _keyed(walk, (1, 1), False)
+            if np.bincount(places, minlength=1).max() > 1:
+                return None
+        return entries(host.rows).number
+
+    return _pairs.of(host.rows).get_or_make((), made)
 
 
 def copies(layout: BlockLayout, B: int, heads: int) -> int:

@@ -11,7 +11,8 @@ from cutlass.cute.nvgpu import warpgroup
 
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.backward.block import ColumnBlock
-from gossamer.kernels.hopper.device.backward.common import ColumnBarrier, Kind, high, low, put_tile, row_terms
+from gossamer.kernels.hopper.device.backward.common import ColumnBarrier, Kind, Step, high, low, put_tile, row_terms
+from gossamer.kernels.hopper.device.backward.keep import put_pair
 from gossamer.kernels.hopper.device.column_items import ColumnItem
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque
 from gossamer.kernels.hopper.device.tiles import accumulator, issue, product_of, transposed
@@ -127,8 +128,18 @@ class ColumnConsumer(Opaque):
         warpgroup.wait_group(0)
         block.q.release_at(n)
 
-    def keep(self, stage: Any) -> None:
-        """What is done with dS of the step in a stage of Q besides: nothing."""
+    @cute.jit
+    def keep(self, stage):
+        """Store dS of the step in a stage of Q, where it is kept; its last products run meanwhile."""
+        c, block, thread = self.config, self.block, self.thread
+        if const_expr(c.keeps):
+            for half in cutlass.range_constexpr(self.halves):
+                place = stage * self.halves + half
+                pair = block.steps[Step.PLACE, place] + thread.warpgroup * const_expr(c.block_q // ROWS)
+                if const_expr(half == 0):
+                    put_pair(block.arguments.ds, pair, thread, self.frag_ds)
+                elif block.steps[Step.KIND, place] != Kind.NOTHING:
+                    put_pair(block.arguments.ds, pair, thread, self.frag_ds, half * ROWS)
 
     @cute.jit
     def probabilities(self, stage, lse):

@@ -14,8 +14,6 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.backward.common import Step
-from gossamer.kernels.hopper.device.backward.consume import ColumnConsumer
 from gossamer.kernels.hopper.device.common import ROWS
 
 PAIR = ROWS * ROWS  # numbers of a pair of tiles
@@ -29,11 +27,12 @@ def query_of(place: Any) -> Any:
 
 
 @cute.jit
-def put_pair(ds, pair, thread, fragment):
-    """Store dS of 64 keys and 64 queries, as the first factor of a product that sums over the queries.
+def put_pair(ds, pair, thread, fragment, first: cutlass.Constexpr = 0):
+    """Store dS of 64 keys and 64 queries.
 
     Args:
         ds: (pairs, 64 * 64), of which number `pair` is written.
+        fragment: dS as the first factor of a product that sums over queries, of which those from `first` on are stored.
     """
     words, to = cute.recast_tensor(fragment, Int32), cute.recast_tensor(ds[pair, None], Int32)
     key = thread.row % ROWS
@@ -42,14 +41,5 @@ def put_pair(ds, pair, thread, fragment):
         for half in cutlass.range_constexpr(2):
             found = cute.make_rmem_tensor((4,), Int32)
             for i in cutlass.range_constexpr(4):
-                found[i] = words[2 * (4 * half + i) + r]
+                found[i] = words[first // 4 + 2 * (4 * half + i) + r]
             cute.autovec_copy(found, cute.local_tile(to, (4,), ((chunk ^ 4 * half) + 64 * r,)))
-
-
-class KeepingConsumer(ColumnConsumer):
-    """As `ColumnConsumer`; dS of each step is stored while its last products run."""
-
-    @cute.jit
-    def keep(self, stage):
-        """Store dS of the step in a stage of Q."""
-        put_pair(self.block.arguments.ds, self.block.steps[Step.PLACE, stage], self.thread, self.frag_ds)

@@ -17,7 +17,6 @@ from cutlass import Float32, Int32, const_expr
 from gossamer.kernels.hopper.device.backward.block import ColumnArguments, ColumnBlock, TileColumnBlock
 from gossamer.kernels.hopper.device.backward.common import STAGES, STEP
 from gossamer.kernels.hopper.device.backward.consume import ColumnConsumer
-from gossamer.kernels.hopper.device.backward.keep import KeepingConsumer
 from gossamer.kernels.hopper.device.backward.masks import TileColumnMasks
 from gossamer.kernels.hopper.device.backward.pair import PairConsumer
 from gossamer.kernels.hopper.device.backward.produce import ColumnWork, Producer
@@ -171,6 +170,5 @@ class Backward(ColumnKernel):
 
     @cute.jit
     def compute(self, block):
-        c = self.config
-        kind = KeepingConsumer if const_expr(c.keeps) else ColumnConsumer if const_expr(c.single) else PairConsumer
+        kind = ColumnConsumer if const_expr(self.config.single) else PairConsumer
         kind(block, TileColumnMasks(block)).consume()

@@ -142,7 +142,7 @@ class Producer(Opaque):
         turn, n, m = Int32(0), Int32(0), Int32(0)  # items, stages of Q, stages of dO so far
         half = Int32(0)  # of the step that is being filled
         own = EdgeKinds(block)
-        pieces = const_expr(self.work.pieces or 1)
+        pieces, down = const_expr(work.pieces or 1), const_expr(work.pieces or c.block_kv // ROWS)
         word = work.first()
         running = Int32(1)
         while running != 0:
@@ -225,7 +225,7 @@ class Producer(Opaque):
                                 if const_expr(c.keeps):  # noqa: SIM102
                                     if lane == Step.PLACE:
                                         of_head = item[ColumnItem.PLACE] + item[ColumnItem.NEXT_PLACE] * share
-                                        value = (of_head + a.lists[2, at]) * pieces + tile % pieces
+                                        value = (of_head + a.lists[2, at]) * down + tile % pieces
                                         value = value * (c.block_q // ROWS) + p
                                 for word_place, known, times in (
                                     (Step.QUERY, first, 1), (Step.ENTRY, entry, 1), (Step.WORD, p, ROWS // 32),
