@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from gossamer.kernels.contract import Scoring
-from gossamer.kernels.hopper.choice import kept_config
+from gossamer.kernels.hopper.choice import WIDE, kept_config
 from gossamer.kernels.hopper.device.configurations import BackwardConfig, WideConfig
 from gossamer.kernels.hopper.launch.arguments import factors, kernel, parts, tile_counter
 from gossamer.kernels.hopper.schedule.kept import copies, kept_columns, kept_lists, kept_rows, pairs
@@ -36,13 +36,18 @@ class Kept(NamedTuple):
         return 2 * PAIR * self.pairs
 
 
+def summed(p: Problem, layout: BlockLayout) -> bool:
+    """Whether the column kernel adds dQ in memory: of tiles of 64 x 64 that takes longer than a second kernel."""
+    return max(p.D, p.E) <= WIDE and not p.deterministic and layout.rows.block_columns > TILE
+
+
 def kept(p: Problem, layout: BlockLayout, most: int | None = None) -> Kept | None:
     """What a call keeps of dS; None where it keeps none.
 
     Args:
         most: bytes, in the place of as many as its inputs have, or of `FREE`.
     """
-    known = pairs(layout)
+    known = None if summed(p, layout) else pairs(layout)
     if not known:
         return None
     found = known * (layout.rows.block_rows // TILE) * (layout.rows.block_columns // TILE)
