@@ -88,8 +88,8 @@ def backward(config: BackwardConfig) -> Entry:
         Backward(c),
         strided(n, B, H, s()), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, s()),
         compact(Float32, 2, s(), s(), s(divisibility=128)), compact(Float32, s(), s(), s(), 64 * c.D),
-        _pairs(n) if c.keeps else None, strided(n, B, G, K), strided(n, B, G, K), compact(Int32, s(), ITEM), compact(Int32, s(), SEGMENT),
-        compact(Int32, s(), s()), bounds, bounds, compact(Int32, s(), c.block_q // 32),
+        _pairs(n) if c.keeps else None, strided(n, B, G, K), strided(n, B, G, K), compact(Int32, s(), ITEM),
+        compact(Int32, s(), SEGMENT), compact(Int32, s(), s()), bounds, bounds, compact(Int32, s(), c.block_q // 32),
         compact(Float32, s(), c.block_kv, c.D), compact(Float32, s(), c.block_kv, c.E), _lengths(c),
         compact(Int32, 1), *[Float32(1)] * 3, *[Int32(1)] * 2,
     )  # fmt: skip
@@ -115,8 +115,8 @@ def wide(config: WideConfig) -> Entry:
         Wide(c), strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q),
         compact(Float32, 2, B, H, s()), compact(Float32, s(), s(), s(), 64 * c.D), _pairs(n) if c.keeps else None,
         strided(n, B, G, K), strided(n, B, G, K), compact(Int32, s(), ITEM), compact(Int32, s(), SEGMENT),
-        compact(Int32, s(), s()), bounds, bounds, compact(Int32, s(), c.block_q // 32), compact(Float32, s(), c.tile_kv, c.D),
-        compact(Float32, s(), c.tile_kv, c.E), _lengths(c), compact(Int32, 1),
+        compact(Int32, s(), s()), bounds, bounds, compact(Int32, s(), c.block_q // 32),
+        compact(Float32, s(), c.tile_kv, c.D), compact(Float32, s(), c.tile_kv, c.E), _lengths(c), compact(Int32, 1),
         *[Float32(1)] * 3, *[Int32(1)] * 2,
     )  # fmt: skip
 

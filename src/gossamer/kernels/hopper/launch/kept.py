@@ -13,16 +13,17 @@ from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper.choice import WIDE, kept_config
 from gossamer.kernels.hopper.device.configurations import BackwardConfig, WideConfig
 from gossamer.kernels.hopper.launch.arguments import factors, kernel, parts, tile_counter
-from gossamer.kernels.hopper.schedule.kept import copies, kept_columns, kept_lists, kept_rows, pairs
+from gossamer.kernels.hopper.schedule.kept import kept_columns, kept_lists, kept_rows, pairs
 from gossamer.kernels.hopper.schedule.lists import lists
-from gossamer.kernels.hopper.schedule.rows import Work
+from gossamer.kernels.hopper.schedule.rows import sharing
 from gossamer.kernels.launch import BYTES, Builder
 from gossamer.layouts.block import BlockLayout
 from gossamer.plan.problem import Problem
 
 TILE = 64
 PAIR = TILE * TILE
-FREE = 2**28  # bytes that a call may take for dS, however small its inputs are
+FREE = 2**28  # bytes that a call may take for dS, however small its tensors are
+LEAST = 2**16  # pairs of tiles, of some heads of several: what two launches take besides is gained by as many
 
 
 class Kept(NamedTuple):
@@ -45,24 +46,26 @@ def kept(p: Problem, layout: BlockLayout, most: int | None = None) -> Kept | Non
     """What a call keeps of dS; None where it keeps none.
 
     Args:
-        most: bytes, in the place of as many as its inputs have, or of `FREE`.
+        most: bytes, in the place of as many as all tensors of the call have, gradients among them, or of `FREE`.
     """
     known = None if summed(p, layout) else pairs(layout)
     if not known:
         return None
     found = known * (layout.rows.block_rows // TILE) * (layout.rows.block_columns // TILE)
+    least = LEAST if most is None else 1
     if most is None:
-        most = max(FREE, BYTES[p.dtype] * p.B * (2 * p.H * p.Q + p.G * p.K) * (p.D + p.E))
+        most = max(FREE, 2 * BYTES[p.dtype] * p.B * (p.H * p.Q + p.G * p.K) * (p.D + p.E))
     fits = most // (2 * PAIR * found)
     if layout.rows.lead != (1, 1):
-        n = copies(layout, p.B, p.H)
-        return Kept(p.B * p.G, n * found) if n <= fits else None
+        copies, _ = sharing(p.H, p.B, layout.rows)
+        return Kept(p.B * p.G, copies * found) if copies <= fits else None
     ratio, heads = p.H // p.G, p.B * p.G
     if fits < ratio:
         return None
     times = -(-heads // (fits // ratio))
     at_once = -(-heads // times)
-    return Kept(at_once, at_once * ratio * found)
+    how = Kept(at_once, at_once * ratio * found)
+    return how if times == 1 or how.pairs >= least else None
 
 
 def gradients(
@@ -70,45 +73,42 @@ def gradients(
     inputs: Sequence[str], end: str | None, results: Sequence[str], split: int | None = None,
 ) -> None:  # fmt: skip
     """Write dq, dk and dv. `inputs`: q, k, v, dout, row terms, unread sums; `end`: key lengths."""
-    walk = layout.rows
-    wide = isinstance(config, WideConfig)
-    columns = replace(config, keeps=True) if wide else replace(config, keeps=True, edges=False)
+    walk, ratio = layout.rows, p.H // p.G
+    columns: BackwardConfig | WideConfig
+    if isinstance(config, WideConfig):
+        columns = replace(config, keeps=True)
+        by_columns = kernel("wide", columns)
+    else:
+        columns = replace(config, keeps=True, edges=False)
+        by_columns = kernel("backward", columns)
     rows = kept_config(p.dtype, p.D, walk.block_rows, walk.block_columns, end is not None)
-    by_columns, by_rows = kernel("wide" if wide else "backward", columns), kernel("kept", rows)
+    by_rows = kernel("kept", rows)
     most, most_rows = columns.blocks * p.processors, rows.blocks * p.processors
     turning = 0 if end else most_rows
+    of_columns = kept_columns(layout, how.heads, p.B, p.G, ratio, most, split)
+    of_rows = kept_rows(layout, how.heads * ratio, p.B, p.H, most_rows, split)
+    known = b.layout(**{f"columns_{name}": x for name, x in kept_lists(layout, turning)._asdict().items()})
+    (known_rows,) = b.layout(rows_lists=lists(layout, blocks=turning).lists)
     ds = b.array("ds", p.dtype, (how.pairs, PAIR))
-    of_columns = b.layout(**{f"columns_{name}": x for name, x in kept_lists(layout, turning)._asdict().items()})
-    (of_rows,) = b.layout(rows_lists=lists(layout, blocks=turning).lists)
-    (_, k, *_), (dq, dk, dv), ratio = inputs, results, p.H // p.G
-    work: list[tuple[Work, Work]] = []
-    for first in range(0, p.B * p.G, how.heads):
-        heads = min(how.heads, p.B * p.G - first)
-        work.append((
-            kept_columns(layout, first, heads, p.B, p.G, ratio, most, split),
-            kept_rows(layout, ratio * first, ratio * heads, p.B, p.H, most_rows, split),
-        ))  # fmt: skip
-    slots, row_slots = (max(one.slots for one in each) for each in zip(*work, strict=True))
-    part_dk, part_dv = (
-        parts(b, f"part_{x}", slots, walk.block_columns, size) for x, size in (("dk", columns.D), ("dv", columns.E))
-    )
-    part_dq = parts(b, "part_dq", row_slots, walk.block_rows, rows.D)
-    for n, (column, row) in enumerate(work):
-        named = b.layout(**{f"columns_items_{n}": column.items, f"columns_segments_{n}": column.segments})
-        blocks = min(most, column.items.shape[0] * walk.block_columns // columns.block_kv)
+    (_, k, *_), (dq, dk, dv) = inputs, results
+    part_dk = parts(b, "part_dk", of_columns.slots, walk.block_columns, columns.D)
+    part_dv = parts(b, "part_dv", of_columns.slots, walk.block_columns, columns.E)
+    part_dq = parts(b, "part_dq", of_rows.slots, walk.block_rows, rows.D)
+    for n, (column, row) in enumerate(zip(of_columns.works, of_rows.works, strict=True)):
+        items, row_items = column.items.shape[0], row.items.shape[0]
+        work = b.layout(**{f"columns_items_{n}": column.items, f"columns_segments_{n}": column.segments})
         b.step(
-            by_columns, *inputs, ds, dk, dv, *named, *of_columns, part_dk, part_dv, end, tile_counter(b),
-            *factors(scoring, True), scoring.scale, column.items.shape[0], blocks,
+            by_columns, *inputs, ds, dk, dv, *work, *known, part_dk, part_dv, end, tile_counter(b),
+            *factors(scoring, True), scoring.scale, items, min(most, items * walk.block_columns // columns.block_kv),
         )  # fmt: skip
-        (named_rows,) = b.layout(**{f"rows_items_{n}": row.items})
+        (work_rows,) = b.layout(**{f"rows_items_{n}": row.items})
         b.step(
-            by_rows, ds, k, dq, named_rows, of_rows, part_dq, end, tile_counter(b), scoring.scale, row.items.shape[0],
-            min(most_rows, row.items.shape[0]),
+            by_rows, ds, k, dq, work_rows, known_rows, part_dq, end, tile_counter(b), scoring.scale, row_items,
+            min(most_rows, row_items),
         )  # fmt: skip
-        if column.slots:
-            (merges,) = b.layout(**{f"columns_merges_{n}": column.merges})
-            for result, part, size, factor in ((dk, part_dk, columns.D, scoring.scale), (dv, part_dv, columns.E, 1.0)):
-                b.step(kernel("sum_parts", p.dtype, size, walk.block_columns), result, part, merges, factor)
-        if row.slots:
-            (merges,) = b.layout(**{f"rows_merges_{n}": row.merges})
-            b.step(kernel("sum_parts", p.dtype, rows.D, walk.block_rows), dq, part_dq, merges, scoring.scale)
+    merges, row_merges = b.layout(columns_merges=of_columns.merges, rows_merges=of_rows.merges)
+    if of_columns.slots:
+        for result, part, size, factor in ((dk, part_dk, columns.D, scoring.scale), (dv, part_dv, columns.E, 1.0)):
+            b.step(kernel("sum_parts", p.dtype, size, walk.block_columns), result, part, merges, factor)
+    if of_rows.slots:
+        b.step(kernel("sum_parts", p.dtype, rows.D, walk.block_rows), dq, part_dq, row_merges, scoring.scale)

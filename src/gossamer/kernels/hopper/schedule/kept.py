@@ -5,6 +5,9 @@ A pair lies where the lists of the rows have it, so that those of a row follow o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
 
 from gossamer.kernels.hopper.device.column_items import ColumnItem
@@ -18,9 +21,18 @@ from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.walk import Walk
 from gossamer.memo import Memos
 
+
+class Turns(NamedTuple):
+    """The work of a kernel that takes some heads at a time."""
+
+    works: tuple[Work, ...]  # items and segments of each time
+    merges: Array  # of all
+    slots: int
+
+
 _pairs: Memos[int | None] = Memos()  # of walks
 _lists: Memos[Lists] = Memos()
-_work: Memos[Work] = Memos()
+_turns: Memos[Turns] = Memos()
 
 
 def pairs(layout: BlockLayout) -> int | None:
@@ -28,7 +40,6 @@ def pairs(layout: BlockLayout) -> int | None:
 
     None where only a device knows them, and where several lists are the same entries.
     """
-
     host = layout.host or layout
     if host.rows.device is not None:
         return None
@@ -43,18 +54,12 @@ def pairs(layout: BlockLayout) -> int | None:
     return _pairs.of(host.rows).get_or_make((), made)
 
 
-def copies(layout: BlockLayout, B: int, heads: int) -> int:
-    """How many times a call has the pairs of a layout."""
-    return sharing(heads, B, layout.rows)[0]
-
-
 def kept_lists(layout: BlockLayout, blocks: int) -> Lists:
     """The lists of a layout's columns, with the place of each pair in those of its rows (`lists` with `blocks`)."""
 
     def made() -> Lists:
         host = layout.host or layout
-        table = table_of(host.columns)
-        column, *more = table
+        column, *more = table_of(host.columns)
         every = np.stack([column, *more, *[np.zeros_like(column)] * (1 - len(more)), _places(host, blocks)])
         return lists(layout, True)._replace(lists=placed(every, layout.columns.device))
 
@@ -93,56 +98,62 @@ def _keyed(walk: Walk, tiles: tuple[int, int], transposed: bool) -> tuple[Array,
     return np.concatenate(keys), np.concatenate(places)
 
 
-def kept_columns(
-    layout: BlockLayout, first: int, heads: int, B: int, G: int, ratio: int, blocks: int, split: int | None
-) -> Work:
-    """The items of `heads` key heads from `first` on, counted over all batch elements."""
+def kept_columns(layout: BlockLayout, heads: int, B: int, G: int, ratio: int, blocks: int, split: int | None) -> Turns:
+    """The items of `heads` key heads at a time, of all batch elements; the rest as for `column_work`."""
+    host, places = layout.host or layout, (ColumnItem.PLACE, ColumnItem.NEXT_PLACE)
 
-    def made() -> Work:
-        host, shared = layout.host or layout, _shared(layout)
-        several = (heads, heads) if all(shared) else sharing(G, B, layout.columns)
-        found = column_work(host, *several, ratio, blocks, split)
-        return _moved(found, layout, first, G, ratio, ColumnItem.PLACE, ColumnItem.NEXT_PLACE)
+    def made() -> Turns:
+        def make(n: int, of_one: int) -> Work:
+            return column_work(host, n, of_one, ratio, blocks, split)
 
-    return _work.of(layout.columns).get_or_make((first, heads, B, G, ratio, blocks, split), made)
+        return _in_turn(layout, heads, B, G, ratio, places, make)
 
-
-def kept_rows(
-    layout: BlockLayout, first: int, heads: int, B: int, H: int, blocks: int, split: int | None
-) -> Work:
-    """The items of `heads` query heads from `first` on, counted over all batch elements."""
-
-    def made() -> Work:
-        host, shared = layout.host or layout, _shared(layout)
-        several = (heads, heads) if all(shared) else sharing(H, B, layout.rows)
-        return _moved(work(host, *several, blocks, split), layout, first, H, 1, RowItem.PLACE)
-
-    return _work.of(layout.rows).get_or_make((first, heads, B, H, blocks, split), made)
+    return _turns.of(layout.columns).get_or_make((heads, B, G, ratio, blocks, split), made)
 
 
-def _shared(layout: BlockLayout) -> tuple[bool, bool]:
-    """Whether all batch elements, and all heads, have the same lists."""
-    Bl, Hl = layout.rows.lead
-    return Bl == 1, Hl == 1
+def kept_rows(layout: BlockLayout, heads: int, B: int, H: int, blocks: int, split: int | None) -> Turns:
+    """The items of `heads` query heads at a time, of all batch elements; the rest as for `work`."""
+    host, places = layout.host or layout, (RowItem.PLACE, RowItem.SCRATCH)
+
+    def made() -> Turns:
+        def make(n: int, of_one: int) -> Work:
+            return work(host, n, of_one, blocks, split)
+
+        return _in_turn(layout, heads, B, H, 1, places, make)
+
+    return _turns.of(layout.rows).get_or_make((heads, B, H, blocks, split), made)
 
 
-def _moved(
-    found: Work, layout: BlockLayout, first: int, heads: int, ratio: int, place: int, following: int | None = None
-) -> Work:
-    """Items and merges of heads from `first` on, of `heads` of a batch element; where their pairs begin."""
-    of_batch, of_head = _shared(layout)
-    size = entries((layout.host or layout).rows).number
-    items, merges = found.items.copy(), found.merges.copy()
-    if of_head:
-        items[:, place] = items[:, RowItem.HEAD] * (ratio * size)
-    elif of_batch:
-        items[:, place] = items[:, RowItem.BATCH] * size
-    if of_batch and of_head:
-        for words in (items, merges):
-            head = first + words[:, RowItem.HEAD]
-            words[:, RowItem.BATCH], words[:, RowItem.HEAD] = head // heads, head % heads
-    if following is not None:
-        items[:, following] = size * of_head
-    device = layout.rows.device
-    segments = None if found.segments is None else placed(found.segments, device)
-    return Work(placed(items, device), placed(merges, device), found.slots, segments)
+def _in_turn(
+    layout: BlockLayout, at_once: int, B: int, heads: int, ratio: int, places: tuple[int, int],
+    make: Callable[[int, int], Work],
+) -> Turns:  # fmt: skip
+    """Work of so many heads at a time, each with the place where its pairs begin.
+
+    Args:
+        heads: of a batch element; ratio: query heads of each.
+        places: the words for the place, and for how far on that of the next query head is.
+        make: the work of so many heads of all batch elements, and of one, that share a list; of numpy arrays.
+    """
+    of_batch, of_head = (n == 1 for n in layout.rows.lead)
+    size, device = entries((layout.host or layout).rows).number, layout.rows.device
+    place, following = places
+    works, merges, slots = [], [], 0
+    for first in range(0, B * heads, at_once):
+        n = min(at_once, B * heads - first)
+        found = make(n, n) if of_batch and of_head else make(*sharing(heads, B, layout.rows))
+        items, of_parts = found.items.copy(), found.merges.copy()
+        copy = items[:, RowItem.HEAD] * ratio if of_head else items[:, RowItem.BATCH] if of_batch else 0
+        items[:, place], items[:, following] = copy * size, size * of_head
+        if of_batch and of_head:
+            for words in (items, of_parts):
+                head = first + words[:, RowItem.HEAD]
+                words[:, RowItem.BATCH], words[:, RowItem.HEAD] = head // heads, head % heads
+        items[items[:, RowItem.SLOT] >= 0, RowItem.SLOT] += slots
+        of_parts[:, RowItem.SLOT] += slots
+        slots += found.slots
+        merges += [of_parts] * (found.slots > 0)
+        segments = None if found.segments is None else placed(found.segments, device)
+        works.append(found._replace(items=placed(items, device), segments=segments))
+    every = np.concatenate(merges or [of_parts])
+    return Turns(tuple(works), placed(every, device), slots)

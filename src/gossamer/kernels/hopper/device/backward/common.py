@@ -123,12 +123,15 @@ def put_tile(acc, mma, thread, to, barrier: cutlass.Constexpr = None):
 
 
 @cute.jit
-def put_part(acc, part, slot, row, column):
-    """An accumulator to a slot of the float32 parts of split tiles, (slots, rows, columns)."""
+def put_part(acc, part, slot, row, column, apart: cutlass.Constexpr = 8):
+    """An accumulator to a slot of the float32 parts of split tiles, (slots, rows, columns).
+
+    `apart`: from the first row of a thread to its second.
+    """
     for r in cutlass.range_constexpr(instructions.ROWS):
         for j in cutlass.range_constexpr(cute.size(acc) // 4):
             for e in cutlass.range_constexpr(2):
-                part[slot, row + 8 * r, 8 * j + column + e] = acc[4 * j + 2 * r + e]
+                part[slot, row + apart * r, 8 * j + column + e] = acc[4 * j + 2 * r + e]
 
 
 @cute.jit

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from gossamer.kernels.hopper.device import instructions
@@ -139,11 +139,9 @@ class KeptConsumer(Opaque):
                 cute.copy(a.dq.atom, from_[None, group], to[None, tile * self.groups + group, head, batch])
                 cute.arch.cp_async_bulk_commit_group()
         else:
-            for r in cutlass.range_constexpr(instructions.ROWS):
-                row = group * ROWS + query_of(thread.row % ROWS + 8 * r)
-                for j in cutlass.range_constexpr(cute.size(self.acc) // 4):
-                    for e in cutlass.range_constexpr(2):
-                        a.part_dq[slot, row, 8 * j + thread.quad + e] = self.acc[4 * j + 2 * r + e]
+            place = thread.row % ROWS  # the second row of a thread is eight places on
+            apart = const_expr(query_of(8) - query_of(0))
+            put_part(self.acc, a.part_dq, slot, group * ROWS + query_of(place), thread.quad, apart)
 
 
 class Kept(Shell):

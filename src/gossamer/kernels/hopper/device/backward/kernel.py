@@ -43,10 +43,10 @@ class ColumnKernel(Shell):
     def __call__(
         self,
         q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, dout: cute.Tensor, terms: cute.Tensor, dq_sum: cute.Tensor,
-        ds: cute.Tensor | None, dk: cute.Tensor, dv: cute.Tensor, work: cute.Tensor, segments: cute.Tensor, lists: cute.Tensor,
-        lo: cute.Tensor, hi: cute.Tensor, pool: cute.Tensor, part_dk: cute.Tensor, part_dv: cute.Tensor,
-        lengths: cute.Tensor | None, tile_counter: cute.Tensor, before: Float32, exponent: Float32, factor: Float32,
-        items: Int32, blocks: Int32, stream: Any,
+        ds: cute.Tensor | None, dk: cute.Tensor, dv: cute.Tensor, work: cute.Tensor, segments: cute.Tensor,
+        lists: cute.Tensor, lo: cute.Tensor, hi: cute.Tensor, pool: cute.Tensor, part_dk: cute.Tensor,
+        part_dv: cute.Tensor, lengths: cute.Tensor | None, tile_counter: cute.Tensor, before: Float32,
+        exponent: Float32, factor: Float32, items: Int32, blocks: Int32, stream: Any,
     ) -> None:  # fmt: skip
         """As in `ColumnArguments`, but `items` are those that are listed."""
         c, held = self.config, self.layouts()
