@@ -26,6 +26,11 @@ def query_of(place: Any) -> Any:
     return place % 2 + place // 2 % 4 * 8 + place // 8 % 4 * 2 + place // 32 * 32
 
 
+def pair_of(ds: cute.Tensor, n: Any) -> cute.Tensor:
+    """One of the pairs (n, 64 * 64), of a size that the compiler knows."""
+    return cute.make_tensor(ds[n, None].iterator, cute.make_layout(PAIR))
+
+
 @cute.jit
 def put_pair(ds, pair, thread, fragment, first: cutlass.Constexpr = 0):
     """Store dS of 64 keys and 64 queries.
@@ -34,7 +39,7 @@ def put_pair(ds, pair, thread, fragment, first: cutlass.Constexpr = 0):
         ds: (pairs, 64 * 64), of which number `pair` is written.
         fragment: dS as the first factor of a product that sums over queries, of which those from `first` on are stored.
     """
-    words, to = cute.recast_tensor(fragment, Int32), cute.recast_tensor(ds[pair, None], Int32)
+    words, to = cute.recast_tensor(fragment, Int32), cute.recast_tensor(pair_of(ds, pair), Int32)
     key = thread.row % ROWS
     chunk = key * (ROWS // 8) + (thread.quad // 2 ^ key % 8)
     for r in cutlass.range_constexpr(instructions.ROWS):

@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.backward.common import put_part, put_tile
-from gossamer.kernels.hopper.device.backward.keep import PAIR, QUERIES, query_of
+from gossamer.kernels.hopper.device.backward.keep import PAIR, QUERIES, pair_of, query_of
 from gossamer.kernels.hopper.device.common import (
     NUMBERS,
     ROWS,
@@ -239,7 +239,7 @@ class Kept(Shell):
                         from_ = k_from[None, column * steps + part, group, batch]
                         cute.copy(a.k.atom, from_, k_to[None, stage], tma_bar_ptr=full)
                         for g in cutlass.range_constexpr(groups):
-                            pair = a.ds[((before + at) * steps + part) * groups + g, None]
+                            pair = pair_of(a.ds, ((before + at) * steps + part) * groups + g)
                             with cute.arch.elect_one():
                                 cute.copy(copy_pair, pair, pairs[None, stage * groups + g], mbar_ptr=full)
                         n += 1
