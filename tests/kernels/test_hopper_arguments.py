@@ -130,7 +130,9 @@ def test_steps(form: str, D: int, E: int, terms: tuple[str, ...], split: int | N
             )
             operands = {n: operand_of(x) for n, x in (tensors(direction, D, E, kind, queries, shift) | more).items()}
             module = {"forward": forward, "backward": backward}[direction] if form in BLOCKS else gather
-            for more_options in ({}, {"most_kept": 0}) if direction == "backward" and form in BLOCKS else ({},):
+            for more_options in (
+                ({"most_kept": 2**40}, {"most_kept": 0}) if direction == "backward" and form in BLOCKS else ({},)
+            ):
                 found = getattr(module, direction)(
                     p, layout, Scoring(0.1, 0, 5.0), operands, split=split, **more_options
                 )

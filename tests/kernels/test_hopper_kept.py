@@ -11,7 +11,7 @@ import torch
 
 from gossamer.kernels.contract import Terms
 from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
-from gossamer.kernels.hopper.launch.kept import FREE, LEAST, Kept, kept
+from gossamer.kernels.hopper.launch.kept import ENOUGH, FREE, LEAST, Kept, kept
 from gossamer.layouts import from_dense
 from gossamer.layouts.block import BlockLayout
 from gossamer.patterns import BlockMask, Causal, PerHead, SlidingWindow
@@ -40,22 +40,27 @@ def test_which_calls_keep_it() -> None:
     assert kept(problem(small, 1, 2, 2, 128), BlockLayout(small.to("cpu").rows)) is None  # only a device knows it
     both = PerHead([SlidingWindow(100), Causal()] * 2).layout(512, 512, block_q=64, block_kv=64)
     assert kept(problem(both, 1, 4, 2, 128), both) is None  # several heads have the same entries
+    assert kept(problem(small, 1, 2, 2, 64), small) is None  # as fast without
     assert IMPLEMENTATION.kept_bytes(problem(small, 1, 2, 2, 128), small) == 128 * 2 * 64**2
 
 
 def test_memory() -> None:
-    """As much as all tensors of the call, in equal shares of heads; less than so many pairs at a time are not worth it."""
+    """Heads in equal shares: no more than have enough, in no more memory than the tensors of the call have."""
     layout = blocks(128)  # 128 MiB a head
-    p = problem(layout, 2, 8, 8, 128)
-    pairs = 128 * 128
-    tensors = 2 * 2 * (8 + 8) * layout.Q * 2 * 128
-    assert tensors == FREE and kept(p, layout) is None  # 2 heads at a time
-    found = kept(replace(p, B=16), layout)
-    assert found == Kept(16, 16 * pairs) and found.bytes <= 8 * tensors and found.pairs >= LEAST
-    assert kept(replace(p, H=32, B=1), layout) is None  # 4 query heads of each key head
-    assert kept(p, layout, 3 * 2 * 64**2 * pairs) == Kept(3, 3 * pairs)
-    assert kept(p, layout, 9 * 2 * 64**2 * pairs) == Kept(8, 8 * pairs)
-    assert kept(p, layout, 2 * 64**2 * pairs - 1) is None
+    pairs, most = 128 * 128, 2 * 64**2 * 128 * 128
+    p = problem(layout, 8, 8, 8, 128)
+    found = kept(p, layout)
+    assert found == Kept(6, 6 * pairs) and found.pairs >= ENOUGH
+    tensors = 2 * 8 * (8 + 8) * layout.Q * 2 * 128
+    assert found.bytes <= 2 * tensors
+    assert kept(replace(p, B=2), layout) is None  # 2 heads fit: less than LEAST
+    assert kept(replace(p, B=1, H=2, G=2), layout) == Kept(2, 2 * pairs)  # all of them, in FREE
+    assert kept(replace(p, H=32), layout) == Kept(2, 8 * pairs)  # 4 query heads of each key head
+    assert kept(replace(p, H=64, G=1, B=1), layout) is None
+    for heads, shared in ((3, 3), (63, 32), (64, 64), (2000, 64)):
+        assert kept(p, layout, heads * most) == Kept(shared, shared * pairs)
+    assert kept(p, layout, most - 1) is None
+    assert LEAST < ENOUGH and 2 * most == FREE
 
 
 @pytest.mark.parametrize(("lead", "tile"), [((1, 1), 64), ((1, 1), 128), ((1, 6), 64), ((2, 1), 128), ((2, 6), 64)])

@@ -23,7 +23,9 @@ from gossamer.plan.problem import Problem
 TILE = 64
 PAIR = TILE * TILE
 FREE = 2**28  # bytes that a call may take for dS, however small its tensors are
-LEAST = 2**16  # pairs of tiles, of some heads of several: what two launches take besides is gained by as many
+# Of pairs of tiles of 64 x 64: as many at a time fill the GPU; fewer are not worth the launches of each time.
+ENOUGH, LEAST, LEAST_WIDE = 3 * 2**15, 2**16, 2**15
+SMALL = 64  # heads to this size gain nothing
 
 
 class Kept(NamedTuple):
@@ -46,26 +48,28 @@ def kept(p: Problem, layout: BlockLayout, most: int | None = None) -> Kept | Non
     """What a call keeps of dS; None where it keeps none.
 
     Args:
-        most: bytes, in the place of as many as all tensors of the call have, gradients among them, or of `FREE`.
+        most: bytes that it takes, as far as heads have them; None: so many heads at a time as have enough, in no more
+            memory than all tensors of the call have, gradients among them, or `FREE`; none if that is not worth it.
     """
     known = None if summed(p, layout) else pairs(layout)
-    if not known:
+    if not known or (most is None and max(p.D, p.E) <= SMALL):
         return None
+    ratio, heads, enough, least = p.H // p.G, p.B * p.G, ENOUGH, LEAST if max(p.D, p.E) <= WIDE else LEAST_WIDE
     found = known * (layout.rows.block_rows // TILE) * (layout.rows.block_columns // TILE)
-    least = LEAST if most is None else 1
     if most is None:
         most = max(FREE, 2 * BYTES[p.dtype] * p.B * (p.H * p.Q + p.G * p.K) * (p.D + p.E))
+    else:
+        enough, least = ratio * heads * found, 1
     fits = most // (2 * PAIR * found)
     if layout.rows.lead != (1, 1):
         copies, _ = sharing(p.H, p.B, layout.rows)
-        return Kept(p.B * p.G, copies * found) if copies <= fits else None
-    ratio, heads = p.H // p.G, p.B * p.G
-    if fits < ratio:
+        return Kept(heads, copies * found) if copies <= fits else None
+    at_once = min(heads, fits // ratio, -(-enough // (ratio * found)))
+    if not at_once:
         return None
-    times = -(-heads // (fits // ratio))
-    at_once = -(-heads // times)
+    at_once = -(-heads // -(-heads // at_once))  # equal shares
     how = Kept(at_once, at_once * ratio * found)
-    return how if times == 1 or how.pairs >= least else None
+    return how if at_once == heads or how.pairs >= least else None
 
 
 def gradients(
