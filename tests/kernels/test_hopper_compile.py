@@ -137,12 +137,13 @@ def name_of(kernel: Shipped) -> str:
         values = (
             c.dtype,
             c.D,
-            c.E,
+            getattr(c, "E", c.D),
             c.block_q,
             c.block_kv,
-            c.score,
+            getattr(c, "score", "fold"),
             *(("no dq",) if not getattr(c, "with_dq", 1) else ()),
             *(("edges",) if getattr(c, "edges", 0) else ()),
+            *(("keeps",) if getattr(c, "keeps", 0) else ()),
         )
     return "-".join(str(value) for value in (kernel.kind, *values))
 

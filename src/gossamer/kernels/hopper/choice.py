@@ -18,6 +18,7 @@ from gossamer.kernels.hopper.device.configurations import (
 from gossamer.kernels.hopper.device.gather.configurations import SIZES, WIDEST, GatherConfig
 
 FEW_QUERIES = 6  # heads that share a tile of gathered keys, from which its masks fit beside three stages of 128
+SMALL = 64  # heads to this size gain nothing by keeping dS
 WIDE = 128  # heads over this size have a kernel of their own for dK and dV, and dQ by rows
 # Padded head sizes: a smaller head is padded with zeros by TMA, exactly.
 HEAD_SIZES = (64, 96, 128, 192, 256)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from gossamer.kernels.contract import Scoring
-from gossamer.kernels.hopper.choice import WIDE, kept_config
+from gossamer.kernels.hopper.choice import SMALL, WIDE, kept_config
 from gossamer.kernels.hopper.device.configurations import BackwardConfig, WideConfig
 from gossamer.kernels.hopper.launch.arguments import factors, kernel, parts, tile_counter
 from gossamer.kernels.hopper.schedule.kept import kept_columns, kept_lists, kept_rows, pairs
@@ -25,7 +25,6 @@ PAIR = TILE * TILE
 FREE = 2**28  # bytes that a call may take for dS, however small its tensors are
 # Of pairs of tiles of 64 x 64: as many at a time fill the GPU; fewer are not worth the launches of each time.
 ENOUGH, LEAST, LEAST_WIDE = 3 * 2**15, 2**16, 2**15
-SMALL = 64  # heads to this size gain nothing
 
 
 class Kept(NamedTuple):
