@@ -148,7 +148,8 @@ def test_steps(form: str, D: int, E: int, terms: tuple[str, ...], split: int | N
                             lambda name, found=found, operands=operands: known(found, operands, name),
                         )
     if form in BLOCKS:
-        assert {"forward", "preprocess", "query_gradient", "kept", "wide" if D > 128 else "backward"} <= seen
+        assert {"forward", "preprocess", "query_gradient", "wide" if D > 128 else "backward"} <= seen
+        assert ("kept" in seen) == (max(D, E) > 64)
     assert split is None or "sum_parts" in seen or kind == torch.float32 or form == "listed"  # which are not cut
 
 

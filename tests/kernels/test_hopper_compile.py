@@ -196,7 +196,7 @@ def made_when_needed() -> Iterator[tuple[str, Any]]:
     yield "backward", backward_config("float16", 128, 128, 64, 64, "fold", False)
     for with_dq, lengths in itertools.product((True, False), repeat=2):
         yield "backward", backward_config("bfloat16", 128, 128, 128, 128, "fold", with_dq, lengths, True)
-    for D, tile in itertools.product((64, 128, 256), ((64, 64), (128, 128))):
+    for D, tile in itertools.product((96, 128, 256), ((64, 64), (128, 128))):
         for score, lengths in (("fold", False), ("softcap", True)):
             if D > WIDE:
                 yield "wide", dataclasses.replace(wide_config("bfloat16", D, D, *tile, score, lengths), keeps=True)

@@ -69,7 +69,7 @@ def test_heads_in_turn(
     lead: tuple[int, int], tile: int, split: int | None, monkeypatch: pytest.MonkeyPatch, on_a_cpu: None
 ) -> None:
     """Heads of several batch elements in the same memory are what dQ by rows makes of them."""
-    launch, (B, H, G, D) = stand_in(monkeypatch), (2, 6, 3, 40)
+    launch, (B, H, G, D) = stand_in(monkeypatch), (2, 6, 3, 72)
     mask = np.random.default_rng(0).random((*lead, 300, 400)) < 0.1
     mask[..., :128, :256], mask[..., 64:192, 128:300] = True, False
     layout = from_dense(mask, block_q=tile, block_kv=tile).to("cpu")

@@ -173,7 +173,7 @@ class BackwardConfig:
         long = self.step == 128 and (self.D, self.score) == (64, "fold") and not self.single
         known = (self.step == 64 or long) and not (self.single and self.with_dq)
         known = known and not (self.edges and (self.single or long))
-        known = known and not (self.keeps and (self.edges or self.with_dq))
+        known = known and not (self.keeps and (self.edges or self.with_dq or long))
         if self.E > self.D or self.q_stages < 2 or not known:
             raise ValueError(f"the column kernel cannot run as {self}")
         check_memory(self)

@@ -51,7 +51,7 @@ def kept(p: Problem, layout: BlockLayout, most: int | None = None) -> Kept | Non
             memory than all tensors of the call have, gradients among them, or `FREE`; none if that is not worth it.
     """
     known = None if summed(p, layout) else pairs(layout)
-    if not known or (most is None and max(p.D, p.E) <= SMALL):
+    if not known or max(p.D, p.E) <= SMALL:
         return None
     ratio, heads, enough, least = p.H // p.G, p.B * p.G, ENOUGH, LEAST if max(p.D, p.E) <= WIDE else LEAST_WIDE
     found = known * (layout.rows.block_rows // TILE) * (layout.rows.block_columns // TILE)

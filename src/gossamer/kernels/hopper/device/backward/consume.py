@@ -133,13 +133,8 @@ class ColumnConsumer(Opaque):
         """Store dS of the step in a stage of Q, where it is kept; its last products run meanwhile."""
         c, block, thread = self.config, self.block, self.thread
         if const_expr(c.keeps):
-            for half in cutlass.range_constexpr(self.halves):
-                place = stage * self.halves + half
-                pair = block.steps[Step.PLACE, place] + thread.warpgroup * const_expr(c.block_q // ROWS)
-                if const_expr(half == 0):
-                    put_pair(block.arguments.ds, pair, thread, self.frag_ds)
-                elif block.steps[Step.KIND, place] != Kind.NOTHING:
-                    put_pair(block.arguments.ds, pair, thread, self.frag_ds, half * ROWS)
+            pair = block.steps[Step.PLACE, stage] + thread.warpgroup * const_expr(c.block_q // ROWS)
+            put_pair(block.arguments.ds, pair, thread, self.frag_ds)
 
     @cute.jit
     def probabilities(self, stage, lse):

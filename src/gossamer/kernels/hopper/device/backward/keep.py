@@ -32,12 +32,12 @@ def pair_of(ds: cute.Tensor, n: Any) -> cute.Tensor:
 
 
 @cute.jit
-def put_pair(ds, pair, thread, fragment, first: cutlass.Constexpr = 0):
+def put_pair(ds, pair, thread, fragment):
     """Store dS of 64 keys and 64 queries.
 
     Args:
         ds: (pairs, 64 * 64), of which number `pair` is written.
-        fragment: dS as the first factor of a product that sums over queries, of which those from `first` on are stored.
+        fragment: dS as the first factor of a product that sums over queries.
     """
     words, to = cute.recast_tensor(fragment, Int32), cute.recast_tensor(pair_of(ds, pair), Int32)
     key = thread.row % ROWS
@@ -46,5 +46,5 @@ def put_pair(ds, pair, thread, fragment, first: cutlass.Constexpr = 0):
         for half in cutlass.range_constexpr(2):
             found = cute.make_rmem_tensor((4,), Int32)
             for i in cutlass.range_constexpr(4):
-                found[i] = words[first // 4 + 2 * (4 * half + i) + r]
+                found[i] = words[2 * (4 * half + i) + r]
             cute.autovec_copy(found, cute.local_tile(to, (4,), ((chunk ^ 4 * half) + 64 * r,)))
