@@ -8,10 +8,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from gossamer.kernels.hopper.device.configurations import BackwardConfig, ForwardConfig, QueryConfig, WideConfig
+from gossamer.kernels.hopper.device.configurations import (
+    BackwardConfig,
+    ForwardConfig,
+    KeptConfig,
+    QueryConfig,
+    WideConfig,
+)
 from gossamer.kernels.hopper.device.gather.configurations import SIZES, WIDEST, GatherConfig
 
 FEW_QUERIES = 6  # heads that share a tile of gathered keys, from which its masks fit beside three stages of 128
+SMALL = 64  # heads to this size gain nothing by keeping dS
 WIDE = 128  # heads over this size have a kernel of their own for dK and dV, and dQ by rows
 # Padded head sizes: a smaller head is padded with zeros by TMA, exactly.
 HEAD_SIZES = (64, 96, 128, 192, 256)
@@ -113,6 +120,14 @@ def query_config(
     step = min(step, block_kv, 64 if block_q == 192 else 128)
     found = QueryConfig(dtype, D, E, block_q, block_kv, step, k_stages, v_stages, score, lengths)
     return replace(found, **tuned("query_gradient", D, E, block_q, block_kv))
+
+
+@cache
+def kept_config(dtype: str, D: int, block_q: int, block_kv: int, lengths: bool = False) -> KeptConfig:
+    """The configuration of dQ from dS that is kept, for a layout of block_q x block_kv tiles."""
+    size = padded(D)
+    stages = 3 if (size, block_q) == (256, 128) else 4
+    return KeptConfig(dtype, size, block_q, block_kv, stages, lengths)
 
 
 @cache

@@ -13,12 +13,20 @@ from cutlass import Float16, Float32, Int32, Uint8
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
 from gossamer.kernels.hopper.device.backward import around
+from gossamer.kernels.hopper.device.backward.keep import PAIR
+from gossamer.kernels.hopper.device.backward.kept import Kept
 from gossamer.kernels.hopper.device.backward.kernel import Backward
 from gossamer.kernels.hopper.device.backward.query import QueryGradient
 from gossamer.kernels.hopper.device.backward.wide import Wide
 from gossamer.kernels.hopper.device.column_items import SEGMENT
 from gossamer.kernels.hopper.device.common import NUMBERS
-from gossamer.kernels.hopper.device.configurations import BackwardConfig, ForwardConfig, QueryConfig, WideConfig
+from gossamer.kernels.hopper.device.configurations import (
+    BackwardConfig,
+    ForwardConfig,
+    KeptConfig,
+    QueryConfig,
+    WideConfig,
+)
 from gossamer.kernels.hopper.device.forward.kernel import Forward
 from gossamer.kernels.hopper.device.forward.merge import Merge
 from gossamer.kernels.hopper.device.gated.configurations import GatedConfig
@@ -83,10 +91,21 @@ def backward(config: BackwardConfig) -> Entry:
         Backward(c),
         strided(n, B, H, s()), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, s()),
         compact(Float32, 2, s(), s(), s(divisibility=128)), compact(Float32, s(), s(), s(), 64 * c.D),
-        strided(n, B, G, K), strided(n, B, G, K), compact(Int32, s(), ITEM), compact(Int32, s(), SEGMENT),
-        compact(Int32, s(), s()), bounds, bounds, compact(Int32, s(), c.block_q // 32),
+        _pairs(n) if c.keeps else None, strided(n, B, G, K), strided(n, B, G, K), compact(Int32, s(), ITEM),
+        compact(Int32, s(), SEGMENT), compact(Int32, s(), s()), bounds, bounds, compact(Int32, s(), c.block_q // 32),
         compact(Float32, s(), c.block_kv, c.D), compact(Float32, s(), c.block_kv, c.E), _lengths(c),
         compact(Int32, 1), *[Float32(1)] * 3, *[Int32(1)] * 2,
+    )  # fmt: skip
+
+
+def kept(config: KeptConfig) -> Entry:
+    """dQ from dS that the column kernel has kept."""
+    n, c, s = NUMBERS[config.dtype], config, cute.sym_int
+    B = s()
+    return Entry(
+        Kept(c), _pairs(n), strided(n, B, s(), s()), strided(n, B, s(), s()), compact(Int32, s(), ITEM),
+        compact(Int32, s(), s()), compact(Float32, s(), c.block_q, c.D), _lengths(c), compact(Int32, 1), Float32(1),
+        *[Int32(1)] * 2,
     )  # fmt: skip
 
 
@@ -97,10 +116,10 @@ def wide(config: WideConfig) -> Entry:
     bounds = compact(Int32, s(), s())
     return Entry(
         Wide(c), strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q),
-        compact(Float32, 2, B, H, s()), compact(Float32, s(), s(), s(), 64 * c.D), strided(n, B, G, K),
-        strided(n, B, G, K), compact(Int32, s(), ITEM), compact(Int32, s(), SEGMENT), compact(Int32, s(), s()), bounds,
-        bounds, compact(Int32, s(), c.block_q // 32), compact(Float32, s(), c.tile_kv, c.D),
-        compact(Float32, s(), c.tile_kv, c.E), _lengths(c), compact(Int32, 1),
+        compact(Float32, 2, B, H, s()), compact(Float32, s(), s(), s(), 64 * c.D), _pairs(n) if c.keeps else None,
+        strided(n, B, G, K), strided(n, B, G, K), compact(Int32, s(), ITEM), compact(Int32, s(), SEGMENT),
+        compact(Int32, s(), s()), bounds, bounds, compact(Int32, s(), c.block_q // 32),
+        compact(Float32, s(), c.tile_kv, c.D), compact(Float32, s(), c.tile_kv, c.E), _lengths(c), compact(Int32, 1),
         *[Float32(1)] * 3, *[Int32(1)] * 2,
     )  # fmt: skip
 
@@ -264,6 +283,11 @@ def _rows(*shape: Any) -> Any:
 def _lengths(config: Any) -> Any:
     """Key lengths of the batch elements, where a configuration of the backward reads them: else no argument."""
     return compact(Int32, cute.sym_int()) if config.lengths else None
+
+
+def _pairs(dtype: Any) -> Any:
+    """dS of pairs of tiles; their number times their size may pass 32 bits."""
+    return make_fake_tensor(dtype, (cute.sym_int(), PAIR), (cute.sym_int64(divisibility=PAIR), 1), assumed_align=16)
 
 
 def compact(dtype: Any, *shape: Any) -> Any:

@@ -11,7 +11,8 @@ from cutlass.cute.nvgpu import warpgroup
 
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.backward.block import ColumnBlock
-from gossamer.kernels.hopper.device.backward.common import ColumnBarrier, Kind, high, low, put_tile, row_terms
+from gossamer.kernels.hopper.device.backward.common import ColumnBarrier, Kind, Step, high, low, put_tile, row_terms
+from gossamer.kernels.hopper.device.backward.keep import put_pair
 from gossamer.kernels.hopper.device.column_items import ColumnItem
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque
 from gossamer.kernels.hopper.device.tiles import accumulator, issue, product_of, transposed
@@ -127,14 +128,19 @@ class ColumnConsumer(Opaque):
         warpgroup.wait_group(0)
         block.q.release_at(n)
 
-    def beside_products(self, stage: Any) -> None:
-        """What is done with dS while dV and dK are computed: nothing."""
-
     @cute.jit
     def transform(self, scores, stage):
         """What is done to the scores of a step beside their factor in exp2."""
         if const_expr(self.config.score == "softcap"):
             instructions.soft_cap(scores, self.block.arguments.before)
+
+    @cute.jit
+    def beside_products(self, stage):
+        """What is done with dS of the step in a stage of Q while dV and dK are computed: it is stored, where it is kept."""
+        c, block, thread = self.config, self.block, self.thread
+        if const_expr(c.keeps):
+            pair = block.steps[Step.PLACE, stage] + thread.warpgroup * const_expr(c.block_q // ROWS)
+            put_pair(block.arguments.ds, pair, thread, self.frag_ds)
 
     @cute.jit
     def probabilities(self, stage, lse):

@@ -38,6 +38,7 @@ class GatherConfig:
 
     block_q = block_kv = step = ROWS
     hold = Hold.COMPILER
+    keeps = False
 
     def __post_init__(self) -> None:
         known = self.direction in DIRECTIONS and self.size in SIZES and self.blocks in (2, 3)
