@@ -124,9 +124,10 @@ def gather_config(
     score: str,
     lengths: bool = False,
     heads: int = 1,
+    particles: bool = False,
     gaussian: bool = False,
 ) -> GatherConfig:
-    """The configuration for head sizes D and E; `heads`: whose rows share a tile; `gaussian`: of distances."""
+    """The configuration for head sizes D and E; `heads`: whose rows share a tile; `particles`: groups of such."""
     small, large = SIZES
     if dtype == "float32":
         if direction != "forward" or max(D, E) > small:
@@ -139,8 +140,9 @@ def gather_config(
     if gaussian and size == small:  # positions take registers beside the scores
         stages, blocks = 4, 2
     found = GatherConfig(
-        direction, dtype, size, stages, blocks, lengths=lengths, score=score, heads=heads, gaussian=gaussian
-    )
+        direction, dtype, size, stages, blocks, lengths=lengths, score=score, heads=heads, particles=particles,
+        gaussian=gaussian,
+    )  # fmt: skip
     if (direction, size) == ("forward", 128) and heads >= FEW_QUERIES:
         return replace(found, stages=3, q_stages=1, held_q=True)
     return found

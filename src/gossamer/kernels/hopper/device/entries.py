@@ -27,8 +27,11 @@ from gossamer.kernels.hopper.device.gather.columns import GatherColumns
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.float32.forward import Float32Forward
 from gossamer.kernels.hopper.device.gather.forward import GatherForward
-from gossamer.kernels.hopper.device.gather.gaussian import POINT, GaussianForward
 from gossamer.kernels.hopper.device.gather.gradients import GatherGradients
+from gossamer.kernels.hopper.device.gather.particles.columns import ParticleColumns
+from gossamer.kernels.hopper.device.gather.particles.forward import ParticleForward
+from gossamer.kernels.hopper.device.gather.particles.numbers import POINT
+from gossamer.kernels.hopper.device.gather.particles.query import ParticleQuery
 from gossamer.kernels.hopper.device.gather.query import GatherQuery
 from gossamer.kernels.hopper.device.merges import MERGE
 from gossamer.kernels.hopper.device.row_items import ITEM
@@ -150,6 +153,9 @@ def gather(config: GatherConfig) -> Entry:
     B, H, G, Q, K = s(), s(), s(), s(), s()
     inputs = strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q)
     items, lists = compact(Int32, s(), ITEM), (compact(Int32, s()), compact(Int32, s(), c.queries))
+    sizes, pull = [Float32(1)] * 3 * c.particles, [compact(Float32, s(), s(), POINT)] * c.particles
+    if c.particles:  # named rows, and what `particles.space` has
+        lists = (*lists, compact(Int32, s()), *[compact(Float32, s(), POINT) for _ in range(2)], compact(Int32, s()))
     terms, part, lengths = compact(Float32, 2, B, H, s()), compact(Float32, s(), 64, c.size), compact(Int32, s())
     tile_counter = compact(Int32, 1)
     of_forward = (
@@ -159,12 +165,8 @@ def gather(config: GatherConfig) -> Entry:
     if c.dtype == "float32":
         halves = *[compact(Float16, B, G, K, 2 * c.size)] * 2, compact(Float32, B, G, K, 2)
         return Entry(Float32Forward(c), *inputs[:3], *halves, *of_forward)
-    if c.gaussian:
-        before, behind = of_forward[:5], of_forward[5:]
-        points = compact(Float32, s(), POINT), compact(Float32, s(), POINT), compact(Int32, s())
-        return Entry(GaussianForward(c), *inputs[:3], *before, *points, *behind, *[Float32(1)] * 3)
     if c.direction == "forward":
-        return Entry(GatherForward(c), *inputs[:3], *of_forward)
+        return Entry((ParticleForward if c.particles else GatherForward)(c), *inputs[:3], *of_forward, *sizes)
     numbers = [Float32(1)] * 3 + [Int32(1)] * 2
     if c.direction == "gradients":
         sums = compact(Float32, B, G, K, c.size)
@@ -174,11 +176,13 @@ def gather(config: GatherConfig) -> Entry:
         )  # fmt: skip
     if c.direction == "query":
         return Entry(
-            GatherQuery(c), *inputs, terms, strided(n, B, H, Q), items, *lists, part, lengths, tile_counter, *numbers,
+            (ParticleQuery if c.particles else GatherQuery)(c), *inputs, terms, strided(n, B, H, Q), *pull, items,
+            *lists, part, lengths, tile_counter, *numbers, *sizes,
         )  # fmt: skip
     return Entry(
-        GatherColumns(c), *inputs, terms, strided(n, B, G, K), strided(n, B, G, K), items, compact(Int32, s(), SEGMENT),
-        *lists, part, compact(Float32, s(), 64, c.size), lengths, tile_counter, *numbers,
+        (ParticleColumns if c.particles else GatherColumns)(c), *inputs, terms, strided(n, B, G, K),
+        strided(n, B, G, K), *pull, items, compact(Int32, s(), SEGMENT), *lists, part,
+        compact(Float32, s(), 64, c.size), lengths, tile_counter, *numbers, *sizes,
     )  # fmt: skip
 
 

@@ -48,8 +48,9 @@ KINDS = {
 def parameters(kind: str, *key: Any) -> tuple[Parameter, ...]:
     """The arrays among the arguments of a kernel of `hopper.compiled`, made for a key."""
     text = KINDS[f"{kind} {key[0].direction}" if kind in ("gather", "rows") else kind]
-    if kind == "gather" and key[0].gaussian:
-        text = text.replace(_GATHERED, f"{_GATHERED} theirs mine far", 1)
+    if kind == "gather" and key[0].particles:
+        text = text.replace(_GATHERED, f"{_GATHERED} particles theirs mine far", 1)
+        text = text.replace("dq/4!", "dq/4! pull!").replace("dv/4!", "dv/4! pull!")
     if kind == "gather" and key[0].dtype == "float32":
         text = text.replace("v/4 ", "v/4 k_halves! v_halves! powers! ", 1)
     if kind == "backward" and not key[0].with_dq:

@@ -122,10 +122,20 @@ class ColumnConsumer(Opaque):
         issue(self.mma_dv, self.acc_dv, self.frag_p, self.frag_dot[None, None, None, do_stage], True)
         # dK += dS^T Q
         issue(self.mma_dk, self.acc_dk, self.frag_ds, self.frag_qt[None, None, None, stage], True)
+        self.beside_products(stage)
         warpgroup.wait_group(1)
         block.dout.release_at(m)
         warpgroup.wait_group(0)
         block.q.release_at(n)
+
+    def beside_products(self, stage: Any) -> None:
+        """What is done with dS while dV and dK are computed: nothing."""
+
+    @cute.jit
+    def transform(self, scores, stage):
+        """What is done to the scores of a step beside their factor in exp2."""
+        if const_expr(self.config.score == "softcap"):
+            instructions.soft_cap(scores, self.block.arguments.before)
 
     @cute.jit
     def probabilities(self, stage, lse):
@@ -136,8 +146,7 @@ class ColumnConsumer(Opaque):
         c, a = self.config, self.block.arguments
         power_of_two = instructions.power_here if self.halves > 1 else partial(cute.math.exp2, fastmath=True)
         acc = self.acc_s
-        if const_expr(c.score == "softcap"):
-            instructions.soft_cap(acc, a.before)
+        self.transform(acc, stage)
         packed = cute.recast_tensor(self.frag_p, Int32)
         for i in cutlass.range_constexpr(cute.size(acc) // 2):
             if const_expr(i > 0 and i % (ROWS // 4) == 0):

@@ -90,10 +90,14 @@ class ColumnKernel(Shell):
         dout = ring_of(memory, "do", do_stages, halves, do_readers)
         return self.block_class(
             config=c, arguments=a, k=k, v=v, q=q, dout=dout, rings=((RingPair(k, v),), (q,), (dout,)), **held,
-            item=k.item[None, 0], keys=cute.size(a.k.tensor, mode=[0]),
+            item=k.item[None, 0], keys=self.keys(a),
             steps=words(memory.steps, STEP, halves * q_stages), lse=words(memory.lse, ROWS, halves * q_stages),
             delta=words(memory.delta, ROWS, halves * do_stages), s_dk=held["s_k"], s_dv=held["s_v"],
         )  # fmt: skip
+
+    def keys(self, arguments: Any) -> Any:
+        """How many there are of a head."""
+        return cute.size(arguments.k.tensor, mode=[0])
 
     def prepared(self, block: Any) -> Any:
         """With the number of queries, and of query heads of a key head."""
