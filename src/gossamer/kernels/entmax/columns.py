@@ -115,7 +115,7 @@ def store_sums(to, x, rows, there, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(pointers, x.to(to.dtype.element_ty), mask=there[:, None] & (o < SIZE)[None, :])
 
 
-@triton.jit(do_not_specialize=["Q", "K", "blocks", "n_blocks"])
+@triton.jit(do_not_specialize=["Q", "K", "blocks", "n_blocks", "halvings"])
 def columns_kernel(
     q,  # (B, H, Q, D)
     dout,  # (B, H, Q, E)
@@ -127,10 +127,10 @@ def columns_kernel(
     part_dv,  # (parts, KEYS, E) float32, to write
     dk,  # (B, G, K, D) contiguous, to write
     dv,  # (B, G, K, E) contiguous, to write
-    stride_qb, stride_qh, stride_qn, stride_gb, stride_gh, stride_gn, H, Q, K, blocks, n_blocks, scale,
+    stride_qb, stride_qh, stride_qn, stride_gb, stride_gh, stride_gn, H, Q, K, blocks, n_blocks, halvings, scale,
     L: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     GROUP: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, SEGMENTS: tl.constexpr,
-    LONG: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr, HALVINGS: tl.constexpr,
+    LONG: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a block of KEYS keys of a head without parts; or, with PARTS, the sums of parts of others.
 
@@ -142,7 +142,7 @@ def columns_kernel(
             # The first block up to which there are more parts.
             low = 0
             high = n_blocks - 1
-            for _ in range(HALVINGS):
+            for _ in range(halvings):
                 between = low + (high - low) // 2
                 over = tl.load(part_ends + between) > part
                 high = tl.where(over, between, high)
@@ -150,9 +150,9 @@ def columns_kernel(
             begin, end = run_of(high, begins, K, blocks, True, KEYS, SEGMENTS)
             begin += (part - tl.load(part_ends + high - 1, mask=high > 0, other=0)) * length
             b_dk, b_dv = sums_of(
-                q, dout, names, begins, gradients, begin, tl.minimum(end, begin + length), high, blocks, H, Q, K, stride_qb,
-                stride_qh, stride_qn, stride_gb, stride_gh, stride_gn, L, D, E, BLOCK_D, BLOCK_E, GROUP, KEYS, CHUNK,
-                STAGES, SEGMENTS, PRECISION,
+                q, dout, names, begins, gradients, begin, tl.minimum(end, begin + length), high, blocks, H, Q, K,
+                stride_qb, stride_qh, stride_qn, stride_gb, stride_gh, stride_gn, L, D, E, BLOCK_D, BLOCK_E, GROUP,
+                KEYS, CHUNK, STAGES, SEGMENTS, PRECISION,
             )  # fmt: skip
             to = part * KEYS + tl.arange(0, KEYS)
             store_sums(part_dk, b_dk, to, to >= 0, D, BLOCK_D)

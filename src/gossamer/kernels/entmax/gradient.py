@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -114,8 +113,7 @@ def columns(
     for parts in (False, True) if most else (False,):
         columns_kernel[(min(most, 1056) if parts else B * G * blocks,)](
             c.q, dout, of_keys.names, begins, gradients, ends, part_dk, part_dv, dk, dv, *strides(c.q, dout), H, Q,
-            *sizes, c.scale, **form, **common, PARTS=parts,
-            HALVINGS=max(1, math.ceil(math.log2(B * G * blocks)) + 1),
+            *sizes, (B * G * blocks).bit_length(), c.scale, **form, **common, PARTS=parts,
         )  # fmt: skip
     if most:
         part_sums_kernel[(min(B * G * blocks, 1056),)](

@@ -50,7 +50,10 @@ class ColumnLists:
         heads = cute.size(list_counts) // of_head
         blocks = heads * cute.ceil_div(K, self.keys) * SEGMENTS
         self.kernel(list_keys, list_counts, cells, names, K, of_head).launch(
-            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=2,
+            grid=(blocks, 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=2,
             preferred_smem_carveout=100,
         )
 
@@ -121,12 +124,11 @@ class ColumnLists:
                         place = shared[found[c]] + before
                         names[place] = (start + warp) * L + c * WARP + lane
                 cute.arch.sync_threads()
-                # The last row of a key moves its next place on; the words of this round are clear when they are next used.
+                # The last row of a key moves its next place on, and clears the word for the round after the next.
                 for c in cutlass.range_constexpr(self.chunks):
-                    if found[c] >= 0:
-                        if Uint32(bits[c]) >> Uint32(warp) == Uint32(1):
-                            shared[found[c]] = shared[found[c]] + cute.arch.popc(bits[c])
-                            shared[found[c] + turn] = Int32(0)
+                    if found[c] >= 0 and Uint32(bits[c]) >> Uint32(warp) == Uint32(1):
+                        shared[found[c]] = shared[found[c]] + cute.arch.popc(bits[c])
+                        shared[found[c] + turn] = Int32(0)
                 turn = 3 * self.keys - turn
 
     @cute.jit
