@@ -25,14 +25,19 @@ def length_of(begins, K, blocks, n_blocks, SEGMENTS: tl.constexpr, LONG: tl.cons
 
 
 @triton.jit
-def weighted(acc, w, rows, PRECISION: tl.constexpr):
-    """acc + w @ rows, of weights w in float32: those of bfloat16 rows are the sums of two such numbers."""
+def weighted(acc, own, w, rows, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+    """acc [M, S] + the sums of w [C] times rows [C, S] of those that each of M owns [M, C].
+
+    With rows of bfloat16 weights are two such numbers each, with SPLIT, or one.
+    """
     if rows.dtype == tl.bfloat16:
         high = w.to(tl.bfloat16)
-        acc = tl.dot(high, rows, acc)
-        acc = tl.dot((w - high.to(tl.float32)).to(tl.bfloat16), rows, acc)
+        acc = tl.dot(tl.where(own, high[None, :], 0.0), rows, acc)
+        if SPLIT:
+            low = (w - high.to(tl.float32)).to(tl.bfloat16)
+            acc = tl.dot(tl.where(own, low[None, :], 0.0), rows, acc)
     else:
-        acc = tl.dot(w, rows.to(tl.float32), acc, input_precision=PRECISION)
+        acc = tl.dot(tl.where(own, w[None, :], 0.0), rows.to(tl.float32), acc, input_precision=PRECISION)
     return acc
 
 
@@ -68,7 +73,7 @@ def sums_of(
     q, dout, names, begins, gradients, begin, end, block, blocks, H, Q, K, stride_qb, stride_qh, stride_qn, stride_gb,
     stride_gh, stride_gn, L: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-    SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    SEGMENTS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(sum dS q [KEYS, BLOCK_D], sum p dout [KEYS, BLOCK_E]) of the pairs [begin, end) of a block of keys."""
     owner = block // blocks
@@ -102,8 +107,8 @@ def sums_of(
         b_q = tl.load(q_base + of_q[:, None] + o_d, mask=there[:, None] & (o_d < D), other=0.0)
         b_dout = tl.load(dout_base + of_dout[:, None] + o_e, mask=there[:, None] & (o_e < E), other=0.0)
         own = (place[None, :] >= first[:, None]) & (place[None, :] < last[:, None])
-        dk = weighted(dk, tl.where(own, ds[None, :], 0.0), b_q, PRECISION)
-        dv = weighted(dv, tl.where(own, p[None, :], 0.0), b_dout, PRECISION)
+        dk = weighted(dk, own, ds, b_q, SPLIT, PRECISION)
+        dv = weighted(dv, own, p, b_dout, SPLIT, PRECISION)
     return dk, dv
 
 
@@ -130,7 +135,8 @@ def columns_kernel(
     stride_qb, stride_qh, stride_qn, stride_gb, stride_gh, stride_gn, H, Q, K, blocks, n_blocks, halvings, scale,
     L: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     GROUP: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, SEGMENTS: tl.constexpr,
-    LONG: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
+    LONG: tl.constexpr, HALF: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a block of KEYS keys of a head without parts; or, with PARTS, the sums of parts of others.
 
@@ -152,7 +158,7 @@ def columns_kernel(
             b_dk, b_dv = sums_of(
                 q, dout, names, begins, gradients, begin, tl.minimum(end, begin + length), high, blocks, H, Q, K,
                 stride_qb, stride_qh, stride_qn, stride_gb, stride_gh, stride_gn, L, D, E, BLOCK_D, BLOCK_E, GROUP,
-                KEYS, CHUNK, STAGES, SEGMENTS, PRECISION,
+                KEYS, CHUNK, STAGES, SEGMENTS, SPLIT, PRECISION,
             )  # fmt: skip
             to = part * KEYS + tl.arange(0, KEYS)
             store_sums(part_dk, b_dk, to, to >= 0, D, BLOCK_D)
@@ -164,7 +170,8 @@ def columns_kernel(
             return
         b_dk, b_dv = sums_of(
             q, dout, names, begins, gradients, begin, end, block, blocks, H, Q, K, stride_qb, stride_qh, stride_qn,
-            stride_gb, stride_gh, stride_gn, L, D, E, BLOCK_D, BLOCK_E, GROUP, KEYS, CHUNK, STAGES, SEGMENTS, PRECISION,
+            stride_gb, stride_gh, stride_gn, L, D, E, BLOCK_D, BLOCK_E, GROUP, KEYS, CHUNK, STAGES, SEGMENTS, SPLIT,
+            PRECISION,
         )  # fmt: skip
         key = block % blocks * KEYS + tl.arange(0, KEYS)
         to = block // blocks * K + key

@@ -89,12 +89,12 @@ def pair_of(start, begins, ends, number, L: tl.constexpr, CHUNK: tl.constexpr):
     """The next CHUNK pairs of rows whose lists, put together, begin and end there.
 
     Returns:
-        own [ROWS, CHUNK]: which row has which; name [CHUNK]: their places in the lists; there [CHUNK].
+        own [ROWS, CHUNK]: which row has which; name [CHUNK]: their places in the lists.
     """
     place = start + tl.arange(0, CHUNK)
     own = (place[None, :] >= begins[:, None]) & (place[None, :] < ends[:, None])
     name = tl.sum(tl.where(own, (number * L - begins)[:, None], 0), 0) + place
-    return own, name, tl.sum(own.to(tl.int32), 0) > 0
+    return own, name
 
 
 @triton.jit(do_not_specialize=["Q"])
@@ -112,7 +112,7 @@ def gather_dq_kernel(
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_gb, stride_gh, stride_gn, H, Q, scale,
     L: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, A: tl.constexpr,
-    WITH_ALPHA: tl.constexpr, PRECISION: tl.constexpr,
+    WITH_ALPHA: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of ROWS rows of a head that have lists, and dS = u (dP - delta) of their pairs: delta = sum u dP / sum u.
 
@@ -132,12 +132,13 @@ def gather_dq_kernel(
     ends = tl.cumsum(size, 0)
     begins = ends - size
     total = tl.sum(size, 0)
-    sum_dp = tl.zeros([ROWS], tl.float32)
-    sum_u = tl.zeros([ROWS], tl.float32)
+    sum_dp = tl.zeros([ROWS, CHUNK], tl.float32)
+    sum_u = tl.zeros([ROWS, CHUNK], tl.float32)
     o_d = tl.arange(0, BLOCK_D)[None, :]
     o_e = tl.arange(0, BLOCK_E)[None, :]
     for start in tl.range(0, total, CHUNK, num_stages=STAGES):
-        own, name, there = pair_of(start, begins, ends, number, L, CHUNK)
+        own, name = pair_of(start, begins, ends, number, L, CHUNK)
+        there = start + tl.arange(0, CHUNK) < total
         j = tl.load(list_keys + name, mask=there, other=0)
         p = tl.load(list_weights + name, mask=there, other=0.0)
         at = v_base + j.to(tl.int64)[:, None] * stride_vn + o_e
@@ -145,14 +146,16 @@ def gather_dq_kernel(
         x = tl.where(own, tl.dot(b_dout, tl.trans(b_v), input_precision=PRECISION), 0.0)
         u = slope(p, a, A)[None, :]
         tl.store(gradients + 2 * name.to(tl.int64) + 1, tl.sum(x, 0), mask=there)
-        sum_u += tl.sum(tl.where(own, u, 0.0), 1)
-        sum_dp += tl.sum(tl.where(own, u * x, 0.0), 1)
-    delta = sum_dp / tl.where(sum_u == 0.0, 1.0, sum_u)
+        sum_u += tl.where(own, u, 0.0)
+        sum_dp += tl.where(own, u * x, 0.0)
+    of_row = tl.sum(sum_u, 1)
+    delta = tl.sum(sum_dp, 1) / tl.where(of_row == 0.0, 1.0, of_row)
     tl.debug_barrier()
     b_dq = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    of_alpha = tl.zeros([ROWS], tl.float32)
+    of_alpha = tl.zeros([ROWS, CHUNK], tl.float32)
     for start in tl.range(0, total, CHUNK, num_stages=STAGES):
-        own, name, there = pair_of(start, begins, ends, number, L, CHUNK)
+        own, name = pair_of(start, begins, ends, number, L, CHUNK)
+        there = start + tl.arange(0, CHUNK) < total
         j = tl.load(list_keys + name, mask=there, other=0)
         p = tl.load(list_weights + name, mask=there, other=0.0)
         dp = tl.load(gradients + 2 * name.to(tl.int64) + 1, mask=there, other=0.0)
@@ -162,9 +165,9 @@ def gather_dq_kernel(
         ds = slope(p, a, A) * rest
         tl.store(gradients + 2 * name.to(tl.int64), p, mask=there)
         tl.store(gradients + 2 * name.to(tl.int64) + 1, ds, mask=there)
-        b_dq = weighted(b_dq, tl.where(own, ds[None, :], 0.0), b_k, PRECISION)
+        b_dq = weighted(b_dq, own, ds, b_k, SPLIT, PRECISION)
         if WITH_ALPHA:
-            of_alpha += tl.sum(tl.where(own, (alpha_term(p, a) * rest)[None, :], 0.0), 1)
+            of_alpha += tl.where(own, (alpha_term(p, a) * rest)[None, :], 0.0)
     store_sums(dq, b_dq * scale, number, count >= 0, D, BLOCK_D)
     if WITH_ALPHA:
-        tl.store(row_alpha + number, of_alpha, mask=count >= 0)
+        tl.store(row_alpha + number, tl.sum(of_alpha, 1), mask=count >= 0)

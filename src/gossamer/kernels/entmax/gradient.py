@@ -55,7 +55,7 @@ def of_pairs(c: Call) -> dict[str, Any]:
     size = max(padded(D), padded(E)) * c.q.element_size()
     return {
         "L": c.listed, "D": D, "E": E, "BLOCK_D": padded(D), "BLOCK_E": padded(E), "GROUP": c.group, "CHUNK": 32,
-        "STAGES": 1, "PRECISION": precision(c.q) if c.q.dtype == torch.bfloat16 else X3,
+        "STAGES": 1, "SPLIT": True, "PRECISION": precision(c.q) if c.q.dtype == torch.bfloat16 else X3,
         "num_warps": max(1, size // 128),
     }  # fmt: skip
 
