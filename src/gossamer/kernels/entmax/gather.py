@@ -8,10 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gossamer.kernels.entmax.columns import store_sums, weighted
 from gossamer.kernels.entmax.formulas import alpha_term, slope
-from gossamer.kernels.entmax.rows import load_tile
-from gossamer.kernels.triton.gather.pieces import added, load_columns, store_pieces, zeros
+from gossamer.kernels.triton.gather.pieces import added, dot, load_columns, load_pieces, scaled, store_pieces, zeros
 
 
 @triton.jit
@@ -84,20 +82,7 @@ def gather_out_kernel(
     store_pieces(out + o_e, number.to(tl.int64) * E, m_row, where(some, acc, E, SE), E, SE, True)
 
 
-@triton.jit
-def pair_of(start, begins, ends, number, L: tl.constexpr, CHUNK: tl.constexpr):
-    """The next CHUNK pairs of rows whose lists, put together, begin and end there.
-
-    Returns:
-        own [ROWS, CHUNK]: which row has which; name [CHUNK]: their places in the lists.
-    """
-    place = start + tl.arange(0, CHUNK)
-    own = (place[None, :] >= begins[:, None]) & (place[None, :] < ends[:, None])
-    name = tl.sum(tl.where(own, (number * L - begins)[:, None], 0), 0) + place
-    return own, name
-
-
-@triton.jit(do_not_specialize=["Q"])
+@triton.jit(do_not_specialize=["n_rows", "Q"])
 def gather_dq_kernel(
     k,  # (B, G, K, D)
     v,  # (B, G, K, E)
@@ -109,65 +94,70 @@ def gather_dq_kernel(
     list_keys,  # (rows, L) int32
     list_weights,  # (rows, L) float32
     list_counts,  # (B, H, Q) int32
-    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_gb, stride_gh, stride_gn, H, Q, scale,
-    L: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, A: tl.constexpr,
-    WITH_ALPHA: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    stride_kb, stride_kh, stride_kn: tl.constexpr, stride_vb, stride_vh, stride_vn: tl.constexpr,
+    stride_gb, stride_gh, stride_gn, n_rows, H, Q, scale,
+    L: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SD: tl.constexpr, SE: tl.constexpr, RP: tl.constexpr,
+    N: tl.constexpr, VECTOR: tl.constexpr, GROUP: tl.constexpr, A: tl.constexpr, WITH_ALPHA: tl.constexpr,
 ):  # fmt: skip
-    """dQ of ROWS rows of a head that have lists, and dS = u (dP - delta) of their pairs: delta = sum u dP / sum u.
+    """dQ of RP rows that have lists, and dS = u (dP - delta) of their pairs: delta = sum u dP / sum u.
 
-    Their pairs are taken CHUNK at a time, whatever rows they are of, first with their values, then with their keys.
+    One sweep: sum u dP k and sum u k are kept apart until delta is known.
     """
-    blocks = (Q + ROWS - 1) // ROWS
-    head = tl.program_id(0) // blocks
-    row = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-    b64, h64, g64 = (head // H).to(tl.int64), (head % H).to(tl.int64), (head % H // GROUP).to(tl.int64)
-    k_base = k + b64 * stride_kb + g64 * stride_kh
-    v_base = v + b64 * stride_vb + g64 * stride_vh
-    b_dout = load_tile(dout + b64 * stride_gb + h64 * stride_gh, row, row < Q, stride_gn, E, BLOCK_E)
+    number = tl.program_id(0) * RP + tl.arange(0, RP)
+    m_row = number < n_rows
+    number = tl.where(m_row, number, 0)
+    b64, h64, g64, row = place_of(number, H, Q, GROUP)
+    o_d = tl.arange(0, SD)[None, :]
+    o_e = tl.arange(0, SE)[None, :]
+    k_base = k + (b64 * stride_kb + g64 * stride_kh)[:, None] + o_d
+    v_base = v + (b64 * stride_vb + g64 * stride_vh)[:, None] + o_e
+    dout_base = dout + (b64 * stride_gb + h64 * stride_gh)[:, None] + o_e
+    b_dout = load_pieces(dout_base, row * stride_gn, E, SE, True)
     a = tl.load(steepness + h64)
-    number = head * Q + row
-    count = tl.load(list_counts + number, mask=row < Q, other=-1)
-    size = tl.maximum(count, 0)
-    ends = tl.cumsum(size, 0)
-    begins = ends - size
-    total = tl.sum(size, 0)
-    sum_dp = tl.zeros([ROWS, CHUNK], tl.float32)
-    sum_u = tl.zeros([ROWS, CHUNK], tl.float32)
-    o_d = tl.arange(0, BLOCK_D)[None, :]
-    o_e = tl.arange(0, BLOCK_E)[None, :]
-    for start in tl.range(0, total, CHUNK, num_stages=STAGES):
-        own, name = pair_of(start, begins, ends, number, L, CHUNK)
-        there = start + tl.arange(0, CHUNK) < total
-        j = tl.load(list_keys + name, mask=there, other=0)
-        p = tl.load(list_weights + name, mask=there, other=0.0)
-        at = v_base + j.to(tl.int64)[:, None] * stride_vn + o_e
-        b_v = tl.load(at, mask=there[:, None] & (o_e < E), other=0.0)
-        x = tl.where(own, tl.dot(b_dout, tl.trans(b_v), input_precision=PRECISION), 0.0)
-        u = slope(p, a, A)[None, :]
-        tl.store(gradients + 2 * name.to(tl.int64) + 1, tl.sum(x, 0), mask=there)
-        sum_u += tl.where(own, u, 0.0)
-        sum_dp += tl.where(own, u * x, 0.0)
-    of_row = tl.sum(sum_u, 1)
-    delta = tl.sum(sum_dp, 1) / tl.where(of_row == 0.0, 1.0, of_row)
+    count = tl.load(list_counts + number, mask=m_row, other=-1)
+    m_row = count >= 0
+    with_dp = zeros(RP, D, SD)
+    without = zeros(RP, D, SD)
+    sum_dp = tl.zeros([RP], tl.float32)
+    sum_u = tl.zeros([RP], tl.float32)
+    o_list = number.to(tl.int64) * L
+    left = count
+    key_at, weight_at, gradient_at = list_keys + o_list, list_weights + o_list, gradients + 2 * o_list + 1
+    most = tl.max(count, 0)
+    some = count > 0
+    start = tl.load(key_at, mask=some, other=0)
+    for _step in range(0, most, N):
+        j = keys_of(key_at, left, start, N)
+        p = weights_of(weight_at, left, N)
+        b_v = load_columns(v_base, j, stride_vn, E, SE, N)
+        b_k = load_columns(k_base, j, stride_kn, D, SD, N)
+        for c in tl.static_range(N):
+            dp = dot(b_v[c], b_dout, E, SE)
+            u = slope(p[c], a, A)
+            tl.store(gradient_at + 2 * c, dp, mask=c < left)
+            sum_u += u
+            sum_dp += u * dp
+            with_dp = added(with_dp, u * dp, b_k[c], D, SD)
+            without = added(without, u, b_k[c], D, SD)
+        key_at += N
+        weight_at += N
+        gradient_at += 2 * N
+        left -= N
+    delta = sum_dp / tl.where(sum_u == 0.0, 1.0, sum_u)
+    both = where(some, added(with_dp, -delta, without, D, SD), D, SD)
+    both = scaled(both, tl.zeros([RP], tl.float32) + scale, D, SD)
+    store_pieces(dq + o_d, number.to(tl.int64) * D, m_row, both, D, SD, True)
     tl.debug_barrier()
-    b_dq = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    of_alpha = tl.zeros([ROWS, CHUNK], tl.float32)
-    for start in tl.range(0, total, CHUNK, num_stages=STAGES):
-        own, name = pair_of(start, begins, ends, number, L, CHUNK)
-        there = start + tl.arange(0, CHUNK) < total
-        j = tl.load(list_keys + name, mask=there, other=0)
-        p = tl.load(list_weights + name, mask=there, other=0.0)
-        dp = tl.load(gradients + 2 * name.to(tl.int64) + 1, mask=there, other=0.0)
-        at = k_base + j.to(tl.int64)[:, None] * stride_kn + o_d
-        b_k = tl.load(at, mask=there[:, None] & (o_d < D), other=0.0)
-        rest = dp - tl.sum(tl.where(own, delta[:, None], 0.0), 0)
-        ds = slope(p, a, A) * rest
-        tl.store(gradients + 2 * name.to(tl.int64), p, mask=there)
-        tl.store(gradients + 2 * name.to(tl.int64) + 1, ds, mask=there)
-        b_dq = weighted(b_dq, own, ds, b_k, SPLIT, PRECISION)
+    o = tl.arange(0, VECTOR)
+    of_alpha = tl.zeros([RP], tl.float32)
+    for first in range(0, most, VECTOR):
+        at = o_list[:, None] + (first + o)[None, :]
+        there = (first + o)[None, :] < count[:, None]
+        p = tl.load(list_weights + at, mask=there, other=0.0)
+        rest = tl.load(gradients + 2 * at + 1, mask=there, other=0.0) - delta[:, None]
+        tl.store(gradients + 2 * at, p, mask=there)
+        tl.store(gradients + 2 * at + 1, slope(p, a[:, None], A) * rest, mask=there)
         if WITH_ALPHA:
-            of_alpha += tl.where(own, (alpha_term(p, a) * rest)[None, :], 0.0)
-    store_sums(dq, b_dq * scale, number, count >= 0, D, BLOCK_D)
+            of_alpha += tl.sum(tl.where(there, alpha_term(p, a[:, None]) * rest, 0.0), 1)
     if WITH_ALPHA:
-        tl.store(row_alpha + number, tl.sum(of_alpha, 1), mask=count >= 0)
+        tl.store(row_alpha + number, of_alpha, mask=m_row)

@@ -232,8 +232,8 @@ def column_lists(keys: int, chunks: int, fill: bool) -> Entry:
     s = cute.sym_int
     rows = s()
     return Entry(
-        ColumnLists(keys, chunks, fill), compact(Int32, rows, s()), compact(Int32, rows), compact(Int32, s()),
-        compact(Int32, s()), Int32(1), Int32(1),
+        ColumnLists(keys, chunks, fill), compact(Int32, rows, s()), compact(Int32, rows),
+        compact(Int32, s()), compact(Int32, s()), compact(Int32, s()), Int32(1), Int32(1),
     )  # fmt: skip
 
 

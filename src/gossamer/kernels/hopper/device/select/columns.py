@@ -41,7 +41,8 @@ class ColumnLists:
         self,
         list_keys: cute.Tensor,  # (rows, L) int32
         list_counts: cute.Tensor,  # (rows,) int32: -1 of a row without a list
-        cells: cute.Tensor,  # (B G K SEGMENTS + 1,) int32: counts, behind a 0, to write; or where each cell begins
+        cells: cute.Tensor,  # (B G SEGMENTS K,) int32: counts, to write; or pairs of the key in earlier segments
+        begins: cute.Tensor,  # (B G K + 1,) int32: where each key begins
         names: cute.Tensor,  # (pairs,) int32, to write
         K: Int32,
         of_head: Int32,  # rows that read a key head
@@ -49,7 +50,7 @@ class ColumnLists:
     ) -> None:
         heads = cute.size(list_counts) // of_head
         blocks = heads * cute.ceil_div(K, self.keys) * SEGMENTS
-        self.kernel(list_keys, list_counts, cells, names, K, of_head).launch(
+        self.kernel(list_keys, list_counts, cells, begins, names, K, of_head).launch(
             grid=(blocks, 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
@@ -59,8 +60,8 @@ class ColumnLists:
 
     @cute.kernel
     def kernel(
-        self, list_keys: cute.Tensor, list_counts: cute.Tensor, cells: cute.Tensor, names: cute.Tensor, K: Int32,
-        of_head: Int32,
+        self, list_keys: cute.Tensor, list_counts: cute.Tensor, cells: cute.Tensor, begins: cute.Tensor,
+        names: cute.Tensor, K: Int32, of_head: Int32,
     ) -> None:  # fmt: skip
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -70,10 +71,11 @@ class ColumnLists:
         keys = cutlass.min(K - first_key, Int32(self.keys))
         words = WORDS if self.fill else 1
         shared = SmemAllocator().allocate_tensor(Int32, cute.make_layout(words * self.keys), byte_alignment=16)
-        cell = (Int64(head) * K + first_key) * SEGMENTS + segment
+        key = Int64(head) * K + first_key
+        cell = Int64(head * SEGMENTS + segment) * K + first_key
         for i in cutlass.range(thread, keys, THREADS, unroll=4):
             if const_expr(self.fill):
-                shared[i] = cells[cell + i * SEGMENTS]
+                shared[i] = begins[key + i] + cells[cell + i]
                 shared[self.keys + i] = Int32(0)
                 shared[2 * self.keys + i] = Int32(0)
             else:
@@ -86,10 +88,8 @@ class ColumnLists:
         self.walk(list_keys, list_counts, names, shared, first, last, warp, lane, first_key, keys)
         if const_expr(not self.fill):
             cute.arch.sync_threads()
-            if block == 0 and thread == 0:
-                cells[0] = Int32(0)
             for i in cutlass.range(thread, keys, THREADS, unroll=4):
-                cells[cell + i * SEGMENTS + 1] = shared[i]
+                cells[cell + i] = shared[i]
 
     @cute.jit
     def walk(self, list_keys, list_counts, names, shared, first, last, warp, lane, first_key, keys):
