@@ -22,7 +22,7 @@ from gossamer.kernels.entmax import selection
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-@pytest.mark.parametrize("form", range(14))
+@pytest.mark.parametrize("form", range(10))
 def test_random_calls(form: int) -> None:
     """Kernels are compiled once for all calls of a form."""
     for seed in range(100 * form, 100 * form + 5):
@@ -61,7 +61,7 @@ def test_nothing_is_read_and_bits_are_the_same() -> None:
 # In every type and of every padded head size; patterns and sizes take turns.
 FLAT = list(
     zip(
-        [1.0, 1.25, 1.3, 1.5, 2.0, "heads", 1.5, 1.25],
+        [1.0, 1.25, 1.3, 1.5, 2.0, "heads"],
         itertools.cycle([gs.Causal(), gs.SlidingWindow(300), None]),
         itertools.cycle([
             (64, 40, torch.bfloat16, 900, 1000), (128, 128, torch.float16, 700, 700), (32, 32, torch.float32, 500, 501),
@@ -118,56 +118,55 @@ def test_at_most_twice_the_error_of_the_package(causal: bool) -> None:
             assert mine <= 2 * other, (alpha, size, name, mine, other)
 
 
-def test_a_small_buffer_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{"alpha": 1.5}, {"top_k": 16}], ids=str)
+def test_a_small_buffer_changes_nothing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     g = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, 4, 1500, 64, generator=g).cuda() for _ in range(3))
-    for options in ({"alpha": 1.5}, {"alpha": 1.25}, {"top_k": 16}):
-        found = []
-        for size in (128, 8):
-            monkeypatch.setattr(selection, "BUFFER", size)
-            given = {"pattern": gs.Causal(), "alpha": 1.5} | options
-            out, aux, gradients = results(q, k, v, v, given)
-            found.append((aux.support, aux.certified, out, *gradients))
-        (size_, sure, *one), (other_size, other_sure, *other) = found
-        assert torch.equal(size_, other_size)
-        assert torch.equal(sure, other_sure)
-        for x, y in zip(one, other, strict=True):
-            assert_close("small buffer", x, y, 2e-6)
+    found = []
+    for size in (128, 8):
+        monkeypatch.setattr(selection, "BUFFER", size)
+        out, aux, gradients = results(q, k, v, v, {"pattern": gs.Causal(), "alpha": 1.5} | options)
+        found.append((aux.support, aux.certified, out, *gradients))
+    (size_, sure, *one), (other_size, other_sure, *other) = found
+    assert torch.equal(size_, other_size)
+    assert torch.equal(sure, other_sure)
+    for x, y in zip(one, other, strict=True):
+        assert_close("small buffer", x, y, 2e-6)
 
 
-def test_topk_against_a_stable_sort() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_topk_against_a_stable_sort(dtype: torch.dtype) -> None:
     """10,000 rows and more of small integers, whose scores are exact: ties, inf, rows that see few keys or none."""
-    rows, draws = 0, ((1, 8, 1.0), (3, 32, 0.125), (40, 64, 1.0), (3, 200, 1.0), (2, 1, -2.0))
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for seed, (span, keep, scale) in enumerate(draws):
-            g = torch.Generator().manual_seed(seed)
-            q, k = (torch.randint(-span, span + 1, (1, 2, n, 16), generator=g).to(dtype).cuda() for n in (400, 700))
-            seen = torch.ones(400, 700, dtype=torch.bool, device="cuda").tril(300).expand(1, 2, 400, 700)
-            options: dict[str, object] = {"causal": True}
-            if seed == 1:
-                q, k[:, :, 50::97] = q.abs() + 1, torch.inf
-            if seed in (0, 3) and dtype != torch.bfloat16:
-                sizes = (-5, 400), (0, 700)
-                of_q, of_k = (torch.randint(low, 700, (1, 2, n), generator=g).cuda() for low, n in sizes)
-                seen, options = of_k[:, :, None] <= of_q[..., None], {"q_positions": of_q, "k_positions": of_k}
-            found = gs.topk_keys(q, k, k_keep=keep, scale=scale, implementation="kernels", **options)
-            s = torch.where(seen, scale * (q.double() @ k.double().mT), -torch.inf)
-            order = s.sort(dim=-1, descending=True, stable=True).indices[..., :keep]
-            expected = torch.where(seen.gather(-1, order), order, 700).sort(-1).values
-            assert torch.equal(found, torch.where(expected == 700, -1, expected).int())
-            rows += found[..., 0].numel()
+    rows, draws = 0, ((1, 8, 1.0), (40, 64, 1.0), (3, 200, 1.0), (3, 64, 0.125), (2, 8, -2.0))
+    for seed, (span, keep, scale) in enumerate(draws):
+        g = torch.Generator().manual_seed(seed)
+        q, k = (torch.randint(-span, span + 1, (1, 3, n, 16), generator=g).to(dtype).cuda() for n in (700, 1000))
+        seen = torch.ones(700, 1000, dtype=torch.bool, device="cuda").tril(300).expand(1, 3, 700, 1000)
+        options: dict[str, object] = {"causal": True}
+        if seed == 3:
+            q, k[:, :, 50::97] = q.abs() + 1, torch.inf
+        if seed in (0, 2) and dtype != torch.bfloat16:
+            sizes = (-5, 700), (0, 1000)
+            of_q, of_k = (torch.randint(low, 1000, (1, 3, n), generator=g).cuda() for low, n in sizes)
+            seen, options = of_k[:, :, None] <= of_q[..., None], {"q_positions": of_q, "k_positions": of_k}
+        found = gs.topk_keys(q, k, k_keep=keep, scale=scale, implementation="kernels", **options)
+        s = torch.where(seen, scale * (q.double() @ k.double().mT), -torch.inf)
+        order = s.sort(dim=-1, descending=True, stable=True).indices[..., :keep]
+        expected = torch.where(seen.gather(-1, order), order, 1000).sort(-1).values
+        assert torch.equal(found, torch.where(expected == 1000, -1, expected).int()), (span, keep, scale)
+        rows += found[..., 0].numel()
     assert rows >= 10_000
 
 
-def test_the_certificate_is_exact() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_certificate_is_exact(dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(3)
-    for dtype in (torch.float32, torch.bfloat16):
-        q, k = (torch.randint(-2, 3, (1, 2, 700, 4), generator=g).to(dtype).cuda() for _ in range(2))
-        for alpha in (1.0, 1.25, 1.5, 2.0):
-            _, full = aux_of(q, k, k, alpha=alpha, causal=True, scale=0.25)
-            for n in (1, 2, 5, 40):
-                _, aux = aux_of(q, k, k, alpha=alpha, top_k=n, causal=True, scale=0.25)
-                assert torch.equal(aux.certified, full.support <= n)
+    q, k = (torch.randint(-2, 3, (1, 8, 700, 4), generator=g).to(dtype).cuda() for _ in range(2))
+    alpha = torch.tensor([1.0, 1.25, 1.5, 2.0]).repeat(2).cuda()
+    _, full = aux_of(q, k, k, alpha=alpha, causal=True, scale=0.25)
+    for n in (2, 40):
+        _, aux = aux_of(q, k, k, alpha=alpha, top_k=n, causal=True, scale=0.25)
+        assert torch.equal(aux.certified, full.support <= n)
 
 
 def test_the_module_of_the_mission() -> None:
