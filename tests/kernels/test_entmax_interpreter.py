@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 if INTERPRETING:
-    from gossamer.kernels.entmax import calls, gradient, selection, unlisted
+    from gossamer.kernels.entmax import calls, gradient, selection
     from gossamer.torch.entmax import ways
     from tests.support import entmax_oracle as oracle
     from tests.support.entmax_cases import aux_of, call, check, results
@@ -29,7 +29,6 @@ if INTERPRETING:
     def test_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(selection, "BUFFER", (128, 8, 32)[seed % 3])
         monkeypatch.setattr(calls, "MOST_LISTED", (96, 8, 20)[seed % 3])
-        monkeypatch.setattr(unlisted, "FEW", (16384, 0)[seed % 2])
         given = call(seed, "cpu", [torch.float16, torch.float32], [1, 33, 70, 130])
         check(given)
 

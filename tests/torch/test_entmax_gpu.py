@@ -96,6 +96,7 @@ def test_a_key_of_every_row() -> None:
         check(given | {"options": {"alpha": 1.5, "top_k": top_k, "scale": None, "pattern": None}})
 
 
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # by the package's backward, in a thread of torch
 @pytest.mark.parametrize("causal", [False, True])
 def test_at_most_twice_the_error_of_the_package(causal: bool) -> None:
     """Of `entmax`, in float32 on the same device, with an alpha for each head."""

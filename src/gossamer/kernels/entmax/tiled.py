@@ -22,7 +22,6 @@ from gossamer.kernels.entmax.tiles import (
     rows_at,
     score_of,
     seen_by,
-    tile_here,
     weigh,
 )
 
@@ -96,7 +95,7 @@ def add_keys(
     return F + tl.sum(p, 1), U + tl.sum(u, 1), size, acc
 
 
-@triton.jit(do_not_specialize=["heads", "Q", "K", "offset"])
+@triton.jit(do_not_specialize=["Q", "K", "offset", "first_head"])
 def tiled_kernel(
     q,  # (B, H, Q, D)
     k,  # (B, G, K, D)
@@ -114,17 +113,17 @@ def tiled_kernel(
     certified,  # (B, H, Q) bool, to write
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_qpb, stride_qph, stride_qpn, stride_kpb, stride_kph, stride_kpn,
-    heads, H, Q, K, offset, scale,
+    first_head, H, Q, K, offset, scale,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, GROUP: tl.constexpr,
     R: tl.constexpr, STEP: tl.constexpr, SAMPLE: tl.constexpr, A: tl.constexpr, NEAR: tl.constexpr,
-    SMALL: tl.constexpr, FEW: tl.constexpr,
     OUT: tl.constexpr, TOLD: tl.constexpr, BOUNDS: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Everything of a tile of rows; the logarithm of a sum of weights is at most NEAR from 0 before its last step."""
-    head, tile = tile_here(row_counts, heads, R, SMALL, FEW)
+    head = first_head + tl.program_id(0)
+    head64 = head.to(tl.int64)
+    tile = (tl.load(row_counts + head) + R - 1) // R - 1 - tl.program_id(1)  # those that see most are first
     if tile < 0:
         return
-    head64 = head.to(tl.int64)
     b64, h64, g64 = (head // H).to(tl.int64), (head % H).to(tl.int64), (head % H // GROUP).to(tl.int64)
     rows, inside = rows_at(row_list, row_counts, head64, tile, Q, R)
     number = head64 * Q + rows

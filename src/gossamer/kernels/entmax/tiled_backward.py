@@ -16,7 +16,6 @@ from gossamer.kernels.entmax.tiles import (
     products,
     rows_at,
     seen_by,
-    tile_here,
     weigh,
 )
 
@@ -50,7 +49,7 @@ def add_keys(
     return sum_u + tl.sum(u, 1), sum_dp + tl.sum(t, 1), alpha_u, alpha_dp, with_dp, without
 
 
-@triton.jit(do_not_specialize=["heads", "Q", "K", "offset"])
+@triton.jit(do_not_specialize=["Q", "K", "offset"])
 def tiled_dq_kernel(
     q,  # (B, H, Q, D)
     k,  # (B, G, K, D)
@@ -64,20 +63,21 @@ def tiled_dq_kernel(
     row_alpha,  # (B, H, Q) float32, to write
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_gb, stride_gh, stride_gn, stride_qpb, stride_qph, stride_qpn, stride_kpb, stride_kph, stride_kpn,
-    heads, H, Q, K, offset, scale,
+    H, Q, K, offset, scale,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, GROUP: tl.constexpr,
     R: tl.constexpr, STEP: tl.constexpr, SAMPLE: tl.constexpr, A: tl.constexpr, BOUNDS: tl.constexpr,
-    POSITIONS: tl.constexpr, PRECISION: tl.constexpr, WITH_ALPHA: tl.constexpr, SMALL: tl.constexpr, FEW: tl.constexpr,
+    POSITIONS: tl.constexpr, PRECISION: tl.constexpr, WITH_ALPHA: tl.constexpr,
 ):  # fmt: skip
     """dQ, and delta = sum u dP / sum u, in one pass.
 
     sum u (dP - guess) k and sum u k are kept apart until delta is known; the guess, the delta of a sample of the keys,
     keeps them from cancelling.
     """
-    head, tile = tile_here(row_counts, heads, R, SMALL, FEW)
+    head = tl.program_id(0)
+    head64 = head.to(tl.int64)
+    tile = (tl.load(row_counts + head) + R - 1) // R - 1 - tl.program_id(1)
     if tile < 0:
         return
-    head64 = head.to(tl.int64)
     b64, h64, g64 = (head // H).to(tl.int64), (head % H).to(tl.int64), (head % H // GROUP).to(tl.int64)
     rows, inside = rows_at(row_list, row_counts, head64, tile, Q, R)
     number = head64 * Q + rows

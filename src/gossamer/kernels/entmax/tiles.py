@@ -42,34 +42,6 @@ def rows_at(row_list, row_counts, head, tile, Q, R: tl.constexpr):
 
 
 @triton.jit
-def tile_here(row_counts, heads, R: tl.constexpr, SMALL: tl.constexpr, FEW: tl.constexpr):
-    """(head, tile) of a program, the last tiles of a head first; the tile is negative where there is none.
-
-    Of at most FEW rows tiles are SMALL, or there would be less of them than the chip has places for; of more they are
-    not. The others' programs have none.
-    """
-    rows_of_all = 0
-    head = 0
-    tile = -1
-    before = 0
-    for first in range(0, heads, 64):
-        h = first + tl.arange(0, 64)
-        rows = tl.load(row_counts + h, mask=h < heads, other=0)
-        rows_of_all += tl.sum(rows, 0)
-        if SMALL:
-            number = (rows + R - 1) // R
-            left = before + tl.cumsum(number, 0) - tl.program_id(0)
-            here = (left > 0) & (left <= number)
-            head += tl.sum(tl.where(here, h, 0), 0)
-            tile += tl.sum(tl.where(here, left, 0), 0)
-            before += tl.sum(number, 0)
-    if not SMALL:
-        head = tl.program_id(0)
-        tile = (tl.load(row_counts + head) + R - 1) // R - 1 - tl.program_id(1)
-    return head, tl.where((rows_of_all <= FEW) == SMALL, tile, -1)
-
-
-@triton.jit
 def common_range(first, last, inside, K, STEP: tl.constexpr):
     """(begin, middle, middle_end, end): the tiles of keys that any row may see, and those that every row sees whole."""
     some = inside & (first < last)

@@ -6,7 +6,6 @@ computed by tiles of any rows (`tiled.py`, `tiled_backward.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ from gossamer.kernels.entmax.tiles import FAST, list_rows_kernel, tile_ranges_ke
 from gossamer.kernels.relaunch import padded
 
 GROUP_ROWS = 64
-FEW = 16384  # rows, of which tiles are small
 
 
 class Rows(NamedTuple):
@@ -102,11 +100,9 @@ class Sizes(NamedTuple):
     num_stages: int
 
 
-def sizes(c: Call, kernel: str, small: bool) -> Sizes:
+def sizes(c: Call, kernel: str) -> Sizes:
     """Of the tiles of a kernel: "forward", "dq" or "columns"."""
     size = max(padded(c.q.shape[3]), padded(c.v.shape[3])) * c.q.element_size()
-    if small:
-        return Sizes(16, 128, 4, 3) if size <= 128 else Sizes(16, 64, 4, 2) if size <= 256 else Sizes(16, 32, 4, 1)
     if size <= 128:
         return Sizes(64, 64, 4, 2 if kernel == "columns" else 3)
     if size <= 256:
@@ -116,35 +112,24 @@ def sizes(c: Call, kernel: str, small: bool) -> Sizes:
     return Sizes(32, 32, 4, 1)
 
 
-def tiles_of(c: Call, kernel: str, small: bool = False) -> tuple[Sizes, dict[str, Any]]:
+def tiles_of(c: Call, kernel: str) -> tuple[Sizes, dict[str, Any]]:
     """Sizes, and all that a kernel of tiles is compiled for."""
-    s = sizes(c, kernel, small)
+    s = sizes(c, kernel)
     options = common(c) | {"R": s.rows, "A": power_of(c), "num_warps": s.num_warps, "num_stages": s.num_stages}
     if kernel == "columns":
         return s, options | {"COLUMNS": s.keys}
-    return s, options | {"STEP": s.keys, "SAMPLE": 128 if s.num_stages == 3 else 32, "SMALL": small, "FEW": FEW}
-
-
-def tiles_each(c: Call, kernel: str) -> Iterator[tuple[tuple[int, ...], dict[str, Any]]]:
-    """Programs and choices of a kernel of small tiles, then of large ones, of which the device computes one."""
-    B, H, Q, _ = c.q.shape
-    s, options = tiles_of(c, kernel, True)
-    yield (min(FEW // s.rows + B * H, B * H * -(-Q // s.rows)),), options
-    if c.rows > FEW:
-        s, options = tiles_of(c, kernel)
-        yield (B * H, -(-Q // s.rows)), options
+    return s, options | {"STEP": s.keys, "SAMPLE": 128 if s.num_stages == 3 else 32}
 
 
 def tiled(c: Call, out: Tensor, stats: Stats, lists: Listed, with_out: bool) -> None:
     """Everything of the rows that have no list, which is not of the k largest."""
     (B, H, Q, _), K = c.q.shape, c.k.shape[2]
-    rows = rows_of(c, lists)
-    for grid, options in tiles_each(c, "forward"):
-        tiled_kernel[grid](
-            c.q, c.k, c.v, c.steepness, *seen_by(c), *rows, out, *stats,
-            *strides(c.q, c.k, c.v, c.q_positions, c.k_positions), B * H, H, Q, K, c.offset, c.scale, NEAR=nearness(c),
-            OUT=with_out, TOLD=stats.told, **options,
-        )  # fmt: skip
+    s, options = tiles_of(c, "forward")
+    tiled_kernel[(B * H, -(-Q // s.rows))](
+        c.q, c.k, c.v, c.steepness, *seen_by(c), *rows_of(c, lists), out, *stats,
+        *strides(c.q, c.k, c.v, c.q_positions, c.k_positions), 0, H, Q, K, c.offset, c.scale, NEAR=nearness(c),
+        OUT=with_out, TOLD=stats.told, **options,
+    )  # fmt: skip
 
 
 def tiled_backward(
@@ -156,12 +141,12 @@ def tiled_backward(
     rows = rows_of(c, lists)
     delta = torch.empty(B, H, Q, device=c.q.device)
     of_keys = seen_by(c)
-    strided = strides(c.q, c.k, c.v, dout, c.q_positions, c.k_positions)
-    for grid, options in tiles_each(c, "dq"):
-        tiled_dq_kernel[grid](
-            c.q, c.k, c.v, dout, c.steepness, *of_keys, *rows, lam, delta, dq, of_rows, *strided, B * H, H, Q, K,
-            c.offset, c.scale, **options, WITH_ALPHA=with_alpha,
-        )  # fmt: skip
+    rest = *strides(c.q, c.k, c.v, dout, c.q_positions, c.k_positions), H, Q, K, c.offset, c.scale
+    s, options = tiles_of(c, "dq")
+    tiled_dq_kernel[(B * H, -(-Q // s.rows))](
+        c.q, c.k, c.v, dout, c.steepness, *of_keys, *rows, lam, delta, dq, of_rows, *rest, **options,
+        WITH_ALPHA=with_alpha,
+    )  # fmt: skip
     s, options = tiles_of(c, "columns")
     tiles = -(-Q // s.rows)
     ranges = torch.empty(B * H, tiles, 4, dtype=torch.int32, device=c.q.device)
@@ -169,6 +154,7 @@ def tiled_backward(
     tile_ranges_kernel[(tiles, B * H)](
         *rows, lo, hi, ranges, tiles, Q, K, c.offset, R=s.rows, BOUNDS=c.bounds, num_warps=1
     )
+    strided = strides(c.q, c.k, c.v, dout, c.q_positions, c.k_positions)
     tiled_columns_kernel[(B * G, -(-K // s.keys))](
         c.q, c.k, c.v, dout, c.steepness, *of_keys, *rows, lam, delta, ranges, dk, dv, *strided, tiles, H, Q, K,
         c.offset, c.scale, MEMBERS=triton.next_power_of_2(c.group), SPAN=128, **options,
