@@ -3,8 +3,8 @@
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python benchmarks/check_memory.py
 
 Without the caching allocator every tensor is an allocation of its own, so that an access past its end is seen. Names of
-cases run these alone; `structure` runs calls whose structure is made on the device, by whatever kernels make it, and
-`particles` sums over neighbours, and `neighbors` attention between them.
+cases run these alone; `structure` runs calls whose structure is made on the device, by whatever kernels make it,
+`particles` sums over neighbours, `neighbors` attention between them, and `entmax` entmax and the k largest scores.
 """
 
 from __future__ import annotations
@@ -132,7 +132,28 @@ def run_neighbors() -> None:
             print(f"{N} particles, {kernel}, capacity {capacity}, finite: {bool(q.grad.isfinite().all())}")
 
 
+def run_entmax() -> None:
+    """By lists, by tiles, of both, of the k largest; keys that every row lists; keys alone."""
+    for dtype, size, options in (
+        (torch.bfloat16, 4.0, {}), (torch.bfloat16, 0.1, {}), (torch.float16, 0.5, {"save": "tau"}),
+        (torch.bfloat16, 1.0, {"top_k": 8}), (torch.float32, 1.0, {"alpha": 1.25}),
+    ):  # fmt: skip
+        g = torch.Generator("cuda").manual_seed(0)
+        q, k, v = (torch.randn(B, n, N, D, device="cuda", generator=g) for n in (H, G, G))
+        q[..., :4] += 1
+        k[:, :, 7, :4] += 8
+        x = [(t * s).to(dtype).requires_grad_() for t, s in zip((q, k, v), (size, 1.0, 1.0), strict=True)]
+        out = gs.entmax_attention(*x, causal=True, implementation="kernels", **options)
+        out.float().square().sum().backward()
+        torch.cuda.synchronize()
+        print(f"entmax in {dtype}, {size}, {options}, finite: {all(bool(t.grad.isfinite().all()) for t in x)}")
+    keys = gs.topk_keys(x[0].bfloat16(), x[1].bfloat16(), k_keep=8, causal=True, implementation="kernels")
+    print(f"keys up to {int(keys.max())}")
+
+
 def main(names: list[str]) -> None:
+    if not names or "entmax" in names:
+        run_entmax()
     if not names or "particles" in names:
         run_particles()
     if not names or "neighbors" in names:

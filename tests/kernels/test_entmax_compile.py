@@ -81,7 +81,7 @@ for dtype, D, top_k, same, G, positions in (
     call = Call(q, k, k, torch.zeros(2), same, 0.1, top_k, 1, 0, None, None, at, at)
     found = forward(call, keep_lists=True)
     backward(call, found.lists, found.stats.lam, q, True)
-assert len(made) == 18, made
+assert len(made) == 19, made
 """
 
 

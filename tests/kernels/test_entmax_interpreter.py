@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 if INTERPRETING:
-    from gossamer.kernels.entmax import calls, selection
+    from gossamer.kernels.entmax import calls, gradient, selection
     from gossamer.torch.entmax import ways
     from tests.support import entmax_oracle as oracle
     from tests.support.entmax_cases import aux_of, call, check, results
@@ -109,14 +109,17 @@ if INTERPRETING:
             assert torch.equal(found[0], expected[0])
             assert all(torch.equal(*pair) for pair in zip(found[1], expected[1], strict=True))
 
-    def test_keys_of_many_rows() -> None:
-        """One key has a weight in every row, so that its list is computed in parts."""
+    def test_keys_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+        """One key has a weight in every row, so that its list is computed in parts, however few there may be."""
         g = torch.Generator().manual_seed(2)
         q, k, v = (torch.randn(1, 1, n, 16, generator=g) for n in (1200, 40, 40))
         k[0, 0, 7] += 2
         q[..., :] += 1
         given = {"q": q, "k": k, "v": v, "dout": torch.randn(1, 1, 1200, 16, generator=g)}
-        check(given | {"options": {"alpha": 1.5, "top_k": 8, "scale": None, "pattern": None}})
+        for long, half in ((1024, 2048), (64, 8)):
+            monkeypatch.setattr(gradient, "LONG", long)
+            monkeypatch.setattr(gradient, "HALF", half)
+            check(given | {"options": {"alpha": 1.5, "top_k": 8, "scale": None, "pattern": None}})
 
     def test_reasons() -> None:
         x = torch.zeros(1, 2, 40, 8)

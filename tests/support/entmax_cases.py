@@ -14,13 +14,20 @@ from gossamer.torch.entmax.api import EntmaxAux
 LIMITS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
-def call(seed: int, device: str, dtypes: list[torch.dtype], sizes: list[int]) -> dict[str, Any]:
-    """Everything that a user can pass, drawn."""
+def call(
+    seed: int, device: str, dtypes: list[torch.dtype], sizes: list[int], form: int | None = None
+) -> dict[str, Any]:
+    """Everything that a user can pass, drawn.
+
+    Args:
+        form: from which all is drawn that kernels are compiled for, where it is not drawn from the seed.
+    """
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    dtype = draw.choice(dtypes)
-    B, (H, G) = draw.choice([1, 2]), draw.choice([(1, 1), (2, 2), (4, 2), (3, 1)])
+    of_form = draw if form is None else random.Random(form)
+    dtype = of_form.choice(dtypes)
+    B, (H, G) = of_form.choice([1, 2]), of_form.choice([(1, 1), (2, 2), (4, 2), (3, 1)])
     Q, K = draw.choice(sizes), draw.choice(sizes)
-    D, E = draw.choice([8, 20, 64]), draw.choice([8, 40, 64])
+    D, E = of_form.choice([8, 20, 64]), of_form.choice([8, 40, 64])
     size = draw.choice([0.1, 1.0, 4.0])
 
     def randn(*shape: int) -> Tensor:
@@ -29,15 +36,16 @@ def call(seed: int, device: str, dtypes: list[torch.dtype], sizes: list[int]) ->
     q, k, v, dout = size * randn(B, H, Q, D), randn(B, G, K, D), randn(B, G, K, E), randn(B, H, Q, E)
     if draw.random() < 0.3:  # views of (B, N, heads, size)
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
-    alpha: Any = draw.choice([1.0, 1.1, 1.25, 1.5, 1.5, 1.75, 2.0])
-    if draw.random() < 0.3:
+    alpha: Any = of_form.choice([1.0, 1.1, 1.25, 1.5, 1.5, 1.75, 2.0])
+    if of_form.random() < 0.3:
         alpha = 1 + torch.rand(H, generator=generator, dtype=torch.float64).to(device)
+    patterns = [None, gs.SlidingWindow(9), gs.Causal(), gs.Causal() & gs.SlidingWindow(30)]
     options = {
-        "alpha": alpha, "top_k": draw.choice([None, None, 1, 5, 40, 70]), "causal": draw.random() < 0.5,
-        "pattern": draw.choice([None, gs.SlidingWindow(9), gs.Causal(), gs.Causal() & gs.SlidingWindow(30)]),
-        "scale": draw.choice([None, None, 0.3, -0.2]), "save": draw.choice(["lists", "lists", "tau"]),
+        "alpha": alpha, "top_k": of_form.choice([None, None, 1, 5, 40, 70]), "causal": of_form.random() < 0.5,
+        "pattern": of_form.choice(patterns), "scale": draw.choice([None, None, 0.3, -0.2]),
+        "save": draw.choice(["lists", "lists", "tau"]),
     }  # fmt: skip
-    if draw.random() < 0.3:
+    if of_form.random() < 0.3:
         options["q_positions"] = torch.randint(-2, K, (Q,), generator=generator).to(device)
         options["k_positions"] = torch.randint(0, K, (B, G, K), generator=generator).to(device)
     return {"q": q, "k": k, "v": v, "dout": dout, "options": options}

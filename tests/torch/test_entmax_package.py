@@ -34,9 +34,11 @@ def exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, alpha: float, causal: b
     return dict(zip(NAMES, (out.detach(), *grads, d_alpha), strict=True))
 
 
-def results(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, alpha: float) -> Results:
+def results(
+    call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, alpha: float, device: str = "cpu"
+) -> Results:
     """Of a call in float32; without d alpha where it has none."""
-    x = [t.clone().requires_grad_() for t in (q, k, v, torch.full((H,), alpha))]
+    x = [t.clone().requires_grad_() for t in (q, k, v, torch.full((H,), alpha, device=device))]
     out = call(*x)
     grads = torch.autograd.grad(out, x, dout, allow_unused=True)
     found = zip(NAMES, (out.detach(), *grads), strict=True)

@@ -1,6 +1,7 @@
 """dK and dV from the lists of keys: each pair has its weight p and the gradient dS of its score.
 
-Keys with more than LONG pairs are computed in parts of as many, whose sums are added in order.
+A program takes keys with about as many pairs each, so that none waits for a longer one. Keys with more than LONG pairs
+are computed in parts, whose sums are added in order.
 """
 
 from __future__ import annotations
@@ -11,12 +12,40 @@ import triton.language as tl
 from gossamer.kernels.entmax.gather import where
 from gossamer.kernels.triton.gather.pieces import added, load_pieces, scaled, store_pieces, zeros
 
-LONG = 512
+LONG = 128
+HALF = 16384  # of the most parts: with more pairs these are longer
+
+
+@triton.jit
+def length_of(begins, n_keys, LONG: tl.constexpr, HALF: tl.constexpr):
+    """The pairs of a part, of which there are then at most 2 HALF."""
+    return tl.maximum(tl.load(begins + n_keys) // HALF + 1, LONG)
+
+
+@triton.jit(do_not_specialize=["n_keys"])
+def order_keys_kernel(
+    begins,  # (B G K + 1,) int32
+    order,  # (B G K,) int32, to write: keys, of each STEP those with the most pairs first
+    parts,  # (B G K,) int32, to write: parts of keys that are computed in parts
+    n_keys, LONG: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """In which order keys are computed; those in parts, of which no pairs are left, come last."""
+    length = length_of(begins, n_keys, LONG, HALF)
+    own = tl.arange(0, STEP)
+    key = tl.program_id(0) * STEP + own
+    there = key < n_keys
+    number = tl.load(begins + key + 1, mask=there, other=0) - tl.load(begins + key, mask=there, other=0)
+    tl.store(parts + key, tl.where(number > length, (number + length - 1) // length, 0), mask=there)
+    # What is compared is the number of pairs, then the place; what does not exist stays behind all else.
+    left = tl.where(number > length, 0, number)
+    place = tl.where(there, tl.minimum(left, 32767) * STEP + STEP - 1 - own, own - STEP)
+    found = tl.sort(place, 0, descending=True)
+    tl.store(order + key, tl.program_id(0) * STEP + STEP - 1 - found % STEP, mask=there)
 
 
 @triton.jit
 def sums_of(
-    q, dout, names, weights, slopes, begin, left, b64, g64, H, Q, stride_qb, stride_qh, stride_qn, stride_gb,
+    q, dout, names, gradients, begin, left, b64, g64, H, Q, stride_qb, stride_qh, stride_qn, stride_gb,
     stride_gh, stride_gn, L: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SD: tl.constexpr, SE: tl.constexpr,
     RP: tl.constexpr, N: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -40,8 +69,9 @@ def sums_of(
         ds: tl.tuple = ()
         for c in tl.static_range(N):
             there = c * STRIDE < left
-            p += (tl.load(weights + ahead[c], mask=there, other=0.0),)
-            ds += (tl.load(slopes + ahead[c], mask=there, other=0.0),)
+            of_pair = gradients + 2 * ahead[c].to(tl.int64)
+            p += (tl.load(of_pair, mask=there, other=0.0),)
+            ds += (tl.load(of_pair + 1, mask=there, other=0.0),)
             row = tl.where(some, (ahead[c] // L).to(tl.int64) - first_row, 0)
             if GROUP == 1:
                 rows_q += (load_pieces(q_base, row * stride_qn, D, SD),)
@@ -68,27 +98,28 @@ def columns_kernel(
     q,  # (B, H, Q, D)
     dout,  # (B, H, Q, E)
     names,  # (pairs,) int32, by keys
-    begins,  # (B G K SEGMENTS + 1,) int32
-    weights,  # (rows, L) float32
-    slopes,  # (rows, L) float32
+    begins,  # (B G K + 1,) int32
+    gradients,  # (rows, L, 2) float32: p and dS
+    order,  # (B G K,) int32
     dk,  # (B, G, K, D) contiguous, to write
     dv,  # (B, G, K, E) contiguous, to write
     stride_qb, stride_qh, stride_qn, stride_gb, stride_gh, stride_gn, H, Q, K, n_keys, scale,
     L: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SD: tl.constexpr, SE: tl.constexpr, RP: tl.constexpr,
-    N: tl.constexpr, GROUP: tl.constexpr, SEGMENTS: tl.constexpr, LONG: tl.constexpr,
+    N: tl.constexpr, GROUP: tl.constexpr, LONG: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of RP keys with at most LONG pairs."""
-    key = tl.program_id(0).to(tl.int64) * RP + tl.arange(0, RP)
-    m_key = key < n_keys
+    """dK and dV of RP keys that are not computed in parts."""
+    place = tl.program_id(0) * RP + tl.arange(0, RP)
+    m_key = place < n_keys
+    key = tl.load(order + place, mask=m_key, other=0).to(tl.int64)
     owner = key // K
     G = H // GROUP
-    begin = tl.load(begins + key * SEGMENTS, mask=m_key, other=0)
-    count = tl.load(begins + (key + 1) * SEGMENTS, mask=m_key, other=0) - begin
-    m_key = m_key & (count <= LONG)
+    begin = tl.load(begins + key, mask=m_key, other=0)
+    count = tl.load(begins + key + 1, mask=m_key, other=0) - begin
+    m_key = m_key & (count <= length_of(begins, n_keys, LONG, HALF))
     left = tl.where(m_key, count, 0)
     b64 = tl.where(m_key, owner // G, 0)
     b_dk, b_dv = sums_of(
-        q, dout, names, weights, slopes, begin, left, b64, tl.where(m_key, owner % G, 0), H, Q, stride_qb, stride_qh,
+        q, dout, names, gradients, begin, left, b64, tl.where(m_key, owner % G, 0), H, Q, stride_qb, stride_qh,
         stride_qn, stride_gb, stride_gh, stride_gn, L, D, E, SD, SE, RP, N, 1, GROUP,
     )  # fmt: skip
     b_dk = scaled(b_dk, tl.zeros([RP], tl.float32) + scale, D, SD)
@@ -105,42 +136,40 @@ def folded(blocks, SIZE: tl.constexpr, S: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["Q", "K", "n_keys"])
+@triton.jit(do_not_specialize=["Q", "K", "n_keys", "halvings"])
 def long_parts_kernel(
     q,  # (B, H, Q, D)
     dout,  # (B, H, Q, E)
     names,  # (pairs,) int32, by keys
-    begins,  # (B G K SEGMENTS + 1,) int32
+    begins,  # (B G K + 1,) int32
     part_ends,  # (B G K,) int32: parts of all keys up to each
-    weights,  # (rows, L) float32
-    slopes,  # (rows, L) float32
+    gradients,  # (rows, L, 2) float32: p and dS
     part_dk,  # (parts, D) float32, to write
     part_dv,  # (parts, E) float32, to write
-    stride_qb, stride_qh, stride_qn, stride_gb, stride_gh, stride_gn, H, Q, K, n_keys,
+    stride_qb, stride_qh, stride_qn, stride_gb, stride_gh, stride_gn, H, Q, K, n_keys, halvings,
     L: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SD: tl.constexpr, SE: tl.constexpr, RP: tl.constexpr,
-    N: tl.constexpr, GROUP: tl.constexpr, SEGMENTS: tl.constexpr, LONG: tl.constexpr, HALVINGS: tl.constexpr,
+    N: tl.constexpr, GROUP: tl.constexpr, LONG: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """The sums of parts of LONG pairs of keys that have more; each program takes every so many-th part."""
+    """The sums of the parts of keys; each program takes every so many-th part."""
+    length = length_of(begins, n_keys, LONG, HALF)
     G = H // GROUP
     o = tl.arange(0, RP)
     for part in range(tl.program_id(0), tl.load(part_ends + n_keys - 1), tl.num_programs(0)):
         # The first key up to which there are more parts.
         low = 0
         high = n_keys - 1
-        for _ in range(HALVINGS):
+        for _ in range(halvings):
             between = low + (high - low) // 2
             over = tl.load(part_ends + between) > part
             high = tl.where(over, between, high)
             low = tl.where(over, low, tl.minimum(between + 1, high))
         before = tl.load(part_ends + high - 1, mask=high > 0, other=0)
         owner = (high // K).to(tl.int64)
-        begin = tl.load(begins + high.to(tl.int64) * SEGMENTS)
-        end = tl.load(begins + (high.to(tl.int64) + 1) * SEGMENTS)
-        begin += (part - before) * LONG
-        left = tl.minimum(end - begin, LONG) - o
+        begin = tl.load(begins + high) + (part - before) * length
+        left = tl.minimum(tl.load(begins + high + 1) - begin, length) - o
         b64 = tl.zeros([RP], tl.int64) + owner // G
         b_dk, b_dv = sums_of(
-            q, dout, names, weights, slopes, begin + o, left, b64, tl.zeros([RP], tl.int64) + owner % G, H, Q,
+            q, dout, names, gradients, begin + o, left, b64, tl.zeros([RP], tl.int64) + owner % G, H, Q,
             stride_qb, stride_qh, stride_qn, stride_gb, stride_gh, stride_gn, L, D, E, SD, SE, RP, N, RP, GROUP,
         )  # fmt: skip
         at = tl.zeros([1], tl.int64) + part

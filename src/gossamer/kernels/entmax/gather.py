@@ -89,7 +89,7 @@ def gather_dq_kernel(
     dout,  # (B, H, Q, E)
     steepness,  # (H,) float32
     dq,  # (B, H, Q, D), contiguous
-    slopes,  # (rows, L) float32, to write: dS of each listed pair
+    gradients,  # (rows, L, 2) float32, to write: p and dS of each listed pair
     row_alpha,  # (B, H, Q) float32, to write: the gradient of alpha of each row
     list_keys,  # (rows, L) int32
     list_weights,  # (rows, L) float32
@@ -122,7 +122,7 @@ def gather_dq_kernel(
     sum_u = tl.zeros([RP], tl.float32)
     o_list = number.to(tl.int64) * L
     left = count
-    key_at, weight_at, slope_at = list_keys + o_list, list_weights + o_list, slopes + o_list
+    key_at, weight_at, gradient_at = list_keys + o_list, list_weights + o_list, gradients + 2 * o_list + 1
     most = tl.max(count, 0)
     some = count > 0
     start = tl.load(key_at, mask=some, other=0)
@@ -134,14 +134,14 @@ def gather_dq_kernel(
         for c in tl.static_range(N):
             dp = dot(b_v[c], b_dout, E, SE)
             u = slope(p[c], a, A)
-            tl.store(slope_at + c, dp, mask=c < left)
+            tl.store(gradient_at + 2 * c, dp, mask=c < left)
             sum_u += u
             sum_dp += u * dp
             with_dp = added(with_dp, u * dp, b_k[c], D, SD)
             without = added(without, u, b_k[c], D, SD)
         key_at += N
         weight_at += N
-        slope_at += N
+        gradient_at += 2 * N
         left -= N
     delta = sum_dp / tl.where(sum_u == 0.0, 1.0, sum_u)
     both = where(some, added(with_dp, -delta, without, D, SD), D, SD)
@@ -154,8 +154,9 @@ def gather_dq_kernel(
         at = o_list[:, None] + (first + o)[None, :]
         there = (first + o)[None, :] < count[:, None]
         p = tl.load(list_weights + at, mask=there, other=0.0)
-        rest = tl.load(slopes + at, mask=there, other=0.0) - delta[:, None]
-        tl.store(slopes + at, slope(p, a[:, None], A) * rest, mask=there)
+        rest = tl.load(gradients + 2 * at + 1, mask=there, other=0.0) - delta[:, None]
+        tl.store(gradients + 2 * at, p, mask=there)
+        tl.store(gradients + 2 * at + 1, slope(p, a[:, None], A) * rest, mask=there)
         if WITH_ALPHA:
             of_alpha += tl.sum(tl.where(there, alpha_term(p, a[:, None]) * rest, 0.0), 1)
     if WITH_ALPHA:

@@ -13,7 +13,17 @@ import triton.language as tl
 from gossamer.kernels.entmax.finish import EPS, MOST_STEPS
 from gossamer.kernels.entmax.formulas import longest
 from gossamer.kernels.entmax.rows import bounds, load_tile
-from gossamer.kernels.entmax.tiles import common_range, line, load_rows, products, rows_at, score_of, seen_by, weigh
+from gossamer.kernels.entmax.tiles import (
+    common_range,
+    edge_tile,
+    line,
+    load_rows,
+    products,
+    rows_at,
+    score_of,
+    seen_by,
+    weigh,
+)
 
 SAMPLE_STEPS = tl.constexpr(6)
 
@@ -60,6 +70,29 @@ def sums_of(
         w = tl.where(seen, w, 0.0)
     W = tl.sum(w, 1) if A == 0.5 or A == 0.25 else tl.zeros_like(d)
     return tl.sum(p, 1), tl.sum(u, 1), W, tl.max(z, 1)
+
+
+@triton.jit
+def add_keys(
+    j, sums, scores_of, of_values, given, c, d, a, A: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, OUT: tl.constexpr, TOLD: tl.constexpr, MASKED: tl.constexpr,
+    POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What the keys j add to the sums of weights and of their derivatives, to the sizes of supports, and to out."""
+    F, U, size, acc = sums
+    b_q, k_base, stride_kn, K = scores_of
+    v_base, stride_vn = of_values
+    _, p, u = weigh(products(b_q, k_base, j, stride_kn, K, D, BLOCK_D, MASKED, PRECISION), c, d[:, None], a, A)
+    if MASKED:
+        seen = seen_by(j, given, MASKED, POSITIONS)
+        p = tl.where(seen, p, 0.0)
+        u = tl.where(seen, u, 0.0)
+    if TOLD:
+        size += tl.sum((p != 0.0).to(tl.int32), 1)
+    if OUT:
+        b_v = load_rows(v_base, j, K, stride_vn, E, BLOCK_E, MASKED)
+        acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)
+    return F + tl.sum(p, 1), U + tl.sum(u, 1), size, acc
 
 
 @triton.jit(do_not_specialize=["Q", "K", "offset", "first_head"])
@@ -147,8 +180,7 @@ def tiled_kernel(
         W = tl.zeros([R], tl.float32)
         z = tl.zeros([R], tl.float32) - float("inf")
         for i in range(edges):
-            n = tl.where(begin + i < middle, begin + i, middle_end + i - (middle - begin))
-            j = n * STEP + tl.arange(0, STEP)
+            j = edge_tile(i, begin, middle, middle_end) * STEP + tl.arange(0, STEP)
             f, s, t, m = sums_of(j, scores_of, given, c, d, a, A, D, BLOCK_D, True, POSITIONS, PRECISION)
             F, U, W, z = F + f, U + s, W + t, tl.maximum(z, m)
         for n in range(middle, middle_end):
@@ -173,29 +205,17 @@ def tiled_kernel(
     U = tl.zeros([R], tl.float32)
     size = tl.zeros([R], tl.int32)
     acc = tl.zeros([R, BLOCK_E], tl.float32)
+    sums = (F, U, size, acc)
+    of_values = (v_base, stride_vn)
     for i in range(edges):
-        n = tl.where(begin + i < middle, begin + i, middle_end + i - (middle - begin))
-        j = n * STEP + tl.arange(0, STEP)
-        _, p, u = weigh(products(b_q, k_base, j, stride_kn, K, D, BLOCK_D, True, PRECISION), c, d[:, None], a, A)
-        seen = seen_by(j, given, True, POSITIONS)
-        p = tl.where(seen, p, 0.0)
-        F += tl.sum(p, 1)
-        U += tl.sum(tl.where(seen, u, 0.0), 1)
-        if TOLD:
-            size += tl.sum((p != 0.0).to(tl.int32), 1)
-        if OUT:
-            b_v = load_rows(v_base, j, K, stride_vn, E, BLOCK_E, True)
-            acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)
+        j = edge_tile(i, begin, middle, middle_end) * STEP + tl.arange(0, STEP)
+        sums = add_keys(j, sums, scores_of, of_values, given, c, d, a, A, D, E, BLOCK_D, BLOCK_E, OUT, TOLD, True,
+                        POSITIONS, PRECISION)  # fmt: skip
     for n in range(middle, middle_end):
         j = n * STEP + tl.arange(0, STEP)
-        _, p, u = weigh(products(b_q, k_base, j, stride_kn, K, D, BLOCK_D, False, PRECISION), c, d[:, None], a, A)
-        F += tl.sum(p, 1)
-        U += tl.sum(u, 1)
-        if TOLD:
-            size += tl.sum((p != 0.0).to(tl.int32), 1)
-        if OUT:
-            b_v = load_rows(v_base, j, K, stride_vn, E, BLOCK_E, False)
-            acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)
+        sums = add_keys(j, sums, scores_of, of_values, given, c, d, a, A, D, E, BLOCK_D, BLOCK_E, OUT, TOLD, False,
+                        POSITIONS, PRECISION)  # fmt: skip
+    F, U, size, acc = sums
 
     if OUT:
         o_e = tl.arange(0, BLOCK_E)

@@ -7,7 +7,46 @@ import triton.language as tl
 
 from gossamer.kernels.entmax.formulas import alpha_term
 from gossamer.kernels.entmax.rows import bounds, load_tile
-from gossamer.kernels.entmax.tiles import NOWHERE, common_range, line, load_rows, products, rows_at, seen_by, weigh
+from gossamer.kernels.entmax.tiles import (
+    NOWHERE,
+    common_range,
+    edge_tile,
+    line,
+    load_rows,
+    products,
+    rows_at,
+    seen_by,
+    weigh,
+)
+
+
+@triton.jit
+def add_keys(
+    j, sums, of_rows, bases, given, A: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr, MASKED: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    WITH_ALPHA: tl.constexpr,
+):  # fmt: skip
+    """What the keys j add to sums of u, u dP, w and w dP, and of u dP k and u k; dP is less the guess."""
+    sum_u, sum_dp, alpha_u, alpha_dp, with_dp, without = sums
+    b_q, b_dout, guess, c, d, a = of_rows
+    k_base, v_base, stride_kn, stride_vn = bases
+    _first, _last, _at, _kp_base, _stride_kpn, K = given
+    b_k = load_rows(k_base, j, K, stride_kn, D, BLOCK_D, MASKED)
+    x = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    dp = products(b_dout, v_base, j, stride_vn, K, E, BLOCK_E, MASKED, PRECISION) - guess[:, None]
+    _, p, u = weigh(x, c, d[:, None], a, A)
+    if MASKED:
+        seen = seen_by(j, given, MASKED, POSITIONS)
+        p = tl.where(seen, p, 0.0)
+        u = tl.where(seen, u, 0.0)
+    t = u * dp
+    if WITH_ALPHA:
+        w = alpha_term(p, a)
+        alpha_u += tl.sum(w, 1)
+        alpha_dp += tl.sum(w * dp, 1)
+    with_dp = tl.dot(t.to(b_k.dtype), b_k, with_dp, input_precision=PRECISION)
+    without = tl.dot(u.to(b_k.dtype), b_k, without, input_precision=PRECISION)
+    return sum_u + tl.sum(u, 1), sum_dp + tl.sum(t, 1), alpha_u, alpha_dp, with_dp, without
 
 
 @triton.jit(do_not_specialize=["Q", "K", "offset"])
@@ -71,45 +110,19 @@ def tiled_dq_kernel(
     guess = tl.sum(u_some, 1)
     guess = tl.sum(u_some * of_some, 1) / tl.where(guess == 0.0, 1.0, guess)
 
-    sum_u = tl.zeros([R], tl.float32)
-    sum_dp = tl.zeros([R], tl.float32)
-    alpha_u = tl.zeros([R], tl.float32)
-    alpha_dp = tl.zeros([R], tl.float32)
-    with_dp = tl.zeros([R, BLOCK_D], tl.float32)
-    without = tl.zeros([R, BLOCK_D], tl.float32)
+    zero = tl.zeros([R], tl.float32)
+    sums = (zero, zero, zero, zero, tl.zeros([R, BLOCK_D], tl.float32), tl.zeros([R, BLOCK_D], tl.float32))
+    of_rows = (b_q, b_dout, guess, c, d, a)
+    bases = (k_base, v_base, stride_kn, stride_vn)
     for i in range(edges):
-        n = tl.where(begin + i < middle, begin + i, middle_end + i - (middle - begin))
-        j = n * STEP + tl.arange(0, STEP)
-        b_k = load_rows(k_base, j, K, stride_kn, D, BLOCK_D, True)
-        x = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        dp = products(b_dout, v_base, j, stride_vn, K, E, BLOCK_E, True, PRECISION) - guess[:, None]
-        _, p, u = weigh(x, c, d[:, None], a, A)
-        seen = seen_by(j, given, True, POSITIONS)
-        u = tl.where(seen, u, 0.0)
-        t = u * dp
-        sum_u += tl.sum(u, 1)
-        sum_dp += tl.sum(t, 1)
-        if WITH_ALPHA:
-            w = alpha_term(tl.where(seen, p, 0.0), a)
-            alpha_u += tl.sum(w, 1)
-            alpha_dp += tl.sum(w * dp, 1)
-        with_dp = tl.dot(t.to(b_k.dtype), b_k, with_dp, input_precision=PRECISION)
-        without = tl.dot(u.to(b_k.dtype), b_k, without, input_precision=PRECISION)
+        j = edge_tile(i, begin, middle, middle_end) * STEP + tl.arange(0, STEP)
+        sums = add_keys(j, sums, of_rows, bases, given, A, D, E, BLOCK_D, BLOCK_E, True, POSITIONS, PRECISION,
+                        WITH_ALPHA)  # fmt: skip
     for n in range(middle, middle_end):
         j = n * STEP + tl.arange(0, STEP)
-        b_k = load_rows(k_base, j, K, stride_kn, D, BLOCK_D, False)
-        x = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        dp = products(b_dout, v_base, j, stride_vn, K, E, BLOCK_E, False, PRECISION) - guess[:, None]
-        _, p, u = weigh(x, c, d[:, None], a, A)
-        t = u * dp
-        sum_u += tl.sum(u, 1)
-        sum_dp += tl.sum(t, 1)
-        if WITH_ALPHA:
-            w = alpha_term(p, a)
-            alpha_u += tl.sum(w, 1)
-            alpha_dp += tl.sum(w * dp, 1)
-        with_dp = tl.dot(t.to(b_k.dtype), b_k, with_dp, input_precision=PRECISION)
-        without = tl.dot(u.to(b_k.dtype), b_k, without, input_precision=PRECISION)
+        sums = add_keys(j, sums, of_rows, bases, given, A, D, E, BLOCK_D, BLOCK_E, False, POSITIONS, PRECISION,
+                        WITH_ALPHA)  # fmt: skip
+    sum_u, sum_dp, alpha_u, alpha_dp, with_dp, without = sums
     rest = sum_dp / tl.where(sum_u == 0.0, 1.0, sum_u)
     tl.store(delta + number, guess + rest, mask=inside)
     if WITH_ALPHA:

@@ -156,3 +156,9 @@ def seen_by(j, given, MASKED: tl.constexpr, POSITIONS: tl.constexpr):
     if MASKED:
         seen = visible(j, first, last, at, k_positions, stride_kp, K, POSITIONS)
     return seen
+
+
+@triton.jit
+def edge_tile(i, begin, middle, middle_end):
+    """The i-th of the tiles of keys that not every row sees whole: those before the middle, and those behind it."""
+    return tl.where(begin + i < middle, begin + i, middle_end + i - (middle - begin))

@@ -13,6 +13,25 @@ import triton.language as tl
 SEGMENTS = 16
 
 
+@triton.jit(do_not_specialize=["K"])
+def before_kernel(
+    cells,  # (B G, SEGMENTS, K) int32: pairs of each key in each segment; then those in earlier segments
+    ends,  # (B G K + 1,) int32, to write: a 0, then the pairs of each key
+    K, SEGMENTS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Sums over the segments of STEP keys of a head."""
+    head = tl.program_id(1).to(tl.int64)
+    key = tl.program_id(0) * STEP + tl.arange(0, STEP)
+    so_far = tl.zeros([STEP], tl.int32)
+    for segment in tl.static_range(SEGMENTS):
+        at = cells + (head * SEGMENTS + segment) * K + key
+        number = tl.load(at, mask=key < K, other=0)
+        tl.store(at, so_far, mask=key < K)
+        so_far += number
+    tl.store(ends + 1 + head * K + key, so_far, mask=key < K)
+    tl.store(ends + head * K + key, 0, mask=(key == 0) & (head == 0))
+
+
 @triton.jit
 def pairs(
     list_keys, list_counts, H, Q, K, n_rows, L: tl.constexpr, RP: tl.constexpr, VECTOR: tl.constexpr,

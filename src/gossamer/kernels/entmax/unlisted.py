@@ -36,7 +36,7 @@ def rows_of(c: Call, lists: Listed) -> Rows:
         torch.empty(B * H, Q, dtype=torch.int32, device=c.q.device),
         torch.empty(B * H, dtype=torch.int32, device=c.q.device),
     )
-    list_rows_kernel[(B * H,)](lists.counts, *found, Q, STEP=min(8192, padded(Q)), num_warps=8)
+    list_rows_kernel[(B * H,)](lists.counts, *found, Q, STEP=4096, num_warps=8)
     return found
 
 
@@ -57,7 +57,7 @@ def large(
     n = -(-Q // GROUP_ROWS)
     groups = torch.empty(B * H, n, dtype=torch.int32, device=c.q.device)
     counts = torch.empty(B * H, dtype=torch.int32, device=c.q.device)
-    list_groups_kernel[(B * H,)](lists.counts, groups, counts, Q, R=GROUP_ROWS, STEP=min(64, padded(n)), num_warps=4)
+    list_groups_kernel[(B * H,)](lists.counts, groups, counts, Q, R=GROUP_ROWS, STEP=64, num_warps=4)
     options = common(c)
     del options["E"], options["BLOCK_E"]
     small = padded(D) * c.q.element_size() <= 256
@@ -157,5 +157,5 @@ def tiled_backward(
     strided = strides(c.q, c.k, c.v, dout, c.q_positions, c.k_positions)
     tiled_columns_kernel[(B * G, -(-K // s.keys))](
         c.q, c.k, c.v, dout, c.steepness, *of_keys, *rows, lam, delta, ranges, dk, dv, *strided, tiles, H, Q, K,
-        c.offset, c.scale, MEMBERS=triton.next_power_of_2(c.group), SPAN=min(256, padded(tiles)), **options,
+        c.offset, c.scale, MEMBERS=triton.next_power_of_2(c.group), SPAN=128, **options,
     )  # fmt: skip

@@ -250,13 +250,13 @@ def select(config: SelectConfig) -> Entry:
     )  # fmt: skip
 
 
-def column_lists(keys: int, fill: bool) -> Entry:
+def column_lists(keys: int, chunks: int, fill: bool) -> Entry:
     """The lists of keys from those of rows: the counts of cells, or their places."""
     s = cute.sym_int
     rows = s()
     return Entry(
-        ColumnLists(keys, fill), compact(Int32, rows, s()), compact(Int32, rows), compact(Int32, s()),
-        compact(Int32, s()), Int32(1), Int32(1),
+        ColumnLists(keys, chunks, fill), compact(Int32, rows, s()), compact(Int32, rows),
+        compact(Int32, s()), compact(Int32, s()), compact(Int32, s()), Int32(1), Int32(1),
     )  # fmt: skip
 
 

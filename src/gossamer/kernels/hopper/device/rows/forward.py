@@ -12,13 +12,11 @@ from gossamer.kernels.hopper.device.common import Opaque, within_keys
 from gossamer.kernels.hopper.device.instructions import LN2, LOG2E
 from gossamer.kernels.hopper.device.rows.configurations import RowsConfig
 from gossamer.kernels.hopper.device.rows.pieces import (
-    CARVEOUT,
-    THREADS,
     Item,
+    RowsKernel,
     Score,
     Table,
     add,
-    blocks_of,
     dot,
     pieces,
     places,
@@ -52,11 +50,11 @@ class Arguments(NamedTuple):
     slots: Any  # of one copy of the items
 
 
-class RowsForward:
-    """The kernel of one configuration."""
+class RowsForward(RowsKernel):
+    """out and lse."""
 
     def __init__(self, config: RowsConfig) -> None:
-        self.config = config
+        super().__init__(config, ForwardRow)
 
     @cute.jit
     def __call__(
@@ -65,21 +63,12 @@ class RowsForward:
         before: Float32, exponent: Float32, has_sinks: Int32, lead_heads: Int32, copy_heads: Int32, slots: Int32,
         copies: Int32, stream: Any,
     ) -> None:  # fmt: skip
-        """As in `Arguments`; `copies`: of the items, for batch elements and heads that share them."""
-        self.kernel(
-            Arguments(
-                q, k, v, out, lse, items, indices, sinks, part_out, part_lse, lengths, before, exponent, has_sinks,
-                lead_heads, copy_heads, slots,
-            )
-        ).launch(
-            grid=(blocks_of(items), copies, 1), block=(THREADS, 1, 1), stream=stream,
-            min_blocks_per_mp=self.config.blocks, preferred_smem_carveout=CARVEOUT,
+        """As in `Arguments`."""
+        arguments = Arguments(
+            q, k, v, out, lse, items, indices, sinks, part_out, part_lse, lengths, before, exponent, has_sinks,
+            lead_heads, copy_heads, slots,
         )  # fmt: skip
-
-    @cute.kernel
-    def kernel(self, arguments: Any) -> None:
-        a = arguments
-        ForwardRow(self.config, a, Item(self.config, a.items, a.indices, a.lead_heads, a.copy_heads, a.slots)).run()
+        self.launch(arguments, copies, stream)
 
 
 class ForwardRow(Opaque):

@@ -11,13 +11,11 @@ from cutlass import Float32, Int32
 from gossamer.kernels.hopper.device.common import Opaque, within_keys
 from gossamer.kernels.hopper.device.rows.configurations import RowsConfig
 from gossamer.kernels.hopper.device.rows.pieces import (
-    CARVEOUT,
-    THREADS,
     Item,
+    RowsKernel,
     Score,
     Table,
     add,
-    blocks_of,
     dot,
     pieces,
     select,
@@ -48,29 +46,11 @@ class Arguments(NamedTuple):
     slots: Any  # of one copy of the items
 
 
-class RowsGradients:
-    """What both kernels have in common."""
+class RowsQuery(RowsKernel):
+    """dQ."""
 
     def __init__(self, config: RowsConfig) -> None:
-        self.config = config
-
-    def launch(self, arguments: Arguments, copies: Any, stream: Any) -> None:
-        """`copies`: of the items."""
-        self.kernel(arguments).launch(
-            grid=(blocks_of(arguments.items), copies, 1), block=(THREADS, 1, 1), stream=stream,
-            min_blocks_per_mp=self.config.blocks, preferred_smem_carveout=CARVEOUT,
-        )  # fmt: skip
-
-    @cute.kernel
-    def kernel(self, arguments: Any) -> None:
-        a = arguments
-        item = Item(self.config, a.items, a.indices, a.lead_heads, a.copy_heads, a.slots)
-        kind = QueryRow if self.config.direction == "query" else KeyRow
-        kind(self.config, a, item).run()
-
-
-class RowsQuery(RowsGradients):
-    """dQ."""
+        super().__init__(config, QueryRow)
 
     @cute.jit
     def __call__(
@@ -87,8 +67,11 @@ class RowsQuery(RowsGradients):
         self.launch(arguments, copies, stream)
 
 
-class RowsColumns(RowsGradients):
+class RowsColumns(RowsKernel):
     """dK and dV, of the heads that have lists of their own."""
+
+    def __init__(self, config: RowsConfig) -> None:
+        super().__init__(config, KeyRow)
 
     @cute.jit
     def __call__(

@@ -28,6 +28,26 @@ def select(condition: Any, x: Any, y: Any) -> Any:
     return x if condition else y
 
 
+class RowsKernel:
+    """The kernel of one configuration, over items that are each computed by one of a `kind`."""
+
+    def __init__(self, config: RowsConfig, kind: Any) -> None:
+        self.config, self.kind = config, kind
+
+    def launch(self, arguments: Any, copies: Any, stream: Any) -> None:
+        """`copies`: of the items, for batch elements and heads that share them."""
+        self.kernel(arguments).launch(
+            grid=(blocks_of(arguments.items), copies, 1), block=(THREADS, 1, 1), stream=stream,
+            min_blocks_per_mp=self.config.blocks, preferred_smem_carveout=CARVEOUT,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(self, arguments: Any) -> None:
+        a = arguments
+        item = Item(self.config, a.items, a.indices, a.lead_heads, a.copy_heads, a.slots)
+        self.kind(self.config, a, item).run()
+
+
 class Item(Opaque):
     """What eight lanes compute: a row of the walk and a range of its columns; of no row past the last item."""
 
