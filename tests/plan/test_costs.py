@@ -31,12 +31,12 @@ NAMES = sorted(files())
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_number_has_a_source_that_is_there(name: str) -> None:
-    """A row is named with its file, a page with its path: `window_4096_causal forward` of `nvidia_h200.jsonl`."""
+    """A row is named with its file, a page with its path: `window_4096_causal forward` of `nvidia_h200.jsonl.gz`."""
     for cost in files()[name].costs:
         assert cost.by and (cost.value > 0 or cost.cost == "bits" or (cost.cost, name) == ("views", "cpu")), cost
         for page in re.findall(r"docs/[\w/]+\.md", cost.by):
             assert (ROOT / page).is_file(), cost
-        for results, case, direction in re.findall(r"(\w+\.jsonl): (\w+).* (forward|backward)", cost.by):
+        for results, case, direction in re.findall(r"(\w+\.jsonl(?:\.gz)?): (\w+).* (forward|backward)", cost.by):
             rows = read_records(ROOT / "benchmarks" / "results" / results)
             assert any((row["case"], row["direction"]) == (case, direction) for row in rows), cost
 

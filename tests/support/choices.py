@@ -81,8 +81,8 @@ def of_part(part: Part, problem: Problem, q_offset: int) -> str:
 def measured() -> frozenset[tuple[str, str]]:
     """(case, dtype) of every committed row of ours."""
     found = set()
-    for name in ("cpu.jsonl", "nvidia_h200.jsonl", "nvidia_h200_breakeven.jsonl.gz", "nvidia_h200_ladder.jsonl.gz"):
-        rows = read_records(RESULTS / name)
+    for name in ("cpu", "nvidia_h200", "nvidia_h200_breakeven", "nvidia_h200_ladder"):
+        rows = read_records(RESULTS / f"{name}.jsonl.gz")
         found |= {(row["case"], row["dtype"]) for row in rows if not row["peer"]}
     return frozenset(found)
 
