@@ -33,14 +33,13 @@ from gossamer.kernels.launch import Direction
 from gossamer.layouts import cached_gather, cached_layout
 from gossamer.layouts.gather import WIDTHS
 from gossamer.plan.capability import reasons
-from gossamer.plan.costs import ANY, DEVICE, HEADS, Cost, DeviceCosts, File, costs_of, files
+from gossamer.plan.costs import ANY, COMMAND, DEVICE, HEADS, Cost, DeviceCosts, File, costs_of, files
 from gossamer.plan.estimate import Sample
 from gossamer.plan.problem import Problem
 from gossamer.plan.table import available, load
 from gossamer.testing.graphs import proximity_graph, random_graph
 from gossamer.torch.planning import chip_of
 
-BY = "benchmarks/measure_costs.py"
 GUESS = "a guess"  # how the source of a number begins that nothing measures
 CORRECTED = "corrected"  # and of one that leads to slower choices as it is measured
 LOOSE = 2**-5  # of the largest result, between two implementations
@@ -65,7 +64,7 @@ class Kind(NamedTuple):
     direction: Direction
 
     def cost(self, of: str, name: str, value: float) -> Cost:
-        return Cost(of, name, value, BY, 16 if self.dtype == "bfloat16" else 32, self.direction, self.head)
+        return Cost(of, name, value, COMMAND, 16 if self.dtype == "bfloat16" else 32, self.direction, self.head)
 
 
 def text(file: File) -> str:
@@ -77,11 +76,9 @@ def text(file: File) -> str:
 
 
 def _row(cost: Cost) -> dict[str, Any]:
+    """The fields that are not as they are by default."""
     row = cost._asdict() | {"value": float(f"{cost.value:.5g}")}
-    if cost.bits is None:
-        for name in ("bits", "direction", "head"):
-            del row[name]
-    return row
+    return {name: value for name, value in row.items() if value != Cost._field_defaults.get(name)}
 
 
 def replaced(file: File, measured: Sequence[Cost]) -> File:
@@ -183,16 +180,16 @@ class Bench:
 
     def of_device(self) -> Iterator[Cost]:
         """Memory; of a GPU, beginning and joining launches, by chains of few programs."""
-        yield Cost(DEVICE, "bytes", self.bytes_a_second(), BY)
+        yield Cost(DEVICE, "bytes", self.bytes_a_second())
         if self.device.type == "cpu":
             return
         kind = Kind("bfloat16", 128, "forward")
-        yield Cost(DEVICE, "start", self.chain("hopper", kind, (128, 128))[0], BY)
+        yield Cost(DEVICE, "start", self.chain("hopper", kind, (128, 128))[0])
         # Lists of 32 tiles are cut in two, those of 16 are not; the parts run side by side.
         cut, whole = (
             self.seconds("triton", self.problem(kind, 128, 128 * n, heads=4), gs.Dense(), (128, 128)) for n in (32, 16)
         )
-        yield Cost(DEVICE, "combine", max(cut - whole, 0.0), BY)
+        yield Cost(DEVICE, "combine", max(cut - whole, 0.0))
 
     def chain(self, name: str, kind: Kind, tile: tuple[int, int] | int) -> tuple[float, float]:
         """Seconds of a launch beside its steps, and of a step, where few programs run."""

@@ -20,6 +20,7 @@ from gossamer.plan.problem import Problem
 FOLDER = Path(__file__).parent / "devices"
 HEADS = (64, 128, 256)  # head sizes are rounded up to these
 BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
+COMMAND = "benchmarks/measure_costs.py"  # which measures what names no other source
 ANY, DEVICE = "any", "device"  # the costs of every implementation that has none of its own, and those of no type
 
 
@@ -29,7 +30,7 @@ class Cost(NamedTuple):
     of: str  # an implementation, its tile or gather layout; `ANY`; `DEVICE`
     cost: str
     value: float  # seconds; of `bytes`, bytes a second
-    by: str  # the row or command that measured it, or what it is derived from
+    by: str = COMMAND  # or the row that measured it, or what it is derived from
     bits: int | None = None  # of a number of q, k and v
     direction: str = "forward"
     head: int = 128  # the larger of D and E
