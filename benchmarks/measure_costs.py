@@ -51,6 +51,7 @@ UNITS = {
     "value": "seconds of the device with all its processors; of start, combine, step and step_pair, of one; of bytes, "
     "bytes a second",
     "step": "a step of a list alone: step + step_pair for each pair of a tile",
+    "missing": "forward, a head size of 128, by benchmarks/measure_costs.py",
 }
 
 Counts = dict[str, float]
