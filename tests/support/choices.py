@@ -131,7 +131,7 @@ def text(found: dict[str, Choice]) -> str:
 
 def held() -> dict[str, Choice]:
     """What the file says, by case and type."""
-    found = {}
+    found: dict[str, Choice] = {}
     for line in FILE.read_text().splitlines():
         value, _, cases = line.rpartition("}: ")
         for name, *types in map(str.split, cases.split(", ")):
