@@ -16,7 +16,8 @@ def tensors(*shapes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
 
 def dense(
     q: Tensor, k: Tensor, v: Tensor, mask: np.ndarray | Tensor, sinks: Tensor | None = None,
-    softcap: float | None = None, scale: float | None = None, slopes: Tensor | None = None, position: np.ndarray | None = None,
+    softcap: float | None = None, scale: float | None = None, slopes: Tensor | None = None,
+    position: np.ndarray | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) of (B, H, Q, D) by the definition; `mask` broadcasts to (B, H, Q, K)."""
     times, kept = q.shape[1] // k.shape[1], torch.as_tensor(mask)
