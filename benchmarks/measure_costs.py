@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,9 +50,9 @@ LENGTHS = {"cuda": 16384, "cpu": 4096}
 SMALL = 1024
 UNITS = {
     "value": "seconds of the device with all its processors; of start, combine, step and step_pair, of one; of bytes, "
-    "bytes a second",
+    "bytes a second; by direction and head size, the larger of D and E",
     "step": "a step of a list alone: step + step_pair for each pair of a tile",
-    "missing": "forward, a head size of 128, by benchmarks/measure_costs.py",
+    "by": "benchmarks/measure_costs.py where it is missing",
 }
 
 Counts = dict[str, float]
@@ -69,17 +70,26 @@ class Kind(NamedTuple):
 
 
 def text(file: File) -> str:
-    """A file as it is written: a line for each number, of 5 digits."""
+    """A file as it is written: a line for the numbers of one kind and source, of 5 digits."""
     head = dict(vars(file))
     costs = head.pop("costs")
     lines = [f"{json.dumps(name)}: {json.dumps(value)},\n" for name, value in (head | {"units": UNITS}).items()]
-    return "{\n" + "".join(lines) + '"costs": [\n' + ",\n".join(json.dumps(_row(cost)) for cost in costs) + "\n]\n}\n"
+    rows = (_row(list(group)) for _, group in groupby(costs, lambda cost: (cost.of, cost.cost, cost.by, cost.bits)))
+    return "{\n" + "".join(lines) + '"costs": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]\n}\n"
 
 
-def _row(cost: Cost) -> dict[str, Any]:
-    """The fields that are not as they are by default."""
-    row = cost._asdict() | {"value": float(f"{cost.value:.5g}")}
-    return {name: value for name, value in row.items() if value != Cost._field_defaults.get(name)}
+def _row(costs: Sequence[Cost]) -> dict[str, Any]:
+    """Costs of one kind: what they share, and their numbers by direction and head size where they have these."""
+    first, *_ = costs
+    values: dict[str, dict[str, float]] = {}
+    for cost in costs:
+        values.setdefault(cost.direction, {})[str(cost.head)] = float(f"{cost.value:.5g}")
+    row: dict[str, Any] = {"of": first.of, "cost": first.cost}
+    if first.by != COMMAND:
+        row["by"] = first.by
+    if first.bits is None:
+        return row | {"value": values[first.direction][str(first.head)]}
+    return row | {"bits": first.bits, "value": values}
 
 
 def replaced(file: File, measured: Sequence[Cost]) -> File:
