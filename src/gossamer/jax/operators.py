@@ -52,7 +52,7 @@ def operator(config: Config, present: Present, recipe: Recipe | None = None) -> 
         recipe: of kernels that compute it on a GPU; the lists are theirs, by direction.
     """
     forward = _directed("forward", config, present, recipe)
-    backward = _directed("backward", config, present, recipe)
+    forward_once, backward_once = _once(forward), _once(_directed("backward", config, present, recipe))
 
     @jax.custom_vjp
     def attend(
@@ -63,13 +63,13 @@ def operator(config: Config, present: Present, recipe: Recipe | None = None) -> 
 
     def with_residuals(*arguments: Any) -> Any:
         rows, columns, lists, q, k, v, vectors = arguments
-        out, lse = _once(forward)(rows, _of(lists, "forward"), q, k, v, vectors)
+        out, lse = forward_once(rows, _of(lists, "forward"), q, k, v, vectors)
         return (out, lse), (rows, columns, lists, q, k, v, vectors, out, lse)
 
     def gradients(saved: Any, cotangents: Any) -> Any:
         rows, columns, lists, q, k, v, vectors, out, lse = saved
         dout, dlse = cotangents
-        dq, dk, dv = _once(backward)(rows, columns, _of(lists, "backward"), q, k, v, out, lse, dout, dlse, vectors)
+        dq, dk, dv = backward_once(rows, columns, _of(lists, "backward"), q, k, v, out, lse, dout, dlse, vectors)
         slopes = vectors.alibi_slopes
         of_vectors = Vectors(
             alibi_slopes=None if slopes is None else jnp.zeros_like(slopes)
