@@ -111,7 +111,7 @@ def sparse_attention(q: Array, k: Array, v: Array, mask: Any, **options: Any) ->
     """Attention over the pairs of a mask that `create_sparsity_mask` made: `attention` by its other name.
 
     Args:
-        q: (N, D), (N, heads, D) or (B, N, heads, D); k and v likewise.
+        q: (N, D), (N, heads, D) or (B, N, heads, D); k and v likewise, of as many heads or a divisor of them.
         mask: what `create_sparsity_mask` gives, or anything that `attention` takes as its pattern.
         options: those of `attention`; over lists of neighbours, which `particles.neighbor_attention` computes, scale
             and return_residual.
