@@ -67,11 +67,11 @@ class ArraysWithKernels:
 with_kernels = ArraysWithKernels()
 
 
-def draw_lists(rng, scale=1):
+def draw_lists(rng):
     """(indices, counts, lo, hi, Q, K, block): unsorted, repeated, -1, far away, some empty."""
     lead = tuple(int(x) for x in rng.integers(1, 4, 2))
     block = int(rng.choice([32, 64, 96]))
-    Q, K = scale * draw_size(rng), scale * draw_size(rng) * int(rng.choice([1, 1, 7]))
+    Q, K = draw_size(rng), draw_size(rng) * int(rng.choice([1, 1, 7]))
     T, C = -(-Q // block), -(-K // block)
     n = int(rng.choice([0, 1, 2, C, 40, rng.integers(1, C + 3)]))
     wide = rng.random() < 0.3
@@ -99,43 +99,48 @@ def listed(tiles):
     return [tiles.indices[start : start + count].tolist() for start, count in zip(starts, counts, strict=True)]
 
 
-def on(device, given):
-    """The tensors of arguments on a device."""
-    return [x.to(device) if isinstance(x, torch.Tensor) else x for x in given]
-
-
 def check_walks(found, expected, padded):
-    """The same lists and arrays; at the same places (unless `padded` is None), and padded alike where it is true."""
-    assert {x.dtype for x in found.arrays()} == {torch.int32}
-    found = found.with_arrays([x.cpu() for x in found.arrays()])
+    """The same arrays; entries that no list refers to only where they are `padded`."""
     for kind in KINDS:
         one, other = found.lists[kind], expected.lists[kind]
+        assert torch.equal(one.starts, other.starts)
         assert torch.equal(one.counts, other.counts)
-        assert listed(one) == listed(other)
-        if padded is not None:
-            assert torch.equal(one.starts, other.starts)
-            assert one.indices.shape == other.indices.shape
-        assert not padded or torch.equal(one.indices, other.indices)
+        assert one.indices.shape == other.indices.shape
+        assert torch.equal(one.indices, other.indices) if padded else listed(one) == listed(other)
+    for one, other in zip(found.arrays(), expected.arrays(), strict=True):
+        assert one.dtype == other.dtype == torch.int32
+        assert one.shape == other.shape
     for name in ("lo", "hi", "pool_index", "pool"):
         assert torch.equal(getattr(found, name), getattr(expected, name))
 
 
-def check_lists(rng, xp=with_kernels, device="cpu", scale=1):
-    """Lists of blocks: all arrays are those of array operations, at the same places but for those of columns."""
-    *given, block = draw_lists(rng, scale)
-    expected = block_list_layout(*given, block=block, xp=device_arrays)
-    found = block_list_layout(*on(device, given), block=block, xp=xp)
+def check_lists(indices, counts, lo, hi, Q, K, block, transpose=True):
+    given = indices, counts, lo, hi, Q, K
+    found = block_list_layout(*given, block=block, xp=with_kernels, transpose=transpose)
+    expected = block_list_layout(*given, block=block, xp=device_arrays, transpose=transpose)
     check_walks(found.rows, expected.rows, True)
-    check_walks(found.columns, expected.columns, False)
+    if transpose:
+        check_walks(found.columns, expected.columns, False)
 
 
-def check_unions(rng, xp=with_kernels, device="cpu", scale=1):
+@pytest.mark.skipif(not INTERPRETING, reason="interprets")
+@pytest.mark.parametrize("chunk", range(4))
+def test_random_lists(chunk):
+    for seed in range(chunk, CASES, 4):
+        try:
+            check_lists(*draw_lists(np.random.default_rng(seed)))
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+def check_unions(rng, prepare=lambda x: x):
     """Lists of keys: all arrays are those of array operations."""
     heads = int(rng.choice([1, 1, 2, 3, 16, 40, 64]))
     block = int(rng.choice([16, 32, 64])) if heads == 1 else queries_of(heads)
     lead, Q = tuple(int(x) for x in rng.integers(1, 4, 2)), int(rng.choice([1, 5, rng.integers(1, 70)]))
-    Q, K = scale * Q, int(rng.choice([1, 31, 64, rng.integers(1, 400), 2500]))
-    n = int(rng.choice([1, 3, 40, min(K, 300 * scale)]))
+    K = int(rng.choice([1, 31, 64, rng.integers(1, 400), 2500]))
+    n = int(rng.choice([1, 3, 40, min(K, 300)]))
     indices = rng.integers(-2, K + 2, (*lead, Q, n))
     wide = rng.random() < 0.3
     if rng.random() < 0.3:
@@ -150,12 +155,23 @@ def check_unions(rng, xp=with_kernels, device="cpu", scale=1):
         bounds = draw_bounds(rng, tuple(x if rng.random() < 0.5 else 1 for x in lead), Q, K)
         lo, hi = (torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)) for x in bounds)
     sizes = {"block_q": block, "heads": heads, "transpose": False}
-    given = indices, counts, lo, hi, Q, K
-    want = key_list_layout(*given, xp=device_arrays, **sizes).rows
-    found = key_list_layout(*on(device, given), xp=xp, **sizes).rows
+    want = key_list_layout(indices, counts, lo, hi, Q, K, xp=device_arrays, **sizes).rows
+    given = [None if x is None else prepare(x) for x in (indices, counts, lo, hi)]
+    found = key_list_layout(*given, Q, K, xp=with_kernels, **sizes).rows
     for one, other in zip(found.arrays(), want.arrays(), strict=True):
         assert one.dtype == torch.int32
         assert torch.equal(one.cpu(), other)
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="interprets")
+@pytest.mark.parametrize("chunk", range(2))
+def test_random_unions(chunk):
+    for seed in range(chunk, CASES // 4, 2):
+        try:
+            check_unions(np.random.default_rng(seed))
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
 
 
 def draw_layout(rng):
@@ -179,17 +195,33 @@ def draw_layout(rng):
     return block_list_layout(indices, counts, *bounds, Q, K, block=32, xp=device_arrays)
 
 
-def check_intervals(rng, xp=with_kernels, device="cpu", scale=1):
-    """Tiles of intervals, whose lists may stand elsewhere."""
-    lead, Q, K = tuple(int(x) for x in rng.integers(1, 4, 2)), scale * draw_size(rng), scale * draw_size(rng)
-    lo, hi = (torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)) for x in draw_bounds(rng, lead, Q, K))
-    block_q, block_kv = (int(x) for x in rng.choice([32, 64, 96, 128], 2))
-    sizes = {"block_q": block_q, "block_kv": block_kv, "transpose": bool(rng.random() < 0.8)}
-    expected = interval_layout(lo, hi, K, xp=device_arrays, **sizes)
-    found = interval_layout(*on(device, (lo, hi, K)), xp=xp, **sizes)
-    check_walks(found.rows, expected.rows, None)
-    if sizes["transpose"]:
-        check_walks(found.columns, expected.columns, None)
+def check_intervals(lo, hi, K, block_q, block_kv, transpose=True):
+    found, expected = (
+        interval_layout(lo, hi, K, block_q=block_q, block_kv=block_kv, xp=xp, transpose=transpose)
+        for xp in (with_kernels, device_arrays)
+    )
+    for one, other in ((found.rows, expected.rows), *([(found.columns, expected.columns)] * transpose)):
+        for kind in KINDS:
+            assert torch.equal(one.lists[kind].counts, other.lists[kind].counts)
+            assert listed(one.lists[kind]) == listed(other.lists[kind])
+        for name in ("lo", "hi", "pool_index", "pool"):
+            assert torch.equal(getattr(one, name), getattr(other, name))
+        assert {x.dtype for x in one.arrays()} == {torch.int32}
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="interprets")
+@pytest.mark.parametrize("chunk", range(2))
+def test_random_intervals(chunk):
+    for seed in range(chunk, CASES, 2):
+        rng = np.random.default_rng(seed)
+        lead, Q, K = tuple(int(x) for x in rng.integers(1, 4, 2)), draw_size(rng), draw_size(rng)
+        lo, hi = (torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)) for x in draw_bounds(rng, lead, Q, K))
+        blocks = [int(x) for x in rng.choice([32, 64, 96, 128], 2)]
+        try:
+            check_intervals(lo, hi, K, *blocks, transpose=bool(rng.random() < 0.8))
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
 
 
 def known(words, places):
@@ -234,62 +266,22 @@ def check_items(layout, rng, prepare=lambda walk: walk):
     assert torch.equal(one, other)
 
 
-def check_layout_items(rng):
-    check_items(draw_layout(rng), rng)
-
-
-CHECKS = {
-    "lists": (check_lists, CASES), "unions": (check_unions, CASES // 4), "intervals": (check_intervals, CASES),
-    "items": (check_layout_items, CASES),
-}  # fmt: skip
-
-
-def check_seeds(check, seeds, **options):
-    for seed in seeds:
+@pytest.mark.skipif(not INTERPRETING, reason="interprets")
+@pytest.mark.parametrize("chunk", range(4))
+def test_random_items(chunk):
+    for seed in range(chunk, CASES, 4):
+        rng = np.random.default_rng(seed)
         try:
-            check(np.random.default_rng(seed), **options)
+            check_items(draw_layout(rng), rng)
         except Exception as error:
             error.add_note(f"seed {seed}")
             raise
 
 
-@pytest.mark.skipif(not INTERPRETING, reason="interprets")
-@pytest.mark.parametrize("chunk", range(4))
-@pytest.mark.parametrize("name", CHECKS)
-def test_random(name, chunk):
-    check, cases = CHECKS[name]
-    check_seeds(check, range(chunk, cases, 4))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(INTERPRETING or not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("chunk", range(4))
-@pytest.mark.parametrize("check", [check_lists, check_unions, check_intervals])
-def test_random_on_a_gpu(check, chunk):
-    """By the operators, longer lists among them."""
-    for scale in (1, 9):
-        check_seeds(check, range(chunk, 120, 4), xp=device_arrays, device="cuda", scale=scale)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(INTERPRETING or not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("chunk", range(4))
-def test_items_on_a_gpu(chunk):
-    for seed in range(chunk, 80, 4):
-        rng = np.random.default_rng(seed)
-        layout = draw_layout(rng)
-        known_ones = {}  # arrays that two kinds of tiles share stay one
-
-        def there(walk, known_ones=known_ones):
-            return walk.with_arrays([known_ones.setdefault(id(x), x.cuda()) for x in walk.arrays()])
-
-        check_items(layout, rng, there)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETING, reason="is interpreting")
 def test_in_interpreter():
-    in_interpreter(__file__, "test_random")
+    in_interpreter(__file__, "test_random_lists", "test_random_unions", "test_random_intervals", "test_random_items")
 
 
 COMPILE = """

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,8 +14,8 @@ from torch import Tensor
 import gossamer as gs
 from gossamer.bench.latency import captured
 from gossamer.layouts.device import block_list_layout, interval_layout, key_list_layout
-from gossamer.layouts.gather import expand_gather
-from gossamer.layouts.walk import Walk, expand
+from gossamer.layouts.gather import expand_gather, queries_of
+from gossamer.layouts.walk import KINDS, TileList, Walk, expand
 from gossamer.torch import device_arrays
 from tests.support.host_reads import nothing_waits
 
@@ -196,6 +197,111 @@ def test_layouts_are_those_of_a_cpu() -> None:
             for one, other in ((here.rows, there.rows), (here.columns, there.columns)):
                 expanded = expand if isinstance(one, Walk) else expand_gather
                 assert (expanded(one.on_host()) == expanded(other.on_host())).all()
+
+
+class WithoutKernels:
+    """torch's operations alone, which define what the kernels give."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(device_arrays, name)
+
+    def fused(self, like: Tensor) -> None:
+        return None
+
+
+def check_walks(found: Walk, expected: Walk) -> None:
+    """The same lists, at the same places but for those of intervals."""
+    for kind in KINDS:
+        one, other = found.lists[kind], expected.lists[kind]
+        assert torch.equal(one.counts, other.counts)
+        assert listed(one) == listed(other)
+    assert torch.equal(found.lo, expected.lo)
+    assert torch.equal(found.hi, expected.hi)
+
+
+def listed(tiles: TileList) -> list[int]:
+    """The entries of all lists, one list after the other."""
+    indices = tiles.indices.cpu().numpy()
+    _, at = TileList(tiles.starts.cpu().numpy(), tiles.counts.cpu().numpy(), indices).listed()
+    return indices[at].tolist()
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("bounded", [False, True])
+def test_lists_of_kernels_are_those_of_array_operations(bounded: bool, counted: bool) -> None:
+    """11 calls of 256 lists each: unsorted, repeated, missing, out of range, some of 64 bits, of one block or many."""
+    for seed in range(11):
+        generator = torch.Generator(CUDA).manual_seed(seed)
+        rng = np.random.default_rng(seed)
+        Q, K = (int(x) for x in rng.choice([64, 100, 1000, 1472], 2))
+        T, C, n = -(-Q // 64), -(-K // 64), int(rng.choice([1, 5, 33, 60]))
+        lists = integers(-2, C + 2, (16, 16, T, n), generator)
+        anywhere = integers(-(2**31), 2**31 - 1, (16, 16, T, n), generator)
+        lists = torch.where(integers(0, 9, lists.shape, generator) == 0, anywhere, lists)
+        if seed % 5 == 0:
+            lists = lists.long() + (integers(0, 4, lists.shape, generator) == 0).long() * 2**32
+        counts = integers(-1, n + 3, (16, 16, T), generator) if counted else None
+        lo = hi = None
+        if bounded:
+            lo, hi = (integers(0, K + 1, (16, 16, Q), generator).sort(-1).values for _ in range(2))
+            hi = torch.maximum(lo, hi)
+        found, expected = (
+            block_list_layout(lists, counts, lo, hi, Q, K, block=64, xp=xp) for xp in (device_arrays, WithoutKernels())
+        )
+        check_walks(found.rows, expected.rows)
+        check_walks(found.columns, expected.columns)
+
+
+@pytest.mark.parametrize("tile", [(64, 64), (128, 128), (64, 128)])
+def test_intervals_of_kernels_are_those_of_array_operations(tile: tuple[int, int]) -> None:
+    block_q, block_kv = tile
+    for seed in range(20):
+        generator = torch.Generator(CUDA).manual_seed(seed)
+        Q, K = (int(x) for x in np.random.default_rng(seed).choice([1, 64, 100, 1000, 2500], 2))
+        lo, hi = (integers(0, K + 1, (8, 8, Q), generator).sort(-1).values for _ in range(2))
+        found, expected = (
+            interval_layout(lo, torch.maximum(lo, hi), K, block_q=block_q, block_kv=block_kv, xp=xp)
+            for xp in (device_arrays, WithoutKernels())
+        )
+        check_walks(found.rows, expected.rows)
+        check_walks(found.columns, expected.columns)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 16, 48, 64])
+def test_unions_of_kernels_are_those_of_array_operations(heads: int) -> None:
+    for seed in range(20):
+        generator = torch.Generator(CUDA).manual_seed(seed)
+        rng = np.random.default_rng(seed)
+        Q, K = (int(x) for x in rng.choice([64, 100, 1000, 3333], 2))
+        n = int(rng.choice([1, 5, 100, K]))
+        keys = integers(-2, K + 2, (2, 2, Q, n), generator)
+        if seed % 3 == 0:
+            keys = keys.long() + (integers(0, 4, keys.shape, generator) == 0).long() * 2**32
+        counts = integers(-1, n + 3, (2, 2, Q), generator) if seed % 2 else None
+        lo = hi = None
+        if rng.random() < 0.5:
+            lo, hi = (integers(0, K + 1, (2, 1, Q), generator).sort(-1).values for _ in range(2))
+        block = int(rng.choice([16, 32, 64])) if heads == 1 else queries_of(heads)
+        found, expected = (
+            key_list_layout(keys, counts, lo, hi, Q, K, block_q=block, heads=heads, xp=xp, transpose=False).rows
+            for xp in (device_arrays, WithoutKernels())
+        )
+        assert all(torch.equal(a, b) for a, b in zip(found.arrays(), expected.arrays(), strict=True))
+
+
+@pytest.mark.parametrize("chunk", range(4))
+def test_items_of_kernels_are_those_of_array_operations(chunk: int) -> None:
+    """The layouts and the comparison are those of the kernels in the interpreter."""
+    kernels = pytest.importorskip("tests.kernels.test_structure_kernels")
+    for seed in range(chunk, 80, 4):
+        rng = np.random.default_rng(seed)
+        layout = kernels.draw_layout(rng)
+        known: dict[int, Tensor] = {}  # arrays that two kinds of tiles share stay one
+
+        def there(walk: Any, known: dict[int, Tensor] = known) -> Any:
+            return walk.with_arrays([known.setdefault(id(x), x.to(CUDA)) for x in walk.arrays()])
+
+        kernels.check_items(layout, rng, there)
 
 
 def test_layers_of_a_captured_step_share_their_structure() -> None:
