@@ -69,11 +69,11 @@ def test_calls_run_clean(first: int, capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.gpu
 @no_gpu
-@pytest.mark.parametrize("first", range(0, 320, 40))
+@pytest.mark.parametrize("first", range(0, 100, 25))
 def test_calls_run_clean_on_a_gpu(first: int, capsys: pytest.CaptureFixture[str]) -> None:
     import soak
 
-    given = ["--seed", str(first), "--calls", "40", "--workers", "0", "--device", "cuda"]
+    given = ["--seed", str(first), "--calls", "25", "--workers", "0", "--device", "cuda"]
     assert soak.main(given) == 0, capsys.readouterr().out
 
 
