@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,14 +34,13 @@ from gossamer.kernels.launch import Direction
 from gossamer.layouts import cached_gather, cached_layout
 from gossamer.layouts.gather import WIDTHS
 from gossamer.plan.capability import reasons
-from gossamer.plan.costs import ANY, DEVICE, HEADS, Cost, DeviceCosts, File, costs_of, files
+from gossamer.plan.costs import ANY, COMMAND, DEVICE, HEADS, Cost, DeviceCosts, File, costs_of, files
 from gossamer.plan.estimate import Sample
 from gossamer.plan.problem import Problem
 from gossamer.plan.table import available, load
 from gossamer.testing.graphs import proximity_graph, random_graph
 from gossamer.torch.planning import chip_of
 
-BY = "benchmarks/measure_costs.py"
 GUESS = "a guess"  # how the source of a number begins that nothing measures
 CORRECTED = "corrected"  # and of one that leads to slower choices as it is measured
 LOOSE = 2**-5  # of the largest result, between two implementations
@@ -50,8 +50,9 @@ LENGTHS = {"cuda": 16384, "cpu": 4096}
 SMALL = 1024
 UNITS = {
     "value": "seconds of the device with all its processors; of start, combine, step and step_pair, of one; of bytes, "
-    "bytes a second",
+    "bytes a second; by direction and head size, the larger of D and E",
     "step": "a step of a list alone: step + step_pair for each pair of a tile",
+    "by": "benchmarks/measure_costs.py where it is missing",
 }
 
 Counts = dict[str, float]
@@ -65,23 +66,30 @@ class Kind(NamedTuple):
     direction: Direction
 
     def cost(self, of: str, name: str, value: float) -> Cost:
-        return Cost(of, name, value, BY, 16 if self.dtype == "bfloat16" else 32, self.direction, self.head)
+        return Cost(of, name, value, COMMAND, 16 if self.dtype == "bfloat16" else 32, self.direction, self.head)
 
 
 def text(file: File) -> str:
-    """A file as it is written: a line for each number, of 5 digits."""
+    """A file as it is written: a line for the numbers of one kind and source, of 5 digits."""
     head = dict(vars(file))
     costs = head.pop("costs")
     lines = [f"{json.dumps(name)}: {json.dumps(value)},\n" for name, value in (head | {"units": UNITS}).items()]
-    return "{\n" + "".join(lines) + '"costs": [\n' + ",\n".join(json.dumps(_row(cost)) for cost in costs) + "\n]\n}\n"
+    rows = (_row(list(group)) for _, group in groupby(costs, lambda cost: (cost.of, cost.cost, cost.by, cost.bits)))
+    return "{\n" + "".join(lines) + '"costs": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]\n}\n"
 
 
-def _row(cost: Cost) -> dict[str, Any]:
-    row = cost._asdict() | {"value": float(f"{cost.value:.5g}")}
-    if cost.bits is None:
-        for name in ("bits", "direction", "head"):
-            del row[name]
-    return row
+def _row(costs: Sequence[Cost]) -> dict[str, Any]:
+    """Costs of one kind: what they share, and their numbers by direction and head size where they have these."""
+    first, *_ = costs
+    values: dict[str, dict[str, float]] = {}
+    for cost in costs:
+        values.setdefault(cost.direction, {})[str(cost.head)] = float(f"{cost.value:.5g}")
+    row: dict[str, Any] = {"of": first.of, "cost": first.cost}
+    if first.by != COMMAND:
+        row["by"] = first.by
+    if first.bits is None:
+        return row | {"value": values[first.direction][str(first.head)]}
+    return row | {"bits": first.bits, "value": values}
 
 
 def replaced(file: File, measured: Sequence[Cost]) -> File:
@@ -183,16 +191,16 @@ class Bench:
 
     def of_device(self) -> Iterator[Cost]:
         """Memory; of a GPU, beginning and joining launches, by chains of few programs."""
-        yield Cost(DEVICE, "bytes", self.bytes_a_second(), BY)
+        yield Cost(DEVICE, "bytes", self.bytes_a_second())
         if self.device.type == "cpu":
             return
         kind = Kind("bfloat16", 128, "forward")
-        yield Cost(DEVICE, "start", self.chain("hopper", kind, (128, 128))[0], BY)
+        yield Cost(DEVICE, "start", self.chain("hopper", kind, (128, 128))[0])
         # Lists of 32 tiles are cut in two, those of 16 are not; the parts run side by side.
         cut, whole = (
             self.seconds("triton", self.problem(kind, 128, 128 * n, heads=4), gs.Dense(), (128, 128)) for n in (32, 16)
         )
-        yield Cost(DEVICE, "combine", max(cut - whole, 0.0), BY)
+        yield Cost(DEVICE, "combine", max(cut - whole, 0.0))
 
     def chain(self, name: str, kind: Kind, tile: tuple[int, int] | int) -> tuple[float, float]:
         """Seconds of a launch beside its steps, and of a step, where few programs run."""

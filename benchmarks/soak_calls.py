@@ -41,7 +41,8 @@ PROFILES = {
     "cuda": Profile(
         (
             (torch.bfloat16, 128, 128), (torch.bfloat16, 64, 64), (torch.float16, 128, 128), (torch.float16, 96, 40),
-            (torch.float32, 64, 64), (torch.bfloat16, 17, 23), (torch.float64, 20, 3),
+            (torch.float32, 64, 64), (torch.bfloat16, 17, 23), (torch.float64, 20, 3), (torch.bfloat16, 128, 64),
+            (torch.float32, 300, 520),
         ),
         (1, 17, 40, 64, 100, 128, 129, 256, 300, 517, 900, 1024, 1400), 1500, 12_000_000,
         (None,) * 10 + ("hopper",) * 5 + ("triton",) * 5 + ("small",) * 3 + ("blocked", "reference"),
@@ -206,8 +207,28 @@ def draw(seed: int, device: str) -> Call:
     mistake = r.choice(MISTAKES) if r.random() < 0.03 else None
     wanted = "" if r.random() < 0.12 else r.choice(["qkvs", "qkvs", "qkvs", "q", "kv", "s" if sinks else "qkv"])
     blocks = r.choice([(64, 64), (128, 128), (32, 64), (96, 32)])
-    scales = 0.0, -0.3, 1.0, 3, 1e-5, 30.0, 1e4, 0.25, 0.25, sometimes(r, 0.5, r.choice([1e39, 1e-39, 1e12, -1e30]))
-    caps = 2.0, 0.01, 0.5, 30.0, 1e4, 5, 50.0, sometimes(r, 3.0, r.choice([1e39, 1e-39]))
+    scales = (
+        0.0,
+        -0.3,
+        1.0,
+        3,
+        sometimes(r, 1e-5, 1e-35),
+        30.0,
+        1e4,
+        0.25,
+        0.25,
+        sometimes(r, 0.5, r.choice([1e39, 1e-39, 1e12, -1e30])),
+    )
+    caps = (
+        2.0,
+        0.01,
+        0.5,
+        sometimes(r, 30.0, r.choice([1e-18, 1e18])),
+        1e4,
+        5,
+        50.0,
+        sometimes(r, 3.0, r.choice([1e39, 1e-39])),
+    )
     scale = _number(r, scales) if r.random() < 0.25 else None
     softcap = _number(r, caps) if r.random() < 0.22 else None
     places, mode = (

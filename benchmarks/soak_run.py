@@ -109,6 +109,9 @@ def _run(c: Call, outcome: Outcome) -> Outcome:
         if turn == 0 and c.mistake is None and not c.merge:
             explained = gs.explain(*inputs, given.pattern, **options)
             outcome = outcome._replace(implementation=explained.implementation + " in parts" * bool(explained.parts))
+            density = float((counts > 0).double().mean())
+            if not math.isclose(explained.density, density, abs_tol=1e-12):
+                return outcome._replace(wrong=f"a density of {density} is explained as {explained.density}")
         modes = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "plain": torch.enable_grad}
         with torch.enable_grad() if c.wanted else modes[c.mode]():
             found = attention(**arguments)

@@ -99,15 +99,15 @@ def _rows(name: str) -> list[dict]:
 
 def cases(device: str) -> str:
     """The rows of the cases that have any, in the order in which cases are defined."""
-    rows = _rows(f"{device}.jsonl")
+    rows = _rows(f"{device}.jsonl.gz")
     known = {row["case"] for row in rows}
     names = [case.name for case in BENCH if case.name in known]
-    return case_table(rows, names) if names else f"No rows in benchmarks/results/{device}.jsonl.\n"
+    return case_table(rows, names) if names else f"No rows in benchmarks/results/{device}.jsonl.gz.\n"
 
 
 def ratios() -> str:
     """The rivals of every case on an H200."""
-    return ratio_table(read_records(RESULTS / "nvidia_h200.jsonl"), [case.name for case in BENCH])
+    return ratio_table(read_records(RESULTS / "nvidia_h200.jsonl.gz"), [case.name for case in BENCH])
 
 
 # The table of the README: a case, its name there, and peers that are made for such work.
@@ -124,7 +124,7 @@ HEADLINE = {
 def headline() -> str:
     """Forward and backward in milliseconds: ours, FlexAttention, the fastest made for it, dense; the least bold."""
     lines = ["| case | gossamer | FlexAttention | made for it | fastest dense |", "|---" * 5 + "|"]
-    rows = [row for row in _rows("nvidia_h200.jsonl") if row["dtype"] == "bfloat16" and row["p50_ms"] is not None]
+    rows = [row for row in _rows("nvidia_h200.jsonl.gz") if row["dtype"] == "bfloat16" and row["p50_ms"] is not None]
     for case, (title, special) in HEADLINE.items():
         names = (("gossamer",), ("FlexAttention",), special, ("SDPA dense",))
         columns: list[list[tuple[float, str]]] = [[] for _ in names]

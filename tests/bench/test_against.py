@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 import gossamer as gs
@@ -30,6 +29,7 @@ from gossamer.cli import app
 from gossamer.kernels.hopper import missing_packages
 from gossamer.kernels.hopper.store import DIRECTORY, directory
 from gossamer.testing.cases import case
+from tests.support.modes import Seen
 
 PACKAGE = Path(gs.__file__).parent
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -120,16 +120,10 @@ def test_imports_inside_of_functions_are_its_own(version: Version) -> None:
 
 
 def test_it_has_operators_of_its_own(version: Version) -> None:
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            names.append(str(func))
-            return func(*args, **(kwargs or {}))
-
     for package, namespace in ((version.package, version.name), (gs, "gossamer")):
-        names: list[str] = []
-        with Seen():
+        with Seen() as seen:
             package.attention(*tensors(), package.Causal())
-        assert [name for name in names if name.startswith("gossamer")] == [f"{namespace}.forward.default"]
+        assert [name for name in seen.names if name.startswith("gossamer")] == [f"{namespace}.forward.default"]
 
 
 @pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))

@@ -337,7 +337,7 @@ def test_the_default_file_is_checked_too(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "benchmarks").write_text("")
     done = runner.invoke(app, ["bench", "window", "--device", "cpu"])
     assert done.exit_code == 2
-    output = "gossamer: --out (by default) 'benchmarks/results/cpu.jsonl' cannot be written: Not a directory\n"
+    output = "gossamer: --out (by default) 'benchmarks/results/cpu.jsonl.gz' cannot be written: Not a directory\n"
     assert done.stderr == output
 
 

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 import gossamer as gs
+from tests.support.exact import no_gpu
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-FIRST, CALLS = 0, 30
+CALLS = 300
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,11 +58,23 @@ def test_every_pattern_is_drawn() -> None:
     assert drawn >= (set(gs.patterns.__all__) - {"Pattern"}) | {"And", "Or", "Not"}
 
 
-def test_calls_run_clean(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("first", [0, CALLS])
+def test_calls_run_clean(first: int, capsys: pytest.CaptureFixture[str]) -> None:
     import soak
 
-    assert soak.main(["--seed", str(FIRST), "--calls", str(CALLS), "--workers", "0"]) == 0, capsys.readouterr().out
-    assert f"{CALLS} calls" in capsys.readouterr().out
+    assert soak.main(["--seed", str(first), "--calls", str(CALLS), "--workers", "0"]) == 0, capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{CALLS} calls" in printed and "blocked in parts" in printed
+
+
+@pytest.mark.gpu
+@no_gpu
+@pytest.mark.parametrize("first", range(0, 100, 25))
+def test_calls_run_clean_on_a_gpu(first: int, capsys: pytest.CaptureFixture[str]) -> None:
+    import soak
+
+    given = ["--seed", str(first), "--calls", "25", "--workers", "0", "--device", "cuda"]
+    assert soak.main(given) == 0, capsys.readouterr().out
 
 
 def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

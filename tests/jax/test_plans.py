@@ -206,6 +206,16 @@ def test_forms_of_tensors() -> None:
 
 def test_terms_of_a_plan_are_checked() -> None:
     q = jnp.ones((1, 8, 1, 4))
-    for wrong in ({"key_lengths": [3]}, {"sink_logits": q}, {"scale": "a"}, {"softcap": True}, {"deterministic": 2}):
-        with pytest.raises(TypeError, match=next(iter(wrong))):
+    for wrong in ({"key_lengths": [3]}, {"sink_logits": q}, {"scale": "a"}, {"softcap": True}, {"deterministic": 2},
+                  {"scale": np.nan}, {"softcap": 0.0}, {"q_offset": 0.5}):  # fmt: skip
+        with pytest.raises(ValueError, match=next(iter(wrong))):
             gsj.prepare(gs.Causal(), q, q, **wrong)
+
+
+def test_a_plan_without_arrays_has_a_repr() -> None:
+    """As in messages of JAX: shapes, trees of axes, nothing."""
+    plan = gsj.prepare(gs.Causal(), jnp.ones((1, 8, 1, 4)), jnp.ones((1, 8, 1, 4)))
+    shapes = jax.eval_shape(lambda plan: plan, plan)
+    assert repr(shapes) == repr(plan) and shapes.nbytes == plan.nbytes > 0
+    for leaf in (None, 0, "x"):
+        assert repr(jax.tree.map(lambda _, leaf=leaf: leaf, plan)) == "Plan(Causal(), Q=8, K=8, 0 bytes)"

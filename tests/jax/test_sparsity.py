@@ -110,12 +110,13 @@ def test_lists_under_jit(call: int) -> None:
     threshold = float(rng.choice([0.05, 0.27, 0.6]))
     pattern = gsj.create_sparsity_mask(x, threshold, box)
     capacity = int(np.diff(pattern.indptr).max())
-    q, k, v = (jnp.asarray(rng.standard_normal((2, N, 2, 8)), jnp.float32) for _ in range(3))
+    heads, scale = ((2, 2, 2), (6, 2, 2), (3, 1, 1))[call % 3], (0.3, -0.3, 0, np.float32(-1.0))[call % 4]
+    q, k, v = (jnp.asarray(rng.standard_normal((2, N, H, 8)), jnp.float32) for H in heads)
 
     @jax.jit
     def lists(x: jax.Array, q: jax.Array) -> Any:
         mask = gsj.create_sparsity_mask(x, threshold, box, capacity=capacity)
-        out, lse = gsj.sparse_attention(q, k, v, mask, scale=0.3, return_residual=True)
+        out, lse = gsj.sparse_attention(q, k, v, mask, scale=scale, return_residual=True)
         return mask.indices, mask.overflow, out, lse
 
     indices, overflow, out, lse = lists(x, q)
@@ -123,12 +124,12 @@ def test_lists_under_jit(call: int) -> None:
     keep[np.arange(N)[:, None], np.asarray(indices)] = True
     near = np.abs(np.sqrt(squared(x, box)) / threshold - 1) < 1e-6  # where float32 may decide otherwise
     assert not overflow and ((keep[:, :N] == pattern.materialize(N, N)) | near).all()
-    wanted = gsj.sparse_attention(q, k, v, pattern, scale=0.3, return_residual=True)
+    wanted = gsj.sparse_attention(q, k, v, pattern, scale=scale, return_residual=True)
     if not (near & (keep[:, :N] != pattern.materialize(N, N))).any():
         for a, b in zip((out, lse), wanted, strict=True):
             np.testing.assert_allclose(a, b, atol=2e-5)
         got, want = (
-            jax.grad(lambda q, of=of: gsj.sparse_attention(q, k, v, of, scale=0.3).sum())(q)
+            jax.grad(lambda q, of=of: gsj.sparse_attention(q, k, v, of, scale=scale).sum())(q)
             for of in (gsj.create_sparsity_mask(x, threshold, box, capacity=capacity), pattern)
         )
         np.testing.assert_allclose(got, want, atol=2e-5)

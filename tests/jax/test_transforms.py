@@ -114,6 +114,11 @@ def test_forward_mode() -> None:
         jax.jvp(ours, x, x)
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jit(lambda *x: jax.jvp(ours, x, x))(*x)
+    once = jax.grad(loss(ours))
+    for again in (jax.grad(lambda q: once(q, *x[1:]).sum()), jax.hessian(lambda q: loss(ours)(q, *x[1:]))):
+        for form in (again, jax.jit(again)):
+            with pytest.raises(TypeError, match=r'no second derivative .* implementation="blocked"'):
+                form(x[0])
 
     def plain(q: Any, k: Any, v: Any) -> jax.Array:
         return gsj.attention(q, k, v, PATTERN, implementation="blocked")

@@ -20,6 +20,7 @@ from gossamer.layouts.transpose import transpose
 from gossamer.layouts.walk import expand
 from gossamer.torch import device_arrays
 from gossamer.torch.given_layouts import check_layout
+from tests.support.definition import dense
 
 CASES = int(os.environ.get("DEVICE_LAYOUT_CASES", "400"))
 CHUNKS = 4
@@ -485,16 +486,6 @@ def test_the_modules_of_operations_match():
 # -- a call -------------------------------------------------------------------------------------------------------
 
 
-def dense_attention(q, k, v, keep, dout):
-    """out, dq, dk and dv in float64, by softmax over the kept pairs."""
-    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
-    k_of_heads, v_of_heads = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = (q @ k_of_heads.mT * q.shape[-1] ** -0.5).masked_fill(~keep, -torch.inf)
-    weights = torch.softmax(scores.masked_fill(~keep.any(-1, keepdim=True), 0.0), -1).masked_fill(~keep, 0.0)
-    out = weights @ v_of_heads
-    return [out, *torch.autograd.grad(out, (q, k, v), dout.double())]
-
-
 @pytest.mark.parametrize("draw", [draw_intervals, draw_lists])
 def test_attention(draw):
     for seed in range(6):
@@ -506,5 +497,7 @@ def test_attention(draw):
             x.requires_grad_()
         out = gs.attention(q, k, v, layout)
         found = [out, *torch.autograd.grad(out, (q, k, v), dout)]
-        for x, expected in zip(found, dense_attention(q, k, v, torch.from_numpy(keep), dout), strict=True):
+        exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        wanted, _ = dense(*exact, keep)
+        for x, expected in zip(found, [wanted, *torch.autograd.grad(wanted, exact, dout.double())], strict=True):
             assert torch.allclose(x.double(), expected, atol=2e-5, rtol=2e-5)

@@ -14,7 +14,7 @@ import pytest
 from gossamer.bench.results import read_records
 from gossamer.patterns import Pattern
 from gossamer.plan.capability import GatherChoice
-from gossamer.plan.costs import BITS, FOLDER, HEADS, Cost, DeviceCosts, File, costs_of, files, read
+from gossamer.plan.costs import BITS, COMMAND, FOLDER, HEADS, Cost, DeviceCosts, File, costs_of, files, read
 from gossamer.plan.estimate import Sample
 from gossamer.plan.plan import plan_of
 from gossamer.plan.problem import Problem, Unsupported
@@ -31,12 +31,12 @@ NAMES = sorted(files())
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_number_has_a_source_that_is_there(name: str) -> None:
-    """A row is named with its file, a page with its path: `window_4096_causal forward` of `nvidia_h200.jsonl`."""
+    """A row is named with its file, a page with its path: `window_4096_causal forward` of `nvidia_h200.jsonl.gz`."""
     for cost in files()[name].costs:
         assert cost.by and (cost.value > 0 or cost.cost == "bits" or (cost.cost, name) == ("views", "cpu")), cost
         for page in re.findall(r"docs/[\w/]+\.md", cost.by):
             assert (ROOT / page).is_file(), cost
-        for results, case, direction in re.findall(r"(\w+\.jsonl): (\w+).* (forward|backward)", cost.by):
+        for results, case, direction in re.findall(r"(\w+\.jsonl(?:\.gz)?): (\w+).* (forward|backward)", cost.by):
             rows = read_records(ROOT / "benchmarks" / "results" / results)
             assert any((row["case"], row["direction"]) == (case, direction) for row in rows), cost
 
@@ -126,7 +126,7 @@ def test_what_a_cpu_takes_is_measured_and_written(command, tmp_path: Path) -> No
     assert [c._replace(value=0, by="") for c in after.costs] == [c._replace(value=0, by="") for c in before.costs]
     guesses = [c for c in before.costs if c.by.startswith(command.GUESS)]
     assert [c for c in after.costs if c.by.startswith(command.GUESS)] == guesses != []
-    assert all(c.value >= 0 and c.by == command.BY for c in after.costs if c not in guesses)
+    assert all(c.value >= 0 and c.by == COMMAND for c in after.costs if c not in guesses)
 
 
 def test_every_number_of_a_gpu_is_found_again(command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

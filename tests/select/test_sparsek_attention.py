@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from typing import Any
 
@@ -185,3 +186,8 @@ def test_what_is_refused() -> None:
         torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(Unsupported, match=r"torch\.func"):
         torch.func.grad(lambda q: gs.sparsek_attention(q, k, v, u, k_keep=3).sum())(q)
+
+
+def test_explain_takes_the_arguments_of_a_call() -> None:
+    call, explain = (inspect.signature(f).parameters for f in (gs.sparsek_attention, gs.explain_sparsek))
+    assert list(call) == list(explain)

@@ -81,8 +81,8 @@ def of_part(part: Part, problem: Problem, q_offset: int) -> str:
 def measured() -> frozenset[tuple[str, str]]:
     """(case, dtype) of every committed row of ours."""
     found = set()
-    for name in ("cpu.jsonl", "nvidia_h200.jsonl", "nvidia_h200_breakeven.jsonl.gz", "nvidia_h200_ladder.jsonl.gz"):
-        rows = read_records(RESULTS / name)
+    for name in ("cpu", "nvidia_h200", "nvidia_h200_breakeven", "nvidia_h200_ladder"):
+        rows = read_records(RESULTS / f"{name}.jsonl.gz")
         found |= {(row["case"], row["dtype"]) for row in rows if not row["peer"]}
     return frozenset(found)
 
@@ -118,17 +118,25 @@ Choice = dict[str, str | list[str]]
 
 
 def text(found: dict[str, Choice]) -> str:
-    """The file: a line for each choice, with the cases and types that take it."""
-    lines: dict[str, list[str]] = {}
+    """The file: a line for each choice, with the cases that take it, each before its types."""
+    lines: dict[str, dict[str, list[str]]] = {}
     for key, value in found.items():
-        lines.setdefault(json.dumps(value), []).append(key)
-    return "".join(f"{value}: {', '.join(keys)}\n" for value, keys in lines.items())
+        name, dtype = key.split()
+        lines.setdefault(json.dumps(value), {}).setdefault(name, []).append(dtype)
+    return "".join(
+        f"{value}: {', '.join(' '.join([name, *types]) for name, types in cases.items())}\n"
+        for value, cases in lines.items()
+    )
 
 
 def held() -> dict[str, Choice]:
     """What the file says, by case and type."""
-    lines = (line.rpartition("}: ") for line in FILE.read_text().splitlines())
-    return {key: json.loads(value + "}") for value, _, keys in lines for key in keys.split(", ")}
+    found: dict[str, Choice] = {}
+    for line in FILE.read_text().splitlines():
+        value, _, cases = line.rpartition("}: ")
+        for name, *types in map(str.split, cases.split(", ")):
+            found |= {f"{name} {dtype}": json.loads(value + "}") for dtype in types}
+    return found
 
 
 if __name__ == "__main__":

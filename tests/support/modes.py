@@ -1,4 +1,4 @@
-"""What operations of torch are seen: those for which the host waits, and the memory of their results."""
+"""What operations of torch are seen: their names, those for which the host waits, and the memory of their results."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Seen(TorchDispatchMode):
+    """The names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 class NothingIsRead(TorchDispatchMode):

@@ -25,6 +25,7 @@ from gossamer.plan.problem import Unsupported
 from gossamer.plan.table import RENAMED
 from gossamer.torch import planning, registry
 from gossamer.torch.given_layouts import geometry_of
+from gossamer.torch.mask_layouts import layout_of
 
 P = gs.SlidingWindow(10)
 
@@ -430,3 +431,13 @@ def test_compile_where_torch_has_no_constants_of_a_plain_class() -> None:
     """The path of torch 2.11: a pattern enters a graph by its handle, an integer attribute."""
     done = subprocess.run([sys.executable, "-c", OLDER_TORCH], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_masks_layout_is_one_that_a_user_might_give() -> None:
+    """Row bounds that are not there are not read: no entry, not even padding, is in the interval list."""
+    x = torch.zeros(2, 3, 100, 8)
+    for shape in ((100, 90), (2, 1, 100, 90), (1, 3, 1, 90)):
+        made = layout_of(torch.rand(shape) < 0.5, 100, 90, block_q=32, block_kv=64, transpose=True)
+        gs.attention(x, x[:, :, :90], x[:, :, :90], made)
+        for walk in (made.rows, made.columns):
+            assert walk.lo.numel() or not walk.interval.indices.numel()

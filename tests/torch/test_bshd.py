@@ -15,6 +15,7 @@ import gossamer as gs
 from gossamer.memo import forget_all
 from gossamer.torch import calls
 from gossamer.torch.request import key_of
+from tests.support.definition import dense
 
 EMPTY = gs.SlidingWindow(3) & ~gs.Local(8)  # which leaves rows that keep nothing
 PATTERNS = {
@@ -26,12 +27,9 @@ PATTERNS = {
 
 def exact(q: Tensor, k: Tensor, v: Tensor, kept: Any, lengths: Any = 2**31) -> tuple[Tensor, Tensor]:
     """(out (B, Q, H, E), lse (B, H, Q)) in float64 from q (B, Q, H, D), k (B, K, G, D) and v (B, K, G, E)."""
-    q, k, v = (x.double().repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (q, k, v))
-    s = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[3] ** -0.5
-    there = torch.arange(s.shape[3]) < torch.as_tensor(lengths)[..., None, None, None]
-    s = s.masked_fill(~(torch.as_tensor(kept) & there), -math.inf)
-    lse = s.logsumexp(-1)
-    return torch.einsum("bhij,bjhe->bihe", torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0)[..., None]), v), lse
+    there = torch.arange(k.shape[1]) < torch.as_tensor(lengths)[..., None, None, None]
+    out, lse = dense(*(x.double().transpose(1, 2) for x in (q, k, v)), torch.as_tensor(kept) & there)
+    return out.transpose(1, 2), lse
 
 
 def inputs(B: int = 2, N: int = 70, dtype: torch.dtype = torch.float32) -> list[Tensor]:

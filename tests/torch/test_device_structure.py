@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import gossamer as gs
+from tests.support.definition import dense, tensors
 
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 Keep = Callable[[int, int], bool]  # of positions i and j
@@ -55,35 +56,6 @@ RULES: dict[str, tuple[gs.Pattern | None, Keep]] = {
 }  # fmt: skip
 INTERVALS = [name for name, (pattern, _) in RULES.items() if pattern is None or pattern.device_rule().interval]
 STEPS = ["dilated", "far dilated", "lone keys", "far strided", "apart", "strided", "longformer"]
-
-
-def tensors(*shapes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_() for shape in shapes]
-
-
-def dense(
-    q: Tensor, k: Tensor, v: Tensor, mask: np.ndarray, sinks: Tensor | None = None, softcap: float | None = None,
-    scale: float | None = None, slopes: Tensor | None = None, position: np.ndarray | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse) of (B, H, Q, D) by the definition; `mask` broadcasts to (B, H, Q, K)."""
-    times, kept = q.shape[1] // k.shape[1], torch.from_numpy(np.ascontiguousarray(mask))
-    k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
-    s = q @ k.mT * (q.shape[3] ** -0.5 if scale is None else scale)
-    s = s if softcap is None else softcap * torch.tanh(s / softcap)
-    if slopes is not None:
-        assert position is not None
-        distance = torch.arange(k.shape[2])[None] - torch.from_numpy(position)[:, None]
-        s = s + slopes[:, None, None] * distance
-    s = s.masked_fill(~kept, -math.inf)
-    if sinks is not None:
-        s = torch.cat([s, sinks[None, :, None, None].expand(*s.shape[:3], 1)], -1)
-    most = s.amax(-1, keepdim=True).detach()
-    p = (s - most.masked_fill(most == -math.inf, 0)).exp()
-    total = p.sum(-1, keepdim=True)
-    empty = total == 0
-    lse = (most.squeeze(-1) + total.masked_fill(empty, 1).log().squeeze(-1)).masked_fill(empty.squeeze(-1), -math.inf)
-    return p[..., : k.shape[2]] / total.masked_fill(empty, 1) @ v, lse
 
 
 def check(run: Callable[..., tuple[Tensor, Tensor]], inputs: list[Tensor], mask: np.ndarray, **terms: Any) -> None:

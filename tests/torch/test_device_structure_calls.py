@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import gossamer as gs
 from gossamer.layouts import build_gather
-from tests.torch.test_device_structure import tensors
+from tests.support.definition import tensors
 
 Q, K = 40, 150
 

@@ -8,23 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gossamer as gs
 from gossamer.torch import calls, operators, planning, request
 from tests.support.call_cases import gradients, inputs
-
-
-class Seen(TorchDispatchMode):
-    """The names of the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
+from tests.support.modes import Seen
 
 
 def test_a_mode_sees_the_operators_and_changes_nothing() -> None:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import gossamer as gs
 from gossamer.torch import planning
 from gossamer.torch.given_layouts import layout_from
-from tests.torch.test_device_structure import dense, tensors
+from tests.support.definition import dense, tensors
 
 B, H, G, Q, K = 2, 4, 2, 40, 70
 Call = Callable[..., Tensor]

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import gossamer as gs
-from tests.torch.test_device_structure import RULES, STEPS, check, dense, extremes, integers, tensors
+from tests.support.definition import dense, tensors
+from tests.torch.test_device_structure import RULES, STEPS, check, extremes, integers
 
 
 def packed(draw: random.Random, most: int) -> list[int]:

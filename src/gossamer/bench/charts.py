@@ -16,7 +16,7 @@ RUNGS = {
 }  # fmt: skip
 
 
-def chart(rows: Sequence[Record], path: Path) -> None:
+def chart(rows: Sequence[Record], path: Path, dpi: int = 110) -> None:
     """Draws the rows (as dictionaries, of one sweep or of any cases) to a PNG file."""
     import matplotlib
 
@@ -28,7 +28,7 @@ def chart(rows: Sequence[Record], path: Path) -> None:
     draw = {"breakeven": _breakeven, "ladder": _ladder}.get(sweeps.pop() if len(sweeps) == 1 else "", _bars)
     figure = draw(timed)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, pil_kwargs={"optimize": True})
+    figure.savefig(path, dpi=dpi, pil_kwargs={"optimize": True})
 
 
 def _breakeven(rows: list[Record]) -> Any:

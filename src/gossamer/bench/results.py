@@ -8,7 +8,7 @@ one row:
     {"case": "window", "records": [{"direction": "forward", "ms": 1.0}, {"direction": "backward", "ms": 2.5}]}
     {"case": "dense", "direction": "forward", "ms": 4.0}
 
-A file whose name ends with .gz is compressed: those of sweeps, of hundreds of rows.
+A file whose name ends with .gz is compressed.
 """
 
 from __future__ import annotations

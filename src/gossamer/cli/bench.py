@@ -69,7 +69,7 @@ def run(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="File to add rows to; benchmarks/results/DEVICE.jsonl by default, none with --against."),
+        typer.Option(help="File to add rows to; benchmarks/results/DEVICE.jsonl.gz by default, none with --against."),
     ] = None,
     chart: Annotated[Path | None, typer.Option(help="PNG to draw the rows of this run to; needs matplotlib.")] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="List the cases for the device and stop.")] = False,
@@ -124,7 +124,7 @@ def run(
             raise Refused(f"--tag {PARTICLES} takes no {' and no '.join(refused)}: it measures sums over neighbours")
         session = Session(torch.device(chosen), versions(), budget_s=budget)
         session.commit = commit or session.commit
-        _particles(session, out or RESULTS / f"{_file_name(torch, chosen)}_{PARTICLES}.jsonl", repeat, list_cases)
+        _particles(session, out or RESULTS / f"{_file_name(torch, chosen)}_{PARTICLES}.jsonl.gz", repeat, list_cases)
         return
     works = _choose(names or [], tag or [], chosen, dtype or [], everything=list_cases)
     if list_cases:
@@ -136,8 +136,8 @@ def run(
     if sweeps and against is not None:
         raise Refused(f"--against takes cases, not those of a sweep, got --tag {min(sweeps)}")
     kept = out is not None or against is None
-    sweep = f"_{sweeps.pop()}.jsonl.gz" if whole else ".jsonl"
-    target = out or RESULTS / f"{_file_name(torch, chosen)}{sweep}"
+    sweep = f"_{sweeps.pop()}" if whole else ""
+    target = out or RESULTS / f"{_file_name(torch, chosen)}{sweep}.jsonl.gz"
     if chart is not None:
         check_picture("--chart", chart, "gossamer bench --chart")
     if kept:

@@ -74,7 +74,8 @@ def attention(
             numpy arrays. None is every pair.
         scale: H ** -0.5 by default. A number of Python, as are `softcap` and `q_offset`.
         q_offset: position of query row 0, S - T by default.
-        key_lengths: (B,) integers, or a list of them; keys j >= key_lengths[b] are not attended, and must be finite.
+        key_lengths: (B,) integers of any size, or a list of them; keys j >= key_lengths[b] are not attended, and must
+            be finite: a length of 0 or less keeps none, one over K all.
         softcap: scores become softcap * tanh(score / softcap).
         sink_logits: (N,), differentiable; exp(sink) joins the denominator and lse.
         alibi_slopes: (N,), constant; slope * (j - i) is added to the scores.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -110,10 +110,8 @@ def arguments_of(
     q, k, v = in_four(q), in_four(k), in_four(v)
     (B, Q, _, D), K = q.shape, k.shape[1]
     vectors = Vectors(_lengths(key_lengths, B), *(None if x is None else x for x in (sink_logits, alibi_slopes)))
-    scale, q_offset, softcap = (_number(x) for x in (scale, q_offset, softcap))
-    for right, name, given, accepted in _checks(q, k, v, scale, q_offset, softcap, vectors):
-        if not right:
-            raise ValueError(f"{name} must {accepted}; got {describe(given)}")
+    _raise_first(_checks(q, k, v, vectors))
+    scale, q_offset, softcap = numbers(scale, q_offset, softcap, Q, K, D, str(q.dtype))
     for name, x in (("query", q), ("key", k), ("value", v)):
         if axes := compat.explicit_axes(x):
             raise ValueError(
@@ -122,8 +120,7 @@ def arguments_of(
             )
     if implementation is not None and implementation not in names:
         raise ValueError(f"implementation must be None or one of {', '.join(names)}; got {describe(implementation)}")
-    if not isinstance(deterministic, bool):
-        raise ValueError(f"deterministic must be True or False; got {describe(deterministic)}")
+    check_flags(deterministic=deterministic)
     wide = jnp.dtype(compute_dtype(str(q.dtype)))
     lengths = vectors.key_lengths
     vectors = Vectors(
@@ -132,9 +129,32 @@ def arguments_of(
         None if alibi_slopes is None else constant(jnp.asarray(alibi_slopes).astype(wide)),
     )
     return Arguments(
-        q, k, v, float(D**-0.5 if scale is None else scale), K - Q if q_offset is None else q_offset,
-        None if softcap is None else float(softcap), vectors, dims, implementation, deterministic,
-    )  # fmt: skip
+        q, k, v, scale, K - Q if q_offset is None else q_offset, softcap, vectors, dims, implementation, deterministic
+    )
+
+
+class Numbers(NamedTuple):
+    """The numbers of a call."""
+
+    scale: float
+    q_offset: int | None
+    softcap: float | None
+
+
+def numbers(scale: Any, q_offset: Any, softcap: Any, Q: int, K: int, D: int, dtype: str) -> Numbers:
+    """The numbers of a call, of Python; a scale of None is D ** -0.5.
+
+    Raises:
+        ValueError: one is wrong.
+    """
+    scale, q_offset, softcap = (_number(x) for x in (scale, q_offset, softcap))
+    _raise_first(_number_checks(scale, q_offset, softcap, Q, K, D, dtype))
+    return Numbers(float(D**-0.5 if scale is None else scale), q_offset, None if softcap is None else float(softcap))
+
+
+def check_flags(**flags: Any) -> None:
+    """Raises ValueError where one is not a bool."""
+    _raise_first((isinstance(x, bool), name, x, "be True or False") for name, x in flags.items())
 
 
 def _number(x: Any) -> Any:
@@ -188,7 +208,13 @@ constant.defvjp(lambda slopes: (slopes, None), _no_gradient)
 Check = tuple[bool, str, Any, str]
 
 
-def _checks(q: Array, k: Array, v: Array, scale: Any, q_offset: Any, softcap: Any, vectors: Vectors) -> Iterator[Check]:
+def _raise_first(checks: Iterable[Check]) -> None:
+    for right, name, given, accepted in checks:
+        if not right:
+            raise ValueError(f"{name} must {accepted}; got {describe(given)}")
+
+
+def _checks(q: Array, k: Array, v: Array, vectors: Vectors) -> Iterator[Check]:
     """(right, argument, value given, what it must do); each may rely on the ones before it."""
     for name, x in (("query", q), ("key", k), ("value", v)):
         known = all(isinstance(n, int) for n in x.shape)
@@ -209,14 +235,6 @@ def _checks(q: Array, k: Array, v: Array, scale: Any, q_offset: Any, softcap: An
     yield max(sizes) <= MAX_HEAD, "query and value", sizes, f"have head sizes D, E up to {MAX_HEAD}"
     most = 2**31 - 2**16
     yield max(Q, K) < most, "query and key", (Q, K), f"have fewer than 2**31 - 2**16 = {most} positions Q, K"
-    for name, x in (("scale", scale), ("softcap", softcap)):
-        number = not isinstance(x, bool) and isinstance(x, (int, float))
-        yield x is None or number, name, x, "be a number of Python or numpy, or None"
-    yield from _factors(scale, softcap, D, jnp.finfo(compute_dtype(str(q.dtype))))
-    whole = not isinstance(q_offset, bool) and isinstance(q_offset, int)
-    yield q_offset is None or whole, "q_offset", q_offset, "be an int or None: it says where the layout's pairs are"
-    if q_offset is not None:
-        yield abs(q_offset) <= most_offset(Q, K), "q_offset", q_offset, within_positions(Q, K)
     sizes_of = ("B", B), ("H", H), ("H", H)
     for name, x, (letter, size) in zip(vectors._fields, vectors, sizes_of, strict=True):
         if x is None:
@@ -226,6 +244,17 @@ def _checks(q: Array, k: Array, v: Array, scale: Any, q_offset: Any, softcap: An
         yield x.shape == (size,), name, x, f"have shape ({letter},) = ({size},)"
         right = jnp.issubdtype(x.dtype, jnp.integer) if lengths else str(x.dtype) in FLOATS
         yield right, name, x, "be integers" if lengths else f"be {ACCEPTED}"
+
+
+def _number_checks(scale: Any, q_offset: Any, softcap: Any, Q: int, K: int, D: int, dtype: str) -> Iterator[Check]:
+    for name, x in (("scale", scale), ("softcap", softcap)):
+        number = not isinstance(x, bool) and isinstance(x, (int, float))
+        yield x is None or number, name, x, "be a number of Python or numpy, or None"
+    yield from _factors(scale, softcap, D, jnp.finfo(compute_dtype(dtype)))
+    whole = not isinstance(q_offset, bool) and isinstance(q_offset, int)
+    yield q_offset is None or whole, "q_offset", q_offset, "be an int or None: it says where the layout's pairs are"
+    if q_offset is not None:
+        yield abs(q_offset) <= most_offset(Q, K), "q_offset", q_offset, within_positions(Q, K)
 
 
 def _factors(scale: Any, softcap: Any, D: int, limits: Any) -> Iterator[Check]:

@@ -31,8 +31,8 @@ from gossamer.plan.problem import Unsupported
 logger = logging.getLogger("gossamer")
 
 FORWARD_MODE = (
-    "attention has no forward mode (jvp, jacfwd, hessian) where its gradient is a rule of its own: "
-    'attention(..., implementation="blocked") is plain lax, which has it'
+    "attention has no forward mode and no second derivative (jvp, jacfwd, hessian, grad of grad) where its gradient is "
+    'a rule of its own: attention(..., implementation="blocked") is plain lax, which has both'
 )
 OTHER_SIZES = "its kernels have lists for other sizes, which were made of no pattern"
 MOST_OPERATORS = 1024
@@ -52,7 +52,7 @@ def operator(config: Config, present: Present, recipe: Recipe | None = None) -> 
         recipe: of kernels that compute it on a GPU; the lists are theirs, by direction.
     """
     forward = _directed("forward", config, present, recipe)
-    backward = _directed("backward", config, present, recipe)
+    forward_once, backward_once = _once(forward), _once(_directed("backward", config, present, recipe))
 
     @jax.custom_vjp
     def attend(
@@ -63,13 +63,13 @@ def operator(config: Config, present: Present, recipe: Recipe | None = None) -> 
 
     def with_residuals(*arguments: Any) -> Any:
         rows, columns, lists, q, k, v, vectors = arguments
-        out, lse = forward(rows, _of(lists, "forward"), q, k, v, vectors)
+        out, lse = forward_once(rows, _of(lists, "forward"), q, k, v, vectors)
         return (out, lse), (rows, columns, lists, q, k, v, vectors, out, lse)
 
     def gradients(saved: Any, cotangents: Any) -> Any:
         rows, columns, lists, q, k, v, vectors, out, lse = saved
         dout, dlse = cotangents
-        dq, dk, dv = backward(rows, columns, _of(lists, "backward"), q, k, v, out, lse, dout, dlse, vectors)
+        dq, dk, dv = backward_once(rows, columns, _of(lists, "backward"), q, k, v, out, lse, dout, dlse, vectors)
         slopes = vectors.alibi_slopes
         of_vectors = Vectors(
             alibi_slopes=None if slopes is None else jnp.zeros_like(slopes)
@@ -103,6 +103,20 @@ def _directed(direction: Direction, config: Config, present: Present, recipe: Re
 
     wrapped = _batched(_partitioned(function, config, present), folded)
     return jax.jit(wrapped)
+
+
+def _once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function within a gradient, which raises where it is differentiated again."""
+
+    @jax.custom_jvp
+    def attention_gradient(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    @attention_gradient.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        raise TypeError(FORWARD_MODE)
+
+    return attention_gradient
 
 
 def _of(lists: Lists, direction: Direction) -> dict[str, Array]:

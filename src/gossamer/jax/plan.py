@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gossamer.jax import compat
-from gossamer.jax.arguments import describe, is_array, shape_of
+from gossamer.jax.arguments import check_flags, describe, is_array, numbers, shape_of
 from gossamer.jax.kernels import recipes
 from gossamer.jax.kernels.recipes import Made, Recipe
 from gossamer.jax.tiles import Extent, TileLists, both_directions
@@ -86,8 +86,9 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays; what both directions have counts once."""
-        return sum({id(x): int(x.nbytes) for x in jax.tree.leaves(self)}.values())
+        """Bytes of its arrays, of which what both directions have counts once; leaves that are no arrays have none."""
+        arrays = {id(x): x for x in jax.tree.leaves(self) if hasattr(x, "dtype")}
+        return sum(int(x.size) * x.dtype.itemsize for x in arrays.values())
 
     def __repr__(self) -> str:
         return f"Plan({self.name}, Q={self.Q}, K={self.K}, {self.nbytes:,} bytes)"
@@ -113,8 +114,7 @@ def prepare(
         key_lengths: whether calls have them; sink_logits likewise.
 
     Raises:
-        ValueError: the pattern does not fit, or is an array whose numbers are not known yet.
-        TypeError: a term is of another type.
+        ValueError: the pattern does not fit, or is an array whose numbers are not known yet, or a term is wrong.
 
     Examples:
         >>> q = jax.ShapeDtypeStruct((2, 4096, 8, 64), jnp.bfloat16)
@@ -122,21 +122,18 @@ def prepare(
         >>> plan.Q, plan.K
         (4096, 4096)
     """
-    for name, flag in (("key_lengths", key_lengths), ("sink_logits", sink_logits), ("deterministic", deterministic)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be True or False, whether calls have them; got {describe(flag)}")
-    for name, number in (("scale", scale), ("softcap", softcap)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float, np.number))):
-            raise TypeError(f"{name} must be a number or None; got {describe(number)}")
+    check_flags(key_lengths=key_lengths, sink_logits=sink_logits, deterministic=deterministic)
     value = key if value is None else value
     (B, Q, H, D), (_, K, G, _), (*_, E) = shape_of(query, "query"), shape_of(key, "key"), shape_of(value, "value")
+    dtype = str(jnp.dtype(query.dtype))
+    scale, q_offset, softcap = numbers(scale, q_offset, softcap, Q, K, D, dtype)
     terms = {"key_lengths": key_lengths, "sink_logits": sink_logits, "softcap": softcap is not None}
     terms["q_offset"] = q_offset not in (None, K - Q)
     problem = Problem(
-        B, H, G, Q, K, D, E, str(jnp.dtype(query.dtype)), jax.default_backend(), deterministic=deterministic,
+        B, H, G, Q, K, D, E, dtype, jax.default_backend(), deterministic=deterministic,
         score_terms=frozenset(name for name, there in terms.items() if there), softcap=softcap,
     )  # fmt: skip
-    plan = plan_of(pattern, Asked(problem, D**-0.5 if scale is None else scale, q_offset))
+    plan = plan_of(pattern, Asked(problem, scale, q_offset))
     return plan if compat.is_staged() else jax.tree.map(jnp.asarray, plan)
 
 

@@ -111,7 +111,7 @@ def sparse_attention(q: Array, k: Array, v: Array, mask: Any, **options: Any) ->
     """Attention over the pairs of a mask that `create_sparsity_mask` made: `attention` by its other name.
 
     Args:
-        q: (N, D), (N, heads, D) or (B, N, heads, D); k and v likewise.
+        q: (N, D), (N, heads, D) or (B, N, heads, D); k and v likewise, of as many heads or a divisor of them.
         mask: what `create_sparsity_mask` gives, or anything that `attention` takes as its pattern.
         options: those of `attention`; over lists of neighbours, which `particles.neighbor_attention` computes, scale
             and return_residual.
@@ -132,7 +132,13 @@ def sparse_attention(q: Array, k: Array, v: Array, mask: Any, **options: Any) ->
     if others:
         raise ValueError(f"over lists of neighbours the options are {' and '.join(OF_LISTS)}; got {', '.join(others)}")
 
+    scale = options.get("scale")
+    if isinstance(scale, (int, float, np.number)) and scale <= 0:  # lists take positive ones: the rest goes to q
+        q, options = q * np.sign(scale).astype(q.dtype), options | {"scale": abs(scale) or 1.0}
+
     def attend(q: Array, k: Array, v: Array) -> Any:
+        if q.ndim == 3 == k.ndim == v.ndim and 0 < k.shape[1] < q.shape[1] and q.shape[1] % k.shape[1] == 0:
+            k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
         return particles.neighbor_attention(q, k, v, mask, **options)
 
     return jax.vmap(attend)(q, k, v) if jnp.ndim(q) == 4 else attend(q, k, v)

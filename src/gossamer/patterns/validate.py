@@ -71,12 +71,13 @@ def _shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}... ({size})"
 
 
-def integer(name: str, value: Any, *, minimum: int | None = None, maximum: int = 2**31 - 1, otherwise: str = "") -> int:
-    """`value` as an int within [minimum, maximum]; booleans and fractions are refused.
+def integer(name: str, value: Any, *, minimum: int | None = None, otherwise: str = "") -> int:
+    """`value` as an int from the minimum to 2**31 - 1; booleans and fractions are refused.
 
     Args:
         otherwise: what else is accepted, for the message.
     """
+    maximum = 2**31 - 1
     bounds = f"an integer of at most {maximum}" if minimum is None else f"an integer in [{minimum}, {maximum}]"
     try:
         if isinstance(value, (bool, np.bool_)):

@@ -7,12 +7,12 @@ capability takes the nearest one: its seconds are wrong there, and only how they
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import log2
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gossamer.plan.capability import GatherChoice
 from gossamer.plan.problem import Problem
@@ -20,6 +20,7 @@ from gossamer.plan.problem import Problem
 FOLDER = Path(__file__).parent / "devices"
 HEADS = (64, 128, 256)  # head sizes are rounded up to these
 BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
+COMMAND = "benchmarks/measure_costs.py"  # which measures what names no other source
 ANY, DEVICE = "any", "device"  # the costs of every implementation that has none of its own, and those of no type
 
 
@@ -29,7 +30,7 @@ class Cost(NamedTuple):
     of: str  # an implementation, its tile or gather layout; `ANY`; `DEVICE`
     cost: str
     value: float  # seconds; of `bytes`, bytes a second
-    by: str  # the row or command that measured it, or what it is derived from
+    by: str = COMMAND  # or the row that measured it, or what it is derived from
     bits: int | None = None  # of a number of q, k and v
     direction: str = "forward"
     head: int = 128  # the larger of D and E
@@ -60,8 +61,18 @@ def read(text: str) -> File:
     """The content of a file."""
     content = json.loads(text)
     del content["units"]
-    content["costs"] = tuple(Cost(**row) for row in content["costs"])
+    content["costs"] = tuple(cost for row in content["costs"] for cost in _costs(**row))
     return File(**content | {"estimates": tuple(content["estimates"])})
+
+
+def _costs(value: float | dict[str, dict[str, float]], **fields: Any) -> Iterator[Cost]:
+    """The numbers of a line: one, or those of each direction and head size."""
+    if not isinstance(value, dict):
+        yield Cost(value=value, **fields)
+        return
+    for direction, heads in value.items():
+        for head, one in heads.items():
+            yield Cost(value=one, direction=direction, head=int(head), **fields)
 
 
 @cache

@@ -113,9 +113,7 @@ def sparsek_attention(
         >>> torch.allclose(everything, gs.attention(q, k, v, gs.Causal()), atol=1e-5)
         True
     """
-    c = check_call(q, k, v, u, k_keep, window, keep, gate, causal, scale, straight_through)
-    if not isinstance(return_lse, bool):
-        raise ValueError(f"return_lse must be True or False; got {describe(return_lse)}")
+    c = check_call(q, k, v, u, k_keep, window, keep, gate, causal, scale, straight_through, return_lse)
     kept = _kept(c.u, c.k_keep, keep, causal, straight_through)
     wide = compute_dtype(c.q.dtype)
     out, lse = gated_forward(
@@ -141,7 +139,7 @@ class Call(NamedTuple):
 
 def check_call(
     q: Any, k: Any, v: Any, u: Any, k_keep: Any, window: Any, keep: Any, gate: Any, causal: Any, scale: Any,
-    straight_through: Any,
+    straight_through: Any, return_lse: Any,
 ) -> Call:  # fmt: skip
     """The arguments of `sparsek_attention` in one form.
 
@@ -168,6 +166,7 @@ def check_call(
     k_keep = integer("k_keep", k_keep, minimum=1)
     window = integer("window", window, minimum=0)
     boolean("causal", causal)
+    boolean("return_lse", return_lse)
     _check_choice("keep", keep, ("topk", "support"))
     _check_choice("gate", gate, ("v", "kv", "logit", None))
     if boolean("straight_through", straight_through) and gate not in ("v", None):

@@ -61,11 +61,12 @@ def explain_sparsek(
     causal: bool = True,
     scale: float | None = None,
     straight_through: bool = False,
+    return_lse: bool = False,
 ) -> SparseKExplanation:
     """How a call of `sparsek_attention` is computed and what it keeps; nothing of u is read.
 
     Args:
-        q: and all others as for `sparsek_attention`.
+        q: and all others as for `sparsek_attention`; return_lse makes no difference.
 
     Returns:
         An explanation, which prints as a table.
@@ -81,7 +82,7 @@ def explain_sparsek(
         >>> plan.reasons["triton"]
         ['needs a GPU, not cpu']
     """
-    call = check_call(q, k, v, u, k_keep, window, keep, gate, causal, scale, straight_through)
+    call = check_call(q, k, v, u, k_keep, window, keep, gate, causal, scale, straight_through, return_lse)
     q, k, v, u = call.q, call.k, call.v, call.u
     (B, H, N, D), G, E, U = q.shape, k.shape[1], v.shape[3], u.shape[1]
     room, certain = lists_room(call.k_keep, N, keep, straight_through)
