@@ -163,7 +163,7 @@ def test_lists_that_are_too_short() -> None:
         ({"capacity": 8, "x": np.ones((3, 4))}, "positions .N, d., d from 1 to 3, where lists are made"),
         ({"capacity": 8, "x": np.ones((3, 2), int)}, "positions .N, d., d from 1 to 3"),
         ({"capacity": 8, "threshold": 0}, "over 0 where lists are made"),
-        ({"capacity": 8, "box": 1.5}, "at most half the box"),
+        ({"capacity": 8, "box": 1.5}, "threshold must be at most half the box, 0.75; got 1.0"),
     ],
 )
 def test_lists_that_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -173,8 +173,16 @@ def test_lists_that_are_refused(arguments: dict[str, Any], message: str) -> None
         jax.jit(lambda x: gsj.create_sparsity_mask(x, **given).indices)(x)
 
 
+def test_room_for_more_than_all_points() -> None:
+    x = jnp.ones((3, 2))
+    mask = gsj.create_sparsity_mask(x, 1.0, capacity=10**9)
+    assert mask.indices.shape == (3, 3) and not mask.overflow
+
+
 def test_options_of_lists() -> None:
     x = jnp.ones((3, 2))
+    with pytest.raises(ValueError, match="return_residual must be True or False; got 1"):
+        gsj.sparse_attention(x, x, x, gsj.create_sparsity_mask(x, 1.0, capacity=3), return_residual=1)
     with pytest.raises(ValueError, match="scale and return_residual; got key_lengths, softcap"):
         gsj.sparse_attention(x, x, x, gsj.create_sparsity_mask(x, 1.0, capacity=8), softcap=1.0, key_lengths=None)
 

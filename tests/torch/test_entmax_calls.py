@@ -144,9 +144,60 @@ def test_wrong_arguments_of_the_others() -> None:
         gs.topk_keys(q, kv, k_keep=None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="k_keep must be an integer"):
         gs.topk_keys(q, kv, k_keep=0)
+    with pytest.raises(ValueError, match=r"q must hold numbers.*meta"):
+        gs.explain_entmax(*(x.to("meta") for x in (q, kv, kv)))
     with pytest.raises(ValueError, match="Q must have the head size of the module, head_dim=8"):
         gs.nn.SplashAttention(8)(q, kv, kv)
     with pytest.raises(ValueError, match="head_dim must be an integer"):
         gs.nn.SplashAttention(0)
     with pytest.raises(ValueError, match=r"k_keep must be an integer in .* or None"):
         gs.nn.SplashAttention(8, k_keep=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"alpha": 3}, r"alpha must be a number in \[1, 2\] or a tensor \(H,\); got 3"),
+        ({"alpha": [1.5]}, "alpha must be a number in"),
+        ({"alpha": torch.ones(4, 1)}, r"shape \(H,\) or \(\); got shape \(4, 1\)"),
+        ({"alpha": torch.ones(4).int()}, "a tensor of floating point"),
+        ({"alpha": torch.tensor([1.5, 2.5])}, r"alpha must lie in \[1, 2\] in every head; .*\[2.5\]"),
+        ({"sm_scale": float("nan")}, "sm_scale must be a finite number or None; got nan"),
+        ({"sm_scale": "a"}, "sm_scale must be a finite number or None; got 'a'"),
+        ({"sm_scale": True}, "sm_scale must be a finite number"),
+    ],
+)
+def test_wrong_arguments_of_the_module(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gs.nn.SplashAttention(16, **options)
+
+
+def test_wrong_positions_of_the_module() -> None:
+    module = gs.nn.SplashAttention(16, alpha=np.float32(1.5), sm_scale=np.float64(0.5))  # type: ignore[arg-type]
+    i = torch.arange(8)
+    for given, message in (
+        ((None, [1]), "K_idx must be a tensor"),
+        ((i.float(), i), "Q_idx must be integers .int8, uint8, int16, int32 or int64."),
+        ((i.to(torch.uint16), i), "Q_idx must be integers"),
+        ((i, i[:7]), r"K_idx must broadcast to \(2, 4, 8\) or \(2, 2, 8\); got shape \(7,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            module(q, kv, kv, *given)
+    assert module(q[0], kv[0], kv[0], i, i).shape == (4, 8, 16)
+
+
+def test_tensors_without_values() -> None:
+    """On the meta device shapes and types come out, of gradients too."""
+    x = [y.to("meta").half().requires_grad_() for y in (q, kv, kv)]
+    alpha = torch.full((4,), 1.5, device="meta", requires_grad=True)
+    i = torch.arange(8, device="meta")
+    out, aux = gs.entmax_attention(*x, gs.Causal(), alpha=alpha, q_positions=i, return_aux=True)
+    assert (out.shape, out.dtype, out.device.type) == (q.shape, torch.float16, "meta")
+    assert [(y.shape, y.dtype) for y in aux] == [((2, 4, 8), y) for y in (torch.float32, torch.int32, torch.bool)]
+    assert [y.shape for y in torch.autograd.grad(out.sum(), (*x, alpha))] == [y.shape for y in (*x, alpha)]
+    assert gs.topk_keys(*x[:2], k_keep=3).shape == (2, 4, 8, 3)
+    with torch.device("meta"):
+        module = gs.nn.SplashAttention(16, alpha=torch.nn.Parameter(torch.full((4,), 1.5)))
+    assert module(*x).is_meta
+    with pytest.raises(ValueError, match="q_positions must broadcast"):
+        gs.entmax_attention(*x, q_positions=i[:7])

@@ -71,6 +71,43 @@ def test_both_ways_to_save(alpha: float, pattern: Any) -> None:
         assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
 
 
+@pytest.mark.parametrize("alpha", [1.0, 1.1, 1.5, 2.0])
+def test_scores_of_minus_infinity(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their keys are as keys that are not seen, and rows of no others as rows that see nothing."""
+    q, k, v = inputs(B=1, H=1, G=1, Q=12, K=300, D=2)
+    q, k = q.abs(), -k.abs()
+    q[0, 0, 5], k[0, 0, 1::3, 1] = torch.inf, -torch.inf
+    hidden = torch.ones(12, 300, dtype=torch.bool)
+    hidden[:, 1::3] = hidden[5] = False
+    results = []
+    for x, mask in (((q.nan_to_num(0, 0, 0), k.nan_to_num(0, 0, 0), v), hidden), ((q, k, v), None)):
+        for save, most in (("lists", 256), ("tau", 256), ("lists", 1)):
+            monkeypatch.setattr(autograd, "MEAN_LISTED", most)
+            leaves = [y.clone().requires_grad_() for y in x]
+            alphas = torch.full((1,), alpha, dtype=torch.float64, requires_grad=True)
+            out = gs.entmax_attention(*leaves, mask, alpha=alphas, save=save)  # type: ignore[call-overload]
+            results.append([out, *torch.autograd.grad(out.square().sum(), (*leaves, alphas))])
+    expected, *others = results
+    for found in others:
+        for one, same in zip(found, expected, strict=True):
+            assert one.isfinite().all()
+            torch.testing.assert_close(one, same, rtol=1e-9, atol=1e-11)
+
+
+def test_nan_reaches_the_rows_that_see_it() -> None:
+    q, k, v = inputs(B=1, H=1, G=1, Q=20, K=20)
+    k[0, 0, 13] = torch.nan
+    results = []
+    for save in ("lists", "tau"):
+        leaves = [y.clone().requires_grad_() for y in (q, k, v)]
+        out = gs.entmax_attention(*leaves, causal=True, save=save)  # type: ignore[call-overload]
+        results.append([out, *torch.autograd.grad(out.sum(), leaves)])
+    lists, tau = results
+    torch.testing.assert_close(tau, lists, rtol=1e-9, atol=1e-11, equal_nan=True)
+    for rows in lists[:2]:
+        assert rows[0, 0, :13].isfinite().all() and rows[0, 0, 13:].isnan().all()
+
+
 def test_large_supports_are_saved_as_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (x.requires_grad_() for x in inputs(Q=60, K=60))
     called: list[str] = []

@@ -59,7 +59,7 @@ def create_sparsity_mask(
         threshold: at least 0; with a capacity over 0, and at most half of a periodic box.
         box: the size of a periodic box, one for all axes or one for each, None for an axis that is not periodic:
             distances are to the nearest image.
-        capacity: how many neighbours the list of a point has room for, itself among them.
+        capacity: how many neighbours the list of a point has room for, itself among them; over N it is N.
 
     Raises:
         ValueError: an argument is wrong, or the numbers of x are not known and no capacity is given.
@@ -132,7 +132,9 @@ def sparse_attention(q: Array, k: Array, v: Array, mask: Any, **options: Any) ->
     if others:
         raise ValueError(f"over lists of neighbours the options are {' and '.join(OF_LISTS)}; got {', '.join(others)}")
 
-    scale = options.get("scale")
+    residual, scale = options.get("return_residual", False), options.get("scale")
+    if not isinstance(residual, bool):
+        raise ValueError(f"return_residual must be True or False; got {describe(residual)}")
     if isinstance(scale, (int, float, np.number)) and scale <= 0:  # lists take positive ones: the rest goes to q
         q, options = q * np.sign(scale).astype(q.dtype), options | {"scale": abs(scale) or 1.0}
 
@@ -158,6 +160,11 @@ def _lists(x: Any, threshold: Any, box: Any, capacity: int | None) -> Any:
         )
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float, np.number)) or not 0 < threshold < np.inf:
         raise ValueError(f"threshold must be a finite number over 0 where lists are made; got {describe(threshold)}")
+    sizes = _box(box, x.shape[1])
+    if threshold > sizes.min() / 2:
+        raise ValueError(f"threshold must be at most half the box, {sizes.min() / 2}; got {threshold}")
+    if isinstance(capacity, int):  # no point has more neighbours than there are points
+        capacity = min(capacity, max(len(x), 1))
     return importlib.import_module(PARTICLES).Neighbors.allocate(x, float(threshold), box, capacity)
 
 

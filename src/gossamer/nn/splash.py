@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from torch import Tensor, nn
 
 from gossamer.patterns.validate import integer
-from gossamer.torch.entmax import entmax_attention
-from gossamer.torch.validate import describe
+from gossamer.torch.entmax.api import attended, unbatched
+from gossamer.torch.entmax.arguments import Names, check_alpha, check_alphas, given
+from gossamer.torch.validate import describe, number
+
+NAMES = Names("Q_idx", "K_idx")
 
 
 class SplashAttention(nn.Module):
@@ -17,6 +23,9 @@ class SplashAttention(nn.Module):
         alpha: a number in [1, 2], or a tensor (H,) of them: an `nn.Parameter` is learned.
         k_keep: how many keys of each query are kept, ties to the lowest key; None is all.
         sm_scale: the scale of the scores, head_dim ** -0.5 by default.
+
+    Raises:
+        ValueError: an argument is wrong, here or in a call.
 
     Examples:
         >>> layer = gs.nn.SplashAttention(head_dim=16, alpha=1.5, k_keep=8)
@@ -34,7 +43,16 @@ class SplashAttention(nn.Module):
         super().__init__()
         self.head_dim = integer("head_dim", head_dim, minimum=1)
         self.k_keep = None if k_keep is None else integer("k_keep", k_keep, minimum=1, otherwise=" or None")
-        self.sm_scale = sm_scale
+        self.sm_scale = finite_or_none("sm_scale", sm_scale)
+        if not isinstance(alpha, Tensor):
+            alpha = number(alpha)
+            check_alpha(alpha)
+        elif alpha.ndim > 1 or not alpha.is_floating_point():
+            raise ValueError(
+                f"alpha must be a number, or a tensor of floating point of shape (H,) or (); got {describe(alpha)}"
+            )
+        else:
+            check_alphas(alpha)
         if isinstance(alpha, Tensor) and not isinstance(alpha, nn.Parameter):
             self.register_buffer("alpha", alpha)
         else:
@@ -53,13 +71,28 @@ class SplashAttention(nn.Module):
             Q: the queries.
             K: the keys, H a multiple of G.
             V: the values.
-            Q_idx: positions of the queries, integers that broadcast to (B, H, Nq): a key is seen where its position is
-                at most the query's. Nk - Nq + r for row r by default where K_idx is given.
-            K_idx: positions of the keys, integers that broadcast to (B, H, Nk); their number by default where Q_idx
-                is given. Without both every key is seen.
+            Q_idx: positions of the queries, integers (int8, uint8, int16, int32 or int64) that broadcast to (B, H, Nq):
+                a key is seen where its position is at most the query's. Nk - Nq + r for row r by default where K_idx is
+                given.
+            K_idx: positions of the keys, such integers that broadcast to (B, H, Nk); their number by default where
+                Q_idx is given. Without both every key is seen.
         """
         if isinstance(Q, Tensor) and Q.shape[-1] != self.head_dim:
             raise ValueError(f"Q must have the head size of the module, head_dim={self.head_dim}; got {describe(Q)}")
-        return entmax_attention(
-            Q, K, V, alpha=self.alpha, top_k=self.k_keep, q_positions=Q_idx, k_positions=K_idx, scale=self.sm_scale
-        )
+        call = given(
+            "SplashAttention", Q, K, V, None, self.alpha, self.k_keep, False, Q_idx, K_idx, self.sm_scale, None,
+            names=NAMES,
+        )  # fmt: skip
+        return unbatched(attended(call, "lists").out, call.dims)
+
+
+def finite_or_none(name: str, x: Any) -> float | None:
+    """x as a finite number, or None.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    x = number(x)
+    if x is not None and (isinstance(x, bool) or not isinstance(x, (int, float)) or not math.isfinite(x)):
+        raise ValueError(f"{name} must be a finite number or None; got {describe(x)}")
+    return x

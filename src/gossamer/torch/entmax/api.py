@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import Pattern
-from gossamer.torch.entmax.arguments import given
+from gossamer.torch.entmax.arguments import Given, given
 from gossamer.torch.entmax.autograd import EntmaxAttention, Results
 from gossamer.torch.entmax.operators import entmax_forward, rest_of, topk_op
 from gossamer.torch.entmax.topk import keys_of_rows
@@ -88,7 +88,8 @@ def entmax_attention(
 
     The weights of a row are p_j = [(alpha - 1) s_j - tau]_+^(1 / (alpha - 1)) with s = scale * q k^T and the tau of
     which they sum to 1, over the keys that the row may see: those of `pattern`, `causal` and the positions, all at
-    once. A row that may see nothing gives 0 and zero gradients. One with a NaN or an infinite score gives NaN.
+    once. A row that may see nothing gives 0 and zero gradients. One with a score of NaN or inf gives NaN; a key of
+    score -inf is as one that is not seen.
 
     It is computed by operations of torch on any device, in chunks of rows, or by kernels; nothing N x N is held.
 
@@ -102,9 +103,10 @@ def entmax_attention(
             waits for a GPU.
         top_k: the k largest scores of a row, ties to the lowest key, and the entmax over these alone. None is all.
         causal: key j is seen by query row r where j <= r + K - Q; where positions are given, these say it.
-        q_positions: integers that broadcast to (B, H, Q): a key is seen where its position is at most the query's.
-            K - Q + r for row r by default, where `k_positions` is given.
-        k_positions: integers that broadcast to (B, H, K) or (B, G, K); j for key j by default, where `q_positions` is.
+        q_positions: integers (int8, uint8, int16, int32 or int64) that broadcast to (B, H, Q): a key is seen where its
+            position is at most the query's. K - Q + r for row r by default, where `k_positions` is given.
+        k_positions: such integers that broadcast to (B, H, K) or (B, G, K); j for key j by default, where `q_positions`
+            is given.
         scale: D ** -0.5 by default.
         save: what a call with gradients keeps for its backward. "lists" is the key and the weight of each pair of the
             supports, 8 bytes (12 in float64), of which the backward computes no score; supports of over 256 keys a row
@@ -143,19 +145,32 @@ def entmax_attention(
     found = given(
         "entmax_attention", q, k, v, pattern, alpha, top_k, causal, q_positions, k_positions, scale, implementation
     )
-    x = found.q, found.k, found.v
-    if torch.compiler.is_compiling():
-        results = Results(*entmax_forward(*x, *rest_of(found)))
-    else:
-        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (*x, found.alpha))
-        listed, told = wanted and save == "lists", wanted or return_aux
-        results = Results(*EntmaxAttention.apply(*x, found.alpha, found.number, found.options, listed, told))
+    results = attended(found, save, return_aux)
     out = unbatched(results.out, found.dims)
     if not return_aux:
         return out
     a = (found.alpha.detach() - 1).to(results.normaliser.dtype)[:, None]
     tau = torch.where(results.normaliser < torch.inf, a * results.normaliser - 1, results.normaliser)
     return out, EntmaxAux(*(unbatched(x, found.dims) for x in (tau, results.support, results.certified)))
+
+
+def attended(found: Given, save: Save, told: bool = False) -> Results:
+    """The results of a call, with gradients.
+
+    Args:
+        told: whether more than out is wanted.
+    """
+    x = found.q, found.k, found.v
+    if by_operator(found):
+        return Results(*entmax_forward(*x, *rest_of(found)))
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (*x, found.alpha))
+    listed = wanted and save == "lists"
+    return Results(*EntmaxAttention.apply(*x, found.alpha, found.number, found.options, listed, wanted or told))
+
+
+def by_operator(found: Given) -> bool:
+    """Whether a call is of the operators that a compiled function sees: tensors without values have shapes by these."""
+    return torch.compiler.is_compiling() or found.q.is_meta
 
 
 def unbatched(x: Tensor, dims: int) -> Tensor:
@@ -187,8 +202,8 @@ def topk_keys(
         pattern: which keys a row may see, as in `entmax_attention`, and so are `causal` and the positions.
         k_keep: how many keys.
         causal: key j is seen by query row r where j <= r + K - Q.
-        q_positions: integers that broadcast to (B, H, Q).
-        k_positions: integers that broadcast to (B, H, K) or (B, G, K).
+        q_positions: integers that broadcast to (B, H, Q), of the types of `entmax_attention`.
+        k_positions: such integers that broadcast to (B, H, K) or (B, G, K).
         scale: D ** -0.5 by default; its sign and rounding matter.
         implementation: "torch", which None takes; "kernels" as in `entmax_attention`.
 
@@ -211,7 +226,7 @@ def topk_keys(
     found = given(
         "topk_keys", q, k, k, pattern, 1.0, k_keep, causal, q_positions, k_positions, scale, implementation, "k_keep"
     )
-    if torch.compiler.is_compiling():
+    if by_operator(found):
         _, *rest = rest_of(found)
         keys = topk_op(found.q, found.k, *rest)
     else:

@@ -26,6 +26,16 @@ from gossamer.torch.request import Request, number, request_of
 from gossamer.torch.validate import INTEGERS, cast_type, check_mask, describe, validate
 
 
+class Names(NamedTuple):
+    """Of the arguments that are positions, for messages."""
+
+    of_q: str
+    of_k: str
+
+
+NAMES = Names("q_positions", "k_positions")
+
+
 class Given(NamedTuple):
     """A call in one form."""
 
@@ -40,13 +50,14 @@ class Given(NamedTuple):
 
 def given(
     name: str, q: Any, k: Any, v: Any, pattern: Any, alpha: Any, top_k: Any, causal: Any, q_positions: Any,
-    k_positions: Any, scale: Any, implementation: Any, number_of_keys: str = "top_k",
+    k_positions: Any, scale: Any, implementation: Any, number_of_keys: str = "top_k", names: Names = NAMES,
 ) -> Given:  # fmt: skip
     """The arguments in one form; a compiled function checks values and shapes inside its operator.
 
     Args:
         name: of the function, for messages.
         number_of_keys: the name of the argument top_k, which may be None by this name alone.
+        names: of the positions, for messages.
 
     Raises:
         ValueError: an argument is of a type that nothing accepts.
@@ -63,7 +74,7 @@ def given(
     optional = number_of_keys == "top_k"
     if top_k is not None or not optional:
         top_k = integer(number_of_keys, top_k, minimum=1, otherwise=" or None" * optional)
-    for label, x in (("q_positions", q_positions), ("k_positions", k_positions)):
+    for label, x in zip(names, (q_positions, k_positions), strict=True):
         if x is not None and not isinstance(x, Tensor):
             raise ValueError(f"{label} must be a tensor of integers or None; got {describe(x)}")
     if implementation not in (None, *IMPLEMENTATIONS):
@@ -75,7 +86,7 @@ def given(
         a.q, a.k, a.v, alphas(alpha, a.q), options, request.dims, None if isinstance(alpha, Tensor) else float(alpha)
     )
     if not torch.compiler.is_compiling():
-        check(request, found)
+        check(request, found, names)
     return found
 
 
@@ -111,12 +122,25 @@ def alphas(alpha: Any, q: Tensor) -> Tensor:
                 f"got {describe(alpha)}"
             )
         return alpha.expand(H)
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 1 <= alpha <= 2:
-        raise ValueError(f"alpha must be a number in [1, 2] or a tensor (H,); got {describe(alpha)}")
+    check_alpha(alpha)
     return torch.full((H,), float(alpha), dtype=torch.float64, device=q.device)
 
 
-def check(request: Request, found: Given) -> None:
+def check_alpha(alpha: Any) -> None:
+    """Raise ValueError for what is no number in [1, 2]."""
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 1 <= alpha <= 2:
+        raise ValueError(f"alpha must be a number in [1, 2] or a tensor (H,); got {describe(alpha)}")
+
+
+def check_alphas(alpha: Tensor) -> None:
+    """Raise ValueError for numbers of a tensor that leave [1, 2]; one on the meta device has none."""
+    inside = (alpha >= 1) & (alpha <= 2)
+    if not alpha.is_meta and not bool(inside.all()):
+        wrong = sorted(alpha.detach()[~inside].tolist())[:4]
+        raise ValueError(f"alpha must lie in [1, 2] in every head; got a tensor that holds {wrong}")
+
+
+def check(request: Request, found: Given, names: Names = NAMES) -> None:
     """Raise ValueError for values and shapes that are wrong."""
     q, k, v, alpha, options, *_ = found
     attended = options.attended
@@ -128,14 +152,11 @@ def check(request: Request, found: Given) -> None:
         check_mask(attended.data[0], q, k)
     # The host waits for no value where kernels compute: there such a head becomes NaN.
     if found.number is None and not by_kernels(q, k, v, None, options):
-        inside = (alpha >= 1) & (alpha <= 2)
-        if not bool(inside.all()):
-            wrong = sorted(alpha.detach()[~inside].tolist())[:4]
-            raise ValueError(f"alpha must lie in [1, 2] in every head; got a tensor that holds {wrong}")
+        check_alphas(alpha)
     (B, H, Q, _), (_, G, K, _) = q.shape, k.shape
     for label, x, wanted in (
-        ("q_positions", options.q_positions, ((B, H, Q),)),
-        ("k_positions", options.k_positions, ((B, H, K), (B, G, K))),
+        (names.of_q, options.q_positions, ((B, H, Q),)),
+        (names.of_k, options.k_positions, ((B, H, K), (B, G, K))),
     ):
         if x is None:
             continue

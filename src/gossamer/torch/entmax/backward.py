@@ -75,6 +75,11 @@ def row_sums(x: Tensor, counts: Tensor) -> Tensor:
     return torch.segment_reduce(x, "sum", lengths=counts, unsafe=True)
 
 
+def finite(x: Tensor) -> Tensor:
+    """x with 0 for what is not finite: of q and k this meets weights of 0 alone, or rows that are NaN already."""
+    return x if bool(torch.stack(torch.aminmax(x)).isfinite().all()) else x.nan_to_num(0.0, 0.0, 0.0)
+
+
 def of_normalisers(o: Operands, normaliser: Tensor, dout: Tensor, wants_alpha: bool) -> Gradients:
     """The gradients by the scores again, from the normalisers (B H Q,) of the forward.
 
@@ -83,17 +88,18 @@ def of_normalisers(o: Operands, normaliser: Tensor, dout: Tensor, wants_alpha: b
     """
     dq, dk, dv = torch.zeros_like(o.q), torch.zeros_like(o.k), torch.zeros_like(o.v)
     dalpha = o.a.new_zeros(o.a.numel())  # of each batch element and head
+    finite_q, finite_k = finite(o.q), finite(o.k)
     for chunk in chunks(o):
         number, n = row_numbers(o, chunk), chunk.last - chunk.first
         w = weights(o, chunk, normaliser[number].double())
         p = matrix(chunk, w).view(n, -1, len(chunk.seen.keys))
         a = row_alphas(o, chunk).to(p.dtype).view(n, -1, 1)
         of_out = dout[number].view(n, p.shape[1], -1)
-        k, v = o.keys_of(o.k, chunk), o.keys_of(o.v, chunk)
-        q = o.q[chunk.first : chunk.last, :, chunk.start : chunk.stop]
+        k, v = o.keys_of(finite_k, chunk), o.keys_of(o.v, chunk)
+        q = finite_q[chunk.first : chunk.last, :, chunk.start : chunk.stop]
         dP = torch.matmul(of_out, v.mT)
         u = slopes(p, a)
-        dP -= (u * dP).sum(-1, keepdim=True) / u.sum(-1, keepdim=True).masked_fill_(~(p > 0).any(-1, keepdim=True), 1.0)
+        dP -= (u * dP).sum(-1, keepdim=True) / u.sum(-1, keepdim=True).masked_fill_((p == 0).all(-1, keepdim=True), 1.0)
         if wants_alpha:
             of_heads = (alpha_terms(p, a) * dP).sum(-1, dtype=torch.float64).view(n * q.shape[1], -1).sum(1)
             dalpha[chunk.first * q.shape[1] : chunk.last * q.shape[1]] += of_heads

@@ -18,6 +18,7 @@ from gossamer.torch.entmax.autograd import MEAN_LISTED, results
 from gossamer.torch.entmax.options import Options
 from gossamer.torch.entmax.ways import by_kernels, kernel_call, reasons
 from gossamer.torch.structure import Structure
+from gossamer.torch.validate import describe
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -98,6 +99,8 @@ def explain_entmax(
     call = given(
         "explain_entmax", q, k, v, pattern, alpha, top_k, causal, q_positions, k_positions, scale, implementation
     )
+    if call.q.is_meta:
+        raise ValueError(f"q must hold numbers, of which the supports are; got {describe(call.q)}")
     taken = by_kernels(call.q, call.k, call.v, call.number, call.options)
     with torch.no_grad():
         found = results(call.q, call.k, call.v, call.alpha, call.number, call.options, listed=False).results
