@@ -4,7 +4,7 @@ PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitc
 
 Without the caching allocator every tensor is an allocation of its own, so that an access past its end is seen. Names of
 cases run these alone; `structure` runs calls whose structure is made on the device, by whatever kernels make it,
-`particles` sums over neighbours, and `entmax` entmax and the k largest scores.
+`particles` sums over neighbours, `neighbors` attention between them, and `entmax` entmax and the k largest scores.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ def run_particles() -> None:
         x, mass, values = (torch.rand(*size, device="cuda", requires_grad=True) for size in ((N, d), (N,), (N, 3)))
         cells, law = gp.Cells.build(x, radius, box), gp.ShortRangeGravity(radius / 5.5)
         (gp.radial_sum(cells, values, gp.Gaussian(radius / 3)) ** 2).sum().backward()
+        torch.autograd.grad((gp.radial_sum(cells, mass, gp.Gaussian(radius / 3)) ** 2).sum(), x)
         (gp.radial_force(cells, mass, law) ** 2).sum().backward()
         torch.cuda.synchronize()
         print(f"{N} particles, box {box}, finite: {bool(x.grad.isfinite().all())}")
@@ -137,11 +138,26 @@ def run_entmax() -> None:
     print(f"keys up to {int(keys.max())}")
 
 
+def run_neighbors() -> None:
+    """Attention between neighbours and its gradients; of lists that are cut, and where differences are folded."""
+    for N, radius, capacity, D in ((700, 0.2, None, 64), (130, 0.3, None, 128), (300, 0.2, 8, 24), (1, 0.2, None, 64)):
+        x = torch.rand(N, 3, device="cuda", requires_grad=True)
+        neighbors = gp.Neighbors.allocate(x, radius, 1.0, capacity)
+        for kernel, bandwidth in (("dot", None), ("dot+gaussian", radius / 3)):
+            q, k, v = (torch.randn(N, 2, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+            out = gp.neighbor_attention(q, k, v, neighbors, kernel=kernel, bandwidth=bandwidth)
+            out.float().square().sum().backward(retain_graph=True)
+            torch.cuda.synchronize()
+            print(f"{N} particles, {kernel}, capacity {capacity}, finite: {bool(q.grad.isfinite().all())}")
+
+
 def main(names: list[str]) -> None:
     if not names or "entmax" in names:
         run_entmax()
     if not names or "particles" in names:
         run_particles()
+    if not names or "neighbors" in names:
+        run_neighbors()
     if not names or "structure" in names:
         run_structures(torch.bfloat16)
     cases = [case for case in SMALL if not names or case.name in names]

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from particles import NEIGHBORS, Exact, cloud, timed, waited
+from particle_clouds import NEIGHBORS, Exact, cloud, timed, waited
 
 from gossamer import particles as gp
 

@@ -145,7 +145,7 @@ def caller(
         choice: replaces the configuration of the kernel.
     """
     scoring, inputs = Scoring(x.terms.scale, x.terms.q_offset, x.terms.softcap), {"q": x.q, "k": x.k, "v": x.v}
-    own = {CHOOSERS[kernel][1]: choice}
+    own = {CHOOSERS[kernel][1]: choice} | ({"most_kept": 0} if kernel == "query_gradient" else {})
     first = bound(partial(launch_forward, p, layout, scoring, **(own if kernel == "forward" else {})), inputs)
     if kernel == "forward":
         return lambda: {"out": first()[0]}

@@ -71,7 +71,7 @@ def _arguments(kind: str, roles: tuple[Any, ...], key: tuple[Any, ...], given: t
     every = [p._replace(role=r) for p, r in zip(parameters(kind, *key), roles, strict=True)]
     config = key[0]
     read = "lengths" not in [p.name for p in every] or kind in ("forward", "gather", "rows") or config.lengths
-    there = [p for p in every if read or p.name != "lengths"]
+    there = [p for p in every if (read or p.name != "lengths") and (p.name != "ds" or kind == "kept" or config.keeps)]
     inputs, results = [p for p in there if p.role != "made"], [p for p in there if p.role != "read"]
     memory = {p.name: _memory(x) for p, x in zip(inputs + results, given, strict=False)}
     kept = {p.name for p in inputs} & {p.name for p in results}
@@ -86,7 +86,8 @@ def _arguments(kind: str, roles: tuple[Any, ...], key: tuple[Any, ...], given: t
         x = memory[p.name]
         if p.rank:
             offset, shape = next(numbers), [next(numbers) for _ in range(p.rank)]
-            strides = [next(numbers) for _ in range(3)] + [1] * (p.rank == 4)
+            rows = p.rank != 3  # whose last stride is 1
+            strides = [next(numbers) for _ in range(p.rank - rows)] + [1] * rows
             last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
             assert offset >= 0 and last < x.size, f"{p.name} is outside of its memory"
             x = np.lib.stride_tricks.as_strided(x[offset:], shape, [s * x.itemsize for s in strides])
@@ -321,8 +322,8 @@ class Queries(NamedTuple):
 
 def columns_of(c: Any, q: Array, k: Array, v: Array, dout: Array, terms: Array, dq_sum: Array | None, dk: Array,
                dv: Array, work: Array, segments: Array, walk: Any, part_dk: Array, part_dv: Array,
-               lengths: Array | None, score: Score, factor: float) -> None:  # fmt: skip
-    """dk and dv of every item, or its parts; dq_sum is added to, where there is one."""
+               lengths: Array | None, score: Score, factor: float, put: Any = None) -> None:  # fmt: skip
+    """dk and dv of every item, or its parts; dq_sum is added to, where there is one; `put` keeps dS."""
     ratio, block = q.shape[1] // k.shape[1], c.block_kv
     for item in work.tolist():
         words = ColumnItem.BATCH, ColumnItem.GROUP, ColumnItem.TILE, ColumnItem.SLOT
@@ -334,11 +335,13 @@ def columns_of(c: Any, q: Array, k: Array, v: Array, dout: Array, terms: Array, 
         for segment in segments[first : first + count].tolist():
             head = group * ratio + segment[Segment.HEAD]
             every = Queries.of(q, dout, terms, batch, head, c.block_q)
-            for places, keep in walk(segment, tile):
+            for number, (places, keep) in enumerate(walk(segment, tile)):
                 mine = every.at(places)
                 pairs = mine.pairs(score, kt, vt, keep.T & there)
                 for total, more in zip(sums, (pairs.ds.T @ mine.q, pairs.p.T @ mine.dout), strict=True):
                     total += more
+                if put is not None:
+                    put(item, segment, number, pairs.ds)
                 if dq_sum is not None:
                     rows = dq_sum[batch, head].reshape(-1, dq_sum.shape[3] // 64)[places]
                     rows[:, : q.shape[3]] += (pairs.ds @ kt)[: len(rows)]
@@ -351,18 +354,56 @@ def columns_of(c: Any, q: Array, k: Array, v: Array, dout: Array, terms: Array, 
 
 
 def backward(key: Any, *a: Any) -> None:
-    (q, k, v, dout, terms, dq_sum, dk, dv, work, segments, lists, lo, hi, pool, part_dk, part_dv, lengths, counter,
-     before, exponent, factor, items, _) = a  # fmt: skip
+    (q, k, v, dout, terms, dq_sum, kept_ds, dk, dv, work, segments, lists, lo, hi, pool, part_dk, part_dv, lengths,
+     counter, before, exponent, factor, items, _) = a  # fmt: skip
     (c,) = key
     assert items == len(work) and not counter.any()
     known = Lists(lists, lo, hi, pool)
+
+    def put(item: Any, segment: Any, number: int, ds: Array) -> None:
+        place = lists[2, _entries(segment, OF_SEGMENTS)[number]]
+        place += item[ColumnItem.PLACE] + item[ColumnItem.NEXT_PLACE] * segment[Segment.HEAD]
+        _pair(kept_ds, place, *ds.shape)[...] = 0.0
+        _pair(kept_ds, place, *ds.shape)[: len(ds)] = ds
 
     def walk(segment: Any, tile: int) -> Iterator[tuple[Any, Array]]:
         for column, keep in known.tiles(segment, OF_SEGMENTS, segment[Segment.LEAD], tile, c.block_kv, c.block_q):
             yield slice(column * c.block_q, (column + 1) * c.block_q), keep
 
     score, sums = Score(c.score == "softcap", before, exponent), dq_sum if c.with_dq else None
-    columns_of(c, q, k, v, dout, terms, sums, dk, dv, work, segments, walk, part_dk, part_dv, lengths, score, factor)
+    columns_of(c, q, k, v, dout, terms, sums, dk, dv, work, segments, walk, part_dk, part_dv, lengths, score, factor,
+               put if c.keeps else None)  # fmt: skip
+
+
+def _entries(words: Any, places: dict[str, tuple[int, int]]) -> list[int]:
+    """The entries of the lists that an item or a segment walks."""
+    return [at for first, count in places.values() for at in range(words[first], words[first] + words[count])]
+
+
+def _pair(ds: Array, place: int, queries: int, keys: int) -> Array:
+    """dS of a pair of tiles; how it lies is their own."""
+    each = queries * keys // 64**2
+    return ds[place * each : (place + 1) * each].reshape(queries, keys)
+
+
+def kept(key: Any, ds: Array, k: Array, dq: Array, work: Array, lists: Array, part_dq: Array, lengths: Array | None,
+         counter: Array, factor: float, items: int, _: int) -> None:  # fmt: skip
+    (c,) = key
+    assert items == len(work) and not counter.any()
+    for item in work.tolist():
+        at = Rows.of(item, dq.shape[1], k.shape[1])
+        keys, end = _whole(k, at.batch, at.group, c.block_kv), k.shape[2] if lengths is None else lengths[at.batch]
+        total = np.zeros((c.block_q, dq.shape[3]))
+        for entry in _entries(item, OF_ROWS):
+            first = lists[0, entry] * c.block_kv
+            if first < end:
+                pair = _pair(ds, item[RowItem.PLACE] + entry, c.block_q, c.block_kv).astype(np.float64)
+                total += pair @ keys[first : first + c.block_kv]
+        if at.slot < 0:
+            _write(dq, at.batch, at.head, at.tile, c.block_q, total * factor)
+        else:
+            part_dq[at.slot] = 0.0
+            part_dq[at.slot, :, : dq.shape[3]] = total
 
 
 def rows_of(c: Any, q: Array, k: Array, v: Array, dout: Array, terms: Array, dq: Array, work: Array, walk: Any,
@@ -437,5 +478,5 @@ def sum_parts(key: Any, result: Array, parts: Array, merges: Array, factor: floa
 
 KERNELS: dict[str, Callable[..., None]] = {
     function.__name__: function
-    for function in (forward, merge, preprocess, backward, query_gradient, gather, rows, postprocess, sum_parts)
+    for function in (forward, merge, preprocess, backward, query_gradient, kept, gather, rows, postprocess, sum_parts)
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 from scipy.spatial import cKDTree
 
 from gossamer import particles as gp
+from gossamer.jax.kernels import recipes
 from gossamer.particles.blocked_jax import Reach, groups_of
 from tests.particles import oracle
 
@@ -142,6 +144,43 @@ def test_attention_and_its_gradients_in_float64() -> None:
     """In a process of its own: the precision is a setting of the process."""
     done = subprocess.run([sys.executable, "-c", ATTENTION], capture_output=True, text=True, check=False)
     assert done.stdout == "right\n", done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(recipes.chip() is None or recipes.chip().sm != 90, reason="needs a GPU of capability 9.0")
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [("dot", "bfloat16"), ("gaussian", "float16"), ("dot+gaussian", "bfloat16")]
+)
+def test_kernels_as_operations(kernel: str, dtype: str) -> None:
+    """Values and all gradients of the kernels, lists whole and cut, against operations in float32."""
+    N, radius, keys = 900, 0.2, jax.random.split(jax.random.key(len(kernel + dtype)), 6)
+    x = jax.random.uniform(keys[0], (N, 3)) ** 1.5
+    sizes = zip(keys[1:4], (64, 64, 40), strict=True)
+    q, k, v = (jax.random.normal(one, (N, 2, size)).astype(dtype) for one, size in sizes)
+    weights = jax.random.normal(keys[4], (N, 2, 40)), jax.random.normal(keys[5], (N, 2))
+    whole = gp.Neighbors.allocate(x, radius, 1.0)
+    cut = gp.Neighbors.allocate(x, radius, 1.0, int(np.quantile(whole.counts, 0.9)))
+
+    def total(given: Any, capacity: int, room: int, by_kernels: bool) -> tuple[jax.Array, Any]:
+        x, q, k, v = given
+        neighbors = gp.Neighbors._made(gp.Cells.build(x, radius, 1.0), capacity, room)
+        neighbors = neighbors if by_kernels else replace(neighbors, groups=None)
+        q, k = (None, None) if kernel == "gaussian" else (q, k)
+        bandwidth = None if kernel == "dot" else 0.08
+        out, lse = gp.neighbor_attention(q, k, v, neighbors, kernel=kernel, bandwidth=bandwidth, return_residual=True)
+        return (weights[0] * out).sum() + (weights[1] * lse).sum(), (out, lse)
+
+    run = jax.jit(jax.value_and_grad(total, has_aux=True), static_argnums=(1, 2, 3))
+    limit = 0.02 if dtype == "bfloat16" else 0.003
+    for lists in (whole, cut):
+        shape = lists.capacity, whole.groups.room if whole.groups is not None else 64
+        (_, found), grads = run((x, q, k, v), *shape, True)
+        low = tuple(one.astype(jnp.float32) for one in (x, q, k, v))
+        (_, wanted), right = run(low, *shape, False)
+        for one, other in zip((*found, *grads), (*wanted, *right), strict=True):
+            one, other = np.asarray(one, np.float32), np.asarray(other)
+            np.testing.assert_array_equal(np.isnan(one), np.isnan(other))
+            assert np.nanmax(np.abs(one - other), initial=0) <= limit * max(np.nanmax(np.abs(other), initial=0), 1e-3)
 
 
 def test_attention_in_low_precision_and_without_heads() -> None:

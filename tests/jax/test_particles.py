@@ -117,6 +117,23 @@ def test_gradients_in_float64() -> None:
     assert done.stdout == "right\n", done.stderr
 
 
+def test_gradients_that_are_asked_for() -> None:
+    """Those of one argument are those of both, under jit, vmap and where the other is a constant."""
+    x, m = jax.random.uniform(jax.random.key(0), (200, 3)), jax.random.uniform(jax.random.key(1), (200,))
+
+    def total(x: jax.Array, m: jax.Array) -> jax.Array:
+        cells = gp.Cells.build(x, 0.3, 1.0)
+        force = gp.radial_force(cells, m, gp.ShortRangeGravity(0.05, 0.01))
+        return (gp.radial_sum(cells, m, gp.Gaussian(0.1)) ** 2).sum() + (force**2).sum()
+
+    both = jax.grad(total, (0, 1))(x, m)
+    for n, wanted in enumerate(both):
+        near = {"rtol": 1e-5, "atol": 1e-5 * float(jnp.abs(wanted).max())}
+        np.testing.assert_allclose(jax.grad(total, n)(x, m), wanted, **near)
+        again = jax.jit(jax.vmap(jax.grad(total, n), (None, 0)))(x, jnp.stack([m, m]))
+        np.testing.assert_allclose(again[1], wanted, **near)
+
+
 def test_gradients_in_float32() -> None:
     """Those of the sums over all pairs, which JAX differentiates."""
     x = jax.random.uniform(jax.random.key(0), (200, 2))

@@ -130,20 +130,26 @@ def test_steps(form: str, D: int, E: int, terms: tuple[str, ...], split: int | N
             )
             operands = {n: operand_of(x) for n, x in (tensors(direction, D, E, kind, queries, shift) | more).items()}
             module = {"forward": forward, "backward": backward}[direction] if form in BLOCKS else gather
-            found = getattr(module, direction)(p, layout, Scoring(0.1, 0, 5.0), operands, split=split)
-            for step in found.launch.steps:
-                if step.kernel.implementation == IMPLEMENTATION.name:
-                    seen.add(step.kernel.name)
-                    entry = getattr(entries, step.kernel.name)(*step.kernel.key)
-                    check(
-                        step.kernel.name,
-                        step.kernel.key,
-                        entry,
-                        step.arguments,
-                        lambda name, found=found, operands=operands: known(found, operands, name),
-                    )
+            for more_options in (
+                ({"most_kept": 2**40}, {"most_kept": 0}) if direction == "backward" and form in BLOCKS else ({},)
+            ):
+                found = getattr(module, direction)(
+                    p, layout, Scoring(0.1, 0, 5.0), operands, split=split, **more_options
+                )
+                for step in found.launch.steps:
+                    if step.kernel.implementation == IMPLEMENTATION.name:
+                        seen.add(step.kernel.name)
+                        entry = getattr(entries, step.kernel.name)(*step.kernel.key)
+                        check(
+                            step.kernel.name,
+                            step.kernel.key,
+                            entry,
+                            step.arguments,
+                            lambda name, found=found, operands=operands: known(found, operands, name),
+                        )
     if form in BLOCKS:
         assert {"forward", "preprocess", "query_gradient", "wide" if D > 128 else "backward"} <= seen
+        assert ("kept" in seen) == (max(D, E) > 64)
     assert split is None or "sum_parts" in seen or kind == torch.float32 or form == "listed"  # which are not cut
 
 

@@ -16,6 +16,7 @@ from gossamer.kernels.hopper.choice import (
     backward_config,
     forward_config,
     gather_config,
+    kept_config,
     padded,
     query_config,
     wide_config,
@@ -24,6 +25,7 @@ from gossamer.kernels.hopper.device.configurations import (
     SHARED_MEMORY,
     BackwardConfig,
     ForwardConfig,
+    KeptConfig,
     QueryConfig,
     WideConfig,
 )
@@ -63,6 +65,12 @@ def test_configuration_refuses() -> None:
         ForwardConfig("bfloat16", 128, 128, hold=4)
     with pytest.raises(ValueError, match="the dQ kernel needs two stages of K, got 1"):
         QueryConfig("bfloat16", 128, 128, k_stages=1)
+    with pytest.raises(ValueError, match="a stage is given back one step later, so there are two at least, got 1"):
+        KeptConfig("bfloat16", 128, stages=1)
+    with pytest.raises(ValueError, match="no kernel of dQ from dS for tiles 64 x 32"):
+        KeptConfig("bfloat16", 128, block_kv=32)
+    with pytest.raises(ValueError, match="the column kernel cannot run as"):
+        BackwardConfig("bfloat16", 128, 128, keeps=True)
     with pytest.raises(ValueError, match="the kernel of dK and dV needs two stages of Q, got 1"):
         WideConfig("bfloat16", 192, 192, q_stages=1)
     with pytest.raises(ValueError, match="no gather kernel as"):
@@ -129,12 +137,13 @@ def name_of(kernel: Shipped) -> str:
         values = (
             c.dtype,
             c.D,
-            c.E,
+            getattr(c, "E", c.D),
             c.block_q,
             c.block_kv,
-            c.score,
+            getattr(c, "score", "fold"),
             *(("no dq",) if not getattr(c, "with_dq", 1) else ()),
             *(("edges",) if getattr(c, "edges", 0) else ()),
+            *(("keeps",) if getattr(c, "keeps", 0) else ()),
         )
     return "-".join(str(value) for value in (kernel.kind, *values))
 
@@ -187,6 +196,15 @@ def made_when_needed() -> Iterator[tuple[str, Any]]:
     yield "backward", backward_config("float16", 128, 128, 64, 64, "fold", False)
     for with_dq, lengths in itertools.product((True, False), repeat=2):
         yield "backward", backward_config("bfloat16", 128, 128, 128, 128, "fold", with_dq, lengths, True)
+    for D, tile in itertools.product((96, 128, 256), ((64, 64), (128, 128))):
+        for score, lengths in (("fold", False), ("softcap", True)):
+            if D > WIDE:
+                yield "wide", dataclasses.replace(wide_config("bfloat16", D, D, *tile, score, lengths), keeps=True)
+            else:
+                of_columns = backward_config("bfloat16", D, D, *tile, score, False, lengths)
+                yield "backward", dataclasses.replace(of_columns, keeps=True)
+            yield "kept", kept_config("bfloat16", D, *tile, lengths)
+    yield "kept", kept_config("float16", 96, 192, 128)
     yield "wide", wide_config("bfloat16", 256, 256, 64, 64, "fold")
     for D, E in ((128, 128), (96, 96), (64, 64), (256, 256), (192, 128)):
         tile = (192 if D == 64 else 128, 128)
@@ -200,8 +218,8 @@ def made_when_needed() -> Iterator[tuple[str, Any]]:
     for direction, size in itertools.product(("forward", "query", "columns"), (64, 128)):
         yield "gather", gather_config(direction, "bfloat16", size, size, "fold")
         yield "gather", gather_config(direction, "float16", size, size, "softcap", True)
-    for size in (64, 128):
-        yield "gather", gather_config("forward", "bfloat16", size, size, "fold", gaussian=True)
+    for direction, size, gaussian in itertools.product(("forward", "query", "columns"), (64, 128), (False, True)):
+        yield "gather", gather_config(direction, "bfloat16", size, size, "fold", particles=True, gaussian=gaussian)
     for score, lengths in itertools.product(("fold", "scale", "softcap"), (False, True)):
         yield "gather", gather_config("forward", "float32", 64, 64, score, lengths)
     # Lists that only a device knows, of heads that share them.
@@ -222,6 +240,9 @@ def test_what_is_made_when_needed_compiles(kind: str, config: Any) -> None:
     most = 16 if kind == "query_gradient" and config.D == 256 and config.score == "softcap" else 0
     # dK and dV of 128 columns leave the computing warpgroup a few registers short.
     most = 16 if kind == "gather" and config.direction == "columns" and config.size == 128 else most
+    # Those of particles leave that to the warps that gather, and a Gaussian takes a few registers more.
+    if kind == "gather" and config.particles and config.size == 128:
+        most = {"forward": 0, "query": 32, "columns": 232}[config.direction]
     # So do all three gradients of 256.
     most = 16 if kind == "gather" and config.direction == "gradients" and config.size == 256 else most
     assert stack and max(stack) <= most, stack
@@ -232,6 +253,8 @@ FLAT = [
     ("forward", forward_config("bfloat16", 64, 64, 192, 128, "fold")),
     ("backward", backward_config("bfloat16", 128, 128, 128, 128, "fold", True)),
     ("query_gradient", query_config("bfloat16", 64, 64, 64, 64, "fold", True)),
+    ("backward", dataclasses.replace(backward_config("bfloat16", 128, 128, 64, 64, "fold", False), keeps=True)),
+    ("kept", kept_config("bfloat16", 128, 64, 64)),
     ("gather", gather_config("columns", "bfloat16", 64, 64, "fold")),
     ("preprocess", "bfloat16", 64, 64),
     ("sum_parts", "bfloat16", 64, 128),

@@ -28,26 +28,38 @@ def test_lists_compile(periodic: bool, monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("direction", "bandwidth", "D"), [("forward", None, 64), ("forward", 0.5, 20), ("backward", None, 20)]
+    ("direction", "bandwidth", "D", "dtype"),
+    [
+        ("forward", None, 64, "float16"),
+        ("forward", 0.5, 20, "bfloat16"),
+        ("backward", None, 20, "float16"),
+        ("backward", 0.5, 128, "bfloat16"),
+        ("forward", None, 64, "float32"),
+    ],
 )
-def test_launches_take_lists_as_arguments(direction: Direction, bandwidth: float | None, D: int) -> None:
+def test_launches_take_lists_as_arguments(direction: Direction, bandwidth: float | None, D: int, dtype: str) -> None:
     """Nothing of the lists is in a launch but their shapes, and a kernel gets every array that it has."""
     N, H, T = 1000, 3, 16
     lists = {
         **shapes_of(N, 40, 192),
         "keys": (T * 192,),
+        "particles": (64 * T,),
         "items": (T * H, 16),
         "column_items": (T * H, 16),
         "segments": (T, 8),
     }
-    found = launched(direction, Attending(0.5, bandwidth, (1.0, None)), H, N, D, 64, "float16", 132, lists)
+    found = launched(direction, Attending(0.5, bandwidth, (1.0, None)), H, N, D, 64, dtype, 132, lists)
     launch = found.prepared.launch
-    assert launch.results == RESULTS[direction] and launch.arguments == found.given and not launch.layout
+    pulls = ("pull_rows", "pull_columns") if direction == "backward" else ()
+    assert launch.results == (*RESULTS[direction], *pulls)
+    assert launch.arguments == found.given and not launch.layout
     steps = [step for step in launch.steps if step.kernel.name == "gather"]
     assert len(steps) == (1 if direction == "forward" else 2)
     for step in steps:
         arrays = [name for name in step.arguments if isinstance(name, str)]
         assert len(arrays) == len(parameters("gather", *step.kernel.key))
-        assert {"keys" if direction == "forward" else "columns", "bits"} < set(arrays) and ("theirs" in arrays) == (
-            bandwidth is not None
-        )
+        assert {"keys", "bits"} < set(arrays) and ("particles" in arrays) == (dtype != "float32")
+        (config,) = step.kernel.key
+        assert config.gaussian == (bandwidth is not None)
+    for name in pulls:
+        assert launch.arrays[name].shape == ((H, N, 4) if bandwidth else (1, 1, 4))

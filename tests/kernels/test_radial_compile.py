@@ -19,10 +19,10 @@ COMPILE = """
 import sys
 from gossamer.kernels.radial.compiled import radial
 from gossamer.kernels.radial.configurations import RadialConfig
-kinds = ("sum", 1, 16), ("sum", 4, 8), ("sum_slopes", 2, 8), ("force", 1, 8), ("force_slopes", 1, 8), ("count", 1, 8)
+kinds = ("sum", 1, 16), ("sum", 4, 8), ("sum_slopes", 1, 8), ("force", 1, 8), ("force_slopes", 1, 8), ("count", 1, 8)
 for term, channels, queries in kinds:
     for periodic in (True, False):
-        assert radial.object(RadialConfig(term, channels, periodic, softened=periodic, queries=queries))
+        assert radial.object(RadialConfig(term, channels, periodic, periodic, queries, values=periodic))
 """
 
 

@@ -190,26 +190,30 @@ def test_attention_in_16_bits(kernel: str, D: int, E: int, N: int) -> None:
     x = oracle.cloud(rng, N, 3, "uniform")
     dtype = torch.float16 if D == 20 else torch.bfloat16
     limit = 2e-3 if D == 20 else 2e-2
-    neighbors = gp.Neighbors.allocate(torch.as_tensor(x, device="cuda"), radius, box)
+    places = torch.as_tensor(x, device="cuda").requires_grad_()
+    neighbors = gp.Neighbors.allocate(places, radius, box)
     q, k = (torch.randn(N, H, D, device="cuda").to(dtype).requires_grad_() for _ in range(2))
     v = torch.randn(N, H, E, device="cuda").to(dtype).requires_grad_()
     products, bandwidth = kernel != "gaussian", None if kernel == "dot" else 0.1
     pair = (q, k) if products else (None, None)
     found = gp.neighbor_attention(*pair, v, neighbors, kernel=kernel, bandwidth=bandwidth, return_residual=True)
     exact = [one.detach().double().cpu().requires_grad_() for one in (q, k, v)]
-    s = torch.as_tensor(oracle.pairs(oracle.wrapped(x, box), box).s)
+    there = torch.as_tensor(oracle.wrapped(x, box), dtype=torch.float64).requires_grad_()
+    steps = there - there[:, None]
+    folds = torch.tensor([size or np.inf for size in box], dtype=torch.float64)
+    s = (steps - (folds * (steps.detach() / folds).round()).nan_to_num()).square().sum(-1)
     scores = D**-0.5 * torch.einsum("ihd,jhd->hij", *exact[:2]) if products else torch.zeros(H, N, N, dtype=s.dtype)
     scores = scores - s / (2 * bandwidth**2) if bandwidth else scores
-    scores = scores.masked_fill(s > radius**2, -float("inf"))
+    scores = scores.masked_fill(s.detach() > radius**2, -float("inf"))
     wanted = torch.einsum("hij,jhe->ihe", scores.softmax(-1), exact[2]), scores.logsumexp(-1).T
     for one, right in zip(found, wanted, strict=True):
         torch.testing.assert_close(one.double().cpu(), right.detach(), rtol=limit, atol=limit)
     again = gp.neighbor_attention(*pair, v, neighbors, kernel=kernel, bandwidth=bandwidth)
     assert again.equal(found[0])
     weights = torch.randn_like(found[0])
-    used = slice(0 if products else 2, 3)
-    got = torch.autograd.grad(found[0], (q, k, v)[used], weights)
-    right = torch.autograd.grad(wanted[0], exact[used], weights.double().cpu())
+    used = slice(0 if products else 2, 4 if bandwidth else 3)
+    got = torch.autograd.grad(found, (q, k, v, places)[used], (weights, torch.ones_like(found[1])))
+    right = torch.autograd.grad(wanted, [*exact, there][used], (weights.double().cpu(), torch.ones_like(wanted[1])))
     for one, other in zip(got, right, strict=True):
         assert (one.double().cpu() - other).abs().max() <= limit * other.abs().max()
 

@@ -105,6 +105,8 @@ def test_the_verdict() -> None:
         "This call runs on blocked, forward in about 26 us, backward on triton in about 2 ms; "
         "dense attention, Causal(), would take about 51 us forward."
     )
+    keeps = replace(measured, backward="hopper", backward_bytes=2**30)
+    assert ("backward by", "hopper, keeps dS for dQ: 1,024 MiB") in keeps.rows()
     parts = replace(measured, seconds=None, estimates=(3e-3, 9e-3))
     assert "in about 3 ms; dense" in parts.verdict and ("estimated", "3 ms in parts, 9 ms as one call") in parts.rows()
     assert ("counted", "in parts: 1.00, as one call: 3.00") in replace(parts, measured=False).rows()

@@ -96,10 +96,11 @@ def prepare(
 
 
 def compare(layout: BlockLayout, *sizes: int, split: int | None = None, **more: object) -> None:
-    """Both modes of the backward against the oracle."""
+    """Both modes of the backward against the oracle, and that which keeps no dS."""
     call = prepare(layout, *sizes, **more)  # type: ignore[arg-type]
     call.check(call.run(split=split))
     call.check(call.run(split=split, deterministic=True))
+    call.check(call.run(split=split, deterministic=True, most_kept=0))
 
 
 def build(pattern: Pattern, Q: int, K: int, D: int = 128) -> BlockLayout:

@@ -33,37 +33,39 @@ def attend(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array) 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(call: Attending, fused: bool, x: Array, q: Array, k: Array, v: Array, neighbors: Neighbors) -> Rows:
-    """With `fused` a kernel computes it on a GPU.
-
-    Arrays are by particles, and moved here: to places along the curve and back. JAX would differentiate a move as a
-    sum over repeated ones.
-    """
+    """With `fused` a kernel computes it on a GPU. Arrays are by particles."""
     found, _ = _forward(call, fused, x, q, k, v, neighbors)
     return found
 
 
 def _forward(call: Attending, fused: bool, x: Array, q: Array, k: Array, v: Array, neighbors: Neighbors) -> Any:
-    order = neighbors.cells.runs.order
-    back = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype), unique_indices=True)
-    q, blocked = q[order], partial(_forward_blocked, call)
+    blocked = partial(_forward_blocked, call)
     if fused:
-        made = lax.platform_dependent(
-            neighbors, q, k, v, cuda=sequential_vmap(partial(_forward_fused, call)), default=blocked
-        )
+        kernel = sequential_vmap(partial(_forward_fused, call))
+        made = lax.platform_dependent(neighbors, q, k, v, cuda=kernel, default=blocked)
     else:
         made = blocked(neighbors, q, k, v)
-    cut = neighbors.cut
-    made = made._replace(lse=jnp.where(cut[:, None], jnp.nan, made.lse))  # and so are all gradients of such rows
-    found = Rows(jnp.where(cut[back][:, None, None], jnp.nan, made.out[back]), made.lse[back])
-    return found, (q, k, v, neighbors, made, back)
+    return made, (q, k, v, neighbors, made)
 
 
-# Of the functions below q is by places along the curve, and so is all that they give; k and v are by particles.
+def _back(neighbors: Neighbors) -> Array:
+    """The place of each particle along the curve. JAX would differentiate moves by it as sums over repeated ones."""
+    order = neighbors.cells.runs.order
+    return jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype), unique_indices=True)
+
+
+def _whole(x: Array, neighbors: Neighbors, back: Array) -> Array:
+    """What is by places, by particles: of lists that are not cut. The rest is not a number."""
+    return jnp.where(neighbors.cut[back].reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x[back])
 
 
 def _forward_fused(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array) -> Rows:
     assert neighbors.groups is not None
-    return Rows(*listed_jax.forward(call, neighbors.groups, q, k, v))
+    if v.dtype != jnp.float32:
+        return Rows(*listed_jax.forward(call, neighbors.groups, q, k, v))
+    out, lse = listed_jax.forward(call, neighbors.groups, q[neighbors.cells.runs.order], k, v)
+    back = _back(neighbors)
+    return Rows(_whole(out, neighbors, back), _whole(lse, neighbors, back))
 
 
 def _forward_blocked(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array) -> Rows:
@@ -76,45 +78,34 @@ def _forward_blocked(call: Attending, neighbors: Neighbors, q: Array, k: Array, 
         return rows(call, _take(features, at), _take(features, jnp.minimum(lists, N - 1)), lists < N, jnp)
 
     made = Rows(*_in_chunks(chunk, N, M * (q.shape[1] * (q.shape[2] + v.shape[2]) + 8)))
-    return made._replace(out=made.out.astype(v.dtype))
+    back = _back(neighbors)
+    return Rows(_whole(made.out.astype(v.dtype), neighbors, back), _whole(made.lse, neighbors, back))
 
 
 def _backward(call: Attending, fused: bool, kept: Any, given: Rows) -> Any:
-    q, k, v, neighbors, made, back = kept
-    order = neighbors.cells.runs.order
-    blocked, given = partial(_backward_blocked, call), Rows(given.out[order], given.lse[order])
-    if fused and differentiates(call, str(v.dtype)):
-        found = lax.platform_dependent(
-            neighbors, q, k, v, made, given, cuda=sequential_vmap(partial(_backward_fused, call)), default=blocked
-        )
+    blocked, arrays = partial(_backward_blocked, call), (*kept, given)
+    if fused and differentiates(str(given.out.dtype)):
+        kernels = sequential_vmap(partial(_backward_fused, call))
+        found = lax.platform_dependent(*arrays, cuda=kernels, default=blocked)
     else:
-        found = blocked(neighbors, q, k, v, made, given)
-    cut = neighbors.cut[back]
-    dq, dk, dv, dx = (jnp.where(cut.reshape(-1, *[1] * (one.ndim - 1)), jnp.nan, one[back]) for one in found)
-    return dx, dq, dk, dv, None
+        found = blocked(*arrays)
+    return found.x, found.q, found.k, found.v, None
 
 
-def _backward_fused(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array, made: Rows, given: Rows
+def _backward_fused(call: Attending, q: Array, k: Array, v: Array, neighbors: Neighbors, made: Rows, given: Rows
                     ) -> Gradients:  # fmt: skip
     assert neighbors.groups is not None
-    order = neighbors.cells.runs.order
-    arrays = {
-        "dout": given.out,
-        "dlse": given.lse,
-        "q": q,
-        "k": k[order],
-        "v": v[order],
-        "out": made.out,
-        "lse": made.lse,
-    }
-    return Gradients(*listed_jax.backward(call, neighbors.groups, **arrays), jnp.zeros_like(neighbors.cells.x))
+    _, d = neighbors.cells.x.shape
+    arrays = {"dout": given.out, "dlse": given.lse, "q": q, "k": k, "v": v, "out": made.out, "lse": made.lse}
+    return Gradients(*listed_jax.backward(call, neighbors.groups, d, **arrays))
 
 
-def _backward_blocked(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array, made: Rows, given: Rows
+def _backward_blocked(call: Attending, q: Array, k: Array, v: Array, neighbors: Neighbors, made: Rows, given: Rows
                       ) -> Gradients:  # fmt: skip
-    places = neighbors.places
+    places, order = neighbors.places, neighbors.cells.runs.order
     N, M = places.shape
     features = _features(neighbors, q, k, v)
+    made, given = (jax.tree.map(lambda one: one[order], rows) for rows in (made, given))
     dout = given.out.astype(made.lse.dtype)
     mine = Kept(made.lse, (dout * made.out).sum(-1) - given.lse, dout)
 
@@ -126,7 +117,9 @@ def _backward_blocked(call: Attending, neighbors: Neighbors, q: Array, k: Array,
 
     *_, H, E = features.v.shape
     found: Gradients = _in_chunks(chunk, N, 2 * M * H * (features.q.shape[2] + E + 4))
-    return Gradients(found.q.astype(q.dtype), found.k.astype(k.dtype), found.v.astype(v.dtype), found.x)
+    back = _back(neighbors)
+    dq, dk, dv, dx = (_whole(one, neighbors, back) for one in found)
+    return Gradients(dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dx)
 
 
 _attend.defvjp(_forward, _backward)
@@ -136,7 +129,7 @@ def _features(neighbors: Neighbors, q: Array, k: Array, v: Array) -> Features:
     runs = neighbors.cells.runs
     points, order = runs.points, runs.order
     x = list(points.reshape(len(points), -1)[:, : len(v)])
-    return Features(x, *(one.astype(points.dtype) for one in (q, k[order], v[order])))
+    return Features(x, *(one[order].astype(points.dtype) for one in (q, k, v)))
 
 
 def _take(features: Features, at: Array) -> Features:

@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.kernels.launch import dtype_of
 from gossamer.particles import listed_torch
 from gossamer.particles.attend import Attending, Features, Kept, Rows, row_gradients, rows
-from gossamer.particles.groups import differentiates
 from gossamer.particles.neighbors import Neighbors
 from gossamer.torch.api import attention
 from gossamer.torch.structure import Indices
@@ -29,7 +27,7 @@ def attend(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tenso
         found = _products(call, neighbors, *(one[order].transpose(0, 1)[None] for one in (q, k, v)))
         return Rows(found.out[back].to(v.dtype), found.lse[back])
     features = (one if fused else one.to(dtype) for one in (q, k, v))
-    out, lse = _Attend.apply(call, neighbors, fused, x.to(dtype), *features)
+    out, lse = (_Attend if fused else _AttendBlocked).apply(call, neighbors, x.to(dtype), *features)
     return Rows(out.to(v.dtype), lse)
 
 
@@ -76,37 +74,47 @@ class _Unsure(torch.autograd.Function):
 
 
 class _Attend(torch.autograd.Function):
-    """Of arrays by particles, which it moves; with `fused` by kernels, but for gradients of a Gaussian."""
+    """Of arrays by particles: by kernels, which find them by lists."""
 
     @staticmethod
-    def forward(
-        ctx: Any, call: Attending, neighbors: Neighbors, fused: bool, x: Tensor, q: Tensor, k: Tensor, v: Tensor
-    ) -> Any:
+    def forward(ctx: Any, call: Attending, neighbors: Neighbors, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        out, lse = listed_torch.forward(call, neighbors, q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call, ctx.neighbors = call, neighbors
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        given = {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+        dq, dk, dv, dx = listed_torch.backward(ctx.call, ctx.neighbors, **given)
+        return None, None, dx, dq, dk, dv
+
+
+class _AttendBlocked(torch.autograd.Function):
+    """The same in chunks of particles, along the curve, to which arrays are moved."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Attending, neighbors: Neighbors, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Any:
         (order, back), cut = _moves(neighbors), neighbors.cut
-        q = q[order]
-        if fused:
-            out, lse = (one.contiguous() for one in listed_torch.forward(call, neighbors, q, k, v))
-        else:
-            out, lse = _blocked(call, neighbors, q, k[order], v[order])
+        q, k, v = (one[order] for one in (q, k, v))
+        out, lse = _blocked(call, neighbors, q, k, v)
         lse = _whole(lse, cut)  # and so are all gradients of such rows
         ctx.save_for_backward(q, k, v, out, lse, order, back, cut)
-        ctx.call, ctx.neighbors, ctx.fused = call, neighbors, fused and differentiates(call, dtype_of(v))
+        ctx.call, ctx.neighbors = call, neighbors
         return _whole(out[back], cut[back]), lse[back]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
         q, k, v, out, lse, order, back, cut = ctx.saved_tensors
-        k, v, dout, dlse = (one[order] for one in (k, v, dout, dlse))
-        dx = None
-        if ctx.fused:
-            given = {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-            found = list(listed_torch.backward(ctx.call, ctx.neighbors, **given))
-        else:
-            kept = Kept(lse, (dout * out.to(lse.dtype)).sum(-1) - dlse, dout.to(lse.dtype))
-            *found, dx = _blocked_gradients(ctx.call, ctx.neighbors, q, k, v, kept)
-        dx = None if dx is None else _whole(dx[back], cut[back])
-        return None, None, None, dx, *(_whole(one[back], cut[back]) for one in found)
+        dout, dlse = (one[order] for one in (dout, dlse))
+        kept = Kept(lse, (dout * out).sum(-1) - dlse, dout)
+        dq, dk, dv, dx = (
+            _whole(one[back], cut[back]) for one in _blocked_gradients(ctx.call, ctx.neighbors, q, k, v, kept)
+        )
+        return None, None, dx, dq, dk, dv
 
 
 def _blocked(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from gossamer.particles import terms
 from gossamer.particles.cells import Runs
 from gossamer.particles.geometry import MARGIN, RUN, Seen, Sizes, gaps, nearest, squares
 from gossamer.particles.groups import Groups
+from gossamer.particles.listed_jax import particles_of
 
 PAIRS = 2**18  # of a step: measured on two cores
 PIECE = 8  # runs of candidates of a step
@@ -157,7 +158,8 @@ def groups_of(reach: Reach, runs: Runs, M: int, room: int) -> tuple[Array, Array
     columns, bits, theirs, mine, counts, far = lax.map(group, (rows, points.reshape(3, T, ROWS).swapaxes(0, 1)))
     keys = jnp.where(columns < 0, -1, runs.order[jnp.maximum(columns, 0)])
     flat = columns.reshape(-1), keys.reshape(-1), bits.reshape(-1, ROWS), theirs.reshape(-1, 4), mine.reshape(-1, 4)
-    return places, sizes, Groups(*flat, counts, far)
+    particles = particles_of(runs, sizes > M, counts > room)
+    return places, sizes, Groups(*flat, counts, far, particles)
 
 
 def _probe(term: terms.Term, runs: Runs, rows: Array, columns: Array) -> Array:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from gossamer.kernels.radial.configurations import NUMBERS, OPEN, QUERIES, Own, RadialConfig
 from gossamer.kernels.radial.functions import digest
+from gossamer.kernels.radial.gravity import coefficients_of
 from gossamer.particles.geometry import Sizes
 from gossamer.particles.laws import Gaussian, RadialKernel, ShortRangeGravity
 
@@ -31,14 +32,14 @@ class Call(NamedTuple):
         return unit
 
 
-def call_of(term: str, law: Any, radius: float, box: Sizes, channels: int = 1) -> Call:
-    """The call of a term ("sum", "sum_slopes", "force", "force_slopes", "count")."""
+def call_of(term: str, law: Any, radius: float, box: Sizes, channels: int = 1, values: bool = True) -> Call:
+    """The call of a term ("sum", "sum_slopes", "force", "force_slopes", "count"): see `RadialConfig`."""
     softened = isinstance(law, ShortRangeGravity) and law.softening > 0
     own = None
     if isinstance(law, RadialKernel):
         own = Own(digest(law.function), len(law.numbers), law.function)
     queries = 2 * QUERIES if term == "sum" and channels == 1 and own is None else QUERIES
-    config = RadialConfig(term, channels, any(size is not None for size in box), softened, queries, own)
+    config = RadialConfig(term, channels, any(size is not None for size in box), softened, queries, values, own)
     sizes = [OPEN if size is None else size for size in (*box, *[None] * (3 - len(box)))]
     of_law: list[float] = []
     unit = 1.0
@@ -49,7 +50,7 @@ def call_of(term: str, law: Any, radius: float, box: Sizes, channels: int = 1) -
     elif isinstance(law, ShortRangeGravity):
         unit = 2.0 ** -round(math.log2(law.split))
         split = law.split * unit
-        fit = [c * split ** (-3 - 2 * n) for n, c in enumerate(law.coefficients())]
-        of_law = [(law.softening * unit) ** 2, *fit]
+        gaussian = [-math.log2(math.e) / (4 * split**2), -math.log2(2 * math.sqrt(math.pi) * split**3)]
+        of_law = [(law.softening * unit) ** 2, *coefficients_of(split), *gaussian]
     numbers = [*sizes, radius**2, *of_law, *[0.0] * (NUMBERS - 1 - len(of_law)), unit]
     return Call(config, tuple(numbers))

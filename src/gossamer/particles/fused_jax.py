@@ -31,29 +31,35 @@ def serves(runs: Runs) -> bool:
     return runs.points.dtype == jnp.float32 and runs.order.shape[0] > 0 and available()
 
 
-def sums(term: str, law: Any, radius: float, box: Sizes, runs: Runs, columns: Array) -> Array:
-    """What `in_jax.pair_sums` gives for a term, of what candidates bring (N, B)."""
+def sums(term: str, law: Any, radius: float, box: Sizes, runs: Runs, columns: Array, values: bool) -> Array:
+    """What `in_jax.pair_sums` gives for a term, of what candidates bring (N, B).
+
+    Args:
+        values: of gradients, whether those to values are asked for; else they are left out.
+    """
     if term == "force_slopes":
         columns = jnp.concatenate([columns[:, -1:], columns[:, :-1]], 1)
     if term not in CHANNELS:
-        return _run(term, law, radius, box, runs, columns, 1)
+        return _run(term, law, radius, box, runs, columns, 1, values)
     most = CHANNELS[term]
     if term == "sum":
         parts = [columns[:, n : n + most] for n in range(0, columns.shape[1], most)]
         return jnp.concatenate([_run(term, law, radius, box, runs, part, part.shape[1]) for part in parts], 1)
-    values, g = jnp.split(columns, 2, 1)
+    given, g = jnp.split(columns, 2, 1)
     (d, _, _), positions, others = runs.points.shape, [], []
-    for n in range(0, values.shape[1], most):
-        part = jnp.concatenate([values[:, n : n + most], g[:, n : n + most]], 1)
-        found = _run(term, law, radius, box, runs, part, part.shape[1] // 2)
+    for n in range(0, given.shape[1], most):
+        part = jnp.concatenate([given[:, n : n + most], g[:, n : n + most]], 1)
+        found = _run(term, law, radius, box, runs, part, part.shape[1] // 2, values)
         positions.append(found[:, :d])
         others.append(found[:, d:])
     return jnp.concatenate([sum(positions[1:], start=positions[0]), *others], 1)
 
 
-def _run(term: str, law: Any, radius: float, box: Sizes, runs: Runs, payload: Array, channels: int) -> Array:
+def _run(
+    term: str, law: Any, radius: float, box: Sizes, runs: Runs, payload: Array, channels: int, values: bool = True
+) -> Array:
     (N,), (d, T, run) = runs.order.shape, runs.points.shape
-    asked = call_of(term, law, radius, box, channels)
+    asked = call_of(term, law, radius, box, channels, values)
     config, numbers = asked
     more = T * run - N
     positions = runs.points.reshape(d, -1).T * asked.unit

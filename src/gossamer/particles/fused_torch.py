@@ -35,10 +35,11 @@ def weighted(cells: Cells, law: Any, values: Tensor) -> Tensor:
     return torch.cat(found, 1) if len(found) != 1 else found.pop()
 
 
-def weighted_slopes(cells: Cells, law: Any, g: Tensor, values: Tensor) -> Tensor:
+def weighted_slopes(cells: Cells, law: Any, g: Tensor, values: Tensor, both: bool = True) -> Tensor:
+    """To positions, and if both are asked for, to values; so of forces."""
     most, (d, _, _) = CHANNELS["sum_slopes"], cells.runs.points.shape
     parts = zip(values.split(most, 1), g.split(most, 1), strict=True)
-    found = [_run("sum_slopes", law, cells, cells.radius, torch.cat(part, 1)) for part in parts]
+    found = [_run("sum_slopes", law, cells, cells.radius, torch.cat(part, 1), both) for part in parts]
     if len(found) == 1:
         return found.pop()
     return torch.cat([torch.stack([x[:, :d] for x in found]).sum(0), *(x[:, d:] for x in found)], 1)
@@ -48,8 +49,8 @@ def force(cells: Cells, law: Any, radius: float, mass: Tensor) -> Tensor:
     return _run("force", law, cells, radius, mass[:, None])
 
 
-def force_slopes(cells: Cells, law: Any, radius: float, g: Tensor, mass: Tensor) -> Tensor:
-    return _run("force_slopes", law, cells, radius, torch.cat([mass[:, None], g], 1))
+def force_slopes(cells: Cells, law: Any, radius: float, g: Tensor, mass: Tensor, both: bool = True) -> Tensor:
+    return _run("force_slopes", law, cells, radius, torch.cat([mass[:, None], g], 1), both)
 
 
 def count(cells: Cells) -> Tensor:
@@ -57,9 +58,9 @@ def count(cells: Cells) -> Tensor:
     return _run("count", None, cells, cells.radius, cells.runs.points.new_zeros(cells.num_particles, 0))[:, 0]
 
 
-def _run(term: str, law: Any, cells: Cells, radius: float, payload: Tensor) -> Tensor:
+def _run(term: str, law: Any, cells: Cells, radius: float, payload: Tensor, values: bool = True) -> Tensor:
     runs, (N, n) = cells.runs, payload.shape
-    call = call_of(term, law, radius, cells.box, {"sum": n, "sum_slopes": n // 2}.get(term, 1))
+    call = call_of(term, law, radius, cells.box, {"sum": n, "sum_slopes": n // 2}.get(term, 1), values)
     config, numbers = call
     d, T, run = runs.points.shape
     with torch.no_grad():

@@ -37,6 +37,7 @@ class Groups(NamedTuple):
     mine: Any  # (64 T, 4)
     counts: Any  # (T,) int32: how many places, also where they do not fit
     far: Any  # (T,) int32: 1 where no frame holds nearest images
+    particles: Any  # (64 T,) int32: those of the groups, as `named` says
 
     @property
     def room(self) -> int:
@@ -87,6 +88,22 @@ def shapes_of(N: int, capacity: int, room: int) -> dict[str, tuple[int, ...]]:
     }  # fmt: skip
 
 
+def named(order: Any, cut: Any, over: Any, known: Any, place: Any, xp: Any) -> Any:
+    """The particles of groups: -1 where there is none, -2 less the particle where its list, or its group's, is cut.
+
+    Args:
+        order: (N,) int32: the particles along the curve.
+        cut: (N,): which of their lists are; over: (T,): which of the groups' are.
+        known: whether all positions are finite; else nobody knows who is near whom.
+        place: 0 to 64 T - 1, int32.
+        xp: jax.numpy or torch.
+    """
+    (N,) = order.shape
+    at = xp.clip(place, 0, N - 1)
+    wrong = cut[at] | over[place // ROWS] | ~known
+    return xp.where(place < N, xp.where(wrong, -2 - order[at], order[at]), -1)
+
+
 def addressed(N: int, capacity: int, room: int) -> bool:
     """Whether kernels address all of the lists."""
     return max(N * capacity, -(-N // ROWS) * room * 4) < MOST
@@ -99,9 +116,9 @@ def attends(call: Attending, dtype: str, D: int, E: int) -> bool:
     return dtype in TYPES and 0 < E <= LARGEST and D <= LARGEST
 
 
-def differentiates(call: Attending, dtype: str) -> bool:
-    """Whether kernels compute the backward of a call whose forward they compute."""
-    return call.bandwidth is None and dtype in TYPES
+def differentiates(dtype: str) -> bool:
+    """Whether kernels compute the backward of a call whose forward they compute, all by particles."""
+    return dtype in TYPES
 
 
 def items_of(groups: Groups, n: Any, xp: Any) -> dict[str, Any]:
@@ -141,12 +158,8 @@ def launched(
     Args:
         lists: shapes of the groups' arrays and of their items, by name.
     """
-    distances: tuple[float, ...] = ()
-    names: tuple[str, ...] = launches.LISTS[direction]
-    scale = call.scale if call.scale is not None else 1.0
-    if call.bandwidth is not None:
-        names = (*names, *launches.SPACE)
-        distances = (-0.5 / (call.bandwidth**2 * scale), *open_sizes(call.box))
+    names, scale = launches.lists(direction, dtype), call.scale if call.scale is not None else 1.0
+    factor = None if call.bandwidth is None else -0.5 / (call.bandwidth**2 * scale)
     p = Problem(1, H, H, N, N, D, E, dtype, "cuda", SM, processors)
     scoring = Scoring(scale, 0)
 
@@ -159,10 +172,8 @@ def launched(
     results = {"out": v, "lse": lse} if direction == "forward" else {"dq": q, "dk": q, "dv": v}
     given = {name: of[name] for name in INPUTS[direction]}
     given |= {name: Operand(type_of(name), tuple(lists[name]), _strides(lists[name])) for name in names}
-    if direction == "forward":
-        prepared = launches.forward(p, scoring, given | results, distances)
-    else:
-        prepared = launches.backward(p, scoring, given | results)
+    launch = launches.forward if direction == "forward" else launches.backward
+    prepared = launch(p, scoring, given | results, factor, open_sizes(call.box))
     return Launched(with_own(prepared, results), given | results, tuple(given))
 
 

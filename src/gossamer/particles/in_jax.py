@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from gossamer.kernels.neighbors.configurations import ROWS, STEP
 from gossamer.particles import blocked_jax, fused_jax, listed_jax, terms
@@ -73,12 +74,17 @@ def known(cells: Cells, like: Array) -> Array:
     return jnp.where(finite(cells), 1.0, jnp.nan).astype(like.dtype)
 
 
+def _moved(cells: Cells, like: Array) -> Array:
+    """The positions that gradients reach, which are NaN too where one of them is not finite."""
+    return cells.x.astype(like.dtype) * known(cells, like)
+
+
 def radial_sum(cells: Cells, values: Array, law: Any) -> Array:
-    return _radial_sum(law, Reach(cells.radius, cells.box), cells.x.astype(values.dtype), cells.runs, values)
+    return _radial_sum(law, Reach(cells.radius, cells.box), _moved(cells, values), cells.runs, values)
 
 
 def radial_force(cells: Cells, mass: Array, law: Any, radius: float) -> Array:
-    return _radial_force(law, Reach(radius, cells.box), cells.x.astype(mass.dtype), cells.runs, mass)
+    return _radial_force(law, Reach(radius, cells.box), _moved(cells, mass), cells.runs, mass)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -86,19 +92,22 @@ def _radial_sum(law: Any, reach: Reach, x: Array, runs: Runs, values: Array) -> 
     return _sums("sum", law, reach, runs, values[:, :0], values)
 
 
-def _radial_sum_forward(law: Any, reach: Reach, x: Array, runs: Runs, values: Array) -> Any:
-    return _radial_sum(law, reach, x, runs, values), (runs, values)
+def _radial_sum_forward(law: Any, reach: Reach, *given: Any) -> Any:
+    x, runs, values = custom_vjp_primal_tree_values(given)
+    return _radial_sum(law, reach, x, runs, values), (runs, values, _asked(given))
 
 
-def _radial_sum_backward(law: Any, reach: Reach, kept: Any, g: Array) -> Any:
-    runs, values = kept
+def _radial_sum_backward(law: Any, reach: Reach, kept: Any, g: Any) -> Any:
+    runs, values, asked = kept
+    g, d = _materialized(g), len(runs.points)
+    if asked.x is None:
+        return None, None, _sums("sum", law, reach, runs, g[:, :0], g)
     rows, columns = jnp.concatenate([g, values], 1), jnp.concatenate([values, g], 1)
-    found = _sums("sum_slopes", law, reach, runs, rows, columns)
-    d = len(runs.points)
-    return found[:, :d], None, found[:, d:]
+    found = _sums("sum_slopes", law, reach, runs, rows, columns, asked.values is not None)
+    return found[:, :d], None, None if asked.values is None else found[:, d:]
 
 
-_radial_sum.defvjp(_radial_sum_forward, _radial_sum_backward)
+_radial_sum.defvjp(_radial_sum_forward, _radial_sum_backward, symbolic_zeros=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -106,29 +115,50 @@ def _radial_force(law: Any, reach: Reach, x: Array, runs: Runs, mass: Array) -> 
     return _sums("force", law, reach, runs, x[:, :0], mass[:, None])
 
 
-def _radial_force_forward(law: Any, reach: Reach, x: Array, runs: Runs, mass: Array) -> Any:
-    return _radial_force(law, reach, x, runs, mass), (runs, mass)
+def _radial_force_forward(law: Any, reach: Reach, *given: Any) -> Any:
+    x, runs, mass = custom_vjp_primal_tree_values(given)
+    return _radial_force(law, reach, x, runs, mass), (runs, mass, _asked(given))
 
 
-def _radial_force_backward(law: Any, reach: Reach, kept: Any, g: Array) -> Any:
-    runs, mass = kept
-    both = jnp.concatenate([g, mass[:, None]], 1)
-    found = _sums("force_slopes", law, reach, runs, both, both)
-    return found[:, :-1], None, found[:, -1]
+def _radial_force_backward(law: Any, reach: Reach, kept: Any, g: Any) -> Any:
+    runs, mass, asked = kept
+    both, d = jnp.concatenate([_materialized(g), mass[:, None]], 1), len(runs.points)
+    found = _sums("force_slopes", law, reach, runs, both, both, asked.values is not None)
+    return found[:, :d], None, None if asked.values is None else found[:, d]
 
 
-_radial_force.defvjp(_radial_force_forward, _radial_force_backward)
+_radial_force.defvjp(_radial_force_forward, _radial_force_backward, symbolic_zeros=True)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _sums(term: str, law: Any, reach: Reach, runs: Runs, rows: Array, columns: Array) -> Array:
-    """The sums of a term: by a kernel on a GPU that has one, else in lax."""
-    blocked = partial(pair_sums, terms.TERMS[term], law, reach)
+class Asked(NamedTuple):
+    """Of which gradients are asked for: () or None, so that it is known under jit."""
+
+    x: tuple[()] | None
+    values: tuple[()] | None
+
+
+def _asked(given: Any) -> Asked:
+    x, _, values = given
+    return Asked(() if x.perturbed else None, () if values.perturbed else None)
+
+
+def _materialized(g: Any) -> Array:
+    return jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 6))
+def _sums(term: str, law: Any, reach: Reach, runs: Runs, rows: Array, columns: Array, values: bool = True) -> Array:
+    """The sums of a term: by a kernel on a GPU that has one, else in lax. `values` as in `fused_jax.sums`."""
+
+    def blocked(runs: Runs, rows: Array, columns: Array) -> Array:
+        found = pair_sums(terms.TERMS[term], law, reach, runs, rows, columns)
+        return found if values else found[:, : len(runs.points)]
+
     if not fused_jax.serves(runs):
         return blocked(runs, rows, columns)
 
     def fused(runs: Runs, rows: Array, columns: Array) -> Array:
-        return fused_jax.sums(term, law, reach.radius, reach.box, runs, columns)
+        return fused_jax.sums(term, law, reach.radius, reach.box, runs, columns, values)
 
     found: Array = lax.platform_dependent(runs, rows, columns, cuda=fused, default=blocked)
     return found

@@ -74,13 +74,19 @@ def known(cells: Cells, like: Tensor) -> Tensor:
     return torch.where(finite(cells), 1.0, float("nan")).to(like.dtype)
 
 
+def _moved(cells: Cells, like: Tensor) -> Tensor:
+    """The positions that gradients reach, which are NaN too where one of them is not finite."""
+    x = cells.x.to(like.dtype)
+    return x * known(cells, x) if x.requires_grad else x
+
+
 def radial_sum(cells: Cells, values: Tensor, law: Any) -> Tensor:
-    found: Tensor = _RadialSum.apply(cells.x.to(values.dtype), values, law, cells)
+    found: Tensor = _RadialSum.apply(_moved(cells, values), values, law, cells)
     return found
 
 
 def radial_force(cells: Cells, mass: Tensor, law: Any, radius: float) -> Tensor:
-    found: Tensor = _RadialForce.apply(cells.x.to(mass.dtype), mass, law, radius, cells)
+    found: Tensor = _RadialForce.apply(_moved(cells, mass), mass, law, radius, cells)
     return found
 
 
@@ -100,12 +106,12 @@ class _RadialSum(torch.autograd.Function):
         if not to_x:
             return None, _weighted(cells, law, g) if to_values else None, None, None
         if fused_torch.serves(cells):
-            found = fused_torch.weighted_slopes(cells, law, g, values)
+            found = fused_torch.weighted_slopes(cells, law, g, values, to_values)
         else:
             rows, columns = torch.cat([g, values], 1), torch.cat([values, g], 1)
             found = pair_sums(terms.weighted_slopes(law), cells, cells.radius, rows, columns)
         dx, dv = found.tensor_split([len(cells.runs.points)], 1)
-        return dx, dv, None, None
+        return dx, dv if to_values else None, None, None
 
 
 class _RadialForce(torch.autograd.Function):
@@ -121,12 +127,14 @@ class _RadialForce(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
         (mass,) = ctx.saved_tensors
+        _, to_mass, *_ = ctx.needs_input_grad
         if fused_torch.serves(ctx.cells):
-            found = fused_torch.force_slopes(ctx.cells, ctx.law, ctx.radius, g, mass)
+            found = fused_torch.force_slopes(ctx.cells, ctx.law, ctx.radius, g, mass, to_mass)
         else:
             both = torch.cat([g, mass[:, None]], 1)
             found = pair_sums(terms.force_slopes(ctx.law), ctx.cells, ctx.radius, both, both)
-        return found[:, :-1], found[:, -1], None, None, None
+        dx, dm = found.tensor_split([len(ctx.cells.runs.points)], 1)
+        return dx, dm[:, 0] if to_mass else None, None, None, None
 
 
 def _weighted(cells: Cells, law: Any, values: Tensor) -> Tensor:

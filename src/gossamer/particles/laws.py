@@ -8,15 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gossamer.kernels.radial.configurations import NUMBERS
 from gossamer.kernels.radial.functions import digest, result
-
-DEGREE = 8  # of the polynomial of the long-range part in R^2: 5e-5 of Newton's force in float32
+from gossamer.kernels.radial.gravity import ROOT, long_root
 
 
 class Values(NamedTuple):
@@ -62,8 +60,8 @@ class ShortRangeGravity:
 
         w = R^-3 - (erf(u) - 2 u exp(-u^2) / sqrt(pi)) R^-3,  R^2 = r^2 + softening^2,  u = R / (2 split),
 
-    whose second term is an entire function of R^2 (Essmann et al. 1995; GROMACS's correction of Ewald sums): a
-    polynomial of degree 8 here, whose error is under 5e-5 of Newton's force.
+    whose second term is an entire function of R^2 (Essmann et al. 1995; GROMACS's correction of Ewald sums): the square
+    of a polynomial here, whose error is 1.5e-5 of Newton's force.
 
     Args:
         split: the length at which the two parts meet, positive.
@@ -92,26 +90,21 @@ class ShortRangeGravity:
         """Beyond this distance the force is 0."""
         return self.CUT * self.split
 
-    def coefficients(self) -> tuple[float, ...]:
-        """Of the long-range part for a split of 1: a polynomial in (R / split)^2, from its constant term on."""
-        return _fit((self.softening / self.split) ** 2)
-
     def of(self, s: Any, xp: Any) -> Any:
         """w at s = r^2 > 0, by the functions of numpy, jax.numpy or torch."""
-        s = s + self.softening**2
-        inverse = 1 / xp.sqrt(s)
-        return inverse * inverse * inverse - _horner(self.coefficients(), s / self.split**2) / self.split**3
+        return self._at(s + self.softening**2, xp)
 
     def both(self, s: Any, xp: Any) -> Values:
-        """w and its derivative by s."""
+        """w and its derivative by s, which follows from w: -(3 w + exp(-u^2) / (2 sqrt(pi) split^3)) / (2 R^2)."""
         s = s + self.softening**2
+        w = self._at(s, xp)
+        gaussian = xp.exp(s * (-0.25 / self.split**2)) * (0.5 / (math.sqrt(math.pi) * self.split**3))
+        return Values(w, -(3 * w + gaussian) / (2 * s))
+
+    def _at(self, s: Any, xp: Any) -> Any:
         inverse = 1 / xp.sqrt(s)
-        square = inverse * inverse
-        cube = square * inverse
-        c, t = self.coefficients(), s / self.split**2
-        slopes = tuple(n * value for n, value in enumerate(c) if n)
-        slope = -1.5 * cube * square - _horner(slopes, t) / self.split**5
-        return Values(cube - _horner(c, t) / self.split**3, slope)
+        root = long_root(s / self.split**2, ROOT)
+        return inverse * inverse * inverse - root * root / self.split**3
 
 
 class RadialKernel:
@@ -183,50 +176,3 @@ def positive(name: str, value: Any) -> float:
     if not 0 < value < math.inf:
         raise ValueError(f"{name} must be positive and finite; got {value}")
     return float(value)
-
-
-def _horner(coefficients: tuple[float, ...], s: Any) -> Any:
-    *rest, last = coefficients
-    total = s * 0 + last
-    for c in reversed(rest):
-        total = total * s + c
-    return total
-
-
-def long_range(s: np.ndarray) -> np.ndarray:
-    """(erf(u) - 2 u exp(-u^2) / sqrt(pi)) R^-3 at s = R^2, for a split of 1."""
-    u2 = s / 4
-    # Where the difference cancels, its series: sum over n of (-1)^n u^(2n) 2 / (n! (2n + 3)), times u^3 2 / sqrt(pi).
-    series = sum((-1) ** n * u2**n * 2 / (math.factorial(n) * (2 * n + 3)) for n in range(12))
-    u = np.sqrt(np.maximum(u2, 0.04))
-    erf = np.array([math.erf(x) for x in u.ravel()]).reshape(u.shape)
-    closed = (erf - 2 * u * np.exp(-u * u) / math.sqrt(math.pi)) / (8 * u**3)
-    return np.where(u2 < 0.04, series * 2 / math.sqrt(math.pi) / 8, closed)
-
-
-@cache
-def _fit(softening: float) -> tuple[float, ...]:
-    """The polynomial in s = R^2 whose error relative to Newton's force, times R^3, is least at most (Lawson 1961).
-
-    Args:
-        softening: the least s, for a split of 1.
-    """
-    high = ShortRangeGravity.CUT**2 * 1.0001 + softening
-    t = np.cos(np.linspace(0, np.pi, 600))
-    s = (t + 1) / 2 * (high - softening) + softening
-    basis = np.polynomial.chebyshev.chebvander(t, DEGREE)
-    scale = s**1.5
-    weights = np.ones_like(s)
-    found, least = np.zeros(DEGREE + 1), math.inf
-    for _ in range(200):
-        root = np.sqrt(weights)[:, None]
-        c, *_ = np.linalg.lstsq(root * scale[:, None] * basis, root[:, 0] * scale * long_range(s), rcond=None)
-        error = np.abs(basis @ c - long_range(s)) * scale
-        if error.max() < least:
-            found, least = c, error.max()
-        weights = weights * error
-        weights = weights / weights.sum() + 1e-12
-    power = np.polynomial.chebyshev.Chebyshev(found, domain=[softening, high]).convert(
-        kind=np.polynomial.polynomial.Polynomial, domain=[-1, 1], window=[-1, 1]
-    )
-    return tuple(float(c) for c in power.coef)

@@ -14,7 +14,7 @@ from gossamer.jax.kernels import bind, targets
 from gossamer.jax.kernels.recipes import chip
 from gossamer.kernels.launch import Direction
 from gossamer.kernels.neighbors.compiled import lists
-from gossamer.kernels.neighbors.configurations import ListsConfig
+from gossamer.kernels.neighbors.configurations import ROWS, ListsConfig
 from gossamer.kernels.radial.configurations import FAR
 from gossamer.particles import fused_jax
 from gossamer.particles import groups as of_groups
@@ -29,6 +29,7 @@ from gossamer.particles.groups import (
     call_of,
     items_of,
     launched,
+    named,
     shapes_of,
     type_of,
 )
@@ -54,12 +55,20 @@ def lists_of(radius: float, box: Sizes, runs: Runs, capacity: int, room: int) ->
     call = jax.ffi.ffi_call(_target(config), list(shapes.values()), vmap_method="sequential")
     named = {targets.number(at): np.float32(x) for at, x in enumerate(numbers)}
     made = dict(zip(shapes, call(particles, *runs.tree, **named), strict=True))
-    return made.pop("places"), made.pop("sizes"), Groups(**made, keys=keys_of(made["columns"], runs))
+    places, sizes = made.pop("places"), made.pop("sizes")
+    keys, particles = keys_of(made["columns"], runs), particles_of(runs, sizes > capacity, made["counts"] > room)
+    return places, sizes, Groups(**made, keys=keys, particles=particles)
 
 
 def keys_of(columns: Array, runs: Runs) -> Array:
     """The particles at places. Behind the lists, where nothing is written, any."""
     return jnp.where(columns < 0, -1, runs.order[jnp.clip(columns, 0, len(runs.order) - 1)])
+
+
+def particles_of(runs: Runs, cut: Array, over: Array) -> Array:
+    """The particles of groups: see `groups.named`."""
+    place = jnp.arange(ROWS * len(over), dtype=jnp.int32)
+    return named(runs.order, cut, over, jnp.isfinite(runs.points).all(), place, jnp)
 
 
 def attends(groups: Groups | None, call: Attending, q: Array, v: Array) -> bool:
@@ -69,18 +78,27 @@ def attends(groups: Groups | None, call: Attending, q: Array, v: Array) -> bool:
 
 
 def forward(call: Attending, groups: Groups, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """out (N, H, E) and lse (N, H), of places along the curve, as q is; k and v are by particles."""
+    """out (N, H, E) and lse (N, H), by particles; of float32 as q is, by places along the curve."""
     if call.scale is None:  # no products: those of zeros
         q = k = jnp.zeros((*v.shape[:2], SMALLEST), v.dtype)
     found = _run("forward", call, groups, {"q": q, "k": k, "v": v})
     return found["out"].reshape(v.shape), found["lse"].reshape(v.shape[:2])
 
 
-def backward(call: Attending, groups: Groups, **given: Array) -> tuple[Array, Array, Array]:
-    """dq, dk and dv of what `kernels.launch.INPUTS` names, all by places along the curve."""
-    found = _run("backward", call, groups, given)
+def backward(call: Attending, groups: Groups, d: int, **given: Array) -> tuple[Array, Array, Array, Array]:
+    """dq, dk, dv and dx (N, d) of what `kernels.launch.INPUTS` names, by particles."""
     q, v = given["q"], given["v"]
-    return found["dq"].reshape(q.shape), found["dk"].reshape(q.shape), found["dv"].reshape(v.shape)
+    N, H, _ = v.shape
+    if call.scale is None:
+        given["q"] = given["k"] = jnp.zeros((N, H, SMALLEST), v.dtype)
+    found = _run("backward", call, groups, given)
+    if call.bandwidth is None:
+        dx = jnp.zeros((N, d), jnp.float32)
+    else:
+        pulls = (found[f"pull_{name}"].reshape(H, N, -1)[..., :d].sum(0) for name in ("rows", "columns"))
+        dx = sum(pulls) / call.bandwidth**2
+    dq, dk = (jnp.zeros_like(q) if call.scale is None else found[name].reshape(q.shape) for name in ("dq", "dk"))
+    return dq, dk, found["dv"].reshape(v.shape), dx
 
 
 def _run(direction: Direction, call: Attending, groups: Groups, given: dict[str, Array]) -> dict[str, Array]:

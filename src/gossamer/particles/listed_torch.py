@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gossamer.kernels.launch import Direction, dtype_of
 from gossamer.kernels.neighbors.compiled import lists
-from gossamer.kernels.neighbors.configurations import STEP
+from gossamer.kernels.neighbors.configurations import ROWS, STEP
 from gossamer.kernels.radial.configurations import FAR
 from gossamer.memo import Memos
 from gossamer.particles import fused_torch
@@ -26,6 +26,7 @@ from gossamer.particles.groups import (
     call_of,
     items_of,
     launched,
+    named,
     shapes_of,
     type_of,
 )
@@ -59,7 +60,11 @@ def lists_of(cells: Cells, capacity: int, room: int) -> tuple[Tensor, Tensor, Gr
         lists(config)(particles, *runs.tree, *made.values(), *numbers)
         columns = made["columns"]
         keys = torch.where(columns < 0, -1, runs.order[columns.clamp(0, N - 1)])
-    return made.pop("places"), made.pop("sizes"), Groups(**made, keys=keys)
+        places, sizes, over = made.pop("places"), made.pop("sizes"), made["counts"] > room
+        place = torch.arange(ROWS * len(over), dtype=torch.int32, device=particles.device)
+        known = torch.isfinite(runs.points).all()
+        particles = named(runs.order, sizes > capacity, over, known, place, torch)
+    return places, sizes, Groups(**made, keys=keys, particles=particles)
 
 
 def most(cells: Cells) -> Most:
@@ -80,16 +85,25 @@ def attends(groups: Groups | None, call: Attending, q: Tensor, v: Tensor) -> boo
 
 
 def forward(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out (N, H, E) and lse (N, H), of places along the curve, as q is; k and v are by particles."""
+    """out (N, H, E) and lse (N, H), by particles; no numbers where lists are cut."""
     if call.scale is None:  # no products: those of zeros
         q = k = v.new_zeros(*v.shape[:2], SMALLEST)
     out, lse = _run("forward", call, neighbors, {"q": q, "k": k, "v": v})
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
-def backward(call: Attending, neighbors: Neighbors, **given: Tensor) -> tuple[Tensor, ...]:
-    """dq, dk and dv of what `kernels.launch.INPUTS` names, all by places along the curve."""
-    return tuple(x[0].transpose(0, 1) for x in _run("backward", call, neighbors, given))
+def backward(call: Attending, neighbors: Neighbors, **given: Tensor) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv and dx of what `kernels.launch.INPUTS` names, by particles; None for what has no such term."""
+    if call.scale is None:
+        v = given["v"]
+        given["q"] = given["k"] = v.new_zeros(*v.shape[:2], SMALLEST)
+    *found, rows, columns = _run("backward", call, neighbors, given)
+    dq, dk, dv = (x[0].transpose(0, 1) for x in found)
+    dx = None
+    if call.bandwidth is not None:
+        _, d = neighbors.cells.x.shape
+        dx = (rows.sum(0) + columns.sum(0))[:, :d] / call.bandwidth**2
+    return (None, None, dv, dx) if call.scale is None else (dq, dk, dv, dx)
 
 
 def _run(direction: Direction, call: Attending, neighbors: Neighbors, given: dict[str, Tensor]) -> tuple[Tensor, ...]:

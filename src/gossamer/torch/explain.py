@@ -58,6 +58,7 @@ class Explanation:
     options: tuple[tuple[str, float], ...] = ()  # what each layout was counted to take, over the least, which is first
     seconds: float | None = None  # estimated of the forward, on the device; None where no rate was measured
     backward_seconds: float | None = None
+    backward_bytes: int = 0  # dS of pairs of tiles that the backward keeps for dQ, at a time
     all_pairs: float | None = None  # estimated seconds of a forward that keeps every pair
     faster: tuple[str, ...] = ()  # what would make it so
     copies: dict[str, str] = field(default_factory=dict)  # inputs that are copied before a kernel reads them, and why
@@ -132,7 +133,8 @@ class Explanation:
         lines += self._ways()
         if self.backward is not None:
             about = "" if self.backward_seconds is None else f", about {shown(self.backward_seconds)}"
-            lines.append(("backward by", self.backward + about))
+            kept = f", keeps dS for dQ: {self.backward_bytes / 2**20:,.0f} MiB" if self.backward_bytes else ""
+            lines.append(("backward by", self.backward + about + kept))
         lines += [("faster", text) for text in self.faster]
         return lines + [(f"copies {name}", why) for name, why in self.copies.items()]
 
@@ -188,7 +190,18 @@ class _Computed(NamedTuple):
     implementation: Implementation
     layout: Any
     work: _Work
-    heads: int  # times batch elements
+    problem: Problem
+
+    @property
+    def heads(self) -> int:
+        """Times batch elements."""
+        return self.problem.B * self.problem.H
+
+    @property
+    def kept_bytes(self) -> int:
+        """What its backward keeps of dS."""
+        found = getattr(self.implementation, "kept_bytes", None)
+        return found(self.problem, self.layout) if found and isinstance(self.layout, BlockLayout) else 0
 
 
 def _calls(plan: Plan, request: Request, backward: bool) -> list[_Computed]:
@@ -231,7 +244,7 @@ def _computed(p: Problem, selected: Selection, pattern: Pattern | None, q_offset
             density = int(unpack(layout)[..., : p.K].count_nonzero()) / (layout.shape[:3].numel() * p.K)
         pairs, size = float(p.Q * p.K), 0 if layout is None else layout.nbytes
         work = _Work(density * pairs, pairs, {"dense": 1, "of": 1}, (p.Q, p.K), size)
-    return _Computed(selected.implementation, layout, work, p.B * p.H)
+    return _Computed(selected.implementation, layout, work, p)
 
 
 def _names(computed: list[_Computed]) -> str:
@@ -307,10 +320,11 @@ def explain(
     partition = None if whole is None else plan.partition(attended.handle, scoring.q_offset)
     which = whole if partition is None else None
     computed = _calls(plan, request, backward=False)
-    gradient = later = None
+    gradient, later, kept_bytes = None, None, 0
     if backward:
         later = usual.gradient
-        gradient = _names(_calls(later, request, backward=True))
+        of_backward = _calls(later, request, backward=True)
+        gradient, kept_bytes = _names(of_backward), max(c.kept_bytes for c in of_backward)
     useful, executed, tiles = _of_one_head(computed, p)
     flops = 2.0 * (p.D + p.E) * p.B * p.H
     counts: tuple[Way, ...] = () if which is None else ways(plan, which, scoring.q_offset)
@@ -335,6 +349,7 @@ def explain(
         options=tuple((way.name, way.seconds / counts[0].seconds) for way in counts),
         seconds=least(plan, counts),
         backward_seconds=None if later is None else least(later, later_counts),
+        backward_bytes=kept_bytes,
         all_pairs=None if which is None else all_pairs(plan),
         faster=advice(plan, which, scoring.q_offset, fill, again, reordered=reordered is not None),
         copies=cast | _copies(computed[0].implementation, {"q": q, "k": k, "v": v}),

@@ -13,6 +13,7 @@ from typing import Any
 from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper import compiled
 from gossamer.kernels.launch import Direction, Operand, Prepared
+from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout
 from gossamer.plan.capability import Capability, GatherChoice
 from gossamer.plan.problem import Problem
@@ -106,6 +107,13 @@ class Hopper:
         module = importlib.import_module(f"gossamer.kernels.hopper.launch.{name}")
         prepared: Prepared = getattr(module, direction)(problem, layout, scoring, operands)
         return prepared
+
+    def kept_bytes(self, problem: Problem, layout: BlockLayout) -> int:
+        """What the backward of a call keeps of dS at a time, for dQ."""
+        from gossamer.kernels.hopper.launch.kept import kept
+
+        found = kept(problem, layout)
+        return 0 if found is None else found.bytes
 
     def kernel(self, name: str, *key: Any) -> Callable[..., None]:
         """One of `hopper.compiled`, read from disk or compiled where there is none."""

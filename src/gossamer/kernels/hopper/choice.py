@@ -8,10 +8,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from gossamer.kernels.hopper.device.configurations import BackwardConfig, ForwardConfig, QueryConfig, WideConfig
+from gossamer.kernels.hopper.device.configurations import (
+    BackwardConfig,
+    ForwardConfig,
+    KeptConfig,
+    QueryConfig,
+    WideConfig,
+)
 from gossamer.kernels.hopper.device.gather.configurations import SIZES, WIDEST, GatherConfig
 
 FEW_QUERIES = 6  # heads that share a tile of gathered keys, from which its masks fit beside three stages of 128
+SMALL = 64  # heads to this size gain nothing by keeping dS
 WIDE = 128  # heads over this size have a kernel of their own for dK and dV, and dQ by rows
 # Padded head sizes: a smaller head is padded with zeros by TMA, exactly.
 HEAD_SIZES = (64, 96, 128, 192, 256)
@@ -116,6 +123,14 @@ def query_config(
 
 
 @cache
+def kept_config(dtype: str, D: int, block_q: int, block_kv: int, lengths: bool = False) -> KeptConfig:
+    """The configuration of dQ from dS that is kept, for a layout of block_q x block_kv tiles."""
+    size = padded(D)
+    stages = 3 if (size, block_q) == (256, 128) else 4
+    return KeptConfig(dtype, size, block_q, block_kv, stages, lengths)
+
+
+@cache
 def gather_config(
     direction: str,
     dtype: str,
@@ -124,9 +139,10 @@ def gather_config(
     score: str,
     lengths: bool = False,
     heads: int = 1,
+    particles: bool = False,
     gaussian: bool = False,
 ) -> GatherConfig:
-    """The configuration for head sizes D and E; `heads`: whose rows share a tile; `gaussian`: of distances."""
+    """The configuration for head sizes D and E; `heads`: whose rows share a tile; `particles`: groups of such."""
     small, large = SIZES
     if dtype == "float32":
         if direction != "forward" or max(D, E) > small:
@@ -139,8 +155,9 @@ def gather_config(
     if gaussian and size == small:  # positions take registers beside the scores
         stages, blocks = 4, 2
     found = GatherConfig(
-        direction, dtype, size, stages, blocks, lengths=lengths, score=score, heads=heads, gaussian=gaussian
-    )
+        direction, dtype, size, stages, blocks, lengths=lengths, score=score, heads=heads, particles=particles,
+        gaussian=gaussian,
+    )  # fmt: skip
     if (direction, size) == ("forward", 128) and heads >= FEW_QUERIES:
         return replace(found, stages=3, q_stages=1, held_q=True)
     return found

@@ -13,6 +13,7 @@ from gossamer.kernels.hopper.store import Kernel
 forward = Kernel("forward")
 backward = Kernel("backward")
 wide = Kernel("wide")
+kept = Kernel("kept")
 query_gradient = Kernel("query_gradient")
 gather = Kernel("gather")
 rows = Kernel("rows")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
 from gossamer.kernels.hopper.choice import (
     HEAD_SIZES,
+    SMALL,
     WIDE,
     backward_config,
     forward_config,
+    kept_config,
     query_config,
     wide_config,
 )
@@ -35,7 +38,7 @@ class Shipped(NamedTuple):
 
 @cache
 def shipped() -> tuple[Shipped, ...]:
-    """At most 140 kernels, each once. What is not here is compiled when it is needed, and kept as well."""
+    """At most 170 kernels, each once. What is not here is compiled when it is needed, and kept as well."""
     found: dict[tuple[str, tuple[Any, ...]], Shipped] = {}
 
     def add(kind: str, *arguments: Any, dtype: str, size: tuple[int, int]) -> None:
@@ -54,6 +57,9 @@ def shipped() -> tuple[Shipped, ...]:
             if max(size) > WIDE:
                 columns: Any = wide_config(*tile)
                 add("wide", columns, dtype=dtype, size=size)
+                if score == "fold":
+                    add("wide", replace(columns, keeps=True), dtype=dtype, size=size)
+                    add("kept", kept_config(dtype, query.D, 128, 128), dtype=dtype, size=size)
             else:
                 for with_dq in (True, False) if score == "fold" else (True,):
                     columns = backward_config(*tile, with_dq)
@@ -64,6 +70,11 @@ def shipped() -> tuple[Shipped, ...]:
             add("forward", forward_config(dtype, *size, 64, 64, "fold", lengths), dtype=dtype, size=size)
         if max(size) <= WIDE:
             add("backward", backward_config(dtype, *size, 64, 64, "fold", False), dtype=dtype, size=size)
+        if SMALL < max(size) <= WIDE:
+            for block in (64, 128):
+                of_columns = backward_config(dtype, *size, block, block, "fold", False)
+                add("backward", replace(of_columns, keeps=True), dtype=dtype, size=size)
+                add("kept", kept_config(dtype, query.D, block, block), dtype=dtype, size=size)
         add("merge", dtype, E, 64, dtype=dtype, size=size)
         add("preprocess", dtype, columns.E, 0, dtype=dtype, size=size)
         if max(size) <= WIDE:

@@ -10,7 +10,7 @@ from typing import Any
 
 from gossamer.kernels.hopper.store import Kernel, directory
 
-BESIDE = ("configurations", "functions")
+BESIDE = ("configurations", "functions", "gravity")
 DEVICE = Path(__file__).with_name("device")  # with those beside it all that kernels are made from
 OLDEST = 8  # the major compute capability that kernels are compiled for
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a")

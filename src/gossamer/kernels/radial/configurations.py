@@ -9,7 +9,8 @@ from typing import Any
 CLUSTER = 8  # consecutive particles that share a box at the lowest level
 FAN = 32  # boxes of a level in one of the next: a warp compares that many at once
 # Of a multiprocessor at least, which bounds the registers of a thread: measured on an H200, of one channel.
-BLOCKS = {"sum": 5, "sum_slopes": 6, "force": 6, "force_slopes": 5, "count": 6}
+BLOCKS = {"sum": 5, "sum_slopes": 7, "force": 7, "force_slopes": 5, "count": 6}
+ALONE = {"force_slopes": 6}  # likewise, without gradients to masses
 QUERIES = 8  # of a warp; a Gaussian of one channel has registers for 16, which share their candidates
 FAR = 1e18  # where the particles are that fill up the last box: outside of every radius
 OPEN = 3e38  # the size of an axis that is not periodic
@@ -43,6 +44,7 @@ class RadialConfig:
         periodic: along any axis.
         softened: of a force, whether its softening is over 0.
         queries: of a warp, 8 or 16.
+        values: of "sum_slopes" and "force_slopes", whether the gradients to values or masses are asked for too.
         own: the function of a user in the place of the Gaussian or of gravity.
     """
 
@@ -51,6 +53,7 @@ class RadialConfig:
     periodic: bool = True
     softened: bool = False
     queries: int = QUERIES
+    values: bool = True
     own: Own | None = None
 
     @property
@@ -61,8 +64,8 @@ class RadialConfig:
 
     @property
     def outputs(self) -> int:
-        of = {"sum": self.channels, "sum_slopes": 3 + self.channels, "force": 3, "force_slopes": 4, "count": 1}
-        return of[self.term]
+        more = {"sum_slopes": self.channels, "force_slopes": 1}.get(self.term, 0) if self.values else 0
+        return more + {"sum": self.channels, "count": 1}.get(self.term, 3)
 
     @property
     def width(self) -> int:
@@ -71,4 +74,6 @@ class RadialConfig:
 
     @property
     def blocks(self) -> int:
-        return 4 if self.channels > 1 or self.own else BLOCKS[self.term]
+        if self.channels > 1 or self.own:
+            return 4
+        return BLOCKS[self.term] if self.values else ALONE.get(self.term, BLOCKS[self.term])

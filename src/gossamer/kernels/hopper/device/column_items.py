@@ -21,6 +21,8 @@ class ColumnItem(IntEnum):
     SEGMENT_COUNT = 5
     VALID = 6  # 1, and 0 behind the last item
     KEYS = 7  # that count, which kernels with lengths fill in
+    PLACE = 8  # where dS that is kept begins, of its first query head
+    NEXT_PLACE = 9  # how far on it begins for each following one
     SCRATCH = 15  # nobody reads it
 
 

@@ -113,6 +113,35 @@ class QueryConfig:
 
 
 @dataclass(frozen=True)
+class KeptConfig:
+    """One compiled kernel of dQ from dS that a column kernel has kept; block_q x block_kv is the layout's tile."""
+
+    dtype: str
+    D: int  # head size after padding
+    block_q: int = 64
+    block_kv: int = 64
+    stages: int = 4  # of 64 keys and their dS
+    lengths: bool = False  # keys at and after a length for each batch element are not attended
+
+    def __post_init__(self) -> None:
+        if self.block_q not in (64, 128, 192) or self.block_kv not in (64, 128):
+            raise ValueError(f"no kernel of dQ from dS for tiles {self.block_q} x {self.block_kv}")
+        if self.stages < 2:
+            raise ValueError(f"a stage is given back one step later, so there are two at least, got {self.stages}")
+        check_memory(self)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: the ring, dQ of an item on its way, barriers and descriptions."""
+        return 2 * (64 * self.stages * (self.D + self.block_q) + self.block_q * self.D) + 1024
+
+    @property
+    def blocks(self) -> int:
+        """Two blocks of one warpgroup each, where the shared memory holds them."""
+        return 2 if self.block_q == 64 and 2 * (self.shared_bytes + 1024) <= MULTIPROCESSOR else 1
+
+
+@dataclass(frozen=True)
 class BackwardConfig:
     """One compiled column kernel: dK and dV, and dQ by reduction where `with_dq`.
 
@@ -134,6 +163,7 @@ class BackwardConfig:
     lengths: bool = False  # keys at and after a length for each batch element are not attended
     step: int = 64
     edges: bool = False  # a warpgroup leaves out an item's first or last step of which its own keys keep nothing
+    keeps: bool = False  # dS of each pair of tiles goes to memory, for dQ
 
     def __post_init__(self) -> None:
         wide = self.block_q in (64, 128, 192) and self.block_kv == 128
@@ -143,6 +173,7 @@ class BackwardConfig:
         long = self.step == 128 and (self.D, self.score) == (64, "fold") and not self.single
         known = (self.step == 64 or long) and not (self.single and self.with_dq)
         known = known and not (self.edges and (self.single or long))
+        known = known and not (self.keeps and (self.edges or self.with_dq or long))
         if self.E > self.D or self.q_stages < 2 or not known:
             raise ValueError(f"the column kernel cannot run as {self}")
         check_memory(self)
@@ -186,6 +217,7 @@ class WideConfig:
     do_stages: int = 2
     score: str = "fold"  # or "softcap"
     lengths: bool = False  # keys at and after a length for each batch element are not attended
+    keeps: bool = False  # dS goes to memory, for dQ
 
     block_kv = 64  # keys of an item
     blocks = 1

@@ -13,12 +13,20 @@ from cutlass import Float16, Float32, Int32, Uint8
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
 from gossamer.kernels.hopper.device.backward import around
+from gossamer.kernels.hopper.device.backward.keep import PAIR
+from gossamer.kernels.hopper.device.backward.kept import Kept
 from gossamer.kernels.hopper.device.backward.kernel import Backward
 from gossamer.kernels.hopper.device.backward.query import QueryGradient
 from gossamer.kernels.hopper.device.backward.wide import Wide
 from gossamer.kernels.hopper.device.column_items import SEGMENT
 from gossamer.kernels.hopper.device.common import NUMBERS
-from gossamer.kernels.hopper.device.configurations import BackwardConfig, ForwardConfig, QueryConfig, WideConfig
+from gossamer.kernels.hopper.device.configurations import (
+    BackwardConfig,
+    ForwardConfig,
+    KeptConfig,
+    QueryConfig,
+    WideConfig,
+)
 from gossamer.kernels.hopper.device.forward.kernel import Forward
 from gossamer.kernels.hopper.device.forward.merge import Merge
 from gossamer.kernels.hopper.device.gated.configurations import GatedConfig
@@ -27,8 +35,11 @@ from gossamer.kernels.hopper.device.gather.columns import GatherColumns
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.float32.forward import Float32Forward
 from gossamer.kernels.hopper.device.gather.forward import GatherForward
-from gossamer.kernels.hopper.device.gather.gaussian import POINT, GaussianForward
 from gossamer.kernels.hopper.device.gather.gradients import GatherGradients
+from gossamer.kernels.hopper.device.gather.particles.columns import ParticleColumns
+from gossamer.kernels.hopper.device.gather.particles.forward import ParticleForward
+from gossamer.kernels.hopper.device.gather.particles.numbers import POINT
+from gossamer.kernels.hopper.device.gather.particles.query import ParticleQuery
 from gossamer.kernels.hopper.device.gather.query import GatherQuery
 from gossamer.kernels.hopper.device.merges import MERGE
 from gossamer.kernels.hopper.device.row_items import ITEM
@@ -80,10 +91,21 @@ def backward(config: BackwardConfig) -> Entry:
         Backward(c),
         strided(n, B, H, s()), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, s()),
         compact(Float32, 2, s(), s(), s(divisibility=128)), compact(Float32, s(), s(), s(), 64 * c.D),
-        strided(n, B, G, K), strided(n, B, G, K), compact(Int32, s(), ITEM), compact(Int32, s(), SEGMENT),
-        compact(Int32, s(), s()), bounds, bounds, compact(Int32, s(), c.block_q // 32),
+        _pairs(n) if c.keeps else None, strided(n, B, G, K), strided(n, B, G, K), compact(Int32, s(), ITEM),
+        compact(Int32, s(), SEGMENT), compact(Int32, s(), s()), bounds, bounds, compact(Int32, s(), c.block_q // 32),
         compact(Float32, s(), c.block_kv, c.D), compact(Float32, s(), c.block_kv, c.E), _lengths(c),
         compact(Int32, 1), *[Float32(1)] * 3, *[Int32(1)] * 2,
+    )  # fmt: skip
+
+
+def kept(config: KeptConfig) -> Entry:
+    """dQ from dS that the column kernel has kept."""
+    n, c, s = NUMBERS[config.dtype], config, cute.sym_int
+    B = s()
+    return Entry(
+        Kept(c), _pairs(n), strided(n, B, s(), s()), strided(n, B, s(), s()), compact(Int32, s(), ITEM),
+        compact(Int32, s(), s()), compact(Float32, s(), c.block_q, c.D), _lengths(c), compact(Int32, 1), Float32(1),
+        *[Int32(1)] * 2,
     )  # fmt: skip
 
 
@@ -94,10 +116,10 @@ def wide(config: WideConfig) -> Entry:
     bounds = compact(Int32, s(), s())
     return Entry(
         Wide(c), strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q),
-        compact(Float32, 2, B, H, s()), compact(Float32, s(), s(), s(), 64 * c.D), strided(n, B, G, K),
-        strided(n, B, G, K), compact(Int32, s(), ITEM), compact(Int32, s(), SEGMENT), compact(Int32, s(), s()), bounds,
-        bounds, compact(Int32, s(), c.block_q // 32), compact(Float32, s(), c.tile_kv, c.D),
-        compact(Float32, s(), c.tile_kv, c.E), _lengths(c), compact(Int32, 1),
+        compact(Float32, 2, B, H, s()), compact(Float32, s(), s(), s(), 64 * c.D), _pairs(n) if c.keeps else None,
+        strided(n, B, G, K), strided(n, B, G, K), compact(Int32, s(), ITEM), compact(Int32, s(), SEGMENT),
+        compact(Int32, s(), s()), bounds, bounds, compact(Int32, s(), c.block_q // 32),
+        compact(Float32, s(), c.tile_kv, c.D), compact(Float32, s(), c.tile_kv, c.E), _lengths(c), compact(Int32, 1),
         *[Float32(1)] * 3, *[Int32(1)] * 2,
     )  # fmt: skip
 
@@ -150,6 +172,9 @@ def gather(config: GatherConfig) -> Entry:
     B, H, G, Q, K = s(), s(), s(), s(), s()
     inputs = strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q)
     items, lists = compact(Int32, s(), ITEM), (compact(Int32, s()), compact(Int32, s(), c.queries))
+    sizes, pull = [Float32(1)] * 3 * c.particles, [compact(Float32, s(), s(), POINT)] * c.particles
+    if c.particles:  # named rows, and what `particles.space` has
+        lists = (*lists, compact(Int32, s()), *[compact(Float32, s(), POINT) for _ in range(2)], compact(Int32, s()))
     terms, part, lengths = compact(Float32, 2, B, H, s()), compact(Float32, s(), 64, c.size), compact(Int32, s())
     tile_counter = compact(Int32, 1)
     of_forward = (
@@ -159,12 +184,8 @@ def gather(config: GatherConfig) -> Entry:
     if c.dtype == "float32":
         halves = *[compact(Float16, B, G, K, 2 * c.size)] * 2, compact(Float32, B, G, K, 2)
         return Entry(Float32Forward(c), *inputs[:3], *halves, *of_forward)
-    if c.gaussian:
-        before, behind = of_forward[:5], of_forward[5:]
-        points = compact(Float32, s(), POINT), compact(Float32, s(), POINT), compact(Int32, s())
-        return Entry(GaussianForward(c), *inputs[:3], *before, *points, *behind, *[Float32(1)] * 3)
     if c.direction == "forward":
-        return Entry(GatherForward(c), *inputs[:3], *of_forward)
+        return Entry((ParticleForward if c.particles else GatherForward)(c), *inputs[:3], *of_forward, *sizes)
     numbers = [Float32(1)] * 3 + [Int32(1)] * 2
     if c.direction == "gradients":
         sums = compact(Float32, B, G, K, c.size)
@@ -174,11 +195,13 @@ def gather(config: GatherConfig) -> Entry:
         )  # fmt: skip
     if c.direction == "query":
         return Entry(
-            GatherQuery(c), *inputs, terms, strided(n, B, H, Q), items, *lists, part, lengths, tile_counter, *numbers,
+            (ParticleQuery if c.particles else GatherQuery)(c), *inputs, terms, strided(n, B, H, Q), *pull, items,
+            *lists, part, lengths, tile_counter, *numbers, *sizes,
         )  # fmt: skip
     return Entry(
-        GatherColumns(c), *inputs, terms, strided(n, B, G, K), strided(n, B, G, K), items, compact(Int32, s(), SEGMENT),
-        *lists, part, compact(Float32, s(), 64, c.size), lengths, tile_counter, *numbers,
+        (ParticleColumns if c.particles else GatherColumns)(c), *inputs, terms, strided(n, B, G, K),
+        strided(n, B, G, K), *pull, items, compact(Int32, s(), SEGMENT), *lists, part,
+        compact(Float32, s(), 64, c.size), lengths, tile_counter, *numbers, *sizes,
     )  # fmt: skip
 
 
@@ -260,6 +283,11 @@ def _rows(*shape: Any) -> Any:
 def _lengths(config: Any) -> Any:
     """Key lengths of the batch elements, where a configuration of the backward reads them: else no argument."""
     return compact(Int32, cute.sym_int()) if config.lengths else None
+
+
+def _pairs(dtype: Any) -> Any:
+    """dS of pairs of tiles; their number times their size may pass 32 bits."""
+    return make_fake_tensor(dtype, (cute.sym_int(), PAIR), (cute.sym_int64(divisibility=PAIR), 1), assumed_align=16)
 
 
 def compact(dtype: Any, *shape: Any) -> Any:

@@ -29,8 +29,9 @@ KINDS = {
     "forward": f"q/4 k/4 v/4 out/4! lse/3! work {_BLOCK} sinks part_out! part_lse! merges {_END}",
     "merge": "out/4+ lse/3+ part_out part_lse merges sinks",
     "preprocess": "out/4 dout/4 lse/3 dlse/3 terms! dq_sum!",
-    "backward": f"{_GRADIENT} dq_sum+ {_COLUMNS} {_BLOCK} part_dk! part_dv! {_END}",
-    "wide": f"{_GRADIENT} dq_sum! {_COLUMNS} {_BLOCK} part_dk! part_dv! {_END}",
+    "backward": f"{_GRADIENT} dq_sum+ ds/2! {_COLUMNS} {_BLOCK} part_dk! part_dv! {_END}",
+    "kept": "ds/2 k/4 dq/4! work lists part_dq! lengths tile_counter+",
+    "wide": f"{_GRADIENT} dq_sum! ds/2! {_COLUMNS} {_BLOCK} part_dk! part_dv! {_END}",
     "query_gradient": f"{_GRADIENT} dq/4! work {_BLOCK} part_dq! {_END}",
     "postprocess": "dq_sum dq/4!",
     "sum_parts": "result/4+ parts merges",
@@ -48,8 +49,9 @@ KINDS = {
 def parameters(kind: str, *key: Any) -> tuple[Parameter, ...]:
     """The arrays among the arguments of a kernel of `hopper.compiled`, made for a key."""
     text = KINDS[f"{kind} {key[0].direction}" if kind in ("gather", "rows") else kind]
-    if kind == "gather" and key[0].gaussian:
-        text = text.replace(_GATHERED, f"{_GATHERED} theirs mine far", 1)
+    if kind == "gather" and key[0].particles:
+        text = text.replace(_GATHERED, f"{_GATHERED} particles theirs mine far", 1)
+        text = text.replace("dq/4!", "dq/4! pull!").replace("dv/4!", "dv/4! pull!")
     if kind == "gather" and key[0].dtype == "float32":
         text = text.replace("v/4 ", "v/4 k_halves! v_halves! powers! ", 1)
     if kind == "backward" and not key[0].with_dq:

@@ -24,6 +24,7 @@ class RowItem(IntEnum):
     VALID = 11  # 1, and 0 behind the last item
     FIRST_INTERVAL = 12  # column of the first interval tile, which kernels fill in
     FIRST_COLUMN = 13  # of the first tile, which kernels fill in; of gather kernels: the end of the list of columns
+    PLACE = 14  # where dS that is kept begins, of its head
     SCRATCH = 15  # nobody reads it
 
 

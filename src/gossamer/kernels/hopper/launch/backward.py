@@ -1,8 +1,8 @@
 """The backward of a block layout as data.
 
 Row terms and zeroed sums of dQ; dK, dV and those sums by the columns of the layout; parts of split columns; dQ from its
-sums. A deterministic backward, one of wide heads and one of 64 x 64 tiles have no sums in memory: dQ comes from a walk
-over the rows. Parts are added in slot order.
+sums. A deterministic backward, one of wide heads and one of 64 x 64 tiles have no sums in memory: dQ comes from dS that
+the columns leave (kept.py), or where that is too much memory from a walk over the rows. Parts are added in slot order.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from gossamer.kernels.hopper.launch.arguments import (
     tile_counter,
     unread,
 )  # fmt: skip
+from gossamer.kernels.hopper.launch.kept import gradients as keeping
+from gossamer.kernels.hopper.launch.kept import kept, summed
 from gossamer.kernels.hopper.schedule.columns import column_work
 from gossamer.kernels.hopper.schedule.lists import lists
 from gossamer.kernels.hopper.schedule.rows import sharing, work
@@ -40,12 +42,14 @@ NARROW = 8  # tiles of 128 queries: a window of 900
 def backward(
     problem: Problem, layout: BlockLayout, scoring: Scoring, operands: Mapping[str, Operand], *,
     config: BackwardConfig | WideConfig | None = None, query: QueryConfig | None = None, split: int | None = None,
+    most_kept: int | None = None,
 ) -> Prepared:  # fmt: skip
     """dq, dk and dv, and dsink_logits where there are sinks.
 
     Args:
         config: replaces the configuration of the walk over columns; query: that of the walk over rows.
         split: replaces the automatic split of long rows and columns.
+        most_kept: replaces the automatic limit of what is kept of dS, in bytes; 0: nothing is.
     """
     p, b = problem, Builder(operands)
     dq, dk, dv = gradients(b, p)
@@ -53,18 +57,22 @@ def backward(
     inputs = q, k, v, dout
     end = lengths(b, p.K)
     config = config or column_config(p, layout, scoring, end is not None)
-    summed = getattr(config, "with_dq", False)
-    terms, sums = row_terms(b, p, out, dout, config.D, config.E, summed)
+    with_dq = getattr(config, "with_dq", False)
+    terms, sums = row_terms(b, p, out, dout, config.D, config.E, with_dq)
+    how = kept(p, layout, most_kept) if query is None else None
+    if how is not None:
+        keeping(b, p, layout, scoring, how, config, (*inputs, terms, sums), end, (dq, dk, dv), split)
+        return done(b, terms)
     most = config.blocks * p.processors
     made = column_work(layout, *sharing(p.G, p.B, layout.columns), p.H // p.G, most, split)
     known, rows = lists(layout, True), layout.columns.block_rows
     s = schedule(b, "columns", made, most, rows, config.block_kv, **known._asdict())
     by_columns = kernel("wide" if isinstance(config, WideConfig) else "backward", config)
     run(
-        b, p, scoring, by_columns, s, (*inputs, terms, sums), end,
+        b, p, scoring, by_columns, s, (*inputs, terms, sums, None), end,
         {dk: (config.D, scoring.scale), dv: (config.E, 1.0)},
     )  # fmt: skip
-    if summed:
+    if with_dq:
         b.step(kernel("postprocess", p.dtype, config.D), sums, dq, scoring.scale)
     else:
         query_gradient(b, p, layout, scoring, (*inputs, terms), end, dq, query, split)
@@ -90,9 +98,7 @@ def column_config(p: Problem, layout: BlockLayout, scoring: Scoring, has_lengths
     score = score_of(scoring, True)
     if max(p.D, p.E) > WIDE:
         return wide_config(*sizes, score, has_lengths)
-    # Of tiles of 64 x 64, additions in memory take longer than a second walk.
-    with_dq = not p.deterministic and layout.columns.block_rows > TILE
-    return backward_config(*sizes, score, with_dq, has_lengths, narrow(layout))
+    return backward_config(*sizes, score, summed(p, layout), has_lengths, narrow(layout))
 
 
 def narrow(layout: BlockLayout) -> bool:
@@ -126,7 +132,7 @@ def row_terms(b: Builder, p: Problem, out: str, dout: str, D: int, E: int, summe
 
 
 def run(
-    b: Builder, p: Problem, scoring: Scoring, kind: Kernel, s: Schedule, inputs: Sequence[str], end: str | None,
+    b: Builder, p: Problem, scoring: Scoring, kind: Kernel, s: Schedule, inputs: Sequence[str | None], end: str | None,
     results: Mapping[str, tuple[int, float]],
 ) -> None:  # fmt: skip
     """Run a kernel of the backward, and add the parts of what it cuts.

@@ -49,14 +49,8 @@ def forward(
     return forward_by(config, b, p, scoring, _schedule(b, p, layout, config, split))
 
 
-def forward_by(
-    config: GatherConfig, b: Builder, p: Problem, scoring: Scoring, s: Schedule, distances: Sequence[float] = ()
-) -> Prepared:
-    """out and lse of a schedule.
-
-    Args:
-        distances: of a kernel with a Gaussian, the factor of r^2 beside q.k, and the sizes of the box.
-    """
+def forward_by(config: GatherConfig, b: Builder, p: Problem, scoring: Scoring, s: Schedule) -> Prepared:
+    """out and lse of a schedule."""
     q, k, v = operand(b, "q"), gathered(b, "k"), gathered(b, "v")
     out = result(b, "out", p.dtype, (p.B, p.H, p.Q, p.E), pairs=p.dtype == "float32")
     lse = b.result("lse", "float32", (p.B, p.H, p.Q))
@@ -66,12 +60,9 @@ def forward_by(
         halves = [b.array(f"{x}_halves", "float16", (p.B, p.G, p.K, 2 * config.size)) for x in ("k", "v")]
         halves.append(b.array("powers", "float32", (p.B, p.G, p.K, 2)))
     part_out, part_lse = parts(b, "part_out", s.slots, ROWS, config.size), parts(b, "part_lse", s.slots, ROWS)
-    before, exponent = factors(scoring)
-    before, *sizes = distances or (before,)
     b.step(
         kernel("gather", config), q, k, v, *halves, out, lse, *s.arrays, sink, part_out, part_lse,
-        end or unread(b, "no_lengths", "int32", 1), tile_counter(b), before, exponent, s.items, has_sinks, s.blocks,
-        *sizes,
+        end or unread(b, "no_lengths", "int32", 1), tile_counter(b), *factors(scoring), s.items, has_sinks, s.blocks,
     )  # fmt: skip
     if s.slots:
         b.step(kernel("merge", p.dtype, config.size, ROWS), out, lse, part_out, part_lse, s.merges, sink, has_sinks)

@@ -49,15 +49,15 @@ def lists(layout: BlockLayout, transposed: bool = False, blocks: int = 0, repeat
         known = walk
         if layout.host is not None:  # what is copied from there is complete for every stream
             known = layout.host.columns if transposed else layout.host.rows
-        table = _table(known)
+        table = table_of(known)
         if blocks:
-            table[:, : entries(known).number] = table[:, _there_and_back(known, blocks)]
+            table[:, : entries(known).number] = table[:, there_and_back(known, blocks)]
         lo, hi = _rows(walk.lo, walk.rows), _rows(walk.hi, walk.rows)
         found = Lists(placed(table, walk.device), lo, hi, _rows(walk.pool, walk.block_columns // 32))
     return kept.put((blocks, repeat), found)
 
 
-def _table(walk: Walk) -> Array:
+def table_of(walk: Walk) -> Array:
     """The entries of a walk, and what goes with those of bits; in place where they are one array on a device."""
     kinds, pool_index = entries(walk), walk.pool_index
     arrays = [x for x in kinds.arrays if len(x)]
@@ -94,7 +94,7 @@ def _repeated(known: Lists, walk: Walk, repeat: int) -> Lists:
     return known._replace(lo=lo, hi=hi, pool=pool)
 
 
-def _there_and_back(walk: Walk, blocks: int) -> np.ndarray:
+def there_and_back(walk: Walk, blocks: int) -> np.ndarray:
     """The places of a numpy walk's entries, the full and bits tiles of every other `blocks` rows of a head reversed."""
     lengths = row_lengths(walk).reshape(-1, walk.tiles)
     rank = np.argsort(np.argsort(-lengths, axis=1, kind="stable"), axis=1)

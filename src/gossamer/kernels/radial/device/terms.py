@@ -14,6 +14,7 @@ from cutlass._mlir.dialects import llvm
 
 from gossamer.kernels.radial.configurations import RadialConfig
 from gossamer.kernels.radial.functions import result
+from gossamer.kernels.radial.gravity import long_root
 
 
 @cute.jit
@@ -132,7 +133,7 @@ class SumSlopes(Sum):
         else:
             value, slope = self.own(s, True)
             w, apart = -2.0 * slope, within & (s > 0.0)
-        for c in range(n):
+        for c in range(n if self.config.values else 0):
             self.put(total, 3 + c, k, within, value, theirs[n + c])
         inner = mine[n] * theirs[0] + mine[0] * theirs[n]
         for c in range(1, n):
@@ -146,7 +147,7 @@ class SumSlopes(Sum):
 
 
 class Force(Term):
-    """w(s) m step: n_0 is the squared softening, n_1 to n_9 are the polynomial's coefficients, n_10 is the unit.
+    """w(s) m step: n_0 is the squared softening, n_1 to n_6 are the long-range part's, n_10 is the unit.
 
     Or w is a function of a user, and the unit 1.
     """
@@ -156,23 +157,18 @@ class Force(Term):
         if config.softened:
             self.start = numbers[0]
 
-    def polynomial(self, square):
-        first, *rest = reversed(self.numbers[1:-1])
-        p = first
-        for c in rest:
-            p = p * square + c
-        return p
-
-    def law(self, s, within):
-        """(w, whether the pair counts)"""
-        if self.config.own is not None:
-            return self.own(s, False).value, within & (s > 0.0)
-        inverse = inverse_root(s)  # s has the softening in it, if there is one
-        apart = within if self.config.softened else within & (s > 0.0)
-        return inverse * inverse * inverse - self.polynomial(s), apart
+    def law(self, s):
+        """(w, R^-2)"""
+        inverse, root = inverse_root(s), long_root(s, self.numbers[1:7])  # s has the softening in it
+        square = inverse * inverse
+        return square * inverse - root * root, square
 
     def add(self, total, k, step, s, within, mine, theirs):
-        w, apart = self.law(s, within)
+        apart = within if self.config.softened else within & (s > 0.0)
+        if self.config.own is None:
+            w, _ = self.law(s)
+        else:
+            w = self.own(s, False).value
         w = w * theirs[0]
         for axis, part in enumerate(step):
             self.put(total, axis, k, apart, w, part)
@@ -185,39 +181,30 @@ class Force(Term):
 class ForceSlopes(Force):
     """The gradients of a force to positions and masses: see `gossamer.particles.terms.force_slopes`.
 
-    Both bring the mass, then the gradient of the force. s is without softening: whether it is 0 is looked at.
+    Both bring the mass, then the gradient of the force. Pairs at one place are left out: products of a particle with
+    itself cancel only in exact arithmetic. exp2(n_7 s + n_8) is the Gaussian of w': `ShortRangeGravity.both`.
     """
 
-    def __init__(self, config: RadialConfig, numbers: Any) -> None:
-        Term.__init__(self, config, numbers)
-
-    def slopes(self, s, within):
+    def slopes(self, s):
         """(w, 2 w')"""
         if self.config.own is not None:
             found = self.own(s, True)
             return found.value, 2.0 * found.slope
-        square = s + self.numbers[0] if self.config.softened else s
-        inverse = inverse_root(square)
-        slope, *rest = reversed(self.numbers[1:-1])
-        first, *rest = rest
-        p = slope * square + first
-        for c in rest:
-            slope = slope * square + p
-            p = p * square + c
-        twice = inverse * inverse
-        cube = twice * inverse
-        return cube - p, -3.0 * cube * twice - 2.0 * slope
+        w, square = self.law(s)
+        return w, -(3.0 * w + power(s * self.numbers[7] + self.numbers[8])) * square
 
     def add(self, total, k, step, s, within, mine, theirs):
-        apart = within & (s > 0.0)  # its own products cancel only in exact arithmetic
-        w, slope = self.slopes(s, within)
-        turned = [mine[0] * theirs[1 + axis] - theirs[0] * mine[1 + axis] for axis in range(3)]
+        apart = within & (s > self.start)
+        w, slope = self.slopes(s)
+        mass, *push = theirs
+        turned = [mine[0] * push[axis] - mass * mine[1 + axis] for axis in range(3)]
         along = slope * (step[0] * turned[0] + step[1] * turned[1] + step[2] * turned[2])
         for axis in range(3):
             self.put(total, axis, k, apart, w, turned[axis])
             self.put(total, axis, k, apart, along, step[axis])
-        dot = step[0] * theirs[1] + step[1] * theirs[2] + step[2] * theirs[3]
-        self.put(total, 3, k, apart, -w, dot)
+        if self.config.values:
+            dot = step[0] * push[0] + step[1] * push[1] + step[2] * push[2]
+            self.put(total, 3, k, apart, -w, dot)
 
     def scaled(self, value, output):
         *_, unit = self.numbers

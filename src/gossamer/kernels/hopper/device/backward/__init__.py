@@ -9,6 +9,7 @@ dq_sum: the sum of dS K without the scale, D padded; zeroed before the launch. A
     accumulator lies in the registers of a warpgroup: element (j * 128 + t) * 4 + 2 * r + c is row
     16 * (t // 32) + t % 32 // 4 + 8 * r, column 8 * j + 2 * (t % 4) + c, for j < D / 8, t < 128, r and c < 2.
     One tile is one contiguous block, added to by bulk reduction; only (1, 1, 1, 64 * D) floats, unread, without dQ.
+ds: dS of pairs of tiles of 64 x 64, as keep.py has it, where the configuration keeps it; kept.py makes dQ of it.
 work, segments, lists, lo, hi and pool: see below and column_items.py.
 part_dk, part_dv: parts of split columns, without the scale, every row written; summed in slot order afterwards, times
     the scale for dk.
@@ -27,5 +28,6 @@ item of a shared list has one segment a query head; a split item has the pieces 
 lists that fall into its range. Segments with no entries are allowed.
 
 Head sizes over 128 are wide.py's, which takes the same arguments and writes dK and dV alone: its items are the halves
-of 64 keys of a key tile. dQ is then made by rows (query.py) in both modes, and so it is for tiles of 64 x 64.
+of 64 keys of a key tile. dQ is then made of dS that is kept, or by rows (query.py), in both modes, and so it is for
+tiles of 64 x 64.
 """

@@ -24,9 +24,10 @@ class ColumnArguments(NamedTuple):
     dv: Tma  # (B, G, K, E)
     terms: cute.Tensor  # (2, B, H, Qp) float32: lse in base 2, delta
     dq_sum: cute.Tensor | None  # (B, H, Qp / 64, 64 * D) float32; wide heads have none
+    ds: cute.Tensor | None  # (pairs of tiles, 64 * 64): dS as `keep` has it, where the configuration keeps it
     work: cute.Tensor  # (n, ITEM) int32, see `ColumnItem`
     segments: cute.Tensor  # (m, SEGMENT) int32
-    lists: cute.Tensor  # (1 or 2, entries) int32: tile row; pool entry where there are tiles of bits
+    lists: cute.Tensor  # (1 to 3, entries) int32: tile row; pool entry where there are tiles of bits; place of dS
     lo: cute.Tensor  # (Bl * Hl, K) int32: the first query that a key keeps
     hi: cute.Tensor  # the one behind the last
     pool: cute.Tensor  # (P * keys of a tile, block_q / 32) int32: a bit a pair

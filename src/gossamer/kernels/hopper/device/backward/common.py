@@ -28,10 +28,10 @@ class Step(IntEnum):
 
     QUERY is the first one; ENTRY an interval's row in lo and hi, -1 for all keys that exist, and of bits the first row
     in the pool; WORD the first word in such a row; KEPT, for each of two warpgroups, the kind for its keys alone, where
-    KIND is INTERVAL and the configuration has `edges`.
+    KIND is INTERVAL and the configuration has `edges`; PLACE where dS is kept.
     """
 
-    KIND, QUERY, ENTRY, WORD, HEAD, BATCH, KEPT = range(7)
+    KIND, QUERY, ENTRY, WORD, HEAD, BATCH, KEPT, PLACE = range(8)
 
 
 class Kind(IntEnum):
@@ -123,12 +123,15 @@ def put_tile(acc, mma, thread, to, barrier: cutlass.Constexpr = None):
 
 
 @cute.jit
-def put_part(acc, part, slot, row, column):
-    """An accumulator to a slot of the float32 parts of split tiles, (slots, rows, columns)."""
+def put_part(acc, part, slot, row, column, apart: cutlass.Constexpr = 8):
+    """An accumulator to a slot of the float32 parts of split tiles, (slots, rows, columns).
+
+    `apart`: from the first row of a thread to its second.
+    """
     for r in cutlass.range_constexpr(instructions.ROWS):
         for j in cutlass.range_constexpr(cute.size(acc) // 4):
             for e in cutlass.range_constexpr(2):
-                part[slot, row + 8 * r, 8 * j + column + e] = acc[4 * j + 2 * r + e]
+                part[slot, row + apart * r, 8 * j + column + e] = acc[4 * j + 2 * r + e]
 
 
 @cute.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -11,7 +12,8 @@ from cutlass.cute.nvgpu import warpgroup
 
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.backward.block import ColumnBlock
-from gossamer.kernels.hopper.device.backward.common import ColumnBarrier, Kind, high, low, put_tile, row_terms
+from gossamer.kernels.hopper.device.backward.common import ColumnBarrier, Kind, Step, high, low, put_tile, row_terms
+from gossamer.kernels.hopper.device.backward.keep import put_pair
 from gossamer.kernels.hopper.device.column_items import ColumnItem
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque
 from gossamer.kernels.hopper.device.tiles import accumulator, issue, product_of, transposed
@@ -121,18 +123,36 @@ class ColumnConsumer(Opaque):
         issue(self.mma_dv, self.acc_dv, self.frag_p, self.frag_dot[None, None, None, do_stage], True)
         # dK += dS^T Q
         issue(self.mma_dk, self.acc_dk, self.frag_ds, self.frag_qt[None, None, None, stage], True)
+        self.beside_products(stage)
         warpgroup.wait_group(1)
         block.dout.release_at(m)
         warpgroup.wait_group(0)
         block.q.release_at(n)
 
     @cute.jit
+    def transform(self, scores, stage):
+        """What is done to the scores of a step beside their factor in exp2."""
+        if const_expr(self.config.score == "softcap"):
+            instructions.soft_cap(scores, self.block.arguments.before)
+
+    @cute.jit
+    def beside_products(self, stage):
+        """What is done with dS of a step, in a stage of Q, while dV and dK are computed: it may be stored."""
+        c, block, thread = self.config, self.block, self.thread
+        if const_expr(c.keeps):
+            pair = block.steps[Step.PLACE, stage] + thread.warpgroup * const_expr(c.block_q // ROWS)
+            put_pair(block.arguments.ds, pair, thread, self.frag_ds)
+
+    @cute.jit
     def probabilities(self, stage, lse):
-        """P^T = exp2(S^T - lse) of the pairs that are kept, in 16 bits."""
+        """P^T = exp2(S^T - lse) of the pairs that are kept, in 16 bits.
+
+        The compiler would make the exponentials behind the caller's wait, where nothing runs beside them.
+        """
         c, a = self.config, self.block.arguments
+        power_of_two = instructions.power_here if self.halves > 1 else partial(cute.math.exp2, fastmath=True)
         acc = self.acc_s
-        if const_expr(c.score == "softcap"):
-            instructions.soft_cap(acc, a.before)
+        self.transform(acc, stage)
         packed = cute.recast_tensor(self.frag_p, Int32)
         for i in cutlass.range_constexpr(cute.size(acc) // 2):
             if const_expr(i > 0 and i % (ROWS // 4) == 0):
@@ -141,18 +161,19 @@ class ColumnConsumer(Opaque):
             slope = [1.0, 1.0]
             for e in cutlass.range_constexpr(2):
                 x = p[e]
-                p[e] = cute.math.exp2(x * a.exponent - lse[e, i // 2 % (ROWS // 8)], fastmath=True)
+                p[e] = power_of_two(x * a.exponent - lse[e, i // 2 % (ROWS // 8)])
                 slope[e] = 1.0 - x * x
             packed[i] = instructions.pack(p[0], p[1], self.frag_p.element_type)
             if const_expr(c.score == "softcap"):
                 self.slope[i] = instructions.pack(slope[0], slope[1], self.frag_p.element_type)
         self.masks.clear(packed, stage)
-        # A store that never happens (no probability is negative) keeps the exponentials before the caller's wait.
-        signs = packed[0]
-        for i in cutlass.range_constexpr(1, cute.size(packed)):
-            signs = signs | packed[i]
-        if signs < 0:
-            self.block.item[ColumnItem.SCRATCH] = Int32(0)
+        if const_expr(self.halves == 1):
+            # A store that never happens (no probability is negative) keeps them before it, faster than `power_here`.
+            signs = packed[0]
+            for i in cutlass.range_constexpr(1, cute.size(packed)):
+                signs = signs | packed[i]
+            if signs < 0:
+                self.block.item[ColumnItem.SCRATCH] = Int32(0)
 
     @cute.jit
     def score_gradient(self, stage, delta):

@@ -43,17 +43,18 @@ class ColumnKernel(Shell):
     def __call__(
         self,
         q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, dout: cute.Tensor, terms: cute.Tensor, dq_sum: cute.Tensor,
-        dk: cute.Tensor, dv: cute.Tensor, work: cute.Tensor, segments: cute.Tensor, lists: cute.Tensor,
-        lo: cute.Tensor, hi: cute.Tensor, pool: cute.Tensor, part_dk: cute.Tensor, part_dv: cute.Tensor,
-        lengths: cute.Tensor | None, tile_counter: cute.Tensor, before: Float32, exponent: Float32, factor: Float32,
-        items: Int32, blocks: Int32, stream: Any,
+        ds: cute.Tensor | None, dk: cute.Tensor, dv: cute.Tensor, work: cute.Tensor, segments: cute.Tensor,
+        lists: cute.Tensor, lo: cute.Tensor, hi: cute.Tensor, pool: cute.Tensor, part_dk: cute.Tensor,
+        part_dv: cute.Tensor, lengths: cute.Tensor | None, tile_counter: cute.Tensor, before: Float32,
+        exponent: Float32, factor: Float32, items: Int32, blocks: Int32, stream: Any,
     ) -> None:  # fmt: skip
         """As in `ColumnArguments`, but `items` are those that are listed."""
         c, held = self.config, self.layouts()
         arguments = ColumnArguments(
             q=tma(q, ROWS, c.D), k=tma(k, c.block_kv, c.D, layout=cute.select(held["k"], mode=[0, 1])),
             v=tma(v, c.block_kv, c.E), dout=tma(dout, ROWS, c.E), dk=tma(dk, ROWS, c.D, store=True),
-            dv=tma(dv, ROWS, c.E, store=True), terms=terms, dq_sum=None if self.pieces else dq_sum, work=work,
+            dv=tma(dv, ROWS, c.E, store=True), terms=terms, dq_sum=None if self.pieces else dq_sum, ds=ds,
+            work=work,
             segments=segments, lists=lists, lo=lo, hi=hi, pool=pool, part_dk=part_dk, part_dv=part_dv, lengths=lengths,
             tile_counter=tile_counter, before=before, exponent=exponent, factor=factor,
             items=items * (self.pieces or 1),
@@ -90,10 +91,14 @@ class ColumnKernel(Shell):
         dout = ring_of(memory, "do", do_stages, halves, do_readers)
         return self.block_class(
             config=c, arguments=a, k=k, v=v, q=q, dout=dout, rings=((RingPair(k, v),), (q,), (dout,)), **held,
-            item=k.item[None, 0], keys=cute.size(a.k.tensor, mode=[0]),
+            item=k.item[None, 0], keys=self.keys(a),
             steps=words(memory.steps, STEP, halves * q_stages), lse=words(memory.lse, ROWS, halves * q_stages),
             delta=words(memory.delta, ROWS, halves * do_stages), s_dk=held["s_k"], s_dv=held["s_v"],
         )  # fmt: skip
+
+    def keys(self, arguments: Any) -> Any:
+        """How many there are of a head."""
+        return cute.size(arguments.k.tensor, mode=[0])
 
     def prepared(self, block: Any) -> Any:
         """With the number of queries, and of query heads of a key head."""

@@ -98,6 +98,7 @@ class PairConsumer(ColumnConsumer):
                 self.put_dq(acc_dq)
         # dK += dS^T Q
         issue(self.mma_dk, self.acc_dk, self.frag_ds, self.frag_qt[None, None, None, stage], True)
+        self.beside_products(stage)
         if const_expr(self.halves > 1):  # the next S takes the registers of P
             warpgroup.wait_group(1)
 

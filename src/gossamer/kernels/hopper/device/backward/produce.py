@@ -40,16 +40,23 @@ class ColumnWork(WorkList):
             if cute.arch.shuffle_sync(word, ColumnItem.VALID) != 0:
                 keys = within_keys(self.lengths[cute.arch.shuffle_sync(word, ColumnItem.BATCH)])
                 keys = keys if keys < self.keys else self.keys
-            first = cute.arch.shuffle_sync(word, ColumnItem.TILE) * self.config.block_kv
+            first = self.first_key(word)
             if lane == ColumnItem.KEYS:
                 word = keys
             if lane == ColumnItem.SEGMENT_COUNT and first >= keys:
                 word = Int32(0)
         elif const_expr(self.pieces > 0):
-            tile = cute.arch.shuffle_sync(word, ColumnItem.TILE)
-            if lane == ColumnItem.SEGMENT_COUNT and tile * ROWS >= self.keys:
+            first = self.first_key(word)
+            if lane == ColumnItem.SEGMENT_COUNT and first >= self.keys:
                 word = Int32(0)
         return word
+
+    def first_key(self, word: Any) -> Any:
+        """The first key of an item, or of the tile that it is of: dS that is kept is read of whole tiles."""
+        tile = cute.arch.shuffle_sync(word, ColumnItem.TILE)
+        if self.config.keeps and self.pieces:
+            tile = tile // self.pieces * self.pieces
+        return tile * self.config.block_kv
 
 
 class RowLoader(Opaque):
@@ -135,6 +142,7 @@ class Producer(Opaque):
         turn, n, m = Int32(0), Int32(0), Int32(0)  # items, stages of Q, stages of dO so far
         half = Int32(0)  # of the step that is being filled
         own = EdgeKinds(block)
+        pieces, down = const_expr(work.pieces or 1), const_expr(work.pieces or c.block_kv // ROWS)
         word = work.first()
         running = Int32(1)
         while running != 0:
@@ -159,7 +167,8 @@ class Producer(Opaque):
                     part = Int32(0)
                     if lane < SEGMENT:
                         part = a.segments[at_segment + s, lane]
-                    head = group * block.ratio + cute.arch.shuffle_sync(part, Segment.HEAD)
+                    share = cute.arch.shuffle_sync(part, Segment.HEAD)
+                    head = group * block.ratio + share
                     lead = cute.arch.shuffle_sync(part, Segment.LEAD)
                     fulls = cute.arch.shuffle_sync(part, Segment.FULL_COUNT)
                     intervals = cute.arch.shuffle_sync(part, Segment.INTERVAL_COUNT)
@@ -202,8 +211,9 @@ class Producer(Opaque):
                         for p in cutlass.range(c.block_q // ROWS, unroll=1):
                             first = begin + p * ROWS
                             wanted = first < block.queries
-                            if kind == Kind.INTERVAL and entry >= 0:
-                                wanted = wanted and lowest < first + ROWS and highest > first
+                            if const_expr(not c.keeps):  # noqa: SIM102  What is kept of dS is read of every tile.
+                                if kind == Kind.INTERVAL and entry >= 0:
+                                    wanted = wanted and lowest < first + ROWS and highest > first
                             if wanted:
                                 value = kind
                                 if const_expr(c.edges):
@@ -212,6 +222,11 @@ class Producer(Opaque):
                                     last = last and (following >= end or following >= highest)
                                     if kind == Kind.INTERVAL and entry >= 0 and lane >= Step.KEPT:
                                         value = own.kind(first, n == started or last)
+                                if const_expr(c.keeps):  # noqa: SIM102
+                                    if lane == Step.PLACE:
+                                        of_head = item[ColumnItem.PLACE] + item[ColumnItem.NEXT_PLACE] * share
+                                        value = (of_head + a.lists[2, at]) * down + tile % pieces
+                                        value = value * (c.block_q // ROWS) + p
                                 for word_place, known, times in (
                                     (Step.QUERY, first, 1), (Step.ENTRY, entry, 1), (Step.WORD, p, ROWS // 32),
                                     (Step.HEAD, head, 1), (Step.BATCH, batch, 1),

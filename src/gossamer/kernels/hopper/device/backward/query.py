@@ -153,16 +153,26 @@ class QueryConsumer(Opaque):
         # dP = dO V^T
         issue(self.mma_s, acc_dp, self.frag_do, self.frag_v[None, None, None, v_stage], False)
         warpgroup.wait_group(1)
-        if const_expr(c.score == "softcap"):
-            instructions.soft_cap(acc_s, a.before)
+        self.transform(acc_s, kv)
         probabilities(acc_s, self.lse, a.exponent, c.score == "softcap")
         if const_expr(kind is not Kind.FULL):
             clear(acc_s, words)
         warpgroup.wait_group(0)
         block.v.release_at(kv)
-        score_gradients(acc_s, acc_dp, self.delta, self.frag_ds)
+        self.score_gradients(acc_s, acc_dp, kv)
         # dQ += dS K
         issue(self.mma_dq, self.acc_dq, self.frag_ds, self.frag_kt[None, None, None, k_stage], True)
+
+    @cute.jit
+    def transform(self, scores, kv):
+        """What is done to the scores of step `kv` beside their factor in exp2."""
+        if const_expr(self.config.score == "softcap"):
+            instructions.soft_cap(scores, self.block.arguments.before)
+
+    @cute.jit
+    def score_gradients(self, p, dp, kv):
+        """dS of step `kv`."""
+        score_gradients(p, dp, self.delta, self.frag_ds)
 
     @cute.jit
     def finish(self, batch, head):

@@ -29,6 +29,7 @@ from gossamer.kernels.hopper.device.backward.common import (
     row_terms,
     send_tile,
 )
+from gossamer.kernels.hopper.device.backward.keep import put_pair
 from gossamer.kernels.hopper.device.backward.kernel import ColumnKernel
 from gossamer.kernels.hopper.device.backward.masks import WideColumnMasks
 from gossamer.kernels.hopper.device.column_items import ColumnItem
@@ -237,6 +238,8 @@ class KeyConsumer(WideConsumer):
         instructions.convert(acc, self.frag)
         # dK += dS^T Q
         issue(self.mma, self.acc, self.frag, self.frag_summed[None, None, None, stage], True)
+        if const_expr(self.config.keeps):
+            put_pair(block.arguments.ds, block.steps[Step.PLACE, stage], self.thread, self.frag)
 
     @cute.jit
     def finish(self):

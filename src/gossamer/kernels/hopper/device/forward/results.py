@@ -43,7 +43,16 @@ class Epilogue(Opaque):
         """`mma`: P V."""
         self.block, self.arguments, self.thread, self.softmax, self.mma = block, block.arguments, thread, softmax, mma
         self.item, self.groups = block.items.item, block.config.block_q // ROWS
-        self.rows = rows_of(self.arguments.q)
+        self.rows = self.count()
+
+    def count(self) -> Any:
+        """How many rows a head has."""
+        return rows_of(self.arguments.q)
+
+    def place(self, stage: Any, r: int) -> Any:
+        """(head, query) of a row of this thread."""
+        head, tile = self.item[RowItem.HEAD, stage], self.item[RowItem.TILE, stage]
+        return place_of(self.block.config, head, tile, self.thread.row + 8 * r)
 
     @cute.jit
     def finish(self, stage, q_read: cutlass.Constexpr):
@@ -77,8 +86,7 @@ class Epilogue(Opaque):
     @cute.jit
     def send(self, stage, packed, lse, q_read: cutlass.Constexpr):
         """An item's result into shared memory for the store warp, and its lse."""
-        item, thread = self.item, self.thread
-        batch, head, tile = item[RowItem.BATCH, stage], item[RowItem.HEAD, stage], item[RowItem.TILE, stage]
+        thread, batch = self.thread, self.item[RowItem.BATCH, stage]
         if const_expr(not q_read):
             cute.arch.barrier(barrier_id=Barrier.Q_READ + thread.warpgroup, number_of_threads=WARPGROUP)
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.block.s_o.element_type)
@@ -88,7 +96,7 @@ class Epilogue(Opaque):
         cute.arch.fence_view_async_shared()
         if thread.lane % 4 == 0:
             for r in cutlass.range_constexpr(instructions.ROWS):
-                of_head, query = place_of(self.block.config, head, tile, thread.row + 8 * r)
+                of_head, query = self.place(stage, r)
                 if query < self.rows:
                     self.arguments.lse[batch, of_head, query] = lse[r]
 

@@ -33,10 +33,12 @@ class GatherConfig:
     heads: int = 1  # query heads whose rows share a tile
     q_stages: int = 2  # of the forward's Q: with one, those that gather begin an item before there is room for its Q
     held_q: bool = False  # Q of an item is read from registers, not from shared memory in each step
-    gaussian: bool = False  # of the forward: scores depend on distances as well (gather/gaussian.py)
+    particles: bool = False  # rows of items are particles, which lists name (gather/particles)
+    gaussian: bool = False  # of these: scores depend on distances as well
 
     block_q = block_kv = step = ROWS
     hold = Hold.COMPILER
+    keeps = False
 
     def __post_init__(self) -> None:
         known = self.direction in DIRECTIONS and self.size in SIZES and self.blocks in (2, 3)
@@ -44,7 +46,8 @@ class GatherConfig:
             known = self.direction in DIRECTIONS and self.direction != "columns"
         if not 1 <= self.heads <= ROWS or (self.heads > 1 and self.direction == "columns"):
             known = False
-        if self.gaussian and (self.direction, self.heads, self.score, self.lengths) != ("forward", 1, "fold", False):
+        of_particles = self.direction != "gradients" and (self.heads, self.score, self.lengths) == (1, "fold", False)
+        if (self.particles and not of_particles) or (self.gaussian and not self.particles):
             known = False
         if self.dtype == "float32":
             known = (self.direction, self.size, self.blocks) == ("forward", 64, 2)
@@ -100,7 +103,8 @@ class GatherConfig:
         words_of_steps = 4 * words * self.slots
         if exchanged or self.q_stages == 1:  # before the tiles, in the kilobyte that barriers and items take
             words_of_steps = -(-max(0, words_of_steps - 512) // 1024) * 1024
-        if self.gaussian:  # and the positions of their columns
-            words_of_steps += 4 * 4 * ROWS * self.slots
+        if self.particles:  # and their rows, and the positions of columns
+            named = 4 * ROWS * self.q_stages + 4 * 4 * ROWS * self.slots * self.gaussian
+            words_of_steps = -(-(4 * words * self.slots + named - 512) // 1024) * 1024
         rows = (2 if self.direction != "forward" else self.q_stages) + 2 * self.stages
         return width * ROWS * self.size * rows + exchanged + words_of_steps + 1024

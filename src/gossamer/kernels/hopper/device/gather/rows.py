@@ -68,7 +68,7 @@ class RowCopies(Opaque):
         self.past = [LINE * line + PIECE * self.piece >= 2 * columns for line in range(self.lines)]
         # Pieces of a line are permuted by the row in eight.
         eighth = [self.row + i for i in range(0, PIECES, self.at_once)]
-        self.to = [shared.toint() + self.row * LINE + (self.piece ^ row) * PIECE for row in eighth]
+        self.to = [shared.toint() + self.row * LINE + (self.piece ^ (row % PIECES)) * PIECE for row in eighth]
         self.stride = Int32(2 * tensor.stride[2])  # of rows, in bytes
 
     def columns(self) -> Any:
