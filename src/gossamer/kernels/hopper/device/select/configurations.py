@@ -7,8 +7,6 @@ from typing import Literal
 
 from gossamer.kernels.hopper.device.configurations import check_memory
 
-GROUPS = 2  # warpgroups that compute, of 64 rows each
-ROWS = 64 * GROUPS  # of a block
 SEGMENTS = 16  # equal parts of the rows that read a key head
 
 
@@ -24,14 +22,15 @@ class SelectConfig:
     places: int
     step: int = 128  # keys
     stages: int = 3
+    groups: int = 2  # warpgroups that compute, of 64 rows each
     same: float = -1.0  # alpha - 1 of all heads: 0.5, 1.0, or -1.0 for any
     top: bool = False  # whether the k largest are selected
     weighed: bool = True  # whether those that surely have no weight are left out
     every: int = 2  # how many tiles there are to one of those from which the first bounds come
+    rarest: int = 2  # the same of long rows
     bounds: Literal["every", "causal", "intervals"] = "every"
 
     blocks = 1
-    rows = ROWS
 
     def __post_init__(self) -> None:
         if self.step % 64 or self.places < self.step // 4 or not (self.top or self.weighed):
@@ -39,6 +38,11 @@ class SelectConfig:
         check_memory(self)
 
     @property
+    def rows(self) -> int:
+        """Of a block."""
+        return 64 * self.groups
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: Q, the ring of K, contenders and barriers."""
-        return 2 * self.D * (ROWS + self.step * self.stages) + 8 * 4 * ROWS * self.places + 1024
+        return 2 * self.D * (self.rows + self.step * self.stages) + 8 * 4 * self.rows * self.places + 1024

@@ -8,7 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from gossamer.kernels.hopper.device.select.configurations import ROWS
+
+SHORT = 64  # tiles of a row whose sample is as dense as it gets
 
 
 class Rows(NamedTuple):
@@ -20,6 +21,8 @@ class Rows(NamedTuple):
     tile: Any  # of the rows of its head
     begin: Any  # the first key tile
     tiles: Any  # how many
+    every: Any  # one of so many is walked before all are
+    sample: Any  # how many these are
 
 
 def rows_of(block: Any) -> Rows:
@@ -29,26 +32,22 @@ def rows_of(block: Any) -> Rows:
     G, K = cute.size(a.k.tensor, mode=[2]), cute.size(a.k.tensor, mode=[0])
     x, _, _ = cute.arch.block_idx()
     number = a.first_block + x
-    blocks = cute.ceil_div(Q, ROWS)
+    blocks = cute.ceil_div(Q, c.rows)
     lead, tile = number // blocks, blocks - 1 - number % blocks
     head = lead % H
     first, end = Int32(0), Int32(K)
-    last_row = cutlass.min(tile * ROWS + ROWS, Q) - 1
+    last_row = cutlass.min(tile * c.rows + c.rows, Q) - 1
     if const_expr(c.bounds == "causal"):
         end = cutlass.max(cutlass.min(last_row + a.offset + 1, Int32(K)), Int32(0))
     elif const_expr(c.bounds == "intervals"):
-        first, end = a.lo[tile * ROWS], a.hi[last_row]
+        first, end = a.lo[tile * c.rows], a.hi[last_row]
     begin = first // c.step
     tiles = cutlass.max(cute.ceil_div(end, c.step) - begin, Int32(0))
-    return Rows(lead // H, head, head // (H // G), tile, begin, tiles)
-
-
-def sampled(tiles: Any, every: int) -> Any:
-    """How many tiles are walked before all are: every so many of them."""
-    return cute.ceil_div(tiles, every)
+    every = cutlass.min(cutlass.max(tiles // SHORT, Int32(c.every)), Int32(c.rarest))
+    return Rows(lead // H, head, head // (H // G), tile, begin, tiles, every, (tiles + every - 1) // every)
 
 
 @cute.jit
-def tile_of(step, sample, every: cutlass.Constexpr):
+def tile_of(step, rows):
     """The tile of a step: those of the sample, then all."""
-    return step * every if step < sample else step - sample
+    return step * rows.every if step < rows.sample else step - rows.sample

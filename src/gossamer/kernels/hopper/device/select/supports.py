@@ -13,8 +13,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from gossamer.kernels.hopper.device.common import Opaque
 from gossamer.kernels.hopper.device.instructions import ROWS, assembly, over_quad
-from gossamer.kernels.hopper.device.select.bounds import PLACE, over_quad_sum
-from gossamer.kernels.hopper.device.select.configurations import ROWS as BLOCK_ROWS
+from gossamer.kernels.hopper.device.select.bounds import over_quad_sum
 from gossamer.kernels.hopper.device.select.contenders import Selector
 
 EPS = 1.2e-7
@@ -48,11 +47,11 @@ class Supports(Opaque):
 
     def score(self, r: int, place: Any) -> Any:
         """A product; -0 becomes 0: they are equal."""
-        at = self.rows.start[r] + place * PLACE
+        at = self.rows.start[r] + place * self.rows.place
         return assembly(Float32, "ld.shared.f32 $0, [$1];", Int32(at)) + 0.0
 
     def key(self, r: int, place: Any) -> Any:
-        at = self.rows.start[r] + place * PLACE
+        at = self.rows.start[r] + place * self.rows.place
         return assembly(Int32, f"ld.shared.b32 $0, [$1 + {self.rows.keys_behind}];", Int32(at))
 
     @cute.jit
@@ -79,8 +78,8 @@ class Supports(Opaque):
         Q = cute.size(a.q.tensor, mode=[0])
         lead = rows.rows.batch * cute.size(a.q.tensor, mode=[2]) + rows.rows.head
         L = cute.size(a.list_keys, mode=[1])
-        number = [lead * Q + rows.rows.tile * BLOCK_ROWS + rows.thread.row + 8 * r for r in range(ROWS)]
-        inside = [rows.rows.tile * BLOCK_ROWS + rows.thread.row + 8 * r < Q for r in range(ROWS)]
+        number = [lead * Q + rows.rows.tile * c.rows + rows.thread.row + 8 * r for r in range(ROWS)]
+        inside = [rows.rows.tile * c.rows + rows.thread.row + 8 * r < Q for r in range(ROWS)]
         own = cute.make_rmem_tensor((ROWS,), Int32)  # how many of a row are listed by this thread, then by those before
         size = cute.make_rmem_tensor((ROWS,), Int32)
         own.fill(0)
