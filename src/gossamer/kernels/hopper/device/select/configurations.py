@@ -7,6 +7,8 @@ from typing import Literal
 
 from gossamer.kernels.hopper.device.configurations import check_memory
 
+STAGED = 8  # fours of scores of a thread that wait for their rows
+HELD = 32  # places at most
 SEGMENTS = 16  # equal parts of the rows that read a key head
 
 
@@ -28,12 +30,15 @@ class SelectConfig:
     weighed: bool = True  # whether those that surely have no weight are left out
     every: int = 2  # how many tiles there are to one of those from which the first bounds come
     rarest: int = 2  # the same of long rows
+    held: bool = False
+    clocks: bool = False
+    ahead: bool = False
     bounds: Literal["every", "causal", "intervals"] = "every"
 
     blocks = 1
 
     def __post_init__(self) -> None:
-        if self.step % 64 or self.places < self.step // 4 or not (self.top or self.weighed):
+        if self.step % 64 or self.places > HELD or not (self.top or self.weighed):
             raise ValueError(f"the selecting kernel cannot run as {self}")
         check_memory(self)
 
@@ -45,4 +50,4 @@ class SelectConfig:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: Q, the ring of K, contenders and barriers."""
-        return 2 * self.D * (self.rows + self.step * self.stages) + 8 * 4 * self.rows * self.places + 1024
+        return 2 * self.D * (self.rows + self.step * self.stages) + 8 * 4 * self.rows * self.places + 20 * 2 * self.rows * STAGED + 1024
