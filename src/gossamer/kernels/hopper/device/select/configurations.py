@@ -33,6 +33,8 @@ class SelectConfig:
     held: bool = False
     clocks: bool = False
     ahead: bool = False
+    cadence: int = 4
+    grouped: int = 0
     bounds: Literal["every", "causal", "intervals"] = "every"
 
     blocks = 1
@@ -50,4 +52,4 @@ class SelectConfig:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: Q, the ring of K, contenders and barriers."""
-        return 2 * self.D * (self.rows + self.step * self.stages) + 8 * 4 * self.rows * self.places + 20 * 2 * self.rows * STAGED + 1024
+        return 2 * self.D * (self.rows + self.step * self.stages) + 8 * 4 * self.rows * self.places + (0 if self.grouped else 20 * 2 * self.rows * STAGED) + 1024

@@ -14,7 +14,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from gossamer.kernels.hopper.device.common import WARPGROUP, Barrier, Thread
@@ -25,6 +25,7 @@ from gossamer.kernels.hopper.device.select.configurations import STAGED
 from gossamer.kernels.hopper.device.select.rows import rows_of, tile_of
 from gossamer.kernels.hopper.device.tiles import accumulator, first_factor, issue, product_of, second_factor
 
+FULL = 1 << 30  # over the bits of all fours
 MOST_SAMPLED = 80  # scores of a sample, and
 MOST_LEFT = 108  # contenders, over new bounds of a row whose support a list will hold
 
@@ -118,7 +119,8 @@ class Selector(Bounds):
         else:
             self.tick(6)
             self.keep_all()
-        self.append()
+        if const_expr(not c.grouped):
+            self.append()
         self.tick(3)
         cute.arch.sync_warp()
 
@@ -171,7 +173,10 @@ class Selector(Bounds):
             self.block.k.release_at(step + 1)
         if const_expr(largest is None):
             self.tick(2)
-            self.keep_of(a, key, fours)
+            if const_expr(self.config.grouped > 0):
+                self.keep_grouped(a, key, fours)
+            else:
+                self.keep_of(a, key, fours)
 
     @cute.jit
     def keep_each(self):
@@ -241,12 +246,56 @@ class Selector(Bounds):
 
         Score i is of row i // 2 % 2 and column 8 (i // 4) + i % 2.
         """
-        self.keep_of(scores, key, self.fours(scores))
+        if const_expr(self.config.grouped > 0):
+            self.keep_grouped(scores, key, self.fours(scores))
+        else:
+            self.keep_of(scores, key, self.fours(scores))
+
+    @cute.jit
+    def keep_grouped(self, scores, key, fours):
+        """Append by groups of fours, those without a contender in the warp are passed over."""
+        some = self.some(fours)
+        if some >= FULL:
+            self.refresh()
+            fours = self.fours(scores)
+            for r in cutlass.range_constexpr(ROWS):
+                # All four threads of a row give it up together.
+                over = Int32(1) if self.needed(fours, r) > self.room else Int32(0)
+                many = over_quad_sum(over) != 0
+                if const_expr(self.gives_up):
+                    many = many or over_quad_sum(self.counts()[r]) > MOST_LEFT
+                self.give_up(r, many)
+            some = cute.arch.warp_redux_sync(fours, kind="or")
+        number = key + self.thread.quad
+        size = const_expr(self.config.grouped)
+        for g in cutlass.range_constexpr(self.config.step // 8 // size):
+            if some & (((1 << size) - 1) << (g * size)) != 0:
+                for j in cutlass.range_constexpr(g * size, (g + 1) * size):
+                    four = [Float32(scores[4 * j + n]) for n in range(4)]
+                    # All places are found before the first store, since a store makes a change of its address wait.
+                    to = []
+                    for n in cutlass.range_constexpr(4):
+                        to.append(self.next[n // 2])
+                        self.next[n // 2] = self.behind(four[n], self.bound[n // 2], to[n])
+                    for n in cutlass.range_constexpr(4):
+                        self.put(four[n], self.bound[n // 2], to[n], number + (8 * j + n % 2))
+
+    @cute.jit
+    def some(self, fours):
+        """The fours of all threads of the warp; FULL and more where a thread may have too few places for its own."""
+        full = cutlass.max(self.needed(fours, 0), self.needed(fours, 1)) > self.room
+        return cute.arch.warp_redux_sync(fours | (Int32(FULL) if full else Int32(0)), kind="or")
+
+    def needed(self, fours: Any, r: int) -> Any:
+        """The bytes that the places of a row may take with those of a tile: two of each four are of a row."""
+        return self.next[r] - self.start[r] + cute.arch.popc(fours) * (2 * self.place)
 
     @cute.jit
     def keep_of(self, scores, key, fours):
         count = cute.arch.popc(fours)
-        if cute.arch.vote_any_sync(self.staged[0] + count > STAGED):
+        # All warps append after the same tiles: each product waits for the slowest of them.
+        due = (key // self.config.step) % self.config.cadence == 0
+        if cute.arch.vote_any_sync(due or self.staged[0] + count > STAGED):
             # Where a thread has more than fit at all, one half of its fours follows the other.
             halves = Int32(2) if cute.arch.vote_any_sync(count > STAGED) else Int32(1)
             for half in cutlass.range(halves, unroll=1):
@@ -289,9 +338,13 @@ class Selector(Bounds):
                     self.give_up(r, many)
             at = self.staged_at + i * (16 * self.threads)
             key = assembly(Int32, "ld.shared.b32 $0, [$1];", Int32(self.staged_keys + i * (4 * self.threads)))
+            pairs = [assembly(Int64, f"ld.shared.b64 $0, [$1 + {8 * r}];", Int32(at)) for r in range(ROWS)]
             for n in cutlass.range_constexpr(4):
                 r = const_expr(n // 2)
-                score = assembly(Float32, f"ld.shared.f32 $0, [$1 + {4 * n}];", Int32(at))
+                half = ("x", "y")[n % 2]
+                score = assembly(
+                    Float32, f"{{ .reg .b32 x, y; mov.b64 {{x, y}}, $1; mov.b32 $0, {half}; }}", pairs[r], effects=False
+                )
                 score = score if i < self.staged[0] else -Float32.inf
                 place = self.next[r]
                 self.next[r] = self.behind(score, self.bound[r], place)

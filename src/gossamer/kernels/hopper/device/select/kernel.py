@@ -61,7 +61,7 @@ class Select(Shell):
             **barriers(q=c.groups, k=c.stages), "q": tile_memory(self.dtype, q), "k": tile_memory(self.dtype, k),
             "scores": array(Float32, 4 * c.rows * c.places, 128),
             "keys": array(Int32, 4 * c.rows * c.places, 128), "going": array(Int32, 4 * c.groups),
-            "staged": array(Float32, 8 * c.rows * STAGED, 128), "staged_keys": array(Int32, 2 * c.rows * STAGED, 128),
+            "staged": array(Float32, 8 * c.rows * (1 if c.grouped else STAGED) // (256 if c.grouped else 1), 128), "staged_keys": array(Int32, 2 * c.rows * STAGED // (64 if c.grouped else 1), 128),
         }  # fmt: skip
 
     def block(self, arguments: SelectArguments, memory: Any) -> SelectBlock:
