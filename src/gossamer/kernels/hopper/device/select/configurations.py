@@ -8,6 +8,7 @@ from typing import Literal
 from gossamer.kernels.hopper.device.configurations import check_memory
 
 STAGED = 8  # fours of scores of a thread that wait for their rows
+CADENCE = 4  # tiles after which all warps append what is staged
 HELD = 32  # places at most
 SEGMENTS = 16  # equal parts of the rows that read a key head
 
@@ -24,20 +25,15 @@ class SelectConfig:
     places: int
     step: int = 128  # keys
     stages: int = 3
-    groups: int = 2  # warpgroups that compute, of 64 rows each
     same: float = -1.0  # alpha - 1 of all heads: 0.5, 1.0, or -1.0 for any
     top: bool = False  # whether the k largest are selected
     weighed: bool = True  # whether those that surely have no weight are left out
     every: int = 2  # how many tiles there are to one of those from which the first bounds come
     rarest: int = 2  # the same of long rows
-    held: bool = False
-    clocks: bool = False
-    ahead: bool = False
-    cadence: int = 4
-    grouped: int = 0
     bounds: Literal["every", "causal", "intervals"] = "every"
 
     blocks = 1
+    groups = 2  # warpgroups that compute, of 64 rows each
 
     def __post_init__(self) -> None:
         if self.step % 64 or self.places > HELD or not (self.top or self.weighed):
@@ -51,5 +47,6 @@ class SelectConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: Q, the ring of K, contenders and barriers."""
-        return 2 * self.D * (self.rows + self.step * self.stages) + 8 * 4 * self.rows * self.places + (0 if self.grouped else 20 * 2 * self.rows * STAGED) + 1024
+        """Shared memory of a block: Q, the ring of K, contenders, what is staged, and barriers."""
+        of_threads = 2 * self.rows * (2 * 8 * self.places + 20 * STAGED)
+        return 2 * self.D * (self.rows + self.step * self.stages) + of_threads + 1024

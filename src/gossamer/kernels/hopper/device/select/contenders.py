@@ -15,17 +15,16 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from gossamer.kernels.hopper.device.common import WARPGROUP, Barrier, Thread
 from gossamer.kernels.hopper.device.instructions import ROWS, assembly, of_row, places
 from gossamer.kernels.hopper.device.select.block import SelectBlock
 from gossamer.kernels.hopper.device.select.bounds import LOWEST, Bounds, over_quad_sum
-from gossamer.kernels.hopper.device.select.configurations import STAGED
+from gossamer.kernels.hopper.device.select.configurations import CADENCE, STAGED
 from gossamer.kernels.hopper.device.select.rows import rows_of, tile_of
 from gossamer.kernels.hopper.device.tiles import accumulator, first_factor, issue, product_of, second_factor
 
-FULL = 1 << 30  # over the bits of all fours
 MOST_SAMPLED = 80  # scores of a sample, and
 MOST_LEFT = 108  # contenders, over new bounds of a row whose support a list will hold
 
@@ -38,15 +37,8 @@ class Selector(Bounds):
         first = block.s_scores.iterator.toint() + 4 * (4 * thread.row + thread.lane % 4)
         super().__init__(block, [first + 4 * 4 * 8 * r for r in range(ROWS)])
         self.block, self.thread, self.quad = block, thread, thread.lane % 4
-        self.mma = product_of(dtype, c.step, registers=c.held)
-        self.k = second_factor(self.mma, block.s_k)
-        if c.held:
-            mine = self.mma.get_slice(0)
-            self.q = mine.make_fragment_A(mine.partition_shape_A((64, c.D)))
-        else:
-            self.q = first_factor(self.mma, block.s_q)
-        self.t = cute.make_rmem_tensor((8,), Int32)
-        self.t.fill(0)
+        self.mma = product_of(dtype, c.step)
+        self.q, self.k = first_factor(self.mma, block.s_q), second_factor(self.mma, block.s_k)
         self.rows = rows_of(block)
         self.of_head(self.rows.head)
         self.lo = cute.make_rmem_tensor((ROWS,), Int32)
@@ -88,115 +80,39 @@ class Selector(Bounds):
         self.least_hi = cute.arch.warp_redux_sync(cutlass.min(self.hi[0], self.hi[1]), kind="min")
         self.most_hi = cute.arch.warp_redux_sync(cutlass.max(self.hi[0], self.hi[1]), kind="max")
         self.block.q.wait_full(thread.warpgroup, 0)
-        if const_expr(c.held):
-            atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.block.s_q.element_type)
-            mine = cute.make_tiled_copy_A(atom, self.mma).get_slice(thread.thread)
-            cute.copy(atom, mine.partition_S(self.block.s_q[None, None, thread.warpgroup]), mine.retile(self.q))
-        self.tick(0)
         largest = accumulator(self.mma, c.step)
         largest.fill(-Float32.inf)
-        if const_expr(c.ahead):
-            self.walk(Int32(0), rows.sample, largest)
-        else:
-            for step in cutlass.range(rows.sample, unroll=1):
-                scores = self.product(step)
-                key = (rows.begin + tile_of(step, rows)) * c.step
-                if key < self.most_hi and key + c.step > self.least_lo:
-                    if key + c.step > self.least_hi or key < self.most_lo:
-                        self.mask(scores, key)
-                    for i in places(scores):
-                        largest[i] = cute.arch.fmax(largest[i], scores[i])
-        self.tick(1)
+        for step in cutlass.range(rows.sample, unroll=1):
+            scores = self.product(step)
+            key = (rows.begin + tile_of(step, rows)) * c.step
+            if key < self.most_hi and key + c.step > self.least_lo:
+                if key + c.step > self.least_hi or key < self.most_lo:
+                    self.mask(scores, key)
+                for i in places(scores):
+                    largest[i] = cute.arch.fmax(largest[i], scores[i])
         self.start_bounds(largest)
         if const_expr(self.gives_up):
-            going = self.going(largest)
-            self.tick(6)
-            if going != 0:
+            if self.going(largest) != 0:
                 self.keep_all()
             else:
                 for step in cutlass.range(rows.sample, rows.sample + rows.tiles, unroll=1):
                     self.block.k.release(self.block.k.wait_full_at(step))
         else:
-            self.tick(6)
             self.keep_all()
-        if const_expr(not c.grouped):
-            self.append()
-        self.tick(3)
+        self.append()
         cute.arch.sync_warp()
 
     @cute.jit
     def keep_all(self):
         """The contenders of all tiles."""
-        if const_expr(self.config.ahead):
-            self.walk(self.rows.sample, self.rows.sample + self.rows.tiles)
-        else:
-            self.keep_each()
-
-    @cute.jit
-    def begin_product(self, scores, step):
-        stage = self.block.k.wait_full_at(step)
-        own = self.q if const_expr(self.config.held) else self.q[None, None, None, self.thread.warpgroup]
-        issue(self.mma, scores, own, self.k[None, None, None, stage], False)
-
-    @cute.jit
-    def walk(self, first, end, largest=None):
-        """The tiles of some steps: each product runs while the scores of the one before are looked at."""
-        a, b = accumulator(self.mma, self.config.step), accumulator(self.mma, self.config.step)
-        if first < end:
-            self.begin_product(a, first)
-            warpgroup.wait_group(0)
-            self.block.k.release_at(first)
-            for step in cutlass.range(first, end, 2, unroll=1):
-                self.two(a, b, step, end, largest)
-                if step + 1 < end:
-                    self.two(b, a, step + 1, end, largest)
-
-    @cute.jit
-    def two(self, a, b, step, end, largest):
-        """Look at the scores of a step, while those of the next one are computed."""
-        rows, size = self.rows, self.config.step
-        key = (rows.begin + tile_of(step, rows)) * size
-        if key + size > self.least_hi or key < self.most_lo:
-            self.mask(a, key)
-        if const_expr(largest is None):
-            self.tick(3)
-        # Past the last step it is computed once more; it is not looked at.
-        self.begin_product(b, cutlass.min(step + 1, end - 1))
-        fours = Int32(0)
-        if const_expr(largest is None):
-            fours = self.fours(a)
-        else:
-            for i in places(a):
-                largest[i] = cute.arch.fmax(largest[i], a[i])
-        warpgroup.wait_group(0)
-        if step + 1 < end:
-            self.block.k.release_at(step + 1)
-        if const_expr(largest is None):
-            self.tick(2)
-            if const_expr(self.config.grouped > 0):
-                self.keep_grouped(a, key, fours)
-            else:
-                self.keep_of(a, key, fours)
-
-    @cute.jit
-    def keep_each(self):
         rows, size = self.rows, self.config.step
         for step in cutlass.range(rows.sample, rows.sample + rows.tiles, unroll=1):
-            self.tick(3)
             scores = self.product(step)
-            self.tick(2)
             key = (rows.begin + tile_of(step, rows)) * size
             if key < self.most_hi and key + size > self.least_lo:
                 if key + size > self.least_hi or key < self.most_lo:
                     self.mask(scores, key)
                 self.keep(scores, key)
-
-    @cute.jit
-    def tick(self, part: cutlass.Constexpr):
-        if const_expr(self.config.clocks):
-            now = assembly(Int32, "mov.u32 $0, %clock;")
-            self.t[part] = self.t[part] + now - self.t[7]
-            self.t[7] = now
 
     @cute.jit
     def going(self, largest):
@@ -223,7 +139,7 @@ class Selector(Bounds):
         """The scores of a step's tile."""
         stage = self.block.k.wait_full_at(step)
         scores = accumulator(self.mma, self.config.step)
-        own = self.q if const_expr(self.config.held) else self.q[None, None, None, self.thread.warpgroup]
+        own = self.q[None, None, None, self.thread.warpgroup]
         issue(self.mma, scores, own, self.k[None, None, None, stage], False)
         warpgroup.wait_group(0)
         self.block.k.release(stage)
@@ -246,55 +162,10 @@ class Selector(Bounds):
 
         Score i is of row i // 2 % 2 and column 8 (i // 4) + i % 2.
         """
-        if const_expr(self.config.grouped > 0):
-            self.keep_grouped(scores, key, self.fours(scores))
-        else:
-            self.keep_of(scores, key, self.fours(scores))
-
-    @cute.jit
-    def keep_grouped(self, scores, key, fours):
-        """Append by groups of fours, those without a contender in the warp are passed over."""
-        some = self.some(fours)
-        if some >= FULL:
-            self.refresh()
-            fours = self.fours(scores)
-            for r in cutlass.range_constexpr(ROWS):
-                # All four threads of a row give it up together.
-                over = Int32(1) if self.needed(fours, r) > self.room else Int32(0)
-                many = over_quad_sum(over) != 0
-                if const_expr(self.gives_up):
-                    many = many or over_quad_sum(self.counts()[r]) > MOST_LEFT
-                self.give_up(r, many)
-            some = cute.arch.warp_redux_sync(fours, kind="or")
-        number = key + self.thread.quad
-        size = const_expr(self.config.grouped)
-        for g in cutlass.range_constexpr(self.config.step // 8 // size):
-            if some & (((1 << size) - 1) << (g * size)) != 0:
-                for j in cutlass.range_constexpr(g * size, (g + 1) * size):
-                    four = [Float32(scores[4 * j + n]) for n in range(4)]
-                    # All places are found before the first store, since a store makes a change of its address wait.
-                    to = []
-                    for n in cutlass.range_constexpr(4):
-                        to.append(self.next[n // 2])
-                        self.next[n // 2] = self.behind(four[n], self.bound[n // 2], to[n])
-                    for n in cutlass.range_constexpr(4):
-                        self.put(four[n], self.bound[n // 2], to[n], number + (8 * j + n % 2))
-
-    @cute.jit
-    def some(self, fours):
-        """The fours of all threads of the warp; FULL and more where a thread may have too few places for its own."""
-        full = cutlass.max(self.needed(fours, 0), self.needed(fours, 1)) > self.room
-        return cute.arch.warp_redux_sync(fours | (Int32(FULL) if full else Int32(0)), kind="or")
-
-    def needed(self, fours: Any, r: int) -> Any:
-        """The bytes that the places of a row may take with those of a tile: two of each four are of a row."""
-        return self.next[r] - self.start[r] + cute.arch.popc(fours) * (2 * self.place)
-
-    @cute.jit
-    def keep_of(self, scores, key, fours):
+        fours = self.fours(scores)
         count = cute.arch.popc(fours)
         # All warps append after the same tiles: each product waits for the slowest of them.
-        due = (key // self.config.step) % self.config.cadence == 0
+        due = (key // self.config.step) % CADENCE == 0
         if cute.arch.vote_any_sync(due or self.staged[0] + count > STAGED):
             # Where a thread has more than fit at all, one half of its fours follows the other.
             halves = Int32(2) if cute.arch.vote_any_sync(count > STAGED) else Int32(1)
@@ -310,7 +181,6 @@ class Selector(Bounds):
     def stage(self, scores, key, fours):
         """Put fours of scores behind those that are staged."""
         number = key + self.thread.quad
-        base = self.staged_at
         for j in cutlass.range_constexpr(self.config.step // 8):
             code = (
                 f"{{ .reg .pred p; .reg .b32 t, a, b; and.b32 t, $6, {1 << j}; setp.ne.b32 p, t, 0; "
@@ -319,9 +189,8 @@ class Selector(Bounds):
                 "mov.b32 $0, $5; @p add.s32 $0, $5, 1; }"
             )
             four = [Float32(scores[4 * j + n]) for n in range(4)]
-            self.staged[0] = assembly(
-                Int32, code, *four, self.staged[0], Int32(fours), Int32(base), Int32(self.staged_keys), Int32(number + 8 * j)
-            )
+            own = Int32(self.staged_at), Int32(self.staged_keys), Int32(number + 8 * j)
+            self.staged[0] = assembly(Int32, code, *four, self.staged[0], Int32(fours), *own)
 
     @cute.jit
     def append(self):
@@ -379,7 +248,7 @@ class Selector(Bounds):
             none = Int32(0)
             for j in reversed(range(first, first + 8)):
                 four = [Float32(scores[4 * j + n]) for n in range(4)]
-                none = assembly(Int32, code, *four, *less, none, effects=self.config.ahead)
+                none = assembly(Int32, code, *four, *less, none, effects=False)
             parts.append((none ^ 255) << first)
         return parts[0] | parts[1] if len(parts) > 1 else parts[0]
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 
 from gossamer.kernels.hopper.device.common import NUMBERS, WARPGROUP, computing_thread
 from gossamer.kernels.hopper.device.common import ROWS as TILE
-from gossamer.kernels.hopper.device.instructions import assembly
 from gossamer.kernels.hopper.device.select.block import SelectArguments, SelectBlock
 from gossamer.kernels.hopper.device.select.configurations import STAGED, SelectConfig
 from gossamer.kernels.hopper.device.select.contenders import Selector
@@ -26,10 +25,11 @@ from gossamer.kernels.hopper.device.tiles import tile_layout, tile_loader, tma
 class Select(Shell):
     """The kernel of one configuration."""
 
+    threads = WARPGROUP * (SelectConfig.groups + 1)
+    registers = (24, 240)
+
     def __init__(self, config: SelectConfig) -> None:
         self.config = config
-        self.threads = WARPGROUP * (config.groups + 1)
-        self.registers = (24, 240) if config.groups == 2 else (32, 160)
         self.dtype = NUMBERS[config.dtype]
 
     @cute.jit
@@ -61,7 +61,7 @@ class Select(Shell):
             **barriers(q=c.groups, k=c.stages), "q": tile_memory(self.dtype, q), "k": tile_memory(self.dtype, k),
             "scores": array(Float32, 4 * c.rows * c.places, 128),
             "keys": array(Int32, 4 * c.rows * c.places, 128), "going": array(Int32, 4 * c.groups),
-            "staged": array(Float32, 8 * c.rows * (1 if c.grouped else STAGED) // (256 if c.grouped else 1), 128), "staged_keys": array(Int32, 2 * c.rows * STAGED // (64 if c.grouped else 1), 128),
+            "staged": array(Float32, 8 * c.rows * STAGED, 128), "staged_keys": array(Int32, 2 * c.rows * STAGED, 128),
         }  # fmt: skip
 
     def block(self, arguments: SelectArguments, memory: Any) -> SelectBlock:
@@ -74,7 +74,8 @@ class Select(Shell):
             s_q=tiles(memory.q, q), s_k=tiles(memory.k, k),
             s_scores=words(memory.scores, 4 * c.rows, c.places),
             s_keys=words(memory.keys, 4 * c.rows, c.places), s_going=words(memory.going, 4, c.groups),
-            s_staged=words(memory.staged, 8 * c.rows, STAGED), s_staged_keys=words(memory.staged_keys, 2 * c.rows, STAGED),
+            s_staged=words(memory.staged, 8 * c.rows, STAGED),
+            s_staged_keys=words(memory.staged_keys, 2 * c.rows, STAGED),
         )  # fmt: skip
 
     @cute.jit
@@ -93,16 +94,5 @@ class Select(Shell):
     @cute.jit
     def compute(self, block):
         rows = Selector(block, computing_thread())
-        if const_expr(self.config.clocks):
-            rows.t[7] = assembly(Int32, "mov.u32 $0, %clock;")
         rows.run()
         Supports(rows).write()
-        if const_expr(self.config.clocks):
-            rows.tick(5)
-            a = block.arguments
-            Q = cute.size(a.q.tensor, mode=[0])
-            lead = rows.rows.batch * cute.size(a.q.tensor, mode=[2]) + rows.rows.head
-            at = lead * Q + rows.rows.tile * self.config.rows + 64 * rows.thread.warpgroup + 16 * (rows.thread.thread // 32)
-            if rows.thread.lane == 0:
-                for i in cutlass.range_constexpr(7):
-                    a.lam[at + i] = Float32(rows.t[i])

@@ -147,7 +147,8 @@ class Largest(Opaque):
             after = over_quad_int(after)
             after = self.first[r] if held[r] > keep else after
             self.after[r] = assembly(
-                Float32, "{ .reg .b32 t; shr.s32 t, $1, 31; and.b32 t, t, 0x7fffffff; xor.b32 t, t, $1; mov.b32 $0, t; }",
+                Float32,
+                "{ .reg .b32 t; shr.s32 t, $1, 31; and.b32 t, t, 0x7fffffff; xor.b32 t, t, $1; mov.b32 $0, t; }",
                 Int32(after), effects=False,
             )  # fmt: skip
 

@@ -8,7 +8,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-
 SHORT = 64  # tiles of a row whose sample is as dense as it gets
 
 
