@@ -8,7 +8,7 @@ from typing import Literal
 from gossamer.kernels.hopper.device.configurations import check_memory
 
 STAGED = 8  # fours of scores of a thread that wait for their rows
-CADENCE = 4  # tiles after which all warps append what is staged
+CADENCE = 8  # tiles after which all warps append what is staged
 HELD = 32  # places at most
 SEGMENTS = 16  # equal parts of the rows that read a key head
 
@@ -29,7 +29,6 @@ class SelectConfig:
     top: bool = False  # whether the k largest are selected
     weighed: bool = True  # whether those that surely have no weight are left out
     every: int = 2  # how many tiles there are to one of those from which the first bounds come
-    rarest: int = 2  # the same of long rows
     bounds: Literal["every", "causal", "intervals"] = "every"
 
     blocks = 1

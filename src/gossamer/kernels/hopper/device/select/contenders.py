@@ -22,7 +22,7 @@ from gossamer.kernels.hopper.device.instructions import ROWS, assembly, of_row, 
 from gossamer.kernels.hopper.device.select.block import SelectBlock
 from gossamer.kernels.hopper.device.select.bounds import LOWEST, Bounds, over_quad_sum
 from gossamer.kernels.hopper.device.select.configurations import CADENCE, STAGED
-from gossamer.kernels.hopper.device.select.rows import rows_of, tile_of
+from gossamer.kernels.hopper.device.select.rows import rows_of, sampled, tile_of
 from gossamer.kernels.hopper.device.tiles import accumulator, first_factor, issue, product_of, second_factor
 
 MOST_SAMPLED = 80  # scores of a sample, and
@@ -40,6 +40,7 @@ class Selector(Bounds):
         self.mma = product_of(dtype, c.step)
         self.q, self.k = first_factor(self.mma, block.s_q), second_factor(self.mma, block.s_k)
         self.rows = rows_of(block)
+        self.sample = sampled(self.rows.tiles, c.every)
         self.of_head(self.rows.head)
         self.lo = cute.make_rmem_tensor((ROWS,), Int32)
         self.hi = cute.make_rmem_tensor((ROWS,), Int32)
@@ -82,9 +83,9 @@ class Selector(Bounds):
         self.block.q.wait_full(thread.warpgroup, 0)
         largest = accumulator(self.mma, c.step)
         largest.fill(-Float32.inf)
-        for step in cutlass.range(rows.sample, unroll=1):
+        for step in cutlass.range(self.sample, unroll=1):
             scores = self.product(step)
-            key = (rows.begin + tile_of(step, rows)) * c.step
+            key = (rows.begin + tile_of(step, self.sample, c.every)) * c.step
             if key < self.most_hi and key + c.step > self.least_lo:
                 if key + c.step > self.least_hi or key < self.most_lo:
                     self.mask(scores, key)
@@ -95,7 +96,7 @@ class Selector(Bounds):
             if self.going(largest) != 0:
                 self.keep_all()
             else:
-                for step in cutlass.range(rows.sample, rows.sample + rows.tiles, unroll=1):
+                for step in cutlass.range(self.sample, self.sample + rows.tiles, unroll=1):
                     self.block.k.release(self.block.k.wait_full_at(step))
         else:
             self.keep_all()
@@ -105,10 +106,10 @@ class Selector(Bounds):
     @cute.jit
     def keep_all(self):
         """The contenders of all tiles."""
-        rows, size = self.rows, self.config.step
-        for step in cutlass.range(rows.sample, rows.sample + rows.tiles, unroll=1):
+        c, rows, size = self.config, self.rows, self.config.step
+        for step in cutlass.range(self.sample, self.sample + rows.tiles, unroll=1):
             scores = self.product(step)
-            key = (rows.begin + tile_of(step, rows)) * size
+            key = (rows.begin + tile_of(step, self.sample, c.every)) * size
             if key < self.most_hi and key + size > self.least_lo:
                 if key + size > self.least_hi or key < self.most_lo:
                     self.mask(scores, key)

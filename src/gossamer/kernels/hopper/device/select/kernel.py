@@ -16,7 +16,7 @@ from gossamer.kernels.hopper.device.common import ROWS as TILE
 from gossamer.kernels.hopper.device.select.block import SelectArguments, SelectBlock
 from gossamer.kernels.hopper.device.select.configurations import STAGED, SelectConfig
 from gossamer.kernels.hopper.device.select.contenders import Selector
-from gossamer.kernels.hopper.device.select.rows import rows_of, tile_of
+from gossamer.kernels.hopper.device.select.rows import rows_of, sampled, tile_of
 from gossamer.kernels.hopper.device.select.supports import Supports
 from gossamer.kernels.hopper.device.shell import Shell, array, barriers, ring_of, tile_memory, tiles, words
 from gossamer.kernels.hopper.device.tiles import tile_layout, tile_loader, tma
@@ -88,8 +88,9 @@ class Select(Shell):
             of_k = tile_loader(block.k, a.k, block.s_k, c.step, c.D)
             for g in cutlass.range_constexpr(c.groups):
                 of_q.load(Int32(g), rows.tile * c.groups + g, rows.head, rows.batch)
-            for step in cutlass.range(rows.sample + rows.tiles, unroll=1):
-                of_k.load(step, rows.begin + tile_of(step, rows), rows.group, rows.batch)
+            sample = sampled(rows.tiles, c.every)
+            for step in cutlass.range(sample + rows.tiles, unroll=1):
+                of_k.load(step, rows.begin + tile_of(step, sample, c.every), rows.group, rows.batch)
 
     @cute.jit
     def compute(self, block):

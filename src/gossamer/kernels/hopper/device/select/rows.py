@@ -8,8 +8,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-SHORT = 64  # tiles of a row whose sample is as dense as it gets
-
 
 class Rows(NamedTuple):
     """Where a block is, and its tiles."""
@@ -20,8 +18,6 @@ class Rows(NamedTuple):
     tile: Any  # of the rows of its head
     begin: Any  # the first key tile
     tiles: Any  # how many
-    every: Any  # one of so many is walked before all are
-    sample: Any  # how many these are
 
 
 def rows_of(block: Any) -> Rows:
@@ -42,11 +38,15 @@ def rows_of(block: Any) -> Rows:
         first, end = a.lo[tile * c.rows], a.hi[last_row]
     begin = first // c.step
     tiles = cutlass.max(cute.ceil_div(end, c.step) - begin, Int32(0))
-    every = cutlass.min(cutlass.max(tiles // SHORT, Int32(c.every)), Int32(c.rarest))
-    return Rows(lead // H, head, head // (H // G), tile, begin, tiles, every, (tiles + every - 1) // every)
+    return Rows(lead // H, head, head // (H // G), tile, begin, tiles)
+
+
+def sampled(tiles: Any, every: int) -> Any:
+    """How many tiles are walked before all are: every so many of them."""
+    return cute.ceil_div(tiles, every)
 
 
 @cute.jit
-def tile_of(step, rows):
+def tile_of(step, sample, every: cutlass.Constexpr):
     """The tile of a step: those of the sample, then all."""
-    return step * rows.every if step < rows.sample else step - rows.sample
+    return step * every if step < sample else step - sample
