@@ -25,7 +25,7 @@ from gossamer.kernels.hopper.device.select.configurations import CADENCE, STAGED
 from gossamer.kernels.hopper.device.select.rows import rows_of, sampled, tile_of
 from gossamer.kernels.hopper.device.tiles import accumulator, first_factor, issue, product_of, second_factor
 
-MOST_SAMPLED = 80  # scores of a sample, and
+MOST_SAMPLED = 96  # scores of a sample, and
 MOST_LEFT = 108  # contenders, over new bounds of a row whose support a list will hold
 
 
