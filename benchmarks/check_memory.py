@@ -119,19 +119,6 @@ def run_particles() -> None:
         print(f"{N} particles, box {box}, finite: {bool(x.grad.isfinite().all())}")
 
 
-def run_neighbors() -> None:
-    """Attention between neighbours and its gradients; of lists that are cut, and where differences are folded."""
-    for N, radius, capacity, D in ((700, 0.2, None, 64), (130, 0.3, None, 128), (300, 0.2, 8, 24), (1, 0.2, None, 64)):
-        x = torch.rand(N, 3, device="cuda", requires_grad=True)
-        neighbors = gp.Neighbors.allocate(x, radius, 1.0, capacity)
-        for kernel, bandwidth in (("dot", None), ("dot+gaussian", radius / 3)):
-            q, k, v = (torch.randn(N, 2, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-            out = gp.neighbor_attention(q, k, v, neighbors, kernel=kernel, bandwidth=bandwidth)
-            out.float().square().sum().backward(retain_graph=True)
-            torch.cuda.synchronize()
-            print(f"{N} particles, {kernel}, capacity {capacity}, finite: {bool(q.grad.isfinite().all())}")
-
-
 def run_entmax() -> None:
     """By lists, by tiles, of both, of the k largest; keys that every row lists; keys alone."""
     for dtype, size, options in (
@@ -149,6 +136,19 @@ def run_entmax() -> None:
         print(f"entmax in {dtype}, {size}, {options}, finite: {all(bool(t.grad.isfinite().all()) for t in x)}")
     keys = gs.topk_keys(x[0].bfloat16(), x[1].bfloat16(), k_keep=8, causal=True, implementation="kernels")
     print(f"keys up to {int(keys.max())}")
+
+
+def run_neighbors() -> None:
+    """Attention between neighbours and its gradients; of lists that are cut, and where differences are folded."""
+    for N, radius, capacity, D in ((700, 0.2, None, 64), (130, 0.3, None, 128), (300, 0.2, 8, 24), (1, 0.2, None, 64)):
+        x = torch.rand(N, 3, device="cuda", requires_grad=True)
+        neighbors = gp.Neighbors.allocate(x, radius, 1.0, capacity)
+        for kernel, bandwidth in (("dot", None), ("dot+gaussian", radius / 3)):
+            q, k, v = (torch.randn(N, 2, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+            out = gp.neighbor_attention(q, k, v, neighbors, kernel=kernel, bandwidth=bandwidth)
+            out.float().square().sum().backward(retain_graph=True)
+            torch.cuda.synchronize()
+            print(f"{N} particles, {kernel}, capacity {capacity}, finite: {bool(q.grad.isfinite().all())}")
 
 
 def main(names: list[str]) -> None:

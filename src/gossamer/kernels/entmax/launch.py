@@ -14,6 +14,7 @@ from gossamer.kernels.entmax.calls import Call, Listed, Part, Stats, parts, row_
 from gossamer.kernels.entmax.gather import gather_out_kernel
 from gossamer.kernels.entmax.selection import select, selecting
 from gossamer.kernels.entmax.unlisted import large, tiled
+from gossamer.kernels.hopper.device.select.configurations import SelectConfig
 from gossamer.kernels.triton.gather.config import piece
 
 
@@ -44,7 +45,9 @@ def forward(
     (B, H, Q, _), E = c.q.shape, c.v.shape[3]
     L, top, device = c.listed, c.top_k is not None, c.q.device
     way = selecting(c, only_keys)
-    every = list(parts(c, way.rows))
+    # Lists that are kept need no parts, which would wait for the longest rows of each; contenders in memory do.
+    whole = keep_lists and isinstance(way, SelectConfig)
+    every = [Part(0, B * H * -(-Q // way.rows), 0, c.rows, 0, B * H)] if whole else list(parts(c, way.rows))
     held = c.rows if keep_lists else max(part.rows for part in every)
     lists = Listed(
         torch.empty(held, L, dtype=torch.int32, device=device),

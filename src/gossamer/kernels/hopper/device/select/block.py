@@ -43,3 +43,6 @@ class SelectBlock(Block):
     s_k: cute.Tensor  # (step, D, stages)
     s_scores: cute.Tensor  # (256 * groups, places) float32
     s_keys: cute.Tensor  # (256 * groups, places) int32
+    s_staged: cute.Tensor  # (4 * threads, STAGED) float32
+    s_staged_keys: cute.Tensor  # (threads, STAGED) int32
+    s_going: cute.Tensor  # (4, groups) int32: the warps that have rows to look at

@@ -12,12 +12,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from gossamer.kernels.hopper.device.common import ROWS as TILE
 from gossamer.kernels.hopper.device.common import Opaque
 from gossamer.kernels.hopper.device.instructions import ROWS, assembly, largest_of_row, of_row, over_quad
-from gossamer.kernels.hopper.device.select.configurations import GROUPS
 
-PLACE = 4 * 4 * TILE * GROUPS  # bytes from a thread's place to its next one
 LOWEST = -3.4028234e38
 STEPS = 3  # of Newton's method
 FIRST_STEPS = 4  # where it starts from the largest score
@@ -42,6 +39,7 @@ class Bounds(Opaque):
 
     def __init__(self, block: Any, start: list[Any]) -> None:
         self.config, self.arguments, self.start = block.config, block.arguments, start
+        self.place = 4 * 4 * block.config.rows  # bytes from a thread's place to its next one
         self.bound = cute.make_rmem_tensor((ROWS,), Float32)
         self.next = cute.make_rmem_tensor((ROWS,), Int32)
 
@@ -61,12 +59,12 @@ class Bounds(Opaque):
 
     def counts(self) -> list[Any]:
         """How many contenders this thread has of each of its rows."""
-        return [(self.next[r] - self.start[r]) // PLACE for r in range(ROWS)]
+        return [(self.next[r] - self.start[r]) // self.place for r in range(ROWS)]
 
     @cute.jit
     def read(self, r: cutlass.Constexpr, place, count, none: cutlass.Constexpr):
         """A contender's score, or `none` past the last."""
-        score = assembly(Float32, "ld.shared.f32 $0, [$1];", Int32(self.start[r] + place * PLACE))
+        score = assembly(Float32, "ld.shared.f32 $0, [$1];", Int32(self.start[r] + place * self.place))
         return score if place < count else Float32(none)
 
     @cute.jit

@@ -7,8 +7,9 @@ from typing import Literal
 
 from gossamer.kernels.hopper.device.configurations import check_memory
 
-GROUPS = 2  # warpgroups that compute, of 64 rows each
-ROWS = 64 * GROUPS  # of a block
+STAGED = 8  # fours of scores of a thread that wait for their rows
+CADENCE = 8  # tiles after which all warps append what is staged
+HELD = 32  # places at most
 SEGMENTS = 16  # equal parts of the rows that read a key head
 
 
@@ -31,14 +32,20 @@ class SelectConfig:
     bounds: Literal["every", "causal", "intervals"] = "every"
 
     blocks = 1
-    rows = ROWS
+    groups = 2  # warpgroups that compute, of 64 rows each
 
     def __post_init__(self) -> None:
-        if self.step % 64 or self.places < self.step // 4 or not (self.top or self.weighed):
+        if self.step % 64 or self.places > HELD or not (self.top or self.weighed):
             raise ValueError(f"the selecting kernel cannot run as {self}")
         check_memory(self)
 
     @property
+    def rows(self) -> int:
+        """Of a block."""
+        return 64 * self.groups
+
+    @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: Q, the ring of K, contenders and barriers."""
-        return 2 * self.D * (ROWS + self.step * self.stages) + 8 * 4 * ROWS * self.places + 1024
+        """Shared memory of a block: Q, the ring of K, contenders, what is staged, and barriers."""
+        of_threads = 2 * self.rows * (2 * 8 * self.places + 20 * STAGED)
+        return 2 * self.D * (self.rows + self.step * self.stages) + of_threads + 1024

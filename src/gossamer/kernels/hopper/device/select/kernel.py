@@ -14,7 +14,7 @@ from cutlass import Float32, Int32
 from gossamer.kernels.hopper.device.common import NUMBERS, WARPGROUP, computing_thread
 from gossamer.kernels.hopper.device.common import ROWS as TILE
 from gossamer.kernels.hopper.device.select.block import SelectArguments, SelectBlock
-from gossamer.kernels.hopper.device.select.configurations import GROUPS, SelectConfig
+from gossamer.kernels.hopper.device.select.configurations import STAGED, SelectConfig
 from gossamer.kernels.hopper.device.select.contenders import Selector
 from gossamer.kernels.hopper.device.select.rows import rows_of, sampled, tile_of
 from gossamer.kernels.hopper.device.select.supports import Supports
@@ -25,7 +25,7 @@ from gossamer.kernels.hopper.device.tiles import tile_layout, tile_loader, tma
 class Select(Shell):
     """The kernel of one configuration."""
 
-    threads = WARPGROUP * (GROUPS + 1)
+    threads = WARPGROUP * (SelectConfig.groups + 1)
     registers = (24, 240)
 
     def __init__(self, config: SelectConfig) -> None:
@@ -52,27 +52,30 @@ class Select(Shell):
     def layouts(self) -> tuple[Any, Any]:
         """Of Q and of the ring of K."""
         c = self.config
-        return tile_layout(self.dtype, TILE, c.D, GROUPS), tile_layout(self.dtype, c.step, c.D, c.stages)
+        return tile_layout(self.dtype, TILE, c.D, c.groups), tile_layout(self.dtype, c.step, c.D, c.stages)
 
     def memory(self) -> dict[str, Any]:
         c = self.config
         q, k = self.layouts()
         return {
-            **barriers(q=GROUPS, k=c.stages), "q": tile_memory(self.dtype, q), "k": tile_memory(self.dtype, k),
-            "scores": array(Float32, 4 * TILE * GROUPS * c.places, 128),
-            "keys": array(Int32, 4 * TILE * GROUPS * c.places, 128),
+            **barriers(q=c.groups, k=c.stages), "q": tile_memory(self.dtype, q), "k": tile_memory(self.dtype, k),
+            "scores": array(Float32, 4 * c.rows * c.places, 128),
+            "keys": array(Int32, 4 * c.rows * c.places, 128), "going": array(Int32, 4 * c.groups),
+            "staged": array(Float32, 8 * c.rows * STAGED, 128), "staged_keys": array(Int32, 2 * c.rows * STAGED, 128),
         }  # fmt: skip
 
     def block(self, arguments: SelectArguments, memory: Any) -> SelectBlock:
         c = self.config
         q, k = self.layouts()
-        q_ring = ring_of(memory, "q", GROUPS, 1, 1)
-        k_ring = ring_of(memory, "k", c.stages, 1, 4 * GROUPS)
+        q_ring = ring_of(memory, "q", c.groups, 1, 1)
+        k_ring = ring_of(memory, "k", c.stages, 1, 4 * c.groups)
         return SelectBlock(
             config=c, arguments=arguments, rings=((q_ring,), (k_ring,)), q=q_ring, k=k_ring,
             s_q=tiles(memory.q, q), s_k=tiles(memory.k, k),
-            s_scores=words(memory.scores, 4 * TILE * GROUPS, c.places),
-            s_keys=words(memory.keys, 4 * TILE * GROUPS, c.places),
+            s_scores=words(memory.scores, 4 * c.rows, c.places),
+            s_keys=words(memory.keys, 4 * c.rows, c.places), s_going=words(memory.going, 4, c.groups),
+            s_staged=words(memory.staged, 8 * c.rows, STAGED),
+            s_staged_keys=words(memory.staged_keys, 2 * c.rows, STAGED),
         )  # fmt: skip
 
     @cute.jit
@@ -83,8 +86,8 @@ class Select(Shell):
             rows = rows_of(block)
             of_q = tile_loader(block.q, a.q, block.s_q, TILE, c.D)
             of_k = tile_loader(block.k, a.k, block.s_k, c.step, c.D)
-            for g in cutlass.range_constexpr(GROUPS):
-                of_q.load(Int32(g), rows.tile * GROUPS + g, rows.head, rows.batch)
+            for g in cutlass.range_constexpr(c.groups):
+                of_q.load(Int32(g), rows.tile * c.groups + g, rows.head, rows.batch)
             sample = sampled(rows.tiles, c.every)
             for step in cutlass.range(sample + rows.tiles, unroll=1):
                 of_k.load(step, rows.begin + tile_of(step, sample, c.every), rows.group, rows.batch)

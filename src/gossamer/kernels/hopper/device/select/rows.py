@@ -8,8 +8,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from gossamer.kernels.hopper.device.select.configurations import ROWS
-
 
 class Rows(NamedTuple):
     """Where a block is, and its tiles."""
@@ -29,15 +27,15 @@ def rows_of(block: Any) -> Rows:
     G, K = cute.size(a.k.tensor, mode=[2]), cute.size(a.k.tensor, mode=[0])
     x, _, _ = cute.arch.block_idx()
     number = a.first_block + x
-    blocks = cute.ceil_div(Q, ROWS)
+    blocks = cute.ceil_div(Q, c.rows)
     lead, tile = number // blocks, blocks - 1 - number % blocks
     head = lead % H
     first, end = Int32(0), Int32(K)
-    last_row = cutlass.min(tile * ROWS + ROWS, Q) - 1
+    last_row = cutlass.min(tile * c.rows + c.rows, Q) - 1
     if const_expr(c.bounds == "causal"):
         end = cutlass.max(cutlass.min(last_row + a.offset + 1, Int32(K)), Int32(0))
     elif const_expr(c.bounds == "intervals"):
-        first, end = a.lo[tile * ROWS], a.hi[last_row]
+        first, end = a.lo[tile * c.rows], a.hi[last_row]
     begin = first // c.step
     tiles = cutlass.max(cute.ceil_div(end, c.step) - begin, Int32(0))
     return Rows(lead // H, head, head // (H // G), tile, begin, tiles)
