@@ -129,7 +129,7 @@ def test_type_checkers_see_the_public_names() -> None:
 
 def test_no_module_is_hidden() -> None:
     """A name of a package that a module of it has as well hides that module from `package.module`."""
-    of_jax = [f"gossamer.particles.{name}_jax" for name in ("in", "fused", "attend", "blocked", "listed")]
+    of_jax = [f"gossamer.particles.{name}_jax" for name in ("in", "fused", "attend", "blocked", "listed", "once")]
     absent = ("gossamer.cosmos", "gossamer.jax", *of_jax) if importlib.util.find_spec("jax") is None else ()
     out = run(
         "import importlib, pkgutil, sys, gossamer\n"

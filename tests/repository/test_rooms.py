@@ -78,6 +78,8 @@ FRAMEWORKS = {
     "particles.attend_torch": allowed("torch"),
     "particles.fused_jax": allowed("numpy jax"),
     "particles.fused_torch": allowed("torch"),
+    "particles.once_jax": allowed("jax"),
+    "particles.once_torch": allowed("torch"),
     "particles.listed_jax": allowed("numpy jax"),
     "particles.listed_torch": allowed("torch"),
     "nn": allowed("torch"),

@@ -14,6 +14,7 @@ from gossamer.particles import listed_jax
 from gossamer.particles.attend import Attending, Features, Gradients, Kept, Rows, row_gradients, rows
 from gossamer.particles.groups import differentiates
 from gossamer.particles.neighbors import Neighbors
+from gossamer.particles.once_jax import once
 
 NUMBERS = 2**21  # of the features of a chunk
 
@@ -45,7 +46,7 @@ def _forward(call: Attending, fused: bool, x: Array, q: Array, k: Array, v: Arra
         made = lax.platform_dependent(neighbors, q, k, v, cuda=kernel, default=blocked)
     else:
         made = blocked(neighbors, q, k, v)
-    return made, (q, k, v, neighbors, made)
+    return made, (x, q, k, v, neighbors, made)
 
 
 def _back(neighbors: Neighbors) -> Array:
@@ -83,12 +84,15 @@ def _forward_blocked(call: Attending, neighbors: Neighbors, q: Array, k: Array, 
 
 
 def _backward(call: Attending, fused: bool, kept: Any, given: Rows) -> Any:
+    x, *kept = kept
     blocked, arrays = partial(_backward_blocked, call), (*kept, given)
     if fused and differentiates(str(given.out.dtype)):
         kernels = sequential_vmap(partial(_backward_fused, call))
         found = lax.platform_dependent(*arrays, cuda=kernels, default=blocked)
     else:
         found = blocked(*arrays)
+    q, k, v, *_ = kept
+    found = once(found, (x, q, k, v, given))
     return found.x, found.q, found.k, found.v, None
 
 

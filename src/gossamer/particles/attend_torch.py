@@ -10,6 +10,7 @@ from torch import Tensor
 from gossamer.particles import listed_torch
 from gossamer.particles.attend import Attending, Features, Kept, Rows, row_gradients, rows
 from gossamer.particles.neighbors import Neighbors
+from gossamer.particles.once_torch import once
 from gossamer.torch.api import attention
 from gossamer.torch.structure import Indices
 
@@ -67,7 +68,6 @@ class _Unsure(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
         (unsure,) = ctx.saved_tensors
         return dx.masked_fill(unsure[:, None], float("nan")), None
@@ -79,14 +79,14 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Attending, neighbors: Neighbors, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Any:
         out, lse = listed_torch.forward(call, neighbors, q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(x, q, k, v, out, lse)
         ctx.call, ctx.neighbors = call, neighbors
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
+        _, q, k, v, out, lse = ctx.saved_tensors
         given = {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "out": out, "lse": lse}
         dq, dk, dv, dx = listed_torch.backward(ctx.call, ctx.neighbors, **given)
         return None, None, dx, dq, dk, dv
@@ -98,18 +98,17 @@ class _AttendBlocked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Attending, neighbors: Neighbors, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Any:
         (order, back), cut = _moves(neighbors), neighbors.cut
-        q, k, v = (one[order] for one in (q, k, v))
-        out, lse = _blocked(call, neighbors, q, k, v)
+        out, lse = _blocked(call, neighbors, *(one[order] for one in (q, k, v)))
         lse = _whole(lse, cut)  # and so are all gradients of such rows
-        ctx.save_for_backward(q, k, v, out, lse, order, back, cut)
+        ctx.save_for_backward(x, q, k, v, out, lse, order, back, cut)
         ctx.call, ctx.neighbors = call, neighbors
         return _whole(out[back], cut[back]), lse[back]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
-        q, k, v, out, lse, order, back, cut = ctx.saved_tensors
-        dout, dlse = (one[order] for one in (dout, dlse))
+        _, q, k, v, out, lse, order, back, cut = ctx.saved_tensors
+        q, k, v, dout, dlse = (one[order] for one in (q, k, v, dout, dlse))
         kept = Kept(lse, (dout * out).sum(-1) - dlse, dout)
         dq, dk, dv, dx = (
             _whole(one[back], cut[back]) for one in _blocked_gradients(ctx.call, ctx.neighbors, q, k, v, kept)

@@ -6,6 +6,7 @@ import importlib
 import sys
 from typing import Any
 
+ONCE = "particles have first derivatives alone: their gradients cannot be differentiated again"
 MODULES = {"jax": "gossamer.particles.in_jax", "torch": "gossamer.particles.in_torch"}
 
 

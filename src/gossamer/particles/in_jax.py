@@ -27,6 +27,7 @@ from gossamer.particles.geometry import (
 )
 from gossamer.particles.groups import Groups, Most, addressed
 from gossamer.particles.neighbors import Neighbors
+from gossamer.particles.once_jax import once
 
 jax.tree_util.register_dataclass(Cells, data_fields=["x", "runs"], meta_fields=["radius", "box"])
 
@@ -71,20 +72,24 @@ def finite(cells: Cells) -> Array:
 
 def known(cells: Cells, like: Array) -> Array:
     """1, or NaN where a position is not finite: what is near such a particle nobody knows."""
-    return jnp.where(finite(cells), 1.0, jnp.nan).astype(like.dtype)
+    return _known(finite(cells), like)
 
 
-def _moved(cells: Cells, like: Array) -> Array:
-    """The positions that gradients reach, which are NaN too where one of them is not finite."""
-    return cells.x.astype(like.dtype) * known(cells, like)
+def _known(sure: Array, like: Array) -> Array:
+    return jnp.where(sure, 1.0, jnp.nan).astype(like.dtype)
+
+
+def _at(x: Array, gradient: Array) -> Array:
+    """The gradient at positions, which is NaN too where one of them is not finite."""
+    return gradient * _known(jnp.isfinite(x).all(), gradient)
 
 
 def radial_sum(cells: Cells, values: Array, law: Any) -> Array:
-    return _radial_sum(law, Reach(cells.radius, cells.box), _moved(cells, values), cells.runs, values)
+    return _radial_sum(law, Reach(cells.radius, cells.box), cells.x.astype(values.dtype), cells.runs, values)
 
 
 def radial_force(cells: Cells, mass: Array, law: Any, radius: float) -> Array:
-    return _radial_force(law, Reach(radius, cells.box), _moved(cells, mass), cells.runs, mass)
+    return _radial_force(law, Reach(radius, cells.box), cells.x.astype(mass.dtype), cells.runs, mass)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -94,17 +99,17 @@ def _radial_sum(law: Any, reach: Reach, x: Array, runs: Runs, values: Array) -> 
 
 def _radial_sum_forward(law: Any, reach: Reach, *given: Any) -> Any:
     x, runs, values = custom_vjp_primal_tree_values(given)
-    return _radial_sum(law, reach, x, runs, values), (runs, values, _asked(given))
+    return _radial_sum(law, reach, x, runs, values), (x, runs, values, _asked(given))
 
 
 def _radial_sum_backward(law: Any, reach: Reach, kept: Any, g: Any) -> Any:
-    runs, values, asked = kept
+    x, runs, values, asked = kept
     g, d = _materialized(g), len(runs.points)
     if asked.x is None:
-        return None, None, _sums("sum", law, reach, runs, g[:, :0], g)
+        return None, None, once(_sums("sum", law, reach, runs, g[:, :0], g), (x, values, g))
     rows, columns = jnp.concatenate([g, values], 1), jnp.concatenate([values, g], 1)
-    found = _sums("sum_slopes", law, reach, runs, rows, columns, asked.values is not None)
-    return found[:, :d], None, None if asked.values is None else found[:, d:]
+    found = once(_sums("sum_slopes", law, reach, runs, rows, columns, asked.values is not None), (x, values, g))
+    return _at(x, found[:, :d]), None, None if asked.values is None else found[:, d:]
 
 
 _radial_sum.defvjp(_radial_sum_forward, _radial_sum_backward, symbolic_zeros=True)
@@ -117,14 +122,15 @@ def _radial_force(law: Any, reach: Reach, x: Array, runs: Runs, mass: Array) -> 
 
 def _radial_force_forward(law: Any, reach: Reach, *given: Any) -> Any:
     x, runs, mass = custom_vjp_primal_tree_values(given)
-    return _radial_force(law, reach, x, runs, mass), (runs, mass, _asked(given))
+    return _radial_force(law, reach, x, runs, mass), (x, runs, mass, _asked(given))
 
 
 def _radial_force_backward(law: Any, reach: Reach, kept: Any, g: Any) -> Any:
-    runs, mass, asked = kept
-    both, d = jnp.concatenate([_materialized(g), mass[:, None]], 1), len(runs.points)
-    found = _sums("force_slopes", law, reach, runs, both, both, asked.values is not None)
-    return found[:, :d], None, None if asked.values is None else found[:, d]
+    x, runs, mass, asked = kept
+    g, d = _materialized(g), len(runs.points)
+    both = jnp.concatenate([g, mass[:, None]], 1)
+    found = once(_sums("force_slopes", law, reach, runs, both, both, asked.values is not None), (x, mass, g))
+    return _at(x, found[:, :d]), None, None if asked.values is None else found[:, d]
 
 
 _radial_force.defvjp(_radial_force_forward, _radial_force_backward, symbolic_zeros=True)

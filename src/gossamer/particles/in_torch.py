@@ -29,6 +29,7 @@ from gossamer.particles.geometry import (
 )
 from gossamer.particles.groups import Groups, Most, addressed
 from gossamer.particles.neighbors import Neighbors
+from gossamer.particles.once_torch import once
 
 PAIRS = 2**18  # of a step: measured on two cores
 PIECE = 8  # runs of candidates of a step
@@ -74,33 +75,27 @@ def known(cells: Cells, like: Tensor) -> Tensor:
     return torch.where(finite(cells), 1.0, float("nan")).to(like.dtype)
 
 
-def _moved(cells: Cells, like: Tensor) -> Tensor:
-    """The positions that gradients reach, which are NaN too where one of them is not finite."""
-    x = cells.x.to(like.dtype)
-    return x * known(cells, x) if x.requires_grad else x
-
-
 def radial_sum(cells: Cells, values: Tensor, law: Any) -> Tensor:
-    found: Tensor = _RadialSum.apply(_moved(cells, values), values, law, cells)
+    found: Tensor = _RadialSum.apply(cells.x.to(values.dtype), values, law, cells)
     return found
 
 
 def radial_force(cells: Cells, mass: Tensor, law: Any, radius: float) -> Tensor:
-    found: Tensor = _RadialForce.apply(_moved(cells, mass), mass, law, radius, cells)
+    found: Tensor = _RadialForce.apply(cells.x.to(mass.dtype), mass, law, radius, cells)
     return found
 
 
 class _RadialSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, values: Tensor, law: Any, cells: Cells) -> Tensor:
-        ctx.save_for_backward(values)
+        ctx.save_for_backward(x, values)
         ctx.law, ctx.cells = law, cells
         return _weighted(cells, law, values)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, g: Tensor) -> Any:
-        (values,) = ctx.saved_tensors
+        _, values = ctx.saved_tensors
         to_x, to_values, *_ = ctx.needs_input_grad
         law, cells = ctx.law, ctx.cells
         if not to_x:
@@ -111,22 +106,22 @@ class _RadialSum(torch.autograd.Function):
             rows, columns = torch.cat([g, values], 1), torch.cat([values, g], 1)
             found = pair_sums(terms.weighted_slopes(law), cells, cells.radius, rows, columns)
         dx, dv = found.tensor_split([len(cells.runs.points)], 1)
-        return dx, dv if to_values else None, None, None
+        return dx * known(cells, dx), dv if to_values else None, None, None
 
 
 class _RadialForce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mass: Tensor, law: Any, radius: float, cells: Cells) -> Tensor:
-        ctx.save_for_backward(mass)
+        ctx.save_for_backward(x, mass)
         ctx.law, ctx.radius, ctx.cells = law, radius, cells
         if fused_torch.serves(cells):
             return fused_torch.force(cells, law, radius, mass)
         return pair_sums(terms.force(law), cells, radius, x[:, :0], mass[:, None])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, g: Tensor) -> Any:
-        (mass,) = ctx.saved_tensors
+        _, mass = ctx.saved_tensors
         _, to_mass, *_ = ctx.needs_input_grad
         if fused_torch.serves(ctx.cells):
             found = fused_torch.force_slopes(ctx.cells, ctx.law, ctx.radius, g, mass, to_mass)
@@ -134,7 +129,7 @@ class _RadialForce(torch.autograd.Function):
             both = torch.cat([g, mass[:, None]], 1)
             found = pair_sums(terms.force_slopes(ctx.law), ctx.cells, ctx.radius, both, both)
         dx, dm = found.tensor_split([len(ctx.cells.runs.points)], 1)
-        return dx, dm[:, 0] if to_mass else None, None, None, None
+        return dx * known(ctx.cells, dx), dm[:, 0] if to_mass else None, None, None, None
 
 
 def _weighted(cells: Cells, law: Any, values: Tensor) -> Tensor:
