@@ -217,7 +217,7 @@ def test_bench_refuses_a_sweep_against_another_version() -> None:
 def test_a_slow_version_is_told_by_its_ratio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured in a process of its own each, in two runs; nothing is kept where no file is named."""
     monkeypatch.chdir(tmp_path)
-    slow = copy_to(tmp_path / "slow", more=ANOTHER_CALL.format(sleep=0.03, factor=1.0))
+    slow = copy_to(tmp_path / "slow", more=ANOTHER_CALL.format(sleep=0.2, factor=1.0))
     common = ["bench", "window", "--device", "cpu", "--budget", "0.01", "--against", str(slow)]
     done = runner.invoke(app, [*common, "--repeat", "2", "--prepare", "2"], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
