@@ -153,6 +153,7 @@ class ParticleColumnConsumer(ColumnConsumer):
         """What dS adds to the gradients of positions."""
         if const_expr(self.gaussian):
             self.places.add_pull(self.acc_dp, stage)
+            cute.arch.sync_warp()  # No product uses the positions, and one lane gives the stage back.
 
     @cute.jit
     def store(self, slot):
