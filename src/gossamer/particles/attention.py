@@ -36,7 +36,7 @@ def neighbor_attention(
         out as v, or (out, lse (N,) or (N, H) float32)
 
     Raises:
-        TypeError, ValueError: an argument is wrong.
+        TypeError, ValueError: an argument is wrong; `gossamer.Unsupported` where a gradient is differentiated again.
 
     Examples:
         >>> x, q, k, v = (jax.random.normal(jax.random.key(n), s) for n, s in enumerate([(300, 3)] + 3 * [(300, 4, 8)]))

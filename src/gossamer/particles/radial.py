@@ -13,8 +13,8 @@ def radial_sum(cells: Cells, values: Any, kernel: Gaussian | RadialKernel) -> An
     """Sum_j values_j f(|x_i - x_j|) over all j within the radius of the cells, i itself included.
 
     No pair is kept in memory. Distances are of differences of float32 positions, to nearest images; the order of
-    summation is fixed. Gradients reach values and, through `cells`, positions; higher ones and forward mode do not
-    exist.
+    summation is fixed. Gradients reach values and, through `cells`, positions; there are no higher ones, and there is
+    no forward mode.
 
     Args:
         cells: of N particles.
@@ -25,7 +25,7 @@ def radial_sum(cells: Cells, values: Any, kernel: Gaussian | RadialKernel) -> An
         (N,) or (N, C), in the type that positions are computed in (float32, or float64 for such positions).
 
     Raises:
-        TypeError, ValueError: an argument is wrong.
+        TypeError, ValueError: an argument is wrong; `gossamer.Unsupported` where a gradient is differentiated again.
 
     Examples:
         >>> x = jax.random.uniform(jax.random.key(0), (500, 2))
@@ -64,7 +64,7 @@ def radial_force(cells: Cells, mass: Any, law: ShortRangeGravity | RadialKernel)
         (N, d)
 
     Raises:
-        TypeError, ValueError: an argument is wrong.
+        TypeError, ValueError: an argument is wrong; `gossamer.Unsupported` where a gradient is differentiated again.
 
     Examples:
         >>> x = jax.random.uniform(jax.random.key(0), (500, 3), maxval=64.0)
