@@ -1,8 +1,14 @@
-"""`entmax_attention` beside the `entmax` package, both in float32: errors of values and of all gradients."""
+"""`entmax_attention` beside the `entmax` package, both in float32: errors of values and of all gradients.
+
+One pair at the edge of a support can make most of a gradient's error (dp/ds is infinite there where alpha > 1.5), so
+that errors of single draws differ by factors of three either way. Medians of several are compared.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from statistics import median
 
 import entmax
 import pytest
@@ -15,9 +21,37 @@ from tests.support import entmax_oracle as oracle
 from tests.torch.test_entmax import randn
 
 Results = dict[str, Tensor]
+Errors = dict[str, float]
 NAMES = ("out", "dq", "dk", "dv", "d alpha")
-B, H, N, D = 2, 4, 128, 32
+B, H, N, D = 1, 4, 128, 32
+DRAWS = 5
+SAVES = ("lists", "tau")
+Call = Callable[..., Tensor]
 MASKS = {False: torch.ones(N, N, dtype=torch.bool), True: torch.ones(N, N, dtype=torch.bool).tril()}
+
+
+@cache
+def draw(seed: int, size: float) -> tuple[Tensor, ...]:
+    """q, k, v, dout."""
+    sizes = (size, 1.0, 1.0, 1.0)
+    return tuple(randn(B, H, N, D, seed=4 * seed + i, dtype=torch.float32, size=s) for i, s in enumerate(sizes))
+
+
+@cache
+def exact_of(seed: int, size: float, alpha: float, causal: bool) -> Results:
+    return exact(*draw(seed, size), alpha, causal)
+
+
+def medians(calls: dict[str, Call], alpha: float, size: float, causal: bool, device: str = "cpu") -> dict[str, Errors]:
+    """The errors of each call, medians over the draws."""
+    found: dict[str, dict[str, list[float]]] = {of: {} for of in calls}
+    for seed in range(DRAWS):
+        right = exact_of(seed, size, alpha, causal)
+        for of, call in calls.items():
+            for name, result in results(call, *(x.to(device) for x in draw(seed, size)), alpha, device).items():
+                assert result.dtype == torch.float32
+                found[of].setdefault(name, []).append(error(result.cpu(), right[name]))
+    return {of: {name: median(errors) for name, errors in of_call.items()} for of, of_call in found.items()}
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, alpha: float, causal: bool) -> Results:
@@ -58,22 +92,14 @@ FUNCTIONS += [(1.5, lambda s, _: entmax.entmax15(s)), (2.0, lambda s, _: entmax.
 @pytest.mark.parametrize("size", [1.0, 8.0])
 @pytest.mark.parametrize(("alpha", "function"), FUNCTIONS)
 def test_at_most_twice_its_error(alpha: float, function: Callable[..., Tensor], size: float, causal: bool) -> None:
-    q, k, v, dout = (
-        randn(B, H, N, D, seed=seed, dtype=torch.float32, size=s) for seed, s in enumerate((size, 1, 1, 1))
-    )
-
     def package(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
         s = (D**-0.5 * (q @ k.mT)).masked_fill(~MASKS[causal], -torch.inf)
         return function(s, alpha) @ v
 
-    right = exact(q, k, v, dout, alpha, causal)
-    theirs = results(package, q, k, v, dout, alpha)
-    for save in ("lists", "tau"):
+    def ours(save: str) -> Call:
+        return lambda q, k, v, alpha: gs.entmax_attention(q, k, v, alpha=alpha, causal=causal, save=save)
 
-        def ours(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, save: str = save) -> Tensor:
-            return gs.entmax_attention(q, k, v, alpha=alpha, causal=causal, save=save)
-
-        mine = results(ours, q, k, v, dout, alpha)
-        for name in theirs:
-            assert mine[name].dtype == torch.float32
-            assert error(mine[name], right[name]) <= 2 * error(theirs[name], right[name]), (name, save)
+    theirs, *mine = medians({"entmax": package} | {save: ours(save) for save in SAVES}, alpha, size, causal).values()
+    for name, other in theirs.items():
+        for save, one in zip(SAVES, mine, strict=True):
+            assert one[name] <= 2 * other, (name, save)
