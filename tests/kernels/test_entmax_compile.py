@@ -12,19 +12,19 @@ from tests.kernels.test_hopper_compile import resources
 from tests.support.processes import compiled
 
 CONFIGS = {
-    "checked": SelectConfig("bfloat16", 64, 27, same=0.5, bounds="causal"),
-    "largest": SelectConfig("float16", 64, 27, same=0.5, top=True, bounds="causal"),
-    "keys": SelectConfig("bfloat16", 64, 27, top=True, weighed=False),
-    "any alpha": SelectConfig("bfloat16", 128, 24, step=64, bounds="intervals"),
-    "sparsemax": SelectConfig("bfloat16", 128, 24, step=64, same=1.0, top=True),
+    "checked": SelectConfig("bfloat16", 64, 29, same=0.5, bounds="causal"),
+    "largest": SelectConfig("float16", 64, 29, same=0.5, top=True, bounds="causal"),
+    "keys": SelectConfig("bfloat16", 64, 29, top=True, weighed=False),
+    "any alpha": SelectConfig("bfloat16", 128, 29, step=64, bounds="intervals"),
+    "sparsemax": SelectConfig("bfloat16", 128, 29, step=64, same=1.0, top=True),
 }
 
 
 def test_configurations_refuse() -> None:
     with pytest.raises(ValueError, match="bytes of shared memory"):
-        SelectConfig("bfloat16", 128, 27)
+        SelectConfig("bfloat16", 128, 29)
     with pytest.raises(ValueError, match="the selecting kernel cannot run as"):
-        SelectConfig("bfloat16", 64, 27, top=False, weighed=False)
+        SelectConfig("bfloat16", 64, 29, top=False, weighed=False)
 
 
 @pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))

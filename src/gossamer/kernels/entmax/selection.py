@@ -57,7 +57,7 @@ def hopper_config(c: Call, weighed: bool) -> SelectConfig | None:
     dtype = str(c.q.dtype).removeprefix("torch.")
     wide = D > 64
     return SelectConfig(
-        dtype, 128 if wide else 64, 24 if wide else 27, step=64 if wide else 128,
+        dtype, 128 if wide else 64, 29, step=64 if wide else 128,
         same=c.same if c.same in (0.5, 1.0) else -1.0, top=c.top_k is not None, weighed=weighed,
         bounds=BOUNDS[c.bounds],
     )  # fmt: skip

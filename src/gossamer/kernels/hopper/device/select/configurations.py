@@ -54,5 +54,5 @@ class SelectConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: Q, the ring of K, contenders, and barriers."""
-        return 2 * self.D * (self.rows + self.step * self.stages) + self.places * self.place + 1024
+        """Shared memory of a block: the ring of K, contenders, where Q is at first, and barriers."""
+        return 2 * self.D * self.step * self.stages + self.places * self.place + 1024

@@ -20,14 +20,14 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import warp, warpgroup
 
 from gossamer.kernels.hopper.device.common import WARPGROUP, Barrier, Thread
 from gossamer.kernels.hopper.device.instructions import ROWS, assembly, of_row, places
 from gossamer.kernels.hopper.device.select.block import SelectBlock
 from gossamer.kernels.hopper.device.select.bounds import LOWEST, Bounds, over_quad_sum
 from gossamer.kernels.hopper.device.select.rows import rows_of, tile_of
-from gossamer.kernels.hopper.device.tiles import accumulator, first_factor, issue, product_of, second_factor
+from gossamer.kernels.hopper.device.tiles import accumulator, issue, product_of, second_factor
 
 PLACES = 64  # of a thread, in each of which the largest score of a sample is found: 128 of a row
 # A row is given up, since a list will probably not hold its support, where more scores of the sample are over the first
@@ -46,8 +46,10 @@ class Selector(Bounds):
         first = block.s_contenders.iterator.toint() + 8 * (thread.warpgroup * WARPGROUP + thread.thread)
         super().__init__(block, [first + 8 * c.threads * r for r in range(ROWS)])
         self.block, self.thread, self.quad = block, thread, thread.lane % 4
-        self.mma = product_of(dtype, c.step)
-        self.q, self.k = first_factor(self.mma, block.s_q), second_factor(self.mma, block.s_k)
+        self.mma = product_of(dtype, c.step, registers=True)
+        of_mma = self.mma.get_slice(0)
+        self.q = of_mma.make_fragment_A(of_mma.partition_shape_A((64, c.D)))
+        self.k = second_factor(self.mma, block.s_k)
         self.rows = rows_of(block)
         self.of_head(self.rows.head)
         self.lo = cute.make_rmem_tensor((ROWS,), Int32)
@@ -81,6 +83,7 @@ class Selector(Bounds):
         self.most_lo = cute.arch.warp_redux_sync(cutlass.max(self.lo[0], self.lo[1]), kind="max")
         self.least_hi = cute.arch.warp_redux_sync(cutlass.min(self.hi[0], self.hi[1]), kind="min")
         self.block.q.wait_full(thread.warpgroup, 0)
+        self.hold_q()
         one, other = accumulator(self.mma, c.step), accumulator(self.mma, c.step)
         # Of tiles of 64 keys the first and second of each two have places of their own.
         largest = cute.make_rmem_tensor((PLACES,), Float32)
@@ -104,6 +107,14 @@ class Selector(Bounds):
         else:
             self.keep_all(one, other)
         cute.arch.sync_warp()
+
+    @cute.jit
+    def hold_q(self):
+        """Read Q into registers; its memory is free once all warps have."""
+        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.block.s_q.element_type)
+        mine = cute.make_tiled_copy_A(atom, self.mma).get_slice(self.thread.thread)
+        cute.copy(atom, mine.partition_S(self.block.s_q[None, None, self.thread.warpgroup]), mine.retile(self.q))
+        cute.arch.barrier(barrier_id=Barrier.Q_READ, number_of_threads=self.config.threads)
 
     @cute.jit
     def keep_all(self, one, other):
@@ -134,8 +145,7 @@ class Selector(Bounds):
         stage, phase = k.place(step)
         if not ready:
             k.wait_full(stage, phase)
-        own = self.q[None, None, None, self.thread.warpgroup]
-        issue(self.mma, scores, own, self.k[None, None, None, stage], False)
+        issue(self.mma, scores, self.q, self.k[None, None, None, stage], False)
         following, phase = k.place(step + 1)
         return cute.arch.mbarrier_test_wait(k.full + following, phase)
 
@@ -179,14 +189,14 @@ class Selector(Bounds):
                 over = over + (Int32(1) if largest[i] >= self.bound[r] else Int32(0))
             self.give_up(r, over_quad_sum(over) > MOST_SAMPLED)
             some = some | (Int32(1) if self.given_up[r] == 0 and self.lo[r] < self.hi[r] else Int32(0))
-        warpgroup, warp = self.thread.warpgroup, self.thread.thread // 32
+        group, number = self.thread.warpgroup, self.thread.thread // 32
         own = Int32(1) if cute.arch.vote_any_sync(some != 0) else Int32(0)
         if self.thread.lane == 0:
-            self.block.s_going[warp, warpgroup] = own
-        cute.arch.barrier(barrier_id=Barrier.WARPGROUP_TURN + warpgroup, number_of_threads=WARPGROUP)
+            self.block.s_going[number, group] = own
+        cute.arch.barrier(barrier_id=Barrier.WARPGROUP_TURN + group, number_of_threads=WARPGROUP)
         found = Int32(0)
         for w in cutlass.range_constexpr(4):
-            found = found + self.block.s_going[w, warpgroup]
+            found = found + self.block.s_going[w, group]
         return cute.arch.make_warp_uniform(found)
 
     def take(self, scores: Any, key: Any, strides: list[Any] | None = None) -> None:

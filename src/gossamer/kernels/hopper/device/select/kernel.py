@@ -57,20 +57,23 @@ class Select(Shell):
 
     def memory(self) -> dict[str, Any]:
         c = self.config
-        q, k = self.layouts()
+        _, k = self.layouts()
         return {
-            **barriers(q=c.groups, k=c.stages), "going": array(Int32, 4 * c.groups), "q": tile_memory(self.dtype, q),
-            "k": tile_memory(self.dtype, k), "contenders": array(Int32, c.place // 4 * c.places, 128),
+            **barriers(q=c.groups, k=c.stages), "going": array(Int32, 4 * c.groups), "k": tile_memory(self.dtype, k),
+            "contenders": array(Int32, c.place // 4 * c.places, 1024),
         }  # fmt: skip
 
     def block(self, arguments: SelectArguments, memory: Any) -> SelectBlock:
         c = self.config
         q, k = self.layouts()
+        # Q is where the last places are, until it is in registers.
+        q_at = memory.contenders.data_ptr() + (c.places * c.place - 2 * c.D * c.rows) // 4
         q_ring = ring_of(memory, "q", c.groups, 1, 1)
         k_ring = ring_of(memory, "k", c.stages, 1, 4 * c.groups)
         return SelectBlock(
             config=c, arguments=arguments, rings=((q_ring,), (k_ring,)), q=q_ring, k=k_ring,
-            s_q=tiles(memory.q, q), s_k=tiles(memory.k, k), s_going=words(memory.going, 4, c.groups),
+            s_q=cute.make_tensor(cute.recast_ptr(q_at, q.inner, dtype=self.dtype), q.outer),
+            s_k=tiles(memory.k, k), s_going=words(memory.going, 4, c.groups),
             s_contenders=words(memory.contenders, c.place // 4, c.places),
         )  # fmt: skip
 
