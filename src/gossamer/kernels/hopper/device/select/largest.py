@@ -127,11 +127,12 @@ class Largest(Opaque):
         low = cute.make_rmem_tensor((ROWS,), Int32)
         high = cute.make_rmem_tensor((ROWS,), Int32)
         held = cute.make_rmem_tensor((ROWS,), Int32)  # how many are not under `low`
+        over = cute.make_rmem_tensor((ROWS,), Int32)  # how many are over `high`
         between = cute.make_rmem_tensor((ROWS,), Int32)
         found = cute.make_rmem_tensor((ROWS,), Int32)
-        going = Int32(0)
+        going, step = Int32(0), Int32(0)
         for r in cutlass.range_constexpr(ROWS):
-            held[r] = self.size[r]
+            held[r], over[r] = self.size[r], Int32(0)
             few = held[r] <= keep
             low[r] = Int32(-LAST) if few else ordered(self.rows.bound[r] + 0.0)
             high[r] = Int32(-LAST) if few else ordered(self.top[r])
@@ -139,15 +140,20 @@ class Largest(Opaque):
         while cute.arch.vote_any_sync(going != 0):
             going = Int32(0)
             for r in cutlass.range_constexpr(ROWS):
-                between[r] = (low[r] | high[r]) - ((low[r] ^ high[r]) >> 1)
+                # The middle at every third step, and where the width is no int32.
+                middle = (low[r] | high[r]) - ((low[r] ^ high[r]) >> 1)
+                halved = step % 3 == 2 or high[r] - low[r] < 0
+                between[r] = middle if halved else self.expected(low[r], high[r], held[r], over[r], keep)
             self.count(between, found)
             for r in cutlass.range_constexpr(ROWS):
                 if low[r] < high[r]:
                     high[r] = between[r] - 1 if found[r] < keep else high[r]
+                    over[r] = found[r] if found[r] < keep else over[r]
                     low[r] = between[r] if found[r] >= keep else low[r]
                     held[r] = found[r] if found[r] >= keep else held[r]
                     high[r] = between[r] if found[r] == keep else high[r]
                 going = going | (Int32(1) if low[r] < high[r] else Int32(0))
+            step = step + 1
         tied = Int32(0)
         for r in cutlass.range_constexpr(ROWS):
             self.first[r] = low[r]
@@ -157,6 +163,19 @@ class Largest(Opaque):
             self.break_ties(keep)
         if const_expr(self.config.weighed):
             self.leave(held, keep)
+
+    @cute.jit
+    def expected(self, low, high, held, over, keep):
+        """Where `keep` scores are probably not under, of an interval that `held` are not under and `over` are over.
+
+        The number of scores over a score is taken to fall by equal factors.
+        """
+        of_all = cute.math.log2(Float32(held), fastmath=True)
+        of_over = cute.math.log2(cute.arch.fmax(Float32(over), Float32(0.5)), fastmath=True)
+        share = (of_all - cute.math.log2(Float32(keep) + 0.5, fastmath=True)) * cute.arch.rcp_approx(of_all - of_over)
+        width = high - low
+        ahead = cutlass.max(Int32(share * Float32(width)), Int32(1))
+        return low + cutlass.min(ahead, width)
 
     @cute.jit
     def count(self, least, found):
