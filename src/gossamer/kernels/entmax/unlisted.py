@@ -29,11 +29,16 @@ from gossamer.kernels.entmax.selection import BOUNDS
 from gossamer.kernels.entmax.tiled import tiled_kernel
 from gossamer.kernels.entmax.tiled_backward import tiled_columns_kernel, tiled_dq_kernel
 from gossamer.kernels.entmax.tiles import FAST, list_rows_kernel, tile_ranges_kernel
-from gossamer.kernels.hopper.device.tiled.configurations import TiledConfig, tiled_config
+from gossamer.kernels.hopper.device.tiled.configurations import (
+    Bounds,
+    tiled_columns_config,
+    tiled_config,
+    tiled_query_config,
+)
 from gossamer.kernels.relaunch import padded
 
 GROUP_ROWS = 64
-FEW = 1  # tiles of 64 rows to a multiprocessor, up to which its warpgroups share the keys of one
+FEW = 2  # tiles of 64 rows to a multiprocessor, up to which its warpgroups share the keys of one
 
 
 class Rows(NamedTuple):
@@ -41,7 +46,7 @@ class Rows(NamedTuple):
 
     list: Tensor  # (B H, Q) int32
     counts: Tensor  # (B H,) int32
-    drawn: Tensor  # (1,) int32: 0, which the Hopper kernel counts its tiles with
+    drawn: Tensor  # (2,) int32: 0, which Hopper kernels count their tiles with
 
 
 def rows_of(c: Call, lists: Listed) -> Rows:
@@ -50,7 +55,7 @@ def rows_of(c: Call, lists: Listed) -> Rows:
     found = Rows(
         torch.empty(B * H, Q, dtype=torch.int32, device=c.q.device),
         torch.empty(B * H, dtype=torch.int32, device=c.q.device),
-        torch.empty(1, dtype=torch.int32, device=c.q.device),
+        torch.empty(2, dtype=torch.int32, device=c.q.device),
     )
     list_rows_kernel[(B * H,)](lists.counts, *found, Q, STEP=4096, num_warps=8)
     return found
@@ -140,9 +145,9 @@ def tiles_of(c: Call, kernel: str) -> tuple[Sizes, dict[str, Any]]:
 def tiled(c: Call, out: Tensor, stats: Stats, lists: Listed, with_out: bool) -> None:
     """Everything of the rows that have no list, which is not of the k largest."""
     (B, H, Q, _), K = c.q.shape, c.k.shape[2]
-    rows, config = rows_of(c, lists), hopper_config(c)
-    if config is not None and with_out:
-        by_hopper(c, config, rows, out, stats)
+    rows, key = rows_of(c, lists), by_hopper(c)
+    if key is not None and with_out:
+        tiled_by_hopper(c, key, rows, out, stats)
         return
     s, options = tiles_of(c, "forward")
     tiled_kernel[(B * H, -(-Q // s.rows))](
@@ -152,25 +157,41 @@ def tiled(c: Call, out: Tensor, stats: Stats, lists: Listed, with_out: bool) -> 
     )  # fmt: skip
 
 
-def hopper_config(c: Call) -> TiledConfig | None:
-    """That of the Hopper kernel of tiles for a call; None where it does not take it."""
+def by_hopper(c: Call, *others: Tensor) -> tuple[str, int, int, float, Bounds] | None:
+    """What the Hopper kernels of tiles are compiled from for a call; None where they do not take it.
+
+    Args:
+        others: tensors that they read besides.
+    """
     D, E, power = c.q.shape[3], c.v.shape[3], power_of(c)
     takes = max(D, E) <= 128 and D % 8 == E % 8 == 0 and c.q.element_size() == 2 and c.scale > 0
     takes = takes and power not in (0.0, -1.0) and c.q_positions is None
-    if not takes or not hopper_here(c.q.device) or not all(by_tma(x) for x in (c.q, c.k, c.v)):
+    if not takes or not hopper_here(c.q.device) or not all(by_tma(x) for x in (c.q, c.k, c.v, *others)):
         return None
-    return tiled_config(str(c.q.dtype).removeprefix("torch."), D, E, power if power > 0 else -1.0, BOUNDS[c.bounds])
+    return str(c.q.dtype).removeprefix("torch."), D, E, power if power > 0 else -1.0, BOUNDS[c.bounds]
 
 
-def by_hopper(c: Call, config: TiledConfig, rows: Rows, out: Tensor, stats: Stats) -> None:
+def bounds_of(c: Call) -> tuple[Tensor, Tensor]:
+    """lo and hi; any tensor where there is none."""
+    unread = c.steepness.view(torch.int32)
+    return unread if c.lo is None else c.lo, unread if c.hi is None else c.hi
+
+
+def pairs(x: Tensor) -> Tensor:
+    """A contiguous tensor of 16 bits as (rows, pairs of columns)."""
+    return x.view(-1, x.shape[-1]).view(torch.int32)
+
+
+def tiled_by_hopper(
+    c: Call, key: tuple[str, int, int, float, Bounds], rows: Rows, out: Tensor, stats: Stats
+) -> None:  # fmt: skip
     """`tiled` by the Hopper kernel."""
     from gossamer.kernels.hopper import compiled
 
     blocks = processors(c.q.device)
-    unread = c.steepness.view(torch.int32)
-    compiled.tiled(config)(
-        c.q, c.k, c.v, c.steepness, unread if c.lo is None else c.lo, unread if c.hi is None else c.hi, *rows,
-        out.view(-1, c.v.shape[3]).view(torch.int32), *(x.view(-1) for x in (stats.lam, stats.support)),
+    compiled.tiled(tiled_config(*key))(
+        c.q, c.k, c.v, c.steepness, *bounds_of(c), *rows,
+        pairs(out), *(x.view(-1) for x in (stats.lam, stats.support)),
         stats.certified.view(-1).view(torch.uint8), c.scale, nearness(c), c.offset, FEW * blocks, int(stats.told),
         blocks,
     )  # fmt: skip
@@ -188,8 +209,16 @@ def tiled_backward(
 ) -> None:  # fmt: skip
     """What the rows without a list give."""
     (B, H, Q, _), (_, G, K, _) = c.q.shape, c.k.shape
-    rows = rows_of(c, lists)
+    rows, key = rows_of(c, lists), by_hopper(c, dout)
     delta = torch.empty(B, H, Q, device=c.q.device)
+    if key is not None and not with_alpha:
+        from gossamer.kernels.hopper import compiled
+
+        blocks = processors(c.q.device)
+        given = c.q, c.k, c.v, dout, c.steepness, *bounds_of(c), *rows, lam.view(-1), delta.view(-1)
+        compiled.tiled_query(tiled_query_config(*key))(*given, pairs(dq), c.scale, c.offset, FEW * blocks, blocks)
+        compiled.tiled_columns(tiled_columns_config(*key))(*given, pairs(dk), pairs(dv), c.scale, c.offset, blocks)
+        return
     of_keys, of_list = seen_by(c), (rows.list, rows.counts)
     rest = *strides(c.q, c.k, c.v, dout, c.q_positions, c.k_positions), H, Q, K, c.offset, c.scale
     s, options = tiles_of(c, "dq")

@@ -17,7 +17,7 @@ class TiledArguments(NamedTuple):
 
     q: cute.Tensor  # (B, H, Q, D)
     k: Tma  # (B, G, K, D), by steps of keys
-    sample: Tma  # the same, eight keys at once
+    k_sample: Tma  # the same, eight keys at once
     v: Tma  # (B, G, K, E)
     steepness: cute.Tensor  # (H,) float32: alpha - 1
     lo: cute.Tensor  # (Q,) int32, non-decreasing; not read without intervals

@@ -39,7 +39,7 @@ class Tiled(Shell):
         """As in `TiledArguments`."""
         c = self.config
         arguments = TiledArguments(
-            q=q, k=tma(k, c.step, c.D), sample=tma(k, EIGHT, LINE), v=tma(v, c.step, c.E), steepness=steepness, lo=lo,
+            q=q, k=tma(k, c.step, c.D), k_sample=tma(k, EIGHT, LINE), v=tma(v, c.step, c.E), steepness=steepness, lo=lo,
             hi=hi, row_list=row_list, row_counts=row_counts, drawn=drawn, out=out, lam=lam, support=support,
             certified=certified, scale=scale, near=near, offset=offset, few=few, told=told,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The producer warp: it draws items, and keeps the rings of K and V filled by TMA for one pass after another."""
+"""The producer warps: they draw items of rows, and keep the rings of K and V filled by TMA."""
 
 from __future__ import annotations
 
@@ -9,79 +9,53 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
-from gossamer.kernels.hopper.device.common import Opaque
-from gossamer.kernels.hopper.device.tiled.block import Pass, TiledBlock, TileItem
+from gossamer.kernels.hopper.device.common import Opaque, Ring
+from gossamer.kernels.hopper.device.tiled.block import Pass, TileItem
 from gossamer.kernels.hopper.device.tiled.configurations import EIGHT
+from gossamer.kernels.hopper.device.tiled.query_block import TiledQueryBlock
 from gossamer.kernels.hopper.device.tiled.rows import division, keys_of, sampled
-from gossamer.kernels.hopper.device.tiles import LINE, tile_loader
+from gossamer.kernels.hopper.device.tiles import LINE, Tma, tile_loader
 
 
-class Producer(Opaque):
-    """Of each item a sample of K, K for pass after pass, and with the last one V."""
+class SampleLoader(Opaque):
+    """Fills a stage of a ring with rows at equal distances, eight at once."""
 
-    def __init__(self, block: TiledBlock) -> None:
+    def __init__(self, ring: Ring, tma: Tma, shared: Any, step: int, columns: int) -> None:
+        """`tma`: of eight rows and one line of columns; `shared`: (step, columns, stages)."""
+        shape = (EIGHT, LINE, step // EIGHT, columns // LINE, ring.stages)
+        stride = (LINE, 1, EIGHT * LINE, step * LINE, step * columns)
+        shared = cute.make_tensor(shared.iterator, cute.make_layout(shape, stride=stride))
+        tiles = cute.local_tile(tma.tensor, (EIGHT, LINE), (None, None, None, None))
+        self.ring, self.atom, self.step, self.columns = ring, tma.atom, step, columns
+        self.to, self.from_ = cpasync.tma_partition(
+            tma.atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+
+    @cute.jit
+    def load(self, n, keys, group, batch):
+        """Fill the n-th use of the ring."""
+        stage = self.ring.wait_empty_at(n)
+        full = self.ring.full + stage
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * self.step * self.columns)
+        for i in cutlass.range(self.step // EIGHT, unroll=1):
+            eight = sampled(keys, i, self.step)
+            for line in cutlass.range_constexpr(self.columns // LINE):
+                from_ = self.from_[None, eight, line, group, batch]
+                cute.copy(self.atom, from_, self.to[None, i, line, stage], tma_bar_ptr=full)
+
+
+class RowProducer(Opaque):
+    """Draws items of rows and describes them to the consumers."""
+
+    def __init__(self, block: Any) -> None:
         a, c = block.arguments, block.config
         self.block, self.arguments, self.config = block, a, c
         self.k = tile_loader(block.k, a.k, block.s_k, c.step, c.D)
         self.v = tile_loader(block.v, a.v, block.s_v, c.step, c.E)
         self.heads = cute.size(a.q, mode=[1])
         self.ratio = self.heads // cute.size(a.k.tensor, mode=[2])  # query heads of a key head
-        self.to, self.from_ = self.eights()
-
-    def eights(self) -> tuple[Any, Any]:
-        """(in shared memory, in global memory) of eight keys and one line of columns, as TMA copies them."""
-        c, sample = self.config, self.arguments.sample
-        shape = (EIGHT, LINE, c.step // EIGHT, c.D // LINE, c.k_stages)
-        stride = (LINE, 1, EIGHT * LINE, c.step * LINE, c.step * c.D)
-        shared = cute.make_tensor(self.block.s_k.iterator, cute.make_layout(shape, stride=stride))
-        tiles = cute.local_tile(sample.tensor, (EIGHT, LINE), (None, None, None, None))
-        return cpasync.tma_partition(
-            sample.atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
-        )
-
-    @cute.jit
-    def run(self):
-        """Item after item. A decision is waited for before the last tile of its pass is loaded.
-
-        So the consumers cannot be two decisions ahead, which the parity of a barrier would not tell apart.
-        """
-        c, block = self.config, self.block
-        of_launch = division(block)
-        turn, kv, v, decisions = Int32(0), Int32(0), Int32(0), Int32(0)  # items, tiles of K and V, so far
-        head, first = self.draw(of_launch)
-        while head >= 0:
-            self.publish(turn, Int32(1), head, first)
-            turn += 1
-            keys = keys_of(block, head, first, of_launch.rows)
-            steps = keys.end - keys.begin
-            batch, group = head // self.heads, head % self.heads // self.ratio
-            self.load_sample(kv, keys, group, batch)
-            kv += 1
-            ahead = cutlass.min(Int32(c.k_stages), steps) - 1
-            for i in cutlass.range(steps, unroll=1):
-                self.k.load(kv + i, keys.begin + i, group, batch)
-            kv += steps
-            running = Int32(1)
-            while running != 0:
-                for i in cutlass.range(ahead, unroll=1):
-                    self.k.load(kv + i, keys.begin + i, group, batch)
-                block.decided.wait_full(0, decisions & 1)
-                kind = block.s_decided[0]
-                decisions += 1
-                if kind == Pass.SUMS:
-                    for i in cutlass.range(ahead, steps, unroll=1):
-                        self.k.load(kv + i, keys.begin + i, group, batch)
-                else:
-                    for i in cutlass.range(ahead, steps, unroll=1):
-                        self.k.load(kv + i, keys.begin + i, group, batch)
-                        self.v.load(v + i - ahead, keys.begin + i - ahead, group, batch)
-                    for i in cutlass.range(steps - ahead, steps, unroll=1):
-                        self.v.load(v + i, keys.begin + i, group, batch)
-                    v += steps
-                    running = Int32(0)
-                kv += steps
-            head, first = self.draw(of_launch)
-        self.publish(turn, Int32(0), Int32(0), Int32(0))
+        self.k_sample = SampleLoader(block.k, a.k_sample, block.s_k, c.step, c.D)
 
     @cute.jit
     def draw(self, of_launch):
@@ -113,19 +87,80 @@ class Producer(Opaque):
             cute.arch.mbarrier_arrive(items.full + stage)
         cute.arch.sync_warp()
 
+
+class Producer(RowProducer):
+    """Of each item a sample of K, K for pass after pass, and with the last one V."""
+
     @cute.jit
-    def load_sample(self, n, keys, group, batch):
-        """Fill the n-th use of the ring of K with keys at equal distances, eight at once."""
-        c, ring = self.config, self.block.k
-        stage = ring.wait_empty_at(n)
-        full = ring.full + stage
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * c.step * c.D)
-        count = cutlass.const_expr(c.step // EIGHT)
-        for i in cutlass.range(count, unroll=1):
-            eighth = sampled(keys, i, c.step)
-            for line in cutlass.range_constexpr(c.D // LINE):
-                cute.copy(
-                    self.arguments.sample.atom, self.from_[None, eighth, line, group, batch],
-                    self.to[None, i, line, stage], tma_bar_ptr=full,
-                )  # fmt: skip
+    def run(self):
+        """Item after item. A decision is waited for before the last tile of its pass is loaded.
+
+        So the consumers cannot be two decisions ahead, which the parity of a barrier would not tell apart.
+        """
+        c, block = self.config, self.block
+        of_launch = division(block)
+        turn, kv, v, decisions = Int32(0), Int32(0), Int32(0), Int32(0)  # items, tiles of K and V, so far
+        head, first = self.draw(of_launch)
+        while head >= 0:
+            self.publish(turn, Int32(1), head, first)
+            turn += 1
+            keys = keys_of(block, head, first, of_launch.rows)
+            steps = keys.end - keys.begin
+            batch, group = head // self.heads, head % self.heads // self.ratio
+            self.k_sample.load(kv, keys, group, batch)
+            kv += 1
+            ahead = cutlass.min(Int32(c.k_stages), steps) - 1
+            for i in cutlass.range(steps, unroll=1):
+                self.k.load(kv + i, keys.begin + i, group, batch)
+            kv += steps
+            running = Int32(1)
+            while running != 0:
+                for i in cutlass.range(ahead, unroll=1):
+                    self.k.load(kv + i, keys.begin + i, group, batch)
+                block.decided.wait_full(0, decisions & 1)
+                kind = block.s_decided[0]
+                decisions += 1
+                if kind == Pass.SUMS:
+                    for i in cutlass.range(ahead, steps, unroll=1):
+                        self.k.load(kv + i, keys.begin + i, group, batch)
+                else:
+                    for i in cutlass.range(ahead, steps, unroll=1):
+                        self.k.load(kv + i, keys.begin + i, group, batch)
+                        self.v.load(v + i - ahead, keys.begin + i - ahead, group, batch)
+                    for i in cutlass.range(steps - ahead, steps, unroll=1):
+                        self.v.load(v + i, keys.begin + i, group, batch)
+                    v += steps
+                    running = Int32(0)
+                kv += steps
+            head, first = self.draw(of_launch)
+        self.publish(turn, Int32(0), Int32(0), Int32(0))
+
+
+class QueryProducer(RowProducer):
+    """Of each item a sample of K and V, and then all."""
+
+    def __init__(self, block: TiledQueryBlock) -> None:
+        super().__init__(block)
+        a, c = block.arguments, block.config
+        self.v_sample = SampleLoader(block.v, a.v_sample, block.s_v, c.step, c.E)
+
+    @cute.jit
+    def run(self):
+        """Item after item."""
+        of_launch = division(self.block)
+        turn, n = Int32(0), Int32(0)  # items, and tiles of K and V, so far
+        head, first = self.draw(of_launch)
+        while head >= 0:
+            self.publish(turn, Int32(1), head, first)
+            turn += 1
+            keys = keys_of(self.block, head, first, of_launch.rows)
+            batch, group = head // self.heads, head % self.heads // self.ratio
+            self.k_sample.load(n, keys, group, batch)
+            self.v_sample.load(n, keys, group, batch)
+            n += 1
+            for tile in cutlass.range(keys.begin, keys.end, unroll=1):
+                self.k.load(n, tile, group, batch)
+                self.v.load(n, tile, group, batch)
+                n += 1
+            head, first = self.draw(of_launch)
+        self.publish(turn, Int32(0), Int32(0), Int32(0))

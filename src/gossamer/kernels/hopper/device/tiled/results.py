@@ -6,31 +6,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from gossamer.kernels.hopper.device.instructions import ROWS, of_row, pack, places
+from gossamer.kernels.hopper.device.instructions import ROWS, of_row, pack
 
 NEAR = 0.1  # a logarithm of a sum of weights over which its row was not found
 
 
 @cute.jit
-def write(rows, head, split, own, count):
-    """Write the rows of a warpgroup, or those that all of a block share, of which each has a part of out."""
-    me, shared, groups = rows.thread.warpgroup, rows.block.s_o, rows.config.groups
-    if split != 0:
-        if me > 0:
-            for i in places(rows.o):
-                shared[rows.thread.thread, i, me - 1] = rows.o[i]
-        rows.wait_for_all()
-        if me == 0:
-            for other in cutlass.range_constexpr(groups - 1):
-                for i in places(rows.o):
-                    rows.o[i] = rows.o[i] + shared[rows.thread.thread, i, other]
-    if split == 0 or me == 0:
-        write_rows(rows, head, own, count)
-
-
-@cute.jit
 def write_rows(rows, head, own, count):
-    """Write the rows of a warpgroup."""
+    """Write the rows of a warpgroup, from number `own` on of the `count` of its head."""
     a, sums, dtype = rows.arguments, rows.sums, rows.block.s_q.element_type
     columns, quad = cute.size(a.out, mode=[1]), rows.thread.lane % 4
     for r in cutlass.range_constexpr(ROWS):

@@ -79,3 +79,13 @@ def keys_of(block, head, first, rows):
 def sampled(keys: Keys, group: Any, step: int) -> Any:
     """Where a group of a sample begins, in eights of keys: as many groups as a tile has eights, at equal distances."""
     return keys.begin * (step // EIGHT) + group * (keys.end - keys.begin)
+
+
+@cute.jit
+def any_row(counts):
+    """Whether any list has a row."""
+    lane, some = cute.arch.lane_idx(), Int32(0)
+    for first in cutlass.range(0, cute.size(counts), 32, unroll=1):
+        if first + lane < cute.size(counts):
+            some = some | counts[first + lane]
+    return cute.arch.warp_redux_sync(some, kind="max")

@@ -50,6 +50,19 @@ def not_zero(w: Any) -> Any:
     return assembly(Float32, "mul.rn.sat.f32 $0, $1, $2;", Float32(w), Float32(HUGE), effects=False)
 
 
+def powers(same: float, exponent: Any, w: Any) -> tuple[Any, Any]:
+    """p and u of w. `exponent`: that of u, a tensor of one number, where alpha is not known."""
+    if same == 0.5:
+        return w * w, w
+    if same == 0.25:
+        square = w * w
+        return square * square, square * w
+    if same == 1.0:
+        return w, not_zero(w)
+    u = cute.math.exp2(exponent[0] * cute.math.log2(w, fastmath=True), fastmath=True)
+    return u * w, u
+
+
 class Sums(Opaque):
     """Of a thread's two rows: their lines, and the sums of its columns."""
 
@@ -78,19 +91,6 @@ class Sums(Opaque):
             self.c[r] = self.a[r] * self.scale
             self.d[r] = 1.0 - self.a[r] * self.lam[r]
 
-    def powers(self, w: Any) -> tuple[Any, Any]:
-        """p and u of w; where each is the factor of a product that is added, `add` has it by itself."""
-        same = self.config.same
-        if same == 0.5:
-            return w * w, w
-        if same == 0.25:
-            square = w * w
-            return square * square, square * w
-        if same == 1.0:
-            return w, not_zero(w)
-        u = cute.math.exp2(self.exponent[0] * cute.math.log2(w, fastmath=True), fastmath=True)
-        return u * w, u
-
     def second(self, w: Any) -> Any:
         """The second derivative of a weight, less a factor: see `second_factor`."""
         return not_zero(w) if self.config.same == 0.5 else w * w
@@ -106,7 +106,7 @@ class Sums(Opaque):
             F, U, W = ([Float32(0.0), Float32(0.0)] for _ in range(3))
             for n, i in enumerate(of_row(scores, r)):
                 w = clamped(scores[i], self.c[r], self.d[r])
-                p, u = self.powers(w)
+                p, u = powers(self.config.same, self.exponent, w)
                 F[n % 2], U[n % 2] = F[n % 2] + p, U[n % 2] + u
                 if const_expr(self.config.halley):
                     W[n % 2] = W[n % 2] + self.second(w)
@@ -124,7 +124,7 @@ class Sums(Opaque):
             F, U, size = [Float32(0.0), Float32(0.0)], [Float32(0.0), Float32(0.0)], Float32(0.0)
             for n, i in enumerate(of_row(scores, r)):
                 w = clamped(scores[i], self.c[r], self.d[r])
-                p, u = self.powers(w)
+                p, u = powers(self.config.same, self.exponent, w)
                 F[n % 2], U[n % 2] = F[n % 2] + p, U[n % 2] + u
                 size = size + not_zero(w)
                 scores[i] = p
