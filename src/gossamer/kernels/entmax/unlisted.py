@@ -33,7 +33,6 @@ from gossamer.kernels.hopper.device.tiled.configurations import (
     Bounds,
     tiled_columns_config,
     tiled_config,
-    tiled_query_config,
 )
 from gossamer.kernels.relaunch import padded
 
@@ -211,14 +210,6 @@ def tiled_backward(
     (B, H, Q, _), (_, G, K, _) = c.q.shape, c.k.shape
     rows, key = rows_of(c, lists), by_hopper(c, dout)
     delta = torch.empty(B, H, Q, device=c.q.device)
-    if key is not None and not with_alpha:
-        from gossamer.kernels.hopper import compiled
-
-        blocks = processors(c.q.device)
-        given = c.q, c.k, c.v, dout, c.steepness, *bounds_of(c), *rows, lam.view(-1), delta.view(-1)
-        compiled.tiled_query(tiled_query_config(*key))(*given, pairs(dq), c.scale, c.offset, FEW * blocks, blocks)
-        compiled.tiled_columns(tiled_columns_config(*key))(*given, pairs(dk), pairs(dv), c.scale, c.offset, blocks)
-        return
     of_keys, of_list = seen_by(c), (rows.list, rows.counts)
     rest = *strides(c.q, c.k, c.v, dout, c.q_positions, c.k_positions), H, Q, K, c.offset, c.scale
     s, options = tiles_of(c, "dq")
@@ -226,6 +217,14 @@ def tiled_backward(
         c.q, c.k, c.v, dout, c.steepness, *of_keys, *of_list, lam, delta, dq, of_rows, *rest, **options,
         WITH_ALPHA=with_alpha,
     )  # fmt: skip
+    if key is not None:
+        from gossamer.kernels.hopper import compiled
+
+        compiled.tiled_columns(tiled_columns_config(*key))(
+            c.q, c.k, c.v, dout, c.steepness, *bounds_of(c), *rows, lam.view(-1), delta.view(-1), pairs(dk), pairs(dv),
+            c.scale, c.offset, processors(c.q.device),
+        )  # fmt: skip
+        return
     s, options = tiles_of(c, "columns")
     tiles = -(-Q // s.rows)
     ranges = torch.empty(B * H, tiles, 4, dtype=torch.int32, device=c.q.device)

@@ -51,9 +51,8 @@ from gossamer.kernels.hopper.device.select.columns import ColumnLists
 from gossamer.kernels.hopper.device.select.configurations import SelectConfig
 from gossamer.kernels.hopper.device.select.kernel import Select
 from gossamer.kernels.hopper.device.tiled.columns import TiledColumns
-from gossamer.kernels.hopper.device.tiled.configurations import TiledColumnsConfig, TiledConfig, TiledQueryConfig
+from gossamer.kernels.hopper.device.tiled.configurations import TiledColumnsConfig, TiledConfig
 from gossamer.kernels.hopper.device.tiled.kernel import Tiled
-from gossamer.kernels.hopper.device.tiled.query import TiledQuery
 
 OPTIONS = "--enable-tvm-ffi"
 
@@ -275,18 +274,6 @@ def tiled_columns(config: TiledColumnsConfig) -> Entry:
         compact(Float32, H), compact(Int32, s()), compact(Int32, s()), compact(Int32, s(), Q), compact(Int32, s()),
         compact(Int32, 2), compact(Float32, s()), compact(Float32, s()), compact(Int32, keys, s()),
         compact(Int32, keys, s()), Float32(1), *[Int32(1)] * 2,
-    )  # fmt: skip
-
-
-def tiled_query(config: TiledQueryConfig) -> Entry:
-    """dQ of these rows, and their delta."""
-    n, s = NUMBERS[config.dtype], cute.sym_int
-    B, H, G, Q, K, rows = s(), s(), s(), s(), s(), s()
-    return Entry(
-        TiledQuery(config), strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q),
-        compact(Float32, H), compact(Int32, s()), compact(Int32, s()), compact(Int32, s(), Q), compact(Int32, s()),
-        compact(Int32, 2), compact(Float32, rows), compact(Float32, rows), compact(Int32, rows, s()), Float32(1),
-        *[Int32(1)] * 3,
     )  # fmt: skip
 
 

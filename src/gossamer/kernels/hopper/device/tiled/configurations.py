@@ -12,6 +12,8 @@ Bounds = Literal["every", "causal", "intervals"]
 SIZES = (64, 128)  # head sizes; a smaller one is padded with zeros
 SUMS = 4  # numbers of a row that the parts of its keys exchange: the sums of a pass, and its largest score
 EIGHT = 8  # keys that follow one another in a sample
+EVERY = 8  # tiles of keys, of which a larger sample has one
+FEWEST = 3  # tiles of a larger sample
 TERMS = 4  # numbers of a row that come with it to dK and dV: its place on the line, delta, and its first and last key
 
 
@@ -30,8 +32,9 @@ class TiledConfig:
     bounds: Bounds = "every"
     groups: int = 3
     step: int = 128  # keys
-    k_stages: int = 6
+    k_stages: int = 4
     v_stages: int = 3
+    sampled: int = 2  # steps on the larger sample
 
     blocks = 1
 
@@ -64,49 +67,6 @@ def tiled_config(dtype: str, D: int, E: int, same: float, bounds: Bounds) -> Til
     if max(size) == 64:
         return TiledConfig(dtype, *size, same, bounds)
     return TiledConfig(dtype, *size, same, bounds, groups=2, step=64)
-
-
-@dataclass(frozen=True)
-class TiledQueryConfig:
-    """One compiled kernel of dQ: rows and keys are divided as by the forward kernel."""
-
-    dtype: str
-    D: int  # head sizes after padding
-    E: int
-    same: float = -1.0  # as of `TiledConfig`
-    bounds: Bounds = "every"
-    groups: int = 3
-    k_stages: int = 4
-    v_stages: int = 4
-
-    blocks = 1
-    step = 64  # keys
-    halley = False
-
-    def __post_init__(self) -> None:
-        if self.D not in SIZES or self.E not in SIZES or self.groups not in (2, 3):
-            raise ValueError(f"no kernel of dQ of tiles of rows as {self}")
-        check_memory(self)
-
-    @property
-    def rows(self) -> int:
-        """Of a block, where there are many tiles."""
-        return ROWS * self.groups
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a block: Q and dO, the rings of K and V, dQ and sums of parts, and barriers."""
-        tiles = self.rows * (self.D + self.E) + self.step * (self.k_stages * self.D + self.v_stages * self.E)
-        parts = 4 * ROWS * (self.D * (self.groups - 1) + 2 * SUMS * self.groups)
-        return 2 * tiles + parts + 1024
-
-
-def tiled_query_config(dtype: str, D: int, E: int, same: float, bounds: Bounds) -> TiledQueryConfig:
-    """That of a call, of heads of up to 128."""
-    size = (64 if D <= 64 else 128, 64 if E <= 64 else 128)
-    if max(size) == 64:
-        return TiledQueryConfig(dtype, *size, same, bounds)
-    return TiledQueryConfig(dtype, *size, same, bounds, groups=2, k_stages=3, v_stages=3)
 
 
 @dataclass(frozen=True)

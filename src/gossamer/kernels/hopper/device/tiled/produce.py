@@ -1,4 +1,4 @@
-"""The producer warps: they draw items of rows, and keep the rings of K and V filled by TMA."""
+"""The producer warp: it draws items of rows, and keeps the rings of K and V filled by TMA."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 from gossamer.kernels.hopper.device.common import Opaque, Ring
-from gossamer.kernels.hopper.device.tiled.block import Pass, TileItem
-from gossamer.kernels.hopper.device.tiled.configurations import EIGHT
-from gossamer.kernels.hopper.device.tiled.query_block import TiledQueryBlock
-from gossamer.kernels.hopper.device.tiled.rows import division, keys_of, sampled
+from gossamer.kernels.hopper.device.tiled.block import Pass, TiledBlock, TileItem
+from gossamer.kernels.hopper.device.tiled.configurations import EIGHT, EVERY
+from gossamer.kernels.hopper.device.tiled.rows import division, keys_of, sampled, spread
 from gossamer.kernels.hopper.device.tiles import LINE, Tma, tile_loader
 
 
@@ -45,10 +44,10 @@ class SampleLoader(Opaque):
                 cute.copy(self.atom, from_, self.to[None, i, line, stage], tma_bar_ptr=full)
 
 
-class RowProducer(Opaque):
-    """Draws items of rows and describes them to the consumers."""
+class Producer(Opaque):
+    """Draws items of rows. Of each a sample of K, K for pass after pass, and with the last one V."""
 
-    def __init__(self, block: Any) -> None:
+    def __init__(self, block: TiledBlock) -> None:
         a, c = block.arguments, block.config
         self.block, self.arguments, self.config = block, a, c
         self.k = tile_loader(block.k, a.k, block.s_k, c.step, c.D)
@@ -87,10 +86,6 @@ class RowProducer(Opaque):
             cute.arch.mbarrier_arrive(items.full + stage)
         cute.arch.sync_warp()
 
-
-class Producer(RowProducer):
-    """Of each item a sample of K, K for pass after pass, and with the last one V."""
-
     @cute.jit
     def run(self):
         """Item after item. A decision is waited for before the last tile of its pass is loaded.
@@ -109,6 +104,10 @@ class Producer(RowProducer):
             batch, group = head // self.heads, head % self.heads // self.ratio
             self.k_sample.load(kv, keys, group, batch)
             kv += 1
+            for _ in cutlass.range_constexpr(c.sampled):
+                for i in cutlass.range(spread(steps), unroll=1):
+                    self.k.load(kv + i, keys.begin + EVERY // 2 + i * EVERY, group, batch)
+                kv += spread(steps)
             ahead = cutlass.min(Int32(c.k_stages), steps) - 1
             for i in cutlass.range(steps, unroll=1):
                 self.k.load(kv + i, keys.begin + i, group, batch)
@@ -132,35 +131,5 @@ class Producer(RowProducer):
                     v += steps
                     running = Int32(0)
                 kv += steps
-            head, first = self.draw(of_launch)
-        self.publish(turn, Int32(0), Int32(0), Int32(0))
-
-
-class QueryProducer(RowProducer):
-    """Of each item a sample of K and V, and then all."""
-
-    def __init__(self, block: TiledQueryBlock) -> None:
-        super().__init__(block)
-        a, c = block.arguments, block.config
-        self.v_sample = SampleLoader(block.v, a.v_sample, block.s_v, c.step, c.E)
-
-    @cute.jit
-    def run(self):
-        """Item after item."""
-        of_launch = division(self.block)
-        turn, n = Int32(0), Int32(0)  # items, and tiles of K and V, so far
-        head, first = self.draw(of_launch)
-        while head >= 0:
-            self.publish(turn, Int32(1), head, first)
-            turn += 1
-            keys = keys_of(self.block, head, first, of_launch.rows)
-            batch, group = head // self.heads, head % self.heads // self.ratio
-            self.k_sample.load(n, keys, group, batch)
-            self.v_sample.load(n, keys, group, batch)
-            n += 1
-            for tile in cutlass.range(keys.begin, keys.end, unroll=1):
-                self.k.load(n, tile, group, batch)
-                self.v.load(n, tile, group, batch)
-                n += 1
             head, first = self.draw(of_launch)
         self.publish(turn, Int32(0), Int32(0), Int32(0))

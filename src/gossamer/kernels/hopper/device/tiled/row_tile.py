@@ -150,11 +150,10 @@ class RowTile(Opaque):
         return scores
 
     @cute.jit
-    def pass_turns(self, number: cutlass.Constexpr = 1):
-        """Take turns and issue nothing."""
-        for _ in cutlass.range_constexpr(number):
-            self.turns.take()
-            self.turns.give()
+    def pass_turn(self):
+        """Take a turn and issue nothing."""
+        self.turns.take()
+        self.turns.give()
 
     @cute.jit
     def mask_sample(self, keys, scores):

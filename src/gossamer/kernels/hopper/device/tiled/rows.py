@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from gossamer.kernels.hopper.device.common import ROWS
-from gossamer.kernels.hopper.device.tiled.configurations import EIGHT
+from gossamer.kernels.hopper.device.tiled.configurations import EIGHT, EVERY, FEWEST
 
 
 class Division(NamedTuple):
@@ -79,6 +79,13 @@ def keys_of(block, head, first, rows):
 def sampled(keys: Keys, group: Any, step: int) -> Any:
     """Where a group of a sample begins, in eights of keys: as many groups as a tile has eights, at equal distances."""
     return keys.begin * (step // EIGHT) + group * (keys.end - keys.begin)
+
+
+@cute.jit
+def spread(tiles):
+    """How many tiles of an item are its larger sample: one of so many, from the middle of the first of these on."""
+    found = (tiles + (EVERY - 1 - EVERY // 2)) // EVERY
+    return found if found >= FEWEST else Int32(0)
 
 
 @cute.jit
