@@ -188,11 +188,10 @@ def tiled_by_hopper(
     from gossamer.kernels.hopper import compiled
 
     blocks = processors(c.q.device)
-    compiled.tiled(tiled_config(*key))(
+    compiled.tiled(tiled_config(*key, stats.told))(
         c.q, c.k, c.v, c.steepness, *bounds_of(c), *rows,
         pairs(out), *(x.view(-1) for x in (stats.lam, stats.support)),
-        stats.certified.view(-1).view(torch.uint8), c.scale, nearness(c), c.offset, FEW * blocks, int(stats.told),
-        blocks,
+        stats.certified.view(-1).view(torch.uint8), c.scale, nearness(c), c.offset, FEW * blocks, blocks,
     )  # fmt: skip
 
 

@@ -261,7 +261,7 @@ def tiled(config: TiledConfig) -> Entry:
         Tiled(config), strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), compact(Float32, H),
         compact(Int32, s()), compact(Int32, s()), compact(Int32, s(), Q), compact(Int32, s()), compact(Int32, 2),
         compact(Int32, rows, s()), compact(Float32, s()), compact(Int32, s()), compact(Uint8, s()),
-        *[Float32(1)] * 2, *[Int32(1)] * 4,
+        *[Float32(1)] * 2, *[Int32(1)] * 3,
     )  # fmt: skip
 
 

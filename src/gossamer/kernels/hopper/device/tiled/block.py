@@ -33,7 +33,6 @@ class TiledArguments(NamedTuple):
     near: Float32  # to which the logarithm of a sum of weights is brought before its last step
     offset: Int32  # of causal: key j is seen by row r where j <= r + offset
     few: Int32  # up to so many tiles of 64 rows the warpgroups of a block share the keys of one
-    told: Int32  # whether lam, support and certified are written
 
 
 class TileItem(IntEnum):

@@ -32,9 +32,10 @@ class TiledConfig:
     bounds: Bounds = "every"
     groups: int = 3
     step: int = 128  # keys
-    k_stages: int = 4
+    k_stages: int = 6
     v_stages: int = 3
     sampled: int = 2  # steps on the larger sample
+    told: bool = True  # whether normalisers and sizes of supports are written
 
     blocks = 1
 
@@ -61,12 +62,12 @@ class TiledConfig:
         return 2 * tiles + parts + 1024
 
 
-def tiled_config(dtype: str, D: int, E: int, same: float, bounds: Bounds) -> TiledConfig:
+def tiled_config(dtype: str, D: int, E: int, same: float, bounds: Bounds, told: bool = True) -> TiledConfig:
     """That of a call, of heads of up to 128."""
     size = (64 if D <= 64 else 128, 64 if E <= 64 else 128)
     if max(size) == 64:
-        return TiledConfig(dtype, *size, same, bounds)
-    return TiledConfig(dtype, *size, same, bounds, groups=2, step=64)
+        return TiledConfig(dtype, *size, same, bounds, told=told)
+    return TiledConfig(dtype, *size, same, bounds, groups=2, step=64, told=told)
 
 
 @dataclass(frozen=True)

@@ -47,18 +47,18 @@ class Consumer(RowTile):
         some = spread(tiles)
         for step in cutlass.range_constexpr(self.config.sampled):
             if some > 0:
-                self.walk_sums(place, kv, some, EVERY, True, False)
+                self.walk_sums(place, kv, some, EVERY, False)
                 self.refine(place, passes, step == 0)
             kv += some
             passes += 1
-        self.walk_sums(place, kv, tiles, 1, True, True)
+        self.walk_sums(place, kv, tiles, 1, True)
         kv += tiles
         going = self.improve(place, passes, True)
         passes += 1
         steps = Int32(1)
         while going != 0:
             self.decide(Pass.SUMS)
-            self.walk_sums(place, kv, tiles, 1, False, False)
+            self.walk_sums(place, kv, tiles, 1, False)
             kv += tiles
             going = self.improve(place, passes, False)
             passes += 1
@@ -96,14 +96,14 @@ class Consumer(RowTile):
             self.low[r], self.high[r] = sums.lam[r], sums.lam[r] + self.most[r]
         for _ in cutlass.range(SAMPLE_STEPS, unroll=1):
             sums.begin()
-            sums.add(scores, True, False)
+            sums.add(scores, False)
             for r in cutlass.range_constexpr(ROWS):
                 for x in (sums.F, sums.U, sums.W):
                     x[r] = each[r] * over_quad_sum(x[r])
                 x, F = sums.lam[r], sums.F[r]
                 self.low[r] = x if F >= 1.0 else self.low[r]
                 self.high[r] = x if F < 1.0 else self.high[r]
-                sums.lam[r] = sums.advanced(r, self.low[r], self.high[r], True)
+                sums.lam[r] = sums.advanced(r, self.low[r], self.high[r])
 
     @cute.jit
     def refine(self, place, passes, first: cutlass.Constexpr):
@@ -120,18 +120,15 @@ class Consumer(RowTile):
                 self.low[r], self.high[r] = top, top + self.most[r]
             self.low[r] = cute.arch.fmax(self.low[r], x) if F >= 1.0 else self.low[r]
             self.high[r] = cute.arch.fmin(self.high[r], x) if F < 1.0 else self.high[r]
-            new = sums.advanced(r, self.low[r], self.high[r], True)
+            new = sums.advanced(r, self.low[r], self.high[r])
             sums.lam[r] = new if sums.size[r] > 0.0 and new > -Float32.inf and new < Float32.inf else x
 
     @cute.jit
-    def walk_sums(
-        self, place, kv, tiles, every: cutlass.Constexpr, curved: cutlass.Constexpr, largest: cutlass.Constexpr
-    ):
+    def walk_sums(self, place, kv, tiles, every: cutlass.Constexpr, largest: cutlass.Constexpr):
         """The sums of a pass.
 
         Args:
             every: one of how many tiles is walked: `tiles` in all. Of a sample, the keys that rows see are counted.
-            curved: whether the second derivative is summed, where it is used.
             largest: whether the largest score is found as well.
         """
         sums, step = self.sums, self.config.step
@@ -142,7 +139,7 @@ class Consumer(RowTile):
             if i == own and tile >= place.mine.begin and tile < place.mine.end:
                 scores = self.product(kv + i)
                 self.mask(place, tile, scores)
-                sums.add(scores, curved, largest)
+                sums.add(scores, largest)
                 if const_expr(every > 1):
                     for r in cutlass.range_constexpr(ROWS):
                         keys = cutlass.min(self.hi[r], (tile + 1) * step) - cutlass.max(self.lo[r], tile * step)
@@ -152,81 +149,44 @@ class Consumer(RowTile):
             else:
                 self.block.k.release(self.block.k.wait_full_at(kv + i))
                 if i == own:
-                    self.pass_turn()
+                    self.pass_turns(1)
             own = own + place.parts if i == own else own
         if own < cute.ceil_div(tiles, place.parts) * place.parts:
-            self.pass_turn()
+            self.pass_turns(1)
 
     @cute.jit
     def walk_values(self, place, kv, v):
-        """The last pass: sums, and out. The weights of a tile are multiplied by V beside the scores of the next one."""
-        block = self.block
+        """The last pass: sums, and out."""
         self.sums.begin()
         self.o.fill(0.0)
-        own, held = place.part, Int32(-1)  # the tile that is next, and the one whose weights are not multiplied yet
+        own = place.part
         for i in cutlass.range(place.tiles, unroll=1):
             tile = place.keys.begin + i
-            if i == own:
-                if tile >= place.mine.begin and tile < place.mine.end:
-                    if held >= 0:
-                        self.values_and_weights(place, tile, kv + i, v + held, True)
-                    else:
-                        self.values_and_weights(place, tile, kv + i, v, False)
-                    held = i
-                else:
-                    # What comes is not waited for while a place of V is kept.
-                    self.values(v, held)
-                    held = Int32(-1)
-                    block.k.release(block.k.wait_full_at(kv + i))
-                    block.v.release(block.v.wait_full_at(v + i))
-                own = own + place.parts
+            if i == own and tile >= place.mine.begin and tile < place.mine.end:
+                scores = self.product(kv + i)
+                self.mask(place, tile, scores)
+                self.sums.weigh(scores)
+                convert(scores, self.p)
+                stage = self.block.v.wait_full_at(v + i)
+                self.turns.take()
+                issue(self.mma_pv, self.o, self.p, self.v[None, None, None, stage], True)
+                self.turns.give()
+                warpgroup.wait_group(0)
+                self.block.v.release(stage)
             else:
-                block.k.release(block.k.wait_full_at(kv + i))
-                block.v.release(block.v.wait_full_at(v + i))
-        if own < place.rounds:
-            self.pass_turn()
-        self.values(v, held)
-
-    @cute.jit
-    def values_and_weights(self, place, tile, n, of_values, with_values: cutlass.Constexpr):
-        """The products of the weights that are held with V, and the weights of the next tile."""
-        block = self.block
-        stage, of_v = block.k.wait_full_at(n), Int32(0)
-        scores = accumulator(self.mma, self.config.step)
-        if const_expr(with_values):
-            of_v = block.v.wait_full_at(of_values)
-        self.turns.take()
-        issue(self.mma, scores, self.q, self.k[None, None, None, stage], False)
-        if const_expr(with_values):
-            issue(self.mma_pv, self.o, self.p, self.v[None, None, None, of_v], True)
-        self.turns.give()
-        warpgroup.wait_group(0)
-        block.k.release(stage)
-        if const_expr(with_values):
-            block.v.release(of_v)
-        self.mask(place, tile, scores)
-        self.sums.weigh(scores)
-        convert(scores, self.p)
-
-    @cute.jit
-    def values(self, v, held):
-        """The products of the weights that are held with V, if there are any, in a turn of their own."""
-        if held >= 0:
-            stage = self.block.v.wait_full_at(v + held)
-            self.turns.take()
-            issue(self.mma_pv, self.o, self.p, self.v[None, None, None, stage], True)
-            self.turns.give()
-            warpgroup.wait_group(0)
-            self.block.v.release(stage)
-        else:
-            self.pass_turn()
+                self.block.k.release(self.block.k.wait_full_at(kv + i))
+                self.block.v.release(self.block.v.wait_full_at(v + i))
+                if i == own:
+                    self.pass_turns(2)
+            own = own + place.parts if i == own else own
+        if own < cute.ceil_div(place.tiles, place.parts) * place.parts:
+            self.pass_turns(2)
 
     @cute.jit
     def improve(self, place, passes, first: cutlass.Constexpr):
         """A step of the normalisers, from the sums of a pass; whether any row of the block needs another pass."""
         sums = self.sums
-        kinds = (sums.F, sums.U, sums.W) if const_expr(first) else (sums.F, sums.U)
-        self.exchange(place, passes, kinds, sums.top if const_expr(first) else None)
+        self.exchange(place, passes, (sums.F, sums.U, sums.W), sums.top if const_expr(first) else None)
         going = Int32(0)
         for r in cutlass.range_constexpr(ROWS):
             x, F = sums.lam[r], sums.F[r]
@@ -242,7 +202,7 @@ class Consumer(RowTile):
             far = cute.arch.fmax(log, -log) > self.arguments.near and self.high[r] > self.low[r]
             found = self.bad[r] == 0.0 and self.low[r] > -Float32.inf
             going = Int32(1) if far and found and place.there else going
-            sums.lam[r] = sums.advanced(r, self.low[r], self.high[r], first) if found else Float32(0.0)
+            sums.lam[r] = sums.advanced(r, self.low[r], self.high[r]) if found else Float32(0.0)
         return self.any(going)
 
     def any(self, value: Any) -> Any:

@@ -34,14 +34,14 @@ class Tiled(Shell):
         q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, steepness: cute.Tensor, lo: cute.Tensor, hi: cute.Tensor,
         row_list: cute.Tensor, row_counts: cute.Tensor, drawn: cute.Tensor, out: cute.Tensor, lam: cute.Tensor,
         support: cute.Tensor, certified: cute.Tensor, scale: Float32, near: Float32, offset: Int32, few: Int32,
-        told: Int32, blocks: Int32, stream: Any,
+        blocks: Int32, stream: Any,
     ) -> None:  # fmt: skip
         """As in `TiledArguments`."""
         c = self.config
         arguments = TiledArguments(
             q=q, k=tma(k, c.step, c.D), k_sample=tma(k, EIGHT, LINE), v=tma(v, c.step, c.E), steepness=steepness, lo=lo,
             hi=hi, row_list=row_list, row_counts=row_counts, drawn=drawn, out=out, lam=lam, support=support,
-            certified=certified, scale=scale, near=near, offset=offset, few=few, told=told,
+            certified=certified, scale=scale, near=near, offset=offset, few=few,
         )  # fmt: skip
         self.launch(arguments, blocks, stream)
 

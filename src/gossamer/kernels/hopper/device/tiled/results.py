@@ -26,7 +26,7 @@ def write_rows(rows, head, own, count):
                 i = const_expr(of_r[2 * n])
                 if 4 * n + quad < columns:
                     a.out[number, 4 * n + quad] = pack(rows.o[i] * factor, rows.o[i + 1] * factor, dtype)
-            if quad == 0 and a.told != 0:
+            if const_expr(rows.config.told) and quad == 0:
                 log = cute.math.log(F)
                 lam = sums.lam[r] + (log * F / sums.U[r] if cute.arch.fmax(log, -log) < NEAR else Float32.nan)
                 lam = Float32.inf if F == 0.0 and bad == 0.0 else lam + bad

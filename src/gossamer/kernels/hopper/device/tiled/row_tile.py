@@ -34,7 +34,6 @@ class Place(NamedTuple):
     part: Any  # of them: each tile whose number is this, modulo `parts`
     parts: Any
     mine: Keys  # of its rows
-    rounds: Any  # the first number that is not walked, where all parts have as many as the first
 
 
 class Turns(Opaque):
@@ -108,8 +107,9 @@ class RowTile(Opaque):
         # A warpgroup without rows gives back what it does not read.
         there, begin = own < count, keys.begin
         mine = keys_of(self.block, head, own, TILE) if there else Keys(begin, begin, begin, begin)
-        tiles = keys.end - begin
-        return Place(split, own, count, there, keys, tiles, part, parts, mine, cute.ceil_div(tiles, parts) * parts)
+        # Where they come from a warp the compiler does not find them again for each tile.
+        keys, mine = (Keys(*[cute.arch.make_warp_uniform(x) for x in of]) for of in (keys, mine))
+        return Place(split, own, count, there, keys, keys.end - keys.begin, part, parts, mine)
 
     @cute.jit
     def begin(self, place, head):
@@ -150,10 +150,11 @@ class RowTile(Opaque):
         return scores
 
     @cute.jit
-    def pass_turn(self):
-        """Take a turn and issue nothing."""
-        self.turns.take()
-        self.turns.give()
+    def pass_turns(self, number: cutlass.Constexpr):
+        """Take turns and issue nothing."""
+        for _ in cutlass.range_constexpr(number):
+            self.turns.take()
+            self.turns.give()
 
     @cute.jit
     def mask_sample(self, keys, scores):

@@ -100,13 +100,8 @@ class Sums(Opaque):
         return 0.5 if self.config.same == 0.5 else 0.75
 
     @cute.jit
-    def add(self, scores, curved: cutlass.Constexpr, largest: cutlass.Constexpr):
-        """Add a tile.
-
-        Args:
-            curved: whether the second derivative is summed, where it is used.
-            largest: whether the largest product is looked for.
-        """
+    def add(self, scores, largest: cutlass.Constexpr):
+        """Add a tile. `largest`: whether the largest product is looked for."""
         for r in cutlass.range_constexpr(ROWS):
             F, U, W = ([Float32(0.0), Float32(0.0)] for _ in range(3))
             top = [self.top[r], self.top[r]]
@@ -114,13 +109,13 @@ class Sums(Opaque):
                 w = clamped(scores[i], self.c[r], self.d[r])
                 p, u = powers(self.config.same, self.exponent, w)
                 F[n % 2], U[n % 2] = F[n % 2] + p, U[n % 2] + u
-                if const_expr(self.config.halley and curved):
+                if const_expr(self.config.halley):
                     W[n % 2] = W[n % 2] + self.second(w)
                 if const_expr(largest):
                     top[n % 2] = cute.arch.fmax(top[n % 2], scores[i], nan=True)
             self.F[r] = self.F[r] + (F[0] + F[1])
             self.U[r] = self.U[r] + (U[0] + U[1])
-            if const_expr(self.config.halley and curved):
+            if const_expr(self.config.halley):
                 self.W[r] = self.W[r] + self.second_factor * (W[0] + W[1])
             if const_expr(largest):
                 self.top[r] = cute.arch.fmax(top[0], top[1], nan=True)
@@ -134,19 +129,20 @@ class Sums(Opaque):
                 w = clamped(scores[i], self.c[r], self.d[r])
                 p, u = powers(self.config.same, self.exponent, w)
                 F[n % 2], U[n % 2] = F[n % 2] + p, U[n % 2] + u
-                size = size + not_zero(w)
+                if const_expr(self.config.told):
+                    size = size + not_zero(w)
                 scores[i] = p
             self.F[r] = self.F[r] + (F[0] + F[1])
             self.U[r] = self.U[r] + (U[0] + U[1])
             self.size[r] = self.size[r] + size
 
     @cute.jit
-    def advanced(self, r: cutlass.Constexpr, low, high, curved: cutlass.Constexpr):
+    def advanced(self, r: cutlass.Constexpr, low, high):
         """lam after a step towards where F is 1, or half of the interval if that leaves it."""
         F, U, W = self.F[r], self.U[r], self.W[r]
         log = cute.math.log(F)
         move = log
-        if const_expr(self.config.halley and curved):
+        if const_expr(self.config.halley):
             # F^b is nearly straight.
             inverse = cute.arch.rcp_approx(U)
             b = 1.0 - F * W * inverse * inverse
