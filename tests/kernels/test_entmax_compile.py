@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gossamer.kernels.hopper import missing_packages
 from gossamer.kernels.hopper.device.select.configurations import SelectConfig
+from gossamer.kernels.hopper.device.tiled.configurations import (
+    TiledColumnsConfig,
+    TiledConfig,
+    tiled_columns_config,
+    tiled_config,
+)
 from tests.kernels.test_hopper_compile import resources
 from tests.support.processes import compiled
 
@@ -19,12 +26,25 @@ CONFIGS = {
     "sparsemax": SelectConfig("bfloat16", 128, 29, step=64, same=1.0, top=True),
 }
 
+# (dtype, D, E, alpha - 1, bounds) of the kernels of rows without a list.
+TILES = [
+    ("bfloat16", 64, 64, 0.5, "causal"), ("bfloat16", 64, 64, 0.25, "every"), ("float16", 40, 64, -1.0, "intervals"),
+    ("bfloat16", 128, 128, 0.25, "causal"), ("float16", 96, 64, 1.0, "every"),
+    ("bfloat16", 128, 128, -1.0, "intervals"),
+]  # fmt: skip
+SPILLS = {("tiled_columns", 64, 64): 8}  # bytes of stack, of 160 registers a thread
+
 
 def test_configurations_refuse() -> None:
     with pytest.raises(ValueError, match="bytes of shared memory"):
         SelectConfig("bfloat16", 128, 29)
     with pytest.raises(ValueError, match="the selecting kernel cannot run as"):
         SelectConfig("bfloat16", 64, 29, top=False, weighed=False)
+    for kind in (TiledConfig, TiledColumnsConfig):
+        with pytest.raises(ValueError, match="of tiles of rows as"):
+            kind("bfloat16", 96, 64)
+        with pytest.raises(ValueError, match="bytes of shared memory"):
+            kind("bfloat16", 128, 128, groups=3, **{"stages" if kind is TiledColumnsConfig else "v_stages": 9})
 
 
 @pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
@@ -36,6 +56,20 @@ def test_the_selecting_kernel_compiles(name: str) -> None:
     registers, stack = resources(kernels.select.object(CONFIGS[name]))
     assert registers and max(registers) <= 255
     assert not any(stack)
+
+
+@pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
+@pytest.mark.slow
+@pytest.mark.parametrize("given", TILES, ids=str)
+@pytest.mark.parametrize("kind", ["tiled", "tiled_columns"])
+def test_the_kernels_of_tiles_compile(kind: str, given: tuple[Any, ...]) -> None:
+    from gossamer.kernels.hopper import compiled as kernels
+
+    configure = {"tiled": tiled_config, "tiled_columns": tiled_columns_config}[kind]
+    config = configure(*given)
+    registers, stack = resources(getattr(kernels, kind).object(config))
+    assert registers and max(registers) <= 255
+    assert max(stack) <= SPILLS.get((kind, config.D, config.E), 0), stack
 
 
 # Every launch of a forward and a backward is compiled in place of being run, on tensors of a CPU.

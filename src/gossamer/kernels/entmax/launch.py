@@ -70,7 +70,7 @@ def forward(
             large(c, stats, lists, part.first_head, part.heads, first_listed, only_keys)
         if with_out and not only_keys:
             gather_out(c, out, lists, part, first_listed)
-    if not top:
+    if not top and (with_out or told):
         tiled(c, out, stats, lists, with_out)
     return Forward(out, stats, lists)
 
@@ -88,7 +88,7 @@ def gather_out(c: Call, out: Tensor, lists: Listed, part: Part, first_listed: in
 
 def again(c: Call) -> Listed:
     """The lists that a forward made, without its out."""
-    return forward(c, keep_lists=True, with_out=False).lists
+    return forward(c, keep_lists=True, with_out=False, told=False).lists
 
 
 def top_keys(c: Call) -> Tensor:

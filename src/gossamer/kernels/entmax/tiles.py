@@ -18,10 +18,13 @@ def list_rows_kernel(
     list_counts,  # (B, H, Q) int32: -1 of a row without a list
     row_list,  # (B H, Q) int32, to write: these rows, ascending
     row_counts,  # (B H,) int32, to write
+    drawn,  # (2,) int32, to write: 0, of the tiles that blocks of two kernels have taken
     Q, STEP: tl.constexpr,
 ):  # fmt: skip
     """The rows of each head that have no list."""
     head = tl.program_id(0).to(tl.int64)
+    if head == 0:
+        tl.store(drawn + tl.arange(0, 2), 0)
     found = 0
     for first in range(0, Q, STEP):
         row = first + tl.arange(0, STEP)

@@ -6,20 +6,38 @@ computed by tiles of any rows (`tiled.py`, `tiled_backward.py`).
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from gossamer.kernels.entmax.calls import Call, Listed, Stats, precision, seen_by, strides, value_of
+from gossamer.kernels.entmax.calls import (
+    Call,
+    Listed,
+    Stats,
+    by_tma,
+    hopper_here,
+    precision,
+    seen_by,
+    strides,
+    value_of,
+)
 from gossamer.kernels.entmax.large import large_kernel, list_groups_kernel
+from gossamer.kernels.entmax.selection import BOUNDS
 from gossamer.kernels.entmax.tiled import tiled_kernel
 from gossamer.kernels.entmax.tiled_backward import tiled_columns_kernel, tiled_dq_kernel
 from gossamer.kernels.entmax.tiles import FAST, list_rows_kernel, tile_ranges_kernel
+from gossamer.kernels.hopper.device.tiled.configurations import (
+    Bounds,
+    tiled_columns_config,
+    tiled_config,
+)
 from gossamer.kernels.relaunch import padded
 
 GROUP_ROWS = 64
+FEW = 2  # tiles of 64 rows to a multiprocessor, up to which its warpgroups share the keys of one
 
 
 class Rows(NamedTuple):
@@ -27,6 +45,7 @@ class Rows(NamedTuple):
 
     list: Tensor  # (B H, Q) int32
     counts: Tensor  # (B H,) int32
+    drawn: Tensor  # (2,) int32: 0, which Hopper kernels count their tiles with
 
 
 def rows_of(c: Call, lists: Listed) -> Rows:
@@ -35,6 +54,7 @@ def rows_of(c: Call, lists: Listed) -> Rows:
     found = Rows(
         torch.empty(B * H, Q, dtype=torch.int32, device=c.q.device),
         torch.empty(B * H, dtype=torch.int32, device=c.q.device),
+        torch.empty(2, dtype=torch.int32, device=c.q.device),
     )
     list_rows_kernel[(B * H,)](lists.counts, *found, Q, STEP=4096, num_warps=8)
     return found
@@ -124,12 +144,61 @@ def tiles_of(c: Call, kernel: str) -> tuple[Sizes, dict[str, Any]]:
 def tiled(c: Call, out: Tensor, stats: Stats, lists: Listed, with_out: bool) -> None:
     """Everything of the rows that have no list, which is not of the k largest."""
     (B, H, Q, _), K = c.q.shape, c.k.shape[2]
+    rows, key = rows_of(c, lists), by_hopper(c)
+    if key is not None and with_out:
+        tiled_by_hopper(c, key, rows, out, stats)
+        return
     s, options = tiles_of(c, "forward")
     tiled_kernel[(B * H, -(-Q // s.rows))](
-        c.q, c.k, c.v, c.steepness, *seen_by(c), *rows_of(c, lists), out, *stats,
+        c.q, c.k, c.v, c.steepness, *seen_by(c), rows.list, rows.counts, out, *stats,
         *strides(c.q, c.k, c.v, c.q_positions, c.k_positions), 0, H, Q, K, c.offset, c.scale, NEAR=nearness(c),
         OUT=with_out, TOLD=stats.told, **options,
     )  # fmt: skip
+
+
+def by_hopper(c: Call, *others: Tensor) -> tuple[str, int, int, float, Bounds] | None:
+    """What the Hopper kernels of tiles are compiled from for a call; None where they do not take it.
+
+    Args:
+        others: tensors that they read besides.
+    """
+    D, E, power = c.q.shape[3], c.v.shape[3], power_of(c)
+    takes = max(D, E) <= 128 and D % 8 == E % 8 == 0 and c.q.element_size() == 2 and c.scale > 0
+    takes = takes and power not in (0.0, -1.0) and c.q_positions is None
+    if not takes or not hopper_here(c.q.device) or not all(by_tma(x) for x in (c.q, c.k, c.v, *others)):
+        return None
+    return str(c.q.dtype).removeprefix("torch."), D, E, power if power > 0 else -1.0, BOUNDS[c.bounds]
+
+
+def bounds_of(c: Call) -> tuple[Tensor, Tensor]:
+    """lo and hi; any tensor where there is none."""
+    unread = c.steepness.view(torch.int32)
+    return unread if c.lo is None else c.lo, unread if c.hi is None else c.hi
+
+
+def pairs(x: Tensor) -> Tensor:
+    """A contiguous tensor of 16 bits as (rows, pairs of columns)."""
+    return x.view(-1, x.shape[-1]).view(torch.int32)
+
+
+def tiled_by_hopper(
+    c: Call, key: tuple[str, int, int, float, Bounds], rows: Rows, out: Tensor, stats: Stats
+) -> None:  # fmt: skip
+    """`tiled` by the Hopper kernel."""
+    from gossamer.kernels.hopper import compiled
+
+    blocks = processors(c.q.device)
+    compiled.tiled(tiled_config(*key, stats.told))(
+        c.q, c.k, c.v, c.steepness, *bounds_of(c), *rows,
+        pairs(out), *(x.view(-1) for x in (stats.lam, stats.support)),
+        stats.certified.view(-1).view(torch.uint8), c.scale, nearness(c), c.offset, FEW * blocks, blocks,
+    )  # fmt: skip
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def tiled_backward(
@@ -138,24 +207,32 @@ def tiled_backward(
 ) -> None:  # fmt: skip
     """What the rows without a list give."""
     (B, H, Q, _), (_, G, K, _) = c.q.shape, c.k.shape
-    rows = rows_of(c, lists)
+    rows, key = rows_of(c, lists), by_hopper(c, dout)
     delta = torch.empty(B, H, Q, device=c.q.device)
-    of_keys = seen_by(c)
+    of_keys, of_list = seen_by(c), (rows.list, rows.counts)
     rest = *strides(c.q, c.k, c.v, dout, c.q_positions, c.k_positions), H, Q, K, c.offset, c.scale
     s, options = tiles_of(c, "dq")
     tiled_dq_kernel[(B * H, -(-Q // s.rows))](
-        c.q, c.k, c.v, dout, c.steepness, *of_keys, *rows, lam, delta, dq, of_rows, *rest, **options,
+        c.q, c.k, c.v, dout, c.steepness, *of_keys, *of_list, lam, delta, dq, of_rows, *rest, **options,
         WITH_ALPHA=with_alpha,
     )  # fmt: skip
+    if key is not None:
+        from gossamer.kernels.hopper import compiled
+
+        compiled.tiled_columns(tiled_columns_config(*key))(
+            c.q, c.k, c.v, dout, c.steepness, *bounds_of(c), *rows, lam.view(-1), delta.view(-1), pairs(dk), pairs(dv),
+            c.scale, c.offset, processors(c.q.device),
+        )  # fmt: skip
+        return
     s, options = tiles_of(c, "columns")
     tiles = -(-Q // s.rows)
     ranges = torch.empty(B * H, tiles, 4, dtype=torch.int32, device=c.q.device)
     lo, hi, *_ = of_keys
     tile_ranges_kernel[(tiles, B * H)](
-        *rows, lo, hi, ranges, tiles, Q, K, c.offset, R=s.rows, BOUNDS=c.bounds, num_warps=1
+        *of_list, lo, hi, ranges, tiles, Q, K, c.offset, R=s.rows, BOUNDS=c.bounds, num_warps=1
     )
     strided = strides(c.q, c.k, c.v, dout, c.q_positions, c.k_positions)
     tiled_columns_kernel[(B * G, -(-K // s.keys))](
-        c.q, c.k, c.v, dout, c.steepness, *of_keys, *rows, lam, delta, ranges, dk, dv, *strided, tiles, H, Q, K,
+        c.q, c.k, c.v, dout, c.steepness, *of_keys, *of_list, lam, delta, ranges, dk, dv, *strided, tiles, H, Q, K,
         c.offset, c.scale, MEMBERS=triton.next_power_of_2(c.group), SPAN=128, **options,
     )  # fmt: skip

@@ -50,6 +50,9 @@ from gossamer.kernels.hopper.device.rows.words import Word
 from gossamer.kernels.hopper.device.select.columns import ColumnLists
 from gossamer.kernels.hopper.device.select.configurations import SelectConfig
 from gossamer.kernels.hopper.device.select.kernel import Select
+from gossamer.kernels.hopper.device.tiled.columns import TiledColumns
+from gossamer.kernels.hopper.device.tiled.configurations import TiledColumnsConfig, TiledConfig
+from gossamer.kernels.hopper.device.tiled.kernel import Tiled
 
 OPTIONS = "--enable-tvm-ffi"
 
@@ -247,6 +250,30 @@ def select(config: SelectConfig) -> Entry:
         Select(config), strided(n, B, s(), Q), strided(n, B, s(), K), compact(Float32, s()), compact(Int32, s()),
         compact(Int32, s()), compact(Int32, rows, L), compact(Float32, s(), s()), compact(Int32, s()),
         compact(Float32, s()), compact(Int32, s()), compact(Uint8, s()), Float32(1), *[Int32(1)] * 7,
+    )  # fmt: skip
+
+
+def tiled(config: TiledConfig) -> Entry:
+    """Out and normalisers of the rows of alpha-entmax that have no list."""
+    n, s = NUMBERS[config.dtype], cute.sym_int
+    B, H, G, Q, K, rows = s(), s(), s(), s(), s(), s()
+    return Entry(
+        Tiled(config), strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), compact(Float32, H),
+        compact(Int32, s()), compact(Int32, s()), compact(Int32, s(), Q), compact(Int32, s()), compact(Int32, 2),
+        compact(Int32, rows, s()), compact(Float32, s()), compact(Int32, s()), compact(Uint8, s()),
+        *[Float32(1)] * 2, *[Int32(1)] * 3,
+    )  # fmt: skip
+
+
+def tiled_columns(config: TiledColumnsConfig) -> Entry:
+    """What these rows add to dK and dV."""
+    n, s = NUMBERS[config.dtype], cute.sym_int
+    B, H, G, Q, K, keys = s(), s(), s(), s(), s(), s()
+    return Entry(
+        TiledColumns(config), strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q),
+        compact(Float32, H), compact(Int32, s()), compact(Int32, s()), compact(Int32, s(), Q), compact(Int32, s()),
+        compact(Int32, 2), compact(Float32, s()), compact(Float32, s()), compact(Int32, keys, s()),
+        compact(Int32, keys, s()), Float32(1), *[Int32(1)] * 2,
     )  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""alpha-entmax of rows whose supports are long: tiles of such rows, and passes over all of their scores."""
