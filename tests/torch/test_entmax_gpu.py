@@ -140,7 +140,7 @@ def test_a_small_buffer_changes_nothing(options: dict[str, Any], monkeypatch: py
 @pytest.mark.parametrize("rising", [False, True], ids=["any order", "rising scores"])
 @pytest.mark.parametrize("options", [{"alpha": 1.5}, {"alpha": 1.5, "top_k": 16}], ids=str)
 def test_few_places_change_nothing(options: dict[str, Any], rising: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the Hopper kernel: threads run out of places in most tiles, and the more so where each key is over the last."""
+    """Of the Hopper kernel: threads run out of places in most tiles, the more so where each key is over the last."""
     g = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, 4, 1500, 64, generator=g) for _ in range(3))
     if rising:
