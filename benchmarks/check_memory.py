@@ -123,7 +123,7 @@ def run_entmax() -> None:
     """By lists, by tiles, of both, of the k largest; keys that every row lists; keys alone."""
     for dtype, size, options in (
         (torch.bfloat16, 4.0, {}), (torch.bfloat16, 0.1, {}), (torch.float16, 0.5, {"save": "tau"}),
-        (torch.bfloat16, 1.0, {"top_k": 8}), (torch.float32, 1.0, {"alpha": 1.25}),
+        (torch.bfloat16, 1.0, {"top_k": 8}), (torch.bfloat16, 1.0, {"top_k": 64}), (torch.float32, 1.0, {"alpha": 1.25}),
     ):  # fmt: skip
         g = torch.Generator("cuda").manual_seed(0)
         q, k, v = (torch.randn(B, n, N, D, device="cuda", generator=g) for n in (H, G, G))

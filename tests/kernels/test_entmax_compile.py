@@ -19,11 +19,11 @@ from tests.kernels.test_hopper_compile import resources
 from tests.support.processes import compiled
 
 CONFIGS = {
-    "checked": SelectConfig("bfloat16", 64, 30, same=0.5, bounds="causal"),
-    "largest": SelectConfig("float16", 64, 30, same=0.5, top=True, bounds="causal"),
-    "keys": SelectConfig("bfloat16", 64, 30, top=True, weighed=False),
-    "any alpha": SelectConfig("bfloat16", 128, 26, step=64, bounds="intervals"),
-    "sparsemax": SelectConfig("bfloat16", 128, 26, step=64, same=1.0, top=True),
+    "checked": SelectConfig("bfloat16", 64, 29, same=0.5, bounds="causal"),
+    "largest": SelectConfig("float16", 64, 29, same=0.5, top=True, bounds="causal"),
+    "keys": SelectConfig("bfloat16", 64, 29, top=True, weighed=False),
+    "any alpha": SelectConfig("bfloat16", 128, 29, step=64, bounds="intervals"),
+    "sparsemax": SelectConfig("bfloat16", 128, 29, step=64, same=1.0, top=True),
 }
 
 # (dtype, D, E, alpha - 1, bounds) of the kernels of rows without a list.
@@ -37,9 +37,9 @@ SPILLS = {("tiled_columns", 64, 64): 8}  # bytes of stack, of 160 registers a th
 
 def test_configurations_refuse() -> None:
     with pytest.raises(ValueError, match="bytes of shared memory"):
-        SelectConfig("bfloat16", 128, 30)
+        SelectConfig("bfloat16", 128, 29)
     with pytest.raises(ValueError, match="the selecting kernel cannot run as"):
-        SelectConfig("bfloat16", 64, 30, top=False, weighed=False)
+        SelectConfig("bfloat16", 64, 29, top=False, weighed=False)
     for kind in (TiledConfig, TiledColumnsConfig):
         with pytest.raises(ValueError, match="of tiles of rows as"):
             kind("bfloat16", 96, 64)

@@ -105,6 +105,7 @@ if INTERPRETING:
             with monkeypatch.context() as patch:
                 patch.setattr(calls, "ROWS_OF_A_PART", 64)
                 patch.setattr(calls, "PAIRS_OF_A_PART", 1)
+                patch.setattr(calls, "BYTES_OF_A_PART", 1)
                 found = aux_of(q, k, v, causal=True, top_k=top_k)
             assert torch.equal(found[0], expected[0])
             assert all(torch.equal(*pair) for pair in zip(found[1], expected[1], strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,6 +135,33 @@ def test_a_small_buffer_changes_nothing(options: dict[str, Any], monkeypatch: py
     assert torch.equal(sure, other_sure)
     for x, y in zip(one, other, strict=True):
         assert_close("small buffer", x, y, 2e-6)
+
+
+@pytest.mark.parametrize("rising", [False, True], ids=["any order", "rising scores"])
+@pytest.mark.parametrize("options", [{"alpha": 1.5}, {"alpha": 1.5, "top_k": 16}], ids=str)
+def test_few_places_change_nothing(options: dict[str, Any], rising: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the Hopper kernel: threads run out of places in most tiles, and the more so where each key is over the last."""
+    g = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 4, 1500, 64, generator=g) for _ in range(3))
+    if rising:
+        q[..., 0], k[..., 0] = 4.0, torch.linspace(-8, 8, 1500)
+    q, k, v = (x.bfloat16().cuda() for x in (q, k, v))
+    configured, found = selection.hopper_config, []
+    for places in (29, 6):
+
+        def few(*given: Any, places: int = places) -> Any:
+            config = configured(*given)
+            assert config is not None
+            return replace(config, places=places)
+
+        monkeypatch.setattr(selection, "hopper_config", few)
+        out, aux, gradients = results(q, k, v, v, {"pattern": gs.Causal()} | options)
+        found.append((aux, out, *gradients))
+    (aux, *one), (other_aux, *other) = found
+    same = (aux.support == other_aux.support) & (aux.certified == other_aux.certified)
+    assert same.float().mean() >= (1.0 if "top_k" in options else 0.999)
+    for x, y in zip(one, other, strict=True):
+        assert_close("few places", x, y, LIMITS[torch.bfloat16])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

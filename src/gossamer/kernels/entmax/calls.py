@@ -15,8 +15,11 @@ from gossamer.kernels.triton.config import X3, Direction
 from gossamer.kernels.triton.gather.config import row_config
 
 MOST_LISTED = 96  # keys of a row whose weights are kept as a list, where top_k does not say how many
-PAIRS_OF_A_PART = 2**30  # that a part of a call sees at least: fewer would not fill a GPU
-ROWS_OF_A_PART = 132 * 128
+# A part of a call has so many rows, sees so many pairs, or takes so many bytes, whichever makes it the largest: at its
+# end a GPU waits for the longest rows.
+PAIRS_OF_A_PART = 2**30
+ROWS_OF_A_PART = 2 * 132 * 128
+BYTES_OF_A_PART = 10 * 2**20
 
 
 class Call(NamedTuple):
@@ -82,11 +85,11 @@ class Part(NamedTuple):
     heads: int
 
 
-def parts(c: Call, rows: int) -> Iterator[Part]:
-    """All blocks of so many rows, in parts that see enough pairs each."""
+def parts(c: Call, rows: int, bytes_a_row: int) -> Iterator[Part]:
+    """All blocks of so many rows, in parts that are large enough each."""
     B, H, Q, _ = c.q.shape
     blocks = -(-Q // rows)
-    most = max(ROWS_OF_A_PART, PAIRS_OF_A_PART // c.k.shape[2]) // rows
+    most = max(ROWS_OF_A_PART, PAIRS_OF_A_PART // c.k.shape[2], BYTES_OF_A_PART // bytes_a_row) // rows
     if most >= blocks:
         heads = min(B * H, most // blocks)
         for first in range(0, B * H, heads):

@@ -46,8 +46,11 @@ def forward(
     L, top, device = c.listed, c.top_k is not None, c.q.device
     way = selecting(c, only_keys)
     # Lists that are kept need no parts, which would wait for the longest rows of each; contenders in memory do.
-    whole = keep_lists and isinstance(way, SelectConfig)
-    every = [Part(0, B * H * -(-Q // way.rows), 0, c.rows, 0, B * H)] if whole else list(parts(c, way.rows))
+    in_memory = 0 if isinstance(way, SelectConfig) else 8 * way.buffer
+    whole = keep_lists and not in_memory
+    every = [Part(0, B * H * -(-Q // way.rows), 0, c.rows, 0, B * H)]
+    if not whole:
+        every = list(parts(c, way.rows, 8 * L + in_memory))
     held = c.rows if keep_lists else max(part.rows for part in every)
     lists = Listed(
         torch.empty(held, L, dtype=torch.int32, device=device),

@@ -26,6 +26,7 @@ from gossamer.kernels.relaunch import padded
 
 BUFFER = 128  # contenders of a row, in the Triton kernel
 BOUNDS: tuple[Literal["every", "causal", "intervals"], ...] = ("every", "causal", "intervals")
+LONG = 16384  # keys, of which fewer tiles give the first bounds
 MOST_SELECTED = 64  # of the k largest: with more, all rows are computed as those that were given up
 
 
@@ -56,10 +57,20 @@ def hopper_config(c: Call, weighed: bool) -> SelectConfig | None:
     dtype = str(c.q.dtype).removeprefix("torch.")
     wide = D > 64
     return SelectConfig(
-        dtype, 128 if wide else 64, 26 if wide else 30, step=64 if wide else 128,
+        dtype, 128 if wide else 64, 29, step=64 if wide else 128,
         same=c.same if c.same in (0.5, 1.0) else -1.0, top=c.top_k is not None, weighed=weighed,
         bounds=BOUNDS[c.bounds],
     )  # fmt: skip
+
+
+def sample_stride(c: Call) -> int:
+    """How many key tiles there are to one of those from which the first bounds come.
+
+    Bounds of fewer tiles leave more contenders. Of a long row they cost less than the products of the sample, and of
+    many largest scores more.
+    """
+    short = 1 if c.top_k is not None and c.top_k > 16 else 2
+    return short if c.k.shape[2] <= LONG else 2 * short
 
 
 def select(
@@ -76,7 +87,7 @@ def select(
         c.q, c.k, c.steepness, unread if c.lo is None else c.lo, unread if c.hi is None else c.hi, lists.keys,
         lists.weights, *(x.view(-1) for x in (lists.counts, stats.lam, stats.support)),
         stats.certified.view(-1).view(torch.uint8), c.scale, part.first_block, c.offset, 1 + (c.top_k or 1),
-        first_listed, int(stats.told), part.blocks,
+        sample_stride(c), first_listed, int(stats.told), part.blocks,
     )  # fmt: skip
 
 

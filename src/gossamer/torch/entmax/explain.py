@@ -111,15 +111,16 @@ def explain_entmax(
     forward, backward = "one pass over the scores", "none where supports are saved, else one"
     saved = rows * found.normaliser.element_size()
     if taken:
-        from gossamer.kernels.entmax.selection import Triton, selecting
+        from gossamer.kernels.entmax.selection import Triton, sample_stride, selecting
 
         of_kernels = kernel_call(call.q, call.k, call.v, call.alpha, call.number, call.options)
         way = selecting(of_kernels, only_keys=False)
         if top_k is None:
             unlisted = int((support > of_kernels.listed).sum())
+        stride = sample_stride(of_kernels)
         forward = (
             "Triton kernels, two passes over the scores" if isinstance(way, Triton)
-            else f"a Hopper kernel, one pass over the scores after one over every {way.every}th tile of keys"
+            else f"a Hopper kernel, one pass over the scores after one over 1/{stride} of them"
         )  # fmt: skip
         if save == "lists":
             saved += rows * (8 * of_kernels.listed + 4)

@@ -249,7 +249,7 @@ def select(config: SelectConfig) -> Entry:
     return Entry(
         Select(config), strided(n, B, s(), Q), strided(n, B, s(), K), compact(Float32, s()), compact(Int32, s()),
         compact(Int32, s()), compact(Int32, rows, L), compact(Float32, s(), s()), compact(Int32, s()),
-        compact(Float32, s()), compact(Int32, s()), compact(Uint8, s()), Float32(1), *[Int32(1)] * 6,
+        compact(Float32, s()), compact(Int32, s()), compact(Uint8, s()), Float32(1), *[Int32(1)] * 7,
     )  # fmt: skip
 
 

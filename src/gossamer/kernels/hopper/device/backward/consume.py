@@ -142,6 +142,7 @@ class ColumnConsumer(Opaque):
         if const_expr(c.keeps):
             pair = block.steps[Step.PLACE, stage] + thread.warpgroup * const_expr(c.block_q // ROWS)
             put_pair(block.arguments.ds, pair, thread, self.frag_ds)
+            cute.arch.sync_warp()  # every lane has read the place, before one gives the stage back
 
     @cute.jit
     def probabilities(self, stage, lse):

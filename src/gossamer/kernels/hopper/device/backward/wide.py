@@ -93,6 +93,7 @@ class WideConsumer(Opaque):
                 warpgroup.wait_group(0)
                 # The last product of a step has read what it summed up: Q for dK, dO for dV.
                 if const_expr(self.makes_dk):
+                    cute.arch.sync_warp()  # every lane has read the step's description
                     block.q.release_at(done_n)
                 else:
                     block.dout.release_at(done_m)
@@ -164,6 +165,7 @@ class ValueConsumer(WideConsumer):
         lse = row_terms(self.thread, block.lse, stage)
         warpgroup.wait_group(0)
         self.probabilities(lse)
+        cute.arch.sync_warp()  # every lane has read the step's description
         block.q.release_at(n)
         if kind != Kind.FULL:
             clear(self.acc_s, self.masks.words)

@@ -29,6 +29,7 @@ class SelectArguments(NamedTuple):
     first_block: Int32  # of all blocks of rows, of those that are computed
     offset: Int32  # of causal: key j is seen by row r where j <= r + offset
     keep: Int32  # how many of the largest bound a row: one more than are kept
+    every: Int32  # how many tiles there are to one of those from which the first bounds come
     first_listed: Int32  # the row of the first list
     told: Int32  # whether lam, support and certified are written
 
@@ -41,8 +42,5 @@ class SelectBlock(Block):
     k: Ring
     s_q: cute.Tensor  # (64, D, groups)
     s_k: cute.Tensor  # (step, D, stages)
-    s_scores: cute.Tensor  # (256 * groups, places) float32
-    s_keys: cute.Tensor  # (256 * groups, places) int32
-    s_staged: cute.Tensor  # (4 * threads, STAGED) float32
-    s_staged_keys: cute.Tensor  # (threads, STAGED) int32
+    s_contenders: cute.Tensor  # (bytes of a place / 4, places) int32: see `contenders.py`
     s_going: cute.Tensor  # (4, groups) int32: the warps that have rows to look at

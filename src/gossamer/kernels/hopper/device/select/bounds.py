@@ -10,15 +10,16 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from gossamer.kernels.hopper.device.common import Opaque
 from gossamer.kernels.hopper.device.instructions import ROWS, assembly, largest_of_row, of_row, over_quad
 
 LOWEST = -3.4028234e38
-STEPS = 3  # of Newton's method
+STEPS = 1  # of Newton's method
 FIRST_STEPS = 4  # where it starts from the largest score
-HALVINGS = 10  # of the interval of the k-th largest
+FIRST_HALVINGS = 6  # of the interval of the k-th largest score of a sample
+HALVINGS = 4  # of that of contenders
 MARGIN = 2e-5  # relative, of a bound: powers are approximate
 FLAT = 0.02  # alpha - 1 under which no contender is left out by its weight
 
@@ -35,11 +36,16 @@ def over_quad_sum(value: Any) -> Any:
 
 
 class Bounds(Opaque):
-    """Those of a thread's rows; contenders are in shared memory, from `start` on, `next` is the first free place."""
+    """Those of a thread's rows. Its places in shared memory are from `start` on, `next` is the first free one.
+
+    A place of a row holds the scores of two neighbouring keys, and of both rows of the thread the first of these keys
+    follow.
+    """
 
     def __init__(self, block: Any, start: list[Any]) -> None:
         self.config, self.arguments, self.start = block.config, block.arguments, start
-        self.place = 4 * 4 * block.config.rows  # bytes from a thread's place to its next one
+        self.place = block.config.place  # bytes from a thread's place to its next one
+        self.keys_behind = [8 * block.config.threads * (ROWS - r) + 4 * r for r in range(ROWS)]  # from the scores on
         self.bound = cute.make_rmem_tensor((ROWS,), Float32)
         self.next = cute.make_rmem_tensor((ROWS,), Int32)
 
@@ -58,19 +64,31 @@ class Bounds(Opaque):
         return -Float32.inf if self.flat else found
 
     def counts(self) -> list[Any]:
-        """How many contenders this thread has of each of its rows."""
+        """How many places this thread has taken of each of its rows."""
         return [(self.next[r] - self.start[r]) // self.place for r in range(ROWS)]
 
+    def pair(self, r: int, place: Any) -> list[Any]:
+        """The scores of the two keys at a place; one of them may be under the bound."""
+        both = assembly(Int64, "ld.shared.b64 $0, [$1];", Int32(self.start[r] + place * self.place))
+        code = "{{ .reg .b32 x, y; mov.b64 {{x, y}}, $1; mov.b32 $0, {}; }}"
+        return [assembly(Float32, code.format(half), both, effects=False) for half in "xy"]
+
+    def key(self, r: int, place: Any) -> Any:
+        """The first of the two keys at a place."""
+        at = Int32(self.start[r] + place * self.place)
+        return assembly(Int32, f"ld.shared.b32 $0, [$1 + {self.keys_behind[r]}];", at)
+
     @cute.jit
-    def read(self, r: cutlass.Constexpr, place, count, none: cutlass.Constexpr):
-        """A contender's score, or `none` past the last."""
-        score = assembly(Float32, "ld.shared.f32 $0, [$1];", Int32(self.start[r] + place * self.place))
-        return score if place < count else Float32(none)
+    def scores(self, r: cutlass.Constexpr, place, count, none: cutlass.Constexpr):
+        """As `pair`; `none` past the last place that is taken."""
+        one, other = self.pair(r, place)
+        there = place < count
+        return one if there else Float32(none), other if there else Float32(none)
 
     @cute.jit
     def start_bounds(self, largest):
         """The first bounds, of scores in registers: as an accumulator, -inf where there is none."""
-        c, keep = self.config, self.arguments.keep
+        c = self.config
         top = [largest_of_row(largest, r) for r in range(ROWS)]
         if const_expr(c.weighed):
             lam = cute.make_rmem_tensor((ROWS,), Float32)
@@ -88,79 +106,93 @@ class Bounds(Opaque):
             for r in cutlass.range_constexpr(ROWS):
                 found = self.under(lam[r])
                 self.bound[r] = found if found > self.bound[r] else self.bound[r]
+        if const_expr(c.top):
+            self.start_kth(largest, top)
+
+    @cute.jit
+    def start_kth(self, largest, top):
+        """The first bounds of the k-th largest scores; `top` are the largest ones."""
+        low = cute.make_rmem_tensor((ROWS,), Float32)
+        high = cute.make_rmem_tensor((ROWS,), Float32)
+        middle = cute.make_rmem_tensor((ROWS,), Float32)
+        low.fill(Float32.inf)
         for r in cutlass.range_constexpr(ROWS):
-            if const_expr(c.top):
-                low = Float32.inf
-                for i in of_row(largest, r):
-                    low = cute.arch.fmin(low, largest[i])
-                low = -over_quad(-low)
-                # With a score at every place these are as many as are wanted.
-                enough = low > -Float32.inf
-                low = cute.arch.fmax(low, self.bound[r])
-                high = top[r]
-                for _ in cutlass.range(HALVINGS, unroll=1):
-                    middle = 0.5 * (low + high)
-                    over = Int32(0)
-                    for i in of_row(largest, r):
-                        over = over + (Int32(1) if largest[i] >= middle else Int32(0))
-                    many = over_quad_sum(over) >= keep
-                    low = middle if many else low
-                    high = high if many else middle
-                self.bound[r] = cute.arch.fmax(self.bound[r], low) if enough else self.bound[r]
+            for i in of_row(largest, r):
+                low[r] = cute.arch.fmin(low[r], largest[i])
+            low[r] = -over_quad(-low[r])
+        # With a score at every place these are as many as are wanted.
+        enough = [low[r] > -Float32.inf for r in range(ROWS)]
+        for r in cutlass.range_constexpr(ROWS):
+            low[r], high[r] = cute.arch.fmax(low[r], self.bound[r]), top[r]
+        for _ in cutlass.range(FIRST_HALVINGS, unroll=1):
+            over = [[Int32(0), Int32(0)] for r in range(ROWS)]
+            for r in cutlass.range_constexpr(ROWS):
+                middle[r] = 0.5 * (low[r] + high[r])
+                for n, i in enumerate(of_row(largest, r)):
+                    over[r][n % 2] = over[r][n % 2] + (Int32(1) if largest[i] >= middle[r] else Int32(0))
+            for r in cutlass.range_constexpr(ROWS):
+                many = over_quad_sum(over[r][0] + over[r][1]) >= self.arguments.keep
+                low[r] = middle[r] if many else low[r]
+                high[r] = high[r] if many else middle[r]
+        for r in cutlass.range_constexpr(ROWS):
+            self.bound[r] = cute.arch.fmax(self.bound[r], low[r]) if enough[r] else self.bound[r]
 
     @cute.jit
     def bounds_again(self, n, most):
         """The bounds of all contenders; where they are under what they were, they stay.
 
         Args:
-            n: how many this thread has of each row.
+            n: how many places this thread has taken of each row.
             most: of all threads of the warp.
         """
         c = self.config
         top = cute.make_rmem_tensor((ROWS,), Float32)
-        bottom = cute.make_rmem_tensor((ROWS,), Float32)
+        low = cute.make_rmem_tensor((ROWS,), Float32)
+        over = cute.make_rmem_tensor((ROWS,), Int32)
+        found = cute.make_rmem_tensor((ROWS,), Float32)
         top.fill(-Float32.inf)
-        bottom.fill(Float32.inf)
+        low.fill(Float32.inf)
+        over.fill(0)
         for place in cutlass.range(most, unroll=4):
             for r in cutlass.range_constexpr(ROWS):
-                score = self.read(r, place, n[r], float("nan"))
-                top[r] = cute.arch.fmax(top[r], score)
-                if const_expr(c.top):
-                    bottom[r] = cute.arch.fmin(bottom[r], score)
-        found = cute.make_rmem_tensor((ROWS,), Float32)
+                for score in self.scores(r, place, n[r], float("nan")):
+                    top[r] = cute.arch.fmax(top[r], score)
+                    if const_expr(c.top):
+                        low[r] = cute.arch.fmin(low[r], score if score >= self.bound[r] else Float32.inf)
+                        over[r] = over[r] + (Int32(1) if score >= self.bound[r] else Int32(0))
         for r in cutlass.range_constexpr(ROWS):
-            top[r], bottom[r], found[r] = over_quad(top[r]), -over_quad(-bottom[r]), self.bound[r]
+            top[r], low[r], found[r] = over_quad(top[r]), -over_quad(-low[r]), self.bound[r]
+            over[r] = over_quad_sum(over[r])
         if const_expr(c.weighed):
             self.weigh(n, most, top, found)
         if const_expr(c.top):
-            self.kth(n, most, top, bottom, found)
+            self.kth(n, most, top, low, over, found)
         for r in cutlass.range_constexpr(ROWS):
             self.bound[r] = found[r] if found[r] > self.bound[r] else self.bound[r]
 
     @cute.jit
-    def kth(self, n, most, top, bottom, found):
-        """A bound that at least `keep` contenders are not under, of rows that have as many; `top` falls to it."""
-        low = cute.make_rmem_tensor((ROWS,), Float32)
-        enough = cute.make_rmem_tensor((ROWS,), Int32)
-        for r in cutlass.range_constexpr(ROWS):
-            low[r] = cute.arch.fmax(bottom[r], self.bound[r])
-            enough[r] = Int32(1) if over_quad_sum(n[r]) >= self.arguments.keep else Int32(0)
+    def kth(self, n, most, top, low, over, found):
+        """A bound that at least `keep` contenders are not under, of rows that have as many; `top` falls to it.
+
+        Args:
+            low: the least contender of each row; `over`: how many there are.
+        """
+        enough = [over[r] >= self.arguments.keep for r in range(ROWS)]
+        middle = cute.make_rmem_tensor((ROWS,), Float32)
         for _ in cutlass.range(HALVINGS, unroll=1):
-            over = cute.make_rmem_tensor((ROWS,), Int32)
-            middle = cute.make_rmem_tensor((ROWS,), Float32)
             for r in cutlass.range_constexpr(ROWS):
-                over[r] = Int32(0)
                 middle[r] = 0.5 * (low[r] + top[r])
+                over[r] = Int32(0)
             for place in cutlass.range(most, unroll=4):
                 for r in cutlass.range_constexpr(ROWS):
-                    score = self.read(r, place, n[r], -float("inf"))
-                    over[r] = over[r] + (Int32(1) if score >= middle[r] else Int32(0))
+                    for score in self.scores(r, place, n[r], -float("inf")):
+                        over[r] = over[r] + (Int32(1) if score >= middle[r] else Int32(0))
             for r in cutlass.range_constexpr(ROWS):
                 many = over_quad_sum(over[r]) >= self.arguments.keep
                 low[r] = middle[r] if many else low[r]
                 top[r] = top[r] if many else middle[r]
         for r in cutlass.range_constexpr(ROWS):
-            found[r] = cute.arch.fmax(found[r], low[r]) if enough[r] != 0 else found[r]
+            found[r] = cute.arch.fmax(found[r], low[r]) if enough[r] else found[r]
 
     @cute.jit
     def weigh(self, n, most, top, found):
@@ -176,8 +208,9 @@ class Bounds(Opaque):
             U.fill(0.0)
             for place in cutlass.range(most, unroll=4):
                 for r in cutlass.range_constexpr(ROWS):
-                    f, u = self.weights(self.read(r, place, n[r], -1e30), lam[r])
-                    F[r], U[r] = F[r] + f, U[r] + u
+                    for score in self.scores(r, place, n[r], -1e30):
+                        f, u = self.weights(score, lam[r])
+                        F[r], U[r] = F[r] + f, U[r] + u
             for r in cutlass.range_constexpr(ROWS):
                 lam[r] = self.moved(lam[r], over_quad_sum(F[r]), over_quad_sum(U[r]))
         for r in cutlass.range_constexpr(ROWS):

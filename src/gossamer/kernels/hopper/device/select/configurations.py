@@ -7,9 +7,7 @@ from typing import Literal
 
 from gossamer.kernels.hopper.device.configurations import check_memory
 
-STAGED = 8  # fours of scores of a thread that wait for their rows
-CADENCE = 8  # tiles after which all warps append what is staged
-HELD = 32  # places at most
+MOST_PLACES = 32  # of a thread: a bit of a word for each
 SEGMENTS = 16  # equal parts of the rows that read a key head
 
 
@@ -17,7 +15,8 @@ SEGMENTS = 16  # equal parts of the rows that read a key head
 class SelectConfig:
     """One compiled kernel.
 
-    `places` are those of a thread for the contenders of one of its rows; four threads share a row.
+    `places` are those of a thread for the contenders of one of its rows, two neighbouring keys each, the last one for
+    what finds no other; four threads share a row.
     """
 
     dtype: str
@@ -28,14 +27,13 @@ class SelectConfig:
     same: float = -1.0  # alpha - 1 of all heads: 0.5, 1.0, or -1.0 for any
     top: bool = False  # whether the k largest are selected
     weighed: bool = True  # whether those that surely have no weight are left out
-    every: int = 2  # how many tiles there are to one of those from which the first bounds come
     bounds: Literal["every", "causal", "intervals"] = "every"
 
     blocks = 1
     groups = 2  # warpgroups that compute, of 64 rows each
 
     def __post_init__(self) -> None:
-        if self.step % 64 or self.places > HELD or not (self.top or self.weighed):
+        if self.step % 64 or self.places > MOST_PLACES or not (self.top or self.weighed):
             raise ValueError(f"the selecting kernel cannot run as {self}")
         check_memory(self)
 
@@ -45,7 +43,16 @@ class SelectConfig:
         return 64 * self.groups
 
     @property
+    def threads(self) -> int:
+        """That compute."""
+        return 2 * self.rows
+
+    @property
+    def place(self) -> int:
+        """Bytes from a thread's place to its next one: of two rows the scores of two keys, and the first of these."""
+        return 2 * 12 * self.threads
+
+    @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: Q, the ring of K, contenders, what is staged, and barriers."""
-        of_threads = 2 * self.rows * (2 * 8 * self.places + 20 * STAGED)
-        return 2 * self.D * (self.rows + self.step * self.stages) + of_threads + 1024
+        """Shared memory of a block: the ring of K, contenders, where Q is at first, and barriers."""
+        return 2 * self.D * self.step * self.stages + self.places * self.place + 1024

@@ -1,9 +1,14 @@
 """A warpgroup's 64 rows: their bounds, and the contenders that are above them, in shared memory.
 
-Every thread holds the scores of two rows, a quarter of the columns of each, and keeps those that are not under the
-row's bound in places of its own: nothing is shared but within the four threads of a row, and the order is fixed. The
-first bound comes from some of the tiles, of which each thread holds the largest score of every place of its own. A
-bound is found again when places run out, from all contenders of the row, which are then dealt out anew.
+Every thread holds the scores of two rows, a quarter of the columns of each. Two neighbouring keys of which one is not
+under the bound of the row are put at the next of the thread's places, without a branch: nothing is shared but within
+the four threads of a row, and the order is fixed. While the scores of a tile are looked at, the product of the next one
+runs, which the compiler allows where nothing but straight code stands between its issue and its end.
+
+The first bound comes from some of the tiles, of which each thread holds the largest score of every place of its own.
+Where a thread runs out of places, what the tile gave is taken back, the contenders of each row are dealt out anew to
+its threads, where they are many over a bound that is found again from all of them, and the tile is looked at once more,
+by parts.
 
 Scores here are products without the scale, which is positive.
 """
@@ -14,19 +19,23 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import warpgroup
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warp, warpgroup
 
 from gossamer.kernels.hopper.device.common import WARPGROUP, Barrier, Thread
 from gossamer.kernels.hopper.device.instructions import ROWS, assembly, of_row, places
 from gossamer.kernels.hopper.device.select.block import SelectBlock
 from gossamer.kernels.hopper.device.select.bounds import LOWEST, Bounds, over_quad_sum
-from gossamer.kernels.hopper.device.select.configurations import CADENCE, STAGED
-from gossamer.kernels.hopper.device.select.rows import rows_of, sampled, tile_of
-from gossamer.kernels.hopper.device.tiles import accumulator, first_factor, issue, product_of, second_factor
+from gossamer.kernels.hopper.device.select.rows import rows_of, tile_of
+from gossamer.kernels.hopper.device.tiles import accumulator, issue, product_of, second_factor
 
-MOST_SAMPLED = 96  # scores of a sample, and
-MOST_LEFT = 108  # contenders, over new bounds of a row whose support a list will hold
+PLACES = 64  # of a thread, in each of which the largest score of a sample is found: 128 of a row
+# A row is given up, since a list will probably not hold its support, where more scores of the sample are over the first
+# bound, or more places are taken over a new one, in the first half of the tiles and behind it.
+MOST_SAMPLED = 64
+MOST_LEFT_EARLY, MOST_LEFT = 64, 92
+PARTS = 4  # of a tile that is looked at again
+TOGETHER = 4  # places that are read at once
 
 
 class Selector(Bounds):
@@ -34,26 +43,20 @@ class Selector(Bounds):
 
     def __init__(self, block: SelectBlock, thread: Thread) -> None:
         c, dtype = block.config, block.s_q.element_type
-        first = block.s_scores.iterator.toint() + 4 * (4 * thread.row + thread.lane % 4)
-        super().__init__(block, [first + 4 * 4 * 8 * r for r in range(ROWS)])
+        first = block.s_contenders.iterator.toint() + 8 * (thread.warpgroup * WARPGROUP + thread.thread)
+        super().__init__(block, [first + 8 * c.threads * r for r in range(ROWS)])
         self.block, self.thread, self.quad = block, thread, thread.lane % 4
-        self.mma = product_of(dtype, c.step)
-        self.q, self.k = first_factor(self.mma, block.s_q), second_factor(self.mma, block.s_k)
+        self.mma = product_of(dtype, c.step, registers=True)
+        of_mma = self.mma.get_slice(0)
+        self.q = of_mma.make_fragment_A(of_mma.partition_shape_A((64, c.D)))
+        self.k = second_factor(self.mma, block.s_k)
         self.rows = rows_of(block)
-        self.sample = sampled(self.rows.tiles, c.every)
         self.of_head(self.rows.head)
         self.lo = cute.make_rmem_tensor((ROWS,), Int32)
         self.hi = cute.make_rmem_tensor((ROWS,), Int32)
         self.given_up = cute.make_rmem_tensor((ROWS,), Int32)
-        # From the place of a score to that of its key.
-        self.keys_behind = self.place * c.places
-        self.room = c.places * self.place
-        self.threads = 2 * c.rows
-        number = thread.warpgroup * WARPGROUP + thread.thread
-        self.staged_at = block.s_staged.iterator.toint() + 16 * number
-        self.staged_keys = block.s_staged_keys.iterator.toint() + 4 * number
-        self.staged = cute.make_rmem_tensor((1,), Int32)
-        self.staged[0] = Int32(0)
+        self.limit = cute.make_rmem_tensor((ROWS,), Int32)  # the last place; of a row that is given up the first
+        self.before = cute.make_rmem_tensor((ROWS,), Int32)  # the next place before a tile
         self.gives_up = c.weighed and not c.top
 
     @cute.jit
@@ -74,77 +77,87 @@ class Selector(Bounds):
             self.lo[r], self.hi[r] = lo, hi
             self.bound[r] = Float32(LOWEST)
             self.next[r] = self.start[r]
+            self.limit[r] = self.start[r] + (c.places - 1) * c.place
             self.given_up[r] = Int32(0)
-        # Of the rows of a warp: a tile outside of all is not looked at, and one inside of all has no mask.
-        self.least_lo = cute.arch.warp_redux_sync(cutlass.min(self.lo[0], self.lo[1]), kind="min")
+        # Of the rows of a warp: a tile inside of all has no mask.
         self.most_lo = cute.arch.warp_redux_sync(cutlass.max(self.lo[0], self.lo[1]), kind="max")
         self.least_hi = cute.arch.warp_redux_sync(cutlass.min(self.hi[0], self.hi[1]), kind="min")
-        self.most_hi = cute.arch.warp_redux_sync(cutlass.max(self.hi[0], self.hi[1]), kind="max")
         self.block.q.wait_full(thread.warpgroup, 0)
-        largest = accumulator(self.mma, c.step)
+        self.hold_q()
+        one, other = accumulator(self.mma, c.step), accumulator(self.mma, c.step)
+        # Of tiles of 64 keys the first and second of each two have places of their own.
+        largest = cute.make_rmem_tensor((PLACES,), Float32)
         largest.fill(-Float32.inf)
-        for step in cutlass.range(self.sample, unroll=1):
-            scores = self.product(step)
-            key = (rows.begin + tile_of(step, self.sample, c.every)) * c.step
-            if key < self.most_hi and key + c.step > self.least_lo:
-                if key + c.step > self.least_hi or key < self.most_lo:
-                    self.mask(scores, key)
-                for i in places(scores):
-                    largest[i] = cute.arch.fmax(largest[i], scores[i])
+        ready = self.begin(one, Int32(0), cutlass.Boolean(False))
+        self.end(one, Int32(0))
+        for step in cutlass.range(0, rows.sample, 2, unroll=1):
+            ready = self.begin(other, step + 1, ready)
+            self.raise_to(largest, one, 0)
+            self.end(other, step + 1)
+            ready = self.begin(one, step + 2, ready)
+            self.raise_to(largest, other, PLACES - c.step // 2)
+            self.end(one, step + 2)
         self.start_bounds(largest)
         if const_expr(self.gives_up):
             if self.going(largest) != 0:
-                self.keep_all()
+                self.keep_all(one, other)
             else:
-                for step in cutlass.range(self.sample, self.sample + rows.tiles, unroll=1):
+                for step in cutlass.range(rows.sample + 1, rows.sample + rows.tiles + 1, unroll=1):
                     self.block.k.release(self.block.k.wait_full_at(step))
         else:
-            self.keep_all()
-        self.append()
+            self.keep_all(one, other)
         cute.arch.sync_warp()
 
     @cute.jit
-    def keep_all(self):
-        """The contenders of all tiles."""
-        c, rows, size = self.config, self.rows, self.config.step
-        for step in cutlass.range(self.sample, self.sample + rows.tiles, unroll=1):
-            scores = self.product(step)
-            key = (rows.begin + tile_of(step, self.sample, c.every)) * size
-            if key < self.most_hi and key + size > self.least_lo:
-                if key + size > self.least_hi or key < self.most_lo:
-                    self.mask(scores, key)
-                self.keep(scores, key)
+    def hold_q(self):
+        """Read Q into registers; its memory is free once all warps have."""
+        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.block.s_q.element_type)
+        mine = cute.make_tiled_copy_A(atom, self.mma).get_slice(self.thread.thread)
+        cute.copy(atom, mine.partition_S(self.block.s_q[None, None, self.thread.warpgroup]), mine.retile(self.q))
+        cute.arch.barrier(barrier_id=Barrier.Q_READ, number_of_threads=self.config.threads)
 
     @cute.jit
-    def going(self, largest):
-        """Give up rows of which too much of the sample is over the first bound; how many warps have others."""
-        some = Int32(0)
-        for r in cutlass.range_constexpr(ROWS):
-            over = Int32(0)
-            for i in of_row(largest, r):
-                over = over + (Int32(1) if largest[i] >= self.bound[r] else Int32(0))
-            self.give_up(r, over_quad_sum(over) > MOST_SAMPLED)
-            some = some | (Int32(1) if self.given_up[r] == 0 and self.lo[r] < self.hi[r] else Int32(0))
-        warpgroup, warp = self.thread.warpgroup, self.thread.thread // 32
-        own = Int32(1) if cute.arch.vote_any_sync(some != 0) else Int32(0)
-        if self.thread.lane == 0:
-            self.block.s_going[warp, warpgroup] = own
-        cute.arch.barrier(barrier_id=Barrier.WARPGROUP_TURN + warpgroup, number_of_threads=WARPGROUP)
-        found = Int32(0)
-        for w in cutlass.range_constexpr(4):
-            found = found + self.block.s_going[w, warpgroup]
-        return cute.arch.make_warp_uniform(found)
+    def keep_all(self, one, other):
+        """The contenders of all tiles, of which `one` has the scores of the first."""
+        sample, ready = self.rows.sample, cutlass.Boolean(False)
+        for step in cutlass.range(sample, sample + self.rows.tiles, 2, unroll=1):
+            ready = self.begin(other, step + 1, ready)
+            self.take(one, self.key_of(step))
+            self.end(other, step + 1)
+            self.check(one, self.key_of(step))
+            ready = self.begin(one, step + 2, ready)
+            self.take(other, self.key_of(step + 1))
+            self.end(one, step + 2)
+            self.check(other, self.key_of(step + 1))
+
+    def key_of(self, step: Any) -> Any:
+        """The first key of a step's tile."""
+        return tile_of(self.rows, step, self.arguments.every) * self.config.step
 
     @cute.jit
-    def product(self, step):
-        """The scores of a step's tile."""
-        stage = self.block.k.wait_full_at(step)
-        scores = accumulator(self.mma, self.config.step)
-        own = self.q[None, None, None, self.thread.warpgroup]
-        issue(self.mma, scores, own, self.k[None, None, None, stage], False)
+    def begin(self, scores, step, ready):
+        """Issue the product of a step's tile; returns whether that of the next step is there, looked at early.
+
+        Args:
+            ready: whether this one is known to be there.
+        """
+        k = self.block.k
+        stage, phase = k.place(step)
+        if not ready:
+            k.wait_full(stage, phase)
+        issue(self.mma, scores, self.q, self.k[None, None, None, stage], False)
+        following, phase = k.place(step + 1)
+        return cute.arch.mbarrier_test_wait(k.full + following, phase)
+
+    @cute.jit
+    def end(self, scores, step):
+        """Wait for the scores of a step's tile; those of keys that a row does not see become -inf."""
         warpgroup.wait_group(0)
+        stage, _ = self.block.k.place(step)
         self.block.k.release(stage)
-        return scores
+        key = self.key_of(step)
+        if key + self.config.step > self.least_hi or key < self.most_lo:
+            self.mask(scores, key)
 
     @cute.jit
     def mask(self, scores, key):
@@ -157,73 +170,107 @@ class Selector(Bounds):
                 seen = seen and j >= self.lo[r]
             scores[i] = scores[i] if seen else -Float32.inf
 
-    @cute.jit
-    def keep(self, scores, key):
-        """Take the contenders of a tile, by fours of scores of which one is a contender, without a branch for each.
+    def raise_to(self, largest: Any, scores: Any, first: int) -> None:
+        """The largest score so far at each place, from the first one on.
 
-        Score i is of row i // 2 % 2 and column 8 (i // 4) + i % 2.
+        It is found where it stands, so that the next product may take the registers of the scores.
         """
-        fours = self.fours(scores)
-        count = cute.arch.popc(fours)
-        # All warps append after the same tiles: each product waits for the slowest of them.
-        due = (key // self.config.step) % CADENCE == 0
-        if cute.arch.vote_any_sync(due or self.staged[0] + count > STAGED):
-            # Where a thread has more than fit at all, one half of its fours follows the other.
-            halves = Int32(2) if cute.arch.vote_any_sync(count > STAGED) else Int32(1)
-            for half in cutlass.range(halves, unroll=1):
-                self.append()
-                low = const_expr((1 << STAGED) - 1)
-                part = fours & (low if half == 0 else ~low) if halves == 2 else fours
-                self.stage(scores, key, part)
-        else:
-            self.stage(scores, key, fours)
+        for i in places(scores):
+            found = assembly(Float32, "max.f32 $0, $1, $2;", Float32(largest[first + i]), Float32(scores[i]))
+            largest[first + i] = found
 
     @cute.jit
-    def stage(self, scores, key, fours):
-        """Put fours of scores behind those that are staged."""
-        number = key + self.thread.quad
-        for j in cutlass.range_constexpr(self.config.step // 8):
-            code = (
-                f"{{ .reg .pred p; .reg .b32 t, a, b; and.b32 t, $6, {1 << j}; setp.ne.b32 p, t, 0; "
-                f"mad.lo.s32 a, $5, {16 * self.threads}, $7; mad.lo.s32 b, $5, {4 * self.threads}, $8; "
-                "@p st.shared.v4.f32 [a], {$1, $2, $3, $4}; @p st.shared.b32 [b], $9; "
-                "mov.b32 $0, $5; @p add.s32 $0, $5, 1; }"
-            )
-            four = [Float32(scores[4 * j + n]) for n in range(4)]
-            own = Int32(self.staged_at), Int32(self.staged_keys), Int32(number + 8 * j)
-            self.staged[0] = assembly(Int32, code, *four, self.staged[0], Int32(fours), *own)
+    def going(self, largest):
+        """Give up rows of which too much of the sample is over the first bound; how many warps have others."""
+        some = Int32(0)
+        for r in cutlass.range_constexpr(ROWS):
+            over = Int32(0)
+            for i in of_row(largest, r):
+                over = over + (Int32(1) if largest[i] >= self.bound[r] else Int32(0))
+            self.give_up(r, over_quad_sum(over) > MOST_SAMPLED)
+            some = some | (Int32(1) if self.given_up[r] == 0 and self.lo[r] < self.hi[r] else Int32(0))
+        group, number = self.thread.warpgroup, self.thread.thread // 32
+        own = Int32(1) if cute.arch.vote_any_sync(some != 0) else Int32(0)
+        if self.thread.lane == 0:
+            self.block.s_going[number, group] = own
+        cute.arch.barrier(barrier_id=Barrier.WARPGROUP_TURN + group, number_of_threads=WARPGROUP)
+        found = Int32(0)
+        for w in cutlass.range_constexpr(4):
+            found = found + self.block.s_going[w, group]
+        return cute.arch.make_warp_uniform(found)
 
-    @cute.jit
-    def append(self):
-        """Append the contenders among the staged scores to those of their rows."""
-        most = cute.arch.warp_redux_sync(self.staged[0], kind="max")
-        for i in cutlass.range(most, unroll=1):
-            if cute.arch.vote_any_sync(self.full(0) or self.full(1)):
-                self.refresh()
-                for r in cutlass.range_constexpr(ROWS):
-                    # All four threads of a row give it up together.
-                    many = over_quad_sum(Int32(1) if self.full(r) else Int32(0)) != 0
-                    if const_expr(self.gives_up):
-                        many = many or over_quad_sum(self.counts()[r]) > MOST_LEFT
-                    self.give_up(r, many)
-            at = self.staged_at + i * (16 * self.threads)
-            key = assembly(Int32, "ld.shared.b32 $0, [$1];", Int32(self.staged_keys + i * (4 * self.threads)))
-            pairs = [assembly(Int64, f"ld.shared.b64 $0, [$1 + {8 * r}];", Int32(at)) for r in range(ROWS)]
-            for n in cutlass.range_constexpr(4):
-                r = const_expr(n // 2)
-                half = ("x", "y")[n % 2]
-                score = assembly(
-                    Float32, f"{{ .reg .b32 x, y; mov.b64 {{x, y}}, $1; mov.b32 $0, {half}; }}", pairs[r], effects=False
+    def take(self, scores: Any, key: Any, strides: list[Any] | None = None) -> None:
+        """Put the pairs of keys of which one is a contender at the next places; the last place takes what is too much.
+
+        Score i is of row i // 2 % 2 and column 8 (i // 4) + i % 2. The sign of a score less the bound says whether it
+        is one: that of NaN is not set, and 0 is taken for a bound of -0. Additions are made by other units than
+        comparisons, which bound the rate of this loop.
+
+        Args:
+            strides: bytes to the next place, in each of so many equal parts of the tile; 0 where none is taken.
+        """
+        count = self.config.step // 8
+        less = [Float32(0.0) - self.bound[r] for r in range(ROWS)]
+        for r in range(ROWS):
+            self.before[r] = self.next[r]
+        for j in range(count):
+            own = Int32(key + self.thread.quad + 8 * j)
+            step = Int32(self.place if strides is None else strides[j * len(strides) // count])
+            for r in range(ROWS):
+                code = (
+                    "{ .reg .pred p; .reg .f32 a, b; .reg .b32 x, y, t; add.f32 a, $1, $3; add.f32 b, $2, $3; "
+                    "mov.b32 x, a; mov.b32 y, b; and.b32 t, x, y; and.b32 t, t, 0x80000000; setp.eq.u32 p, t, 0; "
+                    f"@p st.shared.v2.f32 [$4], {{$1, $2}}; @p st.shared.b32 [$4 + {self.keys_behind[r]}], $5; "
+                    "add.s32 t, $4, $7; min.s32 t, t, $6; selp.b32 $0, t, $4, p; }"
                 )
-                score = score if i < self.staged[0] else -Float32.inf
-                place = self.next[r]
-                self.next[r] = self.behind(score, self.bound[r], place)
-                self.put(score, self.bound[r], place, key + n % 2)
-        self.staged[0] = Int32(0)
+                pair = [Float32(scores[4 * j + 2 * r + n]) for n in range(2)]
+                self.next[r] = assembly(Int32, code, *pair, less[r], self.next[r], own, self.limit[r], step)
 
-    def full(self, r: int) -> Any:
-        """Whether a row has no places for two contenders."""
-        return self.next[r] - self.start[r] > self.room - 2 * self.place
+    @cute.jit
+    def check(self, scores, key):
+        """Look at a tile again where one of its rows may have had no place for a pair: as a whole, then by parts."""
+        if self.out_of_places():
+            late = key >= (self.rows.begin + self.rows.tiles // 2) * self.config.step
+            most = Int32(MOST_LEFT) if late else Int32(MOST_LEFT_EARLY)
+            again = Int32(1)
+            self.take_back()
+            for part in cutlass.range(1 + PARTS, unroll=1):
+                if again != 0:
+                    if part == 0 or cute.arch.vote_any_sync(self.crowded(0) or self.crowded(1)):
+                        self.make_room()
+                        for r in cutlass.range_constexpr(ROWS):
+                            # All four threads of a row give it up together.
+                            many = over_quad_sum(Int32(1) if self.crowded(r) else Int32(0)) != 0
+                            if const_expr(self.gives_up):
+                                many = many or over_quad_sum(self.counts()[r]) > most
+                            self.give_up(r, many)
+                    whole = part == 0
+                    self.take(
+                        scores, key, [Int32(self.place) if whole or part == 1 + p else Int32(0) for p in range(PARTS)]
+                    )
+                    if whole:
+                        again = Int32(1) if self.out_of_places() else Int32(0)
+                        if again != 0:
+                            self.take_back()
+
+    @cute.jit
+    def out_of_places(self):
+        """Whether a row of the warp may have had no place for a pair of the tile before."""
+        return cute.arch.vote_any_sync(self.next[0] == self.last(0) or self.next[1] == self.last(1))
+
+    @cute.jit
+    def take_back(self):
+        """Leave out what the tile before gave."""
+        for r in cutlass.range_constexpr(ROWS):
+            self.next[r] = self.before[r]
+
+    def last(self, r: int) -> Any:
+        """The last place of a row."""
+        return self.start[r] + (self.config.places - 1) * self.place
+
+    def crowded(self, r: int) -> Any:
+        """Whether a row may have no places for a part of a tile."""
+        return self.next[r] + (self.config.step // 8 // PARTS) * self.place > self.last(r)
 
     @cute.jit
     def give_up(self, r: cutlass.Constexpr, given_up):
@@ -232,63 +279,37 @@ class Selector(Bounds):
             self.given_up[r] = Int32(1)
             self.bound[r] = Float32.inf
             self.next[r] = self.start[r]
-
-    def fours(self, scores: Any) -> Any:
-        """A bit for each four scores of this thread of which one is not under the bound of its row.
-
-        The sign of a score less the bound tells; that of NaN is not set. 0 is taken for a bound of -0.
-        """
-        code = (
-            "{ .reg .f32 a, b, c, d; .reg .b32 w, x, y, z; add.f32 a, $1, $5; add.f32 b, $2, $5; add.f32 c, $3, $6; "
-            "add.f32 d, $4, $6; mov.b32 w, a; mov.b32 x, b; mov.b32 y, c; mov.b32 z, d; lop3.b32 w, w, x, y, 0x80; "
-            "and.b32 w, w, z; shf.l.wrap.b32 $0, w, $7, 1; }"
-        )
-        less = [Float32(0.0) - self.bound[r] for r in range(ROWS)]
-        parts = []
-        for first in range(0, self.config.step // 8, 8):
-            none = Int32(0)
-            for j in reversed(range(first, first + 8)):
-                four = [Float32(scores[4 * j + n]) for n in range(4)]
-                none = assembly(Int32, code, *four, *less, none, effects=False)
-            parts.append((none ^ 255) << first)
-        return parts[0] | parts[1] if len(parts) > 1 else parts[0]
-
-    def behind(self, score: Any, bound: Any, place: Any) -> Any:
-        """The place behind one that a score takes if it is not under the bound."""
-        code = f"{{ .reg .pred p; setp.geu.f32 p, $1, $2; mov.b32 $0, $3; @p add.s32 $0, $3, {self.place}; }}"
-        return assembly(Int32, code, Float32(score), Float32(bound), Int32(place), effects=False)
-
-    def put(self, score: Any, bound: Any, place: Any, key: Any) -> None:
-        """Keep a score that is not under the bound at a place in shared memory."""
-        code = (
-            "{ .reg .pred p; setp.geu.f32 p, $0, $1; @p st.shared.f32 [$2], $0; "
-            f"@p st.shared.b32 [$2 + {self.keys_behind}], $3; }}"
-        )
-        assembly(None, code, Float32(score), Float32(bound), Int32(place), Int32(key))
+            self.limit[r] = self.start[r]
 
     @cute.jit
-    def refresh(self):
-        """Find the bounds again from the contenders, and take out those that are under them."""
+    def make_room(self):
+        """Deal the contenders of each row out anew to its threads; where they are many, find the bounds again first."""
         cute.arch.sync_warp()
         n = self.counts()
         most = cute.arch.warp_redux_sync(cutlass.max(n[0], n[1]), kind="max")
-        self.bounds_again(n, most)
+        many = [over_quad_sum(n[r]) > 3 * (self.config.places - 1) for r in range(ROWS)]
+        if cute.arch.vote_any_sync(many[0] or many[1]):
+            self.bounds_again(n, most)
         total = cute.make_rmem_tensor((ROWS,), Int32)
         total.fill(0)
-        for place in cutlass.range(most, unroll=1):
-            for r in cutlass.range_constexpr(ROWS):
-                at = self.start[r] + place * self.place
-                score = assembly(Float32, "ld.shared.f32 $0, [$1];", Int32(at))
-                key = assembly(Int32, f"ld.shared.b32 $0, [$1 + {self.keys_behind}];", Int32(at))
-                kept = place < n[r] and not (score < self.bound[r])
+        for first in cutlass.range(0, most, TOGETHER, unroll=1):
+            # All are read before the first is written, which is never to a place behind these.
+            found = [
+                (place, r, *self.pair(r, place), self.key(r, place))
+                for place in [cutlass.min(first + i, Int32(self.config.places - 1)) for i in range(TOGETHER)]
+                for r in range(ROWS)
+            ]
+            cute.arch.sync_warp()
+            for place, r, one, other, key in found:
+                kept = place < n[r] and not (one < self.bound[r] and other < self.bound[r])
                 rank, more = self.rank(kept)
                 rank = rank + total[r]
-                cute.arch.sync_warp()
                 if kept:
-                    to = self.start[r] - 4 * self.quad + (rank >> 2) * self.place + 4 * (rank & 3)
-                    assembly(None, "st.shared.f32 [$0], $1;", Int32(to), Float32(score))
-                    assembly(None, f"st.shared.b32 [$0 + {self.keys_behind}], $1;", Int32(to), Int32(key))
+                    to = self.start[r] - 8 * self.quad + (rank >> 2) * self.place + 8 * (rank & 3)
+                    code = f"st.shared.v2.f32 [$0], {{$1, $2}}; st.shared.b32 [$0 + {self.keys_behind[r]}], $3;"
+                    assembly(None, code, Int32(to), one, other, key)
                 total[r] = total[r] + more
+            cute.arch.sync_warp()
         for r in cutlass.range_constexpr(ROWS):
             self.next[r] = self.start[r] + ((total[r] + 3 - self.quad) >> 2) * self.place
         cute.arch.sync_warp()

@@ -14,9 +14,9 @@ from cutlass import Float32, Int32
 from gossamer.kernels.hopper.device.common import NUMBERS, WARPGROUP, computing_thread
 from gossamer.kernels.hopper.device.common import ROWS as TILE
 from gossamer.kernels.hopper.device.select.block import SelectArguments, SelectBlock
-from gossamer.kernels.hopper.device.select.configurations import STAGED, SelectConfig
+from gossamer.kernels.hopper.device.select.configurations import SelectConfig
 from gossamer.kernels.hopper.device.select.contenders import Selector
-from gossamer.kernels.hopper.device.select.rows import rows_of, sampled, tile_of
+from gossamer.kernels.hopper.device.select.rows import rows_of, steps_of, tile_of
 from gossamer.kernels.hopper.device.select.supports import Supports
 from gossamer.kernels.hopper.device.shell import Shell, array, barriers, ring_of, tile_memory, tiles, words
 from gossamer.kernels.hopper.device.tiles import tile_layout, tile_loader, tma
@@ -38,14 +38,15 @@ class Select(Shell):
         q: cute.Tensor, k: cute.Tensor, steepness: cute.Tensor, lo: cute.Tensor, hi: cute.Tensor,
         list_keys: cute.Tensor, list_weights: cute.Tensor, list_counts: cute.Tensor, lam: cute.Tensor,
         support: cute.Tensor, certified: cute.Tensor, scale: Float32, first_block: Int32, offset: Int32, keep: Int32,
-        first_listed: Int32, told: Int32, blocks: Int32, stream: Any,
+        every: Int32, first_listed: Int32, told: Int32, blocks: Int32, stream: Any,
     ) -> None:  # fmt: skip
         """As in `SelectArguments`; `blocks` of rows are computed."""
         c = self.config
         arguments = SelectArguments(
             q=tma(q, TILE, c.D), k=tma(k, c.step, c.D), steepness=steepness, lo=lo, hi=hi, list_keys=list_keys,
             list_weights=list_weights, list_counts=list_counts, lam=lam, support=support, certified=certified,
-            scale=scale, first_block=first_block, offset=offset, keep=keep, first_listed=first_listed, told=told,
+            scale=scale, first_block=first_block, offset=offset, keep=keep, every=every, first_listed=first_listed,
+            told=told,
         )  # fmt: skip
         self.launch(arguments, blocks, stream)
 
@@ -56,26 +57,24 @@ class Select(Shell):
 
     def memory(self) -> dict[str, Any]:
         c = self.config
-        q, k = self.layouts()
+        _, k = self.layouts()
         return {
-            **barriers(q=c.groups, k=c.stages), "q": tile_memory(self.dtype, q), "k": tile_memory(self.dtype, k),
-            "scores": array(Float32, 4 * c.rows * c.places, 128),
-            "keys": array(Int32, 4 * c.rows * c.places, 128), "going": array(Int32, 4 * c.groups),
-            "staged": array(Float32, 8 * c.rows * STAGED, 128), "staged_keys": array(Int32, 2 * c.rows * STAGED, 128),
+            **barriers(q=c.groups, k=c.stages), "going": array(Int32, 4 * c.groups), "k": tile_memory(self.dtype, k),
+            "contenders": array(Int32, c.place // 4 * c.places, 1024),
         }  # fmt: skip
 
     def block(self, arguments: SelectArguments, memory: Any) -> SelectBlock:
         c = self.config
         q, k = self.layouts()
+        # Q is where the last places are, until it is in registers.
+        q_at = memory.contenders.data_ptr() + (c.places * c.place - 2 * c.D * c.rows) // 4
         q_ring = ring_of(memory, "q", c.groups, 1, 1)
         k_ring = ring_of(memory, "k", c.stages, 1, 4 * c.groups)
         return SelectBlock(
             config=c, arguments=arguments, rings=((q_ring,), (k_ring,)), q=q_ring, k=k_ring,
-            s_q=tiles(memory.q, q), s_k=tiles(memory.k, k),
-            s_scores=words(memory.scores, 4 * c.rows, c.places),
-            s_keys=words(memory.keys, 4 * c.rows, c.places), s_going=words(memory.going, 4, c.groups),
-            s_staged=words(memory.staged, 8 * c.rows, STAGED),
-            s_staged_keys=words(memory.staged_keys, 2 * c.rows, STAGED),
+            s_q=cute.make_tensor(cute.recast_ptr(q_at, q.inner, dtype=self.dtype), q.outer),
+            s_k=tiles(memory.k, k), s_going=words(memory.going, 4, c.groups),
+            s_contenders=words(memory.contenders, c.place // 4, c.places),
         )  # fmt: skip
 
     @cute.jit
@@ -88,9 +87,8 @@ class Select(Shell):
             of_k = tile_loader(block.k, a.k, block.s_k, c.step, c.D)
             for g in cutlass.range_constexpr(c.groups):
                 of_q.load(Int32(g), rows.tile * c.groups + g, rows.head, rows.batch)
-            sample = sampled(rows.tiles, c.every)
-            for step in cutlass.range(sample + rows.tiles, unroll=1):
-                of_k.load(step, rows.begin + tile_of(step, sample, c.every), rows.group, rows.batch)
+            for step in cutlass.range(steps_of(rows), unroll=1):
+                of_k.load(step, tile_of(rows, step, a.every), rows.group, rows.batch)
 
     @cute.jit
     def compute(self, block):

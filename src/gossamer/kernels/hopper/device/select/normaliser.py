@@ -8,83 +8,92 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from gossamer.kernels.hopper.device.instructions import ROWS, over_quad
+from gossamer.kernels.hopper.device.instructions import ROWS
 from gossamer.kernels.hopper.device.select.bounds import over_quad_sum
-from gossamer.kernels.hopper.device.select.configurations import HELD
 from gossamer.kernels.hopper.device.select.contenders import Selector
-from gossamer.kernels.hopper.device.select.largest import Largest
+from gossamer.kernels.hopper.device.select.largest import PAIR, Largest, number
 
 EPS = 1.2e-7
 FAR = -1e30  # stands for a score that is not there: -inf times 0 would be no number
 MOST_STEPS = 60
+# A step of so much, in units of 1 + x, is the last one: its square, of which a few times are left, does not count. The
+# derivative is continuous at alpha 1.5.
+NEAR = {0.5: 2e-4}
 
 
 class Normaliser(Largest):
-    """The rows of a selector, with what their weights need.
-
-    Where alpha is known, and a weight takes few instructions, a thread holds its contenders in registers.
-    """
+    """The rows of a selector, with what their weights need."""
 
     def __init__(self, rows: Selector) -> None:
         super().__init__(rows)
-        self.top = cute.make_rmem_tensor((ROWS,), Float32)  # the largest scores
-        self.x = cute.make_rmem_tensor((ROWS,), Float32)  # how far lam is over them
+        self.x = cute.make_rmem_tensor((ROWS,), Float32)  # how far lam is over the largest score
         self.factor = cute.make_rmem_tensor((ROWS,), Float32)  # 1 over the sum of the weights; NaN with NaN or inf
-        self.held = self.config.same > 0.0
-        if self.held:
-            self.relative = cute.make_rmem_tensor((HELD, ROWS), Float32)  # less the largest of the row
-
-    def over(self, r: int, score: Any) -> Any:
-        """A product as a score, less the largest of its row."""
-        return cute.arch.fmax(score * self.rows.scale - self.top[r], Float32(FAR))
 
     @cute.jit
     def hold(self):
-        """Read the contenders into registers."""
-        self.relative.fill(FAR)
-        for some in cutlass.range_constexpr(0, HELD, 4):
-            if some < self.most:
-                for place in cutlass.range_constexpr(some, some + 4):
-                    for r in cutlass.range_constexpr(ROWS):
-                        t = self.over(r, self.score(r, Int32(place)))
-                        self.relative[place, r] = t if self.is_kept(r, place) else Float32(FAR)
+        """Of contenders in registers, 1 + a t, where t is a score less the largest of its row."""
+        for places in self.together():
+            if places[0] < self.most:
+                for place in places:
+                    for half in cutlass.range_constexpr(PAIR):
+                        for r in cutlass.range_constexpr(ROWS):
+                            product = self.numbers[place, half, r]
+                            if const_expr(self.config.top):
+                                product = number(self.order[place, half, r])
+                                product = product if self.is_kept(r, place, half) else -Float32.inf
+                            t = product * self.rows.scale - self.top[r]
+                            self.numbers[place, half, r] = t * self.config.same + 1.0
+
+    @cute.jit
+    def at(self, r: cutlass.Constexpr, place):
+        """The contenders at a place, less the largest score; what is left out is far under all others."""
+        return [
+            cute.arch.fmax(score * self.rows.scale - self.top[r], Float32(FAR))
+            if self.is_kept(r, place, half)
+            else Float32(FAR)
+            for half, (score, _) in enumerate(self.read(r, place))
+        ]
 
     @cute.jit
     def sums(self, F, U):
         """Add p to F and u to U, of the contenders of this thread."""
         if const_expr(self.held):
-            for some in cutlass.range_constexpr(0, HELD, 4):
-                if some < self.most:
-                    for place in cutlass.range_constexpr(some, some + 4):
-                        for r in cutlass.range_constexpr(ROWS):
-                            p, u = self.powers(self.relative[place, r] - self.x[r])
-                            F[r], U[r] = F[r] + p, U[r] + u
+            less = [self.config.same * self.x[r] for r in range(ROWS)]
+            for places in self.together():
+                if places[0] < self.most:
+                    for place in places:
+                        for half in cutlass.range_constexpr(PAIR):
+                            for r in cutlass.range_constexpr(ROWS):
+                                p, u = self.of_line(self.numbers[place, half, r] - less[r])
+                                F[r], U[r] = F[r] + p, U[r] + u
         else:
-            for place in cutlass.range(self.most, unroll=4):
+            for place in cutlass.range(self.most, unroll=2):
                 for r in cutlass.range_constexpr(ROWS):
-                    t = self.over(r, self.score(r, place))
-                    p, u = self.powers((t if self.is_kept(r, place) else Float32(FAR)) - self.x[r])
-                    F[r], U[r] = F[r] + p, U[r] + u
+                    for t in self.at(r, place):
+                        p, u = self.powers(t - self.x[r])
+                        F[r], U[r] = F[r] + p, U[r] + u
+
+    @cute.jit
+    def of_line(self, z):
+        """p, and u = p^(2 - alpha), of 1 + a t: at alpha 1.5 and 2."""
+        u = cute.arch.fmax(z, Float32(0.0))
+        p = u
+        if const_expr(self.config.same == 0.5):
+            p = u * u
+        else:
+            u = Float32(1.0) if u > 0.0 else Float32(0.0)
+        return p, u
 
     @cute.jit
     def powers(self, t):
-        """p, and u = p^(2 - alpha), of a score less lam."""
-        p, u = Float32(0.0), Float32(0.0)
-        if const_expr(self.config.same == 0.5):
-            u = cute.arch.fmax(t * 0.5 + 1.0, Float32(0.0))
-            p = u * u
-        elif const_expr(self.config.same == 1.0):
-            p = cute.arch.fmax(t + 1.0, Float32(0.0))
-            u = Float32(1.0) if p > 0.0 else Float32(0.0)
-        else:
-            w = self.a * t + 1.0
-            # log(w) / a without the rounding of w: log(w) t / (w - 1), and t where w is 1.
-            rounded = w - 1.0
-            inner = cute.arch.fmax(w, Float32(1e-37))
-            log = t if rounded == 0.0 else cute.math.log(inner) * (t / rounded)
-            p = cute.math.exp(log) if w > 0.0 else Float32(0.0)
-            u = p / inner
-        return p, u
+        """p, and u = p^(2 - alpha), of a score less lam, at any alpha."""
+        w = self.a * t + 1.0
+        # log(w) / a without the rounding of w: log(w) t / (w - 1), and t where w is 1.
+        rounded = w - 1.0
+        inner = cute.arch.fmax(w, Float32(1e-37))
+        log = t if rounded == 0.0 else cute.math.log(inner) * (t / rounded)
+        p = cute.math.exp(log) if w > 0.0 else Float32(0.0)
+        return p, p / inner
 
     def newton(self, F: Any, U: Any) -> Any:
         """The step of lam from sums F of p and U of u: F^(1 - a) (F^a - 1) / (a U)."""
@@ -110,20 +119,12 @@ class Normaliser(Largest):
         rows, c = self.rows, self.config
         bad = cute.make_rmem_tensor((ROWS,), Float32)  # 0, or NaN where a score is no finite number
         for r in cutlass.range_constexpr(ROWS):
-            self.top[r], bad[r] = -Float32.inf, Float32(0.0)
-        for place in cutlass.range(self.most, unroll=4):
-            for r in cutlass.range_constexpr(ROWS):
-                score = self.score(r, place)
-                if self.is_kept(r, place):
-                    score = score * rows.scale
-                    self.top[r] = cute.arch.fmax(self.top[r], score)
-                    bad[r] = bad[r] + (score - score)
+            bad[r] = Float32(0.0) if self.size[r] == 0 else self.top[r] - self.top[r]
+            self.top[r] = self.top[r] * rows.scale
         low = cute.make_rmem_tensor((ROWS,), Float32)
         high = cute.make_rmem_tensor((ROWS,), Float32)
         for r in cutlass.range_constexpr(ROWS):
-            self.top[r] = over_quad(self.top[r])
-            bad[r] = over_quad_sum(bad[r])
-            number = over_quad_sum(self.n[r])
+            number = self.size[r]
             if const_expr(c.top):
                 number = cutlass.min(number, self.arguments.keep - 1)
             log = cute.math.log(Float32(cutlass.max(number, Int32(1))))
@@ -153,10 +154,10 @@ class Normaliser(Largest):
                 move = self.newton(total, slope)
                 new = cute.arch.fmin(cute.arch.fmax(x + move, low[r]), high[r])
                 size = cute.arch.fmax(move, -move)
-                far = size > 64.0 * EPS * (1.0 + x) and high[r] > low[r] and step < MOST_STEPS
+                far = size > NEAR.get(c.same, 64.0 * EPS) * (1.0 + x) and high[r] > low[r] and step < MOST_STEPS
                 new = 0.5 * (low[r] + high[r]) if far and step % 8 == 7 else new
                 new = new if move == move else x
-                # What the sum of the weights is there; the last step is so small that its square does not count.
+                # What the sum of the weights is there, to the square of the step.
                 total = total - (new - x) * slope
                 self.factor[r] = 1.0 / (total if total > 0.0 else Float32(1.0))
                 self.x[r] = new

@@ -17,7 +17,8 @@ class Rows(NamedTuple):
     group: Any
     tile: Any  # of the rows of its head
     begin: Any  # the first key tile
-    tiles: Any  # how many
+    sample: Any  # how many tiles are walked before all are: an even number
+    tiles: Any  # how many there are, and one more where they are odd
 
 
 def rows_of(block: Any) -> Rows:
@@ -38,15 +39,17 @@ def rows_of(block: Any) -> Rows:
         first, end = a.lo[tile * c.rows], a.hi[last_row]
     begin = first // c.step
     tiles = cutlass.max(cute.ceil_div(end, c.step) - begin, Int32(0))
-    return Rows(lead // H, head, head // (H // G), tile, begin, tiles)
+    sample = 2 * cutlass.max(tiles // (2 * a.every), Int32(1))
+    return Rows(lead // H, head, head // (H // G), tile, begin, sample, tiles + tiles % 2)
 
 
-def sampled(tiles: Any, every: int) -> Any:
-    """How many tiles are walked before all are: every so many of them."""
-    return cute.ceil_div(tiles, every)
+def steps_of(rows: Rows) -> Any:
+    """How many tiles are loaded: those of the sample, then all, then one whose product nobody reads."""
+    return rows.sample + rows.tiles + 1
 
 
 @cute.jit
-def tile_of(step, sample, every: cutlass.Constexpr):
-    """The tile of a step: those of the sample, then all."""
-    return step * every if step < sample else step - sample
+def tile_of(rows, step, every):
+    """The tile of a step; it may lie past the last one, where no row sees a key."""
+    tile = step * every if step < rows.sample else step - rows.sample
+    return rows.begin + tile

@@ -5,13 +5,14 @@ Formulas are those of `kernels/entmax/formulas.py` and `finish.py`; the four thr
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from gossamer.kernels.hopper.device.instructions import ROWS, assembly
-from gossamer.kernels.hopper.device.select.configurations import HELD
-from gossamer.kernels.hopper.device.select.largest import BIT
+from gossamer.kernels.hopper.device.select.largest import BIT, PAIR, TOGETHER
 from gossamer.kernels.hopper.device.select.normaliser import Normaliser
 
 
@@ -24,6 +25,7 @@ class Supports(Normaliser):
         c, a = self.config, self.arguments
         for r in cutlass.range_constexpr(ROWS):
             self.after[r] = -Float32.inf
+        self.start()
         if const_expr(c.top):
             self.choose()
         if const_expr(c.weighed):
@@ -38,7 +40,7 @@ class Supports(Normaliser):
         first = cute.make_rmem_tensor((ROWS,), Int32)  # the place of this thread's first key in the list of its row
         most = Int32(0)
         for r in cutlass.range_constexpr(ROWS):
-            own = cute.arch.popc(self.kept[r])
+            own = cute.arch.popc(self.kept[0, r]) + cute.arch.popc(self.kept[1, r])
             upto = own
             for step in cutlass.range_constexpr(2):
                 before = cute.arch.shuffle_sync_up(upto, offset=1 << step, mask_and_clamp=28 << 8)
@@ -51,41 +53,67 @@ class Supports(Normaliser):
                 if const_expr(c.weighed):  # noqa: SIM102
                     if a.told != 0 and fits:
                         self.tell(r, number[r], size)
-            self.kept[r] = self.kept[r] if fits else Int32(0)
+            for half in cutlass.range_constexpr(PAIR):
+                self.kept[half, r] = self.kept[half, r] if fits else Int32(0)
             most = cutlass.max(most, own if fits else Int32(0))
-        for i in cutlass.range(cute.arch.warp_redux_sync(most, kind="max"), unroll=2):
+        for i in cutlass.range(0, cute.arch.warp_redux_sync(most, kind="max"), TOGETHER, unroll=1):
             for r in cutlass.range_constexpr(ROWS):
-                bits = self.kept[r]
-                if bits != 0:
-                    place = cute.arch.popc((bits & -bits) - 1)
-                    to = Int64(number[r] - a.first_listed)
-                    a.list_keys[to, first[r] + i] = self.key(r, place)
-                    if const_expr(c.weighed):
-                        a.list_weights[to, first[r] + i] = self.score(r, place)
-                self.kept[r] = bits & (bits - 1)
+                # All are read before the first is written.
+                found = [self.next_kept(r) for _ in range(TOGETHER)]
+                keys = [rows.key(r, place) + half for place, half, _ in found]
+                weights = [self.weight(r, place, half) for place, half, _ in found]
+                to = Int64(number[r] - a.first_listed)
+                for n, (_, _, there) in enumerate(found):
+                    if there:
+                        a.list_keys[to, first[r] + i + n] = keys[n]
+                        if const_expr(c.weighed):
+                            a.list_weights[to, first[r] + i + n] = weights[n]
+
+    @cute.jit
+    def next_kept(self, r: cutlass.Constexpr):
+        """(place, which of its keys, whether there is one) of the next contender that is kept, which is taken out.
+
+        The first keys of places come before the second ones.
+        """
+        second = self.kept[0, r] == 0
+        bits = self.kept[1, r] if second else self.kept[0, r]
+        left = bits & (bits - 1)
+        self.kept[1, r] = left if second else self.kept[1, r]
+        self.kept[0, r] = Int32(0) if second else left
+        place = cutlass.min(cute.arch.popc((bits & -bits) - 1), Int32(self.config.places - 1))
+        return place, Int32(1) if second else Int32(0), bits != 0
+
+    def weight(self, r: int, place: Any, half: Any) -> Any:
+        """What stands in the place of a product."""
+        at = Int32(self.rows.start[r] + place * self.rows.place + 4 * half)
+        return assembly(Float32, "ld.shared.f32 $0, [$1];", at)
 
     @cute.jit
     def weigh(self):
         """Put weights where the products were; contenders without one are left out, and NaN is not."""
         if const_expr(self.held):
-            for some in cutlass.range_constexpr(0, HELD, 4):
-                if some < self.most:
-                    for place in cutlass.range_constexpr(some, some + 4):
+            for places in self.together():
+                if places[0] < self.most:
+                    for place in places:
                         for r in cutlass.range_constexpr(ROWS):
-                            self.weigh_one(r, Int32(place), self.relative[place, r], Int32(BIT[place]))
+                            less = self.config.same * self.x[r]
+                            found = [self.of_line(self.numbers[place, half, r] - less) for half in range(PAIR)]
+                            self.weigh_place(r, Int32(place), [p for p, _ in found], Int32(BIT[place]))
         else:
             for place in cutlass.range(self.most, unroll=1):
                 for r in cutlass.range_constexpr(ROWS):
-                    self.weigh_one(r, place, self.over(r, self.score(r, place)), Int32(1) << place)
+                    found = [self.powers(t - self.x[r]) for t in self.at(r, place)]
+                    self.weigh_place(r, place, [p for p, _ in found], Int32(1) << place)
 
     @cute.jit
-    def weigh_one(self, r: cutlass.Constexpr, place, t, bit):
-        """As `weigh`, of one place."""
-        p, _ = self.powers(t - self.x[r])
-        p = p * self.factor[r]
+    def weigh_place(self, r: cutlass.Constexpr, place, found, bit):
+        """As `weigh`, of one place, whose weights before they are divided by their sum are given."""
+        weights = [Float32(p * self.factor[r]) for p in found]
+        for half, p in enumerate(weights):
+            self.kept[half, r] = self.kept[half, r] & ~bit if p == 0.0 else self.kept[half, r]
         if place < self.n[r]:
-            assembly(None, "st.shared.f32 [$0], $1;", Int32(self.rows.start[r] + place * self.rows.place), Float32(p))
-        self.kept[r] = self.kept[r] & ~bit if p == 0.0 else self.kept[r]
+            at = Int32(self.rows.start[r] + place * self.rows.place)
+            assembly(None, "st.shared.v2.f32 [$0], {$1, $2};", at, *weights)
 
     @cute.jit
     def tell(self, r: cutlass.Constexpr, number, size):
