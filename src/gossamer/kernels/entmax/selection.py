@@ -27,6 +27,7 @@ from gossamer.kernels.relaunch import padded
 BUFFER = 128  # contenders of a row, in the Triton kernel
 BOUNDS: tuple[Literal["every", "causal", "intervals"], ...] = ("every", "causal", "intervals")
 LONG = 16384  # keys, of which fewer tiles give the first bounds
+FEW = 16  # of the k largest
 MOST_SELECTED = 64  # of the k largest: with more, all rows are computed as those that were given up
 
 
@@ -66,11 +67,11 @@ def hopper_config(c: Call, weighed: bool) -> SelectConfig | None:
 def sample_stride(c: Call) -> int:
     """How many key tiles there are to one of those from which the first bounds come.
 
-    Bounds of fewer tiles leave more contenders. Of a long row they cost less than the products of the sample, and of
-    many largest scores more.
+    Bounds of fewer tiles leave more contenders, which a few largest scores can afford; the products of the sample cost
+    more than contenders where rows are long.
     """
-    short = 1 if c.top_k is not None and c.top_k > 16 else 2
-    return short if c.k.shape[2] <= LONG else 2 * short
+    stride = 2 if c.top_k is not None and c.top_k <= FEW else 1
+    return stride if c.k.shape[2] <= LONG else 2 * stride
 
 
 def select(

@@ -120,6 +120,7 @@ def explain_entmax(
         stride = sample_stride(of_kernels)
         forward = (
             "Triton kernels, two passes over the scores" if isinstance(way, Triton)
+            else "a Hopper kernel, two passes over the scores" if stride == 1
             else f"a Hopper kernel, one pass over the scores after one over 1/{stride} of them"
         )  # fmt: skip
         if save == "lists":

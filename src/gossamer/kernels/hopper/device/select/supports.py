@@ -15,6 +15,9 @@ from gossamer.kernels.hopper.device.instructions import ROWS, assembly
 from gossamer.kernels.hopper.device.select.largest import BIT, PAIR, TOGETHER
 from gossamer.kernels.hopper.device.select.normaliser import Normaliser
 
+# At alpha 2 a weight under its rounding is 0: the derivative jumps there, and equal scores may be at the threshold.
+LEAST = 4e-7
+
 
 class Supports(Normaliser):
     """The rows of a selector when all of their keys have been looked at."""
@@ -110,7 +113,8 @@ class Supports(Normaliser):
         """As `weigh`, of one place, whose weights before they are divided by their sum are given."""
         weights = [Float32(p * self.factor[r]) for p in found]
         for half, p in enumerate(weights):
-            self.kept[half, r] = self.kept[half, r] & ~bit if p == 0.0 else self.kept[half, r]
+            least = const_expr(LEAST if self.config.same == 1.0 else 0.0)
+            self.kept[half, r] = self.kept[half, r] & ~bit if p <= least else self.kept[half, r]
         if place < self.n[r]:
             at = Int32(self.rows.start[r] + place * self.rows.place)
             assembly(None, "st.shared.v2.f32 [$0], {$1, $2};", at, *weights)

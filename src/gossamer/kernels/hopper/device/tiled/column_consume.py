@@ -69,6 +69,7 @@ class ColumnConsumer(Opaque):
                 some = Int32(1)
                 n += 1
                 stage, kind = self.next_stage(n)
+            cute.arch.sync_warp()
             block.rows.release(stage)
             n += 1
             block.keys.release(Int32(0))
