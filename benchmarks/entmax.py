@@ -5,10 +5,10 @@
     python benchmarks/entmax.py --warm              # every call once: what is compiled is then in the caches
 
 Sixteen heads, bfloat16, causal. A time is the median of replays of a CUDA graph, all of a case in turns; the backward
-is a graph of both directions less one of the forward that saves for it, which need not take what a forward alone does. AdaSplash is timed where all keys are candidates, alpha is 1.5 (for
-others it waits for the device, as no graph can) and heads have 64 numbers, with the one configuration of each of its
-kernels that it chose itself among all on an H200 at 8192 tokens: its own choice takes longer than all of this
-(`--all-configurations`).
+is a graph of both directions less one of the forward that saves for it, which need not take what a forward alone does.
+AdaSplash is timed where all keys are candidates, alpha is 1.5 (for others it waits for the device, as no graph can) and
+heads have 64 numbers, with the one configuration of each of its kernels that it chose itself among all on an H200 at
+8192 tokens: its own choice takes longer than all of this (`--all-configurations`).
 """
 
 from __future__ import annotations

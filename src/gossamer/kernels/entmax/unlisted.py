@@ -77,7 +77,7 @@ def large(
     n = -(-Q // GROUP_ROWS)
     groups = torch.empty(B * H, n, dtype=torch.int32, device=c.q.device)
     counts = torch.empty(B * H, dtype=torch.int32, device=c.q.device)
-    list_groups_kernel[(B * H,)](lists.counts, groups, counts, Q, R=GROUP_ROWS, STEP=64, num_warps=4)
+    list_groups_kernel[(B * H,)](lists.counts, groups, counts, Q, R=GROUP_ROWS, STEP=256, num_warps=8)
     options = common(c)
     del options["E"], options["BLOCK_E"]
     small = padded(D) * c.q.element_size() <= 256
