@@ -5,10 +5,10 @@ under the bound of the row are put at the next of the thread's places, without a
 the four threads of a row, and the order is fixed. While the scores of a tile are looked at, the product of the next one
 runs, which the compiler allows where nothing but straight code stands between its issue and its end.
 
-The first bound comes from some of the tiles, of which each thread holds the largest score of every place of its own.
-Where a thread runs out of places, what the tile gave is taken back, the contenders of each row are dealt out anew to
-its threads, where they are many over a bound that is found again from all of them, and the tile is looked at once more,
-by parts.
+The first bound comes from some of the tiles, or all, of which each thread holds the largest score of every place of its
+own. Where a thread runs out of places, what the tile gave is taken back, the contenders of each row are dealt out anew
+to its threads, where they are many over a bound that is found again from all of them, and the tile is looked at once
+more.
 
 Scores here are products without the scale, which is positive.
 """
@@ -35,7 +35,7 @@ PLACES = 64  # of a thread, in each of which the largest score of a sample is fo
 MOST_SAMPLED = 64
 MOST_LEFT_EARLY, MOST_LEFT = 64, 92
 PARTS = 4  # of a tile that is looked at again
-TOGETHER = 4  # places that are read at once
+TOGETHER = 4  # places that are looked at in one step
 
 
 class Selector(Bounds):

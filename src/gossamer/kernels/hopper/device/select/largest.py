@@ -14,13 +14,12 @@ from cutlass import Float32, Int32, const_expr
 from gossamer.kernels.hopper.device.common import Opaque
 from gossamer.kernels.hopper.device.instructions import ROWS, assembly
 from gossamer.kernels.hopper.device.select.bounds import over_quad_sum
-from gossamer.kernels.hopper.device.select.contenders import Selector
+from gossamer.kernels.hopper.device.select.contenders import TOGETHER, Selector
 
 LAST = 0x7FFFFFFF
 BIT = [(1 << i) - (1 << 32) * (i == 31) for i in range(32)]
 LOWEST = -2139095041  # of -inf, as `ordered` has it
 PAIR = 2  # keys of a place
-TOGETHER = 4  # places that are looked at in one step
 
 
 def ordered(score: Any) -> Any:
