@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer.kernels.gpu import processors
 from gossamer.kernels.launch import Direction, dtype_of
 from gossamer.kernels.neighbors.compiled import lists
 from gossamer.kernels.neighbors.configurations import ROWS, STEP
@@ -128,6 +129,5 @@ def _bound(
     direction: Direction, call: Attending, sizes: tuple[int, int, int, int], dtype: str, shapes: Any,
     device: torch.device,
 ) -> Any:  # fmt: skip
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    made: Launched = launched(direction, call, *sizes, dtype, processors, dict(shapes))
+    made: Launched = launched(direction, call, *sizes, dtype, processors(device), dict(shapes))
     return bind(made.prepared, device, made.given), made.given

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.hopper import missing_packages
+from gossamer.kernels.hopper.device.configurations import Bounds
 from gossamer.kernels.triton.config import X3, Direction
 from gossamer.kernels.triton.gather.config import row_config
 
+BOUNDS: tuple[Bounds, ...] = ("every", "causal", "intervals")
 MOST_LISTED = 96  # keys of a row whose weights are kept as a list, where top_k does not say how many
 # A part of a call has so many rows, sees so many pairs, or takes so many bytes, whichever makes it the largest: at its
 # end a GPU waits for the longest rows.
@@ -65,6 +67,11 @@ class Stats(NamedTuple):
     def told(self) -> bool:
         return self.lam.ndim == 3
 
+    @property
+    def flat(self) -> tuple[Tensor, Tensor, Tensor]:
+        """As Hopper kernels write them."""
+        return self.lam.view(-1), self.support.view(-1), self.certified.view(-1).view(torch.uint8)
+
 
 class Listed(NamedTuple):
     """The supports of rows: a row with a list has `counts` keys and weights, one without has a count of -1."""
@@ -109,6 +116,18 @@ def hopper_here(device: torch.device) -> bool:
     """Whether kernels for compute capability 9.0 run on a device."""
     capable = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     return capable and not missing_packages()
+
+
+def for_hopper(c: Call, *tensors: Tensor) -> bool:
+    """Whether a Hopper kernel of 16 bits may take a call, of whose tensors it reads these by TMA."""
+    takes = c.q.element_size() == 2 and c.scale > 0 and c.q_positions is None
+    return takes and hopper_here(c.q.device) and all(by_tma(x) for x in tensors)
+
+
+def intervals(c: Call) -> tuple[Tensor, Tensor]:
+    """lo and hi; any tensor where there is none."""
+    unread = c.steepness.view(torch.int32)
+    return unread if c.lo is None else c.lo, unread if c.hi is None else c.hi
 
 
 def by_tma(x: Tensor) -> bool:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 
 from gossamer.kernels.entmax.calls import (
+    BOUNDS,
     Call,
     Listed,
     Part,
     Stats,
-    by_tma,
-    hopper_here,
+    for_hopper,
+    intervals,
     precision,
     seen_by,
     strides,
@@ -22,10 +23,10 @@ from gossamer.kernels.entmax.calls import (
 from gossamer.kernels.entmax.finish import finish_kernel
 from gossamer.kernels.entmax.select import order_contenders_kernel, select_kernel
 from gossamer.kernels.hopper.device.select.configurations import SelectConfig
+from gossamer.kernels.launch import dtype_of
 from gossamer.kernels.relaunch import padded
 
 BUFFER = 128  # contenders of a row, in the Triton kernel
-BOUNDS: tuple[Literal["every", "causal", "intervals"], ...] = ("every", "causal", "intervals")
 LONG = 16384  # keys, of which fewer tiles give the first bounds
 FEW = 16  # of the k largest
 MOST_SELECTED = 64  # of the k largest: with more, all rows are computed as those that were given up
@@ -52,13 +53,11 @@ def selecting(c: Call, only_keys: bool) -> SelectConfig | Triton:
 def hopper_config(c: Call, weighed: bool) -> SelectConfig | None:
     """That of the Hopper kernel for a call; None where it does not take it."""
     D = c.q.shape[3]
-    takes = D <= 128 and c.q.element_size() == 2 and c.scale > 0 and (c.top_k or 0) <= MOST_SELECTED
-    if not takes or c.q_positions is not None or not hopper_here(c.q.device) or not all(by_tma(x) for x in (c.q, c.k)):
+    if D > 128 or (c.top_k or 0) > MOST_SELECTED or not for_hopper(c, c.q, c.k):
         return None
-    dtype = str(c.q.dtype).removeprefix("torch.")
     wide = D > 64
     return SelectConfig(
-        dtype, 128 if wide else 64, 29, step=64 if wide else 128,
+        dtype_of(c.q), 128 if wide else 64, 29, step=64 if wide else 128,
         same=c.same if c.same in (0.5, 1.0) else -1.0, top=c.top_k is not None, weighed=weighed,
         bounds=BOUNDS[c.bounds],
     )  # fmt: skip
@@ -83,12 +82,9 @@ def select(
         return
     from gossamer.kernels.hopper import compiled
 
-    unread = c.steepness.view(torch.int32)
     compiled.select(way)(
-        c.q, c.k, c.steepness, unread if c.lo is None else c.lo, unread if c.hi is None else c.hi, lists.keys,
-        lists.weights, *(x.view(-1) for x in (lists.counts, stats.lam, stats.support)),
-        stats.certified.view(-1).view(torch.uint8), c.scale, part.first_block, c.offset, 1 + (c.top_k or 1),
-        sample_stride(c), first_listed, int(stats.told), part.blocks,
+        c.q, c.k, c.steepness, *intervals(c), lists.keys, lists.weights, lists.counts.view(-1), *stats.flat, c.scale,
+        part.first_block, c.offset, 1 + (c.top_k or 1), sample_stride(c), first_listed, int(stats.told), part.blocks,
     )  # fmt: skip
 
 

@@ -6,7 +6,6 @@ computed by tiles of any rows (`tiled.py`, `tiled_backward.py`).
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,26 +13,25 @@ import triton
 from torch import Tensor
 
 from gossamer.kernels.entmax.calls import (
+    BOUNDS,
     Call,
     Listed,
     Stats,
-    by_tma,
-    hopper_here,
+    for_hopper,
+    intervals,
     precision,
     seen_by,
     strides,
     value_of,
 )
 from gossamer.kernels.entmax.large import large_kernel, list_groups_kernel
-from gossamer.kernels.entmax.selection import BOUNDS
 from gossamer.kernels.entmax.tiled import tiled_kernel
 from gossamer.kernels.entmax.tiled_backward import tiled_columns_kernel, tiled_dq_kernel
 from gossamer.kernels.entmax.tiles import FAST, list_rows_kernel, tile_ranges_kernel
-from gossamer.kernels.hopper.device.tiled.configurations import (
-    Bounds,
-    tiled_columns_config,
-    tiled_config,
-)
+from gossamer.kernels.gpu import processors
+from gossamer.kernels.hopper.device.configurations import Bounds
+from gossamer.kernels.hopper.device.tiled.configurations import tiled_columns_config, tiled_config
+from gossamer.kernels.launch import dtype_of
 from gossamer.kernels.relaunch import padded
 
 GROUP_ROWS = 64
@@ -163,17 +161,10 @@ def by_hopper(c: Call, *others: Tensor) -> tuple[str, int, int, float, Bounds] |
         others: tensors that they read besides.
     """
     D, E, power = c.q.shape[3], c.v.shape[3], power_of(c)
-    takes = max(D, E) <= 128 and D % 8 == E % 8 == 0 and c.q.element_size() == 2 and c.scale > 0
-    takes = takes and power not in (0.0, -1.0) and c.q_positions is None
-    if not takes or not hopper_here(c.q.device) or not all(by_tma(x) for x in (c.q, c.k, c.v, *others)):
+    takes = max(D, E) <= 128 and D % 8 == E % 8 == 0 and power not in (0.0, -1.0)
+    if not takes or not for_hopper(c, c.q, c.k, c.v, *others):
         return None
-    return str(c.q.dtype).removeprefix("torch."), D, E, power if power > 0 else -1.0, BOUNDS[c.bounds]
-
-
-def bounds_of(c: Call) -> tuple[Tensor, Tensor]:
-    """lo and hi; any tensor where there is none."""
-    unread = c.steepness.view(torch.int32)
-    return unread if c.lo is None else c.lo, unread if c.hi is None else c.hi
+    return dtype_of(c.q), D, E, power if power > 0 else -1.0, BOUNDS[c.bounds]
 
 
 def pairs(x: Tensor) -> Tensor:
@@ -189,16 +180,9 @@ def tiled_by_hopper(
 
     blocks = processors(c.q.device)
     compiled.tiled(tiled_config(*key, stats.told))(
-        c.q, c.k, c.v, c.steepness, *bounds_of(c), *rows,
-        pairs(out), *(x.view(-1) for x in (stats.lam, stats.support)),
-        stats.certified.view(-1).view(torch.uint8), c.scale, nearness(c), c.offset, FEW * blocks, blocks,
+        c.q, c.k, c.v, c.steepness, *intervals(c), *rows, pairs(out), *stats.flat, c.scale, nearness(c), c.offset,
+        FEW * blocks, blocks,
     )  # fmt: skip
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Of a GPU."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def tiled_backward(
@@ -220,7 +204,7 @@ def tiled_backward(
         from gossamer.kernels.hopper import compiled
 
         compiled.tiled_columns(tiled_columns_config(*key))(
-            c.q, c.k, c.v, dout, c.steepness, *bounds_of(c), *rows, lam.view(-1), delta.view(-1), pairs(dk), pairs(dv),
+            c.q, c.k, c.v, dout, c.steepness, *intervals(c), *rows, lam.view(-1), delta.view(-1), pairs(dk), pairs(dv),
             c.scale, c.offset, processors(c.q.device),
         )  # fmt: skip
         return

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from gossamer.kernels.gated import triton_calls
 from gossamer.kernels.gated.problem import Operands, Options
+from gossamer.kernels.gpu import processors
 from gossamer.kernels.hopper import missing_packages
 from gossamer.kernels.hopper.device.gated.configurations import SIZES, TILE, GatedConfig
 
@@ -62,12 +62,6 @@ def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
         last.new_zeros(1), o.scale * LOG2E, o.window, items, min(items, processors(x.q.device)),
     )  # fmt: skip
     return out, lse
-
-
-@lru_cache
-def processors(device: torch.device) -> int:
-    """Of a GPU."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer.kernels.gpu import processors
 from gossamer.kernels.structure.block_lists import WORD, power
 from gossamer.kernels.structure.union_kernels import union_kernel
 
@@ -28,7 +29,7 @@ def key_unions(
     listed, bits = torch.empty(groups * room, **new), torch.empty((groups * room // WORD, block), **new)
     most = max(1, MARKS // (block * words))
     if indices.is_cuda:
-        most = min(most, PROGRAMS * torch.cuda.get_device_properties(indices.device).multi_processor_count)
+        most = min(most, PROGRAMS * processors(indices.device))
     programs = min(groups, most)
     marks = torch.empty((programs, block, words), **new)
     count_strides = (0, 0, 0) if counts is None else counts.stride()

@@ -40,7 +40,7 @@ class EntmaxExplanation:
     mean_support: float  # keys with a weight, of a row
     largest_support: int
     certified: float  # the part of the rows whose weights are the entmax of all of their keys
-    unlisted: int  # rows whose supports are longer than a list of kernels, which pass over their scores several times
+    unlisted: int  # rows whose supports are longer than a list; kernels give up some with shorter ones as well
     saved_bytes: int  # for the backward, beside the inputs
 
     def rows(self) -> list[tuple[str, str]]:
@@ -51,7 +51,7 @@ class EntmaxExplanation:
             ("supports", f"{self.mean_support:,.1f} keys a row, at most {self.largest_support:,}"),
             ("certified", f"{self.certified:.2%} of the rows"),
             ("implementation", self.implementation),
-            ("forward", self.forward + (f"; {self.unlisted:,} rows have no list" if self.unlisted else "")),
+            ("forward", self.forward + (f"; {self.unlisted:,} rows or more have no list" if self.unlisted else "")),
             ("backward", self.backward),
             ("saved", f"{self.saved_bytes / 2**20:,.1f} MiB"),
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Literal
 
 SHARED_MEMORY = 227 * 1024
 MULTIPROCESSOR = 228 * 1024  # shared memory of a multiprocessor; each block takes 1024 bytes more than it asks for
@@ -13,6 +13,9 @@ MULTIPROCESSOR = 228 * 1024  # shared memory of a multiprocessor; each block tak
 def queries_of(heads: int) -> int:
     """How many queries have their rows of so many heads in a tile of 64 rows: a power of two."""
     return 1 << ((64 // heads).bit_length() - 1)
+
+
+Bounds = Literal["every", "causal", "intervals"]  # which keys rows see, in the kernels of entmax
 
 
 def check_memory(config: Any) -> None:

@@ -176,6 +176,18 @@ def over_quad(value: Float32) -> Float32:
     return cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=2))
 
 
+def over_quad_sum(value: Any) -> Any:
+    """The sum of the four threads that share a row."""
+    value = value + cute.arch.shuffle_sync_bfly(value, offset=1)
+    return value + cute.arch.shuffle_sync_bfly(value, offset=2)
+
+
+def over_quad_max(value: Any) -> Any:
+    """The largest value of the four threads that share a row; NaN if one of them has it."""
+    value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=1), nan=True)
+    return cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=2), nan=True)
+
+
 @cute.jit
 def raise_reference(
     scores: cute.Tensor, reference: cute.Tensor, row_sum: cute.Tensor, rescale: cute.Tensor, exponent: Float32
@@ -232,9 +244,7 @@ def finish(
     `reference` is -inf for a row that keeps nothing, `sink` a row's sink logit times log2(e), -inf for none.
     """
     for r in cutlass.range_constexpr(ROWS):
-        total = row_sum[r]
-        total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
-        total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
+        total = over_quad_sum(row_sum[r])
         top = reference[r]
         shift = cute.arch.fmax(top, sink[r])
         shift = Float32(0.0) if shift == -Float32.inf else shift

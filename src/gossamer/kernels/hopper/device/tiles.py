@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from gossamer.kernels.hopper.device.common import ROWS, Opaque, Ring
@@ -163,6 +163,19 @@ def accumulator(mma: Any, columns: int) -> Any:
 def first_factor(mma: Any, tiles: Any) -> Any:
     """Tiles in shared memory as the first factor of a product."""
     return mma.get_slice(0).make_fragment_A(mma.get_slice(0).partition_A(tiles))
+
+
+def held_factor(mma: Any, columns: int) -> Any:
+    """Registers for 64 rows as the first factor of a product."""
+    of_mma = mma.get_slice(0)
+    return of_mma.make_fragment_A(of_mma.partition_shape_A((ROWS, columns)))
+
+
+def hold(mma: Any, tile: Any, registers: Any, thread: Any) -> None:
+    """Read a tile in shared memory into registers; `thread`: of its warpgroup."""
+    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), tile.element_type)
+    mine = cute.make_tiled_copy_A(atom, mma).get_slice(thread)
+    cute.copy(atom, mine.partition_S(tile), mine.retile(registers))
 
 
 def second_factor(mma: Any, tiles: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Barrier, Opaque, Thread
@@ -25,6 +25,8 @@ from gossamer.kernels.hopper.device.row_items import RowItem
 from gossamer.kernels.hopper.device.tiles import (
     accumulator,
     first_factor,
+    held_factor,
+    hold,
     issue,
     product_of,
     second_factor,
@@ -70,8 +72,7 @@ class Consumer(Opaque):
         self.epilogue = self.epilogue_kind(block, thread, self.softmax, self.mma_pv)
         self.s_q, self.k = block.s_q, second_factor(self.mma_qk, block.s_k)
         if c.held_q:
-            of_qk = self.mma_qk.get_slice(0)
-            self.q = of_qk.make_fragment_A(of_qk.partition_shape_A((ROWS, c.D)))
+            self.q = held_factor(self.mma_qk, c.D)
         else:
             self.q = first_factor(self.mma_qk, block.s_q)
         self.v = second_factor(self.mma_pv, transposed(block.s_v, c.step, c.E, c.stages))
@@ -294,9 +295,7 @@ class Consumer(Opaque):
     def hold_q(self, buffer):
         """Read Q of an item into registers, where it is kept there."""
         if const_expr(self.config.held_q):
-            atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.s_q.element_type)
-            mine = cute.make_tiled_copy_A(atom, self.mma_qk).get_slice(self.thread.thread)
-            cute.copy(atom, mine.partition_S(self.s_q[None, None, buffer]), mine.retile(self.q))
+            hold(self.mma_qk, self.s_q[None, None, buffer], self.q, self.thread.thread)
 
     @cute.jit
     def issue_scores(self, buffer, place, half: cutlass.Constexpr = None):

@@ -13,11 +13,17 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from gossamer.kernels.hopper.device.common import Opaque
-from gossamer.kernels.hopper.device.instructions import ROWS, assembly, largest_of_row, of_row, over_quad
+from gossamer.kernels.hopper.device.instructions import (
+    ROWS,
+    assembly,
+    largest_of_row,
+    of_row,
+    over_quad,
+    over_quad_sum,
+)
 
 LOWEST = -3.4028234e38
-STEPS = 1  # of Newton's method
-FIRST_STEPS = 4  # where it starts from the largest score
+FIRST_STEPS = 4  # of Newton's method, from the largest score
 FIRST_HALVINGS = 6  # of the interval of the k-th largest score of a sample
 HALVINGS = 4  # of that of contenders
 MARGIN = 2e-5  # relative, of a bound: powers are approximate
@@ -27,12 +33,6 @@ FLAT = 0.02  # alpha - 1 under which no contender is left out by its weight
 def power(x: Any, y: Any) -> Any:
     """x^y, of x from 0 up."""
     return cute.math.exp2(cute.math.log2(x, fastmath=True) * y, fastmath=True)
-
-
-def over_quad_sum(value: Any) -> Any:
-    """The sum of the four threads that share a row."""
-    value = value + cute.arch.shuffle_sync_bfly(value, offset=1)
-    return value + cute.arch.shuffle_sync_bfly(value, offset=2)
 
 
 class Bounds(Opaque):
@@ -196,23 +196,22 @@ class Bounds(Opaque):
 
     @cute.jit
     def weigh(self, n, most, top, found):
-        """The bound by the weights of the contenders: lam rises to that of these alone."""
+        """The bound by the weights of the contenders, towards whose lam a step of Newton's method is taken."""
         lam = cute.make_rmem_tensor((ROWS,), Float32)
         for r in cutlass.range_constexpr(ROWS):
             # No row has a lam under its largest score, or under what its bound came from.
             lam[r] = cute.arch.fmax(self.bound[r] * self.scale + self.inverse, top[r] * self.scale)
-        for _ in cutlass.range(STEPS, unroll=1):
-            F = cute.make_rmem_tensor((ROWS,), Float32)
-            U = cute.make_rmem_tensor((ROWS,), Float32)
-            F.fill(0.0)
-            U.fill(0.0)
-            for place in cutlass.range(most, unroll=4):
-                for r in cutlass.range_constexpr(ROWS):
-                    for score in self.scores(r, place, n[r], -1e30):
-                        f, u = self.weights(score, lam[r])
-                        F[r], U[r] = F[r] + f, U[r] + u
+        F = cute.make_rmem_tensor((ROWS,), Float32)
+        U = cute.make_rmem_tensor((ROWS,), Float32)
+        F.fill(0.0)
+        U.fill(0.0)
+        for place in cutlass.range(most, unroll=4):
             for r in cutlass.range_constexpr(ROWS):
-                lam[r] = self.moved(lam[r], over_quad_sum(F[r]), over_quad_sum(U[r]))
+                for score in self.scores(r, place, n[r], -1e30):
+                    f, u = self.weights(score, lam[r])
+                    F[r], U[r] = F[r] + f, U[r] + u
+        for r in cutlass.range_constexpr(ROWS):
+            lam[r] = self.moved(lam[r], over_quad_sum(F[r]), over_quad_sum(U[r]))
         for r in cutlass.range_constexpr(ROWS):
             bound = self.under(lam[r])
             found[r] = bound if bound > found[r] else found[r]

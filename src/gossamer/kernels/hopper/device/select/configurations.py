@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from gossamer.kernels.hopper.device.configurations import check_memory
+from gossamer.kernels.hopper.device.configurations import Bounds, check_memory
 
 MOST_PLACES = 32  # of a thread: a bit of a word for each
 SEGMENTS = 16  # equal parts of the rows that read a key head
@@ -27,7 +26,7 @@ class SelectConfig:
     same: float = -1.0  # alpha - 1 of all heads: 0.5, 1.0, or -1.0 for any
     top: bool = False  # whether the k largest are selected
     weighed: bool = True  # whether those that surely have no weight are left out
-    bounds: Literal["every", "causal", "intervals"] = "every"
+    bounds: Bounds = "every"
 
     blocks = 1
     groups = 2  # warpgroups that compute, of 64 rows each

@@ -20,14 +20,14 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from gossamer.kernels.hopper.device.common import WARPGROUP, Barrier, Thread
-from gossamer.kernels.hopper.device.instructions import ROWS, assembly, of_row, places
+from gossamer.kernels.hopper.device.instructions import ROWS, assembly, of_row, over_quad_sum, places
 from gossamer.kernels.hopper.device.select.block import SelectBlock
-from gossamer.kernels.hopper.device.select.bounds import LOWEST, Bounds, over_quad_sum
+from gossamer.kernels.hopper.device.select.bounds import LOWEST, Bounds
 from gossamer.kernels.hopper.device.select.rows import rows_of, tile_of
-from gossamer.kernels.hopper.device.tiles import accumulator, issue, product_of, second_factor
+from gossamer.kernels.hopper.device.tiles import accumulator, held_factor, hold, issue, product_of, second_factor
 
 PLACES = 64  # of a thread, in each of which the largest score of a sample is found: 128 of a row
 # A row is given up, since a list will probably not hold its support, where more scores of the sample are over the first
@@ -47,9 +47,7 @@ class Selector(Bounds):
         super().__init__(block, [first + 8 * c.threads * r for r in range(ROWS)])
         self.block, self.thread, self.quad = block, thread, thread.lane % 4
         self.mma = product_of(dtype, c.step, registers=True)
-        of_mma = self.mma.get_slice(0)
-        self.q = of_mma.make_fragment_A(of_mma.partition_shape_A((64, c.D)))
-        self.k = second_factor(self.mma, block.s_k)
+        self.q, self.k = held_factor(self.mma, c.D), second_factor(self.mma, block.s_k)
         self.rows = rows_of(block)
         self.of_head(self.rows.head)
         self.lo = cute.make_rmem_tensor((ROWS,), Int32)
@@ -111,9 +109,7 @@ class Selector(Bounds):
     @cute.jit
     def hold_q(self):
         """Read Q into registers; its memory is free once all warps have."""
-        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.block.s_q.element_type)
-        mine = cute.make_tiled_copy_A(atom, self.mma).get_slice(self.thread.thread)
-        cute.copy(atom, mine.partition_S(self.block.s_q[None, None, self.thread.warpgroup]), mine.retile(self.q))
+        hold(self.mma, self.block.s_q[None, None, self.thread.warpgroup], self.q, self.thread.thread)
         cute.arch.barrier(barrier_id=Barrier.Q_READ, number_of_threads=self.config.threads)
 
     @cute.jit

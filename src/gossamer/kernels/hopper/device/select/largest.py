@@ -5,6 +5,7 @@ A thread holds its contenders in registers; the four threads of a row add up wha
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import cutlass
@@ -12,8 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from gossamer.kernels.hopper.device.common import Opaque
-from gossamer.kernels.hopper.device.instructions import ROWS, assembly
-from gossamer.kernels.hopper.device.select.bounds import over_quad_sum
+from gossamer.kernels.hopper.device.instructions import ROWS, assembly, over_quad_max, over_quad_sum
 from gossamer.kernels.hopper.device.select.contenders import TOGETHER, Selector
 
 LAST = 0x7FFFFFFF
@@ -37,9 +37,9 @@ def number(order: Any) -> Any:
     return assembly(Float32, code, Int32(order), effects=False)
 
 
-def larger(a: Any, b: Any) -> Any:
-    """The larger of two numbers, or NaN where one is."""
-    return assembly(Float32, "max.NaN.f32 $0, $1, $2;", Float32(a), Float32(b), effects=False)
+def of_places(places: list[int]) -> list[tuple[int, int, int]]:
+    """(place, which of its keys, row) of all that a thread has at some places."""
+    return list(product(places, range(PAIR), range(ROWS)))
 
 
 def over_quad_int(value: Any) -> Any:
@@ -102,7 +102,7 @@ class Largest(Opaque):
                     for r in cutlass.range_constexpr(ROWS):
                         for half, (score, there) in enumerate(self.read(r, Int32(place))):
                             score = score if there else -Float32.inf
-                            self.top[r] = larger(self.top[r], score)
+                            self.top[r] = cute.arch.fmax(self.top[r], score, nan=True)
                             self.kept[half, r] = self.kept[half, r] | (Int32(BIT[place]) if there else Int32(0))
                             if const_expr(c.top):
                                 self.order[place, half, r] = ordered(score)
@@ -110,10 +110,7 @@ class Largest(Opaque):
                                 self.numbers[place, half, r] = score
         for r in cutlass.range_constexpr(ROWS):
             self.size[r] = over_quad_sum(cute.arch.popc(self.kept[0, r]) + cute.arch.popc(self.kept[1, r]))
-            top = self.top[r]
-            for offset in (1, 2):
-                top = larger(top, cute.arch.shuffle_sync_bfly(top, offset=offset))
-            self.top[r] = top
+            self.top[r] = over_quad_max(self.top[r])
 
     def is_kept(self, r: int, place: Any, half: int) -> Any:
         """Whether a contender is one of this row, and of the k largest if those are wanted."""
@@ -183,11 +180,9 @@ class Largest(Opaque):
         own.fill(0)
         for places in self.together():
             if places[0] < self.most:
-                for place in places:
-                    for half in cutlass.range_constexpr(PAIR):
-                        for r in cutlass.range_constexpr(ROWS):
-                            one = Int32(1) if self.order[place, half, r] >= least[r] else Int32(0)
-                            own[half, place % 2, r] = own[half, place % 2, r] + one
+                for place, half, r in of_places(places):
+                    one = Int32(1) if self.order[place, half, r] >= least[r] else Int32(0)
+                    own[half, place % 2, r] = own[half, place % 2, r] + one
         for r in cutlass.range_constexpr(ROWS):
             found[r] = over_quad_sum((own[0, 0, r] + own[0, 1, r]) + (own[1, 0, r] + own[1, 1, r]))
 
@@ -196,11 +191,9 @@ class Largest(Opaque):
         """Leave out what is under the k-th largest."""
         for places in self.together():
             if places[0] < self.most:
-                for place in places:
-                    for half in cutlass.range_constexpr(PAIR):
-                        for r in cutlass.range_constexpr(ROWS):
-                            out = self.order[place, half, r] < self.first[r]
-                            self.kept[half, r] = self.kept[half, r] & ~(Int32(BIT[place]) if out else Int32(0))
+                for place, half, r in of_places(places):
+                    out = self.order[place, half, r] < self.first[r]
+                    self.kept[half, r] = self.kept[half, r] & ~(Int32(BIT[place]) if out else Int32(0))
 
     @cute.jit
     def leave(self, held, keep):
@@ -209,11 +202,9 @@ class Largest(Opaque):
         after.fill(LOWEST)
         for places in self.together():
             if places[0] < self.most:
-                for place in places:
-                    for half in cutlass.range_constexpr(PAIR):
-                        for r in cutlass.range_constexpr(ROWS):
-                            own = self.order[place, half, r]
-                            after[r] = cutlass.max(after[r], own) if own < self.first[r] else after[r]
+                for place, half, r in of_places(places):
+                    own = self.order[place, half, r]
+                    after[r] = cutlass.max(after[r], own) if own < self.first[r] else after[r]
         for r in cutlass.range_constexpr(ROWS):
             found = over_quad_int(after[r])
             self.after[r] = number(self.first[r] if held[r] > keep else found)

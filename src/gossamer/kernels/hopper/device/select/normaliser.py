@@ -8,10 +8,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from gossamer.kernels.hopper.device.instructions import ROWS
-from gossamer.kernels.hopper.device.select.bounds import over_quad_sum
+from gossamer.kernels.hopper.device.instructions import ROWS, over_quad_sum
 from gossamer.kernels.hopper.device.select.contenders import Selector
-from gossamer.kernels.hopper.device.select.largest import PAIR, Largest, number
+from gossamer.kernels.hopper.device.select.largest import Largest, number, of_places
 
 EPS = 1.2e-7
 FAR = -1e30  # stands for a score that is not there: -inf times 0 would be no number
@@ -34,15 +33,13 @@ class Normaliser(Largest):
         """Of contenders in registers, 1 + a t, where t is a score less the largest of its row."""
         for places in self.together():
             if places[0] < self.most:
-                for place in places:
-                    for half in cutlass.range_constexpr(PAIR):
-                        for r in cutlass.range_constexpr(ROWS):
-                            product = self.numbers[place, half, r]
-                            if const_expr(self.config.top):
-                                product = number(self.order[place, half, r])
-                                product = product if self.is_kept(r, place, half) else -Float32.inf
-                            t = product * self.rows.scale - self.top[r]
-                            self.numbers[place, half, r] = t * self.config.same + 1.0
+                for place, half, r in of_places(places):
+                    product = self.numbers[place, half, r]
+                    if const_expr(self.config.top):
+                        product = number(self.order[place, half, r])
+                        product = product if self.is_kept(r, place, half) else -Float32.inf
+                    t = product * self.rows.scale - self.top[r]
+                    self.numbers[place, half, r] = t * self.config.same + 1.0
 
     @cute.jit
     def at(self, r: cutlass.Constexpr, place):
@@ -61,11 +58,9 @@ class Normaliser(Largest):
             less = [self.config.same * self.x[r] for r in range(ROWS)]
             for places in self.together():
                 if places[0] < self.most:
-                    for place in places:
-                        for half in cutlass.range_constexpr(PAIR):
-                            for r in cutlass.range_constexpr(ROWS):
-                                p, u = self.of_line(self.numbers[place, half, r] - less[r])
-                                F[r], U[r] = F[r] + p, U[r] + u
+                    for place, half, r in of_places(places):
+                        p, u = self.of_line(self.numbers[place, half, r] - less[r])
+                        F[r], U[r] = F[r] + p, U[r] + u
         else:
             for place in cutlass.range(self.most, unroll=2):
                 for r in cutlass.range_constexpr(ROWS):

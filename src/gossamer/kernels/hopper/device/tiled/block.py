@@ -36,7 +36,7 @@ class TiledArguments(NamedTuple):
 
 
 class TileItem(IntEnum):
-    """The words of an item in shared memory."""
+    """The words of an item in shared memory, in the order in which they are published."""
 
     VALID = 0
     HEAD = 1

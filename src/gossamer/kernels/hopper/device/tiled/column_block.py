@@ -35,7 +35,7 @@ class TiledColumnsArguments(NamedTuple):
 
 
 class ColumnItem(IntEnum):
-    """The words of an item in shared memory."""
+    """The words of an item in shared memory, in the order in which they are published."""
 
     VALID = 0
     LEAD = 1  # the key head, counted over batch elements

@@ -18,6 +18,7 @@ from gossamer.kernels.hopper.device.tiled.sums import powers
 from gossamer.kernels.hopper.device.tiles import (
     accumulator,
     first_factor,
+    held_factor,
     issue,
     product_of,
     second_factor,
@@ -39,8 +40,7 @@ class ColumnConsumer(Opaque):
         self.q_turned = second_factor(self.mma_k, transposed(block.s_q, c.step, c.D, c.stages))
         self.dout_turned = second_factor(self.mma_v, transposed(block.s_dout, c.step, c.E, c.stages))
         self.dk, self.dv = accumulator(self.mma_k, c.D), accumulator(self.mma_v, c.E)
-        of_v = self.mma_v.get_slice(0)
-        self.p, self.ds = (of_v.make_fragment_A(of_v.partition_shape_A((TILE, c.step))) for _ in range(2))
+        self.p, self.ds = (held_factor(self.mma_v, c.step) for _ in range(2))
         self.exponent = cute.make_rmem_tensor((1,), Float32)
         self.turns = Turns(thread.warpgroup, c.groups)
         self.own = thread.thread // 32 * 16 + thread.lane // 4  # the first key of a thread; the second is eight below

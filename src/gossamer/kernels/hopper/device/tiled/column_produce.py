@@ -10,6 +10,7 @@ from gossamer.kernels.hopper.device.common import ROWS as TILE
 from gossamer.kernels.hopper.device.common import Opaque
 from gossamer.kernels.hopper.device.gather.rows import THREADS, RowCopies
 from gossamer.kernels.hopper.device.tiled.column_block import ColumnItem, Kind, TiledColumnsBlock
+from gossamer.kernels.hopper.device.tiled.items import publish, take
 from gossamer.kernels.hopper.device.tiled.rows import any_row, seen
 from gossamer.kernels.hopper.device.tiles import tile_loader
 
@@ -36,7 +37,7 @@ class KeyServer(Opaque):
         turn, n = Int32(0), self.take(count)
         while n < count:
             lead, tile = n % leads, n // leads
-            self.publish(turn, Int32(1), lead, tile)
+            publish(block, turn, (Int32(1), lead, tile))
             block.keys.wait_empty_at(turn)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(block.keys.full, c.groups * (self.k.bytes + self.v.bytes))
@@ -46,28 +47,15 @@ class KeyServer(Opaque):
                     cute.copy(one.atom, at, one.to[None, g], tma_bar_ptr=block.keys.full)
             turn += 1
             n = self.take(count)
-        self.publish(turn, Int32(0), Int32(0), Int32(0))
+        publish(block, turn, (Int32(0), Int32(0), Int32(0)))
 
     @cute.jit
     def take(self, count):
         """The number of the next item that nobody has taken; of no rows there are none."""
         n = count
         if count > 0:
-            if cute.arch.lane_idx() == 0:
-                n = cute.arch.atomic_add(self.arguments.drawn.iterator + 1, Int32(1), sem="relaxed", scope="gpu")
-            n = cute.arch.shuffle_sync(n, 0)
+            n = take(self.arguments.drawn.iterator + 1)
         return n
-
-    @cute.jit
-    def publish(self, turn, valid, lead, tile):
-        """Describe an item to those that gather and compute."""
-        items, item = self.block.items, self.block.s_item
-        stage = items.wait_empty_at(turn)
-        if cute.arch.lane_idx() == 0:
-            item[ColumnItem.VALID, stage], item[ColumnItem.LEAD, stage] = valid, lead
-            item[ColumnItem.TILE, stage] = tile
-            cute.arch.mbarrier_arrive(items.full + stage)
-        cute.arch.sync_warp()
 
 
 class RowGatherer(Opaque):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from gossamer.kernels.hopper.device.common import ROWS
-from gossamer.kernels.hopper.device.configurations import check_memory
+from gossamer.kernels.hopper.device.configurations import Bounds, check_memory
 
-Bounds = Literal["every", "causal", "intervals"]
 SIZES = (64, 128)  # head sizes; a smaller one is padded with zeros
 SUMS = 4  # numbers of a row that the parts of its keys exchange: the sums of a pass, and its largest score
 EIGHT = 8  # keys that follow one another in a sample

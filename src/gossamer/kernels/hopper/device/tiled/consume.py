@@ -9,16 +9,22 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from gossamer.kernels.hopper.device.common import ROWS as TILE
 from gossamer.kernels.hopper.device.common import WARPGROUP, Thread
-from gossamer.kernels.hopper.device.instructions import ROWS, assembly, convert, places
+from gossamer.kernels.hopper.device.instructions import (
+    ROWS,
+    assembly,
+    convert,
+    over_quad_max,
+    over_quad_sum,
+    places,
+)
 from gossamer.kernels.hopper.device.tiled.block import Pass, TiledBlock
 from gossamer.kernels.hopper.device.tiled.configurations import EVERY
 from gossamer.kernels.hopper.device.tiled.results import write_rows
 from gossamer.kernels.hopper.device.tiled.row_tile import ALL, RowTile
 from gossamer.kernels.hopper.device.tiled.rows import spread
-from gossamer.kernels.hopper.device.tiled.sums import SAMPLE_STEPS, longest, over_quad_max, over_quad_sum, two
-from gossamer.kernels.hopper.device.tiles import accumulator, issue, product_of, second_factor, transposed
+from gossamer.kernels.hopper.device.tiled.sums import SAMPLE_STEPS, longest, two
+from gossamer.kernels.hopper.device.tiles import accumulator, held_factor, issue, product_of, second_factor, transposed
 
 MOST_STEPS = 60
 SLACK = 1e-5  # relative, of the largest score: it was rounded
@@ -33,8 +39,7 @@ class Consumer(RowTile):
         self.mma_pv = product_of(block.s_q.element_type, c.E, transposed=True, registers=True)
         self.v = second_factor(self.mma_pv, transposed(block.s_v, c.step, c.E, c.v_stages))
         self.o = accumulator(self.mma_pv, c.E)
-        of_pv = self.mma_pv.get_slice(0)
-        self.p = of_pv.make_fragment_A(of_pv.partition_shape_A((TILE, c.step)))
+        self.p = held_factor(self.mma_pv, c.step)
         self.low, self.high, self.most, self.bad = two(), two(), two(), two()
 
     @cute.jit

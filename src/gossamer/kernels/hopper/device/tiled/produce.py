@@ -10,8 +10,9 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 from gossamer.kernels.hopper.device.common import Opaque, Ring
-from gossamer.kernels.hopper.device.tiled.block import Pass, TiledBlock, TileItem
+from gossamer.kernels.hopper.device.tiled.block import Pass, TiledBlock
 from gossamer.kernels.hopper.device.tiled.configurations import EIGHT, EVERY
+from gossamer.kernels.hopper.device.tiled.items import publish, take
 from gossamer.kernels.hopper.device.tiled.rows import division, keys_of, sampled, spread
 from gossamer.kernels.hopper.device.tiles import LINE, Tma, tile_loader
 
@@ -63,10 +64,7 @@ class Producer(Opaque):
         leads = cute.size(a.row_counts)
         head, first, looking = Int32(-1), Int32(0), Int32(1)
         while looking != 0:
-            n = Int32(0)
-            if cute.arch.lane_idx() == 0:
-                n = cute.arch.atomic_add(a.drawn.iterator, Int32(1), sem="relaxed", scope="gpu")
-            n = cute.arch.shuffle_sync(n, 0)
+            n = take(a.drawn.iterator)
             looking = Int32(0)
             if n < of_launch.items * leads:
                 lead = n % leads
@@ -75,16 +73,6 @@ class Producer(Opaque):
                 if tile >= 0:
                     head, first = lead, tile * of_launch.rows
         return head, first
-
-    @cute.jit
-    def publish(self, turn, valid, head, first):
-        """Describe an item to the consumers."""
-        items, item = self.block.items, self.block.s_item
-        stage = items.wait_empty_at(turn)
-        if cute.arch.lane_idx() == 0:
-            item[TileItem.VALID, stage], item[TileItem.HEAD, stage], item[TileItem.FIRST, stage] = valid, head, first
-            cute.arch.mbarrier_arrive(items.full + stage)
-        cute.arch.sync_warp()
 
     @cute.jit
     def run(self):
@@ -97,7 +85,7 @@ class Producer(Opaque):
         turn, kv, v, decisions = Int32(0), Int32(0), Int32(0), Int32(0)  # items, tiles of K and V, so far
         head, first = self.draw(of_launch)
         while head >= 0:
-            self.publish(turn, Int32(1), head, first)
+            publish(block, turn, (Int32(1), head, first))
             turn += 1
             keys = keys_of(block, head, first, of_launch.rows)
             steps = keys.end - keys.begin
@@ -132,4 +120,4 @@ class Producer(Opaque):
                     running = Int32(0)
                 kv += steps
             head, first = self.draw(of_launch)
-        self.publish(turn, Int32(0), Int32(0), Int32(0))
+        publish(block, turn, (Int32(0), Int32(0), Int32(0)))

@@ -12,11 +12,11 @@ from cutlass.cute.nvgpu import warpgroup
 from gossamer.kernels.hopper.device.common import ROWS as TILE
 from gossamer.kernels.hopper.device.common import WARPGROUP, Opaque, Thread
 from gossamer.kernels.hopper.device.gather.rows import RowCopies
-from gossamer.kernels.hopper.device.instructions import ROWS, places
+from gossamer.kernels.hopper.device.instructions import ROWS, over_quad_max, over_quad_sum, places
 from gossamer.kernels.hopper.device.tiled.block import TileItem
 from gossamer.kernels.hopper.device.tiled.configurations import EIGHT
 from gossamer.kernels.hopper.device.tiled.rows import Keys, division, keys_of, sampled, seen
-from gossamer.kernels.hopper.device.tiled.sums import Sums, over_quad_max, over_quad_sum
+from gossamer.kernels.hopper.device.tiled.sums import Sums
 from gossamer.kernels.hopper.device.tiles import accumulator, first_factor, issue, product_of, second_factor
 
 OWN, ALL, TURN = 1, 4, 5  # named barriers: of each warpgroup, of all, and of the turn of each

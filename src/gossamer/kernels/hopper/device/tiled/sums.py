@@ -28,18 +28,6 @@ def two() -> Any:
     return cute.make_rmem_tensor((ROWS,), Float32)
 
 
-def over_quad_sum(value: Any) -> Any:
-    """The sum of the four threads that share a row."""
-    value = value + cute.arch.shuffle_sync_bfly(value, offset=1)
-    return value + cute.arch.shuffle_sync_bfly(value, offset=2)
-
-
-def over_quad_max(value: Any) -> Any:
-    """The largest value of the four threads that share a row; NaN if one of them has it."""
-    value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=1), nan=True)
-    return cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=2), nan=True)
-
-
 def clamped(x: Any, c: Any, d: Any) -> Any:
     """c x + d within [0, 1]; 0 of NaN."""
     return assembly(Float32, "fma.rn.sat.f32 $0, $1, $2, $3;", Float32(x), Float32(c), Float32(d), effects=False)
