@@ -5,7 +5,6 @@ A thread holds its contenders in registers; the four threads of a row add up wha
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import cutlass
@@ -39,7 +38,7 @@ def number(order: Any) -> Any:
 
 def of_places(places: list[int]) -> list[tuple[int, int, int]]:
     """(place, which of its keys, row) of all that a thread has at some places."""
-    return list(product(places, range(PAIR), range(ROWS)))
+    return [(place, half, r) for place in places for half in range(PAIR) for r in range(ROWS)]
 
 
 def over_quad_int(value: Any) -> Any:
