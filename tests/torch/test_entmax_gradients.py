@@ -206,6 +206,18 @@ def test_what_rows_may_see_must_not_change_before_the_backward(form: str) -> Non
         out.sum().backward()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize("leading", [(), (1, 2)], ids=["of one head", "of a batch"])
+def test_the_output_may_be_written_to(leading: tuple[int, ...], dtype: torch.dtype) -> None:
+    q, k, v = (x[0, 0].expand(*leading, -1, -1).to(dtype).clone().requires_grad_() for x in inputs(G=2))
+    wanted = torch.autograd.grad((2 * gs.entmax_attention(q, k, v) + 1).square().sum(), (q, k, v))
+    out = gs.entmax_attention(q, k, v)
+    out.mul_(2)
+    out += 1
+    found = torch.autograd.grad(out.square().sum(), (q, k, v))
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+
+
 def test_aux_is_constant() -> None:
     q, k, v = (x.requires_grad_() for x in inputs())
     _, aux = gs.entmax_attention(q, k, v, return_aux=True)

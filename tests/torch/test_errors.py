@@ -157,7 +157,7 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype stage")
     NESTED = torch.nested.nested_tensor([torch.zeros(2, 16), torch.zeros(3, 16)])
 SAID_OF_NESTED = {
-    "q": ((NESTED, kv, kv), {}, "q must be a tensor of one shape; got a nested tensor, float32, cpu; of sequences"),
+    "q": ((NESTED, kv, kv), {}, "q must be a tensor of one shape; got a nested tensor, float32, cpu; pack sequences"),
     "v": ((q, kv, NESTED), {}, "v must be a tensor of one shape; got a nested tensor"),
     "pattern": ((q, kv, kv, NESTED), {}, "pattern must be None.*; got a nested tensor"),
     "key_lengths": ((q, kv, kv), {"key_lengths": NESTED}, "key_lengths must be a tensor of one shape; got a nested"),

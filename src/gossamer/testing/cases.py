@@ -116,12 +116,12 @@ def bigbird_matrix(N: int, block: int, p: float | None = None) -> BlockMask:
     n = N // block
     p = {128: 27 / 1024, 64: 54 / 2048}[block] if p is None else p
     generator = torch.Generator().manual_seed(0)
-    mask = torch.zeros(n, n, dtype=torch.bool)
-    i = torch.arange(n)
+    mask = torch.zeros(n, n, dtype=torch.bool, device="cpu")
+    i = torch.arange(n, device="cpu")
     for o in (-1, 0, 1):
         mask[i, (i + o).clamp(0, n - 1)] = True
     mask[:, :2] = True
-    mask |= torch.rand(n, n, generator=generator) < p
+    mask |= torch.rand(n, n, generator=generator, device="cpu") < p
     return BlockMask(mask, block)
 
 

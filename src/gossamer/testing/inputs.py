@@ -92,7 +92,7 @@ def make(
     if case.sink_logits:
         sinks = torch.randn(case.H, generator=generator, device=where).to(device).requires_grad_(requires_grad)
     if case.alibi_slopes:
-        slopes = (2.0 ** -torch.arange(1, case.H + 1)).to(device)
+        slopes = (2.0 ** -torch.arange(1, case.H + 1, device="cpu")).to(device)
     offset = case.K - case.Q if case.q_offset is None else case.q_offset
     terms = Terms(case.D**-0.5, offset, case.softcap, lengths, sinks, slopes)
     return Inputs(case.pattern() if pattern is None else pattern, q, k, v, terms, draw(case.H, case.Q, case.E))

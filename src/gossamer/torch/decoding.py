@@ -154,7 +154,7 @@ def _make_lengths(device: torch.device, B: int, most: int) -> tuple[Tensor, ...]
     """(B,) of each number of keys up to `most` that shares its launch, at multiples of 16 bytes."""
 
     def make() -> tuple[Tensor, ...]:
-        numbers = torch.arange(most - RANGE + 1, most + 1, dtype=torch.int32)
+        numbers = torch.arange(most - RANGE + 1, most + 1, dtype=torch.int32, device="cpu")
         rows = numbers[:, None].expand(RANGE, -(-B // 4) * 4).contiguous().to(device)
         return rows[:, :B].unbind(0)
 

@@ -43,7 +43,7 @@ def int32_lengths(K: int, lengths: Tensor) -> Tensor:
 @lru_cache(MOST_ENDS)
 def _ends(device: torch.device, K: int) -> tuple[Tensor, ...]:
     """0 and K on a device: a clamp by numbers of Python would not write another type than it reads."""
-    return outlasting(device, lambda: torch.tensor([0, K]).to(device).unbind())
+    return outlasting(device, lambda: torch.tensor([0, K], device="cpu").to(device).unbind())
 
 
 def class_lengths(first: int, classes: int, step: int, K: int, lengths: Tensor) -> Tensor:

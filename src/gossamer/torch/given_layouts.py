@@ -106,7 +106,7 @@ def listed_places(starts: Tensor, counts: Tensor) -> Tensor:
     """Where the entries of all lists are, of starts and counts of any shape."""
     counts, starts = counts.flatten(), starts.flatten()
     first = starts - (counts.cumsum(0) - counts)
-    return torch.arange(int(counts.sum())) + first.repeat_interleave(counts)
+    return torch.arange(int(counts.sum()), device=counts.device) + first.repeat_interleave(counts)
 
 
 def _layout_checks(walk: Walk, q: Tensor, k: Tensor) -> Iterator[tuple[bool, str, Any, str]]:
@@ -136,7 +136,10 @@ def _index_checks(walk: Walk) -> Iterator[tuple[bool, str, Any, str]]:
         starts, counts, indices = (x.long() for x in tiles)
         inside = (counts >= 0) & (starts >= 0) & (starts + counts <= len(indices))
         yield bool(inside.all()), f"{kind}.starts and counts", Wording("others"), f"within its {len(indices)} indices"
-        row, place = torch.arange(counts.numel()).repeat_interleave(counts.flatten()), listed_places(starts, counts)
+        row, place = (
+            torch.arange(counts.numel(), device=counts.device).repeat_interleave(counts.flatten()),
+            listed_places(starts, counts),
+        )
         column = indices[place]
         bad = column[(column < 0) | (column >= C)]
         yield not len(bad), f"{kind}.indices", next(iter(bad.tolist()), None), f"in [0, {C})"

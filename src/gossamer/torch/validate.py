@@ -21,10 +21,11 @@ Layout = Literal["bhnd", "bshd"]  # how q, k, v and out lie: (B, heads, position
 BHND: Layout = "bhnd"
 Lengths = Tensor | Sequence[int]  # key_lengths as they may be given
 
-OTHER_LAYOUT = '; sizes fit in the other layout: "bhnd", the default, reads (B, H, N, D), layout="bshd" (B, N, H, D)'
-_NESTED = (
-    "; of sequences of several lengths give their padding as key_lengths, or pack them behind one another: Document"
+OTHER_LAYOUT = (
+    '; sizes fit in the other layout: "bhnd", the default, reads (B, H, N, D), layout="bshd" (B, N, H, D); '
+    "a function without this argument takes x.transpose(1, 2)"
 )
+_NESTED = "; pack sequences of several lengths behind one another (Document), or pad them, where there are key_lengths"
 
 
 class Arguments(NamedTuple):

@@ -88,7 +88,7 @@ def _asked(fn: MaskFunction, use_vmap: bool, seen: Tensor | None, where: Where, 
         with scalars():
             answers = torch.vmap(fn)(*index)
     else:
-        answers = torch.as_tensor(fn(*index)).expand(len(b))
+        answers = torch.as_tensor(fn(*index), device="cpu").expand(len(b))
     wanted = answers.to(torch.bool).numpy()
     return wanted if seen is None else wanted & padded(seen, where).numpy()[b, j]
 

@@ -135,7 +135,7 @@ def _rows(fn: MaskFunction, w: Where, device: Any, use_vmap: bool) -> Iterator[n
             with scalars():
                 kept = asked(b, h, q, kv)
         else:
-            kept = torch.as_tensor(fn(b[:, None, None, None], h[:, None, None], q[:, None], kv))
+            kept = torch.as_tensor(fn(b[:, None, None, None], h[:, None, None], q[:, None], kv), device=device)
         yield kept.to(torch.bool).expand(w.B, 1, len(q), w.K)[:, 0].cpu().numpy()
 
 

@@ -70,15 +70,16 @@ def compare_known() -> None:
     """
     from transformers import masking_utils as known
 
-    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]], device="cpu")
+    padding = torch.tensor([2], device="cpu")
     ids = (positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1).cumsum(1)
     window = known.sliding_window_causal_mask_function(3)
     functions = [
         known.causal_mask_function, known.bidirectional_mask_function, window,
-        known.sliding_window_bidirectional_mask_function(3), known.chunked_causal_mask_function(4, torch.tensor([2])),
+        known.sliding_window_bidirectional_mask_function(3), known.chunked_causal_mask_function(4, padding),
         known.and_masks(window, known.packed_sequence_mask_function(ids)),
     ]  # fmt: skip
     if hasattr(known, "packed_sequence_compatibility_function"):
         functions.append(known.packed_sequence_compatibility_function(window, positions, ids))
     for fn in functions:
-        make_mask(1, 12, 12, 0, 0, fn, torch.ones(1, 12, dtype=torch.bool))
+        make_mask(1, 12, 12, 0, 0, fn, torch.ones(1, 12, dtype=torch.bool, device="cpu"))

@@ -59,7 +59,7 @@ class TilePlan:
 
     def _bias(self, piece: Piece) -> Bias:
         n = max(len(ids) for _, _, ids in piece.masks)
-        scores = torch.zeros(n, self.block_q, piece.tiles, self.block_kv, dtype=self.dtype)
+        scores = torch.zeros(n, self.block_q, piece.tiles, self.block_kv, dtype=self.dtype, device="cpu")
         for first, end, ids in piece.masks:
             scores[:, :, first:end].masked_fill_(self.batches.masks.dropped(ids).transpose(1, 2), -torch.inf)
         empty = scores.amax((2, 3)) == -torch.inf

@@ -149,7 +149,7 @@ def _scores(part: Part, p: Problem, terms: Terms, q: Tensor, k: Tensor, added: T
     """(scores (edges,) and a number of each row, `added` (rows,); tanh(s / softcap) or None)."""
     lists, cap = part.lists, terms.softcap
     s = added.index_select(0, lists.rows)
-    head = torch.arange(part.first, part.first + part.heads)
+    head = torch.arange(part.first, part.first + part.heads, device="cpu")
     keys = lists.keys
     if terms.alibi_slopes is not None or terms.key_lengths is not None:
         group = p.H // p.G
@@ -179,7 +179,7 @@ def _warned() -> None:
     """torch says once in a process that its sparse tensors may change; that is no matter of our user's."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.sparse_csr_tensor([0, 0], [], [], size=(1, 1))
+        torch.sparse_csr_tensor([0, 0], [], [], size=(1, 1), device="cpu")
 
 
 def _sampled(lists: Lists, a: Tensor, b: Tensor, scale: float, added: Tensor) -> Tensor:
@@ -187,7 +187,9 @@ def _sampled(lists: Lists, a: Tensor, b: Tensor, scale: float, added: Tensor) ->
     if len(added):
         _warned()
         size = len(a), len(b)
-        edges = torch.sparse_csr_tensor(lists.starts, lists.keys, added, size=size, check_invariants=False)
+        edges = torch.sparse_csr_tensor(
+            lists.starts, lists.keys, added, size=size, check_invariants=False, device="cpu"
+        )
         torch.sparse.sampled_addmm(edges, a, b.T, alpha=scale, out=edges)
     return added
 

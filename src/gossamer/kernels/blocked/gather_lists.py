@@ -133,18 +133,18 @@ def _lists(layout: GatherLayout, p: Problem, leads: tuple[tuple[int, int], ...],
         counts.append(of_rows)
         edges.append(size)
     each = torch.cat(counts).to(torch.int64)
-    rows = torch.repeat_interleave(torch.arange(n * len(leads), dtype=torch.int32), each)
+    rows = torch.repeat_interleave(torch.arange(n * len(leads), dtype=torch.int32, device="cpu"), each)
     starts = _starts(each)
     table = (1 + (len(leads) - 1) // group) * p.K
     joined = keys[0] if len(keys) == 1 else torch.cat(keys)
-    return Lists(starts, joined, rows, table, torch.tensor(edges), _sums(starts))
+    return Lists(starts, joined, rows, table, torch.tensor(edges, device="cpu"), _sums(starts))
 
 
 def _places(starts: Tensor, counts: Tensor) -> Tensor:
     """Where the entries of lists (n,) are, which may have room between them."""
     size = int(counts.sum())
     before = counts.cumsum(0) - counts
-    return torch.arange(size) + (starts - before).repeat_interleave(counts, output_size=size)
+    return torch.arange(size, device=starts.device) + (starts - before).repeat_interleave(counts, output_size=size)
 
 
 def _starts(counts: Tensor) -> Tensor:
@@ -157,9 +157,9 @@ def _sums(starts: Tensor) -> Sums:
     if int(counts.max()) <= LONGEST_SUM:
         return Sums(starts, None, None, None)
     runs = (counts + (LONGEST_SUM - 1)).div(LONGEST_SUM, rounding_mode="floor").clamp_(min=1)
-    row = torch.repeat_interleave(torch.arange(len(runs)), runs)
+    row = torch.repeat_interleave(torch.arange(len(runs), device=runs.device), runs)
     first = runs.cumsum(0) - runs
-    nth = torch.arange(len(row)) - first[row]
+    nth = torch.arange(len(row), device=row.device) - first[row]
     ends = torch.cat([(starts[row] + nth * LONGEST_SUM).to(torch.int32), starts[-1:]])
     others = nth.nonzero().squeeze(1)
     return Sums(ends, first, others, row[others])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import Pattern
+from gossamer.patterns.validate import boolean
 from gossamer.torch.entmax.arguments import Given, given
 from gossamer.torch.entmax.autograd import EntmaxAttention, Results
 from gossamer.torch.entmax.operators import entmax_forward, rest_of, topk_op
@@ -140,8 +141,7 @@ def entmax_attention(
     """
     if save not in ("lists", "tau"):
         raise ValueError(f'save must be "lists" or "tau"; got {describe(save)}')
-    if not isinstance(return_aux, bool):
-        raise ValueError(f"return_aux must be True or False; got {describe(return_aux)}")
+    return_aux = boolean("return_aux", return_aux)
     found = given(
         "entmax_attention", q, k, v, pattern, alpha, top_k, causal, q_positions, k_positions, scale, implementation
     )
@@ -209,7 +209,7 @@ def topk_keys(
 
     Returns:
         (B, H, Q, k_keep) and so on, int32: the keys of each row ascending, then -1 where it sees fewer;
-        keys of the score -inf are not among them.
+        keys of the score -inf are not among them, and a score of NaN counts as the largest.
 
     Raises:
         ValueError: an argument is wrong.

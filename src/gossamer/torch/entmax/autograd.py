@@ -60,7 +60,9 @@ def results(
     with uncast(q.device):
         found = forward(operands_of(q, k, v, alpha, options), MEAN_LISTED * B * H * Q if listed else 0)
     rows = (x.view(B, H, Q) for x in (found.normaliser, found.support, found.certified))
-    return Found(Results(found.out.view(B, H, Q, -1).to(q.dtype), *rows), found.lists)
+    # No view to autograd: what a custom function gives as a view cannot be written to in place.
+    out = torch.ops.aten._unsafe_view(found.out, (B, H, Q, v.shape[3]))
+    return Found(Results(out.to(q.dtype), *rows), found.lists)
 
 
 def of_kernels(

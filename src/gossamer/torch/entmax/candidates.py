@@ -83,7 +83,7 @@ class OfIntervals:
         lo: Tensor = self.lo[start:stop]
         hi: Tensor = self.hi[start:stop]
         first, last = int(lo[0]), int(hi[-1])
-        keys = torch.arange(first, max(first, last))
+        keys = torch.arange(first, max(first, last), device=lo.device)
         if int(lo[-1]) <= first and int(hi[0]) >= last:
             return Seen(keys, None)
         return Seen(keys, (keys >= lo[:, None]) & (keys < hi[:, None]))
