@@ -56,11 +56,10 @@ def elsewhere(call: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_attention(case: Case) -> None:
     x = inputs.make(case, "float32", requires_grad=True)
-    terms = {name: value for name, value in x.terms._asdict().items() if value is not None and name != "q_offset"}
 
     def call() -> list[Tensor]:
-        out = gs.attention(x.q, x.k, x.v, case.pattern(), q_offset=case.q_offset, **terms)
-        return [out, *torch.autograd.grad(out, (x.q, x.k, x.v), x.dout)]
+        out = gs.attention(*x.qkv, case.pattern(), **x.options())
+        return [out, *torch.autograd.grad(out, x.qkv, x.dout)]
 
     assert all(torch.equal(*pair) for pair in zip(*elsewhere(call), strict=True))
 

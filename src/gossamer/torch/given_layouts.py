@@ -11,7 +11,7 @@ from torch import Tensor
 from gossamer.layouts import BlockLayout, GatherLayout, GatherWalk, TileList, Walk
 from gossamer.layouts.gather import WIDTHS, queries_of
 from gossamer.layouts.walk import ARRAYS_PER_WALK
-from gossamer.patterns.grid import WORD
+from gossamer.patterns.grid import WORD, ranges
 from gossamer.torch.validate import OTHER_LAYOUT, Wording, describe
 
 Given = BlockLayout | GatherLayout
@@ -97,16 +97,16 @@ def _gather_checks(walk: GatherWalk, q: Tensor, k: Tensor) -> Iterator[tuple[boo
     starts, counts = walk.starts.long(), walk.counts.long()
     inside = (counts >= 0) & (starts >= 0) & (starts % width == 0) & (starts + counts <= n)
     yield bool(inside.all()), "starts and counts", Wording("others"), f"within its {n} indices, in steps of {width}"
-    listed = walk.indices[listed_places(starts, counts)]
-    bad = listed[(listed < 0) | (listed >= walk.columns)]
+    _, place = listed(starts, counts)
+    keys = walk.indices[place]
+    bad = keys[(keys < 0) | (keys >= walk.columns)]
     yield not len(bad), "indices", next(iter(bad.tolist()), None), f"in [0, {walk.columns})"
 
 
-def listed_places(starts: Tensor, counts: Tensor) -> Tensor:
-    """Where the entries of all lists are, of starts and counts of any shape."""
-    counts, starts = counts.flatten(), starts.flatten()
-    first = starts - (counts.cumsum(0) - counts)
-    return torch.arange(int(counts.sum()), device=counts.device) + first.repeat_interleave(counts)
+def listed(starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """(which list, place in the indices) of all entries, of starts and counts of any shape, on a CPU."""
+    which, place = ranges(starts.flatten().numpy(), (starts + counts).flatten().numpy())
+    return torch.from_numpy(which), torch.from_numpy(place)
 
 
 def _layout_checks(walk: Walk, q: Tensor, k: Tensor) -> Iterator[tuple[bool, str, Any, str]]:
@@ -136,10 +136,7 @@ def _index_checks(walk: Walk) -> Iterator[tuple[bool, str, Any, str]]:
         starts, counts, indices = (x.long() for x in tiles)
         inside = (counts >= 0) & (starts >= 0) & (starts + counts <= len(indices))
         yield bool(inside.all()), f"{kind}.starts and counts", Wording("others"), f"within its {len(indices)} indices"
-        row, place = (
-            torch.arange(counts.numel(), device=counts.device).repeat_interleave(counts.flatten()),
-            listed_places(starts, counts),
-        )
+        row, place = listed(starts, counts)
         column = indices[place]
         bad = column[(column < 0) | (column >= C)]
         yield not len(bad), f"{kind}.indices", next(iter(bad.tolist()), None), f"in [0, {C})"

@@ -15,6 +15,11 @@ FEWEST = 3  # tiles of a larger sample
 TERMS = 4  # numbers of a row that come with it to dK and dV: its place on the line, delta, and its first and last key
 
 
+def padded(size: int) -> int:
+    """The head size of the kernels that takes one of up to 128."""
+    return 64 if size <= 64 else 128
+
+
 @dataclass(frozen=True)
 class TiledConfig:
     """One compiled kernel.
@@ -62,7 +67,7 @@ class TiledConfig:
 
 def tiled_config(dtype: str, D: int, E: int, same: float, bounds: Bounds, told: bool = True) -> TiledConfig:
     """That of a call, of heads of up to 128."""
-    size = (64 if D <= 64 else 128, 64 if E <= 64 else 128)
+    size = padded(D), padded(E)
     if max(size) == 64:
         return TiledConfig(dtype, *size, same, bounds, told=told)
     return TiledConfig(dtype, *size, same, bounds, groups=2, step=64, told=told)
@@ -103,7 +108,7 @@ class TiledColumnsConfig:
 
 def tiled_columns_config(dtype: str, D: int, E: int, same: float, bounds: Bounds) -> TiledColumnsConfig:
     """That of a call, of heads of up to 128."""
-    size = (64 if D <= 64 else 128, 64 if E <= 64 else 128)
+    size = padded(D), padded(E)
     if max(size) == 64:
         return TiledColumnsConfig(dtype, *size, same, bounds)
     return TiledColumnsConfig(dtype, *size, same, bounds, groups=2, stages=3)

@@ -1,4 +1,4 @@
-"""What the kernels of tiles of rows do around their passes: a warpgroup's rows of an item, its products, its sums."""
+"""What the kernel of tiles of rows does around its passes: a warpgroup's rows of an item, its products, its sums."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class RowTile(Opaque):
             of_threads[j] = a.row_list[head, cutlass.min(own + copies.row + j * copies.at_once, last)]
         # Products of the item before have read what is written now.
         cute.arch.barrier(barrier_id=OWN + self.thread.warpgroup, number_of_threads=WARPGROUP)
-        self.fill(head // heads, head % heads, of_threads)
+        copies.fill(copies.start(head // heads, head % heads), of_threads, self.thread.warpgroup)
         self.sums.of_head(a.steepness[head % heads])
         for r in cutlass.range_constexpr(ROWS):
             self.row[r] = a.row_list[head, cutlass.min(own + self.own_row + 8 * r, last)]
@@ -130,10 +130,6 @@ class RowTile(Opaque):
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=OWN + self.thread.warpgroup, number_of_threads=WARPGROUP)
-
-    def fill(self, batch: Any, head: Any, rows: Any) -> None:
-        """Copy these rows of what this warpgroup reads."""
-        self.copies.fill(self.copies.start(batch, head), rows, self.thread.warpgroup)
 
     @cute.jit
     def product(self, n, in_turn: cutlass.Constexpr = True):
