@@ -1,4 +1,4 @@
-# make demo, test, test-more, check, bench, docs, site, clean: each installs what it needs first.
+# make demo, test, test-more, gpu-test, check, bench, docs, site, clean: each installs what it needs first.
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -7,10 +7,11 @@ JAX := .venv-jax
 WORKERS := 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check bench docs site clean
+.PHONY: help install demo test gpu-test check bench docs site clean
 
 help:
 	@echo "make demo | test | check | bench | docs | site | clean"
+	@echo "make gpu-test: what needs an NVIDIA GPU"
 	@echo "make test-more | slow | wheel | notebooks | jax | cosmos: slower, most in an environment of their own"
 
 install: $(STAMP)
@@ -27,6 +28,10 @@ demo: $(STAMP) $(JAX)/.installed
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 test: $(STAMP)
 	$(PYTEST) -m "not slow" tests
+
+# The tests that need a GPU, from torch and from JAX, on the machine's own Python or $(PYTHON): it has to have both.
+gpu-test:
+	$(or $(PYTHON),python3) scripts/gpu_test.py
 
 # What `test` leaves out: kernels compiled for every GPU and interpreted, and in environments of their own the site of
 # the documentation, the wheel, the notebooks, JAX and the simulation.

@@ -1,0 +1,101 @@
+"""`make gpu-test`: every test that needs a GPU, from torch and from JAX, in one sitting, with one summary.
+
+python scripts/gpu_test.py                    # as many processes as cores
+python scripts/gpu_test.py --keep FOLDER      # the lines of each test, and the output of pytest
+
+Torch and JAX run side by side, on one GPU. Kernels are kept in $GOSSAMER_CACHE_DIR and $TRITON_CACHE_DIR, so a second
+run compiles nothing. The exit code is 1 where a test failed or did not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+def command(processes: int, *more: str) -> list[str]:
+    """The command of pytest for a suite."""
+    return [
+        *(sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", str(processes), "--dist", "worksteal"),
+        *("-p", "tests.support.gpu_report", "--tb=short", "-p", "no:cacheprovider", *more),
+    ]  # fmt: skip
+
+
+def suites(processes: int) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """Each suite's command and environment: JAX gets a quarter of the processes."""
+    of_jax = max(1, processes // 4)
+    return {
+        "torch": (command(processes - of_jax, "tests", "--ignore", "tests/jax", "--ignore", "tests/cosmos"), {}),
+        "jax": (
+            command(of_jax, "tests/jax", "--confcutdir", "tests/jax"),
+            {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        ),
+    }
+
+
+def tests_of(folder: Path) -> list[dict[str, Any]]:
+    """What the processes of a suite wrote, a line a test."""
+    return [json.loads(line) for path in folder.glob("tests-*.jsonl") for line in path.read_text().splitlines()]
+
+
+def summary(name: str, tests: list[dict[str, Any]], code: int | None) -> list[str]:
+    """The lines that are printed of a suite."""
+    outcomes = Counter(test["outcome"] for test in tests)
+    seconds = sum(test["seconds"] for test in tests)
+    lines = [f"{name}: {dict(outcomes)}, exit code {code}, {seconds:.0f} s of tests"]
+    for kind in ("cute", "triton"):
+        number, took = (sum(test[kind][i] for test in tests) for i in (0, 1))
+        lines.append(f"  {number:.0f} {kind} kernels compiled, {took:.0f} s")
+    lines += [
+        f"  skipped {n}: {reason}" for reason, n in Counter(t["reason"] for t in tests if t["reason"]).most_common()
+    ]
+    lines += [f"  FAILED {test['id']}" for test in tests if test["outcome"] == "failed"]
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--limit", type=float, default=1800.0, help="seconds after which what still runs is stopped")
+    parser.add_argument("--keep", type=Path, help="a folder for what the processes wrote")
+    given = parser.parse_args()
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = given.keep or Path(temporary)
+        running = {}
+        for name, (argv, own) in suites(given.workers).items():
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            environment = os.environ | own | {"GPU_REPORT": str(folder / name), "OMP_NUM_THREADS": "1"}
+            log = (folder / f"{name}.log").open("w")
+            running[name] = subprocess.Popen(
+                argv, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        codes: dict[str, int | None] = dict.fromkeys(running)
+        took = dict.fromkeys(running, given.limit)
+        for name, process in running.items():
+            try:
+                codes[name] = process.wait(max(0.0, given.limit - (time.monotonic() - start)))
+                took[name] = time.monotonic() - start
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+        for name in running:
+            print(*summary(name, tests_of(folder / name), codes[name]), sep="\n")
+            print(f"  {took[name]:.0f} s")
+            print((folder / f"{name}.log").read_text()[-3000:])
+    print(f"{time.monotonic() - start:.0f} s in all")
+    return int(any(code != 0 for code in codes.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""A plugin of pytest for `make gpu-test`: the seconds of each test, and the kernels that it compiled.
+
+Each process appends one line of JSON a test to its own file in the folder $GPU_REPORT, which `scripts/gpu_test.py` reads.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COMPILED = "compiled %s %s in %.1f s"  # what the stores of kernels log
+
+
+class Compiled:
+    """Kernels that were compiled since the last `take`: how many, and the seconds that took."""
+
+    def __init__(self) -> None:
+        self.number, self.seconds = 0, 0.0
+
+    def add(self, seconds: float) -> None:
+        self.number, self.seconds = self.number + 1, self.seconds + seconds
+
+    def take(self) -> tuple[int, float]:
+        """(number, seconds), and nothing is left."""
+        taken = self.number, round(self.seconds, 2)
+        self.number, self.seconds = 0, 0.0
+        return taken
+
+
+class FromLog(logging.Handler):
+    """Adds up what the stores of CuTe kernels say that they compiled."""
+
+    def __init__(self, compiled: Compiled) -> None:
+        super().__init__(logging.INFO)
+        self.compiled = compiled
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.msg == COMPILED and isinstance(record.args, tuple):
+            self.compiled.add(float(str(record.args[-1])))
+
+
+class Report:
+    """Writes the lines."""
+
+    def __init__(self, folder: Path) -> None:
+        self.lines = (folder / f"tests-{os.getpid()}.jsonl").open("a")
+        self.cute, self.triton = Compiled(), Compiled()
+        logger = logging.getLogger("gossamer")
+        logger.addHandler(FromLog(self.cute))
+        logger.setLevel(logging.INFO)
+        try:
+            from triton import knobs
+        except ImportError:
+            return
+        knobs.compilation.listener = self.compiled_by_triton
+
+    def compiled_by_triton(self, *, times: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            self.triton.add(times.total * 1e-6)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+        report: pytest.TestReport = yield
+        if call.when == "call" or report.outcome != "passed":
+            reason = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else None
+            line = {"id": item.nodeid, "outcome": report.outcome, "when": call.when, "seconds": round(call.duration, 3)}
+            line |= {"reason": reason, "cute": self.cute.take(), "triton": self.triton.take()}
+            self.lines.write(json.dumps(line) + "\n")
+            self.lines.flush()
+        return report
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    folder = os.environ.get("GPU_REPORT")
+    if folder and (hasattr(config, "workerinput") or not config.getoption("numprocesses", None)):
+        config.pluginmanager.register(Report(Path(folder)))
