@@ -89,6 +89,11 @@ class Call(NamedTuple):
     listed: bool  # whether lengths are given in a list
 
     @property
+    def kind(self) -> str:
+        """The kind of the pattern."""
+        return str(self.spec[0])
+
+    @property
     def offset(self) -> int:
         """Position of query row 0."""
         return self.shape[4] - self.shape[3] if self.q_offset is None else self.q_offset[1]

@@ -1,69 +1,75 @@
-"""Running random calls of attention: each is computed, compared with the oracle, and counted.
+"""Running random calls: what comes of one, memory in which they run, and counts.
 
-`run` computes a call up to three times, with other numbers each time (a repeated call goes by other paths than the
-first). A call is right when its results and gradients are those of `soak_oracle`, or when it is refused by a ValueError
-that `refusals` lists for it; anything else is wrong. Every process that runs calls enters `prepared` first.
+A family of calls is a module `soak_<family>.py` of two functions: `draw(seed, device)` gives a `Drawn`, and `run(call)`
+its `Outcome`. `run` gives what computes and compares a call to `outcome_of`, which turns an error into an outcome:
+a refusal that the family lists, or else something wrong. Every process that runs calls enters `prepared` first.
 """
 
 from __future__ import annotations
 
 import math
-import random
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-import soak_oracle as oracle
 import torch
-from soak_arguments import laid_out, make_mistake, offset_of, pattern_argument, unbatched, vector
-from soak_calls import Call, refusal, refusals
-from soak_oracle import Terms
 from torch import Tensor
 
-import gossamer as gs
-from gossamer.memo import forget_all
 from gossamer.plan import partition
 
-_in_parts = [False]  # whether the call that is run is computed in parts; `run` writes it, `prepared` reads it
+IN_PARTS = [False]  # whether the call of `attention` that is run is computed in parts; read by `prepared`
 
 
 class Outcome(NamedTuple):
     """What came of a call."""
 
     seed: int
-    kind: str  # of pattern
+    kind: str  # within its family: of a pattern, or a form
     implementation: str
     refused: str | None  # the reason
     wrong: str | None  # what is wrong
     description: str  # of the call
+    family: str = "attention"
 
 
-def attention(*args: Any, **kwargs: Any) -> Any:
-    """The function that is tested; tests of this script replace it by a wrong one."""
-    return gs.attention(*args, **kwargs)
+class Drawn(Protocol):
+    """What `draw` of a family gives: a call that is told by its seed and device alone."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def implementation(self) -> str | None: ...
+    def description(self) -> str: ...
 
 
-def run(c: Call) -> Outcome:
-    """Compute a call up to three times, and compare each with the oracle."""
-    outcome = Outcome(c.seed, c.spec[0], c.implementation or "None", None, None, c.description())
-    _in_parts[0] = c.parts
-    if c.parts:
-        _forget()
+def begun(family: str, call: Drawn) -> Outcome:
+    """The outcome of a call of which nothing is wrong yet."""
+    return Outcome(call.seed, call.kind, call.implementation or "None", None, None, call.description(), family)
+
+
+def outcome_of(
+    outcome: Outcome, compute: Callable[[Outcome], Outcome], refusal: Callable[[ValueError], str | None]
+) -> Outcome:
+    """What `compute` says of a call, or what its error means.
+
+    Args:
+        outcome: of `begun`.
+        compute: computes and compares a call; gives the outcome with what is wrong, or how it was computed.
+        refusal: the reason for which the call may be refused with such an error; None where there is none.
+    """
     try:
-        return _run(c, outcome)
+        return compute(outcome)
     except ValueError as error:
-        name = refusal(c, error)
+        name = refusal(error)
         if name is not None:
             return outcome._replace(refused=name)
         return outcome._replace(wrong=f"refused: {type(error).__name__}: {_raised(error)}")
     except Exception as error:
         return outcome._replace(wrong=f"{type(error).__name__}: {_raised(error)}")
-    finally:
-        if c.parts:
-            _in_parts[0] = False
-            _forget()
 
 
 def _raised(error: Exception) -> str:
@@ -71,130 +77,6 @@ def _raised(error: Exception) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1]
     message = " ".join(str(error).split())
     return f"{message[:400]} ({last.filename.rsplit('/', 2)[-2]}/{last.filename.rsplit('/', 1)[-1]}:{last.lineno})"
-
-
-def _run(c: Call, outcome: Outcome) -> Outcome:
-    B, H, G, Q, K, D, E = c.shape
-    generator = torch.Generator().manual_seed(c.seed)
-    given = pattern_argument(c)
-    lengths = None if c.lengths is None else vector(c.lengths, c.device)
-    sinks, slopes = (None if x is None else vector(x, c.device) for x in (c.sinks, c.slopes))
-    if sinks is not None:
-        sinks.requires_grad_("s" in c.wanted)
-    counts, r = given.counts, random.Random(c.seed + 2)
-    turns = 1 if c.mistake is not None else r.choice([1, 2, 2, 3])
-    for turn in range(turns):
-        if turn == 2 and lengths is not None and c.lengths is not None and c.lengths.place != "expanded":
-            values = (*c.lengths.values[1:], min(K // 2 + 1, torch.iinfo(lengths.dtype).max))
-            lengths.copy_(torch.tensor(values, dtype=lengths.dtype))
-        if turn == 2 and given.mask is not None:
-            given.mask.logical_not_()
-            counts = 1 - counts
-        shapes = (B, H, Q, D), (B, G, K, D), (B, G, K, E)
-        whole = [torch.randn(s, generator=generator, dtype=torch.float64).to(c.dtype).to(c.device) for s in shapes]
-        four = [laid_out(where, x) for where, x in zip(c.places, whole, strict=True)]
-        leaves = [unbatched(x, c.dims).requires_grad_(name in c.wanted) for x, name in zip(four, "qkv", strict=True)]
-        options: dict[str, Any] = {
-            "q_offset": offset_of(c), "scale": c.scale, "softcap": c.softcap, "key_lengths": lengths,
-            "sink_logits": sinks, "alibi_slopes": slopes, "implementation": c.implementation,
-            "deterministic": c.deterministic, "layout": "bshd" if c.bshd else "bhnd",
-        }  # fmt: skip
-        if lengths is not None and c.listed:
-            options["key_lengths"] = lengths.tolist()
-        inputs = [in_layout(c, x) for x in leaves]
-        arguments = dict(zip("qkv", inputs, strict=True)) | {"pattern": given.pattern, **options}
-        arguments |= {"return_lse": c.return_lse, "merge": "lse" if c.merge else None}
-        if c.mistake is not None:
-            make_mistake(c, arguments)
-        if turn == 0 and c.mistake is None and not c.merge:
-            explained = gs.explain(*inputs, given.pattern, **options)
-            outcome = outcome._replace(implementation=explained.implementation + " in parts" * bool(explained.parts))
-            density = float((counts > 0).double().mean())
-            if not math.isclose(explained.density, density, abs_tol=1e-12):
-                return outcome._replace(wrong=f"a density of {density} is explained as {explained.density}")
-        modes = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "plain": torch.enable_grad}
-        with torch.enable_grad() if c.wanted else modes[c.mode]():
-            found = attention(**arguments)
-        must = [name for name, _, has_to in refusals(c) if has_to]
-        if must:
-            return outcome._replace(wrong=f"not refused: {must[0]}")
-        out, *more = found if c.return_lse else (found,)
-        if c.bshd and not out.is_contiguous():
-            return outcome._replace(wrong="out is not contiguous in its layout")
-        results = in_layout(c, out), *more
-        terms = Terms(
-            float(D**-0.5 if c.scale is None else c.scale), c.offset, None if c.softcap is None else float(c.softcap),
-            None if lengths is None else lengths.tolist(), sinks, slopes,
-        )  # fmt: skip
-        difference = compared(c, four, leaves, sinks, counts, terms, results)
-        if difference is not None:
-            return outcome._replace(wrong=f"call {turn + 1}: {difference}")
-    return outcome
-
-
-def in_layout(c: Call, x: Tensor) -> Tensor:
-    """One of q, k, v and out in the layout of the call, or from it."""
-    return x.transpose(-3, -2) if c.bshd and c.dims > 2 else x
-
-
-def compared(
-    c: Call, four: list[Tensor], leaves: list[Tensor], sinks: Tensor | None, counts: Tensor, terms: Terms,
-    results: tuple[Tensor, ...],
-) -> str | None:  # fmt: skip
-    """What is wrong with the results and gradients of a call; None where nothing is."""
-    B, H, _, Q, _, _, E = c.shape
-    wide = torch.float64 if c.dtype == torch.float64 else torch.float32
-    generator = torch.Generator().manual_seed(c.seed + 3)
-    with torch.no_grad():
-        dout, dlse = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((B, H, Q, E), (B, H, Q)))
-        dout, dlse = dout.to(c.device, c.dtype), dlse.to(c.device, wide)
-        use_lse = c.return_lse and c.cotangents != "out"
-        use_out = c.cotangents != "lse" or not c.return_lse
-        dout, dlse = dout * use_out, dlse * use_lse
-        counts = oracle.within(counts, terms)
-    exact = [x.detach().double().requires_grad_() for x in four]
-    of_sinks = None if sinks is None else sinks.detach().double().requires_grad_()
-    slopes = None if terms.slopes is None else terms.slopes.detach().double()
-    wide_terms = terms._replace(sinks=of_sinks, slopes=slopes)
-    with torch.enable_grad():
-        out, lse = oracle.exact(*exact, counts, wide_terms)
-    true = {"out": out.detach(), "lse": lse.detach()}
-    actual = dict(zip(("out", "lse"), results, strict=False))
-    for name, x in actual.items():
-        if x.dtype != (c.dtype if name == "out" else wide):
-            return f"{name} is of {x.dtype}"
-    if c.wanted and any(x.requires_grad for x in [*leaves, *([] if sinks is None else [sinks])]):
-        some = torch.isfinite(lse)
-        loss = (out * dout.double()).sum() + (torch.where(some, lse, 0.0) * torch.where(some, dlse, 0.0)).sum()
-        every = dict(zip(oracle.NAMES[2:], [*exact, of_sinks], strict=True))
-        every = {name: x for name, x in every.items() if x is not None}
-        gradients = torch.autograd.grad(loss, list(every.values()), allow_unused=True)
-        true |= {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(every.items(), gradients, strict=True)}
-        mine = dict(zip(oracle.NAMES[2:], [*leaves, sinks], strict=True))
-        mine = {name: x for name, x in mine.items() if x is not None and x.requires_grad}
-        outputs = [(actual["out"], unbatched(dout, c.dims))] if use_out else []
-        outputs += [(actual["lse"], unbatched(dlse, c.dims))] if use_lse else []
-        found = torch.autograd.grad([x for x, _ in outputs], list(mine.values()), [g for _, g in outputs])
-        for (name, x), g in zip(mine.items(), found, strict=True):
-            if g.dtype != x.dtype:
-                return f"{name} is of {g.dtype}"
-        actual |= dict(zip(mine, found, strict=True))
-    with torch.no_grad():
-        terms = terms._replace(sinks=None if sinks is None else sinks.detach())
-        low = oracle.plain(*four, counts, terms, dout, dlse)
-        inputs, wide_terms = [x.detach() for x in exact], terms._replace(slopes=slopes)
-        moved = oracle.rounding(*inputs, counts, wide_terms, dout.double(), dlse.double(), c.dtype, c.merge)
-        differences = []
-        for name, x in actual.items():
-            if name != "dsink_logits":
-                x = x.reshape((1,) * (4 - c.dims) + tuple(x.shape))
-            differences.append(oracle.wrong(name, x.detach(), true[name], low[name], moved[name]))
-    return "; ".join(one for one in differences if one is not None) or None
-
-
-def _forget() -> None:
-    """Forget plans and calls, which remember how they were computed."""
-    forget_all()
 
 
 @contextmanager
@@ -216,11 +98,11 @@ def prepared() -> Iterator[None]:
         return lambda *a, **k: fill(original(*a, **k))
 
     def cheap(original: Any) -> Any:
-        return lambda *a: 0.0 if _in_parts[0] else original(*a)
+        return lambda *a: 0.0 if IN_PARTS[0] else original(*a)
 
     def parted(original: Any) -> Any:
         def cheaper(found: Any, pattern: Any, p: Any, sizes: Any, cost: Any) -> Any:
-            if _in_parts[0]:
+            if IN_PARTS[0]:
                 cost.call = lambda *a, **k: math.inf
             return original(found, pattern, p, sizes, cost)
 
@@ -242,7 +124,7 @@ class Counts:
 
     def __init__(self) -> None:
         self.calls, self.refused, self.wrong = 0, Counter[str](), 0
-        self.by: dict[str, dict[str, Counter[str]]] = {"implementation": {}, "pattern": {}}
+        self.by: dict[str, dict[str, Counter[str]]] = {"family": {}, "implementation": {}, "kind": {}}
 
     def add(self, one: Outcome) -> None:
         """Count an outcome."""
@@ -251,7 +133,7 @@ class Counts:
         self.wrong += one.wrong is not None
         if one.refused:
             self.refused[one.refused] += 1
-        for group, name in (("implementation", one.implementation), ("pattern", one.kind)):
+        for group, name in (("family", one.family), ("implementation", one.implementation), ("kind", one.kind)):
             self.by[group].setdefault(name, Counter())[outcome] += 1
 
     def text(self) -> str:

@@ -19,6 +19,9 @@ from tests.support.exact import no_gpu
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CALLS = 300
+FAMILIES = {  # how many calls of each are computed here
+    "attention": 50,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,6 +70,32 @@ def test_calls_run_clean(first: int, capsys: pytest.CaptureFixture[str]) -> None
     assert f"{CALLS} calls" in printed and "blocked in parts" in printed
 
 
+def test_families_are_those_of_the_script() -> None:
+    import soak
+
+    assert list(FAMILIES) == list(soak.FAMILIES)
+    assert {soak.family_of("all", seed) for seed in range(len(FAMILIES))} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calls_of_each_family_run_clean(family: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import soak
+
+    given = ["--family", family, "--calls", str(FAMILIES[family]), "--workers", "0", "--seed", "900"]
+    assert soak.main(given) == 0, capsys.readouterr().out
+    assert f"{family} " in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@no_gpu
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "attention"])
+def test_calls_of_each_family_run_clean_on_a_gpu(family: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import soak
+
+    given = ["--family", family, "--calls", "25", "--workers", "0", "--device", "cuda"]
+    assert soak.main(given) == 0, capsys.readouterr().out
+
+
 @pytest.mark.gpu
 @no_gpu
 @pytest.mark.parametrize("first", range(0, 100, 25))
@@ -80,8 +109,8 @@ def test_calls_run_clean_on_a_gpu(first: int, capsys: pytest.CaptureFixture[str]
 def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """An error of a thousandth in one kind of result, in float64 and float32, is a failure with its command."""
     import soak
+    import soak_attention
     import soak_calls
-    import soak_run
 
     seeds = [seed for seed in range(200) if plain(soak_calls.draw(seed, "cpu"))][:4]
 
@@ -91,11 +120,11 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
     for seed in seeds:
         assert soak.main(["--one", str(seed)]) == 0, capsys.readouterr().out
-    monkeypatch.setattr(soak_run, "attention", off)
+    monkeypatch.setattr(soak_attention, "attention", off)
     for seed in seeds:
         assert soak.main(["--one", str(seed)]) == 1
         message = capsys.readouterr().out
-        assert f"WRONG python benchmarks/soak.py --one {seed} --device cpu" in message
+        assert f"WRONG python benchmarks/soak.py --family attention --one {seed} --device cpu" in message
         assert "out[" in message
         assert "1 wrong" in message
 
@@ -110,8 +139,8 @@ def test_an_error_that_is_no_refusal_is_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import soak
+    import soak_attention
     import soak_calls
-    import soak_run
 
     seed = next(seed for seed in range(200) if plain(soak_calls.draw(seed, "cpu")))
     for error, message in (
@@ -122,18 +151,18 @@ def test_an_error_that_is_no_refusal_is_found(
         def fails(*args: Any, _error: Exception = error, **kwargs: Any) -> Any:
             raise _error
 
-        monkeypatch.setattr(soak_run, "attention", fails)
+        monkeypatch.setattr(soak_attention, "attention", fails)
         assert soak.main(["--one", str(seed)]) == 1
         assert message in capsys.readouterr().out
 
 
-def crashes(pipe: Any, device: str) -> None:
+def crashes(pipe: Any, family: str, device: str) -> None:
     pipe.send(None)
     pipe.recv()
     os._exit(3)
 
 
-def hangs(pipe: Any, device: str) -> None:
+def hangs(pipe: Any, family: str, device: str) -> None:
     pipe.send(None)
     pipe.recv()
     time.sleep(600)
@@ -147,8 +176,8 @@ def test_a_process_that_crashes_or_hangs_is_a_failure(
     import soak
 
     monkeypatch.setitem(soak.LIMIT, "cpu", 0.01)
-    counts = soak.soak("cpu", 1, 7, 1, 60.0, target)
+    counts = soak.soak("attention", "cpu", 1, 7, 1, 60.0, target)
     assert (counts.calls, counts.wrong) == (1, 1)
     printed = capsys.readouterr().out
-    assert "--one 7 --device cpu" in printed
+    assert "--family attention --one 7 --device cpu" in printed
     assert message in printed
