@@ -160,10 +160,19 @@ def _document(p: Positions, ids: np.ndarray) -> Tensor:
     return inside & (mine[p.i.clamp(0, p.K - 1)] == mine[p.j])
 
 
-def _neighborhood(p: Positions, shape: tuple[int, ...], reach: tuple[tuple[int, int], ...]) -> Tensor:
+def _neighborhood(
+    p: Positions, shape: tuple[int, ...], reach: tuple[tuple[int, int], ...], border: tuple[str, ...],
+    causal: tuple[bool, ...],
+) -> Tensor:  # fmt: skip
     near, i, j = (p.i >= 0) & (p.i < math.prod(shape)), p.i, p.j
-    for n, (before, after) in zip(reversed(shape), reversed(reach), strict=True):
-        near = near & (j % n >= i % n - before) & (j % n <= i % n + after)
+    for n, (before, after), how, cause in reversed(list(zip(shape, reach, border, causal, strict=True))):
+        at, there = i % n, j % n
+        first, last = at - before, at + after
+        if how == "shift" and not cause:  # by as much as it hangs over an end of the axis
+            over = (-first).clamp(min=0) - (last - (n - 1)).clamp(min=0)
+            first, last = first + over, last + over
+        near = near & (there >= first) & (there <= last)
+        near = near & (there <= at) if cause else near
         i, j = i // n, j // n
     return near
 

@@ -39,7 +39,17 @@ def _neighborhood(r: Draw, K: int) -> Spec:
     first = r.choice(_divisors(K))
     second = r.choice(_divisors(K // first))
     shape = r.choice([(K,), (first, K // first), (first, second, K // first // second)])
-    return ("Neighborhood", shape, tuple((r.randrange(6), sometimes(r, r.randrange(6), LARGEST)) for _ in shape))
+    reach, borders, causes = [], [], []
+    for n in shape:
+        border, causal = r.choice(["cut", "cut", "shift"]), r.random() < 0.3
+        before, after = r.randrange(6), 0 if causal else sometimes(r, r.randrange(6), LARGEST)
+        if border == "shift" and not causal:  # a window that is moved is as long as its axis at most
+            before = min(before, n - 1)
+            after = min(after, n - 1 - before)
+        reach.append((before, after))
+        borders.append(border)
+        causes.append(causal)
+    return ("Neighborhood", shape, tuple(reach), tuple(borders), tuple(causes))
 
 
 def _rows(r: Draw, Q: int, K: int) -> Spec:

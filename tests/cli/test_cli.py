@@ -52,6 +52,7 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
         ("CSR([0, 1, 3], [2, 0, 1], 3)", gs.CSR([0, 1, 3], [2, 0, 1], 3)),
         ("Tree([-1, 0, 0, 1])", gs.Tree([-1, 0, 0, 1])),
         ("Neighborhood((5, 8), (2, 1), border='shift')", gs.Neighborhood((5, 8), (2, 1), border="shift")),
+        ("Neighborhood((5, 8), 1, causal=(True, False))", gs.Neighborhood((5, 8), ((1, 0), 1))),
         ("Neighborhood((5, 8), (2, 1), ('cut', 'shift'))", gs.Neighborhood((5, 8), (2, 1), ("cut", "shift"))),
     ],
 )

@@ -93,6 +93,7 @@ def leaves(K, Q):
             st.integers(0, 2),
             st.integers(0, 9),
             st.sampled_from(["cut", "shift", "shift"]),
+            st.booleans(),
         ),
         # A batch element or head alone, told by an array or a list that could hold more.
         rng.map(lambda r: gs.Document(np.sort(r.integers(0, 5, (1, K))))),
@@ -111,13 +112,14 @@ def leaves(K, Q):
     return st.one_of(options)
 
 
-def neighborhood(K, n, before, after, x, border):
+def neighborhood(K, n, before, after, x, border, causal):
     """In rows of n points where they divide the keys; a window that is moved is as long as its axis at most."""
+    after = 0 if causal and K % n == 0 else after
     shape, reach = ((K // n, n), ((before, after), (x, x))) if K % n == 0 else ((K,), ((before, x),))
     if border == "shift":
         halves = [(length - 1) // 2 for length in shape]
         reach = tuple((min(b, half), min(a, half)) for half, (b, a) in zip(halves, reach, strict=True))
-    return gs.Neighborhood(shape, reach, border)
+    return gs.Neighborhood(shape, reach, border, (causal, False) if K % n == 0 else False)
 
 
 def csr(rng, Q, K):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import time
 import tracemalloc
@@ -216,6 +217,7 @@ def along_an_axis(p, n, before, after, border):
     return range(start, start + window)
 
 
+BOTH = [(b, c) for b in (False, True) for c in (False, True)]
 NEIGHBORHOODS = [
     ((37,), (4,), "cut"),
     ((5, 8), ((1, 2), (3, 0)), "cut"),
@@ -227,24 +229,26 @@ NEIGHBORHOODS = [
     ((5, 8), (1, 3), "shift"),
     ((8, 5), (3, 2), "shift"),
     ((7, 9), ((3, 2), (1, 4)), "shift"),
-    ((6, 5, 7), ((3, 0), 1, 2), "shift"),  # is_causal=(True, False, False): NATTEN cuts that axis
+    ((6, 5, 7), ((3, 0), 1, 2), "shift"),  # to one side: moved like any other
     ((6, 5, 7), (2, (0, 2), (1, 0)), "shift"),
+    ((6, 5, 7), (3, 1, (2, 1)), "shift", (True, False, False)),  # is_causal of NATTEN, which cuts that axis
+    ((6, 5, 7), ((3, 0), 1, 9), ["shift", "cut", "shift"], [False, True, np.True_]),
+    ((9, 4), (3, (20, 0)), "cut", True),
     ((6, 5, 7), ((3, 0), 1, (0, 2)), ("shift", "cut", "shift")),
     ((5, 1, 3, 6), (2, 0, 1, (2, 3)), "shift"),
     ((3, 3, 3, 3), (1, 1, 1, 1), ["cut", "shift", "cut", "shift"]),
 ]
 
 
-@pytest.mark.parametrize(("shape", "reach", "border"), NEIGHBORHOODS)
-def test_neighborhood(shape, reach, border):
+@pytest.mark.parametrize(("shape", "reach", "border", "causal"), [(*x, False)[:4] for x in NEIGHBORHOODS])
+def test_neighborhood(shape, reach, border, causal):
     """A box around each point, by listing coordinates; positions outside the grid see nothing."""
-    pattern, K = gs.Neighborhood(shape, reach, border=border), int(np.prod(shape))
+    pattern, K = gs.Neighborhood(shape, reach, border=border, causal=causal), int(np.prod(shape))
+    causes = [causal] * len(shape) if isinstance(causal, bool) else causal
     sides = [side if isinstance(side, tuple) else (side, side) for side in reach]
-    each = border
-    if border == "shift":  # an axis that reaches to one side alone is causal
-        each = ["cut" if 0 in side and side != (0, 0) else "shift" for side in sides]
-    elif border == "cut":
-        each = ["cut"] * len(shape)
+    sides = [(before, 0 if cause else after) for (before, after), cause in zip(sides, causes, strict=True)]
+    each = [border] * len(shape) if isinstance(border, str) else border
+    each = ["cut" if cause else how for how, cause in zip(each, causes, strict=True)]
     points = list(np.ndindex(*shape))
 
     def kept(i, j):
@@ -269,12 +273,59 @@ def test_neighborhood(shape, reach, border):
             assert np.array_equal(build_gather(pattern, Q, K, block_q=block_q, q_offset=q_offset).expand(), expected)
 
 
+def natten(kernel, causal, n, p):
+    """The keys that a query at p sees on an axis of n points, by the definition of NATTEN (is_causal, kernel_size).
+
+    A window of `kernel` keys has kernel // 2 of them before its centre, which is the point nearest to p whose window
+    lies inside; a causal one ends at p, and loses what lies before the axis.
+    """
+    if causal:
+        return [j for j in range(n) if j <= p and p - j < kernel]
+    left, right = kernel // 2, kernel // 2 - (kernel % 2 == 0)
+    centres = [c for c in range(n) if c - left >= 0 and c + right < n]
+    centre = min(centres, key=lambda c: abs(c - p))
+    return [j for j in range(n) if centre - left <= j <= centre + right]
+
+
+def of_natten(shape, kernels, causal):
+    """The pattern of NATTEN's arguments, as docs/models/natten.md says it."""
+    reach = [w - 1 if cause else (w // 2, (w - 1) // 2) for w, cause in zip(kernels, causal, strict=True)]
+    return gs.Neighborhood(shape, reach, border="shift", causal=causal)
+
+
+@pytest.mark.parametrize("kernel", range(1, 9))
+@pytest.mark.parametrize("causal", [False, True])
+def test_natten_of_every_kernel_size(kernel, causal):
+    """na1d, na2d and na3d of both parities, each axis causal or not, on axes as short as the kernel and longer."""
+    cases = [((n,), (kernel,), (causal,)) for n in range(kernel, kernel + 5)]
+    cases += [
+        ((max(kernel, 3), max(other, 5)), (kernel, other), (causal, not causal)) for other in (1, 2, 3, 4, 5, 6, 7, 8)
+    ]
+    cases += [((kernel, 3, max(4, 9 - kernel)), (kernel, 2, 9 - kernel), (causal, b, c)) for b, c in BOTH]
+    for shape, kernels, causes in cases:
+        pattern, points = of_natten(shape, kernels, causes), list(np.ndindex(*shape))
+        expected = np.zeros((len(points), len(points)), bool)
+        for i, point in enumerate(points):
+            axes = zip(kernels, causes, shape, point, strict=True)
+            for there in itertools.product(*[natten(*axis) for axis in axes]):
+                expected[i, np.ravel_multi_index(there, shape)] = True
+        N = len(points)
+        assert np.array_equal(pattern.materialize(N, N), expected), (shape, kernels, causes)
+        assert pattern.pairs_kept(Sizes(N, N, 0)) == expected.sum()
+        assert np.array_equal(pattern.layout(N, N, block_q=32, block_kv=64).expand(), expected)
+        rows, keys = pattern.listed_pairs(Sizes(N, N, 0), 0, N)
+        assert np.array_equal(rows * N + keys, np.flatnonzero(expected))
+
+
 def test_shifted_neighborhoods_have_as_many_neighbours_everywhere():
     pattern = gs.Neighborhood((7, 9), (2, (3, 2)), border="shift")
     assert (pattern.materialize(63, 63).sum(axis=1) == 5 * 6).all()
     assert pattern == gs.Neighborhood((7, 9), (2, (3, 2)), ("shift", "shift")) != gs.Neighborhood((7, 9), (2, (3, 2)))
-    causal = gs.Neighborhood((9, 8), ((3, 0), 2), border="shift")
-    assert causal.border == ("cut", "shift")
+    moved = gs.Neighborhood((9, 8), ((3, 0), (0, 2)), border="shift")  # to one side alone, and no axis is causal
+    assert moved.border == ("shift", "shift") and (moved.materialize(72, 72).sum(axis=1) == 4 * 3).all()
+    causal = gs.Neighborhood((9, 8), (3, 2), border="shift", causal=(True, False))
+    assert causal.border == ("cut", "shift") and causal != moved
+    assert causal == gs.Neighborhood((9, 8), ((3, 0), 2), ("cut", "shift"))
     assert not causal.materialize(72, 72)[:8, 8:].any()  # the first row of the grid sees no later one
 
 
@@ -285,7 +336,7 @@ def test_a_neighborhood_of_a_long_video_is_quick():
     stats = pattern.layout(N, N, block_q=64, block_kv=64).stats
     assert time.perf_counter() - begin < 10
     assert stats.useful_pairs == pytest.approx(pattern.density(N, N) * N**2)
-    shifted = gs.Neighborhood((32, 64, 64), ((3, 0), 6, 6), border="shift")
+    shifted = gs.Neighborhood((32, 64, 64), (3, 6, 6), border="shift", causal=(True, False, False))
     stats = shifted.layout(N, N, block_q=64, block_kv=64).stats
     assert time.perf_counter() - begin < 20
     assert stats.useful_pairs == pytest.approx(shifted.density(N, N) * N**2) and shifted.density(N, N) * N > 169
@@ -532,6 +583,14 @@ def test_truth_value_says_what_to_use(use):
         (lambda: gs.Neighborhood((4, 4), (1, 1), border="move"), 'border must be "cut" or "shift".* got \'move\''),
         (lambda: gs.Neighborhood((4, 4), (1, 1), border=("cut",)), "border must be .* one of them for each axis"),
         (lambda: gs.Neighborhood((4, 4), (1, 1), border=None), "border must be .* got None"),
+        (lambda: gs.Neighborhood((4, 4), (1, 1), causal=1), "causal must be True or False, or one of them for each.* 1"),
+        (lambda: gs.Neighborhood((4, 4), 1, causal=None), "causal must be True or False.* got None"),
+        (lambda: gs.Neighborhood((4, 4), 1, causal=(True,)), r"causal must be .* for each axis; got \(True,\)"),
+        (lambda: gs.Neighborhood((4, 4), 1, causal="time"), "causal must be .* got 'time'"),
+        (
+            lambda: gs.Neighborhood((4, 4), ((2, 1), 1), causal=True),
+            r"reach must be a number or \(before, 0\) on an axis that is causal; axis 0 is, and reaches 1",
+        ),
         (
             lambda: gs.Neighborhood((9, 4), (2, 2), border="shift"),
             "reach must be within shape .*of axis 1 it makes windows of 5, and shape has 4 points there",

@@ -28,29 +28,37 @@ class Neighborhood(Pattern):
     Args:
         shape: points on each axis, such as (frames, rows, columns).
         reach: how far a query sees, its own point not counted: one number for every axis and side, or for each axis a
-            number for both sides, or (before, after). ((3, 0), 6, 6) is causal in time. It is no size of a window:
-            NATTEN's `kernel_size` is 2 * reach + 1.
+            number for both sides, or (before, after). It is no size of a window: NATTEN's `kernel_size` is
+            2 * reach + 1, and an even one w is (w // 2, w // 2 - 1).
         border: "cut": boxes are cut at the edges of the grid. "shift": they are moved inside, so that every query has
-            as many neighbours, as neighbourhood attention defines it (NATTEN, arXiv:2204.07143); but an axis that
-            reaches to one side alone is causal there and cut. Or one of both for each axis, taken as it is.
+            as many neighbours, as neighbourhood attention defines it (NATTEN, arXiv:2204.07143), whatever their reach
+            to each side. Or one of both for each axis.
+        causal: whether a query sees no later point of an axis; one bool, or one for each axis. The reach of such an
+            axis is a number, or (before, 0); boxes are cut there at the edge, by either border, as NATTEN's
+            `is_causal` does, whose `kernel_size` is then before + 1.
 
     Examples:
         >>> gs.Neighborhood((3, 3), 1).materialize(9, 9).astype(int)[4]  # the centre of a 3 x 3 image sees all
         array([1, 1, 1, 1, 1, 1, 1, 1, 1])
-        >>> gs.Neighborhood((1, 6), (0, 1), border="shift").materialize(6, 6).astype(int)  # NATTEN: kernel size 3
+        >>> gs.Neighborhood((6,), 1, border="shift").materialize(6, 6).astype(int)  # NATTEN: kernel size 3
         array([[1, 1, 1, 0, 0, 0],
                [1, 1, 1, 0, 0, 0],
                [0, 1, 1, 1, 0, 0],
                [0, 0, 1, 1, 1, 0],
                [0, 0, 0, 1, 1, 1],
                [0, 0, 0, 1, 1, 1]])
+        >>> gs.Neighborhood((8, 6, 6), (2, 1, 1), border="shift", causal=(True, False, False))  # in time alone
+        Neighborhood(shape=(8, 6, 6), reach=((2, 0), (1, 1), (1, 1)), border=('cut', 'shift', 'shift'))
     """
 
     shape: tuple[int, ...]
     reach: tuple[tuple[int, int], ...]
-    border: tuple[str, ...]  # of each axis
+    border: tuple[str, ...]  # of each axis; a causal one is one that reaches to no later point and is cut
 
-    def __init__(self, shape: Iterable[int], reach: int | Iterable[Any], border: str | Iterable[str] = "cut") -> None:
+    def __init__(
+        self, shape: Iterable[int], reach: int | Iterable[Any], border: str | Iterable[str] = "cut",
+        causal: bool | Iterable[bool] = False,
+    ) -> None:  # fmt: skip
         one = isinstance(reach, (int, np.integer))
         try:
             sizes = tuple(shape)
@@ -64,25 +72,43 @@ class Neighborhood(Pattern):
             raise ValueError(
                 f"shape and reach must have a value for each axis, at least one; got {show(shape)} and {show(reach)}"
             )
-        both = [side if isinstance(side, (tuple, list)) else (side, side) for side in sides]
+        object.__setattr__(self, "shape", tuple(integer("shape", n, minimum=1) for n in sizes))
+        causes = self._causal(causal)
+        both = [
+            side if isinstance(side, (tuple, list)) else (side, 0 if cause else side)
+            for side, cause in zip(sides, causes, strict=True)
+        ]
         if any(len(side) != 2 for side in both):
             raise ValueError(f"reach must hold a number or (before, after) for each axis, got {show(reach)}")
-        object.__setattr__(self, "shape", tuple(integer("shape", n, minimum=1) for n in sizes))
         object.__setattr__(
             self, "reach", tuple((integer("reach", b, minimum=0), integer("reach", a, minimum=0)) for b, a in both)
         )
+        for axis, ((_, after), cause) in enumerate(zip(self.reach, causes, strict=True)):
+            if cause and after:
+                raise ValueError(
+                    f"reach must be a number or (before, 0) on an axis that is causal; axis {axis} is, and reaches "
+                    f"{after} points after: {show(reach)}"
+                )
         integer("the number of points in shape", self.points, minimum=1)
-        object.__setattr__(self, "border", self._borders(border))
+        object.__setattr__(self, "border", self._borders(border, causes))
 
-    def _borders(self, border: Any) -> tuple[str, ...]:
+    def _causal(self, causal: Any) -> tuple[bool, ...]:
+        """Whether each axis is causal."""
+        bools = (bool, np.bool_)
+        one = isinstance(causal, bools)
+        each = [causal] * len(self.shape) if one else list(causal) if isinstance(causal, (tuple, list)) else []
+        if len(each) != len(self.shape) or not all(isinstance(x, bools) for x in each):
+            raise ValueError(f"causal must be True or False, or one of them for each axis; got {show(causal)}")
+        return tuple(map(bool, each))
+
+    def _borders(self, border: Any, causes: tuple[bool, ...]) -> tuple[str, ...]:
         """The border of each axis."""
         one = isinstance(border, str)
         each = [border] * len(self.shape) if one else list(border) if isinstance(border, (tuple, list)) else []
         if len(each) != len(self.shape) or not all(isinstance(x, str) and x in BORDERS for x in each):
             raise ValueError(f'border must be "cut" or "shift", or one of them for each axis; got {show(border)}')
+        each = ["cut" if cause else how for how, cause in zip(each, causes, strict=True)]
         for axis, (n, (before, after)) in enumerate(zip(self.shape, self.reach, strict=True)):
-            if one and 0 in (before, after) and before != after:
-                each[axis] = "cut"
             if each[axis] == "shift" and before + after >= n:
                 raise ValueError(
                     f'reach must be within shape where border is "shift": of axis {axis} it makes windows of '
