@@ -583,7 +583,7 @@ def test_truth_value_says_what_to_use(use):
         (lambda: gs.Neighborhood((4, 4), (1, 1), border="move"), 'border must be "cut" or "shift".* got \'move\''),
         (lambda: gs.Neighborhood((4, 4), (1, 1), border=("cut",)), "border must be .* one of them for each axis"),
         (lambda: gs.Neighborhood((4, 4), (1, 1), border=None), "border must be .* got None"),
-        (lambda: gs.Neighborhood((4, 4), (1, 1), causal=1), "causal must be True or False, or one of them for each.* 1"),
+        (lambda: gs.Neighborhood((4, 4), (1, 1), causal=1), "causal must be True or False, or one.* got 1"),
         (lambda: gs.Neighborhood((4, 4), 1, causal=None), "causal must be True or False.* got None"),
         (lambda: gs.Neighborhood((4, 4), 1, causal=(True,)), r"causal must be .* for each axis; got \(True,\)"),
         (lambda: gs.Neighborhood((4, 4), 1, causal="time"), "causal must be .* got 'time'"),

@@ -55,7 +55,7 @@ CALLS = {
     "sparse q": ((bad(8, 8).to_sparse_coo(),) * 3, {}, "q must be a strided tensor"),
     "scale nan": ((q, kv, kv), {"scale": float("nan")}, "scale must be a finite number.*nan"),
     "scale inf": ((q, kv, kv), {"scale": float("inf")}, "scale must be a finite number.*inf"),
-    "scale text": ((q, kv, kv), {"scale": "1"}, "scale must be a number or None"),
+    "scale text": ((q, kv, kv), {"scale": "1"}, "scale must be a number, a tensor of shape .* or None"),
     "scale huge": ((q, kv, kv), {"scale": 10**400}, "scale must be a number"),
     "softcap 0": ((q, kv, kv), {"softcap": 0.0}, "softcap must be a finite number over 0"),
     "softcap bool": ((q, kv, kv), {"softcap": True}, "softcap must be a number or None"),

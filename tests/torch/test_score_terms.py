@@ -139,9 +139,9 @@ def test_numbers_of_numpy() -> None:
         options = {"scale": number(0.5), "softcap": number(3.0), "q_offset": integer(4)}
         assert torch.equal(gs.attention(q, k, v, gs.SlidingWindow(9), **options), plain)
         assert gs.explain(q, k, v, gs.SlidingWindow(9), **options).problem.score_terms == {"q_offset", "softcap"}
-    with pytest.raises(ValueError, match=r"scale must be a number or None; got .*True"):
+    with pytest.raises(ValueError, match=r"scale must be a number, a tensor of shape \(\) or None; got .*True"):
         gs.attention(q, k, v, scale=np.bool_(True))
-    with pytest.raises(ValueError, match=r"scale must be a number or None; got .*timedelta64"):
+    with pytest.raises(ValueError, match=r"scale must be a number, a tensor of shape \(\) or None; got .*timedelta64"):
         gs.attention(q, k, v, scale=np.timedelta64(3))
     assert torch.equal(gs.attention(q, k, v, scale=np.longdouble(0.5)), gs.attention(q, k, v, scale=0.5))
     with pytest.raises(ValueError, match=r"q_offset must be an int"):

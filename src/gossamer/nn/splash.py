@@ -22,7 +22,8 @@ class SplashAttention(nn.Module):
         head_dim: D, the head size of Q and K.
         alpha: a number in [1, 2], or a tensor (H,) of them: an `nn.Parameter` is learned.
         k_keep: how many keys of each query are kept, ties to the lowest key; None is all.
-        sm_scale: the scale of the scores, head_dim ** -0.5 by default.
+        sm_scale: the scale of the scores, head_dim ** -0.5 by default: a number, or a tensor of shape (), of which an
+            `nn.Parameter` is learned.
 
     Raises:
         ValueError: an argument is wrong, here or in a call.
@@ -36,14 +37,15 @@ class SplashAttention(nn.Module):
     """
 
     alpha: float | Tensor
+    sm_scale: float | Tensor | None
 
     def __init__(
-        self, head_dim: int, alpha: float | Tensor = 1.5, k_keep: int | None = 8, sm_scale: float | None = None
-    ) -> None:
+        self, head_dim: int, alpha: float | Tensor = 1.5, k_keep: int | None = 8,
+        sm_scale: float | Tensor | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.head_dim = integer("head_dim", head_dim, minimum=1)
         self.k_keep = None if k_keep is None else integer("k_keep", k_keep, minimum=1, otherwise=" or None")
-        self.sm_scale = finite_or_none("sm_scale", sm_scale)
         if not isinstance(alpha, Tensor):
             alpha = number(alpha)
             check_alpha(alpha)
@@ -53,14 +55,22 @@ class SplashAttention(nn.Module):
             )
         else:
             check_alphas(alpha)
-        if isinstance(alpha, Tensor) and not isinstance(alpha, nn.Parameter):
-            self.register_buffer("alpha", alpha)
-        else:
-            self.alpha = alpha
+        if not isinstance(sm_scale, Tensor):
+            sm_scale = finite_or_none("sm_scale", sm_scale)
+        elif sm_scale.ndim or not sm_scale.is_floating_point():
+            raise ValueError(
+                f"sm_scale must be a finite number, a tensor of floating point of shape () or None; "
+                f"got {describe(sm_scale)}"
+            )
+        for name, x in (("alpha", alpha), ("sm_scale", sm_scale)):
+            if isinstance(x, Tensor) and not isinstance(x, nn.Parameter):
+                self.register_buffer(name, x)
+            else:
+                setattr(self, name, x)
 
     def extra_repr(self) -> str:
-        alpha = f"tensor {tuple(self.alpha.shape)}" if isinstance(self.alpha, Tensor) else self.alpha
-        return f"head_dim={self.head_dim}, alpha={alpha}, k_keep={self.k_keep}, sm_scale={self.sm_scale}"
+        alpha, scale = (f"tensor {tuple(x.shape)}" if isinstance(x, Tensor) else x for x in (self.alpha, self.sm_scale))
+        return f"head_dim={self.head_dim}, alpha={alpha}, k_keep={self.k_keep}, sm_scale={scale}"
 
     def forward(
         self, Q: Tensor, K: Tensor, V: Tensor, Q_idx: Tensor | None = None, K_idx: Tensor | None = None

@@ -12,6 +12,7 @@ from gossamer.patterns.reach import Reach, rule
 from gossamer.plan.problem import Unsupported
 from gossamer.select.block_operator import choose
 from gossamer.select.block_scores import row_bounds
+from gossamer.torch.scale import with_number
 from gossamer.torch.structure import BlockIndices
 from gossamer.torch.structure.chosen import BLOCKS
 from gossamer.torch.validate import (
@@ -147,7 +148,7 @@ class Choice(NamedTuple):
 def topk_blocks(
     q: Tensor, k: Tensor, *, causal: bool, block_size: int = 64, topk: int | None = None, top_p: float | None = None,
     score: Literal["mean", "bound"] = "mean", local: int = 1, first: int = 1, per: Literal["head", "group"] = "head",
-    scale: float | None = None, layout: Layout = "bhnd",
+    scale: float | Tensor | None = None, layout: Layout = "bhnd",
 ) -> SelectedBlocks:  # fmt: skip
     """For each block of queries the key blocks of the highest scores, as a pattern that `attention` takes.
 
@@ -180,7 +181,7 @@ def topk_blocks(
             unless causal) are always kept; 0 for none.
         first: so many first blocks are always kept.
         per: "head" or "group".
-        scale: of the scores; None for D ** -0.5.
+        scale: of the scores, as in `attention`, whose it is; None for D ** -0.5.
         layout: as `attention` has it.
 
     Raises:
@@ -197,6 +198,9 @@ def topk_blocks(
         >>> bool((most.covered >= 0.9).logical_or((most.indices >= 0).all(-1)).all())
         True
     """
+    if isinstance(scale, Tensor):
+        with torch.no_grad():
+            q, scale = with_number(q, scale)
     check_types(q, k, k, scale, None, None, None, None, None, None)
     bshd, dims = is_bshd(layout), q.ndim
     if k.ndim != dims or not 2 <= dims <= 4:

@@ -13,6 +13,7 @@ from gossamer.patterns.validate import boolean, integer
 from gossamer.select.gated_operators import gated_forward
 from gossamer.select.sparse_k import last_topk, sparsek, sparsek_causal
 from gossamer.torch.entmax.arguments import refuse_transforms
+from gossamer.torch.scale import with_number
 from gossamer.torch.validate import (
     Arguments,
     cast_type,
@@ -41,7 +42,7 @@ class Kept(NamedTuple):
 @overload
 def sparsek_attention(
     q: Tensor, k: Tensor, v: Tensor, u: Tensor, *, k_keep: int, window: int = 0, keep: Keep = "topk",
-    gate: Gate | None = "v", causal: bool = True, scale: float | None = None, straight_through: bool = False,
+    gate: Gate | None = "v", causal: bool = True, scale: float | Tensor | None = None, straight_through: bool = False,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 
@@ -49,7 +50,7 @@ def sparsek_attention(
 @overload
 def sparsek_attention(
     q: Tensor, k: Tensor, v: Tensor, u: Tensor, *, k_keep: int, window: int = 0, keep: Keep = "topk",
-    gate: Gate | None = "v", causal: bool = True, scale: float | None = None, straight_through: bool = False,
+    gate: Gate | None = "v", causal: bool = True, scale: float | Tensor | None = None, straight_through: bool = False,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -65,7 +66,7 @@ def sparsek_attention(
     keep: Keep = "topk",
     gate: Gate | None = "v",
     causal: bool = True,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     straight_through: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -88,7 +89,7 @@ def sparsek_attention(
             is added to the score). None attends the kept keys as they are, and u has no gradient unless
             `straight_through`.
         causal: without it one selection of all keys is seen by every query.
-        scale: D ** -0.5 by default.
+        scale: D ** -0.5 by default; a number, or a tensor of shape () with its gradient, as in `attention`.
         straight_through: u has the gradient of gates of values, with gate None as if m had been 1, and over all keys of
             m > 0: also over those that "topk" left out, as if they were added to a row with weight exp(s - lse). Of
             gate None and "v".
@@ -147,10 +148,13 @@ def check_call(
         ValueError: one of them is wrong.
         Unsupported: a transform of torch.func, or forward mode, looks at the call.
     """
-    check_types(q, k, v, scale, None, None, None, None, None, None)
-    refuse_transforms("sparsek_attention", q, k, v, u)
+    number = None if isinstance(scale, Tensor) else scale
+    check_types(q, k, v, number, None, None, None, None, None, None)
+    refuse_transforms("sparsek_attention", q, k, v, u, scale)
     dims = q.ndim
     q, k, v = (x.to(cast_type(x) or x.dtype) for x in four_dimensional(q, k, v))
+    if isinstance(scale, Tensor):
+        q, scale = with_number(q, scale)
     validate(Arguments(q, k, v, None, None, None, None, None, scale, None, None, deterministic=False, backward=False))
     (B, H, N, D), G = q.shape, k.shape[1]
     if k.shape[2] != N:

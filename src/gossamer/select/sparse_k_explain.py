@@ -59,7 +59,7 @@ def explain_sparsek(
     keep: Keep = "topk",
     gate: Gate | None = "v",
     causal: bool = True,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     straight_through: bool = False,
     return_lse: bool = False,
 ) -> SparseKExplanation:

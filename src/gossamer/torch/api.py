@@ -31,6 +31,7 @@ from gossamer.torch.request import (
     slopes,
     wide,
 )
+from gossamer.torch.scale import with_number
 from gossamer.torch.structure import Structure
 from gossamer.torch.validate import BHND, Layout, Lengths, describe, is_bshd, options_of, unbatched
 
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 def attention(
     q: Tensor, k: Tensor, v: Tensor,
     pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None, *,
-    scale: float | None = None, q_offset: int | Tensor | None = None, key_starts: Lengths | None = None,
+    scale: float | Tensor | None = None, q_offset: int | Tensor | None = None, key_starts: Lengths | None = None,
     key_lengths: Lengths | None = None, softcap: float | None = None, sink_logits: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     return_lse: Literal[False] = False, merge: str | None = None, implementation: str | None = None,
@@ -54,7 +55,7 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor,
     pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None, *,
-    scale: float | None = None, q_offset: int | Tensor | None = None, key_starts: Lengths | None = None,
+    scale: float | Tensor | None = None, q_offset: int | Tensor | None = None, key_starts: Lengths | None = None,
     key_lengths: Lengths | None = None, softcap: float | None = None, sink_logits: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     return_lse: Literal[True], merge: str | None = None, implementation: str | None = None,
@@ -66,7 +67,7 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor,
     pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None, *,
-    scale: float | None = None, q_offset: int | Tensor | None = None, key_starts: Lengths | None = None,
+    scale: float | Tensor | None = None, q_offset: int | Tensor | None = None, key_starts: Lengths | None = None,
     key_lengths: Lengths | None = None, softcap: float | None = None, sink_logits: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     return_lse: bool, merge: str | None = None, implementation: str | None = None,
@@ -80,7 +81,7 @@ def attention(
     v: Tensor,
     pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None,
     *,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     q_offset: int | Tensor | None = None,
     key_starts: Lengths | None = None,
     key_lengths: Lengths | None = None,
@@ -110,7 +111,11 @@ def attention(
             (Q, K), of which the stored entries count; `DocumentIds`, `BlockIndices`, `Indices` or `PackedSequences`,
             whose structure is made on the device in each call (`device_layout` shares it). None is every pair.
         scale: D ** -0.5 by default. A number of Python or numpy (of Python in a compiled function), as are `softcap`
-            and `q_offset`, that float32 (float64 for float64 inputs) holds.
+            and `q_offset`, that float32 (float64 for float64 inputs) holds. Or a tensor of shape () of any float type,
+            with its gradient (a learned temperature), which no host waits for and a captured graph reads again: q is
+            multiplied by it and rounded to q's type once (2**-9 of bfloat16, 2**-12 of float16; a power of two rounds
+            nothing), so that |scale| q D ** 0.5 must be within that type. Outside of compiled functions one on the CPU
+            without a gradient is read, as the number that it is.
         q_offset: position of query row 0, K - Q by default. A 0-d tensor is read when the operator runs, which waits
             for a GPU. A tensor (B,) of integers gives each batch element its own; the structure is then made on the
             device and nothing is read: for patterns that go by positions alone (`Dense`, `Causal`, `Local`,
@@ -161,6 +166,10 @@ def attention(
         True
         >>> gs.attention(q, k, v, key_lengths=[80]).shape
         torch.Size([1, 4, 100, 16])
+        >>> temperature = torch.nn.Parameter(torch.tensor(0.25))
+        >>> gs.attention(q, k, v, packed, scale=temperature).sum().backward()
+        >>> temperature.grad.shape
+        torch.Size([])
     """
     if not isinstance(return_lse, bool):
         raise ValueError(f"return_lse must be True or False; got {describe(return_lse)}")
@@ -168,6 +177,8 @@ def attention(
     compiling = torch.compiler.is_compiling()
     if type(pattern) is int and not compiling:
         pattern = pattern_of(pattern)
+    if isinstance(scale, Tensor):
+        q, scale = with_number(q, scale)
     if merge is not None:
         return _merged(
             q, k, v, pattern, merge, return_lse, scale=scale, q_offset=q_offset, key_starts=key_starts,

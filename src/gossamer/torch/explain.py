@@ -28,6 +28,7 @@ from gossamer.torch.parts import TorchEdge
 from gossamer.torch.planning import check_rows, check_sizes, data_layout, plan_for, scoring_of, select_layout
 from gossamer.torch.reorder import check_order
 from gossamer.torch.request import Request, request_of, results_in_bshd
+from gossamer.torch.scale import with_number
 from gossamer.torch.structure import Structure
 from gossamer.torch.validate import BHND, Layout, Lengths, cast_type, describe, is_bshd
 
@@ -257,7 +258,7 @@ def explain(
     v: Tensor,
     pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None,
     *,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     q_offset: int | Tensor | None = None,
     key_starts: Lengths | None = None,
     key_lengths: Lengths | None = None,
@@ -297,6 +298,10 @@ def explain(
         raise ValueError(f"merge must be None: each term of {describe(pattern)} is a call, to be explained alone")
     if type(pattern) is int:
         pattern = pattern_of(pattern)
+    given = q
+    if isinstance(scale, Tensor):
+        q, scale = with_number(q, scale)
+    scaled = {"q": "scale, a tensor, is multiplied into it"} if q is not given else {}
     reordered = pattern if isinstance(pattern, ReorderedCSR) else None
     request = request_of(
         q, k, v, pattern if reordered is None else reordered.inner, scale=scale, q_offset=q_offset,
@@ -352,7 +357,7 @@ def explain(
         backward_bytes=kept_bytes,
         all_pairs=None if which is None else all_pairs(plan),
         faster=advice(plan, which, scoring.q_offset, fill, again, reordered=reordered is not None),
-        copies=cast | _copies(computed[0].implementation, {"q": q, "k": k, "v": v}),
+        copies=scaled | cast | _copies(computed[0].implementation, {"q": q, "k": k, "v": v}),
         measured=costs_of(p).measured,
         dense="Causal()" if causal else "Dense()",
         dense_pairs=executed_by_dense(plan, causal, scoring.q_offset),

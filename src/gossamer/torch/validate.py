@@ -154,7 +154,8 @@ def check_types(
             raise ValueError(f"{name} must be a tensor on q's device, {q.device}; got {describe(x)}")
     for name, x in (("scale", scale), ("softcap", softcap)):
         if x is not None and (isinstance(x, bool) or not isinstance(x, (int, float, torch.SymFloat, torch.SymInt))):
-            raise ValueError(f"{name} must be a number or None; got {describe(x)}")
+            kinds = "a number, a tensor of shape () or None" if name == "scale" else "a number or None"
+            raise ValueError(f"{name} must be {kinds}; got {describe(x)}")
     if q_offset is not None and (isinstance(q_offset, bool) or not isinstance(q_offset, (int, Tensor, torch.SymInt))):
         raise ValueError(
             f"q_offset must be an int, a 0-d integer tensor or None, or an integer tensor (B,); "

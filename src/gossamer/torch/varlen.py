@@ -9,6 +9,7 @@ from torch import Tensor
 from gossamer.patterns import Pattern
 from gossamer.torch.api import attention
 from gossamer.torch.request import differentiable
+from gossamer.torch.scale import with_number
 from gossamer.torch.structure.sequences import PackedSequences
 from gossamer.torch.validate import describe
 
@@ -24,7 +25,7 @@ def varlen(
     pattern: Pattern | None = None,
     *,
     seqused_k: Tensor | None = None,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
     out: Tensor | None = None,
@@ -76,6 +77,8 @@ def varlen(
         if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3:
             raise ValueError(f"{name} must be a tensor (positions, heads, size) of packed sequences; got {describe(x)}")
     sequences = PackedSequences(cu_seq_q, cu_seq_k, seqused_k=seqused_k, pattern=pattern)
+    if isinstance(scale, Tensor):
+        q, scale = with_number(q, scale)
     if out is not None:
         check_out(out, q, v)
         if differentiable(q, k, v, sink_logits):

@@ -44,7 +44,7 @@ def entmax_attention(
     q: Tensor, k: Tensor, v: Tensor,
     pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None, *,
     alpha: float | Tensor = 1.5, top_k: int | None = None, causal: bool = False, q_positions: Tensor | None = None,
-    k_positions: Tensor | None = None, scale: float | None = None, save: Save = "lists",
+    k_positions: Tensor | None = None, scale: float | Tensor | None = None, save: Save = "lists",
     implementation: Way | None = None, return_aux: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 
@@ -54,7 +54,7 @@ def entmax_attention(
     q: Tensor, k: Tensor, v: Tensor,
     pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None, *,
     alpha: float | Tensor = 1.5, top_k: int | None = None, causal: bool = False, q_positions: Tensor | None = None,
-    k_positions: Tensor | None = None, scale: float | None = None, save: Save = "lists",
+    k_positions: Tensor | None = None, scale: float | Tensor | None = None, save: Save = "lists",
     implementation: Way | None = None, return_aux: Literal[True],
 ) -> tuple[Tensor, EntmaxAux]: ...  # fmt: skip
 
@@ -64,7 +64,7 @@ def entmax_attention(
     q: Tensor, k: Tensor, v: Tensor,
     pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None, *,
     alpha: float | Tensor = 1.5, top_k: int | None = None, causal: bool = False, q_positions: Tensor | None = None,
-    k_positions: Tensor | None = None, scale: float | None = None, save: Save = "lists",
+    k_positions: Tensor | None = None, scale: float | Tensor | None = None, save: Save = "lists",
     implementation: Way | None = None, return_aux: bool,
 ) -> Tensor | tuple[Tensor, EntmaxAux]: ...  # fmt: skip
 
@@ -80,7 +80,7 @@ def entmax_attention(
     causal: bool = False,
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     save: Save = "lists",
     implementation: Way | None = None,
     return_aux: bool = False,
@@ -108,7 +108,7 @@ def entmax_attention(
             position is at most the query's. K - Q + r for row r by default, where `k_positions` is given.
         k_positions: such integers that broadcast to (B, H, K) or (B, G, K); j for key j by default, where `q_positions`
             is given.
-        scale: D ** -0.5 by default.
+        scale: D ** -0.5 by default; a number, or a tensor of shape () with its gradient, as in `attention`.
         save: what a call with gradients keeps for its backward. "lists" is the key and the weight of each pair of the
             supports, 8 bytes (12 in float64), of which the backward computes no score; supports of over 256 keys a row
             in the mean are kept as "tau". "tau" is 4 bytes a row (8), and the backward computes the scores again. A
@@ -189,7 +189,7 @@ def topk_keys(
     causal: bool = False,
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     implementation: Way | None = None,
 ) -> Tensor:
     """The keys of the largest scores scale * q k^T of each row, exactly, ties to the lowest key; without a gradient.
@@ -204,7 +204,7 @@ def topk_keys(
         causal: key j is seen by query row r where j <= r + K - Q.
         q_positions: integers that broadcast to (B, H, Q), of the types of `entmax_attention`.
         k_positions: such integers that broadcast to (B, H, K) or (B, G, K).
-        scale: D ** -0.5 by default; its sign and rounding matter.
+        scale: D ** -0.5 by default, as in `attention`; its sign and rounding matter.
         implementation: "torch", which None takes; "kernels" as in `entmax_attention`.
 
     Returns:

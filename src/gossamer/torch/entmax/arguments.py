@@ -23,6 +23,7 @@ from gossamer.torch.entmax.ways import by_kernels
 from gossamer.torch.given_layouts import check_layout, layout_from
 from gossamer.torch.planning import check_sizes
 from gossamer.torch.request import Request, number, request_of
+from gossamer.torch.scale import with_number
 from gossamer.torch.validate import INTEGERS, cast_type, check_mask, describe, validate
 
 
@@ -64,8 +65,10 @@ def given(
         Unsupported: a transform of torch.func, or forward mode, looks at the call.
     """
     if isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
-        refuse_transforms(name, q, k, v, alpha)
+        refuse_transforms(name, q, k, v, alpha, scale)
         q, k, v = autocast(q), autocast(k), autocast(v)
+    if isinstance(scale, Tensor):
+        q, scale = with_number(q, scale)
     request = request_of(
         q, k, v, pattern, scale=scale, q_offset=None, key_lengths=None, softcap=None, sink_logits=None,
         alibi_slopes=None, implementation=None, deterministic=None,

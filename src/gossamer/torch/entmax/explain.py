@@ -73,7 +73,7 @@ def explain_entmax(
     causal: bool = False,
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     save: Save = "lists",
     implementation: Way | None = None,
 ) -> EntmaxExplanation:
