@@ -177,7 +177,7 @@ def attention(
     compiling = torch.compiler.is_compiling()
     if type(pattern) is int and not compiling:
         pattern = pattern_of(pattern)
-    if isinstance(scale, Tensor):
+    if scale is not None and isinstance(scale, Tensor):
         q, scale = with_number(q, scale)
     if merge is not None:
         return _merged(
