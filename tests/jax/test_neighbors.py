@@ -67,6 +67,9 @@ def test_lists_under_jit_and_too_small_ones() -> None:
         sure = ~np.isnan(grad)
         assert not sure[over].any()
         np.testing.assert_allclose(grad[sure], right[sure], rtol=1e-4, atol=1e-5)
+    # Positions are in no score of "dot": nothing that is not a number reaches their gradient.
+    placed = jax.grad(lambda x: gp.neighbor_attention(q, k, v, gp.Neighbors.allocate(x, 0.3, 1.0, 24)).sum())(x)
+    np.testing.assert_array_equal(placed, np.zeros((200, 3)))
     with pytest.raises(ValueError, match="capacity must be given"):
         jax.jit(lambda x: gp.Neighbors.allocate(x, 0.3, 1.0).sizes)(x)
 

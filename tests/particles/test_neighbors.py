@@ -98,6 +98,10 @@ def test_lists_that_are_cut_give_no_numbers(device: str) -> None:
         assert a[over].isnan().any(-1).all()
         sure = ~a.isnan()
         torch.testing.assert_close(a[sure], b[sure], rtol=2e-3, atol=2e-3)
+    x.requires_grad_()  # positions are in no score: nothing that is not a number reaches their gradient
+    out = gp.neighbor_attention(q, k, v, gp.Neighbors.allocate(x, 0.3, 1.0, 32))
+    (dx,) = torch.autograd.grad(out.sum(), x, allow_unused=True)
+    assert dx is None or not dx.any()
 
 
 @pytest.mark.parametrize("by", ["chunks", "products"])

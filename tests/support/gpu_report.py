@@ -1,6 +1,7 @@
 """A plugin of pytest for `make gpu-test`: the seconds of each test, and the kernels that it compiled.
 
-Each process appends one line of JSON a test to its own file in the folder $GPU_REPORT, which `scripts/gpu_test.py` reads.
+Each process appends one line of JSON a test to its own file in the folder $GPU_REPORT, which `scripts/gpu_test.py`
+reads. Tests of equal parameters run one after the other, so that a process compiles what they share once.
 """
 
 from __future__ import annotations
@@ -74,6 +75,19 @@ class Report:
             self.lines.write(json.dumps(line) + "\n")
             self.lines.flush()
         return report
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places: dict[tuple[str, str], int] = {}
+    for at, item in enumerate(items):
+        places.setdefault(_parameters(item), at)
+    items.sort(key=lambda item: places[_parameters(item)])
+
+
+def _parameters(item: pytest.Item) -> tuple[str, str]:
+    """(file, the parameters in the name of a test, or its name)."""
+    file, _, name = item.nodeid.partition("::")
+    return file, name.partition("[")[2] or name
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -76,7 +76,9 @@ def row_gradients(
     dq = scale * xp.einsum("chm,cmhd->chd", dS, theirs.k)
     dk = scale * xp.einsum("chm,cmhd->chd", dSk, theirs.q)
     dv = xp.einsum("chm,cmhe->che", Pk, their.dout)
-    both = (dS + dSk).sum(1) / (call.bandwidth**2 if call.bandwidth else float("inf"))
+    if call.bandwidth is None:  # positions are in no term: 0 even where a list is cut and all else is not a number
+        return Gradients(dq, dk, dv, xp.zeros_like(xp.stack(mine.x, -1)))
+    both = (dS + dSk).sum(1) / call.bandwidth**2
     dx = xp.stack([(both * step).sum(-1) for step in _steps(call, mine, theirs, xp)], -1)
     return Gradients(dq, dk, dv, dx)
 

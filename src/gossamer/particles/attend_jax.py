@@ -123,6 +123,7 @@ def _backward_blocked(call: Attending, q: Array, k: Array, v: Array, neighbors: 
     found: Gradients = _in_chunks(chunk, N, 2 * M * H * (features.q.shape[2] + E + 4))
     back = _back(neighbors)
     dq, dk, dv, dx = (_whole(one, neighbors, back) for one in found)
+    dx = dx if call.bandwidth else jnp.zeros_like(dx)
     return Gradients(dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dx)
 
 

@@ -86,10 +86,10 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @once
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
-        _, q, k, v, out, lse = ctx.saved_tensors
+        x, q, k, v, out, lse = ctx.saved_tensors
         given = {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "out": out, "lse": lse}
         dq, dk, dv, dx = listed_torch.backward(ctx.call, ctx.neighbors, **given)
-        return None, None, dx, dq, dk, dv
+        return None, None, torch.zeros_like(x) if dx is None else dx, dq, dk, dv
 
 
 class _AttendBlocked(torch.autograd.Function):
@@ -113,7 +113,7 @@ class _AttendBlocked(torch.autograd.Function):
         dq, dk, dv, dx = (
             _whole(one[back], cut[back]) for one in _blocked_gradients(ctx.call, ctx.neighbors, q, k, v, kept)
         )
-        return None, None, dx, dq, dk, dv
+        return None, None, dx if ctx.call.bandwidth else torch.zeros_like(dx), dq, dk, dv
 
 
 def _blocked(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
