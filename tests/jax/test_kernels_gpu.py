@@ -63,13 +63,21 @@ def test_cases(case: Case, dtype: str) -> None:
     compare(x, run(x, case.pattern(), "hopper"), ROUNDING[dtype])
 
 
-@pytest.mark.parametrize("name", LARGER)
-def test_larger(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "bfloat16") for name in LARGER), *((name, "float16") for name in LARGER if name.startswith("single"))],
+)
+def test_larger(name: str, dtype: str) -> None:
     pattern, sizes, terms = LARGER[name]
     *_, Q, K, D, _ = sizes
     keep = kept(pattern, Q, K, K - Q)
-    x = made(np.random.default_rng(0), sizes, "bfloat16", keep, scale=D**-0.5, q_offset=K - Q, **terms)
-    compare(x, run(x, pattern, "hopper"), ROUNDING["bfloat16"])
+    x = made(np.random.default_rng(0), sizes, dtype, keep, scale=D**-0.5, q_offset=K - Q, **terms)
+    compare(x, run(x, pattern, "hopper"), ROUNDING[dtype])
+
+
+def test_the_backward_of_small_tiles_keeps_dS() -> None:
+    q = jnp.ones((1, 1024, 4, 128), jnp.bfloat16)
+    assert "kept" in str(gsj.explain(q, q, q, gs.BigBird(64)))
 
 
 def test_transformations() -> None:
