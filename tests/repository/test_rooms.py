@@ -21,7 +21,7 @@ from gossamer.plan.table import NAMES
 SRC = Path(__file__).parents[2] / "src"
 # A room imports those before it. What bench and cli import of `gossamer` itself is the public interface.
 ROOMS = (
-    "memo", "patterns", "layouts", "plan", "kernels", "jax", "torch", "select", "particles", "cosmos", "nn",
+    "memo", "numbers", "patterns", "layouts", "plan", "kernels", "jax", "torch", "select", "particles", "cosmos", "nn",
     "integrations", "testing", "bench", "cli",
 )  # fmt: skip
 PUBLIC = ("bench", "cli")
@@ -47,6 +47,7 @@ def allowed(always: str = "", later: str = "") -> Allowed:
 FRAMEWORKS = {
     "": allowed(),
     "memo": allowed(),
+    "numbers": allowed(),
     "patterns": allowed("numpy", "scipy"),
     "layouts": allowed("numpy", "torch"),
     "layouts.device": allowed(),

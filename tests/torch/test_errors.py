@@ -67,7 +67,7 @@ CALLS = {
     "lengths of one sequence": ((q[0], kv[0], kv[0]), {"key_lengths": [1, 2]}, "must hold B=1 integers"),
     "lengths of bools": ((q, kv, kv), {"key_lengths": [1, True]}, r"must hold B=2 int.*it holds True \(bool\)"),
     "lengths of floats": ((q, kv, kv), {"key_lengths": [1.0, 2]}, r"must hold B=2 int.*it holds 1.0 \(float\)"),
-    "lengths of tensors": ((q, kv, kv), {"key_lengths": [ints(1)[0], 2]}, r"must hold B=2 int.*it holds shape \(\)"),
+    "lengths unread": ((q, kv, kv), {"key_lengths": [ints(1)[0].to("meta"), 2]}, r"it holds shape \(\)"),
     "length": ((q, kv, kv), {"key_lengths": 3}, "must be a torch tensor, a list of integers or None; got 3"),
     "lengths shape": ((q, kv, kv), {"key_lengths": ints(1)}, r"key_lengths must have shape \(B,\) = \(2,\); got shape"),
     "lengths float": ((q, kv, kv), {"key_lengths": bad(2)}, "key_lengths must be integers: int8, .*; got .*float32"),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gossamer.cosmos.checks import describe, is_known
+from gossamer.numbers import whole
 
 SPLIT_CELLS = 1.25  # the force split in cells of the mesh
 CUT = 5.5  # the reach of the short-range force in units of the split: `ShortRangeGravity.CUT`
@@ -118,14 +119,13 @@ class Box:
 
 def _triple(name: str, given: Any, kind: type, least: float, most: float) -> tuple[Any, ...]:
     """One number for each axis, from one or three."""
-    each = list(given) if isinstance(given, (Sequence, np.ndarray)) and not isinstance(given, str) else [given] * 3
-    numbers = (int, np.integer) if kind is int else (int, float, np.integer, np.floating)
-    if len(each) != 3 or not all(
-        isinstance(x, numbers) and not isinstance(x, bool) and least <= x <= most for x in each
-    ):
+    several = (isinstance(given, Sequence) and not isinstance(given, str)) or np.ndim(given) > 0
+    each = list(given) if several else [given] * 3
+    numbers = [x if isinstance(x, (float, np.floating)) and kind is float else whole(x) for x in each]
+    if len(each) != 3 or not all(x is not None and least <= x <= most for x in numbers):
         word = "an integer" if kind is int else "a number"
         raise ValueError(f"{name} must be {word} from {least:g} to {most:g}, or three; got {describe(given)}")
-    return tuple(kind(x) for x in each)
+    return tuple(kind(x) for x in numbers)
 
 
 def check_state(state: Any, box: Any) -> State:

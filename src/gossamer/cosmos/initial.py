@@ -14,6 +14,7 @@ from gossamer.cosmos.checks import describe, is_known, number
 from gossamer.cosmos.cosmology import H0, as_cosmology, growth
 from gossamer.cosmos.mesh import Waves
 from gossamer.cosmos.power import linear_power
+from gossamer.numbers import whole
 
 
 def initial_conditions(noise: Any, cosmology: Any, box: Box, a: Any, *, order: int = 2, power: Any = None) -> State:
@@ -44,10 +45,11 @@ def initial_conditions(noise: Any, cosmology: Any, box: Box, a: Any, *, order: i
         raise ValueError(f"box must be a Box; got {describe(box)}")
     cosmology = as_cosmology(cosmology)
     number("a", a, 1e-4, 1.0)
-    if order not in (1, 2) or isinstance(order, bool):
+    terms = whole(order)
+    if terms not in (1, 2):
         raise ValueError(f"order must be 1 or 2; got {describe(order)}")
     white = _white(noise, box)
-    first, second = displacements(white, cosmology, box, order, power)
+    first, second = displacements(white, cosmology, box, terms, power)
     found = growth(cosmology, jnp.asarray(a, white.dtype))
     axes = [np.arange(n) * (size / n) for n, size in zip(box.particles, box.size_mpc_h, strict=True)]
     lattice = jnp.asarray(np.stack(np.meshgrid(*axes, indexing="ij"), -1).reshape(-1, 3), white.dtype)

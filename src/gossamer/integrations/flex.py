@@ -13,6 +13,7 @@ from gossamer.integrations.flex_mask import FlexMask, call, device_of
 from gossamer.integrations.mask_mods import by_formula, by_lookup
 from gossamer.layouts import BlockLayout, Walk
 from gossamer.layouts.build import build
+from gossamer.numbers import whole
 from gossamer.patterns import Pattern
 from gossamer.patterns.grid import WORD
 from gossamer.patterns.validate import integer, optional_integer, show
@@ -139,8 +140,9 @@ def to_flex(
     if not isinstance(pattern, (Pattern, BlockLayout)):
         raise ValueError(f"pattern must be a Pattern or a BlockLayout; got {describe(pattern)}")
     device = _device(device)
-    edges = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
-    if len(edges) != 2 or not all(isinstance(edge, int) and edge > 0 and edge % WORD == 0 for edge in edges):
+    given = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
+    edges = [whole(edge) or 0 for edge in given]
+    if len(edges) != 2 or not all(edge > 0 and edge % WORD == 0 for edge in edges):
         raise ValueError(
             f"block_size must be a positive multiple of {WORD}, or (query, key) edges that are; "
             f"got {describe(block_size)}"

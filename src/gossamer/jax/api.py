@@ -107,6 +107,7 @@ def attention(
         sink_logits=sink_logits, alibi_slopes=alibi_slopes, implementation=implementation, deterministic=deterministic,
         names=NAMES,
     )  # fmt: skip
+    q_offset = None if q_offset is None else a.q_offset
     asked = asked_of(a, q_offset)
     plan = for_call(pattern, asked)
     if plan.recipe is None and asked.kernels:

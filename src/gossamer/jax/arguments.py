@@ -13,6 +13,7 @@ from jax import Array
 from gossamer.jax import compat
 from gossamer.jax.tiling import Vectors
 from gossamer.kernels.launch import compute_dtype
+from gossamer.numbers import whole
 from gossamer.patterns.validate import show
 from gossamer.plan.problem import MAX_HEAD, SCORE_TERMS, Problem, most_offset, within_positions
 
@@ -147,7 +148,9 @@ def numbers(scale: Any, q_offset: Any, softcap: Any, Q: int, K: int, D: int, dty
     Raises:
         ValueError: one is wrong.
     """
-    scale, q_offset, softcap = (_number(x) for x in (scale, q_offset, softcap))
+    scale, softcap = (_number(x) for x in (scale, softcap))
+    offset = whole(q_offset)
+    q_offset = q_offset if offset is None else offset
     _raise_first(_number_checks(scale, q_offset, softcap, Q, K, D, dtype))
     return Numbers(float(D**-0.5 if scale is None else scale), q_offset, None if softcap is None else float(softcap))
 
@@ -169,10 +172,12 @@ def _lengths(x: Any, B: int) -> Any:
     if not isinstance(x, (list, tuple)):
         return x
     wanted = f"key_lengths, a list, must hold B={B} integers, one for each batch element"
-    every = [_number(one) for one in x]
-    for one in every:
-        if isinstance(one, bool) or not isinstance(one, int):
+    every = []
+    for one in x:
+        number = whole(one)
+        if number is None:
             raise ValueError(f"{wanted}; it holds {describe(one)}")
+        every.append(number)
     if len(every) != B:
         raise ValueError(f"{wanted}; got {describe(x)}")
     most = 2**31 - 1  # lengths over K are K, those under 0 are 0
@@ -251,8 +256,12 @@ def _number_checks(scale: Any, q_offset: Any, softcap: Any, Q: int, K: int, D: i
         number = not isinstance(x, bool) and isinstance(x, (int, float))
         yield x is None or number, name, x, "be a number of Python or numpy, or None"
     yield from _factors(scale, softcap, D, jnp.finfo(compute_dtype(dtype)))
-    whole = not isinstance(q_offset, bool) and isinstance(q_offset, int)
-    yield q_offset is None or whole, "q_offset", q_offset, "be an int or None: it says where the layout's pairs are"
+    yield (
+        q_offset is None or type(q_offset) is int,
+        "q_offset",
+        q_offset,
+        "be an int or None: it says where the layout's pairs are",
+    )
     if q_offset is not None:
         yield abs(q_offset) <= most_offset(Q, K), "q_offset", q_offset, within_positions(Q, K)
 

@@ -13,6 +13,7 @@ from gossamer.jax.plan import Label, Plan
 from gossamer.jax.tiles import FULL, INTERVAL, Extent, TileLists, Walked
 from gossamer.layouts.device.block_lists import block_list_layout
 from gossamer.layouts.walk import TileList, Walk
+from gossamer.numbers import whole
 from gossamer.patterns import Dense, Pattern
 from gossamer.patterns.reach import EVERY_KEY, Bounds
 from gossamer.patterns.validate import show
@@ -52,7 +53,8 @@ def prepare_blocks(
     """
     (B, Q, H, _), (_, K, G, _) = shape_of(query, "query"), shape_of(key, "key")
     indices = jnp.asarray(indices)
-    rows = -(-Q // block_size) if isinstance(block_size, int) and block_size > 0 else 0
+    block = whole(block_size) or 0
+    rows = -(-Q // block) if block > 0 else 0
     wanted = f"indices must be integers (B, N, rows, n), rows = ceil(T / block_size) = {rows}"
     if not 2 <= indices.ndim <= 4 or not jnp.issubdtype(indices.dtype, jnp.integer):
         raise ValueError(f"{wanted}; got {describe(indices)}")
@@ -69,9 +71,9 @@ def prepare_blocks(
         counts = jnp.clip(counts.astype(jnp.int32), 0, n).reshape(four.shape[:-1])
     if heads not in (1, H):
         four, counts = (None if x is None else jnp.repeat(x, H // heads, axis=1) for x in (four, counts))
-    offset = K - Q if q_offset is None else q_offset
-    if isinstance(offset, bool) or not isinstance(offset, int) or abs(offset) > most_offset(Q, K):
-        raise ValueError(f"q_offset must {within_positions(Q, K)}; got {describe(offset)}")
+    offset = K - Q if q_offset is None else whole(q_offset)
+    if offset is None or abs(offset) > most_offset(Q, K):
+        raise ValueError(f"q_offset must {within_positions(Q, K)}; got {describe(q_offset)}")
     lo, hi = _bounds(pattern, offset, Q, K)
     layout = block_list_layout(four, counts, lo, hi, Q, K, block=block_size, xp=device_arrays)
     by_rows, by_columns = _walked(layout.rows, max(n, 1)), _walked(layout.columns, rows)

@@ -76,6 +76,7 @@ def explain(
         sink_logits=sink_logits, alibi_slopes=alibi_slopes, implementation=implementation, deterministic=deterministic,
         names=NAMES,
     )  # fmt: skip
+    q_offset = None if q_offset is None else a.q_offset
     asked = asked_of(a, q_offset)
     plan = plan_of(pattern, asked)
     config = config_of(a, plan, q_offset)

@@ -22,6 +22,7 @@ from jax import Array
 from gossamer.jax import compat
 from gossamer.jax.api import attention
 from gossamer.jax.arguments import describe
+from gossamer.numbers import whole
 from gossamer.patterns import CSR
 from gossamer.patterns.csr import MOST_PAIRS
 from gossamer.patterns.grid import ranges
@@ -163,8 +164,9 @@ def _lists(x: Any, threshold: Any, box: Any, capacity: int | None) -> Any:
     sizes = _box(box, x.shape[1])
     if threshold > sizes.min() / 2:
         raise ValueError(f"threshold must be at most half the box, {sizes.min() / 2}; got {threshold}")
-    if isinstance(capacity, int):  # no point has more neighbours than there are points
-        capacity = min(capacity, max(len(x), 1))
+    room = whole(capacity)
+    if room is not None:  # no point has more neighbours than there are points
+        capacity = min(room, max(len(x), 1))
     return importlib.import_module(PARTICLES).Neighbors.allocate(x, float(threshold), box, capacity)
 
 

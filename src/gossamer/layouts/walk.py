@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gossamer.layouts.base import Array, WalkArrays
+from gossamer.numbers import whole
 from gossamer.patterns.grid import WORD, ranges, unpack_bits
 from gossamer.patterns.validate import show
 
@@ -92,9 +93,10 @@ def tile_edge(name: str, edge: Any) -> int:
     Raises:
         ValueError: it is no positive multiple of 32.
     """
-    if isinstance(edge, bool) or not isinstance(edge, (int, np.integer)) or edge < WORD or edge % WORD:
+    number = whole(edge)
+    if number is None or number < WORD or number % WORD:
         raise ValueError(f"{name} must be a positive multiple of {WORD}, got {show(edge)}")
-    return int(edge)
+    return number
 
 
 def iterate(walk: Walk) -> Iterator[tuple[int, int, int, str, int, int]]:

@@ -10,6 +10,7 @@ from gossamer.layouts.base import Array
 from gossamer.particles.cells import Cells
 from gossamer.particles.edges import edge_of
 from gossamer.particles.groups import Groups, room_of
+from gossamer.patterns.validate import integer
 
 ROOM = 1.25  # for as many neighbours over those that there are
 LIKELY, FEW = 8, 512  # columns of a group for each of a capacity that is given, and more
@@ -57,9 +58,7 @@ class Neighbors:
             most = edge_of(x).most_neighbors(cells)
             capacity = max(1, -(-int(most.neighbors * ROOM) // STEP)) * STEP
             room = room_of(most.columns * ROOM) if most.columns else None
-        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
-            raise ValueError(f"capacity must be a whole number of at least 1; got {capacity!r}")
-        return cls._made(cells, capacity, room)
+        return cls._made(cells, integer("capacity", capacity, minimum=1), room)
 
     @classmethod
     def _made(cls, cells: Cells, capacity: int, room: int | None) -> Neighbors:

@@ -118,6 +118,9 @@ class LongNet(Pattern):
 
     def branch(self, which: int, head: int) -> Pattern:
         """What one head keeps of one branch."""
+        which, head = integer("which", which, minimum=0), integer("head", head, minimum=0)
+        if which >= len(self.segments):
+            raise ValueError(f"which must be one of {len(self.segments)} branches, got {which}")
         r = self.dilations[which]
         part = DilatedSegment(self.segments[which], r, head % r)
         return part & Causal() if self.causal else part

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from gossamer.numbers import whole
 from gossamer.patterns.base import OFFSETS_LISTED, Pairs, Pattern, Tiles
 from gossamer.patterns.grid import Grid, Sizes, combine_ids, distinct, ranges
 from gossamer.patterns.validate import integer, show
@@ -59,7 +60,7 @@ class Neighborhood(Pattern):
         self, shape: Iterable[int], reach: int | Iterable[Any], border: str | Iterable[str] = "cut",
         causal: bool | Iterable[bool] = False,
     ) -> None:  # fmt: skip
-        one = isinstance(reach, (int, np.integer))
+        one = whole(reach) is not None
         try:
             sizes = tuple(shape)
             sides = (reach,) * len(sizes) if one else tuple(reach)  # type: ignore[arg-type]

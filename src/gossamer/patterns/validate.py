@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 import reprlib
 from typing import Any
 
 import numpy as np
+
+from gossamer.numbers import whole
 
 SHOWN = 80  # characters of a value in a message
 SAID = 300  # characters of an error that a user's function raised
@@ -79,14 +80,9 @@ def integer(name: str, value: Any, *, minimum: int | None = None, otherwise: str
     """
     maximum = 2**31 - 1
     bounds = f"an integer of at most {maximum}" if minimum is None else f"an integer in [{minimum}, {maximum}]"
-    try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError
-        number = operator.index(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{name} must be {bounds}{otherwise}, got {show(value)}") from None
-    if (minimum is not None and number < minimum) or number > maximum:
-        raise ValueError(f"{name} must be {bounds}{otherwise}, got {show(number)}")
+    number = whole(value)
+    if number is None or (minimum is not None and number < minimum) or number > maximum:
+        raise ValueError(f"{name} must be {bounds}{otherwise}, got {show(value if number is None else number)}")
     return number
 
 

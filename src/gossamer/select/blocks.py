@@ -24,6 +24,7 @@ from gossamer.torch.validate import (
     four_dimensional,
     is_bshd,
     validate,
+    whole,
 )
 
 
@@ -210,7 +211,7 @@ def topk_blocks(
         )
     q, k, _ = four_dimensional(q.detach(), k.detach(), k.detach(), bshd)
     validate(Arguments(q, k, k, None, None, None, None, None, scale, None, None, False, False, bshd))
-    _check_options(causal, block_size, topk, top_p, score, local, first, per)
+    block_size, topk, local, first = _checked(causal, block_size, topk, top_p, score, local, first, per)
     q, k = (x.to(cast_type(x) or x.dtype) for x in (q, k))
     Q, K = q.shape[2], k.shape[2]
     C = -(-K // block_size)
@@ -229,16 +230,19 @@ def topk_blocks(
     return SelectedBlocks(*chosen, Choice(q, k, dims, block_size, causal, score, factor))
 
 
-def _check_options(
+def _checked(
     causal: Any, block_size: Any, topk: Any, top_p: Any, score: Any, local: Any, first: Any, per: Any
-) -> None:
+) -> tuple[int, int | None, int, int]:
+    """block_size, topk, local and first as integers."""
     if not isinstance(causal, bool):
         raise ValueError(f"causal must be True or False; got {describe(causal)}")
-    if not isinstance(block_size, int) or block_size not in BLOCKS:
+    block = whole(block_size)
+    if block not in BLOCKS:
         raise ValueError(f"block_size must be 64 or 128; got {describe(block_size)}")
     if topk is None and top_p is None:
         raise ValueError("topk or top_p must be given: how many key blocks are kept, or what part of their softmax")
-    if topk is not None and (isinstance(topk, bool) or not isinstance(topk, int) or topk < 1):
+    kept = whole(topk)
+    if topk is not None and (kept is None or kept < 1):
         raise ValueError(f"topk must be an integer of at least 1, or None; got {describe(topk)}")
     number = isinstance(top_p, (int, float)) and not isinstance(top_p, bool) and math.isfinite(top_p)
     if top_p is not None and not (number and 0 < top_p <= 1):
@@ -246,6 +250,8 @@ def _check_options(
     for name, x, names in (("score", score, ("mean", "bound")), ("per", per, ("head", "group"))):
         if not isinstance(x, str) or x not in names:
             raise ValueError(f'{name} must be "{names[0]}" or "{names[1]}"; got {describe(x)}')
-    for name, n in (("local", local), ("first", first)):
-        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-            raise ValueError(f"{name} must be an integer of at least 0; got {describe(n)}")
+    always = whole(local), whole(first)
+    for name, given, n in (("local", local, always[0]), ("first", first, always[1])):
+        if n is None or n < 0:
+            raise ValueError(f"{name} must be an integer of at least 0; got {describe(given)}")
+    return block, kept, *always

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gossamer.kernels.packages import has_triton
+from gossamer.numbers import whole
 from gossamer.select.thresholds import causal_thresholds, threshold
 from gossamer.torch.entmax.arguments import refuse_transforms
 from gossamer.torch.validate import describe
@@ -63,12 +64,12 @@ def sparsek(u: Tensor, k: int, dim: int = -1) -> SparseK:
         tensor([1., 0., 1.])
     """
     _check_scores(u)
-    _check_kept(k)
-    if isinstance(dim, bool) or not isinstance(dim, int) or not -u.ndim <= dim < u.ndim:
+    k, axis = _kept(k), whole(dim)
+    if axis is None or not -u.ndim <= axis < u.ndim:
         raise ValueError(f"dim must be a dimension of u, in [{-u.ndim}, {u.ndim}); got {describe(dim)}")
     refuse_transforms("sparsek", u)
-    m, tau = torch.ops.gossamer.sparsek(u.movedim(dim, -1).contiguous(), min(k, u.shape[dim]))
-    return SparseK(m.movedim(-1, dim), tau)
+    m, tau = torch.ops.gossamer.sparsek(u.movedim(axis, -1).contiguous(), min(k, u.shape[axis]))
+    return SparseK(m.movedim(-1, axis), tau)
 
 
 def sparsek_causal(u: Tensor, k: int) -> CausalSparseK:
@@ -103,7 +104,7 @@ def sparsek_causal(u: Tensor, k: int) -> CausalSparseK:
         tensor([3, 4, 2, 3, 4], dtype=torch.int32)
     """
     _check_scores(u)
-    _check_kept(k)
+    k = _kept(k)
     refuse_transforms("sparsek_causal", u)
     return CausalSparseK(*torch.ops.gossamer.sparsek_causal(u.contiguous(), min(k, u.shape[-1])))
 
@@ -129,7 +130,7 @@ def last_topk(u: Tensor, k: int) -> Tensor:
         tensor([1, 4, 3, 2, 4], dtype=torch.int32)
     """
     _check_scores(u)
-    _check_kept(k)
+    k = _kept(k)
     return torch.ops.gossamer.last_topk(u.detach().contiguous(), min(k, u.shape[-1]))
 
 
@@ -277,9 +278,11 @@ def _check_scores(u: Any) -> None:
         )
 
 
-def _check_kept(k: Any) -> None:
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+def _kept(k: Any) -> int:
+    number = whole(k)
+    if number is None or number < 1:
         raise ValueError(f"k must be an integer of at least 1; got {describe(k)}")
+    return number
 
 
 # Opaque to a compiler, which would take long over the levels of the causal ones.

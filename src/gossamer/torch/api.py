@@ -33,7 +33,7 @@ from gossamer.torch.request import (
 )
 from gossamer.torch.scale import with_number
 from gossamer.torch.structure import Structure
-from gossamer.torch.validate import BHND, Layout, Lengths, describe, is_bshd, options_of, unbatched
+from gossamer.torch.validate import BHND, Layout, Lengths, describe, is_bshd, is_handle, options_of, unbatched
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -241,6 +241,8 @@ def _merged(
     if merge != "lse":
         raise ValueError(f'merge must be None or "lse"; got {describe(merge)}')
     options["implementation"] = current_name(options["implementation"])
+    if is_handle(pattern) and not torch.compiler.is_compiling():
+        pattern = pattern_of(pattern)
     outs, lses = [], []
     for term in branches_of(pattern):
         out, lse = attention(q, k, v, term, sink_logits=sink_logits, return_lse=True, layout=layout, **options)

@@ -10,7 +10,7 @@ from gossamer.layouts import BlockLayout, GatherLayout
 from gossamer.layouts.base import OF_EACH
 from gossamer.torch.request import asks_for_structure, request_of
 from gossamer.torch.structure import Structure
-from gossamer.torch.validate import BHND, Layout, Lengths, is_bshd, number
+from gossamer.torch.validate import BHND, Layout, Lengths, is_bshd, offset
 
 
 def device_layout(
@@ -65,7 +65,7 @@ def device_layout(
     )  # fmt: skip
     made = request.attended.alive
     assert isinstance(made, (BlockLayout, GatherLayout))
-    held: Any = made.K - made.Q if q_offset is None else number(q_offset)
+    held: Any = made.K - made.Q if q_offset is None else offset(q_offset)
     if isinstance(q_offset, Tensor):
         held = OF_EACH if q_offset.ndim else q_offset.clone()  # what is written to it later moves no pair of the layout
     if isinstance(pattern, Structure) and pattern.own_positions:

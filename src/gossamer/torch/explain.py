@@ -30,7 +30,7 @@ from gossamer.torch.reorder import check_order
 from gossamer.torch.request import Request, request_of, results_in_bshd
 from gossamer.torch.scale import with_number
 from gossamer.torch.structure import Structure
-from gossamer.torch.validate import BHND, Layout, Lengths, cast_type, describe, is_bshd
+from gossamer.torch.validate import BHND, Layout, Lengths, cast_type, describe, is_bshd, is_handle
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -296,7 +296,7 @@ def explain(
         raise ValueError(f"return_lse must be True or False; got {describe(return_lse)}")
     if merge is not None:
         raise ValueError(f"merge must be None: each term of {describe(pattern)} is a call, to be explained alone")
-    if type(pattern) is int:
+    if is_handle(pattern):
         pattern = pattern_of(pattern)
     given = q
     if isinstance(scale, Tensor):

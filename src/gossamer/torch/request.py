@@ -40,7 +40,17 @@ from gossamer.torch.memory import outlasting
 from gossamer.torch.registry import constants
 from gossamer.torch.structure.base import Structure
 from gossamer.torch.structure.make import structured
-from gossamer.torch.validate import Arguments, check_types, describe, four_dimensional, instead, number
+from gossamer.torch.validate import (
+    Arguments,
+    check_types,
+    describe,
+    four_dimensional,
+    instead,
+    is_handle,
+    number,
+    offset,
+    whole,
+)
 
 DENSE = Dense()
 
@@ -225,21 +235,21 @@ def request_of(
     Raises:
         ValueError: an argument is of a type that nothing accepts.
     """
-    scale, q_offset, softcap = number(scale), number(q_offset), number(softcap)
+    scale, q_offset, softcap = number(scale), offset(q_offset), number(softcap)
     implementation = current_name(implementation)
     key_lengths, sink_logits, alibi_slopes = lengths(key_lengths, q), wide(sink_logits, q), slopes(alibi_slopes, q)
     key_starts = lengths(key_starts, q, "key_starts")
     check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation, key_starts)
     deterministic, dims = is_deterministic(deterministic), q.ndim
     q, k, v = four_dimensional(q, k, v, bshd)
-    offset, offset_tensor = (None, q_offset) if isinstance(q_offset, Tensor) else (q_offset, None)
+    host, offset_tensor = (None, q_offset) if isinstance(q_offset, Tensor) else (q_offset, None)
     backward = not torch.compiler.is_compiling() and differentiable(q, k, v, sink_logits)
     a = Arguments(
-        q, k, v, offset, offset_tensor, key_lengths, sink_logits, alibi_slopes, scale, softcap, implementation,
+        q, k, v, host, offset_tensor, key_lengths, sink_logits, alibi_slopes, scale, softcap, implementation,
         deterministic, backward, bshd, counted=not _recorded(),
     )  # fmt: skip
     if asks_for_structure(pattern, q_offset, key_starts):
-        if type(pattern) is int and not torch.compiler.is_compiling():
+        if is_handle(pattern) and not torch.compiler.is_compiling():
             pattern = pattern_of(pattern)
         given = pattern.tensors if isinstance(pattern, Structure) else ()
         eager = not torch.compiler.is_compiling() and plain(q, k, v, key_starts, key_lengths, offset_tensor, *given)
@@ -318,11 +328,13 @@ def lengths(x: Any, q: Any, name: str = "key_lengths") -> Any:
     """
     if not isinstance(x, (list, tuple)) or not isinstance(q, Tensor):
         return x
-    B, every = q.shape[0] if q.ndim == 4 else 1, [number(one) for one in x]
+    B, every = q.shape[0] if q.ndim == 4 else 1, []
     wanted = f"{name}, a list, must hold B={B} integers, one for each batch element"
-    for one in every:
-        if isinstance(one, bool) or not isinstance(one, (int, torch.SymInt)):
+    for one in x:
+        number = whole(one)
+        if number is None:
             raise ValueError(f"{wanted}; it holds {describe(one)}")
+        every.append(number)
     if len(every) != B:
         raise ValueError(f"{wanted}; got {describe(x)}")
     held = torch.iinfo(torch.int32).max  # lengths over K are K, those under 0 are 0
@@ -351,8 +363,10 @@ def resolve_pattern(pattern: Any, q: Tensor) -> ResolvedPattern:
         if constants and torch.compiler.is_compiling():
             return ResolvedPattern(pattern._compiled_handle())  # type: ignore[attr-defined]
         return ResolvedPattern(pattern.handle, alive=pattern)
-    if isinstance(pattern, torch.SymInt) or type(pattern) is int:
-        return ResolvedPattern(pattern, alive=None if torch.compiler.is_compiling() else token_of(int(pattern)))
+    if isinstance(pattern, torch.SymInt) or is_handle(pattern):
+        if torch.compiler.is_compiling():
+            return ResolvedPattern(pattern)
+        return ResolvedPattern(int(pattern), alive=token_of(int(pattern)))
     if isinstance(pattern, Tensor):
         if pattern.is_nested:
             raise ValueError(f"pattern must be {PATTERN}; got {describe(pattern)}")

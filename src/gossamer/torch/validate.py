@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gossamer import numbers
 from gossamer.kernels.launch import dtype_of
 from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.patterns import Pattern
@@ -91,11 +92,34 @@ def describe(value: Any) -> str:
     return f"{show(value)} ({type(value).__name__})"
 
 
+def is_handle(x: Any) -> TypeGuard[int]:
+    """Whether a `pattern` is the number that stands for one, of Python or numpy."""
+    return isinstance(x, (int, np.integer)) and not isinstance(x, (bool, np.timedelta64))
+
+
 def number(x: Any) -> Any:
     """A number of numpy as one of Python; anything else as it is."""
     if isinstance(x, np.floating):
         return float(x)
     return int(x) if isinstance(x, np.integer) and not isinstance(x, np.timedelta64) else x
+
+
+def offset(x: Any) -> Any:
+    """A `q_offset` as an int if it is a whole number; a tensor, and what is no offset, as it is."""
+    if x is None or isinstance(x, Tensor):
+        return x
+    known = whole(x)
+    return x if known is None else known
+
+
+def whole(x: Any) -> Any:
+    """`x` as an int if it is a whole number of any library; a size of a traced program as it is; None for all else.
+
+    The host waits for no number: one in a tensor on a GPU is none.
+    """
+    if isinstance(x, Tensor) and x.device.type != "cpu":
+        return None
+    return x if isinstance(x, torch.SymInt) else numbers.whole(x)
 
 
 def instead(given: Any) -> str:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gossamer.numbers import whole
+
 CALLS = ("exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "abs", "minimum", "maximum", "where")
 PLAIN = (bool, int, float, str, bytes, type(None), type(...))
 
@@ -82,8 +84,11 @@ class Number:
         return self._with(inverse, lambda: -(inverse * inverse))
 
     def __pow__(self, n: Any) -> Number:
-        if isinstance(n, bool) or not isinstance(n, int) or abs(n) > 64:
-            raise TypeError(f"** takes whole numbers of at most 64: for others there are sqrt, exp and log; got {n!r}")
+        given, n = n, whole(n)
+        if n is None or abs(n) > 64:
+            raise TypeError(
+                f"** takes whole numbers of at most 64: for others there are sqrt, exp and log; got {given!r}"
+            )
         if n < 0:
             return self._inverse() ** -n
         found: Number | None = None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gossamer.torch.structure.base import OF_INTEGERS, Lists, Sizes, Structure
-from gossamer.torch.validate import INTEGERS, describe, number
+from gossamer.torch.validate import INTEGERS, describe, whole
 
 BLOCKS = (64, 128)  # sizes of blocks that are selected: tiles that every implementation walks
 
@@ -119,10 +119,10 @@ class BlockIndices(Chosen):
     def __init__(
         self, indices: Tensor, block_size: int = 64, counts: Tensor | None = None, *, check: bool = False
     ) -> None:
-        block_size = number(block_size)
-        if type(block_size) is not int or block_size not in BLOCKS:
+        block = whole(block_size)
+        if block not in BLOCKS:
             raise ValueError(f"block_size must be 64 or 128; got {describe(block_size)}")
-        self.block_size = block_size
+        self.block_size = block
         self._take(indices, counts, check)
 
     def __repr__(self) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gossamer.patterns.reach import Bounds
 from gossamer.torch.structure.base import OF_INTEGERS, Sizes, Structure, check_edges, sorted_edges
-from gossamer.torch.validate import INTEGERS, describe, number
+from gossamer.torch.validate import INTEGERS, describe, whole
 
 
 class DocumentIds(Structure):
@@ -67,11 +67,11 @@ class DocumentIds(Structure):
             0.0
         """
         check_edges("cu_seqlens", cu_seqlens, least=1)
-        length = number(length)
-        if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)) or length < 1:
+        positions = whole(length)
+        if positions is None or positions < 1:
             raise ValueError(f"length must be a number of positions of at least 1; got {describe(length)}")
         made = cls(cu_seqlens)
-        made.edges, made.length = cu_seqlens, length
+        made.edges, made.length = cu_seqlens, positions
         return made
 
     def __repr__(self) -> str:
