@@ -30,6 +30,8 @@ from soak_run import Counts, Drawn, Outcome, begun
 # Families of calls, each a module of `draw` and `run`.
 FAMILIES = {
     "attention": "soak_attention",
+    "particles": "soak_particles",
+    "neighbors": "soak_neighbors",
 }
 LIMIT = {"cpu": 60.0, "cuda": 180.0}  # seconds of a call; the first of a process may compile kernels
 BEGINNING = 600.0  # seconds in which a process has imported everything

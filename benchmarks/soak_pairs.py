@@ -165,7 +165,8 @@ def known(law: Law, found: Pairs, p: Precision) -> Known:
     apart = s > 0
     value, slope = law.both(s)
     off, slope_off = torch.zeros_like(s), torch.zeros_like(s)
-    for moved in (torch.maximum(s - found.ds, 1e-12 * s), s + found.ds):
+    ds = found.ds + 8 * p.eps * s  # a function may jump, or bend, at a number that is rounded
+    for moved in (torch.maximum(s - ds, 1e-12 * s), s + ds):
         other, steep = law.both(moved)
         off = torch.maximum(off, (other - value).abs())
         slope_off = torch.maximum(slope_off, (steep - slope).abs())

@@ -21,6 +21,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CALLS = 300
 FAMILIES = {  # how many calls of each are computed here
     "attention": 50,
+    "particles": 60,
+    "neighbors": 60,
 }
 
 

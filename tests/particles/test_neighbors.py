@@ -234,6 +234,25 @@ def test_positions_that_are_not_finite() -> None:
     assert neighbors.overflow and gp.neighbor_attention(q, q, q, neighbors).isnan().all()
     with pytest.raises(ValueError, match="x must be finite"):
         gp.Neighbors.allocate(x, 0.3)
+    everywhere = gp.Cells.build(torch.full((31, 2), -float("inf")), 0.3)  # in a box that is near none, itself neither
+    assert gp.radial_sum(everywhere, 1.0, gp.Gaussian(0.1)).isnan().all()
+    assert gp.radial_force(everywhere, 1.0, gp.ShortRangeGravity(0.05, 0.01)).isnan().all()
+
+
+@pytest.mark.parametrize("kernel", ["dot", "gaussian", "dot+gaussian"])
+def test_no_particles(kernel: str) -> None:
+    """Results without elements, and gradients of all inputs."""
+    x, q, k, v = (torch.zeros(0, *n, requires_grad=True) for n in ((3,), (2, 8), (2, 8), (2, 5)))
+    neighbors = gp.Neighbors.allocate(x, 0.3, 1.0)
+    pair, given = ((None, None), (x, v)) if kernel == "gaussian" else ((q, k), (q, k, v))
+    bandwidth = None if kernel == "dot" else 0.1
+    out, lse = gp.neighbor_attention(
+        *pair, v, neighbors, kernel=kernel, bandwidth=bandwidth, return_residual=True
+    )  # fmt: skip
+    assert out.shape == (0, 2, 5) and lse.shape == (0, 2)
+    for one in (out.sum(), lse.sum(), out.sum() + lse.sum()):
+        for d, inputs in zip(torch.autograd.grad(one, given, retain_graph=True), given, strict=True):
+            assert d.shape == inputs.shape
 
 
 def test_types_of_neighbor_attention() -> None:

@@ -104,6 +104,10 @@ def test_what_is_refused_and_what_is_empty() -> None:
     assert gp.radial_sum(none, 1.0, gp.Gaussian(0.1)).shape == (0,)
     assert gp.radial_force(none, 1.0, gp.ShortRangeGravity(0.01)).shape == (0, 3)
     assert gp.radial_sum(cells, x[:, :0], gp.Gaussian(0.1)).shape == (9, 0)
+    x, values = x.clone().requires_grad_(), x[:, :0].clone().requires_grad_()
+    out = gp.radial_sum(gp.Cells.build(x, 0.1, 1.0), values, gp.Gaussian(0.1))
+    dx, dvalues = torch.autograd.grad(out.sum(), (x, values))
+    assert out.shape == dvalues.shape == (9, 0) and not dx.any()
     assert gp.radial_sum(gp.Cells.build(x.half(), 0.1), 1.0, gp.Gaussian(0.1)).dtype == torch.float32
 
 

@@ -20,8 +20,9 @@ NUMBERS = 2**21  # of the features of a chunk
 def attend(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> Rows:
     x, runs = neighbors.cells.x, neighbors.cells.runs
     dtype = runs.points.dtype
-    if not len(x):
-        return Rows(v, v.new_zeros(v.shape[:2], dtype=dtype))
+    if not len(x):  # inputs without elements have gradients without any
+        none = x.sum().to(dtype) + sum(one.sum(-1).to(dtype) for one in (q, k, v))
+        return Rows(v + none[..., None].to(v.dtype), none)
     fused = listed_torch.attends(neighbors.groups, call, q, v)
     if not fused and v.is_cuda and call.bandwidth is None and dtype == torch.float32:
         order, back = _moves(neighbors)

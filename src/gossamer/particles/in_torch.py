@@ -148,6 +148,7 @@ def walk(cells: Cells, radius: float) -> Iterator[Iterator[Seen]]:
     for item in torch.arange(T, device=device).split(each):
         low, high = list(runs.low[:, item, None]), list(runs.high[:, item, None])
         near = gaps(low, high, others_low, others_high, box, torch) <= limit * MARGIN**2
+        near |= item[:, None] == torch.arange(T, device=device)  # itself, also where it is nowhere
         counts = near.sum(1)
         _, columns = near.nonzero(as_tuple=True)
         firsts = counts.cumsum(0) - counts

@@ -40,8 +40,8 @@ def radial_sum(cells: Cells, values: Any, kernel: Gaussian | RadialKernel) -> An
     values = edge.channels("values", values, cells)
     if len(values.shape) not in (1, 2) or values.shape[0] != cells.num_particles:
         raise ValueError(f"values must be ({cells.num_particles},) or ({cells.num_particles}, C); got {values.shape}")
-    if len(values.shape) == 2 and not values.shape[1]:
-        return values
+    if len(values.shape) == 2 and not values.shape[1]:  # which positions reach as well, with gradients of 0
+        return values + radial_sum(cells, 0, kernel)[:, None][:, :0]
     flat = len(values.shape) == 1
     found = edge.radial_sum(cells, values[:, None] if flat else values, kernel)
     found = found * edge.known(cells, found)
