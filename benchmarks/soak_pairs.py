@@ -392,7 +392,8 @@ def _attention_moved(
         moved["dk"] = a.scale * (_times(whole.mT, q.abs()) + kept.eps * dk) + kept.least
     of_dv = of_P + tiny + (summed(n) + 2 * kept.short) * P
     moved["dv"] = _times(of_dv.mT, dout_) + kept.eps * (P.mT @ dout).abs() + kept.least
-    if a.bandwidth is None:
+    if a.bandwidth is None:  # no score reads positions
+        moved["dx"] = torch.zeros_like(found.steps[0].detach())
         return moved
     both, of_both = (one.sum(0) + one.sum(0).mT for one in (magnitude, whole))
     length = found.steps.detach().abs()
