@@ -127,20 +127,40 @@ def _row(u: Tensor, k: int) -> Row:
         numbers.append(((scaled - steps) * 2.0**bits).round().long())
     whole = torch.stack(numbers)
 
-    u = torch.where(there, u, -torch.inf).double()
-    # Of equal values u - 1 comes first: past it a key is interior.
-    value, order = torch.cat([u - 1, u], 1).sort(stable=True)
-    upper = order >= N
-    key = order - N * upper
-    sign = torch.where(upper, 1, -1) * there.gather(1, key)
+    u, order = torch.where(there, u, -torch.inf).double().sort(stable=True)
+    place_of_lower, place_of_upper = _merged(u)
+    places, sign = torch.cat([place_of_lower, place_of_upper], 1), torch.ones_like(order)
+
+    def by_place(lower: Tensor, upper: Tensor) -> Tensor:
+        both = torch.cat([lower, upper], 1)
+        return torch.empty_like(both).scatter_(1, places, both)
+
+    def by_key(x: Tensor) -> Tensor:
+        return torch.empty_like(x).scatter_(1, order, x).where(there, -1)
+
+    key, sign = by_place(order, order), by_place(-sign, sign)
     of_points = _at(whole, key)
-    of_points[0] -= torch.where(upper, 0, 1 << bits)
-    places = torch.arange(2 * N, device=u.device).expand(R, -1)
-    first, last = torch.empty_like(order).scatter_(1, order, places).split(N, 1)
+    of_points[0] -= torch.where(sign > 0, 0, 1 << bits)
+    sign = sign * there.gather(1, key)
     return Row(
-        Keys(_with_ones(whole), first.where(there, -1), last.where(there, -1)),
-        value, of_points, key, sign * _with_ones(of_points), bits, min(k, N),
+        Keys(_with_ones(whole), by_key(place_of_lower), by_key(place_of_upper)),
+        by_place(u - 1, u), of_points, key, sign * _with_ones(of_points), bits, min(k, N),
     )  # fmt: skip
+
+
+def _merged(u: Tensor) -> tuple[Tensor, Tensor]:
+    """The places of u - 1 and of u among both, of u (R, N) ascending; of equal ones u - 1 comes first.
+
+    u - 1 is compared without rounding: scores under one unit in the last place of 1 are the same once 1 is taken off,
+    and sums over points in another order than that of their integers are not monotone.
+    """
+    lower = u - 1
+    taken = lower - u  # what was taken off, and what rounding left of it
+    rest = (u - (lower - taken)) - (1 + taken)
+    over = torch.where(rest > 0, torch.nextafter(lower, lower.new_full((), torch.inf)), lower)
+    before = torch.searchsorted(u, over)  # how many u are under each u - 1
+    place = torch.arange(u.shape[1], device=u.device).expand_as(before).contiguous()
+    return place + before, place + torch.searchsorted(before, place, right=True)
 
 
 def _of_all(row: Row) -> Root:
@@ -165,7 +185,11 @@ def _before(adds: Tensor) -> Tensor:
 def _excess(row: Row, sums: Tensor, at: Tensor) -> Tensor:
     """f - k at points, given as integers, of the sums from there on: int64 or float64, in steps of 2^-bits."""
     excess = sums[1] - sums[0] * at[0]
-    return excess if len(at) == 1 else excess.double() + (sums[2] - sums[0] * at[1]).double() * 2.0**-row.bits
+    if len(at) == 1:
+        return excess
+    rest = sums[2] - sums[0] * at[1]
+    carried = rest >> row.bits  # so that rounding changes no sign
+    return (excess + carried).double() + (rest - (carried << row.bits)).double() * 2.0**-row.bits
 
 
 def _root(row: Row, sums: Tensor, where: Tensor) -> Root:
