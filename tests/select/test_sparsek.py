@@ -136,7 +136,9 @@ def test_rows_of_which_all_is_kept_have_no_threshold(dtype: torch.dtype) -> None
     draw = random.Random(f"kept {dtype}")
     for _ in range(60):
         N = draw.choice([1, 2, 3, 8, 17])
-        u = torch.tensor([draw.choice([1e-17, -1e-17, 1e-22, 0.0, 5e-324, 2e-16, 1e-16]) for _ in range(N)], dtype=dtype)
+        u = torch.tensor(
+            [draw.choice([1e-17, -1e-17, 1e-22, 0.0, 5e-324, 2e-16, 1e-16]) for _ in range(N)], dtype=dtype
+        )
         m, tau = gs.sparsek(u, N)
         assert tau == -INF and (m == 1).all() and (gs.sparsek_causal(u, N).tau == -INF).all(), u
         more = torch.cat([u, u.new_tensor([-0.5])])

@@ -65,6 +65,23 @@ def test_types(dtype: torch.dtype) -> None:
     assert (lse.double() - exact_lse).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("gate", ["v", "kv", "logit", None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_of_float64_scores_are_differences_of_float64(dtype: torch.dtype, gate: str | None) -> None:
+    """Far from 0, where float32 holds no difference of two scores: as of the same scores without the offset."""
+    torch.manual_seed(2)
+    q, k, v = (torch.randn(1, heads, 40, 8).to(dtype) for heads in (4, 2, 2))
+    u = torch.randn(1, 2, 40, dtype=torch.float64).mul(2**20).round().div(2**20)
+    options = {"k_keep": 6, "window": 2, "gate": gate, "straight_through": gate is None}
+    dout, dlse = torch.randn(1, 4, 40, 8).to(dtype), torch.randn(1, 4, 40)
+    near, far = (results(with_lse, [q, k, v, u + offset], options, dout, dlse) for offset in (0.0, 2.0**20))
+    assert near[1].dtype == far[1].dtype == torch.float32 and far[5].dtype == torch.float64
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv", "du"), near, far, strict=True):
+        assert torch.allclose(a, b, rtol=1e-6, atol=1e-7), (name, (a - b).abs().max())
+    rounded = results(with_lse, [q, k, v, (u + 2.0**20).float()], options, dout, dlse)
+    assert not torch.allclose(near[5].float(), rounded[5], atol=1e-2)  # the gates that float32 makes of them are others
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"gate": "kv"}, {"gate": "logit"}, {"gate": None}, {"keep": "support"}, {"causal": False}],

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gossamer.kernels.gated import launch
 from gossamer.kernels.gated.problem import Gate, Operands, Options
+from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.plan.problem import Unsupported
 from gossamer.torch.operators import library
 
@@ -43,7 +44,7 @@ def _backward(
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, u: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty((*q.shape[:3], v.shape[3])), u.new_empty(q.shape[:3])
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=compute_dtype(q.dtype))
 
 
 def _backward_fake(

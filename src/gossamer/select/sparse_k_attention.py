@@ -80,8 +80,8 @@ def sparsek_attention(
         q: (B, H, N, D), (H, N, D) or (N, D); float16, bfloat16, float32 or float64.
         k: (B, G, N, D) and so on, H a multiple of G.
         v: (B, G, N, E) and so on.
-        u: scores of keys, float32 or float64; (B, G, N), shared by the heads of a group, or (B, H, N); without the
-            dimensions that q lacks. A key of -inf is never kept past its window.
+        u: scores of keys, float32 or float64, whatever q is; (B, G, N), shared by the heads of a group, or (B, H, N);
+            without the dimensions that q lacks. A key of -inf is never kept past its window.
         k_keep: how much is kept at each step: of the keys up to the query, those in its window among them.
         window: how many keys before the query, which it sees in any case. Without `causal` as many behind it.
         keep: "topk" attends the k_keep keys of the largest scores, "support" all of m > 0, which are more.
@@ -116,13 +116,18 @@ def sparsek_attention(
     """
     c = check_call(q, k, v, u, k_keep, window, keep, gate, causal, scale, straight_through, return_lse)
     kept = _kept(c.u, c.k_keep, keep, causal, straight_through)
-    wide = compute_dtype(c.q.dtype)
+    wide = type_of_scores(c.q, c.u)
     out, lse = gated_forward(
         c.q, c.k, c.v, kept.u.to(wide), kept.tau.to(wide), kept.last, kept.last_gated, c.window, gate, causal, c.scale,
         straight_through, kept.live, kept.certain, None,
     )  # fmt: skip
     out, lse = unbatched(out, lse, c.dims)
     return (out, lse) if return_lse else out
+
+
+def type_of_scores(q: Tensor, u: Tensor) -> torch.dtype:
+    """The type of u - tau: that of u, which float32 would round apart, or the wider one that is computed in."""
+    return torch.promote_types(u.dtype, compute_dtype(q.dtype))
 
 
 class Call(NamedTuple):

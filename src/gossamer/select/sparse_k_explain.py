@@ -10,10 +10,9 @@ from torch import Tensor
 from gossamer.kernels.gated.launch import implementations
 from gossamer.kernels.gated.problem import Gate, Operands, Options
 from gossamer.kernels.launch import dtype_of
-from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.plan.tabular import aligned
 from gossamer.select.sparse_k import has_kernels
-from gossamer.select.sparse_k_attention import Keep, check_call, lists_room
+from gossamer.select.sparse_k_attention import Keep, check_call, lists_room, type_of_scores
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,7 @@ def explain_sparsek(
     q, k, v, u = call.q, call.k, call.v, call.u
     (B, H, N, D), G, E, U = q.shape, k.shape[1], v.shape[3], u.shape[1]
     room, certain = lists_room(call.k_keep, N, keep, straight_through)
-    wide = compute_dtype(q.dtype)
-    scores = u.detach().to(wide)
+    scores = u.detach().to(type_of_scores(q, u))
     steps = torch.empty(u.shape, dtype=torch.int32, device="meta")
     options = Options(call.window, gate, causal, call.scale, straight_through, room, certain)
     operands = Operands(q, k, v, scores, scores, steps, steps)

@@ -117,7 +117,7 @@ def causal_thresholds(u: Tensor, k: int) -> Tensor:
 
 
 def _row(u: Tensor, k: int) -> Row:
-    R, N = u.shape
+    N = u.shape[1]
     bits = 62 - N.bit_length()
     there = u > -torch.inf
     scaled = torch.where(there, u, 0).double().clamp(-LARGEST, LARGEST) * 2.0**bits

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.gated.problem import Gradients, Memory, Operands, Options
+from gossamer.kernels.row_formulas import compute_dtype
 
 QUERIES = 256  # of a chunk
 MOST = 2**24  # scores that are held at once, or those of one unit
@@ -25,15 +26,15 @@ class Chunk(NamedTuple):
     rows: slice
     columns: Tensor  # (units, n) int64: the keys of the window, then those that live
     pairs: Tensor  # (units, 1, m, n) bool: those that are attended
-    gated: Tensor  # (units, 1, m, n) bool: those whose gate has a gradient, attended or not
+    gated: Tensor  # (units, 1, m, n) bool: those whose gate is inside (0, 1) and has a gradient, attended or not
     m: Tensor  # (units, 1, m, n): the gates, 1 in the window
 
 
 def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
-    """out (B, H, N, E) in q's type, and lse (B, H, N) in that of u."""
+    """out (B, H, N, E) in q's type, and lse (B, H, N) in that which is computed in."""
     (B, H, N, _), E = x.q.shape, x.v.shape[3]
     q, k, v = _units(x)
-    out, lse = q.new_empty(*q.shape[:3], E), q.new_empty(q.shape[:3], dtype=x.u.dtype)
+    out, lse = q.new_empty(*q.shape[:3], E), q.new_empty(q.shape[:3])
     for c in _chunks(x, o):
         s = _scores(q, k, c, o)
         of_rows = torch.logsumexp(_masked(s, c, o), -1)
@@ -47,23 +48,26 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Ope
     """The gradients, those of q, k and v in their types, of u and tau in theirs."""
     q, k, v = _units(x)
     units, R, N, _ = q.shape
-    wide = x.u.dtype
-    dout = dout.to(wide).reshape(units, R, N, -1)
-    delta = (dout * out.to(wide).view(dout.shape)).sum(-1)
+    dout = dout.to(q.dtype).reshape(units, R, N, -1)
+    delta = (dout * out.to(q.dtype).view(dout.shape)).sum(-1)
     if dlse is not None:
         delta = delta - dlse.view(delta.shape)
     lse = lse.view(delta.shape)
     dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
-    du, dtau = (torch.zeros(units, N, dtype=wide, device=q.device) for _ in range(2))
+    du, dtau = (x.u.new_zeros(units, N) for _ in range(2))
     for c in _chunks(x, o):
         s = _scores(q, k, c, o)
         of_rows, rows = lse[c.units, :, c.rows], q[c.units, :, c.rows]
         p = _weights(s, of_rows, c, o)
         douts = dout[c.units, :, c.rows]
         of_values = douts @ _columns(v, c).mT
-        ds = p * ((of_values * c.m if o.gate in ("v", "kv") else of_values) - delta[c.units, :, c.rows, None])
+        of_scores = (of_values * c.m if o.gate in ("v", "kv") else of_values) - delta[c.units, :, c.rows, None]
+        ds = p * of_scores
         if o.gate is not None or o.straight:
-            dm = _gate_gradient(s, p, of_values, ds, of_rows, c, o).sum(1)
+            weight = torch.exp(s - of_rows[..., None]) if o.straight or o.gate == "logit" else p
+            dm = weight * (of_scores if o.gate == "logit" else of_values)
+            dm = dm + ds * s if o.gate == "kv" else dm
+            dm = torch.where(c.gated, dm, 0).to(du.dtype).sum(1)
             du[c.units].scatter_add_(1, c.columns, dm.sum(1))
             dtau[c.units, c.rows] = -dm.sum(2)
         ds = (ds * c.m if o.gate == "kv" else ds) * o.scale
@@ -76,7 +80,7 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Ope
 
 def memory(x: Operands, o: Options) -> Memory:
     """Scores of a chunk, some five times, and the gathered keys and values; of supports as many as are expected."""
-    (B, H, N, D), E, size = x.q.shape, x.v.shape[3], x.u.element_size()
+    (B, H, N, D), E, size = x.q.shape, x.v.shape[3], compute_dtype(x.q.dtype).itemsize
     columns = min(N, min(o.window, N) * (1 if o.causal else 2) + o.live) + min(QUERIES, N)
     scores = min(MOST, B * H * min(QUERIES, N) * columns)
     of_forward = size * (5 * scores + min(B * x.u.shape[1], 1 + MOST // columns) * columns * (D + E))
@@ -84,10 +88,10 @@ def memory(x: Operands, o: Options) -> Memory:
 
 
 def _units(x: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    """q (units, R, N, D), k (units, N, D) and v in the type of u."""
-    U, G = x.u.shape[1], x.k.shape[1]
-    q = x.q.to(x.u.dtype).unflatten(1, (U, -1)).flatten(0, 1)
-    k, v = (t.to(x.u.dtype).repeat_interleave(U // G, 1).flatten(0, 1) for t in (x.k, x.v))
+    """q (units, R, N, D), k (units, N, D) and v in the type that is computed in."""
+    U, G, wide = x.u.shape[1], x.k.shape[1], compute_dtype(x.q.dtype)
+    q = x.q.to(wide).unflatten(1, (U, -1)).flatten(0, 1)
+    k, v = (t.to(wide).repeat_interleave(U // G, 1).flatten(0, 1) for t in (x.k, x.v))
     return q, k, v
 
 
@@ -100,6 +104,7 @@ def _of_groups(of_units: Tensor, like: Tensor) -> Tensor:
 def _chunks(x: Operands, o: Options) -> Iterator[Chunk]:
     """Every chunk; of few units at a time where many scores would be held at once."""
     u, tau, last, last_gated = (t.flatten(0, 1) for t in (x.u, x.tau, x.last, x.last_gated))
+    wide = compute_dtype(x.q.dtype)
     (units, N), R = u.shape, x.q.shape[1] // x.u.shape[1]
     for rows, live in _lists(last_gated, o):
         first = max(rows.start - o.window, 0)
@@ -120,7 +125,8 @@ def _chunks(x: Operands, o: Options) -> Iterator[Chunk]:
             gated = past & (query <= last_gated[of].gather(1, columns)[:, None]) if o.straight else kept
             inside = inside & ~listed
             m = (u[of].gather(1, columns)[:, None] - tau[of, rows, None]).clamp(0, 1)
-            m = torch.where(past, m, 1)
+            gated = gated & (m > 0) & (m < 1)  # before the rounding of scores of float64
+            m = torch.where(past, m, 1).to(wide)
             yield Chunk(of, rows, columns, (inside | kept)[:, None], gated[:, None], m[:, None])
 
 
@@ -185,17 +191,3 @@ def _weights(s: Tensor, lse: Tensor, c: Chunk, o: Options) -> Tensor:
 def _valued(p: Tensor, c: Chunk, o: Options) -> Tensor:
     """What multiplies values."""
     return p * c.m if o.gate in ("v", "kv") else p
-
-
-def _gate_gradient(s: Tensor, p: Tensor, of_values: Tensor, ds: Tensor, lse: Tensor, c: Chunk, o: Options) -> Tensor:
-    """That of m where it is inside (0, 1), else 0."""
-    inside = c.gated & (c.m > 0) & (c.m < 1)
-    if o.gate == "logit":
-        dm = ds / c.m
-    else:
-        # A key that is not kept would have this weight beside those that are.
-        weight = torch.exp(s - lse[..., None]) if o.straight else p
-        dm = weight * of_values
-        if o.gate == "kv":
-            dm = dm + ds * s
-    return torch.where(inside, dm, 0)

@@ -28,6 +28,8 @@ def reasons(x: Operands, o: Options) -> list[str]:
         found.append("needs a GPU of compute capability 9.0")
     if x.q.dtype not in (torch.float16, torch.bfloat16):
         found.append(f"has no kernels for {x.q.dtype}")
+    if x.u.dtype != torch.float32:
+        found.append(f"has no kernels for scores of {x.u.dtype}")
     if max(D, E) > max(SIZES) or D % STEP or E % STEP:
         found.append(f"head sizes are multiples of {STEP} up to {max(SIZES)}")
     if not o.causal:

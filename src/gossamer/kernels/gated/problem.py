@@ -32,7 +32,7 @@ class Operands(NamedTuple):
     q: Tensor  # (B, H, N, D)
     k: Tensor  # (B, G, N, D)
     v: Tensor  # (B, G, N, E)
-    u: Tensor  # (B, U, N), in the type that the call is computed in
+    u: Tensor  # (B, U, N), in the type that the call is computed in, or in float64: u - tau is computed in its own
     tau: Tensor  # (B, U, N) likewise, non-decreasing with `causal`
     last: Tensor  # (B, U, N) int32: the last query that keeps each key
     last_gated: Tensor  # (B, U, N) int32, at least `last`

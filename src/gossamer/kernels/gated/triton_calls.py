@@ -50,6 +50,8 @@ def reasons(x: Operands, o: Options) -> list[str]:
         found.append(f"needs a GPU, not {x.q.device.type}")
     if x.q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         found.append(f"has no kernels for {x.q.dtype}")
+    if x.u.dtype != torch.float32:
+        found.append(f"has no kernels for scores of {x.u.dtype}")
     if max(x.q.shape[3], x.v.shape[3]) > MOST_HEAD:
         found.append(f"head sizes are up to {MOST_HEAD}")
     if not o.causal:
