@@ -1,171 +1,232 @@
-"""The Hopper kernels on the smoke cases, forward and both backwards, tiles and gathers, for a tool that watches memory:
+"""Every family of kernels under the tools of compute-sanitizer, side by side on one GPU, and what they say.
 
-PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python benchmarks/check_memory.py
+python benchmarks/check_memory.py                           # memcheck and synccheck
+python benchmarks/check_memory.py --tool racecheck --keep F # and what each process printed, in the folder F
+python benchmarks/check_memory.py --tool memcheck --api no  # without errors of calls to CUDA: accesses alone
+python benchmarks/check_memory.py --tool none               # the calls as they are; without a GPU a list of them
+python benchmarks/check_memory.py --family small            # the calls of one family, in this process
 
-Without the caching allocator every tensor is an allocation of its own, so that an access past its end is seen. Names of
-cases run these alone; `structure` runs calls whose structure is made on the device, by whatever kernels make it,
-`particles` sums over neighbours, `neighbors` attention between them, and `entmax` entmax and the k largest scores.
+`memory_calls.py` has the calls. They run once without a tool, so that the tools find kernels that are compiled. Every
+tensor is an allocation of its own, so that an access past its end is seen. The table has a line for each family and
+tool: how many of the calls ended, reports of kernels, and errors of calls to CUDA, by which libraries ask what there
+is. Below it each report stands once: what it says, of which kernel, at which places of its code, and how often. What
+racecheck says of barriers at which one lane arrives is looked up in docs/lab/2026-11-23-racecheck.md. The exit code is
+1 where a kernel was reported, or a process failed or was stopped.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from typing import Any
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
+import memory_calls
 import torch
-from bound import bound
-from torch import Tensor
+from memory_calls import FAMILIES
 
-import gossamer as gs
-from gossamer import particles as gp
-from gossamer.kernels.contract import Scoring, Terms
-from gossamer.kernels.hopper import IMPLEMENTATION
-from gossamer.kernels.hopper.launch import gather
-from gossamer.kernels.hopper.launch.backward import backward
-from gossamer.kernels.hopper.launch.forward import forward
-from gossamer.kernels.launch import VECTORS, Prepared
-from gossamer.layouts.gather import build_gather
-from gossamer.plan.capability import gathers_alone, reasons
-from gossamer.plan.problem import Problem
-from gossamer.testing import inputs
-from gossamer.testing.cases import SMALL, Case
+TOOLS = ("none", "memcheck", "synccheck", "racecheck", "initcheck")
+MARK = "========="
+PLACE = re.compile(r"(?:(Write|Read|Atomic) access )?\bat (?:0x[0-9a-f]+ in )?(.+?)\+(0x[0-9a-f]+)")
+CALL = re.compile(r"Program hit (\w+) \(error (\d+)\).* on CUDA API call to (\w+)")
+SPACE = re.compile(r"__(global|shared|local|constant)__")
+TROUBLE = re.compile(r"Internal Sanitizer|Target application|terminated|Maximum number|[Nn]ot supported|[Uu]nable to")
+UNSEEN = re.compile(r"^COMPUTE-SANITIZER|SUMMARY|were not printed|^Host Frame|^Saved host")
 
 
-def both(
-    forward: Callable[..., Prepared], backward: Callable[..., Prepared] | None, problem: Problem, layout: Any,
-    terms: Terms, q: Tensor, k: Tensor, v: Tensor, **options: Any,
-) -> None:  # fmt: skip
-    """A forward, then dq by reduction and by rows, by the functions that describe them."""
-    scoring = Scoring(terms.scale, terms.q_offset, terms.softcap)
-    vectors = {name: getattr(terms, name) for name in VECTORS if getattr(terms, name) is not None}
-    given = {"q": q, "k": k, "v": v}
-    out, lse = bound(partial(forward, problem, layout, scoring, **options), given | vectors)()
-    saved = {"dout": torch.randn_like(out), "dlse": torch.randn_like(lse), **given, "out": out, "lse": lse}
-    for deterministic in (False, True) if backward else ():
-        asked = replace(problem, deterministic=deterministic)
-        bound(partial(backward, asked, layout, scoring, **options), saved | vectors)()
+class Report(NamedTuple):
+    """What a tool says once."""
+
+    kind: str  # kernel, call (of CUDA), or tool: it could not do its work
+    text: str  # its first line
+    space: str  # of addresses: global, shared, local
+    kernel: str
+    places: tuple[str, ...]  # of the code of the kernel
+
+    def line(self) -> str:
+        """As it is printed."""
+        where = f" in {self.kernel}: {', '.join(self.places)}" if self.kernel else ""
+        return f"{self.kind}: {self.text}{where}"
 
 
-def by_tiles(case: Case, problem: Problem, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> None:
-    """By each size of tiles."""
-    for block_q, block_kv in sorted({IMPLEMENTATION.tile(problem), (64, 64)}):
-        made = case.pattern().layout(case.Q, case.K, block_q=block_q, block_kv=block_kv, q_offset=terms.q_offset)
-        both(forward, backward, problem, made.to("cuda"), terms, q, k, v)
+class Ended(NamedTuple):
+    """A process that has ended."""
+
+    family: str
+    tool: str
+    seconds: float
+    code: int | None  # None: it was stopped
+    printed: str
 
 
-def by_gathers(case: Case, problem: Problem, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> None:
-    """Over gathered columns, where the head sizes have such kernels; lists whole and cut."""
-    for choice in IMPLEMENTATION.capability.gathers:
-        if choice.reads(problem):
-            made = build_gather(case.pattern(), case.Q, case.K, block_q=choice.block_q, q_offset=terms.q_offset)
-            for split in (None, 1):
-                back = gather.backward if choice.backward else None
-                both(gather.forward, back, problem, made.to("cuda"), terms, q, k, v, split=split)
+def reports(printed: str) -> Iterator[Report]:
+    """What a tool printed, a report at a time."""
+    for block in _blocks(printed):
+        first = block[0]
+        call = CALL.search(first)
+        if call:
+            error, number, name = call.groups()
+            yield Report("call", f"{name} gave {error} ({number})", "", "", ())
+        elif TROUBLE.search(first):
+            yield Report("tool", first, "", "", ())
+        elif not UNSEEN.search(first):
+            places = [found.groups() for line in block if not UNSEEN.search(line) for found in PLACE.finditer(line)]
+            space = SPACE.search(" ".join(block))
+            text = re.sub(r"0x[0-9a-f]+|\([\d, ]+\)", "..", PLACE.sub(r"\1", first).removesuffix(" :"))
+            yield Report(
+                "kernel", " ".join(text.split()), space.group(1) if space else "",
+                shortened(places[0][1]) if places else "",
+                tuple(" ".join(part for part in (access, at) if part) for access, _, at in places),
+            )  # fmt: skip
 
 
-def run(case: Case, dtype: str, *parts: Callable[..., None]) -> bool:
-    """Whether the case was computed."""
-    problem = inputs.problem_of(case, dtype, "cuda", backward=dtype != "float32")
-    capability = IMPLEMENTATION.capability
-    if reasons(problem, capability) and not gathers_alone(problem, capability):
-        return False
-    x = inputs.make(case, dtype, "cuda").batched()
-    for part in parts:
-        part(case, problem, *x.qkv, x.terms)
-    torch.cuda.synchronize()
-    return True
+def _blocks(printed: str) -> Iterator[list[str]]:
+    """The lines of each report, without its mark."""
+    lines: list[str] = []
+    for line in [*printed.splitlines(), MARK]:
+        if not line.startswith(MARK):
+            continue
+        text = line.removeprefix(MARK)
+        # A report begins one place behind the mark; its other lines stand further right.
+        if (not text.strip() or not text.startswith("    ")) and lines:
+            yield lines
+            lines = []
+        if text.strip():
+            lines.append(text.strip())
 
 
-B, H, G, N, D = 2, 4, 2, 300, 64  # of the calls whose structure is made on the device
+def shortened(kernel: str) -> str:
+    """The name of a kernel without what it is compiled for."""
+    name = re.split(r"[<(]", kernel)[0].split("::")[-1].removeprefix("void ")
+    return name if len(name) <= 70 else f"{name[:50]}..{name[-18:]}"
 
 
-def structures() -> dict[str, Callable[[list[Tensor]], Tensor]]:
-    """Calls of q, k and v by their kind of structure, with numbers that the device alone knows."""
-    g = torch.Generator("cuda").manual_seed(0)
-    draw = partial(torch.randint, device="cuda", generator=g, dtype=torch.int32)
-    ends, ids = draw(1, N + 1, (B,)), draw(0, 2, (B, N)).cumsum(1) // 20
-    blocks, keys = draw(-2, 6, (B, G, -(-N // 64), 3)), draw(-2, N + 3, (B, G, N, 20))
-    edges = torch.tensor([0, 0, 33, 200, N], device="cuda", dtype=torch.int32)
-    return {
-        "lengths": lambda x: gs.attention(*x, gs.SlidingWindow(50), q_offset=ends - N, key_lengths=ends),
-        "steps": lambda x: gs.attention(*x, gs.Strided(40, 20), q_offset=ends - N, key_lengths=ends),
-        "documents": lambda x: gs.attention(*x, gs.DocumentIds(ids) & gs.Causal()),
-        "blocks": lambda x: gs.attention(*x, gs.BlockIndices(blocks, 64) & gs.Causal()),
-        "keys": lambda x: gs.attention(*x, gs.Indices(keys)),
-        "packed": lambda x: gs.varlen(*(y[0].transpose(0, 1) for y in x), edges, pattern=gs.Causal()),
-    }
+def sanitizer() -> str:
+    """The path of compute-sanitizer: on the path, or beside nvcc."""
+    found = shutil.which("compute-sanitizer")
+    nvcc = shutil.which("nvcc")
+    roots = [Path(one) for one in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")) if one]
+    roots += [Path(nvcc).resolve().parents[1]] if nvcc else []
+    roots += sorted(Path("/usr/local").glob("cuda*"), reverse=True)
+    for root in roots:
+        for path in (root / "bin" / "compute-sanitizer", root / "compute-sanitizer" / "compute-sanitizer"):
+            if found is None and path.is_file():
+                found = str(path)
+    if found is None:
+        raise FileNotFoundError(
+            "compute-sanitizer is neither on the path nor beside nvcc: it comes with the CUDA toolkit"
+        )
+    return found
 
 
-def run_structures(dtype: torch.dtype) -> None:
-    for name, call in structures().items():
-        x = [torch.randn(B, n, N, D, device="cuda", dtype=dtype, requires_grad=True) for n in (H, G, G)]
-        call(x).float().square().sum().backward()
-        torch.cuda.synchronize()
-        print(f"structure by {name} in {dtype}")
+def command(family: str, tool: str, api: str, report: str) -> list[str]:
+    """What runs a family."""
+    own = [sys.executable, str(Path(__file__).resolve()), "--family", family]
+    if tool == "none":
+        return own
+    options = {"memcheck": ["--report-api-errors", api], "racecheck": ["--racecheck-report", report]}
+    return [
+        sanitizer(), "--tool", tool, "--print-limit", "2000", "--target-processes", "application-only",
+        *options.get(tool, []), *own,
+    ]  # fmt: skip
 
 
-def run_particles() -> None:
-    """Sums over neighbours and their gradients, of every way to find images, and of few particles."""
-    for N, d, radius, box in ((700, 3, 0.2, 1.0), (300, 3, 0.45, 1.0), (500, 2, 0.1, (None, 1.0)), (33, 1, 0.1, None)):
-        x, mass, values = (torch.rand(*size, device="cuda", requires_grad=True) for size in ((N, d), (N,), (N, 3)))
-        cells, law = gp.Cells.build(x, radius, box), gp.ShortRangeGravity(radius / 5.5)
-        (gp.radial_sum(cells, values, gp.Gaussian(radius / 3)) ** 2).sum().backward()
-        torch.autograd.grad((gp.radial_sum(cells, mass, gp.Gaussian(radius / 3)) ** 2).sum(), x)
-        (gp.radial_force(cells, mass, law) ** 2).sum().backward()
-        torch.cuda.synchronize()
-        print(f"{N} particles, box {box}, finite: {bool(x.grad.isfinite().all())}")
+def side_by_side(jobs: Sequence[tuple[str, str, list[str]]], workers: int, limit: float) -> Iterator[Ended]:
+    """Run (family, tool, command), so many at a time; each is stopped after `limit` seconds."""
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
+    waiting, running = list(reversed(jobs)), []
+    with tempfile.TemporaryDirectory() as folder:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                family, tool, argv = waiting.pop()
+                log = Path(folder) / f"{len(waiting)}.log"
+                with log.open("w") as out:
+                    process = subprocess.Popen(
+                        argv, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                    )
+                running.append((family, tool, process, log, time.monotonic()))
+            time.sleep(0.1)
+            for job in list(running):
+                family, tool, process, log, start = job
+                code, spent = process.poll(), time.monotonic() - start
+                if code is None and spent < limit:
+                    continue
+                if code is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+                running.remove(job)
+                yield Ended(family, tool, spent, code, log.read_text(errors="replace"))
 
 
-def run_entmax() -> None:
-    """By lists, by tiles, of both, of the k largest; keys that every row lists; keys alone."""
-    for dtype, size, options in (
-        (torch.bfloat16, 4.0, {}), (torch.bfloat16, 0.1, {}), (torch.float16, 0.5, {"save": "tau"}),
-        (torch.bfloat16, 1.0, {"top_k": 8}), (torch.bfloat16, 1.0, {"top_k": 64}),
-        (torch.float32, 1.0, {"alpha": 1.25}),
-    ):  # fmt: skip
-        g = torch.Generator("cuda").manual_seed(0)
-        q, k, v = (torch.randn(B, n, N, D, device="cuda", generator=g) for n in (H, G, G))
-        q[..., :4] += 1
-        k[:, :, 7, :4] += 8
-        x = [(t * s).to(dtype).requires_grad_() for t, s in zip((q, k, v), (size, 1.0, 1.0), strict=True)]
-        out = gs.entmax_attention(*x, causal=True, implementation="kernels", **options)
-        out.float().square().sum().backward()
-        torch.cuda.synchronize()
-        print(f"entmax in {dtype}, {size}, {options}, finite: {all(bool(t.grad.isfinite().all()) for t in x)}")
-    keys = gs.topk_keys(x[0].bfloat16(), x[1].bfloat16(), k_keep=8, causal=True, implementation="kernels")
-    print(f"keys up to {int(keys.max())}")
+def table(ended: Sequence[Ended]) -> tuple[list[str], bool]:
+    """The lines that are printed, and whether all is well."""
+    lines = [f"{'family':24} {'tool':10} {'seconds':>7} {'ended':>8} {'kernels':>8} {'calls':>6}  first kernels"]
+    every: Counter[tuple[str, Report]] = Counter()
+    well = True
+    for one in sorted(ended, key=lambda e: (TOOLS.index(e.tool), list(FAMILIES).index(e.family))):
+        found = list(reports(one.printed))
+        every.update((one.tool, report) for report in found)
+        of = Counter(report.kind for report in found)
+        names = list(dict.fromkeys(report.kernel for report in found if report.kind == "kernel"))
+        done = f"{len(re.findall(rf'^{re.escape(one.family)}: ', one.printed, re.M))}/{len(FAMILIES[one.family].calls)}"
+        how = "stopped" if one.code is None else done if one.code == 0 else f"{done} !{one.code}"
+        lines.append(
+            f"{one.family:24} {one.tool:10} {one.seconds:7.0f} {how:>8} {of['kernel']:8} {of['call']:6}  "
+            + ", ".join(names[:3])
+        )
+        well = well and one.code == 0 and not of["kernel"] and not of["tool"]
+        if one.code != 0:
+            lines += [f"    | {line}" for line in one.printed.splitlines()[-6:]]
+    lines += [f"{n:6} x {tool}: {report.line()}" for (tool, report), n in every.most_common()]
+    return lines, well
 
 
-def run_neighbors() -> None:
-    """Attention between neighbours and its gradients; of lists that are cut, and where differences are folded."""
-    for N, radius, capacity, D in ((700, 0.2, None, 64), (130, 0.3, None, 128), (300, 0.2, 8, 24), (1, 0.2, None, 64)):
-        x = torch.rand(N, 3, device="cuda", requires_grad=True)
-        neighbors = gp.Neighbors.allocate(x, radius, 1.0, capacity)
-        for kernel, bandwidth in (("dot", None), ("dot+gaussian", radius / 3)):
-            q, k, v = (torch.randn(N, 2, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-            out = gp.neighbor_attention(q, k, v, neighbors, kernel=kernel, bandwidth=bandwidth)
-            out.float().square().sum().backward(retain_graph=True)
-            torch.cuda.synchronize()
-            print(f"{N} particles, {kernel}, capacity {capacity}, finite: {bool(q.grad.isfinite().all())}")
-
-
-def main(names: list[str]) -> None:
-    if not names or "entmax" in names:
-        run_entmax()
-    if not names or "particles" in names:
-        run_particles()
-    if not names or "neighbors" in names:
-        run_neighbors()
-    if not names or "structure" in names:
-        run_structures(torch.bfloat16)
-    cases = [case for case in SMALL if not names or case.name in names]
-    for dtype, parts in {"bfloat16": (by_tiles, by_gathers), "float32": (by_gathers,)}.items():
-        done = [case.name for case in cases if run(case, dtype, *parts)]
-        print(f"{len(done)} cases in {dtype}: {', '.join(done)}")
+def main(given: list[str] | None = None) -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", choices=[*FAMILIES, []], help="all where none is named")
+    parser.add_argument("--family", choices=list(FAMILIES), help="compute the calls of this one in this process")
+    parser.add_argument("--tool", nargs="+", choices=TOOLS, default=["memcheck", "synccheck"])
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes at a time")
+    parser.add_argument("--limit", type=float, default=200.0, help="seconds after which a process is stopped")
+    parser.add_argument("--api", choices=["explicit", "all", "no"], default="explicit", help="errors of calls to CUDA")
+    parser.add_argument("--report", choices=["analysis", "hazard", "all"], default="analysis", help="of racecheck")
+    parser.add_argument("--warm", action="store_true", help="kernels are compiled already")
+    parser.add_argument("--keep", type=Path, help="a folder for what each process printed")
+    a = parser.parse_args(given)
+    names = a.families or list(FAMILIES)
+    if a.family is not None:
+        memory_calls.run(a.family)
+        return 0
+    if not torch.cuda.is_available():
+        for name in names:
+            print(f"{name} ({', '.join(of or 'shared' for of in FAMILIES[name].folders)})")
+            print(*(f"    {call}" for call in FAMILIES[name].calls), sep="\n")
+        print("not run: torch finds no CUDA device")
+        return int(a.tool != ["none"])
+    start, ended = time.monotonic(), []
+    tools = [tool for tool in a.tool if tool != "none"]
+    for some in (["none"] * (not a.warm or not tools), tools):
+        jobs = [(name, tool, command(name, tool, a.api, a.report)) for tool in some for name in names]
+        ended += list(side_by_side(jobs, a.workers, a.limit))
+        print(f"{', '.join(some)}: {time.monotonic() - start:.0f} s", flush=True)
+    lines, well = table(ended)
+    print(*lines, sep="\n")
+    if a.keep is not None:
+        a.keep.mkdir(parents=True, exist_ok=True)
+        for one in ended:
+            (a.keep / f"{one.tool}-{one.family.replace(' ', '-')}.log").write_text(one.printed)
+    return int(not well)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())
