@@ -93,6 +93,42 @@ def test_arguments(launch: Any, name: str, D: int, E: int, deterministic: bool, 
                 assert error < 2e-2, (split, float(error))
 
 
+def unkept(name: str) -> BlockLayout:
+    if name == "rows":
+        return Causal().layout(300, 200, block_q=128, block_kv=128)
+    if name == "keys":
+        return SlidingWindow(40).layout(200, 500, block_q=128, block_kv=128)
+    return scattered((2, 4), 64) if name == "bits" else patterned(SlidingWindow(60), 400, 400)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["rows", "keys", "bits", "lengths"])
+def test_what_is_not_attended(launch: Any, name: str, deterministic: bool) -> None:
+    """The configurations of layouts with such rows or keys clear them."""
+    layout = unkept(name)
+    B, H, G, Q, K, D = 2, 4, 2, layout.Q, layout.K, 72
+    q, k, v, dout = (torch.randn(B, h, n, D).bfloat16() for h, n in ((H, Q), (G, K), (G, K), (H, Q)))
+    lengths = torch.tensor([K - 130, 70]) if name == "lengths" else None
+    keep = torch.from_numpy(layout.expand()).expand(B, H, Q, K)
+    if lengths is not None:
+        keep = keep & (torch.arange(K) < lengths[:, None, None, None])
+    rows, keys = ~keep.any(-1)[..., None], ~keep.any(2).view(B, G, H // G, K).any(2)[..., None]
+    assert rows.any() or keys.any()
+    terms = Terms(D**-0.5, K - Q, key_lengths=lengths)
+    out, lse = (x.float() for x in oracle(q, k, v, keep, terms))
+    problem = Problem(B, H, G, Q, K, D, D, "bfloat16", "cpu", processors=40, deterministic=deterministic)
+
+    def run(value: float) -> tuple[Tensor, ...]:
+        given = [x.masked_fill(of, value) for x, of in ((dout, rows), (q, rows), (k, keys), (v, keys))]
+        return launches.backward(
+            launch, problem, layout.to("cpu"), terms, given[0], None, *given[1:], out.bfloat16(), lse
+        )
+
+    want = run(0.0)
+    for value in (torch.nan, torch.inf):
+        assert all(torch.equal(x, y) for x, y in zip(want, run(value), strict=True)), value
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", ["causal", "global", "by both", "by both, tiles of 64"])
 def test_repeated_calls(launch: Any, name: str, deterministic: bool) -> None:

@@ -36,6 +36,14 @@ def padded(x: Tensor, rows: int) -> Tensor:
     return torch.nn.functional.pad(x.float(), (0, 0, 0, -x.shape[-2] % rows))
 
 
+def cleared(config: Any, x: tuple[Tensor, ...], row: Tensor, keep: Tensor) -> tuple[Tensor, ...]:
+    """q, k, v and dout of a tile, and zeros in rows that keep nothing and in keys that none of them attends."""
+    if not config.clears:
+        return x
+    rows, keys = (row[0] == torch.inf)[:, None], ~keep.any(0)[:, None]
+    return tuple(y.masked_fill(of, 0.0) for y, of in zip(x, (rows, keys, keys, rows), strict=True))
+
+
 def gradients(a: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, row: Tensor, keep: Tensor) -> Any:
     """(P, dS) of a tile of queries and keys; `row` (2, queries)."""
     s = q @ k.T * a["before"]
@@ -72,6 +80,7 @@ def columns(config: Any, block_kv: int) -> Callable[..., None]:
                         queries = slice(first, first + config.block_q)
                         keep = tile_mask(a, kind, at, lead, tile, block_kv, config.block_q).T & attended(a, b, keys)
                         x = q[b, h, queries], k[b, g, keys], v[b, g, keys], dout[b, h, queries]
+                        x = cleared(config, x, rows[:, b, h, queries], keep)
                         p, ds = gradients(a, *x, rows[:, b, h, queries], keep)
                         dv[:, : v.shape[-1]] += p.T @ x[3]
                         dk[:, : k.shape[-1]] += ds.T @ x[0]
@@ -112,9 +121,10 @@ def kept(config: Any) -> Callable[..., None]:
             for at in (at for n in (4, 6, 8) for at in range(item[n], item[n] + item[n + 1])):
                 first = int(a["lists"][0, at]) * block_kv
                 keys = slice(first, first + block_kv)
-                if attended(a, b, keys).any():  # else nothing is kept there
+                there = attended(a, b, keys)
+                if there.any():  # else nothing is kept there
                     ds = pairs(a["ds"], item[14] + at, block_q, block_kv).float()
-                    dq[:, : k.shape[-1]] += ds @ k[b, h // ratio, keys]
+                    dq[:, : k.shape[-1]] += ds @ k[b, h // ratio, keys].masked_fill(~there[:, None], 0.0)
             if slot < 0:
                 some = a["dq"][b, h, tile * block_q : (tile + 1) * block_q]
                 some.copy_(dq[: len(some), : k.shape[-1]] * a["factor"])
@@ -155,6 +165,7 @@ def by_rows(config: Any) -> Callable[..., None]:
                     keys = slice(first, first + block_kv)
                     keep = tile_mask(a, kind, at, item[10], tile, block_q, block_kv) & attended(a, b, keys)
                     x = q[b, h, queries], k[b, h // ratio, keys], v[b, h // ratio, keys], dout[b, h, queries]
+                    x = cleared(config, x, rows[:, b, h, queries], keep)
                     dq[:, : q.shape[-1]] += gradients(a, *x, rows[:, b, h, queries], keep)[1] @ x[1]
             if slot < 0:
                 some = a["dq"][b, h, queries]

@@ -53,7 +53,7 @@ def _tuned() -> dict[str, dict[str, dict[str, Any]]]:
 
 @cache
 def forward_config(
-    dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str, lengths: bool = False
+    dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str, lengths: bool = False, clears: bool = False
 ) -> ForwardConfig:
     """The configuration for head sizes D, E and a layout of block_q x block_kv tiles."""
     D, E = padded(max(D, E)), padded(E)
@@ -70,15 +70,16 @@ def forward_config(
     # what tells where scores are computed again.
     hold = (0 if score == "softcap" else 3) if block_q == 192 else 2 if E <= 128 else 1
     found = ForwardConfig(
-        dtype, D, E, block_q, block_kv, step, stages, q_stages, blocks, hold, lengths=lengths, score=score
-    )
+        dtype, D, E, block_q, block_kv, step, stages, q_stages, blocks, hold, lengths=lengths, score=score,
+        clears=clears or lengths,
+    )  # fmt: skip
     return replace(found, **tuned("forward", D, E, block_q, block_kv))
 
 
 @cache
 def backward_config(
     dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str, with_dq: bool, lengths: bool = False,
-    narrow: bool = False,
+    narrow: bool = False, clears: bool = False,
 ) -> BackwardConfig:  # fmt: skip
     """The configuration of the column kernel for head sizes D, E and a layout of block_q x block_kv tiles.
 
@@ -91,25 +92,26 @@ def backward_config(
     # Where items are long, the loop that tells warpgroups apart takes more than it leaves out.
     edges = narrow and (size, block_kv, score) == (128, 128, "fold")
     found = BackwardConfig(
-        dtype, size, size, block_q, block_kv, q_stages, stages, score, with_dq, lengths=lengths, step=step, edges=edges
-    )
+        dtype, size, size, block_q, block_kv, q_stages, stages, score, with_dq, lengths=lengths, step=step, edges=edges,
+        clears=clears or lengths,
+    )  # fmt: skip
     return replace(found, **tuned("backward", size, size, block_q, block_kv))
 
 
 @cache
 def wide_config(
-    dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str, lengths: bool = False
+    dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str, lengths: bool = False, clears: bool = False
 ) -> WideConfig:
     """The configuration of dK and dV for head sizes over 128 and a layout of block_q x block_kv tiles."""
     D, E = padded(max(D, E)), padded(E)
     stages = 2 if D > 192 else 3
-    found = WideConfig(dtype, D, E, block_q, block_kv, 64, stages, stages, score, lengths)
+    found = WideConfig(dtype, D, E, block_q, block_kv, 64, stages, stages, score, lengths, clears=clears or lengths)
     return replace(found, **tuned("wide", D, E, block_q, block_kv))
 
 
 @cache
 def query_config(
-    dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str, lengths: bool = False
+    dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str, lengths: bool = False, clears: bool = False
 ) -> QueryConfig:
     """The configuration of dQ by rows for head sizes D, E and a layout of block_q x block_kv tiles."""
     D, E = padded(max(D, E)), padded(E)
@@ -118,7 +120,7 @@ def query_config(
     }[D]  # fmt: skip
     # Three warpgroups have 160 registers a thread each: room for a quarter of the scores of a 128-key tile.
     step = min(step, block_kv, 64 if block_q == 192 else 128)
-    found = QueryConfig(dtype, D, E, block_q, block_kv, step, k_stages, v_stages, score, lengths)
+    found = QueryConfig(dtype, D, E, block_q, block_kv, step, k_stages, v_stages, score, lengths, clears or lengths)
     return replace(found, **tuned("query_gradient", D, E, block_q, block_kv))
 
 

@@ -83,6 +83,10 @@ def shipped() -> tuple[Shipped, ...]:
         for width, block in ((columns.D, 128), (columns.E, 128), (query.D, block_q)):
             add("sum_parts", dtype, width, block, dtype=dtype, size=size)
     add("forward", forward_config("bfloat16", 128, 128, 128, 128, "scale"), dtype="bfloat16", size=(128, 128))
+    for width, block_q in ((64, 192), (128, 128)):  # packed sequences, which may be padded
+        packed = ("bfloat16", width, width, block_q, 128, "fold")
+        add("forward", forward_config(*packed, clears=True), dtype="bfloat16", size=(width, width))
+        add("backward", backward_config(*packed, True, clears=True), dtype="bfloat16", size=(width, width))
     for size, dtype in itertools.product(((64, 64), (96, 96), (128, 128)), DTYPES):
         width, _ = size
         config = GatedConfig(dtype, min(gated for gated in GATED if gated >= width), True)

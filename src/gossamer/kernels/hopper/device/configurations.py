@@ -55,6 +55,7 @@ class ForwardConfig:
     hold: int = Hold.FIRST_ROW
     lengths: bool = False  # keys at and after a length for each batch element are not attended
     score: str = "fold"  # or "scale" (a factor that is not positive), "softcap"
+    clears: bool = False  # values of keys that nothing attends become zero when they are loaded
 
     heads = 1  # whose rows share a tile
     held_q = False  # Q is read from shared memory
@@ -92,6 +93,7 @@ class QueryConfig:
     v_stages: int = 2
     score: str = "fold"  # or "softcap"
     lengths: bool = False  # keys at and after a length for each batch element are not attended
+    clears: bool = False  # keys that nothing attends become zero when they are loaded, and dQ of empty rows at last
 
     heads = 1  # whose rows share a tile
 
@@ -125,6 +127,8 @@ class KeptConfig:
     block_kv: int = 64
     stages: int = 4  # of 64 keys and their dS
     lengths: bool = False  # keys at and after a length for each batch element are not attended
+
+    clears = False  # keys that nothing attends, beside those past a length
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128, 192) or self.block_kv not in (64, 128):
@@ -167,6 +171,7 @@ class BackwardConfig:
     step: int = 64
     edges: bool = False  # a warpgroup leaves out an item's first or last step of which its own keys keep nothing
     keeps: bool = False  # dS of each pair of tiles goes to memory, for dQ
+    clears: bool = False  # queries that keep nothing, and keys that nothing attends, become zero when they are loaded
 
     def __post_init__(self) -> None:
         wide = self.block_q in (64, 128, 192) and self.block_kv == 128
@@ -221,6 +226,7 @@ class WideConfig:
     score: str = "fold"  # or "softcap"
     lengths: bool = False  # keys at and after a length for each batch element are not attended
     keeps: bool = False  # dS goes to memory, for dQ
+    clears: bool = False  # as in BackwardConfig
 
     block_kv = 64  # keys of an item
     blocks = 1

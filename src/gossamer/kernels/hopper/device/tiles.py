@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32
+from cutlass import Float32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
+from gossamer.kernels.hopper.device.clearing import Landing
 from gossamer.kernels.hopper.device.common import ROWS, Opaque, Ring
 from gossamer.kernels.hopper.device.configurations import queries_of
 
@@ -112,27 +113,42 @@ class TileLoader(Opaque):
     to: Any
     from_: Any
     bytes: int  # of a tile
+    shared: Any
+    landing: Landing | None = None  # of tiles of which rows are cleared
 
     @cute.jit
-    def load(self, n, tile, head, batch):
-        """Fill the n-th use of the ring, when there is room."""
+    def load(self, n, tile, head, batch, missing=None):
+        """Fill the n-th use of the ring, when there is room. `missing`: the rows that become zero, as `Landing` has."""
         stage, phase = self.ring.place(n)
         full = self.ring.full + stage
         self.ring.wait_empty(stage, phase)
-        self.fill(stage, full, tile, head, batch)
+        self.fill(stage, full, tile, head, batch, missing)
 
     @cute.jit
-    def fill(self, stage, full, tile, head, batch):
-        """Fill a stage, whose barrier `full` is."""
+    def fill(self, stage, full, tile, head, batch, missing=None):
+        """Fill a stage, whose barrier `full` is; `missing` as in `load`."""
+        if const_expr(missing is None):
+            self.issue(stage, full, tile, head, batch)
+        else:
+            dirty = cute.arch.vote_any_sync(missing != 0)
+            self.issue(stage, self.landing.target(full, dirty), tile, head, batch)
+            if dirty:
+                self.landing.clear(full, self.shared[None, None, stage], missing)
+
+    @cute.jit
+    def issue(self, stage, full, tile, head, batch):
+        """Issue the copy of a tile to a stage, which arrives at the barrier `full`."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.bytes)
         cute.copy(self.atom, self.from_[None, tile, head, batch], self.to[None, stage], tma_bar_ptr=full)
 
 
-def tile_loader(ring: Ring, tma: Tma, shared: Any, rows: int, columns: int) -> TileLoader:
+def tile_loader(
+    ring: Ring, tma: Tma, shared: Any, rows: int, columns: int, landing: Landing | None = None
+) -> TileLoader:
     """`shared`: a tile for each stage of the ring."""
     to, from_ = partition(tma, shared, rows, columns)
-    return TileLoader(ring, tma.atom, to, from_, rows * columns * shared.element_type.width // 8)
+    return TileLoader(ring, tma.atom, to, from_, rows * columns * shared.element_type.width // 8, shared, landing)
 
 
 def product_of(

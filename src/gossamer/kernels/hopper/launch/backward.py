@@ -27,6 +27,7 @@ from gossamer.kernels.hopper.launch.arguments import (
 )  # fmt: skip
 from gossamer.kernels.hopper.launch.kept import gradients as keeping
 from gossamer.kernels.hopper.launch.kept import kept, summed
+from gossamer.kernels.hopper.schedule.attended import keeps_all, reaches_all
 from gossamer.kernels.hopper.schedule.columns import column_work
 from gossamer.kernels.hopper.schedule.lists import lists
 from gossamer.kernels.hopper.schedule.rows import sharing, work
@@ -56,10 +57,12 @@ def backward(
     out, q, k, v, dout = (operand(b, name) for name in ("out", "q", "k", "v", "dout"))
     inputs = q, k, v, dout
     end = lengths(b, p.K)
-    config = config or column_config(p, layout, scoring, end is not None)
+    clears = end is not None or not keeps_all(layout)
+    config = config or column_config(p, layout, scoring, end is not None, clears)
     with_dq = getattr(config, "with_dq", False)
     terms, sums = row_terms(b, p, out, dout, config.D, config.E, with_dq)
-    how = kept(p, layout, most_kept) if query is None else None
+    # dQ from dS that is kept looks for no keys but those past a length that nothing attends.
+    how = kept(p, layout, most_kept) if query is None and reaches_all(layout) else None
     if how is not None:
         keeping(b, p, layout, scoring, how, config, (*inputs, terms, sums), end, (dq, dk, dv), split)
         return done(b, terms)
@@ -75,30 +78,32 @@ def backward(
     if with_dq:
         b.step(kernel("postprocess", p.dtype, config.D), sums, dq, scoring.scale)
     else:
-        query_gradient(b, p, layout, scoring, (*inputs, terms), end, dq, query, split)
+        query_gradient(b, p, layout, scoring, (*inputs, terms), end, dq, query, split, clears)
     return done(b, terms)
 
 
 def query_gradient(
     b: Builder, p: Problem, layout: BlockLayout, scoring: Scoring, inputs: Sequence[str], end: str | None, dq: str,
-    config: QueryConfig | None = None, split: int | None = None,
+    config: QueryConfig | None = None, split: int | None = None, clears: bool = False,
 ) -> None:  # fmt: skip
     """Write dq by a walk over the rows of the layout. `inputs`: q, k, v, dout and row terms; `end`: key lengths."""
-    walk, score = layout.rows, score_of(scoring, True)
-    config = config or query_config(p.dtype, p.D, p.E, walk.block_rows, walk.block_columns, score, end is not None)
+    walk, tile = layout.rows, (layout.rows.block_rows, layout.rows.block_columns)
+    config = config or query_config(p.dtype, p.D, p.E, *tile, score_of(scoring, True), end is not None, clears)
     most = config.blocks * p.processors
     made = work(layout, *sharing(p.H, p.B, walk), most, split)
     s = schedule(b, "rows", made, most, config.block_q, **lists(layout, blocks=0 if end else most)._asdict())
     run(b, p, scoring, kernel("query_gradient", config), s, inputs, end, {dq: (config.D, scoring.scale)})
 
 
-def column_config(p: Problem, layout: BlockLayout, scoring: Scoring, has_lengths: bool) -> BackwardConfig | WideConfig:
-    """The configuration of the walk over columns."""
+def column_config(
+    p: Problem, layout: BlockLayout, scoring: Scoring, has_lengths: bool, clears: bool
+) -> BackwardConfig | WideConfig:
+    """The configuration of the walk over columns; `clears`: what is not attended."""
     sizes = p.dtype, p.D, p.E, layout.columns.block_columns, layout.columns.block_rows
     score = score_of(scoring, True)
     if max(p.D, p.E) > WIDE:
-        return wide_config(*sizes, score, has_lengths)
-    return backward_config(*sizes, score, summed(p, layout), has_lengths, narrow(layout))
+        return wide_config(*sizes, score, has_lengths, clears)
+    return backward_config(*sizes, score, summed(p, layout), has_lengths, narrow(layout), clears)
 
 
 def narrow(layout: BlockLayout) -> bool:

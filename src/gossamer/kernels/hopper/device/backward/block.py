@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from gossamer.kernels.hopper.device.clearing import Landing
 from gossamer.kernels.hopper.device.column_items import ColumnItem
 from gossamer.kernels.hopper.device.common import Block, Ring
 from gossamer.kernels.hopper.device.tiles import Tma
@@ -60,6 +61,7 @@ class ColumnBlock(Block):
     delta: cute.Tensor  # (64, halves of stages) float32
     keys: Int32  # K
     ratio: Int32  # query heads of a key head
+    landing: Landing | None = None  # of tiles that are cleared, where the configuration `clears`
 
     @property
     def attended(self) -> Any:
@@ -116,6 +118,7 @@ class QueryBlock(Block):
     s_k: cute.Tensor  # (step, D, stages)
     s_v: cute.Tensor  # (step, E, stages)
     item: cute.Tensor  # (ITEM,) int32: the description of the item
+    landing: Landing | None = None  # of tiles that are cleared, where the configuration `clears`
 
 
 class TileQueryBlock(QueryBlock):

@@ -16,6 +16,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from gossamer.kernels.hopper.device import instructions
 from gossamer.kernels.hopper.device.backward.common import put_part, put_tile
 from gossamer.kernels.hopper.device.backward.keep import PAIR, QUERIES, pair_of, query_of
+from gossamer.kernels.hopper.device.clearing import KeptKeys, Landing, landing_of
 from gossamer.kernels.hopper.device.common import (
     NUMBERS,
     ROWS,
@@ -68,6 +69,7 @@ class KeptBlock(Block):
     s_k: cute.Tensor  # (64, D, stages)
     s_ds: cute.Tensor  # (keys, queries, warpgroups * stages)
     s_dq: cute.Tensor  # (64, D, warpgroups)
+    landing: Landing | None = None  # of tiles that are cleared, with lengths
 
 
 class KeptConsumer(Opaque):
@@ -178,7 +180,7 @@ class Kept(Shell):
 
     def memory(self) -> dict[str, Any]:
         return {
-            **barriers(items=2, k=self.config.stages), "item": array(Int32, 2 * ITEM),
+            **barriers(items=2, k=self.config.stages, landed=int(self.config.lengths)), "item": array(Int32, 2 * ITEM),
             **{name: tile_memory(NUMBERS[self.config.dtype], layout) for name, layout in self.layouts().items()},
         }  # fmt: skip
 
@@ -186,7 +188,11 @@ class Kept(Shell):
         held = {f"s_{name}": tiles(getattr(memory, name), layout) for name, layout in self.layouts().items()}
         readers = 4 * self.groups
         items, k = items_of(memory, "items", 2, readers), ring_of(memory, "k", self.config.stages, 1, readers)
-        return KeptBlock(config=self.config, arguments=arguments, items=items, k=k, rings=((items,), (k,)), **held)
+        landing = landing_of(memory, self.config.lengths)
+        rings = (items,), (k,), *[(landing,)] * self.config.lengths
+        return KeptBlock(
+            config=self.config, arguments=arguments, items=items, k=k, rings=rings, landing=landing, **held
+        )  # fmt: skip
 
     @cute.jit
     def serve(self, block, warp):
@@ -210,6 +216,7 @@ class Kept(Shell):
         )
         copy_pair = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), NUMBERS[c.dtype])
         columns = a.lists[0, None]
+        kept = KeptKeys(a, c, cute.size(a.k.tensor, mode=[0]))
         work = TileRows(a.work, a.tile_counter, a.items, columns, a.lengths, c.block_kv, c.lengths)
         word = work.first()
         turn, n = Int32(0), Int32(0)  # items, steps so far
@@ -228,12 +235,18 @@ class Kept(Shell):
                 at_full = cute.arch.shuffle_sync(word, RowItem.FULL_START)
                 at_interval = cute.arch.shuffle_sync(word, RowItem.INTERVAL_START) - fulls
                 at_bits = cute.arch.shuffle_sync(word, RowItem.BITS_START) - fulls - intervals
+                kept.begin(batch, None, None)
                 for i in cutlass.range(count, unroll=1):
                     at = i + (at_full if i < fulls else (at_interval if i < fulls + intervals else at_bits))
                     column = columns[at]
                     for part in cutlass.range_constexpr(steps):
                         stage = block.k.wait_empty_at(n)
-                        full = block.k.full + stage
+                        full = told = block.k.full + stage
+                        missing = kept.missing((column * steps + part) * ROWS, None, ROWS)
+                        dirty = None
+                        if const_expr(c.lengths):
+                            dirty = cute.arch.vote_any_sync(missing != 0)
+                            full = block.landing.target(told, dirty)
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * (ROWS * c.D + groups * PAIR))
                         from_ = k_from[None, column * steps + part, group, batch]
@@ -242,5 +255,8 @@ class Kept(Shell):
                             pair = pair_of(a.ds, ((before + at) * steps + part) * groups + g)
                             with cute.arch.elect_one():
                                 cute.copy(copy_pair, pair, pairs[None, stage * groups + g], mbar_ptr=full)
+                        if const_expr(c.lengths):  # noqa: SIM102
+                            if dirty:
+                                block.landing.clear(told, block.s_k[None, None, stage], missing)
                         n += 1
                 word = work.next()

@@ -21,6 +21,7 @@ from gossamer.kernels.hopper.device.backward.masks import TileColumnMasks
 from gossamer.kernels.hopper.device.backward.pair import PairConsumer
 from gossamer.kernels.hopper.device.backward.produce import ColumnWork, Producer
 from gossamer.kernels.hopper.device.backward.send import Sender
+from gossamer.kernels.hopper.device.clearing import landing_of
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, RingPair
 from gossamer.kernels.hopper.device.configurations import BackwardConfig
 from gossamer.kernels.hopper.device.row_items import ITEM
@@ -76,7 +77,7 @@ class ColumnKernel(Shell):
         c, (q_stages, do_stages) = self.config, self.stages
         tiles = {name: tile_memory(NUMBERS[c.dtype], layout) for name, layout in self.layouts().items()}
         return {
-            **barriers(q=q_stages, do=do_stages, ahead=self.ahead, k=1, v=1),
+            **barriers(q=q_stages, do=do_stages, ahead=self.ahead, k=1, v=1, landed=int(c.clears)),
             "item": array(Int32, ITEM), "ahead": array(Int32, ITEM * self.ahead),
             "steps": array(Int32, STEP * c.step // ROWS * q_stages), "lse": array(Float32, c.step * q_stages, 128),
             "delta": array(Float32, c.step * do_stages, 128), "exchanged": array(Int32, self.exchanged, 128), **tiles,
@@ -89,8 +90,10 @@ class ColumnKernel(Shell):
         k, v = items_of(memory, "k", 1, k_readers), ring_of(memory, "v", 1, 1, v_readers)
         q = ring_of(memory, "q", q_stages, halves, q_readers)
         dout = ring_of(memory, "do", do_stages, halves, do_readers)
+        landing = landing_of(memory, c.clears)
         return self.block_class(
-            config=c, arguments=a, k=k, v=v, q=q, dout=dout, rings=((RingPair(k, v),), (q,), (dout,)), **held,
+            config=c, arguments=a, k=k, v=v, q=q, dout=dout, **held,
+            rings=((RingPair(k, v),), (q,), (dout,), *[(landing,)] * c.clears), landing=landing,
             item=k.item[None, 0], keys=self.keys(a),
             steps=words(memory.steps, STEP, halves * q_stages), lse=words(memory.lse, ROWS, halves * q_stages),
             delta=words(memory.delta, ROWS, halves * do_stages), s_dk=held["s_k"], s_dv=held["s_v"],

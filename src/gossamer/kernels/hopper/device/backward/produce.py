@@ -12,6 +12,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from gossamer.kernels.hopper.device.backward.block import TileColumnBlock
 from gossamer.kernels.hopper.device.backward.common import STEP, Kind, Step, two_rows
+from gossamer.kernels.hopper.device.clearing import WARP, outside
 from gossamer.kernels.hopper.device.column_items import SEGMENT, ColumnItem, Segment
 from gossamer.kernels.hopper.device.common import FAR, ROWS, Opaque, Ring, within_keys
 from gossamer.kernels.hopper.device.row_items import ITEM
@@ -66,19 +67,34 @@ class RowLoader(Opaque):
         self, block: TileColumnBlock, ring: Ring, tma: Tma, tiles: Any, columns: int, term: int, to: Any
     ) -> None:
         self.ring, self.tma, self.steps, self.halves = ring, tma, block.steps, block.config.step // ROWS
-        self.to, self.from_ = partition(tma, cute.flat_divide(tiles, (ROWS, columns)), ROWS, columns)
+        self.tiles, self.landing = cute.flat_divide(tiles, (ROWS, columns)), block.landing
+        self.to, self.from_ = partition(tma, self.tiles, ROWS, columns)
         self.bytes = 2 * ROWS * columns + 4 * ROWS
         self.terms, self.term, self.shared_terms = block.arguments.terms, term, to
 
     @cute.jit
-    def load(self, n, half, first, head, batch, word=None):
-        """Fill a half of the n-th use with the queries from `first` on; `word` describes them, a word of each lane."""
+    def load(self, n, half, first, head, batch, empty, word=None):
+        """Fill a half of the n-th use with the queries from `first` on; `word` describes them, a word of each lane.
+
+        empty: which of them become zero, as of `Landing.clear`; None where the configuration clears nothing.
+        """
         stage = self.ring.wait_empty_at(n)
         if const_expr(word is not None):
             if cute.arch.lane_idx() < STEP:
                 self.steps[cute.arch.lane_idx(), stage * self.halves + half] = word
             cute.arch.sync_warp()
         full = self.ring.full + stage
+        if const_expr(empty is not None):
+            dirty = cute.arch.vote_any_sync(empty != 0)
+            self.issue(self.landing.target(full, dirty), stage, half, first, head, batch)
+            if dirty:
+                self.landing.clear(full, self.tiles[None, None, half, 0, stage], empty)
+        else:
+            self.issue(full, stage, half, first, head, batch)
+
+    @cute.jit
+    def issue(self, full, stage, half, first, head, batch):
+        """Issue the copies of a half of a stage, which arrive at the barrier `full`."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.bytes)
         from_ = self.from_[None, first // ROWS, head, batch]
@@ -130,8 +146,8 @@ class Producer(Opaque):
         self.halves = c.step // ROWS
         self.load_q = RowLoader(block, block.q, a.q, block.s_q, c.D, 0, block.lse)
         self.load_do = RowLoader(block, block.dout, a.dout, block.s_dout, c.E, 1, block.delta)
-        self.load_k = tile_loader(block.k, a.k, block.s_k, c.block_kv, c.D)
-        self.load_v = tile_loader(block.v, a.v, block.s_v, c.block_kv, c.E)
+        self.load_k = tile_loader(block.k, a.k, block.s_k, c.block_kv, c.D, block.landing)
+        self.load_v = tile_loader(block.v, a.v, block.s_v, c.block_kv, c.E, block.landing)
 
     @cute.jit
     def produce(self):
@@ -146,6 +162,7 @@ class Producer(Opaque):
         word = work.first()
         running = Int32(1)
         while running != 0:
+            missing = self.missing_keys(word)
             block.k.wait_empty(0, turn & 1)
             if lane < ITEM:
                 item[lane] = word
@@ -159,7 +176,7 @@ class Producer(Opaque):
                 at_segment, count = item[ColumnItem.SEGMENT_START], item[ColumnItem.SEGMENT_COUNT]
                 keys = block.attended
                 ragged = Int32(1) if tile * c.block_kv + c.block_kv > keys else Int32(0)
-                self.load_k.fill(0, block.k.full, tile, group, batch)
+                self.load_k.fill(0, block.k.full, tile, group, batch, missing)
                 started = n
                 v_pending = Int32(1)  # V comes after the first Q
                 first, head, value = Int32(0), Int32(0), Int32(0)
@@ -233,22 +250,24 @@ class Producer(Opaque):
                                 ):  # fmt: skip
                                     if lane == word_place:
                                         value = known * times
-                                self.load_q.load(n, half, first, head, batch, value)
+                                empty = self.empty_queries(kind, first, head, batch)
+                                self.load_q.load(n, half, first, head, batch, empty, value)
                                 if v_pending != 0:
-                                    self.load_v.load(turn, tile, group, batch)
+                                    self.load_v.load(turn, tile, group, batch, missing)
                                 v_pending = Int32(0)
-                                self.load_do.load(m, half, first, head, batch)
+                                self.load_do.load(m, half, first, head, batch, empty)
                                 n, m, half = self.following(n, m, half)
                 if v_pending != 0:
-                    self.load_v.load(turn, tile, group, batch)
+                    self.load_v.load(turn, tile, group, batch, missing)
                 if const_expr(self.halves > 1):  # noqa: SIM102
                     if half != 0:  # the last step is filled up by the queries that it has, of which nothing is kept
                         first = cute.arch.shuffle_sync(value, Step.QUERY)
                         head = cute.arch.shuffle_sync(value, Step.HEAD)
                         if lane == Step.KIND:
                             value = Int32(Kind.NOTHING)
-                        self.load_q.load(n, half, first, head, batch, value)
-                        self.load_do.load(m, half, first, head, batch)
+                        empty = self.empty_queries(Int32(Kind.NOTHING), first, head, batch)
+                        self.load_q.load(n, half, first, head, batch, empty, value)
+                        self.load_do.load(m, half, first, head, batch, empty)
                         n, m, half = self.following(n, m, half)
                 word = work.next()  # while the consumers are still two steps behind
                 stage = block.q.wait_empty_at(n)
@@ -260,6 +279,63 @@ class Producer(Opaque):
                         cute.arch.mbarrier_arrive(block.q.full + stage)
                 n += 1
                 turn += 1
+
+    @cute.jit
+    def missing_keys(self, word):
+        """Of an item's keys a bit for each of this lane's that no query of it attends, as `Landing.clear` has them.
+
+        It is told by their intervals, where the item has nothing else, and by a length. None where the configuration
+        clears nothing.
+
+        word: this lane's of the item.
+        """
+        c, a, lane = self.config, self.block.arguments, cute.arch.lane_idx()
+        found = None
+        if const_expr(c.clears):
+            first = cute.arch.shuffle_sync(word, ColumnItem.TILE) * c.block_kv
+            segment = cute.arch.shuffle_sync(word, ColumnItem.SEGMENT_START)
+            count = cute.arch.shuffle_sync(word, ColumnItem.SEGMENT_COUNT)
+            found = Int32(-1) if count > 0 else Int32(0)
+            for s in cutlass.range(count, unroll=1):
+                part = Int32(0)
+                if lane < SEGMENT:
+                    part = a.segments[segment + s, lane]
+                lead = cute.arch.shuffle_sync(part, Segment.LEAD)
+                intervals = cute.arch.shuffle_sync(part, Segment.INTERVAL_COUNT)
+                others = cute.arch.shuffle_sync(part, Segment.FULL_COUNT)
+                others += cute.arch.shuffle_sync(part, Segment.BITS_COUNT)
+                if others > 0:
+                    found = Int32(0)
+                elif found != 0 and intervals > 0:
+                    for i in cutlass.range_constexpr(c.block_kv // WARP):
+                        key = first + lane + WARP * i
+                        if key < self.block.keys:  # noqa: SIM102  Nothing is read behind the last one.
+                            if a.lo[lead, key] < a.hi[lead, key]:
+                                found = found & ~(1 << i)
+            if const_expr(c.lengths):
+                keys = cute.arch.shuffle_sync(word, ColumnItem.KEYS)
+                if count > 0:
+                    found = found | outside(Int32(0), keys - first, c.block_kv)
+            # What lies past the keys is zero anyway.
+            found = found & ~outside(Int32(0), self.block.keys - first, c.block_kv)
+        return found
+
+    @cute.jit
+    def empty_queries(self, kind, first, head, batch):
+        """Of 64 queries from `first` on a bit for each of this lane's that keeps nothing, as `Landing.clear` has them.
+
+        In a full tile none does. None where the configuration clears nothing.
+        """
+        found = None
+        if const_expr(self.config.clears):
+            found = Int32(0)
+            if kind != Kind.FULL:
+                for i in cutlass.range_constexpr(ROWS // WARP):
+                    query = first + cute.arch.lane_idx() + WARP * i
+                    keeps_nothing = self.block.arguments.terms[0, batch, head, query] == Float32.inf
+                    if keeps_nothing and query < self.block.queries:
+                        found = found | (1 << i)
+        return found
 
     def following(self, n: Any, m: Any, half: Any) -> Any:
         """The place after a half of stage `n` of Q and `m` of dO."""

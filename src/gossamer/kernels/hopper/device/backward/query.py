@@ -24,6 +24,7 @@ from gossamer.kernels.hopper.device.backward.common import (
     two_rows,
 )
 from gossamer.kernels.hopper.device.backward.masks import TileRowMasks
+from gossamer.kernels.hopper.device.clearing import KeptKeys, landing_of
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Barrier, Opaque, place_of
 from gossamer.kernels.hopper.device.row_items import ITEM, RowItem
 from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles
@@ -180,6 +181,9 @@ class QueryConsumer(Opaque):
         c, a, thread = self.config, self.block.arguments, self.thread
         tile, slot = self.item[RowItem.TILE], self.item[RowItem.SLOT]
         cute.arch.barrier(barrier_id=Barrier.Q_READ + thread.warpgroup, number_of_threads=WARPGROUP)
+        if const_expr(c.clears):  # rows that keep nothing, whatever Q and dO hold there
+            for i in instructions.places(self.acc_dq):
+                self.acc_dq[i] = Float32(0.0) if self.lse[i % 4 // 2] == Float32.inf else self.acc_dq[i]
         if slot < 0:
             instructions.multiply(self.acc_dq, a.factor)
             put_tile(self.acc_dq, self.mma_dq, thread, self.s_dq)
@@ -232,6 +236,7 @@ class QueryGradient(Shell):
         self.registers = {1: (24, 232), 2: (40, 232), 3: (32, 160)}[self.groups]
         self.blocks = c.blocks
         self.carveout = 100 if self.blocks > 1 else None
+        self.lands = c.clears  # tiles of K and V at a barrier of their own, where rows of them are cleared
 
     @cute.jit
     def __call__(
@@ -262,8 +267,9 @@ class QueryGradient(Shell):
     def memory(self) -> dict[str, Any]:
         c = self.config
         return {
-            **barriers(q=1, ahead=self.ahead, k=c.k_stages, v=c.v_stages), "item": array(Int32, ITEM),
-            "ahead": array(Int32, ITEM * self.ahead), "words": array(Int32, self.words, 128),
+            **barriers(q=1, ahead=self.ahead, k=c.k_stages, v=c.v_stages, landed=int(self.lands)),
+            "item": array(Int32, ITEM), "ahead": array(Int32, ITEM * self.ahead),
+            "words": array(Int32, self.words, 128),
             **{name: tile_memory(NUMBERS[c.dtype], layout) for name, layout in self.layouts().items()},
         }  # fmt: skip
 
@@ -271,9 +277,11 @@ class QueryGradient(Shell):
         c, q = self.config, items_of(memory, "q", 1, self.groups)
         held = {f"s_{name}": tiles(getattr(memory, name), layout) for name, layout in self.layouts().items()}
         k, v = [ring_of(memory, x, n, 1, 4 * self.groups) for x, n in (("k", c.k_stages), ("v", c.v_stages))]
+        landing = landing_of(memory, self.lands)
         return self.block_class(
-            config=c, arguments=arguments, rings=((q,), (k,), (v,)), q=q, k=k, v=v, item=q.item[None, 0], **held
-        )
+            config=c, arguments=arguments, rings=((q,), (k,), (v,), *[(landing,)] * self.lands), q=q, k=k, v=v,
+            item=q.item[None, 0], landing=landing, **held,
+        )  # fmt: skip
 
     @cute.jit
     def serve(self, block, warp):
@@ -291,8 +299,9 @@ class QueryGradient(Shell):
         steps = c.block_kv // c.step  # of a tile
         ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k.tensor, mode=[2])
         own = ItemTiles(block)
-        load_k = tile_loader(block.k, a.k, block.s_k, c.step, c.D)
-        load_v = tile_loader(block.v, a.v, block.s_v, c.step, c.E)
+        load_k = tile_loader(block.k, a.k, block.s_k, c.step, c.D, block.landing)
+        load_v = tile_loader(block.v, a.v, block.s_v, c.step, c.E, block.landing)
+        kept = KeptKeys(a, c, cute.size(a.k.tensor, mode=[0]), cute.size(a.q.tensor, mode=[0]))
         columns = a.lists[0, None]
         work = TileRows(a.work, a.tile_counter, a.items, columns, a.lengths, c.block_kv, c.lengths)
         word = work.first()
@@ -309,12 +318,15 @@ class QueryGradient(Shell):
                 at_full, at_interval = item[RowItem.FULL_START], item[RowItem.INTERVAL_START] - fulls
                 at_bits = item[RowItem.BITS_START] - fulls - intervals
                 count = fulls + intervals + item[RowItem.BITS_COUNT]
+                kept.begin(batch, item[RowItem.LEAD], intervals)
                 for i in cutlass.range(count, unroll=1):
                     at = i + (at_full if i < fulls else (at_interval if i < fulls + intervals else at_bits))
                     column = columns[at]
                     for part in cutlass.range_constexpr(steps):
-                        load_k.load(kv, column * steps + part, group, batch)
-                        load_v.load(kv, column * steps + part, group, batch)
+                        block_of = column * steps + part
+                        missing = kept.missing(block_of * c.step, i >= fulls and i < fulls + intervals, c.step)
+                        load_k.load(kv, block_of, group, batch, missing)
+                        load_v.load(kv, block_of, group, batch, missing)
                         kv += 1
                 word = work.next()
             else:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from gossamer.kernels.hopper.device.clearing import Landing
 from gossamer.kernels.hopper.device.common import Block, Ring
 from gossamer.kernels.hopper.device.tiles import Tma
 from gossamer.kernels.hopper.device.work import ItemRing
@@ -45,6 +46,7 @@ class RowBlock(Block):
     s_q: cute.Tensor  # (64, D, stages): a tile for each warpgroup in each stage
     s_k: cute.Tensor  # (step, D, stages)
     s_v: cute.Tensor  # (step, E, stages)
+    landing: Landing | None = None  # of tiles that are cleared, where the configuration `clears`
 
 
 class StoringBlock(RowBlock):

@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from gossamer.kernels.hopper.device.clearing import KeptKeys
 from gossamer.kernels.hopper.device.common import FAR, ROWS, Opaque
 from gossamer.kernels.hopper.device.forward.block import ForwardBlock, RowBlock
 from gossamer.kernels.hopper.device.forward.masks import first_entry, tiles_of
@@ -51,7 +52,8 @@ class Producer(Opaque):
         self.work = TileRows(a.work, a.tile_counter, a.items, a.lists[0, None], a.lengths, c.block_kv, c.lengths)
         self.items = ItemLoader(block)
         self.k = tile_loader(block.k, a.k, block.s_k, c.step, c.D)
-        self.v = tile_loader(block.v, a.v, block.s_v, c.step, c.E)
+        self.v = tile_loader(block.v, a.v, block.s_v, c.step, c.E, block.landing)
+        self.kept = KeptKeys(a, c, cute.size(a.k.tensor, mode=[0]), cute.size(a.q.tensor, mode=[0]))
         self.ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k.tensor, mode=[2])  # query heads of a key head
 
     @cute.jit
@@ -63,6 +65,7 @@ class Producer(Opaque):
         kv = Int32(0)  # steps so far
         owed = Int32(0)  # the V of the step before is still to be loaded: K runs one step ahead of V
         v_block, v_group, v_batch = Int32(0), Int32(0), Int32(0)
+        v_missing = Int32(0) if const_expr(c.clears) else None
         word = work.first()
         following = self.publish(turn, word)
         running = item[RowItem.VALID, 0]
@@ -75,6 +78,7 @@ class Producer(Opaque):
             at_interval = item[RowItem.INTERVAL_START, stage] - fulls
             at_bits = item[RowItem.BITS_START, stage] - fulls - intervals
             count = fulls + intervals + item[RowItem.BITS_COUNT, stage]
+            self.kept.begin(batch, item[RowItem.LEAD, stage], intervals)
             turn += 1
             upcoming = Int32(0)
             draw_at, publish_at = count - DRAW // c.block_kv, count - PUBLISH // c.block_kv
@@ -92,9 +96,11 @@ class Producer(Opaque):
                     block = column * parts + p
                     self.k.load(kv, block, group, batch)
                     if owed != 0:
-                        self.v.load(kv - 1, v_block, v_group, v_batch)
+                        self.v.load(kv - 1, v_block, v_group, v_batch, v_missing)
                     owed = Int32(1)
                     v_block, v_group, v_batch = block, group, batch
+                    if const_expr(c.clears):
+                        v_missing = self.kept.missing(block * c.step, i >= fulls and i < fulls + intervals, c.step)
                     kv += 1
                 if i == draw_at:
                     word = work.next()
@@ -108,11 +114,11 @@ class Producer(Opaque):
                     upcoming = self.publish(turn, word)
                 # The next item's first K comes before this item's last V, as the consumers use them.
                 if tiles_of(item, self.items.ring.place(turn)[0]) == 0 and owed != 0:
-                    self.v.load(kv - 1, v_block, v_group, v_batch)
+                    self.v.load(kv - 1, v_block, v_group, v_batch, v_missing)
                     owed = Int32(0)
             else:
                 if owed != 0:
-                    self.v.load(kv - 1, v_block, v_group, v_batch)
+                    self.v.load(kv - 1, v_block, v_group, v_batch, v_missing)
                 owed = Int32(0)
                 upcoming = self.publish(turn, word)
             following = upcoming

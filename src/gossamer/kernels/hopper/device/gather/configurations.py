@@ -67,6 +67,11 @@ class GatherConfig:
         return 56, 200
 
     @property
+    def clears(self) -> bool:
+        """dQ of rows that keep nothing becomes zero at last."""
+        return self.direction == "query" and not self.particles
+
+    @property
     def queries(self) -> int:
         """Of a tile."""
         return queries_of(self.heads)

@@ -66,6 +66,7 @@ class GatherQuery(QueryGradient):
         super().__init__(config)
         self.registers = config.registers
         self.words = config.slots * config.words
+        self.lands = False
 
     @cute.jit
     def __call__(

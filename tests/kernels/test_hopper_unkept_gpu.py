@@ -1,0 +1,171 @@
+"""NaN and infinities in rows that keep nothing and in keys that nothing attends reach no result of a Hopper kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import gossamer as gs
+from gossamer.kernels.contract import Terms
+from gossamer.kernels.hopper.launch import backward, forward
+from gossamer.layouts import from_dense
+from gossamer.layouts.block import BlockLayout
+from gossamer.patterns import Causal, SlidingWindow
+from gossamer.plan.problem import Problem
+from tests.support import launches
+from tests.support.hopper_backward_cases import ON_HOPPER, PROCESSORS
+
+pytestmark = ON_HOPPER
+POISONS = math.nan, math.inf, -math.inf
+NAMES = "out", "lse", "dq", "dk", "dv"
+LAYOUTS: dict[str, Callable[..., BlockLayout]] = {
+    # The first rows keep nothing.
+    "more queries": lambda **blocks: Causal().layout(700, 300, **blocks),
+    # The first keys are not attended, nor are the last.
+    "late window": lambda **blocks: SlidingWindow(100).layout(300, 900, q_offset=450, **blocks),
+    "rows without bits": lambda **blocks: scattered((1, 1), **blocks),
+    "by head": lambda **blocks: scattered((1, 4), **blocks),
+}  # fmt: skip
+
+
+def scattered(lead: tuple[int, int], **blocks: int) -> BlockLayout:
+    """Tiles of bits, of which some rows keep nothing; every key is attended."""
+    mask = np.random.default_rng(0).random((*lead, 300, 400)) < 0.2
+    mask[..., :100, :300], mask[..., 120:160, :], mask[..., 250, :] = True, False, False
+    return from_dense(mask, **blocks)
+
+
+def results(
+    layout: BlockLayout, problem: Problem, terms: Terms, given: tuple[Tensor, ...], split: int | None
+) -> list[tuple[Tensor, ...]]:
+    """Results of both directions, in each way in which dQ is made; the first adds it in any order."""
+    q, k, v, dout, dlse = given
+    out, lse = launches.forward(forward, problem, layout, terms, q, k, v, split=split)
+    found: list[tuple[Tensor, ...]] = []
+    for more in ({}, {"deterministic": True}, {"deterministic": True, "most_kept": 0}):
+        p = replace(problem, deterministic="deterministic" in more)
+        given, kept = (dout, dlse, q, k, v, out, lse), more.get("most_kept")
+        dq, dk, dv, *_ = launches.backward(backward, p, layout, terms, *given, split=split, most_kept=kept)
+        found.append((out, lse, dq, dk, dv))
+    return found
+
+
+def check(
+    layout: BlockLayout, B: int, H: int, G: int, D: int, *, dtype: torch.dtype = torch.bfloat16,
+    split: int | None = None, lengths: tuple[int, ...] | None = None, **more: Any,
+) -> None:  # fmt: skip
+    """Compare the bits of results with those of zeros in the poisoned places."""
+    Q, K = layout.Q, layout.K
+    g = torch.Generator(device="cuda").manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(B, heads, n, D, generator=g, device="cuda").to(dtype)
+        for heads, n in ((H, Q), (G, K), (G, K), (H, Q))
+    )
+    dlse = torch.randn(B, H, Q, generator=g, device="cuda")
+    ends = None if lengths is None else torch.tensor(lengths, device="cuda", dtype=torch.int32)
+    keep = torch.from_numpy(np.ascontiguousarray(layout.expand())).cuda().expand(B, H, Q, K)
+    if ends is not None:
+        keep = keep & (torch.arange(K, device="cuda") < ends[:, None, None, None])
+    rows, keys = ~keep.any(-1), ~keep.any(2).view(B, G, H // G, K).any(2)
+    assert rows.any() or keys.any()
+    terms = Terms(scale=D**-0.5, q_offset=K - Q, key_lengths=ends, **more)
+    problem = Problem(B, H, G, Q, K, D, D, str(dtype).removeprefix("torch."), "cuda", 90, PROCESSORS)
+    on = layout.to("cuda")
+
+    def run(value: float) -> list[tuple[Tensor, ...]]:
+        of_rows = [x.masked_fill(rows[..., None], value) for x in (q, dout)]
+        of_keys = [x.masked_fill(keys[..., None], value) for x in (k, v)]
+        given = of_rows[0], *of_keys, of_rows[1], dlse.masked_fill(rows, value)
+        return results(on, problem, terms, given, split)
+
+    zeros = run(0.0)
+    assert all(x.isfinite().all() for name, x in zip(NAMES, zeros[0], strict=True) if name != "lse")
+    for value in POISONS:
+        for way, (want, found) in enumerate(zip(zeros, run(value), strict=True)):
+            for name, clean, poisoned in zip(NAMES, want, found, strict=True):
+                if name == "dq" and way == 0:
+                    assert (poisoned - clean).abs().max() <= 2**-7 * clean.abs().max(), (value, name, way)
+                else:
+                    assert torch.equal(poisoned, clean), (value, name, way)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_block_layouts(name: str) -> None:
+    check(LAYOUTS[name](block_q=128, block_kv=128), 2, 4, 2, 128)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_key_lengths(name: str) -> None:
+    """Ends within a tile, at the edge of one, after one key, and before all."""
+    layout = LAYOUTS[name](block_q=128, block_kv=128)
+    for ends in ((layout.K - 90, 0), (256, 1), (layout.K, 65)):
+        check(layout, 2, 4, 2, 128, lengths=ends)
+
+
+@pytest.mark.parametrize("lengths", [None, (250, 65)], ids=("all keys", "lengths"))
+@pytest.mark.parametrize(
+    ("D", "tile", "dtype"),
+    [(64, (192, 128), torch.bfloat16), (96, (128, 128), torch.float16), (128, (64, 64), torch.float16),
+     (256, (128, 128), torch.bfloat16)],
+    ids=str,
+)  # fmt: skip
+def test_other_kernels(D: int, tile: tuple[int, int], dtype: torch.dtype, lengths: tuple[int, int] | None) -> None:
+    for name in ("more queries", "late window", "by head"):
+        layout = LAYOUTS[name](block_q=tile[0], block_kv=tile[1])
+        check(layout, 2, 4, 2, D, dtype=dtype, lengths=lengths)
+
+
+def test_split_and_softcap() -> None:
+    """Parts of rows and columns that are cut."""
+    for name in ("more queries", "by head"):
+        layout = LAYOUTS[name](block_q=128, block_kv=128)
+        check(layout, 2, 4, 2, 128, split=2)
+        check(layout, 2, 4, 2, 128, lengths=(250, 65), split=2)
+    check(LAYOUTS["by head"](block_q=128, block_kv=128), 2, 4, 2, 128, softcap=5.0)
+
+
+def attended(
+    pattern: Any, rows: Tensor, keys: Tensor, D: int, deterministic: bool, value: float, **more: Any
+) -> list[Tensor]:
+    """out and gradients of a call whose structure is made on the device; `value` where nothing is kept."""
+    g = torch.Generator(device="cuda").manual_seed(0)
+    N = len(rows)
+    q, k, v, dout = (torch.randn(2, heads, N, D, generator=g, device="cuda").bfloat16() for heads in (4, 2, 2, 4))
+    leaves = [q.masked_fill(rows[:, None], value), *(x.masked_fill(keys[:, None], value) for x in (k, v))]
+    leaves = [x.requires_grad_() for x in leaves]
+    options = {"implementation": "hopper", "deterministic": deterministic} | more
+    out = gs.attention(leaves[0], leaves[1], leaves[2], pattern, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout.masked_fill(rows[:, None], value))]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("D", [64, 128])
+def test_made_on_the_device(D: int, deterministic: bool) -> None:
+    """Padding before and behind packed documents, and before the keys of sequences."""
+    N, at = 700, torch.arange(700, device="cuda")
+    edges = torch.tensor([70, 200, 333, 520], device="cuda")
+    outside = (at < 70) | (at >= 520)
+    starts = torch.full((2,), 200, device="cuda")
+    cases: tuple[tuple[Any, Tensor, Tensor, dict[str, Any]], ...] = (
+        (gs.DocumentIds.from_cu_seqlens(edges, N) & gs.Causal(), outside, outside, {}),
+        (gs.Causal(), at < 200, at < 200, {"key_starts": starts}),
+        (gs.SlidingWindow(50), (at < 200) | (at > 499), (at < 200) | (at >= 450),
+         {"key_starts": starts, "key_lengths": starts + 250}),
+    )  # fmt: skip
+    for pattern, rows, keys, more in cases:
+        zeros = attended(pattern, rows, keys, D, deterministic, 0.0, **more)
+        assert all(x.isfinite().all() for x in zeros)
+        for value in POISONS:
+            found = attended(pattern, rows, keys, D, deterministic, value, **more)
+            for name, clean, poisoned in zip(("out", "dq", "dk", "dv"), zeros, found, strict=True):
+                if name == "dq" and not deterministic:
+                    assert (poisoned - clean).abs().max() <= 2**-7 * clean.abs().max(), (pattern, value)
+                else:
+                    assert torch.equal(poisoned, clean), (pattern, value, name)
