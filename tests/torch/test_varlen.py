@@ -140,7 +140,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "no tensor": ((x, kv, None, cu), {}, "v must be a tensor .positions, heads, size.* got None"),
     "edges": ((x, kv, kv, [0, 6]), {}, "cu_seq_q must be a tensor of one dimension of at least 2 ent"),
     "edges of floats": ((x, kv, kv, cu.float()), {}, "cu_seq_q must be a tensor of one dimension of at least 2 ent"),
-    "no sequence": ((x, kv, kv, cu[:1]), {}, "cu_seq_q must be a tensor of one dimension of at least 2 entries"),
+    "no edge": ((x, kv, kv, cu[:0]), {}, "cu_seq_q must be a tensor of one dimension of at least 1 entries"),
     "other edges": ((x, kv, kv, cu, cu[None]), {}, "cu_seq_k must be a tensor of one dimension of at least 2 ent"),
     "numbers": ((x, kv, kv, cu, cu[:2]), {}, "cu_seq_q and cu_seq_k must tell of as many sequences"),
     "used": ((x, kv, kv, cu), {"seqused_k": cu}, r"seqused_k must be integers of shape \(2,\), one for each"),

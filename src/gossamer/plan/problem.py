@@ -5,7 +5,7 @@ Framework names are strings here ("bfloat16", "cuda"), so that torch and JAX sha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SCORE_TERMS = ("q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes")
 MAX_HEAD = 4096  # of D and of E
@@ -59,3 +59,13 @@ class Problem:
     gather: int | None = None  # queries of a group, of a gather layout that is given: lists that only a device knows
     gather_heads: int = 1  # query heads of each whose rows gather together
     softcap: float | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no pair of a query and a key."""
+        return 0 in (self.B, self.H, self.Q, self.K)
+
+    def with_elements(self) -> Problem:
+        """This problem where each size is at least 1: an implementation refuses it for all other reasons."""
+        B, G, Q, K = (max(1, n) for n in (self.B, self.G, self.Q, self.K))
+        return replace(self, B=B, H=self.H or G, G=G, Q=Q, K=K)

@@ -19,6 +19,7 @@ from gossamer.torch.validate import (
     Arguments,
     Layout,
     cast_type,
+    check_elements,
     check_types,
     describe,
     four_dimensional,
@@ -210,7 +211,9 @@ def topk_blocks(
             f"{tuple(q.shape)} and {tuple(k.shape)}"
         )
     q, k, _ = four_dimensional(q.detach(), k.detach(), k.detach(), bshd)
-    validate(Arguments(q, k, k, None, None, None, None, None, scale, None, None, False, False, bshd))
+    a = Arguments(q, k, k, None, None, None, None, None, scale, None, None, False, False, bshd)
+    validate(a)
+    check_elements(a)
     block_size, topk, local, first = _checked(causal, block_size, topk, top_p, score, local, first, per)
     q, k = (x.to(cast_type(x) or x.dtype) for x in (q, k))
     Q, K = q.shape[2], k.shape[2]

@@ -6,6 +6,7 @@ is one look-up and one run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -27,11 +28,13 @@ from gossamer.kernels.launch import (
     with_own,
 )
 from gossamer.kernels.parts import PartitionedCall, Selection
+from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.memo import Memo
 from gossamer.patterns.handles import pattern_of, token_of
 from gossamer.plan.plan import Plan
 from gossamer.plan.problem import Unsupported, most_offset, within_positions
 from gossamer.torch.bind import bind
+from gossamer.torch.given_layouts import check_layout, layout_from
 from gossamer.torch.memory import hold_for_graphs, outlasting
 from gossamer.torch.parts import TorchEdge
 from gossamer.torch.planning import (
@@ -47,6 +50,7 @@ from gossamer.torch.planning import (
 from gossamer.torch.request import Key, Request, ResolvedPattern, alignment, plain, results_in_bshd
 from gossamer.torch.validate import (
     Arguments,
+    check_mask,
     four_dimensional,
     options_of,
     unbatched,
@@ -72,7 +76,9 @@ def call_of(request: Request, key: Key | None = None) -> Call:
         found = known.get(key)
         if found is not None:
             return found
-    call = (DataCall if request.attended.data else Call)(request)
+    a = request.arguments
+    kind = EmptyCall if 0 in a.q.shape or 0 in a.k.shape else DataCall if request.attended.data else Call
+    call = kind(request)
     bshd = request.arguments.bshd and as_given
     known.put(key, Unbatched(call, request.dims, bshd) if bshd or request.dims != 4 else call, call.bytes)
     return call
@@ -250,6 +256,47 @@ class DataCall(Call):
     def _data_layout(self, plan: Plan, q: Tensor, k: Tensor, data: tuple[Tensor, ...]) -> DataLayout:
         a = self.options
         return data_layout(plan, q, k, data, self.attended.geometry, counted=a.counted, made=a.made)
+
+
+class EmptyCall(Call):
+    """A call of tensors without elements, B, H, Q or K of 0: there is no pair, and nothing is launched for it.
+
+    It is checked as every call is, and a named implementation refuses it for the same reasons.
+    """
+
+    def _start(self, request: Request) -> None:
+        handle = self.attended.handle
+        self._alive = None if request.attended.data else token_of(handle)  # type: ignore[assignment]
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *more: Any
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """(out, lse): 0, and -inf or the sink."""
+        vectors, data = vectors_and_data(more)
+        if self.attended.geometry:
+            if not self.options.made:
+                check_layout(layout_from(list(data), self.attended.geometry).rows, q, k)
+        elif data:
+            check_mask(data[0], q, k)
+        sinks, shape = vectors.sink_logits, q.shape[:3]
+        lse = q.new_full(shape, -math.inf, dtype=compute_dtype(q.dtype))
+        return self._zeros(q, v.shape[3]), lse if sinks is None else lse.copy_(sinks[:, None])
+
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        *more: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        sinks = vectors_and_data(more)[0].sink_logits
+        dsink = () if sinks is None else (sinks.new_zeros(sinks.shape) if dlse is None else dlse.sum((0, 2)),)
+        return *(self._zeros(x, x.shape[3]) for x in (q, k, v)), *dsink
+
+    def _zeros(self, like: Tensor, size: int) -> Tensor:
+        B, heads, N, _ = like.shape
+        return (
+            like.new_zeros((B, N, heads, size)).transpose(1, 2)
+            if self.options.bshd
+            else like.new_zeros((B, heads, N, size))
+        )
 
 
 def gradients_by_operator(

@@ -25,7 +25,15 @@ from gossamer.torch.calls import read_q_offset
 from gossamer.torch.decoding import for_one_query
 from gossamer.torch.mask_layouts import unpack
 from gossamer.torch.parts import TorchEdge
-from gossamer.torch.planning import check_rows, check_sizes, data_layout, plan_for, scoring_of, select_layout
+from gossamer.torch.planning import (
+    check_rows,
+    check_sizes,
+    data_layout,
+    plan_for,
+    problem_of,
+    scoring_of,
+    select_layout,
+)
 from gossamer.torch.reorder import check_order
 from gossamer.torch.request import Request, request_of, results_in_bshd
 from gossamer.torch.scale import with_number
@@ -36,6 +44,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 SHOWN = 6  # estimates
+NOTHING = "nothing"  # what computes a call of tensors without elements
 BACKWARD = 2.5  # floating-point operations of the backward, over those of the forward
 
 
@@ -74,6 +83,9 @@ class Explanation:
     def verdict(self) -> str:
         """What runs the call and what it takes, beside dense attention: a time where the device was measured."""
         p, about = self.problem, self.seconds
+        if p.empty:
+            sizes = f"B={p.B} H={p.H} Q={p.Q} K={p.K}"
+            return f"This call computes nothing: there is no pair ({sizes}); out is 0, lse -inf or the sink."
         if about is None and self.measured and self.estimates is not None:
             about, _ = self.estimates
         text = f"This call runs on {self.implementation}"
@@ -105,7 +117,7 @@ class Explanation:
         """The table, as (name, value) pairs."""
         p, t = self.problem, self.tiles
         useful, executed = self.useful_flops, self.executed_flops
-        pair = 2 * (p.D + p.E) * p.B * p.H
+        pair = 2 * (p.D + p.E) * max(1, p.B * p.H)
         over = f", {executed / useful:.2f} for each kept one" if useful else ""
         block_q, block_kv = self.tile
         lines = [
@@ -113,7 +125,8 @@ class Explanation:
             ("score terms", ", ".join(sorted(p.score_terms)) or "none"),
             ("kept pairs", f"{useful / pair:,.0f} a head, a density of {self.density:.4%}"),
             ("executed pairs", f"{executed / pair:,.0f} a head{over}"),
-            (f"tiles of {block_q} x {block_kv}", ", ".join(f"{name} {n:g}" for name, n in t.items())),
+            *[(f"tiles of {block_q} x {block_kv}", ", ".join(f"{name} {n:g}" for name, n in t.items()))]
+            * (not p.empty),
             ("work of kept pairs", f"{useful / 1e9:,.3f} GFLOP forward, {BACKWARD * useful / 1e9:,.3f} backward"),
             ("work executed", f"{executed / 1e9:,.3f} GFLOP forward, {BACKWARD * executed / 1e9:,.3f} backward"),
             ("memory", f"{self.bytes / 2**20:,.2f} MiB of tensors, {self.layout_bytes / 2**20:,.2f} MiB of layout"),
@@ -321,6 +334,9 @@ def explain(
     scoring, p = scoring_of(a, a.k.shape[2]), plan.problem
     check_rows(p, scoring, attended.handle)
     check_sizes(a, attended.handle)
+    actual = problem_of(a, attended.geometry)
+    if actual.empty:
+        return _of_nothing(actual, plan, _tensor_bytes(q, k, v), attended.made_from or None)
     whole = None if attended.data else pattern_of(attended.handle)
     partition = None if whole is None else plan.partition(attended.handle, scoring.q_offset)
     which = whole if partition is None else None
@@ -365,6 +381,16 @@ def explain(
         structure=attended.made_from or None,
         of_dense=of_dense(plan, counted, causal, scoring.q_offset),
     )
+
+
+def _of_nothing(p: Problem, plan: Plan, size: int, structure: str | None) -> Explanation:
+    """What a call of tensors without elements does."""
+    return Explanation(
+        problem=p, implementation=NOTHING, backward=NOTHING if p.backward else None,
+        reasons={name: refusals(name, plan.problem) or ["there is nothing to compute"] for name in NAMES},
+        tile=(0, 0), density=0.0, tiles={}, useful_flops=0.0, executed_flops=0.0, bytes=size, layout_bytes=0,
+        structure=structure,
+    )  # fmt: skip
 
 
 def _of_one_head(computed: list[_Computed], p: Problem) -> tuple[float, float, dict[str, float]]:

@@ -53,6 +53,7 @@ def plan_for(a: Arguments, geometry: tuple[int, ...], keys: int | None = None) -
     """
     validate(a)
     problem = problem_of(a, geometry)
+    problem = problem.with_elements() if problem.empty else problem
     return plan_of(problem, a.implementation) if keys is None else growing(problem, a.implementation, keys)
 
 
@@ -120,7 +121,7 @@ def check_rows(problem: Problem, scoring: Scoring, handle: int) -> None:
         handle: of a pattern, or -1 for a mask or a layout.
     """
     p = problem
-    if scoring.q_offset == p.K - p.Q or "alibi_slopes" in p.score_terms:
+    if "q_offset" not in p.score_terms or "alibi_slopes" in p.score_terms:
         return
     if handle >= 0 and pattern_of(handle).reads_positions:
         return

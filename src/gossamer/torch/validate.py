@@ -210,13 +210,17 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
         yield x.dtype == q.dtype, name, x, f"be a tensor of q's dtype, {dtype_of(q)}"
         yield x.device == q.device, name, x, f"be a tensor on q's device, {q.device}"
         yield x.shape[0] == q.shape[0], name, x, f"have B={q.shape[0]} batch elements, as q has"
-    yield min(q.shape) > 0, "q", q, "have no empty dimension"
-    yield min(k.shape) > 0, "k", k, "have no empty dimension"
+    yield q.shape[3] > 0, "q", q, "have a head size D of at least 1"
     yield k.shape[3] == q.shape[3], "k", k, f"have the head size of q, D={q.shape[3]}"
     yield v.shape[1:3] == k.shape[1:3], "v", v, f"have the heads and positions of k, (G, K) = {tuple(k.shape[1:3])}"
-    yield v.shape[3] > 0, "v", v, "have no empty dimension"
+    yield v.shape[3] > 0, "v", v, "have a head size E of at least 1"
     heads = Wording(f"G={k.shape[1]}, {describe(k)}")
-    yield q.shape[1] % k.shape[1] == 0, "k", heads, f"have a number of heads G that divides q's H={q.shape[1]}"
+    yield (
+        q.shape[1] % (k.shape[1] or q.shape[1] + 1) == 0,
+        "k",
+        heads,
+        f"have a number of heads G that divides q's H={q.shape[1]}",
+    )
     sizes = q.shape[3], v.shape[3]
     yield max(sizes) <= MAX_HEAD, "q and v", sizes, f"have head sizes D, E up to {MAX_HEAD}"
     most, longest = 2**31 - 2**16, (q.shape[2], k.shape[2])
@@ -277,6 +281,13 @@ def validate(a: Arguments) -> None:
     for right, name, given, accepted in _checks(a):
         if not right:
             raise ValueError(f"{name} must {accepted}; got {describe(given)}{_other_layout(a)}")
+
+
+def check_elements(a: Arguments) -> None:
+    """Raise ValueError for tensors without elements, for functions that do not answer for them as `attention` does."""
+    for name, x in (("q", a.q), ("k", a.k)):
+        if 0 in x.shape:
+            raise ValueError(f"{name} must have no empty dimension; got {describe(x)}")
 
 
 def _other_layout(a: Arguments) -> str:

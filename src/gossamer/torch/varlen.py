@@ -28,6 +28,7 @@ def varlen(
     scale: float | Tensor | None = None,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
+    deterministic: bool | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -53,7 +54,7 @@ def varlen(
             of them; None is every key of the sequence.
         seqused_k: (sequences,) integers: of each sequence only so many keys are there, from its first one on. Lk is
             then this number, where it is less than the room of the sequence.
-        scale: as in `attention`, and so are `softcap` and `sink_logits`.
+        scale: as in `attention`, and so are `softcap`, `sink_logits` and `deterministic`.
         out: (T, H, E) of q's dtype, into which the result is copied; without gradients only.
         return_lse: also return lse (H, T).
 
@@ -69,6 +70,9 @@ def varlen(
         >>> out, lse = gs.varlen(q, k, v, cu_q, cu_k, pattern=gs.Causal(), return_lse=True)
         >>> out.shape, lse.shape
         (torch.Size([7, 4, 8]), torch.Size([4, 7]))
+        >>> same = gs.varlen(q, k, v, cu_q, cu_k, pattern=gs.Causal(), deterministic=True)  # and so are its gradients
+        >>> torch.allclose(out, same)
+        True
         >>> first = gs.attention(q[:2], k[:4], v[:4], gs.Causal(), layout="bshd")
         >>> torch.allclose(out[:2], first, atol=1e-6)
         True
@@ -84,8 +88,9 @@ def varlen(
         if differentiable(q, k, v, sink_logits):
             raise ValueError("out must be None where a gradient is asked for; call it under torch.no_grad()")
     found, lse = attention(
-        q, k, v, sequences, scale=scale, softcap=softcap, sink_logits=sink_logits, return_lse=True, layout="bshd"
-    )
+        q, k, v, sequences, scale=scale, softcap=softcap, sink_logits=sink_logits, deterministic=deterministic,
+        return_lse=True, layout="bshd",
+    )  # fmt: skip
     if out is not None:
         found = out.copy_(found)
     return (found, lse) if return_lse else found

@@ -6,7 +6,7 @@ traced as a whole. Every size follows from shapes, so lists are padded to what t
 
 from gossamer.layouts.device.arrays import Arrays, BlockLists, Fused, IntervalLists, Sorted
 from gossamer.layouts.device.block_lists import block_list_layout
-from gossamer.layouts.device.intervals import interval_layout
+from gossamer.layouts.device.intervals import empty_layout, interval_layout
 from gossamer.layouts.device.key_lists import key_list_layout
 from gossamer.layouts.device.progressions import Progression, progression_layout
 
@@ -18,6 +18,7 @@ __all__ = [
     "Progression",
     "Sorted",
     "block_list_layout",
+    "empty_layout",
     "interval_layout",
     "key_list_layout",
     "progression_layout",

@@ -77,6 +77,17 @@ def interval_layout(
     )
 
 
+def empty_layout(Q: int, K: int, like: Array, *, block_q: int, block_kv: int, xp: Arrays) -> BlockLayout:
+    """The layout that keeps nothing, of any sizes, 0 too; `like` is an array on its device."""
+
+    def walk(rows: int, columns: int, block_rows: int, block_columns: int) -> Walk:
+        nothing = xp.full((1, 1, -(-rows // block_rows)), 0, like)
+        none = TileList(nothing, nothing, xp.full((0,), 0, like))
+        return without_bits(rows, columns, block_rows, block_columns, none, None, None, xp, nothing)
+
+    return BlockLayout(walk(Q, K, block_q, block_kv), _transpose=[walk(K, Q, block_kv, block_q)])
+
+
 class _Lists(NamedTuple):
     """Of tiles of rows: their full tiles, which follow one another, and their interval tiles in `indices`."""
 

@@ -68,8 +68,8 @@ class DocumentIds(Structure):
         """
         check_edges("cu_seqlens", cu_seqlens, least=1)
         positions = whole(length)
-        if positions is None or positions < 1:
-            raise ValueError(f"length must be a number of positions of at least 1; got {describe(length)}")
+        if positions is None or positions < 0:
+            raise ValueError(f"length must be a number of positions, at least 0; got {describe(length)}")
         made = cls(cu_seqlens)
         made.edges, made.length = cu_seqlens, positions
         return made

@@ -14,6 +14,7 @@ from gossamer.layouts import BlockLayout, GatherLayout, TileList, Walk
 from gossamer.layouts.device import (
     Progression,
     block_list_layout,
+    empty_layout,
     interval_layout,
     key_list_layout,
     progression_layout,
@@ -80,9 +81,6 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, eager: boo
     compiling = torch.compiler.is_compiling()
     if not (compiling or eager or cast_type(a.q)):  # an operator that casts its inputs checks them then
         validate(rest)
-    tile = known_tile(rest, structure.block) if eager else tile_of(rest, structure.block)
-    if structure.block == 1 and structure.list_heads is not None:
-        tile = group_of(rest, structure.list_heads)
     (B, H, Q, _), (_, G, K, _) = a.q.shape, a.k.shape
     if a.q_offset is not None and abs(a.q_offset) > most_offset(Q, K):
         raise ValueError(f"q_offset must {within_positions(Q, K)}; got {describe(a.q_offset)}")
@@ -91,6 +89,15 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, eager: boo
             raise ValueError(f"tensors of {structure!r} must be on q's device, {a.q.device}; got {describe(x)}")
     sizes = Sizes(B, H, G, Q, K)
     structure.check(sizes)
+    if 0 in sizes:
+        if not compiling:
+            validate(rest)
+        block_q, block_kv = NO_TILES
+        nothing = empty_layout(Q, K, a.q, block_q=block_q, block_kv=block_kv, xp=device_arrays)
+        return Structured(rest, nothing, repr(structure))
+    tile = known_tile(rest, structure.block) if eager else tile_of(rest, structure.block)
+    if structure.block == 1 and structure.list_heads is not None:
+        tile = group_of(rest, structure.list_heads)
 
     # Whether gradients are asked for is not known while a function is compiled.
     transpose = a.backward or compiling

@@ -64,8 +64,8 @@ class PackedSequences(Structure):
         pattern: Pattern | None = None,
     ) -> None:  # fmt: skip
         cu_seq_k = cu_seq_q if cu_seq_k is None else cu_seq_k
-        check_edges("cu_seq_q", cu_seq_q, least=2)
-        check_edges("cu_seq_k", cu_seq_k, least=2)
+        check_edges("cu_seq_q", cu_seq_q, least=1)
+        check_edges("cu_seq_k", cu_seq_k, least=1)
         if len(cu_seq_q) != len(cu_seq_k):
             raise ValueError(
                 "cu_seq_q and cu_seq_k must tell of as many sequences; "
@@ -100,6 +100,8 @@ class PackedSequences(Structure):
 
     def reached(self, reach: Reach, position: Tensor, sizes: Sizes) -> Bounds:
         Q, K, n = sizes.Q, sizes.K, len(self.cu_seq_q) - 1
+        if n == 0:
+            return Bounds(*[position.new_zeros((1, 1, Q))] * 2)
         cu_q, cu_k = sorted_edges(self.cu_seq_q, Q), sorted_edges(self.cu_seq_k, K)
         row = torch.arange(Q, dtype=torch.int32, device=cu_q.device)
         which = torch.searchsorted(cu_q, row, right=True) - 1
