@@ -1,4 +1,4 @@
-"""Tensors without elements: out is 0 or empty, lse -inf or the sink, gradients are 0, whatever says what is attended."""
+"""Tensors without elements: out is 0 or empty, lse -inf or the sink, gradients are 0, whatever is attended."""
 
 from __future__ import annotations
 

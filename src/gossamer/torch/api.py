@@ -96,7 +96,7 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v over the pairs that `pattern` keeps; exact, differentiable, never an N x N array.
 
-    A row that keeps nothing gives 0, an lse of -inf and zero gradients.
+    A row that keeps nothing gives 0, an lse of -inf and zero gradients. B, H, Q and K may be 0.
 
     Args:
         q: (B, H, Q, D), (H, Q, D) or (Q, D); float16, bfloat16, float32 or float64.

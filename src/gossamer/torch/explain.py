@@ -125,8 +125,7 @@ class Explanation:
             ("score terms", ", ".join(sorted(p.score_terms)) or "none"),
             ("kept pairs", f"{useful / pair:,.0f} a head, a density of {self.density:.4%}"),
             ("executed pairs", f"{executed / pair:,.0f} a head{over}"),
-            *[(f"tiles of {block_q} x {block_kv}", ", ".join(f"{name} {n:g}" for name, n in t.items()))]
-            * (not p.empty),
+            (f"tiles of {block_q} x {block_kv}", ", ".join(f"{name} {n:g}" for name, n in t.items()) or "none"),
             ("work of kept pairs", f"{useful / 1e9:,.3f} GFLOP forward, {BACKWARD * useful / 1e9:,.3f} backward"),
             ("work executed", f"{executed / 1e9:,.3f} GFLOP forward, {BACKWARD * executed / 1e9:,.3f} backward"),
             ("memory", f"{self.bytes / 2**20:,.2f} MiB of tensors, {self.layout_bytes / 2**20:,.2f} MiB of layout"),

@@ -223,13 +223,12 @@ def narrow(x: Tensor, least: int, most: int) -> Tensor:
     return (x if x.dtype == torch.int64 else x.int()).clamp(least, most).int()
 
 
-def check_edges(name: str, edges: Any, least: int) -> None:
-    """Raise ValueError unless it is a vector of integers, of so many entries at least."""
+def check_edges(name: str, edges: Any) -> None:
+    """Raise ValueError unless it is a vector of integers, of one entry at least."""
     right = isinstance(edges, Tensor) and not edges.is_nested and edges.dtype in INTEGERS
-    if not right or edges.ndim != 1 or len(edges) < least:
+    if not right or edges.ndim != 1 or len(edges) == 0:
         raise ValueError(
-            f"{name} must be a tensor of one dimension of at least {least} entries, {OF_INTEGERS}; "
-            f"got {describe(edges)}"
+            f"{name} must be a tensor of one dimension of at least one entry, {OF_INTEGERS}; got {describe(edges)}"
         )
 
 

@@ -66,7 +66,7 @@ class DocumentIds(Structure):
             >>> gs.attention(q, k, v, packed)[0, 0, 5].abs().max().item()  # in no document
             0.0
         """
-        check_edges("cu_seqlens", cu_seqlens, least=1)
+        check_edges("cu_seqlens", cu_seqlens)
         positions = whole(length)
         if positions is None or positions < 0:
             raise ValueError(f"length must be a number of positions, at least 0; got {describe(length)}")

@@ -64,8 +64,8 @@ class PackedSequences(Structure):
         pattern: Pattern | None = None,
     ) -> None:  # fmt: skip
         cu_seq_k = cu_seq_q if cu_seq_k is None else cu_seq_k
-        check_edges("cu_seq_q", cu_seq_q, least=1)
-        check_edges("cu_seq_k", cu_seq_k, least=1)
+        check_edges("cu_seq_q", cu_seq_q)
+        check_edges("cu_seq_k", cu_seq_k)
         if len(cu_seq_q) != len(cu_seq_k):
             raise ValueError(
                 "cu_seq_q and cu_seq_k must tell of as many sequences; "
