@@ -52,6 +52,7 @@ from gossamer.torch.validate import (
     Arguments,
     check_mask,
     four_dimensional,
+    is_empty,
     options_of,
     unbatched,
     validate,
@@ -76,8 +77,7 @@ def call_of(request: Request, key: Key | None = None) -> Call:
         found = known.get(key)
         if found is not None:
             return found
-    a = request.arguments
-    kind = EmptyCall if 0 in a.q.shape or 0 in a.k.shape else DataCall if request.attended.data else Call
+    kind = EmptyCall if is_empty(request.arguments) else DataCall if request.attended.data else Call
     call = kind(request)
     bshd = request.arguments.bshd and as_given
     known.put(key, Unbatched(call, request.dims, bshd) if bshd or request.dims != 4 else call, call.bytes)

@@ -28,7 +28,7 @@ from gossamer.plan.plan import Plan, plan_of, refusals
 from gossamer.plan.problem import SCORE_TERMS, Problem, Unsupported
 from gossamer.torch.given_layouts import check_layout, layout_from
 from gossamer.torch.mask_layouts import dense_of, layout_of, packed_mask_of
-from gossamer.torch.validate import OTHER_LAYOUT, Arguments, check_mask, validate
+from gossamer.torch.validate import OTHER_LAYOUT, Arguments, check_mask, is_empty, validate
 
 logger = logging.getLogger("gossamer")
 
@@ -53,7 +53,8 @@ def plan_for(a: Arguments, geometry: tuple[int, ...], keys: int | None = None) -
     """
     validate(a)
     problem = problem_of(a, geometry)
-    problem = problem.with_elements() if problem.empty else problem
+    if is_empty(a):
+        problem = problem.with_elements()
     return plan_of(problem, a.implementation) if keys is None else growing(problem, a.implementation, keys)
 
 

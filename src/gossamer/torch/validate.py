@@ -283,11 +283,16 @@ def validate(a: Arguments) -> None:
             raise ValueError(f"{name} must {accepted}; got {describe(given)}{_other_layout(a)}")
 
 
+def is_empty(a: Arguments) -> bool:
+    """Whether there is no pair: B, H, Q or K is 0."""
+    return 0 in a.q.shape or 0 in a.k.shape
+
+
 def check_elements(a: Arguments) -> None:
     """Raise ValueError for tensors without elements, for functions that do not answer for them as `attention` does."""
-    for name, x in (("q", a.q), ("k", a.k)):
-        if 0 in x.shape:
-            raise ValueError(f"{name} must have no empty dimension; got {describe(x)}")
+    if is_empty(a):
+        name, x = ("q", a.q) if 0 in a.q.shape else ("k", a.k)
+        raise ValueError(f"{name} must have no empty dimension; got {describe(x)}")
 
 
 def _other_layout(a: Arguments) -> str:
