@@ -303,7 +303,7 @@ CONSTRUCTORS: dict[str, tuple[Any, str]] = {
     "ids of floats": (lambda: gs.DocumentIds(torch.zeros(3)), "ids must be a tensor .* of integers: int8.*float32"),
     "ids of heads": (lambda: gs.DocumentIds(torch.zeros(1, 1, 3).int()), r"ids must be a tensor \(K,\) or \(B, K\)"),
     "edges": (lambda: gs.DocumentIds.from_cu_seqlens(torch.zeros(1, 3).int(), 3), "cu_seqlens must be a tensor of one"),
-    "length": (lambda: gs.DocumentIds.from_cu_seqlens(ints(0, 3), -1), "length must be a number of positions of at"),
+    "length": (lambda: gs.DocumentIds.from_cu_seqlens(ints(0, 3), -1), "length must be a number of positions, at l"),
     "length of bool": (lambda: gs.DocumentIds.from_cu_seqlens(ints(0, 3), True), "length must be a number of pos"),
     "indices": (lambda: gs.BlockIndices(torch.zeros(1, 1, 1, 1)), r"indices must be a tensor \(B, H, rows, n\) of"),
     "indices rank": (lambda: gs.BlockIndices(torch.zeros(1, 1, 1, 1, 1).int()), "indices must be .* of 4 dimensions"),

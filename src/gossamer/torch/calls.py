@@ -277,7 +277,8 @@ class EmptyCall(Call):
             if not self.options.made:
                 check_layout(layout_from(list(data), self.attended.geometry).rows, q, k)
         elif data:
-            check_mask(data[0], q, k)
+            (mask,) = data
+            check_mask(mask, q, k)
         sinks, shape = vectors.sink_logits, q.shape[:3]
         lse = q.new_full(shape, -math.inf, dtype=compute_dtype(q.dtype))
         return self._zeros(q, v.shape[3]), lse if sinks is None else lse.copy_(sinks[:, None])
@@ -286,7 +287,8 @@ class EmptyCall(Call):
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         *more: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        sinks = vectors_and_data(more)[0].sink_logits
+        vectors, _ = vectors_and_data(more)
+        sinks = vectors.sink_logits
         dsink = () if sinks is None else (sinks.new_zeros(sinks.shape) if dlse is None else dlse.sum((0, 2)),)
         return *(self._zeros(x, x.shape[3]) for x in (q, k, v)), *dsink
 
