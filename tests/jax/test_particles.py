@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from scipy.spatial import cKDTree
 
+import gossamer.jax as gsj
 from gossamer import particles as gp
 from gossamer.particles import blocked_jax, terms
 from tests.particles import oracle
@@ -219,7 +220,11 @@ def test_momentum_is_conserved() -> None:
         (ValueError, r"\(N, d\) of real numbers", lambda x: gp.Cells.build(jnp.zeros((5, 3), int), 0.1)),
         (ValueError, "at most half the box, 0.5; got 0.6", lambda x: gp.Cells.build(x, 0.6, (1.0, None, 2.0))),
         (ValueError, "radius must be positive", lambda x: gp.Cells.build(x, 0.0)),
-        (TypeError, "radius must be a number", lambda x: gp.Cells.build(x, jnp.float32(0.1))),
+        (TypeError, "radius must be a number", lambda x: jax.jit(gp.Cells.build)(x, jnp.float32(0.1))),
+        (TypeError, "radius must be a number", lambda x: jax.grad(lambda r: gp.Cells.build(x, r).x.sum())(0.1)),
+        (TypeError, "box must be a number", lambda x: jax.jit(gp.Cells.build, static_argnums=1)(x, 0.1, jnp.ones(3))),
+        (TypeError, "box must be a number", lambda x: jax.jit(gp.Cells.build, static_argnums=1)(x, 0.1, 1.0)),
+        (TypeError, "no branches", lambda x: gp.RadialKernel(lambda s, xp: s if s < 1 else 1 / s)),
         (ValueError, "box must be a positive number, 3", lambda x: gp.Cells.build(x, 0.1, (1.0, 1.0))),
         (ValueError, "box must be positive", lambda x: gp.Cells.build(x, 0.1, -1.0)),
         (ValueError, r"values must be \(9,\)", lambda x: gp.radial_sum(cells(x), jnp.ones(8), gp.Gaussian(1.0))),
@@ -235,6 +240,25 @@ def test_momentum_is_conserved() -> None:
 def test_what_is_refused(error: type[Exception], said: str, build: Any) -> None:
     with pytest.raises(error, match=said):
         build(jnp.zeros((9, 3)))
+
+
+def test_numbers_that_are_arrays() -> None:
+    """Concrete ones without dimensions, as widths and boxes: the same as numbers of Python."""
+    x = jax.random.uniform(jax.random.key(0), (50, 2))
+    half, one, small = (jnp.float32(n) for n in (0.5, 1.0, 0.125))
+    found = gp.Cells.build(x, half, one)
+    assert (found.radius, found.box) == (0.5, (1.0, 1.0))
+    assert gp.Cells.build(x, 0.1, jnp.ones(2)).box == (1.0, 1.0)
+    assert gp.Gaussian(small) == gp.Gaussian(0.125)
+    assert gp.ShortRangeGravity(small, jnp.zeros(())) == gp.ShortRangeGravity(0.125, 0.0)
+    lists = gp.Neighbors.allocate(x, half, [one, None])
+    given = {"kernel": "dot+gaussian", "bandwidth": 0.125, "scale": 0.5}
+    wanted = gp.neighbor_attention(x, x, x, lists, **given)
+    again = gp.neighbor_attention(x, x, x, lists, **given | {"bandwidth": small, "scale": half})
+    np.testing.assert_array_equal(again, wanted)
+    near = gsj.create_sparsity_mask(x, half, one)
+    assert near == gsj.create_sparsity_mask(x, 0.5, 1.0)
+    assert gsj.create_sparsity_mask(x, half, one, capacity=50).cells.radius == 0.5
 
 
 def cells(x: jax.Array) -> gp.Cells:

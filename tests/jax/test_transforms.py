@@ -216,6 +216,19 @@ def test_a_row_of_no_tile_and_nothing_at_all_in_shard_map() -> None:
         same(jax.grad(loss(mapped))(q), jax.grad(loss(f))(q))
 
 
+def test_at_compile_time() -> None:
+    """`jax.ensure_compile_time_eval` computes constants at once, in the program that JAX partitions too."""
+    x = tensors()
+
+    def constant() -> Any:
+        with jax.ensure_compile_time_eval():
+            return ours(*x), jax.grad(loss(ours), (0, 1, 2))(*x)
+
+    want = theirs(*x), jax.grad(loss(theirs), (0, 1, 2))(*x)
+    same(constant(), want)
+    same(jax.jit(lambda y: jax.tree.map(lambda one: one * y, constant()))(1.0), want)
+
+
 def test_explicit_axes_are_refused() -> None:
     mesh = mesh_of(AxisType.Explicit)
     with jax.set_mesh(mesh):

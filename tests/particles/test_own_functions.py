@@ -42,11 +42,17 @@ def of_all(s: Any, xp: Any, a: float, b: float) -> Any:
     return waves + xp.log(2 + s) * xp.abs(s - 0.31) - xp.minimum(s, 0.2) + xp.maximum(0.3, s) ** -2 - FACTOR
 
 
+def shell(s: Any, xp: Any, a: float) -> Any:
+    bump = 1 + a * (s - 0.01) * (0.03 - s)
+    return xp.where((s > 0.01) & (s <= 0.03) | (s == 0), bump, xp.where(FACTOR > 2, 1.0, s))
+
+
 OWN: list[tuple[Callable[..., Any], tuple[float, ...]]] = [
     (spline, (0.11,)),
     (gaussian, (0.08,)),
     (plummer, (0.05,)),
     (of_all, (0.7, 0.2)),
+    (shell, (900.0,)),
 ]
 
 
@@ -56,7 +62,7 @@ def test_values_and_slopes(function: Callable[..., Any], numbers: tuple[float, .
     s, e = np.random.default_rng().uniform(1e-3, 1, 1000), 1e-7
     kernel = gp.RadialKernel(function, *numbers)
     found = kernel.both(s, np)
-    bent = (np.abs(s - 0.31) < 1e-5) | (np.abs(s - 0.2) < 1e-5) | (np.abs(s - 0.3) < 1e-5)  # where there is none
+    bent = (np.abs(s[:, None] - [0.31, 0.2, 0.3, 0.01, 0.03]) < 1e-5).any(1)  # where there is none
     wanted = (kernel.of(s + e, np) - kernel.of(s - e, np)) / (2 * e)
     assert (np.abs(found.slope - wanted) <= 1e-5 * (1 + np.abs(wanted)) + 1e9 * bent).all()
     assert (found.value == kernel.of(s, np)).all()
@@ -134,14 +140,25 @@ def branches(s: Any, xp: Any) -> Any:
 @pytest.mark.parametrize(
     ("error", "said", "function", "numbers"),
     [
-        (TypeError, "no branches: xp.where", branches, ()),
+        (TypeError, "no branches.*xp.where", branches, ()),
         (AttributeError, "may call exp, log, .*; got xp.erf", lambda s, xp: xp.erf(s), ()),
         (TypeError, "whole numbers of at most 64", lambda s, xp: s**0.5, ()),
         (TypeError, "computes with r\\^2 and numbers; got list", lambda s, xp: s * [1.0], ()),
         (TypeError, "got OWN, which is of the type list: give numbers", lambda s, xp: s * len(OWN), ()),
         (TypeError, "function must be a function", 3.0, ()),
         (TypeError, "missing 1 required positional", lambda s, xp, h: s * h, ()),
-        (TypeError, "known before anything is compiled", lambda s, xp, h: s * h, (torch.ones(()),)),
+        (TypeError, "known before anything is compiled", lambda s, xp, h: s * h, (torch.ones((), requires_grad=True),)),
+        (TypeError, "known before anything is compiled", lambda s, xp, h: s * h, (torch.ones(1),)),
+        (TypeError, "no branches", lambda s, xp, h: s if s < h else h, (1.0,)),
+        (TypeError, "no branches", lambda s, xp, h: s if h < 2 else 2 * s, (1.0,)),
+        (TypeError, "no branches", lambda s, xp: s if s else 1.0, ()),
+        (TypeError, "no branches", lambda s, xp: s if s == 0 else 1.0, ()),
+        (TypeError, "no branches", lambda s, xp: xp.where(s < 1 and s > 0.5, s, 1), ()),
+        (TypeError, "no branches", lambda s, xp: max(s, 1.0), ()),
+        (TypeError, "by no other functions", lambda s, xp: math.exp(s), ()),
+        (TypeError, "by no other functions", lambda s, xp: abs(s), ()),
+        (TypeError, "takes a comparison first; got Number", lambda s, xp: xp.where(s, s, 1), ()),
+        (TypeError, "joined with conditions; got int", lambda s, xp: xp.where((s < 1) & 1, s, 1), ()),
         (ValueError, "at most 10 numbers; got 11", lambda s, xp, *n: s, range(11)),
     ],
 )
@@ -158,7 +175,7 @@ from gossamer.particles.calls import call_of
 from tests.particles.test_own_functions import OWN
 if sys.argv[1] == "again":
     compiled.Sums.build = None  # what is on disk is read
-of = ("sum", "sum_slopes"), ("sum_slopes",), ("force", "force_slopes"), ("sum",)
+of = ("sum", "sum_slopes"), ("sum_slopes",), ("force", "force_slopes"), ("sum",), ("sum_slopes",)
 for (function, numbers), terms in zip(OWN, of, strict=True):
     for term in terms:
         call = call_of(term, gp.RadialKernel(function, *numbers), 0.2, (1.0, None, None))
@@ -173,7 +190,23 @@ def test_kernels_are_compiled_once(tmp_path: Path) -> None:
     environment = {**os.environ, "CUTE_DSL_ARCH": "sm_90a", "GOSSAMER_CACHE_DIR": str(tmp_path)}
     for time in ("first", "again"):
         subprocess.run([sys.executable, "-c", COMPILE, time], check=True, env=environment)
-    assert len(list((tmp_path / "radial").glob("radial-*.o"))) == 6
+    assert len(list((tmp_path / "radial").glob("radial-*.o"))) == 7
+
+
+def test_conditions() -> None:
+    """Joined, and of equality, which is of numbers and not of objects; a number that is known chooses as well."""
+
+    def several(s: Any, xp: Any, a: float) -> Any:
+        within = (s > 0.2) & (s <= 0.8) | (s == 0.1)
+        return xp.where(within, s * a, xp.where(s != 0.9, 0.0, 7.0)) + xp.where(FACTOR > 2, s, 100.0)
+
+    s = np.array([0.1, 0.15, 0.2, 0.5, 0.8, 0.85, 0.9])
+    found = gp.RadialKernel(several, 3.0).both(s, np)
+    inside = np.array([True, False, False, True, True, False, False])
+    np.testing.assert_allclose(found.value, np.where(inside, 3 * s, np.where(s == 0.9, 7.0, 0.0)) + s)
+    np.testing.assert_allclose(found.slope, np.where(inside, 4.0, 1.0))
+    again = gp.RadialKernel(several, 3.0).both(torch.as_tensor(s), torch)
+    np.testing.assert_allclose(again.value, found.value)
 
 
 def test_the_gaussian_written_by_hand() -> None:

@@ -9,7 +9,9 @@ import pytest
 import torch
 from scipy.spatial import cKDTree
 from scipy.special import erfc
+from torch.autograd import forward_ad
 
+import gossamer as gs
 from gossamer import particles as gp
 from gossamer.kernels.radial.gravity import coefficients_of, long_root
 from gossamer.particles import fused_torch, in_torch, terms
@@ -109,6 +111,100 @@ def test_what_is_refused_and_what_is_empty() -> None:
     dx, dvalues = torch.autograd.grad(out.sum(), (x, values))
     assert out.shape == dvalues.shape == (9, 0) and not dx.any()
     assert gp.radial_sum(gp.Cells.build(x.half(), 0.1), 1.0, gp.Gaussian(0.1)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("capacity", [None, 0, 8])
+def test_no_particles(capacity: int | None, device: str) -> None:
+    """Nothing, of the right shapes and types, which all gradients reach."""
+    x, v = (torch.zeros(0, n, device=device, requires_grad=True) for n in (2, 3))
+    neighbors = gp.Neighbors.allocate(x, 0.2, (1.0, None), capacity).update(x)
+    assert not neighbors.overflow and neighbors.indices.shape == (0, 8 if capacity is None else capacity)
+    heads, cells = v[:, None], neighbors.cells
+    found = [
+        gp.radial_sum(cells, v, gp.Gaussian(0.1)), gp.radial_sum(cells, v[:, 0], gp.Gaussian(0.1)),
+        gp.radial_force(cells, v[:, 0], gp.ShortRangeGravity(0.03)),
+        gp.neighbor_attention(None, None, v, neighbors, kernel="gaussian", bandwidth=0.1),
+        *gp.neighbor_attention(heads, heads, heads, neighbors, return_residual=True),
+        gp.neighbor_attention(v, v, v, neighbors, kernel="dot+gaussian", bandwidth=0.1),
+    ]  # fmt: skip
+    assert [one.shape for one in found] == [(0, 3), (0,), (0, 2), (0, 3), (0, 1, 3), (0, 1), (0, 3)]
+    for one in found:
+        assert [g.shape for g in torch.autograd.grad(one.sum(), (x, v), retain_graph=True)] == [(0, 2), (0, 3)]
+    low = [one.bfloat16() for one in (v, v, v)]
+    out, lse = gp.neighbor_attention(*low, neighbors, return_residual=True)
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_lists_without_room(device: str) -> None:
+    """Each particle is its own neighbour: every list is cut, and no number is made of it."""
+    x, v = torch.rand(9, 2, device=device, requires_grad=True), torch.rand(9, 3, device=device, requires_grad=True)
+    neighbors = gp.Neighbors.allocate(x, 0.2, capacity=0)
+    assert neighbors.overflow and neighbors.capacity == 0 and neighbors.indices.shape == (9, 0)
+    assert (neighbors.counts == gp.Neighbors.allocate(x, 0.2).counts).all()
+    for kernel, width in (("dot", None), ("dot+gaussian", 0.1)):
+        out = gp.neighbor_attention(v, v, v, neighbors, kernel=kernel, bandwidth=width)
+        (gradient,) = torch.autograd.grad(out.sum(), v)
+        assert out.isnan().all() and gradient.isnan().all()
+
+
+def test_numbers_that_are_arrays() -> None:
+    """Of any library, without dimensions, as widths and boxes: the same as numbers of Python."""
+    x = torch.rand(50, 2)
+    for made in (torch.tensor, np.array, np.float64, lambda n: torch.tensor(n, dtype=torch.float64)):
+        half, one, small = made(0.5), made(1.0), made(0.125)
+        cells = gp.Cells.build(x, half, one)
+        assert (cells.radius, cells.box) == (0.5, (1.0, 1.0))
+        assert gp.Cells.build(x, 0.1, [one, None]).box == (1.0, None)
+        assert gp.Gaussian(small) == gp.Gaussian(0.125)
+        assert gp.ShortRangeGravity(small, made(0.0)) == gp.ShortRangeGravity(0.125, 0.0)
+        assert gp.RadialKernel(constant, small) == gp.RadialKernel(constant, 0.125)
+        lists = gp.Neighbors.allocate(x, half, one)
+        wanted = gp.neighbor_attention(x, x, x, lists, kernel="dot+gaussian", bandwidth=0.125, scale=0.5)
+        found = gp.neighbor_attention(x, x, x, lists, kernel="dot+gaussian", bandwidth=small, scale=half)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    assert gp.Cells.build(x, 0.1, torch.tensor([1.0, 2.0])).box == (1.0, 2.0)
+    assert gp.Cells.build(x, torch.tensor(1), 3).radius == 1.0
+    for wrong in (torch.tensor(0.1, requires_grad=True), torch.tensor(True), torch.tensor([0.1]), np.array(1j), "1"):
+        with pytest.raises(TypeError, match=r"h must be a number that is known .* and has no gradient"):
+            gp.Gaussian(wrong)
+    with pytest.raises(ValueError, match="box must be a positive number, 2 of them"):
+        gp.Cells.build(x, 0.1, torch.ones(3))
+    with pytest.raises(ValueError, match="h must be positive and finite; got inf"):
+        gp.Gaussian(10**400)
+
+
+def constant(s: Any, xp: Any, a: float) -> Any:
+    return a + 0 * s
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.func itself
+def test_transforms_are_refused() -> None:
+    """By an error that says what there is not; forward mode too."""
+    x, v = torch.rand(9, 2), torch.rand(9, 3)
+    lists = gp.Neighbors.allocate(x, 0.2)
+
+    def summed(x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return gp.radial_sum(gp.Cells.build(x, 0.2), v, gp.Gaussian(0.1)).sum()
+
+    def forced(x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return gp.radial_force(lists.cells, v[:, 0], gp.ShortRangeGravity(0.03)).sum()
+
+    def attended(x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return gp.neighbor_attention(None, None, v, lists, kernel="gaussian", bandwidth=0.1).sum()
+
+    for f, at in ((summed, 0), (summed, 1), (forced, 1), (attended, 1)):
+        axes = tuple(0 if n == at else None for n in range(2))
+        given = tuple(one[None] if n == at else one for n, one in enumerate((x, v)))
+        for call in (
+            lambda f=f, at=at: torch.func.grad(f, at)(x, v),
+            lambda f=f, axes=axes, given=given: torch.func.vmap(f, axes)(*given),
+        ):
+            with pytest.raises(gs.Unsupported, match=r"no rule inside torch\.func .* backward\(\) and autograd"):
+                call()
+        with forward_ad.dual_level(), pytest.raises(gs.Unsupported, match="no forward-mode derivative"):
+            f(*(forward_ad.make_dual(one, one) if n == at else one for n, one in enumerate((x, v))))
 
 
 @pytest.mark.parametrize("softening", [0.0, 0.02, 1.0])

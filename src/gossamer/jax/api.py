@@ -10,7 +10,7 @@ import jax
 from jax import Array
 
 from gossamer.jax import blocked
-from gossamer.jax.arguments import Arguments, Lengths, arguments_of, as_given, describe, problem_of
+from gossamer.jax.arguments import Arguments, Lengths, arguments_of, as_given, describe, is_empty, problem_of
 from gossamer.jax.kernels import recipes
 from gossamer.jax.kernels.recipes import Recipe
 from gossamer.jax.operators import FORWARD_MODE, MOST_OPERATORS, Operator, operator
@@ -62,7 +62,7 @@ def attention(
     """softmax(scale * q k^T) v over the pairs that `pattern` keeps; exact, differentiable, never an N x N array.
 
     Arrays lie as `jax.nn.dot_product_attention` has them. A row that keeps nothing gives 0, an lse of -inf and zero
-    gradients.
+    gradients; there may be no keys at all, no queries or no batch elements.
 
     Args:
         query: (B, T, N, H), (T, N, H) or (N, D): batch, positions, heads, size; float16, bfloat16, float32 or float64.
@@ -131,7 +131,8 @@ def config_of(a: Arguments, plan: Plan, q_offset: int | None) -> Config:
 
 def asked_of(a: Arguments, q_offset: int | None) -> Asked:
     """A call without its arrays; `q_offset` as it was given."""
-    return Asked(problem_of(a, jax.default_backend()), a.scale, q_offset, a.implementation != "blocked")
+    kernels = a.implementation != "blocked" and not is_empty(a.q, a.k)
+    return Asked(problem_of(a, jax.default_backend()), a.scale, q_offset, kernels)
 
 
 def _check_and_log(pattern: Any, asked: Asked, implementation: str | None) -> None:

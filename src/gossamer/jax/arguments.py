@@ -230,7 +230,7 @@ def _checks(q: Array, k: Array, v: Array, vectors: Vectors) -> Iterator[Check]:
         yield x.dtype == q.dtype, name, x, f"be an array of query's dtype, {q.dtype}"
         yield x.shape[0] == B, name, x, f"have B={B} batch elements, as query has"
     for name, x in (("query", q), ("key", k), ("value", v)):
-        yield min(x.shape) > 0, name, x, "have no empty dimension"
+        yield min(x.shape[2:]) > 0, name, x, "have heads, and a head size of at least 1"
     _, K, G, _ = k.shape
     yield k.shape[3] == D, "key", k, f"have the head size of query, D={D}"
     yield v.shape[1:3] == (K, G), "value", v, f"have the positions and heads of key, (K, G) = {(K, G)}"
@@ -276,6 +276,11 @@ def _factors(scale: Any, softcap: Any, D: int, limits: Any) -> Iterator[Check]:
     yield softcap is None or 1 / capped <= softcap <= capped, "softcap", softcap, of_cap
     if softcap is not None:
         yield abs(scale) / softcap <= most, "scale / softcap", scale / softcap, f"be up to {most:.1e}"
+
+
+def is_empty(q: Any, k: Any) -> bool:
+    """Whether there are no batch elements, no queries or no keys: (B, positions, heads, size)."""
+    return 0 in (*q.shape[:2], k.shape[1])
 
 
 def problem_of(a: Arguments, platform: str, backward: bool = True) -> Problem:

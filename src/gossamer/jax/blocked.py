@@ -93,7 +93,7 @@ def forward(
         out = jnp.where(some[..., None], out / total[..., None], 0.0)
         return out, jnp.where(some, jnp.where(some, m, 0.0) + jnp.log(total), -jnp.inf)[..., None]
 
-    if not lists.groups:
+    if not (lists.groups and c.split.copies):  # no tiles, or no batch elements
         shape = (*q.shape[:3], v.shape[3])
         out, lse = jnp.zeros(shape, c.dtype), jnp.full(q.shape[:3], -jnp.inf, c.dtype)
     else:
@@ -149,7 +149,7 @@ def backward(
         dk, dv = c.loop(items, tiles, pieces, partial, lambda piece, done: _added(done, partial(piece)))
         return dk * c.dtype.type(config.scale), dv
 
-    if not rows.groups:
+    if not (rows.groups and c.split.copies):
         return Gradients(jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v))
     (dq,) = over_rows(config.rows, rows, c.split, by_rows, (0.0,))
     dk, dv = over_rows(config.columns, columns, c.split, by_columns, (0.0, 0.0))

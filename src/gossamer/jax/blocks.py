@@ -9,7 +9,7 @@ from jax import Array
 
 from gossamer.jax import device_arrays
 from gossamer.jax.arguments import describe, shape_of
-from gossamer.jax.plan import Label, Plan
+from gossamer.jax.plan import Label, Plan, without_tiles
 from gossamer.jax.tiles import FULL, INTERVAL, Extent, TileLists, Walked
 from gossamer.layouts.device.block_lists import block_list_layout
 from gossamer.layouts.walk import TileList, Walk
@@ -75,9 +75,12 @@ def prepare_blocks(
     if offset is None or abs(offset) > most_offset(Q, K):
         raise ValueError(f"q_offset must {within_positions(Q, K)}; got {describe(q_offset)}")
     lo, hi = _bounds(pattern, offset, Q, K)
+    name = f"blocks of {block_size}{'' if pattern is None else f' & {show(pattern)}'}"
+    Bl, heads, *_ = four.shape
+    if not (Q and K and Bl):
+        return without_tiles(name, Q, K, (max(Bl, 1), heads), offset)
     layout = block_list_layout(four, counts, lo, hi, Q, K, block=block_size, xp=device_arrays)
     by_rows, by_columns = _walked(layout.rows, max(n, 1)), _walked(layout.columns, rows)
-    name = f"blocks of {block_size}{'' if pattern is None else f' & {show(pattern)}'}"
     return Plan(by_rows.lists, by_columns.lists, by_rows.extent, by_columns.extent, offset, Label(name))
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax._src import config
 
 OLDEST = (0, 10, 2)  # the oldest release that the tests run with
 if jax.__version_info__ < OLDEST:
@@ -16,6 +18,12 @@ if jax.__version_info__ < OLDEST:
 def is_staged() -> bool:
     """Whether what is computed here is written into a program (`jit`, `scan`, `export`), not computed at once."""
     return isinstance(jnp.zeros(()), jax.core.Tracer)
+
+
+def constants_staged() -> AbstractContextManager[Any]:
+    """A context in which constants are computed within the program, in `jax.ensure_compile_time_eval` too."""
+    folding: AbstractContextManager[Any] = config.eager_constant_folding(False)
+    return folding
 
 
 def is_abstract(x: Any) -> bool:

@@ -34,7 +34,7 @@ class Explanation:
     @property
     def share(self) -> float:
         """Of all pairs, those in tiles that are visited."""
-        return self.tiles / self.all_tiles
+        return self.tiles / self.all_tiles if self.all_tiles else 0.0
 
     def __str__(self) -> str:
         p = self.problem
@@ -90,7 +90,7 @@ def explain(
         all_tiles=rows.tiles * rows.tile_columns, bits_tiles=_bits(lists) // (Bl * Hl), layout_bytes=plan.nbytes,
     )  # fmt: skip
     if recipe is None:
-        refused = () if implementation == "blocked" else why_no_kernels(pattern, asked)
+        refused = why_no_kernels(pattern, asked) if asked.kernels else ()
         return replace(found, refused=tuple(refused))
     work = recipe.work(plan.lists)
     return replace(

@@ -20,6 +20,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gossamer.jax import blocked, compat
+from gossamer.jax.arguments import is_empty
 from gossamer.jax.blocked import Gradients
 from gossamer.jax.kernels import call, targets
 from gossamer.jax.kernels.recipes import Recipe
@@ -95,7 +96,7 @@ def _directed(direction: Direction, config: Config, present: Present, recipe: Re
         """What computes arrays into which an axis is folded, and the lists among them that it reads."""
         (at,) = [at for at, x in enumerate(given) if isinstance(x, dict)]
         q, k = given[at + 1], given[at + 2]
-        made = None if recipe is None else recipe.at(q.shape[0], q.shape[2], k.shape[2])
+        made = None if recipe is None or is_empty(q, k) else recipe.at(q.shape[0], q.shape[2], k.shape[2])
         if made is None:
             return wrapped, given
         lists = {name: jnp.asarray(x) for name, x in made.lists[direction].items()}
@@ -180,7 +181,7 @@ def _local(
     recipe: Recipe | None, direction: Direction, lists: dict[str, Array], q: Array, k: Array
 ) -> _Local | None:  # fmt: skip
     """What computes arrays of these sizes; None where no kernels do."""
-    if recipe is None:
+    if recipe is None or is_empty(q, k):
         return None
     (B, _, H, _), (_, _, G, _) = q.shape, k.shape
     p = recipe.problem
@@ -220,14 +221,15 @@ def _batched(function: Callable[..., Any], of_folded: Callable[..., Any]) -> Cal
 
         def folded(x: Array, batched: bool) -> Array:
             x = jnp.moveaxis(x, 0, 1) if batched else jnp.repeat(x[:, None], axis_size, axis=1)
-            return x.reshape(-1, *x.shape[2:])
+            return x.reshape(x.shape[0] * axis_size, *x.shape[2:])
 
         given = [x if isinstance(x, LISTS) else folded(x, b) for x, b in zip(tensors, of_tensors, strict=True)]
         if vectors.key_lengths is not None:
             vectors = vectors._replace(key_lengths=folded(vectors.key_lengths, batched.key_lengths))
         run, given = of_folded(given)
-        out = run(*given, vectors)
-        out = tuple(jnp.moveaxis(x.reshape(-1, axis_size, *x.shape[1:]), 1, 0) for x in out)
+        q, q_batched = next((x, b) for x, b in zip(tensors, of_tensors, strict=True) if not isinstance(x, LISTS))
+        B = q.shape[1 if q_batched else 0]
+        out = tuple(jnp.moveaxis(x.reshape(B, axis_size, *x.shape[1:]), 1, 0) for x in run(*given, vectors))
         return out, jax.tree.map(lambda _: True, out)
 
     return wrapped
@@ -264,7 +266,12 @@ def _partitioned(function: Callable[..., Any], config: Config, present: Present)
         return _sharding_rule(present, config, [list(x.shape) for x in values], [list(x.shape) for x in results])
 
     wrapped.def_partition(partition=partition, sharding_rule=rule)
-    return wrapped
+
+    def call(*arguments: Any) -> Any:
+        with compat.constants_staged():  # a program that JAX partitions may have none that were computed before
+            return wrapped(*arguments)
+
+    return call
 
 
 def _sharding_rule(

@@ -193,6 +193,8 @@ def plan_of(pattern: Any, asked: Asked) -> Plan:
     q_offset = asked.q_offset
     if isinstance(resolved, Pattern):
         resolved.check(p.Q, p.K, p.H, p.B)
+        if not (p.Q and p.K):  # of no pairs there is no layout
+            return _without_tiles(resolved, p, q_offset)
     elif isinstance(resolved, Plan):
         resolved = _fitting(resolved, p.B, p.H, p.Q, p.K, q_offset)
     made = by_kernels(resolved, asked).made if asked.kernels else None
@@ -213,14 +215,18 @@ def plan_of(pattern: Any, asked: Asked) -> Plan:
 
 
 def _without_tiles(pattern: Pattern, p: Problem, q_offset: int | None) -> Plan:
-    """The Plan of a pattern for kernels alone: its tiles, which would be large and nearly empty, are not made."""
+    """The Plan of a pattern without its tiles: of no pairs; or for kernels alone, where they would be nearly empty."""
+    offset = p.K - p.Q if q_offset is None else q_offset
+    return without_tiles(show(pattern), p.Q, p.K, pattern.lead, offset if pattern.reads_positions else None)
+
+
+def without_tiles(name: str, Q: int, K: int, lead: tuple[int, int], q_offset: int | None) -> Plan:
+    """A Plan that has none."""
     none = np.zeros(0, np.int32)
     bounds, pool = np.zeros((0, 0), np.int32), np.zeros((0, TILE, TILE // 32), np.uint32)
     nothing = TileLists(none, none, none, none, bounds, bounds, pool, (), none)
-    rows, columns = (Extent(*sizes, TILE, TILE, pattern.lead, ()) for sizes in ((p.Q, p.K), (p.K, p.Q)))
-    offset = p.K - p.Q if q_offset is None else q_offset
-    known = offset if pattern.reads_positions else None
-    return Plan(nothing, nothing, rows, columns, known, Label(show(pattern)))
+    rows, columns = (Extent(*sizes, TILE, TILE, lead, ()) for sizes in ((Q, K), (K, Q)))
+    return Plan(nothing, nothing, rows, columns, q_offset, Label(name))
 
 
 def tiles_of(resolved: Pattern | BlockLayout | Plan, B: int, H: int, Q: int, K: int, q_offset: int | None) -> Plan:
@@ -300,11 +306,16 @@ def _instead(given: Any) -> str:
         return "; causal attention is Causal(), a window SlidingWindow.of_size(W)"
     if type(given).__module__.startswith("jax.experimental.pallas"):
         return "; from_splash(mask) takes a mask of splash attention"
+    if type(given).__module__.startswith("gossamer.torch."):
+        return (
+            "; structure of tensors is for torch: from JAX Document(ids) takes ids that are known, and prepare_blocks "
+            "lists of blocks that are arrays"
+        )
     return "; Predicate(fn) takes a function fn(i, j)" if callable(given) else ""
 
 
-def _of_mask(mask: Any, B: int, H: int, Q: int, K: int) -> BlockLayout:
-    """The layout of a boolean array that broadcasts to (B, H, Q, K)."""
+def _of_mask(mask: Any, B: int, H: int, Q: int, K: int) -> BlockLayout | Pattern:
+    """The layout of a boolean array that broadcasts to (B, H, Q, K); of one without pairs any pattern."""
     wanted = f"pattern, an array, must be boolean and broadcast to (B, H, Q, K) = {(B, H, Q, K)}"
     if compat.is_abstract(mask):
         raise ValueError(
@@ -319,10 +330,12 @@ def _of_mask(mask: Any, B: int, H: int, Q: int, K: int) -> BlockLayout:
         raise ValueError(f"{wanted}; got {describe(mask)}")
     mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     (Bl, Hl), edge = mask.shape[:2], TILE
+    if not (Q and K):
+        return Dense()
     return from_dense(np.broadcast_to(mask, (Bl, Hl, Q, K)), block_q=edge, block_kv=edge)
 
 
-def _of_bcsr(matrix: Any) -> CSR:
+def _of_bcsr(matrix: Any) -> Pattern:
     """The pattern of the stored entries of a sparse matrix of JAX."""
     if matrix.n_batch or matrix.n_dense or len(matrix.shape) != 2:
         raise ValueError(f"pattern, a BCSR matrix, must have two dimensions; got shape {matrix.shape}")
@@ -330,6 +343,8 @@ def _of_bcsr(matrix: Any) -> CSR:
         raise ValueError(
             "pattern, a BCSR matrix, must be known here: make a Plan of it by gossamer.jax.prepare outside"
         )
+    if 0 in matrix.shape:
+        return Dense()
     indptr = np.asarray(matrix.indptr)
     indices = np.asarray(matrix.indices)[: indptr.max()]
     (Q, K), rows = matrix.shape, np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))

@@ -22,7 +22,7 @@ from jax import Array
 from gossamer.jax import compat
 from gossamer.jax.api import attention
 from gossamer.jax.arguments import describe
-from gossamer.numbers import whole
+from gossamer.numbers import real, sized, whole
 from gossamer.patterns import CSR
 from gossamer.patterns.csr import MOST_PAIRS
 from gossamer.patterns.grid import ranges
@@ -84,19 +84,18 @@ def create_sparsity_mask(
     if capacity is not None or compat.is_abstract(x):
         return _lists(x, threshold, box, capacity)
     points = np.asarray(x)
-    if (
-        points.ndim != 2
-        or min(points.shape) == 0
-        or (points.dtype.kind not in "fiu" and points.dtype.name != "bfloat16")
-    ):
+    if points.ndim != 2 or not points.shape[1] or (points.dtype.kind not in "fiu" and points.dtype.name != "bfloat16"):
         raise ValueError(f"x must be an array (N, d) of real numbers; got {describe(x)}")
     points = points.astype(np.float64)
     if not np.isfinite(points).all():
         raise ValueError("x must hold finite numbers")
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float, np.number)) or not 0 <= threshold < np.inf:
+    limit = real(threshold)
+    if limit is None or not 0 <= limit < np.inf:
         raise ValueError(f"threshold must be a finite number of at least 0; got {describe(threshold)}")
     N, d = points.shape
-    sizes, limit = _box(box, d), float(threshold)
+    sizes = _box(box, d)
+    if not N:
+        return CSR(np.zeros(1, np.int64), np.zeros(0, np.int64), 0)
     blocks = _by_cells(points, limit, sizes) if _has_cells(points, limit, sizes) else _by_blocks(points, limit, sizes)
     found, total = [], 0
     for near in blocks:
@@ -136,8 +135,9 @@ def sparse_attention(q: Array, k: Array, v: Array, mask: Any, **options: Any) ->
     residual, scale = options.get("return_residual", False), options.get("scale")
     if not isinstance(residual, bool):
         raise ValueError(f"return_residual must be True or False; got {describe(residual)}")
-    if isinstance(scale, (int, float, np.number)) and scale <= 0:  # lists take positive ones: the rest goes to q
-        q, options = q * np.sign(scale).astype(q.dtype), options | {"scale": abs(scale) or 1.0}
+    factor = real(scale)
+    if factor is not None and factor <= 0:  # lists take positive ones: the rest goes to q
+        q, options = q * np.sign(factor).astype(q.dtype), options | {"scale": abs(factor) or 1.0}
 
     def attend(q: Array, k: Array, v: Array) -> Any:
         if q.ndim == 3 == k.ndim == v.ndim and 0 < k.shape[1] < q.shape[1] and q.shape[1] % k.shape[1] == 0:
@@ -159,27 +159,31 @@ def _lists(x: Any, threshold: Any, box: Any, capacity: int | None) -> Any:
         raise ValueError(
             f"x must be positions (N, d), d from 1 to {CELL_AXES}, where lists are made; got {describe(x)}"
         )
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float, np.number)) or not 0 < threshold < np.inf:
+    limit = real(threshold)
+    if limit is None or not 0 < limit < np.inf:
         raise ValueError(f"threshold must be a finite number over 0 where lists are made; got {describe(threshold)}")
     sizes = _box(box, x.shape[1])
-    if threshold > sizes.min() / 2:
-        raise ValueError(f"threshold must be at most half the box, {sizes.min() / 2}; got {threshold}")
+    if limit > sizes.min() / 2:
+        raise ValueError(f"threshold must be at most half the box, {sizes.min() / 2}; got {limit}")
     room = whole(capacity)
     if room is not None:  # no point has more neighbours than there are points
-        capacity = min(room, max(len(x), 1))
-    return importlib.import_module(PARTICLES).Neighbors.allocate(x, float(threshold), box, capacity)
+        capacity = min(room, len(x))
+    return importlib.import_module(PARTICLES).Neighbors.allocate(x, limit, box, capacity)
 
 
 def _box(box: Any, d: int) -> np.ndarray:
     """The size of the box along each axis, infinite where it is not periodic."""
-    sizes = [box] * d if box is None or isinstance(box, (int, float, np.number)) else list(box)
-    wanted = f"box must be a positive number, {d} of them or None, None for an axis that is not periodic"
-    if len(sizes) != d:
-        raise ValueError(f"{wanted}; got {describe(box)}")
-    for size in sizes:
-        if size is not None and (isinstance(size, bool) or not 0 < float(size) < np.inf):
-            raise ValueError(f"{wanted}; got {describe(box)}")
-    return np.asarray([np.inf if size is None else float(size) for size in sizes])
+    given = list(box) if sized(box) else [box] * d
+    sizes = [np.inf if size is None else real(size) for size in given]
+    right = len(sizes) == d and all(
+        size is not None and (one is None or 0 < size < np.inf) for one, size in zip(given, sizes, strict=True)
+    )
+    if not right:
+        raise ValueError(
+            f"box must be a positive number, {d} of them or None, None for an axis that is not periodic; "
+            f"got {describe(box)}"
+        )
+    return np.asarray(sizes)
 
 
 def _cells(points: np.ndarray, limit: float, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

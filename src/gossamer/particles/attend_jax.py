@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_batching import sequential_vmap
 
+from gossamer.jax.compat import as_varying_as, varying_with
 from gossamer.particles import listed_jax
 from gossamer.particles.attend import Attending, Features, Gradients, Kept, Rows, row_gradients, rows
 from gossamer.particles.groups import differentiates
@@ -43,7 +45,7 @@ def _forward(call: Attending, fused: bool, x: Array, q: Array, k: Array, v: Arra
     blocked = partial(_forward_blocked, call)
     if fused:
         kernel = sequential_vmap(partial(_forward_fused, call))
-        made = lax.platform_dependent(neighbors, q, k, v, cuda=kernel, default=blocked)
+        made = lax.platform_dependent(neighbors, q, k, v, cuda=_like(kernel), default=_like(blocked))
     else:
         made = blocked(neighbors, q, k, v)
     return made, (x, q, k, v, neighbors, made)
@@ -70,7 +72,7 @@ def _forward_fused(call: Attending, neighbors: Neighbors, q: Array, k: Array, v:
 
 
 def _forward_blocked(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array) -> Rows:
-    places = neighbors.places
+    places = neighbors.padded
     N, M = places.shape
     features = _features(neighbors, q, k, v)
 
@@ -88,12 +90,17 @@ def _backward(call: Attending, fused: bool, kept: Any, given: Rows) -> Any:
     blocked, arrays = partial(_backward_blocked, call), (*kept, given)
     if fused and differentiates(str(given.out.dtype)):
         kernels = sequential_vmap(partial(_backward_fused, call))
-        found = lax.platform_dependent(*arrays, cuda=kernels, default=blocked)
+        found = lax.platform_dependent(*arrays, cuda=_like(kernels), default=_like(blocked))
     else:
         found = blocked(*arrays)
     q, k, v, *_ = kept
     found = once(found, (x, q, k, v, given))
-    return found.x, found.q, found.k, found.v, None
+    return *(as_varying_as(dx, x) for dx, x in ((found.x, x), (found.q, q), (found.k, k), (found.v, v))), None
+
+
+def _like(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, of which all results differ over the axes of a `shard_map` over which any argument does."""
+    return lambda *given: varying_with(function(*given), given)
 
 
 def _backward_fused(call: Attending, q: Array, k: Array, v: Array, neighbors: Neighbors, made: Rows, given: Rows
@@ -106,7 +113,7 @@ def _backward_fused(call: Attending, q: Array, k: Array, v: Array, neighbors: Ne
 
 def _backward_blocked(call: Attending, q: Array, k: Array, v: Array, neighbors: Neighbors, made: Rows, given: Rows
                       ) -> Gradients:  # fmt: skip
-    places, order = neighbors.places, neighbors.cells.runs.order
+    places, order = neighbors.padded, neighbors.cells.runs.order
     N, M = places.shape
     features = _features(neighbors, q, k, v)
     made, given = (jax.tree.map(lambda one: one[order], rows) for rows in (made, given))

@@ -12,6 +12,7 @@ from gossamer.particles.attend import Attending, Features, Kept, Rows, row_gradi
 from gossamer.particles.neighbors import Neighbors
 from gossamer.particles.once_torch import once
 from gossamer.torch.api import attention
+from gossamer.torch.entmax.arguments import refuse_transforms
 from gossamer.torch.structure import Indices
 
 NUMBERS = 2**21  # of the features of a chunk
@@ -20,6 +21,7 @@ NUMBERS = 2**21  # of the features of a chunk
 def attend(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> Rows:
     x, runs = neighbors.cells.x, neighbors.cells.runs
     dtype = runs.points.dtype
+    refuse_transforms("neighbor_attention", x, q, k, v)
     if not len(x):  # inputs without elements have gradients without any
         none = x.sum().to(dtype) + sum(one.sum(-1).to(dtype) for one in (q, k, v))
         return Rows(v + none[..., None].to(v.dtype), none)
@@ -46,7 +48,7 @@ def _whole(x: Tensor, cut: Tensor) -> Tensor:
 
 def _products(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> Rows:
     """By a gathering kernel: rows of 64 places along the curve share most of their neighbours."""
-    places, cut = neighbors.places, neighbors.cut
+    places, cut = neighbors.padded, neighbors.cut
     N, M = places.shape
     lists = Indices(places[None, None], neighbors.sizes.clamp(max=M)[None, None])
     # A key that a cut list leaves out lacks that row's part of its gradient. Its own list, if whole, has the row.
@@ -119,7 +121,7 @@ class _AttendBlocked(torch.autograd.Function):
 
 def _blocked(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse, chunks of particles one after the other."""
-    places = neighbors.places.long()
+    places = neighbors.padded.long()
     N, M = places.shape
     features, made = _features(neighbors, q, k, v), []
     for at in _chunks(N, M * (q.shape[1] * (q.shape[2] + v.shape[2]) + 8), places.device):
@@ -133,7 +135,7 @@ def _blocked(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Ten
 def _blocked_gradients(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor, kept: Kept
                        ) -> list[Tensor]:  # fmt: skip
     """dq, dk, dv and dx, likewise."""
-    places = neighbors.places.long()
+    places = neighbors.padded.long()
     N, M = places.shape
     features, made = _features(neighbors, q, k, v), []
     for at in _chunks(N, 2 * M * q.shape[1] * (q.shape[2] + v.shape[2] + 4), places.device):

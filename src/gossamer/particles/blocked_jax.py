@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from gossamer.jax.compat import varying_with
 from gossamer.kernels.neighbors.configurations import ROWS, WORD
 from gossamer.particles import terms
 from gossamer.particles.cells import Runs
@@ -28,7 +29,9 @@ class Reach(NamedTuple):
     box: Sizes
 
 
-def walk(reach: Reach, runs: Runs, start: Callable[[int], Any], visit: Callable[[Any, Seen], Any]) -> Any:
+def walk(
+    reach: Reach, runs: Runs, start: Callable[[int], Any], visit: Callable[[Any, Seen], Any], *read: Array
+) -> Any:  # fmt: skip
     """What visiting all pairs makes of a start, by the places of queries along the curve: (N, ...).
 
     Queries are taken run by run; for each, the boxes of all runs are compared, and those that are near enough are
@@ -37,6 +40,7 @@ def walk(reach: Reach, runs: Runs, start: Callable[[int], Any], visit: Callable[
     Args:
         start: of c runs of queries, arrays (c, 32, ...).
         visit: such arrays with the pairs of a step.
+        read: the other arrays that `visit` reads: in `shard_map` results differ where these do.
     """
     N, T = len(runs.order), runs.low.shape[1]
     each = min(T, max(1, PAIRS // (RUN * RUN * PIECE)))
@@ -66,7 +70,8 @@ def walk(reach: Reach, runs: Runs, start: Callable[[int], Any], visit: Callable[
             s = squares(parts)
             return p + 1, visit(before, Seen(parts, s, (s <= limit) & there, item, place))
 
-        _, after = lax.while_loop(lambda state: state[0] * PIECE < count.max(), piece, (0, start(each)))
+        before = varying_with(start(each), (runs, read))
+        _, after = lax.while_loop(lambda state: state[0] * PIECE < count.max(), piece, (0, before))
         return after
 
     found = lax.map(step, items)
@@ -94,7 +99,7 @@ def pair_sums(make: Any, law: Any, reach: Reach, runs: Runs, rows: Array, column
         theirs = b[jnp.minimum(seen.place, len(b) - 1)]
         return total + term(seen.steps, seen.s, seen.keep, a[seen.item], theirs, jnp)
 
-    found = walk(reach, runs, lambda c: jnp.zeros((c, RUN, outputs), dtype), visit)
+    found = walk(reach, runs, lambda c: jnp.zeros((c, RUN, outputs), dtype), visit, rows, columns)
     return jnp.zeros_like(found).at[runs.order].set(found, unique_indices=True)
 
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from gossamer.numbers import sized
 from gossamer.particles.edges import edge_of
 from gossamer.particles.geometry import BITS, Sizes
 from gossamer.particles.laws import positive
+from gossamer.patterns.validate import show
 
 
 class Runs(NamedTuple):
@@ -86,7 +86,7 @@ class Cells:
 
 def box_sizes(box: Any, d: int) -> Sizes:
     """The size of the box along each axis, None where it is open."""
-    given = [box] * d if box is None or isinstance(box, (int, float, np.number)) else list(box)
+    given = list(box) if sized(box) else [box] * d
     if len(given) != d:
-        raise ValueError(f"box must be a positive number, {d} of them, or None; got {box!r}")
+        raise ValueError(f"box must be a positive number, {d} of them, or None; got {show(box)}")
     return tuple(None if size is None else positive("box", size) for size in given)

@@ -105,8 +105,8 @@ def named(order: Any, cut: Any, over: Any, known: Any, place: Any, xp: Any) -> A
 
 
 def addressed(N: int, capacity: int, room: int) -> bool:
-    """Whether kernels address all of the lists."""
-    return max(N * capacity, -(-N // ROWS) * room * 4) < MOST
+    """Whether kernels address all of the lists; those without room are of no use to them."""
+    return capacity > 0 and max(N * capacity, -(-N // ROWS) * room * 4) < MOST
 
 
 def attends(call: Attending, dtype: str, D: int, E: int) -> bool:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
+from gossamer.jax.compat import as_varying_as, varying_with
 from gossamer.kernels.neighbors.configurations import ROWS, STEP
 from gossamer.particles import blocked_jax, fused_jax, listed_jax, terms
 from gossamer.particles.attend_jax import attend as attend
@@ -81,15 +82,18 @@ def _known(sure: Array, like: Array) -> Array:
 
 def _at(x: Array, gradient: Array) -> Array:
     """The gradient at positions, which is NaN too where one of them is not finite."""
-    return gradient * _known(jnp.isfinite(x).all(), gradient)
+    found: Array = as_varying_as(gradient * _known(jnp.isfinite(x).all(), gradient), x)
+    return found
 
 
 def radial_sum(cells: Cells, values: Array, law: Any) -> Array:
-    return _radial_sum(law, Reach(cells.radius, cells.box), cells.x.astype(values.dtype), cells.runs, values)
+    found: Array = _sum(law, Reach(cells.radius, cells.box), cells.x.astype(values.dtype), cells.runs, values)
+    return found
 
 
 def radial_force(cells: Cells, mass: Array, law: Any, radius: float) -> Array:
-    return _radial_force(law, Reach(radius, cells.box), cells.x.astype(mass.dtype), cells.runs, mass)
+    found: Array = _force(law, Reach(radius, cells.box), cells.x.astype(mass.dtype), cells.runs, mass)
+    return found
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -99,17 +103,17 @@ def _radial_sum(law: Any, reach: Reach, x: Array, runs: Runs, values: Array) -> 
 
 def _radial_sum_forward(law: Any, reach: Reach, *given: Any) -> Any:
     x, runs, values = custom_vjp_primal_tree_values(given)
-    return _radial_sum(law, reach, x, runs, values), (x, runs, values, _asked(given))
+    return _sums("sum", law, reach, runs, values[:, :0], values), (x, runs, values, _asked(given))
 
 
 def _radial_sum_backward(law: Any, reach: Reach, kept: Any, g: Any) -> Any:
     x, runs, values, asked = kept
     g, d = _materialized(g), len(runs.points)
     if asked.x is None:
-        return None, None, once(_sums("sum", law, reach, runs, g[:, :0], g), (x, values, g))
+        return None, None, as_varying_as(once(_sums("sum", law, reach, runs, g[:, :0], g), (x, values, g)), values)
     rows, columns = jnp.concatenate([g, values], 1), jnp.concatenate([values, g], 1)
     found = once(_sums("sum_slopes", law, reach, runs, rows, columns, asked.values is not None), (x, values, g))
-    return _at(x, found[:, :d]), None, None if asked.values is None else found[:, d:]
+    return _at(x, found[:, :d]), None, None if asked.values is None else as_varying_as(found[:, d:], values)
 
 
 _radial_sum.defvjp(_radial_sum_forward, _radial_sum_backward, symbolic_zeros=True)
@@ -122,7 +126,7 @@ def _radial_force(law: Any, reach: Reach, x: Array, runs: Runs, mass: Array) -> 
 
 def _radial_force_forward(law: Any, reach: Reach, *given: Any) -> Any:
     x, runs, mass = custom_vjp_primal_tree_values(given)
-    return _radial_force(law, reach, x, runs, mass), (x, runs, mass, _asked(given))
+    return _sums("force", law, reach, runs, x[:, :0], mass[:, None]), (x, runs, mass, _asked(given))
 
 
 def _radial_force_backward(law: Any, reach: Reach, kept: Any, g: Any) -> Any:
@@ -130,10 +134,13 @@ def _radial_force_backward(law: Any, reach: Reach, kept: Any, g: Any) -> Any:
     g, d = _materialized(g), len(runs.points)
     both = jnp.concatenate([g, mass[:, None]], 1)
     found = once(_sums("force_slopes", law, reach, runs, both, both, asked.values is not None), (x, mass, g))
-    return _at(x, found[:, :d]), None, None if asked.values is None else found[:, d]
+    return _at(x, found[:, :d]), None, None if asked.values is None else as_varying_as(found[:, d], mass)
 
 
 _radial_force.defvjp(_radial_force_forward, _radial_force_backward, symbolic_zeros=True)
+
+# Compiled, since `shard_map` has no symbolic zeros where it computes at once.
+_sum, _force = (jax.jit(one, static_argnums=(0, 1)) for one in (_radial_sum, _radial_force))
 
 
 class Asked(NamedTuple):
@@ -164,7 +171,9 @@ def _sums(term: str, law: Any, reach: Reach, runs: Runs, rows: Array, columns: A
         return blocked(runs, rows, columns)
 
     def fused(runs: Runs, rows: Array, columns: Array) -> Array:
-        return fused_jax.sums(term, law, reach.radius, reach.box, runs, columns, values)
+        found = fused_jax.sums(term, law, reach.radius, reach.box, runs, columns, values)
+        made: Array = varying_with(found, (runs, rows, columns))
+        return made
 
     found: Array = lax.platform_dependent(runs, rows, columns, cuda=fused, default=blocked)
     return found
@@ -172,6 +181,8 @@ def _sums(term: str, law: Any, reach: Reach, runs: Runs, rows: Array, columns: A
 
 def most_neighbors(cells: Cells) -> Most:
     """The longest list of neighbours, and of a group of particles where kernels make such."""
+    if not cells.num_particles:
+        return Most(0, 0)
     if isinstance(cells.x, jax.core.Tracer):
         raise ValueError("capacity must be given where positions are not known, as under jit")
     if not finite(cells):
@@ -182,7 +193,7 @@ def most_neighbors(cells: Cells) -> Most:
         return Most(int(sizes.max()), int(groups.counts.max()))
     none = jnp.zeros((cells.num_particles, 0), cells.runs.points.dtype)
     counts = _sums("count", None, Reach(cells.radius, cells.box), cells.runs, none, none)
-    return Most(int(counts.max(initial=0)), 0)
+    return Most(int(counts.max()), 0)
 
 
 def lists_of(cells: Cells, capacity: int, room: int) -> tuple[Array, Array, Groups | None]:
@@ -197,13 +208,18 @@ def _lists_of(reach: Reach, runs: Runs, capacity: int, room: int) -> tuple[Array
         return *blocked_jax.lists_of(reach, runs, capacity), None
 
     def fused(runs: Runs) -> Any:
-        return listed_jax.lists_of(reach.radius, reach.box, runs, capacity, room)
+        return varying_with(listed_jax.lists_of(reach.radius, reach.box, runs, capacity, room), runs)
 
     def blocked(runs: Runs) -> Any:
-        return blocked_jax.groups_of(reach, runs, capacity, room)
+        return varying_with(blocked_jax.groups_of(reach, runs, capacity, room), runs)
 
     found: tuple[Array, Array, Groups] = lax.platform_dependent(runs, cuda=fused, default=blocked)
     return found
+
+
+def without_neighbors(cells: Cells) -> Array:
+    """Lists of one place, where nobody is."""
+    return jnp.full((cells.num_particles, 1), cells.num_particles, jnp.int32)
 
 
 def of_places(x: Array, N: int) -> Array:

@@ -30,7 +30,9 @@ from gossamer.particles.geometry import (
 from gossamer.particles.groups import Groups, Most, addressed
 from gossamer.particles.neighbors import Neighbors
 from gossamer.particles.once_torch import once
+from gossamer.torch.entmax.arguments import refuse_transforms
 
+NAME = "gossamer.particles"
 PAIRS = 2**18  # of a step: measured on two cores
 PIECE = 8  # runs of candidates of a step
 
@@ -42,6 +44,7 @@ def is_real(x: Tensor) -> bool:
 def channels(name: str, values: Any, cells: Cells) -> Tensor:
     """Values in the type of the arithmetic; a number becomes one for each particle."""
     points = cells.runs.points
+    refuse_transforms(NAME, values, cells.x)
     values = torch.as_tensor(values, device=points.device)
     if values.is_complex() or values.dtype == torch.bool:
         raise TypeError(f"{name} must be real numbers; got {values.dtype}")
@@ -51,6 +54,7 @@ def channels(name: str, values: Any, cells: Cells) -> Tensor:
 
 @torch.no_grad()
 def runs_of(x: Tensor, box: Sizes) -> Runs:
+    refuse_transforms(NAME, x)
     x = x if x.dtype == torch.float64 else x.float()
     N, d = x.shape
     T = -(-N // WHOLE) * (WHOLE // RUN)
@@ -213,6 +217,11 @@ def lists_of(cells: Cells, capacity: int, room: int) -> tuple[Tensor, Tensor, Gr
     return *_lists_of(cells, capacity), None
 
 
+def without_neighbors(cells: Cells) -> Tensor:
+    """Lists of one place, where nobody is."""
+    return cells.runs.order.new_full((cells.num_particles, 1), cells.num_particles)
+
+
 def of_places(x: Tensor, N: int) -> Tensor:
     """What groups have, by places."""
     return x.repeat_interleave(ROWS)[:N]
@@ -236,8 +245,7 @@ def _lists_of(cells: Cells, capacity: int) -> tuple[Tensor, Tensor]:
         places.append(lists)
         sizes.append(count.int())
     if not N:
-        none = torch.zeros(0, capacity, dtype=torch.int32, device=device)
-        return none, none[:, 0]
+        return cells.order.new_zeros(0, capacity), cells.order.new_zeros(0)
     return torch.cat(places)[:N], torch.cat(sizes)[:N]
 
 

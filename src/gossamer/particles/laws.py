@@ -15,6 +15,8 @@ import numpy as np
 from gossamer.kernels.radial.configurations import NUMBERS
 from gossamer.kernels.radial.functions import digest, result
 from gossamer.kernels.radial.gravity import ROOT, long_root
+from gossamer.numbers import real
+from gossamer.patterns.validate import show
 
 
 class Values(NamedTuple):
@@ -79,11 +81,10 @@ class ShortRangeGravity:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "split", positive("split", self.split))
-        if isinstance(self.softening, bool) or not isinstance(self.softening, (int, float, np.number)):
-            raise TypeError(f"softening must be a number; got {self.softening!r}")
-        if not 0 <= self.softening <= self.split:
-            raise ValueError(f"softening must be at least 0 and at most the split, {self.split}; got {self.softening}")
-        object.__setattr__(self, "softening", float(self.softening))
+        softening = known("softening", self.softening)
+        if not 0 <= softening <= self.split:
+            raise ValueError(f"softening must be at least 0 and at most the split, {self.split}; got {softening}")
+        object.__setattr__(self, "softening", softening)
 
     @property
     def radius(self) -> float:
@@ -138,10 +139,7 @@ class RadialKernel:
             raise TypeError(f"function must be a function of (s, xp, *numbers); got {function!r}")
         if len(numbers) >= NUMBERS:
             raise ValueError(f"a radial kernel takes at most {NUMBERS - 1} numbers; got {len(numbers)}")
-        for n in numbers:
-            if isinstance(n, bool) or not isinstance(n, (int, float, np.number)):
-                raise TypeError(f"numbers must be known before anything is compiled; got {n!r}")
-        self.function, self.numbers = function, tuple(float(n) for n in numbers)
+        self.function, self.numbers = function, tuple(known("a number of a radial kernel", n) for n in numbers)
         digest(function)  # raises where there is none
         with np.errstate(all="ignore"):
             found = self.both(np.array([0.25, 1.0]), np)
@@ -169,10 +167,23 @@ class RadialKernel:
         return Values(found.value, found.slope)
 
 
+def known(name: str, value: Any) -> float:
+    """A number of Python or numpy, or an array without dimensions of any library, whose value is known.
+
+    Raises:
+        TypeError: it is none, or is traced, or a gradient of it is asked for.
+    """
+    found = real(value)
+    if found is None:
+        raise TypeError(
+            f"{name} must be a number that is known before anything is compiled, and has no gradient; got {show(value)}"
+        )
+    return found
+
+
 def positive(name: str, value: Any) -> float:
-    """A finite number over 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
-        raise TypeError(f"{name} must be a number that is known before anything is compiled; got {value!r}")
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be positive and finite; got {value}")
-    return float(value)
+    """Such a number that is finite and over 0."""
+    found = known(name, value)
+    if not 0 < found < math.inf:
+        raise ValueError(f"{name} must be positive and finite; got {found}")
+    return found

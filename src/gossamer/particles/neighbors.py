@@ -58,7 +58,7 @@ class Neighbors:
             most = edge_of(x).most_neighbors(cells)
             capacity = max(1, -(-int(most.neighbors * ROOM) // STEP)) * STEP
             room = room_of(most.columns * ROOM) if most.columns else None
-        return cls._made(cells, integer("capacity", capacity, minimum=1), room)
+        return cls._made(cells, integer("capacity", capacity, minimum=0), room)
 
     @classmethod
     def _made(cls, cells: Cells, capacity: int, room: int | None) -> Neighbors:
@@ -80,6 +80,11 @@ class Neighbors:
         """M."""
         _, M = self.places.shape
         return int(M)
+
+    @property
+    def padded(self) -> Array:
+        """The places in lists of at least one, of which the maximum is taken."""
+        return self.places if self.capacity else edge_of(self.cells.x).without_neighbors(self.cells)
 
     @property
     def overflow(self) -> Any:

@@ -41,10 +41,10 @@ class CSR(Counted):
     num_keys: int
 
     def __init__(self, indptr: Any, indices: Any, num_keys: int) -> None:
-        num_keys = integer("num_keys", num_keys, minimum=1)
+        num_keys = integer("num_keys", num_keys, minimum=0)
         indptr = array("indptr", indptr, ndim=(1,), kind="integer")
         indices = array("indices", indices, ndim=(1,), kind="integer")
-        if len(indptr) < 2 or indptr[0] != 0 or (indptr[1:] < indptr[:-1]).any():
+        if not len(indptr) or indptr[0] != 0 or (indptr[1:] < indptr[:-1]).any():
             raise ValueError(
                 f"indptr must start at 0 and never decrease, with one entry more than query rows; got {show(indptr)}"
             )

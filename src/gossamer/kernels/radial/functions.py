@@ -19,6 +19,10 @@ import numpy as np
 from gossamer.numbers import whole
 
 CALLS = ("exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "abs", "minimum", "maximum", "where")
+BRANCHES = (
+    "a radial kernel has no branches (if, while, and, or, min, max): xp.where(condition, x, y) chooses, and & and | "
+    "join conditions"
+)
 PLAIN = (bool, int, float, str, bytes, type(None), type(...))
 
 
@@ -100,20 +104,56 @@ class Number:
             square = square * square if n else square
         return self * 0 + 1 if found is None else found
 
-    def __lt__(self, other: Any) -> Any:
-        return self.value < self._other(other).value
+    def __lt__(self, other: Any) -> Condition:
+        return Condition(self.value < self._other(other).value)
 
-    def __le__(self, other: Any) -> Any:
-        return self.value <= self._other(other).value
+    def __le__(self, other: Any) -> Condition:
+        return Condition(self.value <= self._other(other).value)
 
-    def __gt__(self, other: Any) -> Any:
-        return self.value > self._other(other).value
+    def __gt__(self, other: Any) -> Condition:
+        return Condition(self.value > self._other(other).value)
 
-    def __ge__(self, other: Any) -> Any:
-        return self.value >= self._other(other).value
+    def __ge__(self, other: Any) -> Condition:
+        return Condition(self.value >= self._other(other).value)
+
+    def __eq__(self, other: Any) -> Condition:  # type: ignore[override]
+        return Condition(self.value == self._other(other).value)
+
+    def __ne__(self, other: Any) -> Condition:  # type: ignore[override]
+        return Condition(self.value != self._other(other).value)
+
+    __hash__ = None  # type: ignore[assignment]
 
     def __bool__(self) -> bool:
-        raise TypeError("a radial kernel has no branches: xp.where(condition, x, y) chooses")
+        raise TypeError(BRANCHES)
+
+    def __float__(self) -> float:
+        raise TypeError(f"a radial kernel computes with numbers by {', '.join(CALLS)} of xp, and by no other functions")
+
+    __int__ = __index__ = __abs__ = __float__
+
+
+class Condition:
+    """What is true of a number, at each place: for `xp.where`."""
+
+    __array_ufunc__ = None
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def _other(self, other: Any) -> Any:
+        if not isinstance(other, Condition):
+            raise TypeError(f"conditions of a radial kernel are joined with conditions; got {type(other).__qualname__}")
+        return other.value
+
+    def __and__(self, other: Any) -> Condition:
+        return Condition(self.value & self._other(other))
+
+    def __or__(self, other: Any) -> Condition:
+        return Condition(self.value | self._other(other))
+
+    def __bool__(self) -> bool:
+        raise TypeError(BRANCHES)
 
 
 class Functions:
@@ -171,12 +211,17 @@ class Functions:
 
     def where(self, condition: Any, x: Any, y: Any) -> Number:
         x, y = self._number(x), self._number(y)
+        if isinstance(condition, bool):
+            return x if condition else y
+        if not isinstance(condition, Condition):
+            raise TypeError(f"xp.where takes a comparison first; got {type(condition).__qualname__}")
+        chosen = condition.value
         slope = None
         if x.slope is not None or y.slope is not None:
             none = self._like.value * 0
             slopes = (none if n.slope is None else none + n.slope for n in (x, y))
-            slope = self._base.where(condition, *slopes)
-        return Number(self._base.where(condition, x.value, y.value), slope, self._base)
+            slope = self._base.where(chosen, *slopes)
+        return Number(self._base.where(chosen, x.value, y.value), slope, self._base)
 
     def _number(self, x: Any) -> Number:
         return x if isinstance(x, Number) else self._like * 0 + x
