@@ -46,8 +46,9 @@ class Cells:
         Args:
             x: (N, d) positions in 1 to 3 dimensions, of jax or torch, float32 or float64 (others become float32); along
                 periodic axes they are taken modulo the box.
-            radius: within which neighbours are, at most half the box along periodic axes.
-            box: the size of a periodic box, one for all axes or one for each, None for an axis that is open.
+            radius: within which neighbours are, at most half the box along periodic axes: a number, or an array
+                without dimensions, that is known before anything is compiled.
+            box: the size of a periodic box, one for all axes or one for each, None for an axis that is open; likewise.
 
         Raises:
             TypeError: x is no array of jax or torch, or a number is of another type.

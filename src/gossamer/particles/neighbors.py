@@ -38,7 +38,7 @@ class Neighbors:
 
         Args:
             x, radius, box: as `Cells.build` takes them.
-            capacity: M; needed where x is not known, as under jit.
+            capacity: M, at least 0; needed where x is not known, as under jit.
 
         Raises:
             TypeError, ValueError: an argument is wrong.
