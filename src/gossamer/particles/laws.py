@@ -118,8 +118,8 @@ class RadialKernel:
     Args:
         function: called as function(s, xp, *numbers): s is r^2, `xp` has exp, log, sqrt, rsqrt, sin, cos, tanh, abs,
             minimum, maximum and where, and gives f(r^2) by these and by + - * / and ** of whole numbers. It has no
-            branches (comparisons, which & and | join, are for `where`), and reads numbers, functions and modules alone. In sums it must be finite at r = 0, where each
-            particle meets itself; its derivative there is not used.
+            branches (comparisons, which & and | join, are for `where`), and reads numbers, functions and modules alone.
+            In sums it must be finite at r = 0, where each particle meets itself; its derivative there is not used.
         numbers: at most 10, which may change without anything being compiled again.
 
     Raises:
