@@ -88,7 +88,7 @@ def test_lists_hold_each_tile_once() -> None:
         ({"key": jnp.ones((2, 70, 2, 8))}, "key must have B=1 batch elements"),
         ({"key": jnp.ones((1, 70, 2, 8), jnp.bfloat16)}, "key must be an array of query's dtype, float32"),
         ({"query": jnp.ones((1, 70, 2, 8), jnp.int32)}, "query must be an array of float16, bfloat16"),
-        ({"scale": "1"}, r"scale must be a number of Python or numpy, or None; got '1' \(str\)"),
+        ({"scale": "1"}, r"scale must be a number, an array of floats without dimensions, or None; got '1' \(str\)"),
         ({"scale": float("nan")}, "scale must be a finite number"),
         ({"scale": 1e39}, "scale must be a finite number up to 8.5e\\+37"),
         ({"softcap": -1.0}, "softcap must be a finite number over 0"),

@@ -27,7 +27,7 @@ NAMES = ("blocked", "hopper")
 
 @overload
 def attention(
-    query: Array, key: Array, value: Array, pattern: Any = None, *, scale: float | None = None,
+    query: Array, key: Array, value: Array, pattern: Any = None, *, scale: float | Array | None = None,
     q_offset: int | None = None, key_lengths: Lengths | None = None, softcap: float | None = None,
     sink_logits: Array | None = None, alibi_slopes: Array | None = None, return_residual: Literal[False] = False,
     implementation: str | None = None, deterministic: bool = False,
@@ -36,7 +36,7 @@ def attention(
 
 @overload
 def attention(
-    query: Array, key: Array, value: Array, pattern: Any = None, *, scale: float | None = None,
+    query: Array, key: Array, value: Array, pattern: Any = None, *, scale: float | Array | None = None,
     q_offset: int | None = None, key_lengths: Lengths | None = None, softcap: float | None = None,
     sink_logits: Array | None = None, alibi_slopes: Array | None = None, return_residual: Literal[True],
     implementation: str | None = None, deterministic: bool = False,
@@ -49,7 +49,7 @@ def attention(
     value: Array,
     pattern: Any = None,
     *,
-    scale: float | None = None,
+    scale: float | Array | None = None,
     q_offset: int | None = None,
     key_lengths: Lengths | None = None,
     softcap: float | None = None,
@@ -66,13 +66,15 @@ def attention(
 
     Args:
         query: (B, T, N, H), (T, N, H) or (N, D): batch, positions, heads, size; float16, bfloat16, float32 or float64.
-        key: (B, S, G, H) and so on, N a multiple of G: query head n uses key head n // (N // G).
+        key: (B, S, G, H) and so on, N a multiple of G: query head n uses key head n // (N // G). A batch of 1 is for
+            all batch elements.
         value: (B, S, G, E) and so on.
         pattern: what is attended: a Pattern; a `Plan` that `prepare` made of one, which may be an argument of a jitted
             function; a boolean array that broadcasts to (B, N, T, S), True where a pair is kept, of numbers that are
             known; a jax.experimental.sparse.BCSR matrix (T, S), of which the stored entries count; a BlockLayout of
             numpy arrays. None is every pair.
-        scale: H ** -0.5 by default. A number of Python, as are `softcap` and `q_offset`.
+        scale: H ** -0.5 by default. A number, or an array without dimensions, which may be traced and has a gradient:
+            query is multiplied by it, in 16 bits with one more rounding. `softcap` and `q_offset` are numbers.
         q_offset: position of query row 0, S - T by default.
         key_lengths: (B,) integers of any size, or a list of them; keys j >= key_lengths[b] are not attended, and must
             be finite: a length of 0 or less keeps none, one over K all.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,7 +14,7 @@ from jax import Array
 from gossamer.jax import compat
 from gossamer.jax.tiling import Vectors
 from gossamer.kernels.launch import compute_dtype
-from gossamer.numbers import whole
+from gossamer.numbers import real, whole
 from gossamer.patterns.validate import show
 from gossamer.plan.problem import MAX_HEAD, SCORE_TERMS, Problem, most_offset, within_positions
 
@@ -112,7 +113,9 @@ def arguments_of(
     (B, Q, _, D), K = q.shape, k.shape[1]
     vectors = Vectors(_lengths(key_lengths, B), *(None if x is None else x for x in (sink_logits, alibi_slopes)))
     _raise_first(_checks(q, k, v, vectors))
+    q, scale = with_number(q, scale)
     scale, q_offset, softcap = numbers(scale, q_offset, softcap, Q, K, D, str(q.dtype))
+    k, v = (x if len(x) == B else jnp.broadcast_to(x, (B, *x.shape[1:])) for x in (k, v))
     for name, x in (("query", q), ("key", k), ("value", v)):
         if axes := compat.explicit_axes(x):
             raise ValueError(
@@ -134,6 +137,20 @@ def arguments_of(
     )
 
 
+def with_number(q: Array, scale: Any) -> tuple[Array, Any]:
+    """q (..., D) and a number that together mean what q and an array without dimensions as the scale mean.
+
+    Programs are made for numbers. So q is multiplied by what the array is over a power of two near D ** -0.5, in the
+    type that scores are computed in, and rounded once to its own type. One that is known is a number by itself.
+    """
+    if not isinstance(scale, Array) or scale.ndim or not jnp.issubdtype(scale.dtype, jnp.floating):
+        return q, scale
+    if not compat.is_abstract(scale):
+        return q, float(scale)
+    wide, base = jnp.dtype(compute_dtype(str(q.dtype))), 2.0 ** -round(math.log2(q.shape[-1]) / 2)
+    return (q.astype(wide) * (scale.astype(wide) / base)).astype(q.dtype), base
+
+
 class Numbers(NamedTuple):
     """The numbers of a call."""
 
@@ -148,7 +165,7 @@ def numbers(scale: Any, q_offset: Any, softcap: Any, Q: int, K: int, D: int, dty
     Raises:
         ValueError: one is wrong.
     """
-    scale, softcap = (_number(x) for x in (scale, softcap))
+    scale, softcap = (x if real(x) is None else real(x) for x in (scale, softcap))
     offset = whole(q_offset)
     q_offset = q_offset if offset is None else offset
     _raise_first(_number_checks(scale, q_offset, softcap, Q, K, D, dtype))
@@ -158,13 +175,6 @@ def numbers(scale: Any, q_offset: Any, softcap: Any, Q: int, K: int, D: int, dty
 def check_flags(**flags: Any) -> None:
     """Raises ValueError where one is not a bool."""
     _raise_first((isinstance(x, bool), name, x, "be True or False") for name, x in flags.items())
-
-
-def _number(x: Any) -> Any:
-    """A number of numpy as one of Python; anything else as it is."""
-    if isinstance(x, np.floating):
-        return float(x)
-    return int(x) if isinstance(x, np.integer) and not isinstance(x, np.timedelta64) else x
 
 
 def _lengths(x: Any, B: int) -> Any:
@@ -228,7 +238,7 @@ def _checks(q: Array, k: Array, v: Array, vectors: Vectors) -> Iterator[Check]:
     B, Q, H, D = q.shape
     for name, x in (("key", k), ("value", v)):
         yield x.dtype == q.dtype, name, x, f"be an array of query's dtype, {q.dtype}"
-        yield x.shape[0] == B, name, x, f"have B={B} batch elements, as query has"
+        yield x.shape[0] in (1, B), name, x, f"have B={B} batch elements, as query has, or one for all"
     for name, x in (("query", q), ("key", k), ("value", v)):
         yield min(x.shape[2:]) > 0, name, x, "have heads, and a head size of at least 1"
     _, K, G, _ = k.shape
@@ -253,8 +263,8 @@ def _checks(q: Array, k: Array, v: Array, vectors: Vectors) -> Iterator[Check]:
 
 def _number_checks(scale: Any, q_offset: Any, softcap: Any, Q: int, K: int, D: int, dtype: str) -> Iterator[Check]:
     for name, x in (("scale", scale), ("softcap", softcap)):
-        number = not isinstance(x, bool) and isinstance(x, (int, float))
-        yield x is None or number, name, x, "be a number of Python or numpy, or None"
+        kinds = "a number, an array of floats without dimensions" if name == "scale" else "a number that is known"
+        yield x is None or isinstance(x, float), name, x, f"be {kinds}, or None"
     yield from _factors(scale, softcap, D, jnp.finfo(compute_dtype(dtype)))
     yield (
         q_offset is None or type(q_offset) is int,

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 
 from gossamer.jax.api import NAMES, asked_of, config_of
 from gossamer.jax.arguments import Lengths, arguments_of, problem_of
@@ -57,9 +58,9 @@ class Explanation:
 
 
 def explain(
-    query: Any, key: Any, value: Any, pattern: Any = None, *, scale: float | None = None, q_offset: int | None = None,
-    key_lengths: Lengths | None = None, softcap: float | None = None, sink_logits: Any = None, alibi_slopes: Any = None,
-    implementation: str | None = None, deterministic: bool = False,
+    query: Any, key: Any, value: Any, pattern: Any = None, *, scale: float | Array | None = None,
+    q_offset: int | None = None, key_lengths: Lengths | None = None, softcap: float | None = None,
+    sink_logits: Any = None, alibi_slopes: Any = None, implementation: str | None = None, deterministic: bool = False,
 ) -> Explanation:  # fmt: skip
     """What `attention` would do with these arguments: who computes it, over which tiles. Nothing is computed.
 

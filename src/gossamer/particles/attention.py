@@ -15,7 +15,7 @@ TYPES = ("float16", "bfloat16", "float32", "float64")
 
 def neighbor_attention(
     q: Any, k: Any, v: Any, neighbors: Neighbors, *, kernel: str = "dot", bandwidth: float | None = None,
-    scale: float | None = None, return_residual: bool = False,
+    scale: Any = None, return_residual: bool = False,
 ) -> Any:  # fmt: skip
     """Attention of every particle over its neighbours: softmax of the scores over exactly those within the radius.
 
@@ -28,7 +28,8 @@ def neighbor_attention(
         neighbors: of N particles.
         kernel: "dot", "gaussian" or "dot+gaussian".
         bandwidth: of the Gaussian, positive.
-        scale: of the products, by default D**-0.5.
+        scale: of the products, by default D**-0.5: a positive number, or an array without dimensions, which may be
+            traced or ask for a gradient: q is multiplied by it, in 16 bits with one more rounding.
         return_residual: return (out, lse), lse the logarithm of the sum of exponentials of the scores: of "gaussian"
             that of the density.
 
@@ -79,6 +80,8 @@ def neighbor_attention(
         *_, D = q.shape
         if not D:
             raise ValueError("q and k must have features; got none")
+        if edge.is_learned(scale):
+            q, scale = edge.with_number(q, scale)
         scale = D**-0.5 if scale is None else positive("scale", scale)
     call = Attending(scale, None if bandwidth is None else positive("bandwidth", bandwidth), neighbors.cells.box)
     out, lse = edge.attend(call, neighbors, q, k, v)

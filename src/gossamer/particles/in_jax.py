@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
+from gossamer.jax.arguments import with_number as with_number
 from gossamer.jax.compat import as_varying_as, varying_with
 from gossamer.kernels.neighbors.configurations import ROWS, STEP
 from gossamer.particles import blocked_jax, fused_jax, listed_jax, terms
@@ -35,6 +36,11 @@ jax.tree_util.register_dataclass(Cells, data_fields=["x", "runs"], meta_fields=[
 
 def is_real(x: Array) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def is_learned(scale: Any) -> bool:
+    """Whether it is an array whose number is not known, for `with_number`."""
+    return isinstance(scale, jax.core.Tracer) and not scale.ndim and is_real(scale)
 
 
 def channels(name: str, values: Any, cells: Cells) -> Array:

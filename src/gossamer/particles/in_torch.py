@@ -31,6 +31,7 @@ from gossamer.particles.groups import Groups, Most, addressed
 from gossamer.particles.neighbors import Neighbors
 from gossamer.particles.once_torch import once
 from gossamer.torch.entmax.arguments import refuse_transforms
+from gossamer.torch.scale import with_number as with_number
 
 NAME = "gossamer.particles"
 PAIRS = 2**18  # of a step: measured on two cores
@@ -39,6 +40,11 @@ PIECE = 8  # runs of candidates of a step
 
 def is_real(x: Tensor) -> bool:
     return x.is_floating_point()
+
+
+def is_learned(scale: Any) -> bool:
+    """Whether it is a tensor that asks for a gradient or is not on the CPU, for `with_number`."""
+    return isinstance(scale, Tensor) and not scale.ndim and (scale.requires_grad or not scale.is_cpu)
 
 
 def channels(name: str, values: Any, cells: Cells) -> Tensor:
