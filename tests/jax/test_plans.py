@@ -93,7 +93,7 @@ def test_lists_hold_each_tile_once() -> None:
         ({"scale": 1e39}, "scale must be a finite number up to 8.5e\\+37"),
         ({"softcap": -1.0}, "softcap must be a finite number over 0"),
         ({"softcap": True}, "softcap must be a number"),
-        ({"q_offset": jnp.int32(3)}, "q_offset must be an int or None"),
+        ({"q_offset": jnp.float32(3)}, "q_offset must be an int or None"),
         ({"q_offset": 2**31}, "q_offset must be an integer up to"),
         ({"key_lengths": jnp.ones((1,))}, "key_lengths must be integers"),
         ({"key_lengths": [1, 2]}, "key_lengths, a list, must hold B=1 integers"),
