@@ -276,11 +276,16 @@ def _softmax(s: Array, v: Array, sink: float) -> tuple[Array, Array]:
 
 
 def preprocess(key: Any, *a: Any) -> None:
-    out, dout, lse, dlse, terms, dq_sum, has_dlse = a
+    out, dout, lse, dlse, terms, dq_sum, sinks, has_dlse, has_sinks = a
     (*_, zeroed), Q = key, out.shape[2]
     terms[0], terms[1] = np.inf, 0.0
-    terms[0][:, :, :Q] = np.where(lse == -np.inf, np.inf, lse * LOG2E)
-    delta = (out.astype(np.float64) * dout.astype(np.float64)).sum(-1) - (dlse if has_dlse else 0.0)
+    sink = sinks[:, None] if has_sinks else np.full((1, 1), -np.inf)
+    with np.errstate(invalid="ignore"):
+        near = np.abs(lse - sink) <= 2.0**-20 * np.maximum(np.abs(sink), 1.0)
+    under_sink = near & (out == 0).all(-1) & np.isfinite(sink)
+    terms[0][:, :, :Q] = np.where((lse == -np.inf) | under_sink, np.inf, lse * LOG2E)
+    delta = np.where(under_sink, 0.0, (out.astype(np.float64) * dout.astype(np.float64)).sum(-1))
+    delta = delta - (dlse if has_dlse else 0.0)
     terms[1][:, :, :Q] = np.where(lse == -np.inf, 0.0, delta)
     if zeroed:
         dq_sum[...] = 0.0

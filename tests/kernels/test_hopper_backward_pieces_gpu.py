@@ -35,16 +35,25 @@ class TestPieces:
             torch.randn(B, Q, H, device="cuda").transpose(1, 2),
             torch.randn(B, H, 2 * Q, device="cuda")[..., ::2],
         )
-        lse[:, 1, 5:9] = -torch.inf
-        for zeroed, given in ((0, None), (padded(E), dlse)):
+        lse[:, 1, 5:9], dout[:, 1, 5:9] = -torch.inf, torch.nan
+        sinks = torch.tensor([-3.0, 0.1, 700.0], device="cuda")
+        # Rows that keep nothing under a sink; those with the lse of a sink alone, and with an out of 0 alone.
+        lse[:, :, 20:40], out[:, :, 20:40] = sinks[:, None], 0.0
+        lse[:, :, 50:60], out[:, :, 50:60], out[:, :, 60:70] = sinks[:, None], 1.0, 0.0
+        for zeroed, given, has_sinks in ((0, None, 0), (padded(E), dlse, 0), (0, dlse, 1)):
+            dout[:, :, 20:40] = torch.inf if has_sinks else 1.0
+            under_sink = torch.zeros(B, H, Q, dtype=torch.bool, device="cuda")
+            under_sink[:, :, 20:40] = bool(has_sinks)
             rows = torch.empty(2, B, H, 384, device="cuda")
             sums = torch.empty(B, H, 6, 64 * max(1, zeroed), device="cuda")
             compiled.preprocess(str(dtype)[6:], padded(E), zeroed)(
-                out, dout, lse, lse if given is None else given, rows, sums, int(given is not None)
+                out, dout, lse, lse if given is None else given, rows, sums, sinks, int(given is not None), has_sinks
             )
-            delta = (out.double() * dout.double()).sum(-1) - (0.0 if given is None else given)
+            delta = torch.where(under_sink, 0.0, (out.double() * dout.double()).sum(-1))
+            delta = delta - (0.0 if given is None else given)
             empty = lse == -torch.inf
-            torch.testing.assert_close(rows[0, :, :, :Q], torch.where(empty, torch.inf, lse * 1.4426950408889634))
+            want = torch.where(empty | under_sink, torch.inf, lse * 1.4426950408889634)
+            torch.testing.assert_close(rows[0, :, :, :Q], want)
             torch.testing.assert_close(rows[1, :, :, :Q], torch.where(empty, 0.0, delta).float(), rtol=1e-5, atol=1e-4)
             assert (rows[0, :, :, Q:] == torch.inf).all() and (rows[1, :, :, Q:] == 0).all()
             assert not zeroed or (sums == 0).all()

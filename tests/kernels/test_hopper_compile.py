@@ -252,11 +252,13 @@ def test_what_is_made_when_needed_compiles(kind: str, config: Any) -> None:
     most = 16 if kind == "query_gradient" and config.D == 256 and config.score == "softcap" else 0
     # dK and dV of 128 columns leave the computing warpgroup a few registers short.
     most = 16 if kind == "gather" and config.direction == "columns" and config.size == 128 else most
+    # Which of their queries keep a key below a length is looked up, which takes the warps that gather two more.
+    most = 24 if most == 16 and kind == "gather" and config.lengths else most
     # Those of particles leave that to the warps that gather, and a Gaussian takes a few registers more.
     if kind == "gather" and config.particles and config.size == 128:
         most = {"forward": 0, "query": 32, "columns": 232}[config.direction]
     # So do all three gradients of 256.
-    most = 16 if kind == "gather" and config.direction == "gradients" and config.size == 256 else most
+    most = 24 if kind == "gather" and config.direction == "gradients" and config.size == 256 else most
     assert stack and max(stack) <= most, stack
     assert config.blocks == 1 or max(registers) <= 128, registers
 

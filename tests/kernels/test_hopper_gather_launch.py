@@ -197,7 +197,11 @@ def sum_parts(dtype: str, size: int, block: int) -> Callable[..., None]:
 
 
 def preprocess(dtype: str, size: int, zeroed: int) -> Callable[..., None]:
-    def run(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor, rows: Tensor, sums: Tensor, has_dlse: int) -> None:
+    def run(
+        out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor, rows: Tensor, sums: Tensor, sinks: Tensor, has_dlse: int,
+        has_sinks: int,
+    ) -> None:  # fmt: skip
+        assert sinks.ndim == 1
         assert zeroed == 0 and sums.shape[-1] == ROWS * size
         empty = lse == -torch.inf
         delta = (out.float() * dout.float()).sum(-1) - (dlse if has_dlse else 0.0)

@@ -123,7 +123,11 @@ def launch(monkeypatch: pytest.MonkeyPatch, on_a_cpu: None) -> Any:
 def preprocess_of_these(dtype: str, size: int, zeroed: int) -> Callable[..., None]:
     """Row terms, of this many queries."""
 
-    def run(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor, rows: Tensor, sums: Tensor, has_dlse: int) -> None:
+    def run(
+        out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor, rows: Tensor, sums: Tensor, sinks: Tensor, has_dlse: int,
+        has_sinks: int,
+    ) -> None:  # fmt: skip
+        assert sinks.ndim == 1
         assert callable(preprocess(dtype, size, zeroed)) and zeroed == 0
         empty = lse == -torch.inf
         delta = (out.float() * dout.float()).sum(-1) - (dlse if has_dlse else 0.0)

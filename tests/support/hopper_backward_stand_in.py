@@ -177,11 +177,18 @@ def by_rows(config: Any) -> Callable[..., None]:
 
 
 def preprocess(dtype: str, E: int, zeroed: int) -> Callable[..., None]:
-    def run(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor, rows: Tensor, sums: Tensor, has_dlse: int) -> None:
+    def run(
+        out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor, rows: Tensor, sums: Tensor, sinks: Tensor, has_dlse: int,
+        has_sinks: int,
+    ) -> None:  # fmt: skip
         Q, empty = out.shape[2], lse == -torch.inf
-        delta = (out.float() * dout.float()).sum(-1) - (dlse if has_dlse else 0.0)
+        under_sink = torch.zeros_like(empty)
+        if has_sinks:
+            near = (lse - sinks[:, None]).abs() <= 2.0**-20 * sinks[:, None].abs().clamp_min(1.0)
+            under_sink = near & (out == 0).all(-1)
+        delta = torch.where(under_sink, 0.0, (out.float() * dout.float()).sum(-1)) - (dlse if has_dlse else 0.0)
         rows[0], rows[1] = torch.inf, 0.0
-        rows[0, :, :, :Q] = torch.where(empty, torch.inf, lse * 1.4426950408889634)
+        rows[0, :, :, :Q] = torch.where(empty | under_sink, torch.inf, lse * 1.4426950408889634)
         rows[1, :, :, :Q] = torch.where(empty, 0.0, delta)
         if zeroed:
             assert sums.shape == (*lse.shape[:2], rows.shape[-1] // 64, 64 * zeroed)

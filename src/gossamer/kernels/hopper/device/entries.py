@@ -143,7 +143,8 @@ def preprocess(dtype: str, E: int, zeroed: int) -> Entry:
     B, H, Q = s(), s(), s()
     return Entry(
         around.Preprocess(E, zeroed), strided(n, B, H, Q), strided(n, B, H, Q), _rows(B, H, Q), _rows(B, H, Q),
-        compact(Float32, 2, B, H, s()), compact(Float32, s(), s(), s(), 64 * zeroed if zeroed else s()), Int32(1),
+        compact(Float32, 2, B, H, s()), compact(Float32, s(), s(), s(), 64 * zeroed if zeroed else s()),
+        compact(Float32, s()), Int32(1), Int32(1),
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ _END = "lengths tile_counter+"
 KINDS = {
     "forward": f"q/4 k/4 v/4 out/4! lse/3! work {_BLOCK} sinks part_out! part_lse! merges {_END}",
     "merge": "out/4+ lse/3+ part_out part_lse merges sinks",
-    "preprocess": "out/4 dout/4 lse/3 dlse/3 terms! dq_sum!",
+    "preprocess": "out/4 dout/4 lse/3 dlse/3 terms! dq_sum! sinks",
     "backward": f"{_GRADIENT} dq_sum+ ds/2! {_COLUMNS} {_BLOCK} part_dk! part_dv! {_END}",
     "kept": "ds/2 k/4 dq/4! work lists part_dq! lengths tile_counter+",
     "wide": f"{_GRADIENT} dq_sum! ds/2! {_COLUMNS} {_BLOCK} part_dk! part_dv! {_END}",

@@ -22,6 +22,7 @@ from gossamer.kernels.hopper.launch.arguments import (
     result,
     schedule,
     score_of,
+    sinks,
     tile_counter,
     unread,
 )  # fmt: skip
@@ -131,7 +132,8 @@ def row_terms(b: Builder, p: Problem, out: str, dout: str, D: int, E: int, summe
         sums = unread(b, "no_sums", "float32", 1, 1, 1, TILE * D)
     dlse = "dlse" if "dlse" in b else "lse"
     b.step(
-        kernel("preprocess", p.dtype, E, D if summed else 0), out, dout, "lse", dlse, terms, sums, int("dlse" in b)
+        kernel("preprocess", p.dtype, E, D if summed else 0), out, dout, "lse", dlse, terms, sums, sinks(b),
+        int("dlse" in b), int("sink_logits" in b),
     )  # fmt: skip
     return terms, sums
 

@@ -18,6 +18,7 @@ from gossamer.kernels.hopper.device.merges import PartMerge
 THREADS = 256
 ROWS = 64  # rows of a block
 VECTOR = 8  # elements of 16 bits in 16 bytes
+NEAR = 2.0**-20  # of an lse to a sink, relative to that or to one
 
 
 def lanes_of(size: int) -> int:
@@ -48,6 +49,10 @@ def move(row: cute.Tensor, chunk: Int32, values: cute.Tensor, store: cutlass.Con
 class Preprocess:
     """Row terms of the backward: lse in base 2 and delta; zeroes the sums of dQ.
 
+    A row that keeps nothing has an lse of +inf here, and a delta of 0 (of -dlse under a sink), whatever dout holds. A
+    sink is its lse then, and its out is 0 in every column. So are those of a row whose probabilities sum to less than a
+    millionth of the sink, and whose values cancel exactly: what it would add to dV is below the rounding there.
+
     `size` is E after padding, `zeroed` the columns of `dq_sum` (0: there is none).
     """
 
@@ -64,11 +69,13 @@ class Preprocess:
         dlse: cute.Tensor,  # (B, H, Q) float32
         terms: cute.Tensor,  # (2, B, H, Qp) float32
         dq_sum: cute.Tensor,  # (B, H, Qp / 64, 64 * zeroed) float32
+        sinks: cute.Tensor,  # (H,) float32
         has_dlse: Int32,
+        has_sinks: Int32,
         stream: Any,
     ) -> None:
         grid = (cute.size(terms, mode=[3]) // ROWS, cute.size(terms, mode=[2]), cute.size(terms, mode=[1]))
-        self.kernel(out, dout, lse, dlse, terms, dq_sum, has_dlse).launch(
+        self.kernel(out, dout, lse, dlse, terms, dq_sum, sinks, has_dlse, has_sinks).launch(
             grid=grid, block=(THREADS, 1, 1), stream=stream
         )
 
@@ -81,7 +88,9 @@ class Preprocess:
         dlse: cute.Tensor,
         terms: cute.Tensor,
         dq_sum: cute.Tensor,
+        sinks: cute.Tensor,
         has_dlse: Int32,
+        has_sinks: Int32,
     ) -> None:
         tile, head, batch = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -89,7 +98,9 @@ class Preprocess:
         chunk, place = thread % self.lanes, thread // self.lanes
         at_once = const_expr(THREADS // self.lanes)
         steps = const_expr(ROWS // at_once)
-        deltas = SmemAllocator().allocate_tensor(Float32, cute.make_layout(ROWS), byte_alignment=16)
+        allocator = SmemAllocator()
+        deltas = allocator.allocate_tensor(Float32, cute.make_layout(ROWS), byte_alignment=16)
+        gives = allocator.allocate_tensor(Int32, cute.make_layout(ROWS), byte_alignment=16)  # whether out is not 0
         # Rows of 64 columns have eight lanes and 32 rows at once; wider ones take more steps.
         a = cute.make_rmem_tensor((VECTOR, steps), out.element_type)
         b = cute.make_rmem_tensor((VECTOR, steps), out.element_type)
@@ -107,15 +118,17 @@ class Preprocess:
                 to = cute.local_tile(dq_sum[batch, head, tile, None], (4,), (i * THREADS + thread,))
                 cute.autovec_copy(zero, to)
         for i in cutlass.range_constexpr(steps):
-            total = Float32(0.0)
+            total, some = Float32(0.0), Int32(0)
             for n in cutlass.range_constexpr(VECTOR):
                 total += Float32(a[n, i]) * Float32(b[n, i])
+                some = Int32(1) if Float32(a[n, i]) != 0.0 else some
             lane = const_expr(self.lanes // 2)
             while const_expr(lane > 0):
                 total += cute.arch.shuffle_sync_bfly(total, offset=lane)
+                some = some | cute.arch.shuffle_sync_bfly(some, offset=lane)
                 lane = const_expr(lane // 2)
             if chunk == 0:
-                deltas[i * at_once + place] = total
+                deltas[i * at_once + place], gives[i * at_once + place] = total, some
         cute.arch.sync_threads()
         if thread < ROWS:
             row = tile * ROWS + thread
@@ -124,6 +137,11 @@ class Preprocess:
                 found = Float32(lse[batch, head, row])
                 if found != -Float32.inf:
                     value, delta = found * LOG2E, deltas[thread]
+                    if has_sinks != 0 and gives[thread] == 0:
+                        sink = sinks[head]
+                        size = cute.arch.fmax(cute.arch.fmax(sink, -sink), Float32(1.0))
+                        if cute.arch.fmax(found - sink, sink - found) <= NEAR * size:
+                            value, delta = Float32.inf, Float32(0.0)
                     if has_dlse != 0:
                         delta = delta - dlse[batch, head, row]
             terms[0, batch, head, row] = value

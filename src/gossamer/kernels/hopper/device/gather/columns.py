@@ -22,6 +22,7 @@ from gossamer.kernels.hopper.device.backward.produce import ColumnWork
 from gossamer.kernels.hopper.device.backward.send import Sender
 from gossamer.kernels.hopper.device.column_items import ColumnItem, Segment
 from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Opaque, RingPair, computing_thread
+from gossamer.kernels.hopper.device.forward.masks import one
 from gossamer.kernels.hopper.device.gather.block import GatherColumnArguments, GatherColumnBlock
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.masks import WORD, WORDS
@@ -87,6 +88,8 @@ class QueryGatherer(Opaque):
                     upcoming[COPIES] = indices[first * ROWS + thread]
                 for i in cutlass.range(steps, unroll=1):
                     rows.store(upcoming.load())
+                    if const_expr(self.block.config.lengths):
+                        self.leave_out(rows, batch, head)
                     at = (first + i) * ROWS
                     if i + 1 < steps:
                         queries.listed(indices, at + ROWS, upcoming)
@@ -113,6 +116,15 @@ class QueryGatherer(Opaque):
             running = item[ColumnItem.VALID, place]
 
     @cute.jit
+    def leave_out(self, rows, batch, head):
+        """Read no query whose keys are all past the length: its place becomes zero."""
+        start = self.block.arguments.terms[0, batch, head, None].iterator
+        for j in cutlass.range_constexpr(COPIES):
+            # The term of the first row stands for that of one which the list does not fill.
+            term = start + (rows[j] if rows[j] >= 0 else Int32(0))
+            rows[j] = Int32(-1) if term.load() == Float32.inf else rows[j]
+
+    @cute.jit
     def describe(self, stage, kind: cutlass.Constexpr):
         """Describe a stage of Q."""
         if self.thread == 0:
@@ -132,6 +144,8 @@ class GatheredColumnMasks(Opaque):
         self.config, self.thread, self.block = block.config, computing_thread(), block
         self.words = cute.make_rmem_tensor((instructions.ROWS, ROWS // WORD), Int32)
         self.words.fill(0)
+        self.some = one()  # of an item so far, a bit for each of this thread's keys that keeps anything
+        self.some.fill(0)
 
     @cute.jit
     def load(self, stage):
@@ -145,12 +159,29 @@ class GatheredColumnMasks(Opaque):
                     key = self.block.item[ColumnItem.TILE] * ROWS + self.thread.row + 8 * r
                     if key >= self.block.attended:
                         self.words[r, None].fill(0)
+                if (self.words[r, 0] | self.words[r, 1]) != 0:
+                    self.some[0] = self.some[0] | (1 << r)
         return kind
 
     @cute.jit
     def clear(self, packed, stage):
         """16-bit elements of a step that it does not keep become zero."""
         clear_pairs(packed, self.words)
+
+
+class GatherColumnConsumer(ColumnConsumer):
+    """The computing warpgroup: dK of keys that nothing attends is zero, whatever K and V hold there."""
+
+    @cute.jit
+    def finish(self, n, m, begin, kind):
+        """The end of an item."""
+        some = self.masks.some[0]
+        for offset in (1, 2):
+            some = some | cute.arch.shuffle_sync_bfly(some, offset=offset)
+        for i in instructions.places(self.acc_dk):
+            self.acc_dk[i] = self.acc_dk[i] if (some & (1 << (i % 4 // 2))) != 0 else Float32(0.0)
+        self.masks.some.fill(0)
+        return ColumnConsumer.finish(self, n, m, begin, kind)
 
 
 class GatherColumns(ColumnKernel):
@@ -220,4 +251,4 @@ class GatherColumns(ColumnKernel):
 
     @cute.jit
     def compute(self, block):
-        ColumnConsumer(block, GatheredColumnMasks(block)).consume()
+        GatherColumnConsumer(block, GatheredColumnMasks(block)).consume()

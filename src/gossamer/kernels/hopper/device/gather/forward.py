@@ -98,7 +98,8 @@ class GatherForward(Shell):
             values = RowCopies(a.v, block.v, block.s_v.iterator, c.size, thread)
             ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k, mode=[1])
             items = block.items if const_expr(block.ahead is None) else block.ahead
-            Gatherer(items, a.indices, keys, values, self.word_copies(block, thread), ratio).run()
+            words, lengths = self.word_copies(block, thread), a.lengths if const_expr(c.lengths) else None
+            Gatherer(items, a.indices, keys, values, words, ratio, lengths).run()
 
     def word_copies(self, block: Any, thread: Any) -> WordCopies:
         """What copies the words of a step."""

@@ -63,15 +63,26 @@ class GradientConsumer(QueryConsumer):
 
     @cute.jit
     def prepare(self):
-        """Rows that a tile does not fill become zero: what they hold would be summed."""
-        c, thread = self.config, self.thread.thread
+        """Rows that a tile does not fill, or that keep nothing, become zero: what they hold would be summed."""
+        c, thread = self.config, self.thread
         used = const_expr(c.heads * c.queries)
-        if const_expr(used < ROWS):
-            for rows in (self.block.s_q, self.block.s_dout):
-                for i in cutlass.range(thread, (ROWS - used) * c.size, WARPGROUP, unroll=1):
+        for rows in (self.block.s_q, self.block.s_dout):
+            if const_expr(used < ROWS):
+                for i in cutlass.range(thread.thread, (ROWS - used) * c.size, WARPGROUP, unroll=1):
                     rows[used + i // c.size, i % c.size, 0] = rows.element_type(0.0)
-            cute.arch.fence_view_async_shared()
-            self.meet()
+            for r in cutlass.range_constexpr(instructions.ROWS):
+                if self.lse[r] == Float32.inf:
+                    self.empty_row(rows, r)
+        cute.arch.fence_view_async_shared()
+        self.meet()
+
+    @cute.jit
+    def empty_row(self, rows, r: cutlass.Constexpr):
+        """Clear a row of this thread's, which four threads share."""
+        zeros = cute.make_rmem_tensor((8,), rows.element_type)
+        zeros.fill(0.0)
+        for i in cutlass.range(self.thread.lane % 4, self.config.size // 8, 4, unroll=1):
+            cute.autovec_copy(zeros, cute.local_tile(rows[self.thread.row + 8 * r, None, 0], (8,), (i,)))
 
     def meet(self) -> None:
         """All of the warpgroup are here."""

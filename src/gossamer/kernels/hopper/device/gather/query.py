@@ -10,7 +10,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from gossamer.kernels.hopper.device.backward.common import Kind
 from gossamer.kernels.hopper.device.backward.query import ItemTiles, QueryConsumer, QueryGradient
@@ -111,7 +111,8 @@ class GatherQuery(QueryGradient):
             values = RowCopies(a.v, block.v, block.s_v.iterator, c.size, thread)
             ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k, mode=[1])
             copied_words = WordCopies(a.bits, block.s_words, thread)
-            Gatherer(block.ahead, a.indices, keys, values, copied_words, ratio).run()
+            lengths = a.lengths if const_expr(c.lengths) else None
+            Gatherer(block.ahead, a.indices, keys, values, copied_words, ratio, lengths).run()
 
     @cute.jit
     def compute(self, block):

@@ -11,9 +11,9 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Int32, Int64, const_expr
 
-from gossamer.kernels.hopper.device.common import ROWS, Opaque, Ring, ring
+from gossamer.kernels.hopper.device.common import ROWS, Opaque, Ring, ring, within_keys
 from gossamer.kernels.hopper.device.instructions import assembly
 from gossamer.kernels.hopper.device.row_items import RowItem
 from gossamer.kernels.hopper.device.work import ItemRing
@@ -82,10 +82,12 @@ class RowCopies(Opaque):
         return self.tensor.iterator.toint() + at + PIECE * self.piece
 
     @cute.jit
-    def listed(self, indices, first, to):
-        """The indices of this thread's rows of the step whose list begins at `first`."""
+    def listed(self, indices, first, to, limit=None):
+        """The indices of this thread's rows of the step whose list begins at `first`; -1 of those from `limit` on."""
         for j in cutlass.range_constexpr(self.copies):
             to[j] = indices[first + self.row + j * self.at_once]
+            if const_expr(limit is not None):
+                to[j] = to[j] if to[j] < limit else Int32(-1)
 
     @cute.jit
     def fill(self, start, rows, stage):
@@ -121,6 +123,15 @@ class ItemGatherer(Opaque):
 
     items: ItemRing
     ratio: Any  # query heads of a key head
+    lengths: Any = None  # (B,) int32: keys that are attended, where the configuration has them
+
+    @cute.jit
+    def limit(self, batch):
+        """The first key of a batch element that is not attended, None without lengths. It is not to be read."""
+        found = None
+        if const_expr(self.lengths is not None):
+            found = within_keys(self.lengths[batch])
+        return found
 
     @cute.jit
     def run(self):
@@ -144,9 +155,11 @@ class Gatherer(ItemGatherer):
     """Two warps that fill the rings of K and V for item after item, and with K the words of a step."""
 
     def __init__(
-        self, items: ItemRing, indices: Any, keys: RowCopies, values: RowCopies, words: WordCopies, ratio: Any
-    ) -> None:
+        self, items: ItemRing, indices: Any, keys: RowCopies, values: RowCopies, words: WordCopies, ratio: Any,
+        lengths: Any = None,
+    ) -> None:  # fmt: skip
         """`indices`: (columns,) int32."""
+        self.lengths = lengths
         self.items, self.indices, self.keys, self.values, self.words = items, indices, keys, values, words
         self.ratio = ratio
         self.columns, self.upcoming = keys.columns(), keys.columns()
@@ -156,14 +169,14 @@ class Gatherer(ItemGatherer):
     def gather(self, batch, group, at, steps, kv):
         """Gather K and V of an item."""
         keys, values, indices, columns, upcoming = self.keys, self.values, self.indices, self.columns, self.upcoming
-        k_start, v_start = keys.start(batch, group), values.start(batch, group)
+        k_start, v_start, limit = keys.start(batch, group), values.start(batch, group), self.limit(batch)
         if steps > 0:
-            keys.listed(indices, at * ROWS, upcoming)
+            keys.listed(indices, at * ROWS, upcoming, limit)
         for i in cutlass.range(steps, unroll=1):
             for j in cutlass.range_constexpr(cute.size(columns)):
                 columns[j] = upcoming[j]
             if i + 1 < steps:
-                keys.listed(indices, (at + i + 1) * ROWS, upcoming)
+                keys.listed(indices, (at + i + 1) * ROWS, upcoming, limit)
             stage = keys.ring.wait_empty_at(kv)
             keys.fill(k_start, columns, stage)
             self.words.fill(at + i, ring(kv, self.words.slots)[0])
