@@ -17,6 +17,7 @@ from gossamer.kernels.hopper.device.rows.pieces import (
     Score,
     Table,
     add,
+    blank,
     dot,
     pieces,
     places,
@@ -125,6 +126,8 @@ class ForwardRow(Opaque):
         for at in range(c.at_once):
             weight = cute.math.exp2(scores[at] - largest, fastmath=True)
             total = total + weight
+            if c.lengths:
+                blank(there[at], values[None, None, at])
             add(c, self.total, weight, values[None, None, at])
         self.state[0], self.state[1] = largest, total
 

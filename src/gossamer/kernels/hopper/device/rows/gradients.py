@@ -16,6 +16,7 @@ from gossamer.kernels.hopper.device.rows.pieces import (
     Score,
     Table,
     add,
+    blank,
     dot,
     pieces,
     select,
@@ -128,9 +129,13 @@ class QueryRow(Opaque):
             there = [here & (columns[at] < self.end) for at, here in enumerate(there)]
         item.listed(step + 1, columns)
         for at in range(c.at_once):
+            if c.lengths:
+                blank(there[at], keys[None, None, at])
+                blank(there[at], values[None, None, at])
             score, slope = self.score(dot(c, self.query, keys[None, None, at]))
-            weight = select(there[at], cute.math.exp2(score - self.lse, fastmath=True), Float32(0.0))
+            weight = cute.math.exp2(score - self.lse, fastmath=True)
             share = weight * (dot(c, self.dout, values[None, None, at]) - self.delta)
+            share = select(there[at], share, Float32(0.0))  # a row that keeps nothing may hold anything
             add(c, self.total, share * slope, keys[None, None, at])
 
 
@@ -149,6 +154,9 @@ class KeyRow(Opaque):
         self.value = Table(config, a.v, item.batch, group, item.lane).read(item.row, Float32(1.0))
         self.of_keys, self.of_values = pieces(config), pieces(config)
         self.past: Any = item.row >= within_keys(a.lengths[item.batch]) if config.lengths else None
+        if config.lengths:
+            for row in (self.key, self.value):
+                blank(~self.past, row)
 
     @cute.jit
     def run(self):
@@ -187,8 +195,12 @@ class KeyRow(Opaque):
         of_rows = [[word(Float32, start, columns[at]) for at in range(c.at_once)] for start in terms]
         item.listed(step + 1, columns)
         for at, (lse, delta) in enumerate(zip(*of_rows, strict=True)):
+            if c.lengths:  # all keys of such a query are past the length
+                blank(lse != Float32.inf, rows[None, None, at])
+                blank(lse != Float32.inf, gradients[None, None, at])
             score, slope = self.score(dot(c, self.key, rows[None, None, at]))
             weight = select(there[at], cute.math.exp2(score - lse, fastmath=True), Float32(0.0))
             share = weight * (dot(c, self.value, gradients[None, None, at]) - delta)
+            share = select(there[at], share, Float32(0.0))
             add(c, self.of_values, weight, gradients[None, None, at])
             add(c, self.of_keys, share * slope, rows[None, None, at])

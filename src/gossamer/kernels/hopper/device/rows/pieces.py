@@ -178,6 +178,13 @@ def places(config: RowsConfig) -> list[tuple[int, int]]:
     return [(i, line) for line in range(config.lines) for i in range(VECTOR)]
 
 
+def blank(there: Any, row: Any) -> None:
+    """Make the pieces of a row zero unless it is `there`: what it holds may be no number, which zero times stays."""
+    words = cute.recast_tensor(row, Int32)
+    for at in range(cute.size(words)):
+        words[at] = select(there, words[at], Int32(0))
+
+
 def dot(config: RowsConfig, own: Any, row: Any) -> Any:
     """The product of two rows, the same in all of their lanes. `own`: in float32."""
     total = Float32(0.0)
